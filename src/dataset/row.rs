@@ -1,0 +1,67 @@
+//! A row's outcome: the same words everywhere.
+
+use serde::{Deserialize, Serialize};
+
+/// What became of a row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RowStatus {
+    Succeeded,
+    /// The model answered, but not as asked; its raw text is kept.
+    InvalidOutput,
+    Errored,
+    Expired,
+    Cancelled,
+}
+
+impl RowStatus {
+    /// All statuses, in the order in which reports list them.
+    pub const ALL: [RowStatus; 5] = [
+        RowStatus::Succeeded,
+        RowStatus::InvalidOutput,
+        RowStatus::Errored,
+        RowStatus::Expired,
+        RowStatus::Cancelled,
+    ];
+
+    /// The word in outputs, reports and records.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            RowStatus::Succeeded => "succeeded",
+            RowStatus::InvalidOutput => "invalid_output",
+            RowStatus::Errored => "errored",
+            RowStatus::Expired => "expired",
+            RowStatus::Cancelled => "cancelled",
+        }
+    }
+}
+
+/// One sample of a row's completion.
+#[derive(Debug, Clone, PartialEq)]
+pub struct SampleResult {
+    pub text: String,
+    /// The answer as asked for: the choice, the JSON as compact text, the regex match; `None` where it does not fit
+    /// or nothing was asked.
+    pub parsed: Option<String>,
+    pub finish_reason: &'static str,
+    pub completion_tokens: u32,
+    pub token_ids: Vec<u32>,
+    /// Natural logarithm, one per entry of `token_ids`; empty where not asked for.
+    pub logprobs: Vec<f32>,
+    /// One per choice; empty where not asked for.
+    pub choice_probabilities: Vec<f32>,
+}
+
+/// A finished row, ready to be logged. Progress travels with it: it names the row that it covers.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RowResult {
+    /// 0-based over the job's whole input.
+    pub row: u64,
+    pub status: RowStatus,
+    /// Empty where there is no completion, else one per asked-for sample.
+    pub samples: Vec<SampleResult>,
+    /// One line that says why, for every status but `succeeded`.
+    pub error: Option<String>,
+    pub prompt_tokens: u32,
+    pub cached_tokens: u32,
+}

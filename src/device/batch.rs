@@ -1,0 +1,33 @@
+//! One step as data: what the scheduler hands to the model.
+
+/// Tokens of one step, packed one sequence after the other without padding.
+///
+/// Everything is a flat array so that it can be copied to a device as it is.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct StepBatch {
+    /// Token ids, `[tokens]`.
+    pub tokens: Vec<u32>,
+    /// Absolute position of each token in its sequence, `[tokens]`.
+    pub positions: Vec<u32>,
+    /// One entry a sequence, in the order of `tokens`.
+    pub sequences: Vec<StepSequence>,
+    /// Block tables of all sequences, one after the other.
+    pub block_tables: Vec<u32>,
+    /// Indices into `tokens` whose logits are wanted, ascending.
+    pub logits_at: Vec<u32>,
+    /// KV blocks to copy before anything is computed: (from, to), for copy on write.
+    pub block_copies: Vec<(u32, u32)>,
+}
+
+/// One sequence's share of a [`StepBatch`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StepSequence {
+    /// Index of its first token in `tokens`.
+    pub first_token: u32,
+    /// Tokens computed in this step, at least 1. Their positions are `kv_len - q_len .. kv_len`.
+    pub q_len: u32,
+    /// Tokens whose keys and values stand in the KV pool once this step has run.
+    pub kv_len: u32,
+    /// Index of its first entry in `block_tables`; it has `kv_len.div_ceil(block_tokens)` entries.
+    pub first_block: u32,
+}

@@ -1,0 +1,3 @@
+//! A device runs fused operations over one flat packed batch.
+
+pub mod batch;

@@ -1,0 +1,33 @@
+//! Continuous batching over paged KV: schedule → forward → sample, nothing else.
+
+pub mod params;
+pub mod request;
+
+use crate::device::batch::StepBatch;
+
+/// What the engine needs of a model. Implemented by `model::Transformer`; tests use a fake one.
+///
+/// Keys and values of all tokens of a step are stored (layer by layer) before any of that step's attention
+/// runs, so a sequence may attend to blocks that another sequence of the same step fills.
+pub trait Forward {
+    /// Runs one step and returns the logits of `batch.logits_at`, `[logits_at.len()][vocab_size()]`, row-major, F32.
+    fn forward(&mut self, batch: &StepBatch) -> Result<&[f32], ForwardError>;
+    /// Ids that may be sampled are `0..vocab_size()`: the model's vocabulary without its padding.
+    fn vocab_size(&self) -> usize;
+    /// Longest sequence (prompt + completion) in tokens.
+    fn context_tokens(&self) -> u32;
+    /// KV blocks in the pool.
+    fn kv_blocks(&self) -> u32;
+    /// Tokens a KV block holds.
+    fn block_tokens(&self) -> u32;
+}
+
+/// A step that could not be run: the device, not a row, is at fault.
+#[derive(Debug, thiserror::Error)]
+pub enum ForwardError {
+    #[error("the model's step failed: {0}")]
+    Device(String),
+    /// Some logits are not finite; indices into `logits_at`. The rest of the step is sound.
+    #[error("logits are not finite for {} of the step's sequences", .0.len())]
+    NotFinite(Vec<usize>),
+}

@@ -1,0 +1,71 @@
+//! What goes into the engine and what comes out of it: one (row, sample, attempt) at a time.
+
+use std::sync::Arc;
+
+use crate::engine::params::Params;
+
+/// The engine's unit of work. Random numbers are keyed by it, never by a batch slot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct UnitId {
+    /// 0-based over the job's whole input.
+    pub row: u64,
+    /// 0-based, below `Params::samples`.
+    pub sample: u32,
+    /// 0 unless a row is tried again on purpose (a `retry` generation).
+    pub attempt: u32,
+}
+
+/// One completion to generate.
+#[derive(Debug, Clone)]
+pub struct Request {
+    pub id: UnitId,
+    /// Prompt token ids, at least one.
+    pub prompt: Arc<[u32]>,
+    pub params: Arc<Params>,
+}
+
+/// Why a completion ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FinishReason {
+    /// End of sequence, a stop text, a stop token, or the shape's end.
+    Stop,
+    /// `max_tokens` or the model's context was reached.
+    Length,
+}
+
+impl FinishReason {
+    /// The word written to outputs (OpenAI's).
+    pub fn as_str(self) -> &'static str {
+        match self {
+            FinishReason::Stop => "stop",
+            FinishReason::Length => "length",
+        }
+    }
+}
+
+/// One finished completion.
+#[derive(Debug, Clone)]
+pub struct Completion {
+    pub id: UnitId,
+    /// Generated ids, without the token that ended it.
+    pub token_ids: Vec<u32>,
+    pub text: String,
+    pub finish_reason: FinishReason,
+    /// Does the text fit the asked-for [`Shape`](crate::engine::params::Shape)? Always true for `Free`.
+    pub fits_shape: bool,
+    /// One per entry of `token_ids`, when asked for.
+    pub logprobs: Option<Vec<f32>>,
+    /// One per choice, summing to 1, when asked for.
+    pub choice_probabilities: Option<Vec<f32>>,
+    pub prompt_tokens: u32,
+    /// Prompt tokens that were not computed because another sequence had computed them.
+    pub cached_tokens: u32,
+}
+
+/// What the engine hands back for a [`Request`].
+#[derive(Debug, Clone)]
+pub struct Finished {
+    pub id: UnitId,
+    /// `Err`: this row cannot be completed; one line for the row's `error` column.
+    pub result: Result<Completion, String>,
+}
