@@ -57,26 +57,29 @@ MADE_SLOTS = {
 }
 
 
-def expand(rng, template):
+def fill_slot(rng, name):
+    return MADE_SLOTS[name](rng) if name in MADE_SLOTS else rng.choice(phrases.SLOTS[name])
+
+
+def draw_facts(rng):
+    """What stays the same throughout one ticket."""
+    return {name: fill_slot(rng, name) for name in ("product", "order", "feature", "courier")}
+
+
+def expand(rng, template, facts={}):
     """Picks alternatives from the innermost brackets outwards, then fills the slots."""
     while True:
         template, found = ALTERNATIVES.subn(lambda m: rng.choice(m[1].split("|")), template)
         if not found:
             break
-
-    def fill(match):
-        name = match[1]
-        if name in MADE_SLOTS:
-            return MADE_SLOTS[name](rng)
-        return rng.choice(phrases.SLOTS[name]) if name in phrases.SLOTS else match[0]
-
-    text = SLOT.sub(fill, template).strip()
-    # Slots such as "the courier" can open a sentence.
+    text = SLOT.sub(lambda m: facts.get(m[1]) or fill_slot(rng, m[1]), template).strip()
+    text = re.sub(r"\ba (?=[AEIOU][a-z])", "an ", text)
+    # "the courier" can open a sentence.
     return text[:1].upper() + text[1:] if template.startswith("<courier>") else text
 
 
-def pick(rng, templates):
-    return expand(rng, rng.choice(templates))
+def pick(rng, templates, facts={}):
+    return expand(rng, rng.choice(templates), facts)
 
 
 def typos(rng, text, rate):
@@ -101,40 +104,41 @@ def pick_urgency(rng, tone):
 
 def distractor(rng, category):
     topic = pick(rng, phrases.TOPIC[rng.choice([c for c in CATEGORIES if c != category])])
-    return pick(rng, phrases.DISTRACTOR).replace("<topic>", topic)
+    return pick(rng, phrases.DISTRACTOR, {"topic": topic})
 
 
 def short_ticket(rng, category, held):
     """A ticket of a few words, without any decoration."""
-    words = phrases.CATEGORY[category]
-    body = pick(rng, words["short_held" if held else "short"])
-    subject = pick(rng, phrases.GENERIC_SUBJECT)
+    words, facts = phrases.CATEGORY[category], draw_facts(rng)
+    body = pick(rng, words["short_held" if held else "short"], facts)
+    subject = pick(rng, phrases.GENERIC_SUBJECT, facts)
     urgency = rng.choice(URGENCIES)
     if rng.random() < 0.5:
-        subject = pick(rng, words["subject_held" if held else "subject"])
+        subject = pick(rng, words["subject_held" if held else "subject"], facts)
     if urgency != "normal":
         body += rng.choice([". ", " - ", ", "]) + pick(rng, phrases.URGENCY[urgency]).lower()
     return subject, body, urgency
 
 
 def long_ticket(rng, category, held):
-    words = phrases.CATEGORY[category]
+    words, facts = phrases.CATEGORY[category], draw_facts(rng)
     suffix = "_held" if held else ""
     tone = rng.choice(TONES)
     voice = phrases.TONE[tone]
     urgency = pick_urgency(rng, tone)
 
     if rng.random() < 0.2:
-        subject = pick(rng, phrases.GENERIC_SUBJECT)
+        subject = pick(rng, phrases.GENERIC_SUBJECT, facts)
     else:
-        subject = pick(rng, words["subject" + suffix])
+        subject = pick(rng, words["subject" + suffix], facts)
 
-    sentences = [pick(rng, words["core" + suffix])]
+    sentences = [pick(rng, words["core" + suffix], facts)]
     if rng.random() < 0.25:
-        sentences.append(pick(rng, words["core" + suffix]))
-    sentences += [expand(rng, t) for t in rng.sample(words["detail"], rng.choice([0, 0, 1, 1, 2, 3]))]
+        sentences.append(pick(rng, words["core" + suffix], facts))
+    details = rng.sample(words["detail"], rng.choice([0, 0, 1, 1, 2, 3]))
+    sentences += [expand(rng, detail, facts) for detail in details]
     if rng.random() < 0.5:
-        sentences.append(pick(rng, words["ask"]))
+        sentences.append(pick(rng, words["ask"], facts))
     for _ in range(rng.choice([0, 0, 0, 1, 1, 2, 4])):
         sentences.insert(rng.randrange(len(sentences) + 1), pick(rng, phrases.OFF_TOPIC))
     if rng.random() < 0.12:
@@ -228,15 +232,15 @@ def writing_examples(count):
     rows = []
     for _ in range(count):
         category, tone = rng.choice(CATEGORIES), rng.choice(TONES)
-        words, voice = phrases.CATEGORY[category], phrases.TONE[tone]
+        words, voice, facts = phrases.CATEGORY[category], phrases.TONE[tone], draw_facts(rng)
         urgency = pick_urgency(rng, tone)
-        parts = [pick(rng, words["core"])]
+        parts = [pick(rng, words["core"], facts)]
         if tone == "terse":
-            parts = [pick(rng, words["core"] + words["short"])]
+            parts = [pick(rng, words["core"] + words["short"], facts)]
         else:
             if rng.random() < 0.4:
                 parts.insert(0, pick(rng, voice["open"]))
-            parts.append(pick(rng, rng.choice([words["detail"], words["ask"]])))
+            parts.append(pick(rng, rng.choice([words["detail"], words["ask"]]), facts))
         parts.append(pick(rng, phrases.URGENCY[urgency]))
         if tone != "terse" and rng.random() < 0.7:
             parts.append(pick(rng, voice["close"]))
@@ -244,7 +248,7 @@ def writing_examples(count):
         greeting = pick(rng, voice["greeting"])
         if greeting:
             body = greeting + ("\n" if tone in ("polite", "formal") else " ") + body
-        answer = {"subject": pick(rng, words["subject"]), "body": body, "urgency": urgency}
+        answer = {"subject": pick(rng, words["subject"], facts), "body": body, "urgency": urgency}
         rows.append({"category": category, "tone": tone, "answer": json.dumps(answer, ensure_ascii=False)})
     return rows
 

@@ -599,7 +599,7 @@ OFF_TOPIC = [
 DISTRACTOR = [
     "(My earlier question about <topic> has been solved, thank you.)",
     "This has nothing to do with my last ticket about <topic>, that one is settled.",
-    "Last year I wrote to you about <topic>, and <agent> sorted it out.",
+    "Last year I wrote to you about <topic>, and <agent> sorted that out.",
 ]
 
 TOPIC = {

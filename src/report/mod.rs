@@ -1,1 +1,6 @@
-//! (skeleton)
+//! What a person or a machine is told: progress while a job runs, its summary at the end, and what it costs.
+
+pub mod cost;
+pub mod meter;
+pub mod progress;
+pub mod summary;

@@ -1,0 +1,88 @@
+//! Counters that the stages of a worker add to and that progress, budget and the summary read.
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
+
+use crate::dataset::row::{RowResult, RowStatus};
+
+/// What one process has done so far. Statistics only: nothing is decided by their order, so relaxed is enough.
+#[derive(Debug, Default)]
+pub struct Meter {
+    rows: [AtomicU64; RowStatus::ALL.len()],
+    prompt_tokens: AtomicU64,
+    cached_tokens: AtomicU64,
+    completion_tokens: AtomicU64,
+    device_micros: AtomicU64,
+}
+
+/// A [`Meter`] read once.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Reading {
+    pub rows: u64,
+    pub failed_rows: u64,
+    pub prompt_tokens: u64,
+    pub cached_tokens: u64,
+    pub completion_tokens: u64,
+    pub device_seconds: f64,
+}
+
+impl Meter {
+    /// Counts a finished row.
+    pub fn add_row(&self, row: &RowResult) {
+        self.rows[row.status as usize].fetch_add(1, Relaxed);
+        self.prompt_tokens.fetch_add(u64::from(row.prompt_tokens), Relaxed);
+        self.cached_tokens.fetch_add(u64::from(row.cached_tokens), Relaxed);
+        let completion: u64 = row.samples.iter().map(|s| u64::from(s.completion_tokens)).sum();
+        self.completion_tokens.fetch_add(completion, Relaxed);
+    }
+
+    /// Counts time in which the device worked.
+    pub fn add_device_time(&self, time: Duration) {
+        self.device_micros.fetch_add(time.as_micros() as u64, Relaxed);
+    }
+
+    pub fn read(&self) -> Reading {
+        let rows: Vec<u64> = self.rows.iter().map(|r| r.load(Relaxed)).collect();
+        let all: u64 = rows.iter().sum();
+        Reading {
+            rows: all,
+            failed_rows: all - rows[RowStatus::Succeeded as usize],
+            prompt_tokens: self.prompt_tokens.load(Relaxed),
+            cached_tokens: self.cached_tokens.load(Relaxed),
+            completion_tokens: self.completion_tokens.load(Relaxed),
+            device_seconds: self.device_micros.load(Relaxed) as f64 / 1e6,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_row_counts_once_under_its_status() {
+        let meter = Meter::default();
+        let row = RowResult {
+            row: 3,
+            status: RowStatus::Errored,
+            samples: Vec::new(),
+            error: Some("no".into()),
+            prompt_tokens: 5,
+            cached_tokens: 2,
+        };
+        meter.add_row(&row);
+        meter.add_row(&RowResult {
+            status: RowStatus::Succeeded,
+            error: None,
+            ..row
+        });
+        meter.add_device_time(Duration::from_millis(1500));
+        let read = meter.read();
+        assert_eq!((read.rows, read.failed_rows), (2, 1));
+        assert_eq!(
+            (read.prompt_tokens, read.cached_tokens, read.completion_tokens),
+            (10, 4, 0)
+        );
+        assert_eq!(read.device_seconds, 1.5);
+    }
+}

@@ -1,0 +1,118 @@
+//! Progress of a running job: a bar on a terminal, one plain line every few seconds where there is none.
+
+use std::io::IsTerminal;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use indicatif::{ProgressBar, ProgressStyle};
+
+use crate::report::cost::{dollars, show_dollars};
+use crate::report::meter::{Meter, Reading};
+use crate::report::summary::{number, rate};
+
+const BAR_EVERY: Duration = Duration::from_millis(500);
+const LINE_EVERY: Duration = Duration::from_secs(5);
+
+/// What progress is measured against.
+#[derive(Debug, Clone)]
+pub struct Goal {
+    /// Rows of the job.
+    pub rows: u64,
+    /// Rows that were finished before this process began.
+    pub rows_before: u64,
+    pub usd_per_hour: Option<f64>,
+}
+
+/// Shows progress until the returned task is aborted. `quiet` shows nothing.
+pub fn show(meter: Arc<Meter>, goal: Goal, quiet: bool) -> tokio::task::JoinHandle<()> {
+    tokio::spawn(async move {
+        if quiet {
+            return;
+        }
+        let started = Instant::now();
+        if std::io::stderr().is_terminal() {
+            let bar = ProgressBar::new(goal.rows).with_style(bar_style());
+            loop {
+                let read = meter.read();
+                bar.set_position(goal.rows_before + read.rows);
+                bar.set_message(status(&read, &goal, started.elapsed()));
+                tokio::time::sleep(BAR_EVERY).await;
+            }
+        }
+        loop {
+            tokio::time::sleep(LINE_EVERY).await;
+            let read = meter.read();
+            let rows = goal.rows_before + read.rows;
+            eprintln!(
+                "{} of {} rows, {}",
+                number(rows),
+                number(goal.rows),
+                status(&read, &goal, started.elapsed())
+            );
+        }
+    })
+}
+
+fn bar_style() -> ProgressStyle {
+    ProgressStyle::with_template("{bar:32} {human_pos}/{human_len} rows, {msg}")
+        .unwrap_or_else(|_| ProgressStyle::default_bar())
+}
+
+/// "1,234 tokens/s, 2m 10s left, $0.0123 so far".
+fn status(read: &Reading, goal: &Goal, elapsed: Duration) -> String {
+    let mut parts = vec![format!(
+        "{} tokens/s",
+        number(rate(read.prompt_tokens + read.completion_tokens, read.device_seconds).round() as u64)
+    )];
+    let left = goal.rows.saturating_sub(goal.rows_before + read.rows);
+    if read.rows > 0 && left > 0 {
+        let seconds = elapsed.as_secs_f64() / read.rows as f64 * left as f64;
+        parts.push(format!("{} left", show_duration(seconds)));
+    }
+    if read.failed_rows > 0 {
+        parts.push(format!("{} failed rows", number(read.failed_rows)));
+    }
+    if let Some(usd) = dollars(read.device_seconds, goal.usd_per_hour) {
+        parts.push(format!("{} so far", show_dollars(usd)));
+    }
+    parts.join(", ")
+}
+
+/// A duration for people, two units.
+pub fn show_duration(seconds: f64) -> String {
+    let s = seconds.round() as u64;
+    match s {
+        0..60 => format!("{s}s"),
+        60..3600 => format!("{}m {}s", s / 60, s % 60),
+        _ => format!("{}h {}m", s / 3600, s % 3600 / 60),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn durations_and_status_read_well() {
+        assert_eq!(show_duration(4.4), "4s");
+        assert_eq!(show_duration(130.0), "2m 10s");
+        assert_eq!(show_duration(7_260.0), "2h 1m");
+        let read = Reading {
+            rows: 10,
+            failed_rows: 1,
+            prompt_tokens: 900,
+            completion_tokens: 100,
+            device_seconds: 2.0,
+            ..Default::default()
+        };
+        let goal = Goal {
+            rows: 30,
+            rows_before: 10,
+            usd_per_hour: Some(3.6),
+        };
+        assert_eq!(
+            status(&read, &goal, Duration::from_secs(20)),
+            "500 tokens/s, 20s left, 1 failed rows, $0.0020 so far"
+        );
+    }
+}
