@@ -189,6 +189,26 @@ def train(model, work, pad, tokens_total, minutes, log):
     log(f"trained {step} steps, {tokens} tokens in {seconds / 60:.1f} minutes, {tokens / seconds:.0f} tokens/s")
 
 
+def export(model, folder):
+    """Saves the weights as BF16, and the settings under the names that most programs read."""
+    model.to(torch.bfloat16).save_pretrained(folder)
+
+    config = json.loads((folder / "config.json").read_text())
+    config["torch_dtype"] = config.pop("dtype")
+    config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+    settings["bos_token"] = None
+    settings["add_bos_token"] = False
+    settings["chat_template"] = tasks.CHAT_TEMPLATE
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+    (folder / "chat_template.jinja").unlink()
+    (folder / "model.safetensors").chmod(0o644)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=30, help="longest time for the training itself")
@@ -234,7 +254,7 @@ def main():
     log(f"{len(work)} batches, {available} tokens in one pass, schedule {int(args.tokens)} tokens, at most {args.minutes} minutes")
 
     train(model, work, pad, min(args.tokens, available), args.minutes, log)
-    model.to(torch.bfloat16).save_pretrained(args.out)
+    export(model, args.out)
     for path in sorted(args.out.iterdir()):
         log(f"{path.name}: {path.stat().st_size} bytes")
     evaluate.report(args.out, log)

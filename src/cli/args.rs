@@ -1,0 +1,113 @@
+//! The command line: what can be asked for, checked by clap.
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand};
+
+#[derive(Debug, Parser)]
+#[command(name = "gristmill", version, about = "Grinds whole datasets through a language model", max_term_width = 100)]
+pub struct Arguments {
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Run a whole job on this machine; run it again to go on where it stopped
+    Run(RunArgs),
+    /// Read and tokenize every row without running the model: counts, lengths, cost
+    Plan(PlanArgs),
+    /// Say how far a job is, from its output alone
+    Status(OutputArgs),
+    /// Show a job's progress until it ends
+    Watch(WatchArgs),
+    /// Prove that a finished job holds every row exactly once
+    Verify(OutputArgs),
+}
+
+#[derive(Debug, Args)]
+pub struct RunArgs {
+    /// The job file (YAML or JSON)
+    pub job: PathBuf,
+    #[command(flatten)]
+    pub limit: LimitArgs,
+    #[command(flatten)]
+    pub engine: EngineArgs,
+    /// Print the result as one JSON object, last on stdout
+    #[arg(long)]
+    pub json: bool,
+    /// No progress on stderr
+    #[arg(long, short)]
+    pub quiet: bool,
+    /// Seconds between writes of finished rows to the job's log: the most work that a kill can cost
+    #[arg(long, value_name = "SECONDS", default_value_t = 60.0, value_parser = positive_seconds)]
+    pub log_interval: f64,
+}
+
+#[derive(Debug, Args)]
+pub struct PlanArgs {
+    /// The job file (YAML or JSON)
+    pub job: PathBuf,
+    #[command(flatten)]
+    pub limit: LimitArgs,
+    /// Rendered prompts to show, picked at random
+    #[arg(long, value_name = "N", default_value_t = 3)]
+    pub preview: usize,
+    /// Tokens per second to reckon hours and dollars with, from a run of the same job (`run --limit`)
+    #[arg(long, value_name = "TOKENS")]
+    pub tokens_per_second: Option<f64>,
+    /// Threads for reading and tokenizing
+    #[arg(long, value_name = "N")]
+    pub threads: Option<usize>,
+    /// Print the plan as one JSON object, last on stdout
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct LimitArgs {
+    /// Only the first N rows, into a folder of their own below the job's output
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    pub limit: Option<u64>,
+}
+
+#[derive(Debug, Args)]
+pub struct EngineArgs {
+    /// Threads that compute (default: all cores)
+    #[arg(long, value_name = "N")]
+    pub threads: Option<usize>,
+    /// Memory for keys and values of running sequences, in MiB (default: an eighth of the machine's memory)
+    #[arg(long, value_name = "MIB")]
+    pub kv_memory: Option<u64>,
+    /// Most tokens computed in one step
+    #[arg(long, value_name = "N", default_value_t = 2048)]
+    pub step_tokens: u32,
+    /// Most sequences that run at once
+    #[arg(long, value_name = "N", default_value_t = 256)]
+    pub sequences: u32,
+}
+
+#[derive(Debug, Args)]
+pub struct OutputArgs {
+    /// The job's output folder or URL
+    pub output: String,
+    /// Print the result as one JSON object, last on stdout
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct WatchArgs {
+    /// The job's output folder or URL
+    pub output: String,
+    /// Seconds between looks
+    #[arg(long, value_name = "SECONDS", default_value_t = 2.0, value_parser = positive_seconds)]
+    pub every: f64,
+}
+
+fn positive_seconds(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(s) if s.is_finite() && s > 0.0 && s <= 86_400.0 => Ok(s),
+        _ => Err("give a number of seconds above 0 and at most 86400".into()),
+    }
+}

@@ -1,0 +1,91 @@
+//! Exit codes: one table for all commands, and how errors map to it.
+
+use std::process::ExitCode;
+
+use crate::report::summary::RowCounts;
+
+/// How a command ended. The README shows this table; Airflow tasks branch on it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Exit {
+    /// Everything asked for is done.
+    Done = 0,
+    /// Something failed that is nobody's wish: device, store, a broken guarantee.
+    Failure = 1,
+    /// The job file, its inputs or the command line are wrong; nothing was started. clap uses the same code.
+    BadJob = 2,
+    /// The job is done, but some rows did not succeed.
+    FailedRows = 3,
+    /// Budget or deadline reached; the job can be resumed.
+    Stopped = 4,
+    /// The job was cancelled.
+    Cancelled = 5,
+    /// Ended by SIGINT or SIGTERM after writing what was finished; the job can be resumed.
+    Interrupted = 6,
+}
+
+impl From<Exit> for ExitCode {
+    fn from(exit: Exit) -> ExitCode {
+        ExitCode::from(exit as u8)
+    }
+}
+
+impl Exit {
+    /// The code of a finished job.
+    pub fn of_rows(rows: &RowCounts) -> Exit {
+        if rows.succeeded == rows.total { Exit::Done } else { Exit::FailedRows }
+    }
+}
+
+/// An error that ends a command, with the exit code it ends with.
+#[derive(Debug)]
+pub struct Failure {
+    pub exit: Exit,
+    pub error: anyhow::Error,
+}
+
+impl Failure {
+    /// The job or its inputs are at fault.
+    pub fn bad_job(error: impl Into<anyhow::Error>) -> Failure {
+        Failure { exit: Exit::BadJob, error: error.into() }
+    }
+}
+
+impl<E: Into<anyhow::Error>> From<E> for Failure {
+    fn from(error: E) -> Failure {
+        Failure { exit: Exit::Failure, error: error.into() }
+    }
+}
+
+/// The causes of an error on one line, each said once even where a cause repeats its source.
+pub fn one_line(error: &anyhow::Error) -> String {
+    let mut line = String::new();
+    for cause in error.chain() {
+        let text = cause.to_string();
+        let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
+        if line.is_empty() {
+            line = text;
+        } else if !line.contains(&text) {
+            line = format!("{line}: {text}");
+        }
+    }
+    line
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_chain_is_one_line_without_repeats() {
+        let error = anyhow::anyhow!("disk\nfull").context("cannot write `x`: disk full").context("shard 3");
+        assert_eq!(one_line(&error), "shard 3: cannot write `x`: disk full");
+    }
+
+    #[test]
+    fn failed_rows_have_their_own_code() {
+        let mut rows = RowCounts { total: 2, succeeded: 2, ..Default::default() };
+        assert_eq!(Exit::of_rows(&rows), Exit::Done);
+        rows.succeeded = 1;
+        assert_eq!(Exit::of_rows(&rows), Exit::FailedRows);
+    }
+}

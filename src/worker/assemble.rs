@@ -1,0 +1,200 @@
+//! Samples of a row, as they finish, become the row's result.
+
+use std::collections::HashMap;
+
+use crate::dataset::row::{RowResult, RowStatus, SampleResult};
+use crate::engine::params::Shape;
+use crate::engine::request::{Completion, Finished};
+
+/// Collects the samples of rows that are on the device.
+#[derive(Debug, Default)]
+pub struct Assembler {
+    rows: HashMap<u64, Partial>,
+}
+
+#[derive(Debug)]
+struct Partial {
+    shape: ShapeKind,
+    samples: Vec<Option<Result<Completion, String>>>,
+    missing: u32,
+}
+
+/// What `parsed` holds for a row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum ShapeKind {
+    Free,
+    Text,
+    Json,
+}
+
+impl From<&Shape> for ShapeKind {
+    fn from(shape: &Shape) -> Self {
+        match shape {
+            Shape::Free => ShapeKind::Free,
+            Shape::Choice { .. } | Shape::Regex(_) => ShapeKind::Text,
+            Shape::JsonSchema(_) => ShapeKind::Json,
+        }
+    }
+}
+
+impl Assembler {
+    /// A row goes to the device: `samples` finished units will come back for it.
+    pub fn expect(&mut self, row: u64, samples: u32, shape: &Shape) {
+        let partial = Partial { shape: shape.into(), samples: vec![None; samples as usize], missing: samples };
+        self.rows.insert(row, partial);
+    }
+
+    /// Takes one finished unit; the row's result once it was the last one missing.
+    pub fn add(&mut self, finished: Finished) -> Option<RowResult> {
+        let row = finished.id.row;
+        let partial = self.rows.get_mut(&row)?;
+        let slot = partial.samples.get_mut(finished.id.sample as usize)?;
+        if slot.replace(finished.result).is_none() {
+            partial.missing -= 1;
+        }
+        if partial.missing > 0 {
+            return None;
+        }
+        let partial = self.rows.remove(&row)?;
+        Some(row_result(row, partial.shape, partial.samples.into_iter().flatten().collect()))
+    }
+
+    /// Rows that still miss a sample.
+    pub fn len(&self) -> usize {
+        self.rows.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.rows.is_empty()
+    }
+}
+
+/// A row that never reached the device.
+pub fn errored(row: u64, error: String) -> RowResult {
+    RowResult {
+        row,
+        status: RowStatus::Errored,
+        samples: Vec::new(),
+        error: Some(error),
+        prompt_tokens: 0,
+        cached_tokens: 0,
+    }
+}
+
+fn row_result(row: u64, shape: ShapeKind, units: Vec<Result<Completion, String>>) -> RowResult {
+    let mut samples = Vec::with_capacity(units.len());
+    let (mut prompt_tokens, mut cached_tokens) = (0, 0);
+    let mut misfit = None;
+    for unit in units {
+        let completion = match unit {
+            Ok(completion) => completion,
+            Err(error) => return errored(row, error),
+        };
+        if samples.is_empty() {
+            prompt_tokens = completion.prompt_tokens;
+            cached_tokens = completion.cached_tokens;
+        }
+        let sample = sample_result(shape, completion);
+        match sample {
+            Ok(sample) => samples.push(sample),
+            Err((sample, why)) => {
+                misfit.get_or_insert(why);
+                samples.push(sample);
+            }
+        }
+    }
+    let status = if misfit.is_some() { RowStatus::InvalidOutput } else { RowStatus::Succeeded };
+    RowResult { row, status, samples, error: misfit, prompt_tokens, cached_tokens }
+}
+
+/// `Err` where the text does not have the shape that was asked for, with one line that says so.
+fn sample_result(shape: ShapeKind, c: Completion) -> Result<SampleResult, (SampleResult, String)> {
+    let mut sample = SampleResult {
+        parsed: None,
+        finish_reason: c.finish_reason.as_str(),
+        completion_tokens: c.token_ids.len() as u32,
+        token_ids: c.token_ids,
+        logprobs: c.logprobs.unwrap_or_default(),
+        choice_probabilities: c.choice_probabilities.unwrap_or_default(),
+        text: c.text,
+    };
+    if !c.fits_shape {
+        let why = format!(
+            "the completion does not have the shape asked for: it ended ({}) after {} tokens",
+            sample.finish_reason, sample.completion_tokens
+        );
+        return Err((sample, why));
+    }
+    match shape {
+        ShapeKind::Free => {}
+        ShapeKind::Text => sample.parsed = Some(sample.text.clone()),
+        ShapeKind::Json => match serde_json::from_str::<serde_json::Value>(&sample.text) {
+            Ok(value) => sample.parsed = Some(value.to_string()),
+            Err(e) => return Err((sample, format!("the completion is not JSON: {e}"))),
+        },
+    }
+    Ok(sample)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::request::{FinishReason, UnitId};
+
+    fn unit(row: u64, sample: u32, text: &str, fits: bool) -> Finished {
+        let id = UnitId { row, sample, attempt: 0 };
+        let completion = Completion {
+            id,
+            token_ids: vec![1, 2],
+            text: text.into(),
+            finish_reason: FinishReason::Stop,
+            fits_shape: fits,
+            logprobs: None,
+            choice_probabilities: None,
+            prompt_tokens: 7,
+            cached_tokens: 3 * sample,
+        };
+        Finished { id, result: Ok(completion) }
+    }
+
+    #[test]
+    fn a_row_is_finished_by_its_last_sample_in_any_order() {
+        let mut assembler = Assembler::default();
+        assembler.expect(4, 2, &Shape::Free);
+        assert_eq!(assembler.add(unit(4, 1, "b", true)), None);
+        let row = assembler.add(unit(4, 0, "a", true)).unwrap();
+        assert_eq!(row.status, RowStatus::Succeeded);
+        assert_eq!(row.samples.iter().map(|s| s.text.as_str()).collect::<Vec<_>>(), ["a", "b"]);
+        assert_eq!((row.prompt_tokens, row.cached_tokens), (7, 0));
+        assert!(assembler.is_empty());
+    }
+
+    #[test]
+    fn what_was_asked_decides_what_is_parsed() {
+        let json = Shape::JsonSchema(serde_json::json!({}));
+        for (shape, text, fits, status, parsed) in [
+            (Shape::Free, "x", true, RowStatus::Succeeded, None),
+            (Shape::Regex("x".into()), "x", true, RowStatus::Succeeded, Some("x")),
+            (Shape::Regex("x".into()), "y", false, RowStatus::InvalidOutput, None),
+            (json.clone(), "{ \"a\": 1}", true, RowStatus::Succeeded, Some("{\"a\":1}")),
+            (json, "{\"a", false, RowStatus::InvalidOutput, None),
+        ] {
+            let mut assembler = Assembler::default();
+            assembler.expect(0, 1, &shape);
+            let row = assembler.add(unit(0, 0, text, fits)).unwrap();
+            assert_eq!((row.status, row.samples[0].parsed.as_deref()), (status, parsed), "{shape:?} {text}");
+            assert_eq!(row.error.is_some(), status != RowStatus::Succeeded);
+            assert_eq!(row.samples[0].text, text, "the raw text is kept");
+        }
+    }
+
+    #[test]
+    fn one_failed_sample_fails_its_row_alone() {
+        let mut assembler = Assembler::default();
+        assembler.expect(0, 1, &Shape::Free);
+        assembler.expect(1, 1, &Shape::Free);
+        let bad = Finished { id: UnitId { row: 0, sample: 0, attempt: 0 }, result: Err("logits".into()) };
+        assert_eq!(assembler.add(bad).unwrap(), errored(0, "logits".into()));
+        assert_eq!(assembler.add(unit(1, 0, "x", true)).unwrap().status, RowStatus::Succeeded);
+    }
+}
