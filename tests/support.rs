@@ -1,0 +1,86 @@
+//! What the end-to-end tests share: the binary, job files in temporary folders, the checker.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+/// The repository's root.
+pub fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+/// The built binary with `arguments`.
+pub fn gristmill(arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_gristmill"));
+    command.args(arguments).env_remove("RUST_LOG");
+    command
+}
+
+/// A finished process, its output as text.
+#[derive(Debug)]
+pub struct Run {
+    pub code: Option<i32>,
+    pub stdout: String,
+    pub stderr: String,
+}
+
+impl Run {
+    pub fn of(command: &mut Command) -> Run {
+        let Output { status, stdout, stderr } = command.output().expect("the process starts");
+        Run {
+            code: status.code(),
+            stdout: String::from_utf8(stdout).expect("stdout is UTF-8"),
+            stderr: String::from_utf8(stderr).expect("stderr is UTF-8"),
+        }
+    }
+
+    /// Fails the test, showing everything that was printed, unless the exit code is `code`.
+    #[track_caller]
+    pub fn expect(self, code: i32) -> Run {
+        assert_eq!(self.code, Some(code), "stdout:\n{}\nstderr:\n{}", self.stdout, self.stderr);
+        self
+    }
+
+    /// The JSON object on the last line of stdout.
+    #[track_caller]
+    pub fn json(&self) -> serde_json::Value {
+        let last = self.stdout.lines().last().unwrap_or_default();
+        serde_json::from_str(last).unwrap_or_else(|e| panic!("last line is not JSON ({e}): {last}"))
+    }
+}
+
+/// Python with pyarrow and DuckDB, as `tests/check.sh` sets it up.
+pub fn python() -> PathBuf {
+    let python = match std::env::var_os("PYTHON") {
+        Some(python) => PathBuf::from(python),
+        None => root().join(".venv/bin/python"),
+    };
+    assert!(python.exists(), "`{}` is missing: run tests/check.sh once, it makes it", python.display());
+    python
+}
+
+/// Runs the separate checker over published files.
+#[track_caller]
+pub fn check_output(output: &Path, input: &Path, carry: &str) {
+    let mut command = Command::new(python());
+    command.arg(root().join("tests/check_output.py")).arg(output).arg(input).args(["--carry", carry]);
+    Run::of(&mut command).expect(0);
+}
+
+/// Writes one of `jobs/*.yaml` into `folder` with absolute inputs and its output in `folder/out`; `edit` changes the text.
+pub fn job_in(folder: &Path, name: &str, edit: impl Fn(String) -> String) -> (PathBuf, PathBuf) {
+    let text = std::fs::read_to_string(root().join("jobs").join(name)).expect("the example job is there");
+    let demo = root().join("jobs/demo");
+    let text = text.replace("demo/", &format!("{}/", demo.display()));
+    let output = folder.join("out");
+    let start = text.find("uri: ../out/").expect("the example writes below ../out");
+    let end = start + text[start..].find([',', '}', '\n']).expect("the uri ends");
+    let text = format!("{}uri: {}{}", &text[..start], output.display(), &text[end..]);
+    let path = folder.join(name);
+    std::fs::write(&path, edit(text)).expect("the job file is written");
+    (path, output)
+}
+
+/// A path as an argument.
+pub fn arg(path: &Path) -> &str {
+    path.to_str().expect("test paths are UTF-8")
+}
