@@ -1,1 +1,110 @@
-//! (skeleton)
+//! OPEN FIRST: shards from receipt to acknowledgement, all stages of it in one place.
+//!
+//! ```text
+//!            ┌───────────── opened shard: its log, carried columns, delivery ────────────┐
+//!            │                                                                           ▼
+//! queue ─▶ intake ──(1 shard)──▶ device thread ──(FINISHED_ROWS rows)──▶ keeper ─▶ log ▸ part ▸ commit
+//!          read, render,         submit ▸ step ▸ assemble                        ▸ finish check ▸ acknowledge
+//!          tokenize
+//! ```
+//!
+//! Each arrow is a bounded channel of owned values. A row's result names the row it covers, and the ledger takes nothing
+//! else. The stages live in one `JoinSet`; an error of any of them comes back through it and ends the others. Stopping
+//! means: intake ends, the device drops what is unfinished, the keeper logs what is finished and gives the rest back.
+
+pub mod assemble;
+mod device;
+mod intake;
+mod keeper;
+pub mod stop;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
+
+use crate::dataset::output::OutputSchema;
+use crate::dataset::row::RowResult;
+use crate::dataset::shard::ShardReader;
+use crate::engine::Engine;
+use crate::job::prompt::{RenderedRow, Renderer};
+use crate::ledger::Ledger;
+use crate::queue::Queue;
+use crate::report::meter::Meter;
+use crate::worker::stop::{Stop, Why};
+
+/// Shards read and tokenized ahead of the device: one, so that the next is ready when this one's tail runs.
+const READY_SHARDS: usize = 1;
+/// Finished rows on their way to the log: enough that a slow store does not hold up the device for seconds.
+const FINISHED_ROWS: usize = 16_384;
+
+/// What a worker needs, built at the door.
+pub struct Worker {
+    pub ledger: Ledger,
+    pub queue: Arc<dyn Queue>,
+    pub reader: ShardReader,
+    pub renderer: Arc<Renderer>,
+    pub output: OutputSchema,
+    pub publisher: Publisher,
+    pub meter: Arc<Meter>,
+    pub options: Options,
+}
+
+/// How parts are written.
+pub struct Publisher {
+    pub format: crate::job::spec::OutputFormat,
+    /// Key-value pairs of each part's metadata: what the part was made from.
+    pub provenance: Vec<(String, String)>,
+}
+
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// Time between writes of finished rows to the log: the most work that a kill can cost.
+    pub log_interval: Duration,
+    /// The device's price.
+    pub usd_per_hour: Option<f64>,
+    /// Work stops before device time costs more than this.
+    pub usd_max: Option<f64>,
+    /// Dollars spent by earlier runs of the job.
+    pub device_seconds_before: f64,
+    /// Work stops at this time.
+    pub deadline: Option<std::time::SystemTime>,
+}
+
+/// A shard whose prompts are ready for the device.
+struct ReadyShard {
+    rows: Vec<(u64, RenderedRow)>,
+}
+
+/// What the keeper hears of.
+enum Kept {
+    /// Always before any row of that shard.
+    Opened(Box<keeper::OpenShard>),
+    Row(RowResult),
+}
+
+/// Works until the queue is empty or `stop` is set. `Ok(None)`: the queue was emptied.
+pub async fn run(worker: Arc<Worker>, engine: Engine, stop: Stop) -> anyhow::Result<Option<Why>> {
+    let (ready_tx, ready_rx) = mpsc::channel::<ReadyShard>(READY_SHARDS);
+    let (kept_tx, kept_rx) = mpsc::channel::<Kept>(FINISHED_ROWS);
+
+    let mut stages: JoinSet<anyhow::Result<()>> = JoinSet::new();
+    stages.spawn(intake::run(worker.clone(), ready_tx, kept_tx.clone(), stop.clone()));
+    stages.spawn(device::run(worker.clone(), engine, ready_rx, kept_tx, stop.clone()));
+    stages.spawn(keeper::run(worker.clone(), kept_rx, stop.clone()));
+
+    let mut first_error = None;
+    while let Some(joined) = stages.join_next().await {
+        let result = joined.unwrap_or_else(|e| Err(anyhow::anyhow!("a stage of the worker panicked: {e}")));
+        if let Err(error) = result {
+            // The others end by themselves: they see the stop, or their channel closes. Only the first error is the cause.
+            stop.set(Why::Failed);
+            first_error.get_or_insert(error);
+        }
+    }
+    match first_error {
+        Some(error) => Err(error),
+        None => Ok(stop.why()),
+    }
+}
