@@ -5,3 +5,4 @@ mod support;
 mod bad_input;
 mod end_to_end;
 mod kills;
+mod rules;

@@ -1,6 +1,51 @@
-//! (skeleton)
+//! The commands: arguments → command → exit code. A file a command; `door.rs` is what they share on the way in.
+
+mod args;
+mod door;
+mod exit;
+mod plan;
+mod run;
+mod status;
+mod verify;
+
+use std::io::IsTerminal;
+use std::process::ExitCode;
+
+use clap::Parser;
+use tracing_subscriber::EnvFilter;
+
+use crate::cli::args::{Arguments, Command};
+use crate::cli::exit::{Exit, Failure, one_line};
 
 /// Parses the arguments, runs the command and maps its outcome to an exit code.
-pub fn main() -> std::process::ExitCode {
-    std::process::ExitCode::SUCCESS
+pub fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    tracing_subscriber::fmt()
+        .with_env_filter(EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn")))
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
+        .without_time()
+        .init();
+    let result = tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .build()
+        .map_err(Failure::from)
+        .and_then(|runtime| runtime.block_on(command(arguments.command)));
+    match result {
+        Ok(exit) => exit.into(),
+        Err(failure) => {
+            eprintln!("gristmill: {}", one_line(&failure.error));
+            failure.exit.into()
+        }
+    }
+}
+
+async fn command(command: Command) -> Result<Exit, Failure> {
+    match command {
+        Command::Run(args) => run::run(args).await,
+        Command::Plan(args) => plan::plan(args).await,
+        Command::Status(args) => status::status(args).await,
+        Command::Watch(args) => status::watch(args).await,
+        Command::Verify(args) => verify::verify(args).await,
+    }
 }

@@ -1,0 +1,107 @@
+//! The house's rules, as tests.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use crate::support::root;
+
+/// All files below `folder` with this extension.
+fn files(folder: &str, extension: &str) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    let mut open = vec![root().join(folder)];
+    while let Some(folder) = open.pop() {
+        for entry in fs::read_dir(&folder).unwrap_or_else(|e| panic!("{}: {e}", folder.display())) {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                open.push(path);
+            } else if path.extension().is_some_and(|e| e == extension) {
+                found.push(path);
+            }
+        }
+    }
+    found.sort();
+    assert!(!found.is_empty(), "no .{extension} below {folder}");
+    found
+}
+
+fn name(path: &Path) -> String {
+    path.strip_prefix(root()).unwrap().display().to_string()
+}
+
+#[test]
+fn every_source_file_says_what_it_is() {
+    let mute: Vec<String> = [files("src", "rs"), files("tests", "rs")]
+        .concat()
+        .into_iter()
+        .filter(|path| !fs::read_to_string(path).unwrap().starts_with("//! "))
+        .map(|path| name(&path))
+        .collect();
+    assert!(mute.is_empty(), "no module doc: {mute:?}");
+}
+
+/// Longer files want a reason, written here.
+const LONG_FILES: &[(&str, &str)] = &[];
+
+#[test]
+fn files_stay_short() {
+    let long: Vec<String> = files("src", "rs")
+        .into_iter()
+        .filter(|path| !LONG_FILES.iter().any(|(file, _)| *file == name(path)))
+        .filter_map(|path| {
+            let text = fs::read_to_string(&path).unwrap();
+            let code = text.split("#[cfg(test)]").next().unwrap().lines().count();
+            (code > 600).then(|| format!("{} has {code} lines before its tests", name(&path)))
+        })
+        .collect();
+    assert!(long.is_empty(), "{long:#?}");
+}
+
+#[test]
+fn unsafe_stands_only_where_it_may() {
+    let allowed = ["src/device/cpu/", "src/model/weights.rs"];
+    let found: Vec<String> = files("src", "rs")
+        .into_iter()
+        .filter(|path| !allowed.iter().any(|a| name(path).starts_with(a)))
+        .filter(|path| fs::read_to_string(path).unwrap().lines().any(|line| {
+            let code = line.split("//").next().unwrap();
+            code.split(|c: char| !c.is_alphanumeric() && c != '_').any(|word| word == "unsafe")
+        }))
+        .map(|path| name(&path))
+        .collect();
+    assert!(found.is_empty(), "{found:?}");
+}
+
+/// "`engine/` never names a queue, a ledger, a dataset or a store", and its like: folder → crate modules it must not use.
+const NEVER_NAMES: &[(&str, &[&str])] = &[
+    ("src/engine", &["crate::queue", "crate::ledger", "crate::dataset", "crate::worker", "crate::cli", "object_store"]),
+    ("src/device", &["crate::queue", "crate::ledger", "crate::dataset", "crate::worker", "crate::job", "crate::engine"]),
+    ("src/ledger", &["crate::engine", "crate::model", "crate::device", "crate::worker", "crate::cli"]),
+    ("src/dataset", &["crate::engine", "crate::model", "crate::device", "crate::worker", "crate::ledger", "crate::cli"]),
+    ("src/queue", &["crate::engine", "crate::model", "crate::dataset", "crate::worker"]),
+    ("src/report", &["crate::engine", "crate::worker", "crate::queue", "crate::cli"]),
+];
+
+#[test]
+fn folders_do_not_name_what_they_must_not() {
+    let mut found = Vec::new();
+    for (folder, forbidden) in NEVER_NAMES {
+        for path in files(folder, "rs") {
+            let text = fs::read_to_string(&path).unwrap();
+            for word in *forbidden {
+                if text.contains(word) {
+                    found.push(format!("{} names {word}", name(&path)));
+                }
+            }
+        }
+    }
+    assert!(found.is_empty(), "{found:#?}");
+}
+
+#[test]
+fn the_demo_model_stays_small() {
+    let bytes: u64 = fs::read_dir(root().join("jobs/demo/model"))
+        .unwrap()
+        .map(|entry| entry.unwrap().metadata().unwrap().len())
+        .sum();
+    assert!(bytes <= 8_000_000, "{bytes} bytes");
+}
