@@ -17,8 +17,8 @@ meta = ds.dataset(folder, format="parquet").schema.metadata or {}
 import pyarrow.parquet as pq, glob
 for part in glob.glob(folder + "/part-*.parquet"):
     keys = pq.read_metadata(part).metadata
-    for key in (b"gristmill.job", b"gristmill.model_sha256", b"gristmill.tokenizer_sha256", b"gristmill.template_sha256",
-                b"gristmill.job_sha256", b"gristmill.precision", b"gristmill.version"):
+    for key in (b"gristmill.job", b"gristmill.model_hash", b"gristmill.tokenizer_hash", b"gristmill.template_hash",
+                b"gristmill.job_hash", b"gristmill.precision", b"gristmill.version"):
         assert keys.get(key), (part, key, keys.keys())
 "#;
 

@@ -59,13 +59,9 @@ impl Assembler {
         Some(row_result(row, partial.shape, partial.samples.into_iter().flatten().collect()))
     }
 
-    /// Rows that still miss a sample.
-    pub fn len(&self) -> usize {
-        self.rows.len()
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.rows.is_empty()
+    /// A row will not come after all.
+    pub fn forget(&mut self, row: u64) {
+        self.rows.remove(&row);
     }
 }
 
@@ -166,7 +162,7 @@ mod tests {
         assert_eq!(row.status, RowStatus::Succeeded);
         assert_eq!(row.samples.iter().map(|s| s.text.as_str()).collect::<Vec<_>>(), ["a", "b"]);
         assert_eq!((row.prompt_tokens, row.cached_tokens), (7, 0));
-        assert!(assembler.is_empty());
+        assert!(assembler.rows.is_empty());
     }
 
     #[test]

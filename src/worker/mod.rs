@@ -16,6 +16,7 @@ pub mod assemble;
 mod device;
 mod intake;
 mod keeper;
+pub mod preflight;
 pub mod stop;
 
 use std::sync::Arc;
@@ -29,6 +30,7 @@ use crate::dataset::row::RowResult;
 use crate::dataset::shard::ShardReader;
 use crate::engine::Engine;
 use crate::job::prompt::{RenderedRow, Renderer};
+use crate::job::spec::OutputFormat;
 use crate::ledger::Ledger;
 use crate::queue::Queue;
 use crate::report::meter::Meter;
@@ -39,37 +41,35 @@ const READY_SHARDS: usize = 1;
 /// Finished rows on their way to the log: enough that a slow store does not hold up the device for seconds.
 const FINISHED_ROWS: usize = 16_384;
 
+/// Shards (or narrowed tries) between intake and acknowledgement: one running, one whose tail runs, one ready, one being
+/// published.
+const SHARDS_IN_FLIGHT: u32 = 4;
+
 /// What a worker needs, built at the door.
 pub struct Worker {
+    /// Tells this process from others in attempts and spendings.
+    pub name: String,
     pub ledger: Ledger,
     pub queue: Arc<dyn Queue>,
     pub reader: ShardReader,
     pub renderer: Arc<Renderer>,
     pub output: OutputSchema,
-    pub publisher: Publisher,
+    pub format: OutputFormat,
     pub meter: Arc<Meter>,
     pub options: Options,
 }
 
-/// How parts are written.
-pub struct Publisher {
-    pub format: crate::job::spec::OutputFormat,
-    /// Key-value pairs of each part's metadata: what the part was made from.
-    pub provenance: Vec<(String, String)>,
-}
-
+/// When to write, and when to stop.
 #[derive(Debug, Clone)]
 pub struct Options {
     /// Time between writes of finished rows to the log: the most work that a kill can cost.
     pub log_interval: Duration,
     /// The device's price.
     pub usd_per_hour: Option<f64>,
-    /// Work stops before device time costs more than this.
+    /// Work stops before the job's device time costs more than this.
     pub usd_max: Option<f64>,
-    /// Dollars spent by earlier runs of the job.
-    pub device_seconds_before: f64,
-    /// Work stops at this time.
-    pub deadline: Option<std::time::SystemTime>,
+    /// Work stops this long after the job was created.
+    pub deadline: Option<Duration>,
 }
 
 /// A shard whose prompts are ready for the device.
