@@ -35,7 +35,7 @@ pub(super) async fn run(
         };
         let Some(delivery) = delivery else {
             // An empty queue proves nothing: a shard may come back. The ledger says when the job is done.
-            if intake.worker.ledger.is_finished().await? {
+            if intake.worker.ledger.finish_check(None).await?.is_some() {
                 return Ok(());
             }
             continue;

@@ -1,0 +1,31 @@
+//! `gristmill verify`: proves the guarantee for a finished job.
+
+use crate::cli::args::OutputArgs;
+use crate::cli::door::ledger_at;
+use crate::cli::exit::{Exit, Failure};
+use crate::report::summary::number;
+
+pub async fn verify(args: OutputArgs) -> Result<Exit, Failure> {
+    let ledger = ledger_at(&args.output).await?;
+    let verified = ledger.verify(|_| ()).await?;
+    for finding in &verified.findings {
+        eprintln!("{finding}");
+    }
+    if args.json {
+        let json = serde_json::json!({
+            "job": ledger.job().name,
+            "holds": verified.holds(),
+            "parts": verified.parts,
+            "rows": verified.tally.rows(),
+            "findings": verified.findings,
+        });
+        println!("{json}");
+    } else if verified.holds() {
+        println!(
+            "the guarantee holds: {} rows in {} parts, each exactly once",
+            number(verified.tally.rows()),
+            number(verified.parts.into())
+        );
+    }
+    Ok(if verified.holds() { Exit::Done } else { Exit::Failure })
+}
