@@ -1,5 +1,6 @@
 //! What a person or a machine is told: progress while a job runs, its summary at the end, and what it costs.
 
+pub mod agreement;
 pub mod cost;
 pub mod meter;
 pub mod progress;

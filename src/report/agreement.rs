@@ -1,0 +1,81 @@
+//! How often the answers equal a gold column, recounted from the published parts.
+
+use arrow::array::{Array, AsArray, RecordBatch};
+use arrow::compute::cast;
+use arrow::datatypes::DataType;
+use parquet::arrow::ProjectionMask;
+use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
+
+use crate::ledger::{Ledger, LedgerError};
+use crate::report::summary::Agreement;
+
+/// A part in which answers and gold column cannot be compared.
+#[derive(Debug, thiserror::Error)]
+pub enum AgreementError {
+    #[error(transparent)]
+    Ledger(#[from] LedgerError),
+    #[error("cannot compare `{part}` with its gold column `{gold}`: {why}")]
+    Part { part: String, gold: String, why: String },
+}
+
+/// Compares `parsed` (where there is one, else `completion`) with the carried column `gold`, both as text.
+///
+/// Rows without a gold value do not count; rows without an answer count as different.
+pub async fn of_parts(ledger: &Ledger, gold: &str) -> Result<Agreement, AgreementError> {
+    let mut sum = Agreement { equal: 0, rows: 0 };
+    for shard in 0..ledger.job().shards.len() as u32 {
+        let part = ledger.keys().part(shard);
+        let bytes = ledger.store().get(&part).await?;
+        let bad = |why: String| AgreementError::Part { part: part.clone(), gold: gold.to_string(), why };
+        let bytes = bytes.ok_or_else(|| bad("it is missing".into()))?;
+        let builder = ParquetRecordBatchReaderBuilder::try_new(bytes).map_err(|e| bad(e.to_string()))?;
+        let columns = ProjectionMask::columns(builder.parquet_schema(), ["completion", "parsed", gold]);
+        let reader = builder.with_projection(columns).build().map_err(|e| bad(e.to_string()))?;
+        for batch in reader {
+            let batch = batch.map_err(|e| bad(e.to_string()))?;
+            let counted = compare(&batch, gold).map_err(bad)?;
+            sum.equal += counted.equal;
+            sum.rows += counted.rows;
+        }
+    }
+    Ok(sum)
+}
+
+fn compare(batch: &RecordBatch, gold: &str) -> Result<Agreement, String> {
+    let text = |name: &str| {
+        let column = batch.column_by_name(name).ok_or_else(|| format!("it has no column `{name}`"))?;
+        cast(column, &DataType::Utf8).map_err(|e| e.to_string())
+    };
+    let (completion, parsed, gold) = (text("completion")?, text("parsed")?, text(gold)?);
+    let (completion, parsed, gold) =
+        (completion.as_string::<i32>(), parsed.as_string::<i32>(), gold.as_string::<i32>());
+    let mut sum = Agreement { equal: 0, rows: 0 };
+    for row in (0..batch.num_rows()).filter(|&row| gold.is_valid(row)) {
+        let answer = [parsed, completion].into_iter().find(|answers| answers.is_valid(row));
+        sum.rows += 1;
+        sum.equal += u64::from(answer.is_some_and(|answers| answers.value(row) == gold.value(row)));
+    }
+    Ok(sum)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use arrow::array::{ArrayRef, StringArray};
+
+    use super::*;
+
+    #[test]
+    fn parsed_answers_are_compared_and_missing_ones_are_different() {
+        let column = |values: [Option<&str>; 4]| Arc::new(StringArray::from(values.to_vec())) as ArrayRef;
+        let batch = RecordBatch::try_from_iter_with_nullable([
+            ("completion", column([Some(" a"), Some("b"), None, Some("x")]), true),
+            ("parsed", column([Some("a"), None, None, Some("x")]), true),
+            ("gold", column([Some("a"), Some("b"), Some("c"), None]), true),
+        ])
+        .unwrap();
+        assert_eq!(compare(&batch, "gold").unwrap(), Agreement { equal: 2, rows: 3 });
+        assert!(compare(&batch, "other").unwrap_err().contains("other"));
+    }
+}
