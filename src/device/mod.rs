@@ -1,3 +1,227 @@
 //! A device runs fused operations over one flat packed batch.
+//!
+//! The trait is synchronous: an operation has been issued when its method returns, and its result is there for the
+//! next operation on the same [`Step`](Device::Step). Nothing is a singleton: every operation takes its step, its
+//! workspace and its buffers, so two micro-batches may be interleaved.
+
+use crate::device::batch::StepBatch;
 
 pub mod batch;
+pub mod cpu;
+
+/// Positions that one KV block holds, and the tile in which attention reduces over keys.
+pub const BLOCK_TOKENS: usize = 16;
+
+/// What a device computes in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Precision {
+    /// Activations, keys and values in F32; weights as stored (widening F16 and BF16 to F32 is exact).
+    F32,
+    /// Weights, activations, keys and values rounded to BF16 where an operation ends; sums in F32.
+    Bf16,
+}
+
+/// Number format of a stored tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Dtype {
+    F32,
+    F16,
+    Bf16,
+}
+
+impl Dtype {
+    /// Bytes an element takes.
+    pub fn bytes(self) -> usize {
+        match self {
+            Dtype::F32 => 4,
+            Dtype::F16 | Dtype::Bf16 => 2,
+        }
+    }
+}
+
+/// A matrix as a checkpoint stores it: `[rows][columns]`, row-major, little-endian, not necessarily aligned.
+///
+/// A vector is a matrix of one row.
+#[derive(Debug, Clone, Copy)]
+pub struct Tensor<'a> {
+    pub dtype: Dtype,
+    pub rows: usize,
+    pub columns: usize,
+    /// `rows * columns * dtype.bytes()` bytes.
+    pub data: &'a [u8],
+}
+
+/// Why a tensor was not taken over by the device.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+#[error("row {row} holds a value that is not finite in the computing precision")]
+pub struct NonFiniteWeight {
+    /// Which of the given tensors.
+    pub part: usize,
+    /// Row within it.
+    pub row: usize,
+}
+
+/// How heads lie in one token's `[q heads][k heads][v heads]` row of the fused projection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HeadShape {
+    pub heads: usize,
+    /// Divides `heads`: `heads / kv_heads` query heads share a key and value head.
+    pub kv_heads: usize,
+    /// Even.
+    pub head_dim: usize,
+}
+
+impl HeadShape {
+    /// Width of the fused projection's rows.
+    pub fn qkv_width(&self) -> usize {
+        (self.heads + 2 * self.kv_heads) * self.head_dim
+    }
+}
+
+/// Which keys a layer's queries see, and so which it must keep.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum KvSpec {
+    /// Every key up to the query's own position.
+    Full,
+    /// Keys `j` of a query at `i` with `i - j < window`.
+    Window(u32),
+}
+
+/// Rotary embedding as numbers: pair `d` of a head turns by `position * inverse_frequencies[d]`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RopeSpec {
+    /// `[head_dim / 2]`, radians per position.
+    pub inverse_frequencies: Vec<f32>,
+    /// Multiplies sine and cosine (YaRN's attention factor; 1 elsewhere).
+    pub scale: f32,
+}
+
+/// RMS normalisation of each query and key head before the rotation.
+pub struct QkNorm<'a, V> {
+    pub q: &'a V,
+    pub k: &'a V,
+    pub eps: f32,
+}
+
+/// What [`Device::rope_store`] needs of a layer besides its buffers.
+pub struct RopeStore<'a, V> {
+    pub heads: HeadShape,
+    pub qk_norm: Option<QkNorm<'a, V>>,
+}
+
+/// Weights of a linear operation: `y = x W^T + b`.
+pub struct Linear<M, V> {
+    /// `[out features][in features]` in the device's layout.
+    pub weight: M,
+    /// `[out features]`.
+    pub bias: Option<V>,
+}
+
+/// A residual stream's normalisation: the stream takes up `delta`, then is normalised.
+pub struct AddNorm<'a, B, V> {
+    /// Added to the residual stream first; `None` for the first norm.
+    pub delta: Option<&'a B>,
+    pub weight: &'a V,
+    pub eps: f32,
+}
+
+/// A device: memory of its own and the fused operations a transformer is made of.
+///
+/// Shapes are `[rows][width]`, one row a token of the step unless said otherwise. Buffers take the shape of what is
+/// written to them and keep their memory from step to step.
+pub trait Device: Send + Sync {
+    /// Linear weights (or an embedding table) in the layout that the device multiplies with.
+    type Matrix: Send + Sync;
+    /// A small vector of weights: norm weights, biases.
+    type Vector: Send + Sync;
+    /// Activations.
+    type Buffer: Send + Sync;
+    /// One layer's keys and values, paged.
+    type KvPool: Send + Sync;
+    /// A [`StepBatch`] in device form, with what its operations share (rotations, the attention plan).
+    type Step: Send + Sync;
+    /// Scratch memory of operations.
+    type Workspace: Send + Sync;
+
+    /// Takes over matrices of equal width, stacked by rows.
+    ///
+    /// # Errors
+    /// A weight that is NaN or infinite, or becomes so in the computing precision.
+    fn matrix(&self, parts: &[Tensor<'_>]) -> Result<Self::Matrix, NonFiniteWeight>;
+    /// Takes over vectors, one after the other. Errors as in [`matrix`](Self::matrix).
+    fn vector(&self, parts: &[Tensor<'_>]) -> Result<Self::Vector, NonFiniteWeight>;
+    /// An empty buffer.
+    fn buffer(&self) -> Self::Buffer;
+    /// An empty workspace.
+    fn workspace(&self) -> Self::Workspace;
+    /// An empty step for a model with these heads and this rotation.
+    fn step(&self, heads: HeadShape, rope: RopeSpec) -> Self::Step;
+    /// One layer's pool of `blocks` blocks, all zero.
+    fn kv_pool(&self, heads: HeadShape, blocks: usize) -> Self::KvPool;
+    /// Bytes one block of one layer takes in a pool.
+    fn kv_block_bytes(&self, heads: HeadShape) -> usize;
+
+    /// Runs `f` where this device's operations are issued cheapest (CPU: inside its thread pool).
+    fn enter<R: Send>(&self, f: impl FnOnce() -> R + Send) -> R;
+
+    /// Brings a checked batch to the device.
+    fn upload(&self, batch: &StepBatch, step: &mut Self::Step);
+    /// Copies the step's `block_copies` within a pool. Runs before the step's first [`rope_store`](Self::rope_store).
+    fn copy_blocks(&self, step: &Self::Step, pool: &mut Self::KvPool);
+    /// Rows of `table` for the step's tokens.
+    fn embed(&self, table: &Self::Matrix, step: &Self::Step, out: &mut Self::Buffer);
+    /// `residual += delta`, then `out = rms_norm(residual) * weight`.
+    fn add_norm(
+        &self,
+        op: AddNorm<'_, Self::Buffer, Self::Vector>,
+        residual: &mut Self::Buffer,
+        out: &mut Self::Buffer,
+    );
+    /// As [`add_norm`](Self::add_norm), but only of the rows in the step's `logits_at`, which become `out`'s rows;
+    /// `residual` is left undefined.
+    fn add_norm_logits_rows(
+        &self,
+        op: AddNorm<'_, Self::Buffer, Self::Vector>,
+        step: &Self::Step,
+        residual: &mut Self::Buffer,
+        out: &mut Self::Buffer,
+    );
+    /// `out = x W^T + b`.
+    fn linear(
+        &self,
+        linear: &Linear<Self::Matrix, Self::Vector>,
+        x: &Self::Buffer,
+        out: &mut Self::Buffer,
+        workspace: &mut Self::Workspace,
+    );
+    /// Normalises (where asked for) and rotates the query and key heads of `qkv`, and stores keys and values.
+    fn rope_store(
+        &self,
+        op: RopeStore<'_, Self::Vector>,
+        step: &Self::Step,
+        qkv: &mut Self::Buffer,
+        pool: &mut Self::KvPool,
+    );
+    /// Attention of the queries in `qkv` over the pool: `out` is `[tokens][heads * head_dim]`.
+    fn attention(
+        &self,
+        spec: KvSpec,
+        step: &Self::Step,
+        qkv: &Self::Buffer,
+        pool: &Self::KvPool,
+        out: &mut Self::Buffer,
+        workspace: &mut Self::Workspace,
+    );
+    /// `out = silu(gate) * up`, where a row of `gate_up` is `[gate][up]`.
+    fn gated(&self, gate_up: &Self::Buffer, out: &mut Self::Buffer);
+    /// Logits in F32 of each row of `x` over the first `ids` rows of `head`: `out` becomes `[rows][ids]` on the host.
+    /// Returns the rows that hold a value which is not finite.
+    fn logits(
+        &self,
+        head: &Self::Matrix,
+        ids: usize,
+        x: &Self::Buffer,
+        out: &mut Vec<f32>,
+        workspace: &mut Self::Workspace,
+    ) -> Vec<usize>;
+}

@@ -12,6 +12,9 @@ use crate::device::batch::StepBatch;
 pub trait Forward {
     /// Runs one step and returns the logits of `batch.logits_at`, `[logits_at.len()][vocab_size()]`, row-major, F32.
     fn forward(&mut self, batch: &StepBatch) -> Result<&[f32], ForwardError>;
+    /// The last step's logits, laid out as [`forward`](Self::forward) returns them. After
+    /// [`ForwardError::NotFinite`] all rows but the named ones are sound; after another error they are undefined.
+    fn logits(&self) -> &[f32];
     /// Ids that may be sampled are `0..vocab_size()`: the model's vocabulary without its padding.
     fn vocab_size(&self) -> usize;
     /// Longest sequence (prompt + completion) in tokens.

@@ -1,3 +1,25 @@
 //! What a checkpoint says (config, weights, tokenizer) and the one transformer that runs it.
 
+use std::io::Read;
+use std::path::Path;
+
+pub mod config;
+pub mod error;
+pub mod rope;
 pub mod tokenizer;
+pub mod transformer;
+pub mod weights;
+
+pub use error::ModelError;
+pub use transformer::{KvBudget, LoadOptions, Transformer};
+
+/// Reads a file of at most `max` bytes.
+fn read_limited(path: &Path, max: u64) -> Result<Vec<u8>, ModelError> {
+    let file = std::fs::File::open(path).map_err(|e| ModelError::read(path, e))?;
+    let mut bytes = Vec::new();
+    file.take(max + 1).read_to_end(&mut bytes).map_err(|e| ModelError::read(path, e))?;
+    if bytes.len() as u64 > max {
+        return Err(ModelError::broken(path, format!("larger than {max} bytes")));
+    }
+    Ok(bytes)
+}

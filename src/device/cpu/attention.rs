@@ -1,0 +1,505 @@
+//! Attention over paged keys and values, for any mix of prefill and decode.
+//!
+//! A task is one tile of a sequence's queries with one key-value head: all query heads of the group share what it
+//! loads. It walks the sequence's blocks of 16 positions in order, at absolute positions, with an online softmax
+//! (Milakov and Gimelshein 2018): scores of a block, its maximum, rescaled sums, values. A query skips the blocks it
+//! sees nothing of. What is computed for a query thus depends on its position and window alone, not on how its
+//! sequence was cut into chunks or what else is in the batch.
+
+use std::sync::Mutex;
+
+use rayon::prelude::*;
+
+use super::isa::{Isa, multiversion};
+use super::kv::{KvPool, Pages, Store, padded};
+use super::math::{exp, round_bf16, sum16};
+use super::step::{QueryTile, Step};
+use super::tile::{Element, PANEL, Product, max_rows, product};
+use super::{Buffer, SharedMut};
+use crate::device::{BLOCK_TOKENS, HeadShape, KvSpec};
+
+/// An attention operation's inputs besides the pool.
+pub(super) struct Op<'a> {
+    pub isa: Isa,
+    pub round: bool,
+    pub spec: KvSpec,
+    pub step: &'a Step,
+    /// `[tokens]` rows of `[q][k][v]`.
+    pub qkv: &'a Buffer,
+}
+
+/// One scratch a thread; a thread takes only its own, so the locks are never waited for.
+#[derive(Default)]
+pub(super) struct Scratches(Vec<Mutex<Scratch>>);
+
+impl Scratches {
+    pub(super) fn new(threads: usize) -> Scratches {
+        Scratches((0..threads).map(|_| Mutex::default()).collect())
+    }
+}
+
+/// A task's working memory. Row `r` is query `r / group`, head `r % group`.
+#[derive(Default)]
+struct Scratch {
+    /// Queries, packed in tiles of rows: `[tile][head_dim][rows of the tile]`.
+    queries: Vec<f32>,
+    /// `[rows][16]`: scores, then weights, of the block.
+    scores: Vec<f32>,
+    /// `[tile][16][rows of the tile]`: the weights, packed.
+    weights: Vec<f32>,
+    /// `[rows][padded head_dim]`.
+    sums: Vec<f32>,
+    /// `[rows]`.
+    softmax: Vec<RowState>,
+}
+
+/// An online softmax between two blocks.
+#[derive(Debug, Clone, Copy)]
+struct RowState {
+    /// Largest score so far.
+    max: f32,
+    /// Sum of weights so far, relative to `max`.
+    sum: f32,
+}
+
+/// First position that a query at `position` sees.
+fn first_visible(spec: KvSpec, position: usize) -> usize {
+    match spec {
+        KvSpec::Full => 0,
+        KvSpec::Window(window) => (position + 1).saturating_sub(window as usize),
+    }
+}
+
+/// Runs the operation; `out` becomes `[tokens][heads * head_dim]`.
+pub(super) fn attention(op: &Op<'_>, pool: &KvPool, out: &mut Buffer, scratches: &Scratches) {
+    let heads = op.step.heads;
+    assert!(heads == pool.heads && op.qkv.width == heads.qkv_width());
+    out.reshape(op.qkv.rows, heads.heads * heads.head_dim);
+    let width = out.width;
+    let target = SharedMut::new(&mut out.data);
+    let tasks = op.step.tiles.len() * heads.kv_heads;
+    (0..tasks).into_par_iter().for_each(|i| {
+        let (tile, head) = (&op.step.tiles[i / heads.kv_heads], i % heads.kv_heads);
+        let thread = rayon::current_thread_index().expect("runs inside the device's pool");
+        let mut scratch = scratches.0[thread]
+            .lock()
+            .unwrap_or_else(|poisoned| poisoned.into_inner());
+        let task = Task { op, heads, tile, head };
+        match &pool.store {
+            Store::F32(pages) => task.run(pages, pool.blocks, &mut scratch),
+            Store::Bf16(pages) => task.run(pages, pool.blocks, &mut scratch),
+        }
+        let group = heads.heads / heads.kv_heads;
+        for r in 0..task.rows() {
+            let token = tile.token as usize + r / group;
+            let at = token * width + (head * group + r % group) * heads.head_dim;
+            // SAFETY: this task alone owns these tokens of these heads.
+            let row = unsafe { target.slice(at, heads.head_dim) };
+            let total = scratch.softmax[r].sum;
+            for (y, x) in row.iter_mut().zip(&scratch.sums[r * padded(heads.head_dim)..]) {
+                *y = x / total;
+                if op.round {
+                    *y = round_bf16(*y);
+                }
+            }
+        }
+    });
+}
+
+struct Task<'a> {
+    op: &'a Op<'a>,
+    heads: HeadShape,
+    tile: &'a QueryTile,
+    head: usize,
+}
+
+impl Task<'_> {
+    fn group(&self) -> usize {
+        self.heads.heads / self.heads.kv_heads
+    }
+
+    fn rows(&self) -> usize {
+        self.tile.queries as usize * self.group()
+    }
+
+    fn run<E: Element>(&self, pages: &Pages<E>, pool_blocks: usize, scratch: &mut Scratch) {
+        let (dim, wide) = (self.heads.head_dim, padded(self.heads.head_dim));
+        let rows = self.rows();
+        let first = self.tile.position as usize;
+        let last = first + self.tile.queries as usize - 1;
+        self.pack_queries(scratch);
+        scratch.scores.resize(rows * PANEL, 0.0);
+        scratch.weights.resize(rows * PANEL, 0.0);
+        scratch.sums.clear();
+        scratch.sums.resize(rows * wide, 0.0);
+        scratch.softmax.clear();
+        scratch.softmax.resize(
+            rows,
+            RowState {
+                max: f32::NEG_INFINITY,
+                sum: 0.0,
+            },
+        );
+        let table = self.op.step.blocks(self.tile.sequence);
+        for b in first_visible(self.op.spec, first) / BLOCK_TOKENS..=last / BLOCK_TOKENS {
+            let block = self.head * pool_blocks + table[b] as usize;
+            let keys = &pages.keys[block * dim * BLOCK_TOKENS..][..dim * BLOCK_TOKENS];
+            let values = &pages.values[block * wide * BLOCK_TOKENS..][..wide * BLOCK_TOKENS];
+            let range = self.rows_that_see(b);
+            if range.is_empty() {
+                continue;
+            }
+            self.score(keys, scratch);
+            let weigh = Weigh {
+                spec: self.op.spec,
+                first_position: first,
+                group: self.group(),
+                rows: range.clone(),
+                block: b,
+                scale: 1.0 / (dim as f32).sqrt(),
+                wide,
+            };
+            weigh_on(
+                self.op.isa,
+                &weigh,
+                &mut scratch.scores,
+                &mut scratch.softmax,
+                &mut scratch.sums,
+            );
+            self.add_values(range, values, scratch);
+        }
+    }
+
+    /// Rows whose query sees a position of block `b`. Later queries see later positions, so they are a range.
+    fn rows_that_see(&self, b: usize) -> std::ops::Range<usize> {
+        let (start, end) = (b * BLOCK_TOKENS, (b + 1) * BLOCK_TOKENS);
+        let first = self.tile.position as usize;
+        let queries = self.tile.queries as usize;
+        let from = start.saturating_sub(first).min(queries);
+        let sees = |q: usize| first_visible(self.op.spec, first + q) < end;
+        let to = (from..queries).take_while(|&q| sees(q)).count() + from;
+        from * self.group()..to * self.group()
+    }
+
+    /// Tiles of rows for the kernel: (first row, rows).
+    fn row_tiles(&self, range: std::ops::Range<usize>) -> impl Iterator<Item = (usize, usize)> + use<> {
+        let most = max_rows(self.op.isa);
+        let end = range.end;
+        range.step_by(most).map(move |from| (from, most.min(end - from)))
+    }
+
+    fn pack_queries(&self, scratch: &mut Scratch) {
+        let dim = self.heads.head_dim;
+        let group = self.group();
+        scratch.queries.resize(self.rows() * dim, 0.0);
+        for (from, rows) in self.row_tiles(0..self.rows()) {
+            let out = &mut scratch.queries[from * dim..(from + rows) * dim];
+            for r in 0..rows {
+                let token = self.tile.token as usize + (from + r) / group;
+                let head = self.head * group + (from + r) % group;
+                for (d, x) in self.op.qkv.row(token)[head * dim..][..dim].iter().enumerate() {
+                    out[d * rows + r] = *x;
+                }
+            }
+        }
+    }
+
+    /// Dot products of all rows with the block's 16 keys.
+    fn score<E: Element>(&self, keys: &[E], scratch: &mut Scratch) {
+        let dim = self.heads.head_dim;
+        for (from, rows) in self.row_tiles(0..self.rows()) {
+            let (a, c) = (
+                &scratch.queries[from * dim..][..rows * dim],
+                &mut scratch.scores[from * PANEL..],
+            );
+            assert!(keys.len() == dim * PANEL && c.len() >= rows * PANEL);
+            // SAFETY: `a`, `keys` and `c` have the sizes that the product names.
+            unsafe {
+                product(
+                    self.op.isa,
+                    Product {
+                        k: dim,
+                        rows,
+                        a: a.as_ptr(),
+                        b: keys.as_ptr(),
+                        panel_stride: 0,
+                        panels: 1,
+                        c: c.as_mut_ptr(),
+                        c_stride: PANEL,
+                        accumulate: false,
+                    },
+                );
+            }
+        }
+    }
+
+    /// Adds the block's values, weighted, to the sums of `range`.
+    fn add_values<E: Element>(&self, range: std::ops::Range<usize>, values: &[E], scratch: &mut Scratch) {
+        let wide = padded(self.heads.head_dim);
+        for (from, rows) in self.row_tiles(range) {
+            let a = &mut scratch.weights[..rows * PANEL];
+            for r in 0..rows {
+                for j in 0..PANEL {
+                    a[j * rows + r] = scratch.scores[(from + r) * PANEL + j];
+                }
+            }
+            let c = &mut scratch.sums[from * wide..];
+            assert!(values.len() == wide * BLOCK_TOKENS && c.len() >= rows * wide);
+            // SAFETY: `a`, `values` and `c` have the sizes that the product names.
+            unsafe {
+                product(
+                    self.op.isa,
+                    Product {
+                        k: BLOCK_TOKENS,
+                        rows,
+                        a: a.as_ptr(),
+                        b: values.as_ptr(),
+                        panel_stride: BLOCK_TOKENS * PANEL,
+                        panels: wide / PANEL,
+                        c: c.as_mut_ptr(),
+                        c_stride: wide,
+                        accumulate: true,
+                    },
+                );
+            }
+        }
+    }
+}
+
+/// A block's softmax step for some rows.
+struct Weigh {
+    spec: KvSpec,
+    first_position: usize,
+    group: usize,
+    rows: std::ops::Range<usize>,
+    block: usize,
+    scale: f32,
+    wide: usize,
+}
+
+/// Turns scores into weights (0 where a query does not look), updates the row states and rescales earlier sums.
+#[inline(always)]
+fn weigh(op: &Weigh, scores: &mut [f32], states: &mut [RowState], sums: &mut [f32]) {
+    let start = op.block * BLOCK_TOKENS;
+    for r in op.rows.clone() {
+        let position = op.first_position + r / op.group;
+        let from = first_visible(op.spec, position).saturating_sub(start);
+        let to = (position + 1 - start).min(BLOCK_TOKENS);
+        let Some(row) = scores[r * PANEL..].first_chunk_mut::<PANEL>() else {
+            return;
+        };
+        let state = &mut states[r];
+        let mut masked = [f32::NEG_INFINITY; PANEL];
+        for j in 0..PANEL {
+            let visible = j >= from && j < to;
+            masked[j] = if visible { row[j] * op.scale } else { f32::NEG_INFINITY };
+        }
+        let mut max = state.max;
+        for s in masked {
+            max = if s > max { s } else { max };
+        }
+        let mut weights = [0.0f32; PANEL];
+        for j in 0..PANEL {
+            let visible = j >= from && j < to;
+            let w = exp(masked[j] - max);
+            weights[j] = if visible { w } else { 0.0 };
+        }
+        let rescale = exp(state.max - max);
+        *state = RowState {
+            max,
+            sum: state.sum.mul_add(rescale, sum16(weights)),
+        };
+        *row = weights;
+        if rescale != 1.0 {
+            for x in &mut sums[r * op.wide..(r + 1) * op.wide] {
+                *x *= rescale;
+            }
+        }
+    }
+}
+
+multiversion! {
+    fn weigh_on(op: &Weigh, scores: &mut [f32], states: &mut [RowState], sums: &mut [f32]) = weigh;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::batch::{StepBatch, StepSequence};
+    use crate::device::cpu::testing::{buffer, in_pool, numbers};
+    use crate::device::{Precision, RopeSpec};
+
+    /// A batch of sequences (computed tokens, all tokens), with blocks dealt out backwards.
+    fn batch(sequences: &[(u32, u32)]) -> StepBatch {
+        let mut batch = StepBatch::default();
+        for &(q_len, kv_len) in sequences {
+            batch.sequences.push(StepSequence {
+                first_token: batch.tokens.len() as u32,
+                q_len,
+                kv_len,
+                first_block: batch.block_tables.len() as u32,
+            });
+            batch.tokens.extend((0..q_len).map(|_| 0));
+            batch.positions.extend(kv_len - q_len..kv_len);
+            batch.block_tables.extend((0..kv_len.div_ceil(16)).map(|_| 0));
+        }
+        let blocks = batch.block_tables.len() as u32;
+        batch
+            .block_tables
+            .iter_mut()
+            .enumerate()
+            .for_each(|(i, b)| *b = blocks - 1 - i as u32);
+        batch
+    }
+
+    fn new_step(heads: HeadShape, batch: &StepBatch) -> Step {
+        let rope = RopeSpec {
+            inverse_frequencies: vec![0.0; heads.head_dim / 2],
+            scale: 1.0,
+        };
+        let mut step = Step::new(heads, rope, false);
+        step.upload(batch);
+        step
+    }
+
+    /// Rows of `[q][k][v]` of every token of every sequence, the same for any split into steps.
+    fn row_of(heads: HeadShape, sequence: usize, position: u32) -> Vec<f32> {
+        let scaled = numbers(1000 * sequence as u64 + position as u64, heads.qkv_width());
+        scaled.into_iter().map(|x| x * 3.0).collect()
+    }
+
+    fn run(isa: Isa, threads: usize, heads: HeadShape, spec: KvSpec, sequences: &[(u32, u32)]) -> Vec<Vec<f32>> {
+        // A first step stores what stands before the computed tokens, a second one computes.
+        let all: Vec<(u32, u32)> = sequences.iter().map(|&(_, kv)| (kv, kv)).collect();
+        let blocks = batch(&all).block_tables.len();
+        let mut pool = KvPool::new(heads, blocks, Precision::F32);
+        let mut out = Buffer::default();
+        for part in [&all[..], sequences] {
+            let batch = batch(part);
+            let step = new_step(heads, &batch);
+            let rows: Vec<f32> = batch
+                .sequences
+                .iter()
+                .enumerate()
+                .flat_map(|(i, s)| (s.kv_len - s.q_len..s.kv_len).flat_map(move |p| row_of(heads, i, p)))
+                .collect();
+            let qkv = buffer(&rows, batch.tokens.len(), heads.qkv_width());
+            let op = Op {
+                isa,
+                round: false,
+                spec,
+                step: &step,
+                qkv: &qkv,
+            };
+            in_pool(threads, || {
+                pool.store(&step, &qkv);
+                attention(&op, &pool, &mut out, &Scratches::new(threads));
+            });
+        }
+        (0..out.rows).map(|i| out.row(i).to_vec()).collect()
+    }
+
+    fn check(heads: HeadShape, spec: KvSpec, sequences: &[(u32, u32)]) {
+        let group = heads.heads / heads.kv_heads;
+        let dim = heads.head_dim;
+        let mut first: Option<Vec<Vec<f32>>> = None;
+        for isa in Isa::available() {
+            let got = run(isa, 1 + (dim / 2) % 2, heads, spec, sequences);
+            let mut token = 0;
+            for (i, &(q_len, kv_len)) in sequences.iter().enumerate() {
+                let rows: Vec<Vec<f32>> = (0..kv_len).map(|p| row_of(heads, i, p)).collect();
+                for position in (kv_len - q_len) as usize..kv_len as usize {
+                    for head in 0..heads.heads {
+                        let part = |p: usize, h: usize| &rows[p][h * dim..][..dim];
+                        let (k, v) = (heads.heads + head / group, heads.heads + heads.kv_heads + head / group);
+                        let seen = match spec {
+                            KvSpec::Full => 0,
+                            KvSpec::Window(w) => (position + 1).saturating_sub(w as usize),
+                        };
+                        let scores: Vec<f64> = (seen..=position)
+                            .map(|j| {
+                                let dot: f64 = part(position, head)
+                                    .iter()
+                                    .zip(part(j, k))
+                                    .map(|(a, b)| *a as f64 * *b as f64)
+                                    .sum();
+                                (dot / (dim as f64).sqrt()).exp()
+                            })
+                            .collect();
+                        let total: f64 = scores.iter().sum();
+                        for d in 0..dim {
+                            let want: f64 = scores
+                                .iter()
+                                .zip(seen..)
+                                .map(|(s, j)| s / total * part(j, v)[d] as f64)
+                                .sum();
+                            let got = got[token][head * dim + d] as f64;
+                            assert!(
+                                (got - want).abs() < 2e-5,
+                                "{isa:?} {spec:?} sequence {i} position {position} head {head} dim {d}: {got} {want}"
+                            );
+                        }
+                    }
+                    token += 1;
+                }
+            }
+            assert!(
+                *first.get_or_insert_with(|| got.clone()) == got,
+                "bits differ on {isa:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn matches_the_formula_in_the_same_bits_everywhere() {
+        let sequences = [
+            (1, 1),
+            (1, 15),
+            (16, 16),
+            (17, 17),
+            (1, 16),
+            (1, 17),
+            (5, 40),
+            (70, 70),
+            (1, 50),
+        ];
+        for (kv_heads, group, head_dim) in [(1, 1, 2), (2, 3, 16), (1, 5, 18), (2, 1, 64)] {
+            let heads = HeadShape {
+                heads: kv_heads * group,
+                kv_heads,
+                head_dim,
+            };
+            for spec in [
+                KvSpec::Full,
+                KvSpec::Window(1),
+                KvSpec::Window(8),
+                KvSpec::Window(16),
+                KvSpec::Window(17),
+            ] {
+                check(heads, spec, &sequences);
+            }
+        }
+    }
+
+    #[test]
+    fn a_query_gets_the_same_bits_in_any_chunk() {
+        let heads = HeadShape {
+            heads: 6,
+            kv_heads: 2,
+            head_dim: 20,
+        };
+        for spec in [KvSpec::Full, KvSpec::Window(9)] {
+            let whole = run(Isa::detect(), 2, heads, spec, &[(61, 61)]);
+            for chunk in [1, 2, 7, 15, 16, 17, 33] {
+                for end in (chunk..=61).step_by(5) {
+                    let part = run(Isa::detect(), 2, heads, spec, &[(chunk, end)]);
+                    // Positions differ in where the sequence ends, never in what a query sees.
+                    assert!(
+                        part[..] == whole[(end - chunk) as usize..end as usize],
+                        "{spec:?} chunk {chunk} to {end}"
+                    );
+                }
+            }
+        }
+    }
+}

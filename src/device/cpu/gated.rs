@@ -1,0 +1,74 @@
+//! The gated activation: `silu(gate) * up` (Shazeer 2020, SwiGLU).
+
+use rayon::prelude::*;
+
+use super::Buffer;
+use super::isa::{Isa, multiversion};
+use super::math::{round_bf16, silu};
+
+/// Elements below which rows are not shared out to threads.
+const SERIAL_WORK: usize = 1 << 14;
+
+#[inline(always)]
+fn gated_row(gate: &[f32], up: &[f32], round: bool, out: &mut [f32]) {
+    if round {
+        for ((y, g), u) in out.iter_mut().zip(gate).zip(up) {
+            *y = round_bf16(round_bf16(silu(*g)) * u);
+        }
+    } else {
+        for ((y, g), u) in out.iter_mut().zip(gate).zip(up) {
+            *y = silu(*g) * u;
+        }
+    }
+}
+
+multiversion! {
+    fn gated_row_on(gate: &[f32], up: &[f32], round: bool, out: &mut [f32]) = gated_row;
+}
+
+/// Rows of `gate_up` are `[gate][up]`; `out` is half as wide.
+pub(super) fn gated(isa: Isa, round: bool, gate_up: &Buffer, out: &mut Buffer) {
+    let width = gate_up.width / 2;
+    out.reshape(gate_up.rows, width);
+    let one = |(i, y): (usize, &mut [f32])| {
+        let (gate, up) = gate_up.row(i).split_at(width);
+        gated_row_on(isa, gate, up, round, y);
+    };
+    if out.data.len() < SERIAL_WORK {
+        out.data.chunks_exact_mut(width).enumerate().for_each(one);
+    } else {
+        out.data.par_chunks_exact_mut(width).enumerate().for_each(one);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::cpu::testing::{buffer, numbers};
+
+    #[test]
+    fn matches_the_formula_in_the_same_bits_everywhere() {
+        for (rows, width) in [(1, 1), (2, 15), (3, 16), (4, 17), (40, 500)] {
+            let mut x = numbers(9, rows * 2 * width);
+            x.iter_mut().for_each(|v| *v *= 20.0);
+            let x = buffer(&x, rows, 2 * width);
+            let mut first: Option<Vec<f32>> = None;
+            for isa in Isa::available() {
+                let mut out = Buffer::default();
+                gated(isa, false, &x, &mut out);
+                for i in 0..rows {
+                    for j in 0..width {
+                        let (g, u) = (x.row(i)[j] as f64, x.row(i)[width + j] as f64);
+                        let want = g / (1.0 + (-g).exp()) * u;
+                        let got = out.row(i)[j] as f64;
+                        assert!(
+                            (got - want).abs() <= 1e-6 * want.abs() + 1e-12,
+                            "({i}, {j}): {got} not {want}"
+                        );
+                    }
+                }
+                assert_eq!(*first.get_or_insert_with(|| out.data.clone()), out.data, "{isa:?}");
+            }
+        }
+    }
+}

@@ -1,0 +1,75 @@
+//! Which instructions the processor has, and functions compiled once for each set.
+//!
+//! All sets give the same bits: lanes are independent, products are added with one rounding (fused) everywhere, and
+//! no sum depends on the width of a register.
+
+/// Instruction sets that kernels are compiled for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Isa {
+    /// AVX-512 F, BW, DQ, VL: 16 lanes, 32 registers.
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
+    /// AVX2, FMA, F16C: 8 lanes, 16 registers.
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    /// Whatever the target has. On x86-64 without FMA the fused products are computed in software: right but slow.
+    Portable,
+}
+
+impl Isa {
+    /// The best set this processor has.
+    pub fn detect() -> Isa {
+        *Isa::available().last().unwrap_or(&Isa::Portable)
+    }
+
+    /// All sets this processor has, slowest first.
+    pub fn available() -> Vec<Isa> {
+        let mut sets = vec![Isa::Portable];
+        #[cfg(target_arch = "x86_64")]
+        {
+            if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c") {
+                sets.push(Isa::Avx2);
+                if is_x86_feature_detected!("avx512f")
+                    && is_x86_feature_detected!("avx512bw")
+                    && is_x86_feature_detected!("avx512dq")
+                    && is_x86_feature_detected!("avx512vl")
+                {
+                    sets.push(Isa::Avx512);
+                }
+            }
+        }
+        sets
+    }
+}
+
+/// Defines `fn name(isa, args..)` that runs the `#[inline(always)]` function `body(args..)` compiled for `isa`.
+///
+/// An [`Isa`] value other than `Portable` is only ever made by [`Isa::available`], which has asked the processor.
+macro_rules! multiversion {
+    ($(#[$doc:meta])* $vis:vis fn $name:ident($($arg:ident: $ty:ty),* $(,)?) = $body:path;) => {
+        $(#[$doc])*
+        #[allow(clippy::too_many_arguments)]
+        $vis fn $name(isa: $crate::device::cpu::isa::Isa, $($arg: $ty),*) {
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+            fn avx512($($arg: $ty),*) {
+                $body($($arg),*)
+            }
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,fma,f16c")]
+            fn avx2($($arg: $ty),*) {
+                $body($($arg),*)
+            }
+            match isa {
+                // SAFETY: the processor has these instructions, or `isa` would not have this value.
+                #[cfg(target_arch = "x86_64")]
+                $crate::device::cpu::isa::Isa::Avx512 => unsafe { avx512($($arg),*) },
+                // SAFETY: as above.
+                #[cfg(target_arch = "x86_64")]
+                $crate::device::cpu::isa::Isa::Avx2 => unsafe { avx2($($arg),*) },
+                $crate::device::cpu::isa::Isa::Portable => $body($($arg),*),
+            }
+        }
+    };
+}
+pub(super) use multiversion;

@@ -1,0 +1,102 @@
+//! Scalar functions that compile to vector code and give the same bits on every instruction set.
+
+/// `1.5 * 2^23`: adding it rounds a small float to an integer that then stands in the low bits.
+const ROUND: f32 = 12_582_912.0;
+/// ln 2 split so that `n * LN2_HIGH` is exact for |n| < 2^9 (its low 9 bits are zero).
+const LN2_HIGH: f32 = 0.693_359_4;
+const LN2_LOW: f32 = -2.121_944_4e-4;
+/// Below this the result would be subnormal; it is 0 instead.
+const EXP_MIN: f32 = -87.336_54;
+/// Above this the result would overflow; it is `exp(EXP_MAX)` instead.
+const EXP_MAX: f32 = 88.0;
+
+/// `e^x`, within 2 units in the last place; 0 below -87.33, `e^88` above 88, NaN for NaN.
+///
+/// `x = n ln 2 + r` with |r| <= ln 2 / 2, then the Taylor polynomial of degree 7 for `e^r` (its first missing term is
+/// below 6e-9) times `2^n`.
+#[inline(always)]
+pub fn exp(x: f32) -> f32 {
+    let clamped = x.clamp(EXP_MIN, EXP_MAX);
+    let shifted = clamped.mul_add(std::f32::consts::LOG2_E, ROUND);
+    let n = shifted - ROUND;
+    let r = n.mul_add(-LN2_LOW, n.mul_add(-LN2_HIGH, clamped));
+    let mut p = 1.0 / 5040.0;
+    for c in [1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0] {
+        p = r.mul_add(p, c);
+    }
+    // The low bits of `shifted` are n + 0x400000; the exponent field wants n + 127.
+    let power = f32::from_bits(shifted.to_bits().wrapping_add(127) << 23);
+    let y = p * power;
+    if x < EXP_MIN { 0.0 } else { y }
+}
+
+/// `x / (1 + e^-x)`.
+#[inline(always)]
+pub fn silu(x: f32) -> f32 {
+    x / (1.0 + exp(-x))
+}
+
+/// Rounds to the nearest BF16 value, ties to even; NaN stays NaN.
+#[inline(always)]
+pub fn round_bf16(x: f32) -> f32 {
+    f32::from_bits((bf16_bits(x) as u32) << 16)
+}
+
+/// The bits of the nearest BF16 value, ties to even; NaN stays NaN.
+#[inline(always)]
+pub fn bf16_bits(x: f32) -> u16 {
+    let bits = x.to_bits();
+    let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
+    let quiet = (bits >> 16) | 0x40;
+    (if x.is_nan() { quiet } else { rounded }) as u16
+}
+
+/// Sum of 16 lanes, halves folded onto each other: one order everywhere.
+#[inline(always)]
+pub fn sum16(lanes: [f32; 16]) -> f32 {
+    let mut l = lanes;
+    let mut width = 8;
+    while width > 0 {
+        for i in 0..width {
+            l[i] += l[i + width];
+        }
+        width /= 2;
+    }
+    l[0]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exp_is_close_everywhere() {
+        let mut worst = 0.0f64;
+        for i in -87_000..88_000 {
+            let x = i as f32 * 1e-3 + 3e-4;
+            let want = (x as f64).exp();
+            worst = worst.max(((exp(x) as f64 - want) / want).abs());
+        }
+        assert!(worst < 2.0 * 2f64.powi(-23), "relative error {worst:e}");
+        assert_eq!(exp(0.0), 1.0);
+        assert_eq!(exp(-200.0), 0.0);
+        assert_eq!(exp(f32::NEG_INFINITY), 0.0);
+        assert!(exp(f32::NAN).is_nan());
+        assert!(exp(f32::INFINITY).is_finite());
+    }
+
+    #[test]
+    fn bf16_rounds_like_half() {
+        let mut state = 1u32;
+        for _ in 0..100_000 {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            let x = f32::from_bits(state);
+            let want = half::bf16::from_f32(x);
+            if x.is_nan() {
+                assert!(round_bf16(x).is_nan());
+            } else {
+                assert_eq!(bf16_bits(x), want.to_bits(), "{x:e}");
+            }
+        }
+    }
+}

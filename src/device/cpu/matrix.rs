@@ -1,0 +1,228 @@
+//! Weights in the layout that the kernel reads: panels of 16 output columns, `[panel][in feature][16]`.
+//!
+//! Rows past the last are zero. Weights keep their 16 or 32 bits and are widened in registers, which is exact.
+
+use half::{bf16, f16};
+use rayon::prelude::*;
+
+use super::math::round_bf16;
+use super::tile::{Bf16, Element, F16, PANEL};
+use crate::device::{Dtype, NonFiniteWeight, Precision, Tensor};
+
+/// `[rows][columns]` in panels: output features by input features.
+pub struct Matrix {
+    pub(super) rows: usize,
+    pub(super) columns: usize,
+    pub(super) panels: Panels,
+}
+
+pub(super) enum Panels {
+    F32(Vec<f32>),
+    Bf16(Vec<Bf16>),
+    F16(Vec<F16>),
+}
+
+/// A vector of F32 (rounded to BF16 values in BF16).
+pub struct Vector(pub(super) Vec<f32>);
+
+impl Matrix {
+    /// Stacks `parts` (of equal width) by rows. F32 keeps the parts' format where they share one.
+    pub(super) fn pack(parts: &[Tensor<'_>], precision: Precision) -> Result<Matrix, NonFiniteWeight> {
+        let columns = parts.first().map_or(0, |p| p.columns);
+        assert!(
+            parts
+                .iter()
+                .all(|p| p.columns == columns && p.data.len() == p.rows * p.columns * p.dtype.bytes())
+        );
+        let rows = parts.iter().map(|p| p.rows).sum();
+        let first = parts.first().map_or(Dtype::F32, |p| p.dtype);
+        let storage = match precision {
+            Precision::Bf16 => Dtype::Bf16,
+            Precision::F32 if parts.iter().all(|p| p.dtype == first) => first,
+            Precision::F32 => Dtype::F32,
+        };
+        let panels = match storage {
+            Dtype::F32 => Panels::F32(pack_as(parts, rows, columns)?),
+            Dtype::Bf16 => Panels::Bf16(pack_as(parts, rows, columns)?),
+            Dtype::F16 => Panels::F16(pack_as(parts, rows, columns)?),
+        };
+        Ok(Matrix { rows, columns, panels })
+    }
+
+    /// Writes row `row` to `out`, widened.
+    pub(super) fn read_row(&self, row: usize, out: &mut [f32]) {
+        let at = (row / PANEL) * self.columns * PANEL + row % PANEL;
+        match &self.panels {
+            Panels::F32(p) => gather(&p[at..], out),
+            Panels::Bf16(p) => gather(&p[at..], out),
+            Panels::F16(p) => gather(&p[at..], out),
+        }
+    }
+}
+
+impl Vector {
+    pub(super) fn pack(parts: &[Tensor<'_>], precision: Precision) -> Result<Vector, NonFiniteWeight> {
+        let mut values = Vec::new();
+        for (part, tensor) in parts.iter().enumerate() {
+            for row in 0..tensor.rows {
+                let from = values.len();
+                values.resize(from + tensor.columns, 0.0);
+                read_tensor_row(tensor, row, &mut values[from..]);
+                if precision == Precision::Bf16 {
+                    values[from..].iter_mut().for_each(|x| *x = round_bf16(*x));
+                }
+                if !values[from..].iter().all(|x| x.is_finite()) {
+                    return Err(NonFiniteWeight { part, row });
+                }
+            }
+        }
+        Ok(Vector(values))
+    }
+}
+
+fn gather<E: Element>(column: &[E], out: &mut [f32]) {
+    for (x, w) in out.iter_mut().zip(column.iter().step_by(PANEL)) {
+        *x = w.widen();
+    }
+}
+
+/// Widens one row of a stored tensor.
+fn read_tensor_row(tensor: &Tensor<'_>, row: usize, out: &mut [f32]) {
+    let bytes = tensor.columns * tensor.dtype.bytes();
+    let data = &tensor.data[row * bytes..(row + 1) * bytes];
+    match tensor.dtype {
+        Dtype::F32 => {
+            for (x, b) in out.iter_mut().zip(data.as_chunks::<4>().0) {
+                *x = f32::from_le_bytes(*b);
+            }
+        }
+        Dtype::F16 => {
+            for (x, b) in out.iter_mut().zip(data.as_chunks::<2>().0) {
+                *x = f16::from_le_bytes(*b).to_f32();
+            }
+        }
+        Dtype::Bf16 => {
+            for (x, b) in out.iter_mut().zip(data.as_chunks::<2>().0) {
+                *x = bf16::from_le_bytes(*b).to_f32();
+            }
+        }
+    }
+}
+
+fn pack_as<E: Element>(parts: &[Tensor<'_>], rows: usize, columns: usize) -> Result<Vec<E>, NonFiniteWeight> {
+    let mut packed = vec![E::default(); rows.div_ceil(PANEL) * columns * PANEL];
+    if packed.is_empty() {
+        return Ok(packed);
+    }
+    packed.par_chunks_mut(columns * PANEL).enumerate().try_for_each_init(
+        || vec![0.0f32; columns],
+        |row_values, (panel, out)| {
+            for lane in 0..PANEL.min(rows - panel * PANEL) {
+                let (part, row) = locate(parts, panel * PANEL + lane);
+                read_tensor_row(&parts[part], row, row_values);
+                let mut finite = true;
+                for (k, &x) in row_values.iter().enumerate() {
+                    let stored = E::narrow(x);
+                    finite &= stored.widen().is_finite();
+                    out[k * PANEL + lane] = stored;
+                }
+                if !finite {
+                    return Err(NonFiniteWeight { part, row });
+                }
+            }
+            Ok(())
+        },
+    )?;
+    Ok(packed)
+}
+
+/// Which part, and which of its rows, is row `row` of the stack.
+fn locate(parts: &[Tensor<'_>], mut row: usize) -> (usize, usize) {
+    for (i, part) in parts.iter().enumerate() {
+        if row < part.rows {
+            return (i, row);
+        }
+        row -= part.rows;
+    }
+    unreachable!("row lies within the stack")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::cpu::testing::{bytes_of, numbers};
+
+    #[test]
+    fn rows_come_back_from_a_stack_of_parts() {
+        let (a, b) = (numbers(1, 17 * 5), numbers(2, 3 * 5));
+        for dtype in [Dtype::F32, Dtype::Bf16, Dtype::F16] {
+            let (da, db) = (bytes_of(&a, dtype), bytes_of(&b, dtype));
+            let parts = [
+                Tensor {
+                    dtype,
+                    rows: 17,
+                    columns: 5,
+                    data: &da,
+                },
+                Tensor {
+                    dtype,
+                    rows: 3,
+                    columns: 5,
+                    data: &db,
+                },
+            ];
+            let matrix = Matrix::pack(&parts, Precision::F32).unwrap();
+            let mut got = [0.0; 5];
+            let mut want = [0.0; 5];
+            for row in 0..20 {
+                matrix.read_row(row, &mut got);
+                let (part, r) = locate(&parts, row);
+                read_tensor_row(&parts[part], r, &mut want);
+                assert_eq!(got, want, "{dtype:?} row {row}");
+            }
+        }
+    }
+
+    #[test]
+    fn values_that_are_not_finite_are_named() {
+        let mut a = numbers(1, 4 * 3);
+        a[7] = f32::NAN;
+        let data = bytes_of(&a, Dtype::F32);
+        let good = bytes_of(&numbers(2, 6), Dtype::F32);
+        let parts = [
+            Tensor {
+                dtype: Dtype::F32,
+                rows: 2,
+                columns: 3,
+                data: &good,
+            },
+            Tensor {
+                dtype: Dtype::F32,
+                rows: 4,
+                columns: 3,
+                data: &data,
+            },
+        ];
+        assert_eq!(
+            Matrix::pack(&parts, Precision::F32).err(),
+            Some(NonFiniteWeight { part: 1, row: 2 })
+        );
+        a[7] = f32::MAX; // finite in F32, infinite in BF16
+        let data = bytes_of(&a, Dtype::F32);
+        let parts = [Tensor {
+            dtype: Dtype::F32,
+            rows: 4,
+            columns: 3,
+            data: &data,
+        }];
+        assert!(Matrix::pack(&parts, Precision::F32).is_ok());
+        assert_eq!(
+            Matrix::pack(&parts, Precision::Bf16).err(),
+            Some(NonFiniteWeight { part: 0, row: 2 })
+        );
+        assert_eq!(
+            Vector::pack(&parts, Precision::Bf16).err(),
+            Some(NonFiniteWeight { part: 0, row: 2 })
+        );
+    }
+}

@@ -1,0 +1,273 @@
+//! The CPU device: an operation a file, all of them over one matrix kernel ([`tile`]).
+//!
+//! Activations are F32 in memory (in BF16 they hold BF16 values). In F32 a row's results are the same bits whatever
+//! else is in the batch, however the work is shared out to threads, and on every instruction set.
+//! `unsafe` stands only where the kernel is called: [`tile`], [`linear`], [`attention`], [`isa`] and [`SharedMut`].
+
+use std::sync::Arc;
+
+use crate::device::batch::StepBatch;
+use crate::device::{
+    AddNorm, Device, HeadShape, KvSpec, Linear, NonFiniteWeight, Precision, RopeSpec, RopeStore, Tensor,
+};
+
+mod attention;
+mod embed;
+mod gated;
+pub mod isa;
+mod kv;
+mod linear;
+mod logits;
+mod math;
+mod matrix;
+mod norm;
+mod rope;
+mod step;
+#[cfg(test)]
+mod testing;
+mod tile;
+
+pub use isa::Isa;
+pub use kv::KvPool;
+pub use matrix::{Matrix, Vector};
+pub use step::Step;
+
+/// A CPU with a thread pool, computing in one precision.
+pub struct Cpu {
+    isa: Isa,
+    precision: Precision,
+    pool: Arc<rayon::ThreadPool>,
+}
+
+/// A pool of `threads` threads for [`Cpu::new`].
+///
+/// # Errors
+/// The operating system gives no threads.
+pub fn thread_pool(threads: usize) -> Result<Arc<rayon::ThreadPool>, rayon::ThreadPoolBuildError> {
+    let builder = rayon::ThreadPoolBuilder::new()
+        .num_threads(threads)
+        .thread_name(|i| format!("cpu-{i}"));
+    Ok(Arc::new(builder.build()?))
+}
+
+impl Cpu {
+    /// A device on `pool` with the best instructions the processor has.
+    pub fn new(precision: Precision, pool: Arc<rayon::ThreadPool>) -> Cpu {
+        Cpu::with_isa(precision, pool, Isa::detect())
+    }
+
+    /// A device that uses `isa`, one of [`Isa::available`].
+    ///
+    /// # Panics
+    /// This processor does not have `isa`.
+    pub fn with_isa(precision: Precision, pool: Arc<rayon::ThreadPool>, isa: Isa) -> Cpu {
+        assert!(Isa::available().contains(&isa), "this processor does not have {isa:?}");
+        Cpu { isa, precision, pool }
+    }
+
+    fn round(&self) -> bool {
+        self.precision == Precision::Bf16
+    }
+
+    fn norm_op<'a>(&self, op: &AddNorm<'a, Buffer, Vector>) -> norm::Op<'a> {
+        norm::Op {
+            isa: self.isa,
+            delta: op.delta,
+            weight: &op.weight.0,
+            eps: op.eps,
+            round: self.round(),
+        }
+    }
+}
+
+/// Activations: `[rows][width]`, row-major.
+#[derive(Debug, Clone, Default)]
+pub struct Buffer {
+    data: Vec<f32>,
+    rows: usize,
+    width: usize,
+}
+
+impl Buffer {
+    /// Takes a shape; contents are undefined, memory is kept.
+    fn reshape(&mut self, rows: usize, width: usize) {
+        self.data.resize(rows * width, 0.0);
+        (self.rows, self.width) = (rows, width);
+    }
+
+    fn row(&self, i: usize) -> &[f32] {
+        &self.data[i * self.width..(i + 1) * self.width]
+    }
+
+    fn row_mut(&mut self, i: usize) -> &mut [f32] {
+        &mut self.data[i * self.width..(i + 1) * self.width]
+    }
+}
+
+/// Scratch memory: packed rows of the linear operation, and one attention scratch a thread.
+#[derive(Default)]
+pub struct Workspace {
+    packed: Vec<f32>,
+    attention: attention::Scratches,
+}
+
+/// A buffer that tasks write disjoint parts of.
+struct SharedMut<'a> {
+    start: *mut f32,
+    len: usize,
+    owner: std::marker::PhantomData<&'a mut [f32]>,
+}
+
+// SAFETY: parts are only reached through unsafe methods, whose callers keep them disjoint.
+unsafe impl Sync for SharedMut<'_> {}
+
+impl<'a> SharedMut<'a> {
+    fn new(data: &'a mut [f32]) -> SharedMut<'a> {
+        SharedMut {
+            start: data.as_mut_ptr(),
+            len: data.len(),
+            owner: std::marker::PhantomData,
+        }
+    }
+
+    /// Address of element `at`, which must exist (or be one past the last).
+    fn at(&self, at: usize) -> *mut f32 {
+        assert!(at <= self.len);
+        // SAFETY: within the buffer, as asserted.
+        unsafe { self.start.add(at) }
+    }
+
+    /// `len` elements from `at`.
+    ///
+    /// # Safety
+    /// Nobody else reads or writes these elements while the slice lives.
+    #[allow(clippy::mut_from_ref)]
+    unsafe fn slice(&self, at: usize, len: usize) -> &mut [f32] {
+        assert!(at + len <= self.len);
+        // SAFETY: within the buffer, as asserted, and not shared, as the caller vouches.
+        unsafe { std::slice::from_raw_parts_mut(self.start.add(at), len) }
+    }
+}
+
+impl Device for Cpu {
+    type Matrix = Matrix;
+    type Vector = Vector;
+    type Buffer = Buffer;
+    type KvPool = KvPool;
+    type Step = Step;
+    type Workspace = Workspace;
+
+    fn matrix(&self, parts: &[Tensor<'_>]) -> Result<Matrix, NonFiniteWeight> {
+        self.pool.install(|| Matrix::pack(parts, self.precision))
+    }
+
+    fn vector(&self, parts: &[Tensor<'_>]) -> Result<Vector, NonFiniteWeight> {
+        Vector::pack(parts, self.precision)
+    }
+
+    fn buffer(&self) -> Buffer {
+        Buffer::default()
+    }
+
+    fn workspace(&self) -> Workspace {
+        Workspace {
+            packed: Vec::new(),
+            attention: attention::Scratches::new(self.pool.current_num_threads()),
+        }
+    }
+
+    fn step(&self, heads: HeadShape, rope: RopeSpec) -> Step {
+        Step::new(heads, rope, self.round())
+    }
+
+    fn kv_pool(&self, heads: HeadShape, blocks: usize) -> KvPool {
+        KvPool::new(heads, blocks, self.precision)
+    }
+
+    fn kv_block_bytes(&self, heads: HeadShape) -> usize {
+        KvPool::block_bytes(heads, self.precision)
+    }
+
+    fn enter<R: Send>(&self, f: impl FnOnce() -> R + Send) -> R {
+        self.pool.install(f)
+    }
+
+    fn upload(&self, batch: &StepBatch, step: &mut Step) {
+        step.upload(batch);
+    }
+
+    fn copy_blocks(&self, step: &Step, pool: &mut KvPool) {
+        pool.copy_blocks(&step.batch.block_copies);
+    }
+
+    fn embed(&self, table: &Matrix, step: &Step, out: &mut Buffer) {
+        embed::embed(table, &step.batch.tokens, out);
+    }
+
+    fn add_norm(&self, op: AddNorm<'_, Buffer, Vector>, residual: &mut Buffer, out: &mut Buffer) {
+        self.pool.install(|| norm::add_norm(&self.norm_op(&op), residual, out));
+    }
+
+    fn add_norm_logits_rows(
+        &self,
+        op: AddNorm<'_, Buffer, Vector>,
+        step: &Step,
+        residual: &mut Buffer,
+        out: &mut Buffer,
+    ) {
+        norm::add_norm_rows(&self.norm_op(&op), &step.batch.logits_at, residual, out);
+    }
+
+    fn linear(&self, linear: &Linear<Matrix, Vector>, x: &Buffer, out: &mut Buffer, workspace: &mut Workspace) {
+        let finish = linear::Finish {
+            bias: linear.bias.as_ref().map(|b| &b.0[..]),
+            round: self.round(),
+        };
+        let weight = &linear.weight;
+        self.pool
+            .install(|| linear::linear(self.isa, weight, weight.rows, finish, x, out, &mut workspace.packed));
+    }
+
+    fn rope_store(&self, op: RopeStore<'_, Vector>, step: &Step, qkv: &mut Buffer, pool: &mut KvPool) {
+        self.pool.install(|| {
+            rope::rotate(self.isa, self.round(), &op, step, qkv);
+            pool.store(step, qkv);
+        });
+    }
+
+    fn attention(
+        &self,
+        spec: KvSpec,
+        step: &Step,
+        qkv: &Buffer,
+        pool: &KvPool,
+        out: &mut Buffer,
+        workspace: &mut Workspace,
+    ) {
+        let op = attention::Op {
+            isa: self.isa,
+            round: self.round(),
+            spec,
+            step,
+            qkv,
+        };
+        self.pool
+            .install(|| attention::attention(&op, pool, out, &workspace.attention));
+    }
+
+    fn gated(&self, gate_up: &Buffer, out: &mut Buffer) {
+        self.pool.install(|| gated::gated(self.isa, self.round(), gate_up, out));
+    }
+
+    fn logits(
+        &self,
+        head: &Matrix,
+        ids: usize,
+        x: &Buffer,
+        out: &mut Vec<f32>,
+        workspace: &mut Workspace,
+    ) -> Vec<usize> {
+        self.pool
+            .install(|| logits::logits(self.isa, head, ids, x, out, &mut workspace.packed))
+    }
+}

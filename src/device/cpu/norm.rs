@@ -1,0 +1,158 @@
+//! RMS normalisation (Zhang and Sennrich 2019), with the residual addition before it.
+//!
+//! `y = x / sqrt(mean(x^2) + eps) * weight`. Squares are summed in 16 interleaved lanes, then the lanes in one order.
+
+use rayon::prelude::*;
+
+use super::Buffer;
+use super::isa::multiversion;
+use super::math::{round_bf16, sum16};
+
+/// Elements below which rows are not shared out to threads.
+const SERIAL_WORK: usize = 1 << 14;
+
+/// Normalises `x` in place; in BF16 both the normalised value and the product are rounded, as the reference does.
+#[inline(always)]
+pub(super) fn rms_norm(x: &mut [f32], weight: &[f32], eps: f32, round: bool) {
+    let mut lanes = [0.0f32; 16];
+    let (chunks, rest) = x.as_chunks::<16>();
+    for chunk in chunks {
+        for (sum, v) in lanes.iter_mut().zip(chunk) {
+            *sum = v.mul_add(*v, *sum);
+        }
+    }
+    for (sum, v) in lanes.iter_mut().zip(rest) {
+        *sum = v.mul_add(*v, *sum);
+    }
+    let scale = 1.0 / (sum16(lanes) / x.len() as f32 + eps).sqrt();
+    if round {
+        for (v, w) in x.iter_mut().zip(weight) {
+            *v = round_bf16(round_bf16(*v * scale) * w);
+        }
+    } else {
+        for (v, w) in x.iter_mut().zip(weight) {
+            *v = *v * scale * w;
+        }
+    }
+}
+
+#[inline(always)]
+fn add_norm_row(delta: Option<&[f32]>, residual: &mut [f32], weight: &[f32], eps: f32, round: bool, out: &mut [f32]) {
+    if let Some(delta) = delta {
+        for (x, d) in residual.iter_mut().zip(delta) {
+            *x += d;
+        }
+        if round {
+            residual.iter_mut().for_each(|x| *x = round_bf16(*x));
+        }
+    }
+    out.copy_from_slice(residual);
+    rms_norm(out, weight, eps, round);
+}
+
+multiversion! {
+    /// One row of [`add_norm`].
+    fn add_norm_row_on(
+        delta: Option<&[f32]>,
+        residual: &mut [f32],
+        weight: &[f32],
+        eps: f32,
+        round: bool,
+        out: &mut [f32],
+    ) = add_norm_row;
+}
+
+/// The parts of an add-norm that do not change from row to row.
+pub(super) struct Op<'a> {
+    pub isa: super::isa::Isa,
+    pub delta: Option<&'a Buffer>,
+    pub weight: &'a [f32],
+    pub eps: f32,
+    pub round: bool,
+}
+
+/// `residual += delta; out = norm(residual)`, over all rows.
+pub(super) fn add_norm(op: &Op<'_>, residual: &mut Buffer, out: &mut Buffer) {
+    let width = residual.width;
+    assert!(op.weight.len() == width && op.delta.is_none_or(|d| (d.rows, d.width) == (residual.rows, width)));
+    out.reshape(residual.rows, width);
+    let one = |(i, (x, y)): (usize, (&mut [f32], &mut [f32]))| {
+        add_norm_row_on(op.isa, op.delta.map(|d| d.row(i)), x, op.weight, op.eps, op.round, y);
+    };
+    if residual.data.len() < SERIAL_WORK {
+        residual
+            .data
+            .chunks_exact_mut(width)
+            .zip(out.data.chunks_exact_mut(width))
+            .enumerate()
+            .for_each(one);
+    } else {
+        residual
+            .data
+            .par_chunks_exact_mut(width)
+            .zip(out.data.par_chunks_exact_mut(width))
+            .enumerate()
+            .for_each(one);
+    }
+}
+
+/// As [`add_norm`], of the rows `rows` only: row `i` of `out` comes from row `rows[i]`.
+pub(super) fn add_norm_rows(op: &Op<'_>, rows: &[u32], residual: &mut Buffer, out: &mut Buffer) {
+    let width = residual.width;
+    assert!(op.weight.len() == width);
+    out.reshape(rows.len(), width);
+    for (&row, y) in rows.iter().zip(out.data.chunks_exact_mut(width)) {
+        let row = row as usize;
+        add_norm_row_on(
+            op.isa,
+            op.delta.map(|d| d.row(row)),
+            residual.row_mut(row),
+            op.weight,
+            op.eps,
+            op.round,
+            y,
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::cpu::isa::Isa;
+    use crate::device::cpu::testing::{buffer, numbers};
+
+    #[test]
+    fn matches_the_formula_in_the_same_bits_everywhere() {
+        for (rows, width) in [(1, 1), (3, 15), (2, 16), (5, 17), (40, 512)] {
+            let (x, d, w) = (numbers(1, rows * width), numbers(2, rows * width), numbers(3, width));
+            let delta = buffer(&d, rows, width);
+            let mut first: Option<Vec<f32>> = None;
+            for isa in Isa::available() {
+                let op = Op {
+                    isa,
+                    delta: Some(&delta),
+                    weight: &w,
+                    eps: 1e-5,
+                    round: false,
+                };
+                let (mut residual, mut out) = (buffer(&x, rows, width), Buffer::default());
+                add_norm(&op, &mut residual, &mut out);
+                for i in 0..rows {
+                    let sum: Vec<f64> = (0..width)
+                        .map(|j| (x[i * width + j] + d[i * width + j]) as f64)
+                        .collect();
+                    let mean = sum.iter().map(|v| v * v).sum::<f64>() / width as f64;
+                    for j in 0..width {
+                        assert_eq!(residual.row(i)[j] as f64, sum[j]);
+                        let want = sum[j] / (mean + 1e-5).sqrt() * w[j] as f64;
+                        assert!((out.row(i)[j] as f64 - want).abs() < 1e-5, "{isa:?} ({i}, {j})");
+                    }
+                }
+                let mut picked = Buffer::default();
+                add_norm_rows(&op, &[rows as u32 - 1], &mut buffer(&x, rows, width), &mut picked);
+                assert_eq!(picked.row(0), out.row(rows - 1));
+                assert_eq!(*first.get_or_insert_with(|| out.data.clone()), out.data, "{isa:?}");
+            }
+        }
+    }
+}

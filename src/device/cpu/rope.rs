@@ -1,0 +1,159 @@
+//! Rotary embedding (Su et al. 2021) of query and key heads in place, after their normalisation where asked for.
+//!
+//! Dimension `d` of a head is paired with `d + head_dim / 2` (the Hugging Face layout):
+//! `(a, b) -> (a cos - b sin, b cos + a sin)`.
+
+use rayon::prelude::*;
+
+use super::isa::{Isa, multiversion};
+use super::math::round_bf16;
+use super::norm::rms_norm;
+use super::step::Step;
+use super::{Buffer, Vector};
+use crate::device::RopeStore;
+
+/// Elements below which rows are not shared out to threads.
+const SERIAL_WORK: usize = 1 << 14;
+
+/// Weight and epsilon of a head's normalisation.
+type HeadNorm<'a> = Option<(&'a [f32], f32)>;
+
+/// Rotates consecutive heads by one token's cosines and sines.
+#[inline(always)]
+fn rotate_heads(heads: &mut [f32], norm: HeadNorm<'_>, rotation: &[f32], round: bool) {
+    let dim = rotation.len();
+    let (cos, sin) = rotation.split_at(dim / 2);
+    for head in heads.chunks_exact_mut(dim) {
+        if let Some((weight, eps)) = norm {
+            rms_norm(head, weight, eps, round);
+        }
+        let (low, high) = head.split_at_mut(dim / 2);
+        for (((a, b), c), s) in low.iter_mut().zip(high).zip(cos).zip(sin) {
+            let (x, y) = (*a, *b);
+            *a = x * c - y * s;
+            *b = y * c + x * s;
+        }
+        if round {
+            head.iter_mut().for_each(|x| *x = round_bf16(*x));
+        }
+    }
+}
+
+multiversion! {
+    fn rotate_heads_on(heads: &mut [f32], norm: HeadNorm<'_>, rotation: &[f32], round: bool) = rotate_heads;
+}
+
+/// Normalises and rotates the query and key heads of all rows.
+pub(super) fn rotate(isa: Isa, round: bool, op: &RopeStore<'_, Vector>, step: &Step, qkv: &mut Buffer) {
+    let heads = op.heads;
+    let dim = heads.head_dim;
+    assert!(qkv.width == heads.qkv_width() && step.rotations.len() == qkv.rows * dim);
+    let norm = op.qk_norm.as_ref();
+    let q_norm = norm.map(|n| (&n.q.0[..], n.eps));
+    let k_norm = norm.map(|n| (&n.k.0[..], n.eps));
+    let one = |(row, rotation): (&mut [f32], &[f32])| {
+        let (q, rest) = row.split_at_mut(heads.heads * dim);
+        rotate_heads_on(isa, q, q_norm, rotation, round);
+        rotate_heads_on(isa, &mut rest[..heads.kv_heads * dim], k_norm, rotation, round);
+    };
+    let width = qkv.width;
+    if qkv.data.len() < SERIAL_WORK {
+        qkv.data
+            .chunks_exact_mut(width)
+            .zip(step.rotations.chunks_exact(dim))
+            .for_each(one);
+    } else {
+        qkv.data
+            .par_chunks_exact_mut(width)
+            .zip(step.rotations.par_chunks_exact(dim))
+            .for_each(one);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::batch::{StepBatch, StepSequence};
+    use crate::device::cpu::testing::{buffer, numbers};
+    use crate::device::{HeadShape, QkNorm, RopeSpec};
+
+    fn check(dim: usize, tokens: usize, with_norm: bool) {
+        let heads = HeadShape {
+            heads: 3,
+            kv_heads: 1,
+            head_dim: dim,
+        };
+        let frequencies: Vec<f32> = (0..dim / 2).map(|d| 0.7f32.powi(d as i32)).collect();
+        let mut step = Step::new(
+            heads,
+            RopeSpec {
+                inverse_frequencies: frequencies.clone(),
+                scale: 1.5,
+            },
+            false,
+        );
+        step.upload(&StepBatch {
+            tokens: vec![0; tokens],
+            positions: (3..3 + tokens as u32).collect(),
+            sequences: vec![StepSequence {
+                first_token: 0,
+                q_len: tokens as u32,
+                kv_len: 3 + tokens as u32,
+                first_block: 0,
+            }],
+            block_tables: (0..(3 + tokens as u32).div_ceil(16)).collect(),
+            logits_at: vec![],
+            block_copies: vec![],
+        });
+        let (q, k) = (Vector(numbers(5, dim)), Vector(numbers(6, dim)));
+        let rows = numbers(1, tokens * heads.qkv_width());
+        let mut first: Option<Vec<f32>> = None;
+        for isa in Isa::available() {
+            let mut got = buffer(&rows, tokens, heads.qkv_width());
+            let qk_norm = with_norm.then_some(QkNorm {
+                q: &q,
+                k: &k,
+                eps: 1e-3,
+            });
+            rotate(isa, false, &RopeStore { heads, qk_norm }, &step, &mut got);
+            for t in 0..tokens {
+                for head in 0..5 {
+                    let x: Vec<f64> = rows[t * heads.qkv_width() + head * dim..][..dim]
+                        .iter()
+                        .map(|v| *v as f64)
+                        .collect();
+                    let weight = if head < 3 { &q.0 } else { &k.0 };
+                    let mean = x.iter().map(|v| v * v).sum::<f64>() / dim as f64;
+                    let scale = if with_norm { 1.0 / (mean + 1e-3).sqrt() } else { 1.0 };
+                    let y: Vec<f64> = (0..dim)
+                        .map(|d| x[d] * scale * if with_norm { weight[d] as f64 } else { 1.0 })
+                        .collect();
+                    for d in 0..dim {
+                        let pair = d % (dim / 2);
+                        let angle = frequencies[pair] as f64 * (t + 3) as f64;
+                        let (a, b) = (y[pair], y[pair + dim / 2]);
+                        let want = match (head < 4, d < dim / 2) {
+                            (true, true) => 1.5 * (a * angle.cos() - b * angle.sin()),
+                            (true, false) => 1.5 * (b * angle.cos() + a * angle.sin()),
+                            (false, _) => x[d], // the value head stays as it is
+                        };
+                        let got = got.row(t)[head * dim + d] as f64;
+                        assert!(
+                            (got - want).abs() < 2e-5,
+                            "{isa:?} token {t} head {head} dim {d}: {got} not {want}"
+                        );
+                    }
+                }
+            }
+            assert_eq!(*first.get_or_insert_with(|| got.data.clone()), got.data, "{isa:?}");
+        }
+    }
+
+    #[test]
+    fn matches_the_formula_in_the_same_bits_everywhere() {
+        for (dim, tokens) in [(2, 1), (16, 15), (30, 17), (128, 40)] {
+            check(dim, tokens, false);
+            check(dim, tokens, true);
+        }
+    }
+}

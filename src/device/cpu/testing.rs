@@ -1,0 +1,45 @@
+//! What tests of the operations share.
+
+use half::{bf16, f16};
+
+use super::Buffer;
+use crate::device::Dtype;
+
+/// `n` numbers in (-1, 1), the same for the same seed.
+pub fn numbers(seed: u64, n: usize) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x1234_5678;
+    let mut next = || {
+        state = state
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        ((state >> 40) as f32 / (1u64 << 23) as f32) - 1.0
+    };
+    (0..n).map(|_| next()).collect()
+}
+
+/// Numbers as a checkpoint stores them.
+pub fn bytes_of(values: &[f32], dtype: Dtype) -> Vec<u8> {
+    values
+        .iter()
+        .flat_map(|&x| match dtype {
+            Dtype::F32 => x.to_le_bytes().to_vec(),
+            Dtype::F16 => f16::from_f32(x).to_le_bytes().to_vec(),
+            Dtype::Bf16 => bf16::from_f32(x).to_le_bytes().to_vec(),
+        })
+        .collect()
+}
+
+/// A buffer of these values.
+pub fn buffer(values: &[f32], rows: usize, width: usize) -> Buffer {
+    assert_eq!(values.len(), rows * width);
+    Buffer {
+        data: values.to_vec(),
+        rows,
+        width,
+    }
+}
+
+/// Runs `f` in a pool of its own.
+pub fn in_pool<R: Send>(threads: usize, f: impl FnOnce() -> R + Send) -> R {
+    super::thread_pool(threads).unwrap().install(f)
+}

@@ -1,0 +1,32 @@
+//! What can be wrong with a checkpoint, split by what the reader can do about it.
+
+use std::path::{Path, PathBuf};
+
+/// Why a model could not be loaded.
+#[derive(Debug, thiserror::Error)]
+pub enum ModelError {
+    /// A file cannot be read: look at the path and its permissions.
+    #[error("cannot read `{}`: {source}", path.display())]
+    Read { path: PathBuf, source: std::io::Error },
+    /// A file is broken or does not fit the others: fetch the checkpoint again.
+    #[error("`{}`: {message}", path.display())]
+    Broken { path: PathBuf, message: String },
+    /// The checkpoint is sound but asks for what gristmill does not do: choose another checkpoint.
+    #[error("`{}`: {message}", path.display())]
+    Unsupported { path: PathBuf, message: String },
+    /// The options do not fit the model: change the job.
+    #[error("{0}")]
+    Options(String),
+}
+
+impl ModelError {
+    pub(crate) fn read(path: &Path, source: std::io::Error) -> ModelError {
+        ModelError::Read { path: path.to_owned(), source }
+    }
+    pub(crate) fn broken(path: &Path, message: impl Into<String>) -> ModelError {
+        ModelError::Broken { path: path.to_owned(), message: message.into() }
+    }
+    pub(crate) fn unsupported(path: &Path, message: impl Into<String>) -> ModelError {
+        ModelError::Unsupported { path: path.to_owned(), message: message.into() }
+    }
+}

@@ -1,0 +1,401 @@
+//! One transformer for all families: what differs is in [`Config`], what computes is in [`Device`].
+//!
+//! Per layer: norm → fused q, k, v → rotation and KV store → attention → output projection → norm → fused gate and up
+//! → gated activation → down projection. All buffers are kept from step to step.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use crate::device::batch::StepBatch;
+use crate::device::cpu::Cpu;
+use crate::device::{
+    AddNorm, BLOCK_TOKENS, Device, Dtype, KvSpec, Linear, NonFiniteWeight, Precision, QkNorm, RopeStore,
+};
+use crate::engine::{Forward, ForwardError};
+use crate::model::config::Config;
+use crate::model::error::ModelError;
+use crate::model::weights::{RandomWeights, StoredTensor, WeightSource, Weights};
+
+/// How large the pool of keys and values is to be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum KvBudget {
+    /// Bytes over all layers; as many whole blocks as fit.
+    Bytes(u64),
+    Blocks(u32),
+}
+
+/// How a model is to be loaded.
+#[derive(Clone)]
+pub struct LoadOptions {
+    pub precision: Precision,
+    pub kv: KvBudget,
+    /// Threads the CPU device computes on: see [`thread_pool`](crate::device::cpu::thread_pool).
+    pub threads: Arc<rayon::ThreadPool>,
+    /// Longest sequence in tokens; `None` takes what the checkpoint declares. Dynamic RoPE scaling is fixed for it.
+    pub max_context: Option<u32>,
+    /// Ids that the tokenizer knows: those above are padding and never get logits. `None` takes all of the model's.
+    pub vocabulary: Option<usize>,
+}
+
+/// A model that is ready to run.
+pub struct Transformer<D: Device = Cpu> {
+    device: D,
+    config: Config,
+    weights: ModelWeights<D>,
+    pools: Vec<D::KvPool>,
+    step: D::Step,
+    buffers: Buffers<D>,
+    logits: Vec<f32>,
+    kv_blocks: u32,
+    context_tokens: u32,
+    vocab_size: usize,
+}
+
+struct ModelWeights<D: Device> {
+    embedding: D::Matrix,
+    /// `None`: the embedding table.
+    head: Option<D::Matrix>,
+    norm: D::Vector,
+    layers: Vec<Layer<D>>,
+}
+
+struct Layer<D: Device> {
+    spec: KvSpec,
+    attention_norm: D::Vector,
+    qkv: Linear<D::Matrix, D::Vector>,
+    qk_norm: Option<(D::Vector, D::Vector)>,
+    o: Linear<D::Matrix, D::Vector>,
+    mlp_norm: D::Vector,
+    gate_up: Linear<D::Matrix, D::Vector>,
+    down: Linear<D::Matrix, D::Vector>,
+}
+
+struct Buffers<D: Device> {
+    residual: D::Buffer,
+    normed: D::Buffer,
+    qkv: D::Buffer,
+    attended: D::Buffer,
+    gate_up: D::Buffer,
+    gated: D::Buffer,
+    delta: D::Buffer,
+    workspace: D::Workspace,
+}
+
+impl Transformer<Cpu> {
+    /// Loads the checkpoint folder `dir` onto the CPU.
+    ///
+    /// # Errors
+    /// A file that is missing, broken or not supported (named), or options that do not fit the model.
+    pub fn load(dir: &Path, options: &LoadOptions) -> Result<Transformer, ModelError> {
+        refuse_tokenizer_model_alone(dir)?;
+        let config = Config::load(dir)?;
+        let weights = Weights::open(dir)?;
+        Transformer::from_weights(config, &weights, options)
+    }
+
+    /// A model of these sizes with random weights stored as `dtype`, on the CPU.
+    ///
+    /// # Errors
+    /// Options that do not fit the model.
+    pub fn random(config: Config, seed: u64, dtype: Dtype, options: &LoadOptions) -> Result<Transformer, ModelError> {
+        Transformer::from_weights(config, &RandomWeights { seed, dtype }, options)
+    }
+
+    /// A model on the CPU from any source of weights.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load).
+    pub fn from_weights(
+        config: Config,
+        source: &dyn WeightSource,
+        options: &LoadOptions,
+    ) -> Result<Transformer, ModelError> {
+        let device = Cpu::new(options.precision, options.threads.clone());
+        Transformer::on_device(device, config, source, options)
+    }
+}
+
+/// A folder with a SentencePiece model alone cannot be used: say so before minutes of loading.
+fn refuse_tokenizer_model_alone(dir: &Path) -> Result<(), ModelError> {
+    let exists = |name: &str| {
+        let path = dir.join(name);
+        path.try_exists().map_err(|e| ModelError::read(&path, e))
+    };
+    if exists("tokenizer.model")? && !exists("tokenizer.json")? {
+        return Err(ModelError::unsupported(
+            dir,
+            "there is a `tokenizer.model` but no `tokenizer.json`; save the tokenizer as `tokenizer.json` first",
+        ));
+    }
+    Ok(())
+}
+
+impl<D: Device> Transformer<D> {
+    /// A model on `device` (whose threads and precision `options` were used to make).
+    ///
+    /// # Errors
+    /// As [`load`](Transformer::load).
+    pub fn on_device(
+        device: D,
+        config: Config,
+        source: &dyn WeightSource,
+        options: &LoadOptions,
+    ) -> Result<Transformer<D>, ModelError> {
+        let context_tokens = context(&config, options.max_context)?;
+        let kv_blocks = kv_blocks(&device, &config, options.kv)?;
+        let vocab_size = options.vocabulary.map_or(config.vocab_size, |n| n.min(config.vocab_size));
+        let weights = Builder { device: &device, source, config: &config }.weights()?;
+        let pools = config.layers.iter().map(|_| device.kv_pool(config.heads, kv_blocks as usize)).collect();
+        let step = device.step(config.heads, config.rope.spec(config.heads.head_dim, context_tokens));
+        let buffers = Buffers {
+            residual: device.buffer(),
+            normed: device.buffer(),
+            qkv: device.buffer(),
+            attended: device.buffer(),
+            gate_up: device.buffer(),
+            gated: device.buffer(),
+            delta: device.buffer(),
+            workspace: device.workspace(),
+        };
+        let logits = Vec::new();
+        Ok(Transformer {
+            device,
+            config,
+            weights,
+            pools,
+            step,
+            buffers,
+            logits,
+            kv_blocks,
+            context_tokens,
+            vocab_size,
+        })
+    }
+
+    /// What the model is.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// What makes a batch unfit to run, if anything: the caller's mistake, never a row's.
+    fn check(&self, batch: &StepBatch) -> Result<(), String> {
+        if batch.positions.len() != batch.tokens.len() {
+            return Err(format!("{} positions for {} tokens", batch.positions.len(), batch.tokens.len()));
+        }
+        if let Some(token) = batch.tokens.iter().find(|t| **t as usize >= self.config.vocab_size) {
+            return Err(format!("token id {token} is not below the model's {}", self.config.vocab_size));
+        }
+        let mut next = 0u64;
+        for (i, s) in batch.sequences.iter().enumerate() {
+            let fits = s.first_token as u64 == next && s.q_len >= 1 && s.q_len <= s.kv_len;
+            next += s.q_len as u64;
+            if !fits || next > batch.tokens.len() as u64 {
+                return Err(format!("sequence {i} does not follow the one before it in the batch"));
+            }
+            if s.kv_len > self.context_tokens {
+                return Err(format!("sequence {i}: {} tokens, more than {}", s.kv_len, self.context_tokens));
+            }
+            let positions = &batch.positions[s.first_token as usize..next as usize];
+            if !positions.iter().copied().eq(s.kv_len - s.q_len..s.kv_len) {
+                return Err(format!("sequence {i}: positions are not its last {} of {}", s.q_len, s.kv_len));
+            }
+            let blocks = s.first_block as u64 + s.kv_len.div_ceil(BLOCK_TOKENS as u32) as u64;
+            if blocks > batch.block_tables.len() as u64 {
+                return Err(format!("sequence {i}: its block table is too short"));
+            }
+        }
+        if next != batch.tokens.len() as u64 {
+            return Err(format!("{} tokens belong to no sequence", batch.tokens.len() as u64 - next));
+        }
+        let copied = batch.block_copies.iter().flat_map(|&(from, to)| [from, to]);
+        if let Some(block) = batch.block_tables.iter().copied().chain(copied).find(|b| *b >= self.kv_blocks) {
+            return Err(format!("KV block {block} is not below {}", self.kv_blocks));
+        }
+        if !batch.logits_at.is_sorted_by(|a, b| a < b) {
+            return Err("`logits_at` does not ascend".to_owned());
+        }
+        match batch.logits_at.last() {
+            Some(&last) if last as usize >= batch.tokens.len() => Err(format!("no token {last} to take logits at")),
+            _ => Ok(()),
+        }
+    }
+
+    /// Runs a checked batch; returns the rows of `logits_at` that are not finite.
+    fn run(&mut self, batch: &StepBatch) -> Vec<usize> {
+        let Transformer { device, config, weights, pools, step, buffers: b, logits, vocab_size, .. } = self;
+        device.upload(batch, step);
+        device.embed(&weights.embedding, step, &mut b.residual);
+        let mut delta = None;
+        for (layer, pool) in weights.layers.iter().zip(pools) {
+            device.copy_blocks(step, pool);
+            let norm = AddNorm { delta, weight: &layer.attention_norm, eps: config.norm_eps };
+            device.add_norm(norm, &mut b.residual, &mut b.normed);
+            device.linear(&layer.qkv, &b.normed, &mut b.qkv, &mut b.workspace);
+            let qk_norm = layer.qk_norm.as_ref().map(|(q, k)| QkNorm { q, k, eps: config.norm_eps });
+            device.rope_store(RopeStore { heads: config.heads, qk_norm }, step, &mut b.qkv, pool);
+            device.attention(layer.spec, step, &b.qkv, pool, &mut b.attended, &mut b.workspace);
+            device.linear(&layer.o, &b.attended, &mut b.delta, &mut b.workspace);
+            let norm = AddNorm { delta: Some(&b.delta), weight: &layer.mlp_norm, eps: config.norm_eps };
+            device.add_norm(norm, &mut b.residual, &mut b.normed);
+            device.linear(&layer.gate_up, &b.normed, &mut b.gate_up, &mut b.workspace);
+            device.gated(&b.gate_up, &mut b.gated);
+            device.linear(&layer.down, &b.gated, &mut b.delta, &mut b.workspace);
+            delta = Some(&b.delta);
+        }
+        let norm = AddNorm { delta, weight: &weights.norm, eps: config.norm_eps };
+        device.add_norm_logits_rows(norm, step, &mut b.residual, &mut b.normed);
+        let head = weights.head.as_ref().unwrap_or(&weights.embedding);
+        device.logits(head, *vocab_size, &b.normed, logits, &mut b.workspace)
+    }
+}
+
+impl<D: Device> Forward for Transformer<D> {
+    fn forward(&mut self, batch: &StepBatch) -> Result<&[f32], ForwardError> {
+        self.check(batch).map_err(ForwardError::Device)?;
+        let bad = self.run(batch);
+        if bad.is_empty() { Ok(&self.logits) } else { Err(ForwardError::NotFinite(bad)) }
+    }
+
+    fn logits(&self) -> &[f32] {
+        &self.logits
+    }
+
+    fn vocab_size(&self) -> usize {
+        self.vocab_size
+    }
+
+    fn context_tokens(&self) -> u32 {
+        self.context_tokens
+    }
+
+    fn kv_blocks(&self) -> u32 {
+        self.kv_blocks
+    }
+
+    fn block_tokens(&self) -> u32 {
+        BLOCK_TOKENS as u32
+    }
+}
+
+fn context(config: &Config, max_context: Option<u32>) -> Result<u32, ModelError> {
+    let limit = config.context_limit();
+    match max_context {
+        None => Ok(config.max_position_embeddings),
+        Some(0) => Err(ModelError::Options("a context of 0 tokens holds nothing".to_owned())),
+        Some(n) if n > limit => {
+            Err(ModelError::Options(format!("a context of {n} tokens is more than the model's {limit}")))
+        }
+        Some(n) => Ok(n),
+    }
+}
+
+fn kv_blocks<D: Device>(device: &D, config: &Config, budget: KvBudget) -> Result<u32, ModelError> {
+    let block = (device.kv_block_bytes(config.heads) * config.layers.len()) as u64;
+    let blocks = match budget {
+        KvBudget::Bytes(bytes) => (bytes / block).min(u32::MAX as u64),
+        KvBudget::Blocks(blocks) => blocks as u64,
+    };
+    if blocks == 0 {
+        return Err(ModelError::Options(format!("the KV pool holds no block: one takes {block} bytes")));
+    }
+    if blocks.checked_mul(block).is_none_or(|bytes| bytes > isize::MAX as u64) {
+        return Err(ModelError::Options(format!("a KV pool of {blocks} blocks of {block} bytes is too large")));
+    }
+    Ok(blocks as u32)
+}
+
+/// Takes a model's tensors from a source to a device.
+struct Builder<'a, D: Device> {
+    device: &'a D,
+    source: &'a dyn WeightSource,
+    config: &'a Config,
+}
+
+impl<D: Device> Builder<'_, D> {
+    fn weights(&self) -> Result<ModelWeights<D>, ModelError> {
+        let c = self.config;
+        let embedding = self.matrix(&[("model.embed_tokens.weight", c.vocab_size)], c.hidden_size)?;
+        let layers = c
+            .layers
+            .iter()
+            .enumerate()
+            .map(|(i, spec)| self.layer(&format!("model.layers.{i}"), *spec))
+            .collect::<Result<_, _>>()?;
+        let norm = self.vector(&[("model.norm.weight", c.hidden_size)])?;
+        let head = match c.tied_embeddings {
+            true => None,
+            false => Some(self.matrix(&[("lm_head.weight", c.vocab_size)], c.hidden_size)?),
+        };
+        Ok(ModelWeights { embedding, head, norm, layers })
+    }
+
+    fn layer(&self, prefix: &str, spec: KvSpec) -> Result<Layer<D>, ModelError> {
+        let c = self.config;
+        let dim = c.heads.head_dim;
+        let (q, kv, mlp) = (c.heads.heads * dim, c.heads.kv_heads * dim, c.intermediate_size);
+        let name = |rest: &str| format!("{prefix}.{rest}");
+        let norm = |rest: &str, width: usize| self.vector(&[(name(&format!("{rest}.weight")), width)]);
+        let linear = |parts: &[(&str, usize)], columns: usize, bias: bool| {
+            let full: Vec<(String, usize)> = parts.iter().map(|(rest, rows)| (name(rest), *rows)).collect();
+            self.linear(&full, columns, bias)
+        };
+        Ok(Layer {
+            spec,
+            attention_norm: norm("input_layernorm", c.hidden_size)?,
+            qkv: linear(
+                &[("self_attn.q_proj", q), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv)],
+                c.hidden_size,
+                c.qkv_bias,
+            )?,
+            qk_norm: match c.qk_norm {
+                true => Some((norm("self_attn.q_norm", dim)?, norm("self_attn.k_norm", dim)?)),
+                false => None,
+            },
+            o: linear(&[("self_attn.o_proj", c.hidden_size)], q, c.o_bias)?,
+            mlp_norm: norm("post_attention_layernorm", c.hidden_size)?,
+            gate_up: linear(&[("mlp.gate_proj", mlp), ("mlp.up_proj", mlp)], c.hidden_size, c.mlp_bias)?,
+            down: linear(&[("mlp.down_proj", c.hidden_size)], mlp, c.mlp_bias)?,
+        })
+    }
+
+    fn linear(
+        &self,
+        parts: &[(String, usize)],
+        columns: usize,
+        bias: bool,
+    ) -> Result<Linear<D::Matrix, D::Vector>, ModelError> {
+        let named = |kind: &str| -> Vec<(String, usize)> {
+            parts.iter().map(|(name, rows)| (format!("{name}.{kind}"), *rows)).collect()
+        };
+        let (weights, biases) = (named("weight"), named("bias"));
+        Ok(Linear {
+            weight: self.matrix(&weights, columns)?,
+            bias: if bias { Some(self.vector(&biases)?) } else { None },
+        })
+    }
+
+    /// Matrices of equal width, (name, rows), stacked.
+    fn matrix<S: AsRef<str>>(&self, parts: &[(S, usize)], columns: usize) -> Result<D::Matrix, ModelError> {
+        let stored = parts
+            .iter()
+            .map(|(name, rows)| self.source.tensor(name.as_ref(), Some(*rows), columns))
+            .collect::<Result<Vec<_>, _>>()?;
+        let views: Vec<_> = stored.iter().map(StoredTensor::view).collect();
+        self.device.matrix(&views).map_err(|e| self.not_finite(parts, e))
+    }
+
+    /// Vectors, (name, length), one after the other.
+    fn vector<S: AsRef<str>>(&self, parts: &[(S, usize)]) -> Result<D::Vector, ModelError> {
+        let stored = parts
+            .iter()
+            .map(|(name, length)| self.source.tensor(name.as_ref(), None, *length))
+            .collect::<Result<Vec<_>, _>>()?;
+        let views: Vec<_> = stored.iter().map(StoredTensor::view).collect();
+        self.device.vector(&views).map_err(|e| self.not_finite(parts, e))
+    }
+
+    fn not_finite<S: AsRef<str>>(&self, parts: &[(S, usize)], error: NonFiniteWeight) -> ModelError {
+        let name = parts[error.part].0.as_ref();
+        ModelError::broken(self.source.path_of(name), format!("tensor `{name}`: {error}"))
+    }
+}

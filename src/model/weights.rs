@@ -1,0 +1,293 @@
+//! A checkpoint's weights: safetensors, in one file or in the files that an index lists. Never pickle.
+
+use std::borrow::Cow;
+use std::collections::{BTreeSet, HashMap};
+use std::io::Read;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use memmap2::Mmap;
+use safetensors::SafeTensors;
+use sha2::{Digest, Sha256};
+
+use crate::device::{Dtype, Tensor};
+use crate::model::error::ModelError;
+
+const SINGLE: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+/// Largest index read: about 300,000 tensors.
+const INDEX_BYTES_MAX: u64 = 64 << 20;
+/// Most files an index may list.
+const FILES_MAX: usize = 4096;
+
+/// Where a model's tensors come from: a checkpoint, or random numbers.
+pub trait WeightSource {
+    /// The tensor `name`, which has `rows` rows (`None` for a vector) of `columns` numbers.
+    ///
+    /// # Errors
+    /// It is missing, has another shape, or a number format that is not read.
+    fn tensor(&self, name: &str, rows: Option<usize>, columns: usize) -> Result<StoredTensor<'_>, ModelError>;
+    /// The file that holds `name`, for errors.
+    fn path_of(&self, name: &str) -> &Path;
+}
+
+/// A tensor's bytes with their shape; see [`Tensor`].
+pub struct StoredTensor<'a> {
+    pub dtype: Dtype,
+    pub rows: usize,
+    pub columns: usize,
+    pub data: Cow<'a, [u8]>,
+}
+
+impl StoredTensor<'_> {
+    /// As the device takes it.
+    pub fn view(&self) -> Tensor<'_> {
+        Tensor { dtype: self.dtype, rows: self.rows, columns: self.columns, data: &self.data }
+    }
+}
+
+/// The safetensors files of a checkpoint folder.
+pub struct Weights {
+    dir: PathBuf,
+    files: Vec<File>,
+    /// Tensor name → index of its file.
+    tensors: HashMap<String, usize>,
+}
+
+struct File {
+    path: PathBuf,
+    map: Mmap,
+    tensors: HashMap<String, Entry>,
+}
+
+struct Entry {
+    dtype: safetensors::Dtype,
+    shape: Vec<usize>,
+    bytes: Range<usize>,
+}
+
+impl Weights {
+    /// Opens the weights in `dir`: `model.safetensors`, else the files `model.safetensors.index.json` lists.
+    ///
+    /// # Errors
+    /// There are none, or a header that does not fit its file, or an index that names other than files of `dir`.
+    pub fn open(dir: &Path) -> Result<Weights, ModelError> {
+        let (names, index) = weight_files(dir)?;
+        let files = names.iter().map(|name| File::open(dir.join(name))).collect::<Result<Vec<_>, _>>()?;
+        let mut tensors = HashMap::new();
+        match index {
+            Some(index) => {
+                let number: HashMap<&str, usize> = names.iter().enumerate().map(|(i, n)| (n.as_str(), i)).collect();
+                tensors.extend(index.into_iter().map(|(tensor, file)| (tensor, number[file.as_str()])));
+            }
+            None => tensors.extend(files[0].tensors.keys().map(|tensor| (tensor.clone(), 0))),
+        }
+        Ok(Weights { dir: dir.to_owned(), files, tensors })
+    }
+
+    /// Names of all tensors.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+}
+
+impl WeightSource for Weights {
+    fn tensor(&self, name: &str, rows: Option<usize>, columns: usize) -> Result<StoredTensor<'_>, ModelError> {
+        let missing = |path: &Path| ModelError::broken(path, format!("tensor `{name}` is missing"));
+        let file = &self.files[*self.tensors.get(name).ok_or_else(|| missing(self.path_of(name)))?];
+        let entry = file.tensors.get(name).ok_or_else(|| missing(&file.path))?;
+        let want: Vec<usize> = rows.into_iter().chain([columns]).collect();
+        if entry.shape != want {
+            return Err(ModelError::broken(
+                &file.path,
+                format!("tensor `{name}` has shape {:?}; `config.json` makes it {want:?}", entry.shape),
+            ));
+        }
+        let dtype = match entry.dtype {
+            safetensors::Dtype::F32 => Dtype::F32,
+            safetensors::Dtype::F16 => Dtype::F16,
+            safetensors::Dtype::BF16 => Dtype::Bf16,
+            other => {
+                return Err(ModelError::unsupported(
+                    &file.path,
+                    format!("tensor `{name}` is stored as {other:?}; F32, F16 and BF16 are read"),
+                ));
+            }
+        };
+        let data = Cow::Borrowed(&file.map[entry.bytes.clone()]);
+        Ok(StoredTensor { dtype, rows: rows.unwrap_or(1), columns, data })
+    }
+
+    fn path_of(&self, name: &str) -> &Path {
+        match self.tensors.get(name) {
+            Some(&file) => &self.files[file].path,
+            None if self.files.len() == 1 => &self.files[0].path,
+            None => &self.dir,
+        }
+    }
+}
+
+impl File {
+    fn open(path: PathBuf) -> Result<File, ModelError> {
+        let file = std::fs::File::open(&path).map_err(|e| ModelError::read(&path, e))?;
+        // SAFETY: the mapping is read-only and lives only while weights are copied to the device. Whoever truncates
+        // the file in that time ends this process with SIGBUS, as with any program that maps it; no other change to
+        // the file can do more than change numbers, since all offsets are checked against the mapping's length.
+        let map = unsafe { Mmap::map(&file) }.map_err(|e| ModelError::read(&path, e))?;
+        let broken = |message: String| ModelError::broken(&path, format!("not a sound safetensors file: {message}"));
+        let (header, metadata) = SafeTensors::read_metadata(&map).map_err(|e| broken(e.to_string()))?;
+        // The length of the header stands before it in 8 bytes.
+        let start = 8 + header;
+        let mut tensors = HashMap::new();
+        for (name, info) in metadata.tensors() {
+            let bytes = start.saturating_add(info.data_offsets.0)..start.saturating_add(info.data_offsets.1);
+            if bytes.start > bytes.end || bytes.end > map.len() {
+                return Err(broken(format!("tensor `{name}` lies outside the file")));
+            }
+            tensors.insert(name, Entry { dtype: info.dtype, shape: info.shape.clone(), bytes });
+        }
+        Ok(File { path, map, tensors })
+    }
+}
+
+type IndexEntries = Vec<(String, String)>;
+
+/// Names of the weight files, ascending, and the index (tensor, file) where there is one.
+fn weight_files(dir: &Path) -> Result<(Vec<String>, Option<IndexEntries>), ModelError> {
+    let exists = |name: &str| {
+        let path = dir.join(name);
+        path.try_exists().map_err(|e| ModelError::read(&path, e))
+    };
+    if exists(SINGLE)? {
+        return Ok((vec![SINGLE.to_owned()], None));
+    }
+    if !exists(INDEX)? {
+        return Err(no_weights(dir)?);
+    }
+    let path = dir.join(INDEX);
+    let broken = |message: String| ModelError::broken(&path, message);
+    let bytes = super::read_limited(&path, INDEX_BYTES_MAX)?;
+    let index: serde_json::Value =
+        serde_json::from_slice(&bytes).map_err(|e| broken(format!("not valid JSON: {e}")))?;
+    let map = index.get("weight_map").and_then(|m| m.as_object()).filter(|m| !m.is_empty());
+    let mut entries = Vec::new();
+    for (tensor, file) in map.ok_or_else(|| broken("has no `weight_map`".to_owned()))? {
+        let name = file.as_str().ok_or_else(|| broken(format!("tensor `{tensor}` names no file")))?;
+        // A plain name of this folder, so that an index cannot make us read anything else.
+        let plain = name.ends_with(".safetensors") && !name.contains(['/', '\\', '\0']) && !name.starts_with('.');
+        if !plain {
+            return Err(broken(format!("tensor `{tensor}` names {name:?}, not a safetensors file of this folder")));
+        }
+        entries.push((tensor.clone(), name.to_owned()));
+    }
+    let files: BTreeSet<String> = entries.iter().map(|(_, file)| file.clone()).collect();
+    if files.len() > FILES_MAX {
+        return Err(broken(format!("lists {} files, more than {FILES_MAX}", files.len())));
+    }
+    Ok((files.into_iter().collect(), Some(entries)))
+}
+
+/// Says what a folder without safetensors holds instead.
+fn no_weights(dir: &Path) -> Result<ModelError, ModelError> {
+    let mut pickles = Vec::new();
+    for entry in std::fs::read_dir(dir).map_err(|e| ModelError::read(dir, e))? {
+        let name = entry.map_err(|e| ModelError::read(dir, e))?.file_name().to_string_lossy().into_owned();
+        if [".bin", ".pt", ".pth", ".ckpt"].iter().any(|end| name.ends_with(end)) {
+            pickles.push(name);
+        }
+    }
+    pickles.sort();
+    Ok(match pickles.first() {
+        Some(pickle) => ModelError::unsupported(
+            dir,
+            format!(
+                "weights are there only as pickle (`{pickle}`), which can run code when it is read; convert them to \
+                 safetensors"
+            ),
+        ),
+        None => ModelError::broken(dir, format!("there is neither `{SINGLE}` nor `{INDEX}`")),
+    })
+}
+
+/// SHA-256 over what decides a model's logits: `config.json`, then the index where there is one, then the weight
+/// files by name. Each counts as its name's length and name, its size, its bytes (lengths in 8 bytes, little-endian).
+/// Lower-case hex.
+///
+/// # Errors
+/// As [`Weights::open`], or a file that cannot be read.
+pub fn checkpoint_hash(dir: &Path) -> Result<String, ModelError> {
+    let (files, index) = weight_files(dir)?;
+    let mut names = vec!["config.json".to_owned()];
+    names.extend(index.is_some().then(|| INDEX.to_owned()));
+    names.extend(files);
+    let mut hash = Sha256::new();
+    let mut buffer = vec![0u8; 1 << 20];
+    for name in names {
+        let path = dir.join(&name);
+        let mut file = std::fs::File::open(&path).map_err(|e| ModelError::read(&path, e))?;
+        let size = file.metadata().map_err(|e| ModelError::read(&path, e))?.len();
+        hash.update((name.len() as u64).to_le_bytes());
+        hash.update(name.as_bytes());
+        hash.update(size.to_le_bytes());
+        let mut left = size;
+        loop {
+            let n = file.read(&mut buffer).map_err(|e| ModelError::read(&path, e))?;
+            if n == 0 {
+                break;
+            }
+            left = left.saturating_sub(n as u64);
+            hash.update(&buffer[..n]);
+        }
+        if left > 0 {
+            return Err(ModelError::broken(&path, "the file shrank while it was read"));
+        }
+    }
+    Ok(hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
+/// Random weights, the same for the same seed: matrices uniform with variance 1 / columns, norms 1, biases 0.
+pub struct RandomWeights {
+    pub seed: u64,
+    pub dtype: Dtype,
+}
+
+impl WeightSource for RandomWeights {
+    fn tensor(&self, name: &str, rows: Option<usize>, columns: usize) -> Result<StoredTensor<'_>, ModelError> {
+        let count = rows
+            .unwrap_or(1)
+            .checked_mul(columns)
+            .filter(|n| *n <= isize::MAX as usize / 4)
+            .ok_or_else(|| ModelError::Options(format!("tensor `{name}` is too large")))?;
+        let constant = match rows {
+            Some(_) => None,
+            None if name.ends_with("bias") => Some(0.0),
+            None => Some(1.0),
+        };
+        let mut state = name.bytes().fold(self.seed, |s, b| (s ^ b as u64).wrapping_mul(0x0100_0000_01b3));
+        let scale = (3.0 / columns as f32).sqrt();
+        let mut data = Vec::with_capacity(count * self.dtype.bytes());
+        for _ in 0..count {
+            let x = constant.unwrap_or_else(|| scale * uniform(&mut state));
+            match self.dtype {
+                Dtype::F32 => data.extend_from_slice(&x.to_le_bytes()),
+                Dtype::F16 => data.extend_from_slice(&half::f16::from_f32(x).to_le_bytes()),
+                Dtype::Bf16 => data.extend_from_slice(&half::bf16::from_f32(x).to_le_bytes()),
+            }
+        }
+        Ok(StoredTensor { dtype: self.dtype, rows: rows.unwrap_or(1), columns, data: Cow::Owned(data) })
+    }
+
+    fn path_of(&self, _name: &str) -> &Path {
+        Path::new("random weights")
+    }
+}
+
+/// The next number in [-1, 1) (SplitMix64, Steele et al. 2014).
+fn uniform(state: &mut u64) -> f32 {
+    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let mut z = *state;
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^= z >> 31;
+    (z >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+}
