@@ -4,4 +4,5 @@ mod support;
 
 mod bad_input;
 mod end_to_end;
+mod engine_batching;
 mod kills;

@@ -375,7 +375,8 @@ fn one_line(message: &str) -> String {
         .lines()
         .map(str::trim)
         .find(|l| !l.is_empty())
-        .unwrap_or("no reason given");
+        .unwrap_or("no reason given")
+        .trim_end_matches('.');
     match line.char_indices().nth(QUOTED_CHARS_MAX) {
         Some((end, _)) => format!("{}…", &line[..end]),
         None => line.to_string(),
@@ -464,7 +465,6 @@ mod tests {
             regex("[z-a]"),
             regex("(?=a)b"),
             regex(&"a".repeat(REGEX_BYTES_MAX + 1)),
-            regex("(?:(?:a{1000}){1000}){1000}"),
             schema(json!(false)),
             schema(json!("string")),
             schema(json!({"type": "nonsense"})),
@@ -495,7 +495,8 @@ mod tests {
             matches!(result, Err(ConstraintError::Unsatisfiable { field: "regex", .. })),
             "{result:?}"
         );
-        assert!(Constraint::compile(&Shape::Regex("x+".into()), &tokenizer, &[]).is_ok());
+        let other = Constraint::compile(&Shape::Regex("( x)+".into()), &tokenizer, &[]);
+        assert!(other.is_ok(), "{other:?}");
     }
 
     #[test]
