@@ -211,10 +211,11 @@ fn run(setup: &Setup, requests: &[(usize, Request)]) -> (BTreeMap<u64, Result<Co
     let mut done = BTreeMap::new();
     for step in 0.. {
         assert!(step < 50_000, "it does not come to an end");
-        requests
-            .iter()
-            .filter(|(at, _)| *at == step)
-            .for_each(|(_, r)| engine.submit(r.clone()));
+        for (_, request) in requests.iter().filter(|(at, _)| *at == step) {
+            if let Err(refused) = engine.submit(request.clone()) {
+                done.insert(request.id.row, Err(refused.to_string()));
+            }
+        }
         for Finished { id, result } in engine.step().unwrap() {
             assert!(done.insert(id.row, result).is_none(), "row {} came back twice", id.row);
         }
@@ -535,7 +536,7 @@ fn max_tokens_and_context_cut() {
     );
     assert_eq!(ask(11, 5).unwrap().token_ids.len(), 1);
     let error = ask(12, 1).unwrap_err();
-    assert!(error.contains("12 tokens") && !error.contains('\n'), "{error}");
+    assert!(error.contains("12 prompt tokens") && !error.contains('\n'), "{error}");
     for shape in &shapes()[4..] {
         let params = Params {
             max_tokens: 2,
@@ -812,14 +813,16 @@ fn a_failed_device_stops_the_engine() {
         fails_at_step: Some(2),
         ..ROOMY
     });
-    engine.submit(request(
-        0,
-        &[20],
-        &Params {
-            ignore_eos: true,
-            ..Params::default()
-        },
-    ));
+    engine
+        .submit(request(
+            0,
+            &[20],
+            &Params {
+                ignore_eos: true,
+                ..Params::default()
+            },
+        ))
+        .unwrap();
     assert!(engine.step().unwrap().is_empty());
     assert!(matches!(
         engine.step(),

@@ -428,6 +428,19 @@ mod tests {
         assert_eq!(chosen.logprobs, vec![0.0; chosen.tokens.len()]);
     }
 
+    /// This tokenizer writes everything in small letters, so its own tokens would spell another text.
+    #[test]
+    fn a_choice_that_the_tokenizer_would_change_is_spelled_by_longest_tokens() {
+        let json = serde_json::json!({"version": "1.0", "added_tokens": [], "normalizer": {"type": "Lowercase"},
+            "decoder": {"type": "Fuse"},
+            "model": {"type": "BPE", "merges": [["N", "o"]], "vocab": {"N": 0, "o": 1, "No": 2, "n": 3, "!": 4}}});
+        let tokenizer = Tokenizer::from_json(&json.to_string(), None).unwrap();
+        let spelled = |text: &str| canonical(text, &tokenizer, &mut None);
+        assert_eq!(spelled("no!"), Ok(vec![3, 1, 4]));
+        assert_eq!(spelled("No!"), Ok(vec![2, 4]));
+        assert_eq!(spelled("x"), Err(ConstraintError::Unspeakable { text: "x".into() }));
+    }
+
     #[test]
     fn odd_choices_do_not_panic() {
         let (c, _) = choices(&["a", "", "a", "ab"], &[]);

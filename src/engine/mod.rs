@@ -16,7 +16,7 @@ pub mod sampling;
 pub mod scheduler;
 pub mod sequence;
 
-pub use run::{Engine, EngineError, EngineOptions};
+pub use run::{Engine, EngineError, EngineOptions, Refused};
 
 use crate::device::batch::StepBatch;
 

@@ -70,12 +70,16 @@ pub fn order(window: &[Waiting], block_tokens: usize) -> Vec<usize> {
 fn split(shared: &[usize], from: usize, to: usize, depth: usize) -> Vec<Branch> {
     let mut parts = Vec::new();
     let mut start = from;
-    for i in from + 1..=to {
-        if i == to || shared[i] <= depth {
-            parts.push(Branch { from: start, to: i });
-            start = i;
-        }
+    for (cut, _) in shared[..to]
+        .iter()
+        .enumerate()
+        .skip(from + 1)
+        .filter(|(_, shared)| **shared <= depth)
+    {
+        parts.push(Branch { from: start, to: cut });
+        start = cut;
     }
+    parts.push(Branch { from: start, to });
     parts
 }
 

@@ -1,7 +1,7 @@
 //! The engine: requests in, completions out, one step at a time.
 //!
-//! A step is: plan (scheduler) → run the model, computing masks of constrained sequences meanwhile → sample. Every request
-//! comes back exactly once, as a completion or as one line that says why there is none.
+//! A step is: plan (scheduler) → run the model, computing masks of constrained sequences meanwhile → sample. Every accepted
+//! request comes back exactly once, as a completion or as one line that says why there is none.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use rayon::prelude::*;
 use crate::device::batch::{StepBatch, StepSequence};
 use crate::engine::blocks::{BlockKey, BlockPool};
 use crate::engine::choice::Node;
-use crate::engine::constraint::{Compiler, Constraint};
+use crate::engine::constraint::{Compiler, Constraint, ConstraintError};
 use crate::engine::params::Params;
 use crate::engine::request::{Finished, Request};
 use crate::engine::sampling::Scratch;
@@ -19,6 +19,9 @@ use crate::engine::scheduler::{Limits, Scheduler, SequenceId, StepPlan};
 use crate::engine::sequence::{Continuation, Ends, Next, Unit};
 use crate::engine::{Forward, ForwardError};
 use crate::model::tokenizer::Tokenizer;
+
+/// [`Engine::wants_more`] until this many times `max_sequences` wait, so that packing has something to order.
+const WINDOWS_WAITING: usize = 4;
 
 /// How an engine runs.
 #[derive(Debug, Clone)]
@@ -55,6 +58,25 @@ pub enum EngineError {
     Stopped,
 }
 
+/// A request that this engine cannot complete; fails the row.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Refused {
+    #[error("the prompt has no tokens")]
+    EmptyPrompt,
+    #[error("the prompt holds token {token}, and the model's vocabulary has {vocabulary}")]
+    UnknownToken { token: u32, vocabulary: usize },
+    #[error("{prompt} prompt tokens and at least {needs} to answer, more than the model's context of {context}")]
+    Context {
+        prompt: usize,
+        needs: usize,
+        context: usize,
+    },
+    #[error("{prompt} prompt tokens and up to {most} to answer, more than the {pool} tokens that the KV pool holds")]
+    Pool { prompt: usize, most: usize, pool: usize },
+    #[error(transparent)]
+    Shape(#[from] ConstraintError),
+}
+
 /// A unit and the sequences that work for it.
 struct Active {
     unit: Unit,
@@ -78,7 +100,7 @@ pub struct Engine {
     scheduler: Scheduler,
     compiler: Compiler,
     /// The shape compiled last: rows of a job share their parameters.
-    compiled: Option<(Arc<Params>, Result<Constraint, String>)>,
+    compiled: Option<(Arc<Params>, Result<Constraint, ConstraintError>)>,
     units: HashMap<u64, Active>,
     /// The unit of each sequence, and the node of a choice that it works at.
     sequences: HashMap<SequenceId, (u64, Node)>,
@@ -127,15 +149,50 @@ impl Engine {
         self.units.is_empty() && self.finished.is_empty()
     }
 
-    /// Takes a request. What cannot be done comes back as `Finished` with the next step.
+    /// Is there room for more requests? While there is, each fill of the batch finds a window to choose from.
+    pub fn wants_more(&self) -> bool {
+        self.scheduler.waiting() < WINDOWS_WAITING * self.options.max_sequences.max(1)
+    }
+
+    /// Takes a request; what becomes of it comes back with a later step. A refused one does not come back.
     ///
     /// A `max_tokens` beyond the model's context is cut to what fits; a prompt that leaves no room for a single token is
     /// refused, and so is one that with its `max_tokens` is more than the whole KV pool holds.
-    pub fn submit(&mut self, request: Request) {
-        let id = request.id;
-        if let Err(why) = self.accept(request) {
-            self.finished.push(Finished { id, result: Err(why) });
+    pub fn submit(&mut self, request: Request) -> Result<(), Refused> {
+        let vocabulary = self.forward.vocab_size();
+        if request.prompt.is_empty() {
+            return Err(Refused::EmptyPrompt);
         }
+        if let Some(&token) = request.prompt.iter().find(|t| **t as usize >= vocabulary) {
+            return Err(Refused::UnknownToken { token, vocabulary });
+        }
+        let constraint = self.constraint(&request.params)?;
+        let prompt = request.prompt.len();
+        let context = self.forward.context_tokens() as usize;
+        let room = context.saturating_sub(prompt);
+        let asked = request.params.max_tokens as usize;
+        // A choice computes nothing beyond its last branching; other completions grow up to `max_tokens`.
+        let (needs, most, max_tokens) = match &constraint {
+            Constraint::Choice { choices, .. } => (choices.deepest_choice().max(1), choices.deepest_choice(), asked),
+            Constraint::Free | Constraint::Grammar(_) => (1, asked.min(room), asked.min(room)),
+        };
+        if needs > room {
+            return Err(Refused::Context { prompt, needs, context });
+        }
+        if !self.scheduler.fits_pool(prompt + most) {
+            return Err(Refused::Pool {
+                prompt,
+                most,
+                pool: self.scheduler.pool_tokens(),
+            });
+        }
+        let id = request.id;
+        let (unit, next) = Unit::new(request, constraint, max_tokens, &self.tokenizer);
+        match next {
+            Next::Finished(result) => self.finished.push(Finished { id, result }),
+            Next::Go(first) => self.start(unit, first, most as u32),
+        }
+        Ok(())
     }
 
     /// Runs one step and returns what has ended. Without work it returns at once.
@@ -163,49 +220,6 @@ impl Engine {
         Ok(finished)
     }
 
-    fn accept(&mut self, request: Request) -> Result<(), String> {
-        let vocabulary = self.forward.vocab_size();
-        if request.prompt.is_empty() {
-            return Err("the prompt has no tokens".into());
-        }
-        if let Some(token) = request.prompt.iter().find(|t| **t as usize >= vocabulary) {
-            return Err(format!(
-                "the prompt holds token {token}, and the model's vocabulary has {vocabulary}"
-            ));
-        }
-        let constraint = self.constraint(&request.params)?;
-        let prompt = request.prompt.len();
-        let context = self.forward.context_tokens() as usize;
-        let asked = request.params.max_tokens as usize;
-        // A choice computes nothing beyond its last branching; other completions grow up to `max_tokens`.
-        let (most, max_tokens) = match &constraint {
-            Constraint::Choice { choices, .. } => (choices.deepest_choice(), asked),
-            Constraint::Free | Constraint::Grammar(_) => {
-                let room = context.saturating_sub(prompt);
-                (asked.min(room), asked.min(room))
-            }
-        };
-        if prompt >= context || prompt + most > context {
-            let needs = most.max(1);
-            return Err(format!(
-                "the prompt has {prompt} tokens and its answer needs at least {needs}, and the model's context is {context}"
-            ));
-        }
-        if !self.scheduler.fits_pool(prompt + most) {
-            let pool = self.scheduler.pool_tokens();
-            return Err(format!(
-                "the prompt's {prompt} tokens and `max_tokens` {most} are more than the {pool} tokens that the KV pool holds"
-            ));
-        }
-        let id = request.id;
-        let (unit, next) = Unit::new(request, constraint, max_tokens, &self.tokenizer);
-        match next {
-            Next::Finished(result) => self.finished.push(Finished { id, result }),
-            Next::Go(first) => self.start(unit, first, most as u32),
-        }
-        Ok(())
-    }
-
     /// Hands a new unit's first sequence to the scheduler.
     fn start(&mut self, unit: Unit, first: Vec<Continuation>, max_tokens: u32) {
         let key = self.new_key();
@@ -225,14 +239,11 @@ impl Engine {
         self.next_key
     }
 
-    fn constraint(&mut self, params: &Arc<Params>) -> Result<Constraint, String> {
+    fn constraint(&mut self, params: &Arc<Params>) -> Result<Constraint, ConstraintError> {
         match &self.compiled {
             Some((known, constraint)) if Arc::ptr_eq(known, params) => constraint.clone(),
             _ => {
-                let constraint = self
-                    .compiler
-                    .compile(&params.shape, &self.tokenizer)
-                    .map_err(|e| e.to_string());
+                let constraint = self.compiler.compile(&params.shape, &self.tokenizer);
                 self.compiled = Some((params.clone(), constraint.clone()));
                 constraint
             }

@@ -91,6 +91,9 @@ pub fn sample(logits: &[f32], draw: Draw, scratch: &mut Scratch) -> Result<u32, 
             row
         }
     };
+    if params.temperature == 0.0 && matches!(draw.allowed, Allowed::All) {
+        return largest(logits).ok_or(SampleError::NothingAllowed);
+    }
     candidates.clear();
     collect(logits, draw.allowed, candidates);
     if params.temperature == 0.0 {
@@ -103,6 +106,13 @@ pub fn sample(logits: &[f32], draw: Draw, scratch: &mut Scratch) -> Result<u32, 
     }
     filter(candidates, params)?;
     Ok(pick(candidates, draw.key.uniform(draw.position)))
+}
+
+/// The largest logit's id, of equal ones the lowest: two passes that are vectorised.
+fn largest(logits: &[f32]) -> Option<u32> {
+    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let id = logits.iter().position(|l| *l == max)?;
+    (max > f32::NEG_INFINITY).then_some(id as u32)
 }
 
 /// Natural logarithm of a token's probability in the raw distribution.
