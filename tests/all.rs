@@ -4,5 +4,6 @@ mod support;
 
 mod bad_input;
 mod end_to_end;
+mod engine_batching;
 mod kills;
 mod rules;

@@ -10,17 +10,26 @@ use crate::support::{Run, arg, gristmill, job_in, python, root};
 fn refused(job: &Path, output: &Path, words: &[&str]) {
     let run = Run::of(&mut gristmill(&["run", arg(job), "--quiet"])).expect(2);
     one_line_with(&run, words);
-    let parts = fs::read_dir(output).map(|d| d.filter(|e| is_part(e)).count()).unwrap_or(0);
+    let parts = fs::read_dir(output)
+        .map(|d| d.filter(|e| is_part(e)).count())
+        .unwrap_or(0);
     assert_eq!(parts, 0, "a refused job publishes nothing");
 }
 
 fn is_part(entry: &std::io::Result<fs::DirEntry>) -> bool {
-    entry.as_ref().is_ok_and(|e| e.file_name().to_string_lossy().starts_with("part-"))
+    entry
+        .as_ref()
+        .is_ok_and(|e| e.file_name().to_string_lossy().starts_with("part-"))
 }
 
 #[track_caller]
 fn one_line_with(run: &Run, words: &[&str]) {
-    assert_eq!(run.stderr.trim_end().lines().count(), 1, "one line, not:\n{}", run.stderr);
+    assert_eq!(
+        run.stderr.trim_end().lines().count(),
+        1,
+        "one line, not:\n{}",
+        run.stderr
+    );
     for word in words {
         assert!(run.stderr.contains(word), "`{word}` is missing in: {}", run.stderr);
     }
@@ -40,14 +49,26 @@ fn label_job_refused(edit: impl Fn(String) -> String, words: &[&str]) {
 
 #[test]
 fn job_file_fields() {
-    label_job_refused(|t| t.replace("temperature:", "temperture:"), &["label-tickets.yaml", "temperture", "temperature"]);
+    label_job_refused(
+        |t| t.replace("temperature:", "temperture:"),
+        &["label-tickets.yaml", "temperture", "temperature"],
+    );
     label_job_refused(|t| t.replace("{{ body }}", "{{ bdy }}"), &["bdy", "body"]);
-    label_job_refused(|t| t.replace("carry: [ticket_id]", "carry: [tiket_id]"), &["tiket_id", "ticket_id"]);
+    label_job_refused(
+        |t| t.replace("carry: [ticket_id]", "carry: [tiket_id]"),
+        &["tiket_id", "ticket_id"],
+    );
     label_job_refused(|t| t.replace("gold: category", "gold: categry"), &["categry"]);
     label_job_refused(|t| t.replace("max_tokens: 8", "max_tokens: 0"), &["max_tokens"]);
-    label_job_refused(|t| t.replace("max_tokens: 8", "max_tokens: 99999999999"), &["max_tokens"]);
+    label_job_refused(
+        |t| t.replace("max_tokens: 8", "max_tokens: 99999999999"),
+        &["max_tokens"],
+    );
     label_job_refused(|t| t.replace("temperature: 0", "temperature: .nan"), &["temperature"]);
-    label_job_refused(|t| t.replace("tickets.parquet", "no-such-*.parquet"), &["no-such-*.parquet"]);
+    label_job_refused(
+        |t| t.replace("tickets.parquet", "no-such-*.parquet"),
+        &["no-such-*.parquet"],
+    );
     label_job_refused(|t| t.replace("demo/model", "demo/no-model"), &["no-model"]);
     label_job_refused(|t| t.replace("precision: f32", "precision: f31"), &["precision", "f32"]);
     label_job_refused(|t| t.replace("rows: 256", "rows: 0"), &["rows"]);
@@ -67,13 +88,21 @@ fn shapes_that_cannot_be() {
     label_job_refused(shape("regex: '(['"), &["regex"]);
     label_job_refused(shape("choice: []"), &["choice"]);
     label_job_refused(shape("choice: [a, a]"), &["choice", "a"]);
-    label_job_refused(shape("json_schema: {type: integer, minimum: 5, maximum: 4}"), &["json_schema"]);
+    label_job_refused(
+        shape("json_schema: {type: integer, minimum: 5, maximum: 4}"),
+        &["json_schema"],
+    );
 }
 
 #[test]
 fn a_template_that_loops_for_ever() {
     label_job_refused(
-        |t| t.replace("{{ body }}", "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}"),
+        |t| {
+            t.replace(
+                "{{ body }}",
+                "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}",
+            )
+        },
         &["template"],
     );
 }
@@ -90,13 +119,21 @@ fn a_job_file_that_is_not_there_or_not_yaml() {
 #[test]
 fn an_output_of_another_job() {
     let folder = tempfile::tempdir().unwrap();
-    let (job, output) = job_in(folder.path(), "label-tickets.yaml", |t| t.replace("name: label-tickets", "name: first"));
+    let (job, output) = job_in(folder.path(), "label-tickets.yaml", |t| {
+        t.replace("name: label-tickets", "name: first")
+    });
     Run::of(&mut gristmill(&["run", arg(&job), "--quiet"])).expect(0);
     let before = fs::read(output.join("part-00000.parquet")).unwrap();
-    let (job, _) = job_in(folder.path(), "label-tickets.yaml", |t| t.replace("max_tokens: 8", "max_tokens: 9"));
+    let (job, _) = job_in(folder.path(), "label-tickets.yaml", |t| {
+        t.replace("max_tokens: 8", "max_tokens: 9")
+    });
     let run = Run::of(&mut gristmill(&["run", arg(&job), "--quiet"])).expect(2);
     one_line_with(&run, &["first", arg(&output)]);
-    assert_eq!(fs::read(output.join("part-00000.parquet")).unwrap(), before, "nothing was overwritten");
+    assert_eq!(
+        fs::read(output.join("part-00000.parquet")).unwrap(),
+        before,
+        "nothing was overwritten"
+    );
 }
 
 #[test]
@@ -116,9 +153,16 @@ fn an_input_that_changed_since_it_was_planned() {
     let input = folder.path().join("in.jsonl");
     let lines: String = (0..400).map(|i| format!("{{\"t\": \"ticket {i}\"}}\n")).collect();
     fs::write(&input, &lines).unwrap();
-    let job = text_job(folder.path(), &input, "{{ t }}", "max_tokens: 40, ignore_eos: true, temperature: 0");
+    let job = text_job(
+        folder.path(),
+        &input,
+        "{{ t }}",
+        "max_tokens: 40, ignore_eos: true, temperature: 0",
+    );
     // Stop it half way: SIGINT keeps what was finished.
-    let mut child = gristmill(&["run", arg(&job), "--quiet", "--log-interval", "0.05"]).spawn().unwrap();
+    let mut child = gristmill(&["run", arg(&job), "--quiet", "--log-interval", "0.05"])
+        .spawn()
+        .unwrap();
     let ledger = folder.path().join("out/_gristmill/job.json");
     while !ledger.exists() && child.try_wait().unwrap().is_none() {
         std::thread::sleep(std::time::Duration::from_millis(5));
@@ -180,7 +224,11 @@ fn jsonl_with_everything_wrong() {
     let rows = rows_of(&folder.path().join("out"));
     let statuses: Vec<&str> = rows.iter().map(|r| r["status"].as_str().unwrap()).collect();
     let e = "errored";
-    assert_eq!(statuses, ["succeeded", e, e, e, "succeeded", e, e, "succeeded"], "{rows:#?}");
+    assert_eq!(
+        statuses,
+        ["succeeded", e, e, e, "succeeded", e, e, "succeeded"],
+        "{rows:#?}"
+    );
     for row in rows.iter().filter(|r| r["status"] == e) {
         let error = row["error"].as_str().unwrap();
         assert!(!error.is_empty() && error.lines().count() == 1, "{error}");
@@ -201,7 +249,9 @@ fn a_prompt_longer_than_the_context() {
     assert!(rows[1]["error"].as_str().unwrap().contains("tokens"), "{}", rows[1]);
 
     let cut = fs::read_to_string(&job).unwrap();
-    let cut = cut.replace("prompt: {", "prompt: {truncate: left, ").replace("/out}", "/out2}");
+    let cut = cut
+        .replace("prompt: {", "prompt: {truncate: left, ")
+        .replace("/out}", "/out2}");
     fs::write(&job, cut).unwrap();
     Run::of(&mut gristmill(&["run", arg(&job), "--quiet"])).expect(0);
     assert_eq!(rows_of(&folder.path().join("out2"))[1]["status"], "succeeded");
@@ -231,8 +281,9 @@ fn broken_checkpoints() {
             fs::copy(entry.path(), copy.join(entry.file_name())).unwrap();
         }
         change(&copy);
-        let (job, output) =
-            job_in(folder.path(), "label-tickets.yaml", |t| t.replace(arg(&model), arg(&copy)));
+        let (job, output) = job_in(folder.path(), "label-tickets.yaml", |t| {
+            t.replace(arg(&model), arg(&copy))
+        });
         println!("{name}");
         refused(&job, &output, words);
     };
@@ -242,18 +293,38 @@ fn broken_checkpoints() {
         bytes
     };
     let lying = weights(&|b| b[..8].copy_from_slice(&u64::MAX.to_le_bytes()));
-    case("lying header", &|c| fs::write(c.join("model.safetensors"), &lying).unwrap(), &["model.safetensors"]);
+    case(
+        "lying header",
+        &|c| fs::write(c.join("model.safetensors"), &lying).unwrap(),
+        &["model.safetensors"],
+    );
     let short = weights(&|b| b.truncate(b.len() / 2));
-    case("truncated", &|c| fs::write(c.join("model.safetensors"), &short).unwrap(), &["model.safetensors"]);
+    case(
+        "truncated",
+        &|c| fs::write(c.join("model.safetensors"), &short).unwrap(),
+        &["model.safetensors"],
+    );
     let nan = weights(&|b| {
         let end = b.len();
         b[end - 4..].copy_from_slice(&[0xC0, 0x7F, 0xC0, 0x7F]);
     });
-    case("NaN weights", &|c| fs::write(c.join("model.safetensors"), &nan).unwrap(), &["model.safetensors"]);
+    case(
+        "NaN weights",
+        &|c| fs::write(c.join("model.safetensors"), &nan).unwrap(),
+        &["model.safetensors"],
+    );
     let config = fs::read_to_string(model.join("config.json")).unwrap();
     let other = config.replace("LlamaForCausalLM", "MambaForCausalLM");
-    case("architecture", &|c| fs::write(c.join("config.json"), &other).unwrap(), &["MambaForCausalLM"]);
-    case("tokenizer", &|c| fs::write(c.join("tokenizer.json"), "{").unwrap(), &["tokenizer.json"]);
+    case(
+        "architecture",
+        &|c| fs::write(c.join("config.json"), &other).unwrap(),
+        &["MambaForCausalLM"],
+    );
+    case(
+        "tokenizer",
+        &|c| fs::write(c.join("tokenizer.json"), "{").unwrap(),
+        &["tokenizer.json"],
+    );
     case(
         "sentencepiece only",
         &|c| {
@@ -262,7 +333,11 @@ fn broken_checkpoints() {
         },
         &["tokenizer.model", "tokenizer.json"],
     );
-    case("no weights", &|c| fs::remove_file(c.join("model.safetensors")).unwrap(), &["model.safetensors"]);
+    case(
+        "no weights",
+        &|c| fs::remove_file(c.join("model.safetensors")).unwrap(),
+        &["model.safetensors"],
+    );
 }
 
 #[test]
@@ -287,7 +362,11 @@ fn a_full_disk() {
     fs::create_dir_all(&output).unwrap();
     // A file size limit of the process acts as a disk without room for anything larger.
     let mut limited = std::process::Command::new("sh");
-    limited.args(["-c", "ulimit -f 8; trap '' XFSZ; exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_gristmill")]);
+    limited.args([
+        "-c",
+        "ulimit -f 8; trap '' XFSZ; exec \"$0\" \"$@\"",
+        env!("CARGO_BIN_EXE_gristmill"),
+    ]);
     limited.args(["run", arg(&job), "--quiet"]);
     let run = Run::of(&mut limited).expect(1);
     one_line_with(&run, &[]);

@@ -31,16 +31,27 @@ fn labels_the_demo_dataset() {
     assert_eq!(json["job"], "label-tickets");
     assert_eq!(json["rows"]["total"], 2000);
     assert_eq!(json["rows"]["succeeded"], 2000);
-    assert!(json["tokens"]["cached"].as_u64() > Some(0), "the instruction is shared: {json}");
-    assert!(json["tokens_per_second"].as_f64() > Some(0.0) && json["usd"].as_f64() > Some(0.0), "{json}");
-    let (equal, rows) = (json["agreement"]["equal"].as_u64().unwrap(), json["agreement"]["rows"].as_u64().unwrap());
+    assert!(
+        json["tokens"]["cached"].as_u64() > Some(0),
+        "the instruction is shared: {json}"
+    );
+    assert!(
+        json["tokens_per_second"].as_f64() > Some(0.0) && json["usd"].as_f64() > Some(0.0),
+        "{json}"
+    );
+    let (equal, rows) = (
+        json["agreement"]["equal"].as_u64().unwrap(),
+        json["agreement"]["rows"].as_u64().unwrap(),
+    );
     assert_eq!(rows, 2000);
     assert!(equal * 100 >= rows * 95, "{equal} of {rows} categories are right");
 
     check_output(&output, &root().join("jobs/demo/tickets.parquet"), "ticket_id");
     Run::of(Command::new(python()).args(["-c", READ_WITH_BOTH, arg(&output), "2000"])).expect(0);
     Run::of(&mut gristmill(&["verify", arg(&output)])).expect(0);
-    let status = Run::of(&mut gristmill(&["status", arg(&output), "--json"])).expect(0).json();
+    let status = Run::of(&mut gristmill(&["status", arg(&output), "--json"]))
+        .expect(0)
+        .json();
     assert_eq!(status["rows"]["succeeded"], 2000, "{status}");
 
     // Once more: nothing is done, and that is said.
@@ -84,7 +95,15 @@ fn writes_tickets_that_fit_the_schema_and_the_seed() {
     let mut folders = Vec::new();
     for (folder, sequences) in [(&one, "64"), (&two, "7")] {
         let (job, output) = job_in(folder.path(), "write-tickets.yaml", |text| text);
-        let run = Run::of(&mut gristmill(&["run", arg(&job), "--limit", "80", "--sequences", sequences, "--json"]));
+        let run = Run::of(&mut gristmill(&[
+            "run",
+            arg(&job),
+            "--limit",
+            "80",
+            "--sequences",
+            sequences,
+            "--json",
+        ]));
         assert!(matches!(run.code, Some(0 | 3)), "{run:?}");
         folders.push(output.join("_limit/80"));
         assert_eq!(run.json()["rows"]["total"], 80);

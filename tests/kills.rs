@@ -12,7 +12,10 @@ struct Lcg(u64);
 
 impl Lcg {
     fn below(&mut self, n: u64) -> u64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        self.0 = self
+            .0
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
         (self.0 >> 33) % n
     }
 }
@@ -20,8 +23,13 @@ impl Lcg {
 #[test]
 fn fifty_kills_lose_and_repeat_nothing() {
     let folder = tempfile::tempdir().unwrap();
-    let (job, output) = job_in(folder.path(), "label-tickets.yaml", |text| text.replace("rows: 256", "rows: 50"));
-    let seed = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_nanos() as u64;
+    let (job, output) = job_in(folder.path(), "label-tickets.yaml", |text| {
+        text.replace("rows: 256", "rows: 50")
+    });
+    let seed = std::time::SystemTime::now()
+        .duration_since(std::time::UNIX_EPOCH)
+        .unwrap()
+        .as_nanos() as u64;
     println!("seed {seed}");
     let mut random = Lcg(seed);
     let (mut kills, mut finished_early) = (0, 0);
@@ -29,7 +37,10 @@ fn fifty_kills_lose_and_repeat_nothing() {
     let mut span_ms = 1_500;
     let began = Instant::now();
     while kills < KILLS {
-        assert!(began.elapsed() < Duration::from_secs(900), "{kills} kills in 15 minutes");
+        assert!(
+            began.elapsed() < Duration::from_secs(900),
+            "{kills} kills in 15 minutes"
+        );
         if output.join("_SUCCESS").exists() {
             // The job ended before it was killed often enough: start over with shorter lives, counting on.
             finished_early += 1;
@@ -61,7 +72,9 @@ fn fifty_kills_lose_and_repeat_nothing() {
 #[test]
 fn two_runs_at_once_write_each_row_once() {
     let folder = tempfile::tempdir().unwrap();
-    let (job, output) = job_in(folder.path(), "label-tickets.yaml", |text| text.replace("rows: 256", "rows: 100"));
+    let (job, output) = job_in(folder.path(), "label-tickets.yaml", |text| {
+        text.replace("rows: 256", "rows: 100")
+    });
     let start = || {
         gristmill(&["run", arg(&job), "--json", "--log-interval", "0.1"])
             .stdout(Stdio::piped())

@@ -36,7 +36,13 @@ impl Run {
     /// Fails the test, showing everything that was printed, unless the exit code is `code`.
     #[track_caller]
     pub fn expect(self, code: i32) -> Run {
-        assert_eq!(self.code, Some(code), "stdout:\n{}\nstderr:\n{}", self.stdout, self.stderr);
+        assert_eq!(
+            self.code,
+            Some(code),
+            "stdout:\n{}\nstderr:\n{}",
+            self.stdout,
+            self.stderr
+        );
         self
     }
 
@@ -54,7 +60,11 @@ pub fn python() -> PathBuf {
         Some(python) => PathBuf::from(python),
         None => root().join(".venv/bin/python"),
     };
-    assert!(python.exists(), "`{}` is missing: run tests/check.sh once, it makes it", python.display());
+    assert!(
+        python.exists(),
+        "`{}` is missing: run tests/check.sh once, it makes it",
+        python.display()
+    );
     python
 }
 
@@ -62,7 +72,11 @@ pub fn python() -> PathBuf {
 #[track_caller]
 pub fn check_output(output: &Path, input: &Path, carry: &str) {
     let mut command = Command::new(python());
-    command.arg(root().join("tests/check_output.py")).arg(output).arg(input).args(["--carry", carry]);
+    command
+        .arg(root().join("tests/check_output.py"))
+        .arg(output)
+        .arg(input)
+        .args(["--carry", carry]);
     Run::of(&mut command).expect(0);
 }
 

@@ -1,7 +1,22 @@
 //! Continuous batching over paged KV: schedule → forward → sample, nothing else.
+//!
+//! [`run`] is the loop; [`scheduler`] (with [`packing`] and [`blocks`]) says what a step computes and never sees a tensor;
+//! [`sequence`] (with [`sampling`], [`constraint`] and [`choice`]) says what becomes of the logits and never sees a block.
+//! The engine names no queue, ledger, dataset or store.
 
+pub mod blocks;
+pub mod choice;
+pub mod constraint;
+pub mod packing;
 pub mod params;
+pub mod philox;
 pub mod request;
+pub mod run;
+pub mod sampling;
+pub mod scheduler;
+pub mod sequence;
+
+pub use run::{Engine, EngineError, EngineOptions, Refused};
 
 use crate::device::batch::StepBatch;
 

@@ -1,27 +1,563 @@
 //! The checkpoint's tokenizer (`tokenizer.json`) and what the rest needs of it.
+//!
+//! Three encodings of a text are told apart, because mixing them up is how prompts go wrong silently:
+//!
+//! - [`Tokenizer::encode`]: a whole prompt, as Hugging Face transformers encodes it; added tokens in it are recognised.
+//! - [`Tokenizer::encode_piece`]: a stretch of a prompt between two added tokens; none is recognised in it.
+//! - [`Tokenizer::encode_plain`]: text in the middle of a prompt or completion; besides, nothing is put in front of it
+//!   (some vocabularies prepend a space mark to every text).
+
+mod bytes;
+mod config;
+
+use std::collections::{BTreeSet, HashMap};
+use std::path::{Path, PathBuf};
+
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+use tokenizers::{AddedToken, AddedVocabulary, Normalizer, NormalizerWrapper, Tokenizer as Inner};
+use tokenizers::{NormalizedString, PostProcessorWrapper, PreTokenizerWrapper};
+
+pub use config::{ChatTemplateSource, TokenizerConfig};
+
+/// Largest `tokenizer.json` that is read, in bytes; the largest known one (a vocabulary of 262,144) has 34 MB.
+const TOKENIZER_BYTES_MAX: u64 = 512 << 20;
+/// Ids above this are refused: tables are as long as the largest id.
+const TOKEN_ID_MAX: u32 = 1 << 24;
+
+/// A tokenizer that cannot be used: the job stops before it starts.
+#[derive(Debug, thiserror::Error)]
+pub enum TokenizerError {
+    #[error("`{}` holds no `tokenizer.json`", .0.display())]
+    Missing(PathBuf),
+    #[error(
+        "`{}` holds only `tokenizer.model`, and gristmill reads `tokenizer.json`: convert it once with \
+         `AutoTokenizer.from_pretrained(folder).save_pretrained(folder)` of Hugging Face transformers",
+        .0.display()
+    )]
+    OnlySentencePiece(PathBuf),
+    #[error("cannot read `{}`: {source}", path.display())]
+    Read {
+        path: PathBuf,
+        #[source]
+        source: std::io::Error,
+    },
+    #[error("`{}` is not a usable tokenizer: {why}", path.display())]
+    Broken { path: PathBuf, why: String },
+}
+
+/// An added token: text that stands for one token wherever it occurs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Added {
+    pub id: u32,
+    pub content: String,
+    /// A control token: never shows in a completion's text.
+    pub special: bool,
+    /// Matches only between non-word characters.
+    pub single_word: bool,
+    /// Swallows white space on its left (right).
+    pub lstrip: bool,
+    pub rstrip: bool,
+    /// Matches the text as it is after normalization, not as it is written.
+    pub normalized: bool,
+}
 
 /// A loaded tokenizer: encodes prompts, decodes completions, knows every token's bytes.
-pub struct Tokenizer {}
+pub struct Tokenizer {
+    /// As transformers would use it.
+    full: Inner,
+    /// Without added tokens; puts in front of every text what `full` does.
+    first_piece: Inner,
+    /// Like `first_piece`, for text after the first piece; `None` where the two are the same.
+    later_piece: Option<Inner>,
+    /// Without added tokens, and nothing is put in front; `None` where `first_piece` is that already.
+    plain: Option<Inner>,
+    bytes: bytes::TokenBytes,
+    /// By id; true for control tokens.
+    special: Vec<bool>,
+    added: Vec<Added>,
+    /// The unknown token: the one special token that plain text may yield.
+    unknown: Option<u32>,
+    config: TokenizerConfig,
+    hash: String,
+}
 
-impl Tokenizer {
-    /// Number of token ids the tokenizer knows (ids `0..vocab_size()`); a model's padded vocabulary may be larger.
-    pub fn vocab_size(&self) -> usize {
-        unimplemented!()
-    }
-    /// The bytes a token stands for when it is decoded in the middle of a text; empty for special tokens.
-    pub fn token_bytes(&self, _id: u32) -> &[u8] {
-        unimplemented!()
-    }
-    /// Is this id a special (control) token, one that never shows in a completion's text?
-    pub fn is_special(&self, _id: u32) -> bool {
-        unimplemented!()
-    }
-    /// Encodes `text` as it would stand in the middle of a prompt: no special tokens are added, none are recognised.
-    pub fn encode_plain(&self, _text: &str) -> Vec<u32> {
-        unimplemented!()
-    }
-    /// Decodes a whole completion, leaving out special tokens.
-    pub fn decode(&self, _ids: &[u32]) -> String {
-        unimplemented!()
+impl std::fmt::Debug for Tokenizer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Tokenizer")
+            .field("vocab_size", &self.vocab_size())
+            .field("hash", &self.hash)
+            .finish()
     }
 }
+
+impl Tokenizer {
+    /// Reads `tokenizer.json` and its companions (`tokenizer_config.json`, `special_tokens_map.json`,
+    /// `chat_template.jinja`, `additional_chat_templates/*.jinja`) from a checkpoint's folder.
+    pub fn load(dir: &Path) -> Result<Tokenizer, TokenizerError> {
+        let path = dir.join("tokenizer.json");
+        if !path.exists() {
+            let dir = dir.to_path_buf();
+            return Err(match dir.join("tokenizer.model").exists() {
+                true => TokenizerError::OnlySentencePiece(dir),
+                false => TokenizerError::Missing(dir),
+            });
+        }
+        let json = config::read_limited(&path, TOKENIZER_BYTES_MAX)?;
+        let config = TokenizerConfig::load(dir)?;
+        Tokenizer::build(&json, config).map_err(|why| TokenizerError::Broken { path, why })
+    }
+
+    /// Makes a tokenizer of the text of a `tokenizer.json` and, optionally, of a `tokenizer_config.json`.
+    pub fn from_json(tokenizer: &str, tokenizer_config: Option<&str>) -> Result<Tokenizer, TokenizerError> {
+        let broken = |file: &str, why: String| TokenizerError::Broken {
+            path: PathBuf::from(file),
+            why,
+        };
+        let config = match tokenizer_config {
+            Some(text) => TokenizerConfig::parse(text).map_err(|why| broken("tokenizer_config.json", why))?,
+            None => TokenizerConfig::default(),
+        };
+        Tokenizer::build(tokenizer.as_bytes(), config).map_err(|why| broken("tokenizer.json", why))
+    }
+
+    /// A small byte-level tokenizer, for tests and for benchmarks without a checkpoint.
+    ///
+    /// Ids 0 to 255 are the bytes; then each of `words` (with the beginnings that lead to it) as it would be merged
+    /// from left to right; then `specials`, the last of which is the end-of-sequence token.
+    pub fn from_words(words: &[&str], specials: &[&str]) -> Result<Tokenizer, TokenizerError> {
+        let broken = |why: String| TokenizerError::Broken {
+            path: PathBuf::from("tokenizer.json"),
+            why,
+        };
+        let mut vocab: Vec<String> = (0..=255).map(|byte| bytes::byte_char(byte).to_string()).collect();
+        let mut merges = Vec::new();
+        for word in words {
+            let chars: Vec<String> = word.bytes().map(|byte| bytes::byte_char(byte).to_string()).collect();
+            let Some((first, rest)) = chars.split_first() else {
+                continue;
+            };
+            let mut sofar = first.clone();
+            for next in rest {
+                let joined = format!("{sofar}{next}");
+                if !vocab.contains(&joined) {
+                    merges.push((sofar.clone(), next.clone()));
+                    vocab.push(joined.clone());
+                }
+                sofar = joined;
+            }
+        }
+        let added = specials.iter().zip(vocab.len()..).map(|(content, id)| {
+            json!({"id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
+                   "normalized": false, "special": true})
+        });
+        let json = json!({
+            "version": "1.0",
+            "added_tokens": added.collect::<Vec<_>>(),
+            "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false},
+            "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false},
+            "model": {
+                "type": "BPE",
+                "vocab": vocab.iter().zip(0u32..).collect::<HashMap<_, _>>(),
+                "merges": merges,
+            },
+        })
+        .to_string();
+        let config = TokenizerConfig {
+            eos_token: specials.last().map(|s| s.to_string()),
+            ..Default::default()
+        };
+        Tokenizer::build(json.as_bytes(), config).map_err(broken)
+    }
+
+    fn build(json: &[u8], config: TokenizerConfig) -> Result<Tokenizer, String> {
+        let mut full = Inner::from_bytes(json).map_err(|e| one_line(&e.to_string()))?;
+        // Both would change prompts behind the job's back.
+        full.with_truncation(None).map_err(|e| e.to_string())?;
+        full.with_padding(None);
+        let declared: Declared = serde_json::from_slice(json).map_err(|e| one_line(&e.to_string()))?;
+        declared.check_added_ids(&full)?;
+        add_missing(&mut full, &config)?;
+        follow_bos_eos_flags(&mut full, &config)?;
+
+        let added = added_tokens(&full, &config);
+        let bytes = bytes::TokenBytes::new(&full, &added, TOKEN_ID_MAX)?;
+        let mut special = vec![false; bytes.len()];
+        for token in added.iter().filter(|token| token.special) {
+            special[token.id as usize] = true;
+        }
+
+        let mut first_piece = full.clone();
+        first_piece.with_added_vocabulary(AddedVocabulary::new());
+        let later_piece = without_prefix(&first_piece, Prefix::FirstOnly)?;
+        let plain = without_prefix(&first_piece, Prefix::Any)?;
+        let unknown_text = declared.model.unk_token.as_ref().or(config.unk_token.as_ref());
+        let unknown = declared.model.unk_id.or_else(|| full.token_to_id(unknown_text?));
+        let hash = Sha256::digest(json).iter().map(|byte| format!("{byte:02x}")).collect();
+        let tokenizer = Tokenizer {
+            full,
+            first_piece,
+            later_piece,
+            plain,
+            bytes,
+            special,
+            added,
+            unknown,
+            config,
+            hash,
+        };
+        // Some models fail at characters that their vocabulary lacks when it has no unknown token: find out now.
+        tokenizer
+            .encode("a\u{10FFFD}", false)
+            .map_err(|why| format!("it cannot encode every text: {why}"))?;
+        Ok(tokenizer)
+    }
+
+    /// Number of token ids the tokenizer knows (ids `0..vocab_size()`); a model's padded vocabulary may be larger.
+    pub fn vocab_size(&self) -> usize {
+        self.bytes.len()
+    }
+
+    /// The bytes a token stands for when it is decoded in the middle of a text; empty for special tokens.
+    ///
+    /// Empty for ids that the vocabulary skips or that lie beyond it, too.
+    pub fn token_bytes(&self, id: u32) -> &[u8] {
+        self.bytes.get(id)
+    }
+
+    /// Is this id a special (control) token, one that never shows in a completion's text?
+    pub fn is_special(&self, id: u32) -> bool {
+        self.special.get(id as usize).copied().unwrap_or(false)
+    }
+
+    /// The special tokens' ids, ascending.
+    pub fn special_ids(&self) -> Vec<u32> {
+        (0u32..)
+            .zip(&self.special)
+            .filter(|(_, special)| **special)
+            .map(|(id, _)| id)
+            .collect()
+    }
+
+    /// All added tokens, special or not, by ascending id.
+    pub fn added_tokens(&self) -> &[Added] {
+        &self.added
+    }
+
+    /// The id of a token by its text in the vocabulary (`<|im_end|>`; in vocabularies that write space as `▁` or `Ġ`,
+    /// with that mark).
+    pub fn id_of(&self, token: &str) -> Option<u32> {
+        self.full.token_to_id(token)
+    }
+
+    /// The id of the end-of-sequence token that `tokenizer_config.json` names.
+    pub fn eos_id(&self) -> Option<u32> {
+        self.id_of(self.config.eos_token.as_deref()?)
+    }
+
+    /// What `tokenizer_config.json` and its companions say.
+    pub fn config(&self) -> &TokenizerConfig {
+        &self.config
+    }
+
+    /// SHA-256 of `tokenizer.json`, in hexadecimal.
+    pub fn hash(&self) -> &str {
+        &self.hash
+    }
+
+    /// Encodes a whole prompt. Added tokens in it are recognised; with `add_special`, those that the tokenizer puts
+    /// around every text (such as a begin-of-sequence token) are added.
+    pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>, String> {
+        encode_with(&self.full, text, add_special)
+    }
+
+    /// Encodes a stretch of a prompt in which no added token is recognised. `first`: the prompt begins with it.
+    pub fn encode_piece(&self, text: &str, first: bool) -> Result<Vec<u32>, String> {
+        let encoder = match first {
+            true => &self.first_piece,
+            false => self.later_piece.as_ref().unwrap_or(&self.first_piece),
+        };
+        self.encode_without_specials(encoder, text)
+    }
+
+    /// The special tokens that are put around a whole prompt: (before, after).
+    pub fn surrounding(&self) -> Result<(Vec<u32>, Vec<u32>), String> {
+        let bare = encode_with(&self.full, "a", false)?;
+        let whole = encode_with(&self.full, "a", true)?;
+        let at = whole
+            .windows(bare.len().max(1))
+            .position(|window| window == bare)
+            .unwrap_or(whole.len());
+        Ok((
+            whole[..at].to_vec(),
+            whole[(at + bare.len()).min(whole.len())..].to_vec(),
+        ))
+    }
+
+    /// Encodes `text` as it would stand in the middle of a prompt: no special tokens are added, none are recognised.
+    pub fn encode_plain(&self, text: &str) -> Vec<u32> {
+        let encoder = self.plain.as_ref().unwrap_or(&self.first_piece);
+        // Loading has proved that characters outside the vocabulary encode, the one thing that can fail.
+        self.encode_without_specials(encoder, text).unwrap_or_default()
+    }
+
+    /// Decodes a whole completion, leaving out special tokens: the text that it adds to its prompt.
+    ///
+    /// A leading space stays, and bytes that are no UTF-8 become U+FFFD.
+    pub fn decode(&self, ids: &[u32]) -> String {
+        let bytes: Vec<u8> = ids.iter().flat_map(|&id| self.token_bytes(id)).copied().collect();
+        match String::from_utf8(bytes) {
+            Ok(text) => text,
+            Err(error) => String::from_utf8_lossy(error.as_bytes()).into_owned(),
+        }
+    }
+
+    /// The text as the tokenizer's normalizer leaves it.
+    pub fn normalize(&self, text: &str) -> String {
+        let Some(normalizer) = self.full.get_normalizer() else {
+            return text.to_string();
+        };
+        let mut normalized = NormalizedString::from(text);
+        match normalizer.normalize(&mut normalized) {
+            Ok(()) => normalized.get().to_string(),
+            Err(_) => text.to_string(),
+        }
+    }
+
+    /// Encodes with `encoder`, which knows no added tokens, so that no special token comes out.
+    ///
+    /// Models that match whole words (Unigram, word pieces, BPE that ignores its merges) can still find a special
+    /// token's text in their vocabulary; such text is cut after its first character until they do not.
+    fn encode_without_specials(&self, encoder: &Inner, text: &str) -> Result<Vec<u32>, String> {
+        let ids = encode_with(encoder, text, false)?;
+        let offending = |id: &u32| self.is_special(*id) && Some(*id) != self.unknown;
+        let Some(culprit) = ids.iter().find(|id| offending(id)) else {
+            return Ok(ids);
+        };
+        let content = self
+            .added
+            .iter()
+            .find(|token| token.id == *culprit)
+            .map(|token| token.content.as_str());
+        let cut = content.and_then(|content| text.find(content)).and_then(|at| {
+            let first = text[at..].chars().next()?.len_utf8();
+            (at + first < text.len()).then_some(at + first)
+        });
+        let Some(cut) = cut else {
+            return Ok(ids.into_iter().filter(|id| !offending(id)).collect());
+        };
+        let mut out = self.encode_without_specials(encoder, &text[..cut])?;
+        let rest = self.plain.as_ref().unwrap_or(&self.first_piece);
+        out.extend(self.encode_without_specials(rest, &text[cut..])?);
+        Ok(out)
+    }
+}
+
+fn encode_with(encoder: &Inner, text: &str, add_special: bool) -> Result<Vec<u32>, String> {
+    let encoding = encoder
+        .encode_fast(text, add_special)
+        .map_err(|e| one_line(&e.to_string()))?;
+    Ok(encoding.get_ids().to_vec())
+}
+
+/// What the file says and the library does not tell.
+#[derive(serde::Deserialize)]
+struct Declared {
+    #[serde(default)]
+    added_tokens: Vec<DeclaredToken>,
+    model: DeclaredModel,
+}
+
+#[derive(serde::Deserialize)]
+struct DeclaredToken {
+    id: u32,
+    content: String,
+}
+
+#[derive(serde::Deserialize)]
+struct DeclaredModel {
+    #[serde(default)]
+    unk_token: Option<String>,
+    #[serde(default)]
+    unk_id: Option<u32>,
+}
+
+impl Declared {
+    /// Ids of added tokens are given by the library, not read from the file: refuse a file where the two differ.
+    fn check_added_ids(&self, full: &Inner) -> Result<(), String> {
+        for DeclaredToken { id, content } in &self.added_tokens {
+            match full.token_to_id(content) {
+                Some(actual) if actual == *id => {}
+                Some(actual) => {
+                    return Err(format!(
+                        "its added token `{content}` says id {id}, but its place is {actual}"
+                    ));
+                }
+                None => return Err(format!("its added token `{content}` cannot be added")),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Adds the tokens of `added_tokens_decoder` that `tokenizer.json` lacks, and makes special tokens of the vocabulary
+/// recognised in text, as transformers does.
+fn add_missing(full: &mut Inner, config: &TokenizerConfig) -> Result<(), String> {
+    for token in &config.added_tokens {
+        if full.get_added_vocabulary().get_vocab().contains_key(&token.content) {
+            continue;
+        }
+        let added = AddedToken::from(token.content.clone(), token.special)
+            .single_word(token.single_word)
+            .lstrip(token.lstrip)
+            .rstrip(token.rstrip)
+            .normalized(token.normalized);
+        full.add_tokens([added]).map_err(|e| e.to_string())?;
+        if full.token_to_id(&token.content) != Some(token.id) {
+            return Err(format!(
+                "`tokenizer_config.json` adds the token `{}` as id {}, which is not the next free one",
+                token.content, token.id
+            ));
+        }
+    }
+    for token in config.named_specials() {
+        let known = full.get_added_vocabulary().get_vocab().contains_key(token);
+        if !known && full.token_to_id(token).is_some() {
+            full.add_special_tokens([AddedToken::from(token, true)])
+                .map_err(|e| e.to_string())?;
+        }
+    }
+    Ok(())
+}
+
+/// `add_bos_token` and `add_eos_token`, where `tokenizer_config.json` has either, replace the post-processor (as in
+/// transformers 5).
+fn follow_bos_eos_flags(full: &mut Inner, config: &TokenizerConfig) -> Result<(), String> {
+    if config.add_bos_token.is_none() && config.add_eos_token.is_none() {
+        return Ok(());
+    }
+    let known = |wanted: Option<bool>, token: &Option<String>| -> Option<(String, u32)> {
+        let token = token.clone().filter(|_| wanted == Some(true))?;
+        let id = full.token_to_id(&token)?;
+        Some((token, id))
+    };
+    let bos = known(config.add_bos_token, &config.bos_token);
+    let eos = known(config.add_eos_token, &config.eos_token);
+    let text = |id: &str| json!({"Sequence": {"id": id, "type_id": 0}});
+    let token = |(token, _): &(String, u32)| json!({"SpecialToken": {"id": token, "type_id": 0}});
+    let single: Vec<Value> = bos
+        .iter()
+        .map(token)
+        .chain([text("A")])
+        .chain(eos.iter().map(token))
+        .collect();
+    let specials: serde_json::Map<String, Value> = bos
+        .into_iter()
+        .chain(eos)
+        .map(|(token, id)| (token.clone(), json!({"id": token, "ids": [id], "tokens": [token]})))
+        .collect();
+    let processor: PostProcessorWrapper = serde_json::from_value(json!({
+        "type": "TemplateProcessing", "single": single, "pair": [text("A"), text("B")], "special_tokens": specials,
+    }))
+    .map_err(|e| e.to_string())?;
+    full.with_post_processor(Some(processor));
+    Ok(())
+}
+
+/// The added tokens by ascending id; those that the config names (`eos_token`, …) count as special.
+fn added_tokens(full: &Inner, config: &TokenizerConfig) -> Vec<Added> {
+    let named: BTreeSet<u32> = config
+        .named_specials()
+        .filter_map(|token| full.token_to_id(token))
+        .collect();
+    let mut added: Vec<Added> = full
+        .get_added_vocabulary()
+        .get_added_tokens_decoder()
+        .iter()
+        .map(|(id, token)| Added {
+            id: *id,
+            content: token.content.clone(),
+            special: token.special || named.contains(id),
+            single_word: token.single_word,
+            lstrip: token.lstrip,
+            rstrip: token.rstrip,
+            normalized: token.normalized,
+        })
+        .collect();
+    added.sort_by_key(|token| token.id);
+    added
+}
+
+/// Which prefixes to take out of a tokenizer.
+#[derive(Clone, Copy, PartialEq)]
+enum Prefix {
+    /// Those that go before the first text of a prompt only.
+    FirstOnly,
+    /// All.
+    Any,
+}
+
+/// A copy of `from` that puts nothing in front of a text; `None` where that is what `from` does already.
+fn without_prefix(from: &Inner, which: Prefix) -> Result<Option<Inner>, String> {
+    let mut changed = false;
+    let mut out = from.clone();
+    if let Some(pre) = from.get_pre_tokenizer() {
+        let mut value = serde_json::to_value(pre).map_err(|e| e.to_string())?;
+        let mut here = false;
+        strip_prefix(&mut value, which, &mut here);
+        if here {
+            let pre: PreTokenizerWrapper = serde_json::from_value(value).map_err(|e| e.to_string())?;
+            out.with_pre_tokenizer(Some(pre));
+            changed = true;
+        }
+    }
+    if let Some(normalizer) = from.get_normalizer() {
+        let mut value = serde_json::to_value(normalizer).map_err(|e| e.to_string())?;
+        let mut here = false;
+        strip_prefix(&mut value, which, &mut here);
+        if here {
+            let normalizer: NormalizerWrapper = serde_json::from_value(value).map_err(|e| e.to_string())?;
+            out.with_normalizer(Some(normalizer)).map_err(|e| e.to_string())?;
+            changed = true;
+        }
+    }
+    Ok(changed.then_some(out))
+}
+
+/// Takes prefixes out of a serialized pre-tokenizer or normalizer, also inside sequences.
+fn strip_prefix(value: &mut Value, which: Prefix, changed: &mut bool) {
+    match value.get("type").and_then(Value::as_str) {
+        Some("Sequence") => {
+            for key in ["pretokenizers", "normalizers"] {
+                for part in value.get_mut(key).and_then(Value::as_array_mut).into_iter().flatten() {
+                    strip_prefix(part, which, changed);
+                }
+            }
+        }
+        Some("Metaspace") => {
+            let scheme = value["prepend_scheme"].as_str().unwrap_or("always");
+            if scheme == "first" || (scheme == "always" && which == Prefix::Any) {
+                value["prepend_scheme"] = "never".into();
+                *changed = true;
+            }
+        }
+        Some("ByteLevel") if which == Prefix::Any && value["add_prefix_space"] == true => {
+            value["add_prefix_space"] = false.into();
+            *changed = true;
+        }
+        Some("Prepend") if which == Prefix::Any => {
+            // A sequence of nothing: a normalizer that does nothing.
+            *value = serde_json::json!({"type": "Sequence", "normalizers": []});
+            *changed = true;
+        }
+        _ => {}
+    }
+}
+
+/// Foreign error texts may span lines; a row's or job's error is one line.
+fn one_line(text: &str) -> String {
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,305 @@
+//! The pool of KV blocks: who holds which, which hold a prefix that others can share, and which may be evicted.
+//!
+//! Bookkeeping only: it never touches keys, values or the model. A block is in one of three states: *held* (by one or
+//! more sequences), *cached* (held by none, but its contents are indexed and may be taken up again) or *free*. A new block
+//! comes from the free ones, else the cached block that was released longest ago is evicted.
+//!
+//! Sequences release their tail first, and whoever holds a block holds all blocks before it, so a block is always evicted
+//! before the blocks it continues: the index never holds a block whose beginning is gone.
+
+use std::collections::{BTreeMap, HashMap};
+
+use sha2::{Digest, Sha256};
+
+/// Names the contents of a full block: all tokens from the start of the sequence, and what they were computed with.
+///
+/// The first 16 bytes of SHA-256 over the parent's key and the block's token ids (little endian), so that the key means the
+/// same on every machine. The index compares the token ids as well.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct BlockKey([u8; 16]);
+
+impl BlockKey {
+    /// The parent of every first block: hashes all that shapes keys and values besides token ids (model, KV format, …).
+    pub fn root(description: &str) -> BlockKey {
+        BlockKey::digest(Sha256::new_with_prefix(b"gristmill-kv\0").chain_update(description.as_bytes()))
+    }
+
+    /// The key of the block that holds `tokens` and follows the block `self`.
+    pub fn child(self, tokens: &[u32]) -> BlockKey {
+        let mut hash = Sha256::new_with_prefix(self.0);
+        for token in tokens {
+            hash.update(token.to_le_bytes());
+        }
+        BlockKey::digest(hash)
+    }
+
+    fn digest(hash: Sha256) -> BlockKey {
+        let digest: [u8; 32] = hash.finalize().into();
+        let mut key = [0; 16];
+        key.copy_from_slice(&digest[..16]);
+        BlockKey(key)
+    }
+}
+
+/// What is known of one block.
+#[derive(Debug, Clone, Default)]
+struct Block {
+    /// Sequences that hold it.
+    holders: u32,
+    /// Its place in the index, with the tokens it holds.
+    indexed: Option<(BlockKey, Box<[u32]>)>,
+    /// When it was released last; the key into `cached` while nobody holds it.
+    released_at: u64,
+    /// It is the source of a copy in the step being planned and must not be given away before the step's end.
+    copy_source: bool,
+}
+
+/// The pool. See the module's description.
+#[derive(Debug, Clone)]
+pub struct BlockPool {
+    block_tokens: usize,
+    blocks: Vec<Block>,
+    /// Free blocks, the next one to give away last.
+    free: Vec<u32>,
+    /// Blocks that nobody holds but the index knows, by the time of their release.
+    cached: BTreeMap<u64, u32>,
+    index: HashMap<BlockKey, u32>,
+    copy_sources: Vec<u32>,
+    /// Counts releases; orders `cached`.
+    releases: u64,
+}
+
+impl BlockPool {
+    /// A pool of `blocks` free blocks of `block_tokens` tokens each.
+    pub fn new(blocks: u32, block_tokens: u32) -> BlockPool {
+        BlockPool {
+            block_tokens: block_tokens as usize,
+            blocks: vec![Block::default(); blocks as usize],
+            free: (0..blocks).rev().collect(),
+            cached: BTreeMap::new(),
+            index: HashMap::new(),
+            copy_sources: Vec::new(),
+            releases: 0,
+        }
+    }
+
+    /// Tokens a block holds.
+    pub fn block_tokens(&self) -> usize {
+        self.block_tokens
+    }
+
+    /// All blocks, held or not.
+    pub fn total(&self) -> usize {
+        self.blocks.len()
+    }
+
+    /// Blocks that can be had now: the free and the cached ones.
+    pub fn available(&self) -> usize {
+        self.free.len() + self.cached.len()
+    }
+
+    /// Takes a block, evicting the cached one released longest ago where none is free. `None`: all are held.
+    pub fn allocate(&mut self) -> Option<u32> {
+        let block = match self.free.pop() {
+            Some(block) => block,
+            None => {
+                let (_, block) = self.cached.pop_first()?;
+                self.forget(block);
+                block
+            }
+        };
+        self.blocks[block as usize].holders = 1;
+        Some(block)
+    }
+
+    /// One more sequence holds this held or cached block.
+    pub fn acquire(&mut self, block: u32) {
+        let entry = &mut self.blocks[block as usize];
+        if entry.holders == 0 {
+            self.cached.remove(&entry.released_at);
+        }
+        entry.holders += 1;
+    }
+
+    /// One sequence less holds this block. A sequence that lets go of several releases its last one first.
+    pub fn release(&mut self, block: u32) {
+        let entry = &mut self.blocks[block as usize];
+        assert!(
+            entry.holders > 0,
+            "block {block} is released more often than it is held"
+        );
+        entry.holders -= 1;
+        if entry.holders > 0 {
+            return;
+        }
+        if entry.indexed.is_some() {
+            self.releases += 1;
+            entry.released_at = self.releases;
+            self.cached.insert(self.releases, block);
+        } else if !entry.copy_source {
+            self.free.push(block);
+        }
+    }
+
+    /// Do several sequences hold it? Then it must be copied before it is written to.
+    pub fn is_shared(&self, block: u32) -> bool {
+        self.blocks[block as usize].holders > 1
+    }
+
+    /// The block that holds `tokens` and whose key is `key`, if there is one.
+    pub fn lookup(&self, key: BlockKey, tokens: &[u32]) -> Option<u32> {
+        let block = *self.index.get(&key)?;
+        let (_, held) = self.blocks[block as usize].indexed.as_ref()?;
+        (**held == *tokens).then_some(block)
+    }
+
+    /// Makes a full held block findable. Where another block of the same contents is known already, that one stays.
+    pub fn register(&mut self, block: u32, key: BlockKey, tokens: &[u32]) {
+        assert_eq!(tokens.len(), self.block_tokens, "only full blocks are indexed");
+        let entry = &mut self.blocks[block as usize];
+        assert!(entry.holders > 0, "block {block} is indexed while nobody holds it");
+        if entry.indexed.is_none() && !self.index.contains_key(&key) {
+            entry.indexed = Some((key, tokens.into()));
+            self.index.insert(key, block);
+        }
+    }
+
+    /// Exchanges a shared block for one of the caller's own, whose contents are to be copied from it before the step runs.
+    ///
+    /// The old one is not given away before [`BlockPool::end_plan`], so copies of one step may run in any order.
+    /// `None`: no block is to be had; nothing changed.
+    pub fn copy_on_write(&mut self, block: u32) -> Option<u32> {
+        let copy = self.allocate()?;
+        let entry = &mut self.blocks[block as usize];
+        entry.copy_source = true;
+        self.copy_sources.push(block);
+        self.release(block);
+        Some(copy)
+    }
+
+    /// The step is planned: sources of copies that nobody holds become free.
+    pub fn end_plan(&mut self) {
+        for block in std::mem::take(&mut self.copy_sources) {
+            let entry = &mut self.blocks[block as usize];
+            if std::mem::take(&mut entry.copy_source) && entry.holders == 0 && entry.indexed.is_none() {
+                self.free.push(block);
+            }
+        }
+    }
+
+    /// Takes an evicted block out of the index.
+    fn forget(&mut self, block: u32) {
+        if let Some((key, _)) = self.blocks[block as usize].indexed.take() {
+            self.index.remove(&key);
+        }
+    }
+
+    /// Panics unless every block is in exactly one state and held as often as `tables` say. For tests.
+    #[cfg(test)]
+    pub fn check<'a>(&self, tables: impl Iterator<Item = &'a [u32]>) {
+        let mut holders = vec![0; self.blocks.len()];
+        for block in tables.flatten() {
+            holders[*block as usize] += 1;
+        }
+        let mut seen = vec![0; self.blocks.len()];
+        self.free
+            .iter()
+            .chain(self.cached.values())
+            .for_each(|b| seen[*b as usize] += 1);
+        for (i, block) in self.blocks.iter().enumerate() {
+            assert_eq!(block.holders, holders[i], "holders of block {i}");
+            assert_eq!(
+                seen[i],
+                u32::from(block.holders == 0),
+                "block {i} is in no list or in two"
+            );
+            if let Some((key, _)) = &block.indexed {
+                assert_eq!(self.index.get(key), Some(&(i as u32)), "index of block {i}");
+            }
+        }
+        assert!(
+            self.free.iter().all(|b| self.blocks[*b as usize].indexed.is_none()),
+            "a free block is indexed"
+        );
+        assert!(
+            self.index.values().all(|b| self.blocks[*b as usize].indexed.is_some()),
+            "a stale index entry"
+        );
+        assert!(self.copy_sources.is_empty(), "the plan was not ended");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pool_with_chain(blocks: u32, chain: &[[u32; 2]]) -> (BlockPool, Vec<u32>, Vec<BlockKey>) {
+        let mut pool = BlockPool::new(blocks, 2);
+        let mut key = BlockKey::root("test");
+        let (mut held, mut keys) = (Vec::new(), Vec::new());
+        for tokens in chain {
+            key = key.child(tokens);
+            let block = pool.allocate().unwrap();
+            pool.register(block, key, tokens);
+            held.push(block);
+            keys.push(key);
+        }
+        (pool, held, keys)
+    }
+
+    #[test]
+    fn keys_depend_on_root_parent_and_tokens() {
+        let root = BlockKey::root("model a");
+        assert_ne!(root, BlockKey::root("model b"));
+        assert_ne!(root.child(&[1, 2]), root.child(&[2, 1]));
+        assert_ne!(root.child(&[1, 2]).child(&[3, 4]), root.child(&[9, 9]).child(&[3, 4]));
+        assert_eq!(root.child(&[1, 2]), BlockKey::root("model a").child(&[1, 2]));
+    }
+
+    #[test]
+    fn a_key_with_other_tokens_is_not_found() {
+        let (pool, held, keys) = pool_with_chain(4, &[[1, 2]]);
+        assert_eq!(pool.lookup(keys[0], &[1, 2]), Some(held[0]));
+        assert_eq!(pool.lookup(keys[0], &[1, 3]), None, "a collision must not mix contents");
+    }
+
+    #[test]
+    fn the_tail_is_evicted_before_its_beginning() {
+        let (mut pool, held, keys) = pool_with_chain(2, &[[1, 2], [3, 4]]);
+        assert_eq!(pool.available(), 0);
+        held.iter().rev().for_each(|b| pool.release(*b));
+        assert_eq!(pool.available(), 2);
+        assert_eq!(pool.allocate(), Some(held[1]));
+        assert_eq!(pool.lookup(keys[0], &[1, 2]), Some(held[0]));
+        assert_eq!(pool.lookup(keys[1], &[3, 4]), None);
+        pool.acquire(held[0]);
+        assert_eq!(pool.allocate(), None);
+        pool.check([&held[..]].into_iter());
+    }
+
+    #[test]
+    fn a_cached_block_comes_back_and_ages_anew() {
+        let (mut pool, held, _) = pool_with_chain(2, &[[1, 2], [3, 4]]);
+        pool.release(held[0]);
+        pool.release(held[1]);
+        pool.acquire(held[0]);
+        pool.release(held[0]);
+        assert_eq!(pool.allocate(), Some(held[1]), "the one used longest ago goes first");
+    }
+
+    #[test]
+    fn copying_keeps_the_source_until_the_plan_ends() {
+        let mut pool = BlockPool::new(3, 2);
+        let shared = pool.allocate().unwrap();
+        pool.acquire(shared);
+        let copy = pool.copy_on_write(shared).unwrap();
+        assert!(!pool.is_shared(shared) && copy != shared);
+        pool.release(shared);
+        let other = pool.allocate().unwrap();
+        assert_ne!(other, shared, "a source is not given away within the plan");
+        assert_eq!(pool.allocate(), None);
+        pool.end_plan();
+        assert_eq!(pool.allocate(), Some(shared));
+        pool.check([&[shared, copy, other][..]].into_iter());
+    }
+}

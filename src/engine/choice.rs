@@ -1,0 +1,456 @@
+//! One of a closed set of texts: a trie of the choices' canonical tokens.
+//!
+//! At a node, only its children may follow, and the end where a choice ends there. Where there is one way to go, it is
+//! taken without asking the model, so labels whose first tokens differ cost one forward pass a row.
+//!
+//! - **Probabilities.** At a node with several ways, each has the softmax of the raw logits (before penalties and
+//!   temperature) over these ways alone; the end's weight is that of all end-of-sequence tokens together. A choice's
+//!   probability is the product along its path, so all choices sum to 1. Nodes off the chosen path are evaluated as forks of
+//!   the prompt's sequence.
+//! - **The answer** is sampled at each node as any token is, from the ways it has. With temperature 0 *and* probabilities it
+//!   is the most probable choice (of equal ones the first), which need not be the one that greedy steps lead to.
+//! - **Log probabilities** of tokens the model was asked for are raw ones, as everywhere; a token that is the only way to go
+//!   is certain: 0.
+//! - Stop texts, stop tokens and `ignore_eos` have no say; `max_tokens` cuts.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use crate::engine::constraint::ConstraintError;
+use crate::engine::sampling::{self, Allowed, Draw, SampleError, Scratch};
+use crate::model::tokenizer::Tokenizer;
+
+/// Most choices, and most bytes of all of them.
+const CHOICES_MAX: usize = 10_000;
+const CHOICE_BYTES_MAX: usize = 1 << 20;
+
+/// A place in the trie; 0 is the root.
+pub type Node = u32;
+
+/// The trie.
+#[derive(Debug)]
+pub struct Choices {
+    texts: Vec<String>,
+    /// Canonical tokens of each choice.
+    paths: Vec<Vec<u32>>,
+    nodes: Vec<TrieNode>,
+    eos: Vec<u32>,
+}
+
+#[derive(Debug, Default)]
+struct TrieNode {
+    /// By token, in the order in which choices brought them.
+    children: Vec<(u32, Node)>,
+    /// The choice that ends here.
+    end: Option<usize>,
+    /// Tokens that lead here.
+    depth: usize,
+    /// A choice whose path leads here.
+    via: usize,
+}
+
+/// Where one comes to from a node before there is something to choose.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Walk {
+    /// The tokens on the way.
+    pub forced: Vec<u32>,
+    pub node: Node,
+    /// The choice that ends there, where nothing is left to choose.
+    pub ended: Option<usize>,
+}
+
+impl Choices {
+    /// Builds the trie. Repeated choices are never answered but the first.
+    pub fn new(texts: &[String], tokenizer: &Tokenizer, eos: &[u32]) -> Result<Choices, ConstraintError> {
+        let bytes: usize = texts.iter().map(String::len).sum();
+        if texts.is_empty() || texts.len() > CHOICES_MAX || bytes > CHOICE_BYTES_MAX {
+            return Err(ConstraintError::ChoiceCount {
+                count: texts.len(),
+                bytes,
+            });
+        }
+        let mut vocabulary = None;
+        let paths: Result<Vec<_>, _> = texts.iter().map(|t| canonical(t, tokenizer, &mut vocabulary)).collect();
+        let mut choices = Choices {
+            texts: texts.to_vec(),
+            paths: paths?,
+            nodes: vec![TrieNode::default()],
+            eos: eos.to_vec(),
+        };
+        for choice in 0..texts.len() {
+            choices.insert(choice);
+        }
+        match choices.nodes.iter().find(|n| n.end.is_some() && !n.children.is_empty()) {
+            Some(node) if eos.is_empty() => Err(ConstraintError::NoEnd {
+                text: texts[node.via].clone(),
+            }),
+            _ => Ok(choices),
+        }
+    }
+
+    fn insert(&mut self, choice: usize) {
+        let mut node = 0;
+        for (i, &token) in self.paths[choice].iter().enumerate() {
+            let found = self.nodes[node].children.iter().find(|(t, _)| *t == token);
+            node = match found {
+                Some((_, child)) => *child as usize,
+                None => {
+                    let child = self.nodes.len();
+                    self.nodes.push(TrieNode {
+                        depth: i + 1,
+                        via: choice,
+                        ..TrieNode::default()
+                    });
+                    self.nodes[node].children.push((token, child as Node));
+                    child
+                }
+            };
+        }
+        let end = &mut self.nodes[node];
+        if end.end.is_none() {
+            end.end = Some(choice);
+            end.via = choice;
+        }
+    }
+
+    /// Most tokens that must be computed after the prompt: the depth of the deepest node with something to choose.
+    pub fn deepest_choice(&self) -> usize {
+        self.nodes
+            .iter()
+            .filter(|n| n.ways() > 1)
+            .map(|n| n.depth)
+            .max()
+            .unwrap_or(0)
+    }
+
+    /// Tokens of the longest choice.
+    pub fn longest(&self) -> usize {
+        self.paths.iter().map(Vec::len).max().unwrap_or(0)
+    }
+
+    /// Tokens that lead to `node`.
+    pub fn depth(&self, node: Node) -> usize {
+        self.nodes[node as usize].depth
+    }
+
+    /// Goes on from `node` while there is one way.
+    pub fn walk(&self, mut node: Node) -> Walk {
+        let mut forced = Vec::new();
+        loop {
+            let at = &self.nodes[node as usize];
+            match (&at.children[..], at.end) {
+                ([(token, child)], None) => {
+                    forced.push(*token);
+                    node = *child;
+                }
+                ([], ended) => return Walk { forced, node, ended },
+                _ => {
+                    return Walk {
+                        forced,
+                        node,
+                        ended: None,
+                    };
+                }
+            }
+        }
+    }
+
+    /// Tokens from the root to `node`.
+    fn path_to(&self, node: Node) -> &[u32] {
+        let at = &self.nodes[node as usize];
+        &self.paths[at.via][..at.depth]
+    }
+
+    /// Log probability of each way on from `node`: its children's, then the end's where it has one.
+    fn ways(&self, node: Node, logits: &[f32]) -> Vec<f64> {
+        let at = &self.nodes[node as usize];
+        let logit = |token: u32| logits.get(token as usize).map_or(f64::NEG_INFINITY, |l| f64::from(*l));
+        let mut ways: Vec<f64> = at.children.iter().map(|(token, _)| logit(*token)).collect();
+        if at.end.is_some() {
+            ways.push(log_sum(self.eos.iter().map(|token| logit(*token))));
+        }
+        let all = log_sum(ways.iter().copied());
+        ways.iter().map(|way| way - all).collect()
+    }
+}
+
+impl TrieNode {
+    fn ways(&self) -> usize {
+        self.children.len() + usize::from(self.end.is_some())
+    }
+}
+
+/// Natural logarithm of the sum of exponentials.
+fn log_sum(values: impl Iterator<Item = f64> + Clone) -> f64 {
+    let max = values.clone().fold(f64::NEG_INFINITY, f64::max);
+    if max == f64::NEG_INFINITY {
+        return max;
+    }
+    max + values.map(|v| (v - max).exp()).sum::<f64>().ln()
+}
+
+/// The tokens of a choice: the tokenizer's own, or, where they spell another text (a normalizer may change it), the longest
+/// tokens from left to right that do.
+fn canonical(
+    text: &str,
+    tokenizer: &Tokenizer,
+    vocabulary: &mut Option<HashMap<Vec<u8>, u32>>,
+) -> Result<Vec<u32>, ConstraintError> {
+    let tokens = tokenizer.encode_plain(text);
+    let spelled = tokens.iter().flat_map(|t| tokenizer.token_bytes(*t)).copied();
+    if spelled.eq(text.bytes()) && tokens.iter().all(|t| !tokenizer.is_special(*t)) {
+        return Ok(tokens);
+    }
+    let vocabulary = vocabulary.get_or_insert_with(|| {
+        let ids = (0..tokenizer.vocab_size() as u32)
+            .rev()
+            .filter(|id| !tokenizer.is_special(*id));
+        ids.map(|id| (tokenizer.token_bytes(id).to_vec(), id))
+            .filter(|(bytes, _)| !bytes.is_empty())
+            .collect()
+    });
+    let longest = vocabulary.keys().map(Vec::len).max().unwrap_or(0);
+    let mut rest = text.as_bytes();
+    let mut tokens = Vec::new();
+    while !rest.is_empty() {
+        let found = (1..=rest.len().min(longest))
+            .rev()
+            .find_map(|n| Some((n, *vocabulary.get(&rest[..n])?)));
+        let Some((n, token)) = found else {
+            return Err(ConstraintError::Unspeakable { text: text.to_string() });
+        };
+        tokens.push(token);
+        rest = &rest[n..];
+    }
+    Ok(tokens)
+}
+
+/// What the model said at one node.
+#[derive(Debug)]
+struct Answer {
+    /// Log probability of each way under the constraint; empty unless probabilities are asked for.
+    ways: Vec<f64>,
+    /// Raw log probability of each child; empty unless log probabilities are asked for.
+    raw: Vec<f32>,
+    /// The way that was sampled.
+    picked: usize,
+}
+
+/// The choice of one completion, node by node.
+#[derive(Debug)]
+pub struct ChoiceState {
+    choices: Arc<Choices>,
+    probabilities: bool,
+    answers: HashMap<Node, Answer>,
+    /// Nodes that sequences are still computing.
+    outstanding: usize,
+}
+
+/// The chosen one.
+#[derive(Debug)]
+pub struct Chosen {
+    pub text: String,
+    pub tokens: Vec<u32>,
+    pub logprobs: Vec<f32>,
+    pub probabilities: Option<Vec<f32>>,
+}
+
+impl ChoiceState {
+    /// Starts at the root, where one sequence is.
+    pub fn new(choices: Arc<Choices>, probabilities: bool) -> ChoiceState {
+        ChoiceState {
+            choices,
+            probabilities,
+            answers: HashMap::new(),
+            outstanding: 1,
+        }
+    }
+
+    pub fn choices(&self) -> &Choices {
+        &self.choices
+    }
+
+    /// Takes the logits at `node`. Returns where sequences have to go on: the node, and the tokens between. None, and
+    /// [`ChoiceState::is_decided`]: the choice is made.
+    pub fn observe(
+        &mut self,
+        node: Node,
+        logits: &[f32],
+        draw: Draw,
+        scratch: &mut Scratch,
+    ) -> Result<Vec<(Node, Vec<u32>)>, SampleError> {
+        let choices = &self.choices;
+        let at = &choices.nodes[node as usize];
+        let mut allowed: Vec<u32> = at.children.iter().map(|(token, _)| *token).collect();
+        if at.end.is_some() {
+            allowed.extend(choices.eos.iter().filter(|t| at.children.iter().all(|(c, _)| c != *t)));
+        }
+        let draw = Draw {
+            allowed: Allowed::Ids(&allowed),
+            completion: choices.path_to(node),
+            ..draw
+        };
+        let token = sampling::sample(logits, draw, scratch)?;
+        let picked = at
+            .children
+            .iter()
+            .position(|(t, _)| *t == token)
+            .unwrap_or(at.children.len());
+        let ways = if self.probabilities {
+            choices.ways(node, logits)
+        } else {
+            Vec::new()
+        };
+        let raw = match draw.params.logprobs {
+            true => at
+                .children
+                .iter()
+                .map(|(t, _)| sampling::log_probability(logits, *t))
+                .collect(),
+            false => Vec::new(),
+        };
+        self.answers.insert(node, Answer { ways, raw, picked });
+        let mut next = Vec::new();
+        for (i, (token, child)) in at.children.iter().enumerate() {
+            let walk = choices.walk(*child);
+            if walk.ended.is_none() && (self.probabilities || i == picked) {
+                let tokens = std::iter::once(*token).chain(walk.forced).collect();
+                next.push((walk.node, tokens));
+            }
+        }
+        self.outstanding = self.outstanding + next.len() - 1;
+        Ok(next)
+    }
+
+    /// Is no node left to compute?
+    pub fn is_decided(&self) -> bool {
+        self.outstanding == 0
+    }
+
+    /// The choice made, once nothing is left to compute (or where there never was anything to choose).
+    pub fn chosen(&self, greedy: bool) -> Chosen {
+        let probabilities = self.probabilities.then(|| self.probabilities());
+        let choice = match &probabilities {
+            Some(p) if greedy => (0..p.len()).rev().max_by(|a, b| p[*a].total_cmp(&p[*b])).unwrap_or(0),
+            _ => self.sampled(),
+        };
+        let tokens = self.choices.paths[choice].clone();
+        let logprobs = self
+            .along(choice)
+            .map(|(answer, way)| answer.map_or(0.0, |a| a.raw.get(way).copied().unwrap_or(0.0)));
+        Chosen {
+            text: self.choices.texts[choice].clone(),
+            logprobs: logprobs.take(tokens.len()).collect(),
+            tokens,
+            probabilities: probabilities.map(|p| p.iter().map(|p| *p as f32).collect()),
+        }
+    }
+
+    /// The choice that the sampled ways lead to.
+    fn sampled(&self) -> usize {
+        let mut node = 0;
+        loop {
+            let walk = self.choices.walk(node);
+            let at = &self.choices.nodes[walk.node as usize];
+            let picked = self.answers.get(&walk.node).map_or(at.children.len(), |a| a.picked);
+            match (walk.ended, at.children.get(picked)) {
+                (None, Some((_, child))) => node = *child,
+                (ended, _) => return ended.or(at.end).unwrap_or(at.via),
+            }
+        }
+    }
+
+    /// The answer and the way taken at each node of a choice's path: a node per token, then the one where it ends.
+    fn along(&self, choice: usize) -> impl Iterator<Item = (Option<&Answer>, usize)> {
+        let path = &self.choices.paths[choice];
+        let mut node = 0;
+        (0..=path.len()).map(move |i| {
+            let at = &self.choices.nodes[node as usize];
+            let answer = self.answers.get(&node);
+            let way = path
+                .get(i)
+                .and_then(|token| at.children.iter().position(|(t, _)| t == token));
+            if let Some(way) = way {
+                node = at.children[way].1;
+            }
+            (answer, way.unwrap_or(at.children.len()))
+        })
+    }
+
+    /// The probability of each choice; of repeated ones the first has it all.
+    fn probabilities(&self) -> Vec<f64> {
+        let mut node_of: HashMap<&[u32], usize> = HashMap::new();
+        let paths = &self.choices.paths;
+        (0..paths.len())
+            .map(|choice| {
+                if *node_of.entry(&paths[choice]).or_insert(choice) != choice {
+                    return 0.0;
+                }
+                let ways = self.along(choice).filter_map(|(answer, way)| answer?.ways.get(way));
+                ways.sum::<f64>().exp()
+            })
+            .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn choices(texts: &[&str], words: &[&str]) -> (Choices, Tokenizer) {
+        let tokenizer = Tokenizer::from_words(words, &["<eos>"]).unwrap();
+        let texts: Vec<String> = texts.iter().map(|t| t.to_string()).collect();
+        let eos = [tokenizer.eos_id().unwrap()];
+        (Choices::new(&texts, &tokenizer, &eos).unwrap(), tokenizer)
+    }
+
+    #[test]
+    fn forced_ways_are_walked() {
+        let (c, t) = choices(&["say yes", "say no"], &["say", " yes", " no"]);
+        let (yes, no) = (t.encode_plain(" yes"), t.encode_plain(" no"));
+        let say = t.encode_plain("say");
+        let walk = c.walk(0);
+        if yes.len() == 1 && no.len() == 1 {
+            assert_eq!((walk.forced, walk.ended), (say, None));
+            assert_eq!(c.deepest_choice(), 1);
+        } else {
+            assert!(walk.forced.starts_with(&say));
+        }
+    }
+
+    #[test]
+    fn one_choice_is_no_choice() {
+        let (c, t) = choices(&["only"], &["on"]);
+        let walk = c.walk(0);
+        assert_eq!((walk.ended, t.decode(&walk.forced)), (Some(0), "only".to_string()));
+        let chosen = ChoiceState::new(Arc::new(c), true).chosen(true);
+        assert_eq!((chosen.text.as_str(), chosen.probabilities), ("only", Some(vec![1.0])));
+        assert_eq!(chosen.logprobs, vec![0.0; chosen.tokens.len()]);
+    }
+
+    /// This tokenizer writes everything in small letters, so its own tokens would spell another text.
+    #[test]
+    fn a_choice_that_the_tokenizer_would_change_is_spelled_by_longest_tokens() {
+        let json = serde_json::json!({"version": "1.0", "added_tokens": [], "normalizer": {"type": "Lowercase"},
+            "decoder": {"type": "Fuse"},
+            "model": {"type": "BPE", "merges": [["N", "o"]], "vocab": {"N": 0, "o": 1, "No": 2, "n": 3, "!": 4}}});
+        let tokenizer = Tokenizer::from_json(&json.to_string(), None).unwrap();
+        let spelled = |text: &str| canonical(text, &tokenizer, &mut None);
+        assert_eq!(spelled("no!"), Ok(vec![3, 1, 4]));
+        assert_eq!(spelled("No!"), Ok(vec![2, 4]));
+        assert_eq!(spelled("x"), Err(ConstraintError::Unspeakable { text: "x".into() }));
+    }
+
+    #[test]
+    fn odd_choices_do_not_panic() {
+        let (c, _) = choices(&["a", "", "a", "ab"], &[]);
+        assert_eq!(c.walk(0).ended, None, "the empty choice ends at the root");
+        let tokenizer = Tokenizer::from_words(&[], &["<eos>"]).unwrap();
+        assert!(Choices::new(&[], &tokenizer, &[]).is_err());
+        let prefix = ["a".to_string(), "ab".to_string()];
+        assert!(matches!(
+            Choices::new(&prefix, &tokenizer, &[]),
+            Err(ConstraintError::NoEnd { .. })
+        ));
+    }
+}

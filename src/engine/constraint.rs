@@ -1,0 +1,526 @@
+//! What a completion may look like, compiled once per distinct shape and shared by all sequences that ask for it.
+//!
+//! JSON Schemas and regular expressions go through llguidance: a grammar over bytes walks the trie of the vocabulary's bytes
+//! and yields the mask of tokens that may come next. JSON is written without white space between its parts. A shape that
+//! cannot compile, or that no token can begin, is refused here, before a job starts.
+//!
+//! Each sequence walks a matcher of its own, cloned from the compiled one with its caches, so that masks of one step are
+//! computed in parallel and what a sequence may say does not depend on its neighbours.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use llguidance::api::TopLevelGrammar;
+use llguidance::{Matcher, ParserFactory};
+use serde_json::{Map, Value};
+use toktrie::{ApproximateTokEnv, INVALID_TOKEN, SimpleVob, TokEnv, TokRxInfo, TokTrie};
+
+use crate::engine::choice::Choices;
+use crate::engine::params::Shape;
+use crate::model::tokenizer::Tokenizer;
+
+/// Largest JSON Schema, as compact JSON, and largest regular expression, in bytes.
+const SCHEMA_BYTES_MAX: usize = 1 << 20;
+const REGEX_BYTES_MAX: usize = 64 << 10;
+/// Deepest nesting of a JSON Schema.
+const SCHEMA_DEPTH_MAX: usize = 100;
+/// Compiled shapes a compiler remembers; rows of a batch file may each bring their own.
+const CACHED_MAX: usize = 256;
+/// Longest part of a foreign message or text that an error repeats, in characters.
+const QUOTED_CHARS_MAX: usize = 300;
+
+/// A shape that no completion can be held to: the job (or the row that brought it) is refused.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ConstraintError {
+    #[error("`{field}` is too large: {size} {unit}, at most {limit} are read")]
+    TooLarge {
+        field: &'static str,
+        size: usize,
+        unit: &'static str,
+        limit: usize,
+    },
+    #[error("`{field}` cannot be compiled: {why}")]
+    Invalid { field: &'static str, why: String },
+    #[error("`{field}` allows no token of this model's vocabulary to begin with: {why}")]
+    Unsatisfiable { field: &'static str, why: String },
+    #[error("`choice` lists {count} choices of {bytes} bytes together; 1 to 10,000 choices of at most 1 MiB are taken")]
+    ChoiceCount { count: usize, bytes: usize },
+    #[error("the model's vocabulary cannot spell the choice `{text}`")]
+    Unspeakable { text: String },
+    #[error("the choice `{text}` begins another one, and the model has no end-of-sequence token to tell them apart")]
+    NoEnd { text: String },
+    #[error("the vocabulary cannot be used for constrained output: {why}")]
+    Vocabulary { why: String },
+}
+
+/// A compiled [`Shape`]; clones share it.
+#[derive(Debug, Clone)]
+pub enum Constraint {
+    Free,
+    Choice { choices: Arc<Choices>, probabilities: bool },
+    Grammar(Arc<Grammar>),
+}
+
+impl Constraint {
+    /// Compiles one shape for a vocabulary. Whoever compiles several shapes keeps a [`Compiler`].
+    pub fn compile(shape: &Shape, tokenizer: &Tokenizer, eos: &[u32]) -> Result<Constraint, ConstraintError> {
+        Compiler::new(eos).compile(shape, tokenizer)
+    }
+
+    /// Tokens of the longest text it allows, where that is known.
+    pub fn longest(&self) -> Option<usize> {
+        match self {
+            Constraint::Choice { choices, .. } => Some(choices.longest()),
+            Constraint::Free | Constraint::Grammar(_) => None,
+        }
+    }
+}
+
+/// Compiles shapes for one vocabulary and remembers them.
+pub struct Compiler {
+    eos: Vec<u32>,
+    /// Made when the first grammar is compiled: the trie of a large vocabulary takes a while.
+    factory: Option<ParserFactory>,
+    compiled: HashMap<String, Result<Constraint, ConstraintError>>,
+}
+
+impl Compiler {
+    /// `eos`: the model's end-of-sequence ids.
+    pub fn new(eos: &[u32]) -> Compiler {
+        Compiler {
+            eos: eos.to_vec(),
+            factory: None,
+            compiled: HashMap::new(),
+        }
+    }
+
+    /// Compiles a shape, or finds it compiled. All calls must bring the same tokenizer.
+    pub fn compile(&mut self, shape: &Shape, tokenizer: &Tokenizer) -> Result<Constraint, ConstraintError> {
+        let name = match shape {
+            Shape::Free => return Ok(Constraint::Free),
+            Shape::Choice { choices, probabilities } => format!("choice {probabilities} {choices:?}"),
+            Shape::JsonSchema(schema) => format!("json {}", checked_schema(schema)?),
+            Shape::Regex(regex) => format!("regex {}", checked_regex(regex)?),
+        };
+        if let Some(known) = self.compiled.get(&name) {
+            return known.clone();
+        }
+        let result = self.compile_new(shape, tokenizer);
+        if self.compiled.len() >= CACHED_MAX {
+            self.compiled.clear();
+        }
+        self.compiled.insert(name, result.clone());
+        result
+    }
+
+    fn compile_new(&mut self, shape: &Shape, tokenizer: &Tokenizer) -> Result<Constraint, ConstraintError> {
+        let (field, grammar) = match shape {
+            Shape::Free => return Ok(Constraint::Free),
+            Shape::Choice { choices, probabilities } => {
+                let choices = Arc::new(Choices::new(choices, tokenizer, &self.eos)?);
+                return Ok(Constraint::Choice {
+                    choices,
+                    probabilities: *probabilities,
+                });
+            }
+            Shape::JsonSchema(schema) => ("json_schema", TopLevelGrammar::from_json_schema(compact(schema)?)),
+            Shape::Regex(regex) => ("regex", TopLevelGrammar::from_regex(without_anchors(regex))),
+        };
+        let factory = match &mut self.factory {
+            Some(factory) => factory,
+            none => none.insert(factory(tokenizer, &self.eos)?),
+        };
+        let parser = factory.create_parser(grammar).map_err(|e| ConstraintError::Invalid {
+            field,
+            why: one_line(&format!("{e:#}")),
+        })?;
+        let mut matcher = Matcher::new(Ok(parser));
+        // The first mask also fills the caches that clones start with.
+        let mask = matcher
+            .compute_mask_or_eos()
+            .map_err(|e| ConstraintError::Unsatisfiable {
+                field,
+                why: one_line(&e.to_string()),
+            })?;
+        if mask.is_zero() {
+            return Err(ConstraintError::Unsatisfiable {
+                field,
+                why: "nothing fits it".into(),
+            });
+        }
+        let env = factory.tok_env().clone();
+        Ok(Constraint::Grammar(Arc::new(Grammar {
+            prototype: Mutex::new(matcher),
+            first_mask: mask,
+            env,
+        })))
+    }
+}
+
+/// A compiled grammar.
+pub struct Grammar {
+    /// Stands at the start and is only cloned.
+    prototype: Mutex<Matcher>,
+    first_mask: SimpleVob,
+    env: TokEnv,
+}
+
+impl std::fmt::Debug for Grammar {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Grammar")
+            .field("first_tokens", &self.first_mask.num_set())
+            .finish()
+    }
+}
+
+impl Grammar {
+    /// Does the whole text fit?
+    pub fn accepts(&self, text: &str) -> bool {
+        let mut matcher = self.matcher();
+        let tokens = self.env.tok_trie().greedy_tokenize(text.as_bytes());
+        // The vocabulary may lack bytes of the text, which the tokens then leave out.
+        if self.env.tok_trie().decode(&tokens) != text.as_bytes() {
+            return false;
+        }
+        matcher.consume_tokens(&tokens).is_ok() && accepting(&mut matcher)
+    }
+
+    fn matcher(&self) -> Matcher {
+        self.prototype
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .deep_clone()
+    }
+}
+
+/// Where one sequence stands in a grammar.
+pub struct GrammarState {
+    grammar: Arc<Grammar>,
+    matcher: Matcher,
+    /// What may come next, once it has been computed.
+    mask: Option<Result<SimpleVob, String>>,
+}
+
+impl GrammarState {
+    /// Stands at the start.
+    pub fn new(grammar: Arc<Grammar>) -> GrammarState {
+        let mask = Some(Ok(grammar.first_mask.clone()));
+        GrammarState {
+            matcher: grammar.matcher(),
+            grammar,
+            mask,
+        }
+    }
+
+    pub fn grammar(&self) -> &Grammar {
+        &self.grammar
+    }
+
+    /// Computes the mask of the next token, where that has not been done. Takes from microseconds to milliseconds.
+    pub fn prepare(&mut self) {
+        if self.mask.is_none() {
+            self.mask = Some(self.matcher.compute_mask_or_eos().map_err(|e| one_line(&e.to_string())));
+        }
+    }
+
+    /// Tokens that may come next; end-of-sequence ids among them where the text is complete.
+    pub fn mask(&mut self) -> Result<&SimpleVob, String> {
+        self.prepare();
+        match &self.mask {
+            Some(Ok(mask)) => Ok(mask),
+            Some(Err(why)) => Err(why.clone()),
+            None => Err("no mask was computed".into()),
+        }
+    }
+
+    /// Takes a token that the mask allowed. `true`: the text is complete and nothing can follow.
+    pub fn take(&mut self, token: u32) -> Result<bool, String> {
+        self.mask = None;
+        self.matcher
+            .consume_token(token)
+            .map_err(|e| one_line(&e.to_string()))?;
+        Ok(self.matcher.is_stopped())
+    }
+
+    /// Is the text complete (though more may be allowed to follow)?
+    pub fn is_complete(&mut self) -> bool {
+        accepting(&mut self.matcher)
+    }
+}
+
+fn accepting(matcher: &mut Matcher) -> bool {
+    match matcher.is_stopped() {
+        true => matcher.stop_reason().is_ok(),
+        false => matcher.is_accepting().unwrap_or(false),
+    }
+}
+
+/// llguidance's view of a vocabulary: the bytes of each token, end-of-sequence ids apart.
+fn factory(tokenizer: &Tokenizer, eos: &[u32]) -> Result<ParserFactory, ConstraintError> {
+    let broken = |why: String| ConstraintError::Vocabulary { why: one_line(&why) };
+    let vocab = tokenizer.vocab_size() as u32;
+    let words: Vec<Vec<u8>> = (0..vocab)
+        .map(|id| match tokenizer.token_bytes(id) {
+            // The trie tells special tokens by a first byte that UTF-8 never has.
+            _ if tokenizer.is_special(id) || eos.contains(&id) => format!("\u{0}<|{id}|>").into_bytes(),
+            bytes if bytes.first() == Some(&TokTrie::SPECIAL_TOKEN_MARKER) => Vec::new(),
+            bytes => bytes.to_vec(),
+        })
+        .map(|mut word| {
+            if word.starts_with(b"\0<|") {
+                word[0] = TokTrie::SPECIAL_TOKEN_MARKER;
+            }
+            word
+        })
+        .collect();
+    if let Some(long) = words.iter().find(|w| w.len() >= 256) {
+        return Err(broken(format!("a token has {} bytes, more than 255", long.len())));
+    }
+    let known: Vec<u32> = eos.iter().copied().filter(|id| *id < vocab).collect();
+    let mut trie = TokTrie::from(
+        &TokRxInfo::new(vocab, known.first().copied().unwrap_or(INVALID_TOKEN)),
+        &words,
+    );
+    if !known.is_empty() {
+        trie = trie.with_eos_tokens(&known);
+    }
+    // Not canonical: the model chooses how to tokenize what the grammar forces.
+    let env: TokEnv = Arc::new(ApproximateTokEnv::new(trie));
+    let mut factory = ParserFactory::new_simple(&env).map_err(|e| broken(format!("{e:#}")))?;
+    factory.quiet();
+    factory.limits_mut().verbose_errors = false;
+    Ok(factory)
+}
+
+/// The schema as text, within limits.
+fn checked_schema(schema: &Value) -> Result<String, ConstraintError> {
+    let depth = depth_of(schema);
+    let too_large = |size, unit, limit| ConstraintError::TooLarge {
+        field: "json_schema",
+        size,
+        unit,
+        limit,
+    };
+    if depth > SCHEMA_DEPTH_MAX {
+        return Err(too_large(depth, "levels", SCHEMA_DEPTH_MAX));
+    }
+    let text = schema.to_string();
+    match text.len() > SCHEMA_BYTES_MAX {
+        true => Err(too_large(text.len(), "bytes", SCHEMA_BYTES_MAX)),
+        false => Ok(text),
+    }
+}
+
+fn checked_regex(regex: &str) -> Result<&str, ConstraintError> {
+    let (size, limit) = (regex.len(), REGEX_BYTES_MAX);
+    match size > limit {
+        true => Err(ConstraintError::TooLarge {
+            field: "regex",
+            size,
+            unit: "bytes",
+            limit,
+        }),
+        false => Ok(regex),
+    }
+}
+
+/// Levels of nesting, without recursion.
+fn depth_of(value: &Value) -> usize {
+    let mut deepest = 0;
+    let mut stack = vec![(value, 1)];
+    while let Some((value, depth)) = stack.pop() {
+        deepest = deepest.max(depth);
+        match value {
+            Value::Array(items) => stack.extend(items.iter().map(|v| (v, depth + 1))),
+            Value::Object(members) => stack.extend(members.values().map(|v| (v, depth + 1))),
+            _ => {}
+        }
+    }
+    deepest
+}
+
+/// The schema with llguidance's option against white space set, unless the schema sets its own.
+fn compact(schema: &Value) -> Result<Value, ConstraintError> {
+    let invalid = |why: &str| ConstraintError::Invalid {
+        field: "json_schema",
+        why: why.into(),
+    };
+    let mut members = match schema {
+        Value::Object(members) => members.clone(),
+        Value::Bool(true) => Map::new(),
+        Value::Bool(false) => return Err(invalid("no JSON fits `false`")),
+        _ => return Err(invalid("a JSON Schema is an object")),
+    };
+    let options = members.entry("x-guidance").or_insert_with(|| Value::Object(Map::new()));
+    let Value::Object(options) = options else {
+        return Err(invalid("`x-guidance` is not an object"));
+    };
+    options.entry("whitespace_flexible").or_insert(Value::Bool(false));
+    Ok(Value::Object(members))
+}
+
+/// The whole text is matched anyway, so `^` at the start and `$` at the end say nothing new, and llguidance knows neither.
+fn without_anchors(regex: &str) -> &str {
+    let regex = regex.strip_prefix('^').unwrap_or(regex);
+    match regex.strip_suffix('$') {
+        // After an odd number of backslashes it is a dollar sign.
+        Some(rest) if rest.bytes().rev().take_while(|b| *b == b'\\').count() % 2 == 0 => rest,
+        _ => regex,
+    }
+}
+
+/// The first line of a foreign message, not too long.
+fn one_line(message: &str) -> String {
+    let line = message
+        .lines()
+        .map(str::trim)
+        .find(|l| !l.is_empty())
+        .unwrap_or("no reason given")
+        .trim_end_matches('.');
+    match line.char_indices().nth(QUOTED_CHARS_MAX) {
+        Some((end, _)) => format!("{}…", &line[..end]),
+        None => line.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use serde_json::json;
+
+    fn tokenizer() -> Tokenizer {
+        Tokenizer::from_words(&["name", "age", "{\"", "\":", "true", "12"], &["<pad>", "<eos>"]).unwrap()
+    }
+
+    fn grammar(shape: &Shape) -> Result<Arc<Grammar>, ConstraintError> {
+        let tokenizer = tokenizer();
+        match Constraint::compile(shape, &tokenizer, &[tokenizer.eos_id().unwrap()])? {
+            Constraint::Grammar(grammar) => Ok(grammar),
+            other => panic!("not a grammar: {other:?}"),
+        }
+    }
+
+    fn regex(text: &str) -> Result<Arc<Grammar>, ConstraintError> {
+        grammar(&Shape::Regex(text.into()))
+    }
+
+    fn schema(value: Value) -> Result<Arc<Grammar>, ConstraintError> {
+        grammar(&Shape::JsonSchema(value))
+    }
+
+    #[test]
+    fn regexes_match_the_whole_text() {
+        for text in ["[a-c]{2,3}x", "^[a-c]{2,3}x$", "^(?:[a-c]{2,3}x)$"] {
+            let g = regex(text).unwrap();
+            assert!(g.accepts("abx") && g.accepts("abcx"), "{text}");
+            assert!(
+                !g.accepts("ax") && !g.accepts("abxx") && !g.accepts("ab") && !g.accepts(""),
+                "{text}"
+            );
+        }
+        assert_eq!(without_anchors(r"^a\$"), r"a\$");
+        assert_eq!(without_anchors(r"a\\$"), r"a\\");
+        let unicode = regex("[äöü€]+").unwrap();
+        assert!(unicode.accepts("ä€") && !unicode.accepts("a"));
+        let any = regex("(?:a/b)?").unwrap();
+        assert!(any.accepts("") && any.accepts("a/b"));
+    }
+
+    #[test]
+    fn schemas_are_compact_json() {
+        let s = json!({"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+                       "required": ["name", "age"], "additionalProperties": false});
+        let g = schema(s).unwrap();
+        assert!(g.accepts(r#"{"name":"Ä \" x","age":12}"#));
+        assert!(!g.accepts(r#"{"name": "x","age":12}"#), "white space costs tokens");
+        assert!(!g.accepts(r#"{"name":"x"}"#) && !g.accepts(r#"{"name":"x","age":12"#) && !g.accepts(""));
+        assert!(schema(json!(true)).unwrap().accepts("[1,{\"a\":null}]"));
+    }
+
+    #[test]
+    fn a_sequence_is_masked_and_ends_with_its_shape() {
+        let t = tokenizer();
+        let eos = t.eos_id().unwrap();
+        let mut state = GrammarState::new(regex("a[bc]d").unwrap());
+        let allowed = |state: &mut GrammarState| state.mask().unwrap().iter().collect::<Vec<u32>>();
+        assert_eq!(allowed(&mut state), [97]);
+        assert_eq!(state.take(97), Ok(false));
+        assert_eq!(allowed(&mut state), [98, 99]);
+        assert_eq!(state.take(99), Ok(false));
+        assert!(!state.is_complete());
+        assert_eq!(state.take(100), Ok(true), "nothing can follow");
+        assert!(state.is_complete());
+        let mut open = GrammarState::new(regex("a+").unwrap());
+        assert_eq!(open.take(97), Ok(false));
+        assert_eq!(allowed(&mut open), [97, eos]);
+        assert!(open.is_complete());
+    }
+
+    #[test]
+    fn what_cannot_work_is_refused_with_one_line() {
+        let deep = (0..200).fold(json!({}), |inner, _| json!({"items": inner}));
+        let cases = [
+            regex("a("),
+            regex("[z-a]"),
+            regex("(?=a)b"),
+            regex(&"a".repeat(REGEX_BYTES_MAX + 1)),
+            schema(json!(false)),
+            schema(json!("string")),
+            schema(json!({"type": "nonsense"})),
+            schema(json!({"$ref": "http://example.com/else.json"})),
+            schema(json!({"$ref": "#/$defs/missing"})),
+            schema(json!({"type": "integer", "minimum": 5, "maximum": 4})),
+            schema(json!({"enum": []})),
+            schema(json!({"x-guidance": 3})),
+            schema(deep),
+        ];
+        for (i, case) in cases.into_iter().enumerate() {
+            let error = case.expect_err(&format!("case {i} compiles")).to_string();
+            assert!(
+                !error.contains('\n') && error.len() < 600 && !error.ends_with('.'),
+                "case {i}: {error}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_shape_that_no_token_can_begin_is_refused() {
+        // A vocabulary without the letters that the regex wants.
+        let json = json!({"version": "1.0", "added_tokens": [],
+            "model": {"type": "WordLevel", "vocab": {"x": 0, "y": 1, "[UNK]": 2}, "unk_token": "[UNK]"}});
+        let tokenizer = Tokenizer::from_json(&json.to_string(), None).unwrap();
+        let result = Constraint::compile(&Shape::Regex("abc".into()), &tokenizer, &[]);
+        assert!(
+            matches!(result, Err(ConstraintError::Unsatisfiable { field: "regex", .. })),
+            "{result:?}"
+        );
+        let other = Constraint::compile(&Shape::Regex("( x)+".into()), &tokenizer, &[]);
+        assert!(other.is_ok(), "{other:?}");
+    }
+
+    #[test]
+    fn a_shape_is_compiled_once() {
+        let t = tokenizer();
+        let mut compiler = Compiler::new(&[t.eos_id().unwrap()]);
+        let shape = Shape::Regex("a+".into());
+        let (a, b) = (
+            compiler.compile(&shape, &t).unwrap(),
+            compiler.compile(&shape, &t).unwrap(),
+        );
+        match (a, b) {
+            (Constraint::Grammar(a), Constraint::Grammar(b)) => assert!(Arc::ptr_eq(&a, &b)),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+        #[test]
+        fn foreign_regexes_never_panic(text in "\\PC{0,24}") {
+            if let Ok(g) = regex(&text) {
+                g.accepts("a");
+            }
+        }
+    }
+}

@@ -1,0 +1,407 @@
+//! The engine: requests in, completions out, one step at a time.
+//!
+//! A step is: plan (scheduler) → run the model, computing masks of constrained sequences meanwhile → sample. Every accepted
+//! request comes back exactly once, as a completion or as one line that says why there is none.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use rayon::prelude::*;
+
+use crate::device::batch::{StepBatch, StepSequence};
+use crate::engine::blocks::{BlockKey, BlockPool};
+use crate::engine::choice::Node;
+use crate::engine::constraint::{Compiler, Constraint, ConstraintError};
+use crate::engine::params::Params;
+use crate::engine::request::{Finished, Request};
+use crate::engine::sampling::Scratch;
+use crate::engine::scheduler::{Limits, Scheduler, SequenceId, StepPlan};
+use crate::engine::sequence::{Continuation, Ends, Next, Unit};
+use crate::engine::{Forward, ForwardError};
+use crate::model::tokenizer::Tokenizer;
+
+/// [`Engine::wants_more`] until this many times `max_sequences` wait, so that packing has something to order.
+const WINDOWS_WAITING: usize = 4;
+
+/// How an engine runs.
+#[derive(Debug, Clone)]
+pub struct EngineOptions {
+    /// Most tokens computed in one step, at least 1.
+    pub max_step_tokens: usize,
+    /// Most sequences that run at once, at least 1.
+    pub max_sequences: usize,
+    /// The model's end-of-sequence ids.
+    pub eos_token_ids: Vec<u32>,
+    /// What shapes keys and values besides token ids: model, adapter, KV format. The root of prefix keys.
+    pub prefix_root: String,
+}
+
+impl Default for EngineOptions {
+    fn default() -> Self {
+        EngineOptions {
+            max_step_tokens: 2048,
+            max_sequences: 256,
+            eos_token_ids: Vec::new(),
+            prefix_root: String::new(),
+        }
+    }
+}
+
+/// The engine cannot go on; what it was working on is lost and must be computed again by another engine.
+#[derive(Debug, thiserror::Error)]
+pub enum EngineError {
+    #[error(transparent)]
+    Forward(ForwardError),
+    #[error("the model returned {found} logits where {expected} were asked for")]
+    Logits { found: usize, expected: usize },
+    #[error("the engine has stopped after an earlier failure")]
+    Stopped,
+}
+
+/// A request that this engine cannot complete; fails the row.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Refused {
+    #[error("the prompt has no tokens")]
+    EmptyPrompt,
+    #[error("the prompt holds token {token}, and the model's vocabulary has {vocabulary}")]
+    UnknownToken { token: u32, vocabulary: usize },
+    #[error("{prompt} prompt tokens and at least {needs} to answer, more than the model's context of {context}")]
+    Context {
+        prompt: usize,
+        needs: usize,
+        context: usize,
+    },
+    #[error("{prompt} prompt tokens and up to {most} to answer, more than the {pool} tokens that the KV pool holds")]
+    Pool { prompt: usize, most: usize, pool: usize },
+    #[error(transparent)]
+    Shape(#[from] ConstraintError),
+}
+
+/// A unit and the sequences that work for it.
+struct Active {
+    unit: Unit,
+    sequences: Vec<SequenceId>,
+}
+
+/// One unit's share of a step's logits.
+struct Work {
+    key: u64,
+    active: Active,
+    /// Which sequence, at which node, and its row among the logits.
+    rows: Vec<(SequenceId, Node, usize)>,
+    next: Vec<(SequenceId, Next)>,
+}
+
+/// See the module's description.
+pub struct Engine {
+    forward: Box<dyn Forward + Send>,
+    tokenizer: Arc<Tokenizer>,
+    options: EngineOptions,
+    scheduler: Scheduler,
+    compiler: Compiler,
+    /// The shape compiled last: rows of a job share their parameters.
+    compiled: Option<(Arc<Params>, Result<Constraint, ConstraintError>)>,
+    units: HashMap<u64, Active>,
+    /// The unit of each sequence, and the node of a choice that it works at.
+    sequences: HashMap<SequenceId, (u64, Node)>,
+    /// Ended without a step; handed out by the next one.
+    finished: Vec<Finished>,
+    /// Counts units and sequences.
+    next_key: u64,
+    stopped: bool,
+}
+
+impl Engine {
+    /// An engine around a model whose KV pool is empty.
+    pub fn new(forward: Box<dyn Forward + Send>, tokenizer: Arc<Tokenizer>, options: EngineOptions) -> Engine {
+        let limits = Limits {
+            max_step_tokens: options.max_step_tokens.max(1),
+            max_sequences: options.max_sequences.max(1),
+        };
+        let pool = BlockPool::new(forward.kv_blocks(), forward.block_tokens().max(1));
+        Engine {
+            scheduler: Scheduler::new(limits, pool, BlockKey::root(&options.prefix_root)),
+            compiler: Compiler::new(&options.eos_token_ids),
+            forward,
+            tokenizer,
+            options,
+            compiled: None,
+            units: HashMap::new(),
+            sequences: HashMap::new(),
+            finished: Vec::new(),
+            next_key: 0,
+            stopped: false,
+        }
+    }
+
+    /// Sequences that run.
+    pub fn running(&self) -> usize {
+        self.scheduler.running()
+    }
+
+    /// Sequences that wait for room.
+    pub fn waiting(&self) -> usize {
+        self.scheduler.waiting()
+    }
+
+    /// Is nothing left to hand out?
+    pub fn is_idle(&self) -> bool {
+        self.units.is_empty() && self.finished.is_empty()
+    }
+
+    /// Is there room for more requests? While there is, each fill of the batch finds a window to choose from.
+    pub fn wants_more(&self) -> bool {
+        self.scheduler.waiting() < WINDOWS_WAITING * self.options.max_sequences.max(1)
+    }
+
+    /// Takes a request; what becomes of it comes back with a later step. A refused one does not come back.
+    ///
+    /// A `max_tokens` beyond the model's context is cut to what fits; a prompt that leaves no room for a single token is
+    /// refused, and so is one that with its `max_tokens` is more than the whole KV pool holds.
+    pub fn submit(&mut self, request: Request) -> Result<(), Refused> {
+        let vocabulary = self.forward.vocab_size();
+        if request.prompt.is_empty() {
+            return Err(Refused::EmptyPrompt);
+        }
+        if let Some(&token) = request.prompt.iter().find(|t| **t as usize >= vocabulary) {
+            return Err(Refused::UnknownToken { token, vocabulary });
+        }
+        let constraint = self.constraint(&request.params)?;
+        let prompt = request.prompt.len();
+        let context = self.forward.context_tokens() as usize;
+        let room = context.saturating_sub(prompt);
+        let asked = request.params.max_tokens as usize;
+        // A choice computes nothing beyond its last branching; other completions grow up to `max_tokens`.
+        let (needs, most, max_tokens) = match &constraint {
+            Constraint::Choice { choices, .. } => (choices.deepest_choice().max(1), choices.deepest_choice(), asked),
+            Constraint::Free | Constraint::Grammar(_) => (1, asked.min(room), asked.min(room)),
+        };
+        if needs > room {
+            return Err(Refused::Context { prompt, needs, context });
+        }
+        if !self.scheduler.fits_pool(prompt + most) {
+            return Err(Refused::Pool {
+                prompt,
+                most,
+                pool: self.scheduler.pool_tokens(),
+            });
+        }
+        let id = request.id;
+        let (unit, next) = Unit::new(request, constraint, max_tokens, &self.tokenizer);
+        match next {
+            Next::Finished(result) => self.finished.push(Finished { id, result }),
+            Next::Go(first) => self.start(unit, first, most as u32),
+        }
+        Ok(())
+    }
+
+    /// Runs one step and returns what has ended. Without work it returns at once.
+    pub fn step(&mut self) -> Result<Vec<Finished>, EngineError> {
+        if self.stopped {
+            return Err(EngineError::Stopped);
+        }
+        let plan = self.scheduler.plan();
+        for (sequence, cached) in &plan.started {
+            let active = self
+                .sequences
+                .get(sequence)
+                .and_then(|(unit, _)| self.units.get_mut(unit));
+            if let Some(active) = active {
+                active.unit.started(*cached);
+            }
+        }
+        let mut finished = std::mem::take(&mut self.finished);
+        if !plan.sequences.is_empty() {
+            let work = self.run(&plan).inspect_err(|_| self.stopped = true)?;
+            for work in work {
+                self.apply(work, &mut finished);
+            }
+        }
+        Ok(finished)
+    }
+
+    /// Hands a new unit's first sequence to the scheduler.
+    fn start(&mut self, unit: Unit, first: Vec<Continuation>, max_tokens: u32) {
+        let key = self.new_key();
+        let mut sequences = Vec::new();
+        for Continuation { node, tokens } in first {
+            let sequence = self.new_key();
+            let all = unit.prompt().iter().copied().chain(tokens).collect();
+            self.scheduler.submit(sequence, all, max_tokens);
+            self.sequences.insert(sequence, (key, node));
+            sequences.push(sequence);
+        }
+        self.units.insert(key, Active { unit, sequences });
+    }
+
+    fn new_key(&mut self) -> u64 {
+        self.next_key += 1;
+        self.next_key
+    }
+
+    fn constraint(&mut self, params: &Arc<Params>) -> Result<Constraint, ConstraintError> {
+        match &self.compiled {
+            Some((known, constraint)) if Arc::ptr_eq(known, params) => constraint.clone(),
+            _ => {
+                let constraint = self.compiler.compile(&params.shape, &self.tokenizer);
+                self.compiled = Some((params.clone(), constraint.clone()));
+                constraint
+            }
+        }
+    }
+
+    /// Runs the model and samples. The units that got logits come back with what follows.
+    fn run(&mut self, plan: &StepPlan) -> Result<Vec<Work>, EngineError> {
+        let batch = batch(plan);
+        let mut work = self.collect(plan);
+        let stride = self.forward.vocab_size();
+        let forward = &mut self.forward;
+        let result = rayon::in_place_scope(|scope| {
+            for state in work.iter_mut().filter_map(|w| w.active.unit.grammar()) {
+                scope.spawn(move |_| state.prepare());
+            }
+            forward.forward(&batch)
+        });
+        let (logits, bad): (&[f32], Vec<usize>) = match result {
+            Ok(logits) => (logits, Vec::new()),
+            // The step is sound but for these rows. Its logits are gone, so the others compute their last token again.
+            Err(ForwardError::NotFinite(bad)) => (&[], bad),
+            Err(error) => return Err(EngineError::Forward(error)),
+        };
+        if bad.is_empty() && logits.len() != batch.logits_at.len() * stride {
+            return Err(EngineError::Logits {
+                found: logits.len(),
+                expected: batch.logits_at.len() * stride,
+            });
+        }
+        if !bad.is_empty() {
+            for w in &mut work {
+                if w.rows.iter().any(|(_, _, row)| bad.contains(row)) {
+                    let error = "the model's logits are not finite for this row".to_string();
+                    w.next.push((w.rows[0].0, Next::Finished(Err(error))));
+                } else {
+                    w.rows
+                        .iter()
+                        .for_each(|(sequence, ..)| self.scheduler.repeat_last(*sequence));
+                }
+            }
+            return Ok(work);
+        }
+        // Ids that only one of model and tokenizer knows are padding and are never sampled.
+        let vocabulary = stride.min(self.tokenizer.vocab_size());
+        let ends = Ends {
+            eos: &self.options.eos_token_ids,
+            tokenizer: &self.tokenizer,
+        };
+        work.par_iter_mut().for_each_init(Scratch::default, |scratch, w| {
+            for (sequence, node, row) in &w.rows {
+                let next = w
+                    .active
+                    .unit
+                    .observe(*node, &logits[row * stride..][..vocabulary], &ends, scratch);
+                let ended = matches!(next, Next::Finished(_));
+                w.next.push((*sequence, next));
+                if ended {
+                    break;
+                }
+            }
+        });
+        Ok(work)
+    }
+
+    /// Takes the units that get logits in this step, with the rows of their sequences.
+    fn collect(&mut self, plan: &StepPlan) -> Vec<Work> {
+        let mut work: Vec<Work> = Vec::new();
+        let mut place: HashMap<u64, usize> = HashMap::new();
+        for (row, planned) in plan.sequences.iter().filter(|p| p.samples).enumerate() {
+            let Some((key, node)) = self.sequences.get(&planned.id).copied() else {
+                continue;
+            };
+            let at = match place.get(&key) {
+                Some(at) => *at,
+                None => {
+                    let Some(active) = self.units.remove(&key) else {
+                        continue;
+                    };
+                    work.push(Work {
+                        key,
+                        active,
+                        rows: Vec::new(),
+                        next: Vec::new(),
+                    });
+                    place.insert(key, work.len() - 1);
+                    work.len() - 1
+                }
+            };
+            work[at].rows.push((planned.id, node, row));
+        }
+        work
+    }
+
+    /// Does what follows from a unit's logits: its sequences go on, part or end.
+    fn apply(&mut self, work: Work, finished: &mut Vec<Finished>) {
+        let Work {
+            key, mut active, next, ..
+        } = work;
+        for (sequence, next) in next {
+            match next {
+                Next::Finished(result) => {
+                    for sequence in active.sequences {
+                        self.end(sequence);
+                    }
+                    finished.push(Finished {
+                        id: active.unit.id(),
+                        result,
+                    });
+                    return;
+                }
+                Next::Go(continuations) => {
+                    let mut continuations = continuations.into_iter();
+                    let Some(own) = continuations.next() else {
+                        self.end(sequence);
+                        active.sequences.retain(|s| *s != sequence);
+                        continue;
+                    };
+                    for Continuation { node, tokens } in continuations {
+                        let fork = self.new_key();
+                        self.scheduler.fork(sequence, fork, &tokens);
+                        self.sequences.insert(fork, (key, node));
+                        active.sequences.push(fork);
+                    }
+                    self.scheduler.extend(sequence, &own.tokens);
+                    self.sequences.insert(sequence, (key, own.node));
+                }
+            }
+        }
+        self.units.insert(key, active);
+    }
+
+    fn end(&mut self, sequence: SequenceId) {
+        self.scheduler.remove(sequence);
+        self.sequences.remove(&sequence);
+    }
+}
+
+/// Flattens a plan into what a device takes.
+fn batch(plan: &StepPlan) -> StepBatch {
+    let mut batch = StepBatch {
+        block_copies: plan.copies.clone(),
+        ..StepBatch::default()
+    };
+    for planned in &plan.sequences {
+        let end = planned.start + planned.tokens.len();
+        batch.sequences.push(StepSequence {
+            first_token: batch.tokens.len() as u32,
+            q_len: planned.tokens.len() as u32,
+            kv_len: end as u32,
+            first_block: batch.block_tables.len() as u32,
+        });
+        batch.tokens.extend_from_slice(&planned.tokens);
+        batch.positions.extend(planned.start as u32..end as u32);
+        batch.block_tables.extend_from_slice(&planned.blocks);
+        if planned.samples {
+            batch.logits_at.push(batch.tokens.len() as u32 - 1);
+        }
+    }
+    batch
+}

@@ -1,0 +1,536 @@
+//! Which tokens of which sequences the next step computes.
+//!
+//! Plain data in, plain data out: no clock, no channel, no model; the same calls give the same plans.
+//!
+//! - Sequences run in order of age. A step is filled oldest first up to its token budget; a prompt that does not fit is cut
+//!   and goes on in the next step, mixed with the single tokens of sequences that are generating.
+//! - New requests gather while a window of earlier ones is being started; when that is empty, [`packing`] orders them, and
+//!   they are the next window. So no request waits for ever behind ones that came later.
+//! - A sequence is started when the pool can hold all tokens it has so far, with a block to spare for each running one. Its
+//!   first blocks are taken from the prefix index where they are known, those that older sequences compute *in the same step*
+//!   included. It always computes its last token itself.
+//! - Where no block is to be had, the youngest running sequence is preempted: its blocks are released (and may still be found
+//!   when it resumes), its tokens kept. A sequence that finds no younger one waits for a step. The oldest always finds its
+//!   blocks, because no sequence is accepted that could outgrow the pool alone.
+
+use std::collections::BTreeMap;
+
+use crate::engine::blocks::{BlockKey, BlockPool};
+use crate::engine::packing::{self, Waiting};
+
+/// Names a sequence for as long as the scheduler knows it.
+pub type SequenceId = u64;
+
+/// How much a step may take.
+#[derive(Debug, Clone, Copy)]
+pub struct Limits {
+    /// Most tokens computed in one step.
+    pub max_step_tokens: usize,
+    /// Most sequences that run at once.
+    pub max_sequences: usize,
+}
+
+/// Who comes first: the place in the order of starting, then the order of forks.
+type Age = (u64, u64);
+
+/// What the scheduler knows of a sequence.
+#[derive(Debug, Clone)]
+struct Slot {
+    id: SequenceId,
+    age: Age,
+    /// Prompt and completion so far.
+    tokens: Vec<u32>,
+    /// Most tokens still to come; orders the window, nothing else.
+    max_tokens: u32,
+    /// Tokens whose keys and values stand in `blocks` once the planned step has run.
+    computed: usize,
+    blocks: Vec<u32>,
+    /// Keys of its first full blocks, as far as they were needed.
+    keys: Vec<BlockKey>,
+    /// Has it been started before (and been preempted since)?
+    started: bool,
+}
+
+impl Slot {
+    fn pending(&self) -> usize {
+        self.tokens.len() - self.computed
+    }
+
+    /// The key of its full block `at`.
+    fn key(&mut self, at: usize, root: BlockKey, block_tokens: usize) -> BlockKey {
+        while self.keys.len() <= at {
+            let parent = self.keys.last().copied().unwrap_or(root);
+            let from = self.keys.len() * block_tokens;
+            self.keys.push(parent.child(&self.tokens[from..from + block_tokens]));
+        }
+        self.keys[at]
+    }
+}
+
+/// One sequence's share of a step.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Planned {
+    pub id: SequenceId,
+    /// Position of the first token computed.
+    pub start: usize,
+    /// The tokens computed.
+    pub tokens: Vec<u32>,
+    /// Holds all tokens up to the last one computed.
+    pub blocks: Vec<u32>,
+    /// Is the last of them the sequence's last token, so that the next one can be sampled?
+    pub samples: bool,
+}
+
+/// A step to run.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct StepPlan {
+    pub sequences: Vec<Planned>,
+    /// Blocks to copy before anything is computed: (from, to).
+    pub copies: Vec<(u32, u32)>,
+    /// Sequences started for the first time, and how many of their tokens were found computed.
+    pub started: Vec<(SequenceId, usize)>,
+    /// Sequences that lost their blocks.
+    pub preempted: Vec<SequenceId>,
+}
+
+/// Running and waiting sequences and the blocks they hold. See the module's description.
+#[derive(Debug, Clone)]
+pub struct Scheduler {
+    limits: Limits,
+    pool: BlockPool,
+    root: BlockKey,
+    /// Came after the window was ordered.
+    incoming: Vec<Slot>,
+    /// The window: ordered, not started or preempted.
+    waiting: BTreeMap<Age, Slot>,
+    /// Oldest first.
+    running: Vec<Slot>,
+    next_place: u64,
+    next_fork: u64,
+}
+
+impl Scheduler {
+    /// An empty scheduler. `root` is the parent key of all first blocks.
+    pub fn new(limits: Limits, pool: BlockPool, root: BlockKey) -> Scheduler {
+        assert!(
+            limits.max_step_tokens > 0 && limits.max_sequences > 0,
+            "a step must hold a token and a sequence"
+        );
+        Scheduler {
+            limits,
+            pool,
+            root,
+            incoming: Vec::new(),
+            waiting: BTreeMap::new(),
+            running: Vec::new(),
+            next_place: 0,
+            next_fork: 0,
+        }
+    }
+
+    /// Sequences that hold blocks.
+    pub fn running(&self) -> usize {
+        self.running.len()
+    }
+
+    /// Sequences that wait to be started or resumed.
+    pub fn waiting(&self) -> usize {
+        self.waiting.len() + self.incoming.len()
+    }
+
+    /// Can a sequence of this many tokens run alone?
+    pub fn fits_pool(&self, tokens: usize) -> bool {
+        tokens.div_ceil(self.pool.block_tokens()) <= self.pool.total()
+    }
+
+    /// Tokens the whole pool holds.
+    pub fn pool_tokens(&self) -> usize {
+        self.pool.total() * self.pool.block_tokens()
+    }
+
+    /// A new sequence of at least one token, to which at most `max_tokens` will be added; all together must fit the pool.
+    pub fn submit(&mut self, id: SequenceId, tokens: Vec<u32>, max_tokens: u32) {
+        assert!(!tokens.is_empty(), "sequence {id} has no tokens");
+        let (blocks, keys) = (Vec::new(), Vec::new());
+        self.incoming.push(Slot {
+            id,
+            age: (0, 0),
+            tokens,
+            max_tokens,
+            computed: 0,
+            blocks,
+            keys,
+            started: false,
+        });
+    }
+
+    /// Adds tokens to a running sequence: sampled or forced ones, to be computed in the next steps.
+    pub fn extend(&mut self, id: SequenceId, tokens: &[u32]) {
+        if let Some(slot) = self.running.iter_mut().find(|s| s.id == id) {
+            slot.tokens.extend_from_slice(tokens);
+        }
+    }
+
+    /// Has the last computed token of a running sequence computed once more, because its logits were lost.
+    pub fn repeat_last(&mut self, id: SequenceId) {
+        if let Some(slot) = self.running.iter_mut().find(|s| s.id == id) {
+            slot.computed = slot.computed.saturating_sub(1);
+        }
+    }
+
+    /// A new sequence that continues a running one's tokens with `tokens`. It shares the blocks, or waits without any where
+    /// no more sequences may run.
+    pub fn fork(&mut self, parent: SequenceId, id: SequenceId, tokens: &[u32]) {
+        let Some(at) = self.running.iter().position(|s| s.id == parent) else {
+            return;
+        };
+        self.next_fork += 1;
+        let mut slot = Slot {
+            id,
+            age: (self.running[at].age.0, self.next_fork),
+            ..self.running[at].clone()
+        };
+        slot.tokens.extend_from_slice(tokens);
+        if self.running.len() < self.limits.max_sequences {
+            slot.blocks.iter().for_each(|b| self.pool.acquire(*b));
+            self.start(slot);
+        } else {
+            slot.blocks.clear();
+            slot.computed = 0;
+            self.waiting.insert(slot.age, slot);
+        }
+    }
+
+    /// Ends a sequence wherever it is.
+    pub fn remove(&mut self, id: SequenceId) {
+        if let Some(at) = self.running.iter().position(|s| s.id == id) {
+            let mut slot = self.running.remove(at);
+            release_all(&mut self.pool, &mut slot);
+            return;
+        }
+        self.waiting.retain(|_, s| s.id != id);
+        self.incoming.retain(|s| s.id != id);
+    }
+
+    /// Plans the next step and takes it as done. An empty plan: there is nothing to do.
+    pub fn plan(&mut self) -> StepPlan {
+        let mut plan = StepPlan::default();
+        let mut budget = self.limits.max_step_tokens;
+        let mut at = 0;
+        while at < self.running.len() && budget > 0 {
+            if self.running[at].pending() == 0 {
+                at += 1;
+                continue;
+            }
+            let planned = loop {
+                let planned = self.grant(at, budget, &mut plan.copies);
+                if planned.is_some() || self.running.len() <= at + 1 {
+                    break planned;
+                }
+                self.preempt_youngest(&mut plan);
+            };
+            if let Some(planned) = planned {
+                budget -= planned.tokens.len();
+                plan.sequences.push(planned);
+            }
+            at += 1;
+        }
+        if plan.preempted.is_empty() {
+            self.start_waiting(&mut plan, budget);
+        }
+        self.pool.end_plan();
+        plan
+    }
+
+    /// Starts sequences of the window, in its order, while there is room.
+    fn start_waiting(&mut self, plan: &mut StepPlan, mut budget: usize) {
+        while budget > 0 && self.running.len() < self.limits.max_sequences {
+            if self.waiting.is_empty() {
+                self.order_incoming();
+            }
+            let Some((_, mut slot)) = self.waiting.pop_first() else {
+                return;
+            };
+            if !self.take_prefix(&mut slot) {
+                self.waiting.insert(slot.age, slot);
+                return;
+            }
+            if !std::mem::replace(&mut slot.started, true) {
+                plan.started.push((slot.id, slot.computed));
+            }
+            let at = self.start(slot);
+            if let Some(planned) = self.grant(at, budget, &mut plan.copies) {
+                budget -= planned.tokens.len();
+                plan.sequences.push(planned);
+            }
+        }
+    }
+
+    /// Makes the requests that have come in the next window.
+    fn order_incoming(&mut self) {
+        let window: Vec<Waiting> = self
+            .incoming
+            .iter()
+            .map(|s| Waiting {
+                prompt: &s.tokens,
+                max_tokens: s.max_tokens,
+            })
+            .collect();
+        let order = packing::order(&window, self.pool.block_tokens());
+        let mut slots: Vec<Option<Slot>> = std::mem::take(&mut self.incoming).into_iter().map(Some).collect();
+        for i in order {
+            if let Some(mut slot) = slots[i].take() {
+                slot.age = (self.next_place, 0);
+                self.next_place += 1;
+                self.waiting.insert(slot.age, slot);
+            }
+        }
+    }
+
+    /// Takes up the known blocks that a sequence begins with. `false`: the pool has no room to start it; nothing changed.
+    fn take_prefix(&mut self, slot: &mut Slot) -> bool {
+        let block_tokens = self.pool.block_tokens();
+        for at in 0..(slot.tokens.len() - 1) / block_tokens {
+            let key = slot.key(at, self.root, block_tokens);
+            let Some(block) = self.pool.lookup(key, &slot.tokens[at * block_tokens..][..block_tokens]) else {
+                break;
+            };
+            self.pool.acquire(block);
+            slot.blocks.push(block);
+        }
+        let missing = slot.tokens.len().div_ceil(block_tokens) - slot.blocks.len();
+        if self.pool.available() < missing + self.running.len() {
+            release_all(&mut self.pool, slot);
+            return false;
+        }
+        slot.computed = slot.blocks.len() * block_tokens;
+        true
+    }
+
+    /// Puts a sequence among the running ones, by age.
+    fn start(&mut self, slot: Slot) -> usize {
+        let at = self.running.partition_point(|s| s.age < slot.age);
+        self.running.insert(at, slot);
+        at
+    }
+
+    /// Gives a running sequence as many of its pending tokens as budget and blocks allow. `None`: not a single one.
+    fn grant(&mut self, at: usize, budget: usize, copies: &mut Vec<(u32, u32)>) -> Option<Planned> {
+        let block_tokens = self.pool.block_tokens();
+        let slot = &mut self.running[at];
+        let wanted = slot.computed + slot.pending().min(budget);
+        // Blocks that are written to and held by others as well become the sequence's own first.
+        for i in slot.computed / block_tokens..slot.blocks.len().min(wanted.div_ceil(block_tokens)) {
+            if self.pool.is_shared(slot.blocks[i]) {
+                let copy = self.pool.copy_on_write(slot.blocks[i])?;
+                copies.push((slot.blocks[i], copy));
+                slot.blocks[i] = copy;
+            }
+        }
+        while slot.blocks.len() * block_tokens < wanted {
+            let Some(block) = self.pool.allocate() else { break };
+            slot.blocks.push(block);
+        }
+        let end = wanted.min(slot.blocks.len() * block_tokens);
+        if end == slot.computed {
+            return None;
+        }
+        let start = std::mem::replace(&mut slot.computed, end);
+        for i in start / block_tokens..end / block_tokens {
+            let key = slot.key(i, self.root, block_tokens);
+            self.pool
+                .register(slot.blocks[i], key, &slot.tokens[i * block_tokens..][..block_tokens]);
+        }
+        Some(Planned {
+            id: slot.id,
+            start,
+            tokens: slot.tokens[start..end].to_vec(),
+            blocks: slot.blocks[..end.div_ceil(block_tokens)].to_vec(),
+            samples: end == slot.tokens.len(),
+        })
+    }
+
+    fn preempt_youngest(&mut self, plan: &mut StepPlan) {
+        if let Some(mut slot) = self.running.pop() {
+            release_all(&mut self.pool, &mut slot);
+            plan.preempted.push(slot.id);
+            self.waiting.insert(slot.age, slot);
+        }
+    }
+}
+
+/// Lets go of all blocks of a sequence, the last one first.
+fn release_all(pool: &mut BlockPool, slot: &mut Slot) {
+    slot.blocks.drain(..).rev().for_each(|b| pool.release(b));
+    slot.computed = 0;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn scheduler(blocks: u32, max_step_tokens: usize, max_sequences: usize) -> Scheduler {
+        let limits = Limits {
+            max_step_tokens,
+            max_sequences,
+        };
+        Scheduler::new(limits, BlockPool::new(blocks, 4), BlockKey::root("test"))
+    }
+
+    fn shares(plan: &StepPlan) -> Vec<(SequenceId, usize, usize, bool)> {
+        plan.sequences
+            .iter()
+            .map(|p| (p.id, p.start, p.tokens.len(), p.samples))
+            .collect()
+    }
+
+    #[test]
+    fn a_prefix_computed_in_the_same_step_is_shared() {
+        let mut s = scheduler(32, 64, 8);
+        let prompt = |last: u32| (0..9).chain([last]).collect::<Vec<u32>>();
+        (0..3).for_each(|i| s.submit(i, prompt(100 + i as u32), 4));
+        let plan = s.plan();
+        assert_eq!(shares(&plan), [(0, 0, 10, true), (1, 8, 2, true), (2, 8, 2, true)]);
+        assert_eq!(plan.started, [(0, 0), (1, 8), (2, 8)]);
+        assert_eq!(plan.sequences[0].blocks[..2], plan.sequences[1].blocks[..2]);
+    }
+
+    #[test]
+    fn the_last_token_is_always_computed() {
+        let mut s = scheduler(32, 64, 8);
+        (0..2).for_each(|i| s.submit(i, (0..8).collect(), 4));
+        assert_eq!(shares(&s.plan()), [(0, 0, 8, true), (1, 4, 4, true)]);
+    }
+
+    #[test]
+    fn long_prompts_are_cut_and_mixed_with_decoding() {
+        let mut s = scheduler(32, 6, 8);
+        s.submit(0, vec![1, 2], 20);
+        assert_eq!(shares(&s.plan()), [(0, 0, 2, true)]);
+        s.extend(0, &[3]);
+        s.submit(1, (50..60).collect(), 1);
+        assert_eq!(shares(&s.plan()), [(0, 2, 1, true), (1, 0, 5, false)]);
+        s.extend(0, &[4, 5]);
+        assert_eq!(shares(&s.plan()), [(0, 3, 2, true), (1, 5, 4, false)]);
+        assert_eq!(shares(&s.plan()), [(1, 9, 1, true)]);
+    }
+
+    #[test]
+    fn the_youngest_makes_room_and_comes_back() {
+        let mut s = scheduler(4, 64, 8);
+        s.submit(0, (0..7).collect(), 9);
+        assert_eq!(s.plan().sequences.len(), 1);
+        s.submit(1, vec![90, 91, 92], 9);
+        assert_eq!(shares(&s.plan()), [(1, 0, 3, true)]);
+        s.extend(1, &[93, 94]);
+        assert_eq!(
+            shares(&s.plan()),
+            [(1, 3, 2, true)],
+            "the last block goes to sequence 1"
+        );
+        s.extend(0, &[7, 8]);
+        assert_eq!(
+            shares(&s.plan()),
+            [(0, 7, 1, false)],
+            "what fits goes on without preemption"
+        );
+        let plan = s.plan();
+        assert_eq!(plan.preempted, [1]);
+        assert_eq!(shares(&plan), [(0, 8, 1, true)]);
+        s.remove(0);
+        assert_eq!(shares(&s.plan()), [(1, 4, 1, true)], "its first block was still there");
+    }
+
+    #[test]
+    fn forks_share_and_copy_on_write() {
+        let mut s = scheduler(8, 64, 8);
+        s.submit(0, (0..6).collect(), 4);
+        s.plan();
+        s.fork(0, 1, &[70]);
+        s.extend(0, &[60]);
+        let plan = s.plan();
+        assert_eq!(shares(&plan), [(0, 6, 1, true), (1, 6, 1, true)]);
+        assert_eq!(plan.copies.len(), 1, "the last holder keeps the block");
+        assert_eq!(plan.sequences[0].blocks[0], plan.sequences[1].blocks[0]);
+        assert_ne!(plan.sequences[0].blocks[1], plan.sequences[1].blocks[1]);
+        s.remove(0);
+        s.remove(1);
+        s.pool.check(std::iter::empty());
+        assert_eq!(s.pool.available(), 8);
+    }
+
+    /// A sequence to simulate: a shared head, its own tail, tokens to generate, tokens that come at once, the step it arrives.
+    type Case = (usize, usize, usize, usize, usize);
+
+    /// Runs all sequences to their end and returns the plans.
+    fn simulate(cases: &[Case], blocks: u32, budget: usize, max_sequences: usize) -> Vec<StepPlan> {
+        let mut s = scheduler(blocks, budget, max_sequences);
+        let mut left: BTreeMap<SequenceId, usize> = BTreeMap::new();
+        let mut plans = Vec::new();
+        for step in 0.. {
+            assert!(step < 20_000, "it does not come to an end");
+            for (i, (head, tail, generate, _, arrives)) in cases.iter().enumerate() {
+                if *arrives == step {
+                    let id = i as SequenceId;
+                    let own = 1000 * (id as u32 + 1);
+                    s.submit(
+                        id,
+                        (0..*head as u32).chain(own..own + *tail as u32).collect(),
+                        *generate as u32,
+                    );
+                    left.insert(id, *generate);
+                }
+            }
+            let oldest = s.running.first().map(|o| (o.id, o.computed));
+            let plan = s.plan();
+            s.pool.check(s.running.iter().map(|r| &r.blocks[..]));
+            assert!(s.running.is_sorted_by_key(|r| r.age));
+            assert!(s.running.len() <= max_sequences);
+            if let Some((id, computed)) = oldest {
+                let share = plan.sequences.iter().find(|p| p.id == id);
+                assert!(share.is_some_and(|p| p.start == computed), "the oldest stands still");
+            }
+            assert!(plan.sequences.iter().map(|p| p.tokens.len()).sum::<usize>() <= budget);
+            assert!(
+                !plan.sequences.is_empty() || left.is_empty(),
+                "nothing is planned while there is work"
+            );
+            for planned in plan.sequences.iter().filter(|p| p.samples) {
+                let rest = left.get_mut(&planned.id).expect("a sequence that has ended is planned");
+                *rest = rest.saturating_sub(cases[planned.id as usize].3);
+                if *rest == 0 {
+                    left.remove(&planned.id);
+                    s.remove(planned.id);
+                } else {
+                    s.extend(
+                        planned.id,
+                        &vec![planned.id as u32; cases[planned.id as usize].3.min(*rest)],
+                    );
+                }
+            }
+            plans.push(plan);
+            if left.is_empty() && cases.iter().all(|c| c.4 <= step) {
+                break;
+            }
+        }
+        s.pool.check(std::iter::empty());
+        assert_eq!(s.pool.available(), blocks as usize, "a block leaked");
+        assert_eq!((s.running(), s.waiting()), (0, 0));
+        plans
+    }
+
+    proptest! {
+        #[test]
+        fn everything_ends_within_budget_without_a_leak(
+            cases in prop::collection::vec((0usize..12, 1usize..14, 1usize..12, 1usize..4, 0usize..6), 1..14),
+            // The largest sequence has 12 + 13 + 11 tokens and needs nine blocks of four.
+            blocks in 10u32..24,
+            budget in 1usize..40,
+            max_sequences in 1usize..8,
+        ) {
+            let plans = simulate(&cases, blocks, budget, max_sequences);
+            prop_assert_eq!(plans, simulate(&cases, blocks, budget, max_sequences), "same input, same plan");
+        }
+    }
+}

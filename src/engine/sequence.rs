@@ -1,0 +1,316 @@
+//! One completion in the making: what it holds so far, and what a row of logits makes of it.
+//!
+//! A completion ends
+//!
+//! - at an end-of-sequence id (unless `ignore_eos`) or a stop token: that token is not part of it;
+//! - at a stop text, wherever in its bytes, across tokens: text before it is kept, token ids are those up to and including the
+//!   token that completed it;
+//! - where its shape is complete and nothing can follow, whether or not the model would end there. Under a shape an
+//!   end-of-sequence id, which only a complete text allows, always ends it;
+//! - at `max_tokens`, or where the model's context is full.
+
+use std::sync::Arc;
+
+use crate::engine::choice::{ChoiceState, Node};
+use crate::engine::constraint::{Constraint, GrammarState};
+use crate::engine::params::Params;
+use crate::engine::philox::StreamKey;
+use crate::engine::request::{Completion, FinishReason, Request, UnitId};
+use crate::engine::sampling::{self, Allowed, Draw, Scratch};
+use crate::model::tokenizer::Tokenizer;
+
+/// One completion in the making.
+pub struct Unit {
+    id: UnitId,
+    prompt: Arc<[u32]>,
+    params: Arc<Params>,
+    key: StreamKey,
+    /// Most tokens it may get: `max_tokens`, or less where the context ends before.
+    max_tokens: usize,
+    completion: Vec<u32>,
+    logprobs: Vec<f32>,
+    /// What `completion` spells.
+    bytes: Vec<u8>,
+    /// Prompt tokens found computed when it was first started.
+    cached_tokens: Option<u32>,
+    state: State,
+}
+
+enum State {
+    Free,
+    Grammar(Box<GrammarState>),
+    Choice(ChoiceState),
+}
+
+/// Where a sequence goes on.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Continuation {
+    /// The node of a choice that its logits will be for; 0 for other shapes.
+    pub node: Node,
+    /// Tokens that come after those it has.
+    pub tokens: Vec<u32>,
+}
+
+/// What follows from a row of logits.
+pub enum Next {
+    /// The sequence goes on as the first of these; each further one is a fork of it. None: it ends, others of the unit go on.
+    Go(Vec<Continuation>),
+    /// The unit has ended; all its sequences end.
+    Finished(Result<Completion, String>),
+}
+
+impl Unit {
+    /// A completion with nothing in it yet, and how its first sequence continues the prompt.
+    ///
+    /// `max_tokens` is what the context leaves of the asked-for number. `Finished`: there is nothing to ask the model.
+    pub fn new(request: Request, constraint: Constraint, max_tokens: usize, tokenizer: &Tokenizer) -> (Unit, Next) {
+        let mut first = Continuation {
+            node: 0,
+            tokens: Vec::new(),
+        };
+        let mut nothing_to_choose = false;
+        let state = match constraint {
+            Constraint::Free => State::Free,
+            Constraint::Grammar(grammar) => State::Grammar(Box::new(GrammarState::new(grammar))),
+            Constraint::Choice { choices, probabilities } => {
+                let walk = choices.walk(0);
+                nothing_to_choose = walk.ended.is_some();
+                first = Continuation {
+                    node: walk.node,
+                    tokens: walk.forced,
+                };
+                State::Choice(ChoiceState::new(choices, probabilities))
+            }
+        };
+        let mut unit = Unit {
+            id: request.id,
+            key: StreamKey::of(request.params.seed, request.id),
+            prompt: request.prompt,
+            params: request.params,
+            max_tokens,
+            completion: Vec::new(),
+            logprobs: Vec::new(),
+            bytes: Vec::new(),
+            cached_tokens: None,
+            state,
+        };
+        let next = match nothing_to_choose {
+            true => unit.finish(FinishReason::Stop, tokenizer),
+            false => Next::Go(vec![first]),
+        };
+        (unit, next)
+    }
+
+    pub fn id(&self) -> UnitId {
+        self.id
+    }
+
+    pub fn prompt(&self) -> &[u32] {
+        &self.prompt
+    }
+
+    /// Its first sequence was started with this many tokens found computed.
+    pub fn started(&mut self, cached: usize) {
+        self.cached_tokens.get_or_insert(cached.min(self.prompt.len()) as u32);
+    }
+
+    /// Its state in a grammar, whose mask may be prepared while the model runs.
+    pub fn grammar(&mut self) -> Option<&mut GrammarState> {
+        match &mut self.state {
+            State::Grammar(state) => Some(state),
+            State::Free | State::Choice(_) => None,
+        }
+    }
+
+    /// Takes the logits (`[vocabulary]`) after its sequence at `node`.
+    pub fn observe(&mut self, node: Node, logits: &[f32], ends: &Ends, scratch: &mut Scratch) -> Next {
+        let position = self.prompt.len() + self.completion.len();
+        let draw = Draw {
+            params: &self.params,
+            allowed: Allowed::All,
+            prompt: &self.prompt,
+            completion: &self.completion,
+            key: self.key,
+            position: position as u32,
+        };
+        let sampled = match &mut self.state {
+            State::Choice(_) => return self.observe_choice(node, logits, ends, scratch),
+            State::Free => sampling::sample(logits, draw, scratch).map_err(|e| e.to_string()),
+            State::Grammar(state) => state.mask().and_then(|mask| {
+                sampling::sample(
+                    logits,
+                    Draw {
+                        allowed: Allowed::Mask(mask),
+                        ..draw
+                    },
+                    scratch,
+                )
+                .map_err(|e| e.to_string())
+            }),
+        };
+        match sampled {
+            Ok(token) => self.take(token, logits, ends),
+            Err(why) => Next::Finished(Err(why)),
+        }
+    }
+
+    /// Adds a sampled token and sees whether it ends the completion.
+    fn take(&mut self, token: u32, logits: &[f32], ends: &Ends) -> Next {
+        let shaped = matches!(self.state, State::Grammar(_));
+        let at_eos = ends.eos.contains(&token) && (shaped || !self.params.ignore_eos);
+        if at_eos || self.params.stop_token_ids.contains(&token) {
+            return self.finish(FinishReason::Stop, ends.tokenizer);
+        }
+        self.completion.push(token);
+        if self.params.logprobs {
+            self.logprobs.push(sampling::log_probability(logits, token));
+        }
+        let known = self.bytes.len();
+        self.bytes.extend_from_slice(ends.tokenizer.token_bytes(token));
+        let shape_ended = match &mut self.state {
+            State::Grammar(state) => match state.take(token) {
+                Ok(ended) => ended,
+                Err(why) => return Next::Finished(Err(format!("the shape's matcher failed: {why}"))),
+            },
+            State::Free | State::Choice(_) => false,
+        };
+        if let Some(at) = find_stop(&self.bytes, known, &self.params.stop) {
+            self.bytes.truncate(at);
+            return self.finish_at(FinishReason::Stop, true);
+        }
+        if shape_ended {
+            return self.finish(FinishReason::Stop, ends.tokenizer);
+        }
+        if self.completion.len() >= self.max_tokens {
+            return self.finish(FinishReason::Length, ends.tokenizer);
+        }
+        Next::Go(vec![Continuation {
+            node: 0,
+            tokens: vec![token],
+        }])
+    }
+
+    fn observe_choice(&mut self, node: Node, logits: &[f32], ends: &Ends, scratch: &mut Scratch) -> Next {
+        let State::Choice(state) = &mut self.state else {
+            return Next::Finished(Err("a choice was asked for of another shape".into()));
+        };
+        let draw = Draw {
+            params: &self.params,
+            allowed: Allowed::All,
+            prompt: &self.prompt,
+            completion: &[],
+            key: self.key,
+            position: (self.prompt.len() + state.choices().depth(node)) as u32,
+        };
+        match state.observe(node, logits, draw, scratch) {
+            Err(why) => Next::Finished(Err(why.to_string())),
+            Ok(_) if state.is_decided() => self.finish(FinishReason::Stop, ends.tokenizer),
+            Ok(next) => Next::Go(
+                next.into_iter()
+                    .map(|(node, tokens)| Continuation { node, tokens })
+                    .collect(),
+            ),
+        }
+    }
+
+    fn finish(&mut self, reason: FinishReason, tokenizer: &Tokenizer) -> Next {
+        if let State::Choice(state) = &self.state {
+            let chosen = state.chosen(self.params.temperature == 0.0);
+            let cut = chosen.tokens.len() > self.max_tokens;
+            let mut completion = self.completion(if cut { FinishReason::Length } else { reason }, !cut);
+            completion.token_ids = chosen.tokens;
+            completion.token_ids.truncate(self.max_tokens);
+            completion.text = if cut {
+                tokenizer.decode(&completion.token_ids)
+            } else {
+                chosen.text
+            };
+            completion.choice_probabilities = chosen.probabilities;
+            if let Some(logprobs) = &mut completion.logprobs {
+                *logprobs = chosen.logprobs;
+                logprobs.truncate(self.max_tokens);
+            }
+            return Next::Finished(Ok(completion));
+        }
+        self.finish_at(reason, false)
+    }
+
+    /// Ends with the text that `bytes` spells. `cut`: bytes are missing from what the shape has seen.
+    fn finish_at(&mut self, reason: FinishReason, cut: bool) -> Next {
+        let text = String::from_utf8_lossy(&self.bytes).into_owned();
+        let fits = match &mut self.state {
+            State::Grammar(state) if cut => state.grammar().accepts(&text),
+            State::Grammar(state) => state.is_complete(),
+            State::Free | State::Choice(_) => true,
+        };
+        let mut completion = self.completion(reason, fits);
+        completion.text = text;
+        completion.token_ids = std::mem::take(&mut self.completion);
+        if let Some(logprobs) = &mut completion.logprobs {
+            *logprobs = std::mem::take(&mut self.logprobs);
+        }
+        Next::Finished(Ok(completion))
+    }
+
+    /// A completion without text and tokens.
+    fn completion(&self, finish_reason: FinishReason, fits_shape: bool) -> Completion {
+        Completion {
+            id: self.id,
+            token_ids: Vec::new(),
+            text: String::new(),
+            finish_reason,
+            fits_shape,
+            logprobs: self.params.logprobs.then(Vec::new),
+            choice_probabilities: None,
+            prompt_tokens: self.prompt.len() as u32,
+            cached_tokens: self.cached_tokens.unwrap_or(0),
+        }
+    }
+}
+
+/// What ends completions besides their parameters.
+pub struct Ends<'a> {
+    /// The model's end-of-sequence ids.
+    pub eos: &'a [u32],
+    pub tokenizer: &'a Tokenizer,
+}
+
+/// Where the first stop text begins that ends after `known` bytes, which held none.
+fn find_stop(bytes: &[u8], known: usize, stops: &[String]) -> Option<usize> {
+    let starts = stops.iter().filter(|s| !s.is_empty()).filter_map(|stop| {
+        let from = known.saturating_sub(stop.len() - 1);
+        bytes[from..]
+            .windows(stop.len())
+            .position(|window| window == stop.as_bytes())
+            .map(|at| from + at)
+    });
+    starts.min()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// Bytes come in pieces; the stop is found with the piece that completes it, where searching all would find it.
+        #[test]
+        fn stops_are_found_across_pieces(
+            pieces in prop::collection::vec(prop::collection::vec(97u8..100, 0..4), 1..12),
+            stops in prop::collection::vec("[a-c]{0,5}", 0..4),
+        ) {
+            let mut bytes = Vec::new();
+            for piece in pieces {
+                let known = bytes.len();
+                bytes.extend(piece);
+                let whole = stops.iter().filter(|s| !s.is_empty())
+                    .filter_map(|s| bytes.windows(s.len()).position(|w| w == s.as_bytes())).min();
+                let found = find_stop(&bytes, known, &stops);
+                prop_assert_eq!(found, whole);
+                if found.is_some() {
+                    break;
+                }
+            }
+        }
+    }
+}

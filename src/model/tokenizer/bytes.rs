@@ -1,0 +1,162 @@
+//! The bytes of every token, computed once into one arena.
+//!
+//! A token's bytes are what it adds to a text when it is not the first one. They follow from the file's decoder:
+//! byte-level vocabularies write each byte as one printable character (GPT-2's table), SentencePiece ones write a
+//! space as `▁` and a byte that has no token as `<0x0A>`.
+
+use tokenizers::{DecoderWrapper, Tokenizer as Inner};
+
+use super::Added;
+
+/// Bytes by token id.
+pub(super) struct TokenBytes {
+    arena: Vec<u8>,
+    /// `ends[id]` is where id's bytes end; they begin where those of the id before end.
+    ends: Vec<usize>,
+}
+
+/// One thing that a decoder does to each token.
+enum Rule {
+    ByteLevel,
+    ByteFallback,
+    Replace(String, String),
+    /// Without this mark in front, a token starts a word, and a space goes before it.
+    WordPrefix(String),
+}
+
+impl TokenBytes {
+    /// Tabulates all tokens of `tokenizer`; `id_max` bounds the table.
+    pub(super) fn new(tokenizer: &Inner, added: &[Added], id_max: u32) -> Result<TokenBytes, String> {
+        let vocab = tokenizer.get_vocab(true);
+        let last = vocab.values().copied().chain(added.iter().map(|token| token.id)).max();
+        let Some(last) = last else {
+            return Err("its vocabulary is empty".into());
+        };
+        if last > id_max {
+            return Err(format!(
+                "it has token id {last}, and ids above {id_max} are not supported"
+            ));
+        }
+        let mut texts: Vec<Option<(&str, bool)>> = vec![None; last as usize + 1];
+        for (text, &id) in &vocab {
+            texts[id as usize] = Some((text, false));
+        }
+        for token in added {
+            // Added tokens stand for their text as it is; control tokens for nothing.
+            texts[token.id as usize] = (!token.special).then_some((token.content.as_str(), true));
+        }
+        let rules = rules(tokenizer)?;
+        let table = byte_of_char_table();
+        let mut out = TokenBytes {
+            arena: Vec::with_capacity(vocab.len() * 8),
+            ends: Vec::with_capacity(texts.len()),
+        };
+        for text in texts {
+            match text {
+                Some((text, true)) => out.arena.extend_from_slice(text.as_bytes()),
+                Some((text, false)) => apply(&rules, text, &table, &mut out.arena),
+                None => {}
+            }
+            out.ends.push(out.arena.len());
+        }
+        Ok(out)
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.ends.len()
+    }
+
+    pub(super) fn get(&self, id: u32) -> &[u8] {
+        let id = id as usize;
+        let Some(&end) = self.ends.get(id) else { return &[] };
+        let start = if id == 0 { 0 } else { self.ends[id - 1] };
+        &self.arena[start..end]
+    }
+}
+
+/// The file's decoder as rules for single tokens.
+fn rules(tokenizer: &Inner) -> Result<Vec<Rule>, String> {
+    let mut rules = Vec::new();
+    match tokenizer.get_decoder() {
+        Some(decoder) => collect(decoder, &mut rules)?,
+        // Without a decoder, tokens are words, joined by spaces.
+        None => rules.push(Rule::WordPrefix("\u{0}".into())),
+    }
+    Ok(rules)
+}
+
+fn collect(decoder: &DecoderWrapper, rules: &mut Vec<Rule>) -> Result<(), String> {
+    match decoder {
+        DecoderWrapper::ByteLevel(_) => rules.push(Rule::ByteLevel),
+        DecoderWrapper::ByteFallback(_) => rules.push(Rule::ByteFallback),
+        DecoderWrapper::Metaspace(meta) => rules.push(Rule::Replace(meta.get_replacement().to_string(), " ".into())),
+        DecoderWrapper::BPE(bpe) => rules.push(Rule::Replace(bpe.suffix.clone(), " ".into())),
+        DecoderWrapper::WordPiece(words) => rules.push(Rule::WordPrefix(words.prefix.clone())),
+        DecoderWrapper::Sequence(sequence) => {
+            for part in sequence.get_decoders() {
+                collect(part, rules)?;
+            }
+        }
+        DecoderWrapper::Replace(_) => {
+            let value = serde_json::to_value(decoder).map_err(|e| e.to_string())?;
+            match (value["pattern"]["String"].as_str(), value["content"].as_str()) {
+                (Some(pattern), Some(content)) => rules.push(Rule::Replace(pattern.into(), content.into())),
+                _ => return Err("its decoder replaces by a regular expression, which is not supported".into()),
+            }
+        }
+        // Both work on whole texts: joining, and taking off what stands at their ends.
+        DecoderWrapper::Fuse(_) | DecoderWrapper::Strip(_) => {}
+        DecoderWrapper::CTC(_) => return Err("its decoder is for speech (`CTC`), which is not supported".into()),
+    }
+    Ok(())
+}
+
+fn apply(rules: &[Rule], token: &str, table: &[Option<u8>], out: &mut Vec<u8>) {
+    let mut text = token.to_string();
+    for rule in rules {
+        match rule {
+            Rule::ByteLevel => {
+                let bytes: Option<Vec<u8>> = text.chars().map(|c| table.get(c as usize).copied().flatten()).collect();
+                return out.extend_from_slice(bytes.as_deref().unwrap_or(text.as_bytes()));
+            }
+            Rule::ByteFallback => {
+                let hex = text.strip_prefix("<0x").and_then(|rest| rest.strip_suffix('>'));
+                let byte = hex
+                    .filter(|hex| hex.len() == 2)
+                    .and_then(|hex| u8::from_str_radix(hex, 16).ok());
+                if let Some(byte) = byte {
+                    return out.push(byte);
+                }
+            }
+            Rule::Replace(pattern, with) if !pattern.is_empty() => text = text.replace(pattern, with),
+            Rule::Replace(..) => {}
+            Rule::WordPrefix(prefix) => {
+                text = match text.strip_prefix(prefix.as_str()) {
+                    Some(rest) => rest.to_string(),
+                    None => format!(" {text}"),
+                }
+            }
+        }
+    }
+    out.extend_from_slice(text.as_bytes());
+}
+
+/// The printable character that stands for `byte` in byte-level vocabularies: itself where it is printable in
+/// Latin-1, else the next one from U+0100 on.
+pub(super) fn byte_char(byte: u8) -> char {
+    let printable = |byte: u8| matches!(byte, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
+    if printable(byte) {
+        return byte as char;
+    }
+    let before = (0..byte).filter(|&b| !printable(b)).count() as u32;
+    char::from_u32(0x100 + before).unwrap_or('\u{FFFD}')
+}
+
+/// The inverse of [`byte_char`], by character code.
+fn byte_of_char_table() -> Vec<Option<u8>> {
+    let mut table = vec![None; 0x100 + 256];
+    for byte in 0..=255u8 {
+        table[byte_char(byte) as usize] = Some(byte);
+    }
+    table
+}

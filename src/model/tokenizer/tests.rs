@@ -1,0 +1,221 @@
+//! Tests of the tokenizer over small vocabularies of each kind.
+
+use proptest::prelude::*;
+use serde_json::{Value, json};
+
+use super::*;
+
+fn small() -> Tokenizer {
+    Tokenizer::from_words(&["hello", " world", "\n\n"], &["<|im_start|>", "<|im_end|>"]).unwrap()
+}
+
+/// A vocabulary in SentencePiece's style: `▁`, byte fallback, `<s>` in front of every text.
+fn sentencepiece(scheme: Option<&str>) -> Tokenizer {
+    let mut tokens: Vec<String> = ["<unk>", "<s>", "</s>"].map(String::from).to_vec();
+    tokens.extend((0..=255).map(|b| format!("<0x{b:02X}>")));
+    tokens.extend(["▁", "a", "b", "c", "/", "s", "<", ">", "▁a", "ab"].map(String::from));
+    let vocab: serde_json::Map<String, Value> = tokens.iter().cloned().zip((0..).map(Value::from)).collect();
+    let special = |id: u32| {
+        json!({"id": id, "content": tokens[id as usize], "single_word": false, "lstrip": false, "rstrip": false,
+               "normalized": false, "special": true})
+    };
+    let replace = json!({"type": "Replace", "pattern": {"String": " "}, "content": "▁"});
+    let (normalizer, pre) = match scheme {
+        Some(scheme) => (
+            Value::Null,
+            json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": false}),
+        ),
+        None => (
+            json!({"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, replace]}),
+            Value::Null,
+        ),
+    };
+    let file = json!({
+        "version": "1.0", "added_tokens": [special(0), special(1), special(2)],
+        "normalizer": normalizer, "pre_tokenizer": pre,
+        "post_processor": {"type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}},
+        "decoder": {"type": "Sequence", "decoders": [
+            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"},
+            {"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]},
+        "model": {"type": "BPE", "unk_token": "<unk>", "fuse_unk": true, "byte_fallback": true,
+            "vocab": vocab, "merges": [["▁", "a"], ["a", "b"]]},
+    });
+    let config = json!({"bos_token": "<s>", "eos_token": {"content": "</s>"}, "unk_token": "<unk>"});
+    Tokenizer::from_json(&file.to_string(), Some(&config.to_string())).unwrap()
+}
+
+fn texts<'a>(tokenizer: &'a Tokenizer, ids: &[u32]) -> Vec<&'a str> {
+    ids.iter()
+        .map(|&id| std::str::from_utf8(tokenizer.token_bytes(id)).unwrap())
+        .collect()
+}
+
+#[test]
+fn byte_level_tokens_have_their_bytes() {
+    let tokenizer = small();
+    assert_eq!(tokenizer.token_bytes(0x0A), b"\n");
+    assert_eq!(tokenizer.token_bytes(0xFF), [0xFF]);
+    let ids = tokenizer.encode("hello world", false).unwrap();
+    assert_eq!(texts(&tokenizer, &ids), ["hello", " world"]);
+    let end = tokenizer.id_of("<|im_end|>").unwrap();
+    assert_eq!(tokenizer.special_ids(), [end - 1, end]);
+    assert!(tokenizer.is_special(end) && tokenizer.token_bytes(end).is_empty());
+    assert_eq!(tokenizer.vocab_size() as u32, end + 1);
+    assert_eq!(tokenizer.eos_id(), Some(end));
+    assert_eq!(tokenizer.token_bytes(u32::MAX), b"");
+    assert_eq!(tokenizer.hash().len(), 64);
+}
+
+#[test]
+fn plain_text_recognises_no_special_token() {
+    let tokenizer = small();
+    let text = "hello<|im_end|>\n\n";
+    assert!(
+        tokenizer
+            .encode(text, false)
+            .unwrap()
+            .contains(&tokenizer.id_of("<|im_end|>").unwrap())
+    );
+    let plain = tokenizer.encode_plain(text);
+    assert!(plain.iter().all(|&id| !tokenizer.is_special(id)));
+    assert_eq!(tokenizer.decode(&plain), text);
+}
+
+#[test]
+fn sentencepiece_tokens_have_their_bytes() {
+    let tokenizer = sentencepiece(Some("first"));
+    assert_eq!(tokenizer.token_bytes(tokenizer.id_of("▁a").unwrap()), b" a");
+    assert_eq!(tokenizer.token_bytes(3), [0]);
+    let ids = tokenizer.encode_plain("é");
+    assert_eq!(ids.len(), 2);
+    assert_eq!(tokenizer.decode(&ids), "é");
+}
+
+#[test]
+fn plain_text_gets_no_space_mark_in_front() {
+    for scheme in [Some("first"), Some("always"), Some("never"), None] {
+        let tokenizer = sentencepiece(scheme);
+        assert_eq!(
+            texts(&tokenizer, &tokenizer.encode_plain("ab a")),
+            ["ab", " a"],
+            "{scheme:?}"
+        );
+        let first = tokenizer.encode_piece("ab", true).unwrap();
+        let later = tokenizer.encode_piece("ab", false).unwrap();
+        assert_eq!(first.len(), if scheme == Some("never") { 1 } else { 2 }, "{scheme:?}");
+        let marked_later = matches!(scheme, Some("always") | None);
+        assert_eq!(later.len(), if marked_later { 2 } else { 1 }, "{scheme:?}");
+    }
+}
+
+#[test]
+fn special_text_in_the_vocabulary_is_cut_up() {
+    // Whole words match in this model, special tokens' text too.
+    let words = json!({
+        "version": "1.0",
+        "added_tokens": [{"id": 1, "content": "</s>", "single_word": false, "lstrip": false, "rstrip": false,
+                          "normalized": false, "special": true}],
+        "decoder": {"type": "Fuse"},
+        "model": {"type": "Unigram", "unk_id": 0, "byte_fallback": false,
+                  "vocab": [["<unk>", 0.0], ["</s>", -1.0], ["<", -2.0], ["/", -2.0], ["s", -2.0], [">", -2.0]]},
+    });
+    let tokenizer = Tokenizer::from_json(&words.to_string(), None).unwrap();
+    assert_eq!(tokenizer.encode_plain("s</s>s"), [4, 2, 3, 4, 5, 4]);
+}
+
+#[test]
+fn begin_of_sequence_follows_file_and_config() {
+    let tokenizer = sentencepiece(Some("first"));
+    assert_eq!(tokenizer.encode("a", true).unwrap()[0], 1);
+    assert_ne!(tokenizer.encode("a", false).unwrap()[0], 1);
+    assert_eq!(tokenizer.surrounding().unwrap(), (vec![1], vec![]));
+
+    let base = small();
+    let bare = json!({"added_tokens": [], "model": {"type": "WordLevel", "vocab": {"u": 0, "a": 1, "e": 2}, "unk_token": "u"}});
+    let config = json!({"bos_token": "a", "eos_token": "e", "add_bos_token": true, "add_eos_token": true});
+    let tokenizer = Tokenizer::from_json(&bare.to_string(), Some(&config.to_string())).unwrap();
+    assert_eq!(tokenizer.encode("x", true).unwrap(), [1, 0, 2]);
+    assert_eq!(base.surrounding().unwrap(), (vec![], vec![]));
+}
+
+#[test]
+fn config_names_templates_and_tokens() {
+    let config = json!({
+        "bos_token": {"content": "<s>", "lstrip": false}, "eos_token": null, "add_bos_token": true,
+        "additional_special_tokens": ["<x>", {"content": "<y>"}],
+        "chat_template": [{"name": "default", "template": "d"}, {"name": "rag", "template": "r"}],
+    });
+    let config = TokenizerConfig::parse(&config.to_string()).unwrap();
+    assert_eq!(config.bos_token.as_deref(), Some("<s>"));
+    assert_eq!(
+        (config.eos_token, config.add_bos_token, config.add_eos_token),
+        (None, Some(true), None)
+    );
+    assert_eq!(config.more_special_tokens, ["<x>", "<y>"]);
+    assert_eq!(config.chat_templates.len(), 2);
+    assert!(TokenizerConfig::parse("{\"chat_template\": 3}").is_err());
+    assert!(TokenizerConfig::parse("[]").is_err());
+}
+
+#[test]
+fn folders_without_a_usable_tokenizer_say_so() {
+    let dir = tempfile::tempdir().unwrap();
+    let message = |dir: &Path| Tokenizer::load(dir).unwrap_err().to_string();
+    assert!(message(dir.path()).contains("holds no `tokenizer.json`"));
+    std::fs::write(dir.path().join("tokenizer.model"), b"x").unwrap();
+    let text = message(dir.path());
+    assert!(
+        text.contains("only `tokenizer.model`") && text.contains("save_pretrained"),
+        "{text}"
+    );
+    for broken in [
+        "",
+        "{",
+        "[]",
+        "{\"model\": {\"type\": \"BPE\"}}",
+        "{\"version\": \"9\"}",
+        "\u{0}",
+    ] {
+        std::fs::write(dir.path().join("tokenizer.json"), broken).unwrap();
+        let text = message(dir.path());
+        assert!(
+            text.contains("tokenizer.json` is not a usable tokenizer") && !text.contains('\n'),
+            "{text}"
+        );
+    }
+    let lying = json!({
+        "added_tokens": [{"id": 7, "content": "<x>", "single_word": false, "lstrip": false, "rstrip": false,
+                          "normalized": false, "special": true}],
+        "model": {"type": "WordLevel", "vocab": {"u": 0}, "unk_token": "u"},
+    });
+    std::fs::write(dir.path().join("tokenizer.json"), lying.to_string()).unwrap();
+    assert!(message(dir.path()).contains("says id 7, but its place is 1"));
+}
+
+#[test]
+fn a_folder_is_read_with_its_companions() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = json!({"added_tokens": [], "model": {"type": "WordLevel", "vocab": {"u": 0, "e": 1}, "unk_token": "u"}});
+    std::fs::write(dir.path().join("tokenizer.json"), file.to_string()).unwrap();
+    std::fs::write(dir.path().join("tokenizer_config.json"), "{\"chat_template\": \"old\"}").unwrap();
+    std::fs::write(dir.path().join("special_tokens_map.json"), "{\"eos_token\": \"e\"}").unwrap();
+    std::fs::write(dir.path().join("chat_template.jinja"), "new").unwrap();
+    std::fs::create_dir(dir.path().join("additional_chat_templates")).unwrap();
+    std::fs::write(dir.path().join("additional_chat_templates/tool_use.jinja"), "tools").unwrap();
+    let tokenizer = Tokenizer::load(dir.path()).unwrap();
+    assert_eq!(tokenizer.eos_id(), Some(1));
+    assert!(tokenizer.is_special(1));
+    assert_eq!(tokenizer.config().chat_template("default"), Some("new"));
+    assert_eq!(tokenizer.config().chat_template("tool_use"), Some("tools"));
+}
+
+proptest! {
+    #[test]
+    fn byte_level_text_survives(text in any::<String>()) {
+        let tokenizer = small();
+        prop_assert_eq!(tokenizer.decode(&tokenizer.encode_plain(&text)), text);
+    }
+}

@@ -1,0 +1,832 @@
+//! A row's tokens do not depend on how it was scheduled: the whole engine around a model that notices every mistake.
+//!
+//! The model stores the token ids themselves in its KV blocks and makes logits of a hash of the whole history, read back
+//! through the block table. A wrong block, a stale prefix, a missing copy, a skipped or repeated position: each changes every
+//! later token.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+
+use gristmill::device::batch::StepBatch;
+use gristmill::engine::params::{Params, Shape};
+use gristmill::engine::request::{Completion, FinishReason, Finished, Request, UnitId};
+use gristmill::engine::{Engine, EngineError, EngineOptions, Forward, ForwardError};
+use gristmill::model::tokenizer::Tokenizer;
+use proptest::prelude::*;
+use serde_json::json;
+
+const UNWRITTEN: u32 = u32::MAX;
+/// Prompts that begin with this token make the model return NaN.
+const POISON: u32 = 7;
+
+/// What the model saw, for tests to look at.
+#[derive(Debug, Default, Clone)]
+struct Seen {
+    steps: usize,
+    tokens: usize,
+    largest_step: usize,
+    copies: usize,
+}
+
+struct FakeModel {
+    kv: Vec<u32>,
+    block_tokens: usize,
+    vocabulary: usize,
+    context: u32,
+    logits: Vec<f32>,
+    /// How far logits spread.
+    spread: f32,
+    /// Report rows that are not finite as an error, or leave NaN in them.
+    reports_nan: bool,
+    fails_at_step: Option<usize>,
+    seen: Arc<Mutex<Seen>>,
+}
+
+impl FakeModel {
+    /// Logits after a history: a hash of all of it, then of each id.
+    fn logits_after(&self, history: &[u32]) -> Vec<f32> {
+        logits_after(history, self.vocabulary, self.spread)
+    }
+}
+
+fn mix(mut x: u64) -> u64 {
+    // The finalizer of SplitMix64.
+    x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
+}
+
+fn logits_after(history: &[u32], vocabulary: usize, spread: f32) -> Vec<f32> {
+    let hash = history.iter().fold(1u64, |hash, token| {
+        mix(hash ^ u64::from(*token).wrapping_mul(0x9e37_79b9_7f4a_7c15))
+    });
+    (0..vocabulary as u64)
+        .map(|id| (mix(hash ^ mix(id + 1)) >> 40) as f32 / (1u64 << 24) as f32 * spread)
+        .collect()
+}
+
+impl Forward for FakeModel {
+    fn forward(&mut self, batch: &StepBatch) -> Result<&[f32], ForwardError> {
+        let mut seen = self.seen.lock().unwrap();
+        seen.steps += 1;
+        seen.tokens += batch.tokens.len();
+        seen.largest_step = seen.largest_step.max(batch.tokens.len());
+        seen.copies += batch.block_copies.len();
+        if self.fails_at_step == Some(seen.steps) {
+            return Err(ForwardError::Device("the plug was pulled".into()));
+        }
+        let size = self.block_tokens;
+        let blocks = self.kv.len() / size;
+        // In reverse, because copies of one step may run in any order.
+        for (from, to) in batch.block_copies.iter().rev() {
+            let from = *from as usize * size;
+            self.kv.copy_within(from..from + size, *to as usize * size);
+        }
+        let mut written = BTreeMap::new();
+        for s in &batch.sequences {
+            assert!(s.q_len >= 1 && s.q_len <= s.kv_len && s.kv_len <= self.context);
+            let table = &batch.block_tables[s.first_block as usize..][..(s.kv_len as usize).div_ceil(size)];
+            assert!(table.iter().all(|b| (*b as usize) < blocks));
+            for i in 0..s.q_len {
+                let token = (s.first_token + i) as usize;
+                let position = s.kv_len - s.q_len + i;
+                assert_eq!(batch.positions[token], position);
+                let cell = table[position as usize / size] as usize * size + position as usize % size;
+                assert!(written.insert(cell, ()).is_none(), "two sequences write the same place");
+                self.kv[cell] = batch.tokens[token];
+            }
+        }
+        let mut wanted = Vec::new();
+        for at in &batch.logits_at {
+            let s = batch
+                .sequences
+                .iter()
+                .find(|s| (s.first_token..s.first_token + s.q_len).contains(at))
+                .unwrap();
+            let table = &batch.block_tables[s.first_block as usize..];
+            let history: Vec<u32> = (0..=batch.positions[*at as usize] as usize)
+                .map(|p| self.kv[table[p / size] as usize * size + p % size])
+                .collect();
+            assert!(!history.contains(&UNWRITTEN), "it attends to what was never written");
+            wanted.push(history);
+        }
+        let bad: Vec<usize> = (0..wanted.len()).filter(|i| wanted[*i][0] == POISON).collect();
+        if !bad.is_empty() && self.reports_nan {
+            return Err(ForwardError::NotFinite(bad));
+        }
+        self.logits = Vec::new();
+        for (i, history) in wanted.iter().enumerate() {
+            let mut row = self.logits_after(history);
+            if bad.contains(&i) {
+                row[3] = f32::NAN;
+            }
+            self.logits.extend(row);
+        }
+        Ok(&self.logits)
+    }
+    fn vocab_size(&self) -> usize {
+        self.vocabulary
+    }
+    fn context_tokens(&self) -> u32 {
+        self.context
+    }
+    fn kv_blocks(&self) -> u32 {
+        (self.kv.len() / self.block_tokens) as u32
+    }
+    fn block_tokens(&self) -> u32 {
+        self.block_tokens as u32
+    }
+}
+
+/// How to run the engine.
+#[derive(Debug, Clone)]
+struct Setup {
+    blocks: usize,
+    block_tokens: usize,
+    budget: usize,
+    max_sequences: usize,
+    context: u32,
+    spread: f32,
+    reports_nan: bool,
+    fails_at_step: Option<usize>,
+}
+
+/// Room for everything.
+const ROOMY: Setup = Setup {
+    blocks: 512,
+    block_tokens: 16,
+    budget: 4096,
+    max_sequences: 64,
+    context: 4096,
+    spread: 8.0,
+    reports_nan: false,
+    fails_at_step: None,
+};
+
+fn tokenizer() -> Arc<Tokenizer> {
+    let words = [
+        "billing", "shipping", "defect", "other", "ship", "{\"", "\":", " the", "ab", "abc",
+    ];
+    Arc::new(Tokenizer::from_words(&words, &["<pad>", "<eos>"]).unwrap())
+}
+
+fn engine(setup: &Setup) -> (Engine, Arc<Mutex<Seen>>) {
+    let tokenizer = tokenizer();
+    let seen = Arc::new(Mutex::new(Seen::default()));
+    let model = FakeModel {
+        kv: vec![UNWRITTEN; setup.blocks * setup.block_tokens],
+        block_tokens: setup.block_tokens,
+        vocabulary: tokenizer.vocab_size(),
+        context: setup.context,
+        logits: Vec::new(),
+        spread: setup.spread,
+        reports_nan: setup.reports_nan,
+        fails_at_step: setup.fails_at_step,
+        seen: seen.clone(),
+    };
+    let options = EngineOptions {
+        max_step_tokens: setup.budget,
+        max_sequences: setup.max_sequences,
+        eos_token_ids: vec![tokenizer.eos_id().unwrap()],
+        prefix_root: "fake".into(),
+    };
+    (Engine::new(Box::new(model), tokenizer, options), seen)
+}
+
+fn request(row: u64, prompt: &[u32], params: &Params) -> Request {
+    Request {
+        id: UnitId {
+            row,
+            sample: 0,
+            attempt: 0,
+        },
+        prompt: prompt.into(),
+        params: Arc::new(params.clone()),
+    }
+}
+
+/// Runs requests, each submitted at the step it names, and returns what came back, by row.
+fn run(setup: &Setup, requests: &[(usize, Request)]) -> (BTreeMap<u64, Result<Completion, String>>, Seen) {
+    let (mut engine, seen) = engine(setup);
+    let mut done = BTreeMap::new();
+    for step in 0.. {
+        assert!(step < 50_000, "it does not come to an end");
+        for (_, request) in requests.iter().filter(|(at, _)| *at == step) {
+            if let Err(refused) = engine.submit(request.clone()) {
+                done.insert(request.id.row, Err(refused.to_string()));
+            }
+        }
+        for Finished { id, result } in engine.step().unwrap() {
+            assert!(done.insert(id.row, result).is_none(), "row {} came back twice", id.row);
+        }
+        if engine.is_idle() && requests.iter().all(|(at, _)| *at <= step) {
+            break;
+        }
+    }
+    assert_eq!(done.len(), requests.len());
+    assert_eq!((engine.running(), engine.waiting()), (0, 0));
+    let seen = seen.lock().unwrap().clone();
+    assert!(seen.largest_step <= setup.budget);
+    (done, seen)
+}
+
+fn run_one(prompt: &[u32], params: &Params) -> Completion {
+    run(&ROOMY, &[(0, request(0, prompt, params))])
+        .0
+        .remove(&0)
+        .unwrap()
+        .unwrap()
+}
+
+/// What must not depend on the schedule.
+fn essence(result: &Result<Completion, String>) -> String {
+    match result {
+        Ok(c) => format!(
+            "{:?} {:?} {:?} {} {:?} {:?} {}",
+            c.token_ids, c.text, c.finish_reason, c.fits_shape, c.logprobs, c.choice_probabilities, c.prompt_tokens
+        ),
+        Err(why) => format!("error {why}"),
+    }
+}
+
+fn shapes() -> Vec<Shape> {
+    let choices = ["billing", "shipping", "ship", "defect", "deliver"]
+        .map(String::from)
+        .to_vec();
+    vec![
+        Shape::Free,
+        Shape::Free,
+        Shape::Choice {
+            choices: choices.clone(),
+            probabilities: false,
+        },
+        Shape::Choice {
+            choices,
+            probabilities: true,
+        },
+        Shape::Regex("[a-c]{3,9}(?:xy|z)".into()),
+        Shape::JsonSchema(
+            json!({"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"enum": ["x", "yy"]}},
+            "required": ["a", "b"], "additionalProperties": false}),
+        ),
+    ]
+}
+
+/// One row of the property test: shared head, own tail, kind of parameters, arrival.
+type Row = (usize, usize, usize, usize);
+
+fn to_request(i: usize, (head, tail, kind, _): Row) -> Request {
+    let own = (0..tail as u32).map(|t| 20 + (mix(i as u64 * 64 + u64::from(t)) % 60) as u32);
+    let prompt: Vec<u32> = (0..head as u32).map(|t| 100 + t % 9).chain(own).collect();
+    let shape = shapes()[kind % shapes().len()].clone();
+    let params = Params {
+        max_tokens: 3 + (kind as u32 * 7) % 17,
+        temperature: if kind % 3 == 0 { 0.0 } else { 0.9 },
+        top_p: if kind % 4 == 1 { 0.8 } else { 1.0 },
+        repetition_penalty: if kind % 5 == 2 { 1.2 } else { 1.0 },
+        logprobs: kind % 2 == 0,
+        seed: 5,
+        shape,
+        ..Params::default()
+    };
+    request(i as u64, &prompt, &params)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+    /// Alone, in a batch, chunked by tiny budgets, preempted in a tiny pool, behind a shared prefix: identical.
+    #[test]
+    fn schedules_change_nothing(
+        rows in prop::collection::vec((0usize..40, 1usize..20, 0usize..60, 0usize..8), 1..12),
+        // The longest row: 39 + 19 prompt tokens and 19 more, which is 20 blocks of four.
+        blocks in 20usize..50,
+        budget in 1usize..70,
+        max_sequences in 1usize..9,
+    ) {
+        let requests: Vec<(usize, Request)> =
+            rows.iter().enumerate().map(|(i, row)| (row.3, to_request(i, *row))).collect();
+        let setup = Setup { blocks, block_tokens: 4, budget, max_sequences, ..ROOMY };
+        let (batched, _) = run(&setup, &requests);
+        for (_, request) in &requests {
+            let (alone, _) = run(&ROOMY, &[(0, request.clone())]);
+            prop_assert_eq!(essence(&batched[&request.id.row]), essence(&alone[&request.id.row]));
+        }
+    }
+}
+
+#[test]
+fn a_tiny_pool_preempts_and_recomputes() {
+    let params = Params {
+        max_tokens: 40,
+        temperature: 0.7,
+        ignore_eos: true,
+        ..Params::default()
+    };
+    let requests: Vec<_> = (0..6).map(|i| (0, request(i, &[i as u32 + 20; 10], &params))).collect();
+    let tiny = Setup {
+        blocks: 16,
+        block_tokens: 4,
+        max_sequences: 6,
+        ..ROOMY
+    };
+    let (results, seen) = run(&tiny, &requests);
+    assert!(
+        seen.tokens > 6 * 49,
+        "{} tokens: nothing was recomputed, so nothing was preempted",
+        seen.tokens
+    );
+    for (_, request) in &requests {
+        let alone = run(&ROOMY, &[(0, request.clone())]).0;
+        assert_eq!(essence(&results[&request.id.row]), essence(&alone[&request.id.row]));
+        assert_eq!(results[&request.id.row].as_ref().unwrap().token_ids.len(), 40);
+    }
+}
+
+#[test]
+fn a_shared_prefix_is_computed_once_even_when_rows_start_together() {
+    let params = Params {
+        max_tokens: 1,
+        ..Params::default()
+    };
+    let head: Vec<u32> = (0..160).map(|t| 30 + t % 50).collect();
+    let prompt = |i: u32| head.iter().copied().chain([i + 1, i + 2]).collect::<Vec<u32>>();
+    let requests: Vec<_> = (0..20)
+        .map(|i| (0, request(i, &prompt(i as u32 + 10), &params)))
+        .collect();
+    let (results, seen) = run(&ROOMY, &requests);
+    assert_eq!((seen.steps, seen.tokens), (1, 160 + 20 * 2));
+    let cached: Vec<u32> = results.values().map(|r| r.as_ref().unwrap().cached_tokens).collect();
+    assert_eq!(
+        (cached.iter().filter(|c| **c == 160).count(), cached.iter().sum::<u32>()),
+        (19, 19 * 160)
+    );
+}
+
+#[test]
+fn labels_with_distinct_first_tokens_cost_one_pass() {
+    let choices = ["billing", "shipping", "defect", "other"].map(String::from).to_vec();
+    let params = Params {
+        shape: Shape::Choice {
+            choices: choices.clone(),
+            probabilities: false,
+        },
+        ..Params::default()
+    };
+    let requests: Vec<_> = (0..30)
+        .map(|i| (0, request(i, &[i as u32 + 20, 3, 4], &params)))
+        .collect();
+    let (results, seen) = run(&ROOMY, &requests);
+    assert_eq!((seen.steps, seen.tokens), (1, 90));
+    let tokenizer = tokenizer();
+    let mut answers = std::collections::BTreeSet::new();
+    for result in results.values() {
+        let c = result.as_ref().unwrap();
+        assert!(choices.contains(&c.text) && c.fits_shape && c.finish_reason == FinishReason::Stop);
+        assert_eq!(c.token_ids, tokenizer.encode_plain(&c.text));
+        answers.insert(c.text.clone());
+    }
+    assert_eq!(answers.len(), 4, "30 draws from four labels");
+}
+
+/// Probabilities of choices by brute force: softmax over the ways at each step of each choice.
+fn brute_force(prompt: &[u32], choices: &[&str], spread: f32) -> Vec<f64> {
+    let t = tokenizer();
+    let (vocabulary, eos) = (t.vocab_size(), t.eos_id().unwrap());
+    let paths: Vec<Vec<u32>> = choices
+        .iter()
+        .map(|c| t.encode_plain(c).into_iter().chain([eos]).collect())
+        .collect();
+    paths
+        .iter()
+        .map(|path| {
+            let mut probability = 1.0;
+            for at in 0..path.len() {
+                let mut ways: Vec<u32> = paths
+                    .iter()
+                    .filter(|p| p.len() > at && p[..at] == path[..at])
+                    .map(|p| p[at])
+                    .collect();
+                ways.sort_unstable();
+                ways.dedup();
+                let history: Vec<u32> = prompt.iter().chain(&path[..at]).copied().collect();
+                let logits = logits_after(&history, vocabulary, spread);
+                let total: f64 = ways.iter().map(|w| f64::from(logits[*w as usize]).exp()).sum();
+                probability *= f64::from(logits[path[at] as usize]).exp() / total;
+            }
+            probability
+        })
+        .collect()
+}
+
+#[test]
+fn choice_probabilities_are_those_of_brute_force() {
+    let choices = ["ship", "shipping", "ship it", "defect", "deliver", "d", "other"];
+    let shape = Shape::Choice {
+        choices: choices.map(String::from).to_vec(),
+        probabilities: true,
+    };
+    for row in 0..20u32 {
+        let prompt: Vec<u32> = (0..5 + row).map(|t| 40 + t).collect();
+        let greedy = Params {
+            temperature: 0.0,
+            shape: shape.clone(),
+            logprobs: true,
+            ..Params::default()
+        };
+        let setup = Setup {
+            spread: 4.0,
+            max_sequences: 1 + row as usize % 4,
+            block_tokens: 4,
+            ..ROOMY
+        };
+        let (results, seen) = run(&setup, &[(0, request(0, &prompt, &greedy))]);
+        let c = results[&0].as_ref().unwrap();
+        let expected = brute_force(&prompt, &choices, 4.0);
+        let found = c.choice_probabilities.as_ref().unwrap();
+        assert!((found.iter().sum::<f32>() - 1.0).abs() < 1e-5);
+        for (f, e) in found.iter().zip(&expected) {
+            assert!((f64::from(*f) - e).abs() < 1e-5, "{found:?} instead of {expected:?}");
+        }
+        let best = (0..choices.len())
+            .max_by(|a, b| expected[*a].total_cmp(&expected[*b]))
+            .unwrap();
+        assert_eq!(c.text, choices[best], "temperature 0 takes the most probable choice");
+        assert_eq!(c.logprobs.as_ref().unwrap().len(), c.token_ids.len());
+        if setup.max_sequences > 3 && prompt.len() % 4 != 0 {
+            assert!(
+                seen.copies > 0,
+                "forks share the prompt's last block until they write to it"
+            );
+        }
+    }
+}
+
+#[test]
+fn sampled_choices_follow_their_probabilities() {
+    let choices = ["ship", "shipping", "defect", "deliver"];
+    let prompt = [60, 61, 62];
+    let expected = brute_force(&prompt, &choices, 3.0);
+    let shape = |probabilities| Shape::Choice {
+        choices: choices.map(String::from).to_vec(),
+        probabilities,
+    };
+    let setup = Setup { spread: 3.0, ..ROOMY };
+    let requests = |probabilities| -> Vec<_> {
+        let params = Params {
+            temperature: 1.0,
+            shape: shape(probabilities),
+            ..Params::default()
+        };
+        (0..2000).map(|i| (0, request(i, &prompt, &params))).collect()
+    };
+    let (with, _) = run(&setup, &requests(true));
+    let (without, _) = run(&setup, &requests(false));
+    let mut counts = [0f64; 4];
+    for (row, result) in &without {
+        let text = &result.as_ref().unwrap().text;
+        assert_eq!(
+            text,
+            &with[row].as_ref().unwrap().text,
+            "asking for probabilities changes no sampled answer"
+        );
+        counts[choices.iter().position(|c| c == text).unwrap()] += 1.0;
+    }
+    let chi: f64 = counts
+        .iter()
+        .zip(&expected)
+        .map(|(n, p)| (n - p * 2000.0).powi(2) / (p * 2000.0))
+        .sum();
+    assert!(
+        chi < 16.3,
+        "chi-square {chi} with 3 degrees of freedom, 0.999 quantile 16.3: {counts:?} {expected:?}"
+    );
+}
+
+#[test]
+fn max_tokens_and_context_cut() {
+    let free = Params {
+        max_tokens: 5,
+        temperature: 0.0,
+        ignore_eos: true,
+        logprobs: true,
+        ..Params::default()
+    };
+    let c = run_one(&[20, 21], &free);
+    assert_eq!(
+        (c.token_ids.len(), c.finish_reason, c.fits_shape),
+        (5, FinishReason::Length, true)
+    );
+    assert_eq!(c.logprobs.map(|l| l.len()), Some(5));
+    let small = Setup { context: 12, ..ROOMY };
+    let ask = |prompt: usize, max_tokens| {
+        let params = Params {
+            max_tokens,
+            ..free.clone()
+        };
+        run(&small, &[(0, request(0, &vec![20; prompt], &params))])
+            .0
+            .remove(&0)
+            .unwrap()
+    };
+    let c = ask(10, u32::MAX).unwrap();
+    assert_eq!(
+        (c.token_ids.len(), c.finish_reason),
+        (2, FinishReason::Length),
+        "max_tokens is cut to what fits"
+    );
+    assert_eq!(ask(11, 5).unwrap().token_ids.len(), 1);
+    let error = ask(12, 1).unwrap_err();
+    assert!(error.contains("12 prompt tokens") && !error.contains('\n'), "{error}");
+    for shape in &shapes()[4..] {
+        let params = Params {
+            max_tokens: 2,
+            temperature: 0.0,
+            shape: shape.clone(),
+            ..Params::default()
+        };
+        let c = run_one(&[20, 21], &params);
+        assert_eq!(
+            (c.finish_reason, c.fits_shape),
+            (FinishReason::Length, false),
+            "{:?}",
+            c.text
+        );
+    }
+    let choices = vec!["zzzz".to_string(), "yyyy".to_string()];
+    let shape = Shape::Choice {
+        choices,
+        probabilities: false,
+    };
+    let c = run_one(
+        &[20],
+        &Params {
+            max_tokens: 2,
+            shape,
+            ..Params::default()
+        },
+    );
+    assert_eq!(
+        (c.token_ids.len(), c.finish_reason, c.fits_shape),
+        (2, FinishReason::Length, false)
+    );
+}
+
+#[test]
+fn what_does_not_fit_is_refused_and_the_rest_goes_on() {
+    let params = Params {
+        max_tokens: 30,
+        ignore_eos: true,
+        ..Params::default()
+    };
+    let bad_shape = Params {
+        shape: Shape::Regex("(".into()),
+        ..Params::default()
+    };
+    let tiny = Setup {
+        blocks: 10,
+        block_tokens: 4,
+        ..ROOMY
+    };
+    let requests = [
+        (0, request(0, &[20; 10], &params)),
+        (0, request(1, &[20; 11], &params)),
+        (0, request(2, &[], &params)),
+        (0, request(3, &[20, 99_999], &params)),
+        (0, request(4, &[20], &bad_shape)),
+        (
+            0,
+            request(
+                5,
+                &[20],
+                &Params {
+                    max_tokens: u32::MAX,
+                    ..params.clone()
+                },
+            ),
+        ),
+    ];
+    let (results, _) = run(&tiny, &requests);
+    assert_eq!(results[&0].as_ref().unwrap().token_ids.len(), 30);
+    let why = |row: u64| results[&row].clone().unwrap_err();
+    assert!(why(1).contains("KV pool") && why(5).contains("KV pool"));
+    assert!(why(2).contains("no tokens") && why(3).contains("99999") && why(4).contains("`regex`"));
+    assert!((1..=5).all(|row| !why(row).contains('\n')));
+}
+
+#[test]
+fn shapes_hold_whatever_the_model_says() {
+    for row in 0..40u32 {
+        let params = |shape: &Shape, temperature| Params {
+            max_tokens: 400,
+            temperature,
+            shape: shape.clone(),
+            ..Params::default()
+        };
+        let shapes = shapes();
+        let c = run_one(&[row + 20], &params(&shapes[4], 1.0));
+        assert!(c.fits_shape && c.finish_reason == FinishReason::Stop);
+        let body = c.text.strip_suffix("xy").or(c.text.strip_suffix("z")).unwrap();
+        assert!(
+            (3..=9).contains(&body.len()) && body.bytes().all(|b| (b'a'..=b'c').contains(&b)),
+            "{}",
+            c.text
+        );
+        let c = run_one(&[row + 20], &params(&shapes[5], (row % 2) as f32));
+        let json: serde_json::Value = serde_json::from_str(&c.text).unwrap();
+        assert!(json["a"].is_boolean() && (json["b"] == "x" || json["b"] == "yy") && c.fits_shape);
+        assert_eq!(json.to_string(), c.text, "compact");
+    }
+}
+
+#[test]
+fn stop_texts_cut_across_tokens() {
+    let params = Params {
+        max_tokens: 200,
+        temperature: 1.0,
+        ignore_eos: true,
+        seed: 3,
+        ..Params::default()
+    };
+    let whole = run_one(&[33, 34], &params);
+    let tokenizer = tokenizer();
+    // A text that no single token spells: the end of one and the start of the next.
+    let spelled = |n: usize| tokenizer.decode(&whole.token_ids[..n]);
+    let at = (20..190).find(|n| {
+        spelled(n + 2).is_char_boundary(spelled(*n).len()) && {
+            let stop = &spelled(n + 2)[spelled(*n).len()..];
+            stop.chars().count() >= 2 && stop.is_ascii() && spelled(n + 2).find(stop) == Some(spelled(*n).len())
+        }
+    });
+    let at = at.expect("no stop text in 200 random tokens");
+    let stop = spelled(at + 2)[spelled(at).len()..].to_string();
+    let c = run_one(
+        &[33, 34],
+        &Params {
+            stop: vec!["never".into(), stop],
+            ..params.clone()
+        },
+    );
+    assert_eq!((c.text, c.finish_reason), (spelled(at), FinishReason::Stop));
+    assert_eq!(
+        c.token_ids,
+        whole.token_ids[..at + 2],
+        "up to the token that completed it"
+    );
+
+    let id = whole.token_ids[50];
+    let first = whole.token_ids.iter().position(|t| *t == id).unwrap();
+    let c = run_one(
+        &[33, 34],
+        &Params {
+            stop_token_ids: vec![id],
+            ..params
+        },
+    );
+    assert_eq!(
+        (c.token_ids, c.finish_reason),
+        (whole.token_ids[..first].to_vec(), FinishReason::Stop)
+    );
+}
+
+#[test]
+fn the_end_of_sequence_ends_unless_ignored() {
+    let eos = tokenizer().eos_id().unwrap();
+    // A small spread makes every token about as likely: one in some three hundred is the end.
+    let setup = Setup { spread: 0.1, ..ROOMY };
+    let mut ended = 0;
+    for row in 0..20 {
+        let params = |ignore_eos| Params {
+            max_tokens: 400,
+            ignore_eos,
+            seed: 9,
+            ..Params::default()
+        };
+        let ask = |ignore| {
+            run(&setup, &[(0, request(row, &[25], &params(ignore)))])
+                .0
+                .remove(&row)
+                .unwrap()
+                .unwrap()
+        };
+        let (with, without) = (ask(false), ask(true));
+        assert_eq!(
+            (without.token_ids.len(), without.finish_reason),
+            (400, FinishReason::Length)
+        );
+        assert_eq!(without.token_ids[..with.token_ids.len()], with.token_ids);
+        if with.finish_reason == FinishReason::Stop {
+            assert_eq!(without.token_ids[with.token_ids.len()], eos);
+            ended += 1;
+        }
+    }
+    assert!(ended > 5);
+}
+
+#[test]
+fn seeds_samples_and_rows_draw_their_own() {
+    let params = Params {
+        max_tokens: 12,
+        temperature: 1.0,
+        ignore_eos: true,
+        ..Params::default()
+    };
+    let ask = |id: UnitId, params: &Params| {
+        let request = Request {
+            id,
+            ..request(id.row, &[20, 21], params)
+        };
+        run(&ROOMY, &[(0, request)])
+            .0
+            .remove(&id.row)
+            .unwrap()
+            .unwrap()
+            .token_ids
+    };
+    let id = UnitId {
+        row: 1,
+        sample: 0,
+        attempt: 0,
+    };
+    let base = ask(id, &params);
+    assert_eq!(base, ask(id, &params));
+    assert_ne!(base, ask(UnitId { sample: 1, ..id }, &params));
+    assert_ne!(base, ask(UnitId { row: 2, ..id }, &params));
+    assert_ne!(base, ask(UnitId { attempt: 1, ..id }, &params));
+    assert_ne!(
+        base,
+        ask(
+            id,
+            &Params {
+                seed: 1,
+                ..params.clone()
+            }
+        )
+    );
+}
+
+#[test]
+fn broken_rows_fail_alone() {
+    let params = Params {
+        max_tokens: 6,
+        temperature: 0.8,
+        ignore_eos: true,
+        ..Params::default()
+    };
+    for reports_nan in [false, true] {
+        let setup = Setup {
+            reports_nan,
+            block_tokens: 4,
+            ..ROOMY
+        };
+        let requests: Vec<_> = (0..8u64)
+            .map(|i| {
+                (
+                    0,
+                    request(
+                        i,
+                        &[if i % 3 == 1 { POISON } else { 20 + i as u32 }, 30, 31, 32, 33],
+                        &params,
+                    ),
+                )
+            })
+            .collect();
+        let (results, _) = run(&setup, &requests);
+        for (_, request) in &requests {
+            let row = request.id.row;
+            if row % 3 == 1 {
+                assert!(results[&row].as_ref().unwrap_err().contains("not finite"));
+            } else {
+                let alone = run(&ROOMY, &[(0, request.clone())]).0;
+                assert_eq!(
+                    essence(&results[&row]),
+                    essence(&alone[&row]),
+                    "reports_nan {reports_nan}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn a_failed_device_stops_the_engine() {
+    let (mut engine, _) = engine(&Setup {
+        fails_at_step: Some(2),
+        ..ROOMY
+    });
+    engine
+        .submit(request(
+            0,
+            &[20],
+            &Params {
+                ignore_eos: true,
+                ..Params::default()
+            },
+        ))
+        .unwrap();
+    assert!(engine.step().unwrap().is_empty());
+    assert!(matches!(
+        engine.step(),
+        Err(EngineError::Forward(ForwardError::Device(_)))
+    ));
+    assert!(matches!(engine.step(), Err(EngineError::Stopped)));
+}
