@@ -1,6 +1,15 @@
-//! A row's outcome: the same words everywhere.
+//! A row as it comes in, and its outcome: the same words everywhere.
 
 use serde::{Deserialize, Serialize};
+
+/// One row of the input.
+#[derive(Debug, Clone, PartialEq)]
+pub struct InputRow {
+    /// 0-based over the job's whole input.
+    pub row: u64,
+    /// The columns by name; `Err` where this row cannot be read: one line that says why.
+    pub fields: Result<serde_json::Map<String, serde_json::Value>, String>,
+}
 
 /// What became of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]

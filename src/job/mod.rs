@@ -1,1 +1,59 @@
-//! (skeleton)
+//! What a job file says, a valid job, and the prompts it makes of rows.
+//!
+//! `file` (raw, as written) → `spec` (valid; nothing downstream checks again) → `prompt` (rows to token ids), over
+//! `template` (column templates), `chat` (the checkpoint's chat template), `guard` (data is never control) and
+//! `openai` (lines of OpenAI batch files).
+
+pub mod chat;
+pub mod file;
+mod guard;
+mod openai;
+pub mod prompt;
+mod python;
+pub mod spec;
+mod template;
+
+use std::path::PathBuf;
+
+pub use file::JobFile;
+pub use prompt::{RenderSetup, RenderedRow, Renderer};
+pub use spec::Job;
+
+/// A job that cannot start; somebody has to edit it (or give it another model).
+#[derive(Debug, thiserror::Error)]
+pub enum JobError {
+    #[error("cannot read `{}`: {source}", path.display())]
+    Read {
+        path: PathBuf,
+        #[source]
+        source: std::io::Error,
+    },
+    /// `place` is the file, with the line where one is known.
+    #[error("{place}: {message}")]
+    Invalid { place: String, message: String },
+    #[error("{place}: {message}")]
+    Template { place: String, message: String },
+    /// A column that the job names and its input lacks.
+    #[error("{place}: column `{column}`, used in `{field}`, does not exist in `{input}`{hint}")]
+    Column { place: String, column: String, field: String, input: String, hint: String },
+}
+
+/// `; did you mean …?` where one of `known` is near `word`, else what is known (if that is short).
+pub(crate) fn suggest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> String {
+    let known: Vec<&str> = known.into_iter().collect();
+    let near = known
+        .iter()
+        .map(|name| (strsim::damerau_levenshtein(&word.to_lowercase(), &name.to_lowercase()), name))
+        .filter(|(distance, name)| *distance <= (name.chars().count() / 3).max(1))
+        .min_by_key(|(distance, _)| *distance);
+    match near {
+        Some((_, name)) => format!("; did you mean `{name}`?"),
+        None if known.is_empty() || known.len() > 24 => String::new(),
+        None => format!("; known are `{}`", known.join("`, `")),
+    }
+}
+
+/// A foreign message as one line.
+pub(crate) fn one_line(text: &str) -> String {
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
+}

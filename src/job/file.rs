@@ -1,0 +1,496 @@
+//! The job file as it is written: the types that YAML or JSON is read into, before anything is checked.
+//!
+//! The doc comments of fields become the descriptions in `schemas/job.schema.json`, which editors show.
+
+use std::path::Path;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+use sha2::{Digest, Sha256};
+
+use super::{JobError, one_line, suggest};
+
+/// Largest job file, in bytes.
+const FILE_BYTES_MAX: u64 = 4 << 20;
+/// Deepest nesting in a job file.
+const DEPTH_MAX: usize = 64;
+
+/// One job: a dataset, a prompt for each of its rows, and where the answers go.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+#[schemars(title = "gristmill job")]
+pub struct JobFile {
+    /// Name of the job, for reports.
+    pub name: String,
+    /// The checkpoint: a folder (relative to this file), `hf://owner/name`, or a folder in object storage.
+    pub model: String,
+    /// Number format to compute in. `auto` takes the checkpoint's own, where the device is good at it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(extend("enum" = ["auto", "f32", "bf16", null]))]
+    pub precision: Option<String>,
+    /// The rows to work on.
+    pub input: InputFile,
+    /// What the model is asked about each row. Left out for OpenAI batch input, whose lines hold their own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub prompt: Option<PromptFile>,
+    /// How completions are generated.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub generate: Option<GenerateFile>,
+    /// Where results go.
+    pub output: OutputFile,
+    /// How the input is cut up.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub shards: Option<ShardsFile>,
+    /// What the job may cost.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub budget: Option<BudgetFile>,
+    /// What the final report compares.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub report: Option<ReportFile>,
+}
+
+/// One text or several.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(untagged, expecting = "expected a text or a list of texts")]
+pub enum OneOrMany {
+    One(String),
+    Many(Vec<String>),
+}
+
+impl OneOrMany {
+    /// The texts as a list.
+    pub fn into_vec(self) -> Vec<String> {
+        match self {
+            OneOrMany::One(text) => vec![text],
+            OneOrMany::Many(texts) => texts,
+        }
+    }
+}
+
+/// The rows to work on.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct InputFile {
+    /// Paths (relative to this file) or URLs, with `*`, `?`, `[…]` and `**`; their rows follow one another in the
+    /// order of this list and, within a pattern, of the names.
+    pub uri: OneOrMany,
+    /// Told apart by content where it is left out.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub format: Option<InputFormat>,
+}
+
+/// How input files are read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum InputFormat {
+    Parquet,
+    /// A JSON object a line.
+    Jsonl,
+    /// Lines of `custom_id`, `method`, `url` and `body`.
+    OpenaiBatch,
+}
+
+/// What the model is asked: exactly one of `messages`, `text` and `token_ids`.
+#[derive(Debug, Clone, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct PromptFile {
+    /// A conversation, put into the checkpoint's chat template. Contents are templates over the row's columns:
+    /// `{{ subject }}`, or `{{ row["two words"] }}`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub messages: Option<Vec<MessageFile>>,
+    /// A template over the row's columns; no chat template is applied.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub text: Option<String>,
+    /// The column (a list of integers) that holds ready token ids.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub token_ids: Option<String>,
+    /// Takes the place of the checkpoint's chat template: the name of another one of the checkpoint's, a `.jinja`
+    /// file (relative to this file), or a template.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub chat_template: Option<String>,
+    /// Further variables for the chat template, such as `enable_thinking: false`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub chat_template_kwargs: Option<Map<String, Value>>,
+    /// What becomes of prompts that are longer than the model's context: `none` makes the row an error, `left` drops
+    /// tokens at the beginning, `right` at the end, so that `max_tokens` more fit.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub truncate: Option<Truncate>,
+}
+
+/// Which end of a too long prompt is dropped.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Truncate {
+    #[default]
+    None,
+    Left,
+    Right,
+}
+
+/// One message of a conversation.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct MessageFile {
+    pub role: Role,
+    /// A template over the row's columns, or a list of `{type: text, text: …}` parts.
+    pub content: ContentFile,
+}
+
+/// Who speaks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Role {
+    System,
+    Developer,
+    User,
+    Assistant,
+    Tool,
+}
+
+impl Role {
+    /// The word that chat templates know.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Role::System => "system",
+            Role::Developer => "developer",
+            Role::User => "user",
+            Role::Assistant => "assistant",
+            Role::Tool => "tool",
+        }
+    }
+
+    /// The role of this name.
+    pub fn of(name: &str) -> Option<Role> {
+        [Role::System, Role::Developer, Role::User, Role::Assistant, Role::Tool]
+            .into_iter()
+            .find(|role| role.as_str() == name)
+    }
+}
+
+/// A message's content.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(untagged, expecting = "expected a text or a list of parts, each `{type: text, text: …}`")]
+pub enum ContentFile {
+    Text(String),
+    Parts(Vec<PartFile>),
+}
+
+/// One part of a message's content.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct PartFile {
+    #[serde(rename = "type")]
+    pub kind: PartKind,
+    pub text: String,
+}
+
+/// Kinds of content.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum PartKind {
+    Text,
+}
+
+/// How completions are generated. At most one of `choice`, `json_schema` and `regex`.
+#[derive(Debug, Clone, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct GenerateFile {
+    /// Most tokens of a completion (256).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 1, max = 1_048_576))]
+    pub max_tokens: Option<i64>,
+    /// 0 always takes the likeliest token; 1 samples the model's own distribution (1).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 0.0, max = 100.0))]
+    pub temperature: Option<f64>,
+    /// Sample among this many likeliest tokens; 0 among all (0).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 0))]
+    pub top_k: Option<i64>,
+    /// Sample among the likeliest tokens that together reach this probability (1).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 0.0, max = 1.0))]
+    pub top_p: Option<f64>,
+    /// Sample among tokens at least this fraction as likely as the likeliest (0).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 0.0, max = 1.0))]
+    pub min_p: Option<f64>,
+    /// Above 1, makes tokens of prompt and completion less likely (1).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 0.01, max = 100.0))]
+    pub repetition_penalty: Option<f64>,
+    /// Subtracted once from the logits of tokens that the completion holds (0).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = -100.0, max = 100.0))]
+    pub presence_penalty: Option<f64>,
+    /// Subtracted per occurrence from the logits of tokens that the completion holds (0).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = -100.0, max = 100.0))]
+    pub frequency_penalty: Option<f64>,
+    /// Makes sampling repeatable; derived from the job's id where it is left out.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub seed: Option<u64>,
+    /// Texts that end a completion; they are not part of it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub stop: Option<OneOrMany>,
+    /// Token ids that end a completion, besides the model's own end of sequence.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub stop_token_ids: Option<Vec<u32>>,
+    /// Go on at the model's end of sequence, up to `max_tokens` (false).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ignore_eos: Option<bool>,
+    /// Return the log probability of each token of the completion (false).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub logprobs: Option<bool>,
+    /// Completions a row (1). Above 1, result columns become lists.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 1, max = 1024))]
+    pub n: Option<i64>,
+    /// The answer is one of these texts.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub choice: Option<Vec<String>>,
+    /// With `choice`: return the probability of each (false).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub choice_probabilities: Option<bool>,
+    /// The answer is JSON that fits this JSON Schema.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub json_schema: Option<Value>,
+    /// The whole answer fits this regular expression.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub regex: Option<String>,
+}
+
+/// Where results go.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct OutputFile {
+    /// A folder, relative to this file or in object storage. It belongs to this job alone.
+    pub uri: String,
+    /// Input columns that results keep, under their own names.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub carry: Option<Vec<String>>,
+    /// `parquet`, or `openai` for OpenAI batch result lines (parquet).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub format: Option<OutputFormat>,
+    /// Write the completions' token ids, too (false).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub token_ids: Option<bool>,
+}
+
+/// How results are written.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum OutputFormat {
+    #[default]
+    Parquet,
+    /// OpenAI batch result lines.
+    Openai,
+}
+
+/// How the input is cut up.
+#[derive(Debug, Clone, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ShardsFile {
+    /// Rows of a shard, which becomes one output file (4096).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 1, max = 1_000_000))]
+    pub rows: Option<i64>,
+}
+
+/// What the job may cost. Reaching a limit stops it; it can be extended and goes on where it stopped.
+#[derive(Debug, Clone, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct BudgetFile {
+    /// Dollars; needs `usd_per_hour`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub usd: Option<f64>,
+    /// What one worker's machine costs an hour.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub usd_per_hour: Option<f64>,
+    /// Time from the job's start, such as `6h`, `90m` or `1h30m`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub deadline: Option<String>,
+}
+
+/// What the final report compares.
+#[derive(Debug, Clone, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ReportFile {
+    /// The input column that holds the right answer; the report says how many completions agree.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gold: Option<String>,
+}
+
+/// A job file that was read, with what its content is known by.
+#[derive(Debug, Clone)]
+pub struct Parsed {
+    pub file: JobFile,
+    /// SHA-256, hexadecimal, of the content with keys sorted and formatting gone.
+    pub hash: String,
+}
+
+impl JobFile {
+    /// Reads a job file. `.json` is JSON, all else YAML.
+    pub fn read(path: &Path) -> Result<Parsed, JobError> {
+        let read = |source| JobError::Read { path: path.to_path_buf(), source };
+        let size = std::fs::metadata(path).map_err(read)?.len();
+        let place = path.display().to_string();
+        if size > FILE_BYTES_MAX {
+            let message = format!("{size} bytes, more than the {FILE_BYTES_MAX} a job file may have");
+            return Err(JobError::Invalid { place, message });
+        }
+        let bytes = std::fs::read(path).map_err(read)?;
+        let text = String::from_utf8(bytes)
+            .map_err(|_| JobError::Invalid { place: place.clone(), message: "not UTF-8 text".into() })?;
+        JobFile::parse(&text, &place)
+    }
+
+    /// Parses a job file's text. `name` is its file name, for messages; `.json` at its end means JSON.
+    pub fn parse(text: &str, name: &str) -> Result<Parsed, JobError> {
+        let text = text.strip_prefix('\u{FEFF}').unwrap_or(text);
+        match name.ends_with(".json") {
+            true => parse_json(text, name),
+            false => parse_yaml(text, name),
+        }
+    }
+
+    /// The JSON Schema of job files, as `schemas/job.schema.json` holds it.
+    pub fn schema() -> Value {
+        schemars::schema_for!(JobFile).to_value()
+    }
+}
+
+fn parse_json(text: &str, name: &str) -> Result<Parsed, JobError> {
+    let fail = |error: serde_json::Error, content: Option<&Value>| {
+        let full = error.to_string();
+        let message = full.split(" at line ").next().unwrap_or(&full).to_string();
+        let place = format!("{name}:{}", error.line());
+        match unknown_field(&message).zip(content) {
+            Some((field, content)) => JobError::Invalid { place, message: unknown_message(field, content) },
+            None => JobError::Invalid { place, message: one_line(&message) },
+        }
+    };
+    let content: Value = serde_json::from_str(text).map_err(|e| fail(e, None))?;
+    let file: JobFile = serde_json::from_str(text).map_err(|e| fail(e, Some(&content)))?;
+    Ok(Parsed { file, hash: content_hash(&content) })
+}
+
+fn parse_yaml(text: &str, name: &str) -> Result<Parsed, JobError> {
+    let fail = |error: serde_saphyr::Error, content: Option<&Value>| {
+        let place = match error.location() {
+            Some(at) if at.line() > 0 => format!("{name}:{}", at.line()),
+            _ => name.to_string(),
+        };
+        let message = error.without_snippet().render_with_formatter(&serde_saphyr::DeveloperMessageFormatter);
+        let message = message.split(" at line ").next().unwrap_or(&message).to_string();
+        match (error.without_snippet(), content) {
+            (serde_saphyr::Error::SerdeUnknownField { field, .. }, Some(content)) => {
+                JobError::Invalid { place, message: unknown_message(field, content) }
+            }
+            (serde_saphyr::Error::DuplicateMappingKey { key: Some(key), .. }, _) => {
+                JobError::Invalid { place, message: format!("`{key}` is given twice") }
+            }
+            _ => JobError::Invalid { place, message: one_line(&message) },
+        }
+    };
+    let content: Value = serde_saphyr::from_str_with_options(text, yaml_options()).map_err(|e| fail(e, None))?;
+    if !content.is_object() {
+        let message = "a job file is a mapping of fields such as `name`, `model`, `input`".into();
+        return Err(JobError::Invalid { place: name.to_string(), message });
+    }
+    let file: JobFile =
+        serde_saphyr::from_str_with_options(text, yaml_options()).map_err(|e| fail(e, Some(&content)))?;
+    Ok(Parsed { file, hash: content_hash(&content) })
+}
+
+/// YAML 1.2 (`yes` and `no` are texts), with bounds: job files come from anywhere.
+fn yaml_options() -> serde_saphyr::Options {
+    let mut budget = serde_saphyr::Budget::default();
+    budget.max_depth = DEPTH_MAX;
+    budget.flow_nesting_limit = DEPTH_MAX;
+    budget.max_documents = 1;
+    budget.max_nodes = 500_000;
+    budget.max_events = 1_000_000;
+    budget.max_aliases = 1_000;
+    budget.max_anchors = 1_000;
+    budget.max_total_scalar_bytes = FILE_BYTES_MAX as usize;
+    let mut options = serde_saphyr::Options::default();
+    options.budget = Some(budget);
+    options.strict_booleans = true;
+    options.with_snippet = false;
+    // Not-a-number reaches the checks, which name the field.
+    options.non_finite_float_policy = serde_saphyr::NonFiniteFloatPolicy::PassThrough;
+    options
+}
+
+/// The field's name, where serde's message says that it is unknown.
+fn unknown_field(message: &str) -> Option<&str> {
+    message.strip_prefix("unknown field `")?.split('`').next()
+}
+
+/// Says where an unknown field stands and which known one is near.
+fn unknown_message(field: &str, content: &Value) -> String {
+    let schema = JobFile::schema();
+    let root = schema.clone();
+    match find_unknown(field, content, &schema, &root, "") {
+        Some((place, known)) => {
+            let place = if place.is_empty() { String::new() } else { format!(" in `{place}`") };
+            format!("unknown field `{field}`{place}{}", suggest(field, known.iter().map(String::as_str)))
+        }
+        None => format!("unknown field `{field}`"),
+    }
+}
+
+/// Walks content and schema together to the object that has `field` where the schema does not; returns its path and
+/// the fields it may have.
+fn find_unknown(
+    field: &str,
+    content: &Value,
+    schema: &Value,
+    root: &Value,
+    path: &str,
+) -> Option<(String, Vec<String>)> {
+    if let Some(target) = schema.get("$ref").and_then(Value::as_str) {
+        let target = root.pointer(target.strip_prefix('#')?)?;
+        return find_unknown(field, content, target, root, path);
+    }
+    for alternative in schema.get("anyOf").and_then(Value::as_array).into_iter().flatten() {
+        if let Some(found) = find_unknown(field, content, alternative, root, path) {
+            return Some(found);
+        }
+    }
+    match content {
+        Value::Object(map) => {
+            let known = schema.get("properties")?.as_object()?;
+            if map.contains_key(field) && !known.contains_key(field) && schema["additionalProperties"] == false {
+                return Some((path.to_string(), known.keys().cloned().collect()));
+            }
+            map.iter().find_map(|(key, value)| {
+                let below = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
+                find_unknown(field, value, known.get(key)?, root, &below)
+            })
+        }
+        Value::Array(items) => {
+            let schema = schema.get("items")?;
+            items.iter().enumerate().find_map(|(i, item)| find_unknown(field, item, schema, root, &format!("{path}[{i}]")))
+        }
+        _ => None,
+    }
+}
+
+/// SHA-256, hexadecimal, of `content` written compactly with sorted keys.
+fn content_hash(content: &Value) -> String {
+    fn sorted(value: &Value) -> Value {
+        match value {
+            Value::Object(map) => {
+                let mut entries: Vec<_> = map.iter().collect();
+                entries.sort_by_key(|(key, _)| key.as_str());
+                Value::Object(entries.into_iter().map(|(key, value)| (key.clone(), sorted(value))).collect())
+            }
+            Value::Array(items) => items.iter().map(sorted).collect(),
+            other => other.clone(),
+        }
+    }
+    Sha256::digest(sorted(content).to_string()).iter().map(|byte| format!("{byte:02x}")).collect()
+}

@@ -1,0 +1,338 @@
+//! Lines of OpenAI batch files: what a line's body asks for.
+//!
+//! Every field of a body is either used, known to change nothing in the answer, or an error of that row by name.
+//! `model` is not looked at: the job's model answers.
+
+use serde_json::{Map, Value};
+
+use super::file::{GenerateFile, OneOrMany, Role};
+use super::spec::Generate;
+use super::suggest;
+
+/// Fields that change how a request is served, not what it answers.
+const WITHOUT_EFFECT: [&str; 16] = [
+    "model",
+    "user",
+    "metadata",
+    "store",
+    "stream",
+    "stream_options",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "parallel_tool_calls",
+    "verbosity",
+    "prediction",
+    "priority",
+    "request_id",
+    "modalities",
+];
+
+/// Fields that are used.
+const USED: [&str; 31] = [
+    "messages",
+    "prompt",
+    "max_tokens",
+    "max_completion_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "n",
+    "logprobs",
+    "top_logprobs",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "response_format",
+    "guided_choice",
+    "guided_json",
+    "guided_regex",
+    "structured_outputs",
+    "chat_template_kwargs",
+    "reasoning_effort",
+    "echo",
+    "best_of",
+    "suffix",
+    "tool_choice",
+    "add_generation_prompt",
+    "add_special_tokens",
+];
+
+/// What a line's prompt is.
+pub(super) enum Ask {
+    Chat { messages: Vec<Value>, kwargs: Map<String, Value> },
+    Text(String),
+    Tokens(Vec<Value>),
+}
+
+/// The body of a line, after a look at what surrounds it.
+pub(super) fn body(fields: &Map<String, Value>) -> Result<(&Map<String, Value>, bool), String> {
+    if let Some(method) = fields.get("method").filter(|method| !method.is_null() && *method != "POST") {
+        return Err(format!("`method` is {method}, and only \"POST\" is supported"));
+    }
+    let Some(Value::Object(body)) = fields.get("body") else {
+        return Err("the line has no `body` object".into());
+    };
+    let chat = match fields.get("url").and_then(Value::as_str) {
+        Some("/v1/chat/completions") => true,
+        Some("/v1/completions") => false,
+        Some(other) => {
+            return Err(format!(
+                "`url` is `{other}`; supported are `/v1/chat/completions` and `/v1/completions`"
+            ));
+        }
+        None => body.contains_key("messages"),
+    };
+    Ok((body, chat))
+}
+
+/// The prompt of a body.
+pub(super) fn ask(body: &Map<String, Value>, chat: bool) -> Result<Ask, String> {
+    if !chat {
+        return match body.get("prompt") {
+            Some(Value::String(text)) => Ok(Ask::Text(text.clone())),
+            Some(Value::Array(items)) if items.iter().all(Value::is_number) => Ok(Ask::Tokens(items.clone())),
+            Some(Value::Array(items)) if items.len() == 1 && items[0].is_string() => {
+                Ok(Ask::Text(items[0].as_str().unwrap_or_default().to_string()))
+            }
+            Some(Value::Array(_)) => Err("`prompt` is a list of prompts; a line takes one".into()),
+            _ => Err("`prompt` is missing or neither a text nor token ids".into()),
+        };
+    }
+    let Some(Value::Array(items)) = body.get("messages") else {
+        return Err("`messages` is missing or no list".into());
+    };
+    if items.is_empty() {
+        return Err("`messages` is empty".into());
+    }
+    let messages = items.iter().enumerate().map(|(i, item)| message(i, item)).collect::<Result<Vec<_>, _>>()?;
+    let mut kwargs = match body.get("chat_template_kwargs") {
+        Some(Value::Object(kwargs)) if kwargs.contains_key("messages") => {
+            return Err("`chat_template_kwargs` cannot set `messages`".into());
+        }
+        Some(Value::Object(kwargs)) => kwargs.clone(),
+        None | Some(Value::Null) => Map::new(),
+        Some(_) => return Err("`chat_template_kwargs` is no object".into()),
+    };
+    if let Some(effort) = body.get("reasoning_effort").filter(|effort| !effort.is_null()) {
+        kwargs.insert("reasoning_effort".into(), effort.clone());
+    }
+    Ok(Ask::Chat { messages, kwargs })
+}
+
+/// Checks one message and brings it into the form that chat templates take.
+fn message(i: usize, item: &Value) -> Result<Value, String> {
+    let Value::Object(item) = item else { return Err(format!("`messages[{i}]` is no object")) };
+    let role = item.get("role").and_then(Value::as_str).unwrap_or_default();
+    if Role::of(role).is_none() {
+        let known = ["system", "developer", "user", "assistant", "tool"];
+        return Err(format!("`messages[{i}].role` is `{role}`{}", suggest(role, known)));
+    }
+    let calls = item.get("tool_calls").is_some_and(Value::is_array);
+    match item.get("content") {
+        Some(Value::String(_)) => {}
+        Some(Value::Array(parts)) => {
+            for (j, part) in parts.iter().enumerate() {
+                let kind = part["type"].as_str().unwrap_or_default();
+                if kind != "text" || !part["text"].is_string() {
+                    return Err(format!(
+                        "`messages[{i}].content[{j}]` is of type `{kind}`, and only `text` is supported"
+                    ));
+                }
+            }
+        }
+        None | Some(Value::Null) if calls => {}
+        _ => return Err(format!("`messages[{i}].content` is neither a text nor a list of parts")),
+    }
+    let mut item = item.clone();
+    // Chat templates expect the arguments of a call as an object, not as JSON in a text.
+    for call in item.get_mut("tool_calls").and_then(Value::as_array_mut).into_iter().flatten() {
+        if let Some(arguments) = call.pointer_mut("/function/arguments") {
+            let parsed = arguments.as_str().and_then(|text| serde_json::from_str::<Map<String, Value>>(text).ok());
+            if let Some(parsed) = parsed {
+                *arguments = Value::Object(parsed);
+            }
+        }
+    }
+    Ok(Value::Object(item))
+}
+
+/// The generation parameters of a body; `job` gives what it leaves out.
+pub(super) fn generate(body: &Map<String, Value>, job: &Generate) -> Result<Generate, String> {
+    let fields = Fields(body);
+    check_fields(body)?;
+    let mut file = job.as_file();
+    replace(&mut file.max_tokens, fields.whole("max_tokens")?);
+    replace(&mut file.max_tokens, fields.whole("max_completion_tokens")?);
+    replace(&mut file.temperature, fields.number("temperature")?);
+    replace(&mut file.top_p, fields.number("top_p")?);
+    replace(&mut file.min_p, fields.number("min_p")?);
+    replace(&mut file.repetition_penalty, fields.number("repetition_penalty")?);
+    replace(&mut file.presence_penalty, fields.number("presence_penalty")?);
+    replace(&mut file.frequency_penalty, fields.number("frequency_penalty")?);
+    // -1 keeps all tokens in some servers' dialect.
+    replace(&mut file.top_k, fields.whole("top_k")?.map(|k| if k == -1 { 0 } else { k }));
+    replace(&mut file.seed, fields.whole("seed")?.map(|seed| seed as u64));
+    replace(&mut file.ignore_eos, fields.flag("ignore_eos")?);
+    replace(&mut file.stop, fields.read::<OneOrMany>("stop", "a text or a list of texts")?);
+    replace(&mut file.stop_token_ids, fields.read("stop_token_ids", "a list of token ids")?);
+    match body.get("logprobs") {
+        None | Some(Value::Null) => {}
+        Some(Value::Bool(asked)) => file.logprobs = Some(*asked),
+        // Completions ask for a number of alternatives; the chosen token's is what there is.
+        Some(Value::Number(count)) if count.as_u64().is_some_and(|n| n <= 1) => file.logprobs = Some(true),
+        Some(other) => return Err(format!("`logprobs` is {other}; log probabilities of other tokens are not supported")),
+    }
+    if let Some(n) = fields.whole("n")? {
+        if n != i64::from(job.n) {
+            return Err(format!("`n` is {n}, but the job's `generate.n` is {}; they must agree", job.n));
+        }
+    }
+    shape(body, &mut file)?;
+    Generate::check(&file).map_err(|error| error.to_string())
+}
+
+/// Refuses what is not supported, by name.
+fn check_fields(body: &Map<String, Value>) -> Result<(), String> {
+    for (name, value) in body {
+        let nothing = match value {
+            Value::Null => true,
+            Value::Array(items) => items.is_empty(),
+            Value::Object(map) => map.is_empty(),
+            _ => false,
+        };
+        if nothing || WITHOUT_EFFECT.contains(&name.as_str()) {
+            continue;
+        }
+        let fine = match name.as_str() {
+            "tools" | "functions" | "function_call" | "logit_bias" | "audio" | "web_search_options" => false,
+            "echo" => value == false,
+            "best_of" => *value == 1,
+            "suffix" => value == "",
+            "tool_choice" => value == "none" || value == "auto",
+            "top_logprobs" => *value == 0,
+            "add_generation_prompt" | "add_special_tokens" => value == true,
+            name if USED.contains(&name) => true,
+            name => return Err(format!("unknown field `{name}` in `body`{}", near(name))),
+        };
+        if !fine {
+            return Err(format!("`{name}` in `body` is not supported"));
+        }
+    }
+    Ok(())
+}
+
+/// The near known field, if there is one.
+fn near(name: &str) -> String {
+    suggest(name, USED.iter().chain(&WITHOUT_EFFECT).copied())
+}
+
+/// The shape that a body asks for takes the place of the job's.
+fn shape(body: &Map<String, Value>, file: &mut GenerateFile) -> Result<(), String> {
+    let mut asked: Vec<(&str, GenerateFile)> = Vec::new();
+    match body.get("response_format").filter(|format| !format.is_null()) {
+        None => {}
+        Some(format) => match format["type"].as_str() {
+            Some("text") => asked.push(("response_format", GenerateFile::default())),
+            Some("json_object") => {
+                let schema = serde_json::json!({"type": "object"});
+                asked.push(("response_format", GenerateFile { json_schema: Some(schema), ..Default::default() }));
+            }
+            Some("json_schema") => {
+                let schema = format["json_schema"]["schema"].clone();
+                if !schema.is_object() {
+                    return Err("`response_format.json_schema.schema` is no object".into());
+                }
+                asked.push(("response_format", GenerateFile { json_schema: Some(schema), ..Default::default() }));
+            }
+            _ => return Err(format!("`response_format.type` is {}, which is not supported", format["type"])),
+        },
+    }
+    let mut guided = |name: &'static str, kind: &str, value: &Value| -> Result<(), String> {
+        let mut one = GenerateFile::default();
+        match (kind, value) {
+            ("choice", value) => {
+                let choices = serde_json::from_value(value.clone());
+                one.choice = Some(choices.map_err(|_| format!("`{name}` is no list of texts"))?);
+            }
+            ("regex", Value::String(regex)) => one.regex = Some(regex.clone()),
+            ("json", Value::Object(_)) => one.json_schema = Some(value.clone()),
+            ("json", Value::String(text)) => {
+                let schema = serde_json::from_str(text);
+                one.json_schema = Some(schema.map_err(|e| format!("`{name}` is no JSON: {e}"))?);
+            }
+            _ => return Err(format!("`{name}` asks for `{kind}` in a form that is not supported")),
+        }
+        asked.push((name, one));
+        Ok(())
+    };
+    for (name, kind) in [("guided_choice", "choice"), ("guided_json", "json"), ("guided_regex", "regex")] {
+        if let Some(value) = body.get(name).filter(|value| !value.is_null()) {
+            guided(name, kind, value)?;
+        }
+    }
+    match body.get("structured_outputs") {
+        None | Some(Value::Null) => {}
+        Some(Value::Object(kinds)) => {
+            for (kind, value) in kinds.iter().filter(|(_, value)| !value.is_null()) {
+                guided("structured_outputs", kind, value)?;
+            }
+        }
+        Some(_) => return Err("`structured_outputs` is no object".into()),
+    }
+    if let [(first, _), (second, _), ..] = &asked[..] {
+        return Err(format!("`{second}` cannot stand beside `{first}`: an answer has one shape"));
+    }
+    if let Some((_, one)) = asked.pop() {
+        file.choice = one.choice;
+        file.choice_probabilities = None;
+        file.json_schema = one.json_schema;
+        file.regex = one.regex;
+    }
+    Ok(())
+}
+
+fn replace<T>(slot: &mut Option<T>, value: Option<T>) {
+    if value.is_some() {
+        *slot = value;
+    }
+}
+
+/// Typed access to a body; null counts as left out.
+struct Fields<'a>(&'a Map<String, Value>);
+
+impl Fields<'_> {
+    fn get(&self, name: &str) -> Option<&Value> {
+        self.0.get(name).filter(|value| !value.is_null())
+    }
+
+    fn whole(&self, name: &str) -> Result<Option<i64>, String> {
+        let Some(value) = self.get(name) else { return Ok(None) };
+        let float = value.as_f64().filter(|v| v.fract() == 0.0 && v.abs() < 9e15).map(|v| v as i64);
+        match value.as_i64().or(float) {
+            Some(whole) => Ok(Some(whole)),
+            None => Err(format!("`{name}` is {value}, not a whole number")),
+        }
+    }
+
+    fn number(&self, name: &str) -> Result<Option<f64>, String> {
+        let Some(value) = self.get(name) else { return Ok(None) };
+        value.as_f64().map(Some).ok_or_else(|| format!("`{name}` is {value}, not a number"))
+    }
+
+    fn flag(&self, name: &str) -> Result<Option<bool>, String> {
+        let Some(value) = self.get(name) else { return Ok(None) };
+        value.as_bool().map(Some).ok_or_else(|| format!("`{name}` is {value}, neither true nor false"))
+    }
+
+    fn read<T: serde::de::DeserializeOwned>(&self, name: &str, form: &str) -> Result<Option<T>, String> {
+        let Some(value) = self.get(name) else { return Ok(None) };
+        serde_json::from_value(value.clone()).map(Some).map_err(|_| format!("`{name}` is not {form}"))
+    }
+}

@@ -1,0 +1,433 @@
+//! Rows to prompts: the job's templates, the checkpoint's chat template, and the tokenizer, in that order.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use chrono::NaiveDateTime;
+use serde_json::{Map, Value, json};
+use sha2::{Digest, Sha256};
+
+use super::chat::ChatTemplate;
+use super::file::Truncate;
+use super::guard::{self, Guard, Piece};
+use super::openai::{self, Ask};
+use super::spec::{Generate, Job, Message, PromptKind};
+use super::template::{Template, column_context};
+use super::{JobError, one_line, suggest};
+use crate::dataset::row::InputRow;
+use crate::engine::params::Params;
+use crate::model::tokenizer::Tokenizer;
+
+/// What rendering needs besides the job.
+#[derive(Debug, Clone)]
+pub struct RenderSetup {
+    pub tokenizer: Arc<Tokenizer>,
+    /// Longest sequence (prompt + completion) in tokens.
+    pub context_tokens: u32,
+    /// Key of the random stream where neither job nor row gives one; see [`Job::seed`].
+    pub seed: u64,
+    /// The time that chat templates are told: one for the whole job, so that a row tried again gets the same prompt.
+    pub now: NaiveDateTime,
+}
+
+/// A row, ready for the engine.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RenderedRow {
+    /// The prompt as text, for previews; for ready token ids, what they decode to.
+    pub text: String,
+    /// At least one; at most the model's context less one.
+    pub tokens: Vec<u32>,
+    pub params: Arc<Params>,
+}
+
+/// Turns rows into prompts; made once a job, shared by threads.
+pub struct Renderer {
+    source: Source,
+    chat: Result<ChatTemplate, String>,
+    guard: Guard,
+    setup: RenderSetup,
+    /// Special tokens around a prompt that is no conversation.
+    around: (Vec<u32>, Vec<u32>),
+    kwargs: Map<String, Value>,
+    truncate: Truncate,
+    generate: Generate,
+    params: Arc<Params>,
+    columns: Option<Vec<String>>,
+    template_hash: String,
+    named: Named,
+}
+
+/// Compiled form of [`PromptKind`].
+enum Source {
+    Messages(Vec<CompiledMessage>),
+    Text(Template),
+    TokenIds(String),
+    Openai,
+}
+
+struct CompiledMessage {
+    role: &'static str,
+    parts: Vec<Content>,
+    is_list: bool,
+}
+
+enum Content {
+    Fixed(String),
+    Template(Template),
+}
+
+/// Columns that the job names, with the field that names each, and what errors need to say where.
+struct Named {
+    columns: Vec<(String, String)>,
+    file: String,
+    input: String,
+}
+
+impl Renderer {
+    /// Compiles the job's templates for a model.
+    pub fn new(job: &Job, setup: RenderSetup) -> Result<Renderer, JobError> {
+        let invalid = |message: String| JobError::Invalid { place: job.file.clone(), message };
+        let template_error = |message: String| JobError::Template { place: job.file.clone(), message };
+        if job.generate.max_tokens >= setup.context_tokens {
+            return Err(invalid(format!(
+                "`generate.max_tokens` is {}, which leaves no room for a prompt in the model's context of {} tokens",
+                grouped(job.generate.max_tokens.into()),
+                grouped(setup.context_tokens.into())
+            )));
+        }
+        let (source, mut named) = compile(job).map_err(template_error)?;
+        let columns = named_columns(&source, &mut named);
+        named.extend(job.output.carry.iter().map(|column| (column.clone(), "output.carry".to_string())));
+        named.extend(job.gold.iter().map(|column| (column.clone(), "report.gold".to_string())));
+
+        let config = setup.tokenizer.config();
+        let kwargs = job.prompt.chat_template_kwargs.clone();
+        let has_tools = kwargs.get("tools").is_some_and(|tools| !tools.is_null());
+        let chat = ChatTemplate::choose(config, job.prompt.chat_template.as_ref(), has_tools, setup.now);
+        if let (Source::Messages(messages), chat) = (&source, &chat) {
+            let chat = chat.as_ref().map_err(|e| template_error(e.clone()))?;
+            // Roles that the template refuses, or a template without end, show before any row is read.
+            let probe = messages.iter().map(|m| json!({"role": m.role, "content": "x"})).collect();
+            chat.render(probe, &kwargs).map_err(template_error)?;
+        }
+        if job.prompt.chat_template.is_some() {
+            chat.as_ref().map_err(|e| template_error(e.clone()))?;
+        }
+        let chat_source = chat.as_ref().map(ChatTemplate::source).unwrap_or_default();
+        let guard = Guard::new(&setup.tokenizer, chat_source);
+        let around = setup.tokenizer.surrounding().map_err(invalid)?;
+        let hashed = json!([job.prompt.kind, chat_source, kwargs]).to_string();
+        let input = job.input.uris.join("`, `");
+        Ok(Renderer {
+            template_hash: Sha256::digest(hashed).iter().map(|byte| format!("{byte:02x}")).collect(),
+            params: Arc::new(job.generate.params(setup.seed)),
+            generate: job.generate.clone(),
+            truncate: job.prompt.truncate,
+            named: Named { columns: named, file: job.file.clone(), input },
+            source,
+            chat,
+            guard,
+            setup,
+            around,
+            kwargs,
+            columns,
+        })
+    }
+
+    /// The columns that prompts use, sorted; `None` where they may use any.
+    pub fn columns(&self) -> Option<Vec<String>> {
+        self.columns.clone()
+    }
+
+    /// Are all columns that the job names (in prompts, `carry` and `gold`) among those of its input?
+    pub fn check_columns(&self, columns: &[String]) -> Result<(), JobError> {
+        let has = |name: &str| columns.iter().any(|column| column == name);
+        if matches!(self.source, Source::Openai) && !has("body") {
+            return Err(JobError::Invalid {
+                place: self.named.file.clone(),
+                message: format!(
+                    "`prompt` says none of `messages`, `text` and `token_ids`, and `{}` is no OpenAI batch file (it has \
+                     no column `body`)",
+                    self.named.input
+                ),
+            });
+        }
+        match self.named.columns.iter().find(|(column, _)| !has(column)) {
+            None => Ok(()),
+            Some((column, field)) => Err(JobError::Column {
+                place: self.named.file.clone(),
+                column: column.clone(),
+                field: field.clone(),
+                input: self.named.input.clone(),
+                hint: suggest(column, columns.iter().map(String::as_str)),
+            }),
+        }
+    }
+
+    /// SHA-256, hexadecimal, of all templates that prompts go through, for provenance.
+    pub fn template_hash(&self) -> &str {
+        &self.template_hash
+    }
+
+    /// The special token with which the chat template ends the assistant's turn.
+    pub fn end_of_turn(&self) -> Option<u32> {
+        match self.source {
+            Source::Messages(_) | Source::Openai => self.chat.as_ref().ok()?.end_of_turn(&self.setup.tokenizer),
+            Source::Text(_) | Source::TokenIds(_) => None,
+        }
+    }
+
+    /// Parameters of rows that bring none of their own.
+    pub fn params(&self) -> &Arc<Params> {
+        &self.params
+    }
+
+    /// Renders and encodes a row. The error is one line for the row's `error` column.
+    pub fn render(&self, row: &InputRow) -> Result<RenderedRow, String> {
+        let fields = row.fields.as_ref().map_err(Clone::clone)?;
+        match &self.source {
+            Source::Messages(_) | Source::Text(_) => {
+                let (text, tokens) = self.encode(fields, |fields| self.own_prompt(fields))?;
+                self.finish(text, tokens, &self.params)
+            }
+            Source::TokenIds(column) => {
+                let value = fields.get(column).ok_or_else(|| format!("the row has no column `{column}`"))?;
+                let Value::Array(items) = value else {
+                    return Err(format!("column `{column}` holds {}, not a list of token ids", kind_of(value)));
+                };
+                self.ready_tokens(items, &format!("column `{column}`"), &self.params)
+            }
+            Source::Openai => self.openai(fields),
+        }
+    }
+
+    fn openai(&self, fields: &Map<String, Value>) -> Result<RenderedRow, String> {
+        let (body, is_chat) = openai::body(fields)?;
+        let generate = openai::generate(body, &self.generate)?;
+        let params = match generate == self.generate {
+            true => self.params.clone(),
+            false => Arc::new(generate.params(self.setup.seed)),
+        };
+        if params.max_tokens >= self.setup.context_tokens {
+            return Err(format!(
+                "`max_tokens` is {}, which leaves no room for a prompt in the model's context of {} tokens",
+                grouped(params.max_tokens.into()),
+                grouped(self.setup.context_tokens.into())
+            ));
+        }
+        if let Ask::Tokens(items) = openai::ask(body, is_chat)? {
+            return self.ready_tokens(&items, "`prompt`", &params);
+        }
+        let (text, tokens) = self.encode(body, |body| match openai::ask(body, is_chat)? {
+            Ask::Chat { messages, kwargs } => {
+                let mut all = self.kwargs.clone();
+                all.extend(kwargs);
+                Ok((self.chat.as_ref().map_err(Clone::clone)?.render(messages, &all)?, false))
+            }
+            Ask::Text(text) => Ok((text, true)),
+            Ask::Tokens(_) => Err("`prompt` changed its form".into()),
+        })?;
+        self.finish(text, tokens, &params)
+    }
+
+    /// The prompt of a row by the job's own templates, and whether special tokens go around it.
+    fn own_prompt(&self, fields: &Map<String, Value>) -> Result<(String, bool), String> {
+        let context = column_context(fields);
+        match &self.source {
+            Source::Text(template) => {
+                Ok((template.render(context).map_err(|e| format!("template `prompt.text`: {e}"))?, true))
+            }
+            Source::Messages(messages) => {
+                let mut rendered = Vec::with_capacity(messages.len());
+                for (i, message) in messages.iter().enumerate() {
+                    let mut parts = Vec::with_capacity(message.parts.len());
+                    for part in &message.parts {
+                        parts.push(match part {
+                            Content::Fixed(text) => text.clone(),
+                            Content::Template(template) => template
+                                .render(context.clone())
+                                .map_err(|e| format!("template `prompt.messages[{i}].content`: {e}"))?,
+                        });
+                    }
+                    let content = match message.is_list {
+                        true => parts.into_iter().map(|text| json!({"type": "text", "text": text})).collect(),
+                        false => Value::from(parts.concat()),
+                    };
+                    rendered.push(json!({"role": message.role, "content": content}));
+                }
+                Ok((self.chat.as_ref().map_err(Clone::clone)?.render(rendered, &self.kwargs)?, false))
+            }
+            // Rows with prompts of their own do not come here.
+            Source::TokenIds(_) | Source::Openai => Err("the job has no template".into()),
+        }
+    }
+
+    /// Renders with `prompt` and encodes, keeping control tokens out of the data (see `guard`).
+    fn encode(
+        &self,
+        fields: &Map<String, Value>,
+        prompt: impl Fn(&Map<String, Value>) -> Result<(String, bool), String>,
+    ) -> Result<(String, Vec<u32>), String> {
+        let tokenizer = &self.setup.tokenizer;
+        let used = |name: &str| match &self.columns {
+            Some(columns) if !matches!(self.source, Source::Openai) => columns.iter().any(|column| column == name),
+            _ => true,
+        };
+        let suspect = fields.iter().any(|(name, value)| used(name) && self.guard.suspects(value, tokenizer));
+        if !suspect {
+            let (text, surround) = prompt(fields)?;
+            let tokens = tokenizer.encode(&text, surround)?;
+            return Ok((text, tokens));
+        }
+        let mark = guard::free_mark(fields).ok_or("the row holds control tokens and every noncharacter of Unicode")?;
+        let marked = fields.iter().map(|(name, value)| (name.clone(), self.guard.mark(value, mark))).collect();
+        let (text, surround) = prompt(&marked)?;
+        let mut tokens = Vec::new();
+        if surround {
+            tokens.extend(&self.around.0);
+        }
+        for piece in self.guard.split(&text, mark) {
+            match piece {
+                Piece::Token(id) => tokens.push(id),
+                Piece::Text(text, first) => tokens.extend(tokenizer.encode_piece(&text, first)?),
+            }
+        }
+        if surround {
+            tokens.extend(&self.around.1);
+        }
+        Ok((text.replace(mark, ""), tokens))
+    }
+
+    fn ready_tokens(&self, items: &[Value], what: &str, params: &Arc<Params>) -> Result<RenderedRow, String> {
+        let known = self.setup.tokenizer.vocab_size() as u64;
+        let mut tokens = Vec::with_capacity(items.len());
+        for (i, item) in items.iter().enumerate() {
+            match item.as_u64() {
+                Some(id) if id < known => tokens.push(id as u32),
+                _ => {
+                    let why = format!("{what} holds {item} at index {i}, no id of the vocabulary (0 to {})", known - 1);
+                    return Err(one_line(&why));
+                }
+            }
+        }
+        let text = self.setup.tokenizer.decode(&tokens);
+        self.finish(text, tokens, params)
+    }
+
+    /// Holds a prompt against the model's context.
+    fn finish(&self, text: String, mut tokens: Vec<u32>, params: &Arc<Params>) -> Result<RenderedRow, String> {
+        if tokens.is_empty() {
+            return Err("the prompt is empty: it has no tokens".into());
+        }
+        let context = self.setup.context_tokens as usize;
+        // `max_tokens` was checked to be less than the context.
+        let room = context - params.max_tokens as usize;
+        match self.truncate {
+            Truncate::None if tokens.len() >= context => {
+                return Err(format!(
+                    "the prompt has {} tokens, and the model's context of {} must hold it and at least one more; shorten \
+                     it or set `prompt.truncate`",
+                    grouped(tokens.len() as u64),
+                    grouped(context as u64)
+                ));
+            }
+            Truncate::Left if tokens.len() > room => {
+                let bos = self.setup.tokenizer.config().bos_token.as_deref();
+                let bos = bos.and_then(|bos| self.setup.tokenizer.id_of(bos));
+                // A model that was trained with a begin-of-sequence token keeps it.
+                let keep = usize::from(Some(tokens[0]) == bos && room > 1);
+                let drop = tokens.len() - room;
+                tokens.drain(keep..keep + drop);
+            }
+            Truncate::Right => tokens.truncate(room),
+            Truncate::None | Truncate::Left => {}
+        }
+        Ok(RenderedRow { text, tokens, params: params.clone() })
+    }
+}
+
+/// Compiles the job's own templates; also lists the columns that are named outside of templates.
+fn compile(job: &Job) -> Result<(Source, Vec<(String, String)>), String> {
+    let mut named = Vec::new();
+    let source = match &job.prompt.kind {
+        PromptKind::Messages(messages) => {
+            let compile = |(i, message)| compile_message(i, message);
+            Source::Messages(messages.iter().enumerate().map(compile).collect::<Result<_, _>>()?)
+        }
+        PromptKind::Text(text) => Source::Text(
+            Template::for_columns("prompt.text", text).map_err(|e| format!("template `prompt.text`: {e}"))?,
+        ),
+        PromptKind::TokenIds(column) => {
+            named.push((column.clone(), "prompt.token_ids".to_string()));
+            Source::TokenIds(column.clone())
+        }
+        PromptKind::Openai => Source::Openai,
+    };
+    Ok((source, named))
+}
+
+fn compile_message(i: usize, message: &Message) -> Result<CompiledMessage, String> {
+    let compile = |part: &String| {
+        // Most system messages are the same for every row.
+        if !part.contains('{') {
+            return Ok(Content::Fixed(part.clone()));
+        }
+        let field = format!("prompt.messages[{i}].content");
+        Template::for_columns(&field, part).map(Content::Template).map_err(|e| format!("template `{field}`: {e}"))
+    };
+    let parts = message.parts.iter().map(compile).collect::<Result<_, _>>()?;
+    Ok(CompiledMessage { role: message.role.as_str(), parts, is_list: message.is_list })
+}
+
+/// Adds the columns that templates name to `named`; returns all that prompts use, or `None` where that may be any.
+fn named_columns(source: &Source, named: &mut Vec<(String, String)>) -> Option<Vec<String>> {
+    let mut any = false;
+    let mut add = |template: &Template, field: String| match template.columns() {
+        Some(columns) => named.extend(columns.into_iter().map(|column| (column, field.clone()))),
+        None => any = true,
+    };
+    match source {
+        Source::Messages(messages) => {
+            for (i, message) in messages.iter().enumerate() {
+                for part in &message.parts {
+                    if let Content::Template(template) = part {
+                        add(template, format!("prompt.messages[{i}].content"));
+                    }
+                }
+            }
+        }
+        Source::Text(template) => add(template, "prompt.text".to_string()),
+        Source::TokenIds(_) => {}
+        Source::Openai => return None,
+    }
+    let columns: BTreeSet<&String> = named.iter().map(|(column, _)| column).collect();
+    (!any).then(|| columns.into_iter().cloned().collect())
+}
+
+/// What a JSON value is, in words.
+fn kind_of(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "null",
+        Value::Bool(_) => "a boolean",
+        Value::Number(_) => "a number",
+        Value::String(_) => "a text",
+        Value::Array(_) => "a list",
+        Value::Object(_) => "a struct",
+    }
+}
+
+/// A number with its thousands apart: `4,317`.
+fn grouped(number: u64) -> String {
+    let digits = number.to_string();
+    let mut out = String::with_capacity(digits.len() + digits.len() / 3);
+    for (i, digit) in digits.chars().enumerate() {
+        if i > 0 && (digits.len() - i) % 3 == 0 {
+            out.push(',');
+        }
+        out.push(digit);
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests;

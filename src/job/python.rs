@@ -1,0 +1,294 @@
+//! What chat templates take for granted of Python and of transformers: filters, tests, methods, and how values print.
+//!
+//! Chat templates are written for Jinja in Python; minijinja is close, and this closes the rest of the gap.
+
+use std::fmt::Write;
+use std::sync::Arc;
+
+use minijinja::value::{Kwargs, Rest, ValueKind, from_args};
+use minijinja::{Error, ErrorKind, State, Value};
+
+use super::guard;
+
+/// Deepest nesting that is written as JSON.
+const JSON_DEPTH_MAX: usize = 64;
+
+/// Layout of JSON text.
+struct Layout {
+    /// One item a line, each level indented by this.
+    indent: Option<String>,
+    item: String,
+    key: String,
+    ascii: bool,
+    sort_keys: bool,
+}
+
+/// `tojson` as transformers defines it: Python's `json.dumps` that leaves `<`, `>` and non-ASCII text as they are.
+pub(super) fn tojson(value: &Value, args: Rest<Value>, kwargs: Kwargs) -> Result<Value, Error> {
+    let names = ["ensure_ascii", "indent", "separators", "sort_keys"];
+    let option = |i: usize| -> Result<Option<Value>, Error> {
+        let named: Option<Value> = kwargs.get(names[i])?;
+        Ok(named.or_else(|| args.get(i).cloned()).filter(|value| !value.is_none()))
+    };
+    let ascii = option(0)?.is_some_and(|v| v.is_true());
+    let indent = match option(1)? {
+        Some(value) => Some(match (value.as_usize(), value.as_str()) {
+            (Some(n), _) if n <= 64 => " ".repeat(n),
+            (_, Some(text)) => text.to_string(),
+            _ => return Err(Error::new(ErrorKind::InvalidOperation, "tojson: `indent` is no number of spaces")),
+        }),
+        None => None,
+    };
+    let (item, key) = match option(2)? {
+        Some(pair) => {
+            let part = |i| pair.get_item_by_index(i).map(|value| value.to_string());
+            (part(0)?, part(1)?)
+        }
+        None if indent.is_some() => (",".to_string(), ": ".to_string()),
+        None => (", ".to_string(), ": ".to_string()),
+    };
+    let sort_keys = option(3)?.is_some_and(|v| v.is_true());
+    kwargs.assert_all_used()?;
+    let mut out = String::new();
+    write_json(value, &Layout { indent, item, key, ascii, sort_keys }, 0, &mut out)?;
+    Ok(Value::from(out))
+}
+
+/// `value` as JSON without white space.
+pub(super) fn compact_json(value: &Value) -> Result<String, Error> {
+    let layout = Layout { indent: None, item: ",".into(), key: ":".into(), ascii: false, sort_keys: false };
+    let mut out = String::new();
+    write_json(value, &layout, 0, &mut out)?;
+    Ok(out)
+}
+
+fn write_json(value: &Value, layout: &Layout, depth: usize, out: &mut String) -> Result<(), Error> {
+    if depth > JSON_DEPTH_MAX {
+        return Err(Error::new(ErrorKind::InvalidOperation, "tojson: nested too deeply"));
+    }
+    let line = |out: &mut String, depth: usize| {
+        if let Some(indent) = &layout.indent {
+            out.push('\n');
+            out.extend(std::iter::repeat_n(indent.as_str(), depth));
+        }
+    };
+    match value.kind() {
+        ValueKind::None => out.push_str("null"),
+        ValueKind::Bool => out.push_str(if value.is_true() { "true" } else { "false" }),
+        ValueKind::Number => out.push_str(&number(value)),
+        ValueKind::String => write_json_text(value.as_str().unwrap_or_default(), layout.ascii, out),
+        ValueKind::Seq | ValueKind::Iterable => {
+            let mut empty = true;
+            out.push('[');
+            for item in value.try_iter()?.checked() {
+                if !empty {
+                    out.push_str(&layout.item);
+                }
+                empty = false;
+                line(out, depth + 1);
+                write_json(&item?, layout, depth + 1, out)?;
+            }
+            if !empty {
+                line(out, depth);
+            }
+            out.push(']');
+        }
+        ValueKind::Map => {
+            let mut keys = value.try_iter()?.checked().collect::<Result<Vec<_>, _>>()?;
+            if layout.sort_keys {
+                keys.sort_by_key(|key| key.to_string());
+            }
+            out.push('{');
+            for (i, key) in keys.iter().enumerate() {
+                if i > 0 {
+                    out.push_str(&layout.item);
+                }
+                line(out, depth + 1);
+                write_json_text(&key.to_string(), layout.ascii, out);
+                out.push_str(&layout.key);
+                write_json(&value.get_item(key)?, layout, depth + 1, out)?;
+            }
+            if !keys.is_empty() {
+                line(out, depth);
+            }
+            out.push('}');
+        }
+        kind => {
+            return Err(Error::new(ErrorKind::InvalidOperation, format!("tojson: cannot write {kind} as JSON")));
+        }
+    }
+    Ok(())
+}
+
+fn write_json_text(text: &str, ascii: bool, out: &mut String) {
+    out.push('"');
+    for c in text.chars() {
+        match c {
+            '"' => out.push_str("\\\""),
+            '\\' => out.push_str("\\\\"),
+            '\n' => out.push_str("\\n"),
+            '\r' => out.push_str("\\r"),
+            '\t' => out.push_str("\\t"),
+            '\u{8}' => out.push_str("\\b"),
+            '\u{C}' => out.push_str("\\f"),
+            c if (c as u32) < 0x20 => push_escape(c as u32, out),
+            // The guard's marks must stay findable.
+            c if ascii && (c as u32) > 0x7E && !guard::is_mark(c) => {
+                let mut units = [0; 2];
+                for unit in c.encode_utf16(&mut units) {
+                    push_escape((*unit).into(), out);
+                }
+            }
+            c => out.push(c),
+        }
+    }
+    out.push('"');
+}
+
+fn push_escape(code: u32, out: &mut String) {
+    // Writing to a string cannot fail.
+    let _ = write!(out, "\\u{code:04x}");
+}
+
+/// A number as Python prints it.
+fn number(value: &Value) -> String {
+    if value.is_integer() {
+        return value.to_string();
+    }
+    match f64::try_from(value.clone()) {
+        Ok(float) => float_repr(float),
+        Err(_) => value.to_string(),
+    }
+}
+
+/// A float as Python's `repr` writes it: the shortest digits that read back as the same number, with an exponent
+/// from 1e16 on and below 1e-4.
+pub(super) fn float_repr(value: f64) -> String {
+    if value.is_nan() {
+        return "NaN".into();
+    }
+    if value.is_infinite() {
+        return if value > 0.0 { "Infinity".into() } else { "-Infinity".into() };
+    }
+    let size = value.abs();
+    if size != 0.0 && !(1e-4..1e16).contains(&size) {
+        let text = format!("{value:e}");
+        let (digits, exponent) = text.split_once('e').unwrap_or((&text, "0"));
+        let (sign, exponent) = match exponent.strip_prefix('-') {
+            Some(rest) => ('-', rest),
+            None => ('+', exponent),
+        };
+        return format!("{digits}e{sign}{exponent:0>2}");
+    }
+    let text = value.to_string();
+    if text.contains('.') { text } else { format!("{text}.0") }
+}
+
+/// Is it iterable in Python's sense? Texts and mappings are.
+pub(super) fn is_iterable(value: &Value) -> bool {
+    use ValueKind::{Iterable, Map, Seq, String, Undefined};
+    matches!(value.kind(), String | Seq | Map | Iterable | Undefined)
+}
+
+/// Jinja's `sequence` test: has a length and items, as texts and mappings do.
+pub(super) fn is_sequence(value: &Value) -> bool {
+    use ValueKind::{Map, Seq, String, Undefined};
+    matches!(value.kind(), String | Seq | Map | Undefined)
+}
+
+/// Python methods of texts, lists and mappings: those of minijinja-contrib and some that it lacks.
+pub(super) fn method(state: &mut State, value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
+    if let Some(text) = value.as_str() {
+        if let Some(result) = text_method(text, name, args)? {
+            return Ok(result);
+        }
+    }
+    if value.kind() == ValueKind::Seq && name == "index" {
+        let (wanted,): (Value,) = from_args(args)?;
+        for (i, item) in value.try_iter()?.checked().enumerate() {
+            if item? == wanted {
+                return Ok(Value::from(i));
+            }
+        }
+        return Err(Error::new(ErrorKind::InvalidOperation, "list.index: not in list"));
+    }
+    minijinja_contrib::pycompat::unknown_method_callback(state, value, name, args)
+}
+
+fn text_method(text: &str, name: &str, args: &[Value]) -> Result<Option<Value>, Error> {
+    let triple = |a: &str, b: &str, c: &str| Value::from(vec![a, b, c]);
+    Ok(Some(match name {
+        "removeprefix" => {
+            let (prefix,): (Arc<str>,) = from_args(args)?;
+            Value::from(text.strip_prefix(&*prefix).unwrap_or(text))
+        }
+        "removesuffix" => {
+            let (suffix,): (Arc<str>,) = from_args(args)?;
+            Value::from(text.strip_suffix(&*suffix).unwrap_or(text))
+        }
+        "partition" => {
+            let (separator,): (Arc<str>,) = from_args(args)?;
+            match text.split_once(&*separator) {
+                Some((before, after)) => triple(before, &separator, after),
+                None => triple(text, "", ""),
+            }
+        }
+        "rpartition" => {
+            let (separator,): (Arc<str>,) = from_args(args)?;
+            match text.rsplit_once(&*separator) {
+                Some((before, after)) => triple(before, &separator, after),
+                None => triple("", "", text),
+            }
+        }
+        "rsplit" => {
+            let (separator, splits): (Arc<str>, Option<i64>) = from_args(args)?;
+            let mut parts: Vec<&str> = match splits.and_then(|n| usize::try_from(n).ok()) {
+                Some(n) => text.rsplitn(n.saturating_add(1), &*separator).collect(),
+                None => text.rsplit(&*separator).collect(),
+            };
+            parts.reverse();
+            Value::from(parts)
+        }
+        "index" => {
+            let (part,): (Arc<str>,) = from_args(args)?;
+            match text.find(&*part) {
+                Some(at) => Value::from(text[..at].chars().count()),
+                None => return Err(Error::new(ErrorKind::InvalidOperation, "str.index: not found")),
+            }
+        }
+        "casefold" => Value::from(text.to_lowercase()),
+        "zfill" | "ljust" | "rjust" => {
+            let (width,): (usize,) = from_args(args)?;
+            let missing = width.min(1 << 16).saturating_sub(text.chars().count());
+            Value::from(match name {
+                "zfill" => format!("{}{text}", "0".repeat(missing)),
+                "ljust" => format!("{text}{}", " ".repeat(missing)),
+                _ => format!("{}{text}", " ".repeat(missing)),
+            })
+        }
+        _ => return Ok(None),
+    }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn floats_print_as_in_python() {
+        let cases = [
+            (0.0, "0.0"),
+            (1.0, "1.0"),
+            (-2.5, "-2.5"),
+            (1e16, "1e+16"),
+            (1e15, "1000000000000000.0"),
+            (1.5e-5, "1.5e-05"),
+            (0.0001, "0.0001"),
+            (1e100, "1e+100"),
+            (0.1, "0.1"),
+        ];
+        for (value, text) in cases {
+            assert_eq!(float_repr(value), text);
+        }
+    }
+}

@@ -1,0 +1,615 @@
+//! A valid job: what the job file says, checked, with all defaults filled in. Nothing downstream checks again.
+
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+use sha2::{Digest, Sha256};
+
+use super::file::{
+    BudgetFile, ContentFile, GenerateFile, InputFormat, JobFile, MessageFile, OutputFile, OutputFormat, Parsed,
+    PromptFile, Role, Truncate,
+};
+use super::{JobError, suggest};
+use crate::engine::params::{Params, Shape};
+
+/// Largest `max_tokens`: longer than any model's context.
+pub const MAX_TOKENS_MAX: u32 = 1 << 20;
+/// Most samples a row.
+pub const SAMPLES_MAX: u32 = 1024;
+/// Most texts in `choice`.
+const CHOICES_MAX: usize = 10_000;
+/// Most entries of `stop` and of `stop_token_ids`.
+const STOPS_MAX: usize = 64;
+/// Longest text among names, columns, stops and choices, in bytes.
+const TEXT_BYTES_MAX: usize = 16 << 10;
+/// Largest `chat_template` file, in bytes.
+const TEMPLATE_BYTES_MAX: u64 = 4 << 20;
+/// Rows of a shard where the job does not say.
+const SHARD_ROWS: i64 = 4096;
+const SHARD_ROWS_MAX: i64 = 1_000_000;
+
+/// Columns that results have besides the carried ones.
+pub const RESULT_COLUMNS: [&str; 12] = [
+    "row",
+    "status",
+    "completion",
+    "parsed",
+    "finish_reason",
+    "error",
+    "prompt_tokens",
+    "cached_tokens",
+    "completion_tokens",
+    "token_ids",
+    "logprobs",
+    "choice_probabilities",
+];
+
+/// A checked job.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Job {
+    pub name: String,
+    /// As written: a path relative to `base_dir`, `hf://…` or a URL.
+    pub model: String,
+    pub precision: Precision,
+    pub input: Input,
+    pub prompt: Prompt,
+    pub generate: Generate,
+    pub output: Output,
+    /// Rows of a shard, at least 1.
+    pub shard_rows: u64,
+    pub budget: Budget,
+    /// The input column with right answers, for the report.
+    pub gold: Option<String>,
+    /// The job file's folder; paths without a scheme are relative to it.
+    pub base_dir: PathBuf,
+    /// The job file, for messages.
+    pub file: String,
+    /// SHA-256, hexadecimal, of the job file's content: a job with the same hash is the same job.
+    pub hash: String,
+}
+
+/// Number format to compute in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Precision {
+    Auto,
+    F32,
+    Bf16,
+}
+
+/// The rows to work on.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Input {
+    /// As written, at least one; may hold wildcards.
+    pub uris: Vec<String>,
+    /// `None`: told apart by content.
+    pub format: Option<InputFormat>,
+}
+
+/// What the model is asked.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Prompt {
+    pub kind: PromptKind,
+    /// The chat template that the job gives; `None` takes the checkpoint's default.
+    pub chat_template: Option<ChatTemplateChoice>,
+    pub chat_template_kwargs: Map<String, Value>,
+    pub truncate: Truncate,
+}
+
+/// Where a row's prompt comes from.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum PromptKind {
+    /// A conversation of column templates, at least one.
+    Messages(Vec<Message>),
+    /// A column template, without chat template.
+    Text(String),
+    /// A column of token ids.
+    TokenIds(String),
+    /// The row is a line of an OpenAI batch file.
+    Openai,
+}
+
+/// One message, its content a column template.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Message {
+    pub role: Role,
+    /// One template; or several, for content that is written as a list of parts.
+    pub parts: Vec<String>,
+    pub is_list: bool,
+}
+
+/// A job's own chat template.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ChatTemplateChoice {
+    /// One of the checkpoint's, by name.
+    Named(String),
+    Source(String),
+}
+
+/// Checked generation parameters, as the job gives them.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Generate {
+    pub max_tokens: u32,
+    pub temperature: f32,
+    pub top_k: u32,
+    pub top_p: f32,
+    pub min_p: f32,
+    pub repetition_penalty: f32,
+    pub presence_penalty: f32,
+    pub frequency_penalty: f32,
+    pub seed: Option<u64>,
+    pub stop: Vec<String>,
+    pub stop_token_ids: Vec<u32>,
+    pub ignore_eos: bool,
+    pub logprobs: bool,
+    pub n: u32,
+    pub shape: ShapeSpec,
+}
+
+/// What a completion may look like.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ShapeSpec {
+    Free,
+    Choice { choices: Vec<String>, probabilities: bool },
+    JsonSchema(Value),
+    Regex(String),
+}
+
+/// Where results go.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Output {
+    /// As written.
+    pub uri: String,
+    pub carry: Vec<String>,
+    pub format: OutputFormat,
+    pub token_ids: bool,
+}
+
+/// What the job may cost.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Budget {
+    pub usd: Option<f64>,
+    pub usd_per_hour: Option<f64>,
+    pub deadline_seconds: Option<u64>,
+}
+
+/// A value that a field cannot have; `field` is its path in the file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct FieldError {
+    pub field: String,
+    pub why: String,
+}
+
+impl std::fmt::Display for FieldError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "`{}` {}", self.field, self.why)
+    }
+}
+
+fn bad<T>(field: impl Into<String>, why: impl Into<String>) -> Result<T, FieldError> {
+    Err(FieldError { field: field.into(), why: why.into() })
+}
+
+impl Job {
+    /// Reads and checks a job file.
+    pub fn load(path: &Path) -> Result<Job, JobError> {
+        let parsed = JobFile::read(path)?;
+        let base_dir = match path.parent() {
+            Some(dir) if !dir.as_os_str().is_empty() => dir.to_path_buf(),
+            _ => PathBuf::from("."),
+        };
+        Job::check(parsed, &path.display().to_string(), &base_dir)
+    }
+
+    /// Checks a parsed job file. `file` names it in messages; relative paths start from `base_dir`.
+    pub fn check(parsed: Parsed, file: &str, base_dir: &Path) -> Result<Job, JobError> {
+        build(parsed, file, base_dir)
+            .map_err(|error| JobError::Invalid { place: file.to_string(), message: error.to_string() })
+    }
+
+    /// SHA-256, hexadecimal, of the job file's content.
+    pub fn hash(&self) -> &str {
+        &self.hash
+    }
+
+    /// The job with all defaults filled in, for the ledger; [`Job::from_resolved`] reads it back.
+    pub fn resolved(&self) -> Value {
+        // A job holds only what JSON can: numbers were checked to be finite.
+        serde_json::to_value(self).unwrap_or(Value::Null)
+    }
+
+    /// Reads what [`Job::resolved`] wrote.
+    pub fn from_resolved(value: &Value) -> Result<Job, JobError> {
+        serde_json::from_value(value.clone()).map_err(|e| JobError::Invalid {
+            place: "the job's record in its ledger".into(),
+            message: super::one_line(&e.to_string()),
+        })
+    }
+
+    /// The key of the job's random stream: the given seed, or one derived from the job's id.
+    pub fn seed(&self, job_id: &str) -> u64 {
+        self.generate.seed.unwrap_or_else(|| {
+            let digest = Sha256::digest(format!("gristmill seed {job_id}"));
+            digest.iter().take(8).fold(0, |seed, byte| seed << 8 | u64::from(*byte))
+        })
+    }
+}
+
+impl Generate {
+    /// Checks what a job's `generate` block, or a batch line's body, says.
+    pub(super) fn check(file: &GenerateFile) -> Result<Generate, FieldError> {
+        let stop = file.stop.clone().map(|stop| stop.into_vec()).unwrap_or_default();
+        for text in &stop {
+            if text.is_empty() {
+                return bad("stop", "holds an empty text, which would end every completion at once");
+            }
+            short("stop", text)?;
+        }
+        let stop_token_ids = file.stop_token_ids.clone().unwrap_or_default();
+        for (field, count) in [("stop", stop.len()), ("stop_token_ids", stop_token_ids.len())] {
+            if count > STOPS_MAX {
+                return bad(field, format!("has {count} entries, more than {STOPS_MAX}"));
+            }
+        }
+        let top_p = within("top_p", file.top_p, 1.0, 0.0, 1.0)?;
+        if top_p == 0.0 {
+            return bad("top_p", "is 0, and at 0 no token is left; it must be above 0 and at most 1");
+        }
+        Ok(Generate {
+            max_tokens: whole("max_tokens", file.max_tokens, 256, 1, MAX_TOKENS_MAX)?,
+            temperature: within("temperature", file.temperature, 1.0, 0.0, 100.0)?,
+            top_k: whole("top_k", file.top_k, 0, 0, i32::MAX as u32)?,
+            top_p,
+            min_p: within("min_p", file.min_p, 0.0, 0.0, 1.0)?,
+            repetition_penalty: within("repetition_penalty", file.repetition_penalty, 1.0, 0.01, 100.0)?,
+            presence_penalty: within("presence_penalty", file.presence_penalty, 0.0, -100.0, 100.0)?,
+            frequency_penalty: within("frequency_penalty", file.frequency_penalty, 0.0, -100.0, 100.0)?,
+            seed: file.seed,
+            stop,
+            stop_token_ids,
+            ignore_eos: file.ignore_eos.unwrap_or(false),
+            logprobs: file.logprobs.unwrap_or(false),
+            n: whole("n", file.n, 1, 1, SAMPLES_MAX)?,
+            shape: shape(file)?,
+        })
+    }
+
+    /// The engine's parameters; `seed` is used where the job gives none.
+    pub fn params(&self, seed: u64) -> Params {
+        Params {
+            max_tokens: self.max_tokens,
+            temperature: self.temperature,
+            top_k: self.top_k,
+            top_p: self.top_p,
+            min_p: self.min_p,
+            repetition_penalty: self.repetition_penalty,
+            presence_penalty: self.presence_penalty,
+            frequency_penalty: self.frequency_penalty,
+            seed: self.seed.unwrap_or(seed),
+            stop: self.stop.clone(),
+            stop_token_ids: self.stop_token_ids.clone(),
+            ignore_eos: self.ignore_eos,
+            logprobs: self.logprobs,
+            samples: self.n,
+            shape: match &self.shape {
+                ShapeSpec::Free => Shape::Free,
+                ShapeSpec::Choice { choices, probabilities } => {
+                    Shape::Choice { choices: choices.clone(), probabilities: *probabilities }
+                }
+                ShapeSpec::JsonSchema(schema) => Shape::JsonSchema(schema.clone()),
+                ShapeSpec::Regex(regex) => Shape::Regex(regex.clone()),
+            },
+        }
+    }
+
+    /// Back to the form that [`Generate::check`] takes, so that a batch line can override parts of it.
+    pub(super) fn as_file(&self) -> GenerateFile {
+        let mut file = GenerateFile {
+            max_tokens: Some(self.max_tokens.into()),
+            temperature: Some(exact(self.temperature)),
+            top_k: Some(self.top_k.into()),
+            top_p: Some(exact(self.top_p)),
+            min_p: Some(exact(self.min_p)),
+            repetition_penalty: Some(exact(self.repetition_penalty)),
+            presence_penalty: Some(exact(self.presence_penalty)),
+            frequency_penalty: Some(exact(self.frequency_penalty)),
+            seed: self.seed,
+            stop: Some(super::file::OneOrMany::Many(self.stop.clone())),
+            stop_token_ids: Some(self.stop_token_ids.clone()),
+            ignore_eos: Some(self.ignore_eos),
+            logprobs: Some(self.logprobs),
+            n: Some(self.n.into()),
+            ..Default::default()
+        };
+        match &self.shape {
+            ShapeSpec::Free => {}
+            ShapeSpec::Choice { choices, probabilities } => {
+                file.choice = Some(choices.clone());
+                file.choice_probabilities = Some(*probabilities);
+            }
+            ShapeSpec::JsonSchema(schema) => file.json_schema = Some(schema.clone()),
+            ShapeSpec::Regex(regex) => file.regex = Some(regex.clone()),
+        }
+        file
+    }
+}
+
+/// A checked `f32` as the `f64` that a file would give; bounds are compared in `f64`.
+fn exact(value: f32) -> f64 {
+    value.to_string().parse().unwrap_or(f64::from(value))
+}
+
+fn build(parsed: Parsed, file: &str, base_dir: &Path) -> Result<Job, FieldError> {
+    let Parsed { file: raw, hash } = parsed;
+    let name = text("name", raw.name)?;
+    if name.chars().any(char::is_control) {
+        return bad("name", "holds control characters");
+    }
+    let model = text("model", raw.model)?;
+    let uris = raw.input.uri.into_vec();
+    if uris.is_empty() {
+        return bad("input.uri", "is an empty list");
+    }
+    let uris = uris.into_iter().map(|uri| text("input.uri", uri)).collect::<Result<Vec<_>, _>>()?;
+    let generate = Generate::check(&raw.generate.unwrap_or_default())
+        .map_err(|e| FieldError { field: format!("generate.{}", e.field), why: e.why })?;
+    let gold = raw.report.and_then(|report| report.gold).map(|gold| text("report.gold", gold)).transpose()?;
+    let rows = raw.shards.and_then(|shards| shards.rows).unwrap_or(SHARD_ROWS);
+    if !(1..=SHARD_ROWS_MAX).contains(&rows) {
+        return bad("shards.rows", format!("is {rows}; it must be from 1 to {SHARD_ROWS_MAX}"));
+    }
+    Ok(Job {
+        name,
+        model,
+        precision: precision(raw.precision.as_deref())?,
+        input: Input { uris, format: raw.input.format },
+        prompt: prompt(raw.prompt, raw.input.format, base_dir)?,
+        generate,
+        output: output(raw.output)?,
+        shard_rows: rows.unsigned_abs(),
+        budget: budget(raw.budget.unwrap_or_default())?,
+        gold,
+        base_dir: base_dir.to_path_buf(),
+        file: file.to_string(),
+        hash,
+    })
+}
+
+fn precision(name: Option<&str>) -> Result<Precision, FieldError> {
+    match name.unwrap_or("auto") {
+        "auto" => Ok(Precision::Auto),
+        "f32" => Ok(Precision::F32),
+        "bf16" => Ok(Precision::Bf16),
+        known @ ("fp8" | "int8" | "f16" | "fp4" | "int4") => {
+            bad("precision", format!("is `{known}`, which this build does not support; it has `f32` and `bf16`"))
+        }
+        other => bad("precision", format!("is `{other}`{}", suggest(other, ["auto", "f32", "bf16"]))),
+    }
+}
+
+fn prompt(raw: Option<PromptFile>, format: Option<InputFormat>, base_dir: &Path) -> Result<Prompt, FieldError> {
+    let openai_possible = matches!(format, None | Some(InputFormat::OpenaiBatch));
+    let missing = raw.is_none();
+    let raw = raw.unwrap_or_default();
+    let given = [raw.messages.is_some(), raw.text.is_some(), raw.token_ids.is_some()];
+    let kind = match given.iter().filter(|given| **given).count() {
+        // An OpenAI batch file brings its own prompts; the block may still set a chat template or truncation.
+        0 if openai_possible => PromptKind::Openai,
+        0 if missing => return bad("prompt", "is missing; only OpenAI batch input goes without"),
+        0 => return bad("prompt", "says none of `messages`, `text` and `token_ids`; it needs one"),
+        1 => match (raw.messages, raw.text, raw.token_ids) {
+            (Some(messages), _, _) => PromptKind::Messages(conversation(messages)?),
+            (_, Some(template), _) if template.is_empty() => return bad("prompt.text", "is empty"),
+            (_, Some(template), _) => PromptKind::Text(template),
+            (_, _, column) => PromptKind::TokenIds(text("prompt.token_ids", column.unwrap_or_default())?),
+        },
+        _ => return bad("prompt", "says more than one of `messages`, `text` and `token_ids`; it takes one"),
+    };
+    let chat = matches!(kind, PromptKind::Messages(_) | PromptKind::Openai);
+    if !chat && raw.chat_template.is_some() {
+        return bad("prompt.chat_template", "is for `messages`; `text` and `token_ids` use no chat template");
+    }
+    if !chat && raw.chat_template_kwargs.is_some() {
+        return bad("prompt.chat_template_kwargs", "is for `messages`; `text` and `token_ids` use no chat template");
+    }
+    let kwargs = raw.chat_template_kwargs.unwrap_or_default();
+    if kwargs.contains_key("messages") {
+        return bad("prompt.chat_template_kwargs", "cannot set `messages`");
+    }
+    Ok(Prompt {
+        kind,
+        chat_template: raw.chat_template.map(|choice| chat_template(choice, base_dir)).transpose()?,
+        chat_template_kwargs: kwargs,
+        truncate: raw.truncate.unwrap_or_default(),
+    })
+}
+
+fn conversation(messages: Vec<MessageFile>) -> Result<Vec<Message>, FieldError> {
+    if messages.is_empty() {
+        return bad("prompt.messages", "is an empty list");
+    }
+    let mut out = Vec::with_capacity(messages.len());
+    for (i, MessageFile { role, content }) in messages.into_iter().enumerate() {
+        let (parts, is_list) = match content {
+            ContentFile::Text(text) => (vec![text], false),
+            ContentFile::Parts(parts) if parts.is_empty() => {
+                return bad(format!("prompt.messages[{i}].content"), "is an empty list");
+            }
+            ContentFile::Parts(parts) => (parts.into_iter().map(|part| part.text).collect(), true),
+        };
+        out.push(Message { role, parts, is_list });
+    }
+    Ok(out)
+}
+
+/// A template's source, a file that holds one, or the name of one of the checkpoint's.
+fn chat_template(choice: String, base_dir: &Path) -> Result<ChatTemplateChoice, FieldError> {
+    const FIELD: &str = "prompt.chat_template";
+    if choice.contains("{{") || choice.contains("{%") {
+        return Ok(ChatTemplateChoice::Source(choice));
+    }
+    if !choice.ends_with(".jinja") && !choice.ends_with(".j2") {
+        return Ok(ChatTemplateChoice::Named(text(FIELD, choice)?));
+    }
+    let path = base_dir.join(&choice);
+    let unreadable = |e: std::io::Error| FieldError { field: FIELD.into(), why: format!("names `{choice}`: {e}") };
+    let size = std::fs::metadata(&path).map_err(unreadable)?.len();
+    if size > TEMPLATE_BYTES_MAX {
+        return bad(FIELD, format!("names `{choice}`, which has {size} bytes, more than {TEMPLATE_BYTES_MAX}"));
+    }
+    Ok(ChatTemplateChoice::Source(std::fs::read_to_string(&path).map_err(unreadable)?))
+}
+
+fn shape(file: &GenerateFile) -> Result<ShapeSpec, FieldError> {
+    let given = [
+        ("choice", file.choice.is_some()),
+        ("json_schema", file.json_schema.is_some()),
+        ("regex", file.regex.is_some()),
+    ];
+    let given: Vec<&str> = given.iter().filter(|(_, given)| *given).map(|(name, _)| *name).collect();
+    if let [first, second, ..] = given[..] {
+        return bad(second, format!("cannot stand beside `{first}`: an answer has one shape"));
+    }
+    let probabilities = file.choice_probabilities.unwrap_or(false);
+    if probabilities && file.choice.is_none() {
+        return bad("choice_probabilities", "needs `choice`");
+    }
+    if probabilities && file.n.unwrap_or(1) > 1 {
+        return bad("choice_probabilities", "needs `n` to be 1: the probabilities are the same for every sample");
+    }
+    if let Some(choices) = &file.choice {
+        if choices.is_empty() || choices.len() > CHOICES_MAX {
+            return bad("choice", format!("has {} texts; it takes from 1 to {CHOICES_MAX}", choices.len()));
+        }
+        let mut seen = std::collections::HashSet::new();
+        for choice in choices {
+            if choice.is_empty() {
+                return bad("choice", "holds an empty text");
+            }
+            short("choice", choice)?;
+            if !seen.insert(choice) {
+                return bad("choice", format!("holds `{choice}` twice"));
+            }
+        }
+        return Ok(ShapeSpec::Choice { choices: choices.clone(), probabilities });
+    }
+    if let Some(schema) = &file.json_schema {
+        if !schema.is_object() {
+            return bad("json_schema", "is no JSON Schema: it must be a mapping");
+        }
+        return Ok(ShapeSpec::JsonSchema(schema.clone()));
+    }
+    match &file.regex {
+        Some(regex) if regex.is_empty() => bad("regex", "is empty"),
+        Some(regex) => Ok(ShapeSpec::Regex(regex.clone())),
+        None => Ok(ShapeSpec::Free),
+    }
+}
+
+fn output(raw: OutputFile) -> Result<Output, FieldError> {
+    let carry = raw.carry.unwrap_or_default();
+    let mut seen = std::collections::HashSet::new();
+    for column in &carry {
+        if column.is_empty() {
+            return bad("output.carry", "holds an empty name");
+        }
+        short("output.carry", column)?;
+        if RESULT_COLUMNS.contains(&column.as_str()) {
+            return bad("output.carry", format!("holds `{column}`, which is the name of a result column"));
+        }
+        if !seen.insert(column) {
+            return bad("output.carry", format!("holds `{column}` twice"));
+        }
+    }
+    Ok(Output {
+        uri: text("output.uri", raw.uri)?,
+        carry,
+        format: raw.format.unwrap_or_default(),
+        token_ids: raw.token_ids.unwrap_or(false),
+    })
+}
+
+fn budget(raw: BudgetFile) -> Result<Budget, FieldError> {
+    for (field, value) in [("budget.usd", raw.usd), ("budget.usd_per_hour", raw.usd_per_hour)] {
+        if value.is_some_and(|usd| !usd.is_finite() || usd < 0.0) {
+            return bad(field, format!("is {}; it must be a number of dollars", value.unwrap_or_default()));
+        }
+    }
+    if raw.usd.is_some() && raw.usd_per_hour.is_none_or(|price| price == 0.0) {
+        return bad("budget.usd", "needs `budget.usd_per_hour`, what a worker's machine costs");
+    }
+    let deadline_seconds = match raw.deadline {
+        Some(text) => Some(duration_seconds(&text).map_err(|why| FieldError {
+            field: "budget.deadline".into(),
+            why: format!("is `{text}`: {why}"),
+        })?),
+        None => None,
+    };
+    Ok(Budget { usd: raw.usd, usd_per_hour: raw.usd_per_hour, deadline_seconds })
+}
+
+/// Reads `6h`, `90m`, `45s`, `2d` and their sums (`1h30m`).
+fn duration_seconds(text: &str) -> Result<u64, String> {
+    const FORM: &str = "a time looks like `6h`, `90m` or `1h30m`";
+    let mut total: u64 = 0;
+    let mut rest = text.trim();
+    if rest.is_empty() {
+        return Err(FORM.into());
+    }
+    while !rest.is_empty() {
+        let digits = rest.find(|c: char| !c.is_ascii_digit()).ok_or(FORM)?;
+        let count: u64 = rest[..digits].parse().map_err(|_| FORM)?;
+        let mut chars = rest[digits..].chars();
+        let unit = match chars.next() {
+            Some('s') => 1,
+            Some('m') => 60,
+            Some('h') => 3_600,
+            Some('d') => 86_400,
+            _ => return Err(FORM.into()),
+        };
+        total = count.checked_mul(unit).and_then(|seconds| total.checked_add(seconds)).ok_or("it is too long")?;
+        rest = chars.as_str().trim_start();
+    }
+    match total {
+        0 => Err("it is no time at all".into()),
+        1..=315_360_000 => Ok(total),
+        _ => Err("it is longer than ten years".into()),
+    }
+}
+
+/// A name or address: not empty, not long.
+fn text(field: &str, value: String) -> Result<String, FieldError> {
+    if value.trim().is_empty() {
+        return bad(field, "is empty");
+    }
+    short(field, &value)?;
+    Ok(value)
+}
+
+fn short(field: &str, value: &str) -> Result<(), FieldError> {
+    match value.len() {
+        0..=TEXT_BYTES_MAX => Ok(()),
+        len => bad(field, format!("holds a text of {len} bytes, more than {TEXT_BYTES_MAX}")),
+    }
+}
+
+fn whole(field: &str, value: Option<i64>, default: u32, low: u32, high: u32) -> Result<u32, FieldError> {
+    let value = value.unwrap_or(default.into());
+    match u32::try_from(value) {
+        Ok(value) if (low..=high).contains(&value) => Ok(value),
+        _ => bad(field, format!("is {value}; it must be from {low} to {high}")),
+    }
+}
+
+fn within(field: &str, value: Option<f64>, default: f64, low: f64, high: f64) -> Result<f32, FieldError> {
+    let value = value.unwrap_or(default);
+    // Not-a-number is in no range.
+    match (low..=high).contains(&value) {
+        true => Ok(value as f32),
+        false => bad(field, format!("is {value}; it must be from {low} to {high}")),
+    }
+}

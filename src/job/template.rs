@@ -1,0 +1,317 @@
+//! Templates over minijinja: the two environments, their limits, and column templates.
+//!
+//! A column template names columns (`{{ subject }}`; `{{ row["two words"] }}` for names that are no identifiers).
+//! Values are rendered so: null as nothing, booleans as `true` and `false`, numbers in their shortest exact form,
+//! texts (decimals, timestamps in ISO 8601 and binary data arrive as texts) as they are, lists and structs as compact
+//! JSON. A column that does not exist is an error, never nothing.
+
+use std::collections::BTreeSet;
+use std::io;
+
+use chrono::NaiveDateTime;
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::ValueKind;
+use minijinja::{AutoEscape, Environment, Error, ErrorKind, UndefinedBehavior, Value};
+
+use super::{one_line, python};
+
+/// Most instructions of one rendering; a long conversation with tools takes some thousands.
+const FUEL: u64 = 5_000_000;
+/// Longest rendered text, in bytes: several times the longest context.
+const OUTPUT_BYTES_MAX: usize = 64 << 20;
+/// The variable that holds all columns.
+const ROW: &str = "row";
+
+/// A compiled template.
+pub(super) struct Template {
+    env: Environment<'static>,
+    name: String,
+}
+
+impl Template {
+    /// A template over the columns of a row; `name` is the field that it stands in.
+    pub(super) fn for_columns(name: &str, source: &str) -> Result<Template, String> {
+        let mut env = base();
+        env.set_undefined_behavior(UndefinedBehavior::Strict);
+        // A template is taken as it is written, final newline included.
+        set_syntax(&mut env, |syntax| syntax.keep_trailing_newline(true))?;
+        env.set_formatter(|out, _, value| {
+            match value.kind() {
+                ValueKind::None => {}
+                ValueKind::Undefined => return Err(Error::from(ErrorKind::UndefinedError)),
+                ValueKind::String => out.write_str(value.as_str().unwrap_or_default())?,
+                _ => out.write_str(&python::compact_json(value)?)?,
+            }
+            Ok(())
+        });
+        Template::compile(env, name, source.to_string())
+    }
+
+    /// A chat template, in an environment like transformers'. `now` is the time that `strftime_now` tells.
+    pub(super) fn for_chat(name: &str, source: &str, now: NaiveDateTime) -> Result<Template, String> {
+        let mut env = base();
+        env.set_undefined_behavior(UndefinedBehavior::Lenient);
+        set_syntax(&mut env, |syntax| syntax.trim_blocks(true).lstrip_blocks(true))?;
+        env.add_function("raise_exception", |message: Value| -> Result<Value, Error> {
+            Err(Error::new(ErrorKind::InvalidOperation, message.to_string()))
+        });
+        env.add_function("strftime_now", move |format: &str| strftime(now, format));
+        env.set_formatter(|out, _, value| {
+            match value.kind() {
+                ValueKind::Number if !value.is_integer() => match f64::try_from(value.clone()) {
+                    Ok(float) if float.is_finite() => out.write_str(&python::float_repr(float))?,
+                    _ => out.write_str(&value.to_string())?,
+                },
+                ValueKind::String => out.write_str(value.as_str().unwrap_or_default())?,
+                _ => out.write_str(&value.to_string())?,
+            }
+            Ok(())
+        });
+        Template::compile(env, name, without_generation_tags(source))
+    }
+
+    fn compile(mut env: Environment<'static>, name: &str, source: String) -> Result<Template, String> {
+        env.add_template_owned(name.to_string(), source).map_err(|e| describe(&e))?;
+        Ok(Template { env, name: name.to_string() })
+    }
+
+    /// Renders with `context`; the error is one line.
+    pub(super) fn render(&self, context: Value) -> Result<String, String> {
+        let template = self.env.get_template(&self.name).map_err(|e| describe(&e))?;
+        let mut out = Bounded { bytes: Vec::new(), full: false };
+        let result = template.render_captured_to(context, &mut out).map(|_| ()).map_err(|e| describe(&e));
+        if out.full {
+            return Err(format!("it renders to more than {} MB", OUTPUT_BYTES_MAX >> 20));
+        }
+        result?;
+        String::from_utf8(out.bytes).map_err(|_| "it renders to bytes that are no UTF-8".into())
+    }
+
+    /// The columns that the template names, sorted; `None` where it may use any (it mentions `row`).
+    pub(super) fn columns(&self) -> Option<BTreeSet<String>> {
+        let template = self.env.get_template(&self.name).ok()?;
+        let globals: BTreeSet<&str> = self.env.globals().map(|(name, _)| name).collect();
+        let mut names: BTreeSet<String> = template.undeclared_variables(false).into_iter().collect();
+        if names.contains(ROW) {
+            return None;
+        }
+        names.retain(|name| !globals.contains(name.as_str()));
+        Some(names)
+    }
+}
+
+/// The context of a column template: the row's columns, and `row`, all of them, unless a column has that name.
+pub(super) fn column_context(fields: &serde_json::Map<String, serde_json::Value>) -> Value {
+    let columns = Value::from_serialize(fields);
+    if fields.contains_key(ROW) {
+        return columns;
+    }
+    let names = fields.keys().map(|name| (name.clone(), columns.get_attr(name).unwrap_or_default()));
+    Value::from_pairs(names.chain([(ROW.to_string(), columns.clone())]))
+}
+
+/// What both kinds of template have.
+fn base() -> Environment<'static> {
+    let mut env = Environment::new();
+    env.set_fuel(Some(FUEL));
+    env.set_auto_escape_callback(|_| AutoEscape::None);
+    env.set_unknown_method_callback(python::method);
+    env.add_filter("tojson", python::tojson);
+    env.add_test("iterable", python::is_iterable);
+    env.add_test("sequence", python::is_sequence);
+    env
+}
+
+fn set_syntax(
+    env: &mut Environment<'static>,
+    change: impl FnOnce(&mut minijinja::syntax::SyntaxConfigBuilder) -> &mut minijinja::syntax::SyntaxConfigBuilder,
+) -> Result<(), String> {
+    let mut syntax = SyntaxConfig::builder();
+    change(&mut syntax);
+    env.set_syntax(syntax.build().map_err(|e| describe(&e))?);
+    Ok(())
+}
+
+fn strftime(now: NaiveDateTime, format: &str) -> Result<String, Error> {
+    use std::fmt::Write;
+    let mut out = String::new();
+    write!(out, "{}", now.format(format))
+        .map_err(|_| Error::new(ErrorKind::InvalidOperation, format!("strftime_now: bad format `{format}`")))?;
+    Ok(out)
+}
+
+/// A minijinja error as one line, with the template's line and the innermost cause.
+fn describe(error: &Error) -> String {
+    let mut innermost = error;
+    let mut source = std::error::Error::source(error);
+    while let Some(cause) = source {
+        match cause.downcast_ref::<Error>() {
+            Some(cause) => innermost = cause,
+            None => break,
+        }
+        source = std::error::Error::source(cause);
+    }
+    let line = innermost.line().or(error.line()).map(|line| format!("line {line}: ")).unwrap_or_default();
+    let what = match innermost.kind() {
+        ErrorKind::OutOfFuel => format!("it does not come to an end ({FUEL} steps)"),
+        kind => match innermost.detail() {
+            Some(detail) => detail.to_string(),
+            None => kind.to_string(),
+        },
+    };
+    one_line(&format!("{line}{what}"))
+}
+
+/// Takes bytes up to the limit.
+struct Bounded {
+    bytes: Vec<u8>,
+    full: bool,
+}
+
+impl io::Write for Bounded {
+    fn write(&mut self, buf: &[u8]) -> io::Result<usize> {
+        if self.bytes.len() + buf.len() > OUTPUT_BYTES_MAX {
+            self.full = true;
+            return Err(io::Error::other("output limit"));
+        }
+        self.bytes.extend_from_slice(buf);
+        Ok(buf.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Replaces `{% generation %}` … `{% endgeneration %}`, which transformers adds to Jinja to mark what the assistant
+/// says, by a block without effect that scopes variables the same way.
+fn without_generation_tags(source: &str) -> String {
+    let mut out = String::with_capacity(source.len());
+    let mut rest = source;
+    while let Some(at) = rest.find('{') {
+        let (before, tag) = rest.split_at(at);
+        out.push_str(before);
+        let end = match tag.as_bytes().get(1) {
+            Some(b'#') => tag.find("#}").map(|end| end + 2),
+            Some(b'{') => close_of(tag, "}}"),
+            Some(b'%') => close_of(tag, "%}"),
+            _ => Some(1),
+        };
+        // A tag without end is the parser's to report.
+        let (tag, after) = tag.split_at(end.unwrap_or(tag.len()));
+        rest = after;
+        let word = tag.strip_prefix("{%").map(|inner| {
+            inner.trim_end_matches("%}").trim_start_matches(['-', '+']).trim_end_matches(['-', '+']).trim()
+        });
+        match word {
+            Some("generation") => out.push_str(&tag.replace("generation", "with")),
+            Some("endgeneration") => out.push_str(&tag.replace("endgeneration", "endwith")),
+            Some("raw") => {
+                // Text up to the end of a raw block is no template.
+                out.push_str(tag);
+                let end = rest.find("endraw").unwrap_or(rest.len());
+                out.push_str(&rest[..end]);
+                rest = &rest[end..];
+            }
+            _ => out.push_str(tag),
+        }
+    }
+    out.push_str(rest);
+    out
+}
+
+/// Where a tag ends, quoted text in it skipped.
+fn close_of(tag: &str, close: &str) -> Option<usize> {
+    let mut quote = None;
+    let mut escaped = false;
+    for (i, c) in tag.char_indices().skip(2) {
+        match quote {
+            Some(_) if escaped => escaped = false,
+            Some(_) if c == '\\' => escaped = true,
+            Some(open) if c == open => quote = None,
+            Some(_) => {}
+            None if c == '"' || c == '\'' => quote = Some(c),
+            None if tag[i..].starts_with(close) => return Some(i + close.len()),
+            None => {}
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn render(source: &str, row: serde_json::Value) -> Result<String, String> {
+        let serde_json::Value::Object(fields) = row else { panic!("no object") };
+        Template::for_columns("t", source)?.render(column_context(&fields))
+    }
+
+    #[test]
+    fn values_of_columns_have_a_defined_form() {
+        let row = json!({
+            "null": null, "flag": true, "int": 7, "big": 9007199254740993u64, "float": 1.0, "small": 0.1,
+            "decimal": "12.340", "time": "2026-11-21T01:02:03Z", "list": [1, "é<", null],
+            "map": {"b": 1, "a": {"c": false}}, "text": "a \"b\" <c>",
+        });
+        let cases = [
+            ("[{{ null }}]", "[]"),
+            ("{{ flag }}", "true"),
+            ("{{ int }} {{ big }}", "7 9007199254740993"),
+            ("{{ float }} {{ small }}", "1.0 0.1"),
+            ("{{ decimal }} {{ time }}", "12.340 2026-11-21T01:02:03Z"),
+            ("{{ list }}", "[1,\"é<\",null]"),
+            ("{{ map }} {{ map.a.c }}", "{\"b\":1,\"a\":{\"c\":false}} false"),
+            ("{{ text }}", "a \"b\" <c>"),
+            ("{{ row['text'] }}\n", "a \"b\" <c>\n"),
+            ("{% if null is none %}none{% endif %}", "none"),
+            ("{{ null or 'nothing' }}", "nothing"),
+        ];
+        for (source, expected) in cases {
+            assert_eq!(render(source, row.clone()).unwrap(), expected, "{source}");
+        }
+    }
+
+    #[test]
+    fn columns_are_found() {
+        let columns = |source: &str| {
+            Some(Template::for_columns("t", source).unwrap().columns()?.into_iter().collect::<Vec<_>>())
+        };
+        let source = "{{ b }}{% for x in a %}{{ x }}{{ loop.index }}{% endfor %}{% set y = c.d %}{{ y }}{{ range(3) }}";
+        assert_eq!(columns(source), Some(["a", "b", "c"].map(String::from).to_vec()));
+        assert_eq!(columns("plain"), Some(vec![]));
+        assert_eq!(columns("{{ row['a b'] }}"), None);
+    }
+
+    #[test]
+    fn missing_columns_and_bad_syntax_are_errors() {
+        assert!(render("{{ missing }}", json!({})).is_err());
+        assert!(render("{{ a.b.c }}", json!({"a": {}})).is_err());
+        let error = Template::for_columns("t", "\n{% if %}").err().unwrap();
+        assert!(error.starts_with("line 2: ") && !error.contains('\n'), "{error}");
+    }
+
+    #[test]
+    fn endless_templates_stop() {
+        let loops = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}";
+        assert!(render(loops, json!({})).unwrap_err().contains("does not come to an end"));
+        let macros = "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}";
+        assert!(render(macros, json!({})).is_err());
+        let large = "{% for a in range(90000) %}{{ text }}{% endfor %}";
+        let error = render(large, json!({"text": "x".repeat(10_000)})).unwrap_err();
+        assert!(error.contains("more than 64 MB"), "{error}");
+    }
+
+    #[test]
+    fn generation_tags_become_blocks() {
+        assert_eq!(
+            without_generation_tags("{%- generation -%}x{{ '{% generation %}' }}{# {% generation %} #}{% endgeneration %}"),
+            "{%- with -%}x{{ '{% generation %}' }}{# {% generation %} #}{% endwith %}"
+        );
+        assert_eq!(without_generation_tags("a { b {% x"), "a { b {% x");
+        let raw = "{% raw %}{% generation %}{% endraw %}";
+        assert_eq!(without_generation_tags(raw), raw);
+    }
+}
