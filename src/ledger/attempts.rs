@@ -107,7 +107,7 @@ mod tests {
         loop {
             let plan = narrowing(&attempts, &uncovered);
             if !plan.accused.is_empty() {
-                assert_eq!((plan.accused, uncovered), (RowSet::from_range(0..1), RowSet::from_range(0..1)));
+                assert_eq!((plan.accused, uncovered), (RowSet::from_range(0..1), RowSet::from_range(0..16)));
                 break;
             }
             let dies = plan.next.contains(0);
