@@ -1,1 +1,74 @@
-//! (skeleton)
+//! The ledger in object storage: the only truth about a job.
+//!
+//! Every row of a job is published exactly once, under any number of kills, pauses and redeliveries, given a store that
+//! is strongly consistent and honours put-if-absent. No lock, no clock, no database:
+//!
+//! - `job.json` is created once and names the job that the output belongs to ([`job`]);
+//! - each shard has a log of create-once records; a row counts in the first record that covers it ([`log`]);
+//! - a log that covers its shard becomes a part, then a commit ([`publish`]); all commits become `_SUCCESS` ([`finish`]).
+//!
+//! A worker's path: [`Ledger::open`] or [`Ledger::create_or_resume`] → [`Ledger::shard`] → [`log::ShardLog::begin`] →
+//! [`log::ShardLog::append`] … → [`log::ShardLog::publish`] → acknowledge.
+
+pub mod error;
+pub mod job;
+pub mod keys;
+pub mod record;
+pub mod rowset;
+pub mod store;
+
+pub mod attempts;
+pub mod control;
+mod data;
+pub mod finish;
+pub mod log;
+pub mod publish;
+pub mod status;
+pub mod verify;
+
+use std::sync::Arc;
+
+use chrono::{DateTime, Utc};
+
+pub use error::{LedgerError, Result};
+pub use job::{JobDraft, JobIdentity, JobRecord};
+pub use keys::{Id, Keys};
+pub use record::{Commit, Order, StopWhy, Success, Tally};
+pub use rowset::RowSet;
+pub use store::{Retry, Store};
+
+/// The ledger of one job. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct Ledger {
+    inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    store: Store,
+    keys: Keys,
+    job: JobRecord,
+    /// Of `job.json` as it stood when the ledger was opened.
+    job_sha256: String,
+    created_at: DateTime<Utc>,
+}
+
+impl Ledger {
+    /// The job that the output belongs to.
+    pub fn job(&self) -> &JobRecord {
+        &self.inner.job
+    }
+
+    pub fn store(&self) -> &Store {
+        &self.inner.store
+    }
+
+    pub fn keys(&self) -> &Keys {
+        &self.inner.keys
+    }
+
+    /// When the job was created, by the store's clock: deadlines count from here.
+    pub fn created_at(&self) -> DateTime<Utc> {
+        self.inner.created_at
+    }
+}

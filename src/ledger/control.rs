@@ -1,0 +1,121 @@
+//! Orders to all workers of a job, and what each worker has spent.
+//!
+//! Orders are create-once records of one short log; the last one holds. Spendings are cumulative, one object a worker.
+
+use chrono::{DateTime, Utc};
+
+use super::Ledger;
+use super::error::{LedgerError, Result};
+use super::keys::{Id, is_worker_name};
+use super::record::{ControlRecord, Order, Spend, StopWhy, VERSION, decode, encode, read};
+use super::store::Created;
+
+/// More orders than this are no work of people.
+const MAX_ORDERS: usize = 100_000;
+
+/// The control log of a job, as far as it was read.
+#[derive(Debug, Clone)]
+pub struct Control {
+    ledger: Ledger,
+    orders: Vec<Order>,
+}
+
+/// What the workers of a job have spent, at a moment by the store's clock.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Spent {
+    pub device_seconds: f64,
+    /// Workers that have written a spending.
+    pub workers: u32,
+    /// The latest time that the store stamped on a spending: "now" for deadlines, as soon as we have written ours.
+    pub store_now: Option<DateTime<Utc>>,
+}
+
+impl Ledger {
+    /// Reads the control log.
+    pub async fn control(&self) -> Result<Control> {
+        let mut control = Control { ledger: self.clone(), orders: Vec::new() };
+        control.refresh().await?;
+        Ok(control)
+    }
+
+    /// Writes this worker's spending on the job: cumulative device seconds over all its shards.
+    pub async fn write_spend(&self, worker: &str, device_seconds: f64) -> Result<()> {
+        let spend = Spend { v: VERSION, worker: worker.to_string(), device_seconds };
+        if !is_worker_name(worker) || !device_seconds.is_finite() || device_seconds < 0.0 {
+            return Err(LedgerError::stop(format!("worker `{worker}` cannot have spent {device_seconds} seconds")));
+        }
+        self.store().replace(&self.keys().spend(worker), encode(&spend)?).await
+    }
+
+    /// What all workers have spent, and the store's time.
+    pub async fn spent(&self) -> Result<Spent> {
+        let listed = self.store().list(&self.keys().spends()).await?;
+        let spends = self.spends().await?;
+        Ok(Spent {
+            device_seconds: spends.iter().map(|spend| spend.device_seconds).sum(),
+            workers: spends.len() as u32,
+            store_now: listed.iter().map(|object| object.modified).max(),
+        })
+    }
+}
+
+impl Control {
+    /// Reads what was ordered since: one request where there is nothing new. Returns the order that holds.
+    pub async fn refresh(&mut self) -> Result<Option<&Order>> {
+        loop {
+            let key = self.ledger.keys().control(self.orders.len() as u32);
+            match read::<ControlRecord>(self.ledger.store(), &key).await? {
+                Some(record) => self.take(record, &key)?,
+                None => return Ok(self.orders.last()),
+            }
+        }
+    }
+
+    /// The order that holds, as of the last reading.
+    pub fn holds(&self) -> Option<&Order> {
+        self.orders.last()
+    }
+
+    /// Why the job is stopped, if it is.
+    pub fn stopped(&self) -> Option<StopWhy> {
+        match self.holds() {
+            Some(Order::Stop { why }) => Some(*why),
+            _ => None,
+        }
+    }
+
+    /// All orders, oldest first.
+    pub fn orders(&self) -> &[Order] {
+        &self.orders
+    }
+
+    /// Gives an order, unless somebody else gave one first: then returns false, and the caller decides anew on what
+    /// holds now (a budget that was extended in between is not reached).
+    pub async fn give(&mut self, order: Order) -> Result<bool> {
+        let index = self.orders.len() as u32;
+        let key = self.ledger.keys().control(index);
+        let record =
+            ControlRecord { v: VERSION, job: self.ledger.job().job.clone(), index, nonce: Id::random()?, order };
+        match self.ledger.store().create(&key, encode(&record)?).await? {
+            Created::Ours => {
+                self.orders.push(record.order);
+                Ok(true)
+            }
+            Created::Theirs(bytes) => {
+                self.take(decode(self.ledger.store(), &key, &bytes)?, &key)?;
+                self.refresh().await?;
+                Ok(false)
+            }
+        }
+    }
+
+    fn take(&mut self, record: ControlRecord, key: &str) -> Result<()> {
+        let expected = record.job == self.ledger.job().job && record.index as usize == self.orders.len();
+        if !expected || self.orders.len() >= MAX_ORDERS {
+            let address = self.ledger.store().address(key);
+            return Err(LedgerError::damaged(format!("`{address}` is no order to this job")));
+        }
+        self.orders.push(record.order);
+        Ok(())
+    }
+}

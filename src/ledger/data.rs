@@ -1,0 +1,113 @@
+//! Finished rows as Parquet bytes, and back: the data objects that log records point to.
+
+use arrow::array::{Array, Int64Array, RecordBatch, StringArray, UInt64Array};
+use arrow::compute::{concat_batches, interleave_record_batch, take_record_batch};
+use bytes::Bytes;
+use parquet::arrow::ArrowWriter;
+use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
+use parquet::basic::{Compression, ZstdLevel};
+use parquet::file::properties::WriterProperties;
+
+use super::record::Tally;
+use super::rowset::RowSet;
+use crate::dataset::row::RowStatus;
+
+/// Rows a batch that goes into a part: bounds what the writer holds at once.
+const PART_BATCH_ROWS: usize = 8192;
+
+/// The `row` column of a batch: each row's number over the job's whole input.
+pub(super) fn rows_of(batch: &RecordBatch) -> Result<Vec<u64>, String> {
+    let column = int64(batch, "row")?;
+    if column.null_count() > 0 {
+        return Err("column `row` has nulls".into());
+    }
+    let row = |&row: &i64| u64::try_from(row).map_err(|_| format!("column `row` holds {row}"));
+    column.values().iter().map(row).collect()
+}
+
+/// The rows of `batch` that are in `keep`, in ascending order of row.
+pub(super) fn select(batch: &RecordBatch, keep: &RowSet) -> Result<RecordBatch, String> {
+    let rows = rows_of(batch)?;
+    let mut at: Vec<usize> = (0..rows.len()).filter(|&i| keep.contains(rows[i])).collect();
+    at.sort_by_key(|&i| rows[i]);
+    let indices = UInt64Array::from_iter_values(at.into_iter().map(|i| i as u64));
+    take_record_batch(batch, &indices).map_err(|error| error.to_string())
+}
+
+/// Counts rows by status, and tokens, over the rows of `batch` that are in `counts`.
+pub(super) fn tally(batch: &RecordBatch, counts: &RowSet) -> Result<Tally, String> {
+    let rows = rows_of(batch)?;
+    let status = column(batch, "status")?;
+    let status = status.as_any().downcast_ref::<StringArray>().ok_or("column `status` is not utf8")?;
+    let (prompt, cached) = (int64(batch, "prompt_tokens")?, int64(batch, "cached_tokens")?);
+    let completion = int64(batch, "completion_tokens")?;
+    let at = |column: &Int64Array, i: usize| if column.is_null(i) { 0 } else { column.value(i).max(0) as u64 };
+    let mut out = Tally::default();
+    for (i, _) in rows.iter().enumerate().filter(|(_, row)| counts.contains(**row)) {
+        let word = if status.is_null(i) { "" } else { status.value(i) };
+        let known = RowStatus::ALL.into_iter().find(|status| status.as_str() == word);
+        out.count(known.ok_or_else(|| format!("row {}: unknown status `{word}`", rows[i]))?);
+        out.prompt_tokens += at(prompt, i);
+        out.cached_tokens += at(cached, i);
+        out.completion_tokens += at(completion, i);
+    }
+    Ok(out)
+}
+
+/// `batch` as Parquet.
+pub(super) fn encode(batch: &RecordBatch) -> Result<Bytes, String> {
+    let text = |error: parquet::errors::ParquetError| error.to_string();
+    let level = ZstdLevel::try_new(1).map_err(text)?;
+    let properties = WriterProperties::builder().set_compression(Compression::ZSTD(level)).build();
+    let mut writer = ArrowWriter::try_new(Vec::new(), batch.schema(), Some(properties)).map_err(text)?;
+    writer.write(batch).map_err(text)?;
+    writer.into_inner().map(Bytes::from).map_err(text)
+}
+
+/// The rows in Parquet `bytes`, as one batch. The caller has checked their hash: a worker wrote them.
+pub(super) fn decode(bytes: Bytes) -> Result<RecordBatch, String> {
+    let builder = ParquetRecordBatchReaderBuilder::try_new(bytes).map_err(|error| error.to_string())?;
+    let schema = builder.schema().clone();
+    let reader = builder.with_batch_size(PART_BATCH_ROWS).build().map_err(|error| error.to_string())?;
+    let batches = reader.collect::<Result<Vec<_>, _>>().map_err(|error| error.to_string())?;
+    concat_batches(&schema, &batches).map_err(|error| error.to_string())
+}
+
+/// Brings the rows that count into row order: exactly the rows of `want`, each once.
+///
+/// The batches that come out depend on the rows alone, so that two publishers make identical parts.
+pub(super) fn merge(sources: &[(RecordBatch, RowSet)], want: std::ops::Range<u64>) -> Result<Vec<RecordBatch>, String> {
+    let mut places = Vec::new();
+    for (source, (batch, counts)) in sources.iter().enumerate() {
+        if batch.schema() != sources[0].0.schema() {
+            return Err("its data objects differ in their columns".into());
+        }
+        let mut seen = 0;
+        for (i, row) in rows_of(batch)?.into_iter().enumerate().filter(|(_, row)| counts.contains(*row)) {
+            places.push((row, source, i));
+            seen += 1;
+        }
+        if seen != counts.len() {
+            return Err(format!("a data object holds {seen} of the {} rows that count in it", counts.len()));
+        }
+    }
+    places.sort_unstable();
+    if !places.iter().map(|place| place.0).eq(want.clone()) {
+        return Err(format!("the rows that count are not rows {} to {} once each", want.start, want.end));
+    }
+    let batches: Vec<&RecordBatch> = sources.iter().map(|(batch, _)| batch).collect();
+    let mut out = Vec::new();
+    for chunk in places.chunks(PART_BATCH_ROWS) {
+        let indices: Vec<(usize, usize)> = chunk.iter().map(|&(_, source, i)| (source, i)).collect();
+        out.push(interleave_record_batch(&batches, &indices).map_err(|error| error.to_string())?);
+    }
+    Ok(out)
+}
+
+fn column<'a>(batch: &'a RecordBatch, name: &str) -> Result<&'a arrow::array::ArrayRef, String> {
+    batch.column_by_name(name).ok_or_else(|| format!("column `{name}` is missing"))
+}
+
+fn int64<'a>(batch: &'a RecordBatch, name: &str) -> Result<&'a Int64Array, String> {
+    column(batch, name)?.as_any().downcast_ref().ok_or_else(|| format!("column `{name}` is not int64"))
+}

@@ -1,0 +1,221 @@
+//! When every shard is committed: block digests, then `_SUCCESS`.
+//!
+//! The check is cheap enough for every commit: one listing of the shard's own block. Only the commit that fills a block
+//! looks further. Each looks after its own commit or digest stands, so the last one sees all.
+
+use std::collections::BTreeSet;
+
+use futures::{StreamExt, TryStreamExt};
+
+use super::Ledger;
+use super::error::{LedgerError, Result};
+use super::keys::{Keys, SHARDS_PER_BLOCK, SUCCESS};
+use super::record::{Commit, Digest, Spend, Success, Tally, VERSION, decode, encode, read};
+use super::store::Created;
+
+/// Requests in flight while a job's records are read.
+pub(super) const READS_AT_ONCE: usize = 16;
+
+impl Ledger {
+    /// The result of a finished job.
+    pub async fn success(&self) -> Result<Option<Success>> {
+        let Some(success) = read::<Success>(self.store(), SUCCESS).await? else { return Ok(None) };
+        if success.job == self.job().job {
+            return Ok(Some(success));
+        }
+        Err(LedgerError::conflict(format!(
+            "`{}` is of job {}, not of this job ({})",
+            self.store().address(SUCCESS),
+            success.job,
+            self.job().job
+        )))
+    }
+
+    /// Writes what is due: the digest of a full block, and `_SUCCESS` when all blocks are full.
+    ///
+    /// `committed` names a shard that has just been committed; `None` checks every block (at idle, on resume).
+    pub async fn finish_check(&self, committed: Option<u32>) -> Result<Option<Success>> {
+        match committed {
+            Some(shard) => {
+                let block = Keys::block(shard);
+                if self.committed_shards(block).await?.len() < self.block_shards(block).len() {
+                    return Ok(None);
+                }
+                self.close_block(block).await?;
+            }
+            None => {
+                if let Some(success) = self.success().await? {
+                    return Ok(Some(success));
+                }
+                let closed = self.closed_blocks().await?;
+                for block in (0..self.blocks()).filter(|block| !closed.contains(block)) {
+                    if self.committed_shards(block).await?.len() < self.block_shards(block).len() {
+                        return Ok(None);
+                    }
+                    self.close_block(block).await?;
+                }
+            }
+        }
+        if (self.closed_blocks().await?.len() as u32) < self.blocks() {
+            return Ok(None);
+        }
+        self.write_success().await.map(Some)
+    }
+
+    /// Number of blocks.
+    pub(super) fn blocks(&self) -> u32 {
+        (self.job().shards.len() as u32).div_ceil(SHARDS_PER_BLOCK)
+    }
+
+    /// The shards of a block.
+    pub(super) fn block_shards(&self, block: u32) -> std::ops::Range<u32> {
+        let end = (block + 1).saturating_mul(SHARDS_PER_BLOCK).min(self.job().shards.len() as u32);
+        block * SHARDS_PER_BLOCK..end
+    }
+
+    /// The shards of a block that have a commit.
+    pub(super) async fn committed_shards(&self, block: u32) -> Result<BTreeSet<u32>> {
+        let listed = self.store().list(&self.keys().commits(block)).await?;
+        let keys: BTreeSet<String> = listed.into_iter().map(|object| object.key).collect();
+        Ok(self.block_shards(block).filter(|&shard| keys.contains(&self.keys().commit(shard))).collect())
+    }
+
+    /// The blocks that have a digest.
+    pub(super) async fn closed_blocks(&self) -> Result<BTreeSet<u32>> {
+        let listed = self.store().list(&self.keys().digests()).await?;
+        let keys: BTreeSet<String> = listed.into_iter().map(|object| object.key).collect();
+        Ok((0..self.blocks()).filter(|&block| keys.contains(&self.keys().digest(block))).collect())
+    }
+
+    /// Reads the commits of `shards`, which all have one.
+    pub(super) async fn read_commits(&self, shards: impl IntoIterator<Item = u32>) -> Result<Vec<Commit>> {
+        let shards: Vec<u32> = shards.into_iter().collect();
+        futures::stream::iter(shards)
+            .map(|shard| async move {
+                let missing = || LedgerError::damaged(format!("the commit of shard {shard} has gone"));
+                self.commit_of(shard).await?.ok_or_else(missing)
+            })
+            .buffered(READS_AT_ONCE)
+            .try_collect()
+            .await
+    }
+
+    /// Writes the digest of a full block.
+    async fn close_block(&self, block: u32) -> Result<()> {
+        let commits = self.read_commits(self.block_shards(block)).await?;
+        let tally = sum(&commits);
+        let digest = Digest { v: VERSION, job: self.job().job.clone(), block, commits, tally };
+        let key = self.keys().digest(block);
+        match self.store().create(&key, encode(&digest)?).await? {
+            Created::Ours => Ok(()),
+            // Made from the same commits by another version, at most.
+            Created::Theirs(bytes) => self.check_digest(block, &decode(self.store(), &key, &bytes)?),
+        }
+    }
+
+    /// The digest of a closed block.
+    pub(super) async fn digest(&self, block: u32) -> Result<Digest> {
+        let key = self.keys().digest(block);
+        let missing = || LedgerError::damaged(format!("`{}` has gone", self.store().address(&key)));
+        let digest: Digest = read(self.store(), &key).await?.ok_or_else(missing)?;
+        self.check_digest(block, &digest)?;
+        Ok(digest)
+    }
+
+    fn check_digest(&self, block: u32, digest: &Digest) -> Result<()> {
+        let shards = self.block_shards(block);
+        let commits = &digest.commits;
+        let fits = digest.job == self.job().job
+            && digest.block == block
+            && commits.len() == shards.len()
+            && shards.zip(commits).all(|(shard, commit)| self.check_commit(commit, shard).is_ok())
+            && digest.tally == sum(commits);
+        if fits {
+            return Ok(());
+        }
+        let address = self.store().address(&self.keys().digest(block));
+        Err(LedgerError::damaged(format!("`{address}` is no digest of block {block}")))
+    }
+
+    /// All commits of a job whose every block is closed, block by block, in the order of shards.
+    async fn write_success(&self) -> Result<Success> {
+        if let Some(success) = self.success().await? {
+            return Ok(success);
+        }
+        let mut tally = Tally::default();
+        let mut hash = PartsHash::default();
+        for block in 0..self.blocks() {
+            for commit in self.digest(block).await?.commits {
+                tally.add(&commit.tally);
+                hash.add(&commit);
+            }
+        }
+        let seconds = self.spends().await?.iter().map(|spend| spend.device_seconds).sum::<f64>();
+        let (job, id) = (self.job(), &self.job().identity);
+        let success = Success {
+            v: VERSION,
+            job: job.job.clone(),
+            name: job.name.clone(),
+            rows: job.rows(),
+            parts: job.shards.len() as u32,
+            tally,
+            seconds,
+            usd: job.usd_per_hour.map(|price| seconds / 3600.0 * price),
+            job_hash: id.job_hash.clone(),
+            model_hash: id.model_hash.clone(),
+            tokenizer_hash: id.tokenizer_hash.clone(),
+            template_hash: id.template_hash.clone(),
+            parts_sha256: hash.finish(),
+        };
+        match self.store().create(SUCCESS, encode(&success)?).await? {
+            Created::Ours => Ok(success),
+            // Another worker's, with other seconds at most: what stands is the result.
+            Created::Theirs(bytes) => decode(self.store(), SUCCESS, &bytes),
+        }
+    }
+
+    /// What all workers have spent on this job.
+    pub async fn spends(&self) -> Result<Vec<Spend>> {
+        let listed = self.store().list(&self.keys().spends()).await?;
+        let mut out = Vec::with_capacity(listed.len());
+        for object in listed {
+            out.extend(read::<Spend>(self.store(), &object.key).await?);
+        }
+        Ok(out)
+    }
+}
+
+fn sum(commits: &[Commit]) -> Tally {
+    commits.iter().fold(Tally::default(), |mut sum, commit| {
+        sum.add(&commit.tally);
+        sum
+    })
+}
+
+/// One hash over all parts, in order.
+#[derive(Debug, Default)]
+pub(super) struct PartsHash {
+    lines: sha2::Sha256,
+}
+
+impl PartsHash {
+    pub(super) fn add(&mut self, commit: &Commit) {
+        use sha2::Digest as _;
+        self.lines.update(format!("{} {} {}\n", commit.part.name, commit.part.size, commit.part.sha256));
+    }
+
+    pub(super) fn finish(self) -> String {
+        use sha2::Digest as _;
+        super::keys::hex(&self.lines.finalize())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_parts_hash_to_the_empty_hash() {
+        assert_eq!(PartsHash::default().finish(), super::super::keys::sha256(b""));
+    }
+}

@@ -1,0 +1,243 @@
+//! `_gristmill/job.json`: created once, says which job an output belongs to.
+
+use chrono::{DateTime, Utc};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use sha2::Digest as _;
+use std::sync::Arc;
+
+use super::error::{LedgerError, Result};
+use super::keys::{Id, JOB, Keys, SUCCESS, sha256};
+use super::record::{Record, VERSION, decode, encode};
+use super::store::{Created, Store};
+use super::{Inner, Ledger};
+use crate::dataset::location::Location;
+use crate::dataset::plan::{InputFile, Shard};
+
+/// A job record of a million shards has about 150 MB.
+const MAX_JOB_BYTES: u64 = 512 << 20;
+/// Keys have six digits for a shard.
+const MAX_SHARDS: usize = 1_000_000;
+
+/// What makes two runs the same job. All hashes are SHA-256 in lower-case hex.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct JobIdentity {
+    /// Of the job as written.
+    pub job_hash: String,
+    pub model_hash: String,
+    pub tokenizer_hash: String,
+    /// Of the chat template, where the job uses one.
+    pub template_hash: Option<String>,
+    /// The precision that the model runs in, resolved (never `auto`).
+    pub precision: String,
+}
+
+/// A planned job that has no id yet.
+#[derive(Debug, Clone)]
+pub struct JobDraft {
+    pub name: String,
+    pub identity: JobIdentity,
+    /// The job with every default filled in; opaque to the ledger.
+    pub resolved: Value,
+    pub inputs: Vec<InputFile>,
+    pub shards: Vec<Shard>,
+    /// The columns of the output; opaque to the ledger.
+    pub columns: Value,
+    /// `parquet` or `jsonl`.
+    pub part_extension: String,
+    /// Price of a device hour, where the job names one.
+    pub usd_per_hour: Option<f64>,
+}
+
+/// `job.json`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct JobRecord {
+    pub v: u32,
+    /// Random: no two jobs share one.
+    pub job: Id,
+    pub name: String,
+    #[serde(flatten)]
+    pub identity: JobIdentity,
+    /// Of the gristmill that planned the job.
+    pub version: String,
+    pub part_extension: String,
+    pub usd_per_hour: Option<f64>,
+    pub columns: Value,
+    pub resolved: Value,
+    pub inputs: Vec<InputFile>,
+    pub shards: Vec<Shard>,
+}
+
+impl JobRecord {
+    /// Rows of the whole job.
+    pub fn rows(&self) -> u64 {
+        self.shards.last().map_or(0, |shard| shard.first_row + shard.rows)
+    }
+
+    /// The seed of a job that names none: the first 8 bytes (little-endian) of SHA-256("gristmill seed " + job id).
+    pub fn seed(&self) -> u64 {
+        let digest = sha2::Sha256::digest(format!("gristmill seed {}", self.job));
+        digest.iter().take(8).rev().fold(0, |seed, &byte| seed << 8 | u64::from(byte))
+    }
+
+    /// The shard table's entry; an index that it lacks is an error (it may come from a message).
+    pub fn shard(&self, shard: u32) -> Result<&Shard> {
+        self.shards.get(shard as usize).ok_or_else(|| {
+            LedgerError::damaged(format!("job `{}` has {} shards, none is number {shard}", self.name, self.shards.len()))
+        })
+    }
+
+    fn from_draft(draft: JobDraft) -> Result<JobRecord> {
+        let record = JobRecord {
+            v: VERSION,
+            job: Id::random()?,
+            name: draft.name,
+            identity: draft.identity,
+            version: env!("CARGO_PKG_VERSION").to_string(),
+            part_extension: draft.part_extension,
+            usd_per_hour: draft.usd_per_hour,
+            columns: draft.columns,
+            resolved: draft.resolved,
+            inputs: draft.inputs,
+            shards: draft.shards,
+        };
+        record.check().map_err(|why| LedgerError::stop(format!("cannot plan job `{}`: {why}", record.name)))?;
+        Ok(record)
+    }
+}
+
+impl Record for JobRecord {
+    const MAX_BYTES: u64 = MAX_JOB_BYTES;
+
+    fn check(&self) -> Result<(), String> {
+        if !matches!(self.part_extension.as_str(), "parquet" | "jsonl") {
+            return Err(format!("`part_extension` is `{}`, not `parquet` or `jsonl`", self.part_extension));
+        }
+        if self.usd_per_hour.is_some_and(|price| !price.is_finite() || price < 0.0) {
+            return Err("`usd_per_hour` is not a price".into());
+        }
+        if self.shards.len() > MAX_SHARDS {
+            return Err(format!("{} shards, more than {MAX_SHARDS}: give `shards.rows` a larger value", self.shards.len()));
+        }
+        let mut next_row = 0u64;
+        for (number, shard) in self.shards.iter().enumerate() {
+            let rows = shard.segments.iter().try_fold(0u64, |sum, segment| sum.checked_add(segment.rows));
+            if shard.first_row != next_row || shard.rows == 0 || rows != Some(shard.rows) {
+                return Err(format!("shard {number} does not continue the rows before it"));
+            }
+            if shard.segments.iter().any(|segment| segment.input as usize >= self.inputs.len()) {
+                return Err(format!("shard {number} names an input that the job does not have"));
+            }
+            next_row = next_row.checked_add(shard.rows).filter(|&end| end <= i64::MAX as u64).ok_or("too many rows")?;
+        }
+        Ok(())
+    }
+}
+
+impl Ledger {
+    /// The ledger of the job that `output` belongs to; `None` where it belongs to none yet.
+    pub async fn open(output: &Location) -> Result<Option<Ledger>> {
+        Ledger::open_in(Store::new(output)?).await
+    }
+
+    /// As [`Ledger::open`], in a store with its own patience.
+    pub async fn open_in(store: Store) -> Result<Option<Ledger>> {
+        match store.get_dated(JOB, MAX_JOB_BYTES).await? {
+            Some((bytes, created_at)) => Ledger::from_bytes(store, &bytes, created_at).map(Some),
+            None => Ok(None),
+        }
+    }
+
+    fn from_bytes(store: Store, bytes: &[u8], created_at: DateTime<Utc>) -> Result<Ledger> {
+        let job: JobRecord = decode(&store, JOB, bytes)?;
+        let keys = Keys::new(&job.job, job.shards.len() as u32, &job.part_extension);
+        let inner = Inner { store, keys, job, job_sha256: sha256(bytes), created_at };
+        Ok(Ledger { inner: Arc::new(inner) })
+    }
+
+    /// Makes `output` the place of the job, or finds that it is already; says whether the job was there before.
+    ///
+    /// Refused: an output of another job (`Conflict`), a folder that holds other files (`Conflict`), the same job with
+    /// another model, tokenizer, template or precision (`Stop`), a store that cannot keep the guarantee (`Stop`).
+    pub async fn create_or_resume(output: &Location, draft: JobDraft) -> Result<(Ledger, bool)> {
+        Ledger::create_or_resume_in(Store::new(output)?, draft).await
+    }
+
+    /// As [`Ledger::create_or_resume`], in a store with its own patience.
+    pub async fn create_or_resume_in(store: Store, draft: JobDraft) -> Result<(Ledger, bool)> {
+        let identity = draft.identity.clone();
+        let name = draft.name.clone();
+        if let Some(ledger) = Ledger::open_in(store.clone()).await? {
+            ledger.check_same(&name, &identity)?;
+            return Ok((ledger, true));
+        }
+        let record = JobRecord::from_draft(draft)?;
+        let success = store.get(SUCCESS, u64::MAX).await?.map(|_| SUCCESS.to_string());
+        if let Some(found) = store.first_visible().await?.or(success) {
+            // Another run may have made the folder ours in between.
+            if let Some(ledger) = Ledger::open_in(store.clone()).await? {
+                ledger.check_same(&name, &identity)?;
+                return Ok((ledger, true));
+            }
+            return Err(LedgerError::conflict(format!(
+                "output `{}` holds `{found}`, which no job of gristmill put there: choose an empty folder",
+                store.url()
+            )));
+        }
+        store.check().await?;
+        let created = store.create(JOB, encode(&record)?).await?;
+        let ledger = Ledger::open_in(store.clone())
+            .await?
+            .ok_or_else(|| LedgerError::stop(format!("`{}` was removed while in use", store.address(JOB))))?;
+        ledger.check_same(&name, &identity)?;
+        Ok((ledger, created != Created::Ours))
+    }
+
+    /// Whether a job of that `name` and `identity` is the one that this output belongs to.
+    pub fn check_same(&self, name: &str, identity: &JobIdentity) -> Result<()> {
+        let (job, url) = (self.job(), self.store().url());
+        if job.identity.job_hash != identity.job_hash {
+            return Err(LedgerError::conflict(format!(
+                "output `{url}` belongs to job `{}` ({}, written as {}), not to job `{name}` (written as {}): choose \
+                 another `output.uri`",
+                job.name,
+                job.job,
+                short(&job.identity.job_hash),
+                short(&identity.job_hash)
+            )));
+        }
+        let was_is = [
+            ("model", Some(&job.identity.model_hash), Some(&identity.model_hash)),
+            ("tokenizer", Some(&job.identity.tokenizer_hash), Some(&identity.tokenizer_hash)),
+            ("chat template", job.identity.template_hash.as_ref(), identity.template_hash.as_ref()),
+            ("precision", Some(&job.identity.precision), Some(&identity.precision)),
+        ];
+        match was_is.into_iter().find(|(_, was, is)| was != is) {
+            None => Ok(()),
+            Some((what, was, is)) => Err(LedgerError::stop(format!(
+                "job `{name}` began with another {what} ({}, now {}): bring that one back, or choose another \
+                 `output.uri`",
+                was.map_or("none", |hash| short(hash)),
+                is.map_or("none", |hash| short(hash))
+            ))),
+        }
+    }
+
+    /// Reads `job.json` again: a part must never be published to an output that has become another job's.
+    pub(super) async fn check_still_ours(&self) -> Result<()> {
+        let found = self.store().get(JOB, MAX_JOB_BYTES).await?;
+        if found.is_some_and(|bytes| sha256(&bytes) == self.inner.job_sha256) {
+            return Ok(());
+        }
+        Err(LedgerError::conflict(format!(
+            "`{}` is not what it was when this worker began job `{}`: nothing more is published",
+            self.store().address(JOB),
+            self.job().name
+        )))
+    }
+}
+
+/// The first digits of a hash, for messages.
+fn short(hash: &str) -> &str {
+    hash.get(..12).unwrap_or(hash)
+}

@@ -1,0 +1,366 @@
+//! One shard's log: create-once records, each of which says which rows of one data object count.
+//!
+//! A row counts in the first record that covers it. A writer tries index n + 1 only after it has read n, and drops the
+//! rows that n covers; so however late a writer wakes, no row counts twice.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::ops::Range;
+
+use arrow::array::RecordBatch;
+use bytes::Bytes;
+
+use super::Ledger;
+use super::attempts::{AttemptView, Narrowing, narrowing};
+use super::data;
+use super::error::{LedgerError, Result};
+use super::keys::{Id, Keys, is_worker_name, sha256};
+use super::record::{AttemptEnd, AttemptRecord, Commit, DataObject, LogRecord, Tally, VERSION, decode, encode, read};
+use super::rowset::RowSet;
+use super::store::{Created, MAX_OBJECT_BYTES};
+
+/// Of our own data objects, kept so that publishing need not read them back.
+const KEPT_BYTES_MAX: usize = 64 << 20;
+/// More records than this in one shard are no work of ours.
+const MAX_RECORDS: usize = 1_000_000;
+
+/// A shard as a worker finds it.
+#[derive(Debug)]
+pub enum ShardState {
+    /// Done; the finish check has run.
+    Committed(Commit),
+    /// Rows are missing, or the part is.
+    Open(ShardLog),
+}
+
+/// The log of one uncommitted shard, and this worker's place in it.
+#[derive(Debug)]
+pub struct ShardLog {
+    pub(super) ledger: Ledger,
+    pub(super) shard: u32,
+    /// The shard's rows.
+    rows: Range<u64>,
+    pub(super) records: Vec<LogRecord>,
+    covered: RowSet,
+    attempts: Vec<AttemptView>,
+    /// Names this worker's data objects: the attempt begun last.
+    attempt: Id,
+    data_objects: u32,
+    /// What this worker uploaded, by name.
+    pub(super) kept: HashMap<String, Bytes>,
+    /// A record whose create was never settled: frozen until something stands at its index.
+    pending: Option<Pending>,
+}
+
+#[derive(Debug)]
+struct Pending {
+    record: LogRecord,
+    batch: RecordBatch,
+}
+
+impl Ledger {
+    /// The shard's state. A committed shard's finish check runs here too, so that a kill between the last commit and
+    /// `_SUCCESS` is made good by whoever comes next.
+    pub async fn shard(&self, shard: u32) -> Result<ShardState> {
+        if let Some(commit) = self.commit_of(shard).await? {
+            self.finish_check(Some(shard)).await?;
+            return Ok(ShardState::Committed(commit));
+        }
+        ShardLog::load(self, shard).await.map(ShardState::Open)
+    }
+
+    /// Whether the shard is done.
+    pub async fn is_committed(&self, shard: u32) -> Result<bool> {
+        Ok(self.commit_of(shard).await?.is_some())
+    }
+
+    /// The attempts at a shard, as far as the ledger shows them.
+    pub async fn shard_attempts(&self, shard: u32) -> Result<Vec<AttemptView>> {
+        Ok(ShardLog::load(self, shard).await?.attempts)
+    }
+}
+
+impl ShardLog {
+    /// Reads a shard's log and attempts: one listing, and one read for each record and unended attempt.
+    pub async fn load(ledger: &Ledger, shard: u32) -> Result<ShardLog> {
+        let planned = ledger.job().shard(shard)?;
+        let mut log = ShardLog {
+            ledger: ledger.clone(),
+            shard,
+            rows: planned.first_row..planned.first_row + planned.rows,
+            records: Vec::new(),
+            covered: RowSet::new(),
+            attempts: Vec::new(),
+            attempt: Id::random()?,
+            data_objects: 0,
+            kept: HashMap::new(),
+            pending: None,
+        };
+        let prefix = ledger.keys().shard(shard);
+        let found = ledger.store().list(&prefix).await?;
+        let below = |folder: &str| -> Vec<String> {
+            let start = format!("{prefix}/{folder}/");
+            found.iter().filter_map(|object| object.key.strip_prefix(&start)).map(str::to_string).collect()
+        };
+        // The listing is a hint of how many records there are; truth is what stands at each index, without a gap.
+        let listed = below("log").len();
+        if listed > MAX_RECORDS {
+            return Err(LedgerError::damaged(format!("shard {shard} has {listed} log records, more than {MAX_RECORDS}")));
+        }
+        while log.records.len() < listed {
+            let key = ledger.keys().log(shard, log.next_index());
+            match read::<LogRecord>(ledger.store(), &key).await? {
+                Some(record) => log.take(record)?,
+                None => return Err(LedgerError::damaged(format!("`{}` is missing", ledger.store().address(&key)))),
+            }
+        }
+        log.attempts = log.read_attempts(&below("attempts")).await?;
+        Ok(log)
+    }
+
+    async fn read_attempts(&self, names: &[String]) -> Result<Vec<AttemptView>> {
+        let ended: HashSet<&str> = names.iter().filter_map(|name| name.strip_suffix(".end.json")).collect();
+        let mut out = Vec::new();
+        for name in names.iter().filter(|name| !name.ends_with(".end.json")) {
+            // What ended cleanly tells nothing about poison: not worth a request.
+            let id = name.strip_suffix(".json").and_then(|id| Id::try_from(id.to_string()).ok());
+            let Some(id) = id.filter(|id| !ended.contains(id.as_str())) else { continue };
+            let key = self.ledger.keys().attempt(self.shard, &id);
+            if let Some(record) = read::<AttemptRecord>(self.ledger.store(), &key).await? {
+                let AttemptRecord { attempt, worker, rows, alone, .. } = record;
+                out.push(AttemptView { attempt, worker, rows, alone, ended: false });
+            }
+        }
+        Ok(out)
+    }
+
+    /// The shard's number.
+    pub fn shard(&self) -> u32 {
+        self.shard
+    }
+
+    /// The shard's rows.
+    pub fn rows(&self) -> Range<u64> {
+        self.rows.clone()
+    }
+
+    /// Rows that records cover: finished for good.
+    pub fn covered(&self) -> &RowSet {
+        &self.covered
+    }
+
+    /// Rows still to do.
+    pub fn uncovered(&self) -> RowSet {
+        RowSet::from_range(self.rows()).difference(&self.covered)
+    }
+
+    /// Whether every row is covered: time to publish.
+    pub fn is_complete(&self) -> bool {
+        self.uncovered().is_empty()
+    }
+
+    /// Sums over the rows that count so far.
+    pub fn tally(&self) -> Tally {
+        self.records.iter().fold(Tally::default(), |mut sum, record| {
+            sum.add(&record.tally);
+            sum
+        })
+    }
+
+    /// Attempts that have not ended (here: those found at load, and our own).
+    pub fn attempts(&self) -> &[AttemptView] {
+        &self.attempts
+    }
+
+    /// Which rows to try next, which not at all (see [`narrowing`]).
+    pub fn narrowing(&self) -> Narrowing {
+        narrowing(&self.attempts, &self.uncovered())
+    }
+
+    /// Writes down that `rows` are about to run; to be called before any of them is on the device.
+    ///
+    /// `worker` is 1 to 64 letters, digits, `-` and `_`; `alone`: nothing else is on the device meanwhile.
+    pub async fn begin(&mut self, worker: &str, rows: &RowSet, alone: bool) -> Result<Id> {
+        if !is_worker_name(worker) {
+            return Err(LedgerError::stop(format!("`{worker}` cannot be a worker's name: letters, digits, `-`, `_`")));
+        }
+        let attempt = Id::random()?;
+        let record = AttemptRecord {
+            v: VERSION,
+            job: self.ledger.job().job.clone(),
+            shard: self.shard,
+            attempt: attempt.clone(),
+            worker: worker.to_string(),
+            rows: rows.clone(),
+            alone,
+        };
+        let key = self.ledger.keys().attempt(self.shard, &attempt);
+        self.create_own(&key, encode(&record)?).await?;
+        let view = AttemptView { attempt: attempt.clone(), worker: record.worker, rows: record.rows, alone, ended: false };
+        self.attempts.push(view);
+        self.attempt = attempt.clone();
+        self.data_objects = 0;
+        Ok(attempt)
+    }
+
+    /// Writes down that the attempt ended cleanly, finished or not.
+    pub async fn end(&mut self, attempt: &Id) -> Result<()> {
+        let record = AttemptEnd { v: VERSION, attempt: attempt.clone() };
+        let key = self.ledger.keys().attempt_end(self.shard, attempt);
+        self.ledger.store().create(&key, encode(&record)?).await?;
+        for view in self.attempts.iter_mut().filter(|view| view.attempt == *attempt) {
+            view.ended = true;
+        }
+        Ok(())
+    }
+
+    /// Logs finished rows, in any order; returns those that now count by this call (others were covered before).
+    ///
+    /// After an error the rows may or may not be covered: call [`ShardLog::settle`] or `append` again, or load anew.
+    pub async fn append(&mut self, batch: &RecordBatch) -> Result<RowSet> {
+        let mut counted = self.settle().await?;
+        let rows = data::rows_of(batch).map_err(|why| self.bad_batch(&why))?;
+        let offered = RowSet::from_rows(rows.iter().copied());
+        if offered.len() != rows.len() as u64 || !offered.difference(&RowSet::from_range(self.rows())).is_empty() {
+            return Err(self.bad_batch(&format!("rows {offered} are not rows of the shard, each at most once")));
+        }
+        let fresh = offered.difference(&self.covered);
+        if fresh.is_empty() {
+            return Ok(counted);
+        }
+        let batch = data::select(batch, &fresh).map_err(|why| self.bad_batch(&why))?;
+        // Counted before anything is uploaded: a batch that no record can describe must not get that far.
+        let tally = data::tally(&batch, &fresh).map_err(|why| self.bad_batch(&why))?;
+        let data = self.upload(&batch).await?;
+        let record = LogRecord {
+            v: VERSION,
+            job: self.ledger.job().job.clone(),
+            shard: self.shard,
+            index: self.next_index(),
+            nonce: Id::random()?,
+            data,
+            counts: fresh,
+            tally,
+        };
+        self.pending = Some(Pending { record, batch });
+        counted = counted.union(&self.settle().await?);
+        Ok(counted)
+    }
+
+    /// Brings the record in flight, if any, to its end; returns the rows that now count by it.
+    pub async fn settle(&mut self) -> Result<RowSet> {
+        while let Some(Pending { record, batch }) = self.pending.take() {
+            let key = self.ledger.keys().log(self.shard, record.index);
+            let created = match encode(&record) {
+                Ok(bytes) => self.ledger.store().create(&key, bytes).await,
+                Err(error) => Err(error),
+            };
+            match created {
+                Ok(Created::Ours) => {
+                    let counts = record.counts.clone();
+                    self.take(record)?;
+                    return Ok(counts);
+                }
+                Ok(Created::Theirs(bytes)) => {
+                    let winner = decode(self.ledger.store(), &key, &bytes)?;
+                    self.take(winner)?;
+                    self.pending = self.next_try(record, batch)?;
+                }
+                Err(error) => {
+                    // Nobody knows whether it stands: these very bytes must be tried again.
+                    self.pending = Some(Pending { record, batch });
+                    return Err(error);
+                }
+            }
+        }
+        Ok(RowSet::new())
+    }
+
+    /// The record for the next index, without the rows that were covered meanwhile.
+    fn next_try(&self, lost: LogRecord, batch: RecordBatch) -> Result<Option<Pending>> {
+        let counts = lost.counts.difference(&self.covered);
+        if counts.is_empty() {
+            return Ok(None);
+        }
+        let tally = data::tally(&batch, &counts).map_err(|why| self.bad_batch(&why))?;
+        let record = LogRecord { index: self.next_index(), nonce: Id::random()?, counts, tally, ..lost };
+        Ok(Some(Pending { record, batch }))
+    }
+
+    async fn upload(&mut self, batch: &RecordBatch) -> Result<DataObject> {
+        let bytes = data::encode(batch).map_err(|why| self.bad_batch(&why))?;
+        let name = Keys::data_name(&self.attempt, self.data_objects);
+        // Taken even if the upload fails: a late put of these bytes must not meet others of that name.
+        self.data_objects += 1;
+        let key = self.ledger.keys().data(self.shard, &name);
+        self.create_own(&key, bytes.clone()).await?;
+        let object = DataObject { name: name.clone(), size: bytes.len() as u64, sha256: sha256(&bytes) };
+        if self.kept.values().map(Bytes::len).sum::<usize>() + bytes.len() <= KEPT_BYTES_MAX {
+            self.kept.insert(name, bytes);
+        }
+        Ok(object)
+    }
+
+    /// Creates an object whose name nobody else can have.
+    async fn create_own(&self, key: &str, bytes: Bytes) -> Result<()> {
+        match self.ledger.store().create(key, bytes).await? {
+            Created::Ours => Ok(()),
+            Created::Theirs(_) => Err(LedgerError::damaged(format!(
+                "`{}` holds other bytes than this worker wrote, under a name that only it knows",
+                self.ledger.store().address(key)
+            ))),
+        }
+    }
+
+    /// Takes the record that stands at the next index.
+    fn take(&mut self, record: LogRecord) -> Result<()> {
+        let key = self.ledger.keys().log(self.shard, self.next_index());
+        let wrong = |why: String| {
+            LedgerError::damaged(format!("`{}` is no record of this log: {why}", self.ledger.store().address(&key)))
+        };
+        if record.job != self.ledger.job().job || record.shard != self.shard || record.index != self.next_index() {
+            return Err(wrong(format!("it names job {}, shard {}, index {}", record.job, record.shard, record.index)));
+        }
+        let outside = record.counts.difference(&RowSet::from_range(self.rows()));
+        let twice = record.counts.intersection(&self.covered);
+        if !outside.is_empty() || !twice.is_empty() {
+            return Err(wrong(format!("rows {} are not open", outside.union(&twice))));
+        }
+        self.covered = self.covered.union(&record.counts);
+        self.records.push(record);
+        Ok(())
+    }
+
+    fn next_index(&self) -> u32 {
+        self.records.len() as u32
+    }
+
+    fn bad_batch(&self, why: &str) -> LedgerError {
+        LedgerError::damaged(format!("shard {}: a batch of finished rows cannot be logged: {why}", self.shard))
+    }
+
+    /// The data objects of the log with the rows that count in each, verified against their records.
+    pub(super) async fn counted(&self) -> Result<Vec<(RecordBatch, RowSet)>> {
+        // By name: one object may have several records where rows of it lost a race.
+        let mut counts: BTreeMap<&str, (&DataObject, RowSet)> = BTreeMap::new();
+        for record in &self.records {
+            let entry = counts.entry(&record.data.name).or_insert((&record.data, RowSet::new()));
+            entry.1 = entry.1.union(&record.counts);
+        }
+        let mut out = Vec::with_capacity(counts.len());
+        for (object, rows) in counts.into_values() {
+            let key = self.ledger.keys().data(self.shard, &object.name);
+            let address = self.ledger.store().address(&key);
+            let bytes = match self.kept.get(&object.name) {
+                Some(bytes) => Some(bytes.clone()),
+                None => self.ledger.store().get(&key, MAX_OBJECT_BYTES).await?,
+            };
+            let bytes = bytes.ok_or_else(|| LedgerError::damaged(format!("`{address}` is missing")))?;
+            if bytes.len() as u64 != object.size || sha256(&bytes) != object.sha256 {
+                return Err(LedgerError::damaged(format!("`{address}` is not what its log record names")));
+            }
+            let batch = data::decode(bytes).map_err(|why| LedgerError::damaged(format!("`{address}`: {why}")))?;
+            out.push((batch, rows));
+        }
+        Ok(out)
+    }
+}

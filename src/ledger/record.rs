@@ -1,0 +1,291 @@
+//! What the ledger's objects say: one serde type each, with a version, checked as it is read.
+
+use bytes::Bytes;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use super::error::{LedgerError, Result};
+use super::keys::{Id, Keys};
+use super::rowset::RowSet;
+use super::store::Store;
+use crate::dataset::row::RowStatus;
+
+/// Version of every record written by this gristmill.
+pub const VERSION: u32 = 1;
+/// A log record of a shard whose every other row counts stays far below this.
+const MAX_RECORD_BYTES: u64 = 16 << 20;
+
+/// An object of the ledger.
+pub trait Record: Serialize + DeserializeOwned {
+    /// Larger ones are refused unread.
+    const MAX_BYTES: u64 = MAX_RECORD_BYTES;
+
+    /// What the types cannot say; a line that says what is wrong.
+    fn check(&self) -> Result<(), String> {
+        Ok(())
+    }
+}
+
+/// The bytes of `record`: compact JSON and a line end.
+pub fn encode<R: Record>(record: &R) -> Result<Bytes> {
+    let mut bytes =
+        serde_json::to_vec(record).map_err(|error| LedgerError::stop(format!("cannot write a record: {error}")))?;
+    bytes.push(b'\n');
+    Ok(bytes.into())
+}
+
+/// The record in `bytes`, which lie at `key` of `store`.
+pub fn decode<R: Record>(store: &Store, key: &str, bytes: &[u8]) -> Result<R> {
+    #[derive(Deserialize)]
+    struct Versioned {
+        v: u64,
+    }
+    let damaged = |why: String| LedgerError::damaged(format!("`{}` is no valid record: {why}", store.address(key)));
+    // The version first: a newer record may differ in everything else.
+    let Versioned { v } = serde_json::from_slice(bytes).map_err(|error| damaged(error.to_string()))?;
+    if v > u64::from(VERSION) {
+        return Err(LedgerError::Newer { key: store.address(key), found: v, known: VERSION });
+    }
+    let record: R = serde_json::from_slice(bytes).map_err(|error| damaged(error.to_string()))?;
+    record.check().map_err(damaged)?;
+    Ok(record)
+}
+
+/// Reads the record at `key`; `None` where nothing lies there.
+pub async fn read<R: Record>(store: &Store, key: &str) -> Result<Option<R>> {
+    match store.get(key, R::MAX_BYTES).await? {
+        Some(bytes) => decode(store, key, &bytes).map(Some),
+        None => Ok(None),
+    }
+}
+
+/// Rows by status, and their tokens.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Tally {
+    pub succeeded: u64,
+    pub invalid_output: u64,
+    pub errored: u64,
+    pub expired: u64,
+    pub cancelled: u64,
+    pub prompt_tokens: u64,
+    /// Of the prompt tokens, those whose computation was shared.
+    pub cached_tokens: u64,
+    pub completion_tokens: u64,
+}
+
+impl Tally {
+    /// All rows.
+    pub fn rows(&self) -> u64 {
+        RowStatus::ALL.iter().fold(0, |sum: u64, &status| sum.saturating_add(self.of(status)))
+    }
+
+    /// Rows of one status.
+    pub fn of(&self, status: RowStatus) -> u64 {
+        match status {
+            RowStatus::Succeeded => self.succeeded,
+            RowStatus::InvalidOutput => self.invalid_output,
+            RowStatus::Errored => self.errored,
+            RowStatus::Expired => self.expired,
+            RowStatus::Cancelled => self.cancelled,
+        }
+    }
+
+    /// Counts one row of `status`.
+    pub fn count(&mut self, status: RowStatus) {
+        match status {
+            RowStatus::Succeeded => self.succeeded += 1,
+            RowStatus::InvalidOutput => self.invalid_output += 1,
+            RowStatus::Errored => self.errored += 1,
+            RowStatus::Expired => self.expired += 1,
+            RowStatus::Cancelled => self.cancelled += 1,
+        }
+    }
+
+    /// Adds `other`; saturating, since it may come from foreign bytes.
+    pub fn add(&mut self, other: &Tally) {
+        for (mine, theirs) in [
+            (&mut self.succeeded, other.succeeded),
+            (&mut self.invalid_output, other.invalid_output),
+            (&mut self.errored, other.errored),
+            (&mut self.expired, other.expired),
+            (&mut self.cancelled, other.cancelled),
+            (&mut self.prompt_tokens, other.prompt_tokens),
+            (&mut self.cached_tokens, other.cached_tokens),
+            (&mut self.completion_tokens, other.completion_tokens),
+        ] {
+            *mine = mine.saturating_add(theirs);
+        }
+    }
+}
+
+/// `log/000000.json`: one data object, and which of its rows count.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LogRecord {
+    pub v: u32,
+    pub job: Id,
+    pub shard: u32,
+    pub index: u32,
+    /// Makes the bytes of two writers differ always.
+    pub nonce: Id,
+    pub data: DataObject,
+    /// The rows of the data object that count: those that no earlier record covered.
+    pub counts: RowSet,
+    /// Over the rows that count.
+    pub tally: Tally,
+}
+
+/// A Parquet file of finished rows below `data/`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DataObject {
+    pub name: String,
+    pub size: u64,
+    pub sha256: String,
+}
+
+impl Record for LogRecord {
+    fn check(&self) -> Result<(), String> {
+        if !Keys::is_data_name(&self.data.name) {
+            return Err("`data.name` is not a data object's name".into());
+        }
+        if self.counts.is_empty() {
+            return Err("`counts` is empty".into());
+        }
+        if self.tally.rows() != self.counts.len() {
+            return Err(format!("`tally` has {} rows, `counts` has {}", self.tally.rows(), self.counts.len()));
+        }
+        Ok(())
+    }
+}
+
+/// `attempts/{attempt}.json`: written before these rows go to the device.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AttemptRecord {
+    pub v: u32,
+    pub job: Id,
+    pub shard: u32,
+    pub attempt: Id,
+    pub worker: String,
+    /// The rows about to run.
+    pub rows: RowSet,
+    /// Nothing else is on the device while they run.
+    pub alone: bool,
+}
+
+impl Record for AttemptRecord {
+    fn check(&self) -> Result<(), String> {
+        if super::keys::is_worker_name(&self.worker) { Ok(()) } else { Err("`worker` is not a worker's name".into()) }
+    }
+}
+
+/// `attempts/{attempt}.end.json`: the attempt ended cleanly.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AttemptEnd {
+    pub v: u32,
+    pub attempt: Id,
+}
+
+impl Record for AttemptEnd {}
+
+/// `commits/{block}/000042.json`: the shard is done, and this is its part.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Commit {
+    pub v: u32,
+    pub job: Id,
+    pub shard: u32,
+    pub part: DataObject,
+    pub tally: Tally,
+}
+
+impl Record for Commit {}
+
+/// `digests/{block}.json`: all commits of a full block.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Digest {
+    pub v: u32,
+    pub job: Id,
+    pub block: u32,
+    /// In the order of shards.
+    pub commits: Vec<Commit>,
+    pub tally: Tally,
+}
+
+impl Record for Digest {}
+
+/// `_SUCCESS`: every row is published.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Success {
+    pub v: u32,
+    pub job: Id,
+    pub name: String,
+    pub rows: u64,
+    pub parts: u32,
+    #[serde(flatten)]
+    pub tally: Tally,
+    /// Device seconds of all workers.
+    pub seconds: f64,
+    /// Where the job has a price.
+    pub usd: Option<f64>,
+    pub job_hash: String,
+    pub model_hash: String,
+    pub tokenizer_hash: String,
+    pub template_hash: Option<String>,
+    /// SHA-256 over the lines `NAME SIZE SHA256` of all parts, in order.
+    pub parts_sha256: String,
+}
+
+impl Record for Success {
+    fn check(&self) -> Result<(), String> {
+        if self.tally.rows() == self.rows { Ok(()) } else { Err("the statuses do not add up to `rows`".into()) }
+    }
+}
+
+/// `spend/{worker}.json`: cumulative, rewritten by that worker alone.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Spend {
+    pub v: u32,
+    pub worker: String,
+    /// Seconds of device time that this job is charged with.
+    pub device_seconds: f64,
+}
+
+impl Record for Spend {
+    fn check(&self) -> Result<(), String> {
+        if self.device_seconds.is_finite() && self.device_seconds >= 0.0 {
+            Ok(())
+        } else {
+            Err("`device_seconds` is not a duration".into())
+        }
+    }
+}
+
+/// `control/000.json`: what somebody decided about the job; the last one holds.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct ControlRecord {
+    pub v: u32,
+    pub job: Id,
+    pub index: u32,
+    pub nonce: Id,
+    #[serde(flatten)]
+    pub order: Order,
+}
+
+impl Record for ControlRecord {}
+
+/// An order to all workers of a job.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "order", rename_all = "snake_case")]
+pub enum Order {
+    /// Start no further rows.
+    Stop { why: StopWhy },
+    /// Go on, within these limits in place of the job's own (`None`: without).
+    Extend { budget_usd: Option<f64>, deadline_seconds: Option<u64> },
+}
+
+/// Why a job was stopped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum StopWhy {
+    Budget,
+    Deadline,
+    Cancelled,
+}

@@ -1,0 +1,481 @@
+//! The object store under the ledger: put-if-absent whose answer can be trusted.
+//!
+//! No reply of a store settles a create. A timed-out put may have taken effect, and object_store reports our own
+//! success after a retried error as "already exists". So every error is settled by reading the key back: the bytes
+//! that stand there are ours when they are identical, else the winner's.
+//!
+//! Local folders: object_store stages a put as `NAME#1` beside its target, where a kill would leave it for readers to
+//! find. Here the stage lies under `_gristmill/tmp/`, and a hard link publishes it.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, SystemTime};
+
+use bytes::Bytes;
+use chrono::{DateTime, Utc};
+use futures::TryStreamExt;
+use futures::future::join_all;
+use object_store::path::Path;
+use object_store::{GetOptions, ObjectStore, ObjectStoreExt, PutMode, PutOptions};
+use url::Url;
+
+use super::error::{LedgerError, Result};
+use super::keys::{Id, TMP};
+use crate::dataset::location::Location;
+
+/// No object of the ledger is larger (a part is a single put of at most 256 MB by plan).
+pub const MAX_OBJECT_BYTES: u64 = 4 << 30;
+/// A stage older than this belongs to nobody alive: a put takes seconds.
+const STAGE_AGE_MAX: Duration = Duration::from_secs(3600);
+/// Concurrent creates of one key by the start-up probe.
+const PROBE_WRITERS: usize = 4;
+
+/// How often a failed request is tried, and how long between.
+#[derive(Debug, Clone, Copy)]
+pub struct Retry {
+    pub tries: u32,
+    /// Before the second try; doubles from there.
+    pub first_delay: Duration,
+    pub max_delay: Duration,
+}
+
+impl Default for Retry {
+    /// About 13 s in all; remote stores retry each request by themselves below this.
+    fn default() -> Retry {
+        Retry { tries: 7, first_delay: Duration::from_millis(200), max_delay: Duration::from_secs(5) }
+    }
+}
+
+/// Who stands at a key after a create.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Created {
+    /// Our bytes (also where somebody else put identical ones first).
+    Ours,
+    /// Somebody else's bytes.
+    Theirs(Bytes),
+}
+
+/// One object's name and times, from a listing.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Listed {
+    /// Below the output, no leading slash.
+    pub key: String,
+    pub size: u64,
+    /// By the store's clock.
+    pub modified: DateTime<Utc>,
+}
+
+/// The output folder as the ledger sees it. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct Store {
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    inner: Arc<dyn ObjectStore>,
+    root: Path,
+    url: Url,
+    /// The folder, where the store is the local file system.
+    folder: Option<PathBuf>,
+    /// Names this process's stages.
+    writer: Id,
+    stages: AtomicU64,
+    retry: Retry,
+}
+
+/// What an error of the store means for the request that met it.
+enum Meaning {
+    /// Nothing lies there.
+    Missing,
+    /// May be gone at the next try.
+    Transient,
+    /// Will not be gone: why, and what to do.
+    Lasting(&'static str),
+}
+
+impl Store {
+    /// The store at `output`. Sends no request.
+    pub fn new(output: &Location) -> Result<Store> {
+        Store::with_retry(output, Retry::default())
+    }
+
+    /// As [`Store::new`], with its own patience.
+    pub fn with_retry(output: &Location, retry: Retry) -> Result<Store> {
+        let shared = Shared {
+            inner: output.store.clone(),
+            root: output.path.clone(),
+            url: output.url.clone(),
+            folder: output.local_path(),
+            writer: Id::random()?,
+            stages: AtomicU64::new(0),
+            retry,
+        };
+        Ok(Store { shared: Arc::new(shared) })
+    }
+
+    /// The output's address, for messages.
+    pub fn url(&self) -> &Url {
+        &self.shared.url
+    }
+
+    fn path(&self, key: &str) -> Path {
+        key.split('/').fold(self.shared.root.clone(), |path, part| path.join(part))
+    }
+
+    /// `key` as a person would look it up.
+    pub fn address(&self, key: &str) -> String {
+        match &self.shared.folder {
+            Some(folder) => folder.join(key).display().to_string(),
+            None => format!("{}/{key}", self.shared.url.as_str().trim_end_matches('/')),
+        }
+    }
+
+    /// Reads `key`; `None` where nothing lies there. An object of more than `max_bytes` is refused unread.
+    pub async fn get(&self, key: &str, max_bytes: u64) -> Result<Option<Bytes>> {
+        Ok(self.get_dated(key, max_bytes).await?.map(|(bytes, _)| bytes))
+    }
+
+    /// As [`Store::get`], with the time at which the object was written, by the store's clock.
+    pub async fn get_dated(&self, key: &str, max_bytes: u64) -> Result<Option<(Bytes, DateTime<Utc>)>> {
+        let path = self.path(key);
+        self.retried(key, "reading", async || {
+            let found = match self.shared.inner.get_opts(&path, GetOptions::default()).await {
+                Ok(found) => found,
+                Err(error) if matches!(meaning(&error), Meaning::Missing) => return Ok(Ok(None)),
+                Err(error) => return Err(error),
+            };
+            let (size, modified) = (found.meta.size, found.meta.last_modified);
+            if size > max_bytes {
+                return Ok(Err(LedgerError::damaged(format!(
+                    "`{}` has {size} bytes, more than the {max_bytes} that such an object can have: it was not \
+                     written by gristmill",
+                    self.address(key)
+                ))));
+            }
+            Ok(Ok(Some((found.bytes().await?, modified))))
+        })
+        .await?
+    }
+
+    /// Puts `bytes` at `key` if nothing lies there, and says who stands there now.
+    ///
+    /// An error means that nobody knows: the bytes may still appear. Call again with the same bytes.
+    pub async fn create(&self, key: &str, bytes: Bytes) -> Result<Created> {
+        let mut last = None;
+        for round in 0..self.shared.retry.tries {
+            self.pause(round).await;
+            let error = match self.put_if_absent(key, &bytes).await {
+                Ok(()) => return Ok(Created::Ours),
+                Err(error) => error,
+            };
+            // The read-back alone decides, whatever the error says.
+            match self.get(key, MAX_OBJECT_BYTES).await? {
+                Some(found) => {
+                    self.sync_folder_of(key).await?;
+                    return Ok(if found == bytes { Created::Ours } else { Created::Theirs(found) });
+                }
+                None => match meaning(&error) {
+                    Meaning::Lasting(why) => return Err(self.lasting(key, "writing", why, &error)),
+                    Meaning::Missing | Meaning::Transient => last = Some(error),
+                },
+            }
+        }
+        Err(self.gave_up(key, "writing", last))
+    }
+
+    /// Puts `bytes` at `key`, over what lies there. Only for keys with a single writer.
+    pub async fn replace(&self, key: &str, bytes: Bytes) -> Result<()> {
+        let path = self.path(key);
+        self.retried(key, "writing", async || {
+            if self.shared.folder.is_none() {
+                return self.shared.inner.put(&path, bytes.clone().into()).await.map(|_| ());
+            }
+            let stage = self.stage();
+            self.shared.inner.put(&stage, bytes.clone().into()).await?;
+            self.shared.inner.rename(&stage, &path).await
+        })
+        .await
+    }
+
+    /// Everything below `prefix`, sorted by key.
+    pub async fn list(&self, prefix: &str) -> Result<Vec<Listed>> {
+        let path = self.path(prefix);
+        let mut found: Vec<Listed> = self
+            .retried(prefix, "listing", async || {
+                match self.shared.inner.list(Some(&path)).try_collect::<Vec<_>>().await {
+                    Ok(all) => Ok(all.into_iter().filter_map(|meta| self.listed(&meta)).collect()),
+                    Err(error) if matches!(meaning(&error), Meaning::Missing) => Ok(Vec::new()),
+                    Err(error) => Err(error),
+                }
+            })
+            .await?;
+        found.sort_by(|a, b| a.key.cmp(&b.key));
+        Ok(found)
+    }
+
+    /// Names directly below `prefix` (`""`: the output): objects, and folders that hold objects. Sorted.
+    pub async fn list_folder(&self, prefix: &str) -> Result<(Vec<Listed>, Vec<String>)> {
+        let path = if prefix.is_empty() { self.shared.root.clone() } else { self.path(prefix) };
+        let (mut objects, mut folders) = self
+            .retried(prefix, "listing", async || {
+                match self.shared.inner.list_with_delimiter(Some(&path)).await {
+                    Ok(found) => {
+                        let objects: Vec<_> = found.objects.iter().filter_map(|meta| self.listed(meta)).collect();
+                        let names = |path: &Path| path.filename().map(str::to_string);
+                        Ok((objects, found.common_prefixes.iter().filter_map(names).collect::<Vec<_>>()))
+                    }
+                    Err(error) if matches!(meaning(&error), Meaning::Missing) => Ok(Default::default()),
+                    Err(error) => Err(error),
+                }
+            })
+            .await?;
+        objects.sort_by(|a, b| a.key.cmp(&b.key));
+        folders.sort();
+        Ok((objects, folders))
+    }
+
+    /// The first object of the output that readers of the folder would see: no part of its key starts with `_` or `.`.
+    pub async fn first_visible(&self) -> Result<Option<String>> {
+        let hidden = |name: &str| name.starts_with('_') || name.starts_with('.');
+        let (objects, folders) = self.list_folder("").await?;
+        if let Some(found) = objects.into_iter().find(|found| !hidden(&found.key)) {
+            return Ok(Some(found.key));
+        }
+        for folder in folders.iter().filter(|folder| !hidden(folder)) {
+            let inside = self.list(folder).await?;
+            if let Some(found) = inside.into_iter().find(|found| !found.key.split('/').any(hidden)) {
+                return Ok(Some(found.key));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Checks, before anything is written, that the store can keep the guarantee: it can be written to, several
+    /// creates of one key have exactly one winner, and (locally) the file system has hard links. Removes stages that
+    /// dead runs left.
+    pub async fn check(&self) -> Result<()> {
+        self.clean_stages().await?;
+        let key = format!("{TMP}/probe-{}", Id::random()?);
+        if self.shared.folder.is_some() {
+            self.check_hard_links(&key).await?;
+        }
+        let writers = (0..PROBE_WRITERS).map(|n| {
+            let key = key.clone();
+            async move { self.create(&key, Bytes::from(format!("writer {n}"))).await }
+        });
+        let mut winners = 0;
+        for outcome in join_all(writers).await {
+            winners += u32::from(outcome? == Created::Ours);
+        }
+        let late = self.create(&key, Bytes::from_static(b"late")).await?;
+        self.delete(&key).await?;
+        if winners != 1 || late == Created::Ours {
+            return Err(LedgerError::stop(format!(
+                "the store of `{}` does not honour put-if-absent ({winners} of {PROBE_WRITERS} writers of one key won, \
+                 a late one {}): rows could be published twice, so choose another store",
+                self.shared.url,
+                if late == Created::Ours { "too" } else { "did not" }
+            )));
+        }
+        Ok(())
+    }
+
+    async fn check_hard_links(&self, probe: &str) -> Result<()> {
+        let (stage, link) = (self.stage(), self.path(&format!("{probe}.link")));
+        self.retried(TMP, "writing", async || self.shared.inner.put(&stage, Bytes::new().into()).await.map(|_| ())).await?;
+        let linked = self.shared.inner.copy_if_not_exists(&stage, &link).await;
+        self.shared.inner.delete(&stage).await.map_err(|e| self.gave_up(TMP, "cleaning", Some(e)))?;
+        match linked {
+            Ok(()) => self.shared.inner.delete(&link).await.map_err(|e| self.gave_up(TMP, "cleaning", Some(e))),
+            Err(error) => Err(LedgerError::stop(format!(
+                "the file system of `{}` cannot make hard links, which publishing without overwriting needs ({}): \
+                 choose a folder on another file system, or an object store",
+                self.address(""),
+                root_cause(&error)
+            ))),
+        }
+    }
+
+    /// Removes `key`; only ever used below `tmp/`.
+    async fn delete(&self, key: &str) -> Result<()> {
+        let path = self.path(key);
+        self.retried(key, "removing", async || match self.shared.inner.delete(&path).await {
+            Err(error) if matches!(meaning(&error), Meaning::Missing) => Ok(()),
+            other => other,
+        })
+        .await
+    }
+
+    /// Removes stages that dead runs left: by age, since a live writer needs its stage for seconds. (Would one vanish
+    /// all the same, its put fails and is staged again.)
+    async fn clean_stages(&self) -> Result<()> {
+        let Some(folder) = &self.shared.folder else { return Ok(()) };
+        let folder = folder.join(TMP);
+        let cleaned = tokio::task::spawn_blocking(move || clean_old_files(&folder, STAGE_AGE_MAX)).await;
+        match cleaned {
+            Ok(Ok(())) => Ok(()),
+            Ok(Err(error)) => Err(LedgerError::stop(format!("cleaning `{}`: {error}", self.address(TMP)))),
+            Err(error) => Err(LedgerError::stop(format!("cleaning `{}`: {error}", self.address(TMP)))),
+        }
+    }
+
+    fn stage(&self) -> Path {
+        let number = self.shared.stages.fetch_add(1, Ordering::Relaxed);
+        self.path(&format!("{TMP}/{}-{number}", self.shared.writer))
+    }
+
+    async fn put_if_absent(&self, key: &str, bytes: &Bytes) -> Result<(), object_store::Error> {
+        let (store, path) = (&self.shared.inner, self.path(key));
+        if self.shared.folder.is_none() {
+            let options = PutOptions { mode: PutMode::Create, ..PutOptions::default() };
+            return store.put_opts(&path, bytes.clone().into(), options).await.map(|_| ());
+        }
+        let stage = self.stage();
+        let linked = match store.put(&stage, bytes.clone().into()).await {
+            Ok(_) => store.copy_if_not_exists(&stage, &path).await,
+            Err(error) => Err(error),
+        };
+        if let Err(error) = store.delete(&stage).await
+            && linked.is_ok()
+        {
+            tracing::warn!("the stage `{stage}` stays behind until a later run cleans it: {error}");
+        }
+        linked
+    }
+
+    /// A name that somebody else linked may not have reached the disk yet; what we build on it must not outlive it.
+    async fn sync_folder_of(&self, key: &str) -> Result<()> {
+        let Some(folder) = &self.shared.folder else { return Ok(()) };
+        let file = folder.join(key);
+        let synced = tokio::task::spawn_blocking(move || match file.parent() {
+            Some(parent) => std::fs::File::open(parent)?.sync_all(),
+            None => Ok(()),
+        })
+        .await
+        .unwrap_or_else(|error| Err(std::io::Error::other(error)));
+        synced.map_err(|source| {
+            let source = object_store::Error::Generic { store: "LocalFileSystem", source: Box::new(source) };
+            self.gave_up(key, "syncing the folder of", Some(source))
+        })
+    }
+
+    fn listed(&self, meta: &object_store::ObjectMeta) -> Option<Listed> {
+        let parts = meta.location.prefix_match(&self.shared.root)?;
+        let key = parts.map(|part| part.as_ref().to_string()).collect::<Vec<_>>().join("/");
+        Some(Listed { key, size: meta.size, modified: meta.last_modified })
+    }
+
+    /// Runs `request` until it succeeds, meets a lasting error, or was tried often enough.
+    async fn retried<T>(
+        &self,
+        key: &str,
+        doing: &str,
+        request: impl AsyncFn() -> Result<T, object_store::Error>,
+    ) -> Result<T> {
+        let mut last = None;
+        for round in 0..self.shared.retry.tries {
+            self.pause(round).await;
+            match request().await {
+                Ok(done) => return Ok(done),
+                Err(error) => match meaning(&error) {
+                    Meaning::Lasting(why) => return Err(self.lasting(key, doing, why, &error)),
+                    Meaning::Missing | Meaning::Transient => last = Some(error),
+                },
+            }
+        }
+        Err(self.gave_up(key, doing, last))
+    }
+
+    async fn pause(&self, round: u32) {
+        let Retry { first_delay, max_delay, .. } = self.shared.retry;
+        let delay = first_delay.saturating_mul(1 << round.saturating_sub(1).min(16)).min(max_delay);
+        if round > 0 && !delay.is_zero() {
+            tokio::time::sleep(delay).await;
+        }
+    }
+
+    fn lasting(&self, key: &str, doing: &str, why: &str, error: &object_store::Error) -> LedgerError {
+        LedgerError::stop(format!("{doing} `{}`: {why} ({})", self.address(key), root_cause(error)))
+    }
+
+    fn gave_up(&self, key: &str, doing: &str, last: Option<object_store::Error>) -> LedgerError {
+        let what = format!("{doing} `{}`", self.address(key));
+        match last {
+            Some(source) => LedgerError::Retryable { what, tries: self.shared.retry.tries, source },
+            None => LedgerError::stop(format!("{what}: no try is allowed")),
+        }
+    }
+}
+
+/// What `error` means, by its kind and, locally, by the I/O error inside.
+fn meaning(error: &object_store::Error) -> Meaning {
+    use object_store::Error as E;
+    use std::io::ErrorKind as Io;
+    match error {
+        E::NotFound { .. } => return Meaning::Missing,
+        E::PermissionDenied { .. } => return Meaning::Lasting("no permission"),
+        E::Unauthenticated { .. } => return Meaning::Lasting("the store does not accept the credentials"),
+        E::NotSupported { .. } | E::NotImplemented { .. } => {
+            return Meaning::Lasting("the store cannot do this, and the guarantee needs it: choose another store");
+        }
+        E::InvalidPath { .. } | E::UnknownConfigurationKey { .. } => return Meaning::Lasting("not a usable address"),
+        _ => {}
+    }
+    match io_kind(error) {
+        Some(Io::PermissionDenied) => Meaning::Lasting("no permission"),
+        Some(Io::ReadOnlyFilesystem) => Meaning::Lasting("the file system is read-only"),
+        Some(Io::StorageFull) => Meaning::Lasting("the disk is full: free space and run again to go on"),
+        Some(Io::QuotaExceeded) => Meaning::Lasting("the disk quota is used up: free space and run again to go on"),
+        Some(Io::FileTooLarge) => Meaning::Lasting("the file system takes no file of that size"),
+        Some(Io::NotADirectory) => Meaning::Lasting("a part of the path is a file, not a folder"),
+        Some(Io::IsADirectory) => Meaning::Lasting("a folder lies there"),
+        Some(Io::InvalidFilename) => Meaning::Lasting("not a usable file name"),
+        _ => Meaning::Transient,
+    }
+}
+
+/// The kind of the first I/O error in the chain.
+fn io_kind(error: &(dyn std::error::Error + 'static)) -> Option<std::io::ErrorKind> {
+    let mut next = Some(error);
+    while let Some(error) = next {
+        if let Some(io) = error.downcast_ref::<std::io::Error>() {
+            return Some(io.kind());
+        }
+        next = error.source();
+    }
+    None
+}
+
+/// The text of the last error of the chain: object_store's own texts repeat their causes.
+fn root_cause(error: &(dyn std::error::Error + 'static)) -> String {
+    let mut last = error;
+    while let Some(source) = last.source() {
+        last = source;
+    }
+    last.to_string()
+}
+
+/// Removes the files directly in `folder` that were last written more than `age` ago.
+fn clean_old_files(folder: &std::path::Path, age: Duration) -> std::io::Result<()> {
+    let entries = match std::fs::read_dir(folder) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(error),
+    };
+    let now = SystemTime::now();
+    for entry in entries {
+        let entry = entry?;
+        // Another run may be cleaning too: a file that is gone is what was wanted.
+        let Ok(meta) = entry.metadata() else { continue };
+        let old = meta.modified().is_ok_and(|at| now.duration_since(at).is_ok_and(|since| since > age));
+        if meta.is_file() && old {
+            match std::fs::remove_file(entry.path()) {
+                Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
+                _ => {}
+            }
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,220 @@
+//! Proves the guarantee for a job, from what is published: every input row exactly once, keyed by row.
+//!
+//! One part at a time is in memory. Findings are lines; none means that the guarantee holds.
+
+use std::collections::BTreeSet;
+
+use arrow::array::RecordBatch;
+use bytes::Bytes;
+use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
+
+use super::Ledger;
+use super::data;
+use super::error::{LedgerError, Result};
+use super::finish::PartsHash;
+use super::keys::{SUCCESS, sha256};
+use super::publish::part_origin;
+use super::record::{Commit, Success, Tally};
+use super::rowset::RowSet;
+use super::store::MAX_OBJECT_BYTES;
+
+/// Further findings are only counted.
+const FINDINGS_MAX: usize = 1000;
+/// Rows decoded at once.
+const BATCH_ROWS: usize = 8192;
+
+/// What verification found.
+#[derive(Debug, Clone, Default)]
+pub struct Verified {
+    /// One line each; empty where the guarantee holds.
+    pub findings: Vec<String>,
+    /// Over all parts, recounted from their rows (`jsonl`: from commits).
+    pub tally: Tally,
+    pub parts: u32,
+}
+
+impl Verified {
+    /// Whether the guarantee holds.
+    pub fn holds(&self) -> bool {
+        self.findings.is_empty()
+    }
+
+    fn find(&mut self, line: String) {
+        match self.findings.len().cmp(&FINDINGS_MAX) {
+            std::cmp::Ordering::Less => self.findings.push(line),
+            std::cmp::Ordering::Equal => self.findings.push("more findings are not listed".into()),
+            std::cmp::Ordering::Greater => {}
+        }
+    }
+}
+
+impl Ledger {
+    /// Verifies the job's output: parts against commits, rows against the shard table, counts against `_SUCCESS`,
+    /// and that nothing else lies beside the parts.
+    ///
+    /// `progress` is called with the number of each shard that was looked at. An `Err` means that the store could not
+    /// be read; whatever is wrong with the output itself is a finding. Lines of `jsonl` parts carry no row number:
+    /// there, lines are counted, and bytes held against the commit.
+    pub async fn verify(&self, mut progress: impl FnMut(u32)) -> Result<Verified> {
+        let mut out = Verified::default();
+        let mut expected = BTreeSet::new();
+        let mut hash = PartsHash::default();
+        let mut committed = Tally::default();
+        let mut complete = true;
+        for block in 0..self.blocks() {
+            let commits = self.commits_of(block, &mut out).await?;
+            for (shard, commit) in self.block_shards(block).zip(commits) {
+                expected.insert(self.keys().part(shard));
+                match commit {
+                    Some(commit) => {
+                        hash.add(&commit);
+                        committed.add(&commit.tally);
+                        self.verify_part(&commit, &mut out).await?;
+                    }
+                    None => complete = false,
+                }
+                progress(shard);
+            }
+        }
+        self.verify_names(&expected, &mut out).await?;
+        let success = as_finding(self.success().await, &mut out)?.flatten();
+        match success {
+            Some(success) => self.verify_success(&success, &out.tally.clone(), hash.finish(), &mut out),
+            None if complete => out.find(format!("`{SUCCESS}` is missing, though every shard is committed: run the job again")),
+            None => out.find(format!("`{SUCCESS}` is missing: the job is not finished")),
+        }
+        if committed != out.tally {
+            out.find("the commits' counts differ from what their parts hold".into());
+        }
+        Ok(out)
+    }
+
+    /// The commits of a block, read one by one: its digest is only a copy of them.
+    async fn commits_of(&self, block: u32, out: &mut Verified) -> Result<Vec<Option<Commit>>> {
+        let present = self.committed_shards(block).await?;
+        let mut commits = Vec::new();
+        for shard in self.block_shards(block) {
+            let commit = match present.contains(&shard) {
+                true => as_finding(self.commit_of(shard).await, out)?.flatten(),
+                false => {
+                    out.find(format!("shard {shard} has no commit"));
+                    None
+                }
+            };
+            commits.push(commit);
+        }
+        if self.closed_blocks().await?.contains(&block)
+            && let Some(digest) = as_finding(self.digest(block).await, out)?
+            && !digest.commits.iter().map(Some).eq(commits.iter().map(Option::as_ref))
+        {
+            out.find(format!("the digest of block {block} differs from its commits"));
+        }
+        Ok(commits)
+    }
+
+    async fn verify_part(&self, commit: &Commit, out: &mut Verified) -> Result<()> {
+        let name = &commit.part.name;
+        let Some(bytes) = as_finding(self.store().get(name, MAX_OBJECT_BYTES).await, out)? else { return Ok(()) };
+        let Some(bytes) = bytes else {
+            out.find(format!("`{name}` is missing, though shard {} is committed", commit.shard));
+            return Ok(());
+        };
+        out.parts += 1;
+        if bytes.len() as u64 != commit.part.size || sha256(&bytes) != commit.part.sha256 {
+            out.find(format!("`{name}` is not the part that was committed: its size or hash differs"));
+        }
+        if self.job().part_extension == "jsonl" {
+            let lines = bytes.split(|&b| b == b'\n').filter(|line| !line.is_empty()).count() as u64;
+            if lines != commit.tally.rows() {
+                out.find(format!("`{name}` has {lines} lines, its shard {} rows", commit.tally.rows()));
+            }
+            out.tally.add(&commit.tally);
+            return Ok(());
+        }
+        match part_origin(&bytes) {
+            Err(why) => out.find(format!("`{name}` cannot be read: {why}")),
+            Ok(origin) => {
+                let ours = origin.job.as_deref() == Some(self.job().job.as_str());
+                if !ours || origin.shard != Some(commit.shard.to_string()) {
+                    let (job, shard) = (origin.job.unwrap_or("none".into()), origin.shard.unwrap_or("none".into()));
+                    out.find(format!("`{name}` is foreign: it names job {job}, shard {shard}"));
+                }
+                if let Err(why) = self.verify_rows(commit, bytes, out) {
+                    out.find(format!("`{name}`: {why}"));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Every row of the shard, once, in order; statuses as committed.
+    fn verify_rows(&self, commit: &Commit, bytes: Bytes, out: &mut Verified) -> Result<(), String> {
+        let shard = self.job().shard(commit.shard).map_err(|error| error.to_string())?;
+        let builder = ParquetRecordBatchReaderBuilder::try_new(bytes).map_err(|error| error.to_string())?;
+        let reader = builder.with_batch_size(BATCH_ROWS).build().map_err(|error| error.to_string())?;
+        let mut next = shard.first_row;
+        let end = shard.first_row + shard.rows;
+        let mut tally = Tally::default();
+        for batch in reader {
+            let batch: RecordBatch = batch.map_err(|error| error.to_string())?;
+            let rows = data::rows_of(&batch)?;
+            tally.add(&data::tally(&batch, &RowSet::from_range(0..u64::MAX))?);
+            for row in rows {
+                if row != next || row >= end {
+                    out.tally.add(&tally);
+                    return Err(format!("row {row} stands where row {next} belongs"));
+                }
+                next += 1;
+            }
+        }
+        out.tally.add(&tally);
+        if next != end {
+            return Err(format!("ends before row {next}, its shard before row {end}"));
+        }
+        if tally != commit.tally {
+            return Err("its rows by status, or their tokens, are not as committed".into());
+        }
+        Ok(())
+    }
+
+    /// Nothing but the parts may be seen by readers of the folder.
+    async fn verify_names(&self, expected: &BTreeSet<String>, out: &mut Verified) -> Result<()> {
+        let hidden = |name: &str| name.starts_with('_') || name.starts_with('.');
+        let (objects, folders) = self.store().list_folder("").await?;
+        for object in objects.iter().filter(|object| !hidden(&object.key) && !expected.contains(&object.key)) {
+            out.find(format!("`{}` lies beside the parts and is none of this job", object.key));
+        }
+        for folder in folders.iter().filter(|folder| !hidden(folder)) {
+            let inside = self.store().list(folder).await?;
+            for object in inside.iter().filter(|object| !object.key.split('/').any(hidden)) {
+                out.find(format!("`{}` lies beside the parts and is none of this job", object.key));
+            }
+        }
+        Ok(())
+    }
+
+    fn verify_success(&self, success: &Success, tally: &Tally, parts_sha256: String, out: &mut Verified) {
+        let job = self.job();
+        if success.rows != job.rows() {
+            out.find(format!("`{SUCCESS}` counts {} rows, the inputs have {}", success.rows, job.rows()));
+        }
+        if success.tally != *tally {
+            out.find(format!("the counts of `{SUCCESS}` differ from what the parts hold"));
+        }
+        if success.parts as usize != job.shards.len() || success.parts_sha256 != parts_sha256 {
+            out.find(format!("the parts named by `{SUCCESS}` are not the committed ones"));
+        }
+    }
+}
+
+/// Turns what is wrong with an object into a finding; what is wrong with the store stays an error.
+fn as_finding<T>(read: Result<T>, out: &mut Verified) -> Result<Option<T>> {
+    match read {
+        Ok(found) => Ok(Some(found)),
+        Err(error @ (LedgerError::Damaged { .. } | LedgerError::Conflict { .. })) => {
+            out.find(error.to_string());
+            Ok(None)
+        }
+        Err(error) => Err(error),
+    }
+}

@@ -1,0 +1,158 @@
+//! What every queue must do, as checks that panic where it does not. Tests run them on each implementation.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::{Delivery, Message, Queue};
+
+/// Long enough for a message that is there.
+const SOON: Duration = Duration::from_secs(20);
+/// How long a check waits for a message that must not come.
+const NEVER: Duration = Duration::from_millis(300);
+
+/// Runs every check. `fill` makes a fresh queue that holds the messages given.
+pub async fn check<F, Fut>(fill: F)
+where
+    F: Fn(Vec<Message>) -> Fut,
+    Fut: Future<Output = Arc<dyn Queue>>,
+{
+    an_empty_queue_gives_nothing(&*fill(vec![]).await).await;
+    every_message_comes_once_when_acknowledged(&*fill(messages(20)).await).await;
+    what_is_given_back_comes_again(&*fill(messages(3)).await).await;
+    what_is_dropped_comes_again(&*fill(messages(3)).await).await;
+    acknowledging_out_of_order_leaves_no_gap(&*fill(messages(10)).await).await;
+    answers_may_repeat_and_come_late(&*fill(messages(2)).await).await;
+    an_extended_delivery_stays_ours(&*fill(messages(1)).await).await;
+    receivers_share_the_messages(fill(messages(30)).await).await;
+    a_waiting_receiver_gets_what_is_given_back(fill(messages(1)).await).await;
+}
+
+fn messages(count: u32) -> Vec<Message> {
+    (0..count).map(|shard| Message::new("contract", shard)).collect()
+}
+
+async fn receive(queue: &dyn Queue) -> Delivery {
+    queue.receive(SOON).await.expect("receive works").expect("a message is there")
+}
+
+async fn expect_nothing(queue: &dyn Queue) {
+    let found = queue.receive(NEVER).await.expect("receive works");
+    assert!(found.is_none(), "nothing may come, {found:?} came");
+}
+
+/// Receives and acknowledges until nothing comes; the shards in order of arrival.
+async fn drain(queue: &dyn Queue) -> Vec<u32> {
+    let mut shards = Vec::new();
+    while let Some(delivery) = queue.receive(NEVER).await.expect("receive works") {
+        shards.push(delivery.message.shard);
+        queue.acknowledge(&delivery).await.expect("acknowledge works");
+    }
+    shards
+}
+
+async fn an_empty_queue_gives_nothing(queue: &dyn Queue) {
+    expect_nothing(queue).await;
+}
+
+async fn every_message_comes_once_when_acknowledged(queue: &dyn Queue) {
+    let mut shards = Vec::new();
+    for _ in 0..20 {
+        let delivery = receive(queue).await;
+        assert_eq!((delivery.message.job.as_str(), delivery.deliveries), ("contract", 1));
+        queue.acknowledge(&delivery).await.expect("acknowledge works");
+        shards.push(delivery.message.shard);
+    }
+    expect_nothing(queue).await;
+    shards.sort_unstable();
+    assert_eq!(shards, (0..20).collect::<Vec<_>>());
+}
+
+async fn what_is_given_back_comes_again(queue: &dyn Queue) {
+    let first = receive(queue).await;
+    let shard = first.message.shard;
+    queue.give_back(&first).await.expect("give back works");
+    drop(first);
+    let mut rest = drain(queue).await;
+    rest.sort_unstable();
+    assert_eq!(rest, [0, 1, 2], "shard {shard} was given back and must come again, once");
+}
+
+async fn what_is_dropped_comes_again(queue: &dyn Queue) {
+    let dropped = receive(queue).await;
+    let kept = receive(queue).await;
+    drop(dropped);
+    queue.acknowledge(&kept).await.expect("acknowledge works");
+    let rest: BTreeSet<u32> = drain(queue).await.into_iter().collect();
+    let all: BTreeSet<u32> = (0..3).filter(|&shard| shard != kept.message.shard).collect();
+    assert_eq!(rest, all);
+}
+
+async fn acknowledging_out_of_order_leaves_no_gap(queue: &dyn Queue) {
+    let mut held = Vec::new();
+    for _ in 0..10 {
+        held.push(receive(queue).await);
+    }
+    // The later half is acknowledged, the earlier half is lost: every lost one must come again.
+    let lost: BTreeSet<u32> = held.drain(..5).map(|delivery| delivery.message.shard).collect();
+    for delivery in held.iter().rev() {
+        queue.acknowledge(delivery).await.expect("acknowledge works");
+    }
+    drop(held);
+    let again: BTreeSet<u32> = drain(queue).await.into_iter().collect();
+    assert!(lost.is_subset(&again), "lost {lost:?}, came again {again:?}");
+}
+
+async fn answers_may_repeat_and_come_late(queue: &dyn Queue) {
+    let first = receive(queue).await;
+    for _ in 0..2 {
+        queue.acknowledge(&first).await.expect("acknowledging twice is harmless");
+    }
+    queue.give_back(&first).await.expect("giving back after acknowledging is harmless");
+    let second = receive(queue).await;
+    assert_ne!(first.message.shard, second.message.shard, "an acknowledged message does not come again");
+    for _ in 0..2 {
+        queue.give_back(&second).await.expect("giving back twice is harmless");
+    }
+    let again = receive(queue).await;
+    assert_eq!((again.message.shard, again.deliveries), (second.message.shard, 2));
+    // The first holder wakes late; the message is another's now.
+    queue.acknowledge(&second).await.expect("a late answer is harmless");
+    drop(second);
+    expect_nothing(queue).await;
+    queue.give_back(&again).await.expect("give back works");
+    assert_eq!(drain(queue).await, [again.message.shard], "a late answer must not lose the message");
+}
+
+async fn an_extended_delivery_stays_ours(queue: &dyn Queue) {
+    let delivery = receive(queue).await;
+    queue.extend(&delivery, Duration::from_secs(60)).await.expect("extend works");
+    expect_nothing(queue).await;
+    queue.acknowledge(&delivery).await.expect("acknowledge works");
+    drop(delivery);
+    expect_nothing(queue).await;
+}
+
+async fn receivers_share_the_messages(queue: Arc<dyn Queue>) {
+    let receivers = (0..3).map(|_| {
+        let queue = queue.clone();
+        tokio::spawn(async move { drain(&*queue).await })
+    });
+    let mut all = Vec::new();
+    for shards in futures::future::join_all(receivers).await {
+        all.extend(shards.expect("a receiver ends"));
+    }
+    all.sort_unstable();
+    assert_eq!(all, (0..30).collect::<Vec<_>>());
+}
+
+async fn a_waiting_receiver_gets_what_is_given_back(queue: Arc<dyn Queue>) {
+    let held = receive(&*queue).await;
+    let waiting = tokio::spawn({
+        let queue = queue.clone();
+        async move { receive(&*queue).await.message.shard }
+    });
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    queue.give_back(&held).await.expect("give back works");
+    assert_eq!(waiting.await.expect("the receiver ends"), held.message.shard);
+}

@@ -1,0 +1,117 @@
+//! The queue in memory: a job's open shards, for the workers of one process.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use tokio::sync::Notify;
+
+use super::{Delivery, Message, Queue, QueueError};
+
+/// Messages in memory, delivered in order; what is given back goes first again.
+#[derive(Debug, Clone, Default)]
+pub struct LocalQueue {
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    state: Mutex<State>,
+    /// Rung when a message becomes available.
+    bell: Notify,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// Messages to deliver, with how often each was delivered.
+    waiting: VecDeque<(Message, u32)>,
+    /// Delivered and not answered, by receipt.
+    out: HashMap<u64, (Message, u32)>,
+    next_receipt: u64,
+}
+
+impl Shared {
+    fn state(&self) -> MutexGuard<'_, State> {
+        // Every change is a single step: what a panicking holder left is whole.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn give_back(&self, receipt: u64) {
+        let mut state = self.state();
+        if let Some(returned) = state.out.remove(&receipt) {
+            state.waiting.push_front(returned);
+            drop(state);
+            self.bell.notify_one();
+        }
+    }
+}
+
+impl LocalQueue {
+    /// A queue that delivers `messages` in order.
+    pub fn new(messages: impl IntoIterator<Item = Message>) -> LocalQueue {
+        let queue = LocalQueue::default();
+        queue.send(messages);
+        queue
+    }
+
+    /// Adds messages at the end.
+    pub fn send(&self, messages: impl IntoIterator<Item = Message>) {
+        for message in messages {
+            self.shared.state().waiting.push_back((message, 0));
+            self.shared.bell.notify_one();
+        }
+    }
+
+    /// Messages that nobody has acknowledged, waiting and delivered.
+    pub fn unacknowledged(&self) -> usize {
+        let state = self.shared.state();
+        state.waiting.len() + state.out.len()
+    }
+
+    fn try_receive(&self) -> Option<Delivery> {
+        let mut state = self.shared.state();
+        let (message, before) = state.waiting.pop_front()?;
+        let (receipt, deliveries) = (state.next_receipt, before + 1);
+        state.next_receipt += 1;
+        state.out.insert(receipt, (message.clone(), deliveries));
+        let more = !state.waiting.is_empty();
+        drop(state);
+        if more {
+            // One ring may stand for several messages: pass it on.
+            self.shared.bell.notify_one();
+        }
+        let shared = self.shared.clone();
+        Some(Delivery::new(message, deliveries, receipt, Some(Box::new(move || shared.give_back(receipt)))))
+    }
+}
+
+#[async_trait]
+impl Queue for LocalQueue {
+    async fn receive(&self, wait: Duration) -> Result<Option<Delivery>, QueueError> {
+        let arrival = async {
+            loop {
+                if let Some(delivery) = self.try_receive() {
+                    return delivery;
+                }
+                self.shared.bell.notified().await;
+            }
+        };
+        Ok(tokio::time::timeout(wait, arrival).await.ok())
+    }
+
+    /// Nothing expires in memory.
+    async fn extend(&self, _: &Delivery, _: Duration) -> Result<(), QueueError> {
+        Ok(())
+    }
+
+    async fn acknowledge(&self, delivery: &Delivery) -> Result<(), QueueError> {
+        self.shared.state().out.remove(&delivery.receipt);
+        Ok(())
+    }
+
+    async fn give_back(&self, delivery: &Delivery) -> Result<(), QueueError> {
+        self.shared.give_back(delivery.receipt);
+        Ok(())
+    }
+}
