@@ -4,20 +4,54 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use arrow::datatypes::SchemaRef;
+use chrono::{DateTime, NaiveDateTime};
+use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use crate::cli::exit::Failure;
 use crate::dataset::location::Location;
 use crate::dataset::output::{OutputColumns, OutputSchema};
-use crate::dataset::planner::{InputPlan, InputRequest, plan_inputs};
+use crate::dataset::plan::Format;
+use crate::dataset::planner::{InputPlan, PlanRequest, plan_inputs};
+use crate::device;
 use crate::engine::constraint::Compiler;
-use crate::job::spec::{Job, OutputFormat, Precision, ShapeSpec};
+use crate::job::file::{InputFormat, OutputFormat};
+use crate::job::spec::{Job, Precision, ShapeSpec};
 use crate::job::{RenderSetup, Renderer};
 use crate::ledger::{JobDraft, JobIdentity, Ledger};
 use crate::model::config::Config;
 use crate::model::tokenizer::Tokenizer;
 use crate::model::weights::checkpoint_hash;
 use crate::report::summary::{Agreement, RowCounts, Summary, TokenCounts, rate};
+
+/// Bytes that a generated token may take in the output: its text, its id, its log probability.
+const BYTES_PER_TOKEN: u64 = 12;
+
+/// What random numbers and templates' dates of a job are keyed by.
+#[derive(Debug, Clone, Copy)]
+pub struct Stream {
+    pub seed: u64,
+    /// When the job was created: a row that is tried again gets the same prompt.
+    pub now: NaiveDateTime,
+}
+
+impl Stream {
+    /// For checks and previews of a job that has no id yet.
+    pub const UNKNOWN: Stream = Stream { seed: 0, now: DateTime::UNIX_EPOCH.naive_utc() };
+
+    /// Of a job that is written down.
+    pub fn of(job: &Job, ledger: &Ledger) -> Stream {
+        Stream { seed: job.seed(&ledger.job().job.to_string()), now: ledger.created_at().naive_utc() }
+    }
+}
+
+/// What the ledger keeps of the output's columns.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Columns {
+    #[serde(with = "crate::dataset::schema_text")]
+    pub carry_schema: SchemaRef,
+    pub output: OutputSchema,
+}
 
 /// A job and everything about its model but the weights.
 pub struct Opened {
@@ -46,17 +80,26 @@ impl Opened {
 
     /// Finds, pins and cuts the inputs, and checks that they hold every column that the job names.
     pub async fn plan(&self) -> Result<InputPlan, Failure> {
-        let request = InputRequest {
-            uris: &self.job.input.uris,
-            base_dir: &self.job.base_dir,
-            format: self.job.input.format.map(Into::into),
-            carry: &self.carry(),
+        let generate = &self.job.generate;
+        let renderer = self.renderer(&Stream::UNKNOWN)?;
+        let request = PlanRequest {
+            uris: self.job.input.uris.clone(),
+            format: self.job.input.format.map(|format| match format {
+                InputFormat::Parquet => Format::Parquet,
+                InputFormat::Jsonl => Format::Jsonl,
+                InputFormat::OpenaiBatch => Format::OpenaiBatch,
+            }),
+            // Checked below, by the renderer, which knows the field that names a column.
+            columns: None,
+            carry: self.carry(),
+            reserved: OutputSchema::names(&self.output_columns()),
             shard_rows: self.job.shard_rows,
+            output_row_bytes: BYTES_PER_TOKEN * u64::from(generate.max_tokens) * u64::from(generate.n),
             limit: self.limit,
         };
-        let plan = plan_inputs(request).await.map_err(Failure::bad_job)?;
+        let plan = plan_inputs(&request, &self.job.base_dir).await.map_err(Failure::bad_job)?;
         let columns: Vec<String> = plan.columns.iter().map(|c| c.name.clone()).collect();
-        self.renderer(0)?.check_columns(&columns).map_err(Failure::bad_job)?;
+        renderer.check_columns(&columns).map_err(Failure::bad_job)?;
         Ok(plan)
     }
 
@@ -67,48 +110,48 @@ impl Opened {
         carry
     }
 
-    /// Prompts of this job. `seed` keys the random numbers where the job names no seed.
-    pub fn renderer(&self, seed: u64) -> Result<Renderer, Failure> {
+    /// Prompts of this job.
+    pub fn renderer(&self, stream: &Stream) -> Result<Renderer, Failure> {
         let setup = RenderSetup {
-            job: self.job.clone(),
             tokenizer: self.tokenizer.clone(),
-            context_tokens: self.config.context_tokens(),
-            seed,
+            context_tokens: self.config.max_position_embeddings,
+            seed: stream.seed,
+            now: stream.now,
         };
-        Renderer::new(setup).map_err(Failure::bad_job)
+        Renderer::new(&self.job, setup).map_err(Failure::bad_job)
     }
 
     /// Checks that what the answers must look like can be had from this tokenizer at all.
     pub fn check_shape(&self) -> Result<(), Failure> {
         let shape = self.job.generate.params(0).shape;
+        let eos = self.eos_token_ids(&self.renderer(&Stream::UNKNOWN)?);
         let field = match &self.job.generate.shape {
             ShapeSpec::Free => return Ok(()),
             ShapeSpec::Choice { .. } => "choice",
             ShapeSpec::JsonSchema(_) => "json_schema",
             ShapeSpec::Regex(_) => "regex",
         };
-        match Compiler::new(&self.eos_token_ids()).compile(&shape, &self.tokenizer) {
+        match Compiler::new(&eos).compile(&shape, &self.tokenizer) {
             Ok(_) => Ok(()),
             Err(e) => Err(Failure::bad_job(anyhow::anyhow!("{}: `generate.{field}`: {e}", self.job.file))),
         }
     }
 
-    /// The union of what config, generation config and chat template end a sequence with.
-    pub fn eos_token_ids(&self) -> Vec<u32> {
+    /// The union of what config, generation config, tokenizer config and the chat template's end of turn name.
+    pub fn eos_token_ids(&self, renderer: &Renderer) -> Vec<u32> {
         let mut ids = self.config.eos_token_ids.clone();
-        ids.extend(self.tokenizer.end_of_turn_ids());
+        ids.extend(self.tokenizer.eos_id());
+        ids.extend(renderer.end_of_turn());
         ids.sort_unstable();
         ids.dedup();
         ids
     }
 
-    /// The precision to compute in, resolved.
-    pub fn precision(&self) -> crate::device::Precision {
-        use crate::device::Precision as Device;
+    /// The precision to compute in, resolved. On a CPU, F32 costs no more than BF16 and rows do not depend on their batch.
+    pub fn precision(&self) -> device::Precision {
         match self.job.precision {
-            Precision::F32 => Device::F32,
-            Precision::Bf16 => Device::Bf16,
-            Precision::Auto => self.config.natural_precision(),
+            Precision::F32 | Precision::Auto => device::Precision::F32,
+            Precision::Bf16 => device::Precision::Bf16,
         }
     }
 
@@ -122,15 +165,18 @@ impl Opened {
             job_hash,
             model_hash: checkpoint_hash(&self.model_dir).map_err(Failure::bad_job)?,
             tokenizer_hash: self.tokenizer.hash().to_string(),
-            template_hash: self.renderer(0)?.template_hash(),
-            precision: self.precision().as_str().to_string(),
+            template_hash: Some(self.renderer(&Stream::UNKNOWN)?.template_hash().to_string()),
+            precision: match self.precision() {
+                device::Precision::F32 => "f32".into(),
+                device::Precision::Bf16 => "bf16".into(),
+            },
         })
     }
 
     /// Columns of the output besides the carried ones.
-    pub fn output_schema(&self, carry: &SchemaRef) -> Result<OutputSchema, Failure> {
+    pub fn output_columns(&self) -> OutputColumns {
         let generate = &self.job.generate;
-        let columns = OutputColumns {
+        OutputColumns {
             samples: generate.n,
             token_ids: self.job.output.token_ids,
             logprobs: generate.logprobs,
@@ -138,19 +184,22 @@ impl Opened {
                 ShapeSpec::Choice { choices, probabilities: true } => Some(choices.clone()),
                 _ => None,
             },
-        };
-        OutputSchema::new(carry, columns).map_err(Failure::bad_job)
+        }
     }
 
     /// The planned job, ready to be written down.
-    pub fn draft(&self, plan: &InputPlan, schema: &OutputSchema, identity: JobIdentity) -> Result<JobDraft, Failure> {
+    pub fn draft(&self, plan: InputPlan, identity: JobIdentity) -> Result<JobDraft, Failure> {
+        let columns = Columns {
+            output: OutputSchema::new(&plan.carry_schema, self.output_columns()),
+            carry_schema: plan.carry_schema,
+        };
         Ok(JobDraft {
             name: self.job.name.clone(),
             identity,
             resolved: self.job.resolved(),
-            inputs: plan.files.clone(),
-            shards: plan.shards.clone(),
-            columns: schema.to_json()?,
+            inputs: plan.files,
+            shards: plan.shards,
+            columns: serde_json::to_value(&columns)?,
             part_extension: match self.job.output.format {
                 OutputFormat::Parquet => "parquet".into(),
                 OutputFormat::Openai => "jsonl".into(),

@@ -8,7 +8,7 @@ use rayon::prelude::*;
 use serde_json::json;
 
 use crate::cli::args::PlanArgs;
-use crate::cli::door::Opened;
+use crate::cli::door::{Opened, Stream};
 use crate::cli::exit::{Exit, Failure};
 use crate::dataset::planner::InputPlan;
 use crate::dataset::shard::ShardReader;
@@ -43,9 +43,9 @@ pub async fn plan(args: PlanArgs) -> Result<Exit, Failure> {
 
 /// Streams all rows through the renderer. Two shards are in memory at a time, never the dataset.
 async fn read_all(opened: &Opened, inputs: &InputPlan, preview: usize) -> Result<Preflight, Failure> {
-    let renderer = Arc::new(opened.renderer(0)?);
+    let renderer = Arc::new(opened.renderer(&Stream::UNKNOWN)?);
     let nothing = Arc::new(arrow::datatypes::Schema::empty());
-    let reader = ShardReader::new(&inputs.files, renderer.columns(), nothing)?;
+    let reader = ShardReader::new(inputs.files.clone(), nothing, renderer.columns());
     let mut preflight = Preflight::new(preview);
     let mut shards = futures::stream::iter(&inputs.shards)
         .map(|shard| {

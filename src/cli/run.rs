@@ -3,20 +3,26 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use anyhow::Context;
+
 use crate::cli::args::RunArgs;
-use crate::cli::door::{self, Opened};
+use crate::cli::door::{self, Columns, Opened, Stream};
 use crate::cli::exit::{Exit, Failure};
-use crate::dataset::output::OutputSchema;
+use crate::dataset::DatasetError;
+use crate::dataset::part::OpenaiMeta;
 use crate::dataset::shard::ShardReader;
+use crate::device::cpu::thread_pool;
 use crate::engine::{Engine, EngineOptions};
+use crate::job::Renderer;
+use crate::job::file::OutputFormat;
 use crate::ledger::{Ledger, LedgerError, Order, StopWhy};
-use crate::model::transformer::{LoadOptions, Transformer};
+use crate::model::transformer::{KvBudget, LoadOptions, Transformer};
 use crate::queue::{LocalQueue, Message};
 use crate::report::meter::Meter;
 use crate::report::progress::{self, Goal};
 use crate::report::summary::Summary;
 use crate::worker::stop::{Stop, Why};
-use crate::worker::{self, Worker};
+use crate::worker::{self, PartFormat, Worker};
 
 pub async fn run(args: RunArgs) -> Result<Exit, Failure> {
     let opened = Opened::open(&args.job, args.limit.limit)?;
@@ -29,8 +35,7 @@ pub async fn run(args: RunArgs) -> Result<Exit, Failure> {
         }
         None => {
             let plan = opened.plan().await?;
-            let schema = opened.output_schema(&plan.carry_schema)?;
-            let draft = opened.draft(&plan, &schema, identity)?;
+            let draft = opened.draft(plan, identity)?;
             Ledger::create_or_resume(&opened.output, draft).await.map_err(refusal)?.0
         }
     };
@@ -84,7 +89,7 @@ async fn resume_if_extended(opened: &Opened, ledger: &Ledger) -> Result<(), Fail
         }
     };
     if goes_on {
-        control.give(Order::Extend { usd: budget.usd, deadline_seconds: budget.deadline_seconds }).await?;
+        control.give(Order::Extend { budget_usd: budget.usd, deadline_seconds: budget.deadline_seconds }).await?;
     }
     Ok(())
 }
@@ -92,10 +97,10 @@ async fn resume_if_extended(opened: &Opened, ledger: &Ledger) -> Result<(), Fail
 /// Builds the worker and runs it.
 async fn work(opened: &Opened, ledger: &Ledger, args: &RunArgs, stop: Stop) -> Result<Option<Why>, Failure> {
     let job = ledger.job();
-    let renderer = opened.renderer(opened.job.seed(job.job.as_str()))?;
-    let output = OutputSchema::from_json(&job.columns)?;
-    let reader = ShardReader::new(&job.inputs, renderer.columns(), output.carry_schema())?;
-    let engine = load_engine(opened, args)?;
+    let renderer = opened.renderer(&Stream::of(&opened.job, ledger))?;
+    let columns: Columns = serde_json::from_value(job.columns.clone())?;
+    let reader = ShardReader::new(job.inputs.clone(), columns.carry_schema, renderer.columns());
+    let engine = load_engine(opened, &renderer, args)?;
     let before = ledger.status().await?;
     let meter = Arc::new(Meter::default());
     let worker = Worker {
@@ -104,8 +109,8 @@ async fn work(opened: &Opened, ledger: &Ledger, args: &RunArgs, stop: Stop) -> R
         queue: Arc::new(LocalQueue::new(messages(ledger).await?)),
         reader,
         renderer: Arc::new(renderer),
-        output,
-        format: opened.job.output.format,
+        output: columns.output,
+        format: part_format(opened, ledger),
         meter: meter.clone(),
         options: worker::Options {
             log_interval: Duration::from_secs_f64(args.log_interval),
@@ -118,9 +123,9 @@ async fn work(opened: &Opened, ledger: &Ledger, args: &RunArgs, stop: Stop) -> R
     let shown = progress::show(meter, goal, args.quiet);
     let ended = worker::run(Arc::new(worker), engine, stop).await;
     shown.abort();
-    ended.map_err(|error| match error.downcast_ref::<crate::dataset::DatasetError>() {
+    ended.map_err(|error| match error.downcast_ref::<DatasetError>() {
         // The inputs are not what was planned: the job's side, not ours.
-        Some(crate::dataset::DatasetError::InputChanged { .. }) => Failure::bad_job(error),
+        Some(DatasetError::InputChanged { .. }) => Failure::bad_job(error),
         _ => Failure::from(error),
     })
 }
@@ -137,21 +142,43 @@ async fn messages(ledger: &Ledger) -> Result<Vec<Message>, Failure> {
     Ok(messages)
 }
 
-fn load_engine(opened: &Opened, args: &RunArgs) -> Result<Engine, Failure> {
+fn part_format(opened: &Opened, ledger: &Ledger) -> PartFormat {
+    match opened.job.output.format {
+        OutputFormat::Parquet => PartFormat::Parquet,
+        OutputFormat::Openai => PartFormat::Openai(OpenaiMeta {
+            job: ledger.job().job.to_string(),
+            model: opened.job.model.clone(),
+            created: ledger.created_at().timestamp(),
+        }),
+    }
+}
+
+fn load_engine(opened: &Opened, renderer: &Renderer, args: &RunArgs) -> Result<Engine, Failure> {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let precision = opened.precision();
     let options = LoadOptions {
-        precision: opened.precision(),
-        threads: args.engine.threads,
-        kv_bytes: args.engine.kv_memory.map(|mib| mib << 20),
-        ..Default::default()
+        precision,
+        kv: KvBudget::Bytes(args.engine.kv_memory.map_or_else(default_kv_bytes, |mib| mib << 20)),
+        threads: thread_pool(args.engine.threads.unwrap_or(cores)).context("cannot start the threads")?,
+        max_context: None,
+        vocabulary: Some(opened.tokenizer.vocab_size()),
     };
-    let model = Transformer::load(&opened.model_dir, options).map_err(Failure::bad_job)?;
+    let model = Transformer::load(&opened.model_dir, &options).map_err(Failure::bad_job)?;
     let options = EngineOptions {
-        max_step_tokens: args.engine.step_tokens,
-        max_sequences: args.engine.sequences,
-        eos_token_ids: opened.eos_token_ids(),
-        ..Default::default()
+        max_step_tokens: args.engine.step_tokens as usize,
+        max_sequences: args.engine.sequences as usize,
+        eos_token_ids: opened.eos_token_ids(renderer),
+        prefix_root: format!("{precision:?}"),
     };
     Ok(Engine::new(Box::new(model), opened.tokenizer.clone(), options))
+}
+
+/// An eighth of the machine's memory; 1 GiB where that cannot be told.
+fn default_kv_bytes() -> u64 {
+    let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let total = meminfo.lines().find_map(|line| line.strip_prefix("MemTotal:"));
+    let kib = total.and_then(|rest| rest.trim().trim_end_matches("kB").trim().parse::<u64>().ok());
+    kib.map_or(1 << 30, |kib| (kib << 10) / 8)
 }
 
 /// SIGINT and SIGTERM end the work after what is finished was written.

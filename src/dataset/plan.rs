@@ -7,8 +7,24 @@ use serde::{Deserialize, Serialize};
 #[serde(rename_all = "snake_case")]
 pub enum Format {
     Parquet,
+    /// One JSON object a line; its keys are the columns. Blank lines are no rows.
     Jsonl,
+    /// JSON lines with `custom_id`, `method`, `url` and `body`. Blank lines are no rows.
     OpenaiBatch,
+    /// Every line is a row with the one column `text` (blank lines too, so that row = line number − 1).
+    Text,
+}
+
+impl Format {
+    /// The name in messages.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Format::Parquet => "Parquet",
+            Format::Jsonl => "JSON lines",
+            Format::OpenaiBatch => "OpenAI batch lines",
+            Format::Text => "plain text",
+        }
+    }
 }
 
 /// One input object, pinned to what it was when the job was planned.
@@ -19,10 +35,11 @@ pub struct InputFile {
     pub format: Format,
     pub size: u64,
     /// ETag where the store has one (the local one is made of inode, size and modification time).
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub etag: Option<String>,
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub version: Option<String>,
+    /// Rows that the job takes from it (fewer than it has where the job is limited to the first N rows).
     pub rows: u64,
 }
 
@@ -44,6 +61,236 @@ pub struct Segment {
     pub first_row: u64,
     pub rows: u64,
     /// Lines only: the byte range that holds exactly these rows.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bytes: Option<(u64, u64)>,
+}
+
+/// A column of the inputs, for messages and checks before the start.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Column {
+    pub name: String,
+    /// The Arrow type's name; for JSON lines the inferred one.
+    pub kind: String,
+}
+
+/// What one shard may hold at most. The first bound that is reached closes a shard; one row always fits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ShardBounds {
+    pub rows: u64,
+    /// Bytes that are read and held to work on the shard (uncompressed).
+    pub input_bytes: u64,
+    /// Estimated bytes of the published part (uncompressed).
+    pub output_bytes: u64,
+}
+
+/// What the next run of rows costs; see [`ShardBuilder::push`].
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct RowCost {
+    pub input_bytes: u64,
+    pub output_bytes: u64,
+}
+
+/// Builds shards from rows in order: plain data in, plain data out.
+#[derive(Debug)]
+pub struct ShardBuilder {
+    bounds: ShardBounds,
+    shards: Vec<Shard>,
+    open: Shard,
+    cost: RowCost,
+}
+
+impl ShardBuilder {
+    pub fn new(bounds: ShardBounds) -> ShardBuilder {
+        let bounds = ShardBounds {
+            rows: bounds.rows.max(1),
+            ..bounds
+        };
+        ShardBuilder {
+            bounds,
+            shards: Vec::new(),
+            open: Shard {
+                first_row: 0,
+                rows: 0,
+                segments: Vec::new(),
+            },
+            cost: RowCost::default(),
+        }
+    }
+
+    /// Rows so far.
+    pub fn rows(&self) -> u64 {
+        self.open.first_row + self.open.rows
+    }
+
+    /// Rows that the open shard still takes at this cost a row, at least 1 where it is empty.
+    pub fn room(&self, cost: RowCost) -> u64 {
+        let fits = |bound: u64, used: u64, each: u64| bound.saturating_sub(used).checked_div(each).unwrap_or(u64::MAX);
+        let room = (self.bounds.rows - self.open.rows)
+            .min(fits(self.bounds.input_bytes, self.cost.input_bytes, cost.input_bytes))
+            .min(fits(
+                self.bounds.output_bytes,
+                self.cost.output_bytes,
+                cost.output_bytes,
+            ));
+        if self.open.rows == 0 { room.max(1) } else { room }
+    }
+
+    /// Is the open shard at least three quarters full by rows? Then a boundary of the input is a good place to end it.
+    pub fn nearly_full(&self) -> bool {
+        self.open.rows >= self.bounds.rows - self.bounds.rows / 4
+    }
+
+    /// Adds `rows` rows of `input` from `first_row` on, each at `cost`; the caller keeps to [`ShardBuilder::room`].
+    pub fn push(&mut self, input: u32, first_row: u64, rows: u64, cost: RowCost, bytes: Option<(u64, u64)>) {
+        self.open.rows += rows;
+        self.cost.input_bytes = self
+            .cost
+            .input_bytes
+            .saturating_add(cost.input_bytes.saturating_mul(rows));
+        self.cost.output_bytes = self
+            .cost
+            .output_bytes
+            .saturating_add(cost.output_bytes.saturating_mul(rows));
+        match self.open.segments.last_mut() {
+            Some(last) if last.input == input && last.first_row + last.rows == first_row => {
+                last.rows += rows;
+                if let (Some(have), Some(more)) = (&mut last.bytes, bytes) {
+                    have.1 = more.1;
+                }
+            }
+            _ => self.open.segments.push(Segment {
+                input,
+                first_row,
+                rows,
+                bytes,
+            }),
+        }
+        if self.open.rows >= self.bounds.rows {
+            self.close();
+        }
+    }
+
+    /// Ends the open shard, where it has rows.
+    pub fn close(&mut self) {
+        if self.open.rows > 0 {
+            let next = Shard {
+                first_row: self.rows(),
+                rows: 0,
+                segments: Vec::new(),
+            };
+            self.shards.push(std::mem::replace(&mut self.open, next));
+            self.cost = RowCost::default();
+        }
+    }
+
+    /// All shards.
+    pub fn finish(mut self) -> Vec<Shard> {
+        self.close();
+        self.shards
+    }
+
+    /// Adds a run of rows of one input (a row group) that all cost the same, cutting shards where they are full; a
+    /// shard that is nearly full ends with the run before, so that it touches no group for a few rows only.
+    pub fn push_run(&mut self, input: u32, first_row: u64, rows: u64, cost: RowCost) {
+        if self.nearly_full() && self.room(cost) < rows {
+            self.close();
+        }
+        let (mut at, end) = (first_row, first_row + rows);
+        while at < end {
+            let take = self.room(cost).min(end - at);
+            if take == 0 {
+                self.close();
+                continue;
+            }
+            self.push(input, at, take, cost, None);
+            at += take;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn bounds(rows: u64) -> ShardBounds {
+        ShardBounds {
+            rows,
+            input_bytes: u64::MAX,
+            output_bytes: u64::MAX,
+        }
+    }
+
+    #[test]
+    fn whole_row_groups_where_they_nearly_fill_a_shard() {
+        let mut builder = ShardBuilder::new(bounds(4096));
+        for group in 0..4 {
+            builder.push_run(0, group * 1000, 1000, RowCost::default());
+        }
+        builder.push_run(0, 4000, 1000, RowCost::default());
+        let rows: Vec<u64> = builder.finish().iter().map(|s| s.rows).collect();
+        assert_eq!(rows, [4000, 1000]);
+    }
+
+    #[test]
+    fn bytes_close_a_shard_but_one_row_always_fits() {
+        let mut builder = ShardBuilder::new(ShardBounds {
+            rows: 100,
+            input_bytes: 10,
+            output_bytes: 1000,
+        });
+        builder.push_run(
+            0,
+            0,
+            3,
+            RowCost {
+                input_bytes: 25,
+                output_bytes: 1,
+            },
+        );
+        builder.push_run(
+            0,
+            3,
+            7,
+            RowCost {
+                input_bytes: 3,
+                output_bytes: 1,
+            },
+        );
+        let rows: Vec<u64> = builder.finish().iter().map(|s| s.rows).collect();
+        assert_eq!(rows, [1, 1, 1, 3, 3, 1]);
+    }
+
+    proptest! {
+        #[test]
+        fn shards_cover_every_row_once(
+            shard_rows in 1u64..50,
+            files in prop::collection::vec(prop::collection::vec((0u64..120, 0u64..40, 0u64..40), 0..6), 0..5),
+        ) {
+            let bounds = ShardBounds { rows: shard_rows, input_bytes: 300, output_bytes: 200 };
+            let mut builder = ShardBuilder::new(bounds);
+            let mut expected = Vec::new();
+            for (input, groups) in files.iter().enumerate() {
+                let mut at = 0;
+                for &(rows, input_bytes, output_bytes) in groups {
+                    builder.push_run(input as u32, at, rows, RowCost { input_bytes, output_bytes });
+                    expected.extend((at..at + rows).map(|row| (input as u32, row)));
+                    at += rows;
+                }
+            }
+            let shards = builder.finish();
+            let mut next = 0;
+            let mut covered = Vec::new();
+            for shard in &shards {
+                prop_assert_eq!(shard.first_row, next);
+                prop_assert!(shard.rows >= 1 && shard.rows <= shard_rows);
+                prop_assert_eq!(shard.rows, shard.segments.iter().map(|s| s.rows).sum::<u64>());
+                next += shard.rows;
+                for s in &shard.segments {
+                    covered.extend((s.first_row..s.first_row + s.rows).map(|row| (s.input, row)));
+                }
+            }
+            prop_assert_eq!(covered, expected);
+        }
+    }
 }

@@ -1,15 +1,8 @@
 //! A row as it comes in, and its outcome: the same words everywhere.
 
+use arrow::array::RecordBatch;
 use serde::{Deserialize, Serialize};
-
-/// One row of the input.
-#[derive(Debug, Clone, PartialEq)]
-pub struct InputRow {
-    /// 0-based over the job's whole input.
-    pub row: u64,
-    /// The columns by name; `Err` where this row cannot be read: one line that says why.
-    pub fields: Result<serde_json::Map<String, serde_json::Value>, String>,
-}
+use serde_json::{Map, Value};
 
 /// What became of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -73,4 +66,24 @@ pub struct RowResult {
     pub error: Option<String>,
     pub prompt_tokens: u32,
     pub cached_tokens: u32,
+}
+
+/// One row as it is read, before it is rendered.
+#[derive(Debug, Clone, PartialEq)]
+pub struct InputRow {
+    /// 0-based over the job's whole input.
+    pub row: u64,
+    /// The columns that the prompt uses; `Err`: this row cannot be read, one line why. The row ends `errored`, its
+    /// neighbours live.
+    pub fields: Result<Map<String, Value>, String>,
+}
+
+/// The rows of one shard.
+#[derive(Debug, Clone)]
+pub struct ShardRows {
+    /// Of the first entry of `rows`, 0-based over the job's whole input.
+    pub first_row: u64,
+    pub rows: Vec<InputRow>,
+    /// The carried columns, one row per entry of `rows` (null where the row cannot be read).
+    pub carry: RecordBatch,
 }

@@ -91,9 +91,13 @@ impl Ledger {
     pub(super) async fn read_commits(&self, shards: impl IntoIterator<Item = u32>) -> Result<Vec<Commit>> {
         let shards: Vec<u32> = shards.into_iter().collect();
         futures::stream::iter(shards)
-            .map(|shard| async move {
-                let missing = || LedgerError::damaged(format!("the commit of shard {shard} has gone"));
-                self.commit_of(shard).await?.ok_or_else(missing)
+            .map(|shard| {
+                // A clone, not a borrow: so the future is `Send` wherever it is awaited.
+                let ledger = self.clone();
+                async move {
+                    let missing = || LedgerError::damaged(format!("the commit of shard {shard} has gone"));
+                    ledger.commit_of(shard).await?.ok_or_else(missing)
+                }
             })
             .buffered(READS_AT_ONCE)
             .try_collect()

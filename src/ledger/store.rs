@@ -140,7 +140,7 @@ impl Store {
     /// As [`Store::get`], with the time at which the object was written, by the store's clock.
     pub async fn get_dated(&self, key: &str, max_bytes: u64) -> Result<Option<(Bytes, DateTime<Utc>)>> {
         let path = self.path(key);
-        self.retried(key, "reading", async || {
+        self.retried(key, "reading", || async {
             let found = match self.shared.inner.get_opts(&path, GetOptions::default()).await {
                 Ok(found) => found,
                 Err(error) if matches!(meaning(&error), Meaning::Missing) => return Ok(Ok(None)),
@@ -188,7 +188,7 @@ impl Store {
     /// Puts `bytes` at `key`, over what lies there. Only for keys with a single writer.
     pub async fn replace(&self, key: &str, bytes: Bytes) -> Result<()> {
         let path = self.path(key);
-        self.retried(key, "writing", async || {
+        self.retried(key, "writing", || async {
             if self.shared.folder.is_none() {
                 return self.shared.inner.put(&path, bytes.clone().into()).await.map(|_| ());
             }
@@ -203,7 +203,7 @@ impl Store {
     pub async fn list(&self, prefix: &str) -> Result<Vec<Listed>> {
         let path = self.path(prefix);
         let mut found: Vec<Listed> = self
-            .retried(prefix, "listing", async || {
+            .retried(prefix, "listing", || async {
                 match self.shared.inner.list(Some(&path)).try_collect::<Vec<_>>().await {
                     Ok(all) => Ok(all.into_iter().filter_map(|meta| self.listed(&meta)).collect()),
                     Err(error) if matches!(meaning(&error), Meaning::Missing) => Ok(Vec::new()),
@@ -219,7 +219,7 @@ impl Store {
     pub async fn list_folder(&self, prefix: &str) -> Result<(Vec<Listed>, Vec<String>)> {
         let path = if prefix.is_empty() { self.shared.root.clone() } else { self.path(prefix) };
         let (mut objects, mut folders) = self
-            .retried(prefix, "listing", async || {
+            .retried(prefix, "listing", || async {
                 match self.shared.inner.list_with_delimiter(Some(&path)).await {
                     Ok(found) => {
                         let objects: Vec<_> = found.objects.iter().filter_map(|meta| self.listed(meta)).collect();
@@ -284,7 +284,7 @@ impl Store {
 
     async fn check_hard_links(&self, probe: &str) -> Result<()> {
         let (stage, link) = (self.stage(), self.path(&format!("{probe}.link")));
-        self.retried(TMP, "writing", async || self.shared.inner.put(&stage, Bytes::new().into()).await.map(|_| ())).await?;
+        self.retried(TMP, "writing", || async { self.shared.inner.put(&stage, Bytes::new().into()).await.map(|_| ()) }).await?;
         let linked = self.shared.inner.copy_if_not_exists(&stage, &link).await;
         self.shared.inner.delete(&stage).await.map_err(|e| self.gave_up(TMP, "cleaning", Some(e)))?;
         match linked {
@@ -301,9 +301,11 @@ impl Store {
     /// Removes `key`; only ever used below `tmp/`.
     async fn delete(&self, key: &str) -> Result<()> {
         let path = self.path(key);
-        self.retried(key, "removing", async || match self.shared.inner.delete(&path).await {
-            Err(error) if matches!(meaning(&error), Meaning::Missing) => Ok(()),
-            other => other,
+        self.retried(key, "removing", || async {
+            match self.shared.inner.delete(&path).await {
+                Err(error) if matches!(meaning(&error), Meaning::Missing) => Ok(()),
+                other => other,
+            }
         })
         .await
     }
@@ -368,12 +370,11 @@ impl Store {
     }
 
     /// Runs `request` until it succeeds, meets a lasting error, or was tried often enough.
-    async fn retried<T>(
-        &self,
-        key: &str,
-        doing: &str,
-        request: impl AsyncFn() -> Result<T, object_store::Error>,
-    ) -> Result<T> {
+    /// (A closure that returns a future, not an async closure: callers need to know that the future is `Send`.)
+    async fn retried<T, F>(&self, key: &str, doing: &str, request: impl Fn() -> F) -> Result<T>
+    where
+        F: Future<Output = Result<T, object_store::Error>> + Send,
+    {
         let mut last = None;
         for round in 0..self.shared.retry.tries {
             self.pause(round).await;

@@ -4,11 +4,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
+use arrow::array::RecordBatch;
 use rayon::prelude::*;
 use tokio::sync::{Semaphore, mpsc};
 
 use crate::dataset::row::{InputRow, RowResult};
-use crate::job::prompt::RenderedRow;
+use crate::job::{RenderedRow, Renderer};
 use crate::ledger::log::{ShardLog, ShardState};
 use crate::queue::Delivery;
 use crate::worker::assemble::errored;
@@ -75,7 +76,7 @@ impl Intake {
         };
         if log.is_complete() {
             // A worker died between the last record and the part: nothing is left to do but to publish.
-            let shard = OpenShard::new(log, worker.output.no_carry(), delivery, permit);
+            let shard = OpenShard::new(log, RecordBatch::new_empty(worker.output.schema()), delivery, permit);
             return Ok(self.kept.send(Kept::Opened(Box::new(shard))).await.is_ok());
         }
         let shard = worker.ledger.job().shard(log.shard())?.clone();

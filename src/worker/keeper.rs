@@ -8,7 +8,7 @@ use arrow::array::RecordBatch;
 use tokio::sync::{OwnedSemaphorePermit, mpsc};
 use tokio::time::MissedTickBehavior;
 
-use crate::dataset::output::part_bytes;
+use crate::dataset::part::{part_openai, part_parquet};
 use crate::dataset::row::RowResult;
 use crate::ledger::keys::Id;
 use crate::ledger::log::ShardLog;
@@ -16,7 +16,7 @@ use crate::ledger::{Order, StopWhy};
 use crate::queue::Delivery;
 use crate::report::cost::dollars;
 use crate::worker::stop::{Stop, Why};
-use crate::worker::{Kept, Worker};
+use crate::worker::{Kept, PartFormat, Worker};
 
 /// A shard, or the part of it that is tried at once, while its rows are on the device.
 pub(super) struct OpenShard {
@@ -104,9 +104,14 @@ impl Keeper {
             self.worker.queue.give_back(&shard.delivery).await?;
             return Ok(());
         }
-        let format = self.worker.format;
-        let schema = &self.worker.output;
-        shard.log.publish(|batches, metadata| part_bytes(format, schema, batches, metadata)).await?;
+        // `_SUCCESS` may follow at once, and it sums up what was spent.
+        self.write_spend().await?;
+        let schema = self.worker.output.schema();
+        let publish = |batches: &[RecordBatch], metadata: &[(String, String)]| match &self.worker.format {
+            PartFormat::Parquet => part_parquet(&schema, batches, metadata),
+            PartFormat::Openai(meta) => part_openai(batches, meta),
+        };
+        shard.log.publish(publish).await?;
         self.worker.queue.acknowledge(&shard.delivery).await?;
         drop(shard.permit);
         Ok(())

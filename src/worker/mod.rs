@@ -26,11 +26,11 @@ use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 
 use crate::dataset::output::OutputSchema;
+use crate::dataset::part::OpenaiMeta;
 use crate::dataset::row::RowResult;
 use crate::dataset::shard::ShardReader;
 use crate::engine::Engine;
 use crate::job::prompt::{RenderedRow, Renderer};
-use crate::job::spec::OutputFormat;
 use crate::ledger::Ledger;
 use crate::queue::Queue;
 use crate::report::meter::Meter;
@@ -54,9 +54,17 @@ pub struct Worker {
     pub reader: ShardReader,
     pub renderer: Arc<Renderer>,
     pub output: OutputSchema,
-    pub format: OutputFormat,
+    pub format: PartFormat,
     pub meter: Arc<Meter>,
     pub options: Options,
+}
+
+/// How a shard's rows become a published part.
+#[derive(Debug, Clone)]
+pub enum PartFormat {
+    Parquet,
+    /// OpenAI batch result lines.
+    Openai(OpenaiMeta),
 }
 
 /// When to write, and when to stop.

@@ -1,0 +1,298 @@
+//! Addresses → the input files they name, in a stable order.
+//!
+//! An address is a file, a folder (its data files at any depth) or a glob (`s3://b/2026-11/*.parquet`; `**` crosses
+//! folders). Addresses keep the job file's order; what one of them matches is sorted by key. A file that is matched
+//! twice counts once. Names that begin with `_` or `.` are ignored, unless an address names that very file.
+
+use std::collections::HashSet;
+use std::path::Path as FsPath;
+
+use futures::TryStreamExt;
+use globset::{GlobBuilder, GlobMatcher};
+use object_store::path::Path;
+use object_store::{ObjectMeta, ObjectStoreExt};
+use url::Url;
+
+use super::error::DatasetError;
+use super::location::Location;
+use super::pinned::{PinnedFile, display_name};
+
+/// Most files of one job.
+pub const FILES_MAX: usize = 100_000;
+
+/// Extensions that a folder's data files have.
+const DATA_EXTENSIONS: [&str; 5] = ["parquet", "pq", "jsonl", "ndjson", "json"];
+
+/// Extensions that mean data which is not read as it is: better an error than a silently smaller dataset.
+const PACKED_EXTENSIONS: [&str; 5] = ["gz", "zst", "bz2", "xz", "zip"];
+
+/// Finds the files of all `uris`, pinned to what they are now; a relative path starts at `base_dir`.
+pub async fn discover(uris: &[String], base_dir: &FsPath) -> Result<Vec<PinnedFile>, DatasetError> {
+    let mut found = Vec::new();
+    let mut seen = HashSet::new();
+    for uri in uris {
+        for file in discover_one(uri, base_dir).await? {
+            if seen.insert(file.location.url.to_string()) {
+                found.push(file);
+            }
+        }
+        if found.len() > FILES_MAX {
+            return Err(DatasetError::Refused(format!(
+                "`{uri}` matches more than {FILES_MAX} input files"
+            )));
+        }
+    }
+    if uris.is_empty() {
+        return Err(DatasetError::Refused("the job names no input".into()));
+    }
+    Ok(found)
+}
+
+async fn discover_one(uri: &str, base_dir: &FsPath) -> Result<Vec<PinnedFile>, DatasetError> {
+    let location = Location::parse(uri, base_dir)?;
+    // A file whose name holds `[` or `*` is that file, not a glob.
+    let literal_file = location.local_path().is_some_and(|path| path.is_file());
+    if !literal_file && let Some((base, pattern)) = split_glob(uri) {
+        return glob(uri, &Location::parse(base, base_dir)?, pattern).await;
+    }
+    if location.local_path().is_some_and(|path| path.is_dir()) || uri.ends_with('/') {
+        return folder(uri, &location).await;
+    }
+    match location.store.head(&location.path).await {
+        Ok(meta) => Ok(vec![pin(&location, meta)]),
+        // A local path that is no folder either; a remote one may be a prefix.
+        Err(object_store::Error::NotFound { .. }) if location.local_path().is_some() => Err(DatasetError::NoMatch {
+            uri: uri.into(),
+            why: "there is no such file or folder".into(),
+        }),
+        Err(object_store::Error::NotFound { .. }) => folder(uri, &location).await,
+        Err(source) => Err(DatasetError::Store {
+            file: display_name(location.url.as_str()),
+            source,
+        }),
+    }
+}
+
+/// Splits an address before its first part with a wildcard: where to list, and what to match below it.
+fn split_glob(uri: &str) -> Option<(&str, &str)> {
+    if uri.starts_with("http://") || uri.starts_with("https://") {
+        return None; // `?` begins a query there, and web servers cannot list.
+    }
+    let wildcard = uri.find(['*', '?', '[', '{'])?;
+    let cut = uri[..wildcard].rfind('/').map_or(0, |slash| slash + 1);
+    let base = if cut == 0 { "." } else { &uri[..cut] };
+    Some((base, &uri[cut..]))
+}
+
+async fn glob(uri: &str, base: &Location, pattern: &str) -> Result<Vec<PinnedFile>, DatasetError> {
+    let matcher = matcher(pattern).map_err(|e| DatasetError::NoMatch {
+        uri: uri.into(),
+        why: format!("the pattern is not valid: {e}"),
+    })?;
+    let files = list(base, &|key| !is_hidden(key) && matcher.is_match(key)).await?;
+    if files.is_empty() {
+        let why = format!("no file below `{}` fits `{pattern}`", display_name(base.url.as_str()));
+        return Err(DatasetError::NoMatch { uri: uri.into(), why });
+    }
+    Ok(files)
+}
+
+fn matcher(pattern: &str) -> Result<GlobMatcher, globset::Error> {
+    Ok(GlobBuilder::new(pattern)
+        .literal_separator(true)
+        .build()?
+        .compile_matcher())
+}
+
+async fn folder(uri: &str, base: &Location) -> Result<Vec<PinnedFile>, DatasetError> {
+    let all = list(base, &|key| !is_hidden(key)).await?;
+    let has = |file: &PinnedFile, extensions: &[&str]| {
+        let name = file.location.path.filename().unwrap_or_default().to_ascii_lowercase();
+        name.rsplit_once('.').is_some_and(|(_, ext)| extensions.contains(&ext))
+    };
+    if let Some(packed) = all.iter().find(|file| has(file, &PACKED_EXTENSIONS)) {
+        let why = format!("`{}` is compressed as a whole; decompress it first", packed.name);
+        return Err(DatasetError::NoMatch { uri: uri.into(), why });
+    }
+    let data: Vec<PinnedFile> = all.iter().filter(|file| has(file, &DATA_EXTENSIONS)).cloned().collect();
+    let files = if data.is_empty() {
+        all.into_iter().filter(|file| has(file, &["txt"])).collect()
+    } else {
+        data
+    };
+    if files.is_empty() {
+        let why = "the folder is missing or holds no *.parquet, *.jsonl, *.json or *.txt".to_string();
+        return Err(DatasetError::NoMatch { uri: uri.into(), why });
+    }
+    Ok(files)
+}
+
+/// The objects below `base` whose key relative to it is wanted, sorted by key.
+async fn list(base: &Location, wanted: &(dyn Fn(&str) -> bool + Sync)) -> Result<Vec<PinnedFile>, DatasetError> {
+    let store_error = |source| DatasetError::Store {
+        file: display_name(base.url.as_str()),
+        source,
+    };
+    if base.local_path().is_some_and(|path| !path.exists()) {
+        return Ok(Vec::new());
+    }
+    let prefix = (!base.path.as_ref().is_empty()).then_some(&base.path);
+    let mut listing = base.store.list(prefix);
+    let mut files = Vec::new();
+    while let Some(meta) = listing.try_next().await.map_err(store_error)? {
+        let Some(relative) = relative_key(&base.path, &meta.location) else {
+            continue;
+        };
+        if !relative.is_empty() && wanted(relative) {
+            files.push(meta);
+        }
+        if files.len() > FILES_MAX {
+            return Err(DatasetError::Refused(format!(
+                "`{}` holds more than {FILES_MAX} input files",
+                base.url
+            )));
+        }
+    }
+    files.sort_by(|a, b| a.location.as_ref().cmp(b.location.as_ref()));
+    Ok(files.into_iter().map(|meta| pin(base, meta)).collect())
+}
+
+fn relative_key<'a>(prefix: &Path, key: &'a Path) -> Option<&'a str> {
+    let rest = key.as_ref().strip_prefix(prefix.as_ref())?;
+    Some(rest.strip_prefix('/').unwrap_or(rest))
+}
+
+fn is_hidden(key: &str) -> bool {
+    key.split('/').any(|part| part.starts_with(['_', '.']))
+}
+
+/// The file `meta` of the store of `base`, whose key begins with that of `base`.
+fn pin(base: &Location, meta: ObjectMeta) -> PinnedFile {
+    let url = if base.local_path().is_some() {
+        Url::from_file_path(format!("/{}", meta.location)).unwrap_or_else(|()| base.url.clone())
+    } else {
+        let mut url = base.url.clone();
+        if let (Some(relative), Ok(mut segments)) = (relative_key(&base.path, &meta.location), url.path_segments_mut())
+        {
+            segments.pop_if_empty();
+            if !relative.is_empty() {
+                segments.extend(relative.split('/'));
+            }
+        }
+        url
+    };
+    let name = display_name(url.as_str());
+    let location = Location {
+        store: base.store.clone(),
+        path: meta.location,
+        url,
+    };
+    PinnedFile {
+        location,
+        size: meta.size,
+        etag: meta.e_tag,
+        version: meta.version,
+        name,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+
+    async fn names(dir: &FsPath, uris: &[&str]) -> Result<Vec<String>, String> {
+        let uris: Vec<String> = uris.iter().map(|u| u.to_string()).collect();
+        let files = discover(&uris, dir).await.map_err(|e| e.to_string())?;
+        let root = dir.canonicalize().unwrap();
+        Ok(files
+            .iter()
+            .map(|f| {
+                f.name
+                    .trim_start_matches(root.to_str().unwrap())
+                    .trim_start_matches('/')
+                    .into()
+            })
+            .collect())
+    }
+
+    #[tokio::test]
+    async fn files_folders_and_globs() {
+        let dir = tempfile::tempdir().unwrap();
+        let dir = dir.path().canonicalize().unwrap();
+        fs::create_dir_all(dir.join("in/day=2/_tmp")).unwrap();
+        for name in [
+            "in/b.parquet",
+            "in/a.parquet",
+            "in/_SUCCESS",
+            "in/.x.parquet",
+            "in/notes.txt",
+            "in/a b[1]é%.jsonl",
+        ] {
+            fs::write(dir.join(name), b"x").unwrap();
+        }
+        fs::write(dir.join("in/day=2/c.parquet"), b"x").unwrap();
+        fs::write(dir.join("in/day=2/_tmp/d.parquet"), b"x").unwrap();
+        let odd = "in/a b[1]é%.jsonl";
+        let all = names(&dir, &["in"]).await.unwrap();
+        assert_eq!(all, [odd, "in/a.parquet", "in/b.parquet", "in/day=2/c.parquet"]);
+        assert_eq!(names(&dir, &["in/"]).await.unwrap(), all);
+        assert_eq!(
+            names(&dir, &["in/*.parquet"]).await.unwrap(),
+            ["in/a.parquet", "in/b.parquet"]
+        );
+        assert_eq!(names(&dir, &["in/**/*.parquet"]).await.unwrap().len(), 3);
+        assert_eq!(
+            names(&dir, &["in/{b,c}.parquet", "in/a.parquet", "./in/../in/b.parquet"])
+                .await
+                .unwrap(),
+            ["in/b.parquet", "in/a.parquet"]
+        );
+        assert_eq!(names(&dir, &["in/.x.parquet"]).await.unwrap(), ["in/.x.parquet"]);
+        assert_eq!(names(&dir, &[odd]).await.unwrap(), [odd]);
+        let file_url = Url::from_file_path(dir.join(odd)).unwrap();
+        assert_eq!(names(&dir, &[file_url.as_str()]).await.unwrap(), [odd]);
+        // What was found can be opened again from its URL alone.
+        for file in discover(&["in".to_string()], &dir).await.unwrap() {
+            let again = Location::parse(file.location.url.as_str(), FsPath::new("/")).unwrap();
+            assert_eq!(again.path, file.location.path);
+            assert_eq!(&again.read().await.unwrap()[..], b"x");
+        }
+    }
+
+    #[tokio::test]
+    async fn no_match_names_the_address() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::create_dir_all(dir.path().join("empty")).unwrap();
+        for uri in ["gone.parquet", "gone/", "gone/*.parquet", "empty", "empty/*.jsonl"] {
+            let error = names(dir.path(), &[uri]).await.unwrap_err();
+            assert!(error.starts_with(&format!("no input matches `{uri}`: ")), "{error}");
+        }
+        assert!(
+            names(dir.path(), &["[/x"])
+                .await
+                .unwrap_err()
+                .contains("pattern is not valid")
+        );
+        assert!(names(dir.path(), &[]).await.unwrap_err().contains("names no input"));
+        fs::write(dir.path().join("empty/x.jsonl.gz"), b"x").unwrap();
+        assert!(
+            names(dir.path(), &["empty"])
+                .await
+                .unwrap_err()
+                .contains("decompress it first")
+        );
+    }
+
+    #[test]
+    fn globs_are_cut_before_their_first_wildcard() {
+        assert_eq!(
+            split_glob("s3://b/2026-11/*.parquet"),
+            Some(("s3://b/2026-11/", "*.parquet"))
+        );
+        assert_eq!(split_glob("*.jsonl"), Some((".", "*.jsonl")));
+        assert_eq!(split_glob("/d/x-?/y.jsonl"), Some(("/d/", "x-?/y.jsonl")));
+        assert_eq!(split_glob("https://h/x.jsonl?sig=*"), None);
+        assert_eq!(split_glob("a/b.parquet"), None);
+    }
+}

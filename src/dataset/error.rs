@@ -1,0 +1,59 @@
+//! What can go wrong with a dataset, split by what the caller does about it.
+
+use super::location::LocationError;
+
+/// An error about inputs or outputs as a whole; what is wrong with one row travels in that row.
+#[derive(Debug, thiserror::Error)]
+pub enum DatasetError {
+    /// The job file is at fault: the job must not start.
+    #[error(transparent)]
+    Location(#[from] LocationError),
+    /// The job file is at fault: the job must not start.
+    #[error("no input matches `{uri}`: {why}")]
+    NoMatch { uri: String, why: String },
+    /// The inputs and what the job asks of them do not fit: the job must not start.
+    #[error("{0}")]
+    Refused(String),
+    /// The file is broken or not what it claims: stop the job.
+    #[error("`{file}` cannot be read: {why}")]
+    Unreadable { file: String, why: String },
+    /// Stop the job; it was planned over other data.
+    #[error("`{file}` is not what it was when the job was planned: {why}; restore it, or run the job to a new output")]
+    InputChanged { file: String, why: String },
+    /// The store failed: try again later.
+    #[error("cannot read `{file}`")]
+    Store {
+        file: String,
+        #[source]
+        source: object_store::Error,
+    },
+    /// Results do not fit the output, or a part's bytes are not one: stop, nothing can be published.
+    #[error("output: {0}")]
+    Output(String),
+}
+
+impl DatasetError {
+    pub(crate) fn unreadable(file: &str, why: impl ToString) -> DatasetError {
+        DatasetError::Unreadable {
+            file: file.to_string(),
+            why: why.to_string(),
+        }
+    }
+
+    /// Could the same call succeed later, with nothing changed by hand?
+    pub fn is_transient(&self) -> bool {
+        use object_store::Error::*;
+        match self {
+            DatasetError::Store { source, .. } => !matches!(
+                source,
+                PermissionDenied { .. } | Unauthenticated { .. } | NotSupported { .. } | NotImplemented { .. }
+            ),
+            _ => false,
+        }
+    }
+}
+
+/// Wraps any displayable error of building or reading output batches.
+pub(crate) fn output_error(error: impl std::fmt::Display) -> DatasetError {
+    DatasetError::Output(error.to_string())
+}

@@ -1,0 +1,209 @@
+//! Bytes that come in pieces → whole lines with their places, in bounded memory.
+
+use std::ops::Range;
+
+use bytes::{Bytes, BytesMut};
+
+/// Longest line in bytes, without its line end; a longer one is a row that says so.
+pub const LINE_BYTES_MAX: usize = 16 << 20;
+
+/// Lines are handed on in blocks of about this many bytes.
+pub const BLOCK_BYTES: usize = 1 << 20;
+
+/// A run of input.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Piece {
+    /// Whole lines from `start` on; only the input's last line may lack its line end.
+    Lines { start: u64, bytes: Bytes },
+    /// One line that is too long, its line end included.
+    TooLong { start: u64, end: u64 },
+}
+
+/// Cuts pushed bytes into [`Piece`]s. Holds at most one block, one line of the greatest length and one push.
+#[derive(Debug)]
+pub struct LineCutter {
+    pending: BytesMut,
+    /// Place of the first pending byte.
+    start: u64,
+    /// Pending bytes that are whole lines.
+    whole: usize,
+    /// Start of the long line that is being skipped.
+    skipping: Option<u64>,
+    line_max: usize,
+    block: usize,
+}
+
+impl LineCutter {
+    /// Starts at byte `start` of the input, which begins a line.
+    pub fn new(start: u64) -> LineCutter {
+        LineCutter::with_limits(start, LINE_BYTES_MAX, BLOCK_BYTES)
+    }
+
+    fn with_limits(start: u64, line_max: usize, block: usize) -> LineCutter {
+        LineCutter {
+            pending: BytesMut::new(),
+            start,
+            whole: 0,
+            skipping: None,
+            line_max,
+            block,
+        }
+    }
+
+    /// Takes the next bytes; finished pieces go to `out`.
+    pub fn push(&mut self, mut bytes: &[u8], out: &mut Vec<Piece>) {
+        if let Some(long) = self.skipping {
+            let Some(at) = find_newline(bytes) else {
+                self.start += bytes.len() as u64;
+                return;
+            };
+            self.start += at as u64 + 1;
+            self.skipping = None;
+            out.push(Piece::TooLong {
+                start: long,
+                end: self.start,
+            });
+            bytes = &bytes[at + 1..];
+        }
+        let before = self.pending.len();
+        self.pending.extend_from_slice(bytes);
+        if let Some(at) = bytes.iter().rposition(|&b| b == b'\n') {
+            self.whole = before + at + 1;
+        }
+        let tail_too_long = self.pending.len() - self.whole > self.line_max;
+        if self.whole > 0 && (self.whole >= self.block || tail_too_long) {
+            self.emit(self.whole, out);
+        }
+        if tail_too_long {
+            self.skipping = Some(self.start);
+            self.start += self.pending.len() as u64;
+            self.pending = BytesMut::new();
+        }
+    }
+
+    /// Hands on what is left at the end of the input.
+    pub fn finish(mut self, out: &mut Vec<Piece>) {
+        if let Some(start) = self.skipping {
+            out.push(Piece::TooLong { start, end: self.start });
+        } else if !self.pending.is_empty() {
+            self.emit(self.pending.len(), out);
+        }
+    }
+
+    fn emit(&mut self, bytes: usize, out: &mut Vec<Piece>) {
+        let block = self.pending.split_to(bytes).freeze();
+        out.push(Piece::Lines {
+            start: self.start,
+            bytes: block,
+        });
+        self.start += bytes as u64;
+        self.whole = 0;
+    }
+}
+
+/// The lines of a block: where each lies in it (line end included), and its text without `\n` or `\r\n`.
+pub fn lines_of(block: &[u8]) -> impl Iterator<Item = (Range<usize>, &[u8])> {
+    let mut at = 0;
+    std::iter::from_fn(move || {
+        let rest = block.get(at..).filter(|rest| !rest.is_empty())?;
+        let text = find_newline(rest).map_or(rest, |n| &rest[..n]);
+        let start = at;
+        at += (text.len() + 1).min(rest.len());
+        Some((start..at, text.strip_suffix(b"\r").unwrap_or(text)))
+    })
+}
+
+fn find_newline(bytes: &[u8]) -> Option<usize> {
+    // In steps, so that the comparison of a step's bytes has no early exit and vectorizes.
+    const STEP: usize = 64;
+    for (n, step) in bytes.chunks(STEP).enumerate() {
+        if step.iter().fold(false, |any, &b| any | (b == b'\n')) {
+            return step.iter().position(|&b| b == b'\n').map(|at| n * STEP + at);
+        }
+    }
+    None
+}
+
+/// Nothing but white space?
+pub fn is_blank(line: &[u8]) -> bool {
+    line.iter().all(|b| b.is_ascii_whitespace())
+}
+
+/// `line` without a byte order mark.
+pub fn strip_bom(line: &[u8]) -> &[u8] {
+    line.strip_prefix(b"\xef\xbb\xbf").unwrap_or(line)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// Every line's place, `None` for its text where it is too long.
+    fn naive(input: &[u8], line_max: usize) -> Vec<(u64, u64, Option<Vec<u8>>)> {
+        let mut out = Vec::new();
+        let mut at = 0;
+        for line in input.split_inclusive(|&b| b == b'\n') {
+            let text = line.strip_suffix(b"\n").unwrap_or(line);
+            let text = (text.len() <= line_max).then(|| text.strip_suffix(b"\r").unwrap_or(text).to_vec());
+            out.push((at, at + line.len() as u64, text));
+            at += line.len() as u64;
+        }
+        out
+    }
+
+    fn cut(input: &[u8], sizes: &[usize], line_max: usize, block: usize) -> Vec<(u64, u64, Option<Vec<u8>>)> {
+        let mut cutter = LineCutter::with_limits(0, line_max, block);
+        let mut pieces = Vec::new();
+        let mut at = 0;
+        for &size in sizes.iter().cycle() {
+            let end = (at + size).min(input.len());
+            cutter.push(&input[at..end], &mut pieces);
+            assert!(
+                cutter.pending.len() <= line_max + block + size,
+                "{} pending",
+                cutter.pending.len()
+            );
+            at = end;
+            if at == input.len() {
+                break;
+            }
+        }
+        cutter.finish(&mut pieces);
+        let mut out = Vec::new();
+        for piece in pieces {
+            match piece {
+                Piece::TooLong { start, end } => out.push((start, end, None)),
+                Piece::Lines { start, bytes } => out.extend(lines_of(&bytes).map(|(place, text)| {
+                    let whole = &bytes[place.clone()];
+                    let length = whole.strip_suffix(b"\n").unwrap_or(whole).len();
+                    let text = (length <= line_max).then(|| text.to_vec());
+                    (start + place.start as u64, start + place.end as u64, text)
+                })),
+            }
+        }
+        out
+    }
+
+    proptest! {
+        #[test]
+        fn any_pieces_give_the_lines_of_a_naive_split(
+            input in prop::collection::vec(prop_oneof![4 => Just(b'x'), 1 => Just(b'\n'), 1 => Just(b'\r')], 0..400),
+            sizes in prop::collection::vec(1usize..40, 1..5),
+            line_max in 1usize..40,
+            block in 1usize..60,
+        ) {
+            prop_assert_eq!(cut(&input, &sizes, line_max, block), naive(&input, line_max));
+        }
+    }
+
+    #[test]
+    fn a_long_line_is_skipped_in_bounded_memory() {
+        let mut input = b"a\n".to_vec();
+        input.extend(vec![b'x'; 100_000]);
+        input.extend(b"\nb");
+        let found = cut(&input, &[1000], 5000, 2000);
+        assert_eq!(found, naive(&input, 5000));
+        assert_eq!(found[1], (2, 100_003, None));
+    }
+}

@@ -1,0 +1,366 @@
+//! Results → record batches, in the columns that every part has.
+//!
+//! | column | type | holds |
+//! |---|---|---|
+//! | (carried) | as in the input | the job's `output.carry`, first, in its order |
+//! | `row` | int64, never null | 0-based over the job's whole input |
+//! | `status` | utf8, never null | `succeeded`, `invalid_output`, `errored`, `expired`, `cancelled` |
+//! | `completion` | utf8 | the text; null where there is none |
+//! | `parsed` | utf8 | the answer as asked for: the choice, compact JSON, the match; null where it does not fit |
+//! | `finish_reason` | utf8 | `stop` or `length` |
+//! | `error` | utf8 | one line that says why, null for `succeeded` |
+//! | `prompt_tokens`, `cached_tokens` | int64 | null where the row was never tokenized |
+//! | `completion_tokens` | int64 | over all samples; null where there is none |
+//! | `token_ids` | list\<int32\> | where asked for |
+//! | `logprobs` | list\<float32\> | where asked for: natural logarithm, one per entry of `token_ids` |
+//! | `choice_probabilities` | struct\<choice: float32\> | where asked for |
+//!
+//! With more than one sample a row, `completion`, `parsed`, `finish_reason`, `token_ids`, `logprobs` and
+//! `choice_probabilities` are lists of what they are otherwise, one entry a sample; it is still one row an input row.
+
+use std::sync::Arc;
+
+use arrow::array::{
+    ArrayRef, Float32Array, Float32Builder, Int32Builder, Int64Array, ListArray, ListBuilder, RecordBatch, StringArray,
+    StringBuilder, StructArray, UInt64Array,
+};
+use arrow::buffer::{NullBuffer, OffsetBuffer};
+use arrow::compute::take;
+use arrow::datatypes::{DataType, Field, FieldRef, Fields, Schema, SchemaRef};
+use serde::{Deserialize, Serialize};
+
+use super::error::{DatasetError, output_error};
+use super::row::{RowResult, SampleResult};
+use super::schema_text;
+
+/// Which optional columns there are, and in what shape.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OutputColumns {
+    /// Completions a row, at least 1; with more, the columns of a completion are lists.
+    pub samples: u32,
+    pub token_ids: bool,
+    pub logprobs: bool,
+    /// The choices whose probabilities are written.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub choices: Option<Vec<String>>,
+}
+
+/// The columns of a job's output; serializable, so that any process can rebuild it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct OutputSchema {
+    #[serde(with = "schema_text")]
+    carry: SchemaRef,
+    columns: OutputColumns,
+}
+
+impl OutputSchema {
+    pub fn new(carry: &Schema, columns: OutputColumns) -> OutputSchema {
+        OutputSchema {
+            carry: Arc::new(carry.clone()),
+            columns,
+        }
+    }
+
+    /// Names that a carried column cannot have.
+    pub fn names(columns: &OutputColumns) -> Vec<String> {
+        own_fields(columns).iter().map(|f| f.name().clone()).collect()
+    }
+
+    /// The Arrow schema of batches, data objects and parts.
+    pub fn schema(&self) -> SchemaRef {
+        let carried = self.carry.fields().iter().cloned();
+        Arc::new(Schema::new(
+            carried.chain(own_fields(&self.columns)).collect::<Vec<FieldRef>>(),
+        ))
+    }
+
+    /// The rows of `results` as a batch, in the order given; any of the shard's rows.
+    ///
+    /// `carry`: the carried columns of the whole shard, whose first row is `first_row`.
+    pub fn to_batch(
+        &self,
+        carry: &RecordBatch,
+        first_row: u64,
+        results: &[RowResult],
+    ) -> Result<RecordBatch, DatasetError> {
+        if carry.schema().fields() != self.carry.fields() {
+            return Err(DatasetError::Output(
+                "the carried columns are not those of the plan".into(),
+            ));
+        }
+        let mut at = Vec::with_capacity(results.len());
+        for result in results {
+            match result
+                .row
+                .checked_sub(first_row)
+                .filter(|&i| i < carry.num_rows() as u64)
+            {
+                Some(i) => at.push(i),
+                None => {
+                    let end = first_row + carry.num_rows() as u64;
+                    return Err(DatasetError::Output(format!(
+                        "row {} is not of the shard with rows {first_row}..{end}",
+                        result.row
+                    )));
+                }
+            }
+        }
+        let at = UInt64Array::from(at);
+        let mut columns = Vec::with_capacity(carry.num_columns() + 12);
+        for column in carry.columns() {
+            columns.push(take(column, &at, None).map_err(output_error)?);
+        }
+        let fields = own_fields(&self.columns);
+        for field in &fields {
+            columns.push(self.own_column(field, results)?);
+        }
+        RecordBatch::try_new(self.schema(), columns).map_err(output_error)
+    }
+
+    fn own_column(&self, field: &FieldRef, results: &[RowResult]) -> Result<ArrayRef, DatasetError> {
+        let tokens = |count: u32, r: &RowResult| (r.prompt_tokens > 0).then_some(i64::from(count));
+        Ok(match field.name().as_str() {
+            "row" => Arc::new(Int64Array::from_iter_values(results.iter().map(|r| r.row as i64))),
+            "status" => Arc::new(StringArray::from_iter_values(results.iter().map(|r| r.status.as_str()))),
+            "error" => Arc::new(StringArray::from_iter(results.iter().map(|r| r.error.as_deref()))),
+            "prompt_tokens" => Arc::new(Int64Array::from_iter(
+                results.iter().map(|r| tokens(r.prompt_tokens, r)),
+            )),
+            "cached_tokens" => Arc::new(Int64Array::from_iter(
+                results.iter().map(|r| tokens(r.cached_tokens, r)),
+            )),
+            "completion_tokens" => Arc::new(Int64Array::from_iter(results.iter().map(|r| {
+                let sum = r.samples.iter().map(|s| i64::from(s.completion_tokens)).sum();
+                (!r.samples.is_empty()).then_some(sum)
+            }))),
+            name => {
+                let samples: Vec<Option<&SampleResult>> = match self.columns.samples {
+                    0 | 1 => results.iter().map(|r| r.samples.first()).collect(),
+                    _ => results.iter().flat_map(|r| r.samples.iter().map(Some)).collect(),
+                };
+                let values = self.sample_column(name, &samples)?;
+                match field.data_type() {
+                    DataType::List(item) if self.columns.samples > 1 => lists_of_samples(item, values, results)?,
+                    _ => values,
+                }
+            }
+        })
+    }
+
+    /// A column of one entry a sample; `None`: a row without one.
+    fn sample_column(&self, name: &str, samples: &[Option<&SampleResult>]) -> Result<ArrayRef, DatasetError> {
+        let texts = |of: &dyn Fn(&SampleResult) -> Option<String>| -> ArrayRef {
+            let mut out = StringBuilder::new();
+            samples.iter().for_each(|s| out.append_option(s.and_then(of)));
+            Arc::new(out.finish())
+        };
+        Ok(match name {
+            "completion" => texts(&|s| Some(s.text.clone())),
+            "parsed" => texts(&|s| s.parsed.clone()),
+            "finish_reason" => texts(&|s| Some(s.finish_reason.to_string())),
+            "token_ids" => {
+                let mut out = ListBuilder::new(Int32Builder::new());
+                for sample in samples {
+                    for &id in sample.iter().flat_map(|s| &s.token_ids) {
+                        let id = i32::try_from(id)
+                            .map_err(|_| DatasetError::Output(format!("token id {id} exceeds int32")))?;
+                        out.values().append_value(id);
+                    }
+                    out.append(sample.is_some());
+                }
+                Arc::new(out.finish())
+            }
+            "logprobs" => {
+                let mut out = ListBuilder::new(Float32Builder::new());
+                for sample in samples {
+                    out.values().append_slice(sample.map_or(&[], |s| &s.logprobs));
+                    out.append(sample.is_some());
+                }
+                Arc::new(out.finish())
+            }
+            "choice_probabilities" => self.probabilities(samples)?,
+            other => return Err(DatasetError::Output(format!("no such output column: `{other}`"))),
+        })
+    }
+
+    fn probabilities(&self, samples: &[Option<&SampleResult>]) -> Result<ArrayRef, DatasetError> {
+        let choices = self.columns.choices.as_deref().unwrap_or_default();
+        fn given<'a>(sample: &Option<&'a SampleResult>) -> Option<&'a [f32]> {
+            sample.map(|s| &s.choice_probabilities[..]).filter(|p| !p.is_empty())
+        }
+        if let Some(wrong) = samples.iter().filter_map(given).find(|p| p.len() != choices.len()) {
+            return Err(DatasetError::Output(format!(
+                "{} probabilities for {} choices",
+                wrong.len(),
+                choices.len()
+            )));
+        }
+        let columns = (0..choices.len())
+            .map(|c| Arc::new(samples.iter().map(|s| given(s).map(|p| p[c])).collect::<Float32Array>()) as ArrayRef)
+            .collect::<Vec<_>>();
+        let nulls = NullBuffer::from_iter(samples.iter().map(|s| given(s).is_some()));
+        let made = StructArray::try_new_with_length(choice_fields(choices), columns, Some(nulls), samples.len());
+        Ok(Arc::new(made.map_err(output_error)?))
+    }
+}
+
+/// A list a row: the row's samples, null where it has none.
+fn lists_of_samples(item: &FieldRef, values: ArrayRef, results: &[RowResult]) -> Result<ArrayRef, DatasetError> {
+    let offsets = OffsetBuffer::from_lengths(results.iter().map(|r| r.samples.len()));
+    let nulls = NullBuffer::from_iter(results.iter().map(|r| !r.samples.is_empty()));
+    Ok(Arc::new(
+        ListArray::try_new(item.clone(), offsets, values, Some(nulls)).map_err(output_error)?,
+    ))
+}
+
+fn choice_fields(choices: &[String]) -> Fields {
+    choices
+        .iter()
+        .map(|choice| Field::new(choice, DataType::Float32, true))
+        .collect()
+}
+
+fn own_fields(columns: &OutputColumns) -> Vec<FieldRef> {
+    let list = |item: DataType| DataType::new_list(item, true);
+    let sampled = |kind: DataType| if columns.samples > 1 { list(kind) } else { kind };
+    let mut fields = vec![
+        Field::new("row", DataType::Int64, false),
+        Field::new("status", DataType::Utf8, false),
+        Field::new("completion", sampled(DataType::Utf8), true),
+        Field::new("parsed", sampled(DataType::Utf8), true),
+        Field::new("finish_reason", sampled(DataType::Utf8), true),
+        Field::new("error", DataType::Utf8, true),
+        Field::new("prompt_tokens", DataType::Int64, true),
+        Field::new("cached_tokens", DataType::Int64, true),
+        Field::new("completion_tokens", DataType::Int64, true),
+    ];
+    if columns.token_ids {
+        fields.push(Field::new("token_ids", sampled(list(DataType::Int32)), true));
+    }
+    if columns.logprobs {
+        fields.push(Field::new("logprobs", sampled(list(DataType::Float32)), true));
+    }
+    if let Some(choices) = &columns.choices {
+        fields.push(Field::new(
+            "choice_probabilities",
+            sampled(DataType::Struct(choice_fields(choices))),
+            true,
+        ));
+    }
+    fields.into_iter().map(Arc::new).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dataset::row::RowStatus;
+    use crate::dataset::value::rows_of;
+    use serde_json::{Value, json};
+
+    fn sample(text: &str) -> SampleResult {
+        SampleResult {
+            text: text.into(),
+            parsed: Some(text.to_uppercase()),
+            finish_reason: "stop",
+            completion_tokens: 2,
+            token_ids: vec![7, 8],
+            logprobs: vec![-0.5, -0.25],
+            choice_probabilities: vec![0.75, 0.25],
+        }
+    }
+
+    fn result(row: u64, samples: Vec<SampleResult>) -> RowResult {
+        let fine = !samples.is_empty();
+        RowResult {
+            row,
+            status: if fine { RowStatus::Succeeded } else { RowStatus::Errored },
+            samples,
+            error: (!fine).then(|| "broken".to_string()),
+            prompt_tokens: if fine { 5 } else { 0 },
+            cached_tokens: 0,
+        }
+    }
+
+    fn carry() -> RecordBatch {
+        let ids: ArrayRef = Arc::new(StringArray::from(vec![Some("a"), Some("b"), None]));
+        RecordBatch::try_from_iter_with_nullable([("id", ids, true)]).unwrap()
+    }
+
+    fn all(samples: u32) -> OutputSchema {
+        let columns = OutputColumns {
+            samples,
+            token_ids: true,
+            logprobs: true,
+            choices: Some(vec!["A".into(), "B.c".into()]),
+        };
+        OutputSchema::new(&carry().schema(), columns)
+    }
+
+    fn json_rows(batch: &RecordBatch) -> Vec<Value> {
+        rows_of(batch)
+            .into_iter()
+            .map(|row| Value::Object(row.unwrap()))
+            .collect()
+    }
+
+    #[test]
+    fn any_rows_in_any_order_keep_their_carried_columns() {
+        let batch = all(1)
+            .to_batch(&carry(), 10, &[result(12, vec![sample("x")]), result(10, vec![])])
+            .unwrap();
+        assert_eq!(batch.schema(), all(1).schema());
+        assert_eq!(
+            json_rows(&batch),
+            [
+                json!({"id": null, "row": 12, "status": "succeeded", "completion": "x", "parsed": "X", "finish_reason": "stop",
+                "error": null, "prompt_tokens": 5, "cached_tokens": 0, "completion_tokens": 2, "token_ids": [7, 8],
+                "logprobs": [-0.5, -0.25], "choice_probabilities": {"A": 0.75, "B.c": 0.25}}),
+                json!({"id": "a", "row": 10, "status": "errored", "completion": null, "parsed": null, "finish_reason": null,
+                "error": "broken", "prompt_tokens": null, "cached_tokens": null, "completion_tokens": null,
+                "token_ids": null, "logprobs": null, "choice_probabilities": null}),
+            ]
+        );
+    }
+
+    #[test]
+    fn several_samples_are_lists() {
+        let batch = all(2)
+            .to_batch(
+                &carry(),
+                0,
+                &[result(0, vec![]), result(1, vec![sample("x"), sample("y")])],
+            )
+            .unwrap();
+        let rows = json_rows(&batch);
+        assert_eq!(rows[0]["completion"], json!(null));
+        assert_eq!(rows[1]["completion"], json!(["x", "y"]));
+        assert_eq!(rows[1]["token_ids"], json!([[7, 8], [7, 8]]));
+        assert_eq!(rows[1]["completion_tokens"], json!(4));
+        assert_eq!(rows[1]["choice_probabilities"][1], json!({"A": 0.75, "B.c": 0.25}));
+    }
+
+    #[test]
+    fn foreign_rows_and_columns_are_refused() {
+        for row in [9, 13] {
+            let error = all(1).to_batch(&carry(), 10, &[result(row, vec![])]).unwrap_err();
+            assert_eq!(
+                error.to_string(),
+                format!("output: row {row} is not of the shard with rows 10..13")
+            );
+        }
+        let other = carry().project(&[]).unwrap();
+        assert!(all(1).to_batch(&other, 10, &[]).is_err());
+    }
+
+    #[test]
+    fn another_process_rebuilds_the_schema() {
+        let text = serde_json::to_string(&all(2)).unwrap();
+        let again: OutputSchema = serde_json::from_str(&text).unwrap();
+        assert_eq!(again, all(2));
+        assert_eq!(again.schema(), all(2).schema());
+        assert_eq!(
+            OutputSchema::names(&again.columns).len(),
+            again.schema().fields().len() - 1
+        );
+    }
+}

@@ -1,0 +1,539 @@
+//! Parquet in: footers with limits, and rows by range with only the columns in use.
+//!
+//! Reads fetch the wanted column chunks of a row group with at most two requests where they lie near each other; of
+//! groups that are much larger than a shard, only the pages that hold the wanted rows (see
+//! [`parquet_pages`](super::parquet_pages)). Dictionaries are unpacked: a dictionary column reads as its value type.
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::{Arc, Mutex};
+
+use arrow::array::{Array, RecordBatch};
+use arrow::compute::{cast, concat_batches};
+use arrow::datatypes::{DataType, Field, FieldRef, Schema, SchemaRef};
+use bytes::Bytes;
+use futures::future::BoxFuture;
+use futures::{FutureExt, TryStreamExt};
+use parquet::arrow::ProjectionMask;
+use parquet::arrow::arrow_reader::{ArrowReaderMetadata, ArrowReaderOptions, RowSelection, RowSelector};
+use parquet::arrow::async_reader::{AsyncFileReader, ParquetRecordBatchStreamBuilder};
+use parquet::errors::ParquetError;
+use parquet::file::metadata::page_index::PageIndexBuilder;
+use parquet::file::metadata::{
+    ColumnChunkMetaData, ParquetMetaData, ParquetMetaDataOptions, ParquetMetaDataReader, ParquetStatisticsPolicy,
+};
+use parquet::file::page_index::offset_index::OffsetIndexMetaData;
+
+use super::error::DatasetError;
+use super::parquet_pages::{Chunk, check_pages, index_pages};
+use super::pinned::PinnedFile;
+
+/// Largest footer, in bytes.
+const FOOTER_BYTES_MAX: u64 = 64 << 20;
+
+/// Read at a file's end at once, in the hope that it holds the footer.
+const TAIL_BYTES: u64 = 64 << 10;
+
+/// Most rows of one file.
+const ROWS_MAX: i64 = 1 << 40;
+
+/// Most uncompressed bytes of one column chunk.
+const CHUNK_BYTES_MAX: i64 = 8 << 30;
+
+/// Rows decoded at once.
+const BATCH_ROWS: usize = 1024;
+
+/// Most decoded bytes of one read; dictionaries may unfold to far more than the file's size.
+const READ_BYTES_MAX: usize = 1 << 30;
+
+/// Column chunks smaller than this are fetched whole.
+const INDEX_BYTES_MIN: u64 = 2 << 20;
+
+/// The bytes at either end of a file that are no data: `PAR1`, and the footer's length with `PAR1`.
+const FRAME_BYTES: u64 = 12;
+
+/// An open Parquet file.
+#[derive(Debug)]
+pub struct ParquetFile {
+    pinned: PinnedFile,
+    footer: ArrowReaderMetadata,
+    schema: SchemaRef,
+    /// First row of each row group, and of the end.
+    starts: Vec<u64>,
+    /// Page indexes made so far, by row group and leaf column; `None` where there can be none.
+    pages: Mutex<HashMap<(usize, usize), Option<OffsetIndexMetaData>>>,
+}
+
+impl ParquetFile {
+    /// Reads and checks the footer.
+    pub async fn open(pinned: PinnedFile) -> Result<ParquetFile, DatasetError> {
+        let footer = read_footer(&pinned).await?;
+        let name = pinned.name.clone();
+        let size = pinned.size;
+        // A thread of its own: what a hostile footer makes the decoder panic about ends there.
+        let decoded = tokio::task::spawn_blocking(move || decode_footer(&footer, size)).await;
+        let footer = decoded.map_err(|e| e.to_string()).and_then(|r| r);
+        let footer = footer.map_err(|why| DatasetError::unreadable(&name, why))?;
+        let fields: Vec<FieldRef> = footer.schema().fields().iter().map(|f| unpacked_field(f)).collect();
+        let mut starts = vec![0];
+        for group in footer.metadata().row_groups() {
+            starts.push(starts.last().copied().unwrap_or(0) + group.num_rows() as u64);
+        }
+        Ok(ParquetFile {
+            pinned,
+            footer,
+            schema: Arc::new(Schema::new(fields)),
+            starts,
+            pages: Mutex::default(),
+        })
+    }
+
+    /// The columns as they are read: dictionaries unpacked.
+    pub fn schema(&self) -> &SchemaRef {
+        &self.schema
+    }
+
+    pub fn rows(&self) -> u64 {
+        self.starts.last().copied().unwrap_or(0)
+    }
+
+    pub fn name(&self) -> &str {
+        &self.pinned.name
+    }
+
+    pub fn pinned(&self) -> &PinnedFile {
+        &self.pinned
+    }
+
+    /// Memory that the footer holds, in bytes.
+    pub fn memory_bytes(&self) -> usize {
+        self.footer.metadata().memory_size()
+    }
+
+    /// Row groups in order.
+    pub fn group_count(&self) -> usize {
+        self.footer.metadata().num_row_groups()
+    }
+
+    /// Rows of group `group`.
+    pub fn group_rows(&self, group: usize) -> u64 {
+        self.starts[group + 1] - self.starts[group]
+    }
+
+    /// Uncompressed bytes of the named columns in row group `group`.
+    pub fn group_bytes(&self, group: usize, columns: &[String]) -> u64 {
+        let metadata = self.footer.metadata();
+        let mask = self.mask(columns);
+        let chunks = metadata.row_group(group).columns().iter().enumerate();
+        chunks
+            .filter(|(leaf, _)| mask.leaf_included(*leaf))
+            .map(|(_, chunk)| {
+                // Where the writer says what the values take without their dictionary, that is what reading costs.
+                let unencoded = chunk.unencoded_byte_array_data_bytes().unwrap_or(0);
+                chunk.uncompressed_size().max(unencoded).max(0) as u64
+            })
+            .sum()
+    }
+
+    /// Checks what the footer claims of the named columns; one line per fault.
+    pub fn check_columns(&self, columns: &[String]) -> Result<(), DatasetError> {
+        let metadata = self.footer.metadata();
+        let mask = self.mask(columns);
+        for (n, group) in metadata.row_groups().iter().enumerate() {
+            let chunks = group
+                .columns()
+                .iter()
+                .enumerate()
+                .filter(|(leaf, _)| mask.leaf_included(*leaf));
+            for (_, chunk) in chunks {
+                check_chunk(chunk, group.num_rows(), self.pinned.size).map_err(|why| {
+                    let column = chunk.column_path().string();
+                    DatasetError::unreadable(&self.pinned.name, format!("row group {n}, column `{column}` {why}"))
+                })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads rows `first..first + rows` of the named columns, in the file's column order, as one batch.
+    pub async fn read(
+        self: &Arc<Self>,
+        first: u64,
+        rows: u64,
+        columns: &[String],
+    ) -> Result<RecordBatch, DatasetError> {
+        let this = self.clone();
+        let columns = columns.to_vec();
+        // A task of its own: decoding leaves this one free, and a panic over broken pages ends there.
+        let read = tokio::spawn(async move { this.read_batches(first, rows, &columns).await }).await;
+        read.map_err(|e| DatasetError::unreadable(&self.pinned.name, e))
+            .and_then(|r| r)
+    }
+
+    async fn read_batches(&self, first: u64, rows: u64, columns: &[String]) -> Result<RecordBatch, DatasetError> {
+        let end = first.checked_add(rows).filter(|&end| end <= self.rows());
+        let Some(end) = end else {
+            let why = format!(
+                "rows {first} to {} are wanted, it has {}",
+                first.saturating_add(rows),
+                self.rows()
+            );
+            return Err(DatasetError::unreadable(&self.pinned.name, why));
+        };
+        let schema = self.projected_schema(columns);
+        let mut batches = Vec::new();
+        let first_group = self.starts.partition_point(|&start| start <= first).saturating_sub(1);
+        for group in first_group..self.group_count() {
+            let (from, to) = (first.max(self.starts[group]), end.min(self.starts[group + 1]));
+            if from < to {
+                let within = from - self.starts[group]..to - self.starts[group];
+                self.read_group(group, within, columns, &schema, &mut batches).await?;
+            } else if self.starts[group] >= end {
+                break;
+            }
+        }
+        let batch = concat_batches(&schema, &batches).map_err(|e| DatasetError::unreadable(&self.pinned.name, e))?;
+        if batch.num_rows() as u64 != rows {
+            let why = format!("{} rows came where {rows} were asked for", batch.num_rows());
+            return Err(DatasetError::unreadable(&self.pinned.name, why));
+        }
+        Ok(batch)
+    }
+
+    async fn read_group(
+        &self,
+        group: usize,
+        rows: Range<u64>,
+        columns: &[String],
+        schema: &SchemaRef,
+        batches: &mut Vec<RecordBatch>,
+    ) -> Result<(), DatasetError> {
+        if columns.is_empty() {
+            return Err(DatasetError::unreadable(&self.pinned.name, "no column is asked for"));
+        }
+        let mask = self.mask(columns);
+        let group_rows = self.group_rows(group);
+        let whole = rows.start == 0 && rows.end == group_rows;
+        let footer = if whole {
+            self.footer.clone()
+        } else {
+            self.indexed_footer(group, &rows, &mask).await?
+        };
+        let reader = ChunkReader {
+            pinned: self.pinned.clone(),
+            footer: footer.metadata().clone(),
+            group,
+        };
+        let mut builder = ParquetRecordBatchStreamBuilder::new_with_metadata(reader, footer)
+            .with_row_groups(vec![group])
+            .with_projection(mask)
+            .with_batch_size(BATCH_ROWS);
+        if !whole {
+            builder = builder.with_row_selection(RowSelection::from(vec![
+                RowSelector::skip(rows.start as usize),
+                RowSelector::select((rows.end - rows.start) as usize),
+                RowSelector::skip((group_rows - rows.end) as usize),
+            ]));
+        }
+        let fail = |e: ParquetError| self.read_error(group, e);
+        let mut stream = builder.build().map_err(fail)?;
+        let mut bytes: usize = batches.iter().map(RecordBatch::get_array_memory_size).sum();
+        while let Some(batch) = stream.try_next().await.map_err(fail)? {
+            let batch = unpack(&batch, schema).map_err(|why| DatasetError::unreadable(&self.pinned.name, why))?;
+            bytes = bytes.saturating_add(batch.get_array_memory_size());
+            if bytes > READ_BYTES_MAX {
+                let why = format!(
+                    "row group {group}: the rows of one shard take more than {READ_BYTES_MAX} bytes; set fewer `shards.rows`"
+                );
+                return Err(DatasetError::unreadable(&self.pinned.name, why));
+            }
+            batches.push(batch);
+        }
+        Ok(())
+    }
+
+    /// The footer with a page index for the large columns of `group`, where only a part of it is wanted.
+    async fn indexed_footer(
+        &self,
+        group: usize,
+        rows: &Range<u64>,
+        mask: &ProjectionMask,
+    ) -> Result<ArrowReaderMetadata, DatasetError> {
+        let metadata = self.footer.metadata();
+        let group_metadata = metadata.row_group(group);
+        if (rows.end - rows.start).saturating_mul(2) >= self.group_rows(group) {
+            return Ok(self.footer.clone());
+        }
+        let mut builder = PageIndexBuilder::default();
+        builder.allocate_offset_indexes(metadata.num_row_groups(), group_metadata.num_columns());
+        let mut any = false;
+        for (leaf, chunk) in group_metadata.columns().iter().enumerate() {
+            let (start, length) = chunk.byte_range();
+            if !mask.leaf_included(leaf) || length < INDEX_BYTES_MIN {
+                continue;
+            }
+            let known = self
+                .pages
+                .lock()
+                .unwrap_or_else(|e| e.into_inner())
+                .get(&(group, leaf))
+                .cloned();
+            let index = match known {
+                Some(index) => index,
+                None => {
+                    let chunk = Chunk {
+                        range: start..start + length,
+                        claimed: chunk.uncompressed_size().max(0) as u64,
+                        flat: chunk.column_descr().max_rep_level() == 0,
+                        rows: self.group_rows(group),
+                    };
+                    let index = index_pages(&self.pinned, &chunk).await?;
+                    let mut pages = self.pages.lock().unwrap_or_else(|e| e.into_inner());
+                    pages.insert((group, leaf), index.clone());
+                    index
+                }
+            };
+            if let Some(index) = index {
+                builder.put_offset_index(index, group, leaf);
+                any = true;
+            }
+        }
+        if !any {
+            return Ok(self.footer.clone());
+        }
+        let metadata = ParquetMetaData::clone(metadata)
+            .into_builder()
+            .set_page_index(Some(Arc::new(builder.build())))
+            .build();
+        arrow_footer(Arc::new(metadata)).map_err(|why| DatasetError::unreadable(&self.pinned.name, why))
+    }
+
+    fn mask(&self, columns: &[String]) -> ProjectionMask {
+        let roots = self.schema.fields().iter().enumerate();
+        let wanted = roots
+            .filter(|(_, field)| columns.contains(field.name()))
+            .map(|(i, _)| i);
+        ProjectionMask::roots(self.footer.parquet_schema(), wanted)
+    }
+
+    fn projected_schema(&self, columns: &[String]) -> SchemaRef {
+        let fields = self
+            .schema
+            .fields()
+            .iter()
+            .filter(|f| columns.contains(f.name()))
+            .cloned();
+        Arc::new(Schema::new(fields.collect::<Vec<_>>()))
+    }
+
+    /// An error of the store comes through the decoder as it was.
+    fn read_error(&self, group: usize, error: ParquetError) -> DatasetError {
+        match error {
+            ParquetError::External(source) => match source.downcast::<DatasetError>() {
+                Ok(ours) => *ours,
+                Err(other) => DatasetError::unreadable(&self.pinned.name, format!("row group {group}: {other}")),
+            },
+            other => DatasetError::unreadable(&self.pinned.name, format!("row group {group}: {other}")),
+        }
+    }
+}
+
+async fn read_footer(pinned: &PinnedFile) -> Result<Bytes, DatasetError> {
+    let size = pinned.size;
+    let unreadable = |why: String| DatasetError::unreadable(&pinned.name, why);
+    if size < FRAME_BYTES {
+        return Err(unreadable(format!("it has {size} bytes, too few for a Parquet file")));
+    }
+    let tail = pinned.bytes(size.saturating_sub(TAIL_BYTES)..size).await?;
+    let frame = &tail[tail.len() - 8..];
+    match &frame[4..] {
+        b"PAR1" => {}
+        b"PARE" => return Err(unreadable("it is encrypted Parquet, which is not supported".into())),
+        _ => {
+            return Err(unreadable(
+                "it is truncated, or no Parquet file: it does not end with `PAR1`".into(),
+            ));
+        }
+    }
+    let length = u64::from(u32::from_le_bytes([frame[0], frame[1], frame[2], frame[3]]));
+    if length > size - FRAME_BYTES {
+        return Err(unreadable(format!(
+            "its footer claims {length} bytes, the whole file has {size}"
+        )));
+    }
+    if length > FOOTER_BYTES_MAX {
+        return Err(unreadable(format!(
+            "its footer claims {length} bytes, more than {FOOTER_BYTES_MAX}"
+        )));
+    }
+    let from = size - 8 - length;
+    if length + 8 <= tail.len() as u64 {
+        let start = tail.len() - 8 - length as usize;
+        return Ok(tail.slice(start..tail.len() - 8));
+    }
+    pinned.bytes(from..size - 8).await
+}
+
+/// Pure: the footer's bytes → metadata whose claims hold for a file of `size` bytes.
+pub fn decode_footer(footer: &[u8], size: u64) -> Result<ArrowReaderMetadata, String> {
+    let options = ParquetMetaDataOptions::new()
+        .with_encoding_stats_as_mask(true)
+        .with_column_stats_policy(ParquetStatisticsPolicy::SkipAll);
+    let metadata = ParquetMetaDataReader::decode_metadata_with_options(footer, Some(&options))
+        .map_err(|e| format!("its footer is broken: {e}"))?;
+    check_rows(&metadata)?;
+    let columns = metadata.file_metadata().schema_descr().num_columns();
+    if let Some(n) = metadata
+        .row_groups()
+        .iter()
+        .position(|group| group.num_columns() != columns)
+    {
+        return Err(format!(
+            "its row group {n} does not have the {columns} columns of its schema"
+        ));
+    }
+    if size < FRAME_BYTES {
+        return Err(format!("it has {size} bytes, too few for a Parquet file"));
+    }
+    arrow_footer(Arc::new(metadata))
+}
+
+fn arrow_footer(metadata: Arc<ParquetMetaData>) -> Result<ArrowReaderMetadata, String> {
+    // An embedded Arrow schema that does not fit its columns is dropped, not trusted.
+    ArrowReaderMetadata::try_new(metadata.clone(), ArrowReaderOptions::new())
+        .or_else(|_| ArrowReaderMetadata::try_new(metadata, ArrowReaderOptions::new().with_skip_arrow_metadata(true)))
+        .map_err(|e| format!("its schema cannot be read: {e}"))
+}
+
+fn check_rows(metadata: &ParquetMetaData) -> Result<(), String> {
+    let mut total = 0i64;
+    for (n, group) in metadata.row_groups().iter().enumerate() {
+        if !(0..=ROWS_MAX).contains(&group.num_rows()) {
+            return Err(format!("its row group {n} claims {} rows", group.num_rows()));
+        }
+        total = total.saturating_add(group.num_rows());
+    }
+    let claimed = metadata.file_metadata().num_rows();
+    if total > ROWS_MAX || claimed > ROWS_MAX {
+        return Err(format!("it claims {} rows, more than {ROWS_MAX}", claimed.max(total)));
+    }
+    if claimed != total {
+        return Err(format!("it claims {claimed} rows, its row groups hold {total}"));
+    }
+    Ok(())
+}
+
+/// One column chunk's claims against its file; the text goes on "column `x` …".
+fn check_chunk(chunk: &ColumnChunkMetaData, rows: i64, size: u64) -> Result<(), String> {
+    let start = chunk
+        .dictionary_page_offset()
+        .map_or(chunk.data_page_offset(), |d| d.min(chunk.data_page_offset()));
+    let length = chunk.compressed_size();
+    let end = u64::try_from(start)
+        .ok()
+        .zip(u64::try_from(length).ok())
+        .and_then(|(s, l)| s.checked_add(l));
+    match end {
+        Some(end) if end <= size => {}
+        _ => return Err(format!("claims {length} bytes at {start}, the file has {size}")),
+    }
+    let uncompressed = chunk.uncompressed_size();
+    if !(0..=CHUNK_BYTES_MAX).contains(&uncompressed) {
+        return Err(format!(
+            "claims {uncompressed} bytes uncompressed, more than {CHUNK_BYTES_MAX}"
+        ));
+    }
+    let values = chunk.num_values();
+    let flat = chunk.column_descr().max_rep_level() == 0;
+    if values < 0 || (flat && values != rows) {
+        return Err(format!("claims {values} values for {rows} rows"));
+    }
+    if chunk.file_path().is_some_and(|path| !path.is_empty()) {
+        return Err("lies in another file, which is not supported".into());
+    }
+    Ok(())
+}
+
+fn unpacked_field(field: &FieldRef) -> FieldRef {
+    Arc::new(Field::clone(field).with_data_type(unpacked(field.data_type())))
+}
+
+/// The type without dictionaries, at any depth.
+fn unpacked(data_type: &DataType) -> DataType {
+    match data_type {
+        DataType::Dictionary(_, values) => unpacked(values),
+        DataType::List(item) => DataType::List(unpacked_field(item)),
+        DataType::LargeList(item) => DataType::LargeList(unpacked_field(item)),
+        DataType::FixedSizeList(item, n) => DataType::FixedSizeList(unpacked_field(item), *n),
+        DataType::Struct(fields) => DataType::Struct(fields.iter().map(unpacked_field).collect()),
+        DataType::Map(entries, sorted) => DataType::Map(unpacked_field(entries), *sorted),
+        other => other.clone(),
+    }
+}
+
+fn unpack(batch: &RecordBatch, schema: &SchemaRef) -> Result<RecordBatch, String> {
+    let columns = batch.columns().iter().zip(schema.fields()).map(|(column, field)| {
+        if column.data_type() == field.data_type() {
+            Ok(column.clone())
+        } else {
+            cast(column, field.data_type())
+        }
+    });
+    let columns = columns.collect::<Result<Vec<_>, _>>().map_err(|e| e.to_string())?;
+    RecordBatch::try_new(schema.clone(), columns).map_err(|e| e.to_string())
+}
+
+/// Feeds the decoder from the pinned file; whole column chunks have their page headers checked on the way.
+struct ChunkReader {
+    pinned: PinnedFile,
+    footer: Arc<ParquetMetaData>,
+    group: usize,
+}
+
+impl ChunkReader {
+    fn check(&self, ranges: &[Range<u64>], bodies: &[Bytes]) -> Result<(), DatasetError> {
+        for chunk in self.footer.row_group(self.group).columns() {
+            let start = chunk
+                .dictionary_page_offset()
+                .map_or(chunk.data_page_offset(), |d| d.min(chunk.data_page_offset()));
+            let whole = start as u64..(start as u64).saturating_add(chunk.compressed_size() as u64);
+            if let Some(n) = ranges.iter().position(|range| *range == whole) {
+                check_pages(&bodies[n], chunk.uncompressed_size().max(0) as u64).map_err(|why| {
+                    let (group, column) = (self.group, chunk.column_path().string());
+                    DatasetError::unreadable(
+                        &self.pinned.name,
+                        format!("row group {group}, column `{column}`: {why}"),
+                    )
+                })?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn external(error: DatasetError) -> ParquetError {
+    ParquetError::External(Box::new(error))
+}
+
+impl AsyncFileReader for ChunkReader {
+    fn get_bytes(&mut self, range: Range<u64>) -> BoxFuture<'_, parquet::errors::Result<Bytes>> {
+        async move { self.pinned.bytes(range).await.map_err(external) }.boxed()
+    }
+
+    fn get_byte_ranges(&mut self, ranges: Vec<Range<u64>>) -> BoxFuture<'_, parquet::errors::Result<Vec<Bytes>>> {
+        async move {
+            let bodies = self.pinned.ranges(&ranges).await.map_err(external)?;
+            self.check(&ranges, &bodies).map_err(external)?;
+            Ok(bodies)
+        }
+        .boxed()
+    }
+
+    fn get_metadata<'a>(
+        &'a mut self,
+        _: Option<&'a ArrowReaderOptions>,
+    ) -> BoxFuture<'a, parquet::errors::Result<Arc<ParquetMetaData>>> {
+        let footer = self.footer.clone();
+        async move { Ok(footer) }.boxed()
+    }
+}

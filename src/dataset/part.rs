@@ -1,0 +1,344 @@
+//! Record batches ↔ the bytes of parts and data objects. The same batches always give the same bytes.
+
+use arrow::array::{ArrayRef, AsArray, RecordBatch};
+use arrow::datatypes::{Int64Type, SchemaRef};
+use bytes::Bytes;
+use parquet::arrow::ArrowWriter;
+use parquet::arrow::arrow_reader::{ArrowReaderOptions, ParquetRecordBatchReaderBuilder};
+use parquet::basic::{Compression, ZstdLevel};
+use parquet::file::metadata::KeyValue;
+use parquet::file::properties::WriterProperties;
+use serde_json::{Value, json};
+
+use super::error::{DatasetError, output_error};
+use super::value::cell;
+
+/// Rows of a part's row group at most: small enough to be read by several threads, large enough to compress well.
+const GROUP_ROWS: usize = 65_536;
+
+/// Bytes of a part's row group, about.
+const GROUP_BYTES: usize = 64 << 20;
+
+/// Rows of a batch that is read back.
+const BATCH_ROWS: usize = 8192;
+
+/// Key of the Arrow schema in Parquet metadata, which is not ours to show.
+const ARROW_KEY: &str = "ARROW:schema";
+
+/// A Parquet file of `batches`, zstd, with `metadata` as its key-value metadata.
+pub fn part_parquet(
+    schema: &SchemaRef,
+    batches: &[RecordBatch],
+    metadata: &[(String, String)],
+) -> Result<Bytes, DatasetError> {
+    let pairs = metadata
+        .iter()
+        .map(|(key, value)| KeyValue::new(key.clone(), value.clone()))
+        .collect();
+    let properties = WriterProperties::builder()
+        .set_created_by(format!("gristmill version {}", env!("CARGO_PKG_VERSION")))
+        .set_compression(Compression::ZSTD(ZstdLevel::try_new(3).map_err(output_error)?))
+        .set_max_row_group_row_count(Some(GROUP_ROWS))
+        .set_max_row_group_bytes(Some(GROUP_BYTES))
+        .set_key_value_metadata(Some(pairs))
+        .build();
+    let mut bytes = Vec::new();
+    let mut writer = ArrowWriter::try_new(&mut bytes, schema.clone(), Some(properties)).map_err(output_error)?;
+    for batch in batches {
+        writer.write(batch).map_err(output_error)?;
+    }
+    writer.close().map_err(output_error)?;
+    Ok(bytes.into())
+}
+
+/// The batches and key-value metadata of a file that [`part_parquet`] made.
+#[derive(Debug, Clone)]
+pub struct ReadPart {
+    pub schema: SchemaRef,
+    pub batches: Vec<RecordBatch>,
+    pub metadata: Vec<(String, String)>,
+}
+
+/// Reads a part or data object back. The bytes must be ones whose hash a record or commit names.
+pub fn read_parquet(bytes: Bytes) -> Result<ReadPart, DatasetError> {
+    let builder = ParquetRecordBatchReaderBuilder::try_new_with_options(bytes, ArrowReaderOptions::new())
+        .map_err(output_error)?;
+    let pairs = builder
+        .metadata()
+        .file_metadata()
+        .key_value_metadata()
+        .cloned()
+        .unwrap_or_default();
+    let metadata = pairs
+        .into_iter()
+        .filter(|kv| kv.key != ARROW_KEY)
+        .map(|kv| (kv.key, kv.value.unwrap_or_default()))
+        .collect();
+    let schema = arrow::datatypes::Schema::new(builder.schema().fields().clone());
+    let reader = builder.with_batch_size(BATCH_ROWS).build().map_err(output_error)?;
+    let mut batches = Vec::new();
+    for batch in reader {
+        batches.push(batch.map_err(output_error)?);
+    }
+    Ok(ReadPart {
+        schema: schema.into(),
+        batches,
+        metadata,
+    })
+}
+
+/// What the lines of an OpenAI batch result say besides their rows.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct OpenaiMeta {
+    /// The job's id: with the row it makes the ids of lines.
+    pub job: String,
+    /// The model's name as the job gives it.
+    pub model: String,
+    /// When the job was created, seconds since 1970 (not when the row was done: the same rows give the same bytes).
+    pub created: i64,
+}
+
+/// OpenAI batch result lines, one a row, in the order of `batches`.
+///
+/// `custom_id` is the carried column of that name, `row-N` where there is none; with a carried `url` that ends in
+/// `/completions` but not in `/chat/completions`, the body is a text completion. A row without a completion has
+/// `"response": null` and an `error`; one whose output is invalid has both.
+pub fn part_openai(batches: &[RecordBatch], meta: &OpenaiMeta) -> Result<Bytes, DatasetError> {
+    let mut out = Vec::new();
+    for batch in batches {
+        let columns = OpenaiColumns::of(batch)?;
+        for i in 0..batch.num_rows() {
+            serde_json::to_writer(&mut out, &columns.line(i, meta)?).map_err(output_error)?;
+            out.push(b'\n');
+        }
+    }
+    Ok(out.into())
+}
+
+/// The columns of a batch that a line needs.
+struct OpenaiColumns<'a> {
+    batch: &'a RecordBatch,
+}
+
+impl<'a> OpenaiColumns<'a> {
+    fn of(batch: &'a RecordBatch) -> Result<Self, DatasetError> {
+        for name in [
+            "row",
+            "status",
+            "completion",
+            "finish_reason",
+            "error",
+            "prompt_tokens",
+            "cached_tokens",
+            "completion_tokens",
+        ] {
+            if batch.column_by_name(name).is_none() {
+                return Err(DatasetError::Output(format!("a batch without column `{name}`")));
+            }
+        }
+        Ok(OpenaiColumns { batch })
+    }
+
+    fn value(&self, name: &str, i: usize) -> Result<Value, DatasetError> {
+        self.batch
+            .column_by_name(name)
+            .map_or(Ok(Value::Null), |column: &ArrayRef| {
+                cell(column, i).map_err(DatasetError::Output)
+            })
+    }
+
+    fn line(&self, i: usize, meta: &OpenaiMeta) -> Result<Value, DatasetError> {
+        let row = self
+            .batch
+            .column_by_name("row")
+            .and_then(|c| c.as_primitive_opt::<Int64Type>())
+            .map(|c| c.value(i));
+        let row = row.ok_or_else(|| DatasetError::Output("column `row` is not int64".into()))?;
+        let custom_id = match self.value("custom_id", i)? {
+            Value::Null => format!("row-{row}").into(),
+            id => id,
+        };
+        let status = self.value("status", i)?;
+        let error = match self.value("error", i)? {
+            Value::Null if status == "succeeded" => Value::Null,
+            message => json!({"code": status, "message": message}),
+        };
+        let response = match self.value("completion", i)? {
+            Value::Null => Value::Null,
+            Value::Array(texts) if texts.is_empty() => Value::Null,
+            completion => {
+                let body = self.body(i, row, completion, meta)?;
+                json!({"status_code": 200, "request_id": format!("req_{}_{row}", meta.job), "body": body})
+            }
+        };
+        Ok(json!({
+            "id": format!("batch_req_{}_{row}", meta.job),
+            "custom_id": custom_id,
+            "response": response,
+            "error": error,
+        }))
+    }
+
+    fn body(&self, i: usize, row: i64, completion: Value, meta: &OpenaiMeta) -> Result<Value, DatasetError> {
+        let many = |value: Value| match value {
+            Value::Array(all) => all,
+            one => vec![one],
+        };
+        let is_text = match self.value("url", i)? {
+            Value::String(url) => url.ends_with("/completions") && !url.ends_with("/chat/completions"),
+            _ => false,
+        };
+        let reasons = many(self.value("finish_reason", i)?);
+        let choices = many(completion).into_iter().enumerate().map(|(n, text)| {
+            let reason = reasons.get(n).cloned().unwrap_or(Value::Null);
+            if is_text {
+                json!({"index": n, "text": text, "logprobs": null, "finish_reason": reason})
+            } else {
+                let message = json!({"role": "assistant", "content": text, "refusal": null});
+                json!({"index": n, "message": message, "logprobs": null, "finish_reason": reason})
+            }
+        });
+        let count = |name: &str| self.value(name, i).map(|v| v.as_i64().unwrap_or(0));
+        let (prompt, done) = (count("prompt_tokens")?, count("completion_tokens")?);
+        let (object, prefix) = if is_text {
+            ("text_completion", "cmpl")
+        } else {
+            ("chat.completion", "chatcmpl")
+        };
+        Ok(json!({
+            "id": format!("{prefix}-{}-{row}", meta.job),
+            "object": object,
+            "created": meta.created,
+            "model": meta.model,
+            "choices": choices.collect::<Vec<_>>(),
+            "usage": {
+                "prompt_tokens": prompt,
+                "completion_tokens": done,
+                "total_tokens": prompt + done,
+                "prompt_tokens_details": {"cached_tokens": count("cached_tokens")?},
+            },
+        }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dataset::output::{OutputColumns, OutputSchema};
+    use crate::dataset::row::{RowResult, RowStatus, SampleResult};
+    use arrow::array::StringArray;
+    use std::sync::Arc;
+
+    fn sample(text: &str) -> SampleResult {
+        SampleResult {
+            text: text.into(),
+            parsed: None,
+            finish_reason: "length",
+            completion_tokens: 3,
+            token_ids: vec![],
+            logprobs: vec![],
+            choice_probabilities: vec![],
+        }
+    }
+
+    fn batch(samples: u32) -> (OutputSchema, RecordBatch) {
+        let ids: ArrayRef = Arc::new(StringArray::from(vec![Some("first"), None, Some("third")]));
+        let carry = RecordBatch::try_from_iter_with_nullable([("custom_id", ids, true)]).unwrap();
+        let schema = OutputSchema::new(
+            &carry.schema(),
+            OutputColumns {
+                samples,
+                token_ids: false,
+                logprobs: false,
+                choices: None,
+            },
+        );
+        let row = |row, status, count: u32, error: Option<&str>| RowResult {
+            row,
+            status,
+            samples: (0..count).map(|n| sample(&format!("t{n}"))).collect(),
+            error: error.map(String::from),
+            prompt_tokens: 4,
+            cached_tokens: 1,
+        };
+        let results = [
+            row(0, RowStatus::Succeeded, samples, None),
+            row(1, RowStatus::Errored, 0, Some("too long")),
+            row(2, RowStatus::InvalidOutput, samples, Some("no JSON")),
+        ];
+        let batch = schema.to_batch(&carry, 0, &results).unwrap();
+        (schema, batch)
+    }
+
+    #[test]
+    fn parquet_comes_back_with_its_metadata_and_the_same_bytes() {
+        for samples in [1, 2] {
+            let (schema, batch) = batch(samples);
+            let metadata = [
+                ("gristmill.job".to_string(), "j1".to_string()),
+                ("b".to_string(), "2".to_string()),
+            ];
+            let bytes = part_parquet(&schema.schema(), std::slice::from_ref(&batch), &metadata).unwrap();
+            assert_eq!(
+                bytes,
+                part_parquet(&schema.schema(), std::slice::from_ref(&batch), &metadata).unwrap()
+            );
+            let back = read_parquet(bytes).unwrap();
+            assert_eq!(back.schema, schema.schema());
+            assert_eq!(back.metadata, metadata);
+            assert_eq!(back.batches, [batch]);
+        }
+        let (schema, _) = batch(1);
+        let empty = read_parquet(part_parquet(&schema.schema(), &[], &[]).unwrap()).unwrap();
+        assert_eq!((empty.schema, empty.batches.len()), (schema.schema(), 0));
+        assert!(read_parquet(Bytes::from_static(b"PAR1PAR1")).is_err());
+    }
+
+    #[test]
+    fn openai_lines_have_a_response_an_error_or_both() {
+        let (_, batch) = batch(1);
+        let meta = OpenaiMeta {
+            job: "j1".into(),
+            model: "m".into(),
+            created: 7,
+        };
+        let bytes = part_openai(&[batch], &meta).unwrap();
+        let lines: Vec<Value> = bytes
+            .split(|&b| b == b'\n')
+            .filter(|l| !l.is_empty())
+            .map(|l| serde_json::from_slice(l).unwrap())
+            .collect();
+        assert_eq!(lines.len(), 3);
+        assert_eq!(
+            lines[0],
+            json!({
+                "id": "batch_req_j1_0", "custom_id": "first", "error": null,
+                "response": {"status_code": 200, "request_id": "req_j1_0", "body": {
+                    "id": "chatcmpl-j1-0", "object": "chat.completion", "created": 7, "model": "m",
+                    "choices": [{"index": 0, "message": {"role": "assistant", "content": "t0", "refusal": null},
+                        "logprobs": null, "finish_reason": "length"}],
+                    "usage": {"prompt_tokens": 4, "completion_tokens": 3, "total_tokens": 7,
+                        "prompt_tokens_details": {"cached_tokens": 1}},
+                }},
+            })
+        );
+        assert_eq!(lines[1]["custom_id"], "row-1");
+        assert_eq!(lines[1]["response"], Value::Null);
+        assert_eq!(lines[1]["error"], json!({"code": "errored", "message": "too long"}));
+        assert_eq!(lines[2]["error"]["code"], "invalid_output");
+        assert_eq!(lines[2]["response"]["body"]["choices"][0]["message"]["content"], "t0");
+    }
+
+    #[test]
+    fn several_samples_are_choices() {
+        let (_, batch) = batch(2);
+        let meta = OpenaiMeta {
+            job: "j1".into(),
+            model: "m".into(),
+            created: 7,
+        };
+        let bytes = part_openai(&[batch], &meta).unwrap();
+        let first: Value = serde_json::from_slice(bytes.split(|&b| b == b'\n').next().unwrap()).unwrap();
+        assert_eq!(first["response"]["body"]["choices"][1]["message"]["content"], "t1");
+    }
+}

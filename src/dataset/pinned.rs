@@ -1,0 +1,280 @@
+//! An input object read as it was planned: every request carries the planned ETag or version, every answer is compared.
+
+use std::io::{Read, Seek, SeekFrom};
+use std::ops::Range;
+use std::path::Path as FsPath;
+
+use bytes::Bytes;
+use futures::future::try_join_all;
+use futures::stream::BoxStream;
+use futures::{StreamExt, TryStreamExt, stream};
+use object_store::{GetOptions, GetResult, GetResultPayload};
+use url::Url;
+
+use super::error::DatasetError;
+use super::location::Location;
+use super::plan::InputFile;
+
+/// Bytes a step when a local file is streamed.
+const LOCAL_STEP_BYTES: u64 = 1 << 20;
+
+/// Ranges closer than this are one request.
+const GAP_BYTES: u64 = 1 << 20;
+
+/// Where more than [`REQUESTS_WANTED`] ranges would remain, gaps up to this are read as well.
+const GAP_BYTES_MAX: u64 = 8 << 20;
+
+/// Requests that one read of several ranges should take at most.
+const REQUESTS_WANTED: usize = 2;
+
+/// One pinned object.
+#[derive(Debug, Clone)]
+pub struct PinnedFile {
+    pub location: Location,
+    pub size: u64,
+    pub etag: Option<String>,
+    pub version: Option<String>,
+    /// The name used in messages: a local path, or the URL.
+    pub name: String,
+}
+
+impl PinnedFile {
+    /// The file as the plan pins it.
+    pub fn open(file: &InputFile) -> Result<PinnedFile, DatasetError> {
+        Ok(PinnedFile {
+            location: Location::parse(&file.url, FsPath::new("/"))?,
+            size: file.size,
+            etag: file.etag.clone(),
+            version: file.version.clone(),
+            name: display_name(&file.url),
+        })
+    }
+
+    /// Reads exactly `range`.
+    pub async fn bytes(&self, range: Range<u64>) -> Result<Bytes, DatasetError> {
+        if range.is_empty() {
+            return Ok(Bytes::new());
+        }
+        let wanted = range.end - range.start;
+        let result = self.get(range).await?;
+        let bytes = result.bytes().await.map_err(|e| self.store_error(e))?;
+        if bytes.len() as u64 != wanted {
+            return Err(self.changed(format!("{} bytes came where {wanted} were asked for", bytes.len())));
+        }
+        Ok(bytes)
+    }
+
+    /// Reads several ranges, near ones with one request; answers in the order asked.
+    pub async fn ranges(&self, ranges: &[Range<u64>]) -> Result<Vec<Bytes>, DatasetError> {
+        let fetched = coalesce(ranges);
+        let bodies = try_join_all(fetched.iter().map(|range| self.bytes(range.clone()))).await?;
+        ranges
+            .iter()
+            .map(|range| {
+                let at = fetched.partition_point(|f| f.start <= range.start).saturating_sub(1);
+                match (fetched.get(at), bodies.get(at)) {
+                    (Some(f), Some(body))
+                        if f.start <= range.start && range.end <= f.end && range.start <= range.end =>
+                    {
+                        Ok(body.slice((range.start - f.start) as usize..(range.end - f.start) as usize))
+                    }
+                    _ => Err(DatasetError::unreadable(
+                        &self.name,
+                        format!("it points to bytes {range:?}"),
+                    )),
+                }
+            })
+            .collect()
+    }
+
+    /// Streams `range` with one request.
+    pub async fn stream(
+        &self,
+        range: Range<u64>,
+    ) -> Result<BoxStream<'static, Result<Bytes, DatasetError>>, DatasetError> {
+        if range.is_empty() {
+            return Ok(stream::empty().boxed());
+        }
+        let result = self.get(range.clone()).await?;
+        let this = self.clone();
+        match result.payload {
+            GetResultPayload::Stream(body) => Ok(body.map_err(move |e| this.store_error(e)).boxed()),
+            GetResultPayload::File(file, _) => {
+                let steps = stream::try_unfold((file, range.start), move |(file, at)| {
+                    let (this, end) = (this.clone(), range.end);
+                    async move {
+                        let step = LOCAL_STEP_BYTES.min(end - at);
+                        if step == 0 {
+                            return Ok(None);
+                        }
+                        let read = tokio::task::spawn_blocking(move || read_at(file, at, step)).await;
+                        match read {
+                            Ok(Ok((file, bytes))) => Ok(Some((bytes, (file, at + step)))),
+                            Ok(Err(e)) => Err(this.changed(e.to_string())),
+                            Err(e) => Err(DatasetError::unreadable(&this.name, e)),
+                        }
+                    }
+                });
+                Ok(steps.boxed())
+            }
+        }
+    }
+
+    async fn get(&self, range: Range<u64>) -> Result<GetResult, DatasetError> {
+        // A weak ETag never matches an If-Match (RFC 9110, 13.1.1): compare it with the answer's instead.
+        let strong = self.etag.clone().filter(|tag| !tag.starts_with("W/"));
+        let options = GetOptions {
+            range: Some(range.into()),
+            if_match: strong,
+            version: self.version.clone(),
+            ..GetOptions::default()
+        };
+        let result = self
+            .location
+            .store
+            .get_opts(&self.location.path, options)
+            .await
+            .map_err(|e| self.store_error(e))?;
+        if result.meta.size != self.size {
+            return Err(self.changed(format!("it had {} bytes and has {}", self.size, result.meta.size)));
+        }
+        match (&self.etag, &result.meta.e_tag) {
+            (Some(planned), Some(found)) if planned != found => {
+                Err(self.changed(format!("its ETag was {planned} and is {found}")))
+            }
+            _ => Ok(result),
+        }
+    }
+
+    fn changed(&self, why: String) -> DatasetError {
+        DatasetError::InputChanged {
+            file: self.name.clone(),
+            why,
+        }
+    }
+
+    fn store_error(&self, source: object_store::Error) -> DatasetError {
+        match source {
+            object_store::Error::NotFound { .. } => self.changed("it is gone".into()),
+            object_store::Error::Precondition { .. } => self.changed("its ETag differs".into()),
+            source => DatasetError::Store {
+                file: self.name.clone(),
+                source,
+            },
+        }
+    }
+}
+
+fn read_at(mut file: std::fs::File, at: u64, bytes: u64) -> std::io::Result<(std::fs::File, Bytes)> {
+    file.seek(SeekFrom::Start(at))?;
+    let mut buffer = vec![0; bytes as usize];
+    file.read_exact(&mut buffer)?;
+    Ok((file, buffer.into()))
+}
+
+/// A local path where the URL is one, else the URL without credentials or query.
+pub fn display_name(url: &str) -> String {
+    let Ok(parsed) = Url::parse(url) else {
+        return url.to_string();
+    };
+    if parsed.scheme() == "file" {
+        return parsed
+            .to_file_path()
+            .map_or(url.to_string(), |path| path.display().to_string());
+    }
+    let host = parsed.host_str().unwrap_or_default();
+    format!("{}://{host}{}", parsed.scheme(), parsed.path())
+}
+
+/// Sorted, disjoint ranges that cover `ranges`, few of them.
+fn coalesce(ranges: &[Range<u64>]) -> Vec<Range<u64>> {
+    let mut sorted: Vec<_> = ranges.iter().filter(|r| r.start < r.end).cloned().collect();
+    sorted.sort_by_key(|r| (r.start, r.end));
+    let merged = merge(sorted, GAP_BYTES);
+    if merged.len() <= REQUESTS_WANTED {
+        merged
+    } else {
+        merge(merged, GAP_BYTES_MAX)
+    }
+}
+
+fn merge(sorted: Vec<Range<u64>>, gap_bytes: u64) -> Vec<Range<u64>> {
+    let mut out: Vec<Range<u64>> = Vec::new();
+    for range in sorted {
+        match out.last_mut() {
+            Some(last) if range.start <= last.end.saturating_add(gap_bytes) => last.end = last.end.max(range.end),
+            _ => out.push(range),
+        }
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn near_ranges_become_one_request() {
+        let mib = 1 << 20;
+        assert_eq!(coalesce(&[10..20, 0..5, 20..20]), vec![0..20]);
+        assert_eq!(coalesce(&[0..1, 4 * mib..5 * mib]), vec![0..1, 4 * mib..5 * mib]);
+        let three = [0..1, 4 * mib..5 * mib, 9 * mib..10 * mib];
+        assert_eq!(
+            coalesce(&three),
+            vec![0..10 * mib],
+            "gaps that cost less than a third request are read"
+        );
+        let far = [0..1, 100 * mib..101 * mib, 300 * mib..301 * mib];
+        assert_eq!(coalesce(&far).len(), 3);
+    }
+
+    #[test]
+    fn names_show_no_secrets() {
+        assert_eq!(display_name("file:///a/b%20c.parquet"), "/a/b c.parquet");
+        assert_eq!(display_name("https://u:p@h/x.jsonl?sig=1"), "https://h/x.jsonl");
+        assert_eq!(display_name("s3://b/k"), "s3://b/k");
+    }
+
+    #[tokio::test]
+    async fn a_changed_file_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("in put.jsonl");
+        std::fs::write(&path, b"0123456789").unwrap();
+        let location = Location::parse(path.to_str().unwrap(), FsPath::new("/")).unwrap();
+        let meta = object_store::ObjectStoreExt::head(location.store.as_ref(), &location.path)
+            .await
+            .unwrap();
+        let file = InputFile {
+            url: location.url.to_string(),
+            format: super::super::plan::Format::Jsonl,
+            size: 10,
+            etag: meta.e_tag,
+            version: None,
+            rows: 1,
+        };
+        let pinned = PinnedFile::open(&file).unwrap();
+        assert_eq!(&pinned.bytes(2..5).await.unwrap()[..], b"234");
+        let parts = pinned.ranges(&[8..10, 0..1]).await.unwrap();
+        assert_eq!((&parts[0][..], &parts[1][..]), (&b"89"[..], &b"0"[..]));
+        let streamed: Vec<Bytes> = pinned.stream(1..9).await.unwrap().try_collect().await.unwrap();
+        assert_eq!(streamed.concat(), b"12345678");
+        std::fs::write(&path, b"0123456780").unwrap();
+        let touched = std::time::SystemTime::now() + std::time::Duration::from_secs(5);
+        std::fs::File::options()
+            .write(true)
+            .open(&path)
+            .unwrap()
+            .set_modified(touched)
+            .unwrap();
+        let error = pinned.bytes(0..1).await.unwrap_err();
+        assert!(
+            matches!(&error, DatasetError::InputChanged { file, .. } if file.ends_with("in put.jsonl")),
+            "{error}"
+        );
+        std::fs::remove_file(&path).unwrap();
+        assert!(matches!(
+            pinned.bytes(0..1).await,
+            Err(DatasetError::InputChanged { .. })
+        ));
+    }
+}
