@@ -11,7 +11,10 @@ async fn the_local_queue() {
 
 #[tokio::test]
 async fn the_local_queue_counts_what_is_not_acknowledged() {
-    let queue = LocalQueue::new([gristmill::queue::Message::new("a", 0), gristmill::queue::Message::new("a", 1)]);
+    let queue = LocalQueue::new([
+        gristmill::queue::Message::new("a", 0),
+        gristmill::queue::Message::new("a", 1),
+    ]);
     let delivery = queue.receive(std::time::Duration::ZERO).await.unwrap().unwrap();
     assert_eq!(queue.unacknowledged(), 2);
     queue.acknowledge(&delivery).await.unwrap();

@@ -77,15 +77,27 @@ pub fn narrowing(attempts: &[AttemptView], uncovered: &RowSet) -> Narrowing {
     let accused = struck[TRY_ROWS.len()].clone();
     let free = uncovered.difference(&struck[0]);
     if !free.is_empty() {
-        return Narrowing { accused, next: free, rows_per_try: None };
+        return Narrowing {
+            accused,
+            next: free,
+            rows_per_try: None,
+        };
     }
     for (level, &limit) in TRY_ROWS.iter().enumerate() {
         let rows = uncovered.intersection(&struck[level]).difference(&struck[level + 1]);
         if !rows.is_empty() {
-            return Narrowing { accused, next: rows.first(limit), rows_per_try: Some(limit) };
+            return Narrowing {
+                accused,
+                next: rows.first(limit),
+                rows_per_try: Some(limit),
+            };
         }
     }
-    Narrowing { accused, next: RowSet::new(), rows_per_try: None }
+    Narrowing {
+        accused,
+        next: RowSet::new(),
+        rows_per_try: None,
+    }
 }
 
 #[cfg(test)]
@@ -95,7 +107,13 @@ mod tests {
     use super::*;
 
     fn attempt(rows: RowSet, alone: bool, ended: bool) -> AttemptView {
-        AttemptView { attempt: Id::random().unwrap(), worker: "w".into(), rows, alone, ended }
+        AttemptView {
+            attempt: Id::random().unwrap(),
+            worker: "w".into(),
+            rows,
+            alone,
+            ended,
+        }
     }
 
     #[test]
@@ -107,7 +125,10 @@ mod tests {
         loop {
             let plan = narrowing(&attempts, &uncovered);
             if !plan.accused.is_empty() {
-                assert_eq!((plan.accused, uncovered), (RowSet::from_range(0..1), RowSet::from_range(0..16)));
+                assert_eq!(
+                    (plan.accused, uncovered),
+                    (RowSet::from_range(0..1), RowSet::from_range(0..16))
+                );
                 break;
             }
             let dies = plan.next.contains(0);
@@ -128,7 +149,14 @@ mod tests {
         assert!(narrowing(&in_company, &row).accused.is_empty());
         assert_eq!(narrowing(&in_company, &row).rows_per_try, Some(1));
         let ended = vec![attempt(row.clone(), true, true); 5];
-        assert_eq!(narrowing(&ended, &row), Narrowing { accused: RowSet::new(), next: row, rows_per_try: None });
+        assert_eq!(
+            narrowing(&ended, &row),
+            Narrowing {
+                accused: RowSet::new(),
+                next: row,
+                rows_per_try: None
+            }
+        );
     }
 
     proptest! {

@@ -33,16 +33,25 @@ pub struct Spent {
 impl Ledger {
     /// Reads the control log.
     pub async fn control(&self) -> Result<Control> {
-        let mut control = Control { ledger: self.clone(), orders: Vec::new() };
+        let mut control = Control {
+            ledger: self.clone(),
+            orders: Vec::new(),
+        };
         control.refresh().await?;
         Ok(control)
     }
 
     /// Writes this worker's spending on the job: cumulative device seconds over all its shards.
     pub async fn write_spend(&self, worker: &str, device_seconds: f64) -> Result<()> {
-        let spend = Spend { v: VERSION, worker: worker.to_string(), device_seconds };
+        let spend = Spend {
+            v: VERSION,
+            worker: worker.to_string(),
+            device_seconds,
+        };
         if !is_worker_name(worker) || !device_seconds.is_finite() || device_seconds < 0.0 {
-            return Err(LedgerError::stop(format!("worker `{worker}` cannot have spent {device_seconds} seconds")));
+            return Err(LedgerError::stop(format!(
+                "worker `{worker}` cannot have spent {device_seconds} seconds"
+            )));
         }
         self.store().replace(&self.keys().spend(worker), encode(&spend)?).await
     }
@@ -94,8 +103,13 @@ impl Control {
     pub async fn give(&mut self, order: Order) -> Result<bool> {
         let index = self.orders.len() as u32;
         let key = self.ledger.keys().control(index);
-        let record =
-            ControlRecord { v: VERSION, job: self.ledger.job().job.clone(), index, nonce: Id::random()?, order };
+        let record = ControlRecord {
+            v: VERSION,
+            job: self.ledger.job().job.clone(),
+            index,
+            nonce: Id::random()?,
+            order,
+        };
         match self.ledger.store().create(&key, encode(&record)?).await? {
             Created::Ours => {
                 self.orders.push(record.order);

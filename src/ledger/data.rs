@@ -38,10 +38,19 @@ pub(super) fn select(batch: &RecordBatch, keep: &RowSet) -> Result<RecordBatch, 
 pub(super) fn tally(batch: &RecordBatch, counts: &RowSet) -> Result<Tally, String> {
     let rows = rows_of(batch)?;
     let status = column(batch, "status")?;
-    let status = status.as_any().downcast_ref::<StringArray>().ok_or("column `status` is not utf8")?;
+    let status = status
+        .as_any()
+        .downcast_ref::<StringArray>()
+        .ok_or("column `status` is not utf8")?;
     let (prompt, cached) = (int64(batch, "prompt_tokens")?, int64(batch, "cached_tokens")?);
     let completion = int64(batch, "completion_tokens")?;
-    let at = |column: &Int64Array, i: usize| if column.is_null(i) { 0 } else { column.value(i).max(0) as u64 };
+    let at = |column: &Int64Array, i: usize| {
+        if column.is_null(i) {
+            0
+        } else {
+            column.value(i).max(0) as u64
+        }
+    };
     let mut out = Tally::default();
     for (i, _) in rows.iter().enumerate().filter(|(_, row)| counts.contains(**row)) {
         let word = if status.is_null(i) { "" } else { status.value(i) };
@@ -58,7 +67,9 @@ pub(super) fn tally(batch: &RecordBatch, counts: &RowSet) -> Result<Tally, Strin
 pub(super) fn encode(batch: &RecordBatch) -> Result<Bytes, String> {
     let text = |error: parquet::errors::ParquetError| error.to_string();
     let level = ZstdLevel::try_new(1).map_err(text)?;
-    let properties = WriterProperties::builder().set_compression(Compression::ZSTD(level)).build();
+    let properties = WriterProperties::builder()
+        .set_compression(Compression::ZSTD(level))
+        .build();
     let mut writer = ArrowWriter::try_new(Vec::new(), batch.schema(), Some(properties)).map_err(text)?;
     writer.write(batch).map_err(text)?;
     writer.into_inner().map(Bytes::from).map_err(text)
@@ -68,8 +79,13 @@ pub(super) fn encode(batch: &RecordBatch) -> Result<Bytes, String> {
 pub(super) fn decode(bytes: Bytes) -> Result<RecordBatch, String> {
     let builder = ParquetRecordBatchReaderBuilder::try_new(bytes).map_err(|error| error.to_string())?;
     let schema = builder.schema().clone();
-    let reader = builder.with_batch_size(PART_BATCH_ROWS).build().map_err(|error| error.to_string())?;
-    let batches = reader.collect::<Result<Vec<_>, _>>().map_err(|error| error.to_string())?;
+    let reader = builder
+        .with_batch_size(PART_BATCH_ROWS)
+        .build()
+        .map_err(|error| error.to_string())?;
+    let batches = reader
+        .collect::<Result<Vec<_>, _>>()
+        .map_err(|error| error.to_string())?;
     concat_batches(&schema, &batches).map_err(|error| error.to_string())
 }
 
@@ -83,17 +99,27 @@ pub(super) fn merge(sources: &[(RecordBatch, RowSet)], want: std::ops::Range<u64
             return Err("its data objects differ in their columns".into());
         }
         let mut seen = 0;
-        for (i, row) in rows_of(batch)?.into_iter().enumerate().filter(|(_, row)| counts.contains(*row)) {
+        for (i, row) in rows_of(batch)?
+            .into_iter()
+            .enumerate()
+            .filter(|(_, row)| counts.contains(*row))
+        {
             places.push((row, source, i));
             seen += 1;
         }
         if seen != counts.len() {
-            return Err(format!("a data object holds {seen} of the {} rows that count in it", counts.len()));
+            return Err(format!(
+                "a data object holds {seen} of the {} rows that count in it",
+                counts.len()
+            ));
         }
     }
     places.sort_unstable();
     if !places.iter().map(|place| place.0).eq(want.clone()) {
-        return Err(format!("the rows that count are not rows {} to {} once each", want.start, want.end));
+        return Err(format!(
+            "the rows that count are not rows {} to {} once each",
+            want.start, want.end
+        ));
     }
     let batches: Vec<&RecordBatch> = sources.iter().map(|(batch, _)| batch).collect();
     let mut out = Vec::new();
@@ -105,9 +131,14 @@ pub(super) fn merge(sources: &[(RecordBatch, RowSet)], want: std::ops::Range<u64
 }
 
 fn column<'a>(batch: &'a RecordBatch, name: &str) -> Result<&'a arrow::array::ArrayRef, String> {
-    batch.column_by_name(name).ok_or_else(|| format!("column `{name}` is missing"))
+    batch
+        .column_by_name(name)
+        .ok_or_else(|| format!("column `{name}` is missing"))
 }
 
 fn int64<'a>(batch: &'a RecordBatch, name: &str) -> Result<&'a Int64Array, String> {
-    column(batch, name)?.as_any().downcast_ref().ok_or_else(|| format!("column `{name}` is not int64"))
+    column(batch, name)?
+        .as_any()
+        .downcast_ref()
+        .ok_or_else(|| format!("column `{name}` is not int64"))
 }

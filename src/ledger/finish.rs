@@ -19,7 +19,9 @@ pub(super) const READS_AT_ONCE: usize = 16;
 impl Ledger {
     /// The result of a finished job.
     pub async fn success(&self) -> Result<Option<Success>> {
-        let Some(success) = read::<Success>(self.store(), SUCCESS).await? else { return Ok(None) };
+        let Some(success) = read::<Success>(self.store(), SUCCESS).await? else {
+            return Ok(None);
+        };
         if success.job == self.job().job {
             return Ok(Some(success));
         }
@@ -69,7 +71,9 @@ impl Ledger {
 
     /// The shards of a block.
     pub(super) fn block_shards(&self, block: u32) -> std::ops::Range<u32> {
-        let end = (block + 1).saturating_mul(SHARDS_PER_BLOCK).min(self.job().shards.len() as u32);
+        let end = (block + 1)
+            .saturating_mul(SHARDS_PER_BLOCK)
+            .min(self.job().shards.len() as u32);
         block * SHARDS_PER_BLOCK..end
     }
 
@@ -77,14 +81,19 @@ impl Ledger {
     pub(super) async fn committed_shards(&self, block: u32) -> Result<BTreeSet<u32>> {
         let listed = self.store().list(&self.keys().commits(block)).await?;
         let keys: BTreeSet<String> = listed.into_iter().map(|object| object.key).collect();
-        Ok(self.block_shards(block).filter(|&shard| keys.contains(&self.keys().commit(shard))).collect())
+        Ok(self
+            .block_shards(block)
+            .filter(|&shard| keys.contains(&self.keys().commit(shard)))
+            .collect())
     }
 
     /// The blocks that have a digest.
     pub(super) async fn closed_blocks(&self) -> Result<BTreeSet<u32>> {
         let listed = self.store().list(&self.keys().digests()).await?;
         let keys: BTreeSet<String> = listed.into_iter().map(|object| object.key).collect();
-        Ok((0..self.blocks()).filter(|&block| keys.contains(&self.keys().digest(block))).collect())
+        Ok((0..self.blocks())
+            .filter(|&block| keys.contains(&self.keys().digest(block)))
+            .collect())
     }
 
     /// Reads the commits of `shards`, which all have one.
@@ -108,7 +117,13 @@ impl Ledger {
     async fn close_block(&self, block: u32) -> Result<()> {
         let commits = self.read_commits(self.block_shards(block)).await?;
         let tally = sum(&commits);
-        let digest = Digest { v: VERSION, job: self.job().job.clone(), block, commits, tally };
+        let digest = Digest {
+            v: VERSION,
+            job: self.job().job.clone(),
+            block,
+            commits,
+            tally,
+        };
         let key = self.keys().digest(block);
         match self.store().create(&key, encode(&digest)?).await? {
             Created::Ours => Ok(()),
@@ -132,13 +147,17 @@ impl Ledger {
         let fits = digest.job == self.job().job
             && digest.block == block
             && commits.len() == shards.len()
-            && shards.zip(commits).all(|(shard, commit)| self.check_commit(commit, shard).is_ok())
+            && shards
+                .zip(commits)
+                .all(|(shard, commit)| self.check_commit(commit, shard).is_ok())
             && digest.tally == sum(commits);
         if fits {
             return Ok(());
         }
         let address = self.store().address(&self.keys().digest(block));
-        Err(LedgerError::damaged(format!("`{address}` is no digest of block {block}")))
+        Err(LedgerError::damaged(format!(
+            "`{address}` is no digest of block {block}"
+        )))
     }
 
     /// All commits of a job whose every block is closed, block by block, in the order of shards.
@@ -154,7 +173,12 @@ impl Ledger {
                 hash.add(&commit);
             }
         }
-        let seconds = self.spends().await?.iter().map(|spend| spend.device_seconds).sum::<f64>();
+        let seconds = self
+            .spends()
+            .await?
+            .iter()
+            .map(|spend| spend.device_seconds)
+            .sum::<f64>();
         let (job, id) = (self.job(), &self.job().identity);
         let success = Success {
             v: VERSION,
@@ -205,7 +229,10 @@ pub(super) struct PartsHash {
 impl PartsHash {
     pub(super) fn add(&mut self, commit: &Commit) {
         use sha2::Digest as _;
-        self.lines.update(format!("{} {} {}\n", commit.part.name, commit.part.size, commit.part.sha256));
+        self.lines.update(format!(
+            "{} {} {}\n",
+            commit.part.name, commit.part.size, commit.part.sha256
+        ));
     }
 
     pub(super) fn finish(self) -> String {

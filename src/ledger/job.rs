@@ -12,7 +12,7 @@ use super::record::{Record, VERSION, decode, encode};
 use super::store::{Created, Store};
 use super::{Inner, Ledger};
 use crate::dataset::location::Location;
-use crate::dataset::plan::{InputFile, Shard};
+use crate::dataset::plan::{InputFile, Segment, Shard};
 
 /// A job record of a million shards has about 150 MB.
 const MAX_JOB_BYTES: u64 = 512 << 20;
@@ -77,13 +77,21 @@ impl JobRecord {
     /// The seed of a job that names none: the first 8 bytes (little-endian) of SHA-256("gristmill seed " + job id).
     pub fn seed(&self) -> u64 {
         let digest = sha2::Sha256::digest(format!("gristmill seed {}", self.job));
-        digest.iter().take(8).rev().fold(0, |seed, &byte| seed << 8 | u64::from(byte))
+        digest
+            .iter()
+            .take(8)
+            .rev()
+            .fold(0, |seed, &byte| seed << 8 | u64::from(byte))
     }
 
     /// The shard table's entry; an index that it lacks is an error (it may come from a message).
     pub fn shard(&self, shard: u32) -> Result<&Shard> {
         self.shards.get(shard as usize).ok_or_else(|| {
-            LedgerError::damaged(format!("job `{}` has {} shards, none is number {shard}", self.name, self.shards.len()))
+            LedgerError::damaged(format!(
+                "job `{}` has {} shards, none is number {shard}",
+                self.name,
+                self.shards.len()
+            ))
         })
     }
 
@@ -101,7 +109,9 @@ impl JobRecord {
             inputs: draft.inputs,
             shards: draft.shards,
         };
-        record.check().map_err(|why| LedgerError::stop(format!("cannot plan job `{}`: {why}", record.name)))?;
+        record
+            .check()
+            .map_err(|why| LedgerError::stop(format!("cannot plan job `{}`: {why}", record.name)))?;
         Ok(record)
     }
 }
@@ -111,24 +121,43 @@ impl Record for JobRecord {
 
     fn check(&self) -> Result<(), String> {
         if !matches!(self.part_extension.as_str(), "parquet" | "jsonl") {
-            return Err(format!("`part_extension` is `{}`, not `parquet` or `jsonl`", self.part_extension));
+            return Err(format!(
+                "`part_extension` is `{}`, not `parquet` or `jsonl`",
+                self.part_extension
+            ));
         }
         if self.usd_per_hour.is_some_and(|price| !price.is_finite() || price < 0.0) {
             return Err("`usd_per_hour` is not a price".into());
         }
         if self.shards.len() > MAX_SHARDS {
-            return Err(format!("{} shards, more than {MAX_SHARDS}: give `shards.rows` a larger value", self.shards.len()));
+            return Err(format!(
+                "{} shards, more than {MAX_SHARDS}: give `shards.rows` a larger value",
+                self.shards.len()
+            ));
         }
         let mut next_row = 0u64;
         for (number, shard) in self.shards.iter().enumerate() {
-            let rows = shard.segments.iter().try_fold(0u64, |sum, segment| sum.checked_add(segment.rows));
+            let rows = shard
+                .segments
+                .iter()
+                .try_fold(0u64, |sum, segment| sum.checked_add(segment.rows));
             if shard.first_row != next_row || shard.rows == 0 || rows != Some(shard.rows) {
                 return Err(format!("shard {number} does not continue the rows before it"));
             }
-            if shard.segments.iter().any(|segment| segment.input as usize >= self.inputs.len()) {
-                return Err(format!("shard {number} names an input that the job does not have"));
+            let outside = |segment: &Segment| match self.inputs.get(segment.input as usize) {
+                Some(input) => segment
+                    .first_row
+                    .checked_add(segment.rows)
+                    .is_none_or(|end| end > input.rows),
+                None => true,
+            };
+            if shard.segments.iter().any(outside) {
+                return Err(format!("shard {number} names rows that no input of the job has"));
             }
-            next_row = next_row.checked_add(shard.rows).filter(|&end| end <= i64::MAX as u64).ok_or("too many rows")?;
+            next_row = next_row
+                .checked_add(shard.rows)
+                .filter(|&end| end <= i64::MAX as u64)
+                .ok_or("too many rows")?;
         }
         Ok(())
     }
@@ -151,7 +180,13 @@ impl Ledger {
     fn from_bytes(store: Store, bytes: &[u8], created_at: DateTime<Utc>) -> Result<Ledger> {
         let job: JobRecord = decode(&store, JOB, bytes)?;
         let keys = Keys::new(&job.job, job.shards.len() as u32, &job.part_extension);
-        let inner = Inner { store, keys, job, job_sha256: sha256(bytes), created_at };
+        let inner = Inner {
+            store,
+            keys,
+            job,
+            job_sha256: sha256(bytes),
+            created_at,
+        };
         Ok(Ledger { inner: Arc::new(inner) })
     }
 
@@ -208,8 +243,16 @@ impl Ledger {
         }
         let was_is = [
             ("model", Some(&job.identity.model_hash), Some(&identity.model_hash)),
-            ("tokenizer", Some(&job.identity.tokenizer_hash), Some(&identity.tokenizer_hash)),
-            ("chat template", job.identity.template_hash.as_ref(), identity.template_hash.as_ref()),
+            (
+                "tokenizer",
+                Some(&job.identity.tokenizer_hash),
+                Some(&identity.tokenizer_hash),
+            ),
+            (
+                "chat template",
+                job.identity.template_hash.as_ref(),
+                identity.template_hash.as_ref(),
+            ),
             ("precision", Some(&job.identity.precision), Some(&identity.precision)),
         ];
         match was_is.into_iter().find(|(_, was, is)| was != is) {

@@ -43,7 +43,11 @@ impl TryFrom<String> for Id {
 
     fn try_from(text: String) -> Result<Id, String> {
         let hex = text.len() == ID_DIGITS && text.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
-        if hex { Ok(Id(text)) } else { Err(format!("an id is {ID_DIGITS} lower-case hex digits")) }
+        if hex {
+            Ok(Id(text))
+        } else {
+            Err(format!("an id is {ID_DIGITS} lower-case hex digits"))
+        }
     }
 }
 
@@ -72,7 +76,10 @@ pub fn sha256(bytes: &[u8]) -> String {
 
 /// Whether `text` may be a worker's name: it becomes part of a key.
 pub(crate) fn is_worker_name(text: &str) -> bool {
-    (1..=64).contains(&text.len()) && text.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-' || b == b'_')
+    (1..=64).contains(&text.len())
+        && text
+            .bytes()
+            .all(|b| b.is_ascii_alphanumeric() || b == b'-' || b == b'_')
 }
 
 /// The keys of one job.
@@ -88,7 +95,11 @@ impl Keys {
     pub fn new(job: &Id, shards: u32, part_extension: &str) -> Keys {
         // Names of one job have one width, so that sorting names is sorting rows.
         let part_digits = shards.saturating_sub(1).to_string().len().max(5);
-        Keys { home: format!("_gristmill/{job}"), part_digits, part_extension: part_extension.to_string() }
+        Keys {
+            home: format!("_gristmill/{job}"),
+            part_digits,
+            part_extension: part_extension.to_string(),
+        }
     }
 
     /// `part-00042.parquet`
@@ -182,8 +193,14 @@ mod tests {
         let job = Id::try_from("0123456789abcdef0123".to_string()).unwrap();
         let keys = Keys::new(&job, 43, "parquet");
         assert_eq!(keys.part(42), "part-00042.parquet");
-        assert_eq!(keys.log(42, 0), "_gristmill/0123456789abcdef0123/shards/000042/log/000000.json");
-        assert_eq!(keys.commit(142), "_gristmill/0123456789abcdef0123/commits/000001/000142.json");
+        assert_eq!(
+            keys.log(42, 0),
+            "_gristmill/0123456789abcdef0123/shards/000042/log/000000.json"
+        );
+        assert_eq!(
+            keys.commit(142),
+            "_gristmill/0123456789abcdef0123/commits/000001/000142.json"
+        );
         assert_eq!(keys.control(0), "_gristmill/0123456789abcdef0123/control/000.json");
     }
 
@@ -195,12 +212,23 @@ mod tests {
 
     #[test]
     fn foreign_names_cannot_leave_their_folder() {
-        for bad in ["", "../../etc", "0123456789ABCDEF0123", "0123456789abcdef012/", "0123456789abcdef01234"] {
+        for bad in [
+            "",
+            "../../etc",
+            "0123456789ABCDEF0123",
+            "0123456789abcdef012/",
+            "0123456789abcdef01234",
+        ] {
             assert!(Id::try_from(bad.to_string()).is_err(), "{bad}");
         }
         let good = Keys::data_name(&Id::random().unwrap(), 7);
         assert!(Keys::is_data_name(&good));
-        for bad in ["../x-1.parquet", "0123456789abcdef0123-+1.parquet", "0123456789abcdef0123-1.parquet/../x", "a-1"] {
+        for bad in [
+            "../x-1.parquet",
+            "0123456789abcdef0123-+1.parquet",
+            "0123456789abcdef0123-1.parquet/../x",
+            "a-1",
+        ] {
             assert!(!Keys::is_data_name(bad), "{bad}");
         }
         assert!(is_worker_name("host-1_a") && !is_worker_name("a/b") && !is_worker_name("..") && !is_worker_name(""));

@@ -29,7 +29,7 @@ pub enum ShardState {
     /// Done; the finish check has run.
     Committed(Commit),
     /// Rows are missing, or the part is.
-    Open(ShardLog),
+    Open(Box<ShardLog>),
 }
 
 /// The log of one uncommitted shard, and this worker's place in it.
@@ -65,7 +65,7 @@ impl Ledger {
             self.finish_check(Some(shard)).await?;
             return Ok(ShardState::Committed(commit));
         }
-        ShardLog::load(self, shard).await.map(ShardState::Open)
+        ShardLog::load(self, shard).await.map(|log| ShardState::Open(Box::new(log)))
     }
 
     /// Whether the shard is done.
@@ -99,18 +99,29 @@ impl ShardLog {
         let found = ledger.store().list(&prefix).await?;
         let below = |folder: &str| -> Vec<String> {
             let start = format!("{prefix}/{folder}/");
-            found.iter().filter_map(|object| object.key.strip_prefix(&start)).map(str::to_string).collect()
+            found
+                .iter()
+                .filter_map(|object| object.key.strip_prefix(&start))
+                .map(str::to_string)
+                .collect()
         };
         // The listing is a hint of how many records there are; truth is what stands at each index, without a gap.
         let listed = below("log").len();
         if listed > MAX_RECORDS {
-            return Err(LedgerError::damaged(format!("shard {shard} has {listed} log records, more than {MAX_RECORDS}")));
+            return Err(LedgerError::damaged(format!(
+                "shard {shard} has {listed} log records, more than {MAX_RECORDS}"
+            )));
         }
         while log.records.len() < listed {
             let key = ledger.keys().log(shard, log.next_index());
             match read::<LogRecord>(ledger.store(), &key).await? {
                 Some(record) => log.take(record)?,
-                None => return Err(LedgerError::damaged(format!("`{}` is missing", ledger.store().address(&key)))),
+                None => {
+                    return Err(LedgerError::damaged(format!(
+                        "`{}` is missing",
+                        ledger.store().address(&key)
+                    )));
+                }
             }
         }
         log.attempts = log.read_attempts(&below("attempts")).await?;
@@ -122,12 +133,28 @@ impl ShardLog {
         let mut out = Vec::new();
         for name in names.iter().filter(|name| !name.ends_with(".end.json")) {
             // What ended cleanly tells nothing about poison: not worth a request.
-            let id = name.strip_suffix(".json").and_then(|id| Id::try_from(id.to_string()).ok());
-            let Some(id) = id.filter(|id| !ended.contains(id.as_str())) else { continue };
+            let id = name
+                .strip_suffix(".json")
+                .and_then(|id| Id::try_from(id.to_string()).ok());
+            let Some(id) = id.filter(|id| !ended.contains(id.as_str())) else {
+                continue;
+            };
             let key = self.ledger.keys().attempt(self.shard, &id);
             if let Some(record) = read::<AttemptRecord>(self.ledger.store(), &key).await? {
-                let AttemptRecord { attempt, worker, rows, alone, .. } = record;
-                out.push(AttemptView { attempt, worker, rows, alone, ended: false });
+                let AttemptRecord {
+                    attempt,
+                    worker,
+                    rows,
+                    alone,
+                    ..
+                } = record;
+                out.push(AttemptView {
+                    attempt,
+                    worker,
+                    rows,
+                    alone,
+                    ended: false,
+                });
             }
         }
         Ok(out)
@@ -181,7 +208,9 @@ impl ShardLog {
     /// `worker` is 1 to 64 letters, digits, `-` and `_`; `alone`: nothing else is on the device meanwhile.
     pub async fn begin(&mut self, worker: &str, rows: &RowSet, alone: bool) -> Result<Id> {
         if !is_worker_name(worker) {
-            return Err(LedgerError::stop(format!("`{worker}` cannot be a worker's name: letters, digits, `-`, `_`")));
+            return Err(LedgerError::stop(format!(
+                "`{worker}` cannot be a worker's name: letters, digits, `-`, `_`"
+            )));
         }
         let attempt = Id::random()?;
         let record = AttemptRecord {
@@ -195,7 +224,13 @@ impl ShardLog {
         };
         let key = self.ledger.keys().attempt(self.shard, &attempt);
         self.create_own(&key, encode(&record)?).await?;
-        let view = AttemptView { attempt: attempt.clone(), worker: record.worker, rows: record.rows, alone, ended: false };
+        let view = AttemptView {
+            attempt: attempt.clone(),
+            worker: record.worker,
+            rows: record.rows,
+            alone,
+            ended: false,
+        };
         self.attempts.push(view);
         self.attempt = attempt.clone();
         self.data_objects = 0;
@@ -204,7 +239,10 @@ impl ShardLog {
 
     /// Writes down that the attempt ended cleanly, finished or not.
     pub async fn end(&mut self, attempt: &Id) -> Result<()> {
-        let record = AttemptEnd { v: VERSION, attempt: attempt.clone() };
+        let record = AttemptEnd {
+            v: VERSION,
+            attempt: attempt.clone(),
+        };
         let key = self.ledger.keys().attempt_end(self.shard, attempt);
         self.ledger.store().create(&key, encode(&record)?).await?;
         for view in self.attempts.iter_mut().filter(|view| view.attempt == *attempt) {
@@ -282,7 +320,13 @@ impl ShardLog {
             return Ok(None);
         }
         let tally = data::tally(&batch, &counts).map_err(|why| self.bad_batch(&why))?;
-        let record = LogRecord { index: self.next_index(), nonce: Id::random()?, counts, tally, ..lost };
+        let record = LogRecord {
+            index: self.next_index(),
+            nonce: Id::random()?,
+            counts,
+            tally,
+            ..lost
+        };
         Ok(Some(Pending { record, batch }))
     }
 
@@ -293,7 +337,11 @@ impl ShardLog {
         self.data_objects += 1;
         let key = self.ledger.keys().data(self.shard, &name);
         self.create_own(&key, bytes.clone()).await?;
-        let object = DataObject { name: name.clone(), size: bytes.len() as u64, sha256: sha256(&bytes) };
+        let object = DataObject {
+            name: name.clone(),
+            size: bytes.len() as u64,
+            sha256: sha256(&bytes),
+        };
         if self.kept.values().map(Bytes::len).sum::<usize>() + bytes.len() <= KEPT_BYTES_MAX {
             self.kept.insert(name, bytes);
         }
@@ -315,10 +363,16 @@ impl ShardLog {
     fn take(&mut self, record: LogRecord) -> Result<()> {
         let key = self.ledger.keys().log(self.shard, self.next_index());
         let wrong = |why: String| {
-            LedgerError::damaged(format!("`{}` is no record of this log: {why}", self.ledger.store().address(&key)))
+            LedgerError::damaged(format!(
+                "`{}` is no record of this log: {why}",
+                self.ledger.store().address(&key)
+            ))
         };
         if record.job != self.ledger.job().job || record.shard != self.shard || record.index != self.next_index() {
-            return Err(wrong(format!("it names job {}, shard {}, index {}", record.job, record.shard, record.index)));
+            return Err(wrong(format!(
+                "it names job {}, shard {}, index {}",
+                record.job, record.shard, record.index
+            )));
         }
         let outside = record.counts.difference(&RowSet::from_range(self.rows()));
         let twice = record.counts.intersection(&self.covered);
@@ -335,7 +389,10 @@ impl ShardLog {
     }
 
     fn bad_batch(&self, why: &str) -> LedgerError {
-        LedgerError::damaged(format!("shard {}: a batch of finished rows cannot be logged: {why}", self.shard))
+        LedgerError::damaged(format!(
+            "shard {}: a batch of finished rows cannot be logged: {why}",
+            self.shard
+        ))
     }
 
     /// The data objects of the log with the rows that count in each, verified against their records.
@@ -356,7 +413,9 @@ impl ShardLog {
             };
             let bytes = bytes.ok_or_else(|| LedgerError::damaged(format!("`{address}` is missing")))?;
             if bytes.len() as u64 != object.size || sha256(&bytes) != object.sha256 {
-                return Err(LedgerError::damaged(format!("`{address}` is not what its log record names")));
+                return Err(LedgerError::damaged(format!(
+                    "`{address}` is not what its log record names"
+                )));
             }
             let batch = data::decode(bytes).map_err(|why| LedgerError::damaged(format!("`{address}`: {why}")))?;
             out.push((batch, rows));

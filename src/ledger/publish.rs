@@ -45,9 +45,14 @@ impl Ledger {
     pub(super) async fn commit_of(&self, shard: u32) -> Result<Option<Commit>> {
         self.job().shard(shard)?;
         let key = self.keys().commit(shard);
-        let Some(commit) = read::<Commit>(self.store(), &key).await? else { return Ok(None) };
+        let Some(commit) = read::<Commit>(self.store(), &key).await? else {
+            return Ok(None);
+        };
         self.check_commit(&commit, shard).map_err(|why| {
-            LedgerError::damaged(format!("`{}` is no commit of shard {shard}: {why}", self.store().address(&key)))
+            LedgerError::damaged(format!(
+                "`{}` is no commit of shard {shard}: {why}",
+                self.store().address(&key)
+            ))
         })?;
         Ok(Some(commit))
     }
@@ -72,16 +77,25 @@ impl Ledger {
         let rows = self.job().shard(shard).map_err(|error| error.to_string())?.rows;
         if self.job().part_extension == "jsonl" {
             let lines = bytes.split(|&b| b == b'\n').filter(|line| !line.is_empty()).count() as u64;
-            return if lines == rows { Ok(()) } else { Err(format!("it has {lines} lines, the shard {rows} rows")) };
+            return if lines == rows {
+                Ok(())
+            } else {
+                Err(format!("it has {lines} lines, the shard {rows} rows"))
+            };
         }
         let origin = part_origin(bytes)?;
-        if origin.job.as_deref() != Some(self.job().job.as_str()) || origin.shard.as_deref() != Some(&shard.to_string()) {
+        if origin.job.as_deref() != Some(self.job().job.as_str()) || origin.shard.as_deref() != Some(&shard.to_string())
+        {
             return Err(match (origin.job, origin.shard) {
                 (Some(job), Some(shard)) => format!("it is shard {shard} of job {job}"),
                 _ => "gristmill did not write it".into(),
             });
         }
-        if origin.rows == rows { Ok(()) } else { Err(format!("it has {} rows, the shard {rows}", origin.rows)) }
+        if origin.rows == rows {
+            Ok(())
+        } else {
+            Err(format!("it has {} rows, the shard {rows}", origin.rows))
+        }
     }
 }
 
@@ -99,9 +113,16 @@ pub(super) fn part_origin(bytes: &Bytes) -> Result<PartOrigin, String> {
     let meta = reader.metadata().file_metadata();
     let value = |key: &str| {
         let pairs = meta.key_value_metadata().map_or(&[][..], Vec::as_slice);
-        pairs.iter().find(|pair| pair.key == key).and_then(|pair| pair.value.clone())
+        pairs
+            .iter()
+            .find(|pair| pair.key == key)
+            .and_then(|pair| pair.value.clone())
     };
-    Ok(PartOrigin { job: value(META_JOB), shard: value(META_SHARD), rows: meta.num_rows().max(0) as u64 })
+    Ok(PartOrigin {
+        job: value(META_JOB),
+        shard: value(META_SHARD),
+        rows: meta.num_rows().max(0) as u64,
+    })
 }
 
 impl ShardLog {
@@ -116,7 +137,10 @@ impl ShardLog {
     ) -> Result<Commit> {
         let (ledger, shard) = (&self.ledger, self.shard);
         if !self.is_complete() {
-            return Err(LedgerError::damaged(format!("shard {shard}: rows {} are not logged yet", self.uncovered())));
+            return Err(LedgerError::damaged(format!(
+                "shard {shard}: rows {} are not logged yet",
+                self.uncovered()
+            )));
         }
         let sources = self.counted().await?;
         let damaged = |why: &dyn Display| LedgerError::damaged(format!("shard {shard}: {why}"));
@@ -125,11 +149,19 @@ impl ShardLog {
         let bytes = make_part(&batches, &ledger.provenance(shard)).map_err(|why| damaged(&why))?;
         drop(batches);
         if bytes.len() > PART_BYTES_PLANNED {
-            tracing::warn!("shard {shard}: its part has {} MB; give `shards.rows` a smaller value", bytes.len() >> 20);
+            tracing::warn!(
+                "shard {shard}: its part has {} MB; give `shards.rows` a smaller value",
+                bytes.len() >> 20
+            );
         }
         let part = self.put_part(bytes).await?;
-        let commit =
-            Commit { v: VERSION, job: ledger.job().job.clone(), shard, part: part.clone(), tally: self.tally() };
+        let commit = Commit {
+            v: VERSION,
+            job: ledger.job().job.clone(),
+            shard,
+            part: part.clone(),
+            tally: self.tally(),
+        };
         let key = ledger.keys().commit(shard);
         let commit = match ledger.store().create(&key, encode(&commit)?).await? {
             Created::Ours => commit,
@@ -163,6 +195,10 @@ impl ShardLog {
                 standing
             }
         };
-        Ok(DataObject { name, size: bytes.len() as u64, sha256: sha256(&bytes) })
+        Ok(DataObject {
+            name,
+            size: bytes.len() as u64,
+            sha256: sha256(&bytes),
+        })
     }
 }

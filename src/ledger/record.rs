@@ -44,7 +44,11 @@ pub fn decode<R: Record>(store: &Store, key: &str, bytes: &[u8]) -> Result<R> {
     // The version first: a newer record may differ in everything else.
     let Versioned { v } = serde_json::from_slice(bytes).map_err(|error| damaged(error.to_string()))?;
     if v > u64::from(VERSION) {
-        return Err(LedgerError::Newer { key: store.address(key), found: v, known: VERSION });
+        return Err(LedgerError::Newer {
+            key: store.address(key),
+            found: v,
+            known: VERSION,
+        });
     }
     let record: R = serde_json::from_slice(bytes).map_err(|error| damaged(error.to_string()))?;
     record.check().map_err(damaged)?;
@@ -76,7 +80,9 @@ pub struct Tally {
 impl Tally {
     /// All rows.
     pub fn rows(&self) -> u64 {
-        RowStatus::ALL.iter().fold(0, |sum: u64, &status| sum.saturating_add(self.of(status)))
+        RowStatus::ALL
+            .iter()
+            .fold(0, |sum: u64, &status| sum.saturating_add(self.of(status)))
     }
 
     /// Rows of one status.
@@ -151,7 +157,11 @@ impl Record for LogRecord {
             return Err("`counts` is empty".into());
         }
         if self.tally.rows() != self.counts.len() {
-            return Err(format!("`tally` has {} rows, `counts` has {}", self.tally.rows(), self.counts.len()));
+            return Err(format!(
+                "`tally` has {} rows, `counts` has {}",
+                self.tally.rows(),
+                self.counts.len()
+            ));
         }
         Ok(())
     }
@@ -173,7 +183,11 @@ pub struct AttemptRecord {
 
 impl Record for AttemptRecord {
     fn check(&self) -> Result<(), String> {
-        if super::keys::is_worker_name(&self.worker) { Ok(()) } else { Err("`worker` is not a worker's name".into()) }
+        if super::keys::is_worker_name(&self.worker) {
+            Ok(())
+        } else {
+            Err("`worker` is not a worker's name".into())
+        }
     }
 }
 
@@ -235,7 +249,11 @@ pub struct Success {
 
 impl Record for Success {
     fn check(&self) -> Result<(), String> {
-        if self.tally.rows() == self.rows { Ok(()) } else { Err("the statuses do not add up to `rows`".into()) }
+        if self.tally.rows() == self.rows {
+            Ok(())
+        } else {
+            Err("the statuses do not add up to `rows`".into())
+        }
     }
 }
 
@@ -278,7 +296,10 @@ pub enum Order {
     /// Start no further rows.
     Stop { why: StopWhy },
     /// Go on, within these limits in place of the job's own (`None`: without).
-    Extend { budget_usd: Option<f64>, deadline_seconds: Option<u64> },
+    Extend {
+        budget_usd: Option<f64>,
+        deadline_seconds: Option<u64>,
+    },
 }
 
 /// Why a job was stopped.

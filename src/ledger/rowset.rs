@@ -20,7 +20,13 @@ impl RowSet {
 
     /// The rows of one range.
     pub fn from_range(range: Range<u64>) -> RowSet {
-        RowSet { ranges: if range.is_empty() { Vec::new() } else { vec![(range.start, range.end)] } }
+        RowSet {
+            ranges: if range.is_empty() {
+                Vec::new()
+            } else {
+                vec![(range.start, range.end)]
+            },
+        }
     }
 
     /// The set of `rows`, in any order, repetitions allowed.
@@ -134,7 +140,9 @@ impl TryFrom<Vec<(u64, u64)>> for RowSet {
         let mut previous_end = None;
         for &(start, end) in &ranges {
             if start >= end || previous_end.is_some_and(|previous| start <= previous) {
-                return Err(format!("row ranges are not sorted, disjoint and non-empty at [{start}, {end}]"));
+                return Err(format!(
+                    "row ranges are not sorted, disjoint and non-empty at [{start}, {end}]"
+                ));
             }
             previous_end = Some(end);
         }
@@ -218,7 +226,14 @@ mod tests {
 
     #[test]
     fn foreign_ranges_are_checked() {
-        for bad in ["[[3,3]]", "[[5,4]]", "[[0,2],[2,3]]", "[[4,6],[0,2]]", "[[0,5],[3,9]]", "[[-1,3]]"] {
+        for bad in [
+            "[[3,3]]",
+            "[[5,4]]",
+            "[[0,2],[2,3]]",
+            "[[4,6],[0,2]]",
+            "[[0,5],[3,9]]",
+            "[[-1,3]]",
+        ] {
             assert!(serde_json::from_str::<RowSet>(bad).is_err(), "{bad}");
         }
     }

@@ -66,7 +66,10 @@ impl Ledger {
             state: State::Finished,
             rows: job.rows(),
             tally: Tally::default(),
-            shards: ShardCounts { total, ..ShardCounts::default() },
+            shards: ShardCounts {
+                total,
+                ..ShardCounts::default()
+            },
             seconds: 0.0,
             usd: None,
         };
@@ -113,7 +116,9 @@ impl Ledger {
     async fn add_open(&self, status: &mut Status, uncommitted: Vec<u32>) -> Result<()> {
         let (_, mut begun) = self.store().list_folder(&self.keys().shards()).await?;
         begun.sort();
-        let open = uncommitted.into_iter().filter(|shard| begun.binary_search(&format!("{shard:06}")).is_ok());
+        let open = uncommitted
+            .into_iter()
+            .filter(|shard| begun.binary_search(&format!("{shard:06}")).is_ok());
         let mut logs = futures::stream::iter(open)
             .map(|shard| async move { ShardLog::load(self, shard).await })
             .buffer_unordered(READS_AT_ONCE);

@@ -43,7 +43,11 @@ pub struct Retry {
 impl Default for Retry {
     /// About 13 s in all; remote stores retry each request by themselves below this.
     fn default() -> Retry {
-        Retry { tries: 7, first_delay: Duration::from_millis(200), max_delay: Duration::from_secs(5) }
+        Retry {
+            tries: 7,
+            first_delay: Duration::from_millis(200),
+            max_delay: Duration::from_secs(5),
+        }
     }
 }
 
@@ -112,7 +116,9 @@ impl Store {
             stages: AtomicU64::new(0),
             retry,
         };
-        Ok(Store { shared: Arc::new(shared) })
+        Ok(Store {
+            shared: Arc::new(shared),
+        })
     }
 
     /// The output's address, for messages.
@@ -121,7 +127,8 @@ impl Store {
     }
 
     fn path(&self, key: &str) -> Path {
-        key.split('/').fold(self.shared.root.clone(), |path, part| path.join(part))
+        key.split('/')
+            .fold(self.shared.root.clone(), |path, part| path.join(part))
     }
 
     /// `key` as a person would look it up.
@@ -174,7 +181,11 @@ impl Store {
             match self.get(key, MAX_OBJECT_BYTES).await? {
                 Some(found) => {
                     self.sync_folder_of(key).await?;
-                    return Ok(if found == bytes { Created::Ours } else { Created::Theirs(found) });
+                    return Ok(if found == bytes {
+                        Created::Ours
+                    } else {
+                        Created::Theirs(found)
+                    });
                 }
                 None => match meaning(&error) {
                     Meaning::Lasting(why) => return Err(self.lasting(key, "writing", why, &error)),
@@ -217,14 +228,21 @@ impl Store {
 
     /// Names directly below `prefix` (`""`: the output): objects, and folders that hold objects. Sorted.
     pub async fn list_folder(&self, prefix: &str) -> Result<(Vec<Listed>, Vec<String>)> {
-        let path = if prefix.is_empty() { self.shared.root.clone() } else { self.path(prefix) };
+        let path = if prefix.is_empty() {
+            self.shared.root.clone()
+        } else {
+            self.path(prefix)
+        };
         let (mut objects, mut folders) = self
             .retried(prefix, "listing", || async {
                 match self.shared.inner.list_with_delimiter(Some(&path)).await {
                     Ok(found) => {
                         let objects: Vec<_> = found.objects.iter().filter_map(|meta| self.listed(meta)).collect();
                         let names = |path: &Path| path.filename().map(str::to_string);
-                        Ok((objects, found.common_prefixes.iter().filter_map(names).collect::<Vec<_>>()))
+                        Ok((
+                            objects,
+                            found.common_prefixes.iter().filter_map(names).collect::<Vec<_>>(),
+                        ))
                     }
                     Err(error) if matches!(meaning(&error), Meaning::Missing) => Ok(Default::default()),
                     Err(error) => Err(error),
@@ -284,11 +302,23 @@ impl Store {
 
     async fn check_hard_links(&self, probe: &str) -> Result<()> {
         let (stage, link) = (self.stage(), self.path(&format!("{probe}.link")));
-        self.retried(TMP, "writing", || async { self.shared.inner.put(&stage, Bytes::new().into()).await.map(|_| ()) }).await?;
+        self.retried(TMP, "writing", || async {
+            self.shared.inner.put(&stage, Bytes::new().into()).await.map(|_| ())
+        })
+        .await?;
         let linked = self.shared.inner.copy_if_not_exists(&stage, &link).await;
-        self.shared.inner.delete(&stage).await.map_err(|e| self.gave_up(TMP, "cleaning", Some(e)))?;
+        self.shared
+            .inner
+            .delete(&stage)
+            .await
+            .map_err(|e| self.gave_up(TMP, "cleaning", Some(e)))?;
         match linked {
-            Ok(()) => self.shared.inner.delete(&link).await.map_err(|e| self.gave_up(TMP, "cleaning", Some(e))),
+            Ok(()) => self
+                .shared
+                .inner
+                .delete(&link)
+                .await
+                .map_err(|e| self.gave_up(TMP, "cleaning", Some(e))),
             Err(error) => Err(LedgerError::stop(format!(
                 "the file system of `{}` cannot make hard links, which publishing without overwriting needs ({}): \
                  choose a folder on another file system, or an object store",
@@ -313,7 +343,9 @@ impl Store {
     /// Removes stages that dead runs left: by age, since a live writer needs its stage for seconds. (Would one vanish
     /// all the same, its put fails and is staged again.)
     async fn clean_stages(&self) -> Result<()> {
-        let Some(folder) = &self.shared.folder else { return Ok(()) };
+        let Some(folder) = &self.shared.folder else {
+            return Ok(());
+        };
         let folder = folder.join(TMP);
         let cleaned = tokio::task::spawn_blocking(move || clean_old_files(&folder, STAGE_AGE_MAX)).await;
         match cleaned {
@@ -331,7 +363,10 @@ impl Store {
     async fn put_if_absent(&self, key: &str, bytes: &Bytes) -> Result<(), object_store::Error> {
         let (store, path) = (&self.shared.inner, self.path(key));
         if self.shared.folder.is_none() {
-            let options = PutOptions { mode: PutMode::Create, ..PutOptions::default() };
+            let options = PutOptions {
+                mode: PutMode::Create,
+                ..PutOptions::default()
+            };
             return store.put_opts(&path, bytes.clone().into(), options).await.map(|_| ());
         }
         let stage = self.stage();
@@ -349,7 +384,9 @@ impl Store {
 
     /// A name that somebody else linked may not have reached the disk yet; what we build on it must not outlive it.
     async fn sync_folder_of(&self, key: &str) -> Result<()> {
-        let Some(folder) = &self.shared.folder else { return Ok(()) };
+        let Some(folder) = &self.shared.folder else {
+            return Ok(());
+        };
         let file = folder.join(key);
         let synced = tokio::task::spawn_blocking(move || match file.parent() {
             Some(parent) => std::fs::File::open(parent)?.sync_all(),
@@ -358,22 +395,31 @@ impl Store {
         .await
         .unwrap_or_else(|error| Err(std::io::Error::other(error)));
         synced.map_err(|source| {
-            let source = object_store::Error::Generic { store: "LocalFileSystem", source: Box::new(source) };
+            let source = object_store::Error::Generic {
+                store: "LocalFileSystem",
+                source: Box::new(source),
+            };
             self.gave_up(key, "syncing the folder of", Some(source))
         })
     }
 
     fn listed(&self, meta: &object_store::ObjectMeta) -> Option<Listed> {
         let parts = meta.location.prefix_match(&self.shared.root)?;
-        let key = parts.map(|part| part.as_ref().to_string()).collect::<Vec<_>>().join("/");
-        Some(Listed { key, size: meta.size, modified: meta.last_modified })
+        let key = parts
+            .map(|part| part.as_ref().to_string())
+            .collect::<Vec<_>>()
+            .join("/");
+        Some(Listed {
+            key,
+            size: meta.size,
+            modified: meta.last_modified,
+        })
     }
 
     /// Runs `request` until it succeeds, meets a lasting error, or was tried often enough.
-    /// (A closure that returns a future, not an async closure: callers need to know that the future is `Send`.)
-    async fn retried<T, F>(&self, key: &str, doing: &str, request: impl Fn() -> F) -> Result<T>
+    async fn retried<T, Request>(&self, key: &str, doing: &str, request: impl Fn() -> Request) -> Result<T>
     where
-        F: Future<Output = Result<T, object_store::Error>> + Send,
+        Request: Future<Output = Result<T, object_store::Error>> + Send,
     {
         let mut last = None;
         for round in 0..self.shared.retry.tries {
@@ -390,21 +436,33 @@ impl Store {
     }
 
     async fn pause(&self, round: u32) {
-        let Retry { first_delay, max_delay, .. } = self.shared.retry;
-        let delay = first_delay.saturating_mul(1 << round.saturating_sub(1).min(16)).min(max_delay);
+        let Retry {
+            first_delay, max_delay, ..
+        } = self.shared.retry;
+        let delay = first_delay
+            .saturating_mul(1 << round.saturating_sub(1).min(16))
+            .min(max_delay);
         if round > 0 && !delay.is_zero() {
             tokio::time::sleep(delay).await;
         }
     }
 
     fn lasting(&self, key: &str, doing: &str, why: &str, error: &object_store::Error) -> LedgerError {
-        LedgerError::stop(format!("{doing} `{}`: {why} ({})", self.address(key), root_cause(error)))
+        LedgerError::stop(format!(
+            "{doing} `{}`: {why} ({})",
+            self.address(key),
+            root_cause(error)
+        ))
     }
 
     fn gave_up(&self, key: &str, doing: &str, last: Option<object_store::Error>) -> LedgerError {
         let what = format!("{doing} `{}`", self.address(key));
         match last {
-            Some(source) => LedgerError::Retryable { what, tries: self.shared.retry.tries, source },
+            Some(source) => LedgerError::Retryable {
+                what,
+                tries: self.shared.retry.tries,
+                source,
+            },
             None => LedgerError::stop(format!("{what}: no try is allowed")),
         }
     }
@@ -470,7 +528,9 @@ fn clean_old_files(folder: &std::path::Path, age: Duration) -> std::io::Result<(
         let entry = entry?;
         // Another run may be cleaning too: a file that is gone is what was wanted.
         let Ok(meta) = entry.metadata() else { continue };
-        let old = meta.modified().is_ok_and(|at| now.duration_since(at).is_ok_and(|since| since > age));
+        let old = meta
+            .modified()
+            .is_ok_and(|at| now.duration_since(at).is_ok_and(|since| since > age));
         if meta.is_file() && old {
             match std::fs::remove_file(entry.path()) {
                 Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),

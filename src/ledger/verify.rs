@@ -80,7 +80,9 @@ impl Ledger {
         let success = as_finding(self.success().await, &mut out)?.flatten();
         match success {
             Some(success) => self.verify_success(&success, &out.tally.clone(), hash.finish(), &mut out),
-            None if complete => out.find(format!("`{SUCCESS}` is missing, though every shard is committed: run the job again")),
+            None if complete => out.find(format!(
+                "`{SUCCESS}` is missing, though every shard is committed: run the job again"
+            )),
             None => out.find(format!("`{SUCCESS}` is missing: the job is not finished")),
         }
         if committed != out.tally {
@@ -114,19 +116,29 @@ impl Ledger {
 
     async fn verify_part(&self, commit: &Commit, out: &mut Verified) -> Result<()> {
         let name = &commit.part.name;
-        let Some(bytes) = as_finding(self.store().get(name, MAX_OBJECT_BYTES).await, out)? else { return Ok(()) };
+        let Some(bytes) = as_finding(self.store().get(name, MAX_OBJECT_BYTES).await, out)? else {
+            return Ok(());
+        };
         let Some(bytes) = bytes else {
-            out.find(format!("`{name}` is missing, though shard {} is committed", commit.shard));
+            out.find(format!(
+                "`{name}` is missing, though shard {} is committed",
+                commit.shard
+            ));
             return Ok(());
         };
         out.parts += 1;
         if bytes.len() as u64 != commit.part.size || sha256(&bytes) != commit.part.sha256 {
-            out.find(format!("`{name}` is not the part that was committed: its size or hash differs"));
+            out.find(format!(
+                "`{name}` is not the part that was committed: its size or hash differs"
+            ));
         }
         if self.job().part_extension == "jsonl" {
             let lines = bytes.split(|&b| b == b'\n').filter(|line| !line.is_empty()).count() as u64;
             if lines != commit.tally.rows() {
-                out.find(format!("`{name}` has {lines} lines, its shard {} rows", commit.tally.rows()));
+                out.find(format!(
+                    "`{name}` has {lines} lines, its shard {} rows",
+                    commit.tally.rows()
+                ));
             }
             out.tally.add(&commit.tally);
             return Ok(());
@@ -136,7 +148,10 @@ impl Ledger {
             Ok(origin) => {
                 let ours = origin.job.as_deref() == Some(self.job().job.as_str());
                 if !ours || origin.shard != Some(commit.shard.to_string()) {
-                    let (job, shard) = (origin.job.unwrap_or("none".into()), origin.shard.unwrap_or("none".into()));
+                    let (job, shard) = (
+                        origin.job.unwrap_or("none".into()),
+                        origin.shard.unwrap_or("none".into()),
+                    );
                     out.find(format!("`{name}` is foreign: it names job {job}, shard {shard}"));
                 }
                 if let Err(why) = self.verify_rows(commit, bytes, out) {
@@ -151,7 +166,10 @@ impl Ledger {
     fn verify_rows(&self, commit: &Commit, bytes: Bytes, out: &mut Verified) -> Result<(), String> {
         let shard = self.job().shard(commit.shard).map_err(|error| error.to_string())?;
         let builder = ParquetRecordBatchReaderBuilder::try_new(bytes).map_err(|error| error.to_string())?;
-        let reader = builder.with_batch_size(BATCH_ROWS).build().map_err(|error| error.to_string())?;
+        let reader = builder
+            .with_batch_size(BATCH_ROWS)
+            .build()
+            .map_err(|error| error.to_string())?;
         let mut next = shard.first_row;
         let end = shard.first_row + shard.rows;
         let mut tally = Tally::default();
@@ -181,13 +199,22 @@ impl Ledger {
     async fn verify_names(&self, expected: &BTreeSet<String>, out: &mut Verified) -> Result<()> {
         let hidden = |name: &str| name.starts_with('_') || name.starts_with('.');
         let (objects, folders) = self.store().list_folder("").await?;
-        for object in objects.iter().filter(|object| !hidden(&object.key) && !expected.contains(&object.key)) {
-            out.find(format!("`{}` lies beside the parts and is none of this job", object.key));
+        for object in objects
+            .iter()
+            .filter(|object| !hidden(&object.key) && !expected.contains(&object.key))
+        {
+            out.find(format!(
+                "`{}` lies beside the parts and is none of this job",
+                object.key
+            ));
         }
         for folder in folders.iter().filter(|folder| !hidden(folder)) {
             let inside = self.store().list(folder).await?;
             for object in inside.iter().filter(|object| !object.key.split('/').any(hidden)) {
-                out.find(format!("`{}` lies beside the parts and is none of this job", object.key));
+                out.find(format!(
+                    "`{}` lies beside the parts and is none of this job",
+                    object.key
+                ));
             }
         }
         Ok(())
@@ -196,7 +223,11 @@ impl Ledger {
     fn verify_success(&self, success: &Success, tally: &Tally, parts_sha256: String, out: &mut Verified) {
         let job = self.job();
         if success.rows != job.rows() {
-            out.find(format!("`{SUCCESS}` counts {} rows, the inputs have {}", success.rows, job.rows()));
+            out.find(format!(
+                "`{SUCCESS}` counts {} rows, the inputs have {}",
+                success.rows,
+                job.rows()
+            ));
         }
         if success.tally != *tally {
             out.find(format!("the counts of `{SUCCESS}` differ from what the parts hold"));

@@ -33,7 +33,11 @@ fn messages(count: u32) -> Vec<Message> {
 }
 
 async fn receive(queue: &dyn Queue) -> Delivery {
-    queue.receive(SOON).await.expect("receive works").expect("a message is there")
+    queue
+        .receive(SOON)
+        .await
+        .expect("receive works")
+        .expect("a message is there")
 }
 
 async fn expect_nothing(queue: &dyn Queue) {
@@ -75,7 +79,11 @@ async fn what_is_given_back_comes_again(queue: &dyn Queue) {
     drop(first);
     let mut rest = drain(queue).await;
     rest.sort_unstable();
-    assert_eq!(rest, [0, 1, 2], "shard {shard} was given back and must come again, once");
+    assert_eq!(
+        rest,
+        [0, 1, 2],
+        "shard {shard} was given back and must come again, once"
+    );
 }
 
 async fn what_is_dropped_comes_again(queue: &dyn Queue) {
@@ -106,11 +114,20 @@ async fn acknowledging_out_of_order_leaves_no_gap(queue: &dyn Queue) {
 async fn answers_may_repeat_and_come_late(queue: &dyn Queue) {
     let first = receive(queue).await;
     for _ in 0..2 {
-        queue.acknowledge(&first).await.expect("acknowledging twice is harmless");
+        queue
+            .acknowledge(&first)
+            .await
+            .expect("acknowledging twice is harmless");
     }
-    queue.give_back(&first).await.expect("giving back after acknowledging is harmless");
+    queue
+        .give_back(&first)
+        .await
+        .expect("giving back after acknowledging is harmless");
     let second = receive(queue).await;
-    assert_ne!(first.message.shard, second.message.shard, "an acknowledged message does not come again");
+    assert_ne!(
+        first.message.shard, second.message.shard,
+        "an acknowledged message does not come again"
+    );
     for _ in 0..2 {
         queue.give_back(&second).await.expect("giving back twice is harmless");
     }
@@ -121,12 +138,19 @@ async fn answers_may_repeat_and_come_late(queue: &dyn Queue) {
     drop(second);
     expect_nothing(queue).await;
     queue.give_back(&again).await.expect("give back works");
-    assert_eq!(drain(queue).await, [again.message.shard], "a late answer must not lose the message");
+    assert_eq!(
+        drain(queue).await,
+        [again.message.shard],
+        "a late answer must not lose the message"
+    );
 }
 
 async fn an_extended_delivery_stays_ours(queue: &dyn Queue) {
     let delivery = receive(queue).await;
-    queue.extend(&delivery, Duration::from_secs(60)).await.expect("extend works");
+    queue
+        .extend(&delivery, Duration::from_secs(60))
+        .await
+        .expect("extend works");
     expect_nothing(queue).await;
     queue.acknowledge(&delivery).await.expect("acknowledge works");
     drop(delivery);

@@ -82,7 +82,12 @@ impl LocalQueue {
             self.shared.bell.notify_one();
         }
         let shared = self.shared.clone();
-        Some(Delivery::new(message, deliveries, receipt, Some(Box::new(move || shared.give_back(receipt)))))
+        Some(Delivery::new(
+            message,
+            deliveries,
+            receipt,
+            Some(Box::new(move || shared.give_back(receipt))),
+        ))
     }
 }
 

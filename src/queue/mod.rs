@@ -29,7 +29,11 @@ pub struct Message {
 
 impl Message {
     pub fn new(job: impl Into<String>, shard: u32) -> Message {
-        Message { v: MESSAGE_VERSION, job: job.into(), shard }
+        Message {
+            v: MESSAGE_VERSION,
+            job: job.into(),
+            shard,
+        }
     }
 
     /// As a broker carries it: JSON.
@@ -45,11 +49,17 @@ impl Message {
         }
         let malformed = |why: String| QueueError::Malformed { why };
         if bytes.len() > MESSAGE_BYTES_MAX {
-            return Err(malformed(format!("{} bytes, more than {MESSAGE_BYTES_MAX}", bytes.len())));
+            return Err(malformed(format!(
+                "{} bytes, more than {MESSAGE_BYTES_MAX}",
+                bytes.len()
+            )));
         }
         let Versioned { v } = serde_json::from_slice(bytes).map_err(|error| malformed(error.to_string()))?;
         if v > u64::from(MESSAGE_VERSION) {
-            return Err(QueueError::Newer { found: v, known: MESSAGE_VERSION });
+            return Err(QueueError::Newer {
+                found: v,
+                known: MESSAGE_VERSION,
+            });
         }
         serde_json::from_slice(bytes).map_err(|error| malformed(error.to_string()))
     }
@@ -88,7 +98,12 @@ impl Delivery {
         receipt: u64,
         on_drop: Option<Box<dyn FnOnce() + Send + Sync>>,
     ) -> Delivery {
-        Delivery { message, deliveries, receipt, on_drop }
+        Delivery {
+            message,
+            deliveries,
+            receipt,
+            on_drop,
+        }
     }
 }
 
@@ -102,7 +117,12 @@ impl Drop for Delivery {
 
 impl std::fmt::Debug for Delivery {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Delivery { message, deliveries, receipt, on_drop: _ } = self;
+        let Delivery {
+            message,
+            deliveries,
+            receipt,
+            on_drop: _,
+        } = self;
         write!(f, "Delivery({message:?}, deliveries: {deliveries}, receipt: {receipt})")
     }
 }
@@ -131,10 +151,24 @@ mod tests {
     fn messages_survive_the_wire_and_foreign_bytes_do_not_panic() {
         let message = Message::new("0123", 7);
         assert_eq!(Message::decode(&message.encode().unwrap()).unwrap(), message);
-        assert!(matches!(Message::decode(br#"{"v":2,"anything":[]}"#), Err(QueueError::Newer { found: 2, known: 1 })));
+        assert!(matches!(
+            Message::decode(br#"{"v":2,"anything":[]}"#),
+            Err(QueueError::Newer { found: 2, known: 1 })
+        ));
         let long = vec![b' '; MESSAGE_BYTES_MAX + 1];
-        for bad in [&b""[..], b"{", b"[]", br#"{"v":1}"#, br#"{"v":1,"job":"x","shard":-1}"#, b"\xff", &long] {
-            assert!(matches!(Message::decode(bad), Err(QueueError::Malformed { .. })), "{bad:?}");
+        for bad in [
+            &b""[..],
+            b"{",
+            b"[]",
+            br#"{"v":1}"#,
+            br#"{"v":1,"job":"x","shard":-1}"#,
+            b"\xff",
+            &long,
+        ] {
+            assert!(
+                matches!(Message::decode(bad), Err(QueueError::Malformed { .. })),
+                "{bad:?}"
+            );
         }
     }
 }

@@ -1,1 +1,362 @@
-//! (to come)
+//! Outputs of others, stores that cannot keep the guarantee, and foreign bytes: each refused with one clear line.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use gristmill::dataset::location::Location;
+use gristmill::ledger::{Ledger, LedgerError, RowSet};
+use object_store::memory::InMemory;
+use object_store::path::Path;
+use object_store::{ObjectStore, ObjectStoreExt};
+
+use super::support::*;
+
+async fn put(output: &Location, key: &str, bytes: impl Into<Bytes>) {
+    let path = key.split('/').fold(output.path.clone(), |path, part| path.join(part));
+    output.store.put(&path, bytes.into().into()).await.unwrap();
+}
+
+async fn read(output: &Location, key: &str) -> String {
+    let path = key.split('/').fold(output.path.clone(), |path, part| path.join(part));
+    let bytes = output.store.get(&path).await.unwrap().bytes().await.unwrap();
+    String::from_utf8(bytes.to_vec()).unwrap()
+}
+
+async fn create(output: &Location, name: &str) -> Result<(Ledger, bool), LedgerError> {
+    Ledger::create_or_resume_in(eager(output), draft(name, 1, 4)).await
+}
+
+#[tokio::test]
+async fn an_output_of_another_job_is_refused_naming_both() {
+    let output = memory();
+    create(&output, "first").await.unwrap();
+    let error = create(&output, "second").await.unwrap_err();
+    assert!(matches!(error, LedgerError::Conflict { .. }), "{error:?}");
+    assert!(
+        error.to_string().contains("`first`") && error.to_string().contains("`second`"),
+        "{error}"
+    );
+}
+
+#[tokio::test]
+async fn the_same_job_resumes_with_the_id_and_seed_that_it_has() {
+    let output = memory();
+    let (first, resumed_first) = create(&output, "same").await.unwrap();
+    let (second, resumed_second) = create(&output, "same").await.unwrap();
+    assert_eq!((resumed_first, resumed_second), (false, true));
+    assert_eq!((first.job(), first.job().seed()), (second.job(), second.job().seed()));
+    let (other, _) = create(&memory(), "same").await.unwrap();
+    assert_ne!(other.job().seed(), first.job().seed());
+}
+
+#[tokio::test]
+async fn another_model_tokenizer_template_or_precision_stops_the_resume() {
+    let output = memory();
+    create(&output, "pinned").await.unwrap();
+    type Change = fn(&mut gristmill::ledger::JobIdentity);
+    let changes: [(&str, Change); 4] = [
+        ("model", |id| id.model_hash = "other".into()),
+        ("tokenizer", |id| id.tokenizer_hash = "other".into()),
+        ("chat template", |id| id.template_hash = Some("other".into())),
+        ("precision", |id| id.precision = "bf16".into()),
+    ];
+    for (what, change) in changes {
+        let mut changed = draft("pinned", 1, 4);
+        change(&mut changed.identity);
+        let error = Ledger::create_or_resume_in(eager(&output), changed).await.unwrap_err();
+        assert!(matches!(error, LedgerError::Stop { .. }), "{error:?}");
+        assert!(error.to_string().contains(&format!("another {what} ")), "{error}");
+    }
+}
+
+#[tokio::test]
+async fn a_folder_with_files_of_others_is_refused_and_left_alone() {
+    for key in [
+        "data.parquet",
+        "deep/down/data.parquet",
+        "_SUCCESS",
+        "part-00000.parquet",
+    ] {
+        let output = memory();
+        put(&output, key, "theirs").await;
+        let error = create(&output, "guest").await.unwrap_err();
+        assert!(
+            matches!(error, LedgerError::Conflict { .. }) && error.to_string().contains(key),
+            "{error}"
+        );
+        let all = output
+            .store
+            .list_with_delimiter(Some(&Path::from("out/_gristmill")))
+            .await
+            .unwrap();
+        assert!(all.objects.is_empty());
+        assert_eq!(read(&output, key).await, "theirs");
+    }
+    // What readers do not see is no hindrance.
+    let output = memory();
+    put(&output, ".keep", "").await;
+    put(&output, "_notes/a.txt", "x").await;
+    create(&output, "guest").await.unwrap();
+}
+
+/// A store that overwrites where it should refuse.
+#[derive(Debug)]
+struct Careless(InMemory);
+
+impl std::fmt::Display for Careless {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Careless")
+    }
+}
+
+#[async_trait::async_trait]
+impl ObjectStore for Careless {
+    async fn put_opts(
+        &self,
+        path: &Path,
+        payload: object_store::PutPayload,
+        _: object_store::PutOptions,
+    ) -> object_store::Result<object_store::PutResult> {
+        self.0.put(path, payload).await
+    }
+
+    async fn put_multipart_opts(
+        &self,
+        path: &Path,
+        options: object_store::PutMultipartOptions,
+    ) -> object_store::Result<Box<dyn object_store::MultipartUpload>> {
+        self.0.put_multipart_opts(path, options).await
+    }
+
+    async fn get_opts(
+        &self,
+        path: &Path,
+        options: object_store::GetOptions,
+    ) -> object_store::Result<object_store::GetResult> {
+        self.0.get_opts(path, options).await
+    }
+
+    fn delete_stream(
+        &self,
+        paths: futures::stream::BoxStream<'static, object_store::Result<Path>>,
+    ) -> futures::stream::BoxStream<'static, object_store::Result<Path>> {
+        self.0.delete_stream(paths)
+    }
+
+    fn list(
+        &self,
+        prefix: Option<&Path>,
+    ) -> futures::stream::BoxStream<'static, object_store::Result<object_store::ObjectMeta>> {
+        self.0.list(prefix)
+    }
+
+    async fn list_with_delimiter(&self, prefix: Option<&Path>) -> object_store::Result<object_store::ListResult> {
+        self.0.list_with_delimiter(prefix).await
+    }
+
+    async fn copy_opts(&self, from: &Path, to: &Path, options: object_store::CopyOptions) -> object_store::Result<()> {
+        self.0.copy_opts(from, to, options).await
+    }
+}
+
+#[tokio::test]
+async fn a_store_that_ignores_put_if_absent_is_refused_at_the_start() {
+    let output = place(Arc::new(Careless(InMemory::new())));
+    let error = create(&output, "careless").await.unwrap_err();
+    assert!(matches!(error, LedgerError::Stop { .. }), "{error:?}");
+    assert!(error.to_string().contains("put-if-absent"), "{error}");
+}
+
+#[tokio::test]
+async fn foreign_bytes_in_job_json_are_errors_not_panics() {
+    let output = memory();
+    create(&output, "good").await.unwrap();
+    let good = read(&output, "_gristmill/job.json").await;
+    let with = |from: &str, to: &str| {
+        let bad = good.replacen(from, to, 1);
+        assert_ne!(bad, good, "`{from}` is not in the record");
+        bad
+    };
+    let id = serde_json::from_str::<serde_json::Value>(&good).unwrap()["job"]
+        .as_str()
+        .unwrap()
+        .to_string();
+    for bad in [
+        String::new(),
+        good[..good.len() / 2].to_string(),
+        "[1,2,3]".to_string(),
+        "[".repeat(100_000),
+        with("\"rows\":4", "\"rows\":3"),
+        good.replace("\"rows\":4", "\"rows\":18446744073709551615"),
+        with("\"rows\":4,\"segments\"", "\"rows\":0,\"segments\""),
+        with("\"first_row\":0", "\"first_row\":1"),
+        with("\"first_row\":0", "\"first_row\":-1"),
+        with("\"input\":0", "\"input\":7"),
+        with("\"part_extension\":\"parquet\"", "\"part_extension\":\"/../x\""),
+        with(&id, "../../../../../etc/x"),
+        with("\"usd_per_hour\":2.0", "\"usd_per_hour\":-2.0"),
+    ] {
+        put(&output, "_gristmill/job.json", bad.clone()).await;
+        let error = Ledger::open_in(eager(&output)).await.unwrap_err();
+        let shown = &bad[..bad.len().min(60)];
+        assert!(matches!(error, LedgerError::Damaged { .. }), "{shown}: {error:?}");
+        assert!(
+            error.to_string().contains("job.json") && error.to_string().lines().count() == 1,
+            "{error}"
+        );
+    }
+    put(&output, "_gristmill/job.json", with("\"v\":1", "\"v\":2")).await;
+    let error = create(&output, "good").await.unwrap_err();
+    assert!(
+        matches!(error, LedgerError::Newer { found: 2, known: 1, .. }),
+        "{error:?}"
+    );
+    // Left untouched.
+    assert_eq!(read(&output, "_gristmill/job.json").await, with("\"v\":1", "\"v\":2"));
+}
+
+#[tokio::test]
+async fn foreign_bytes_in_a_log_are_errors_not_panics() {
+    let output = memory();
+    let (ledger, _) = create(&output, "log").await.unwrap();
+    let mut log = open_shard(&ledger, 0).await;
+    log.append(&finished(&RowSet::from_range(0..2), "a")).await.unwrap();
+    let key = ledger.keys().log(0, 0);
+    let good = read(&output, &key).await;
+    let name = good
+        .split("\"name\":\"")
+        .nth(1)
+        .unwrap()
+        .split('"')
+        .next()
+        .unwrap()
+        .to_string();
+    let with = |from: &str, to: &str| {
+        let bad = good.replacen(from, to, 1);
+        assert_ne!(bad, good, "`{from}` is not in the record");
+        bad
+    };
+    for bad in [
+        good[..good.len() - 10].to_string(),
+        with("[[0,2]]", "[[0,18446744073709551615]]"),
+        with("[[0,2]]", "[[3,5]]"),
+        with("[[0,2]]", "[[2,0]]"),
+        with("[[0,2]]", "[]"),
+        with(&name, "../../../../secret.parquet"),
+        with("\"shard\":0", "\"shard\":1"),
+        with("\"index\":0", "\"index\":1"),
+        with(ledger.job().job.as_str(), "00000000000000000000"),
+    ] {
+        put(&output, &key, bad.clone()).await;
+        let error = ledger.shard(0).await.unwrap_err();
+        assert!(matches!(error, LedgerError::Damaged { .. }), "{bad}: {error:?}");
+        assert!(error.to_string().contains("000000.json"), "{error}");
+    }
+    put(&output, &key, vec![b' '; (16 << 20) + 1]).await;
+    let error = ledger.shard(0).await.unwrap_err();
+    assert!(error.to_string().contains("16777217 bytes, more than"), "{error}");
+    put(&output, &key, with("\"v\":1", "\"v\":9")).await;
+    assert!(matches!(
+        ledger.shard(0).await.unwrap_err(),
+        LedgerError::Newer { found: 9, .. }
+    ));
+}
+
+#[tokio::test]
+async fn a_data_object_that_is_not_what_its_record_names_is_never_published() {
+    let output = memory();
+    let (ledger, _) = create(&output, "data").await.unwrap();
+    let mut log = open_shard(&ledger, 0).await;
+    log.append(&finished(&log.uncovered(), "a")).await.unwrap();
+    let name = output
+        .store
+        .list_with_delimiter(Some(&output.path.clone().join("_gristmill")))
+        .await
+        .unwrap();
+    assert!(!name.common_prefixes.is_empty());
+    let listed = ledger.store().list(&ledger.keys().shard(0)).await.unwrap();
+    let data = listed.iter().find(|object| object.key.contains("/data/")).unwrap();
+    put(&output, &data.key, "not the rows").await;
+    let error = open_shard(&ledger, 0).await.publish(part).await.unwrap_err();
+    assert!(matches!(error, LedgerError::Damaged { .. }), "{error:?}");
+    assert!(error.to_string().contains("not what its log record names"), "{error}");
+    assert_eq!(published_rows(&output).await, Vec::<i64>::new());
+}
+
+#[tokio::test]
+async fn batches_that_cannot_be_logged_are_refused_before_anything_is_uploaded() {
+    let output = memory();
+    let (ledger, _) = create(&output, "batches").await.unwrap();
+    let mut log = open_shard(&ledger, 0).await;
+    let good = finished(&RowSet::from_range(0..2), "a");
+    let twice = arrow::compute::concat_batches(&good.schema(), [&good, &good]).unwrap();
+    let outside = finished(&RowSet::from_range(3..5), "a");
+    let no_status = good.project(&[0, 2, 3, 4, 5]).unwrap();
+    for bad in [twice, outside, no_status] {
+        let error = log.append(&bad).await.unwrap_err();
+        assert!(matches!(error, LedgerError::Damaged { .. }), "{error:?}");
+    }
+    assert_eq!(ledger.store().list(&ledger.keys().shard(0)).await.unwrap(), vec![]);
+    assert!(
+        ledger
+            .shard(7)
+            .await
+            .unwrap_err()
+            .to_string()
+            .contains("none is number 7")
+    );
+}
+
+#[tokio::test]
+async fn a_part_of_somebody_else_is_never_overwritten_nor_committed() {
+    let elsewhere = memory();
+    let (other, _) = create(&elsewhere, "other").await.unwrap();
+    run_shard(&other, 0).await;
+    let path = elsewhere.path.clone().join("part-00000.parquet");
+    let foreign = elsewhere.store.get(&path).await.unwrap().bytes().await.unwrap();
+
+    for standing in [foreign, Bytes::from("no parquet")] {
+        let output = memory();
+        let (ledger, _) = create(&output, "mine").await.unwrap();
+        let mut log = open_shard(&ledger, 0).await;
+        log.append(&finished(&log.uncovered(), "a")).await.unwrap();
+        put(&output, "part-00000.parquet", standing.clone()).await;
+        let error = log.publish(part).await.unwrap_err();
+        assert!(matches!(error, LedgerError::Conflict { .. }), "{error:?}");
+        assert!(error.to_string().contains("part-00000.parquet"), "{error}");
+        assert!(!ledger.is_committed(0).await.unwrap());
+        let still = output
+            .store
+            .get(&output.path.clone().join("part-00000.parquet"))
+            .await
+            .unwrap();
+        assert_eq!(still.bytes().await.unwrap(), standing);
+    }
+}
+
+#[tokio::test]
+async fn an_output_that_became_another_jobs_gets_no_part() {
+    let output = memory();
+    let (ledger, _) = create(&output, "before").await.unwrap();
+    let mut log = open_shard(&ledger, 0).await;
+    log.append(&finished(&log.uncovered(), "a")).await.unwrap();
+    let elsewhere = memory();
+    create(&elsewhere, "after").await.unwrap();
+    put(
+        &output,
+        "_gristmill/job.json",
+        read(&elsewhere, "_gristmill/job.json").await,
+    )
+    .await;
+    let error = log.publish(part).await.unwrap_err();
+    assert!(matches!(error, LedgerError::Conflict { .. }), "{error:?}");
+    assert_eq!(published_rows(&output).await, Vec::<i64>::new());
+}
+
+#[tokio::test]
+async fn a_plan_that_does_not_add_up_is_refused() {
+    let mut gap = draft("gap", 2, 4);
+    gap.shards[1].first_row = 5;
+    let error = Ledger::create_or_resume_in(eager(&memory()), gap).await.unwrap_err();
+    assert!(error.to_string().contains("shard 1 does not continue"), "{error}");
+}

@@ -89,7 +89,7 @@ async fn work(store: Store, author: u64, habits: Habits) -> Result<()> {
     Ok(())
 }
 
-async fn work_on(mut log: ShardLog, author: u64, habits: Habits, patience: &mut u32) -> Result<()> {
+async fn work_on(mut log: Box<ShardLog>, author: u64, habits: Habits, patience: &mut u32) -> Result<()> {
     let name = format!("worker-{author}");
     while !log.is_complete() {
         let plan = log.narrowing();
@@ -125,7 +125,9 @@ fn give_up_after(patience: &mut u32, error: LedgerError) -> Result<()> {
 }
 
 fn poll_once(worker: &mut Worker) -> Poll<Result<()>> {
-    worker.as_mut().poll(&mut Context::from_waker(futures::task::noop_waker_ref()))
+    worker
+        .as_mut()
+        .poll(&mut Context::from_waker(futures::task::noop_waker_ref()))
 }
 
 /// Polls to the end; everything that is awaited here is ready when it is polled again.
@@ -142,7 +144,9 @@ fn finish<T>(mut future: Pin<Box<dyn Future<Output = T> + '_>>) -> T {
 fn simulate(actions: Vec<Action>, faults: Vec<Fault>, habits: Vec<Habits>) -> std::result::Result<(), TestCaseError> {
     let memory = Arc::new(InMemory::new());
     let mut faults = faults.into_iter();
-    let faulty = Arc::new(FaultStore::new(memory.clone(), true, move |_, _| faults.next().unwrap_or(Fault::None)));
+    let faulty = Arc::new(FaultStore::new(memory.clone(), true, move |_, _| {
+        faults.next().unwrap_or(Fault::None)
+    }));
     let output = place(faulty.clone());
     let authors = AtomicU64::new(0);
     let hire = || -> Worker {
@@ -177,10 +181,14 @@ fn simulate(actions: Vec<Action>, faults: Vec<Fault>, habits: Vec<Habits>) -> st
     let rows = finish(Box::pin(published_rows(&place(memory.clone()))));
     prop_assert_eq!(&rows, &(0..ROWS as i64 * i64::from(SHARDS)).collect::<Vec<_>>());
     prop_assert_eq!(rows, ended);
-    let ledger = finish(Box::pin(Ledger::open_in(eager(&place(memory))))).unwrap().unwrap();
+    let ledger = finish(Box::pin(Ledger::open_in(eager(&place(memory)))))
+        .unwrap()
+        .unwrap();
     let verified = finish(Box::pin(ledger.verify(|_| ()))).unwrap();
     prop_assert_eq!(verified.findings, Vec::<String>::new());
-    let success = finish(Box::pin(ledger.success())).unwrap().expect("the job is finished");
+    let success = finish(Box::pin(ledger.success()))
+        .unwrap()
+        .expect("the job is finished");
     prop_assert_eq!(success.tally.rows(), ROWS * u64::from(SHARDS));
     // The rows that count, over all records of a shard, are its rows, each once.
     for shard in 0..SHARDS {
@@ -191,7 +199,11 @@ fn simulate(actions: Vec<Action>, faults: Vec<Fault>, habits: Vec<Habits>) -> st
 }
 
 fn habits() -> impl Strategy<Value = Habits> {
-    (1..=ROWS, any::<bool>(), any::<bool>()).prop_map(|(chunk, own_parts, keep_log)| Habits { chunk, own_parts, keep_log })
+    (1..=ROWS, any::<bool>(), any::<bool>()).prop_map(|(chunk, own_parts, keep_log)| Habits {
+        chunk,
+        own_parts,
+        keep_log,
+    })
 }
 
 proptest! {
@@ -210,32 +222,54 @@ proptest! {
 /// Killing one worker after each single request in turn, with another one taking over: no point is special.
 #[test]
 fn a_kill_after_any_request_loses_nothing() {
-    let habits = Habits { chunk: 3, own_parts: true, keep_log: false };
+    let habits = Habits {
+        chunk: 3,
+        own_parts: true,
+        keep_log: false,
+    };
     let mut steps = 0;
     loop {
-        let output = place(Arc::new(FaultStore::new(Arc::new(InMemory::new()), true, |_, _| Fault::None)));
+        let output = place(Arc::new(FaultStore::new(Arc::new(InMemory::new()), true, |_, _| {
+            Fault::None
+        })));
         let mut killed: Worker = Box::pin(work(eager(&output), 0, habits));
         let ended = (0..steps).any(|_| poll_once(&mut killed).is_ready());
         drop(killed);
         finish(Box::pin(work(eager(&output), 1, habits))).unwrap();
         let rows = finish(Box::pin(published_rows(&output)));
-        assert_eq!(rows, (0..ROWS as i64 * i64::from(SHARDS)).collect::<Vec<_>>(), "killed after {steps} steps");
+        assert_eq!(
+            rows,
+            (0..ROWS as i64 * i64::from(SHARDS)).collect::<Vec<_>>(),
+            "killed after {steps} steps"
+        );
         let ledger = finish(Box::pin(Ledger::open_in(eager(&output)))).unwrap().unwrap();
-        assert!(finish(Box::pin(ledger.verify(|_| ()))).unwrap().holds(), "killed after {steps} steps");
+        assert!(
+            finish(Box::pin(ledger.verify(|_| ()))).unwrap().holds(),
+            "killed after {steps} steps"
+        );
         if ended {
             break;
         }
         steps += 1;
     }
-    assert!(steps > 60, "the worker ended after {steps} steps: too few to mean anything");
+    assert!(
+        steps > 60,
+        "the worker ended after {steps} steps: too few to mean anything"
+    );
 }
 
 /// A worker that is paused before each of its requests in turn while another does the whole job, then wakes.
 #[test]
 fn a_worker_that_wakes_late_changes_nothing() {
-    let habits = Habits { chunk: 2, own_parts: true, keep_log: true };
+    let habits = Habits {
+        chunk: 2,
+        own_parts: true,
+        keep_log: true,
+    };
     for steps in (0..400).step_by(3) {
-        let output = place(Arc::new(FaultStore::new(Arc::new(InMemory::new()), true, |_, _| Fault::None)));
+        let output = place(Arc::new(FaultStore::new(Arc::new(InMemory::new()), true, |_, _| {
+            Fault::None
+        })));
         let mut paused: Worker = Box::pin(work(eager(&output), 0, habits));
         let ended = (0..steps).any(|_| poll_once(&mut paused).is_ready());
         finish(Box::pin(work(eager(&output), 1, habits))).unwrap();
@@ -244,9 +278,16 @@ fn a_worker_that_wakes_late_changes_nothing() {
         }
         finish(paused).unwrap();
         let rows = finish(Box::pin(published_rows(&output)));
-        assert_eq!(rows, (0..ROWS as i64 * i64::from(SHARDS)).collect::<Vec<_>>(), "paused after {steps} steps");
+        assert_eq!(
+            rows,
+            (0..ROWS as i64 * i64::from(SHARDS)).collect::<Vec<_>>(),
+            "paused after {steps} steps"
+        );
         let ledger = finish(Box::pin(Ledger::open_in(eager(&output)))).unwrap().unwrap();
-        assert!(finish(Box::pin(ledger.verify(|_| ()))).unwrap().holds(), "paused after {steps} steps");
+        assert!(
+            finish(Box::pin(ledger.verify(|_| ()))).unwrap().holds(),
+            "paused after {steps} steps"
+        );
     }
     panic!("the worker never ended by itself");
 }
@@ -256,12 +297,20 @@ fn a_worker_that_wakes_late_changes_nothing() {
 fn turns_of_two_writers_interleave() {
     finish(Box::pin(async {
         let output = memory();
-        let (ledger, _) = Ledger::create_or_resume_in(eager(&output), draft("turns", 1, 6)).await.unwrap();
+        let (ledger, _) = Ledger::create_or_resume_in(eager(&output), draft("turns", 1, 6))
+            .await
+            .unwrap();
         let (mut a, mut b) = (open_shard(&ledger, 0).await, open_shard(&ledger, 0).await);
         let rows = |rows: &[u64]| RowSet::from_rows(rows.iter().copied());
-        assert_eq!(a.append(&finished(&rows(&[0, 1, 2]), "a")).await.unwrap(), rows(&[0, 1, 2]));
+        assert_eq!(
+            a.append(&finished(&rows(&[0, 1, 2]), "a")).await.unwrap(),
+            rows(&[0, 1, 2])
+        );
         // Loses index 0, keeps only what is new.
-        assert_eq!(b.append(&finished(&rows(&[2, 3, 4]), "b")).await.unwrap(), rows(&[3, 4]));
+        assert_eq!(
+            b.append(&finished(&rows(&[2, 3, 4]), "b")).await.unwrap(),
+            rows(&[3, 4])
+        );
         assert_eq!(a.append(&finished(&rows(&[3, 4]), "a")).await.unwrap(), RowSet::new());
         assert_eq!(a.append(&finished(&rows(&[4, 5]), "a")).await.unwrap(), rows(&[5]));
         assert!(a.is_complete() && !b.is_complete());

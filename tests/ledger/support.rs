@@ -18,8 +18,8 @@ use gristmill::ledger::{JobDraft, JobIdentity, Ledger, LedgerError, Result, Retr
 use object_store::memory::InMemory;
 use object_store::path::Path;
 use object_store::{
-    CopyOptions, GetOptions, GetResult, ListResult, MultipartUpload, ObjectMeta, ObjectStore, ObjectStoreExt,
-    PutMode, PutMultipartOptions, PutOptions, PutPayload, PutResult, RenameOptions,
+    CopyOptions, GetOptions, GetResult, ListResult, MultipartUpload, ObjectMeta, ObjectStore, ObjectStoreExt, PutMode,
+    PutMultipartOptions, PutOptions, PutPayload, PutResult, RenameOptions,
 };
 use parquet::arrow::ArrowWriter;
 use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
@@ -27,14 +27,23 @@ use parquet::file::metadata::KeyValue;
 use parquet::file::properties::WriterProperties;
 
 /// Three tries without a pause.
-pub const EAGER: Retry = Retry { tries: 3, first_delay: std::time::Duration::ZERO, max_delay: std::time::Duration::ZERO };
+pub const EAGER: Retry = Retry {
+    tries: 3,
+    first_delay: std::time::Duration::ZERO,
+    max_delay: std::time::Duration::ZERO,
+};
 
 /// A job of `shards` shards of `rows` rows each.
 pub fn draft(name: &str, shards: u32, rows: u64) -> JobDraft {
     let shard = |n: u64| Shard {
         first_row: n * rows,
         rows,
-        segments: vec![Segment { input: 0, first_row: n * rows, rows, bytes: None }],
+        segments: vec![Segment {
+            input: 0,
+            first_row: n * rows,
+            rows,
+            bytes: None,
+        }],
     };
     JobDraft {
         name: name.into(),
@@ -68,7 +77,11 @@ pub fn memory() -> Location {
 
 /// An output in any store, not a local folder.
 pub fn place(store: Arc<dyn ObjectStore>) -> Location {
-    Location { store, path: Path::from("out"), url: url::Url::parse("memory:///out").unwrap() }
+    Location {
+        store,
+        path: Path::from("out"),
+        url: url::Url::parse("memory:///out").unwrap(),
+    }
 }
 
 pub fn eager(output: &Location) -> Store {
@@ -107,7 +120,10 @@ pub fn finished(rows: &RowSet, author: &str) -> RecordBatch {
 
 /// A part as the dataset writer makes it: the rows, and where they are from.
 pub fn part(batches: &[RecordBatch], metadata: &[(String, String)]) -> Result<Bytes, String> {
-    let pairs = metadata.iter().map(|(key, value)| KeyValue::new(key.clone(), value.clone())).collect();
+    let pairs = metadata
+        .iter()
+        .map(|(key, value)| KeyValue::new(key.clone(), value.clone()))
+        .collect();
     let properties = WriterProperties::builder().set_key_value_metadata(Some(pairs)).build();
     let mut writer = ArrowWriter::try_new(Vec::new(), batches[0].schema(), Some(properties)).unwrap();
     for batch in batches {
@@ -116,7 +132,7 @@ pub fn part(batches: &[RecordBatch], metadata: &[(String, String)]) -> Result<By
     Ok(writer.into_inner().unwrap().into())
 }
 
-pub async fn open_shard(ledger: &Ledger, shard: u32) -> ShardLog {
+pub async fn open_shard(ledger: &Ledger, shard: u32) -> Box<ShardLog> {
     match ledger.shard(shard).await.unwrap() {
         ShardState::Open(log) => log,
         ShardState::Committed(_) => panic!("shard {shard} is committed"),
@@ -146,7 +162,11 @@ pub async fn published_rows(output: &Location) -> Vec<i64> {
     let mut rows = Vec::new();
     for path in parts.values() {
         let bytes = output.store.get(path).await.unwrap().bytes().await.unwrap();
-        for batch in ParquetRecordBatchReaderBuilder::try_new(bytes).unwrap().build().unwrap() {
+        for batch in ParquetRecordBatchReaderBuilder::try_new(bytes)
+            .unwrap()
+            .build()
+            .unwrap()
+        {
             let batch = batch.unwrap();
             let column = batch.column_by_name("row").unwrap();
             rows.extend(column.as_any().downcast_ref::<Int64Array>().unwrap().values());
@@ -206,9 +226,19 @@ pub struct FaultStore {
 }
 
 impl FaultStore {
-    pub fn new(inner: Arc<dyn ObjectStore>, steps: bool, plan: impl FnMut(Op, &Path) -> Fault + Send + 'static) -> Self {
+    pub fn new(
+        inner: Arc<dyn ObjectStore>,
+        steps: bool,
+        plan: impl FnMut(Op, &Path) -> Fault + Send + 'static,
+    ) -> Self {
         let plan = Mutex::new(Box::new(plan) as Plan);
-        FaultStore { inner, plan, late: Mutex::default(), steps, counts: Mutex::default() }
+        FaultStore {
+            inner,
+            plan,
+            late: Mutex::default(),
+            steps,
+            counts: Mutex::default(),
+        }
     }
 
     /// From now on, everything works.
@@ -272,18 +302,27 @@ impl FaultStore {
             Fault::Exists => {
                 request.await?;
                 let path = path.to_string();
-                Err(object_store::Error::AlreadyExists { path, source: "retried by the client".into() })
+                Err(object_store::Error::AlreadyExists {
+                    path,
+                    source: "retried by the client".into(),
+                })
             }
             Fault::Io(kind) => {
                 let source = Box::new(std::io::Error::from(kind));
-                Err(object_store::Error::Generic { store: "LocalFileSystem", source })
+                Err(object_store::Error::Generic {
+                    store: "LocalFileSystem",
+                    source,
+                })
             }
         }
     }
 }
 
 fn broken() -> object_store::Error {
-    object_store::Error::Generic { store: "fault", source: "connection reset".into() }
+    object_store::Error::Generic {
+        store: "fault",
+        source: "connection reset".into(),
+    }
 }
 
 impl fmt::Debug for FaultStore {
@@ -304,7 +343,8 @@ impl ObjectStore for FaultStore {
         let late = (path.clone(), payload.clone(), options.clone());
         let conditional = options.mode == PutMode::Create;
         let request = self.inner.put_opts(path, payload, options);
-        self.faulty_or_late(Op::Put, path, request, conditional.then_some(late)).await
+        self.faulty_or_late(Op::Put, path, request, conditional.then_some(late))
+            .await
     }
 
     async fn put_multipart_opts(
@@ -336,7 +376,8 @@ impl ObjectStore for FaultStore {
 
     async fn list_with_delimiter(&self, prefix: Option<&Path>) -> object_store::Result<ListResult> {
         let path = prefix.cloned().unwrap_or_default();
-        self.faulty(Op::List, &path, self.inner.list_with_delimiter(prefix)).await
+        self.faulty(Op::List, &path, self.inner.list_with_delimiter(prefix))
+            .await
     }
 
     async fn copy_opts(&self, from: &Path, to: &Path, options: CopyOptions) -> object_store::Result<()> {
@@ -344,7 +385,8 @@ impl ObjectStore for FaultStore {
     }
 
     async fn rename_opts(&self, from: &Path, to: &Path, options: RenameOptions) -> object_store::Result<()> {
-        self.faulty(Op::Copy, to, self.inner.rename_opts(from, to, options)).await
+        self.faulty(Op::Copy, to, self.inner.rename_opts(from, to, options))
+            .await
     }
 }
 

@@ -1,1 +1,383 @@
-//! (to come)
+//! From the first record to `_SUCCESS`: blocks, status, control, verification, and what it costs.
+
+use std::sync::Arc;
+
+use gristmill::dataset::location::Location;
+use gristmill::ledger::status::State;
+use gristmill::ledger::{Ledger, Order, RowSet, StopWhy};
+use object_store::ObjectStoreExt;
+use object_store::memory::InMemory;
+
+use super::support::*;
+
+async fn job(output: &Location, shards: u32, rows: u64) -> Ledger {
+    Ledger::create_or_resume_in(eager(output), draft("whole", shards, rows))
+        .await
+        .unwrap()
+        .0
+}
+
+#[tokio::test]
+async fn blocks_close_and_the_last_commit_writes_success() {
+    let output = memory();
+    let ledger = job(&output, 205, 2).await;
+    ledger.write_spend("a", 1800.0).await.unwrap();
+    ledger.write_spend("b", 1800.0).await.unwrap();
+    // The last shard first, so that blocks close out of order.
+    for shard in (1..205).rev() {
+        run_shard(&ledger, shard).await;
+    }
+    assert_eq!(ledger.store().list(&ledger.keys().digests()).await.unwrap().len(), 2);
+    assert!(ledger.success().await.unwrap().is_none());
+    assert!(ledger.finish_check(None).await.unwrap().is_none());
+    let status = ledger.status().await.unwrap();
+    assert_eq!(
+        (status.shards.done, status.shards.open, status.tally.rows()),
+        (204, 0, 408)
+    );
+    run_shard(&ledger, 0).await;
+    let success = ledger.success().await.unwrap().unwrap();
+    assert_eq!(
+        (success.rows, success.parts, success.seconds, success.usd),
+        (410, 205, 3600.0, Some(2.0))
+    );
+    assert_eq!((success.tally.succeeded, success.tally.errored), (205, 205));
+    assert_eq!(
+        (
+            success.tally.prompt_tokens,
+            success.tally.cached_tokens,
+            success.tally.completion_tokens
+        ),
+        (410 * 5, 410 * 2, 410 * 3)
+    );
+    assert_eq!(published_rows(&output).await, (0..410).collect::<Vec<_>>());
+    assert!(ledger.verify(|_| ()).await.unwrap().holds());
+    let status = ledger.status().await.unwrap();
+    assert_eq!(
+        (status.state, status.shards.done, status.tally),
+        (State::Finished, 205, success.tally)
+    );
+}
+
+#[tokio::test]
+async fn a_kill_before_success_is_made_good_by_whoever_comes_next() {
+    let output = memory();
+    let ledger = job(&output, 2, 3).await;
+    run_shard(&ledger, 0).await;
+    run_shard(&ledger, 1).await;
+    let success = output.path.clone().join("_SUCCESS");
+    let digest = ledger.keys().digest(0);
+    let digest = digest
+        .split('/')
+        .fold(output.path.clone(), |path, part| path.join(part));
+    // As a redelivered message finds it, and as a look at idle finds it; with and without the digest.
+    for (redelivered, keep_digest) in [(true, false), (true, true), (false, false), (false, true)] {
+        output.store.delete(&success).await.unwrap();
+        if !keep_digest {
+            output.store.delete(&digest).await.unwrap();
+        }
+        if redelivered {
+            ledger.shard(1).await.unwrap();
+        } else {
+            ledger.finish_check(None).await.unwrap();
+        }
+        assert!(ledger.success().await.unwrap().is_some());
+    }
+}
+
+#[tokio::test]
+async fn a_job_without_rows_is_finished_at_once() {
+    let output = memory();
+    let ledger = job(&output, 0, 1).await;
+    assert_eq!(ledger.finish_check(None).await.unwrap().unwrap().rows, 0);
+    assert!(ledger.verify(|_| ()).await.unwrap().holds());
+}
+
+#[tokio::test]
+async fn status_follows_logs_orders_and_spendings() {
+    let output = memory();
+    let ledger = job(&output, 4, 10).await;
+    let status = ledger.status().await.unwrap();
+    assert_eq!(
+        (status.state, status.rows, status.tally.rows(), status.usd),
+        (State::Running, 40, 0, Some(0.0))
+    );
+    run_shard(&ledger, 2).await;
+    let mut log = open_shard(&ledger, 0).await;
+    log.append(&finished(&RowSet::from_range(0..4), "a")).await.unwrap();
+    // Two attempts at shard 1 never ended, one at shard 0.
+    log.begin("a", &log.uncovered(), false).await.unwrap();
+    let mut stuck = open_shard(&ledger, 1).await;
+    for _ in 0..2 {
+        stuck.begin("a", &stuck.uncovered(), false).await.unwrap();
+    }
+    ledger.write_spend("a", 3600.0).await.unwrap();
+    let status = ledger.status().await.unwrap();
+    let shards = status.shards;
+    assert_eq!((shards.total, shards.done, shards.open, shards.stuck), (4, 1, 2, 1));
+    assert_eq!(
+        (status.tally.rows(), status.seconds, status.usd),
+        (14, 3600.0, Some(2.0))
+    );
+
+    for (why, state) in [
+        (StopWhy::Budget, State::BudgetReached),
+        (StopWhy::Deadline, State::DeadlineReached),
+        (StopWhy::Cancelled, State::Cancelled),
+    ] {
+        assert!(ledger.control().await.unwrap().give(Order::Stop { why }).await.unwrap());
+        assert_eq!(ledger.status().await.unwrap().state, state);
+    }
+    let extend = Order::Extend {
+        budget_usd: Some(5.0),
+        deadline_seconds: None,
+    };
+    assert!(ledger.control().await.unwrap().give(extend).await.unwrap());
+    assert_eq!(ledger.status().await.unwrap().state, State::Running);
+    let spent = ledger.spent().await.unwrap();
+    assert_eq!((spent.workers, spent.device_seconds), (1, 3600.0));
+    assert!(spent.store_now.unwrap() >= ledger.created_at());
+}
+
+#[tokio::test]
+async fn an_order_that_lost_the_race_is_for_its_giver_to_decide_again() {
+    let output = memory();
+    let ledger = job(&output, 1, 1).await;
+    let (mut a, mut b) = (ledger.control().await.unwrap(), ledger.control().await.unwrap());
+    assert!(
+        a.give(Order::Extend {
+            budget_usd: None,
+            deadline_seconds: Some(60)
+        })
+        .await
+        .unwrap()
+    );
+    assert!(!b.give(Order::Stop { why: StopWhy::Budget }).await.unwrap());
+    assert_eq!((b.stopped(), b.orders().len()), (None, 1));
+    assert!(b.give(Order::Stop { why: StopWhy::Deadline }).await.unwrap());
+    assert_eq!(
+        a.refresh().await.unwrap(),
+        Some(&Order::Stop { why: StopWhy::Deadline })
+    );
+    assert_eq!(a.orders(), b.orders());
+}
+
+#[tokio::test]
+async fn attempts_that_ended_are_forgiven() {
+    let output = memory();
+    let ledger = job(&output, 1, 600).await;
+    let rows = RowSet::from_range(0..600);
+    let mut log = open_shard(&ledger, 0).await;
+    for _ in 0..3 {
+        let attempt = log.begin("a", &rows, false).await.unwrap();
+        log.end(&attempt).await.unwrap();
+    }
+    assert_eq!(open_shard(&ledger, 0).await.narrowing().rows_per_try, None);
+    for _ in 0..2 {
+        log.begin("a", &rows, false).await.unwrap();
+    }
+    let attempts = ledger.shard_attempts(0).await.unwrap();
+    assert_eq!(
+        attempts
+            .iter()
+            .filter(|attempt| !attempt.ended && attempt.rows == rows)
+            .count(),
+        2
+    );
+    let narrowed = open_shard(&ledger, 0).await.narrowing();
+    assert_eq!(
+        (narrowed.rows_per_try, narrowed.next),
+        (Some(256), RowSet::from_range(0..256))
+    );
+    assert!(log.begin("../x", &rows, false).await.is_err());
+}
+
+/// The design allows ten requests a shard beside the reading of its input.
+#[tokio::test]
+async fn a_shard_costs_at_most_ten_requests() {
+    let faulty = Arc::new(FaultStore::new(Arc::new(InMemory::new()), false, |_, _| Fault::None));
+    let output = place(faulty.clone());
+    let ledger = job(&output, 3, 8).await;
+    faulty.counts.lock().unwrap().clear();
+    run_shard(&ledger, 1).await;
+    let counts = faulty.counts.lock().unwrap().clone();
+    assert!(counts.values().sum::<u32>() <= 10, "{counts:?}");
+    assert!(counts.contains_key(&Op::Put), "{counts:?}");
+}
+
+/// Every way in which a finished output can be wrong is found, and named.
+#[tokio::test]
+async fn verification_finds_what_is_wrong() {
+    let finished_job = async || {
+        let output = memory();
+        let ledger = job(&output, 3, 4).await;
+        for shard in 0..3 {
+            run_shard(&ledger, shard).await;
+        }
+        assert!(ledger.verify(|_| ()).await.unwrap().holds());
+        (output, ledger)
+    };
+    let expect = async |ledger: &Ledger, want: &str| {
+        let findings = ledger.verify(|_| ()).await.unwrap().findings;
+        assert!(
+            findings.iter().any(|line| line.contains(want)),
+            "`{want}` is not among {findings:#?}"
+        );
+    };
+    let at = |output: &Location, key: &str| key.split('/').fold(output.path.clone(), |path, part| path.join(part));
+
+    let (output, ledger) = finished_job().await;
+    let first = output
+        .store
+        .get(&at(&output, "part-00000.parquet"))
+        .await
+        .unwrap()
+        .bytes()
+        .await
+        .unwrap();
+    output
+        .store
+        .put(&at(&output, "part-00001.parquet"), first.clone().into())
+        .await
+        .unwrap();
+    expect(&ledger, "`part-00001.parquet` is not the part that was committed").await;
+    expect(&ledger, "`part-00001.parquet` is foreign").await;
+    expect(&ledger, "row 0 stands where row 4 belongs").await;
+
+    let (output, ledger) = finished_job().await;
+    output.store.delete(&at(&output, "part-00002.parquet")).await.unwrap();
+    expect(&ledger, "`part-00002.parquet` is missing").await;
+
+    let (output, ledger) = finished_job().await;
+    output
+        .store
+        .put(&at(&output, "part-00003.parquet"), first.clone().into())
+        .await
+        .unwrap();
+    output
+        .store
+        .put(&at(&output, "more/rows.parquet"), first.clone().into())
+        .await
+        .unwrap();
+    expect(&ledger, "`part-00003.parquet` lies beside the parts").await;
+    expect(&ledger, "`more/rows.parquet` lies beside the parts").await;
+
+    let (output, ledger) = finished_job().await;
+    output
+        .store
+        .put(
+            &at(&output, "part-00000.parquet"),
+            first.slice(..first.len() / 2).into(),
+        )
+        .await
+        .unwrap();
+    expect(&ledger, "`part-00000.parquet` cannot be read").await;
+
+    // The right rows, differently answered: only the hash can tell.
+    let (output, ledger) = finished_job().await;
+    let batch = finished(&RowSet::from_rows([0, 1, 2, 3]), "somebody else");
+    let ordered =
+        arrow::compute::take_record_batch(&batch, &arrow::array::UInt64Array::from(vec![3, 2, 1, 0])).unwrap();
+    let forged = part(&[ordered], &ledger.provenance(0)).unwrap();
+    output
+        .store
+        .put(&at(&output, "part-00000.parquet"), forged.into())
+        .await
+        .unwrap();
+    let findings = ledger.verify(|_| ()).await.unwrap().findings;
+    assert_eq!(
+        findings,
+        ["`part-00000.parquet` is not the part that was committed: its size or hash differs"]
+    );
+
+    // Rows out of order, then one short.
+    for rows in [vec![2, 3, 1, 0], vec![3, 2, 1]] {
+        let wrong = arrow::compute::take_record_batch(&batch, &arrow::array::UInt64Array::from(rows)).unwrap();
+        let wrong = part(&[wrong], &ledger.provenance(0)).unwrap();
+        output
+            .store
+            .put(&at(&output, "part-00000.parquet"), wrong.into())
+            .await
+            .unwrap();
+        let findings = ledger.verify(|_| ()).await.unwrap().findings;
+        assert!(
+            findings
+                .iter()
+                .any(|line| line.contains("stands where") || line.contains("ends before")),
+            "{findings:?}"
+        );
+    }
+
+    let (output, ledger) = finished_job().await;
+    output.store.delete(&at(&output, "_SUCCESS")).await.unwrap();
+    expect(&ledger, "`_SUCCESS` is missing, though every shard is committed").await;
+    output
+        .store
+        .delete(&at(&output, &ledger.keys().commit(1)))
+        .await
+        .unwrap();
+    expect(&ledger, "shard 1 has no commit").await;
+
+    let (output, ledger) = finished_job().await;
+    let success = output
+        .store
+        .get(&at(&output, "_SUCCESS"))
+        .await
+        .unwrap()
+        .bytes()
+        .await
+        .unwrap();
+    let forged = String::from_utf8(success.to_vec()).unwrap();
+    let forged = forged
+        .replace("\"succeeded\":6,", "\"succeeded\":5,")
+        .replace("\"errored\":6,", "\"errored\":7,");
+    output.store.put(&at(&output, "_SUCCESS"), forged.into()).await.unwrap();
+    expect(&ledger, "the counts of `_SUCCESS` differ").await;
+}
+
+#[tokio::test]
+async fn lines_are_published_and_verified_too() {
+    let output = memory();
+    let mut lines = draft("lines", 1, 3);
+    lines.part_extension = "jsonl".into();
+    let (ledger, _) = Ledger::create_or_resume_in(eager(&output), lines).await.unwrap();
+    let mut log = open_shard(&ledger, 0).await;
+    log.append(&finished(&log.uncovered(), "a")).await.unwrap();
+    log.publish(|batches, _| {
+        let lines: usize = batches.iter().map(|batch| batch.num_rows()).sum();
+        Ok::<_, String>("{}\n".repeat(lines).into())
+    })
+    .await
+    .unwrap();
+    assert!(ledger.verify(|_| ()).await.unwrap().holds());
+    let path = output.path.clone().join("part-00000.jsonl");
+    output.store.put(&path, "{}\n{}\n".into()).await.unwrap();
+    let findings = ledger.verify(|_| ()).await.unwrap().findings;
+    assert!(
+        findings.iter().any(|line| line.contains("2 lines, its shard 3 rows")),
+        "{findings:?}"
+    );
+}
+
+#[tokio::test]
+async fn a_part_that_cannot_be_made_fails_the_shard_alone() {
+    let output = memory();
+    let ledger = job(&output, 2, 2).await;
+    let mut log = open_shard(&ledger, 0).await;
+    assert!(
+        log.publish(part)
+            .await
+            .unwrap_err()
+            .to_string()
+            .contains("rows 0-1 are not logged yet")
+    );
+    log.append(&finished(&log.uncovered(), "a")).await.unwrap();
+    let error = log
+        .publish(|_, _| Err::<bytes::Bytes, _>("no such column"))
+        .await
+        .unwrap_err();
+    assert_eq!(error.to_string(), "shard 0: no such column");
+    run_shard(&ledger, 1).await;
+    log.publish(part).await.unwrap();
+    assert!(ledger.success().await.unwrap().is_some());
+}
