@@ -44,7 +44,7 @@ pub(super) async fn run(
         match intake.worker.ledger.shard(delivery.message.shard).await? {
             ShardState::Committed(_) => intake.worker.queue.acknowledge(&delivery).await?,
             ShardState::Open(log) => {
-                if !intake.open(delivery, log, &stop).await? {
+                if !intake.open(delivery, *log, &stop).await? {
                     return Ok(());
                 }
             }
