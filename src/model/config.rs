@@ -324,7 +324,7 @@ impl Reader<'_> {
         let head_dim = match self.size("head_dim", 1 << 10)? {
             Some(n) => n,
             None if family == Family::Qwen3 && !self.map.contains_key("head_dim") => 128,
-            None if hidden_size % heads == 0 => hidden_size / heads,
+            None if hidden_size.is_multiple_of(heads) => hidden_size / heads,
             None => {
                 return Err(self.broken(format!(
                     "`hidden_size` {hidden_size} is not a multiple of `num_attention_heads` {heads}, and there is no \
