@@ -56,13 +56,21 @@ impl Config {
     /// A file that cannot be read or parsed, a size out of bounds, an architecture or option that is not supported.
     pub fn load(dir: &Path) -> Result<Config, ModelError> {
         let path = dir.join("config.json");
-        let config = Reader { path: &path, map: &read_json(&path)? }.config()?;
+        let config = Reader {
+            path: &path,
+            map: &read_json(&path)?,
+        }
+        .config()?;
         let path = dir.join("generation_config.json");
         if !path.try_exists().map_err(|e| ModelError::read(&path, e))? {
             return Ok(config);
         }
         let generation = read_json(&path)?;
-        let more = Reader { path: &path, map: &generation }.eos_token_ids()?;
+        let more = Reader {
+            path: &path,
+            map: &generation,
+        }
+        .eos_token_ids()?;
         Ok(config.with_eos_token_ids(more))
     }
 
@@ -71,8 +79,8 @@ impl Config {
     /// # Errors
     /// As [`load`](Self::load).
     pub fn parse(path: &Path, text: &str) -> Result<Config, ModelError> {
-        let value: Value = serde_json::from_str(text)
-            .map_err(|e| ModelError::broken(path, format!("not valid JSON: {e}")))?;
+        let value: Value =
+            serde_json::from_str(text).map_err(|e| ModelError::broken(path, format!("not valid JSON: {e}")))?;
         let Value::Object(map) = value else {
             return Err(ModelError::broken(path, "not a JSON object"));
         };
@@ -90,8 +98,15 @@ impl Config {
     pub fn context_limit(&self) -> u32 {
         let stretched = |factor: f64, tokens: u32| (tokens as f64 * factor).min(u32::MAX as f64) as u32;
         let scaled = match &self.rope.scaling {
-            Scaling::Dynamic { factor, pretrained_tokens } => stretched(*factor, *pretrained_tokens),
-            Scaling::Llama3 { factor, pretrained_tokens, .. } => stretched(*factor, *pretrained_tokens),
+            Scaling::Dynamic {
+                factor,
+                pretrained_tokens,
+            } => stretched(*factor, *pretrained_tokens),
+            Scaling::Llama3 {
+                factor,
+                pretrained_tokens,
+                ..
+            } => stretched(*factor, *pretrained_tokens),
             Scaling::Yarn(yarn) => stretched(yarn.factor, yarn.pretrained_tokens),
             Scaling::None | Scaling::Linear { .. } => 0,
         };
@@ -151,17 +166,24 @@ impl Reader<'_> {
         let Some(value) = self.get(name) else { return Ok(None) };
         match value.as_u64() {
             Some(n) if n >= 1 && n <= max as u64 => Ok(Some(n as usize)),
-            _ => Err(self.broken(format!("`{name}` is {}, not a whole number from 1 to {max}", short(value)))),
+            _ => Err(self.broken(format!(
+                "`{name}` is {}, not a whole number from 1 to {max}",
+                short(value)
+            ))),
         }
     }
 
     fn required_size(&self, name: &str, max: usize) -> Result<usize, ModelError> {
-        self.size(name, max)?.ok_or_else(|| self.broken(format!("`{name}` is missing")))
+        self.size(name, max)?
+            .ok_or_else(|| self.broken(format!("`{name}` is missing")))
     }
 
     fn flag(&self, name: &str) -> Result<Option<bool>, ModelError> {
         let Some(value) = self.get(name) else { return Ok(None) };
-        value.as_bool().map(Some).ok_or_else(|| self.broken(format!("`{name}` is {}, not true or false", short(value))))
+        value
+            .as_bool()
+            .map(Some)
+            .ok_or_else(|| self.broken(format!("`{name}` is {}, not true or false", short(value))))
     }
 
     fn number(&self, name: &str) -> Result<Option<f64>, ModelError> {
@@ -181,7 +203,10 @@ impl Reader<'_> {
 
     fn text(&self, name: &str) -> Result<Option<&str>, ModelError> {
         let Some(value) = self.get(name) else { return Ok(None) };
-        value.as_str().map(Some).ok_or_else(|| self.broken(format!("`{name}` is {}, not a text", short(value))))
+        value
+            .as_str()
+            .map(Some)
+            .ok_or_else(|| self.broken(format!("`{name}` is {}, not a text", short(value))))
     }
 
     fn config(&self) -> Result<Config, ModelError> {
@@ -232,11 +257,15 @@ impl Reader<'_> {
         };
         let mut names = Vec::new();
         if let Some(value) = self.get("architectures") {
-            let list = value.as_array().filter(|l| !l.is_empty()).ok_or_else(|| {
-                self.broken(format!("`architectures` is {}, not a list of names", short(value)))
-            })?;
+            let list = value
+                .as_array()
+                .filter(|l| !l.is_empty())
+                .ok_or_else(|| self.broken(format!("`architectures` is {}, not a list of names", short(value))))?;
             for name in list {
-                names.push(name.as_str().ok_or_else(|| self.broken("`architectures` holds no names".to_owned()))?);
+                names.push(
+                    name.as_str()
+                        .ok_or_else(|| self.broken("`architectures` holds no names".to_owned()))?,
+                );
             }
         }
         names.extend(self.text("model_type")?);
@@ -295,7 +324,7 @@ impl Reader<'_> {
         let head_dim = match self.size("head_dim", 1 << 10)? {
             Some(n) => n,
             None if family == Family::Qwen3 && !self.map.contains_key("head_dim") => 128,
-            None if hidden_size % heads == 0 => hidden_size / heads,
+            None if hidden_size.is_multiple_of(heads) => hidden_size / heads,
             None => {
                 return Err(self.broken(format!(
                     "`hidden_size` {hidden_size} is not a multiple of `num_attention_heads` {heads}, and there is no \
@@ -304,9 +333,15 @@ impl Reader<'_> {
             }
         };
         if head_dim % 2 != 0 || head_dim > 1 << 10 {
-            return Err(self.unsupported(format!("heads of {head_dim} dimensions are not supported; even ones to 1,024 are")));
+            return Err(self.unsupported(format!(
+                "heads of {head_dim} dimensions are not supported; even ones to 1,024 are"
+            )));
         }
-        Ok(HeadShape { heads, kv_heads, head_dim })
+        Ok(HeadShape {
+            heads,
+            kv_heads,
+            head_dim,
+        })
     }
 
     /// Which layers attend through a window, as each family decides it.
@@ -334,7 +369,11 @@ impl Reader<'_> {
                 Ok(vec![window.map_or(KvSpec::Full, KvSpec::Window); count])
             }
             Family::Qwen2 | Family::Qwen3 => {
-                let window = if self.flag("use_sliding_window")?.unwrap_or(false) { window()? } else { None };
+                let window = if self.flag("use_sliding_window")?.unwrap_or(false) {
+                    window()?
+                } else {
+                    None
+                };
                 let from = match self.get("max_window_layers") {
                     None => 28,
                     Some(v) => v.as_u64().ok_or_else(|| {
@@ -362,10 +401,13 @@ impl Reader<'_> {
 
     /// `layer_types`: for each layer, does it slide?
     fn layer_types(&self, count: usize) -> Result<Option<Vec<bool>>, ModelError> {
-        let Some(value) = self.get("layer_types") else { return Ok(None) };
-        let list = value.as_array().filter(|l| l.len() == count).ok_or_else(|| {
-            self.broken(format!("`layer_types` is not a list of {count} names, one a layer"))
-        })?;
+        let Some(value) = self.get("layer_types") else {
+            return Ok(None);
+        };
+        let list = value
+            .as_array()
+            .filter(|l| l.len() == count)
+            .ok_or_else(|| self.broken(format!("`layer_types` is not a list of {count} names, one a layer")))?;
         let sliding = |v: &Value| match v.as_str() {
             Some("full_attention") => Ok(false),
             Some("sliding_attention") => Ok(true),
@@ -377,7 +419,11 @@ impl Reader<'_> {
     fn rope(&self, head_dim: usize, max_position_embeddings: u32) -> Result<Rope, ModelError> {
         let empty = Map::new();
         // The older name wins where both stand, as in the reference.
-        let name = if self.get("rope_scaling").is_some() { "rope_scaling" } else { "rope_parameters" };
+        let name = if self.get("rope_scaling").is_some() {
+            "rope_scaling"
+        } else {
+            "rope_parameters"
+        };
         let map = match self.get(name) {
             None => &empty,
             Some(Value::Object(map)) => map,
@@ -414,7 +460,10 @@ impl Reader<'_> {
             "dynamic" if head_dim <= 2 => {
                 return Err(self.unsupported("dynamic RoPE scaling of heads of 2 dimensions".to_owned()));
             }
-            "dynamic" => Scaling::Dynamic { factor: factor()?, pretrained_tokens: max_position_embeddings },
+            "dynamic" => Scaling::Dynamic {
+                factor: factor()?,
+                pretrained_tokens: max_position_embeddings,
+            },
             "llama3" => {
                 let need = |field: &str| {
                     let x = inner.number_in(field, 1e-6, 1e6)?;
@@ -422,7 +471,9 @@ impl Reader<'_> {
                 };
                 let (low, high) = (need("low_freq_factor")?, need("high_freq_factor")?);
                 if low >= high {
-                    return Err(self.broken(format!("`low_freq_factor` {low} is not below `high_freq_factor` {high}")));
+                    return Err(self.broken(format!(
+                        "`low_freq_factor` {low} is not below `high_freq_factor` {high}"
+                    )));
                 }
                 Scaling::Llama3 {
                     factor: factor()?,
@@ -470,7 +521,9 @@ impl Reader<'_> {
     }
 
     fn eos_token_ids(&self) -> Result<Vec<u32>, ModelError> {
-        let Some(value) = self.get("eos_token_id") else { return Ok(Vec::new()) };
+        let Some(value) = self.get("eos_token_id") else {
+            return Ok(Vec::new());
+        };
         let id = |v: &Value| v.as_u64().and_then(|n| u32::try_from(n).ok());
         let ids: Option<Vec<u32>> = match value {
             Value::Array(list) => list.iter().map(id).collect(),
@@ -511,7 +564,9 @@ mod tests {
 
     fn parse(changes: Value) -> Result<Config, String> {
         let mut value = llama();
-        let (Value::Object(map), Value::Object(changes)) = (&mut value, changes) else { panic!("objects") };
+        let (Value::Object(map), Value::Object(changes)) = (&mut value, changes) else {
+            panic!("objects")
+        };
         map.extend(changes);
         Config::parse(Path::new("config.json"), &value.to_string()).map_err(|e| e.to_string())
     }
@@ -525,9 +580,22 @@ mod tests {
     #[test]
     fn a_llama_is_read() {
         let config = parse(json!({})).unwrap();
-        assert_eq!(config.heads, HeadShape { heads: 4, kv_heads: 2, head_dim: 16 });
+        assert_eq!(
+            config.heads,
+            HeadShape {
+                heads: 4,
+                kv_heads: 2,
+                head_dim: 16
+            }
+        );
         assert_eq!(config.eos_token_ids, [3, 7]);
-        assert_eq!(config.rope, Rope { theta: 500_000.0, scaling: Scaling::None });
+        assert_eq!(
+            config.rope,
+            Rope {
+                theta: 500_000.0,
+                scaling: Scaling::None
+            }
+        );
         assert_eq!(config.layers, [KvSpec::Full; 3]);
         assert!(!config.qkv_bias && !config.qk_norm && !config.tied_embeddings);
         assert_eq!(config.context_limit(), 256);
@@ -537,12 +605,18 @@ mod tests {
     fn families_differ_in_biases_norms_and_windows() {
         let of = |name: &str, more: Value| {
             let mut changes = json!({"architectures": [name], "model_type": null});
-            changes.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+            changes
+                .as_object_mut()
+                .unwrap()
+                .extend(more.as_object().unwrap().clone());
             parse(changes).unwrap()
         };
         let mistral = of("MistralForCausalLM", json!({"sliding_window": 9}));
         assert_eq!(mistral.layers, [KvSpec::Window(9); 3]);
-        assert_eq!(of("MistralForCausalLM", json!({"sliding_window": null})).layers, [KvSpec::Full; 3]);
+        assert_eq!(
+            of("MistralForCausalLM", json!({"sliding_window": null})).layers,
+            [KvSpec::Full; 3]
+        );
         assert_eq!(of("MistralForCausalLM", json!({})).layers, [KvSpec::Window(4096); 3]);
         let qwen2 = of("Qwen2ForCausalLM", json!({"sliding_window": 9, "max_window_layers": 1}));
         assert!(qwen2.qkv_bias && !qwen2.o_bias);
@@ -565,31 +639,63 @@ mod tests {
     #[test]
     fn both_spellings_of_rope_are_read() {
         let linear = parse(json!({"rope_scaling": {"type": "linear", "factor": 2.0}})).unwrap();
-        assert_eq!(linear.rope, Rope { theta: 500_000.0, scaling: Scaling::Linear { factor: 2.0 } });
+        assert_eq!(
+            linear.rope,
+            Rope {
+                theta: 500_000.0,
+                scaling: Scaling::Linear { factor: 2.0 }
+            }
+        );
         let new = json!({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0}});
         let dynamic = parse(new).unwrap();
-        let scaling = Scaling::Dynamic { factor: 2.0, pretrained_tokens: 256 };
+        let scaling = Scaling::Dynamic {
+            factor: 2.0,
+            pretrained_tokens: 256,
+        };
         assert_eq!(dynamic.rope, Rope { theta: 100.0, scaling });
         assert_eq!(dynamic.context_limit(), 512);
         let yarn = json!({"rope_scaling": {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 64}});
-        let Scaling::Yarn(yarn) = parse(yarn).unwrap().rope.scaling else { panic!("yarn") };
-        assert_eq!((yarn.beta_fast, yarn.beta_slow, yarn.pretrained_tokens), (32.0, 1.0, 64));
+        let Scaling::Yarn(yarn) = parse(yarn).unwrap().rope.scaling else {
+            panic!("yarn")
+        };
+        assert_eq!(
+            (yarn.beta_fast, yarn.beta_slow, yarn.pretrained_tokens),
+            (32.0, 1.0, 64)
+        );
         assert!((yarn.attention_factor - 1.138_629_4).abs() < 1e-6);
     }
 
     #[test]
     fn what_is_not_supported_is_refused_by_name() {
-        refused(json!({"architectures": ["GemmaForCausalLM"]}), "`GemmaForCausalLM` is not supported");
+        refused(
+            json!({"architectures": ["GemmaForCausalLM"]}),
+            "`GemmaForCausalLM` is not supported",
+        );
         refused(json!({"model_type": "mistral"}), "different models");
         refused(json!({"hidden_act": "gelu"}), "`gelu` is not supported");
-        refused(json!({"quantization_config": {"quant_method": "gptq"}}), "`quantization_config`");
+        refused(
+            json!({"quantization_config": {"quant_method": "gptq"}}),
+            "`quantization_config`",
+        );
         refused(json!({"partial_rotary_factor": 0.5}), "`partial_rotary_factor` 0.5");
-        refused(json!({"rope_parameters": {"partial_rotary_factor": 0.5}}), "`partial_rotary_factor` 0.5");
+        refused(
+            json!({"rope_parameters": {"partial_rotary_factor": 0.5}}),
+            "`partial_rotary_factor` 0.5",
+        );
         refused(json!({"num_local_experts": 8}), "`num_local_experts` (8)");
         refused(json!({"final_logit_softcapping": 30.0}), "`final_logit_softcapping`");
-        refused(json!({"rope_scaling": {"type": "longrope"}}), "`longrope` is not supported");
-        refused(json!({"rope_parameters": {"full_attention": {}}}), "differs by layer type");
-        refused(json!({"layer_types": ["full_attention", "linear_attention", "full_attention"]}), "linear_attention");
+        refused(
+            json!({"rope_scaling": {"type": "longrope"}}),
+            "`longrope` is not supported",
+        );
+        refused(
+            json!({"rope_parameters": {"full_attention": {}}}),
+            "differs by layer type",
+        );
+        refused(
+            json!({"layer_types": ["full_attention", "linear_attention", "full_attention"]}),
+            "linear_attention",
+        );
     }
 
     #[test]

@@ -21,12 +21,21 @@ pub enum ModelError {
 
 impl ModelError {
     pub(crate) fn read(path: &Path, source: std::io::Error) -> ModelError {
-        ModelError::Read { path: path.to_owned(), source }
+        ModelError::Read {
+            path: path.to_owned(),
+            source,
+        }
     }
     pub(crate) fn broken(path: &Path, message: impl Into<String>) -> ModelError {
-        ModelError::Broken { path: path.to_owned(), message: message.into() }
+        ModelError::Broken {
+            path: path.to_owned(),
+            message: message.into(),
+        }
     }
     pub(crate) fn unsupported(path: &Path, message: impl Into<String>) -> ModelError {
-        ModelError::Unsupported { path: path.to_owned(), message: message.into() }
+        ModelError::Unsupported {
+            path: path.to_owned(),
+            message: message.into(),
+        }
     }
 }

@@ -20,13 +20,23 @@ pub struct Rope {
 pub enum Scaling {
     None,
     /// All frequencies divided by `factor`.
-    Linear { factor: f64 },
+    Linear {
+        factor: f64,
+    },
     /// The base grows with the context (NTK-aware). The reference takes the length that a sequence has reached, so a
     /// token would depend on how far its batch has come; here the length is the job's context, fixed for all rows.
     /// A context within `pretrained_tokens` leaves the base as it is.
-    Dynamic { factor: f64, pretrained_tokens: u32 },
+    Dynamic {
+        factor: f64,
+        pretrained_tokens: u32,
+    },
     /// Long wavelengths divided by `factor`, short ones kept, smooth between (Llama 3.1).
-    Llama3 { factor: f64, low_freq_factor: f64, high_freq_factor: f64, pretrained_tokens: u32 },
+    Llama3 {
+        factor: f64,
+        low_freq_factor: f64,
+        high_freq_factor: f64,
+        pretrained_tokens: u32,
+    },
     Yarn(Yarn),
 }
 
@@ -48,7 +58,13 @@ pub struct Yarn {
 
 /// YaRN's attention factor where the checkpoint does not give one: `0.1 m ln(factor) + 1`, or the ratio of two such.
 pub fn yarn_attention_factor(factor: f64, mscale: Option<f64>, mscale_all_dim: Option<f64>) -> f64 {
-    let grow = |m: f64| if factor <= 1.0 { 1.0 } else { 0.1 * m * factor.ln() + 1.0 };
+    let grow = |m: f64| {
+        if factor <= 1.0 {
+            1.0
+        } else {
+            0.1 * m * factor.ln() + 1.0
+        }
+    };
     match (mscale, mscale_all_dim) {
         (Some(m), Some(all)) if m != 0.0 && all != 0.0 => grow(m) / grow(all),
         _ => grow(1.0),
@@ -61,16 +77,22 @@ impl Rope {
         let plain = |theta: f64| -> Vec<f32> { turns(theta, head_dim).map(|t| 1.0 / t).collect() };
         let (inverse_frequencies, scale) = match &self.scaling {
             Scaling::None => (plain(self.theta), 1.0),
-            Scaling::Linear { factor } => {
-                (plain(self.theta).into_iter().map(|f| f / *factor as f32).collect(), 1.0)
-            }
-            Scaling::Dynamic { factor, pretrained_tokens } => {
+            Scaling::Linear { factor } => (plain(self.theta).into_iter().map(|f| f / *factor as f32).collect(), 1.0),
+            Scaling::Dynamic {
+                factor,
+                pretrained_tokens,
+            } => {
                 let (n, pretrained) = (head_dim as f64, *pretrained_tokens as f64);
                 let length = (context as f64).max(pretrained);
                 let growth = factor * length / pretrained - (factor - 1.0);
                 (plain(self.theta * growth.powf(n / (n - 2.0))), 1.0)
             }
-            Scaling::Llama3 { factor, low_freq_factor, high_freq_factor, pretrained_tokens } => {
+            Scaling::Llama3 {
+                factor,
+                low_freq_factor,
+                high_freq_factor,
+                pretrained_tokens,
+            } => {
                 let pretrained = *pretrained_tokens as f64;
                 let stretch = |f: f32| {
                     let wavelength = 2.0 * PI / f as f64;
@@ -79,8 +101,7 @@ impl Rope {
                     } else if wavelength < pretrained / high_freq_factor {
                         f
                     } else {
-                        let smooth =
-                            (pretrained / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor);
+                        let smooth = (pretrained / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor);
                         ((1.0 - smooth) * f as f64 / factor + smooth * f as f64) as f32
                     }
                 };
@@ -88,7 +109,10 @@ impl Rope {
             }
             Scaling::Yarn(yarn) => (yarn.frequencies(self.theta, head_dim), yarn.attention_factor as f32),
         };
-        RopeSpec { inverse_frequencies, scale }
+        RopeSpec {
+            inverse_frequencies,
+            scale,
+        }
     }
 }
 
@@ -102,9 +126,8 @@ impl Yarn {
     fn frequencies(&self, theta: f64, head_dim: usize) -> Vec<f32> {
         let n = head_dim as f64;
         // The pair that turns `rotations` times in the pretrained context.
-        let pair = |rotations: f64| {
-            n * (self.pretrained_tokens as f64 / (rotations * 2.0 * PI)).ln() / (2.0 * theta.ln())
-        };
+        let pair =
+            |rotations: f64| n * (self.pretrained_tokens as f64 / (rotations * 2.0 * PI)).ln() / (2.0 * theta.ln());
         let (mut low, mut high) = (pair(self.beta_fast), pair(self.beta_slow));
         if self.truncate {
             (low, high) = (low.floor(), high.ceil());
@@ -128,14 +151,24 @@ mod tests {
 
     #[test]
     fn linear_divides_and_dynamic_leaves_short_contexts_alone() {
-        let spec = |scaling, context| Rope { theta: 10_000.0, scaling }.spec(8, context).inverse_frequencies;
+        let spec = |scaling, context| {
+            Rope {
+                theta: 10_000.0,
+                scaling,
+            }
+            .spec(8, context)
+            .inverse_frequencies
+        };
         let plain = spec(Scaling::None, 64);
         assert_eq!(plain.len(), 4);
         assert_eq!(plain[0], 1.0);
         assert!((plain[2] - 0.01).abs() < 1e-8);
         let linear = spec(Scaling::Linear { factor: 4.0 }, 64);
         assert!(plain.iter().zip(&linear).all(|(a, b)| a / 4.0 == *b));
-        let dynamic = Scaling::Dynamic { factor: 2.0, pretrained_tokens: 64 };
+        let dynamic = Scaling::Dynamic {
+            factor: 2.0,
+            pretrained_tokens: 64,
+        };
         assert_eq!(spec(dynamic.clone(), 64), plain);
         let long = spec(dynamic, 128);
         assert!(long[0] == 1.0 && long[3] < plain[3] / 2.0);
@@ -143,13 +176,30 @@ mod tests {
 
     #[test]
     fn llama3_keeps_short_and_divides_long_wavelengths() {
-        let scaling =
-            Scaling::Llama3 { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, pretrained_tokens: 64 };
-        let plain = Rope { theta: 10_000.0, scaling: Scaling::None }.spec(32, 64).inverse_frequencies;
-        let got = Rope { theta: 10_000.0, scaling }.spec(32, 64).inverse_frequencies;
+        let scaling = Scaling::Llama3 {
+            factor: 8.0,
+            low_freq_factor: 1.0,
+            high_freq_factor: 4.0,
+            pretrained_tokens: 64,
+        };
+        let plain = Rope {
+            theta: 10_000.0,
+            scaling: Scaling::None,
+        }
+        .spec(32, 64)
+        .inverse_frequencies;
+        let got = Rope {
+            theta: 10_000.0,
+            scaling,
+        }
+        .spec(32, 64)
+        .inverse_frequencies;
         assert_eq!(got[0], plain[0]);
         assert_eq!(got[15], plain[15] / 8.0);
-        assert!(got.iter().zip(&plain).any(|(a, b)| *a < *b && *a > *b / 8.0), "some lie between");
+        assert!(
+            got.iter().zip(&plain).any(|(a, b)| *a < *b && *a > *b / 8.0),
+            "some lie between"
+        );
     }
 
     #[test]

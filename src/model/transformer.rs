@@ -143,9 +143,20 @@ impl<D: Device> Transformer<D> {
     ) -> Result<Transformer<D>, ModelError> {
         let context_tokens = context(&config, options.max_context)?;
         let kv_blocks = kv_blocks(&device, &config, options.kv)?;
-        let vocab_size = options.vocabulary.map_or(config.vocab_size, |n| n.min(config.vocab_size));
-        let weights = Builder { device: &device, source, config: &config }.weights()?;
-        let pools = config.layers.iter().map(|_| device.kv_pool(config.heads, kv_blocks as usize)).collect();
+        let vocab_size = options
+            .vocabulary
+            .map_or(config.vocab_size, |n| n.min(config.vocab_size));
+        let weights = Builder {
+            device: &device,
+            source,
+            config: &config,
+        }
+        .weights()?;
+        let pools = config
+            .layers
+            .iter()
+            .map(|_| device.kv_pool(config.heads, kv_blocks as usize))
+            .collect();
         let step = device.step(config.heads, config.rope.spec(config.heads.head_dim, context_tokens));
         let buffers = Buffers {
             residual: device.buffer(),
@@ -180,10 +191,17 @@ impl<D: Device> Transformer<D> {
     /// What makes a batch unfit to run, if anything: the caller's mistake, never a row's.
     fn check(&self, batch: &StepBatch) -> Result<(), String> {
         if batch.positions.len() != batch.tokens.len() {
-            return Err(format!("{} positions for {} tokens", batch.positions.len(), batch.tokens.len()));
+            return Err(format!(
+                "{} positions for {} tokens",
+                batch.positions.len(),
+                batch.tokens.len()
+            ));
         }
         if let Some(token) = batch.tokens.iter().find(|t| **t as usize >= self.config.vocab_size) {
-            return Err(format!("token id {token} is not below the model's {}", self.config.vocab_size));
+            return Err(format!(
+                "token id {token} is not below the model's {}",
+                self.config.vocab_size
+            ));
         }
         let mut next = 0u64;
         for (i, s) in batch.sequences.iter().enumerate() {
@@ -193,11 +211,17 @@ impl<D: Device> Transformer<D> {
                 return Err(format!("sequence {i} does not follow the one before it in the batch"));
             }
             if s.kv_len > self.context_tokens {
-                return Err(format!("sequence {i}: {} tokens, more than {}", s.kv_len, self.context_tokens));
+                return Err(format!(
+                    "sequence {i}: {} tokens, more than {}",
+                    s.kv_len, self.context_tokens
+                ));
             }
             let positions = &batch.positions[s.first_token as usize..next as usize];
             if !positions.iter().copied().eq(s.kv_len - s.q_len..s.kv_len) {
-                return Err(format!("sequence {i}: positions are not its last {} of {}", s.q_len, s.kv_len));
+                return Err(format!(
+                    "sequence {i}: positions are not its last {} of {}",
+                    s.q_len, s.kv_len
+                ));
             }
             let blocks = s.first_block as u64 + s.kv_len.div_ceil(BLOCK_TOKENS as u32) as u64;
             if blocks > batch.block_tables.len() as u64 {
@@ -205,10 +229,19 @@ impl<D: Device> Transformer<D> {
             }
         }
         if next != batch.tokens.len() as u64 {
-            return Err(format!("{} tokens belong to no sequence", batch.tokens.len() as u64 - next));
+            return Err(format!(
+                "{} tokens belong to no sequence",
+                batch.tokens.len() as u64 - next
+            ));
         }
         let copied = batch.block_copies.iter().flat_map(|&(from, to)| [from, to]);
-        if let Some(block) = batch.block_tables.iter().copied().chain(copied).find(|b| *b >= self.kv_blocks) {
+        if let Some(block) = batch
+            .block_tables
+            .iter()
+            .copied()
+            .chain(copied)
+            .find(|b| *b >= self.kv_blocks)
+        {
             return Err(format!("KV block {block} is not below {}", self.kv_blocks));
         }
         if !batch.logits_at.is_sorted_by(|a, b| a < b) {
@@ -222,27 +255,61 @@ impl<D: Device> Transformer<D> {
 
     /// Runs a checked batch; returns the rows of `logits_at` that are not finite.
     fn run(&mut self, batch: &StepBatch) -> Vec<usize> {
-        let Transformer { device, config, weights, pools, step, buffers: b, logits, vocab_size, .. } = self;
+        let Transformer {
+            device,
+            config,
+            weights,
+            pools,
+            step,
+            buffers: b,
+            logits,
+            vocab_size,
+            ..
+        } = self;
         device.upload(batch, step);
         device.embed(&weights.embedding, step, &mut b.residual);
         let mut delta = None;
         for (layer, pool) in weights.layers.iter().zip(pools) {
             device.copy_blocks(step, pool);
-            let norm = AddNorm { delta, weight: &layer.attention_norm, eps: config.norm_eps };
+            let norm = AddNorm {
+                delta,
+                weight: &layer.attention_norm,
+                eps: config.norm_eps,
+            };
             device.add_norm(norm, &mut b.residual, &mut b.normed);
             device.linear(&layer.qkv, &b.normed, &mut b.qkv, &mut b.workspace);
-            let qk_norm = layer.qk_norm.as_ref().map(|(q, k)| QkNorm { q, k, eps: config.norm_eps });
-            device.rope_store(RopeStore { heads: config.heads, qk_norm }, step, &mut b.qkv, pool);
+            let qk_norm = layer.qk_norm.as_ref().map(|(q, k)| QkNorm {
+                q,
+                k,
+                eps: config.norm_eps,
+            });
+            device.rope_store(
+                RopeStore {
+                    heads: config.heads,
+                    qk_norm,
+                },
+                step,
+                &mut b.qkv,
+                pool,
+            );
             device.attention(layer.spec, step, &b.qkv, pool, &mut b.attended, &mut b.workspace);
             device.linear(&layer.o, &b.attended, &mut b.delta, &mut b.workspace);
-            let norm = AddNorm { delta: Some(&b.delta), weight: &layer.mlp_norm, eps: config.norm_eps };
+            let norm = AddNorm {
+                delta: Some(&b.delta),
+                weight: &layer.mlp_norm,
+                eps: config.norm_eps,
+            };
             device.add_norm(norm, &mut b.residual, &mut b.normed);
             device.linear(&layer.gate_up, &b.normed, &mut b.gate_up, &mut b.workspace);
             device.gated(&b.gate_up, &mut b.gated);
             device.linear(&layer.down, &b.gated, &mut b.delta, &mut b.workspace);
             delta = Some(&b.delta);
         }
-        let norm = AddNorm { delta, weight: &weights.norm, eps: config.norm_eps };
+        let norm = AddNorm {
+            delta,
+            weight: &weights.norm,
+            eps: config.norm_eps,
+        };
         device.add_norm_logits_rows(norm, step, &mut b.residual, &mut b.normed);
         let head = weights.head.as_ref().unwrap_or(&weights.embedding);
         device.logits(head, *vocab_size, &b.normed, logits, &mut b.workspace)
@@ -253,7 +320,11 @@ impl<D: Device> Forward for Transformer<D> {
     fn forward(&mut self, batch: &StepBatch) -> Result<&[f32], ForwardError> {
         self.check(batch).map_err(ForwardError::Device)?;
         let bad = self.run(batch);
-        if bad.is_empty() { Ok(&self.logits) } else { Err(ForwardError::NotFinite(bad)) }
+        if bad.is_empty() {
+            Ok(&self.logits)
+        } else {
+            Err(ForwardError::NotFinite(bad))
+        }
     }
 
     fn logits(&self) -> &[f32] {
@@ -282,9 +353,9 @@ fn context(config: &Config, max_context: Option<u32>) -> Result<u32, ModelError>
     match max_context {
         None => Ok(config.max_position_embeddings),
         Some(0) => Err(ModelError::Options("a context of 0 tokens holds nothing".to_owned())),
-        Some(n) if n > limit => {
-            Err(ModelError::Options(format!("a context of {n} tokens is more than the model's {limit}")))
-        }
+        Some(n) if n > limit => Err(ModelError::Options(format!(
+            "a context of {n} tokens is more than the model's {limit}"
+        ))),
         Some(n) => Ok(n),
     }
 }
@@ -296,10 +367,14 @@ fn kv_blocks<D: Device>(device: &D, config: &Config, budget: KvBudget) -> Result
         KvBudget::Blocks(blocks) => blocks as u64,
     };
     if blocks == 0 {
-        return Err(ModelError::Options(format!("the KV pool holds no block: one takes {block} bytes")));
+        return Err(ModelError::Options(format!(
+            "the KV pool holds no block: one takes {block} bytes"
+        )));
     }
     if blocks.checked_mul(block).is_none_or(|bytes| bytes > isize::MAX as u64) {
-        return Err(ModelError::Options(format!("a KV pool of {blocks} blocks of {block} bytes is too large")));
+        return Err(ModelError::Options(format!(
+            "a KV pool of {blocks} blocks of {block} bytes is too large"
+        )));
     }
     Ok(blocks as u32)
 }
@@ -326,7 +401,12 @@ impl<D: Device> Builder<'_, D> {
             true => None,
             false => Some(self.matrix(&[("lm_head.weight", c.vocab_size)], c.hidden_size)?),
         };
-        Ok(ModelWeights { embedding, head, norm, layers })
+        Ok(ModelWeights {
+            embedding,
+            head,
+            norm,
+            layers,
+        })
     }
 
     fn layer(&self, prefix: &str, spec: KvSpec) -> Result<Layer<D>, ModelError> {
@@ -343,7 +423,11 @@ impl<D: Device> Builder<'_, D> {
             spec,
             attention_norm: norm("input_layernorm", c.hidden_size)?,
             qkv: linear(
-                &[("self_attn.q_proj", q), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv)],
+                &[
+                    ("self_attn.q_proj", q),
+                    ("self_attn.k_proj", kv),
+                    ("self_attn.v_proj", kv),
+                ],
                 c.hidden_size,
                 c.qkv_bias,
             )?,
@@ -353,7 +437,11 @@ impl<D: Device> Builder<'_, D> {
             },
             o: linear(&[("self_attn.o_proj", c.hidden_size)], q, c.o_bias)?,
             mlp_norm: norm("post_attention_layernorm", c.hidden_size)?,
-            gate_up: linear(&[("mlp.gate_proj", mlp), ("mlp.up_proj", mlp)], c.hidden_size, c.mlp_bias)?,
+            gate_up: linear(
+                &[("mlp.gate_proj", mlp), ("mlp.up_proj", mlp)],
+                c.hidden_size,
+                c.mlp_bias,
+            )?,
             down: linear(&[("mlp.down_proj", c.hidden_size)], mlp, c.mlp_bias)?,
         })
     }
@@ -365,7 +453,10 @@ impl<D: Device> Builder<'_, D> {
         bias: bool,
     ) -> Result<Linear<D::Matrix, D::Vector>, ModelError> {
         let named = |kind: &str| -> Vec<(String, usize)> {
-            parts.iter().map(|(name, rows)| (format!("{name}.{kind}"), *rows)).collect()
+            parts
+                .iter()
+                .map(|(name, rows)| (format!("{name}.{kind}"), *rows))
+                .collect()
         };
         let (weights, biases) = (named("weight"), named("bias"));
         Ok(Linear {

@@ -42,7 +42,12 @@ pub struct StoredTensor<'a> {
 impl StoredTensor<'_> {
     /// As the device takes it.
     pub fn view(&self) -> Tensor<'_> {
-        Tensor { dtype: self.dtype, rows: self.rows, columns: self.columns, data: &self.data }
+        Tensor {
+            dtype: self.dtype,
+            rows: self.rows,
+            columns: self.columns,
+            data: &self.data,
+        }
     }
 }
 
@@ -73,7 +78,10 @@ impl Weights {
     /// There are none, or a header that does not fit its file, or an index that names other than files of `dir`.
     pub fn open(dir: &Path) -> Result<Weights, ModelError> {
         let (names, index) = weight_files(dir)?;
-        let files = names.iter().map(|name| File::open(dir.join(name))).collect::<Result<Vec<_>, _>>()?;
+        let files = names
+            .iter()
+            .map(|name| File::open(dir.join(name)))
+            .collect::<Result<Vec<_>, _>>()?;
         let mut tensors = HashMap::new();
         match index {
             Some(index) => {
@@ -82,12 +90,11 @@ impl Weights {
             }
             None => tensors.extend(files[0].tensors.keys().map(|tensor| (tensor.clone(), 0))),
         }
-        Ok(Weights { dir: dir.to_owned(), files, tensors })
-    }
-
-    /// Names of all tensors.
-    pub fn names(&self) -> impl Iterator<Item = &str> {
-        self.tensors.keys().map(String::as_str)
+        Ok(Weights {
+            dir: dir.to_owned(),
+            files,
+            tensors,
+        })
     }
 }
 
@@ -100,7 +107,10 @@ impl WeightSource for Weights {
         if entry.shape != want {
             return Err(ModelError::broken(
                 &file.path,
-                format!("tensor `{name}` has shape {:?}; `config.json` makes it {want:?}", entry.shape),
+                format!(
+                    "tensor `{name}` has shape {:?}; `config.json` makes it {want:?}",
+                    entry.shape
+                ),
             ));
         }
         let dtype = match entry.dtype {
@@ -115,7 +125,12 @@ impl WeightSource for Weights {
             }
         };
         let data = Cow::Borrowed(&file.map[entry.bytes.clone()]);
-        Ok(StoredTensor { dtype, rows: rows.unwrap_or(1), columns, data })
+        Ok(StoredTensor {
+            dtype,
+            rows: rows.unwrap_or(1),
+            columns,
+            data,
+        })
     }
 
     fn path_of(&self, name: &str) -> &Path {
@@ -144,7 +159,14 @@ impl File {
             if bytes.start > bytes.end || bytes.end > map.len() {
                 return Err(broken(format!("tensor `{name}` lies outside the file")));
             }
-            tensors.insert(name, Entry { dtype: info.dtype, shape: info.shape.clone(), bytes });
+            tensors.insert(
+                name,
+                Entry {
+                    dtype: info.dtype,
+                    shape: info.shape.clone(),
+                    bytes,
+                },
+            );
         }
         Ok(File { path, map, tensors })
     }
@@ -169,14 +191,21 @@ fn weight_files(dir: &Path) -> Result<(Vec<String>, Option<IndexEntries>), Model
     let bytes = super::read_limited(&path, INDEX_BYTES_MAX)?;
     let index: serde_json::Value =
         serde_json::from_slice(&bytes).map_err(|e| broken(format!("not valid JSON: {e}")))?;
-    let map = index.get("weight_map").and_then(|m| m.as_object()).filter(|m| !m.is_empty());
+    let map = index
+        .get("weight_map")
+        .and_then(|m| m.as_object())
+        .filter(|m| !m.is_empty());
     let mut entries = Vec::new();
     for (tensor, file) in map.ok_or_else(|| broken("has no `weight_map`".to_owned()))? {
-        let name = file.as_str().ok_or_else(|| broken(format!("tensor `{tensor}` names no file")))?;
+        let name = file
+            .as_str()
+            .ok_or_else(|| broken(format!("tensor `{tensor}` names no file")))?;
         // A plain name of this folder, so that an index cannot make us read anything else.
         let plain = name.ends_with(".safetensors") && !name.contains(['/', '\\', '\0']) && !name.starts_with('.');
         if !plain {
-            return Err(broken(format!("tensor `{tensor}` names {name:?}, not a safetensors file of this folder")));
+            return Err(broken(format!(
+                "tensor `{tensor}` names {name:?}, not a safetensors file of this folder"
+            )));
         }
         entries.push((tensor.clone(), name.to_owned()));
     }
@@ -191,7 +220,11 @@ fn weight_files(dir: &Path) -> Result<(Vec<String>, Option<IndexEntries>), Model
 fn no_weights(dir: &Path) -> Result<ModelError, ModelError> {
     let mut pickles = Vec::new();
     for entry in std::fs::read_dir(dir).map_err(|e| ModelError::read(dir, e))? {
-        let name = entry.map_err(|e| ModelError::read(dir, e))?.file_name().to_string_lossy().into_owned();
+        let name = entry
+            .map_err(|e| ModelError::read(dir, e))?
+            .file_name()
+            .to_string_lossy()
+            .into_owned();
         if [".bin", ".pt", ".pth", ".ckpt"].iter().any(|end| name.ends_with(end)) {
             pickles.push(name);
         }
@@ -263,7 +296,9 @@ impl WeightSource for RandomWeights {
             None if name.ends_with("bias") => Some(0.0),
             None => Some(1.0),
         };
-        let mut state = name.bytes().fold(self.seed, |s, b| (s ^ b as u64).wrapping_mul(0x0100_0000_01b3));
+        let mut state = name
+            .bytes()
+            .fold(self.seed, |s, b| (s ^ b as u64).wrapping_mul(0x0100_0000_01b3));
         let scale = (3.0 / columns as f32).sqrt();
         let mut data = Vec::with_capacity(count * self.dtype.bytes());
         for _ in 0..count {
@@ -274,7 +309,12 @@ impl WeightSource for RandomWeights {
                 Dtype::Bf16 => data.extend_from_slice(&half::bf16::from_f32(x).to_le_bytes()),
             }
         }
-        Ok(StoredTensor { dtype: self.dtype, rows: rows.unwrap_or(1), columns, data: Cow::Owned(data) })
+        Ok(StoredTensor {
+            dtype: self.dtype,
+            rows: rows.unwrap_or(1),
+            columns,
+            data: Cow::Owned(data),
+        })
     }
 
     fn path_of(&self, _name: &str) -> &Path {

@@ -141,8 +141,9 @@ impl Task<'_> {
             },
         );
         let table = self.op.step.blocks(self.tile.sequence);
-        for b in first_visible(self.op.spec, first) / BLOCK_TOKENS..=last / BLOCK_TOKENS {
-            let block = self.head * pool_blocks + table[b] as usize;
+        let visible = first_visible(self.op.spec, first) / BLOCK_TOKENS..last / BLOCK_TOKENS + 1;
+        for (b, block) in visible.clone().zip(&table[visible]) {
+            let block = self.head * pool_blocks + *block as usize;
             let keys = &pages.keys[block * dim * BLOCK_TOKENS..][..dim * BLOCK_TOKENS];
             let values = &pages.values[block * wide * BLOCK_TOKENS..][..wide * BLOCK_TOKENS];
             let range = self.rows_that_see(b);

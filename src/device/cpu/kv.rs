@@ -9,6 +9,7 @@
 use rayon::prelude::*;
 
 use super::Buffer;
+use super::aligned::Aligned;
 use super::step::Step;
 use super::tile::{Bf16, Element, PANEL};
 use crate::device::{BLOCK_TOKENS, HeadShape, Precision};
@@ -26,8 +27,8 @@ pub(super) enum Store {
 }
 
 pub(super) struct Pages<E> {
-    pub keys: Vec<E>,
-    pub values: Vec<E>,
+    pub keys: Aligned<E>,
+    pub values: Aligned<E>,
 }
 
 /// head_dim in values: a whole number of panels.
@@ -39,15 +40,14 @@ impl KvPool {
     pub(super) fn new(heads: HeadShape, blocks: usize, precision: Precision) -> KvPool {
         let tokens = heads.kv_heads * blocks * BLOCK_TOKENS;
         let (keys, values) = (tokens * heads.head_dim, tokens * padded(heads.head_dim));
-        // Zeroed memory comes from the operating system page by page as blocks are first used.
         let store = match precision {
             Precision::F32 => Store::F32(Pages {
-                keys: vec![0.0; keys],
-                values: vec![0.0; values],
+                keys: Aligned::new(keys),
+                values: Aligned::new(values),
             }),
             Precision::Bf16 => Store::Bf16(Pages {
-                keys: vec![Bf16(0); keys],
-                values: vec![Bf16(0); values],
+                keys: Aligned::new(keys),
+                values: Aligned::new(values),
             }),
         };
         KvPool { blocks, heads, store }

@@ -263,7 +263,7 @@ mod tests {
             linear(isa, &matrix, n, finish, &x, &mut out, &mut Vec::new())
         });
         let mut row = vec![0.0; k];
-        for j in 0..n {
+        for (j, bias) in bias.iter().enumerate() {
             matrix.read_row(j, &mut row);
             for i in 0..m {
                 let want: f64 = x
@@ -272,7 +272,7 @@ mod tests {
                     .zip(&row)
                     .map(|(a, b)| *a as f64 * *b as f64)
                     .sum::<f64>()
-                    + if with_bias { bias[j] as f64 } else { 0.0 };
+                    + if with_bias { *bias as f64 } else { 0.0 };
                 let got = out.row(i)[j] as f64;
                 let bound = 1e-5 * (k as f64).sqrt().max(1.0);
                 assert!(
@@ -356,6 +356,47 @@ mod tests {
         assert_eq!(some.width, 18);
         for i in 0..2 {
             assert_eq!(some.row(i), &all.row(i)[..18]);
+        }
+    }
+
+    /// Prints speeds; run by hand: `cargo test --release --lib speed_of_products -- --ignored --nocapture`.
+    #[test]
+    #[ignore = "a measurement, not a check"]
+    fn speed_of_products() {
+        let (n, k) = (1024, 1024);
+        for dtype in [Dtype::F32, Dtype::Bf16] {
+            let data = bytes_of(&numbers(1, n * k), dtype);
+            let tensor = Tensor {
+                dtype,
+                rows: n,
+                columns: k,
+                data: &data,
+            };
+            let matrix = Matrix::pack(&[tensor], Precision::F32).unwrap();
+            for isa in Isa::available().into_iter().filter(|isa| *isa != Isa::Portable) {
+                for (threads, m) in [(1, 1), (1, 64), (1, 256), (2, 1), (2, 16), (2, 64), (2, 256)] {
+                    let x = buffer(&numbers(2, m * k), m, k);
+                    let (mut out, mut packed) = (Buffer::default(), Vec::new());
+                    let finish = Finish {
+                        bias: None,
+                        round: false,
+                    };
+                    let repeats = 1 + 512 / m;
+                    let seconds = in_pool(threads, || {
+                        let mut best = f64::INFINITY;
+                        for _ in 0..20 {
+                            let start = std::time::Instant::now();
+                            for _ in 0..repeats {
+                                linear(isa, &matrix, n, finish, &x, &mut out, &mut packed);
+                            }
+                            best = best.min(start.elapsed().as_secs_f64() / repeats as f64);
+                        }
+                        best
+                    });
+                    let rate = 2.0 * (m * n * k) as f64 / seconds / 1e9;
+                    println!("{isa:?} {dtype:?} weights, {threads} threads, M={m}: {rate:.1} GFLOP/s");
+                }
+            }
         }
     }
 }

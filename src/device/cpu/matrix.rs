@@ -5,6 +5,7 @@
 use half::{bf16, f16};
 use rayon::prelude::*;
 
+use super::aligned::Aligned;
 use super::math::round_bf16;
 use super::tile::{Bf16, Element, F16, PANEL};
 use crate::device::{Dtype, NonFiniteWeight, Precision, Tensor};
@@ -17,9 +18,9 @@ pub struct Matrix {
 }
 
 pub(super) enum Panels {
-    F32(Vec<f32>),
-    Bf16(Vec<Bf16>),
-    F16(Vec<F16>),
+    F32(Aligned<f32>),
+    Bf16(Aligned<Bf16>),
+    F16(Aligned<F16>),
 }
 
 /// A vector of F32 (rounded to BF16 values in BF16).
@@ -109,8 +110,8 @@ fn read_tensor_row(tensor: &Tensor<'_>, row: usize, out: &mut [f32]) {
     }
 }
 
-fn pack_as<E: Element>(parts: &[Tensor<'_>], rows: usize, columns: usize) -> Result<Vec<E>, NonFiniteWeight> {
-    let mut packed = vec![E::default(); rows.div_ceil(PANEL) * columns * PANEL];
+fn pack_as<E: Element>(parts: &[Tensor<'_>], rows: usize, columns: usize) -> Result<Aligned<E>, NonFiniteWeight> {
+    let mut packed = Aligned::new(rows.div_ceil(PANEL) * columns * PANEL);
     if packed.is_empty() {
         return Ok(packed);
     }

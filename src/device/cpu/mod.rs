@@ -1,8 +1,8 @@
-//! The CPU device: an operation a file, all of them over one matrix kernel ([`tile`]).
+//! The CPU device: an operation a file, all of them over one matrix kernel (`tile.rs`).
 //!
 //! Activations are F32 in memory (in BF16 they hold BF16 values). In F32 a row's results are the same bits whatever
 //! else is in the batch, however the work is shared out to threads, and on every instruction set.
-//! `unsafe` stands only where the kernel is called: [`tile`], [`linear`], [`attention`], [`isa`] and [`SharedMut`].
+//! `unsafe` stands only where the kernel is called: `tile.rs`, `linear.rs`, `attention.rs`, `isa.rs` and `SharedMut`.
 
 use std::sync::Arc;
 
@@ -11,6 +11,7 @@ use crate::device::{
     AddNorm, Device, HeadShape, KvSpec, Linear, NonFiniteWeight, Precision, RopeSpec, RopeStore, Tensor,
 };
 
+mod aligned;
 mod attention;
 mod embed;
 mod gated;

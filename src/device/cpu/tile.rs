@@ -177,15 +177,30 @@ mod x86 {
                     }
                     let (mut a, mut b) = (p.a, p.b);
                     for _ in 0..p.k {
-                        let mut w = [_mm512_setzero_ps(); PANELS];
-                        for n in 0..PANELS {
-                            let $at = b.add(n * p.panel_stride);
-                            w[n] = $load;
-                        }
-                        for r in 0..ROWS {
-                            let x = _mm512_set1_ps(*a.add(r));
+                        // Whichever of rows and panels are fewer wait in registers; the sums take up to 24 of the 32.
+                        if ROWS < PANELS {
+                            let mut x = [_mm512_setzero_ps(); ROWS];
+                            for r in 0..ROWS {
+                                x[r] = _mm512_set1_ps(*a.add(r));
+                            }
                             for n in 0..PANELS {
-                                sums[r][n] = _mm512_fmadd_ps(x, w[n], sums[r][n]);
+                                let $at = b.add(n * p.panel_stride);
+                                let w = $load;
+                                for r in 0..ROWS {
+                                    sums[r][n] = _mm512_fmadd_ps(x[r], w, sums[r][n]);
+                                }
+                            }
+                        } else {
+                            let mut w = [_mm512_setzero_ps(); PANELS];
+                            for n in 0..PANELS {
+                                let $at = b.add(n * p.panel_stride);
+                                w[n] = $load;
+                            }
+                            for r in 0..ROWS {
+                                let x = _mm512_set1_ps(*a.add(r));
+                                for n in 0..PANELS {
+                                    sums[r][n] = _mm512_fmadd_ps(x, w[n], sums[r][n]);
+                                }
                             }
                         }
                         a = a.add(ROWS);
@@ -261,12 +276,15 @@ mod x86 {
                     let (mut a, mut b) = (p.a, p.b);
                     for _ in 0..p.k {
                         for n in 0..PANELS {
+                            let mut w = [_mm256_setzero_ps(); 2];
                             for half in 0..2 {
                                 let $at = b.add(n * p.panel_stride + half * 8);
-                                let w = $load;
-                                for r in 0..ROWS {
-                                    let x = _mm256_broadcast_ss(&*a.add(r));
-                                    sums[r][n][half] = _mm256_fmadd_ps(x, w, sums[r][n][half]);
+                                w[half] = $load;
+                            }
+                            for r in 0..ROWS {
+                                let x = _mm256_broadcast_ss(&*a.add(r));
+                                for half in 0..2 {
+                                    sums[r][n][half] = _mm256_fmadd_ps(x, w[half], sums[r][n][half]);
                                 }
                             }
                         }

@@ -1,0 +1,169 @@
+//! Logits and greedy tokens are the reference's; mutants of the model fail the same comparison.
+//!
+//! "Relative" difference of logits: the largest absolute difference over a prompt's rows, divided by the largest
+//! absolute logit of those rows in the reference.
+
+use gristmill::device::{KvSpec, Precision};
+use gristmill::model::Transformer;
+use gristmill::model::config::Config;
+use gristmill::model::rope::Scaling;
+use gristmill::model::weights::Weights;
+
+use crate::harness::{MODELS, Reference, Runner, Sequence, folder, load, options};
+
+/// Largest relative difference of logits in F32.
+const RELATIVE_MAX: f64 = 1e-4;
+/// Largest relative difference in BF16, whose numbers have 8 significant bits: roundings of about 0.2 % add up over
+/// the layers, and these models' attention is made to react sharply.
+const BF16_RELATIVE_MAX: f64 = 0.08;
+
+fn best(row: &[f32]) -> u32 {
+    (0..row.len())
+        .max_by(|&a, &b| row[a].total_cmp(&row[b]).then(b.cmp(&a)))
+        .unwrap() as u32
+}
+
+fn relative(got: &[Vec<f32>], want: &[Vec<f32>]) -> f64 {
+    assert_eq!(got.len(), want.len());
+    let mut difference = 0.0f64;
+    let mut largest = 0.0f64;
+    for (g, w) in got.iter().zip(want) {
+        assert_eq!(g.len(), w.len());
+        for (a, b) in g.iter().zip(w) {
+            difference = difference.max((*a as f64 - *b as f64).abs());
+            largest = largest.max(b.abs() as f64);
+        }
+    }
+    difference / largest
+}
+
+/// Runs all prompts as one batch, then greedy steps as one batch: (worst relative difference of logits, prompts whose
+/// greedy tokens differ).
+fn compare(model: &mut Transformer, reference: &Reference) -> (f64, usize) {
+    let mut runner = Runner::new(model);
+    let mut sequences = vec![Sequence::default(); reference.prompts.len()];
+    let mut work: Vec<(&mut Sequence, &[u32])> = sequences
+        .iter_mut()
+        .zip(&reference.prompts)
+        .map(|(s, p)| (s, &p.tokens[..p.length]))
+        .collect();
+    let mut rows = runner.step(&mut work).into_iter();
+    let mut logits: Vec<Vec<Vec<f32>>> = reference
+        .prompts
+        .iter()
+        .map(|p| rows.by_ref().take(p.length).collect())
+        .collect();
+    let mut chosen: Vec<Vec<u32>> = logits.iter().map(|rows| vec![best(rows.last().unwrap())]).collect();
+    let steps = reference.prompts[0].tokens.len() - reference.prompts[0].length;
+    for step in 1..steps {
+        // The reference's own tokens go in, so that one difference does not hide what comes after it.
+        let next: Vec<[u32; 1]> = reference
+            .prompts
+            .iter()
+            .map(|p| [p.tokens[p.length + step - 1]])
+            .collect();
+        let mut work: Vec<(&mut Sequence, &[u32])> =
+            sequences.iter_mut().zip(&next).map(|(s, t)| (s, &t[..])).collect();
+        for (i, row) in runner.step(&mut work).into_iter().enumerate() {
+            chosen[i].push(best(&row));
+            if step == steps - 1 {
+                logits[i].push(row);
+            }
+        }
+    }
+    let mut worst = 0.0f64;
+    let mut differ = 0;
+    for ((p, rows), chosen) in reference.prompts.iter().zip(&logits).zip(&chosen) {
+        worst = worst.max(relative(rows, &p.logits));
+        differ += usize::from(chosen[..] != p.tokens[p.length..]);
+    }
+    (worst, differ)
+}
+
+#[test]
+fn logits_and_greedy_tokens_are_those_of_the_reference() {
+    for name in MODELS {
+        let reference = Reference::load(name);
+        let (worst, differ) = compare(&mut load(name, &reference, Precision::F32), &reference);
+        println!("{name}: {worst:.1e}");
+        assert!(worst <= RELATIVE_MAX, "{name}: logits differ by {worst:.1e} relative");
+        assert_eq!(differ, 0, "{name}: greedy tokens of {differ} prompts differ");
+    }
+}
+
+#[test]
+fn bf16_stays_near_the_reference() {
+    for name in MODELS {
+        let reference = Reference::load(name);
+        let (worst, _) = compare(&mut load(name, &reference, Precision::Bf16), &reference);
+        println!("{name}: {worst:.1e}");
+        assert!(
+            worst <= BF16_RELATIVE_MAX,
+            "{name}: logits differ by {worst:.1e} relative"
+        );
+        assert!(worst > RELATIVE_MAX, "{name}: BF16 cannot be that exact: is it used?");
+    }
+}
+
+/// A mutant must fail the comparison that the true model passes, by a wide margin.
+fn assert_mutant_fails(name: &str, what: &str, change: impl FnOnce(&mut Config)) {
+    let reference = Reference::load(name);
+    let mut config = Config::load(&folder(name)).unwrap();
+    let before = config.clone();
+    change(&mut config);
+    assert_ne!(config, before, "{name}: {what} changes nothing");
+    let weights = Weights::open(&folder(name)).unwrap();
+    let mut mutant = Transformer::from_weights(config, &weights, &options(&reference, Precision::F32)).unwrap();
+    let (worst, _) = compare(&mut mutant, &reference);
+    println!("{name}: {what}: {worst:.1e}");
+    assert!(worst > 3.0 * RELATIVE_MAX, "{name}: {what} passes with {worst:.1e}");
+}
+
+#[test]
+fn mutants_fail_the_comparison() {
+    let [mut windows, mut biases, mut epsilons] = [0; 3];
+    for name in MODELS {
+        let config = Config::load(&folder(name)).unwrap();
+        assert_mutant_fails(name, "RoPE base", |c| c.rope.theta *= 1.05);
+        if config.norm_eps > 5e-4 {
+            epsilons += 1;
+            assert_mutant_fails(name, "norm epsilon", |c| c.norm_eps = 1e-5);
+        }
+        if config.rope.scaling != Scaling::None && name != "llama-dynamic" {
+            assert_mutant_fails(name, "no RoPE scaling", |c| {
+                c.rope.scaling = Scaling::None;
+                c.max_position_embeddings = 128;
+            });
+        }
+        if config.layers.iter().any(|l| *l != KvSpec::Full) {
+            windows += 1;
+            for by in [-1i32, 1] {
+                assert_mutant_fails(name, "window off by one", |c| {
+                    for layer in &mut c.layers {
+                        if let KvSpec::Window(w) = layer {
+                            *w = w.wrapping_add_signed(by);
+                        }
+                    }
+                });
+            }
+            assert_mutant_fails(name, "no window", |c| c.layers.fill(KvSpec::Full));
+        }
+        if config.qkv_bias {
+            biases += 1;
+            assert_mutant_fails(name, "no q, k, v bias", |c| c.qkv_bias = false);
+        }
+        if config.o_bias {
+            assert_mutant_fails(name, "no o bias", |c| c.o_bias = false);
+        }
+        if config.mlp_bias {
+            assert_mutant_fails(name, "no MLP bias", |c| c.mlp_bias = false);
+        }
+        if config.qk_norm {
+            assert_mutant_fails(name, "no q, k norm", |c| c.qk_norm = false);
+        }
+    }
+    assert!(
+        windows >= 3 && biases >= 4 && epsilons >= 8,
+        "{windows} {biases} {epsilons}"
+    );
+}

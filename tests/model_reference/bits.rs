@@ -1,0 +1,232 @@
+//! In F32 a row has the same bits whatever is computed beside it, before it or on what.
+
+use std::borrow::Cow;
+use std::path::Path;
+use std::sync::Arc;
+
+use gristmill::device::{Dtype, Precision, cpu};
+use gristmill::engine::{Forward, ForwardError};
+use gristmill::model::config::Config;
+use gristmill::model::weights::{StoredTensor, WeightSource, Weights};
+use gristmill::model::{LoadOptions, ModelError, Transformer};
+
+use crate::harness::{MODELS, Reference, Runner, Sequence, folder, load, options};
+
+/// Bits of all rows of a prompt computed in chunks of the given sizes (cycled).
+fn in_chunks(runner: &mut Runner<'_>, tokens: &[u32], sizes: &[usize]) -> Vec<Vec<f32>> {
+    let mut sequence = Sequence::default();
+    let mut rows = Vec::new();
+    for size in sizes.iter().cycle() {
+        let next = &tokens[sequence.stored..tokens.len().min(sequence.stored + size)];
+        if next.is_empty() {
+            break;
+        }
+        rows.extend(runner.step(&mut [(&mut sequence, next)]));
+    }
+    runner.release(sequence);
+    rows
+}
+
+fn assert_same_bits(got: &[Vec<f32>], want: &[Vec<f32>], what: &str) {
+    assert_eq!(got.len(), want.len(), "{what}");
+    for (i, (g, w)) in got.iter().zip(want).enumerate() {
+        for (j, (a, b)) in g.iter().zip(w).enumerate() {
+            assert_eq!(a.to_bits(), b.to_bits(), "{what}: row {i} id {j}: {a} is not {b}");
+        }
+    }
+}
+
+#[test]
+fn a_row_has_the_same_bits_alone_in_a_batch_chunked_and_resumed() {
+    for name in MODELS {
+        let reference = Reference::load(name);
+        let mut model = load(name, &reference, Precision::F32);
+        let mut runner = Runner::new(&mut model);
+        let all: Vec<&[u32]> = reference.prompts.iter().map(|p| &p.tokens[..]).collect();
+        let alone: Vec<_> = all
+            .iter()
+            .map(|tokens| in_chunks(&mut runner, tokens, &[tokens.len()]))
+            .collect();
+        // Token by token (decode), and in chunks on both sides of a block.
+        for sizes in [&[1][..], &[16], &[5, 1, 17], &[33, 2], &[15, 16, 17]] {
+            for (tokens, want) in all.iter().zip(&alone) {
+                let got = in_chunks(&mut runner, tokens, sizes);
+                assert_same_bits(&got, want, &format!("{name}: chunks of {sizes:?}"));
+            }
+        }
+        // A mixed batch: in each step some prefill whole or in part while others decode.
+        let mut sequences = vec![Sequence::default(); all.len()];
+        let mut got = vec![Vec::new(); all.len()];
+        for ends in [[64, 1, 20, 40], [65, 50, 21, 41], [65, 51, 81, 42], [65, 71, 81, 104]] {
+            let mut which = Vec::new();
+            let mut work: Vec<(&mut Sequence, &[u32])> = Vec::new();
+            for (i, s) in sequences.iter_mut().enumerate() {
+                let next = &all[i][s.stored..ends[i]];
+                if !next.is_empty() {
+                    which.push((i, next.len()));
+                    work.push((s, next));
+                }
+            }
+            let mut rows = runner.step(&mut work).into_iter();
+            for (i, count) in which {
+                got[i].extend(rows.by_ref().take(count));
+            }
+        }
+        for (i, rows) in got.iter().enumerate() {
+            assert_same_bits(rows, &alone[i], &format!("{name}: prompt {i} in a mixed batch"));
+        }
+    }
+}
+
+#[test]
+fn a_row_has_the_same_bits_behind_a_shared_prefix() {
+    for name in MODELS {
+        let reference = Reference::load(name);
+        let mut model = load(name, &reference, Precision::F32);
+        let mut runner = Runner::new(&mut model);
+        let first = &reference.prompts[3].tokens[..60];
+        // The same 32 tokens, then others.
+        let second: Vec<u32> = first[..32]
+            .iter()
+            .chain(&reference.prompts[2].tokens[..30])
+            .copied()
+            .collect();
+        let alone = in_chunks(&mut runner, &second, &[second.len()]);
+        // Both in one step: the second attends to blocks that the first fills in that very step.
+        let mut owner = Sequence::default();
+        runner.step(&mut [(&mut owner, &first[..0x10])]);
+        let (block, rest) = (owner.blocks[0], runner.free.pop().unwrap());
+        owner.blocks.push(rest);
+        let mut guest = Sequence {
+            blocks: vec![block, rest],
+            stored: 32,
+        };
+        let rows = runner.step(&mut [(&mut owner, &first[16..]), (&mut guest, &second[32..])]);
+        assert_same_bits(&rows[44..], &alone[32..], &format!("{name}: in one step"));
+        // Later, forking inside a block: its copy goes on differently.
+        let fork: Vec<u32> = first[..41]
+            .iter()
+            .chain(&reference.prompts[2].tokens[..30])
+            .copied()
+            .collect();
+        let alone = in_chunks(&mut runner, &fork, &[fork.len()]);
+        let copy = runner.free.pop().unwrap();
+        let mut guest = Sequence {
+            blocks: vec![owner.blocks[0], owner.blocks[1], copy],
+            stored: 41,
+        };
+        let rows = runner.copying_step(&mut [(&mut guest, &fork[41..])], vec![(owner.blocks[2], copy)]);
+        assert_same_bits(&rows, &alone[41..], &format!("{name}: forked inside a block"));
+    }
+}
+
+#[test]
+fn bits_do_not_depend_on_instructions_or_threads() {
+    for name in ["llama-padded", "mistral-window", "qwen3-tied"] {
+        let reference = Reference::load(name);
+        let mut first: Option<Vec<Vec<f32>>> = None;
+        for isa in cpu::Isa::available() {
+            for threads in [1, 2, 3] {
+                let options = LoadOptions {
+                    threads: cpu::thread_pool(threads).unwrap(),
+                    ..options(&reference, Precision::F32)
+                };
+                let device = cpu::Cpu::with_isa(Precision::F32, Arc::clone(&options.threads), isa);
+                let weights = Weights::open(&folder(name)).unwrap();
+                let config = Config::load(&folder(name)).unwrap();
+                let mut model = Transformer::on_device(device, config, &weights, &options).unwrap();
+                let tokens = &reference.prompts[3].tokens;
+                let rows = in_chunks(&mut Runner::new(&mut model), tokens, &[37, 2]);
+                let want = first.get_or_insert_with(|| rows.clone());
+                assert_same_bits(&rows, want, &format!("{name} on {isa:?} with {threads} threads"));
+            }
+        }
+    }
+}
+
+/// Weights with some tensors changed.
+struct Altered<F> {
+    inner: Weights,
+    change: F,
+}
+
+impl<F: Fn(&str, usize, &mut [f32])> WeightSource for Altered<F> {
+    fn tensor(&self, name: &str, rows: Option<usize>, columns: usize) -> Result<StoredTensor<'_>, ModelError> {
+        let tensor = self.inner.tensor(name, rows, columns)?;
+        assert_eq!(tensor.dtype, Dtype::F32);
+        let mut values: Vec<f32> = tensor
+            .data
+            .as_chunks::<4>()
+            .0
+            .iter()
+            .map(|b| f32::from_le_bytes(*b))
+            .collect();
+        (self.change)(name, columns, &mut values);
+        let data = Cow::Owned(values.iter().flat_map(|x| x.to_le_bytes()).collect());
+        Ok(StoredTensor { data, ..tensor })
+    }
+    fn path_of(&self, name: &str) -> &Path {
+        self.inner.path_of(name)
+    }
+}
+
+#[test]
+fn a_row_that_overflows_harms_no_other() {
+    const POISON: u32 = 50;
+    // Only `POISON` has something in dimension 0, no layer writes there, and the first layer's network overflows on
+    // it: the token's later keys and values are not finite.
+    let poisoned = |name: &str, columns: usize, values: &mut [f32]| {
+        if name == "model.embed_tokens.weight" {
+            for (token, row) in values.chunks_exact_mut(columns).enumerate() {
+                row[0] = if token == POISON as usize { 1.0 } else { 0.0 };
+            }
+        } else if name.ends_with("o_proj.weight") || name.ends_with("down_proj.weight") {
+            values[..columns].fill(0.0);
+        } else if name.contains("layers.0.mlp.gate_proj") || name.contains("layers.0.mlp.up_proj") {
+            values[..columns].fill(0.0);
+            values[0] = 1e25;
+        }
+    };
+    let name = "llama-plain";
+    let reference = Reference::load(name);
+    let source = Altered {
+        inner: Weights::open(&folder(name)).unwrap(),
+        change: poisoned,
+    };
+    let config = Config::load(&folder(name)).unwrap();
+    let mut model = Transformer::from_weights(config, &source, &options(&reference, Precision::F32)).unwrap();
+    let vocabulary = model.vocab_size();
+    let mut runner = Runner::new(&mut model);
+    let sound: Vec<u32> = reference.prompts[3]
+        .tokens
+        .iter()
+        .map(|&t| if t == POISON { 6 } else { t })
+        .collect();
+    let alone = in_chunks(&mut runner, &sound, &[sound.len()]);
+    assert!(
+        alone.iter().flatten().any(|x| x.abs() > 1.0),
+        "the altered model still computes something"
+    );
+
+    let (mut good, mut bad) = (Sequence::default(), Sequence::default());
+    let poison: Vec<u32> = std::iter::repeat_n(POISON, 30).collect();
+    let batch = runner.batch(&mut [(&mut bad, &poison), (&mut good, &sound)], vec![]);
+    match runner.model.forward(&batch) {
+        Err(ForwardError::NotFinite(rows)) => assert_eq!(rows, (0..30).collect::<Vec<_>>()),
+        other => panic!("{other:?}"),
+    }
+    let rows: Vec<Vec<f32>> = runner
+        .model
+        .logits()
+        .chunks_exact(vocabulary)
+        .map(<[f32]>::to_vec)
+        .collect();
+    assert_same_bits(&rows[30..], &alone, "beside a row that overflows");
+    // Its blocks go to another sequence, which must not find anything of it there.
+    runner.release(good);
+    runner.release(bad);
+    for sizes in [&[sound.len()][..], &[1], &[9, 30]] {
+        let again = in_chunks(&mut runner, &sound, sizes);
+        assert_same_bits(&again, &alone, "in blocks that held values that are not finite");
+    }
+}

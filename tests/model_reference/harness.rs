@@ -1,0 +1,162 @@
+//! Fixture models, what transformers computed with them, and steps as an engine would run them.
+
+use std::path::{Path, PathBuf};
+
+use gristmill::device::batch::{StepBatch, StepSequence};
+use gristmill::device::{Precision, cpu};
+use gristmill::engine::Forward;
+use gristmill::model::{KvBudget, LoadOptions, Transformer};
+use safetensors::SafeTensors;
+
+pub const KV_BLOCKS: u32 = 64;
+
+pub const MODELS: [&str; 14] = [
+    "llama-plain",
+    "llama-llama3-tied",
+    "llama-linear-biases",
+    "llama-yarn",
+    "llama-yarn-mscale",
+    "llama-dynamic",
+    "llama-dynamic-long",
+    "llama-padded",
+    "mistral-window",
+    "mistral-full",
+    "qwen2-tied",
+    "qwen2-window",
+    "qwen3-tied",
+    "qwen3-layers-sharded",
+];
+
+pub fn folder(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/fixtures/models")
+        .join(name)
+}
+
+/// What transformers computed.
+pub struct Reference {
+    pub prompts: Vec<Prompt>,
+    pub vocabulary: usize,
+    pub context: u32,
+}
+
+pub struct Prompt {
+    pub length: usize,
+    /// The prompt, then greedy tokens.
+    pub tokens: Vec<u32>,
+    /// One row a prompt position, then the row before the last greedy token.
+    pub logits: Vec<Vec<f32>>,
+}
+
+impl Reference {
+    pub fn load(name: &str) -> Reference {
+        let bytes = std::fs::read(folder(name).join("reference.safetensors")).unwrap();
+        let (_, metadata) = SafeTensors::read_metadata(&bytes).unwrap();
+        let metadata = metadata.metadata().clone().unwrap();
+        let lengths: Vec<usize> = serde_json::from_str(&metadata["prompt_lengths"]).unwrap();
+        let vocabulary: usize = metadata["vocabulary"].parse().unwrap();
+        let tensors = SafeTensors::deserialize(&bytes).unwrap();
+        let words =
+            |name: String| -> Vec<[u8; 4]> { tensors.tensor(&name).unwrap().data().as_chunks::<4>().0.to_vec() };
+        let prompts = lengths
+            .iter()
+            .enumerate()
+            .map(|(i, &length)| Prompt {
+                length,
+                tokens: words(format!("tokens.{i}"))
+                    .into_iter()
+                    .map(u32::from_le_bytes)
+                    .collect(),
+                logits: words(format!("logits.{i}"))
+                    .chunks_exact(vocabulary)
+                    .map(|row| row.iter().map(|x| f32::from_le_bytes(*x)).collect())
+                    .collect(),
+            })
+            .collect();
+        Reference {
+            prompts,
+            vocabulary,
+            context: metadata["context"].parse().unwrap(),
+        }
+    }
+}
+
+pub fn options(reference: &Reference, precision: Precision) -> LoadOptions {
+    LoadOptions {
+        precision,
+        kv: KvBudget::Blocks(KV_BLOCKS),
+        threads: cpu::thread_pool(2).unwrap(),
+        max_context: Some(reference.context),
+        vocabulary: Some(reference.vocabulary),
+    }
+}
+
+pub fn load(name: &str, reference: &Reference, precision: Precision) -> Transformer {
+    Transformer::load(&folder(name), &options(reference, precision)).unwrap()
+}
+
+/// Blocks and stored tokens of one sequence.
+#[derive(Debug, Clone, Default)]
+pub struct Sequence {
+    pub blocks: Vec<u32>,
+    pub stored: usize,
+}
+
+/// Runs steps: what an engine would do, with blocks dealt out in an order of its own.
+pub struct Runner<'a> {
+    pub model: &'a mut Transformer,
+    pub free: Vec<u32>,
+}
+
+impl Runner<'_> {
+    pub fn new(model: &mut Transformer) -> Runner<'_> {
+        // 7 is coprime to the number of blocks: neighbours in a table are no neighbours in the pool.
+        let free = (0..KV_BLOCKS).map(|i| i * 7 % KV_BLOCKS).collect();
+        Runner { model, free }
+    }
+
+    /// Computes the given next tokens of each sequence in one step; all rows of logits.
+    pub fn step(&mut self, work: &mut [(&mut Sequence, &[u32])]) -> Vec<Vec<f32>> {
+        self.copying_step(work, vec![])
+    }
+
+    pub fn copying_step(&mut self, work: &mut [(&mut Sequence, &[u32])], copies: Vec<(u32, u32)>) -> Vec<Vec<f32>> {
+        let batch = self.batch(work, copies);
+        let vocabulary = self.model.vocab_size();
+        self.model
+            .forward(&batch)
+            .unwrap()
+            .chunks_exact(vocabulary)
+            .map(<[f32]>::to_vec)
+            .collect()
+    }
+
+    pub fn batch(&mut self, work: &mut [(&mut Sequence, &[u32])], block_copies: Vec<(u32, u32)>) -> StepBatch {
+        let mut batch = StepBatch {
+            block_copies,
+            ..StepBatch::default()
+        };
+        for (sequence, tokens) in work {
+            let kv_len = sequence.stored + tokens.len();
+            while sequence.blocks.len() < kv_len.div_ceil(16) {
+                sequence.blocks.push(self.free.pop().expect("a free block"));
+            }
+            batch.sequences.push(StepSequence {
+                first_token: batch.tokens.len() as u32,
+                q_len: tokens.len() as u32,
+                kv_len: kv_len as u32,
+                first_block: batch.block_tables.len() as u32,
+            });
+            batch.tokens.extend_from_slice(tokens);
+            batch.positions.extend(sequence.stored as u32..kv_len as u32);
+            batch.block_tables.extend_from_slice(&sequence.blocks);
+            sequence.stored = kv_len;
+        }
+        batch.logits_at = (0..batch.tokens.len() as u32).collect();
+        batch
+    }
+
+    pub fn release(&mut self, sequence: Sequence) {
+        self.free.extend(sequence.blocks);
+    }
+}
