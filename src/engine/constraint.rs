@@ -378,17 +378,18 @@ fn without_anchors(regex: &str) -> &str {
     }
 }
 
-/// The first line of a foreign message, not too long.
+/// A foreign message on one line and not too long, without the state dumps that llguidance puts between angle brackets.
 fn one_line(message: &str) -> String {
-    let line = message
-        .lines()
-        .map(str::trim)
-        .find(|l| !l.is_empty())
-        .unwrap_or("no reason given")
-        .trim_end_matches('.');
+    let lines = message.lines().map(str::trim).take_while(|line| !line.starts_with('<'));
+    let words: Vec<&str> = lines
+        .flat_map(str::split_whitespace)
+        .filter(|word| !word.trim_matches('^').is_empty())
+        .collect();
+    let line = words.join(" ");
     match line.char_indices().nth(QUOTED_CHARS_MAX) {
         Some((end, _)) => format!("{}…", &line[..end]),
-        None => line.to_string(),
+        None if line.is_empty() => "no reason given".to_string(),
+        None => line.trim_end_matches('.').to_string(),
     }
 }
 
@@ -521,6 +522,45 @@ mod tests {
             (Constraint::Grammar(a), Constraint::Grammar(b)) => assert!(Arc::ptr_eq(&a, &b)),
             other => panic!("{other:?}"),
         }
+    }
+
+    /// Shapes that would blow up if they were spelled out: they compile or are refused, and their first steps are quick.
+    #[test]
+    fn hostile_shapes_do_no_harm() {
+        let many: Vec<String> = (0..5000).map(|i| format!("value {i}")).collect();
+        let results = [
+            regex("(?:(?:a{1000}){1000}){1000}"),
+            regex("(a|b)*a(a|b){60}"),
+            schema(json!({"enum": many})),
+            schema(json!({"type": "array", "items": {"type": "integer"}, "minItems": 1_000_000_000})),
+            schema(json!({"type": "string", "minLength": 1_000_000_000})),
+            schema(json!({"$ref": "#"})),
+            schema(json!({"anyOf": [{"$ref": "#"}, {"$ref": "#"}]})),
+        ];
+        let compiled = results.each_ref().map(Result::is_ok);
+        assert_eq!(compiled, [true, true, true, true, true, false, false]);
+        for grammar in results.into_iter().flatten() {
+            let mut state = GrammarState::new(grammar);
+            for _ in 0..10 {
+                let Some(token) = state.mask().ok().and_then(|mask| mask.iter().next()) else {
+                    break;
+                };
+                if state.take(token).unwrap_or(true) {
+                    break;
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn foreign_messages_become_one_line() {
+        assert_eq!(
+            one_line("regex parse error:\n    a(\n     ^\nerror: unclosed group."),
+            "regex parse error: a( error: unclosed group"
+        );
+        assert_eq!(one_line("bad token\n<state>\nTokens: 1\n</state>"), "bad token");
+        assert_eq!(one_line(" \n"), "no reason given");
+        assert_eq!(one_line(&"é".repeat(1000)).chars().count(), QUOTED_CHARS_MAX + 1);
     }
 
     proptest! {
