@@ -26,6 +26,8 @@ const REGEX_BYTES_MAX: usize = 64 << 10;
 const SCHEMA_DEPTH_MAX: usize = 100;
 /// Compiled shapes a compiler remembers; rows of a batch file may each bring their own.
 const CACHED_MAX: usize = 256;
+/// Longer tokens (runs of white space) are not used under a grammar: the trie counts depth in a byte.
+const TOKEN_BYTES_MAX: usize = 255;
 /// Longest part of a foreign message or text that an error repeats, in characters.
 const QUOTED_CHARS_MAX: usize = 300;
 
@@ -138,15 +140,9 @@ impl Compiler {
         // The first mask also fills the caches that clones start with.
         let mask = matcher
             .compute_mask_or_eos()
-            .map_err(|e| ConstraintError::Unsatisfiable {
-                field,
-                why: one_line(&e.to_string()),
-            })?;
+            .map_err(|e| unsatisfiable(field, &e.to_string()))?;
         if mask.is_zero() {
-            return Err(ConstraintError::Unsatisfiable {
-                field,
-                why: "nothing fits it".into(),
-            });
+            return Err(unsatisfiable(field, NOTHING_FOLLOWS));
         }
         let env = factory.tok_env().clone();
         Ok(Constraint::Grammar(Arc::new(Grammar {
@@ -155,6 +151,17 @@ impl Compiler {
             env,
         })))
     }
+}
+
+/// What llguidance says where no token may follow.
+const NOTHING_FOLLOWS: &str = "NoExtensionBias";
+
+fn unsatisfiable(field: &'static str, message: &str) -> ConstraintError {
+    let why = match one_line(message) {
+        line if line == NOTHING_FOLLOWS => "no text of the vocabulary's tokens fits".to_string(),
+        line => line,
+    };
+    ConstraintError::Unsatisfiable { field, why }
 }
 
 /// A compiled grammar.
@@ -219,7 +226,13 @@ impl GrammarState {
     /// Computes the mask of the next token, where that has not been done. Takes from microseconds to milliseconds.
     pub fn prepare(&mut self) {
         if self.mask.is_none() {
-            self.mask = Some(self.matcher.compute_mask_or_eos().map_err(|e| one_line(&e.to_string())));
+            let mask = self.matcher.compute_mask_or_eos();
+            self.mask = Some(mask.map_err(|e| {
+                format!(
+                    "no token can follow in the asked-for shape: {}",
+                    one_line(&e.to_string())
+                )
+            }));
         }
     }
 
@@ -260,22 +273,18 @@ fn factory(tokenizer: &Tokenizer, eos: &[u32]) -> Result<ParserFactory, Constrai
     let broken = |why: String| ConstraintError::Vocabulary { why: one_line(&why) };
     let vocab = tokenizer.vocab_size() as u32;
     let words: Vec<Vec<u8>> = (0..vocab)
-        .map(|id| match tokenizer.token_bytes(id) {
-            // The trie tells special tokens by a first byte that UTF-8 never has.
-            _ if tokenizer.is_special(id) || eos.contains(&id) => format!("\u{0}<|{id}|>").into_bytes(),
-            bytes if bytes.first() == Some(&TokTrie::SPECIAL_TOKEN_MARKER) => Vec::new(),
-            bytes => bytes.to_vec(),
-        })
-        .map(|mut word| {
-            if word.starts_with(b"\0<|") {
-                word[0] = TokTrie::SPECIAL_TOKEN_MARKER;
+        .map(|id| {
+            let bytes = tokenizer.token_bytes(id);
+            if tokenizer.is_special(id) || eos.contains(&id) {
+                // The trie tells special tokens by a first byte that UTF-8 never has.
+                [&[TokTrie::SPECIAL_TOKEN_MARKER], format!("<|{id}|>").as_bytes()].concat()
+            } else if bytes.first() == Some(&TokTrie::SPECIAL_TOKEN_MARKER) || bytes.len() > TOKEN_BYTES_MAX {
+                Vec::new()
+            } else {
+                bytes.to_vec()
             }
-            word
         })
         .collect();
-    if let Some(long) = words.iter().find(|w| w.len() >= 256) {
-        return Err(broken(format!("a token has {} bytes, more than 255", long.len())));
-    }
     let known: Vec<u32> = eos.iter().copied().filter(|id| *id < vocab).collect();
     let mut trie = TokTrie::from(
         &TokRxInfo::new(vocab, known.first().copied().unwrap_or(INVALID_TOKEN)),
@@ -369,17 +378,18 @@ fn without_anchors(regex: &str) -> &str {
     }
 }
 
-/// The first line of a foreign message, not too long.
+/// A foreign message on one line and not too long, without the state dumps that llguidance puts between angle brackets.
 fn one_line(message: &str) -> String {
-    let line = message
-        .lines()
-        .map(str::trim)
-        .find(|l| !l.is_empty())
-        .unwrap_or("no reason given")
-        .trim_end_matches('.');
+    let lines = message.lines().map(str::trim).take_while(|line| !line.starts_with('<'));
+    let words: Vec<&str> = lines
+        .flat_map(str::split_whitespace)
+        .filter(|word| !word.trim_matches('^').is_empty())
+        .collect();
+    let line = words.join(" ");
     match line.char_indices().nth(QUOTED_CHARS_MAX) {
         Some((end, _)) => format!("{}…", &line[..end]),
-        None => line.to_string(),
+        None if line.is_empty() => "no reason given".to_string(),
+        None => line.trim_end_matches('.').to_string(),
     }
 }
 
@@ -512,6 +522,45 @@ mod tests {
             (Constraint::Grammar(a), Constraint::Grammar(b)) => assert!(Arc::ptr_eq(&a, &b)),
             other => panic!("{other:?}"),
         }
+    }
+
+    /// Shapes that would blow up if they were spelled out: they compile or are refused, and their first steps are quick.
+    #[test]
+    fn hostile_shapes_do_no_harm() {
+        let many: Vec<String> = (0..5000).map(|i| format!("value {i}")).collect();
+        let results = [
+            regex("(?:(?:a{1000}){1000}){1000}"),
+            regex("(a|b)*a(a|b){60}"),
+            schema(json!({"enum": many})),
+            schema(json!({"type": "array", "items": {"type": "integer"}, "minItems": 1_000_000_000})),
+            schema(json!({"type": "string", "minLength": 1_000_000_000})),
+            schema(json!({"$ref": "#"})),
+            schema(json!({"anyOf": [{"$ref": "#"}, {"$ref": "#"}]})),
+        ];
+        let compiled = results.each_ref().map(Result::is_ok);
+        assert_eq!(compiled, [true, true, true, true, true, false, false]);
+        for grammar in results.into_iter().flatten() {
+            let mut state = GrammarState::new(grammar);
+            for _ in 0..10 {
+                let Some(token) = state.mask().ok().and_then(|mask| mask.iter().next()) else {
+                    break;
+                };
+                if state.take(token).unwrap_or(true) {
+                    break;
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn foreign_messages_become_one_line() {
+        assert_eq!(
+            one_line("regex parse error:\n    a(\n     ^\nerror: unclosed group."),
+            "regex parse error: a( error: unclosed group"
+        );
+        assert_eq!(one_line("bad token\n<state>\nTokens: 1\n</state>"), "bad token");
+        assert_eq!(one_line(" \n"), "no reason given");
+        assert_eq!(one_line(&"é".repeat(1000)).chars().count(), QUOTED_CHARS_MAX + 1);
     }
 
     proptest! {
