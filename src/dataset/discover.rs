@@ -66,10 +66,7 @@ async fn discover_one(uri: &str, base_dir: &FsPath) -> Result<Vec<PinnedFile>, D
             why: "there is no such file or folder".into(),
         }),
         Err(object_store::Error::NotFound { .. }) => folder(uri, &location).await,
-        Err(source) => Err(DatasetError::Store {
-            file: display_name(location.url.as_str()),
-            source,
-        }),
+        Err(source) => Err(DatasetError::store(&display_name(location.url.as_str()), source)),
     }
 }
 
@@ -129,10 +126,7 @@ async fn folder(uri: &str, base: &Location) -> Result<Vec<PinnedFile>, DatasetEr
 
 /// The objects below `base` whose key relative to it is wanted, sorted by key.
 async fn list(base: &Location, wanted: &(dyn Fn(&str) -> bool + Sync)) -> Result<Vec<PinnedFile>, DatasetError> {
-    let store_error = |source| DatasetError::Store {
-        file: display_name(base.url.as_str()),
-        source,
-    };
+    let store_error = |source| DatasetError::store(&display_name(base.url.as_str()), source);
     if base.local_path().is_some_and(|path| !path.exists()) {
         return Ok(Vec::new());
     }

@@ -25,7 +25,7 @@ pub enum DatasetError {
     Store {
         file: String,
         #[source]
-        source: object_store::Error,
+        source: Box<object_store::Error>,
     },
     /// Results do not fit the output, or a part's bytes are not one: stop, nothing can be published.
     #[error("output: {0}")]
@@ -33,6 +33,13 @@ pub enum DatasetError {
 }
 
 impl DatasetError {
+    pub(crate) fn store(file: &str, source: object_store::Error) -> DatasetError {
+        DatasetError::Store {
+            file: file.to_string(),
+            source: Box::new(source),
+        }
+    }
+
     pub(crate) fn unreadable(file: &str, why: impl ToString) -> DatasetError {
         DatasetError::Unreadable {
             file: file.to_string(),
@@ -45,7 +52,7 @@ impl DatasetError {
         use object_store::Error::*;
         match self {
             DatasetError::Store { source, .. } => !matches!(
-                source,
+                **source,
                 PermissionDenied { .. } | Unauthenticated { .. } | NotSupported { .. } | NotImplemented { .. }
             ),
             _ => false,

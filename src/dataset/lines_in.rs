@@ -137,7 +137,7 @@ pub fn scan_piece(piece: Piece, format: Format, hasher: &IdHasher) -> BlockScan 
         let line = if row.start == 0 { strip_bom(line) } else { line };
         if format == Format::Text {
             // A file that is nothing but a byte order mark has no line.
-            if !(line.is_empty() && !bytes[place.clone()].ends_with(b"\n")) {
+            if !line.is_empty() || bytes[place].ends_with(b"\n") {
                 scan.rows.push(row);
             }
             continue;

@@ -23,11 +23,11 @@ pub struct Location {
 pub enum LocationError {
     #[error("`{text}` is not a usable address: {why}")]
     Address { text: String, why: String },
-    #[error("cannot open the store of `{url}`: {source}")]
+    #[error("cannot open the store of `{url}`")]
     Store {
-        url: Url,
+        url: String,
         #[source]
-        source: object_store::Error,
+        source: Box<object_store::Error>,
     },
 }
 
@@ -43,21 +43,20 @@ impl Location {
         if text.trim().is_empty() {
             return Err(bad("it is empty".into()));
         }
-        if let Some((scheme, _)) = text.split_once("://") {
-            if scheme != "file" {
-                let url = Url::parse(text).map_err(|e| bad(e.to_string()))?;
-                let options = std::env::vars().map(|(k, v)| (k.to_ascii_lowercase(), v));
-                let (store, path) =
-                    object_store::parse_url_opts(&url, options).map_err(|source| LocationError::Store {
-                        url: url.clone(),
-                        source,
-                    })?;
-                return Ok(Location {
-                    store: Arc::from(store),
-                    path,
-                    url,
-                });
-            }
+        if let Some((scheme, _)) = text.split_once("://")
+            && scheme != "file"
+        {
+            let url = Url::parse(text).map_err(|e| bad(e.to_string()))?;
+            let options = std::env::vars().map(|(k, v)| (k.to_ascii_lowercase(), v));
+            let (store, path) = object_store::parse_url_opts(&url, options).map_err(|source| LocationError::Store {
+                url: super::pinned::display_name(url.as_str()),
+                source: Box::new(source),
+            })?;
+            return Ok(Location {
+                store: Arc::from(store),
+                path,
+                url,
+            });
         }
         let fs_path = match text.strip_prefix("file://") {
             Some(_) => {

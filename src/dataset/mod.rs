@@ -23,6 +23,7 @@ pub mod row;
 pub mod schema_text;
 pub mod shard;
 pub mod sniff;
+pub mod thrift;
 pub mod value;
 
 pub use error::DatasetError;

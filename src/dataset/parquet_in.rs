@@ -27,6 +27,7 @@ use parquet::file::page_index::offset_index::OffsetIndexMetaData;
 use super::error::DatasetError;
 use super::parquet_pages::{Chunk, check_pages, index_pages};
 use super::pinned::PinnedFile;
+use super::thrift::{Compact, I32, LIST, ThriftError};
 
 /// Largest footer, in bytes.
 const FOOTER_BYTES_MAX: u64 = 64 << 20;
@@ -39,6 +40,9 @@ const ROWS_MAX: i64 = 1 << 40;
 
 /// Most uncompressed bytes of one column chunk.
 const CHUNK_BYTES_MAX: i64 = 8 << 30;
+
+/// Deepest nesting of a schema.
+const SCHEMA_DEPTH_MAX: usize = 64;
 
 /// Rows decoded at once.
 const BATCH_ROWS: usize = 1024;
@@ -74,7 +78,7 @@ impl ParquetFile {
         let decoded = tokio::task::spawn_blocking(move || decode_footer(&footer, size)).await;
         let footer = decoded.map_err(|e| e.to_string()).and_then(|r| r);
         let footer = footer.map_err(|why| DatasetError::unreadable(&name, why))?;
-        let fields: Vec<FieldRef> = footer.schema().fields().iter().map(|f| unpacked_field(f)).collect();
+        let fields: Vec<FieldRef> = footer.schema().fields().iter().map(unpacked_field).collect();
         let mut starts = vec![0];
         for group in footer.metadata().row_groups() {
             starts.push(starts.last().copied().unwrap_or(0) + group.num_rows() as u64);
@@ -376,6 +380,7 @@ async fn read_footer(pinned: &PinnedFile) -> Result<Bytes, DatasetError> {
 
 /// Pure: the footer's bytes → metadata whose claims hold for a file of `size` bytes.
 pub fn decode_footer(footer: &[u8], size: u64) -> Result<ArrowReaderMetadata, String> {
+    check_schema(footer)?;
     let options = ParquetMetaDataOptions::new()
         .with_encoding_stats_as_mask(true)
         .with_column_stats_policy(ParquetStatisticsPolicy::SkipAll);
@@ -396,6 +401,60 @@ pub fn decode_footer(footer: &[u8], size: u64) -> Result<ArrowReaderMetadata, St
         return Err(format!("it has {size} bytes, too few for a Parquet file"));
     }
     arrow_footer(Arc::new(metadata))
+}
+
+/// The schema's nesting, before a decoder recurses into it.
+///
+/// It is field 2 of the footer, a list of elements in preorder; field 5 of each is its number of children.
+fn check_schema(footer: &[u8]) -> Result<(), String> {
+    let depth = schema_depth(footer).map_err(|e| match e {
+        ThriftError::Short => "its footer is broken: it ends within its schema".to_string(),
+        ThriftError::Bad(why) => format!("its footer is broken: it has {why}"),
+    })?;
+    if depth > SCHEMA_DEPTH_MAX {
+        return Err(format!(
+            "its schema is nested {depth} deep, more than {SCHEMA_DEPTH_MAX}"
+        ));
+    }
+    Ok(())
+}
+
+fn schema_depth(footer: &[u8]) -> Result<usize, ThriftError> {
+    let mut reader = Compact::new(footer);
+    let (mut id, mut deepest) = (0, 0);
+    while let Some(kind) = reader.field(&mut id)? {
+        if (id, kind) != (2, LIST) {
+            reader.skip(kind)?;
+            continue;
+        }
+        let (_, count) = reader.list()?;
+        // Children still to come of each open element.
+        let mut open: Vec<i32> = Vec::new();
+        for _ in 0..count {
+            let (mut inner, mut children) = (0, 0);
+            while let Some(kind) = reader.field(&mut inner)? {
+                match (inner, kind) {
+                    (5, I32) => children = reader.int()?,
+                    _ => reader.skip(kind)?,
+                }
+            }
+            while open.last() == Some(&0) {
+                open.pop();
+            }
+            if let Some(left) = open.last_mut() {
+                *left -= 1;
+            }
+            if children > 0 {
+                open.push(children);
+            }
+            deepest = deepest.max(open.len());
+            if deepest > SCHEMA_DEPTH_MAX {
+                return Ok(deepest);
+            }
+        }
+        break;
+    }
+    Ok(deepest)
 }
 
 fn arrow_footer(metadata: Arc<ParquetMetaData>) -> Result<ArrowReaderMetadata, String> {
@@ -535,5 +594,45 @@ impl AsyncFileReader for ChunkReader {
     ) -> BoxFuture<'a, parquet::errors::Result<Arc<ParquetMetaData>>> {
         let footer = self.footer.clone();
         async move { Ok(footer) }.boxed()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use parquet::file::metadata::{FileMetaData, ParquetMetaData};
+    use parquet::schema::parser::parse_message_type;
+    use parquet::schema::types::SchemaDescriptor;
+
+    #[test]
+    fn rows_of_file_and_groups_must_agree() {
+        let schema = parse_message_type("message m { required int32 a; }").unwrap();
+        let schema = Arc::new(SchemaDescriptor::new(Arc::new(schema)));
+        let file =
+            |rows| ParquetMetaData::new(FileMetaData::new(1, rows, None, None, schema.clone(), None), Vec::new());
+        assert_eq!(check_rows(&file(0)), Ok(()));
+        assert_eq!(
+            check_rows(&file(7)).unwrap_err(),
+            "it claims 7 rows, its row groups hold 0"
+        );
+        assert_eq!(
+            check_rows(&file(-1)).unwrap_err(),
+            "it claims -1 rows, its row groups hold 0"
+        );
+        assert!(
+            check_rows(&file(i64::MAX))
+                .unwrap_err()
+                .contains("it claims 9223372036854775807 rows, more than")
+        );
+    }
+
+    #[test]
+    fn dictionaries_are_unpacked_at_any_depth() {
+        let words = DataType::Dictionary(Box::new(DataType::Int8), Box::new(DataType::Utf8));
+        let lists = DataType::List(Arc::new(Field::new("item", words, true)));
+        let parts = DataType::Struct(vec![Field::new("words", lists, true)].into());
+        let expected =
+            DataType::Struct(vec![Field::new("words", DataType::new_list(DataType::Utf8, true), true)].into());
+        assert_eq!(unpacked(&parts), expected);
     }
 }

@@ -5,8 +5,7 @@
 //! (The file's own index is not read: its decoder trusts list lengths.)
 //!
 //! A page header is a Thrift struct in compact protocol:
-//! <https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift>,
-//! <https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md>.
+//! <https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift>.
 
 use std::ops::Range;
 
@@ -17,15 +16,13 @@ use parquet::file::page_index::offset_index::OffsetIndexMetaData;
 
 use super::error::DatasetError;
 use super::pinned::PinnedFile;
+use super::thrift::{Compact, I32, STRUCT, ThriftError};
 
 /// Largest page that is decompressed, in bytes.
 pub const PAGE_BYTES_MAX: i32 = 256 << 20;
 
 /// Longest page header (it may hold statistics).
 const HEADER_BYTES_MAX: usize = 1 << 20;
-
-/// Deepest nesting within a header.
-const DEPTH_MAX: u32 = 16;
 
 const DATA_PAGE: i32 = 0;
 const DATA_PAGE_V2: i32 = 3;
@@ -41,17 +38,9 @@ pub struct PageHeader {
     rows: Option<i32>,
 }
 
-/// Why a header could not be read.
-#[derive(Debug, PartialEq, Eq)]
-pub enum HeaderError {
-    /// The bytes end within it.
-    Short,
-    Bad(&'static str),
-}
-
 /// Reads the header at the start of `bytes`; answers its length too.
-pub fn parse_header(bytes: &[u8]) -> Result<(PageHeader, usize), HeaderError> {
-    let mut reader = Compact { bytes, at: 0 };
+pub fn parse_header(bytes: &[u8]) -> Result<(PageHeader, usize), ThriftError> {
+    let mut reader = Compact::new(bytes);
     let mut header = PageHeader {
         kind: -1,
         uncompressed: -1,
@@ -71,148 +60,17 @@ pub fn parse_header(bytes: &[u8]) -> Result<(PageHeader, usize), HeaderError> {
                     match (inner, kind) {
                         (1, I32) => header.values = reader.int()?,
                         (3, I32) if is_v2 => header.rows = Some(reader.int()?),
-                        _ => reader.skip(kind, DEPTH_MAX)?,
+                        _ => reader.skip(kind)?,
                     }
                 }
             }
-            _ => reader.skip(kind, DEPTH_MAX)?,
+            _ => reader.skip(kind)?,
         }
     }
     if header.kind < 0 || header.uncompressed < 0 || header.compressed < 0 || header.values < 0 {
-        return Err(HeaderError::Bad("a page header with negative or missing sizes"));
+        return Err(ThriftError::Bad("negative or missing sizes"));
     }
-    Ok((header, reader.at))
-}
-
-const BOOL_TRUE: u8 = 1;
-const BOOL_FALSE: u8 = 2;
-const BYTE: u8 = 3;
-const I16: u8 = 4;
-const I32: u8 = 5;
-const I64: u8 = 6;
-const DOUBLE: u8 = 7;
-const BINARY: u8 = 8;
-const LIST: u8 = 9;
-const SET: u8 = 10;
-const MAP: u8 = 11;
-const STRUCT: u8 = 12;
-
-/// A reader of Thrift's compact protocol.
-struct Compact<'a> {
-    bytes: &'a [u8],
-    at: usize,
-}
-
-impl Compact<'_> {
-    fn byte(&mut self) -> Result<u8, HeaderError> {
-        let byte = *self.bytes.get(self.at).ok_or(HeaderError::Short)?;
-        self.at += 1;
-        Ok(byte)
-    }
-
-    fn varint(&mut self) -> Result<u64, HeaderError> {
-        let mut value = 0u64;
-        for shift in (0..64).step_by(7) {
-            let byte = self.byte()?;
-            value |= u64::from(byte & 0x7f) << shift;
-            if byte < 0x80 {
-                return Ok(value);
-            }
-        }
-        Err(HeaderError::Bad("a page header with an endless number"))
-    }
-
-    fn zigzag(&mut self) -> Result<i64, HeaderError> {
-        let value = self.varint()?;
-        Ok((value >> 1) as i64 ^ -((value & 1) as i64))
-    }
-
-    fn int(&mut self) -> Result<i32, HeaderError> {
-        i32::try_from(self.zigzag()?).map_err(|_| HeaderError::Bad("a page header with a number out of range"))
-    }
-
-    /// The next field's type, `None` at the struct's end; `id` goes from the last field's id to this one's.
-    fn field(&mut self, id: &mut i64) -> Result<Option<u8>, HeaderError> {
-        let byte = self.byte()?;
-        if byte == 0 {
-            return Ok(None);
-        }
-        *id = match byte >> 4 {
-            0 => self.zigzag()?,
-            delta => id.wrapping_add(i64::from(delta)),
-        };
-        Ok(Some(byte & 0x0f))
-    }
-
-    fn advance(&mut self, bytes: u64) -> Result<(), HeaderError> {
-        let end = usize::try_from(bytes)
-            .ok()
-            .and_then(|n| self.at.checked_add(n))
-            .ok_or(HeaderError::Short)?;
-        if end > self.bytes.len() {
-            return Err(HeaderError::Short);
-        }
-        self.at = end;
-        Ok(())
-    }
-
-    fn skip(&mut self, kind: u8, depth: u32) -> Result<(), HeaderError> {
-        let depth = depth
-            .checked_sub(1)
-            .ok_or(HeaderError::Bad("a page header nested too deep"))?;
-        match kind {
-            BOOL_TRUE | BOOL_FALSE => Ok(()),
-            BYTE => self.advance(1),
-            I16 | I32 | I64 => self.varint().map(|_| ()),
-            DOUBLE => self.advance(8),
-            BINARY => {
-                let length = self.varint()?;
-                self.advance(length)
-            }
-            LIST | SET => {
-                let byte = self.byte()?;
-                let count = if byte >> 4 == 15 {
-                    self.varint()?
-                } else {
-                    u64::from(byte >> 4)
-                };
-                self.skip_elements(count, &[byte & 0x0f], depth)
-            }
-            MAP => match self.varint()? {
-                0 => Ok(()),
-                count => {
-                    let kinds = self.byte()?;
-                    self.skip_elements(count, &[kinds >> 4, kinds & 0x0f], depth)
-                }
-            },
-            STRUCT => {
-                let mut id = 0;
-                while let Some(kind) = self.field(&mut id)? {
-                    self.skip(kind, depth)?;
-                }
-                Ok(())
-            }
-            _ => Err(HeaderError::Bad("a page header with an unknown type")),
-        }
-    }
-
-    fn skip_elements(&mut self, count: u64, kinds: &[u8], depth: u32) -> Result<(), HeaderError> {
-        if count > HEADER_BYTES_MAX as u64 {
-            return Err(HeaderError::Bad("a page header with an absurd list"));
-        }
-        for _ in 0..count {
-            for &kind in kinds {
-                // Within a collection a boolean takes a byte.
-                let kind = if matches!(kind, BOOL_TRUE | BOOL_FALSE) {
-                    BYTE
-                } else {
-                    kind
-                };
-                self.skip(kind, depth)?;
-            }
-        }
-        Ok(())
-    }
+    Ok((header, reader.position()))
 }
 
 /// Refuses a chunk whose pages claim more than may be decompressed; `claimed`: the footer's size of the chunk.
@@ -222,8 +80,8 @@ pub fn check_pages(chunk: &[u8], claimed: u64) -> Result<(), String> {
     while at < chunk.len() {
         let (header, length) = match parse_header(&chunk[at..]) {
             Ok(parsed) => parsed,
-            Err(HeaderError::Short) => return Err("a page header is cut off".into()),
-            Err(HeaderError::Bad(why)) => return Err(why.into()),
+            Err(ThriftError::Short) => return Err("a page header is cut off".into()),
+            Err(ThriftError::Bad(why)) => return Err(format!("a page header has {why}")),
         };
         check_size(&header, &mut total, claimed)?;
         at = at.saturating_add(length).saturating_add(header.compressed as usize);
@@ -327,7 +185,7 @@ impl Walker {
             }
             let (header, length) = match parse_header(rest) {
                 Ok(parsed) => parsed,
-                Err(HeaderError::Short) if rest.len() < HEADER_BYTES_MAX => {
+                Err(ThriftError::Short) if rest.len() < HEADER_BYTES_MAX => {
                     self.pending.extend_from_slice(rest);
                     return Ok(true);
                 }
@@ -367,5 +225,128 @@ impl Walker {
     fn finish(self) -> Option<OffsetIndexMetaData> {
         let complete = self.at == self.chunk.range.end && self.skip == 0 && self.rows == self.chunk.rows;
         complete.then(|| self.index.build())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// A data page header: type 0, sizes, and `num_values` (and `num_rows` in the newer kind).
+    fn header(uncompressed: i32, compressed: i32, values: i32, rows: Option<i32>) -> Vec<u8> {
+        let zigzag = |v: i32| {
+            let mut out = Vec::new();
+            let mut rest = ((v << 1) ^ (v >> 31)) as u32;
+            while rest >= 0x80 {
+                out.push(rest as u8 | 0x80);
+                rest >>= 7;
+            }
+            out.push(rest as u8);
+            out
+        };
+        let mut out = vec![0x15];
+        out.extend(zigzag(if rows.is_some() { DATA_PAGE_V2 } else { DATA_PAGE }));
+        out.push(0x15);
+        out.extend(zigzag(uncompressed));
+        out.push(0x15);
+        out.extend(zigzag(compressed));
+        out.push(if rows.is_some() { 0x5c } else { 0x2c });
+        out.push(0x15);
+        out.extend(zigzag(values));
+        if let Some(rows) = rows {
+            out.push(0x25);
+            out.extend(zigzag(rows));
+        }
+        out.extend([0, 0]);
+        out
+    }
+
+    fn chunk(pages: &[(i32, i32, Option<i32>)]) -> Vec<u8> {
+        let page = |&(compressed, values, rows): &(i32, i32, Option<i32>)| {
+            let mut page = header(compressed * 2, compressed, values, rows);
+            page.extend(vec![0xff; compressed as usize]);
+            page
+        };
+        pages.iter().flat_map(page).collect()
+    }
+
+    fn index(bytes: &[u8], step: usize, flat: bool, rows: u64) -> Option<Vec<(i64, i32, i64)>> {
+        let chunk = Chunk {
+            range: 100..100 + bytes.len() as u64,
+            claimed: 1 << 20,
+            flat,
+            rows,
+        };
+        let mut walker = Walker::new(chunk);
+        for part in bytes.chunks(step) {
+            if !walker.push(part).unwrap() {
+                return None;
+            }
+        }
+        let index = walker.finish()?;
+        Some(
+            index
+                .page_locations()
+                .iter()
+                .map(|p| (p.offset, p.compressed_page_size, p.first_row_index))
+                .collect(),
+        )
+    }
+
+    #[test]
+    fn the_index_tells_where_pages_lie() {
+        let first = header(600, 300, 10, None).len() as i64;
+        let bytes = chunk(&[(300, 10, None), (20, 5, Some(5))]);
+        let expected = vec![
+            (100, first as i32 + 300, 0),
+            (100 + first + 300, (bytes.len() as i64 - first - 300) as i32, 10),
+        ];
+        for step in [1, 7, 4096] {
+            assert_eq!(index(&bytes, step, true, 15), Some(expected.clone()), "step {step}");
+        }
+        assert_eq!(
+            index(&bytes, 9, true, 16),
+            None,
+            "pages that do not add up to the group's rows"
+        );
+        assert_eq!(
+            index(&bytes, 9, false, 15),
+            None,
+            "values are not rows in a repeated column"
+        );
+        assert_eq!(index(&bytes[..bytes.len() - 1], 9, true, 15), None, "cut off");
+    }
+
+    #[test]
+    fn absurd_pages_are_refused() {
+        assert_eq!(check_pages(&chunk(&[(30, 1, None), (20, 1, Some(1))]), 100), Ok(()));
+        let bomb = header(i32::MAX, 0, 1, None);
+        assert!(
+            check_pages(&bomb, u64::MAX)
+                .unwrap_err()
+                .contains("claims 2147483647 bytes uncompressed")
+        );
+        let many = header(PAGE_BYTES_MAX, 0, 1, None).repeat(3);
+        assert!(check_pages(&many, 1000).unwrap_err().contains("the footer claims 1000"));
+        assert!(
+            check_pages(&header(1, 7, 1, None), 100)
+                .unwrap_err()
+                .contains("claims 7 bytes")
+        );
+        assert!(
+            check_pages(&header(-1, 7, 1, None), 100)
+                .unwrap_err()
+                .contains("negative")
+        );
+        assert!(check_pages(&[0x15], 100).unwrap_err().contains("cut off"));
+    }
+
+    proptest! {
+        #[test]
+        fn foreign_headers_never_panic(bytes in prop::collection::vec(any::<u8>(), 0..200), step in 1usize..50) {
+            let _ = check_pages(&bytes, 1000);
+            let _ = index(&bytes, step, true, 10);
+        }
     }
 }

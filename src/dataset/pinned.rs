@@ -157,10 +157,7 @@ impl PinnedFile {
         match source {
             object_store::Error::NotFound { .. } => self.changed("it is gone".into()),
             object_store::Error::Precondition { .. } => self.changed("its ETag differs".into()),
-            source => DatasetError::Store {
-                file: self.name.clone(),
-                source,
-            },
+            source => DatasetError::store(&self.name, source),
         }
     }
 }
