@@ -3,7 +3,12 @@
 mod support;
 
 mod bad_input;
+mod dataset_lines;
+mod dataset_parquet;
 mod end_to_end;
 mod engine_batching;
 mod kills;
+mod ledger;
+mod model_reference;
+mod queue_contract;
 mod rules;

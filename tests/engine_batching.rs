@@ -134,6 +134,9 @@ impl Forward for FakeModel {
         }
         Ok(&self.logits)
     }
+    fn logits(&self) -> &[f32] {
+        &self.logits
+    }
     fn vocab_size(&self) -> usize {
         self.vocabulary
     }

@@ -264,28 +264,15 @@ impl Engine {
         });
         let (logits, bad): (&[f32], Vec<usize>) = match result {
             Ok(logits) => (logits, Vec::new()),
-            // The step is sound but for these rows. Its logits are gone, so the others compute their last token again.
-            Err(ForwardError::NotFinite(bad)) => (&[], bad),
+            // The step is sound but for these rows.
+            Err(ForwardError::NotFinite(bad)) => (self.forward.logits(), bad),
             Err(error) => return Err(EngineError::Forward(error)),
         };
-        if bad.is_empty() && logits.len() != batch.logits_at.len() * stride {
+        if logits.len() != batch.logits_at.len() * stride {
             return Err(EngineError::Logits {
                 found: logits.len(),
                 expected: batch.logits_at.len() * stride,
             });
-        }
-        if !bad.is_empty() {
-            for w in &mut work {
-                if w.rows.iter().any(|(_, _, row)| bad.contains(row)) {
-                    let error = "the model's logits are not finite for this row".to_string();
-                    w.next.push((w.rows[0].0, Next::Finished(Err(error))));
-                } else {
-                    w.rows
-                        .iter()
-                        .for_each(|(sequence, ..)| self.scheduler.repeat_last(*sequence));
-                }
-            }
-            return Ok(work);
         }
         // Ids that only one of model and tokenizer knows are padding and are never sampled.
         let vocabulary = stride.min(self.tokenizer.vocab_size());
@@ -295,6 +282,11 @@ impl Engine {
         };
         work.par_iter_mut().for_each_init(Scratch::default, |scratch, w| {
             for (sequence, node, row) in &w.rows {
+                if bad.contains(row) {
+                    let error = "the model's logits are not finite for this row".to_string();
+                    w.next.push((*sequence, Next::Finished(Err(error))));
+                    break;
+                }
                 let next = w
                     .active
                     .unit

@@ -171,13 +171,6 @@ impl Scheduler {
         }
     }
 
-    /// Has the last computed token of a running sequence computed once more, because its logits were lost.
-    pub fn repeat_last(&mut self, id: SequenceId) {
-        if let Some(slot) = self.running.iter_mut().find(|s| s.id == id) {
-            slot.computed = slot.computed.saturating_sub(1);
-        }
-    }
-
     /// A new sequence that continues a running one's tokens with `tokens`. It shares the blocks, or waits without any where
     /// no more sequences may run.
     pub fn fork(&mut self, parent: SequenceId, id: SequenceId, tokens: &[u32]) {

@@ -9,7 +9,7 @@ use gristmill::model::config::Config;
 use gristmill::model::rope::Scaling;
 use gristmill::model::weights::Weights;
 
-use crate::harness::{MODELS, Reference, Runner, Sequence, folder, load, options};
+use super::harness::{MODELS, Reference, Runner, Sequence, folder, load, options};
 
 /// Largest relative difference of logits in F32.
 const RELATIVE_MAX: f64 = 1e-4;

@@ -10,7 +10,7 @@ use gristmill::model::config::Config;
 use gristmill::model::weights::{StoredTensor, WeightSource, Weights};
 use gristmill::model::{LoadOptions, ModelError, Transformer};
 
-use crate::harness::{MODELS, Reference, Runner, Sequence, folder, load, options};
+use super::harness::{MODELS, Reference, Runner, Sequence, folder, load, options};
 
 /// Bits of all rows of a prompt computed in chunks of the given sizes (cycled).
 fn in_chunks(runner: &mut Runner<'_>, tokens: &[u32], sizes: &[usize]) -> Vec<Vec<f32>> {

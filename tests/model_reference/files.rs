@@ -9,7 +9,7 @@ use gristmill::model::config::Config;
 use gristmill::model::weights::checkpoint_hash;
 use gristmill::model::{KvBudget, LoadOptions, Transformer};
 
-use crate::harness::{KV_BLOCKS, Reference, Runner, Sequence, folder, load, options};
+use super::harness::{KV_BLOCKS, Reference, Runner, Sequence, folder, load, options};
 
 #[test]
 fn unfit_batches_and_options_are_refused() {
