@@ -47,9 +47,11 @@ impl ChatTemplate {
                 match tools.or(config.chat_template("default")) {
                     Some(source) => source.to_string(),
                     None if config.chat_templates.is_empty() => {
-                        return Err("the checkpoint has no chat template: give `prompt.chat_template`, or use \
+                        return Err(
+                            "the checkpoint has no chat template: give `prompt.chat_template`, or use \
                                     `prompt.text`"
-                            .into());
+                                .into(),
+                        );
                     }
                     None => {
                         let names = names().collect::<Vec<_>>().join("`, `");
@@ -75,7 +77,12 @@ impl ChatTemplate {
             .into_iter()
             .filter_map(|(name, token)| Some((name.to_string(), Value::from(token.clone()?))))
             .collect();
-        let mut chat = ChatTemplate { template, source, tokens, takes_parts: false };
+        let mut chat = ChatTemplate {
+            template,
+            source,
+            tokens,
+            takes_parts: false,
+        };
         let parts = json!([{"role": "user", "content": [{"type": "text", "text": PROBE}]}]);
         chat.takes_parts = chat.render_with(parts, &Map::new(), true).is_ok_and(|text| {
             // A template that knows only texts prints the list itself, or nothing.
@@ -86,7 +93,10 @@ impl ChatTemplate {
 
     /// SHA-256 of the source, in hexadecimal.
     pub fn hash(&self) -> String {
-        Sha256::digest(&self.source).iter().map(|byte| format!("{byte:02x}")).collect()
+        Sha256::digest(&self.source)
+            .iter()
+            .map(|byte| format!("{byte:02x}"))
+            .collect()
     }
 
     /// The template's source.
@@ -99,7 +109,8 @@ impl ChatTemplate {
         for message in &mut messages {
             self.adapt(message);
         }
-        self.render_with(Value::Array(messages), kwargs, true).map_err(|e| format!("chat template: {e}"))
+        self.render_with(Value::Array(messages), kwargs, true)
+            .map_err(|e| format!("chat template: {e}"))
     }
 
     fn render_with(&self, messages: Value, kwargs: &Map<String, Value>, ask: bool) -> Result<String, String> {
@@ -111,7 +122,8 @@ impl ChatTemplate {
         context.insert("add_generation_prompt".into(), ask.into());
         context.extend(kwargs.clone());
         context.insert("messages".into(), messages);
-        self.template.render(minijinja::Value::from_serialize(&context))
+        self.template
+            .render(minijinja::Value::from(minijinja::value::Serde(&context)))
     }
 
     /// Brings a message into the form that this template takes.
@@ -136,7 +148,12 @@ impl ChatTemplate {
         let conversation = json!([{"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE}]);
         let text = self.render_with(conversation, &Map::new(), false).ok()?;
         let after = text[text.rfind(PROBE)? + PROBE.len()..].trim_start();
-        let next = tokenizer.added_tokens().iter().filter(|token| after.starts_with(&token.content));
-        next.max_by_key(|token| token.content.len()).filter(|token| token.special).map(|token| token.id)
+        let next = tokenizer
+            .added_tokens()
+            .iter()
+            .filter(|token| after.starts_with(&token.content));
+        next.max_by_key(|token| token.content.len())
+            .filter(|token| token.special)
+            .map(|token| token.id)
     }
 }

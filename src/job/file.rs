@@ -170,7 +170,10 @@ impl Role {
 
 /// A message's content.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
-#[serde(untagged, expecting = "expected a text or a list of parts, each `{type: text, text: …}`")]
+#[serde(
+    untagged,
+    expecting = "expected a text or a list of parts, each `{type: text, text: …}`"
+)]
 pub enum ContentFile {
     Text(String),
     Parts(Vec<PartFile>),
@@ -333,7 +336,10 @@ pub struct Parsed {
 impl JobFile {
     /// Reads a job file. `.json` is JSON, all else YAML.
     pub fn read(path: &Path) -> Result<Parsed, JobError> {
-        let read = |source| JobError::Read { path: path.to_path_buf(), source };
+        let read = |source| JobError::Read {
+            path: path.to_path_buf(),
+            source,
+        };
         let size = std::fs::metadata(path).map_err(read)?.len();
         let place = path.display().to_string();
         if size > FILE_BYTES_MAX {
@@ -341,8 +347,10 @@ impl JobFile {
             return Err(JobError::Invalid { place, message });
         }
         let bytes = std::fs::read(path).map_err(read)?;
-        let text = String::from_utf8(bytes)
-            .map_err(|_| JobError::Invalid { place: place.clone(), message: "not UTF-8 text".into() })?;
+        let text = String::from_utf8(bytes).map_err(|_| JobError::Invalid {
+            place: place.clone(),
+            message: "not UTF-8 text".into(),
+        })?;
         JobFile::parse(&text, &place)
     }
 
@@ -367,13 +375,22 @@ fn parse_json(text: &str, name: &str) -> Result<Parsed, JobError> {
         let message = full.split(" at line ").next().unwrap_or(&full).to_string();
         let place = format!("{name}:{}", error.line());
         match unknown_field(&message).zip(content) {
-            Some((field, content)) => JobError::Invalid { place, message: unknown_message(field, content) },
-            None => JobError::Invalid { place, message: one_line(&message) },
+            Some((field, content)) => JobError::Invalid {
+                place,
+                message: unknown_message(field, content),
+            },
+            None => JobError::Invalid {
+                place,
+                message: one_line(&message),
+            },
         }
     };
     let content: Value = serde_json::from_str(text).map_err(|e| fail(e, None))?;
     let file: JobFile = serde_json::from_str(text).map_err(|e| fail(e, Some(&content)))?;
-    Ok(Parsed { file, hash: content_hash(&content) })
+    Ok(Parsed {
+        file,
+        hash: content_hash(&content),
+    })
 }
 
 fn parse_yaml(text: &str, name: &str) -> Result<Parsed, JobError> {
@@ -382,26 +399,39 @@ fn parse_yaml(text: &str, name: &str) -> Result<Parsed, JobError> {
             Some(at) if at.line() > 0 => format!("{name}:{}", at.line()),
             _ => name.to_string(),
         };
-        let message = error.without_snippet().render_with_formatter(&serde_saphyr::DeveloperMessageFormatter);
+        let message = error
+            .without_snippet()
+            .render_with_formatter(&serde_saphyr::DefaultMessageFormatter);
         let message = message.split(" at line ").next().unwrap_or(&message).to_string();
         match (error.without_snippet(), content) {
-            (serde_saphyr::Error::SerdeUnknownField { field, .. }, Some(content)) => {
-                JobError::Invalid { place, message: unknown_message(field, content) }
-            }
-            (serde_saphyr::Error::DuplicateMappingKey { key: Some(key), .. }, _) => {
-                JobError::Invalid { place, message: format!("`{key}` is given twice") }
-            }
-            _ => JobError::Invalid { place, message: one_line(&message) },
+            (serde_saphyr::Error::SerdeUnknownField { field, .. }, Some(content)) => JobError::Invalid {
+                place,
+                message: unknown_message(field, content),
+            },
+            (serde_saphyr::Error::DuplicateMappingKey { key: Some(key), .. }, _) => JobError::Invalid {
+                place,
+                message: format!("`{key}` is given twice"),
+            },
+            _ => JobError::Invalid {
+                place,
+                message: one_line(&message),
+            },
         }
     };
     let content: Value = serde_saphyr::from_str_with_options(text, yaml_options()).map_err(|e| fail(e, None))?;
     if !content.is_object() {
         let message = "a job file is a mapping of fields such as `name`, `model`, `input`".into();
-        return Err(JobError::Invalid { place: name.to_string(), message });
+        return Err(JobError::Invalid {
+            place: name.to_string(),
+            message,
+        });
     }
     let file: JobFile =
         serde_saphyr::from_str_with_options(text, yaml_options()).map_err(|e| fail(e, Some(&content)))?;
-    Ok(Parsed { file, hash: content_hash(&content) })
+    Ok(Parsed {
+        file,
+        hash: content_hash(&content),
+    })
 }
 
 /// YAML 1.2 (`yes` and `no` are texts), with bounds: job files come from anywhere.
@@ -435,8 +465,15 @@ fn unknown_message(field: &str, content: &Value) -> String {
     let root = schema.clone();
     match find_unknown(field, content, &schema, &root, "") {
         Some((place, known)) => {
-            let place = if place.is_empty() { String::new() } else { format!(" in `{place}`") };
-            format!("unknown field `{field}`{place}{}", suggest(field, known.iter().map(String::as_str)))
+            let place = if place.is_empty() {
+                String::new()
+            } else {
+                format!(" in `{place}`")
+            };
+            format!(
+                "unknown field `{field}`{place}{}",
+                suggest(field, known.iter().map(String::as_str))
+            )
         }
         None => format!("unknown field `{field}`"),
     }
@@ -467,13 +504,20 @@ fn find_unknown(
                 return Some((path.to_string(), known.keys().cloned().collect()));
             }
             map.iter().find_map(|(key, value)| {
-                let below = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
+                let below = if path.is_empty() {
+                    key.clone()
+                } else {
+                    format!("{path}.{key}")
+                };
                 find_unknown(field, value, known.get(key)?, root, &below)
             })
         }
         Value::Array(items) => {
             let schema = schema.get("items")?;
-            items.iter().enumerate().find_map(|(i, item)| find_unknown(field, item, schema, root, &format!("{path}[{i}]")))
+            items
+                .iter()
+                .enumerate()
+                .find_map(|(i, item)| find_unknown(field, item, schema, root, &format!("{path}[{i}]")))
         }
         _ => None,
     }
@@ -486,11 +530,19 @@ fn content_hash(content: &Value) -> String {
             Value::Object(map) => {
                 let mut entries: Vec<_> = map.iter().collect();
                 entries.sort_by_key(|(key, _)| key.as_str());
-                Value::Object(entries.into_iter().map(|(key, value)| (key.clone(), sorted(value))).collect())
+                Value::Object(
+                    entries
+                        .into_iter()
+                        .map(|(key, value)| (key.clone(), sorted(value)))
+                        .collect(),
+                )
             }
             Value::Array(items) => items.iter().map(sorted).collect(),
             other => other.clone(),
         }
     }
-    Sha256::digest(sorted(content).to_string()).iter().map(|byte| format!("{byte:02x}")).collect()
+    Sha256::digest(sorted(content).to_string())
+        .iter()
+        .map(|byte| format!("{byte:02x}"))
+        .collect()
 }

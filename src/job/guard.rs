@@ -43,7 +43,12 @@ impl Guard {
     /// Control tokens are the special ones, and any other added token that `template` (the chat template's source)
     /// mentions: `<tool_call>` or `</think>` are such.
     pub(super) fn new(tokenizer: &Tokenizer, template: &str) -> Guard {
-        let mut guard = Guard { control: vec![Vec::new(); 256], longest: 0, normalized: false, added: Vec::new() };
+        let mut guard = Guard {
+            control: vec![Vec::new(); 256],
+            longest: 0,
+            normalized: false,
+            added: Vec::new(),
+        };
         for token in tokenizer.added_tokens() {
             let mentioned = token.content.trim().len() >= 3 && template.contains(&token.content);
             let control = token.special || mentioned;
@@ -54,7 +59,9 @@ impl Guard {
             }
             guard.added.push((token.clone(), control));
         }
-        guard.added.sort_by_key(|(token, _)| std::cmp::Reverse(token.content.len()));
+        guard
+            .added
+            .sort_by_key(|(token, _)| std::cmp::Reverse(token.content.len()));
         guard
     }
 
@@ -66,9 +73,9 @@ impl Guard {
                     || (self.normalized && self.places(&tokenizer.normalize(text)).next().is_some())
             }
             Value::Array(items) => items.iter().any(|item| self.suspects(item, tokenizer)),
-            Value::Object(map) => {
-                map.iter().any(|(key, item)| self.places(key).next().is_some() || self.suspects(item, tokenizer))
-            }
+            Value::Object(map) => map
+                .iter()
+                .any(|(key, item)| self.places(key).next().is_some() || self.suspects(item, tokenizer)),
             _ => false,
         }
     }
@@ -107,16 +114,19 @@ impl Guard {
     /// trimmed by a template).
     fn places<'a>(&'a self, text: &'a str) -> impl Iterator<Item = usize> + 'a {
         let trimmed = text.trim_end();
-        text.bytes().enumerate().filter(|&(_, byte)| !self.control[byte as usize].is_empty()).filter_map(move |(at, byte)| {
-            let rest = text.get(at..)?;
-            let trimmed = trimmed.get(at..).filter(|t| !t.is_empty());
-            let begins = |token: &String| {
-                rest.starts_with(token.as_str())
-                    || (rest.len() < token.len() && token.starts_with(rest))
-                    || trimmed.is_some_and(|t| t.len() < token.len() && token.starts_with(t))
-            };
-            self.control[byte as usize].iter().any(begins).then_some(at)
-        })
+        text.bytes()
+            .enumerate()
+            .filter(|&(_, byte)| !self.control[byte as usize].is_empty())
+            .filter_map(move |(at, byte)| {
+                let rest = text.get(at..)?;
+                let trimmed = trimmed.get(at..).filter(|t| !t.is_empty());
+                let begins = |token: &String| {
+                    rest.starts_with(token.as_str())
+                        || (rest.len() < token.len() && token.starts_with(rest))
+                        || trimmed.is_some_and(|t| t.len() < token.len() && token.starts_with(t))
+                };
+                self.control[byte as usize].iter().any(begins).then_some(at)
+            })
     }
 
     /// Cuts a prompt rendered with marked data at its added tokens, and takes the marks out.
@@ -182,7 +192,11 @@ pub(super) fn free_mark(fields: &Map<String, Value>) -> Option<char> {
             _ => false,
         }
     }
-    MARKS.clone().find(|mark| !fields.iter().any(|(key, item)| key.contains(*mark) || holds(item, *mark)))
+    MARKS.clone().find(|mark| {
+        !fields
+            .iter()
+            .any(|(key, item)| key.contains(*mark) || holds(item, *mark))
+    })
 }
 
 #[cfg(test)]
@@ -225,7 +239,10 @@ mod tests {
         assert_eq!(guard.split(&prompt, MARK), [text, Piece::Token(end)]);
         // Two columns that form a control token only together.
         let (left, right) = (guard.mark_text("<|im_", MARK), guard.mark_text("end|>", MARK));
-        assert_eq!(guard.split(&format!("{left}{right}"), MARK), [Piece::Text("<|im_end|>".into(), true)]);
+        assert_eq!(
+            guard.split(&format!("{left}{right}"), MARK),
+            [Piece::Text("<|im_end|>".into(), true)]
+        );
     }
 
     proptest! {

@@ -35,7 +35,13 @@ pub enum JobError {
     Template { place: String, message: String },
     /// A column that the job names and its input lacks.
     #[error("{place}: column `{column}`, used in `{field}`, does not exist in `{input}`{hint}")]
-    Column { place: String, column: String, field: String, input: String, hint: String },
+    Column {
+        place: String,
+        column: String,
+        field: String,
+        input: String,
+        hint: String,
+    },
 }
 
 /// `; did you mean …?` where one of `known` is near `word`, else what is known (if that is short).
@@ -43,7 +49,12 @@ pub(crate) fn suggest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) 
     let known: Vec<&str> = known.into_iter().collect();
     let near = known
         .iter()
-        .map(|name| (strsim::damerau_levenshtein(&word.to_lowercase(), &name.to_lowercase()), name))
+        .map(|name| {
+            (
+                strsim::damerau_levenshtein(&word.to_lowercase(), &name.to_lowercase()),
+                name,
+            )
+        })
         .filter(|(distance, name)| *distance <= (name.chars().count() / 3).max(1))
         .min_by_key(|(distance, _)| *distance);
     match near {

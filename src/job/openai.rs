@@ -66,14 +66,20 @@ const USED: [&str; 31] = [
 
 /// What a line's prompt is.
 pub(super) enum Ask {
-    Chat { messages: Vec<Value>, kwargs: Map<String, Value> },
+    Chat {
+        messages: Vec<Value>,
+        kwargs: Map<String, Value>,
+    },
     Text(String),
     Tokens(Vec<Value>),
 }
 
 /// The body of a line, after a look at what surrounds it.
 pub(super) fn body(fields: &Map<String, Value>) -> Result<(&Map<String, Value>, bool), String> {
-    if let Some(method) = fields.get("method").filter(|method| !method.is_null() && *method != "POST") {
+    if let Some(method) = fields
+        .get("method")
+        .filter(|method| !method.is_null() && *method != "POST")
+    {
         return Err(format!("`method` is {method}, and only \"POST\" is supported"));
     }
     let Some(Value::Object(body)) = fields.get("body") else {
@@ -111,7 +117,11 @@ pub(super) fn ask(body: &Map<String, Value>, chat: bool) -> Result<Ask, String> 
     if items.is_empty() {
         return Err("`messages` is empty".into());
     }
-    let messages = items.iter().enumerate().map(|(i, item)| message(i, item)).collect::<Result<Vec<_>, _>>()?;
+    let messages = items
+        .iter()
+        .enumerate()
+        .map(|(i, item)| message(i, item))
+        .collect::<Result<Vec<_>, _>>()?;
     let mut kwargs = match body.get("chat_template_kwargs") {
         Some(Value::Object(kwargs)) if kwargs.contains_key("messages") => {
             return Err("`chat_template_kwargs` cannot set `messages`".into());
@@ -128,7 +138,9 @@ pub(super) fn ask(body: &Map<String, Value>, chat: bool) -> Result<Ask, String> 
 
 /// Checks one message and brings it into the form that chat templates take.
 fn message(i: usize, item: &Value) -> Result<Value, String> {
-    let Value::Object(item) = item else { return Err(format!("`messages[{i}]` is no object")) };
+    let Value::Object(item) = item else {
+        return Err(format!("`messages[{i}]` is no object"));
+    };
     let role = item.get("role").and_then(Value::as_str).unwrap_or_default();
     if Role::of(role).is_none() {
         let known = ["system", "developer", "user", "assistant", "tool"];
@@ -152,9 +164,16 @@ fn message(i: usize, item: &Value) -> Result<Value, String> {
     }
     let mut item = item.clone();
     // Chat templates expect the arguments of a call as an object, not as JSON in a text.
-    for call in item.get_mut("tool_calls").and_then(Value::as_array_mut).into_iter().flatten() {
+    for call in item
+        .get_mut("tool_calls")
+        .and_then(Value::as_array_mut)
+        .into_iter()
+        .flatten()
+    {
         if let Some(arguments) = call.pointer_mut("/function/arguments") {
-            let parsed = arguments.as_str().and_then(|text| serde_json::from_str::<Map<String, Value>>(text).ok());
+            let parsed = arguments
+                .as_str()
+                .and_then(|text| serde_json::from_str::<Map<String, Value>>(text).ok());
             if let Some(parsed) = parsed {
                 *arguments = Value::Object(parsed);
             }
@@ -177,21 +196,37 @@ pub(super) fn generate(body: &Map<String, Value>, job: &Generate) -> Result<Gene
     replace(&mut file.presence_penalty, fields.number("presence_penalty")?);
     replace(&mut file.frequency_penalty, fields.number("frequency_penalty")?);
     // -1 keeps all tokens in some servers' dialect.
-    replace(&mut file.top_k, fields.whole("top_k")?.map(|k| if k == -1 { 0 } else { k }));
+    replace(
+        &mut file.top_k,
+        fields.whole("top_k")?.map(|k| if k == -1 { 0 } else { k }),
+    );
     replace(&mut file.seed, fields.whole("seed")?.map(|seed| seed as u64));
     replace(&mut file.ignore_eos, fields.flag("ignore_eos")?);
-    replace(&mut file.stop, fields.read::<OneOrMany>("stop", "a text or a list of texts")?);
-    replace(&mut file.stop_token_ids, fields.read("stop_token_ids", "a list of token ids")?);
+    replace(
+        &mut file.stop,
+        fields.read::<OneOrMany>("stop", "a text or a list of texts")?,
+    );
+    replace(
+        &mut file.stop_token_ids,
+        fields.read("stop_token_ids", "a list of token ids")?,
+    );
     match body.get("logprobs") {
         None | Some(Value::Null) => {}
         Some(Value::Bool(asked)) => file.logprobs = Some(*asked),
         // Completions ask for a number of alternatives; the chosen token's is what there is.
         Some(Value::Number(count)) if count.as_u64().is_some_and(|n| n <= 1) => file.logprobs = Some(true),
-        Some(other) => return Err(format!("`logprobs` is {other}; log probabilities of other tokens are not supported")),
+        Some(other) => {
+            return Err(format!(
+                "`logprobs` is {other}; log probabilities of other tokens are not supported"
+            ));
+        }
     }
     if let Some(n) = fields.whole("n")? {
         if n != i64::from(job.n) {
-            return Err(format!("`n` is {n}, but the job's `generate.n` is {}; they must agree", job.n));
+            return Err(format!(
+                "`n` is {n}, but the job's `generate.n` is {}; they must agree",
+                job.n
+            ));
         }
     }
     shape(body, &mut file)?;
@@ -242,16 +277,33 @@ fn shape(body: &Map<String, Value>, file: &mut GenerateFile) -> Result<(), Strin
             Some("text") => asked.push(("response_format", GenerateFile::default())),
             Some("json_object") => {
                 let schema = serde_json::json!({"type": "object"});
-                asked.push(("response_format", GenerateFile { json_schema: Some(schema), ..Default::default() }));
+                asked.push((
+                    "response_format",
+                    GenerateFile {
+                        json_schema: Some(schema),
+                        ..Default::default()
+                    },
+                ));
             }
             Some("json_schema") => {
                 let schema = format["json_schema"]["schema"].clone();
                 if !schema.is_object() {
                     return Err("`response_format.json_schema.schema` is no object".into());
                 }
-                asked.push(("response_format", GenerateFile { json_schema: Some(schema), ..Default::default() }));
+                asked.push((
+                    "response_format",
+                    GenerateFile {
+                        json_schema: Some(schema),
+                        ..Default::default()
+                    },
+                ));
             }
-            _ => return Err(format!("`response_format.type` is {}, which is not supported", format["type"])),
+            _ => {
+                return Err(format!(
+                    "`response_format.type` is {}, which is not supported",
+                    format["type"]
+                ));
+            }
         },
     }
     let mut guided = |name: &'static str, kind: &str, value: &Value| -> Result<(), String> {
@@ -272,7 +324,11 @@ fn shape(body: &Map<String, Value>, file: &mut GenerateFile) -> Result<(), Strin
         asked.push((name, one));
         Ok(())
     };
-    for (name, kind) in [("guided_choice", "choice"), ("guided_json", "json"), ("guided_regex", "regex")] {
+    for (name, kind) in [
+        ("guided_choice", "choice"),
+        ("guided_json", "json"),
+        ("guided_regex", "regex"),
+    ] {
         if let Some(value) = body.get(name).filter(|value| !value.is_null()) {
             guided(name, kind, value)?;
         }
@@ -287,7 +343,9 @@ fn shape(body: &Map<String, Value>, file: &mut GenerateFile) -> Result<(), Strin
         Some(_) => return Err("`structured_outputs` is no object".into()),
     }
     if let [(first, _), (second, _), ..] = &asked[..] {
-        return Err(format!("`{second}` cannot stand beside `{first}`: an answer has one shape"));
+        return Err(format!(
+            "`{second}` cannot stand beside `{first}`: an answer has one shape"
+        ));
     }
     if let Some((_, one)) = asked.pop() {
         file.choice = one.choice;
@@ -314,7 +372,10 @@ impl Fields<'_> {
 
     fn whole(&self, name: &str) -> Result<Option<i64>, String> {
         let Some(value) = self.get(name) else { return Ok(None) };
-        let float = value.as_f64().filter(|v| v.fract() == 0.0 && v.abs() < 9e15).map(|v| v as i64);
+        let float = value
+            .as_f64()
+            .filter(|v| v.fract() == 0.0 && v.abs() < 9e15)
+            .map(|v| v as i64);
         match value.as_i64().or(float) {
             Some(whole) => Ok(Some(whole)),
             None => Err(format!("`{name}` is {value}, not a whole number")),
@@ -323,16 +384,24 @@ impl Fields<'_> {
 
     fn number(&self, name: &str) -> Result<Option<f64>, String> {
         let Some(value) = self.get(name) else { return Ok(None) };
-        value.as_f64().map(Some).ok_or_else(|| format!("`{name}` is {value}, not a number"))
+        value
+            .as_f64()
+            .map(Some)
+            .ok_or_else(|| format!("`{name}` is {value}, not a number"))
     }
 
     fn flag(&self, name: &str) -> Result<Option<bool>, String> {
         let Some(value) = self.get(name) else { return Ok(None) };
-        value.as_bool().map(Some).ok_or_else(|| format!("`{name}` is {value}, neither true nor false"))
+        value
+            .as_bool()
+            .map(Some)
+            .ok_or_else(|| format!("`{name}` is {value}, neither true nor false"))
     }
 
     fn read<T: serde::de::DeserializeOwned>(&self, name: &str, form: &str) -> Result<Option<T>, String> {
         let Some(value) = self.get(name) else { return Ok(None) };
-        serde_json::from_value(value.clone()).map(Some).map_err(|_| format!("`{name}` is not {form}"))
+        serde_json::from_value(value.clone())
+            .map(Some)
+            .map_err(|_| format!("`{name}` is not {form}"))
     }
 }

@@ -86,8 +86,14 @@ struct Named {
 impl Renderer {
     /// Compiles the job's templates for a model.
     pub fn new(job: &Job, setup: RenderSetup) -> Result<Renderer, JobError> {
-        let invalid = |message: String| JobError::Invalid { place: job.file.clone(), message };
-        let template_error = |message: String| JobError::Template { place: job.file.clone(), message };
+        let invalid = |message: String| JobError::Invalid {
+            place: job.file.clone(),
+            message,
+        };
+        let template_error = |message: String| JobError::Template {
+            place: job.file.clone(),
+            message,
+        };
         if job.generate.max_tokens >= setup.context_tokens {
             return Err(invalid(format!(
                 "`generate.max_tokens` is {}, which leaves no room for a prompt in the model's context of {} tokens",
@@ -97,8 +103,17 @@ impl Renderer {
         }
         let (source, mut named) = compile(job).map_err(template_error)?;
         let columns = named_columns(&source, &mut named);
-        named.extend(job.output.carry.iter().map(|column| (column.clone(), "output.carry".to_string())));
-        named.extend(job.gold.iter().map(|column| (column.clone(), "report.gold".to_string())));
+        named.extend(
+            job.output
+                .carry
+                .iter()
+                .map(|column| (column.clone(), "output.carry".to_string())),
+        );
+        named.extend(
+            job.gold
+                .iter()
+                .map(|column| (column.clone(), "report.gold".to_string())),
+        );
 
         let config = setup.tokenizer.config();
         let kwargs = job.prompt.chat_template_kwargs.clone();
@@ -107,7 +122,10 @@ impl Renderer {
         if let (Source::Messages(messages), chat) = (&source, &chat) {
             let chat = chat.as_ref().map_err(|e| template_error(e.clone()))?;
             // Roles that the template refuses, or a template without end, show before any row is read.
-            let probe = messages.iter().map(|m| json!({"role": m.role, "content": "x"})).collect();
+            let probe = messages
+                .iter()
+                .map(|m| json!({"role": m.role, "content": "x"}))
+                .collect();
             chat.render(probe, &kwargs).map_err(template_error)?;
         }
         if job.prompt.chat_template.is_some() {
@@ -119,11 +137,18 @@ impl Renderer {
         let hashed = json!([job.prompt.kind, chat_source, kwargs]).to_string();
         let input = job.input.uris.join("`, `");
         Ok(Renderer {
-            template_hash: Sha256::digest(hashed).iter().map(|byte| format!("{byte:02x}")).collect(),
+            template_hash: Sha256::digest(hashed)
+                .iter()
+                .map(|byte| format!("{byte:02x}"))
+                .collect(),
             params: Arc::new(job.generate.params(setup.seed)),
             generate: job.generate.clone(),
             truncate: job.prompt.truncate,
-            named: Named { columns: named, file: job.file.clone(), input },
+            named: Named {
+                columns: named,
+                file: job.file.clone(),
+                input,
+            },
             source,
             chat,
             guard,
@@ -191,9 +216,14 @@ impl Renderer {
                 self.finish(text, tokens, &self.params)
             }
             Source::TokenIds(column) => {
-                let value = fields.get(column).ok_or_else(|| format!("the row has no column `{column}`"))?;
+                let value = fields
+                    .get(column)
+                    .ok_or_else(|| format!("the row has no column `{column}`"))?;
                 let Value::Array(items) = value else {
-                    return Err(format!("column `{column}` holds {}, not a list of token ids", kind_of(value)));
+                    return Err(format!(
+                        "column `{column}` holds {}, not a list of token ids",
+                        kind_of(value)
+                    ));
                 };
                 self.ready_tokens(items, &format!("column `{column}`"), &self.params)
             }
@@ -234,9 +264,12 @@ impl Renderer {
     fn own_prompt(&self, fields: &Map<String, Value>) -> Result<(String, bool), String> {
         let context = column_context(fields);
         match &self.source {
-            Source::Text(template) => {
-                Ok((template.render(context).map_err(|e| format!("template `prompt.text`: {e}"))?, true))
-            }
+            Source::Text(template) => Ok((
+                template
+                    .render(context)
+                    .map_err(|e| format!("template `prompt.text`: {e}"))?,
+                true,
+            )),
             Source::Messages(messages) => {
                 let mut rendered = Vec::with_capacity(messages.len());
                 for (i, message) in messages.iter().enumerate() {
@@ -250,12 +283,21 @@ impl Renderer {
                         });
                     }
                     let content = match message.is_list {
-                        true => parts.into_iter().map(|text| json!({"type": "text", "text": text})).collect(),
+                        true => parts
+                            .into_iter()
+                            .map(|text| json!({"type": "text", "text": text}))
+                            .collect(),
                         false => Value::from(parts.concat()),
                     };
                     rendered.push(json!({"role": message.role, "content": content}));
                 }
-                Ok((self.chat.as_ref().map_err(Clone::clone)?.render(rendered, &self.kwargs)?, false))
+                Ok((
+                    self.chat
+                        .as_ref()
+                        .map_err(Clone::clone)?
+                        .render(rendered, &self.kwargs)?,
+                    false,
+                ))
             }
             // Rows with prompts of their own do not come here.
             Source::TokenIds(_) | Source::Openai => Err("the job has no template".into()),
@@ -273,14 +315,19 @@ impl Renderer {
             Some(columns) if !matches!(self.source, Source::Openai) => columns.iter().any(|column| column == name),
             _ => true,
         };
-        let suspect = fields.iter().any(|(name, value)| used(name) && self.guard.suspects(value, tokenizer));
+        let suspect = fields
+            .iter()
+            .any(|(name, value)| used(name) && self.guard.suspects(value, tokenizer));
         if !suspect {
             let (text, surround) = prompt(fields)?;
             let tokens = tokenizer.encode(&text, surround)?;
             return Ok((text, tokens));
         }
         let mark = guard::free_mark(fields).ok_or("the row holds control tokens and every noncharacter of Unicode")?;
-        let marked = fields.iter().map(|(name, value)| (name.clone(), self.guard.mark(value, mark))).collect();
+        let marked = fields
+            .iter()
+            .map(|(name, value)| (name.clone(), self.guard.mark(value, mark)))
+            .collect();
         let (text, surround) = prompt(&marked)?;
         let mut tokens = Vec::new();
         if surround {
@@ -305,7 +352,10 @@ impl Renderer {
             match item.as_u64() {
                 Some(id) if id < known => tokens.push(id as u32),
                 _ => {
-                    let why = format!("{what} holds {item} at index {i}, no id of the vocabulary (0 to {})", known - 1);
+                    let why = format!(
+                        "{what} holds {item} at index {i}, no id of the vocabulary (0 to {})",
+                        known - 1
+                    );
                     return Err(one_line(&why));
                 }
             }
@@ -342,7 +392,11 @@ impl Renderer {
             Truncate::Right => tokens.truncate(room),
             Truncate::None | Truncate::Left => {}
         }
-        Ok(RenderedRow { text, tokens, params: params.clone() })
+        Ok(RenderedRow {
+            text,
+            tokens,
+            params: params.clone(),
+        })
     }
 }
 
@@ -373,10 +427,16 @@ fn compile_message(i: usize, message: &Message) -> Result<CompiledMessage, Strin
             return Ok(Content::Fixed(part.clone()));
         }
         let field = format!("prompt.messages[{i}].content");
-        Template::for_columns(&field, part).map(Content::Template).map_err(|e| format!("template `{field}`: {e}"))
+        Template::for_columns(&field, part)
+            .map(Content::Template)
+            .map_err(|e| format!("template `{field}`: {e}"))
     };
     let parts = message.parts.iter().map(compile).collect::<Result<_, _>>()?;
-    Ok(CompiledMessage { role: message.role.as_str(), parts, is_list: message.is_list })
+    Ok(CompiledMessage {
+        role: message.role.as_str(),
+        parts,
+        is_list: message.is_list,
+    })
 }
 
 /// Adds the columns that templates name to `named`; returns all that prompts use, or `None` where that may be any.

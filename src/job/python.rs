@@ -35,7 +35,12 @@ pub(super) fn tojson(value: &Value, args: Rest<Value>, kwargs: Kwargs) -> Result
         Some(value) => Some(match (value.as_usize(), value.as_str()) {
             (Some(n), _) if n <= 64 => " ".repeat(n),
             (_, Some(text)) => text.to_string(),
-            _ => return Err(Error::new(ErrorKind::InvalidOperation, "tojson: `indent` is no number of spaces")),
+            _ => {
+                return Err(Error::new(
+                    ErrorKind::InvalidOperation,
+                    "tojson: `indent` is no number of spaces",
+                ));
+            }
         }),
         None => None,
     };
@@ -50,13 +55,30 @@ pub(super) fn tojson(value: &Value, args: Rest<Value>, kwargs: Kwargs) -> Result
     let sort_keys = option(3)?.is_some_and(|v| v.is_true());
     kwargs.assert_all_used()?;
     let mut out = String::new();
-    write_json(value, &Layout { indent, item, key, ascii, sort_keys }, 0, &mut out)?;
+    write_json(
+        value,
+        &Layout {
+            indent,
+            item,
+            key,
+            ascii,
+            sort_keys,
+        },
+        0,
+        &mut out,
+    )?;
     Ok(Value::from(out))
 }
 
 /// `value` as JSON without white space.
 pub(super) fn compact_json(value: &Value) -> Result<String, Error> {
-    let layout = Layout { indent: None, item: ",".into(), key: ":".into(), ascii: false, sort_keys: false };
+    let layout = Layout {
+        indent: None,
+        item: ",".into(),
+        key: ":".into(),
+        ascii: false,
+        sort_keys: false,
+    };
     let mut out = String::new();
     write_json(value, &layout, 0, &mut out)?;
     Ok(out)
@@ -114,7 +136,10 @@ fn write_json(value: &Value, layout: &Layout, depth: usize, out: &mut String) ->
             out.push('}');
         }
         kind => {
-            return Err(Error::new(ErrorKind::InvalidOperation, format!("tojson: cannot write {kind} as JSON")));
+            return Err(Error::new(
+                ErrorKind::InvalidOperation,
+                format!("tojson: cannot write {kind} as JSON"),
+            ));
         }
     }
     Ok(())
@@ -168,7 +193,11 @@ pub(super) fn float_repr(value: f64) -> String {
         return "NaN".into();
     }
     if value.is_infinite() {
-        return if value > 0.0 { "Infinity".into() } else { "-Infinity".into() };
+        return if value > 0.0 {
+            "Infinity".into()
+        } else {
+            "-Infinity".into()
+        };
     }
     let size = value.abs();
     if size != 0.0 && !(1e-4..1e16).contains(&size) {
@@ -182,6 +211,44 @@ pub(super) fn float_repr(value: f64) -> String {
     }
     let text = value.to_string();
     if text.contains('.') { text } else { format!("{text}.0") }
+}
+
+/// Jinja's `indent` filter: unlike minijinja's, a line break at the end stays.
+pub(super) fn indent(text: &str, width: Option<Value>, args: Rest<Value>, kwargs: Kwargs) -> Result<String, Error> {
+    let width = match width {
+        Some(width) => Some(width),
+        None => kwargs.get::<Option<Value>>("width")?,
+    };
+    let indent = match &width {
+        None => " ".repeat(4),
+        Some(width) => match (width.as_usize(), width.as_str()) {
+            (Some(n), _) if n <= 1024 => " ".repeat(n),
+            (_, Some(text)) => text.to_string(),
+            _ => {
+                return Err(Error::new(
+                    ErrorKind::InvalidOperation,
+                    "indent: `width` is no number of spaces",
+                ));
+            }
+        },
+    };
+    let flag = |i: usize, name: &str| -> Result<bool, Error> {
+        let named: Option<bool> = kwargs.get(name)?;
+        Ok(named.unwrap_or_else(|| args.get(i).is_some_and(|value| value.is_true())))
+    };
+    let (first, blank) = (flag(0, "first")?, flag(1, "blank")?);
+    kwargs.assert_all_used()?;
+    let mut out = String::with_capacity(text.len() + text.len() / 8);
+    for (i, line) in format!("{text}\n").lines().enumerate() {
+        if i > 0 {
+            out.push('\n');
+        }
+        if (i == 0 && first) || (i > 0 && (blank || !line.is_empty())) {
+            out.push_str(&indent);
+        }
+        out.push_str(line);
+    }
+    Ok(out)
 }
 
 /// Is it iterable in Python's sense? Texts and mappings are.
@@ -216,7 +283,7 @@ pub(super) fn method(state: &mut State, value: &Value, name: &str, args: &[Value
 }
 
 fn text_method(text: &str, name: &str, args: &[Value]) -> Result<Option<Value>, Error> {
-    let triple = |a: &str, b: &str, c: &str| Value::from(vec![a, b, c]);
+    let triple = |a: &str, b: &str, c: &str| Value::from((a.to_string(), b.to_string(), c.to_string()));
     Ok(Some(match name {
         "removeprefix" => {
             let (prefix,): (Arc<str>,) = from_args(args)?;
@@ -247,7 +314,7 @@ fn text_method(text: &str, name: &str, args: &[Value]) -> Result<Option<Value>, 
                 None => text.rsplit(&*separator).collect(),
             };
             parts.reverse();
-            Value::from(parts)
+            parts.into_iter().map(Value::from).collect()
         }
         "index" => {
             let (part,): (Arc<str>,) = from_args(args)?;
@@ -255,6 +322,19 @@ fn text_method(text: &str, name: &str, args: &[Value]) -> Result<Option<Value>, 
                 Some(at) => Value::from(text[..at].chars().count()),
                 None => return Err(Error::new(ErrorKind::InvalidOperation, "str.index: not found")),
             }
+        }
+        // A capital after everything that is no letter, unlike Jinja's filter of that name.
+        "title" => {
+            let mut inside = false;
+            let mut out = String::with_capacity(text.len());
+            for c in text.chars() {
+                match inside {
+                    true => out.extend(c.to_lowercase()),
+                    false => out.extend(c.to_uppercase()),
+                }
+                inside = c.is_alphabetic();
+            }
+            Value::from(out)
         }
         "casefold" => Value::from(text.to_lowercase()),
         "zfill" | "ljust" | "rjust" => {

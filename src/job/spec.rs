@@ -191,7 +191,10 @@ impl std::fmt::Display for FieldError {
 }
 
 fn bad<T>(field: impl Into<String>, why: impl Into<String>) -> Result<T, FieldError> {
-    Err(FieldError { field: field.into(), why: why.into() })
+    Err(FieldError {
+        field: field.into(),
+        why: why.into(),
+    })
 }
 
 impl Job {
@@ -207,8 +210,10 @@ impl Job {
 
     /// Checks a parsed job file. `file` names it in messages; relative paths start from `base_dir`.
     pub fn check(parsed: Parsed, file: &str, base_dir: &Path) -> Result<Job, JobError> {
-        build(parsed, file, base_dir)
-            .map_err(|error| JobError::Invalid { place: file.to_string(), message: error.to_string() })
+        build(parsed, file, base_dir).map_err(|error| JobError::Invalid {
+            place: file.to_string(),
+            message: error.to_string(),
+        })
     }
 
     /// SHA-256, hexadecimal, of the job file's content.
@@ -257,7 +262,10 @@ impl Generate {
         }
         let top_p = within("top_p", file.top_p, 1.0, 0.0, 1.0)?;
         if top_p == 0.0 {
-            return bad("top_p", "is 0, and at 0 no token is left; it must be above 0 and at most 1");
+            return bad(
+                "top_p",
+                "is 0, and at 0 no token is left; it must be above 0 and at most 1",
+            );
         }
         Ok(Generate {
             max_tokens: whole("max_tokens", file.max_tokens, 256, 1, MAX_TOKENS_MAX)?,
@@ -297,9 +305,10 @@ impl Generate {
             samples: self.n,
             shape: match &self.shape {
                 ShapeSpec::Free => Shape::Free,
-                ShapeSpec::Choice { choices, probabilities } => {
-                    Shape::Choice { choices: choices.clone(), probabilities: *probabilities }
-                }
+                ShapeSpec::Choice { choices, probabilities } => Shape::Choice {
+                    choices: choices.clone(),
+                    probabilities: *probabilities,
+                },
                 ShapeSpec::JsonSchema(schema) => Shape::JsonSchema(schema.clone()),
                 ShapeSpec::Regex(regex) => Shape::Regex(regex.clone()),
             },
@@ -354,19 +363,34 @@ fn build(parsed: Parsed, file: &str, base_dir: &Path) -> Result<Job, FieldError>
     if uris.is_empty() {
         return bad("input.uri", "is an empty list");
     }
-    let uris = uris.into_iter().map(|uri| text("input.uri", uri)).collect::<Result<Vec<_>, _>>()?;
-    let generate = Generate::check(&raw.generate.unwrap_or_default())
-        .map_err(|e| FieldError { field: format!("generate.{}", e.field), why: e.why })?;
-    let gold = raw.report.and_then(|report| report.gold).map(|gold| text("report.gold", gold)).transpose()?;
+    let uris = uris
+        .into_iter()
+        .map(|uri| text("input.uri", uri))
+        .collect::<Result<Vec<_>, _>>()?;
+    let generate = Generate::check(&raw.generate.unwrap_or_default()).map_err(|e| FieldError {
+        field: format!("generate.{}", e.field),
+        why: e.why,
+    })?;
+    let gold = raw
+        .report
+        .and_then(|report| report.gold)
+        .map(|gold| text("report.gold", gold))
+        .transpose()?;
     let rows = raw.shards.and_then(|shards| shards.rows).unwrap_or(SHARD_ROWS);
     if !(1..=SHARD_ROWS_MAX).contains(&rows) {
-        return bad("shards.rows", format!("is {rows}; it must be from 1 to {SHARD_ROWS_MAX}"));
+        return bad(
+            "shards.rows",
+            format!("is {rows}; it must be from 1 to {SHARD_ROWS_MAX}"),
+        );
     }
     Ok(Job {
         name,
         model,
         precision: precision(raw.precision.as_deref())?,
-        input: Input { uris, format: raw.input.format },
+        input: Input {
+            uris,
+            format: raw.input.format,
+        },
         prompt: prompt(raw.prompt, raw.input.format, base_dir)?,
         generate,
         output: output(raw.output)?,
@@ -384,10 +408,14 @@ fn precision(name: Option<&str>) -> Result<Precision, FieldError> {
         "auto" => Ok(Precision::Auto),
         "f32" => Ok(Precision::F32),
         "bf16" => Ok(Precision::Bf16),
-        known @ ("fp8" | "int8" | "f16" | "fp4" | "int4") => {
-            bad("precision", format!("is `{known}`, which this build does not support; it has `f32` and `bf16`"))
-        }
-        other => bad("precision", format!("is `{other}`{}", suggest(other, ["auto", "f32", "bf16"]))),
+        known @ ("fp8" | "int8" | "f16" | "fp4" | "int4") => bad(
+            "precision",
+            format!("is `{known}`, which this build does not support; it has `f32` and `bf16`"),
+        ),
+        other => bad(
+            "precision",
+            format!("is `{other}`{}", suggest(other, ["auto", "f32", "bf16"])),
+        ),
     }
 }
 
@@ -400,21 +428,37 @@ fn prompt(raw: Option<PromptFile>, format: Option<InputFormat>, base_dir: &Path)
         // An OpenAI batch file brings its own prompts; the block may still set a chat template or truncation.
         0 if openai_possible => PromptKind::Openai,
         0 if missing => return bad("prompt", "is missing; only OpenAI batch input goes without"),
-        0 => return bad("prompt", "says none of `messages`, `text` and `token_ids`; it needs one"),
+        0 => {
+            return bad(
+                "prompt",
+                "says none of `messages`, `text` and `token_ids`; it needs one",
+            );
+        }
         1 => match (raw.messages, raw.text, raw.token_ids) {
             (Some(messages), _, _) => PromptKind::Messages(conversation(messages)?),
             (_, Some(template), _) if template.is_empty() => return bad("prompt.text", "is empty"),
             (_, Some(template), _) => PromptKind::Text(template),
             (_, _, column) => PromptKind::TokenIds(text("prompt.token_ids", column.unwrap_or_default())?),
         },
-        _ => return bad("prompt", "says more than one of `messages`, `text` and `token_ids`; it takes one"),
+        _ => {
+            return bad(
+                "prompt",
+                "says more than one of `messages`, `text` and `token_ids`; it takes one",
+            );
+        }
     };
     let chat = matches!(kind, PromptKind::Messages(_) | PromptKind::Openai);
     if !chat && raw.chat_template.is_some() {
-        return bad("prompt.chat_template", "is for `messages`; `text` and `token_ids` use no chat template");
+        return bad(
+            "prompt.chat_template",
+            "is for `messages`; `text` and `token_ids` use no chat template",
+        );
     }
     if !chat && raw.chat_template_kwargs.is_some() {
-        return bad("prompt.chat_template_kwargs", "is for `messages`; `text` and `token_ids` use no chat template");
+        return bad(
+            "prompt.chat_template_kwargs",
+            "is for `messages`; `text` and `token_ids` use no chat template",
+        );
     }
     let kwargs = raw.chat_template_kwargs.unwrap_or_default();
     if kwargs.contains_key("messages") {
@@ -422,7 +466,10 @@ fn prompt(raw: Option<PromptFile>, format: Option<InputFormat>, base_dir: &Path)
     }
     Ok(Prompt {
         kind,
-        chat_template: raw.chat_template.map(|choice| chat_template(choice, base_dir)).transpose()?,
+        chat_template: raw
+            .chat_template
+            .map(|choice| chat_template(choice, base_dir))
+            .transpose()?,
         chat_template_kwargs: kwargs,
         truncate: raw.truncate.unwrap_or_default(),
     })
@@ -456,12 +503,20 @@ fn chat_template(choice: String, base_dir: &Path) -> Result<ChatTemplateChoice, 
         return Ok(ChatTemplateChoice::Named(text(FIELD, choice)?));
     }
     let path = base_dir.join(&choice);
-    let unreadable = |e: std::io::Error| FieldError { field: FIELD.into(), why: format!("names `{choice}`: {e}") };
+    let unreadable = |e: std::io::Error| FieldError {
+        field: FIELD.into(),
+        why: format!("names `{choice}`: {e}"),
+    };
     let size = std::fs::metadata(&path).map_err(unreadable)?.len();
     if size > TEMPLATE_BYTES_MAX {
-        return bad(FIELD, format!("names `{choice}`, which has {size} bytes, more than {TEMPLATE_BYTES_MAX}"));
+        return bad(
+            FIELD,
+            format!("names `{choice}`, which has {size} bytes, more than {TEMPLATE_BYTES_MAX}"),
+        );
     }
-    Ok(ChatTemplateChoice::Source(std::fs::read_to_string(&path).map_err(unreadable)?))
+    Ok(ChatTemplateChoice::Source(
+        std::fs::read_to_string(&path).map_err(unreadable)?,
+    ))
 }
 
 fn shape(file: &GenerateFile) -> Result<ShapeSpec, FieldError> {
@@ -470,20 +525,33 @@ fn shape(file: &GenerateFile) -> Result<ShapeSpec, FieldError> {
         ("json_schema", file.json_schema.is_some()),
         ("regex", file.regex.is_some()),
     ];
-    let given: Vec<&str> = given.iter().filter(|(_, given)| *given).map(|(name, _)| *name).collect();
+    let given: Vec<&str> = given
+        .iter()
+        .filter(|(_, given)| *given)
+        .map(|(name, _)| *name)
+        .collect();
     if let [first, second, ..] = given[..] {
-        return bad(second, format!("cannot stand beside `{first}`: an answer has one shape"));
+        return bad(
+            second,
+            format!("cannot stand beside `{first}`: an answer has one shape"),
+        );
     }
     let probabilities = file.choice_probabilities.unwrap_or(false);
     if probabilities && file.choice.is_none() {
         return bad("choice_probabilities", "needs `choice`");
     }
     if probabilities && file.n.unwrap_or(1) > 1 {
-        return bad("choice_probabilities", "needs `n` to be 1: the probabilities are the same for every sample");
+        return bad(
+            "choice_probabilities",
+            "needs `n` to be 1: the probabilities are the same for every sample",
+        );
     }
     if let Some(choices) = &file.choice {
         if choices.is_empty() || choices.len() > CHOICES_MAX {
-            return bad("choice", format!("has {} texts; it takes from 1 to {CHOICES_MAX}", choices.len()));
+            return bad(
+                "choice",
+                format!("has {} texts; it takes from 1 to {CHOICES_MAX}", choices.len()),
+            );
         }
         let mut seen = std::collections::HashSet::new();
         for choice in choices {
@@ -495,7 +563,10 @@ fn shape(file: &GenerateFile) -> Result<ShapeSpec, FieldError> {
                 return bad("choice", format!("holds `{choice}` twice"));
             }
         }
-        return Ok(ShapeSpec::Choice { choices: choices.clone(), probabilities });
+        return Ok(ShapeSpec::Choice {
+            choices: choices.clone(),
+            probabilities,
+        });
     }
     if let Some(schema) = &file.json_schema {
         if !schema.is_object() {
@@ -519,7 +590,10 @@ fn output(raw: OutputFile) -> Result<Output, FieldError> {
         }
         short("output.carry", column)?;
         if RESULT_COLUMNS.contains(&column.as_str()) {
-            return bad("output.carry", format!("holds `{column}`, which is the name of a result column"));
+            return bad(
+                "output.carry",
+                format!("holds `{column}`, which is the name of a result column"),
+            );
         }
         if !seen.insert(column) {
             return bad("output.carry", format!("holds `{column}` twice"));
@@ -536,11 +610,17 @@ fn output(raw: OutputFile) -> Result<Output, FieldError> {
 fn budget(raw: BudgetFile) -> Result<Budget, FieldError> {
     for (field, value) in [("budget.usd", raw.usd), ("budget.usd_per_hour", raw.usd_per_hour)] {
         if value.is_some_and(|usd| !usd.is_finite() || usd < 0.0) {
-            return bad(field, format!("is {}; it must be a number of dollars", value.unwrap_or_default()));
+            return bad(
+                field,
+                format!("is {}; it must be a number of dollars", value.unwrap_or_default()),
+            );
         }
     }
     if raw.usd.is_some() && raw.usd_per_hour.is_none_or(|price| price == 0.0) {
-        return bad("budget.usd", "needs `budget.usd_per_hour`, what a worker's machine costs");
+        return bad(
+            "budget.usd",
+            "needs `budget.usd_per_hour`, what a worker's machine costs",
+        );
     }
     let deadline_seconds = match raw.deadline {
         Some(text) => Some(duration_seconds(&text).map_err(|why| FieldError {
@@ -549,7 +629,11 @@ fn budget(raw: BudgetFile) -> Result<Budget, FieldError> {
         })?),
         None => None,
     };
-    Ok(Budget { usd: raw.usd, usd_per_hour: raw.usd_per_hour, deadline_seconds })
+    Ok(Budget {
+        usd: raw.usd,
+        usd_per_hour: raw.usd_per_hour,
+        deadline_seconds,
+    })
 }
 
 /// Reads `6h`, `90m`, `45s`, `2d` and their sums (`1h30m`).
@@ -571,7 +655,10 @@ fn duration_seconds(text: &str) -> Result<u64, String> {
             Some('d') => 86_400,
             _ => return Err(FORM.into()),
         };
-        total = count.checked_mul(unit).and_then(|seconds| total.checked_add(seconds)).ok_or("it is too long")?;
+        total = count
+            .checked_mul(unit)
+            .and_then(|seconds| total.checked_add(seconds))
+            .ok_or("it is too long")?;
         rest = chars.as_str().trim_start();
     }
     match total {
@@ -593,7 +680,10 @@ fn text(field: &str, value: String) -> Result<String, FieldError> {
 fn short(field: &str, value: &str) -> Result<(), FieldError> {
     match value.len() {
         0..=TEXT_BYTES_MAX => Ok(()),
-        len => bad(field, format!("holds a text of {len} bytes, more than {TEXT_BYTES_MAX}")),
+        len => bad(
+            field,
+            format!("holds a text of {len} bytes, more than {TEXT_BYTES_MAX}"),
+        ),
     }
 }
 

@@ -10,7 +10,7 @@ use std::io;
 
 use chrono::NaiveDateTime;
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::ValueKind;
+use minijinja::value::{Serde, ValueKind};
 use minijinja::{AutoEscape, Environment, Error, ErrorKind, UndefinedBehavior, Value};
 
 use super::{one_line, python};
@@ -71,15 +71,25 @@ impl Template {
     }
 
     fn compile(mut env: Environment<'static>, name: &str, source: String) -> Result<Template, String> {
-        env.add_template_owned(name.to_string(), source).map_err(|e| describe(&e))?;
-        Ok(Template { env, name: name.to_string() })
+        env.add_template_owned(name.to_string(), source)
+            .map_err(|e| describe(&e))?;
+        Ok(Template {
+            env,
+            name: name.to_string(),
+        })
     }
 
     /// Renders with `context`; the error is one line.
     pub(super) fn render(&self, context: Value) -> Result<String, String> {
         let template = self.env.get_template(&self.name).map_err(|e| describe(&e))?;
-        let mut out = Bounded { bytes: Vec::new(), full: false };
-        let result = template.render_captured_to(context, &mut out).map(|_| ()).map_err(|e| describe(&e));
+        let mut out = Bounded {
+            bytes: Vec::new(),
+            full: false,
+        };
+        let result = template
+            .render_captured_to(context, &mut out)
+            .map(|_| ())
+            .map_err(|e| describe(&e));
         if out.full {
             return Err(format!("it renders to more than {} MB", OUTPUT_BYTES_MAX >> 20));
         }
@@ -102,11 +112,13 @@ impl Template {
 
 /// The context of a column template: the row's columns, and `row`, all of them, unless a column has that name.
 pub(super) fn column_context(fields: &serde_json::Map<String, serde_json::Value>) -> Value {
-    let columns = Value::from_serialize(fields);
+    let columns = Value::from(Serde(fields));
     if fields.contains_key(ROW) {
         return columns;
     }
-    let names = fields.keys().map(|name| (name.clone(), columns.get_attr(name).unwrap_or_default()));
+    let names = fields
+        .keys()
+        .map(|name| (name.clone(), columns.get_attr(name).unwrap_or_default()));
     Value::from_pairs(names.chain([(ROW.to_string(), columns.clone())]))
 }
 
@@ -117,6 +129,7 @@ fn base() -> Environment<'static> {
     env.set_auto_escape_callback(|_| AutoEscape::None);
     env.set_unknown_method_callback(python::method);
     env.add_filter("tojson", python::tojson);
+    env.add_filter("indent", python::indent);
     env.add_test("iterable", python::is_iterable);
     env.add_test("sequence", python::is_sequence);
     env
@@ -135,8 +148,12 @@ fn set_syntax(
 fn strftime(now: NaiveDateTime, format: &str) -> Result<String, Error> {
     use std::fmt::Write;
     let mut out = String::new();
-    write!(out, "{}", now.format(format))
-        .map_err(|_| Error::new(ErrorKind::InvalidOperation, format!("strftime_now: bad format `{format}`")))?;
+    write!(out, "{}", now.format(format)).map_err(|_| {
+        Error::new(
+            ErrorKind::InvalidOperation,
+            format!("strftime_now: bad format `{format}`"),
+        )
+    })?;
     Ok(out)
 }
 
@@ -151,7 +168,11 @@ fn describe(error: &Error) -> String {
         }
         source = std::error::Error::source(cause);
     }
-    let line = innermost.line().or(error.line()).map(|line| format!("line {line}: ")).unwrap_or_default();
+    let line = innermost
+        .line()
+        .or(error.line())
+        .map(|line| format!("line {line}: "))
+        .unwrap_or_default();
     let what = match innermost.kind() {
         ErrorKind::OutOfFuel => format!("it does not come to an end ({FUEL} steps)"),
         kind => match innermost.detail() {
@@ -201,7 +222,11 @@ fn without_generation_tags(source: &str) -> String {
         let (tag, after) = tag.split_at(end.unwrap_or(tag.len()));
         rest = after;
         let word = tag.strip_prefix("{%").map(|inner| {
-            inner.trim_end_matches("%}").trim_start_matches(['-', '+']).trim_end_matches(['-', '+']).trim()
+            inner
+                .trim_end_matches("%}")
+                .trim_start_matches(['-', '+'])
+                .trim_end_matches(['-', '+'])
+                .trim()
         });
         match word {
             Some("generation") => out.push_str(&tag.replace("generation", "with")),
@@ -245,7 +270,9 @@ mod tests {
     use super::*;
 
     fn render(source: &str, row: serde_json::Value) -> Result<String, String> {
-        let serde_json::Value::Object(fields) = row else { panic!("no object") };
+        let serde_json::Value::Object(fields) = row else {
+            panic!("no object")
+        };
         Template::for_columns("t", source)?.render(column_context(&fields))
     }
 
@@ -277,7 +304,13 @@ mod tests {
     #[test]
     fn columns_are_found() {
         let columns = |source: &str| {
-            Some(Template::for_columns("t", source).unwrap().columns()?.into_iter().collect::<Vec<_>>())
+            Some(
+                Template::for_columns("t", source)
+                    .unwrap()
+                    .columns()?
+                    .into_iter()
+                    .collect::<Vec<_>>(),
+            )
         };
         let source = "{{ b }}{% for x in a %}{{ x }}{{ loop.index }}{% endfor %}{% set y = c.d %}{{ y }}{{ range(3) }}";
         assert_eq!(columns(source), Some(["a", "b", "c"].map(String::from).to_vec()));
@@ -296,7 +329,11 @@ mod tests {
     #[test]
     fn endless_templates_stop() {
         let loops = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}";
-        assert!(render(loops, json!({})).unwrap_err().contains("does not come to an end"));
+        assert!(
+            render(loops, json!({}))
+                .unwrap_err()
+                .contains("does not come to an end")
+        );
         let macros = "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}";
         assert!(render(macros, json!({})).is_err());
         let large = "{% for a in range(90000) %}{{ text }}{% endfor %}";
@@ -307,7 +344,9 @@ mod tests {
     #[test]
     fn generation_tags_become_blocks() {
         assert_eq!(
-            without_generation_tags("{%- generation -%}x{{ '{% generation %}' }}{# {% generation %} #}{% endgeneration %}"),
+            without_generation_tags(
+                "{%- generation -%}x{{ '{% generation %}' }}{# {% generation %} #}{% endgeneration %}"
+            ),
             "{%- with -%}x{{ '{% generation %}' }}{# {% generation %} #}{% endwith %}"
         );
         assert_eq!(without_generation_tags("a { b {% x"), "a { b {% x");

@@ -126,6 +126,23 @@ impl Tokenizer {
     /// Ids 0 to 255 are the bytes; then each of `words` (with the beginnings that lead to it) as it would be merged
     /// from left to right; then `specials`, the last of which is the end-of-sequence token.
     pub fn from_words(words: &[&str], specials: &[&str]) -> Result<Tokenizer, TokenizerError> {
+        let eos_token = specials.last().map(|token| token.to_string());
+        Tokenizer::from_words_with(
+            words,
+            specials,
+            TokenizerConfig {
+                eos_token,
+                ..Default::default()
+            },
+        )
+    }
+
+    /// Like [`Tokenizer::from_words`], with a config of its own.
+    pub fn from_words_with(
+        words: &[&str],
+        specials: &[&str],
+        config: TokenizerConfig,
+    ) -> Result<Tokenizer, TokenizerError> {
         let broken = |why: String| TokenizerError::Broken {
             path: PathBuf::from("tokenizer.json"),
             why,
@@ -163,10 +180,6 @@ impl Tokenizer {
             },
         })
         .to_string();
-        let config = TokenizerConfig {
-            eos_token: specials.last().map(|s| s.to_string()),
-            ..Default::default()
-        };
         Tokenizer::build(json.as_bytes(), config).map_err(broken)
     }
 
