@@ -408,6 +408,16 @@ fn parse_yaml(text: &str, name: &str) -> Result<Parsed, JobError> {
                 place,
                 message: unknown_message(field, content),
             },
+            (serde_saphyr::Error::InvalidScalar { ty, .. }, _) => {
+                let wanted = match *ty {
+                    "f64" => "a number",
+                    "bool" => "`true` or `false`",
+                    _ => "a whole number",
+                };
+                let key = error.location().and_then(|at| key_before(text, at.line(), at.column()));
+                let field = key.map(|key| format!("`{key}` is")).unwrap_or("a value is".into());
+                JobError::Invalid { place, message: format!("{field} not {wanted}") }
+            }
             (serde_saphyr::Error::DuplicateMappingKey { key: Some(key), .. }, _) => JobError::Invalid {
                 place,
                 message: format!("`{key}` is given twice"),
@@ -432,6 +442,15 @@ fn parse_yaml(text: &str, name: &str) -> Result<Parsed, JobError> {
         file,
         hash: content_hash(&content),
     })
+}
+
+/// The key that stands right before this place (both counted from 1) on the same line.
+fn key_before(text: &str, line: u64, column: u64) -> Option<&str> {
+    let line = text.lines().nth(usize::try_from(line).ok()?.checked_sub(1)?)?;
+    let at = line.char_indices().nth(usize::try_from(column).ok()?.checked_sub(1)?)?.0;
+    let key = line[..at].trim_end().strip_suffix(':')?;
+    let start = key.rfind(|c: char| !c.is_alphanumeric() && c != '_').map_or(0, |i| i + 1);
+    key.get(start..).filter(|key| !key.is_empty())
 }
 
 /// YAML 1.2 (`yes` and `no` are texts), with bounds: job files come from anywhere.

@@ -180,10 +180,6 @@ impl Tokenizer {
             },
         })
         .to_string();
-        let config = TokenizerConfig {
-            eos_token: specials.last().map(|s| s.to_string()),
-            ..Default::default()
-        };
         Tokenizer::build(json.as_bytes(), config).map_err(broken)
     }
 

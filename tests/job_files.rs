@@ -1,0 +1,361 @@
+//! Job files: the schema is current, good ones are read, and each bad one gets one clear line.
+
+use std::path::{Path, PathBuf};
+
+use gristmill::engine::params::Shape;
+use gristmill::job::file::{OutputFormat, Truncate};
+use gristmill::job::spec::{ChatTemplateChoice, Precision, PromptKind};
+use gristmill::job::{Job, JobFile};
+
+const GOOD: &str = r#"name: label-tickets
+model: hf://Qwen/Qwen3-8B
+input: {uri: "s3://tickets/2026-11/*.parquet"}
+prompt:
+  messages:
+    - {role: system, content: "Answer with the one category that fits."}
+    - {role: user, content: "{{ subject }}\n\n{{ body }}"}
+generate: {max_tokens: 8, temperature: 0, choice: [billing, shipping, yes, no]}
+output: {uri: "out/", carry: [ticket_id]}
+shards: {rows: 100}
+budget: {usd: 5.00, usd_per_hour: 2.60, deadline: 1h30m}
+report: {gold: category}
+"#;
+
+fn check(text: &str, name: &str) -> Result<Job, String> {
+    let parsed = JobFile::parse(text, name).map_err(|e| e.to_string())?;
+    Job::check(parsed, name, Path::new("jobs")).map_err(|e| e.to_string())
+}
+
+/// The message for the good job with one piece replaced; it is one line and names the file.
+fn message(from: &str, to: &str) -> String {
+    assert!(GOOD.contains(from), "`{from}` is not in the job");
+    let text = GOOD.replacen(from, to, 1);
+    let error = match check(&text, "jobs/x.yaml") {
+        Ok(_) => panic!("accepted: {to}"),
+        Err(error) => error,
+    };
+    assert!(error.starts_with("jobs/x.yaml:") && !error.contains('\n'), "{error}");
+    error
+}
+
+/// `GRISTMILL_WRITE_SCHEMAS=1 cargo test --test job_files` writes the schema anew.
+#[test]
+fn the_schema_is_current() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("schemas/job.schema.json");
+    let current = format!("{}\n", serde_json::to_string_pretty(&JobFile::schema()).unwrap());
+    if std::env::var_os("GRISTMILL_WRITE_SCHEMAS").is_some() {
+        std::fs::write(&path, &current).unwrap();
+    }
+    let written = std::fs::read_to_string(&path).unwrap();
+    assert!(
+        written == current,
+        "schemas/job.schema.json is out of date: run GRISTMILL_WRITE_SCHEMAS=1 cargo test --test job_files"
+    );
+    // Every field is described, for editors.
+    let schema = JobFile::schema();
+    let definitions = schema["$defs"].as_object().unwrap().values();
+    for (name, field) in definitions
+        .chain([&schema])
+        .filter_map(|d| d["properties"].as_object())
+        .flatten()
+    {
+        let described =
+            field.get("description").is_some() || field.get("$ref").is_some() || name == "text" || name == "type";
+        assert!(described, "`{name}` has no description");
+    }
+}
+
+#[test]
+fn a_good_job_is_read() {
+    let job = check(GOOD, "jobs/x.yaml").unwrap();
+    assert_eq!(
+        (job.name.as_str(), job.precision, job.shard_rows),
+        ("label-tickets", Precision::Auto, 100)
+    );
+    assert_eq!(job.input.uris, ["s3://tickets/2026-11/*.parquet"]);
+    assert_eq!(
+        (job.output.uri.as_str(), job.output.format),
+        ("out/", OutputFormat::Parquet)
+    );
+    assert_eq!(job.base_dir, PathBuf::from("jobs"));
+    assert_eq!(job.budget.deadline_seconds, Some(5400));
+    assert_eq!(job.gold.as_deref(), Some("category"));
+    assert_eq!(job.prompt.truncate, Truncate::None);
+    let PromptKind::Messages(messages) = &job.prompt.kind else {
+        panic!("{:?}", job.prompt.kind)
+    };
+    assert_eq!(messages[1].parts, ["{{ subject }}\n\n{{ body }}"]);
+    let params = job.generate.params(77);
+    assert_eq!(
+        (params.max_tokens, params.temperature, params.seed, params.samples),
+        (8, 0.0, 77, 1)
+    );
+    // In YAML 1.2, yes and no are texts.
+    let choices = ["billing", "shipping", "yes", "no"].map(String::from).to_vec();
+    assert_eq!(
+        params.shape,
+        Shape::Choice {
+            choices,
+            probabilities: false
+        }
+    );
+    assert_eq!(Job::from_resolved(&job.resolved()).unwrap(), job);
+}
+
+#[test]
+fn minimal_jobs_get_defaults() {
+    let text = "name: a\nmodel: m\ninput: {uri: [x, y], format: openai_batch}\noutput: {uri: o, format: openai}\n";
+    let job = check(text, "x.yaml").unwrap();
+    assert_eq!(job.prompt.kind, PromptKind::Openai);
+    assert_eq!(
+        (job.shard_rows, job.generate.max_tokens, job.input.uris.len()),
+        (4096, 256, 2)
+    );
+    let resolved = job.resolved();
+    assert_eq!(resolved["generate"]["temperature"], 1.0);
+    assert_eq!(Job::from_resolved(&resolved).unwrap(), job);
+    let text = "name: a\nmodel: m\ninput: {uri: x}\nprompt: {text: 'a', chat_template: 't.jinja'}\noutput: {uri: o}\n";
+    assert!(
+        check(text, "x.yaml")
+            .unwrap_err()
+            .contains("`prompt.chat_template` is for `messages`")
+    );
+}
+
+#[test]
+fn the_hash_knows_content_not_form() {
+    let hash = |text: &str, name: &str| JobFile::parse(text, name).unwrap().hash;
+    let yaml = "name: a\nmodel: m\ninput: {uri: x}\nprompt: {text: t}\noutput: {uri: o}\n";
+    let same = "# a comment\noutput:\n  uri: o\nprompt:\n  text: t\ninput:\n  uri: x\nmodel: 'm'\nname: a\n";
+    let json = r#"{"name": "a", "model": "m", "input": {"uri": "x"}, "prompt": {"text": "t"}, "output": {"uri": "o"}}"#;
+    assert_eq!(hash(yaml, "a.yaml"), hash(same, "a.yaml"));
+    assert_eq!(hash(yaml, "a.yaml"), hash(json, "a.json"));
+    assert_eq!(hash(yaml, "a.yaml"), hash(&format!("\u{FEFF}{json}"), "a.yaml"));
+    assert_ne!(hash(yaml, "a.yaml"), hash(&yaml.replace("uri: o", "uri: p"), "a.yaml"));
+    assert_eq!(hash(yaml, "a.yaml").len(), 64);
+}
+
+#[test]
+fn the_seed_is_given_or_derived() {
+    let job = check(GOOD, "x.yaml").unwrap();
+    assert_ne!(job.seed("one"), job.seed("two"));
+    assert_eq!(job.seed("one"), job.seed("one"));
+    let job = check(
+        &GOOD.replace("max_tokens: 8", "max_tokens: 8, seed: 18446744073709551615"),
+        "x.yaml",
+    )
+    .unwrap();
+    assert_eq!(job.seed("one"), u64::MAX);
+}
+
+#[test]
+fn unknown_fields_suggest_the_near_one() {
+    assert_eq!(
+        message("temperature: 0", "temperture: 0"),
+        "jobs/x.yaml:8: unknown field `temperture` in `generate`; did you mean `temperature`?"
+    );
+    assert_eq!(
+        message("shards:", "shard:"),
+        "jobs/x.yaml:10: unknown field `shard`; did you mean `shards`?"
+    );
+    assert_eq!(
+        message("{role: user, content", "{role: user, contents"),
+        "jobs/x.yaml:7: unknown field `contents` in `prompt.messages[1]`; did you mean `content`?"
+    );
+    let far = message("shards:", "zzzzzz:");
+    assert!(
+        far.contains("unknown field `zzzzzz`; known are `") && far.contains("`budget`"),
+        "{far}"
+    );
+    let json = "{\n \"name\": \"a\",\n \"modle\": \"m\"\n}";
+    let error = check(json, "x.json").unwrap_err();
+    assert!(
+        error.starts_with("x.json:3: unknown field `modle`; did you mean `model`?"),
+        "{error}"
+    );
+}
+
+#[test]
+fn bad_values_name_their_field() {
+    let generate = "max_tokens: 8, temperature: 0, choice: [billing, shipping, yes, no]";
+    for (text, expected) in [
+        (
+            "max_tokens: 0",
+            "`generate.max_tokens` is 0; it must be from 1 to 1048576",
+        ),
+        ("max_tokens: -1", "`generate.max_tokens` is -1"),
+        ("max_tokens: 99999999999", "`generate.max_tokens` is 99999999999"),
+        (
+            "temperature: .nan",
+            "`generate.temperature` is NaN; it must be from 0 to 100",
+        ),
+        ("temperature: -0.1", "`generate.temperature` is -0.1"),
+        ("temperature: .inf", "`generate.temperature` is inf"),
+        ("top_p: 1.5", "`generate.top_p` is 1.5"),
+        ("top_p: 0", "`generate.top_p` is 0"),
+        ("top_k: -1", "`generate.top_k` is -1"),
+        ("min_p: 2", "`generate.min_p` is 2"),
+        ("repetition_penalty: 0", "`generate.repetition_penalty` is 0"),
+        ("presence_penalty: .nan", "`generate.presence_penalty` is NaN"),
+        ("frequency_penalty: 1000", "`generate.frequency_penalty` is 1000"),
+        ("n: 0", "`generate.n` is 0; it must be from 1 to 1024"),
+        ("choice: []", "`generate.choice` has 0 texts"),
+        ("choice: [a, b, a]", "`generate.choice` holds `a` twice"),
+        ("choice: ['']", "`generate.choice` holds an empty text"),
+        (
+            "choice: [a], regex: a",
+            "`generate.regex` cannot stand beside `choice`: an answer has one shape",
+        ),
+        (
+            "json_schema: {}, regex: a",
+            "`generate.regex` cannot stand beside `json_schema`",
+        ),
+        ("json_schema: 3", "`generate.json_schema` is no JSON Schema"),
+        ("regex: ''", "`generate.regex` is empty"),
+        ("stop: ['']", "`generate.stop` holds an empty text"),
+        (
+            "choice_probabilities: true",
+            "`generate.choice_probabilities` needs `choice`",
+        ),
+        (
+            "choice: [a], choice_probabilities: true, n: 2",
+            "`generate.choice_probabilities` needs `n` to be 1",
+        ),
+    ] {
+        let error = message(generate, text);
+        assert!(error.contains(expected), "{error}");
+    }
+    for (from, to, expected) in [
+        ("name: label-tickets", "name: ''", "`name` is empty"),
+        (
+            "name: label-tickets",
+            "name: \"a\\nb\"",
+            "`name` holds control characters",
+        ),
+        ("hf://Qwen/Qwen3-8B", "' '", "`model` is empty"),
+        (
+            "\"s3://tickets/2026-11/*.parquet\"",
+            "[]",
+            "`input.uri` is an empty list",
+        ),
+        (
+            "model:",
+            "precision: fp8\nmodel:",
+            "`precision` is `fp8`, which this build does not support",
+        ),
+        (
+            "model:",
+            "precision: int8\nmodel:",
+            "`precision` is `int8`, which this build does not support",
+        ),
+        (
+            "model:",
+            "precision: bf61\nmodel:",
+            "`precision` is `bf61`; did you mean `bf16`?",
+        ),
+        ("rows: 100", "rows: 0", "`shards.rows` is 0"),
+        ("usd: 5.00", "usd: -1", "`budget.usd` is -1"),
+        ("usd: 5.00", "usd: .nan", "`budget.usd` is NaN"),
+        (", usd_per_hour: 2.60", "", "`budget.usd` needs `budget.usd_per_hour`"),
+        ("1h30m", "soon", "`budget.deadline` is `soon`: a time looks like `6h`"),
+        ("1h30m", "0h", "`budget.deadline` is `0h`: it is no time at all"),
+        ("1h30m", "99999999999999999999h", "`budget.deadline` is"),
+        ("1h30m", "9000d", "longer than ten years"),
+        ("1h30m", "6", "`budget.deadline` is `6`"),
+        ("[ticket_id]", "[a, a]", "`output.carry` holds `a` twice"),
+        (
+            "[ticket_id]",
+            "[status]",
+            "`output.carry` holds `status`, which is the name of a result column",
+        ),
+        ("\"out/\"", "''", "`output.uri` is empty"),
+        (
+            "prompt:\n",
+            "prompt:\n  text: a\n",
+            "`prompt` says more than one of `messages`, `text` and `token_ids`",
+        ),
+        (
+            "prompt:\n",
+            "prompt:\n  chat_template: no.jinja\n",
+            "`prompt.chat_template` names `no.jinja`: ",
+        ),
+        (
+            "prompt:\n",
+            "prompt:\n  chat_template_kwargs: {messages: []}\n",
+            "cannot set `messages`",
+        ),
+        (
+            "content: \"Answer with the one category that fits.\"",
+            "content: []",
+            "`prompt.messages[0].content` is an empty list",
+        ),
+    ] {
+        let error = message(from, to);
+        assert!(error.contains(expected), "{error}");
+    }
+    let messages = &GOOD[GOOD.find("  messages").unwrap()..GOOD.find("generate").unwrap()];
+    assert!(message(messages, "  messages: []\n").contains("`prompt.messages` is an empty list"));
+    assert!(message(messages, "  text: ''\n").contains("`prompt.text` is empty"));
+}
+
+#[test]
+fn bad_form_names_the_line() {
+    for (from, to, line, expected) in [
+        ("role: user", "role: usr", 7, "unknown variant `usr`"),
+        ("max_tokens: 8", "max_tokens: many", 8, "`max_tokens` is not a whole number"),
+        (
+            "{max_tokens: 8,",
+            "{max_tokens: 8, max_tokens: 9,",
+            8,
+            "`max_tokens` is given twice",
+        ),
+        ("temperature: 0", "temperature: [0]", 8, "expected"),
+        ("name: label-tickets\n", "", 11, "missing field `name`"),
+        ("content: \"{{ subject", "content: {{ subject", 7, ""),
+        ("model: hf", "\tmodel: hf", 2, ""),
+    ] {
+        let error = message(from, to);
+        assert!(
+            error.starts_with(&format!("jobs/x.yaml:{line}: ")) && error.contains(expected),
+            "{error}"
+        );
+    }
+    for text in ["", "- a\n", "just text", "3", "{", "a: &a [*a]", "\u{0}"] {
+        let error = check(text, "x.yaml").unwrap_err();
+        assert!(error.starts_with("x.yaml") && !error.contains('\n'), "{error}");
+    }
+    let error = check("{\"name\": ", "x.json").unwrap_err();
+    assert!(error.starts_with("x.json:1: ") && !error.contains('\n'), "{error}");
+}
+
+#[test]
+fn hostile_files_are_refused() {
+    let deep = format!("name: {}{}", "[".repeat(5_000), "]".repeat(5_000));
+    assert!(check(&deep, "x.yaml").is_err());
+    assert!(check(&format!("{{\"name\": {}", "[".repeat(5_000)), "x.json").is_err());
+    let laughs = (1..12).fold(String::from("a0: &a0 [x, x, x, x, x, x, x, x]\n"), |text, i| {
+        let before = i - 1;
+        text + &format!("a{i}: &a{i} [{}]\n", vec![format!("*a{before}"); 9].join(", "))
+    });
+    assert!(check(&laughs, "x.yaml").is_err());
+}
+
+#[test]
+fn files_are_read_from_disk() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("job.yaml");
+    let error = Job::load(&path).unwrap_err().to_string();
+    assert!(error.contains("cannot read `") && error.contains("job.yaml"), "{error}");
+    std::fs::write(dir.path().join("my.jinja"), "{{ messages }}").unwrap();
+    std::fs::write(&path, GOOD.replace("prompt:\n", "prompt:\n  chat_template: my.jinja\n")).unwrap();
+    let job = Job::load(&path).unwrap();
+    assert_eq!(job.base_dir, dir.path());
+    assert_eq!(
+        job.prompt.chat_template,
+        Some(ChatTemplateChoice::Source("{{ messages }}".into()))
+    );
+    std::fs::write(&path, [0xFF, 0xFE]).unwrap();
+    assert!(Job::load(&path).unwrap_err().to_string().contains("not UTF-8"));
+    std::fs::write(&path, " ".repeat(5 << 20)).unwrap();
+    assert!(Job::load(&path).unwrap_err().to_string().contains("more than"));
+}
