@@ -3,10 +3,12 @@
 mod support;
 
 mod bad_input;
+mod chat_templates;
 mod dataset_lines;
 mod dataset_parquet;
 mod end_to_end;
 mod engine_batching;
+mod job_files;
 mod kills;
 mod ledger;
 mod model_reference;
