@@ -464,24 +464,7 @@ impl Reader<'_> {
                 factor: factor()?,
                 pretrained_tokens: max_position_embeddings,
             },
-            "llama3" => {
-                let need = |field: &str| {
-                    let x = inner.number_in(field, 1e-6, 1e6)?;
-                    x.ok_or_else(|| self.broken(format!("`{name}` has no `{field}`")))
-                };
-                let (low, high) = (need("low_freq_factor")?, need("high_freq_factor")?);
-                if low >= high {
-                    return Err(self.broken(format!(
-                        "`low_freq_factor` {low} is not below `high_freq_factor` {high}"
-                    )));
-                }
-                Scaling::Llama3 {
-                    factor: factor()?,
-                    low_freq_factor: low,
-                    high_freq_factor: high,
-                    pretrained_tokens: pretrained()?,
-                }
-            }
+            "llama3" => inner.llama3(factor()?, pretrained()?)?,
             "yarn" => Scaling::Yarn(inner.yarn(theta, max_position_embeddings, pretrained()?)?),
             other => {
                 return Err(self.unsupported(format!(
@@ -491,6 +474,25 @@ impl Reader<'_> {
             }
         };
         Ok(Rope { theta, scaling })
+    }
+
+    fn llama3(&self, factor: f64, pretrained_tokens: u32) -> Result<Scaling, ModelError> {
+        let need = |name: &str| {
+            self.number_in(name, 1e-6, 1e6)?
+                .ok_or_else(|| self.broken(format!("llama3 RoPE scaling has no `{name}`")))
+        };
+        let (low, high) = (need("low_freq_factor")?, need("high_freq_factor")?);
+        if low >= high {
+            return Err(self.broken(format!(
+                "`low_freq_factor` {low} is not below `high_freq_factor` {high}"
+            )));
+        }
+        Ok(Scaling::Llama3 {
+            factor,
+            low_freq_factor: low,
+            high_freq_factor: high,
+            pretrained_tokens,
+        })
     }
 
     fn yarn(&self, theta: f64, max_position_embeddings: u32, pretrained_tokens: u32) -> Result<Yarn, ModelError> {
@@ -711,6 +713,10 @@ mod tests {
         refused(json!({"rope_theta": 0}), "`rope_theta` is 0");
         refused(json!({"rope_scaling": {"type": "linear"}}), "no `factor`");
         refused(json!({"rope_scaling": "linear"}), "not an object");
+        refused(
+            json!({"rope_scaling": {"type": "llama3", "factor": 8.0}}),
+            "no `low_freq_factor`",
+        );
         refused(json!({"eos_token_id": "</s>"}), "`eos_token_id`");
         refused(json!({"architectures": null, "model_type": null}), "names a model");
         let error = Config::parse(Path::new("config.json"), "[1").unwrap_err().to_string();

@@ -17,7 +17,9 @@ pub use transformer::{KvBudget, LoadOptions, Transformer};
 fn read_limited(path: &Path, max: u64) -> Result<Vec<u8>, ModelError> {
     let file = std::fs::File::open(path).map_err(|e| ModelError::read(path, e))?;
     let mut bytes = Vec::new();
-    file.take(max + 1).read_to_end(&mut bytes).map_err(|e| ModelError::read(path, e))?;
+    file.take(max + 1)
+        .read_to_end(&mut bytes)
+        .map_err(|e| ModelError::read(path, e))?;
     if bytes.len() as u64 > max {
         return Err(ModelError::broken(path, format!("larger than {max} bytes")));
     }

@@ -4,11 +4,12 @@ use std::borrow::Cow;
 use std::path::Path;
 use std::sync::Arc;
 
+use gristmill::device::batch::{StepBatch, StepSequence};
 use gristmill::device::{Dtype, Precision, cpu};
 use gristmill::engine::{Forward, ForwardError};
 use gristmill::model::config::Config;
 use gristmill::model::weights::{StoredTensor, WeightSource, Weights};
-use gristmill::model::{LoadOptions, ModelError, Transformer};
+use gristmill::model::{KvBudget, LoadOptions, ModelError, Transformer};
 
 use super::harness::{MODELS, Reference, Runner, Sequence, folder, load, options};
 
@@ -228,5 +229,67 @@ fn a_row_that_overflows_harms_no_other() {
     for sizes in [&[sound.len()][..], &[1], &[9, 30]] {
         let again = in_chunks(&mut runner, &sound, sizes);
         assert_same_bits(&again, &alone, "in blocks that held values that are not finite");
+    }
+}
+
+/// A model of the size that trains in an hour on two cores.
+fn small_model(precision: Precision) -> Transformer {
+    let text = r#"{"model_type": "llama", "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 768,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024}"#;
+    let config = Config::parse(Path::new("config.json"), text).unwrap();
+    let options = LoadOptions {
+        precision,
+        kv: KvBudget::Bytes(256 << 20),
+        threads: cpu::thread_pool(2).unwrap(),
+        max_context: None,
+        vocabulary: None,
+    };
+    Transformer::random(config, 1, Dtype::Bf16, &options).unwrap()
+}
+
+#[test]
+fn random_weights_run_and_repeat() {
+    let tokens: Vec<u32> = (0..50).map(|i| i * 81 % 4096).collect();
+    let rows = in_chunks(&mut Runner::new(&mut small_model(Precision::F32)), &tokens, &[50]);
+    let again = in_chunks(&mut Runner::new(&mut small_model(Precision::F32)), &tokens, &[20]);
+    assert_same_bits(&again, &rows, "the same seed");
+    let all: Vec<f32> = rows.concat();
+    let deviation = (all.iter().map(|x| (x * x) as f64).sum::<f64>() / all.len() as f64).sqrt();
+    assert!((0.5..2.0).contains(&deviation), "logits spread {deviation}");
+}
+
+/// Prints speeds; run by hand with `--ignored --nocapture`.
+#[test]
+#[ignore = "a measurement, not a check"]
+fn speed_of_steps() {
+    for precision in [Precision::F32, Precision::Bf16] {
+        let mut model = small_model(precision);
+        for (what, sequences, tokens) in [("prefill", 4usize, 256usize), ("decode", 64, 1), ("decode", 1, 1)] {
+            let mut best = f64::INFINITY;
+            for _ in 0..10 {
+                let mut batch = StepBatch::default();
+                for i in 0..sequences {
+                    let (kv_len, blocks) = (if tokens == 1 { 128 } else { tokens }, tokens.max(128).div_ceil(16));
+                    batch.sequences.push(StepSequence {
+                        first_token: batch.tokens.len() as u32,
+                        q_len: tokens as u32,
+                        kv_len: kv_len as u32,
+                        first_block: batch.block_tables.len() as u32,
+                    });
+                    batch.tokens.extend((0..tokens as u32).map(|t| t * 7 % 4096));
+                    batch.positions.extend((kv_len - tokens) as u32..kv_len as u32);
+                    batch.block_tables.extend((0..blocks).map(|b| (i * blocks + b) as u32));
+                    batch.logits_at.push(batch.tokens.len() as u32 - 1);
+                }
+                let start = std::time::Instant::now();
+                model.forward(&batch).unwrap();
+                best = best.min(start.elapsed().as_secs_f64());
+            }
+            let rate = (sequences * tokens) as f64 / best;
+            println!(
+                "{precision:?} {what}, {sequences} sequences: {:.2} ms a step, {rate:.0} tokens/s",
+                best * 1e3
+            );
+        }
     }
 }
