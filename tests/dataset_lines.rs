@@ -323,6 +323,31 @@ async fn an_input_that_changed_stops_the_job() {
 }
 
 #[tokio::test]
+async fn rows_behind_the_limit_decide_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(
+        dir.path().join("a.jsonl"),
+        "{\"a\":1}\n\n{\"a\":2}\n{\"a\":\"x\",\"b\":1}\n",
+    )
+    .unwrap();
+    let plan = plan_inputs(
+        &PlanRequest {
+            limit: Some(2),
+            ..request(&["a.jsonl"], &["a"])
+        },
+        dir.path(),
+    )
+    .await
+    .unwrap();
+    assert_eq!(
+        (plan.total_rows, plan.carry_schema.field(0).data_type()),
+        (2, &DataType::Int64)
+    );
+    assert_eq!(plan.columns.len(), 1);
+    assert_eq!(read_all(&plan, None).await.unwrap().0.len(), 2);
+}
+
+#[tokio::test]
 async fn empty_inputs_are_no_rows() {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("a.jsonl"), "").unwrap();

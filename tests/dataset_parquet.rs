@@ -433,21 +433,57 @@ proptest! {
         let ids: Vec<i64> = carry.column(0).as_primitive::<Int64Type>().values().to_vec();
         prop_assert_eq!(ids, (0..expected).collect::<Vec<_>>());
     }
+}
 
+/// A small file with the encodings in use: text, dictionary, lists, compression.
+fn small_file(path: &Path, compressed: bool) {
+    let words: ArrayRef = Arc::new(StringArray::from_iter_values(
+        (0..50).map(|n| ["red", "green", "blue"][n % 3]),
+    ));
+    let mut lists = ListBuilder::new(Float64Builder::new());
+    for n in 0..50 {
+        lists.values().append_value(f64::from(n) / 3.0);
+        lists.append(n % 5 > 0);
+    }
+    let numbers = numbered(0..50);
+    let columns = [
+        ("id", numbers.column(0).clone()),
+        ("word", words),
+        ("lists", Arc::new(lists.finish()) as ArrayRef),
+    ];
+    let compression = if compressed {
+        Compression::SNAPPY
+    } else {
+        Compression::UNCOMPRESSED
+    };
+    let properties = WriterProperties::builder()
+        .set_max_row_group_row_count(Some(20))
+        .set_compression(compression)
+        .build();
+    write_with(path, &RecordBatch::try_from_iter(columns).unwrap(), properties);
+}
+
+proptest! {
     #[test]
-    fn broken_bytes_never_panic(flips in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6)) {
+    fn broken_bytes_never_panic(
+        compressed: bool,
+        footer: bool,
+        flips in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6),
+    ) {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("a.parquet");
-        write(&path, &numbered(0..50), 20);
+        small_file(&path, compressed);
         let mut bytes = fs::read(&path).unwrap();
+        let length = u32::from_le_bytes(bytes[bytes.len() - 8..bytes.len() - 4].try_into().unwrap()) as usize;
+        let from = if footer { bytes.len() - 8 - length } else { 0 };
         for (at, value) in flips {
-            let at = at.index(bytes.len());
+            let at = from + at.index(bytes.len() - from);
             bytes[at] = value;
         }
         fs::write(&path, bytes).unwrap();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
-            if let Ok(plan) = plan_inputs(&request(&["a.parquet"], &[]), dir.path()).await {
+            if let Ok(plan) = plan_inputs(&PlanRequest { shard_rows: 7, ..request(&["a.parquet"], &[]) }, dir.path()).await {
                 let _ = read_all(&plan, None).await;
             }
         });

@@ -7,7 +7,7 @@
 use std::collections::HashSet;
 use std::path::Path as FsPath;
 
-use futures::TryStreamExt;
+use futures::{StreamExt, TryStreamExt, stream};
 use globset::{GlobBuilder, GlobMatcher};
 use object_store::path::Path;
 use object_store::{ObjectMeta, ObjectStoreExt};
@@ -86,7 +86,9 @@ async fn glob(uri: &str, base: &Location, pattern: &str) -> Result<Vec<PinnedFil
         uri: uri.into(),
         why: format!("the pattern is not valid: {e}"),
     })?;
-    let files = list(base, &|key| !is_hidden(key) && matcher.is_match(key)).await?;
+    // A pattern for names of one folder must not walk all that lies below it.
+    let deep = pattern.contains('/') || pattern.contains("**");
+    let files = list(base, deep, &|key| !is_hidden(key) && matcher.is_match(key)).await?;
     if files.is_empty() {
         let why = format!("no file below `{}` fits `{pattern}`", display_name(base.url.as_str()));
         return Err(DatasetError::NoMatch { uri: uri.into(), why });
@@ -102,7 +104,7 @@ fn matcher(pattern: &str) -> Result<GlobMatcher, globset::Error> {
 }
 
 async fn folder(uri: &str, base: &Location) -> Result<Vec<PinnedFile>, DatasetError> {
-    let all = list(base, &|key| !is_hidden(key)).await?;
+    let all = list(base, true, &|key| !is_hidden(key)).await?;
     let has = |file: &PinnedFile, extensions: &[&str]| {
         let name = file.location.path.filename().unwrap_or_default().to_ascii_lowercase();
         name.rsplit_once('.').is_some_and(|(_, ext)| extensions.contains(&ext))
@@ -124,14 +126,23 @@ async fn folder(uri: &str, base: &Location) -> Result<Vec<PinnedFile>, DatasetEr
     Ok(files)
 }
 
-/// The objects below `base` whose key relative to it is wanted, sorted by key.
-async fn list(base: &Location, wanted: &(dyn Fn(&str) -> bool + Sync)) -> Result<Vec<PinnedFile>, DatasetError> {
+/// The objects below `base` whose key relative to it is wanted, sorted by key; without `deep` only those right in it.
+async fn list(
+    base: &Location,
+    deep: bool,
+    wanted: &(dyn Fn(&str) -> bool + Sync),
+) -> Result<Vec<PinnedFile>, DatasetError> {
     let store_error = |source| DatasetError::store(&display_name(base.url.as_str()), source);
     if base.local_path().is_some_and(|path| !path.exists()) {
         return Ok(Vec::new());
     }
     let prefix = (!base.path.as_ref().is_empty()).then_some(&base.path);
-    let mut listing = base.store.list(prefix);
+    let mut listing = if deep {
+        base.store.list(prefix)
+    } else {
+        let found = base.store.list_with_delimiter(prefix).await.map_err(store_error)?;
+        stream::iter(found.objects.into_iter().map(Ok)).boxed()
+    };
     let mut files = Vec::new();
     while let Some(meta) = listing.try_next().await.map_err(store_error)? {
         let Some(relative) = relative_key(&base.path, &meta.location) else {
@@ -194,6 +205,7 @@ fn pin(base: &Location, meta: ObjectMeta) -> PinnedFile {
 mod tests {
     use super::*;
     use std::fs;
+    use std::sync::Arc;
 
     async fn names(dir: &FsPath, uris: &[&str]) -> Result<Vec<String>, String> {
         let uris: Vec<String> = uris.iter().map(|u| u.to_string()).collect();
@@ -276,6 +288,42 @@ mod tests {
                 .unwrap_err()
                 .contains("decompress it first")
         );
+    }
+
+    #[tokio::test]
+    async fn keys_of_a_remote_store_become_urls() {
+        let store = Arc::new(object_store::memory::InMemory::new());
+        for key in [
+            "2026-11/a b.parquet",
+            "2026-11/x/c#é.parquet",
+            "2026-110/d.parquet",
+            "2026-11/_e.parquet",
+        ] {
+            store.put(&Path::parse(key).unwrap(), "x".into()).await.unwrap();
+        }
+        let url = Url::parse("s3://bucket/2026-11/").unwrap();
+        let base = Location {
+            store,
+            path: Path::from("2026-11"),
+            url,
+        };
+        let urls = |files: Vec<PinnedFile>| files.iter().map(|f| f.location.url.to_string()).collect::<Vec<_>>();
+        let all = folder("s3://bucket/2026-11/", &base).await.unwrap();
+        for file in &all {
+            assert_eq!(
+                Path::from_url_path(file.location.url.path()).unwrap(),
+                file.location.path
+            );
+        }
+        assert_eq!(
+            urls(all),
+            [
+                "s3://bucket/2026-11/a%20b.parquet",
+                "s3://bucket/2026-11/x/c%23%C3%A9.parquet"
+            ]
+        );
+        let flat = glob("", &base, "*.parquet").await.unwrap();
+        assert_eq!(urls(flat), ["s3://bucket/2026-11/a%20b.parquet"]);
     }
 
     #[test]

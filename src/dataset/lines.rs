@@ -19,6 +19,24 @@ pub enum Piece {
     TooLong { start: u64, end: u64 },
 }
 
+impl Piece {
+    /// The piece up to place `end`, where one of its lines ends.
+    pub fn until(self, end: u64) -> Piece {
+        match self {
+            Piece::Lines { start, bytes } => {
+                let length = usize::try_from(end.saturating_sub(start))
+                    .unwrap_or(usize::MAX)
+                    .min(bytes.len());
+                Piece::Lines {
+                    start,
+                    bytes: bytes.slice(..length),
+                }
+            }
+            long => long,
+        }
+    }
+}
+
 /// Cuts pushed bytes into [`Piece`]s. Holds at most one block, one line of the greatest length and one push.
 #[derive(Debug)]
 pub struct LineCutter {

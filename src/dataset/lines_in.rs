@@ -64,12 +64,12 @@ impl IdCheck {
     }
 }
 
-/// Scans a file's lines in order, a block at a time, several blocks at once.
+/// Scans a file's lines in order, a block at a time, several blocks at once; each comes with what it was made from.
 pub fn scan(
     file: &PinnedFile,
     format: Format,
     hasher: IdHasher,
-) -> impl Stream<Item = Result<BlockScan, DatasetError>> + use<> {
+) -> impl Stream<Item = Result<(Piece, BlockScan), DatasetError>> + use<> {
     let at_once = std::thread::available_parallelism().map_or(2, usize::from) + 1;
     let name = file.name.clone();
     pieces(file.clone(), 0..file.size)
@@ -77,7 +77,7 @@ pub fn scan(
             let (hasher, name) = (hasher.clone(), name.clone());
             async move {
                 let piece = piece?;
-                tokio::task::spawn_blocking(move || scan_piece(piece, format, &hasher))
+                tokio::task::spawn_blocking(move || (piece.clone(), scan_piece(piece, format, &hasher)))
                     .await
                     .map_err(|e| DatasetError::unreadable(&name, e))
             }

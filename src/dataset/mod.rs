@@ -13,6 +13,7 @@ pub mod lines;
 pub mod lines_in;
 pub mod location;
 pub mod output;
+pub mod parquet_footer;
 pub mod parquet_in;
 pub mod parquet_pages;
 pub mod part;

@@ -18,31 +18,14 @@ use parquet::arrow::ProjectionMask;
 use parquet::arrow::arrow_reader::{ArrowReaderMetadata, ArrowReaderOptions, RowSelection, RowSelector};
 use parquet::arrow::async_reader::{AsyncFileReader, ParquetRecordBatchStreamBuilder};
 use parquet::errors::ParquetError;
+use parquet::file::metadata::ParquetMetaData;
 use parquet::file::metadata::page_index::PageIndexBuilder;
-use parquet::file::metadata::{
-    ColumnChunkMetaData, ParquetMetaData, ParquetMetaDataOptions, ParquetMetaDataReader, ParquetStatisticsPolicy,
-};
 use parquet::file::page_index::offset_index::OffsetIndexMetaData;
 
 use super::error::DatasetError;
+use super::parquet_footer::{arrow_footer, check_chunk, decode_footer, read_footer};
 use super::parquet_pages::{Chunk, check_pages, index_pages};
 use super::pinned::PinnedFile;
-use super::thrift::{Compact, I32, LIST, ThriftError};
-
-/// Largest footer, in bytes.
-const FOOTER_BYTES_MAX: u64 = 64 << 20;
-
-/// Read at a file's end at once, in the hope that it holds the footer.
-const TAIL_BYTES: u64 = 64 << 10;
-
-/// Most rows of one file.
-const ROWS_MAX: i64 = 1 << 40;
-
-/// Most uncompressed bytes of one column chunk.
-const CHUNK_BYTES_MAX: i64 = 8 << 30;
-
-/// Deepest nesting of a schema.
-const SCHEMA_DEPTH_MAX: usize = 64;
 
 /// Rows decoded at once.
 const BATCH_ROWS: usize = 1024;
@@ -52,9 +35,6 @@ const READ_BYTES_MAX: usize = 1 << 30;
 
 /// Column chunks smaller than this are fetched whole.
 const INDEX_BYTES_MIN: u64 = 2 << 20;
-
-/// The bytes at either end of a file that are no data: `PAR1`, and the footer's length with `PAR1`.
-const FRAME_BYTES: u64 = 12;
 
 /// An open Parquet file.
 #[derive(Debug)]
@@ -342,177 +322,6 @@ impl ParquetFile {
     }
 }
 
-async fn read_footer(pinned: &PinnedFile) -> Result<Bytes, DatasetError> {
-    let size = pinned.size;
-    let unreadable = |why: String| DatasetError::unreadable(&pinned.name, why);
-    if size < FRAME_BYTES {
-        return Err(unreadable(format!("it has {size} bytes, too few for a Parquet file")));
-    }
-    let tail = pinned.bytes(size.saturating_sub(TAIL_BYTES)..size).await?;
-    let frame = &tail[tail.len() - 8..];
-    match &frame[4..] {
-        b"PAR1" => {}
-        b"PARE" => return Err(unreadable("it is encrypted Parquet, which is not supported".into())),
-        _ => {
-            return Err(unreadable(
-                "it is truncated, or no Parquet file: it does not end with `PAR1`".into(),
-            ));
-        }
-    }
-    let length = u64::from(u32::from_le_bytes([frame[0], frame[1], frame[2], frame[3]]));
-    if length > size - FRAME_BYTES {
-        return Err(unreadable(format!(
-            "its footer claims {length} bytes, the whole file has {size}"
-        )));
-    }
-    if length > FOOTER_BYTES_MAX {
-        return Err(unreadable(format!(
-            "its footer claims {length} bytes, more than {FOOTER_BYTES_MAX}"
-        )));
-    }
-    let from = size - 8 - length;
-    if length + 8 <= tail.len() as u64 {
-        let start = tail.len() - 8 - length as usize;
-        return Ok(tail.slice(start..tail.len() - 8));
-    }
-    pinned.bytes(from..size - 8).await
-}
-
-/// Pure: the footer's bytes → metadata whose claims hold for a file of `size` bytes.
-pub fn decode_footer(footer: &[u8], size: u64) -> Result<ArrowReaderMetadata, String> {
-    check_schema(footer)?;
-    let options = ParquetMetaDataOptions::new()
-        .with_encoding_stats_as_mask(true)
-        .with_column_stats_policy(ParquetStatisticsPolicy::SkipAll);
-    let metadata = ParquetMetaDataReader::decode_metadata_with_options(footer, Some(&options))
-        .map_err(|e| format!("its footer is broken: {e}"))?;
-    check_rows(&metadata)?;
-    let columns = metadata.file_metadata().schema_descr().num_columns();
-    if let Some(n) = metadata
-        .row_groups()
-        .iter()
-        .position(|group| group.num_columns() != columns)
-    {
-        return Err(format!(
-            "its row group {n} does not have the {columns} columns of its schema"
-        ));
-    }
-    if size < FRAME_BYTES {
-        return Err(format!("it has {size} bytes, too few for a Parquet file"));
-    }
-    arrow_footer(Arc::new(metadata))
-}
-
-/// The schema's nesting, before a decoder recurses into it.
-///
-/// It is field 2 of the footer, a list of elements in preorder; field 5 of each is its number of children.
-fn check_schema(footer: &[u8]) -> Result<(), String> {
-    let depth = schema_depth(footer).map_err(|e| match e {
-        ThriftError::Short => "its footer is broken: it ends within its schema".to_string(),
-        ThriftError::Bad(why) => format!("its footer is broken: it has {why}"),
-    })?;
-    if depth > SCHEMA_DEPTH_MAX {
-        return Err(format!(
-            "its schema is nested {depth} deep, more than {SCHEMA_DEPTH_MAX}"
-        ));
-    }
-    Ok(())
-}
-
-fn schema_depth(footer: &[u8]) -> Result<usize, ThriftError> {
-    let mut reader = Compact::new(footer);
-    let (mut id, mut deepest) = (0, 0);
-    while let Some(kind) = reader.field(&mut id)? {
-        if (id, kind) != (2, LIST) {
-            reader.skip(kind)?;
-            continue;
-        }
-        let (_, count) = reader.list()?;
-        // Children still to come of each open element.
-        let mut open: Vec<i32> = Vec::new();
-        for _ in 0..count {
-            let (mut inner, mut children) = (0, 0);
-            while let Some(kind) = reader.field(&mut inner)? {
-                match (inner, kind) {
-                    (5, I32) => children = reader.int()?,
-                    _ => reader.skip(kind)?,
-                }
-            }
-            while open.last() == Some(&0) {
-                open.pop();
-            }
-            if let Some(left) = open.last_mut() {
-                *left -= 1;
-            }
-            if children > 0 {
-                open.push(children);
-            }
-            deepest = deepest.max(open.len());
-            if deepest > SCHEMA_DEPTH_MAX {
-                return Ok(deepest);
-            }
-        }
-        break;
-    }
-    Ok(deepest)
-}
-
-fn arrow_footer(metadata: Arc<ParquetMetaData>) -> Result<ArrowReaderMetadata, String> {
-    // An embedded Arrow schema that does not fit its columns is dropped, not trusted.
-    ArrowReaderMetadata::try_new(metadata.clone(), ArrowReaderOptions::new())
-        .or_else(|_| ArrowReaderMetadata::try_new(metadata, ArrowReaderOptions::new().with_skip_arrow_metadata(true)))
-        .map_err(|e| format!("its schema cannot be read: {e}"))
-}
-
-fn check_rows(metadata: &ParquetMetaData) -> Result<(), String> {
-    let mut total = 0i64;
-    for (n, group) in metadata.row_groups().iter().enumerate() {
-        if !(0..=ROWS_MAX).contains(&group.num_rows()) {
-            return Err(format!("its row group {n} claims {} rows", group.num_rows()));
-        }
-        total = total.saturating_add(group.num_rows());
-    }
-    let claimed = metadata.file_metadata().num_rows();
-    if total > ROWS_MAX || claimed > ROWS_MAX {
-        return Err(format!("it claims {} rows, more than {ROWS_MAX}", claimed.max(total)));
-    }
-    if claimed != total {
-        return Err(format!("it claims {claimed} rows, its row groups hold {total}"));
-    }
-    Ok(())
-}
-
-/// One column chunk's claims against its file; the text goes on "column `x` …".
-fn check_chunk(chunk: &ColumnChunkMetaData, rows: i64, size: u64) -> Result<(), String> {
-    let start = chunk
-        .dictionary_page_offset()
-        .map_or(chunk.data_page_offset(), |d| d.min(chunk.data_page_offset()));
-    let length = chunk.compressed_size();
-    let end = u64::try_from(start)
-        .ok()
-        .zip(u64::try_from(length).ok())
-        .and_then(|(s, l)| s.checked_add(l));
-    match end {
-        Some(end) if end <= size => {}
-        _ => return Err(format!("claims {length} bytes at {start}, the file has {size}")),
-    }
-    let uncompressed = chunk.uncompressed_size();
-    if !(0..=CHUNK_BYTES_MAX).contains(&uncompressed) {
-        return Err(format!(
-            "claims {uncompressed} bytes uncompressed, more than {CHUNK_BYTES_MAX}"
-        ));
-    }
-    let values = chunk.num_values();
-    let flat = chunk.column_descr().max_rep_level() == 0;
-    if values < 0 || (flat && values != rows) {
-        return Err(format!("claims {values} values for {rows} rows"));
-    }
-    if chunk.file_path().is_some_and(|path| !path.is_empty()) {
-        return Err("lies in another file, which is not supported".into());
-    }
-    Ok(())
-}
-
 fn unpacked_field(field: &FieldRef) -> FieldRef {
     Arc::new(Field::clone(field).with_data_type(unpacked(field.data_type())))
 }
@@ -600,31 +409,6 @@ impl AsyncFileReader for ChunkReader {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use parquet::file::metadata::{FileMetaData, ParquetMetaData};
-    use parquet::schema::parser::parse_message_type;
-    use parquet::schema::types::SchemaDescriptor;
-
-    #[test]
-    fn rows_of_file_and_groups_must_agree() {
-        let schema = parse_message_type("message m { required int32 a; }").unwrap();
-        let schema = Arc::new(SchemaDescriptor::new(Arc::new(schema)));
-        let file =
-            |rows| ParquetMetaData::new(FileMetaData::new(1, rows, None, None, schema.clone(), None), Vec::new());
-        assert_eq!(check_rows(&file(0)), Ok(()));
-        assert_eq!(
-            check_rows(&file(7)).unwrap_err(),
-            "it claims 7 rows, its row groups hold 0"
-        );
-        assert_eq!(
-            check_rows(&file(-1)).unwrap_err(),
-            "it claims -1 rows, its row groups hold 0"
-        );
-        assert!(
-            check_rows(&file(i64::MAX))
-                .unwrap_err()
-                .contains("it claims 9223372036854775807 rows, more than")
-        );
-    }
 
     #[test]
     fn dictionaries_are_unpacked_at_any_depth() {

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use super::discover::discover;
 use super::error::DatasetError;
 use super::kinds::{KEYS_MAX, Kinds};
-use super::lines_in::{BlockScan, IdCheck, IdHasher, TEXT_COLUMN, merge_kinds, scan};
+use super::lines_in::{BlockScan, IdCheck, IdHasher, TEXT_COLUMN, merge_kinds, scan, scan_piece};
 use super::parquet_in::ParquetFile;
 use super::pinned::PinnedFile;
 use super::plan::{Column, Format, InputFile, RowCost, Shard, ShardBounds, ShardBuilder};
@@ -298,11 +298,17 @@ async fn plan_lines(request: &PlanRequest, found: Vec<PinnedFile>, format: Forma
         let (mut rows, mut lines) = (0, 0);
         let mut blocks = Box::pin(scan(&file, format, hasher.clone()));
         while state.builder.rows() < limit
-            && let Some(block) = blocks.try_next().await?
+            && let Some((piece, mut block)) = blocks.try_next().await?
         {
-            let wanted = limit - state.builder.rows();
+            let wanted = usize::try_from(limit - state.builder.rows()).unwrap_or(usize::MAX);
+            if let Some(last) = wanted.checked_sub(1).and_then(|n| block.rows.get(n))
+                && block.rows.len() > wanted
+            {
+                // What lies behind the limit must not decide the columns' types.
+                block = scan_piece(piece.until(last.end), format, &hasher);
+            }
             let block_lines = block.lines;
-            rows = state.add_block(block, input, rows, lines, wanted)?;
+            rows = state.add_block(block, input, rows, lines)?;
             lines += block_lines;
         }
         files.push(input_file(&file, format, rows));
@@ -323,15 +329,8 @@ struct LinesPlan<'a> {
 }
 
 impl LinesPlan<'_> {
-    /// Adds a block's rows, at most `wanted`, after `rows` rows and `lines` lines of this file; answers the rows now.
-    fn add_block(
-        &mut self,
-        block: BlockScan,
-        input: u32,
-        mut rows: u64,
-        lines: u64,
-        wanted: u64,
-    ) -> Result<u64, DatasetError> {
+    /// Adds a block's rows after `rows` rows and `lines` lines of this file; answers the rows now.
+    fn add_block(&mut self, block: BlockScan, input: u32, mut rows: u64, lines: u64) -> Result<u64, DatasetError> {
         for (hash, line) in block.custom_ids {
             if let Some((before, at)) = self.ids.add(hash, input, lines + line) {
                 let (here, there) = (&self.names[input as usize], &self.names[before as usize]);
@@ -349,11 +348,7 @@ impl LinesPlan<'_> {
             }
         }
         merge_kinds(&mut self.kinds, block.kinds);
-        for place in block
-            .rows
-            .into_iter()
-            .take(usize::try_from(wanted).unwrap_or(usize::MAX))
-        {
+        for place in block.rows {
             let bytes = place.end - place.start;
             let carried = if self.request.carry.is_empty() { 0 } else { bytes };
             let cost = RowCost {
