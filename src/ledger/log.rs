@@ -65,7 +65,9 @@ impl Ledger {
             self.finish_check(Some(shard)).await?;
             return Ok(ShardState::Committed(commit));
         }
-        ShardLog::load(self, shard).await.map(|log| ShardState::Open(Box::new(log)))
+        ShardLog::load(self, shard)
+            .await
+            .map(|log| ShardState::Open(Box::new(log)))
     }
 
     /// Whether the shard is done.
