@@ -201,6 +201,8 @@ impl ShardLog {
     }
 
     /// Which rows to try next, which not at all (see [`narrowing`]).
+    ///
+    /// To be asked between attempts: one of our own that is under way counts as one that has not ended.
     pub fn narrowing(&self) -> Narrowing {
         narrowing(&self.attempts, &self.uncovered())
     }
