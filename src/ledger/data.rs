@@ -142,3 +142,45 @@ fn int64<'a>(batch: &'a RecordBatch, name: &str) -> Result<&'a Int64Array, Strin
         .downcast_ref()
         .ok_or_else(|| format!("column `{name}` is not int64"))
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn rows(rows: &[i64]) -> RecordBatch {
+        let texts = StringArray::from_iter(rows.iter().map(|row| (row % 3 != 0).then(|| format!("text {row}"))));
+        RecordBatch::try_from_iter_with_nullable([
+            (
+                "row",
+                Arc::new(Int64Array::from(rows.to_vec())) as Arc<dyn Array>,
+                false,
+            ),
+            ("text", Arc::new(texts) as Arc<dyn Array>, true),
+        ])
+        .unwrap()
+    }
+
+    proptest! {
+        /// However the rows lie in data objects, whichever of them count: the part gets the same batches.
+        #[test]
+        fn merged_rows_depend_on_the_rows_alone(
+            order in Just((10i64..40).collect::<Vec<_>>()).prop_shuffle(),
+            cut in 1usize..29,
+            extra in 0usize..29,
+        ) {
+            let (first, second) = (rows(&order[..cut]), rows(&order[extra.min(cut)..]));
+            let counted_first = RowSet::from_rows(order[..cut].iter().map(|&row| row as u64));
+            let counted_second = RowSet::from_rows(order[cut..].iter().map(|&row| row as u64));
+            let again = decode(encode(&second).unwrap()).unwrap();
+            let merged = merge(&[(first, counted_first.clone()), (again, counted_second)], 10..40).unwrap();
+            prop_assert_eq!(merged, vec![rows(&(10..40).collect::<Vec<_>>())]);
+            // A row that counts and is not there, or is wanted and does not count, is an error.
+            prop_assert!(merge(&[(rows(&order[1..]), counted_first.clone())], 10..40).is_err());
+            prop_assert!(merge(&[(rows(&order), counted_first)], 10..40).is_err());
+        }
+    }
+}

@@ -65,7 +65,9 @@ impl Ledger {
             self.finish_check(Some(shard)).await?;
             return Ok(ShardState::Committed(commit));
         }
-        ShardLog::load(self, shard).await.map(|log| ShardState::Open(Box::new(log)))
+        ShardLog::load(self, shard)
+            .await
+            .map(|log| ShardState::Open(Box::new(log)))
     }
 
     /// Whether the shard is done.
@@ -199,6 +201,8 @@ impl ShardLog {
     }
 
     /// Which rows to try next, which not at all (see [`narrowing`]).
+    ///
+    /// To be asked between attempts: one of our own that is under way counts as one that has not ended.
     pub fn narrowing(&self) -> Narrowing {
         narrowing(&self.attempts, &self.uncovered())
     }

@@ -35,6 +35,7 @@ pub use job::{JobDraft, JobIdentity, JobRecord};
 pub use keys::{Id, Keys};
 pub use record::{Commit, Order, StopWhy, Success, Tally};
 pub use rowset::RowSet;
+use store::Stamp;
 pub use store::{Retry, Store};
 
 /// The ledger of one job. Cheap to clone.
@@ -50,7 +51,7 @@ struct Inner {
     job: JobRecord,
     /// Of `job.json` as it stood when the ledger was opened.
     job_sha256: String,
-    created_at: DateTime<Utc>,
+    job_stamp: Stamp,
 }
 
 impl Ledger {
@@ -69,6 +70,6 @@ impl Ledger {
 
     /// When the job was created, by the store's clock: deadlines count from here.
     pub fn created_at(&self) -> DateTime<Utc> {
-        self.inner.created_at
+        self.inner.job_stamp.modified
     }
 }

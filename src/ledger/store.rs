@@ -70,6 +70,26 @@ pub struct Listed {
     pub modified: DateTime<Utc>,
 }
 
+/// What tells an object from another under the same key, and when it was written.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Stamp {
+    pub size: u64,
+    /// By the store's clock.
+    pub modified: DateTime<Utc>,
+    /// Where the store has one.
+    pub etag: Option<String>,
+}
+
+impl Stamp {
+    fn of(meta: &object_store::ObjectMeta) -> Stamp {
+        Stamp {
+            size: meta.size,
+            modified: meta.last_modified,
+            etag: meta.e_tag.clone(),
+        }
+    }
+}
+
 /// The output folder as the ledger sees it. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Store {
@@ -141,11 +161,11 @@ impl Store {
 
     /// Reads `key`; `None` where nothing lies there. An object of more than `max_bytes` is refused unread.
     pub async fn get(&self, key: &str, max_bytes: u64) -> Result<Option<Bytes>> {
-        Ok(self.get_dated(key, max_bytes).await?.map(|(bytes, _)| bytes))
+        Ok(self.get_stamped(key, max_bytes).await?.map(|(bytes, _)| bytes))
     }
 
-    /// As [`Store::get`], with the time at which the object was written, by the store's clock.
-    pub async fn get_dated(&self, key: &str, max_bytes: u64) -> Result<Option<(Bytes, DateTime<Utc>)>> {
+    /// As [`Store::get`], with the object's stamp.
+    pub async fn get_stamped(&self, key: &str, max_bytes: u64) -> Result<Option<(Bytes, Stamp)>> {
         let path = self.path(key);
         self.retried(key, "reading", || async {
             let found = match self.shared.inner.get_opts(&path, GetOptions::default()).await {
@@ -153,7 +173,7 @@ impl Store {
                 Err(error) if matches!(meaning(&error), Meaning::Missing) => return Ok(Ok(None)),
                 Err(error) => return Err(error),
             };
-            let (size, modified) = (found.meta.size, found.meta.last_modified);
+            let (size, stamp) = (found.meta.size, Stamp::of(&found.meta));
             if size > max_bytes {
                 return Ok(Err(LedgerError::damaged(format!(
                     "`{}` has {size} bytes, more than the {max_bytes} that such an object can have: it was not \
@@ -161,9 +181,22 @@ impl Store {
                     self.address(key)
                 ))));
             }
-            Ok(Ok(Some((found.bytes().await?, modified))))
+            Ok(Ok(Some((found.bytes().await?, stamp))))
         })
         .await?
+    }
+
+    /// The stamp of what lies at `key`, unread; `None` where nothing lies there.
+    pub async fn stamp(&self, key: &str) -> Result<Option<Stamp>> {
+        let path = self.path(key);
+        self.retried(key, "reading", || async {
+            match self.shared.inner.head(&path).await {
+                Ok(meta) => Ok(Some(Stamp::of(&meta))),
+                Err(error) if matches!(meaning(&error), Meaning::Missing) => Ok(None),
+                Err(error) => Err(error),
+            }
+        })
+        .await
     }
 
     /// Puts `bytes` at `key` if nothing lies there, and says who stands there now.
@@ -342,7 +375,7 @@ impl Store {
 
     /// Removes stages that dead runs left: by age, since a live writer needs its stage for seconds. (Would one vanish
     /// all the same, its put fails and is staged again.)
-    async fn clean_stages(&self) -> Result<()> {
+    pub async fn clean_stages(&self) -> Result<()> {
         let Some(folder) = &self.shared.folder else {
             return Ok(());
         };

@@ -6,12 +6,13 @@ use std::collections::BTreeSet;
 
 use arrow::array::RecordBatch;
 use bytes::Bytes;
+use futures::StreamExt;
 use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
 
 use super::Ledger;
 use super::data;
 use super::error::{LedgerError, Result};
-use super::finish::PartsHash;
+use super::finish::{PartsHash, READS_AT_ONCE};
 use super::keys::{SUCCESS, sha256};
 use super::publish::part_origin;
 use super::record::{Commit, Success, Tally};
@@ -61,8 +62,9 @@ impl Ledger {
         let mut hash = PartsHash::default();
         let mut committed = Tally::default();
         let mut complete = true;
+        let closed = self.closed_blocks().await?;
         for block in 0..self.blocks() {
-            let commits = self.commits_of(block, &mut out).await?;
+            let commits = self.commits_of(block, closed.contains(&block), &mut out).await?;
             for (shard, commit) in self.block_shards(block).zip(commits) {
                 expected.insert(self.keys().part(shard));
                 match commit {
@@ -79,7 +81,7 @@ impl Ledger {
         self.verify_names(&expected, &mut out).await?;
         let success = as_finding(self.success().await, &mut out)?.flatten();
         match success {
-            Some(success) => self.verify_success(&success, &out.tally.clone(), hash.finish(), &mut out),
+            Some(success) => self.verify_success(&success, hash.finish(), &mut out),
             None if complete => out.find(format!(
                 "`{SUCCESS}` is missing, though every shard is committed: run the job again"
             )),
@@ -92,20 +94,20 @@ impl Ledger {
     }
 
     /// The commits of a block, read one by one: its digest is only a copy of them.
-    async fn commits_of(&self, block: u32, out: &mut Verified) -> Result<Vec<Option<Commit>>> {
-        let present = self.committed_shards(block).await?;
+    async fn commits_of(&self, block: u32, closed: bool, out: &mut Verified) -> Result<Vec<Option<Commit>>> {
+        let read = futures::stream::iter(self.block_shards(block))
+            .map(|shard| async move { (shard, self.commit_of(shard).await) })
+            .buffered(READS_AT_ONCE)
+            .collect::<Vec<_>>();
         let mut commits = Vec::new();
-        for shard in self.block_shards(block) {
-            let commit = match present.contains(&shard) {
-                true => as_finding(self.commit_of(shard).await, out)?.flatten(),
-                false => {
-                    out.find(format!("shard {shard} has no commit"));
-                    None
-                }
-            };
-            commits.push(commit);
+        for (shard, commit) in read.await {
+            let commit = as_finding(commit, out)?;
+            if let Some(None) = commit {
+                out.find(format!("shard {shard} has no commit"));
+            }
+            commits.push(commit.flatten());
         }
-        if self.closed_blocks().await?.contains(&block)
+        if closed
             && let Some(digest) = as_finding(self.digest(block).await, out)?
             && !digest.commits.iter().map(Some).eq(commits.iter().map(Option::as_ref))
         {
@@ -220,7 +222,7 @@ impl Ledger {
         Ok(())
     }
 
-    fn verify_success(&self, success: &Success, tally: &Tally, parts_sha256: String, out: &mut Verified) {
+    fn verify_success(&self, success: &Success, parts_sha256: String, out: &mut Verified) {
         let job = self.job();
         if success.rows != job.rows() {
             out.find(format!(
@@ -229,7 +231,7 @@ impl Ledger {
                 job.rows()
             ));
         }
-        if success.tally != *tally {
+        if success.tally != out.tally {
             out.find(format!("the counts of `{SUCCESS}` differ from what the parts hold"));
         }
         if success.parts as usize != job.shards.len() || success.parts_sha256 != parts_sha256 {
