@@ -302,7 +302,12 @@ fn bad_values_name_their_field() {
 fn bad_form_names_the_line() {
     for (from, to, line, expected) in [
         ("role: user", "role: usr", 7, "unknown variant `usr`"),
-        ("max_tokens: 8", "max_tokens: many", 8, "`max_tokens` is not a whole number"),
+        (
+            "max_tokens: 8",
+            "max_tokens: many",
+            8,
+            "`max_tokens` is not a whole number",
+        ),
         (
             "{max_tokens: 8,",
             "{max_tokens: 8, max_tokens: 9,",
@@ -311,8 +316,13 @@ fn bad_form_names_the_line() {
         ),
         ("temperature: 0", "temperature: [0]", 8, "expected"),
         ("name: label-tickets\n", "", 11, "missing field `name`"),
-        ("content: \"{{ subject", "content: {{ subject", 7, ""),
-        ("model: hf", "\tmodel: hf", 2, ""),
+        (
+            "content: \"{{ subject",
+            "content: {{ subject",
+            9,
+            "double-quoted scalar",
+        ),
+        ("model: hf", "\tmodel: hf", 1, "found a tab"),
     ] {
         let error = message(from, to);
         assert!(

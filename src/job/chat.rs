@@ -132,6 +132,15 @@ impl ChatTemplate {
         if message.get("role").is_some_and(|role| role == "developer") && !self.source.contains("developer") {
             message.insert("role".into(), "system".into());
         }
+        // What the assistant thought has several names; templates read one or the other.
+        let names = ["reasoning_content", "thinking", "reasoning"];
+        let thought = names
+            .iter()
+            .find_map(|name| message.get(*name).filter(|value| !value.is_null()).cloned());
+        if let Some(thought) = thought {
+            message.entry("thinking").or_insert_with(|| thought.clone());
+            message.insert("reasoning_content".into(), thought);
+        }
         if self.takes_parts {
             return;
         }

@@ -416,7 +416,10 @@ fn parse_yaml(text: &str, name: &str) -> Result<Parsed, JobError> {
                 };
                 let key = error.location().and_then(|at| key_before(text, at.line(), at.column()));
                 let field = key.map(|key| format!("`{key}` is")).unwrap_or("a value is".into());
-                JobError::Invalid { place, message: format!("{field} not {wanted}") }
+                JobError::Invalid {
+                    place,
+                    message: format!("{field} not {wanted}"),
+                }
             }
             (serde_saphyr::Error::DuplicateMappingKey { key: Some(key), .. }, _) => JobError::Invalid {
                 place,
@@ -447,9 +450,14 @@ fn parse_yaml(text: &str, name: &str) -> Result<Parsed, JobError> {
 /// The key that stands right before this place (both counted from 1) on the same line.
 fn key_before(text: &str, line: u64, column: u64) -> Option<&str> {
     let line = text.lines().nth(usize::try_from(line).ok()?.checked_sub(1)?)?;
-    let at = line.char_indices().nth(usize::try_from(column).ok()?.checked_sub(1)?)?.0;
+    let at = line
+        .char_indices()
+        .nth(usize::try_from(column).ok()?.checked_sub(1)?)?
+        .0;
     let key = line[..at].trim_end().strip_suffix(':')?;
-    let start = key.rfind(|c: char| !c.is_alphanumeric() && c != '_').map_or(0, |i| i + 1);
+    let start = key
+        .rfind(|c: char| !c.is_alphanumeric() && c != '_')
+        .map_or(0, |i| i + 1);
     key.get(start..).filter(|key| !key.is_empty())
 }
 

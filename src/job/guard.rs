@@ -69,15 +69,19 @@ impl Guard {
     pub(super) fn suspects(&self, value: &Value, tokenizer: &Tokenizer) -> bool {
         match value {
             Value::String(text) => {
-                self.places(text).next().is_some()
-                    || (self.normalized && self.places(&tokenizer.normalize(text)).next().is_some())
+                self.suspects_text(text) || (self.normalized && self.suspects_text(&tokenizer.normalize(text)))
             }
             Value::Array(items) => items.iter().any(|item| self.suspects(item, tokenizer)),
             Value::Object(map) => map
                 .iter()
-                .any(|(key, item)| self.places(key).next().is_some() || self.suspects(item, tokenizer)),
+                .any(|(key, item)| self.suspects_text(key) || self.suspects(item, tokenizer)),
             _ => false,
         }
+    }
+
+    /// Like `suspects`, for a text as it stands.
+    pub(super) fn suspects_text(&self, text: &str) -> bool {
+        self.places(text).next().is_some()
     }
 
     /// A copy of `value` with marks; object keys inside it are marked as well.
@@ -85,13 +89,16 @@ impl Guard {
         match value {
             Value::String(text) => Value::String(self.mark_text(text, mark).into_owned()),
             Value::Array(items) => items.iter().map(|item| self.mark(item, mark)).collect(),
-            Value::Object(map) => Value::Object(
-                map.iter()
-                    .map(|(key, item)| (self.mark_text(key, mark).into_owned(), self.mark(item, mark)))
-                    .collect(),
-            ),
+            Value::Object(map) => Value::Object(self.mark_map(map, mark)),
             other => other.clone(),
         }
+    }
+
+    /// A copy of `map` with marks in keys and values.
+    pub(super) fn mark_map(&self, map: &Map<String, Value>, mark: char) -> Map<String, Value> {
+        map.iter()
+            .map(|(key, item)| (self.mark_text(key, mark).into_owned(), self.mark(item, mark)))
+            .collect()
     }
 
     fn mark_text<'a>(&self, text: &'a str, mark: char) -> Cow<'a, str> {
@@ -153,8 +160,8 @@ impl Guard {
         let rest = &text[at..];
         let marked = text[..at].ends_with(mark);
         let (token, _) = self.added.iter().find(|(token, control)| {
-            !(marked && *control)
-                && !token.content.is_empty()
+            let refused = token.content.is_empty() || (marked && *control);
+            !refused
                 && rest.starts_with(&token.content)
                 && (!token.single_word || stands_alone(text, at, at + token.content.len()))
         })?;

@@ -1,11 +1,13 @@
 //! What a job file says, a valid job, and the prompts it makes of rows.
 //!
-//! `file` (raw, as written) → `spec` (valid; nothing downstream checks again) → `prompt` (rows to token ids), over
-//! `template` (column templates), `chat` (the checkpoint's chat template), `guard` (data is never control) and
-//! `openai` (lines of OpenAI batch files).
+//! `file` (raw, as written) → `spec` and `generate` (valid, by `check`; nothing downstream checks again) → `prompt`
+//! (rows to token ids), over `template` (column templates, and `python` for what they expect of it), `chat` (the
+//! checkpoint's chat template), `guard` (data is never control) and `openai` (lines of OpenAI batch files).
 
 pub mod chat;
+mod check;
 pub mod file;
+pub mod generate;
 mod guard;
 mod openai;
 pub mod prompt;
@@ -16,6 +18,7 @@ mod template;
 use std::path::PathBuf;
 
 pub use file::JobFile;
+pub use generate::Generate;
 pub use prompt::{RenderSetup, RenderedRow, Renderer};
 pub use spec::Job;
 

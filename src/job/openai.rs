@@ -6,7 +6,7 @@
 use serde_json::{Map, Value};
 
 use super::file::{GenerateFile, OneOrMany, Role};
-use super::spec::Generate;
+use super::generate::Generate;
 use super::suggest;
 
 /// Fields that change how a request is served, not what it answers.
@@ -221,13 +221,14 @@ pub(super) fn generate(body: &Map<String, Value>, job: &Generate) -> Result<Gene
             ));
         }
     }
-    if let Some(n) = fields.whole("n")? {
-        if n != i64::from(job.n) {
-            return Err(format!(
-                "`n` is {n}, but the job's `generate.n` is {}; they must agree",
-                job.n
-            ));
-        }
+    // Results are lists in all rows or in none.
+    if let Some(n) = fields.whole("n")?
+        && n != i64::from(job.n)
+    {
+        return Err(format!(
+            "`n` is {n}, but the job's `generate.n` is {}; they must agree",
+            job.n
+        ));
     }
     shape(body, &mut file)?;
     Generate::check(&file).map_err(|error| error.to_string())

@@ -9,9 +9,10 @@ use sha2::{Digest, Sha256};
 
 use super::chat::ChatTemplate;
 use super::file::Truncate;
+use super::generate::Generate;
 use super::guard::{self, Guard, Piece};
 use super::openai::{self, Ask};
-use super::spec::{Generate, Job, Message, PromptKind};
+use super::spec::{Job, Message, PromptKind};
 use super::template::{Template, column_context};
 use super::{JobError, one_line, suggest};
 use crate::dataset::row::InputRow;
@@ -60,7 +61,7 @@ pub struct Renderer {
 /// Compiled form of [`PromptKind`].
 enum Source {
     Messages(Vec<CompiledMessage>),
-    Text(Template),
+    Text(Box<Template>),
     TokenIds(String),
     Openai,
 }
@@ -73,7 +74,7 @@ struct CompiledMessage {
 
 enum Content {
     Fixed(String),
-    Template(Template),
+    Template(Box<Template>),
 }
 
 /// Columns that the job names, with the field that names each, and what errors need to say where.
@@ -99,6 +100,13 @@ impl Renderer {
                 "`generate.max_tokens` is {}, which leaves no room for a prompt in the model's context of {} tokens",
                 grouped(job.generate.max_tokens.into()),
                 grouped(setup.context_tokens.into())
+            )));
+        }
+        let known = setup.tokenizer.vocab_size();
+        if let Some(id) = job.generate.stop_token_ids.iter().find(|id| **id as usize >= known) {
+            return Err(invalid(format!(
+                "`generate.stop_token_ids` holds {id}, no id of the vocabulary (0 to {})",
+                known - 1
             )));
         }
         let (source, mut named) = compile(job).map_err(template_error)?;
@@ -312,22 +320,27 @@ impl Renderer {
     ) -> Result<(String, Vec<u32>), String> {
         let tokenizer = &self.setup.tokenizer;
         let used = |name: &str| match &self.columns {
-            Some(columns) if !matches!(self.source, Source::Openai) => columns.iter().any(|column| column == name),
-            _ => true,
+            Some(columns) => columns.iter().any(|column| column == name),
+            None => true,
         };
         let suspect = fields
             .iter()
             .any(|(name, value)| used(name) && self.guard.suspects(value, tokenizer));
-        if !suspect {
+        // Where templates may use the whole row, its names can come into the prompt as well.
+        let names = self.columns.is_none() && fields.keys().any(|name| self.guard.suspects_text(name));
+        if !suspect && !names {
             let (text, surround) = prompt(fields)?;
             let tokens = tokenizer.encode(&text, surround)?;
             return Ok((text, tokens));
         }
         let mark = guard::free_mark(fields).ok_or("the row holds control tokens and every noncharacter of Unicode")?;
-        let marked = fields
-            .iter()
-            .map(|(name, value)| (name.clone(), self.guard.mark(value, mark)))
-            .collect();
+        let marked = match names {
+            true => self.guard.mark_map(fields, mark),
+            false => fields
+                .iter()
+                .map(|(name, value)| (name.clone(), self.guard.mark(value, mark)))
+                .collect(),
+        };
         let (text, surround) = prompt(&marked)?;
         let mut tokens = Vec::new();
         if surround {
@@ -408,9 +421,10 @@ fn compile(job: &Job) -> Result<(Source, Vec<(String, String)>), String> {
             let compile = |(i, message)| compile_message(i, message);
             Source::Messages(messages.iter().enumerate().map(compile).collect::<Result<_, _>>()?)
         }
-        PromptKind::Text(text) => Source::Text(
-            Template::for_columns("prompt.text", text).map_err(|e| format!("template `prompt.text`: {e}"))?,
-        ),
+        PromptKind::Text(text) => {
+            let template = Template::for_columns("prompt.text", text);
+            Source::Text(Box::new(template.map_err(|e| format!("template `prompt.text`: {e}"))?))
+        }
         PromptKind::TokenIds(column) => {
             named.push((column.clone(), "prompt.token_ids".to_string()));
             Source::TokenIds(column.clone())
@@ -428,7 +442,7 @@ fn compile_message(i: usize, message: &Message) -> Result<CompiledMessage, Strin
         }
         let field = format!("prompt.messages[{i}].content");
         Template::for_columns(&field, part)
-            .map(Content::Template)
+            .map(|template| Content::Template(Box::new(template)))
             .map_err(|e| format!("template `{field}`: {e}"))
     };
     let parts = message.parts.iter().map(compile).collect::<Result<_, _>>()?;
@@ -481,7 +495,7 @@ fn grouped(number: u64) -> String {
     let digits = number.to_string();
     let mut out = String::with_capacity(digits.len() + digits.len() / 3);
     for (i, digit) in digits.chars().enumerate() {
-        if i > 0 && (digits.len() - i) % 3 == 0 {
+        if i > 0 && (digits.len() - i).is_multiple_of(3) {
             out.push(',');
         }
         out.push(digit);

@@ -265,10 +265,10 @@ pub(super) fn is_sequence(value: &Value) -> bool {
 
 /// Python methods of texts, lists and mappings: those of minijinja-contrib and some that it lacks.
 pub(super) fn method(state: &mut State, value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
-    if let Some(text) = value.as_str() {
-        if let Some(result) = text_method(text, name, args)? {
-            return Ok(result);
-        }
+    if let Some(text) = value.as_str()
+        && let Some(result) = text_method(text, name, args)?
+    {
+        return Ok(result);
     }
     if value.kind() == ValueKind::Seq && name == "index" {
         let (wanted,): (Value,) = from_args(args)?;

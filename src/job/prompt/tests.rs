@@ -121,6 +121,25 @@ fn data_never_becomes_a_control_token() {
 }
 
 #[test]
+fn names_never_become_control_tokens() {
+    let renderer = renderer(chat_job("{{ row | tojson }}"));
+    for fields in [
+        json!({"<|im_end|>": 1}),
+        json!({"<|im_": "end|>"}),
+        json!({"a": {"<|im_end|>": 2}}),
+    ] {
+        let rendered = renderer.render(&row(fields.clone())).unwrap();
+        assert_eq!(controls(&rendered.tokens), [257, 258, 257], "{fields}");
+    }
+}
+
+#[test]
+fn renderers_are_shared_by_threads() {
+    fn shared<T: Send + Sync>() {}
+    shared::<Renderer>();
+}
+
+#[test]
 fn ready_tokens_are_checked() {
     let renderer = renderer(json!({"prompt": {"token_ids": "ids"}}));
     assert_eq!(renderer.render(&row(json!({"ids": [104, 105]}))).unwrap().text, "hi");
@@ -164,6 +183,9 @@ fn long_prompts_are_errors_or_cut() {
     assert_eq!((left.len(), left[0], left[11]), (12, 256, u32::from(b'z')));
     let right = make("right").render(&long).unwrap().tokens;
     assert_eq!((right.len(), right[0], right[11]), (12, 256, u32::from(b'k')));
+    let stops = json!({"prompt": {"text": "x"}, "generate": {"stop_token_ids": [1, 259]}});
+    let error = try_renderer(CHATML, 400, stops).err().unwrap().to_string();
+    assert!(error.contains("`generate.stop_token_ids` holds 259"), "{error}");
     let error = try_renderer(CHATML, 4, job("none")).err().unwrap().to_string();
     assert_eq!(
         error,

@@ -1,0 +1,64 @@
+//! What checks of a job file share: a field that cannot have its value, and the bounds of texts and numbers.
+
+/// Longest text among names, columns, stops and choices, in bytes.
+const TEXT_BYTES_MAX: usize = 16 << 10;
+
+/// A value that a field cannot have; `field` is its path in the file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct FieldError {
+    pub field: String,
+    pub why: String,
+}
+
+impl std::fmt::Display for FieldError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "`{}` {}", self.field, self.why)
+    }
+}
+
+/// Fails with a value that `field` cannot have.
+pub(super) fn bad<T>(field: impl Into<String>, why: impl Into<String>) -> Result<T, FieldError> {
+    Err(FieldError {
+        field: field.into(),
+        why: why.into(),
+    })
+}
+
+/// A name or address: not empty, not long.
+pub(super) fn text(field: &str, value: String) -> Result<String, FieldError> {
+    if value.trim().is_empty() {
+        return bad(field, "is empty");
+    }
+    short(field, &value)?;
+    Ok(value)
+}
+
+/// Not longer than any name or phrase is.
+pub(super) fn short(field: &str, value: &str) -> Result<(), FieldError> {
+    match value.len() {
+        0..=TEXT_BYTES_MAX => Ok(()),
+        len => bad(
+            field,
+            format!("holds a text of {len} bytes, more than {TEXT_BYTES_MAX}"),
+        ),
+    }
+}
+
+/// A whole number from `low` to `high`.
+pub(super) fn whole(field: &str, value: Option<i64>, default: u32, low: u32, high: u32) -> Result<u32, FieldError> {
+    let value = value.unwrap_or(default.into());
+    match u32::try_from(value) {
+        Ok(value) if (low..=high).contains(&value) => Ok(value),
+        _ => bad(field, format!("is {value}; it must be from {low} to {high}")),
+    }
+}
+
+/// A number from `low` to `high`.
+pub(super) fn within(field: &str, value: Option<f64>, default: f64, low: f64, high: f64) -> Result<f32, FieldError> {
+    let value = value.unwrap_or(default);
+    // Not-a-number is in no range.
+    match (low..=high).contains(&value) {
+        true => Ok(value as f32),
+        false => bad(field, format!("is {value}; it must be from {low} to {high}")),
+    }
+}

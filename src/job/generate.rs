@@ -1,0 +1,217 @@
+//! Checked generation parameters: from a job's `generate` block or a batch line's body to the engine's.
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::check::{FieldError, bad, short, whole, within};
+use super::file::{GenerateFile, OneOrMany};
+use crate::engine::params::{Params, Shape};
+
+/// Largest `max_tokens`: longer than any model's context.
+pub const MAX_TOKENS_MAX: u32 = 1 << 20;
+/// Most samples a row.
+pub const SAMPLES_MAX: u32 = 1024;
+/// Most texts in `choice`.
+const CHOICES_MAX: usize = 10_000;
+/// Most entries of `stop` and of `stop_token_ids`.
+const STOPS_MAX: usize = 64;
+
+/// Checked generation parameters, as the job gives them.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Generate {
+    pub max_tokens: u32,
+    pub temperature: f32,
+    pub top_k: u32,
+    pub top_p: f32,
+    pub min_p: f32,
+    pub repetition_penalty: f32,
+    pub presence_penalty: f32,
+    pub frequency_penalty: f32,
+    pub seed: Option<u64>,
+    pub stop: Vec<String>,
+    pub stop_token_ids: Vec<u32>,
+    pub ignore_eos: bool,
+    pub logprobs: bool,
+    pub n: u32,
+    pub shape: ShapeSpec,
+}
+
+/// What a completion may look like.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ShapeSpec {
+    Free,
+    Choice { choices: Vec<String>, probabilities: bool },
+    JsonSchema(Value),
+    Regex(String),
+}
+
+impl Generate {
+    /// Checks what a job's `generate` block, or a batch line's body, says.
+    pub(super) fn check(file: &GenerateFile) -> Result<Generate, FieldError> {
+        let stop = file.stop.clone().map(|stop| stop.into_vec()).unwrap_or_default();
+        for text in &stop {
+            if text.is_empty() {
+                return bad("stop", "holds an empty text, which would end every completion at once");
+            }
+            short("stop", text)?;
+        }
+        let stop_token_ids = file.stop_token_ids.clone().unwrap_or_default();
+        for (field, count) in [("stop", stop.len()), ("stop_token_ids", stop_token_ids.len())] {
+            if count > STOPS_MAX {
+                return bad(field, format!("has {count} entries, more than {STOPS_MAX}"));
+            }
+        }
+        let top_p = within("top_p", file.top_p, 1.0, 0.0, 1.0)?;
+        if top_p == 0.0 {
+            return bad(
+                "top_p",
+                "is 0, and at 0 no token is left; it must be above 0 and at most 1",
+            );
+        }
+        Ok(Generate {
+            max_tokens: whole("max_tokens", file.max_tokens, 256, 1, MAX_TOKENS_MAX)?,
+            temperature: within("temperature", file.temperature, 1.0, 0.0, 100.0)?,
+            top_k: whole("top_k", file.top_k, 0, 0, i32::MAX as u32)?,
+            top_p,
+            min_p: within("min_p", file.min_p, 0.0, 0.0, 1.0)?,
+            repetition_penalty: within("repetition_penalty", file.repetition_penalty, 1.0, 0.01, 100.0)?,
+            presence_penalty: within("presence_penalty", file.presence_penalty, 0.0, -100.0, 100.0)?,
+            frequency_penalty: within("frequency_penalty", file.frequency_penalty, 0.0, -100.0, 100.0)?,
+            seed: file.seed,
+            stop,
+            stop_token_ids,
+            ignore_eos: file.ignore_eos.unwrap_or(false),
+            logprobs: file.logprobs.unwrap_or(false),
+            n: whole("n", file.n, 1, 1, SAMPLES_MAX)?,
+            shape: shape(file)?,
+        })
+    }
+
+    /// The engine's parameters; `seed` is used where the job gives none.
+    pub fn params(&self, seed: u64) -> Params {
+        Params {
+            max_tokens: self.max_tokens,
+            temperature: self.temperature,
+            top_k: self.top_k,
+            top_p: self.top_p,
+            min_p: self.min_p,
+            repetition_penalty: self.repetition_penalty,
+            presence_penalty: self.presence_penalty,
+            frequency_penalty: self.frequency_penalty,
+            seed: self.seed.unwrap_or(seed),
+            stop: self.stop.clone(),
+            stop_token_ids: self.stop_token_ids.clone(),
+            ignore_eos: self.ignore_eos,
+            logprobs: self.logprobs,
+            samples: self.n,
+            shape: match &self.shape {
+                ShapeSpec::Free => Shape::Free,
+                ShapeSpec::Choice { choices, probabilities } => Shape::Choice {
+                    choices: choices.clone(),
+                    probabilities: *probabilities,
+                },
+                ShapeSpec::JsonSchema(schema) => Shape::JsonSchema(schema.clone()),
+                ShapeSpec::Regex(regex) => Shape::Regex(regex.clone()),
+            },
+        }
+    }
+
+    /// Back to the form that [`Generate::check`] takes, so that a batch line can override parts of it.
+    pub(super) fn as_file(&self) -> GenerateFile {
+        let mut file = GenerateFile {
+            max_tokens: Some(self.max_tokens.into()),
+            temperature: Some(exact(self.temperature)),
+            top_k: Some(self.top_k.into()),
+            top_p: Some(exact(self.top_p)),
+            min_p: Some(exact(self.min_p)),
+            repetition_penalty: Some(exact(self.repetition_penalty)),
+            presence_penalty: Some(exact(self.presence_penalty)),
+            frequency_penalty: Some(exact(self.frequency_penalty)),
+            seed: self.seed,
+            stop: Some(OneOrMany::Many(self.stop.clone())),
+            stop_token_ids: Some(self.stop_token_ids.clone()),
+            ignore_eos: Some(self.ignore_eos),
+            logprobs: Some(self.logprobs),
+            n: Some(self.n.into()),
+            ..Default::default()
+        };
+        match &self.shape {
+            ShapeSpec::Free => {}
+            ShapeSpec::Choice { choices, probabilities } => {
+                file.choice = Some(choices.clone());
+                file.choice_probabilities = Some(*probabilities);
+            }
+            ShapeSpec::JsonSchema(schema) => file.json_schema = Some(schema.clone()),
+            ShapeSpec::Regex(regex) => file.regex = Some(regex.clone()),
+        }
+        file
+    }
+}
+
+/// A checked `f32` as the `f64` that a file would give; bounds are compared in `f64`.
+fn exact(value: f32) -> f64 {
+    value.to_string().parse().unwrap_or(f64::from(value))
+}
+
+fn shape(file: &GenerateFile) -> Result<ShapeSpec, FieldError> {
+    let given = [
+        ("choice", file.choice.is_some()),
+        ("json_schema", file.json_schema.is_some()),
+        ("regex", file.regex.is_some()),
+    ];
+    let given: Vec<&str> = given
+        .iter()
+        .filter(|(_, given)| *given)
+        .map(|(name, _)| *name)
+        .collect();
+    if let [first, second, ..] = given[..] {
+        return bad(
+            second,
+            format!("cannot stand beside `{first}`: an answer has one shape"),
+        );
+    }
+    let probabilities = file.choice_probabilities.unwrap_or(false);
+    if probabilities && file.choice.is_none() {
+        return bad("choice_probabilities", "needs `choice`");
+    }
+    if probabilities && file.n.unwrap_or(1) > 1 {
+        return bad(
+            "choice_probabilities",
+            "needs `n` to be 1: the probabilities are the same for every sample",
+        );
+    }
+    if let Some(choices) = &file.choice {
+        if choices.is_empty() || choices.len() > CHOICES_MAX {
+            return bad(
+                "choice",
+                format!("has {} texts; it takes from 1 to {CHOICES_MAX}", choices.len()),
+            );
+        }
+        let mut seen = std::collections::HashSet::new();
+        for choice in choices {
+            if choice.is_empty() {
+                return bad("choice", "holds an empty text");
+            }
+            short("choice", choice)?;
+            if !seen.insert(choice) {
+                return bad("choice", format!("holds `{choice}` twice"));
+            }
+        }
+        return Ok(ShapeSpec::Choice {
+            choices: choices.clone(),
+            probabilities,
+        });
+    }
+    if let Some(schema) = &file.json_schema {
+        if !schema.is_object() {
+            return bad("json_schema", "is no JSON Schema: it must be a mapping");
+        }
+        return Ok(ShapeSpec::JsonSchema(schema.clone()));
+    }
+    match &file.regex {
+        Some(regex) if regex.is_empty() => bad("regex", "is empty"),
+        Some(regex) => Ok(ShapeSpec::Regex(regex.clone())),
+        None => Ok(ShapeSpec::Free),
+    }
+}
