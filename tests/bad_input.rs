@@ -11,7 +11,7 @@ fn refused(job: &Path, output: &Path, words: &[&str]) {
     let run = Run::of(&mut gristmill(&["run", arg(job), "--quiet"])).expect(2);
     one_line_with(&run, words);
     let parts = fs::read_dir(output)
-        .map(|d| d.filter(|e| is_part(e)).count())
+        .map(|d| d.filter(is_part).count())
         .unwrap_or(0);
     assert_eq!(parts, 0, "a refused job publishes nothing");
 }
@@ -171,7 +171,7 @@ fn an_input_that_changed_since_it_was_planned() {
     child.wait().unwrap();
     fs::write(&input, lines.replace("ticket 3", "changed 3")).unwrap();
     let run = Run::of(&mut gristmill(&["run", arg(&job), "--quiet"])).expect(2);
-    one_line_with(&run, &["in.jsonl", "changed"]);
+    one_line_with(&run, &["in.jsonl", "not what it was"]);
 }
 
 /// A small job over `input` with the demo model; the output is `folder/out`.
@@ -266,7 +266,7 @@ fn duplicate_custom_ids() {
     let job = text_job(folder.path(), &input, "", "max_tokens: 1");
     let text = fs::read_to_string(&job).unwrap().replace("prompt: {text: ''}\n", "");
     fs::write(&job, text).unwrap();
-    refused(&job, &folder.path().join("out"), &["same", "custom_id"]);
+    refused(&job, &folder.path().join("out"), &["line 2", "in.jsonl", "custom_id"]);
 }
 
 #[test]

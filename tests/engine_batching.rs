@@ -482,7 +482,7 @@ fn choice_probabilities_are_those_of_brute_force() {
             .unwrap();
         assert_eq!(c.text, choices[best], "temperature 0 takes the most probable choice");
         assert_eq!(c.logprobs.as_ref().unwrap().len(), c.token_ids.len());
-        if setup.max_sequences > 1 && prompt.len() % 4 != 0 {
+        if setup.max_sequences > 1 && !prompt.len().is_multiple_of(4) {
             assert!(
                 seen.copies > 0,
                 "forks share the prompt's last block until they write to it"

@@ -62,10 +62,13 @@ fn unsafe_stands_only_where_it_may() {
     let found: Vec<String> = files("src", "rs")
         .into_iter()
         .filter(|path| !allowed.iter().any(|a| name(path).starts_with(a)))
-        .filter(|path| fs::read_to_string(path).unwrap().lines().any(|line| {
-            let code = line.split("//").next().unwrap();
-            code.split(|c: char| !c.is_alphanumeric() && c != '_').any(|word| word == "unsafe")
-        }))
+        .filter(|path| {
+            fs::read_to_string(path).unwrap().lines().any(|line| {
+                let code = line.split("//").next().unwrap();
+                code.split(|c: char| !c.is_alphanumeric() && c != '_')
+                    .any(|word| word == "unsafe")
+            })
+        })
         .map(|path| name(&path))
         .collect();
     assert!(found.is_empty(), "{found:?}");
@@ -73,12 +76,57 @@ fn unsafe_stands_only_where_it_may() {
 
 /// "`engine/` never names a queue, a ledger, a dataset or a store", and its like: folder → crate modules it must not use.
 const NEVER_NAMES: &[(&str, &[&str])] = &[
-    ("src/engine", &["crate::queue", "crate::ledger", "crate::dataset", "crate::worker", "crate::cli", "object_store"]),
-    ("src/device", &["crate::queue", "crate::ledger", "crate::dataset", "crate::worker", "crate::job", "crate::engine"]),
-    ("src/ledger", &["crate::engine", "crate::model", "crate::device", "crate::worker", "crate::cli"]),
-    ("src/dataset", &["crate::engine", "crate::model", "crate::device", "crate::worker", "crate::ledger", "crate::cli"]),
-    ("src/queue", &["crate::engine", "crate::model", "crate::dataset", "crate::worker"]),
-    ("src/report", &["crate::engine", "crate::worker", "crate::queue", "crate::cli"]),
+    (
+        "src/engine",
+        &[
+            "crate::queue",
+            "crate::ledger",
+            "crate::dataset",
+            "crate::worker",
+            "crate::cli",
+            "object_store",
+        ],
+    ),
+    (
+        "src/device",
+        &[
+            "crate::queue",
+            "crate::ledger",
+            "crate::dataset",
+            "crate::worker",
+            "crate::job",
+            "crate::engine",
+        ],
+    ),
+    (
+        "src/ledger",
+        &[
+            "crate::engine",
+            "crate::model",
+            "crate::device",
+            "crate::worker",
+            "crate::cli",
+        ],
+    ),
+    (
+        "src/dataset",
+        &[
+            "crate::engine",
+            "crate::model",
+            "crate::device",
+            "crate::worker",
+            "crate::ledger",
+            "crate::cli",
+        ],
+    ),
+    (
+        "src/queue",
+        &["crate::engine", "crate::model", "crate::dataset", "crate::worker"],
+    ),
+    (
+        "src/report",
+        &["crate::engine", "crate::worker", "crate::queue", "crate::cli"],
+    ),
 ];
 
 #[test]

@@ -5,7 +5,12 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand};
 
 #[derive(Debug, Parser)]
-#[command(name = "gristmill", version, about = "Grinds whole datasets through a language model", max_term_width = 100)]
+#[command(
+    name = "gristmill",
+    version,
+    about = "Grinds whole datasets through a language model",
+    max_term_width = 100
+)]
 pub struct Arguments {
     #[command(subcommand)]
     pub command: Command,

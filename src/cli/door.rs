@@ -11,12 +11,12 @@ use sha2::{Digest, Sha256};
 use crate::cli::exit::Failure;
 use crate::dataset::location::Location;
 use crate::dataset::output::{OutputColumns, OutputSchema};
-use crate::dataset::plan::Format;
 use crate::dataset::planner::{InputPlan, PlanRequest, plan_inputs};
 use crate::device;
 use crate::engine::constraint::Compiler;
-use crate::job::file::{InputFormat, OutputFormat};
-use crate::job::spec::{Job, Precision, ShapeSpec};
+use crate::job::file::OutputFormat;
+use crate::job::generate::ShapeSpec;
+use crate::job::spec::{Job, Precision};
 use crate::job::{RenderSetup, Renderer};
 use crate::ledger::{JobDraft, JobIdentity, Ledger};
 use crate::model::config::Config;
@@ -37,11 +37,17 @@ pub struct Stream {
 
 impl Stream {
     /// For checks and previews of a job that has no id yet.
-    pub const UNKNOWN: Stream = Stream { seed: 0, now: DateTime::UNIX_EPOCH.naive_utc() };
+    pub const UNKNOWN: Stream = Stream {
+        seed: 0,
+        now: DateTime::UNIX_EPOCH.naive_utc(),
+    };
 
     /// Of a job that is written down.
     pub fn of(job: &Job, ledger: &Ledger) -> Stream {
-        Stream { seed: job.seed(&ledger.job().job.to_string()), now: ledger.created_at().naive_utc() }
+        Stream {
+            seed: job.seed(&ledger.job().job.to_string()),
+            now: ledger.created_at().naive_utc(),
+        }
     }
 }
 
@@ -75,7 +81,14 @@ impl Opened {
             // A job of its own: trying out must not touch the real output. Readers ignore names that begin with `_`.
             output = output.join(&format!("_limit/{rows}"));
         }
-        Ok(Opened { job: Arc::new(job), model_dir, config, tokenizer: Arc::new(tokenizer), limit, output })
+        Ok(Opened {
+            job: Arc::new(job),
+            model_dir,
+            config,
+            tokenizer: Arc::new(tokenizer),
+            limit,
+            output,
+        })
     }
 
     /// Finds, pins and cuts the inputs, and checks that they hold every column that the job names.
@@ -84,11 +97,7 @@ impl Opened {
         let renderer = self.renderer(&Stream::UNKNOWN)?;
         let request = PlanRequest {
             uris: self.job.input.uris.clone(),
-            format: self.job.input.format.map(|format| match format {
-                InputFormat::Parquet => Format::Parquet,
-                InputFormat::Jsonl => Format::Jsonl,
-                InputFormat::OpenaiBatch => Format::OpenaiBatch,
-            }),
+            format: self.job.input.format,
             // Checked below, by the renderer, which knows the field that names a column.
             columns: None,
             carry: self.carry(),
@@ -97,7 +106,9 @@ impl Opened {
             output_row_bytes: BYTES_PER_TOKEN * u64::from(generate.max_tokens) * u64::from(generate.n),
             limit: self.limit,
         };
-        let plan = plan_inputs(&request, &self.job.base_dir).await.map_err(Failure::bad_job)?;
+        let plan = plan_inputs(&request, &self.job.base_dir)
+            .await
+            .map_err(Failure::bad_job)?;
         let columns: Vec<String> = plan.columns.iter().map(|c| c.name.clone()).collect();
         renderer.check_columns(&columns).map_err(Failure::bad_job)?;
         Ok(plan)
@@ -106,7 +117,14 @@ impl Opened {
     /// Input columns in the output: those to carry, and the gold column that the report compares with.
     pub fn carry(&self) -> Vec<String> {
         let mut carry = self.job.output.carry.clone();
-        carry.extend(self.job.gold.iter().filter(|gold| !carry.contains(gold)).cloned().collect::<Vec<_>>());
+        carry.extend(
+            self.job
+                .gold
+                .iter()
+                .filter(|gold| !carry.contains(gold))
+                .cloned()
+                .collect::<Vec<_>>(),
+        );
         carry
     }
 
@@ -133,7 +151,10 @@ impl Opened {
         };
         match Compiler::new(&eos).compile(&shape, &self.tokenizer) {
             Ok(_) => Ok(()),
-            Err(e) => Err(Failure::bad_job(anyhow::anyhow!("{}: `generate.{field}`: {e}", self.job.file))),
+            Err(e) => Err(Failure::bad_job(anyhow::anyhow!(
+                "{}: `generate.{field}`: {e}",
+                self.job.file
+            ))),
         }
     }
 
@@ -181,7 +202,10 @@ impl Opened {
             token_ids: self.job.output.token_ids,
             logprobs: generate.logprobs,
             choices: match &generate.shape {
-                ShapeSpec::Choice { choices, probabilities: true } => Some(choices.clone()),
+                ShapeSpec::Choice {
+                    choices,
+                    probabilities: true,
+                } => Some(choices.clone()),
                 _ => None,
             },
         }
@@ -231,15 +255,23 @@ pub async fn ledger_at(output: &str) -> Result<Ledger, Failure> {
     let here = std::env::current_dir()?;
     let location = Location::parse(output, &here).map_err(Failure::bad_job)?;
     let found = Ledger::open(&location).await?;
-    found.ok_or_else(|| Failure::bad_job(anyhow::anyhow!("`{}` holds no job: there is no `_gristmill/job.json`", location.url)))
+    found.ok_or_else(|| {
+        Failure::bad_job(anyhow::anyhow!(
+            "`{}` holds no job: there is no `_gristmill/job.json`",
+            location.url
+        ))
+    })
 }
 
 /// The report of a job as its ledger tells it.
 pub async fn summary(ledger: &Ledger, output: &str) -> Result<Summary, Failure> {
     let status = ledger.status().await?;
     let tally = &status.tally;
-    let tokens =
-        TokenCounts { prompt: tally.prompt_tokens, cached: tally.cached_tokens, completion: tally.completion_tokens };
+    let tokens = TokenCounts {
+        prompt: tally.prompt_tokens,
+        cached: tally.cached_tokens,
+        completion: tally.completion_tokens,
+    };
     Ok(Summary {
         job: status.name.clone(),
         output: output.to_string(),

@@ -32,7 +32,11 @@ impl From<Exit> for ExitCode {
 impl Exit {
     /// The code of a finished job.
     pub fn of_rows(rows: &RowCounts) -> Exit {
-        if rows.succeeded == rows.total { Exit::Done } else { Exit::FailedRows }
+        if rows.succeeded == rows.total {
+            Exit::Done
+        } else {
+            Exit::FailedRows
+        }
     }
 }
 
@@ -46,13 +50,19 @@ pub struct Failure {
 impl Failure {
     /// The job or its inputs are at fault.
     pub fn bad_job(error: impl Into<anyhow::Error>) -> Failure {
-        Failure { exit: Exit::BadJob, error: error.into() }
+        Failure {
+            exit: Exit::BadJob,
+            error: error.into(),
+        }
     }
 }
 
 impl<E: Into<anyhow::Error>> From<E> for Failure {
     fn from(error: E) -> Failure {
-        Failure { exit: Exit::Failure, error: error.into() }
+        Failure {
+            exit: Exit::Failure,
+            error: error.into(),
+        }
     }
 }
 
@@ -77,13 +87,19 @@ mod tests {
 
     #[test]
     fn an_error_chain_is_one_line_without_repeats() {
-        let error = anyhow::anyhow!("disk\nfull").context("cannot write `x`: disk full").context("shard 3");
+        let error = anyhow::anyhow!("disk\nfull")
+            .context("cannot write `x`: disk full")
+            .context("shard 3");
         assert_eq!(one_line(&error), "shard 3: cannot write `x`: disk full");
     }
 
     #[test]
     fn failed_rows_have_their_own_code() {
-        let mut rows = RowCounts { total: 2, succeeded: 2, ..Default::default() };
+        let mut rows = RowCounts {
+            total: 2,
+            succeeded: 2,
+            ..Default::default()
+        };
         assert_eq!(Exit::of_rows(&rows), Exit::Done);
         rows.succeeded = 1;
         assert_eq!(Exit::of_rows(&rows), Exit::FailedRows);

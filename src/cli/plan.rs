@@ -26,7 +26,10 @@ const BAR_CHARS: u64 = 40;
 
 pub async fn plan(args: PlanArgs) -> Result<Exit, Failure> {
     if let Some(threads) = args.threads {
-        rayon::ThreadPoolBuilder::new().num_threads(threads).build_global().context("cannot start the threads")?;
+        rayon::ThreadPoolBuilder::new()
+            .num_threads(threads)
+            .build_global()
+            .context("cannot start the threads")?;
     }
     let opened = Opened::open(&args.job, args.limit.limit)?;
     opened.check_shape()?;
@@ -66,7 +69,9 @@ async fn read_all(opened: &Opened, inputs: &InputPlan, preview: usize) -> Result
 }
 
 fn see(renderer: &Renderer, row: &crate::dataset::row::InputRow) -> Seen {
-    let prompt = renderer.render(row).map(|prompt| SeenPrompt::new(prompt.text, &prompt.tokens));
+    let prompt = renderer
+        .render(row)
+        .map(|prompt| SeenPrompt::new(prompt.text, &prompt.tokens));
     Seen { row: row.row, prompt }
 }
 
@@ -87,18 +92,27 @@ async fn expected_seconds(
         let generate = &opened.job.generate;
         let completion = rows * u64::from(generate.max_tokens) * u64::from(generate.n);
         let basis = format!("{rate} tokens/s and every completion of `max_tokens`");
-        return Ok(Some(Expected { seconds: (preflight.prompt_tokens + completion) as f64 / rate, basis }));
+        return Ok(Some(Expected {
+            seconds: (preflight.prompt_tokens + completion) as f64 / rate,
+            basis,
+        }));
     }
     let trials = opened.output.join("_limit");
     let mut best: Option<(u64, f64)> = None;
     let listed = match trials.store.list_with_delimiter(Some(&trials.path)).await {
         Ok(listed) => listed.common_prefixes,
         Err(object_store::Error::NotFound { .. }) => Vec::new(),
-        Err(e) => return Err(anyhow::Error::new(e).context(format!("cannot list `{}`", trials.url)).into()),
+        Err(e) => {
+            return Err(anyhow::Error::new(e)
+                .context(format!("cannot list `{}`", trials.url))
+                .into());
+        }
     };
     for prefix in listed {
         let Some(name) = prefix.filename() else { continue };
-        let Some(ledger) = Ledger::open(&trials.join(name)).await? else { continue };
+        let Some(ledger) = Ledger::open(&trials.join(name)).await? else {
+            continue;
+        };
         if let Some(done) = ledger.success().await?
             && best.is_none_or(|(rows, _)| done.rows > rows)
             && done.rows > 0
@@ -131,8 +145,16 @@ fn as_json(opened: &Opened, inputs: &InputPlan, p: &Preflight, expected: Option<
 
 fn show(opened: &Opened, inputs: &InputPlan, p: &Preflight, expected: Option<&Expected>) {
     println!("job         {}", opened.job.name);
-    println!("inputs      {} files, {} shards", number(inputs.files.len() as u64), number(inputs.shards.len() as u64));
-    println!("rows        {}, {} of them broken", number(p.rows), number(p.broken_rows));
+    println!(
+        "inputs      {} files, {} shards",
+        number(inputs.files.len() as u64),
+        number(inputs.shards.len() as u64)
+    );
+    println!(
+        "rows        {}, {} of them broken",
+        number(p.rows),
+        number(p.broken_rows)
+    );
     for (row, why) in &p.broken {
         println!("            row {row}: {why}");
     }
@@ -162,7 +184,10 @@ fn show(opened: &Opened, inputs: &InputPlan, p: &Preflight, expected: Option<&Ex
         Some(Expected { seconds, basis }) => {
             let usd = dollars(*seconds, opened.job.budget.usd_per_hour);
             let usd = usd.map(|usd| format!(", {}", show_dollars(usd))).unwrap_or_default();
-            println!("time        {} of device time{usd}, from {basis}", show_duration(*seconds));
+            println!(
+                "time        {} of device time{usd}, from {basis}",
+                show_duration(*seconds)
+            );
         }
     }
     for (row, text) in p.preview() {

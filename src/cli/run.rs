@@ -36,7 +36,10 @@ pub async fn run(args: RunArgs) -> Result<Exit, Failure> {
         None => {
             let plan = opened.plan().await?;
             let draft = opened.draft(plan, identity)?;
-            Ledger::create_or_resume(&opened.output, draft).await.map_err(refusal)?.0
+            Ledger::create_or_resume(&opened.output, draft)
+                .await
+                .map_err(refusal)?
+                .0
         }
     };
     if ledger.finish_check(None).await?.is_some() {
@@ -54,8 +57,14 @@ pub async fn run(args: RunArgs) -> Result<Exit, Failure> {
     let (exit, said) = match why {
         None => return Ok(rows),
         Some(Why::Interrupted) => (Exit::Interrupted, "interrupted; run the same command again to go on"),
-        Some(Why::Budget) => (Exit::Stopped, "the budget is reached; raise `budget.usd` and run again to go on"),
-        Some(Why::Deadline) => (Exit::Stopped, "the deadline is reached; raise `budget.deadline` and run again to go on"),
+        Some(Why::Budget) => (
+            Exit::Stopped,
+            "the budget is reached; raise `budget.usd` and run again to go on",
+        ),
+        Some(Why::Deadline) => (
+            Exit::Stopped,
+            "the deadline is reached; raise `budget.deadline` and run again to go on",
+        ),
         Some(Why::Cancelled) => (Exit::Cancelled, "the job was cancelled"),
         Some(Why::Failed) => (Exit::Failure, "a stage failed"),
     };
@@ -85,11 +94,18 @@ async fn resume_if_extended(opened: &Opened, ledger: &Ledger) -> Result<(), Fail
         }
         Some(StopWhy::Deadline) => {
             let passed = chrono::Utc::now() - ledger.created_at();
-            budget.deadline_seconds.is_none_or(|most| passed.num_seconds() < most as i64)
+            budget
+                .deadline_seconds
+                .is_none_or(|most| passed.num_seconds() < most as i64)
         }
     };
     if goes_on {
-        control.give(Order::Extend { budget_usd: budget.usd, deadline_seconds: budget.deadline_seconds }).await?;
+        control
+            .give(Order::Extend {
+                budget_usd: budget.usd,
+                deadline_seconds: budget.deadline_seconds,
+            })
+            .await?;
     }
     Ok(())
 }
@@ -119,7 +135,11 @@ async fn work(opened: &Opened, ledger: &Ledger, args: &RunArgs, stop: Stop) -> R
             deadline: opened.job.budget.deadline_seconds.map(Duration::from_secs),
         },
     };
-    let goal = Goal { rows: before.rows, rows_before: before.tally.rows(), usd_per_hour: job.usd_per_hour };
+    let goal = Goal {
+        rows: before.rows,
+        rows_before: before.tally.rows(),
+        usd_per_hour: job.usd_per_hour,
+    };
     let shown = progress::show(meter, goal, args.quiet);
     let ended = worker::run(Arc::new(worker), engine, stop).await;
     shown.abort();

@@ -36,18 +36,28 @@ impl Location {
     ///
     /// Options of remote stores come from the environment (`AWS_…`, `GOOGLE_…`, `AZURE_…`).
     pub fn parse(text: &str, base_dir: &FsPath) -> Result<Location, LocationError> {
-        let bad = |why: String| LocationError::Address { text: text.to_string(), why };
+        let bad = |why: String| LocationError::Address {
+            text: text.to_string(),
+            why,
+        };
         if text.trim().is_empty() {
             return Err(bad("it is empty".into()));
         }
-        if let Some((scheme, _)) = text.split_once("://") {
-            if scheme != "file" {
-                let url = Url::parse(text).map_err(|e| bad(e.to_string()))?;
-                let options = std::env::vars().map(|(k, v)| (k.to_ascii_lowercase(), v));
-                let (store, path) = object_store::parse_url_opts(&url, options)
-                    .map_err(|source| LocationError::Store { url: url.clone(), source })?;
-                return Ok(Location { store: Arc::from(store), path, url });
-            }
+        if let Some((scheme, _)) = text.split_once("://")
+            && scheme != "file"
+        {
+            let url = Url::parse(text).map_err(|e| bad(e.to_string()))?;
+            let options = std::env::vars().map(|(k, v)| (k.to_ascii_lowercase(), v));
+            let opened = object_store::parse_url_opts(&url, options);
+            let (store, path) = opened.map_err(|source| LocationError::Store {
+                url: url.to_string(),
+                source: Box::new(source),
+            })?;
+            return Ok(Location {
+                store: Arc::from(store),
+                path,
+                url,
+            });
         }
         let fs_path = match text.strip_prefix("file://") {
             Some(_) => {
@@ -61,12 +71,18 @@ impl Location {
         // Keys are the path's components as they are: object_store percent-encodes what a key cannot hold.
         let path = Path::from_absolute_path(&fs_path).map_err(|e| bad(e.to_string()))?;
         let store = LocalFileSystem::new().with_fsync(true);
-        Ok(Location { store: Arc::new(store), path, url })
+        Ok(Location {
+            store: Arc::new(store),
+            path,
+            url,
+        })
     }
 
     /// The local path, where it is one.
     pub fn local_path(&self) -> Option<PathBuf> {
-        (self.url.scheme() == "file").then(|| self.url.to_file_path().ok()).flatten()
+        (self.url.scheme() == "file")
+            .then(|| self.url.to_file_path().ok())
+            .flatten()
     }
 
     /// The place of `name` below this one.
@@ -76,7 +92,11 @@ impl Location {
             segments.pop_if_empty().extend(name.split('/'));
         }
         let path = name.split('/').fold(self.path.clone(), |p, part| p.join(part));
-        Location { store: self.store.clone(), path, url }
+        Location {
+            store: self.store.clone(),
+            path,
+            url,
+        }
     }
 
     /// Reads the whole object.

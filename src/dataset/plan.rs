@@ -1,11 +1,13 @@
 //! The inputs of a job as they were planned, and its shards: plain data that goes into the ledger.
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 /// How an input's bytes are read; told apart by content, not by name.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Format {
+    /// Apache Parquet.
     Parquet,
     /// One JSON object a line; its keys are the columns. Blank lines are no rows.
     Jsonl,

@@ -364,7 +364,15 @@ fn compact(schema: &Value) -> Result<Value, ConstraintError> {
     let Value::Object(options) = options else {
         return Err(invalid("`x-guidance` is not an object"));
     };
-    options.entry("whitespace_flexible").or_insert(Value::Bool(false));
+    // One space after a separator or none, as the model likes: it has learned one of both, and forcing the other upon it
+    // costs sense. More white space (which some models go on with for ever) only costs tokens.
+    for (name, value) in [
+        ("whitespace_flexible", Value::Bool(false)),
+        ("key_separator", Value::from(": ?")),
+        ("item_separator", Value::from(", ?")),
+    ] {
+        options.entry(name).or_insert(value);
+    }
     Ok(Value::Object(members))
 }
 

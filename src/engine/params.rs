@@ -40,7 +40,10 @@ pub struct Params {
 pub enum Shape {
     Free,
     /// One of these texts. With `probabilities`, the probability of each is returned as well.
-    Choice { choices: Vec<String>, probabilities: bool },
+    Choice {
+        choices: Vec<String>,
+        probabilities: bool,
+    },
     /// JSON that fits this JSON Schema.
     JsonSchema(serde_json::Value),
     /// Text that fits this regular expression (Rust `regex` syntax), whole.

@@ -10,6 +10,7 @@ use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
 
 use super::{JobError, one_line, suggest};
+use crate::dataset::plan::Format;
 
 /// Largest job file, in bytes.
 const FILE_BYTES_MAX: u64 = 4 << 20;
@@ -77,18 +78,7 @@ pub struct InputFile {
     pub uri: OneOrMany,
     /// Told apart by content where it is left out.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub format: Option<InputFormat>,
-}
-
-/// How input files are read.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum InputFormat {
-    Parquet,
-    /// A JSON object a line.
-    Jsonl,
-    /// Lines of `custom_id`, `method`, `url` and `body`.
-    OpenaiBatch,
+    pub format: Option<Format>,
 }
 
 /// What the model is asked: exactly one of `messages`, `text` and `token_ids`.

@@ -8,11 +8,11 @@ use sha2::{Digest, Sha256};
 
 use super::check::{FieldError, bad, short, text};
 use super::file::{
-    BudgetFile, ContentFile, InputFormat, JobFile, MessageFile, OutputFile, OutputFormat, Parsed, PromptFile, Role,
-    Truncate,
+    BudgetFile, ContentFile, JobFile, MessageFile, OutputFile, OutputFormat, Parsed, PromptFile, Role, Truncate,
 };
 use super::generate::Generate;
 use super::{JobError, suggest};
+use crate::dataset::plan::Format;
 
 /// Largest `chat_template` file, in bytes.
 const TEMPLATE_BYTES_MAX: u64 = 4 << 20;
@@ -75,7 +75,7 @@ pub struct Input {
     /// As written, at least one; may hold wildcards.
     pub uris: Vec<String>,
     /// `None`: told apart by content.
-    pub format: Option<InputFormat>,
+    pub format: Option<Format>,
 }
 
 /// What the model is asked.
@@ -252,8 +252,8 @@ fn precision(name: Option<&str>) -> Result<Precision, FieldError> {
     }
 }
 
-fn prompt(raw: Option<PromptFile>, format: Option<InputFormat>, base_dir: &Path) -> Result<Prompt, FieldError> {
-    let openai_possible = matches!(format, None | Some(InputFormat::OpenaiBatch));
+fn prompt(raw: Option<PromptFile>, format: Option<Format>, base_dir: &Path) -> Result<Prompt, FieldError> {
+    let openai_possible = matches!(format, None | Some(Format::OpenaiBatch));
     let missing = raw.is_none();
     let raw = raw.unwrap_or_default();
     let given = [raw.messages.is_some(), raw.text.is_some(), raw.token_ids.is_some()];

@@ -44,7 +44,9 @@ impl Template {
             }
             Ok(())
         });
-        Template::compile(env, name, source.to_string())
+        let template = Template::compile(env, name, source.to_string())?;
+        template.check_ends()?;
+        Ok(template)
     }
 
     /// A chat template, in an environment like transformers'. `now` is the time that `strftime_now` tells.
@@ -95,6 +97,23 @@ impl Template {
         }
         result?;
         String::from_utf8(out.bytes).map_err(|_| "it renders to bytes that are no UTF-8".into())
+    }
+
+    /// Finds a template without end before any row is read: renders it with a short text in every column. Other errors
+    /// say nothing here, since real values may be no texts.
+    fn check_ends(&self) -> Result<(), String> {
+        let template = self.env.get_template(&self.name).map_err(|e| describe(&e))?;
+        let columns = self.columns().unwrap_or_default();
+        let context = Value::from_pairs(columns.into_iter().map(|name| (name, Value::from("x"))));
+        let mut out = Bounded {
+            bytes: Vec::new(),
+            full: false,
+        };
+        match template.render_captured_to(context, &mut out) {
+            Err(error) if error.kind() == ErrorKind::OutOfFuel => Err(describe(&error)),
+            _ if out.full => Err(format!("it renders to more than {} MB", OUTPUT_BYTES_MAX >> 20)),
+            _ => Ok(()),
+        }
     }
 
     /// The columns that the template names, sorted; `None` where it may use any (it mentions `row`).

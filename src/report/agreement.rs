@@ -29,11 +29,18 @@ pub async fn of_parts(ledger: &Ledger, gold: &str) -> Result<Agreement, Agreemen
     for shard in 0..ledger.job().shards.len() as u32 {
         let part = ledger.keys().part(shard);
         let bytes = ledger.store().get(&part, PART_BYTES_MAX).await?;
-        let bad = |why: String| AgreementError::Part { part: part.clone(), gold: gold.to_string(), why };
+        let bad = |why: String| AgreementError::Part {
+            part: part.clone(),
+            gold: gold.to_string(),
+            why,
+        };
         let bytes = bytes.ok_or_else(|| bad("it is missing".into()))?;
         let builder = ParquetRecordBatchReaderBuilder::try_new(bytes).map_err(|e| bad(e.to_string()))?;
         let columns = ProjectionMask::columns(builder.parquet_schema(), ["completion", "parsed", gold]);
-        let reader = builder.with_projection(columns).build().map_err(|e| bad(e.to_string()))?;
+        let reader = builder
+            .with_projection(columns)
+            .build()
+            .map_err(|e| bad(e.to_string()))?;
         for batch in reader {
             let batch = batch.map_err(|e| bad(e.to_string()))?;
             let counted = compare(&batch, gold).map_err(bad)?;
@@ -46,12 +53,17 @@ pub async fn of_parts(ledger: &Ledger, gold: &str) -> Result<Agreement, Agreemen
 
 fn compare(batch: &RecordBatch, gold: &str) -> Result<Agreement, String> {
     let text = |name: &str| {
-        let column = batch.column_by_name(name).ok_or_else(|| format!("it has no column `{name}`"))?;
+        let column = batch
+            .column_by_name(name)
+            .ok_or_else(|| format!("it has no column `{name}`"))?;
         cast(column, &DataType::Utf8).map_err(|e| e.to_string())
     };
     let (completion, parsed, gold) = (text("completion")?, text("parsed")?, text(gold)?);
-    let (completion, parsed, gold) =
-        (completion.as_string::<i32>(), parsed.as_string::<i32>(), gold.as_string::<i32>());
+    let (completion, parsed, gold) = (
+        completion.as_string::<i32>(),
+        parsed.as_string::<i32>(),
+        gold.as_string::<i32>(),
+    );
     let mut sum = Agreement { equal: 0, rows: 0 };
     for row in (0..batch.num_rows()).filter(|&row| gold.is_valid(row)) {
         let answer = [parsed, completion].into_iter().find(|answers| answers.is_valid(row));

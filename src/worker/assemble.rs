@@ -40,7 +40,11 @@ impl From<&Shape> for ShapeKind {
 impl Assembler {
     /// A row goes to the device: `samples` finished units will come back for it.
     pub fn expect(&mut self, row: u64, samples: u32, shape: &Shape) {
-        let partial = Partial { shape: shape.into(), samples: vec![None; samples as usize], missing: samples };
+        let partial = Partial {
+            shape: shape.into(),
+            samples: vec![None; samples as usize],
+            missing: samples,
+        };
         self.rows.insert(row, partial);
     }
 
@@ -56,7 +60,11 @@ impl Assembler {
             return None;
         }
         let partial = self.rows.remove(&row)?;
-        Some(row_result(row, partial.shape, partial.samples.into_iter().flatten().collect()))
+        Some(row_result(
+            row,
+            partial.shape,
+            partial.samples.into_iter().flatten().collect(),
+        ))
     }
 
     /// A row will not come after all.
@@ -80,7 +88,7 @@ pub fn errored(row: u64, error: String) -> RowResult {
 fn row_result(row: u64, shape: ShapeKind, units: Vec<Result<Completion, String>>) -> RowResult {
     let mut samples = Vec::with_capacity(units.len());
     let (mut prompt_tokens, mut cached_tokens) = (0, 0);
-    let mut misfit = None;
+    let mut misfit: Option<String> = None;
     for unit in units {
         let completion = match unit {
             Ok(completion) => completion,
@@ -90,21 +98,27 @@ fn row_result(row: u64, shape: ShapeKind, units: Vec<Result<Completion, String>>
             prompt_tokens = completion.prompt_tokens;
             cached_tokens = completion.cached_tokens;
         }
-        let sample = sample_result(shape, completion);
-        match sample {
-            Ok(sample) => samples.push(sample),
-            Err((sample, why)) => {
-                misfit.get_or_insert(why);
-                samples.push(sample);
-            }
-        }
+        let (sample, why) = sample_result(shape, completion);
+        samples.push(sample);
+        misfit = misfit.or(why);
     }
-    let status = if misfit.is_some() { RowStatus::InvalidOutput } else { RowStatus::Succeeded };
-    RowResult { row, status, samples, error: misfit, prompt_tokens, cached_tokens }
+    let status = if misfit.is_some() {
+        RowStatus::InvalidOutput
+    } else {
+        RowStatus::Succeeded
+    };
+    RowResult {
+        row,
+        status,
+        samples,
+        error: misfit,
+        prompt_tokens,
+        cached_tokens,
+    }
 }
 
-/// `Err` where the text does not have the shape that was asked for, with one line that says so.
-fn sample_result(shape: ShapeKind, c: Completion) -> Result<SampleResult, (SampleResult, String)> {
+/// The sample, and one line that says why where its text does not have the shape that was asked for.
+fn sample_result(shape: ShapeKind, c: Completion) -> (SampleResult, Option<String>) {
     let mut sample = SampleResult {
         parsed: None,
         finish_reason: c.finish_reason.as_str(),
@@ -119,17 +133,17 @@ fn sample_result(shape: ShapeKind, c: Completion) -> Result<SampleResult, (Sampl
             "the completion does not have the shape asked for: it ended ({}) after {} tokens",
             sample.finish_reason, sample.completion_tokens
         );
-        return Err((sample, why));
+        return (sample, Some(why));
     }
     match shape {
         ShapeKind::Free => {}
         ShapeKind::Text => sample.parsed = Some(sample.text.clone()),
         ShapeKind::Json => match serde_json::from_str::<serde_json::Value>(&sample.text) {
             Ok(value) => sample.parsed = Some(value.to_string()),
-            Err(e) => return Err((sample, format!("the completion is not JSON: {e}"))),
+            Err(e) => return (sample, Some(format!("the completion is not JSON: {e}"))),
         },
     }
-    Ok(sample)
+    (sample, None)
 }
 
 #[cfg(test)]
@@ -138,7 +152,11 @@ mod tests {
     use crate::engine::request::{FinishReason, UnitId};
 
     fn unit(row: u64, sample: u32, text: &str, fits: bool) -> Finished {
-        let id = UnitId { row, sample, attempt: 0 };
+        let id = UnitId {
+            row,
+            sample,
+            attempt: 0,
+        };
         let completion = Completion {
             id,
             token_ids: vec![1, 2],
@@ -150,7 +168,10 @@ mod tests {
             prompt_tokens: 7,
             cached_tokens: 3 * sample,
         };
-        Finished { id, result: Ok(completion) }
+        Finished {
+            id,
+            result: Ok(completion),
+        }
     }
 
     #[test]
@@ -160,7 +181,10 @@ mod tests {
         assert_eq!(assembler.add(unit(4, 1, "b", true)), None);
         let row = assembler.add(unit(4, 0, "a", true)).unwrap();
         assert_eq!(row.status, RowStatus::Succeeded);
-        assert_eq!(row.samples.iter().map(|s| s.text.as_str()).collect::<Vec<_>>(), ["a", "b"]);
+        assert_eq!(
+            row.samples.iter().map(|s| s.text.as_str()).collect::<Vec<_>>(),
+            ["a", "b"]
+        );
         assert_eq!((row.prompt_tokens, row.cached_tokens), (7, 0));
         assert!(assembler.rows.is_empty());
     }
@@ -172,13 +196,23 @@ mod tests {
             (Shape::Free, "x", true, RowStatus::Succeeded, None),
             (Shape::Regex("x".into()), "x", true, RowStatus::Succeeded, Some("x")),
             (Shape::Regex("x".into()), "y", false, RowStatus::InvalidOutput, None),
-            (json.clone(), "{ \"a\": 1}", true, RowStatus::Succeeded, Some("{\"a\":1}")),
+            (
+                json.clone(),
+                "{ \"a\": 1}",
+                true,
+                RowStatus::Succeeded,
+                Some("{\"a\":1}"),
+            ),
             (json, "{\"a", false, RowStatus::InvalidOutput, None),
         ] {
             let mut assembler = Assembler::default();
             assembler.expect(0, 1, &shape);
             let row = assembler.add(unit(0, 0, text, fits)).unwrap();
-            assert_eq!((row.status, row.samples[0].parsed.as_deref()), (status, parsed), "{shape:?} {text}");
+            assert_eq!(
+                (row.status, row.samples[0].parsed.as_deref()),
+                (status, parsed),
+                "{shape:?} {text}"
+            );
             assert_eq!(row.error.is_some(), status != RowStatus::Succeeded);
             assert_eq!(row.samples[0].text, text, "the raw text is kept");
         }
@@ -189,8 +223,18 @@ mod tests {
         let mut assembler = Assembler::default();
         assembler.expect(0, 1, &Shape::Free);
         assembler.expect(1, 1, &Shape::Free);
-        let bad = Finished { id: UnitId { row: 0, sample: 0, attempt: 0 }, result: Err("logits".into()) };
+        let bad = Finished {
+            id: UnitId {
+                row: 0,
+                sample: 0,
+                attempt: 0,
+            },
+            result: Err("logits".into()),
+        };
         assert_eq!(assembler.add(bad).unwrap(), errored(0, "logits".into()));
-        assert_eq!(assembler.add(unit(1, 0, "x", true)).unwrap().status, RowStatus::Succeeded);
+        assert_eq!(
+            assembler.add(unit(1, 0, "x", true)).unwrap().status,
+            RowStatus::Succeeded
+        );
     }
 }

@@ -25,7 +25,14 @@ pub(super) async fn run(
     std::thread::Builder::new()
         .name("device".into())
         .spawn(move || {
-            let result = Device { worker, engine, kept, stop, assembler: Assembler::default() }.run(ready);
+            let result = Device {
+                worker,
+                engine,
+                kept,
+                stop,
+                assembler: Assembler::default(),
+            }
+            .run(ready);
             // The receiver is gone only when the whole worker is being dropped.
             let _ = done_tx.send(result);
         })
@@ -79,7 +86,11 @@ impl Device {
             let prompt: Arc<[u32]> = rendered.tokens.into();
             for sample in 0..params.samples {
                 let request = Request {
-                    id: UnitId { row, sample, attempt: 0 },
+                    id: UnitId {
+                        row,
+                        sample,
+                        attempt: 0,
+                    },
                     prompt: prompt.clone(),
                     params: params.clone(),
                 };
@@ -94,6 +105,8 @@ impl Device {
     }
 
     fn hand_on(&self, kept: Kept) -> anyhow::Result<()> {
-        self.kept.blocking_send(kept).map_err(|_| anyhow::anyhow!("the keeper ended before the device"))
+        self.kept
+            .blocking_send(kept)
+            .map_err(|_| anyhow::anyhow!("the keeper ended before the device"))
     }
 }

@@ -28,7 +28,12 @@ pub(super) async fn run(
     stop: Stop,
 ) -> anyhow::Result<()> {
     let places = Arc::new(Semaphore::new(SHARDS_IN_FLIGHT as usize));
-    let intake = Intake { worker, ready, kept, places };
+    let intake = Intake {
+        worker,
+        ready,
+        kept,
+        places,
+    };
     loop {
         let delivery = tokio::select! {
             _ = stop.wait() => return Ok(()),
@@ -84,9 +89,18 @@ impl Intake {
         let mut results: Vec<RowResult> = plan
             .accused
             .iter()
-            .map(|row| errored(row, "the process died twice while this row was alone on the device".into()))
+            .map(|row| {
+                errored(
+                    row,
+                    "the process died twice while this row was alone on the device".into(),
+                )
+            })
             .collect();
-        let wanted: Vec<InputRow> = read.rows.into_iter().filter(|row| plan.next.contains(row.row)).collect();
+        let wanted: Vec<InputRow> = read
+            .rows
+            .into_iter()
+            .filter(|row| plan.next.contains(row.row))
+            .collect();
         let (ready, broken) = render(worker.renderer.clone(), wanted).await?;
         results.extend(broken);
         let attempt = match ready.is_empty() {
@@ -112,7 +126,9 @@ async fn render(
     rows: Vec<InputRow>,
 ) -> anyhow::Result<(Vec<(u64, RenderedRow)>, Vec<RowResult>)> {
     let rendered = tokio::task::spawn_blocking(move || {
-        rows.par_iter().map(|row| (row.row, renderer.render(row))).collect::<Vec<_>>()
+        rows.par_iter()
+            .map(|row| (row.row, renderer.render(row)))
+            .collect::<Vec<_>>()
     })
     .await
     .context("rendering panicked")?;

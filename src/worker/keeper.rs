@@ -37,13 +37,24 @@ pub(super) struct OpenShard {
 impl OpenShard {
     /// A shard of which nothing goes to the device.
     pub fn new(log: ShardLog, carry: RecordBatch, delivery: Delivery, permit: OwnedSemaphorePermit) -> OpenShard {
-        OpenShard { log, attempt: None, missing: 0, carry, delivery, permit, pending: Vec::new() }
+        OpenShard {
+            log,
+            attempt: None,
+            missing: 0,
+            carry,
+            delivery,
+            permit,
+            pending: Vec::new(),
+        }
     }
 }
 
 /// Keeps rows until no stage can send any more; on a stop, logs what is finished and gives the rest back.
 pub(super) async fn run(worker: Arc<Worker>, mut kept: mpsc::Receiver<Kept>, stop: Stop) -> anyhow::Result<()> {
-    let mut keeper = Keeper { worker, open: BTreeMap::new() };
+    let mut keeper = Keeper {
+        worker,
+        open: BTreeMap::new(),
+    };
     let mut ticks = tokio::time::interval(keeper.worker.options.log_interval);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     ticks.tick().await;
@@ -81,8 +92,11 @@ impl Keeper {
     async fn row(&mut self, row: RowResult) -> anyhow::Result<()> {
         self.worker.meter.add_row(&row);
         let number = row.row;
-        let (&first, shard) =
-            self.open.range_mut(..=number).next_back().with_context(|| format!("row {number} belongs to no open shard"))?;
+        let (&first, shard) = self
+            .open
+            .range_mut(..=number)
+            .next_back()
+            .with_context(|| format!("row {number} belongs to no open shard"))?;
         shard.pending.push(row);
         shard.missing -= 1;
         if shard.missing == 0
@@ -141,8 +155,11 @@ impl Keeper {
         let ahead = f64::from(spent.workers) * interval_seconds;
         let usd = dollars(spent.device_seconds + ahead, options.usd_per_hour);
         let over_budget = options.usd_max.zip(usd).is_some_and(|(most, usd)| usd >= most);
-        let over_deadline =
-            options.deadline.zip(spent.store_now).is_some_and(|(deadline, now)| (now - ledger.created_at()).to_std().is_ok_and(|passed| passed >= deadline));
+        let over_deadline = options.deadline.zip(spent.store_now).is_some_and(|(deadline, now)| {
+            (now - ledger.created_at())
+                .to_std()
+                .is_ok_and(|passed| passed >= deadline)
+        });
         for (reached, why) in [(over_budget, StopWhy::Budget), (over_deadline, StopWhy::Deadline)] {
             if reached && control.stopped().is_none() {
                 control.give(Order::Stop { why }).await?;

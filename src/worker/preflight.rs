@@ -45,7 +45,11 @@ impl SeenPrompt {
                 hasher.finish()
             })
             .collect();
-        SeenPrompt { tokens: tokens.len(), prefixes, text }
+        SeenPrompt {
+            tokens: tokens.len(),
+            prefixes,
+            text,
+        }
     }
 }
 
@@ -116,7 +120,15 @@ impl Preflight {
             self.preview.push(Default::default());
             self.preview.len() - 1
         } else {
-            let draw = StreamKey::of(PREVIEW_SEED, UnitId { row, sample: 0, attempt: 0 }).uniform(0);
+            let draw = StreamKey::of(
+                PREVIEW_SEED,
+                UnitId {
+                    row,
+                    sample: 0,
+                    attempt: 0,
+                },
+            )
+            .uniform(0);
             (draw * (self.rows - self.broken_rows) as f64) as usize
         };
         if place < self.preview.len() {
@@ -170,7 +182,10 @@ mod tests {
     use super::*;
 
     fn row(row: u64, tokens: &[u32]) -> Seen {
-        Seen { row, prompt: Ok(SeenPrompt::new(format!("prompt {row}"), tokens)) }
+        Seen {
+            row,
+            prompt: Ok(SeenPrompt::new(format!("prompt {row}"), tokens)),
+        }
     }
 
     #[test]
@@ -180,8 +195,14 @@ mod tests {
         for i in 0..10 {
             preflight.add(row(i, &[shared.as_slice(), &[100 + i as u32]].concat()));
         }
-        preflight.add(Seen { row: 10, prompt: Err("broken".into()) });
-        assert_eq!((preflight.rows, preflight.broken_rows, preflight.prompt_tokens), (11, 1, 410));
+        preflight.add(Seen {
+            row: 10,
+            prompt: Err("broken".into()),
+        });
+        assert_eq!(
+            (preflight.rows, preflight.broken_rows, preflight.prompt_tokens),
+            (11, 1, 410)
+        );
         // 41 tokens are two whole blocks and a rest; nine rows share both.
         assert_eq!(preflight.shared_tokens, 9 * 32);
         assert_eq!((preflight.quantile(0.5), preflight.longest()), (41, 41));

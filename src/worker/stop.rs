@@ -24,7 +24,9 @@ pub struct Stop {
 
 impl Default for Stop {
     fn default() -> Self {
-        Stop { sender: Arc::new(watch::Sender::new(None)) }
+        Stop {
+            sender: Arc::new(watch::Sender::new(None)),
+        }
     }
 }
 
