@@ -10,9 +10,7 @@ use crate::support::{Run, arg, gristmill, job_in, python, root};
 fn refused(job: &Path, output: &Path, words: &[&str]) {
     let run = Run::of(&mut gristmill(&["run", arg(job), "--quiet"])).expect(2);
     one_line_with(&run, words);
-    let parts = fs::read_dir(output)
-        .map(|d| d.filter(is_part).count())
-        .unwrap_or(0);
+    let parts = fs::read_dir(output).map(|d| d.filter(is_part).count()).unwrap_or(0);
     assert_eq!(parts, 0, "a refused job publishes nothing");
 }
 

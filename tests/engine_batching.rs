@@ -668,7 +668,12 @@ fn shapes_hold_whatever_the_model_says() {
         let c = run_one(&[row + 20], &params(&shapes[5], (row % 2) as f32));
         let json: serde_json::Value = serde_json::from_str(&c.text).unwrap();
         assert!(json["a"].is_boolean() && (json["b"] == "x" || json["b"] == "yy") && c.fits_shape);
-        assert_eq!(json.to_string(), c.text, "compact");
+        let without_single_spaces = c.text.replace(": ", ":").replace(", ", ",");
+        assert_eq!(
+            json.to_string(),
+            without_single_spaces,
+            "compact but for a space after a separator"
+        );
     }
 }
 

@@ -451,7 +451,17 @@ mod tests {
                        "required": ["name", "age"], "additionalProperties": false});
         let g = schema(s).unwrap();
         assert!(g.accepts(r#"{"name":"Ä \" x","age":12}"#));
-        assert!(!g.accepts(r#"{"name": "x","age":12}"#), "white space costs tokens");
+        assert!(
+            g.accepts(r#"{"name": "x", "age": 12}"#),
+            "one space, as most models write it"
+        );
+        for spaced in [
+            r#"{"name":  "x","age":12}"#,
+            r#"{ "name":"x","age":12}"#,
+            "{\"name\":\n\"x\",\"age\":12}",
+        ] {
+            assert!(!g.accepts(spaced), "more white space costs tokens: {spaced}");
+        }
         assert!(!g.accepts(r#"{"name":"x"}"#) && !g.accepts(r#"{"name":"x","age":12"#) && !g.accepts(""));
         assert!(schema(json!(true)).unwrap().accepts("[1,{\"a\":null}]"));
     }
