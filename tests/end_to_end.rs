@@ -122,3 +122,86 @@ fn plan_reads_everything_and_runs_nothing() {
     assert!(json["prompt_tokens"].as_u64() > Some(2000 * 20), "{json}");
     assert!(!output.exists(), "plan writes nothing");
 }
+
+#[test]
+fn a_reached_budget_stops_and_more_money_resumes() {
+    let folder = tempfile::tempdir().unwrap();
+    // A third of a second of device time.
+    let poor = |text: String| text.replace("usd_per_hour: 0.10", "usd: 0.00001, usd_per_hour: 0.10");
+    let (job, output) = job_in(folder.path(), "label-tickets.yaml", poor);
+    let command = |job: &std::path::Path| gristmill(&["run", arg(job), "--quiet", "--json", "--log-interval", "0.05"]);
+    let run = Run::of(&mut command(&job)).expect(4);
+    assert!(run.stderr.contains("budget"), "{}", run.stderr);
+    assert!(run.json()["rows"]["succeeded"].as_u64() < Some(2000), "{}", run.stdout);
+    assert!(!output.join("_SUCCESS").exists());
+    // The same again changes nothing.
+    Run::of(&mut command(&job)).expect(4);
+    let (job, _) = job_in(folder.path(), "label-tickets.yaml", |text| {
+        text.replace("usd_per_hour", "usd: 5, usd_per_hour")
+    });
+    assert_eq!(Run::of(&mut command(&job)).expect(0).json()["rows"]["succeeded"], 2000);
+    check_output(&output, &root().join("jobs/demo/tickets.parquet"), "ticket_id");
+}
+
+#[test]
+fn sigterm_writes_what_is_finished_and_says_so() {
+    let folder = tempfile::tempdir().unwrap();
+    let (job, output) = job_in(folder.path(), "label-tickets.yaml", |text| text);
+    let mut child = gristmill(&["run", arg(&job), "--json", "--quiet"])
+        .stdout(std::process::Stdio::piped())
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    // Once the first part stands, work is in full swing.
+    while !output.join("part-00000.parquet").exists() {
+        assert!(child.try_wait().unwrap().is_none(), "it ended before its first part");
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    let began = std::time::Instant::now();
+    Run::of(Command::new("kill").args(["-TERM", &child.id().to_string()])).expect(0);
+    let out = child.wait_with_output().unwrap();
+    assert!(began.elapsed().as_secs() < 30);
+    assert_eq!(out.status.code(), Some(6), "{}", String::from_utf8_lossy(&out.stderr));
+    assert!(String::from_utf8_lossy(&out.stderr).contains("run the same command again"));
+    let finished: serde_json::Value = serde_json::from_slice(&out.stdout).unwrap();
+    let rows = finished["rows"]["succeeded"].as_u64().unwrap();
+    assert!((256..2000).contains(&rows), "{finished}");
+    assert_eq!(
+        Run::of(&mut gristmill(&["run", arg(&job), "--json"])).expect(0).json()["rows"]["succeeded"],
+        2000
+    );
+    check_output(&output, &root().join("jobs/demo/tickets.parquet"), "ticket_id");
+}
+
+/// Choice probabilities, several samples a row, token ids and log probabilities: what the columns look like from outside.
+const READ_OPTIONS: &str = r#"
+import sys, math, pyarrow.dataset as ds
+choice, samples = (ds.dataset(f, format="parquet").to_table() for f in sys.argv[1:3])
+for row in choice.to_pylist():
+    p = row["choice_probabilities"]
+    assert abs(sum(p.values()) - 1) < 1e-4, p
+    assert max(p, key=p.get) == row["parsed"], row
+assert choice.num_rows == 40
+for row in samples.to_pylist():
+    assert len(row["completion"]) == len(row["token_ids"]) == len(row["logprobs"]) == 3, row
+    for ids, logprobs in zip(row["token_ids"], row["logprobs"]):
+        assert len(ids) == len(logprobs) and all(math.isfinite(p) and p <= 0 for p in logprobs), row
+assert any(len(set(row["completion"])) == 3 for row in samples.to_pylist()), "samples differ"
+"#;
+
+#[test]
+fn probabilities_samples_and_log_probabilities_are_columns() {
+    let (one, two) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let (job, first) = job_in(one.path(), "label-tickets.yaml", |text| {
+        text.replace("choice:", "choice_probabilities: true\n  choice:")
+    });
+    Run::of(&mut gristmill(&["run", arg(&job), "--limit", "40", "--quiet"])).expect(0);
+    let (job, second) = job_in(two.path(), "write-tickets.yaml", |text| {
+        text.replace("seed: 7", "seed: 7\n  n: 3\n  logprobs: true")
+            .replace("carry:", "token_ids: true, carry:")
+    });
+    let run = Run::of(&mut gristmill(&["run", arg(&job), "--limit", "10", "--quiet"]));
+    assert!(matches!(run.code, Some(0 | 3)), "{run:?}");
+    let folders = [first.join("_limit/40"), second.join("_limit/10")];
+    Run::of(Command::new(python()).args(["-c", READ_OPTIONS, arg(&folders[0]), arg(&folders[1])])).expect(0);
+}

@@ -132,6 +132,11 @@ fn the_hash_knows_content_not_form() {
     assert_eq!(hash(yaml, "a.yaml"), hash(json, "a.json"));
     assert_eq!(hash(yaml, "a.yaml"), hash(&format!("\u{FEFF}{json}"), "a.yaml"));
     assert_ne!(hash(yaml, "a.yaml"), hash(&yaml.replace("uri: o", "uri: p"), "a.yaml"));
+    assert_eq!(
+        hash(yaml, "a.yaml"),
+        hash(&format!("{yaml}budget: {{usd: 5}}\n"), "a.yaml"),
+        "the same job, with money"
+    );
     assert_eq!(hash(yaml, "a.yaml").len(), 64);
 }
 

@@ -540,7 +540,8 @@ fn find_unknown(
     }
 }
 
-/// SHA-256, hexadecimal, of `content` written compactly with sorted keys.
+/// SHA-256, hexadecimal, of `content` without its budget, written compactly with sorted keys: more money or time for a job
+/// does not make it another job.
 fn content_hash(content: &Value) -> String {
     fn sorted(value: &Value) -> Value {
         match value {
@@ -558,7 +559,11 @@ fn content_hash(content: &Value) -> String {
             other => other.clone(),
         }
     }
-    Sha256::digest(sorted(content).to_string())
+    let mut content = sorted(content);
+    if let Value::Object(fields) = &mut content {
+        fields.shift_remove("budget");
+    }
+    Sha256::digest(content.to_string())
         .iter()
         .map(|byte| format!("{byte:02x}"))
         .collect()

@@ -66,7 +66,7 @@ struct Intake {
 
 impl Intake {
     /// Sends a shard, or as much of it as may be tried at once, to keeper and device. False once they no longer listen.
-    async fn open(&self, delivery: Delivery, mut log: ShardLog, stop: &Stop) -> anyhow::Result<bool> {
+    async fn open(&self, delivery: Delivery, log: ShardLog, stop: &Stop) -> anyhow::Result<bool> {
         let worker = &self.worker;
         let plan = log.narrowing();
         // A narrowed try has the device to itself: it takes every place there is.
@@ -103,20 +103,31 @@ impl Intake {
             .collect();
         let (ready, broken) = render(worker.renderer.clone(), wanted).await?;
         results.extend(broken);
-        let attempt = match ready.is_empty() {
-            true => None,
-            false => Some(log.begin(&worker.name, &plan.next, plan.alone()).await?),
-        };
-        let mut shard = OpenShard::new(log, read.carry, delivery, permit);
-        shard.attempt = attempt;
-        shard.missing = ready.len() as u64;
         for row in &results {
             worker.meter.add_row(row);
         }
+        let mut shard = OpenShard::new(log, read.carry, delivery, permit);
         shard.pending = results;
+        if ready.is_empty() {
+            return Ok(self.kept.send(Kept::Opened(Box::new(shard))).await.is_ok());
+        }
+        // A place first, then the attempt: rows that only wait must not be blamed for a kill.
+        let place = tokio::select! {
+            _ = stop.wait() => None,
+            place = self.ready.reserve() => place.ok(),
+        };
+        let Some(place) = place else {
+            worker.queue.give_back(&shard.delivery).await?;
+            return Ok(false);
+        };
+        shard.attempt = Some(shard.log.begin(&worker.name, &plan.next, plan.alone()).await?);
+        shard.missing = ready.len() as u64;
         // The keeper must know the shard before any of its rows comes.
-        Ok(self.kept.send(Kept::Opened(Box::new(shard))).await.is_ok()
-            && (ready.is_empty() || self.ready.send(ReadyShard { rows: ready }).await.is_ok()))
+        if self.kept.send(Kept::Opened(Box::new(shard))).await.is_err() {
+            return Ok(false);
+        }
+        place.send(ReadyShard { rows: ready });
+        Ok(true)
     }
 }
 

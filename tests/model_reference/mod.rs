@@ -2,5 +2,6 @@
 
 mod answers;
 mod bits;
+mod engine;
 mod files;
 mod harness;

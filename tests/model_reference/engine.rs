@@ -1,0 +1,163 @@
+//! The engine over real models: however rows are scheduled, each gets the same tokens and the same log probabilities, bit
+//! for bit, in F32.
+
+use std::sync::Arc;
+
+use gristmill::device::Precision;
+use gristmill::engine::params::Params;
+use gristmill::engine::request::{Request, UnitId};
+use gristmill::engine::{Engine, EngineOptions};
+use gristmill::model::tokenizer::Tokenizer;
+use gristmill::model::{KvBudget, Transformer};
+
+use super::harness::{Reference, folder, options};
+
+const ROWS: u64 = 14;
+const NEW_TOKENS: u32 = 24;
+
+/// How an engine is set up; what it does to a row must not show.
+struct Schedule {
+    name: &'static str,
+    step_tokens: usize,
+    sequences: usize,
+    kv_blocks: u32,
+    /// Rows that share the engine; the others run one after the other in engines of their own.
+    together: bool,
+}
+
+const SCHEDULES: [Schedule; 5] = [
+    Schedule {
+        name: "alone",
+        step_tokens: 2048,
+        sequences: 1,
+        kv_blocks: 64,
+        together: false,
+    },
+    Schedule {
+        name: "in a batch, behind shared prefixes",
+        step_tokens: 2048,
+        sequences: 64,
+        kv_blocks: 256,
+        together: true,
+    },
+    Schedule {
+        name: "in chunks",
+        step_tokens: 7,
+        sequences: 5,
+        kv_blocks: 256,
+        together: true,
+    },
+    Schedule {
+        name: "preempted and resumed",
+        step_tokens: 64,
+        sequences: 8,
+        kv_blocks: 12,
+        together: true,
+    },
+    Schedule {
+        name: "one after another, prefixes cached",
+        step_tokens: 33,
+        sequences: 1,
+        kv_blocks: 64,
+        together: true,
+    },
+];
+
+/// Prompts of mixed lengths; two of three begin with the same 37 tokens.
+fn prompt(row: u64, vocabulary: u32) -> Arc<[u32]> {
+    let token = |seed: u64, i: u64| {
+        let x = (seed * 1_000 + i + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        3 + ((x >> 40) as u32) % (vocabulary - 3)
+    };
+    let shared = if row % 3 == 2 { 0 } else { 37 };
+    let own = 1 + (row * 7) % 23;
+    (0..shared)
+        .map(|i| token(999, i))
+        .chain((0..own).map(|i| token(row, i)))
+        .collect()
+}
+
+type Answer = (Vec<u32>, Vec<u32>);
+
+/// Runs rows in one engine: by row, the tokens and the bits of their log probabilities.
+fn run(name: &str, reference: &Reference, schedule: &Schedule, rows: &[u64], temperature: f32) -> Vec<(u64, Answer)> {
+    let mut load = options(reference, Precision::F32);
+    load.kv = KvBudget::Blocks(schedule.kv_blocks);
+    let model = Transformer::load(&folder(name), &load).unwrap();
+    let tokenizer = Arc::new(Tokenizer::from_words(&[], &["<end>"]).unwrap());
+    let mut engine = Engine::new(
+        Box::new(model),
+        tokenizer,
+        EngineOptions {
+            max_step_tokens: schedule.step_tokens,
+            max_sequences: schedule.sequences,
+            ..EngineOptions::default()
+        },
+    );
+    let params = Arc::new(Params {
+        max_tokens: NEW_TOKENS,
+        temperature,
+        logprobs: true,
+        seed: 5,
+        ..Params::default()
+    });
+    for &row in rows {
+        let id = UnitId {
+            row,
+            sample: 0,
+            attempt: 0,
+        };
+        let prompt = prompt(row, reference.vocabulary as u32);
+        engine
+            .submit(Request {
+                id,
+                prompt,
+                params: params.clone(),
+            })
+            .unwrap();
+    }
+    let mut answers = Vec::new();
+    while !engine.is_idle() {
+        for finished in engine.step().unwrap() {
+            let done = finished.result.unwrap();
+            let bits = done.logprobs.unwrap().iter().map(|p| p.to_bits()).collect();
+            answers.push((finished.id.row, (done.token_ids, bits)));
+        }
+    }
+    answers
+}
+
+#[test]
+fn schedules_change_no_bit() {
+    for name in ["llama-plain", "mistral-window", "qwen2-window", "qwen3-layers-sharded"] {
+        let reference = Reference::load(name);
+        for temperature in [0.0, 1.0] {
+            let mut expected: Option<Vec<(u64, Answer)>> = None;
+            for schedule in &SCHEDULES {
+                let all: Vec<u64> = (0..ROWS).collect();
+                let mut answers: Vec<_> = match schedule.together {
+                    true => run(name, &reference, schedule, &all, temperature),
+                    false => all
+                        .iter()
+                        .flat_map(|row| run(name, &reference, schedule, &[*row], temperature))
+                        .collect(),
+                };
+                answers.sort();
+                assert_eq!(answers.len() as u64, ROWS);
+                match &expected {
+                    None => expected = Some(answers),
+                    Some(expected) => {
+                        for (alone, other) in expected.iter().zip(&answers) {
+                            assert_eq!(alone, other, "{name}, {}, temperature {temperature}", schedule.name);
+                        }
+                    }
+                }
+            }
+            let different = expected.unwrap().windows(2).filter(|w| w[0].1 != w[1].1).count();
+            assert!(
+                different as u64 >= ROWS / 2,
+                "the rows' answers differ, or the test shows nothing"
+            );
+        }
+    }
+}
