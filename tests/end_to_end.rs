@@ -105,8 +105,9 @@ fn writes_tickets_that_fit_the_schema_and_the_seed() {
             "--json",
         ]));
         assert!(matches!(run.code, Some(0 | 3)), "{run:?}");
-        folders.push(output.join("_limit/80"));
+        folders.push(output_of(&run));
         assert_eq!(run.json()["rows"]["total"], 80);
+        assert!(folders[folders.len() - 1].starts_with(output.join("_limit")));
     }
     Run::of(Command::new(python()).args(["-c", READ_TICKETS, arg(&folders[0]), arg(&folders[1])])).expect(0);
 }
@@ -192,16 +193,38 @@ assert any(len(set(row["completion"])) == 3 for row in samples.to_pylist()), "sa
 #[test]
 fn probabilities_samples_and_log_probabilities_are_columns() {
     let (one, two) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    let (job, first) = job_in(one.path(), "label-tickets.yaml", |text| {
+    let (job, _) = job_in(one.path(), "label-tickets.yaml", |text| {
         text.replace("choice:", "choice_probabilities: true\n  choice:")
     });
-    Run::of(&mut gristmill(&["run", arg(&job), "--limit", "40", "--quiet"])).expect(0);
-    let (job, second) = job_in(two.path(), "write-tickets.yaml", |text| {
+    let labelled = Run::of(&mut gristmill(&[
+        "run",
+        arg(&job),
+        "--limit",
+        "40",
+        "--json",
+        "--quiet",
+    ]))
+    .expect(0);
+    let (job, _) = job_in(two.path(), "write-tickets.yaml", |text| {
         text.replace("seed: 7", "seed: 7\n  n: 3\n  logprobs: true")
             .replace("carry:", "token_ids: true, carry:")
     });
-    let run = Run::of(&mut gristmill(&["run", arg(&job), "--limit", "10", "--quiet"]));
+    let run = Run::of(&mut gristmill(&[
+        "run",
+        arg(&job),
+        "--limit",
+        "10",
+        "--json",
+        "--quiet",
+    ]));
     assert!(matches!(run.code, Some(0 | 3)), "{run:?}");
-    let folders = [first.join("_limit/40"), second.join("_limit/10")];
+    let folders = [output_of(&labelled), output_of(&run)];
     Run::of(Command::new(python()).args(["-c", READ_OPTIONS, arg(&folders[0]), arg(&folders[1])])).expect(0);
+}
+
+/// Where a run says that its output is.
+fn output_of(run: &Run) -> std::path::PathBuf {
+    let json = run.json();
+    let url = json["output"].as_str().expect("the output is named");
+    std::path::PathBuf::from(url.strip_prefix("file://").expect("it is a local folder"))
 }

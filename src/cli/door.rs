@@ -6,7 +6,6 @@ use std::sync::Arc;
 use arrow::datatypes::SchemaRef;
 use chrono::{DateTime, NaiveDateTime};
 use serde::{Deserialize, Serialize};
-use sha2::{Digest, Sha256};
 
 use crate::cli::exit::Failure;
 use crate::dataset::location::Location;
@@ -18,6 +17,7 @@ use crate::job::file::OutputFormat;
 use crate::job::generate::ShapeSpec;
 use crate::job::spec::{Job, Precision};
 use crate::job::{RenderSetup, Renderer};
+use crate::ledger::keys::sha256;
 use crate::ledger::{JobDraft, JobIdentity, Ledger};
 use crate::model::config::Config;
 use crate::model::tokenizer::Tokenizer;
@@ -76,11 +76,12 @@ impl Opened {
         let model_dir = model_dir(&job)?;
         let config = Config::load(&model_dir).map_err(Failure::bad_job)?;
         let tokenizer = Tokenizer::load(&model_dir).map_err(Failure::bad_job)?;
-        let mut output = Location::parse(&job.output.uri, &job.base_dir).map_err(Failure::bad_job)?;
-        if let Some(rows) = limit {
+        let output = Location::parse(&job.output.uri, &job.base_dir).map_err(Failure::bad_job)?;
+        let output = match limit {
             // A job of its own: trying out must not touch the real output. Readers ignore names that begin with `_`.
-            output = output.join(&format!("_limit/{rows}"));
-        }
+            Some(rows) => output.join("_limit").join(&trial_name(&job, rows)),
+            None => output,
+        };
         Ok(Opened {
             job: Arc::new(job),
             model_dir,
@@ -180,7 +181,7 @@ impl Opened {
     pub fn identity(&self) -> Result<JobIdentity, Failure> {
         let job_hash = match self.limit {
             None => self.job.hash().to_string(),
-            Some(rows) => hex(&Sha256::digest(format!("{} limit {rows}", self.job.hash()))),
+            Some(rows) => sha256(format!("{} limit {rows}", self.job.hash()).as_bytes()),
         };
         Ok(JobIdentity {
             job_hash,
@@ -231,6 +232,11 @@ impl Opened {
             usd_per_hour: self.job.budget.usd_per_hour,
         })
     }
+}
+
+/// The folder of a trial: another one for each version of the job file, so that a job can be tried, changed and tried again.
+pub fn trial_name(job: &Job, rows: u64) -> String {
+    format!("{rows}-{}", &job.hash()[..8])
 }
 
 /// The model's folder: local, for now.
@@ -289,9 +295,4 @@ pub async fn summary(ledger: &Ledger, output: &str) -> Result<Summary, Failure> 
         usd: status.usd,
         agreement: None::<Agreement>,
     })
-}
-
-/// Lower-case hexadecimal.
-pub fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|b| format!("{b:02x}")).collect()
 }

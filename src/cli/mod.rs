@@ -30,7 +30,12 @@ pub fn main() -> ExitCode {
         .enable_all()
         .build()
         .map_err(Failure::from)
-        .and_then(|runtime| runtime.block_on(command(arguments.command)));
+        .and_then(|runtime| {
+            let result = runtime.block_on(command(arguments.command));
+            // What still runs in the background after a stop must not hold up the end.
+            runtime.shutdown_background();
+            result
+        });
     match result {
         Ok(exit) => exit.into(),
         Err(failure) => {

@@ -109,7 +109,9 @@ async fn expected_seconds(
         }
     };
     for prefix in listed {
-        let Some(name) = prefix.filename() else { continue };
+        let Some(name) = prefix.filename().filter(|name| name.ends_with(&opened.job.hash()[..8])) else {
+            continue;
+        };
         let Some(ledger) = Ledger::open(&trials.join(name)).await? else {
             continue;
         };

@@ -540,8 +540,8 @@ fn find_unknown(
     }
 }
 
-/// SHA-256, hexadecimal, of `content` without its budget, written compactly with sorted keys: more money or time for a job
-/// does not make it another job.
+/// SHA-256, hexadecimal, of `content` without `budget.usd` and `budget.deadline`, written compactly with sorted keys: more
+/// money or time for a job does not make it another job.
 fn content_hash(content: &Value) -> String {
     fn sorted(value: &Value) -> Value {
         match value {
@@ -560,7 +560,13 @@ fn content_hash(content: &Value) -> String {
         }
     }
     let mut content = sorted(content);
-    if let Value::Object(fields) = &mut content {
+    if let Some(Value::Object(budget)) = content.get_mut("budget") {
+        budget.remove("usd");
+        budget.remove("deadline");
+    }
+    if let Value::Object(fields) = &mut content
+        && fields.get("budget") == Some(&Value::Object(Map::new()))
+    {
         fields.shift_remove("budget");
     }
     Sha256::digest(content.to_string())

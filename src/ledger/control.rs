@@ -2,7 +2,7 @@
 //!
 //! Orders are create-once records of one short log; the last one holds. Spendings are cumulative, one object a worker.
 
-use chrono::{DateTime, Utc};
+use chrono::{DateTime, TimeDelta, Utc};
 
 use super::Ledger;
 use super::error::{LedgerError, Result};
@@ -20,14 +20,45 @@ pub struct Control {
     orders: Vec<Order>,
 }
 
-/// What the workers of a job have spent, at a moment by the store's clock.
-#[derive(Debug, Clone, PartialEq)]
+/// What the workers of a job have spent.
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct Spent {
+    pub by_worker: Vec<WorkerSpend>,
+}
+
+/// What one worker has spent.
+#[derive(Debug, Clone, PartialEq)]
+pub struct WorkerSpend {
+    pub worker: String,
+    /// Cumulative.
     pub device_seconds: f64,
-    /// Workers that have written a spending.
-    pub workers: u32,
+    /// When it was written, by the store's clock.
+    pub at: DateTime<Utc>,
+}
+
+impl Spent {
+    /// Of all workers.
+    pub fn device_seconds(&self) -> f64 {
+        self.by_worker.iter().map(|spend| spend.device_seconds).sum()
+    }
+
+    /// Of all workers but this one.
+    pub fn device_seconds_of_others(&self, worker: &str) -> f64 {
+        let others = self.by_worker.iter().filter(|spend| spend.worker != worker);
+        others.map(|spend| spend.device_seconds).sum()
+    }
+
+    /// Workers besides this one that wrote within `window` before the newest spending: the others work no more.
+    pub fn live_others(&self, worker: &str, window: TimeDelta) -> u32 {
+        let Some(now) = self.store_now() else { return 0 };
+        let live = |spend: &&WorkerSpend| spend.worker != worker && now - spend.at <= window;
+        self.by_worker.iter().filter(live).count() as u32
+    }
+
     /// The latest time that the store stamped on a spending: "now" for deadlines, as soon as we have written ours.
-    pub store_now: Option<DateTime<Utc>>,
+    pub fn store_now(&self) -> Option<DateTime<Utc>> {
+        self.by_worker.iter().map(|spend| spend.at).max()
+    }
 }
 
 impl Ledger {
@@ -56,15 +87,20 @@ impl Ledger {
         self.store().replace(&self.keys().spend(worker), encode(&spend)?).await
     }
 
-    /// What all workers have spent, and the store's time.
+    /// What all workers have spent on this job.
     pub async fn spent(&self) -> Result<Spent> {
-        let listed = self.store().list(&self.keys().spends()).await?;
-        let spends = self.spends().await?;
-        Ok(Spent {
-            device_seconds: spends.iter().map(|spend| spend.device_seconds).sum(),
-            workers: spends.len() as u32,
-            store_now: listed.iter().map(|object| object.modified).max(),
-        })
+        let mut spent = Spent::default();
+        for object in self.store().list(&self.keys().spends()).await? {
+            let Some(spend) = read::<Spend>(self.store(), &object.key).await? else {
+                continue;
+            };
+            spent.by_worker.push(WorkerSpend {
+                worker: spend.worker,
+                device_seconds: spend.device_seconds,
+                at: object.modified,
+            });
+        }
+        Ok(spent)
     }
 }
 

@@ -10,7 +10,7 @@ use futures::{StreamExt, TryStreamExt};
 use super::Ledger;
 use super::error::{LedgerError, Result};
 use super::keys::{Keys, SHARDS_PER_BLOCK, SUCCESS};
-use super::record::{Commit, Digest, Spend, Success, Tally, VERSION, decode, encode, read};
+use super::record::{Commit, Digest, Success, Tally, VERSION, decode, encode, read};
 use super::store::Created;
 
 /// Requests in flight while a job's records are read.
@@ -173,12 +173,7 @@ impl Ledger {
                 hash.add(&commit);
             }
         }
-        let seconds = self
-            .spends()
-            .await?
-            .iter()
-            .map(|spend| spend.device_seconds)
-            .sum::<f64>();
+        let seconds = self.spent().await?.device_seconds();
         let (job, id) = (self.job(), &self.job().identity);
         let success = Success {
             v: VERSION,
@@ -200,16 +195,6 @@ impl Ledger {
             // Another worker's, with other seconds at most: what stands is the result.
             Created::Theirs(bytes) => decode(self.store(), SUCCESS, &bytes),
         }
-    }
-
-    /// What all workers have spent on this job.
-    pub async fn spends(&self) -> Result<Vec<Spend>> {
-        let listed = self.store().list(&self.keys().spends()).await?;
-        let mut out = Vec::with_capacity(listed.len());
-        for object in listed {
-            out.extend(read::<Spend>(self.store(), &object.key).await?);
-        }
-        Ok(out)
     }
 }
 

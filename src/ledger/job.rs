@@ -2,7 +2,6 @@
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use sha2::Digest as _;
 use std::sync::Arc;
 
 use super::error::{LedgerError, Result};
@@ -71,16 +70,6 @@ impl JobRecord {
     /// Rows of the whole job.
     pub fn rows(&self) -> u64 {
         self.shards.last().map_or(0, |shard| shard.first_row + shard.rows)
-    }
-
-    /// The seed of a job that names none: the first 8 bytes (little-endian) of SHA-256("gristmill seed " + job id).
-    pub fn seed(&self) -> u64 {
-        let digest = sha2::Sha256::digest(format!("gristmill seed {}", self.job));
-        digest
-            .iter()
-            .take(8)
-            .rev()
-            .fold(0, |seed, &byte| seed << 8 | u64::from(byte))
     }
 
     /// The shard table's entry; an index that it lacks is an error (it may come from a message).

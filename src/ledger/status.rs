@@ -85,11 +85,22 @@ impl Ledger {
             Some(StopWhy::Deadline) => State::DeadlineReached,
             Some(StopWhy::Cancelled) => State::Cancelled,
         };
-        status.seconds = self.spent().await?.device_seconds;
+        status.seconds = self.spent().await?.device_seconds();
         status.usd = job.usd_per_hour.map(|price| status.seconds / 3600.0 * price);
         let uncommitted = self.add_committed(&mut status).await?;
         self.add_open(&mut status, uncommitted).await?;
         Ok(status)
+    }
+
+    /// Shards without a commit, ascending: two requests, and one a block that is not closed.
+    pub async fn uncommitted(&self) -> Result<Vec<u32>> {
+        let closed = self.closed_blocks().await?;
+        let mut uncommitted = Vec::new();
+        for block in (0..self.blocks()).filter(|block| !closed.contains(block)) {
+            let done = self.committed_shards(block).await?;
+            uncommitted.extend(self.block_shards(block).filter(|shard| !done.contains(shard)));
+        }
+        Ok(uncommitted)
     }
 
     /// Adds what is committed; returns the shards that are not.

@@ -20,6 +20,8 @@ pub struct Goal {
     pub rows: u64,
     /// Rows that were finished before this process began.
     pub rows_before: u64,
+    /// Device seconds that were spent before this process began.
+    pub seconds_before: f64,
     pub usd_per_hour: Option<f64>,
 }
 
@@ -72,7 +74,7 @@ fn status(read: &Reading, goal: &Goal, elapsed: Duration) -> String {
     if read.failed_rows > 0 {
         parts.push(format!("{} failed rows", number(read.failed_rows)));
     }
-    if let Some(usd) = dollars(read.device_seconds, goal.usd_per_hour) {
+    if let Some(usd) = dollars(goal.seconds_before + read.device_seconds, goal.usd_per_hour) {
         parts.push(format!("{} so far", show_dollars(usd)));
     }
     parts.join(", ")
@@ -108,11 +110,12 @@ mod tests {
         let goal = Goal {
             rows: 30,
             rows_before: 10,
+            seconds_before: 1.0,
             usd_per_hour: Some(3.6),
         };
         assert_eq!(
             status(&read, &goal, Duration::from_secs(20)),
-            "500 tokens/s, 20s left, 1 failed rows, $0.0020 so far"
+            "500 tokens/s, 20s left, 1 failed rows, $0.0030 so far"
         );
     }
 }

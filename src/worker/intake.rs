@@ -8,14 +8,16 @@ use arrow::array::RecordBatch;
 use rayon::prelude::*;
 use tokio::sync::{Semaphore, mpsc};
 
+use crate::dataset::plan::Shard;
 use crate::dataset::row::{InputRow, RowResult};
-use crate::job::{RenderedRow, Renderer};
+use crate::job::RenderedRow;
+use crate::ledger::attempts::Narrowing;
 use crate::ledger::log::{ShardLog, ShardState};
 use crate::queue::Delivery;
 use crate::worker::assemble::errored;
 use crate::worker::keeper::OpenShard;
 use crate::worker::stop::Stop;
-use crate::worker::{Kept, ReadyShard, SHARDS_IN_FLIGHT, Worker};
+use crate::worker::{Kept, ReadyRow, ReadyShard, Worker};
 
 /// How long to wait for a message before asking the ledger whether the job is done.
 const RECEIVE_WAIT: Duration = Duration::from_millis(100);
@@ -27,7 +29,7 @@ pub(super) async fn run(
     kept: mpsc::Sender<Kept>,
     stop: Stop,
 ) -> anyhow::Result<()> {
-    let places = Arc::new(Semaphore::new(SHARDS_IN_FLIGHT as usize));
+    let places = Arc::new(Semaphore::new(worker.options.shards_in_flight as usize));
     let intake = Intake {
         worker,
         ready,
@@ -36,10 +38,14 @@ pub(super) async fn run(
     };
     loop {
         let delivery = tokio::select! {
+            biased;
             _ = stop.wait() => return Ok(()),
             delivery = intake.worker.queue.receive(RECEIVE_WAIT) => delivery?,
         };
         let Some(delivery) = delivery else {
+            if intake.places.available_permits() < intake.worker.options.shards_in_flight as usize {
+                continue;
+            }
             // An empty queue proves nothing: a shard may come back. The ledger says when the job is done.
             if intake.worker.ledger.finish_check(None).await?.is_some() {
                 return Ok(());
@@ -70,8 +76,13 @@ impl Intake {
         let worker = &self.worker;
         let plan = log.narrowing();
         // A narrowed try has the device to itself: it takes every place there is.
-        let places = if plan.alone() { SHARDS_IN_FLIGHT } else { 1 };
+        let places = if plan.alone() {
+            worker.options.shards_in_flight
+        } else {
+            1
+        };
         let permit = tokio::select! {
+            biased;
             _ = stop.wait() => None,
             permit = self.places.clone().acquire_many_owned(places) => Some(permit.context("the places are never closed")?),
         };
@@ -85,28 +96,32 @@ impl Intake {
             return Ok(self.kept.send(Kept::Opened(Box::new(shard))).await.is_ok());
         }
         let shard = worker.ledger.job().shard(log.shard())?.clone();
-        let read = worker.reader.read(&shard).await?;
-        let mut results: Vec<RowResult> = plan
-            .accused
-            .iter()
-            .map(|row| {
-                errored(
-                    row,
-                    "the process died twice while this row was alone on the device".into(),
-                )
-            })
-            .collect();
-        let wanted: Vec<InputRow> = read
-            .rows
-            .into_iter()
-            .filter(|row| plan.next.contains(row.row))
-            .collect();
-        let (ready, broken) = render(worker.renderer.clone(), wanted).await?;
-        results.extend(broken);
+        // Until the attempt is written down, a stop may end this anywhere.
+        let prepared = tokio::select! {
+            biased;
+            _ = stop.wait() => None,
+            prepared = self.prepare(&shard, &plan) => Some(prepared?),
+        };
+        let Some(Prepared {
+            carry,
+            ready,
+            mut results,
+        }) = prepared
+        else {
+            worker.queue.give_back(&delivery).await?;
+            return Ok(false);
+        };
+        let accused = |row| {
+            errored(
+                row,
+                "the process died three times while this row was alone on the device".into(),
+            )
+        };
+        results.extend(plan.accused.iter().map(accused));
         for row in &results {
             worker.meter.add_row(row);
         }
-        let mut shard = OpenShard::new(log, read.carry, delivery, permit);
+        let mut shard = OpenShard::new(log, carry, delivery, permit);
         shard.pending = results;
         if ready.is_empty() {
             return Ok(self.kept.send(Kept::Opened(Box::new(shard))).await.is_ok());
@@ -129,27 +144,50 @@ impl Intake {
         place.send(ReadyShard { rows: ready });
         Ok(true)
     }
+
+    /// Reads the shard; renders and tokenizes the rows to try.
+    async fn prepare(&self, shard: &Shard, plan: &Narrowing) -> anyhow::Result<Prepared> {
+        let read = self.worker.reader.read(shard).await?;
+        let rows: Vec<InputRow> = read
+            .rows
+            .into_iter()
+            .filter(|row| plan.next.contains(row.row))
+            .collect();
+        let worker = self.worker.clone();
+        let rendered = tokio::task::spawn_blocking(move || {
+            let render = |row: &InputRow| (row.row, worker.renderer.render(row));
+            worker
+                .render_threads
+                .install(|| rows.par_iter().map(render).collect::<Vec<_>>())
+        });
+        let mut prepared = Prepared {
+            carry: read.carry,
+            ready: Vec::new(),
+            results: Vec::new(),
+        };
+        for (row, prompt) in rendered.await.context("rendering panicked")? {
+            match prompt {
+                Ok(RenderedRow {
+                    tokens,
+                    params,
+                    text: _,
+                }) => {
+                    prepared.ready.push(ReadyRow {
+                        row,
+                        prompt: tokens.into(),
+                        params,
+                    });
+                }
+                Err(why) => prepared.results.push(errored(row, why)),
+            }
+        }
+        Ok(prepared)
+    }
 }
 
-/// Renders and tokenizes on all cores: prompts, and the rows that have none.
-async fn render(
-    renderer: Arc<Renderer>,
-    rows: Vec<InputRow>,
-) -> anyhow::Result<(Vec<(u64, RenderedRow)>, Vec<RowResult>)> {
-    let rendered = tokio::task::spawn_blocking(move || {
-        rows.par_iter()
-            .map(|row| (row.row, renderer.render(row)))
-            .collect::<Vec<_>>()
-    })
-    .await
-    .context("rendering panicked")?;
-    let mut ready = Vec::with_capacity(rendered.len());
-    let mut broken = Vec::new();
-    for (row, prompt) in rendered {
-        match prompt {
-            Ok(prompt) => ready.push((row, prompt)),
-            Err(why) => broken.push(errored(row, why)),
-        }
-    }
-    Ok((ready, broken))
+/// A shard's rows, ready for the device or already done with.
+struct Prepared {
+    carry: RecordBatch,
+    ready: Vec<ReadyRow>,
+    results: Vec<RowResult>,
 }

@@ -16,6 +16,7 @@ pub mod assemble;
 mod device;
 mod intake;
 mod keeper;
+mod limits;
 pub mod preflight;
 pub mod stop;
 
@@ -30,20 +31,18 @@ use crate::dataset::part::OpenaiMeta;
 use crate::dataset::row::RowResult;
 use crate::dataset::shard::ShardReader;
 use crate::engine::Engine;
-use crate::job::prompt::{RenderedRow, Renderer};
+use crate::engine::params::Params;
+use crate::job::Renderer;
 use crate::ledger::Ledger;
 use crate::queue::Queue;
 use crate::report::meter::Meter;
+pub use crate::worker::limits::Limits;
 use crate::worker::stop::{Stop, Why};
 
 /// Shards read and tokenized ahead of the device: one, so that the next is ready when this one's tail runs.
 const READY_SHARDS: usize = 1;
 /// Finished rows on their way to the log: enough that a slow store does not hold up the device for seconds.
 const FINISHED_ROWS: usize = 16_384;
-
-/// Shards (or narrowed tries) between intake and acknowledgement: one running, one whose tail runs, one ready, one being
-/// published.
-const SHARDS_IN_FLIGHT: u32 = 4;
 
 /// What a worker needs, built at the door.
 pub struct Worker {
@@ -56,6 +55,8 @@ pub struct Worker {
     pub output: OutputSchema,
     pub format: PartFormat,
     pub meter: Arc<Meter>,
+    /// Rendering and tokenizing have threads of their own: the device's sampling must not wait for them.
+    pub render_threads: rayon::ThreadPool,
     pub options: Options,
 }
 
@@ -72,17 +73,22 @@ pub enum PartFormat {
 pub struct Options {
     /// Time between writes of finished rows to the log: the most work that a kill can cost.
     pub log_interval: Duration,
-    /// The device's price.
-    pub usd_per_hour: Option<f64>,
-    /// Work stops before the job's device time costs more than this.
-    pub usd_max: Option<f64>,
-    /// Work stops this long after the job was created.
-    pub deadline: Option<Duration>,
+    pub limits: Limits,
+    /// Shards (or narrowed tries) between intake and acknowledgement, at least 1: one running, one whose tail runs, one
+    /// ready, one being published, and more where shards are small.
+    pub shards_in_flight: u32,
 }
 
 /// A shard whose prompts are ready for the device.
 struct ReadyShard {
-    rows: Vec<(u64, RenderedRow)>,
+    rows: Vec<ReadyRow>,
+}
+
+/// A row that can go to the device as it is.
+struct ReadyRow {
+    row: u64,
+    prompt: Arc<[u32]>,
+    params: Arc<Params>,
 }
 
 /// What the keeper hears of.
@@ -90,7 +96,12 @@ enum Kept {
     /// Always before any row of that shard.
     Opened(Box<keeper::OpenShard>),
     Row(RowResult),
+    /// The device's last word, unless it failed.
+    DeviceLeft,
 }
+
+/// Longest time that a stop may take; what is not written by then is computed again.
+const DRAIN_MAX: Duration = Duration::from_secs(25);
 
 /// Works until the queue is empty or `stop` is set. `Ok(None)`: the queue was emptied.
 pub async fn run(worker: Arc<Worker>, engine: Engine, stop: Stop) -> anyhow::Result<Option<Why>> {
@@ -103,7 +114,21 @@ pub async fn run(worker: Arc<Worker>, engine: Engine, stop: Stop) -> anyhow::Res
     stages.spawn(keeper::run(worker.clone(), kept_rx, stop.clone()));
 
     let mut first_error = None;
-    while let Some(joined) = stages.join_next().await {
+    let drained = async {
+        stop.wait().await;
+        tokio::time::sleep(DRAIN_MAX).await;
+    };
+    tokio::pin!(drained);
+    loop {
+        let joined = tokio::select! {
+            joined = stages.join_next() => joined,
+            () = &mut drained => {
+                tracing::warn!("stopping took more than {} s: what is not written yet is left", DRAIN_MAX.as_secs());
+                stages.abort_all();
+                return first_error.map_or(Ok(stop.why()), Err);
+            }
+        };
+        let Some(joined) = joined else { break };
         let result = joined.unwrap_or_else(|e| Err(anyhow::anyhow!("a stage of the worker panicked: {e}")));
         if let Err(error) = result {
             // The others end by themselves: they see the stop, or their channel closes. Only the first error is the cause.

@@ -135,8 +135,8 @@ async fn status_follows_logs_orders_and_spendings() {
     assert!(ledger.control().await.unwrap().give(extend).await.unwrap());
     assert_eq!(ledger.status().await.unwrap().state, State::Running);
     let spent = ledger.spent().await.unwrap();
-    assert_eq!((spent.workers, spent.device_seconds), (1, 3600.0));
-    assert!(spent.store_now.unwrap() >= ledger.created_at());
+    assert_eq!((spent.by_worker.len(), spent.device_seconds()), (1, 3600.0));
+    assert!(spent.store_now().unwrap() >= ledger.created_at());
 }
 
 #[tokio::test]
