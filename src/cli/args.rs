@@ -41,7 +41,7 @@ pub struct RunArgs {
     /// Print the result as one JSON object, last on stdout
     #[arg(long)]
     pub json: bool,
-    /// No progress on stderr
+    /// No progress on stderr, only errors
     #[arg(long, short)]
     pub quiet: bool,
     /// Seconds between writes of finished rows to the job's log: the most work that a kill can cost
@@ -62,7 +62,7 @@ pub struct PlanArgs {
     #[arg(long, value_name = "TOKENS")]
     pub tokens_per_second: Option<f64>,
     /// Threads for reading and tokenizing
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = threads)]
     pub threads: Option<usize>,
     /// Print the plan as one JSON object, last on stdout
     #[arg(long)]
@@ -79,16 +79,16 @@ pub struct LimitArgs {
 #[derive(Debug, Args)]
 pub struct EngineArgs {
     /// Threads that compute (default: all cores)
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = threads)]
     pub threads: Option<usize>,
-    /// Memory for keys and values of running sequences, in MiB (default: an eighth of the machine's memory)
-    #[arg(long, value_name = "MIB")]
+    /// Memory for keys and values of running sequences, in MiB (default: an eighth of what this machine or container has)
+    #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(1..=1 << 30))]
     pub kv_memory: Option<u64>,
     /// Most tokens computed in one step
-    #[arg(long, value_name = "N", default_value_t = 2048)]
+    #[arg(long, value_name = "N", default_value_t = 2048, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
     pub step_tokens: u32,
     /// Most sequences that run at once
-    #[arg(long, value_name = "N", default_value_t = 256)]
+    #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=1 << 16))]
     pub sequences: u32,
 }
 
@@ -108,6 +108,10 @@ pub struct WatchArgs {
     /// Seconds between looks
     #[arg(long, value_name = "SECONDS", default_value_t = 2.0, value_parser = positive_seconds)]
     pub every: f64,
+}
+
+fn threads(text: &str) -> Result<usize, String> {
+    text.parse().ok().filter(|n| (1..=4096).contains(n)).ok_or_else(|| "give a whole number from 1 to 4096".into())
 }
 
 fn positive_seconds(text: &str) -> Result<f64, String> {

@@ -281,7 +281,7 @@ async fn report(opened: &Opened, ledger: &Ledger, args: &RunArgs) -> Result<Exit
     }
     if args.json {
         println!("{}", serde_json::to_string(&summary)?);
-    } else if !args.quiet {
+    } else {
         for line in summary.lines() {
             println!("{line}");
         }

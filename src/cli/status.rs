@@ -34,7 +34,7 @@ pub async fn watch(args: WatchArgs) -> Result<Exit, Failure> {
     loop {
         let status = ledger.status().await?;
         let line = format!(
-            "{}: {} of {} rows, {} shards",
+            "{}: {} of {} rows, shards {}",
             word(status.state),
             number(status.tally.rows()),
             number(status.rows),
