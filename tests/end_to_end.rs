@@ -222,6 +222,63 @@ fn probabilities_samples_and_log_probabilities_are_columns() {
     Run::of(Command::new(python()).args(["-c", READ_OPTIONS, arg(&folders[0]), arg(&folders[1])])).expect(0);
 }
 
+#[test]
+fn openai_batches_become_openai_results() {
+    let folder = tempfile::tempdir().unwrap();
+    let line = |id: &str, body: &str| {
+        format!(
+            "{{\"custom_id\": \"{id}\", \"method\": \"POST\", \"url\": \"/v1/chat/completions\", \"body\": {body}}}\n"
+        )
+    };
+    let ask = |text: &str, more: &str| {
+        format!(r#"{{"model": "any", "messages": [{{"role": "user", "content": "{text}"}}]{more}}}"#)
+    };
+    let lines = [
+        line(
+            "first",
+            &ask("My parcel is late", r#", "max_tokens": 3, "temperature": 0"#),
+        ),
+        line("tools", &ask("x", r#", "tools": [{"type": "function"}]"#)),
+        line(
+            "third",
+            &ask("Refund please", r#", "max_tokens": 5, "temperature": 1, "seed": 4"#),
+        ),
+    ];
+    std::fs::write(folder.path().join("in.jsonl"), lines.concat()).unwrap();
+    let job = folder.path().join("job.yaml");
+    let model = root().join("jobs/demo/model");
+    let text = format!(
+        "name: batch\nmodel: {}\ninput: {{uri: in.jsonl}}\ngenerate: {{ignore_eos: true}}\noutput: {{uri: out, format: openai}}\n",
+        model.display()
+    );
+    std::fs::write(&job, text).unwrap();
+    let run = Run::of(&mut gristmill(&["run", arg(&job), "--json", "--quiet"])).expect(3);
+    assert_eq!(
+        (&run.json()["rows"]["succeeded"], &run.json()["rows"]["errored"]),
+        (&2.into(), &1.into())
+    );
+    let results = std::fs::read_to_string(folder.path().join("out/part-00000.jsonl")).unwrap();
+    let results: Vec<serde_json::Value> = results
+        .lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect();
+    let ids: Vec<&str> = results.iter().map(|r| r["custom_id"].as_str().unwrap()).collect();
+    assert_eq!(ids, ["first", "tools", "third"], "input order");
+    let first = &results[0]["response"]["body"];
+    assert_eq!(
+        (&first["object"], &first["usage"]["completion_tokens"]),
+        (&"chat.completion".into(), &3.into())
+    );
+    assert!(!first["choices"][0]["message"]["content"].as_str().unwrap().is_empty());
+    assert!(
+        results[1]["error"]["message"].as_str().unwrap().contains("tools"),
+        "{}",
+        results[1]
+    );
+    assert_eq!(results[2]["response"]["body"]["usage"]["completion_tokens"], 5);
+    Run::of(&mut gristmill(&["verify", arg(&folder.path().join("out"))])).expect(0);
+}
+
 /// Where a run says that its output is.
 fn output_of(run: &Run) -> std::path::PathBuf {
     let json = run.json();

@@ -111,7 +111,10 @@ pub struct WatchArgs {
 }
 
 fn threads(text: &str) -> Result<usize, String> {
-    text.parse().ok().filter(|n| (1..=4096).contains(n)).ok_or_else(|| "give a whole number from 1 to 4096".into())
+    text.parse()
+        .ok()
+        .filter(|n| (1..=4096).contains(n))
+        .ok_or_else(|| "give a whole number from 1 to 4096".into())
 }
 
 fn positive_seconds(text: &str) -> Result<f64, String> {

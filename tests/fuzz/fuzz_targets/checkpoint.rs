@@ -24,7 +24,8 @@ fuzz_target!(|data: &[u8]| {
     if let Ok(weights) = Weights::open(folder.path()) {
         let names: Vec<String> = weights.names().map(str::to_string).collect();
         for name in names {
-            let _ = weights.tensor(&name);
+            let _ = weights.tensor(&name, Some(2), 3);
+            let _ = weights.tensor(&name, None, 2);
         }
     }
 });
