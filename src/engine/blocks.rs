@@ -2,7 +2,9 @@
 //!
 //! Bookkeeping only: it never touches keys, values or the model. A block is in one of three states: *held* (by one or
 //! more sequences), *cached* (held by none, but its contents are indexed and may be taken up again) or *free*. A new block
-//! comes from the free ones, else the cached block that was released longest ago is evicted.
+//! is a free one that was in use before; else, where more than a bound are cached, the cached one that was released longest
+//! ago, which is evicted; else one that was never in use; else the oldest cached one again. So the pool's memory comes into
+//! use as it is needed, and a long job does not fill all of it with prefixes that nobody will ask for.
 //!
 //! Sequences release their tail first, and whoever holds a block holds all blocks before it, so a block is always evicted
 //! before the blocks it continues: the index never holds a block whose beginning is gone.
@@ -10,6 +12,10 @@
 use std::collections::{BTreeMap, HashMap};
 
 use sha2::{Digest, Sha256};
+
+/// Blocks that are cached before one is evicted though others were never in use: this many, or this part of the pool.
+const CACHED_FIRST: usize = 1024;
+const CACHED_PART: usize = 16;
 
 /// Names the contents of a full block: all tokens from the start of the sequence, and what they were computed with.
 ///
@@ -59,8 +65,10 @@ struct Block {
 pub struct BlockPool {
     block_tokens: usize,
     blocks: Vec<Block>,
-    /// Free blocks, the next one to give away last.
+    /// Free blocks, the next one to give away last; those that were never in use come after all others.
     free: Vec<u32>,
+    /// Blocks from this one on were never in use.
+    untouched: u32,
     /// Blocks that nobody holds but the index knows, by the time of their release.
     cached: BTreeMap<u64, u32>,
     index: HashMap<BlockKey, u32>,
@@ -76,6 +84,7 @@ impl BlockPool {
             block_tokens: block_tokens as usize,
             blocks: vec![Block::default(); blocks as usize],
             free: (0..blocks).rev().collect(),
+            untouched: 0,
             cached: BTreeMap::new(),
             index: HashMap::new(),
             copy_sources: Vec::new(),
@@ -98,16 +107,23 @@ impl BlockPool {
         self.free.len() + self.cached.len()
     }
 
-    /// Takes a block, evicting the cached one released longest ago where none is free. `None`: all are held.
+    /// Blocks that were in use at some time: the part of the pool whose memory has been written to.
+    pub fn touched(&self) -> usize {
+        self.untouched as usize
+    }
+
+    /// Takes a block, evicting a cached one where the module's description says so. `None`: all are held.
     pub fn allocate(&mut self) -> Option<u32> {
-        let block = match self.free.pop() {
-            Some(block) => block,
-            None => {
+        let many = self.cached.len() > CACHED_FIRST.max(self.blocks.len() / CACHED_PART);
+        let block = match self.free.last() {
+            Some(block) if !many || *block < self.untouched => self.free.pop()?,
+            _ => {
                 let (_, block) = self.cached.pop_first()?;
                 self.forget(block);
                 block
             }
         };
+        self.untouched = self.untouched.max(block + 1);
         self.blocks[block as usize].holders = 1;
         Some(block)
     }
@@ -285,6 +301,24 @@ mod tests {
         pool.acquire(held[0]);
         pool.release(held[0]);
         assert_eq!(pool.allocate(), Some(held[1]), "the one used longest ago goes first");
+    }
+
+    /// Rows come and go, each with its own prefix: the cache of old ones stays bounded, and the newest are still found.
+    #[test]
+    fn finished_rows_do_not_fill_the_pool() {
+        let mut pool = BlockPool::new(100_000, 1);
+        let root = BlockKey::root("test");
+        let held: Vec<u32> = (0..10).map(|_| pool.allocate().unwrap()).collect();
+        for token in 0..20_000u32 {
+            let block = pool.allocate().unwrap();
+            pool.register(block, root.child(&[token]), &[token]);
+            pool.release(block);
+        }
+        assert_eq!(pool.touched(), 10 + 100_000 / CACHED_PART + 1);
+        assert!(pool.lookup(root.child(&[19_999]), &[19_999]).is_some());
+        assert!(pool.lookup(root.child(&[15_000]), &[15_000]).is_some());
+        assert_eq!(pool.lookup(root.child(&[0]), &[0]), None);
+        pool.check([&held[..]].into_iter());
     }
 
     #[test]

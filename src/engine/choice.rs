@@ -11,13 +11,15 @@
 //!   is the most probable choice (of equal ones the first), which need not be the one that greedy steps lead to.
 //! - **Log probabilities** of tokens the model was asked for are raw ones, as everywhere; a token that is the only way to go
 //!   is certain: 0.
+//! - Where the tokenizer puts a space in front of a text (SentencePiece's `▁`), a choice is spelled with that space, as the
+//!   model has learned to begin an answer; the choice's text is the one asked for all the same.
 //! - Stop texts, stop tokens and `ignore_eos` have no say; `max_tokens` cuts.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use crate::engine::constraint::ConstraintError;
-use crate::engine::sampling::{self, Allowed, Draw, SampleError, Scratch};
+use crate::engine::sampling::{self, Allowed, Draw, LogSoftmax, SampleError, Scratch};
 use crate::model::tokenizer::Tokenizer;
 
 /// Most choices, and most bytes of all of them.
@@ -33,6 +35,10 @@ pub struct Choices {
     texts: Vec<String>,
     /// Canonical tokens of each choice.
     paths: Vec<Vec<u32>>,
+    /// The nodes on each choice's path, and which way it goes on from each: one per token, then the end.
+    steps: Vec<Vec<(Node, u32)>>,
+    /// See [`Choices::deepest_choice`].
+    deepest: usize,
     nodes: Vec<TrieNode>,
     eos: Vec<u32>,
 }
@@ -69,17 +75,26 @@ impl Choices {
                 bytes,
             });
         }
-        let mut vocabulary = None;
-        let paths: Result<Vec<_>, _> = texts.iter().map(|t| canonical(t, tokenizer, &mut vocabulary)).collect();
+        let mut speller = Speller::new(tokenizer);
+        let paths: Result<Vec<_>, _> = texts.iter().map(|t| speller.canonical(t)).collect();
         let mut choices = Choices {
             texts: texts.to_vec(),
             paths: paths?,
+            steps: Vec::with_capacity(texts.len()),
+            deepest: 0,
             nodes: vec![TrieNode::default()],
             eos: eos.to_vec(),
         };
+        let mut ways = HashMap::new();
         for choice in 0..texts.len() {
-            choices.insert(choice);
+            choices.insert(choice, &mut ways);
         }
+        // Ways have been counted: the end is the one after all children.
+        for step in choices.steps.iter_mut().filter_map(|steps| steps.last_mut()) {
+            step.1 = choices.nodes[step.0 as usize].children.len() as u32;
+        }
+        let deepest = choices.nodes.iter().filter(|n| n.ways() > 1).map(|n| n.depth).max();
+        choices.deepest = deepest.unwrap_or(0);
         match choices.nodes.iter().find(|n| n.end.is_some() && !n.children.is_empty()) {
             Some(node) if eos.is_empty() => Err(ConstraintError::NoEnd {
                 text: texts[node.via].clone(),
@@ -88,39 +103,43 @@ impl Choices {
         }
     }
 
-    fn insert(&mut self, choice: usize) {
-        let mut node = 0;
+    /// Adds a choice's path. `ways` finds the child of a node by its token.
+    fn insert(&mut self, choice: usize, ways: &mut HashMap<(Node, u32), u32>) {
+        let mut node: Node = 0;
+        let mut steps = Vec::with_capacity(self.paths[choice].len() + 1);
         for (i, &token) in self.paths[choice].iter().enumerate() {
-            let found = self.nodes[node].children.iter().find(|(t, _)| *t == token);
-            node = match found {
-                Some((_, child)) => *child as usize,
-                None => {
-                    let child = self.nodes.len();
-                    self.nodes.push(TrieNode {
-                        depth: i + 1,
-                        via: choice,
-                        ..TrieNode::default()
-                    });
-                    self.nodes[node].children.push((token, child as Node));
-                    child
-                }
-            };
+            let way = *ways.entry((node, token)).or_insert_with(|| {
+                let child = self.nodes.len() as Node;
+                self.nodes.push(TrieNode {
+                    depth: i + 1,
+                    via: choice,
+                    ..TrieNode::default()
+                });
+                let children = &mut self.nodes[node as usize].children;
+                children.push((token, child));
+                children.len() as u32 - 1
+            });
+            steps.push((node, way));
+            node = self.nodes[node as usize].children[way as usize].1;
         }
-        let end = &mut self.nodes[node];
+        steps.push((node, 0));
+        self.steps.push(steps);
+        let end = &mut self.nodes[node as usize];
         if end.end.is_none() {
             end.end = Some(choice);
             end.via = choice;
         }
     }
 
+    /// Does an earlier choice have the same tokens?
+    fn is_repeated(&self, choice: usize) -> bool {
+        let end = self.steps[choice].last().map(|(node, _)| &self.nodes[*node as usize]);
+        end.is_some_and(|node| node.end != Some(choice))
+    }
+
     /// Most tokens that must be computed after the prompt: the depth of the deepest node with something to choose.
     pub fn deepest_choice(&self) -> usize {
-        self.nodes
-            .iter()
-            .filter(|n| n.ways() > 1)
-            .map(|n| n.depth)
-            .max()
-            .unwrap_or(0)
+        self.deepest
     }
 
     /// Tokens of the longest choice.
@@ -189,40 +208,63 @@ fn log_sum(values: impl Iterator<Item = f64> + Clone) -> f64 {
     max + values.map(|v| (v - max).exp()).sum::<f64>().ln()
 }
 
-/// The tokens of a choice: the tokenizer's own, or, where they spell another text (a normalizer may change it), the longest
-/// tokens from left to right that do.
-fn canonical(
-    text: &str,
-    tokenizer: &Tokenizer,
-    vocabulary: &mut Option<HashMap<Vec<u8>, u32>>,
-) -> Result<Vec<u32>, ConstraintError> {
-    let tokens = tokenizer.encode_plain(text);
-    let spelled = tokens.iter().flat_map(|t| tokenizer.token_bytes(*t)).copied();
-    if spelled.eq(text.bytes()) && tokens.iter().all(|t| !tokenizer.is_special(*t)) {
-        return Ok(tokens);
+/// Finds the tokens of choices.
+struct Speller<'a> {
+    tokenizer: &'a Tokenizer,
+    /// Ids by bytes, and the most bytes of any; made for the first choice that the tokenizer would change.
+    vocabulary: Option<(HashMap<&'a [u8], u32>, usize)>,
+}
+
+impl<'a> Speller<'a> {
+    fn new(tokenizer: &'a Tokenizer) -> Speller<'a> {
+        Speller {
+            tokenizer,
+            vocabulary: None,
+        }
     }
-    let vocabulary = vocabulary.get_or_insert_with(|| {
-        let ids = (0..tokenizer.vocab_size() as u32)
-            .rev()
-            .filter(|id| !tokenizer.is_special(*id));
-        ids.map(|id| (tokenizer.token_bytes(id).to_vec(), id))
-            .filter(|(bytes, _)| !bytes.is_empty())
-            .collect()
-    });
-    let longest = vocabulary.keys().map(Vec::len).max().unwrap_or(0);
-    let mut rest = text.as_bytes();
-    let mut tokens = Vec::new();
-    while !rest.is_empty() {
-        let found = (1..=rest.len().min(longest))
-            .rev()
-            .find_map(|n| Some((n, *vocabulary.get(&rest[..n])?)));
-        let Some((n, token)) = found else {
-            return Err(ConstraintError::Unspeakable { text: text.to_string() });
+
+    /// The tokens of a choice, after the space that the tokenizer puts in front of a text, if it does and has one.
+    fn canonical(&mut self, text: &str) -> Result<Vec<u32>, ConstraintError> {
+        let prefixed = match self.tokenizer.prefixes_space() && !text.is_empty() {
+            true => self.spell(&format!(" {text}")),
+            false => None,
         };
-        tokens.push(token);
-        rest = &rest[n..];
+        prefixed
+            .or_else(|| self.spell(text))
+            .ok_or_else(|| ConstraintError::Unspeakable { text: text.to_string() })
     }
-    Ok(tokens)
+
+    /// The tokenizer's own tokens, or, where they spell another text (a normalizer may change it), the longest tokens from
+    /// left to right that do.
+    fn spell(&mut self, text: &str) -> Option<Vec<u32>> {
+        let tokenizer = self.tokenizer;
+        let tokens = tokenizer.encode_plain(text);
+        let spelled = tokens.iter().flat_map(|t| tokenizer.token_bytes(*t)).copied();
+        if spelled.eq(text.bytes()) && tokens.iter().all(|t| !tokenizer.is_special(*t)) {
+            return Some(tokens);
+        }
+        let (vocabulary, longest) = self.vocabulary.get_or_insert_with(|| {
+            let ids = (0..tokenizer.vocab_size() as u32)
+                .rev()
+                .filter(|id| !tokenizer.is_special(*id));
+            let by_bytes: HashMap<&[u8], u32> = ids
+                .map(|id| (tokenizer.token_bytes(id), id))
+                .filter(|(bytes, _)| !bytes.is_empty())
+                .collect();
+            let longest = by_bytes.keys().map(|bytes| bytes.len()).max().unwrap_or(0);
+            (by_bytes, longest)
+        });
+        let mut rest = text.as_bytes();
+        let mut tokens = Vec::new();
+        while !rest.is_empty() {
+            let (n, token) = (1..=rest.len().min(*longest))
+                .rev()
+                .find_map(|n| Some((n, *vocabulary.get(&rest[..n])?)))?;
+            tokens.push(token);
+            rest = &rest[n..];
+        }
+        Some(tokens)
+    }
 }
 
 /// What the model said at one node.
@@ -302,11 +344,10 @@ impl ChoiceState {
             Vec::new()
         };
         let raw = match draw.params.logprobs {
-            true => at
-                .children
-                .iter()
-                .map(|(t, _)| sampling::log_probability(logits, *t))
-                .collect(),
+            true => {
+                let raw = LogSoftmax::new(logits);
+                at.children.iter().map(|(token, _)| raw.of(*token)).collect()
+            }
             false => Vec::new(),
         };
         self.answers.insert(node, Answer { ways, raw, picked });
@@ -362,40 +403,35 @@ impl ChoiceState {
 
     /// The answer and the way taken at each node of a choice's path: a node per token, then the one where it ends.
     fn along(&self, choice: usize) -> impl Iterator<Item = (Option<&Answer>, usize)> {
-        let path = &self.choices.paths[choice];
-        let mut node = 0;
-        (0..=path.len()).map(move |i| {
-            let at = &self.choices.nodes[node as usize];
-            let answer = self.answers.get(&node);
-            let way = path
-                .get(i)
-                .and_then(|token| at.children.iter().position(|(t, _)| t == token));
-            if let Some(way) = way {
-                node = at.children[way].1;
-            }
-            (answer, way.unwrap_or(at.children.len()))
-        })
+        let steps = self.choices.steps[choice].iter();
+        steps.map(|(node, way)| (self.answers.get(node), *way as usize))
     }
 
     /// The probability of each choice; of repeated ones the first has it all.
     fn probabilities(&self) -> Vec<f64> {
-        let mut node_of: HashMap<&[u32], usize> = HashMap::new();
-        let paths = &self.choices.paths;
-        (0..paths.len())
-            .map(|choice| {
-                if *node_of.entry(&paths[choice]).or_insert(choice) != choice {
-                    return 0.0;
-                }
-                let ways = self.along(choice).filter_map(|(answer, way)| answer?.ways.get(way));
-                ways.sum::<f64>().exp()
-            })
-            .collect()
+        let probability = |choice| {
+            if self.choices.is_repeated(choice) {
+                return 0.0;
+            }
+            let ways = self.along(choice).filter_map(|(answer, way)| answer?.ways.get(way));
+            ways.sum::<f64>().exp()
+        };
+        (0..self.choices.paths.len()).map(probability).collect()
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::engine::params::Params;
+    use crate::engine::philox::StreamKey;
+    use crate::engine::request::UnitId;
+
+    const ID: UnitId = UnitId {
+        row: 0,
+        sample: 0,
+        attempt: 0,
+    };
 
     fn choices(texts: &[&str], words: &[&str]) -> (Choices, Tokenizer) {
         let tokenizer = Tokenizer::from_words(words, &["<eos>"]).unwrap();
@@ -435,10 +471,72 @@ mod tests {
             "decoder": {"type": "Fuse"},
             "model": {"type": "BPE", "merges": [["N", "o"]], "vocab": {"N": 0, "o": 1, "No": 2, "n": 3, "!": 4}}});
         let tokenizer = Tokenizer::from_json(&json.to_string(), None).unwrap();
-        let spelled = |text: &str| canonical(text, &tokenizer, &mut None);
+        let spelled = |text: &str| Speller::new(&tokenizer).canonical(text);
         assert_eq!(spelled("no!"), Ok(vec![3, 1, 4]));
         assert_eq!(spelled("No!"), Ok(vec![2, 4]));
         assert_eq!(spelled("x"), Err(ConstraintError::Unspeakable { text: "x".into() }));
+    }
+
+    /// The model begins an answer with the space that its tokenizer puts there; the choice's text has none.
+    #[test]
+    fn choices_begin_with_the_tokenizers_space() {
+        let sentencepiece = crate::model::tokenizer::tests::sentencepiece;
+        let texts = ["ab", "ac", " ab"].map(String::from);
+        for (scheme, begin) in [
+            (Some("always"), " "),
+            (Some("first"), " "),
+            (None, " "),
+            (Some("never"), ""),
+        ] {
+            let tokenizer = sentencepiece(scheme);
+            let choices = Choices::new(&texts, &tokenizer, &[2]).unwrap();
+            for (path, text) in choices.paths.iter().zip(&texts) {
+                assert_eq!(tokenizer.decode(path), format!("{begin}{text}"), "{scheme:?}");
+            }
+            let own = tokenizer.encode_piece("ab", true).unwrap();
+            assert_eq!(choices.paths[0], own, "{scheme:?}: the tokenizer's own tokens");
+            let only = Arc::new(Choices::new(&texts[..1], &tokenizer, &[2]).unwrap());
+            assert_eq!(ChoiceState::new(only, false).chosen(true).text, "ab");
+        }
+    }
+
+    /// 5,000 choices over 150,000 tokens: one pass over the logits a node, whatever the number of its children.
+    #[test]
+    fn many_choices_are_cheap() {
+        let texts: Vec<String> = (0..5000).map(|i| format!("choice {i:04}")).collect();
+        let texts: Vec<&str> = texts.iter().map(String::as_str).chain(["choice 0000"]).collect();
+        let (c, _) = choices(&texts, &[]);
+        assert_eq!((c.deepest_choice(), c.longest()), (10, 11));
+        assert!(c.is_repeated(5000) && !c.is_repeated(0));
+        let logits: Vec<f32> = (0..150_000).map(|i| (i % 7) as f32).collect();
+        let params = Params {
+            logprobs: true,
+            temperature: 0.0,
+            ..Params::default()
+        };
+        let draw = Draw {
+            params: &params,
+            allowed: Allowed::All,
+            prompt: &[],
+            completion: &[],
+            key: StreamKey::of(0, ID),
+            position: 0,
+            holes: &[],
+        };
+        let mut state = ChoiceState::new(Arc::new(c), true);
+        let mut nodes = vec![state.choices().walk(0).node];
+        while let Some(node) = nodes.pop() {
+            let next = state.observe(node, &logits, draw, &mut Scratch::default()).unwrap();
+            nodes.extend(next.into_iter().map(|(node, _)| node));
+        }
+        let chosen = state.chosen(true);
+        let p = chosen.probabilities.unwrap();
+        assert!((p.iter().sum::<f32>() - 1.0).abs() < 1e-3 && p[5000] == 0.0);
+        // `0` is byte 48 and 48 % 7 = 6, the largest logit; the three ways of equal weight are `0` and `7`.
+        assert_eq!(chosen.text, "choice 0000");
+        let raw = sampling::log_probability(&logits, 48);
+        assert_eq!(chosen.logprobs[7..], [raw; 4]);
+        assert_eq!(chosen.logprobs[..7], [0.0; 7]);
     }
 
     #[test]

@@ -13,6 +13,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use llguidance::api::TopLevelGrammar;
 use llguidance::{Matcher, ParserFactory};
 use serde_json::{Map, Value};
+use sha2::{Digest, Sha256};
 use toktrie::{ApproximateTokEnv, INVALID_TOKEN, SimpleVob, TokEnv, TokRxInfo, TokTrie};
 
 use crate::engine::choice::Choices;
@@ -24,8 +25,9 @@ const SCHEMA_BYTES_MAX: usize = 1 << 20;
 const REGEX_BYTES_MAX: usize = 64 << 10;
 /// Deepest nesting of a JSON Schema.
 const SCHEMA_DEPTH_MAX: usize = 100;
-/// Compiled shapes a compiler remembers; rows of a batch file may each bring their own.
+/// Compiled shapes a compiler remembers, and bytes of their texts; rows of a batch file may each bring their own.
 const CACHED_MAX: usize = 256;
+const CACHED_BYTES_MAX: usize = 8 << 20;
 /// Longer tokens (runs of white space) are not used under a grammar: the trie counts depth in a byte.
 const TOKEN_BYTES_MAX: usize = 255;
 /// Longest part of a foreign message or text that an error repeats, in characters.
@@ -83,7 +85,12 @@ pub struct Compiler {
     eos: Vec<u32>,
     /// Made when the first grammar is compiled: the trie of a large vocabulary takes a while.
     factory: Option<ParserFactory>,
-    compiled: HashMap<String, Result<Constraint, ConstraintError>>,
+    /// The shape asked for last: rows of a job share theirs.
+    last: Option<(Shape, Result<Constraint, ConstraintError>)>,
+    /// By the hash of the shape's text.
+    compiled: HashMap<[u8; 32], Result<Constraint, ConstraintError>>,
+    /// Bytes of the texts of all `compiled`.
+    compiled_bytes: usize,
 }
 
 impl Compiler {
@@ -92,26 +99,43 @@ impl Compiler {
         Compiler {
             eos: eos.to_vec(),
             factory: None,
+            last: None,
             compiled: HashMap::new(),
+            compiled_bytes: 0,
         }
     }
 
     /// Compiles a shape, or finds it compiled. All calls must bring the same tokenizer.
     pub fn compile(&mut self, shape: &Shape, tokenizer: &Tokenizer) -> Result<Constraint, ConstraintError> {
+        if let Some((last, result)) = &self.last
+            && same_shape(last, shape)
+        {
+            return result.clone();
+        }
+        let result = self.compile_other(shape, tokenizer);
+        self.last = Some((shape.clone(), result.clone()));
+        result
+    }
+
+    /// Compiles a shape that is not the last one, or finds it compiled.
+    fn compile_other(&mut self, shape: &Shape, tokenizer: &Tokenizer) -> Result<Constraint, ConstraintError> {
         let name = match shape {
             Shape::Free => return Ok(Constraint::Free),
             Shape::Choice { choices, probabilities } => format!("choice {probabilities} {choices:?}"),
             Shape::JsonSchema(schema) => format!("json {}", checked_schema(schema)?),
             Shape::Regex(regex) => format!("regex {}", checked_regex(regex)?),
         };
-        if let Some(known) = self.compiled.get(&name) {
+        let key = Sha256::digest(name.as_bytes()).into();
+        if let Some(known) = self.compiled.get(&key) {
             return known.clone();
         }
         let result = self.compile_new(shape, tokenizer);
-        if self.compiled.len() >= CACHED_MAX {
+        self.compiled_bytes += name.len();
+        if self.compiled.len() >= CACHED_MAX || self.compiled_bytes > CACHED_BYTES_MAX {
             self.compiled.clear();
+            self.compiled_bytes = name.len();
         }
-        self.compiled.insert(name, result.clone());
+        self.compiled.insert(key, result.clone());
         result
     }
 
@@ -201,21 +225,30 @@ impl Grammar {
 }
 
 /// Where one sequence stands in a grammar.
+///
+/// While it stands at the start it is the shared grammar and nothing else, so thousands may wait.
 pub struct GrammarState {
     grammar: Arc<Grammar>,
-    matcher: Matcher,
-    /// What may come next, once it has been computed.
-    mask: Option<Result<SimpleVob, String>>,
+    /// `None` until the first mask is prepared.
+    matcher: Option<Matcher>,
+    mask: Mask,
+}
+
+/// What may come next.
+enum Mask {
+    /// The grammar's first mask.
+    First,
+    Unknown,
+    Computed(Result<SimpleVob, String>),
 }
 
 impl GrammarState {
     /// Stands at the start.
     pub fn new(grammar: Arc<Grammar>) -> GrammarState {
-        let mask = Some(Ok(grammar.first_mask.clone()));
         GrammarState {
-            matcher: grammar.matcher(),
+            matcher: None,
             grammar,
-            mask,
+            mask: Mask::First,
         }
     }
 
@@ -225,9 +258,10 @@ impl GrammarState {
 
     /// Computes the mask of the next token, where that has not been done. Takes from microseconds to milliseconds.
     pub fn prepare(&mut self) {
-        if self.mask.is_none() {
-            let mask = self.matcher.compute_mask_or_eos();
-            self.mask = Some(mask.map_err(|e| {
+        let matcher = self.matcher.get_or_insert_with(|| self.grammar.matcher());
+        if matches!(self.mask, Mask::Unknown) {
+            let mask = matcher.compute_mask_or_eos();
+            self.mask = Mask::Computed(mask.map_err(|e| {
                 format!(
                     "no token can follow in the asked-for shape: {}",
                     one_line(&e.to_string())
@@ -240,24 +274,23 @@ impl GrammarState {
     pub fn mask(&mut self) -> Result<&SimpleVob, String> {
         self.prepare();
         match &self.mask {
-            Some(Ok(mask)) => Ok(mask),
-            Some(Err(why)) => Err(why.clone()),
-            None => Err("no mask was computed".into()),
+            Mask::First => Ok(&self.grammar.first_mask),
+            Mask::Computed(mask) => mask.as_ref().map_err(String::clone),
+            Mask::Unknown => Err("no mask was computed".into()),
         }
     }
 
     /// Takes a token that the mask allowed. `true`: the text is complete and nothing can follow.
     pub fn take(&mut self, token: u32) -> Result<bool, String> {
-        self.mask = None;
-        self.matcher
-            .consume_token(token)
-            .map_err(|e| one_line(&e.to_string()))?;
-        Ok(self.matcher.is_stopped())
+        self.mask = Mask::Unknown;
+        let matcher = self.matcher.get_or_insert_with(|| self.grammar.matcher());
+        matcher.consume_token(token).map_err(|e| one_line(&e.to_string()))?;
+        Ok(matcher.is_stopped())
     }
 
     /// Is the text complete (though more may be allowed to follow)?
     pub fn is_complete(&mut self) -> bool {
-        accepting(&mut self.matcher)
+        accepting(self.matcher.get_or_insert_with(|| self.grammar.matcher()))
     }
 }
 
@@ -299,6 +332,31 @@ fn factory(tokenizer: &Tokenizer, eos: &[u32]) -> Result<ParserFactory, Constrai
     factory.quiet();
     factory.limits_mut().verbose_errors = false;
     Ok(factory)
+}
+
+/// Are these the same, the order of members in a schema (which is the order of the output) included?
+fn same_shape(a: &Shape, b: &Shape) -> bool {
+    match (a, b) {
+        (Shape::JsonSchema(a), Shape::JsonSchema(b)) => same_json(a, b),
+        _ => a == b,
+    }
+}
+
+/// Equality that minds the order of members, without recursion.
+fn same_json(a: &Value, b: &Value) -> bool {
+    let mut stack = vec![(a, b)];
+    while let Some(pair) = stack.pop() {
+        match pair {
+            (Value::Array(a), Value::Array(b)) if a.len() == b.len() => stack.extend(a.iter().zip(b)),
+            (Value::Object(a), Value::Object(b)) if a.len() == b.len() && a.keys().eq(b.keys()) => {
+                stack.extend(a.values().zip(b.values()));
+            }
+            (Value::Array(_) | Value::Object(_), _) => return false,
+            (a, b) if a == b => {}
+            _ => return false,
+        }
+    }
+    true
 }
 
 /// The schema as text, within limits.
@@ -540,6 +598,44 @@ mod tests {
             (Constraint::Grammar(a), Constraint::Grammar(b)) => assert!(Arc::ptr_eq(&a, &b)),
             other => panic!("{other:?}"),
         }
+    }
+
+    #[test]
+    fn the_order_of_members_makes_another_shape() {
+        let t = tokenizer();
+        let mut compiler = Compiler::new(&[t.eos_id().unwrap()]);
+        let ordered = |text: &str| Shape::JsonSchema(serde_json::from_str(text).unwrap());
+        let a = ordered(r#"{"type":"object","properties":{"a":{},"b":{}},"required":["a","b"]}"#);
+        let b = ordered(r#"{"type":"object","properties":{"b":{},"a":{}},"required":["a","b"]}"#);
+        assert!(same_shape(&a, &a.clone()) && !same_shape(&a, &b));
+        assert!(!same_shape(&ordered("[1]"), &ordered("[1,2]")) && !same_shape(&ordered("{}"), &ordered("[]")));
+        let mut fits = |shape: &Shape, text: &str| match compiler.compile(shape, &t) {
+            Ok(Constraint::Grammar(grammar)) => grammar.accepts(text),
+            other => panic!("{other:?}"),
+        };
+        assert!(fits(&a, r#"{"a":1,"b":2}"#) && !fits(&b, r#"{"a":1,"b":2}"#));
+    }
+
+    #[test]
+    fn remembered_shapes_are_bounded_by_their_bytes() {
+        let t = tokenizer();
+        let mut compiler = Compiler::new(&[t.eos_id().unwrap()]);
+        let large = |i: usize| Shape::JsonSchema(json!({"title": format!("{i}{}", "x".repeat(900 << 10)), "const": 1}));
+        for i in 0..12 {
+            assert!(compiler.compile(&large(i), &t).is_ok());
+            assert!(compiler.compiled_bytes <= CACHED_BYTES_MAX && compiler.compiled.len() <= 9);
+        }
+        assert_eq!(compiler.compiled.len(), 3, "emptied once, when the tenth came");
+    }
+
+    /// Waiting costs nothing: no matcher before the first mask is asked for.
+    #[test]
+    fn a_waiting_sequence_has_no_matcher() {
+        let mut state = GrammarState::new(regex("ab").unwrap());
+        assert!(state.matcher.is_none());
+        assert!(!state.is_complete());
+        assert_eq!(state.mask().unwrap().iter().collect::<Vec<u32>>(), [97]);
+        assert!(state.matcher.is_some());
     }
 
     /// Shapes that would blow up if they were spelled out: they compile or are refused, and their first steps are quick.

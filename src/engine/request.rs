@@ -49,6 +49,8 @@ pub struct Completion {
     pub id: UnitId,
     /// Generated ids, without the token that ended it.
     pub token_ids: Vec<u32>,
+    /// What the ids spell, without the one space that some tokenizers put in front of every text
+    /// (see [`sequence`](crate::engine::sequence)).
     pub text: String,
     pub finish_reason: FinishReason,
     /// Does the text fit the asked-for [`Shape`](crate::engine::params::Shape)? Always true for `Free`.

@@ -226,8 +226,8 @@ impl Engine {
         let mut sequences = Vec::new();
         for Continuation { node, tokens } in first {
             let sequence = self.new_key();
-            let all = unit.prompt().iter().copied().chain(tokens).collect();
-            self.scheduler.submit(sequence, all, max_tokens);
+            self.scheduler
+                .submit(sequence, unit.prompt().clone(), tokens, max_tokens);
             self.sequences.insert(sequence, (key, node));
             sequences.push(sequence);
         }
@@ -242,6 +242,7 @@ impl Engine {
     fn constraint(&mut self, params: &Arc<Params>) -> Result<Constraint, ConstraintError> {
         match &self.compiled {
             Some((known, constraint)) if Arc::ptr_eq(known, params) => constraint.clone(),
+            // The compiler knows the same shape again.
             _ => {
                 let constraint = self.compiler.compile(&params.shape, &self.tokenizer);
                 self.compiled = Some((params.clone(), constraint.clone()));

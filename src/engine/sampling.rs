@@ -42,11 +42,14 @@ pub enum Allowed<'a> {
 pub struct Draw<'a> {
     pub params: &'a Params,
     pub allowed: Allowed<'a>,
+    /// The prompt's ids, ascending, each once; read only for the repetition penalty.
     pub prompt: &'a [u32],
     pub completion: &'a [u32],
     pub key: StreamKey,
     /// Position of the token in its sequence.
     pub position: u32,
+    /// Ids that no token has, never sampled where all are allowed.
+    pub holes: &'a [u32],
 }
 
 /// Why no token can be sampled; fails the row.
@@ -82,12 +85,22 @@ pub fn sample(logits: &[f32], draw: Draw, scratch: &mut Scratch) -> Result<u32, 
     let params = draw.params;
     let penalised =
         params.repetition_penalty != 1.0 || params.presence_penalty != 0.0 || params.frequency_penalty != 0.0;
-    let logits = match penalised {
+    // A shape allows no ids that have no bytes.
+    let holes = match draw.allowed {
+        Allowed::All => draw.holes,
+        Allowed::Mask(_) | Allowed::Ids(_) => &[],
+    };
+    let logits = match penalised || !holes.is_empty() {
         false => logits,
         true => {
             row.clear();
             row.extend_from_slice(logits);
             penalise(row, draw, ids);
+            for id in holes {
+                if let Some(logit) = row.get_mut(*id as usize) {
+                    *logit = f32::NEG_INFINITY;
+                }
+            }
             row
         }
     };
@@ -115,11 +128,33 @@ fn largest(logits: &[f32]) -> Option<u32> {
     (max > f32::NEG_INFINITY).then_some(id as u32)
 }
 
-/// Natural logarithm of a token's probability in the raw distribution.
+/// What turns a row's logits into log probabilities of the raw distribution: one pass over the vocabulary.
+pub struct LogSoftmax<'a> {
+    logits: &'a [f32],
+    max: f32,
+    log_sum: f64,
+}
+
+impl LogSoftmax<'_> {
+    pub fn new(logits: &[f32]) -> LogSoftmax<'_> {
+        let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let sum: f64 = logits.iter().map(|l| f64::from((l - max).exp())).sum();
+        LogSoftmax {
+            logits,
+            max,
+            log_sum: sum.ln(),
+        }
+    }
+
+    /// Natural logarithm of a token's probability.
+    pub fn of(&self, token: u32) -> f32 {
+        (f64::from(self.logits[token as usize]) - f64::from(self.max) - self.log_sum) as f32
+    }
+}
+
+/// Natural logarithm of one token's probability in the raw distribution.
 pub fn log_probability(logits: &[f32], token: u32) -> f32 {
-    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let sum: f64 = logits.iter().map(|l| f64::from((l - max).exp())).sum();
-    (f64::from(logits[token as usize]) - f64::from(max) - sum.ln()) as f32
+    LogSoftmax::new(logits).of(token)
 }
 
 /// Logits must be finite, except that a token may be ruled out by minus infinity.
@@ -134,30 +169,32 @@ pub fn check_finite(logits: &[f32]) -> Result<(), SampleError> {
 /// Steps 3 and 4.
 fn penalise(row: &mut [f32], draw: Draw, ids: &mut Vec<u32>) {
     let params = draw.params;
-    if params.repetition_penalty != 1.0 {
-        ids.clear();
-        ids.extend(draw.prompt.iter().chain(draw.completion));
-        ids.sort_unstable();
-        ids.dedup();
-        for id in ids.iter() {
+    let repeated = |logit: f32| match logit < 0.0 {
+        true => logit * params.repetition_penalty,
+        // A tiny penalty must not make a logit infinite.
+        false => (logit / params.repetition_penalty).min(f32::MAX),
+    };
+    let repetition = params.repetition_penalty != 1.0;
+    if repetition {
+        for id in draw.prompt {
             if let Some(logit) = row.get_mut(*id as usize) {
-                *logit = match *logit < 0.0 {
-                    true => *logit * params.repetition_penalty,
-                    // A tiny penalty must not make a logit infinite.
-                    false => (*logit / params.repetition_penalty).min(f32::MAX),
-                };
+                *logit = repeated(*logit);
             }
         }
     }
-    if params.presence_penalty != 0.0 || params.frequency_penalty != 0.0 {
-        ids.clear();
-        ids.extend(draw.completion);
-        ids.sort_unstable();
-        for run in ids.chunk_by(|a, b| a == b) {
-            if let Some(logit) = row.get_mut(run[0] as usize) {
-                let penalty = params.presence_penalty + params.frequency_penalty * run.len() as f32;
-                *logit = (*logit - penalty).min(f32::MAX);
-            }
+    ids.clear();
+    ids.extend(draw.completion);
+    ids.sort_unstable();
+    for run in ids.chunk_by(|a, b| a == b) {
+        let Some(logit) = row.get_mut(run[0] as usize) else {
+            continue;
+        };
+        if repetition && draw.prompt.binary_search(&run[0]).is_err() {
+            *logit = repeated(*logit);
+        }
+        if params.presence_penalty != 0.0 || params.frequency_penalty != 0.0 {
+            let penalty = params.presence_penalty + params.frequency_penalty * run.len() as f32;
+            *logit = (*logit - penalty).min(f32::MAX);
         }
     }
 }
@@ -284,7 +321,36 @@ mod tests {
             completion: &[],
             key,
             position: 0,
+            holes: &[],
         }
+    }
+
+    #[test]
+    fn ids_without_a_token_are_never_sampled() {
+        let logits = [0.0, 9.0, 1.0, 9.0];
+        for (temperature, repetition_penalty) in [(0.0, 1.0), (1.0, 1.0), (0.0, 1.5), (1.0, 1.5)] {
+            let params = Params {
+                temperature,
+                repetition_penalty,
+                ..Params::default()
+            };
+            for position in 0..50 {
+                let draw = Draw {
+                    holes: &[1, 3, 900],
+                    prompt: &[1],
+                    position,
+                    ..draw(&params)
+                };
+                let token = sampled(&logits, draw).unwrap();
+                assert!(token == 0 || token == 2, "{token}");
+            }
+        }
+        let params = Params::default();
+        let draw = Draw {
+            holes: &[0, 1],
+            ..draw(&params)
+        };
+        assert_eq!(sampled(&[1.0, 2.0], draw), Err(SampleError::NothingAllowed));
     }
 
     fn sampled(logits: &[f32], draw: Draw) -> Result<u32, SampleError> {
@@ -414,7 +480,7 @@ mod tests {
             frequency_penalty: 0.3,
             ..free
         };
-        check_distribution(&penalties, &[1, 2, 3, 3], &[3, 4, 4, 4, 30]);
+        check_distribution(&penalties, &[1, 2, 3], &[3, 4, 4, 4, 30]);
     }
 
     #[test]

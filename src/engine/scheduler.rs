@@ -13,7 +13,8 @@
 //!   when it resumes), its tokens kept. A sequence that finds no younger one waits for a step. The oldest always finds its
 //!   blocks, because no sequence is accepted that could outgrow the pool alone.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
 
 use crate::engine::blocks::{BlockKey, BlockPool};
 use crate::engine::packing::{self, Waiting};
@@ -38,7 +39,9 @@ type Age = (u64, u64);
 struct Slot {
     id: SequenceId,
     age: Age,
-    /// Prompt and completion so far.
+    /// The head of its tokens until it is started for the first time: samples of one row share it while they wait.
+    prompt: Option<Arc<[u32]>>,
+    /// Prompt (unless it stands in `prompt`) and completion so far.
     tokens: Vec<u32>,
     /// Most tokens still to come; orders the window, nothing else.
     max_tokens: u32,
@@ -52,6 +55,13 @@ struct Slot {
 }
 
 impl Slot {
+    /// Puts the prompt where the tokens are.
+    fn unfold(&mut self) {
+        if let Some(prompt) = self.prompt.take() {
+            self.tokens.splice(0..0, prompt.iter().copied());
+        }
+    }
+
     fn pending(&self) -> usize {
         self.tokens.len() - self.computed
     }
@@ -105,6 +115,8 @@ pub struct Scheduler {
     waiting: BTreeMap<Age, Slot>,
     /// Oldest first.
     running: Vec<Slot>,
+    /// Finds sequences among those that wait or run; those of `incoming` have no age yet.
+    ages: HashMap<SequenceId, Age>,
     next_place: u64,
     next_fork: u64,
 }
@@ -123,6 +135,7 @@ impl Scheduler {
             incoming: Vec::new(),
             waiting: BTreeMap::new(),
             running: Vec::new(),
+            ages: HashMap::new(),
             next_place: 0,
             next_fork: 0,
         }
@@ -148,13 +161,15 @@ impl Scheduler {
         self.pool.total() * self.pool.block_tokens()
     }
 
-    /// A new sequence of at least one token, to which at most `max_tokens` will be added; all together must fit the pool.
-    pub fn submit(&mut self, id: SequenceId, tokens: Vec<u32>, max_tokens: u32) {
-        assert!(!tokens.is_empty(), "sequence {id} has no tokens");
+    /// A new sequence of a prompt of at least one token and tokens that are to follow it for certain, to which at most
+    /// `max_tokens` will be added; all together must fit the pool.
+    pub fn submit(&mut self, id: SequenceId, prompt: Arc<[u32]>, tokens: Vec<u32>, max_tokens: u32) {
+        assert!(!prompt.is_empty(), "sequence {id} has no tokens");
         let (blocks, keys) = (Vec::new(), Vec::new());
         self.incoming.push(Slot {
             id,
             age: (0, 0),
+            prompt: Some(prompt),
             tokens,
             max_tokens,
             computed: 0,
@@ -166,15 +181,21 @@ impl Scheduler {
 
     /// Adds tokens to a running sequence: sampled or forced ones, to be computed in the next steps.
     pub fn extend(&mut self, id: SequenceId, tokens: &[u32]) {
-        if let Some(slot) = self.running.iter_mut().find(|s| s.id == id) {
-            slot.tokens.extend_from_slice(tokens);
+        if let Some(at) = self.place(id) {
+            self.running[at].tokens.extend_from_slice(tokens);
         }
+    }
+
+    /// Where a sequence stands among the running ones, which are in order of age.
+    fn place(&self, id: SequenceId) -> Option<usize> {
+        let age = self.ages.get(&id)?;
+        self.running.binary_search_by_key(age, |s| s.age).ok()
     }
 
     /// A new sequence that continues a running one's tokens with `tokens`. It shares the blocks, or waits without any where
     /// no more sequences may run.
     pub fn fork(&mut self, parent: SequenceId, id: SequenceId, tokens: &[u32]) {
-        let Some(at) = self.running.iter().position(|s| s.id == parent) else {
+        let Some(at) = self.place(parent) else {
             return;
         };
         self.next_fork += 1;
@@ -184,6 +205,7 @@ impl Scheduler {
             ..self.running[at].clone()
         };
         slot.tokens.extend_from_slice(tokens);
+        self.ages.insert(id, slot.age);
         if self.running.len() < self.limits.max_sequences {
             slot.blocks.iter().for_each(|b| self.pool.acquire(*b));
             self.start(slot);
@@ -196,13 +218,16 @@ impl Scheduler {
 
     /// Ends a sequence wherever it is.
     pub fn remove(&mut self, id: SequenceId) {
-        if let Some(at) = self.running.iter().position(|s| s.id == id) {
+        if let Some(at) = self.place(id) {
             let mut slot = self.running.remove(at);
             release_all(&mut self.pool, &mut slot);
-            return;
         }
-        self.waiting.retain(|_, s| s.id != id);
-        self.incoming.retain(|s| s.id != id);
+        match self.ages.remove(&id) {
+            Some(age) => {
+                self.waiting.remove(&age);
+            }
+            None => self.incoming.retain(|s| s.id != id),
+        }
     }
 
     /// Plans the next step and takes it as done. An empty plan: there is nothing to do.
@@ -244,6 +269,7 @@ impl Scheduler {
             let Some((_, mut slot)) = self.waiting.pop_first() else {
                 return;
             };
+            slot.unfold();
             if !self.take_prefix(&mut slot) {
                 self.waiting.insert(slot.age, slot);
                 return;
@@ -265,7 +291,7 @@ impl Scheduler {
             .incoming
             .iter()
             .map(|s| Waiting {
-                prompt: &s.tokens,
+                prompt: s.prompt.as_deref().unwrap_or(&s.tokens),
                 max_tokens: s.max_tokens,
             })
             .collect();
@@ -275,6 +301,7 @@ impl Scheduler {
             if let Some(mut slot) = slots[i].take() {
                 slot.age = (self.next_place, 0);
                 self.next_place += 1;
+                self.ages.insert(slot.id, slot.age);
                 self.waiting.insert(slot.age, slot);
             }
         }
@@ -382,27 +409,49 @@ mod tests {
     fn a_prefix_computed_in_the_same_step_is_shared() {
         let mut s = scheduler(32, 64, 8);
         let prompt = |last: u32| (0..9).chain([last]).collect::<Vec<u32>>();
-        (0..3).for_each(|i| s.submit(i, prompt(100 + i as u32), 4));
+        (0..3).for_each(|i| submit(&mut s, i, prompt(100 + i as u32), 4));
         let plan = s.plan();
         assert_eq!(shares(&plan), [(0, 0, 10, true), (1, 8, 2, true), (2, 8, 2, true)]);
         assert_eq!(plan.started, [(0, 0), (1, 8), (2, 8)]);
         assert_eq!(plan.sequences[0].blocks[..2], plan.sequences[1].blocks[..2]);
     }
 
+    fn submit(s: &mut Scheduler, id: SequenceId, prompt: Vec<u32>, max_tokens: u32) {
+        s.submit(id, prompt.into(), Vec::new(), max_tokens);
+    }
+
+    /// Samples of a row wait with one copy of its prompt, and what must follow the prompt does when they start.
+    #[test]
+    fn waiting_sequences_share_their_prompt() {
+        let mut s = scheduler(64, 64, 1);
+        let prompt: Arc<[u32]> = (0..10).collect();
+        (0..5).for_each(|i| s.submit(i, prompt.clone(), vec![70], 4));
+        let plan = s.plan();
+        assert_eq!(plan.sequences[0].tokens, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 70]);
+        assert_eq!((s.running(), s.waiting()), (1, 4));
+        assert_eq!(Arc::strong_count(&prompt), 5, "the running one has its own");
+        s.remove(3);
+        s.remove(0);
+        assert_eq!(s.plan().started, [(1, 8)]);
+        assert_eq!((s.running(), s.waiting(), s.ages.len()), (1, 2, 3));
+        (0..5).for_each(|i| s.remove(i));
+        assert!(s.ages.is_empty() && s.waiting() == 0 && s.running() == 0);
+    }
+
     #[test]
     fn the_last_token_is_always_computed() {
         let mut s = scheduler(32, 64, 8);
-        (0..2).for_each(|i| s.submit(i, (0..8).collect(), 4));
+        (0..2).for_each(|i| submit(&mut s, i, (0..8).collect(), 4));
         assert_eq!(shares(&s.plan()), [(0, 0, 8, true), (1, 4, 4, true)]);
     }
 
     #[test]
     fn long_prompts_are_cut_and_mixed_with_decoding() {
         let mut s = scheduler(32, 6, 8);
-        s.submit(0, vec![1, 2], 20);
+        submit(&mut s, 0, vec![1, 2], 20);
         assert_eq!(shares(&s.plan()), [(0, 0, 2, true)]);
         s.extend(0, &[3]);
-        s.submit(1, (50..60).collect(), 1);
+        submit(&mut s, 1, (50..60).collect(), 1);
         assert_eq!(shares(&s.plan()), [(0, 2, 1, true), (1, 0, 5, false)]);
         s.extend(0, &[4, 5]);
         assert_eq!(shares(&s.plan()), [(0, 3, 2, true), (1, 5, 4, false)]);
@@ -412,9 +461,9 @@ mod tests {
     #[test]
     fn the_youngest_makes_room_and_comes_back() {
         let mut s = scheduler(4, 64, 8);
-        s.submit(0, (0..7).collect(), 9);
+        submit(&mut s, 0, (0..7).collect(), 9);
         assert_eq!(s.plan().sequences.len(), 1);
-        s.submit(1, vec![90, 91, 92], 9);
+        submit(&mut s, 1, vec![90, 91, 92], 9);
         assert_eq!(shares(&s.plan()), [(1, 0, 3, true)]);
         s.extend(1, &[93, 94]);
         assert_eq!(
@@ -438,7 +487,7 @@ mod tests {
     #[test]
     fn forks_share_and_copy_on_write() {
         let mut s = scheduler(8, 64, 8);
-        s.submit(0, (0..6).collect(), 4);
+        submit(&mut s, 0, (0..6).collect(), 4);
         s.plan();
         s.fork(0, 1, &[70]);
         s.extend(0, &[60]);
@@ -467,7 +516,8 @@ mod tests {
                 if *arrives == step {
                     let id = i as SequenceId;
                     let own = 1000 * (id as u32 + 1);
-                    s.submit(
+                    submit(
+                        &mut s,
                         id,
                         (0..*head as u32).chain(own..own + *tail as u32).collect(),
                         *generate as u32,

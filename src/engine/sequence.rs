@@ -8,6 +8,10 @@
 //! - where its shape is complete and nothing can follow, whether or not the model would end there. Under a shape an
 //!   end-of-sequence id, which only a complete text allows, always ends it;
 //! - at `max_tokens`, or where the model's context is full.
+//!
+//! Where the tokenizer puts a space in front of every text (SentencePiece's `▁`), a completion mostly begins with that space,
+//! which is the tokenizer's and not the answer's: exactly one is taken off the text, as transformers' decoding does. Token ids
+//! keep it, stop texts are looked for with it, and a grammar's text, which has to fit, is left as it is.
 
 use std::sync::Arc;
 
@@ -23,6 +27,8 @@ use crate::model::tokenizer::Tokenizer;
 pub struct Unit {
     id: UnitId,
     prompt: Arc<[u32]>,
+    /// The prompt's ids, ascending, each once; empty until a repetition penalty asks for them.
+    prompt_ids: Vec<u32>,
     params: Arc<Params>,
     key: StreamKey,
     /// Most tokens it may get: `max_tokens`, or less where the context ends before.
@@ -86,6 +92,7 @@ impl Unit {
             id: request.id,
             key: StreamKey::of(request.params.seed, request.id),
             prompt: request.prompt,
+            prompt_ids: Vec::new(),
             params: request.params,
             max_tokens,
             completion: Vec::new(),
@@ -105,7 +112,7 @@ impl Unit {
         self.id
     }
 
-    pub fn prompt(&self) -> &[u32] {
+    pub fn prompt(&self) -> &Arc<[u32]> {
         &self.prompt
     }
 
@@ -125,13 +132,19 @@ impl Unit {
     /// Takes the logits (`[vocabulary]`) after its sequence at `node`.
     pub fn observe(&mut self, node: Node, logits: &[f32], ends: &Ends, scratch: &mut Scratch) -> Next {
         let position = self.prompt.len() + self.completion.len();
+        if self.params.repetition_penalty != 1.0 && self.prompt_ids.is_empty() {
+            self.prompt_ids = self.prompt.to_vec();
+            self.prompt_ids.sort_unstable();
+            self.prompt_ids.dedup();
+        }
         let draw = Draw {
             params: &self.params,
             allowed: Allowed::All,
-            prompt: &self.prompt,
+            prompt: &self.prompt_ids,
             completion: &self.completion,
             key: self.key,
             position: position as u32,
+            holes: ends.tokenizer.holes(),
         };
         let sampled = match &mut self.state {
             State::Choice(_) => return self.observe_choice(node, logits, ends, scratch),
@@ -176,7 +189,7 @@ impl Unit {
         };
         if let Some(at) = find_stop(&self.bytes, known, &self.params.stop) {
             self.bytes.truncate(at);
-            return self.finish_at(FinishReason::Stop, true);
+            return self.finish_at(FinishReason::Stop, true, ends.tokenizer);
         }
         if shape_ended {
             return self.finish(FinishReason::Stop, ends.tokenizer);
@@ -197,10 +210,11 @@ impl Unit {
         let draw = Draw {
             params: &self.params,
             allowed: Allowed::All,
-            prompt: &self.prompt,
+            prompt: &self.prompt_ids,
             completion: &[],
             key: self.key,
             position: (self.prompt.len() + state.choices().depth(node)) as u32,
+            holes: ends.tokenizer.holes(),
         };
         match state.observe(node, logits, draw, scratch) {
             Err(why) => Next::Finished(Err(why.to_string())),
@@ -221,7 +235,7 @@ impl Unit {
             completion.token_ids = chosen.tokens;
             completion.token_ids.truncate(self.max_tokens);
             completion.text = if cut {
-                tokenizer.decode(&completion.token_ids)
+                without_prefix(&tokenizer.decode(&completion.token_ids), tokenizer).to_string()
             } else {
                 chosen.text
             };
@@ -232,12 +246,16 @@ impl Unit {
             }
             return Next::Finished(Ok(completion));
         }
-        self.finish_at(reason, false)
+        self.finish_at(reason, false, tokenizer)
     }
 
     /// Ends with the text that `bytes` spells. `cut`: bytes are missing from what the shape has seen.
-    fn finish_at(&mut self, reason: FinishReason, cut: bool) -> Next {
-        let text = String::from_utf8_lossy(&self.bytes).into_owned();
+    fn finish_at(&mut self, reason: FinishReason, cut: bool, tokenizer: &Tokenizer) -> Next {
+        let text = String::from_utf8_lossy(&self.bytes);
+        let text = match self.state {
+            State::Free => without_prefix(&text, tokenizer).to_string(),
+            State::Grammar(_) | State::Choice(_) => text.into_owned(),
+        };
         let fits = match &mut self.state {
             State::Grammar(state) if cut => state.grammar().accepts(&text),
             State::Grammar(state) => state.is_complete(),
@@ -275,6 +293,14 @@ pub struct Ends<'a> {
     pub tokenizer: &'a Tokenizer,
 }
 
+/// A completion's text without the one space that the tokenizer puts in front of texts.
+fn without_prefix<'a>(text: &'a str, tokenizer: &Tokenizer) -> &'a str {
+    match tokenizer.prefixes_space() {
+        true => text.strip_prefix(' ').unwrap_or(text),
+        false => text,
+    }
+}
+
 /// Where the first stop text begins that ends after `known` bytes, which held none.
 fn find_stop(bytes: &[u8], known: usize, stops: &[String]) -> Option<usize> {
     let starts = stops.iter().filter(|s| !s.is_empty()).filter_map(|stop| {
@@ -290,7 +316,73 @@ fn find_stop(bytes: &[u8], known: usize, stops: &[String]) -> Option<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::engine::params::Shape;
     use proptest::prelude::*;
+
+    /// The completion of a shape with the first of the tokens that it allows, in this order.
+    fn complete(tokenizer: &Tokenizer, shape: Shape, order: &[u32], max_tokens: u32) -> Completion {
+        let params = Params {
+            max_tokens,
+            temperature: 0.0,
+            repetition_penalty: 1.1,
+            shape,
+            ..Params::default()
+        };
+        let constraint = Constraint::compile(&params.shape, tokenizer, &[2]).unwrap();
+        let request = Request {
+            id: UnitId {
+                row: 0,
+                sample: 0,
+                attempt: 0,
+            },
+            prompt: [5, 4, 5].into(),
+            params: Arc::new(params),
+        };
+        let (mut unit, mut next) = Unit::new(request, constraint, max_tokens as usize, tokenizer);
+        let ends = Ends { eos: &[2], tokenizer };
+        for token in order {
+            let mut logits = vec![0.0; tokenizer.vocab_size()];
+            logits[*token as usize] = 1.0;
+            next = match next {
+                Next::Go(at) => unit.observe(at[0].node, &logits, &ends, &mut Scratch::default()),
+                ended => ended,
+            };
+        }
+        match next {
+            Next::Finished(result) => result.unwrap(),
+            Next::Go(_) => panic!("it goes on"),
+        }
+    }
+
+    #[test]
+    fn the_tokenizers_space_is_not_part_of_the_text() {
+        let sentencepiece = crate::model::tokenizer::tests::sentencepiece;
+        let tokenizer = sentencepiece(Some("always"));
+        let id = |token: &str| tokenizer.id_of(token).unwrap();
+        let order = [id("▁"), id("▁a"), id("b"), 2];
+        let free = complete(&tokenizer, Shape::Free, &order, 9);
+        assert_eq!(
+            (free.text.as_str(), &free.token_ids[..]),
+            (" ab", &order[..3]),
+            "exactly one"
+        );
+        assert_eq!(complete(&tokenizer, Shape::Free, &order[2..], 9).text, "b");
+        let shaped = complete(&tokenizer, Shape::Regex(" ab?".into()), &order[1..], 9);
+        assert_eq!((shaped.text.as_str(), shaped.fits_shape), (" ab", true));
+        let choices = ["ab", "bc"].map(String::from).to_vec();
+        let choice = |max_tokens| {
+            let choices = choices.clone();
+            let shape = Shape::Choice {
+                choices,
+                probabilities: false,
+            };
+            complete(&tokenizer, shape, &order[1..2], max_tokens)
+        };
+        assert_eq!((choice(9).text.as_str(), choice(9).token_ids.len()), ("ab", 2));
+        assert_eq!((choice(1).text.as_str(), choice(1).fits_shape), ("a", false));
+        let never = sentencepiece(Some("never"));
+        assert_eq!(complete(&never, Shape::Free, &order[1..], 9).text, " ab");
+    }
 
     proptest! {
         /// Bytes come in pieces; the stop is found with the piece that completes it, where searching all would find it.

@@ -124,7 +124,9 @@ fn read_json(path: &Path) -> Result<Map<String, Value>, ModelError> {
 }
 
 /// Options of other models that change results; none may be set.
-const REFUSED: [&str; 15] = [
+const REFUSED: [&str; 16] = [
+    // MLX's; the other is everyone else's.
+    "quantization",
     "quantization_config",
     "attn_logit_softcapping",
     "final_logit_softcapping",
@@ -419,7 +421,8 @@ impl Reader<'_> {
     fn rope(&self, head_dim: usize, max_position_embeddings: u32) -> Result<Rope, ModelError> {
         let empty = Map::new();
         // The older name wins where both stand, as in the reference.
-        let name = if self.get("rope_scaling").is_some() {
+        let set = |v: &&Value| v.as_object().is_none_or(|map| !map.is_empty());
+        let name = if self.get("rope_scaling").filter(set).is_some() {
             "rope_scaling"
         } else {
             "rope_parameters"
@@ -656,6 +659,10 @@ mod tests {
         };
         assert_eq!(dynamic.rope, Rope { theta: 100.0, scaling });
         assert_eq!(dynamic.context_limit(), 512);
+        let empty =
+            json!({"rope_scaling": {}, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}});
+        assert_eq!(parse(empty).unwrap().rope.scaling, Scaling::Linear { factor: 2.0 });
+        assert_eq!(parse(json!({"rope_scaling": {}})).unwrap().rope.scaling, Scaling::None);
         let yarn = json!({"rope_scaling": {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 64}});
         let Scaling::Yarn(yarn) = parse(yarn).unwrap().rope.scaling else {
             panic!("yarn")
@@ -678,6 +685,10 @@ mod tests {
         refused(
             json!({"quantization_config": {"quant_method": "gptq"}}),
             "`quantization_config`",
+        );
+        refused(
+            json!({"quantization": {"group_size": 64, "bits": 4}}),
+            "`quantization` (",
         );
         refused(json!({"partial_rotary_factor": 0.5}), "`partial_rotary_factor` 0.5");
         refused(

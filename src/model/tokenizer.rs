@@ -11,6 +11,7 @@ mod bytes;
 mod config;
 
 use std::collections::{BTreeSet, HashMap};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
@@ -76,6 +77,8 @@ pub struct Tokenizer {
     /// By id; true for control tokens.
     special: Vec<bool>,
     added: Vec<Added>,
+    /// Does it put a space mark in front of a text, as SentencePiece does?
+    prefixes_space: bool,
     /// The unknown token: the one special token that plain text may yield.
     unknown: Option<u32>,
     config: TokenizerConfig,
@@ -192,6 +195,9 @@ impl Tokenizer {
         declared.check_added_ids(&full)?;
         add_missing(&mut full, &config)?;
         follow_bos_eos_flags(&mut full, &config)?;
+        if let Some(processor) = full.get_post_processor() {
+            check_templates(&serde_json::to_value(processor).map_err(|e| e.to_string())?)?;
+        }
 
         let added = added_tokens(&full, &config);
         let bytes = bytes::TokenBytes::new(&full, &added, TOKEN_ID_MAX)?;
@@ -204,6 +210,7 @@ impl Tokenizer {
         first_piece.with_added_vocabulary(AddedVocabulary::new());
         let later_piece = without_prefix(&first_piece, Prefix::FirstOnly)?;
         let plain = without_prefix(&first_piece, Prefix::Any)?;
+        let prefixes_space = puts_space_in_front(&first_piece)?;
         let unknown_text = declared.model.unk_token.as_ref().or(config.unk_token.as_ref());
         let unknown = declared.model.unk_id.or_else(|| full.token_to_id(unknown_text?));
         let hash = Sha256::digest(json).iter().map(|byte| format!("{byte:02x}")).collect();
@@ -215,14 +222,18 @@ impl Tokenizer {
             bytes,
             special,
             added,
+            prefixes_space,
             unknown,
             config,
             hash,
         };
-        // Some models fail at characters that their vocabulary lacks when it has no unknown token: find out now.
-        tokenizer
-            .encode("a\u{10FFFD}", false)
-            .map_err(|why| format!("it cannot encode every text: {why}"))?;
+        // Some models fail at characters that their vocabulary lacks when it has no unknown token, some post-processors at
+        // any text: find out now.
+        for add_special in [false, true] {
+            tokenizer
+                .encode("a\u{10FFFD}", add_special)
+                .map_err(|why| format!("it cannot encode every text: {why}"))?;
+        }
         Ok(tokenizer)
     }
 
@@ -236,6 +247,16 @@ impl Tokenizer {
     /// Empty for ids that the vocabulary skips or that lie beyond it, too.
     pub fn token_bytes(&self, id: u32) -> &[u8] {
         self.bytes.get(id)
+    }
+
+    /// Ids below [`vocab_size`](Self::vocab_size) that no token has, ascending.
+    pub fn holes(&self) -> &[u32] {
+        self.bytes.holes()
+    }
+
+    /// Does the tokenizer put a space in front of a text (SentencePiece's `▁`), so that answers begin with one, too?
+    pub fn prefixes_space(&self) -> bool {
+        self.prefixes_space
     }
 
     /// Is this id a special (control) token, one that never shows in a completion's text?
@@ -310,7 +331,8 @@ impl Tokenizer {
     /// Encodes `text` as it would stand in the middle of a prompt: no special tokens are added, none are recognised.
     pub fn encode_plain(&self, text: &str) -> Vec<u32> {
         let encoder = self.plain.as_ref().unwrap_or(&self.first_piece);
-        // Loading has proved that characters outside the vocabulary encode, the one thing that can fail.
+        // Loading has proved that characters outside the vocabulary encode; what is left is a text at which the regex
+        // engine gives up: it has no tokens of its own, and the caller spells it from the vocabulary.
         self.encode_without_specials(encoder, text).unwrap_or_default()
     }
 
@@ -331,7 +353,7 @@ impl Tokenizer {
             return text.to_string();
         };
         let mut normalized = NormalizedString::from(text);
-        match normalizer.normalize(&mut normalized) {
+        match guarded(|| normalizer.normalize(&mut normalized)) {
             Ok(()) => normalized.get().to_string(),
             Err(_) => text.to_string(),
         }
@@ -367,10 +389,49 @@ impl Tokenizer {
 }
 
 fn encode_with(encoder: &Inner, text: &str, add_special: bool) -> Result<Vec<u32>, String> {
-    let encoding = encoder
-        .encode_fast(text, add_special)
-        .map_err(|e| one_line(&e.to_string()))?;
+    let encoding = guarded(|| encoder.encode_fast(text, add_special))?;
     Ok(encoding.get_ids().to_vec())
+}
+
+/// Runs the library, which panics where its regex engine gives up on a text (a limit on backtracking): that text is one
+/// row's error, not the process's.
+fn guarded<T>(run: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, String> {
+    // What the closure could leave half done are caches behind locks, which the library asks whether they are poisoned.
+    match catch_unwind(AssertUnwindSafe(run)) {
+        Ok(result) => result.map_err(|e| one_line(&e.to_string())),
+        Err(panic) => {
+            let message = panic.downcast_ref::<String>().map(String::as_str);
+            let message = message.or_else(|| panic.downcast_ref::<&str>().copied());
+            Err(format!(
+                "the tokenizer gives up on this text: {}",
+                one_line(message.unwrap_or("it does not say why"))
+            ))
+        }
+    }
+}
+
+/// Refuses templates of a post-processor that name a special token they do not define: the library would panic at a text.
+fn check_templates(processor: &Value) -> Result<(), String> {
+    for part in processor["processors"].as_array().into_iter().flatten() {
+        check_templates(part)?;
+    }
+    if processor["type"] != "TemplateProcessing" {
+        return Ok(());
+    }
+    let pieces = ["single", "pair"].map(|name| processor[name].as_array());
+    for piece in pieces.into_iter().flatten().flatten() {
+        let Some(id) = piece["SpecialToken"]["id"].as_str() else {
+            continue;
+        };
+        let token = &processor["special_tokens"][id];
+        let count = |list: &str| token[list].as_array().map(Vec::len);
+        if count("ids").is_none() || count("ids") != count("tokens") {
+            return Err(format!(
+                "its post-processor puts the special token `{id}` around texts, but does not define it"
+            ));
+        }
+    }
+    Ok(())
 }
 
 /// What the file says and the library does not tell.
@@ -537,6 +598,31 @@ fn without_prefix(from: &Inner, which: Prefix) -> Result<Option<Inner>, String> 
     Ok(changed.then_some(out))
 }
 
+/// Does a pre-tokenizer or normalizer put SentencePiece's space mark in front of a text?
+fn puts_space_in_front(tokenizer: &Inner) -> Result<bool, String> {
+    let pre = tokenizer.get_pre_tokenizer().map(serde_json::to_value);
+    let normalizer = tokenizer.get_normalizer().map(serde_json::to_value);
+    for part in [pre, normalizer].into_iter().flatten() {
+        if has_space_prefix(&part.map_err(|e| e.to_string())?) {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+fn has_space_prefix(value: &Value) -> bool {
+    match value["type"].as_str() {
+        Some("Sequence") => ["pretokenizers", "normalizers"]
+            .iter()
+            .filter_map(|key| value[*key].as_array())
+            .flatten()
+            .any(has_space_prefix),
+        Some("Metaspace") => value["prepend_scheme"] != "never",
+        Some("Prepend") => matches!(value["prepend"].as_str(), Some("▁" | " ")),
+        _ => false,
+    }
+}
+
 /// Takes prefixes out of a serialized pre-tokenizer or normalizer, also inside sequences.
 fn strip_prefix(value: &mut Value, which: Prefix, changed: &mut bool) {
     match value.get("type").and_then(Value::as_str) {
@@ -573,4 +659,4 @@ fn one_line(text: &str) -> String {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

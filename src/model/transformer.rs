@@ -253,7 +253,7 @@ impl<D: Device> Transformer<D> {
         }
     }
 
-    /// Runs a checked batch; returns the rows of `logits_at` that are not finite.
+    /// Runs a checked batch, all operations issued from where that is cheapest; returns the rows of `logits_at` that are not finite.
     fn run(&mut self, batch: &StepBatch) -> Vec<usize> {
         let Transformer {
             device,
@@ -266,53 +266,55 @@ impl<D: Device> Transformer<D> {
             vocab_size,
             ..
         } = self;
-        device.upload(batch, step);
-        device.embed(&weights.embedding, step, &mut b.residual);
-        let mut delta = None;
-        for (layer, pool) in weights.layers.iter().zip(pools) {
-            device.copy_blocks(step, pool);
+        device.enter(|| {
+            device.upload(batch, step);
+            device.embed(&weights.embedding, step, &mut b.residual);
+            let mut delta = None;
+            for (layer, pool) in weights.layers.iter().zip(pools) {
+                device.copy_blocks(step, pool);
+                let norm = AddNorm {
+                    delta,
+                    weight: &layer.attention_norm,
+                    eps: config.norm_eps,
+                };
+                device.add_norm(norm, &mut b.residual, &mut b.normed);
+                device.linear(&layer.qkv, &b.normed, &mut b.qkv, &mut b.workspace);
+                let qk_norm = layer.qk_norm.as_ref().map(|(q, k)| QkNorm {
+                    q,
+                    k,
+                    eps: config.norm_eps,
+                });
+                device.rope_store(
+                    RopeStore {
+                        heads: config.heads,
+                        qk_norm,
+                    },
+                    step,
+                    &mut b.qkv,
+                    pool,
+                );
+                device.attention(layer.spec, step, &b.qkv, pool, &mut b.attended, &mut b.workspace);
+                device.linear(&layer.o, &b.attended, &mut b.delta, &mut b.workspace);
+                let norm = AddNorm {
+                    delta: Some(&b.delta),
+                    weight: &layer.mlp_norm,
+                    eps: config.norm_eps,
+                };
+                device.add_norm(norm, &mut b.residual, &mut b.normed);
+                device.linear(&layer.gate_up, &b.normed, &mut b.gate_up, &mut b.workspace);
+                device.gated(&b.gate_up, &mut b.gated);
+                device.linear(&layer.down, &b.gated, &mut b.delta, &mut b.workspace);
+                delta = Some(&b.delta);
+            }
             let norm = AddNorm {
                 delta,
-                weight: &layer.attention_norm,
+                weight: &weights.norm,
                 eps: config.norm_eps,
             };
-            device.add_norm(norm, &mut b.residual, &mut b.normed);
-            device.linear(&layer.qkv, &b.normed, &mut b.qkv, &mut b.workspace);
-            let qk_norm = layer.qk_norm.as_ref().map(|(q, k)| QkNorm {
-                q,
-                k,
-                eps: config.norm_eps,
-            });
-            device.rope_store(
-                RopeStore {
-                    heads: config.heads,
-                    qk_norm,
-                },
-                step,
-                &mut b.qkv,
-                pool,
-            );
-            device.attention(layer.spec, step, &b.qkv, pool, &mut b.attended, &mut b.workspace);
-            device.linear(&layer.o, &b.attended, &mut b.delta, &mut b.workspace);
-            let norm = AddNorm {
-                delta: Some(&b.delta),
-                weight: &layer.mlp_norm,
-                eps: config.norm_eps,
-            };
-            device.add_norm(norm, &mut b.residual, &mut b.normed);
-            device.linear(&layer.gate_up, &b.normed, &mut b.gate_up, &mut b.workspace);
-            device.gated(&b.gate_up, &mut b.gated);
-            device.linear(&layer.down, &b.gated, &mut b.delta, &mut b.workspace);
-            delta = Some(&b.delta);
-        }
-        let norm = AddNorm {
-            delta,
-            weight: &weights.norm,
-            eps: config.norm_eps,
-        };
-        device.add_norm_logits_rows(norm, step, &mut b.residual, &mut b.normed);
-        let head = weights.head.as_ref().unwrap_or(&weights.embedding);
-        device.logits(head, *vocab_size, &b.normed, logits, &mut b.workspace)
+            device.add_norm_logits_rows(norm, step, &mut b.residual, &mut b.normed);
+            let head = weights.head.as_ref().unwrap_or(&weights.embedding);
+            device.logits(head, *vocab_size, &b.normed, logits, &mut b.workspace)
+        })
     }
 }
 

@@ -7,6 +7,7 @@
 //! Linear layers use it with weights as panels, attention with keys (`[head_dim][16 positions]`) and values
 //! (`[16 positions][16 dims]`) as panels.
 
+use super::aligned::ZeroBits;
 use super::isa::Isa;
 
 /// Columns of a panel.
@@ -64,7 +65,7 @@ pub fn panels_at_once(isa: Isa, rows: usize) -> usize {
 }
 
 /// A stored number that kernels widen to F32 exactly.
-pub trait Element: Copy + Default + Send + Sync + 'static {
+pub trait Element: ZeroBits + Default + Send + Sync + 'static {
     /// The value.
     fn widen(self) -> f32;
     /// The nearest stored number.

@@ -13,6 +13,8 @@ pub(super) struct TokenBytes {
     arena: Vec<u8>,
     /// `ends[id]` is where id's bytes end; they begin where those of the id before end.
     ends: Vec<usize>,
+    /// Ids that the vocabulary skips, ascending.
+    holes: Vec<u32>,
 }
 
 /// One thing that a decoder does to each token.
@@ -38,10 +40,13 @@ impl TokenBytes {
             ));
         }
         let mut texts: Vec<Option<(&str, bool)>> = vec![None; last as usize + 1];
+        let mut known = vec![false; texts.len()];
         for (text, &id) in &vocab {
             texts[id as usize] = Some((text, false));
+            known[id as usize] = true;
         }
         for token in added {
+            known[token.id as usize] = true;
             // Added tokens stand for their text as it is; control tokens for nothing.
             texts[token.id as usize] = (!token.special).then_some((token.content.as_str(), true));
         }
@@ -50,6 +55,7 @@ impl TokenBytes {
         let mut out = TokenBytes {
             arena: Vec::with_capacity(vocab.len() * 8),
             ends: Vec::with_capacity(texts.len()),
+            holes: (0..=last).filter(|id| !known[*id as usize]).collect(),
         };
         for text in texts {
             match text {
@@ -64,6 +70,10 @@ impl TokenBytes {
 
     pub(super) fn len(&self) -> usize {
         self.ends.len()
+    }
+
+    pub(super) fn holes(&self) -> &[u32] {
+        &self.holes
     }
 
     pub(super) fn get(&self, id: u32) -> &[u8] {

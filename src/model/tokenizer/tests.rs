@@ -10,7 +10,7 @@ fn small() -> Tokenizer {
 }
 
 /// A vocabulary in SentencePiece's style: `▁`, byte fallback, `<s>` in front of every text.
-fn sentencepiece(scheme: Option<&str>) -> Tokenizer {
+pub(crate) fn sentencepiece(scheme: Option<&str>) -> Tokenizer {
     let mut tokens: Vec<String> = ["<unk>", "<s>", "</s>"].map(String::from).to_vec();
     tokens.extend((0..=255).map(|b| format!("<0x{b:02X}>")));
     tokens.extend(["▁", "a", "b", "c", "/", "s", "<", ">", "▁a", "ab"].map(String::from));
@@ -210,6 +210,61 @@ fn a_folder_is_read_with_its_companions() {
     assert!(tokenizer.is_special(1));
     assert_eq!(tokenizer.config().chat_template("default"), Some("new"));
     assert_eq!(tokenizer.config().chat_template("tool_use"), Some("tools"));
+}
+
+#[test]
+fn ids_that_no_token_has_are_known() {
+    let file = json!({
+        "added_tokens": [{"id": 6, "content": "<x>", "single_word": false, "lstrip": false, "rstrip": false,
+                          "normalized": false, "special": true}],
+        "model": {"type": "WordLevel", "vocab": {"u": 0, "a": 1, "b": 4, "<x>": 6}, "unk_token": "u"}});
+    let tokenizer = Tokenizer::from_json(&file.to_string(), None).unwrap();
+    assert_eq!((tokenizer.holes(), tokenizer.vocab_size()), (&[2, 3, 5][..], 7));
+    assert!(small().holes().is_empty());
+}
+
+#[test]
+fn templates_with_undefined_tokens_are_refused() {
+    let sequence = json!({"Sequence": {"id": "A", "type_id": 0}});
+    let special = json!({"SpecialToken": {"id": "<s>", "type_id": 0}});
+    let load = |single: Value, defined: Value| {
+        let template = json!({"type": "TemplateProcessing", "single": single, "pair": [sequence, sequence],
+                              "special_tokens": defined});
+        let file = json!({"added_tokens": [], "post_processor": {"type": "Sequence", "processors": [template]},
+            "model": {"type": "WordLevel", "vocab": {"u": 0, "<s>": 1}, "unk_token": "u"}});
+        Tokenizer::from_json(&file.to_string(), None)
+    };
+    let fine = json!({"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}});
+    let both = json!([special, sequence]);
+    assert_eq!(load(both.clone(), fine).unwrap().encode("a", true).unwrap(), [1, 0]);
+    for defined in [
+        json!({}),
+        json!({"<s>": {"id": "<s>", "ids": [1, 1], "tokens": ["<s>"]}}),
+    ] {
+        let error = load(both.clone(), defined).unwrap_err().to_string();
+        assert!(
+            error.contains("special token `<s>`") && !error.contains('\n'),
+            "{error}"
+        );
+    }
+}
+
+/// The regex engine's limit on backtracking is a panic in the library.
+#[test]
+fn a_text_at_which_the_regex_engine_gives_up_is_an_error() {
+    let file = json!({"added_tokens": [],
+        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "^(?:a|a)+$"}, "behavior": "Isolated", "invert": false},
+        "model": {"type": "WordLevel", "vocab": {"u": 0, "a": 1}, "unk_token": "u"}});
+    let tokenizer = Tokenizer::from_json(&file.to_string(), None).unwrap();
+    let text = format!("{}!", "a".repeat(200));
+    let why = tokenizer.encode(&text, true).unwrap_err();
+    assert!(
+        why.starts_with("the tokenizer gives up on this text") && !why.contains('\n'),
+        "{why}"
+    );
+    assert!(tokenizer.encode_piece(&text, true).is_err());
+    assert!(tokenizer.encode_plain(&text).is_empty());
+    assert_eq!(tokenizer.encode("a", true), Ok(vec![1]), "and goes on");
 }
 
 proptest! {
