@@ -99,7 +99,7 @@ fn a_good_job_is_read() {
             probabilities: false
         }
     );
-    assert_eq!(Job::from_resolved(&job.resolved()).unwrap(), job);
+    assert_eq!(serde_json::from_value::<Job>(job.resolved()).unwrap(), job);
 }
 
 #[test]
@@ -113,7 +113,7 @@ fn minimal_jobs_get_defaults() {
     );
     let resolved = job.resolved();
     assert_eq!(resolved["generate"]["temperature"], 1.0);
-    assert_eq!(Job::from_resolved(&resolved).unwrap(), job);
+    assert_eq!(serde_json::from_value::<Job>(resolved).unwrap(), job);
     let text = "name: a\nmodel: m\ninput: {uri: x}\nprompt: {text: 'a', chat_template: 't.jinja'}\noutput: {uri: o}\n";
     assert!(
         check(text, "x.yaml")
@@ -219,6 +219,22 @@ fn bad_values_name_their_field() {
         ("regex: ''", "`generate.regex` is empty"),
         ("stop: ['']", "`generate.stop` holds an empty text"),
         (
+            "choice: [a], stop: b",
+            "`generate.stop` cannot stand beside `choice`: an answer ends where its choice is whole",
+        ),
+        (
+            "choice: [a], stop_token_ids: [1]",
+            "`generate.stop_token_ids` cannot stand beside `choice`",
+        ),
+        (
+            "choice: [a], ignore_eos: true",
+            "`generate.ignore_eos` cannot stand beside `choice`",
+        ),
+        (
+            "n: 2",
+            "`report.gold` needs `generate.n` to be 1: it compares one answer a row",
+        ),
+        (
             "choice_probabilities: true",
             "`generate.choice_probabilities` needs `choice`",
         ),
@@ -275,6 +291,11 @@ fn bad_values_name_their_field() {
         ),
         ("\"out/\"", "''", "`output.uri` is empty"),
         (
+            "\"out/\"",
+            "\"out/\", format: openai",
+            "`report.gold` needs `output.format` to be `parquet`",
+        ),
+        (
             "prompt:\n",
             "prompt:\n  text: a\n",
             "`prompt` says more than one of `messages`, `text` and `token_ids`",
@@ -301,6 +322,36 @@ fn bad_values_name_their_field() {
     let messages = &GOOD[GOOD.find("  messages").unwrap()..GOOD.find("generate").unwrap()];
     assert!(message(messages, "  messages: []\n").contains("`prompt.messages` is an empty list"));
     assert!(message(messages, "  text: ''\n").contains("`prompt.text` is empty"));
+}
+
+#[test]
+fn openai_results_refuse_what_they_have_no_place_for() {
+    let job = |generate: &str, output: &str| {
+        let text = format!(
+            "name: a\nmodel: m\ninput: {{uri: x}}\ngenerate: {{{generate}}}\noutput: {{uri: o, format: openai{output}}}\n"
+        );
+        check(&text, "x.yaml")
+    };
+    assert!(
+        job(
+            "logprobs: false, choice: [a], choice_probabilities: false",
+            ", token_ids: false"
+        )
+        .is_ok()
+    );
+    for (generate, output, field) in [
+        ("logprobs: true", "", "generate.logprobs"),
+        (
+            "choice: [a], choice_probabilities: true",
+            "",
+            "generate.choice_probabilities",
+        ),
+        ("", ", token_ids: true", "output.token_ids"),
+    ] {
+        let error = job(generate, output).unwrap_err();
+        let expected = format!("x.yaml: `{field}` needs `output.format` to be `parquet`");
+        assert!(error.starts_with(&expected), "{error}");
+    }
 }
 
 #[test]
