@@ -7,6 +7,8 @@ use gristmill::job::file::{OutputFormat, Truncate};
 use gristmill::job::spec::{ChatTemplateChoice, Precision, PromptKind};
 use gristmill::job::{Job, JobFile};
 
+use crate::support::{Run, arg, gristmill, root};
+
 const GOOD: &str = r#"name: label-tickets
 model: hf://Qwen/Qwen3-8B
 input: {uri: "s3://tickets/2026-11/*.parquet"}
@@ -99,7 +101,7 @@ fn a_good_job_is_read() {
             probabilities: false
         }
     );
-    assert_eq!(Job::from_resolved(&job.resolved()).unwrap(), job);
+    assert_eq!(serde_json::from_value::<Job>(job.resolved()).unwrap(), job);
 }
 
 #[test]
@@ -113,7 +115,7 @@ fn minimal_jobs_get_defaults() {
     );
     let resolved = job.resolved();
     assert_eq!(resolved["generate"]["temperature"], 1.0);
-    assert_eq!(Job::from_resolved(&resolved).unwrap(), job);
+    assert_eq!(serde_json::from_value::<Job>(resolved).unwrap(), job);
     let text = "name: a\nmodel: m\ninput: {uri: x}\nprompt: {text: 'a', chat_template: 't.jinja'}\noutput: {uri: o}\n";
     assert!(
         check(text, "x.yaml")
@@ -219,6 +221,22 @@ fn bad_values_name_their_field() {
         ("regex: ''", "`generate.regex` is empty"),
         ("stop: ['']", "`generate.stop` holds an empty text"),
         (
+            "choice: [a], stop: b",
+            "`generate.stop` cannot stand beside `choice`: an answer ends where its choice is whole",
+        ),
+        (
+            "choice: [a], stop_token_ids: [1]",
+            "`generate.stop_token_ids` cannot stand beside `choice`",
+        ),
+        (
+            "choice: [a], ignore_eos: true",
+            "`generate.ignore_eos` cannot stand beside `choice`",
+        ),
+        (
+            "n: 2",
+            "`report.gold` needs `generate.n` to be 1: it compares one answer a row",
+        ),
+        (
             "choice_probabilities: true",
             "`generate.choice_probabilities` needs `choice`",
         ),
@@ -275,6 +293,11 @@ fn bad_values_name_their_field() {
         ),
         ("\"out/\"", "''", "`output.uri` is empty"),
         (
+            "\"out/\"",
+            "\"out/\", format: openai",
+            "`report.gold` needs `output.format` to be `parquet`",
+        ),
+        (
             "prompt:\n",
             "prompt:\n  text: a\n",
             "`prompt` says more than one of `messages`, `text` and `token_ids`",
@@ -301,6 +324,85 @@ fn bad_values_name_their_field() {
     let messages = &GOOD[GOOD.find("  messages").unwrap()..GOOD.find("generate").unwrap()];
     assert!(message(messages, "  messages: []\n").contains("`prompt.messages` is an empty list"));
     assert!(message(messages, "  text: ''\n").contains("`prompt.text` is empty"));
+}
+
+#[test]
+fn openai_results_refuse_what_they_have_no_place_for() {
+    let job = |generate: &str, output: &str| {
+        let text = format!(
+            "name: a\nmodel: m\ninput: {{uri: x}}\ngenerate: {{{generate}}}\noutput: {{uri: o, format: openai{output}}}\n"
+        );
+        check(&text, "x.yaml")
+    };
+    assert!(
+        job(
+            "logprobs: false, choice: [a], choice_probabilities: false",
+            ", token_ids: false"
+        )
+        .is_ok()
+    );
+    for (generate, output, field) in [
+        ("logprobs: true", "", "generate.logprobs"),
+        (
+            "choice: [a], choice_probabilities: true",
+            "",
+            "generate.choice_probabilities",
+        ),
+        ("", ", token_ids: true", "output.token_ids"),
+    ] {
+        let error = job(generate, output).unwrap_err();
+        let expected = format!("x.yaml: `{field}` needs `output.format` to be `parquet`");
+        assert!(error.starts_with(&expected), "{error}");
+    }
+}
+
+/// A batch through the built binary: each result has its line's `custom_id`, and the form that its `url` asks for.
+#[test]
+fn batch_results_are_those_of_their_lines() {
+    let folder = tempfile::tempdir().unwrap();
+    let line = |id: &str, url: &str, prompt: serde_json::Value| {
+        let mut body = serde_json::json!({"max_tokens": 2, "temperature": 0});
+        body.as_object_mut()
+            .unwrap()
+            .extend(prompt.as_object().unwrap().clone());
+        serde_json::json!({"custom_id": id, "method": "POST", "url": url, "body": body}).to_string() + "\n"
+    };
+    let messages = serde_json::json!({"messages": [{"role": "user", "content": "hi"}]});
+    let lines = [
+        line("first", "/v1/chat/completions", messages.clone()),
+        line("second", "/v1/completions", serde_json::json!({"prompt": "hi"})),
+        line(
+            "third",
+            "/v1/chat/completions",
+            serde_json::json!({"messages": [], "n": 1}),
+        ),
+    ];
+    std::fs::write(folder.path().join("in.jsonl"), lines.concat()).unwrap();
+    let model = root().join("jobs/demo/model");
+    let run = |format: &str| {
+        let job = folder.path().join(format!("{format}.yaml"));
+        let text = format!(
+            "name: batch\nmodel: {}\ninput: {{uri: in.jsonl}}\noutput: {{uri: {format}, format: {format}}}\n",
+            model.display()
+        );
+        std::fs::write(&job, text).unwrap();
+        let run = Run::of(&mut gristmill(&["run", arg(&job), "--json"]));
+        assert_eq!(run.json()["rows"]["succeeded"], 2, "{}", run.stderr);
+    };
+    run("openai");
+    let part = std::fs::read_to_string(folder.path().join("openai/part-00000.jsonl")).unwrap();
+    let results: Vec<serde_json::Value> = part.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let seen = |i: usize| (&results[i]["custom_id"], &results[i]["response"]["body"]["object"]);
+    assert_eq!(seen(0), (&"first".into(), &"chat.completion".into()));
+    assert_eq!(seen(1), (&"second".into(), &"text_completion".into()));
+    assert_eq!(seen(2), (&"third".into(), &serde_json::Value::Null));
+    assert_eq!(results[2]["error"]["code"], "errored");
+
+    run("parquet");
+    let part = std::fs::read(folder.path().join("parquet/part-00000.parquet")).unwrap();
+    let part = gristmill::dataset::part::read_parquet(part.into()).unwrap();
+    let names: Vec<&String> = part.schema.fields().iter().map(|f| f.name()).collect();
+    assert_eq!(names[..2], ["custom_id", "row"]);
 }
 
 #[test]

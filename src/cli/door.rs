@@ -15,7 +15,7 @@ use crate::device;
 use crate::engine::constraint::Compiler;
 use crate::job::file::OutputFormat;
 use crate::job::generate::ShapeSpec;
-use crate::job::spec::{Job, Precision};
+use crate::job::spec::{Job, Precision, PromptKind};
 use crate::job::{RenderSetup, Renderer};
 use crate::ledger::keys::sha256;
 use crate::ledger::{JobDraft, JobIdentity, Ledger};
@@ -115,17 +115,20 @@ impl Opened {
         Ok(plan)
     }
 
-    /// Input columns in the output: those to carry, and the gold column that the report compares with.
+    /// Input columns in the output: those to carry, the gold column that the report compares with, and of OpenAI batch
+    /// lines (which always have both) the `custom_id` that tells whose a result is, and the `url` that tells a result
+    /// line's form.
     pub fn carry(&self) -> Vec<String> {
-        let mut carry = self.job.output.carry.clone();
-        carry.extend(
-            self.job
-                .gold
-                .iter()
-                .filter(|gold| !carry.contains(gold))
-                .cloned()
-                .collect::<Vec<_>>(),
-        );
+        let job = &self.job;
+        let mut carry = job.output.carry.clone();
+        let batch = matches!(job.prompt.kind, PromptKind::Openai);
+        let custom_id = batch.then(|| "custom_id".to_string());
+        let url = (batch && job.output.format == OutputFormat::Openai).then(|| "url".to_string());
+        for column in job.gold.iter().cloned().chain(custom_id).chain(url) {
+            if !carry.contains(&column) {
+                carry.push(column);
+            }
+        }
         carry
     }
 

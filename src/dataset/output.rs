@@ -12,7 +12,7 @@
 //! | `prompt_tokens`, `cached_tokens` | int64 | null where the row was never tokenized |
 //! | `completion_tokens` | int64 | over all samples; null where there is none |
 //! | `token_ids` | list\<int32\> | where asked for |
-//! | `logprobs` | list\<float32\> | where asked for: natural logarithm, one per entry of `token_ids` |
+//! | `logprobs` | list\<float32\> | where asked for: natural logarithm, one per entry of `token_ids`; else null |
 //! | `choice_probabilities` | struct\<choice: float32\> | where asked for |
 //!
 //! With more than one sample a row, `completion`, `parsed`, `finish_reason`, `token_ids`, `logprobs` and
@@ -173,8 +173,10 @@ impl OutputSchema {
             "logprobs" => {
                 let mut out = ListBuilder::new(Float32Builder::new());
                 for sample in samples {
-                    out.values().append_slice(sample.map_or(&[], |s| &s.logprobs));
-                    out.append(sample.is_some());
+                    // A row that asked for none has none; one whose completion is empty has an empty list.
+                    let given = sample.filter(|s| !s.logprobs.is_empty() || s.completion_tokens == 0);
+                    out.values().append_slice(given.map_or(&[], |s| &s.logprobs));
+                    out.append(given.is_some());
                 }
                 Arc::new(out.finish())
             }
@@ -320,6 +322,23 @@ mod tests {
                 "token_ids": null, "logprobs": null, "choice_probabilities": null}),
             ]
         );
+    }
+
+    #[test]
+    fn a_completion_without_log_probabilities_has_null() {
+        let without = |samples: u32, completion_tokens: u32| {
+            let one = SampleResult {
+                logprobs: vec![],
+                completion_tokens,
+                ..sample("x")
+            };
+            let all_samples = vec![one; samples as usize];
+            let batch = all(samples).to_batch(&carry(), 0, &[result(0, all_samples)]).unwrap();
+            json_rows(&batch)[0]["logprobs"].clone()
+        };
+        assert_eq!(without(1, 2), json!(null));
+        assert_eq!(without(1, 0), json!([]));
+        assert_eq!(without(2, 2), json!([null, null]));
     }
 
     #[test]

@@ -2,7 +2,6 @@
 
 use chrono::NaiveDateTime;
 use serde_json::{Map, Value, json};
-use sha2::{Digest, Sha256};
 
 use super::spec::ChatTemplateChoice;
 use super::template::Template;
@@ -89,14 +88,6 @@ impl ChatTemplate {
             text.contains(PROBE) && !text.contains("'type'") && !text.contains("\"type\"")
         });
         Ok(chat)
-    }
-
-    /// SHA-256 of the source, in hexadecimal.
-    pub fn hash(&self) -> String {
-        Sha256::digest(&self.source)
-            .iter()
-            .map(|byte| format!("{byte:02x}"))
-            .collect()
     }
 
     /// The template's source.

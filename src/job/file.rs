@@ -7,9 +7,8 @@ use std::path::Path;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
-use sha2::{Digest, Sha256};
 
-use super::{JobError, one_line, suggest};
+use super::{JobError, one_line, sha256, suggest};
 use crate::dataset::plan::Format;
 
 /// Largest job file, in bytes.
@@ -569,8 +568,5 @@ fn content_hash(content: &Value) -> String {
     {
         fields.shift_remove("budget");
     }
-    Sha256::digest(content.to_string())
-        .iter()
-        .map(|byte| format!("{byte:02x}"))
-        .collect()
+    sha256(content.to_string())
 }

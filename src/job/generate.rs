@@ -62,6 +62,21 @@ impl Generate {
                 return bad(field, format!("has {count} entries, more than {STOPS_MAX}"));
             }
         }
+        if file.choice.is_some() {
+            // A choice ends where it is whole.
+            for (field, given) in [
+                ("stop", !stop.is_empty()),
+                ("stop_token_ids", !stop_token_ids.is_empty()),
+                ("ignore_eos", file.ignore_eos == Some(true)),
+            ] {
+                if given {
+                    return bad(
+                        field,
+                        "cannot stand beside `choice`: an answer ends where its choice is whole",
+                    );
+                }
+            }
+        }
         let top_p = within("top_p", file.top_p, 1.0, 0.0, 1.0)?;
         if top_p == 0.0 {
             return bad(

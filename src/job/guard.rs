@@ -1,10 +1,18 @@
 //! Text of control tokens inside a row's data never becomes a control token.
 //!
 //! The common case costs one scan: where no data could be part of a control token's text, the rendered prompt is
-//! encoded as a whole, exactly as transformers does. Else each place where data could begin such a text is marked, by
-//! a noncharacter put before it, and the prompt is rendered with the marked data. The rendered prompt is then cut at
-//! added tokens by hand, those right behind a mark left alone, the marks are taken out, and the stretches between are
+//! encoded as a whole, exactly as transformers does. Else each place where data could begin such a text, in lower or
+//! upper case too, is marked: a noncharacter goes in after the first character, inside the text that must not become a
+//! token. (Tokens of one character, and those like `</think>` that are not special but that the chat template knows and
+//! may look for in the data, are marked in front by another noncharacter.) The prompt is rendered with the marked data,
+//! its added tokens are cut out by hand (a marked text is none), the marks are taken out, and the stretches between are
 //! encoded without recognising added tokens.
+//!
+//! A job's templates that take texts apart or remove pieces of them (`replace`, slices, `split`, …) can make a special
+//! token's text of data that holds none. For those, every character that one begins with counts as its beginning.
+//!
+//! Not guarded against: templates that pick characters one by one and so drop a mark by itself, and templates that
+//! write the beginning of a control token themselves and leave its end to the data.
 
 use std::borrow::Cow;
 
@@ -20,15 +28,70 @@ pub(super) fn is_mark(c: char) -> bool {
     MARKS.contains(&c)
 }
 
+/// The marks of one row.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Marks {
+    /// Behind the first character of what would be a token.
+    inside: char,
+    /// In front of it.
+    front: char,
+}
+
+impl Marks {
+    /// Two marks that occur nowhere in the row.
+    pub(super) fn free(fields: &Map<String, Value>) -> Option<Marks> {
+        fn holds(value: &Value, mark: char) -> bool {
+            match value {
+                Value::String(text) => text.contains(mark),
+                Value::Array(items) => items.iter().any(|item| holds(item, mark)),
+                Value::Object(map) => map.iter().any(|(key, item)| key.contains(mark) || holds(item, mark)),
+                _ => false,
+            }
+        }
+        let used = |mark: char| fields.iter().any(|(key, item)| key.contains(mark) || holds(item, mark));
+        let mut free = MARKS.clone().filter(|mark| !used(*mark));
+        let inside = free.next()?;
+        let front = free.next()?;
+        Some(Marks { inside, front })
+    }
+
+    /// `text` without marks.
+    pub(super) fn strip(self, text: &str) -> String {
+        text.replace([self.inside, self.front], "")
+    }
+}
+
+/// What the guard keeps of a control token.
+struct Control {
+    /// Its text (see [`fold`]).
+    folded: Vec<char>,
+    /// Marked inside, not in front.
+    inside: bool,
+}
+
+/// Can this token be marked inside?
+fn marked_inside(token: &Added) -> bool {
+    token.special && token.content.chars().nth(1).is_some()
+}
+
 /// Finds control tokens in texts.
 pub(super) struct Guard {
-    /// Texts of control tokens by their first byte.
-    control: Vec<Vec<String>>,
-    longest: usize,
+    control: Vec<Control>,
+    /// Whether a control token begins with this ASCII character, folded, or with any other.
+    begins: [bool; 128],
+    begins_beyond_ascii: bool,
+    /// Templates take texts apart: the first character alone is suspicious.
+    eager: bool,
     /// Some control tokens match text after normalization, which may differ from the data's.
     normalized: bool,
     /// All added tokens, longest first, and whether each is a control token.
     added: Vec<(Added, bool)>,
+}
+
+/// Where a character is marked.
+struct Place {
+    inside: bool,
+    front: bool,
 }
 
 /// A stretch of a prompt.
@@ -41,21 +104,30 @@ pub(super) enum Piece {
 
 impl Guard {
     /// Control tokens are the special ones, and any other added token that `template` (the chat template's source)
-    /// mentions: `<tool_call>` or `</think>` are such.
-    pub(super) fn new(tokenizer: &Tokenizer, template: &str) -> Guard {
+    /// mentions: `<tool_call>` or `</think>` are such. `eager`: templates take texts apart (see [`takes_apart`]).
+    pub(super) fn new(tokenizer: &Tokenizer, template: &str, eager: bool) -> Guard {
         let mut guard = Guard {
-            control: vec![Vec::new(); 256],
-            longest: 0,
+            control: Vec::new(),
+            begins: [false; 128],
+            begins_beyond_ascii: false,
+            eager,
             normalized: false,
             added: Vec::new(),
         };
         for token in tokenizer.added_tokens() {
             let mentioned = token.content.trim().len() >= 3 && template.contains(&token.content);
             let control = token.special || mentioned;
-            if let (true, Some(first)) = (control, token.content.bytes().next()) {
-                guard.control[first as usize].push(token.content.clone());
-                guard.longest = guard.longest.max(token.content.len());
+            let folded: Vec<char> = token.content.chars().flat_map(fold).collect();
+            if let (true, Some(&first)) = (control, folded.first()) {
+                match guard.begins.get_mut(first as usize) {
+                    Some(begins) => *begins = true,
+                    None => guard.begins_beyond_ascii = true,
+                }
                 guard.normalized |= token.normalized;
+                guard.control.push(Control {
+                    folded,
+                    inside: marked_inside(token),
+                });
             }
             guard.added.push((token.clone(), control));
         }
@@ -85,88 +157,113 @@ impl Guard {
     }
 
     /// A copy of `value` with marks; object keys inside it are marked as well.
-    pub(super) fn mark(&self, value: &Value, mark: char) -> Value {
+    pub(super) fn mark(&self, value: &Value, marks: Marks) -> Value {
         match value {
-            Value::String(text) => Value::String(self.mark_text(text, mark).into_owned()),
-            Value::Array(items) => items.iter().map(|item| self.mark(item, mark)).collect(),
-            Value::Object(map) => Value::Object(self.mark_map(map, mark)),
+            Value::String(text) => Value::String(self.mark_text(text, marks).into_owned()),
+            Value::Array(items) => items.iter().map(|item| self.mark(item, marks)).collect(),
+            Value::Object(map) => Value::Object(self.mark_map(map, marks)),
             other => other.clone(),
         }
     }
 
     /// A copy of `map` with marks in keys and values.
-    pub(super) fn mark_map(&self, map: &Map<String, Value>, mark: char) -> Map<String, Value> {
+    pub(super) fn mark_map(&self, map: &Map<String, Value>, marks: Marks) -> Map<String, Value> {
         map.iter()
-            .map(|(key, item)| (self.mark_text(key, mark).into_owned(), self.mark(item, mark)))
+            .map(|(key, item)| (self.mark_text(key, marks).into_owned(), self.mark(item, marks)))
             .collect()
     }
 
-    fn mark_text<'a>(&self, text: &'a str, mark: char) -> Cow<'a, str> {
-        let places: Vec<usize> = self.places(text).collect();
-        if places.is_empty() {
-            return Cow::Borrowed(text);
-        }
-        let mut out = String::with_capacity(text.len() + 3 * places.len());
+    fn mark_text<'a>(&self, text: &'a str, marks: Marks) -> Cow<'a, str> {
+        let mut out = String::new();
         let mut from = 0;
-        for at in places {
-            out.push_str(&text[from..at]);
-            out.push(mark);
-            from = at;
+        for (at, c, place) in self.places(text) {
+            if place.front {
+                out.push_str(&text[from..at]);
+                out.push(marks.front);
+                from = at;
+            }
+            if place.inside {
+                let behind = at + c.len_utf8();
+                out.push_str(&text[from..behind]);
+                out.push(marks.inside);
+                from = behind;
+            }
+        }
+        if from == 0 && out.is_empty() {
+            return Cow::Borrowed(text);
         }
         out.push_str(&text[from..]);
         Cow::Owned(out)
     }
 
-    /// Where a control token's text begins, or could begin, were more text to follow (white space at the end may be
-    /// trimmed by a template).
-    fn places<'a>(&'a self, text: &'a str) -> impl Iterator<Item = usize> + 'a {
-        let trimmed = text.trim_end();
-        text.bytes()
-            .enumerate()
-            .filter(|&(_, byte)| !self.control[byte as usize].is_empty())
-            .filter_map(move |(at, byte)| {
-                let rest = text.get(at..)?;
-                let trimmed = trimmed.get(at..).filter(|t| !t.is_empty());
-                let begins = |token: &String| {
-                    rest.starts_with(token.as_str())
-                        || (rest.len() < token.len() && token.starts_with(rest))
-                        || trimmed.is_some_and(|t| t.len() < token.len() && token.starts_with(t))
-                };
-                self.control[byte as usize].iter().any(begins).then_some(at)
-            })
+    /// The characters to mark: the first of each text that is a control token's in some case, or would be, were more
+    /// text to follow (white space at the end may be trimmed by a template).
+    fn places<'a>(&'a self, text: &'a str) -> impl Iterator<Item = (usize, char, Place)> + 'a {
+        let trimmed = text.trim_end().len();
+        text.char_indices().filter_map(move |(at, c)| {
+            let may_begin = match self.begins.get(c.to_ascii_lowercase() as usize) {
+                Some(begins) => *begins,
+                // Folding may make an ASCII character of another, or several.
+                None => {
+                    self.begins_beyond_ascii
+                        || fold(c).any(|c| self.begins.get(c as usize).is_some_and(|begins| *begins))
+                }
+            };
+            if !may_begin {
+                return None;
+            }
+            let rest = &text[at..];
+            let short = text.get(at..trimmed).filter(|short| !short.is_empty());
+            let mut place = Place {
+                inside: false,
+                front: false,
+            };
+            // A token may begin inside what one character becomes in another case.
+            for skip in 0..fold(c).count() {
+                let first = fold(c).nth(skip);
+                for token in self.control.iter().filter(|t| t.folded.first().copied() == first) {
+                    let found = (self.eager && token.inside)
+                        || begins(rest, skip, &token.folded)
+                        || short.is_some_and(|short| begins(short, skip, &token.folded));
+                    place.inside |= found && token.inside;
+                    place.front |= found && !token.inside;
+                }
+            }
+            (place.inside || place.front).then_some((at, c, place))
+        })
     }
 
     /// Cuts a prompt rendered with marked data at its added tokens, and takes the marks out.
-    pub(super) fn split(&self, text: &str, mark: char) -> Vec<Piece> {
+    pub(super) fn split(&self, text: &str, marks: Marks) -> Vec<Piece> {
         let mut pieces = Vec::new();
         let mut from = 0;
         let mut at = 0;
         while at < text.len() {
-            let Some((token, start, end)) = self.token_at(text, from, at, mark) else {
+            let Some((token, start, end)) = self.token_at(text, from, at, marks) else {
                 at += text[at..].chars().next().map_or(1, char::len_utf8);
                 continue;
             };
-            push_text(&mut pieces, &text[from..start], mark);
+            push_text(&mut pieces, &text[from..start], marks);
             pieces.push(Piece::Token(token));
             from = end;
             at = end;
         }
-        push_text(&mut pieces, &text[from..], mark);
+        push_text(&mut pieces, &text[from..], marks);
         pieces
     }
 
     /// The longest added token at `at`, with the stretch that it takes, white space it swallows included.
-    fn token_at(&self, text: &str, from: usize, at: usize, mark: char) -> Option<(u32, usize, usize)> {
-        let rest = &text[at..];
-        let marked = text[..at].ends_with(mark);
-        let (token, _) = self.added.iter().find(|(token, control)| {
-            let refused = token.content.is_empty() || (marked && *control);
-            !refused
-                && rest.starts_with(&token.content)
-                && (!token.single_word || stands_alone(text, at, at + token.content.len()))
+    fn token_at(&self, text: &str, from: usize, at: usize, marks: Marks) -> Option<(u32, usize, usize)> {
+        let marked = text[..at].ends_with(marks.front);
+        let (token, end) = self.added.iter().find_map(|(token, control)| {
+            if marked && *control && !marked_inside(token) {
+                return None;
+            }
+            let end = at + length_at(&text[at..], &token.content, (!control).then_some(marks))?;
+            (!token.single_word || stands_alone(text, at, end)).then_some((token, end))
         })?;
         let mut start = at;
-        let mut end = at + token.content.len();
+        let mut end = end;
         if token.lstrip {
             start = from + text[from..at].trim_end().len();
         }
@@ -177,33 +274,82 @@ impl Guard {
     }
 }
 
+/// A character in a form that is the same for all its cases.
+fn fold(c: char) -> impl Iterator<Item = char> {
+    c.to_lowercase()
+        .flat_map(char::to_uppercase)
+        .flat_map(char::to_lowercase)
+}
+
+/// Does `text`, folded and without its first `skip` characters, begin with `token`, or `token` with it?
+fn begins(text: &str, skip: usize, token: &[char]) -> bool {
+    let mut folded = text.chars().flat_map(fold).skip(skip);
+    let mut token = token.iter();
+    loop {
+        match (token.next(), folded.next()) {
+            (Some(wanted), Some(c)) if *wanted != c => return false,
+            (Some(_), Some(_)) => {}
+            (None, _) | (_, None) => return true,
+        }
+    }
+}
+
+/// The length of `token` at the beginning of `text`, where marks (if given) may stand between its characters.
+fn length_at(text: &str, token: &str, marks: Option<Marks>) -> Option<usize> {
+    let Some(marks) = marks.filter(|_| !token.is_empty()) else {
+        return (!token.is_empty() && text.starts_with(token)).then_some(token.len());
+    };
+    let mut wanted = token.chars().peekable();
+    for (at, c) in text.char_indices() {
+        match wanted.peek() {
+            None => return Some(at),
+            Some(next) if *next == c => drop(wanted.next()),
+            Some(_) if at > 0 && (c == marks.inside || c == marks.front) => {}
+            Some(_) => return None,
+        }
+    }
+    wanted.peek().is_none().then_some(text.len())
+}
+
+/// Does a template take texts apart, so that what was not side by side in the data may be in the prompt?
+pub(super) fn takes_apart(source: &str) -> bool {
+    const WORDS: [&str; 17] = [
+        "replace",
+        "striptags",
+        "split",
+        "partition",
+        "strip(",
+        "prefix(",
+        "suffix(",
+        "join",
+        "reverse",
+        "format",
+        "truncate",
+        "select",
+        "reject",
+        "unique",
+        "batch",
+        "slice",
+        "sort",
+    ];
+    // A `:` in brackets is a slice.
+    let sliced = source.match_indices('[').any(|(at, _)| {
+        let inner = source[at + 1..].split([']', '\n']).next().unwrap_or_default();
+        inner.contains(':')
+    });
+    sliced || WORDS.iter().any(|word| source.contains(word))
+}
+
 fn stands_alone(text: &str, start: usize, end: usize) -> bool {
     let word = |c: char| c.is_alphanumeric() || c == '_';
     !text[..start].chars().next_back().is_some_and(word) && !text[end..].chars().next().is_some_and(word)
 }
 
-fn push_text(pieces: &mut Vec<Piece>, text: &str, mark: char) {
-    let text = text.replace(mark, "");
+fn push_text(pieces: &mut Vec<Piece>, text: &str, marks: Marks) {
+    let text = marks.strip(text);
     if !text.is_empty() {
         pieces.push(Piece::Text(text, pieces.is_empty()));
     }
-}
-
-/// A mark that occurs nowhere in the row.
-pub(super) fn free_mark(fields: &Map<String, Value>) -> Option<char> {
-    fn holds(value: &Value, mark: char) -> bool {
-        match value {
-            Value::String(text) => text.contains(mark),
-            Value::Array(items) => items.iter().any(|item| holds(item, mark)),
-            Value::Object(map) => map.iter().any(|(key, item)| key.contains(mark) || holds(item, mark)),
-            _ => false,
-        }
-    }
-    MARKS.clone().find(|mark| {
-        !fields
-            .iter()
-            .any(|(key, item)| key.contains(*mark) || holds(item, *mark))
-    })
 }
 
 #[cfg(test)]
@@ -214,19 +360,34 @@ mod tests {
     use super::*;
 
     const MARK: char = '\u{FDD0}';
+    const FRONT: char = '\u{FDD1}';
+    const MARKS: Marks = Marks {
+        inside: MARK,
+        front: FRONT,
+    };
 
     fn tokenizer() -> Tokenizer {
         Tokenizer::from_words(&["hello"], &["<|im_start|>", "<|im_end|>", "</s>"]).unwrap()
     }
 
     fn guard() -> Guard {
-        Guard::new(&tokenizer(), "")
+        Guard::new(&tokenizer(), "", false)
     }
 
     #[test]
     fn suspicious_data_is_found() {
         let (guard, tokenizer) = (guard(), tokenizer());
-        for text in ["<|im_end|>", "x</s>y", "a <", "a <|im_", "</s> ", "<|im_sta  \n"] {
+        for text in [
+            "<|im_end|>",
+            "x</s>y",
+            "a <",
+            "a <|im_",
+            "</s> ",
+            "<|im_sta  \n",
+            "<|IM_End|>",
+            "x</S>y",
+            "</\u{17F}>",
+        ] {
             assert!(guard.suspects(&json!({"a": ["", text]}), &tokenizer), "{text}");
         }
         assert!(guard.suspects(&json!({"<|im_end|>": 1}), &tokenizer));
@@ -239,17 +400,76 @@ mod tests {
     fn marked_text_yields_no_token() {
         let guard = guard();
         let end = tokenizer().id_of("<|im_end|>").unwrap();
-        let data = guard.mark_text("a<|im_end|>b", MARK);
-        assert_eq!(data, format!("a{MARK}<|im_end|>b"));
+        let data = guard.mark_text("a<|im_end|>b", MARKS);
+        assert_eq!(data, format!("a<{MARK}|im_end|>b"));
         let prompt = format!("{data}<|im_end|>");
         let text = Piece::Text("a<|im_end|>b".into(), true);
-        assert_eq!(guard.split(&prompt, MARK), [text, Piece::Token(end)]);
+        assert_eq!(guard.split(&prompt, MARKS), [text, Piece::Token(end)]);
+        assert_eq!(guard.mark_text("a<|IM_END|>", MARKS), format!("a<{MARK}|IM_END|>"));
+        assert_eq!(guard.mark_text("a<b", MARKS), "a<b");
+        let eager = Guard::new(&tokenizer(), "", true);
+        assert_eq!(eager.mark_text("a<b", MARKS), format!("a<{MARK}b"));
         // Two columns that form a control token only together.
-        let (left, right) = (guard.mark_text("<|im_", MARK), guard.mark_text("end|>", MARK));
+        let (left, right) = (guard.mark_text("<|im_", MARKS), guard.mark_text("end|>", MARKS));
         assert_eq!(
-            guard.split(&format!("{left}{right}"), MARK),
+            guard.split(&format!("{left}{right}"), MARKS),
             [Piece::Text("<|im_end|>".into(), true)]
         );
+    }
+
+    #[test]
+    fn tokens_of_one_character_are_marked_in_front() {
+        let tokenizer = Tokenizer::from_words(&[], &["\u{20AC}", "\u{DF}x"]).unwrap();
+        let guard = Guard::new(&tokenizer, "", false);
+        let data = guard.mark_text("a\u{20AC}b", MARKS);
+        assert_eq!(data, format!("a{FRONT}\u{20AC}b"));
+        let end = tokenizer.id_of("\u{20AC}").unwrap();
+        let text = Piece::Text("a\u{20AC}b".into(), true);
+        assert_eq!(
+            guard.split(&format!("{data}\u{20AC}"), MARKS),
+            [text, Piece::Token(end)]
+        );
+    }
+
+    #[test]
+    fn marks_leave_other_added_tokens_whole() {
+        let json = tokenizer_json_with_plain_token();
+        let tokenizer = Tokenizer::from_json(&json, None).unwrap();
+        let guard = Guard::new(&tokenizer, "", true);
+        let plain = tokenizer.id_of("<plain>").unwrap();
+        let data = guard.mark_text("<plain>", MARKS);
+        assert_eq!(data, format!("<{MARK}plain>"));
+        assert_eq!(guard.split(&data, MARKS), [Piece::Token(plain)]);
+        // A token that the chat template knows stays findable for it.
+        let mentioned = Guard::new(&tokenizer, "{{ '<plain>' }}", false);
+        let data = mentioned.mark_text("<plain>", MARKS);
+        assert_eq!(data, format!("{FRONT}<plain>"));
+        let text = Piece::Text("<plain>".into(), true);
+        assert_eq!(
+            mentioned.split(&format!("{data}<plain>"), MARKS),
+            [text, Piece::Token(plain)]
+        );
+        let control = guard.mark_text("<control>", MARKS);
+        assert_eq!(guard.split(&control, MARKS), [Piece::Text("<control>".into(), true)]);
+    }
+
+    /// A vocabulary of bytes with a special token `<control>` and one that is not, `<plain>`.
+    fn tokenizer_json_with_plain_token() -> String {
+        let vocab: Map<String, Value> = (b'!'..=b'~')
+            .zip(0..)
+            .map(|(b, id)| (char::from(b).to_string(), json!(id)))
+            .collect();
+        let added = |id: usize, content: &str, special: bool| {
+            json!({"id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
+                   "normalized": false, "special": special})
+        };
+        json!({
+            "version": "1.0", "added_tokens": [added(94, "<plain>", false), added(95, "<control>", true)],
+            "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false},
+            "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false},
+            "model": {"type": "BPE", "vocab": vocab, "merges": []},
+        })
+        .to_string()
     }
 
     proptest! {
@@ -258,8 +478,8 @@ mod tests {
             parts in proptest::collection::vec("[<|/>a-z_ s]{0,6}|<\\|im_end\\|>|<\\|im_|end\\|>|</s>", 0..8)
         ) {
             let guard = guard();
-            let prompt: String = parts.iter().map(|part| guard.mark_text(part, MARK).into_owned()).collect();
-            let pieces = guard.split(&prompt, MARK);
+            let prompt: String = parts.iter().map(|part| guard.mark_text(part, MARKS).into_owned()).collect();
+            let pieces = guard.split(&prompt, MARKS);
             let whole = Piece::Text(parts.concat(), true);
             prop_assert!(pieces == [whole] || parts.concat().is_empty());
         }

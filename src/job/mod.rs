@@ -1,7 +1,7 @@
 //! What a job file says, a valid job, and the prompts it makes of rows.
 //!
 //! `file` (raw, as written) → `spec` and `generate` (valid, by `check`; nothing downstream checks again) → `prompt`
-//! (rows to token ids), over `template` (column templates, and `python` for what they expect of it), `chat` (the
+//! (rows to token ids), over `template` (column templates; `words` for the columns they name, and `python` for what they expect of it), `chat` (the
 //! checkpoint's chat template), `guard` (data is never control) and `openai` (lines of OpenAI batch files).
 
 pub mod chat;
@@ -14,6 +14,7 @@ pub mod prompt;
 mod python;
 pub mod spec;
 mod template;
+mod words;
 
 use std::path::PathBuf;
 
@@ -21,6 +22,8 @@ pub use file::JobFile;
 pub use generate::Generate;
 pub use prompt::{RenderSetup, RenderedRow, Renderer};
 pub use spec::Job;
+
+use crate::model::tokenizer::one_line;
 
 /// A job that cannot start; somebody has to edit it (or give it another model).
 #[derive(Debug, thiserror::Error)]
@@ -67,7 +70,9 @@ pub(crate) fn suggest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) 
     }
 }
 
-/// A foreign message as one line.
-pub(crate) fn one_line(text: &str) -> String {
-    text.split_whitespace().collect::<Vec<_>>().join(" ")
+/// SHA-256 in lower-case hexadecimal.
+fn sha256(bytes: impl AsRef<[u8]>) -> String {
+    use sha2::Digest;
+    let digest = sha2::Sha256::digest(bytes);
+    digest.iter().map(|byte| format!("{byte:02x}")).collect()
 }

@@ -1,7 +1,8 @@
 //! Lines of OpenAI batch files: what a line's body asks for.
 //!
 //! Every field of a body is either used, known to change nothing in the answer, or an error of that row by name.
-//! `model` is not looked at: the job's model answers.
+//! `model` is not looked at: the job's model answers. `n` and `logprobs` must be the job's, since results have the same
+//! columns in all rows.
 
 use serde_json::{Map, Value};
 
@@ -10,7 +11,7 @@ use super::generate::Generate;
 use super::suggest;
 
 /// Fields that change how a request is served, not what it answers.
-const WITHOUT_EFFECT: [&str; 16] = [
+const WITHOUT_EFFECT: [&str; 14] = [
     "model",
     "user",
     "metadata",
@@ -22,15 +23,13 @@ const WITHOUT_EFFECT: [&str; 16] = [
     "prompt_cache_key",
     "prompt_cache_retention",
     "parallel_tool_calls",
-    "verbosity",
     "prediction",
     "priority",
     "request_id",
-    "modalities",
 ];
 
 /// Fields that are used.
-const USED: [&str; 31] = [
+const USED: [&str; 32] = [
     "messages",
     "prompt",
     "max_tokens",
@@ -62,6 +61,7 @@ const USED: [&str; 31] = [
     "tool_choice",
     "add_generation_prompt",
     "add_special_tokens",
+    "modalities",
 ];
 
 /// What a line's prompt is.
@@ -200,7 +200,7 @@ pub(super) fn generate(body: &Map<String, Value>, job: &Generate) -> Result<Gene
         &mut file.top_k,
         fields.whole("top_k")?.map(|k| if k == -1 { 0 } else { k }),
     );
-    replace(&mut file.seed, fields.whole("seed")?.map(|seed| seed as u64));
+    replace(&mut file.seed, fields.seed()?);
     replace(&mut file.ignore_eos, fields.flag("ignore_eos")?);
     replace(
         &mut file.stop,
@@ -210,18 +210,24 @@ pub(super) fn generate(body: &Map<String, Value>, job: &Generate) -> Result<Gene
         &mut file.stop_token_ids,
         fields.read("stop_token_ids", "a list of token ids")?,
     );
-    match body.get("logprobs") {
-        None | Some(Value::Null) => {}
-        Some(Value::Bool(asked)) => file.logprobs = Some(*asked),
+    let logprobs = match body.get("logprobs") {
+        None | Some(Value::Null) => job.logprobs,
+        Some(Value::Bool(asked)) => *asked,
         // Completions ask for a number of alternatives; the chosen token's is what there is.
-        Some(Value::Number(count)) if count.as_u64().is_some_and(|n| n <= 1) => file.logprobs = Some(true),
+        Some(Value::Number(count)) if count.as_u64().is_some_and(|n| n <= 1) => true,
         Some(other) => {
             return Err(format!(
                 "`logprobs` is {other}; log probabilities of other tokens are not supported"
             ));
         }
+    };
+    // Results have a column for them in all rows or in none; the same for lists of samples.
+    if logprobs != job.logprobs {
+        return Err(format!(
+            "`logprobs` is {}, but the job's `generate.logprobs` is {}; they must agree",
+            body["logprobs"], job.logprobs
+        ));
     }
-    // Results are lists in all rows or in none.
     if let Some(n) = fields.whole("n")?
         && n != i64::from(job.n)
     {
@@ -251,6 +257,8 @@ fn check_fields(body: &Map<String, Value>) -> Result<(), String> {
             "echo" => value == false,
             "best_of" => *value == 1,
             "suffix" => value == "",
+            "modalities" => *value == serde_json::json!(["text"]),
+            "verbosity" => false,
             "tool_choice" => value == "none" || value == "auto",
             "top_logprobs" => *value == 0,
             "add_generation_prompt" | "add_special_tokens" => value == true,
@@ -349,6 +357,13 @@ fn shape(body: &Map<String, Value>, file: &mut GenerateFile) -> Result<(), Strin
         ));
     }
     if let Some((_, one)) = asked.pop() {
+        if one.choice.is_some() {
+            // What would end the job's free answers has no say in a choice; the line's own stops are refused beside it.
+            let given = |name: &str| body.get(name).is_some_and(|value| !value.is_null());
+            file.stop.take_if(|_| !given("stop"));
+            file.stop_token_ids.take_if(|_| !given("stop_token_ids"));
+            file.ignore_eos.take_if(|_| !given("ignore_eos"));
+        }
         file.choice = one.choice;
         file.choice_probabilities = None;
         file.json_schema = one.json_schema;
@@ -380,6 +395,14 @@ impl Fields<'_> {
         match value.as_i64().or(float) {
             Some(whole) => Ok(Some(whole)),
             None => Err(format!("`{name}` is {value}, not a whole number")),
+        }
+    }
+
+    /// Any 64-bit whole number; a negative one stands for the number of the same bits.
+    fn seed(&self) -> Result<Option<u64>, String> {
+        match self.get("seed").and_then(Value::as_u64) {
+            Some(seed) => Ok(Some(seed)),
+            None => Ok(self.whole("seed")?.map(|seed| seed as u64)),
         }
     }
 

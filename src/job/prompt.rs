@@ -5,16 +5,15 @@ use std::sync::Arc;
 
 use chrono::NaiveDateTime;
 use serde_json::{Map, Value, json};
-use sha2::{Digest, Sha256};
 
 use super::chat::ChatTemplate;
 use super::file::Truncate;
 use super::generate::Generate;
-use super::guard::{self, Guard, Piece};
+use super::guard::{self, Guard, Marks, Piece};
 use super::openai::{self, Ask};
 use super::spec::{Job, Message, PromptKind};
 use super::template::{Template, column_context};
-use super::{JobError, one_line, suggest};
+use super::{JobError, one_line, sha256, suggest};
 use crate::dataset::row::InputRow;
 use crate::engine::params::Params;
 use crate::model::tokenizer::Tokenizer;
@@ -80,6 +79,8 @@ enum Content {
 /// Columns that the job names, with the field that names each, and what errors need to say where.
 struct Named {
     columns: Vec<(String, String)>,
+    /// Columns as fields of `row`; they are columns unless there is one of that name.
+    of_row: Vec<(String, String)>,
     file: String,
     input: String,
 }
@@ -102,15 +103,10 @@ impl Renderer {
                 grouped(setup.context_tokens.into())
             )));
         }
-        let known = setup.tokenizer.vocab_size();
-        if let Some(id) = job.generate.stop_token_ids.iter().find(|id| **id as usize >= known) {
-            return Err(invalid(format!(
-                "`generate.stop_token_ids` holds {id}, no id of the vocabulary (0 to {})",
-                known - 1
-            )));
-        }
+        check_stops(&job.generate, &setup.tokenizer).map_err(|e| invalid(format!("`generate.{e}")))?;
         let (source, mut named) = compile(job).map_err(template_error)?;
-        let columns = named_columns(&source, &mut named);
+        let mut of_row = Vec::new();
+        let columns = named_columns(&source, &mut named, &mut of_row);
         named.extend(
             job.output
                 .carry
@@ -140,20 +136,18 @@ impl Renderer {
             chat.as_ref().map_err(|e| template_error(e.clone()))?;
         }
         let chat_source = chat.as_ref().map(ChatTemplate::source).unwrap_or_default();
-        let guard = Guard::new(&setup.tokenizer, chat_source);
+        let guard = Guard::new(&setup.tokenizer, chat_source, takes_apart(&job.prompt.kind));
         let around = setup.tokenizer.surrounding().map_err(invalid)?;
         let hashed = json!([job.prompt.kind, chat_source, kwargs]).to_string();
         let input = job.input.uris.join("`, `");
         Ok(Renderer {
-            template_hash: Sha256::digest(hashed)
-                .iter()
-                .map(|byte| format!("{byte:02x}"))
-                .collect(),
-            params: Arc::new(job.generate.params(setup.seed)),
+            template_hash: sha256(hashed),
+            params: Arc::new(params(&job.generate, &setup)),
             generate: job.generate.clone(),
             truncate: job.prompt.truncate,
             named: Named {
                 columns: named,
+                of_row,
                 file: job.file.clone(),
                 input,
             },
@@ -185,7 +179,8 @@ impl Renderer {
                 ),
             });
         }
-        match self.named.columns.iter().find(|(column, _)| !has(column)) {
+        let of_row = self.named.of_row.iter().filter(|_| !has("row"));
+        match self.named.columns.iter().chain(of_row).find(|(column, _)| !has(column)) {
             None => Ok(()),
             Some((column, field)) => Err(JobError::Column {
                 place: self.named.file.clone(),
@@ -244,7 +239,10 @@ impl Renderer {
         let generate = openai::generate(body, &self.generate)?;
         let params = match generate == self.generate {
             true => self.params.clone(),
-            false => Arc::new(generate.params(self.setup.seed)),
+            false => {
+                check_stops(&generate, &self.setup.tokenizer).map_err(|e| format!("`{e}"))?;
+                Arc::new(params(&generate, &self.setup))
+            }
         };
         if params.max_tokens >= self.setup.context_tokens {
             return Err(format!(
@@ -333,12 +331,12 @@ impl Renderer {
             let tokens = tokenizer.encode(&text, surround)?;
             return Ok((text, tokens));
         }
-        let mark = guard::free_mark(fields).ok_or("the row holds control tokens and every noncharacter of Unicode")?;
+        let marks = Marks::free(fields).ok_or("the row holds control tokens and every noncharacter of Unicode")?;
         let marked = match names {
-            true => self.guard.mark_map(fields, mark),
+            true => self.guard.mark_map(fields, marks),
             false => fields
                 .iter()
-                .map(|(name, value)| (name.clone(), self.guard.mark(value, mark)))
+                .map(|(name, value)| (name.clone(), self.guard.mark(value, marks)))
                 .collect(),
         };
         let (text, surround) = prompt(&marked)?;
@@ -346,7 +344,7 @@ impl Renderer {
         if surround {
             tokens.extend(&self.around.0);
         }
-        for piece in self.guard.split(&text, mark) {
+        for piece in self.guard.split(&text, marks) {
             match piece {
                 Piece::Token(id) => tokens.push(id),
                 Piece::Text(text, first) => tokens.extend(tokenizer.encode_piece(&text, first)?),
@@ -355,7 +353,7 @@ impl Renderer {
         if surround {
             tokens.extend(&self.around.1);
         }
-        Ok((text.replace(mark, ""), tokens))
+        Ok((marks.strip(&text), tokens))
     }
 
     fn ready_tokens(&self, items: &[Value], what: &str, params: &Arc<Params>) -> Result<RenderedRow, String> {
@@ -453,12 +451,18 @@ fn compile_message(i: usize, message: &Message) -> Result<CompiledMessage, Strin
     })
 }
 
-/// Adds the columns that templates name to `named`; returns all that prompts use, or `None` where that may be any.
-fn named_columns(source: &Source, named: &mut Vec<(String, String)>) -> Option<Vec<String>> {
+/// Adds the columns that templates name to `named`, and those that they name as fields of `row` to `of_row`; returns all that prompts use, or `None` where that may be any.
+fn named_columns(
+    source: &Source,
+    named: &mut Vec<(String, String)>,
+    of_row: &mut Vec<(String, String)>,
+) -> Option<Vec<String>> {
     let mut any = false;
-    let mut add = |template: &Template, field: String| match template.columns() {
-        Some(columns) => named.extend(columns.into_iter().map(|column| (column, field.clone()))),
-        None => any = true,
+    let mut add = |template: &Template, field: String| {
+        let columns = template.columns();
+        named.extend(columns.names.into_iter().map(|column| (column, field.clone())));
+        of_row.extend(columns.of_row.into_iter().map(|column| (column, field.clone())));
+        any |= columns.any;
     };
     match source {
         Source::Messages(messages) => {
@@ -476,6 +480,45 @@ fn named_columns(source: &Source, named: &mut Vec<(String, String)>) -> Option<V
     }
     let columns: BTreeSet<&String> = named.iter().map(|(column, _)| column).collect();
     (!any).then(|| columns.into_iter().cloned().collect())
+}
+
+/// Do the job's templates take the texts of columns apart?
+fn takes_apart(kind: &PromptKind) -> bool {
+    match kind {
+        PromptKind::Messages(messages) => messages
+            .iter()
+            .flat_map(|m| &m.parts)
+            .any(|part| guard::takes_apart(part)),
+        PromptKind::Text(text) => guard::takes_apart(text),
+        PromptKind::TokenIds(_) | PromptKind::Openai => false,
+    }
+}
+
+/// Are all stop token ids of the vocabulary? The error begins inside the field's backticks.
+fn check_stops(generate: &Generate, tokenizer: &Tokenizer) -> Result<(), String> {
+    let known = tokenizer.vocab_size();
+    match generate.stop_token_ids.iter().find(|id| **id as usize >= known) {
+        None => Ok(()),
+        Some(id) => Err(format!(
+            "stop_token_ids` holds {id}, no id of the vocabulary (0 to {})",
+            known - 1
+        )),
+    }
+}
+
+/// The engine's parameters. A stop text that is a special token's is one of the stop tokens, since special tokens never
+/// show in a completion's text.
+fn params(generate: &Generate, setup: &RenderSetup) -> Params {
+    let mut params = generate.params(setup.seed);
+    for text in &generate.stop {
+        let specials = setup.tokenizer.added_tokens().iter().filter(|token| token.special);
+        for token in specials.filter(|token| token.content == *text) {
+            if !params.stop_token_ids.contains(&token.id) {
+                params.stop_token_ids.push(token.id);
+            }
+        }
+    }
+    params
 }
 
 /// What a JSON value is, in words.

@@ -5,7 +5,7 @@
 use std::fmt::Write;
 use std::sync::Arc;
 
-use minijinja::value::{Kwargs, Rest, ValueKind, from_args};
+use minijinja::value::{Kwargs, Rest, ValueKind, ValueOrKwargs, from_args};
 use minijinja::{Error, ErrorKind, State, Value};
 
 use super::guard;
@@ -213,6 +213,47 @@ pub(super) fn float_repr(value: f64) -> String {
     if text.contains('.') { text } else { format!("{text}.0") }
 }
 
+/// Widest field that `format` fills, in characters.
+const FORMAT_WIDTH_MAX: u64 = 4096;
+
+/// The `format` filter, its fields' widths bounded: `"%9999999999d"` would take the memory there is.
+pub(super) fn format(state: &mut State, text: &Value, args: Rest<ValueOrKwargs>) -> Result<Value, Error> {
+    let values: Vec<Value> = args.iter().map(|arg| Value::clone(arg)).collect();
+    for spec in text.as_str().unwrap_or_default().split('%').skip(1) {
+        // The name of a named argument says nothing of the width.
+        let named = spec.strip_prefix('(').and_then(|name| name.split_once(')'));
+        let spec = named.map_or(spec, |(_, spec)| spec);
+        let end = spec.find(|c: char| c.is_alphabetic() || c == '%').unwrap_or(spec.len());
+        check_widths(&spec[..end], &values)?;
+    }
+    minijinja::filters::format(state, text, args)
+}
+
+/// Refuses a format's field where it, or an argument that it takes a width from, is too wide.
+fn check_widths(spec: &str, args: &[Value]) -> Result<(), Error> {
+    let wide = |width: u64| width > FORMAT_WIDTH_MAX;
+    let mut numbers = spec
+        .split(|c: char| !c.is_ascii_digit())
+        .filter(|digits| !digits.is_empty());
+    let written = numbers.any(|digits| digits.parse().map_or(true, wide));
+    let large = |value: &Value| value.as_i64().is_some_and(|n| wide(n.unsigned_abs()));
+    let holds_large = |value: &Value| match value.kind() {
+        // Named arguments.
+        ValueKind::Map => value
+            .try_iter()
+            .is_ok_and(|mut keys| keys.any(|key| value.get_item(&key).is_ok_and(|item| large(&item)))),
+        _ => large(value),
+    };
+    let taken = spec.contains(['*', '{']) && args.iter().any(holds_large);
+    if written || taken {
+        return Err(Error::new(
+            ErrorKind::InvalidOperation,
+            format!("format: a field is wider than {FORMAT_WIDTH_MAX} characters"),
+        ));
+    }
+    Ok(())
+}
+
 /// Jinja's `indent` filter: unlike minijinja's, a line break at the end stays.
 pub(super) fn indent(text: &str, width: Option<Value>, args: Rest<Value>, kwargs: Kwargs) -> Result<String, Error> {
     let width = match width {
@@ -322,6 +363,14 @@ fn text_method(text: &str, name: &str, args: &[Value]) -> Result<Option<Value>, 
                 Some(at) => Value::from(text[..at].chars().count()),
                 None => return Err(Error::new(ErrorKind::InvalidOperation, "str.index: not found")),
             }
+        }
+        // Checked, then done by minijinja-contrib.
+        "format" => {
+            for spec in text.split(':').skip(1) {
+                let end = spec.find('}').unwrap_or(spec.len());
+                check_widths(&spec[..end], args)?;
+            }
+            return Ok(None);
         }
         // A capital after everything that is no letter, unlike Jinja's filter of that name.
         "title" => {

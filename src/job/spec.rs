@@ -10,7 +10,7 @@ use super::check::{FieldError, bad, short, text};
 use super::file::{
     BudgetFile, ContentFile, JobFile, MessageFile, OutputFile, OutputFormat, Parsed, PromptFile, Role, Truncate,
 };
-use super::generate::Generate;
+use super::generate::{Generate, ShapeSpec};
 use super::{JobError, suggest};
 use crate::dataset::plan::Format;
 
@@ -162,18 +162,10 @@ impl Job {
         &self.hash
     }
 
-    /// The job with all defaults filled in, for the ledger; [`Job::from_resolved`] reads it back.
+    /// The job with all defaults filled in, for the ledger.
     pub fn resolved(&self) -> Value {
         // A job holds only what JSON can: numbers were checked to be finite.
         serde_json::to_value(self).unwrap_or(Value::Null)
-    }
-
-    /// Reads what [`Job::resolved`] wrote.
-    pub fn from_resolved(value: &Value) -> Result<Job, JobError> {
-        serde_json::from_value(value.clone()).map_err(|e| JobError::Invalid {
-            place: "the job's record in its ledger".into(),
-            message: super::one_line(&e.to_string()),
-        })
     }
 
     /// The key of the job's random stream: the given seed, or one derived from the job's id.
@@ -209,6 +201,8 @@ fn build(parsed: Parsed, file: &str, base_dir: &Path) -> Result<Job, FieldError>
         .and_then(|report| report.gold)
         .map(|gold| text("report.gold", gold))
         .transpose()?;
+    let output = output(raw.output)?;
+    check_together(&generate, &output, gold.is_some())?;
     let rows = raw.shards.and_then(|shards| shards.rows).unwrap_or(SHARD_ROWS);
     if !(1..=SHARD_ROWS_MAX).contains(&rows) {
         return bad(
@@ -226,7 +220,7 @@ fn build(parsed: Parsed, file: &str, base_dir: &Path) -> Result<Job, FieldError>
         },
         prompt: prompt(raw.prompt, raw.input.format, base_dir)?,
         generate,
-        output: output(raw.output)?,
+        output,
         shard_rows: rows.unsigned_abs(),
         budget: budget(raw.budget.unwrap_or_default())?,
         gold,
@@ -234,6 +228,41 @@ fn build(parsed: Parsed, file: &str, base_dir: &Path) -> Result<Job, FieldError>
         file: file.to_string(),
         hash,
     })
+}
+
+/// What each is fine alone and cannot be had together.
+fn check_together(generate: &Generate, output: &Output, gold: bool) -> Result<(), FieldError> {
+    let openai = output.format == OutputFormat::Openai;
+    // The report compares one answer a row, which it reads from Parquet parts.
+    if gold && openai {
+        return bad("report.gold", "needs `output.format` to be `parquet`");
+    }
+    if gold && generate.n > 1 {
+        return bad(
+            "report.gold",
+            "needs `generate.n` to be 1: it compares one answer a row",
+        );
+    }
+    let probabilities = matches!(
+        generate.shape,
+        ShapeSpec::Choice {
+            probabilities: true,
+            ..
+        }
+    );
+    for (field, asked) in [
+        ("generate.logprobs", generate.logprobs),
+        ("generate.choice_probabilities", probabilities),
+        ("output.token_ids", output.token_ids),
+    ] {
+        if asked && openai {
+            return bad(
+                field,
+                "needs `output.format` to be `parquet`: result lines in OpenAI's form have no place for it",
+            );
+        }
+    }
+    Ok(())
 }
 
 fn precision(name: Option<&str>) -> Result<Precision, FieldError> {

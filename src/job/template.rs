@@ -4,6 +4,10 @@
 //! Values are rendered so: null as nothing, booleans as `true` and `false`, numbers in their shortest exact form,
 //! texts (decimals, timestamps in ISO 8601 and binary data arrive as texts) as they are, lists and structs as compact
 //! JSON. A column that does not exist is an error, never nothing.
+//!
+//! A template is the job's own, and is held to limits against mistakes, not against malice: instructions, the length of
+//! what it renders to, repeated texts and lists, the width of formatted fields. Not limited is what it holds in between:
+//! a loop that doubles a text in a variable takes memory without bound.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -13,7 +17,7 @@ use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Serde, ValueKind};
 use minijinja::{AutoEscape, Environment, Error, ErrorKind, UndefinedBehavior, Value};
 
-use super::{one_line, python};
+use super::{one_line, python, words};
 
 /// Most instructions of one rendering; a long conversation with tools takes some thousands.
 const FUEL: u64 = 5_000_000;
@@ -103,7 +107,7 @@ impl Template {
     /// say nothing here, since real values may be no texts.
     fn check_ends(&self) -> Result<(), String> {
         let template = self.env.get_template(&self.name).map_err(|e| describe(&e))?;
-        let columns = self.columns().unwrap_or_default();
+        let columns = self.columns().names;
         let context = Value::from_pairs(columns.into_iter().map(|name| (name, Value::from("x"))));
         let mut out = Bounded {
             bytes: Vec::new(),
@@ -116,17 +120,35 @@ impl Template {
         }
     }
 
-    /// The columns that the template names, sorted; `None` where it may use any (it mentions `row`).
-    pub(super) fn columns(&self) -> Option<BTreeSet<String>> {
-        let template = self.env.get_template(&self.name).ok()?;
+    /// The columns that the template uses, as far as can be told without a row.
+    pub(super) fn columns(&self) -> Columns {
+        let Ok(template) = self.env.get_template(&self.name) else {
+            return Columns::default();
+        };
         let globals: BTreeSet<&str> = self.env.globals().map(|(name, _)| name).collect();
         let mut names: BTreeSet<String> = template.undeclared_variables(false).into_iter().collect();
-        if names.contains(ROW) {
-            return None;
-        }
-        names.retain(|name| !globals.contains(name.as_str()));
-        Some(names)
+        names.extend(words::of_slices(template.source()));
+        let any = names.remove(ROW);
+        // `range(3)` is the function, `range` without a call a column.
+        names.retain(|name| !globals.contains(name.as_str()) || words::is_read(template.source(), name));
+        let of_row = match any {
+            true => words::fields_of(template.source(), ROW),
+            false => BTreeSet::new(),
+        };
+        Columns { names, of_row, any }
     }
+}
+
+/// What a template uses of a row.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct Columns {
+    /// Columns by their own names.
+    pub names: BTreeSet<String>,
+    /// Columns as constant fields of `row`, those left out that the template asks for first (`is defined`, `in row`,
+    /// `default`). They are of a column called `row` where there is one.
+    pub of_row: BTreeSet<String>,
+    /// It mentions `row`, and so may use any column.
+    pub any: bool,
 }
 
 /// The context of a column template: the row's columns, and `row`, all of them, unless a column has that name.
@@ -149,6 +171,7 @@ fn base() -> Environment<'static> {
     env.set_unknown_method_callback(python::method);
     env.add_filter("tojson", python::tojson);
     env.add_filter("indent", python::indent);
+    env.add_filter("format", python::format);
     env.add_test("iterable", python::is_iterable);
     env.add_test("sequence", python::is_sequence);
     env
@@ -233,8 +256,8 @@ fn without_generation_tags(source: &str) -> String {
         out.push_str(before);
         let end = match tag.as_bytes().get(1) {
             Some(b'#') => tag.find("#}").map(|end| end + 2),
-            Some(b'{') => close_of(tag, "}}"),
-            Some(b'%') => close_of(tag, "%}"),
+            Some(b'{') => words::close_of(tag, "}}"),
+            Some(b'%') => words::close_of(tag, "%}"),
             _ => Some(1),
         };
         // A tag without end is the parser's to report.
@@ -262,24 +285,6 @@ fn without_generation_tags(source: &str) -> String {
     }
     out.push_str(rest);
     out
-}
-
-/// Where a tag ends, quoted text in it skipped.
-fn close_of(tag: &str, close: &str) -> Option<usize> {
-    let mut quote = None;
-    let mut escaped = false;
-    for (i, c) in tag.char_indices().skip(2) {
-        match quote {
-            Some(_) if escaped => escaped = false,
-            Some(_) if c == '\\' => escaped = true,
-            Some(open) if c == open => quote = None,
-            Some(_) => {}
-            None if c == '"' || c == '\'' => quote = Some(c),
-            None if tag[i..].starts_with(close) => return Some(i + close.len()),
-            None => {}
-        }
-    }
-    None
 }
 
 #[cfg(test)]
@@ -322,19 +327,50 @@ mod tests {
 
     #[test]
     fn columns_are_found() {
-        let columns = |source: &str| {
-            Some(
-                Template::for_columns("t", source)
-                    .unwrap()
-                    .columns()?
-                    .into_iter()
-                    .collect::<Vec<_>>(),
-            )
-        };
+        let columns = |source: &str| Template::for_columns("t", source).unwrap().columns();
+        let names = |names: &[&str]| names.iter().map(|name| name.to_string()).collect::<BTreeSet<_>>();
         let source = "{{ b }}{% for x in a %}{{ x }}{{ loop.index }}{% endfor %}{% set y = c.d %}{{ y }}{{ range(3) }}";
-        assert_eq!(columns(source), Some(["a", "b", "c"].map(String::from).to_vec()));
-        assert_eq!(columns("plain"), Some(vec![]));
-        assert_eq!(columns("{{ row['a b'] }}"), None);
+        let found = columns(source);
+        assert_eq!((found.names, found.any), (names(&["a", "b", "c"]), false));
+        assert_eq!(columns("plain"), Columns::default());
+        let found = columns("{{ row['a b'] }}{{ row.c }}{{ d }}{{ row[d] }}");
+        assert_eq!(
+            (found.names, found.of_row, found.any),
+            (names(&["d"]), names(&["a b", "c"]), true)
+        );
+        assert_eq!(columns("{{ text[:5] }}").names, names(&["text"]));
+        assert!(columns("{{ row.a[:5] }}").any);
+        // Functions are none, columns of their names are.
+        assert_eq!(columns("{{ range(3) }}{{ namespace(a=1).a }}").names, names(&[]));
+        assert_eq!(
+            columns("{{ range }}{{ dict.a }}{{ debug | upper }}").names,
+            names(&["range", "dict", "debug"])
+        );
+    }
+
+    #[test]
+    fn columns_of_global_names_render() {
+        let row = json!({"range": "a", "namespace": 2});
+        assert_eq!(render("{{ range }} {{ namespace }}", row).unwrap(), "a 2");
+    }
+
+    #[test]
+    fn formatted_fields_are_not_too_wide() {
+        for source in [
+            "{{ '%9999999999d' | format(a) }}",
+            "{{ '%99999999999999999999999d' | format(a) }}",
+            "{{ '%*d' | format(b, a) }}",
+            "{{ '%.999999999f' | format(1.5) }}",
+            "{{ '%(x)999999d' | format(x=a) }}",
+            "{{ '{:9999999999}'.format(a) }}",
+            "{{ '{:{w}}'.format(a, w=b) }}",
+        ] {
+            let error = render(source, json!({"a": 1, "b": 9_999_999})).unwrap_err();
+            assert!(error.contains("wider than 4096"), "{source}: {error}");
+        }
+        let fine = "{{ '%5d 100%% %s 99999' | format(a, b) }}|{{ '{:>3}'.format(a) }}|{{ '%-10s.' | format(b) }}";
+        let rendered = render(fine, json!({"a": 1, "b": 9_999_999})).unwrap();
+        assert_eq!(rendered, "    1 100% 9999999 99999|  1|9999999   .");
     }
 
     #[test]

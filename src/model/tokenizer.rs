@@ -654,7 +654,7 @@ fn strip_prefix(value: &mut Value, which: Prefix, changed: &mut bool) {
 }
 
 /// Foreign error texts may span lines; a row's or job's error is one line.
-fn one_line(text: &str) -> String {
+pub(crate) fn one_line(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 

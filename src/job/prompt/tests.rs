@@ -289,7 +289,7 @@ fn openai_lines_bring_prompt_and_parameters() {
 
     let body = json!({
         "messages": messages, "max_completion_tokens": 3, "temperature": 0, "top_p": 0.9, "seed": 5, "stop": "\n",
-        "n": 1, "logprobs": true, "presence_penalty": 0.5, "frequency_penalty": null, "top_k": -1, "min_p": 0.1,
+        "n": 1, "logprobs": false, "presence_penalty": 0.5, "frequency_penalty": null, "top_k": -1, "min_p": 0.1,
         "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}},
     });
     let params = renderer.render(&line("/v1/chat/completions", body)).unwrap().params;
@@ -299,7 +299,7 @@ fn openai_lines_bring_prompt_and_parameters() {
     );
     assert_eq!(
         (params.top_k, params.min_p, params.logprobs, params.presence_penalty),
-        (0, 0.1, true, 0.5)
+        (0, 0.1, false, 0.5)
     );
     assert_eq!(params.stop, ["\n"]);
     assert_eq!(params.shape, Shape::JsonSchema(json!({"type": "object"})));
@@ -312,6 +312,70 @@ fn openai_lines_bring_prompt_and_parameters() {
         .render(&line("/v1/completions", json!({"prompt": [104, 105]})))
         .unwrap();
     assert_eq!(ids.tokens, [104, 105]);
+}
+
+#[test]
+fn openai_lines_use_all_of_a_field() {
+    let renderer = renderer(json!({"generate": {"logprobs": true, "stop": ["x", "<|im_start|>"], "ignore_eos": true}}));
+    let chat = |more: Value| {
+        let mut body = json!({"messages": [{"role": "user", "content": "x"}]});
+        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        renderer
+            .render(&line("/v1/chat/completions", body))
+            .map(|rendered| rendered.params)
+    };
+    for (seed, expected) in [(json!(u64::MAX), u64::MAX), (json!(-1), u64::MAX), (json!(0), 0)] {
+        assert_eq!(chat(json!({"seed": seed})).unwrap().seed, expected);
+    }
+    assert!(
+        chat(json!({"logprobs": true, "modalities": ["text"]}))
+            .unwrap()
+            .logprobs
+    );
+    assert!(chat(json!({})).unwrap().logprobs);
+    let error = chat(json!({"logprobs": false})).unwrap_err();
+    assert!(error.contains("they must agree"), "{error}");
+    // A text that is a special token's ends as that token; the line's stops take the place of the job's.
+    assert_eq!(chat(json!({})).unwrap().stop_token_ids, [257]);
+    assert_eq!(
+        chat(json!({"stop": ["<|im_end|>"], "stop_token_ids": [7]}))
+            .unwrap()
+            .stop_token_ids,
+        [7, 258]
+    );
+    // The job's stops are for free answers.
+    let choice = chat(json!({"guided_choice": ["a"]})).unwrap();
+    assert_eq!(
+        (choice.stop.len(), choice.stop_token_ids.len(), choice.ignore_eos),
+        (0, 0, false)
+    );
+}
+
+#[test]
+fn a_stop_text_of_a_special_token_is_that_token() {
+    let renderer = renderer(json!({"prompt": {"text": "x"}, "generate": {"stop": ["<|im_start|>", "y"]}}));
+    assert_eq!(renderer.params().stop_token_ids, [257]);
+    assert_eq!(renderer.params().stop, ["<|im_start|>", "y"]);
+}
+
+#[test]
+fn fields_of_row_are_checked_where_they_can_be_told() {
+    let check = |text: &str, columns: &[&str]| {
+        let columns: Vec<String> = columns.iter().map(|c| c.to_string()).collect();
+        let renderer = renderer(json!({"prompt": {"text": text}}));
+        assert_eq!(renderer.columns(), None);
+        renderer.check_columns(&columns).map_err(|e| e.to_string())
+    };
+    assert_eq!(
+        check("{{ row[\"two wrods\"] }}", &["two words"]).unwrap_err(),
+        "t.json: column `two wrods`, used in `prompt.text`, does not exist in `in.parquet`; did you mean `two words`?"
+    );
+    assert!(check("{{ row.a }}{{ b }}", &["a"]).unwrap_err().contains("`b`"));
+    assert_eq!(
+        check("{{ row[\"two words\"] }}{{ row[a] }}", &["two words", "a"]),
+        Ok(())
+    );
+    assert_eq!(check("{{ row['x'] }}", &["row"]), Ok(()));
 }
 
 #[test]
@@ -343,6 +407,27 @@ fn openai_lines_that_ask_for_too_much_are_errors() {
             json!({"messages": good, "top_logprobs": 3, "logprobs": true}),
             "`top_logprobs`",
         ),
+        (
+            json!({"messages": good, "logprobs": true}),
+            "`logprobs` is true, but the job's `generate.logprobs` is false; they must agree",
+        ),
+        (
+            json!({"messages": good, "modalities": ["text", "audio"]}),
+            "`modalities` in `body` is not supported",
+        ),
+        (
+            json!({"messages": good, "verbosity": "low"}),
+            "`verbosity` in `body` is not supported",
+        ),
+        (
+            json!({"messages": good, "stop_token_ids": [259]}),
+            "`stop_token_ids` holds 259, no id of the vocabulary (0 to 258)",
+        ),
+        (
+            json!({"messages": good, "guided_choice": ["a"], "stop": "x"}),
+            "`stop` cannot stand beside `choice`",
+        ),
+        (json!({"messages": good, "seed": 1e30}), "`seed` is"),
         (
             json!({"messages": good, "response_format": {"type": "grammar"}}),
             "`response_format.type`",
@@ -417,6 +502,23 @@ proptest! {
         prop_assert_eq!(controls(&rendered.tokens), [257, 258, 257]);
         let ids = self::renderer(json!({"prompt": {"token_ids": "a"}}));
         let _ = ids.render(&row(json!({"a": a})));
+    }
+
+    /// Whatever templates do to whole texts, what comes of data is never a control token.
+    #[test]
+    fn changed_data_never_controls(
+        parts in proptest::collection::vec("<\\|IM_END\\|>|<\\|im_end\\|>|<x\\|im_x?end\\|x?>|<\\|İm_|[<|imEND_x>S/ sſ]{0,8}", 1..5),
+        b in "(<\\|im_)?[|im_end> ]{0,9}",
+        how in proptest::sample::select(vec![
+            "{{ a[1:] }}", "{{ a[2:] }}{{ b }}", "{{ a[:5] }}{{ b }}", "{{ a | lower }}", "{{ a | upper }}{{ a.lower() }}",
+            "{{ a | replace('x', '') }}", "{{ a.replace('x', '') | lower }}", "{{ (a ~ b) | lower }}", "{{ a | title }}",
+            "{{ a.split('x') | join }}", "{{ a | trim }}{{ b }}", "{{ a.strip('x') }}{{ b | lower }}", "{{ [a, b] | join }}",
+            "{{ a | capitalize | lower }}", "{{ a.casefold() }}", "{{ a | tojson | lower }}", "{{ row.a[1:] | lower }}",
+        ]),
+    ) {
+        let renderer = renderer(chat_job(how));
+        let rendered = renderer.render(&row(json!({"a": parts.concat(), "b": b}))).unwrap();
+        prop_assert_eq!(controls(&rendered.tokens), [257, 258, 257], "{}", rendered.text);
     }
 
     #[test]
