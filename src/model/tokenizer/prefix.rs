@@ -1,0 +1,95 @@
+//! What pre-tokenizers and normalizers put in front of a text, and tokenizers without it.
+
+use serde_json::{Value, json};
+use tokenizers::{NormalizerWrapper, PreTokenizerWrapper, Tokenizer as Inner};
+
+/// Which prefixes to take out of a tokenizer.
+#[derive(Clone, Copy, PartialEq)]
+pub(super) enum Prefix {
+    /// Those that go before the first text of a prompt only.
+    FirstOnly,
+    /// All.
+    Any,
+}
+
+/// A copy of `from` that puts nothing in front of a text; `None` where that is what `from` does already.
+pub(super) fn without_prefix(from: &Inner, which: Prefix) -> Result<Option<Inner>, String> {
+    let mut changed = false;
+    let mut out = from.clone();
+    if let Some(pre) = from.get_pre_tokenizer() {
+        let mut value = serde_json::to_value(pre).map_err(|e| e.to_string())?;
+        let mut here = false;
+        strip_prefix(&mut value, which, &mut here);
+        if here {
+            let pre: PreTokenizerWrapper = serde_json::from_value(value).map_err(|e| e.to_string())?;
+            out.with_pre_tokenizer(Some(pre));
+            changed = true;
+        }
+    }
+    if let Some(normalizer) = from.get_normalizer() {
+        let mut value = serde_json::to_value(normalizer).map_err(|e| e.to_string())?;
+        let mut here = false;
+        strip_prefix(&mut value, which, &mut here);
+        if here {
+            let normalizer: NormalizerWrapper = serde_json::from_value(value).map_err(|e| e.to_string())?;
+            out.with_normalizer(Some(normalizer)).map_err(|e| e.to_string())?;
+            changed = true;
+        }
+    }
+    Ok(changed.then_some(out))
+}
+
+/// Does a pre-tokenizer or normalizer put SentencePiece's space mark in front of a text?
+pub(super) fn puts_space_in_front(tokenizer: &Inner) -> Result<bool, String> {
+    let pre = tokenizer.get_pre_tokenizer().map(serde_json::to_value);
+    let normalizer = tokenizer.get_normalizer().map(serde_json::to_value);
+    for part in [pre, normalizer].into_iter().flatten() {
+        if has_space_prefix(&part.map_err(|e| e.to_string())?) {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+fn has_space_prefix(value: &Value) -> bool {
+    match value["type"].as_str() {
+        Some("Sequence") => ["pretokenizers", "normalizers"]
+            .iter()
+            .filter_map(|key| value[*key].as_array())
+            .flatten()
+            .any(has_space_prefix),
+        Some("Metaspace") => value["prepend_scheme"] != "never",
+        Some("Prepend") => matches!(value["prepend"].as_str(), Some("▁" | " ")),
+        _ => false,
+    }
+}
+
+/// Takes prefixes out of a serialized pre-tokenizer or normalizer, also inside sequences.
+fn strip_prefix(value: &mut Value, which: Prefix, changed: &mut bool) {
+    match value.get("type").and_then(Value::as_str) {
+        Some("Sequence") => {
+            for key in ["pretokenizers", "normalizers"] {
+                for part in value.get_mut(key).and_then(Value::as_array_mut).into_iter().flatten() {
+                    strip_prefix(part, which, changed);
+                }
+            }
+        }
+        Some("Metaspace") => {
+            let scheme = value["prepend_scheme"].as_str().unwrap_or("always");
+            if scheme == "first" || (scheme == "always" && which == Prefix::Any) {
+                value["prepend_scheme"] = "never".into();
+                *changed = true;
+            }
+        }
+        Some("ByteLevel") if which == Prefix::Any && value["add_prefix_space"] == true => {
+            value["add_prefix_space"] = false.into();
+            *changed = true;
+        }
+        Some("Prepend") if which == Prefix::Any => {
+            // A sequence of nothing: a normalizer that does nothing.
+            *value = json!({"type": "Sequence", "normalizers": []});
+            *changed = true;
+        }
+        _ => {}
+    }
+}
