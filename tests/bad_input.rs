@@ -73,6 +73,39 @@ fn job_file_fields() {
 }
 
 #[test]
+fn what_does_not_fit_together() {
+    label_job_refused(
+        |t| t.replace("precision: f32", "precision: f32\ncontext: 4096"),
+        &["context", "4096", "1024"],
+    );
+    label_job_refused(
+        |t| t.replace("precision: f32", "precision: f32\ncontext: 0"),
+        &["context"],
+    );
+    let folder = tempfile::tempdir().unwrap();
+    let job = text_job(
+        folder.path(),
+        &root().join("jobs/demo/tickets.parquet"),
+        "",
+        "max_tokens: 1",
+    );
+    let text = fs::read_to_string(&job).unwrap();
+    fs::write(&job, text.replace("text: ''", "token_ids: subject")).unwrap();
+    refused(
+        &job,
+        &folder.path().join("out"),
+        &["subject", "prompt.token_ids", "Utf8"],
+    );
+    // No prompt, and an input that is no batch file: the prompt is what is missing.
+    fs::write(&job, text.replace("prompt: {text: ''}\n", "")).unwrap();
+    refused(
+        &job,
+        &folder.path().join("out"),
+        &["prompt", "messages", "tickets.parquet"],
+    );
+}
+
+#[test]
 fn shapes_that_cannot_be() {
     let shape = |with: &str| {
         let with = with.to_string();

@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use crate::cli::exit::Failure;
 use crate::dataset::location::Location;
 use crate::dataset::output::{OutputColumns, OutputSchema};
+use crate::dataset::plan::Format;
 use crate::dataset::planner::{InputPlan, PlanRequest, plan_inputs};
 use crate::device;
 use crate::engine::constraint::Compiler;
@@ -107,12 +108,44 @@ impl Opened {
             output_row_bytes: BYTES_PER_TOKEN * u64::from(generate.max_tokens) * u64::from(generate.n),
             limit: self.limit,
         };
-        let plan = plan_inputs(&request, &self.job.base_dir)
-            .await
-            .map_err(Failure::bad_job)?;
-        let columns: Vec<String> = plan.columns.iter().map(|c| c.name.clone()).collect();
-        renderer.check_columns(&columns).map_err(Failure::bad_job)?;
+        let planned = plan_inputs(&request, &self.job.base_dir).await;
+        let plan = match planned {
+            Err(_) if matches!(self.job.prompt.kind, PromptKind::Openai) => {
+                // Without a prompt, an input that is no batch lacks the columns that come with one: say that first.
+                let bare = PlanRequest {
+                    carry: self.job.output.carry.clone(),
+                    ..request
+                };
+                let plan = plan_inputs(&bare, &self.job.base_dir).await.map_err(Failure::bad_job)?;
+                check_columns(&renderer, &plan)?;
+                planned.map_err(Failure::bad_job)?
+            }
+            planned => planned.map_err(Failure::bad_job)?,
+        };
+        check_columns(&renderer, &plan)?;
+        if let PromptKind::TokenIds(name) = &self.job.prompt.kind {
+            self.check_token_ids(&plan, name)?;
+        }
         Ok(plan)
+    }
+
+    /// A column of ready token ids must hold lists of whole numbers. (Lines have no types: there, each row tells.)
+    fn check_token_ids(&self, plan: &InputPlan, name: &str) -> Result<(), Failure> {
+        let typed = plan.files.iter().any(|file| file.format == Format::Parquet);
+        let kind = plan
+            .columns
+            .iter()
+            .find(|column| column.name == name)
+            .map(|column| column.kind.as_str());
+        match kind {
+            Some(kind) if typed && !(kind.contains("List") && kind.contains("Int")) => {
+                Err(Failure::bad_job(anyhow::anyhow!(
+                    "{}: column `{name}`, used in `prompt.token_ids`, is of type {kind}; it must be a list of whole numbers",
+                    self.job.file
+                )))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Input columns in the output: those to carry, the gold column that the report compares with, and of OpenAI batch
@@ -132,11 +165,24 @@ impl Opened {
         carry
     }
 
+    /// Longest sequence: what the job says, within what the checkpoint can do, or what the checkpoint declares.
+    fn context_tokens(&self) -> Result<u32, Failure> {
+        let most = self.config.context_limit();
+        match self.job.context {
+            Some(tokens) if tokens > most => Err(Failure::bad_job(anyhow::anyhow!(
+                "{}: `context` is {tokens} tokens, more than the {most} that this model can do",
+                self.job.file
+            ))),
+            Some(tokens) => Ok(tokens),
+            None => Ok(self.config.max_position_embeddings),
+        }
+    }
+
     /// Prompts of this job.
     pub fn renderer(&self, stream: &Stream) -> Result<Renderer, Failure> {
         let setup = RenderSetup {
             tokenizer: self.tokenizer.clone(),
-            context_tokens: self.config.max_position_embeddings,
+            context_tokens: self.context_tokens()?,
             seed: stream.seed,
             now: stream.now,
         };
@@ -235,6 +281,11 @@ impl Opened {
             usd_per_hour: self.job.budget.usd_per_hour,
         })
     }
+}
+
+fn check_columns(renderer: &Renderer, plan: &InputPlan) -> Result<(), Failure> {
+    let columns: Vec<String> = plan.columns.iter().map(|c| c.name.clone()).collect();
+    renderer.check_columns(&columns).map_err(Failure::bad_job)
 }
 
 /// The folder of a trial: another one for each version of the job file, so that a job can be tried, changed and tried again.

@@ -222,7 +222,7 @@ fn load_engine(opened: &Opened, renderer: &Renderer, args: &RunArgs) -> Result<E
         precision,
         kv: KvBudget::Bytes(args.engine.kv_memory.map_or_else(default_kv_bytes, |mib| mib << 20)),
         threads: thread_pool(threads(args)).context("cannot start the threads")?,
-        max_context: None,
+        max_context: opened.job.context,
         vocabulary: Some(opened.tokenizer.vocab_size()),
     };
     let model = Transformer::load(&opened.model_dir, &options).map_err(Failure::bad_job)?;

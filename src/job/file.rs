@@ -23,12 +23,16 @@ const DEPTH_MAX: usize = 64;
 pub struct JobFile {
     /// Name of the job, for reports.
     pub name: String,
-    /// The checkpoint: a folder (relative to this file), `hf://owner/name`, or a folder in object storage.
+    /// The checkpoint: a folder (relative to this file) in the Hugging Face layout.
     pub model: String,
-    /// Number format to compute in. `auto` takes the checkpoint's own, where the device is good at it.
+    /// Number format to compute in. `auto` is what suits the device: `f32` on a CPU.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(extend("enum" = ["auto", "f32", "bf16", null]))]
     pub precision: Option<String>,
+    /// Longest sequence (prompt and completion) in tokens; by default what the checkpoint declares. More is possible as far as
+    /// its RoPE scaling stretches (`dynamic` is fixed for this length over the whole job).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub context: Option<i64>,
     /// The rows to work on.
     pub input: InputFile,
     /// What the model is asked about each row. Left out for OpenAI batch input, whose lines hold their own.

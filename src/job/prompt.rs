@@ -169,12 +169,15 @@ impl Renderer {
     /// Are all columns that the job names (in prompts, `carry` and `gold`) among those of its input?
     pub fn check_columns(&self, columns: &[String]) -> Result<(), JobError> {
         let has = |name: &str| columns.iter().any(|column| column == name);
-        if matches!(self.source, Source::Openai) && !has("body") {
+        let lacking = ["custom_id", "method", "url", "body"]
+            .into_iter()
+            .find(|name| !has(name));
+        if let (Source::Openai, Some(lacking)) = (&self.source, lacking) {
             return Err(JobError::Invalid {
                 place: self.named.file.clone(),
                 message: format!(
                     "`prompt` says none of `messages`, `text` and `token_ids`, and `{}` is no OpenAI batch file (it has \
-                     no column `body`)",
+                     no column `{lacking}`)",
                     self.named.input
                 ),
             });

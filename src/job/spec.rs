@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
 
-use super::check::{FieldError, bad, short, text};
+use super::check::{FieldError, bad, short, text, whole};
 use super::file::{
     BudgetFile, ContentFile, JobFile, MessageFile, OutputFile, OutputFormat, Parsed, PromptFile, Role, Truncate,
 };
@@ -19,6 +19,8 @@ const TEMPLATE_BYTES_MAX: u64 = 4 << 20;
 /// Rows of a shard where the job does not say.
 const SHARD_ROWS: i64 = 4096;
 const SHARD_ROWS_MAX: i64 = 1_000_000;
+/// Largest `context`: longer than any model's.
+const CONTEXT_MAX: u32 = 1 << 26;
 
 /// Columns that results have besides the carried ones.
 pub const RESULT_COLUMNS: [&str; 12] = [
@@ -43,6 +45,8 @@ pub struct Job {
     /// As written: a path relative to `base_dir`, `hf://…` or a URL.
     pub model: String,
     pub precision: Precision,
+    /// Longest sequence in tokens, at least 2; `None`: what the checkpoint declares.
+    pub context: Option<u32>,
     pub input: Input,
     pub prompt: Prompt,
     pub generate: Generate,
@@ -214,6 +218,10 @@ fn build(parsed: Parsed, file: &str, base_dir: &Path) -> Result<Job, FieldError>
         name,
         model,
         precision: precision(raw.precision.as_deref())?,
+        context: raw
+            .context
+            .map(|tokens| whole("context", Some(tokens), 2, 2, CONTEXT_MAX))
+            .transpose()?,
         input: Input {
             uris,
             format: raw.input.format,
