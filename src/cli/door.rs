@@ -3,9 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use arrow::datatypes::SchemaRef;
 use chrono::{DateTime, NaiveDateTime};
-use serde::{Deserialize, Serialize};
 
 use crate::cli::exit::Failure;
 use crate::dataset::location::Location;
@@ -50,14 +48,6 @@ impl Stream {
             now: ledger.created_at().naive_utc(),
         }
     }
-}
-
-/// What the ledger keeps of the output's columns.
-#[derive(Debug, Serialize, Deserialize)]
-pub struct Columns {
-    #[serde(with = "crate::dataset::schema_text")]
-    pub carry_schema: SchemaRef,
-    pub output: OutputSchema,
 }
 
 /// A job and everything about its model but the weights.
@@ -263,10 +253,7 @@ impl Opened {
 
     /// The planned job, ready to be written down.
     pub fn draft(&self, plan: InputPlan, identity: JobIdentity) -> Result<JobDraft, Failure> {
-        let columns = Columns {
-            output: OutputSchema::new(&plan.carry_schema, self.output_columns()),
-            carry_schema: plan.carry_schema,
-        };
+        let columns = OutputSchema::new(&plan.carry_schema, self.output_columns());
         Ok(JobDraft {
             name: self.job.name.clone(),
             identity,

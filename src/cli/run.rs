@@ -6,9 +6,10 @@ use std::time::Duration;
 use anyhow::Context;
 
 use crate::cli::args::RunArgs;
-use crate::cli::door::{self, Columns, Opened, Stream};
+use crate::cli::door::{self, Opened, Stream};
 use crate::cli::exit::{Exit, Failure, one_line};
 use crate::dataset::DatasetError;
+use crate::dataset::output::OutputSchema;
 use crate::dataset::part::OpenaiMeta;
 use crate::dataset::shard::ShardReader;
 use crate::device::cpu::thread_pool;
@@ -136,8 +137,8 @@ async fn work(
 ) -> Result<Option<Why>, Failure> {
     let job = ledger.job();
     let renderer = opened.renderer(&Stream::of(&opened.job, ledger))?;
-    let columns: Columns = serde_json::from_value(job.columns.clone())?;
-    let reader = ShardReader::new(job.inputs.clone(), columns.carry_schema, renderer.columns());
+    let output: OutputSchema = serde_json::from_value(job.columns.clone())?;
+    let reader = ShardReader::new(job.inputs.clone(), output.carry(), renderer.columns());
     let engine = load_engine(opened, &renderer, args)?;
     let before = ledger.status().await?;
     let meter = Arc::new(Meter::default());
@@ -147,7 +148,7 @@ async fn work(
         queue: Arc::new(LocalQueue::new(messages(ledger, resumed).await?)),
         reader,
         renderer: Arc::new(renderer),
-        output: columns.output,
+        output,
         format: part_format(opened, ledger),
         meter: meter.clone(),
         render_threads: rayon::ThreadPoolBuilder::new()

@@ -66,6 +66,11 @@ impl OutputSchema {
         own_fields(columns).iter().map(|f| f.name().clone()).collect()
     }
 
+    /// The carried columns.
+    pub fn carry(&self) -> SchemaRef {
+        self.carry.clone()
+    }
+
     /// The Arrow schema of batches, data objects and parts.
     pub fn schema(&self) -> SchemaRef {
         let carried = self.carry.fields().iter().cloned();

@@ -17,6 +17,7 @@ use super::{JobError, one_line, sha256, suggest};
 use crate::dataset::row::InputRow;
 use crate::engine::params::Params;
 use crate::model::tokenizer::Tokenizer;
+use crate::report::summary::number;
 
 /// What rendering needs besides the job.
 #[derive(Debug, Clone)]
@@ -99,8 +100,8 @@ impl Renderer {
         if job.generate.max_tokens >= setup.context_tokens {
             return Err(invalid(format!(
                 "`generate.max_tokens` is {}, which leaves no room for a prompt in the model's context of {} tokens",
-                grouped(job.generate.max_tokens.into()),
-                grouped(setup.context_tokens.into())
+                number(job.generate.max_tokens.into()),
+                number(setup.context_tokens.into())
             )));
         }
         check_stops(&job.generate, &setup.tokenizer).map_err(|e| invalid(format!("`generate.{e}")))?;
@@ -250,8 +251,8 @@ impl Renderer {
         if params.max_tokens >= self.setup.context_tokens {
             return Err(format!(
                 "`max_tokens` is {}, which leaves no room for a prompt in the model's context of {} tokens",
-                grouped(params.max_tokens.into()),
-                grouped(self.setup.context_tokens.into())
+                number(params.max_tokens.into()),
+                number(self.setup.context_tokens.into())
             ));
         }
         if let Ask::Tokens(items) = openai::ask(body, is_chat)? {
@@ -391,8 +392,8 @@ impl Renderer {
                 return Err(format!(
                     "the prompt has {} tokens, and the model's context of {} must hold it and at least one more; shorten \
                      it or set `prompt.truncate`",
-                    grouped(tokens.len() as u64),
-                    grouped(context as u64)
+                    number(tokens.len() as u64),
+                    number(context as u64)
                 ));
             }
             Truncate::Left if tokens.len() > room => {
@@ -534,19 +535,6 @@ fn kind_of(value: &Value) -> &'static str {
         Value::Array(_) => "a list",
         Value::Object(_) => "a struct",
     }
-}
-
-/// A number with its thousands apart: `4,317`.
-fn grouped(number: u64) -> String {
-    let digits = number.to_string();
-    let mut out = String::with_capacity(digits.len() + digits.len() / 3);
-    for (i, digit) in digits.chars().enumerate() {
-        if i > 0 && (digits.len() - i).is_multiple_of(3) {
-            out.push(',');
-        }
-        out.push(digit);
-    }
-    out
 }
 
 #[cfg(test)]

@@ -5,11 +5,10 @@
 use std::collections::HashSet;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
+use crate::device::BLOCK_TOKENS;
 use crate::engine::philox::StreamKey;
 use crate::engine::request::UnitId;
 
-/// Tokens a KV block holds: prefixes are shared in whole blocks.
-const BLOCK_TOKENS: usize = 16;
 /// Distinct prefix blocks remembered (8 bytes each). Blocks beyond count as not shared, so the share is a lower bound.
 const PREFIXES_MAX: usize = 4_000_000;
 /// Broken rows shown one by one.
@@ -30,7 +29,7 @@ pub struct Seen {
 #[derive(Debug)]
 pub struct SeenPrompt {
     pub tokens: usize,
-    /// Hash of each whole block together with all blocks before it.
+    /// Hash of each whole KV block together with all blocks before it: prefixes are shared in whole blocks.
     pub prefixes: Vec<u64>,
     pub text: String,
 }
