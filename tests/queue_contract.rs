@@ -12,8 +12,8 @@ async fn the_local_queue() {
 #[tokio::test]
 async fn the_local_queue_counts_what_is_not_acknowledged() {
     let queue = LocalQueue::new([
-        gristmill::queue::Message::new("a", 0),
-        gristmill::queue::Message::new("a", 1),
+        gristmill::queue::Message::new("a", "memory:///a", 0, 0),
+        gristmill::queue::Message::new("a", "memory:///a", 0, 1),
     ]);
     let delivery = queue.receive(std::time::Duration::ZERO).await.unwrap().unwrap();
     assert_eq!(queue.unacknowledged(), 2);

@@ -188,9 +188,10 @@ async fn messages(ledger: &Ledger, resumed: bool) -> Result<Vec<Message>, Failur
         shards.rotate_left(start as usize);
     }
     let job = ledger.job().job.to_string();
+    let output = ledger.store().url().to_string();
     Ok(shards
         .into_iter()
-        .map(|shard| Message::new(job.clone(), shard))
+        .map(|shard| Message::new(job.clone(), output.clone(), 0, shard))
         .collect())
 }
 

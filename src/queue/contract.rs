@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{Delivery, Message, Queue};
+use super::{Delivery, HOPS_MAX, Message, Queue};
 
 /// Long enough for a message that is there.
 const SOON: Duration = Duration::from_secs(20);
@@ -26,10 +26,13 @@ where
     an_extended_delivery_stays_ours(&*fill(messages(1)).await).await;
     receivers_share_the_messages(fill(messages(30)).await).await;
     a_waiting_receiver_gets_what_is_given_back(fill(messages(1)).await).await;
+    what_is_passed_on_comes_again_a_few_times(&*fill(messages(1)).await).await;
 }
 
 fn messages(count: u32) -> Vec<Message> {
-    (0..count).map(|shard| Message::new("contract", shard)).collect()
+    (0..count)
+        .map(|shard| Message::new("contract", "memory:///contract", 0, shard))
+        .collect()
 }
 
 async fn receive(queue: &dyn Queue) -> Delivery {
@@ -179,4 +182,14 @@ async fn a_waiting_receiver_gets_what_is_given_back(queue: Arc<dyn Queue>) {
     tokio::time::sleep(Duration::from_millis(50)).await;
     queue.give_back(&held).await.expect("give back works");
     assert_eq!(waiting.await.expect("the receiver ends"), held.message.shard);
+}
+
+async fn what_is_passed_on_comes_again_a_few_times(queue: &dyn Queue) {
+    for hops in 0..=HOPS_MAX {
+        let delivery = receive(queue).await;
+        assert_eq!((delivery.message.shard, delivery.hops), (0, hops));
+        let sent = queue.pass_on(&delivery).await.expect("pass on works");
+        assert_eq!(sent, hops < HOPS_MAX);
+    }
+    expect_nothing(queue).await;
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use tokio::sync::Notify;
 
-use super::{Delivery, Message, Queue, QueueError};
+use super::{Delivery, HOPS_MAX, Message, Queue, QueueError, Recall};
 
 /// Messages in memory, delivered in order; what is given back goes first again.
 #[derive(Debug, Clone, Default)]
@@ -24,17 +24,34 @@ struct Shared {
 
 #[derive(Debug, Default)]
 struct State {
-    /// Messages to deliver, with how often each was delivered.
-    waiting: VecDeque<(Message, u32)>,
+    waiting: VecDeque<Waiting>,
     /// Delivered and not answered, by receipt.
-    out: HashMap<u64, (Message, u32)>,
+    out: HashMap<u64, Waiting>,
     next_receipt: u64,
+}
+
+/// A message and its history.
+#[derive(Debug, Clone)]
+struct Waiting {
+    message: Message,
+    /// How often it was delivered.
+    deliveries: u32,
+    hops: u32,
 }
 
 impl Shared {
     fn state(&self) -> MutexGuard<'_, State> {
         // Every change is a single step: what a panicking holder left is whole.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn push(&self, message: Message, hops: u32) {
+        self.state().waiting.push_back(Waiting {
+            message,
+            deliveries: 0,
+            hops,
+        });
+        self.bell.notify_one();
     }
 
     fn give_back(&self, receipt: u64) {
@@ -58,8 +75,7 @@ impl LocalQueue {
     /// Adds messages at the end.
     pub fn send(&self, messages: impl IntoIterator<Item = Message>) {
         for message in messages {
-            self.shared.state().waiting.push_back((message, 0));
-            self.shared.bell.notify_one();
+            self.shared.push(message, 0);
         }
     }
 
@@ -71,10 +87,16 @@ impl LocalQueue {
 
     fn try_receive(&self) -> Option<Delivery> {
         let mut state = self.shared.state();
-        let (message, before) = state.waiting.pop_front()?;
-        let (receipt, deliveries) = (state.next_receipt, before + 1);
+        let mut waiting = state.waiting.pop_front()?;
+        let receipt = state.next_receipt;
         state.next_receipt += 1;
-        state.out.insert(receipt, (message.clone(), deliveries));
+        waiting.deliveries += 1;
+        let Waiting {
+            message,
+            deliveries,
+            hops,
+        } = waiting.clone();
+        state.out.insert(receipt, waiting);
         let more = !state.waiting.is_empty();
         drop(state);
         if more {
@@ -85,6 +107,7 @@ impl LocalQueue {
         Some(Delivery::new(
             message,
             deliveries,
+            hops,
             receipt,
             Some(Box::new(move || shared.give_back(receipt))),
         ))
@@ -118,5 +141,19 @@ impl Queue for LocalQueue {
     async fn give_back(&self, delivery: &Delivery) -> Result<(), QueueError> {
         self.shared.give_back(delivery.receipt);
         Ok(())
+    }
+
+    async fn pass_on(&self, delivery: &Delivery) -> Result<bool, QueueError> {
+        let taken = self.shared.state().out.remove(&delivery.receipt);
+        let Some(Waiting { message, hops, .. }) = taken.filter(|waiting| waiting.hops < HOPS_MAX) else {
+            return Ok(false);
+        };
+        self.shared.push(message, hops + 1);
+        Ok(true)
+    }
+
+    /// Nobody takes anything back in memory.
+    async fn recalled(&self) -> Recall {
+        std::future::pending().await
     }
 }

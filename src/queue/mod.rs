@@ -1,69 +1,23 @@
 //! Which shard next: messages that point at shards, received, extended, acknowledged or given back.
 //!
 //! The queue is a hint. It may lose or repeat any message; the ledger alone decides what is done. A message is
-//! acknowledged after its shard is committed, never before.
+//! acknowledged after its shard is committed, never before. Implementations reconnect by themselves: while a broker is
+//! away, nothing comes, and answers to deliveries that it will repeat anyway do nothing.
 
 pub mod contract;
 pub mod local;
+pub mod message;
 
 use std::time::Duration;
 
 use async_trait::async_trait;
-use serde::{Deserialize, Serialize};
+use tokio::sync::oneshot;
 
 pub use local::LocalQueue;
+pub use message::{MESSAGE_VERSION, Message};
 
-/// Version of the messages written by this gristmill.
-pub const MESSAGE_VERSION: u32 = 1;
-/// A pointer is short; more bytes are no message of ours.
-const MESSAGE_BYTES_MAX: usize = 4096;
-
-/// A pointer to one shard.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Message {
-    pub v: u32,
-    /// The job's id.
-    pub job: String,
-    pub shard: u32,
-}
-
-impl Message {
-    pub fn new(job: impl Into<String>, shard: u32) -> Message {
-        Message {
-            v: MESSAGE_VERSION,
-            job: job.into(),
-            shard,
-        }
-    }
-
-    /// As a broker carries it: JSON.
-    pub fn encode(&self) -> Result<Vec<u8>, QueueError> {
-        serde_json::to_vec(self).map_err(|error| QueueError::Malformed { why: error.to_string() })
-    }
-
-    /// Reads what a broker delivered. A newer version is an error of its own: leave that message for a newer worker.
-    pub fn decode(bytes: &[u8]) -> Result<Message, QueueError> {
-        #[derive(Deserialize)]
-        struct Versioned {
-            v: u64,
-        }
-        let malformed = |why: String| QueueError::Malformed { why };
-        if bytes.len() > MESSAGE_BYTES_MAX {
-            return Err(malformed(format!(
-                "{} bytes, more than {MESSAGE_BYTES_MAX}",
-                bytes.len()
-            )));
-        }
-        let Versioned { v } = serde_json::from_slice(bytes).map_err(|error| malformed(error.to_string()))?;
-        if v > u64::from(MESSAGE_VERSION) {
-            return Err(QueueError::Newer {
-                found: v,
-                known: MESSAGE_VERSION,
-            });
-        }
-        serde_json::from_slice(bytes).map_err(|error| malformed(error.to_string()))
-    }
-}
+/// How often a message is passed on to other workers before it is left to `reconcile`.
+pub const HOPS_MAX: u32 = 3;
 
 /// What can go wrong with a queue, split by reaction.
 #[derive(Debug, thiserror::Error)]
@@ -71,6 +25,12 @@ pub enum QueueError {
     /// The broker does not answer: try again later.
     #[error("the queue does not answer: {why}")]
     Unavailable { why: String },
+    /// The broker refuses us (password, certificate, right): somebody must act.
+    #[error("the queue refuses access: {why}")]
+    Denied { why: String },
+    /// An address or a setting that no broker can be reached with.
+    #[error("{what}")]
+    Settings { what: String },
     /// Not a message of gristmill: it can never be worked on.
     #[error("a message that is no pointer to a shard: {why}")]
     Malformed { why: String },
@@ -84,6 +44,8 @@ pub struct Delivery {
     pub message: Message,
     /// How often this message was delivered, as far as the queue knows; from 1.
     pub deliveries: u32,
+    /// How often workers passed this message on because it was not for them.
+    pub hops: u32,
     /// Tells this delivery from others of the same message.
     pub receipt: u64,
     /// Called when the delivery is dropped.
@@ -95,12 +57,14 @@ impl Delivery {
     pub fn new(
         message: Message,
         deliveries: u32,
+        hops: u32,
         receipt: u64,
         on_drop: Option<Box<dyn FnOnce() + Send + Sync>>,
     ) -> Delivery {
         Delivery {
             message,
             deliveries,
+            hops,
             receipt,
             on_drop,
         }
@@ -120,10 +84,38 @@ impl std::fmt::Debug for Delivery {
         let Delivery {
             message,
             deliveries,
+            hops,
             receipt,
             on_drop: _,
         } = self;
-        write!(f, "Delivery({message:?}, deliveries: {deliveries}, receipt: {receipt})")
+        write!(
+            f,
+            "Delivery({message:?}, deliveries: {deliveries}, hops: {hops}, receipt: {receipt})"
+        )
+    }
+}
+
+/// The broker takes deliveries back: their partitions go to another worker, or their time runs out. What is finished of
+/// them is to be logged now and the rest dropped; dropping this tells the queue that work on them has ended. Answers to
+/// them are harmless.
+#[derive(Debug)]
+pub struct Recall {
+    /// Of deliveries in somebody's hands.
+    pub receipts: Vec<u64>,
+    /// For the log: "its partition goes to another worker".
+    pub why: &'static str,
+    /// Closed when this is dropped.
+    _ended: Option<oneshot::Sender<()>>,
+}
+
+impl Recall {
+    /// For implementations of [`Queue`]: `ended` is closed when the work on these deliveries has ended.
+    pub fn new(receipts: Vec<u64>, why: &'static str, ended: Option<oneshot::Sender<()>>) -> Recall {
+        Recall {
+            receipts,
+            why,
+            _ended: ended,
+        }
     }
 }
 
@@ -133,7 +125,8 @@ pub trait Queue: Send + Sync {
     /// The next message, waiting for one at most `wait`; `None` where none came.
     async fn receive(&self, wait: Duration) -> Result<Option<Delivery>, QueueError>;
 
-    /// Says that the delivery is being worked on still, for at least `time` from now.
+    /// Says that the delivery is being worked on still, for at least `time` from now. A queue may recall deliveries
+    /// that nobody extends: their worker has stopped making progress.
     async fn extend(&self, delivery: &Delivery, time: Duration) -> Result<(), QueueError>;
 
     /// The message is done with. Acknowledging again, or too late, is harmless and does nothing.
@@ -141,34 +134,11 @@ pub trait Queue: Send + Sync {
 
     /// Somebody else shall have the message, soon. Harmless after an answer.
     async fn give_back(&self, delivery: &Delivery) -> Result<(), QueueError>;
-}
 
-#[cfg(test)]
-mod tests {
-    use super::*;
+    /// The message is for a worker of another kind: sends it again, one hop further, and acknowledges this delivery.
+    /// After [`HOPS_MAX`] hops it is acknowledged only, left to `reconcile`. Returns whether it was sent again.
+    async fn pass_on(&self, delivery: &Delivery) -> Result<bool, QueueError>;
 
-    #[test]
-    fn messages_survive_the_wire_and_foreign_bytes_do_not_panic() {
-        let message = Message::new("0123", 7);
-        assert_eq!(Message::decode(&message.encode().unwrap()).unwrap(), message);
-        assert!(matches!(
-            Message::decode(br#"{"v":2,"anything":[]}"#),
-            Err(QueueError::Newer { found: 2, known: 1 })
-        ));
-        let long = vec![b' '; MESSAGE_BYTES_MAX + 1];
-        for bad in [
-            &b""[..],
-            b"{",
-            b"[]",
-            br#"{"v":1}"#,
-            br#"{"v":1,"job":"x","shard":-1}"#,
-            b"\xff",
-            &long,
-        ] {
-            assert!(
-                matches!(Message::decode(bad), Err(QueueError::Malformed { .. })),
-                "{bad:?}"
-            );
-        }
-    }
+    /// Waits until deliveries must be given up (see [`Recall`]); never returns where that cannot happen.
+    async fn recalled(&self) -> Recall;
 }

@@ -1,0 +1,94 @@
+//! What travels through a queue: pointers to shards, as JSON with a version.
+
+use serde::{Deserialize, Serialize};
+
+use super::QueueError;
+
+/// Version of the messages written by this gristmill.
+pub const MESSAGE_VERSION: u32 = 1;
+/// A pointer is short; more bytes are no message of ours.
+const MESSAGE_BYTES_MAX: usize = 4096;
+
+/// A pointer to one shard: never data.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Message {
+    pub v: u32,
+    /// The job's id.
+    pub job: String,
+    /// The job's output, as a URL: where its ledger lies.
+    pub output: String,
+    /// 0, or the number of the retry that the shard is worked on for.
+    pub generation: u32,
+    pub shard: u32,
+}
+
+impl Message {
+    /// A message of this version.
+    pub fn new(job: impl Into<String>, output: impl Into<String>, generation: u32, shard: u32) -> Message {
+        Message {
+            v: MESSAGE_VERSION,
+            job: job.into(),
+            output: output.into(),
+            generation,
+            shard,
+        }
+    }
+
+    /// As a broker carries it: JSON.
+    pub fn encode(&self) -> Result<Vec<u8>, QueueError> {
+        serde_json::to_vec(self).map_err(|error| QueueError::Malformed { why: error.to_string() })
+    }
+
+    /// Reads what a broker delivered. A newer version is an error of its own: leave that message for a newer worker.
+    pub fn decode(bytes: &[u8]) -> Result<Message, QueueError> {
+        #[derive(Deserialize)]
+        struct Versioned {
+            v: u64,
+        }
+        let malformed = |why: String| QueueError::Malformed { why };
+        if bytes.len() > MESSAGE_BYTES_MAX {
+            return Err(malformed(format!(
+                "{} bytes, more than {MESSAGE_BYTES_MAX}",
+                bytes.len()
+            )));
+        }
+        let Versioned { v } = serde_json::from_slice(bytes).map_err(|error| malformed(error.to_string()))?;
+        if v > u64::from(MESSAGE_VERSION) {
+            return Err(QueueError::Newer {
+                found: v,
+                known: MESSAGE_VERSION,
+            });
+        }
+        serde_json::from_slice(bytes).map_err(|error| malformed(error.to_string()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_survive_the_wire_and_foreign_bytes_do_not_panic() {
+        let message = Message::new("0123", "s3://bucket/out", 0, 7);
+        assert_eq!(Message::decode(&message.encode().unwrap()).unwrap(), message);
+        assert!(matches!(
+            Message::decode(br#"{"v":2,"anything":[]}"#),
+            Err(QueueError::Newer { found: 2, known: 1 })
+        ));
+        let long = vec![b' '; MESSAGE_BYTES_MAX + 1];
+        for bad in [
+            &b""[..],
+            b"{",
+            b"[]",
+            br#"{"v":1}"#,
+            br#"{"v":1,"job":"x","shard":-1}"#,
+            b"\xff",
+            &long,
+        ] {
+            assert!(
+                matches!(Message::decode(bad), Err(QueueError::Malformed { .. })),
+                "{bad:?}"
+            );
+        }
+    }
+}
