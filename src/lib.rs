@@ -2,11 +2,15 @@
 //!
 //! Modules in reading order: [`worker`] shows one shard from receipt to acknowledgement; the others are what it calls.
 
+mod failpoint;
+
 pub mod worker;
 
 pub mod dataset;
 pub mod device;
 pub mod engine;
+#[cfg(feature = "faults")]
+pub mod faults;
 pub mod job;
 pub mod ledger;
 pub mod model;

@@ -1,0 +1,291 @@
+//! A device that computes a known function of each row's prompt, in steps that take time as a real one's would.
+//!
+//! Of the prompt's token ids, each as four little-endian bytes, it takes the SHA-256. The text is `k-` and the first 8
+//! bytes in hex; completion token i is the little-endian number in bytes 2i and 2i + 1 (modulo 32), modulo 2000. Two
+//! first ids are no data: [`ABORT_ID`] ends the process, as a row would that brings the device down, and [`ERROR_ID`]
+//! makes the row an error.
+
+use std::collections::VecDeque;
+use std::fs::{File, OpenOptions};
+use std::io::Write;
+use std::time::Duration;
+
+use sha2::{Digest, Sha256};
+
+use crate::engine::request::{Completion, FinishReason, Finished, Request};
+use crate::engine::{EngineError, Generate, Refused};
+
+/// A prompt that begins with it aborts the process in the step that computes it.
+pub const ABORT_ID: u32 = 2047;
+/// A prompt that begins with it fails its row.
+pub const ERROR_ID: u32 = 2046;
+/// Completion token ids are below this.
+const COMPLETION_IDS: u32 = 2000;
+/// Rows of a step: they grow and shrink between these.
+const STEP_ROWS: std::ops::RangeInclusive<usize> = 16..=64;
+/// [`KnownDevice::wants_more`] until so many rows wait.
+const WAITING_ROWS: usize = 256;
+
+/// How long a row takes, and what it yields.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Pace {
+    /// 0: at once.
+    pub ms_per_row: f64,
+    pub completion_tokens: usize,
+}
+
+impl Default for Pace {
+    fn default() -> Pace {
+        Pace {
+            ms_per_row: 1.0,
+            completion_tokens: 4,
+        }
+    }
+}
+
+/// See the module's description.
+#[derive(Debug)]
+pub struct KnownDevice {
+    pace: Pace,
+    trace: Option<File>,
+    waiting: VecDeque<Request>,
+    steps: usize,
+    step_tokens: Vec<(u32, u64)>,
+}
+
+impl KnownDevice {
+    /// Whether the environment asks for this device.
+    pub fn is_wanted() -> bool {
+        std::env::var("GRISTMILL_KNOWN_DEVICE").is_ok_and(|value| value == "1")
+    }
+
+    /// As the environment says; what it says wrong ends the process.
+    pub fn from_env() -> KnownDevice {
+        let default = Pace::default();
+        let pace = Pace {
+            ms_per_row: number("GRISTMILL_KNOWN_MS_PER_ROW", default.ms_per_row, |ms: &f64| {
+                (0.0..=60_000.0).contains(ms)
+            }),
+            completion_tokens: number(
+                "GRISTMILL_KNOWN_COMPLETION_TOKENS",
+                default.completion_tokens,
+                |tokens: &usize| *tokens <= 1 << 16,
+            ),
+        };
+        let trace = std::env::var_os("GRISTMILL_KNOWN_TRACE").map(|path| {
+            let opened = OpenOptions::new().create(true).append(true).open(&path);
+            opened.unwrap_or_else(|error| {
+                super::refuse(
+                    "GRISTMILL_KNOWN_TRACE",
+                    &format!("cannot open `{}`: {error}", path.display()),
+                )
+            })
+        });
+        KnownDevice::new(pace, trace)
+    }
+
+    /// A device at `pace` that appends a line `JOB,ROW` for each row that it computes to `trace`.
+    pub fn new(pace: Pace, trace: Option<File>) -> KnownDevice {
+        KnownDevice {
+            pace,
+            trace,
+            waiting: VecDeque::new(),
+            steps: 0,
+            step_tokens: Vec::new(),
+        }
+    }
+
+    /// Rows of the next step.
+    fn step_rows(&self) -> usize {
+        let (least, most) = (*STEP_ROWS.start(), *STEP_ROWS.end());
+        // A stride that is no divisor, so that steps and shards do not keep in step.
+        least + self.steps * 29 % (most - least + 1)
+    }
+
+    /// Appends the step's rows in one write: lines of several processes do not mix.
+    fn write_trace(&mut self, rows: &[Request]) {
+        let Some(trace) = &mut self.trace else { return };
+        let lines: String = rows
+            .iter()
+            .map(|request| format!("{},{}\n", request.id.job, request.id.row))
+            .collect();
+        if let Err(error) = trace.write_all(lines.as_bytes()) {
+            super::refuse("GRISTMILL_KNOWN_TRACE", &error.to_string());
+        }
+    }
+}
+
+impl Generate for KnownDevice {
+    fn wants_more(&self) -> bool {
+        self.waiting.len() < WAITING_ROWS
+    }
+
+    fn is_idle(&self) -> bool {
+        self.waiting.is_empty()
+    }
+
+    fn submit(&mut self, request: Request) -> Result<(), Refused> {
+        if request.prompt.is_empty() {
+            return Err(Refused::EmptyPrompt);
+        }
+        self.waiting.push_back(request);
+        Ok(())
+    }
+
+    fn step(&mut self) -> Result<Vec<Finished>, EngineError> {
+        let rows = self.step_rows().min(self.waiting.len());
+        let step: Vec<Request> = self.waiting.drain(..rows).collect();
+        self.steps += 1;
+        self.step_tokens.clear();
+        if step.iter().any(|request| request.prompt.first() == Some(&ABORT_ID)) {
+            eprintln!("gristmill: a row that aborts the process is on the device");
+            std::process::abort();
+        }
+        let time = Duration::from_secs_f64(self.pace.ms_per_row * rows as f64 / 1000.0);
+        if !time.is_zero() {
+            std::thread::sleep(time);
+        }
+        for request in &step {
+            let tokens = (request.prompt.len() + self.pace.completion_tokens) as u64;
+            match self.step_tokens.iter_mut().find(|(job, _)| *job == request.id.job) {
+                Some((_, sum)) => *sum += tokens,
+                None => self.step_tokens.push((request.id.job, tokens)),
+            }
+        }
+        self.write_trace(&step);
+        let finished = step.iter().map(|request| Finished {
+            id: request.id,
+            result: completion(request, self.pace.completion_tokens),
+        });
+        Ok(finished.collect())
+    }
+
+    fn step_tokens(&self) -> &[(u32, u64)] {
+        &self.step_tokens
+    }
+
+    fn cancel(&mut self, job: u32, rows: &dyn Fn(u64) -> bool) {
+        self.waiting
+            .retain(|request| request.id.job != job || !rows(request.id.row));
+    }
+}
+
+fn completion(request: &Request, completion_tokens: usize) -> Result<Completion, String> {
+    if request.prompt.first() == Some(&ERROR_ID) {
+        return Err("the known function has no value for this prompt".into());
+    }
+    let mut hash = Sha256::new();
+    for id in request.prompt.iter() {
+        hash.update(id.to_le_bytes());
+    }
+    let hash: [u8; 32] = hash.finalize().into();
+    let token = |i: usize| u32::from(u16::from_le_bytes([hash[2 * i % 32], hash[(2 * i + 1) % 32]])) % COMPLETION_IDS;
+    let hex: String = hash[..8].iter().map(|byte| format!("{byte:02x}")).collect();
+    Ok(Completion {
+        id: request.id,
+        token_ids: (0..completion_tokens).map(token).collect(),
+        text: format!("k-{hex}"),
+        finish_reason: FinishReason::Stop,
+        fits_shape: true,
+        logprobs: None,
+        choice_probabilities: None,
+        prompt_tokens: request.prompt.len() as u32,
+        cached_tokens: 0,
+    })
+}
+
+/// The number in `variable`, or `default` without it.
+fn number<T: std::str::FromStr>(variable: &str, default: T, fits: impl Fn(&T) -> bool) -> T {
+    let Ok(text) = std::env::var(variable) else {
+        return default;
+    };
+    match text.parse().ok().filter(fits) {
+        Some(number) => number,
+        None => super::refuse(variable, &format!("`{text}` is no number that it can be")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::engine::params::Params;
+    use crate::engine::request::UnitId;
+
+    const AT_ONCE: Pace = Pace {
+        ms_per_row: 0.0,
+        completion_tokens: 4,
+    };
+
+    fn request(job: u32, row: u64, prompt: &[u32]) -> Request {
+        Request {
+            id: UnitId {
+                job,
+                row,
+                sample: 0,
+                attempt: 0,
+            },
+            prompt: prompt.into(),
+            params: Arc::new(Params::default()),
+            eos: Arc::default(),
+        }
+    }
+
+    fn drain(device: &mut KnownDevice) -> Vec<Finished> {
+        let mut all = Vec::new();
+        while !device.is_idle() {
+            all.extend(device.step().unwrap());
+        }
+        all
+    }
+
+    #[test]
+    fn the_function_is_the_one_that_the_checker_knows() {
+        let mut device = KnownDevice::new(AT_ONCE, None);
+        device.submit(request(0, 0, &[1, 2, 300])).unwrap();
+        let done = drain(&mut device).remove(0).result.unwrap();
+        // python3: hashlib.sha256(struct.pack("<3I", 1, 2, 300)).hexdigest()
+        assert_eq!(done.text, "k-ec23a88fb0aa4b38");
+        assert_eq!(done.token_ids, [1196, 776, 1696, 411]);
+        assert_eq!(done.prompt_tokens, 3);
+    }
+
+    #[test]
+    fn every_row_comes_back_once_in_steps_of_many_sizes() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("trace");
+        let mut device = KnownDevice::new(AT_ONCE, Some(File::create(&path).unwrap()));
+        for row in 0..500 {
+            device.submit(request((row % 2) as u32, row, &[row as u32])).unwrap();
+        }
+        assert!(!device.wants_more());
+        let first = device.step().unwrap();
+        assert!(STEP_ROWS.contains(&first.len()));
+        let tokens: u64 = device.step_tokens().iter().map(|(_, tokens)| tokens).sum();
+        assert_eq!(tokens, 5 * first.len() as u64);
+        let mut rows: Vec<u64> = first.iter().chain(&drain(&mut device)).map(|f| f.id.row).collect();
+        rows.sort_unstable();
+        assert_eq!(rows, (0..500).collect::<Vec<_>>());
+        let mut trace = String::new();
+        File::open(&path).unwrap().read_to_string(&mut trace).unwrap();
+        assert_eq!(trace.lines().count(), 500);
+        assert!(trace.lines().any(|line| line == "1,499"));
+    }
+
+    #[test]
+    fn cancelled_rows_never_come_back_and_bad_ones_are_errors() {
+        let mut device = KnownDevice::new(AT_ONCE, None);
+        for row in 0..10 {
+            device.submit(request(0, row, &[row as u32])).unwrap();
+            device.submit(request(1, row, &[ERROR_ID, row as u32])).unwrap();
+        }
+        assert!(matches!(device.submit(request(0, 99, &[])), Err(Refused::EmptyPrompt)));
+        device.cancel(0, &|row| row >= 4);
+        let done = drain(&mut device);
+        assert_eq!(done.iter().filter(|f| f.id.job == 0).count(), 4);
+        let errors: Vec<u32> = done.iter().filter(|f| f.result.is_err()).map(|f| f.id.job).collect();
+        assert_eq!(errors, [1; 10]);
+    }
+}

@@ -1,0 +1,29 @@
+//! What fault tests put into a build of their own (feature `faults`): never for real work.
+//!
+//! [`points`] ends, fails or holds up the process at marked places; [`switches`] break the guarantee on purpose, so that
+//! tests can show that they would notice; [`known`] is a device that computes a known function of each row.
+//! Everything is armed by the environment of one process, so that one worker of several can be the faulty one:
+//!
+//! | variable | holds |
+//! |---|---|
+//! | `GRISTMILL_FAILPOINTS` | `NAME=ACTION@N;…`: at the N-th pass of a point `abort`, `error` or `pause:MILLISECONDS` |
+//! | `GRISTMILL_FAULT_SWITCHES` | switches, separated by commas (see [`switches::SWITCHES`]) |
+//! | `GRISTMILL_KNOWN_DEVICE` | `1`: the worker computes the known function, not the model |
+//! | `GRISTMILL_KNOWN_MS_PER_ROW` | milliseconds a row takes there, 1 unless given; 0 answers at once |
+//! | `GRISTMILL_KNOWN_COMPLETION_TOKENS` | completion tokens a row, 4 unless given |
+//! | `GRISTMILL_KNOWN_TRACE` | a file to which each computed row is appended, as a line `JOB,ROW` |
+
+pub mod known;
+pub mod points;
+pub mod switches;
+
+pub use known::KnownDevice;
+pub use points::{Injected, point, point_blocking};
+pub use switches::switch;
+
+/// Says on stderr what is wrong with the environment and ends the process: a fault run that is not armed as its author
+/// believes would show nothing.
+fn refuse(variable: &str, why: &str) -> ! {
+    eprintln!("gristmill: {variable}: {why}");
+    std::process::exit(2);
+}

@@ -1,0 +1,178 @@
+//! Failpoints: marked places where this process aborts, fails or waits, at the n-th time that it passes them.
+
+use std::collections::HashMap;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use crate::ledger::LedgerError;
+
+/// The variable that arms points.
+pub const VARIABLE: &str = "GRISTMILL_FAILPOINTS";
+
+/// All points: before and after each boundary between stages of a worker, in the order in which a shard passes them.
+pub const POINTS: &[&str] = &[
+    "intake.before-receive",
+    "intake.after-receive",
+    "intake.before-read",
+    "intake.after-read",
+    "intake.before-attempt",
+    "intake.after-attempt",
+    "device.before-submit",
+    "device.before-step",
+    "device.after-step",
+    "keeper.before-log",
+    "keeper.between-data-and-record",
+    "keeper.after-log",
+    "keeper.before-part",
+    "keeper.between-part-and-commit",
+    "keeper.after-commit",
+    "keeper.before-acknowledge",
+    "keeper.after-acknowledge",
+];
+
+/// The error of an armed point.
+#[derive(Debug, thiserror::Error)]
+#[error("failpoint `{0}`: an error, as armed")]
+pub struct Injected(&'static str);
+
+/// Within the ledger: what a store that does not answer would be.
+impl From<Injected> for LedgerError {
+    fn from(injected: Injected) -> LedgerError {
+        LedgerError::Stop {
+            what: injected.to_string(),
+        }
+    }
+}
+
+/// What an armed point does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Action {
+    Abort,
+    Error,
+    Pause(Duration),
+}
+
+#[derive(Debug)]
+struct Armed {
+    action: Action,
+    /// The pass that it acts at, from 1.
+    at: u64,
+    passes: AtomicU64,
+}
+
+/// Passes the point `name` in async code. A pause does not hold up other tasks.
+///
+/// # Errors
+/// The point is armed with `error`, and this is its pass.
+pub async fn point(name: &'static str) -> Result<(), Injected> {
+    match due(name) {
+        Some(Action::Pause(time)) => {
+            tokio::time::sleep(time).await;
+            Ok(())
+        }
+        due => act(name, due),
+    }
+}
+
+/// Passes the point `name` on a thread of its own. A pause holds it up.
+///
+/// # Errors
+/// As [`point`].
+pub fn point_blocking(name: &'static str) -> Result<(), Injected> {
+    act(name, due(name))
+}
+
+fn act(name: &'static str, due: Option<Action>) -> Result<(), Injected> {
+    match due {
+        None => Ok(()),
+        Some(Action::Abort) => std::process::abort(),
+        Some(Action::Error) => Err(Injected(name)),
+        Some(Action::Pause(time)) => {
+            std::thread::sleep(time);
+            Ok(())
+        }
+    }
+}
+
+/// What is to happen at this pass; said on stderr first, so that a test can tell that it did.
+fn due(name: &'static str) -> Option<Action> {
+    static ARMED: OnceLock<HashMap<&'static str, Armed>> = OnceLock::new();
+    let armed = ARMED.get_or_init(|| {
+        let text = std::env::var(VARIABLE).unwrap_or_default();
+        parse(&text).unwrap_or_else(|why| super::refuse(VARIABLE, &why))
+    });
+    debug_assert!(POINTS.contains(&name), "no point `{name}`");
+    let armed = armed.get(name)?;
+    let pass = armed.passes.fetch_add(1, Ordering::Relaxed) + 1;
+    if pass != armed.at {
+        return None;
+    }
+    eprintln!("gristmill: failpoint `{name}`: {:?} at pass {pass}", armed.action);
+    Some(armed.action)
+}
+
+fn parse(text: &str) -> Result<HashMap<&'static str, Armed>, String> {
+    let mut armed = HashMap::new();
+    for entry in text.split(';').map(str::trim).filter(|entry| !entry.is_empty()) {
+        let form = || format!("`{entry}`: write `NAME=abort@N`, `NAME=error@N` or `NAME=pause:MILLISECONDS@N`");
+        let (name, rest) = entry.split_once('=').ok_or_else(form)?;
+        let (action, at) = rest.split_once('@').ok_or_else(form)?;
+        let action = match (action, action.strip_prefix("pause:")) {
+            ("abort", _) => Action::Abort,
+            ("error", _) => Action::Error,
+            (_, Some(ms)) => Action::Pause(Duration::from_millis(ms.parse().map_err(|_| form())?)),
+            _ => return Err(form()),
+        };
+        let at = at.parse().ok().filter(|at| *at > 0).ok_or_else(form)?;
+        let known = POINTS.iter().find(|known| **known == name);
+        let name = known.ok_or_else(|| format!("there is no failpoint `{name}`"))?;
+        let passes = AtomicU64::new(0);
+        if armed.insert(*name, Armed { action, at, passes }).is_some() {
+            return Err(format!("failpoint `{name}` is armed twice"));
+        }
+    }
+    Ok(armed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn arming_names_point_action_and_pass() {
+        let armed =
+            parse("keeper.before-log=abort@3; keeper.after-log=error@1;device.before-step=pause:1500@2").unwrap();
+        let of = |name: &str| (armed[name].action, armed[name].at);
+        assert_eq!(armed.len(), 3);
+        assert_eq!(of("keeper.before-log"), (Action::Abort, 3));
+        assert_eq!(of("keeper.after-log"), (Action::Error, 1));
+        assert_eq!(
+            of("device.before-step"),
+            (Action::Pause(Duration::from_millis(1500)), 2)
+        );
+        assert!(parse("").unwrap().is_empty());
+    }
+
+    #[test]
+    fn what_cannot_be_armed_is_refused() {
+        for (text, why) in [
+            ("keeper.before-lunch=abort@1", "no failpoint"),
+            ("keeper.before-log=abort", "write `NAME"),
+            ("keeper.before-log=abort@0", "write `NAME"),
+            ("keeper.before-log=explode@1", "write `NAME"),
+            ("keeper.before-log=pause:soon@1", "write `NAME"),
+            ("keeper.before-log=abort@1;keeper.before-log=error@2", "twice"),
+        ] {
+            assert!(parse(text).unwrap_err().contains(why), "{text}");
+        }
+    }
+
+    #[test]
+    fn names_stand_once() {
+        let mut names = POINTS.to_vec();
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), POINTS.len());
+    }
+}

@@ -1,0 +1,58 @@
+//! Switches that break the guarantee on purpose: the negative controls of the fault suite.
+
+use std::sync::OnceLock;
+
+/// The variable that turns switches on.
+pub const VARIABLE: &str = "GRISTMILL_FAULT_SWITCHES";
+
+/// All switches, and what each does.
+pub const SWITCHES: &[(&str, &str)] = &[
+    (
+        "ack-before-commit",
+        "a message is acknowledged before its shard is worked on",
+    ),
+    ("put-unconditional", "a create overwrites what stands at its key"),
+    (
+        "exists-is-success",
+        "\"already exists\" counts as our own success, without reading the key back",
+    ),
+    ("part-after-commit", "the commit is written before the part it names"),
+];
+
+/// Whether the switch `name` is on in this process.
+pub fn switch(name: &str) -> bool {
+    static ON: OnceLock<Vec<&'static str>> = OnceLock::new();
+    let on = ON.get_or_init(|| {
+        let text = std::env::var(VARIABLE).unwrap_or_default();
+        parse(&text).unwrap_or_else(|why| super::refuse(VARIABLE, &why))
+    });
+    debug_assert!(SWITCHES.iter().any(|(known, _)| *known == name), "no switch `{name}`");
+    on.contains(&name)
+}
+
+fn parse(text: &str) -> Result<Vec<&'static str>, String> {
+    let names = text.split(',').map(str::trim).filter(|name| !name.is_empty());
+    names
+        .map(|name| {
+            let found = SWITCHES.iter().find(|(known, _)| *known == name);
+            found
+                .map(|(known, _)| *known)
+                .ok_or_else(|| format!("there is no switch `{name}`"))
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_known_switches_are_taken() {
+        assert_eq!(parse("").unwrap(), Vec::<&str>::new());
+        assert_eq!(
+            parse("put-unconditional, exists-is-success,").unwrap(),
+            ["put-unconditional", "exists-is-success"]
+        );
+        assert_eq!(parse("put").unwrap_err(), "there is no switch `put`");
+    }
+}
