@@ -101,13 +101,22 @@ pub fn rabbitmqctl(arguments: &[&str]) -> Run {
     .expect(0)
 }
 
+/// Temporary credentials of the test store, as AWS's metadata services would give them out.
+#[track_caller]
+pub fn session() -> serde_json::Value {
+    Run::of(script().args(["session", "--dir"]).arg(folder()))
+        .expect(0)
+        .json()
+}
+
 fn script() -> Command {
     let mut command = Command::new("python3");
     command.arg(root().join("tests/services/services.py"));
     command
 }
 
-fn folder() -> PathBuf {
+/// Where the services keep their files.
+pub fn folder() -> PathBuf {
     std::env::var_os("GRISTMILL_TEST_SERVICES_DIR")
         .expect("`services.py env` sets GRISTMILL_TEST_SERVICES_DIR")
         .into()
