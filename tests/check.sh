@@ -75,7 +75,7 @@ cargo test --release --locked --features faults --doc 2>&1 | tee -a "$log" || st
 # One closing line over all test programs. A test that noted itself as skipped has passed for cargo, but checked nothing.
 printf '\n'
 sort -u "$GRISTMILL_TEST_SKIPS" | sed 's/^/skipped: /'
-awk -v skips="$(cut -d: -f1 "$GRISTMILL_TEST_SKIPS" | sort -u | wc -l)" '
+awk -v skips="$(awk -F ': ' '{ print $1 }' "$GRISTMILL_TEST_SKIPS" | sort -u | wc -l)" '
     /^test result:/ { p += $4; f += $6; s += $8 }
     END { printf "\ntotal: %d passed, %d failed, %d skipped\n", p - skips, f, s + skips }' "$log"
 exit "$status"

@@ -78,7 +78,8 @@ def finish(folder, entry):
     """Makes the bucket."""
     del folder
     status, answer = signed(entry, "s3", "PUT", f"/{BUCKET}", b"")
-    if status != 200:
+    # 409: it is there already, from an earlier start.
+    if status not in (200, 409):
         raise install.Unavailable(f"minio refuses to make a bucket: {status} {answer[:200]!r}")
 
 
