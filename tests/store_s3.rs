@@ -15,7 +15,7 @@ use gristmill::ledger::store::{Created, Store};
 use object_store::{Error, ObjectStore, ObjectStoreExt, PutMode, PutOptions, UpdateVersion};
 
 use crate::proxy::{Fault, Plan, Proxy, Rule};
-use crate::services::{S3, folder, need, session};
+use crate::services::{S3, TokenService, folder, need, session};
 use crate::support::{Run, gristmill};
 
 const WRITERS: usize = 8;
@@ -277,6 +277,42 @@ async fn credentials_are_renewed_in_mid_run() {
     let given: BTreeSet<String> = given.lock().unwrap().iter().cloned().collect();
     assert_eq!(used, given, "each request is signed with the newest credentials");
     assert_eq!(used.len(), 3);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_web_identity_is_renewed_with_the_token_of_the_day() {
+    const NAME: &str = "a_web_identity_is_renewed_with_the_token_of_the_day";
+    let Some(s3) = S3::need(NAME) else { return };
+    let Some(ca) = need(NAME, "GRISTMILL_TEST_CA") else {
+        return;
+    };
+    if need(NAME, "GRISTMILL_TEST_SERVICES_DIR").is_none() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("token");
+    let mut service = TokenService::start();
+    let proxy = Proxy::start(&s3.endpoint, Plan::clean());
+    let mut variables = s3.variables(&proxy.url());
+    variables.retain(|(name, _)| !name.contains("KEY"));
+    for (name, value) in [
+        ("AWS_WEB_IDENTITY_TOKEN_FILE", file.to_str().unwrap()),
+        ("AWS_ROLE_ARN", "arn:aws:iam::000000000000:role/test"),
+        ("AWS_ENDPOINT_URL_STS", &service.url),
+        ("AWS_CA_BUNDLE", &ca),
+    ] {
+        variables.push((name.into(), value.into()));
+    }
+    let stores = Stores::new(variables);
+    let place = Location::parse_with(&s3.folder("identity"), FsPath::new("/"), &stores).unwrap();
+    for token in ["monday", "tuesday"] {
+        std::fs::write(&file, token).unwrap();
+        place.store.put(&place.path, token.into()).await.unwrap();
+        let (shown, key) = service.served();
+        assert_eq!(shown, token);
+        assert_eq!(proxy.take_counters().access_keys.into_keys().collect::<Vec<_>>(), [key]);
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    }
 }
 
 #[tokio::test]
