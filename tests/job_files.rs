@@ -185,7 +185,7 @@ fn a_queue_is_read_and_takes_no_secrets() {
         with("unfinished: expire").unwrap().budget.unfinished,
         Unfinished::Expire
     );
-    assert!(with("unfinished: drop").unwrap_err().contains("unfinished"));
+    assert!(with("unfinished: drop").unwrap_err().contains("`drop`"));
 }
 
 #[test]
