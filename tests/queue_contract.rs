@@ -1,12 +1,16 @@
 //! Every queue passes the contract.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use gristmill::queue::{LocalQueue, Queue, contract};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_local_queue() {
-    contract::check(|messages| async move { Arc::new(LocalQueue::new(messages)) as Arc<dyn Queue> }).await;
+    contract::check(Duration::from_millis(300), |messages| async move {
+        Arc::new(LocalQueue::new(messages)) as Arc<dyn Queue>
+    })
+    .await;
 }
 
 #[tokio::test]
