@@ -45,6 +45,7 @@ pub struct JobDraft {
     pub part_extension: String,
     /// Price of a device hour, where the job names one.
     pub usd_per_hour: Option<f64>,
+    pub terms: super::Terms,
 }
 
 /// `job.json`.
@@ -60,6 +61,8 @@ pub struct JobRecord {
     pub version: String,
     pub part_extension: String,
     pub usd_per_hour: Option<f64>,
+    #[serde(default)]
+    pub terms: super::Terms,
     pub columns: Value,
     pub resolved: Value,
     pub inputs: Vec<InputFile>,
@@ -92,6 +95,7 @@ impl JobRecord {
             version: env!("CARGO_PKG_VERSION").to_string(),
             part_extension: draft.part_extension,
             usd_per_hour: draft.usd_per_hour,
+            terms: draft.terms,
             columns: draft.columns,
             resolved: draft.resolved,
             inputs: draft.inputs,

@@ -23,8 +23,10 @@ mod data;
 pub mod finish;
 pub mod log;
 pub mod publish;
+mod shim;
 pub mod status;
 pub mod verify;
+pub use shim::*;
 
 use std::sync::Arc;
 

@@ -294,7 +294,11 @@ impl Record for ControlRecord {}
 #[serde(tag = "order", rename_all = "snake_case")]
 pub enum Order {
     /// Start no further rows.
-    Stop { why: StopWhy },
+    Stop {
+        why: StopWhy,
+        #[serde(default)]
+        close: bool,
+    },
     /// Go on, within these limits in place of the job's own (`None`: without).
     Extend {
         budget_usd: Option<f64>,

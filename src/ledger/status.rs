@@ -21,6 +21,7 @@ pub struct Status {
     /// Rows that are finished for good, published or not, by status, with their tokens.
     pub tally: Tally,
     pub shards: ShardCounts,
+    pub open: Vec<OpenShard>,
     /// Device seconds of all workers.
     pub seconds: f64,
     /// Where the job has a price.
@@ -70,6 +71,7 @@ impl Ledger {
                 total,
                 ..ShardCounts::default()
             },
+            open: Vec::new(),
             seconds: 0.0,
             usd: None,
         };
@@ -140,4 +142,15 @@ impl Ledger {
         }
         Ok(())
     }
+}
+
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct OpenShard {
+    pub shard: u32,
+    pub rows_done: u64,
+    pub rows: u64,
+    pub attempts: u32,
+    pub worker: Option<String>,
+    pub last_progress: chrono::DateTime<chrono::Utc>,
+    pub stuck: bool,
 }
