@@ -2,9 +2,9 @@
 
 Makes a Parquet dataset of 10,000,000 rows (40 files of 5 row groups, in `--data DIR`, kept there for the next time), then runs
 `gristmill submit` over it with the demo model and prints wall seconds, processor seconds, peak resident memory, shards, and
-the size of the ledger's `job.json` as a Markdown table: with the ledger in a local folder, and in the store of
-`GRISTMILL_TEST_S3` (a URL such as `s3://bucket/prefix`) where that is set. With `GRISTMILL_TEST_KAFKA` or
-`GRISTMILL_TEST_AMQP` (a queue's address) the shards are enqueued, too; else the ledger is all that is written.
+the size of the ledger's `job.json` as a Markdown table: with the ledger in a local folder, and in the test store where
+`services.py env` has set its variables. Where a broker of it runs the shards are enqueued, too (Kafka before RabbitMQ); else
+the ledger is all that is written.
 
     cargo build --release && .venv/bin/python benches/submit.py [--rows N] [--files N] [--shard-rows N] [--lines]
 """
@@ -74,10 +74,24 @@ def measure(command: list[str]) -> tuple[float, float, int, dict]:
 
 def queue_of_environment() -> list[str]:
     """Where to enqueue, with a topic or queue of this run's own."""
-    for variable in ("GRISTMILL_TEST_KAFKA", "GRISTMILL_TEST_AMQP"):
+    for variable, scheme in (("GRISTMILL_TEST_KAFKA", "kafka://"), ("GRISTMILL_TEST_RABBITMQ", "")):
         if address := os.environ.get(variable):
-            return ["--queue", f"{address.rstrip('/')}/submit-{uuid.uuid4().hex[:8]}"]
+            return ["--queue", f"{scheme}{address}/submit-{uuid.uuid4().hex[:8]}"]
     return ["--no-enqueue"]
+
+
+def store_of_environment() -> str | None:
+    """A folder of this run's own in the test store, which child processes then find by the `AWS_` variables."""
+    if not (endpoint := os.environ.get("GRISTMILL_TEST_S3")):
+        return None
+    os.environ.update(
+        AWS_ENDPOINT_URL=endpoint,
+        AWS_ALLOW_HTTP="true",
+        AWS_REGION="us-east-1",
+        AWS_ACCESS_KEY_ID=os.environ["GRISTMILL_TEST_S3_KEY"],
+        AWS_SECRET_ACCESS_KEY=os.environ["GRISTMILL_TEST_S3_SECRET"],
+    )
+    return f"s3://{os.environ['GRISTMILL_TEST_S3_BUCKET']}/submit-{uuid.uuid4().hex[:8]}"
 
 
 def main() -> None:
@@ -96,8 +110,8 @@ def main() -> None:
         if not data.exists():
             make_input(data, options.rows, options.files, options.lines)
         outputs = [("local folder", str(scratch / "out"))]
-        if store := os.environ.get("GRISTMILL_TEST_S3"):
-            outputs.append(("S3", f"{store.rstrip('/')}/submit-{uuid.uuid4().hex[:8]}"))
+        if store := store_of_environment():
+            outputs.append(("S3", store))
         queue = queue_of_environment()
         enqueued = "no" if queue == ["--no-enqueue"] else queue[1].split(":")[0]
         print("| ledger | rows | files | shards | enqueued | wall s | processor s | peak memory MB | job.json MB |")

@@ -28,6 +28,11 @@ pub fn is_secret(property: &str) -> bool {
         || matches!(name.as_str(), "sasl.oauthbearer.config" | "sasl.jaas.config")
 }
 
+/// The environment variable that sets a librdkafka property: `GRISTMILL_KAFKA_SASL_PASSWORD`.
+pub fn environment_name(property: &str) -> String {
+    format!("GRISTMILL_KAFKA_{}", property.to_ascii_uppercase().replace('.', "_"))
+}
+
 /// Does this address hold a password (`scheme://user:password@…`)?
 pub fn has_password(url: &str) -> bool {
     let rest = url.split_once("://").map_or(url, |(_, rest)| rest);
@@ -44,8 +49,8 @@ impl JobQueue {
         if has_password(&url) {
             return bad(
                 "queue.url",
-                "holds a password, which does not belong in a job file: give the whole address by `GRISTMILL_QUEUE` in the \
-                 environment",
+                "holds a password, which does not belong in a job file: put it in `GRISTMILL_QUEUE_PASSWORD` in the \
+                 environment, or in a file that `GRISTMILL_QUEUE_PASSWORD_FILE` names",
             );
         }
         let raw = raw.kafka.unwrap_or_default();
@@ -62,10 +67,15 @@ impl JobQueue {
         for (name, value) in raw {
             let field = format!("queue.kafka.{name}");
             if is_secret(&name) {
+                let (variable, why) = (
+                    environment_name(&name),
+                    "is a secret, which does not belong in a job file",
+                );
                 return bad(
                     field,
-                    "is a secret, which does not belong in a job file: give it by the environment or a file (docs/commands.md \
-                     says how)",
+                    format!(
+                        "{why}: put it in `{variable}` in the environment, or in a file that `{variable}_FILE` names"
+                    ),
                 );
             }
             let value = match value {
