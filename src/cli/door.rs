@@ -17,7 +17,7 @@ use crate::job::generate::ShapeSpec;
 use crate::job::spec::{Job, Precision, PromptKind};
 use crate::job::{RenderSetup, Renderer};
 use crate::ledger::keys::sha256;
-use crate::ledger::{JobDraft, JobIdentity, Ledger};
+use crate::ledger::{JobDraft, JobIdentity, Ledger, Terms};
 use crate::model::config::Config;
 use crate::model::tokenizer::Tokenizer;
 use crate::model::weights::checkpoint_hash;
@@ -266,6 +266,11 @@ impl Opened {
                 OutputFormat::Openai => "jsonl".into(),
             },
             usd_per_hour: self.job.budget.usd_per_hour,
+            terms: Terms {
+                usd: self.job.budget.usd,
+                deadline_seconds: self.job.budget.deadline_seconds,
+                ..Terms::default()
+            },
         })
     }
 }

@@ -193,7 +193,7 @@ impl Keeper {
         };
         let mut control = worker.ledger.control().await?;
         if control.stopped().is_none() && worker.ledger.success().await?.is_none() {
-            control.give(Order::Stop { why }).await?;
+            control.give(Order::Stop { why, close: false }).await?;
         }
         stop.set(why.into());
         Ok(())

@@ -67,6 +67,7 @@ pub fn draft(name: &str, shards: u32, rows: u64) -> JobDraft {
         columns: serde_json::Value::Null,
         part_extension: "parquet".into(),
         usd_per_hour: Some(2.0),
+        terms: gristmill::ledger::Terms::default(),
     }
 }
 
