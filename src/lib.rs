@@ -13,4 +13,7 @@ pub mod model;
 pub mod queue;
 pub mod report;
 
+#[cfg(feature = "faults")]
+pub mod faults;
+
 pub mod cli;

@@ -135,6 +135,7 @@ impl Watched {
             return Ok(0);
         }
         let now = self.ledger.progress().await?;
+        let open = now.open().len();
         let Some(before) = self.seen.replace(now) else {
             return Ok(0);
         };
@@ -158,7 +159,7 @@ impl Watched {
             "job `{}`: enqueued {} shards that nobody moved ({which}), of {} that are not done",
             self.ledger.job().name,
             number(due.len() as u64),
-            number(self.ledger.uncommitted().await?.len() as u64)
+            number(open as u64)
         );
         Ok(due.len() as u64)
     }

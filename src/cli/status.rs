@@ -10,7 +10,7 @@ use crate::cli::door::ledger_at;
 use crate::cli::exit::{Exit, Failure};
 use crate::cli::extend::{Used, limit_lines};
 use crate::ledger::status::{OpenShard, State, Status};
-use crate::ledger::{Ledger, Order, Terms};
+use crate::ledger::{Ledger, Terms};
 use crate::report::progress::show_duration;
 use crate::report::summary::{RowCounts, Summary, number};
 
@@ -159,8 +159,7 @@ pub async fn watch(args: WatchArgs) -> Result<Exit, Failure> {
 
 /// Whether workers are still to publish the rows that a stopped job has left.
 async fn closing(ledger: &Ledger) -> Result<bool, Failure> {
-    let control = ledger.control().await?;
-    Ok(matches!(control.holds(), Some(Order::Stop { close: true, .. })))
+    Ok(ledger.control().await?.closes())
 }
 
 /// At the pace seen while watching; `None` before any row was finished.

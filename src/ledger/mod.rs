@@ -11,6 +11,7 @@
 //! [`log::ShardLog::append`] … → [`log::ShardLog::publish`] → acknowledge.
 
 pub mod error;
+mod exchange;
 pub mod job;
 pub mod keys;
 pub mod record;
@@ -18,29 +19,32 @@ pub mod rowset;
 pub mod store;
 
 pub mod attempts;
+pub mod clean;
 pub mod control;
 mod data;
 pub mod finish;
+pub mod generation;
 pub mod log;
+pub mod progress;
 pub mod publish;
-mod shim;
 pub mod status;
 pub mod verify;
-pub use shim::*;
 
 use std::sync::Arc;
 
 use chrono::{DateTime, Utc};
 
+pub use clean::Cleaned;
 pub use error::{LedgerError, Result};
-pub use job::{JobDraft, JobIdentity, JobRecord};
+pub use job::{JobDraft, JobIdentity, JobRecord, Terms, Unfinished};
 pub use keys::{Id, Keys};
-pub use record::{Commit, Order, StopWhy, Success, Tally};
+pub use progress::Progress;
+pub use record::{Commit, Generation, Order, StopWhy, Success, Tally};
 pub use rowset::RowSet;
 use store::Stamp;
 pub use store::{Retry, Store};
 
-/// The ledger of one job. Cheap to clone.
+/// The ledger of one job, at one generation. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Ledger {
     inner: Arc<Inner>,
@@ -50,7 +54,9 @@ pub struct Ledger {
 struct Inner {
     store: Store,
     keys: Keys,
-    job: JobRecord,
+    job: Arc<JobRecord>,
+    /// The retries up to the generation that this ledger is about, the first one first.
+    generations: Vec<Arc<Generation>>,
     /// Of `job.json` as it stood when the ledger was opened.
     job_sha256: String,
     job_stamp: Stamp,

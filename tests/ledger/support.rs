@@ -64,10 +64,10 @@ pub fn draft(name: &str, shards: u32, rows: u64) -> JobDraft {
             rows: rows * u64::from(shards),
         }],
         shards: (0..u64::from(shards)).map(shard).collect(),
-        terms: Default::default(),
         columns: serde_json::Value::Null,
         part_extension: "parquet".into(),
         usd_per_hour: Some(2.0),
+        terms: gristmill::ledger::Terms::default(),
     }
 }
 
