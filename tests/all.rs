@@ -4,6 +4,7 @@ mod support;
 
 mod bad_input;
 mod chat_templates;
+mod commands;
 mod dataset_lines;
 mod dataset_parquet;
 mod end_to_end;

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use gristmill::engine::params::Shape;
-use gristmill::job::file::{OutputFormat, Truncate};
+use gristmill::job::file::{OutputFormat, Truncate, Unfinished};
 use gristmill::job::spec::{ChatTemplateChoice, Precision, PromptKind};
 use gristmill::job::{Job, JobFile};
 
@@ -101,7 +101,20 @@ fn a_good_job_is_read() {
             probabilities: false
         }
     );
-    assert_eq!(serde_json::from_value::<Job>(job.resolved()).unwrap(), job);
+    assert_eq!(read_back(&job), job);
+}
+
+/// The job as a worker on another machine reads it from the ledger, its folder made relative again.
+fn read_back(job: &Job) -> Job {
+    let here = std::env::current_dir().unwrap();
+    let read = Job::of_record(&job.resolved(), "job.json").unwrap();
+    assert!(read.base_dir.is_absolute());
+    assert_eq!(read.queue, None, "the queue is no part of the record");
+    Job {
+        base_dir: read.base_dir.strip_prefix(here).unwrap().to_path_buf(),
+        queue: job.queue.clone(),
+        ..read
+    }
 }
 
 #[test]
@@ -115,13 +128,64 @@ fn minimal_jobs_get_defaults() {
     );
     let resolved = job.resolved();
     assert_eq!(resolved["generate"]["temperature"], 1.0);
-    assert_eq!(serde_json::from_value::<Job>(resolved).unwrap(), job);
+    assert_eq!(read_back(&job), job);
+    assert!(
+        Job::of_record(&serde_json::json!({"name": 7}), "s3://b/_gristmill/job.json")
+            .unwrap_err()
+            .to_string()
+            .starts_with("s3://b/_gristmill/job.json: the job in this record cannot be read")
+    );
     let text = "name: a\nmodel: m\ninput: {uri: x}\nprompt: {text: 'a', chat_template: 't.jinja'}\noutput: {uri: o}\n";
     assert!(
         check(text, "x.yaml")
             .unwrap_err()
             .contains("`prompt.chat_template` is for `messages`")
     );
+}
+
+#[test]
+fn a_queue_is_read_and_takes_no_secrets() {
+    let with = |queue: &str| check(&format!("{GOOD}queue: {queue}\n"), "x.yaml");
+    let job = with(
+        "{url: 'kafka://h:9092,i:9092/t?group=g', kafka: {linger.ms: 5, enable.ssl.certificate.verification: true, compression.type: zstd}}",
+    );
+    let queue = job.unwrap().queue.unwrap();
+    assert_eq!(queue.url, "kafka://h:9092,i:9092/t?group=g");
+    let kafka: Vec<(&str, &str)> = queue.kafka.iter().map(|(k, v)| (k.as_str(), v.as_str())).collect();
+    assert_eq!(
+        kafka,
+        [
+            ("linger.ms", "5"),
+            ("enable.ssl.certificate.verification", "true"),
+            ("compression.type", "zstd")
+        ]
+    );
+    for (queue, word) in [
+        ("{url: ''}", "`queue.url` is empty"),
+        ("{url: 'amqp://u:hunter2@h/v/q'}", "`queue.url` holds a password"),
+        (
+            "{url: 'kafka://h/t', kafka: {sasl.password: hunter2}}",
+            "`queue.kafka.sasl.password` is a secret",
+        ),
+        (
+            "{url: 'kafka://h/t', kafka: {linger.ms: [1]}}",
+            "`queue.kafka.linger.ms` must be",
+        ),
+        (
+            "{url: 'amqp://h/v/q', kafka: {linger.ms: 1}}",
+            "`queue.kafka` is for a queue",
+        ),
+    ] {
+        let error = with(queue).unwrap_err();
+        assert!(error.contains(word) && !error.contains("hunter2"), "{queue}: {error}");
+    }
+    let with = |budget: &str| check(&GOOD.replace("deadline: 1h30m", budget), "x.yaml");
+    assert_eq!(with("deadline: 1h").unwrap().budget.unfinished, Unfinished::Keep);
+    assert_eq!(
+        with("unfinished: expire").unwrap().budget.unfinished,
+        Unfinished::Expire
+    );
+    assert!(with("unfinished: drop").unwrap_err().contains("`drop`"));
 }
 
 #[test]
@@ -138,6 +202,16 @@ fn the_hash_knows_content_not_form() {
         hash(yaml, "a.yaml"),
         hash(&format!("{yaml}budget: {{usd: 5}}\n"), "a.yaml"),
         "the same job, with money"
+    );
+    let limits = "budget: {deadline: 6h, unfinished: expire}\nqueue: {url: 'kafka://h:1/t', kafka: {linger.ms: 5}}\n";
+    assert_eq!(
+        hash(yaml, "a.yaml"),
+        hash(&format!("{yaml}{limits}"), "a.yaml"),
+        "the same job, with a deadline and a queue"
+    );
+    assert_ne!(
+        hash(yaml, "a.yaml"),
+        hash(&format!("{yaml}budget: {{usd_per_hour: 5}}\n"), "a.yaml"),
     );
     assert_eq!(hash(yaml, "a.yaml").len(), 64);
 }

@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 
+use crate::job::spec::duration_seconds;
+
 #[derive(Debug, Parser)]
 #[command(
     name = "gristmill",
@@ -24,12 +26,24 @@ pub enum Command {
     Plan(PlanArgs),
     /// Work on the shards that a queue names, of all jobs of one model
     Worker(WorkerArgs),
+    /// Write a job's ledger and enqueue its shards for workers; again: enqueue what is not done
+    Submit(SubmitArgs),
     /// Say how far a job is, from its output alone
     Status(OutputArgs),
     /// Show a job's progress until it ends
     Watch(WatchArgs),
     /// Prove that a finished job holds every row exactly once
     Verify(OutputArgs),
+    /// Stop a job for good: workers write what is finished and start nothing more
+    Cancel(CancelArgs),
+    /// Run the failed rows of a finished job again, as its next generation
+    Retry(RetryArgs),
+    /// Raise the budget or the deadline of a job, stopped or not
+    Extend(ExtendArgs),
+    /// Enqueue shards that nobody moves, and finish jobs whose last step was lost
+    Reconcile(ReconcileArgs),
+    /// Remove ledger data that a finished job no longer needs (shows it, unless --yes)
+    Clean(CleanArgs),
 }
 
 #[derive(Debug, Args)]
@@ -132,6 +146,107 @@ pub struct PlanArgs {
 }
 
 #[derive(Debug, Args)]
+pub struct SubmitArgs {
+    /// The job file (YAML or JSON)
+    pub job: PathBuf,
+    #[command(flatten)]
+    pub limit: LimitArgs,
+    #[command(flatten)]
+    pub queue: QueueArgs,
+    /// Write the ledger only; `reconcile` enqueues, or `run` works it off
+    #[arg(long, conflicts_with_all = ["queue", "kafka"])]
+    pub no_enqueue: bool,
+    /// Read, render and tokenize every row first, and refuse the job where none of them can be used
+    #[arg(long)]
+    pub preflight: bool,
+    /// Print the result as one JSON object, last on stdout
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// The queue that a command enqueues to.
+#[derive(Debug, Clone, Args)]
+pub struct QueueArgs {
+    /// `kafka://host:port,…/topic`, `amqp://user@host:port/vhost/queue` or `amqps://…`; passwords come from the
+    /// environment (see docs/commands.md)
+    #[arg(long, value_name = "URL")]
+    pub queue: Option<String>,
+    /// A property of librdkafka; may be given several times
+    #[arg(long, value_name = "PROPERTY=VALUE", value_parser = property)]
+    pub kafka: Vec<(String, String)>,
+}
+
+#[derive(Debug, Args)]
+pub struct CancelArgs {
+    /// The job's output folder or URL
+    pub output: String,
+    /// End the job: workers publish the rows that are left as `cancelled`
+    #[arg(long)]
+    pub finish: bool,
+    /// Print the result as one JSON object, last on stdout
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct RetryArgs {
+    /// The job's output folder or URL
+    pub output: String,
+    #[command(flatten)]
+    pub queue: QueueArgs,
+    /// Print the result as one JSON object, last on stdout
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+#[group(id = "limits", args = ["usd", "deadline"], required = true, multiple = true)]
+pub struct ExtendArgs {
+    /// The job's output folder or URL
+    pub output: String,
+    /// Dollars that the whole job may cost from now on, those already spent among them
+    #[arg(long, value_name = "DOLLARS", value_parser = positive_dollars)]
+    pub usd: Option<f64>,
+    /// Time that the job may take from now on, counted from its start: `6h`, `90m`, `1h30m`
+    #[arg(long, value_name = "TIME", value_parser = duration_seconds)]
+    pub deadline: Option<u64>,
+    /// Print the result as one JSON object, last on stdout
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct ReconcileArgs {
+    /// Output folders or URLs of jobs
+    #[arg(required = true, value_name = "OUTPUT")]
+    pub outputs: Vec<String>,
+    #[command(flatten)]
+    pub queue: QueueArgs,
+    /// Seconds between the two looks: a shard that nobody moved in between is enqueued. Longer than two log intervals of
+    /// the workers
+    #[arg(long, value_name = "SECONDS", default_value_t = 150.0, value_parser = positive_seconds, conflicts_with = "every")]
+    pub interval: f64,
+    /// Go on looking, every so many seconds
+    #[arg(long, value_name = "SECONDS", value_parser = positive_seconds)]
+    pub every: Option<f64>,
+    /// Go on looking until every job has ended
+    #[arg(long)]
+    pub until_finished: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct CleanArgs {
+    /// The job's output folder or URL
+    pub output: String,
+    /// Remove it; without this, only say what would be removed
+    #[arg(long)]
+    pub yes: bool,
+    /// Print the result as one JSON object, last on stdout
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
 pub struct LimitArgs {
     /// Only the first N rows, into a folder of their own below the job's output
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
@@ -183,5 +298,19 @@ fn positive_seconds(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(s) if s.is_finite() && s > 0.0 && s <= 86_400.0 => Ok(s),
         _ => Err("give a number of seconds above 0 and at most 86400".into()),
+    }
+}
+
+fn property(text: &str) -> Result<(String, String), String> {
+    match text.split_once('=') {
+        Some((name, value)) if !name.trim().is_empty() => Ok((name.trim().to_string(), value.to_string())),
+        _ => Err("give PROPERTY=VALUE, such as `compression.type=zstd`".into()),
+    }
+}
+
+fn positive_dollars(text: &str) -> Result<f64, String> {
+    match text.trim_start_matches('$').parse::<f64>() {
+        Ok(usd) if usd.is_finite() && usd > 0.0 => Ok(usd),
+        _ => Err("give a number of dollars above 0".into()),
     }
 }

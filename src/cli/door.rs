@@ -11,12 +11,12 @@ use crate::dataset::planner::{InputPlan, PlanRequest, plan_inputs};
 use crate::device;
 use crate::engine::constraint::Compiler;
 use crate::job::Renderer;
-use crate::job::file::OutputFormat;
+use crate::job::file::{self, OutputFormat};
 use crate::job::generate::ShapeSpec;
 use crate::job::spec::{Job, PromptKind};
 use crate::ledger::keys::sha256;
 use crate::ledger::{JobDraft, JobIdentity, Ledger, Terms, Unfinished};
-use crate::report::summary::{Agreement, RowCounts, Summary, TokenCounts, rate};
+use crate::report::summary::Summary;
 use crate::worker::model::{ModelFiles, Stream, precision, precision_word};
 
 /// Bytes that a generated token may take in the output: its text, its id, its log probability.
@@ -182,6 +182,19 @@ impl Opened {
         }
     }
 
+    /// The job's limits as its file states them.
+    fn terms(&self) -> Terms {
+        let budget = &self.job.budget;
+        Terms {
+            usd: budget.usd,
+            deadline_seconds: budget.deadline_seconds,
+            unfinished: match budget.unfinished {
+                file::Unfinished::Keep => Unfinished::Keep,
+                file::Unfinished::Expire => Unfinished::Expire,
+            },
+        }
+    }
+
     /// The planned job, ready to be written down.
     pub fn draft(&self, plan: InputPlan, identity: JobIdentity) -> Result<JobDraft, Failure> {
         let columns = OutputSchema::new(&plan.carry_schema, self.output_columns());
@@ -197,11 +210,7 @@ impl Opened {
                 OutputFormat::Openai => "jsonl".into(),
             },
             usd_per_hour: self.job.budget.usd_per_hour,
-            terms: Terms {
-                usd: self.job.budget.usd,
-                deadline_seconds: self.job.budget.deadline_seconds,
-                unfinished: Unfinished::Keep,
-            },
+            terms: self.terms(),
         })
     }
 }
@@ -248,28 +257,5 @@ pub async fn ledger_at(output: &str) -> Result<Ledger, Failure> {
 
 /// The report of a job as its ledger tells it.
 pub async fn summary(ledger: &Ledger, output: &str) -> Result<Summary, Failure> {
-    let status = ledger.status().await?;
-    let tally = &status.tally;
-    let tokens = TokenCounts {
-        prompt: tally.prompt_tokens,
-        cached: tally.cached_tokens,
-        completion: tally.completion_tokens,
-    };
-    Ok(Summary {
-        job: status.name.clone(),
-        output: output.to_string(),
-        rows: RowCounts {
-            total: status.rows,
-            succeeded: tally.succeeded,
-            invalid_output: tally.invalid_output,
-            errored: tally.errored,
-            expired: tally.expired,
-            cancelled: tally.cancelled,
-        },
-        tokens,
-        seconds: status.seconds,
-        tokens_per_second: rate(tokens.prompt + tokens.completion, status.seconds),
-        usd: status.usd,
-        agreement: None::<Agreement>,
-    })
+    Ok(Summary::of(&ledger.status().await?, output))
 }

@@ -56,6 +56,14 @@ impl Failure {
             error: error.into(),
         }
     }
+
+    /// The same failure, with what was being done said before it.
+    pub fn context(self, doing: String) -> Failure {
+        Failure {
+            exit: self.exit,
+            error: self.error.context(doing),
+        }
+    }
 }
 
 impl<E: Into<anyhow::Error>> From<E> for Failure {

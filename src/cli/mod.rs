@@ -1,12 +1,20 @@
-//! The commands: arguments → command → exit code. A file a command; `door.rs` is what they share on the way in.
+//! The commands: arguments → command → exit code. A file a command; `door.rs` is what they share on the way in, and
+//! `enqueue.rs` where they put shards.
 
 mod args;
+mod cancel;
+mod clean;
 mod door;
+mod enqueue;
 mod exit;
+mod extend;
 mod outfit;
 mod plan;
+mod reconcile;
+mod retry;
 mod run;
 mod status;
+mod submit;
 mod verify;
 mod worker;
 
@@ -55,5 +63,11 @@ async fn command(command: Command) -> Result<Exit, Failure> {
         Command::Status(args) => status::status(args).await,
         Command::Watch(args) => status::watch(args).await,
         Command::Verify(args) => verify::verify(args).await,
+        Command::Submit(args) => submit::submit(args).await,
+        Command::Cancel(args) => cancel::cancel(args).await,
+        Command::Retry(args) => retry::retry(args).await,
+        Command::Extend(args) => extend::extend(args).await,
+        Command::Reconcile(args) => reconcile::reconcile(args).await,
+        Command::Clean(args) => clean::clean(args).await,
     }
 }

@@ -46,7 +46,7 @@ pub async fn plan(args: PlanArgs) -> Result<Exit, Failure> {
 }
 
 /// Streams all rows through the renderer. Two shards are in memory at a time, never the dataset.
-async fn read_all(opened: &Opened, inputs: &InputPlan, preview: usize) -> Result<Preflight, Failure> {
+pub async fn read_all(opened: &Opened, inputs: &InputPlan, preview: usize) -> Result<Preflight, Failure> {
     let renderer = Arc::new(opened.renderer(&Stream::UNKNOWN)?);
     let nothing = Arc::new(arrow::datatypes::Schema::empty());
     let reader = ShardReader::new(inputs.files.clone(), nothing, renderer.columns());

@@ -1,56 +1,170 @@
 //! `gristmill status` and `watch`: how far a job is, from its output alone.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
+
+use chrono::{DateTime, Utc};
+use serde_json::{Value, json};
 
 use crate::cli::args::{OutputArgs, WatchArgs};
-use crate::cli::door::{ledger_at, summary};
+use crate::cli::door::ledger_at;
 use crate::cli::exit::{Exit, Failure};
-use crate::ledger::status::{State, Status};
-use crate::report::summary::number;
+use crate::cli::extend::{Used, limit_lines};
+use crate::ledger::status::{OpenShard, State, Status};
+use crate::ledger::{Ledger, Terms};
+use crate::report::progress::show_duration;
+use crate::report::summary::{RowCounts, Summary, number};
+
+/// Shards that are shown one by one; `--json` has all of them.
+const SHARDS_SHOWN: usize = 20;
 
 pub async fn status(args: OutputArgs) -> Result<Exit, Failure> {
     let ledger = ledger_at(&args.output).await?;
     let status = ledger.status().await?;
-    let summary = summary(&ledger, &args.output).await?;
+    let terms = ledger.terms(&ledger.control().await?);
+    let used = Used {
+        device_seconds: status.seconds,
+        usd_per_hour: ledger.job().usd_per_hour,
+        age: (Utc::now() - ledger.created_at()).to_std().unwrap_or_default(),
+    };
+    let summary = Summary::of(&status, &args.output);
     if args.json {
-        let mut json = serde_json::to_value(&summary)?;
-        json["state"] = serde_json::to_value(status.state)?;
-        json["shards"] = serde_json::to_value(status.shards)?;
-        println!("{json}");
+        println!("{}", as_json(&ledger, &status, &summary, &terms, &used)?);
         return Ok(Exit::Done);
     }
-    println!("job         {} ({})", status.name, word(status.state));
+    let generation = match ledger.generation() {
+        0 => String::new(),
+        n => format!(", retry {n}"),
+    };
+    println!("job         {} ({}){generation}", status.name, word(status.state));
     println!("shards      {}", shards(&status));
+    for line in shard_lines(&status, Utc::now()) {
+        println!("            {line}");
+    }
     for line in summary.lines() {
         println!("{line}");
     }
+    if status.state != State::Finished {
+        for line in limit_lines(&terms, &used) {
+            println!("{line}");
+        }
+    }
     Ok(Exit::Done)
+}
+
+fn as_json(
+    ledger: &Ledger,
+    status: &Status,
+    summary: &Summary,
+    terms: &Terms,
+    used: &Used,
+) -> Result<Value, serde_json::Error> {
+    let mut json = serde_json::to_value(summary)?;
+    json["id"] = serde_json::to_value(&status.job)?;
+    json["state"] = serde_json::to_value(status.state)?;
+    json["generation"] = ledger.generation().into();
+    json["created_at"] = ledger.created_at().to_rfc3339().into();
+    json["shards"] = serde_json::to_value(status.shards)?;
+    json["open_shards"] = serde_json::to_value(&status.open)?;
+    json["budget"] = json!({
+        "usd": terms.usd,
+        "deadline_seconds": terms.deadline_seconds,
+        "unfinished": terms.unfinished,
+        "used_usd": used.usd(),
+        "used_seconds": used.age.as_secs(),
+    });
+    Ok(json)
+}
+
+/// A line a shard that is begun and not done: the stuck ones first, then those that have not moved for longest.
+fn shard_lines(status: &Status, now: DateTime<Utc>) -> Vec<String> {
+    let mut open: Vec<&OpenShard> = status.open.iter().collect();
+    open.sort_by_key(|shard| (!shard.stuck, shard.last_progress, shard.shard));
+    let mut lines: Vec<String> = open
+        .iter()
+        .take(SHARDS_SHOWN)
+        .map(|shard| {
+            let ago = (now - shard.last_progress).to_std().unwrap_or_default();
+            let mut line = format!(
+                "shard {}: {} of {} rows, last progress {} ago",
+                shard.shard,
+                number(shard.rows_done),
+                number(shard.rows),
+                show_duration(ago.as_secs_f64())
+            );
+            if let Some(worker) = &shard.worker {
+                line.push_str(&format!(", worker {worker}"));
+            }
+            match shard.attempts {
+                0 | 1 if !shard.stuck => {}
+                n => line.push_str(&format!(", {n} attempts that never ended")),
+            }
+            if shard.stuck {
+                line.push_str(": stuck, its rows are tried in smaller groups");
+            }
+            line
+        })
+        .collect();
+    if open.len() > lines.len() {
+        lines.push(format!(
+            "and {} more (--json has all)",
+            number((open.len() - lines.len()) as u64)
+        ));
+    }
+    lines
 }
 
 /// Shows the state until the job ends; the exit code says how it ended.
 pub async fn watch(args: WatchArgs) -> Result<Exit, Failure> {
     let ledger = ledger_at(&args.output).await?;
     let mut last = String::new();
+    let mut began: Option<(Instant, u64)> = None;
     loop {
         let status = ledger.status().await?;
+        let rows = status.tally.rows();
         let line = format!(
             "{}: {} of {} rows, shards {}",
             word(status.state),
-            number(status.tally.rows()),
+            number(rows),
             number(status.rows),
             shards(&status)
         );
+        let (at, before) = *began.get_or_insert((Instant::now(), rows));
         if line != last {
-            println!("{line}");
+            let left = match status.state {
+                State::Running => time_left(
+                    at.elapsed(),
+                    rows - before.min(rows),
+                    status.rows - rows.min(status.rows),
+                ),
+                _ => None,
+            };
+            println!(
+                "{line}{}",
+                left.map(|left| format!(", {left} left")).unwrap_or_default()
+            );
             last = line;
         }
-        match status.state {
-            State::Running => tokio::time::sleep(Duration::from_secs_f64(args.every)).await,
-            State::Finished => return Ok(Exit::of_rows(&summary(&ledger, &args.output).await?.rows)),
-            State::BudgetReached | State::DeadlineReached => return Ok(Exit::Stopped),
-            State::Cancelled => return Ok(Exit::Cancelled),
+        let end = match status.state {
+            State::Running => None,
+            State::Finished => Some(Exit::of_rows(&RowCounts::of(status.rows, &status.tally))),
+            State::BudgetReached | State::DeadlineReached => Some(Exit::Stopped),
+            State::Cancelled => Some(Exit::Cancelled),
+        };
+        match end {
+            Some(exit) if status.state == State::Finished || !closing(&ledger).await? => return Ok(exit),
+            _ => tokio::time::sleep(Duration::from_secs_f64(args.every)).await,
         }
     }
+}
+
+/// Whether workers are still to publish the rows that a stopped job has left.
+async fn closing(ledger: &Ledger) -> Result<bool, Failure> {
+    Ok(ledger.control().await?.closes())
+}
+
+/// At the pace seen while watching; `None` before any row was finished.
+fn time_left(watched: Duration, rows_seen: u64, rows_left: u64) -> Option<String> {
+    (rows_seen > 0 && rows_left > 0).then(|| show_duration(watched.as_secs_f64() / rows_seen as f64 * rows_left as f64))
 }
 
 fn shards(status: &Status) -> String {

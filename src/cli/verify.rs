@@ -14,6 +14,8 @@ pub async fn verify(args: OutputArgs) -> Result<Exit, Failure> {
     if args.json {
         let json = serde_json::json!({
             "job": ledger.job().name,
+            "id": ledger.job().job,
+            "generation": ledger.generation(),
             "holds": verified.holds(),
             "parts": verified.parts,
             "rows": verified.tally.rows(),
@@ -21,8 +23,13 @@ pub async fn verify(args: OutputArgs) -> Result<Exit, Failure> {
         });
         println!("{json}");
     } else if verified.holds() {
+        let retries = match ledger.generation() {
+            0 => String::new(),
+            1 => ", after one retry".into(),
+            n => format!(", after {n} retries"),
+        };
         println!(
-            "the guarantee holds: {} rows in {} parts, each exactly once",
+            "the guarantee holds: {} rows in {} parts, each exactly once{retries}",
             number(verified.tally.rows()),
             number(verified.parts.into())
         );

@@ -69,7 +69,11 @@ pub async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
         options: options(&args),
     }));
     if !args.quiet {
-        eprintln!("worker `{}` is ready, with model `{}`", worker.name, worker.jobs.model().name());
+        eprintln!(
+            "worker `{}` is ready, with model `{}`",
+            worker.name,
+            worker.jobs.model().name()
+        );
     }
     let shown = progress::show_work(meter.clone(), args.quiet);
     let ended = worker::run(worker.clone(), loaded.engine, stop).await;
@@ -222,7 +226,11 @@ fn properties(pairs: &[String]) -> Result<Vec<(String, String)>, Failure> {
 /// Unique among workers, and telling people where it runs.
 fn name(args: &WorkerArgs) -> Result<String, Failure> {
     let host = || std::fs::read_to_string("/etc/hostname").ok();
-    let given = args.name.clone().or_else(|| std::env::var("HOSTNAME").ok()).or_else(host);
+    let given = args
+        .name
+        .clone()
+        .or_else(|| std::env::var("HOSTNAME").ok())
+        .or_else(host);
     let word: String = given
         .unwrap_or_else(|| "worker".into())
         .trim()

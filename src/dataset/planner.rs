@@ -24,8 +24,11 @@ const PART_BYTES_MAX: u64 = 256 << 20;
 /// Most uncompressed input of one shard, which is held in memory while it is worked on.
 const SHARD_INPUT_BYTES_MAX: u64 = 64 << 20;
 
-/// Footers read at once.
-const FILES_AT_ONCE: usize = 8;
+/// Files whose first bytes are read at once: each is one small request.
+const HEADS_AT_ONCE: usize = 32;
+
+/// Footers read at once. A wide file's footer may take 50 MB while it is decoded.
+const FOOTERS_AT_ONCE: usize = 16;
 
 /// What is to be planned.
 #[derive(Debug, Clone)]
@@ -70,7 +73,7 @@ pub async fn plan_inputs(request: &PlanRequest, base_dir: &FsPath) -> Result<Inp
         let told = request.format;
         async move { sniff(&file, told).await }
     }))
-    .buffered(FILES_AT_ONCE)
+    .buffered(HEADS_AT_ONCE)
     .try_collect()
     .await?;
     let format = one_format(&found, &formats)?;
@@ -168,21 +171,36 @@ fn check_present(request: &PlanRequest, have: &[String], place: &str) -> Result<
     }
 }
 
+/// What planning needs of a Parquet file; its decoded footer, which may be a thousand times larger, is dropped at once.
+struct ParquetPlan {
+    pinned: PinnedFile,
+    schema: SchemaRef,
+    /// The columns that this job uses.
+    used: Vec<String>,
+    groups: Vec<GroupPlan>,
+}
+
+struct GroupPlan {
+    rows: u64,
+    /// Of each row.
+    cost: RowCost,
+}
+
 async fn plan_parquet(request: &PlanRequest, found: Vec<PinnedFile>) -> Result<InputPlan, DatasetError> {
     let mut builder = ShardBuilder::new(bounds(request));
     let mut files = Vec::new();
     let mut first: Option<(String, SchemaRef)> = None;
     let limit = request.limit.unwrap_or(u64::MAX);
-    let mut footers = stream::iter(found.into_iter().map(ParquetFile::open)).buffered(FILES_AT_ONCE);
+    let mut footers =
+        stream::iter(found.into_iter().map(|file| read_parquet_plan(request, file))).buffered(FOOTERS_AT_ONCE);
     while let Some(file) = footers.try_next().await? {
-        let used = check_parquet_columns(request, &file)?;
         match &first {
-            None => first = Some((file.name().to_string(), file.schema().clone())),
-            Some((name, schema)) => check_same_types(schema, name, &file, &used)?,
+            None => first = Some((file.pinned.name.clone(), file.schema.clone())),
+            Some((name, schema)) => check_same_types(schema, name, &file)?,
         }
-        let rows = file.rows().min(limit - builder.rows());
-        push_parquet_file(request, &file, &used, rows, files.len() as u32, &mut builder);
-        files.push(input_file(file.pinned(), Format::Parquet, rows));
+        let before = builder.rows();
+        push_parquet_file(&file.groups, limit - before, files.len() as u32, &mut builder);
+        files.push(input_file(&file.pinned, Format::Parquet, builder.rows() - before));
         if builder.rows() >= limit {
             break;
         }
@@ -206,6 +224,28 @@ async fn plan_parquet(request: &PlanRequest, found: Vec<PinnedFile>) -> Result<I
         carry_schema: Arc::new(Schema::new(carry)),
         columns,
         total_rows,
+    })
+}
+
+async fn read_parquet_plan(request: &PlanRequest, pinned: PinnedFile) -> Result<ParquetPlan, DatasetError> {
+    let file = ParquetFile::open(pinned).await?;
+    let used = check_parquet_columns(request, &file)?;
+    let group = |group: usize| {
+        let rows = file.group_rows(group);
+        let each = |bytes: u64| bytes / rows.max(1);
+        GroupPlan {
+            rows,
+            cost: RowCost {
+                input_bytes: each(file.group_bytes(group, &used)),
+                output_bytes: each(file.group_bytes(group, &request.carry)).saturating_add(request.output_row_bytes),
+            },
+        }
+    };
+    Ok(ParquetPlan {
+        groups: (0..file.group_count()).map(group).collect(),
+        schema: file.schema().clone(),
+        pinned: file.pinned().clone(),
+        used,
     })
 }
 
@@ -233,9 +273,9 @@ fn check_parquet_columns(request: &PlanRequest, file: &ParquetFile) -> Result<Ve
 }
 
 /// Columns in use have one type over all files; texts may differ in how long they may be.
-fn check_same_types(schema: &Schema, name: &str, file: &ParquetFile, used: &[String]) -> Result<(), DatasetError> {
-    for column in used {
-        let (Ok(here), Ok(there)) = (file.schema().field_with_name(column), schema.field_with_name(column)) else {
+fn check_same_types(schema: &Schema, name: &str, file: &ParquetPlan) -> Result<(), DatasetError> {
+    for column in &file.used {
+        let (Ok(here), Ok(there)) = (file.schema.field_with_name(column), schema.field_with_name(column)) else {
             continue;
         };
         if !same_type(here.data_type(), there.data_type()) {
@@ -243,7 +283,7 @@ fn check_same_types(schema: &Schema, name: &str, file: &ParquetFile, used: &[Str
                 "column `{column}` is {} in `{name}` and {} in `{}`; make them one type, or run the files as separate jobs",
                 there.data_type(),
                 here.data_type(),
-                file.name()
+                file.pinned.name
             )));
         }
     }
@@ -257,26 +297,15 @@ pub fn same_type(a: &DataType, b: &DataType) -> bool {
     a.equals_datatype(b) || (is_text(a) && is_text(b)) || (is_binary(a) && is_binary(b))
 }
 
-fn push_parquet_file(
-    request: &PlanRequest,
-    file: &ParquetFile,
-    used: &[String],
-    rows: u64,
-    input: u32,
-    builder: &mut ShardBuilder,
-) {
+/// Adds the first `rows` rows of a file.
+fn push_parquet_file(groups: &[GroupPlan], rows: u64, input: u32, builder: &mut ShardBuilder) {
     let mut at = 0;
-    for group in 0..file.group_count() {
-        let take = file.group_rows(group).min(rows - at);
+    for group in groups {
+        let take = group.rows.min(rows - at);
         if take == 0 {
             continue;
         }
-        let each = |bytes: u64| bytes / file.group_rows(group).max(1);
-        let cost = RowCost {
-            input_bytes: each(file.group_bytes(group, used)),
-            output_bytes: each(file.group_bytes(group, &request.carry)).saturating_add(request.output_row_bytes),
-        };
-        builder.push_run(input, at, take, cost);
+        builder.push_run(input, at, take, group.cost);
         at += take;
     }
 }

@@ -9,6 +9,9 @@ use serde_json::{Map, Value};
 /// How much of a file's head is looked at: more only while its first line is longer.
 const HEAD_BYTES: [u64; 3] = [64 << 10, 1 << 20, LINE_BYTES_MAX as u64 + 1024];
 
+/// What a file that must be Parquet begins with: `PAR1`.
+const PARQUET_HEAD_BYTES: u64 = 4;
+
 /// Lines that are looked at for one that is a JSON object.
 const LINES_MAX: usize = 64;
 
@@ -21,6 +24,8 @@ pub async fn sniff(file: &PinnedFile, told: Option<Format>) -> Result<Option<For
         return Ok(told);
     }
     for (n, &bytes) in HEAD_BYTES.iter().enumerate() {
+        // A Parquet file's footer tells the rest.
+        let bytes = if wants_parquet { PARQUET_HEAD_BYTES } else { bytes };
         let head = file.bytes(0..bytes.min(file.size)).await?;
         if wants_parquet || head.starts_with(b"PAR") {
             return parquet(file, &head, told).map(Some);

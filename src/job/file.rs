@@ -8,7 +8,8 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use super::{JobError, one_line, sha256, suggest};
+use super::unknown::{unknown_field, unknown_message};
+use super::{JobError, one_line, sha256};
 use crate::dataset::plan::Format;
 
 /// Largest job file, in bytes.
@@ -49,6 +50,9 @@ pub struct JobFile {
     /// What the job may cost.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub budget: Option<BudgetFile>,
+    /// Where `submit` enqueues the job's shards; `--queue` and `--kafka` take its place.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub queue: Option<QueueFile>,
     /// What the final report compares.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub report: Option<ReportFile>,
@@ -307,6 +311,30 @@ pub struct BudgetFile {
     /// Time from the job's start, such as `6h`, `90m` or `1h30m`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub deadline: Option<String>,
+    /// What becomes of the rows that are left when a limit is reached: `keep` leaves them for a job that can be extended,
+    /// `expire` ends the job with them as `expired` rows (keep).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub unfinished: Option<Unfinished>,
+}
+
+/// What becomes of unfinished rows when budget or deadline is reached.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Unfinished {
+    #[default]
+    Keep,
+    Expire,
+}
+
+/// Where `submit` enqueues. Never holds a secret: those come from the environment or from files.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct QueueFile {
+    /// `kafka://host:port,host:port/topic`, `amqp://host:port/vhost/queue` or `amqps://…`, without a password.
+    pub url: String,
+    /// Properties of librdkafka, such as `compression.type: zstd`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kafka: Option<Map<String, Value>>,
 }
 
 /// What the final report compares.
@@ -474,77 +502,8 @@ fn yaml_options() -> serde_saphyr::Options {
     options
 }
 
-/// The field's name, where serde's message says that it is unknown.
-fn unknown_field(message: &str) -> Option<&str> {
-    message.strip_prefix("unknown field `")?.split('`').next()
-}
-
-/// Says where an unknown field stands and which known one is near.
-fn unknown_message(field: &str, content: &Value) -> String {
-    let schema = JobFile::schema();
-    let root = schema.clone();
-    match find_unknown(field, content, &schema, &root, "") {
-        Some((place, known)) => {
-            let place = if place.is_empty() {
-                String::new()
-            } else {
-                format!(" in `{place}`")
-            };
-            format!(
-                "unknown field `{field}`{place}{}",
-                suggest(field, known.iter().map(String::as_str))
-            )
-        }
-        None => format!("unknown field `{field}`"),
-    }
-}
-
-/// Walks content and schema together to the object that has `field` where the schema does not; returns its path and
-/// the fields it may have.
-fn find_unknown(
-    field: &str,
-    content: &Value,
-    schema: &Value,
-    root: &Value,
-    path: &str,
-) -> Option<(String, Vec<String>)> {
-    if let Some(target) = schema.get("$ref").and_then(Value::as_str) {
-        let target = root.pointer(target.strip_prefix('#')?)?;
-        return find_unknown(field, content, target, root, path);
-    }
-    for alternative in schema.get("anyOf").and_then(Value::as_array).into_iter().flatten() {
-        if let Some(found) = find_unknown(field, content, alternative, root, path) {
-            return Some(found);
-        }
-    }
-    match content {
-        Value::Object(map) => {
-            let known = schema.get("properties")?.as_object()?;
-            if map.contains_key(field) && !known.contains_key(field) && schema["additionalProperties"] == false {
-                return Some((path.to_string(), known.keys().cloned().collect()));
-            }
-            map.iter().find_map(|(key, value)| {
-                let below = if path.is_empty() {
-                    key.clone()
-                } else {
-                    format!("{path}.{key}")
-                };
-                find_unknown(field, value, known.get(key)?, root, &below)
-            })
-        }
-        Value::Array(items) => {
-            let schema = schema.get("items")?;
-            items
-                .iter()
-                .enumerate()
-                .find_map(|(i, item)| find_unknown(field, item, schema, root, &format!("{path}[{i}]")))
-        }
-        _ => None,
-    }
-}
-
-/// SHA-256, hexadecimal, of `content` without `budget.usd` and `budget.deadline`, written compactly with sorted keys: more
-/// money or time for a job does not make it another job.
+/// SHA-256, hexadecimal, of `content` without `queue` and the limits in `budget`, written compactly with sorted keys: more
+/// money or time for a job, or another way to its workers, does not make it another job.
 fn content_hash(content: &Value) -> String {
     fn sorted(value: &Value) -> Value {
         match value {
@@ -564,13 +523,15 @@ fn content_hash(content: &Value) -> String {
     }
     let mut content = sorted(content);
     if let Some(Value::Object(budget)) = content.get_mut("budget") {
-        budget.remove("usd");
-        budget.remove("deadline");
+        for limit in ["usd", "deadline", "unfinished"] {
+            budget.remove(limit);
+        }
     }
-    if let Value::Object(fields) = &mut content
-        && fields.get("budget") == Some(&Value::Object(Map::new()))
-    {
-        fields.shift_remove("budget");
+    if let Value::Object(fields) = &mut content {
+        fields.shift_remove("queue");
+        if fields.get("budget") == Some(&Value::Object(Map::new())) {
+            fields.shift_remove("budget");
+        }
     }
     sha256(content.to_string())
 }

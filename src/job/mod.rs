@@ -1,6 +1,7 @@
 //! What a job file says, a valid job, and the prompts it makes of rows.
 //!
-//! `file` (raw, as written) → `spec` and `generate` (valid, by `check`; nothing downstream checks again) → `prompt`
+//! `file` (raw, as written; `unknown` names the field that it does not have) → `spec`, `generate` and `queue` (valid, by
+//! `check`; nothing downstream checks again) → `prompt`
 //! (rows to token ids), over `template` (column templates; `words` for the columns they name, and `python` for what they expect of it), `chat` (the
 //! checkpoint's chat template), `guard` (data is never control) and `openai` (lines of OpenAI batch files).
 
@@ -12,8 +13,10 @@ mod guard;
 mod openai;
 pub mod prompt;
 mod python;
+pub mod queue;
 pub mod spec;
 mod template;
+mod unknown;
 mod words;
 
 use std::path::PathBuf;

@@ -9,8 +9,10 @@ use sha2::{Digest, Sha256};
 use super::check::{FieldError, bad, short, text, whole};
 use super::file::{
     BudgetFile, ContentFile, JobFile, MessageFile, OutputFile, OutputFormat, Parsed, PromptFile, Role, Truncate,
+    Unfinished,
 };
 use super::generate::{Generate, ShapeSpec};
+use super::queue::JobQueue;
 use super::{JobError, suggest};
 use crate::dataset::plan::Format;
 
@@ -54,6 +56,9 @@ pub struct Job {
     /// Rows of a shard, at least 1.
     pub shard_rows: u64,
     pub budget: Budget,
+    /// Where `submit` enqueues. No part of the job's record: another queue does not make another job.
+    #[serde(skip)]
+    pub queue: Option<JobQueue>,
     /// The input column with right answers, for the report.
     pub gold: Option<String>,
     /// The job file's folder; paths without a scheme are relative to it.
@@ -140,6 +145,9 @@ pub struct Budget {
     pub usd: Option<f64>,
     pub usd_per_hour: Option<f64>,
     pub deadline_seconds: Option<u64>,
+    /// What becomes of the rows that are left when a limit is reached.
+    #[serde(default)]
+    pub unfinished: Unfinished,
 }
 
 impl Job {
@@ -166,10 +174,30 @@ impl Job {
         &self.hash
     }
 
-    /// The job with all defaults filled in, for the ledger.
+    /// The job with all defaults filled in, for the ledger: [`Job::of_record`] reads it back on any machine, so the
+    /// folder that relative paths start from is absolute.
     pub fn resolved(&self) -> Value {
+        let base_dir = std::path::absolute(&self.base_dir).unwrap_or_else(|_| self.base_dir.clone());
+        let job = Job {
+            base_dir,
+            ..self.clone()
+        };
         // A job holds only what JSON can: numbers were checked to be finite.
-        serde_json::to_value(self).unwrap_or(Value::Null)
+        serde_json::to_value(&job).unwrap_or(Value::Null)
+    }
+
+    /// The job that [`Job::resolved`] wrote down; `place` says where, for the message.
+    ///
+    /// # Errors
+    /// The record is no job, or one of a gristmill whose jobs can be what this one's cannot.
+    pub fn of_record(resolved: &Value, place: &str) -> Result<Job, JobError> {
+        Job::deserialize(resolved).map_err(|error| JobError::Invalid {
+            place: place.to_string(),
+            message: format!(
+                "the job in this record cannot be read: {}",
+                super::one_line(&error.to_string())
+            ),
+        })
     }
 
     /// The key of the job's random stream: the given seed, or one derived from the job's id.
@@ -231,6 +259,7 @@ fn build(parsed: Parsed, file: &str, base_dir: &Path) -> Result<Job, FieldError>
         output,
         shard_rows: rows.unsigned_abs(),
         budget: budget(raw.budget.unwrap_or_default())?,
+        queue: raw.queue.map(JobQueue::check).transpose()?,
         gold,
         base_dir: base_dir.to_path_buf(),
         file: file.to_string(),
@@ -441,11 +470,12 @@ fn budget(raw: BudgetFile) -> Result<Budget, FieldError> {
         usd: raw.usd,
         usd_per_hour: raw.usd_per_hour,
         deadline_seconds,
+        unfinished: raw.unfinished.unwrap_or_default(),
     })
 }
 
-/// Reads `6h`, `90m`, `45s`, `2d` and their sums (`1h30m`).
-fn duration_seconds(text: &str) -> Result<u64, String> {
+/// Seconds of `6h`, `90m`, `45s`, `2d` and their sums (`1h30m`); else one line that says what is wrong.
+pub fn duration_seconds(text: &str) -> Result<u64, String> {
     const FORM: &str = "a time looks like `6h`, `90m` or `1h30m`";
     let mut total: u64 = 0;
     let mut rest = text.trim();

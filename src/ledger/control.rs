@@ -2,10 +2,13 @@
 //!
 //! Orders are create-once records of one short log; the last one holds. Spendings are cumulative, one object a worker.
 
+use std::time::Duration;
+
 use chrono::{DateTime, TimeDelta, Utc};
 
 use super::Ledger;
 use super::error::{LedgerError, Result};
+use super::job::Terms;
 use super::keys::{Id, is_worker_name};
 use super::record::{ControlRecord, Order, Spend, StopWhy, VERSION, decode, encode, read};
 use super::store::Created;
@@ -18,6 +21,8 @@ const MAX_ORDERS: usize = 100_000;
 pub struct Control {
     ledger: Ledger,
     orders: Vec<Order>,
+    /// Of each order, the generation that it was given to.
+    generations: Vec<u32>,
 }
 
 /// What the workers of a job have spent.
@@ -67,9 +72,35 @@ impl Ledger {
         let mut control = Control {
             ledger: self.clone(),
             orders: Vec::new(),
+            generations: Vec::new(),
         };
         control.refresh().await?;
         Ok(control)
+    }
+
+    /// The limits that hold: the job's own, with those of the last `Extend` in their place.
+    pub fn terms(&self, control: &Control) -> Terms {
+        let extended = control.orders().iter().rev().find_map(|order| match order {
+            Order::Extend {
+                budget_usd,
+                deadline_seconds,
+            } => Some((*budget_usd, *deadline_seconds)),
+            Order::Stop { .. } => None,
+        });
+        match extended {
+            Some((usd, deadline_seconds)) => Terms {
+                usd,
+                deadline_seconds,
+                ..self.job().terms
+            },
+            None => self.job().terms,
+        }
+    }
+
+    /// How old the job is by the store's clock alone, as of the newest spending; zero where nobody has spent yet.
+    pub fn age(&self, spent: &Spent) -> Duration {
+        let age = spent.store_now().map(|now| now - self.created_at());
+        age.and_then(|age| age.to_std().ok()).unwrap_or_default()
     }
 
     /// Writes this worker's spending on the job: cumulative device seconds over all its shards.
@@ -111,14 +142,23 @@ impl Control {
             let key = self.ledger.keys().control(self.orders.len() as u32);
             match read::<ControlRecord>(self.ledger.store(), &key).await? {
                 Some(record) => self.take(record, &key)?,
-                None => return Ok(self.orders.last()),
+                None => return Ok(self.holds()),
             }
         }
     }
 
-    /// The order that holds, as of the last reading.
+    /// The order that holds, as of the last reading: the last one, less stops that were meant for an earlier generation.
     pub fn holds(&self) -> Option<&Order> {
-        self.orders.last()
+        let mine = self.ledger.generation();
+        let mut given = self.orders.iter().zip(&self.generations).rev();
+        given
+            .find(|(order, generation)| matches!(order, Order::Extend { .. }) || **generation >= mine)
+            .map(|(order, _)| order)
+    }
+
+    /// Whether unfinished rows are to be closed: the job is stopped, and not to be gone on with.
+    pub fn closes(&self) -> bool {
+        matches!(self.holds(), Some(Order::Stop { close: true, .. }))
     }
 
     /// Why the job is stopped, if it is.
@@ -144,10 +184,12 @@ impl Control {
             job: self.ledger.job().job.clone(),
             index,
             nonce: Id::random()?,
+            generation: self.ledger.generation(),
             order,
         };
         match self.ledger.store().create(&key, encode(&record)?).await? {
             Created::Ours => {
+                self.generations.push(record.generation);
                 self.orders.push(record.order);
                 Ok(true)
             }
@@ -165,6 +207,7 @@ impl Control {
             let address = self.ledger.store().address(key);
             return Err(LedgerError::damaged(format!("`{address}` is no order to this job")));
         }
+        self.generations.push(record.generation);
         self.orders.push(record.order);
         Ok(())
     }

@@ -1,5 +1,8 @@
 //! Finished rows as Parquet bytes, and back: the data objects that log records point to.
 
+use std::collections::HashMap;
+use std::sync::Arc;
+
 use arrow::array::{Array, Int64Array, RecordBatch, StringArray, UInt64Array};
 use arrow::compute::{concat_batches, interleave_record_batch, take_record_batch};
 use bytes::Bytes;
@@ -32,6 +35,19 @@ pub(super) fn select(batch: &RecordBatch, keep: &RowSet) -> Result<RecordBatch, 
     at.sort_by_key(|&i| rows[i]);
     let indices = UInt64Array::from_iter_values(at.into_iter().map(|i| i as u64));
     take_record_batch(batch, &indices).map_err(|error| error.to_string())
+}
+
+/// The rows of `batch` that are in `counts` and did not succeed.
+pub(super) fn failed(batch: &RecordBatch, counts: &RowSet) -> Result<RowSet, String> {
+    let rows = rows_of(batch)?;
+    let status = column(batch, "status")?;
+    let status = status
+        .as_any()
+        .downcast_ref::<StringArray>()
+        .ok_or("column `status` is not utf8")?;
+    let succeeded = RowStatus::Succeeded.as_str();
+    let failed = (0..rows.len()).filter(|&i| status.is_null(i) || status.value(i) != succeeded);
+    Ok(RowSet::from_rows(failed.map(|i| rows[i])).intersection(counts))
 }
 
 /// Counts rows by status, and tokens, over the rows of `batch` that are in `counts`.
@@ -78,12 +94,21 @@ pub(super) fn encode(batch: &RecordBatch) -> Result<Bytes, String> {
 /// The rows in Parquet `bytes`, as one batch. The caller has checked their hash: a worker wrote them.
 pub(super) fn decode(bytes: Bytes) -> Result<RecordBatch, String> {
     let builder = ParquetRecordBatchReaderBuilder::try_new(bytes).map_err(|error| error.to_string())?;
-    let schema = builder.schema().clone();
+    // Without the metadata, which a part has and a data object has not.
+    let schema = Arc::new(
+        builder
+            .schema()
+            .as_ref()
+            .clone()
+            .with_metadata(HashMap::<String, String>::new()),
+    );
     let reader = builder
         .with_batch_size(PART_BATCH_ROWS)
         .build()
         .map_err(|error| error.to_string())?;
+    let bare = |batch: Result<RecordBatch, arrow::error::ArrowError>| batch?.with_schema(schema.clone());
     let batches = reader
+        .map(bare)
         .collect::<Result<Vec<_>, _>>()
         .map_err(|error| error.to_string())?;
     concat_batches(&schema, &batches).map_err(|error| error.to_string())
@@ -145,8 +170,6 @@ fn int64<'a>(batch: &'a RecordBatch, name: &str) -> Result<&'a Int64Array, Strin
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-
     use proptest::prelude::*;
 
     use super::*;

@@ -20,10 +20,10 @@ pub enum LedgerError {
     /// The output belongs to something else: never overwrite, refuse the job.
     #[error("{what}")]
     Conflict { what: String },
-    /// Access refused: wait until somebody has granted it, and say so.
+    /// The store refuses this process: no permission, or credentials that it does not accept. Pause, say so, try again.
     #[error("{what}")]
     Denied { what: String },
-    /// Nothing can go on until a person has acted: no permission, full disk, a store that cannot keep the guarantee.
+    /// Nothing can go on until a person has acted: full disk, a store that cannot keep the guarantee.
     #[error("{what}")]
     Stop { what: String },
 }
@@ -38,6 +38,10 @@ impl LedgerError {
 
     pub(crate) fn conflict(what: impl Into<String>) -> LedgerError {
         LedgerError::Conflict { what: what.into() }
+    }
+
+    pub(crate) fn denied(what: impl Into<String>) -> LedgerError {
+        LedgerError::Denied { what: what.into() }
     }
 
     pub(crate) fn stop(what: impl Into<String>) -> LedgerError {

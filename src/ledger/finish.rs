@@ -10,20 +10,30 @@ use futures::{StreamExt, TryStreamExt};
 use super::Ledger;
 use super::error::{LedgerError, Result};
 use super::keys::{Keys, SHARDS_PER_BLOCK, SUCCESS};
-use super::record::{Commit, Digest, Success, Tally, VERSION, decode, encode, read};
+use super::record::{Commit, Digest, Record, Success, Tally, VERSION, decode, encode, read};
 use super::store::Created;
 
 /// Requests in flight while a job's records are read.
 pub(super) const READS_AT_ONCE: usize = 16;
 
 impl Ledger {
-    /// The result of a finished job.
+    /// The result of a job whose generation is finished (or a later one).
     pub async fn success(&self) -> Result<Option<Success>> {
-        let Some(success) = read::<Success>(self.store(), SUCCESS).await? else {
-            return Ok(None);
-        };
+        let standing = self.standing_success().await?;
+        Ok(standing.filter(|success| success.generation >= self.generation()))
+    }
+
+    /// The result that stands, whichever generation it is of.
+    pub(super) async fn standing_success(&self) -> Result<Option<Success>> {
+        match read::<Success>(self.store(), SUCCESS).await? {
+            Some(success) => self.own_success(success).map(Some),
+            None => Ok(None),
+        }
+    }
+
+    fn own_success(&self, success: Success) -> Result<Success> {
         if success.job == self.job().job {
-            return Ok(Some(success));
+            return Ok(success);
         }
         Err(LedgerError::conflict(format!(
             "`{}` is of job {}, not of this job ({})",
@@ -50,7 +60,7 @@ impl Ledger {
                     return Ok(Some(success));
                 }
                 let closed = self.closed_blocks().await?;
-                for block in (0..self.blocks()).filter(|block| !closed.contains(block)) {
+                for block in self.blocks().into_iter().filter(|block| !closed.contains(block)) {
                     if self.committed_shards(block).await?.len() < self.block_shards(block).len() {
                         return Ok(None);
                     }
@@ -58,23 +68,36 @@ impl Ledger {
                 }
             }
         }
-        if (self.closed_blocks().await?.len() as u32) < self.blocks() {
+        if self.closed_blocks().await?.len() < self.blocks().len() {
             return Ok(None);
         }
         self.write_success().await.map(Some)
     }
 
-    /// Number of blocks.
-    pub(super) fn blocks(&self) -> u32 {
-        (self.job().shards.len() as u32).div_ceil(SHARDS_PER_BLOCK)
+    /// The blocks with shards to do in this generation, ascending.
+    pub(super) fn blocks(&self) -> Vec<u32> {
+        let mut blocks: Vec<u32> = match self.inner.generations.last() {
+            None => (0..(self.job().shards.len() as u32).div_ceil(SHARDS_PER_BLOCK)).collect(),
+            Some(retry) => retry.shards.iter().map(|retried| Keys::block(retried.shard)).collect(),
+        };
+        blocks.dedup();
+        blocks
     }
 
-    /// The shards of a block.
-    pub(super) fn block_shards(&self, block: u32) -> std::ops::Range<u32> {
-        let end = (block + 1)
-            .saturating_mul(SHARDS_PER_BLOCK)
+    /// The shards of a block to do in this generation, ascending.
+    pub(super) fn block_shards(&self, block: u32) -> Vec<u32> {
+        let start = block.saturating_mul(SHARDS_PER_BLOCK);
+        let end = start
+            .saturating_add(SHARDS_PER_BLOCK)
             .min(self.job().shards.len() as u32);
-        block * SHARDS_PER_BLOCK..end
+        match self.inner.generations.last() {
+            None => (start..end).collect(),
+            Some(retry) => {
+                let from = retry.shards.partition_point(|retried| retried.shard < start);
+                let shards = retry.shards[from..].iter().map(|retried| retried.shard);
+                shards.take_while(|&shard| shard < end).collect()
+            }
+        }
     }
 
     /// The shards of a block that have a commit.
@@ -83,6 +106,7 @@ impl Ledger {
         let keys: BTreeSet<String> = listed.into_iter().map(|object| object.key).collect();
         Ok(self
             .block_shards(block)
+            .into_iter()
             .filter(|&shard| keys.contains(&self.keys().commit(shard)))
             .collect())
     }
@@ -91,7 +115,9 @@ impl Ledger {
     pub(super) async fn closed_blocks(&self) -> Result<BTreeSet<u32>> {
         let listed = self.store().list(&self.keys().digests()).await?;
         let keys: BTreeSet<String> = listed.into_iter().map(|object| object.key).collect();
-        Ok((0..self.blocks())
+        Ok(self
+            .blocks()
+            .into_iter()
             .filter(|&block| keys.contains(&self.keys().digest(block)))
             .collect())
     }
@@ -148,6 +174,7 @@ impl Ledger {
             && digest.block == block
             && commits.len() == shards.len()
             && shards
+                .into_iter()
                 .zip(commits)
                 .all(|(shard, commit)| self.check_commit(commit, shard).is_ok())
             && digest.tally == sum(commits);
@@ -160,22 +187,45 @@ impl Ledger {
         )))
     }
 
-    /// All commits of a job whose every block is closed, block by block, in the order of shards.
+    /// Sums up a generation whose every block is closed. The result of the generation before it stands until then.
     async fn write_success(&self) -> Result<Success> {
-        if let Some(success) = self.success().await? {
-            return Ok(success);
+        let mut standing = self.store().get_stamped(SUCCESS, Success::MAX_BYTES).await?;
+        let mut written: Option<Success> = None;
+        loop {
+            if let Some((bytes, _)) = &standing {
+                let success = self.own_success(decode(self.store(), SUCCESS, bytes)?)?;
+                if success.generation >= self.generation() {
+                    return Ok(success);
+                }
+            }
+            let success = match written.take() {
+                Some(success) => success,
+                None => self.sum_up().await?,
+            };
+            let bytes = encode(&success)?;
+            let put = match &standing {
+                None => self.store().create(SUCCESS, bytes).await?,
+                Some((_, stamp)) => self.store().exchange(SUCCESS, stamp, bytes).await?,
+            };
+            if put == Created::Ours {
+                return Ok(success);
+            }
+            // Another worker's: of this generation (then it is the result), or of one before.
+            standing = self.store().get_stamped(SUCCESS, Success::MAX_BYTES).await?;
+            written = Some(success);
         }
+    }
+
+    async fn sum_up(&self) -> Result<Success> {
         let mut tally = Tally::default();
         let mut hash = PartsHash::default();
-        for block in 0..self.blocks() {
-            for commit in self.digest(block).await?.commits {
-                tally.add(&commit.tally);
-                hash.add(&commit);
-            }
+        for commit in self.standing_commits().await? {
+            tally.add(&commit.tally);
+            hash.add(&commit);
         }
         let seconds = self.spent().await?.device_seconds();
         let (job, id) = (self.job(), &self.job().identity);
-        let success = Success {
+        Ok(Success {
             v: VERSION,
             job: job.job.clone(),
             name: job.name.clone(),
@@ -189,12 +239,8 @@ impl Ledger {
             tokenizer_hash: id.tokenizer_hash.clone(),
             template_hash: id.template_hash.clone(),
             parts_sha256: hash.finish(),
-        };
-        match self.store().create(SUCCESS, encode(&success)?).await? {
-            Created::Ours => Ok(success),
-            // Another worker's, with other seconds at most: what stands is the result.
-            Created::Theirs(bytes) => decode(self.store(), SUCCESS, &bytes),
-        }
+            generation: self.generation(),
+        })
     }
 }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use super::error::{LedgerError, Result};
 use super::keys::{Id, JOB, Keys, SUCCESS, sha256};
-use super::record::{Record, Terms, VERSION, decode, encode};
+use super::record::{Record, VERSION, decode, encode};
 use super::store::{Created, Stamp, Store};
 use super::{Inner, Ledger};
 use crate::dataset::location::Location;
@@ -28,6 +28,28 @@ pub struct JobIdentity {
     pub template_hash: Option<String>,
     /// The precision that the model runs in, resolved (never `auto`).
     pub precision: String,
+}
+
+/// Limits of a job.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+pub struct Terms {
+    /// Dollars of device time.
+    pub usd: Option<f64>,
+    /// Since the job was created.
+    pub deadline_seconds: Option<u64>,
+    #[serde(default)]
+    pub unfinished: Unfinished,
+}
+
+/// What becomes of rows that are not finished when a limit is reached.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Unfinished {
+    /// They stay open: the job can go on with other limits.
+    #[default]
+    Keep,
+    /// They end as `expired`.
+    Expire,
 }
 
 /// A planned job that has no id yet.
@@ -61,6 +83,7 @@ pub struct JobRecord {
     pub version: String,
     pub part_extension: String,
     pub usd_per_hour: Option<f64>,
+    #[serde(default)]
     pub terms: Terms,
     pub columns: Value,
     pub resolved: Value,
@@ -120,6 +143,9 @@ impl Record for JobRecord {
         if self.usd_per_hour.is_some_and(|price| !price.is_finite() || price < 0.0) {
             return Err("`usd_per_hour` is not a price".into());
         }
+        if self.terms.usd.is_some_and(|usd| !usd.is_finite() || usd < 0.0) {
+            return Err("`terms.usd` is not an amount".into());
+        }
         if self.shards.len() > MAX_SHARDS {
             return Err(format!(
                 "{} shards, more than {MAX_SHARDS}: give `shards.rows` a larger value",
@@ -155,7 +181,7 @@ impl Record for JobRecord {
 }
 
 impl Ledger {
-    /// The ledger of the job that `output` belongs to; `None` where it belongs to none yet.
+    /// The ledger of the job that `output` belongs to, at its newest generation; `None` where it belongs to none yet.
     pub async fn open(output: &Location) -> Result<Option<Ledger>> {
         Ledger::open_in(Store::new(output)?).await
     }
@@ -163,7 +189,7 @@ impl Ledger {
     /// As [`Ledger::open`], in a store with its own patience.
     pub async fn open_in(store: Store) -> Result<Option<Ledger>> {
         match store.get_stamped(JOB, MAX_JOB_BYTES).await? {
-            Some((bytes, stamp)) => Ledger::from_bytes(store, &bytes, stamp).map(Some),
+            Some((bytes, stamp)) => Ledger::from_bytes(store, &bytes, stamp)?.newest().await.map(Some),
             None => Ok(None),
         }
     }
@@ -174,7 +200,8 @@ impl Ledger {
         let inner = Inner {
             store,
             keys,
-            job,
+            job: Arc::new(job),
+            generations: Vec::new(),
             job_sha256: sha256(bytes),
             job_stamp,
         };

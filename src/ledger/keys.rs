@@ -85,7 +85,10 @@ pub(crate) fn is_worker_name(text: &str) -> bool {
 /// The keys of one job.
 #[derive(Debug, Clone)]
 pub struct Keys {
+    /// Of the job.
     home: String,
+    /// Of the generation: the job's own for the first one.
+    generation_home: String,
     part_digits: usize,
     part_extension: String,
 }
@@ -95,11 +98,34 @@ impl Keys {
     pub fn new(job: &Id, shards: u32, part_extension: &str) -> Keys {
         // Names of one job have one width, so that sorting names is sorting rows.
         let part_digits = shards.saturating_sub(1).to_string().len().max(5);
+        let home = format!("_gristmill/{job}");
         Keys {
-            home: format!("_gristmill/{job}"),
+            generation_home: home.clone(),
+            home,
             part_digits,
             part_extension: part_extension.to_string(),
         }
+    }
+
+    /// The keys of the same job's `generation`: parts, orders and spendings are the job's, all else lies apart.
+    pub fn of_generation(&self, generation: u32) -> Keys {
+        Keys {
+            generation_home: match generation {
+                0 => self.home.clone(),
+                later => format!("{}/gen/{later:03}", self.home),
+            },
+            ..self.clone()
+        }
+    }
+
+    /// What a retry set out to do.
+    pub fn generation(&self, generation: u32) -> String {
+        format!("{}/gen/{generation:03}.json", self.home)
+    }
+
+    /// Says that the generation's logs, data and attempts may be gone.
+    pub fn cleaned(&self) -> String {
+        format!("{}/cleaned.json", self.generation_home)
     }
 
     /// `part-00042.parquet`
@@ -109,12 +135,12 @@ impl Keys {
 
     /// Everything of one shard lies below this.
     pub fn shard(&self, shard: u32) -> String {
-        format!("{}/shards/{shard:06}", self.home)
+        format!("{}/shards/{shard:06}", self.generation_home)
     }
 
     /// Below this lie all shards.
     pub fn shards(&self) -> String {
-        format!("{}/shards", self.home)
+        format!("{}/shards", self.generation_home)
     }
 
     pub fn log(&self, shard: u32, index: u32) -> String {
@@ -154,7 +180,7 @@ impl Keys {
 
     /// Below this lie the commits of one block.
     pub fn commits(&self, block: u32) -> String {
-        format!("{}/commits/{block:06}", self.home)
+        format!("{}/commits/{block:06}", self.generation_home)
     }
 
     pub fn commit(&self, shard: u32) -> String {
@@ -163,7 +189,7 @@ impl Keys {
 
     /// Below this lie the digests of all closed blocks.
     pub fn digests(&self) -> String {
-        format!("{}/digests", self.home)
+        format!("{}/digests", self.generation_home)
     }
 
     pub fn digest(&self, block: u32) -> String {

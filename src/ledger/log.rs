@@ -8,6 +8,7 @@ use std::ops::Range;
 
 use arrow::array::RecordBatch;
 use bytes::Bytes;
+use chrono::{DateTime, Utc};
 
 use super::Ledger;
 use super::attempts::{AttemptView, Narrowing, narrowing};
@@ -27,7 +28,7 @@ const MAX_RECORDS: usize = 1_000_000;
 #[derive(Debug)]
 pub enum ShardState {
     /// Done; the finish check has run.
-    Committed(Commit),
+    Committed(Box<Commit>),
     /// Rows are missing, or the part is.
     Open(Box<ShardLog>),
 }
@@ -39,9 +40,13 @@ pub struct ShardLog {
     pub(super) shard: u32,
     /// The shard's rows.
     rows: Range<u64>,
+    /// Those that this generation does: the log covers no others.
+    to_do: RowSet,
     pub(super) records: Vec<LogRecord>,
     covered: RowSet,
     attempts: Vec<AttemptView>,
+    /// When the newest object found at load was written, by the store's clock.
+    last_progress: Option<DateTime<Utc>>,
     /// Names this worker's data objects: the attempt begun last.
     attempt: Id,
     data_objects: u32,
@@ -63,11 +68,17 @@ impl Ledger {
     pub async fn shard(&self, shard: u32) -> Result<ShardState> {
         if let Some(commit) = self.commit_of(shard).await? {
             self.finish_check(Some(shard)).await?;
-            return Ok(ShardState::Committed(commit));
+            return Ok(ShardState::Committed(Box::new(commit)));
         }
-        ShardLog::load(self, shard)
-            .await
-            .map(|log| ShardState::Open(Box::new(log)))
+        match ShardLog::load(self, shard).await {
+            Ok(log) => Ok(ShardState::Open(Box::new(log))),
+            // Published and cleaned away while we read.
+            Err(error @ LedgerError::Damaged { .. }) => match self.commit_of(shard).await? {
+                Some(commit) => Ok(ShardState::Committed(Box::new(commit))),
+                None => Err(error),
+            },
+            Err(error) => Err(error),
+        }
     }
 
     /// Whether the shard is done.
@@ -89,9 +100,11 @@ impl ShardLog {
             ledger: ledger.clone(),
             shard,
             rows: planned.first_row..planned.first_row + planned.rows,
+            to_do: ledger.rows_to_do(shard),
             records: Vec::new(),
             covered: RowSet::new(),
             attempts: Vec::new(),
+            last_progress: None,
             attempt: Id::random()?,
             data_objects: 0,
             kept: HashMap::new(),
@@ -99,6 +112,7 @@ impl ShardLog {
         };
         let prefix = ledger.keys().shard(shard);
         let found = ledger.store().list(&prefix).await?;
+        log.last_progress = found.iter().map(|object| object.modified).max();
         let below = |folder: &str| -> Vec<String> {
             let start = format!("{prefix}/{folder}/");
             found
@@ -177,9 +191,14 @@ impl ShardLog {
         &self.covered
     }
 
+    /// The rows that this generation does; all in the first.
+    pub fn rows_to_do(&self) -> &RowSet {
+        &self.to_do
+    }
+
     /// Rows still to do.
     pub fn uncovered(&self) -> RowSet {
-        RowSet::from_range(self.rows()).difference(&self.covered)
+        self.to_do.difference(&self.covered)
     }
 
     /// Whether every row is covered: time to publish.
@@ -193,6 +212,11 @@ impl ShardLog {
             sum.add(&record.tally);
             sum
         })
+    }
+
+    /// When the newest object that was found at load was written, by the store's clock.
+    pub fn last_progress(&self) -> Option<DateTime<Utc>> {
+        self.last_progress
     }
 
     /// Attempts that have not ended (here: those found at load, and our own).
@@ -262,8 +286,10 @@ impl ShardLog {
         let mut counted = self.settle().await?;
         let rows = data::rows_of(batch).map_err(|why| self.bad_batch(&why))?;
         let offered = RowSet::from_rows(rows.iter().copied());
-        if offered.len() != rows.len() as u64 || !offered.difference(&RowSet::from_range(self.rows())).is_empty() {
-            return Err(self.bad_batch(&format!("rows {offered} are not rows of the shard, each at most once")));
+        if offered.len() != rows.len() as u64 || !offered.difference(&self.to_do).is_empty() {
+            return Err(self.bad_batch(&format!(
+                "rows {offered} are not rows to do of the shard, each at most once"
+            )));
         }
         let fresh = offered.difference(&self.covered);
         if fresh.is_empty() {
@@ -378,7 +404,7 @@ impl ShardLog {
                 record.job, record.shard, record.index
             )));
         }
-        let outside = record.counts.difference(&RowSet::from_range(self.rows()));
+        let outside = record.counts.difference(&self.to_do);
         let twice = record.counts.intersection(&self.covered);
         if !outside.is_empty() || !twice.is_empty() {
             return Err(wrong(format!("rows {} are not open", outside.union(&twice))));

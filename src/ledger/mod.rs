@@ -11,6 +11,7 @@
 //! [`log::ShardLog::append`] … → [`log::ShardLog::publish`] → acknowledge.
 
 pub mod error;
+mod exchange;
 pub mod job;
 pub mod keys;
 pub mod record;
@@ -18,10 +19,13 @@ pub mod rowset;
 pub mod store;
 
 pub mod attempts;
+pub mod clean;
 pub mod control;
 mod data;
 pub mod finish;
+pub mod generation;
 pub mod log;
+pub mod progress;
 pub mod publish;
 pub mod status;
 pub mod verify;
@@ -30,16 +34,17 @@ use std::sync::Arc;
 
 use chrono::{DateTime, Utc};
 
-pub use control::Control;
+pub use clean::Cleaned;
 pub use error::{LedgerError, Result};
-pub use job::{JobDraft, JobIdentity, JobRecord};
+pub use job::{JobDraft, JobIdentity, JobRecord, Terms, Unfinished};
 pub use keys::{Id, Keys};
-pub use record::{Commit, Order, StopWhy, Success, Tally, Terms, Unfinished};
+pub use progress::Progress;
+pub use record::{Commit, Generation, Order, StopWhy, Success, Tally};
 pub use rowset::RowSet;
 use store::Stamp;
 pub use store::{Retry, Store};
 
-/// The ledger of one job. Cheap to clone.
+/// The ledger of one job, at one generation. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Ledger {
     inner: Arc<Inner>,
@@ -49,7 +54,9 @@ pub struct Ledger {
 struct Inner {
     store: Store,
     keys: Keys,
-    job: JobRecord,
+    job: Arc<JobRecord>,
+    /// The retries up to the generation that this ledger is about, the first one first.
+    generations: Vec<Arc<Generation>>,
     /// Of `job.json` as it stood when the ledger was opened.
     job_sha256: String,
     job_stamp: Stamp,
@@ -67,32 +74,6 @@ impl Ledger {
 
     pub fn keys(&self) -> &Keys {
         &self.inner.keys
-    }
-
-    pub fn generation(&self) -> u32 {
-        0
-    }
-    pub async fn at(&self, _generation: u32) -> Result<Ledger> {
-        Ok(self.clone())
-    }
-    pub fn terms(&self, control: &Control) -> Terms {
-        let mut terms = self.job().terms.clone();
-        for order in control.orders() {
-            if let Order::Extend {
-                budget_usd,
-                deadline_seconds,
-            } = order
-            {
-                terms.usd = *budget_usd;
-                terms.deadline_seconds = *deadline_seconds;
-            }
-        }
-        terms
-    }
-    pub fn age(&self, spent: &control::Spent) -> std::time::Duration {
-        spent.store_now().map_or(Default::default(), |now| {
-            (now - self.created_at()).to_std().unwrap_or_default()
-        })
     }
 
     /// When the job was created, by the store's clock: deadlines count from here.

@@ -1,5 +1,6 @@
 //! A complete log becomes a part, the part a commit.
 
+use std::cmp::Ordering;
 use std::fmt::Display;
 
 use arrow::array::RecordBatch;
@@ -11,11 +12,13 @@ use super::data;
 use super::error::{LedgerError, Result};
 use super::keys::sha256;
 use super::log::ShardLog;
-use super::record::{Commit, DataObject, VERSION, decode, encode, read};
-use super::store::Created;
+use super::record::{Commit, DataObject, Tally, VERSION, decode, encode, read};
+use super::store::{Created, MAX_OBJECT_BYTES};
 
 /// Metadata key of the job id in a part.
 pub const META_JOB: &str = "gristmill.job";
+/// Metadata key of the generation in a part of a retry.
+pub const META_GENERATION: &str = "gristmill.generation";
 /// Metadata key of the shard number in a part.
 pub const META_SHARD: &str = "gristmill.shard";
 /// Parts are planned to stay below this: they are single puts.
@@ -36,6 +39,9 @@ impl Ledger {
             // Of the version that planned the job: workers of two versions must make identical parts.
             ("gristmill.version", job.version.clone()),
         ];
+        if self.generation() > 0 {
+            out.push((META_GENERATION, self.generation().to_string()));
+        }
         if let Some(hash) = &id.template_hash {
             out.push(("gristmill.template_hash", hash.clone()));
         }
@@ -63,6 +69,9 @@ impl Ledger {
         if commit.job != self.job().job || commit.shard != shard {
             return Err(format!("it names job {}, shard {}", commit.job, commit.shard));
         }
+        if commit.generation != self.generation() || commit.retried.is_some() != (self.generation() > 0) {
+            return Err(format!("it names generation {}", commit.generation));
+        }
         if commit.part.name != self.keys().part(shard) {
             return Err(format!("it names part `{}`", commit.part.name));
         }
@@ -72,15 +81,15 @@ impl Ledger {
         Ok(())
     }
 
-    /// Whether `bytes` can be the part of `shard`: only what stands at its key and is not byte for byte ours comes here.
-    fn check_part(&self, shard: u32, bytes: &Bytes) -> Result<(), String> {
+    /// Which generation made the part `bytes`: only what is not byte for byte ours comes here. An error where it cannot be a
+    /// part of `shard` at all.
+    fn generation_of(&self, shard: u32, bytes: &Bytes) -> Result<u32, String> {
         let rows = self.job().shard(shard).map_err(|error| error.to_string())?.rows;
         if self.job().part_extension == "jsonl" {
             let lines = bytes.split(|&b| b == b'\n').filter(|line| !line.is_empty()).count() as u64;
-            return if lines == rows {
-                Ok(())
-            } else {
-                Err(format!("it has {lines} lines, the shard {rows} rows"))
+            return match lines == rows {
+                true => Ok(lines_generation(bytes)),
+                false => Err(format!("it has {lines} lines, the shard {rows} rows")),
             };
         }
         let origin = part_origin(bytes)?;
@@ -91,12 +100,32 @@ impl Ledger {
                 _ => "gristmill did not write it".into(),
             });
         }
-        if origin.rows == rows {
-            Ok(())
-        } else {
-            Err(format!("it has {} rows, the shard {rows}", origin.rows))
+        if origin.rows != rows {
+            return Err(format!("it has {} rows, the shard {rows}", origin.rows));
         }
+        let generation = origin.generation.unwrap_or_else(|| "0".into());
+        generation
+            .parse()
+            .map_err(|_| format!("its generation is `{generation}`"))
     }
+}
+
+/// Lines carry no metadata: a part of generation g has g spaces before its last line end, which no JSON reader minds. So
+/// parts of two generations are never equal, and tell which they are.
+fn mark_lines(bytes: Bytes, generation: u32) -> Bytes {
+    if generation == 0 || bytes.is_empty() {
+        return bytes;
+    }
+    let mut marked = bytes.strip_suffix(b"\n").unwrap_or(&bytes).to_vec();
+    marked.resize(marked.len() + generation as usize, b' ');
+    marked.push(b'\n');
+    marked.into()
+}
+
+/// The generation that [`mark_lines`] wrote.
+pub(super) fn lines_generation(bytes: &[u8]) -> u32 {
+    let text = bytes.strip_suffix(b"\n").unwrap_or(bytes);
+    text.iter().rev().take_while(|&&b| b == b' ').count() as u32
 }
 
 /// What a Parquet part says of itself.
@@ -104,6 +133,8 @@ impl Ledger {
 pub(super) struct PartOrigin {
     pub job: Option<String>,
     pub shard: Option<String>,
+    /// `None` in the first generation.
+    pub generation: Option<String>,
     pub rows: u64,
 }
 
@@ -121,6 +152,7 @@ pub(super) fn part_origin(bytes: &Bytes) -> Result<PartOrigin, String> {
     Ok(PartOrigin {
         job: value(META_JOB),
         shard: value(META_SHARD),
+        generation: value(META_GENERATION),
         rows: meta.num_rows().max(0) as u64,
     })
 }
@@ -135,6 +167,31 @@ impl ShardLog {
         &self,
         make_part: impl Fn(&[RecordBatch], &[(String, String)]) -> Result<Bytes, E>,
     ) -> Result<Commit> {
+        match self.publish_part(make_part).await {
+            Ok(commit) => {
+                self.ledger.finish_check(Some(self.shard)).await?;
+                Ok(commit)
+            }
+            // Whoever wakes late may find a newer generation's part, or the log cleaned away. Our commit says that all is well.
+            Err(error @ (LedgerError::Damaged { .. } | LedgerError::Conflict { .. })) => {
+                match self.ledger.commit_of(self.shard).await {
+                    Ok(Some(commit)) if self.is_superseded().await? => Ok(commit),
+                    _ => Err(error),
+                }
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Whether this generation is over: published whole, so that its log and its part may be gone.
+    async fn is_superseded(&self) -> Result<bool> {
+        Ok(self.ledger.success().await?.is_some())
+    }
+
+    async fn publish_part<E: Display>(
+        &self,
+        make_part: impl Fn(&[RecordBatch], &[(String, String)]) -> Result<Bytes, E>,
+    ) -> Result<Commit> {
         let (ledger, shard) = (&self.ledger, self.shard);
         if !self.is_complete() {
             return Err(LedgerError::damaged(format!(
@@ -142,63 +199,135 @@ impl ShardLog {
                 self.uncovered()
             )));
         }
-        let sources = self.counted().await?;
         let damaged = |why: &dyn Display| LedgerError::damaged(format!("shard {shard}: {why}"));
+        let mut sources = self.counted().await?;
+        if let Some(before) = ledger.before(shard) {
+            let others = ledger.all_rows(shard).difference(self.rows_to_do());
+            sources.extend(before.rows_until_now(shard, others).await?);
+        }
         let batches = data::merge(&sources, self.rows()).map_err(|why| damaged(&why))?;
         drop(sources);
-        let bytes = make_part(&batches, &ledger.provenance(shard)).map_err(|why| damaged(&why))?;
+        let all = ledger.all_rows(shard);
+        let tally = batches.iter().try_fold(Tally::default(), |mut sum, batch| {
+            sum.add(&data::tally(batch, &all)?);
+            Ok::<_, String>(sum)
+        });
+        let tally = tally.map_err(|why| damaged(&why))?;
+        let mut bytes = make_part(&batches, &ledger.provenance(shard)).map_err(|why| damaged(&why))?;
         drop(batches);
+        if ledger.job().part_extension == "jsonl" {
+            bytes = mark_lines(bytes, ledger.generation());
+        }
         if bytes.len() > PART_BYTES_PLANNED {
             tracing::warn!(
                 "shard {shard}: its part has {} MB; give `shards.rows` a smaller value",
                 bytes.len() >> 20
             );
         }
-        let part = self.put_part(bytes).await?;
+        self.commit(bytes, tally).await
+    }
+
+    /// The part, then the commit that names it.
+    async fn commit(&self, bytes: Bytes, tally: Tally) -> Result<Commit> {
+        let (ledger, shard) = (&self.ledger, self.shard);
+        let late = part_after_commit();
+        let Some((part, part_etag)) = self.put_part(bytes.clone(), late).await? else {
+            let missing = || LedgerError::damaged(format!("shard {shard} was retried before it was committed"));
+            return ledger.commit_of(shard).await?.ok_or_else(missing);
+        };
         let commit = Commit {
             v: VERSION,
             job: ledger.job().job.clone(),
             shard,
             part: part.clone(),
-            tally: self.tally(),
+            tally,
+            generation: ledger.generation(),
+            part_etag,
+            retried: (ledger.generation() > 0).then(|| self.tally()),
         };
         let key = ledger.keys().commit(shard);
         let commit = match ledger.store().create(&key, encode(&commit)?).await? {
             Created::Ours => commit,
             Created::Theirs(bytes) => decode(ledger.store(), &key, &bytes)?,
         };
-        ledger.check_commit(&commit, shard).map_err(|why| damaged(&why))?;
+        let damaged = |why: String| LedgerError::damaged(format!("shard {shard}: {why}"));
+        ledger.check_commit(&commit, shard).map_err(damaged)?;
+        if late {
+            self.put_part(bytes, false).await?;
+        }
         if commit.part != part {
             return Err(LedgerError::damaged(format!(
                 "`{}` was changed after it was committed",
                 ledger.store().address(&part.name)
             )));
         }
-        ledger.finish_check(Some(shard)).await?;
         Ok(commit)
     }
 
-    /// Puts the part, unless one stands there, and says which one stands.
-    async fn put_part(&self, bytes: Bytes) -> Result<DataObject> {
+    /// Puts the part, unless one of this generation stands there, and says which one stands, with its ETag; `None` where a
+    /// later generation's does, so that ours was committed long ago. `pretend`: a control experiment; puts nothing.
+    async fn put_part(&self, bytes: Bytes, pretend: bool) -> Result<Option<(DataObject, Option<String>)>> {
         let (ledger, name) = (&self.ledger, self.ledger.keys().part(self.shard));
-        ledger.check_still_ours().await?;
-        let bytes = match ledger.store().create(&name, bytes.clone()).await? {
-            Created::Ours => bytes,
-            Created::Theirs(standing) => {
-                ledger.check_part(self.shard, &standing).map_err(|why| {
-                    let address = ledger.store().address(&name);
-                    LedgerError::conflict(format!(
-                        "`{address}` is not of job `{}`: {why}; move it away, nothing is overwritten",
-                        ledger.job().name
-                    ))
-                })?;
-                standing
-            }
-        };
-        Ok(DataObject {
-            name,
+        let described = |bytes: &Bytes| DataObject {
+            name: name.clone(),
             size: bytes.len() as u64,
-            sha256: sha256(&bytes),
-        })
+            sha256: sha256(bytes),
+        };
+        if pretend {
+            return Ok(Some((described(&bytes), None)));
+        }
+        ledger.check_still_ours().await?;
+        let previous = match ledger.before(self.shard) {
+            Some(before) => before.commit_of(self.shard).await?,
+            None => None,
+        };
+        if previous.is_none() {
+            let put = ledger.store().create_stamped(&name, bytes.clone()).await?;
+            if put.created == Created::Ours {
+                return Ok(Some((described(&bytes), put.etag)));
+            }
+        }
+        loop {
+            let Some((standing, stamp)) = ledger.store().get_stamped(&name, MAX_OBJECT_BYTES).await? else {
+                return Err(LedgerError::damaged(format!(
+                    "`{}` is missing, though it was published",
+                    ledger.store().address(&name)
+                )));
+            };
+            if standing == bytes {
+                return Ok(Some((described(&bytes), stamp.etag)));
+            }
+            let generation = ledger.generation_of(self.shard, &standing).map_err(|why| {
+                let address = ledger.store().address(&name);
+                LedgerError::conflict(format!(
+                    "`{address}` is not of job `{}`: {why}; move it away, nothing is overwritten",
+                    ledger.job().name
+                ))
+            })?;
+            match (generation.cmp(&ledger.generation()), &previous) {
+                (Ordering::Greater, _) => return Ok(None),
+                (Ordering::Equal, _) => return Ok(Some((described(&standing), stamp.etag))),
+                (Ordering::Less, Some(previous)) if described(&standing) == previous.part => {}
+                (Ordering::Less, _) => {
+                    return Err(LedgerError::damaged(format!(
+                        "`{}` is not the part that was committed",
+                        ledger.store().address(&name)
+                    )));
+                }
+            }
+            // Whoever stands there after it is looked at once more, which also tells the part's ETag.
+            ledger.store().exchange(&name, &stamp, bytes.clone()).await?;
+        }
     }
+}
+
+/// A control experiment of the fault build: the commit goes before its part.
+#[cfg(feature = "faults")]
+fn part_after_commit() -> bool {
+    crate::faults::switch("part-after-commit")
+}
+
+#[cfg(not(feature = "faults"))]
+fn part_after_commit() -> bool {
+    false
 }

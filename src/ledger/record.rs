@@ -109,6 +109,15 @@ impl Tally {
 
     /// Adds `other`; saturating, since it may come from foreign bytes.
     pub fn add(&mut self, other: &Tally) {
+        self.each(other, u64::saturating_add);
+    }
+
+    /// Takes `other` away; saturating.
+    pub fn subtract(&mut self, other: &Tally) {
+        self.each(other, u64::saturating_sub);
+    }
+
+    fn each(&mut self, other: &Tally, change: fn(u64, u64) -> u64) {
         for (mine, theirs) in [
             (&mut self.succeeded, other.succeeded),
             (&mut self.invalid_output, other.invalid_output),
@@ -119,7 +128,7 @@ impl Tally {
             (&mut self.cached_tokens, other.cached_tokens),
             (&mut self.completion_tokens, other.completion_tokens),
         ] {
-            *mine = mine.saturating_add(theirs);
+            *mine = change(*mine, theirs);
         }
     }
 }
@@ -207,7 +216,17 @@ pub struct Commit {
     pub job: Id,
     pub shard: u32,
     pub part: DataObject,
+    /// Over the whole part.
     pub tally: Tally,
+    /// The generation that published the part.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub generation: u32,
+    /// The part's ETag as the store gave it, where it has one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub part_etag: Option<String>,
+    /// Over the rows that this generation did anew; none in the first generation, which does all.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub retried: Option<Tally>,
 }
 
 impl Record for Commit {}
@@ -245,6 +264,9 @@ pub struct Success {
     pub template_hash: Option<String>,
     /// SHA-256 over the lines `NAME SIZE SHA256` of all parts, in order.
     pub parts_sha256: String,
+    /// The newest generation that is published.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub generation: u32,
 }
 
 impl Record for Success {
@@ -255,6 +277,65 @@ impl Record for Success {
             Err("the statuses do not add up to `rows`".into())
         }
     }
+}
+
+/// `gen/001.json`: a retry, and the rows that it does anew.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Generation {
+    pub v: u32,
+    pub job: Id,
+    /// 1 for the first retry.
+    pub generation: u32,
+    pub nonce: Id,
+    /// Shards with rows to do, ascending.
+    pub shards: Vec<RetriedShard>,
+}
+
+/// The rows of one shard that a retry does anew.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RetriedShard {
+    pub shard: u32,
+    pub rows: RowSet,
+    /// Over these rows as they were published when the retry began.
+    pub tally: Tally,
+}
+
+impl Record for Generation {
+    const MAX_BYTES: u64 = 512 << 20;
+
+    fn check(&self) -> Result<(), String> {
+        if self.generation == 0 || self.shards.is_empty() {
+            return Err("it retries nothing".into());
+        }
+        if !self.shards.is_sorted_by(|a, b| a.shard < b.shard) {
+            return Err("its shards are not in ascending order".into());
+        }
+        match self
+            .shards
+            .iter()
+            .find(|s| s.rows.is_empty() || s.tally.rows() != s.rows.len())
+        {
+            Some(wrong) => Err(format!("the rows of shard {} do not add up", wrong.shard)),
+            None => Ok(()),
+        }
+    }
+}
+
+/// `cleaned.json`: the generation's logs, data and attempts may be gone; its rows are in the parts alone.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CleanedMark {
+    pub v: u32,
+    pub job: Id,
+}
+
+impl Record for CleanedMark {}
+
+fn is_zero(number: &u32) -> bool {
+    *number == 0
+}
+
+fn is_false(flag: &bool) -> bool {
+    !*flag
 }
 
 /// `spend/{worker}.json`: cumulative, rewritten by that worker alone.
@@ -283,6 +364,9 @@ pub struct ControlRecord {
     pub job: Id,
     pub index: u32,
     pub nonce: Id,
+    /// The generation that a stop is meant for: a later retry is not stopped by it.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub generation: u32,
     #[serde(flatten)]
     pub order: Order,
 }
@@ -293,33 +377,18 @@ impl Record for ControlRecord {}
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "order", rename_all = "snake_case")]
 pub enum Order {
-    /// Start no further rows. `close`: unfinished rows become `expired` or `cancelled` rows, and the job ends.
-    Stop { why: StopWhy, close: bool },
+    /// Start no further rows.
+    Stop {
+        why: StopWhy,
+        /// Unfinished rows become `expired` or `cancelled` rows, and the job ends.
+        #[serde(default, skip_serializing_if = "is_false")]
+        close: bool,
+    },
     /// Go on, within these limits in place of the job's own (`None`: without).
     Extend {
         budget_usd: Option<f64>,
         deadline_seconds: Option<u64>,
     },
-}
-
-/// What a job may cost and how long it may take, and what becomes of its rows then.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-pub struct Terms {
-    pub usd: Option<f64>,
-    /// Since the job was created.
-    pub deadline_seconds: Option<u64>,
-    pub unfinished: Unfinished,
-}
-
-/// What becomes of unfinished rows when budget or deadline are reached.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Unfinished {
-    /// They stay open: the job can be resumed.
-    #[default]
-    Keep,
-    /// They end as `expired`.
-    Expire,
 }
 
 /// Why a job was stopped.

@@ -1,14 +1,18 @@
 //! How far a job is, by its ledger alone: digests of closed blocks, commits of open ones, logs of open shards.
 
+use chrono::{DateTime, Utc};
 use futures::{StreamExt, TryStreamExt};
 use serde::Serialize;
 
 use super::Ledger;
-use super::error::Result;
+use super::error::{LedgerError, Result};
 use super::finish::READS_AT_ONCE;
 use super::keys::Id;
 use super::log::ShardLog;
 use super::record::{StopWhy, Tally};
+
+/// Blocks whose records are read at once; an open one reads its commits many at once too.
+const BLOCKS_AT_ONCE: usize = 8;
 
 /// A job's progress.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -21,10 +25,32 @@ pub struct Status {
     /// Rows that are finished for good, published or not, by status, with their tokens.
     pub tally: Tally,
     pub shards: ShardCounts,
+    /// The generation that the job is at.
+    pub generation: u32,
+    /// The shards that some worker has begun and nobody has committed, ascending.
+    pub open: Vec<OpenShard>,
     /// Device seconds of all workers.
     pub seconds: f64,
     /// Where the job has a price.
     pub usd: Option<f64>,
+}
+
+/// A shard that is begun and not committed.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct OpenShard {
+    pub shard: u32,
+    /// Rows that its log covers.
+    pub rows_done: u64,
+    /// Rows to do in this generation.
+    pub rows: u64,
+    /// Attempts that never ended: running still, or dead.
+    pub attempts: u32,
+    /// Two attempts at its unfinished rows never ended.
+    pub stuck: bool,
+    /// Of the attempt begun last.
+    pub worker: Option<String>,
+    /// When its newest ledger object was written, by the store's clock.
+    pub last_progress: DateTime<Utc>,
 }
 
 /// Where a job stands.
@@ -56,10 +82,11 @@ impl Ledger {
     /// Reads how far the job is.
     ///
     /// Requests: one a closed block, one and one a commit for each open block, a listing of the shards' folders, and for
-    /// each open shard its log.
+    /// each open shard its log. They are sent many at once. Of a retry, what is published counts, less the rows that it
+    /// does anew and has not finished.
     pub async fn status(&self) -> Result<Status> {
         let job = self.job();
-        let total = job.shards.len() as u32;
+        let numbers = self.shard_numbers();
         let mut status = Status {
             job: job.job.clone(),
             name: job.name.clone(),
@@ -67,17 +94,23 @@ impl Ledger {
             rows: job.rows(),
             tally: Tally::default(),
             shards: ShardCounts {
-                total,
+                total: numbers.len() as u32,
                 ..ShardCounts::default()
             },
+            generation: self.generation(),
+            open: Vec::new(),
             seconds: 0.0,
             usd: None,
         };
-        if let Some(success) = self.success().await? {
+        let standing = self.standing_success().await?;
+        if let Some(success) = &standing {
             status.tally = success.tally;
-            status.shards.done = total;
             (status.seconds, status.usd) = (success.seconds, success.usd);
-            return Ok(status);
+            if success.generation >= self.generation() {
+                status.shards.done = status.shards.total;
+                return Ok(status);
+            }
+            status.tally.subtract(&self.retried_tally());
         }
         status.state = match self.control().await?.stopped() {
             None => State::Running,
@@ -92,32 +125,48 @@ impl Ledger {
         Ok(status)
     }
 
-    /// Shards without a commit, ascending: two requests, and one a block that is not closed.
+    /// Shards without a commit in this generation, ascending: one request, and one a block that is not closed.
     pub async fn uncommitted(&self) -> Result<Vec<u32>> {
         let closed = self.closed_blocks().await?;
-        let mut uncommitted = Vec::new();
-        for block in (0..self.blocks()).filter(|block| !closed.contains(block)) {
-            let done = self.committed_shards(block).await?;
-            uncommitted.extend(self.block_shards(block).filter(|shard| !done.contains(shard)));
-        }
-        Ok(uncommitted)
+        let open = self.blocks().into_iter().filter(|block| !closed.contains(block));
+        let blocks: Vec<Vec<u32>> = futures::stream::iter(open.collect::<Vec<_>>())
+            .map(|block| {
+                let ledger = self.clone();
+                async move {
+                    let done = ledger.committed_shards(block).await?;
+                    let shards = ledger.block_shards(block).into_iter();
+                    Ok::<_, LedgerError>(shards.filter(|shard| !done.contains(shard)).collect())
+                }
+            })
+            .buffered(READS_AT_ONCE)
+            .try_collect()
+            .await?;
+        Ok(blocks.concat())
     }
 
     /// Adds what is committed; returns the shards that are not.
     async fn add_committed(&self, status: &mut Status) -> Result<Vec<u32>> {
         let closed = self.closed_blocks().await?;
+        let mut blocks = futures::stream::iter(self.blocks())
+            .map(|block| {
+                let (ledger, closed) = (self.clone(), closed.contains(&block));
+                async move {
+                    if closed {
+                        return Ok::<_, LedgerError>((ledger.digest(block).await?.commits, Vec::new()));
+                    }
+                    let done = ledger.committed_shards(block).await?;
+                    let shards = ledger.block_shards(block).into_iter();
+                    let open: Vec<u32> = shards.filter(|shard| !done.contains(shard)).collect();
+                    Ok((ledger.read_commits(done).await?, open))
+                }
+            })
+            .buffered(BLOCKS_AT_ONCE);
         let mut uncommitted = Vec::new();
-        for block in 0..self.blocks() {
-            if closed.contains(&block) {
-                status.tally.add(&self.digest(block).await?.tally);
-                status.shards.done += self.block_shards(block).len() as u32;
-                continue;
-            }
-            let done = self.committed_shards(block).await?;
-            status.shards.done += done.len() as u32;
-            uncommitted.extend(self.block_shards(block).filter(|shard| !done.contains(shard)));
-            for commit in self.read_commits(done).await? {
-                status.tally.add(&commit.tally);
+        while let Some((commits, open)) = blocks.try_next().await? {
+            uncommitted.extend(open);
+            status.shards.done += commits.len() as u32;
+            for commit in commits {
+                status.tally.add(&commit.retried.unwrap_or(commit.tally));
             }
         }
         Ok(uncommitted)
@@ -132,11 +181,22 @@ impl Ledger {
             .filter(|shard| begun.binary_search(&format!("{shard:06}")).is_ok());
         let mut logs = futures::stream::iter(open)
             .map(|shard| async move { ShardLog::load(self, shard).await })
-            .buffer_unordered(READS_AT_ONCE);
+            .buffered(READS_AT_ONCE);
         while let Some(log) = logs.try_next().await? {
+            let narrowing = log.narrowing();
+            let stuck = narrowing.alone() || !narrowing.accused.is_empty();
             status.tally.add(&log.tally());
             status.shards.open += 1;
-            status.shards.stuck += u32::from(log.narrowing().alone() || !log.narrowing().accused.is_empty());
+            status.shards.stuck += u32::from(stuck);
+            status.open.push(OpenShard {
+                shard: log.shard(),
+                rows_done: log.covered().len(),
+                rows: log.rows_to_do().len(),
+                attempts: log.attempts().len() as u32,
+                stuck,
+                worker: log.attempts().last().map(|attempt| attempt.worker.clone()),
+                last_progress: log.last_progress().unwrap_or_else(|| self.created_at()),
+            });
         }
         Ok(())
     }

@@ -7,20 +7,22 @@
 //! Local folders: object_store stages a put as `NAME#1` beside its target, where a kill would leave it for readers to
 //! find. Here the stage lies under `_gristmill/tmp/`, and a hard link publishes it.
 
+use std::collections::BTreeSet;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
 use chrono::{DateTime, Utc};
-use futures::TryStreamExt;
 use futures::future::join_all;
+use futures::{StreamExt, TryStreamExt};
 use object_store::path::Path;
 use object_store::{GetOptions, ObjectStore, ObjectStoreExt, PutMode, PutOptions};
 use url::Url;
 
 use super::error::{LedgerError, Result};
+use super::exchange::LOCK_NAME;
 use super::keys::{Id, TMP};
 use crate::dataset::location::Location;
 use crate::dataset::store_error::cause;
@@ -31,6 +33,11 @@ pub const MAX_OBJECT_BYTES: u64 = 4 << 30;
 const STAGE_AGE_MAX: Duration = Duration::from_secs(3600);
 /// Concurrent creates of one key by the start-up probe.
 const PROBE_WRITERS: usize = 4;
+
+/// Requests in flight while a job is cleaned.
+const DELETES_AT_ONCE: usize = 16;
+/// Addresses of the outputs whose stores this process has checked.
+static CHECKED: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
 
 /// How often a failed request is tried, and how long between.
 #[derive(Debug, Clone, Copy)]
@@ -61,6 +68,13 @@ pub enum Created {
     Theirs(Bytes),
 }
 
+/// What came of a create.
+pub(super) struct Stood {
+    pub created: Created,
+    /// Of the object that stands, where the store gave one.
+    pub etag: Option<String>,
+}
+
 /// One object's name and times, from a listing.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Listed {
@@ -79,14 +93,17 @@ pub struct Stamp {
     pub modified: DateTime<Utc>,
     /// Where the store has one.
     pub etag: Option<String>,
+    /// Where the store keeps versions.
+    pub version: Option<String>,
 }
 
 impl Stamp {
-    fn of(meta: &object_store::ObjectMeta) -> Stamp {
+    pub(super) fn of(meta: &object_store::ObjectMeta) -> Stamp {
         Stamp {
             size: meta.size,
             modified: meta.last_modified,
             etag: meta.e_tag.clone(),
+            version: meta.version.clone(),
         }
     }
 }
@@ -94,30 +111,32 @@ impl Stamp {
 /// The output folder as the ledger sees it. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Store {
-    shared: Arc<Shared>,
+    pub(super) shared: Arc<Shared>,
 }
 
 #[derive(Debug)]
-struct Shared {
-    inner: Arc<dyn ObjectStore>,
+pub(super) struct Shared {
+    pub(super) inner: Arc<dyn ObjectStore>,
     root: Path,
     url: Url,
     /// The folder, where the store is the local file system.
-    folder: Option<PathBuf>,
+    pub(super) folder: Option<PathBuf>,
     /// Names this process's stages.
     writer: Id,
     stages: AtomicU64,
-    retry: Retry,
+    pub(super) retry: Retry,
 }
 
 /// What an error of the store means for the request that met it.
-enum Meaning {
+pub(super) enum Meaning {
     /// Nothing lies there.
     Missing,
     /// May be gone at the next try.
     Transient,
     /// Will not be gone: why, and what to do.
     Lasting(&'static str),
+    /// Will not be gone until a person has given permission, or credentials were renewed.
+    Denied(&'static str),
 }
 
 impl Store {
@@ -147,7 +166,7 @@ impl Store {
         &self.shared.url
     }
 
-    fn path(&self, key: &str) -> Path {
+    pub(super) fn path(&self, key: &str) -> Path {
         key.split('/')
             .fold(self.shared.root.clone(), |path, part| path.join(part))
     }
@@ -204,25 +223,39 @@ impl Store {
     ///
     /// An error means that nobody knows: the bytes may still appear. Call again with the same bytes.
     pub async fn create(&self, key: &str, bytes: Bytes) -> Result<Created> {
+        Ok(self.create_stamped(key, bytes).await?.created)
+    }
+
+    /// As [`Store::create`], with the ETag of what stands there.
+    pub(super) async fn create_stamped(&self, key: &str, bytes: Bytes) -> Result<Stood> {
         let mut last = None;
         for round in 0..self.shared.retry.tries {
             self.pause(round).await;
             let error = match self.put_if_absent(key, &bytes).await {
-                Ok(()) => return Ok(Created::Ours),
+                Ok(etag) => {
+                    let created = Created::Ours;
+                    return Ok(Stood { created, etag });
+                }
                 Err(error) => error,
             };
+            if exists_is_success() && matches!(error, object_store::Error::AlreadyExists { .. }) {
+                let (created, etag) = (Created::Ours, None);
+                return Ok(Stood { created, etag });
+            }
             // The read-back alone decides, whatever the error says.
-            match self.get(key, MAX_OBJECT_BYTES).await? {
-                Some(found) => {
+            match self.get_stamped(key, MAX_OBJECT_BYTES).await? {
+                Some((found, stamp)) => {
                     self.sync_folder_of(key).await?;
-                    return Ok(if found == bytes {
-                        Created::Ours
-                    } else {
-                        Created::Theirs(found)
-                    });
+                    let created = match found == bytes {
+                        true => Created::Ours,
+                        false => Created::Theirs(found),
+                    };
+                    let etag = stamp.etag;
+                    return Ok(Stood { created, etag });
                 }
                 None => match meaning(&error) {
                     Meaning::Lasting(why) => return Err(self.lasting(key, "writing", why, &error)),
+                    Meaning::Denied(why) => return Err(self.denied(key, "writing", why, &error)),
                     Meaning::Missing | Meaning::Transient => last = Some(error),
                 },
             }
@@ -242,6 +275,18 @@ impl Store {
             self.shared.inner.rename(&stage, &path).await
         })
         .await
+    }
+
+    /// Removes `keys`; those that are gone already are no error.
+    pub(super) async fn delete_all(&self, keys: impl Iterator<Item = String>) -> Result<()> {
+        futures::stream::iter(keys)
+            .map(|key| {
+                let store = self.clone();
+                async move { store.delete(&key).await }
+            })
+            .buffer_unordered(DELETES_AT_ONCE)
+            .try_collect()
+            .await
     }
 
     /// Everything below `prefix`, sorted by key.
@@ -307,9 +352,26 @@ impl Store {
     /// Checks, before anything is written, that the store can keep the guarantee: it can be written to, several
     /// creates of one key have exactly one winner, and (locally) the file system has hard links. Removes stages that
     /// dead runs left.
+    ///
+    /// Once per process and output: what has passed is not asked again.
     pub async fn check(&self) -> Result<()> {
         self.clean_stages().await?;
-        let key = format!("{TMP}/probe-{}", Id::random()?);
+        let passed = || CHECKED.lock().unwrap_or_else(PoisonError::into_inner);
+        // Two stores in memory can have one address.
+        let lasting = self.shared.url.scheme() != "memory";
+        if lasting && passed().contains(self.shared.url.as_str()) {
+            return Ok(());
+        }
+        self.probe().await?;
+        if lasting {
+            passed().insert(self.shared.url.to_string());
+        }
+        Ok(())
+    }
+
+    async fn probe(&self) -> Result<()> {
+        // One name a process: where the right to delete is missing, one key stays behind.
+        let key = format!("{TMP}/probe-{}", self.shared.writer);
         if self.shared.folder.is_some() {
             self.check_hard_links(&key).await?;
         }
@@ -322,7 +384,7 @@ impl Store {
             winners += u32::from(outcome? == Created::Ours);
         }
         let late = self.create(&key, Bytes::from_static(b"late")).await?;
-        self.delete(&key).await?;
+        self.forget(&key).await?;
         if winners != 1 || late == Created::Ours {
             return Err(LedgerError::stop(format!(
                 "the store of `{}` does not honour put-if-absent ({winners} of {PROBE_WRITERS} writers of one key won, \
@@ -362,7 +424,14 @@ impl Store {
         }
     }
 
-    /// Removes `key`; only ever used below `tmp/`.
+    /// Removes `key` where that is allowed: deleting needs a right that only `clean` asks for.
+    async fn forget(&self, key: &str) -> Result<()> {
+        match self.delete(key).await {
+            Err(LedgerError::Denied { .. }) => Ok(()),
+            other => other,
+        }
+    }
+
     async fn delete(&self, key: &str) -> Result<()> {
         let path = self.path(key);
         self.retried(key, "removing", || async {
@@ -389,19 +458,25 @@ impl Store {
         }
     }
 
-    fn stage(&self) -> Path {
+    pub(super) fn stage(&self) -> Path {
         let number = self.shared.stages.fetch_add(1, Ordering::Relaxed);
         self.path(&format!("{TMP}/{}-{number}", self.shared.writer))
     }
 
-    async fn put_if_absent(&self, key: &str, bytes: &Bytes) -> Result<(), object_store::Error> {
+    /// The ETag, where the store gives one.
+    async fn put_if_absent(&self, key: &str, bytes: &Bytes) -> Result<Option<String>, object_store::Error> {
         let (store, path) = (&self.shared.inner, self.path(key));
         if self.shared.folder.is_none() {
             let options = PutOptions {
-                mode: PutMode::Create,
+                mode: if self.unconditional() {
+                    PutMode::Overwrite
+                } else {
+                    PutMode::Create
+                },
                 ..PutOptions::default()
             };
-            return store.put_opts(&path, bytes.clone().into(), options).await.map(|_| ());
+            let put = store.put_opts(&path, bytes.clone().into(), options).await?;
+            return Ok(put.e_tag);
         }
         let stage = self.stage();
         let linked = match store.put(&stage, bytes.clone().into()).await {
@@ -413,11 +488,11 @@ impl Store {
         {
             tracing::warn!("the stage `{stage}` stays behind until a later run cleans it: {error}");
         }
-        linked
+        linked.map(|()| None)
     }
 
     /// A name that somebody else linked may not have reached the disk yet; what we build on it must not outlive it.
-    async fn sync_folder_of(&self, key: &str) -> Result<()> {
+    pub(super) async fn sync_folder_of(&self, key: &str) -> Result<()> {
         let Some(folder) = &self.shared.folder else {
             return Ok(());
         };
@@ -462,6 +537,7 @@ impl Store {
                 Ok(done) => return Ok(done),
                 Err(error) => match meaning(&error) {
                     Meaning::Lasting(why) => return Err(self.lasting(key, doing, why, &error)),
+                    Meaning::Denied(why) => return Err(self.denied(key, doing, why, &error)),
                     Meaning::Missing | Meaning::Transient => last = Some(error),
                 },
             }
@@ -469,23 +545,31 @@ impl Store {
         Err(self.gave_up(key, doing, last))
     }
 
-    async fn pause(&self, round: u32) {
+    pub(super) async fn pause(&self, round: u32) {
         let Retry {
             first_delay, max_delay, ..
         } = self.shared.retry;
         let delay = first_delay
             .saturating_mul(1 << round.saturating_sub(1).min(16))
             .min(max_delay);
+        // Between half and all of it, so that workers which failed together do not come back together.
+        let mut random = [0u8; 1];
+        let share = getrandom::fill(&mut random).map_or(0.0, |()| f64::from(random[0]) / 256.0);
+        let delay = delay.mul_f64(0.5 + share / 2.0);
         if round > 0 && !delay.is_zero() {
             tokio::time::sleep(delay).await;
         }
     }
 
-    fn lasting(&self, key: &str, doing: &str, why: &str, error: &object_store::Error) -> LedgerError {
+    pub(super) fn lasting(&self, key: &str, doing: &str, why: &str, error: &object_store::Error) -> LedgerError {
         LedgerError::stop(format!("{doing} `{}`: {why} ({})", self.address(key), cause(error)))
     }
 
-    fn gave_up(&self, key: &str, doing: &str, last: Option<object_store::Error>) -> LedgerError {
+    pub(super) fn denied(&self, key: &str, doing: &str, why: &str, error: &object_store::Error) -> LedgerError {
+        LedgerError::denied(format!("{doing} `{}`: {why} ({})", self.address(key), cause(error)))
+    }
+
+    pub(super) fn gave_up(&self, key: &str, doing: &str, last: Option<object_store::Error>) -> LedgerError {
         let what = format!("{doing} `{}`", self.address(key));
         match last {
             Some(source) => LedgerError::Retryable {
@@ -498,14 +582,25 @@ impl Store {
     }
 }
 
+/// A control experiment of the fault build: takes "already exists" for success.
+#[cfg(feature = "faults")]
+fn exists_is_success() -> bool {
+    crate::faults::switch("exists-is-success")
+}
+
+#[cfg(not(feature = "faults"))]
+fn exists_is_success() -> bool {
+    false
+}
+
 /// What `error` means, by its kind and, locally, by the I/O error inside.
-fn meaning(error: &object_store::Error) -> Meaning {
+pub(super) fn meaning(error: &object_store::Error) -> Meaning {
     use object_store::Error as E;
     use std::io::ErrorKind as Io;
     match error {
         E::NotFound { .. } => return Meaning::Missing,
-        E::PermissionDenied { .. } => return Meaning::Lasting("no permission"),
-        E::Unauthenticated { .. } => return Meaning::Lasting("the store does not accept the credentials"),
+        E::PermissionDenied { .. } => return Meaning::Denied("no permission"),
+        E::Unauthenticated { .. } => return Meaning::Denied("the store does not accept the credentials"),
         E::NotSupported { .. } | E::NotImplemented { .. } => {
             return Meaning::Lasting("the store cannot do this, and the guarantee needs it: choose another store");
         }
@@ -513,7 +608,7 @@ fn meaning(error: &object_store::Error) -> Meaning {
         _ => {}
     }
     match io_kind(error) {
-        Some(Io::PermissionDenied) => Meaning::Lasting("no permission"),
+        Some(Io::PermissionDenied) => Meaning::Denied("no permission"),
         Some(Io::ReadOnlyFilesystem) => Meaning::Lasting("the file system is read-only"),
         Some(Io::StorageFull) => Meaning::Lasting("the disk is full: free space and run again to go on"),
         Some(Io::QuotaExceeded) => Meaning::Lasting("the disk quota is used up: free space and run again to go on"),
@@ -552,7 +647,7 @@ fn clean_old_files(folder: &std::path::Path, age: Duration) -> std::io::Result<(
         let old = meta
             .modified()
             .is_ok_and(|at| now.duration_since(at).is_ok_and(|since| since > age));
-        if meta.is_file() && old {
+        if meta.is_file() && old && entry.file_name() != LOCK_NAME {
             match std::fs::remove_file(entry.path()) {
                 Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
                 _ => {}

@@ -2,7 +2,7 @@
 //!
 //! One part at a time is in memory. Findings are lines; none means that the guarantee holds.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use arrow::array::RecordBatch;
 use bytes::Bytes;
@@ -14,7 +14,7 @@ use super::data;
 use super::error::{LedgerError, Result};
 use super::finish::{PartsHash, READS_AT_ONCE};
 use super::keys::{SUCCESS, sha256};
-use super::publish::part_origin;
+use super::publish::{lines_generation, part_origin};
 use super::record::{Commit, Success, Tally};
 use super::rowset::RowSet;
 use super::store::MAX_OBJECT_BYTES;
@@ -62,24 +62,21 @@ impl Ledger {
         let mut hash = PartsHash::default();
         let mut committed = Tally::default();
         let mut complete = true;
-        let closed = self.closed_blocks().await?;
-        for block in 0..self.blocks() {
-            let commits = self.commits_of(block, closed.contains(&block), &mut out).await?;
-            for (shard, commit) in self.block_shards(block).zip(commits) {
-                expected.insert(self.keys().part(shard));
-                match commit {
-                    Some(commit) => {
-                        hash.add(&commit);
-                        committed.add(&commit.tally);
-                        self.verify_part(&commit, &mut out).await?;
-                    }
-                    None => complete = false,
+        let mut newest = self.newest_commits(&mut out).await?;
+        for shard in 0..self.job().shards.len() as u32 {
+            expected.insert(self.keys().part(shard));
+            match newest.remove(&shard).flatten() {
+                Some(commit) => {
+                    hash.add(&commit);
+                    committed.add(&commit.tally);
+                    self.verify_part(&commit, &mut out).await?;
                 }
-                progress(shard);
+                None => complete = false,
             }
+            progress(shard);
         }
         self.verify_names(&expected, &mut out).await?;
-        let success = as_finding(self.success().await, &mut out)?.flatten();
+        let success = as_finding(self.standing_success().await, &mut out)?.flatten();
         match success {
             Some(success) => self.verify_success(&success, hash.finish(), &mut out),
             None if complete => out.find(format!(
@@ -91,6 +88,20 @@ impl Ledger {
             out.find("the commits' counts differ from what their parts hold".into());
         }
         Ok(out)
+    }
+
+    /// The commit of each shard in the newest generation that holds it; none where that one is not committed yet.
+    async fn newest_commits(&self, out: &mut Verified) -> Result<BTreeMap<u32, Option<Commit>>> {
+        let mut newest = BTreeMap::new();
+        for generation in 0..=self.generation() {
+            let ledger = self.back_to(generation);
+            let closed = ledger.closed_blocks().await?;
+            for block in ledger.blocks() {
+                let commits = ledger.commits_of(block, closed.contains(&block), out).await?;
+                newest.extend(ledger.block_shards(block).into_iter().zip(commits));
+            }
+        }
+        Ok(newest)
     }
 
     /// The commits of a block, read one by one: its digest is only a copy of them.
@@ -142,6 +153,9 @@ impl Ledger {
                     commit.tally.rows()
                 ));
             }
+            if lines_generation(&bytes) != commit.generation {
+                out.find(format!("`{name}` is not of generation {}", commit.generation));
+            }
             out.tally.add(&commit.tally);
             return Ok(());
         }
@@ -155,6 +169,12 @@ impl Ledger {
                         origin.shard.unwrap_or("none".into()),
                     );
                     out.find(format!("`{name}` is foreign: it names job {job}, shard {shard}"));
+                }
+                let (found, committed) = (origin.generation.unwrap_or("0".into()), commit.generation);
+                if found != committed.to_string() {
+                    out.find(format!(
+                        "`{name}` is of generation {found}, generation {committed} was committed"
+                    ));
                 }
                 if let Err(why) = self.verify_rows(commit, bytes, out) {
                     out.find(format!("`{name}`: {why}"));
@@ -224,6 +244,13 @@ impl Ledger {
 
     fn verify_success(&self, success: &Success, parts_sha256: String, out: &mut Verified) {
         let job = self.job();
+        if success.generation != self.generation() {
+            out.find(format!(
+                "`{SUCCESS}` is of generation {}, the newest is {}: the retry is not finished",
+                success.generation,
+                self.generation()
+            ));
+        }
         if success.rows != job.rows() {
             out.find(format!(
                 "`{SUCCESS}` counts {} rows, the inputs have {}",

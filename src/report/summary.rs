@@ -2,6 +2,8 @@
 
 use serde::Serialize;
 
+use crate::ledger::Tally;
+use crate::ledger::status::Status;
 use crate::report::cost::show_dollars;
 
 /// Rows by status.
@@ -13,6 +15,25 @@ pub struct RowCounts {
     pub errored: u64,
     pub expired: u64,
     pub cancelled: u64,
+}
+
+impl RowCounts {
+    /// Of a job of `total` rows.
+    pub fn of(total: u64, tally: &Tally) -> RowCounts {
+        RowCounts {
+            total,
+            succeeded: tally.succeeded,
+            invalid_output: tally.invalid_output,
+            errored: tally.errored,
+            expired: tally.expired,
+            cancelled: tally.cancelled,
+        }
+    }
+
+    /// Rows that have ended, one way or another.
+    pub fn ended(&self) -> u64 {
+        self.succeeded + self.invalid_output + self.errored + self.expired + self.cancelled
+    }
 }
 
 /// Tokens over all finished rows.
@@ -55,6 +76,26 @@ pub fn rate(tokens: u64, seconds: f64) -> f64 {
 }
 
 impl Summary {
+    /// Of a job at `output`, as its ledger tells it.
+    pub fn of(status: &Status, output: &str) -> Summary {
+        let tally = &status.tally;
+        let tokens = TokenCounts {
+            prompt: tally.prompt_tokens,
+            cached: tally.cached_tokens,
+            completion: tally.completion_tokens,
+        };
+        Summary {
+            job: status.name.clone(),
+            output: output.to_string(),
+            rows: RowCounts::of(status.rows, tally),
+            tokens,
+            seconds: status.seconds,
+            tokens_per_second: rate(tokens.prompt + tokens.completion, status.seconds),
+            usd: status.usd,
+            agreement: None,
+        }
+    }
+
     /// The report for people, one fact a line.
     pub fn lines(&self) -> Vec<String> {
         let (rows, tokens) = (&self.rows, &self.tokens);
@@ -73,9 +114,7 @@ impl Summary {
                 lines.push(format!("            {} {word}", number(count)));
             }
         }
-        let unfinished = rows
-            .total
-            .saturating_sub(rows.succeeded + rows.invalid_output + rows.errored + rows.expired + rows.cancelled);
+        let unfinished = rows.total.saturating_sub(rows.ended());
         if unfinished > 0 {
             lines.push(format!("            {} not finished", number(unfinished)));
         }

@@ -15,7 +15,8 @@ use crate::dataset::row::RowStatus;
 use crate::dataset::shard::ShardReader;
 use crate::job::file::OutputFormat;
 use crate::job::{Job, Renderer};
-use crate::ledger::{Control, Ledger, Order, StopWhy, Terms};
+use crate::ledger::control::Control;
+use crate::ledger::{Ledger, Order, StopWhy, Terms};
 use crate::queue::Message;
 use crate::worker::model::{Model, Stream};
 
@@ -143,7 +144,7 @@ impl OpenJob {
         });
         match control {
             Some(control) => self.ledger.terms(control),
-            None => self.ledger.job().terms.clone(),
+            None => self.ledger.job().terms,
         }
     }
 

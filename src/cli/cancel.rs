@@ -1,0 +1,73 @@
+//! `gristmill cancel`: an order to all workers of a job to start nothing more.
+
+use serde_json::json;
+
+use crate::cli::args::CancelArgs;
+use crate::cli::door::ledger_at;
+use crate::cli::exit::{Exit, Failure};
+use crate::ledger::{Ledger, Order, StopWhy};
+
+/// What a cancel met.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Outcome {
+    Cancelled,
+    AlreadyCancelled,
+    AlreadyFinished,
+}
+
+pub async fn cancel(args: CancelArgs) -> Result<Exit, Failure> {
+    let ledger = ledger_at(&args.output).await?;
+    let outcome = order(&ledger, args.finish).await?;
+    let name = &ledger.job().name;
+    if args.json {
+        let json = json!({
+            "job": name,
+            "id": ledger.job().job,
+            "output": ledger.store().url().as_str(),
+            "cancelled": outcome != Outcome::AlreadyFinished,
+            "already": outcome != Outcome::Cancelled,
+            "finish": args.finish,
+        });
+        println!("{json}");
+        return Ok(Exit::Done);
+    }
+    let line = match outcome {
+        Outcome::AlreadyFinished => "is already finished: nothing to cancel",
+        Outcome::AlreadyCancelled => "was cancelled before: nothing to do",
+        Outcome::Cancelled if args.finish => {
+            "is cancelled: its workers write what is finished, then publish the rows that are left as `cancelled`"
+        }
+        Outcome::Cancelled => {
+            "is cancelled: its workers write what is finished and start nothing more; `cancel --finish` publishes the rows \
+             that are left as `cancelled`"
+        }
+    };
+    println!("job `{name}` {line}");
+    Ok(Exit::Done)
+}
+
+/// Gives the order, unless it holds already.
+async fn order(ledger: &Ledger, close: bool) -> Result<Outcome, Failure> {
+    if ledger.finish_check(None).await?.is_some() {
+        return Ok(Outcome::AlreadyFinished);
+    }
+    let mut control = ledger.control().await?;
+    loop {
+        if let Some(Order::Stop {
+            why: StopWhy::Cancelled,
+            close: closing,
+        }) = control.holds()
+            && (*closing || !close)
+        {
+            return Ok(Outcome::AlreadyCancelled);
+        }
+        // Somebody else's order in between is read, and this one is given after it.
+        let order = Order::Stop {
+            why: StopWhy::Cancelled,
+            close,
+        };
+        if control.give(order).await? {
+            return Ok(Outcome::Cancelled);
+        }
+    }
+}

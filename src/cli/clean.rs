@@ -1,0 +1,62 @@
+//! `gristmill clean`: removes ledger data that a finished job no longer needs. Says what, and removes only when told to.
+
+use anyhow::anyhow;
+use serde_json::json;
+
+use crate::cli::args::CleanArgs;
+use crate::cli::door::ledger_at;
+use crate::cli::exit::{Exit, Failure};
+use crate::report::summary::number;
+
+pub async fn clean(args: CleanArgs) -> Result<Exit, Failure> {
+    let ledger = ledger_at(&args.output).await?;
+    let name = &ledger.job().name;
+    if ledger.finish_check(None).await?.is_none() {
+        return Err(Failure::bad_job(anyhow!(
+            "job `{name}` is not finished: its ledger is needed until then"
+        )));
+    }
+    let cleaned = ledger.clean(!args.yes).await?;
+    if args.json {
+        let json = json!({
+            "job": name,
+            "id": ledger.job().job,
+            "output": ledger.store().url().as_str(),
+            "removed": args.yes,
+            "objects": cleaned.objects,
+            "bytes": cleaned.bytes,
+        });
+        println!("{json}");
+        return Ok(Exit::Done);
+    }
+    let amount = format!("{} objects, {}", number(cleaned.objects), size(cleaned.bytes));
+    match args.yes {
+        true => println!("job `{name}`: removed {amount}; parts, commits and `_SUCCESS` stay"),
+        false => println!(
+            "job `{name}`: {amount} can be removed; `gristmill clean {} --yes` does it",
+            args.output
+        ),
+    }
+    Ok(Exit::Done)
+}
+
+/// Bytes for people.
+fn size(bytes: u64) -> String {
+    match bytes {
+        0..1_000_000 => format!("{:.1} kB", bytes as f64 / 1e3),
+        1_000_000..1_000_000_000 => format!("{:.1} MB", bytes as f64 / 1e6),
+        _ => format!("{:.1} GB", bytes as f64 / 1e9),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_read_well() {
+        assert_eq!(size(1_234), "1.2 kB");
+        assert_eq!(size(12_345_678), "12.3 MB");
+        assert_eq!(size(2_500_000_000), "2.5 GB");
+    }
+}

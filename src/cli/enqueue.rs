@@ -1,0 +1,134 @@
+//! Where commands put shards: the queue's address and properties, from the command line or the job file.
+
+use anyhow::anyhow;
+use serde_json::{Value, json};
+
+use crate::cli::args::QueueArgs;
+use crate::cli::exit::Failure;
+use crate::job::queue::{JobQueue, environment_name, is_secret};
+use crate::ledger::Ledger;
+use crate::queue::{Message, Prepared, Publisher, QueueError, QueueUrl, Settings};
+use crate::report::summary::number;
+
+/// A queue to enqueue to, not connected yet.
+pub struct Target {
+    url: QueueUrl,
+    settings: Settings,
+}
+
+/// A connected queue.
+pub struct Enqueuer {
+    /// Without secrets.
+    pub url: String,
+    publisher: Publisher,
+}
+
+/// What was enqueued.
+pub struct Sent {
+    /// Without secrets.
+    pub url: String,
+    pub messages: u64,
+    pub prepared: Prepared,
+}
+
+impl Target {
+    /// `--queue`, else the job file's queue; `None` where neither names one.
+    ///
+    /// # Errors
+    /// An address or a property that cannot be used, or a secret on the command line.
+    pub fn find(args: &QueueArgs, job: Option<&JobQueue>) -> Result<Option<Target>, Failure> {
+        if let Some((name, _)) = args.kafka.iter().find(|(name, _)| is_secret(name)) {
+            let variable = environment_name(name);
+            return Err(Failure::bad_job(anyhow!(
+                "`--kafka {name}=…` puts a secret on the command line, where other users see it: put it in `{variable}` in \
+                 the environment, or in a file that `{variable}_FILE` names"
+            )));
+        }
+        let Some(url) = args.queue.clone().or(job.map(|job| job.url.clone())) else {
+            return Ok(None);
+        };
+        let url: QueueUrl = url.parse().map_err(Failure::bad_job)?;
+        let mut kafka = job.map(|job| job.kafka.clone()).unwrap_or_default();
+        for (name, value) in &args.kafka {
+            kafka.retain(|(known, _)| known != name);
+            kafka.push((name.clone(), value.clone()));
+        }
+        let settings = Settings {
+            kafka,
+            ..Settings::default()
+        };
+        Ok(Some(Target { url, settings }))
+    }
+
+    /// As [`Target::find`], where a queue must be named.
+    pub fn required(args: &QueueArgs) -> Result<Target, Failure> {
+        Target::find(args, None)?.ok_or_else(|| Failure::bad_job(anyhow!("no queue: give `--queue URL`")))
+    }
+
+    /// Connects.
+    pub async fn connect(&self) -> Result<Enqueuer, Failure> {
+        let publisher = Publisher::open(&self.url, &self.settings).await.map_err(refusal)?;
+        Ok(Enqueuer {
+            url: self.url.to_string(),
+            publisher,
+        })
+    }
+}
+
+impl Enqueuer {
+    /// Makes sure that the topic or queue is there, and sends a message for each of these shards of the ledger's
+    /// generation; returns when the broker has confirmed them all.
+    pub async fn send(&self, ledger: &Ledger, shards: &[u32]) -> Result<Sent, Failure> {
+        let doing = || format!("enqueuing to `{}`", self.url);
+        let messages = messages(ledger, shards);
+        let count = messages.len() as u64;
+        let prepared = self.publisher.prepare(count).await.map_err(refusal);
+        let prepared = prepared.map_err(|failure| failure.context(doing()))?;
+        let sent = self.publisher.send(&messages).await.map_err(refusal);
+        sent.map_err(|failure| failure.context(doing()))?;
+        Ok(Sent {
+            url: self.url.clone(),
+            messages: count,
+            prepared,
+        })
+    }
+}
+
+impl Sent {
+    /// For people: `2,442 shards to kafka://…, whose 256 partitions feed up to 256 workers`.
+    pub fn line(&self) -> String {
+        let feeds = match self.prepared.partitions {
+            Some(1) => ", whose one partition feeds one worker".to_string(),
+            Some(n) => format!(", whose {0} partitions feed up to {0} workers", number(n.into())),
+            None => ", which feeds any number of workers".to_string(),
+        };
+        let made = if self.prepared.created { " (made now)" } else { "" };
+        format!("{} shards to {}{made}{feeds}", number(self.messages), self.url)
+    }
+
+    /// For machines.
+    pub fn json(&self) -> Value {
+        json!({
+            "url": self.url,
+            "messages": self.messages,
+            "created": self.prepared.created,
+            "partitions": self.prepared.partitions,
+        })
+    }
+}
+
+/// Pointers to these shards.
+fn messages(ledger: &Ledger, shards: &[u32]) -> Vec<Message> {
+    let job = ledger.job().job.to_string();
+    let output = ledger.store().url().to_string();
+    let message = |&shard: &u32| Message::new(job.clone(), output.clone(), ledger.generation(), shard);
+    shards.iter().map(message).collect()
+}
+
+/// What cannot be reached by these settings is the caller's to mend; all else is a failure.
+fn refusal(error: QueueError) -> Failure {
+    match error {
+        QueueError::Settings { .. } => Failure::bad_job(error),
+        _ => Failure::from(error),
+    }
+}

@@ -1,0 +1,220 @@
+//! `gristmill submit`: plans a job, writes its ledger and enqueues its shards. Again, it enqueues what is not done.
+
+use anyhow::anyhow;
+use serde_json::{Value, json};
+
+use crate::cli::args::SubmitArgs;
+use crate::cli::door::Opened;
+use crate::cli::enqueue::{Sent, Target};
+use crate::cli::exit::{Exit, Failure};
+use crate::cli::extend::more;
+use crate::cli::plan::read_all;
+use crate::dataset::planner::InputPlan;
+use crate::job::Job;
+use crate::ledger::{Ledger, LedgerError, Order, StopWhy};
+use crate::report::summary::{RowCounts, number};
+
+/// A job that stands in the ledger.
+struct Written {
+    ledger: Ledger,
+    /// It stood there before.
+    resumed: bool,
+}
+
+/// Why there is nothing to enqueue.
+enum Ended {
+    Finished(Exit),
+    Stopped(StopWhy),
+}
+
+pub async fn submit(args: SubmitArgs) -> Result<Exit, Failure> {
+    let opened = Opened::open(&args.job, args.limit.limit)?;
+    let target = target(&args, &opened.job)?;
+    opened.check_shape()?;
+    // A broker that refuses us must be known before anything is written.
+    let enqueuer = match &target {
+        Some(target) => Some(target.connect().await?),
+        None => None,
+    };
+    let written = write(&opened, args.preflight).await?;
+    let ledger = &written.ledger;
+    if let Some(ended) = ended(ledger, &opened.job).await? {
+        return said(&args, &written, ended);
+    }
+    let shards = match written.resumed {
+        true => ledger.uncommitted().await?,
+        false => ledger.shard_numbers(),
+    };
+    let sent = match &enqueuer {
+        Some(enqueuer) => Some(enqueuer.send(ledger, &shards).await.map_err(|failure| {
+            failure.context(format!(
+                "job `{}` is written to `{}` but not enqueued; submit it again",
+                opened.job.name, opened.output.url
+            ))
+        })?),
+        None => None,
+    };
+    if args.json {
+        println!("{}", as_json(&written, shards.len(), sent.as_ref()));
+    } else {
+        show(&args, &written, shards.len(), sent.as_ref());
+    }
+    Ok(Exit::Done)
+}
+
+/// The queue, which must be named somewhere unless the caller wants none.
+fn target(args: &SubmitArgs, job: &Job) -> Result<Option<Target>, Failure> {
+    if args.no_enqueue {
+        return Ok(None);
+    }
+    let target = Target::find(&args.queue, job.queue.as_ref())?;
+    match target {
+        Some(target) => Ok(Some(target)),
+        None => Err(Failure::bad_job(anyhow!(
+            "no queue: give `--queue URL` or `queue.url` in the job file, or `--no-enqueue` to write the ledger only"
+        ))),
+    }
+}
+
+/// The job's ledger, written now or before.
+async fn write(opened: &Opened, preflight: bool) -> Result<Written, Failure> {
+    let identity = opened.identity()?;
+    if let Some(ledger) = Ledger::open(&opened.output).await.map_err(refusal)? {
+        ledger.check_same(&opened.job.name, &identity).map_err(refusal)?;
+        return Ok(Written { ledger, resumed: true });
+    }
+    let plan = opened.plan().await?;
+    if preflight {
+        look_at_rows(opened, &plan).await?;
+    }
+    let draft = opened.draft(plan, identity)?;
+    let (ledger, resumed) = Ledger::create_or_resume(&opened.output, draft).await.map_err(refusal)?;
+    Ok(Written { ledger, resumed })
+}
+
+/// An output of something else, or a job that has become another, is for its owner to mend; all else is a failure.
+fn refusal(error: LedgerError) -> Failure {
+    match error {
+        LedgerError::Conflict { .. } => Failure::bad_job(error),
+        _ => Failure::from(error),
+    }
+}
+
+/// Reads every row; a job none of whose rows can be asked about must not cost anything.
+async fn look_at_rows(opened: &Opened, plan: &InputPlan) -> Result<(), Failure> {
+    let seen = read_all(opened, plan, 0).await?;
+    if seen.rows > 0 && seen.broken_rows == seen.rows {
+        let why = seen.broken.first().map(|(row, why)| format!(" (row {row}: {why})"));
+        return Err(Failure::bad_job(anyhow!(
+            "{}: none of the {} rows can be asked about{}; nothing was written",
+            opened.job.file,
+            number(seen.rows),
+            why.unwrap_or_default()
+        )));
+    }
+    eprintln!(
+        "preflight: {} rows, {} of them broken, {} prompt tokens",
+        number(seen.rows),
+        number(seen.broken_rows),
+        number(seen.prompt_tokens)
+    );
+    for (row, why) in &seen.broken {
+        eprintln!("preflight: row {row}: {why}");
+    }
+    Ok(())
+}
+
+/// Whether the job has ended; one that stopped at its budget or deadline goes on where the job file allows more now.
+async fn ended(ledger: &Ledger, job: &Job) -> Result<Option<Ended>, Failure> {
+    if let Some(success) = ledger.finish_check(None).await? {
+        let rows = RowCounts::of(success.rows, &success.tally);
+        return Ok(Some(Ended::Finished(Exit::of_rows(&rows))));
+    }
+    let mut control = ledger.control().await?;
+    let stopped = control.stopped();
+    if stopped == Some(StopWhy::Cancelled) {
+        return Ok(stopped.map(Ended::Stopped));
+    }
+    let holds = ledger.terms(&control);
+    if let Some(terms) = more(ledger, &holds, &job.budget).await? {
+        let order = Order::Extend {
+            budget_usd: terms.usd,
+            deadline_seconds: terms.deadline_seconds,
+        };
+        if control.give(order).await? {
+            eprintln!("job `{}`: budget and deadline are now those of the job file", job.name);
+            return Ok(None);
+        }
+    }
+    Ok(control.stopped().map(Ended::Stopped))
+}
+
+/// Says that there is nothing to enqueue, and why.
+fn said(args: &SubmitArgs, written: &Written, ended: Ended) -> Result<Exit, Failure> {
+    let name = &written.ledger.job().name;
+    let (exit, why) = match ended {
+        Ended::Finished(exit) => (exit, "is already done: nothing to enqueue"),
+        Ended::Stopped(StopWhy::Budget) => (
+            Exit::Stopped,
+            "has reached its budget: raise `budget.usd` and submit again, or use `gristmill extend`",
+        ),
+        Ended::Stopped(StopWhy::Deadline) => (
+            Exit::Stopped,
+            "has reached its deadline: raise `budget.deadline` and submit again, or use `gristmill extend`",
+        ),
+        Ended::Stopped(StopWhy::Cancelled) => (
+            Exit::Cancelled,
+            "was cancelled: for another try, choose another `output.uri`",
+        ),
+    };
+    eprintln!("gristmill: job `{name}` {why}");
+    if args.json {
+        println!("{}", as_json(written, 0, None));
+    }
+    Ok(exit)
+}
+
+fn as_json(written: &Written, shards: usize, sent: Option<&Sent>) -> Value {
+    let job = written.ledger.job();
+    json!({
+        "job": job.name,
+        "id": job.job,
+        "output": written.ledger.store().url().as_str(),
+        "rows": job.rows(),
+        "inputs": job.inputs.len(),
+        "shards": job.shards.len(),
+        "generation": written.ledger.generation(),
+        "resumed": written.resumed,
+        "uncommitted": shards,
+        "queue": sent.map(Sent::json),
+    })
+}
+
+fn show(args: &SubmitArgs, written: &Written, shards: usize, sent: Option<&Sent>) {
+    let (job, output) = (written.ledger.job(), written.ledger.store().url());
+    println!("job         {} ({})", job.name, job.job);
+    println!(
+        "rows        {} in {} shards, from {} files",
+        number(job.rows()),
+        number(job.shards.len() as u64),
+        number(job.inputs.len() as u64)
+    );
+    println!("output      {output}");
+    if written.resumed {
+        println!(
+            "resumed     this job was submitted before; {} of its shards are not done",
+            number(shards as u64)
+        );
+    }
+    match sent {
+        Some(sent) => {
+            println!("enqueued    {}", sent.line());
+            println!("next        gristmill worker --queue {}", sent.url);
+            println!("            gristmill watch {output}");
+        }
+        None => {
+            println!("next        gristmill reconcile {output} --queue URL");
+            println!("            or, on this machine: gristmill run {}", args.job.display());
+        }
+    }
+}

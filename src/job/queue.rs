@@ -1,0 +1,138 @@
+//! The queue that a job file names: an address and properties, and no secret among them.
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::check::{FieldError, bad, short, text};
+use super::file::QueueFile;
+
+/// Most properties of a client.
+const PROPERTIES_MAX: usize = 256;
+
+/// Where a job's shards are enqueued.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct JobQueue {
+    /// As written, without a password.
+    pub url: String,
+    /// Properties of librdkafka as it takes them, in the file's order.
+    pub kafka: Vec<(String, String)>,
+}
+
+/// Is the value of this librdkafka property a secret? (A path to one is none.)
+pub fn is_secret(property: &str) -> bool {
+    let name = property.to_ascii_lowercase();
+    ["password", "passphrase", "secret"]
+        .iter()
+        .any(|word| name.contains(word))
+        || name.ends_with("key.pem")
+        || matches!(name.as_str(), "sasl.oauthbearer.config" | "sasl.jaas.config")
+}
+
+/// The environment variable that sets a librdkafka property: `GRISTMILL_KAFKA_SASL_PASSWORD`.
+pub fn environment_name(property: &str) -> String {
+    format!("GRISTMILL_KAFKA_{}", property.to_ascii_uppercase().replace('.', "_"))
+}
+
+/// Does this address hold a password (`scheme://user:password@…`)?
+pub fn has_password(url: &str) -> bool {
+    let rest = url.split_once("://").map_or(url, |(_, rest)| rest);
+    let authority = rest.split(['/', '?', '#']).next().unwrap_or_default();
+    let user = authority.rsplit_once('@').map(|(user, _)| user);
+    let query = rest.split_once('?').map_or("", |(_, query)| query);
+    let keys = query.split('&').filter_map(|pair| pair.split_once('='));
+    user.is_some_and(|user| user.contains(':')) || keys.into_iter().any(|(key, _)| is_secret(key))
+}
+
+impl JobQueue {
+    pub(super) fn check(raw: QueueFile) -> Result<JobQueue, FieldError> {
+        let url = text("queue.url", raw.url)?;
+        if has_password(&url) {
+            return bad(
+                "queue.url",
+                "holds a password, which does not belong in a job file: put it in `GRISTMILL_QUEUE_PASSWORD` in the \
+                 environment, or in a file that `GRISTMILL_QUEUE_PASSWORD_FILE` names",
+            );
+        }
+        let raw = raw.kafka.unwrap_or_default();
+        if !raw.is_empty() && !url.starts_with("kafka://") {
+            return bad("queue.kafka", "is for a queue whose `url` begins with `kafka://`");
+        }
+        if raw.len() > PROPERTIES_MAX {
+            return bad(
+                "queue.kafka",
+                format!("has {} properties, more than {PROPERTIES_MAX}", raw.len()),
+            );
+        }
+        let mut kafka = Vec::with_capacity(raw.len());
+        for (name, value) in raw {
+            let field = format!("queue.kafka.{name}");
+            if is_secret(&name) {
+                let (variable, why) = (
+                    environment_name(&name),
+                    "is a secret, which does not belong in a job file",
+                );
+                return bad(
+                    field,
+                    format!(
+                        "{why}: put it in `{variable}` in the environment, or in a file that `{variable}_FILE` names"
+                    ),
+                );
+            }
+            let value = match value {
+                Value::String(text) => text,
+                Value::Number(number) => number.to_string(),
+                Value::Bool(flag) => flag.to_string(),
+                _ => return bad(field, "must be a text, a number, `true` or `false`"),
+            };
+            short(&field, &value)?;
+            kafka.push((name, value));
+        }
+        Ok(JobQueue { url, kafka })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn passwords_are_seen_wherever_they_stand() {
+        for url in [
+            "amqp://u:p@h/v/q",
+            "amqps://u:@h:5671/v/q",
+            "kafka://u:p@h:9092,i:9092/t",
+            "amqp://h/v/q?password=x",
+            "amqp://a@b:c@h/q",
+        ] {
+            assert!(has_password(url), "{url}");
+        }
+        for url in [
+            "kafka://h:9092,i:9092/t?group=g",
+            "amqp://u@h:5672/v/q",
+            "amqp://h/v/q:a@b",
+            "local",
+        ] {
+            assert!(!has_password(url), "{url}");
+        }
+    }
+
+    #[test]
+    fn secret_properties_are_known_by_name() {
+        for name in [
+            "sasl.password",
+            "ssl.key.password",
+            "SASL.OAUTHBEARER.CLIENT.SECRET",
+            "ssl.key.pem",
+        ] {
+            assert!(is_secret(name), "{name}");
+        }
+        for name in [
+            "sasl.username",
+            "ssl.ca.location",
+            "ssl.key.location",
+            "sasl.oauthbearer.token.endpoint.url",
+        ] {
+            assert!(!is_secret(name), "{name}");
+        }
+    }
+}

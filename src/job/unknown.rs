@@ -1,0 +1,75 @@
+//! An unknown field of a job file: where it stands, and which known one is near.
+
+use serde_json::Value;
+
+use super::file::JobFile;
+use super::suggest;
+
+/// The field's name, where serde's message says that it is unknown.
+pub(super) fn unknown_field(message: &str) -> Option<&str> {
+    message.strip_prefix("unknown field `")?.split('`').next()
+}
+
+/// Says where an unknown field stands and which known one is near.
+pub(super) fn unknown_message(field: &str, content: &Value) -> String {
+    let schema = JobFile::schema();
+    let root = schema.clone();
+    match find_unknown(field, content, &schema, &root, "") {
+        Some((place, known)) => {
+            let place = if place.is_empty() {
+                String::new()
+            } else {
+                format!(" in `{place}`")
+            };
+            format!(
+                "unknown field `{field}`{place}{}",
+                suggest(field, known.iter().map(String::as_str))
+            )
+        }
+        None => format!("unknown field `{field}`"),
+    }
+}
+
+/// Walks content and schema together to the object that has `field` where the schema does not; returns its path and
+/// the fields it may have.
+fn find_unknown(
+    field: &str,
+    content: &Value,
+    schema: &Value,
+    root: &Value,
+    path: &str,
+) -> Option<(String, Vec<String>)> {
+    if let Some(target) = schema.get("$ref").and_then(Value::as_str) {
+        let target = root.pointer(target.strip_prefix('#')?)?;
+        return find_unknown(field, content, target, root, path);
+    }
+    for alternative in schema.get("anyOf").and_then(Value::as_array).into_iter().flatten() {
+        if let Some(found) = find_unknown(field, content, alternative, root, path) {
+            return Some(found);
+        }
+    }
+    match content {
+        Value::Object(map) => {
+            let known = schema.get("properties")?.as_object()?;
+            if map.contains_key(field) && !known.contains_key(field) && schema["additionalProperties"] == false {
+                return Some((path.to_string(), known.keys().cloned().collect()));
+            }
+            map.iter().find_map(|(key, value)| {
+                let below = if path.is_empty() {
+                    key.clone()
+                } else {
+                    format!("{path}.{key}")
+                };
+                find_unknown(field, value, known.get(key)?, root, &below)
+            })
+        }
+        Value::Array(items) => {
+            let schema = schema.get("items")?;
+            items
+                .iter()
+                .enumerate()
+                .find_map(|(i, item)| find_unknown(field, item, schema, root, &format!("{path}[{i}]")))
+        }
+        _ => None,
+    }
+}

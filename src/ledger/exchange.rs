@@ -1,0 +1,147 @@
+//! Replacing an object on the condition that it is still the one that was read: parts and `_SUCCESS` of a retry.
+
+use bytes::Bytes;
+use object_store::{ObjectStoreExt, PutMode, PutOptions, UpdateVersion};
+
+use super::error::{LedgerError, Result};
+use super::keys::TMP;
+use super::store::{Created, MAX_OBJECT_BYTES, Meaning, Stamp, Store, meaning};
+
+/// The file below `tmp/` that is locked around check and rename in a local folder. Never removed: a lock on a file that
+/// another process cannot find keeps nobody out.
+pub(super) const LOCK_NAME: &str = "lock";
+
+impl Store {
+    /// Puts `bytes` at `key` if what lies there is still what `was` describes, and says who stands there now.
+    ///
+    /// As with creates, no reply is trusted: every error is settled by reading the key back. `Theirs` may be the very
+    /// object that `was` describes, if the store stamps it otherwise by now: look at it and decide anew. Two different
+    /// contents under one key must never be equal byte for byte. An error means that nobody knows.
+    pub async fn exchange(&self, key: &str, was: &Stamp, bytes: Bytes) -> Result<Created> {
+        let mut last = None;
+        for round in 0..self.shared.retry.tries {
+            self.pause(round).await;
+            let error = match self.put_if_same(key, was, &bytes).await {
+                Ok(()) => return Ok(Created::Ours),
+                Err(error) => error,
+            };
+            let Some((found, stamp)) = self.get_stamped(key, MAX_OBJECT_BYTES).await? else {
+                return Err(LedgerError::damaged(format!(
+                    "`{}` was removed while in use",
+                    self.address(key)
+                )));
+            };
+            self.sync_folder_of(key).await?;
+            if found == bytes {
+                return Ok(Created::Ours);
+            }
+            if stamp != *was {
+                return Ok(Created::Theirs(found));
+            }
+            match meaning(&error) {
+                Meaning::Lasting(why) => return Err(self.lasting(key, "replacing", why, &error)),
+                Meaning::Denied(why) => return Err(self.denied(key, "replacing", why, &error)),
+                Meaning::Missing | Meaning::Transient => last = Some(error),
+            }
+        }
+        Err(self.gave_up(key, "replacing", last))
+    }
+
+    async fn put_if_same(&self, key: &str, was: &Stamp, bytes: &Bytes) -> Result<(), object_store::Error> {
+        if self.shared.folder.is_some() {
+            return self.rename_if_same(key, was, bytes).await;
+        }
+        let mode = match self.unconditional() {
+            true => PutMode::Overwrite,
+            false => PutMode::Update(UpdateVersion {
+                e_tag: was.etag.clone(),
+                version: was.version.clone(),
+            }),
+        };
+        let options = PutOptions {
+            mode,
+            ..PutOptions::default()
+        };
+        let path = self.path(key);
+        self.shared
+            .inner
+            .put_opts(&path, bytes.clone().into(), options)
+            .await
+            .map(|_| ())
+    }
+
+    /// Local folders know no conditional update: a lock that all processes share keeps check and rename together.
+    async fn rename_if_same(&self, key: &str, was: &Stamp, bytes: &Bytes) -> Result<(), object_store::Error> {
+        let (path, stage) = (self.path(key), self.stage());
+        self.shared.inner.put(&stage, bytes.clone().into()).await?;
+        let renamed = async {
+            let _lock = self.lock_folder().await?;
+            let found = Stamp::of(&self.shared.inner.head(&path).await?);
+            if found != *was {
+                return Err(object_store::Error::Precondition {
+                    path: path.to_string(),
+                    source: "it is another object by now".into(),
+                });
+            }
+            self.shared.inner.rename(&stage, &path).await
+        };
+        let renamed = renamed.await;
+        if renamed.is_err()
+            && let Err(error) = self.shared.inner.delete(&stage).await
+        {
+            tracing::warn!("the stage `{stage}` stays behind until a later run cleans it: {error}");
+        }
+        renamed
+    }
+
+    /// Locks the folder's lock file; it is free again when the file is dropped. A holder that sleeps fails the try.
+    async fn lock_folder(&self) -> Result<std::fs::File, object_store::Error> {
+        let generic = |source: std::io::Error| object_store::Error::Generic {
+            store: "LocalFileSystem",
+            source: Box::new(source),
+        };
+        let file = self.shared.folder.clone().unwrap_or_default().join(TMP).join(LOCK_NAME);
+        let open = move || {
+            std::fs::OpenOptions::new()
+                .create(true)
+                .truncate(false)
+                .write(true)
+                .open(file)
+        };
+        let file = tokio::task::spawn_blocking(open)
+            .await
+            .unwrap_or_else(|error| Err(std::io::Error::other(error)))
+            .map_err(generic)?;
+        for _ in 0..LOCK_TRIES {
+            match file.try_lock() {
+                Ok(()) => return Ok(file),
+                Err(std::fs::TryLockError::WouldBlock) => tokio::time::sleep(LOCK_PAUSE).await,
+                Err(std::fs::TryLockError::Error(error)) => return Err(generic(error)),
+            }
+        }
+        Err(generic(std::io::Error::other(
+            "another process holds the lock and does not move",
+        )))
+    }
+
+    /// Whether `key` is the lock file.
+    pub(super) fn is_lock(&self, key: &str) -> bool {
+        key.strip_prefix(TMP)
+            .is_some_and(|rest| rest.strip_prefix('/') == Some(LOCK_NAME))
+    }
+
+    /// A control experiment of the fault build: puts without their condition.
+    #[cfg(feature = "faults")]
+    pub(super) fn unconditional(&self) -> bool {
+        crate::faults::switch("put-unconditional")
+    }
+
+    #[cfg(not(feature = "faults"))]
+    pub(super) fn unconditional(&self) -> bool {
+        false
+    }
+}
+
+/// How often, and how long between, a held lock is tried: 2 s.
+const LOCK_TRIES: u32 = 40;
+const LOCK_PAUSE: std::time::Duration = std::time::Duration::from_millis(50);

@@ -1,0 +1,541 @@
+//! The commands of an operator, through the built binary: what each does, what it refuses, its exit code and its JSON.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use serde_json::Value;
+
+use crate::support::{Run, arg, gristmill, job_in, root};
+
+/// Runs the binary.
+fn run(arguments: &[&str]) -> Run {
+    Run::of(&mut gristmill(arguments))
+}
+
+/// Fails unless stderr is one line that holds all of `words`.
+#[track_caller]
+fn one_line(run: &Run, words: &[&str]) {
+    assert_eq!(
+        run.stderr.trim_end().lines().count(),
+        1,
+        "not one line:\n{}",
+        run.stderr
+    );
+    for word in words {
+        assert!(run.stderr.contains(word), "`{word}` is missing in: {}", run.stderr);
+    }
+}
+
+/// The labelling job over its 2,000 tickets: eight shards, about nine seconds of work on two cores.
+fn label_job(folder: &Path) -> (PathBuf, PathBuf) {
+    job_in(folder, "label-tickets.yaml", |text| text)
+}
+
+/// A job of 40 short rows in ten shards; the texts of `long` rows are longer than the job's context, so they fail.
+fn small_job(folder: &Path, long: &[usize]) -> (PathBuf, PathBuf) {
+    let line = |row: usize| {
+        let text = if long.contains(&row) {
+            "word ".repeat(600)
+        } else {
+            format!("ticket {row}")
+        };
+        format!("{{\"id\": {row}, \"text\": \"{text}\"}}\n")
+    };
+    fs::write(folder.join("rows.jsonl"), (0..40).map(line).collect::<String>()).unwrap();
+    let text = format!(
+        "name: small\nmodel: {}\nprecision: f32\ncontext: 128\ninput: {{uri: rows.jsonl}}\nprompt: {{text: '{{{{ text }}}} ->'}}\n\
+         generate: {{max_tokens: 1, temperature: 0}}\noutput: {{uri: out, carry: [id]}}\nshards: {{rows: 4}}\n",
+        root().join("jobs/demo/model").display()
+    );
+    let job = folder.join("small.yaml");
+    fs::write(&job, text).unwrap();
+    (job, folder.join("out"))
+}
+
+fn record(output: &Path) -> Value {
+    serde_json::from_slice(&fs::read(output.join("_gristmill/job.json")).unwrap()).unwrap()
+}
+
+fn status(output: &Path) -> Value {
+    run(&["status", arg(output), "--json"]).expect(0).json()
+}
+
+#[test]
+fn submit_writes_the_ledger_and_again_says_what_is_left() {
+    let folder = tempfile::tempdir().unwrap();
+    let (job, output) = small_job(folder.path(), &[]);
+    let first = run(&["submit", arg(&job), "--no-enqueue", "--json"]).expect(0).json();
+    assert_eq!(
+        (&first["rows"], &first["shards"], &first["inputs"]),
+        (&40.into(), &10.into(), &1.into())
+    );
+    assert_eq!(
+        (
+            &first["resumed"],
+            &first["uncommitted"],
+            &first["generation"],
+            &first["queue"]
+        ),
+        (&false.into(), &10.into(), &0.into(), &Value::Null)
+    );
+    let record = record(&output);
+    assert_eq!(record["job"], first["id"]);
+    assert!(
+        Path::new(record["resolved"]["base_dir"].as_str().unwrap()).is_absolute(),
+        "{record}"
+    );
+    let again = run(&["submit", arg(&job), "--no-enqueue", "--json"]).expect(0).json();
+    assert_eq!((&again["resumed"], &again["id"]), (&true.into(), &first["id"]));
+    let said = run(&["submit", arg(&job), "--no-enqueue"]).expect(0).stdout;
+    for word in [
+        "40 in 10 shards",
+        "submitted before; 10 of its shards",
+        "gristmill reconcile",
+        "gristmill run",
+    ] {
+        assert!(said.contains(word), "`{word}` is missing in:\n{said}");
+    }
+    run(&["run", arg(&job), "--quiet"]).expect(0);
+    let done = run(&["submit", arg(&job), "--no-enqueue", "--json"]).expect(0);
+    one_line(&done, &["already done"]);
+    assert_eq!(done.json()["uncommitted"], 0);
+    // Another job has no place there.
+    let text = fs::read_to_string(&job)
+        .unwrap()
+        .replace("max_tokens: 1", "max_tokens: 2");
+    fs::write(&job, text).unwrap();
+    one_line(
+        &run(&["submit", arg(&job), "--no-enqueue"]).expect(2),
+        &["belongs to job `small`", "output.uri"],
+    );
+}
+
+#[test]
+fn submit_says_at_once_what_is_wrong_with_the_queue() {
+    let folder = tempfile::tempdir().unwrap();
+    let (job, output) = small_job(folder.path(), &[]);
+    let submit = |more: &[&str]| run(&[&["submit", arg(&job)], more].concat());
+    one_line(
+        &submit(&[]).expect(2),
+        &["no queue", "--queue URL", "queue.url", "--no-enqueue"],
+    );
+    one_line(&submit(&["--queue", "redis://h/q"]).expect(2), &["kafka://", "amqp://"]);
+    let secret = submit(&["--queue", "kafka://127.0.0.1:1/t", "--kafka", "sasl.password=hunter2"]).expect(2);
+    one_line(&secret, &["sasl.password", "GRISTMILL_KAFKA_SASL_PASSWORD"]);
+    assert!(!secret.stderr.contains("hunter2"));
+    assert!(
+        submit(&["--queue", "kafka://h/t", "--no-enqueue"])
+            .expect(2)
+            .stderr
+            .contains("cannot be used with")
+    );
+    assert!(
+        submit(&["--queue", "kafka://h/t", "--kafka", "linger.ms"])
+            .expect(2)
+            .stderr
+            .contains("PROPERTY=VALUE")
+    );
+    let text = fs::read_to_string(&job).unwrap();
+    fs::write(&job, format!("{text}queue: {{url: 'amqp://u:hunter2@h/q'}}\n")).unwrap();
+    let secret = submit(&[]).expect(2);
+    one_line(&secret, &["small.yaml", "queue.url", "GRISTMILL_QUEUE_PASSWORD"]);
+    assert!(!secret.stderr.contains("hunter2"));
+    // Nobody listens there: a failure of the broker, not of the job, and nothing is written.
+    fs::write(&job, format!("{text}queue: {{url: 'amqp://u@127.0.0.1:1/q'}}\n")).unwrap();
+    one_line(&submit(&[]).expect(1), &["the queue"]);
+    assert!(!output.exists(), "nothing is written before the broker has answered");
+}
+
+#[test]
+fn preflight_reads_the_rows_before_anything_is_written() {
+    let folder = tempfile::tempdir().unwrap();
+    let (job, output) = small_job(folder.path(), &(0..40).collect::<Vec<_>>());
+    let refused = run(&["submit", arg(&job), "--no-enqueue", "--preflight"]).expect(2);
+    one_line(&refused, &["none of the 40 rows", "row 0", "128"]);
+    assert!(!output.exists());
+    let (job, _) = small_job(folder.path(), &[7]);
+    let seen = run(&["submit", arg(&job), "--no-enqueue", "--preflight", "--json"]).expect(0);
+    assert!(
+        seen.stderr.contains("40 rows, 1 of them broken") && seen.stderr.contains("row 7"),
+        "{}",
+        seen.stderr
+    );
+}
+
+#[test]
+fn a_limited_submission_is_a_job_of_its_own() {
+    let folder = tempfile::tempdir().unwrap();
+    let (job, output) = small_job(folder.path(), &[]);
+    let part = run(&["submit", arg(&job), "--no-enqueue", "--limit", "6", "--json"])
+        .expect(0)
+        .json();
+    assert_eq!((&part["rows"], &part["shards"]), (&6.into(), &2.into()));
+    assert!(part["output"].as_str().unwrap().contains("/out/_limit/6-"), "{part}");
+    assert!(!output.join("_gristmill").exists());
+}
+
+#[test]
+fn a_cancelled_job_starts_nothing_more() {
+    let folder = tempfile::tempdir().unwrap();
+    let (job, output) = small_job(folder.path(), &[]);
+    one_line(&run(&["cancel", arg(&output)]).expect(2), &["holds no job", "job.json"]);
+    run(&["submit", arg(&job), "--no-enqueue"]).expect(0);
+    let cancelled = run(&["cancel", arg(&output), "--json"]).expect(0).json();
+    assert_eq!(
+        (&cancelled["cancelled"], &cancelled["already"]),
+        (&true.into(), &false.into())
+    );
+    assert!(
+        run(&["cancel", arg(&output)])
+            .expect(0)
+            .stdout
+            .contains("was cancelled before")
+    );
+    assert_eq!(status(&output)["state"], "cancelled");
+    run(&["watch", arg(&output)]).expect(5);
+    one_line(
+        &run(&["submit", arg(&job), "--no-enqueue"]).expect(5),
+        &["was cancelled", "output.uri"],
+    );
+    one_line(
+        &run(&["extend", arg(&output), "--deadline", "6h"]).expect(5),
+        &["was cancelled"],
+    );
+    run(&["run", arg(&job), "--quiet"]).expect(5);
+    assert!(!output.join("part-00000.parquet").exists());
+    // Closing it is a further order.
+    let closed = run(&["cancel", arg(&output), "--finish", "--json"]).expect(0).json();
+    assert_eq!((&closed["finish"], &closed["already"]), (&true.into(), &false.into()));
+    assert!(
+        run(&["cancel", arg(&output)])
+            .expect(0)
+            .stdout
+            .contains("was cancelled before")
+    );
+}
+
+#[test]
+fn commands_that_come_too_late_or_too_early_say_so() {
+    let folder = tempfile::tempdir().unwrap();
+    let (job, output) = small_job(folder.path(), &[]);
+    run(&["submit", arg(&job), "--no-enqueue"]).expect(0);
+    one_line(&run(&["retry", arg(&output)]).expect(2), &["is not finished", "status"]);
+    one_line(&run(&["clean", arg(&output), "--yes"]).expect(2), &["is not finished"]);
+    one_line(&run(&["reconcile", arg(&output)]).expect(2), &["no queue"]);
+    run(&["run", arg(&job), "--quiet"]).expect(0);
+    assert!(
+        run(&["cancel", arg(&output)])
+            .expect(0)
+            .stdout
+            .contains("already finished")
+    );
+    assert!(
+        run(&["extend", arg(&output), "--deadline", "6h"])
+            .expect(0)
+            .stdout
+            .contains("already finished")
+    );
+    assert!(
+        run(&["retry", arg(&output)])
+            .expect(0)
+            .stdout
+            .contains("no failed rows")
+    );
+    let nothing = run(&["retry", arg(&output), "--json"]).expect(0).json();
+    assert_eq!((&nothing["shards"], &nothing["generation"]), (&0.into(), &0.into()));
+}
+
+#[test]
+fn extend_gives_more_and_refuses_what_is_reached() {
+    let folder = tempfile::tempdir().unwrap();
+    let (job, output) = job_in(folder.path(), "label-tickets.yaml", |text| {
+        text.replace("usd_per_hour: 0.10", "usd: 0.00001, usd_per_hour: 0.10")
+    });
+    run(&["run", arg(&job), "--quiet", "--log-interval", "0.05"]).expect(4);
+    run(&["watch", arg(&output)]).expect(4);
+    let stopped = status(&output);
+    assert_eq!(
+        (&stopped["state"], &stopped["budget"]["usd"]),
+        (&"budget_reached".into(), &0.00001.into())
+    );
+    one_line(
+        &run(&["submit", arg(&job), "--no-enqueue"]).expect(4),
+        &["budget", "gristmill extend"],
+    );
+    assert!(run(&["extend", arg(&output)]).expect(2).stderr.contains("--usd"));
+    one_line(
+        &run(&["extend", arg(&output), "--usd", "0.000001"]).expect(2),
+        &["spent already", "--usd"],
+    );
+    one_line(
+        &run(&["extend", arg(&output), "--deadline", "6h"]).expect(2),
+        &["spent already"],
+    );
+    one_line(
+        &run(&["extend", arg(&output), "--usd", "1", "--deadline", "1s"]).expect(2),
+        &["ago", "--deadline"],
+    );
+    assert_eq!(
+        status(&output)["state"],
+        "budget_reached",
+        "what was refused left nothing behind"
+    );
+    let extended = run(&["extend", arg(&output), "--usd", "1", "--json"]).expect(0).json();
+    assert_eq!(
+        (&extended["budget"]["usd"], &extended["budget"]["deadline_seconds"]),
+        (&1.0.into(), &Value::Null)
+    );
+    assert!(extended["used"]["usd"].as_f64() > Some(0.0), "{extended}");
+    let said = run(&["extend", arg(&output), "--deadline", "6h"]).expect(0).stdout;
+    assert!(
+        said.contains("$1.00, ") && said.contains("6h 0m after the job's start"),
+        "{said}"
+    );
+    let resumed = status(&output);
+    assert_eq!(
+        (&resumed["state"], &resumed["budget"]["deadline_seconds"]),
+        (&"running".into(), &21_600.into())
+    );
+    let left = run(&["submit", arg(&job), "--no-enqueue", "--json"]).expect(0).json();
+    assert!(left["uncommitted"].as_u64() > Some(0), "{left}");
+}
+
+#[test]
+fn an_edited_budget_extends_a_job_that_is_submitted_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let (job, output) = job_in(folder.path(), "label-tickets.yaml", |text| {
+        text.replace("usd_per_hour: 0.10", "usd: 0.00001, usd_per_hour: 0.10")
+    });
+    run(&["run", arg(&job), "--quiet", "--log-interval", "0.05"]).expect(4);
+    let text = fs::read_to_string(&job).unwrap().replace("usd: 0.00001", "usd: 2");
+    fs::write(&job, text).unwrap();
+    let again = run(&["submit", arg(&job), "--no-enqueue", "--json"]).expect(0);
+    one_line(&again, &["now those of the job file"]);
+    assert_eq!(
+        (&again.json()["resumed"], &status(&output)["budget"]["usd"]),
+        (&true.into(), &2.0.into())
+    );
+}
+
+#[test]
+fn failed_rows_run_again_and_each_row_stands_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let (job, output) = small_job(folder.path(), &[3, 5, 21]);
+    run(&["run", arg(&job), "--quiet"]).expect(3);
+    let retried = run(&["retry", arg(&output), "--json"]).expect(0).json();
+    assert_eq!(
+        (
+            &retried["generation"],
+            &retried["rows"]["errored"],
+            &retried["shards"],
+            &retried["resumed"]
+        ),
+        (&1.into(), &3.into(), &3.into(), &false.into())
+    );
+    // Again, before it is done: the same generation.
+    let again = run(&["retry", arg(&output), "--json"]).expect(0).json();
+    assert_eq!(
+        (&again["generation"], &again["shards"], &again["resumed"]),
+        (&1.into(), &3.into(), &true.into())
+    );
+    assert_eq!(
+        (&status(&output)["generation"], &status(&output)["state"]),
+        (&1.into(), &"running".into())
+    );
+    assert!(run(&["retry", arg(&output)]).expect(0).stdout.contains("generation 1"));
+    // The cause is not mended: they fail again, and each row stands once still.
+    run(&["run", arg(&job), "--quiet"]).expect(3);
+    let verified = run(&["verify", arg(&output), "--json"]).expect(0).json();
+    assert_eq!(
+        (&verified["generation"], &verified["rows"], &verified["holds"]),
+        (&1.into(), &40.into(), &true.into())
+    );
+    assert!(
+        run(&["verify", arg(&output)])
+            .expect(0)
+            .stdout
+            .contains("after one retry")
+    );
+}
+
+#[test]
+fn clean_shows_first_and_removes_when_told() {
+    let folder = tempfile::tempdir().unwrap();
+    let (job, output) = small_job(folder.path(), &[]);
+    run(&["run", arg(&job), "--quiet"]).expect(0);
+    let shown = run(&["clean", arg(&output), "--json"]).expect(0).json();
+    assert_eq!(shown["removed"], false);
+    assert!(
+        shown["objects"].as_u64() >= Some(20),
+        "a data object and a record a shard: {shown}"
+    );
+    assert!(run(&["clean", arg(&output)]).expect(0).stdout.contains("--yes"));
+    let removed = run(&["clean", arg(&output), "--yes", "--json"]).expect(0).json();
+    assert_eq!(
+        (&removed["removed"], &removed["objects"], &removed["bytes"]),
+        (&true.into(), &shown["objects"], &shown["bytes"])
+    );
+    assert_eq!(run(&["clean", arg(&output), "--json"]).expect(0).json()["objects"], 0);
+    run(&["verify", arg(&output)]).expect(0);
+    assert_eq!(status(&output)["rows"]["succeeded"], 40);
+    assert!(
+        run(&["submit", arg(&job), "--no-enqueue"])
+            .expect(0)
+            .stderr
+            .contains("already done")
+    );
+}
+
+#[test]
+fn status_names_the_shards_that_a_dead_worker_left() {
+    let folder = tempfile::tempdir().unwrap();
+    let (job, output) = label_job(folder.path());
+    let mut child = gristmill(&["run", arg(&job), "--quiet", "--log-interval", "0.2"])
+        .spawn()
+        .unwrap();
+    while !output.join("part-00000.parquet").exists() {
+        assert!(child.try_wait().unwrap().is_none(), "it ended before its first part");
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let seen = status(&output);
+    let open = seen["open_shards"].as_array().unwrap();
+    assert!(
+        !open.is_empty() && open.len() as u64 == seen["shards"]["open"].as_u64().unwrap(),
+        "{seen}"
+    );
+    for shard in open {
+        assert!(shard["worker"].as_str().unwrap().starts_with("run-"), "{shard}");
+        assert!(shard["rows_done"].as_u64() <= shard["rows"].as_u64(), "{shard}");
+        assert!(shard["attempts"].as_u64() >= Some(1), "{shard}");
+        chrono::DateTime::parse_from_rfc3339(shard["last_progress"].as_str().unwrap()).unwrap();
+    }
+    assert!(seen["created_at"].is_string() && seen["generation"] == 0, "{seen}");
+    let said = run(&["status", arg(&output)]).expect(0).stdout;
+    assert!(said.contains("last progress") && said.contains("worker run-"), "{said}");
+}
+
+/// A queue's address for this test, where a broker runs.
+fn queues(test: &str) -> Vec<String> {
+    let name = format!("{test}-{}", std::process::id());
+    let mut found = Vec::new();
+    for (variable, scheme) in [("GRISTMILL_TEST_KAFKA", "kafka://"), ("GRISTMILL_TEST_RABBITMQ", "")] {
+        match std::env::var(variable).ok().filter(|address| !address.is_empty()) {
+            Some(address) => found.push(format!("{scheme}{address}/{name}")),
+            None => eprintln!("skipped: commands::{test}: `{variable}` is not set: the service does not run"),
+        }
+    }
+    found
+}
+
+#[test]
+fn submit_and_reconcile_enqueue_at_real_brokers() {
+    for queue in queues("submit_and_reconcile_enqueue_at_real_brokers") {
+        let folder = tempfile::tempdir().unwrap();
+        let (job, output) = small_job(folder.path(), &[3]);
+        let sent = run(&["submit", arg(&job), "--queue", &queue, "--json"])
+            .expect(0)
+            .json();
+        assert_eq!(
+            (&sent["queue"]["messages"], &sent["queue"]["created"]),
+            (&10.into(), &true.into()),
+            "{sent}"
+        );
+        let url = sent["queue"]["url"].as_str().unwrap();
+        let user = queue.split_once("://").and_then(|(_, rest)| rest.split_once('@'));
+        if let Some((_, password)) = user.and_then(|(user, _)| user.split_once(':')) {
+            assert!(!url.contains(password), "the password is shown");
+        }
+        let again = run(&["submit", arg(&job), "--queue", &queue, "--json"])
+            .expect(0)
+            .json();
+        assert_eq!(
+            (&again["queue"]["messages"], &again["queue"]["created"]),
+            (&10.into(), &false.into())
+        );
+        let said = run(&["submit", arg(&job), "--queue", &queue]).expect(0).stdout;
+        assert!(
+            said.contains("enqueued    10 shards to") && said.contains("gristmill worker --queue"),
+            "{said}"
+        );
+        let looked = run(&["reconcile", arg(&output), "--queue", &queue, "--interval", "0.5"]).expect(0);
+        assert!(
+            looked
+                .stdout
+                .contains("enqueued 10 shards that nobody moved (0 to 9), of 10"),
+            "{}",
+            looked.stdout
+        );
+        run(&["run", arg(&job), "--quiet"]).expect(3);
+        fs::remove_file(output.join("_SUCCESS")).unwrap();
+        let finished = run(&["reconcile", arg(&output), "--queue", &queue, "--until-finished"]).expect(3);
+        assert!(
+            finished.stdout.contains("is finished; some rows did not succeed"),
+            "{}",
+            finished.stdout
+        );
+        assert!(output.join("_SUCCESS").exists());
+        let retried = run(&["retry", arg(&output), "--queue", &queue, "--json"])
+            .expect(0)
+            .json();
+        assert_eq!(
+            (&retried["generation"], &retried["queue"]["messages"]),
+            (&1.into(), &1.into()),
+            "{retried}"
+        );
+    }
+}
+
+#[test]
+fn the_commands_work_on_an_s3_store() {
+    let need = |variable: &str| std::env::var(variable).ok().filter(|value| !value.is_empty());
+    let names = [
+        "GRISTMILL_TEST_S3",
+        "GRISTMILL_TEST_S3_KEY",
+        "GRISTMILL_TEST_S3_SECRET",
+        "GRISTMILL_TEST_S3_BUCKET",
+    ];
+    let [Some(endpoint), Some(key), Some(secret), Some(bucket)] = names.map(need) else {
+        eprintln!(
+            "skipped: commands::the_commands_work_on_an_s3_store: `GRISTMILL_TEST_S3` is not set: the service does not run"
+        );
+        return;
+    };
+    let s3 = |arguments: &[&str]| {
+        let mut command: Command = gristmill(arguments);
+        command
+            .env("AWS_ENDPOINT_URL", &endpoint)
+            .env("AWS_ALLOW_HTTP", "true")
+            .env("AWS_REGION", "us-east-1");
+        command
+            .env("AWS_ACCESS_KEY_ID", &key)
+            .env("AWS_SECRET_ACCESS_KEY", &secret);
+        Run::of(&mut command)
+    };
+    let folder = tempfile::tempdir().unwrap();
+    let (job, _) = small_job(folder.path(), &[3]);
+    let output = format!("s3://{bucket}/commands-{}", std::process::id());
+    let text = fs::read_to_string(&job)
+        .unwrap()
+        .replace("uri: out", &format!("uri: '{output}'"));
+    fs::write(&job, text).unwrap();
+    let first = s3(&["submit", arg(&job), "--no-enqueue", "--json"]).expect(0).json();
+    assert_eq!(
+        (&first["shards"], &first["output"]),
+        (&10.into(), &output.clone().into())
+    );
+    s3(&["run", arg(&job), "--quiet"]).expect(3);
+    let retried = s3(&["retry", &output, "--json"]).expect(0).json();
+    assert_eq!(
+        (&retried["generation"], &retried["shards"]),
+        (&1.into(), &1.into()),
+        "{retried}"
+    );
+    s3(&["run", arg(&job), "--quiet"]).expect(3);
+    assert_eq!(s3(&["verify", &output, "--json"]).expect(0).json()["rows"], 40);
+    assert!(s3(&["clean", &output, "--yes", "--json"]).expect(0).json()["objects"].as_u64() > Some(0));
+    s3(&["verify", &output]).expect(0);
+    assert!(s3(&["cancel", &output]).expect(0).stdout.contains("already finished"));
+}
