@@ -328,11 +328,14 @@ impl ConsumerContext for Group {
             Rebalance::Assign(list) => {
                 tracing::debug!("{}: gets partitions {:?}", self.address, numbers(list));
                 self.desk.set_denied(None);
-                // New partitions come unpaused.
-                if locked(&self.book).paused
-                    && let Err(error) = consumer.pause(list)
-                {
-                    tracing::debug!("cannot pause: {error}");
+                // librdkafka remembers over a rebalance which partitions were paused: either state is set anew.
+                let changed = if locked(&self.book).paused {
+                    consumer.pause(list)
+                } else {
+                    consumer.resume(list)
+                };
+                if let Err(error) = changed {
+                    tracing::debug!("cannot pause or resume: {error}");
                 }
             }
             Rebalance::Revoke(_) => {}

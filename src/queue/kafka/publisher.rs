@@ -63,7 +63,7 @@ pub(crate) fn first_look<C: rdkafka::ClientContext>(
 ) -> Result<Topic, QueueError> {
     let address = url.to_string();
     let start = Instant::now();
-    let mut trouble = None;
+    let mut trouble: Option<Trouble> = None;
     loop {
         let code = match look(client, &url.topic) {
             Ok(topic) => return Ok(topic),
@@ -74,7 +74,10 @@ pub(crate) fn first_look<C: rdkafka::ClientContext>(
                 why: denied(&address, code),
             });
         }
-        trouble = heard().or(trouble);
+        trouble = match (trouble, heard()) {
+            (Some(old), Some(new)) => Some(old.or_more_telling(new)),
+            (old, new) => new.or(old),
+        };
         let wait = match trouble.as_ref().map(|trouble| trouble.kind) {
             Some(Kind::Denied) => Duration::ZERO,
             Some(Kind::UnknownHost) => RESOLVE_WAIT,

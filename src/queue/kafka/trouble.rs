@@ -49,6 +49,18 @@ pub(crate) struct Trouble {
     pub why: String,
 }
 
+impl Trouble {
+    /// The newer of the two, unless the older says more about what somebody must do.
+    pub fn or_more_telling(self, newer: Trouble) -> Trouble {
+        let telling = |trouble: &Trouble| match trouble.kind {
+            Kind::Denied => 0,
+            Kind::UnknownHost => 1,
+            _ => 2,
+        };
+        if telling(&newer) <= telling(&self) { newer } else { self }
+    }
+}
+
 /// Keeps what librdkafka reports, most telling first; its log goes to the debug level.
 #[derive(Clone)]
 pub(crate) struct Ear {
@@ -74,22 +86,15 @@ impl Ear {
             kind: kind(code),
             why: self.line(code, reason),
         };
-        if new.kind == Kind::Passing {
+        // That every broker is down is what follows from what was said before, and says less.
+        if new.kind == Kind::Passing || code == Code::AllBrokersDown {
             return;
         }
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
-        // A refusal says more than the "all brokers are down" that follows it.
-        let telling = |kind| match kind {
-            Kind::Denied => 0,
-            Kind::UnknownHost => 1,
-            _ => 2,
-        };
-        if last
-            .as_ref()
-            .is_none_or(|old| telling(new.kind) <= telling(old.kind) && code != Code::AllBrokersDown)
-        {
-            *last = Some(new);
-        }
+        *last = Some(match last.take() {
+            Some(old) => old.or_more_telling(new),
+            None => new,
+        });
     }
 
     /// librdkafka's `thread:instance/broker: reason (after 3ms in state …)`, as far as it helps.

@@ -9,9 +9,9 @@ use crate::queue::QueueError;
 use crate::queue::address::RabbitUrl;
 use crate::queue::settings::Resolved;
 
-/// What makes a quorum queue never drop a message for being delivered often: kills must not dead-letter healthy shards.
-/// RabbitMQ 4 has a limit of 20 that -1 turns off; 3.x has none and takes no negative one.
-const NO_DELIVERY_LIMIT: (&str, i32) = ("x-delivery-limit", -1);
+/// As good as no delivery limit: kills must not dead-letter healthy shards. RabbitMQ 4 has a limit of 20 unless told
+/// otherwise; its -1 for "none" is taken by 3.10 too, but there every message that comes back is dropped at once.
+const DELIVERY_LIMIT: (&str, i32) = ("x-delivery-limit", i32::MAX);
 
 /// A channel on which the queue is known to exist, and whether it was made now.
 pub(super) async fn declare(
@@ -27,16 +27,12 @@ pub(super) async fn declare(
     }
     let mut arguments = FieldTable::default();
     arguments.insert("x-queue-type".into(), AMQPValue::LongString(LongString::from("quorum")));
-    let mut unlimited = arguments.clone();
-    let (name, limit) = NO_DELIVERY_LIMIT;
-    unlimited.insert(name.into(), AMQPValue::LongInt(limit));
-    let made = match attempt(connection, url, false, unlimited).await {
-        // An older broker does not know the argument's value, or another made the queue in this moment.
-        Err(error) if code(&error) == Some(PRECONDITION_FAILED) => attempt(connection, url, false, arguments).await,
-        made => made,
-    };
+    let (name, limit) = DELIVERY_LIMIT;
+    arguments.insert(name.into(), AMQPValue::LongInt(limit));
+    let made = attempt(connection, url, false, arguments).await;
     match made {
         Ok(channel) => Ok((channel, true)),
+        // Another made it otherwise in this moment.
         Err(error) if code(&error) == Some(PRECONDITION_FAILED) => {
             let found = attempt(connection, url, true, FieldTable::default()).await;
             found.map(|channel| (channel, false)).map_err(|error| asked(&error))
