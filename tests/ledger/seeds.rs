@@ -131,7 +131,7 @@ async fn work_on(ledger: &Ledger, mut log: Box<ShardLog>, author: u64) -> Result
         };
         log.append(&finished_as(&left, &name, status)).await?;
     }
-    let own = author % 3 == 0;
+    let own = author.is_multiple_of(3);
     let make = |batches: &[arrow::array::RecordBatch], metadata: &[(String, String)]| {
         let mut metadata = metadata.to_vec();
         if own {
@@ -262,7 +262,7 @@ fn play(seed: u64) -> std::result::Result<(), String> {
             0..=2 => Role::Retry,
             3 => Role::Clean,
             4 => Role::Stop { close: false },
-            5 if seed % 3 == 0 => Role::Stop { close: true },
+            5 if seed.is_multiple_of(3) => Role::Stop { close: true },
             6 => Role::Extend,
             _ => Role::Work,
         })
