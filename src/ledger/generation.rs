@@ -91,7 +91,12 @@ impl Ledger {
                 "a job is retried {GENERATIONS_MAX} times at most"
             )));
         }
-        let shards = newest.failed_rows().await?;
+        let shards = match newest.failed_rows().await {
+            Ok(shards) => shards,
+            // Another retry may have begun, and replaced parts while we read them.
+            Err(error @ LedgerError::Damaged { .. }) => return newest.next().await?.map(Some).ok_or(error),
+            Err(error) => return Err(error),
+        };
         if shards.is_empty() {
             return Ok(None);
         }
@@ -259,7 +264,7 @@ impl Ledger {
         log.counted().await
     }
 
-    /// The rows of the part that stands, which must be the one last committed, or already the next generation's.
+    /// The rows of the part that stands, which must be the one last committed, or already a later generation's.
     async fn standing_rows(&self, shard: u32) -> Result<RecordBatch> {
         let commit = self.standing_commit(shard).await?;
         let address = self.store().address(&commit.part.name);
@@ -271,12 +276,12 @@ impl Ledger {
         let damaged = |why: &str| LedgerError::damaged(format!("`{address}` {why}"));
         let bytes = self.store().get(&commit.part.name, MAX_OBJECT_BYTES).await?;
         let bytes = bytes.ok_or_else(|| damaged("is missing, though it was committed"))?;
-        let next = (self.generation() + 1).to_string();
+        let later = |text: &str| text.parse::<u32>().is_ok_and(|found| found > self.generation());
         let is_next = || {
             part_origin(&bytes).is_ok_and(|origin| {
                 origin.job.as_deref() == Some(self.job().job.as_str())
                     && origin.shard == Some(shard.to_string())
-                    && origin.generation == Some(next)
+                    && origin.generation.as_deref().is_some_and(later)
             })
         };
         if sha256(&bytes) != commit.part.sha256 && !is_next() {

@@ -4,6 +4,10 @@ mod support;
 
 mod simulation;
 
+mod seeds;
+
+mod generations;
+
 mod local;
 
 mod refusals;

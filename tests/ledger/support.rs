@@ -92,6 +92,11 @@ pub fn eager(output: &Location) -> Store {
 
 /// Finished rows; every other one `errored`. `author` differs between workers, so that it shows whose rows count.
 pub fn finished(rows: &RowSet, author: &str) -> RecordBatch {
+    finished_as(rows, author, |row| if row % 2 == 0 { "succeeded" } else { "errored" })
+}
+
+/// Finished rows with the statuses that `status` gives.
+pub fn finished_as(rows: &RowSet, author: &str, status: impl Fn(i64) -> &'static str) -> RecordBatch {
     // Not in order: rows finish as they like.
     let mut rows: Vec<i64> = rows.iter().map(|row| row as i64).collect();
     rows.reverse();
@@ -105,7 +110,7 @@ pub fn finished(rows: &RowSet, author: &str) -> RecordBatch {
         Field::new("cached_tokens", DataType::Int64, true),
         Field::new("completion_tokens", DataType::Int64, true),
     ]);
-    let status = |row: i64| if row % 2 == 0 { "succeeded" } else { "errored" }.to_string();
+    let status = |row: i64| status(row).to_string();
     RecordBatch::try_new(
         Arc::new(schema),
         vec![
@@ -343,7 +348,7 @@ impl fmt::Display for FaultStore {
 impl ObjectStore for FaultStore {
     async fn put_opts(&self, path: &Path, payload: PutPayload, options: PutOptions) -> object_store::Result<PutResult> {
         let late = (path.clone(), payload.clone(), options.clone());
-        let conditional = options.mode == PutMode::Create;
+        let conditional = options.mode != PutMode::Overwrite;
         let request = self.inner.put_opts(path, payload, options);
         self.faulty_or_late(Op::Put, path, request, conditional.then_some(late))
             .await

@@ -1,0 +1,357 @@
+//! Whole lives of a job, each from one seed: workers, retries, cleaning, cancelling and extending, interleaved request by
+//! request over a store with every ambiguous and delayed outcome.
+//!
+//! `GRISTMILL_SEED=n` plays one seed again; `GRISTMILL_FAULTS=full` plays 100,000.
+
+use std::collections::BTreeMap;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::task::{Context, Poll};
+
+use gristmill::dataset::location::Location;
+use gristmill::ledger::log::{ShardLog, ShardState};
+use gristmill::ledger::{Ledger, LedgerError, Order, Result, StopWhy};
+use object_store::memory::InMemory;
+use parquet::file::reader::{FileReader, SerializedFileReader};
+
+use super::support::*;
+
+const SHARDS: u32 = 2;
+const ROWS: u64 = 5;
+const ACTORS: usize = 3;
+const PATIENCE: u32 = 4;
+/// Steps between two looks at what readers see.
+const LOOK_EVERY: u32 = 8;
+
+/// SplitMix64.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, end: u64) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (z ^ (z >> 31)) % end
+    }
+}
+
+type Actor = Pin<Box<dyn Future<Output = Result<()>>>>;
+
+/// What an actor comes for.
+#[derive(Clone, Copy)]
+enum Role {
+    Work,
+    Retry,
+    Clean,
+    Stop { close: bool },
+    Extend,
+}
+
+fn passing(patience: &mut u32, error: LedgerError) -> Result<()> {
+    *patience -= 1;
+    if error.is_retryable() && *patience > 0 {
+        Ok(())
+    } else {
+        Err(error)
+    }
+}
+
+async fn act(output: Location, author: u64, role: Role, asked: Arc<AtomicBool>) -> Result<()> {
+    let (ledger, _) = Ledger::create_or_resume_in(eager(&output), draft("seeded", SHARDS, ROWS)).await?;
+    match role {
+        Role::Work => work(ledger, author).await,
+        Role::Retry if ledger.success().await?.is_some() => match ledger.retry().await? {
+            Some(ledger) => work(ledger, author).await,
+            None => Ok(()),
+        },
+        Role::Clean if ledger.success().await?.is_some() => match ledger.clean(false).await {
+            // A retry began in between.
+            Err(LedgerError::Conflict { .. }) => Ok(()),
+            other => other.map(|_| ()),
+        },
+        Role::Retry | Role::Clean => Ok(()),
+        Role::Stop { close } => {
+            if close {
+                asked.store(true, Ordering::Relaxed);
+            }
+            let why = StopWhy::Cancelled;
+            ledger
+                .control()
+                .await?
+                .give(Order::Stop { why, close })
+                .await
+                .map(|_| ())
+        }
+        Role::Extend => {
+            let order = Order::Extend {
+                budget_usd: None,
+                deadline_seconds: None,
+            };
+            ledger.control().await?.give(order).await.map(|_| ())
+        }
+    }
+}
+
+async fn work(ledger: Ledger, author: u64) -> Result<()> {
+    let mut patience = PATIENCE;
+    let mut shards = ledger.shard_numbers();
+    let first = author as usize % shards.len();
+    shards.rotate_left(first);
+    for shard in shards {
+        loop {
+            let done = match ledger.shard(shard).await {
+                Ok(ShardState::Committed(_)) => break,
+                Ok(ShardState::Open(log)) => work_on(&ledger, log, author).await,
+                Err(error) => Err(error),
+            };
+            match done {
+                Ok(()) => break,
+                Err(error) => passing(&mut patience, error)?,
+            }
+        }
+    }
+    ledger.finish_check(None).await.map(|_| ())
+}
+
+async fn work_on(ledger: &Ledger, mut log: Box<ShardLog>, author: u64) -> Result<()> {
+    let (name, generation) = (format!("actor-{author}"), i64::from(ledger.generation()));
+    let rows = log.uncovered();
+    if !rows.is_empty() {
+        log.begin(&name, &rows, false).await?;
+    }
+    while !log.is_complete() {
+        let closing = ledger.control().await?.closes();
+        let left = log.uncovered().first(1 + author % ROWS);
+        let status = move |row: i64| match closing {
+            true => "cancelled",
+            false if row % 2 == 1 && (row + generation) % 3 != 0 => "errored",
+            false => "succeeded",
+        };
+        log.append(&finished_as(&left, &name, status)).await?;
+    }
+    let own = author.is_multiple_of(3);
+    let make = |batches: &[arrow::array::RecordBatch], metadata: &[(String, String)]| {
+        let mut metadata = metadata.to_vec();
+        if own {
+            metadata.push(("author".into(), name.clone()));
+        }
+        part(batches, &metadata)
+    };
+    log.publish(make).await.map(|_| ())
+}
+
+fn poll(actor: &mut Actor) -> Poll<Result<()>> {
+    actor
+        .as_mut()
+        .poll(&mut Context::from_waker(futures::task::noop_waker_ref()))
+}
+
+fn finish<T>(mut future: Pin<Box<dyn Future<Output = T> + '_>>) -> T {
+    let mut context = Context::from_waker(futures::task::noop_waker_ref());
+    for _ in 0..1_000_000 {
+        if let Poll::Ready(done) = future.as_mut().poll(&mut context) {
+            return done;
+        }
+    }
+    panic!("an actor does not end");
+}
+
+/// An actor's end is harmless unless it reports damage.
+fn harmless(ended: Result<()>) -> std::result::Result<(), String> {
+    match ended {
+        Ok(()) => Ok(()),
+        Err(error) if error.is_retryable() => Ok(()),
+        Err(error) => Err(chain(&error)),
+    }
+}
+
+/// What readers of the folder have seen so far.
+#[derive(Default)]
+struct Seen {
+    parts: BTreeMap<String, (u32, bytes::Bytes)>,
+    success: u32,
+}
+
+impl Seen {
+    /// Each part holds its shard's rows once, and only ever gives way to one of a newer generation.
+    async fn look(&mut self, output: &Location) -> std::result::Result<(), String> {
+        let store = eager(output);
+        let (objects, _) = store.list_folder("").await.map_err(|e| chain(&e))?;
+        let found: Vec<String> = objects.into_iter().map(|object| object.key).collect();
+        if let Some(gone) = self.parts.keys().find(|name| !found.contains(name)) {
+            return Err(format!("`{gone}` has gone"));
+        }
+        for name in found.iter().filter(|name| name.starts_with("part-")) {
+            let bytes = store.get(name, u64::MAX).await.map_err(|e| chain(&e))?.ok_or("gone")?;
+            let was = self.parts.get(name);
+            if was.is_some_and(|(_, was)| *was == bytes) {
+                continue;
+            }
+            let generation = part_generation(&bytes)?;
+            if let Some((older, _)) = was.filter(|(older, _)| *older >= generation) {
+                return Err(format!(
+                    "`{name}` of generation {older} gave way to generation {generation}"
+                ));
+            }
+            self.parts.insert(name.clone(), (generation, bytes));
+        }
+        if found.iter().any(|name| name == "_SUCCESS") {
+            let bytes = store
+                .get("_SUCCESS", u64::MAX)
+                .await
+                .map_err(|e| chain(&e))?
+                .ok_or("gone")?;
+            let json: serde_json::Value = serde_json::from_slice(&bytes).map_err(|e| e.to_string())?;
+            let generation = json["generation"].as_u64().unwrap_or(0) as u32;
+            if generation < self.success || self.parts.len() < SHARDS as usize {
+                return Err(format!(
+                    "`_SUCCESS` of generation {generation} stands too early or too late"
+                ));
+            }
+            self.success = generation;
+        }
+        let ledger = Ledger::open_in(store.clone()).await.map_err(|e| chain(&e))?;
+        let Some(ledger) = ledger.filter(|ledger| ledger.generation() == 0) else {
+            return Ok(());
+        };
+        for shard in 0..SHARDS {
+            let committed = ledger.is_committed(shard).await.map_err(|e| chain(&e))?;
+            if committed && !self.parts.contains_key(&ledger.keys().part(shard)) {
+                return Err(format!("shard {shard} is committed, and its part is not there"));
+            }
+        }
+        Ok(())
+    }
+}
+
+fn part_generation(bytes: &bytes::Bytes) -> std::result::Result<u32, String> {
+    let reader = SerializedFileReader::new(bytes.clone()).map_err(|e| e.to_string())?;
+    let pairs = reader
+        .metadata()
+        .file_metadata()
+        .key_value_metadata()
+        .cloned()
+        .unwrap_or_default();
+    let found = pairs.into_iter().find(|pair| pair.key == "gristmill.generation");
+    Ok(found
+        .and_then(|pair| pair.value)
+        .map_or(0, |text| text.parse().unwrap()))
+}
+
+fn play(seed: u64) -> std::result::Result<(), String> {
+    let mut random = Random(seed);
+    let memory = Arc::new(InMemory::new());
+    let clear = place(memory.clone());
+    let (mut chance, rate) = (Random(seed ^ 0xfa17), [0, 2, 6, 12][random.below(4) as usize]);
+    let faulty = Arc::new(FaultStore::new(memory, true, move |_, _| {
+        match chance.below(100) < rate {
+            true => [Fault::Before, Fault::After, Fault::Exists, Fault::Late][chance.below(4) as usize],
+            false => Fault::None,
+        }
+    }));
+    let output = place(faulty.clone());
+    let (authors, asked) = (AtomicU64::new(0), Arc::new(AtomicBool::new(false)));
+    let hire_as = |role: Role| -> Actor {
+        let author = authors.fetch_add(1, Ordering::Relaxed);
+        Box::pin(act(output.clone(), author, role, asked.clone()))
+    };
+    let hire = |random: &mut Random| {
+        hire_as(match random.below(16) {
+            0..=2 => Role::Retry,
+            3 => Role::Clean,
+            4 => Role::Stop { close: false },
+            5 if seed.is_multiple_of(3) => Role::Stop { close: true },
+            6 => Role::Extend,
+            _ => Role::Work,
+        })
+    };
+    let mut actors: Vec<Actor> = (0..ACTORS).map(|_| hire(&mut random)).collect();
+    let (mut asleep, mut seen) = (Vec::new(), Seen::default());
+    for step in 0..random.below(900) as u32 {
+        let n = random.below(ACTORS as u64) as usize;
+        match random.below(100) {
+            0..=1 => actors[n] = hire(&mut random),
+            2..=3 => asleep.push(std::mem::replace(&mut actors[n], hire(&mut random))),
+            4..=7 => finish(Box::pin(faulty.arrive())),
+            _ => {
+                if let Poll::Ready(ended) = poll(&mut actors[n]) {
+                    harmless(ended)?;
+                    actors[n] = hire(&mut random);
+                }
+            }
+        }
+        if step % LOOK_EVERY == 0 {
+            finish(Box::pin(seen.look(&clear)))?;
+        }
+    }
+    faulty.heal();
+    finish(hire_as(Role::Work)).map_err(|error| chain(&error))?;
+    for actor in actors.into_iter().chain(asleep) {
+        harmless(finish(actor))?;
+        finish(Box::pin(seen.look(&clear)))?;
+    }
+    for _ in 0..200 {
+        finish(Box::pin(faulty.arrive()));
+    }
+    // Those that woke may have begun a retry.
+    finish(hire_as(Role::Work)).map_err(|error| chain(&error))?;
+    finish(Box::pin(seen.look(&clear)))?;
+    finish(Box::pin(end(&clear, asked.load(Ordering::Relaxed))))
+}
+
+/// The job is whole: each row once, and all counts right.
+async fn end(output: &Location, asked: bool) -> std::result::Result<(), String> {
+    let ledger = Ledger::open_in(eager(output))
+        .await
+        .map_err(|e| chain(&e))?
+        .ok_or("no job")?;
+    let verified = ledger.verify(|_| ()).await.map_err(|e| chain(&e))?;
+    let rows = published_rows(output).await;
+    if !rows.iter().copied().eq(0..i64::from(SHARDS) * ROWS as i64) {
+        return Err(format!("the rows are {rows:?}"));
+    }
+    if verified.tally.cancelled > 0 && !asked {
+        return Err("rows were cancelled, and nobody asked".into());
+    }
+    match verified.findings.is_empty() {
+        true => Ok(()),
+        false => Err(verified.findings.join("; ")),
+    }
+}
+
+#[test]
+fn no_seed_breaks_the_guarantee() {
+    let full = std::env::var("GRISTMILL_FAULTS").is_ok_and(|value| value == "full");
+    let one = std::env::var("GRISTMILL_SEED")
+        .ok()
+        .map(|seed| seed.parse::<u64>().unwrap());
+    let seeds = one.map_or(0..if full { 100_000 } else { 2_000 }, |seed| seed..seed + 1);
+    for seed in seeds {
+        let played = std::panic::catch_unwind(|| play(seed));
+        let played = played.unwrap_or_else(|_| Err("a panic".into()));
+        assert!(played.is_ok(), "GRISTMILL_SEED={seed}: {}", played.unwrap_err());
+    }
+}
+
+/// Each switch that breaks the protocol is noticed. In a process of its own, so that no other test has it on.
+#[cfg(feature = "faults")]
+#[test]
+fn every_negative_control_is_noticed() {
+    for switch in ["put-unconditional", "exists-is-success", "part-after-commit"] {
+        let output = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "ledger::seeds::no_seed_breaks_the_guarantee", "--nocapture"])
+            .env("GRISTMILL_FAULT_SWITCHES", switch)
+            .env_remove("GRISTMILL_SEED")
+            .output()
+            .unwrap();
+        let said = [output.stderr.as_slice(), &output.stdout].concat();
+        let said = String::from_utf8_lossy(&said);
+        assert!(!output.status.success(), "`{switch}` was not noticed");
+        assert!(
+            said.contains("GRISTMILL_SEED="),
+            "`{switch}`: no seed is named:\n{said}"
+        );
+    }
+}
