@@ -1,0 +1,69 @@
+//! Workers of two versions: what a newer one wrote, an older one leaves as it is.
+
+use std::time::Duration;
+
+use rdkafka::ClientConfig;
+use rdkafka::producer::{BaseProducer, BaseRecord, Producer};
+
+use super::job::{Broker, Plan};
+use super::scene::{END_MAX, Scene};
+use super::services::{Services, address};
+use super::suite::Suite;
+
+const NEWER: &[u8] = b"{\"v\":99,\"what\":\"nobody here can know\"}\n";
+
+#[test]
+fn newer_messages_and_records_are_left_alone() {
+    let name = "newer_messages_and_records_are_left_alone";
+    let Some(services) = Services::of(name, &["kafka", "minio"]) else {
+        return;
+    };
+    let mut suite = Suite::begin(name);
+    let plan = Plan {
+        rows: 2_000,
+        shard_rows: 250,
+        ms_per_row: 0.5,
+        ..Plan::default()
+    };
+    let mut scene = Scene::open(&mut suite, &services, Broker::Kafka, &plan);
+    let root = format!("{}/out/_gristmill", scene.job.key);
+    let job = scene
+        .bucket
+        .get(&format!("{root}/job.json"))
+        .expect("the job is submitted");
+    let job: serde_json::Value = serde_json::from_slice(&job).unwrap();
+    let home = format!("{root}/{}", job["job"].as_str().expect("the job has an id"));
+    let record = format!("{home}/shards/000003/log/000000.json");
+    scene.bucket.put(&record, NEWER.to_vec());
+    send_newer(&scene.job.name);
+    scene.begin(2);
+    let others = |scene: &mut Scene| scene.bucket.list(&format!("{home}/commits")).len() == 7;
+    scene.until("that all other shards are committed", END_MAX, others);
+    // Time to do what must not be done: overwrite it, publish without it, end over it.
+    scene.live(Duration::from_secs(4));
+    assert_eq!(scene.crew.awake().len(), 2, "a worker has left");
+    assert_eq!(scene.bucket.get(&record).as_deref(), Some(NEWER));
+    let parts = scene.bucket.list(&format!("{}/out", scene.job.key));
+    assert_eq!(parts.iter().filter(|key| key.contains("/part-")).count(), 7);
+    // The newer worker's part of the story ends here: its record never was, as far as the rest goes.
+    scene.bucket.delete(&record);
+    scene.reconcile(3.0);
+    scene.conclude();
+    suite.end();
+}
+
+/// A message of a version that does not exist yet.
+fn send_newer(topic: &str) {
+    let producer: BaseProducer = ClientConfig::new()
+        .set("bootstrap.servers", address("kafka").expect("the broker runs"))
+        .create()
+        .expect("a client of the broker");
+    let record = BaseRecord::<(), [u8]>::to(topic).payload(NEWER);
+    producer
+        .send(record)
+        .map_err(|(error, _)| error)
+        .expect("the message is queued");
+    producer
+        .flush(Duration::from_secs(10))
+        .expect("the broker takes the message");
+}
