@@ -12,5 +12,10 @@ mod job_files;
 mod kills;
 mod ledger;
 mod model_reference;
+mod proxy;
+#[path = "proxy/tests.rs"]
+mod proxy_tests;
 mod queue_contract;
 mod rules;
+mod services;
+mod store_s3;

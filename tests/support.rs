@@ -1,5 +1,7 @@
 //! What the end-to-end tests share: the binary, job files in temporary folders, the checker.
 
+use std::fs::OpenOptions;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
@@ -92,6 +94,22 @@ pub fn job_in(folder: &Path, name: &str, edit: impl Fn(String) -> String) -> (Pa
     let path = folder.join(name);
     std::fs::write(&path, edit(text)).expect("the job file is written");
     (path, output)
+}
+
+/// Notes that the test `name` checked nothing, and why. `tests/check.sh` takes such tests out of those that passed and
+/// lists them before its closing line.
+pub fn skip(name: &str, why: &str) {
+    eprintln!("skipped: {name}: {why}");
+    if let Some(list) = std::env::var_os("GRISTMILL_TEST_SKIPS") {
+        let mut list = OpenOptions::new()
+            .append(true)
+            .create(true)
+            .open(list)
+            .expect("the list of skipped tests");
+        // One write a line: tests run side by side.
+        list.write_all(format!("{name}: {why}\n").as_bytes())
+            .expect("a line in the list of skipped tests");
+    }
 }
 
 /// A path as an argument.

@@ -8,8 +8,10 @@ use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt};
 use url::Url;
 
+use super::stores::{OpenError, Stores, shown};
+
 /// A place in an object store.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct Location {
     pub store: Arc<dyn ObjectStore>,
     /// Key within the store.
@@ -23,12 +25,15 @@ pub struct Location {
 pub enum LocationError {
     #[error("`{text}` is not a usable address: {why}")]
     Address { text: String, why: String },
-    #[error("cannot open the store of `{url}`")]
-    Store {
-        url: String,
-        #[source]
-        source: Box<object_store::Error>,
-    },
+    #[error("cannot open the store of `{url}`: {why}")]
+    Store { url: String, why: OpenError },
+}
+
+impl std::fmt::Debug for Location {
+    /// The address alone: clients carry their credentials.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("Location").field(&self.url.as_str()).finish()
+    }
 }
 
 impl Location {
@@ -36,8 +41,13 @@ impl Location {
     ///
     /// Options of remote stores come from the environment (`AWS_…`, `GOOGLE_…`, `AZURE_…`).
     pub fn parse(text: &str, base_dir: &FsPath) -> Result<Location, LocationError> {
+        Location::parse_with(text, base_dir, Stores::of_process())
+    }
+
+    /// As [`Location::parse`], among these stores.
+    pub fn parse_with(text: &str, base_dir: &FsPath, stores: &Stores) -> Result<Location, LocationError> {
         let bad = |why: String| LocationError::Address {
-            text: text.to_string(),
+            text: without_secrets(text),
             why,
         };
         if text.trim().is_empty() {
@@ -47,17 +57,16 @@ impl Location {
             && scheme != "file"
         {
             let url = Url::parse(text).map_err(|e| bad(e.to_string()))?;
-            let options = std::env::vars().map(|(k, v)| (k.to_ascii_lowercase(), v));
-            let opened = object_store::parse_url_opts(&url, options);
-            let (store, path) = opened.map_err(|source| LocationError::Store {
-                url: url.to_string(),
-                source: Box::new(source),
-            })?;
-            return Ok(Location {
-                store: Arc::from(store),
-                path,
-                url,
-            });
+            // Addresses stand in records and logs, where secrets must not.
+            if url.password().is_some() || url.query().is_some() {
+                return Err(bad(
+                    "it holds a password or a query: give credentials by environment, not in addresses".into(),
+                ));
+            }
+            let (store, path) = stores
+                .open(&url)
+                .map_err(|why| LocationError::Store { url: shown(&url), why })?;
+            return Ok(Location { store, path, url });
         }
         let fs_path = match text.strip_prefix("file://") {
             Some(_) => {
@@ -105,6 +114,18 @@ impl Location {
     }
 }
 
+/// An address as it may be shown, also where it is no URL: nothing of what stands before an `@` or after a `?`.
+fn without_secrets(text: &str) -> String {
+    if let Ok(url) = Url::parse(text) {
+        return shown(&url);
+    }
+    let text = text.split('?').next().unwrap_or_default();
+    match (text.split_once("://"), text.rsplit_once('@')) {
+        (Some((scheme, _)), Some((_, host))) => format!("{scheme}://…@{host}"),
+        _ => text.to_string(),
+    }
+}
+
 /// Resolves `.` and `..` by text alone (the path need not exist).
 fn normalize(path: &FsPath) -> PathBuf {
     let mut out = PathBuf::new();
@@ -118,4 +139,32 @@ fn normalize(path: &FsPath) -> PathBuf {
         }
     }
     out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_with_secrets_are_refused_without_showing_them() {
+        let stores = Stores::new([]);
+        for text in [
+            "https://me:hush@host/data.parquet",
+            "https://host/data.parquet?sig=hush",
+            "s3://me:hush@/x",
+            "https://me:hush@[bad/x",
+        ] {
+            let why = Location::parse_with(text, FsPath::new("/"), &stores).unwrap_err();
+            let (shown, debug) = (why.to_string(), format!("{why:?}"));
+            assert!(!shown.contains("hush") && !debug.contains("hush"), "{text}: {shown}");
+        }
+    }
+
+    #[test]
+    fn showing_a_place_shows_no_credentials() {
+        let keys = [("AWS_ACCESS_KEY_ID", "key"), ("AWS_SECRET_ACCESS_KEY", "hush")];
+        let stores = Stores::new(keys.map(|(name, value)| (name.to_string(), value.to_string())));
+        let place = Location::parse_with("s3://bucket/a", FsPath::new("/"), &stores).unwrap();
+        assert_eq!(format!("{place:?}"), "Location(\"s3://bucket/a\")");
+    }
 }

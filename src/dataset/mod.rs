@@ -6,6 +6,7 @@
 //! Foreign bytes are limited in size, depth and count, and nothing here holds a whole dataset: a row that cannot be
 //! read is a row that says so, an input that is not what was planned stops the job.
 
+pub mod aws_profile;
 pub mod discover;
 pub mod error;
 pub mod kinds;
@@ -24,6 +25,8 @@ pub mod row;
 pub mod schema_text;
 pub mod shard;
 pub mod sniff;
+pub mod store_error;
+pub mod stores;
 pub mod thrift;
 pub mod value;
 

@@ -1,0 +1,336 @@
+//! AWS profiles: `~/.aws/credentials` and `~/.aws/config`.
+//!
+//! Keys (with a session token), region and endpoint are taken from them, and read again when the files change, so that
+//! keys that something else renews stay good during a long job. What needs a login of its own is refused with a line
+//! that says how to get keys.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::SystemTime;
+
+use async_trait::async_trait;
+use object_store::CredentialProvider;
+use object_store::aws::AwsCredential;
+
+type Variables = BTreeMap<String, String>;
+
+/// One profile, as the files have it.
+#[derive(Clone, Default)]
+pub struct Profile {
+    name: String,
+    pub region: Option<String>,
+    pub endpoint: Option<String>,
+    settings: BTreeMap<String, String>,
+}
+
+/// How a profile gets its keys.
+pub enum Keys {
+    /// Not at all: it only has settings.
+    None,
+    Static(AwsCredential),
+    WebIdentity {
+        token_file: String,
+        role: String,
+    },
+}
+
+/// The profile that `AWS_PROFILE` names, or `default` where there is one. An error is one line.
+pub fn find(variables: &Variables) -> Result<Option<Profile>, String> {
+    let asked = variables.get("AWS_PROFILE").filter(|name| !name.is_empty());
+    let name = asked.map_or("default", String::as_str);
+    let files = Files::of(variables);
+    let mut settings = BTreeMap::new();
+    let mut found = false;
+    // The credentials file is read last: its keys win.
+    for (file, section) in [
+        (&files.config, section_in_config(name)),
+        (&files.credentials, name.to_string()),
+    ] {
+        let Some(text) = read(file)? else { continue };
+        if let Some(section) = section_of(&text, &section) {
+            found = true;
+            settings.extend(section);
+        }
+    }
+    match (found, asked) {
+        (true, _) => Ok(Some(Profile {
+            name: name.to_string(),
+            region: settings.get("region").cloned(),
+            endpoint: settings.get("endpoint_url").cloned(),
+            settings,
+        })),
+        (false, None) => Ok(None),
+        (false, Some(name)) => Err(format!(
+            "`AWS_PROFILE` names `{name}`, which is neither in `{}` nor in `{}`",
+            files.shown(&files.credentials),
+            files.shown(&files.config)
+        )),
+    }
+}
+
+impl Profile {
+    /// How this profile gets its keys. An error is one line.
+    pub fn keys(&self) -> Result<Keys, String> {
+        let get = |key: &str| self.settings.get(key).filter(|value| !value.is_empty()).cloned();
+        let name = &self.name;
+        if let (Some(role), Some(token_file)) = (get("role_arn"), get("web_identity_token_file")) {
+            return Ok(Keys::WebIdentity { token_file, role });
+        }
+        // As with Amazon's own tools, a role comes before keys of the same profile.
+        if get("role_arn").is_some() {
+            return Err(login(name, "assumes a role"));
+        }
+        match (get("aws_access_key_id"), get("aws_secret_access_key")) {
+            (Some(key_id), Some(secret_key)) => Ok(Keys::Static(AwsCredential {
+                key_id,
+                secret_key,
+                token: get("aws_session_token"),
+            })),
+            (Some(_), None) => Err(format!("profile `{name}` has no `aws_secret_access_key`")),
+            (None, Some(_)) => Err(format!("profile `{name}` has no `aws_access_key_id`")),
+            (None, None) if get("sso_session").or(get("sso_start_url")).is_some() => {
+                Err(login(name, "signs in by SSO"))
+            }
+            (None, None) if get("credential_process").is_some() => Err(login(name, "runs a program for its keys")),
+            (None, None) => Ok(Keys::None),
+        }
+    }
+}
+
+fn login(name: &str, does: &str) -> String {
+    format!(
+        "profile `{name}` {does}, which gristmill does not do: set the variables that `aws configure \
+         export-credentials --profile {name} --format env` prints"
+    )
+}
+
+/// The keys of a profile, read again when its files change.
+pub struct ProfileCredentials {
+    variables: Variables,
+    last: Mutex<(Stamps, Arc<AwsCredential>)>,
+}
+
+/// When the two files were last written.
+type Stamps = [Option<SystemTime>; 2];
+
+impl ProfileCredentials {
+    /// The credentials of `profile`, which `variables` led to and which has keys of its own.
+    pub fn new(variables: &Variables, profile: Profile) -> Result<ProfileCredentials, String> {
+        let stamps = Files::of(variables).stamps();
+        let Keys::Static(keys) = profile.keys()? else {
+            return Err(format!("profile `{}` has no keys", profile.name));
+        };
+        Ok(ProfileCredentials {
+            variables: variables.clone(),
+            last: Mutex::new((stamps, Arc::new(keys))),
+        })
+    }
+
+    fn current(&self) -> Arc<AwsCredential> {
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        let stamps = Files::of(&self.variables).stamps();
+        if stamps != last.0 {
+            match find(&self.variables).and_then(|found| found.map(|profile| profile.keys()).transpose()) {
+                Ok(Some(Keys::Static(keys))) => *last = (stamps, Arc::new(keys)),
+                // The old keys may hold for a while, and a file that is being written is whole a moment later.
+                Ok(_) => tracing::warn!("the AWS profile has no keys any more: going on with the last ones"),
+                Err(why) => tracing::warn!("{why}: going on with the last keys"),
+            }
+        }
+        last.1.clone()
+    }
+}
+
+impl std::fmt::Debug for ProfileCredentials {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("ProfileCredentials")
+    }
+}
+
+#[async_trait]
+impl CredentialProvider for ProfileCredentials {
+    type Credential = AwsCredential;
+
+    async fn get_credential(&self) -> object_store::Result<Arc<AwsCredential>> {
+        Ok(self.current())
+    }
+}
+
+/// Where the two files lie; none where neither a variable nor a home folder says so.
+struct Files {
+    credentials: Option<PathBuf>,
+    config: Option<PathBuf>,
+}
+
+impl Files {
+    fn of(variables: &Variables) -> Files {
+        let file = |variable: &str, name: &str| {
+            let set = |name: &str| variables.get(name).filter(|value| !value.is_empty());
+            let home = || set("HOME").map(|home| PathBuf::from(home).join(".aws").join(name));
+            set(variable).map(PathBuf::from).or_else(home)
+        };
+        Files {
+            credentials: file("AWS_SHARED_CREDENTIALS_FILE", "credentials"),
+            config: file("AWS_CONFIG_FILE", "config"),
+        }
+    }
+
+    fn stamps(&self) -> Stamps {
+        [&self.credentials, &self.config].map(|file| std::fs::metadata(file.as_ref()?).ok()?.modified().ok())
+    }
+
+    fn shown(&self, file: &Option<PathBuf>) -> String {
+        file.as_ref()
+            .map_or_else(|| "~/.aws".into(), |file| file.display().to_string())
+    }
+}
+
+fn read(file: &Option<PathBuf>) -> Result<Option<String>, String> {
+    let Some(file) = file else { return Ok(None) };
+    match std::fs::read_to_string(file) {
+        Ok(text) => Ok(Some(text)),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(format!("cannot read `{}`: {error}", file.display())),
+    }
+}
+
+fn section_in_config(name: &str) -> String {
+    match name {
+        "default" => name.to_string(),
+        _ => format!("profile {name}"),
+    }
+}
+
+/// The settings of one section, keys in lower case; `None` where there is no such section.
+fn section_of(text: &str, wanted: &str) -> Option<BTreeMap<String, String>> {
+    let mut found: Option<BTreeMap<String, String>> = None;
+    let mut inside = false;
+    for line in text.lines() {
+        let trimmed = line.trim();
+        // Indented lines are settings below a setting: none that matters here.
+        if trimmed.is_empty() || line.starts_with([' ', '\t', '#', ';']) {
+            continue;
+        }
+        if let Some(section) = trimmed.strip_prefix('[') {
+            let name = section.split(']').next().unwrap_or_default();
+            inside = name.split_whitespace().eq(wanted.split_whitespace());
+            if inside {
+                found.get_or_insert_default();
+            }
+        } else if inside && let Some((key, value)) = trimmed.split_once('=') {
+            let value = value.split(" #").next().unwrap_or_default().trim();
+            found
+                .get_or_insert_default()
+                .insert(key.trim().to_ascii_lowercase(), value.to_string());
+        }
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Variables that lead to these two files.
+    fn files(credentials: &str, config: &str) -> (tempfile::TempDir, Variables) {
+        let folder = tempfile::tempdir().unwrap();
+        let aws = folder.path().join(".aws");
+        std::fs::create_dir(&aws).unwrap();
+        std::fs::write(aws.join("credentials"), credentials).unwrap();
+        std::fs::write(aws.join("config"), config).unwrap();
+        let home = folder.path().display().to_string();
+        (folder, BTreeMap::from([("HOME".to_string(), home)]))
+    }
+
+    fn named(mut variables: Variables, name: &str) -> Variables {
+        variables.insert("AWS_PROFILE".into(), name.into());
+        variables
+    }
+
+    const CREDENTIALS: &str = "# mine\n[default]\naws_access_key_id = A\naws_secret_access_key=S=/+\n\n[work]\n\
+                               aws_access_key_id=WA\naws_secret_access_key=WS # secret\naws_session_token=WT\n";
+    const CONFIG: &str = "[default]\nregion=eu-west-1\ns3 =\n  region = wrong\n[profile work]\nRegion = us-west-2\n\
+                          endpoint_url = https://minio.example\naws_access_key_id = old\n\
+                          [profile sso]\nsso_session = x\n[profile role]\nrole_arn = arn:x\nsource_profile = work\n\
+                          [profile web]\nrole_arn = arn:x\nweb_identity_token_file = /token\n\
+                          [profile program]\ncredential_process = /bin/keys\n[profile half]\naws_access_key_id = A\n";
+
+    fn keys(profile: &Profile) -> AwsCredential {
+        match profile.keys().unwrap() {
+            Keys::Static(keys) => keys,
+            _ => panic!("no keys"),
+        }
+    }
+
+    #[test]
+    fn profiles_are_merged_from_both_files() {
+        let (_folder, variables) = files(CREDENTIALS, CONFIG);
+        let profile = find(&variables).unwrap().unwrap();
+        assert_eq!(profile.region.as_deref(), Some("eu-west-1"));
+        assert_eq!(
+            (keys(&profile).key_id.as_str(), keys(&profile).secret_key.as_str()),
+            ("A", "S=/+")
+        );
+        assert_eq!(keys(&profile).token, None);
+        let work = find(&named(variables, "work")).unwrap().unwrap();
+        assert_eq!(work.region.as_deref(), Some("us-west-2"));
+        assert_eq!(work.endpoint.as_deref(), Some("https://minio.example"));
+        assert_eq!(
+            (keys(&work).key_id.as_str(), keys(&work).secret_key.as_str()),
+            ("WA", "WS")
+        );
+        assert_eq!(keys(&work).token.as_deref(), Some("WT"));
+    }
+
+    #[test]
+    fn what_needs_a_login_says_so_in_one_line() {
+        let (_folder, variables) = files(CREDENTIALS, CONFIG);
+        for (name, word) in [
+            ("sso", "SSO"),
+            ("role", "assumes a role"),
+            ("program", "runs a program"),
+            ("half", "no `aws_secret"),
+        ] {
+            let profile = find(&named(variables.clone(), name)).unwrap().unwrap();
+            let Err(why) = profile.keys() else {
+                panic!("{name} has keys")
+            };
+            assert!(why.contains(word) && why.contains(name) && !why.contains('\n'), "{why}");
+        }
+        let web = find(&named(variables.clone(), "web")).unwrap().unwrap();
+        assert!(matches!(web.keys(), Ok(Keys::WebIdentity { .. })));
+        let Err(why) = find(&named(variables, "gone")) else {
+            panic!("found")
+        };
+        assert!(why.contains("`gone`"), "{why}");
+    }
+
+    #[test]
+    fn without_files_there_is_no_default_profile() {
+        let folder = tempfile::tempdir().unwrap();
+        let home = folder.path().display().to_string();
+        assert!(find(&BTreeMap::from([("HOME".to_string(), home)])).unwrap().is_none());
+        assert!(find(&Variables::new()).unwrap().is_none());
+    }
+
+    #[test]
+    fn renewed_keys_are_read_and_a_broken_file_keeps_the_last() {
+        let (folder, variables) = files("[default]\naws_access_key_id=1\naws_secret_access_key=S", "");
+        let credentials = ProfileCredentials::new(&variables, find(&variables).unwrap().unwrap()).unwrap();
+        let file = folder.path().join(".aws/credentials");
+        let write = |text: &str, second| {
+            std::fs::write(&file, text).unwrap();
+            let time = SystemTime::UNIX_EPOCH + std::time::Duration::from_secs(second);
+            std::fs::File::open(&file).unwrap().set_modified(time).unwrap();
+        };
+        assert_eq!(credentials.current().key_id, "1");
+        write("[default]\naws_access_key_id=2\naws_secret_access_key=S", 1000);
+        assert_eq!(credentials.current().key_id, "2");
+        write("[default]\naws_access_key_id=3", 2000);
+        assert_eq!(credentials.current().key_id, "2");
+        write("[default]\naws_access_key_id=4\naws_secret_access_key=S", 3000);
+        assert_eq!(credentials.current().key_id, "4");
+        assert_eq!(format!("{credentials:?}"), "ProfileCredentials");
+    }
+}

@@ -1,0 +1,71 @@
+//! What a store answered, in one line.
+
+use std::error::Error;
+
+/// Longest line made of a store's answer, in characters.
+const LENGTH_MAX: usize = 300;
+
+/// The cause of an object_store error: the last of its chain, since the others repeat it. Of an XML answer only its code
+/// and message: what else it holds may be long, and tell more than a log should.
+pub fn cause(error: &(dyn Error + 'static)) -> String {
+    let mut last = error;
+    while let Some(source) = last.source() {
+        last = source;
+    }
+    let text = last.to_string();
+    let line = match text.split_once('<') {
+        Some((before, xml)) => {
+            let before = before.trim().trim_end_matches(':');
+            let inside = [element(xml, "Code"), element(xml, "Message")];
+            let inside: Vec<&str> = inside.into_iter().flatten().collect();
+            match inside.is_empty() {
+                true => before.to_string(),
+                false => format!("{before}: {}", inside.join(": ")),
+            }
+        }
+        None => text,
+    };
+    let line = line.split_whitespace().collect::<Vec<_>>().join(" ");
+    let line = line.replace("Server returned non-2xx status code: ", "the store answered ");
+    match line.char_indices().nth(LENGTH_MAX) {
+        Some((end, _)) => format!("{}…", &line[..end]),
+        None => line.trim_end_matches('.').to_string(),
+    }
+}
+
+/// The text of the first element called `name`.
+fn element<'a>(xml: &'a str, name: &str) -> Option<&'a str> {
+    let (_, rest) = xml.split_once(&format!("<{name}>"))?;
+    Some(rest.split_once('<')?.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn said(text: &str) -> String {
+        let inner = std::io::Error::other(text.to_string());
+        cause(&object_store::Error::Generic {
+            store: "S3",
+            source: Box::new(inner),
+        })
+    }
+
+    #[test]
+    fn an_xml_answer_becomes_its_code_and_message() {
+        let text = "Server returned non-2xx status code: 403 Forbidden: <?xml version=\"1.0\"?>\n<Error><Code>\
+                    SignatureDoesNotMatch</Code><Message>Check your key.</Message><AWSAccessKeyId>AKIA</AWSAccessKeyId>\
+                    </Error>";
+        assert_eq!(
+            said(text),
+            "the store answered 403 Forbidden: SignatureDoesNotMatch: Check your key"
+        );
+    }
+
+    #[test]
+    fn other_answers_are_one_short_line() {
+        assert_eq!(said("connection\n  refused"), "connection refused");
+        assert_eq!(said("503: <html>busy</html>"), "503");
+        assert_eq!(said(&"x".repeat(1000)).chars().count(), LENGTH_MAX + 1);
+    }
+}

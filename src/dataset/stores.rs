@@ -1,0 +1,275 @@
+//! Opens object stores: one client a bucket and process; credentials and options by each cloud's own conventions.
+//!
+//! What a client takes from the environment stands in `docs/stores.md`. Only variables with a cloud's prefix count: the
+//! names that object_store also knows without one (`TOKEN`, `REGION`, `ENDPOINT`) may mean anything on a machine.
+
+use std::collections::BTreeMap;
+use std::str::FromStr;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
+
+use object_store::aws::{AmazonS3, AmazonS3Builder, AmazonS3ConfigKey};
+use object_store::azure::{AzureConfigKey, MicrosoftAzure, MicrosoftAzureBuilder};
+use object_store::gcp::{GoogleCloudStorage, GoogleCloudStorageBuilder, GoogleConfigKey};
+use object_store::http::{HttpBuilder, HttpStore};
+use object_store::path::Path;
+use object_store::{
+    BackoffConfig, Certificate, ClientConfigKey, ClientOptions, ObjectStore, ObjectStoreScheme, RetryConfig,
+};
+use url::{Position, Url};
+
+use super::aws_profile::{self, Keys, ProfileCredentials};
+
+/// Seconds that one request may take, body included, unless `GRISTMILL_STORE_TIMEOUT` says otherwise. A part of 256 MB
+/// then needs 4.3 MB/s.
+const TIMEOUT_SECONDS: f64 = 60.0;
+/// A connection is there within this, or never.
+const CONNECT_SECONDS_MAX: f64 = 5.0;
+/// Tries of one request after the first. Callers that write have their own rounds above these.
+const RETRIES_MAX: usize = 8;
+/// Credentials and signatures of a request are not renewed between its tries: well below their 5 minutes.
+const RETRY_SECONDS_MAX: u64 = 120;
+
+/// Why a store cannot be opened; one line, without secrets.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct OpenError(pub String);
+
+/// The open stores of one environment.
+pub struct Stores {
+    variables: BTreeMap<String, String>,
+    opened: Mutex<BTreeMap<String, Arc<dyn ObjectStore>>>,
+}
+
+impl Stores {
+    /// The stores of this process, by its environment as it was at the first call.
+    pub fn of_process() -> &'static Stores {
+        static OF_PROCESS: OnceLock<Stores> = OnceLock::new();
+        OF_PROCESS.get_or_init(|| {
+            let text = |value: std::ffi::OsString| value.into_string().ok();
+            Stores::new(std::env::vars_os().filter_map(|(name, value)| Some((text(name)?, text(value)?))))
+        })
+    }
+
+    /// Stores by these variables instead of the process's.
+    pub fn new(variables: impl IntoIterator<Item = (String, String)>) -> Stores {
+        Stores {
+            variables: variables.into_iter().collect(),
+            opened: Mutex::default(),
+        }
+    }
+
+    /// The store that `url` lies in, and the key in it. Sends no request.
+    pub fn open(&self, url: &Url) -> Result<(Arc<dyn ObjectStore>, Path), OpenError> {
+        let (scheme, path) = ObjectStoreScheme::parse(url).map_err(|e| OpenError(e.to_string()))?;
+        let bucket = bucket_of(url, &path);
+        let mut opened = self.opened.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(store) = opened.get(&bucket) {
+            return Ok((store.clone(), path));
+        }
+        let store: Arc<dyn ObjectStore> = match scheme {
+            ObjectStoreScheme::AmazonS3 => Arc::new(self.s3(url)?),
+            ObjectStoreScheme::GoogleCloudStorage => Arc::new(self.gcs(url)?),
+            ObjectStoreScheme::MicrosoftAzure => Arc::new(self.azure(url)?),
+            ObjectStoreScheme::Http => Arc::new(self.http(url)?),
+            _ => {
+                let (store, _) = object_store::parse_url(url).map_err(|e| OpenError(e.to_string()))?;
+                Arc::from(store)
+            }
+        };
+        opened.insert(bucket, store.clone());
+        Ok((store, path))
+    }
+
+    fn variable(&self, name: &str) -> Option<&str> {
+        self.variables
+            .get(name)
+            .map(String::as_str)
+            .filter(|value| !value.is_empty())
+    }
+
+    /// The variables with `prefix` that object_store knows.
+    fn options<'a, Key: FromStr + 'a>(&'a self, prefix: &'a str) -> impl Iterator<Item = (Key, &'a str)> {
+        self.variables
+            .iter()
+            .filter(move |(name, value)| name.starts_with(prefix) && !value.is_empty())
+            .filter_map(|(name, value)| Some((name.to_ascii_lowercase().parse().ok()?, value.as_str())))
+    }
+
+    fn s3(&self, url: &Url) -> Result<AmazonS3, OpenError> {
+        let mut client = self.client()?;
+        if let Some(file) = self.variable("AWS_CA_BUNDLE") {
+            for certificate in certificates(file)? {
+                client = client.with_root_certificate(certificate);
+            }
+        }
+        let mut builder = AmazonS3Builder::new()
+            .with_retry(self.retry()?)
+            .with_client_options(client);
+        // The name that Amazon's own tools read.
+        if let Some(endpoint) = self.variable("AWS_EC2_METADATA_SERVICE_ENDPOINT") {
+            builder = builder.with_metadata_endpoint(endpoint.trim_end_matches('/'));
+        }
+        for (key, value) in self.options::<AmazonS3ConfigKey>("AWS_") {
+            builder = builder.with_config(key, value);
+        }
+        builder = self.with_profile(builder)?;
+        let set = |key| builder.get_config_value(&key);
+        let endpoint = set(AmazonS3ConfigKey::S3Endpoint).or_else(|| set(AmazonS3ConfigKey::Endpoint));
+        let open = set(AmazonS3ConfigKey::Client(ClientConfigKey::AllowHttp)).is_some_and(|value| value == "true");
+        if let Some(endpoint) = endpoint.filter(|endpoint| endpoint.starts_with("http://") && !open) {
+            let endpoint = Url::parse(&endpoint).map_or_else(|_| "http://…".into(), |url| shown(&url));
+            return Err(OpenError(format!(
+                "the endpoint `{endpoint}` is not encrypted: set `AWS_ALLOW_HTTP=true` to use it all the same"
+            )));
+        }
+        builder.with_url(url.as_str()).build().map_err(refused)
+    }
+
+    /// What the AWS profile says, where the environment does not say it.
+    fn with_profile(&self, mut builder: AmazonS3Builder) -> Result<AmazonS3Builder, OpenError> {
+        let Some(profile) = aws_profile::find(&self.variables).map_err(OpenError)? else {
+            return Ok(builder);
+        };
+        let set = |builder: &AmazonS3Builder, key| builder.get_config_value(&key).is_some();
+        if let Some(region) = &profile.region
+            && !set(&builder, AmazonS3ConfigKey::Region)
+        {
+            builder = builder.with_region(region);
+        }
+        if let Some(endpoint) = &profile.endpoint
+            && !set(&builder, AmazonS3ConfigKey::Endpoint)
+        {
+            builder = builder.with_endpoint(endpoint);
+        }
+        // Keys in the environment come first, as with Amazon's own tools.
+        if set(&builder, AmazonS3ConfigKey::AccessKeyId)
+            || builder
+                .get_config_value(&AmazonS3ConfigKey::SkipSignature)
+                .is_some_and(|skip| skip == "true")
+        {
+            return Ok(builder);
+        }
+        match profile.keys().map_err(OpenError)? {
+            Keys::None => {}
+            Keys::Static(_) => {
+                let credentials = ProfileCredentials::new(&self.variables, profile).map_err(OpenError)?;
+                builder = builder.with_credentials(Arc::new(credentials));
+            }
+            Keys::WebIdentity { token_file, role } => {
+                builder = builder
+                    .with_config(AmazonS3ConfigKey::WebIdentityTokenFile, token_file)
+                    .with_config(AmazonS3ConfigKey::RoleArn, role);
+            }
+        }
+        Ok(builder)
+    }
+
+    fn gcs(&self, url: &Url) -> Result<GoogleCloudStorage, OpenError> {
+        // The metadata server, which gives out credentials, speaks plain HTTP.
+        let client = self.client()?.with_allow_http(true);
+        let builder = GoogleCloudStorageBuilder::new()
+            .with_retry(self.retry()?)
+            .with_client_options(client);
+        self.options::<GoogleConfigKey>("GOOGLE_")
+            .fold(builder, |builder, (key, value)| builder.with_config(key, value))
+            .with_url(url.as_str())
+            .build()
+            .map_err(refused)
+    }
+
+    fn azure(&self, url: &Url) -> Result<MicrosoftAzure, OpenError> {
+        let mut builder = MicrosoftAzureBuilder::new()
+            .with_retry(self.retry()?)
+            .with_client_options(self.client()?);
+        // Where Azure's own hosts (functions, app services) give out identities.
+        if let Some(endpoint) = self.variable("IDENTITY_ENDPOINT") {
+            builder = builder.with_msi_endpoint(endpoint);
+        }
+        self.options::<AzureConfigKey>("AZURE_")
+            .fold(builder, |builder, (key, value)| builder.with_config(key, value))
+            .with_url(url.as_str())
+            .build()
+            .map_err(refused)
+    }
+
+    fn http(&self, url: &Url) -> Result<HttpStore, OpenError> {
+        // Who writes `http://` means it.
+        let client = self.client()?.with_allow_http(url.scheme() == "http");
+        HttpBuilder::new()
+            .with_retry(self.retry()?)
+            .with_client_options(client)
+            .with_url(&url[..Position::BeforePath])
+            .build()
+            .map_err(refused)
+    }
+
+    fn client(&self) -> Result<ClientOptions, OpenError> {
+        let seconds = self.timeout_seconds()?;
+        Ok(ClientOptions::new()
+            .with_timeout(Duration::from_secs_f64(seconds))
+            .with_connect_timeout(Duration::from_secs_f64(seconds.min(CONNECT_SECONDS_MAX))))
+    }
+
+    /// Waits of 0.1 s and more, half as long again each time on average: about 8 s until the last try.
+    fn retry(&self) -> Result<RetryConfig, OpenError> {
+        let backoff = BackoffConfig {
+            init_backoff: Duration::from_millis(100),
+            max_backoff: Duration::from_secs(5),
+            base: 3.0,
+        };
+        Ok(RetryConfig {
+            backoff,
+            max_retries: RETRIES_MAX,
+            retry_timeout: Duration::from_secs(RETRY_SECONDS_MAX),
+        })
+    }
+
+    fn timeout_seconds(&self) -> Result<f64, OpenError> {
+        const NAME: &str = "GRISTMILL_STORE_TIMEOUT";
+        let Some(text) = self.variable(NAME) else {
+            return Ok(TIMEOUT_SECONDS);
+        };
+        match text.parse::<f64>() {
+            Ok(seconds) if (0.01..=3600.0).contains(&seconds) => Ok(seconds),
+            _ => Err(OpenError(format!(
+                "`{NAME}` is `{text}`, but must be a number of seconds from 0.01 to 3,600"
+            ))),
+        }
+    }
+}
+
+/// `url` up to where keys begin: what two addresses of one client have in common.
+fn bucket_of(url: &Url, path: &Path) -> String {
+    let below = path.parts().count();
+    let segments: Vec<&str> = url.path().split('/').filter(|part| !part.is_empty()).collect();
+    let bucket = &segments[..segments.len().saturating_sub(below)];
+    format!("{}/{}", &url[..Position::BeforePath], bucket.join("/"))
+}
+
+/// `url` without what may be secret in it.
+pub fn shown(url: &Url) -> String {
+    let mut url = url.clone();
+    if url.password().is_some() {
+        // Fails only for addresses without a host, which have no password either.
+        let _ = url.set_password(Some("…"));
+    }
+    if url.query().is_some() {
+        url.set_query(Some("…"));
+    }
+    url.to_string().replace("%E2%80%A6", "…")
+}
+
+/// The certificates in a PEM file.
+fn certificates(file: &str) -> Result<Vec<Certificate>, OpenError> {
+    let bytes = std::fs::read(file).map_err(|e| OpenError(format!("`AWS_CA_BUNDLE` names `{file}`: {e}")))?;
+    Certificate::from_pem_bundle(&bytes).map_err(|e| OpenError(format!("`AWS_CA_BUNDLE` names `{file}`: {e}")))
+}
+
+/// A builder's own refusal, without its store's name twice.
+fn refused(error: object_store::Error) -> OpenError {
+    OpenError(super::store_error::cause(&error))
+}
+
+#[cfg(test)]
+mod tests;

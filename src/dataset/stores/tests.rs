@@ -1,0 +1,115 @@
+//! Clients are shared, plain HTTP wants a word, and no error shows a secret.
+
+use super::*;
+
+fn stores(variables: &[(&str, &str)]) -> Stores {
+    Stores::new(
+        variables
+            .iter()
+            .map(|(name, value)| (name.to_string(), value.to_string())),
+    )
+}
+
+fn url(text: &str) -> Url {
+    Url::parse(text).unwrap()
+}
+
+const KEYS: [(&str, &str); 2] = [("AWS_ACCESS_KEY_ID", "key"), ("AWS_SECRET_ACCESS_KEY", "hush")];
+
+#[test]
+fn a_bucket_has_one_client() {
+    let stores = stores(&KEYS);
+    let open = |text| stores.open(&url(text)).unwrap();
+    let (first, key) = open("s3://bucket/a/b");
+    assert_eq!(key.as_ref(), "a/b");
+    assert!(Arc::ptr_eq(&first, &open("s3://bucket/c").0));
+    assert!(Arc::ptr_eq(&first, &open("s3://bucket").0));
+    assert!(!Arc::ptr_eq(&first, &open("s3://other/c").0));
+    let (regional, key) = open("https://s3.eu-west-1.amazonaws.com/bucket/a");
+    assert_eq!(key.as_ref(), "a");
+    assert!(Arc::ptr_eq(
+        &regional,
+        &open("https://s3.eu-west-1.amazonaws.com/bucket/b").0
+    ));
+    assert!(!Arc::ptr_eq(
+        &regional,
+        &open("https://s3.eu-west-1.amazonaws.com/other/b").0
+    ));
+}
+
+#[test]
+fn every_cloud_opens_by_its_own_variables() {
+    let stores = stores(&[
+        ("AZURE_STORAGE_ACCOUNT_NAME", "account"),
+        ("AZURE_STORAGE_ACCOUNT_KEY", "aGVsbG8="),
+        ("GOOGLE_SKIP_SIGNATURE", "true"),
+        ("AWS_ACCESS_KEY_ID", "key"),
+        ("AWS_SECRET_ACCESS_KEY", "hush"),
+        ("AWS_SERVER_SIDE_ENCRYPTION", "aws:kms"),
+        ("AWS_SSE_KMS_KEY_ID", "alias/jobs"),
+    ]);
+    for text in [
+        "s3://bucket/key",
+        "gs://bucket/key",
+        "az://container/key",
+        "https://example.com/data/key",
+        "http://example.com/data/key",
+    ] {
+        stores.open(&url(text)).unwrap_or_else(|e| panic!("{text}: {e}"));
+    }
+}
+
+#[test]
+fn plain_http_wants_a_word() {
+    let endpoint = ("AWS_ENDPOINT_URL", "http://user:hush@127.0.0.1:9000");
+    let why = stores(&[KEYS[0], KEYS[1], endpoint])
+        .open(&url("s3://bucket/key"))
+        .unwrap_err()
+        .to_string();
+    assert!(why.contains("AWS_ALLOW_HTTP=true") && !why.contains("hush"), "{why}");
+    stores(&[KEYS[0], KEYS[1], endpoint, ("AWS_ALLOW_HTTP", "true")])
+        .open(&url("s3://bucket/key"))
+        .unwrap();
+}
+
+#[test]
+fn wrong_settings_are_one_line_without_secrets() {
+    for variables in [
+        vec![KEYS[0], KEYS[1], ("GRISTMILL_STORE_TIMEOUT", "soon")],
+        vec![KEYS[0], KEYS[1], ("GRISTMILL_STORE_TIMEOUT", "0")],
+        vec![KEYS[0], KEYS[1], ("AWS_SERVER_SIDE_ENCRYPTION", "rot13")],
+        vec![KEYS[0], KEYS[1], ("AWS_CA_BUNDLE", "/nowhere/ca.pem")],
+        vec![KEYS[1]],
+        vec![("AWS_PROFILE", "nobody"), ("HOME", "/nowhere")],
+    ] {
+        let why = stores(&variables)
+            .open(&url("s3://bucket/key"))
+            .map(|_| ())
+            .unwrap_err()
+            .to_string();
+        assert!(
+            !why.contains("hush") && !why.contains('\n') && !why.is_empty(),
+            "{variables:?}: {why}"
+        );
+    }
+}
+
+#[test]
+fn names_without_a_prefix_mean_nothing() {
+    // A machine's own `ENDPOINT` or `REGION` must not move a client.
+    let stores = stores(&[
+        KEYS[0],
+        KEYS[1],
+        ("ENDPOINT", "http://evil"),
+        ("TIMEOUT", "x"),
+        ("BUCKET", "other"),
+    ]);
+    let (store, _) = stores.open(&url("s3://bucket/key")).unwrap();
+    assert_eq!(store.to_string(), "AmazonS3(bucket)");
+}
+
+#[test]
+fn addresses_are_shown_without_secrets() {
+    assert_eq!(shown(&url("https://me:hush@host/a?sig=hush")), "https://me:…@host/a?…");
+    assert_eq!(shown(&url("s3://bucket/a b")), "s3://bucket/a%20b");
+}

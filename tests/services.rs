@@ -1,0 +1,114 @@
+//! The services that tests run against, as `tests/services/services.py` starts them: addresses, and kill and start.
+
+// Each test binary uses a part of it.
+#![allow(dead_code)]
+
+use std::path::PathBuf;
+use std::process::Command;
+
+use crate::support::{Run, root, skip};
+
+/// The value of `variable`, one of those that `services.py env` prints; where it is missing, `test` is noted as skipped.
+pub fn need(test: &str, variable: &str) -> Option<String> {
+    let found = std::env::var(variable).ok().filter(|value| !value.is_empty());
+    if found.is_none() {
+        skip(test, &format!("`{variable}` is not set: the service does not run"));
+    }
+    found
+}
+
+/// An S3 store with a bucket.
+#[derive(Debug, Clone)]
+pub struct S3 {
+    /// `http://host:port`.
+    pub endpoint: String,
+    pub key: String,
+    pub secret: String,
+    pub bucket: String,
+}
+
+impl S3 {
+    /// The store of this run, or `None`, with `test` noted as skipped.
+    pub fn need(test: &str) -> Option<S3> {
+        Some(S3 {
+            endpoint: need(test, "GRISTMILL_TEST_S3")?,
+            key: need(test, "GRISTMILL_TEST_S3_KEY")?,
+            secret: need(test, "GRISTMILL_TEST_S3_SECRET")?,
+            bucket: need(test, "GRISTMILL_TEST_S3_BUCKET")?,
+        })
+    }
+
+    /// What the `AWS_` variables of a process must say to use this store through `endpoint` (the store's own, or a proxy's).
+    pub fn variables(&self, endpoint: &str) -> Vec<(String, String)> {
+        [
+            ("AWS_ENDPOINT_URL", endpoint),
+            ("AWS_ALLOW_HTTP", "true"),
+            ("AWS_REGION", "us-east-1"),
+            ("AWS_ACCESS_KEY_ID", &self.key),
+            ("AWS_SECRET_ACCESS_KEY", &self.secret),
+        ]
+        .map(|(name, value)| (name.to_string(), value.to_string()))
+        .into()
+    }
+
+    /// An address that no other test uses.
+    pub fn folder(&self, test: &str) -> String {
+        use std::sync::atomic::{AtomicU64, Ordering};
+        static NUMBER: AtomicU64 = AtomicU64::new(0);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        format!("s3://{}/{test}-{}-{number}", self.bucket, std::process::id())
+    }
+}
+
+/// What can be done to a running service.
+#[derive(Debug, Clone, Copy)]
+pub enum Action {
+    /// SIGKILL.
+    Kill,
+    /// SIGTERM, and waits for the end.
+    End,
+    /// Starts it again with its ports and data, and waits until it answers.
+    Start,
+    /// SIGSTOP.
+    Stop,
+    /// SIGCONT.
+    Cont,
+}
+
+/// Does `action` to `kafka`, `rabbitmq` or `minio`.
+#[track_caller]
+pub fn control(name: &str, action: Action) {
+    let action = match action {
+        Action::Kill => "kill",
+        Action::End => "end",
+        Action::Start => "start",
+        Action::Stop => "stop",
+        Action::Cont => "cont",
+    };
+    Run::of(script().args([action, name, "--dir"]).arg(folder())).expect(0);
+}
+
+/// Runs `rabbitmqctl` on the test node.
+#[track_caller]
+pub fn rabbitmqctl(arguments: &[&str]) -> Run {
+    Run::of(
+        script()
+            .args(["rabbitmqctl", "--dir"])
+            .arg(folder())
+            .arg("--")
+            .args(arguments),
+    )
+    .expect(0)
+}
+
+fn script() -> Command {
+    let mut command = Command::new("python3");
+    command.arg(root().join("tests/services/services.py"));
+    command
+}
+
+fn folder() -> PathBuf {
+    std::env::var_os("GRISTMILL_TEST_SERVICES_DIR")
+        .expect("`services.py env` sets GRISTMILL_TEST_SERVICES_DIR")
+        .into()
+}
