@@ -4,5 +4,7 @@
 
 #[path = "faults/mod.rs"]
 mod faults;
+mod proxy;
+mod services;
 #[allow(dead_code, reason = "shared with the other test binary")]
 mod support;

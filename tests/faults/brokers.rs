@@ -16,7 +16,7 @@ fn rabbitmq_dies_and_comes_back() {
 }
 
 fn broker_dies(name: &'static str, broker: Broker) {
-    let Some(services) = Services::of(name, &[broker.name(), "minio"]) else {
+    let Some(services) = Services::of(name, &[broker.name()]) else {
         return;
     };
     let mut suite = Suite::begin(name);

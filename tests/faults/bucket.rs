@@ -4,7 +4,7 @@ use object_store::aws::{AmazonS3, AmazonS3Builder};
 use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt};
 
-use super::services::{address, bucket_name};
+use crate::services::S3;
 
 /// The bucket of this run, for blocking code.
 pub struct Bucket {
@@ -13,14 +13,14 @@ pub struct Bucket {
 }
 
 impl Bucket {
-    pub fn open() -> Bucket {
+    pub fn open(settings: &S3) -> Bucket {
         let store = AmazonS3Builder::new()
-            .with_endpoint(address("minio").expect("the store runs"))
+            .with_endpoint(&settings.endpoint)
             .with_allow_http(true)
             .with_region("us-east-1")
-            .with_bucket_name(bucket_name())
-            .with_access_key_id(std::env::var("GRISTMILL_TEST_S3_KEY").expect("GRISTMILL_TEST_S3_KEY"))
-            .with_secret_access_key(std::env::var("GRISTMILL_TEST_S3_SECRET").expect("GRISTMILL_TEST_S3_SECRET"))
+            .with_bucket_name(&settings.bucket)
+            .with_access_key_id(&settings.key)
+            .with_secret_access_key(&settings.secret)
             .build()
             .expect("the store's settings are right");
         let runtime = tokio::runtime::Builder::new_current_thread()

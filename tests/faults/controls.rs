@@ -84,7 +84,7 @@ type Env<'e> = &'e [(&'e str, &'e str)];
 
 /// Plays `scene` with the switch and without.
 fn control(name: &'static str, switch: &str, play: fn(&mut Scene, Env) -> Result<(), String>) {
-    let Some(services) = Services::of(name, &["kafka", "minio"]) else {
+    let Some(services) = Services::of(name, &["kafka"]) else {
         return;
     };
     let mut suite = Suite::begin(name);

@@ -67,6 +67,11 @@ impl Crew {
         }
     }
 
+    /// Sets a variable of every worker to come.
+    pub fn set_env(&mut self, name: &str, value: &str) {
+        self.start.env.push((name.into(), value.into()));
+    }
+
     /// A new seat with a worker that has `env` besides what all have; its number.
     pub fn hire(&mut self, env: &[(&str, &str)]) -> usize {
         self.seats.push(Seat {

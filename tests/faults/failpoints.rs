@@ -44,7 +44,7 @@ struct Life {
 }
 
 fn failpoints(name: &'static str, broker: Broker) {
-    let Some(services) = Services::of(name, &[broker.name(), "minio"]) else {
+    let Some(services) = Services::of(name, &[broker.name()]) else {
         return;
     };
     let mut suite = Suite::begin(name);

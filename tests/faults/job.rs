@@ -5,7 +5,8 @@ use std::process::Command;
 
 use serde_json::{Value, json};
 
-use super::services::{address, bucket_name};
+use super::services::address;
+use crate::services::S3;
 use crate::support::{Run, arg, python, root};
 
 /// A broker that shards travel over.
@@ -28,7 +29,7 @@ impl Broker {
 
     /// The address of a topic or queue.
     pub fn url(self, topic: &str) -> String {
-        let address = address(self.name()).expect("the broker runs");
+        let address = address(self.name());
         match self {
             Broker::Kafka => format!("kafka://{address}/{topic}?group={topic}"),
             Broker::Rabbitmq => format!("{address}/%2F/{topic}"),
@@ -95,8 +96,8 @@ pub struct Job {
 
 impl Job {
     /// Makes the input and the job file in `dir`; rows are given by `seed`.
-    pub fn make(plan: &Plan, name: &str, seed: u64, dir: &Path) -> Job {
-        let bucket = bucket_name();
+    pub fn make(plan: &Plan, name: &str, seed: u64, store: &S3, dir: &Path) -> Job {
+        let bucket = &store.bucket;
         let key = format!("faults/{name}");
         let job = Job {
             name: name.to_string(),
@@ -114,12 +115,8 @@ impl Job {
             .args(["--bad-percent", &plan.bad_percent.to_string()])
             .args(["--abort", &plan.abort_rows.to_string()])
             .args(["--upload", &format!("s3://{bucket}/{}/in", job.key)])
-            .args(["--endpoint", &address("minio").expect("the store runs")])
-            .env("AWS_ACCESS_KEY_ID", std::env::var("GRISTMILL_TEST_S3_KEY").unwrap())
-            .env(
-                "AWS_SECRET_ACCESS_KEY",
-                std::env::var("GRISTMILL_TEST_S3_SECRET").unwrap(),
-            );
+            .args(["--endpoint", &store.endpoint])
+            .envs(store.variables(&store.endpoint));
         Run::of(&mut command).expect(0);
         let mut text = json!({
             "name": name,

@@ -17,7 +17,7 @@ fn kills_over_rabbitmq() {
 
 /// Kills come in bursts: a group that never settles would show nothing but that.
 fn kills(name: &'static str, broker: Broker, gap_ms: std::ops::Range<u64>) {
-    let Some(services) = Services::of(name, &[broker.name(), "minio"]) else {
+    let Some(services) = Services::of(name, &[broker.name()]) else {
         return;
     };
     let mut suite = Suite::begin(name);

@@ -12,7 +12,7 @@ const TIMED_OUT: &str = "Timeout value used";
 #[test]
 fn the_acknowledgement_timeout_strikes() {
     let name = "the_acknowledgement_timeout_strikes";
-    let Some(services) = Services::of(name, &["rabbitmq", "minio"]) else {
+    let Some(services) = Services::of(name, &["rabbitmq"]) else {
         return;
     };
     let mut suite = Suite::begin(name);
@@ -24,7 +24,7 @@ fn the_acknowledgement_timeout_strikes() {
         ms_per_row: 6.0,
         ..Plan::default()
     };
-    services.rabbitmqctl(&["eval", "application:set_env(rabbit, consumer_timeout, 5000)."]);
+    services.set_rabbitmq("consumer_timeout", 5_000);
     for _ in 0..times {
         let before = services.rabbitmq_log().matches(TIMED_OUT).count();
         let mut scene = Scene::open(&mut suite, &services, Broker::Rabbitmq, &plan);
@@ -34,14 +34,14 @@ fn the_acknowledgement_timeout_strikes() {
         assert!(strikes > 0, "the timeout never struck: nothing was shown");
         suite.add("faults", strikes as u64);
     }
-    services.rabbitmqctl(&["eval", "application:set_env(rabbit, consumer_timeout, 1800000)."]);
+    services.set_rabbitmq("consumer_timeout", 1_800_000);
     suite.end();
 }
 
 #[test]
 fn the_memory_alarm_blocks_publishers() {
     let name = "the_memory_alarm_blocks_publishers";
-    let Some(services) = Services::of(name, &["rabbitmq", "minio"]) else {
+    let Some(services) = Services::of(name, &["rabbitmq"]) else {
         return;
     };
     let mut suite = Suite::begin(name);

@@ -25,7 +25,7 @@ fn a_lost_queue_loses_nothing() {
 }
 
 fn lost(name: &'static str, broker: Broker) {
-    let Some(services) = Services::of(name, &[broker.name(), "minio"]) else {
+    let Some(services) = Services::of(name, &[broker.name()]) else {
         return;
     };
     let mut suite = Suite::begin(name);
@@ -67,7 +67,7 @@ fn lost(name: &'static str, broker: Broker) {
 
 fn recreate_topic(topic: &str) {
     let admin: AdminClient<DefaultClientContext> = ClientConfig::new()
-        .set("bootstrap.servers", address("kafka").expect("the broker runs"))
+        .set("bootstrap.servers", address("kafka"))
         .create()
         .expect("a client of the broker");
     let runtime = tokio::runtime::Builder::new_current_thread()

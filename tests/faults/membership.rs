@@ -11,7 +11,7 @@ const WORKERS_MAX: usize = 5;
 #[test]
 fn workers_join_and_leave() {
     let name = "workers_join_and_leave";
-    let Some(services) = Services::of(name, &["kafka", "minio"]) else {
+    let Some(services) = Services::of(name, &["kafka"]) else {
         return;
     };
     let mut suite = Suite::begin(name);

@@ -18,5 +18,6 @@ mod orders;
 mod parts;
 mod pauses;
 mod poison;
+mod proxied;
 mod skew;
 mod stores;

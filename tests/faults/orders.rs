@@ -16,7 +16,7 @@ const OUT_OF_ORDER: (&str, &str) = ("GRISTMILL_KNOWN_ERRORS_BELOW", "200");
 
 /// Plays `scene` so often as the scale asks for, over the brokers in turn.
 fn orders(name: &'static str, plan: Plan, play: fn(Scene)) {
-    let Some(services) = Services::of(name, &["kafka", "rabbitmq", "minio"]) else {
+    let Some(services) = Services::of(name, &["kafka", "rabbitmq"]) else {
         return;
     };
     let mut suite = Suite::begin(name);

@@ -9,7 +9,7 @@ use serde_json::Value;
 use super::bucket::Bucket;
 use super::crew::{Crew, Ended, Start};
 use super::job::{Broker, Job, Plan};
-use super::services::{Services, address, store_env};
+use super::services::Services;
 use super::suite::Suite;
 use crate::support::{Run, arg, gristmill, python, root};
 
@@ -39,13 +39,13 @@ pub struct Scene<'s> {
     env: Vec<(String, String)>,
     trace: PathBuf,
     looked: Instant,
+    opened: Instant,
 }
 
 impl<'s> Scene<'s> {
     /// Makes a job and submits it; no worker yet.
     pub fn open(suite: &'s mut Suite, services: &Services, broker: Broker, plan: &Plan) -> Scene<'s> {
-        let endpoint = address("minio").expect("the store runs");
-        Scene::open_through(suite, services, broker, plan, &endpoint)
+        Scene::open_through(suite, services, broker, plan, &services.store.endpoint)
     }
 
     /// As [`Scene::open`]; commands and workers reach the store at `endpoint`.
@@ -60,9 +60,9 @@ impl<'s> Scene<'s> {
         let name = format!("{}-{}-{number:06x}", suite.name, broker.name());
         let dir = suite.dir.join(&name);
         std::fs::create_dir_all(&dir).unwrap();
-        let job = Job::make(plan, &name, suite.seed ^ number, &dir);
+        let job = Job::make(plan, &name, suite.seed ^ number, &services.store, &dir);
         let (queue, trace) = (broker.url(&name), dir.join("trace"));
-        let mut env = store_env(endpoint);
+        let mut env = services.store.variables(endpoint);
         for (name, value) in [
             ("GRISTMILL_KNOWN_DEVICE", "1".to_string()),
             ("GRISTMILL_KNOWN_MS_PER_ROW", plan.ms_per_row.to_string()),
@@ -83,7 +83,7 @@ impl<'s> Scene<'s> {
         };
         let scene = Scene {
             services: services.clone(),
-            bucket: Bucket::open(),
+            bucket: Bucket::open(&services.store),
             crew: Crew::new(start, &dir.join("logs")),
             broker,
             queue,
@@ -92,6 +92,7 @@ impl<'s> Scene<'s> {
             env,
             trace,
             looked: Instant::now(),
+            opened: Instant::now(),
             suite,
             job,
         };
@@ -116,6 +117,11 @@ impl<'s> Scene<'s> {
             &seconds,
         ])
         .expect(0);
+    }
+
+    /// Since the job was submitted.
+    pub fn age(&self) -> Duration {
+        self.opened.elapsed()
     }
 
     /// A command that reaches the store as the workers do.
@@ -226,7 +232,7 @@ impl<'s> Scene<'s> {
             .arg(root().join("tests/faults/check.py"))
             .arg(&self.job.output)
             .arg(&self.job.data)
-            .args(["--endpoint", &address("minio").expect("the store runs")])
+            .args(["--endpoint", &self.services.store.endpoint])
             .args(extra)
             .envs(self.env.iter().cloned());
         let checked = Run::of(&mut command);

@@ -8,7 +8,7 @@ use super::suite::Suite;
 #[test]
 fn the_store_dies_and_comes_back() {
     let name = "the_store_dies_and_comes_back";
-    let Some(services) = Services::of(name, &["kafka", "rabbitmq", "minio"]) else {
+    let Some(services) = Services::of(name, &["kafka", "rabbitmq"]) else {
         return;
     };
     let mut suite = Suite::begin(name);
