@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex};
 use gristmill::device::batch::{StepBatch, StepSequence};
 use gristmill::engine::params::{Params, Shape};
 use gristmill::engine::request::{Completion, FinishReason, Finished, Request, UnitId};
-use gristmill::engine::{Engine, EngineError, EngineOptions, Forward, ForwardError};
+use gristmill::engine::{Engine, EngineError, EngineOptions, Forward, ForwardError, Generate};
 use gristmill::model::tokenizer::Tokenizer;
 use proptest::prelude::*;
 use serde_json::json;
@@ -181,6 +181,8 @@ const ROOMY: Setup = Setup {
     fails_at_step: None,
 };
 
+static EOS: std::sync::LazyLock<Arc<[u32]>> = std::sync::LazyLock::new(|| [tokenizer().eos_id().unwrap()].into());
+
 fn tokenizer() -> Arc<Tokenizer> {
     let words = [
         "billing", "shipping", "defect", "other", "ship", "{\"", "\":", " the", "ab", "abc",
@@ -205,7 +207,6 @@ fn engine(setup: &Setup) -> (Engine, Arc<Mutex<Seen>>) {
     let options = EngineOptions {
         max_step_tokens: setup.budget,
         max_sequences: setup.max_sequences,
-        eos_token_ids: vec![tokenizer.eos_id().unwrap()],
         prefix_root: "fake".into(),
     };
     (Engine::new(Box::new(model), tokenizer, options), seen)
@@ -214,12 +215,14 @@ fn engine(setup: &Setup) -> (Engine, Arc<Mutex<Seen>>) {
 fn request(row: u64, prompt: &[u32], params: &Params) -> Request {
     Request {
         id: UnitId {
+            job: 0,
             row,
             sample: 0,
             attempt: 0,
         },
         prompt: prompt.into(),
         params: Arc::new(params.clone()),
+        eos: EOS.clone(),
     }
 }
 
@@ -782,6 +785,7 @@ fn seeds_samples_and_rows_draw_their_own() {
             .token_ids
     };
     let id = UnitId {
+        job: 0,
         row: 1,
         sample: 0,
         attempt: 0,

@@ -22,6 +22,8 @@ pub enum Command {
     Run(RunArgs),
     /// Read and tokenize every row without running the model: counts, lengths, cost
     Plan(PlanArgs),
+    /// Work on the shards that a queue names, of all jobs of one model
+    Worker(WorkerArgs),
     /// Say how far a job is, from its output alone
     Status(OutputArgs),
     /// Show a job's progress until it ends
@@ -47,6 +49,66 @@ pub struct RunArgs {
     /// Seconds between writes of finished rows to the job's log: the most work that a kill can cost
     #[arg(long, value_name = "SECONDS", default_value_t = 60.0, value_parser = positive_seconds)]
     pub log_interval: f64,
+}
+
+#[derive(Debug, Args)]
+pub struct WorkerArgs {
+    /// The queue: kafka://host:port/topic, amqp://host/vhost/queue or amqps://…
+    #[arg(long, value_name = "URL", env = "GRISTMILL_QUEUE")]
+    pub queue: String,
+    /// A librdkafka property, such as session.timeout.ms=10000 (repeat for more; secrets belong in the environment)
+    #[arg(long, value_name = "KEY=VALUE")]
+    pub kafka: Vec<String>,
+    /// The checkpoint's folder (default: the model of the first shard that comes)
+    #[arg(long, value_name = "DIR")]
+    pub model: Option<PathBuf>,
+    /// Number format to compute in, where --model names the checkpoint
+    #[arg(long, value_name = "FORMAT", default_value = "auto", value_parser = ["auto", "f32", "bf16"])]
+    pub precision: String,
+    /// Longest sequence in tokens (default: what the first job or the checkpoint says)
+    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(2..))]
+    pub context: Option<u32>,
+    #[command(flatten)]
+    pub engine: EngineArgs,
+    /// End when the ledgers of all jobs that came say that they are done
+    #[arg(long, conflicts_with = "once")]
+    pub until_idle: bool,
+    /// End when the queue has nothing more
+    #[arg(long)]
+    pub once: bool,
+    /// End after so many shards
+    #[arg(long, value_name = "N")]
+    pub max_shards: Option<u64>,
+    /// Seconds without a message before --once, or --until-idle that has heard of no job, ends
+    #[arg(long, value_name = "SECONDS", default_value_t = 10.0, value_parser = positive_seconds)]
+    pub idle_after: f64,
+    /// The output of a job that must be done, too, before --until-idle ends (repeat for more)
+    #[arg(long, value_name = "OUTPUT")]
+    pub job: Vec<String>,
+    /// Shards in memory at once: read ahead, running, being published
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=256))]
+    pub shards_in_flight: u32,
+    /// Seconds between writes of finished rows to the jobs' logs: the most work that a kill can cost
+    #[arg(long, value_name = "SECONDS", default_value_t = 60.0, value_parser = positive_seconds)]
+    pub log_interval: f64,
+    /// Name in attempts and spendings (default: the host's); made unique by a random suffix
+    #[arg(long, value_name = "NAME")]
+    pub name: Option<String>,
+    /// A file that is touched each second while the worker makes progress
+    #[arg(long, value_name = "PATH")]
+    pub liveness_file: Option<PathBuf>,
+    /// A port that answers HTTP 200 while the worker makes progress, 503 when it hangs
+    #[arg(long, value_name = "PORT")]
+    pub liveness_port: Option<u16>,
+    /// Leave in good order when this cloud gives notice that it takes the spot machine away
+    #[arg(long, value_name = "CLOUD", value_enum)]
+    pub spot: Option<crate::worker::spot::Cloud>,
+    /// Print the result as one JSON object, last on stdout
+    #[arg(long)]
+    pub json: bool,
+    /// No progress on stderr, only warnings and errors
+    #[arg(long, short)]
+    pub quiet: bool,
 }
 
 #[derive(Debug, Args)]

@@ -3,8 +3,6 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use chrono::{DateTime, NaiveDateTime};
-
 use crate::cli::exit::Failure;
 use crate::dataset::location::Location;
 use crate::dataset::output::{OutputColumns, OutputSchema};
@@ -12,50 +10,22 @@ use crate::dataset::plan::Format;
 use crate::dataset::planner::{InputPlan, PlanRequest, plan_inputs};
 use crate::device;
 use crate::engine::constraint::Compiler;
+use crate::job::Renderer;
 use crate::job::file::OutputFormat;
 use crate::job::generate::ShapeSpec;
-use crate::job::spec::{Job, Precision, PromptKind};
-use crate::job::{RenderSetup, Renderer};
+use crate::job::spec::{Job, PromptKind};
 use crate::ledger::keys::sha256;
-use crate::ledger::{JobDraft, JobIdentity, Ledger};
-use crate::model::config::Config;
-use crate::model::tokenizer::Tokenizer;
-use crate::model::weights::checkpoint_hash;
+use crate::ledger::{JobDraft, JobIdentity, Ledger, Terms, Unfinished};
 use crate::report::summary::{Agreement, RowCounts, Summary, TokenCounts, rate};
+use crate::worker::model::{ModelFiles, Stream, precision, precision_word};
 
 /// Bytes that a generated token may take in the output: its text, its id, its log probability.
 const BYTES_PER_TOKEN: u64 = 12;
 
-/// What random numbers and templates' dates of a job are keyed by.
-#[derive(Debug, Clone, Copy)]
-pub struct Stream {
-    pub seed: u64,
-    /// When the job was created: a row that is tried again gets the same prompt.
-    pub now: NaiveDateTime,
-}
-
-impl Stream {
-    /// For checks and previews of a job that has no id yet.
-    pub const UNKNOWN: Stream = Stream {
-        seed: 0,
-        now: DateTime::UNIX_EPOCH.naive_utc(),
-    };
-
-    /// Of a job that is written down.
-    pub fn of(job: &Job, ledger: &Ledger) -> Stream {
-        Stream {
-            seed: job.seed(&ledger.job().job.to_string()),
-            now: ledger.created_at().naive_utc(),
-        }
-    }
-}
-
 /// A job and everything about its model but the weights.
 pub struct Opened {
     pub job: Arc<Job>,
-    pub model_dir: PathBuf,
-    pub config: Config,
-    pub tokenizer: Arc<Tokenizer>,
+    pub model: ModelFiles,
     pub limit: Option<u64>,
     pub output: Location,
 }
@@ -64,9 +34,7 @@ impl Opened {
     /// Reads the job file and the model's config and tokenizer.
     pub fn open(path: &Path, limit: Option<u64>) -> Result<Opened, Failure> {
         let job = Job::load(path).map_err(Failure::bad_job)?;
-        let model_dir = model_dir(&job)?;
-        let config = Config::load(&model_dir).map_err(Failure::bad_job)?;
-        let tokenizer = Tokenizer::load(&model_dir).map_err(Failure::bad_job)?;
+        let model = ModelFiles::open(model_dir(&job)?).map_err(Failure::bad_job)?;
         let output = Location::parse(&job.output.uri, &job.base_dir).map_err(Failure::bad_job)?;
         let output = match limit {
             // A job of its own: trying out must not touch the real output. Readers ignore names that begin with `_`.
@@ -75,9 +43,7 @@ impl Opened {
         };
         Ok(Opened {
             job: Arc::new(job),
-            model_dir,
-            config,
-            tokenizer: Arc::new(tokenizer),
+            model,
             limit,
             output,
         })
@@ -155,41 +121,22 @@ impl Opened {
         carry
     }
 
-    /// Longest sequence: what the job says, within what the checkpoint can do, or what the checkpoint declares.
-    fn context_tokens(&self) -> Result<u32, Failure> {
-        let most = self.config.context_limit();
-        match self.job.context {
-            Some(tokens) if tokens > most => Err(Failure::bad_job(anyhow::anyhow!(
-                "{}: `context` is {tokens} tokens, more than the {most} that this model can do",
-                self.job.file
-            ))),
-            Some(tokens) => Ok(tokens),
-            None => Ok(self.config.max_position_embeddings),
-        }
-    }
-
     /// Prompts of this job.
     pub fn renderer(&self, stream: &Stream) -> Result<Renderer, Failure> {
-        let setup = RenderSetup {
-            tokenizer: self.tokenizer.clone(),
-            context_tokens: self.context_tokens()?,
-            seed: stream.seed,
-            now: stream.now,
-        };
-        Renderer::new(&self.job, setup).map_err(Failure::bad_job)
+        self.model.renderer(&self.job, stream).map_err(Failure::bad_job)
     }
 
     /// Checks that what the answers must look like can be had from this tokenizer at all.
     pub fn check_shape(&self) -> Result<(), Failure> {
         let shape = self.job.generate.params(0).shape;
-        let eos = self.eos_token_ids(&self.renderer(&Stream::UNKNOWN)?);
+        let eos = self.model.eos_token_ids(&self.renderer(&Stream::UNKNOWN)?);
         let field = match &self.job.generate.shape {
             ShapeSpec::Free => return Ok(()),
             ShapeSpec::Choice { .. } => "choice",
             ShapeSpec::JsonSchema(_) => "json_schema",
             ShapeSpec::Regex(_) => "regex",
         };
-        match Compiler::new(&eos).compile(&shape, &self.tokenizer) {
+        match Compiler::new(&eos).compile(&shape, &self.model.tokenizer) {
             Ok(_) => Ok(()),
             Err(e) => Err(Failure::bad_job(anyhow::anyhow!(
                 "{}: `generate.{field}`: {e}",
@@ -198,22 +145,9 @@ impl Opened {
         }
     }
 
-    /// The union of what config, generation config, tokenizer config and the chat template's end of turn name.
-    pub fn eos_token_ids(&self, renderer: &Renderer) -> Vec<u32> {
-        let mut ids = self.config.eos_token_ids.clone();
-        ids.extend(self.tokenizer.eos_id());
-        ids.extend(renderer.end_of_turn());
-        ids.sort_unstable();
-        ids.dedup();
-        ids
-    }
-
-    /// The precision to compute in, resolved. On a CPU, F32 costs no more than BF16 and rows do not depend on their batch.
+    /// The precision to compute in, resolved.
     pub fn precision(&self) -> device::Precision {
-        match self.job.precision {
-            Precision::F32 | Precision::Auto => device::Precision::F32,
-            Precision::Bf16 => device::Precision::Bf16,
-        }
+        precision(self.job.precision)
     }
 
     /// What makes two runs the same job. Reads the whole checkpoint once.
@@ -224,13 +158,10 @@ impl Opened {
         };
         Ok(JobIdentity {
             job_hash,
-            model_hash: checkpoint_hash(&self.model_dir).map_err(Failure::bad_job)?,
-            tokenizer_hash: self.tokenizer.hash().to_string(),
+            model_hash: self.model.hash().map_err(Failure::bad_job)?,
+            tokenizer_hash: self.model.tokenizer.hash().to_string(),
             template_hash: Some(self.renderer(&Stream::UNKNOWN)?.template_hash().to_string()),
-            precision: match self.precision() {
-                device::Precision::F32 => "f32".into(),
-                device::Precision::Bf16 => "bf16".into(),
-            },
+            precision: precision_word(self.precision()).into(),
         })
     }
 
@@ -266,6 +197,11 @@ impl Opened {
                 OutputFormat::Openai => "jsonl".into(),
             },
             usd_per_hour: self.job.budget.usd_per_hour,
+            terms: Terms {
+                usd: self.job.budget.usd,
+                deadline_seconds: self.job.budget.deadline_seconds,
+                unfinished: Unfinished::Keep,
+            },
         })
     }
 }
@@ -281,7 +217,7 @@ pub fn trial_name(job: &Job, rows: u64) -> String {
 }
 
 /// The model's folder: local, for now.
-fn model_dir(job: &Job) -> Result<PathBuf, Failure> {
+pub fn model_dir(job: &Job) -> Result<PathBuf, Failure> {
     let bad = |why: &str| Failure::bad_job(anyhow::anyhow!("{}: `model`: {why}", job.file));
     if job.model.contains("://") && !job.model.starts_with("file://") {
         return Err(bad(&format!(

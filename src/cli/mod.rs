@@ -3,10 +3,12 @@
 mod args;
 mod door;
 mod exit;
+mod outfit;
 mod plan;
 mod run;
 mod status;
 mod verify;
+//mod worker;
 
 use std::io::IsTerminal;
 use std::process::ExitCode;
@@ -49,6 +51,7 @@ async fn command(command: Command) -> Result<Exit, Failure> {
     match command {
         Command::Run(args) => run::run(args).await,
         Command::Plan(args) => plan::plan(args).await,
+        Command::Worker(_) => unimplemented!(),
         Command::Status(args) => status::status(args).await,
         Command::Watch(args) => status::watch(args).await,
         Command::Verify(args) => verify::verify(args).await,

@@ -8,7 +8,7 @@ use rayon::prelude::*;
 use serde_json::json;
 
 use crate::cli::args::PlanArgs;
-use crate::cli::door::{Opened, Stream};
+use crate::cli::door::Opened;
 use crate::cli::exit::{Exit, Failure};
 use crate::dataset::planner::InputPlan;
 use crate::dataset::shard::ShardReader;
@@ -17,6 +17,7 @@ use crate::ledger::Ledger;
 use crate::report::cost::{dollars, show_dollars};
 use crate::report::progress::show_duration;
 use crate::report::summary::{number, percent};
+use crate::worker::model::Stream;
 use crate::worker::preflight::{Preflight, Seen, SeenPrompt};
 
 /// Shards read and rendered at once: one on the cores, one being read.

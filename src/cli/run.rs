@@ -3,28 +3,22 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::Context;
-
 use crate::cli::args::RunArgs;
-use crate::cli::door::{self, Opened, Stream};
+use crate::cli::door::{self, Opened};
 use crate::cli::exit::{Exit, Failure, one_line};
+use crate::cli::outfit::{LoadedModel, STEP_MAX, render_threads, stop_on_signals};
 use crate::dataset::DatasetError;
-use crate::dataset::output::OutputSchema;
-use crate::dataset::part::OpenaiMeta;
-use crate::dataset::shard::ShardReader;
-use crate::device::cpu::thread_pool;
-use crate::engine::{Engine, EngineOptions};
-use crate::job::Renderer;
-use crate::job::file::OutputFormat;
 use crate::ledger::{Ledger, LedgerError, Order, StopWhy};
-use crate::model::transformer::{KvBudget, LoadOptions, Transformer};
 use crate::queue::{LocalQueue, Message};
 use crate::report::agreement;
 use crate::report::meter::Meter;
 use crate::report::progress::{self, Goal};
 use crate::report::summary::Summary;
+use crate::worker::jobs::{Heard, JobState, Jobs};
+use crate::worker::patience::Patience;
+use crate::worker::pulse::Pulse;
 use crate::worker::stop::{Stop, Why};
-use crate::worker::{self, Limits, PartFormat, Worker};
+use crate::worker::{self, Limits, Parts, Until, Worker};
 
 pub async fn run(args: RunArgs) -> Result<Exit, Failure> {
     let opened = Opened::open(&args.job, args.limit.limit)?;
@@ -76,7 +70,9 @@ pub async fn run(args: RunArgs) -> Result<Exit, Failure> {
             "the deadline is reached; raise `budget.deadline` and run again to go on",
         ),
         Some(Why::Cancelled) => (Exit::Cancelled, "the job was cancelled"),
-        Some(Why::Interrupted) => (Exit::Interrupted, "interrupted; run the same command again to go on"),
+        Some(Why::Interrupted | Why::Preempted) => {
+            (Exit::Interrupted, "interrupted; run the same command again to go on")
+        }
         Some(Why::Failed) | None => (
             Exit::Failure,
             "the worker stopped without finishing; run the same command again",
@@ -103,11 +99,16 @@ async fn resume_if_extended(opened: &Opened, ledger: &Ledger) -> Result<Option<S
     if stopped == StopWhy::Cancelled {
         return Ok(Some(stopped));
     }
-    let seconds = ledger.spent().await?.device_seconds();
-    let age = (chrono::Utc::now() - ledger.created_at()).to_std().unwrap_or_default();
-    let reached = limits(opened, ledger).reached(seconds, age);
+    let spent = ledger.spent().await?;
+    let budget = &opened.job.budget;
+    // The job file says how much; the price is the one the job was created with, since all its figures rest on it.
+    let limits = Limits {
+        usd: budget.usd,
+        usd_per_hour: ledger.job().usd_per_hour,
+        deadline: budget.deadline_seconds.map(Duration::from_secs),
+    };
+    let reached = limits.reached(spent.device_seconds(), ledger.age(&spent));
     if reached.is_none() {
-        let budget = &opened.job.budget;
         control
             .give(Order::Extend {
                 budget_usd: budget.usd,
@@ -118,16 +119,7 @@ async fn resume_if_extended(opened: &Opened, ledger: &Ledger) -> Result<Option<S
     Ok(reached)
 }
 
-/// The job file says how much; the price is the one the job was created with, since all its figures rest on it.
-fn limits(opened: &Opened, ledger: &Ledger) -> Limits {
-    Limits {
-        usd: opened.job.budget.usd,
-        usd_per_hour: ledger.job().usd_per_hour,
-        deadline: opened.job.budget.deadline_seconds.map(Duration::from_secs),
-    }
-}
-
-/// Builds the worker and runs it.
+/// Builds the worker and runs it; why it ended before the job was done.
 async fn work(
     opened: &Opened,
     ledger: &Ledger,
@@ -135,46 +127,57 @@ async fn work(
     resumed: bool,
     stop: Stop,
 ) -> Result<Option<Why>, Failure> {
-    let job = ledger.job();
-    let renderer = opened.renderer(&Stream::of(&opened.job, ledger))?;
-    let output: OutputSchema = serde_json::from_value(job.columns.clone())?;
-    let reader = ShardReader::new(job.inputs.clone(), output.carry(), renderer.columns());
-    let engine = load_engine(opened, &renderer, args)?;
+    let hash = ledger.job().identity.model_hash.clone();
+    let loaded = LoadedModel::load(
+        opened.model.clone(),
+        opened.precision(),
+        opened.job.context,
+        hash,
+        &args.engine,
+    )?;
+    let jobs = Jobs::new(loaded.model);
+    let job = match jobs.add(ledger.clone()).await? {
+        Heard::Job(job) => job,
+        Heard::NotOurs(why) => return Err(Failure::bad_job(anyhow::anyhow!("{}: {why}", opened.job.file))),
+        Heard::Stale(why) => return Err(Failure::from(anyhow::anyhow!(why))),
+    };
     let before = ledger.status().await?;
     let meter = Arc::new(Meter::default());
-    let worker = Worker {
+    let worker = Worker::new(Parts {
         name: format!("run-{}", crate::ledger::Id::random()?),
-        ledger: ledger.clone(),
         queue: Arc::new(LocalQueue::new(messages(ledger, resumed).await?)),
-        reader,
-        renderer: Arc::new(renderer),
-        output,
-        format: part_format(opened, ledger),
+        jobs,
+        watched: Vec::new(),
         meter: meter.clone(),
-        render_threads: rayon::ThreadPoolBuilder::new()
-            .num_threads(threads(args))
-            .build()
-            .context("cannot start the threads")?,
+        patience: Patience::new(false),
+        pulse: Arc::new(Pulse::new(STEP_MAX)),
+        render_threads: render_threads(&args.engine)?,
         options: worker::Options {
             log_interval: Duration::from_secs_f64(args.log_interval),
-            limits: limits(opened, ledger),
             shards_in_flight: shards_in_flight(opened.job.shard_rows, args.engine.sequences),
+            until: Until::Idle,
+            idle_after: Duration::ZERO,
+            max_shards: None,
         },
-    };
+    });
     let goal = Goal {
         rows: before.rows,
         rows_before: before.tally.rows(),
         seconds_before: before.seconds,
-        usd_per_hour: job.usd_per_hour,
+        usd_per_hour: ledger.job().usd_per_hour,
     };
     let shown = progress::show(meter, goal, args.quiet);
-    let ended = worker::run(Arc::new(worker), engine, stop).await;
+    let ended = worker::run(Arc::new(worker), loaded.engine, stop).await;
     shown.abort();
-    ended.map_err(|error| match error.downcast_ref::<DatasetError>() {
+    let why = ended.map_err(|error| match error.downcast_ref::<DatasetError>() {
         // The inputs are not what was planned: the job's side, not ours.
         Some(DatasetError::InputChanged { .. }) => Failure::bad_job(error),
         _ => Failure::from(error),
-    })
+    })?;
+    Ok(why.or(match job.state() {
+        JobState::Stopped(why) | JobState::Closing(why) => Some(why.into()),
+        JobState::Going => None,
+    }))
 }
 
 /// The shards that are not done: the embedded queue is that list in memory.
@@ -191,7 +194,7 @@ async fn messages(ledger: &Ledger, resumed: bool) -> Result<Vec<Message>, Failur
     let output = ledger.store().url().to_string();
     Ok(shards
         .into_iter()
-        .map(|shard| Message::new(job.clone(), output.clone(), 0, shard))
+        .map(|shard| Message::new(job.clone(), output.clone(), ledger.generation(), shard))
         .collect())
 }
 
@@ -199,75 +202,6 @@ async fn messages(ledger: &Ledger, resumed: bool) -> Result<Vec<Message>, Failur
 fn shards_in_flight(shard_rows: u64, sequences: u32) -> u32 {
     let to_fill = (2 * u64::from(sequences)).div_ceil(shard_rows.max(1));
     to_fill.saturating_add(2).clamp(4, 64) as u32
-}
-
-fn threads(args: &RunArgs) -> usize {
-    args.engine
-        .threads
-        .unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from))
-}
-
-fn part_format(opened: &Opened, ledger: &Ledger) -> PartFormat {
-    match opened.job.output.format {
-        OutputFormat::Parquet => PartFormat::Parquet,
-        OutputFormat::Openai => PartFormat::Openai(OpenaiMeta {
-            job: ledger.job().job.to_string(),
-            model: opened.job.model.clone(),
-            created: ledger.created_at().timestamp(),
-        }),
-    }
-}
-
-fn load_engine(opened: &Opened, renderer: &Renderer, args: &RunArgs) -> Result<Engine, Failure> {
-    let precision = opened.precision();
-    let options = LoadOptions {
-        precision,
-        kv: KvBudget::Bytes(args.engine.kv_memory.map_or_else(default_kv_bytes, |mib| mib << 20)),
-        threads: thread_pool(threads(args)).context("cannot start the threads")?,
-        max_context: opened.job.context,
-        vocabulary: Some(opened.tokenizer.vocab_size()),
-    };
-    let model = Transformer::load(&opened.model_dir, &options).map_err(Failure::bad_job)?;
-    let options = EngineOptions {
-        max_step_tokens: args.engine.step_tokens as usize,
-        max_sequences: args.engine.sequences as usize,
-        eos_token_ids: opened.eos_token_ids(renderer),
-        prefix_root: format!("{precision:?}"),
-    };
-    Ok(Engine::new(Box::new(model), opened.tokenizer.clone(), options))
-}
-
-/// An eighth of the memory this process may use; 1 GiB where that cannot be told.
-fn default_kv_bytes() -> u64 {
-    let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let total = meminfo.lines().find_map(|line| line.strip_prefix("MemTotal:"));
-    let kib = total.and_then(|rest| rest.trim().trim_end_matches("kB").trim().parse::<u64>().ok());
-    let machine = kib.map(|kib| kib << 10);
-    // A container's own limit, where there is one ("max" is none).
-    let container = std::fs::read_to_string("/sys/fs/cgroup/memory.max")
-        .ok()
-        .and_then(|max| max.trim().parse().ok());
-    machine.into_iter().chain(container).min().unwrap_or(8 << 30) / 8
-}
-
-/// SIGINT and SIGTERM end the work after what is finished was written.
-fn stop_on_signals(stop: Stop) -> Result<(), Failure> {
-    use tokio::signal::unix::{SignalKind, signal};
-    let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
-    tokio::spawn(async move {
-        tokio::select! {
-            _ = interrupt.recv() => {}
-            _ = terminate.recv() => {}
-        }
-        stop.set(Why::Interrupted);
-        // Who asks twice does not want to wait for the store.
-        tokio::select! {
-            _ = interrupt.recv() => {}
-            _ = terminate.recv() => {}
-        }
-        std::process::exit(Exit::Interrupted as i32);
-    });
-    Ok(())
 }
 
 /// Prints the report; the exit code that the rows alone would give.

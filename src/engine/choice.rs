@@ -428,6 +428,7 @@ mod tests {
     use crate::engine::request::UnitId;
 
     const ID: UnitId = UnitId {
+        job: 0,
         row: 0,
         sample: 0,
         attempt: 0,

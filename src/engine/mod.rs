@@ -7,6 +7,7 @@
 pub mod blocks;
 pub mod choice;
 pub mod constraint;
+pub mod generate;
 pub mod packing;
 pub mod params;
 pub mod philox;
@@ -16,6 +17,7 @@ pub mod sampling;
 pub mod scheduler;
 pub mod sequence;
 
+pub use generate::Generate;
 pub use run::{Engine, EngineError, EngineOptions, Refused};
 
 use crate::device::batch::StepBatch;

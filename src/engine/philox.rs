@@ -83,6 +83,7 @@ mod tests {
     #[test]
     fn a_stream_is_its_own() {
         let id = UnitId {
+            job: 0,
             row: 7,
             sample: 0,
             attempt: 0,
@@ -105,6 +106,7 @@ mod tests {
         let key = StreamKey::of(
             3,
             UnitId {
+                job: 0,
                 row: 0,
                 sample: 0,
                 attempt: 0,

@@ -7,6 +7,8 @@ use crate::engine::params::Params;
 /// The engine's unit of work. Random numbers are keyed by it, never by a batch slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct UnitId {
+    /// Tells the jobs of one engine apart; whoever submits numbers them. Not part of the random stream: the job's seed is.
+    pub job: u32,
     /// 0-based over the job's whole input.
     pub row: u64,
     /// 0-based, below `Params::samples`.
@@ -22,6 +24,8 @@ pub struct Request {
     /// Prompt token ids, at least one.
     pub prompt: Arc<[u32]>,
     pub params: Arc<Params>,
+    /// Token ids that end a completion unless `Params::ignore_eos`: the model's own, and the job's end of turn.
+    pub eos: Arc<[u32]>,
 }
 
 /// Why a completion ended.

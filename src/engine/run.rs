@@ -12,11 +12,12 @@ use crate::device::batch::{StepBatch, StepSequence};
 use crate::engine::blocks::{BlockKey, BlockPool};
 use crate::engine::choice::Node;
 use crate::engine::constraint::{Compiler, Constraint, ConstraintError};
+use crate::engine::generate::Generate;
 use crate::engine::params::Params;
-use crate::engine::request::{Finished, Request};
+use crate::engine::request::{Finished, Request, UnitId};
 use crate::engine::sampling::Scratch;
 use crate::engine::scheduler::{Limits, Scheduler, SequenceId, StepPlan};
-use crate::engine::sequence::{Continuation, Ends, Next, Unit};
+use crate::engine::sequence::{Continuation, Next, Unit};
 use crate::engine::{Forward, ForwardError};
 use crate::model::tokenizer::Tokenizer;
 
@@ -30,8 +31,6 @@ pub struct EngineOptions {
     pub max_step_tokens: usize,
     /// Most sequences that run at once, at least 1.
     pub max_sequences: usize,
-    /// The model's end-of-sequence ids.
-    pub eos_token_ids: Vec<u32>,
     /// What shapes keys and values besides token ids: model, adapter, KV format. The root of prefix keys.
     pub prefix_root: String,
 }
@@ -41,7 +40,6 @@ impl Default for EngineOptions {
         EngineOptions {
             max_step_tokens: 2048,
             max_sequences: 256,
-            eos_token_ids: Vec::new(),
             prefix_root: String::new(),
         }
     }
@@ -92,20 +90,30 @@ struct Work {
     next: Vec<(SequenceId, Next)>,
 }
 
+/// A shape, for whom it was compiled.
+struct Compiled {
+    params: Arc<Params>,
+    eos: Arc<[u32]>,
+    result: Result<Constraint, ConstraintError>,
+}
+
 /// See the module's description.
 pub struct Engine {
     forward: Box<dyn Forward + Send>,
     tokenizer: Arc<Tokenizer>,
     options: EngineOptions,
     scheduler: Scheduler,
-    compiler: Compiler,
+    /// By end-of-sequence ids: jobs of one model may differ in theirs.
+    compilers: HashMap<Arc<[u32]>, Compiler>,
     /// The shape compiled last: rows of a job share their parameters.
-    compiled: Option<(Arc<Params>, Result<Constraint, ConstraintError>)>,
+    compiled: Option<Compiled>,
     units: HashMap<u64, Active>,
     /// The unit of each sequence, and the node of a choice that it works at.
     sequences: HashMap<SequenceId, (u64, Node)>,
     /// Ended without a step; handed out by the next one.
     finished: Vec<Finished>,
+    /// Tokens of the last step by job.
+    step_tokens: Vec<(u32, u64)>,
     /// Counts units and sequences.
     next_key: u64,
     stopped: bool,
@@ -121,7 +129,7 @@ impl Engine {
         let pool = BlockPool::new(forward.kv_blocks(), forward.block_tokens().max(1));
         Engine {
             scheduler: Scheduler::new(limits, pool, BlockKey::root(&options.prefix_root)),
-            compiler: Compiler::new(&options.eos_token_ids),
+            compilers: HashMap::new(),
             forward,
             tokenizer,
             options,
@@ -129,6 +137,7 @@ impl Engine {
             units: HashMap::new(),
             sequences: HashMap::new(),
             finished: Vec::new(),
+            step_tokens: Vec::new(),
             next_key: 0,
             stopped: false,
         }
@@ -142,82 +151,6 @@ impl Engine {
     /// Sequences that wait for room.
     pub fn waiting(&self) -> usize {
         self.scheduler.waiting()
-    }
-
-    /// Is nothing left to hand out?
-    pub fn is_idle(&self) -> bool {
-        self.units.is_empty() && self.finished.is_empty()
-    }
-
-    /// Is there room for more requests? While there is, each fill of the batch finds a window to choose from.
-    pub fn wants_more(&self) -> bool {
-        self.scheduler.waiting() < WINDOWS_WAITING * self.options.max_sequences.max(1)
-    }
-
-    /// Takes a request; what becomes of it comes back with a later step. A refused one does not come back.
-    ///
-    /// A `max_tokens` beyond the model's context is cut to what fits; a prompt that leaves no room for a single token is
-    /// refused, and so is one that with its `max_tokens` is more than the whole KV pool holds.
-    pub fn submit(&mut self, request: Request) -> Result<(), Refused> {
-        let vocabulary = self.forward.vocab_size();
-        if request.prompt.is_empty() {
-            return Err(Refused::EmptyPrompt);
-        }
-        if let Some(&token) = request.prompt.iter().find(|t| **t as usize >= vocabulary) {
-            return Err(Refused::UnknownToken { token, vocabulary });
-        }
-        let constraint = self.constraint(&request.params)?;
-        let prompt = request.prompt.len();
-        let context = self.forward.context_tokens() as usize;
-        let room = context.saturating_sub(prompt);
-        let asked = request.params.max_tokens as usize;
-        // A choice computes nothing beyond its last branching; other completions grow up to `max_tokens`.
-        let (needs, most, max_tokens) = match &constraint {
-            Constraint::Choice { choices, .. } => (choices.deepest_choice().max(1), choices.deepest_choice(), asked),
-            Constraint::Free | Constraint::Grammar(_) => (1, asked.min(room), asked.min(room)),
-        };
-        if needs > room {
-            return Err(Refused::Context { prompt, needs, context });
-        }
-        if !self.scheduler.fits_pool(prompt + most) {
-            return Err(Refused::Pool {
-                prompt,
-                most,
-                pool: self.scheduler.pool_tokens(),
-            });
-        }
-        let id = request.id;
-        let (unit, next) = Unit::new(request, constraint, max_tokens, &self.tokenizer);
-        match next {
-            Next::Finished(result) => self.finished.push(Finished { id, result }),
-            Next::Go(first) => self.start(unit, first, most as u32),
-        }
-        Ok(())
-    }
-
-    /// Runs one step and returns what has ended. Without work it returns at once.
-    pub fn step(&mut self) -> Result<Vec<Finished>, EngineError> {
-        if self.stopped {
-            return Err(EngineError::Stopped);
-        }
-        let plan = self.scheduler.plan();
-        for (sequence, cached) in &plan.started {
-            let active = self
-                .sequences
-                .get(sequence)
-                .and_then(|(unit, _)| self.units.get_mut(unit));
-            if let Some(active) = active {
-                active.unit.started(*cached);
-            }
-        }
-        let mut finished = std::mem::take(&mut self.finished);
-        if !plan.sequences.is_empty() {
-            let work = self.run(&plan).inspect_err(|_| self.stopped = true)?;
-            for work in work {
-                self.apply(work, &mut finished);
-            }
-        }
-        Ok(finished)
     }
 
     /// Hands a new unit's first sequence to the scheduler.
@@ -239,14 +172,20 @@ impl Engine {
         self.next_key
     }
 
-    fn constraint(&mut self, params: &Arc<Params>) -> Result<Constraint, ConstraintError> {
+    fn constraint(&mut self, request: &Request) -> Result<Constraint, ConstraintError> {
+        let Request { params, eos, .. } = request;
         match &self.compiled {
-            Some((known, constraint)) if Arc::ptr_eq(known, params) => constraint.clone(),
+            Some(last) if Arc::ptr_eq(&last.params, params) && last.eos == *eos => last.result.clone(),
             // The compiler knows the same shape again.
             _ => {
-                let constraint = self.compiler.compile(&params.shape, &self.tokenizer);
-                self.compiled = Some((params.clone(), constraint.clone()));
-                constraint
+                let compiler = self.compilers.entry(eos.clone()).or_insert_with(|| Compiler::new(eos));
+                let result = compiler.compile(&params.shape, &self.tokenizer);
+                self.compiled = Some(Compiled {
+                    params: params.clone(),
+                    eos: eos.clone(),
+                    result: result.clone(),
+                });
+                result
             }
         }
     }
@@ -277,10 +216,7 @@ impl Engine {
         }
         // Ids that only one of model and tokenizer knows are padding and are never sampled.
         let vocabulary = stride.min(self.tokenizer.vocab_size());
-        let ends = Ends {
-            eos: &self.options.eos_token_ids,
-            tokenizer: &self.tokenizer,
-        };
+        let tokenizer = &*self.tokenizer;
         work.par_iter_mut().for_each_init(Scratch::default, |scratch, w| {
             for (sequence, node, row) in &w.rows {
                 if bad.contains(row) {
@@ -291,7 +227,7 @@ impl Engine {
                 let next = w
                     .active
                     .unit
-                    .observe(*node, &logits[row * stride..][..vocabulary], &ends, scratch);
+                    .observe(*node, &logits[row * stride..][..vocabulary], tokenizer, scratch);
                 let ended = matches!(next, Next::Finished(_));
                 w.next.push((*sequence, next));
                 if ended {
@@ -372,6 +308,120 @@ impl Engine {
     fn end(&mut self, sequence: SequenceId) {
         self.scheduler.remove(sequence);
         self.sequences.remove(&sequence);
+    }
+
+    fn count_tokens(&mut self, plan: &StepPlan) {
+        self.step_tokens.clear();
+        for planned in &plan.sequences {
+            let unit = self
+                .sequences
+                .get(&planned.id)
+                .and_then(|(unit, _)| self.units.get(unit));
+            let Some(job) = unit.map(|active| active.unit.id().job) else {
+                continue;
+            };
+            let tokens = planned.tokens.len() as u64;
+            match self.step_tokens.iter_mut().find(|(known, _)| *known == job) {
+                Some((_, sum)) => *sum += tokens,
+                None => self.step_tokens.push((job, tokens)),
+            }
+        }
+    }
+}
+
+impl Generate for Engine {
+    fn is_idle(&self) -> bool {
+        self.units.is_empty() && self.finished.is_empty()
+    }
+
+    /// While there is room, each fill of the batch finds a window to choose from.
+    fn wants_more(&self) -> bool {
+        self.scheduler.waiting() < WINDOWS_WAITING * self.options.max_sequences.max(1)
+    }
+
+    /// A `max_tokens` beyond the model's context is cut to what fits; a prompt that leaves no room for a single token is
+    /// refused, and so is one that with its `max_tokens` is more than the whole KV pool holds.
+    fn submit(&mut self, request: Request) -> Result<(), Refused> {
+        let vocabulary = self.forward.vocab_size();
+        if request.prompt.is_empty() {
+            return Err(Refused::EmptyPrompt);
+        }
+        if let Some(&token) = request.prompt.iter().find(|t| **t as usize >= vocabulary) {
+            return Err(Refused::UnknownToken { token, vocabulary });
+        }
+        let constraint = self.constraint(&request)?;
+        let prompt = request.prompt.len();
+        let context = self.forward.context_tokens() as usize;
+        let room = context.saturating_sub(prompt);
+        let asked = request.params.max_tokens as usize;
+        // A choice computes nothing beyond its last branching; other completions grow up to `max_tokens`.
+        let (needs, most, max_tokens) = match &constraint {
+            Constraint::Choice { choices, .. } => (choices.deepest_choice().max(1), choices.deepest_choice(), asked),
+            Constraint::Free | Constraint::Grammar(_) => (1, asked.min(room), asked.min(room)),
+        };
+        if needs > room {
+            return Err(Refused::Context { prompt, needs, context });
+        }
+        if !self.scheduler.fits_pool(prompt + most) {
+            return Err(Refused::Pool {
+                prompt,
+                most,
+                pool: self.scheduler.pool_tokens(),
+            });
+        }
+        let id = request.id;
+        let (unit, next) = Unit::new(request, constraint, max_tokens, &self.tokenizer);
+        match next {
+            Next::Finished(result) => self.finished.push(Finished { id, result }),
+            Next::Go(first) => self.start(unit, first, most as u32),
+        }
+        Ok(())
+    }
+
+    fn step(&mut self) -> Result<Vec<Finished>, EngineError> {
+        if self.stopped {
+            return Err(EngineError::Stopped);
+        }
+        let plan = self.scheduler.plan();
+        self.count_tokens(&plan);
+        for (sequence, cached) in &plan.started {
+            let active = self
+                .sequences
+                .get(sequence)
+                .and_then(|(unit, _)| self.units.get_mut(unit));
+            if let Some(active) = active {
+                active.unit.started(*cached);
+            }
+        }
+        let mut finished = std::mem::take(&mut self.finished);
+        if !plan.sequences.is_empty() {
+            let work = self.run(&plan).inspect_err(|_| self.stopped = true)?;
+            for work in work {
+                self.apply(work, &mut finished);
+            }
+        }
+        Ok(finished)
+    }
+
+    fn step_tokens(&self) -> &[(u32, u64)] {
+        &self.step_tokens
+    }
+
+    fn cancel(&mut self, job: u32, rows: &dyn Fn(u64) -> bool) {
+        let dropped = |id: UnitId| id.job == job && rows(id.row);
+        let scheduler = &mut self.scheduler;
+        let sequences = &mut self.sequences;
+        self.units.retain(|_, active| {
+            let keep = !dropped(active.unit.id());
+            if !keep {
+                for sequence in &active.sequences {
+                    scheduler.remove(*sequence);
+                    sequences.remove(sequence);
+                }
+            }
+            keep
+        });
+        self.finished.retain(|finished| !dropped(finished.id));
     }
 }
 

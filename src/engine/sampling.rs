@@ -309,6 +309,7 @@ mod tests {
         let key = StreamKey::of(
             11,
             UnitId {
+                job: 0,
                 row: 3,
                 sample: 0,
                 attempt: 0,
@@ -623,7 +624,7 @@ mod tests {
             seed in 0u64..1000, top_k in 0u32..300, top_p in 0.05f32..1.0, min_p in 0.0f32..0.3,
         ) {
             let logits: Vec<f32> = (0..700u32)
-                .map(|i| StreamKey::of(seed, UnitId { row: 0, sample: 0, attempt: 0 }).uniform(i) as f32 * 4.0)
+                .map(|i| StreamKey::of(seed, UnitId { job: 0, row: 0, sample: 0, attempt: 0 }).uniform(i) as f32 * 4.0)
                 .collect();
             let params = Params { top_k, top_p, min_p, temperature: 0.8, ..Params::default() };
             let mut kept = Vec::new();

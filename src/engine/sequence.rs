@@ -30,6 +30,7 @@ pub struct Unit {
     /// The prompt's ids, ascending, each once; empty until a repetition penalty asks for them.
     prompt_ids: Vec<u32>,
     params: Arc<Params>,
+    eos: Arc<[u32]>,
     key: StreamKey,
     /// Most tokens it may get: `max_tokens`, or less where the context ends before.
     max_tokens: usize,
@@ -94,6 +95,7 @@ impl Unit {
             prompt: request.prompt,
             prompt_ids: Vec::new(),
             params: request.params,
+            eos: request.eos,
             max_tokens,
             completion: Vec::new(),
             logprobs: Vec::new(),
@@ -130,7 +132,7 @@ impl Unit {
     }
 
     /// Takes the logits (`[vocabulary]`) after its sequence at `node`.
-    pub fn observe(&mut self, node: Node, logits: &[f32], ends: &Ends, scratch: &mut Scratch) -> Next {
+    pub fn observe(&mut self, node: Node, logits: &[f32], tokenizer: &Tokenizer, scratch: &mut Scratch) -> Next {
         let position = self.prompt.len() + self.completion.len();
         if self.params.repetition_penalty != 1.0 && self.prompt_ids.is_empty() {
             self.prompt_ids = self.prompt.to_vec();
@@ -144,10 +146,10 @@ impl Unit {
             completion: &self.completion,
             key: self.key,
             position: position as u32,
-            holes: ends.tokenizer.holes(),
+            holes: tokenizer.holes(),
         };
         let sampled = match &mut self.state {
-            State::Choice(_) => return self.observe_choice(node, logits, ends, scratch),
+            State::Choice(_) => return self.observe_choice(node, logits, tokenizer, scratch),
             State::Free => sampling::sample(logits, draw, scratch).map_err(|e| e.to_string()),
             State::Grammar(state) => state.mask().and_then(|mask| {
                 sampling::sample(
@@ -162,24 +164,24 @@ impl Unit {
             }),
         };
         match sampled {
-            Ok(token) => self.take(token, logits, ends),
+            Ok(token) => self.take(token, logits, tokenizer),
             Err(why) => Next::Finished(Err(why)),
         }
     }
 
     /// Adds a sampled token and sees whether it ends the completion.
-    fn take(&mut self, token: u32, logits: &[f32], ends: &Ends) -> Next {
+    fn take(&mut self, token: u32, logits: &[f32], tokenizer: &Tokenizer) -> Next {
         let shaped = matches!(self.state, State::Grammar(_));
-        let at_eos = ends.eos.contains(&token) && (shaped || !self.params.ignore_eos);
+        let at_eos = self.eos.contains(&token) && (shaped || !self.params.ignore_eos);
         if at_eos || self.params.stop_token_ids.contains(&token) {
-            return self.finish(FinishReason::Stop, ends.tokenizer);
+            return self.finish(FinishReason::Stop, tokenizer);
         }
         self.completion.push(token);
         if self.params.logprobs {
             self.logprobs.push(sampling::log_probability(logits, token));
         }
         let known = self.bytes.len();
-        self.bytes.extend_from_slice(ends.tokenizer.token_bytes(token));
+        self.bytes.extend_from_slice(tokenizer.token_bytes(token));
         let shape_ended = match &mut self.state {
             State::Grammar(state) => match state.take(token) {
                 Ok(ended) => ended,
@@ -189,13 +191,13 @@ impl Unit {
         };
         if let Some(at) = find_stop(&self.bytes, known, &self.params.stop) {
             self.bytes.truncate(at);
-            return self.finish_at(FinishReason::Stop, true, ends.tokenizer);
+            return self.finish_at(FinishReason::Stop, true, tokenizer);
         }
         if shape_ended {
-            return self.finish(FinishReason::Stop, ends.tokenizer);
+            return self.finish(FinishReason::Stop, tokenizer);
         }
         if self.completion.len() >= self.max_tokens {
-            return self.finish(FinishReason::Length, ends.tokenizer);
+            return self.finish(FinishReason::Length, tokenizer);
         }
         Next::Go(vec![Continuation {
             node: 0,
@@ -203,7 +205,7 @@ impl Unit {
         }])
     }
 
-    fn observe_choice(&mut self, node: Node, logits: &[f32], ends: &Ends, scratch: &mut Scratch) -> Next {
+    fn observe_choice(&mut self, node: Node, logits: &[f32], tokenizer: &Tokenizer, scratch: &mut Scratch) -> Next {
         let State::Choice(state) = &mut self.state else {
             return Next::Finished(Err("a choice was asked for of another shape".into()));
         };
@@ -214,11 +216,11 @@ impl Unit {
             completion: &[],
             key: self.key,
             position: (self.prompt.len() + state.choices().depth(node)) as u32,
-            holes: ends.tokenizer.holes(),
+            holes: tokenizer.holes(),
         };
         match state.observe(node, logits, draw, scratch) {
             Err(why) => Next::Finished(Err(why.to_string())),
-            Ok(_) if state.is_decided() => self.finish(FinishReason::Stop, ends.tokenizer),
+            Ok(_) if state.is_decided() => self.finish(FinishReason::Stop, tokenizer),
             Ok(next) => Next::Go(
                 next.into_iter()
                     .map(|(node, tokens)| Continuation { node, tokens })
@@ -286,13 +288,6 @@ impl Unit {
     }
 }
 
-/// What ends completions besides their parameters.
-pub struct Ends<'a> {
-    /// The model's end-of-sequence ids.
-    pub eos: &'a [u32],
-    pub tokenizer: &'a Tokenizer,
-}
-
 /// A completion's text without the one space that the tokenizer puts in front of texts.
 fn without_prefix<'a>(text: &'a str, tokenizer: &Tokenizer) -> &'a str {
     match tokenizer.prefixes_space() {
@@ -331,20 +326,21 @@ mod tests {
         let constraint = Constraint::compile(&params.shape, tokenizer, &[2]).unwrap();
         let request = Request {
             id: UnitId {
+                job: 0,
                 row: 0,
                 sample: 0,
                 attempt: 0,
             },
             prompt: [5, 4, 5].into(),
             params: Arc::new(params),
+            eos: [2].into(),
         };
         let (mut unit, mut next) = Unit::new(request, constraint, max_tokens as usize, tokenizer);
-        let ends = Ends { eos: &[2], tokenizer };
         for token in order {
             let mut logits = vec![0.0; tokenizer.vocab_size()];
             logits[*token as usize] = 1.0;
             next = match next {
-                Next::Go(at) => unit.observe(at[0].node, &logits, &ends, &mut Scratch::default()),
+                Next::Go(at) => unit.observe(at[0].node, &logits, tokenizer, &mut Scratch::default()),
                 ended => ended,
             };
         }

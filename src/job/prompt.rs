@@ -209,6 +209,11 @@ impl Renderer {
         }
     }
 
+    /// Longest sequence that its prompts count on, in tokens.
+    pub fn context_tokens(&self) -> u32 {
+        self.setup.context_tokens
+    }
+
     /// Parameters of rows that bring none of their own.
     pub fn params(&self) -> &Arc<Params> {
         &self.params

@@ -124,7 +124,7 @@ impl Control {
     /// Why the job is stopped, if it is.
     pub fn stopped(&self) -> Option<StopWhy> {
         match self.holds() {
-            Some(Order::Stop { why }) => Some(*why),
+            Some(Order::Stop { why, .. }) => Some(*why),
             _ => None,
         }
     }

@@ -20,6 +20,9 @@ pub enum LedgerError {
     /// The output belongs to something else: never overwrite, refuse the job.
     #[error("{what}")]
     Conflict { what: String },
+    /// Access refused: wait until somebody has granted it, and say so.
+    #[error("{what}")]
+    Denied { what: String },
     /// Nothing can go on until a person has acted: no permission, full disk, a store that cannot keep the guarantee.
     #[error("{what}")]
     Stop { what: String },

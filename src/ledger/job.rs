@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use super::error::{LedgerError, Result};
 use super::keys::{Id, JOB, Keys, SUCCESS, sha256};
-use super::record::{Record, VERSION, decode, encode};
+use super::record::{Record, Terms, VERSION, decode, encode};
 use super::store::{Created, Stamp, Store};
 use super::{Inner, Ledger};
 use crate::dataset::location::Location;
@@ -45,6 +45,7 @@ pub struct JobDraft {
     pub part_extension: String,
     /// Price of a device hour, where the job names one.
     pub usd_per_hour: Option<f64>,
+    pub terms: Terms,
 }
 
 /// `job.json`.
@@ -60,6 +61,7 @@ pub struct JobRecord {
     pub version: String,
     pub part_extension: String,
     pub usd_per_hour: Option<f64>,
+    pub terms: Terms,
     pub columns: Value,
     pub resolved: Value,
     pub inputs: Vec<InputFile>,
@@ -92,6 +94,7 @@ impl JobRecord {
             version: env!("CARGO_PKG_VERSION").to_string(),
             part_extension: draft.part_extension,
             usd_per_hour: draft.usd_per_hour,
+            terms: draft.terms,
             columns: draft.columns,
             resolved: draft.resolved,
             inputs: draft.inputs,

@@ -30,10 +30,11 @@ use std::sync::Arc;
 
 use chrono::{DateTime, Utc};
 
+pub use control::Control;
 pub use error::{LedgerError, Result};
 pub use job::{JobDraft, JobIdentity, JobRecord};
 pub use keys::{Id, Keys};
-pub use record::{Commit, Order, StopWhy, Success, Tally};
+pub use record::{Commit, Order, StopWhy, Success, Tally, Terms, Unfinished};
 pub use rowset::RowSet;
 use store::Stamp;
 pub use store::{Retry, Store};
@@ -66,6 +67,32 @@ impl Ledger {
 
     pub fn keys(&self) -> &Keys {
         &self.inner.keys
+    }
+
+    pub fn generation(&self) -> u32 {
+        0
+    }
+    pub async fn at(&self, _generation: u32) -> Result<Ledger> {
+        Ok(self.clone())
+    }
+    pub fn terms(&self, control: &Control) -> Terms {
+        let mut terms = self.job().terms.clone();
+        for order in control.orders() {
+            if let Order::Extend {
+                budget_usd,
+                deadline_seconds,
+            } = order
+            {
+                terms.usd = *budget_usd;
+                terms.deadline_seconds = *deadline_seconds;
+            }
+        }
+        terms
+    }
+    pub fn age(&self, spent: &control::Spent) -> std::time::Duration {
+        spent.store_now().map_or(Default::default(), |now| {
+            (now - self.created_at()).to_std().unwrap_or_default()
+        })
     }
 
     /// When the job was created, by the store's clock: deadlines count from here.

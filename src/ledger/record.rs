@@ -293,13 +293,33 @@ impl Record for ControlRecord {}
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "order", rename_all = "snake_case")]
 pub enum Order {
-    /// Start no further rows.
-    Stop { why: StopWhy },
+    /// Start no further rows. `close`: unfinished rows become `expired` or `cancelled` rows, and the job ends.
+    Stop { why: StopWhy, close: bool },
     /// Go on, within these limits in place of the job's own (`None`: without).
     Extend {
         budget_usd: Option<f64>,
         deadline_seconds: Option<u64>,
     },
+}
+
+/// What a job may cost and how long it may take, and what becomes of its rows then.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Terms {
+    pub usd: Option<f64>,
+    /// Since the job was created.
+    pub deadline_seconds: Option<u64>,
+    pub unfinished: Unfinished,
+}
+
+/// What becomes of unfinished rows when budget or deadline are reached.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Unfinished {
+    /// They stay open: the job can be resumed.
+    #[default]
+    Keep,
+    /// They end as `expired`.
+    Expire,
 }
 
 /// Why a job was stopped.

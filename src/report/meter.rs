@@ -13,6 +13,7 @@ pub struct Meter {
     cached_tokens: AtomicU64,
     completion_tokens: AtomicU64,
     device_micros: AtomicU64,
+    lost_micros: AtomicU64,
 }
 
 /// A [`Meter`] read once.
@@ -24,6 +25,8 @@ pub struct Reading {
     pub cached_tokens: u64,
     pub completion_tokens: u64,
     pub device_seconds: f64,
+    /// Of the device seconds, those that went into rows which this process did not finish.
+    pub lost_seconds: f64,
 }
 
 impl Meter {
@@ -41,6 +44,11 @@ impl Meter {
         self.device_micros.fetch_add(time.as_micros() as u64, Relaxed);
     }
 
+    /// Says how much device time went into rows that were not finished.
+    pub fn set_lost_seconds(&self, seconds: f64) {
+        self.lost_micros.store((seconds * 1e6) as u64, Relaxed);
+    }
+
     pub fn read(&self) -> Reading {
         let rows: Vec<u64> = self.rows.iter().map(|r| r.load(Relaxed)).collect();
         let all: u64 = rows.iter().sum();
@@ -51,6 +59,7 @@ impl Meter {
             cached_tokens: self.cached_tokens.load(Relaxed),
             completion_tokens: self.completion_tokens.load(Relaxed),
             device_seconds: self.device_micros.load(Relaxed) as f64 / 1e6,
+            lost_seconds: self.lost_micros.load(Relaxed) as f64 / 1e6,
         }
     }
 }

@@ -2,6 +2,9 @@
 
 pub mod agreement;
 pub mod cost;
+mod error_line;
 pub mod meter;
 pub mod progress;
 pub mod summary;
+
+pub use error_line::one_line;

@@ -12,6 +12,7 @@ use crate::report::summary::{number, rate};
 
 const BAR_EVERY: Duration = Duration::from_millis(500);
 const LINE_EVERY: Duration = Duration::from_secs(5);
+const WORK_EVERY: Duration = Duration::from_secs(10);
 
 /// What progress is measured against.
 #[derive(Debug, Clone)]
@@ -51,6 +52,29 @@ pub fn show(meter: Arc<Meter>, goal: Goal, quiet: bool) -> tokio::task::JoinHand
                 number(goal.rows),
                 status(&read, &goal, started.elapsed())
             );
+        }
+    })
+}
+
+/// Shows what a worker does, as a line every [`WORK_EVERY`] in which rows were finished, until the returned task is aborted.
+pub fn show_work(meter: Arc<Meter>, quiet: bool) -> tokio::task::JoinHandle<()> {
+    tokio::spawn(async move {
+        if quiet {
+            return;
+        }
+        let mut shown = 0;
+        loop {
+            tokio::time::sleep(WORK_EVERY).await;
+            let read = meter.read();
+            if read.rows > shown {
+                shown = read.rows;
+                eprintln!(
+                    "{} rows, {} failed, {} tokens/s",
+                    number(read.rows),
+                    number(read.failed_rows),
+                    number(rate(read.prompt_tokens + read.completion_tokens, read.device_seconds).round() as u64)
+                );
+            }
         }
     })
 }

@@ -1,19 +1,23 @@
 //! Samples of a row, as they finish, become the row's result.
 
 use std::collections::HashMap;
+use std::ops::Range;
 
 use crate::dataset::row::{RowResult, RowStatus, SampleResult};
 use crate::engine::params::Shape;
 use crate::engine::request::{Completion, Finished};
+use crate::worker::in_flight::ShardKey;
 
 /// Collects the samples of rows that are on the device.
 #[derive(Debug, Default)]
 pub struct Assembler {
-    rows: HashMap<u64, Partial>,
+    /// By job (its number within the worker) and row.
+    rows: HashMap<(u32, u64), Partial>,
 }
 
 #[derive(Debug)]
 struct Partial {
+    key: ShardKey,
     shape: ShapeKind,
     samples: Vec<Option<Result<Completion, String>>>,
     missing: u32,
@@ -38,20 +42,21 @@ impl From<&Shape> for ShapeKind {
 }
 
 impl Assembler {
-    /// A row goes to the device: `samples` finished units will come back for it.
-    pub fn expect(&mut self, row: u64, samples: u32, shape: &Shape) {
+    /// A row of shard `key` goes to the device: `samples` finished units will come back for it.
+    pub fn expect(&mut self, key: ShardKey, row: u64, samples: u32, shape: &Shape) {
         let partial = Partial {
+            key,
             shape: shape.into(),
             samples: vec![None; samples as usize],
             missing: samples,
         };
-        self.rows.insert(row, partial);
+        self.rows.insert((key.job, row), partial);
     }
 
     /// Takes one finished unit; the row's result once it was the last one missing.
-    pub fn add(&mut self, finished: Finished) -> Option<RowResult> {
-        let row = finished.id.row;
-        let partial = self.rows.get_mut(&row)?;
+    pub fn add(&mut self, finished: Finished) -> Option<(ShardKey, RowResult)> {
+        let (job, row) = (finished.id.job, finished.id.row);
+        let partial = self.rows.get_mut(&(job, row))?;
         let slot = partial.samples.get_mut(finished.id.sample as usize)?;
         if slot.replace(finished.result).is_none() {
             partial.missing -= 1;
@@ -59,25 +64,40 @@ impl Assembler {
         if partial.missing > 0 {
             return None;
         }
-        let partial = self.rows.remove(&row)?;
-        Some(row_result(
-            row,
-            partial.shape,
-            partial.samples.into_iter().flatten().collect(),
-        ))
+        let partial = self.rows.remove(&(job, row))?;
+        let samples = partial.samples.into_iter().flatten().collect();
+        Some((partial.key, row_result(row, partial.shape, samples)))
     }
 
     /// A row will not come after all.
-    pub fn forget(&mut self, row: u64) {
-        self.rows.remove(&row);
+    pub fn forget(&mut self, job: u32, row: u64) {
+        self.rows.remove(&(job, row));
+    }
+
+    /// Rows of a job will not come after all.
+    pub fn forget_rows(&mut self, job: u32, rows: &Range<u64>) {
+        self.rows.retain(|(of, row), _| *of != job || !rows.contains(row));
     }
 }
 
 /// A row that never reached the device.
 pub fn errored(row: u64, error: String) -> RowResult {
+    without_completion(row, RowStatus::Errored, error)
+}
+
+/// A row that the end of its job left without a completion.
+pub fn closed(row: u64, status: RowStatus) -> RowResult {
+    let why = match status {
+        RowStatus::Cancelled => "the job was cancelled before this row was finished",
+        _ => "the job's budget or deadline was reached before this row was finished",
+    };
+    without_completion(row, status, why.into())
+}
+
+fn without_completion(row: u64, status: RowStatus, error: String) -> RowResult {
     RowResult {
         row,
-        status: RowStatus::Errored,
+        status,
         samples: Vec::new(),
         error: Some(error),
         prompt_tokens: 0,
@@ -151,8 +171,11 @@ mod tests {
     use super::*;
     use crate::engine::request::{FinishReason, UnitId};
 
+    const KEY: ShardKey = ShardKey { job: 0, shard: 3 };
+
     fn unit(row: u64, sample: u32, text: &str, fits: bool) -> Finished {
         let id = UnitId {
+            job: 0,
             row,
             sample,
             attempt: 0,
@@ -177,9 +200,10 @@ mod tests {
     #[test]
     fn a_row_is_finished_by_its_last_sample_in_any_order() {
         let mut assembler = Assembler::default();
-        assembler.expect(4, 2, &Shape::Free);
+        assembler.expect(KEY, 4, 2, &Shape::Free);
         assert_eq!(assembler.add(unit(4, 1, "b", true)), None);
-        let row = assembler.add(unit(4, 0, "a", true)).unwrap();
+        let (key, row) = assembler.add(unit(4, 0, "a", true)).unwrap();
+        assert_eq!(key, KEY);
         assert_eq!(row.status, RowStatus::Succeeded);
         assert_eq!(
             row.samples.iter().map(|s| s.text.as_str()).collect::<Vec<_>>(),
@@ -206,8 +230,8 @@ mod tests {
             (json, "{\"a", false, RowStatus::InvalidOutput, None),
         ] {
             let mut assembler = Assembler::default();
-            assembler.expect(0, 1, &shape);
-            let row = assembler.add(unit(0, 0, text, fits)).unwrap();
+            assembler.expect(KEY, 0, 1, &shape);
+            let (_, row) = assembler.add(unit(0, 0, text, fits)).unwrap();
             assert_eq!(
                 (row.status, row.samples[0].parsed.as_deref()),
                 (status, parsed),
@@ -221,19 +245,20 @@ mod tests {
     #[test]
     fn one_failed_sample_fails_its_row_alone() {
         let mut assembler = Assembler::default();
-        assembler.expect(0, 1, &Shape::Free);
-        assembler.expect(1, 1, &Shape::Free);
+        assembler.expect(KEY, 0, 1, &Shape::Free);
+        assembler.expect(KEY, 1, 1, &Shape::Free);
         let bad = Finished {
             id: UnitId {
+                job: 0,
                 row: 0,
                 sample: 0,
                 attempt: 0,
             },
             result: Err("logits".into()),
         };
-        assert_eq!(assembler.add(bad).unwrap(), errored(0, "logits".into()));
+        assert_eq!(assembler.add(bad).unwrap().1, errored(0, "logits".into()));
         assert_eq!(
-            assembler.add(unit(1, 0, "x", true)).unwrap().status,
+            assembler.add(unit(1, 0, "x", true)).unwrap().1.status,
             RowStatus::Succeeded
         );
     }

@@ -1,23 +1,25 @@
 //! The thread that owns the device: takes ready shards, steps the engine, hands finished rows on. It never awaits.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use tokio::sync::mpsc::{self, error::TryRecvError};
 use tokio::sync::oneshot;
 
-use crate::engine::Engine;
+use crate::engine::Generate;
 use crate::engine::request::{Request, UnitId};
 use crate::worker::assemble::{Assembler, errored};
+use crate::worker::in_flight::ShardKey;
+use crate::worker::jobs::OpenJob;
 use crate::worker::stop::Stop;
 use crate::worker::{Kept, ReadyRow, ReadyShard, Worker};
 
 /// Runs the device on a thread of its own until no more shards come, or `stop` is set.
 pub(super) async fn run(
     worker: Arc<Worker>,
-    engine: Engine,
+    engine: Box<dyn Generate>,
     ready: mpsc::Receiver<ReadyShard>,
     kept: mpsc::Sender<Kept>,
     stop: Stop,
@@ -33,6 +35,8 @@ pub(super) async fn run(
                 stop,
                 assembler: Assembler::default(),
                 backlog: VecDeque::new(),
+                jobs: HashMap::new(),
+                tokens: Tokens::default(),
             };
             // Where the keeper has gone, its own error says why.
             let result = device
@@ -52,71 +56,150 @@ struct KeeperGone;
 
 struct Device {
     worker: Arc<Worker>,
-    engine: Engine,
+    engine: Box<dyn Generate>,
     kept: mpsc::Sender<Kept>,
     stop: Stop,
     assembler: Assembler,
     /// Rows of received shards that the engine has no room to look at yet.
-    backlog: VecDeque<ReadyRow>,
+    backlog: VecDeque<(ShardKey, ReadyRow)>,
+    /// Jobs with rows here, by number.
+    jobs: HashMap<u32, Arc<OpenJob>>,
+    tokens: Tokens,
+}
+
+/// Tokens that were computed, and those of them that went into finished rows.
+#[derive(Debug, Default)]
+struct Tokens {
+    computed: u64,
+    finished: u64,
 }
 
 impl Device {
     fn run(mut self, mut ready: mpsc::Receiver<ReadyShard>) -> anyhow::Result<()> {
         let mut more = true;
         while !self.stop.is_set() {
-            // The next shard joins while this one's tail runs, so the batch stays full across shard boundaries.
-            while self.engine.wants_more() {
-                if let Some(row) = self.backlog.pop_front() {
-                    self.submit(row)?;
-                    continue;
-                }
-                if !more {
-                    break;
-                }
-                match ready.try_recv() {
-                    Ok(shard) => self.backlog.extend(shard.rows),
-                    Err(TryRecvError::Disconnected) => more = false,
-                    Err(TryRecvError::Empty) if self.engine.is_idle() => match ready.blocking_recv() {
-                        Some(shard) => self.backlog.extend(shard.rows),
-                        None => more = false,
-                    },
-                    Err(TryRecvError::Empty) => break,
-                }
-            }
+            self.cancel();
+            self.fill(&mut ready, &mut more)?;
             if self.engine.is_idle() && !more && self.backlog.is_empty() {
                 break;
             }
-            let began = Instant::now();
-            let finished = self.engine.step().context("the device cannot go on")?;
-            self.worker.meter.add_device_time(began.elapsed());
-            for unit in finished {
-                if let Some(row) = self.assembler.add(unit) {
-                    self.hand_on(Kept::Row(row))?;
-                }
-            }
+            self.step()?;
         }
+        self.report_lost_work();
         self.hand_on(Kept::DeviceLeft)
     }
 
-    fn submit(&mut self, ready: ReadyRow) -> anyhow::Result<()> {
-        let ReadyRow { row, prompt, params } = ready;
-        self.assembler.expect(row, params.samples, &params.shape);
-        for sample in 0..params.samples {
-            let request = Request {
-                id: UnitId {
-                    row,
-                    sample,
-                    attempt: 0,
-                },
-                prompt: prompt.clone(),
-                params: params.clone(),
+    /// The next shard joins while this one's tail runs, so the batch stays full across shards and jobs.
+    fn fill(&mut self, ready: &mut mpsc::Receiver<ReadyShard>, more: &mut bool) -> anyhow::Result<()> {
+        while self.engine.wants_more() {
+            if let Some((key, row)) = self.backlog.pop_front() {
+                self.submit(key, row)?;
+                continue;
+            }
+            if !*more {
+                break;
+            }
+            let shard = match ready.try_recv() {
+                Ok(shard) => Some(shard),
+                Err(TryRecvError::Disconnected) => None,
+                Err(TryRecvError::Empty) if self.engine.is_idle() => ready.blocking_recv(),
+                Err(TryRecvError::Empty) => break,
             };
-            if let Err(refused) = self.engine.submit(request) {
-                self.assembler.forget(row);
-                return self.hand_on(Kept::Row(errored(row, refused.to_string())));
+            match shard {
+                Some(ReadyShard { key, job, rows }) => {
+                    self.jobs.insert(key.job, job);
+                    self.backlog.extend(rows.into_iter().map(|row| (key, row)));
+                    // It may have been given back while it waited here.
+                    self.cancel();
+                }
+                None => *more = false,
             }
         }
         Ok(())
+    }
+
+    fn step(&mut self) -> anyhow::Result<()> {
+        crate::failpoint!(blocking "device.before-step");
+        let began = Instant::now();
+        let worker = self.worker.clone();
+        let finished = worker
+            .pulse
+            .step(|| self.engine.step())
+            .context("the device cannot go on")?;
+        self.charge(began.elapsed());
+        crate::failpoint!(blocking "device.after-step");
+        for unit in finished {
+            if let Ok(completion) = &unit.result {
+                let computed = completion.prompt_tokens - completion.cached_tokens.min(completion.prompt_tokens);
+                self.tokens.finished += u64::from(computed) + completion.token_ids.len() as u64;
+            }
+            if let Some((key, row)) = self.assembler.add(unit) {
+                self.hand_on(Kept::Row(key, row))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Splits a step's time among jobs by their tokens in it.
+    fn charge(&mut self, time: Duration) {
+        self.worker.meter.add_device_time(time);
+        let tokens = self.engine.step_tokens();
+        let all: u64 = tokens.iter().map(|(_, tokens)| tokens).sum();
+        self.tokens.computed += all;
+        for (number, tokens) in tokens {
+            if let Some(job) = self.jobs.get(number) {
+                job.add_device_time(time.mul_f64(*tokens as f64 / all as f64));
+            }
+        }
+    }
+
+    /// Drops rows that nobody wants any more.
+    fn cancel(&mut self) {
+        for (job, rows) in self.worker.cancels.take() {
+            self.backlog
+                .retain(|(key, row)| key.job != job || !rows.contains(&row.row));
+            self.engine.cancel(job, &|row| rows.contains(&row));
+            self.assembler.forget_rows(job, &rows);
+        }
+    }
+
+    fn submit(&mut self, key: ShardKey, ready: ReadyRow) -> anyhow::Result<()> {
+        crate::failpoint!(blocking "device.before-submit");
+        let ReadyRow { row, prompt, params } = ready;
+        let Some(job) = self.jobs.get(&key.job).cloned() else {
+            anyhow::bail!("row {row} is of a job that never came");
+        };
+        self.assembler.expect(key, row, params.samples, &params.shape);
+        for sample in 0..params.samples {
+            let request = Request {
+                id: UnitId {
+                    job: key.job,
+                    row,
+                    sample,
+                    // A row that is tried again by a retry draws other random numbers.
+                    attempt: job.ledger.generation(),
+                },
+                prompt: prompt.clone(),
+                params: params.clone(),
+                eos: job.eos.clone(),
+            };
+            if let Err(refused) = self.engine.submit(request) {
+                self.assembler.forget(key.job, row);
+                return self.hand_on(Kept::Row(key, errored(row, refused.to_string())));
+            }
+        }
+        Ok(())
+    }
+
+    /// Device time that went into rows which are not finished: it is spent again by whoever goes on with them.
+    fn report_lost_work(&self) {
+        let lost = self.tokens.computed.saturating_sub(self.tokens.finished);
+        if self.tokens.computed > 0 && !self.engine.is_idle() {
+            let seconds = self.worker.meter.read().device_seconds;
+            self.worker
+                .meter
+                .set_lost_seconds(seconds * lost as f64 / self.tokens.computed as f64);
+        }
     }
 
     fn hand_on(&self, kept: Kept) -> anyhow::Result<()> {

@@ -1,28 +1,38 @@
 //! Receive → read → render → tokenize: everything that can be done before the device has room.
 
+use std::collections::HashSet;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use arrow::array::RecordBatch;
 use rayon::prelude::*;
-use tokio::sync::{Semaphore, mpsc};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 
 use crate::dataset::plan::Shard;
 use crate::dataset::row::{InputRow, RowResult};
 use crate::job::RenderedRow;
+use crate::ledger::RowSet;
 use crate::ledger::attempts::Narrowing;
 use crate::ledger::log::{ShardLog, ShardState};
 use crate::queue::Delivery;
-use crate::worker::assemble::errored;
-use crate::worker::keeper::OpenShard;
+use crate::worker::assemble::{closed, errored};
+use crate::worker::in_flight::ShardKey;
+use crate::worker::jobs::{Heard, JobState, OpenJob};
+use crate::worker::patience::{Pauses, Reaction};
+use crate::worker::shard::OpenShard;
 use crate::worker::stop::Stop;
-use crate::worker::{Kept, ReadyRow, ReadyShard, Worker};
+use crate::worker::{Kept, ReadyRow, ReadyShard, Until, Worker, one_line};
 
-/// How long to wait for a message before asking the ledger whether the job is done.
-const RECEIVE_WAIT: Duration = Duration::from_millis(100);
+/// How long to wait for a message before looking around.
+const RECEIVE_WAIT: Duration = Duration::from_millis(250);
+/// Between two looks at the ledgers while nothing comes; doubles up to the second.
+const IDLE_LOOK_MIN: Duration = Duration::from_millis(500);
+const IDLE_LOOK_MAX: Duration = Duration::from_secs(60);
+/// Before a message for others is passed on: it must not spin among workers that cannot use it.
+const PASS_ON_PAUSE: Duration = Duration::from_secs(5);
 
-/// Prepares shards until the queue is empty or `stop` is set.
+/// Prepares shards until there is nothing more to do or `stop` is set.
 pub(super) async fn run(
     worker: Arc<Worker>,
     ready: mpsc::Sender<ReadyShard>,
@@ -35,32 +45,9 @@ pub(super) async fn run(
         ready,
         kept,
         places,
+        stop,
     };
-    loop {
-        let delivery = tokio::select! {
-            biased;
-            _ = stop.wait() => return Ok(()),
-            delivery = intake.worker.queue.receive(RECEIVE_WAIT) => delivery?,
-        };
-        let Some(delivery) = delivery else {
-            if intake.places.available_permits() < intake.worker.options.shards_in_flight as usize {
-                continue;
-            }
-            // An empty queue proves nothing: a shard may come back. The ledger says when the job is done.
-            if intake.worker.ledger.finish_check(None).await?.is_some() {
-                return Ok(());
-            }
-            continue;
-        };
-        match intake.worker.ledger.shard(delivery.message.shard).await? {
-            ShardState::Committed(_) => intake.worker.queue.acknowledge(&delivery).await?,
-            ShardState::Open(log) => {
-                if !intake.open(delivery, *log, &stop).await? {
-                    return Ok(());
-                }
-            }
-        }
-    }
+    intake.serve().await
 }
 
 struct Intake {
@@ -68,104 +55,302 @@ struct Intake {
     ready: mpsc::Sender<ReadyShard>,
     kept: mpsc::Sender<Kept>,
     places: Arc<Semaphore>,
+    stop: Stop,
+}
+
+/// The other stages have ended; their own errors say why.
+struct Gone;
+
+/// What came of looking for a shard.
+enum Found<'a> {
+    Nothing,
+    /// Everything there was to do is done.
+    Over,
+    /// Ready for keeper and device.
+    Shard(Box<Begun<'a>>),
 }
 
 impl Intake {
-    /// Sends a shard, or as much of it as may be tried at once, to keeper and device. False once they no longer listen.
-    async fn open(&self, delivery: Delivery, log: ShardLog, stop: &Stop) -> anyhow::Result<bool> {
-        let worker = &self.worker;
-        let plan = log.narrowing();
-        // A narrowed try has the device to itself: it takes every place there is.
-        let places = if plan.alone() {
-            worker.options.shards_in_flight
-        } else {
-            1
-        };
-        let permit = tokio::select! {
-            biased;
-            _ = stop.wait() => None,
-            permit = self.places.clone().acquire_many_owned(places) => Some(permit.context("the places are never closed")?),
-        };
-        let Some(permit) = permit else {
-            worker.queue.give_back(&delivery).await?;
-            return Ok(false);
-        };
-        if log.is_complete() {
-            // A worker died between the last record and the part: nothing is left to do but to publish.
-            let shard = OpenShard::new(log, RecordBatch::new_empty(worker.output.schema()), delivery, permit);
-            return Ok(self.kept.send(Kept::Opened(Box::new(shard))).await.is_ok());
+    async fn serve(&self) -> anyhow::Result<()> {
+        let mut idle = Idle::new();
+        let mut taken = 0;
+        while self.worker.options.max_shards.is_none_or(|most| taken < most) {
+            let found = tokio::select! {
+                biased;
+                () = self.stop.wait() => return Ok(()),
+                found = self.find(&mut idle) => found?,
+            };
+            match found {
+                Found::Nothing => {}
+                Found::Over => return Ok(()),
+                // Not to be dropped in between: a stop must not leave an attempt behind that never ends.
+                Found::Shard(begun) => match self.begin(*begun).await? {
+                    Ok(()) => taken += 1,
+                    Err(Gone) => return Ok(()),
+                },
+            }
         }
-        let shard = worker.ledger.job().shard(log.shard())?.clone();
-        // Until the attempt is written down, a stop may end this anywhere.
-        let prepared = tokio::select! {
-            biased;
-            _ = stop.wait() => None,
-            prepared = self.prepare(&shard, &plan) => Some(prepared?),
-        };
-        let Some(Prepared {
-            carry,
-            ready,
-            mut results,
-        }) = prepared
-        else {
-            worker.queue.give_back(&delivery).await?;
-            return Ok(false);
-        };
-        let accused = |row| {
-            errored(
-                row,
-                "the process died three times while this row was alone on the device".into(),
-            )
-        };
-        results.extend(plan.accused.iter().map(accused));
-        for row in &results {
-            worker.meter.add_row(row);
-        }
-        let mut shard = OpenShard::new(log, carry, delivery, permit);
-        shard.pending = results;
-        if ready.is_empty() {
-            return Ok(self.kept.send(Kept::Opened(Box::new(shard))).await.is_ok());
-        }
-        // A place first, then the attempt: rows that only wait must not be blamed for a kill.
-        let place = tokio::select! {
-            _ = stop.wait() => None,
-            place = self.ready.reserve() => place.ok(),
-        };
-        let Some(place) = place else {
-            worker.queue.give_back(&shard.delivery).await?;
-            return Ok(false);
-        };
-        shard.attempt = Some(shard.log.begin(&worker.name, &plan.next, plan.alone()).await?);
-        shard.missing = ready.len() as u64;
-        // The keeper must know the shard before any of its rows comes.
-        if self.kept.send(Kept::Opened(Box::new(shard))).await.is_err() {
-            return Ok(false);
-        }
-        place.send(ReadyShard { rows: ready });
-        Ok(true)
+        Ok(())
     }
 
-    /// Reads the shard; renders and tokenizes the rows to try.
-    async fn prepare(&self, shard: &Shard, plan: &Narrowing) -> anyhow::Result<Prepared> {
-        let read = self.worker.reader.read(shard).await?;
-        let rows: Vec<InputRow> = read
-            .rows
-            .into_iter()
-            .filter(|row| plan.next.contains(row.row))
-            .collect();
-        let worker = self.worker.clone();
-        let rendered = tokio::task::spawn_blocking(move || {
-            let render = |row: &InputRow| (row.row, worker.renderer.render(row));
-            worker
-                .render_threads
-                .install(|| rows.par_iter().map(render).collect::<Vec<_>>())
-        });
+    /// May be dropped anywhere: a delivery in hand goes back to the queue by being dropped.
+    async fn find(&self, idle: &mut Idle) -> anyhow::Result<Found<'_>> {
+        // A place first: what cannot be begun is better in another worker's hands.
+        let place = self.places.clone().acquire_owned().await?;
+        crate::failpoint!("intake.before-receive");
+        let Some(delivery) = self.worker.queue.receive(RECEIVE_WAIT).await? else {
+            drop(place);
+            let over = self.worker.in_flight.is_empty() && self.is_over(idle).await?;
+            return Ok(if over { Found::Over } else { Found::Nothing });
+        };
+        *idle = Idle::new();
+        crate::failpoint!("intake.after-receive");
+        #[cfg(feature = "faults")]
+        if crate::faults::switch("ack-before-commit") {
+            self.worker.queue.acknowledge(&delivery).await?;
+        }
+        let Some(job) = self.job_of(delivery).await? else {
+            return Ok(Found::Nothing);
+        };
+        let (job, delivery) = job;
+        let key = ShardKey {
+            job: job.number,
+            shard: delivery.message.shard,
+        };
+        if !self.worker.in_flight.enter(key, Arc::new(delivery)) {
+            return Ok(Found::Nothing);
+        }
+        let in_hand = InHand {
+            worker: &self.worker,
+            key,
+            kept: true,
+        };
+        match self.open(&job, key, place).await {
+            Ok(Some((shard, rows, plan))) => {
+                let at_device = match rows.is_empty() {
+                    true => None,
+                    // A place at the device first, then the attempt: rows that only wait must not be blamed for a kill.
+                    false => Some(self.ready.reserve().await?),
+                };
+                Ok(Found::Shard(Box::new(Begun {
+                    in_hand,
+                    shard,
+                    rows,
+                    plan,
+                    at_device,
+                })))
+            }
+            Ok(None) => {
+                for delivery in in_hand.answer() {
+                    self.worker.queue.acknowledge(&delivery).await?;
+                }
+                Ok(Found::Nothing)
+            }
+            Err(error) if self.worker.patience.reaction(&error) == Reaction::LeaveShard => {
+                tracing::error!(
+                    "shard {} of {} is left to others: {}",
+                    key.shard,
+                    job.title(),
+                    one_line(&error)
+                );
+                self.worker.pass_on_later(in_hand.answer(), PASS_ON_PAUSE);
+                Ok(Found::Nothing)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Writes the attempt down and hands the shard to keeper and device.
+    async fn begin(&self, begun: Begun<'_>) -> anyhow::Result<Result<(), Gone>> {
+        let Begun {
+            in_hand,
+            mut shard,
+            rows,
+            plan,
+            at_device,
+        } = begun;
+        let (key, job) = (shard.key, shard.job.clone());
+        if at_device.is_some() {
+            crate::failpoint!("intake.before-attempt");
+            let mut pauses = Pauses::default();
+            loop {
+                match shard.log.begin(&self.worker.name, &plan.next, plan.alone()).await {
+                    Ok(attempt) => break shard.attempt = Some(attempt),
+                    Err(error) => self.worker.patience.bear(error.into(), &mut pauses, &self.stop).await?,
+                }
+            }
+        }
+        crate::failpoint!("intake.after-attempt");
+        // The keeper must know the shard before any of its rows comes.
+        if self.kept.send(Kept::Opened(Box::new(shard))).await.is_err() {
+            return Ok(Err(Gone));
+        }
+        in_hand.hand_on();
+        if let Some(at_device) = at_device {
+            at_device.send(ReadyShard { key, job, rows });
+        }
+        Ok(Ok(()))
+    }
+
+    /// Nothing came and nothing is in hand. An empty queue proves nothing: the ledgers say whether the jobs are done.
+    async fn is_over(&self, idle: &mut Idle) -> anyhow::Result<bool> {
+        if self.worker.options.until == Until::Once {
+            return Ok(idle.since.elapsed() >= self.worker.options.idle_after);
+        }
+        if idle.next_look > Instant::now() {
+            return Ok(false);
+        }
+        idle.pause = (2 * idle.pause).min(IDLE_LOOK_MAX);
+        idle.next_look = Instant::now() + idle.pause;
+        let looked = self.worker.all_done().await;
+        let done = match looked {
+            Ok(done) => done,
+            Err(error) if self.worker.patience.reaction(&error) == Reaction::Wait => {
+                self.worker.patience.say(&error);
+                return Ok(false);
+            }
+            Err(error) => return Err(error),
+        };
+        Ok(match (self.worker.options.until, done) {
+            (Until::Stopped, _) | (_, Some(false)) => false,
+            (_, Some(true)) => true,
+            // It has heard of no job at all.
+            (_, None) => idle.since.elapsed() >= self.worker.options.idle_after,
+        })
+    }
+
+    /// The job of a delivery; `None`: the delivery was dealt with.
+    async fn job_of(&self, delivery: Delivery) -> anyhow::Result<Option<(Arc<OpenJob>, Delivery)>> {
+        let worker = &self.worker;
+        let mut pauses = Pauses::default();
+        let heard = loop {
+            match worker.jobs.hear(&delivery.message).await {
+                Ok(heard) => break heard,
+                Err(error) if worker.patience.reaction(&error) == Reaction::LeaveShard => {
+                    break Heard::NotOurs(one_line(&error).into());
+                }
+                Err(error) => worker.patience.bear(error, &mut pauses, &self.stop).await?,
+            }
+        };
+        match heard {
+            Heard::Job(job) if self.is_stopped(&job).await? => {
+                // Who extends the job enqueues its shards again.
+                worker.queue.acknowledge(&delivery).await?;
+                Ok(None)
+            }
+            Heard::Job(job) => Ok(Some((job, delivery))),
+            Heard::Stale(why) => {
+                tracing::warn!("a message is dropped: {why}");
+                worker.queue.acknowledge(&delivery).await?;
+                Ok(None)
+            }
+            Heard::NotOurs(why) => {
+                let Delivery { message, hops, .. } = &delivery;
+                tracing::warn!(
+                    "shard {} of `{}` is passed on (hop {}): {why}",
+                    message.shard,
+                    message.output,
+                    hops + 1
+                );
+                worker.pass_on_later(vec![Arc::new(delivery)], PASS_ON_PAUSE);
+                Ok(None)
+            }
+        }
+    }
+
+    /// Whether the job is stopped still: it may have been extended since we heard of that.
+    async fn is_stopped(&self, job: &OpenJob) -> anyhow::Result<bool> {
+        let mut pauses = Pauses::default();
+        while let JobState::Stopped(_) = job.state() {
+            match job.refresh().await {
+                Ok(_) => return Ok(matches!(job.state(), JobState::Stopped(_))),
+                Err(error) => self.worker.patience.bear(error, &mut pauses, &self.stop).await?,
+            }
+        }
+        Ok(false)
+    }
+
+    /// Reads the shard's log and prepares it, or as much of it as may be tried at once: the rows for the device and the plan
+    /// that they follow. `None`: the shard is committed.
+    async fn open(
+        &self,
+        job: &Arc<OpenJob>,
+        key: ShardKey,
+        place: OwnedSemaphorePermit,
+    ) -> anyhow::Result<Option<(OpenShard, Vec<ReadyRow>, Narrowing)>> {
+        let mut pauses = Pauses::default();
+        let log = loop {
+            match job.ledger.shard(key.shard).await {
+                Ok(ShardState::Committed(_)) => return Ok(None),
+                Ok(ShardState::Open(log)) => break *log,
+                Err(error) => self.worker.patience.bear(error.into(), &mut pauses, &self.stop).await?,
+            }
+        };
+        self.worker.patience.over();
+        let plan = log.narrowing();
+        let permit = match plan.alone() {
+            // A narrowed try has the device to itself: it takes every place there is.
+            true => self.all_places(place).await?,
+            false => place,
+        };
+        let mut shard = OpenShard {
+            job: job.clone(),
+            key,
+            attempt: None,
+            expected: HashSet::new(),
+            carry: RecordBatch::new_empty(job.output.schema()),
+            _permit: permit,
+            pending: Vec::new(),
+            log,
+        };
+        if shard.log.is_complete() {
+            // A worker died between the last record and the part: nothing is left to do but to publish.
+            return Ok(Some((shard, Vec::new(), plan)));
+        }
+        let planned = job.ledger.job().shard(key.shard)?.clone();
+        crate::failpoint!("intake.before-read");
+        let prepared = loop {
+            match self.prepare(job, &planned, &shard.log, &plan).await {
+                Ok(prepared) => break prepared,
+                Err(error) => self.worker.patience.bear(error, &mut pauses, &self.stop).await?,
+            }
+        };
+        crate::failpoint!("intake.after-read");
+        shard.carry = prepared.carry;
+        for row in &prepared.results {
+            self.worker.meter.add_row(row);
+        }
+        shard.pending = prepared.results;
+        shard.expected = prepared.ready.iter().map(|row| row.row).collect();
+        Ok(Some((shard, prepared.ready, plan)))
+    }
+
+    async fn all_places(&self, mut place: OwnedSemaphorePermit) -> anyhow::Result<OwnedSemaphorePermit> {
+        let others = self.worker.options.shards_in_flight.saturating_sub(1);
+        place.merge(self.places.clone().acquire_many_owned(others).await?);
+        Ok(place)
+    }
+
+    /// Reads the shard; renders and tokenizes the rows to try, or ends them where the job is closing.
+    async fn prepare(
+        &self,
+        job: &Arc<OpenJob>,
+        shard: &Shard,
+        log: &ShardLog,
+        plan: &Narrowing,
+    ) -> anyhow::Result<Prepared> {
+        let read = job.reader.read(shard).await?;
         let mut prepared = Prepared {
             carry: read.carry,
             ready: Vec::new(),
             results: Vec::new(),
         };
-        for (row, prompt) in rendered.await.context("rendering panicked")? {
+        if let Some(status) = job.state().closes_as() {
+            prepared.results = log.uncovered().iter().map(|row| closed(row, status)).collect();
+            return Ok(prepared);
+        }
+        prepared.results = plan.accused.iter().map(accused).collect();
+        for (row, prompt) in self.render(job, read.rows, &plan.next).await? {
             match prompt {
                 Ok(RenderedRow {
                     tokens,
@@ -183,6 +368,30 @@ impl Intake {
         }
         Ok(prepared)
     }
+
+    async fn render(
+        &self,
+        job: &Arc<OpenJob>,
+        rows: Vec<InputRow>,
+        wanted: &RowSet,
+    ) -> anyhow::Result<Vec<(u64, Result<RenderedRow, String>)>> {
+        let rows: Vec<InputRow> = rows.into_iter().filter(|row| wanted.contains(row.row)).collect();
+        let (worker, job) = (self.worker.clone(), job.clone());
+        let rendered = tokio::task::spawn_blocking(move || {
+            let render = |row: &InputRow| (row.row, job.renderer.render(row));
+            worker
+                .render_threads
+                .install(|| rows.par_iter().map(render).collect::<Vec<_>>())
+        });
+        rendered.await.context("rendering panicked")
+    }
+}
+
+fn accused(row: u64) -> RowResult {
+    errored(
+        row,
+        "the process died three times while this row was alone on the device".into(),
+    )
 }
 
 /// A shard's rows, ready for the device or already done with.
@@ -190,4 +399,60 @@ struct Prepared {
     carry: RecordBatch,
     ready: Vec<ReadyRow>,
     results: Vec<RowResult>,
+}
+
+/// A prepared shard.
+struct Begun<'a> {
+    in_hand: InHand<'a>,
+    shard: OpenShard,
+    rows: Vec<ReadyRow>,
+    plan: Narrowing,
+    /// `None`: nothing goes to the device.
+    at_device: Option<mpsc::Permit<'a, ReadyShard>>,
+}
+
+/// A shard between being received and being handed on: dropped in between, it goes back to the queue.
+struct InHand<'a> {
+    worker: &'a Worker,
+    key: ShardKey,
+    kept: bool,
+}
+
+impl InHand<'_> {
+    /// The work on it ends here: the deliveries to answer.
+    fn answer(mut self) -> Vec<Arc<Delivery>> {
+        self.kept = false;
+        self.worker.in_flight.leave(self.key)
+    }
+
+    /// The keeper has it.
+    fn hand_on(mut self) {
+        self.kept = false;
+    }
+}
+
+impl Drop for InHand<'_> {
+    fn drop(&mut self) {
+        if self.kept {
+            // Dropping the deliveries gives them back.
+            drop(self.worker.in_flight.leave(self.key));
+        }
+    }
+}
+
+/// How long nothing has come.
+struct Idle {
+    since: Instant,
+    pause: Duration,
+    next_look: Instant,
+}
+
+impl Idle {
+    fn new() -> Idle {
+        Idle {
+            since: Instant::now(),
+            pause: IDLE_LOOK_MIN / 2,
+            next_look: Instant::now(),
+        }
+    }
 }

@@ -1,68 +1,35 @@
-//! Finished rows → log → part → commit → finish check → acknowledge.
+//! Routes finished rows to the tasks of their shards, tells the queue which shards are worked on still, and at the end has
+//! every shard logged and given back.
 
-use std::collections::BTreeMap;
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::Context;
-use arrow::array::RecordBatch;
-use chrono::TimeDelta;
-use tokio::sync::{OwnedSemaphorePermit, mpsc};
-use tokio::time::{Instant, Interval, MissedTickBehavior};
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
+use tokio::time::MissedTickBehavior;
 
-use crate::dataset::part::{part_openai, part_parquet};
-use crate::dataset::row::RowResult;
-use crate::ledger::keys::Id;
-use crate::ledger::log::ShardLog;
-use crate::ledger::{Order, StopWhy};
-use crate::queue::Delivery;
-use crate::worker::stop::{Stop, Why};
-use crate::worker::{Kept, PartFormat, Worker};
+use crate::queue::Recall;
+use crate::worker::accounts::write_spend;
+use crate::worker::in_flight::ShardKey;
+use crate::worker::shard::{OpenShard, Tell, tend};
+use crate::worker::stop::Stop;
+use crate::worker::{Kept, Worker};
 
-/// How often the budget is looked at with this process's own counters: no request is needed for that.
-const BUDGET_EVERY: Duration = Duration::from_secs(1);
-
-/// A shard, or the part of it that is tried at once, while its rows are on the device.
-pub(super) struct OpenShard {
-    pub log: ShardLog,
-    /// The attempt written down for it; `None` where nothing goes to the device.
-    pub attempt: Option<Id>,
-    /// Rows that will come.
-    pub missing: u64,
-    /// Carried columns of the whole shard.
-    pub carry: RecordBatch,
-    pub delivery: Delivery,
-    /// Its place among the shards in flight; free again when this is dropped.
-    pub _permit: OwnedSemaphorePermit,
-    /// Finished rows that no record covers yet.
-    pub pending: Vec<RowResult>,
-}
-
-impl OpenShard {
-    /// A shard of which nothing goes to the device.
-    pub fn new(log: ShardLog, carry: RecordBatch, delivery: Delivery, permit: OwnedSemaphorePermit) -> OpenShard {
-        OpenShard {
-            log,
-            attempt: None,
-            missing: 0,
-            carry,
-            delivery,
-            _permit: permit,
-            pending: Vec::new(),
-        }
-    }
-}
+/// How often the queue hears of the shards in hand.
+const EXTEND_EVERY: Duration = Duration::from_secs(2);
 
 /// Keeps rows until no stage can send any more; at the end, and after an error too, logs what is finished and gives the
 /// rest back.
 pub(super) async fn run(worker: Arc<Worker>, mut kept: mpsc::Receiver<Kept>, stop: Stop) -> anyhow::Result<()> {
     let mut keeper = Keeper {
         worker,
-        open: BTreeMap::new(),
-        others_seconds: 0.0,
+        stop,
+        shards: HashMap::new(),
+        tasks: JoinSet::new(),
         device_left: false,
     };
-    let served = keeper.serve(&mut kept, &stop).await;
+    let served = keeper.serve(&mut kept).await;
     // Nobody waits for an answer of the other stages: their sends must fail at once, not fill the channel.
     drop(kept);
     let left = keeper.leave().await;
@@ -71,190 +38,104 @@ pub(super) async fn run(worker: Arc<Worker>, mut kept: mpsc::Receiver<Kept>, sto
 
 struct Keeper {
     worker: Arc<Worker>,
-    /// By first row of the shard.
-    open: BTreeMap<u64, OpenShard>,
-    /// What other workers have spent, and may spend until the next look.
-    others_seconds: f64,
+    stop: Stop,
+    /// The tasks of shards in flight.
+    shards: HashMap<ShardKey, mpsc::UnboundedSender<Tell>>,
+    tasks: JoinSet<(ShardKey, anyhow::Result<()>)>,
     /// The device ended as it should. If not, a row may have been the end of it, and the attempts say so by having none.
     device_left: bool,
 }
 
 impl Keeper {
-    async fn serve(&mut self, kept: &mut mpsc::Receiver<Kept>, stop: &Stop) -> anyhow::Result<()> {
-        self.look(stop).await?;
-        let mut flushes = ticks(self.worker.options.log_interval);
-        let mut budgets = ticks(BUDGET_EVERY.min(self.worker.options.log_interval));
+    async fn serve(&mut self, kept: &mut mpsc::Receiver<Kept>) -> anyhow::Result<()> {
+        let mut extends = tokio::time::interval(EXTEND_EVERY);
+        extends.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let queue = self.worker.queue.clone();
         loop {
             tokio::select! {
                 message = kept.recv() => match message {
-                    Some(Kept::Opened(shard)) if shard.missing == 0 => self.finish(*shard).await?,
-                    Some(Kept::Opened(shard)) => { self.open.insert(shard.log.rows().start, *shard); }
-                    Some(Kept::Row(row)) => self.row(row).await?,
+                    Some(Kept::Opened(shard)) => self.open(*shard),
+                    Some(Kept::Row(key, row)) => self.tell(key, Tell::Row(row)),
                     Some(Kept::DeviceLeft) => self.device_left = true,
                     None => return Ok(()),
                 },
-                _ = flushes.tick() => {
-                    self.flush().await?;
-                    self.look(stop).await?;
-                }
-                _ = budgets.tick() => self.check_limits(stop).await?,
+                Some(ended) = self.tasks.join_next() => self.ended(ended)?,
+                recall = queue.recalled() => self.recall(recall),
+                _ = extends.tick() => self.extend().await?,
             }
         }
     }
 
-    async fn row(&mut self, row: RowResult) -> anyhow::Result<()> {
-        self.worker.meter.add_row(&row);
-        let number = row.row;
-        let found = self.open.range_mut(..=number).next_back();
-        let (&first, shard) = found.with_context(|| format!("row {number} belongs to no open shard"))?;
-        shard.pending.push(row);
-        shard.missing -= 1;
-        if shard.missing == 0
-            && let Some(shard) = self.open.remove(&first)
-        {
-            self.finish(shard).await?;
+    fn open(&mut self, shard: OpenShard) {
+        let (tell, told) = mpsc::unbounded_channel();
+        let key = shard.key;
+        self.shards.insert(key, tell);
+        let (worker, stop) = (self.worker.clone(), self.stop.clone());
+        self.tasks
+            .spawn(async move { (key, tend(worker, shard, told, stop).await) });
+        if !self.worker.in_flight.is_wanted(key) {
+            self.tell(key, Tell::Recalled("it was taken back before it began"));
         }
-        Ok(())
     }
 
-    /// All rows of the try are there. After an error the shard stays open, so that leaving ends its attempt.
-    async fn finish(&mut self, mut shard: OpenShard) -> anyhow::Result<()> {
-        let finished = self.publish(&mut shard).await;
-        if finished.is_err() {
-            self.open.insert(shard.log.rows().start, shard);
+    /// A shard that is gone needs nothing: its rows are dropped.
+    fn tell(&self, key: ShardKey, tell: Tell) {
+        if let Some(shard) = self.shards.get(&key) {
+            let _ = shard.send(tell);
         }
-        finished
     }
 
-    /// Logs the rows of the try, and publishes the shard if its log is whole.
-    async fn publish(&self, shard: &mut OpenShard) -> anyhow::Result<()> {
-        append(&self.worker, shard).await?;
-        if !shard.log.is_complete() {
-            // A narrowed try: the rest of the shard comes round again.
-            end_attempt(shard).await?;
-            self.worker.queue.give_back(&shard.delivery).await?;
+    fn ended(&mut self, ended: Result<(ShardKey, anyhow::Result<()>), tokio::task::JoinError>) -> anyhow::Result<()> {
+        let (key, result) = ended.map_err(|e| anyhow::anyhow!("the task of a shard panicked: {e}"))?;
+        // The same shard may have been opened again in between: its channel is another, and open.
+        if self.shards.get(&key).is_some_and(mpsc::UnboundedSender::is_closed) {
+            self.shards.remove(&key);
+        }
+        result
+    }
+
+    fn recall(&self, recall: Recall) {
+        for key in self.worker.in_flight.recall(&recall.receipts) {
+            self.tell(key, Tell::Recalled(recall.why));
+        }
+        // The queue hears that work on them has ended when the last of their shards is no longer in hand.
+        let worker = self.worker.clone();
+        tokio::spawn(async move {
+            while worker.in_flight.holds_any(&recall.receipts) {
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+            drop(recall);
+        });
+    }
+
+    /// Says which shards are worked on still, unless the device hangs: then the queue may give them to others.
+    async fn extend(&self) -> anyhow::Result<()> {
+        if !self.worker.pulse.is_alive() {
             return Ok(());
         }
-        // No end is written for the attempt: strikes on rows that are covered never count.
-        if self.open.is_empty() {
-            // `_SUCCESS` may follow at once, and it sums up what was spent.
-            self.write_spend().await?;
+        let time = self.worker.pulse.patience();
+        for delivery in self.worker.in_flight.deliveries() {
+            self.worker.queue.extend(&delivery, time).await?;
         }
-        let schema = self.worker.output.schema();
-        let make_part = |batches: &[RecordBatch], metadata: &[(String, String)]| match &self.worker.format {
-            PartFormat::Parquet => part_parquet(&schema, batches, metadata),
-            PartFormat::Openai(meta) => part_openai(batches, meta),
-        };
-        shard.log.publish(make_part).await?;
-        self.worker.queue.acknowledge(&shard.delivery).await?;
-        Ok(())
-    }
-
-    /// Logs what is finished of all open shards.
-    async fn flush(&mut self) -> anyhow::Result<()> {
-        for shard in self.open.values_mut() {
-            append(&self.worker, shard).await?;
-        }
-        self.write_spend().await
-    }
-
-    async fn write_spend(&self) -> anyhow::Result<()> {
-        let seconds = self.worker.meter.read().device_seconds;
-        self.worker.ledger.write_spend(&self.worker.name, seconds).await?;
-        Ok(())
-    }
-
-    /// Reads the orders and what the others have spent.
-    async fn look(&mut self, stop: &Stop) -> anyhow::Result<()> {
-        let worker = &self.worker;
-        if let Some(why) = worker.ledger.control().await?.stopped() {
-            stop.set(why.into());
-        }
-        let spent = worker.ledger.spent().await?;
-        let interval = worker.options.log_interval;
-        let window = TimeDelta::from_std(2 * interval).unwrap_or(TimeDelta::MAX);
-        let ahead = f64::from(spent.live_others(&worker.name, window)) * interval.as_secs_f64();
-        self.others_seconds = spent.device_seconds_of_others(&worker.name) + ahead;
-        self.check_limits(stop).await
-    }
-
-    /// Orders a stop where budget or deadline are reached.
-    async fn check_limits(&self, stop: &Stop) -> anyhow::Result<()> {
-        let worker = &self.worker;
-        if stop.is_set() {
-            return Ok(());
-        }
-        let seconds = self.others_seconds + worker.meter.read().device_seconds;
-        let age = (chrono::Utc::now() - worker.ledger.created_at())
-            .to_std()
-            .unwrap_or_default();
-        let Some(why) = worker.options.limits.reached(seconds, age) else {
-            return Ok(());
-        };
-        let mut control = worker.ledger.control().await?;
-        if control.stopped().is_none() && worker.ledger.success().await?.is_none() {
-            control.give(Order::Stop { why }).await?;
-        }
-        stop.set(why.into());
         Ok(())
     }
 
     /// The last act: logs what is finished, ends the attempts, gives unfinished shards back. A shard that fails does not keep
     /// the others from it; the first error is returned.
     async fn leave(mut self) -> anyhow::Result<()> {
-        let mut first_error = None;
-        for mut shard in std::mem::take(&mut self.open).into_values() {
-            let logged = append(&self.worker, &mut shard).await;
-            let ended = match self.device_left {
-                true => end_attempt(&mut shard).await,
-                false => Ok(()),
-            };
-            let given_back = self
-                .worker
-                .queue
-                .give_back(&shard.delivery)
-                .await
-                .map_err(anyhow::Error::from);
-            first_error = first_error.or(logged.and(ended).and(given_back).err());
+        let whole = self.device_left;
+        for shard in self.shards.values() {
+            let _ = shard.send(Tell::Leave { whole });
         }
-        first_error = first_error.or(self.write_spend().await.err());
+        let mut first_error = None;
+        while let Some(ended) = self.tasks.join_next().await {
+            first_error = first_error.or(self.ended(ended).err());
+        }
+        for job in self.worker.jobs.open().await {
+            if job.device_seconds() > 0.0 {
+                first_error = first_error.or(write_spend(&self.worker, &job).await.err());
+            }
+        }
         first_error.map_or(Ok(()), Err)
     }
-}
-
-impl From<StopWhy> for Why {
-    fn from(why: StopWhy) -> Why {
-        match why {
-            StopWhy::Budget => Why::Budget,
-            StopWhy::Deadline => Why::Deadline,
-            StopWhy::Cancelled => Why::Cancelled,
-        }
-    }
-}
-
-/// A ticker whose first tick comes after one period.
-fn ticks(every: Duration) -> Interval {
-    let mut ticks = tokio::time::interval_at(Instant::now() + every, every);
-    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    ticks
-}
-
-/// Logs the shard's pending rows.
-async fn append(worker: &Worker, shard: &mut OpenShard) -> anyhow::Result<()> {
-    if shard.pending.is_empty() {
-        return Ok(());
-    }
-    let batch = worker
-        .output
-        .to_batch(&shard.carry, shard.log.rows().start, &shard.pending)?;
-    shard.log.append(&batch).await?;
-    shard.pending.clear();
-    Ok(())
-}
-
-async fn end_attempt(shard: &mut OpenShard) -> anyhow::Result<()> {
-    if let Some(attempt) = &shard.attempt {
-        shard.log.end(attempt).await?;
-    }
-    Ok(())
 }

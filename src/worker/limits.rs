@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::ledger::StopWhy;
+use crate::ledger::{StopWhy, Terms};
 use crate::report::cost::dollars;
 
 /// What a job may cost, and how long it may take.
@@ -16,6 +16,15 @@ pub struct Limits {
 }
 
 impl Limits {
+    /// Of a job with these terms and this price of a device hour.
+    pub fn of(terms: &Terms, usd_per_hour: Option<f64>) -> Limits {
+        Limits {
+            usd: terms.usd,
+            usd_per_hour,
+            deadline: terms.deadline_seconds.map(Duration::from_secs),
+        }
+    }
+
     /// Which limit is reached, if any, by `device_seconds` of work and `age` of the job.
     pub fn reached(&self, device_seconds: f64, age: Duration) -> Option<StopWhy> {
         let spent = dollars(device_seconds, self.usd_per_hour);

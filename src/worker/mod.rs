@@ -1,86 +1,126 @@
-//! OPEN FIRST: shards from receipt to acknowledgement, all stages of it in one place.
+//! **Open this first.** A worker: shards from receipt to acknowledgement, of all jobs of one model.
 //!
 //! ```text
-//!            ┌───────────── opened shard: its log, carried columns, delivery ────────────┐
+//!            ┌──────────────── opened shard: its job, log, carried columns ──────────────┐
 //!            │                                                                           ▼
-//! queue ─▶ intake ──(1 shard)──▶ device thread ──(FINISHED_ROWS rows)──▶ keeper ─▶ log ▸ part ▸ commit
-//!          read, render,         submit ▸ step ▸ assemble                        ▸ finish check ▸ acknowledge
-//!          tokenize
+//! queue ─▶ intake ──(1 shard)──▶ device thread ──(FINISHED_ROWS rows)──▶ keeper ─▶ a task a shard:
+//!          read, render,         submit ▸ step ▸ assemble                          log ▸ part ▸ commit
+//!          tokenize                                                                ▸ finish check ▸ acknowledge
 //! ```
 //!
-//! Each arrow is a bounded channel of owned values. A row's result names the row it covers, and the ledger takes nothing
-//! else. The stages live in one `JoinSet`; an error of any of them comes back through it and ends the others. Stopping
-//! means: intake ends, the device drops what is unfinished, the keeper logs what is finished and gives the rest back.
+//! Each arrow is a bounded channel of owned values (what waits for a shard's task is bounded by the shards in flight). A
+//! row's result names the row it covers, and the ledger takes nothing else. The stages live in one `JoinSet`; an error of
+//! any of them comes back through it and ends the others. Stopping means: intake ends, the device drops what is
+//! unfinished, the keeper has what is finished logged and gives the rest back. Beside the stages, `accounts` looks at each
+//! job's orders and spendings.
 
+mod accounts;
 pub mod assemble;
+mod cancels;
 mod device;
+pub mod in_flight;
 mod intake;
+pub mod jobs;
 mod keeper;
 mod limits;
+pub mod liveness;
+pub mod model;
+pub mod patience;
 pub mod preflight;
+pub mod pulse;
+mod shard;
+pub mod spot;
 pub mod stop;
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 
-use crate::dataset::output::OutputSchema;
-use crate::dataset::part::OpenaiMeta;
 use crate::dataset::row::RowResult;
-use crate::dataset::shard::ShardReader;
-use crate::engine::Engine;
+use crate::engine::Generate;
 use crate::engine::params::Params;
-use crate::job::Renderer;
 use crate::ledger::Ledger;
-use crate::queue::Queue;
+use crate::queue::{Delivery, Queue};
 use crate::report::meter::Meter;
+use crate::report::one_line;
+use crate::worker::cancels::Cancels;
+use crate::worker::in_flight::{InFlight, ShardKey};
+use crate::worker::jobs::{JobState, Jobs, OpenJob};
 pub use crate::worker::limits::Limits;
+use crate::worker::patience::Patience;
+use crate::worker::pulse::Pulse;
 use crate::worker::stop::{Stop, Why};
 
 /// Shards read and tokenized ahead of the device: one, so that the next is ready when this one's tail runs.
 const READY_SHARDS: usize = 1;
-/// Finished rows on their way to the log: enough that a slow store does not hold up the device for seconds.
+/// Finished rows on their way to the log: enough that the keeper does not hold up the device.
 const FINISHED_ROWS: usize = 16_384;
 
 /// What a worker needs, built at the door.
 pub struct Worker {
     /// Tells this process from others in attempts and spendings.
     pub name: String,
-    pub ledger: Ledger,
     pub queue: Arc<dyn Queue>,
-    pub reader: ShardReader,
-    pub renderer: Arc<Renderer>,
-    pub output: OutputSchema,
-    pub format: PartFormat,
+    pub jobs: Jobs,
+    /// Ledgers whose jobs must be done, too, before the worker is idle.
+    pub watched: Vec<Ledger>,
+    pub in_flight: InFlight,
     pub meter: Arc<Meter>,
+    pub patience: Patience,
+    pub pulse: Arc<Pulse>,
     /// Rendering and tokenizing have threads of their own: the device's sampling must not wait for them.
     pub render_threads: rayon::ThreadPool,
     pub options: Options,
+    /// Rows that the device need not finish.
+    cancels: Cancels,
+    shards_done: watch::Sender<u64>,
 }
 
-/// How a shard's rows become a published part.
-#[derive(Debug, Clone)]
-pub enum PartFormat {
-    Parquet,
-    /// OpenAI batch result lines.
-    Openai(OpenaiMeta),
-}
-
-/// When to write, and when to stop.
+/// When to write, and when to end.
 #[derive(Debug, Clone)]
 pub struct Options {
     /// Time between writes of finished rows to the log: the most work that a kill can cost.
     pub log_interval: Duration,
-    pub limits: Limits,
     /// Shards (or narrowed tries) between intake and acknowledgement, at least 1: one running, one whose tail runs, one
-    /// ready, one being published, and more where shards are small.
+    /// ready, one being published, and more where shards are small. Bounds the memory for rows.
     pub shards_in_flight: u32,
+    pub until: Until,
+    /// How long nothing must come before a worker that has heard of no job, or works once, ends.
+    pub idle_after: Duration,
+    /// End after so many shards (or narrowed tries).
+    pub max_shards: Option<u64>,
+}
+
+/// When a worker ends by itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Until {
+    /// Never.
+    Stopped,
+    /// When the ledgers of all jobs it has heard of say that they are done.
+    Idle,
+    /// When the queue has nothing more.
+    Once,
+}
+
+/// What goes into a [`Worker`] besides what it makes itself.
+pub struct Parts {
+    pub name: String,
+    pub queue: Arc<dyn Queue>,
+    pub jobs: Jobs,
+    pub watched: Vec<Ledger>,
+    pub meter: Arc<Meter>,
+    pub patience: Patience,
+    pub pulse: Arc<Pulse>,
+    pub render_threads: rayon::ThreadPool,
+    pub options: Options,
 }
 
 /// A shard whose prompts are ready for the device.
 struct ReadyShard {
+    key: ShardKey,
+    job: Arc<OpenJob>,
     rows: Vec<ReadyRow>,
 }
 
@@ -94,8 +134,8 @@ struct ReadyRow {
 /// What the keeper hears of.
 enum Kept {
     /// Always before any row of that shard.
-    Opened(Box<keeper::OpenShard>),
-    Row(RowResult),
+    Opened(Box<shard::OpenShard>),
+    Row(ShardKey, RowResult),
     /// The device's last word, unless it failed.
     DeviceLeft,
 }
@@ -103,8 +143,80 @@ enum Kept {
 /// Longest time that a stop may take; what is not written by then is computed again.
 const DRAIN_MAX: Duration = Duration::from_secs(25);
 
-/// Works until the queue is empty or `stop` is set. `Ok(None)`: the queue was emptied.
-pub async fn run(worker: Arc<Worker>, engine: Engine, stop: Stop) -> anyhow::Result<Option<Why>> {
+impl Worker {
+    pub fn new(parts: Parts) -> Worker {
+        let Parts {
+            name,
+            queue,
+            jobs,
+            watched,
+            meter,
+            patience,
+            pulse,
+            render_threads,
+            options,
+        } = parts;
+        Worker {
+            name,
+            queue,
+            jobs,
+            watched,
+            in_flight: InFlight::default(),
+            meter,
+            patience,
+            pulse,
+            render_threads,
+            options,
+            cancels: Cancels::default(),
+            shards_done: watch::Sender::new(0),
+        }
+    }
+
+    /// Shards that this worker has committed.
+    pub fn shards_done(&self) -> u64 {
+        *self.shards_done.borrow()
+    }
+
+    /// Whether all jobs that it has heard of are done or stopped; `None`: it has heard of none. Writes what is due where
+    /// the last worker died before it could.
+    async fn all_done(&self) -> anyhow::Result<Option<bool>> {
+        let jobs = self.jobs.open().await;
+        for job in &jobs {
+            if !matches!(job.state(), JobState::Stopped(_)) && job.ledger.finish_check(None).await?.is_none() {
+                return Ok(Some(false));
+            }
+        }
+        for ledger in &self.watched {
+            if ledger.control().await?.stopped().is_none() && ledger.finish_check(None).await?.is_none() {
+                return Ok(Some(false));
+            }
+        }
+        Ok((!jobs.is_empty() || !self.watched.is_empty()).then_some(true))
+    }
+
+    /// Sends deliveries that are not for this worker on, after a pause.
+    fn pass_on_later(self: &Arc<Self>, deliveries: Vec<Arc<Delivery>>, pause: Duration) {
+        let queue = self.queue.clone();
+        tokio::spawn(async move {
+            tokio::time::sleep(pause).await;
+            for delivery in deliveries {
+                match queue.pass_on(&delivery).await {
+                    Ok(true) => {}
+                    Ok(false) => tracing::warn!(
+                        "shard {} of `{}` is left to `gristmill reconcile`: no worker here could use it",
+                        delivery.message.shard,
+                        delivery.message.output
+                    ),
+                    // Dropped without an answer, it comes again.
+                    Err(error) => tracing::warn!("a message could not be passed on: {}", one_line(&error.into())),
+                }
+            }
+        });
+    }
+}
+
+/// Works until it is told to stop, or until its options say that it is done: then `Ok(None)`.
+pub async fn run(worker: Arc<Worker>, engine: Box<dyn Generate>, stop: Stop) -> anyhow::Result<Option<Why>> {
     let (ready_tx, ready_rx) = mpsc::channel::<ReadyShard>(READY_SHARDS);
     let (kept_tx, kept_rx) = mpsc::channel::<Kept>(FINISHED_ROWS);
 
@@ -112,7 +224,9 @@ pub async fn run(worker: Arc<Worker>, engine: Engine, stop: Stop) -> anyhow::Res
     stages.spawn(intake::run(worker.clone(), ready_tx, kept_tx.clone(), stop.clone()));
     stages.spawn(device::run(worker.clone(), engine, ready_rx, kept_tx, stop.clone()));
     stages.spawn(keeper::run(worker.clone(), kept_rx, stop.clone()));
+    let mut accounts = tokio::spawn(accounts::run(worker.clone(), stop.clone()));
 
+    let mut accounts_over = false;
     let mut first_error = None;
     let drained = async {
         stop.wait().await;
@@ -122,10 +236,14 @@ pub async fn run(worker: Arc<Worker>, engine: Engine, stop: Stop) -> anyhow::Res
     loop {
         let joined = tokio::select! {
             joined = stages.join_next() => joined,
+            ended = &mut accounts, if !accounts_over => {
+                accounts_over = true;
+                Some(ended)
+            }
             () = &mut drained => {
                 tracing::warn!("stopping took more than {} s: what is not written yet is left", DRAIN_MAX.as_secs());
                 stages.abort_all();
-                return first_error.map_or(Ok(stop.why()), Err);
+                break;
             }
         };
         let Some(joined) = joined else { break };
@@ -136,6 +254,7 @@ pub async fn run(worker: Arc<Worker>, engine: Engine, stop: Stop) -> anyhow::Res
             first_error.get_or_insert(error);
         }
     }
+    accounts.abort();
     match first_error {
         Some(error) => Err(error),
         None => Ok(stop.why()),

@@ -122,6 +122,7 @@ impl Preflight {
             let draw = StreamKey::of(
                 PREVIEW_SEED,
                 UnitId {
+                    job: 0,
                     row,
                     sample: 0,
                     attempt: 0,

@@ -4,16 +4,30 @@ use std::sync::Arc;
 
 use tokio::sync::watch;
 
+use crate::ledger::StopWhy;
+
 /// Why work stops before the queue is empty.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Why {
     /// SIGINT or SIGTERM.
     Interrupted,
+    /// The machine will be taken away.
+    Preempted,
     Budget,
     Deadline,
     Cancelled,
     /// A stage failed; its error says why.
     Failed,
+}
+
+impl From<StopWhy> for Why {
+    fn from(why: StopWhy) -> Why {
+        match why {
+            StopWhy::Budget => Why::Budget,
+            StopWhy::Deadline => Why::Deadline,
+            StopWhy::Cancelled => Why::Cancelled,
+        }
+    }
 }
 
 /// A stop signal that many hold; the first reason stays.

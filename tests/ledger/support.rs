@@ -66,6 +66,7 @@ pub fn draft(name: &str, shards: u32, rows: u64) -> JobDraft {
         shards: (0..u64::from(shards)).map(shard).collect(),
         columns: serde_json::Value::Null,
         part_extension: "parquet".into(),
+        terms: Default::default(),
         usd_per_hour: Some(2.0),
     }
 }

@@ -125,7 +125,15 @@ async fn status_follows_logs_orders_and_spendings() {
         (StopWhy::Deadline, State::DeadlineReached),
         (StopWhy::Cancelled, State::Cancelled),
     ] {
-        assert!(ledger.control().await.unwrap().give(Order::Stop { why }).await.unwrap());
+        assert!(
+            ledger
+                .control()
+                .await
+                .unwrap()
+                .give(Order::Stop { why, close: false })
+                .await
+                .unwrap()
+        );
         assert_eq!(ledger.status().await.unwrap().state, state);
     }
     let extend = Order::Extend {
@@ -152,12 +160,29 @@ async fn an_order_that_lost_the_race_is_for_its_giver_to_decide_again() {
         .await
         .unwrap()
     );
-    assert!(!b.give(Order::Stop { why: StopWhy::Budget }).await.unwrap());
+    assert!(
+        !b.give(Order::Stop {
+            why: StopWhy::Budget,
+            close: false
+        })
+        .await
+        .unwrap()
+    );
     assert_eq!((b.stopped(), b.orders().len()), (None, 1));
-    assert!(b.give(Order::Stop { why: StopWhy::Deadline }).await.unwrap());
+    assert!(
+        b.give(Order::Stop {
+            why: StopWhy::Deadline,
+            close: false
+        })
+        .await
+        .unwrap()
+    );
     assert_eq!(
         a.refresh().await.unwrap(),
-        Some(&Order::Stop { why: StopWhy::Deadline })
+        Some(&Order::Stop {
+            why: StopWhy::Deadline,
+            close: false
+        })
     );
     assert_eq!(a.orders(), b.orders());
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use gristmill::device::Precision;
 use gristmill::engine::params::Params;
 use gristmill::engine::request::{Request, UnitId};
-use gristmill::engine::{Engine, EngineOptions};
+use gristmill::engine::{Engine, EngineOptions, Generate};
 use gristmill::model::tokenizer::Tokenizer;
 use gristmill::model::{KvBudget, Transformer};
 
@@ -103,6 +103,7 @@ fn run(name: &str, reference: &Reference, schedule: &Schedule, rows: &[u64], tem
     });
     for &row in rows {
         let id = UnitId {
+            job: 0,
             row,
             sample: 0,
             attempt: 0,
@@ -113,6 +114,7 @@ fn run(name: &str, reference: &Reference, schedule: &Schedule, rows: &[u64], tem
                 id,
                 prompt,
                 params: params.clone(),
+                eos: [].into(),
             })
             .unwrap();
     }

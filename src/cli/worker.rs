@@ -1,0 +1,315 @@
+//! `gristmill worker`: works on the shards that a queue names, of all jobs of one model.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use serde::Serialize;
+
+use crate::cli::args::WorkerArgs;
+use crate::cli::door::{ledger_at, model_dir};
+use crate::cli::exit::{Exit, Failure, one_line};
+use crate::cli::outfit::{LoadedModel, STEP_MAX, render_threads, stop_on_signals};
+use crate::dataset::location::Location;
+use crate::job::Job;
+use crate::job::spec::Precision;
+use crate::ledger::{Id, Ledger, StopWhy};
+use crate::queue::{self, Queue, QueueUrl};
+use crate::report::meter::Meter;
+use crate::report::progress;
+use crate::report::summary::{RowCounts, number, rate};
+use crate::worker::jobs::Jobs;
+use crate::worker::model::{ModelFiles, precision};
+use crate::worker::patience::{Patience, Pauses};
+use crate::worker::pulse::Pulse;
+use crate::worker::stop::{Stop, Why};
+use crate::worker::{self, Parts, Until, Worker, liveness, spot};
+
+/// How long to wait for the first message before looking around.
+const RECEIVE_WAIT: Duration = Duration::from_secs(1);
+/// Letters of a host's name that fit into a worker's.
+const NAME_MAX: usize = 40;
+
+pub async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
+    let stop = Stop::default();
+    stop_on_signals(stop.clone())?;
+    let pulse = Arc::new(Pulse::new(STEP_MAX));
+    signs_of_life(&args, &pulse).await?;
+    if let Some(cloud) = args.spot {
+        spot::watch(cloud, stop.clone())?;
+    }
+    let url: QueueUrl = args.queue.parse().map_err(Failure::bad_job)?;
+    let settings = queue::Settings {
+        kafka: properties(&args.kafka)?,
+        in_flight: args.shards_in_flight,
+        ..queue::Settings::default()
+    };
+    let queue = queue::connect(&url, &settings).await?;
+    let mut watched = Vec::new();
+    for output in &args.job {
+        watched.push(ledger_at(output).await?);
+    }
+    let Some(wanted) = wanted_model(&args, &queue, &watched, &stop).await? else {
+        return ended_early(&args, &stop);
+    };
+    let hash = wanted.files.hash().map_err(Failure::bad_job)?;
+    let asked = precision(wanted.precision);
+    let loaded = LoadedModel::load(wanted.files, asked, wanted.context, hash, &args.engine)?;
+    let meter = Arc::new(Meter::default());
+    let worker = Arc::new(Worker::new(Parts {
+        name: name(&args)?,
+        queue,
+        jobs: Jobs::new(loaded.model),
+        watched,
+        meter: meter.clone(),
+        patience: Patience::new(true),
+        pulse,
+        render_threads: render_threads(&args.engine)?,
+        options: options(&args),
+    }));
+    if !args.quiet {
+        eprintln!("worker `{}` is ready, with model `{}`", worker.name, worker.jobs.model().name());
+    }
+    let shown = progress::show_work(meter.clone(), args.quiet);
+    let ended = worker::run(worker.clone(), loaded.engine, stop).await;
+    shown.abort();
+    report(&args, &worker, ended).await
+}
+
+/// The model to load, before anything is loaded.
+struct Wanted {
+    files: ModelFiles,
+    precision: Precision,
+    context: Option<u32>,
+}
+
+fn options(args: &WorkerArgs) -> worker::Options {
+    worker::Options {
+        log_interval: Duration::from_secs_f64(args.log_interval),
+        shards_in_flight: args.shards_in_flight,
+        until: match (args.until_idle, args.once) {
+            (true, _) => Until::Idle,
+            (_, true) => Until::Once,
+            _ => Until::Stopped,
+        },
+        idle_after: Duration::from_secs_f64(args.idle_after),
+        max_shards: args.max_shards,
+    }
+}
+
+async fn signs_of_life(args: &WorkerArgs, pulse: &Arc<Pulse>) -> Result<(), Failure> {
+    if let Some(path) = &args.liveness_file {
+        liveness::touch(path.clone(), pulse.clone())
+            .with_context(|| format!("`--liveness-file`: cannot write `{}`", path.display()))
+            .map_err(Failure::bad_job)?;
+    }
+    if let Some(port) = args.liveness_port {
+        liveness::listen(port, pulse.clone())
+            .await
+            .with_context(|| format!("`--liveness-port`: cannot listen at port {port}"))
+            .map_err(Failure::bad_job)?;
+    }
+    Ok(())
+}
+
+/// The model that the arguments name, or that of the first job; `None`: told to stop, or nothing came.
+async fn wanted_model(
+    args: &WorkerArgs,
+    queue: &Arc<dyn Queue>,
+    watched: &[Ledger],
+    stop: &Stop,
+) -> Result<Option<Wanted>, Failure> {
+    if let Some(dir) = &args.model {
+        return Ok(Some(Wanted {
+            files: ModelFiles::open(dir.clone()).map_err(Failure::bad_job)?,
+            precision: asked_precision(&args.precision),
+            context: args.context,
+        }));
+    }
+    let ledger = match watched.first() {
+        Some(ledger) => Some(ledger.clone()),
+        None => first_job(args, queue, stop).await?,
+    };
+    let Some(ledger) = ledger else {
+        return Ok(None);
+    };
+    let job: Job = serde_json::from_value(ledger.job().resolved.clone())?;
+    Ok(Some(Wanted {
+        files: ModelFiles::open(model_dir(&job)?).map_err(Failure::bad_job)?,
+        precision: job.precision,
+        context: args.context.or(job.context),
+    }))
+}
+
+fn asked_precision(word: &str) -> Precision {
+    match word {
+        "f32" => Precision::F32,
+        "bf16" => Precision::Bf16,
+        // clap lets nothing else through.
+        _ => Precision::Auto,
+    }
+}
+
+/// The job of the first message that points at one.
+async fn first_job(args: &WorkerArgs, queue: &Arc<dyn Queue>, stop: &Stop) -> Result<Option<Ledger>, Failure> {
+    let patience = Patience::new(true);
+    let began = Instant::now();
+    while !stop.is_set() {
+        let Some(delivery) = queue.receive(RECEIVE_WAIT).await? else {
+            let ends = args.until_idle || args.once;
+            if ends && began.elapsed() >= Duration::from_secs_f64(args.idle_after) {
+                break;
+            }
+            continue;
+        };
+        let output = match Location::parse(&delivery.message.output, &PathBuf::from("/")) {
+            Ok(output) => output,
+            Err(error) => {
+                tracing::warn!("a message is dropped: {}", one_line(&error.into()));
+                queue.acknowledge(&delivery).await?;
+                continue;
+            }
+        };
+        let mut pauses = Pauses::default();
+        let opened = loop {
+            match Ledger::open(&output).await {
+                Ok(opened) => break opened,
+                Err(error) => patience.bear(error.into(), &mut pauses, stop).await?,
+            }
+        };
+        match opened {
+            Some(ledger) => {
+                queue.give_back(&delivery).await?;
+                return Ok(Some(ledger));
+            }
+            None => {
+                tracing::warn!("a message is dropped: `{}` holds no job", delivery.message.output);
+                queue.acknowledge(&delivery).await?;
+            }
+        }
+    }
+    Ok(None)
+}
+
+/// It ended before it had a model.
+fn ended_early(args: &WorkerArgs, stop: &Stop) -> Result<Exit, Failure> {
+    if stop.is_set() {
+        return Ok(Exit::Interrupted);
+    }
+    if !args.quiet {
+        eprintln!("nothing came: there is nothing to do");
+    }
+    Ok(Exit::Done)
+}
+
+/// `key=value` pairs.
+fn properties(pairs: &[String]) -> Result<Vec<(String, String)>, Failure> {
+    let split = |pair: &String| {
+        let (key, value) = pair.split_once('=').with_context(|| {
+            // Not the text itself: it may hold a secret.
+            "`--kafka` takes KEY=VALUE, such as session.timeout.ms=10000".to_string()
+        })?;
+        anyhow::Ok((key.trim().to_string(), value.to_string()))
+    };
+    pairs
+        .iter()
+        .map(split)
+        .collect::<anyhow::Result<_>>()
+        .map_err(Failure::bad_job)
+}
+
+/// Unique among workers, and telling people where it runs.
+fn name(args: &WorkerArgs) -> Result<String, Failure> {
+    let host = || std::fs::read_to_string("/etc/hostname").ok();
+    let given = args.name.clone().or_else(|| std::env::var("HOSTNAME").ok()).or_else(host);
+    let word: String = given
+        .unwrap_or_else(|| "worker".into())
+        .trim()
+        .chars()
+        .map(|c| if c.is_ascii_alphanumeric() { c } else { '-' })
+        .take(NAME_MAX)
+        .collect();
+    Ok(format!("{word}-{}", Id::random()?))
+}
+
+/// What `--json` prints as the last line of stdout.
+#[derive(Debug, Serialize)]
+struct Report {
+    worker: String,
+    /// Shards committed.
+    shards: u64,
+    rows: u64,
+    failed_rows: u64,
+    prompt_tokens: u64,
+    cached_tokens: u64,
+    completion_tokens: u64,
+    device_seconds: f64,
+    /// Of the device seconds, those that went into rows which were given back unfinished.
+    lost_seconds: f64,
+}
+
+async fn report(args: &WorkerArgs, worker: &Worker, ended: anyhow::Result<Option<Why>>) -> Result<Exit, Failure> {
+    let read = worker.meter.read();
+    let report = Report {
+        worker: worker.name.clone(),
+        shards: worker.shards_done(),
+        rows: read.rows,
+        failed_rows: read.failed_rows,
+        prompt_tokens: read.prompt_tokens,
+        cached_tokens: read.cached_tokens,
+        completion_tokens: read.completion_tokens,
+        device_seconds: read.device_seconds,
+        lost_seconds: read.lost_seconds,
+    };
+    if args.json {
+        println!("{}", serde_json::to_string(&report)?);
+    } else {
+        println!(
+            "{} rows in {} shards, {} failed rows, {} tokens/s, {:.1} device seconds, {:.1} of them lost",
+            number(report.rows),
+            number(report.shards),
+            number(report.failed_rows),
+            number(rate(report.prompt_tokens + report.completion_tokens, report.device_seconds).round() as u64),
+            report.device_seconds,
+            report.lost_seconds
+        );
+    }
+    match ended? {
+        Some(Why::Interrupted | Why::Preempted) => Ok(Exit::Interrupted),
+        Some(_) => Ok(Exit::Failure),
+        None => of_jobs(worker).await,
+    }
+}
+
+/// The exit code that the jobs give together: a stopped one first, then failed rows.
+async fn of_jobs(worker: &Worker) -> Result<Exit, Failure> {
+    let jobs = worker.jobs.open().await;
+    let ledgers = jobs.iter().map(|job| &job.ledger).chain(&worker.watched);
+    let mut exit = Exit::Done;
+    for ledger in ledgers {
+        let of_job = match (ledger.success().await?, ledger.control().await?.stopped()) {
+            (Some(success), _) => {
+                let rows = RowCounts {
+                    total: success.rows,
+                    succeeded: success.tally.succeeded,
+                    ..RowCounts::default()
+                };
+                Exit::of_rows(&rows)
+            }
+            (None, Some(StopWhy::Cancelled)) => Exit::Cancelled,
+            (None, Some(StopWhy::Budget | StopWhy::Deadline)) => Exit::Stopped,
+            (None, None) => Exit::Done,
+        };
+        let weight = |exit: Exit| match exit {
+            Exit::Stopped => 3,
+            Exit::Cancelled => 2,
+            Exit::FailedRows => 1,
+            _ => 0,
+        };
+        if weight(of_job) > weight(exit) {
+            exit = of_job;
+        }
+    }
+    Ok(exit)
+}

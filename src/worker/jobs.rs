@@ -1,0 +1,318 @@
+//! The jobs that a worker has heard of: each is opened once, from its ledger alone.
+
+use std::collections::HashMap;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
+
+use tokio::sync::{Mutex, watch};
+
+use crate::dataset::location::Location;
+use crate::dataset::output::OutputSchema;
+use crate::dataset::part::OpenaiMeta;
+use crate::dataset::row::RowStatus;
+use crate::dataset::shard::ShardReader;
+use crate::job::file::OutputFormat;
+use crate::job::{Job, Renderer};
+use crate::ledger::{Control, Ledger, Order, StopWhy, Terms};
+use crate::queue::Message;
+use crate::worker::model::{Model, Stream};
+
+/// Jobs kept open at once; finished ones that nothing holds make room.
+const OPEN_MAX: usize = 64;
+
+/// How a shard's rows become a published part.
+#[derive(Debug, Clone)]
+pub enum PartFormat {
+    Parquet,
+    /// OpenAI batch result lines.
+    Openai(OpenaiMeta),
+}
+
+/// Whether a job's rows may run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum JobState {
+    Going,
+    /// No further rows run; what is unfinished stays open.
+    Stopped(StopWhy),
+    /// No further rows run; what is unfinished is published as `cancelled` or `expired`.
+    Closing(StopWhy),
+}
+
+impl JobState {
+    /// What becomes of unfinished rows; `None`: they stay open.
+    pub fn closes_as(self) -> Option<RowStatus> {
+        match self {
+            JobState::Closing(StopWhy::Cancelled) => Some(RowStatus::Cancelled),
+            JobState::Closing(StopWhy::Budget | StopWhy::Deadline) => Some(RowStatus::Expired),
+            JobState::Going | JobState::Stopped(_) => None,
+        }
+    }
+}
+
+/// A job (in one of its generations), ready to be worked on.
+pub struct OpenJob {
+    /// Tells it from others within this worker.
+    pub number: u32,
+    pub ledger: Ledger,
+    pub reader: ShardReader,
+    pub renderer: Renderer,
+    /// Ids that end its completions.
+    pub eos: Arc<[u32]>,
+    pub output: OutputSchema,
+    pub format: PartFormat,
+    /// Device time that this worker has spent on it.
+    device_micros: AtomicU64,
+    /// The orders to the job's workers, as far as they were read.
+    control: Mutex<Option<Control>>,
+    state: watch::Sender<JobState>,
+}
+
+impl OpenJob {
+    /// Opens the job of `ledger` for `model`.
+    ///
+    /// # Errors
+    /// The record is not one of a job that this gristmill can read; the caller has asked [`Model::refuses`] before.
+    pub fn new(number: u32, ledger: Ledger, model: &Model) -> anyhow::Result<OpenJob> {
+        let record = ledger.job();
+        let job: Job = serde_json::from_value(record.resolved.clone())?;
+        let renderer = model.files.renderer(&job, &Stream::of(&job, &ledger))?;
+        let output: OutputSchema = serde_json::from_value(record.columns.clone())?;
+        let format = match job.output.format {
+            OutputFormat::Parquet => PartFormat::Parquet,
+            OutputFormat::Openai => PartFormat::Openai(OpenaiMeta {
+                job: record.job.to_string(),
+                model: job.model.clone(),
+                created: ledger.created_at().timestamp(),
+            }),
+        };
+        Ok(OpenJob {
+            number,
+            reader: ShardReader::new(record.inputs.clone(), output.carry(), renderer.columns()),
+            eos: model.files.eos_token_ids(&renderer),
+            renderer,
+            output,
+            format,
+            ledger,
+            device_micros: AtomicU64::new(0),
+            control: Mutex::new(None),
+            state: watch::Sender::new(JobState::Going),
+        })
+    }
+
+    pub fn state(&self) -> JobState {
+        *self.state.borrow()
+    }
+
+    /// Reads the orders that were given since the last time (one request where there are none), and tells the job's shards.
+    /// Returns the terms that hold.
+    pub async fn refresh(&self) -> anyhow::Result<Terms> {
+        let mut control = self.control.lock().await;
+        match control.as_mut() {
+            Some(control) => {
+                control.refresh().await?;
+            }
+            None => *control = Some(self.ledger.control().await?),
+        }
+        Ok(self.obey(control.as_ref()))
+    }
+
+    /// Orders a stop, unless the job is finished or somebody else gave an order first: then that one holds.
+    pub async fn order_stop(&self, why: StopWhy, close: bool) -> anyhow::Result<()> {
+        let mut control = self.control.lock().await;
+        if let Some(control) = control.as_mut()
+            && self.ledger.success().await?.is_none()
+        {
+            control.give(Order::Stop { why, close }).await?;
+        }
+        self.obey(control.as_ref());
+        Ok(())
+    }
+
+    fn obey(&self, control: Option<&Control>) -> Terms {
+        let state = match control.and_then(Control::holds) {
+            Some(Order::Stop { why, close: true }) => JobState::Closing(*why),
+            Some(Order::Stop { why, close: false }) => JobState::Stopped(*why),
+            _ => JobState::Going,
+        };
+        self.state.send_if_modified(|now| {
+            let changed = *now != state;
+            *now = state;
+            changed
+        });
+        match control {
+            Some(control) => self.ledger.terms(control),
+            None => self.ledger.job().terms.clone(),
+        }
+    }
+
+    /// The first row of a shard, over the job's whole input.
+    pub fn first_row(&self, shard: u32) -> anyhow::Result<u64> {
+        Ok(self.ledger.job().shard(shard)?.first_row)
+    }
+
+    /// To hear of changes of [`OpenJob::state`].
+    pub fn watch_state(&self) -> watch::Receiver<JobState> {
+        self.state.subscribe()
+    }
+
+    /// Counts device time that was spent on this job's rows.
+    pub fn add_device_time(&self, time: Duration) {
+        self.device_micros.fetch_add(time.as_micros() as u64, Relaxed);
+    }
+
+    /// Device seconds that this worker has spent on the job.
+    pub fn device_seconds(&self) -> f64 {
+        self.device_micros.load(Relaxed) as f64 / 1e6
+    }
+
+    /// For messages: its name and output.
+    pub fn title(&self) -> String {
+        format!("job `{}` ({})", self.ledger.job().name, self.ledger.store().url())
+    }
+}
+
+/// What a message points at.
+pub enum Heard {
+    Job(Arc<OpenJob>),
+    /// A worker with another model, or a newer gristmill, must have it: why.
+    NotOurs(Arc<str>),
+    /// There is no such job (any more): why.
+    Stale(String),
+}
+
+/// The jobs that this worker has heard of. See the module's description.
+pub struct Jobs {
+    model: Model,
+    known: Mutex<Known>,
+}
+
+#[derive(Default)]
+struct Known {
+    jobs: HashMap<(String, String, u32), Entry>,
+    next_number: u32,
+}
+
+enum Entry {
+    Open(Arc<OpenJob>),
+    NotOurs(Arc<str>),
+}
+
+impl Jobs {
+    pub fn new(model: Model) -> Jobs {
+        Jobs {
+            model,
+            known: Mutex::default(),
+        }
+    }
+
+    /// The model that all of them are for.
+    pub fn model(&self) -> &Model {
+        &self.model
+    }
+
+    /// A job whose ledger is open already.
+    pub async fn add(&self, ledger: Ledger) -> anyhow::Result<Heard> {
+        let mut known = self.known.lock().await;
+        let (output, job) = (ledger.store().url().to_string(), ledger.job().job.to_string());
+        known.take((output, job, ledger.generation()), ledger, &self.model)
+    }
+
+    /// The job that a message points at, from memory or from its ledger.
+    ///
+    /// # Errors
+    /// The store does not answer, or what lies there cannot be a job's record.
+    pub async fn hear(&self, message: &Message) -> anyhow::Result<Heard> {
+        let key = (message.output.clone(), message.job.clone(), message.generation);
+        // Held while the record is read: shards of a new job come many at a time, and one reading is enough.
+        let mut known = self.known.lock().await;
+        match known.jobs.get(&key) {
+            Some(Entry::Open(job)) => return Ok(Heard::Job(job.clone())),
+            Some(Entry::NotOurs(why)) => return Ok(Heard::NotOurs(why.clone())),
+            None => {}
+        }
+        let output = match Location::parse(&message.output, Path::new("/")) {
+            Ok(output) => output,
+            Err(error) => return Ok(Heard::Stale(crate::report::one_line(&error.into()))),
+        };
+        let Some(ledger) = Ledger::open(&output).await? else {
+            return Ok(Heard::Stale(format!("`{}` holds no job", message.output)));
+        };
+        if ledger.job().job.as_str() != message.job {
+            return Ok(Heard::Stale(format!(
+                "`{}` belongs to job {} now, not to {}",
+                message.output,
+                ledger.job().job,
+                message.job
+            )));
+        }
+        let ledger = if ledger.generation() == message.generation {
+            ledger
+        } else {
+            ledger.at(message.generation).await?
+        };
+        known.take(key, ledger, &self.model)
+    }
+
+    /// All that are open.
+    pub async fn open(&self) -> Vec<Arc<OpenJob>> {
+        let known = self.known.lock().await;
+        known.open().cloned().collect()
+    }
+}
+
+impl Known {
+    fn open(&self) -> impl Iterator<Item = &Arc<OpenJob>> {
+        self.jobs.values().filter_map(|entry| match entry {
+            Entry::Open(job) => Some(job),
+            Entry::NotOurs(_) => None,
+        })
+    }
+
+    fn take(&mut self, key: (String, String, u32), ledger: Ledger, model: &Model) -> anyhow::Result<Heard> {
+        if self.jobs.len() >= OPEN_MAX {
+            // What nobody holds can be opened again.
+            self.jobs
+                .retain(|_, entry| matches!(entry, Entry::Open(job) if Arc::strong_count(job) > 1));
+        }
+        let refused = model.refuses(&ledger.job().identity);
+        let opened = match refused {
+            Some(why) => Err(why),
+            None => {
+                let job = OpenJob::new(self.next_number, ledger, model)?;
+                match self.misfit(&job, model) {
+                    Some(why) => Err(why),
+                    None => Ok(Arc::new(job)),
+                }
+            }
+        };
+        Ok(match opened {
+            Ok(job) => {
+                self.next_number += 1;
+                self.jobs.insert(key, Entry::Open(job.clone()));
+                Heard::Job(job)
+            }
+            Err(why) => {
+                let why: Arc<str> = why.into();
+                self.jobs.insert(key, Entry::NotOurs(why.clone()));
+                Heard::NotOurs(why)
+            }
+        })
+    }
+
+    /// What keeps an opened job from this model after all.
+    fn misfit(&self, job: &OpenJob, model: &Model) -> Option<String> {
+        let planned = job.ledger.job().identity.template_hash.as_deref();
+        if planned != Some(job.renderer.template_hash()) {
+            return Some("its prompts go through another chat template than this worker's model has".into());
+        }
+        let needs = job.renderer.context_tokens();
+        (needs > model.context_tokens).then(|| {
+            format!(
+                "it needs a context of {needs} tokens, this worker's model was loaded for {}",
+                model.context_tokens
+            )
+        })
+    }
+}

@@ -1,0 +1,156 @@
+//! What a worker does about an error: wait, leave the shard to others, or end.
+
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::dataset::DatasetError;
+use crate::ledger::LedgerError;
+use crate::worker::stop::Stop;
+
+/// First pause of an outage; doubles from there.
+const PAUSE_MIN: Duration = Duration::from_millis(500);
+const PAUSE_MAX: Duration = Duration::from_secs(30);
+/// Time between two lines about the same outage.
+const SAY_EVERY: Duration = Duration::from_secs(60);
+
+/// How to go on after an error.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Reaction {
+    /// The store is away, or refuses access: wait, rows are kept.
+    Wait,
+    /// Something is wrong with this shard or its job: other workers, or a person, must see to it.
+    LeaveShard,
+    /// Nothing can go on here.
+    End,
+}
+
+/// The reaction of a worker that is one of many; `run` ends at every error.
+pub fn reaction(error: &anyhow::Error) -> Reaction {
+    for cause in error.chain() {
+        if let Some(error) = cause.downcast_ref::<LedgerError>() {
+            return match error {
+                LedgerError::Retryable { .. } | LedgerError::Denied { .. } => Reaction::Wait,
+                LedgerError::Damaged { .. } | LedgerError::Newer { .. } | LedgerError::Conflict { .. } => {
+                    Reaction::LeaveShard
+                }
+                LedgerError::Stop { .. } => Reaction::End,
+            };
+        }
+        if let Some(error) = cause.downcast_ref::<DatasetError>() {
+            return match error {
+                DatasetError::Store { .. } => Reaction::Wait,
+                _ => Reaction::LeaveShard,
+            };
+        }
+    }
+    Reaction::End
+}
+
+/// Waits out outages of the store, and says so: one line when one begins, one a minute, one when it is over.
+#[derive(Debug)]
+pub struct Patience {
+    patient: bool,
+    outage: Mutex<Option<Outage>>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Outage {
+    began: Instant,
+    said: Instant,
+}
+
+/// The pauses of one operation.
+#[derive(Debug, Default)]
+pub struct Pauses {
+    rounds: u32,
+}
+
+impl Patience {
+    /// `patient`: wait for as long as it takes; else every error ends the work.
+    pub fn new(patient: bool) -> Patience {
+        Patience {
+            patient,
+            outage: Mutex::new(None),
+        }
+    }
+
+    /// What to do about `error`.
+    pub fn reaction(&self, error: &anyhow::Error) -> Reaction {
+        if self.patient { reaction(error) } else { Reaction::End }
+    }
+
+    /// Pauses after an error that is worth another try; gives back any other, and every one once the worker stops.
+    pub async fn bear(&self, error: anyhow::Error, pauses: &mut Pauses, stop: &Stop) -> anyhow::Result<()> {
+        if self.reaction(&error) != Reaction::Wait || stop.is_set() {
+            return Err(error);
+        }
+        self.say(&error);
+        let pause = PAUSE_MIN.saturating_mul(1 << pauses.rounds.min(16)).min(PAUSE_MAX);
+        pauses.rounds += 1;
+        tokio::select! {
+            () = tokio::time::sleep(pause) => Ok(()),
+            () = stop.wait() => Err(error),
+        }
+    }
+
+    /// The store answered.
+    pub fn over(&self) {
+        let ended = self.outage.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(outage) = ended {
+            let seconds = outage.began.elapsed().as_secs();
+            tracing::warn!("the store answers again, after {seconds} s");
+        }
+    }
+
+    /// Says that the store is away, unless that was said a moment ago.
+    pub fn say(&self, error: &anyhow::Error) {
+        let now = Instant::now();
+        let mut outage = self.outage.lock().unwrap_or_else(PoisonError::into_inner);
+        let due = outage.is_none_or(|o| now - o.said >= SAY_EVERY);
+        let began = outage.map_or(now, |o| o.began);
+        if due {
+            *outage = Some(Outage { began, said: now });
+            tracing::warn!("waiting for the store: {}", crate::report::one_line(error));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::worker::stop::Why;
+
+    fn away() -> anyhow::Error {
+        let source = object_store::Error::Generic {
+            store: "S3",
+            source: "connection refused".into(),
+        };
+        let error = LedgerError::Retryable {
+            what: "reading `x`".into(),
+            tries: 7,
+            source,
+        };
+        anyhow::Error::from(error).context("shard 3")
+    }
+
+    #[tokio::test]
+    async fn outages_are_waited_out_and_everything_else_is_given_back() {
+        let (patience, stop) = (Patience::new(true), Stop::default());
+        let mut pauses = Pauses::default();
+        let began = Instant::now();
+        for _ in 0..2 {
+            assert!(patience.bear(away(), &mut pauses, &stop).await.is_ok());
+        }
+        assert!(began.elapsed() >= 3 * PAUSE_MIN, "the pauses grow");
+        patience.over();
+        let damaged = anyhow::Error::from(LedgerError::Damaged { what: "x".into() });
+        assert_eq!(patience.reaction(&damaged), Reaction::LeaveShard);
+        assert!(patience.bear(damaged, &mut pauses, &stop).await.is_err());
+        stop.set(Why::Interrupted);
+        assert!(
+            patience.bear(away(), &mut pauses, &stop).await.is_err(),
+            "a stop ends the waiting"
+        );
+        assert_eq!(Patience::new(false).reaction(&away()), Reaction::End);
+    }
+}

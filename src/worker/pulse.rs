@@ -1,0 +1,63 @@
+//! Whether the worker makes progress: what liveness checks and the queue's watchdog ask.
+
+use std::sync::Mutex;
+use std::sync::PoisonError;
+use std::time::{Duration, Instant};
+
+/// The device's current step, and how long it may take.
+#[derive(Debug)]
+pub struct Pulse {
+    step_max: Duration,
+    /// When the step began that has not ended.
+    step_began: Mutex<Option<Instant>>,
+}
+
+impl Pulse {
+    /// A device that takes longer than `step_max` over one step hangs.
+    pub fn new(step_max: Duration) -> Pulse {
+        Pulse {
+            step_max,
+            step_began: Mutex::new(None),
+        }
+    }
+
+    /// Runs a step of the device.
+    pub fn step<T>(&self, step: impl FnOnce() -> T) -> T {
+        self.set(Some(Instant::now()));
+        let done = step();
+        self.set(None);
+        done
+    }
+
+    /// False: the device has been at one step for too long. A worker that waits (for work, for the store) is alive.
+    pub fn is_alive(&self) -> bool {
+        let began = *self.step_began.lock().unwrap_or_else(PoisonError::into_inner);
+        began.is_none_or(|began| began.elapsed() <= self.step_max)
+    }
+
+    /// How long the queue shall wait for a sign of life.
+    pub fn patience(&self) -> Duration {
+        self.step_max
+    }
+
+    fn set(&self, began: Option<Instant>) {
+        *self.step_began.lock().unwrap_or_else(PoisonError::into_inner) = began;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_step_that_takes_too_long_is_a_sign_of_death() {
+        let pulse = Pulse::new(Duration::from_millis(20));
+        assert!(pulse.is_alive(), "waiting is no hang");
+        pulse.step(|| {
+            assert!(pulse.is_alive());
+            std::thread::sleep(Duration::from_millis(30));
+            assert!(!pulse.is_alive());
+        });
+        assert!(pulse.is_alive());
+    }
+}

@@ -1,0 +1,289 @@
+//! One shard in this worker's hands: finished rows → log → part → commit → finish check → acknowledge.
+//!
+//! Each shard in flight is a task of its own, so that a slow store holds up nobody else.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use arrow::array::RecordBatch;
+use tokio::sync::{OwnedSemaphorePermit, mpsc, watch};
+use tokio::time::{Instant, Interval, MissedTickBehavior};
+
+use crate::dataset::part::{part_openai, part_parquet};
+use crate::dataset::row::{RowResult, RowStatus};
+use crate::ledger::keys::Id;
+use crate::ledger::log::ShardLog;
+use crate::queue::Delivery;
+use crate::worker::accounts::write_spend;
+use crate::worker::in_flight::ShardKey;
+use crate::worker::jobs::{JobState, OpenJob, PartFormat};
+use crate::worker::patience::{Pauses, Reaction};
+use crate::worker::stop::Stop;
+use crate::worker::{Worker, assemble, one_line};
+
+/// Before a shard that cannot go on here is passed on: whoever gets it must not spin.
+const LEAVE_PAUSE: Duration = Duration::from_secs(5);
+
+/// A shard, or the part of it that is tried at once, while its rows are on the device.
+pub(super) struct OpenShard {
+    pub job: Arc<OpenJob>,
+    pub key: ShardKey,
+    pub log: ShardLog,
+    /// The attempt written down for it; `None` where nothing goes to the device.
+    pub attempt: Option<Id>,
+    /// Rows that will come from the device.
+    pub expected: HashSet<u64>,
+    /// Carried columns of the whole shard.
+    pub carry: RecordBatch,
+    /// Its place among the shards in flight; free again when this is dropped.
+    pub _permit: OwnedSemaphorePermit,
+    /// Finished rows that no record covers yet.
+    pub pending: Vec<RowResult>,
+}
+
+/// What a shard's task hears.
+#[derive(Debug)]
+pub(super) enum Tell {
+    Row(RowResult),
+    /// The queue takes the shard back.
+    Recalled(&'static str),
+    /// No more rows will come: the worker ends. `whole`: the device ended as it should; if not, a row may have been the end
+    /// of it, and the attempt says so by having no end.
+    Leave {
+        whole: bool,
+    },
+}
+
+/// How work on a shard ended.
+enum Ended {
+    Committed,
+    /// A narrowed try: the rest of the shard comes round again.
+    TriedSome,
+    /// Somebody else shall go on with it.
+    GivenBack {
+        whole: bool,
+    },
+    /// The job is stopped: its messages mean nothing any more.
+    JobStopped,
+}
+
+/// Sees a shard through. An error is one that ends the worker.
+pub(super) async fn tend(
+    worker: Arc<Worker>,
+    mut shard: OpenShard,
+    mut told: mpsc::UnboundedReceiver<Tell>,
+    stop: Stop,
+) -> anyhow::Result<()> {
+    let key = shard.key;
+    let mut ended = Tending {
+        worker: &worker,
+        shard: &mut shard,
+        stop: &stop,
+    }
+    .until_it_ends(&mut told)
+    .await;
+    if !matches!(ended, Ok(Ended::Committed | Ended::TriedSome)) {
+        // Whatever of it is still on the device is not wanted any more.
+        worker.cancels.push(key.job, shard.log.rows());
+    }
+    if let Ok(Ended::GivenBack { whole }) = &ended
+        && *whole
+        && let Err(error) = end_attempt(&mut shard).await
+    {
+        ended = Err(error);
+    }
+    let deliveries = worker.in_flight.leave(key);
+    match ended {
+        Ok(Ended::Committed) => {
+            crate::failpoint!("keeper.before-acknowledge");
+            acknowledge(&worker, &deliveries).await?;
+            crate::failpoint!("keeper.after-acknowledge");
+            worker.shards_done.send_modify(|done| *done += 1);
+            Ok(())
+        }
+        Ok(Ended::JobStopped) => acknowledge(&worker, &deliveries).await,
+        Ok(Ended::TriedSome | Ended::GivenBack { .. }) => give_back(&worker, &deliveries).await,
+        Err(error) if worker.patience.reaction(&error) == Reaction::LeaveShard => {
+            tracing::error!(
+                "shard {} of {} is left to others: {}",
+                key.shard,
+                shard.job.title(),
+                one_line(&error)
+            );
+            worker.pass_on_later(deliveries, LEAVE_PAUSE);
+            Ok(())
+        }
+        Err(error) => {
+            give_back(&worker, &deliveries).await?;
+            Err(error)
+        }
+    }
+}
+
+async fn acknowledge(worker: &Worker, deliveries: &[Arc<Delivery>]) -> anyhow::Result<()> {
+    for delivery in deliveries {
+        worker.queue.acknowledge(delivery).await?;
+    }
+    Ok(())
+}
+
+async fn give_back(worker: &Worker, deliveries: &[Arc<Delivery>]) -> anyhow::Result<()> {
+    for delivery in deliveries {
+        worker.queue.give_back(delivery).await?;
+    }
+    Ok(())
+}
+
+struct Tending<'a> {
+    worker: &'a Worker,
+    shard: &'a mut OpenShard,
+    stop: &'a Stop,
+}
+
+impl Tending<'_> {
+    async fn until_it_ends(&mut self, told: &mut mpsc::UnboundedReceiver<Tell>) -> anyhow::Result<Ended> {
+        let mut flushes = ticks(self.worker.options.log_interval);
+        let mut state = self.shard.job.watch_state();
+        while !self.shard.expected.is_empty() {
+            tokio::select! {
+                biased;
+                tell = told.recv() => match tell {
+                    Some(Tell::Row(row)) => self.take(row),
+                    Some(Tell::Recalled(why)) => {
+                        tracing::info!("shard {} goes back to the queue: {why}", self.shard.key.shard);
+                        self.append().await?;
+                        return Ok(Ended::GivenBack { whole: true });
+                    }
+                    Some(Tell::Leave { whole }) => {
+                        self.append().await?;
+                        return Ok(Ended::GivenBack { whole });
+                    }
+                    None => return Ok(Ended::GivenBack { whole: false }),
+                },
+                state = stopped(&mut state) => {
+                    match state.closes_as() {
+                        Some(status) => self.close(status),
+                        None => {
+                            self.append().await?;
+                            end_attempt(self.shard).await?;
+                            return Ok(Ended::JobStopped);
+                        }
+                    }
+                }
+                _ = flushes.tick() => match append(self.shard).await {
+                    Ok(()) => self.worker.patience.over(),
+                    // The rows are kept, and tried again with the next ones.
+                    Err(error) if self.worker.patience.reaction(&error) == Reaction::Wait => {
+                        self.worker.patience.say(&error);
+                    }
+                    Err(error) => return Err(error),
+                },
+            }
+        }
+        self.append().await?;
+        if !self.shard.log.is_complete() {
+            end_attempt(self.shard).await?;
+            return Ok(Ended::TriedSome);
+        }
+        self.publish().await?;
+        Ok(Ended::Committed)
+    }
+
+    fn take(&mut self, row: RowResult) {
+        // A row of an earlier try may come late: its result is not waited for.
+        if self.shard.expected.remove(&row.row) {
+            self.worker.meter.add_row(&row);
+            self.shard.pending.push(row);
+        }
+    }
+
+    /// What has not come is not waited for.
+    fn close(&mut self, status: RowStatus) {
+        self.worker.cancels.push(self.shard.key.job, self.shard.log.rows());
+        for row in std::mem::take(&mut self.shard.expected) {
+            let row = assemble::closed(row, status);
+            self.worker.meter.add_row(&row);
+            self.shard.pending.push(row);
+        }
+    }
+
+    /// Logs the pending rows, however long the store is away.
+    async fn append(&mut self) -> anyhow::Result<()> {
+        let mut pauses = Pauses::default();
+        while let Err(error) = append(self.shard).await {
+            self.worker.patience.bear(error, &mut pauses, self.stop).await?;
+        }
+        self.worker.patience.over();
+        Ok(())
+    }
+
+    /// Publishes the complete log.
+    async fn publish(&self) -> anyhow::Result<()> {
+        let mut pauses = Pauses::default();
+        while let Err(error) = self.try_publish().await {
+            self.worker.patience.bear(error, &mut pauses, self.stop).await?;
+        }
+        self.worker.patience.over();
+        Ok(())
+    }
+
+    async fn try_publish(&self) -> anyhow::Result<()> {
+        let job = &self.shard.job;
+        // No end is written for the attempt: strikes on rows that are covered never count.
+        if self.worker.in_flight.of_job(job.number) == 1 {
+            // `_SUCCESS` may follow at once, and it sums up what was spent.
+            write_spend(self.worker, job).await?;
+        }
+        crate::failpoint!("keeper.before-part");
+        let schema = job.output.schema();
+        let make_part = |batches: &[RecordBatch], metadata: &[(String, String)]| match &job.format {
+            PartFormat::Parquet => part_parquet(&schema, batches, metadata),
+            PartFormat::Openai(meta) => part_openai(batches, meta),
+        };
+        self.shard.log.publish(make_part).await?;
+        crate::failpoint!("keeper.after-commit");
+        Ok(())
+    }
+}
+
+/// Waits until the job is no longer going.
+async fn stopped(state: &mut watch::Receiver<JobState>) -> JobState {
+    let changed = state.wait_for(|state| *state != JobState::Going).await;
+    let state = changed.ok().map(|state| *state);
+    match state {
+        Some(state) => state,
+        // The job, which sends, is held by its shard.
+        None => std::future::pending().await,
+    }
+}
+
+/// A ticker whose first tick comes after one period.
+fn ticks(every: Duration) -> Interval {
+    let mut ticks = tokio::time::interval_at(Instant::now() + every, every);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    ticks
+}
+
+/// Logs the shard's pending rows. After an error they stay pending: the log settles what became of them.
+async fn append(shard: &mut OpenShard) -> anyhow::Result<()> {
+    if shard.pending.is_empty() {
+        return Ok(());
+    }
+    let job = &shard.job;
+    let batch = job
+        .output
+        .to_batch(&shard.carry, job.first_row(shard.key.shard)?, &shard.pending)?;
+    crate::failpoint!("keeper.before-log");
+    shard.log.append(&batch).await?;
+    crate::failpoint!("keeper.after-log");
+    shard.pending.clear();
+    Ok(())
+}
+
+async fn end_attempt(shard: &mut OpenShard) -> anyhow::Result<()> {
+    if let Some(attempt) = &shard.attempt {
+        shard.log.end(attempt).await?;
+    }
+    Ok(())
+}
