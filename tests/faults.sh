@@ -39,7 +39,8 @@ control-acknowledge     controls::acknowledging_before_committing_is_found     1
 control-unconditional   controls::putting_without_the_condition_is_found       1
 control-exists          controls::taking_already_exists_for_success_is_found   1
 control-part            controls::publishing_the_part_after_the_commit_is_found 1
-skew                    skew::newer_messages_and_records_are_left_alone        1
+skew-newer              skew::newer_messages_and_records_are_left_alone        1
+skew-both               skew::two_versions_finish_a_job_side_by_side           1
 "
 
 scale=full again=""

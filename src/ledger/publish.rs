@@ -154,7 +154,12 @@ impl ShardLog {
                 bytes.len() >> 20
             );
         }
+        #[cfg(feature = "faults")]
+        if crate::faults::switch("part-after-commit") {
+            return self.publish_commit_first(bytes).await;
+        }
         let part = self.put_part(bytes).await?;
+        crate::failpoint!("keeper.between-part-and-commit");
         let commit = Commit {
             v: VERSION,
             job: ledger.job().job.clone(),
@@ -175,6 +180,29 @@ impl ShardLog {
             )));
         }
         ledger.finish_check(Some(shard)).await?;
+        Ok(commit)
+    }
+
+    /// The wrong way round: a kill in between leaves a commit without its part.
+    #[cfg(feature = "faults")]
+    async fn publish_commit_first(&self, bytes: Bytes) -> Result<Commit> {
+        let ledger = &self.ledger;
+        let commit = Commit {
+            v: VERSION,
+            job: ledger.job().job.clone(),
+            shard: self.shard,
+            part: DataObject {
+                name: ledger.keys().part(self.shard),
+                size: bytes.len() as u64,
+                sha256: sha256(&bytes),
+            },
+            tally: self.tally(),
+        };
+        let key = ledger.keys().commit(self.shard);
+        ledger.store().create(&key, encode(&commit)?).await?;
+        crate::faults::point("keeper.between-part-and-commit").await?;
+        self.put_part(bytes).await?;
+        ledger.finish_check(Some(self.shard)).await?;
         Ok(commit)
     }
 

@@ -47,17 +47,7 @@ fn lost(name: &'static str, broker: Broker) {
                 services.rabbitmqctl(&["delete_queue", &scene.job.name]);
             }
         }
-        // What was in flight runs out before anybody may call a shard unmoved.
-        let mut passes = 0;
-        while !scene.comes_true(Duration::from_secs(10), Scene::finished) {
-            scene.reconcile(3.0);
-            passes += 1;
-            assert!(
-                passes < 12,
-                "not complete after {passes} passes of reconcile\n{}",
-                scene.crew.tails()
-            );
-        }
+        let passes = scene.reconcile_until_finished();
         scene.suite.add("reconcile_passes", passes);
         scene.conclude();
         suite.add("faults", 1);

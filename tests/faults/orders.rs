@@ -52,6 +52,7 @@ fn a_budget_is_reached_and_extended() {
         scene.run(&["extend", &scene.job.output, "--usd", "1000"]).expect(0);
         scene.job_ended = vec![0, 3];
         scene.crew.begin_all();
+        scene.reconcile_until_finished();
         scene.conclude();
     });
 }
@@ -89,7 +90,7 @@ fn a_job_is_cancelled_and_closed() {
         let computed = scene.computed();
         scene.run(&["cancel", &scene.job.output, "--finish"]).expect(0);
         scene.crew.begin_all();
-        scene.until("`_SUCCESS` of the cancelled job", END_MAX, Scene::finished);
+        scene.reconcile_until_finished();
         scene.until("that all workers leave a closed job", LEAVE_MAX, |scene| {
             scene.crew.all_done()
         });

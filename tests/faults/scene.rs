@@ -17,6 +17,9 @@ use crate::support::{Run, arg, gristmill, python, root};
 pub const END_MAX: Duration = Duration::from_secs(240);
 /// Longest time that a worker may take to see that the job is done, or to leave when told to.
 pub const LEAVE_MAX: Duration = Duration::from_secs(30);
+/// Between two passes of `reconcile`: what was in flight has run out by then.
+const RECONCILE_EVERY: Duration = Duration::from_secs(10);
+const RECONCILE_MAX: u64 = 12;
 /// Between two looks at the crew.
 const LOOK: Duration = Duration::from_millis(50);
 /// Between two looks for `_SUCCESS`.
@@ -108,20 +111,41 @@ impl<'s> Scene<'s> {
     /// Enqueues what nobody moves, by a single pass whose looks are `seconds` apart.
     pub fn reconcile(&self, seconds: f64) {
         let seconds = seconds.to_string();
-        self.run(&[
+        let run = self.run(&[
             "reconcile",
             &self.job.output,
             "--queue",
             &self.queue,
             "--interval",
             &seconds,
-        ])
-        .expect(0);
+        ]);
+        // 3: the job has ended meanwhile, with failed rows.
+        assert!(matches!(run.code, Some(0 | 3)), "reconcile: {run:?}");
+    }
+
+    /// Waits for `_SUCCESS` as an operator would who finds that the queue has lost messages; returns the passes it took.
+    pub fn reconcile_until_finished(&mut self) -> u64 {
+        let mut passes = 0;
+        while !self.comes_true(RECONCILE_EVERY, Self::finished) {
+            assert!(
+                passes < RECONCILE_MAX,
+                "not complete after {passes} passes of reconcile\n{}",
+                self.crew.tails()
+            );
+            self.reconcile(3.0);
+            passes += 1;
+        }
+        passes
     }
 
     /// Since the job was submitted.
     pub fn age(&self) -> Duration {
         self.opened.elapsed()
+    }
+
+    /// Sets a variable of all commands to come; workers that are hired already keep theirs.
+    pub fn set_env(&mut self, name: &str, value: &str) {
+        self.env.push((name.into(), value.into()));
     }
 
     /// A command that reaches the store as the workers do.

@@ -6,7 +6,7 @@ use rdkafka::ClientConfig;
 use rdkafka::producer::{BaseProducer, BaseRecord, Producer};
 
 use super::job::{Broker, Plan};
-use super::scene::{END_MAX, Scene};
+use super::scene::{END_MAX, LEAVE_MAX, Scene};
 use super::services::{Services, address};
 use super::suite::Suite;
 
@@ -48,6 +48,43 @@ fn newer_messages_and_records_are_left_alone() {
     // The newer worker's part of the story ends here: its record never was, as far as the rest goes.
     scene.bucket.delete(&record);
     scene.reconcile(3.0);
+    scene.conclude();
+    suite.end();
+}
+
+#[test]
+fn two_versions_finish_a_job_side_by_side() {
+    let name = "two_versions_finish_a_job_side_by_side";
+    let Some(services) = Services::of(name, &["kafka"]) else {
+        return;
+    };
+    let mut suite = Suite::begin(name);
+    let plan = Plan {
+        rows: 6_000,
+        shard_rows: 200,
+        ..Plan::default()
+    };
+    let mut scene = Scene::open(&mut suite, &services, Broker::Kafka, &plan);
+    let newer = ("GRISTMILL_FAULT_SWITCHES", "next-version");
+    let older = [scene.crew.hire(&[]), scene.crew.hire(&[])];
+    scene.until("the first row", END_MAX, |scene| scene.computed() > 0);
+    scene.crew.hire(&[newer]);
+    scene.crew.hire(&[newer]);
+    // Whoever looks after such a job has the newer version.
+    scene.set_env(newer.0, newer.1);
+    scene.reconcile_until_finished();
+    for seat in older {
+        // It may have seen the end, or be waiting for what it cannot read.
+        if scene.crew.awake().contains(&seat) {
+            let ended = scene.crew.dismiss(seat, LEAVE_MAX);
+            let code = ended.status.code();
+            assert!(
+                matches!(code, Some(0 | 3 | 6)),
+                "the older worker ended with {code:?}:\n{}",
+                ended.log
+            );
+        }
+    }
     scene.conclude();
     suite.end();
 }
