@@ -15,7 +15,11 @@ mod model_reference;
 mod proxy;
 #[path = "proxy/tests.rs"]
 mod proxy_tests;
+mod queue_brokers;
 mod queue_contract;
+mod queue_doors;
+mod queue_kafka;
+mod queue_rabbitmq;
 mod rules;
 mod services;
 mod store_s3;

@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# Every check there is, in one command: format, lints, docs, schemas, unit and end-to-end tests.
+# Every check there is, in one command: format, lints, docs, schemas, unit and end-to-end tests, tests with real services.
 #
-# Needs Rust (rustup) on Debian or Ubuntu; takes what else it needs by itself: a C compiler and Python's venv from the
-# system's packages (as root or through sudo, only where they are missing), pyarrow and DuckDB into .venv/ of this checkout.
+# Needs Rust (rustup) on Debian or Ubuntu; takes what else it needs by itself: a C compiler, OpenSSL's headers and Python's
+# venv from the system's packages (as root or through sudo, only where they are missing), pyarrow and DuckDB into .venv/ of
+# this checkout, Kafka and MinIO into .services/ (see tests/services/services.py). Tests whose service cannot be had are
+# listed by name at the end and count as skipped.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-say() { printf '\n== %s\n' "$*"; }
+say() { printf '\n== %s (%s)\n' "$*" "$(date +%H:%M:%S)"; }
 
 install_packages() {
     local sudo=""
@@ -16,7 +18,8 @@ install_packages() {
 
 say "tools"
 command -v cargo >/dev/null || { echo "cargo is missing: install Rust from https://rustup.rs"; exit 1; }
-command -v cc >/dev/null && command -v c++ >/dev/null || install_packages build-essential
+command -v cc >/dev/null && command -v c++ >/dev/null && command -v make >/dev/null || install_packages build-essential
+command -v pkg-config >/dev/null && pkg-config --exists openssl || install_packages pkg-config libssl-dev
 python3 -c 'import venv, ensurepip' 2>/dev/null || install_packages python3 python3-venv
 rustup component add rustfmt clippy >/dev/null 2>&1 || true   # a no-op where they are there; absent: the next lines say so
 [ -x .venv/bin/python ] || python3 -m venv .venv
@@ -28,21 +31,51 @@ cmp -s tests/requirements.txt .venv/requirements.txt || {
 say "format"
 cargo fmt --check
 
+say "services: fetch and build"
+# Before cargo, not beside it: building MinIO, once, takes both cores for minutes.
+python3 tests/services/services.py prepare
+
 say "build"
-cargo build --release --locked
+cargo build --release --locked --features faults
 
 say "lints"
-cargo clippy --release --locked --all-targets --quiet -- -D warnings
+cargo clippy --release --locked --all-targets --features faults --quiet -- -D warnings
+# Tests run in the build with failpoints; the one for real work has none of them and must stand without.
+cargo clippy --release --locked --lib --bins --quiet -- -D warnings
 
 say "docs"
-RUSTDOCFLAGS="-D warnings" cargo doc --release --locked --no-deps --quiet
+RUSTDOCFLAGS="-D warnings" cargo doc --release --locked --no-deps --features faults --quiet
 
-say "tests"
-log=$(mktemp)
-trap 'rm -f "$log"' EXIT
+say "test programs"
+cargo test --release --locked --features faults --no-run --quiet
+
+say "services: start"
+work=$(mktemp -d)
+log=$work/log
+export GRISTMILL_TEST_SKIPS=$work/skips
+touch "$GRISTMILL_TEST_SKIPS"
+tidy() { python3 tests/services/services.py down --dir "$work/services"; rm -rf "$work"; }
+trap tidy EXIT
+trap 'exit 130' INT TERM
+python3 tests/services/services.py up --dir "$work/services"
+eval "$(python3 tests/services/services.py env --dir "$work/services")"
+
 status=0
-PYTHON="$PWD/.venv/bin/python" cargo test --release --locked 2>&1 | tee "$log" || status=$?
+export PYTHON="$PWD/.venv/bin/python"
+say "tests"
+cargo test --release --locked --features faults --lib --bins --test all 2>&1 | tee "$log" || status=$?
+if [ -e tests/faults.rs ]; then
+    # One at a time: they kill and stop the services that they share.
+    say "fault tests"
+    cargo test --release --locked --features faults --test faults -- --test-threads=1 2>&1 | tee -a "$log" || status=$?
+fi
+say "examples in docs"
+cargo test --release --locked --features faults --doc 2>&1 | tee -a "$log" || status=$?
 
-# One closing line over all test binaries.
-awk '/^test result:/ { p += $4; f += $6; s += $8 } END { printf "\ntotal: %d passed, %d failed, %d skipped\n", p, f, s }' "$log"
+# One closing line over all test programs. A test that noted itself as skipped has passed for cargo, but checked nothing.
+printf '\n'
+sort -u "$GRISTMILL_TEST_SKIPS" | sed 's/^/skipped: /'
+awk -v skips="$(awk -F ': ' '{ print $1 }' "$GRISTMILL_TEST_SKIPS" | sort -u | wc -l)" '
+    /^test result:/ { p += $4; f += $6; s += $8 }
+    END { printf "\ntotal: %d passed, %d failed, %d skipped\n", p - skips, f, s + skips }' "$log"
 exit "$status"

@@ -3,8 +3,9 @@
 // Each test binary uses a part of it.
 #![allow(dead_code)]
 
+use std::io::{BufRead, BufReader, Lines};
 use std::path::PathBuf;
-use std::process::Command;
+use std::process::{Child, ChildStdout, Command, Stdio};
 
 use crate::support::{Run, root, skip};
 
@@ -101,13 +102,55 @@ pub fn rabbitmqctl(arguments: &[&str]) -> Run {
     .expect(0)
 }
 
+/// Temporary credentials of the test store, as AWS's metadata services would give them out.
+#[track_caller]
+pub fn session() -> serde_json::Value {
+    Run::of(script().args(["session", "--dir"]).arg(folder()))
+        .expect(0)
+        .json()
+}
+
+/// A token service for web identities, as EKS pods have it; ends when dropped.
+pub struct TokenService {
+    child: Child,
+    lines: Lines<BufReader<ChildStdout>>,
+    /// `https://localhost:port`, by a certificate of the test CA.
+    pub url: String,
+}
+
+impl TokenService {
+    pub fn start() -> TokenService {
+        let mut command = script();
+        command.args(["sts", "--dir"]).arg(folder()).stdout(Stdio::piped());
+        let mut child = command.spawn().expect("the token service starts");
+        let mut lines = BufReader::new(child.stdout.take().expect("a piped stdout")).lines();
+        let url = lines.next().expect("the service says its address").expect("text");
+        TokenService { child, lines, url }
+    }
+
+    /// The next request that was served: its token, and the access key given for it.
+    pub fn served(&mut self) -> (String, String) {
+        let line = self.lines.next().expect("the service runs").expect("text");
+        let (token, key) = line.split_once(' ').expect("token and key");
+        (token.to_string(), key.to_string())
+    }
+}
+
+impl Drop for TokenService {
+    fn drop(&mut self) {
+        self.child.kill().expect("the token service runs");
+        self.child.wait().expect("it ends");
+    }
+}
+
 fn script() -> Command {
     let mut command = Command::new("python3");
     command.arg(root().join("tests/services/services.py"));
     command
 }
 
-fn folder() -> PathBuf {
+/// Where the services keep their files.
+pub fn folder() -> PathBuf {
     std::env::var_os("GRISTMILL_TEST_SERVICES_DIR")
         .expect("`services.py env` sets GRISTMILL_TEST_SERVICES_DIR")
         .into()

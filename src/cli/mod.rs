@@ -8,7 +8,7 @@ mod plan;
 mod run;
 mod status;
 mod verify;
-//mod worker;
+mod worker;
 
 use std::io::IsTerminal;
 use std::process::ExitCode;
@@ -51,7 +51,7 @@ async fn command(command: Command) -> Result<Exit, Failure> {
     match command {
         Command::Run(args) => run::run(args).await,
         Command::Plan(args) => plan::plan(args).await,
-        Command::Worker(_) => unimplemented!(),
+        Command::Worker(args) => worker::worker(args).await,
         Command::Status(args) => status::status(args).await,
         Command::Watch(args) => status::watch(args).await,
         Command::Verify(args) => verify::verify(args).await,

@@ -1,6 +1,7 @@
 //! What can go wrong with a dataset, split by what the caller does about it.
 
 use super::location::LocationError;
+use super::store_error::cause;
 
 /// An error about inputs or outputs as a whole; what is wrong with one row travels in that row.
 #[derive(Debug, thiserror::Error)]
@@ -21,11 +22,10 @@ pub enum DatasetError {
     #[error("`{file}` is not what it was when the job was planned: {why}; restore it, or run the job to a new output")]
     InputChanged { file: String, why: String },
     /// The store failed: try again later.
-    #[error("cannot read `{file}`")]
+    #[error("cannot read `{file}`: {}", cause(error))]
     Store {
         file: String,
-        #[source]
-        source: Box<object_store::Error>,
+        error: Box<object_store::Error>,
     },
     /// Results do not fit the output, or a part's bytes are not one: stop, nothing can be published.
     #[error("output: {0}")]
@@ -33,10 +33,10 @@ pub enum DatasetError {
 }
 
 impl DatasetError {
-    pub(crate) fn store(file: &str, source: object_store::Error) -> DatasetError {
+    pub(crate) fn store(file: &str, error: object_store::Error) -> DatasetError {
         DatasetError::Store {
             file: file.to_string(),
-            source: Box::new(source),
+            error: Box::new(error),
         }
     }
 
@@ -51,8 +51,8 @@ impl DatasetError {
     pub fn is_transient(&self) -> bool {
         use object_store::Error::*;
         match self {
-            DatasetError::Store { source, .. } => !matches!(
-                **source,
+            DatasetError::Store { error, .. } => !matches!(
+                **error,
                 PermissionDenied { .. } | Unauthenticated { .. } | NotSupported { .. } | NotImplemented { .. }
             ),
             _ => false,

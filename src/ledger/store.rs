@@ -23,6 +23,7 @@ use url::Url;
 use super::error::{LedgerError, Result};
 use super::keys::{Id, TMP};
 use crate::dataset::location::Location;
+use crate::dataset::store_error::cause;
 
 /// No object of the ledger is larger (a part is a single put of at most 256 MB by plan).
 pub const MAX_OBJECT_BYTES: u64 = 4 << 30;
@@ -371,7 +372,7 @@ impl Store {
                 "the file system of `{}` cannot make hard links, which publishing without overwriting needs ({}): \
                  choose a folder on another file system, or an object store",
                 self.address(""),
-                root_cause(&error)
+                cause(&error)
             ))),
         }
     }
@@ -496,11 +497,7 @@ impl Store {
     }
 
     fn lasting(&self, key: &str, doing: &str, why: &str, error: &object_store::Error) -> LedgerError {
-        LedgerError::stop(format!(
-            "{doing} `{}`: {why} ({})",
-            self.address(key),
-            root_cause(error)
-        ))
+        LedgerError::stop(format!("{doing} `{}`: {why} ({})", self.address(key), cause(error)))
     }
 
     fn gave_up(&self, key: &str, doing: &str, last: Option<object_store::Error>) -> LedgerError {
@@ -553,15 +550,6 @@ fn io_kind(error: &(dyn std::error::Error + 'static)) -> Option<std::io::ErrorKi
         next = error.source();
     }
     None
-}
-
-/// The text of the last error of the chain: object_store's own texts repeat their causes.
-fn root_cause(error: &(dyn std::error::Error + 'static)) -> String {
-    let mut last = error;
-    while let Some(source) = last.source() {
-        last = source;
-    }
-    last.to_string()
 }
 
 /// Removes the files directly in `folder` that were last written more than `age` ago.

@@ -4,17 +4,30 @@
 //! acknowledged after its shard is committed, never before. Implementations reconnect by themselves: while a broker is
 //! away, nothing comes, and answers to deliveries that it will repeat anyway do nothing.
 
+pub mod address;
 pub mod contract;
+mod desk;
+mod foreign;
+mod io;
+mod kafka;
 pub mod local;
 pub mod message;
+mod outage;
+pub mod publisher;
+mod rabbitmq;
+pub mod settings;
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
 use tokio::sync::oneshot;
 
+pub use address::{QueueUrl, Secret};
 pub use local::LocalQueue;
 pub use message::{MESSAGE_VERSION, Message};
+pub use publisher::{Prepared, Publisher};
+pub use settings::Settings;
 
 /// How often a message is passed on to other workers before it is left to `reconcile`.
 pub const HOPS_MAX: u32 = 3;
@@ -141,4 +154,14 @@ pub trait Queue: Send + Sync {
 
     /// Waits until deliveries must be given up (see [`Recall`]); never returns where that cannot happen.
     async fn recalled(&self) -> Recall;
+}
+
+/// Connects to receive. A broker that refuses us is an error, within about 15 s; one that does not answer is not: the
+/// queue says so in the log, goes on trying, and gives nothing meanwhile.
+pub async fn connect(url: &QueueUrl, settings: &Settings) -> Result<Arc<dyn Queue>, QueueError> {
+    let resolved = settings::Resolved::new(url, settings)?;
+    match url {
+        QueueUrl::Kafka(url) => kafka::connect(url, &resolved).await,
+        QueueUrl::RabbitMq(url) => rabbitmq::connect(url, &resolved).await,
+    }
 }

@@ -5,7 +5,9 @@ import datetime
 import hashlib
 import hmac
 import http.client
+import json
 import os
+import re
 import secrets
 
 import install
@@ -75,26 +77,51 @@ def wait(folder, entry):
 def finish(folder, entry):
     """Makes the bucket."""
     del folder
+    status, answer = signed(entry, "s3", "PUT", f"/{BUCKET}", b"")
+    # 409: it is there already, from an earlier start.
+    if status not in (200, 409):
+        raise install.Unavailable(f"minio refuses to make a bucket: {status} {answer[:200]!r}")
+
+
+def session(entry):
+    """Temporary credentials, as MinIO's own STS gives them out: a JSON object in the form of AWS's metadata services."""
+    body = b"Action=AssumeRole&Version=2011-06-15&DurationSeconds=900"
+    status, answer = signed(entry, "sts", "POST", "/", body)
+    if status != 200:
+        raise install.Unavailable(f"minio gives no session: {status} {answer[:200]!r}")
+    found = {name: re.search(f"<{name}>([^<]*)<", answer.decode())[1] for name in (*SESSION, "Expiration")}
+    return json.dumps({SESSION.get(name, name): value for name, value in found.items()})
+
+
+# Names in STS's answer, and in the answers of metadata services.
+SESSION = {"AccessKeyId": "AccessKeyId", "SecretAccessKey": "SecretAccessKey", "SessionToken": "Token"}
+
+
+def signed(entry, service, method, path, body):
+    """Sends a request with AWS's signature, version 4; its status and body."""
     now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%SZ")
-    day, host, path = now[:8], f"127.0.0.1:{entry['port']}", f"/{BUCKET}"
-    empty = hashlib.sha256(b"").hexdigest()
-    headers = {"host": host, "x-amz-content-sha256": empty, "x-amz-date": now}
+    day, host = now[:8], f"127.0.0.1:{entry['port']}"
+    digest = hashlib.sha256(body).hexdigest()
+    headers = {"host": host, "x-amz-content-sha256": digest, "x-amz-date": now}
+    if body:
+        headers = {"content-type": "application/x-www-form-urlencoded", **headers}
     names = ";".join(headers)
-    request = "\n".join(["PUT", path, "", *(f"{n}:{v}" for n, v in headers.items()), "", names, empty])
-    scope = f"{day}/{REGION}/s3/aws4_request"
+    request = "\n".join([method, path, "", *(f"{n}:{v}" for n, v in headers.items()), "", names, digest])
+    scope = f"{day}/{REGION}/{service}/aws4_request"
     to_sign = "\n".join(["AWS4-HMAC-SHA256", now, scope, hashlib.sha256(request.encode()).hexdigest()])
     key = f"AWS4{entry['secret']}".encode()
-    for part in (day, REGION, "s3", "aws4_request", to_sign):
+    for part in (day, REGION, service, "aws4_request", to_sign):
         key = hmac.new(key, part.encode(), hashlib.sha256).digest()
     headers["authorization"] = (
         f"AWS4-HMAC-SHA256 Credential={entry['key']}/{scope}, SignedHeaders={names}, Signature={key.hex()}"
     )
     connection = http.client.HTTPConnection("127.0.0.1", entry["port"], timeout=30)
-    connection.request("PUT", path, headers=headers)
-    answer = connection.getresponse()
-    if answer.status != 200:
-        raise install.Unavailable(f"minio refuses to make a bucket: {answer.status} {answer.read()[:200]!r}")
-    connection.close()
+    try:
+        connection.request(method, path, body=body, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
 
 
 def exports(entry):

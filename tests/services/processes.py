@@ -48,13 +48,18 @@ class State:
         return locked(self.folder / "lock")
 
 
+def taken_ports():
+    """The folder with a file a port that a set of services of this user has: the set's folder stands in it."""
+    return Path(tempfile.gettempdir()) / f"gristmill-test-ports-{os.getuid()}"
+
+
 def free_port(folder):
     """A port that nobody listens on and no other set of services has taken.
 
     Below the range of outgoing connections: a client that retries a dead port of that range can connect to itself, and
     the service could then not start again on it.
     """
-    taken = Path(tempfile.gettempdir()) / "gristmill-test-ports"
+    taken = taken_ports()
     taken.mkdir(exist_ok=True)
     ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     for _ in range(1000):
@@ -75,8 +80,7 @@ def free_port(folder):
 
 def release_ports(folder):
     """Gives back all ports of `folder`."""
-    taken = Path(tempfile.gettempdir()) / "gristmill-test-ports"
-    for mark in taken.glob("[0-9]*"):
+    for mark in taken_ports().glob("[0-9]*"):
         with contextlib.suppress(FileNotFoundError):
             if mark.read_text() == str(folder):
                 mark.unlink()

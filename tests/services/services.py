@@ -6,6 +6,8 @@
     services.py kill|end|start NAME --dir DIR                 SIGKILL, SIGTERM; start again, same ports and data
     services.py stop|cont NAME --dir DIR                      SIGSTOP, SIGCONT
     services.py rabbitmqctl --dir DIR -- ARGUMENT...          RabbitMQ's own tool on this set's node
+    services.py session --dir DIR                             temporary credentials of MinIO's STS, as JSON
+    services.py sts --dir DIR                                 serves such credentials for web identity tokens, until killed
     services.py down --dir DIR                                end everything and remove the data
     services.py prepare [NAME...]                             only fetch and build what is needed
 
@@ -26,6 +28,7 @@ import certificates
 import kafka
 import minio
 import rabbitmq
+import sts
 from processes import State, Unavailable, alive, end, release_ports, send
 
 MODULES = {"kafka": kafka, "rabbitmq": rabbitmq, "minio": minio}
@@ -168,7 +171,7 @@ def main():
         command.add_argument("names", nargs="*", metavar="NAME", help=", ".join(MODULES))
         if name == "up":
             command.add_argument("--dir")
-    for name in ("kill", "end", "start", "stop", "cont", "env", "down", "rabbitmqctl"):
+    for name in ("kill", "end", "start", "stop", "cont", "env", "session", "sts", "down", "rabbitmqctl"):
         command = commands.add_parser(name)
         command.add_argument("--dir", required=True)
         if name in ("kill", "end", "start", "stop", "cont"):
@@ -189,6 +192,11 @@ def main():
             start_again(given.dir, given.name)
         case "env":
             exports(given.dir)
+        case "session":
+            print(minio.session(one(given.dir, "minio")[1]))
+        case "sts":
+            state, entry = one(given.dir, "minio")
+            sts.serve(state.folder, entry)
         case "down":
             down(given.dir)
         case "rabbitmqctl":

@@ -1,0 +1,486 @@
+//! Queue addresses: `kafka://…` and `amqp://…`, read once, shown without their secrets.
+
+use std::fmt;
+use std::str::FromStr;
+use std::time::Duration;
+
+use super::QueueError;
+
+/// RabbitMQ closes a channel whose delivery nobody answers for this long, unless its node is told otherwise.
+pub const ACK_TIMEOUT_DEFAULT: Duration = Duration::from_secs(30 * 60);
+const KAFKA_PORT: u16 = 9092;
+const AMQP_PORT: u16 = 5672;
+const AMQPS_PORT: u16 = 5671;
+/// Kafka's own bound on topic names, in bytes.
+const TOPIC_BYTES_MAX: usize = 249;
+/// AMQP's short string, in bytes.
+const NAME_BYTES_MAX: usize = 255;
+const PARTITIONS_MAX: u32 = 10_000;
+
+/// A text that is never shown.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Secret(String);
+
+impl Secret {
+    pub fn new(text: impl Into<String>) -> Secret {
+        Secret(text.into())
+    }
+
+    /// The text itself, for the broker alone.
+    pub fn reveal(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("***")
+    }
+}
+
+/// Where a queue is. Its `Display` and `Debug` hide the password.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum QueueUrl {
+    Kafka(KafkaUrl),
+    RabbitMq(RabbitUrl),
+}
+
+/// `kafka://[user[:password]@]host[:port],…/topic[?group=…][&partitions=…]`
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KafkaUrl {
+    pub user: Option<String>,
+    pub password: Option<Secret>,
+    /// `host:port` each.
+    pub brokers: Vec<String>,
+    pub topic: String,
+    /// The consumer group that workers share.
+    pub group: String,
+    /// How many partitions a new topic gets, where somebody chose.
+    pub partitions: Option<u32>,
+}
+
+/// `amqp[s]://[user[:password]@]host[:port][/vhost]/queue[?ack_timeout=SECONDS]`
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RabbitUrl {
+    pub tls: bool,
+    pub user: Option<String>,
+    pub password: Option<Secret>,
+    /// A name or an address; an IPv6 address without its brackets.
+    pub host: String,
+    pub port: u16,
+    pub vhost: String,
+    pub queue: String,
+    /// The node's acknowledgement timeout (`consumer_timeout`).
+    pub ack_timeout: Duration,
+}
+
+/// What stands between `://` and the first `/`, and what comes after.
+struct Parts<'a> {
+    user: Option<String>,
+    password: Option<Secret>,
+    hosts: &'a str,
+    path: &'a str,
+    query: Vec<(String, String)>,
+}
+
+fn wrong(what: impl Into<String>) -> QueueError {
+    QueueError::Settings { what: what.into() }
+}
+
+impl FromStr for QueueUrl {
+    type Err = QueueError;
+
+    /// Errors never repeat what may be a secret: only what comes after the last `@`.
+    fn from_str(text: &str) -> Result<QueueUrl, QueueError> {
+        let (scheme, rest) = text
+            .split_once("://")
+            .ok_or_else(|| wrong("a queue address begins with `kafka://`, `amqp://` or `amqps://`"))?;
+        match scheme {
+            "kafka" => Ok(QueueUrl::Kafka(kafka(parts(rest)?)?)),
+            "amqp" => Ok(QueueUrl::RabbitMq(rabbit(parts(rest)?, false)?)),
+            "amqps" => Ok(QueueUrl::RabbitMq(rabbit(parts(rest)?, true)?)),
+            _ => Err(wrong(
+                "a queue address begins with `kafka://`, `amqp://` or `amqps://`, not with another scheme",
+            )),
+        }
+    }
+}
+
+fn parts(rest: &str) -> Result<Parts<'_>, QueueError> {
+    if rest.chars().any(|c| c.is_control() || c.is_whitespace()) {
+        return Err(wrong(
+            "the queue address has a space or a control character in it: percent-encode it",
+        ));
+    }
+    let (rest, query) = match rest.split_once('?') {
+        Some((rest, query)) => (rest, pairs(query)?),
+        None => (rest, Vec::new()),
+    };
+    let (authority, path) = rest
+        .split_once('/')
+        .ok_or_else(|| wrong("the queue address names no topic or queue: `…host:port/NAME`"))?;
+    if rest.contains('#') || path.contains('@') {
+        return Err(wrong(
+            "the queue address has a `#` in it, or an `@` after the first `/`: percent-encode `/`, `?`, `#` and `@` in user and password",
+        ));
+    }
+    let (user, password, hosts) = match authority.rsplit_once('@') {
+        None => (None, None, authority),
+        Some((user, hosts)) => match user.split_once(':') {
+            None => (Some(decode(user, "user")?), None, hosts),
+            Some((user, password)) => (
+                Some(decode(user, "user")?),
+                Some(Secret(decode(password, "password")?)),
+                hosts,
+            ),
+        },
+    };
+    if user.as_deref() == Some("") {
+        return Err(wrong("the queue address has an `@` but no user before it"));
+    }
+    Ok(Parts {
+        user,
+        password,
+        hosts,
+        path,
+        query,
+    })
+}
+
+fn pairs(query: &str) -> Result<Vec<(String, String)>, QueueError> {
+    let mut found: Vec<(String, String)> = Vec::new();
+    for pair in query.split('&').filter(|pair| !pair.is_empty()) {
+        let (name, value) = pair
+            .split_once('=')
+            .ok_or_else(|| wrong("after `?` the queue address takes `name=value`, joined by `&`"))?;
+        let name = decode(name, "name after `?`")?;
+        if found.iter().any(|(other, _)| *other == name) {
+            return Err(wrong("the queue address gives one name after `?` twice"));
+        }
+        found.push((name, decode(value, "value after `?`")?));
+    }
+    Ok(found)
+}
+
+/// Percent-decoding; `+` is a plus.
+fn decode(text: &str, part: &str) -> Result<String, QueueError> {
+    let bad = || {
+        wrong(format!(
+            "the {part} of the queue address is not percent-encoded UTF-8: a `%` takes two hexadecimal digits"
+        ))
+    };
+    let mut bytes = Vec::with_capacity(text.len());
+    let mut rest = text.bytes();
+    while let Some(byte) = rest.next() {
+        if byte != b'%' {
+            bytes.push(byte);
+            continue;
+        }
+        let mut digit = || rest.next().and_then(|b| char::from(b).to_digit(16)).ok_or_else(bad);
+        let value = digit()? * 16 + digit()?;
+        bytes.push(u8::try_from(value).map_err(|_| bad())?);
+    }
+    String::from_utf8(bytes).map_err(|_| bad())
+}
+
+fn encode(text: &str) -> String {
+    text.bytes()
+        .map(|byte| match byte {
+            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' => char::from(byte).to_string(),
+            _ => format!("%{byte:02X}"),
+        })
+        .collect()
+}
+
+/// A host and its port; IPv6 addresses stand in brackets.
+fn host_port(text: &str, default: u16) -> Result<(String, u16), QueueError> {
+    let (host, port) = match text.strip_prefix('[') {
+        Some(rest) => {
+            let (host, rest) = rest
+                .split_once(']')
+                .ok_or_else(|| wrong("an IPv6 address in the queue address lacks its `]`"))?;
+            if host.parse::<std::net::Ipv6Addr>().is_err() || !(rest.is_empty() || rest.starts_with(':')) {
+                return Err(wrong("what stands in `[…]` of the queue address is no IPv6 address"));
+            }
+            (host, rest.strip_prefix(':'))
+        }
+        None => match text.split_once(':') {
+            Some((host, port)) => (host, Some(port)),
+            None => (text, None),
+        },
+    };
+    let legal = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '.' | '_' | ':');
+    if host.is_empty() || !host.chars().all(legal) {
+        return Err(wrong(
+            "the queue address has an empty or impossible host: `scheme://user:password@host:port/NAME`",
+        ));
+    }
+    let port = match port {
+        None => default,
+        // What stands here may be the start of a password with an unencoded `/`: it is not repeated.
+        Some(port) => port.parse().ok().filter(|&port| port > 0).ok_or_else(|| {
+            wrong(
+                "the queue address has a port that is no number from 1 to 65535 (a `/` or `@` in a password is to be percent-encoded)",
+            )
+        })?,
+    };
+    Ok((host.to_owned(), port))
+}
+
+fn joined(host: &str, port: u16) -> String {
+    if host.contains(':') {
+        format!("[{host}]:{port}")
+    } else {
+        format!("{host}:{port}")
+    }
+}
+
+fn kafka(parts: Parts<'_>) -> Result<KafkaUrl, QueueError> {
+    let brokers = parts
+        .hosts
+        .split(',')
+        .map(|text| host_port(text, KAFKA_PORT).map(|(host, port)| joined(&host, port)))
+        .collect::<Result<Vec<_>, _>>()?;
+    let topic = decode(parts.path, "topic")?;
+    let legal = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
+    if topic.is_empty() || topic.len() > TOPIC_BYTES_MAX || !topic.chars().all(legal) || [".", ".."].contains(&&*topic)
+    {
+        return Err(wrong(format!(
+            "a Kafka topic has 1 to {TOPIC_BYTES_MAX} letters, digits, `.`, `_` and `-`: `kafka://host:port/TOPIC`"
+        )));
+    }
+    let mut group = format!("gristmill-{topic}");
+    let mut partitions = None;
+    for (name, value) in parts.query {
+        match name.as_str() {
+            "group" if !value.is_empty() && value.len() <= NAME_BYTES_MAX => group = value,
+            "group" => return Err(wrong(format!("`group` takes a name of 1 to {NAME_BYTES_MAX} bytes"))),
+            "partitions" => {
+                partitions = Some(
+                    value
+                        .parse()
+                        .ok()
+                        .filter(|n| (1..=PARTITIONS_MAX).contains(n))
+                        .ok_or_else(|| wrong(format!("`partitions` takes a number from 1 to {PARTITIONS_MAX}")))?,
+                );
+            }
+            _ => {
+                return Err(wrong(
+                    "a Kafka address takes `group` and `partitions` after `?`; anything else is a property: `--kafka name=value`",
+                ));
+            }
+        }
+    }
+    Ok(KafkaUrl {
+        user: parts.user,
+        password: parts.password,
+        brokers,
+        topic,
+        group,
+        partitions,
+    })
+}
+
+fn rabbit(parts: Parts<'_>, tls: bool) -> Result<RabbitUrl, QueueError> {
+    if parts.hosts.contains(',') {
+        return Err(wrong(
+            "a RabbitMQ address takes one host: name a load balancer, or one node",
+        ));
+    }
+    let (host, port) = host_port(parts.hosts, if tls { AMQPS_PORT } else { AMQP_PORT })?;
+    let (vhost, queue) = match parts.path.split_once('/') {
+        None => ("/".to_owned(), decode(parts.path, "queue")?),
+        Some((_, queue)) if queue.contains('/') => {
+            return Err(wrong(
+                "a RabbitMQ address is `host:port/VHOST/QUEUE`: a `/` within a name is written `%2f`",
+            ));
+        }
+        Some((vhost, queue)) => (decode(vhost, "vhost")?, decode(queue, "queue")?),
+    };
+    if vhost.is_empty() || vhost.len() > NAME_BYTES_MAX {
+        return Err(wrong(
+            "the vhost of the queue address is empty or too long: the default vhost is `%2f`",
+        ));
+    }
+    if queue.is_empty() || queue.len() > NAME_BYTES_MAX || queue.starts_with("amq.") {
+        return Err(wrong(format!(
+            "a RabbitMQ queue has a name of 1 to {NAME_BYTES_MAX} bytes that does not begin with `amq.`: `host:port/VHOST/QUEUE`"
+        )));
+    }
+    let mut ack_timeout = ACK_TIMEOUT_DEFAULT;
+    for (name, value) in parts.query {
+        if name != "ack_timeout" {
+            return Err(wrong("a RabbitMQ address takes only `ack_timeout` after `?`"));
+        }
+        ack_timeout = value
+            .parse()
+            .ok()
+            .filter(|seconds| (1..=u64::from(u32::MAX)).contains(seconds))
+            .map(Duration::from_secs)
+            .ok_or_else(|| wrong("`ack_timeout` takes whole seconds, at least 1"))?;
+    }
+    Ok(RabbitUrl {
+        tls,
+        user: parts.user,
+        password: parts.password,
+        host,
+        port,
+        vhost,
+        queue,
+        ack_timeout,
+    })
+}
+
+fn write_user(f: &mut fmt::Formatter<'_>, user: Option<&str>, password: Option<&Secret>) -> fmt::Result {
+    match (user, password) {
+        (None, _) => Ok(()),
+        (Some(user), None) => write!(f, "{}@", encode(user)),
+        (Some(user), Some(_)) => write!(f, "{}:***@", encode(user)),
+    }
+}
+
+impl fmt::Display for QueueUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            QueueUrl::Kafka(url) => url.fmt(f),
+            QueueUrl::RabbitMq(url) => url.fmt(f),
+        }
+    }
+}
+
+impl fmt::Display for KafkaUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("kafka://")?;
+        write_user(f, self.user.as_deref(), self.password.as_ref())?;
+        write!(
+            f,
+            "{}/{}?group={}",
+            self.brokers.join(","),
+            self.topic,
+            encode(&self.group)
+        )?;
+        match self.partitions {
+            Some(partitions) => write!(f, "&partitions={partitions}"),
+            None => Ok(()),
+        }
+    }
+}
+
+impl fmt::Display for RabbitUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.tls { "amqps://" } else { "amqp://" })?;
+        write_user(f, self.user.as_deref(), self.password.as_ref())?;
+        write!(
+            f,
+            "{}/{}/{}",
+            joined(&self.host, self.port),
+            encode(&self.vhost),
+            encode(&self.queue)
+        )?;
+        if self.ack_timeout == ACK_TIMEOUT_DEFAULT {
+            return Ok(());
+        }
+        write!(f, "?ack_timeout={}", self.ack_timeout.as_secs())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn shown(text: &str) -> String {
+        text.parse::<QueueUrl>()
+            .map_or_else(|e| e.to_string(), |url| url.to_string())
+    }
+
+    #[test]
+    fn addresses_are_read_and_shown_without_their_password() {
+        assert_eq!(shown("kafka://a,b:9/t"), "kafka://a:9092,b:9/t?group=gristmill-t");
+        assert_eq!(
+            shown("kafka://u%40x:p%2Fw@[::1]:9/t?partitions=7&group=g%20h"),
+            "kafka://u%40x:***@[::1]:9/t?group=g%20h&partitions=7"
+        );
+        assert_eq!(shown("amqp://h/q"), "amqp://h:5672/%2F/q");
+        assert_eq!(shown("amqps://u:p@h/%2f/q%20r"), "amqps://u:***@h:5671/%2F/q%20r");
+        assert_eq!(shown("amqp://h:1/v/q?ack_timeout=60"), "amqp://h:1/v/q?ack_timeout=60");
+        let QueueUrl::Kafka(url) = "kafka://u:p%25w@h/t".parse().unwrap() else {
+            panic!("a Kafka address");
+        };
+        assert_eq!(
+            (url.user.as_deref(), url.password.as_ref().unwrap().reveal()),
+            (Some("u"), "p%w")
+        );
+        assert!(!format!("{url:?}").contains("p%w"));
+    }
+
+    #[test]
+    fn each_misuse_is_one_clear_line() {
+        for (text, part) in [
+            ("h:9092/t", "begins with"),
+            ("redis://h/t", "begins with"),
+            ("kafka://h:9092", "names no topic"),
+            ("kafka://h:9092/", "1 to 249"),
+            ("kafka://h/a/b", "1 to 249"),
+            ("kafka://h,/t", "impossible host"),
+            ("kafka://h:0/t", "port"),
+            ("kafka://h:70000/t", "port"),
+            ("kafka://[::1/t", "`]`"),
+            ("kafka://h/t?grp=x", "`group` and `partitions`"),
+            ("kafka://h/t?group=", "`group` takes"),
+            ("kafka://h/t?partitions=0", "`partitions` takes"),
+            ("kafka://h/t?group", "name=value"),
+            ("kafka://h/t?group=a&group=b", "twice"),
+            ("kafka://@h/t", "no user"),
+            ("kafka://u:%zz@h/t", "hexadecimal"),
+            ("amqp://a,b/q", "one host"),
+            ("amqp://h//q", "default vhost is `%2f`"),
+            ("amqp://h/v/w/q", "`%2f`"),
+            ("amqp://h/v/", "1 to 255"),
+            ("amqp://h/v/amq.x", "`amq.`"),
+            ("amqp://h/q?ack_timeout=0", "whole seconds"),
+            ("amqp://h/q?prefetch=3", "only `ack_timeout`"),
+            ("amqp://u:p w@h/q", "space"),
+        ] {
+            let line = text.parse::<QueueUrl>().expect_err(text).to_string();
+            assert!(line.contains(part) && !line.contains('\n'), "{text}: {line}");
+        }
+    }
+
+    #[test]
+    fn no_error_repeats_a_password() {
+        for text in [
+            "kafka://u:hunter2/x@h/t",
+            "amqp://u:hunter2?x@h/q",
+            "amqp://u:hunter2#x@h/q",
+            "amqp://u:hunter2%@h/q",
+            "amqp://u:hunter2@h",
+            "amqp://u:hunter2@h:x/q",
+            "foo://u:hunter2@h/q",
+        ] {
+            let line = text.parse::<QueueUrl>().expect_err(text).to_string();
+            assert!(!line.contains("hunter2"), "{text}: {line}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_text_gives_an_address_or_a_line(text in ".{0,80}") {
+            if let Err(error) = text.parse::<QueueUrl>() {
+                prop_assert!(!error.to_string().contains('\n'));
+            }
+        }
+
+        #[test]
+        fn what_has_no_password_survives_its_display(
+            user in "[ -~]{1,12}", vhost in "\\PC{1,12}", queue in "q\\PC{1,12}", port in 1u16.., tls: bool,
+        ) {
+            let url = QueueUrl::RabbitMq(RabbitUrl {
+                tls, user: Some(user), password: None, host: "h".into(), port, vhost, queue,
+                ack_timeout: ACK_TIMEOUT_DEFAULT,
+            });
+            prop_assert_eq!(url.to_string().parse::<QueueUrl>().unwrap(), url);
+        }
+    }
+}

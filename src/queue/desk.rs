@@ -1,0 +1,362 @@
+//! What lies between a broker's thread and the worker: messages that are ready, deliveries that are out, their leases,
+//! and recalls. It never does I/O and knows no broker; `T` is how the broker knows a delivery.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use async_trait::async_trait;
+use tokio::sync::mpsc::UnboundedSender;
+use tokio::sync::{Notify, oneshot};
+
+use super::{Delivery, HOPS_MAX, Message, Queue, QueueError, Recall};
+
+/// A message that a broker delivered.
+#[derive(Debug, Clone)]
+pub(crate) struct Item<T> {
+    pub token: T,
+    pub message: Message,
+    /// As it came, to be passed on byte for byte.
+    pub body: Vec<u8>,
+    pub deliveries: u32,
+    pub hops: u32,
+    /// When the broker delivered it.
+    pub arrived: Instant,
+}
+
+/// A message to be sent again, one hop further; then `token` is done with.
+#[derive(Debug)]
+pub(crate) struct Parcel<T> {
+    pub token: T,
+    pub body: Vec<u8>,
+    pub hops: u32,
+}
+
+/// What the worker says about a delivery, for the broker's thread.
+#[derive(Debug)]
+pub(crate) enum Answer<T> {
+    Done(T),
+    Back(Item<T>),
+    PassOn(Parcel<T>),
+}
+
+/// A delivery in the worker's hands.
+struct Out<T> {
+    item: Item<T>,
+    /// When the worker counts as stuck, unless it extends.
+    until: Instant,
+}
+
+struct State<T> {
+    ready: VecDeque<Item<T>>,
+    out: BTreeMap<u64, Out<T>>,
+    next_receipt: u64,
+    recalls: VecDeque<Recall>,
+    /// Why the broker refuses us, while it does.
+    denied: Option<String>,
+}
+
+pub(crate) struct Desk<T> {
+    state: Mutex<State<T>>,
+    answers: UnboundedSender<Answer<T>>,
+    first_lease: Duration,
+    /// Rung when a message is ready or access is denied.
+    bell: Notify,
+    recall_bell: Notify,
+    /// Counts the worker's signs of life.
+    signs: AtomicU64,
+    /// Messages that wait to be passed on.
+    pub parcels: AtomicUsize,
+    closing: AtomicBool,
+    /// Rung when the queue is closed.
+    pub closed_bell: Notify,
+}
+
+/// A recall on its way: whether the worker has let go of its deliveries.
+pub(crate) struct Recalling {
+    receipts: Vec<u64>,
+    ended: oneshot::Receiver<()>,
+}
+
+impl Recalling {
+    pub fn receipts(&self) -> &[u64] {
+        &self.receipts
+    }
+
+    pub fn has_ended<T>(&mut self, desk: &Desk<T>) -> bool {
+        let dropped = !matches!(self.ended.try_recv(), Err(oneshot::error::TryRecvError::Empty));
+        dropped
+            || !self
+                .receipts
+                .iter()
+                .any(|receipt| desk.state().out.contains_key(receipt))
+    }
+}
+
+impl<T> Desk<T> {
+    /// `first_lease`: how long a delivery may go without being extended for the first time.
+    pub fn new(answers: UnboundedSender<Answer<T>>, first_lease: Duration) -> Desk<T> {
+        Desk {
+            state: Mutex::new(State {
+                ready: VecDeque::new(),
+                out: BTreeMap::new(),
+                next_receipt: 0,
+                recalls: VecDeque::new(),
+                denied: None,
+            }),
+            answers,
+            first_lease,
+            bell: Notify::new(),
+            recall_bell: Notify::new(),
+            signs: AtomicU64::new(0),
+            parcels: AtomicUsize::new(0),
+            closing: AtomicBool::new(false),
+            closed_bell: Notify::new(),
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State<T>> {
+        // Every change is a single step: what a panicking holder left is whole.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A message for the next receiver.
+    pub fn put(&self, item: Item<T>) {
+        self.state().ready.push_back(item);
+        self.bell.notify_one();
+    }
+
+    /// Messages that are ready or out.
+    pub fn occupied(&self) -> usize {
+        let state = self.state();
+        state.ready.len() + state.out.len()
+    }
+
+    /// Whether a delivery went unextended for too long.
+    pub fn is_stuck(&self, now: Instant) -> bool {
+        self.state().out.values().any(|out| out.until <= now)
+    }
+
+    /// The process itself stood still for so long: nobody could extend.
+    pub fn grant(&self, time: Duration) {
+        for out in self.state().out.values_mut() {
+            out.until += time;
+        }
+    }
+
+    /// How many signs of life the worker has given.
+    pub fn signs(&self) -> u64 {
+        self.signs.load(Ordering::SeqCst)
+    }
+
+    /// Asks for the deliveries that `which` holds for.
+    pub fn recall(&self, why: &'static str, which: impl Fn(&Item<T>) -> bool) -> Recalling {
+        let mut state = self.state();
+        let receipts: Vec<u64> = state
+            .out
+            .iter()
+            .filter(|(_, out)| which(&out.item))
+            .map(|(&receipt, _)| receipt)
+            .collect();
+        let (sender, ended) = oneshot::channel();
+        if !receipts.is_empty() {
+            state
+                .recalls
+                .push_back(Recall::new(receipts.clone(), why, Some(sender)));
+            self.recall_bell.notify_one();
+        }
+        Recalling { receipts, ended }
+    }
+
+    /// Forgets what `which` holds for: answers to it do nothing from now on.
+    pub fn forget(&self, which: impl Fn(&T) -> bool) {
+        let mut state = self.state();
+        state.ready.retain(|item| !which(&item.token));
+        state.out.retain(|_, out| !which(&out.item.token));
+    }
+
+    /// Takes out what is ready and `which` holds for.
+    pub fn take_ready(&self, which: impl Fn(&Item<T>) -> bool) -> Vec<Item<T>> {
+        let mut state = self.state();
+        let (taken, kept): (Vec<_>, Vec<_>) = state.ready.drain(..).partition(|item| which(item));
+        state.ready = kept.into();
+        taken
+    }
+
+    /// Takes a delivery out of the worker's hands.
+    pub fn take_out(&self, receipt: u64) -> Option<Item<T>> {
+        self.state().out.remove(&receipt).map(|out| out.item)
+    }
+
+    /// The delivery of this very message that `which` holds for becomes the delivery `token`; `None` where there is none.
+    pub fn adopt(&self, message: &Message, arrived: Instant, token: T, which: impl Fn(&T) -> bool) -> Option<T> {
+        let mut state = self.state();
+        let held = state
+            .out
+            .values_mut()
+            .find(|out| out.item.message == *message && which(&out.item.token));
+        match held {
+            Some(out) => {
+                out.item.arrived = arrived;
+                Some(std::mem::replace(&mut out.item.token, token))
+            }
+            None => None,
+        }
+    }
+
+    /// Access is refused (`Some`) or granted.
+    pub fn set_denied(&self, why: Option<String>) {
+        self.state().denied = why;
+        self.bell.notify_one();
+    }
+
+    pub fn is_closing(&self) -> bool {
+        self.closing.load(Ordering::SeqCst)
+    }
+
+    pub fn close(&self) {
+        self.closing.store(true, Ordering::SeqCst);
+        self.closed_bell.notify_one();
+    }
+
+    fn sign(&self) {
+        self.signs.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// Ends a delivery, if it is out still.
+    fn answer(&self, receipt: u64, answer: impl FnOnce(Item<T>) -> Answer<T>) {
+        self.sign();
+        if let Some(item) = self.take_out(receipt) {
+            // The broker's thread is gone only when the queue is: then the broker delivers again.
+            let _ = self.answers.send(answer(item));
+        }
+    }
+}
+
+impl<T: Clone + Send + 'static> Desk<T> {
+    fn try_receive(self: &Arc<Self>) -> Option<Result<Delivery, QueueError>> {
+        let mut state = self.state();
+        if let Some(why) = &state.denied {
+            return Some(Err(QueueError::Denied { why: why.clone() }));
+        }
+        let item = state.ready.pop_front()?;
+        let receipt = state.next_receipt;
+        state.next_receipt += 1;
+        let (message, deliveries, hops) = (item.message.clone(), item.deliveries, item.hops);
+        let until = Instant::now() + self.first_lease;
+        state.out.insert(receipt, Out { item, until });
+        if !state.ready.is_empty() {
+            // One ring may stand for several messages: pass it on.
+            self.bell.notify_one();
+        }
+        drop(state);
+        let desk = self.clone();
+        let on_drop = move || desk.answer(receipt, Answer::Back);
+        Some(Ok(Delivery::new(
+            message,
+            deliveries,
+            hops,
+            receipt,
+            Some(Box::new(on_drop)),
+        )))
+    }
+}
+
+/// A queue whose broker has threads of its own.
+pub(crate) struct Brokered<T> {
+    desk: Arc<Desk<T>>,
+    /// Closed when the broker's thread has ended.
+    ended: Mutex<std::sync::mpsc::Receiver<()>>,
+}
+
+/// How long dropping a queue waits for its last answers to reach the broker.
+const CLOSE_WAIT: Duration = Duration::from_secs(5);
+
+impl<T> Brokered<T> {
+    pub fn new(desk: Arc<Desk<T>>, ended: std::sync::mpsc::Receiver<()>) -> Brokered<T> {
+        Brokered {
+            desk,
+            ended: Mutex::new(ended),
+        }
+    }
+}
+
+impl<T> Drop for Brokered<T> {
+    fn drop(&mut self) {
+        self.desk.close();
+        let ended = self.ended.get_mut().unwrap_or_else(PoisonError::into_inner);
+        if ended.recv_timeout(CLOSE_WAIT) == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
+            tracing::debug!("the queue did not close within {CLOSE_WAIT:?}");
+        }
+    }
+}
+
+#[async_trait]
+impl<T: Clone + Send + 'static> Queue for Brokered<T> {
+    async fn receive(&self, wait: Duration) -> Result<Option<Delivery>, QueueError> {
+        let arrival = async {
+            loop {
+                if let Some(found) = self.desk.try_receive() {
+                    return found;
+                }
+                self.desk.bell.notified().await;
+            }
+        };
+        tokio::time::timeout(wait, arrival).await.ok().transpose()
+    }
+
+    async fn extend(&self, delivery: &Delivery, time: Duration) -> Result<(), QueueError> {
+        self.desk.sign();
+        if let Some(out) = self.desk.state().out.get_mut(&delivery.receipt) {
+            out.until = Instant::now() + time;
+        }
+        Ok(())
+    }
+
+    async fn acknowledge(&self, delivery: &Delivery) -> Result<(), QueueError> {
+        self.desk.answer(delivery.receipt, |item| Answer::Done(item.token));
+        Ok(())
+    }
+
+    async fn give_back(&self, delivery: &Delivery) -> Result<(), QueueError> {
+        self.desk.answer(delivery.receipt, Answer::Back);
+        Ok(())
+    }
+
+    async fn pass_on(&self, delivery: &Delivery) -> Result<bool, QueueError> {
+        let again = delivery.hops < HOPS_MAX;
+        let mut sent = false;
+        self.desk.answer(delivery.receipt, |item| {
+            sent = again;
+            let Item { token, body, hops, .. } = item;
+            if again {
+                Answer::PassOn(Parcel {
+                    token,
+                    body,
+                    hops: hops + 1,
+                })
+            } else {
+                Answer::Done(token)
+            }
+        });
+        Ok(sent)
+    }
+
+    async fn recalled(&self) -> Recall {
+        loop {
+            let recall = {
+                let mut state = self.desk.state();
+                let recall = state.recalls.pop_front();
+                if !state.recalls.is_empty() {
+                    self.desk.recall_bell.notify_one();
+                }
+                recall
+            };
+            match recall {
+                Some(recall) => return recall,
+                None => self.desk.recall_bell.notified().await,
+            }
+        }
+    }
+}

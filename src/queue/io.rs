@@ -1,0 +1,51 @@
+//! A thread for talking to brokers, with a runtime of its own: computing on every core cannot starve it of wake-ups.
+
+use tokio::runtime::{Builder, Handle};
+use tokio::sync::oneshot;
+
+use super::QueueError;
+
+/// Runs futures on its own thread until it is dropped.
+pub(crate) struct IoThread {
+    handle: Handle,
+    /// Dropping it ends the thread.
+    _stop: oneshot::Sender<()>,
+}
+
+impl IoThread {
+    /// `name`: of the thread, at most 15 bytes.
+    pub fn start(name: &str) -> Result<IoThread, QueueError> {
+        let failed = |error: std::io::Error| QueueError::Unavailable {
+            why: format!("cannot start a thread for the queue: {error}"),
+        };
+        let runtime = Builder::new_current_thread().enable_all().build().map_err(failed)?;
+        let handle = runtime.handle().clone();
+        let (stop, stopped) = oneshot::channel::<()>();
+        std::thread::Builder::new()
+            .name(name.to_owned())
+            .spawn(move || {
+                // Ends with the sender.
+                let _ = runtime.block_on(stopped);
+                runtime.shutdown_background();
+            })
+            .map_err(failed)?;
+        Ok(IoThread { handle, _stop: stop })
+    }
+
+    pub fn spawn(&self, future: impl Future<Output = ()> + Send + 'static) {
+        self.handle.spawn(future);
+    }
+
+    /// Runs the future there and waits for it here.
+    pub async fn run<R: Send + 'static>(
+        &self,
+        future: impl Future<Output = Result<R, QueueError>> + Send + 'static,
+    ) -> Result<R, QueueError> {
+        self.handle
+            .spawn(future)
+            .await
+            .map_err(|error| QueueError::Unavailable {
+                why: format!("the queue's thread ended: {error}"),
+            })?
+    }
+}

@@ -1,0 +1,157 @@
+//! From address, settings and environment to librdkafka properties.
+
+use rdkafka::ClientConfig;
+use rdkafka::error::KafkaError;
+
+use crate::queue::QueueError;
+use crate::queue::address::KafkaUrl;
+use crate::queue::settings::Resolved;
+
+/// Properties that the guarantee rests on, or that the address gives; nobody else sets them.
+const OURS: &[(&str, &str)] = &[
+    ("bootstrap.servers", "name the brokers in the address"),
+    ("metadata.broker.list", "name the brokers in the address"),
+    ("group.id", "name the group in the address: `?group=…`"),
+    ("enable.auto.commit", "gristmill commits what is finished"),
+    ("enable.auto.offset.store", "gristmill commits what is finished"),
+    ("enable.idempotence", "gristmill needs it on"),
+    ("acks", "gristmill needs `all`"),
+    ("request.required.acks", "gristmill needs `all`"),
+    ("transactional.id", "gristmill uses no transactions"),
+];
+
+/// What the address alone decides, for either side.
+fn common(url: &KafkaUrl, resolved: &Resolved) -> Result<ClientConfig, QueueError> {
+    for name in resolved.kafka.keys() {
+        if let Some((_, why)) = OURS.iter().find(|(ours, _)| ours == name) {
+            return Err(QueueError::Settings {
+                what: format!("the Kafka property `{name}` cannot be set: {why}"),
+            });
+        }
+    }
+    let mut config = ClientConfig::new();
+    config
+        .set("client.id", "gristmill")
+        .set("bootstrap.servers", url.brokers.join(","))
+        .set("reconnect.backoff.max.ms", "5000")
+        .set("socket.keepalive.enable", "true")
+        // A topic that is deleted and made anew is seen within seconds.
+        .set("topic.metadata.refresh.interval.ms", "10000");
+    if let Some(file) = &resolved.ca_file {
+        config
+            .set("security.protocol", "SSL")
+            .set("ssl.ca.location", file.to_string_lossy());
+    }
+    if let Some(user) = &resolved.user {
+        config
+            .set("security.protocol", "SASL_SSL")
+            .set("sasl.mechanism", "SCRAM-SHA-512")
+            .set("sasl.username", user);
+    }
+    if let Some(password) = &resolved.password {
+        config.set("sasl.password", password.reveal());
+    }
+    Ok(config)
+}
+
+fn pass_through(config: &mut ClientConfig, resolved: &Resolved) {
+    for (name, value) in &resolved.kafka {
+        config.set(name, value);
+    }
+}
+
+/// The consumer's properties.
+pub(crate) fn consumer(url: &KafkaUrl, resolved: &Resolved) -> Result<ClientConfig, QueueError> {
+    let mut config = common(url, resolved)?;
+    config
+        .set("group.id", &url.group)
+        .set("partition.assignment.strategy", "cooperative-sticky")
+        .set("auto.offset.reset", "earliest")
+        // A message is a pointer: a few are enough at hand, and a resumed partition must not wait behind a long poll.
+        .set("fetch.wait.max.ms", "100")
+        .set("max.partition.fetch.bytes", "32768")
+        .set("queued.min.messages", "16");
+    pass_through(&mut config, resolved);
+    config
+        .set("enable.auto.commit", "false")
+        .set("enable.auto.offset.store", "false");
+    Ok(config)
+}
+
+/// The producer's properties; they serve for making topics too.
+pub(crate) fn producer(url: &KafkaUrl, resolved: &Resolved) -> Result<ClientConfig, QueueError> {
+    let mut config = common(url, resolved)?;
+    let timeout_ms = resolved.settings.send_timeout.as_millis().max(1000);
+    config.set("message.timeout.ms", timeout_ms.to_string());
+    pass_through(&mut config, resolved);
+    config.set("enable.idempotence", "true").set("acks", "all");
+    Ok(config)
+}
+
+/// A property that librdkafka does not take; its value stays out of the line.
+pub(crate) fn refused(error: KafkaError, resolved: &Resolved) -> QueueError {
+    let what = match error {
+        KafkaError::ClientConfig(_, _, name, _) => {
+            format!("librdkafka does not know the property `{name}`, or not with the value given")
+        }
+        other => format!(
+            "librdkafka refuses its properties: {}",
+            resolved.scrub.line(&other.to_string())
+        ),
+    };
+    QueueError::Settings { what }
+}
+
+/// How long other members of the group may at most be made to wait for us, in milliseconds.
+pub(crate) fn session_timeout_ms(config: &ClientConfig) -> u64 {
+    const LIBRDKAFKA_DEFAULT: u64 = 45_000;
+    config
+        .get("session.timeout.ms")
+        .and_then(|text| text.parse().ok())
+        .unwrap_or(LIBRDKAFKA_DEFAULT)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::queue::{QueueUrl, Settings};
+
+    fn resolved(pairs: &[(&str, &str)]) -> (KafkaUrl, Resolved) {
+        let url: QueueUrl = "kafka://u:pass@h/t?group=g".parse().unwrap();
+        let settings = Settings {
+            kafka: pairs.iter().map(|&(a, b)| (a.to_owned(), b.to_owned())).collect(),
+            ..Settings::default()
+        };
+        let resolved = Resolved::new(&url, &settings).unwrap();
+        let QueueUrl::Kafka(url) = url else {
+            panic!("a Kafka address")
+        };
+        (url, resolved)
+    }
+
+    #[test]
+    fn properties_pass_through_but_for_those_the_guarantee_rests_on() {
+        let (url, ok) = resolved(&[("sasl.mechanism", "PLAIN"), ("session.timeout.ms", "2000")]);
+        let config = consumer(&url, &ok).unwrap();
+        for (name, value) in [
+            ("sasl.mechanism", "PLAIN"),
+            ("sasl.password", "pass"),
+            ("security.protocol", "SASL_SSL"),
+            ("group.id", "g"),
+            ("enable.auto.commit", "false"),
+            ("enable.auto.offset.store", "false"),
+            ("auto.offset.reset", "earliest"),
+        ] {
+            assert_eq!(config.get(name), Some(value), "{name}");
+        }
+        assert_eq!(session_timeout_ms(&config), 2000);
+        assert_eq!(producer(&url, &ok).unwrap().get("acks"), Some("all"));
+        for (name, _) in OURS {
+            let (url, bad) = resolved(&[(name, "x")]);
+            assert!(
+                matches!(consumer(&url, &bad), Err(QueueError::Settings { .. })),
+                "{name}"
+            );
+        }
+    }
+}

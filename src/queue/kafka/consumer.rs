@@ -1,0 +1,283 @@
+//! The thread that polls Kafka: messages in, answers out, the watchdog, and coming back after every kind of absence.
+
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use rdkafka::config::FromClientConfigAndContext;
+use rdkafka::consumer::{BaseConsumer, CommitMode, Consumer};
+use rdkafka::error::{KafkaError, RDKafkaErrorCode as Code};
+use tokio::sync::oneshot;
+
+use super::config;
+use super::group::Group;
+use super::publisher::{Topic, first_look, look};
+use super::trouble::{Kind, Trouble, denied, kind};
+use crate::queue::QueueError;
+use crate::queue::address::KafkaUrl;
+use crate::queue::outage::Outage;
+use crate::queue::settings::Resolved;
+
+/// How long one poll waits: answers of the worker wait as long at most.
+const POLL_WAIT: Duration = Duration::from_millis(25);
+/// Commits are gathered for so long.
+const COMMIT_EVERY: Duration = Duration::from_millis(100);
+/// How often an absent topic or broker is asked for.
+const LOOK_EVERY: Duration = Duration::from_secs(2);
+/// The thread itself did not run for so long: the process was stopped, and the worker with it.
+const STANDSTILL: Duration = Duration::from_secs(2);
+/// Messages that may wait to be passed on before fetching pauses.
+const PARCELS_MAX: usize = 256;
+
+/// What we are to the group.
+enum Mode {
+    /// No member: the topic or every broker is absent, asked for again at the instant.
+    Waiting {
+        next_look: Instant,
+        said_missing: bool,
+    },
+    Member,
+    /// No member: the worker had stopped making progress when it had given so many signs of life.
+    LetGo {
+        signs: u64,
+    },
+}
+
+struct Poller<'a> {
+    url: &'a KafkaUrl,
+    address: String,
+    in_flight: usize,
+    consumer: BaseConsumer<Group>,
+    outage: Outage,
+    mode: Mode,
+    last_commit: Instant,
+    last_turn: Instant,
+    next_check: Instant,
+}
+
+/// Runs until the queue is closed; `opened` is told once whether there is anything to run.
+pub(crate) fn run(url: &KafkaUrl, resolved: &Resolved, group: Group, opened: oneshot::Sender<Result<(), QueueError>>) {
+    // Nobody waits for an answer where the caller has given up: then the desk is closed soon.
+    match open(url, resolved, group) {
+        Err(error) => {
+            let _ = opened.send(Err(error));
+        }
+        Ok(mut poller) => {
+            if opened.send(Ok(())).is_ok() {
+                while !poller.group().desk.is_closing() {
+                    poller.turn();
+                }
+            }
+            poller.close();
+        }
+    }
+}
+
+fn open<'a>(url: &'a KafkaUrl, resolved: &Resolved, group: Group) -> Result<Poller<'a>, QueueError> {
+    let consumer = BaseConsumer::from_config_and_context(&config::consumer(url, resolved)?, group)
+        .map_err(|error| config::refused(error, resolved))?;
+    let now = Instant::now();
+    let mut poller = Poller {
+        url,
+        address: url.to_string(),
+        in_flight: usize::try_from(resolved.settings.in_flight).unwrap_or(usize::MAX),
+        consumer,
+        outage: Outage::new(url),
+        mode: Mode::Waiting {
+            next_look: now,
+            said_missing: false,
+        },
+        last_commit: now,
+        last_turn: now,
+        next_check: now,
+    };
+    let looked = first_look(poller.consumer.client(), url, || {
+        // Serves the events that carry errors.
+        poller.consumer.poll(Duration::ZERO);
+        poller.group().ear.take()
+    });
+    match looked {
+        Ok(topic) => poller.found(topic),
+        Err(QueueError::Unavailable { why }) => poller.outage.down(&why),
+        Err(error) => return Err(error),
+    }
+    poller.last_turn = Instant::now();
+    Ok(poller)
+}
+
+impl Poller<'_> {
+    fn group(&self) -> &Group {
+        self.consumer.context()
+    }
+
+    fn turn(&mut self) {
+        let now = Instant::now();
+        let stood = now - self.last_turn;
+        if stood > STANDSTILL {
+            self.group().desk.grant(stood);
+        }
+        self.last_turn = now;
+        self.group().settle();
+        if now - self.last_commit >= COMMIT_EVERY {
+            self.last_commit = now;
+            self.group().commit(&self.consumer, None, CommitMode::Async);
+        }
+        self.watch(now);
+        let group = self.group();
+        let full = group.desk.occupied() >= self.in_flight || group.desk.parcels.load(Ordering::SeqCst) >= PARCELS_MAX;
+        group.set_paused(&self.consumer, full);
+        let trouble = match self.consumer.poll(POLL_WAIT) {
+            None => None,
+            Some(Ok(message)) => {
+                self.group().take_in(&message);
+                None
+            }
+            Some(Err(error)) => Some(error),
+        };
+        if let Some(error) = trouble {
+            self.failed(&error);
+        }
+    }
+
+    /// Lets go of the group, or comes back to it.
+    fn watch(&mut self, now: Instant) {
+        match self.mode {
+            Mode::Member if self.group().desk.is_stuck(now) => {
+                tracing::warn!(
+                    "{}: the worker has stopped making progress; leaving the group until it moves on",
+                    self.address
+                );
+                let signs = self.group().desk.signs();
+                self.group().settle();
+                self.group().commit(&self.consumer, None, CommitMode::Async);
+                self.group().forget_all("its worker has stopped making progress");
+                self.leave();
+                self.mode = Mode::LetGo { signs };
+            }
+            Mode::Member if self.outage.is_down() && now >= self.next_check => {
+                self.next_check = now + LOOK_EVERY;
+                if look(self.consumer.client(), &self.url.topic).is_ok() {
+                    self.outage.up();
+                }
+            }
+            Mode::LetGo { signs } if self.group().desk.signs() > signs => {
+                tracing::info!("{}: the worker moves on; joining the group again", self.address);
+                self.join();
+            }
+            Mode::Waiting { next_look, .. } if now >= next_look => self.look(now),
+            _ => {}
+        }
+    }
+
+    fn join(&mut self) {
+        self.group().set_leaving(false);
+        match self.consumer.subscribe(&[&self.url.topic]) {
+            Ok(()) => self.mode = Mode::Member,
+            Err(error) => tracing::debug!("{}: cannot subscribe: {error}", self.address),
+        }
+    }
+
+    fn leave(&mut self) {
+        self.group().set_leaving(true);
+        self.consumer.unsubscribe();
+    }
+
+    /// Asks for the topic that was not there.
+    fn look(&mut self, now: Instant) {
+        if let Mode::Waiting { next_look, .. } = &mut self.mode {
+            *next_look = now + LOOK_EVERY;
+        }
+        match look(self.consumer.client(), &self.url.topic) {
+            Ok(topic) => self.found(topic),
+            Err(code) if kind(code) == Kind::Denied => self.deny(denied(&self.address, code)),
+            Err(code) => match self.group().ear.take() {
+                Some(Trouble {
+                    kind: Kind::Denied,
+                    why,
+                }) => self.deny(format!("{}: {why}", self.address)),
+                Some(Trouble { why, .. }) => self.outage.down(&why),
+                None => self.outage.down(&code.to_string()),
+            },
+        }
+        // Asking may take long: that is no standstill of the process.
+        self.last_turn = Instant::now();
+    }
+
+    /// A broker answered.
+    fn found(&mut self, topic: Topic) {
+        self.outage.up();
+        self.group().desk.set_denied(None);
+        match topic {
+            Topic::Partitions(n) => {
+                self.group().courier.publisher.learn(n);
+                self.join();
+            }
+            Topic::Missing => {
+                if let Mode::Waiting { said_missing, .. } = &mut self.mode
+                    && !*said_missing
+                {
+                    *said_missing = true;
+                    tracing::warn!("{}: the topic does not exist (any more); waiting for it", self.address);
+                }
+            }
+        }
+    }
+
+    fn deny(&self, why: String) {
+        tracing::debug!("refused: {why}");
+        self.group().desk.set_denied(Some(why));
+    }
+
+    /// librdkafka reported an error: most it deals with by itself.
+    fn failed(&mut self, error: &KafkaError) {
+        let code = error.rdkafka_error_code().unwrap_or(Code::Unknown);
+        if matches!(error, KafkaError::MessageConsumptionFatal(_)) {
+            return self.deny(format!("{}: librdkafka gives up: {code}", self.address));
+        }
+        let is_member = matches!(self.mode, Mode::Member);
+        match kind(code) {
+            Kind::Denied => {
+                let heard = self
+                    .group()
+                    .ear
+                    .take()
+                    .filter(|_| matches!(code, Code::SSL | Code::Authentication));
+                let why = heard.map_or_else(
+                    || denied(&self.address, code),
+                    |t| format!("{}: {}", self.address, t.why),
+                );
+                self.deny(why);
+            }
+            Kind::NoTopic if is_member => {
+                // What is known of the old topic says nothing about a new one of its name.
+                self.group().forget_all("its topic was deleted");
+                self.leave();
+                self.mode = Mode::Waiting {
+                    next_look: Instant::now() + LOOK_EVERY / 4,
+                    said_missing: false,
+                };
+            }
+            Kind::Away if is_member && code == Code::AllBrokersDown && !self.outage.is_down() => {
+                // Idle connections close too: one question tells.
+                if let Err(code) = look(self.consumer.client(), &self.url.topic) {
+                    let why = self
+                        .group()
+                        .ear
+                        .take()
+                        .map_or_else(|| code.to_string(), |trouble| trouble.why);
+                    self.outage.down(&why);
+                }
+                self.last_turn = Instant::now();
+            }
+            _ => tracing::debug!("{}: {code}", self.address),
+        }
+    }
+
+    /// Says what is finished, and leaves the group.
+    fn close(self) {
+        self.group().settle();
+        self.group().set_leaving(true);
+        if !self.outage.is_down() && matches!(self.mode, Mode::Member) {
+            self.group().commit(&self.consumer, None, CommitMode::Sync);
+        }
+    }
+}

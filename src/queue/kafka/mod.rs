@@ -1,0 +1,47 @@
+//! Kafka: a topic that workers share as one consumer group.
+//!
+//! A thread of its own polls (`consumer.rs`), librdkafka's threads do the I/O. What is finished is committed as the
+//! contiguous prefix of each partition (`offsets.rs`); what is given back is delivered again here, its offset
+//! uncommitted, until the partition goes elsewhere.
+
+mod config;
+mod consumer;
+mod group;
+mod offsets;
+mod publisher;
+mod trouble;
+
+use std::sync::Arc;
+
+use publisher::Courier;
+pub(crate) use publisher::KafkaPublisher;
+
+use super::address::KafkaUrl;
+use super::desk::{Brokered, Desk};
+use super::settings::Resolved;
+use super::{Queue, QueueError};
+
+/// Joins the topic's consumer group. Where no broker answers in about 10 s, the queue goes on trying by itself.
+pub(crate) async fn connect(url: &KafkaUrl, resolved: &Resolved) -> Result<Arc<dyn Queue>, QueueError> {
+    let (answers, heard) = tokio::sync::mpsc::unbounded_channel();
+    let desk = Arc::new(Desk::new(answers, resolved.settings.first_lease));
+    let publisher = KafkaPublisher::new(url, resolved)?;
+    let courier = Courier::new(publisher, resolved.settings.pass_on_delay)?;
+    let group = group::Group::new(url, resolved, desk.clone(), heard, courier);
+    let (opened, open) = tokio::sync::oneshot::channel();
+    let (ended, has_ended) = std::sync::mpsc::channel();
+    let (url, resolved) = (url.clone(), resolved.clone());
+    std::thread::Builder::new()
+        .name("gristmill-poll".to_owned())
+        .spawn(move || {
+            consumer::run(&url, &resolved, group, opened);
+            drop(ended);
+        })
+        .map_err(|error| QueueError::Unavailable {
+            why: format!("cannot start a thread for Kafka: {error}"),
+        })?;
+    open.await.map_err(|_| QueueError::Unavailable {
+        why: "the thread that polls Kafka ended".to_owned(),
+    })??;
+    Ok(Arc::new(Brokered::new(desk, has_ended)))
+}

@@ -1,0 +1,316 @@
+//! Sending to Kafka, and making the topic.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, TopicReplication};
+use rdkafka::client::Client;
+use rdkafka::config::FromClientConfigAndContext;
+use rdkafka::error::{KafkaError, RDKafkaErrorCode as Code};
+use rdkafka::message::{Header, OwnedHeaders};
+use rdkafka::producer::{FutureProducer, FutureRecord, Producer};
+
+use super::config;
+use super::trouble::{Ear, Kind, Trouble, at_the_door, denied, kind};
+use crate::queue::address::KafkaUrl;
+use crate::queue::foreign::HOPS_HEADER;
+use crate::queue::io::IoThread;
+use crate::queue::publisher::Prepared;
+use crate::queue::settings::Resolved;
+use crate::queue::{Message, QueueError};
+
+/// How long a door waits for the first answer of a broker.
+pub(crate) const DOOR_WAIT: Duration = Duration::from_secs(10);
+/// A name that cannot be resolved is given a second chance, then reported.
+pub(crate) const RESOLVE_WAIT: Duration = Duration::from_secs(3);
+const METADATA_WAIT: Duration = Duration::from_secs(2);
+/// A new topic feeds at most so many workers unless the address says otherwise: each partition costs the broker files.
+const PARTITIONS_MAX: u64 = 96;
+/// Messages that wait for their confirmation at once.
+const WINDOW: usize = 1000;
+
+/// What a topic looks like from here.
+pub(crate) enum Topic {
+    Partitions(u32),
+    Missing,
+}
+
+/// Asks the broker once. Errors tell what was heard meanwhile.
+pub(crate) fn look<C: rdkafka::ClientContext>(client: &Client<C>, topic: &str) -> Result<Topic, Code> {
+    let metadata = client
+        .fetch_metadata(Some(topic), METADATA_WAIT)
+        .map_err(|error| error.rdkafka_error_code().unwrap_or(Code::Unknown))?;
+    let found = metadata.topics().iter().find(|found| found.name() == topic);
+    let Some(found) = found else {
+        return Ok(Topic::Missing);
+    };
+    match found.error().map(Code::from) {
+        None => Ok(match found.partitions().len() {
+            0 => Topic::Missing,
+            n => Topic::Partitions(u32::try_from(n).unwrap_or(u32::MAX)),
+        }),
+        Some(code) if kind(code) == Kind::NoTopic => Ok(Topic::Missing),
+        Some(code) => Err(code),
+    }
+}
+
+/// Asks until a broker answers, refuses, or the time is up. `heard` gives what librdkafka reported meanwhile.
+pub(crate) fn first_look<C: rdkafka::ClientContext>(
+    client: &Client<C>,
+    url: &KafkaUrl,
+    heard: impl Fn() -> Option<Trouble>,
+) -> Result<Topic, QueueError> {
+    let address = url.to_string();
+    let start = Instant::now();
+    let mut trouble = None;
+    loop {
+        let code = match look(client, &url.topic) {
+            Ok(topic) => return Ok(topic),
+            Err(code) => code,
+        };
+        if kind(code) == Kind::Denied {
+            return Err(QueueError::Denied {
+                why: denied(&address, code),
+            });
+        }
+        trouble = heard().or(trouble);
+        let wait = match trouble.as_ref().map(|trouble| trouble.kind) {
+            Some(Kind::Denied) => Duration::ZERO,
+            Some(Kind::UnknownHost) => RESOLVE_WAIT,
+            _ => DOOR_WAIT,
+        };
+        if start.elapsed() >= wait {
+            return Err(at_the_door(trouble, &address));
+        }
+    }
+}
+
+/// An idempotent producer for one topic.
+#[derive(Clone)]
+pub(crate) struct KafkaPublisher {
+    producer: FutureProducer<Ear>,
+    ear: Ear,
+    url: KafkaUrl,
+    resolved: Resolved,
+    /// Of the topic, as last seen; 0: unknown.
+    partitions: Arc<AtomicU32>,
+    /// The partition of the next message: they are dealt out in turn.
+    turn: Arc<AtomicU32>,
+}
+
+impl KafkaPublisher {
+    /// Reaches no broker yet.
+    pub fn new(url: &KafkaUrl, resolved: &Resolved) -> Result<KafkaPublisher, QueueError> {
+        let ear = Ear::new(resolved.scrub.clone());
+        let producer = FutureProducer::from_config_and_context(&config::producer(url, resolved)?, ear.clone())
+            .map_err(|error| config::refused(error, resolved))?;
+        // Workers that pass messages on shall not all begin at the same partition.
+        let turn = getrandom::u32().unwrap_or(0) % 65_536;
+        Ok(KafkaPublisher {
+            producer,
+            ear,
+            url: url.clone(),
+            resolved: resolved.clone(),
+            partitions: Arc::default(),
+            turn: Arc::new(AtomicU32::new(turn)),
+        })
+    }
+
+    /// A publisher whose broker has answered.
+    pub async fn open(url: &KafkaUrl, resolved: &Resolved) -> Result<KafkaPublisher, QueueError> {
+        let publisher = KafkaPublisher::new(url, resolved)?;
+        publisher.clone().blocking(|publisher| publisher.first_look()).await?;
+        Ok(publisher)
+    }
+
+    fn first_look(&self) -> Result<Topic, QueueError> {
+        let topic = first_look(self.producer.client(), &self.url, || self.ear.take())?;
+        if let Topic::Partitions(n) = topic {
+            self.partitions.store(n, Ordering::SeqCst);
+        }
+        Ok(topic)
+    }
+
+    async fn blocking<R: Send + 'static>(
+        self,
+        work: impl FnOnce(KafkaPublisher) -> Result<R, QueueError> + Send + 'static,
+    ) -> Result<R, QueueError> {
+        tokio::task::spawn_blocking(move || work(self))
+            .await
+            .map_err(|error| QueueError::Unavailable {
+                why: format!("asking Kafka failed: {error}"),
+            })?
+    }
+
+    /// Makes the topic where it is not there.
+    pub async fn prepare(&self, messages: u64) -> Result<Prepared, QueueError> {
+        let first = self.clone().blocking(|publisher| publisher.first_look()).await?;
+        if let Topic::Partitions(n) = first {
+            return Ok(Prepared {
+                created: false,
+                partitions: Some(n),
+            });
+        }
+        let wanted = u64::from(self.url.partitions.unwrap_or(0));
+        let wanted = if wanted > 0 {
+            wanted
+        } else {
+            messages.clamp(1, PARTITIONS_MAX)
+        };
+        let created = self.create(i32::try_from(wanted).unwrap_or(i32::MAX)).await?;
+        let publisher = self.clone();
+        let partitions = publisher.blocking(|publisher| publisher.wait_for_topic()).await?;
+        Ok(Prepared {
+            created,
+            partitions: Some(partitions),
+        })
+    }
+
+    /// Whether this call made the topic; false where another was faster.
+    async fn create(&self, partitions: i32) -> Result<bool, QueueError> {
+        let address = self.url.to_string();
+        let config = config::producer(&self.url, &self.resolved)?;
+        let admin: AdminClient<Ear> = AdminClient::from_config_and_context(&config, self.ear.clone())
+            .map_err(|error| config::refused(error, &self.resolved))?;
+        // A replication factor of -1 is the broker's default.
+        let topic = NewTopic::new(&self.url.topic, partitions, TopicReplication::Fixed(-1));
+        let options = AdminOptions::new()
+            .request_timeout(Some(DOOR_WAIT))
+            .operation_timeout(Some(DOOR_WAIT));
+        let unavailable = |why: String| QueueError::Unavailable {
+            why: format!("{address}: cannot create the topic: {}", self.resolved.scrub.line(&why)),
+        };
+        let results = admin
+            .create_topics([&topic], &options)
+            .await
+            .map_err(|error| unavailable(error.to_string()))?;
+        match results.into_iter().next() {
+            Some(Ok(_)) => Ok(true),
+            Some(Err((_, Code::TopicAlreadyExists))) => Ok(false),
+            Some(Err((_, Code::TopicAuthorizationFailed | Code::ClusterAuthorizationFailed))) => {
+                Err(QueueError::Denied {
+                    why: format!(
+                        "{address}: the topic does not exist and there is no right to create it: have it made, or grant CREATE"
+                    ),
+                })
+            }
+            Some(Err((_, code))) => Err(unavailable(code.to_string())),
+            None => Err(unavailable("the broker said nothing".to_owned())),
+        }
+    }
+
+    fn wait_for_topic(&self) -> Result<u32, QueueError> {
+        let start = Instant::now();
+        loop {
+            if let Topic::Partitions(n) = self.first_look()? {
+                return Ok(n);
+            }
+            if start.elapsed() > DOOR_WAIT {
+                return Err(QueueError::Unavailable {
+                    why: format!("{}: the new topic does not appear", self.url),
+                });
+            }
+            std::thread::sleep(Duration::from_millis(100));
+        }
+    }
+
+    /// Sends and waits until the broker has confirmed all.
+    pub async fn send(&self, messages: &[Message]) -> Result<(), QueueError> {
+        if self.partitions.load(Ordering::SeqCst) == 0 {
+            self.clone().blocking(|publisher| publisher.first_look()).await?;
+        }
+        for window in messages.chunks(WINDOW) {
+            let bodies = window.iter().map(Message::encode).collect::<Result<Vec<_>, _>>()?;
+            let sends = bodies.iter().map(|body| self.send_body(body, 0));
+            futures::future::try_join_all(sends).await?;
+        }
+        Ok(())
+    }
+
+    /// Sends one message as it is.
+    pub async fn send_body(&self, body: &[u8], hops: u32) -> Result<(), QueueError> {
+        let hops = hops.to_string();
+        let mut record: FutureRecord<'_, (), [u8]> = FutureRecord::to(&self.url.topic).payload(body);
+        if hops != "0" {
+            record = record.headers(OwnedHeaders::new().insert(Header {
+                key: HOPS_HEADER,
+                value: Some(&hops),
+            }));
+        }
+        let partitions = self.partitions.load(Ordering::SeqCst);
+        if partitions > 0 {
+            // Dealt out in turn: the partitioner would fill one partition for a while.
+            let turn = self.turn.fetch_add(1, Ordering::SeqCst) % partitions;
+            record = record.partition(i32::try_from(turn).unwrap_or(0));
+        }
+        match self.producer.send(record, self.resolved.settings.send_timeout).await {
+            Ok(_) => Ok(()),
+            Err((error, _)) => Err(self.failed(&error)),
+        }
+    }
+
+    fn failed(&self, error: &KafkaError) -> QueueError {
+        let address = self.url.to_string();
+        let code = error.rdkafka_error_code().unwrap_or(Code::Unknown);
+        if kind(code) == Kind::Denied {
+            return QueueError::Denied {
+                why: denied(&address, code),
+            };
+        }
+        match self.ear.take() {
+            Some(trouble) if trouble.kind == Kind::Denied => at_the_door(Some(trouble), &address),
+            Some(Trouble { why, .. }) => QueueError::Unavailable {
+                why: format!("{address}: {code}: {why}"),
+            },
+            None => QueueError::Unavailable {
+                why: format!("{address}: {code}"),
+            },
+        }
+    }
+
+    /// Learns the partitions, for passing messages on; a failure is retried by the next call.
+    pub fn learn(&self, partitions: u32) {
+        self.partitions.store(partitions, Ordering::SeqCst);
+    }
+}
+
+/// Passes messages on after a delay, from a thread of its own.
+pub(crate) struct Courier {
+    io: IoThread,
+    pub publisher: KafkaPublisher,
+    delay: Duration,
+}
+
+impl Courier {
+    pub fn new(publisher: KafkaPublisher, delay: Duration) -> Result<Courier, QueueError> {
+        Ok(Courier {
+            io: IoThread::start("gristmill-kafka")?,
+            publisher,
+            delay,
+        })
+    }
+
+    /// Sends after the delay, again and again until the broker has it or `is_stale`; then `sent` is called.
+    pub fn carry(
+        &self,
+        body: Vec<u8>,
+        hops: u32,
+        is_stale: impl Fn() -> bool + Send + 'static,
+        sent: impl FnOnce(bool) + Send + 'static,
+    ) {
+        let (publisher, delay) = (self.publisher.clone(), self.delay);
+        self.io.spawn(async move {
+            loop {
+                tokio::time::sleep(delay).await;
+                if is_stale() {
+                    return sent(false);
+                }
+                match publisher.send_body(&body, hops).await {
+                    Ok(()) => return sent(true),
+                    Err(error) => tracing::warn!("cannot pass a message on, trying again: {error}"),
+                }
+            }
+        });
+    }
+}

@@ -1,0 +1,153 @@
+//! What librdkafka's errors mean for us, and the ear that hears them.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use rdkafka::ClientContext;
+use rdkafka::config::RDKafkaLogLevel;
+use rdkafka::error::{KafkaError, RDKafkaErrorCode as Code};
+
+use crate::queue::QueueError;
+use crate::queue::settings::Scrub;
+
+/// Split by reaction.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// Password, certificate, right: somebody must act.
+    Denied,
+    /// No such host.
+    UnknownHost,
+    /// No broker answers.
+    Away,
+    /// The topic, or a partition of it, is not there.
+    NoTopic,
+    /// librdkafka deals with it.
+    Passing,
+}
+
+pub(crate) fn kind(code: Code) -> Kind {
+    match code {
+        Code::Authentication
+        | Code::SSL
+        | Code::SaslAuthenticationFailed
+        | Code::TopicAuthorizationFailed
+        | Code::GroupAuthorizationFailed
+        | Code::ClusterAuthorizationFailed => Kind::Denied,
+        Code::Resolve => Kind::UnknownHost,
+        Code::AllBrokersDown | Code::BrokerTransportFailure | Code::OperationTimedOut => Kind::Away,
+        Code::UnknownTopic | Code::UnknownPartition | Code::UnknownTopicOrPartition | Code::UnknownTopicId => {
+            Kind::NoTopic
+        }
+        _ => Kind::Passing,
+    }
+}
+
+/// The last thing that went wrong, of the kinds that somebody at the door wants to know.
+#[derive(Debug, Clone)]
+pub(crate) struct Trouble {
+    pub kind: Kind,
+    /// One line without secrets.
+    pub why: String,
+}
+
+/// Keeps what librdkafka reports, most telling first; its log goes to the debug level.
+#[derive(Clone)]
+pub(crate) struct Ear {
+    scrub: Scrub,
+    last: Arc<Mutex<Option<Trouble>>>,
+}
+
+impl Ear {
+    pub fn new(scrub: Scrub) -> Ear {
+        Ear {
+            scrub,
+            last: Arc::default(),
+        }
+    }
+
+    /// What was heard since the last call.
+    pub fn take(&self) -> Option<Trouble> {
+        self.last.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    fn hear(&self, code: Code, reason: &str) {
+        let new = Trouble {
+            kind: kind(code),
+            why: self.line(code, reason),
+        };
+        if new.kind == Kind::Passing {
+            return;
+        }
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        // A refusal says more than the "all brokers are down" that follows it.
+        let telling = |kind| match kind {
+            Kind::Denied => 0,
+            Kind::UnknownHost => 1,
+            _ => 2,
+        };
+        if last
+            .as_ref()
+            .is_none_or(|old| telling(new.kind) <= telling(old.kind) && code != Code::AllBrokersDown)
+        {
+            *last = Some(new);
+        }
+    }
+
+    /// librdkafka's `thread:instance/broker: reason (after 3ms in state …)`, as far as it helps.
+    pub fn line(&self, code: Code, reason: &str) -> String {
+        let line = self.scrub.line(reason);
+        let line = line.split(" (after ").next().unwrap_or(&line);
+        if line.is_empty() {
+            self.scrub.line(&code.to_string())
+        } else {
+            line.to_owned()
+        }
+    }
+}
+
+impl ClientContext for Ear {
+    fn log(&self, _: RDKafkaLogLevel, facility: &str, line: &str) {
+        tracing::debug!(target: "librdkafka", "{facility} {}", self.scrub.line(line));
+    }
+
+    fn error(&self, error: KafkaError, reason: &str) {
+        if let Some(code) = error.rdkafka_error_code() {
+            tracing::debug!(target: "librdkafka", "{code}: {}", self.scrub.line(reason));
+            self.hear(code, reason);
+        }
+    }
+}
+
+/// The error that a door reports.
+pub(crate) fn at_the_door(trouble: Option<Trouble>, address: &str) -> QueueError {
+    match trouble {
+        Some(Trouble {
+            kind: Kind::Denied,
+            why,
+        }) => QueueError::Denied {
+            why: format!("{address}: {why}"),
+        },
+        Some(Trouble {
+            kind: Kind::UnknownHost,
+            why,
+        }) => QueueError::Settings {
+            what: format!("{address}: no such host: {why}"),
+        },
+        Some(Trouble { why, .. }) => QueueError::Unavailable {
+            why: format!("{address}: {why}"),
+        },
+        None => QueueError::Unavailable {
+            why: format!("{address}: no answer"),
+        },
+    }
+}
+
+/// A refusal of this topic or group, in words.
+pub(crate) fn denied(address: &str, code: Code) -> String {
+    match code {
+        Code::TopicAuthorizationFailed => {
+            format!("{address}: no right to this topic (READ and DESCRIBE to work, WRITE to submit)")
+        }
+        Code::GroupAuthorizationFailed => format!("{address}: no right to this consumer group (READ)"),
+        code => format!("{address}: {code}"),
+    }
+}

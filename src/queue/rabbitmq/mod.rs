@@ -1,0 +1,47 @@
+//! RabbitMQ: a durable quorum queue without a delivery limit.
+//!
+//! All I/O runs on a thread of its own. `session.rs` is one life of a channel, `supervisor.rs` begins the next; messages
+//! are published over a second connection (`publisher.rs`), so that a memory alarm never holds up acknowledgements.
+
+mod declare;
+mod link;
+mod publisher;
+mod session;
+mod supervisor;
+
+use std::sync::Arc;
+
+pub(crate) use publisher::RabbitPublisher;
+
+use super::address::RabbitUrl;
+use super::desk::{Brokered, Desk};
+use super::io::IoThread;
+use super::settings::Resolved;
+use super::{Queue, QueueError};
+
+/// Begins to consume. Where the broker does not answer in about 10 s, the queue goes on trying by itself.
+pub(crate) async fn connect(url: &RabbitUrl, resolved: &Resolved) -> Result<Arc<dyn Queue>, QueueError> {
+    let (answers, heard) = tokio::sync::mpsc::unbounded_channel();
+    let desk = Arc::new(Desk::new(answers.clone(), resolved.settings.first_lease));
+    let io = Arc::new(IoThread::start("gristmill-amqp")?);
+    let (opened, open) = tokio::sync::oneshot::channel();
+    let (ended, has_ended) = std::sync::mpsc::channel();
+    let consumer = session::Consumer {
+        url: url.clone(),
+        resolved: resolved.clone(),
+        desk: desk.clone(),
+        answers: heard,
+        to_self: answers,
+        publisher: RabbitPublisher::new(url, resolved, io.clone()),
+    };
+    let keeps_thread = io.clone();
+    io.spawn(async move {
+        supervisor::run(consumer, opened).await;
+        drop(ended);
+        drop(keeps_thread);
+    });
+    open.await.map_err(|_| QueueError::Unavailable {
+        why: "the thread that talks to RabbitMQ ended".to_owned(),
+    })??;
+    Ok(Arc::new(Brokered::new(desk, has_ended)))
+}

@@ -1,0 +1,229 @@
+//! Publishing: persistent messages, confirmed by the broker, and never to a queue that is not there.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use futures::StreamExt;
+use lapin::options::{BasicPublishOptions, ConfirmSelectOptions};
+use lapin::types::{AMQPValue, FieldTable, LongString};
+use lapin::{BasicProperties, Channel, Confirmation, Connection, Event};
+use tokio::sync::Mutex;
+
+use super::declare::declare;
+use super::link::{failed, open};
+use crate::queue::address::RabbitUrl;
+use crate::queue::foreign::HOPS_HEADER;
+use crate::queue::io::IoThread;
+use crate::queue::publisher::Prepared;
+use crate::queue::settings::Resolved;
+use crate::queue::{Message, QueueError};
+
+/// Messages that wait for their confirmation at once.
+const WINDOW: usize = 500;
+const PERSISTENT: u8 = 2;
+const BACKOFF_MIN: Duration = Duration::from_millis(500);
+const BACKOFF_MAX: Duration = Duration::from_secs(5);
+
+/// Publishes over a connection of its own, opened when it is first needed.
+#[derive(Clone)]
+pub(crate) struct RabbitPublisher {
+    io: Arc<IoThread>,
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    url: RabbitUrl,
+    resolved: Resolved,
+    link: Mutex<Option<Link>>,
+}
+
+struct Link {
+    connection: Connection,
+    channel: Channel,
+}
+
+/// Why a round of publishing ended early.
+enum Stop {
+    /// The broker returned a message: its queue is gone.
+    NoQueue,
+    Failed(QueueError),
+}
+
+impl RabbitPublisher {
+    /// Reaches no broker yet.
+    pub fn new(url: &RabbitUrl, resolved: &Resolved, io: Arc<IoThread>) -> RabbitPublisher {
+        RabbitPublisher {
+            io,
+            shared: Arc::new(Shared {
+                url: url.clone(),
+                resolved: resolved.clone(),
+                link: Mutex::new(None),
+            }),
+        }
+    }
+
+    /// A publisher whose broker has answered.
+    pub async fn open(url: &RabbitUrl, resolved: &Resolved) -> Result<RabbitPublisher, QueueError> {
+        let io = Arc::new(IoThread::start("gristmill-amqp")?);
+        let publisher = RabbitPublisher::new(url, resolved, io.clone());
+        let shared = publisher.shared.clone();
+        io.run(async move { shared.channel().await.map(drop) }).await?;
+        Ok(publisher)
+    }
+
+    /// Makes the queue where it is not there.
+    pub async fn prepare(&self) -> Result<Prepared, QueueError> {
+        let shared = self.shared.clone();
+        let created = self.io.run(async move { shared.prepare().await }).await?;
+        Ok(Prepared {
+            created,
+            partitions: None,
+        })
+    }
+
+    /// Sends and waits until the broker has confirmed all.
+    pub async fn send(&self, messages: &[Message]) -> Result<(), QueueError> {
+        let bodies = messages.iter().map(Message::encode).collect::<Result<Vec<_>, _>>()?;
+        let shared = self.shared.clone();
+        self.io.run(async move { shared.send(bodies, 0).await }).await
+    }
+
+    /// Sends one message as it is; to be called on the I/O thread.
+    pub async fn send_body(&self, body: Vec<u8>, hops: u32) -> Result<(), QueueError> {
+        self.shared.send(vec![body], hops).await
+    }
+}
+
+impl Shared {
+    /// The channel for publishing; connects where there is none.
+    async fn channel(&self) -> Result<Channel, QueueError> {
+        let mut link = self.link.lock().await;
+        if let Some(Link { connection, channel }) = &*link
+            && connection.status().connected()
+            && channel.status().connected()
+        {
+            return Ok(channel.clone());
+        }
+        *link = None;
+        let connection = open(&self.url, &self.resolved, "publishing").await?;
+        let failed = |error: lapin::Error| failed(&self.url, &self.resolved, &error);
+        let channel = connection.create_channel().await.map_err(failed)?;
+        channel
+            .confirm_select(ConfirmSelectOptions::default())
+            .await
+            .map_err(failed)?;
+        tokio::spawn(say_when_blocked(connection.events_listener(), self.url.to_string()));
+        *link = Some(Link {
+            connection,
+            channel: channel.clone(),
+        });
+        Ok(channel)
+    }
+
+    async fn prepare(&self) -> Result<bool, QueueError> {
+        self.channel().await?;
+        let link = self.link.lock().await;
+        let Some(Link { connection, .. }) = &*link else {
+            return Err(QueueError::Unavailable {
+                why: format!("{}: the connection was lost", self.url),
+            });
+        };
+        let (_channel, created) = declare(connection, &self.url, &self.resolved).await?;
+        Ok(created)
+    }
+
+    /// Sends until all is confirmed; a broker that is away is waited for, within bounds. A memory alarm only delays.
+    async fn send(&self, bodies: Vec<Vec<u8>>, hops: u32) -> Result<(), QueueError> {
+        let mut confirmed = 0;
+        let mut backoff = BACKOFF_MIN;
+        let mut failing_since: Option<Instant> = None;
+        loop {
+            let before = confirmed;
+            let stop = match self.round(&bodies, hops, &mut confirmed).await {
+                Ok(()) => return Ok(()),
+                Err(stop) => stop,
+            };
+            if confirmed > before {
+                (failing_since, backoff) = (None, BACKOFF_MIN);
+            }
+            let error = match stop {
+                Stop::NoQueue => {
+                    tracing::warn!("{}: the queue is gone; making it again", self.url);
+                    match self.prepare().await {
+                        Ok(_) => QueueError::Unavailable {
+                            why: format!("{}: the queue was deleted again and again", self.url),
+                        },
+                        Err(error) => error,
+                    }
+                }
+                Stop::Failed(error) => error,
+            };
+            let since = *failing_since.get_or_insert_with(Instant::now);
+            let is_passing = matches!(error, QueueError::Unavailable { .. });
+            if !is_passing || since.elapsed() >= self.resolved.settings.send_timeout {
+                return Err(error);
+            }
+            tokio::time::sleep(backoff).await;
+            backoff = (backoff * 2).min(BACKOFF_MAX);
+        }
+    }
+
+    /// Publishes what is not confirmed yet, window by window.
+    async fn round(&self, bodies: &[Vec<u8>], hops: u32, confirmed: &mut usize) -> Result<(), Stop> {
+        let failed = |error: lapin::Error| Stop::Failed(failed(&self.url, &self.resolved, &error));
+        let channel = self.channel().await.map_err(Stop::Failed)?;
+        let options = BasicPublishOptions {
+            mandatory: true,
+            ..BasicPublishOptions::default()
+        };
+        while *confirmed < bodies.len() {
+            let window = &bodies[*confirmed..bodies.len().min(*confirmed + WINDOW)];
+            let mut confirms = Vec::with_capacity(window.len());
+            for body in window {
+                let queue = self.url.queue.as_str().into();
+                let sent = channel.basic_publish("".into(), queue, options, body, properties(hops));
+                confirms.push(sent.await.map_err(failed)?);
+            }
+            for confirm in confirms {
+                match confirm.await.map_err(failed)? {
+                    Confirmation::Ack(None) => *confirmed += 1,
+                    Confirmation::Ack(Some(_)) | Confirmation::Nack(Some(_)) => return Err(Stop::NoQueue),
+                    Confirmation::Nack(None) | Confirmation::NotRequested => {
+                        return Err(Stop::Failed(QueueError::Unavailable {
+                            why: format!("{}: the broker could not store a message", self.url),
+                        }));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+fn properties(hops: u32) -> BasicProperties {
+    let properties = BasicProperties::default()
+        .with_delivery_mode(PERSISTENT)
+        .with_content_type("application/json".into());
+    if hops == 0 {
+        return properties;
+    }
+    let mut headers = FieldTable::default();
+    headers.insert(
+        HOPS_HEADER.into(),
+        AMQPValue::LongString(LongString::from(hops.to_string())),
+    );
+    properties.with_headers(headers)
+}
+
+async fn say_when_blocked(events: impl futures::Stream<Item = Event>, address: String) {
+    let mut events = std::pin::pin!(events);
+    while let Some(event) = events.next().await {
+        match event {
+            Event::ConnectionBlocked(reason) => {
+                tracing::warn!("{address}: the broker holds publishing back ({reason}); waiting");
+            }
+            Event::ConnectionUnblocked => tracing::warn!("{address}: publishing goes on"),
+            _ => {}
+        }
+    }
+}

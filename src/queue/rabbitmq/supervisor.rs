@@ -1,0 +1,90 @@
+//! Session after session: connection, channel and queue come back by themselves, for as long as it takes.
+
+use std::time::{Duration, Instant};
+
+use tokio::sync::oneshot;
+
+use super::session::{Consumer, End};
+use crate::queue::QueueError;
+use crate::queue::outage::Outage;
+
+const BACKOFF_MIN: Duration = Duration::from_millis(200);
+const BACKOFF_MAX: Duration = Duration::from_secs(10);
+/// A session that lasted so long was a good one: the next failure begins with short waits again.
+const GOOD_SESSION: Duration = Duration::from_secs(10);
+const SIGN_EVERY: Duration = Duration::from_millis(100);
+
+/// Runs until the queue is closed; `opened` is told once how the first attempt went.
+pub(super) async fn run(mut consumer: Consumer, opened: oneshot::Sender<Result<(), QueueError>>) {
+    let mut opened = Some(opened);
+    let mut outage = Outage::new(&consumer.url);
+    let mut backoff = BACKOFF_MIN;
+    for number in 0.. {
+        let began = Instant::now();
+        let end = match consumer.begin(number).await {
+            Ok(session) => {
+                outage.up();
+                consumer.desk.set_denied(None);
+                // A caller that has given up closes the queue.
+                let _ = opened.take().map(|opened| opened.send(Ok(())));
+                consumer.live(session).await
+            }
+            Err(error) => {
+                let is_passing = matches!(error, QueueError::Unavailable { .. });
+                if let Some(opened) = opened.take() {
+                    if !is_passing {
+                        let _ = opened.send(Err(error));
+                        return;
+                    }
+                    let _ = opened.send(Ok(()));
+                }
+                End::Broken(error)
+            }
+        };
+        match end {
+            End::Closed => return,
+            End::Stuck { signs } => {
+                wait_for_sign(&consumer, signs).await;
+                continue;
+            }
+            End::ChannelClosed { why } => {
+                tracing::warn!("{}: the channel was closed ({why}); opening another", consumer.url);
+            }
+            End::Broken(QueueError::Unavailable { why }) => outage.down(&without_address(&why, &consumer)),
+            End::Broken(error) => {
+                let why = match error {
+                    QueueError::Denied { why } | QueueError::Settings { what: why } => why,
+                    other => other.to_string(),
+                };
+                consumer.desk.set_denied(Some(why));
+            }
+        }
+        if began.elapsed() >= GOOD_SESSION {
+            backoff = BACKOFF_MIN;
+        }
+        if consumer.desk.is_closing() || closed_within(&consumer, backoff).await {
+            return;
+        }
+        backoff = (backoff * 2).min(BACKOFF_MAX);
+    }
+}
+
+fn without_address(why: &str, consumer: &Consumer) -> String {
+    why.strip_prefix(&format!("{}: ", consumer.url))
+        .unwrap_or(why)
+        .to_owned()
+}
+
+async fn closed_within(consumer: &Consumer, time: Duration) -> bool {
+    tokio::time::timeout(time, consumer.desk.closed_bell.notified())
+        .await
+        .is_ok()
+}
+
+/// The worker is to move on before it gets anything again.
+async fn wait_for_sign(consumer: &Consumer, signs: u64) {
+    while consumer.desk.signs() == signs && !consumer.desk.is_closing() {
+        tokio::time::sleep(SIGN_EVERY).await;
+    }
+    tracing::info!("{}: the worker moves on; consuming again", consumer.url);
+}

@@ -1,0 +1,118 @@
+//! Real brokers for the tests of queues: addresses from the environment, topics and queues that no other test uses.
+
+use std::collections::BTreeSet;
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use gristmill::queue::{Delivery, Message, Publisher, Queue, QueueUrl, Settings, connect, contract};
+
+use crate::support::root;
+
+/// Long enough for whatever a broker has to do.
+pub const SOON: Duration = Duration::from_secs(40);
+
+/// What `variable` says, or `None`, with a line that the test `name` is skipped.
+pub fn need(name: &str, variable: &str, what: &str) -> Option<String> {
+    let found = std::env::var(variable).ok().filter(|value| !value.is_empty());
+    if found.is_none() {
+        eprintln!("skipped: {name}: no {what}");
+    }
+    found
+}
+
+fn unique(name: &str) -> String {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    let number = NEXT.fetch_add(1, Ordering::SeqCst);
+    let nanos = std::time::UNIX_EPOCH.elapsed().map_or(0, |time| time.subsec_nanos());
+    format!("{name}-{}-{nanos}-{number}", std::process::id())
+}
+
+/// A fresh topic with so many partitions, made by the first who prepares it.
+pub fn kafka_url(address: &str, name: &str, partitions: u32) -> QueueUrl {
+    let topic = unique(name);
+    format!("kafka://{address}/{topic}?partitions={partitions}")
+        .parse()
+        .unwrap()
+}
+
+/// A fresh queue; `query` begins with `?` or is empty.
+pub fn rabbit_url(address: &str, name: &str, query: &str) -> QueueUrl {
+    format!("{address}/%2f/{}{query}", unique(name)).parse().unwrap()
+}
+
+/// Short times, so that tests need not wait.
+pub fn settings() -> Settings {
+    Settings {
+        kafka: [("session.timeout.ms", "6000"), ("heartbeat.interval.ms", "500")]
+            .map(|(name, value)| (name.to_owned(), value.to_owned()))
+            .into(),
+        in_flight: contract::IN_FLIGHT,
+        pass_on_delay: Duration::from_millis(200),
+        ..Settings::default()
+    }
+}
+
+pub fn messages(numbers: std::ops::Range<u32>) -> Vec<Message> {
+    numbers
+        .map(|shard| Message::new("contract", "memory:///contract", 0, shard))
+        .collect()
+}
+
+pub async fn fill(url: &QueueUrl, messages: &[Message]) {
+    let publisher = Publisher::open(url, &settings()).await.unwrap();
+    publisher.prepare(u64::try_from(messages.len()).unwrap()).await.unwrap();
+    publisher.send(messages).await.unwrap();
+}
+
+pub async fn filled(url: &QueueUrl, messages: &[Message]) -> Arc<dyn Queue> {
+    fill(url, messages).await;
+    connect(url, &settings()).await.unwrap()
+}
+
+pub async fn receive(queue: &dyn Queue) -> Delivery {
+    queue.receive(SOON).await.unwrap().expect("a message comes")
+}
+
+/// Acknowledges whatever comes until `wanted` were seen; how often each came.
+pub async fn drain(queue: &dyn Queue, wanted: &BTreeSet<u32>) -> Vec<u32> {
+    let start = Instant::now();
+    let mut came = Vec::new();
+    while !wanted.iter().all(|shard| came.contains(shard)) {
+        assert!(start.elapsed() < SOON, "wanted {wanted:?}, came {came:?}");
+        if let Some(delivery) = queue.receive(Duration::from_millis(200)).await.unwrap() {
+            queue.acknowledge(&delivery).await.unwrap();
+            came.push(delivery.message.shard);
+        }
+    }
+    came
+}
+
+pub async fn expect_nothing(queue: &dyn Queue, time: Duration) {
+    let found = queue.receive(time).await.unwrap();
+    assert!(found.is_none(), "nothing may come, {found:?} came");
+}
+
+/// `kill kafka`, `start rabbitmq`, `rabbitmqctl -- …`: the services that `tests/services/services.py up` started.
+pub fn services(action: &[&str], rest: &[&str]) -> String {
+    let folder = std::env::var("GRISTMILL_TEST_SERVICES_DIR").expect("`services.py env` sets it");
+    let output = Command::new("python3")
+        .arg(root().join("tests/services/services.py"))
+        .args(action)
+        .args(["--dir", &folder])
+        .args(rest)
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(
+        output.status.success(),
+        "{action:?}: {text}{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    text
+}
+
+pub fn rabbitmqctl(arguments: &[&str]) -> String {
+    services(&["rabbitmqctl"], &[&["--"], arguments].concat())
+}

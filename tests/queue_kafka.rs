@@ -1,0 +1,280 @@
+//! Kafka for real: rebalances, foreign messages, a stuck worker, a topic made anew, a broker killed.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use gristmill::queue::{Prepared, Publisher, QueueUrl, Settings, connect};
+use rdkafka::ClientConfig;
+use rdkafka::admin::{AdminClient, AdminOptions};
+use rdkafka::client::DefaultClientContext;
+use rdkafka::consumer::{BaseConsumer, Consumer};
+use rdkafka::producer::{FutureProducer, FutureRecord};
+
+use crate::queue_brokers::{
+    SOON, drain, expect_nothing, fill, filled, kafka_url, messages, need, receive, services, settings,
+};
+
+fn topic(url: &QueueUrl) -> &str {
+    match url {
+        QueueUrl::Kafka(url) => &url.topic,
+        QueueUrl::RabbitMq(_) => panic!("a Kafka address"),
+    }
+}
+
+/// Of every partition: the end, and what the group has committed.
+fn offsets(address: &str, url: &QueueUrl, partitions: i32) -> Vec<(i64, i64)> {
+    let QueueUrl::Kafka(kafka) = url else {
+        panic!("a Kafka address")
+    };
+    let consumer: BaseConsumer = ClientConfig::new()
+        .set("bootstrap.servers", address)
+        .set("group.id", &kafka.group)
+        .create()
+        .unwrap();
+    (0..partitions)
+        .map(|partition| {
+            let (_, end) = consumer.fetch_watermarks(&kafka.topic, partition, SOON).unwrap();
+            let mut list = rdkafka::TopicPartitionList::new();
+            list.add_partition(&kafka.topic, partition);
+            let committed = consumer.committed_offsets(list, SOON).unwrap();
+            let committed = committed.elements()[0].offset().to_raw().unwrap();
+            (end, committed)
+        })
+        .collect()
+}
+
+async fn delete_topic(address: &str, url: &QueueUrl) {
+    let admin: AdminClient<DefaultClientContext> =
+        ClientConfig::new().set("bootstrap.servers", address).create().unwrap();
+    let options = AdminOptions::new().operation_timeout(Some(SOON));
+    admin.delete_topics(&[topic(url)], &options).await.unwrap()[0]
+        .as_ref()
+        .unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn kafka_topics_are_made_once_and_left_alone() {
+    let Some(address) = need("kafka_topics", "GRISTMILL_TEST_KAFKA", "kafka") else {
+        return;
+    };
+    let chosen = kafka_url(&address, "made", 3);
+    let url: QueueUrl = format!("kafka://{address}/{}-b", topic(&chosen)).parse().unwrap();
+    for (url, partitions) in [(&chosen, 3), (&url, 96)] {
+        let publisher = Publisher::open(url, &settings()).await.unwrap();
+        for created in [true, false] {
+            let partitions = Some(partitions);
+            assert_eq!(publisher.prepare(1000).await.unwrap(), Prepared { created, partitions });
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn kafka_messages_of_others_do_not_stop_the_queue() {
+    let Some(address) = need("kafka_messages_of_others", "GRISTMILL_TEST_KAFKA", "kafka") else {
+        return;
+    };
+    let url = kafka_url(&address, "foreign", 1);
+    fill(&url, &messages(0..1)).await;
+    let producer: FutureProducer = ClientConfig::new().set("bootstrap.servers", &address).create().unwrap();
+    for body in [&b"\xffnothing of ours"[..], br#"{"v":7,"what":"ever"}"#] {
+        let record: FutureRecord<'_, (), [u8]> = FutureRecord::to(topic(&url)).payload(body);
+        producer.send(record, SOON).await.unwrap();
+    }
+    fill(&url, &messages(1..2)).await;
+    let queue = connect(&url, &settings()).await.unwrap();
+    assert_eq!(drain(&*queue, &[0, 1].into()).await, [0, 1]);
+    // The newer one is sent again three times, then left.
+    expect_nothing(&*queue, Duration::from_secs(4)).await;
+    drop(queue);
+    assert_eq!(offsets(&address, &url, 1), [(7, 7)]);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn kafka_commits_only_the_finished_prefix() {
+    let Some(address) = need("kafka_prefix", "GRISTMILL_TEST_KAFKA", "kafka") else {
+        return;
+    };
+    let url = kafka_url(&address, "prefix", 1);
+    let queue = filled(&url, &messages(0..5)).await;
+    let mut held = Vec::new();
+    for _ in 0..5 {
+        held.push(receive(&*queue).await);
+    }
+    for place in [0, 1, 3, 4] {
+        queue.acknowledge(&held[place]).await.unwrap();
+    }
+    drop(queue);
+    assert_eq!(offsets(&address, &url, 1), [(5, 2)]);
+    let queue = connect(&url, &settings()).await.unwrap();
+    assert_eq!(drain(&*queue, &[2, 3, 4].into()).await, [2, 3, 4]);
+}
+
+/// A second worker joins and leaves: nothing is lost, and nothing comes twice but what was out.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn kafka_rebalances_lose_and_repeat_nothing() {
+    let Some(address) = need("kafka_rebalances", "GRISTMILL_TEST_KAFKA", "kafka") else {
+        return;
+    };
+    let url = kafka_url(&address, "rebalance", 4);
+    let few = Settings {
+        in_flight: 4,
+        ..settings()
+    };
+    fill(&url, &messages(0..60)).await;
+    let first = connect(&url, &few).await.unwrap();
+    let mut held = Vec::new();
+    let mut acknowledged = Vec::new();
+    for _ in 0..4 {
+        held.push(receive(&*first).await);
+    }
+    expect_nothing(&*first, Duration::from_millis(500)).await;
+    let out: BTreeSet<u32> = held.iter().map(|delivery| delivery.message.shard).collect();
+
+    let second = connect(&url, &few).await.unwrap();
+    let waited = tokio::time::timeout(Duration::from_secs(15), first.recalled()).await;
+    // Which partitions move is the group's choice: what was held may all stay.
+    if let Ok(recall) = waited {
+        held.retain(|delivery| !recall.receipts.contains(&delivery.receipt));
+    }
+    for delivery in held.drain(..) {
+        first.acknowledge(&delivery).await.unwrap();
+        acknowledged.push(delivery.message.shard);
+    }
+    // Both work for a while, then the second leaves.
+    let (mut by_second, start) = (0, std::time::Instant::now());
+    while by_second < 10 && start.elapsed() < SOON {
+        for queue in [&first, &second] {
+            if let Some(delivery) = queue.receive(Duration::from_millis(100)).await.unwrap() {
+                queue.acknowledge(&delivery).await.unwrap();
+                acknowledged.push(delivery.message.shard);
+                by_second += u32::from(std::sync::Arc::ptr_eq(queue, &second));
+            }
+        }
+    }
+    assert_eq!(by_second, 10, "the second got its share");
+    drop(second);
+    let missing: BTreeSet<u32> = (0..60).filter(|shard| !acknowledged.contains(shard)).collect();
+    acknowledged.extend(drain(&*first, &missing).await);
+    expect_nothing(&*first, Duration::from_secs(2)).await;
+    let twice = acknowledged.len() - 60;
+    let again: BTreeSet<u32> = (0..60)
+        .filter(|shard| acknowledged.iter().filter(|other| *other == shard).count() > 1)
+        .collect();
+    assert!(
+        again.is_subset(&out) && twice <= out.len(),
+        "{again:?} came twice, {out:?} were out"
+    );
+    drop(first);
+    assert!(
+        offsets(&address, &url, 4)
+            .iter()
+            .all(|(end, committed)| end == committed)
+    );
+}
+
+/// What nobody extends goes to another worker, and the stuck one comes back when it moves on.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn kafka_a_stuck_worker_lets_go() {
+    let Some(address) = need("kafka_stuck", "GRISTMILL_TEST_KAFKA", "kafka") else {
+        return;
+    };
+    let url = kafka_url(&address, "stuck", 2);
+    fill(&url, &messages(0..6)).await;
+    let impatient = Settings {
+        first_lease: Duration::from_secs(2),
+        ..settings()
+    };
+    let stuck = connect(&url, &impatient).await.unwrap();
+    let held = receive(&*stuck).await;
+    let second = connect(&url, &settings()).await.unwrap();
+    let recall = tokio::time::timeout(SOON, async {
+        loop {
+            let recall = stuck.recalled().await;
+            if recall.why.contains("progress") {
+                return recall;
+            }
+        }
+    })
+    .await
+    .unwrap();
+    assert_eq!(recall.receipts, [held.receipt]);
+    drain(&*second, &(0..6).collect()).await;
+    drop((recall, held));
+    fill(&url, &messages(6..12)).await;
+    let start = std::time::Instant::now();
+    let mut came = 0;
+    while came == 0 {
+        assert!(start.elapsed() < SOON, "the worker that moves on gets messages again");
+        for queue in [&stuck, &second] {
+            if let Some(delivery) = queue.receive(Duration::from_millis(200)).await.unwrap() {
+                queue.acknowledge(&delivery).await.unwrap();
+                came += u32::from(std::sync::Arc::ptr_eq(queue, &stuck));
+            }
+        }
+        if start.elapsed() > Duration::from_secs(5) {
+            fill(&url, &messages(12..16)).await;
+        }
+    }
+}
+
+/// Deleted and made anew, slowly and at once.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn kafka_a_topic_made_anew_goes_on() {
+    let Some(address) = need("kafka_made_anew", "GRISTMILL_TEST_KAFKA", "kafka") else {
+        return;
+    };
+    for pause_s in [6, 0] {
+        let url = kafka_url(&address, "anew", 2);
+        let queue = filled(&url, &messages(0..8)).await;
+        let held = receive(&*queue).await;
+        drain(&*queue, &(0..8).filter(|&shard| shard != held.message.shard).collect()).await;
+        delete_topic(&address, &url).await;
+        tokio::time::sleep(Duration::from_secs(pause_s)).await;
+        // More and fewer than the old one held.
+        fill(&url, &messages(100..106)).await;
+        fill(&url, &messages(106..130)).await;
+        let came = drain(&*queue, &(100..130).collect()).await;
+        assert_eq!(came.len(), 30, "{came:?}");
+        queue.acknowledge(&held).await.unwrap();
+        drop(queue);
+        assert!(
+            offsets(&address, &url, 2)
+                .iter()
+                .all(|(end, committed)| end == committed)
+        );
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "kills the broker: run it alone, with `--ignored --test-threads 1`"]
+async fn alone_kafka_killed_and_restarted() {
+    let Some(address) = need("alone_kafka_killed", "GRISTMILL_TEST_KAFKA", "kafka") else {
+        return;
+    };
+    let url = kafka_url(&address, "killed", 3);
+    let queue = filled(&url, &messages(0..30)).await;
+    let held = receive(&*queue).await;
+    for seconds in [1, 15] {
+        services(&["kill", "kafka"], &[]);
+        tokio::time::sleep(Duration::from_secs(seconds)).await;
+        assert!(
+            queue.receive(Duration::from_millis(500)).await.is_ok(),
+            "an outage is no error"
+        );
+        services(&["start", "kafka"], &[]);
+        let delivery = receive(&*queue).await;
+        queue.acknowledge(&delivery).await.unwrap();
+    }
+    queue.acknowledge(&held).await.unwrap();
+    drop(held);
+    let start = std::time::Instant::now();
+    while offsets(&address, &url, 3)
+        .iter()
+        .any(|(end, committed)| end != committed)
+    {
+        assert!(start.elapsed() < SOON, "{:?}", offsets(&address, &url, 3));
+        if let Some(delivery) = queue.receive(Duration::from_millis(300)).await.unwrap() {
+            queue.acknowledge(&delivery).await.unwrap();
+        }
+    }
+}
