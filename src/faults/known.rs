@@ -32,6 +32,8 @@ pub struct Pace {
     /// 0: at once.
     pub ms_per_row: f64,
     pub completion_tokens: usize,
+    /// A device out of order: prompts whose first id is below this fail their rows.
+    pub errors_below: u32,
 }
 
 impl Default for Pace {
@@ -39,6 +41,7 @@ impl Default for Pace {
         Pace {
             ms_per_row: 1.0,
             completion_tokens: 4,
+            errors_below: 0,
         }
     }
 }
@@ -71,6 +74,7 @@ impl KnownDevice {
                 default.completion_tokens,
                 |tokens: &usize| *tokens <= 1 << 16,
             ),
+            errors_below: number("GRISTMILL_KNOWN_ERRORS_BELOW", default.errors_below, |_| true),
         };
         let trace = std::env::var_os("GRISTMILL_KNOWN_TRACE").map(|path| {
             let opened = OpenOptions::new().create(true).append(true).open(&path);
@@ -155,7 +159,7 @@ impl Generate for KnownDevice {
         self.write_trace(&step);
         let finished = step.iter().map(|request| Finished {
             id: request.id,
-            result: completion(request, self.pace.completion_tokens),
+            result: completion(request, &self.pace),
         });
         Ok(finished.collect())
     }
@@ -170,7 +174,10 @@ impl Generate for KnownDevice {
     }
 }
 
-fn completion(request: &Request, completion_tokens: usize) -> Result<Completion, String> {
+fn completion(request: &Request, pace: &Pace) -> Result<Completion, String> {
+    if request.prompt.first().is_some_and(|first| *first < pace.errors_below) {
+        return Err("the known device is out of order for this prompt".into());
+    }
     if request.prompt.first() == Some(&ERROR_ID) {
         return Err("the known function has no value for this prompt".into());
     }
@@ -183,7 +190,7 @@ fn completion(request: &Request, completion_tokens: usize) -> Result<Completion,
     let hex: String = hash[..8].iter().map(|byte| format!("{byte:02x}")).collect();
     Ok(Completion {
         id: request.id,
-        token_ids: (0..completion_tokens).map(token).collect(),
+        token_ids: (0..pace.completion_tokens).map(token).collect(),
         text: format!("k-{hex}"),
         finish_reason: FinishReason::Stop,
         fits_shape: true,
@@ -217,6 +224,7 @@ mod tests {
     const AT_ONCE: Pace = Pace {
         ms_per_row: 0.0,
         completion_tokens: 4,
+        errors_below: 0,
     };
 
     fn request(job: u32, row: u64, prompt: &[u32]) -> Request {

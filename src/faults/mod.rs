@@ -11,6 +11,7 @@
 //! | `GRISTMILL_KNOWN_DEVICE` | `1`: the worker computes the known function, not the model |
 //! | `GRISTMILL_KNOWN_MS_PER_ROW` | milliseconds a row takes there, 1 unless given; 0 answers at once |
 //! | `GRISTMILL_KNOWN_COMPLETION_TOKENS` | completion tokens a row, 4 unless given |
+//! | `GRISTMILL_KNOWN_ERRORS_BELOW` | an id: prompts that begin with a smaller one fail, as on a device out of order |
 //! | `GRISTMILL_KNOWN_TRACE` | a file to which each computed row is appended, as a line `JOB,ROW` |
 
 pub mod known;

@@ -39,8 +39,13 @@ pub struct Injected(&'static str);
 /// Within the ledger: what a store that does not answer would be.
 impl From<Injected> for LedgerError {
     fn from(injected: Injected) -> LedgerError {
-        LedgerError::Stop {
-            what: injected.to_string(),
+        LedgerError::Retryable {
+            what: "a request".into(),
+            tries: 1,
+            source: object_store::Error::Generic {
+                store: "failpoint",
+                source: Box::new(injected),
+            },
         }
     }
 }

@@ -17,6 +17,10 @@ pub const SWITCHES: &[(&str, &str)] = &[
         "\"already exists\" counts as our own success, without reading the key back",
     ),
     ("part-after-commit", "the commit is written before the part it names"),
+    (
+        "next-version",
+        "no fault: records are written in the version after this one, and read, as a newer gristmill would",
+    ),
 ];
 
 /// Whether the switch `name` is on in this process.
@@ -28,6 +32,19 @@ pub fn switch(name: &str) -> bool {
     });
     debug_assert!(SWITCHES.iter().any(|(known, _)| *known == name), "no switch `{name}`");
     on.contains(&name)
+}
+
+/// A record's bytes, in the version after `version` where the switch `next-version` is on.
+pub fn as_next_version(bytes: Vec<u8>, version: u32) -> Vec<u8> {
+    let begins = format!("{{\"v\":{version},");
+    match bytes.strip_prefix(begins.as_bytes()) {
+        Some(rest) if switch("next-version") => {
+            let mut next = format!("{{\"v\":{},", version + 1).into_bytes();
+            next.extend_from_slice(rest);
+            next
+        }
+        _ => bytes,
+    }
 }
 
 fn parse(text: &str) -> Result<Vec<&'static str>, String> {

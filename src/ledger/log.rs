@@ -299,6 +299,7 @@ impl ShardLog {
         // Counted before anything is uploaded: a batch that no record can describe must not get that far.
         let tally = data::tally(&batch, &fresh).map_err(|why| self.bad_batch(&why))?;
         let data = self.upload(&batch).await?;
+        crate::failpoint!("keeper.between-data-and-record");
         let record = LogRecord {
             v: VERSION,
             job: self.ledger.job().job.clone(),

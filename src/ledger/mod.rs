@@ -14,6 +14,7 @@ pub mod error;
 mod exchange;
 pub mod job;
 pub mod keys;
+mod meaning;
 pub mod record;
 pub mod rowset;
 pub mod store;

@@ -235,6 +235,9 @@ impl ShardLog {
             let missing = || LedgerError::damaged(format!("shard {shard} was retried before it was committed"));
             return ledger.commit_of(shard).await?.ok_or_else(missing);
         };
+        if !late {
+            crate::failpoint!("keeper.between-part-and-commit");
+        }
         let commit = Commit {
             v: VERSION,
             job: ledger.job().job.clone(),
@@ -253,6 +256,7 @@ impl ShardLog {
         let damaged = |why: String| LedgerError::damaged(format!("shard {shard}: {why}"));
         ledger.check_commit(&commit, shard).map_err(damaged)?;
         if late {
+            crate::failpoint!("keeper.between-part-and-commit");
             self.put_part(bytes, false).await?;
         }
         if commit.part != part {

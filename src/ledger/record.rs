@@ -31,7 +31,18 @@ pub fn encode<R: Record>(record: &R) -> Result<Bytes> {
     let mut bytes =
         serde_json::to_vec(record).map_err(|error| LedgerError::stop(format!("cannot write a record: {error}")))?;
     bytes.push(b'\n');
+    #[cfg(feature = "faults")]
+    let bytes = crate::faults::switches::as_next_version(bytes, VERSION);
     Ok(bytes.into())
+}
+
+/// The newest version that this process reads.
+fn version_max() -> u32 {
+    #[cfg(feature = "faults")]
+    if crate::faults::switch("next-version") {
+        return VERSION + 1;
+    }
+    VERSION
 }
 
 /// The record in `bytes`, which lie at `key` of `store`.
@@ -43,11 +54,11 @@ pub fn decode<R: Record>(store: &Store, key: &str, bytes: &[u8]) -> Result<R> {
     let damaged = |why: String| LedgerError::damaged(format!("`{}` is no valid record: {why}", store.address(key)));
     // The version first: a newer record may differ in everything else.
     let Versioned { v } = serde_json::from_slice(bytes).map_err(|error| damaged(error.to_string()))?;
-    if v > u64::from(VERSION) {
+    if v > u64::from(version_max()) {
         return Err(LedgerError::Newer {
             key: store.address(key),
             found: v,
-            known: VERSION,
+            known: version_max(),
         });
     }
     let record: R = serde_json::from_slice(bytes).map_err(|error| damaged(error.to_string()))?;

@@ -1,0 +1,107 @@
+#!/usr/bin/env bash
+# The fault suite in sections: `tests/faults.sh` lists them, `tests/faults.sh SECTION…` runs them, `all` for every one.
+#
+#   tests/faults.sh [--ci] [--again] SECTION…|all
+#
+# A full run is long, so it can be had in pieces, none longer than 25 minutes: a section that passed at this commit is
+# left out (--again runs it all the same). Results lie in tests/results/SECTION.json, stamped with the commit, the seed,
+# counts and seconds. With --ci: the counts of every CI, and no result files. GRISTMILL_FAULTS_SEED=N repeats a run.
+# Services are started, and stopped at the end, unless GRISTMILL_TEST_SERVICES_DIR says that they run.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+# Name, test, into how many sections its counts are divided.
+SECTIONS="
+kills-kafka             kills::kills_over_kafka                                1
+kills-rabbitmq          kills::kills_over_rabbitmq                             1
+pauses                  pauses::pauses_past_the_session                        1
+broker-kafka            brokers::kafka_dies_and_comes_back                     1
+broker-rabbitmq         brokers::rabbitmq_dies_and_comes_back                  1
+membership              membership::workers_join_and_leave                     1
+store                   stores::the_store_dies_and_comes_back                  1
+proxy-1                 proxied::the_store_fails_in_every_way                  4
+proxy-2                 proxied::the_store_fails_in_every_way                  4
+proxy-3                 proxied::the_store_fails_in_every_way                  4
+proxy-4                 proxied::the_store_fails_in_every_way                  4
+lost-topic              lost_queues::a_lost_topic_loses_nothing                1
+lost-queue              lost_queues::a_lost_queue_loses_nothing                1
+poison                  poison::poison_harms_nobody_else                       1
+acknowledgement-timeout limits::the_acknowledgement_timeout_strikes            1
+memory-alarm            limits::the_memory_alarm_blocks_publishers             1
+budget                  orders::a_budget_is_reached_and_extended               1
+extend                  orders::a_budget_is_extended_before_it_is_reached      1
+cancel                  orders::a_job_is_cancelled_and_closed                  1
+retry                   orders::failed_rows_are_retried                        1
+sleeper                 orders::a_worker_sleeps_through_a_retry                1
+failpoints-kafka        failpoints::failpoints_over_kafka                      1
+failpoints-rabbitmq     failpoints::failpoints_over_rabbitmq                   1
+control-acknowledge     controls::acknowledging_before_committing_is_found     1
+control-unconditional   controls::putting_without_the_condition_is_found       1
+control-exists          controls::taking_already_exists_for_success_is_found   1
+control-part            controls::publishing_the_part_after_the_commit_is_found 1
+skew-newer              skew::newer_messages_and_records_are_left_alone        1
+skew-both               skew::two_versions_finish_a_job_side_by_side           1
+"
+
+scale=full again=""
+while [[ "${1:-}" == --* ]]; do
+    case "$1" in
+        --ci) scale=ci ;;
+        --again) again=yes ;;
+        *) echo "unknown: $1"; exit 2 ;;
+    esac
+    shift
+done
+names=$(awk 'NF { print $1 }' <<<"$SECTIONS")
+if [ $# = 0 ]; then
+    sed -n '2,/^set /s/^# \{0,1\}//p' "$0"
+    printf 'sections:\n%s\n' "$names"
+    exit 0
+fi
+[ "$*" = all ] && set -- $names
+
+[ -x .venv/bin/python ] || { echo "run tests/check.sh once: it makes .venv/ with pyarrow"; exit 1; }
+export PYTHON="$PWD/.venv/bin/python"
+if [ -z "${GRISTMILL_TEST_SERVICES_DIR:-}" ]; then
+    services=$(mktemp -d -t gristmill-faults-XXXXXX)
+    trap 'python3 tests/services/services.py down --dir "$services"' EXIT
+    python3 tests/services/services.py up --dir "$services"
+    eval "$(python3 tests/services/services.py env --dir "$services")"
+fi
+
+commit=$(git rev-parse HEAD)
+# What the tests are made of; results and notes about them are not.
+git diff --quiet HEAD -- src tests/faults tests/faults.rs tests/proxy tests/services Cargo.toml Cargo.lock || commit="$commit with changes"
+mkdir -p tests/results
+cargo test --release --locked --features faults --test faults --no-run
+failed=""
+for section in "$@"; do
+    read -r _ test shares <<<"$(awk -v name="$section" '$1 == name' <<<"$SECTIONS")"
+    [ -n "${test:-}" ] || { echo "no section $section"; exit 2; }
+    result="tests/results/$section.json"
+    if [ "$scale" = full ] && [ -z "$again" ] && grep -qF "\"commit\": \"$commit\"" "$result" 2>/dev/null; then
+        echo "== $section: passed at this commit already"
+        continue
+    fi
+    echo "== $section"
+    line=$(mktemp)
+    export GRISTMILL_FAULTS=$scale GRISTMILL_FAULTS_SHARES=$shares GRISTMILL_FAULTS_RESULT=$line
+    if ! cargo test --release --locked --features faults --test faults -- --test-threads=1 --exact "faults::$test"; then
+        failed="$failed $section"
+        continue
+    fi
+    # A skipped test passes without a result.
+    [ -s "$line" ] || { failed="$failed $section(skipped)"; continue; }
+    [ "$scale" = ci ] && { cat "$line"; continue; }
+    SECTION=$section COMMIT=$commit CORES=$(nproc) python3 - "$line" "$result" <<'PYTHON'
+import datetime, json, os, sys
+
+found = json.loads(open(sys.argv[1]).read().splitlines()[-1])
+date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
+stamp = {"section": os.environ["SECTION"], "commit": os.environ["COMMIT"], "date": date, "cores": int(os.environ["CORES"])}
+with open(sys.argv[2], "w") as target:
+    target.write(json.dumps(stamp | found, indent=2) + "\n")
+print(open(sys.argv[2]).read())
+PYTHON
+done
+[ -z "$failed" ] || { echo "not passed:$failed"; exit 1; }

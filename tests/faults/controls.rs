@@ -1,0 +1,148 @@
+//! Negative controls: with the guarantee broken on purpose, the suite fails; the same scene without the switch holds.
+//!
+//! Each scene has one shard, so that it is known who works on what. The first worker is held up right before it writes
+//! its rows, with answers of its own for some of them (its device is out of order): whatever it writes too late shows.
+
+use std::time::Duration;
+
+use super::job::{Broker, Plan};
+use super::scene::Scene;
+use super::services::Services;
+use super::suite::Suite;
+
+/// Longest time for a job of one shard, its redelivery among it.
+const COMPLETE_MAX: Duration = Duration::from_secs(25);
+/// Longer than any test waits: the worker is killed, or stopped and woken, in that time.
+const HELD: &str = "keeper.before-log=pause:4000@1";
+const DIES_BEFORE_COMMIT: (&str, &str) = ("GRISTMILL_FAILPOINTS", "keeper.between-part-and-commit=abort@1");
+
+#[test]
+fn acknowledging_before_committing_is_found() {
+    control(
+        "acknowledging_before_committing_is_found",
+        "ack-before-commit",
+        |scene, on| {
+            let first = held(scene, on);
+            scene.crew.kill(first);
+            scene.crew.hire(on);
+            complete(scene)
+        },
+    );
+}
+
+#[test]
+fn putting_without_the_condition_is_found() {
+    control(
+        "putting_without_the_condition_is_found",
+        "put-unconditional",
+        |scene, on| {
+            let first = held(scene, on);
+            scene.crew.pause(first);
+            scene.crew.hire(on);
+            complete(scene)?;
+            scene.crew.wake(first);
+            // What it does now, it does too late.
+            scene.live(Duration::from_secs(8));
+            Ok(())
+        },
+    );
+}
+
+#[test]
+fn taking_already_exists_for_success_is_found() {
+    control(
+        "taking_already_exists_for_success_is_found",
+        "exists-is-success",
+        |scene, on| {
+            let first = held(scene, on);
+            scene.crew.pause(first);
+            dies_before_commit(scene, on);
+            scene.crew.wake(first);
+            if !scene.comes_true(Duration::from_secs(8), Scene::finished) {
+                scene.crew.hire(on);
+            }
+            complete(scene)
+        },
+    );
+}
+
+#[test]
+fn publishing_the_part_after_the_commit_is_found() {
+    control(
+        "publishing_the_part_after_the_commit_is_found",
+        "part-after-commit",
+        |scene, on| {
+            dies_before_commit(scene, on);
+            scene.crew.hire(on);
+            complete(scene)
+        },
+    );
+}
+
+/// Environment of a worker besides what all have.
+type Env<'e> = &'e [(&'e str, &'e str)];
+
+/// Plays `scene` with the switch and without.
+fn control(name: &'static str, switch: &str, play: fn(&mut Scene, Env) -> Result<(), String>) {
+    let Some(services) = Services::of(name, &["kafka"]) else {
+        return;
+    };
+    let mut suite = Suite::begin(name);
+    let plan = Plan {
+        rows: 400,
+        shard_rows: 1_000,
+        ms_per_row: 0.5,
+        // One write of the log a shard.
+        log_interval: 20.0,
+        ..Plan::default()
+    };
+    let switched = [("GRISTMILL_FAULT_SWITCHES", switch)];
+    for on in [&[][..], &switched] {
+        let mut scene = Scene::open(&mut suite, &services, Broker::Kafka, &plan);
+        scene.tolerated = |_| false;
+        let found = play(&mut scene, on).and_then(|()| scene.inspect(&["--allow", "errored"]));
+        let tails = scene.crew.tails();
+        drop(scene);
+        let seed = suite.seed;
+        match (on.is_empty(), found) {
+            (true, Ok(())) => {}
+            (true, Err(found)) => panic!("seed {seed}: the scene fails without `{switch}`:\n{found}\n{tails}"),
+            (false, Err(found)) => println!("seed {seed}: `{switch}` was found: {found}"),
+            (false, Ok(())) => panic!("seed {seed}: `{switch}` was not found\n{tails}"),
+        }
+    }
+    suite.add("found", 1);
+    suite.end();
+}
+
+/// A worker that is held up right before its first write of the log; its device fails half of the rows.
+fn held(scene: &mut Scene, on: Env) -> usize {
+    let mut env = vec![("GRISTMILL_FAILPOINTS", HELD), ("GRISTMILL_KNOWN_ERRORS_BELOW", "1000")];
+    env.extend_from_slice(on);
+    let seat = scene.crew.hire(&env);
+    scene.until("that the first worker is held up", COMPLETE_MAX, |scene| {
+        scene.crew.log(seat).contains("failpoint `keeper.before-log`")
+    });
+    seat
+}
+
+/// A worker that dies between part and commit, and has done so.
+fn dies_before_commit(scene: &mut Scene, on: Env) {
+    let mut env = vec![DIES_BEFORE_COMMIT];
+    env.extend_from_slice(on);
+    let seat = scene.crew.hire(&env);
+    let ended = scene.crew.wait(seat, COMPLETE_MAX);
+    assert!(
+        ended.aborted(),
+        "worker {seat} ended with {}:\n{}",
+        ended.status,
+        ended.log
+    );
+}
+
+fn complete(scene: &mut Scene) -> Result<(), String> {
+    match scene.comes_true(COMPLETE_MAX, Scene::finished) {
+        true => Ok(()),
+        false => Err(format!("the job is not complete after {COMPLETE_MAX:?}")),
+    }
+}

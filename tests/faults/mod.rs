@@ -1,0 +1,23 @@
+//! Table of contents: first what the tests share, then a file a row of the table in `tests/README.md`.
+
+mod bucket;
+mod crew;
+mod job;
+mod scene;
+mod services;
+mod suite;
+
+mod brokers;
+mod controls;
+mod failpoints;
+mod kills;
+mod limits;
+mod lost_queues;
+mod membership;
+mod orders;
+mod parts;
+mod pauses;
+mod poison;
+mod proxied;
+mod skew;
+mod stores;

@@ -1,0 +1,176 @@
+//! Orders to a job in flight: budget reached and extended, cancelled, retried; a worker that slept through a retry.
+
+use std::time::Duration;
+
+use super::job::{Broker, Plan};
+use super::kills::random_awake;
+use super::scene::{END_MAX, LEAVE_MAX, Scene};
+use super::services::Services;
+use super::suite::Suite;
+
+const WORKERS: usize = 3;
+/// At this price a second on the device costs a dollar.
+const USD_PER_HOUR: f64 = 3600.0;
+/// A device that fails every row whose first id is below this: one in ten.
+const OUT_OF_ORDER: (&str, &str) = ("GRISTMILL_KNOWN_ERRORS_BELOW", "200");
+
+/// Plays `scene` so often as the scale asks for, over the brokers in turn.
+fn orders(name: &'static str, plan: Plan, play: fn(Scene)) {
+    let Some(services) = Services::of(name, &["kafka", "rabbitmq"]) else {
+        return;
+    };
+    let mut suite = Suite::begin(name);
+    let times = suite.count(1, 10);
+    let first = suite.seed as usize % 2;
+    for time in 0..times as usize {
+        let broker = Broker::ALL[(first + time) % 2];
+        play(Scene::open(&mut suite, &services, broker, &plan));
+        suite.add("faults", 1);
+    }
+    suite.end();
+}
+
+#[test]
+fn a_budget_is_reached_and_extended() {
+    let plan = Plan {
+        rows: 8_000,
+        fields: serde_json::json!({"budget": {"usd": 8.0, "usd_per_hour": USD_PER_HOUR}}),
+        ..Plan::default()
+    };
+    orders("a_budget_is_reached_and_extended", plan, |mut scene| {
+        scene.job_ended = vec![0, 3, 4];
+        scene.begin(WORKERS);
+        scene.until("that the budget stops all workers", END_MAX, |scene| {
+            scene.crew.all_done()
+        });
+        let status = scene.status();
+        assert_eq!(status["state"], "budget_reached", "{status}");
+        // Each worker may overshoot by what it computes between two looks, one log interval apart.
+        let usd = status["usd"].as_f64().unwrap();
+        assert!(usd <= 8.0 + WORKERS as f64, "{usd} dollars of 8");
+        assert!(scene.computed() < scene.job.rows, "the budget stopped nothing");
+        scene.run(&["extend", &scene.job.output, "--usd", "1000"]).expect(0);
+        scene.job_ended = vec![0, 3];
+        scene.crew.begin_all();
+        scene.reconcile_until_finished();
+        scene.conclude();
+    });
+}
+
+#[test]
+fn a_budget_is_extended_before_it_is_reached() {
+    let plan = Plan {
+        rows: 8_000,
+        fields: serde_json::json!({"budget": {"usd": 12.0, "usd_per_hour": USD_PER_HOUR}}),
+        ..Plan::default()
+    };
+    orders("a_budget_is_extended_before_it_is_reached", plan, |mut scene| {
+        scene.begin(WORKERS);
+        scene.run(&["extend", &scene.job.output, "--usd", "1000"]).expect(0);
+        scene.conclude();
+    });
+}
+
+#[test]
+fn a_job_is_cancelled_and_closed() {
+    let plan = Plan {
+        rows: 8_000,
+        ..Plan::default()
+    };
+    orders("a_job_is_cancelled_and_closed", plan, |mut scene| {
+        scene.job_ended = vec![0, 3, 5];
+        scene.begin(WORKERS);
+        let moment = scene.suite.random.ms(500..2_500);
+        scene.live(moment);
+        scene.run(&["cancel", &scene.job.output]).expect(0);
+        scene.until("that all workers leave a cancelled job", LEAVE_MAX, |scene| {
+            scene.crew.all_done()
+        });
+        assert_eq!(scene.status()["state"], "cancelled");
+        let computed = scene.computed();
+        scene.run(&["cancel", &scene.job.output, "--finish"]).expect(0);
+        scene.crew.begin_all();
+        scene.reconcile_until_finished();
+        scene.until("that all workers leave a closed job", LEAVE_MAX, |scene| {
+            scene.crew.all_done()
+        });
+        assert_eq!(scene.computed(), computed, "rows were computed after the cancel");
+        let cancelled = scene.status()["tally"]["cancelled"].as_u64().unwrap();
+        assert!(cancelled > 0, "nothing was left to cancel");
+        scene.hold(&["--allow", "cancelled"]);
+    });
+}
+
+#[test]
+fn failed_rows_are_retried() {
+    let plan = Plan {
+        rows: 8_000,
+        ms_per_row: 1.0,
+        ..Plan::default()
+    };
+    orders("failed_rows_are_retried", plan, |mut scene| {
+        first_generation_fails(&mut scene);
+        scene.until("`_SUCCESS`", END_MAX, Scene::finished);
+        scene.until("that all workers leave", LEAVE_MAX, |scene| scene.crew.all_done());
+        scene.hold(&["--allow", "errored"]);
+        let before = scene.computed();
+        scene
+            .run(&["retry", &scene.job.output, "--queue", &scene.queue])
+            .expect(0);
+        scene.crew.begin_all();
+        scene.until("the first row of the retry", END_MAX, |scene| scene.computed() > before);
+        if let Some(seat) = random_awake(&mut scene) {
+            scene.crew.kill(seat);
+            scene.crew.begin(seat);
+        }
+        scene.until("that all workers leave the retry", END_MAX, |scene| {
+            scene.crew.all_done()
+        });
+        let again = scene.computed() - before;
+        assert!(
+            again < scene.job.rows / 4,
+            "{again} rows were computed again, not the failed ones alone"
+        );
+        scene.hold(&[]);
+    });
+}
+
+#[test]
+fn a_worker_sleeps_through_a_retry() {
+    let plan = Plan {
+        rows: 6_000,
+        ..Plan::default()
+    };
+    orders("a_worker_sleeps_through_a_retry", plan, |mut scene| {
+        first_generation_fails(&mut scene);
+        let moment = scene.suite.random.ms(500..2_000);
+        scene.live(moment);
+        let sleeper = random_awake(&mut scene).expect("a worker that works");
+        scene.crew.pause(sleeper);
+        scene.until("`_SUCCESS` without the sleeper", END_MAX, Scene::finished);
+        scene
+            .run(&["retry", &scene.job.output, "--queue", &scene.queue])
+            .expect(0);
+        let wakes_late = scene.suite.random.coin();
+        scene.live(Duration::from_secs(1));
+        scene.crew.begin_all();
+        if !wakes_late {
+            scene.crew.wake(sleeper);
+        }
+        scene.until("the retry's end", END_MAX, |scene| scene.crew.awake().is_empty());
+        if wakes_late {
+            scene.crew.wake(sleeper);
+        }
+        scene.until("that the sleeper leaves", LEAVE_MAX, |scene| scene.crew.all_done());
+        // A sleeper that woke early may have taken shards of the retry, and its device is out of order.
+        scene.hold(if wakes_late { &[] } else { &["--allow", "errored"] });
+    });
+}
+
+/// Workers whose device fails one row in ten.
+fn first_generation_fails(scene: &mut Scene) {
+    for _ in 0..WORKERS {
+        scene.crew.hire(&[OUT_OF_ORDER]);
+    }
+    scene.until("the first row", END_MAX, |scene| scene.computed() > 0);
+}

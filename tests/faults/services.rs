@@ -1,0 +1,61 @@
+//! What a fault test needs of the services: which it takes, their addresses, and how to kill them.
+
+use std::path::PathBuf;
+
+use crate::services::{Action, S3, control, need, rabbitmqctl};
+
+/// The services of this run.
+#[derive(Debug, Clone)]
+pub struct Services {
+    pub store: S3,
+}
+
+impl Services {
+    /// The store and `brokers`, if all of them run; else `test` is noted as skipped.
+    pub fn of(test: &str, brokers: &[&str]) -> Option<Services> {
+        need(test, "GRISTMILL_TEST_SERVICES_DIR")?;
+        for broker in brokers {
+            need(test, variable(broker))?;
+        }
+        Some(Services { store: S3::need(test)? })
+    }
+
+    /// SIGKILL.
+    pub fn kill(&self, name: &str) {
+        control(name, Action::Kill);
+    }
+
+    /// Starts a killed service and waits until it answers.
+    pub fn start(&self, name: &str) {
+        control(name, Action::Start);
+    }
+
+    /// Sets a value of RabbitMQ's main application, until the node ends.
+    pub fn set_rabbitmq(&self, name: &str, value: u64) {
+        rabbitmqctl(&["eval", &format!("application:set_env(rabbit, {name}, {value}).")]);
+    }
+
+    /// RabbitMQ's own tool.
+    pub fn rabbitmqctl(&self, arguments: &[&str]) {
+        rabbitmqctl(arguments);
+    }
+
+    /// RabbitMQ's log so far.
+    pub fn rabbitmq_log(&self) -> String {
+        let dir = PathBuf::from(std::env::var_os("GRISTMILL_TEST_SERVICES_DIR").expect("checked before"));
+        std::fs::read_to_string(dir.join("rabbitmq/rabbitmq.log")).expect("the broker's log can be read")
+    }
+}
+
+/// The address of a broker that runs.
+pub fn address(broker: &str) -> String {
+    std::env::var(variable(broker)).expect("checked before")
+}
+
+fn variable(broker: &str) -> &'static str {
+    match broker {
+        "kafka" => "GRISTMILL_TEST_KAFKA",
+        "rabbitmq" => "GRISTMILL_TEST_RABBITMQ",
+        other => panic!("`{other}` is no broker"),
+    }
+}

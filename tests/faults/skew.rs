@@ -1,0 +1,106 @@
+//! Workers of two versions: what a newer one wrote, an older one leaves as it is.
+
+use std::time::Duration;
+
+use rdkafka::ClientConfig;
+use rdkafka::producer::{BaseProducer, BaseRecord, Producer};
+
+use super::job::{Broker, Plan};
+use super::scene::{END_MAX, LEAVE_MAX, Scene};
+use super::services::{Services, address};
+use super::suite::Suite;
+
+const NEWER: &[u8] = b"{\"v\":99,\"what\":\"nobody here can know\"}\n";
+
+#[test]
+fn newer_messages_and_records_are_left_alone() {
+    let name = "newer_messages_and_records_are_left_alone";
+    let Some(services) = Services::of(name, &["kafka"]) else {
+        return;
+    };
+    let mut suite = Suite::begin(name);
+    let plan = Plan {
+        rows: 2_000,
+        shard_rows: 250,
+        ms_per_row: 0.5,
+        ..Plan::default()
+    };
+    let mut scene = Scene::open(&mut suite, &services, Broker::Kafka, &plan);
+    let root = format!("{}/out/_gristmill", scene.job.key);
+    let job = scene
+        .bucket
+        .get(&format!("{root}/job.json"))
+        .expect("the job is submitted");
+    let job: serde_json::Value = serde_json::from_slice(&job).unwrap();
+    let home = format!("{root}/{}", job["job"].as_str().expect("the job has an id"));
+    let record = format!("{home}/shards/000003/log/000000.json");
+    scene.bucket.put(&record, NEWER.to_vec());
+    send_newer(&scene.job.name);
+    scene.begin(2);
+    let others = |scene: &mut Scene| scene.bucket.list(&format!("{home}/commits")).len() == 7;
+    scene.until("that all other shards are committed", END_MAX, others);
+    // Time to do what must not be done: overwrite it, publish without it, end over it.
+    scene.live(Duration::from_secs(4));
+    assert_eq!(scene.crew.awake().len(), 2, "a worker has left");
+    assert_eq!(scene.bucket.get(&record).as_deref(), Some(NEWER));
+    let parts = scene.bucket.list(&format!("{}/out", scene.job.key));
+    assert_eq!(parts.iter().filter(|key| key.contains("/part-")).count(), 7);
+    // The newer worker's part of the story ends here: its record never was, as far as the rest goes.
+    scene.bucket.delete(&record);
+    scene.reconcile(3.0);
+    scene.conclude();
+    suite.end();
+}
+
+#[test]
+fn two_versions_finish_a_job_side_by_side() {
+    let name = "two_versions_finish_a_job_side_by_side";
+    let Some(services) = Services::of(name, &["kafka"]) else {
+        return;
+    };
+    let mut suite = Suite::begin(name);
+    let plan = Plan {
+        rows: 6_000,
+        shard_rows: 200,
+        ..Plan::default()
+    };
+    let mut scene = Scene::open(&mut suite, &services, Broker::Kafka, &plan);
+    let newer = ("GRISTMILL_FAULT_SWITCHES", "next-version");
+    let older = [scene.crew.hire(&[]), scene.crew.hire(&[])];
+    scene.until("the first row", END_MAX, |scene| scene.computed() > 0);
+    scene.crew.hire(&[newer]);
+    scene.crew.hire(&[newer]);
+    // Whoever looks after such a job has the newer version.
+    scene.set_env(newer.0, newer.1);
+    scene.reconcile_until_finished();
+    for seat in older {
+        // It may have seen the end, or be waiting for what it cannot read.
+        if scene.crew.awake().contains(&seat) {
+            let ended = scene.crew.dismiss(seat, LEAVE_MAX);
+            let code = ended.status.code();
+            assert!(
+                matches!(code, Some(0 | 3 | 6)),
+                "the older worker ended with {code:?}:\n{}",
+                ended.log
+            );
+        }
+    }
+    scene.conclude();
+    suite.end();
+}
+
+/// A message of a version that does not exist yet.
+fn send_newer(topic: &str) {
+    let producer: BaseProducer = ClientConfig::new()
+        .set("bootstrap.servers", address("kafka"))
+        .create()
+        .expect("a client of the broker");
+    let record = BaseRecord::<(), [u8]>::to(topic).payload(NEWER);
+    producer
+        .send(record)
+        .map_err(|(error, _)| error)
+        .expect("the message is queued");
+    producer
+        .flush(Duration::from_secs(10))
+        .expect("the broker takes the message");
+}
