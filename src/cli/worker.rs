@@ -160,7 +160,14 @@ async fn first_job(args: &WorkerArgs, queue: &Arc<dyn Queue>, stop: &Stop) -> Re
     let patience = Patience::new(true);
     let began = Instant::now();
     while !stop.is_set() {
-        let Some(delivery) = queue.receive(RECEIVE_WAIT).await? else {
+        let received = match queue.receive(RECEIVE_WAIT).await {
+            Ok(received) => received,
+            Err(error) => {
+                patience.bear(error.into(), &mut Pauses::default(), stop).await?;
+                None
+            }
+        };
+        let Some(delivery) = received else {
             let ends = args.until_idle || args.once;
             if ends && began.elapsed() >= Duration::from_secs_f64(args.idle_after) {
                 break;

@@ -5,7 +5,8 @@ use object_store::{ObjectStoreExt, PutMode, PutOptions, UpdateVersion};
 
 use super::error::{LedgerError, Result};
 use super::keys::TMP;
-use super::store::{Created, MAX_OBJECT_BYTES, Meaning, Stamp, Store, meaning};
+use super::meaning::{Meaning, meaning};
+use super::store::{Created, MAX_OBJECT_BYTES, Stamp, Store};
 
 /// The file below `tmp/` that is locked around check and rename in a local folder. Never removed: a lock on a file that
 /// another process cannot find keeps nobody out.

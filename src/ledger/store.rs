@@ -220,11 +220,6 @@ impl Store {
         let mut last = None;
         for round in 0..self.shared.retry.tries {
             self.pause(round).await;
-            #[cfg(feature = "faults")]
-            if crate::faults::switch("put-unconditional") {
-                self.replace(key, bytes).await?;
-                return Ok(Created::Ours);
-            }
             let error = match self.put_if_absent(key, &bytes).await {
                 Ok(etag) => {
                     let created = Created::Ours;

@@ -98,7 +98,15 @@ impl Intake {
         // A place first: what cannot be begun is better in another worker's hands.
         let place = self.places.clone().acquire_owned().await?;
         crate::failpoint!("intake.before-receive");
-        let Some(delivery) = self.worker.queue.receive(RECEIVE_WAIT).await? else {
+        let received = match self.worker.queue.receive(RECEIVE_WAIT).await {
+            Ok(received) => received,
+            Err(error) => {
+                let mut pauses = Pauses::default();
+                self.worker.patience.bear(error.into(), &mut pauses, &self.stop).await?;
+                None
+            }
+        };
+        let Some(delivery) = received else {
             drop(place);
             let over = self.worker.in_flight.is_empty() && self.is_over(idle).await?;
             return Ok(if over { Found::Over } else { Found::Nothing });

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use crate::dataset::DatasetError;
 use crate::ledger::LedgerError;
+use crate::queue::QueueError;
 use crate::worker::stop::Stop;
 
 /// First pause of an outage; doubles from there.
@@ -16,7 +17,7 @@ const SAY_EVERY: Duration = Duration::from_secs(60);
 /// How to go on after an error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reaction {
-    /// The store is away, or refuses access: wait, rows are kept.
+    /// The store or the queue is away, or refuses access: wait, rows are kept.
     Wait,
     /// Something is wrong with this shard or its job: other workers, or a person, must see to it.
     LeaveShard,
@@ -42,11 +43,17 @@ pub fn reaction(error: &anyhow::Error) -> Reaction {
                 _ => Reaction::LeaveShard,
             };
         }
+        if let Some(error) = cause.downcast_ref::<QueueError>() {
+            return match error {
+                QueueError::Unavailable { .. } | QueueError::Denied { .. } => Reaction::Wait,
+                _ => Reaction::End,
+            };
+        }
     }
     Reaction::End
 }
 
-/// Waits out outages of the store, and says so: one line when one begins, one a minute, one when it is over.
+/// Waits out outages, and says so: one line when one begins, one a minute, one when it is over.
 #[derive(Debug)]
 pub struct Patience {
     patient: bool,
@@ -98,11 +105,11 @@ impl Patience {
         let ended = self.outage.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(outage) = ended {
             let seconds = outage.began.elapsed().as_secs();
-            tracing::warn!("the store answers again, after {seconds} s");
+            tracing::warn!("it works again, after {seconds} s");
         }
     }
 
-    /// Says that the store is away, unless that was said a moment ago.
+    /// Says what it waits for, unless that was said a moment ago.
     pub fn say(&self, error: &anyhow::Error) {
         let now = Instant::now();
         let mut outage = self.outage.lock().unwrap_or_else(PoisonError::into_inner);
@@ -110,7 +117,7 @@ impl Patience {
         let began = outage.map_or(now, |o| o.began);
         if due {
             *outage = Some(Outage { began, said: now });
-            tracing::warn!("waiting for the store: {}", crate::report::one_line(error));
+            tracing::warn!("waiting: {}", crate::report::one_line(error));
         }
     }
 }

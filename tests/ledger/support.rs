@@ -68,7 +68,6 @@ pub fn draft(name: &str, shards: u32, rows: u64) -> JobDraft {
         part_extension: "parquet".into(),
         terms: Default::default(),
         usd_per_hour: Some(2.0),
-        terms: gristmill::ledger::Terms::default(),
     }
 }
 
