@@ -1,9 +1,15 @@
 //! Removes what a finished job no longer needs: logs, data, attempts and stages. What proves the result stays.
 
+use std::time::{Duration, SystemTime};
+
+use chrono::{TimeDelta, Utc};
+
 use super::Ledger;
 use super::error::{LedgerError, Result};
+use super::exchange::LOCK_NAME;
 use super::keys::TMP;
 use super::record::{CleanedMark, VERSION, encode};
+use super::store::{Listed, STAGE_AGE_MAX, Store};
 
 /// What was removed, or would be.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -39,14 +45,27 @@ impl Ledger {
                 .remove_below(&ledger.keys().shards(), dry_run, &mut cleaned)
                 .await?;
         }
-        self.remove_below(TMP, dry_run, &mut cleaned).await?;
+        self.remove_stages(dry_run, &mut cleaned).await?;
         Ok(cleaned)
     }
 
     async fn remove_below(&self, prefix: &str, dry_run: bool, cleaned: &mut Cleaned) -> Result<()> {
         let found = self.store().list(prefix).await?;
-        let kept = |key: &str| self.store().is_lock(key);
-        let keys: Vec<_> = found.into_iter().filter(|object| !kept(&object.key)).collect();
+        self.remove(found, dry_run, cleaned).await
+    }
+
+    /// Those of the living stay: another process may be about to try the store.
+    async fn remove_stages(&self, dry_run: bool, cleaned: &mut Cleaned) -> Result<()> {
+        let (store, age) = (
+            self.store(),
+            TimeDelta::from_std(STAGE_AGE_MAX).unwrap_or(TimeDelta::MAX),
+        );
+        let mut found = store.list(TMP).await?;
+        found.retain(|object| !store.is_lock(&object.key) && Utc::now() - object.modified > age);
+        self.remove(found, dry_run, cleaned).await
+    }
+
+    async fn remove(&self, keys: Vec<Listed>, dry_run: bool, cleaned: &mut Cleaned) -> Result<()> {
         cleaned.objects += keys.len() as u64;
         cleaned.bytes += keys.iter().map(|object| object.size).sum::<u64>();
         if dry_run {
@@ -54,4 +73,46 @@ impl Ledger {
         }
         self.store().delete_all(keys.into_iter().map(|object| object.key)).await
     }
+}
+
+impl Store {
+    /// Removes stages that dead runs left: by age, since a live writer needs its stage for seconds. (Would one vanish
+    /// all the same, its put fails and is staged again.)
+    pub async fn clean_stages(&self) -> Result<()> {
+        let Some(folder) = &self.shared.folder else {
+            return Ok(());
+        };
+        let folder = folder.join(TMP);
+        let cleaned = tokio::task::spawn_blocking(move || clean_old_files(&folder, STAGE_AGE_MAX)).await;
+        match cleaned {
+            Ok(Ok(())) => Ok(()),
+            Ok(Err(error)) => Err(LedgerError::stop(format!("cleaning `{}`: {error}", self.address(TMP)))),
+            Err(error) => Err(LedgerError::stop(format!("cleaning `{}`: {error}", self.address(TMP)))),
+        }
+    }
+}
+
+/// Removes the files directly in `folder` that were last written more than `age` ago.
+fn clean_old_files(folder: &std::path::Path, age: Duration) -> std::io::Result<()> {
+    let entries = match std::fs::read_dir(folder) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(error),
+    };
+    let now = SystemTime::now();
+    for entry in entries {
+        let entry = entry?;
+        // Another run may be cleaning too: a file that is gone is what was wanted.
+        let Ok(meta) = entry.metadata() else { continue };
+        let old = meta
+            .modified()
+            .is_ok_and(|at| now.duration_since(at).is_ok_and(|since| since > age));
+        if meta.is_file() && old && entry.file_name() != LOCK_NAME {
+            match std::fs::remove_file(entry.path()) {
+                Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
+                _ => {}
+            }
+        }
+    }
+    Ok(())
 }

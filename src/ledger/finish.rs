@@ -3,7 +3,8 @@
 //! The check is cheap enough for every commit: one listing of the shard's own block. Only the commit that fills a block
 //! looks further. Each looks after its own commit or digest stands, so the last one sees all.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{MutexGuard, PoisonError};
 
 use futures::{StreamExt, TryStreamExt};
 
@@ -15,6 +16,9 @@ use super::store::Created;
 
 /// Requests in flight while a job's records are read.
 pub(super) const READS_AT_ONCE: usize = 16;
+
+/// Commits kept in memory.
+const SEEN_MAX: usize = 10_000;
 
 impl Ledger {
     /// The result of a job whose generation is finished (or a later one).
@@ -141,7 +145,7 @@ impl Ledger {
 
     /// Writes the digest of a full block.
     async fn close_block(&self, block: u32) -> Result<()> {
-        let commits = self.read_commits(self.block_shards(block)).await?;
+        let commits = self.commits_to_close(block).await?;
         let tally = sum(&commits);
         let digest = Digest {
             v: VERSION,
@@ -156,6 +160,35 @@ impl Ledger {
             // Made from the same commits by another version, at most.
             Created::Theirs(bytes) => self.check_digest(block, &decode(self.store(), &key, &bytes)?),
         }
+    }
+
+    /// Remembers a commit that this process has seen stand, until its block is closed.
+    pub(super) fn keep_commit(&self, commit: &Commit) {
+        let mut seen = self.seen_commits();
+        seen.insert(commit.shard, commit.clone());
+        if seen.len() > SEEN_MAX {
+            // Of a block that another worker has closed, most likely; else it is read again.
+            seen.pop_first();
+        }
+    }
+
+    fn seen_commits(&self) -> MutexGuard<'_, BTreeMap<u32, Commit>> {
+        self.inner.commits.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The commits of a full block: those that this process has not seen are read.
+    async fn commits_to_close(&self, block: u32) -> Result<Vec<Commit>> {
+        let shards = self.block_shards(block);
+        let mut commits: BTreeMap<u32, Commit> = {
+            let mut seen = self.seen_commits();
+            let known = shards.iter().filter_map(|shard| seen.remove_entry(shard));
+            known.collect()
+        };
+        let unknown: Vec<u32> = shards.iter().copied().filter(|s| !commits.contains_key(s)).collect();
+        for commit in self.read_commits(unknown).await? {
+            commits.insert(commit.shard, commit);
+        }
+        Ok(commits.into_values().collect())
     }
 
     /// The digest of a closed block.

@@ -3,7 +3,7 @@
 //! `gen/001.json` names them, created once and only when the previous generation is published whole. Its logs and commits
 //! lie below it; a shard's part is replaced under its own key, on the condition that it is the previous one.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use arrow::array::RecordBatch;
 use futures::{StreamExt, TryStreamExt};
@@ -152,6 +152,7 @@ impl Ledger {
             generations,
             job_sha256: was.job_sha256.clone(),
             job_stamp: was.job_stamp.clone(),
+            commits: Mutex::default(),
         };
         Ledger { inner: Arc::new(inner) }
     }

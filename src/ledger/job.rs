@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use super::error::{LedgerError, Result};
 use super::keys::{Id, JOB, Keys, SUCCESS, sha256};
@@ -204,6 +204,7 @@ impl Ledger {
             generations: Vec::new(),
             job_sha256: sha256(bytes),
             job_stamp,
+            commits: Mutex::default(),
         };
         Ok(Ledger { inner: Arc::new(inner) })
     }

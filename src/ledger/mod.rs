@@ -31,7 +31,8 @@ pub mod publish;
 pub mod status;
 pub mod verify;
 
-use std::sync::Arc;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
 
 use chrono::{DateTime, Utc};
 
@@ -61,6 +62,8 @@ struct Inner {
     /// Of `job.json` as it stood when the ledger was opened.
     job_sha256: String,
     job_stamp: Stamp,
+    /// Commits that this process has seen stand, by shard, until their block is closed.
+    commits: Mutex<BTreeMap<u32, Commit>>,
 }
 
 impl Ledger {

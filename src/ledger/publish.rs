@@ -259,6 +259,7 @@ impl ShardLog {
             crate::failpoint!("keeper.between-part-and-commit");
             self.put_part(bytes, false).await?;
         }
+        ledger.keep_commit(&commit);
         if commit.part != part {
             return Err(LedgerError::damaged(format!(
                 "`{}` was changed after it was committed",

@@ -11,7 +11,7 @@ use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use bytes::Bytes;
 use chrono::{DateTime, Utc};
@@ -22,7 +22,6 @@ use object_store::{GetOptions, ObjectStore, ObjectStoreExt, PutMode, PutOptions}
 use url::Url;
 
 use super::error::{LedgerError, Result};
-use super::exchange::LOCK_NAME;
 use super::keys::{Id, TMP};
 use super::meaning::{Meaning, meaning};
 use crate::dataset::location::Location;
@@ -31,7 +30,7 @@ use crate::dataset::store_error::cause;
 /// No object of the ledger is larger (a part is a single put of at most 256 MB by plan).
 pub const MAX_OBJECT_BYTES: u64 = 4 << 30;
 /// A stage older than this belongs to nobody alive: a put takes seconds.
-const STAGE_AGE_MAX: Duration = Duration::from_secs(3600);
+pub(super) const STAGE_AGE_MAX: Duration = Duration::from_secs(3600);
 /// Concurrent creates of one key by the start-up probe.
 const PROBE_WRITERS: usize = 4;
 
@@ -432,21 +431,6 @@ impl Store {
         .await
     }
 
-    /// Removes stages that dead runs left: by age, since a live writer needs its stage for seconds. (Would one vanish
-    /// all the same, its put fails and is staged again.)
-    pub async fn clean_stages(&self) -> Result<()> {
-        let Some(folder) = &self.shared.folder else {
-            return Ok(());
-        };
-        let folder = folder.join(TMP);
-        let cleaned = tokio::task::spawn_blocking(move || clean_old_files(&folder, STAGE_AGE_MAX)).await;
-        match cleaned {
-            Ok(Ok(())) => Ok(()),
-            Ok(Err(error)) => Err(LedgerError::stop(format!("cleaning `{}`: {error}", self.address(TMP)))),
-            Err(error) => Err(LedgerError::stop(format!("cleaning `{}`: {error}", self.address(TMP)))),
-        }
-    }
-
     pub(super) fn stage(&self) -> Path {
         let number = self.shared.stages.fetch_add(1, Ordering::Relaxed);
         self.path(&format!("{TMP}/{}-{number}", self.shared.writer))
@@ -580,29 +564,4 @@ fn exists_is_success() -> bool {
 #[cfg(not(feature = "faults"))]
 fn exists_is_success() -> bool {
     false
-}
-
-/// Removes the files directly in `folder` that were last written more than `age` ago.
-fn clean_old_files(folder: &std::path::Path, age: Duration) -> std::io::Result<()> {
-    let entries = match std::fs::read_dir(folder) {
-        Ok(entries) => entries,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
-        Err(error) => return Err(error),
-    };
-    let now = SystemTime::now();
-    for entry in entries {
-        let entry = entry?;
-        // Another run may be cleaning too: a file that is gone is what was wanted.
-        let Ok(meta) = entry.metadata() else { continue };
-        let old = meta
-            .modified()
-            .is_ok_and(|at| now.duration_since(at).is_ok_and(|since| since > age));
-        if meta.is_file() && old && entry.file_name() != LOCK_NAME {
-            match std::fs::remove_file(entry.path()) {
-                Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
-                _ => {}
-            }
-        }
-    }
-    Ok(())
 }

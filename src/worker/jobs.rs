@@ -3,7 +3,10 @@
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{
+    AtomicU64,
+    Ordering::{AcqRel, Relaxed},
+};
 use std::time::Duration;
 
 use tokio::sync::{Mutex, watch};
@@ -65,6 +68,8 @@ pub struct OpenJob {
     pub format: PartFormat,
     /// Device time that this worker has spent on it.
     device_micros: AtomicU64,
+    /// Its shards with rows on the device.
+    running: AtomicU64,
     /// The orders to the job's workers, as far as they were read.
     control: Mutex<Option<Control>>,
     state: watch::Sender<JobState>,
@@ -97,6 +102,7 @@ impl OpenJob {
             format,
             ledger,
             device_micros: AtomicU64::new(0),
+            running: AtomicU64::new(0),
             control: Mutex::new(None),
             state: watch::Sender::new(JobState::Going),
         })
@@ -171,6 +177,31 @@ impl OpenJob {
     /// For messages: its name and output.
     pub fn title(&self) -> String {
         format!("job `{}` ({})", self.ledger.job().name, self.ledger.store().url())
+    }
+}
+
+/// A shard of a job while it has rows on the device.
+pub struct Running {
+    job: Option<Arc<OpenJob>>,
+}
+
+impl Running {
+    pub fn of(job: Arc<OpenJob>) -> Running {
+        job.running.fetch_add(1, AcqRel);
+        Running { job: Some(job) }
+    }
+
+    /// All its rows have come; true: no other shard of the job has rows on the device.
+    pub fn end(mut self) -> bool {
+        self.job.take().is_some_and(|job| job.running.fetch_sub(1, AcqRel) == 1)
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        if let Some(job) = self.job.take() {
+            job.running.fetch_sub(1, AcqRel);
+        }
     }
 }
 

@@ -17,7 +17,7 @@ use crate::ledger::log::ShardLog;
 use crate::queue::Delivery;
 use crate::worker::accounts::write_spend;
 use crate::worker::in_flight::ShardKey;
-use crate::worker::jobs::{JobState, OpenJob, PartFormat};
+use crate::worker::jobs::{JobState, OpenJob, PartFormat, Running};
 use crate::worker::patience::{Pauses, Reaction};
 use crate::worker::stop::Stop;
 use crate::worker::{Worker, assemble, one_line};
@@ -78,6 +78,8 @@ pub(super) async fn tend(
     let key = shard.key;
     let mut ended = Tending {
         worker: &worker,
+        running: Some(Running::of(shard.job.clone())),
+        is_last: false,
         shard: &mut shard,
         stop: &stop,
     }
@@ -137,6 +139,10 @@ async fn give_back(worker: &Worker, deliveries: &[Arc<Delivery>]) -> anyhow::Res
 
 struct Tending<'a> {
     worker: &'a Worker,
+    /// While rows may come.
+    running: Option<Running>,
+    /// When its last row had come, no other shard of the job had rows on the device.
+    is_last: bool,
     shard: &'a mut OpenShard,
     stop: &'a Stop,
 }
@@ -181,6 +187,7 @@ impl Tending<'_> {
                 },
             }
         }
+        self.is_last = self.running.take().is_some_and(Running::end);
         self.append().await?;
         if !self.shard.log.is_complete() {
             end_attempt(self.shard).await?;
@@ -231,7 +238,7 @@ impl Tending<'_> {
     async fn try_publish(&self) -> anyhow::Result<()> {
         let job = &self.shard.job;
         // No end is written for the attempt: strikes on rows that are covered never count.
-        if self.worker.in_flight.of_job(job.number) == 1 {
+        if self.is_last {
             // `_SUCCESS` may follow at once, and it sums up what was spent.
             write_spend(self.worker, job).await?;
         }
