@@ -247,12 +247,15 @@ pub async fn ledger_at(output: &str) -> Result<Ledger, Failure> {
     let here = std::env::current_dir()?;
     let location = Location::parse(output, &here).map_err(Failure::bad_job)?;
     let found = Ledger::open(&location).await?;
-    found.ok_or_else(|| {
-        Failure::bad_job(anyhow::anyhow!(
-            "`{}` holds no job: there is no `_gristmill/job.json`",
-            location.url
-        ))
-    })
+    found.ok_or_else(|| no_job(&location))
+}
+
+/// There is no job at `output`.
+pub fn no_job(output: &Location) -> Failure {
+    Failure::bad_job(anyhow::anyhow!(
+        "`{}` holds no job: there is no `_gristmill/job.json`",
+        output.url
+    ))
 }
 
 /// The report of a job as its ledger tells it.

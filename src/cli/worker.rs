@@ -1,6 +1,6 @@
 //! `gristmill worker`: works on the shards that a queue names, of all jobs of one model.
 
-use std::path::PathBuf;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -8,7 +8,7 @@ use anyhow::Context;
 use serde::Serialize;
 
 use crate::cli::args::WorkerArgs;
-use crate::cli::door::{ledger_at, model_dir};
+use crate::cli::door::{model_dir, no_job};
 use crate::cli::exit::{Exit, Failure, one_line};
 use crate::cli::outfit::{LoadedModel, STEP_MAX, render_threads, stop_on_signals};
 use crate::dataset::location::Location;
@@ -28,6 +28,8 @@ use crate::worker::{self, Parts, Until, Worker, liveness, spot};
 
 /// How long to wait for the first message before looking around.
 const RECEIVE_WAIT: Duration = Duration::from_secs(1);
+/// Before a message that points at nothing is passed on.
+const PASS_ON_PAUSE: Duration = Duration::from_secs(1);
 /// Letters of a host's name that fit into a worker's.
 const NAME_MAX: usize = 40;
 
@@ -46,10 +48,7 @@ pub async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
         ..queue::Settings::default()
     };
     let queue = queue::connect(&url, &settings).await?;
-    let mut watched = Vec::new();
-    for output in &args.job {
-        watched.push(ledger_at(output).await?);
-    }
+    let watched = watched(&args, &stop).await?;
     let Some(wanted) = wanted_model(&args, &queue, &watched, &stop).await? else {
         return ended_early(&args, &stop);
     };
@@ -155,6 +154,29 @@ fn asked_precision(word: &str) -> Precision {
     }
 }
 
+/// The ledgers of `--job`.
+async fn watched(args: &WorkerArgs, stop: &Stop) -> Result<Vec<Ledger>, Failure> {
+    let here = std::env::current_dir()?;
+    let mut ledgers = Vec::new();
+    for output in &args.job {
+        let location = Location::parse(output, &here).map_err(Failure::bad_job)?;
+        let ledger = open_patiently(&location, stop).await?;
+        ledgers.push(ledger.ok_or_else(|| no_job(&location))?);
+    }
+    Ok(ledgers)
+}
+
+/// The ledger of the job at `output`, however long the store is away; `None`: there is none.
+async fn open_patiently(output: &Location, stop: &Stop) -> Result<Option<Ledger>, Failure> {
+    let (patience, mut pauses) = (Patience::new(true), Pauses::default());
+    loop {
+        match Ledger::open(output).await {
+            Ok(opened) => return Ok(opened),
+            Err(error) => patience.bear(error.into(), &mut pauses, stop).await?,
+        }
+    }
+}
+
 /// The job of the first message that points at one.
 async fn first_job(args: &WorkerArgs, queue: &Arc<dyn Queue>, stop: &Stop) -> Result<Option<Ledger>, Failure> {
     let patience = Patience::new(true);
@@ -174,19 +196,11 @@ async fn first_job(args: &WorkerArgs, queue: &Arc<dyn Queue>, stop: &Stop) -> Re
             }
             continue;
         };
-        let output = match Location::parse(&delivery.message.output, &PathBuf::from("/")) {
-            Ok(output) => output,
+        let opened = match Location::parse(&delivery.message.output, Path::new("/")) {
+            Ok(output) => open_patiently(&output, stop).await?,
             Err(error) => {
-                tracing::warn!("a message is dropped: {}", one_line(&error.into()));
-                queue.acknowledge(&delivery).await?;
-                continue;
-            }
-        };
-        let mut pauses = Pauses::default();
-        let opened = loop {
-            match Ledger::open(&output).await {
-                Ok(opened) => break opened,
-                Err(error) => patience.bear(error.into(), &mut pauses, stop).await?,
+                tracing::warn!("{}", one_line(&error.into()));
+                None
             }
         };
         match opened {
@@ -195,8 +209,9 @@ async fn first_job(args: &WorkerArgs, queue: &Arc<dyn Queue>, stop: &Stop) -> Re
                 return Ok(Some(ledger));
             }
             None => {
-                tracing::warn!("a message is dropped: `{}` holds no job", delivery.message.output);
-                queue.acknowledge(&delivery).await?;
+                tracing::warn!("a message is passed on: `{}` holds no job", delivery.message.output);
+                tokio::time::sleep(PASS_ON_PAUSE).await;
+                queue.pass_on(&delivery).await?;
             }
         }
     }

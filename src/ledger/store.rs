@@ -344,6 +344,10 @@ impl Store {
     /// Once per process and output: what has passed is not asked again.
     pub async fn check(&self) -> Result<()> {
         self.clean_stages().await?;
+        if self.unconditional() || exists_is_success() {
+            // Control experiments: this check would be the first to notice.
+            return Ok(());
+        }
         let passed = || CHECKED.lock().unwrap_or_else(PoisonError::into_inner);
         // Two stores in memory can have one address.
         let lasting = self.shared.url.scheme() != "memory";

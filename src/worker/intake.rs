@@ -247,12 +247,8 @@ impl Intake {
                 Ok(None)
             }
             Heard::Job(job) => Ok(Some((job, delivery))),
-            Heard::Stale(why) => {
-                tracing::warn!("a message is dropped: {why}");
-                worker.queue.acknowledge(&delivery).await?;
-                Ok(None)
-            }
-            Heard::NotOurs(why) => {
+            // Another worker may reach a store that this one does not: never drop what cannot be found here.
+            Heard::Stale(why) | Heard::NotOurs(why) => {
                 let Delivery { message, hops, .. } = &delivery;
                 tracing::warn!(
                     "shard {} of `{}` is passed on (hop {}): {why}",

@@ -210,8 +210,8 @@ pub enum Heard {
     Job(Arc<OpenJob>),
     /// A worker with another model, or a newer gristmill, must have it: why.
     NotOurs(Arc<str>),
-    /// There is no such job (any more): why.
-    Stale(String),
+    /// There is no such job (any more), as far as this worker can see: why.
+    Stale(Arc<str>),
 }
 
 /// The jobs that this worker has heard of. See the module's description.
@@ -266,18 +266,21 @@ impl Jobs {
         }
         let output = match Location::parse(&message.output, Path::new("/")) {
             Ok(output) => output,
-            Err(error) => return Ok(Heard::Stale(crate::report::one_line(&error.into()))),
+            Err(error) => return Ok(Heard::Stale(crate::report::one_line(&error.into()).into())),
         };
         let Some(ledger) = Ledger::open(&output).await? else {
-            return Ok(Heard::Stale(format!("`{}` holds no job", message.output)));
+            return Ok(Heard::Stale(format!("`{}` holds no job", message.output).into()));
         };
         if ledger.job().job.as_str() != message.job {
-            return Ok(Heard::Stale(format!(
-                "`{}` belongs to job {} now, not to {}",
-                message.output,
-                ledger.job().job,
-                message.job
-            )));
+            return Ok(Heard::Stale(
+                format!(
+                    "`{}` belongs to job {} now, not to {}",
+                    message.output,
+                    ledger.job().job,
+                    message.job
+                )
+                .into(),
+            ));
         }
         let ledger = if ledger.generation() == message.generation {
             ledger
