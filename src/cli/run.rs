@@ -97,7 +97,8 @@ async fn resume_if_extended(opened: &Opened, ledger: &Ledger) -> Result<Option<S
         return Ok(None);
     };
     if stopped == StopWhy::Cancelled {
-        return Ok(Some(stopped));
+        // A closing job goes on until its unfinished rows are rows of the output.
+        return Ok((!control.closes()).then_some(stopped));
     }
     let spent = ledger.spent().await?;
     let budget = &opened.job.budget;
@@ -116,7 +117,7 @@ async fn resume_if_extended(opened: &Opened, ledger: &Ledger) -> Result<Option<S
             })
             .await?;
     }
-    Ok(reached)
+    Ok(reached.filter(|_| !control.closes()))
 }
 
 /// Builds the worker and runs it; why it ended before the job was done.
@@ -136,7 +137,7 @@ async fn work(
         &args.engine,
     )?;
     let jobs = Jobs::new(loaded.model);
-    let job = match jobs.add(ledger.clone()).await? {
+    let job = match jobs.add(ledger.clone()).await {
         Heard::Job(job) => job,
         Heard::NotOurs(why) => return Err(Failure::bad_job(anyhow::anyhow!("{}: {why}", opened.job.file))),
         Heard::Stale(why) => return Err(Failure::from(anyhow::anyhow!(why))),
@@ -176,7 +177,7 @@ async fn work(
     })?;
     Ok(why.or(match job.state() {
         JobState::Stopped(why) | JobState::Closing(why) => Some(why.into()),
-        JobState::Going => None,
+        JobState::Going | JobState::Unreadable => None,
     }))
 }
 

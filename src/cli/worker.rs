@@ -48,8 +48,8 @@ pub async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
         ..queue::Settings::default()
     };
     let queue = queue::connect(&url, &settings).await?;
-    let watched = watched(&args, &stop).await?;
-    let Some(wanted) = wanted_model(&args, &queue, &watched, &stop).await? else {
+    let mut watched = watched(&args, &stop).await?;
+    let Some(wanted) = wanted_model(&args, &queue, &mut watched, &stop).await? else {
         return ended_early(&args, &stop);
     };
     let hash = wanted.files.hash().map_err(Failure::bad_job)?;
@@ -120,7 +120,7 @@ async fn signs_of_life(args: &WorkerArgs, pulse: &Arc<Pulse>) -> Result<(), Fail
 async fn wanted_model(
     args: &WorkerArgs,
     queue: &Arc<dyn Queue>,
-    watched: &[Ledger],
+    watched: &mut Vec<Ledger>,
     stop: &Stop,
 ) -> Result<Option<Wanted>, Failure> {
     if let Some(dir) = &args.model {
@@ -130,11 +130,11 @@ async fn wanted_model(
             context: args.context,
         }));
     }
-    let ledger = match watched.first() {
-        Some(ledger) => Some(ledger.clone()),
-        None => first_job(args, queue, stop).await?,
-    };
-    let Some(ledger) = ledger else {
+    if watched.is_empty() {
+        // Heard of is heard of: another worker may have its shards, but it must be done before this one is idle.
+        watched.extend(first_job(args, queue, stop).await?);
+    }
+    let Some(ledger) = watched.first() else {
         return Ok(None);
     };
     let job: Job = serde_json::from_value(ledger.job().resolved.clone())?;
@@ -197,22 +197,21 @@ async fn first_job(args: &WorkerArgs, queue: &Arc<dyn Queue>, stop: &Stop) -> Re
             continue;
         };
         let opened = match Location::parse(&delivery.message.output, Path::new("/")) {
-            Ok(output) => open_patiently(&output, stop).await?,
-            Err(error) => {
-                tracing::warn!("{}", one_line(&error.into()));
-                None
-            }
+            Ok(output) => open_patiently(&output, stop).await,
+            Err(error) => Err(Failure::from(error)),
         };
-        match opened {
-            Some(ledger) => {
+        let why = match opened {
+            Ok(Some(ledger)) => {
                 queue.give_back(&delivery).await?;
                 return Ok(Some(ledger));
             }
-            None => {
-                tracing::warn!("a message is passed on: `{}` holds no job", delivery.message.output);
-                tokio::time::sleep(PASS_ON_PAUSE).await;
-                queue.pass_on(&delivery).await?;
-            }
+            Ok(None) => "it holds no job".to_string(),
+            Err(failure) => one_line(&failure.error),
+        };
+        if !stop.is_set() {
+            tracing::warn!("a message is passed on: `{}`: {why}", delivery.message.output);
+            tokio::time::sleep(PASS_ON_PAUSE).await;
+            queue.pass_on(&delivery).await?;
         }
     }
     Ok(None)

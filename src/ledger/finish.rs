@@ -57,7 +57,10 @@ impl Ledger {
                 if self.committed_shards(block).await?.len() < self.block_shards(block).len() {
                     return Ok(None);
                 }
-                self.close_block(block).await?;
+                // A message that comes again must not cost a block's worth of reads.
+                if self.store().stamp(&self.keys().digest(block)).await?.is_none() {
+                    self.close_block(block).await?;
+                }
             }
             None => {
                 if let Some(success) = self.success().await? {

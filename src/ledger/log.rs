@@ -50,6 +50,8 @@ pub struct ShardLog {
     /// Names this worker's data objects: the attempt begun last.
     attempt: Id,
     data_objects: u32,
+    /// An attempt whose create was never settled.
+    beginning: Option<AttemptRecord>,
     /// What this worker uploaded, by name.
     pub(super) kept: HashMap<String, Bytes>,
     /// A record whose create was never settled: frozen until something stands at its index.
@@ -107,6 +109,7 @@ impl ShardLog {
             last_progress: None,
             attempt: Id::random()?,
             data_objects: 0,
+            beginning: None,
             kept: HashMap::new(),
             pending: None,
         };
@@ -240,18 +243,27 @@ impl ShardLog {
                 "`{worker}` cannot be a worker's name: letters, digits, `-`, `_`"
             )));
         }
-        let attempt = Id::random()?;
-        let record = AttemptRecord {
-            v: VERSION,
-            job: self.ledger.job().job.clone(),
-            shard: self.shard,
-            attempt: attempt.clone(),
-            worker: worker.to_string(),
-            rows: rows.clone(),
-            alone,
+        // After an error nobody knows whether the record stands: the same one is tried again, lest one outage look like
+        // several attempts that never ended.
+        let unsettled = self.beginning.take().filter(|r| r.rows == *rows && r.alone == alone);
+        let record = match unsettled {
+            Some(record) => record,
+            None => AttemptRecord {
+                v: VERSION,
+                job: self.ledger.job().job.clone(),
+                shard: self.shard,
+                attempt: Id::random()?,
+                worker: worker.to_string(),
+                rows: rows.clone(),
+                alone,
+            },
         };
+        let attempt = record.attempt.clone();
         let key = self.ledger.keys().attempt(self.shard, &attempt);
-        self.create_own(&key, encode(&record)?).await?;
+        let bytes = encode(&record)?;
+        self.beginning = Some(record.clone());
+        self.create_own(&key, bytes).await?;
+        self.beginning = None;
         let view = AttemptView {
             attempt: attempt.clone(),
             worker: record.worker,

@@ -9,7 +9,7 @@ use std::time::Duration;
 use chrono::TimeDelta;
 use tokio::time::{Instant, MissedTickBehavior};
 
-use crate::ledger::{Terms, Unfinished};
+use crate::ledger::{StopWhy, Terms, Unfinished};
 use crate::worker::Worker;
 use crate::worker::jobs::{JobState, OpenJob};
 use crate::worker::limits::Limits;
@@ -26,13 +26,11 @@ struct Account {
     others_seconds: f64,
     /// The job's age at the last look, by the store's clock, and when that was.
     age: (Duration, Instant),
-    /// Of our own spending, what is written down.
-    written_seconds: f64,
 }
 
 /// Looks at the jobs that are worked on each log interval, until `stop` is set.
 pub(super) async fn run(worker: Arc<Worker>, stop: Stop) -> anyhow::Result<()> {
-    let mut accounts: HashMap<u32, Account> = HashMap::new();
+    let mut accounts: HashMap<u32, Option<Account>> = HashMap::new();
     let mut looks = tokio::time::interval(worker.options.log_interval);
     let mut budgets = tokio::time::interval(BUDGET_EVERY.min(worker.options.log_interval));
     for ticks in [&mut looks, &mut budgets] {
@@ -48,26 +46,31 @@ pub(super) async fn run(worker: Arc<Worker>, stop: Stop) -> anyhow::Result<()> {
         let jobs = worker.jobs.open().await;
         accounts.retain(|number, _| jobs.iter().any(|job| job.number == *number));
         for job in jobs {
-            let known = accounts.get(&job.number);
             // A job is looked at as soon as it is heard of; one that nobody here works on needs no further looks.
-            let busy = worker.in_flight.of_job(job.number) > 0
-                || known.is_some_and(|account| job.device_seconds() > account.written_seconds);
-            let looked = match known {
-                Some(account) if !due || !busy => enforce(&job, account).await,
-                known => match look(&worker, &job, known).await {
-                    Ok(account) => {
-                        let enforced = enforce(&job, &account).await;
-                        accounts.insert(job.number, account);
+            let busy = worker.in_flight.of_job(job.number) > 0 || job.owes();
+            let looked = match accounts.get_mut(&job.number) {
+                Some(known) if !due || !busy => match known {
+                    Some(account) => enforce(&job, account).await,
+                    None => Ok(()),
+                },
+                _ => match look(&worker, &job).await {
+                    Ok(mut account) => {
+                        let enforced = enforce(&job, &mut account).await;
+                        accounts.insert(job.number, Some(account));
                         enforced
                     }
-                    Err(error) => Err(error),
+                    Err(error) => {
+                        accounts.entry(job.number).or_insert(None);
+                        Err(error)
+                    }
                 },
             };
             match looked.map_err(|error| (worker.patience.reaction(&error), error)) {
                 Ok(()) => {}
                 Err((Reaction::Wait, error)) => worker.patience.say(&error),
                 Err((Reaction::LeaveShard, error)) => {
-                    tracing::warn!("{}: {}", job.title(), crate::report::one_line(&error));
+                    tracing::warn!("{} is left to others: {}", job.title(), crate::report::one_line(&error));
+                    job.set_unreadable();
                 }
                 Err((Reaction::End, error)) => return Err(error),
             }
@@ -75,20 +78,10 @@ pub(super) async fn run(worker: Arc<Worker>, stop: Stop) -> anyhow::Result<()> {
     }
 }
 
-/// Writes what was spent on a job since the last time.
-pub(super) async fn write_spend(worker: &Worker, job: &OpenJob) -> anyhow::Result<()> {
-    let seconds = job.device_seconds();
-    job.ledger.write_spend(&worker.name, seconds).await?;
-    Ok(())
-}
-
 /// Writes what we spent, reads the orders and what others spent.
-async fn look(worker: &Worker, job: &OpenJob, known: Option<&Account>) -> anyhow::Result<Account> {
-    let seconds = job.device_seconds();
+async fn look(worker: &Worker, job: &OpenJob) -> anyhow::Result<Account> {
     // The first look writes too: others reckon with every worker that is at it.
-    if known.is_none_or(|account| seconds > account.written_seconds) {
-        job.ledger.write_spend(&worker.name, seconds).await?;
-    }
+    job.write_spend(&worker.name).await?;
     let terms = job.refresh().await?;
     let spent = job.ledger.spent().await?;
     let interval = worker.options.log_interval;
@@ -98,22 +91,27 @@ async fn look(worker: &Worker, job: &OpenJob, known: Option<&Account>) -> anyhow
         terms,
         others_seconds: spent.device_seconds_of_others(&worker.name) + ahead,
         age: (job.ledger.age(&spent), Instant::now()),
-        written_seconds: seconds,
     })
 }
 
 /// Orders a stop where budget or deadline are reached.
-async fn enforce(job: &OpenJob, account: &Account) -> anyhow::Result<()> {
-    if job.state() != JobState::Going {
+async fn enforce(job: &OpenJob, account: &mut Account) -> anyhow::Result<()> {
+    if job.state() != JobState::Going || reached(job, account).is_none() {
         return Ok(());
     }
-    let (age, at) = account.age;
-    let limits = Limits::of(&account.terms, job.ledger.job().usd_per_hour);
-    match limits.reached(account.others_seconds + job.device_seconds(), age + at.elapsed()) {
-        Some(why) => {
+    // The terms that we know may be old: an order that gives more must not be answered with a stop.
+    account.terms = job.refresh().await?;
+    match reached(job, account) {
+        Some(why) if job.state() == JobState::Going => {
             job.order_stop(why, account.terms.unfinished == Unfinished::Expire)
                 .await
         }
-        None => Ok(()),
+        _ => Ok(()),
     }
+}
+
+fn reached(job: &OpenJob, account: &Account) -> Option<StopWhy> {
+    let (age, at) = account.age;
+    Limits::of(&account.terms, job.ledger.job().usd_per_hour)
+        .reached(account.others_seconds + job.device_seconds(), age + at.elapsed())
 }

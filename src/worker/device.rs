@@ -1,7 +1,9 @@
 //! The thread that owns the device: takes ready shards, steps the engine, hands finished rows on. It never awaits.
 
 use std::collections::{HashMap, VecDeque};
+use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -36,6 +38,7 @@ pub(super) async fn run(
                 assembler: Assembler::default(),
                 backlog: VecDeque::new(),
                 jobs: HashMap::new(),
+                tries: Vec::new(),
                 tokens: Tokens::default(),
             };
             // Where the keeper has gone, its own error says why.
@@ -64,7 +67,17 @@ struct Device {
     backlog: VecDeque<(ShardKey, ReadyRow)>,
     /// Jobs with rows here, by number.
     jobs: HashMap<u32, Arc<OpenJob>>,
+    /// Tries whose rows may be here.
+    tries: Vec<Try>,
     tokens: Tokens,
+}
+
+/// A try at a shard's rows.
+#[derive(Debug)]
+struct Try {
+    job: u32,
+    rows: Range<u64>,
+    unwanted: Arc<AtomicBool>,
 }
 
 /// Tokens that were computed, and those of them that went into finished rows.
@@ -102,16 +115,16 @@ impl Device {
             let shard = match ready.try_recv() {
                 Ok(shard) => Some(shard),
                 Err(TryRecvError::Disconnected) => None,
-                Err(TryRecvError::Empty) if self.engine.is_idle() => ready.blocking_recv(),
+                Err(TryRecvError::Empty) if self.engine.is_idle() => {
+                    // Nothing is here: finished jobs need not be kept open for our sake.
+                    self.tries.clear();
+                    self.jobs.clear();
+                    ready.blocking_recv()
+                }
                 Err(TryRecvError::Empty) => break,
             };
             match shard {
-                Some(ReadyShard { key, job, rows }) => {
-                    self.jobs.insert(key.job, job);
-                    self.backlog.extend(rows.into_iter().map(|row| (key, row)));
-                    // It may have been given back while it waited here.
-                    self.cancel();
-                }
+                Some(shard) => self.take(shard),
                 None => *more = false,
             }
         }
@@ -153,9 +166,34 @@ impl Device {
         }
     }
 
+    fn take(&mut self, shard: ReadyShard) {
+        // Rows of an earlier try at the same shard go first.
+        self.cancel();
+        let ReadyShard {
+            key,
+            job,
+            range,
+            rows,
+            unwanted,
+        } = shard;
+        if unwanted.load(Ordering::Acquire) {
+            return;
+        }
+        self.jobs.insert(key.job, job);
+        self.tries.push(Try {
+            job: key.job,
+            rows: range,
+            unwanted,
+        });
+        self.backlog.extend(rows.into_iter().map(|row| (key, row)));
+    }
+
     /// Drops rows that nobody wants any more.
     fn cancel(&mut self) {
-        for (job, rows) in self.worker.cancels.take() {
+        let dropped = self
+            .tries
+            .extract_if(.., |shard| shard.unwanted.load(Ordering::Acquire));
+        for Try { job, rows, .. } in dropped {
             self.backlog
                 .retain(|(key, row)| key.job != job || !rows.contains(&row.row));
             self.engine.cancel(job, &|row| rows.contains(&row));

@@ -29,6 +29,8 @@ const RECEIVE_WAIT: Duration = Duration::from_millis(250);
 /// Between two looks at the ledgers while nothing comes; doubles up to the second.
 const IDLE_LOOK_MIN: Duration = Duration::from_millis(500);
 const IDLE_LOOK_MAX: Duration = Duration::from_secs(60);
+/// Between two looks at a device that hangs.
+const HANG_LOOK: Duration = Duration::from_secs(1);
 /// Before a message for others is passed on: it must not spin among workers that cannot use it.
 const PASS_ON_PAUSE: Duration = Duration::from_secs(5);
 
@@ -95,6 +97,10 @@ impl Intake {
 
     /// May be dropped anywhere: a delivery in hand goes back to the queue by being dropped.
     async fn find(&self, idle: &mut Idle) -> anyhow::Result<Found<'_>> {
+        while !self.worker.pulse.is_alive() {
+            // The device hangs: others shall have what is left.
+            tokio::time::sleep(HANG_LOOK).await;
+        }
         // A place first: what cannot be begun is better in another worker's hands.
         let place = self.places.clone().acquire_owned().await?;
         crate::failpoint!("intake.before-receive");
@@ -178,6 +184,7 @@ impl Intake {
             at_device,
         } = begun;
         let (key, job) = (shard.key, shard.job.clone());
+        let (range, unwanted) = (shard.log.rows(), shard.unwanted.clone());
         if at_device.is_some() {
             crate::failpoint!("intake.before-attempt");
             let mut pauses = Pauses::default();
@@ -195,7 +202,13 @@ impl Intake {
         }
         in_hand.hand_on();
         if let Some(at_device) = at_device {
-            at_device.send(ReadyShard { key, job, rows });
+            at_device.send(ReadyShard {
+                key,
+                job,
+                range,
+                rows,
+                unwanted,
+            });
         }
         Ok(Ok(()))
     }
@@ -237,10 +250,17 @@ impl Intake {
                 Err(error) if worker.patience.reaction(&error) == Reaction::LeaveShard => {
                     break Heard::NotOurs(one_line(&error).into());
                 }
-                Err(error) => worker.patience.bear(error, &mut pauses, &self.stop).await?,
+                Err(error) => {
+                    worker.queue.extend(&delivery, worker.pulse.patience()).await?;
+                    worker.patience.bear(error, &mut pauses, &self.stop).await?;
+                }
             }
         };
         match heard {
+            Heard::Job(job) if job.state() == JobState::Unreadable => {
+                worker.pass_on_later(vec![Arc::new(delivery)], PASS_ON_PAUSE);
+                Ok(None)
+            }
             Heard::Job(job) if self.is_stopped(&job).await? => {
                 // Who extends the job enqueues its shards again.
                 worker.queue.acknowledge(&delivery).await?;
@@ -305,6 +325,7 @@ impl Intake {
             carry: RecordBatch::new_empty(job.output.schema()),
             _permit: permit,
             pending: Vec::new(),
+            unwanted: Arc::default(),
             log,
         };
         if shard.log.is_complete() {

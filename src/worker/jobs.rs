@@ -42,6 +42,8 @@ pub enum JobState {
     Stopped(StopWhy),
     /// No further rows run; what is unfinished is published as `cancelled` or `expired`.
     Closing(StopWhy),
+    /// Its orders cannot be read by this gristmill: other workers shall go on with it.
+    Unreadable,
 }
 
 impl JobState {
@@ -50,9 +52,17 @@ impl JobState {
         match self {
             JobState::Closing(StopWhy::Cancelled) => Some(RowStatus::Cancelled),
             JobState::Closing(StopWhy::Budget | StopWhy::Deadline) => Some(RowStatus::Expired),
-            JobState::Going | JobState::Stopped(_) => None,
+            JobState::Going | JobState::Stopped(_) | JobState::Unreadable => None,
         }
     }
+}
+
+/// A worker's spending on a job.
+#[derive(Debug, Default)]
+pub struct Spending {
+    micros: AtomicU64,
+    /// One more than what is written down; 0: nothing is.
+    written: AtomicU64,
 }
 
 /// A job (in one of its generations), ready to be worked on.
@@ -66,8 +76,8 @@ pub struct OpenJob {
     pub eos: Arc<[u32]>,
     pub output: OutputSchema,
     pub format: PartFormat,
-    /// Device time that this worker has spent on it.
-    device_micros: AtomicU64,
+    /// What this worker has spent on the job, in all its generations.
+    spending: Arc<Spending>,
     /// Its shards with rows on the device.
     running: AtomicU64,
     /// The orders to the job's workers, as far as they were read.
@@ -80,7 +90,7 @@ impl OpenJob {
     ///
     /// # Errors
     /// The record is not one of a job that this gristmill can read; the caller has asked [`Model::refuses`] before.
-    pub fn new(number: u32, ledger: Ledger, model: &Model) -> anyhow::Result<OpenJob> {
+    pub fn new(number: u32, ledger: Ledger, model: &Model, spending: Arc<Spending>) -> anyhow::Result<OpenJob> {
         let record = ledger.job();
         let job: Job = serde_json::from_value(record.resolved.clone())?;
         let renderer = model.files.renderer(&job, &Stream::of(&job, &ledger))?;
@@ -101,7 +111,7 @@ impl OpenJob {
             output,
             format,
             ledger,
-            device_micros: AtomicU64::new(0),
+            spending,
             running: AtomicU64::new(0),
             control: Mutex::new(None),
             state: watch::Sender::new(JobState::Going),
@@ -137,6 +147,11 @@ impl OpenJob {
         Ok(())
     }
 
+    /// Its orders cannot be read.
+    pub fn set_unreadable(&self) {
+        self.state.send_replace(JobState::Unreadable);
+    }
+
     fn obey(&self, control: Option<&Control>) -> Terms {
         let state = match control.and_then(Control::holds) {
             Some(Order::Stop { why, close: true }) => JobState::Closing(*why),
@@ -166,12 +181,29 @@ impl OpenJob {
 
     /// Counts device time that was spent on this job's rows.
     pub fn add_device_time(&self, time: Duration) {
-        self.device_micros.fetch_add(time.as_micros() as u64, Relaxed);
+        self.spending.micros.fetch_add(time.as_micros() as u64, Relaxed);
     }
 
     /// Device seconds that this worker has spent on the job.
     pub fn device_seconds(&self) -> f64 {
-        self.device_micros.load(Relaxed) as f64 / 1e6
+        self.spending.micros.load(Relaxed) as f64 / 1e6
+    }
+
+    /// Writes what this worker has spent on the job down, unless that stands already or (but for the first time) nothing was.
+    pub async fn write_spend(&self, worker: &str) -> anyhow::Result<()> {
+        let micros = self.spending.micros.load(Relaxed);
+        if self.spending.written.load(Relaxed) > micros {
+            return Ok(());
+        }
+        self.ledger.write_spend(worker, micros as f64 / 1e6).await?;
+        self.spending.written.store(micros + 1, Relaxed);
+        Ok(())
+    }
+
+    /// Whether something was spent since it was written down last.
+    pub fn owes(&self) -> bool {
+        let micros = self.spending.micros.load(Relaxed);
+        micros > 0 && self.spending.written.load(Relaxed) <= micros
     }
 
     /// For messages: its name and output.
@@ -224,6 +256,8 @@ pub struct Jobs {
 struct Known {
     jobs: HashMap<(String, String, u32), Entry>,
     next_number: u32,
+    /// By job id, over generations and re-openings.
+    spendings: HashMap<String, Arc<Spending>>,
 }
 
 enum Entry {
@@ -245,10 +279,11 @@ impl Jobs {
     }
 
     /// A job whose ledger is open already.
-    pub async fn add(&self, ledger: Ledger) -> anyhow::Result<Heard> {
+    pub async fn add(&self, ledger: Ledger) -> Heard {
         let mut known = self.known.lock().await;
         let (output, job) = (ledger.store().url().to_string(), ledger.job().job.to_string());
-        known.take((output, job, ledger.generation()), ledger, &self.model)
+        let key = (output, job, ledger.generation());
+        known.take(key, ledger, &self.model)
     }
 
     /// The job that a message points at, from memory or from its ledger.
@@ -287,7 +322,7 @@ impl Jobs {
         } else {
             ledger.at(message.generation).await?
         };
-        known.take(key, ledger, &self.model)
+        Ok(known.take(key, ledger, &self.model))
     }
 
     /// All that are open.
@@ -305,7 +340,7 @@ impl Known {
         })
     }
 
-    fn take(&mut self, key: (String, String, u32), ledger: Ledger, model: &Model) -> anyhow::Result<Heard> {
+    fn take(&mut self, key: (String, String, u32), ledger: Ledger, model: &Model) -> Heard {
         if self.jobs.len() >= OPEN_MAX {
             // What nobody holds can be opened again.
             self.jobs
@@ -315,14 +350,21 @@ impl Known {
         let opened = match refused {
             Some(why) => Err(why),
             None => {
-                let job = OpenJob::new(self.next_number, ledger, model)?;
-                match self.misfit(&job, model) {
-                    Some(why) => Err(why),
-                    None => Ok(Arc::new(job)),
+                let spending = self.spendings.entry(key.1.clone()).or_default().clone();
+                match OpenJob::new(self.next_number, ledger, model, spending) {
+                    Ok(job) => match self.misfit(&job, model) {
+                        Some(why) => Err(why),
+                        None => Ok(Arc::new(job)),
+                    },
+                    // Written by another version of gristmill, most likely.
+                    Err(error) => Err(format!(
+                        "this gristmill cannot open it: {}",
+                        crate::report::one_line(&error)
+                    )),
                 }
             }
         };
-        Ok(match opened {
+        match opened {
             Ok(job) => {
                 self.next_number += 1;
                 self.jobs.insert(key, Entry::Open(job.clone()));
@@ -333,7 +375,7 @@ impl Known {
                 self.jobs.insert(key, Entry::NotOurs(why.clone()));
                 Heard::NotOurs(why)
             }
-        })
+        }
     }
 
     /// What keeps an opened job from this model after all.

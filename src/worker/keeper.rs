@@ -10,12 +10,13 @@ use tokio::task::JoinSet;
 use tokio::time::MissedTickBehavior;
 
 use crate::queue::Recall;
-use crate::worker::accounts::write_spend;
 use crate::worker::in_flight::ShardKey;
 use crate::worker::shard::{OpenShard, Tell, tend};
-use crate::worker::stop::Stop;
-use crate::worker::{Kept, Worker};
+use crate::worker::stop::{Stop, Why};
+use crate::worker::{Kept, Worker, one_line};
 
+/// How long the device may go on after a stop before the keeper leaves without its last word.
+const LAST_STEP: Duration = Duration::from_secs(15);
 /// How often the queue hears of the shards in hand.
 const EXTEND_EVERY: Duration = Duration::from_secs(2);
 
@@ -51,19 +52,43 @@ impl Keeper {
         let mut extends = tokio::time::interval(EXTEND_EVERY);
         extends.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let queue = self.worker.queue.clone();
+        let stop = self.stop.clone();
+        let mut first_error = None;
+        let mut stopping = false;
+        let last_step = async {
+            stop.wait().await;
+            tokio::time::sleep(LAST_STEP).await;
+        };
+        tokio::pin!(last_step);
         loop {
             tokio::select! {
                 message = kept.recv() => match message {
                     Some(Kept::Opened(shard)) => self.open(*shard),
                     Some(Kept::Row(key, row)) => self.tell(key, Tell::Row(row)),
                     Some(Kept::DeviceLeft) => self.device_left = true,
-                    None => return Ok(()),
+                    None => break,
                 },
-                Some(ended) = self.tasks.join_next() => self.ended(ended)?,
+                Some(ended) = self.tasks.join_next() => if let Err(error) = self.ended(ended) {
+                    // The others' rows are sound: they are logged and given back in good order.
+                    first_error.get_or_insert(error);
+                    self.stop.set(Why::Failed);
+                },
+                () = stop.wait(), if !stopping => {
+                    stopping = true;
+                    // The device may be long over its step: what is finished must not wait for that.
+                    for shard in self.shards.values() {
+                        let _ = shard.send(Tell::Flush);
+                    }
+                }
+                () = &mut last_step => {
+                    self.device_left |= self.worker.pulse.is_alive();
+                    break;
+                }
                 recall = queue.recalled() => self.recall(recall),
                 _ = extends.tick() => self.extend().await?,
             }
         }
+        first_error.map_or(Ok(()), Err)
     }
 
     fn open(&mut self, shard: OpenShard) {
@@ -131,11 +156,18 @@ impl Keeper {
         while let Some(ended) = self.tasks.join_next().await {
             first_error = first_error.or(self.ended(ended).err());
         }
-        for job in self.worker.jobs.open().await {
-            if job.device_seconds() > 0.0 {
-                first_error = first_error.or(write_spend(&self.worker, &job).await.err());
+        let jobs = self.worker.jobs.open().await;
+        let debts = jobs.iter().filter(|job| job.owes()).map(|job| async {
+            if let Err(error) = job.write_spend(&self.worker.name).await {
+                tracing::warn!(
+                    "{}: {:.1} device seconds were not written down: {}",
+                    job.title(),
+                    job.device_seconds(),
+                    one_line(&error)
+                );
             }
-        }
+        });
+        futures::future::join_all(debts).await;
         first_error.map_or(Ok(()), Err)
     }
 }

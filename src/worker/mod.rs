@@ -16,7 +16,6 @@
 
 mod accounts;
 pub mod assemble;
-mod cancels;
 mod device;
 pub mod in_flight;
 mod intake;
@@ -32,7 +31,9 @@ mod shard;
 pub mod spot;
 pub mod stop;
 
+use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use tokio::sync::{mpsc, watch};
@@ -45,11 +46,10 @@ use crate::ledger::Ledger;
 use crate::queue::{Delivery, Queue};
 use crate::report::meter::Meter;
 use crate::report::one_line;
-use crate::worker::cancels::Cancels;
 use crate::worker::in_flight::{InFlight, ShardKey};
 use crate::worker::jobs::{JobState, Jobs, OpenJob};
 pub use crate::worker::limits::Limits;
-use crate::worker::patience::Patience;
+use crate::worker::patience::{Patience, Reaction};
 use crate::worker::pulse::Pulse;
 use crate::worker::stop::{Stop, Why};
 
@@ -73,8 +73,6 @@ pub struct Worker {
     /// Rendering and tokenizing have threads of their own: the device's sampling must not wait for them.
     pub render_threads: rayon::ThreadPool,
     pub options: Options,
-    /// Rows that the device need not finish.
-    cancels: Cancels,
     shards_done: watch::Sender<u64>,
 }
 
@@ -121,7 +119,11 @@ pub struct Parts {
 struct ReadyShard {
     key: ShardKey,
     job: Arc<OpenJob>,
+    /// The shard's rows, all of them.
+    range: Range<u64>,
     rows: Vec<ReadyRow>,
+    /// Set when nobody wants the rows any more: the shard was given back, stopped or closed.
+    unwanted: Arc<AtomicBool>,
 }
 
 /// A row that can go to the device as it is.
@@ -167,7 +169,6 @@ impl Worker {
             pulse,
             render_threads,
             options,
-            cancels: Cancels::default(),
             shards_done: watch::Sender::new(0),
         }
     }
@@ -182,13 +183,20 @@ impl Worker {
     async fn all_done(&self) -> anyhow::Result<Option<bool>> {
         let jobs = self.jobs.open().await;
         for job in &jobs {
-            if !matches!(job.state(), JobState::Stopped(_)) && job.ledger.finish_check(None).await?.is_none() {
-                return Ok(Some(false));
+            if job.ledger.finish_check(None).await?.is_none() {
+                // Somebody else may have stopped it while nothing of it was here.
+                job.refresh().await?;
+                if !matches!(job.state(), JobState::Stopped(_)) {
+                    return Ok(Some(false));
+                }
             }
         }
         for ledger in &self.watched {
-            if ledger.control().await?.stopped().is_none() && ledger.finish_check(None).await?.is_none() {
-                return Ok(Some(false));
+            if ledger.finish_check(None).await?.is_none() {
+                let control = ledger.control().await?;
+                if control.stopped().is_none() || control.closes() {
+                    return Ok(Some(false));
+                }
             }
         }
         Ok((!jobs.is_empty() || !self.watched.is_empty()).then_some(true))
@@ -256,6 +264,14 @@ pub async fn run(worker: Arc<Worker>, engine: Box<dyn Generate>, stop: Stop) -> 
     }
     accounts.abort();
     match first_error {
+        // Told to leave while the store was away: what could not be written is computed again.
+        Some(error)
+            if matches!(stop.why(), Some(Why::Interrupted | Why::Preempted))
+                && worker.patience.reaction(&error) == Reaction::Wait =>
+        {
+            tracing::warn!("left without writing everything: {}", one_line(&error));
+            Ok(stop.why())
+        }
         Some(error) => Err(error),
         None => Ok(stop.why()),
     }

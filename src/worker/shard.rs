@@ -4,6 +4,7 @@
 
 use std::collections::HashSet;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use arrow::array::RecordBatch;
@@ -15,7 +16,6 @@ use crate::dataset::row::{RowResult, RowStatus};
 use crate::ledger::keys::Id;
 use crate::ledger::log::ShardLog;
 use crate::queue::Delivery;
-use crate::worker::accounts::write_spend;
 use crate::worker::in_flight::ShardKey;
 use crate::worker::jobs::{JobState, OpenJob, PartFormat, Running};
 use crate::worker::patience::{Pauses, Reaction};
@@ -40,12 +40,16 @@ pub(super) struct OpenShard {
     pub _permit: OwnedSemaphorePermit,
     /// Finished rows that no record covers yet.
     pub pending: Vec<RowResult>,
+    /// Tells the device that its rows are not wanted any more.
+    pub unwanted: Arc<AtomicBool>,
 }
 
 /// What a shard's task hears.
 #[derive(Debug)]
 pub(super) enum Tell {
     Row(RowResult),
+    /// What is finished is to be logged now: the worker will end soon.
+    Flush,
     /// The queue takes the shard back.
     Recalled(&'static str),
     /// No more rows will come: the worker ends. `whole`: the device ended as it should; if not, a row may have been the end
@@ -61,9 +65,9 @@ enum Ended {
     /// A narrowed try: the rest of the shard comes round again.
     TriedSome,
     /// Somebody else shall go on with it.
-    GivenBack {
-        whole: bool,
-    },
+    GivenBack,
+    /// This gristmill cannot go on with the job.
+    LeftToOthers,
     /// The job is stopped: its messages mean nothing any more.
     JobStopped,
 }
@@ -76,7 +80,7 @@ pub(super) async fn tend(
     stop: Stop,
 ) -> anyhow::Result<()> {
     let key = shard.key;
-    let mut ended = Tending {
+    let ended = Tending {
         worker: &worker,
         running: Some(Running::of(shard.job.clone())),
         is_last: false,
@@ -86,14 +90,7 @@ pub(super) async fn tend(
     .until_it_ends(&mut told)
     .await;
     if !matches!(ended, Ok(Ended::Committed | Ended::TriedSome)) {
-        // Whatever of it is still on the device is not wanted any more.
-        worker.cancels.push(key.job, shard.log.rows());
-    }
-    if let Ok(Ended::GivenBack { whole }) = &ended
-        && *whole
-        && let Err(error) = end_attempt(&mut shard).await
-    {
-        ended = Err(error);
+        shard.unwanted.store(true, Ordering::Release);
     }
     let deliveries = worker.in_flight.leave(key);
     match ended {
@@ -105,7 +102,11 @@ pub(super) async fn tend(
             Ok(())
         }
         Ok(Ended::JobStopped) => acknowledge(&worker, &deliveries).await,
-        Ok(Ended::TriedSome | Ended::GivenBack { .. }) => give_back(&worker, &deliveries).await,
+        Ok(Ended::TriedSome | Ended::GivenBack) => give_back(&worker, &deliveries).await,
+        Ok(Ended::LeftToOthers) => {
+            worker.pass_on_later(deliveries, LEAVE_PAUSE);
+            Ok(())
+        }
         Err(error) if worker.patience.reaction(&error) == Reaction::LeaveShard => {
             tracing::error!(
                 "shard {} of {} is left to others: {}",
@@ -158,39 +159,35 @@ impl Tending<'_> {
                     Some(Tell::Row(row)) => self.take(row),
                     Some(Tell::Recalled(why)) => {
                         tracing::info!("shard {} goes back to the queue: {why}", self.shard.key.shard);
-                        self.append().await?;
-                        return Ok(Ended::GivenBack { whole: true });
+                        // Where the device hangs, one of these rows may be why: the attempt stays without an end.
+                        let whole = self.worker.pulse.is_alive();
+                        return self.give_back(whole).await;
                     }
-                    Some(Tell::Leave { whole }) => {
-                        self.append().await?;
-                        return Ok(Ended::GivenBack { whole });
-                    }
-                    None => return Ok(Ended::GivenBack { whole: false }),
+                    Some(Tell::Flush) => self.flush().await?,
+                    Some(Tell::Leave { whole }) => return self.give_back(whole).await,
+                    None => return Ok(Ended::GivenBack),
                 },
                 state = stopped(&mut state) => {
                     match state.closes_as() {
                         Some(status) => self.close(status),
                         None => {
+                            self.shard.unwanted.store(true, Ordering::Release);
                             self.append().await?;
-                            end_attempt(self.shard).await?;
-                            return Ok(Ended::JobStopped);
+                            self.end_attempt().await?;
+                            return Ok(match state {
+                                JobState::Unreadable => Ended::LeftToOthers,
+                                _ => Ended::JobStopped,
+                            });
                         }
                     }
                 }
-                _ = flushes.tick() => match append(self.shard).await {
-                    Ok(()) => self.worker.patience.over(),
-                    // The rows are kept, and tried again with the next ones.
-                    Err(error) if self.worker.patience.reaction(&error) == Reaction::Wait => {
-                        self.worker.patience.say(&error);
-                    }
-                    Err(error) => return Err(error),
-                },
+                _ = flushes.tick() => self.flush().await?,
             }
         }
         self.is_last = self.running.take().is_some_and(Running::end);
         self.append().await?;
         if !self.shard.log.is_complete() {
-            end_attempt(self.shard).await?;
+            self.end_attempt().await?;
             return Ok(Ended::TriedSome);
         }
         self.publish().await?;
@@ -205,9 +202,41 @@ impl Tending<'_> {
         }
     }
 
+    /// Logs what is pending, if the store answers; else it stays pending.
+    async fn flush(&mut self) -> anyhow::Result<()> {
+        match append(self.shard).await {
+            Ok(()) => self.worker.patience.over(),
+            Err(error) if self.worker.patience.reaction(&error) == Reaction::Wait => self.worker.patience.say(&error),
+            Err(error) => return Err(error),
+        }
+        Ok(())
+    }
+
+    /// Somebody else shall go on. `whole`: the device is sound, and the attempt ends.
+    async fn give_back(&mut self, whole: bool) -> anyhow::Result<Ended> {
+        // First of all: what the device does from now on for these rows is for nothing.
+        self.shard.unwanted.store(true, Ordering::Release);
+        self.append().await?;
+        if whole {
+            self.end_attempt().await?;
+        }
+        Ok(Ended::GivenBack)
+    }
+
+    async fn end_attempt(&mut self) -> anyhow::Result<()> {
+        let mut pauses = Pauses::default();
+        let Some(attempt) = self.shard.attempt.clone() else {
+            return Ok(());
+        };
+        while let Err(error) = self.shard.log.end(&attempt).await {
+            self.worker.patience.bear(error.into(), &mut pauses, self.stop).await?;
+        }
+        Ok(())
+    }
+
     /// What has not come is not waited for.
     fn close(&mut self, status: RowStatus) {
-        self.worker.cancels.push(self.shard.key.job, self.shard.log.rows());
+        self.shard.unwanted.store(true, Ordering::Release);
         for row in std::mem::take(&mut self.shard.expected) {
             let row = assemble::closed(row, status);
             self.worker.meter.add_row(&row);
@@ -240,7 +269,7 @@ impl Tending<'_> {
         // No end is written for the attempt: strikes on rows that are covered never count.
         if self.is_last {
             // `_SUCCESS` may follow at once, and it sums up what was spent.
-            write_spend(self.worker, job).await?;
+            job.write_spend(&self.worker.name).await?;
         }
         crate::failpoint!("keeper.before-part");
         let schema = job.output.schema();
@@ -285,12 +314,5 @@ async fn append(shard: &mut OpenShard) -> anyhow::Result<()> {
     shard.log.append(&batch).await?;
     crate::failpoint!("keeper.after-log");
     shard.pending.clear();
-    Ok(())
-}
-
-async fn end_attempt(shard: &mut OpenShard) -> anyhow::Result<()> {
-    if let Some(attempt) = &shard.attempt {
-        shard.log.end(attempt).await?;
-    }
     Ok(())
 }
