@@ -60,7 +60,17 @@ pub fn messages(numbers: std::ops::Range<u32>) -> Vec<Message> {
         .collect()
 }
 
+/// With `RUST_LOG=gristmill=debug`, tests show what queues say.
+fn show_log() {
+    // The first test of the process sets it up for all.
+    let _ = tracing_subscriber::fmt()
+        .with_env_filter(tracing_subscriber::EnvFilter::from_default_env())
+        .with_test_writer()
+        .try_init();
+}
+
 pub async fn fill(url: &QueueUrl, messages: &[Message]) {
+    show_log();
     let publisher = Publisher::open(url, &settings()).await.unwrap();
     publisher.prepare(u64::try_from(messages.len()).unwrap()).await.unwrap();
     publisher.send(messages).await.unwrap();
