@@ -10,9 +10,8 @@ use lapin::options::{BasicPublishOptions, QueueDeclareOptions, QueueDeleteOption
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::{BasicProperties, Connection, ConnectionProperties};
 
-use crate::queue_brokers::{
-    SOON, drain, expect_nothing, fill, filled, messages, need, rabbit_url, rabbitmqctl, receive, services, settings,
-};
+use crate::queue_brokers::{SOON, drain, expect_nothing, fill, filled, messages, need, rabbit_url, receive, settings};
+use crate::services::{Action, control, rabbitmqctl};
 
 fn name(url: &QueueUrl) -> &str {
     match url {
@@ -44,7 +43,7 @@ async fn ready(address: &str, url: &QueueUrl) -> u32 {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn rabbitmq_queues_are_made_once_and_left_alone() {
-    let Some(address) = need("rabbitmq_queues", "GRISTMILL_TEST_RABBITMQ", "rabbitmq") else {
+    let Some(address) = need("rabbitmq_queues", "GRISTMILL_TEST_RABBITMQ") else {
         return;
     };
     let url = rabbit_url(&address, "made", "");
@@ -70,7 +69,7 @@ async fn rabbitmq_queues_are_made_once_and_left_alone() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn rabbitmq_messages_of_others_do_not_stop_the_queue() {
-    let Some(address) = need("rabbitmq_messages_of_others", "GRISTMILL_TEST_RABBITMQ", "rabbitmq") else {
+    let Some(address) = need("rabbitmq_messages_of_others", "GRISTMILL_TEST_RABBITMQ") else {
         return;
     };
     let url = rabbit_url(&address, "foreign", "");
@@ -97,7 +96,7 @@ async fn rabbitmq_messages_of_others_do_not_stop_the_queue() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn rabbitmq_what_a_worker_leaves_goes_to_another() {
-    let Some(address) = need("rabbitmq_leaves", "GRISTMILL_TEST_RABBITMQ", "rabbitmq") else {
+    let Some(address) = need("rabbitmq_leaves", "GRISTMILL_TEST_RABBITMQ") else {
         return;
     };
     let url = rabbit_url(&address, "leaves", "");
@@ -117,7 +116,7 @@ async fn rabbitmq_what_a_worker_leaves_goes_to_another() {
 /// Deleted and made anew, slowly and at once: of the latter the broker says nothing.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn rabbitmq_a_queue_made_anew_goes_on() {
-    let Some(address) = need("rabbitmq_made_anew", "GRISTMILL_TEST_RABBITMQ", "rabbitmq") else {
+    let Some(address) = need("rabbitmq_made_anew", "GRISTMILL_TEST_RABBITMQ") else {
         return;
     };
     for pause_s in [3, 0] {
@@ -176,7 +175,7 @@ async fn rabbitmq_what_killed_workers_held_comes_back() {
     if let Ok(url) = std::env::var(HOLD) {
         return hold_until_killed(&url).await;
     }
-    let Some(address) = need("rabbitmq_killed_workers", "GRISTMILL_TEST_RABBITMQ", "rabbitmq") else {
+    let Some(address) = need("rabbitmq_killed_workers", "GRISTMILL_TEST_RABBITMQ") else {
         return;
     };
     let test = "queue_rabbitmq::rabbitmq_what_killed_workers_held_comes_back";
@@ -214,7 +213,7 @@ async fn rabbitmq_what_killed_workers_held_comes_back() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn rabbitmq_long_work_is_recalled_before_the_broker_loses_patience() {
-    let Some(address) = need("rabbitmq_recalled", "GRISTMILL_TEST_RABBITMQ", "rabbitmq") else {
+    let Some(address) = need("rabbitmq_recalled", "GRISTMILL_TEST_RABBITMQ") else {
         return;
     };
     let url = rabbit_url(&address, "recalled", "?ack_timeout=5");
@@ -243,7 +242,7 @@ async fn rabbitmq_long_work_is_recalled_before_the_broker_loses_patience() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn rabbitmq_a_stuck_worker_lets_go() {
-    let Some(address) = need("rabbitmq_stuck", "GRISTMILL_TEST_RABBITMQ", "rabbitmq") else {
+    let Some(address) = need("rabbitmq_stuck", "GRISTMILL_TEST_RABBITMQ") else {
         return;
     };
     let url = rabbit_url(&address, "stuck", "");
@@ -266,7 +265,7 @@ async fn rabbitmq_a_stuck_worker_lets_go() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "changes the node for everyone: run it alone, with `--ignored --test-threads 1`"]
 async fn alone_rabbitmq_channel_closed_by_the_acknowledgement_timeout() {
-    let Some(address) = need("alone_rabbitmq_timeout", "GRISTMILL_TEST_RABBITMQ", "rabbitmq") else {
+    let Some(address) = need("alone_rabbitmq_timeout", "GRISTMILL_TEST_RABBITMQ") else {
         return;
     };
     let url = rabbit_url(&address, "timeout", "");
@@ -287,7 +286,7 @@ async fn alone_rabbitmq_channel_closed_by_the_acknowledgement_timeout() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "changes the node for everyone: run it alone, with `--ignored --test-threads 1`"]
 async fn alone_rabbitmq_memory_alarm_only_delays() {
-    let Some(address) = need("alone_rabbitmq_alarm", "GRISTMILL_TEST_RABBITMQ", "rabbitmq") else {
+    let Some(address) = need("alone_rabbitmq_alarm", "GRISTMILL_TEST_RABBITMQ") else {
         return;
     };
     let url = rabbit_url(&address, "alarm", "");
@@ -307,7 +306,7 @@ async fn alone_rabbitmq_memory_alarm_only_delays() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "kills the broker: run it alone, with `--ignored --test-threads 1`"]
 async fn alone_rabbitmq_killed_and_restarted() {
-    let Some(address) = need("alone_rabbitmq_killed", "GRISTMILL_TEST_RABBITMQ", "rabbitmq") else {
+    let Some(address) = need("alone_rabbitmq_killed", "GRISTMILL_TEST_RABBITMQ") else {
         return;
     };
     let url = rabbit_url(&address, "killed", "");
@@ -318,9 +317,9 @@ async fn alone_rabbitmq_killed_and_restarted() {
     // node's SIGKILL, whatever its messages' confirmations said.
     tokio::time::sleep(Duration::from_secs(6)).await;
     for seconds in [1, 10] {
-        services(&["kill", "rabbitmq"], &[]);
+        control("rabbitmq", Action::Kill);
         tokio::time::sleep(Duration::from_secs(seconds)).await;
-        services(&["start", "rabbitmq"], &[]);
+        control("rabbitmq", Action::Start);
         let delivery = receive(&*queue).await;
         queue.acknowledge(&delivery).await.unwrap();
         seen.push(delivery.message.shard);
@@ -343,7 +342,7 @@ async fn alone_rabbitmq_killed_and_restarted() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "takes both cores for a minute: run it alone, with `--ignored --test-threads 1`"]
 async fn alone_rabbitmq_heartbeats_hold_while_every_core_computes() {
-    let Some(address) = need("alone_rabbitmq_heartbeats", "GRISTMILL_TEST_RABBITMQ", "rabbitmq") else {
+    let Some(address) = need("alone_rabbitmq_heartbeats", "GRISTMILL_TEST_RABBITMQ") else {
         return;
     };
     let url = rabbit_url(&address, "busy", "");
