@@ -1,26 +1,16 @@
 //! Real brokers for the tests of queues: addresses from the environment, topics and queues that no other test uses.
 
 use std::collections::BTreeSet;
-use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use gristmill::queue::{Delivery, Message, Publisher, Queue, QueueUrl, Settings, connect, contract};
 
-use crate::support::root;
+pub use crate::services::need;
 
 /// Long enough for whatever a broker has to do.
 pub const SOON: Duration = Duration::from_secs(40);
-
-/// What `variable` says, or `None`, with a line that the test `name` is skipped.
-pub fn need(name: &str, variable: &str, what: &str) -> Option<String> {
-    let found = std::env::var(variable).ok().filter(|value| !value.is_empty());
-    if found.is_none() {
-        eprintln!("skipped: {name}: no {what}");
-    }
-    found
-}
 
 fn unique(name: &str) -> String {
     static NEXT: AtomicU32 = AtomicU32::new(0);
@@ -60,7 +50,17 @@ pub fn messages(numbers: std::ops::Range<u32>) -> Vec<Message> {
         .collect()
 }
 
+/// With `RUST_LOG=gristmill=debug`, tests show what queues say.
+fn show_log() {
+    // The first test of the process sets it up for all.
+    let _ = tracing_subscriber::fmt()
+        .with_env_filter(tracing_subscriber::EnvFilter::from_default_env())
+        .with_test_writer()
+        .try_init();
+}
+
 pub async fn fill(url: &QueueUrl, messages: &[Message]) {
+    show_log();
     let publisher = Publisher::open(url, &settings()).await.unwrap();
     publisher.prepare(u64::try_from(messages.len()).unwrap()).await.unwrap();
     publisher.send(messages).await.unwrap();
@@ -92,27 +92,4 @@ pub async fn drain(queue: &dyn Queue, wanted: &BTreeSet<u32>) -> Vec<u32> {
 pub async fn expect_nothing(queue: &dyn Queue, time: Duration) {
     let found = queue.receive(time).await.unwrap();
     assert!(found.is_none(), "nothing may come, {found:?} came");
-}
-
-/// `kill kafka`, `start rabbitmq`, `rabbitmqctl -- …`: the services that `tests/services/services.py up` started.
-pub fn services(action: &[&str], rest: &[&str]) -> String {
-    let folder = std::env::var("GRISTMILL_TEST_SERVICES_DIR").expect("`services.py env` sets it");
-    let output = Command::new("python3")
-        .arg(root().join("tests/services/services.py"))
-        .args(action)
-        .args(["--dir", &folder])
-        .args(rest)
-        .output()
-        .unwrap();
-    let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    assert!(
-        output.status.success(),
-        "{action:?}: {text}{}",
-        String::from_utf8_lossy(&output.stderr)
-    );
-    text
-}
-
-pub fn rabbitmqctl(arguments: &[&str]) -> String {
-    services(&["rabbitmqctl"], &[&["--"], arguments].concat())
 }

@@ -41,21 +41,21 @@ async fn over_kafka(address: &str, partitions: u32) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn kafka_with_one_partition() {
-    if let Some(address) = need("kafka_with_one_partition", "GRISTMILL_TEST_KAFKA", "kafka") {
+    if let Some(address) = need("kafka_with_one_partition", "GRISTMILL_TEST_KAFKA") {
         over_kafka(&address, 1).await;
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn kafka_with_partitions() {
-    if let Some(address) = need("kafka_with_partitions", "GRISTMILL_TEST_KAFKA", "kafka") {
+    if let Some(address) = need("kafka_with_partitions", "GRISTMILL_TEST_KAFKA") {
         over_kafka(&address, 4).await;
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn rabbitmq() {
-    let Some(address) = need("rabbitmq", "GRISTMILL_TEST_RABBITMQ", "rabbitmq") else {
+    let Some(address) = need("rabbitmq", "GRISTMILL_TEST_RABBITMQ") else {
         return;
     };
     contract::check(NEVER, |messages| {

@@ -42,10 +42,10 @@ fn secured(address: &str, user: &str, password: &str) -> String {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn kafka_with_tls_and_scram() {
     let test = "kafka_with_tls_and_scram";
-    let Some(address) = need(test, "GRISTMILL_TEST_KAFKA_TLS", "kafka with TLS") else {
+    let Some(address) = need(test, "GRISTMILL_TEST_KAFKA_TLS") else {
         return;
     };
-    let Some(user) = need(test, "GRISTMILL_TEST_SASL_USER", "kafka with TLS") else {
+    let Some(user) = need(test, "GRISTMILL_TEST_SASL_USER") else {
         return;
     };
     let password = std::env::var("GRISTMILL_TEST_SASL_PASSWORD").unwrap();
@@ -66,10 +66,10 @@ async fn kafka_with_tls_and_scram() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn kafka_without_the_right_to_create() {
     let test = "kafka_without_the_right_to_create";
-    let Some(address) = need(test, "GRISTMILL_TEST_KAFKA_TLS", "kafka with TLS") else {
+    let Some(address) = need(test, "GRISTMILL_TEST_KAFKA_TLS") else {
         return;
     };
-    let Some(user) = need(test, "GRISTMILL_TEST_SASL_RESTRICTED_USER", "restricted user of kafka") else {
+    let Some(user) = need(test, "GRISTMILL_TEST_SASL_RESTRICTED_USER") else {
         return;
     };
     let password = std::env::var("GRISTMILL_TEST_SASL_RESTRICTED_PASSWORD").unwrap();
@@ -84,7 +84,7 @@ async fn kafka_without_the_right_to_create() {
         "{line}"
     );
     // Somebody who may makes the topic: then nothing is lacking.
-    let plain = need(test, "GRISTMILL_TEST_KAFKA", "kafka").unwrap();
+    let plain = need(test, "GRISTMILL_TEST_KAFKA").unwrap();
     let QueueUrl::Kafka(kafka) = &url else {
         panic!("a Kafka address")
     };
@@ -101,7 +101,7 @@ async fn kafka_without_the_right_to_create() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn rabbitmq_with_tls() {
-    let Some(address) = need("rabbitmq_with_tls", "GRISTMILL_TEST_RABBITMQ_TLS", "rabbitmq with TLS") else {
+    let Some(address) = need("rabbitmq_with_tls", "GRISTMILL_TEST_RABBITMQ_TLS") else {
         return;
     };
     let good = with_ca("GRISTMILL_TEST_CA");
@@ -117,7 +117,7 @@ async fn rabbitmq_with_tls() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn rabbitmq_refuses() {
-    let Some(address) = need("rabbitmq_refuses", "GRISTMILL_TEST_RABBITMQ", "rabbitmq") else {
+    let Some(address) = need("rabbitmq_refuses", "GRISTMILL_TEST_RABBITMQ") else {
         return;
     };
     let (_, host) = address.rsplit_once('@').unwrap();
@@ -191,9 +191,8 @@ async fn impossible_properties_are_named_without_their_values() {
 /// Ten thousand messages are sent within seconds, each confirmed.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn many_messages_are_sent_quickly() {
-    let kafka = need("many_messages", "GRISTMILL_TEST_KAFKA", "kafka").map(|address| kafka_url(&address, "many", 8));
-    let rabbit =
-        need("many_messages", "GRISTMILL_TEST_RABBITMQ", "rabbitmq").map(|address| rabbit_url(&address, "many", ""));
+    let kafka = need("many_messages", "GRISTMILL_TEST_KAFKA").map(|address| kafka_url(&address, "many", 8));
+    let rabbit = need("many_messages", "GRISTMILL_TEST_RABBITMQ").map(|address| rabbit_url(&address, "many", ""));
     for url in [kafka, rabbit].into_iter().flatten() {
         let start = Instant::now();
         let queue = filled(&url, &messages(0..10_000)).await;

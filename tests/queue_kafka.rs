@@ -10,9 +10,8 @@ use rdkafka::client::DefaultClientContext;
 use rdkafka::consumer::{BaseConsumer, Consumer};
 use rdkafka::producer::{FutureProducer, FutureRecord};
 
-use crate::queue_brokers::{
-    SOON, drain, expect_nothing, fill, filled, kafka_url, messages, need, receive, services, settings,
-};
+use crate::queue_brokers::{SOON, drain, expect_nothing, fill, filled, kafka_url, messages, need, receive, settings};
+use crate::services::{Action, control};
 
 fn topic(url: &QueueUrl) -> &str {
     match url {
@@ -54,7 +53,7 @@ async fn delete_topic(address: &str, url: &QueueUrl) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn kafka_topics_are_made_once_and_left_alone() {
-    let Some(address) = need("kafka_topics", "GRISTMILL_TEST_KAFKA", "kafka") else {
+    let Some(address) = need("kafka_topics", "GRISTMILL_TEST_KAFKA") else {
         return;
     };
     let chosen = kafka_url(&address, "made", 3);
@@ -70,7 +69,7 @@ async fn kafka_topics_are_made_once_and_left_alone() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn kafka_messages_of_others_do_not_stop_the_queue() {
-    let Some(address) = need("kafka_messages_of_others", "GRISTMILL_TEST_KAFKA", "kafka") else {
+    let Some(address) = need("kafka_messages_of_others", "GRISTMILL_TEST_KAFKA") else {
         return;
     };
     let url = kafka_url(&address, "foreign", 1);
@@ -91,7 +90,7 @@ async fn kafka_messages_of_others_do_not_stop_the_queue() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn kafka_commits_only_the_finished_prefix() {
-    let Some(address) = need("kafka_prefix", "GRISTMILL_TEST_KAFKA", "kafka") else {
+    let Some(address) = need("kafka_prefix", "GRISTMILL_TEST_KAFKA") else {
         return;
     };
     let url = kafka_url(&address, "prefix", 1);
@@ -112,7 +111,7 @@ async fn kafka_commits_only_the_finished_prefix() {
 /// A second worker joins and leaves: nothing is lost, and nothing comes twice but what was out.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn kafka_rebalances_lose_and_repeat_nothing() {
-    let Some(address) = need("kafka_rebalances", "GRISTMILL_TEST_KAFKA", "kafka") else {
+    let Some(address) = need("kafka_rebalances", "GRISTMILL_TEST_KAFKA") else {
         return;
     };
     let url = kafka_url(&address, "rebalance", 4);
@@ -175,7 +174,7 @@ async fn kafka_rebalances_lose_and_repeat_nothing() {
 /// What nobody extends goes to another worker, and the stuck one comes back when it moves on.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn kafka_a_stuck_worker_lets_go() {
-    let Some(address) = need("kafka_stuck", "GRISTMILL_TEST_KAFKA", "kafka") else {
+    let Some(address) = need("kafka_stuck", "GRISTMILL_TEST_KAFKA") else {
         return;
     };
     let url = kafka_url(&address, "stuck", 2);
@@ -220,7 +219,7 @@ async fn kafka_a_stuck_worker_lets_go() {
 /// Deleted and made anew, slowly and at once.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn kafka_a_topic_made_anew_goes_on() {
-    let Some(address) = need("kafka_made_anew", "GRISTMILL_TEST_KAFKA", "kafka") else {
+    let Some(address) = need("kafka_made_anew", "GRISTMILL_TEST_KAFKA") else {
         return;
     };
     for pause_s in [6, 0] {
@@ -228,21 +227,22 @@ async fn kafka_a_topic_made_anew_goes_on() {
         let queue = filled(&url, &messages(0..8)).await;
         let held = receive(&*queue).await;
         drain(&*queue, &(0..8).filter(|&shard| shard != held.message.shard).collect()).await;
+        // Until what is finished is committed.
+        tokio::time::sleep(Duration::from_secs(1)).await;
         delete_topic(&address, &url).await;
         tokio::time::sleep(Duration::from_secs(pause_s)).await;
         fill(&url, &messages(100..130)).await;
         if pause_s > 0 {
             let came = drain(&*queue, &(100..130).collect()).await;
             assert_eq!(came.len(), 30, "{came:?}");
-        } else {
-            // A topic made anew at once may be read from the old one's position on: what that passes over is
-            // enqueued again by `reconcile`.
-            fill(&url, &messages(100..130)).await;
-            drain(&*queue, &(100..130).collect()).await;
-            while let Some(delivery) = queue.receive(Duration::from_secs(1)).await.unwrap() {
-                queue.acknowledge(&delivery).await.unwrap();
-            }
         }
+        // Made anew at once, it may be read from the old one's position on (`reconcile` enqueues what that passes over):
+        // what is sent later comes in any case.
+        while let Some(delivery) = queue.receive(Duration::from_secs(12)).await.unwrap() {
+            queue.acknowledge(&delivery).await.unwrap();
+        }
+        fill(&url, &messages(200..230)).await;
+        drain(&*queue, &(200..230).collect()).await;
         queue.acknowledge(&held).await.unwrap();
         drop(queue);
         assert!(
@@ -256,20 +256,20 @@ async fn kafka_a_topic_made_anew_goes_on() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "kills the broker: run it alone, with `--ignored --test-threads 1`"]
 async fn alone_kafka_killed_and_restarted() {
-    let Some(address) = need("alone_kafka_killed", "GRISTMILL_TEST_KAFKA", "kafka") else {
+    let Some(address) = need("alone_kafka_killed", "GRISTMILL_TEST_KAFKA") else {
         return;
     };
     let url = kafka_url(&address, "killed", 3);
     let queue = filled(&url, &messages(0..30)).await;
     let held = receive(&*queue).await;
     for seconds in [1, 15] {
-        services(&["kill", "kafka"], &[]);
+        control("kafka", Action::Kill);
         tokio::time::sleep(Duration::from_secs(seconds)).await;
         assert!(
             queue.receive(Duration::from_millis(500)).await.is_ok(),
             "an outage is no error"
         );
-        services(&["start", "kafka"], &[]);
+        control("kafka", Action::Start);
         let delivery = receive(&*queue).await;
         queue.acknowledge(&delivery).await.unwrap();
     }

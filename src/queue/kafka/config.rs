@@ -67,6 +67,8 @@ pub(crate) fn consumer(url: &KafkaUrl, resolved: &Resolved) -> Result<ClientConf
         .set("group.id", &url.group)
         .set("partition.assignment.strategy", "cooperative-sticky")
         .set("auto.offset.reset", "earliest")
+        // For so long a topic that is not there counts as one on its way: asking again is our own business.
+        .set("topic.metadata.propagation.max.ms", "1000")
         // A message is a pointer: a few are enough at hand, and a resumed partition must not wait behind a long poll.
         .set("fetch.wait.max.ms", "100")
         .set("max.partition.fetch.bytes", "32768")

@@ -10,7 +10,7 @@ use crate::queue::QueueError;
 use crate::queue::address::{RabbitUrl, Secret};
 use crate::queue::settings::Resolved;
 
-/// How long connecting may take, handshakes included.
+/// How long connecting may take, handshakes included; and a question after it.
 const OPEN_WAIT: Duration = Duration::from_secs(10);
 /// RabbitMQ gives a silent client up after two of these.
 const HEARTBEAT_SECONDS: u16 = 20;
@@ -46,13 +46,20 @@ pub(super) async fn open(url: &RabbitUrl, resolved: &Resolved, purpose: &str) ->
         cert_chain: certificates(resolved)?,
     };
     let connecting = Connection::connect_uri_with_config(uri, properties, tls, runtime);
-    match tokio::time::timeout(OPEN_WAIT, connecting).await {
-        Ok(Ok(connection)) => Ok(connection),
-        Ok(Err(error)) => Err(failed(url, resolved, &error)),
-        Err(_) => Err(QueueError::Unavailable {
+    let connecting = async { connecting.await.map_err(|error| failed(url, resolved, &error)) };
+    within(url, connecting).await
+}
+
+/// Gives a broker up that takes too long to answer.
+pub(super) async fn within<T>(
+    url: &RabbitUrl,
+    asking: impl Future<Output = Result<T, QueueError>>,
+) -> Result<T, QueueError> {
+    tokio::time::timeout(OPEN_WAIT, asking).await.unwrap_or_else(|_| {
+        Err(QueueError::Unavailable {
             why: format!("{url}: no answer within {} s", OPEN_WAIT.as_secs()),
-        }),
-    }
+        })
+    })
 }
 
 fn certificates(resolved: &Resolved) -> Result<Option<String>, QueueError> {

@@ -10,7 +10,7 @@ use lapin::{BasicProperties, Channel, Confirmation, Connection, Event};
 use tokio::sync::Mutex;
 
 use super::declare::declare;
-use super::link::{failed, open};
+use super::link::{failed, open, within};
 use crate::queue::address::RabbitUrl;
 use crate::queue::foreign::HOPS_HEADER;
 use crate::queue::io::IoThread;
@@ -106,12 +106,16 @@ impl Shared {
         }
         *link = None;
         let connection = open(&self.url, &self.resolved, "publishing").await?;
-        let failed = |error: lapin::Error| failed(&self.url, &self.resolved, &error);
-        let channel = connection.create_channel().await.map_err(failed)?;
-        channel
-            .confirm_select(ConfirmSelectOptions::default())
-            .await
-            .map_err(failed)?;
+        let confirming = async {
+            let failed = |error: lapin::Error| failed(&self.url, &self.resolved, &error);
+            let channel = connection.create_channel().await.map_err(failed)?;
+            channel
+                .confirm_select(ConfirmSelectOptions::default())
+                .await
+                .map_err(failed)?;
+            Ok(channel)
+        };
+        let channel = within(&self.url, confirming).await?;
         tokio::spawn(say_when_blocked(connection.events_listener(), self.url.to_string()));
         *link = Some(Link {
             connection,
@@ -128,7 +132,7 @@ impl Shared {
                 why: format!("{}: the connection was lost", self.url),
             });
         };
-        let (_channel, created) = declare(connection, &self.url, &self.resolved).await?;
+        let (_channel, created) = within(&self.url, declare(connection, &self.url, &self.resolved)).await?;
         Ok(created)
     }
 

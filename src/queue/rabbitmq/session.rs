@@ -14,7 +14,7 @@ use lapin::{Connection, ErrorKind};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender};
 
 use super::declare::declare;
-use super::link::{failed, open};
+use super::link::{failed, open, within};
 use super::publisher::RabbitPublisher;
 use crate::queue::address::RabbitUrl;
 use crate::queue::desk::{Answer, Desk, Item, Parcel, Recalling};
@@ -29,6 +29,10 @@ const STANDSTILL: Duration = Duration::from_secs(2);
 const RECALL_SHARE: f64 = 0.8;
 /// … and given back after this share, whether its worker has let go or not.
 const RETURN_SHARE: f64 = 0.92;
+/// RabbitMQ does not tell every consumer that its queue was deleted: where it is made anew at once, the new queue hands
+/// its messages to the old channel, and they get lost between the two. So a channel on which nothing has come for so
+/// long, and that owes no answer, is given up for another; what it was handed goes back.
+const QUIET_MAX: Duration = Duration::from_secs(20);
 /// How long closing the connection may take.
 const CLOSE_WAIT: Duration = Duration::from_secs(2);
 
@@ -62,6 +66,8 @@ pub(super) enum End {
     ChannelClosed {
         why: String,
     },
+    /// Nothing has come for long.
+    Quiet,
     Broken(QueueError),
 }
 
@@ -75,12 +81,18 @@ pub(super) struct Session {
     recalled: BTreeSet<u64>,
     recalls: Vec<(Recalling, Instant)>,
     last_tick: Instant,
+    last_delivery: Instant,
 }
 
 impl Consumer {
     /// Connects, declares, consumes.
     pub async fn begin(&self, number: u64) -> Result<Session, QueueError> {
         let connection = open(&self.url, &self.resolved, "consuming").await?;
+        // A broker that has just started may take a question and never answer it.
+        within(&self.url, self.consume(number, connection)).await
+    }
+
+    async fn consume(&self, number: u64, connection: Connection) -> Result<Session, QueueError> {
         let (channel, _) = declare(&connection, &self.url, &self.resolved).await?;
         let failed = |error: lapin::Error| failed(&self.url, &self.resolved, &error);
         let prefetch = u16::try_from(self.resolved.settings.in_flight).unwrap_or(u16::MAX);
@@ -105,6 +117,7 @@ impl Consumer {
             recalled: BTreeSet::new(),
             recalls: Vec::new(),
             last_tick: Instant::now(),
+            last_delivery: Instant::now(),
         })
     }
 
@@ -162,6 +175,7 @@ impl Consumer {
             session: session.number,
             tag: delivery.delivery_tag,
         };
+        session.last_delivery = Instant::now();
         session.ackers.insert(token.tag, delivery.acker);
         let headers = delivery.properties.headers().as_ref().map(FieldTable::inner);
         let header = |name: &str| headers.and_then(|headers| headers.get(name));
@@ -294,7 +308,11 @@ impl Consumer {
             self.requeue(session, item.token).await?;
         }
         self.recall_overdue(session, now, recall_after);
-        self.return_recalled(session, now).await
+        self.return_recalled(session, now).await?;
+        if session.ackers.is_empty() && now - session.last_delivery >= QUIET_MAX {
+            return Err(End::Quiet);
+        }
+        Ok(())
     }
 
     fn recall_overdue(&self, session: &mut Session, now: Instant, recall_after: Duration) {

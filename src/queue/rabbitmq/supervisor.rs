@@ -47,6 +47,10 @@ pub(super) async fn run(mut consumer: Consumer, opened: oneshot::Sender<Result<(
                 wait_for_sign(&consumer, signs).await;
                 continue;
             }
+            End::Quiet => {
+                tracing::debug!("{}: nothing has come for long; opening another channel", consumer.url);
+                continue;
+            }
             End::ChannelClosed { why } => {
                 tracing::warn!("{}: the channel was closed ({why}); opening another", consumer.url);
             }
