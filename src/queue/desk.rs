@@ -226,8 +226,8 @@ impl<T> Desk<T> {
 
     /// Ends a delivery, if it is out still.
     fn answer(&self, receipt: u64, answer: impl FnOnce(Item<T>) -> Answer<T>) {
-        self.sign();
         if let Some(item) = self.take_out(receipt) {
+            self.sign();
             // The broker's thread is gone only when the queue is: then the broker delivers again.
             let _ = self.answers.send(answer(item));
         }
@@ -295,6 +295,8 @@ impl<T> Drop for Brokered<T> {
 #[async_trait]
 impl<T: Clone + Send + 'static> Queue for Brokered<T> {
     async fn receive(&self, wait: Duration) -> Result<Option<Delivery>, QueueError> {
+        // Who asks for more makes progress; an answer to what was recalled long ago shows nothing.
+        self.desk.sign();
         let arrival = async {
             loop {
                 if let Some(found) = self.desk.try_receive() {
