@@ -236,7 +236,7 @@ impl ShardLog {
             return ledger.commit_of(shard).await?.ok_or_else(missing);
         };
         if !late {
-            crate::failpoint!("keeper.between-part-and-commit");
+            between_part_and_commit().await?;
         }
         let commit = Commit {
             v: VERSION,
@@ -256,7 +256,7 @@ impl ShardLog {
         let damaged = |why: String| LedgerError::damaged(format!("shard {shard}: {why}"));
         ledger.check_commit(&commit, shard).map_err(damaged)?;
         if late {
-            crate::failpoint!("keeper.between-part-and-commit");
+            between_part_and_commit().await?;
             self.put_part(bytes, false).await?;
         }
         ledger.keep_commit(&commit);
@@ -324,6 +324,12 @@ impl ShardLog {
             ledger.store().exchange(&name, &stamp, bytes.clone()).await?;
         }
     }
+}
+
+/// Where a fault test may end the process, whichever of the two comes first.
+async fn between_part_and_commit() -> Result<()> {
+    crate::failpoint!("keeper.between-part-and-commit");
+    Ok(())
 }
 
 /// A control experiment of the fault build: the commit goes before its part.

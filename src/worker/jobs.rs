@@ -21,7 +21,9 @@ use crate::job::{Job, Renderer};
 use crate::ledger::control::Control;
 use crate::ledger::{Ledger, Order, StopWhy, Terms};
 use crate::queue::Message;
+use crate::report::one_line;
 use crate::worker::model::{Model, Stream};
+use crate::worker::patience::{Reaction, reaction};
 
 /// Jobs kept open at once; finished ones that nothing holds make room.
 const OPEN_MAX: usize = 64;
@@ -286,11 +288,26 @@ impl Jobs {
         known.take(key, ledger, &self.model)
     }
 
-    /// The job that a message points at, from memory or from its ledger.
+    /// The job that a message points at, from memory or from its ledger, its orders read.
     ///
     /// # Errors
     /// The store does not answer, or what lies there cannot be a job's record.
     pub async fn hear(&self, message: &Message) -> anyhow::Result<Heard> {
+        let heard = self.find(message).await?;
+        if let Heard::Job(job) = &heard
+            && job.control.lock().await.is_none()
+            && let Err(error) = job.refresh().await
+        {
+            return match reaction(&error) {
+                // No row of a job runs before its orders were read, were it only that it is cancelled.
+                Reaction::LeaveShard => Ok(Heard::NotOurs(one_line(&error).into())),
+                _ => Err(error),
+            };
+        }
+        Ok(heard)
+    }
+
+    async fn find(&self, message: &Message) -> anyhow::Result<Heard> {
         let key = (message.output.clone(), message.job.clone(), message.generation);
         // Held while the record is read: shards of a new job come many at a time, and one reading is enough.
         let mut known = self.known.lock().await;
@@ -301,7 +318,7 @@ impl Jobs {
         }
         let output = match Location::parse(&message.output, Path::new("/")) {
             Ok(output) => output,
-            Err(error) => return Ok(Heard::Stale(crate::report::one_line(&error.into()).into())),
+            Err(error) => return Ok(Heard::Stale(one_line(&error.into()).into())),
         };
         let Some(ledger) = Ledger::open(&output).await? else {
             return Ok(Heard::Stale(format!("`{}` holds no job", message.output).into()));
@@ -357,10 +374,7 @@ impl Known {
                         None => Ok(Arc::new(job)),
                     },
                     // Written by another version of gristmill, most likely.
-                    Err(error) => Err(format!(
-                        "this gristmill cannot open it: {}",
-                        crate::report::one_line(&error)
-                    )),
+                    Err(error) => Err(format!("this gristmill cannot open it: {}", one_line(&error))),
                 }
             }
         };
