@@ -56,7 +56,7 @@ pub fn show(meter: Arc<Meter>, goal: Goal, quiet: bool) -> tokio::task::JoinHand
     })
 }
 
-/// Shows what a worker does, as a line every [`WORK_EVERY`] in which rows were finished, until the returned task is aborted.
+/// Shows what a worker does, as a line every ten seconds in which rows were finished, until the returned task is aborted.
 pub fn show_work(meter: Arc<Meter>, quiet: bool) -> tokio::task::JoinHandle<()> {
     tokio::spawn(async move {
         if quiet {
