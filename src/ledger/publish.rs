@@ -249,10 +249,13 @@ impl ShardLog {
             retried: (ledger.generation() > 0).then(|| self.tally()),
         };
         let key = ledger.keys().commit(shard);
-        let commit = match ledger.store().create(&key, encode(&commit)?).await? {
-            Created::Ours => commit,
-            Created::Theirs(bytes) => decode(ledger.store(), &key, &bytes)?,
+        let ours = encode(&commit)?;
+        let standing = match ledger.store().create(&key, ours.clone()).await? {
+            Created::Ours => ours,
+            Created::Theirs(bytes) => bytes,
         };
+        // As everybody will read it.
+        let commit: Commit = decode(ledger.store(), &key, &standing)?;
         let damaged = |why: String| LedgerError::damaged(format!("shard {shard}: {why}"));
         ledger.check_commit(&commit, shard).map_err(damaged)?;
         if late {
