@@ -229,26 +229,22 @@ impl Ledger {
             if mine.is_empty() {
                 continue;
             }
-            match ledger.logged_rows(shard).await {
-                Ok(logged) => {
-                    let meant = logged
-                        .into_iter()
-                        .map(|(batch, rows)| (batch, rows.intersection(&mine)));
-                    out.extend(meant.filter(|(_, rows)| !rows.is_empty()));
-                    left = left.difference(&mine);
-                }
-                Err(error @ LedgerError::Damaged { .. }) => {
-                    if read::<CleanedMark>(self.store(), &ledger.keys().cleaned())
-                        .await?
-                        .is_none()
-                    {
-                        return Err(error);
-                    }
-                    out.push((self.standing_rows(shard).await?, left));
-                    return Ok(out);
-                }
-                Err(error) => return Err(error),
+            let logged = match ledger.logged_rows(shard).await {
+                Err(error) if !matches!(error, LedgerError::Damaged { .. }) => return Err(error),
+                logged => logged,
+            };
+            // Asked after the log was read, and written before anything is removed: without it, the log was whole. With it,
+            // even a log that looks whole may have been begun anew by a worker that woke late.
+            let cleaned = read::<CleanedMark>(self.store(), &ledger.keys().cleaned()).await?;
+            if cleaned.is_some() {
+                out.push((self.standing_rows(shard).await?, left));
+                return Ok(out);
             }
+            let meant = logged?
+                .into_iter()
+                .map(|(batch, rows)| (batch, rows.intersection(&mine)));
+            out.extend(meant.filter(|(_, rows)| !rows.is_empty()));
+            left = left.difference(&mine);
         }
         Ok(out)
     }
