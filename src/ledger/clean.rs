@@ -1,4 +1,5 @@
-//! Removes what a finished job no longer needs: logs, data, attempts and stages. What proves the result stays.
+//! Removes what a finished job no longer needs: data objects, attempts and stages. What proves the result stays, and so do the
+//! records of the logs: small, and what keeps a worker that wakes late from beginning a log anew.
 
 use std::time::{Duration, SystemTime};
 
@@ -7,7 +8,7 @@ use chrono::{TimeDelta, Utc};
 use super::Ledger;
 use super::error::{LedgerError, Result};
 use super::exchange::LOCK_NAME;
-use super::keys::TMP;
+use super::keys::{Keys, TMP};
 use super::record::{CleanedMark, VERSION, encode};
 use super::store::{Listed, STAGE_AGE_MAX, Store};
 
@@ -19,8 +20,8 @@ pub struct Cleaned {
 }
 
 impl Ledger {
-    /// Removes logs, data and attempts of every generation, and stages; only after `_SUCCESS` of the newest generation.
-    /// With `dry_run`, only counts them. Parts, `job.json`, commits, digests, retries, orders and spendings always stay.
+    /// Removes data and attempts of every generation, and stages; only after `_SUCCESS` of the newest generation.
+    /// With `dry_run`, only counts them. Parts, `job.json`, log records, commits, digests, retries, orders and spendings always stay.
     ///
     /// A mark is written first, so that a retry takes its rows from the parts. Needs the right to delete.
     pub async fn clean(&self, dry_run: bool) -> Result<Cleaned> {
@@ -50,7 +51,8 @@ impl Ledger {
     }
 
     async fn remove_below(&self, prefix: &str, dry_run: bool, cleaned: &mut Cleaned) -> Result<()> {
-        let found = self.store().list(prefix).await?;
+        let mut found = self.store().list(prefix).await?;
+        found.retain(|object| !Keys::is_log_record(&object.key));
         self.remove(found, dry_run, cleaned).await
     }
 

@@ -147,6 +147,11 @@ impl Keys {
         format!("{}/log/{index:06}.json", self.shard(shard))
     }
 
+    /// Whether `key` is one of [`Keys::log`]'s.
+    pub(super) fn is_log_record(key: &str) -> bool {
+        key.rsplit('/').nth(1) == Some("log")
+    }
+
     /// The data object of that name (see [`Keys::data_name`]).
     pub fn data(&self, shard: u32, name: &str) -> String {
         format!("{}/data/{name}", self.shard(shard))
