@@ -93,7 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=200_000)
     parser.add_argument("--shards", type=int, default=200)
-    parser.add_argument("--words", type=int, default=150)
+    parser.add_argument("--words", type=int, default=190)
     args = parser.parse_args()
     source = make_input(args.rows, args.words)
     with tempfile.TemporaryDirectory() as work:
