@@ -108,7 +108,9 @@ async fn resume_if_extended(opened: &Opened, ledger: &Ledger) -> Result<Option<S
         usd_per_hour: ledger.job().usd_per_hour,
         deadline: budget.deadline_seconds.map(Duration::from_secs),
     };
-    let reached = limits.reached(spent.device_seconds(), ledger.age(&spent));
+    // By this machine's clock: nobody may have written anything since the job was stopped.
+    let age = (chrono::Utc::now() - ledger.created_at()).to_std().unwrap_or_default();
+    let reached = limits.reached(spent.device_seconds(), age);
     if reached.is_none() {
         control
             .give(Order::Extend {
