@@ -95,7 +95,7 @@ fn a_job_is_cancelled_and_closed() {
             scene.crew.all_done()
         });
         assert_eq!(scene.computed(), computed, "rows were computed after the cancel");
-        let cancelled = scene.status()["tally"]["cancelled"].as_u64().unwrap();
+        let cancelled = scene.status()["rows"]["cancelled"].as_u64().unwrap();
         assert!(cancelled > 0, "nothing was left to cancel");
         scene.hold(&["--allow", "cancelled"]);
     });
@@ -148,6 +148,10 @@ fn a_worker_sleeps_through_a_retry() {
         let sleeper = random_awake(&mut scene).expect("a worker that works");
         scene.crew.pause(sleeper);
         scene.until("`_SUCCESS` without the sleeper", END_MAX, Scene::finished);
+        // Their devices are out of order: none of them may have a hand in the retry.
+        scene.until("that all others leave", LEAVE_MAX, |scene| {
+            scene.crew.awake().is_empty()
+        });
         scene
             .run(&["retry", &scene.job.output, "--queue", &scene.queue])
             .expect(0);
