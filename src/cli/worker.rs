@@ -14,7 +14,7 @@ use crate::cli::outfit::{LoadedModel, STEP_MAX, render_threads, stop_on_signals}
 use crate::dataset::location::Location;
 use crate::job::Job;
 use crate::job::spec::Precision;
-use crate::ledger::{Id, Ledger, StopWhy};
+use crate::ledger::{Id, Ledger, LedgerError, StopWhy};
 use crate::queue::{self, Queue, QueueUrl};
 use crate::report::meter::Meter;
 use crate::report::progress;
@@ -317,7 +317,16 @@ async fn of_jobs(worker: &Worker) -> Result<Exit, Failure> {
     let ledgers = jobs.iter().map(|job| &job.ledger).chain(&worker.watched);
     let mut exit = Exit::Done;
     for ledger in ledgers {
-        let of_job = match (ledger.success().await?, ledger.control().await?.stopped()) {
+        let success = match ledger.success().await {
+            // A newer gristmill has finished it.
+            Err(LedgerError::Newer { .. }) => continue,
+            success => success?,
+        };
+        let stopped = match &success {
+            Some(_) => None,
+            None => ledger.control().await?.stopped(),
+        };
+        let of_job = match (success, stopped) {
             (Some(success), _) => {
                 let rows = RowCounts {
                     total: success.rows,

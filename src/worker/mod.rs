@@ -183,12 +183,12 @@ impl Worker {
     async fn all_done(&self) -> anyhow::Result<Option<bool>> {
         let jobs = self.jobs.open().await;
         for job in &jobs {
-            if job.ledger.finish_check(None).await?.is_none() {
-                // Somebody else may have stopped it while nothing of it was here.
-                job.refresh().await?;
-                if !matches!(job.state(), JobState::Stopped(_)) {
-                    return Ok(Some(false));
-                }
+            match is_done(job).await {
+                Ok(true) => {}
+                Ok(false) => return Ok(Some(false)),
+                // What a newer gristmill goes on with is done here.
+                Err(error) if self.patience.reaction(&error) == Reaction::LeaveShard => job.set_unreadable(),
+                Err(error) => return Err(error),
             }
         }
         for ledger in &self.watched {
@@ -221,6 +221,16 @@ impl Worker {
             }
         });
     }
+}
+
+/// Whether a job is finished or stopped. Writes what is due.
+async fn is_done(job: &OpenJob) -> anyhow::Result<bool> {
+    if job.ledger.finish_check(None).await?.is_some() {
+        return Ok(true);
+    }
+    // Somebody else may have stopped it while nothing of it was here.
+    job.refresh().await?;
+    Ok(matches!(job.state(), JobState::Stopped(_)))
 }
 
 /// Works until it is told to stop, or until its options say that it is done: then `Ok(None)`.

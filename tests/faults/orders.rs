@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::job::{Broker, Plan};
 use super::kills::random_awake;
-use super::scene::{END_MAX, LEAVE_MAX, Scene};
+use super::scene::{END_MAX, IDLE_MAX, Scene};
 use super::services::Services;
 use super::suite::Suite;
 
@@ -83,7 +83,7 @@ fn a_job_is_cancelled_and_closed() {
         let moment = scene.suite.random.ms(500..2_500);
         scene.live(moment);
         scene.run(&["cancel", &scene.job.output]).expect(0);
-        scene.until("that all workers leave a cancelled job", LEAVE_MAX, |scene| {
+        scene.until("that all workers leave a cancelled job", IDLE_MAX, |scene| {
             scene.crew.all_done()
         });
         assert_eq!(scene.status()["state"], "cancelled");
@@ -91,7 +91,7 @@ fn a_job_is_cancelled_and_closed() {
         scene.run(&["cancel", &scene.job.output, "--finish"]).expect(0);
         scene.crew.begin_all();
         scene.reconcile_until_finished();
-        scene.until("that all workers leave a closed job", LEAVE_MAX, |scene| {
+        scene.until("that all workers leave a closed job", IDLE_MAX, |scene| {
             scene.crew.all_done()
         });
         assert_eq!(scene.computed(), computed, "rows were computed after the cancel");
@@ -111,7 +111,7 @@ fn failed_rows_are_retried() {
     orders("failed_rows_are_retried", plan, |mut scene| {
         first_generation_fails(&mut scene);
         scene.until("`_SUCCESS`", END_MAX, Scene::finished);
-        scene.until("that all workers leave", LEAVE_MAX, |scene| scene.crew.all_done());
+        scene.until("that all workers leave", IDLE_MAX, |scene| scene.crew.all_done());
         scene.hold(&["--allow", "errored"]);
         let before = scene.computed();
         scene
@@ -149,9 +149,7 @@ fn a_worker_sleeps_through_a_retry() {
         scene.crew.pause(sleeper);
         scene.until("`_SUCCESS` without the sleeper", END_MAX, Scene::finished);
         // Their devices are out of order: none of them may have a hand in the retry.
-        scene.until("that all others leave", LEAVE_MAX, |scene| {
-            scene.crew.awake().is_empty()
-        });
+        scene.until("that all others leave", IDLE_MAX, |scene| scene.crew.awake().is_empty());
         scene
             .run(&["retry", &scene.job.output, "--queue", &scene.queue])
             .expect(0);
@@ -165,7 +163,7 @@ fn a_worker_sleeps_through_a_retry() {
         if wakes_late {
             scene.crew.wake(sleeper);
         }
-        scene.until("that the sleeper leaves", LEAVE_MAX, |scene| scene.crew.all_done());
+        scene.until("that the sleeper leaves", IDLE_MAX, |scene| scene.crew.all_done());
         // A sleeper that woke early may have taken shards of the retry, and its device is out of order.
         scene.hold(if wakes_late { &[] } else { &["--allow", "errored"] });
     });

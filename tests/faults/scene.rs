@@ -17,6 +17,8 @@ use crate::support::{Run, arg, gristmill, python, root};
 pub const END_MAX: Duration = Duration::from_secs(240);
 /// Longest time that a worker may take to see that the job is done, or to leave when told to.
 pub const LEAVE_MAX: Duration = Duration::from_secs(30);
+/// Within which an idle worker notices by itself that its jobs are done: it looks every 30 s at least.
+pub const IDLE_MAX: Duration = Duration::from_secs(60);
 /// Between two passes of `reconcile`: what was in flight has run out by then.
 const RECONCILE_EVERY: Duration = Duration::from_secs(10);
 const RECONCILE_MAX: u64 = 12;
@@ -226,7 +228,7 @@ impl<'s> Scene<'s> {
     /// Waits for the job's end and for the workers to leave by themselves, then holds the output to the guarantee.
     pub fn conclude(mut self) {
         self.until("`_SUCCESS`", END_MAX, Scene::finished);
-        self.until("that all workers leave a finished job", LEAVE_MAX, |scene| {
+        self.until("that all workers leave a finished job", IDLE_MAX, |scene| {
             scene.crew.all_done()
         });
         self.hold(&[]);
