@@ -192,11 +192,11 @@ impl Worker {
             }
         }
         for ledger in &self.watched {
-            if ledger.finish_check(None).await?.is_none() {
-                let control = ledger.control().await?;
-                if control.stopped().is_none() || control.closes() {
-                    return Ok(Some(false));
-                }
+            match is_over(ledger).await {
+                Ok(true) => {}
+                Ok(false) => return Ok(Some(false)),
+                Err(error) if self.patience.reaction(&error) == Reaction::LeaveShard => {}
+                Err(error) => return Err(error),
             }
         }
         Ok((!jobs.is_empty() || !self.watched.is_empty()).then_some(true))
@@ -231,6 +231,15 @@ async fn is_done(job: &OpenJob) -> anyhow::Result<bool> {
     // Somebody else may have stopped it while nothing of it was here.
     job.refresh().await?;
     Ok(matches!(job.state(), JobState::Stopped(_)))
+}
+
+/// As [`is_done`], of a job that may be another model's.
+async fn is_over(ledger: &Ledger) -> anyhow::Result<bool> {
+    if ledger.finish_check(None).await?.is_some() {
+        return Ok(true);
+    }
+    let control = ledger.control().await?;
+    Ok(control.stopped().is_some() && !control.closes())
 }
 
 /// Works until it is told to stop, or until its options say that it is done: then `Ok(None)`.
