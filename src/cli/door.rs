@@ -183,7 +183,7 @@ impl Opened {
     }
 
     /// The job's limits as its file states them.
-    fn terms(&self) -> Terms {
+    pub fn terms(&self) -> Terms {
         let budget = &self.job.budget;
         Terms {
             usd: budget.usd,

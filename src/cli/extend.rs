@@ -27,11 +27,16 @@ pub struct Used {
 impl Used {
     /// By now.
     pub async fn of(ledger: &Ledger) -> Result<Used, Failure> {
-        Ok(Used {
-            device_seconds: ledger.spent().await?.device_seconds(),
+        Ok(Used::with(ledger, ledger.spent().await?.device_seconds()))
+    }
+
+    /// By now, where what was spent is known.
+    pub fn with(ledger: &Ledger, device_seconds: f64) -> Used {
+        Used {
+            device_seconds,
             usd_per_hour: ledger.job().usd_per_hour,
             age: (chrono::Utc::now() - ledger.created_at()).to_std().unwrap_or_default(),
-        })
+        }
     }
 
     /// `None` where the job has no price.
@@ -41,12 +46,7 @@ impl Used {
 
     /// Which of these limits is reached, if any.
     pub fn reached(&self, terms: &Terms) -> Option<StopWhy> {
-        let limits = Limits {
-            usd: terms.usd,
-            usd_per_hour: self.usd_per_hour,
-            deadline: terms.deadline_seconds.map(Duration::from_secs),
-        };
-        limits.reached(self.device_seconds, self.age)
+        Limits::of(terms, self.usd_per_hour).reached(self.device_seconds, self.age)
     }
 }
 

@@ -6,6 +6,7 @@ use std::time::Duration;
 use crate::cli::args::RunArgs;
 use crate::cli::door::{self, Opened};
 use crate::cli::exit::{Exit, Failure, one_line};
+use crate::cli::extend::Used;
 use crate::cli::outfit::{LoadedModel, STEP_MAX, render_threads, stop_on_signals};
 use crate::dataset::DatasetError;
 use crate::ledger::{Ledger, LedgerError, Order, StopWhy};
@@ -18,7 +19,7 @@ use crate::worker::jobs::{Heard, JobState, Jobs};
 use crate::worker::patience::Patience;
 use crate::worker::pulse::Pulse;
 use crate::worker::stop::{Stop, Why};
-use crate::worker::{self, Limits, Parts, Until, Worker};
+use crate::worker::{self, Parts, Until, Worker};
 
 pub async fn run(args: RunArgs) -> Result<Exit, Failure> {
     let opened = Opened::open(&args.job, args.limit.limit)?;
@@ -100,18 +101,11 @@ async fn resume_if_extended(opened: &Opened, ledger: &Ledger) -> Result<Option<S
         // A closing job goes on until its unfinished rows are rows of the output.
         return Ok((!control.closes()).then_some(stopped));
     }
-    let spent = ledger.spent().await?;
-    let budget = &opened.job.budget;
-    // The job file says how much; the price is the one the job was created with, since all its figures rest on it.
-    let limits = Limits {
-        usd: budget.usd,
-        usd_per_hour: ledger.job().usd_per_hour,
-        deadline: budget.deadline_seconds.map(Duration::from_secs),
-    };
-    // By this machine's clock: nobody may have written anything since the job was stopped.
-    let age = (chrono::Utc::now() - ledger.created_at()).to_std().unwrap_or_default();
-    let reached = limits.reached(spent.device_seconds(), age);
+    // The job file says how much; the price is the one the job was created with, since all its figures rest on it. By this
+    // machine's clock: nobody may have written anything since the job was stopped.
+    let reached = Used::of(ledger).await?.reached(&opened.terms());
     if reached.is_none() {
+        let budget = &opened.job.budget;
         control
             .give(Order::Extend {
                 budget_usd: budget.usd,

@@ -21,11 +21,7 @@ pub async fn status(args: OutputArgs) -> Result<Exit, Failure> {
     let ledger = ledger_at(&args.output).await?;
     let status = ledger.status().await?;
     let terms = ledger.terms(&ledger.control().await?);
-    let used = Used {
-        device_seconds: status.seconds,
-        usd_per_hour: ledger.job().usd_per_hour,
-        age: (Utc::now() - ledger.created_at()).to_std().unwrap_or_default(),
-    };
+    let used = Used::with(&ledger, status.seconds);
     let summary = Summary::of(&status, &args.output);
     if args.json {
         println!("{}", as_json(&ledger, &status, &summary, &terms, &used)?);

@@ -40,11 +40,7 @@ pub(super) fn select(batch: &RecordBatch, keep: &RowSet) -> Result<RecordBatch, 
 /// The rows of `batch` that are in `counts` and did not succeed.
 pub(super) fn failed(batch: &RecordBatch, counts: &RowSet) -> Result<RowSet, String> {
     let rows = rows_of(batch)?;
-    let status = column(batch, "status")?;
-    let status = status
-        .as_any()
-        .downcast_ref::<StringArray>()
-        .ok_or("column `status` is not utf8")?;
+    let status = statuses(batch)?;
     let succeeded = RowStatus::Succeeded.as_str();
     let failed = (0..rows.len()).filter(|&i| status.is_null(i) || status.value(i) != succeeded);
     Ok(RowSet::from_rows(failed.map(|i| rows[i])).intersection(counts))
@@ -53,11 +49,7 @@ pub(super) fn failed(batch: &RecordBatch, counts: &RowSet) -> Result<RowSet, Str
 /// Counts rows by status, and tokens, over the rows of `batch` that are in `counts`.
 pub(super) fn tally(batch: &RecordBatch, counts: &RowSet) -> Result<Tally, String> {
     let rows = rows_of(batch)?;
-    let status = column(batch, "status")?;
-    let status = status
-        .as_any()
-        .downcast_ref::<StringArray>()
-        .ok_or("column `status` is not utf8")?;
+    let status = statuses(batch)?;
     let (prompt, cached) = (int64(batch, "prompt_tokens")?, int64(batch, "cached_tokens")?);
     let completion = int64(batch, "completion_tokens")?;
     let at = |column: &Int64Array, i: usize| {
@@ -153,6 +145,12 @@ pub(super) fn merge(sources: &[(RecordBatch, RowSet)], want: std::ops::Range<u64
         out.push(interleave_record_batch(&batches, &indices).map_err(|error| error.to_string())?);
     }
     Ok(out)
+}
+
+/// Each row's status, as a word.
+fn statuses(batch: &RecordBatch) -> Result<&StringArray, String> {
+    let status = column(batch, "status")?.as_any().downcast_ref();
+    status.ok_or_else(|| "column `status` is not utf8".into())
 }
 
 fn column<'a>(batch: &'a RecordBatch, name: &str) -> Result<&'a arrow::array::ArrayRef, String> {

@@ -31,8 +31,6 @@ const IDLE_LOOK_MIN: Duration = Duration::from_millis(500);
 const IDLE_LOOK_MAX: Duration = Duration::from_secs(30);
 /// Between two looks at a device that hangs.
 const HANG_LOOK: Duration = Duration::from_secs(1);
-/// Before a message for others is passed on: it must not spin among workers that cannot use it.
-const PASS_ON_PAUSE: Duration = Duration::from_secs(5);
 
 /// Prepares shards until there is nothing more to do or `stop` is set.
 pub(super) async fn run(
@@ -161,13 +159,7 @@ impl Intake {
                 Ok(Found::Nothing)
             }
             Err(error) if self.worker.patience.reaction(&error) == Reaction::LeaveShard => {
-                tracing::error!(
-                    "shard {} of {} is left to others: {}",
-                    key.shard,
-                    job.title(),
-                    one_line(&error)
-                );
-                self.worker.pass_on_later(in_hand.answer(), PASS_ON_PAUSE);
+                self.worker.leave_to_others(key.shard, &job, &error, in_hand.answer());
                 Ok(Found::Nothing)
             }
             Err(error) => Err(error),
@@ -258,7 +250,7 @@ impl Intake {
         };
         match heard {
             Heard::Job(job) if job.state() == JobState::Unreadable => {
-                worker.pass_on_later(vec![Arc::new(delivery)], PASS_ON_PAUSE);
+                worker.pass_on_later(vec![Arc::new(delivery)]);
                 Ok(None)
             }
             Heard::Job(job) if self.is_stopped(&job).await? => {
@@ -276,7 +268,7 @@ impl Intake {
                     message.output,
                     hops + 1
                 );
-                worker.pass_on_later(vec![Arc::new(delivery)], PASS_ON_PAUSE);
+                worker.pass_on_later(vec![Arc::new(delivery)]);
                 Ok(None)
             }
         }

@@ -142,6 +142,9 @@ enum Kept {
     DeviceLeft,
 }
 
+/// Before a message for others is passed on: it must not spin among workers that cannot use it.
+const PASS_ON_PAUSE: Duration = Duration::from_secs(5);
+
 /// Longest time that a stop may take; what is not written by then is computed again.
 const DRAIN_MAX: Duration = Duration::from_secs(25);
 
@@ -202,11 +205,21 @@ impl Worker {
         Ok((!jobs.is_empty() || !self.watched.is_empty()).then_some(true))
     }
 
+    /// Something is wrong with a shard or its job that other workers, or a person, must see to.
+    fn leave_to_others(self: &Arc<Self>, shard: u32, job: &OpenJob, error: &anyhow::Error, held: Vec<Arc<Delivery>>) {
+        tracing::error!(
+            "shard {shard} of {} is left to others: {}",
+            job.title(),
+            one_line(error)
+        );
+        self.pass_on_later(held);
+    }
+
     /// Sends deliveries that are not for this worker on, after a pause.
-    fn pass_on_later(self: &Arc<Self>, deliveries: Vec<Arc<Delivery>>, pause: Duration) {
+    fn pass_on_later(self: &Arc<Self>, deliveries: Vec<Arc<Delivery>>) {
         let queue = self.queue.clone();
         tokio::spawn(async move {
-            tokio::time::sleep(pause).await;
+            tokio::time::sleep(PASS_ON_PAUSE).await;
             for delivery in deliveries {
                 match queue.pass_on(&delivery).await {
                     Ok(true) => {}

@@ -20,10 +20,7 @@ use crate::worker::in_flight::ShardKey;
 use crate::worker::jobs::{JobState, OpenJob, PartFormat, Running};
 use crate::worker::patience::{Pauses, Reaction};
 use crate::worker::stop::Stop;
-use crate::worker::{Worker, assemble, one_line};
-
-/// Before a shard that cannot go on here is passed on: whoever gets it must not spin.
-const LEAVE_PAUSE: Duration = Duration::from_secs(5);
+use crate::worker::{Worker, assemble};
 
 /// A shard, or the part of it that is tried at once, while its rows are on the device.
 pub(super) struct OpenShard {
@@ -104,17 +101,11 @@ pub(super) async fn tend(
         Ok(Ended::JobStopped) => acknowledge(&worker, &deliveries).await,
         Ok(Ended::TriedSome | Ended::GivenBack) => give_back(&worker, &deliveries).await,
         Ok(Ended::LeftToOthers) => {
-            worker.pass_on_later(deliveries, LEAVE_PAUSE);
+            worker.pass_on_later(deliveries);
             Ok(())
         }
         Err(error) if worker.patience.reaction(&error) == Reaction::LeaveShard => {
-            tracing::error!(
-                "shard {} of {} is left to others: {}",
-                key.shard,
-                shard.job.title(),
-                one_line(&error)
-            );
-            worker.pass_on_later(deliveries, LEAVE_PAUSE);
+            worker.leave_to_others(key.shard, &shard.job, &error, deliveries);
             Ok(())
         }
         Err(error) => {

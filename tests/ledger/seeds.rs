@@ -4,10 +4,9 @@
 //! `GRISTMILL_SEED=n` plays one seed again; `GRISTMILL_FAULTS=full` plays 100,000.
 
 use std::collections::BTreeMap;
-use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::task::{Context, Poll};
+use std::task::Poll;
 
 use gristmill::dataset::location::Location;
 use gristmill::ledger::log::{ShardLog, ShardState};
@@ -36,8 +35,6 @@ impl Random {
         (z ^ (z >> 31)) % end
     }
 }
-
-type Actor = Pin<Box<dyn Future<Output = Result<()>>>>;
 
 /// What an actor comes for.
 #[derive(Clone, Copy)]
@@ -140,22 +137,6 @@ async fn work_on(ledger: &Ledger, mut log: Box<ShardLog>, author: u64) -> Result
         part(batches, &metadata)
     };
     log.publish(make).await.map(|_| ())
-}
-
-fn poll(actor: &mut Actor) -> Poll<Result<()>> {
-    actor
-        .as_mut()
-        .poll(&mut Context::from_waker(futures::task::noop_waker_ref()))
-}
-
-fn finish<T>(mut future: Pin<Box<dyn Future<Output = T> + '_>>) -> T {
-    let mut context = Context::from_waker(futures::task::noop_waker_ref());
-    for _ in 0..1_000_000 {
-        if let Poll::Ready(done) = future.as_mut().poll(&mut context) {
-            return done;
-        }
-    }
-    panic!("an actor does not end");
 }
 
 /// An actor's end is harmless unless it reports damage.
@@ -276,7 +257,7 @@ fn play(seed: u64) -> std::result::Result<(), String> {
             2..=3 => asleep.push(std::mem::replace(&mut actors[n], hire(&mut random))),
             4..=7 => finish(Box::pin(faulty.arrive())),
             _ => {
-                if let Poll::Ready(ended) = poll(&mut actors[n]) {
+                if let Poll::Ready(ended) = poll_once(&mut actors[n]) {
                     harmless(ended)?;
                     actors[n] = hire(&mut random);
                 }

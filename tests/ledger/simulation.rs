@@ -1,10 +1,8 @@
 //! Several workers of one job, stepped request by request in any order, killed and paused at any point, over a store
 //! that fails in every way that leaves the truth unclear: every row is published exactly once.
 
-use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::task::{Context, Poll};
 
 use futures::FutureExt;
 use gristmill::ledger::log::{ShardLog, ShardState};
@@ -62,8 +60,6 @@ struct Habits {
     /// After an error, go on with the log at hand rather than read it anew.
     keep_log: bool,
 }
-
-type Worker = Pin<Box<dyn Future<Output = Result<()>>>>;
 
 async fn work(store: Store, author: u64, habits: Habits) -> Result<()> {
     let mut patience = PATIENCE;
@@ -124,23 +120,6 @@ fn give_up_after(patience: &mut u32, error: LedgerError) -> Result<()> {
     if *patience == 0 { Err(error) } else { Ok(()) }
 }
 
-fn poll_once(worker: &mut Worker) -> Poll<Result<()>> {
-    worker
-        .as_mut()
-        .poll(&mut Context::from_waker(futures::task::noop_waker_ref()))
-}
-
-/// Polls to the end; everything that is awaited here is ready when it is polled again.
-fn finish<T>(mut future: Pin<Box<dyn Future<Output = T> + '_>>) -> T {
-    let mut context = Context::from_waker(futures::task::noop_waker_ref());
-    for _ in 0..1_000_000 {
-        if let Poll::Ready(done) = future.as_mut().poll(&mut context) {
-            return done;
-        }
-    }
-    panic!("a worker does not end");
-}
-
 fn simulate(actions: Vec<Action>, faults: Vec<Fault>, habits: Vec<Habits>) -> std::result::Result<(), TestCaseError> {
     let memory = Arc::new(InMemory::new());
     let mut faults = faults.into_iter();
@@ -149,11 +128,11 @@ fn simulate(actions: Vec<Action>, faults: Vec<Fault>, habits: Vec<Habits>) -> st
     }));
     let output = place(faulty.clone());
     let authors = AtomicU64::new(0);
-    let hire = || -> Worker {
+    let hire = || -> Actor {
         let author = authors.fetch_add(1, Ordering::Relaxed);
         Box::pin(work(eager(&output), author, habits[author as usize % habits.len()]))
     };
-    let mut workers: Vec<Worker> = (0..WORKERS).map(|_| hire()).collect();
+    let mut workers: Vec<Actor> = (0..WORKERS).map(|_| hire()).collect();
     let mut asleep = Vec::new();
     for action in actions {
         match action {
@@ -232,7 +211,7 @@ fn a_kill_after_any_request_loses_nothing() {
         let output = place(Arc::new(FaultStore::new(Arc::new(InMemory::new()), true, |_, _| {
             Fault::None
         })));
-        let mut killed: Worker = Box::pin(work(eager(&output), 0, habits));
+        let mut killed: Actor = Box::pin(work(eager(&output), 0, habits));
         let ended = (0..steps).any(|_| poll_once(&mut killed).is_ready());
         drop(killed);
         finish(Box::pin(work(eager(&output), 1, habits))).unwrap();
@@ -270,7 +249,7 @@ fn a_worker_that_wakes_late_changes_nothing() {
         let output = place(Arc::new(FaultStore::new(Arc::new(InMemory::new()), true, |_, _| {
             Fault::None
         })));
-        let mut paused: Worker = Box::pin(work(eager(&output), 0, habits));
+        let mut paused: Actor = Box::pin(work(eager(&output), 0, habits));
         let ended = (0..steps).any(|_| poll_once(&mut paused).is_ready());
         finish(Box::pin(work(eager(&output), 1, habits))).unwrap();
         if ended {

@@ -411,3 +411,23 @@ impl Future for Yield {
         Poll::Pending
     }
 }
+
+/// What plays a part in a simulation.
+pub type Actor = Pin<Box<dyn Future<Output = Result<()>>>>;
+
+pub fn poll_once(actor: &mut Actor) -> Poll<Result<()>> {
+    actor
+        .as_mut()
+        .poll(&mut Context::from_waker(futures::task::noop_waker_ref()))
+}
+
+/// Polls to the end; everything that is awaited here is ready when it is polled again.
+pub fn finish<T>(mut future: Pin<Box<dyn Future<Output = T> + '_>>) -> T {
+    let mut context = Context::from_waker(futures::task::noop_waker_ref());
+    for _ in 0..1_000_000 {
+        if let Poll::Ready(done) = future.as_mut().poll(&mut context) {
+            return done;
+        }
+    }
+    panic!("an actor does not end");
+}
