@@ -22,5 +22,6 @@ mod queue_doors;
 mod queue_kafka;
 mod queue_rabbitmq;
 mod rules;
+mod schemas;
 mod services;
 mod store_s3;

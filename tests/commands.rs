@@ -9,7 +9,7 @@ use serde_json::Value;
 use crate::support::{Run, arg, gristmill, job_in, root};
 
 /// Runs the binary.
-fn run(arguments: &[&str]) -> Run {
+pub fn run(arguments: &[&str]) -> Run {
     Run::of(&mut gristmill(arguments))
 }
 
@@ -33,7 +33,7 @@ fn label_job(folder: &Path) -> (PathBuf, PathBuf) {
 }
 
 /// A job of 40 short rows in ten shards; the texts of `long` rows are longer than the job's context, so they fail.
-fn small_job(folder: &Path, long: &[usize]) -> (PathBuf, PathBuf) {
+pub fn small_job(folder: &Path, long: &[usize]) -> (PathBuf, PathBuf) {
     let line = |row: usize| {
         let text = if long.contains(&row) {
             "word ".repeat(600)
@@ -122,6 +122,10 @@ fn submit_says_at_once_what_is_wrong_with_the_queue() {
     );
     one_line(&submit(&["--queue", "redis://h/q"]).expect(2), &["kafka://", "amqp://"]);
     let secret = submit(&["--queue", "kafka://127.0.0.1:1/t", "--kafka", "sasl.password=hunter2"]).expect(2);
+    one_line(&secret, &["sasl.password", "GRISTMILL_KAFKA_SASL_PASSWORD"]);
+    assert!(!secret.stderr.contains("hunter2"));
+    let queue = ["--queue", "kafka://127.0.0.1:1/t", "--kafka", "sasl.password=hunter2"];
+    let secret = run(&[&["worker"][..], &queue].concat()).expect(2);
     one_line(&secret, &["sasl.password", "GRISTMILL_KAFKA_SASL_PASSWORD"]);
     assert!(!secret.stderr.contains("hunter2"));
     assert!(

@@ -23,6 +23,7 @@ proxy-1                 proxied::the_store_fails_in_every_way                  4
 proxy-2                 proxied::the_store_fails_in_every_way                  4
 proxy-3                 proxied::the_store_fails_in_every_way                  4
 proxy-4                 proxied::the_store_fails_in_every_way                  4
+requests                requests::requests_stay_within_their_bound             1
 lost-topic              lost_queues::a_lost_topic_loses_nothing                1
 lost-queue              lost_queues::a_lost_queue_loses_nothing                1
 poison                  poison::poison_harms_nobody_else                       1
@@ -32,6 +33,7 @@ budget                  orders::a_budget_is_reached_and_extended               1
 extend                  orders::a_budget_is_extended_before_it_is_reached      1
 cancel                  orders::a_job_is_cancelled_and_closed                  1
 retry                   orders::failed_rows_are_retried                        1
+input-changed           orders::an_input_changes_and_is_restored               1
 sleeper                 orders::a_worker_sleeps_through_a_retry                1
 failpoints-kafka        failpoints::failpoints_over_kafka                      1
 failpoints-rabbitmq     failpoints::failpoints_over_rabbitmq                   1

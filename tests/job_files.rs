@@ -40,33 +40,6 @@ fn message(from: &str, to: &str) -> String {
     error
 }
 
-/// `GRISTMILL_WRITE_SCHEMAS=1 cargo test --test job_files` writes the schema anew.
-#[test]
-fn the_schema_is_current() {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("schemas/job.schema.json");
-    let current = format!("{}\n", serde_json::to_string_pretty(&JobFile::schema()).unwrap());
-    if std::env::var_os("GRISTMILL_WRITE_SCHEMAS").is_some() {
-        std::fs::write(&path, &current).unwrap();
-    }
-    let written = std::fs::read_to_string(&path).unwrap();
-    assert!(
-        written == current,
-        "schemas/job.schema.json is out of date: run GRISTMILL_WRITE_SCHEMAS=1 cargo test --test job_files"
-    );
-    // Every field is described, for editors.
-    let schema = JobFile::schema();
-    let definitions = schema["$defs"].as_object().unwrap().values();
-    for (name, field) in definitions
-        .chain([&schema])
-        .filter_map(|d| d["properties"].as_object())
-        .flatten()
-    {
-        let described =
-            field.get("description").is_some() || field.get("$ref").is_some() || name == "text" || name == "type";
-        assert!(described, "`{name}` has no description");
-    }
-}
-
 #[test]
 fn a_good_job_is_read() {
     let job = check(GOOD, "jobs/x.yaml").unwrap();

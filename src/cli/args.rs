@@ -70,9 +70,9 @@ pub struct WorkerArgs {
     /// The queue: kafka://host:port/topic, amqp://host/vhost/queue or amqps://…
     #[arg(long, value_name = "URL", env = "GRISTMILL_QUEUE")]
     pub queue: String,
-    /// A librdkafka property, such as session.timeout.ms=10000 (repeat for more; secrets belong in the environment)
-    #[arg(long, value_name = "KEY=VALUE")]
-    pub kafka: Vec<String>,
+    /// A property of librdkafka, such as session.timeout.ms=10000; may be given several times
+    #[arg(long, value_name = "PROPERTY=VALUE", value_parser = property)]
+    pub kafka: Vec<(String, String)>,
     /// The checkpoint's folder (default: the model of the first shard that comes)
     #[arg(long, value_name = "DIR")]
     pub model: Option<PathBuf>,

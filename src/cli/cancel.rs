@@ -56,17 +56,14 @@ async fn order(ledger: &Ledger, close: bool) -> Result<Outcome, Failure> {
         if let Some(Order::Stop {
             why: StopWhy::Cancelled,
             close: closing,
+            ..
         }) = control.holds()
             && (*closing || !close)
         {
             return Ok(Outcome::AlreadyCancelled);
         }
         // Somebody else's order in between is read, and this one is given after it.
-        let order = Order::Stop {
-            why: StopWhy::Cancelled,
-            close,
-        };
-        if control.give(order).await? {
+        if control.give(Order::stop(StopWhy::Cancelled, close)).await? {
             return Ok(Outcome::Cancelled);
         }
     }

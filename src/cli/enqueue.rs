@@ -1,4 +1,6 @@
-//! Where commands put shards: the queue's address and properties, from the command line or the job file.
+//! Where commands put shards and workers get them: the queue's address and properties, from the command line or the job file.
+
+use std::sync::Arc;
 
 use anyhow::anyhow;
 use serde_json::{Value, json};
@@ -7,10 +9,10 @@ use crate::cli::args::QueueArgs;
 use crate::cli::exit::Failure;
 use crate::job::queue::{JobQueue, environment_name, is_secret};
 use crate::ledger::Ledger;
-use crate::queue::{Message, Prepared, Publisher, QueueError, QueueUrl, Settings};
+use crate::queue::{self, Message, Prepared, Publisher, Queue, QueueError, QueueUrl, Settings};
 use crate::report::summary::number;
 
-/// A queue to enqueue to, not connected yet.
+/// A queue, not connected yet.
 pub struct Target {
     url: QueueUrl,
     settings: Settings,
@@ -32,32 +34,42 @@ pub struct Sent {
 }
 
 impl Target {
-    /// `--queue`, else the job file's queue; `None` where neither names one.
+    /// The queue at `url`, with these properties of librdkafka from the command line.
     ///
     /// # Errors
     /// An address or a property that cannot be used, or a secret on the command line.
-    pub fn find(args: &QueueArgs, job: Option<&JobQueue>) -> Result<Option<Target>, Failure> {
-        if let Some((name, _)) = args.kafka.iter().find(|(name, _)| is_secret(name)) {
+    pub fn new(url: &str, kafka: Vec<(String, String)>, in_flight: u32) -> Result<Target, Failure> {
+        if let Some((name, _)) = kafka.iter().find(|(name, _)| is_secret(name)) {
             let variable = environment_name(name);
             return Err(Failure::bad_job(anyhow!(
                 "`--kafka {name}=…` puts a secret on the command line, where other users see it: put it in `{variable}` in \
                  the environment, or in a file that `{variable}_FILE` names"
             )));
         }
+        Ok(Target {
+            url: url.parse().map_err(Failure::bad_job)?,
+            settings: Settings {
+                kafka,
+                in_flight,
+                ..Settings::default()
+            },
+        })
+    }
+
+    /// `--queue`, else the job file's queue; `None` where neither names one.
+    ///
+    /// # Errors
+    /// As [`Target::new`].
+    pub fn find(args: &QueueArgs, job: Option<&JobQueue>) -> Result<Option<Target>, Failure> {
         let Some(url) = args.queue.clone().or(job.map(|job| job.url.clone())) else {
             return Ok(None);
         };
-        let url: QueueUrl = url.parse().map_err(Failure::bad_job)?;
         let mut kafka = job.map(|job| job.kafka.clone()).unwrap_or_default();
         for (name, value) in &args.kafka {
             kafka.retain(|(known, _)| known != name);
             kafka.push((name.clone(), value.clone()));
         }
-        let settings = Settings {
-            kafka,
-            ..Settings::default()
-        };
-        Ok(Some(Target { url, settings }))
+        Target::new(&url, kafka, Settings::default().in_flight).map(Some)
     }
 
     /// As [`Target::find`], where a queue must be named.
@@ -65,7 +77,12 @@ impl Target {
         Target::find(args, None)?.ok_or_else(|| Failure::bad_job(anyhow!("no queue: give `--queue URL`")))
     }
 
-    /// Connects.
+    /// Connects to receive.
+    pub async fn consume(&self) -> Result<Arc<dyn Queue>, QueueError> {
+        queue::connect(&self.url, &self.settings).await
+    }
+
+    /// Connects to send.
     pub async fn connect(&self) -> Result<Enqueuer, Failure> {
         let publisher = Publisher::open(&self.url, &self.settings).await.map_err(refusal)?;
         Ok(Enqueuer {

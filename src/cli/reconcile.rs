@@ -176,6 +176,10 @@ impl Watched {
                 why: StopWhy::Cancelled,
                 ..
             }) => Some(Exit::Cancelled),
+            Some(Order::Stop {
+                why: StopWhy::InputChanged,
+                ..
+            }) => Some(Exit::BadJob),
             Some(Order::Stop { .. }) => Some(Exit::Stopped),
             _ => None,
         })
@@ -187,6 +191,7 @@ fn word(exit: Exit) -> &'static str {
         Exit::Done => "is finished",
         Exit::FailedRows => "is finished; some rows did not succeed",
         Exit::Cancelled => "was cancelled: nothing to enqueue",
+        Exit::BadJob => "is stopped, since an input is not what it was: restore it and submit the job again",
         _ => "has reached its budget or deadline: nothing to enqueue until it is extended",
     }
 }

@@ -71,6 +71,10 @@ pub async fn run(args: RunArgs) -> Result<Exit, Failure> {
             "the deadline is reached; raise `budget.deadline` and run again to go on",
         ),
         Some(Why::Cancelled) => (Exit::Cancelled, "the job was cancelled"),
+        Some(Why::InputChanged) => (
+            Exit::BadJob,
+            "an input is not what it was when the job was planned; restore it and run again to go on",
+        ),
         Some(Why::Interrupted | Why::Preempted) => {
             (Exit::Interrupted, "interrupted; run the same command again to go on")
         }

@@ -32,6 +32,9 @@ pub async fn status(args: OutputArgs) -> Result<Exit, Failure> {
         n => format!(", retry {n}"),
     };
     println!("job         {} ({}){generation}", status.name, word(status.state));
+    if let Some(note) = &status.note {
+        println!("why         {note}");
+    }
     println!("shards      {}", shards(&status));
     for line in shard_lines(&status, Utc::now()) {
         println!("            {line}");
@@ -57,6 +60,7 @@ fn as_json(
     let mut json = serde_json::to_value(summary)?;
     json["id"] = serde_json::to_value(&status.job)?;
     json["state"] = serde_json::to_value(status.state)?;
+    json["note"] = serde_json::to_value(&status.note)?;
     json["generation"] = ledger.generation().into();
     json["created_at"] = ledger.created_at().to_rfc3339().into();
     json["shards"] = serde_json::to_value(status.shards)?;
@@ -145,6 +149,7 @@ pub async fn watch(args: WatchArgs) -> Result<Exit, Failure> {
             State::Finished => Some(Exit::of_rows(&RowCounts::of(status.rows, &status.tally))),
             State::BudgetReached | State::DeadlineReached => Some(Exit::Stopped),
             State::Cancelled => Some(Exit::Cancelled),
+            State::InputChanged => Some(Exit::BadJob),
         };
         match end {
             Some(exit) if status.state == State::Finished || !closing(&ledger).await? => return Ok(exit),
@@ -181,5 +186,6 @@ fn word(state: State) -> &'static str {
         State::BudgetReached => "stopped: budget reached",
         State::DeadlineReached => "stopped: deadline reached",
         State::Cancelled => "cancelled",
+        State::InputChanged => "stopped: an input is not what it was",
     }
 }

@@ -136,13 +136,17 @@ async fn ended(ledger: &Ledger, job: &Job) -> Result<Option<Ended>, Failure> {
         return Ok(stopped.map(Ended::Stopped));
     }
     let holds = ledger.terms(&control);
-    if let Some(terms) = more(ledger, &holds, &job.budget).await? {
+    let restored = (stopped == Some(StopWhy::InputChanged)).then_some(holds);
+    if let Some(terms) = more(ledger, &holds, &job.budget).await?.or(restored) {
         let order = Order::Extend {
             budget_usd: terms.usd,
             deadline_seconds: terms.deadline_seconds,
         };
         if control.give(order).await? {
-            eprintln!("job `{}`: budget and deadline are now those of the job file", job.name);
+            match restored {
+                Some(_) => eprintln!("job `{}` goes on: it was stopped since an input had changed", job.name),
+                None => eprintln!("job `{}`: budget and deadline are now those of the job file", job.name),
+            }
             return Ok(None);
         }
     }
@@ -161,6 +165,10 @@ fn said(args: &SubmitArgs, written: &Written, ended: Ended) -> Result<Exit, Fail
         Ended::Stopped(StopWhy::Deadline) => (
             Exit::Stopped,
             "has reached its deadline: raise `budget.deadline` and submit again, or use `gristmill extend`",
+        ),
+        Ended::Stopped(StopWhy::InputChanged) => (
+            Exit::BadJob,
+            "is stopped, since an input is not what it was: restore it and submit again",
         ),
         Ended::Stopped(StopWhy::Cancelled) => (
             Exit::Cancelled,

@@ -9,13 +9,14 @@ use serde::Serialize;
 
 use crate::cli::args::WorkerArgs;
 use crate::cli::door::{model_dir, no_job};
+use crate::cli::enqueue::Target;
 use crate::cli::exit::{Exit, Failure, one_line};
 use crate::cli::outfit::{LoadedModel, STEP_MAX, render_threads, stop_on_signals};
 use crate::dataset::location::Location;
 use crate::job::Job;
 use crate::job::spec::Precision;
 use crate::ledger::{Id, Ledger, LedgerError, StopWhy};
-use crate::queue::{self, Queue, QueueUrl};
+use crate::queue::Queue;
 use crate::report::meter::Meter;
 use crate::report::progress;
 use crate::report::summary::{RowCounts, number, rate};
@@ -41,13 +42,13 @@ pub async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
     if let Some(cloud) = args.spot {
         spot::watch(cloud, stop.clone())?;
     }
-    let url: QueueUrl = args.queue.parse().map_err(Failure::bad_job)?;
-    let settings = queue::Settings {
-        kafka: properties(&args.kafka)?,
-        in_flight: args.shards_in_flight,
-        ..queue::Settings::default()
-    };
-    let queue = queue::connect(&url, &settings).await?;
+    // What it will not begin is better in another worker's hands.
+    let most = args
+        .max_shards
+        .map_or(u32::MAX, |most| u32::try_from(most).unwrap_or(u32::MAX));
+    let queue = Target::new(&args.queue, args.kafka.clone(), args.shards_in_flight.min(most.max(1)))?
+        .consume()
+        .await?;
     let mut watched = watched(&args, &stop).await?;
     let Some(wanted) = wanted_model(&args, &queue, &mut watched, &stop).await? else {
         return ended_early(&args, &stop);
@@ -228,22 +229,6 @@ fn ended_early(args: &WorkerArgs, stop: &Stop) -> Result<Exit, Failure> {
     Ok(Exit::Done)
 }
 
-/// `key=value` pairs.
-fn properties(pairs: &[String]) -> Result<Vec<(String, String)>, Failure> {
-    let split = |pair: &String| {
-        let (key, value) = pair.split_once('=').with_context(|| {
-            // Not the text itself: it may hold a secret.
-            "`--kafka` takes KEY=VALUE, such as session.timeout.ms=10000".to_string()
-        })?;
-        anyhow::Ok((key.trim().to_string(), value.to_string()))
-    };
-    pairs
-        .iter()
-        .map(split)
-        .collect::<anyhow::Result<_>>()
-        .map_err(Failure::bad_job)
-}
-
 /// Unique among workers, and telling people where it runs.
 fn name(args: &WorkerArgs) -> Result<String, Failure> {
     let host = || std::fs::read_to_string("/etc/hostname").ok();
@@ -337,9 +322,11 @@ async fn of_jobs(worker: &Worker) -> Result<Exit, Failure> {
             }
             (None, Some(StopWhy::Cancelled)) => Exit::Cancelled,
             (None, Some(StopWhy::Budget | StopWhy::Deadline)) => Exit::Stopped,
+            (None, Some(StopWhy::InputChanged)) => Exit::BadJob,
             (None, None) => Exit::Done,
         };
         let weight = |exit: Exit| match exit {
+            Exit::BadJob => 4,
             Exit::Stopped => 3,
             Exit::Cancelled => 2,
             Exit::FailedRows => 1,

@@ -1,22 +1,7 @@
 //! Results → record batches, in the columns that every part has.
 //!
-//! | column | type | holds |
-//! |---|---|---|
-//! | (carried) | as in the input | the job's `output.carry`, first, in its order |
-//! | `row` | int64, never null | 0-based over the job's whole input |
-//! | `status` | utf8, never null | `succeeded`, `invalid_output`, `errored`, `expired`, `cancelled` |
-//! | `completion` | utf8 | the text; null where there is none |
-//! | `parsed` | utf8 | the answer as asked for: the choice, compact JSON, the match; null where it does not fit |
-//! | `finish_reason` | utf8 | `stop` or `length` |
-//! | `error` | utf8 | one line that says why, null for `succeeded` |
-//! | `prompt_tokens`, `cached_tokens` | int64 | null where the row was never tokenized |
-//! | `completion_tokens` | int64 | over all samples; null where there is none |
-//! | `token_ids` | list\<int32\> | where asked for |
-//! | `logprobs` | list\<float32\> | where asked for: natural logarithm, one per entry of `token_ids`; else null |
-//! | `choice_probabilities` | struct\<choice: float32\> | where asked for |
-//!
-//! With more than one sample a row, `completion`, `parsed`, `finish_reason`, `token_ids`, `logprobs` and
-//! `choice_probabilities` are lists of what they are otherwise, one entry a sample; it is still one row an input row.
+//! The carried columns come first, in the job's order, then [`COLUMNS`]. With more than one sample a row, the columns of a
+//! completion are lists of what they are otherwise, one entry a sample; it is still one row an input row.
 
 use std::sync::Arc;
 
@@ -28,10 +13,39 @@ use arrow::buffer::{NullBuffer, OffsetBuffer};
 use arrow::compute::take;
 use arrow::datatypes::{DataType, Field, FieldRef, Fields, Schema, SchemaRef};
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
 
 use super::error::{DatasetError, output_error};
 use super::row::{RowResult, SampleResult};
 use super::schema_text;
+
+/// What each column holds, in order; the last three stand only where a job asks for them.
+pub const COLUMNS: [(&str, &str); 12] = [
+    ("row", "0-based over the job's whole input"),
+    (
+        "status",
+        "`succeeded`, `invalid_output`, `errored`, `expired` or `cancelled`",
+    ),
+    ("completion", "the text; null where there is none"),
+    (
+        "parsed",
+        "the answer as asked for: the choice, compact JSON, the match; null where it does not fit",
+    ),
+    ("finish_reason", "`stop` or `length`"),
+    ("error", "one line that says why; null for `succeeded`"),
+    ("prompt_tokens", "null where the row was never tokenized"),
+    (
+        "cached_tokens",
+        "of the prompt tokens, those whose computation was shared; null where the row was never tokenized",
+    ),
+    ("completion_tokens", "over all samples; null where there is none"),
+    ("token_ids", "of the completion"),
+    (
+        "logprobs",
+        "natural logarithm, one per entry of `token_ids`; null where the row has none",
+    ),
+    ("choice_probabilities", "of each choice, by its name"),
+];
 
 /// Which optional columns there are, and in what shape.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -64,6 +78,41 @@ impl OutputSchema {
     /// Names that a carried column cannot have.
     pub fn names(columns: &OutputColumns) -> Vec<String> {
         own_fields(columns).iter().map(|f| f.name().clone()).collect()
+    }
+
+    /// A row of any job's output as a JSON Schema, as `schemas/output.schema.json` holds it.
+    pub fn json_schema() -> Value {
+        let every = |samples| {
+            own_fields(&OutputColumns {
+                samples,
+                token_ids: true,
+                logprobs: true,
+                choices: Some(Vec::new()),
+            })
+        };
+        let mut properties = Map::new();
+        let described = every(1).into_iter().zip(every(2)).zip(COLUMNS);
+        for ((one, many), (name, holds)) in described {
+            let mut types = vec![json_type(one.data_type())];
+            if one.data_type() != many.data_type() {
+                types.push(json_type(many.data_type()));
+            }
+            if one.is_nullable() {
+                types.push(json!({ "type": "null" }));
+            }
+            properties.insert(name.into(), json!({ "description": holds, "anyOf": types }));
+        }
+        let required: Vec<&str> = COLUMNS[..9].iter().map(|(name, _)| *name).collect();
+        json!({
+            "$schema": "https://json-schema.org/draft/2020-12/schema",
+            "title": "gristmill output row",
+            "description": "The columns of a job's output besides the carried ones, as a JSON line has them. Parquet: integers are \
+                            int64, `token_ids` int32, numbers float32. Columns of a completion are lists, one entry a sample, \
+                            where a job asks for several samples a row.",
+            "type": "object",
+            "properties": properties,
+            "required": required,
+        })
     }
 
     /// The carried columns.
@@ -227,6 +276,16 @@ fn choice_fields(choices: &[String]) -> Fields {
         .collect()
 }
 
+fn json_type(kind: &DataType) -> Value {
+    match kind {
+        DataType::Utf8 => json!({ "type": "string" }),
+        DataType::Float32 => json!({ "type": "number" }),
+        DataType::List(item) => json!({ "type": "array", "items": json_type(item.data_type()) }),
+        DataType::Struct(_) => json!({ "type": "object", "additionalProperties": { "type": "number" } }),
+        _ => json!({ "type": "integer" }),
+    }
+}
+
 fn own_fields(columns: &OutputColumns) -> Vec<FieldRef> {
     let list = |item: DataType| DataType::new_list(item, true);
     let sampled = |kind: DataType| if columns.samples > 1 { list(kind) } else { kind };
@@ -262,7 +321,6 @@ mod tests {
     use super::*;
     use crate::dataset::row::RowStatus;
     use crate::dataset::value::rows_of;
-    use serde_json::{Value, json};
 
     fn sample(text: &str) -> SampleResult {
         SampleResult {
@@ -308,6 +366,12 @@ mod tests {
             .into_iter()
             .map(|row| Value::Object(row.unwrap()))
             .collect()
+    }
+
+    #[test]
+    fn every_column_is_described() {
+        let names = OutputSchema::names(&all(1).columns);
+        assert_eq!(names, COLUMNS.map(|(name, _)| name));
     }
 
     #[test]

@@ -30,7 +30,7 @@ impl Format {
 }
 
 /// One input object, pinned to what it was when the job was planned.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct InputFile {
     /// Full URL (`file:///…`, `s3://…`).
     pub url: String,
@@ -46,7 +46,7 @@ pub struct InputFile {
 }
 
 /// A shard: a run of consecutive rows over the job's whole input.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Shard {
     /// First row, 0-based over the job's whole input.
     pub first_row: u64,
@@ -55,7 +55,7 @@ pub struct Shard {
 }
 
 /// The part of a shard that lies in one input.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Segment {
     /// Index into the job's inputs.
     pub input: u32,

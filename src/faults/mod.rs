@@ -1,7 +1,8 @@
 //! What fault tests put into a build of their own (feature `faults`): never for real work.
 //!
 //! [`points`] ends, fails or holds up the process at marked places; [`switches`] break the guarantee on purpose, so that
-//! tests can show that they would notice; [`known`] is a device that computes a known function of each row.
+//! tests can show that they would notice; [`known`] is a device that computes a known function of each row; [`ids`] makes
+//! ids follow from a seed.
 //! Everything is armed by the environment of one process, so that one worker of several can be the faulty one:
 //!
 //! | variable | holds |
@@ -14,6 +15,7 @@
 //! | `GRISTMILL_KNOWN_ERRORS_BELOW` | an id: prompts that begin with a smaller one fail, as on a device out of order |
 //! | `GRISTMILL_KNOWN_TRACE` | a file to which each computed row is appended, as a line `JOB,ROW` |
 
+pub mod ids;
 pub mod known;
 pub mod points;
 pub mod switches;

@@ -169,6 +169,14 @@ impl Control {
         }
     }
 
+    /// What was found, where the job is stopped and somebody said so.
+    pub fn note(&self) -> Option<&str> {
+        match self.holds() {
+            Some(Order::Stop { note, .. }) => note.as_deref(),
+            _ => None,
+        }
+    }
+
     /// All orders, oldest first.
     pub fn orders(&self) -> &[Order] {
         &self.orders

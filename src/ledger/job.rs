@@ -1,5 +1,6 @@
 //! `_gristmill/job.json`: created once, says which job an output belongs to.
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::sync::{Arc, Mutex};
@@ -18,7 +19,7 @@ const MAX_JOB_BYTES: u64 = 512 << 20;
 const MAX_SHARDS: usize = 1_000_000;
 
 /// What makes two runs the same job. All hashes are SHA-256 in lower-case hex.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct JobIdentity {
     /// Of the job as written.
     pub job_hash: String,
@@ -31,7 +32,7 @@ pub struct JobIdentity {
 }
 
 /// Limits of a job.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Terms {
     /// Dollars of device time.
     pub usd: Option<f64>,
@@ -42,7 +43,7 @@ pub struct Terms {
 }
 
 /// What becomes of rows that are not finished when a limit is reached.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Unfinished {
     /// They stay open: the job can go on with other limits.
@@ -71,7 +72,7 @@ pub struct JobDraft {
 }
 
 /// `job.json`.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct JobRecord {
     pub v: u32,
     /// Random: no two jobs share one.

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::error::{LedgerError, Result};
@@ -16,8 +17,9 @@ pub const TMP: &str = "_gristmill/tmp";
 pub const SHARDS_PER_BLOCK: u32 = 100;
 
 /// A random identifier in lower-case hex: of a job, an attempt, a nonce.
-#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
 #[serde(try_from = "String", into = "String")]
+#[schemars(extend("pattern" = "^[0-9a-f]{20}$"))]
 pub struct Id(String);
 
 /// Hex digits of an id: 80 random bits, so that two are never equal in practice.
@@ -26,6 +28,10 @@ const ID_DIGITS: usize = 20;
 impl Id {
     /// A new id from the operating system's randomness.
     pub fn random() -> Result<Id> {
+        #[cfg(feature = "faults")]
+        if let Some(bytes) = crate::faults::ids::next::<{ ID_DIGITS / 2 }>() {
+            return Ok(Id(hex(&bytes)));
+        }
         let mut bytes = [0u8; ID_DIGITS / 2];
         getrandom::fill(&mut bytes)
             .map_err(|error| LedgerError::stop(format!("the operating system gives no random bytes: {error}")))?;

@@ -28,6 +28,7 @@ pub mod generation;
 pub mod log;
 pub mod progress;
 pub mod publish;
+pub mod schema;
 pub mod status;
 pub mod verify;
 

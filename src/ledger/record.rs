@@ -1,6 +1,7 @@
 //! What the ledger's objects say: one serde type each, with a version, checked as it is read.
 
 use bytes::Bytes;
+use schemars::JsonSchema;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -75,7 +76,7 @@ pub async fn read<R: Record>(store: &Store, key: &str) -> Result<Option<R>> {
 }
 
 /// Rows by status, and their tokens.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Tally {
     pub succeeded: u64,
     pub invalid_output: u64,
@@ -145,7 +146,7 @@ impl Tally {
 }
 
 /// `log/000000.json`: one data object, and which of its rows count.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct LogRecord {
     pub v: u32,
     pub job: Id,
@@ -161,7 +162,7 @@ pub struct LogRecord {
 }
 
 /// A Parquet file of finished rows below `data/`.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct DataObject {
     pub name: String,
     pub size: u64,
@@ -188,7 +189,7 @@ impl Record for LogRecord {
 }
 
 /// `attempts/{attempt}.json`: written before these rows go to the device.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct AttemptRecord {
     pub v: u32,
     pub job: Id,
@@ -212,7 +213,7 @@ impl Record for AttemptRecord {
 }
 
 /// `attempts/{attempt}.end.json`: the attempt ended cleanly.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct AttemptEnd {
     pub v: u32,
     pub attempt: Id,
@@ -221,7 +222,7 @@ pub struct AttemptEnd {
 impl Record for AttemptEnd {}
 
 /// `commits/{block}/000042.json`: the shard is done, and this is its part.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Commit {
     pub v: u32,
     pub job: Id,
@@ -243,7 +244,7 @@ pub struct Commit {
 impl Record for Commit {}
 
 /// `digests/{block}.json`: all commits of a full block.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Digest {
     pub v: u32,
     pub job: Id,
@@ -256,7 +257,7 @@ pub struct Digest {
 impl Record for Digest {}
 
 /// `_SUCCESS`: every row is published.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Success {
     pub v: u32,
     pub job: Id,
@@ -291,7 +292,7 @@ impl Record for Success {
 }
 
 /// `gen/001.json`: a retry, and the rows that it does anew.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Generation {
     pub v: u32,
     pub job: Id,
@@ -303,7 +304,7 @@ pub struct Generation {
 }
 
 /// The rows of one shard that a retry does anew.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct RetriedShard {
     pub shard: u32,
     pub rows: RowSet,
@@ -333,7 +334,7 @@ impl Record for Generation {
 }
 
 /// `cleaned.json`: the generation's logs, data and attempts may be gone; its rows are in the parts alone.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct CleanedMark {
     pub v: u32,
     pub job: Id,
@@ -350,7 +351,7 @@ fn is_false(flag: &bool) -> bool {
 }
 
 /// `spend/{worker}.json`: cumulative, rewritten by that worker alone.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Spend {
     pub v: u32,
     pub worker: String,
@@ -369,7 +370,7 @@ impl Record for Spend {
 }
 
 /// `control/000.json`: what somebody decided about the job; the last one holds.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct ControlRecord {
     pub v: u32,
     pub job: Id,
@@ -385,7 +386,7 @@ pub struct ControlRecord {
 impl Record for ControlRecord {}
 
 /// An order to all workers of a job.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(tag = "order", rename_all = "snake_case")]
 pub enum Order {
     /// Start no further rows.
@@ -394,6 +395,9 @@ pub enum Order {
         /// Unfinished rows become `expired` or `cancelled` rows, and the job ends.
         #[serde(default, skip_serializing_if = "is_false")]
         close: bool,
+        /// For people: what was found, in one line.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        note: Option<String>,
     },
     /// Go on, within these limits in place of the job's own (`None`: without).
     Extend {
@@ -402,11 +406,20 @@ pub enum Order {
     },
 }
 
+impl Order {
+    /// A stop that needs no further words.
+    pub fn stop(why: StopWhy, close: bool) -> Order {
+        Order::Stop { why, close, note: None }
+    }
+}
+
 /// Why a job was stopped.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum StopWhy {
     Budget,
     Deadline,
     Cancelled,
+    /// An input is not what it was when the job was planned.
+    InputChanged,
 }

@@ -3,10 +3,11 @@
 use std::fmt;
 use std::ops::Range;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 /// A set of rows as sorted, disjoint ranges that do not touch. In JSON: `[[start, end], …]`, `end` excluded.
-#[derive(Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(try_from = "Vec<(u64, u64)>", into = "Vec<(u64, u64)>")]
 pub struct RowSet {
     ranges: Vec<(u64, u64)>,

@@ -20,6 +20,8 @@ pub struct Status {
     pub job: Id,
     pub name: String,
     pub state: State,
+    /// What was found, where the job is stopped and somebody said so.
+    pub note: Option<String>,
     /// Rows of the whole job.
     pub rows: u64,
     /// Rows that are finished for good, published or not, by status, with their tokens.
@@ -64,6 +66,7 @@ pub enum State {
     BudgetReached,
     DeadlineReached,
     Cancelled,
+    InputChanged,
 }
 
 /// Shards by what has become of them.
@@ -91,6 +94,7 @@ impl Ledger {
             job: job.job.clone(),
             name: job.name.clone(),
             state: State::Finished,
+            note: None,
             rows: job.rows(),
             tally: Tally::default(),
             shards: ShardCounts {
@@ -112,11 +116,14 @@ impl Ledger {
             }
             status.tally.subtract(&self.retried_tally());
         }
-        status.state = match self.control().await?.stopped() {
+        let control = self.control().await?;
+        status.note = control.note().map(str::to_string);
+        status.state = match control.stopped() {
             None => State::Running,
             Some(StopWhy::Budget) => State::BudgetReached,
             Some(StopWhy::Deadline) => State::DeadlineReached,
             Some(StopWhy::Cancelled) => State::Cancelled,
+            Some(StopWhy::InputChanged) => State::InputChanged,
         };
         status.seconds = self.spent().await?.device_seconds();
         status.usd = job.usd_per_hour.map(|price| status.seconds / 3600.0 * price);

@@ -114,7 +114,6 @@ pub struct Store {
     pub(super) shared: Arc<Shared>,
 }
 
-#[derive(Debug)]
 pub(super) struct Shared {
     pub(super) inner: Arc<dyn ObjectStore>,
     root: Path,
@@ -125,6 +124,13 @@ pub(super) struct Shared {
     writer: Id,
     stages: AtomicU64,
     pub(super) retry: Retry,
+}
+
+impl std::fmt::Debug for Shared {
+    /// The address alone: the client inside may hold credentials.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("Store").field(&self.url.as_str()).finish()
+    }
 }
 
 impl Store {

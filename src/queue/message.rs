@@ -1,5 +1,6 @@
 //! What travels through a queue: pointers to shards, as JSON with a version.
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::QueueError;
@@ -10,8 +11,10 @@ pub const MESSAGE_VERSION: u32 = 1;
 const MESSAGE_BYTES_MAX: usize = 4096;
 
 /// A pointer to one shard: never data.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[schemars(title = "gristmill message")]
 pub struct Message {
+    /// Version of the message; readers leave a newer one untouched.
     pub v: u32,
     /// The job's id.
     pub job: String,
@@ -19,6 +22,7 @@ pub struct Message {
     pub output: String,
     /// 0, or the number of the retry that the shard is worked on for.
     pub generation: u32,
+    /// Index into the shard table of the job's record.
     pub shard: u32,
 }
 
@@ -32,6 +36,11 @@ impl Message {
             generation,
             shard,
         }
+    }
+
+    /// The JSON Schema of messages, as `schemas/message.schema.json` holds it.
+    pub fn schema() -> serde_json::Value {
+        schemars::schema_for!(Message).to_value()
     }
 
     /// As a broker carries it: JSON.

@@ -9,7 +9,7 @@ use std::time::Duration;
 use chrono::TimeDelta;
 use tokio::time::{Instant, MissedTickBehavior};
 
-use crate::ledger::{StopWhy, Terms, Unfinished};
+use crate::ledger::{Order, StopWhy, Terms, Unfinished};
 use crate::worker::Worker;
 use crate::worker::jobs::{JobState, OpenJob};
 use crate::worker::limits::Limits;
@@ -103,8 +103,8 @@ async fn enforce(job: &OpenJob, account: &mut Account) -> anyhow::Result<()> {
     account.terms = job.refresh().await?;
     match reached(job, account) {
         Some(why) if job.state() == JobState::Going => {
-            job.order_stop(why, account.terms.unfinished == Unfinished::Expire)
-                .await
+            let close = account.terms.unfinished == Unfinished::Expire;
+            job.order_stop(Order::stop(why, close)).await
         }
         _ => Ok(()),
     }

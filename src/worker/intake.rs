@@ -9,12 +9,13 @@ use arrow::array::RecordBatch;
 use rayon::prelude::*;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 
+use crate::dataset::DatasetError;
 use crate::dataset::plan::Shard;
 use crate::dataset::row::{InputRow, RowResult};
 use crate::job::RenderedRow;
-use crate::ledger::RowSet;
 use crate::ledger::attempts::Narrowing;
 use crate::ledger::log::{ShardLog, ShardState};
+use crate::ledger::{Order, RowSet, StopWhy};
 use crate::queue::Delivery;
 use crate::worker::assemble::{closed, errored};
 use crate::worker::in_flight::ShardKey;
@@ -159,11 +160,36 @@ impl Intake {
                 Ok(Found::Nothing)
             }
             Err(error) if self.worker.patience.reaction(&error) == Reaction::LeaveShard => {
-                self.worker.leave_to_others(key.shard, &job, &error, in_hand.answer());
+                let changed = matches!(error.downcast_ref(), Some(DatasetError::InputChanged { .. }));
+                if changed && self.stop_job(&job, &error).await? {
+                    // Who goes on with the job enqueues its shards again.
+                    for delivery in in_hand.answer() {
+                        self.worker.queue.acknowledge(&delivery).await?;
+                    }
+                } else {
+                    self.worker.leave_to_others(key.shard, &job, &error, in_hand.answer());
+                }
                 Ok(Found::Nothing)
             }
             Err(error) => Err(error),
         }
+    }
+
+    /// An input is not what was planned: no worker may go on, until a person has seen to it. False: somebody ordered
+    /// otherwise just now.
+    async fn stop_job(&self, job: &OpenJob, error: &anyhow::Error) -> anyhow::Result<bool> {
+        let note = one_line(error);
+        tracing::error!("{}: {note}", job.title());
+        let order = Order::Stop {
+            why: StopWhy::InputChanged,
+            close: false,
+            note: Some(note),
+        };
+        let mut pauses = Pauses::default();
+        while let Err(error) = job.order_stop(order.clone()).await {
+            self.worker.patience.bear(error, &mut pauses, &self.stop).await?;
+        }
+        Ok(job.state() != JobState::Going)
     }
 
     /// Writes the attempt down and hands the shard to keeper and device.

@@ -53,7 +53,7 @@ impl JobState {
     pub fn closes_as(self) -> Option<RowStatus> {
         match self {
             JobState::Closing(StopWhy::Cancelled) => Some(RowStatus::Cancelled),
-            JobState::Closing(StopWhy::Budget | StopWhy::Deadline) => Some(RowStatus::Expired),
+            JobState::Closing(StopWhy::Budget | StopWhy::Deadline | StopWhy::InputChanged) => Some(RowStatus::Expired),
             JobState::Going | JobState::Stopped(_) | JobState::Unreadable => None,
         }
     }
@@ -138,12 +138,12 @@ impl OpenJob {
     }
 
     /// Orders a stop, unless the job is finished or somebody else gave an order first: then that one holds.
-    pub async fn order_stop(&self, why: StopWhy, close: bool) -> anyhow::Result<()> {
+    pub async fn order_stop(&self, order: Order) -> anyhow::Result<()> {
         let mut control = self.control.lock().await;
         if let Some(control) = control.as_mut()
             && self.ledger.success().await?.is_none()
         {
-            control.give(Order::Stop { why, close }).await?;
+            control.give(order).await?;
         }
         self.obey(control.as_ref());
         Ok(())
@@ -156,8 +156,8 @@ impl OpenJob {
 
     fn obey(&self, control: Option<&Control>) -> Terms {
         let state = match control.and_then(Control::holds) {
-            Some(Order::Stop { why, close: true }) => JobState::Closing(*why),
-            Some(Order::Stop { why, close: false }) => JobState::Stopped(*why),
+            Some(Order::Stop { why, close: true, .. }) => JobState::Closing(*why),
+            Some(Order::Stop { why, close: false, .. }) => JobState::Stopped(*why),
             _ => JobState::Going,
         };
         self.state.send_if_modified(|now| {

@@ -16,6 +16,8 @@ pub enum Why {
     Budget,
     Deadline,
     Cancelled,
+    /// An input is not what it was when the job was planned.
+    InputChanged,
     /// A stage failed; its error says why.
     Failed,
 }
@@ -26,6 +28,7 @@ impl From<StopWhy> for Why {
             StopWhy::Budget => Why::Budget,
             StopWhy::Deadline => Why::Deadline,
             StopWhy::Cancelled => Why::Cancelled,
+            StopWhy::InputChanged => Why::InputChanged,
         }
     }
 }

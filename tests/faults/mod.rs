@@ -19,5 +19,6 @@ mod parts;
 mod pauses;
 mod poison;
 mod proxied;
+mod requests;
 mod skew;
 mod stores;

@@ -1,4 +1,5 @@
-//! Orders to a job in flight: budget reached and extended, cancelled, retried; a worker that slept through a retry.
+//! Orders to a job in flight: budget reached and extended, cancelled, retried; a worker that slept through a retry; a stop
+//! since an input changed.
 
 use std::time::Duration;
 
@@ -166,6 +167,40 @@ fn a_worker_sleeps_through_a_retry() {
         scene.until("that the sleeper leaves", IDLE_MAX, |scene| scene.crew.all_done());
         // A sleeper that woke early may have taken shards of the retry, and its device is out of order.
         scene.hold(if wakes_late { &[] } else { &["--allow", "errored"] });
+    });
+}
+
+#[test]
+fn an_input_changes_and_is_restored() {
+    let plan = Plan {
+        rows: 8_000,
+        ..Plan::default()
+    };
+    orders("an_input_changes_and_is_restored", plan, |mut scene| {
+        scene.job_ended = vec![2];
+        scene.begin(WORKERS);
+        let inputs = scene.bucket.list(&format!("{}/in", scene.job.key));
+        let last = inputs.last().expect("an input").clone();
+        let bytes = scene.bucket.get(&last).expect("its bytes");
+        let mut other = bytes.clone();
+        other[10] ^= 1;
+        scene.bucket.put(&last, other);
+        scene.until("that the workers leave a job whose input changed", END_MAX, |scene| {
+            scene.crew.all_done()
+        });
+        let status = scene.status();
+        assert_eq!(status["state"], "input_changed", "{status}");
+        let note = status["note"].as_str().unwrap_or_default();
+        assert!(
+            note.contains(&last) && note.contains("when the job was planned"),
+            "{note}"
+        );
+        scene.bucket.put(&last, bytes);
+        scene.job_ended = vec![0, 3];
+        scene.submit();
+        scene.crew.begin_all();
+        scene.reconcile_until_finished();
+        scene.conclude();
     });
 }
 

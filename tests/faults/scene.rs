@@ -105,7 +105,8 @@ impl<'s> Scene<'s> {
         scene
     }
 
-    fn submit(&self) {
+    /// Submits the job, again where it was before.
+    pub fn submit(&self) {
         self.run(&["submit", arg(&self.job.file), "--queue", &self.queue])
             .expect(0);
     }

@@ -90,6 +90,12 @@ impl Suite {
         self.figures.insert(name.into(), sum.into());
     }
 
+    /// Sets a figure of the report.
+    pub fn note(&mut self, name: &str, value: f64) {
+        self.figures
+            .insert(name.into(), ((value * 100.0).round() / 100.0).into());
+    }
+
     /// Everything held: says so, writes the result where `GRISTMILL_FAULTS_RESULT` names a file, removes the folder.
     pub fn end(self) {
         let seconds = self.began.elapsed().as_secs_f64().round();

@@ -112,10 +112,7 @@ async fn a_stop_of_one_generation_does_not_stop_the_next() {
     let output = memory();
     let ledger = job(&output, 1, 2).await;
     let mut control = ledger.control().await.unwrap();
-    let stop = |close| Order::Stop {
-        why: StopWhy::Cancelled,
-        close,
-    };
+    let stop = |close| Order::stop(StopWhy::Cancelled, close);
     assert!(control.give(stop(true)).await.unwrap());
     assert!(control.closes());
     let mut log = open_shard(&ledger, 0).await;

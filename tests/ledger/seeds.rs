@@ -1,16 +1,18 @@
-//! Whole lives of a job, each from one seed: workers, retries, cleaning, cancelling and extending, interleaved request by
-//! request over a store with every ambiguous and delayed outcome.
+//! Whole lives of a job, each from one seed: workers, budgets, retries, reconciling, cleaning, cancelling and extending,
+//! interleaved request by request over a store with every ambiguous and delayed outcome.
 //!
-//! `GRISTMILL_SEED=n` plays one seed again; `GRISTMILL_FAULTS=full` plays 100,000.
+//! `GRISTMILL_SEED=n` plays one seed again; `GRISTMILL_FAULTS=full` plays 100,000, or from `GRISTMILL_SEEDS=from..to`.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::task::Poll;
+use std::time::Duration;
 
 use gristmill::dataset::location::Location;
 use gristmill::ledger::log::{ShardLog, ShardState};
-use gristmill::ledger::{Ledger, LedgerError, Order, Result, StopWhy};
+use gristmill::ledger::{JobDraft, Ledger, LedgerError, Order, Result, StopWhy, Terms, Unfinished};
+use gristmill::worker::Limits;
 use object_store::memory::InMemory;
 use parquet::file::reader::{FileReader, SerializedFileReader};
 
@@ -20,8 +22,11 @@ const SHARDS: u32 = 2;
 const ROWS: u64 = 5;
 const ACTORS: usize = 3;
 const PATIENCE: u32 = 4;
-/// Steps between two looks at what readers see.
+/// Steps between two looks at what readers see, but for one seed in [`SEEDS_WATCHED`], where every change is looked at.
 const LOOK_EVERY: u32 = 8;
+const SEEDS_WATCHED: u64 = 4;
+/// Of the jobs that have a budget; a record of rows takes a second.
+const BUDGET_SECONDS: u64 = 6;
 
 /// SplitMix64.
 struct Random(u64);
@@ -40,10 +45,38 @@ impl Random {
 #[derive(Clone, Copy)]
 enum Role {
     Work,
+    /// To work on what stood still between two looks.
+    Reconcile,
     Retry,
     Clean,
-    Stop { close: bool },
+    Stop {
+        close: bool,
+    },
     Extend,
+}
+
+/// Which rows somebody has asked to end unfinished.
+#[derive(Default)]
+struct Asked {
+    cancelled: AtomicBool,
+    expired: AtomicBool,
+}
+
+/// Every other job has a budget; every other one of these ends its unfinished rows with it.
+fn draft_of(seed: u64) -> JobDraft {
+    let mut draft = draft("seeded", SHARDS, ROWS);
+    if seed.is_multiple_of(2) {
+        let usd_per_second = draft.usd_per_hour.expect("a price") / 3600.0;
+        draft.terms = Terms {
+            usd: Some(BUDGET_SECONDS as f64 * usd_per_second),
+            unfinished: match seed % 4 {
+                0 => Unfinished::Expire,
+                _ => Unfinished::Keep,
+            },
+            ..Terms::default()
+        };
+    }
+    draft
 }
 
 fn passing(patience: &mut u32, error: LedgerError) -> Result<()> {
@@ -55,12 +88,21 @@ fn passing(patience: &mut u32, error: LedgerError) -> Result<()> {
     }
 }
 
-async fn act(output: Location, author: u64, role: Role, asked: Arc<AtomicBool>) -> Result<()> {
-    let (ledger, _) = Ledger::create_or_resume_in(eager(&output), draft("seeded", SHARDS, ROWS)).await?;
+async fn act(output: Location, seed: u64, author: u64, role: Role, asked: Arc<Asked>) -> Result<()> {
+    let (ledger, _) = Ledger::create_or_resume_in(eager(&output), draft_of(seed)).await?;
+    let all = ledger.shard_numbers();
     match role {
-        Role::Work => work(ledger, author).await,
+        Role::Work => work(ledger, author, all, &asked).await,
+        Role::Reconcile => {
+            let earlier = ledger.progress().await?;
+            let still = ledger.progress().await?.still_since(&earlier);
+            work(ledger, author, still, &asked).await
+        }
         Role::Retry if ledger.success().await?.is_some() => match ledger.retry().await? {
-            Some(ledger) => work(ledger, author).await,
+            Some(ledger) => {
+                let all = ledger.shard_numbers();
+                work(ledger, author, all, &asked).await
+            }
             None => Ok(()),
         },
         Role::Clean if ledger.success().await?.is_some() => match ledger.clean(false).await {
@@ -70,16 +112,9 @@ async fn act(output: Location, author: u64, role: Role, asked: Arc<AtomicBool>) 
         },
         Role::Retry | Role::Clean => Ok(()),
         Role::Stop { close } => {
-            if close {
-                asked.store(true, Ordering::Relaxed);
-            }
-            let why = StopWhy::Cancelled;
-            ledger
-                .control()
-                .await?
-                .give(Order::Stop { why, close })
-                .await
-                .map(|_| ())
+            asked.cancelled.fetch_or(close, Ordering::Relaxed);
+            let order = Order::stop(StopWhy::Cancelled, close);
+            ledger.control().await?.give(order).await.map(|_| ())
         }
         Role::Extend => {
             let order = Order::Extend {
@@ -91,16 +126,16 @@ async fn act(output: Location, author: u64, role: Role, asked: Arc<AtomicBool>) 
     }
 }
 
-async fn work(ledger: Ledger, author: u64) -> Result<()> {
+async fn work(ledger: Ledger, author: u64, mut shards: Vec<u32>, asked: &Asked) -> Result<()> {
     let mut patience = PATIENCE;
-    let mut shards = ledger.shard_numbers();
-    let first = author as usize % shards.len();
+    let first = author as usize % shards.len().max(1);
     shards.rotate_left(first);
+    let mut seconds = 0.0;
     for shard in shards {
         loop {
             let done = match ledger.shard(shard).await {
                 Ok(ShardState::Committed(_)) => break,
-                Ok(ShardState::Open(log)) => work_on(&ledger, log, author).await,
+                Ok(ShardState::Open(log)) => work_on(&ledger, log, author, &mut seconds, asked).await,
                 Err(error) => Err(error),
             };
             match done {
@@ -112,20 +147,45 @@ async fn work(ledger: Ledger, author: u64) -> Result<()> {
     ledger.finish_check(None).await.map(|_| ())
 }
 
-async fn work_on(ledger: &Ledger, mut log: Box<ShardLog>, author: u64) -> Result<()> {
+/// Why rows may not run any more, and whether they are to be closed; orders a stop where the budget is used up.
+async fn stopped(ledger: &Ledger, name: &str, seconds: f64, asked: &Asked) -> Result<Option<(StopWhy, bool)>> {
+    let mut control = ledger.control().await?;
+    let terms = ledger.terms(&control);
+    if control.stopped().is_none() && terms.usd.is_some() {
+        ledger.write_spend(name, seconds).await?;
+        let spent = ledger.spent().await?.device_seconds();
+        if let Some(why) = Limits::of(&terms, ledger.job().usd_per_hour).reached(spent, Duration::ZERO) {
+            let close = terms.unfinished == Unfinished::Expire;
+            asked.expired.fetch_or(close, Ordering::Relaxed);
+            control.give(Order::stop(why, close)).await?;
+        }
+    }
+    Ok(control.stopped().map(|why| (why, control.closes())))
+}
+
+async fn work_on(ledger: &Ledger, mut log: Box<ShardLog>, author: u64, seconds: &mut f64, asked: &Asked) -> Result<()> {
     let (name, generation) = (format!("actor-{author}"), i64::from(ledger.generation()));
     let rows = log.uncovered();
     if !rows.is_empty() {
+        if let Some((_, false)) = stopped(ledger, &name, *seconds, asked).await? {
+            return Ok(());
+        }
         log.begin(&name, &rows, false).await?;
     }
     while !log.is_complete() {
-        let closing = ledger.control().await?.closes();
+        let closing = match stopped(ledger, &name, *seconds, asked).await? {
+            Some((_, false)) => return Ok(()),
+            Some((StopWhy::Cancelled, true)) => Some("cancelled"),
+            Some((_, true)) => Some("expired"),
+            None => None,
+        };
         let left = log.uncovered().first(1 + author % ROWS);
         let status = move |row: i64| match closing {
-            true => "cancelled",
-            false if row % 2 == 1 && (row + generation) % 3 != 0 => "errored",
-            false => "succeeded",
+            Some(closed) => closed,
+            None if row % 2 == 1 && (row + generation) % 3 != 0 => "errored",
+            None => "succeeded",
         };
+        *seconds += 1.0;
         log.append(&finished_as(&left, &name, status)).await?;
     }
     let own = author.is_multiple_of(3);
@@ -222,6 +282,8 @@ fn part_generation(bytes: &bytes::Bytes) -> std::result::Result<u32, String> {
 }
 
 fn play(seed: u64) -> std::result::Result<(), String> {
+    #[cfg(feature = "faults")]
+    gristmill::faults::ids::follow(seed);
     let mut random = Random(seed);
     let memory = Arc::new(InMemory::new());
     let clear = place(memory.clone());
@@ -233,23 +295,33 @@ fn play(seed: u64) -> std::result::Result<(), String> {
         }
     }));
     let output = place(faulty.clone());
-    let (authors, asked) = (AtomicU64::new(0), Arc::new(AtomicBool::new(false)));
+    let (authors, asked) = (AtomicU64::new(0), Arc::new(Asked::default()));
     let hire_as = |role: Role| -> Actor {
         let author = authors.fetch_add(1, Ordering::Relaxed);
-        Box::pin(act(output.clone(), author, role, asked.clone()))
+        Box::pin(act(output.clone(), seed, author, role, asked.clone()))
     };
     let hire = |random: &mut Random| {
-        hire_as(match random.below(16) {
+        hire_as(match random.below(20) {
             0..=2 => Role::Retry,
             3 => Role::Clean,
             4 => Role::Stop { close: false },
             5 if seed.is_multiple_of(3) => Role::Stop { close: true },
-            6 => Role::Extend,
+            6..=8 => Role::Extend,
+            9..=10 => Role::Reconcile,
             _ => Role::Work,
         })
     };
+    // One worker more ends the job, also one that only hears of what stands still: the ledger misses nothing.
+    let last = match seed % 2 {
+        0 => Role::Work,
+        _ => Role::Reconcile,
+    };
+    let finale = || {
+        finish(hire_as(Role::Extend)).and_then(|()| finish(hire_as(last)))?;
+        Ok::<_, LedgerError>(())
+    };
     let mut actors: Vec<Actor> = (0..ACTORS).map(|_| hire(&mut random)).collect();
-    let (mut asleep, mut seen) = (Vec::new(), Seen::default());
+    let (mut asleep, mut seen, mut changes) = (Vec::new(), Seen::default(), 0);
     for step in 0..random.below(900) as u32 {
         let n = random.below(ACTORS as u64) as usize;
         match random.below(100) {
@@ -263,12 +335,13 @@ fn play(seed: u64) -> std::result::Result<(), String> {
                 }
             }
         }
-        if step % LOOK_EVERY == 0 {
+        let changed = std::mem::replace(&mut changes, faulty.changes()) != changes;
+        if step % LOOK_EVERY == 0 || changed && seed.is_multiple_of(SEEDS_WATCHED) {
             finish(Box::pin(seen.look(&clear)))?;
         }
     }
     faulty.heal();
-    finish(hire_as(Role::Work)).map_err(|error| chain(&error))?;
+    finale().map_err(|error| chain(&error))?;
     for actor in actors.into_iter().chain(asleep) {
         harmless(finish(actor))?;
         finish(Box::pin(seen.look(&clear)))?;
@@ -277,13 +350,13 @@ fn play(seed: u64) -> std::result::Result<(), String> {
         finish(Box::pin(faulty.arrive()));
     }
     // Those that woke may have begun a retry.
-    finish(hire_as(Role::Work)).map_err(|error| chain(&error))?;
+    finale().map_err(|error| chain(&error))?;
     finish(Box::pin(seen.look(&clear)))?;
-    finish(Box::pin(end(&clear, asked.load(Ordering::Relaxed))))
+    finish(Box::pin(end(&clear, &asked)))
 }
 
 /// The job is whole: each row once, and all counts right.
-async fn end(output: &Location, asked: bool) -> std::result::Result<(), String> {
+async fn end(output: &Location, asked: &Asked) -> std::result::Result<(), String> {
     let ledger = Ledger::open_in(eager(output))
         .await
         .map_err(|e| chain(&e))?
@@ -293,8 +366,11 @@ async fn end(output: &Location, asked: bool) -> std::result::Result<(), String> 
     if !rows.iter().copied().eq(0..i64::from(SHARDS) * ROWS as i64) {
         return Err(format!("the rows are {rows:?}"));
     }
-    if verified.tally.cancelled > 0 && !asked {
-        return Err("rows were cancelled, and nobody asked".into());
+    let tally = &verified.tally;
+    for (closed, asked) in [(tally.cancelled, &asked.cancelled), (tally.expired, &asked.expired)] {
+        if closed > 0 && !asked.load(Ordering::Relaxed) {
+            return Err("rows were cancelled or have expired, and nobody asked".into());
+        }
     }
     match verified.findings.is_empty() {
         true => Ok(()),
@@ -302,17 +378,45 @@ async fn end(output: &Location, asked: bool) -> std::result::Result<(), String> 
     }
 }
 
+/// The seeds to play.
+fn seeds() -> std::ops::Range<u64> {
+    let number = |text: &str| text.parse::<u64>().expect("a seed is a number");
+    if let Ok(one) = std::env::var("GRISTMILL_SEED") {
+        return number(&one)..number(&one) + 1;
+    }
+    if let Ok(range) = std::env::var("GRISTMILL_SEEDS") {
+        let (from, to) = range.split_once("..").expect("GRISTMILL_SEEDS is from..to");
+        return number(from)..number(to);
+    }
+    match std::env::var("GRISTMILL_FAULTS").is_ok_and(|value| value == "full") {
+        true => 0..100_000,
+        false => 0..2_000,
+    }
+}
+
 #[test]
 fn no_seed_breaks_the_guarantee() {
-    let full = std::env::var("GRISTMILL_FAULTS").is_ok_and(|value| value == "full");
-    let one = std::env::var("GRISTMILL_SEED")
-        .ok()
-        .map(|seed| seed.parse::<u64>().unwrap());
-    let seeds = one.map_or(0..if full { 100_000 } else { 2_000 }, |seed| seed..seed + 1);
-    for seed in seeds {
-        let played = std::panic::catch_unwind(|| play(seed));
-        let played = played.unwrap_or_else(|_| Err("a panic".into()));
-        assert!(played.is_ok(), "GRISTMILL_SEED={seed}: {}", played.unwrap_err());
+    let (next, end) = (AtomicU64::new(seeds().start), seeds().end);
+    let found = std::sync::Mutex::new(None);
+    let play_some = || {
+        while found.lock().unwrap().is_none() {
+            let seed = next.fetch_add(1, Ordering::Relaxed);
+            if seed >= end {
+                return;
+            }
+            let played = std::panic::catch_unwind(|| play(seed));
+            if let Err(why) = played.unwrap_or_else(|_| Err("a panic".into())) {
+                found.lock().unwrap().get_or_insert((seed, why));
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
+            scope.spawn(play_some);
+        }
+    });
+    if let Some((seed, why)) = found.into_inner().unwrap() {
+        panic!("GRISTMILL_SEED={seed}: {why}");
     }
 }
 

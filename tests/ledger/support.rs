@@ -256,9 +256,19 @@ impl FaultStore {
     pub async fn arrive(&self) {
         let next = self.late.lock().unwrap().pop_front();
         if let Some((path, payload, options)) = next {
+            *self.counts.lock().unwrap().entry(Op::Put).or_default() += 1;
             // Nobody waits for the answer any more.
             drop(self.inner.put_opts(&path, payload, options).await);
         }
+    }
+
+    /// Requests so far that may have changed something.
+    pub fn changes(&self) -> u32 {
+        let counts = self.counts.lock().unwrap();
+        [Op::Put, Op::Copy, Op::Delete]
+            .iter()
+            .filter_map(|op| counts.get(op))
+            .sum()
     }
 
     async fn step(&self) {

@@ -130,7 +130,7 @@ async fn status_follows_logs_orders_and_spendings() {
                 .control()
                 .await
                 .unwrap()
-                .give(Order::Stop { why, close: false })
+                .give(Order::stop(why, false))
                 .await
                 .unwrap()
         );
@@ -160,30 +160,10 @@ async fn an_order_that_lost_the_race_is_for_its_giver_to_decide_again() {
         .await
         .unwrap()
     );
-    assert!(
-        !b.give(Order::Stop {
-            why: StopWhy::Budget,
-            close: false
-        })
-        .await
-        .unwrap()
-    );
+    assert!(!b.give(Order::stop(StopWhy::Budget, false)).await.unwrap());
     assert_eq!((b.stopped(), b.orders().len()), (None, 1));
-    assert!(
-        b.give(Order::Stop {
-            why: StopWhy::Deadline,
-            close: false
-        })
-        .await
-        .unwrap()
-    );
-    assert_eq!(
-        a.refresh().await.unwrap(),
-        Some(&Order::Stop {
-            why: StopWhy::Deadline,
-            close: false
-        })
-    );
+    assert!(b.give(Order::stop(StopWhy::Deadline, false)).await.unwrap());
+    assert_eq!(a.refresh().await.unwrap(), Some(&Order::stop(StopWhy::Deadline, false)));
     assert_eq!(a.orders(), b.orders());
 }
 

@@ -1,0 +1,100 @@
+//! What the ledger costs: requests at the store without faults, counted by the proxy, against DESIGN's bound.
+
+use std::time::Duration;
+
+use super::job::{Broker, Plan};
+use super::scene::{END_MAX, Scene};
+use super::services::Services;
+use super::suite::Suite;
+use crate::proxy::{Counters, Kind, Plan as Clean, Proxy};
+
+const WORKERS: usize = 2;
+/// Opening the job, the store's probe, the looks for the job's end.
+const REQUESTS_OF_A_START: u64 = 40;
+
+/// Of the ledger; inputs, orders and spendings are counted apart.
+fn about_shards(counters: &Counters) -> u64 {
+    let others = [Kind::Other, Kind::Control, Kind::Spend];
+    counters.requests() - others.iter().map(|kind| counters.of_kind(*kind)).sum::<u64>()
+}
+
+#[test]
+fn requests_stay_within_their_bound() {
+    let name = "requests_stay_within_their_bound";
+    let Some(services) = Services::of(name, &["kafka", "rabbitmq"]) else {
+        return;
+    };
+    let mut suite = Suite::begin(name);
+    let proxy = Proxy::start(&services.store.endpoint, Clean::clean());
+    let shards = a_shard(&mut suite, &services, &proxy);
+    let minutes = a_worker_minute(&mut suite, &services, &proxy);
+    suite.note("requests_a_shard", shards);
+    suite.note("requests_a_worker_interval", minutes);
+    suite.end();
+}
+
+/// Many small shards within one log interval: requests a shard.
+fn a_shard(suite: &mut Suite, services: &Services, proxy: &Proxy) -> f64 {
+    let plan = Plan {
+        rows: 20_000,
+        shard_rows: 100,
+        ms_per_row: 0.0,
+        log_interval: 60.0,
+        ..Plan::default()
+    };
+    let mut scene = Scene::open_through(suite, services, Broker::Kafka, &plan, &proxy.url());
+    proxy.take_counters();
+    scene.begin(WORKERS);
+    scene.until("`_SUCCESS`", END_MAX, Scene::finished);
+    let counters = proxy.take_counters();
+    let shards = plan.rows / plan.shard_rows;
+    let about = about_shards(&counters);
+    let bound = 10 * shards + WORKERS as u64 * REQUESTS_OF_A_START;
+    assert!(
+        about <= bound,
+        "{about} requests for {shards} shards, more than {bound}: {:?}",
+        counters.requests
+    );
+    // Footers are read once a worker, row groups in two requests at most; a shard has rows of one or two.
+    let inputs = counters.of_kind(Kind::Other);
+    assert!(
+        inputs <= 4 * shards + WORKERS as u64 * REQUESTS_OF_A_START,
+        "{inputs} requests for inputs: {:?}",
+        counters.requests
+    );
+    scene.conclude();
+    about as f64 / shards as f64
+}
+
+/// Large shards over many log intervals: requests of a worker in each of them.
+fn a_worker_minute(suite: &mut Suite, services: &Services, proxy: &Proxy) -> f64 {
+    let plan = Plan {
+        rows: 8_000,
+        shard_rows: 2_000,
+        ms_per_row: 5.0,
+        log_interval: 1.0,
+        ..Plan::default()
+    };
+    let seconds = 8;
+    let mut scene = Scene::open_through(suite, services, Broker::Rabbitmq, &plan, &proxy.url());
+    scene.begin(WORKERS);
+    scene.live(Duration::from_secs(2));
+    proxy.take_counters();
+    scene.live(Duration::from_secs(seconds));
+    let counters = proxy.take_counters();
+    let mine = counters.requests() as f64 / (WORKERS as f64 * seconds as f64);
+    // What it looks at, and two requests for each shard with rows to write: one that runs, one whose tail does.
+    let bound = (4 + WORKERS) as f64 + 2.0 * 2.0;
+    assert!(
+        mine <= bound,
+        "{mine:.1} requests a worker and interval, more than {bound}: {:?}",
+        counters.requests
+    );
+    assert!(
+        counters.of_kind(Kind::Log) > 0,
+        "nothing was logged: {:?}",
+        counters.requests
+    );
+    scene.conclude();
+    mine
+}
