@@ -319,7 +319,7 @@ async fn an_input_that_changed_stops_the_job() {
     );
     fs::remove_file(&path).unwrap();
     let error = read_all(&plan, None).await.unwrap_err();
-    assert!(error.to_string().contains("it is gone"), "{error}");
+    assert!(error.to_string().contains("is not there"), "{error}");
 }
 
 #[tokio::test]

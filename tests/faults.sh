@@ -31,6 +31,7 @@ acknowledgement-timeout limits::the_acknowledgement_timeout_strikes            1
 memory-alarm            limits::the_memory_alarm_blocks_publishers             1
 budget                  orders::a_budget_is_reached_and_extended               1
 extend                  orders::a_budget_is_extended_before_it_is_reached      1
+closing                 orders::a_closing_job_is_extended                      1
 cancel                  orders::a_job_is_cancelled_and_closed                  1
 retry                   orders::failed_rows_are_retried                        1
 input-changed           orders::an_input_changes_and_is_restored               1

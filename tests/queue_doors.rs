@@ -15,7 +15,11 @@ async fn refused(url: &QueueUrl, settings: &Settings, secret: &str, words: &[&st
         let start = Instant::now();
         let error = match publishing {
             true => Publisher::open(url, settings).await.map(drop),
-            false => connect(url, settings).await.map(drop),
+            // A broker that takes its time refuses at the first message.
+            false => match connect(url, settings).await {
+                Ok(queue) => queue.receive(DOOR).await.map(drop),
+                Err(error) => Err(error),
+            },
         };
         let error = error.expect_err("a closed door");
         let line = error.to_string();

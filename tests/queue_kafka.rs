@@ -185,7 +185,6 @@ async fn kafka_a_stuck_worker_lets_go() {
     };
     let stuck = connect(&url, &impatient).await.unwrap();
     let held = receive(&*stuck).await;
-    let second = connect(&url, &settings()).await.unwrap();
     let recall = tokio::time::timeout(SOON, async {
         loop {
             let recall = stuck.recalled().await;
@@ -197,6 +196,7 @@ async fn kafka_a_stuck_worker_lets_go() {
     .await
     .unwrap();
     assert_eq!(recall.receipts, [held.receipt]);
+    let second = connect(&url, &settings()).await.unwrap();
     drain(&*second, &(0..6).collect()).await;
     drop((recall, held));
     fill(&url, &messages(6..12)).await;

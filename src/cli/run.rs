@@ -172,7 +172,7 @@ async fn work(
     shown.abort();
     let why = ended.map_err(|error| match error.downcast_ref::<DatasetError>() {
         // The inputs are not what was planned: the job's side, not ours.
-        Some(DatasetError::InputChanged { .. }) => Failure::bad_job(error),
+        Some(DatasetError::InputChanged { .. } | DatasetError::InputMissing { .. }) => Failure::bad_job(error),
         _ => Failure::from(error),
     })?;
     Ok(why.or(match job.state() {

@@ -155,7 +155,9 @@ impl PinnedFile {
 
     fn store_error(&self, source: object_store::Error) -> DatasetError {
         match source {
-            object_store::Error::NotFound { .. } => self.changed("it is gone".into()),
+            object_store::Error::NotFound { .. } => DatasetError::InputMissing {
+                file: self.name.clone(),
+            },
             object_store::Error::Precondition { .. } => self.changed("its ETag differs".into()),
             source => DatasetError::store(&self.name, source),
         }
@@ -271,7 +273,7 @@ mod tests {
         std::fs::remove_file(&path).unwrap();
         assert!(matches!(
             pinned.bytes(0..1).await,
-            Err(DatasetError::InputChanged { .. })
+            Err(DatasetError::InputMissing { .. })
         ));
     }
 }

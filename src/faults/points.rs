@@ -26,6 +26,8 @@ pub const POINTS: &[&str] = &[
     "keeper.after-log",
     "keeper.before-part",
     "keeper.between-part-and-commit",
+    "keeper.between-commit-and-finish",
+    "keeper.between-digest-and-success",
     "keeper.after-commit",
     "keeper.before-acknowledge",
     "keeper.after-acknowledge",

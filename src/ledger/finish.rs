@@ -78,6 +78,7 @@ impl Ledger {
         if self.closed_blocks().await?.len() < self.blocks().len() {
             return Ok(None);
         }
+        crate::failpoint!("keeper.between-digest-and-success");
         self.write_success().await.map(Some)
     }
 

@@ -224,7 +224,7 @@ impl Ledger {
         let name = draft.name.clone();
         if let Some(ledger) = Ledger::open_in(store.clone()).await? {
             ledger.check_same(&name, &identity)?;
-            store.clean_stages().await?;
+            store.check().await?;
             return Ok((ledger, true));
         }
         let record = JobRecord::from_draft(draft)?;

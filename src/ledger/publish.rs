@@ -169,6 +169,7 @@ impl ShardLog {
     ) -> Result<Commit> {
         match self.publish_part(make_part).await {
             Ok(commit) => {
+                crate::failpoint!("keeper.between-commit-and-finish");
                 self.ledger.finish_check(Some(self.shard)).await?;
                 Ok(commit)
             }

@@ -36,7 +36,7 @@ const PROBE_WRITERS: usize = 4;
 
 /// Requests in flight while a job is cleaned.
 const DELETES_AT_ONCE: usize = 16;
-/// Addresses of the outputs whose stores this process has checked.
+/// The stores (on this machine: the folders) that this process has checked.
 static CHECKED: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
 
 /// How often a failed request is tried, and how long between.
@@ -347,7 +347,7 @@ impl Store {
     /// creates of one key have exactly one winner, and (locally) the file system has hard links. Removes stages that
     /// dead runs left.
     ///
-    /// Once per process and output: what has passed is not asked again.
+    /// Once per process and store: what has passed is not asked again.
     pub async fn check(&self) -> Result<()> {
         self.clean_stages().await?;
         if self.unconditional() || exists_is_success() {
@@ -357,12 +357,17 @@ impl Store {
         let passed = || CHECKED.lock().unwrap_or_else(PoisonError::into_inner);
         // Two stores in memory can have one address.
         let lasting = self.shared.url.scheme() != "memory";
-        if lasting && passed().contains(self.shared.url.as_str()) {
+        // Of a bucket, every folder is in one store; of a machine, each may be on a file system of its own.
+        let store = match &self.shared.folder {
+            Some(_) => self.shared.url.to_string(),
+            None => format!("{}://{}", self.shared.url.scheme(), self.shared.url.authority()),
+        };
+        if lasting && passed().contains(&store) {
             return Ok(());
         }
         self.probe().await?;
         if lasting {
-            passed().insert(self.shared.url.to_string());
+            passed().insert(store);
         }
         Ok(())
     }

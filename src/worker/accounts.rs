@@ -2,12 +2,13 @@
 //!
 //! Requests a job and look: its spending, the next order, the list of spendings and each other live worker's.
 
-use std::collections::HashMap;
-use std::sync::Arc;
+use std::collections::HashSet;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use chrono::TimeDelta;
-use tokio::time::{Instant, MissedTickBehavior};
+use tokio::task::JoinSet;
+use tokio::time::{Instant, Interval, MissedTickBehavior};
 
 use crate::ledger::{Order, StopWhy, Terms, Unfinished};
 use crate::worker::Worker;
@@ -28,54 +29,78 @@ struct Account {
     age: (Duration, Instant),
 }
 
-/// Looks at the jobs that are worked on each log interval, until `stop` is set.
+/// Keeps an account of each job that the worker hears of, until `stop` is set. Each is a task of its own: a store that does
+/// not answer holds up no other job's budget.
 pub(super) async fn run(worker: Arc<Worker>, stop: Stop) -> anyhow::Result<()> {
-    let mut accounts: HashMap<u32, Option<Account>> = HashMap::new();
-    let mut looks = tokio::time::interval(worker.options.log_interval);
-    let mut budgets = tokio::time::interval(BUDGET_EVERY.min(worker.options.log_interval));
-    for ticks in [&mut looks, &mut budgets] {
-        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    }
+    let mut accounts = JoinSet::new();
+    let mut known = HashSet::new();
+    let mut looks = ticks(budget_every(&worker));
     loop {
-        let due = tokio::select! {
+        tokio::select! {
             biased;
             () = stop.wait() => return Ok(()),
-            _ = looks.tick() => true,
-            _ = budgets.tick() => false,
-        };
-        let jobs = worker.jobs.open().await;
-        accounts.retain(|number, _| jobs.iter().any(|job| job.number == *number));
-        for job in jobs {
-            // A job is looked at as soon as it is heard of; one that nobody here works on needs no further looks.
-            let busy = worker.in_flight.of_job(job.number) > 0 || job.owes();
-            let looked = match accounts.get_mut(&job.number) {
-                Some(known) if !due || !busy => match known {
-                    Some(account) => enforce(&job, account).await,
-                    None => Ok(()),
-                },
-                _ => match look(&worker, &job).await {
-                    Ok(mut account) => {
-                        let enforced = enforce(&job, &mut account).await;
-                        accounts.insert(job.number, Some(account));
-                        enforced
-                    }
-                    Err(error) => {
-                        accounts.entry(job.number).or_insert(None);
-                        Err(error)
-                    }
-                },
-            };
-            match looked.map_err(|error| (worker.patience.reaction(&error), error)) {
-                Ok(()) => {}
-                Err((Reaction::Wait, error)) => worker.patience.say(&error),
-                Err((Reaction::LeaveShard, error)) => {
-                    tracing::warn!("{} is left to others: {}", job.title(), crate::report::one_line(&error));
-                    job.set_unreadable();
-                }
-                Err((Reaction::End, error)) => return Err(error),
+            Some(ended) = accounts.join_next() => ended??,
+            _ = looks.tick() => {}
+        }
+        for job in worker.jobs.open().await {
+            if known.insert(job.number) {
+                accounts.spawn(keep(worker.clone(), Arc::downgrade(&job)));
             }
         }
     }
+}
+
+/// Looks at one job each log interval, and at its limits in between, for as long as it is open.
+async fn keep(worker: Arc<Worker>, job: Weak<OpenJob>) -> anyhow::Result<()> {
+    let (mut looks, mut budgets) = (ticks(worker.options.log_interval), ticks(budget_every(&worker)));
+    let (mut account, mut looked_at) = (None, false);
+    loop {
+        let due = tokio::select! {
+            biased;
+            _ = looks.tick() => true,
+            _ = budgets.tick() => false,
+        };
+        // Held only while it is looked at: who else holds it decides how long it stays open.
+        let Some(job) = job.upgrade() else { return Ok(()) };
+        // A job is looked at as soon as it is heard of; one that nobody here works on needs no further looks.
+        let busy = worker.in_flight.of_job(job.number) > 0 || job.owes();
+        if !looked_at || due && busy {
+            looked_at = true;
+            match look(&worker, &job).await {
+                Ok(seen) => account = Some(seen),
+                Err(error) => bear(&worker, &job, error)?,
+            }
+        }
+        if let Some(account) = &mut account
+            && let Err(error) = enforce(&job, account).await
+        {
+            bear(&worker, &job, error)?;
+        }
+    }
+}
+
+/// Gives back what must end the worker.
+fn bear(worker: &Worker, job: &OpenJob, error: anyhow::Error) -> anyhow::Result<()> {
+    match worker.patience.reaction(&error) {
+        Reaction::Wait => worker.patience.say(&error),
+        Reaction::LeaveShard => {
+            tracing::warn!("{} is left to others: {}", job.title(), crate::report::one_line(&error));
+            job.set_unreadable();
+        }
+        Reaction::End => return Err(error),
+    }
+    Ok(())
+}
+
+fn budget_every(worker: &Worker) -> Duration {
+    BUDGET_EVERY.min(worker.options.log_interval)
+}
+
+/// A ticker whose first tick comes at once.
+fn ticks(every: Duration) -> Interval {
+    let mut ticks = tokio::time::interval(every);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    ticks
 }
 
 /// Writes what we spent, reads the orders and what others spent.

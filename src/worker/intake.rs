@@ -59,8 +59,14 @@ struct Intake {
     stop: Stop,
 }
 
-/// The other stages have ended; their own errors say why.
-struct Gone;
+/// What became of a shard that was ready.
+enum Handed {
+    On,
+    /// This worker cannot begin it: it is left to others.
+    Back,
+    /// The other stages have ended; their own errors say why.
+    ToNobody,
+}
 
 /// What came of looking for a shard.
 enum Found<'a> {
@@ -86,8 +92,9 @@ impl Intake {
                 Found::Over => return Ok(()),
                 // Not to be dropped in between: a stop must not leave an attempt behind that never ends.
                 Found::Shard(begun) => match self.begin(*begun).await? {
-                    Ok(()) => taken += 1,
-                    Err(Gone) => return Ok(()),
+                    Handed::On => taken += 1,
+                    Handed::Back => {}
+                    Handed::ToNobody => return Ok(()),
                 },
             }
         }
@@ -178,6 +185,10 @@ impl Intake {
     /// An input is not what was planned: no worker may go on, until a person has seen to it. False: somebody ordered
     /// otherwise just now.
     async fn stop_job(&self, job: &OpenJob, error: &anyhow::Error) -> anyhow::Result<bool> {
+        // A job that is stopped or cancelled already stays what it is.
+        if job.state() != JobState::Going {
+            return Ok(false);
+        }
         let note = one_line(error);
         tracing::error!("{}: {note}", job.title());
         let order = Order::Stop {
@@ -187,13 +198,17 @@ impl Intake {
         };
         let mut pauses = Pauses::default();
         while let Err(error) = job.order_stop(order.clone()).await {
-            self.worker.patience.bear(error, &mut pauses, &self.stop).await?;
+            match self.worker.patience.bear(error, &mut pauses, &self.stop).await {
+                Ok(()) => {}
+                Err(error) if self.worker.patience.reaction(&error) == Reaction::LeaveShard => return Ok(false),
+                Err(error) => return Err(error),
+            }
         }
         Ok(job.state() != JobState::Going)
     }
 
     /// Writes the attempt down and hands the shard to keeper and device.
-    async fn begin(&self, begun: Begun<'_>) -> anyhow::Result<Result<(), Gone>> {
+    async fn begin(&self, begun: Begun<'_>) -> anyhow::Result<Handed> {
         let Begun {
             in_hand,
             mut shard,
@@ -209,14 +224,21 @@ impl Intake {
             loop {
                 match shard.log.begin(&self.worker.name, &plan.next, plan.alone()).await {
                     Ok(attempt) => break shard.attempt = Some(attempt),
-                    Err(error) => self.worker.patience.bear(error.into(), &mut pauses, &self.stop).await?,
+                    Err(error) => match self.worker.patience.bear(error.into(), &mut pauses, &self.stop).await {
+                        Ok(()) => {}
+                        Err(error) if self.worker.patience.reaction(&error) == Reaction::LeaveShard => {
+                            self.worker.leave_to_others(key.shard, &job, &error, in_hand.answer());
+                            return Ok(Handed::Back);
+                        }
+                        Err(error) => return Err(error),
+                    },
                 }
             }
         }
         crate::failpoint!("intake.after-attempt");
         // The keeper must know the shard before any of its rows comes.
         if self.kept.send(Kept::Opened(Box::new(shard))).await.is_err() {
-            return Ok(Err(Gone));
+            return Ok(Handed::ToNobody);
         }
         in_hand.hand_on();
         if let Some(at_device) = at_device {
@@ -228,7 +250,7 @@ impl Intake {
                 unwanted,
             });
         }
-        Ok(Ok(()))
+        Ok(Handed::On)
     }
 
     /// Nothing came and nothing is in hand. An empty queue proves nothing: the ledgers say whether the jobs are done.
@@ -275,16 +297,18 @@ impl Intake {
             }
         };
         match heard {
-            Heard::Job(job) if job.state() == JobState::Unreadable => {
-                worker.pass_on_later(vec![Arc::new(delivery)]);
-                Ok(None)
-            }
-            Heard::Job(job) if self.is_stopped(&job).await? => {
-                // Who extends the job enqueues its shards again.
-                worker.queue.acknowledge(&delivery).await?;
-                Ok(None)
-            }
-            Heard::Job(job) => Ok(Some((job, delivery))),
+            Heard::Job(job) => match self.fresh_state(&job).await? {
+                JobState::Unreadable => {
+                    worker.pass_on_later(vec![Arc::new(delivery)]);
+                    Ok(None)
+                }
+                JobState::Stopped(_) => {
+                    // Who extends the job enqueues its shards again.
+                    worker.queue.acknowledge(&delivery).await?;
+                    Ok(None)
+                }
+                JobState::Going | JobState::Closing(_) => Ok(Some((job, delivery))),
+            },
             // Another worker may reach a store that this one does not: never drop what cannot be found here.
             Heard::Stale(why) | Heard::NotOurs(why) => {
                 let Delivery { message, hops, .. } = &delivery;
@@ -300,16 +324,21 @@ impl Intake {
         }
     }
 
-    /// Whether the job is stopped still: it may have been extended since we heard of that.
-    async fn is_stopped(&self, job: &OpenJob) -> anyhow::Result<bool> {
+    /// Whether the job's rows may run. What stopped or closed it may have been taken back since this worker heard of it.
+    async fn fresh_state(&self, job: &OpenJob) -> anyhow::Result<JobState> {
         let mut pauses = Pauses::default();
-        while let JobState::Stopped(_) = job.state() {
-            match job.refresh().await {
-                Ok(_) => return Ok(matches!(job.state(), JobState::Stopped(_))),
-                Err(error) => self.worker.patience.bear(error, &mut pauses, &self.stop).await?,
+        while let JobState::Stopped(_) | JobState::Closing(_) = job.state() {
+            let Err(error) = job.refresh().await else { break };
+            match self.worker.patience.bear(error, &mut pauses, &self.stop).await {
+                Ok(()) => {}
+                Err(error) if self.worker.patience.reaction(&error) == Reaction::LeaveShard => {
+                    tracing::warn!("{} is left to others: {}", job.title(), one_line(&error));
+                    job.set_unreadable();
+                }
+                Err(error) => return Err(error),
             }
         }
-        Ok(false)
+        Ok(job.state())
     }
 
     /// Reads the shard's log and prepares it, or as much of it as may be tried at once: the rows for the device and the plan
@@ -494,8 +523,8 @@ impl Idle {
     fn new() -> Idle {
         Idle {
             since: Instant::now(),
-            pause: IDLE_LOOK_MIN / 2,
-            next_look: Instant::now(),
+            pause: IDLE_LOOK_MIN,
+            next_look: Instant::now() + IDLE_LOOK_MIN,
         }
     }
 }

@@ -309,12 +309,9 @@ impl Jobs {
 
     async fn find(&self, message: &Message) -> anyhow::Result<Heard> {
         let key = (message.output.clone(), message.job.clone(), message.generation);
-        // Held while the record is read: shards of a new job come many at a time, and one reading is enough.
-        let mut known = self.known.lock().await;
-        match known.jobs.get(&key) {
-            Some(Entry::Open(job)) => return Ok(Heard::Job(job.clone())),
-            Some(Entry::NotOurs(why)) => return Ok(Heard::NotOurs(why.clone())),
-            None => {}
+        // Not held while the record is read: a store that does not answer must not hold up the accounts of other jobs.
+        if let Some(heard) = self.known.lock().await.heard(&key) {
+            return Ok(heard);
         }
         let output = match Location::parse(&message.output, Path::new("/")) {
             Ok(output) => output,
@@ -339,7 +336,11 @@ impl Jobs {
         } else {
             ledger.at(message.generation).await?
         };
-        Ok(known.take(key, ledger, &self.model))
+        // This process may reach the store in another way than the one that made the job.
+        ledger.store().check().await?;
+        let mut known = self.known.lock().await;
+        let heard = known.heard(&key);
+        Ok(heard.unwrap_or_else(|| known.take(key, ledger, &self.model)))
     }
 
     /// All that are open.
@@ -354,6 +355,13 @@ impl Known {
         self.jobs.values().filter_map(|entry| match entry {
             Entry::Open(job) => Some(job),
             Entry::NotOurs(_) => None,
+        })
+    }
+
+    fn heard(&self, key: &(String, String, u32)) -> Option<Heard> {
+        self.jobs.get(key).map(|entry| match entry {
+            Entry::Open(job) => Heard::Job(job.clone()),
+            Entry::NotOurs(why) => Heard::NotOurs(why.clone()),
         })
     }
 

@@ -31,10 +31,11 @@ pub fn reaction(error: &anyhow::Error) -> Reaction {
         if let Some(error) = cause.downcast_ref::<LedgerError>() {
             return match error {
                 LedgerError::Retryable { .. } | LedgerError::Denied { .. } => Reaction::Wait,
-                LedgerError::Damaged { .. } | LedgerError::Newer { .. } | LedgerError::Conflict { .. } => {
-                    Reaction::LeaveShard
-                }
-                LedgerError::Stop { .. } => Reaction::End,
+                // A full disk, a store without put-if-absent: this job cannot go on here, others may.
+                LedgerError::Damaged { .. }
+                | LedgerError::Newer { .. }
+                | LedgerError::Conflict { .. }
+                | LedgerError::Stop { .. } => Reaction::LeaveShard,
             };
         }
         if let Some(error) = cause.downcast_ref::<DatasetError>() {
@@ -152,6 +153,8 @@ mod tests {
         patience.over();
         let damaged = anyhow::Error::from(LedgerError::Damaged { what: "x".into() });
         assert_eq!(patience.reaction(&damaged), Reaction::LeaveShard);
+        let full = anyhow::Error::from(LedgerError::stop("the disk is full"));
+        assert_eq!(patience.reaction(&full), Reaction::LeaveShard, "other jobs go on");
         assert!(patience.bear(damaged, &mut pauses, &stop).await.is_err());
         stop.set(Why::Interrupted);
         assert!(

@@ -58,6 +58,36 @@ fn a_budget_is_reached_and_extended() {
     });
 }
 
+/// Unfinished rows would expire with the budget; a worker that holds the job for closing hears in time that it is not.
+#[test]
+fn a_closing_job_is_extended() {
+    let plan = Plan {
+        rows: 8_000,
+        fields: serde_json::json!({"budget": {"usd": 2.0, "usd_per_hour": USD_PER_HOUR, "unfinished": "expire"}}),
+        // It reads orders at its start and not again.
+        log_interval: 60.0,
+        ..Plan::default()
+    };
+    orders("a_closing_job_is_extended", plan, |mut scene| {
+        // While it waits with a message in hand, the budget is reached.
+        let paused = "intake.after-receive=pause:8000@8";
+        scene.crew.hire(&[("GRISTMILL_FAILPOINTS", paused)]);
+        scene.until("that the budget is reached", END_MAX, |scene| {
+            scene.computed() > 500 && scene.status()["state"] == "budget_reached"
+        });
+        scene.run(&["extend", &scene.job.output, "--usd", "1000"]).expect(0);
+        scene.reconcile_until_finished();
+        scene.until("that the worker leaves", IDLE_MAX, |scene| scene.crew.all_done());
+        let expired = scene.status()["rows"]["expired"].as_u64().unwrap();
+        assert!(expired > 0, "nothing had expired when the job was extended");
+        assert!(
+            expired <= scene.job.rows / 4,
+            "{expired} rows expired after the job was extended"
+        );
+        scene.hold(&["--allow", "expired"]);
+    });
+}
+
 #[test]
 fn a_budget_is_extended_before_it_is_reached() {
     let plan = Plan {
