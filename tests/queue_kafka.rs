@@ -10,7 +10,9 @@ use rdkafka::client::DefaultClientContext;
 use rdkafka::consumer::{BaseConsumer, Consumer};
 use rdkafka::producer::{FutureProducer, FutureRecord};
 
-use crate::queue_brokers::{SOON, drain, expect_nothing, fill, filled, kafka_url, messages, need, receive, settings};
+use crate::queue_brokers::{
+    SOON, attached, drain, expect_nothing, fill, filled, kafka_url, messages, need, receive, settings,
+};
 use crate::services::{Action, control};
 
 fn topic(url: &QueueUrl) -> &str {
@@ -171,6 +173,29 @@ async fn kafka_rebalances_lose_and_repeat_nothing() {
     );
 }
 
+/// A worker more than partitions has nothing to wait for: the group says so, and tells that from not having answered yet.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn kafka_a_member_without_partitions_is_attached() {
+    let Some(address) = need("kafka_without_partitions", "GRISTMILL_TEST_KAFKA") else {
+        return;
+    };
+    let url = kafka_url(&address, "spare", 1);
+    fill(&url, &messages(0..1)).await;
+    let queues = [
+        connect(&url, &settings()).await.unwrap(),
+        connect(&url, &settings()).await.unwrap(),
+    ];
+    for queue in &queues {
+        attached(&**queue).await;
+    }
+    let mut came = 0;
+    for queue in &queues {
+        came += u32::from(queue.receive(Duration::from_secs(2)).await.unwrap().is_some());
+        assert!(queue.is_attached());
+    }
+    assert!(came >= 1);
+}
+
 /// What nobody extends goes to another worker, and the stuck one comes back when it moves on.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn kafka_a_stuck_worker_lets_go() {
@@ -198,6 +223,7 @@ async fn kafka_a_stuck_worker_lets_go() {
     .unwrap();
     assert_eq!(recall.receipts, [held.receipt]);
     drain(&*second, &(0..6).collect()).await;
+    assert!(!stuck.is_attached(), "it has left the group");
     drop((recall, held));
     fill(&url, &messages(6..12)).await;
     let start = std::time::Instant::now();
@@ -269,9 +295,11 @@ async fn alone_kafka_killed_and_restarted() {
             queue.receive(Duration::from_millis(500)).await.is_ok(),
             "an outage is no error"
         );
+        assert!(seconds < 10 || !queue.is_attached(), "a longer one is noticed");
         control("kafka", Action::Start);
         let delivery = receive(&*queue).await;
         queue.acknowledge(&delivery).await.unwrap();
+        attached(&*queue).await;
     }
     queue.acknowledge(&held).await.unwrap();
     drop(held);

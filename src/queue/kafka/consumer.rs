@@ -125,7 +125,11 @@ impl Poller<'_> {
         let group = self.group();
         let full = group.desk.occupied() >= self.in_flight || group.desk.parcels.load(Ordering::SeqCst) >= PARCELS_MAX;
         group.set_paused(&self.consumer, full);
-        let trouble = match self.consumer.poll(POLL_WAIT) {
+        let polled = self.consumer.poll(POLL_WAIT);
+        // Polling is when partitions come and go.
+        let is_member = matches!(self.mode, Mode::Member) && !self.outage.is_down();
+        self.group().desk.set_attached(is_member && self.group().is_assigned());
+        let trouble = match polled {
             None => None,
             Some(Ok(message)) => {
                 self.group().take_in(&message);

@@ -48,6 +48,8 @@ struct Book {
     paused: bool,
     /// We leave by our own will: nobody is waited for.
     leaving: bool,
+    /// The group has dealt its partitions out with us in it, be it that there was none for us.
+    assigned: bool,
 }
 
 impl Book {
@@ -170,7 +172,13 @@ impl Group {
     }
 
     pub fn set_leaving(&self, leaving: bool) {
-        locked(&self.book).leaving = leaving;
+        let mut book = locked(&self.book);
+        book.leaving = leaving;
+        book.assigned = false;
+    }
+
+    pub fn is_assigned(&self) -> bool {
+        locked(&self.book).assigned
     }
 
     /// Acts on what the worker said.
@@ -319,6 +327,8 @@ impl ConsumerContext for Group {
         if let Rebalance::Revoke(list) = rebalance {
             let partitions = numbers(list);
             tracing::debug!("{}: gives up partitions {partitions:?}", self.address);
+            // Who stays in the group is assigned what it keeps, at once.
+            locked(&self.book).assigned = false;
             self.revoked(consumer, &partitions);
         }
     }
@@ -328,6 +338,7 @@ impl ConsumerContext for Group {
             Rebalance::Assign(list) => {
                 tracing::debug!("{}: gets partitions {:?}", self.address, numbers(list));
                 self.desk.set_denied(None);
+                locked(&self.book).assigned = true;
                 // librdkafka remembers over a rebalance which partitions were paused: either state is set anew.
                 let changed = if locked(&self.book).paused {
                     consumer.pause(list)
