@@ -214,6 +214,10 @@ impl<T> Desk<T> {
         self.bell.notify_one();
     }
 
+    pub fn is_denied(&self) -> bool {
+        self.state().denied.is_some()
+    }
+
     /// The broker counts us among its consumers, or not (any more).
     pub fn set_attached(&self, attached: bool) {
         self.state().attached = attached;

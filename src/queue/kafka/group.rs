@@ -127,6 +127,8 @@ impl Group {
 
     /// Takes a polled message in.
     pub fn take_in(&self, message: &BorrowedMessage<'_>) {
+        // Who gets messages is not refused (any more).
+        self.desk.set_denied(None);
         let (place, stale) = locked(&self.book).delivered(message.partition(), message.offset());
         if let Some(epoch) = stale {
             self.let_go("its topic was made anew or is read again", |held| held.epoch == epoch);
@@ -263,6 +265,16 @@ impl Group {
         match changed {
             Ok(()) => locked(&self.book).paused = paused,
             Err(error) => tracing::debug!("cannot pause or resume: {error}"),
+        }
+    }
+
+    /// Has librdkafka fetch anew: of a refusal that lasts, it says nothing more otherwise.
+    pub fn fetch_anew(&self, consumer: &BaseConsumer<Group>) {
+        let paused = locked(&self.book).paused;
+        // What is paused is fetched anew when it is resumed.
+        if !paused {
+            self.set_paused(consumer, true);
+            self.set_paused(consumer, false);
         }
     }
 
