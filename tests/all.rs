@@ -25,3 +25,4 @@ mod rules;
 mod schemas;
 mod services;
 mod store_s3;
+mod worker_waits;

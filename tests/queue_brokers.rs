@@ -75,6 +75,15 @@ pub async fn receive(queue: &dyn Queue) -> Delivery {
     queue.receive(SOON).await.unwrap().expect("a message comes")
 }
 
+/// Waits until the queue is attached.
+pub async fn attached(queue: &dyn Queue) {
+    let start = Instant::now();
+    while !queue.is_attached() {
+        assert!(start.elapsed() < SOON, "the queue is attached in the end");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
 /// Acknowledges whatever comes until `wanted` were seen; how often each came.
 pub async fn drain(queue: &dyn Queue, wanted: &BTreeSet<u32>) -> Vec<u32> {
     let start = Instant::now();

@@ -164,6 +164,7 @@ async fn brokers_that_are_away_are_waited_for() {
         assert!(error.to_string().contains(&url.to_string()), "{error}");
         let queue = connect(&url, &settings()).await.unwrap();
         assert!(queue.receive(Duration::from_millis(300)).await.unwrap().is_none());
+        assert!(!queue.is_attached(), "that nothing came says nothing");
         drop(queue);
         assert!(
             start.elapsed() < 2 * DOOR + Duration::from_secs(6),

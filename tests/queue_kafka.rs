@@ -3,14 +3,18 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use gristmill::queue::{Prepared, Publisher, QueueUrl, Settings, connect};
+use gristmill::queue::{Prepared, Publisher, Queue, QueueError, QueueUrl, Settings, connect};
 use rdkafka::ClientConfig;
 use rdkafka::admin::{AdminClient, AdminOptions};
 use rdkafka::client::DefaultClientContext;
 use rdkafka::consumer::{BaseConsumer, Consumer};
+use rdkafka::mocking::MockCluster;
 use rdkafka::producer::{FutureProducer, FutureRecord};
+use rdkafka::types::{RDKafkaApiKey, RDKafkaRespErr};
 
-use crate::queue_brokers::{SOON, drain, expect_nothing, fill, filled, kafka_url, messages, need, receive, settings};
+use crate::queue_brokers::{
+    SOON, attached, drain, expect_nothing, fill, filled, kafka_url, messages, need, receive, settings,
+};
 use crate::services::{Action, control};
 
 fn topic(url: &QueueUrl) -> &str {
@@ -171,6 +175,29 @@ async fn kafka_rebalances_lose_and_repeat_nothing() {
     );
 }
 
+/// A worker more than partitions has nothing to wait for: the group says so, and tells that from not having answered yet.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn kafka_a_member_without_partitions_is_attached() {
+    let Some(address) = need("kafka_without_partitions", "GRISTMILL_TEST_KAFKA") else {
+        return;
+    };
+    let url = kafka_url(&address, "spare", 1);
+    fill(&url, &messages(0..1)).await;
+    let queues = [
+        connect(&url, &settings()).await.unwrap(),
+        connect(&url, &settings()).await.unwrap(),
+    ];
+    for queue in &queues {
+        attached(&**queue).await;
+    }
+    let mut came = 0;
+    for queue in &queues {
+        came += u32::from(queue.receive(Duration::from_secs(2)).await.unwrap().is_some());
+        assert!(queue.is_attached());
+    }
+    assert!(came >= 1);
+}
+
 /// What nobody extends goes to another worker, and the stuck one comes back when it moves on.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn kafka_a_stuck_worker_lets_go() {
@@ -198,6 +225,7 @@ async fn kafka_a_stuck_worker_lets_go() {
     assert_eq!(recall.receipts, [held.receipt]);
     let second = connect(&url, &settings()).await.unwrap();
     drain(&*second, &(0..6).collect()).await;
+    assert!(!stuck.is_attached(), "it has left the group");
     drop((recall, held));
     fill(&url, &messages(6..12)).await;
     let start = std::time::Instant::now();
@@ -214,6 +242,61 @@ async fn kafka_a_stuck_worker_lets_go() {
             fill(&url, &messages(12..16)).await;
         }
     }
+}
+
+/// Waits until `receive` says that access is refused (`true`), or no longer; takes and acknowledges what comes meanwhile.
+async fn until_refused(queue: &dyn Queue, refused: bool) -> Vec<u32> {
+    let start = std::time::Instant::now();
+    let mut came = Vec::new();
+    loop {
+        assert!(start.elapsed() < SOON, "refused: {refused}");
+        let received = queue.receive(Duration::from_millis(100)).await;
+        if let Ok(Some(delivery)) = &received {
+            queue.acknowledge(delivery).await.unwrap();
+            came.push(delivery.message.shard);
+        }
+        match received {
+            Err(QueueError::Denied { .. }) if refused => return came,
+            Ok(_) if !refused && queue.is_attached() => return came,
+            Ok(_) | Err(QueueError::Denied { .. }) => tokio::time::sleep(Duration::from_millis(20)).await,
+            Err(error) => panic!("{error}"),
+        }
+    }
+}
+
+/// A refusal that is over is forgotten, whether messages follow it or not; one that lasts is said again and again.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn kafka_a_passing_refusal_passes() {
+    let refusal = RDKafkaRespErr::RD_KAFKA_RESP_ERR_TOPIC_AUTHORIZATION_FAILED;
+    // librdkafka's own: it refuses what it is told to.
+    let cluster = MockCluster::new(1).unwrap();
+    cluster.create_topic("t", 1, 1).unwrap();
+    let url: QueueUrl = format!("kafka://{}/t", cluster.bootstrap_servers()).parse().unwrap();
+    let queue = filled(&url, &messages(0..1)).await;
+    drain(&*queue, &[0].into()).await;
+
+    cluster.request_errors(RDKafkaApiKey::Fetch, &[refusal]);
+    until_refused(&*queue, true).await;
+    assert!(!queue.is_attached());
+    until_refused(&*queue, false).await;
+
+    cluster.request_errors(RDKafkaApiKey::Fetch, &[refusal]);
+    until_refused(&*queue, true).await;
+    fill(&url, &messages(1..3)).await;
+    let mut came = until_refused(&*queue, false).await;
+    came.extend(drain(&*queue, &(1..3).filter(|shard| !came.contains(shard)).collect()).await);
+    assert_eq!(came, [1, 2]);
+
+    cluster.request_errors(RDKafkaApiKey::Fetch, &[refusal; 1000]);
+    for _ in 0..3 {
+        until_refused(&*queue, true).await;
+        tokio::time::sleep(Duration::from_secs(3)).await;
+    }
+    cluster.clear_request_errors(RDKafkaApiKey::Fetch);
+    fill(&url, &messages(3..4)).await;
+    let came = until_refused(&*queue, false).await;
+    let missing = [3].into_iter().filter(|shard| !came.contains(shard)).collect();
+    drain(&*queue, &missing).await;
 }
 
 /// Deleted and made anew, slowly and at once.
@@ -269,9 +352,11 @@ async fn alone_kafka_killed_and_restarted() {
             queue.receive(Duration::from_millis(500)).await.is_ok(),
             "an outage is no error"
         );
+        assert!(seconds < 10 || !queue.is_attached(), "a longer one is noticed");
         control("kafka", Action::Start);
         let delivery = receive(&*queue).await;
         queue.acknowledge(&delivery).await.unwrap();
+        attached(&*queue).await;
     }
     queue.acknowledge(&held).await.unwrap();
     drop(held);

@@ -10,7 +10,9 @@ use lapin::options::{BasicPublishOptions, QueueDeclareOptions, QueueDeleteOption
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::{BasicProperties, Connection, ConnectionProperties};
 
-use crate::queue_brokers::{SOON, drain, expect_nothing, fill, filled, messages, need, rabbit_url, receive, settings};
+use crate::queue_brokers::{
+    SOON, attached, drain, expect_nothing, fill, filled, messages, need, rabbit_url, receive, settings,
+};
 use crate::services::{Action, control, rabbitmqctl};
 
 fn name(url: &QueueUrl) -> &str {
@@ -257,6 +259,7 @@ async fn rabbitmq_a_stuck_worker_lets_go() {
     let recall = tokio::time::timeout(SOON, stuck.recalled()).await.unwrap();
     assert_eq!(recall.receipts, [held.receipt]);
     drain(&*second, &(0..5).collect()).await;
+    assert!(!stuck.is_attached(), "it consumes no more");
     drop((held, recall, second));
     fill(&url, &messages(5..7)).await;
     drain(&*stuck, &(5..7).collect()).await;
@@ -319,9 +322,11 @@ async fn alone_rabbitmq_killed_and_restarted() {
     for seconds in [1, 10] {
         control("rabbitmq", Action::Kill);
         tokio::time::sleep(Duration::from_secs(seconds)).await;
+        assert!(!queue.is_attached());
         control("rabbitmq", Action::Start);
         let delivery = receive(&*queue).await;
         queue.acknowledge(&delivery).await.unwrap();
+        attached(&*queue).await;
         seen.push(delivery.message.shard);
     }
     let held_shard = held.message.shard;

@@ -93,7 +93,7 @@ pub struct WorkerArgs {
     /// End after so many shards
     #[arg(long, value_name = "N")]
     pub max_shards: Option<u64>,
-    /// Seconds without a message before --once, or --until-idle that has heard of no job, ends
+    /// Seconds without a message, from a broker that answers, before --once, or --until-idle that has heard of no job, ends
     #[arg(long, value_name = "SECONDS", default_value_t = 10.0, value_parser = positive_seconds)]
     pub idle_after: f64,
     /// The output of a job that must be done, too, before --until-idle ends (repeat for more)

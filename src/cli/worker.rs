@@ -2,7 +2,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::Context;
 use serde::Serialize;
@@ -17,9 +17,10 @@ use crate::job::Job;
 use crate::job::spec::Precision;
 use crate::ledger::{Id, Ledger, LedgerError, StopWhy};
 use crate::queue::Queue;
-use crate::report::meter::Meter;
+use crate::report::meter::{Meter, Reading};
 use crate::report::progress;
 use crate::report::summary::{RowCounts, number, rate};
+use crate::worker::idle::IdleClock;
 use crate::worker::jobs::Jobs;
 use crate::worker::model::{ModelFiles, precision};
 use crate::worker::patience::{Patience, Pauses};
@@ -181,7 +182,7 @@ async fn open_patiently(output: &Location, stop: &Stop) -> Result<Option<Ledger>
 /// The job of the first message that points at one.
 async fn first_job(args: &WorkerArgs, queue: &Arc<dyn Queue>, stop: &Stop) -> Result<Option<Ledger>, Failure> {
     let patience = Patience::new(true);
-    let began = Instant::now();
+    let mut idle = IdleClock::default();
     while !stop.is_set() {
         let received = match queue.receive(RECEIVE_WAIT).await {
             Ok(received) => received,
@@ -191,12 +192,14 @@ async fn first_job(args: &WorkerArgs, queue: &Arc<dyn Queue>, stop: &Stop) -> Re
             }
         };
         let Some(delivery) = received else {
+            idle.look(queue.is_attached());
             let ends = args.until_idle || args.once;
-            if ends && began.elapsed() >= Duration::from_secs_f64(args.idle_after) {
+            if ends && idle.has_run(Duration::from_secs_f64(args.idle_after)) {
                 break;
             }
             continue;
         };
+        idle = IdleClock::default();
         let opened = match Location::parse(&delivery.message.output, Path::new("/")) {
             Ok(output) => open_patiently(&output, stop).await,
             Err(error) => Err(Failure::from(error)),
@@ -220,6 +223,10 @@ async fn first_job(args: &WorkerArgs, queue: &Arc<dyn Queue>, stop: &Stop) -> Re
 
 /// It ended before it had a model.
 fn ended_early(args: &WorkerArgs, stop: &Stop) -> Result<Exit, Failure> {
+    if args.json {
+        let report = Report::new(name(args)?, 0, Meter::default().read());
+        println!("{}", serde_json::to_string(&report)?);
+    }
     if stop.is_set() {
         return Ok(Exit::Interrupted);
     }
@@ -263,19 +270,33 @@ struct Report {
     lost_seconds: f64,
 }
 
+impl Report {
+    fn new(worker: String, shards: u64, read: Reading) -> Report {
+        let Reading {
+            rows,
+            failed_rows,
+            prompt_tokens,
+            cached_tokens,
+            completion_tokens,
+            device_seconds,
+            lost_seconds,
+        } = read;
+        Report {
+            worker,
+            shards,
+            rows,
+            failed_rows,
+            prompt_tokens,
+            cached_tokens,
+            completion_tokens,
+            device_seconds,
+            lost_seconds,
+        }
+    }
+}
+
 async fn report(args: &WorkerArgs, worker: &Worker, ended: anyhow::Result<Option<Why>>) -> Result<Exit, Failure> {
-    let read = worker.meter.read();
-    let report = Report {
-        worker: worker.name.clone(),
-        shards: worker.shards_done(),
-        rows: read.rows,
-        failed_rows: read.failed_rows,
-        prompt_tokens: read.prompt_tokens,
-        cached_tokens: read.cached_tokens,
-        completion_tokens: read.completion_tokens,
-        device_seconds: read.device_seconds,
-        lost_seconds: read.lost_seconds,
-    };
+    let report = Report::new(worker.name.clone(), worker.shards_done(), worker.meter.read());
     if args.json {
         println!("{}", serde_json::to_string(&report)?);
     } else {

@@ -19,6 +19,9 @@ where
     let checker = Checker { never };
     checker.an_empty_queue_gives_nothing(&*fill(vec![]).await).await;
     checker
+        .a_queue_is_attached_before_anything_comes(&*fill(messages(1)).await)
+        .await;
+    checker
         .every_message_comes_once_when_acknowledged(&*fill(messages(20)).await)
         .await;
     checker.what_is_given_back_comes_again(&*fill(messages(3)).await).await;
@@ -78,8 +81,24 @@ impl Checker {
         shards
     }
 
+    /// Having nothing is no absence: an empty queue gets attached and stays so.
     async fn an_empty_queue_gives_nothing(&self, queue: &dyn Queue) {
+        let start = Instant::now();
+        while !queue.is_attached() {
+            assert!(start.elapsed() < SOON, "an empty queue is attached soon");
+            self.expect_nothing(queue).await;
+        }
         self.expect_nothing(queue).await;
+        assert!(
+            queue.is_attached(),
+            "nothing came of an attached queue, and it stays attached"
+        );
+    }
+
+    async fn a_queue_is_attached_before_anything_comes(&self, queue: &dyn Queue) {
+        let delivery = receive(queue).await;
+        assert!(queue.is_attached(), "what gives messages is attached");
+        queue.acknowledge(&delivery).await.expect("acknowledge works");
     }
 
     async fn every_message_comes_once_when_acknowledged(&self, queue: &dyn Queue) {

@@ -55,6 +55,8 @@ struct State<T> {
     recalls: VecDeque<Recall>,
     /// Why the broker refuses us, while it does.
     denied: Option<String>,
+    /// Whether the broker counts us among its consumers.
+    attached: bool,
 }
 
 pub(crate) struct Desk<T> {
@@ -104,6 +106,7 @@ impl<T> Desk<T> {
                 next_receipt: 0,
                 recalls: VecDeque::new(),
                 denied: None,
+                attached: false,
             }),
             answers,
             first_lease,
@@ -209,6 +212,15 @@ impl<T> Desk<T> {
     pub fn set_denied(&self, why: Option<String>) {
         self.state().denied = why;
         self.bell.notify_one();
+    }
+
+    pub fn is_denied(&self) -> bool {
+        self.state().denied.is_some()
+    }
+
+    /// The broker counts us among its consumers, or not (any more).
+    pub fn set_attached(&self, attached: bool) {
+        self.state().attached = attached;
     }
 
     pub fn is_closing(&self) -> bool {
@@ -360,5 +372,10 @@ impl<T: Clone + Send + 'static> Queue for Brokered<T> {
                 None => self.desk.recall_bell.notified().await,
             }
         }
+    }
+
+    fn is_attached(&self) -> bool {
+        let state = self.desk.state();
+        state.attached && state.denied.is_none()
     }
 }

@@ -156,4 +156,9 @@ impl Queue for LocalQueue {
     async fn recalled(&self) -> Recall {
         std::future::pending().await
     }
+
+    /// Memory is never away.
+    fn is_attached(&self) -> bool {
+        true
+    }
 }

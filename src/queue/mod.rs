@@ -154,6 +154,10 @@ pub trait Queue: Send + Sync {
 
     /// Waits until deliveries must be given up (see [`Recall`]); never returns where that cannot happen.
     async fn recalled(&self) -> Recall;
+
+    /// Whether what lies there would come: only then does it mean anything that nothing comes. Not so while the broker is
+    /// away or refuses us, and until it has made us one of its consumers; an outage counts from when it is noticed.
+    fn is_attached(&self) -> bool;
 }
 
 /// Connects to receive. A broker that refuses us is an error, within about 15 s; one that does not answer is not: the

@@ -14,6 +14,25 @@ use super::address::{QueueUrl, Secret};
 
 const PROPERTY_PREFIX: &str = "GRISTMILL_KAFKA_";
 const FILE_SUFFIX: &str = "_FILE";
+/// Properties of librdkafka that have two names (its CONFIGURATION.md: "Alias for"), and the one used here: Kafka's. Each is set
+/// once and under one name: of two names, librdkafka takes whichever it is told last.
+const ALIASES: &[(&str, &str)] = &[
+    ("compression.codec", "compression.type"),
+    ("fetch.message.max.bytes", "max.partition.fetch.bytes"),
+    ("max.in.flight", "max.in.flight.requests.per.connection"),
+    ("message.send.max.retries", "retries"),
+    ("message.timeout.ms", "delivery.timeout.ms"),
+    ("queue.buffering.max.ms", "linger.ms"),
+    ("sasl.mechanisms", "sasl.mechanism"),
+    (
+        "sasl.oauthbearer.client.credentials.client.id",
+        "sasl.oauthbearer.client.id",
+    ),
+    (
+        "sasl.oauthbearer.client.credentials.client.secret",
+        "sasl.oauthbearer.client.secret",
+    ),
+];
 /// Shorter texts are no secrets worth hiding, and hiding them would garble every line.
 const SECRET_BYTES_MIN: usize = 3;
 
@@ -72,7 +91,7 @@ pub(crate) struct Resolved {
     pub user: Option<String>,
     pub password: Option<Secret>,
     pub ca_file: Option<PathBuf>,
-    /// librdkafka properties by name.
+    /// librdkafka properties by name; of [`ALIASES`], the one used here.
     pub kafka: BTreeMap<String, String>,
     pub scrub: Scrub,
 }
@@ -122,7 +141,12 @@ impl Resolved {
             .clone()
             .or_else(|| environment.get("GRISTMILL_QUEUE_CA_FILE").map(PathBuf::from));
         let mut kafka = properties(&environment)?;
-        kafka.extend(settings.kafka.iter().cloned());
+        kafka.extend(
+            settings
+                .kafka
+                .iter()
+                .map(|(name, value)| (one_name(name), value.clone())),
+        );
         let mut scrub = Scrub::default();
         scrub.hide(password.as_ref().map(Secret::reveal));
         scrub.hide(
@@ -147,7 +171,7 @@ impl Resolved {
 
 /// librdkafka properties of the environment: `GRISTMILL_KAFKA_SASL_MECHANISM` is `sasl.mechanism`.
 fn properties(environment: &BTreeMap<String, String>) -> Result<BTreeMap<String, String>, QueueError> {
-    let name = |text: &str| text.to_ascii_lowercase().replace('_', ".");
+    let name = |text: &str| one_name(&text.to_ascii_lowercase().replace('_', "."));
     let mut found = BTreeMap::new();
     for (variable, path) in environment {
         let Some(property) = variable
@@ -166,6 +190,12 @@ fn properties(environment: &BTreeMap<String, String>) -> Result<BTreeMap<String,
         }
     }
     Ok(found)
+}
+
+/// The name used here of a property that has two.
+fn one_name(property: &str) -> String {
+    let found = ALIASES.iter().find(|(alias, _)| *alias == property);
+    found.map_or(property, |(_, name)| name).to_owned()
 }
 
 /// A secret's file, without its last line break.
@@ -265,6 +295,27 @@ mod tests {
             ]
         );
         assert_eq!(found.scrub.line("a from-file\nb"), "a *** b");
+    }
+
+    #[test]
+    fn two_names_of_a_property_are_one() {
+        let set = Settings {
+            kafka: vec![("sasl.mechanisms".into(), "PLAIN".into())],
+            ..Settings::default()
+        };
+        let environment = [
+            ("GRISTMILL_KAFKA_SASL_MECHANISM", "SCRAM-SHA-256"),
+            ("GRISTMILL_KAFKA_MESSAGE_TIMEOUT_MS", "7000"),
+        ];
+        let found = resolve("kafka://h/t", &set, &environment);
+        let pairs: Vec<_> = found.kafka.iter().map(|(a, b)| (a.as_str(), b.as_str())).collect();
+        assert_eq!(pairs, [("delivery.timeout.ms", "7000"), ("sasl.mechanism", "PLAIN")]);
+        for (alias, name) in ALIASES {
+            assert!(
+                !ALIASES.iter().any(|(other, _)| other == name),
+                "`{alias}` leads to an alias"
+            );
+        }
     }
 
     #[test]

@@ -18,6 +18,7 @@ use crate::ledger::log::{ShardLog, ShardState};
 use crate::ledger::{Order, RowSet, StopWhy};
 use crate::queue::Delivery;
 use crate::worker::assemble::{closed, errored};
+use crate::worker::idle::IdleClock;
 use crate::worker::in_flight::ShardKey;
 use crate::worker::jobs::{Heard, JobState, OpenJob};
 use crate::worker::patience::{Pauses, Reaction};
@@ -120,6 +121,7 @@ impl Intake {
         };
         let Some(delivery) = received else {
             drop(place);
+            idle.clock.look(self.worker.queue.is_attached());
             let over = self.worker.in_flight.is_empty() && self.is_over(idle).await?;
             return Ok(if over { Found::Over } else { Found::Nothing });
         };
@@ -256,7 +258,7 @@ impl Intake {
     /// Nothing came and nothing is in hand. An empty queue proves nothing: the ledgers say whether the jobs are done.
     async fn is_over(&self, idle: &mut Idle) -> anyhow::Result<bool> {
         if self.worker.options.until == Until::Once {
-            return Ok(idle.since.elapsed() >= self.worker.options.idle_after);
+            return Ok(idle.clock.has_run(self.worker.options.idle_after));
         }
         if idle.next_look > Instant::now() {
             return Ok(false);
@@ -276,7 +278,7 @@ impl Intake {
             (Until::Stopped, _) | (_, Some(false)) => false,
             (_, Some(true)) => true,
             // It has heard of no job at all.
-            (_, None) => idle.since.elapsed() >= self.worker.options.idle_after,
+            (_, None) => idle.clock.has_run(self.worker.options.idle_after),
         })
     }
 
@@ -512,9 +514,9 @@ impl Drop for InHand<'_> {
     }
 }
 
-/// How long nothing has come.
+/// How long nothing has come, and when to look at the ledgers next.
 struct Idle {
-    since: Instant,
+    clock: IdleClock,
     pause: Duration,
     next_look: Instant,
 }
@@ -522,7 +524,7 @@ struct Idle {
 impl Idle {
     fn new() -> Idle {
         Idle {
-            since: Instant::now(),
+            clock: IdleClock::default(),
             pause: IDLE_LOOK_MIN,
             next_look: Instant::now() + IDLE_LOOK_MIN,
         }

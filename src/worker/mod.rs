@@ -17,6 +17,7 @@
 mod accounts;
 pub mod assemble;
 mod device;
+pub mod idle;
 pub mod in_flight;
 mod intake;
 pub mod jobs;

@@ -84,7 +84,7 @@ pub(crate) fn consumer(url: &KafkaUrl, resolved: &Resolved) -> Result<ClientConf
 pub(crate) fn producer(url: &KafkaUrl, resolved: &Resolved) -> Result<ClientConfig, QueueError> {
     let mut config = common(url, resolved)?;
     let timeout_ms = resolved.settings.send_timeout.as_millis().max(1000);
-    config.set("message.timeout.ms", timeout_ms.to_string());
+    config.set("delivery.timeout.ms", timeout_ms.to_string());
     pass_through(&mut config, resolved);
     config.set("enable.idempotence", "true").set("acks", "all");
     Ok(config)
@@ -129,6 +129,24 @@ mod tests {
             panic!("a Kafka address")
         };
         (url, resolved)
+    }
+
+    #[test]
+    fn an_alias_of_a_property_replaces_our_default() {
+        let (url, ok) = resolved(&[
+            ("sasl.mechanisms", "PLAIN"),
+            ("fetch.message.max.bytes", "1000"),
+            ("message.timeout.ms", "7000"),
+        ]);
+        for config in [consumer(&url, &ok).unwrap(), producer(&url, &ok).unwrap()] {
+            for (alias, name, value) in [
+                ("sasl.mechanisms", "sasl.mechanism", "PLAIN"),
+                ("fetch.message.max.bytes", "max.partition.fetch.bytes", "1000"),
+                ("message.timeout.ms", "delivery.timeout.ms", "7000"),
+            ] {
+                assert_eq!((config.get(alias), config.get(name)), (None, Some(value)));
+            }
+        }
     }
 
     #[test]

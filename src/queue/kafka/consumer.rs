@@ -125,7 +125,11 @@ impl Poller<'_> {
         let group = self.group();
         let full = group.desk.occupied() >= self.in_flight || group.desk.parcels.load(Ordering::SeqCst) >= PARCELS_MAX;
         group.set_paused(&self.consumer, full);
-        let trouble = match self.consumer.poll(POLL_WAIT) {
+        let polled = self.consumer.poll(POLL_WAIT);
+        // Polling is when partitions come and go.
+        let is_member = matches!(self.mode, Mode::Member) && !self.outage.is_down();
+        self.group().desk.set_attached(is_member && self.group().is_assigned());
+        let trouble = match polled {
             None => None,
             Some(Ok(message)) => {
                 self.group().take_in(&message);
@@ -153,10 +157,11 @@ impl Poller<'_> {
                 self.leave();
                 self.mode = Mode::LetGo { signs };
             }
-            Mode::Member if self.outage.is_down() && now >= self.next_check => {
+            Mode::Member if (self.outage.is_down() || self.group().desk.is_denied()) && now >= self.next_check => {
                 self.next_check = now + LOOK_EVERY;
                 if look(self.consumer.client(), &self.url.topic).is_ok() {
                     self.outage.up();
+                    self.forgive();
                 }
             }
             Mode::LetGo { signs } if self.group().desk.signs() > signs => {
@@ -219,6 +224,16 @@ impl Poller<'_> {
                     tracing::warn!("{}: the topic does not exist (any more); waiting for it", self.address);
                 }
             }
+        }
+    }
+
+    /// A broker answered a member: a refusal may have passed. One that lasts is met again at once. Who has no assignment
+    /// may lack the right to the group, which no answer about the topic shows: an assignment will.
+    fn forgive(&self) {
+        let group = self.group();
+        if group.is_assigned() && group.desk.is_denied() {
+            group.desk.set_denied(None);
+            group.fetch_anew(&self.consumer);
         }
     }
 

@@ -48,6 +48,8 @@ struct Book {
     paused: bool,
     /// We leave by our own will: nobody is waited for.
     leaving: bool,
+    /// The group has dealt its partitions out with us in it, be it that there was none for us.
+    assigned: bool,
 }
 
 impl Book {
@@ -125,6 +127,8 @@ impl Group {
 
     /// Takes a polled message in.
     pub fn take_in(&self, message: &BorrowedMessage<'_>) {
+        // Who gets messages is not refused (any more).
+        self.desk.set_denied(None);
         let (place, stale) = locked(&self.book).delivered(message.partition(), message.offset());
         if let Some(epoch) = stale {
             self.let_go("its topic was made anew or is read again", |held| held.epoch == epoch);
@@ -170,7 +174,13 @@ impl Group {
     }
 
     pub fn set_leaving(&self, leaving: bool) {
-        locked(&self.book).leaving = leaving;
+        let mut book = locked(&self.book);
+        book.leaving = leaving;
+        book.assigned = false;
+    }
+
+    pub fn is_assigned(&self) -> bool {
+        locked(&self.book).assigned
     }
 
     /// Acts on what the worker said.
@@ -258,6 +268,16 @@ impl Group {
         }
     }
 
+    /// Has librdkafka fetch anew: of a refusal that lasts, it says nothing more otherwise.
+    pub fn fetch_anew(&self, consumer: &BaseConsumer<Group>) {
+        let paused = locked(&self.book).paused;
+        // What is paused is fetched anew when it is resumed.
+        if !paused {
+            self.set_paused(consumer, true);
+            self.set_paused(consumer, false);
+        }
+    }
+
     /// Partitions go to another worker: what is finished of them is committed, then they are given up.
     fn revoked(&self, consumer: &BaseConsumer<Group>, partitions: &BTreeSet<i32>) {
         let ours = |place: &Place| partitions.contains(&place.partition);
@@ -319,6 +339,8 @@ impl ConsumerContext for Group {
         if let Rebalance::Revoke(list) = rebalance {
             let partitions = numbers(list);
             tracing::debug!("{}: gives up partitions {partitions:?}", self.address);
+            // Who stays in the group is assigned what it keeps, at once.
+            locked(&self.book).assigned = false;
             self.revoked(consumer, &partitions);
         }
     }
@@ -328,6 +350,7 @@ impl ConsumerContext for Group {
             Rebalance::Assign(list) => {
                 tracing::debug!("{}: gets partitions {:?}", self.address, numbers(list));
                 self.desk.set_denied(None);
+                locked(&self.book).assigned = true;
                 // librdkafka remembers over a rebalance which partitions were paused: either state is set anew.
                 let changed = if locked(&self.book).paused {
                     consumer.pause(list)

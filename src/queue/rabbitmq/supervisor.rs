@@ -25,6 +25,7 @@ pub(super) async fn run(mut consumer: Consumer, opened: oneshot::Sender<Result<(
             Ok(session) => {
                 outage.up();
                 consumer.desk.set_denied(None);
+                consumer.desk.set_attached(true);
                 // A caller that has given up closes the queue.
                 let _ = opened.take().map(|opened| opened.send(Ok(())));
                 consumer.live(session).await
@@ -41,6 +42,10 @@ pub(super) async fn run(mut consumer: Consumer, opened: oneshot::Sender<Result<(
                 End::Broken(error)
             }
         };
+        // Another channel follows a quiet one at once: that is no absence.
+        if !matches!(end, End::Quiet) {
+            consumer.desk.set_attached(false);
+        }
         match end {
             End::Closed => return,
             End::Stuck { signs } => {
