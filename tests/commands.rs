@@ -423,6 +423,19 @@ fn status_names_the_shards_that_a_dead_worker_left() {
     assert!(said.contains("last progress") && said.contains("worker run-"), "{said}");
 }
 
+#[test]
+fn help_shows_no_value_of_the_environment() {
+    for flag in ["--help", "-h"] {
+        let mut command = gristmill(&["worker", flag]);
+        let said = Run::of(command.env("GRISTMILL_QUEUE", "amqp://u:hunter2@h/q")).expect(0);
+        assert!(said.stdout.contains("GRISTMILL_QUEUE"), "{}", said.stdout);
+        assert!(
+            !said.stdout.contains("hunter2") && !said.stderr.contains("hunter2"),
+            "{said:?}"
+        );
+    }
+}
+
 /// Addresses of queues for this test, one for each broker that runs.
 fn queues(test: &str) -> Vec<String> {
     let name = format!("{test}-{}", std::process::id());
