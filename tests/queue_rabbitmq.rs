@@ -12,6 +12,7 @@ use lapin::{BasicProperties, Connection, ConnectionProperties};
 
 use crate::queue_brokers::{SOON, drain, expect_nothing, fill, filled, messages, need, rabbit_url, receive, settings};
 use crate::services::{Action, control, rabbitmqctl};
+use crate::support::passed;
 
 fn name(url: &QueueUrl) -> &str {
     match url {
@@ -268,6 +269,7 @@ async fn alone_rabbitmq_channel_closed_by_the_acknowledgement_timeout() {
     let Some(address) = need("alone_rabbitmq_timeout", "GRISTMILL_TEST_RABBITMQ") else {
         return;
     };
+    let began = Instant::now();
     let url = rabbit_url(&address, "timeout", "");
     rabbitmqctl(&["eval", "application:set_env(rabbit, consumer_timeout, 2000)."]);
     let queue = filled(&url, &messages(0..4)).await;
@@ -281,6 +283,7 @@ async fn alone_rabbitmq_channel_closed_by_the_acknowledgement_timeout() {
     queue.acknowledge(&held).await.unwrap();
     drop((held, queue));
     assert_eq!(ready(&address, &url).await, 0);
+    passed("alone_rabbitmq_timeout", None, began, serde_json::json!({"faults": 1}));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -289,6 +292,7 @@ async fn alone_rabbitmq_memory_alarm_only_delays() {
     let Some(address) = need("alone_rabbitmq_alarm", "GRISTMILL_TEST_RABBITMQ") else {
         return;
     };
+    let began = Instant::now();
     let url = rabbit_url(&address, "alarm", "");
     let queue = filled(&url, &messages(0..2)).await;
     let publisher = Publisher::open(&url, &settings()).await.unwrap();
@@ -301,6 +305,7 @@ async fn alone_rabbitmq_memory_alarm_only_delays() {
     rabbitmqctl(&["set_vm_memory_high_watermark", "0.4"]);
     tokio::time::timeout(SOON, sending).await.unwrap().unwrap().unwrap();
     drain(&*queue, &(2..4).collect()).await;
+    passed("alone_rabbitmq_alarm", None, began, serde_json::json!({"faults": 1}));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -309,6 +314,7 @@ async fn alone_rabbitmq_killed_and_restarted() {
     let Some(address) = need("alone_rabbitmq_killed", "GRISTMILL_TEST_RABBITMQ") else {
         return;
     };
+    let began = Instant::now();
     let url = rabbit_url(&address, "killed", "");
     let queue = filled(&url, &messages(0..30)).await;
     let held = receive(&*queue).await;
@@ -336,6 +342,7 @@ async fn alone_rabbitmq_killed_and_restarted() {
     }
     drop(queue);
     assert_eq!(ready(&address, &url).await, 0);
+    passed("alone_rabbitmq_killed", None, began, serde_json::json!({"faults": 2}));
 }
 
 /// Both cores compute for longer than two heartbeats: the connections hold.
@@ -345,6 +352,7 @@ async fn alone_rabbitmq_heartbeats_hold_while_every_core_computes() {
     let Some(address) = need("alone_rabbitmq_heartbeats", "GRISTMILL_TEST_RABBITMQ") else {
         return;
     };
+    let began = Instant::now();
     let url = rabbit_url(&address, "busy", "");
     let queue = filled(&url, &messages(0..2)).await;
     let held = receive(&*queue).await;
@@ -368,4 +376,10 @@ async fn alone_rabbitmq_heartbeats_hold_while_every_core_computes() {
     queue.acknowledge(&other).await.unwrap();
     drop((other, queue));
     assert_eq!(ready(&address, &url).await, 0);
+    passed(
+        "alone_rabbitmq_heartbeats",
+        None,
+        began,
+        serde_json::json!({"busy_seconds": 60}),
+    );
 }
