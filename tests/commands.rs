@@ -2,10 +2,10 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use serde_json::Value;
 
+use crate::services::{S3, need};
 use crate::support::{Run, arg, gristmill, job_in, root};
 
 /// Runs the binary.
@@ -423,17 +423,26 @@ fn status_names_the_shards_that_a_dead_worker_left() {
     assert!(said.contains("last progress") && said.contains("worker run-"), "{said}");
 }
 
-/// A queue's address for this test, where a broker runs.
+#[test]
+fn help_shows_no_value_of_the_environment() {
+    for flag in ["--help", "-h"] {
+        let mut command = gristmill(&["worker", flag]);
+        let said = Run::of(command.env("GRISTMILL_QUEUE", "amqp://u:hunter2@h/q")).expect(0);
+        assert!(said.stdout.contains("GRISTMILL_QUEUE"), "{}", said.stdout);
+        assert!(
+            !said.stdout.contains("hunter2") && !said.stderr.contains("hunter2"),
+            "{said:?}"
+        );
+    }
+}
+
+/// Addresses of queues for this test, one for each broker that runs.
 fn queues(test: &str) -> Vec<String> {
     let name = format!("{test}-{}", std::process::id());
-    let mut found = Vec::new();
-    for (variable, scheme) in [("GRISTMILL_TEST_KAFKA", "kafka://"), ("GRISTMILL_TEST_RABBITMQ", "")] {
-        match std::env::var(variable).ok().filter(|address| !address.is_empty()) {
-            Some(address) => found.push(format!("{scheme}{address}/{name}")),
-            None => eprintln!("skipped: commands::{test}: `{variable}` is not set: the service does not run"),
-        }
-    }
-    found
+    [("GRISTMILL_TEST_KAFKA", "kafka://"), ("GRISTMILL_TEST_RABBITMQ", "")]
+        .iter()
+        .filter_map(|(variable, scheme)| Some(format!("{scheme}{}/{name}", need(test, variable)?)))
+        .collect()
 }
 
 #[test]
@@ -496,33 +505,13 @@ fn submit_and_reconcile_enqueue_at_real_brokers() {
 
 #[test]
 fn the_commands_work_on_an_s3_store() {
-    let need = |variable: &str| std::env::var(variable).ok().filter(|value| !value.is_empty());
-    let names = [
-        "GRISTMILL_TEST_S3",
-        "GRISTMILL_TEST_S3_KEY",
-        "GRISTMILL_TEST_S3_SECRET",
-        "GRISTMILL_TEST_S3_BUCKET",
-    ];
-    let [Some(endpoint), Some(key), Some(secret), Some(bucket)] = names.map(need) else {
-        eprintln!(
-            "skipped: commands::the_commands_work_on_an_s3_store: `GRISTMILL_TEST_S3` is not set: the service does not run"
-        );
+    let Some(store) = S3::need("the_commands_work_on_an_s3_store") else {
         return;
     };
-    let s3 = |arguments: &[&str]| {
-        let mut command: Command = gristmill(arguments);
-        command
-            .env("AWS_ENDPOINT_URL", &endpoint)
-            .env("AWS_ALLOW_HTTP", "true")
-            .env("AWS_REGION", "us-east-1");
-        command
-            .env("AWS_ACCESS_KEY_ID", &key)
-            .env("AWS_SECRET_ACCESS_KEY", &secret);
-        Run::of(&mut command)
-    };
+    let s3 = |arguments: &[&str]| Run::of(gristmill(arguments).envs(store.variables(&store.endpoint)));
     let folder = tempfile::tempdir().unwrap();
     let (job, _) = small_job(folder.path(), &[3]);
-    let output = format!("s3://{bucket}/commands-{}", std::process::id());
+    let output = store.folder("commands");
     let text = fs::read_to_string(&job)
         .unwrap()
         .replace("uri: out", &format!("uri: '{output}'"));

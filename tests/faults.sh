@@ -10,40 +10,52 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-# Name, test, into how many sections its counts are divided.
+# Name, test program, test, into how many sections its counts are divided; and where it needs one, a variable of the full
+# run, or --ignored for tests that no other run may stand beside.
 SECTIONS="
-kills-kafka             kills::kills_over_kafka                                1
-kills-rabbitmq          kills::kills_over_rabbitmq                             1
-pauses                  pauses::pauses_past_the_session                        1
-broker-kafka            brokers::kafka_dies_and_comes_back                     1
-broker-rabbitmq         brokers::rabbitmq_dies_and_comes_back                  1
-membership              membership::workers_join_and_leave                     1
-store                   stores::the_store_dies_and_comes_back                  1
-proxy-1                 proxied::the_store_fails_in_every_way                  4
-proxy-2                 proxied::the_store_fails_in_every_way                  4
-proxy-3                 proxied::the_store_fails_in_every_way                  4
-proxy-4                 proxied::the_store_fails_in_every_way                  4
-requests                requests::requests_stay_within_their_bound             1
-lost-topic              lost_queues::a_lost_topic_loses_nothing                1
-lost-queue              lost_queues::a_lost_queue_loses_nothing                1
-poison                  poison::poison_harms_nobody_else                       1
-acknowledgement-timeout limits::the_acknowledgement_timeout_strikes            1
-memory-alarm            limits::the_memory_alarm_blocks_publishers             1
-budget                  orders::a_budget_is_reached_and_extended               1
-extend                  orders::a_budget_is_extended_before_it_is_reached      1
-closing                 orders::a_closing_job_is_extended                      1
-cancel                  orders::a_job_is_cancelled_and_closed                  1
-retry                   orders::failed_rows_are_retried                        1
-input-changed           orders::an_input_changes_and_is_restored               1
-sleeper                 orders::a_worker_sleeps_through_a_retry                1
-failpoints-kafka        failpoints::failpoints_over_kafka                      1
-failpoints-rabbitmq     failpoints::failpoints_over_rabbitmq                   1
-control-acknowledge     controls::acknowledging_before_committing_is_found     1
-control-unconditional   controls::putting_without_the_condition_is_found       1
-control-exists          controls::taking_already_exists_for_success_is_found   1
-control-part            controls::publishing_the_part_after_the_commit_is_found 1
-skew-newer              skew::newer_messages_and_records_are_left_alone        1
-skew-both               skew::two_versions_finish_a_job_side_by_side           1
+kills-kafka               faults faults::kills::kills_over_kafka 1
+kills-rabbitmq            faults faults::kills::kills_over_rabbitmq 1
+pauses                    faults faults::pauses::pauses_past_the_session 1
+broker-kafka-1            faults faults::brokers::kafka_dies_and_comes_back 2
+broker-kafka-2            faults faults::brokers::kafka_dies_and_comes_back 2
+broker-rabbitmq           faults faults::brokers::rabbitmq_dies_and_comes_back 1
+membership                faults faults::membership::workers_join_and_leave 1
+store                     faults faults::stores::the_store_dies_and_comes_back 1
+proxy-1                   faults faults::proxied::the_store_fails_in_every_way 4
+proxy-2                   faults faults::proxied::the_store_fails_in_every_way 4
+proxy-3                   faults faults::proxied::the_store_fails_in_every_way 4
+proxy-4                   faults faults::proxied::the_store_fails_in_every_way 4
+requests                  faults faults::requests::requests_stay_within_their_bound 1
+lost-topic                faults faults::lost_queues::a_lost_topic_loses_nothing 1
+lost-queue                faults faults::lost_queues::a_lost_queue_loses_nothing 1
+poison                    faults faults::poison::poison_harms_nobody_else 1
+acknowledgement-timeout   faults faults::limits::the_acknowledgement_timeout_strikes 1
+memory-alarm              faults faults::limits::the_memory_alarm_blocks_publishers 1
+budget                    faults faults::orders::a_budget_is_reached_and_extended 1
+extend                    faults faults::orders::a_budget_is_extended_before_it_is_reached 1
+closing                   faults faults::orders::a_closing_job_is_extended 1
+cancel                    faults faults::orders::a_job_is_cancelled_and_closed 1
+retry                     faults faults::orders::failed_rows_are_retried 1
+input-changed             faults faults::orders::an_input_changes_and_is_restored 1
+sleeper                   faults faults::orders::a_worker_sleeps_through_a_retry 1
+failpoints-kafka          faults faults::failpoints::failpoints_over_kafka 1
+failpoints-rabbitmq       faults faults::failpoints::failpoints_over_rabbitmq 1
+control-acknowledge       faults faults::controls::acknowledging_before_committing_is_found 1
+control-unconditional     faults faults::controls::putting_without_the_condition_is_found 1
+control-exists            faults faults::controls::taking_already_exists_for_success_is_found 1
+control-part              faults faults::controls::publishing_the_part_after_the_commit_is_found 1
+skew-newer                faults faults::skew::newer_messages_and_records_are_left_alone 1
+skew-both                 faults faults::skew::two_versions_finish_a_job_side_by_side 1
+seeds-1                   all    ledger::seeds::no_seed_breaks_the_guarantee 1 GRISTMILL_SEEDS=0..25000
+seeds-2                   all    ledger::seeds::no_seed_breaks_the_guarantee 1 GRISTMILL_SEEDS=25000..50000
+seeds-3                   all    ledger::seeds::no_seed_breaks_the_guarantee 1 GRISTMILL_SEEDS=50000..75000
+seeds-4                   all    ledger::seeds::no_seed_breaks_the_guarantee 1 GRISTMILL_SEEDS=75000..100000
+create-race               all    store_s3::eight_writers_a_key_have_one_winner 1
+alone-kafka-killed        all    queue_kafka::alone_kafka_killed_and_restarted 1 --ignored
+alone-rabbitmq-killed     all    queue_rabbitmq::alone_rabbitmq_killed_and_restarted 1 --ignored
+alone-rabbitmq-timeout    all    queue_rabbitmq::alone_rabbitmq_channel_closed_by_the_acknowledgement_timeout 1 --ignored
+alone-rabbitmq-alarm      all    queue_rabbitmq::alone_rabbitmq_memory_alarm_only_delays 1 --ignored
+alone-rabbitmq-heartbeats all    queue_rabbitmq::alone_rabbitmq_heartbeats_hold_while_every_core_computes 1 --ignored
 "
 
 scale=full again=""
@@ -74,13 +86,17 @@ fi
 
 commit=$(git rev-parse HEAD)
 # What the tests are made of; results and notes about them are not.
-git diff --quiet HEAD -- src tests/faults tests/faults.rs tests/proxy tests/services Cargo.toml Cargo.lock || commit="$commit with changes"
+git diff --quiet HEAD -- src tests ':!tests/results' ':!tests/README.md' Cargo.toml Cargo.lock || commit="$commit with changes"
 mkdir -p tests/results
-cargo test --release --locked --features faults --test faults --no-run
 failed=""
 for section in "$@"; do
-    read -r _ test shares <<<"$(awk -v name="$section" '$1 == name' <<<"$SECTIONS")"
+    read -r _ program test shares more <<<"$(awk -v name="$section" '$1 == name' <<<"$SECTIONS")"
     [ -n "${test:-}" ] || { echo "no section $section"; exit 2; }
+    variable="" ignored=""
+    case "$more" in
+        --ignored) ignored=--ignored ;;
+        ?*) [ "$scale" = ci ] || variable=$more ;;
+    esac
     result="tests/results/$section.json"
     if [ "$scale" = full ] && [ -z "$again" ] && grep -qF "\"commit\": \"$commit\"" "$result" 2>/dev/null; then
         echo "== $section: passed at this commit already"
@@ -89,7 +105,8 @@ for section in "$@"; do
     echo "== $section"
     line=$(mktemp)
     export GRISTMILL_FAULTS=$scale GRISTMILL_FAULTS_SHARES=$shares GRISTMILL_FAULTS_RESULT=$line
-    if ! cargo test --release --locked --features faults --test faults -- --test-threads=1 --exact "faults::$test"; then
+    if ! env $variable cargo test --release --locked --features faults --test "$program" -- \
+        --test-threads=1 --exact "$test" $ignored; then
         failed="$failed $section"
         continue
     fi

@@ -14,6 +14,7 @@ use crate::queue_brokers::{
     SOON, attached, drain, expect_nothing, fill, filled, messages, need, rabbit_url, receive, settings,
 };
 use crate::services::{Action, control, rabbitmqctl};
+use crate::support::passed;
 
 fn name(url: &QueueUrl) -> &str {
     match url {
@@ -271,6 +272,7 @@ async fn alone_rabbitmq_channel_closed_by_the_acknowledgement_timeout() {
     let Some(address) = need("alone_rabbitmq_timeout", "GRISTMILL_TEST_RABBITMQ") else {
         return;
     };
+    let began = Instant::now();
     let url = rabbit_url(&address, "timeout", "");
     rabbitmqctl(&["eval", "application:set_env(rabbit, consumer_timeout, 2000)."]);
     let queue = filled(&url, &messages(0..4)).await;
@@ -284,6 +286,7 @@ async fn alone_rabbitmq_channel_closed_by_the_acknowledgement_timeout() {
     queue.acknowledge(&held).await.unwrap();
     drop((held, queue));
     assert_eq!(ready(&address, &url).await, 0);
+    passed("alone_rabbitmq_timeout", None, began, serde_json::json!({"faults": 1}));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -292,6 +295,7 @@ async fn alone_rabbitmq_memory_alarm_only_delays() {
     let Some(address) = need("alone_rabbitmq_alarm", "GRISTMILL_TEST_RABBITMQ") else {
         return;
     };
+    let began = Instant::now();
     let url = rabbit_url(&address, "alarm", "");
     let queue = filled(&url, &messages(0..2)).await;
     let publisher = Publisher::open(&url, &settings()).await.unwrap();
@@ -304,6 +308,7 @@ async fn alone_rabbitmq_memory_alarm_only_delays() {
     rabbitmqctl(&["set_vm_memory_high_watermark", "0.4"]);
     tokio::time::timeout(SOON, sending).await.unwrap().unwrap().unwrap();
     drain(&*queue, &(2..4).collect()).await;
+    passed("alone_rabbitmq_alarm", None, began, serde_json::json!({"faults": 1}));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -312,6 +317,7 @@ async fn alone_rabbitmq_killed_and_restarted() {
     let Some(address) = need("alone_rabbitmq_killed", "GRISTMILL_TEST_RABBITMQ") else {
         return;
     };
+    let began = Instant::now();
     let url = rabbit_url(&address, "killed", "");
     let queue = filled(&url, &messages(0..30)).await;
     let held = receive(&*queue).await;
@@ -341,6 +347,7 @@ async fn alone_rabbitmq_killed_and_restarted() {
     }
     drop(queue);
     assert_eq!(ready(&address, &url).await, 0);
+    passed("alone_rabbitmq_killed", None, began, serde_json::json!({"faults": 2}));
 }
 
 /// Both cores compute for longer than two heartbeats: the connections hold.
@@ -350,6 +357,7 @@ async fn alone_rabbitmq_heartbeats_hold_while_every_core_computes() {
     let Some(address) = need("alone_rabbitmq_heartbeats", "GRISTMILL_TEST_RABBITMQ") else {
         return;
     };
+    let began = Instant::now();
     let url = rabbit_url(&address, "busy", "");
     let queue = filled(&url, &messages(0..2)).await;
     let held = receive(&*queue).await;
@@ -373,4 +381,10 @@ async fn alone_rabbitmq_heartbeats_hold_while_every_core_computes() {
     queue.acknowledge(&other).await.unwrap();
     drop((other, queue));
     assert_eq!(ready(&address, &url).await, 0);
+    passed(
+        "alone_rabbitmq_heartbeats",
+        None,
+        began,
+        serde_json::json!({"busy_seconds": 60}),
+    );
 }

@@ -16,7 +16,7 @@ use object_store::{Error, ObjectStore, ObjectStoreExt, PutMode, PutOptions, Upda
 
 use crate::proxy::{Fault, Plan, Proxy, Rule};
 use crate::services::{S3, TokenService, folder, need, session};
-use crate::support::{Run, gristmill};
+use crate::support::{Run, gristmill, is_full, passed};
 
 const WRITERS: usize = 8;
 
@@ -25,14 +25,6 @@ fn open(s3: &S3, endpoint: &str, place: &str, more: &[(&str, &str)]) -> Location
     let more = more.iter().map(|(name, value)| (name.to_string(), value.to_string()));
     let stores = Stores::new(s3.variables(endpoint).into_iter().chain(more));
     Location::parse_with(place, FsPath::new("/"), &stores).unwrap()
-}
-
-/// 200 keys, or 2,000 in the full run.
-fn keys() -> usize {
-    match std::env::var("GRISTMILL_FAULTS").as_deref() {
-        Ok("full") => 2_000,
-        _ => 200,
-    }
 }
 
 /// Lets `WRITERS` clients create each of `keys` keys at once; the winners each key had, and what stands there.
@@ -73,14 +65,18 @@ async fn eight_writers_a_key_have_one_winner() {
     let Some(s3) = S3::need("eight_writers_a_key_have_one_winner") else {
         return;
     };
+    let began = Instant::now();
+    let keys = if is_full() { 2_000 } else { 200 };
     let place = s3.folder("race");
     let writer = || Store::new(&open(&s3, &s3.endpoint, &place, &[])).unwrap();
     let stores: Vec<Store> = std::iter::repeat_with(writer).take(WRITERS).collect();
-    let outcomes = race(&stores, keys()).await;
+    let outcomes = race(&stores, keys).await;
     assert!(outcomes.iter().all(|(winners, _)| *winners == 1), "{outcomes:?}");
     // It was a race: not the same writer every time.
     let winners: BTreeSet<u8> = outcomes.iter().map(|(_, stands)| stands[stands.len() - 1]).collect();
     assert!(winners.len() > 1, "{winners:?}");
+    let figures = serde_json::json!({"keys": keys, "writers": WRITERS});
+    passed("eight_writers_a_key_have_one_winner", None, began, figures);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -4,6 +4,9 @@ use std::fs::OpenOptions;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+use std::time::Instant;
+
+use serde_json::{Value, json};
 
 /// The repository's root.
 pub fn root() -> &'static Path {
@@ -109,6 +112,37 @@ pub fn skip(name: &str, why: &str) {
         // One write a line: tests run side by side.
         list.write_all(format!("{name}: {why}\n").as_bytes())
             .expect("a line in the list of skipped tests");
+    }
+}
+
+/// Whether this is the full run; else the part for every CI.
+pub fn is_full() -> bool {
+    match std::env::var("GRISTMILL_FAULTS").as_deref() {
+        Ok("full") => true,
+        Ok("ci") | Err(_) => false,
+        Ok(other) => panic!("GRISTMILL_FAULTS is `{other}`: give `ci` or `full`"),
+    }
+}
+
+/// Everything that the test `name`, a section of `tests/faults.sh`, asked for held: says so, with `figures`, and writes the
+/// result where `GRISTMILL_FAULTS_RESULT` names a file. `seed`: where its faults follow from one.
+pub fn passed(name: &str, seed: Option<u64>, began: Instant, figures: Value) {
+    let line = json!({
+        "test": name,
+        "passed": true,
+        "scale": if is_full() { "full" } else { "ci" },
+        "seed": seed,
+        "seconds": began.elapsed().as_secs_f64().round(),
+        "figures": figures,
+    });
+    println!("{line}");
+    if let Some(path) = std::env::var_os("GRISTMILL_FAULTS_RESULT") {
+        let mut file = OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(path)
+            .expect("the file of results");
+        writeln!(file, "{line}").expect("a line in the file of results");
     }
 }
 

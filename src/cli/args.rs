@@ -68,7 +68,7 @@ pub struct RunArgs {
 #[derive(Debug, Args)]
 pub struct WorkerArgs {
     /// The queue: kafka://host:port/topic, amqp://host/vhost/queue or amqps://…
-    #[arg(long, value_name = "URL", env = "GRISTMILL_QUEUE")]
+    #[arg(long, value_name = "URL", env = "GRISTMILL_QUEUE", hide_env_values = true)]
     pub queue: String,
     /// A property of librdkafka, such as session.timeout.ms=10000; may be given several times
     #[arg(long, value_name = "PROPERTY=VALUE", value_parser = property)]

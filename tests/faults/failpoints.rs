@@ -9,7 +9,8 @@ use gristmill::faults::points::POINTS;
 use super::job::{Broker, Plan};
 use super::scene::{LEAVE_MAX, Scene};
 use super::services::Services;
-use super::suite::{Suite, is_full};
+use super::suite::Suite;
+use crate::support::is_full;
 
 /// Past the session, and past the log interval.
 const ACTIONS: [&str; 3] = ["abort", "error", "pause:2500"];

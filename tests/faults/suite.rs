@@ -3,9 +3,9 @@
 use std::path::PathBuf;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 
-use crate::support::root;
+use crate::support::{is_full, passed, root};
 
 /// A small generator of its own (SplitMix64), so that a failing run can be repeated from the printed seed.
 pub struct Random(u64);
@@ -98,25 +98,7 @@ impl Suite {
 
     /// Everything held: says so, writes the result where `GRISTMILL_FAULTS_RESULT` names a file, removes the folder.
     pub fn end(self) {
-        let seconds = self.began.elapsed().as_secs_f64().round();
-        let line = json!({
-            "test": self.name,
-            "passed": true,
-            "scale": if is_full() { "full" } else { "ci" },
-            "seed": self.seed,
-            "seconds": seconds,
-            "figures": self.figures,
-        });
-        println!("{line}");
-        if let Some(path) = std::env::var_os("GRISTMILL_FAULTS_RESULT") {
-            use std::io::Write;
-            let mut file = std::fs::OpenOptions::new()
-                .create(true)
-                .append(true)
-                .open(path)
-                .unwrap();
-            writeln!(file, "{line}").unwrap();
-        }
+        passed(self.name, Some(self.seed), self.began, self.figures.clone().into());
         if std::env::var_os("GRISTMILL_FAULTS_KEEP").is_none() {
             std::fs::remove_dir_all(&self.dir).unwrap();
         }
@@ -133,14 +115,5 @@ impl Drop for Suite {
                 self.dir.display()
             );
         }
-    }
-}
-
-/// Whether this is the full run; else the part for every CI.
-pub fn is_full() -> bool {
-    match std::env::var("GRISTMILL_FAULTS").as_deref() {
-        Ok("full") => true,
-        Ok("ci") | Err(_) => false,
-        Ok(other) => panic!("GRISTMILL_FAULTS is `{other}`: give `ci` or `full`"),
     }
 }
