@@ -74,6 +74,23 @@ fn a_worker_waits_for_a_broker_that_is_away() {
     }
 }
 
+#[test]
+fn a_worker_waits_for_a_host_that_is_unknown() {
+    let urls = ["kafka", "amqp"].map(|scheme| format!("{scheme}://no-such-host.invalid/q"));
+    for said in all_wait(&urls) {
+        let line = said
+            .lines()
+            .find(|line| line.contains("does not answer"))
+            .unwrap_or_default();
+        assert!(
+            line.contains("no-such-host.invalid") && line.contains("no such host"),
+            "{said}"
+        );
+        assert_eq!(line.matches("://no-such-host.invalid").count(), 1, "{line}");
+        assert!(!said.contains("refuses access"), "{said}");
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_worker_ends_where_the_queue_is_empty() {
     let test = "a_worker_ends_where_the_queue_is_empty";

@@ -145,7 +145,7 @@ fn messages(ledger: &Ledger, shards: &[u32]) -> Vec<Message> {
 /// What cannot be reached by these settings is the caller's to mend; all else is a failure.
 fn refusal(error: QueueError) -> Failure {
     match error {
-        QueueError::Settings { .. } => Failure::bad_job(error),
+        QueueError::Settings { .. } | QueueError::UnknownHost { .. } => Failure::bad_job(error),
         _ => Failure::from(error),
     }
 }

@@ -38,6 +38,10 @@ pub enum QueueError {
     /// The broker does not answer: try again later.
     #[error("the queue does not answer: {why}")]
     Unavailable { why: String },
+    /// The broker's name means nothing to the resolver. Who sends should know at once, for it may be misspelt; who receives waits:
+    /// names come and go with the processes behind them.
+    #[error("{why}")]
+    UnknownHost { why: String },
     /// The broker refuses us (password, certificate, right): somebody must act.
     #[error("the queue refuses access: {why}")]
     Denied { why: String },
@@ -81,6 +85,13 @@ impl Delivery {
             receipt,
             on_drop,
         }
+    }
+}
+
+impl QueueError {
+    /// Whether time alone may mend it.
+    pub(crate) fn is_passing(&self) -> bool {
+        matches!(self, QueueError::Unavailable { .. } | QueueError::UnknownHost { .. })
     }
 }
 
@@ -160,8 +171,8 @@ pub trait Queue: Send + Sync {
     fn is_attached(&self) -> bool;
 }
 
-/// Connects to receive. A broker that refuses us is an error, within about 15 s; one that does not answer is not: the
-/// queue says so in the log, goes on trying, and gives nothing meanwhile.
+/// Connects to receive. A broker that refuses us is an error, within about 15 s; one that does not answer, or whose name is
+/// unknown, is not: the queue says so in the log, goes on trying, and gives nothing meanwhile.
 pub async fn connect(url: &QueueUrl, settings: &Settings) -> Result<Arc<dyn Queue>, QueueError> {
     let resolved = settings::Resolved::new(url, settings)?;
     match url {

@@ -22,10 +22,11 @@ impl Outage {
         self.since.is_some()
     }
 
-    /// The broker does not answer; said once.
+    /// The broker does not answer; said once. The address is said once in that line, where `why` begins with it too.
     pub fn down(&mut self, why: &str) {
         if self.since.is_none() {
             self.since = Some(Instant::now());
+            let why = why.strip_prefix(&format!("{}: ", self.address)).unwrap_or(why);
             tracing::warn!("{} does not answer ({why}); trying again until it does", self.address);
         }
     }

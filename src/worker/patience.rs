@@ -46,7 +46,9 @@ pub fn reaction(error: &anyhow::Error) -> Reaction {
         }
         if let Some(error) = cause.downcast_ref::<QueueError>() {
             return match error {
-                QueueError::Unavailable { .. } | QueueError::Denied { .. } => Reaction::Wait,
+                QueueError::Unavailable { .. } | QueueError::UnknownHost { .. } | QueueError::Denied { .. } => {
+                    Reaction::Wait
+                }
                 _ => Reaction::End,
             };
         }

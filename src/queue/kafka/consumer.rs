@@ -97,7 +97,7 @@ fn open<'a>(url: &'a KafkaUrl, resolved: &Resolved, group: Group) -> Result<Poll
     });
     match looked {
         Ok(topic) => poller.found(topic),
-        Err(QueueError::Unavailable { why }) => poller.outage.down(&why),
+        Err(QueueError::Unavailable { why } | QueueError::UnknownHost { why }) => poller.outage.down(&why),
         Err(error) => return Err(error),
     }
     poller.last_turn = Instant::now();

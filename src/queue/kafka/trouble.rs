@@ -134,8 +134,8 @@ pub(crate) fn at_the_door(trouble: Option<Trouble>, address: &str) -> QueueError
         Some(Trouble {
             kind: Kind::UnknownHost,
             why,
-        }) => QueueError::Settings {
-            what: format!("{address}: no such host: {why}"),
+        }) => QueueError::UnknownHost {
+            why: format!("{address}: no such host: {why}"),
         },
         Some(Trouble { why, .. }) => QueueError::Unavailable {
             why: format!("{address}: {why}"),

@@ -103,8 +103,8 @@ pub(super) fn failed(url: &RabbitUrl, resolved: &Resolved, error: &lapin::Error)
         return QueueError::Denied { why: line };
     }
     if is_io && text.contains("failed to lookup address") {
-        return QueueError::Settings {
-            what: format!("{url}: no such host: {text}"),
+        return QueueError::UnknownHost {
+            why: format!("{url}: no such host: {text}"),
         };
     }
     QueueError::Unavailable { why: line }

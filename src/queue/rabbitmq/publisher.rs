@@ -163,8 +163,7 @@ impl Shared {
                 Stop::Failed(error) => error,
             };
             let since = *failing_since.get_or_insert_with(Instant::now);
-            let is_passing = matches!(error, QueueError::Unavailable { .. });
-            if !is_passing || since.elapsed() >= self.resolved.settings.send_timeout {
+            if !error.is_passing() || since.elapsed() >= self.resolved.settings.send_timeout {
                 return Err(error);
             }
             tokio::time::sleep(backoff).await;

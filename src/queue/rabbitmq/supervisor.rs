@@ -31,9 +31,8 @@ pub(super) async fn run(mut consumer: Consumer, opened: oneshot::Sender<Result<(
                 consumer.live(session).await
             }
             Err(error) => {
-                let is_passing = matches!(error, QueueError::Unavailable { .. });
                 if let Some(opened) = opened.take() {
-                    if !is_passing {
+                    if !error.is_passing() {
                         let _ = opened.send(Err(error));
                         return;
                     }
@@ -59,7 +58,9 @@ pub(super) async fn run(mut consumer: Consumer, opened: oneshot::Sender<Result<(
             End::ChannelClosed { why } => {
                 tracing::warn!("{}: the channel was closed ({why}); opening another", consumer.url);
             }
-            End::Broken(QueueError::Unavailable { why }) => outage.down(&without_address(&why, &consumer)),
+            End::Broken(QueueError::Unavailable { why } | QueueError::UnknownHost { why }) => {
+                outage.down(&why);
+            }
             End::Broken(error) => {
                 let why = match error {
                     QueueError::Denied { why } | QueueError::Settings { what: why } => why,
@@ -76,12 +77,6 @@ pub(super) async fn run(mut consumer: Consumer, opened: oneshot::Sender<Result<(
         }
         backoff = (backoff * 2).min(BACKOFF_MAX);
     }
-}
-
-fn without_address(why: &str, consumer: &Consumer) -> String {
-    why.strip_prefix(&format!("{}: ", consumer.url))
-        .unwrap_or(why)
-        .to_owned()
 }
 
 async fn closed_within(consumer: &Consumer, time: Duration) -> bool {
