@@ -38,6 +38,12 @@ cancel                    faults faults::orders::a_job_is_cancelled_and_closed 1
 retry                     faults faults::orders::failed_rows_are_retried 1
 input-changed             faults faults::orders::an_input_changes_and_is_restored 1
 sleeper                   faults faults::orders::a_worker_sleeps_through_a_retry 1
+spot-aws                  faults faults::leaving::aws_takes_the_machine_away 1
+spot-google               faults faults::leaving::google_takes_the_machine_away 1
+sigterm                   faults faults::leaving::sigterm_in_mid_shard_says_what_it_lost 1
+once-kafka                faults faults::leaving::so_many_shards_and_once_over_kafka 1
+once-rabbitmq             faults faults::leaving::so_many_shards_and_once_over_rabbitmq 1
+other-model               faults faults::other_models::a_worker_of_another_model_passes_shards_on 1
 failpoints-kafka          faults faults::failpoints::failpoints_over_kafka 1
 failpoints-rabbitmq       faults faults::failpoints::failpoints_over_rabbitmq 1
 control-acknowledge       faults faults::controls::acknowledging_before_committing_is_found 1

@@ -6,6 +6,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
+use serde_json::Value;
+
 use crate::support::gristmill;
 
 /// Lines of a log that a failure shows.
@@ -22,6 +24,7 @@ pub struct Start {
 #[derive(Debug)]
 struct Seat {
     child: Option<Child>,
+    arguments: Vec<String>,
     lives: u32,
     log: PathBuf,
     /// Arms the next life only.
@@ -42,6 +45,14 @@ impl Ended {
     /// The process ended itself with SIGABRT.
     pub fn aborted(&self) -> bool {
         self.status.signal() == Some(libc::SIGABRT)
+    }
+
+    /// What a worker with `--json` says last.
+    #[track_caller]
+    pub fn report(&self) -> Value {
+        let line = self.log.lines().rfind(|line| line.starts_with('{'));
+        let line = line.unwrap_or_else(|| panic!("no report:\n{}", self.log));
+        serde_json::from_str(line).unwrap_or_else(|e| panic!("the report is not JSON ({e}): {line}"))
     }
 
     /// The worker left because there is nothing left to do, with or without failed rows.
@@ -74,8 +85,16 @@ impl Crew {
 
     /// A new seat with a worker that has `env` besides what all have; its number.
     pub fn hire(&mut self, env: &[(&str, &str)]) -> usize {
+        self.hire_with(env, |_| ())
+    }
+
+    /// As [`Crew::hire`], with arguments of its own: `edit` gets those that all have.
+    pub fn hire_with(&mut self, env: &[(&str, &str)], edit: impl FnOnce(&mut Vec<String>)) -> usize {
+        let mut arguments = self.start.arguments.clone();
+        edit(&mut arguments);
         self.seats.push(Seat {
             child: None,
+            arguments,
             lives: 0,
             log: PathBuf::new(),
             next_env: Vec::new(),
@@ -100,7 +119,7 @@ impl Crew {
         place.lives += 1;
         place.log = self.logs.join(format!("worker-{seat}.{}.log", place.lives));
         let log = File::create(&place.log).unwrap();
-        let arguments: Vec<&str> = self.start.arguments.iter().map(String::as_str).collect();
+        let arguments: Vec<&str> = place.arguments.iter().map(String::as_str).collect();
         let child = gristmill(&arguments)
             .envs(self.start.env.iter().cloned())
             .envs(std::mem::take(&mut place.next_env))
