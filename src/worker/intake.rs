@@ -315,7 +315,7 @@ impl Intake {
             Heard::Stale(why) | Heard::NotOurs(why) => {
                 let Delivery { message, hops, .. } = &delivery;
                 tracing::warn!(
-                    "shard {} of `{}` is passed on (hop {}): {why}",
+                    "shard {} of `{}` is not for this worker (at hop {}): {why}",
                     message.shard,
                     message.output,
                     hops + 1

@@ -46,10 +46,10 @@ fn a_worker_of_another_model_passes_shards_on() {
     let count = |scene: &Scene, words: &str| scene.crew.log(wrong).matches(words).count();
     let left = if is_full() { SHARDS + 1 } else { 1 };
     scene.until("that shards are left to `reconcile`", END_MAX, |scene| {
-        count(scene, LEFT) == left && count(scene, "(hop 1): it is for model") == SHARDS
+        count(scene, LEFT) == left && count(scene, "(at hop 1): it is for model") == SHARDS
     });
     // Passing on is slow work: each message is looked at once a pause at most.
-    let looks = count(&scene, "is passed on (hop");
+    let looks = count(&scene, "is not for this worker (at hop");
     let pauses = (began.elapsed().as_secs_f64() / PAUSE.as_secs_f64()).ceil() as usize;
     assert!(
         looks <= pauses * (SHARDS + 1),
