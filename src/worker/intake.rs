@@ -29,7 +29,7 @@ use crate::worker::{Kept, ReadyRow, ReadyShard, Until, Worker, one_line};
 /// How long to wait for a message before looking around.
 const RECEIVE_WAIT: Duration = Duration::from_millis(250);
 /// Between two looks at the ledgers while nothing comes; doubles up to the second, which costs about eight requests a minute.
-const IDLE_LOOK_MIN: Duration = Duration::from_millis(500);
+const IDLE_LOOK_MIN: Duration = Duration::from_secs(1);
 const IDLE_LOOK_MAX: Duration = Duration::from_secs(30);
 /// Between two looks at a device that hangs.
 const HANG_LOOK: Duration = Duration::from_secs(1);

@@ -19,6 +19,8 @@ use crate::queue::settings::Resolved;
 
 /// How long one poll waits: answers of the worker wait as long at most.
 const POLL_WAIT: Duration = Duration::from_millis(25);
+/// How long the next event is waited for where all are wanted: without a wait, one line of librdkafka's log ends a poll.
+const EVENT_WAIT: Duration = Duration::from_millis(10);
 /// Commits are gathered for so long.
 const COMMIT_EVERY: Duration = Duration::from_millis(100);
 /// How often an absent topic or broker is asked for.
@@ -91,8 +93,8 @@ fn open<'a>(url: &'a KafkaUrl, resolved: &Resolved, group: Group) -> Result<Poll
         next_check: now,
     };
     let looked = first_look(poller.consumer.client(), url, || {
-        // Serves the events that carry errors.
-        poller.consumer.poll(Duration::ZERO);
+        // Serves the events that carry errors: the one that tells most may come behind many.
+        while poller.consumer.poll(EVENT_WAIT).is_some() {}
         poller.group().ear.take()
     });
     match looked {
