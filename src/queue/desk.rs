@@ -10,7 +10,7 @@ use async_trait::async_trait;
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::{Notify, oneshot};
 
-use super::{Delivery, HOPS_MAX, Message, Queue, QueueError, Recall};
+use super::{Delivery, HOPS_MAX, Message, Queue, QueueError, Recall, Settings};
 
 /// A message that a broker delivered.
 #[derive(Debug, Clone)]
@@ -63,7 +63,9 @@ pub(crate) struct Desk<T> {
     state: Mutex<State<T>>,
     answers: UnboundedSender<Answer<T>>,
     first_lease: Duration,
-    /// Rung when a message is ready or access is denied.
+    /// Deliveries that may be out at once.
+    out_max: usize,
+    /// Rung when a message is ready or may go out, or access is denied.
     bell: Notify,
     recall_bell: Notify,
     /// Counts the worker's signs of life.
@@ -97,8 +99,8 @@ impl Recalling {
 }
 
 impl<T> Desk<T> {
-    /// `first_lease`: how long a delivery may go without being extended for the first time.
-    pub fn new(answers: UnboundedSender<Answer<T>>, first_lease: Duration) -> Desk<T> {
+    /// Of `settings`: how long a delivery may go without being extended for the first time, and how many may be out at once.
+    pub fn new(answers: UnboundedSender<Answer<T>>, settings: &Settings) -> Desk<T> {
         Desk {
             state: Mutex::new(State {
                 ready: VecDeque::new(),
@@ -109,7 +111,8 @@ impl<T> Desk<T> {
                 attached: false,
             }),
             answers,
-            first_lease,
+            first_lease: settings.first_lease,
+            out_max: settings.in_flight.max(1) as usize,
             bell: Notify::new(),
             recall_bell: Notify::new(),
             signs: AtomicU64::new(0),
@@ -130,10 +133,9 @@ impl<T> Desk<T> {
         self.bell.notify_one();
     }
 
-    /// Messages that are ready or out.
-    pub fn occupied(&self) -> usize {
-        let state = self.state();
-        state.ready.len() + state.out.len()
+    /// Messages that nobody has received yet.
+    pub fn ready(&self) -> usize {
+        self.state().ready.len()
     }
 
     /// Whether a delivery went unextended for too long.
@@ -177,6 +179,8 @@ impl<T> Desk<T> {
         let mut state = self.state();
         state.ready.retain(|item| !which(&item.token));
         state.out.retain(|_, out| !which(&out.item.token));
+        drop(state);
+        self.bell.notify_one();
     }
 
     /// Takes out what is ready and `which` holds for.
@@ -189,7 +193,10 @@ impl<T> Desk<T> {
 
     /// Takes a delivery out of the worker's hands.
     pub fn take_out(&self, receipt: u64) -> Option<Item<T>> {
-        self.state().out.remove(&receipt).map(|out| out.item)
+        let taken = self.state().out.remove(&receipt).map(|out| out.item);
+        // The next one may go out.
+        self.bell.notify_one();
+        taken
     }
 
     /// The delivery of this very message that `which` holds for becomes the delivery `token`; `None` where there is none.
@@ -251,6 +258,9 @@ impl<T: Clone + Send + 'static> Desk<T> {
         let mut state = self.state();
         if let Some(why) = &state.denied {
             return Some(Err(QueueError::Denied { why: why.clone() }));
+        }
+        if state.out.len() >= self.out_max {
+            return None;
         }
         let item = state.ready.pop_front()?;
         let receipt = state.next_receipt;

@@ -27,6 +27,8 @@ const COMMIT_EVERY: Duration = Duration::from_millis(100);
 const LOOK_EVERY: Duration = Duration::from_secs(2);
 /// The thread itself did not run for so long: the process was stopped, and the worker with it.
 const STANDSTILL: Duration = Duration::from_secs(2);
+/// Messages that may lie ready before fetching pauses: more than a worker takes while paused partitions begin to flow again.
+const READY_MAX: usize = 64;
 /// Messages that may wait to be passed on before fetching pauses.
 const PARCELS_MAX: usize = 256;
 
@@ -47,7 +49,6 @@ enum Mode {
 struct Poller<'a> {
     url: &'a KafkaUrl,
     address: String,
-    in_flight: usize,
     consumer: BaseConsumer<Group>,
     outage: Outage,
     mode: Mode,
@@ -81,7 +82,6 @@ fn open<'a>(url: &'a KafkaUrl, resolved: &Resolved, group: Group) -> Result<Poll
     let mut poller = Poller {
         url,
         address: url.to_string(),
-        in_flight: usize::try_from(resolved.settings.in_flight).unwrap_or(usize::MAX),
         consumer,
         outage: Outage::new(url),
         mode: Mode::Waiting {
@@ -125,7 +125,9 @@ impl Poller<'_> {
         }
         self.watch(now);
         let group = self.group();
-        let full = group.desk.occupied() >= self.in_flight || group.desk.parcels.load(Ordering::SeqCst) >= PARCELS_MAX;
+        // Between the two limits it stays as it is: what was paused takes a second to flow again.
+        let ready_max = if group.is_paused() { READY_MAX / 2 } else { READY_MAX };
+        let full = group.desk.ready() >= ready_max || group.desk.parcels.load(Ordering::SeqCst) >= PARCELS_MAX;
         group.set_paused(&self.consumer, full);
         let polled = self.consumer.poll(POLL_WAIT);
         // Polling is when partitions come and go.

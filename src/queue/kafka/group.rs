@@ -248,6 +248,10 @@ impl Group {
         }
     }
 
+    pub fn is_paused(&self) -> bool {
+        locked(&self.book).paused
+    }
+
     /// Pauses or resumes fetching, where that is a change.
     pub fn set_paused(&self, consumer: &BaseConsumer<Group>, paused: bool) {
         if locked(&self.book).paused == paused {

@@ -24,7 +24,7 @@ use super::{Queue, QueueError};
 /// Joins the topic's consumer group. Where no broker answers in about 10 s, the queue goes on trying by itself.
 pub(crate) async fn connect(url: &KafkaUrl, resolved: &Resolved) -> Result<Arc<dyn Queue>, QueueError> {
     let (answers, heard) = tokio::sync::mpsc::unbounded_channel();
-    let desk = Arc::new(Desk::new(answers, resolved.settings.first_lease));
+    let desk = Arc::new(Desk::new(answers, &resolved.settings));
     let publisher = KafkaPublisher::new(url, resolved)?;
     let courier = Courier::new(publisher, resolved.settings.pass_on_delay)?;
     let group = group::Group::new(url, resolved, desk.clone(), heard, courier);

@@ -22,7 +22,7 @@ use super::{Queue, QueueError};
 /// Begins to consume. Where the broker does not answer in about 10 s, the queue goes on trying by itself.
 pub(crate) async fn connect(url: &RabbitUrl, resolved: &Resolved) -> Result<Arc<dyn Queue>, QueueError> {
     let (answers, heard) = tokio::sync::mpsc::unbounded_channel();
-    let desk = Arc::new(Desk::new(answers.clone(), resolved.settings.first_lease));
+    let desk = Arc::new(Desk::new(answers.clone(), &resolved.settings));
     let io = Arc::new(IoThread::start("gristmill-amqp")?);
     let (opened, open) = tokio::sync::oneshot::channel();
     let (ended, has_ended) = std::sync::mpsc::channel();
