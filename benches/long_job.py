@@ -85,9 +85,11 @@ def main() -> None:
                 looks.append((trace.stat().st_size if trace.exists() else 0, resident_mb(worker.pid)))
             except (KeyError, ProcessLookupError, FileNotFoundError):
                 break
-            # A line of the trace has the job's id, a comma and the row: about 28 bytes.
-            if half is None and looks[-1][0] > 28 * options.rows / 2:
-                half = status()
+            if half is None and looks[-1][0] > 0:
+                with trace.open("rb") as lines:
+                    line = len(lines.readline())
+                if looks[-1][0] > line * options.rows / 2:
+                    half = status()
         if worker.wait() != 0:
             sys.exit(f"the worker ended with {worker.returncode}")
         wall, end = time.monotonic() - began, status()
