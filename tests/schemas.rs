@@ -67,11 +67,11 @@ fn what_a_job_writes_conforms() {
         let records: usize = said.split_whitespace().next().unwrap().parse().unwrap();
         assert!(records >= minimum, "{said}");
     };
-    // 10 shards with a log record, an attempt, its end and a commit each; a digest, two orders, a spending, job and success.
-    conforms(46);
+    // 10 shards with an attempt, a log record and a commit each; a digest, two orders, a spending, job and success.
+    conforms(36);
     run(&["retry", arg(&output)]).expect(0);
     run(&["run", arg(&job), "--quiet"]).expect(3);
-    conforms(46 + 2 * 4 + 2);
+    conforms(36 + 2 * 3 + 2);
     let message = Message::new("0123456789abcdef0123", "s3://bucket/out", 1, 7)
         .encode()
         .unwrap();
