@@ -46,6 +46,7 @@ once-rabbitmq             faults faults::leaving::so_many_shards_and_once_over_r
 other-model               faults faults::other_models::a_worker_of_another_model_passes_shards_on 1
 failpoints-kafka          faults faults::failpoints::failpoints_over_kafka 1
 failpoints-rabbitmq       faults faults::failpoints::failpoints_over_rabbitmq 1
+last-step                 faults faults::failpoints::the_last_step_fails 1
 control-acknowledge       faults faults::controls::acknowledging_before_committing_is_found 1
 control-unconditional     faults faults::controls::putting_without_the_condition_is_found 1
 control-exists            faults faults::controls::taking_already_exists_for_success_is_found 1
