@@ -100,9 +100,10 @@ def main() -> None:
     last = [memory for at, memory in looks if size * 9 / 10 <= at < size]
     print("| rows | shards | computed twice | wall s | first tenth MB | last tenth MB | most MB | `status` at half s | at the end s |")
     print("|---|---|---|---|---|---|---|---|---|")
+    asked = "not asked" if half is None else f"{half:.2f}"
     print(
         f"| {options.rows:,} | {options.shards:,} | {rows - options.rows} | {wall:.0f} | {mean(first):.0f} | {mean(last):.0f} "
-        f"| {max(memory for _, memory in looks):.0f} | {half or 0:.2f} | {end:.2f} |"
+        f"| {max(memory for _, memory in looks):.0f} | {asked} | {end:.2f} |"
     )
 
 

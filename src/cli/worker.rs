@@ -224,7 +224,11 @@ async fn first_job(args: &WorkerArgs, queue: &Arc<dyn Queue>, stop: &Stop) -> Re
 /// It ended before it had a model.
 fn ended_early(args: &WorkerArgs, stop: &Stop) -> Result<Exit, Failure> {
     if args.json {
-        let report = Report::new(name(args)?, 0, Meter::default().read());
+        let report = Report {
+            worker: name(args)?,
+            shards: 0,
+            read: Reading::default(),
+        };
         println!("{}", serde_json::to_string(&report)?);
     }
     if stop.is_set() {
@@ -260,54 +264,33 @@ struct Report {
     worker: String,
     /// Shards committed.
     shards: u64,
-    rows: u64,
-    failed_rows: u64,
-    prompt_tokens: u64,
-    cached_tokens: u64,
-    completion_tokens: u64,
-    device_seconds: f64,
-    /// Of the device seconds, those that went into rows which were given back unfinished.
-    lost_seconds: f64,
-}
-
-impl Report {
-    fn new(worker: String, shards: u64, read: Reading) -> Report {
-        let Reading {
-            rows,
-            failed_rows,
-            prompt_tokens,
-            cached_tokens,
-            completion_tokens,
-            device_seconds,
-            lost_seconds,
-        } = read;
-        Report {
-            worker,
-            shards,
-            rows,
-            failed_rows,
-            prompt_tokens,
-            cached_tokens,
-            completion_tokens,
-            device_seconds,
-            lost_seconds,
-        }
-    }
+    #[serde(flatten)]
+    read: Reading,
 }
 
 async fn report(args: &WorkerArgs, worker: &Worker, ended: anyhow::Result<Option<Why>>) -> Result<Exit, Failure> {
-    let report = Report::new(worker.name.clone(), worker.shards_done(), worker.meter.read());
+    let report = Report {
+        worker: worker.name.clone(),
+        shards: worker.shards_done(),
+        read: worker.meter.read(),
+    };
     if args.json {
         println!("{}", serde_json::to_string(&report)?);
     } else {
         println!(
             "{} rows in {} shards, {} failed rows, {} tokens/s, {:.1} device seconds, {:.1} of them lost",
-            number(report.rows),
+            number(report.read.rows),
             number(report.shards),
-            number(report.failed_rows),
-            number(rate(report.prompt_tokens + report.completion_tokens, report.device_seconds).round() as u64),
-            report.device_seconds,
-            report.lost_seconds
+            number(report.read.failed_rows),
+            number(
+                rate(
+                    report.read.prompt_tokens + report.read.completion_tokens,
+                    report.read.device_seconds
+                )
+                .round() as u64
+            ),
+            report.read.device_seconds,
+            report.read.lost_seconds
         );
     }
     match ended? {

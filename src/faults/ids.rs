@@ -2,25 +2,25 @@
 
 use std::cell::Cell;
 
+use crate::engine::philox::philox4x32;
+
 thread_local! {
-    static STATE: Cell<Option<u64>> = const { Cell::new(None) };
+    /// The seed, and how many ids were made.
+    static STATE: Cell<Option<(u64, u64)>> = const { Cell::new(None) };
 }
 
 /// From now on, the ids that this thread makes follow from `seed`.
 pub fn follow(seed: u64) {
-    STATE.set(Some(seed));
+    STATE.set(Some((seed, 0)));
 }
 
-/// The next id's bytes, where this thread's ids follow from a seed (SplitMix64).
+/// The next id's bytes, at most 16, where this thread's ids follow from a seed.
 pub fn next<const N: usize>() -> Option<[u8; N]> {
-    let mut state = STATE.get()?;
-    let bytes = std::array::from_fn(|_| {
-        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = state;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (z >> 56) as u8
-    });
-    STATE.set(Some(state));
-    Some(bytes)
+    let (seed, made) = STATE.get()?;
+    STATE.set(Some((seed, made + 1)));
+    let words = philox4x32(
+        [seed as u32, (seed >> 32) as u32],
+        [made as u32, (made >> 32) as u32, 0, 0],
+    );
+    Some(std::array::from_fn(|i| words[i / 4].to_le_bytes()[i % 4]))
 }

@@ -3,6 +3,8 @@
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
+use serde::Serialize;
+
 use crate::dataset::row::{RowResult, RowStatus};
 
 /// What one process has done so far. Statistics only: nothing is decided by their order, so relaxed is enough.
@@ -17,7 +19,7 @@ pub struct Meter {
 }
 
 /// A [`Meter`] read once.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct Reading {
     pub rows: u64,
     pub failed_rows: u64,

@@ -83,10 +83,7 @@ async fn keep(worker: Arc<Worker>, job: Weak<OpenJob>) -> anyhow::Result<()> {
 fn bear(worker: &Worker, job: &OpenJob, error: anyhow::Error) -> anyhow::Result<()> {
     match worker.patience.reaction(&error) {
         Reaction::Wait => worker.patience.say(&error),
-        Reaction::LeaveShard => {
-            tracing::warn!("{} is left to others: {}", job.title(), crate::report::one_line(&error));
-            job.set_unreadable();
-        }
+        Reaction::LeaveShard => job.leave_to_others(&error),
         Reaction::End => return Err(error),
     }
     Ok(())

@@ -334,8 +334,7 @@ impl Intake {
             match self.worker.patience.bear(error, &mut pauses, &self.stop).await {
                 Ok(()) => {}
                 Err(error) if self.worker.patience.reaction(&error) == Reaction::LeaveShard => {
-                    tracing::warn!("{} is left to others: {}", job.title(), one_line(&error));
-                    job.set_unreadable();
+                    job.leave_to_others(&error);
                 }
                 Err(error) => return Err(error),
             }

@@ -149,6 +149,12 @@ impl OpenJob {
         Ok(())
     }
 
+    /// This gristmill cannot go on with it, and says why: other workers shall.
+    pub fn leave_to_others(&self, error: &anyhow::Error) {
+        tracing::warn!("{} is left to others: {}", self.title(), one_line(error));
+        self.set_unreadable();
+    }
+
     /// Its orders cannot be read.
     pub fn set_unreadable(&self) {
         self.state.send_replace(JobState::Unreadable);

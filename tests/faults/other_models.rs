@@ -5,13 +5,11 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use gristmill::queue::Message;
-use rdkafka::ClientConfig;
 use rdkafka::message::{Header, OwnedHeaders};
-use rdkafka::producer::{BaseProducer, BaseRecord, Producer};
 
 use super::job::{Broker, Plan};
 use super::scene::{END_MAX, LEAVE_MAX, Scene};
-use super::services::{Services, address};
+use super::services::{Services, send_to_kafka};
 use super::suite::Suite;
 use crate::support::{arg, is_full, root};
 
@@ -94,23 +92,10 @@ fn another_model(folder: &Path) -> PathBuf {
 
 /// A message that three workers have passed on.
 fn send_hopped(topic: &str, message: &Message) {
-    let producer: BaseProducer = ClientConfig::new()
-        .set("bootstrap.servers", address("kafka"))
-        .create()
-        .expect("a client of the broker");
     let body = message.encode().expect("it can be encoded");
     let hops = Header {
         key: "gristmill-hops",
         value: Some("3"),
     };
-    let record = BaseRecord::<(), [u8]>::to(topic)
-        .payload(&body)
-        .headers(OwnedHeaders::new().insert(hops));
-    producer
-        .send(record)
-        .map_err(|(error, _)| error)
-        .expect("the message is queued");
-    producer
-        .flush(Duration::from_secs(10))
-        .expect("the broker takes the message");
+    send_to_kafka(topic, &body, OwnedHeaders::new().insert(hops));
 }

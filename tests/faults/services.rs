@@ -1,6 +1,11 @@
 //! What a fault test needs of the services: which it takes, their addresses, and how to kill them.
 
 use std::path::PathBuf;
+use std::time::Duration;
+
+use rdkafka::ClientConfig;
+use rdkafka::message::OwnedHeaders;
+use rdkafka::producer::{BaseProducer, BaseRecord, Producer};
 
 use crate::services::{Action, S3, control, need, rabbitmqctl};
 
@@ -50,6 +55,22 @@ impl Services {
 /// The address of a broker that runs.
 pub fn address(broker: &str) -> String {
     std::env::var(variable(broker)).expect("checked before")
+}
+
+/// Sends any bytes to a topic, as no gristmill of this version would.
+pub fn send_to_kafka(topic: &str, body: &[u8], headers: OwnedHeaders) {
+    let producer: BaseProducer = ClientConfig::new()
+        .set("bootstrap.servers", address("kafka"))
+        .create()
+        .expect("a client of the broker");
+    let record = BaseRecord::<(), [u8]>::to(topic).payload(body).headers(headers);
+    producer
+        .send(record)
+        .map_err(|(error, _)| error)
+        .expect("the message is queued");
+    producer
+        .flush(Duration::from_secs(10))
+        .expect("the broker takes the message");
 }
 
 fn variable(broker: &str) -> &'static str {

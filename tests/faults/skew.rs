@@ -2,14 +2,14 @@
 
 use std::time::Duration;
 
-use rdkafka::ClientConfig;
-use rdkafka::producer::{BaseProducer, BaseRecord, Producer};
+use rdkafka::message::OwnedHeaders;
 
 use super::job::{Broker, Plan};
 use super::scene::{END_MAX, LEAVE_MAX, Scene};
-use super::services::{Services, address};
+use super::services::{Services, send_to_kafka};
 use super::suite::Suite;
 
+/// A message and a record of a version that does not exist yet.
 const NEWER: &[u8] = b"{\"v\":99,\"what\":\"nobody here can know\"}\n";
 
 #[test]
@@ -35,7 +35,7 @@ fn newer_messages_and_records_are_left_alone() {
     let home = format!("{root}/{}", job["job"].as_str().expect("the job has an id"));
     let record = format!("{home}/shards/000003/log/000000.json");
     scene.bucket.put(&record, NEWER.to_vec());
-    send_newer(&scene.job.name);
+    send_to_kafka(&scene.job.name, NEWER, OwnedHeaders::new());
     scene.begin(2);
     let others = |scene: &mut Scene| scene.bucket.list(&format!("{home}/commits")).len() == 7;
     scene.until("that all other shards are committed", END_MAX, others);
@@ -87,20 +87,4 @@ fn two_versions_finish_a_job_side_by_side() {
     }
     scene.conclude();
     suite.end();
-}
-
-/// A message of a version that does not exist yet.
-fn send_newer(topic: &str) {
-    let producer: BaseProducer = ClientConfig::new()
-        .set("bootstrap.servers", address("kafka"))
-        .create()
-        .expect("a client of the broker");
-    let record = BaseRecord::<(), [u8]>::to(topic).payload(NEWER);
-    producer
-        .send(record)
-        .map_err(|(error, _)| error)
-        .expect("the message is queued");
-    producer
-        .flush(Duration::from_secs(10))
-        .expect("the broker takes the message");
 }
