@@ -230,6 +230,7 @@ fn request(row: u64, prompt: &[u32], params: &Params) -> Request {
 fn run(setup: &Setup, requests: &[(usize, Request)]) -> (BTreeMap<u64, Result<Completion, String>>, Seen) {
     let (mut engine, seen) = engine(setup);
     let mut done = BTreeMap::new();
+    let (mut computed, mut finished) = (0, 0);
     for step in 0.. {
         assert!(step < 50_000, "it does not come to an end");
         for (_, request) in requests.iter().filter(|(at, _)| *at == step) {
@@ -237,14 +238,23 @@ fn run(setup: &Setup, requests: &[(usize, Request)]) -> (BTreeMap<u64, Result<Co
                 done.insert(request.id.row, Err(refused.to_string()));
             }
         }
-        for Finished { id, result } in engine.step().unwrap() {
+        for unit in engine.step().unwrap() {
+            let Finished {
+                id,
+                result,
+                computed_tokens,
+            } = unit;
             assert!(done.insert(id.row, result).is_none(), "row {} came back twice", id.row);
+            finished += computed_tokens;
         }
+        computed += engine.step_tokens().iter().map(|(_, tokens)| tokens).sum::<u64>();
+        assert!(finished <= computed);
         if engine.is_idle() && requests.iter().all(|(at, _)| *at <= step) {
             break;
         }
     }
     assert_eq!(done.len(), requests.len());
+    assert_eq!(finished, computed, "tokens that belong to no row");
     assert_eq!((engine.running(), engine.waiting()), (0, 0));
     let seen = seen.lock().unwrap().clone();
     assert!(seen.largest_step <= setup.budget);

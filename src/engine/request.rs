@@ -74,4 +74,6 @@ pub struct Finished {
     pub id: UnitId,
     /// `Err`: this row cannot be completed; one line for the row's `error` column.
     pub result: Result<Completion, String>,
+    /// What the device computed for it, prompt and completion, as often as it did.
+    pub computed_tokens: u64,
 }

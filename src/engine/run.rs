@@ -79,6 +79,7 @@ pub enum Refused {
 struct Active {
     unit: Unit,
     sequences: Vec<SequenceId>,
+    computed_tokens: u64,
 }
 
 /// One unit's share of a step's logits.
@@ -164,7 +165,12 @@ impl Engine {
             self.sequences.insert(sequence, (key, node));
             sequences.push(sequence);
         }
-        self.units.insert(key, Active { unit, sequences });
+        let active = Active {
+            unit,
+            sequences,
+            computed_tokens: 0,
+        };
+        self.units.insert(key, active);
     }
 
     fn new_key(&mut self) -> u64 {
@@ -281,6 +287,7 @@ impl Engine {
                     finished.push(Finished {
                         id: active.unit.id(),
                         result,
+                        computed_tokens: active.computed_tokens,
                     });
                     return;
                 }
@@ -313,14 +320,13 @@ impl Engine {
     fn count_tokens(&mut self, plan: &StepPlan) {
         self.step_tokens.clear();
         for planned in &plan.sequences {
-            let unit = self
-                .sequences
-                .get(&planned.id)
-                .and_then(|(unit, _)| self.units.get(unit));
-            let Some(job) = unit.map(|active| active.unit.id().job) else {
+            let sequence = self.sequences.get(&planned.id);
+            let Some(active) = sequence.and_then(|(unit, _)| self.units.get_mut(unit)) else {
                 continue;
             };
+            let job = active.unit.id().job;
             let tokens = planned.tokens.len() as u64;
+            active.computed_tokens += tokens;
             match self.step_tokens.iter_mut().find(|(known, _)| *known == job) {
                 Some((_, sum)) => *sum += tokens,
                 None => self.step_tokens.push((job, tokens)),
@@ -372,7 +378,11 @@ impl Generate for Engine {
         let id = request.id;
         let (unit, next) = Unit::new(request, constraint, max_tokens, &self.tokenizer);
         match next {
-            Next::Finished(result) => self.finished.push(Finished { id, result }),
+            Next::Finished(result) => self.finished.push(Finished {
+                id,
+                result,
+                computed_tokens: 0,
+            }),
             Next::Go(first) => self.start(unit, first, most as u32),
         }
         Ok(())

@@ -46,6 +46,13 @@ impl Default for Pace {
     }
 }
 
+impl Pace {
+    /// What a row counts for, an answer or not.
+    fn tokens_of(&self, request: &Request) -> u64 {
+        (request.prompt.len() + self.completion_tokens) as u64
+    }
+}
+
 /// See the module's description.
 #[derive(Debug)]
 pub struct KnownDevice {
@@ -150,7 +157,7 @@ impl Generate for KnownDevice {
             std::thread::sleep(time);
         }
         for request in &step {
-            let tokens = (request.prompt.len() + self.pace.completion_tokens) as u64;
+            let tokens = self.pace.tokens_of(request);
             match self.step_tokens.iter_mut().find(|(job, _)| *job == request.id.job) {
                 Some((_, sum)) => *sum += tokens,
                 None => self.step_tokens.push((request.id.job, tokens)),
@@ -160,6 +167,7 @@ impl Generate for KnownDevice {
         let finished = step.iter().map(|request| Finished {
             id: request.id,
             result: completion(request, &self.pace),
+            computed_tokens: self.pace.tokens_of(request),
         });
         Ok(finished.collect())
     }

@@ -194,6 +194,7 @@ mod tests {
         Finished {
             id,
             result: Ok(completion),
+            computed_tokens: 9,
         }
     }
 
@@ -255,6 +256,7 @@ mod tests {
                 attempt: 0,
             },
             result: Err("logits".into()),
+            computed_tokens: 7,
         };
         assert_eq!(assembler.add(bad).unwrap().1, errored(0, "logits".into()));
         assert_eq!(

@@ -142,10 +142,7 @@ impl Device {
         self.charge(began.elapsed());
         crate::failpoint!(blocking "device.after-step");
         for unit in finished {
-            if let Ok(completion) = &unit.result {
-                let computed = completion.prompt_tokens - completion.cached_tokens.min(completion.prompt_tokens);
-                self.tokens.finished += u64::from(computed) + completion.token_ids.len() as u64;
-            }
+            self.tokens.finished += unit.computed_tokens;
             if let Some((key, row)) = self.assembler.add(unit) {
                 self.hand_on(Kept::Row(key, row))?;
             }

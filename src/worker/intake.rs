@@ -28,7 +28,8 @@ use crate::worker::{Kept, ReadyRow, ReadyShard, Until, Worker, one_line};
 
 /// How long to wait for a message before looking around.
 const RECEIVE_WAIT: Duration = Duration::from_millis(250);
-/// Between two looks at the ledgers while nothing comes; doubles up to the second, which costs about eight requests a minute.
+/// Between two looks at the ledgers while nothing comes; doubles up to the second, which costs about eight requests a minute,
+/// or up to the log interval: jobs that write more often end sooner, too.
 const IDLE_LOOK_MIN: Duration = Duration::from_secs(1);
 const IDLE_LOOK_MAX: Duration = Duration::from_secs(30);
 /// Between two looks at a device that hangs.
@@ -263,7 +264,8 @@ impl Intake {
         if idle.next_look > Instant::now() {
             return Ok(false);
         }
-        idle.pause = (2 * idle.pause).min(IDLE_LOOK_MAX);
+        let most = self.worker.options.log_interval.clamp(IDLE_LOOK_MIN, IDLE_LOOK_MAX);
+        idle.pause = (2 * idle.pause).min(most);
         idle.next_look = Instant::now() + idle.pause;
         let looked = self.worker.all_done().await;
         let done = match looked {

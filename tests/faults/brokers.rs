@@ -23,9 +23,9 @@ fn broker_dies(name: &'static str, broker: Broker) {
     let storm = Storm {
         faults: suite.count(3, 50),
         workers: 3,
-        gap_ms: 2_000..6_000,
+        gap_ms: 1_000..4_000,
         plan: Plan {
-            rows: 30_000,
+            rows: 40_000,
             ..Plan::default()
         },
     };
@@ -37,7 +37,7 @@ fn kill_broker(scene: &mut Scene) -> u64 {
     let name = scene.broker.name();
     let services = scene.services.clone();
     services.kill(name);
-    let away = scene.suite.random.ms(0..4_000);
+    let away = scene.suite.random.ms(0..3_000);
     scene.live(away);
     services.start(name);
     1

@@ -6,12 +6,12 @@
 use std::time::Duration;
 
 use super::job::{Broker, Plan};
-use super::scene::Scene;
+use super::scene::{IDLE_MAX, Scene};
 use super::services::Services;
 use super::suite::Suite;
 
 /// Longest time for a job of one shard, its redelivery among it.
-const COMPLETE_MAX: Duration = Duration::from_secs(25);
+const COMPLETE_MAX: Duration = Duration::from_secs(15);
 /// Longer than any test waits: the worker is killed, or stopped and woken, in that time.
 const HELD: &str = "keeper.before-log=pause:4000@1";
 const DIES_BEFORE_COMMIT: (&str, &str) = ("GRISTMILL_FAILPOINTS", "keeper.between-part-and-commit=abort@1");
@@ -42,7 +42,7 @@ fn putting_without_the_condition_is_found() {
             complete(scene)?;
             scene.crew.wake(first);
             // What it does now, it does too late.
-            scene.live(Duration::from_secs(8));
+            scene.until("that it leaves", IDLE_MAX, |scene| scene.crew.all_done());
             Ok(())
         },
     );
@@ -93,7 +93,7 @@ fn control(name: &'static str, switch: &str, play: fn(&mut Scene, Env) -> Result
         shard_rows: 1_000,
         ms_per_row: 0.5,
         // One write of the log a shard.
-        log_interval: 20.0,
+        log_interval: 6.0,
         ..Plan::default()
     };
     let switched = [("GRISTMILL_FAULT_SWITCHES", switch)];

@@ -7,7 +7,7 @@ use super::suite::Suite;
 
 #[test]
 fn kills_over_kafka() {
-    kills("kills_over_kafka", Broker::Kafka, 2_000..5_000);
+    kills("kills_over_kafka", Broker::Kafka, 1_500..3_500);
 }
 
 #[test]
@@ -34,10 +34,10 @@ fn kills(name: &'static str, broker: Broker, gap_ms: std::ops::Range<u64>) {
     suite.end();
 }
 
-/// Kills one to all of the workers that are awake, and begins their next lives after a moment.
+/// Kills two to all of the workers that are awake, and begins their next lives after a moment.
 fn burst(scene: &mut Scene) -> u64 {
     let mut kills = 0;
-    let victims = scene.suite.random.within(1..scene.crew.awake().len() as u64 + 1);
+    let victims = scene.suite.random.within(2..scene.crew.awake().len().max(2) as u64 + 1);
     for _ in 0..victims {
         let Some(seat) = random_awake(scene) else { break };
         let killed = scene.crew.kill(seat);

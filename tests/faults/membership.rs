@@ -18,7 +18,7 @@ fn workers_join_and_leave() {
     let storm = Storm {
         faults: suite.count(20, 300),
         workers: 2,
-        gap_ms: 500..2_500,
+        gap_ms: 300..1_700,
         plan: Plan {
             rows: 30_000,
             ..Plan::default()

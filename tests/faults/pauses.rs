@@ -20,7 +20,7 @@ fn pauses_past_the_session() {
     let storm = Storm {
         faults: suite.count(10, 200),
         workers: 4,
-        gap_ms: 500..2_000,
+        gap_ms: 500..1_500,
         plan: Plan {
             rows: 30_000,
             log_interval: 0.5,
@@ -32,10 +32,10 @@ fn pauses_past_the_session() {
     suite.end();
 }
 
-/// Stops one or two workers until others must have taken over their shards, then lets them go on.
+/// Stops one to three workers until others must have taken over their shards, then lets them go on.
 fn pause(scene: &mut Scene) -> u64 {
     let mut paused = Vec::new();
-    for _ in 0..scene.suite.random.within(1..3) {
+    for _ in 0..scene.suite.random.within(1..4) {
         if let Some(seat) = random_awake(scene) {
             scene.crew.pause(seat);
             paused.push(seat);

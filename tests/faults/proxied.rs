@@ -9,7 +9,7 @@ use super::suite::Suite;
 use crate::proxy::{Counters, Plan as Faults, Proxy};
 
 /// Of the requests, this share meets a fault.
-const SHARE: f64 = 0.15;
+const SHARE: f64 = 0.2;
 /// Stalls are longer than a client's patience.
 const STALL: Duration = Duration::from_secs(2);
 const CLIENT_TIMEOUT: &str = "1s";

@@ -38,10 +38,10 @@ fn requests_stay_within_their_bound() {
 /// Many small shards within one log interval: requests a shard.
 fn a_shard(suite: &mut Suite, services: &Services, proxy: &Proxy) -> f64 {
     let plan = Plan {
-        rows: 20_000,
+        rows: 12_000,
         shard_rows: 100,
         ms_per_row: 0.0,
-        log_interval: 60.0,
+        log_interval: 30.0,
         ..Plan::default()
     };
     let mut scene = Scene::open_through(suite, services, Broker::Kafka, &plan, &proxy.url());
@@ -73,13 +73,13 @@ fn a_shard(suite: &mut Suite, services: &Services, proxy: &Proxy) -> f64 {
 /// Large shards over many log intervals: requests of a worker in each of them.
 fn a_worker_minute(suite: &mut Suite, services: &Services, proxy: &Proxy) -> f64 {
     let plan = Plan {
-        rows: 8_000,
-        shard_rows: 2_000,
+        rows: 6_000,
+        shard_rows: 1_500,
         ms_per_row: 5.0,
         log_interval: 1.0,
         ..Plan::default()
     };
-    let seconds = 8;
+    let seconds = 5;
     let mut scene = Scene::open_through(suite, services, Broker::Rabbitmq, &plan, &proxy.url());
     scene.begin(WORKERS);
     scene.live(Duration::from_secs(2));

@@ -17,11 +17,12 @@ use crate::support::{Run, arg, gristmill, python, root};
 pub const END_MAX: Duration = Duration::from_secs(240);
 /// Longest time that a worker may take to see that the job is done, or to leave when told to.
 pub const LEAVE_MAX: Duration = Duration::from_secs(30);
-/// Within which an idle worker notices by itself that its jobs are done: it looks every 30 s at least.
+/// Within which an idle worker notices by itself that its jobs are done: it looks every 30 s at least, and every log
+/// interval where that is shorter.
 pub const IDLE_MAX: Duration = Duration::from_secs(60);
 /// Between two passes of `reconcile`: what was in flight has run out by then.
-const RECONCILE_EVERY: Duration = Duration::from_secs(10);
-const RECONCILE_MAX: u64 = 12;
+const RECONCILE_EVERY: Duration = Duration::from_secs(6);
+const RECONCILE_MAX: u64 = 20;
 /// Between two looks at the crew.
 const LOOK: Duration = Duration::from_millis(50);
 /// Between two looks for `_SUCCESS`.

@@ -15,7 +15,7 @@ fn the_store_dies_and_comes_back() {
     let storm = Storm {
         faults: suite.count(3, 50),
         workers: 3,
-        gap_ms: 1_500..4_000,
+        gap_ms: 1_000..3_000,
         plan: Plan::default(),
     };
     storm.rage(&mut suite, &services, &Broker::ALL, kill_store);
@@ -25,7 +25,7 @@ fn the_store_dies_and_comes_back() {
 fn kill_store(scene: &mut Scene) -> u64 {
     let services = scene.services.clone();
     services.kill("minio");
-    let away = scene.suite.random.ms(0..6_000);
+    let away = scene.suite.random.ms(0..5_000);
     scene.live(away);
     services.start("minio");
     1
