@@ -19,7 +19,7 @@ fn the_acknowledgement_timeout_strikes() {
     let times = suite.count(1, 10);
     // Shards that take longer than the broker has patience: the whole job comes through only by its log.
     let plan = Plan {
-        rows: 6_000,
+        rows: 4_500,
         shard_rows: 1_500,
         ms_per_row: 6.0,
         ..Plan::default()

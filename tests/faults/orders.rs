@@ -173,6 +173,9 @@ fn a_worker_sleeps_through_a_retry() {
         ..Plan::default()
     };
     orders("a_worker_sleeps_through_a_retry", plan, |mut scene| {
+        // Its deliveries go to others when its heartbeats are missed, not a minute later.
+        let services = scene.services.clone();
+        services.set_rabbitmq("heartbeat", 2);
         first_generation_fails(&mut scene);
         let moment = scene.suite.random.ms(500..2_000);
         scene.live(moment);
@@ -197,6 +200,7 @@ fn a_worker_sleeps_through_a_retry() {
         scene.until("that the sleeper leaves", IDLE_MAX, |scene| scene.crew.all_done());
         // A sleeper that woke early may have taken shards of the retry, and its device is out of order.
         scene.hold(if wakes_late { &[] } else { &["--allow", "errored"] });
+        services.set_rabbitmq("heartbeat", 60);
     });
 }
 

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::job::{Broker, Plan};
-use super::scene::{END_MAX, Scene};
+use super::scene::{END_MAX, LEAVE_MAX, Scene};
 use super::services::Services;
 use super::suite::Suite;
 use crate::proxy::{Counters, Kind, Plan as Clean, Proxy};
@@ -66,7 +66,11 @@ fn a_shard(suite: &mut Suite, services: &Services, proxy: &Proxy) -> f64 {
         "{inputs} requests for inputs: {:?}",
         counters.requests
     );
-    scene.conclude();
+    // By themselves they would look for the job's end a log interval later.
+    for seat in scene.crew.awake() {
+        scene.crew.dismiss(seat, LEAVE_MAX);
+    }
+    scene.hold(&[]);
     (about - REQUESTS_OF_A_LOOK * looks) as f64 / shards as f64
 }
 
