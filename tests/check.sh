@@ -36,7 +36,8 @@ say "services: fetch and build"
 python3 tests/services/services.py prepare
 
 say "build"
-cargo build --release --locked --features faults
+# The program among them: a `cargo build` before it would compile a dozen crates twice, since tests want more of their features.
+cargo test --release --locked --features faults --no-run
 
 say "lints"
 cargo clippy --release --locked --all-targets --features faults --quiet -- -D warnings
@@ -45,9 +46,6 @@ cargo clippy --release --locked --lib --bins --quiet -- -D warnings
 
 say "docs"
 RUSTDOCFLAGS="-D warnings" cargo doc --release --locked --no-deps --features faults --quiet
-
-say "test programs"
-cargo test --release --locked --features faults --no-run --quiet
 
 say "services: start"
 work=$(mktemp -d)
