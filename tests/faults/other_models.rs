@@ -56,7 +56,7 @@ fn a_worker_of_another_model_passes_shards_on() {
         scene.crew.tails()
     );
     if is_full() {
-        for hop in ["(hop 2)", "(hop 3)"] {
+        for hop in ["(at hop 2)", "(at hop 3)"] {
             assert_eq!(count(&scene, hop), SHARDS, "{hop}:\n{}", scene.crew.log(wrong));
         }
     }
