@@ -2,13 +2,11 @@
 
 use std::time::Duration;
 
-use rdkafka::ClientConfig;
-use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, TopicReplication};
-use rdkafka::client::DefaultClientContext;
+use rdkafka::admin::{AdminOptions, NewTopic, TopicReplication};
 
 use super::job::{Broker, Plan};
 use super::scene::Scene;
-use super::services::{Services, address};
+use super::services::{Services, ask_kafka, delete_topic};
 use super::suite::Suite;
 
 /// Of the topic made anew.
@@ -56,23 +54,9 @@ fn lost(name: &'static str, broker: Broker) {
 }
 
 fn recreate_topic(topic: &str) {
-    let admin: AdminClient<DefaultClientContext> = ClientConfig::new()
-        .set("bootstrap.servers", address("kafka"))
-        .create()
-        .expect("a client of the broker");
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .unwrap();
-    runtime.block_on(async {
+    ask_kafka(async |admin| {
         let options = AdminOptions::new();
-        let deleted = admin
-            .delete_topics(&[topic], &options)
-            .await
-            .expect("the broker answers");
-        deleted.into_iter().for_each(|result| {
-            result.expect("the topic is deleted");
-        });
+        delete_topic(admin, topic).await;
         let new = NewTopic::new(topic, PARTITIONS, TopicReplication::Fixed(1));
         // Deleting takes a moment; until then the name is taken.
         for _ in 0..100 {

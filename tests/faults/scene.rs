@@ -9,7 +9,7 @@ use serde_json::Value;
 use super::bucket::Bucket;
 use super::crew::{Crew, Ended, Start};
 use super::job::{Broker, Job, Plan};
-use super::services::Services;
+use super::services::{Services, ask_kafka, delete_topic};
 use super::suite::Suite;
 use crate::support::{Run, arg, gristmill, python, root};
 
@@ -234,6 +234,10 @@ impl<'s> Scene<'s> {
             scene.crew.all_done()
         });
         self.hold(&[]);
+        // Thousands of partitions that nobody needs would make each restart of the broker last longer.
+        if self.broker == Broker::Kafka {
+            ask_kafka(async |admin| delete_topic(admin, &self.job.name).await);
+        }
     }
 
     /// The guarantee, by `gristmill verify` and by the checker, with its `extra` arguments; counts what was done.

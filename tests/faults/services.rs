@@ -4,10 +4,14 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use rdkafka::ClientConfig;
+use rdkafka::admin::{AdminClient, AdminOptions};
+use rdkafka::client::DefaultClientContext;
 use rdkafka::message::OwnedHeaders;
 use rdkafka::producer::{BaseProducer, BaseRecord, Producer};
 
 use crate::services::{Action, S3, control, need, rabbitmqctl};
+
+pub type Admin = AdminClient<DefaultClientContext>;
 
 /// The services of this run.
 #[derive(Debug, Clone)]
@@ -55,6 +59,27 @@ impl Services {
 /// The address of a broker that runs.
 pub fn address(broker: &str) -> String {
     std::env::var(variable(broker)).expect("checked before")
+}
+
+/// Asks Kafka for what only an administrator may ask for.
+pub fn ask_kafka(request: impl AsyncFnOnce(&Admin)) {
+    let admin: Admin = ClientConfig::new()
+        .set("bootstrap.servers", address("kafka"))
+        .create()
+        .expect("a client of the broker");
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .unwrap();
+    runtime.block_on(request(&admin));
+}
+
+/// Deletes a topic that is there.
+pub async fn delete_topic(admin: &Admin, topic: &str) {
+    let deleted = admin.delete_topics(&[topic], &AdminOptions::new()).await;
+    for result in deleted.expect("the broker answers") {
+        result.expect("the topic is deleted");
+    }
 }
 
 /// Sends any bytes to a topic, as no gristmill of this version would.
