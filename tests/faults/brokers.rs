@@ -25,7 +25,7 @@ fn broker_dies(name: &'static str, broker: Broker) {
         workers: 3,
         gap_ms: 1_000..4_000,
         plan: Plan {
-            rows: 40_000,
+            rows: 20_000,
             ..Plan::default()
         },
     };

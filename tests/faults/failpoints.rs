@@ -17,7 +17,7 @@ const ACTIONS: [&str; 3] = ["abort", "error", "pause:2500"];
 /// A point that no worker passes in this time is none.
 const STRIKE_MAX: Duration = Duration::from_secs(40);
 /// After a pause or an error, before the worker is told to leave: it shall go on working first.
-const AFTERMATH: Duration = Duration::from_secs(3);
+const AFTERMATH: Duration = Duration::from_secs(2);
 const WORKERS: usize = 3;
 /// Only who ends the job passes it, and once: a test of its own has it armed in every worker.
 const LAST: &str = "keeper.between-digest-and-success";

@@ -26,7 +26,7 @@ fn kills(name: &'static str, broker: Broker, gap_ms: std::ops::Range<u64>) {
         workers: 4,
         gap_ms,
         plan: Plan {
-            rows: 40_000,
+            rows: 30_000,
             ..Plan::default()
         },
     };

@@ -20,7 +20,7 @@ fn workers_join_and_leave() {
         workers: 2,
         gap_ms: 300..1_700,
         plan: Plan {
-            rows: 30_000,
+            rows: 24_000,
             ..Plan::default()
         },
     };

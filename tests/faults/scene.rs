@@ -21,8 +21,8 @@ pub const LEAVE_MAX: Duration = Duration::from_secs(30);
 /// interval where that is shorter.
 pub const IDLE_MAX: Duration = Duration::from_secs(60);
 /// Between two passes of `reconcile`: what was in flight has run out by then.
-const RECONCILE_EVERY: Duration = Duration::from_secs(6);
-const RECONCILE_MAX: u64 = 20;
+const RECONCILE_EVERY: Duration = Duration::from_secs(5);
+const RECONCILE_MAX: u64 = 24;
 /// Between two looks at the crew.
 const LOOK: Duration = Duration::from_millis(50);
 /// Between two looks for `_SUCCESS`.
