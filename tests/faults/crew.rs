@@ -55,6 +55,17 @@ impl Ended {
         serde_json::from_str(line).unwrap_or_else(|e| panic!("the report is not JSON ({e}): {line}"))
     }
 
+    /// It left as it was told to, or since the job ended in that moment.
+    #[track_caller]
+    pub fn assert_left(&self) {
+        let code = self.status.code();
+        assert!(
+            matches!(code, Some(0 | 3 | 6)),
+            "the worker ended with {code:?}:\n{}",
+            self.log
+        );
+    }
+
     /// The worker left because there is nothing left to do, with or without failed rows.
     pub fn job_is_over(&self) -> bool {
         matches!(self.status.code(), Some(0 | 3))
