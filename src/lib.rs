@@ -6,6 +6,7 @@ mod failpoint;
 
 pub mod worker;
 
+pub mod bench;
 pub mod dataset;
 pub mod device;
 pub mod engine;

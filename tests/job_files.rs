@@ -315,8 +315,8 @@ fn bad_values_name_their_field() {
         ),
         (
             "model:",
-            "precision: int8\nmodel:",
-            "`precision` is `int8`, which this build does not support",
+            "precision: int4\nmodel:",
+            "`precision` is `int4`, which this build does not support",
         ),
         (
             "model:",

@@ -44,6 +44,8 @@ pub enum Command {
     Reconcile(ReconcileArgs),
     /// Remove ledger data that a finished job no longer needs (shows it, unless --yes)
     Clean(CleanArgs),
+    /// Measure the engine on this machine: throughput of a model over a trace or over prompts of one length
+    Bench(BenchArgs),
 }
 
 #[derive(Debug, Args)]
@@ -77,7 +79,7 @@ pub struct WorkerArgs {
     #[arg(long, value_name = "DIR")]
     pub model: Option<PathBuf>,
     /// Number format to compute in, where --model names the checkpoint
-    #[arg(long, value_name = "FORMAT", default_value = "auto", value_parser = ["auto", "f32", "bf16"])]
+    #[arg(long, value_name = "FORMAT", default_value = "auto", value_parser = ["auto", "f32", "bf16", "int8"])]
     pub precision: String,
     /// Longest sequence in tokens (default: what the first job or the checkpoint says)
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(2..))]
@@ -267,6 +269,48 @@ pub struct EngineArgs {
     /// Most sequences that run at once
     #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=1 << 16))]
     pub sequences: u32,
+}
+
+#[derive(Debug, Args)]
+pub struct BenchArgs {
+    /// A checkpoint's folder, or the name of a published shape to be filled with random weights
+    #[arg(long, value_name = "DIR|SHAPE")]
+    pub model: String,
+    /// Requests, a JSON object a line: `prompt` or `prompt_token_ids`, `max_tokens`, and what else docs/bench.md lists
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["input_len", "output_len", "requests"])]
+    pub trace: Option<PathBuf>,
+    /// Prompt tokens of each request, drawn at random
+    #[arg(long, value_name = "TOKENS", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..))]
+    pub input_len: u32,
+    /// Tokens that each request generates
+    #[arg(long, value_name = "TOKENS", default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..))]
+    pub output_len: u32,
+    /// How many requests
+    #[arg(long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..))]
+    pub requests: u32,
+    /// Generate `max_tokens` whatever the model says (always so without --trace)
+    #[arg(long)]
+    pub ignore_eos: bool,
+    /// Number format to compute in
+    #[arg(long, value_name = "FORMAT", default_value = "auto", value_parser = ["auto", "f32", "bf16", "int8"])]
+    pub precision: String,
+    /// Longest sequence in tokens (default: what the longest request needs)
+    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(2..))]
+    pub context: Option<u32>,
+    /// What random prompts and random weights are drawn from
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub seed: u64,
+    #[command(flatten)]
+    pub engine: EngineArgs,
+    /// Say how the requests were batched: steps, their tokens, what was computed twice
+    #[arg(long)]
+    pub explain: bool,
+    /// Draw the steps' tokens over time to this SVG file
+    #[arg(long, value_name = "FILE")]
+    pub svg: Option<PathBuf>,
+    /// Print the result as one JSON object, last on stdout
+    #[arg(long)]
+    pub json: bool,
 }
 
 #[derive(Debug, Args)]

@@ -2,6 +2,7 @@
 //! `enqueue.rs` where they put shards.
 
 mod args;
+mod bench;
 mod cancel;
 mod clean;
 mod door;
@@ -69,5 +70,6 @@ async fn command(command: Command) -> Result<Exit, Failure> {
         Command::Extend(args) => extend::extend(args).await,
         Command::Reconcile(args) => reconcile::reconcile(args).await,
         Command::Clean(args) => clean::clean(args).await,
+        Command::Bench(args) => bench::bench(args).await,
     }
 }

@@ -49,20 +49,35 @@ fn engine(
     if crate::faults::KnownDevice::is_wanted() {
         return Ok(Box::new(crate::faults::KnownDevice::from_env()));
     }
-    let options = LoadOptions {
+    let options = load_options(precision, context, files.tokenizer.vocab_size(), args)?;
+    let model = Transformer::load(&files.dir, &options).map_err(Failure::bad_job)?;
+    let options = engine_options(precision, args);
+    Ok(Box::new(Engine::new(Box::new(model), files.tokenizer.clone(), options)))
+}
+
+/// How a model is loaded; `vocabulary`: ids that its tokenizer knows.
+pub fn load_options(
+    precision: Precision,
+    context: Option<u32>,
+    vocabulary: usize,
+    args: &EngineArgs,
+) -> Result<LoadOptions, Failure> {
+    Ok(LoadOptions {
         precision,
         kv: KvBudget::Bytes(args.kv_memory.map_or_else(default_kv_bytes, |mib| mib << 20)),
         threads: thread_pool(threads(args)).context("cannot start the threads")?,
         max_context: context,
-        vocabulary: Some(files.tokenizer.vocab_size()),
-    };
-    let model = Transformer::load(&files.dir, &options).map_err(Failure::bad_job)?;
-    let options = EngineOptions {
+        vocabulary: Some(vocabulary),
+    })
+}
+
+/// How an engine runs a model of this precision.
+pub fn engine_options(precision: Precision, args: &EngineArgs) -> EngineOptions {
+    EngineOptions {
         max_step_tokens: args.step_tokens as usize,
         max_sequences: args.sequences as usize,
         prefix_root: format!("{precision:?}"),
-    };
-    Ok(Box::new(Engine::new(Box::new(model), files.tokenizer.clone(), options)))
+    }
 }
 
 /// Threads that render and tokenize.
@@ -71,7 +86,7 @@ pub fn render_threads(args: &EngineArgs) -> Result<rayon::ThreadPool, Failure> {
     Ok(pool.context("cannot start the threads")?)
 }
 
-fn threads(args: &EngineArgs) -> usize {
+pub fn threads(args: &EngineArgs) -> usize {
     args.threads
         .unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from))
 }

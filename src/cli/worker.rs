@@ -147,10 +147,11 @@ async fn wanted_model(
     }))
 }
 
-fn asked_precision(word: &str) -> Precision {
+pub fn asked_precision(word: &str) -> Precision {
     match word {
         "f32" => Precision::F32,
         "bf16" => Precision::Bf16,
+        "int8" => Precision::Int8,
         // clap lets nothing else through.
         _ => Precision::Auto,
     }

@@ -19,6 +19,9 @@ pub enum Precision {
     F32,
     /// Weights, activations, keys and values rounded to BF16 where an operation ends; sums in F32.
     Bf16,
+    /// Linear weights and the activations that they multiply in 8 bits, scaled by output feature and by token; sums exact.
+    /// All else in F32, keys and values in BF16.
+    Int8,
 }
 
 /// Number format of a stored tensor.

@@ -16,9 +16,12 @@ pub mod run;
 pub mod sampling;
 pub mod scheduler;
 pub mod sequence;
+pub mod totals;
 
 pub use generate::Generate;
 pub use run::{Engine, EngineError, EngineOptions, Refused};
+
+use std::time::Duration;
 
 use crate::device::batch::StepBatch;
 
@@ -40,6 +43,10 @@ pub trait Forward {
     fn kv_blocks(&self) -> u32;
     /// Tokens a KV block holds.
     fn block_tokens(&self) -> u32;
+    /// Time spent so far by kind of operation; empty where it is not known.
+    fn operation_times(&self) -> Vec<(&'static str, Duration)> {
+        Vec::new()
+    }
 }
 
 /// A step that could not be run: the device, not a row, is at fault.

@@ -5,6 +5,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use rayon::prelude::*;
 
@@ -18,6 +19,7 @@ use crate::engine::request::{Finished, Request, UnitId};
 use crate::engine::sampling::Scratch;
 use crate::engine::scheduler::{Limits, Scheduler, SequenceId, StepPlan};
 use crate::engine::sequence::{Continuation, Next, Unit};
+use crate::engine::totals::{StepShape, StepTotals};
 use crate::engine::{Forward, ForwardError};
 use crate::model::tokenizer::Tokenizer;
 
@@ -115,6 +117,7 @@ pub struct Engine {
     finished: Vec<Finished>,
     /// Tokens of the last step by job.
     step_tokens: Vec<(u32, u64)>,
+    totals: StepTotals,
     /// Counts units and sequences.
     next_key: u64,
     stopped: bool,
@@ -139,6 +142,7 @@ impl Engine {
             sequences: HashMap::new(),
             finished: Vec::new(),
             step_tokens: Vec::new(),
+            totals: StepTotals::default(),
             next_key: 0,
             stopped: false,
         }
@@ -147,6 +151,16 @@ impl Engine {
     /// Sequences that run.
     pub fn running(&self) -> usize {
         self.scheduler.running()
+    }
+
+    /// What its steps held so far, and where their time went.
+    pub fn totals(&self) -> &StepTotals {
+        &self.totals
+    }
+
+    /// Time spent in the model so far by kind of operation; empty where it is not known.
+    pub fn operation_times(&self) -> Vec<(&'static str, Duration)> {
+        self.forward.operation_times()
     }
 
     /// Sequences that wait for room.
@@ -202,14 +216,16 @@ impl Engine {
         let mut work = self.collect(plan);
         let stride = self.forward.vocab_size();
         let forward = &mut self.forward;
+        let began = Instant::now();
         let result = rayon::in_place_scope(|scope| {
             for state in work.iter_mut().filter_map(|w| w.active.unit.grammar()) {
                 scope.spawn(move |_| state.prepare());
             }
-            forward.forward(&batch)
+            forward.forward(&batch).map(|_| ())
         });
+        self.totals.forward += began.elapsed();
         let (logits, bad): (&[f32], Vec<usize>) = match result {
-            Ok(logits) => (logits, Vec::new()),
+            Ok(()) => (self.forward.logits(), Vec::new()),
             // The step is sound but for these rows.
             Err(ForwardError::NotFinite(bad)) => (self.forward.logits(), bad),
             Err(error) => return Err(EngineError::Forward(error)),
@@ -392,8 +408,10 @@ impl Generate for Engine {
         if self.stopped {
             return Err(EngineError::Stopped);
         }
+        let began = Instant::now();
         let plan = self.scheduler.plan();
         self.count_tokens(&plan);
+        self.totals.last = StepShape::of(&plan);
         for (sequence, cached) in &plan.started {
             let active = self
                 .sequences
@@ -405,10 +423,16 @@ impl Generate for Engine {
         }
         let mut finished = std::mem::take(&mut self.finished);
         if !plan.sequences.is_empty() {
+            let before = self.totals.forward;
+            let planned = Instant::now();
             let work = self.run(&plan).inspect_err(|_| self.stopped = true)?;
             for work in work {
                 self.apply(work, &mut finished);
             }
+            let totals = &mut self.totals;
+            totals.steps += 1;
+            totals.planning += planned - began;
+            totals.sampling += planned.elapsed().saturating_sub(totals.forward - before);
         }
         Ok(finished)
     }

@@ -76,6 +76,7 @@ pub enum Precision {
     Auto,
     F32,
     Bf16,
+    Int8,
 }
 
 /// The rows to work on.
@@ -307,13 +308,14 @@ fn precision(name: Option<&str>) -> Result<Precision, FieldError> {
         "auto" => Ok(Precision::Auto),
         "f32" => Ok(Precision::F32),
         "bf16" => Ok(Precision::Bf16),
-        known @ ("fp8" | "int8" | "f16" | "fp4" | "int4") => bad(
+        "int8" => Ok(Precision::Int8),
+        known @ ("fp8" | "f16" | "fp4" | "int4") => bad(
             "precision",
-            format!("is `{known}`, which this build does not support; it has `f32` and `bf16`"),
+            format!("is `{known}`, which this build does not support; it has `f32`, `bf16` and `int8`"),
         ),
         other => bad(
             "precision",
-            format!("is `{other}`{}", suggest(other, ["auto", "f32", "bf16"])),
+            format!("is `{other}`{}", suggest(other, ["auto", "f32", "bf16", "int8"])),
         ),
     }
 }

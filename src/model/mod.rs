@@ -6,6 +6,8 @@ use std::path::Path;
 pub mod config;
 pub mod error;
 pub mod rope;
+pub mod shapes;
+mod times;
 pub mod tokenizer;
 pub mod transformer;
 pub mod weights;

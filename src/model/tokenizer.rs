@@ -148,11 +148,7 @@ impl Tokenizer {
         specials: &[&str],
         config: TokenizerConfig,
     ) -> Result<Tokenizer, TokenizerError> {
-        let broken = |why: String| TokenizerError::Broken {
-            path: PathBuf::from("tokenizer.json"),
-            why,
-        };
-        let mut vocab: Vec<String> = (0..=255).map(|byte| bytes::byte_char(byte).to_string()).collect();
+        let mut vocab = byte_vocab();
         let mut merges = Vec::new();
         for word in words {
             let chars: Vec<String> = word.bytes().map(|byte| bytes::byte_char(byte).to_string()).collect();
@@ -169,6 +165,27 @@ impl Tokenizer {
                 sofar = joined;
             }
         }
+        Tokenizer::byte_level(&vocab, &merges, specials, config)
+    }
+
+    /// A byte-level tokenizer of `size` ids (at least 256), for benchmarks without a checkpoint: those above 255 stand for
+    /// words that no text is cut into.
+    pub fn numbered(size: usize) -> Result<Tokenizer, TokenizerError> {
+        let mut vocab = byte_vocab();
+        vocab.extend((vocab.len()..size).map(|id| format!("w{id}")));
+        Tokenizer::byte_level(&vocab, &[], &[], TokenizerConfig::default())
+    }
+
+    fn byte_level(
+        vocab: &[String],
+        merges: &[(String, String)],
+        specials: &[&str],
+        config: TokenizerConfig,
+    ) -> Result<Tokenizer, TokenizerError> {
+        let broken = |why: String| TokenizerError::Broken {
+            path: PathBuf::from("tokenizer.json"),
+            why,
+        };
         let added = specials.iter().zip(vocab.len()..).map(|(content, id)| {
             json!({"id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
                    "normalized": false, "special": true})
@@ -393,6 +410,11 @@ impl Tokenizer {
 fn encode_with(encoder: &Inner, text: &str, add_special: bool) -> Result<Vec<u32>, String> {
     let encoding = guarded(|| encoder.encode_fast(text, add_special))?;
     Ok(encoding.get_ids().to_vec())
+}
+
+/// The 256 bytes, as byte-level tokenizers spell them.
+fn byte_vocab() -> Vec<String> {
+    (0..=255).map(|byte| bytes::byte_char(byte).to_string()).collect()
 }
 
 /// Runs the library, which panics where its regex engine gives up on a text (a limit on backtracking): that text is one

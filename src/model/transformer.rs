@@ -5,6 +5,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::device::batch::StepBatch;
 use crate::device::cpu::Cpu;
@@ -14,6 +15,7 @@ use crate::device::{
 use crate::engine::{Forward, ForwardError};
 use crate::model::config::Config;
 use crate::model::error::ModelError;
+use crate::model::times::{Operation, Times};
 use crate::model::weights::{RandomWeights, StoredTensor, WeightSource, Weights};
 
 /// How large the pool of keys and values is to be.
@@ -46,6 +48,7 @@ pub struct Transformer<D: Device = Cpu> {
     step: D::Step,
     buffers: Buffers<D>,
     logits: Vec<f32>,
+    times: Times,
     kv_blocks: u32,
     context_tokens: u32,
     vocab_size: usize,
@@ -177,6 +180,7 @@ impl<D: Device> Transformer<D> {
             step,
             buffers,
             logits,
+            times: Times::default(),
             kv_blocks,
             context_tokens,
             vocab_size,
@@ -264,11 +268,14 @@ impl<D: Device> Transformer<D> {
             buffers: b,
             logits,
             vocab_size,
+            times,
             ..
         } = self;
         device.enter(|| {
+            let mut lap = times.laps();
             device.upload(batch, step);
             device.embed(&weights.embedding, step, &mut b.residual);
+            lap(Operation::Embed);
             let mut delta = None;
             for (layer, pool) in weights.layers.iter().zip(pools) {
                 device.copy_blocks(step, pool);
@@ -278,7 +285,9 @@ impl<D: Device> Transformer<D> {
                     eps: config.norm_eps,
                 };
                 device.add_norm(norm, &mut b.residual, &mut b.normed);
+                lap(Operation::Norm);
                 device.linear(&layer.qkv, &b.normed, &mut b.qkv, &mut b.workspace);
+                lap(Operation::Linear);
                 let qk_norm = layer.qk_norm.as_ref().map(|(q, k)| QkNorm {
                     q,
                     k,
@@ -293,17 +302,24 @@ impl<D: Device> Transformer<D> {
                     &mut b.qkv,
                     pool,
                 );
+                lap(Operation::RopeStore);
                 device.attention(layer.spec, step, &b.qkv, pool, &mut b.attended, &mut b.workspace);
+                lap(Operation::Attention);
                 device.linear(&layer.o, &b.attended, &mut b.delta, &mut b.workspace);
+                lap(Operation::Linear);
                 let norm = AddNorm {
                     delta: Some(&b.delta),
                     weight: &layer.mlp_norm,
                     eps: config.norm_eps,
                 };
                 device.add_norm(norm, &mut b.residual, &mut b.normed);
+                lap(Operation::Norm);
                 device.linear(&layer.gate_up, &b.normed, &mut b.gate_up, &mut b.workspace);
+                lap(Operation::Linear);
                 device.gated(&b.gate_up, &mut b.gated);
+                lap(Operation::Gated);
                 device.linear(&layer.down, &b.gated, &mut b.delta, &mut b.workspace);
+                lap(Operation::Linear);
                 delta = Some(&b.delta);
             }
             let norm = AddNorm {
@@ -312,8 +328,11 @@ impl<D: Device> Transformer<D> {
                 eps: config.norm_eps,
             };
             device.add_norm_logits_rows(norm, step, &mut b.residual, &mut b.normed);
+            lap(Operation::Norm);
             let head = weights.head.as_ref().unwrap_or(&weights.embedding);
-            device.logits(head, *vocab_size, &b.normed, logits, &mut b.workspace)
+            let bad = device.logits(head, *vocab_size, &b.normed, logits, &mut b.workspace);
+            lap(Operation::Logits);
+            bad
         })
     }
 }
@@ -347,6 +366,10 @@ impl<D: Device> Forward for Transformer<D> {
 
     fn block_tokens(&self) -> u32 {
         BLOCK_TOKENS as u32
+    }
+
+    fn operation_times(&self) -> Vec<(&'static str, Duration)> {
+        self.times.read()
     }
 }
 

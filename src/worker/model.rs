@@ -103,6 +103,7 @@ pub fn precision(asked: Precision) -> device::Precision {
     match asked {
         Precision::F32 | Precision::Auto => device::Precision::F32,
         Precision::Bf16 => device::Precision::Bf16,
+        Precision::Int8 => device::Precision::Int8,
     }
 }
 
@@ -111,6 +112,7 @@ pub fn precision_word(precision: device::Precision) -> &'static str {
     match precision {
         device::Precision::F32 => "f32",
         device::Precision::Bf16 => "bf16",
+        device::Precision::Int8 => "int8",
     }
 }
 

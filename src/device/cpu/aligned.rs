@@ -16,6 +16,8 @@ pub unsafe trait ZeroBits: Copy {}
 
 // SAFETY: zero bits are the number 0.
 unsafe impl ZeroBits for f32 {}
+// SAFETY: as above.
+unsafe impl ZeroBits for i8 {}
 // SAFETY: as above; it wraps the bits.
 unsafe impl ZeroBits for Bf16 {}
 // SAFETY: as above; it wraps the bits.

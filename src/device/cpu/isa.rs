@@ -6,12 +6,18 @@
 /// Instruction sets that kernels are compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Isa {
+    /// AVX-512 and dot products of 8-bit numbers.
+    #[cfg(target_arch = "x86_64")]
+    Avx512Vnni,
     /// AVX-512 F, BW, DQ, VL: 16 lanes, 32 registers.
     #[cfg(target_arch = "x86_64")]
     Avx512,
     /// AVX2, FMA, F16C: 8 lanes, 16 registers.
     #[cfg(target_arch = "x86_64")]
     Avx2,
+    /// AVX2 and dot products of 8-bit numbers in 256 bits.
+    #[cfg(target_arch = "x86_64")]
+    AvxVnni,
     /// Whatever the target has. On x86-64 without FMA the fused products are computed in software: right but slow.
     Portable,
 }
@@ -29,12 +35,18 @@ impl Isa {
         {
             if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c") {
                 sets.push(Isa::Avx2);
+                if is_x86_feature_detected!("avxvnni") {
+                    sets.push(Isa::AvxVnni);
+                }
                 if is_x86_feature_detected!("avx512f")
                     && is_x86_feature_detected!("avx512bw")
                     && is_x86_feature_detected!("avx512dq")
                     && is_x86_feature_detected!("avx512vl")
                 {
                     sets.push(Isa::Avx512);
+                    if is_x86_feature_detected!("avx512vnni") {
+                        sets.push(Isa::Avx512Vnni);
+                    }
                 }
             }
         }
@@ -63,10 +75,14 @@ macro_rules! multiversion {
             match isa {
                 // SAFETY: the processor has these instructions, or `isa` would not have this value.
                 #[cfg(target_arch = "x86_64")]
-                $crate::device::cpu::isa::Isa::Avx512 => unsafe { avx512($($arg),*) },
+                $crate::device::cpu::isa::Isa::Avx512 | $crate::device::cpu::isa::Isa::Avx512Vnni => unsafe {
+                    avx512($($arg),*)
+                },
                 // SAFETY: as above.
                 #[cfg(target_arch = "x86_64")]
-                $crate::device::cpu::isa::Isa::Avx2 => unsafe { avx2($($arg),*) },
+                $crate::device::cpu::isa::Isa::Avx2 | $crate::device::cpu::isa::Isa::AvxVnni => unsafe {
+                    avx2($($arg),*)
+                },
                 $crate::device::cpu::isa::Isa::Portable => $body($($arg),*),
             }
         }

@@ -45,7 +45,7 @@ impl KvPool {
                 keys: Aligned::new(keys),
                 values: Aligned::new(values),
             }),
-            Precision::Bf16 => Store::Bf16(Pages {
+            Precision::Bf16 | Precision::Int8 => Store::Bf16(Pages {
                 keys: Aligned::new(keys),
                 values: Aligned::new(values),
             }),
@@ -56,7 +56,7 @@ impl KvPool {
     pub(super) fn block_bytes(heads: HeadShape, precision: Precision) -> usize {
         let element = match precision {
             Precision::F32 => 4,
-            Precision::Bf16 => 2,
+            Precision::Bf16 | Precision::Int8 => 2,
         };
         heads.kv_heads * BLOCK_TOKENS * (heads.head_dim + padded(heads.head_dim)) * element
     }

@@ -5,9 +5,11 @@
 
 use rayon::prelude::*;
 
+use super::int8;
 use super::isa::Isa;
 use super::math::round_bf16;
-use super::matrix::{Matrix, Panels};
+use super::matrix::{Int8Panels, Matrix, Panels};
+use super::quantize::{Quantized, quantize};
 use super::tile::{Element, PANEL, Product, max_rows, panels_at_once, product};
 use super::{Buffer, SharedMut};
 
@@ -25,17 +27,25 @@ pub(super) struct Finish<'a> {
     pub round: bool,
 }
 
-/// Rows packed into tiles.
+/// Rows as a kernel reads them.
+#[derive(Debug, Default)]
+pub(super) struct PackedRows {
+    /// Tile by tile, each `[k][rows of the tile]`.
+    tiles: Vec<f32>,
+    quantized: Quantized,
+}
+
+/// Rows in tiles of what the kernel takes at once.
 struct Tiles {
     rows: usize,
     count: usize,
 }
 
 impl Tiles {
-    fn new(rows: usize, isa: Isa) -> Tiles {
+    fn new(rows: usize, most: usize) -> Tiles {
         Tiles {
             rows,
-            count: rows.div_ceil(max_rows(isa)),
+            count: rows.div_ceil(most),
         }
     }
     /// First row of tile `i`; sizes differ by at most one.
@@ -52,7 +62,7 @@ pub(super) fn linear(
     finish: Finish<'_>,
     x: &Buffer,
     out: &mut Buffer,
-    packed: &mut Vec<f32>,
+    packed: &mut PackedRows,
 ) {
     assert_eq!(x.width, matrix.columns);
     assert!(width <= matrix.rows && finish.bias.is_none_or(|b| b.len() >= width));
@@ -60,12 +70,11 @@ pub(super) fn linear(
     if x.rows == 0 || width == 0 {
         return;
     }
-    let tiles = Tiles::new(x.rows, isa);
-    pack(x, &tiles, packed);
     match &matrix.panels {
-        Panels::F32(p) => multiply(isa, p, finish, &tiles, packed, x.width, out),
-        Panels::Bf16(p) => multiply(isa, p, finish, &tiles, packed, x.width, out),
-        Panels::F16(p) => multiply(isa, p, finish, &tiles, packed, x.width, out),
+        Panels::F32(p) => multiply(isa, p, finish, x, out, &mut packed.tiles),
+        Panels::Bf16(p) => multiply(isa, p, finish, x, out, &mut packed.tiles),
+        Panels::F16(p) => multiply(isa, p, finish, x, out, &mut packed.tiles),
+        Panels::Int8(p) => multiply_int8(isa, p, finish, x, out, &mut packed.quantized),
     }
 }
 
@@ -97,15 +106,50 @@ fn multiply<E: Element>(
     isa: Isa,
     panels: &[E],
     finish: Finish<'_>,
-    tiles: &Tiles,
-    packed: &[f32],
-    k: usize,
+    x: &Buffer,
     out: &mut Buffer,
+    packed: &mut Vec<f32>,
 ) {
-    let width = out.width;
-    let count = width.div_ceil(PANEL);
-    assert!(panels.len() >= count * k * PANEL && packed.len() >= tiles.rows * k);
+    let k = x.width;
+    let tiles = Tiles::new(x.rows, max_rows(isa));
+    pack(x, &tiles, packed);
+    assert!(panels.len() >= out.width.div_ceil(PANEL) * k * PANEL && packed.len() >= tiles.rows * k);
     let group = panels_at_once(isa, tiles.rows.div_ceil(tiles.count));
+    let width = out.width;
+    let target = SharedMut::new(&mut out.data);
+    for_blocks(&tiles, group, k, width, |block| {
+        // SAFETY: blocks own disjoint (rows, columns) of the output; sizes were asserted above.
+        unsafe { block.run(isa, panels, packed, finish, &target) };
+    });
+}
+
+fn multiply_int8(
+    isa: Isa,
+    panels: &Int8Panels,
+    finish: Finish<'_>,
+    x: &Buffer,
+    out: &mut Buffer,
+    quantized: &mut Quantized,
+) {
+    let rows = x.rows;
+    quantize(isa, x, quantized);
+    let x = &*quantized;
+    let padded = out.width.next_multiple_of(PANEL);
+    assert!(panels.data.len() >= padded * x.stride && x.data.len() >= rows * x.stride && x.scales.len() >= rows);
+    assert!(panels.scales.len() >= padded && panels.offsets.len() >= padded && panels.zeros.len() >= padded);
+    let tiles = Tiles::new(rows, int8::max_rows(isa));
+    let group = int8::panels_at_once(isa, rows.div_ceil(tiles.count));
+    let width = out.width;
+    let target = SharedMut::new(&mut out.data);
+    for_blocks(&tiles, group, x.stride, width, |block| {
+        // SAFETY: blocks own disjoint (rows, columns) of the output; sizes were asserted above.
+        unsafe { block.run_int8(isa, panels, finish.bias, x, &target) };
+    });
+}
+
+/// Calls `run` for each tile of rows and group of `group` panels, shared out to threads.
+fn for_blocks(tiles: &Tiles, group: usize, k: usize, width: usize, run: impl Fn(Block) + Sync) {
+    let count = width.div_ceil(PANEL);
     let groups = count.div_ceil(group);
     let threads = if tiles.rows * k * width < SERIAL_WORK {
         1
@@ -116,22 +160,19 @@ fn multiply<E: Element>(
     let wanted = if threads == 1 { 1 } else { threads * 4 };
     let column_tasks = groups.min(wanted);
     let row_tasks = (wanted / column_tasks).clamp(1, tiles.count);
-    let target = SharedMut::new(&mut out.data);
     let task = |i: usize| {
         let (c, r) = (i % column_tasks, i / column_tasks);
         for g in c * groups / column_tasks..(c + 1) * groups / column_tasks {
             let panel = g * group..((g + 1) * group).min(count);
             for t in r * tiles.count / row_tasks..(r + 1) * tiles.count / row_tasks {
                 let (from, to) = (tiles.start(t), tiles.start(t + 1));
-                let block = Block {
+                run(Block {
                     k,
                     panel: panel.clone(),
                     from,
                     rows: to - from,
                     width,
-                };
-                // SAFETY: tasks own disjoint (rows, columns) of the output; sizes were asserted above.
-                unsafe { block.run(isa, panels, packed, finish, &target) };
+                });
             }
         }
     };
@@ -186,6 +227,53 @@ impl Block {
             }
             if finish.round {
                 row.iter_mut().for_each(|y| *y = round_bf16(*y));
+            }
+        }
+    }
+
+    /// # Safety
+    /// As [`run`](Self::run).
+    unsafe fn run_int8(&self, isa: Isa, panels: &Int8Panels, bias: Option<&[f32]>, x: &Quantized, out: &SharedMut) {
+        let full = (self.width / PANEL).clamp(self.panel.start, self.panel.end);
+        let product_of = |range: std::ops::Range<usize>, bias: *const f32, c: *mut f32, c_stride: usize| {
+            let column = range.start * PANEL;
+            int8::Product {
+                quads: self.k / int8::QUAD,
+                rows: self.rows,
+                a: x.data[self.from * x.stride..].as_ptr(),
+                a_stride: x.stride,
+                b: panels.data[column * self.k..].as_ptr(),
+                panel_stride: self.k * PANEL,
+                panels: range.len(),
+                row_scales: x.scales[self.from..].as_ptr(),
+                column_scales: panels.scales[column..].as_ptr(),
+                offsets: panels.offsets[column..].as_ptr(),
+                bias,
+                c,
+                c_stride,
+            }
+        };
+        if self.panel.start < full {
+            let column = self.panel.start * PANEL;
+            let bias = bias.unwrap_or(&panels.zeros)[column..].as_ptr();
+            let c = out.at(self.from * self.width + column);
+            // SAFETY: these panels lie within the output's width, and so within the bias.
+            unsafe { int8::product(isa, product_of(self.panel.start..full, bias, c, self.width)) };
+        }
+        if full < self.panel.end {
+            // The last panel overhangs the output and the bias: it goes through a tile of its own.
+            let (mut tile, mut last) = ([0.0f32; 12 * PANEL], [0.0f32; PANEL]);
+            let columns = self.width - full * PANEL;
+            if let Some(bias) = bias {
+                last[..columns].copy_from_slice(&bias[full * PANEL..][..columns]);
+            }
+            let product_of = product_of(full..self.panel.end, last.as_ptr(), tile.as_mut_ptr(), PANEL);
+            // SAFETY: the tile takes 12 rows of one panel.
+            unsafe { int8::product(isa, product_of) };
+            for r in 0..self.rows {
+                // SAFETY: within this block's rows and columns.
+                let row = unsafe { out.slice((self.from + r) * self.width + full * PANEL, columns) };
+                row.copy_from_slice(&tile[r * PANEL..r * PANEL + columns]);
             }
         }
     }
@@ -260,7 +348,7 @@ mod tests {
         };
         let mut out = Buffer::default();
         in_pool(threads, || {
-            linear(isa, &matrix, n, finish, &x, &mut out, &mut Vec::new())
+            linear(isa, &matrix, n, finish, &x, &mut out, &mut PackedRows::default())
         });
         let mut row = vec![0.0; k];
         for (j, bias) in bias.iter().enumerate() {
@@ -309,6 +397,60 @@ mod tests {
     }
 
     #[test]
+    fn eight_bits_give_the_same_bits_everywhere_and_are_close() {
+        for (m, n, k) in [(1, 1, 1), (2, 16, 17), (13, 129, 40), (25, 300, 130), (64, 33, 512)] {
+            let weights = numbers(1, n * k);
+            let data = bytes_of(&weights, Dtype::F32);
+            let tensor = Tensor {
+                dtype: Dtype::F32,
+                rows: n,
+                columns: k,
+                data: &data,
+            };
+            let matrix = Matrix::pack(&[tensor], Precision::Int8).unwrap();
+            let (values, bias) = (numbers(2, m * k), numbers(3, n));
+            let x = buffer(&values, m, k);
+            let mut first: Option<Vec<f32>> = None;
+            for (isa, threads, width) in Isa::available()
+                .into_iter()
+                .flat_map(|isa| [(isa, 1, n), (isa, 2, n), (isa, 2, n.div_ceil(2))])
+            {
+                let finish = Finish {
+                    bias: Some(&bias),
+                    round: false,
+                };
+                let mut out = Buffer::default();
+                in_pool(threads, || {
+                    linear(isa, &matrix, width, finish, &x, &mut out, &mut PackedRows::default())
+                });
+                let all = first.get_or_insert_with(|| out.data.clone());
+                for i in 0..m {
+                    assert_eq!(out.row(i), &all[i * n..][..width], "{isa:?} {m}x{n}x{k} row {i}");
+                }
+            }
+            // Half a step of each factor, at most, over k products.
+            let bound = 1.2 * (k as f64).sqrt() / 127.0;
+            for (i, got) in first.unwrap().into_iter().enumerate() {
+                let (row, column) = (i / n, i % n);
+                let want: f64 = (0..k)
+                    .map(|j| f64::from(values[row * k + j]) * f64::from(weights[column * k + j]))
+                    .sum::<f64>()
+                    + f64::from(bias[column]);
+                assert!(
+                    (f64::from(got) - want).abs() <= bound,
+                    "{m}x{n}x{k} at {i}: {got} not {want}"
+                );
+            }
+            let mut row = vec![0.0; k];
+            matrix.read_row(n - 1, &mut row);
+            let most = weights[(n - 1) * k..].iter().fold(0.0f32, |most, w| most.max(w.abs()));
+            for (got, want) in row.iter().zip(&weights[(n - 1) * k..]) {
+                assert!((got - want).abs() <= 0.501 * most / 127.0, "{got} {want}");
+            }
+        }
+    }
+
+    #[test]
     fn long_sums_go_over_blocks_and_rows_do_not_see_each_other() {
         let (m, n, k) = (30, 40, K_BLOCK + 3);
         let whole = check(Isa::detect(), 2, m, n, k, Dtype::Bf16, true);
@@ -329,7 +471,15 @@ mod tests {
                 bias: Some(&bias),
                 round: false,
             };
-            linear(Isa::detect(), &matrix, n, finish, &one, &mut out, &mut Vec::new());
+            linear(
+                Isa::detect(),
+                &matrix,
+                n,
+                finish,
+                &one,
+                &mut out,
+                &mut PackedRows::default(),
+            );
             let bits: Vec<u32> = out.data.iter().map(|x| x.to_bits()).collect();
             assert_eq!(bits, whole[i * n..(i + 1) * n], "row {i}");
         }
@@ -351,8 +501,24 @@ mod tests {
             bias: None,
             round: false,
         };
-        linear(Isa::detect(), &matrix, 20, finish, &x, &mut all, &mut Vec::new());
-        linear(Isa::detect(), &matrix, 18, finish, &x, &mut some, &mut Vec::new());
+        linear(
+            Isa::detect(),
+            &matrix,
+            20,
+            finish,
+            &x,
+            &mut all,
+            &mut PackedRows::default(),
+        );
+        linear(
+            Isa::detect(),
+            &matrix,
+            18,
+            finish,
+            &x,
+            &mut some,
+            &mut PackedRows::default(),
+        );
         assert_eq!(some.width, 18);
         for i in 0..2 {
             assert_eq!(some.row(i), &all.row(i)[..18]);
@@ -364,7 +530,11 @@ mod tests {
     #[ignore = "a measurement, not a check"]
     fn speed_of_products() {
         let (n, k) = (1024, 1024);
-        for dtype in [Dtype::F32, Dtype::Bf16] {
+        for (dtype, precision) in [
+            (Dtype::F32, Precision::F32),
+            (Dtype::Bf16, Precision::F32),
+            (Dtype::Bf16, Precision::Int8),
+        ] {
             let data = bytes_of(&numbers(1, n * k), dtype);
             let tensor = Tensor {
                 dtype,
@@ -372,11 +542,11 @@ mod tests {
                 columns: k,
                 data: &data,
             };
-            let matrix = Matrix::pack(&[tensor], Precision::F32).unwrap();
+            let matrix = Matrix::pack(&[tensor], precision).unwrap();
             for isa in Isa::available().into_iter().filter(|isa| *isa != Isa::Portable) {
                 for (threads, m) in [(1, 1), (1, 64), (1, 256), (2, 1), (2, 16), (2, 64), (2, 256)] {
                     let x = buffer(&numbers(2, m * k), m, k);
-                    let (mut out, mut packed) = (Buffer::default(), Vec::new());
+                    let (mut out, mut packed) = (Buffer::default(), PackedRows::default());
                     let finish = Finish {
                         bias: None,
                         round: false,
@@ -394,7 +564,7 @@ mod tests {
                         best
                     });
                     let rate = 2.0 * (m * n * k) as f64 / seconds / 1e9;
-                    println!("{isa:?} {dtype:?} weights, {threads} threads, M={m}: {rate:.1} GFLOP/s");
+                    println!("{isa:?} {dtype:?} weights in {precision:?}, {threads} threads, M={m}: {rate:.1} GFLOP/s");
                 }
             }
         }

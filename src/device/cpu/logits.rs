@@ -4,7 +4,7 @@ use rayon::prelude::*;
 
 use super::Buffer;
 use super::isa::Isa;
-use super::linear::{Finish, linear};
+use super::linear::{Finish, PackedRows, linear};
 use super::matrix::Matrix;
 
 /// Logits of each row of `x` over the first `ids` rows of `head`; returns the rows that are not finite.
@@ -16,7 +16,7 @@ pub(super) fn logits(
     ids: usize,
     x: &Buffer,
     out: &mut Vec<f32>,
-    packed: &mut Vec<f32>,
+    rows: &mut PackedRows,
 ) -> Vec<usize> {
     let mut buffer = Buffer {
         data: std::mem::take(out),
@@ -33,7 +33,7 @@ pub(super) fn logits(
         },
         x,
         &mut buffer,
-        packed,
+        rows,
     );
     *out = buffer.data;
     if ids == 0 {
@@ -69,12 +69,29 @@ mod tests {
         let head = Matrix::pack(&[tensor], Precision::F32).unwrap();
         let mut x = numbers(2, 5 * 6);
         let mut want = Vec::new();
-        assert!(logits(Isa::detect(), &head, 17, &buffer(&x, 5, 6), &mut want, &mut Vec::new()).is_empty());
+        assert!(
+            logits(
+                Isa::detect(),
+                &head,
+                17,
+                &buffer(&x, 5, 6),
+                &mut want,
+                &mut PackedRows::default()
+            )
+            .is_empty()
+        );
         assert_eq!(want.len(), 5 * 17);
         x[6 + 2] = f32::NAN;
         x[4 * 6] = f32::INFINITY;
         let mut got = Vec::new();
-        let bad = logits(Isa::detect(), &head, 17, &buffer(&x, 5, 6), &mut got, &mut Vec::new());
+        let bad = logits(
+            Isa::detect(),
+            &head,
+            17,
+            &buffer(&x, 5, 6),
+            &mut got,
+            &mut PackedRows::default(),
+        );
         assert_eq!(bad, [1, 4]);
         for row in [0, 2, 3] {
             assert_eq!(got[row * 17..][..17], want[row * 17..][..17]);

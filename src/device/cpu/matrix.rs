@@ -1,11 +1,13 @@
 //! Weights in the layout that the kernel reads: panels of 16 output columns, `[panel][in feature][16]`.
 //!
-//! Rows past the last are zero. Weights keep their 16 or 32 bits and are widened in registers, which is exact.
+//! Rows past the last are zero. Weights keep their 16 or 32 bits and are widened in registers, which is exact; or they are
+//! quantized to 8 bits, each output feature by its largest magnitude, as `[panel][quad of in features][16][4]`.
 
 use half::{bf16, f16};
 use rayon::prelude::*;
 
 use super::aligned::Aligned;
+use super::int8::{K_MAX, OFFSET, QUAD};
 use super::math::round_bf16;
 use super::tile::{Bf16, Element, F16, PANEL};
 use crate::device::{Dtype, NonFiniteWeight, Precision, Tensor};
@@ -21,6 +23,19 @@ pub(super) enum Panels {
     F32(Aligned<f32>),
     Bf16(Aligned<Bf16>),
     F16(Aligned<F16>),
+    Int8(Int8Panels),
+}
+
+/// Quantized weights: `w` is about `data * scales`. Vectors reach to the last panel's end.
+pub(super) struct Int8Panels {
+    /// Padded by zeros to whole quads and panels.
+    pub data: Aligned<i8>,
+    /// `[rows]`.
+    pub scales: Vec<f32>,
+    /// `[rows]`: what [`OFFSET`] adds to a sum.
+    pub offsets: Vec<i32>,
+    /// `[rows]`: the bias of who has none.
+    pub zeros: Vec<f32>,
 }
 
 /// A vector of F32 (rounded to BF16 values in BF16).
@@ -37,10 +52,14 @@ impl Matrix {
         );
         let rows = parts.iter().map(|p| p.rows).sum();
         let first = parts.first().map_or(Dtype::F32, |p| p.dtype);
+        if precision == Precision::Int8 {
+            let panels = Panels::Int8(Int8Panels::pack(parts, rows, columns)?);
+            return Ok(Matrix { rows, columns, panels });
+        }
         let storage = match precision {
             Precision::Bf16 => Dtype::Bf16,
-            Precision::F32 if parts.iter().all(|p| p.dtype == first) => first,
-            Precision::F32 => Dtype::F32,
+            _ if parts.iter().all(|p| p.dtype == first) => first,
+            _ => Dtype::F32,
         };
         let panels = match storage {
             Dtype::F32 => Panels::F32(pack_as(parts, rows, columns)?),
@@ -57,6 +76,60 @@ impl Matrix {
             Panels::F32(p) => gather(&p[at..], out),
             Panels::Bf16(p) => gather(&p[at..], out),
             Panels::F16(p) => gather(&p[at..], out),
+            Panels::Int8(p) => p.read_row(row, out),
+        }
+    }
+}
+
+impl Int8Panels {
+    fn pack(parts: &[Tensor<'_>], rows: usize, columns: usize) -> Result<Int8Panels, NonFiniteWeight> {
+        assert!(columns <= K_MAX, "sums over {columns} products do not fit in 32 bits");
+        let (quads, padded) = (columns.div_ceil(QUAD), rows.next_multiple_of(PANEL));
+        let mut panels = Int8Panels {
+            data: Aligned::new(padded * quads * QUAD),
+            scales: vec![0.0; padded],
+            offsets: vec![0; padded],
+            zeros: vec![0.0; padded],
+        };
+        if panels.data.is_empty() {
+            return Ok(panels);
+        }
+        let data = panels.data.par_chunks_mut(PANEL * quads * QUAD);
+        let scales = panels.scales.par_chunks_mut(PANEL);
+        let offsets = panels.offsets.par_chunks_mut(PANEL);
+        data.zip(scales).zip(offsets).enumerate().try_for_each_init(
+            || vec![0.0f32; columns],
+            |values, (panel, ((data, scales), offsets))| {
+                for lane in 0..PANEL.min(rows - panel * PANEL) {
+                    let (part, row) = locate(parts, panel * PANEL + lane);
+                    read_tensor_row(&parts[part], row, values);
+                    if !values.iter().all(|x| x.is_finite()) {
+                        return Err(NonFiniteWeight { part, row });
+                    }
+                    let most = values.iter().fold(0.0f32, |most, x| most.max(x.abs()));
+                    let inverse = if most > 0.0 { 127.0 / f64::from(most) } else { 0.0 };
+                    let mut sum = 0;
+                    for (k, x) in values.iter().enumerate() {
+                        let q = (f64::from(*x) * inverse).round_ties_even() as i8;
+                        data[(k / QUAD * PANEL + lane) * QUAD + k % QUAD] = q;
+                        sum += i32::from(q);
+                    }
+                    scales[lane] = most / 127.0;
+                    offsets[lane] = sum * OFFSET;
+                }
+                Ok(())
+            },
+        )?;
+        Ok(panels)
+    }
+
+    fn read_row(&self, row: usize, out: &mut [f32]) {
+        let at = (row / PANEL) * out.len().next_multiple_of(QUAD) * PANEL + row % PANEL * QUAD;
+        let scale = self.scales[row];
+        for (x, quad) in out.chunks_mut(QUAD).zip(self.data[at..].chunks(PANEL * QUAD)) {
+            for (x, q) in x.iter_mut().zip(quad) {
+                *x = f32::from(*q) * scale;
+            }
         }
     }
 }

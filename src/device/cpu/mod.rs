@@ -15,6 +15,7 @@ mod aligned;
 mod attention;
 mod embed;
 mod gated;
+mod int8;
 pub mod isa;
 mod kv;
 mod linear;
@@ -22,6 +23,7 @@ mod logits;
 mod math;
 mod matrix;
 mod norm;
+mod quantize;
 mod rope;
 mod step;
 #[cfg(test)]
@@ -105,10 +107,10 @@ impl Buffer {
     }
 }
 
-/// Scratch memory: packed rows of the linear operation, and one attention scratch a thread.
+/// Scratch memory: rows as they are multiplied by the linear operation, and one attention scratch a thread.
 #[derive(Default)]
 pub struct Workspace {
-    packed: Vec<f32>,
+    rows: linear::PackedRows,
     attention: attention::Scratches,
 }
 
@@ -172,7 +174,7 @@ impl Device for Cpu {
 
     fn workspace(&self) -> Workspace {
         Workspace {
-            packed: Vec::new(),
+            rows: linear::PackedRows::default(),
             attention: attention::Scratches::new(self.pool.current_num_threads()),
         }
     }
@@ -226,7 +228,7 @@ impl Device for Cpu {
         };
         let weight = &linear.weight;
         self.pool
-            .install(|| linear::linear(self.isa, weight, weight.rows, finish, x, out, &mut workspace.packed));
+            .install(|| linear::linear(self.isa, weight, weight.rows, finish, x, out, &mut workspace.rows));
     }
 
     fn rope_store(&self, op: RopeStore<'_, Vector>, step: &Step, qkv: &mut Buffer, pool: &mut KvPool) {
@@ -269,6 +271,6 @@ impl Device for Cpu {
         workspace: &mut Workspace,
     ) -> Vec<usize> {
         self.pool
-            .install(|| logits::logits(self.isa, head, ids, x, out, &mut workspace.packed))
+            .install(|| logits::logits(self.isa, head, ids, x, out, &mut workspace.rows))
     }
 }

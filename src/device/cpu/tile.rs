@@ -38,9 +38,9 @@ pub struct Product<E> {
 pub fn max_rows(isa: Isa) -> usize {
     match isa {
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 => 12,
+        Isa::Avx512 | Isa::Avx512Vnni => 12,
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => 6,
+        Isa::Avx2 | Isa::AvxVnni => 6,
         Isa::Portable => 4,
     }
 }
@@ -49,13 +49,13 @@ pub fn max_rows(isa: Isa) -> usize {
 pub fn panels_at_once(isa: Isa, rows: usize) -> usize {
     match isa {
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 => match rows {
+        Isa::Avx512 | Isa::Avx512Vnni => match rows {
             1..=3 => 8,
             4..=6 => 4,
             _ => 2,
         },
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => match rows {
+        Isa::Avx2 | Isa::AvxVnni => match rows {
             1 => 4,
             2..=3 => 2,
             _ => 1,
@@ -347,9 +347,9 @@ macro_rules! element {
                 unsafe {
                     match isa {
                         #[cfg(target_arch = "x86_64")]
-                        Isa::Avx512 => x86::$avx512(p),
+                        Isa::Avx512 | Isa::Avx512Vnni => x86::$avx512(p),
                         #[cfg(target_arch = "x86_64")]
-                        Isa::Avx2 => x86::$avx2(p),
+                        Isa::Avx2 | Isa::AvxVnni => x86::$avx2(p),
                         Isa::Portable => portable_tile(p),
                     }
                 }

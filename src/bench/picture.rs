@@ -1,0 +1,110 @@
+//! The steps of a benchmark as an SVG: tokens a step over time, prefill on top of decode.
+
+use std::fmt::Write;
+
+use super::figures::Step;
+
+const WIDTH: f64 = 960.0;
+const HEIGHT: f64 = 320.0;
+/// Around the plot: left and below, for its labels; above and right.
+const MARGIN: (f64, f64) = (64.0, 24.0);
+/// Columns that the time is cut into at most.
+const COLUMNS: usize = 480;
+const PREFILL: &str = "#c9743a";
+const DECODE: &str = "#3a6ea5";
+
+/// Mean tokens a step in each slice of time, as (prefill, decode).
+fn columns(steps: &[Step], seconds: f64) -> Vec<(f64, f64)> {
+    let count = COLUMNS.min(steps.len()).max(1);
+    let mut sums = vec![(0.0, 0.0, 0.0); count];
+    for step in steps {
+        let at = (step.began.as_secs_f64() / seconds.max(f64::MIN_POSITIVE) * count as f64) as usize;
+        let sum = &mut sums[at.min(count - 1)];
+        sum.0 += step.shape.prefill_tokens as f64;
+        sum.1 += step.shape.decode_tokens as f64;
+        sum.2 += 1.0;
+    }
+    sums.into_iter()
+        .map(|(prefill, decode, n): (f64, f64, f64)| (prefill / n.max(1.0), decode / n.max(1.0)))
+        .collect()
+}
+
+/// The picture, with `title` above it.
+pub fn picture(steps: &[Step], seconds: f64, title: &str) -> String {
+    let columns = columns(steps, seconds);
+    let most = columns.iter().map(|(p, d)| p + d).fold(1.0, f64::max);
+    let (left, top) = MARGIN;
+    let (bottom, right) = (HEIGHT - 40.0, WIDTH - 16.0);
+    let (plot_width, plot_height) = (right - left, bottom - top);
+    let mut svg = format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" font-family=\"sans-serif\" \
+         font-size=\"12\">\n<rect width=\"{WIDTH}\" height=\"{HEIGHT}\" fill=\"white\"/>\n\
+         <text x=\"{left}\" y=\"16\">{}</text>\n",
+        escape(title)
+    );
+    let width = plot_width / columns.len() as f64;
+    for (i, (prefill, decode)) in columns.iter().enumerate() {
+        let x = left + i as f64 * width;
+        let mut floor = bottom;
+        for (tokens, colour) in [(decode, DECODE), (prefill, PREFILL)] {
+            let height = tokens / most * plot_height;
+            if height > 0.0 {
+                floor -= height;
+                let _ = writeln!(
+                    svg,
+                    "<rect x=\"{x:.2}\" y=\"{floor:.2}\" width=\"{width:.2}\" height=\"{height:.2}\" fill=\"{colour}\"/>"
+                );
+            }
+        }
+    }
+    let _ = writeln!(
+        svg,
+        "<path d=\"M{left} {top}V{bottom}H{right}\" fill=\"none\" stroke=\"black\"/>\n\
+         <text x=\"{x}\" y=\"{y}\" text-anchor=\"end\">{most:.0}</text>\n\
+         <text x=\"{x}\" y=\"{bottom}\" text-anchor=\"end\">0</text>\n\
+         <text x=\"{left}\" y=\"{below}\">0 s</text>\n\
+         <text x=\"{right}\" y=\"{below}\" text-anchor=\"end\">{seconds:.1} s</text>\n\
+         <text x=\"{middle}\" y=\"{below}\" text-anchor=\"middle\">tokens a step: \
+         <tspan fill=\"{PREFILL}\">prefill</tspan> on <tspan fill=\"{DECODE}\">decode</tspan></text>\n</svg>",
+        x = left - 6.0,
+        y = top + 10.0,
+        below = bottom + 20.0,
+        middle = left + plot_width / 2.0,
+    );
+    svg
+}
+
+fn escape(text: &str) -> String {
+    text.replace('&', "&amp;").replace('<', "&lt;")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::engine::totals::StepShape;
+
+    #[test]
+    fn every_step_is_in_its_slice_of_time() {
+        let steps: Vec<Step> = (0..10)
+            .map(|i| Step {
+                began: Duration::from_millis(i * 100),
+                took: Duration::from_millis(100),
+                shape: StepShape {
+                    prefill_tokens: if i < 5 { 30 } else { 0 },
+                    decode_tokens: 4,
+                    ..StepShape::default()
+                },
+            })
+            .collect();
+        let columns = columns(&steps, 1.0);
+        assert_eq!(columns.len(), 10);
+        assert_eq!((columns[0], columns[9]), ((30.0, 4.0), (0.0, 4.0)));
+        let svg = picture(&steps, 1.0, "a < b");
+        assert_eq!(svg.matches(PREFILL).count(), 5 + 1);
+        assert_eq!(svg.matches(DECODE).count(), 10 + 1);
+        assert!(svg.contains("a &lt; b") && svg.ends_with("</svg>\n"));
+        assert!(picture(&[], 0.0, "nothing").contains("</svg>"));
+    }
+}

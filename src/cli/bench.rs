@@ -1,0 +1,227 @@
+//! `gristmill bench`: the engine's throughput on this machine, without a job, a ledger or a queue.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Instant;
+
+use anyhow::{Context, anyhow};
+
+use crate::bench::figures::{Batches, Figures, Step};
+use crate::bench::{picture, trace};
+use crate::cli::args::BenchArgs;
+use crate::cli::exit::{Exit, Failure};
+use crate::cli::outfit::{engine_options, load_options};
+use crate::cli::worker::asked_precision;
+use crate::device::cpu::Isa;
+use crate::device::{Dtype, Precision};
+use crate::engine::request::Request;
+use crate::engine::{Engine, Generate};
+use crate::model::config::Config;
+use crate::model::shapes;
+use crate::model::tokenizer::Tokenizer;
+use crate::model::transformer::Transformer;
+use crate::worker::model::{precision, precision_word};
+
+pub async fn bench(args: BenchArgs) -> Result<Exit, Failure> {
+    tokio::task::spawn_blocking(move || run(&args))
+        .await
+        .context("the benchmark panicked")?
+}
+
+/// A model to measure: a checkpoint, or a shape.
+struct Subject {
+    config: Config,
+    tokenizer: Arc<Tokenizer>,
+    /// `None`: random weights.
+    checkpoint: bool,
+}
+
+impl Subject {
+    fn open(model: &str) -> Result<Subject, Failure> {
+        let dir = Path::new(model);
+        if dir.is_dir() {
+            return Ok(Subject {
+                config: Config::load(dir).map_err(Failure::bad_job)?,
+                tokenizer: Arc::new(Tokenizer::load(dir).map_err(Failure::bad_job)?),
+                checkpoint: true,
+            });
+        }
+        let Some(config) = shapes::named(model)? else {
+            let known: Vec<&str> = shapes::names().collect();
+            return Err(Failure::bad_job(anyhow!(
+                "--model `{model}` is neither a folder nor a shape; shapes are {}",
+                known.join(", ")
+            )));
+        };
+        Ok(Subject {
+            tokenizer: Arc::new(Tokenizer::numbered(config.vocab_size)?),
+            config,
+            checkpoint: false,
+        })
+    }
+}
+
+fn run(args: &BenchArgs) -> Result<Exit, Failure> {
+    let subject = Subject::open(&args.model)?;
+    let eos: Arc<[u32]> = subject.config.eos_token_ids.clone().into();
+    let vocabulary = subject.config.vocab_size.min(subject.tokenizer.vocab_size());
+    let requests = match &args.trace {
+        Some(path) => trace::read(path, &subject.tokenizer, args.ignore_eos, &eos).map_err(Failure::bad_job)?,
+        None => trace::random(
+            args.requests,
+            args.input_len,
+            args.output_len,
+            vocabulary as u32,
+            args.seed,
+            &eos,
+        ),
+    };
+    let precision = precision(asked_precision(&args.precision));
+    let mut engine = engine(args, &subject, precision, vocabulary, &requests)?;
+    let (figures, steps) = measure(args, &mut engine, requests, precision)?;
+    if let Some(path) = &args.svg {
+        let title = format!(
+            "{}, {}: {:.0} tokens/s",
+            figures.model, figures.precision, figures.total_tokens_per_second
+        );
+        let svg = picture::picture(&steps, figures.seconds, &title);
+        std::fs::write(path, svg).with_context(|| format!("cannot write `{}`", path.display()))?;
+    }
+    if args.json {
+        println!("{}", serde_json::to_string(&figures)?);
+    } else {
+        print!("{}", figures.lines(args.explain));
+    }
+    Ok(if figures.failed > 0 {
+        Exit::FailedRows
+    } else {
+        Exit::Done
+    })
+}
+
+fn engine(
+    args: &BenchArgs,
+    subject: &Subject,
+    precision: Precision,
+    vocabulary: usize,
+    requests: &[Request],
+) -> Result<Engine, Failure> {
+    // Rotations are laid out for the whole context: what no request needs is not made.
+    let longest = requests
+        .iter()
+        .map(|r| r.prompt.len() as u64 + u64::from(r.params.max_tokens))
+        .max();
+    let needed = longest.unwrap_or(0).min(u64::from(subject.config.context_limit())) as u32;
+    let options = load_options(
+        precision,
+        Some(args.context.unwrap_or(needed.max(2))),
+        vocabulary,
+        &args.engine,
+    )?;
+    let model = if subject.checkpoint {
+        Transformer::load(Path::new(&args.model), &options)
+    } else {
+        Transformer::random(subject.config.clone(), args.seed, Dtype::Bf16, &options)
+    };
+    let model = model.map_err(Failure::bad_job)?;
+    let options = engine_options(precision, &args.engine);
+    Ok(Engine::new(Box::new(model), subject.tokenizer.clone(), options))
+}
+
+/// Runs all requests, feeding the engine as a worker would.
+fn measure(
+    args: &BenchArgs,
+    engine: &mut Engine,
+    requests: Vec<Request>,
+    precision: Precision,
+) -> Result<(Figures, Vec<Step>), Failure> {
+    let mut steps: Vec<Step> = Vec::new();
+    let (mut prompt, mut cached, mut generated, mut failed) = (0u64, 0u64, 0u64, 0u64);
+    let count = requests.len() as u64;
+    // Of each sequence the last token is sampled and never computed.
+    let mut needed = 0u64;
+    let mut waiting = requests.into_iter().peekable();
+    let start = Instant::now();
+    while waiting.peek().is_some() || !engine.is_idle() {
+        while engine.wants_more() {
+            let Some(request) = waiting.next() else { break };
+            let row = request.id.row;
+            if let Err(refused) = engine.submit(request) {
+                eprintln!("gristmill: request {row}: {refused}");
+                failed += 1;
+            }
+        }
+        let began = start.elapsed();
+        let finished = engine.step()?;
+        steps.push(Step {
+            began,
+            took: start.elapsed() - began,
+            shape: engine.totals().last,
+        });
+        for unit in finished {
+            match unit.result {
+                Ok(completion) => {
+                    let tokens = completion.token_ids.len() as u64;
+                    prompt += u64::from(completion.prompt_tokens);
+                    cached += u64::from(completion.cached_tokens);
+                    generated += tokens;
+                    needed += u64::from(completion.prompt_tokens.saturating_sub(completion.cached_tokens));
+                    needed += tokens.saturating_sub(1);
+                }
+                Err(error) => {
+                    eprintln!("gristmill: request {}: {error}", unit.id.row);
+                    failed += 1;
+                }
+            }
+        }
+    }
+    let seconds = start.elapsed().as_secs_f64();
+    let batches = Batches::of(
+        &steps,
+        seconds,
+        needed,
+        args.engine.step_tokens as usize,
+        args.engine.sequences as usize,
+    );
+    let figures = Figures {
+        model: args.model.clone(),
+        precision: precision_word(precision).into(),
+        isa: format!("{:?}", Isa::detect()),
+        threads: crate::cli::outfit::threads(&args.engine),
+        requests: count,
+        failed,
+        prompt_tokens: prompt,
+        cached_tokens: cached,
+        generated_tokens: generated,
+        computed_tokens: batches.prefill_tokens + batches.decode_tokens,
+        seconds,
+        requests_per_second: count as f64 / seconds,
+        prompt_tokens_per_second: prompt as f64 / seconds,
+        generated_tokens_per_second: generated as f64 / seconds,
+        total_tokens_per_second: (prompt + generated) as f64 / seconds,
+        peak_memory_bytes: peak_memory()?,
+        seconds_by_operation: by_operation(engine, seconds),
+        batches,
+    };
+    Ok((figures, steps))
+}
+
+fn by_operation(engine: &Engine, seconds: f64) -> Vec<(String, f64)> {
+    let totals = engine.totals();
+    let mut all = vec![("plan".to_string(), totals.planning.as_secs_f64())];
+    for (name, time) in engine.operation_times() {
+        all.push((name.to_string(), time.as_secs_f64()));
+    }
+    all.push(("sample".to_string(), totals.sampling.as_secs_f64()));
+    let known: f64 = all.iter().map(|(_, seconds)| seconds).sum();
+    all.push(("other".to_string(), (seconds - known).max(0.0)));
+    all
+}
+
+/// Largest resident set of this process so far, in bytes.
+fn peak_memory() -> anyhow::Result<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").context("cannot read this process's memory use")?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+    let kib = line.and_then(|rest| rest.trim().trim_end_matches("kB").trim().parse::<u64>().ok());
+    Ok(kib.context("the system does not say this process's peak memory")? << 10)
+}

@@ -1,0 +1,51 @@
+//! Where a model's time goes, by kind of operation.
+
+use std::time::{Duration, Instant};
+
+/// A kind of operation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Operation {
+    Embed,
+    Norm,
+    Linear,
+    RopeStore,
+    Attention,
+    Gated,
+    Logits,
+}
+
+impl Operation {
+    const ALL: [(Operation, &'static str); 7] = [
+        (Operation::Embed, "embed"),
+        (Operation::Norm, "norm"),
+        (Operation::Linear, "linear"),
+        (Operation::RopeStore, "rope_store"),
+        (Operation::Attention, "attention"),
+        (Operation::Gated, "gated"),
+        (Operation::Logits, "logits"),
+    ];
+}
+
+/// Time by operation, summed over steps.
+#[derive(Debug, Default)]
+pub struct Times([Duration; Operation::ALL.len()]);
+
+impl Times {
+    /// Begins a step: what is returned takes the time since it was last called, or since now.
+    pub fn laps(&mut self) -> impl FnMut(Operation) {
+        let mut last = Instant::now();
+        move |operation| {
+            let now = Instant::now();
+            self.0[operation as usize] += now - last;
+            last = now;
+        }
+    }
+
+    /// By name.
+    pub fn read(&self) -> Vec<(&'static str, Duration)> {
+        Operation::ALL
+            .iter()
+            .map(|(operation, name)| (*name, self.0[*operation as usize]))
+            .collect()
+    }
+}
