@@ -1,0 +1,149 @@
+"""Makes the two random models and the three traces of the peers' benchmark.
+
+    python make.py --data DIR [--scale N] [--models l30m,q05b]
+
+DIR/l30m and DIR/q05b become checkpoints (safetensors in BF16, a word-level tokenizer); DIR/MODEL-W1.jsonl to -W3.jsonl their
+traces, a request a line as `gristmill bench --trace` reads it. Everything follows from the seed.
+
+Weights are uniform with variance 1 / columns; the last norm is scaled so that sampling sees an entropy of 2 to 3 nats, as
+with a real model: logits are nearly normal with standard deviation s, and then ln(vocabulary) - s^2 / 2 nats (the random
+energy model, Derrida 1981).
+"""
+
+import argparse
+import json
+import math
+import pathlib
+import struct
+
+import numpy
+
+SEED = 20261121
+# Nats that sampling is to see.
+ENTROPY = 2.5
+EMBEDDING_STD = 0.02
+
+MODELS = {
+    "l30m": {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 384, "intermediate_size": 1024,
+        "num_hidden_layers": 8, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 32_000,
+        "rope_theta": 10_000.0, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096,
+    },
+    "q05b": {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864,
+        "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 64,
+        "vocab_size": 151_936, "rope_theta": 1_000_000.0, "rms_norm_eps": 1e-6, "max_position_embeddings": 32_768,
+    },
+}
+COMMON = {"hidden_act": "silu", "tie_word_embeddings": True, "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
+          "attention_dropout": 0.0, "initializer_range": EMBEDDING_STD, "use_cache": True}
+
+# Rows at scale 1, for each model.
+ROWS = {"W1": {"l30m": 256, "q05b": 64}, "W2": {"l30m": 64, "q05b": 64}, "W3": {"l30m": 128, "q05b": 32}}
+
+
+def tensors(config):
+    """Name, shape and values of each weight."""
+    random = numpy.random.default_rng(SEED)
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    queries = config["num_attention_heads"] * config["head_dim"]
+    keys = config["num_key_value_heads"] * config["head_dim"]
+
+    def matrix(rows, columns, std=None):
+        half = math.sqrt(3.0) * (std if std else columns ** -0.5)
+        return random.uniform(-half, half, size=(rows, columns)).astype(numpy.float32)
+
+    yield "model.embed_tokens.weight", matrix(config["vocab_size"], hidden, EMBEDDING_STD)
+    for layer in range(config["num_hidden_layers"]):
+        at = f"model.layers.{layer}."
+        yield at + "input_layernorm.weight", numpy.ones(hidden, numpy.float32)
+        yield at + "post_attention_layernorm.weight", numpy.ones(hidden, numpy.float32)
+        for name, rows in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
+            yield f"{at}self_attn.{name}.weight", matrix(rows, hidden)
+            if config["model_type"] == "qwen2":
+                yield f"{at}self_attn.{name}.bias", matrix(1, rows)[0]
+        yield at + "self_attn.o_proj.weight", matrix(hidden, queries)
+        yield at + "mlp.gate_proj.weight", matrix(inner, hidden)
+        yield at + "mlp.up_proj.weight", matrix(inner, hidden)
+        yield at + "mlp.down_proj.weight", matrix(hidden, inner)
+    std = math.sqrt(2 * (math.log(config["vocab_size"]) - ENTROPY))
+    yield "model.norm.weight", numpy.full(hidden, std / (math.sqrt(hidden) * EMBEDDING_STD), numpy.float32)
+
+
+def bf16(values):
+    """The nearest BF16 numbers, as 16 bits each."""
+    bits = numpy.ascontiguousarray(values).view(numpy.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
+
+
+def write_safetensors(path, config):
+    header, blobs, at = {"__metadata__": {"format": "pt"}}, [], 0
+    for name, values in tensors(config):
+        blob = bf16(values).tobytes()
+        header[name] = {"dtype": "BF16", "shape": list(values.shape), "data_offsets": [at, at + len(blob)]}
+        blobs.append(blob)
+        at += len(blob)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for blob in blobs:
+            file.write(blob)
+
+
+def write_model(folder, config):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config | COMMON, indent=2))
+    (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2}))
+    words = ["<unk>", "<s>", "</s>"] + [f"w{i}" for i in range(3, config["vocab_size"])]
+    tokenizer = {
+        "version": "1.0", "truncation": None, "padding": None, "normalizer": None, "post_processor": None,
+        "added_tokens": [{"id": i, "content": word, "single_word": False, "lstrip": False, "rstrip": False,
+                          "normalized": False, "special": True} for i, word in enumerate(words[:3])],
+        "pre_tokenizer": {"type": "Whitespace"}, "decoder": None,
+        "model": {"type": "WordLevel", "vocab": {word: i for i, word in enumerate(words)}, "unk_token": "<unk>"},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "tokenizer_config.json").write_text(json.dumps({
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>",
+        "model_max_length": config["max_position_embeddings"]}))
+    # Last: a folder with it is whole.
+    write_safetensors(folder / "model.safetensors", config)
+
+
+def trace(workload, rows, vocabulary):
+    """Requests of one workload."""
+    random = numpy.random.default_rng([SEED, int(workload[1])])
+
+    def ids(count):
+        return random.integers(3, vocabulary, count).tolist()
+
+    instruction = ids(192)
+    for _ in range(rows):
+        if workload == "W1":
+            yield {"prompt_token_ids": instruction + ids(64), "max_tokens": 16, "temperature": 0.0}
+        elif workload == "W2":
+            yield {"prompt_token_ids": ids(48), "max_tokens": 256, "temperature": 0.8, "top_p": 0.95}
+        else:
+            length = int(round(math.exp(random.uniform(math.log(16), math.log(1024)))))
+            yield {"prompt_token_ids": ids(length), "max_tokens": int(random.integers(8, 129)), "temperature": 0.0}
+
+
+def make(data, models, scale):
+    for name in models:
+        config = MODELS[name]
+        if not (data / name / "model.safetensors").exists():
+            write_model(data / name, config)
+        for workload, rows in ROWS.items():
+            with open(data / f"{name}-{workload}.jsonl", "w") as file:
+                for request in trace(workload, rows[name] * scale, config["vocab_size"]):
+                    file.write(json.dumps(request) + "\n")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=pathlib.Path, required=True)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--scale", type=int, default=1, help="times the rows of each workload")
+    args = parser.parse_args()
+    make(args.data, args.models.split(","), args.scale)
