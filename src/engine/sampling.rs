@@ -22,6 +22,8 @@ use std::cmp::Ordering;
 
 use toktrie::SimpleVob;
 
+use crate::device::cpu::exp;
+use crate::device::cpu::vocabulary::{self, SUM_CHUNK};
 use crate::engine::params::Params;
 use crate::engine::philox::StreamKey;
 
@@ -70,62 +72,178 @@ struct Candidate {
     weight: f32,
 }
 
+impl Candidate {
+    /// The token, where it exists and has a probability at all.
+    fn of(logits: &[f32], id: u32) -> Option<Candidate> {
+        let logit = *logits.get(id as usize)?;
+        (logit > f32::NEG_INFINITY).then_some(Candidate { id, logit, weight: 0.0 })
+    }
+}
+
 /// Memory that one thread uses again and again.
 #[derive(Default)]
 pub struct Scratch {
     row: Vec<f32>,
-    candidates: Vec<Candidate>,
     ids: Vec<u32>,
+    all: Weights,
+    candidates: Vec<Candidate>,
+}
+
+/// All tokens' weights relative to the most probable one's, which is 1.
+#[derive(Default)]
+struct Weights {
+    each: Vec<f32>,
+    /// By [`SUM_CHUNK`].
+    sums: Vec<f32>,
+    total: f64,
 }
 
 /// Samples one token from its logits (`[vocabulary]`, raw).
 pub fn sample(logits: &[f32], draw: Draw, scratch: &mut Scratch) -> Result<u32, SampleError> {
-    check_finite(logits)?;
-    let Scratch { row, candidates, ids } = scratch;
+    let mut max = vocabulary::largest(logits).ok_or(SampleError::NotFinite)?;
+    let Scratch {
+        row,
+        ids,
+        all,
+        candidates,
+    } = scratch;
     let params = draw.params;
     let penalised =
         params.repetition_penalty != 1.0 || params.presence_penalty != 0.0 || params.frequency_penalty != 0.0;
-    // A shape allows no ids that have no bytes.
-    let holes = match draw.allowed {
-        Allowed::All => draw.holes,
-        Allowed::Mask(_) | Allowed::Ids(_) => &[],
-    };
-    let logits = match penalised || !holes.is_empty() {
-        false => logits,
-        true => {
-            row.clear();
-            row.extend_from_slice(logits);
+    let untouched = !penalised && matches!(draw.allowed, Allowed::All) && draw.holes.is_empty();
+    let logits = if untouched || (!penalised && matches!(draw.allowed, Allowed::Ids(_))) {
+        logits
+    } else {
+        row.clear();
+        row.extend_from_slice(logits);
+        if penalised {
             penalise(row, draw, ids);
-            for id in holes {
-                if let Some(logit) = row.get_mut(*id as usize) {
-                    *logit = f32::NEG_INFINITY;
-                }
-            }
-            row
         }
+        rule_out(row, draw);
+        max = vocabulary::largest(row).ok_or(SampleError::NotFinite)?;
+        row
     };
-    if params.temperature == 0.0 && matches!(draw.allowed, Allowed::All) {
-        return largest(logits).ok_or(SampleError::NothingAllowed);
-    }
-    candidates.clear();
-    collect(logits, draw.allowed, candidates);
-    if params.temperature == 0.0 {
-        return candidates
-            .iter()
-            .copied()
-            .min_by(larger_first)
-            .map(|c| c.id)
-            .ok_or(SampleError::NothingAllowed);
+    if let Allowed::Ids(allowed) = draw.allowed {
+        candidates.clear();
+        candidates.extend(allowed.iter().filter_map(|id| Candidate::of(logits, *id)));
+        if params.temperature == 0.0 {
+            let best = candidates.iter().copied().min_by(larger_first);
+            return best.map(|c| c.id).ok_or(SampleError::NothingAllowed);
+        }
+    } else {
+        if max == f32::NEG_INFINITY {
+            return Err(SampleError::NothingAllowed);
+        }
+        if params.temperature == 0.0 {
+            // Of equal ones the lowest id.
+            let id = logits.iter().position(|l| *l == max);
+            return id.map(|id| id as u32).ok_or(SampleError::NothingAllowed);
+        }
+        if params.top_k == 0 {
+            all.weigh(logits, max, params.temperature);
+            let uniform = draw.key.uniform(draw.position);
+            let Some(least) = all.least(params) else {
+                return Ok(all.pick(uniform));
+            };
+            all.not_below(least, logits, ids, candidates);
+            cut(candidates, params, all.total);
+            return Ok(pick(candidates, uniform));
+        }
+        candidates.clear();
+        candidates.extend((0..logits.len() as u32).filter_map(|id| Candidate::of(logits, id)));
     }
     filter(candidates, params)?;
     Ok(pick(candidates, draw.key.uniform(draw.position)))
 }
 
-/// The largest logit's id, of equal ones the lowest: two passes that are vectorised.
-fn largest(logits: &[f32]) -> Option<u32> {
-    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let id = logits.iter().position(|l| *l == max)?;
-    (max > f32::NEG_INFINITY).then_some(id as u32)
+/// A temperature as a factor; that of one near zero is finite, too.
+fn inverse(temperature: f32) -> f32 {
+    (1.0 / temperature).min(f32::MAX)
+}
+
+impl Weights {
+    /// Step 5; `max` is the largest logit and finite.
+    fn weigh(&mut self, logits: &[f32], max: f32, temperature: f32) {
+        vocabulary::weigh(logits, max, inverse(temperature), &mut self.each, &mut self.sums);
+        self.total = self.sums.iter().map(|sum| f64::from(*sum)).sum();
+    }
+
+    /// Tokens of less weight are surely filtered out by top-p or min-p; `None`: nothing is filtered.
+    ///
+    /// For top-p: those below `(1 - p) * total / count` weigh at most `(1 - p) * total` together, so the others reach p.
+    /// Half of that leaves room for rounding.
+    fn least(&self, params: &Params) -> Option<f32> {
+        if params.top_p >= 1.0 && params.min_p <= 0.0 {
+            return None;
+        }
+        let tail = (1.0 - f64::from(params.top_p)).max(0.0) * self.total / (2.0 * self.each.len() as f64);
+        Some((tail as f32).max(params.min_p).max(f32::MIN_POSITIVE))
+    }
+
+    /// The tokens of at least this weight, by ascending id; `ids` is scratch.
+    fn not_below(&self, least: f32, logits: &[f32], ids: &mut Vec<u32>, candidates: &mut Vec<Candidate>) {
+        vocabulary::not_below(&self.each, least, ids);
+        candidates.clear();
+        candidates.extend(ids.iter().map(|&id| Candidate {
+            id,
+            logit: logits[id as usize],
+            weight: self.each[id as usize],
+        }));
+    }
+
+    /// Step 9 of all tokens; `uniform` lies in [0, 1).
+    fn pick(&self, uniform: f64) -> u32 {
+        let target = uniform * self.total;
+        let mut reached = 0.0;
+        let chunks = self.each.chunks(SUM_CHUNK).zip(&self.sums);
+        for (at, (weights, sum)) in chunks.enumerate() {
+            let end = reached + f64::from(*sum);
+            if end > target {
+                for (i, weight) in weights.iter().enumerate() {
+                    reached += f64::from(*weight);
+                    if reached > target && *weight > 0.0 {
+                        return (at * SUM_CHUNK + i) as u32;
+                    }
+                }
+            }
+            // A sum was rounded: where it says more than its weights are together, the next token is as good.
+            reached = end;
+        }
+        self.each.iter().rposition(|weight| *weight > 0.0).unwrap_or(0) as u32
+    }
+}
+
+/// Rules out what no shape allows: minus infinity.
+fn rule_out(row: &mut [f32], draw: Draw) {
+    match draw.allowed {
+        Allowed::All => {
+            for id in draw.holes {
+                if let Some(logit) = row.get_mut(*id as usize) {
+                    *logit = f32::NEG_INFINITY;
+                }
+            }
+        }
+        // A shape allows no ids that have no bytes.
+        Allowed::Mask(mask) => {
+            let words = mask.as_slice();
+            for (at, logits) in row.chunks_mut(32).enumerate() {
+                match words.get(at).copied().unwrap_or(0) {
+                    u32::MAX => {}
+                    0 => logits.fill(f32::NEG_INFINITY),
+                    word => {
+                        for (bit, logit) in logits.iter_mut().enumerate() {
+                            *logit = if word >> bit & 1 == 1 {
+                                *logit
+                            } else {
+                                f32::NEG_INFINITY
+                            };
+                        }
+                    }
+                }
+            }
+        }
+        Allowed::Ids(_) => {}
+    }
 }
 
 /// What turns a row's logits into log probabilities of the raw distribution: one pass over the vocabulary.
@@ -155,15 +273,6 @@ impl LogSoftmax<'_> {
 /// Natural logarithm of one token's probability in the raw distribution.
 pub fn log_probability(logits: &[f32], token: u32) -> f32 {
     LogSoftmax::new(logits).of(token)
-}
-
-/// Logits must be finite, except that a token may be ruled out by minus infinity.
-pub fn check_finite(logits: &[f32]) -> Result<(), SampleError> {
-    // One pass without an early exit, so that it is vectorised.
-    let broken = logits
-        .iter()
-        .fold(false, |broken, l| broken | l.is_nan() | (*l == f32::INFINITY));
-    if broken { Err(SampleError::NotFinite) } else { Ok(()) }
 }
 
 /// Steps 3 and 4.
@@ -199,34 +308,6 @@ fn penalise(row: &mut [f32], draw: Draw, ids: &mut Vec<u32>) {
     }
 }
 
-/// Step 2: the allowed tokens that have a probability at all, by ascending id but for [`Allowed::Ids`].
-fn collect(logits: &[f32], allowed: Allowed, candidates: &mut Vec<Candidate>) {
-    let mut push = |id: usize| {
-        if let Some(&logit) = logits.get(id)
-            && logit > f32::NEG_INFINITY
-        {
-            candidates.push(Candidate {
-                id: id as u32,
-                logit,
-                weight: 0.0,
-            });
-        }
-    };
-    match allowed {
-        Allowed::All => (0..logits.len()).for_each(push),
-        Allowed::Ids(ids) => ids.iter().for_each(|id| push(*id as usize)),
-        Allowed::Mask(mask) => {
-            for (at, word) in mask.as_slice().iter().enumerate() {
-                let mut word = *word;
-                while word != 0 {
-                    push(at * 32 + word.trailing_zeros() as usize);
-                    word &= word - 1;
-                }
-            }
-        }
-    }
-}
-
 /// Steps 5 to 8; leaves the candidates in order of ids, at least one.
 fn filter(candidates: &mut Vec<Candidate>, params: &Params) -> Result<(), SampleError> {
     let top_k = params.top_k as usize;
@@ -239,10 +320,17 @@ fn filter(candidates: &mut Vec<Candidate>, params: &Params) -> Result<(), Sample
         return Err(SampleError::NothingAllowed);
     }
     for candidate in candidates.iter_mut() {
-        candidate.weight = ((candidate.logit - max) / params.temperature).exp();
+        candidate.weight = exp((candidate.logit - max) * inverse(params.temperature));
     }
+    let total = candidates.iter().map(|c| f64::from(c.weight)).sum();
+    cut(candidates, params, total);
+    Ok(())
+}
+
+/// Steps 7 and 8, of candidates among which are all that stay; `total` is the weight of those that top-k left.
+fn cut(candidates: &mut Vec<Candidate>, params: &Params, total: f64) {
     if params.top_p < 1.0 {
-        keep_top_p(candidates, f64::from(params.top_p));
+        keep_top_p(candidates, f64::from(params.top_p) * total);
     }
     if params.min_p > 0.0 {
         candidates.retain(|c| c.weight >= params.min_p);
@@ -250,12 +338,10 @@ fn filter(candidates: &mut Vec<Candidate>, params: &Params) -> Result<(), Sample
     if !candidates.is_sorted_by_key(|c| c.id) {
         candidates.sort_unstable_by_key(|c| c.id);
     }
-    Ok(())
 }
 
-/// Step 7, without sorting more than it must: the largest are sorted in ever larger runs until they reach p.
-fn keep_top_p(candidates: &mut Vec<Candidate>, top_p: f64) {
-    let total: f64 = candidates.iter().map(|c| f64::from(c.weight)).sum();
+/// Step 7, without sorting more than it must: the largest are sorted in ever larger runs until they weigh `enough`.
+fn keep_top_p(candidates: &mut Vec<Candidate>, enough: f64) {
     let (mut sorted, mut run, mut reached) = (0, FIRST_SORTED, 0.0);
     while sorted < candidates.len() {
         let end = (sorted + run).min(candidates.len());
@@ -265,7 +351,7 @@ fn keep_top_p(candidates: &mut Vec<Candidate>, top_p: f64) {
         candidates[sorted..end].sort_unstable_by(larger_first);
         for i in sorted..end {
             reached += f64::from(candidates[i].weight);
-            if reached >= top_p * total {
+            if reached >= enough {
                 candidates.truncate(i + 1);
                 return;
             }
@@ -628,8 +714,15 @@ mod tests {
                 .collect();
             let params = Params { top_k, top_p, min_p, temperature: 0.8, ..Params::default() };
             let mut kept = Vec::new();
-            collect(&logits, Allowed::All, &mut kept);
-            filter(&mut kept, &params).unwrap();
+            if top_k > 0 {
+                kept.extend((0..logits.len() as u32).filter_map(|id| Candidate::of(&logits, id)));
+                filter(&mut kept, &params).unwrap();
+            } else {
+                let mut all = Weights::default();
+                all.weigh(&logits, vocabulary::largest(&logits).unwrap(), params.temperature);
+                all.not_below(all.least(&params).unwrap(), &logits, &mut Vec::new(), &mut kept);
+                cut(&mut kept, &params, all.total);
+            }
             let expected = expected(&logits, draw(&params));
             let support = expected.iter().filter(|p| **p > 0.0).count();
             // A token at the very edge may fall on either side by rounding.

@@ -11,6 +11,11 @@ use super::tile::PANEL;
 pub const QUAD: usize = 4;
 /// Added to an activation to make it unsigned.
 pub const OFFSET: i32 = 128;
+/// Values of k that rows are padded to a multiple of: a tile's.
+pub const K_STEP: usize = 64;
+/// More rows than so go to tiles: fewer would leave most of a tile empty.
+#[cfg(target_arch = "x86_64")]
+const AMX_ROWS_LEAST: usize = 12;
 /// Longest sum that surely fits in 32 bits: `255 * 127 * k < 2^31`.
 pub const K_MAX: usize = 1 << 16;
 
@@ -46,6 +51,8 @@ pub struct Product {
 pub fn max_rows(isa: Isa) -> usize {
     match isa {
         #[cfg(target_arch = "x86_64")]
+        Isa::Amx => 32,
+        #[cfg(target_arch = "x86_64")]
         Isa::Avx512Vnni => 12,
         #[cfg(target_arch = "x86_64")]
         Isa::AvxVnni => 4,
@@ -59,7 +66,9 @@ pub fn max_rows(isa: Isa) -> usize {
 pub fn panels_at_once(isa: Isa, rows: usize) -> usize {
     match isa {
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512Vnni => match rows {
+        Isa::Amx if rows > AMX_ROWS_LEAST => 2,
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512Vnni | Isa::Amx => match rows {
             1..=3 => 8,
             4..=6 => 4,
             _ => 2,
@@ -92,7 +101,9 @@ pub unsafe fn product(isa: Isa, p: Product) {
             };
             match isa {
                 #[cfg(target_arch = "x86_64")]
-                Isa::Avx512Vnni => x86::avx512_vnni(part),
+                Isa::Amx if p.rows > AMX_ROWS_LEAST => super::amx::product(part),
+                #[cfg(target_arch = "x86_64")]
+                Isa::Avx512Vnni | Isa::Amx => x86::avx512_vnni(part),
                 #[cfg(target_arch = "x86_64")]
                 Isa::AvxVnni => x86::avx_vnni(part),
                 #[cfg(target_arch = "x86_64")]
@@ -390,7 +401,7 @@ mod tests {
         for isa in Isa::available() {
             for rows in 1..=max_rows(isa) {
                 for panels in [1, 2, 3, 4, 5, 8, 9, 17] {
-                    for quads in [0, 1, 2, 15, 33] {
+                    for quads in [0, 16, 32, 80] {
                         check(isa, rows, panels, quads, false);
                         check(isa, rows, panels, quads, true);
                     }

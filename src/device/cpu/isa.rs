@@ -9,6 +9,9 @@ pub enum Isa {
     /// AVX-512 and dot products of 8-bit numbers.
     #[cfg(target_arch = "x86_64")]
     Avx512Vnni,
+    /// AVX-512 with dot products, and matrix products of 8-bit numbers on tiles.
+    #[cfg(target_arch = "x86_64")]
+    Amx,
     /// AVX-512 F, BW, DQ, VL: 16 lanes, 32 registers.
     #[cfg(target_arch = "x86_64")]
     Avx512,
@@ -46,6 +49,9 @@ impl Isa {
                     sets.push(Isa::Avx512);
                     if is_x86_feature_detected!("avx512vnni") {
                         sets.push(Isa::Avx512Vnni);
+                        if super::amx::is_available() {
+                            sets.push(Isa::Amx);
+                        }
                     }
                 }
             }
@@ -75,9 +81,9 @@ macro_rules! multiversion {
             match isa {
                 // SAFETY: the processor has these instructions, or `isa` would not have this value.
                 #[cfg(target_arch = "x86_64")]
-                $crate::device::cpu::isa::Isa::Avx512 | $crate::device::cpu::isa::Isa::Avx512Vnni => unsafe {
-                    avx512($($arg),*)
-                },
+                $crate::device::cpu::isa::Isa::Avx512
+                | $crate::device::cpu::isa::Isa::Avx512Vnni
+                | $crate::device::cpu::isa::Isa::Amx => unsafe { avx512($($arg),*) },
                 // SAFETY: as above.
                 #[cfg(target_arch = "x86_64")]
                 $crate::device::cpu::isa::Isa::Avx2 | $crate::device::cpu::isa::Isa::AvxVnni => unsafe {

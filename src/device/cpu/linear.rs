@@ -15,6 +15,8 @@ use super::{Buffer, SharedMut};
 
 /// Longest part of k whose panels are multiplied in one go, so that they stay in the second-level cache.
 const K_BLOCK: usize = 2048;
+/// Rows of a block of eight bits, at most.
+const INT8_ROWS_MAX: usize = 32;
 /// Multiplications below which a product is not worth waking another thread for.
 const SERIAL_WORK: usize = 1 << 16;
 
@@ -262,13 +264,13 @@ impl Block {
         }
         if full < self.panel.end {
             // The last panel overhangs the output and the bias: it goes through a tile of its own.
-            let (mut tile, mut last) = ([0.0f32; 12 * PANEL], [0.0f32; PANEL]);
+            let (mut tile, mut last) = ([0.0f32; INT8_ROWS_MAX * PANEL], [0.0f32; PANEL]);
             let columns = self.width - full * PANEL;
             if let Some(bias) = bias {
                 last[..columns].copy_from_slice(&bias[full * PANEL..][..columns]);
             }
             let product_of = product_of(full..self.panel.end, last.as_ptr(), tile.as_mut_ptr(), PANEL);
-            // SAFETY: the tile takes 12 rows of one panel.
+            // SAFETY: the tile takes one panel of as many rows as any set does.
             unsafe { int8::product(isa, product_of) };
             for r in 0..self.rows {
                 // SAFETY: within this block's rows and columns.

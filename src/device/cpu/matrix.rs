@@ -7,7 +7,7 @@ use half::{bf16, f16};
 use rayon::prelude::*;
 
 use super::aligned::Aligned;
-use super::int8::{K_MAX, OFFSET, QUAD};
+use super::int8::{K_MAX, K_STEP, OFFSET, QUAD};
 use super::math::round_bf16;
 use super::tile::{Bf16, Element, F16, PANEL};
 use crate::device::{Dtype, NonFiniteWeight, Precision, Tensor};
@@ -28,7 +28,7 @@ pub(super) enum Panels {
 
 /// Quantized weights: `w` is about `data * scales`. Vectors reach to the last panel's end.
 pub(super) struct Int8Panels {
-    /// Padded by zeros to whole quads and panels.
+    /// Padded by zeros to whole tiles and panels.
     pub data: Aligned<i8>,
     /// `[rows]`.
     pub scales: Vec<f32>,
@@ -84,9 +84,9 @@ impl Matrix {
 impl Int8Panels {
     fn pack(parts: &[Tensor<'_>], rows: usize, columns: usize) -> Result<Int8Panels, NonFiniteWeight> {
         assert!(columns <= K_MAX, "sums over {columns} products do not fit in 32 bits");
-        let (quads, padded) = (columns.div_ceil(QUAD), rows.next_multiple_of(PANEL));
+        let (depth, padded) = (columns.next_multiple_of(K_STEP), rows.next_multiple_of(PANEL));
         let mut panels = Int8Panels {
-            data: Aligned::new(padded * quads * QUAD),
+            data: Aligned::new(padded * depth),
             scales: vec![0.0; padded],
             offsets: vec![0; padded],
             zeros: vec![0.0; padded],
@@ -94,7 +94,7 @@ impl Int8Panels {
         if panels.data.is_empty() {
             return Ok(panels);
         }
-        let data = panels.data.par_chunks_mut(PANEL * quads * QUAD);
+        let data = panels.data.par_chunks_mut(PANEL * depth);
         let scales = panels.scales.par_chunks_mut(PANEL);
         let offsets = panels.offsets.par_chunks_mut(PANEL);
         data.zip(scales).zip(offsets).enumerate().try_for_each_init(
@@ -124,7 +124,7 @@ impl Int8Panels {
     }
 
     fn read_row(&self, row: usize, out: &mut [f32]) {
-        let at = (row / PANEL) * out.len().next_multiple_of(QUAD) * PANEL + row % PANEL * QUAD;
+        let at = (row / PANEL) * out.len().next_multiple_of(K_STEP) * PANEL + row % PANEL * QUAD;
         let scale = self.scales[row];
         for (x, quad) in out.chunks_mut(QUAD).zip(self.data[at..].chunks(PANEL * QUAD)) {
             for (x, q) in x.iter_mut().zip(quad) {

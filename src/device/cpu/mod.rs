@@ -2,7 +2,8 @@
 //!
 //! Activations are F32 in memory (in BF16 they hold BF16 values). In F32 a row's results are the same bits whatever
 //! else is in the batch, however the work is shared out to threads, and on every instruction set.
-//! `unsafe` stands only where the kernel is called: `tile.rs`, `linear.rs`, `attention.rs`, `isa.rs` and `SharedMut`.
+//! `unsafe` stands only in kernels and where they are called: `tile.rs`, `int8.rs`, `amx.rs`, `linear.rs`, `attention.rs`,
+//! `isa.rs` and `SharedMut`.
 
 use std::sync::Arc;
 
@@ -12,6 +13,8 @@ use crate::device::{
 };
 
 mod aligned;
+#[cfg(target_arch = "x86_64")]
+mod amx;
 mod attention;
 mod embed;
 mod gated;
@@ -29,9 +32,11 @@ mod step;
 #[cfg(test)]
 mod testing;
 mod tile;
+pub mod vocabulary;
 
 pub use isa::Isa;
 pub use kv::KvPool;
+pub use math::exp;
 pub use matrix::{Matrix, Vector};
 pub use step::Step;
 

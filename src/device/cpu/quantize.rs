@@ -6,7 +6,7 @@
 use rayon::prelude::*;
 
 use super::Buffer;
-use super::int8::{OFFSET, QUAD};
+use super::int8::{K_STEP, OFFSET};
 use super::isa::{Isa, multiversion};
 
 /// `1.5 * 2^23`: adding it rounds a small float to an integer that then stands in the low bits.
@@ -19,7 +19,7 @@ const SERIAL_WORK: usize = 1 << 15;
 /// Quantized rows.
 #[derive(Debug, Default)]
 pub(super) struct Quantized {
-    /// `[rows][stride]`, each row padded by zeros (128) to whole quads.
+    /// `[rows][stride]`, each row padded by zeros (128) to whole tiles.
     pub data: Vec<u8>,
     pub stride: usize,
     /// `[rows]`.
@@ -60,7 +60,7 @@ multiversion! {
 
 /// Quantizes all rows of `x`.
 pub(super) fn quantize(isa: Isa, x: &Buffer, out: &mut Quantized) {
-    out.stride = x.width.next_multiple_of(QUAD);
+    out.stride = x.width.next_multiple_of(K_STEP);
     out.data.resize(x.rows * out.stride, 0);
     out.scales.resize(x.rows, 0.0);
     if x.width == 0 {

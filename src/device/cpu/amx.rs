@@ -1,0 +1,169 @@
+//! The INT8 product on AMX tiles (Intel, Architecture Instruction Set Extensions Programming Reference, chapter 3).
+//!
+//! A tile is 16 rows of 64 bytes. Two tiles of activations times two panels of weights fill the eight tile registers: four
+//! sums, two and two factors. The panel layout of [`int8`](super::int8) is that of AMX's right factor: 64 values of k of a
+//! panel are one tile. `tdpbusd` multiplies unsigned by signed, so that sums are the same integers as `vpdpbusd`'s.
+//!
+//! Intrinsics for AMX are not stable: everything between loading the tile configuration and releasing the tiles stands in one
+//! `asm!` block, since nothing else promises that tiles survive.
+
+use std::arch::asm;
+use std::arch::x86_64::*;
+use std::sync::OnceLock;
+
+use super::int8::{K_STEP, Product, QUAD};
+use super::tile::PANEL;
+
+/// Rows of a tile, and bytes of a row.
+const ROWS: usize = 16;
+const ROW_BYTES: usize = 64;
+
+/// Whether the processor has AMX-INT8 and the system lets this process use it.
+pub fn is_available() -> bool {
+    static AVAILABLE: OnceLock<bool> = OnceLock::new();
+    *AVAILABLE.get_or_init(|| has_instructions() && system_permits())
+}
+
+/// AMX-TILE and AMX-INT8 in the processor, tile state enabled by the system.
+fn has_instructions() -> bool {
+    const TILE: u32 = 1 << 24;
+    const INT8: u32 = 1 << 25;
+    const TILE_STATE: u64 = 0b11 << 17;
+    if !is_x86_feature_detected!("xsave") || !is_x86_feature_detected!("avx512vnni") || __cpuid(0).eax < 7 {
+        return false;
+    }
+    // SAFETY: the processor has XGETBV where it has XSAVE, enabled by the system: AVX-512 could not be detected without.
+    let enabled = unsafe { _xgetbv(0) };
+    let has = __cpuid_count(7, 0).edx & (TILE | INT8) == TILE | INT8;
+    has && enabled & TILE_STATE == TILE_STATE
+}
+
+/// Asks Linux for the tile registers' state, which is given to processes that want it only.
+#[cfg(target_os = "linux")]
+fn system_permits() -> bool {
+    const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
+    const XFEATURE_XTILEDATA: libc::c_long = 18;
+    // SAFETY: the call takes two numbers and changes nothing but what this process may use.
+    unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0 }
+}
+
+#[cfg(not(target_os = "linux"))]
+fn system_permits() -> bool {
+    false
+}
+
+/// What `ldtilecfg` reads: palette 1, then bytes a row and rows of each of the eight tiles.
+#[repr(C, align(64))]
+struct Configuration {
+    palette: u8,
+    start_row: u8,
+    reserved: [u8; 14],
+    row_bytes: [u16; 16],
+    rows: [u8; 16],
+}
+
+impl Configuration {
+    /// Sums in tiles 0 to 3 and activations in 4 and 5, `upper` rows in the even ones, `lower` in the odd ones; weights in 6
+    /// and 7.
+    fn new(upper: u8, lower: u8) -> Configuration {
+        let full = ROWS as u8;
+        let mut rows = [0; 16];
+        rows[..8].copy_from_slice(&[upper, lower, upper, lower, upper, lower, full, full]);
+        let mut row_bytes = [0; 16];
+        row_bytes[..8].fill(ROW_BYTES as u16);
+        Configuration {
+            palette: 1,
+            start_row: 0,
+            reserved: [0; 14],
+            row_bytes,
+            rows,
+        }
+    }
+}
+
+/// Sums of two panels by up to 32 rows.
+#[repr(C, align(64))]
+struct Sums([[i32; 2 * PANEL]; 2 * ROWS]);
+
+/// A product of 17 to 32 rows (one tile and a part of another), or of 1 to 16, with one or two panels.
+///
+/// # Safety
+/// As [`product`](super::int8::product) where [`is_available`]; `quads` is a multiple of 16.
+pub unsafe fn product(p: Product) {
+    debug_assert!(p.rows <= 2 * ROWS && (1..=2).contains(&p.panels) && p.quads % (K_STEP / QUAD) == 0);
+    let upper = p.rows.min(ROWS);
+    let lower = p.rows - upper;
+    let mut sums = Sums([[0; 2 * PANEL]; 2 * ROWS]);
+    // A tile of no rows is not allowed: where there is no lower half, its tiles take one row and are not stored.
+    let configuration = Configuration::new(upper as u8, lower.max(1) as u8);
+    let steps = p.quads * QUAD / K_STEP;
+    // SAFETY: rows and panels lie within what the caller vouches for. Where there is no second panel or no lower half, the
+    // first stands in for it: it is read twice, and nobody looks at those sums.
+    unsafe {
+        let a_lower = if lower > 0 { p.a.add(ROWS * p.a_stride) } else { p.a };
+        let b_second = if p.panels == 2 { p.b.add(p.panel_stride) } else { p.b };
+        if steps > 0 {
+            asm!(
+                "ldtilecfg [{configuration}]",
+                "tilezero tmm0",
+                "tilezero tmm1",
+                "tilezero tmm2",
+                "tilezero tmm3",
+                "2:",
+                "tileloadd tmm4, [{a} + {a_stride}*1]",
+                "tileloadd tmm6, [{b} + {row}*1]",
+                "tdpbusd tmm0, tmm4, tmm6",
+                "tileloadd tmm5, [{a_lower} + {a_stride}*1]",
+                "tdpbusd tmm1, tmm5, tmm6",
+                "tileloadd tmm7, [{b_second} + {row}*1]",
+                "tdpbusd tmm2, tmm4, tmm7",
+                "tdpbusd tmm3, tmm5, tmm7",
+                "add {a}, 64",
+                "add {a_lower}, 64",
+                "add {b}, 1024",
+                "add {b_second}, 1024",
+                "dec {steps}",
+                "jnz 2b",
+                "tilestored [{sums} + {sums_stride}*1], tmm0",
+                "tilestored [{sums_lower} + {sums_stride}*1], tmm1",
+                "tilestored [{sums} + {sums_stride}*1 + 64], tmm2",
+                "tilestored [{sums_lower} + {sums_stride}*1 + 64], tmm3",
+                "tilerelease",
+                configuration = in(reg) &configuration,
+                a = inout(reg) p.a => _,
+                a_lower = inout(reg) a_lower => _,
+                a_stride = in(reg) p.a_stride,
+                b = inout(reg) p.b => _,
+                b_second = inout(reg) b_second => _,
+                row = in(reg) ROW_BYTES,
+                steps = inout(reg) steps => _,
+                sums = in(reg) sums.0.as_mut_ptr(),
+                sums_lower = in(reg) sums.0[ROWS..].as_mut_ptr(),
+                sums_stride = in(reg) 2 * PANEL * size_of::<i32>(),
+                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                options(nostack),
+            );
+        }
+        finish(&p, &sums);
+    }
+}
+
+/// Subtracts, scales, adds the bias and stores.
+#[target_feature(enable = "avx512f")]
+unsafe fn finish(p: &Product, sums: &Sums) {
+    // SAFETY: indices stay within the bounds that `product` asks for.
+    unsafe {
+        for n in 0..p.panels {
+            let offset = _mm512_loadu_si512(p.offsets.add(n * PANEL).cast());
+            let scale = _mm512_loadu_ps(p.column_scales.add(n * PANEL));
+            let bias = _mm512_loadu_ps(p.bias.add(n * PANEL));
+            for r in 0..p.rows {
+                let sum = _mm512_load_si512(sums.0[r][n * PANEL..].as_ptr().cast());
+                let sum = _mm512_cvtepi32_ps(_mm512_sub_epi32(sum, offset));
+                let value = _mm512_mul_ps(_mm512_mul_ps(sum, scale), _mm512_set1_ps(*p.row_scales.add(r)));
+                _mm512_storeu_ps(p.c.add(r * p.c_stride + n * PANEL), _mm512_add_ps(value, bias));
+            }
+        }
+    }
+}
