@@ -64,6 +64,7 @@ pub fn load_options(
 ) -> Result<LoadOptions, Failure> {
     Ok(LoadOptions {
         precision,
+        kv_format: precision.kv_format(),
         kv: KvBudget::Bytes(args.kv_memory.map_or_else(default_kv_bytes, |mib| mib << 20)),
         threads: thread_pool(threads(args)).context("cannot start the threads")?,
         max_context: context,

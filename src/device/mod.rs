@@ -11,6 +11,8 @@ pub mod cpu;
 
 /// Positions that one KV block holds, and the tile in which attention reduces over keys.
 pub const BLOCK_TOKENS: usize = 16;
+/// Positions that attention in 8 bits reduces over at once, and the least prefix that sequences attend to together: whole blocks.
+pub const SPAN_TOKENS: usize = 64;
 
 /// What a device computes in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -20,8 +22,28 @@ pub enum Precision {
     /// Weights, activations, keys and values rounded to BF16 where an operation ends; sums in F32.
     Bf16,
     /// Linear weights and the activations that they multiply in 8 bits, scaled by output feature and by token; sums exact.
-    /// All else in F32, keys and values in BF16.
+    /// All else in F32, keys and values as [`KvFormat`] says.
     Int8,
+}
+
+/// What keys and values are kept in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum KvFormat {
+    F32,
+    Bf16,
+    /// 8 bits, scaled by token and head; attention multiplies queries and weights in 8 bits, too.
+    Int8,
+}
+
+impl Precision {
+    /// What keys and values are kept in where nothing else is asked for.
+    pub fn kv_format(self) -> KvFormat {
+        match self {
+            Precision::F32 => KvFormat::F32,
+            Precision::Bf16 => KvFormat::Bf16,
+            Precision::Int8 => KvFormat::Int8,
+        }
+    }
 }
 
 /// Number format of a stored tensor.
@@ -151,6 +173,8 @@ pub trait Device: Send + Sync {
     /// # Errors
     /// A weight that is NaN or infinite, or becomes so in the computing precision.
     fn matrix(&self, parts: &[Tensor<'_>]) -> Result<Self::Matrix, NonFiniteWeight>;
+    /// As [`matrix`](Self::matrix), of a gate's rows and as many of an up projection, for [`gated_linear`](Self::gated_linear).
+    fn gated_matrix(&self, parts: &[Tensor<'_>]) -> Result<Self::Matrix, NonFiniteWeight>;
     /// Takes over vectors, one after the other. Errors as in [`matrix`](Self::matrix).
     fn vector(&self, parts: &[Tensor<'_>]) -> Result<Self::Vector, NonFiniteWeight>;
     /// An empty buffer.
@@ -215,10 +239,15 @@ pub trait Device: Send + Sync {
         out: &mut Self::Buffer,
         workspace: &mut Self::Workspace,
     );
-    /// `out = silu(gate) * up`, where a row of `gate_up` is `[gate][up]`.
-    fn gated(&self, gate_up: &Self::Buffer, out: &mut Self::Buffer);
+    /// `out = silu(gate) * up`, where `[gate][up]` is what [`linear`](Self::linear) would give.
+    fn gated_linear(
+        &self,
+        linear: &Linear<Self::Matrix, Self::Vector>,
+        x: &Self::Buffer,
+        out: &mut Self::Buffer,
+        workspace: &mut Self::Workspace,
+    );
     /// Logits in F32 of each row of `x` over the first `ids` rows of `head`: `out` becomes `[rows][ids]` on the host.
-    /// Returns the rows that hold a value which is not finite.
     fn logits(
         &self,
         head: &Self::Matrix,
@@ -226,5 +255,5 @@ pub trait Device: Send + Sync {
         x: &Self::Buffer,
         out: &mut Vec<f32>,
         workspace: &mut Self::Workspace,
-    ) -> Vec<usize>;
+    );
 }

@@ -31,10 +31,9 @@ use crate::device::batch::StepBatch;
 /// runs, so a sequence may attend to blocks that another sequence of the same step fills.
 pub trait Forward {
     /// Runs one step and returns the logits of `batch.logits_at`, `[logits_at.len()][vocab_size()]`, row-major, F32.
+    ///
+    /// A row that the model cannot compute holds NaN or infinity, and the others are sound: sampling sees it.
     fn forward(&mut self, batch: &StepBatch) -> Result<&[f32], ForwardError>;
-    /// The last step's logits, laid out as [`forward`](Self::forward) returns them. After
-    /// [`ForwardError::NotFinite`] all rows but the named ones are sound; after another error they are undefined.
-    fn logits(&self) -> &[f32];
     /// Ids that may be sampled are `0..vocab_size()`: the model's vocabulary without its padding.
     fn vocab_size(&self) -> usize;
     /// Longest sequence (prompt + completion) in tokens.
@@ -54,7 +53,4 @@ pub trait Forward {
 pub enum ForwardError {
     #[error("the model's step failed: {0}")]
     Device(String),
-    /// Some logits are not finite; indices into `logits_at`. The rest of the step is sound.
-    #[error("logits are not finite for {} of the step's sequences", .0.len())]
-    NotFinite(Vec<usize>),
 }

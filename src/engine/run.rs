@@ -221,15 +221,10 @@ impl Engine {
             for state in work.iter_mut().filter_map(|w| w.active.unit.grammar()) {
                 scope.spawn(move |_| state.prepare());
             }
-            forward.forward(&batch).map(|_| ())
+            forward.forward(&batch)
         });
         self.totals.forward += began.elapsed();
-        let (logits, bad): (&[f32], Vec<usize>) = match result {
-            Ok(()) => (self.forward.logits(), Vec::new()),
-            // The step is sound but for these rows.
-            Err(ForwardError::NotFinite(bad)) => (self.forward.logits(), bad),
-            Err(error) => return Err(EngineError::Forward(error)),
-        };
+        let logits = result.map_err(EngineError::Forward)?;
         if logits.len() != batch.logits_at.len() * stride {
             return Err(EngineError::Logits {
                 found: logits.len(),
@@ -241,11 +236,6 @@ impl Engine {
         let tokenizer = &*self.tokenizer;
         work.par_iter_mut().for_each_init(Scratch::default, |scratch, w| {
             for (sequence, node, row) in &w.rows {
-                if bad.contains(row) {
-                    let error = "the model's logits are not finite for this row".to_string();
-                    w.next.push((*sequence, Next::Finished(Err(error))));
-                    break;
-                }
                 let next = w
                     .active
                     .unit

@@ -23,7 +23,7 @@ use std::cmp::Ordering;
 use toktrie::SimpleVob;
 
 use crate::device::cpu::exp;
-use crate::device::cpu::vocabulary::{self, SUM_CHUNK};
+use crate::device::cpu::vocabulary::{self, STEPS, SUM_CHUNK, Weights};
 use crate::engine::params::Params;
 use crate::engine::philox::StreamKey;
 
@@ -89,15 +89,6 @@ pub struct Scratch {
     candidates: Vec<Candidate>,
 }
 
-/// All tokens' weights relative to the most probable one's, which is 1.
-#[derive(Default)]
-struct Weights {
-    each: Vec<f32>,
-    /// By [`SUM_CHUNK`].
-    sums: Vec<f32>,
-    total: f64,
-}
-
 /// Samples one token from its logits (`[vocabulary]`, raw).
 pub fn sample(logits: &[f32], draw: Draw, scratch: &mut Scratch) -> Result<u32, SampleError> {
     let mut max = vocabulary::largest(logits).ok_or(SampleError::NotFinite)?;
@@ -140,13 +131,20 @@ pub fn sample(logits: &[f32], draw: Draw, scratch: &mut Scratch) -> Result<u32, 
             return id.map(|id| id as u32).ok_or(SampleError::NothingAllowed);
         }
         if params.top_k == 0 {
-            all.weigh(logits, max, params.temperature);
+            vocabulary::weigh(logits, max, inverse(params.temperature), all);
+            let total = total(all);
             let uniform = draw.key.uniform(draw.position);
-            let Some(least) = all.least(params) else {
-                return Ok(all.pick(uniform));
+            let Some(least) = least(all, params, total) else {
+                return Ok(pick_of_all(all, total, uniform));
             };
-            all.not_below(least, logits, ids, candidates);
-            cut(candidates, params, all.total);
+            vocabulary::not_below(&all.each, least, ids);
+            candidates.clear();
+            candidates.extend(ids.iter().map(|&id| Candidate {
+                id,
+                logit: logits[id as usize],
+                weight: all.each[id as usize],
+            }));
+            cut(candidates, params, total);
             return Ok(pick(candidates, uniform));
         }
         candidates.clear();
@@ -161,56 +159,46 @@ fn inverse(temperature: f32) -> f32 {
     (1.0 / temperature).min(f32::MAX)
 }
 
-impl Weights {
-    /// Step 5; `max` is the largest logit and finite.
-    fn weigh(&mut self, logits: &[f32], max: f32, temperature: f32) {
-        vocabulary::weigh(logits, max, inverse(temperature), &mut self.each, &mut self.sums);
-        self.total = self.sums.iter().map(|sum| f64::from(*sum)).sum();
-    }
+/// What all weigh together.
+fn total(all: &Weights) -> f64 {
+    all.sums.iter().map(|sum| f64::from(*sum)).sum()
+}
 
-    /// Tokens of less weight are surely filtered out by top-p or min-p; `None`: nothing is filtered.
-    ///
-    /// For top-p: those below `(1 - p) * total / count` weigh at most `(1 - p) * total` together, so the others reach p.
-    /// Half of that leaves room for rounding.
-    fn least(&self, params: &Params) -> Option<f32> {
-        if params.top_p >= 1.0 && params.min_p <= 0.0 {
-            return None;
-        }
-        let tail = (1.0 - f64::from(params.top_p)).max(0.0) * self.total / (2.0 * self.each.len() as f64);
-        Some((tail as f32).max(params.min_p).max(f32::MIN_POSITIVE))
+/// Tokens of less weight are surely filtered out by top-p or min-p; `None`: nothing is filtered.
+///
+/// For top-p: where the tokens down to some weight reach p together, those below it are out. Sums are rounded, which a
+/// thousandth more than p leaves room for. Else those below `(1 - p) * total / count` are: they weigh at most
+/// `(1 - p) * total` together, so the others reach p; half of that leaves room for rounding.
+fn least(all: &Weights, params: &Params, total: f64) -> Option<f32> {
+    if params.top_p >= 1.0 && params.min_p <= 0.0 {
+        return None;
     }
+    let enough = f64::from(params.top_p) * total * 1.001;
+    let step = STEPS.iter().zip(all.over).find(|(_, over)| f64::from(*over) >= enough);
+    let tail = (1.0 - f64::from(params.top_p)).max(0.0) * total / (2.0 * all.each.len() as f64);
+    let top_p = step.map_or(tail as f32, |(step, _)| *step);
+    Some(top_p.max(params.min_p).max(f32::MIN_POSITIVE))
+}
 
-    /// The tokens of at least this weight, by ascending id; `ids` is scratch.
-    fn not_below(&self, least: f32, logits: &[f32], ids: &mut Vec<u32>, candidates: &mut Vec<Candidate>) {
-        vocabulary::not_below(&self.each, least, ids);
-        candidates.clear();
-        candidates.extend(ids.iter().map(|&id| Candidate {
-            id,
-            logit: logits[id as usize],
-            weight: self.each[id as usize],
-        }));
-    }
-
-    /// Step 9 of all tokens; `uniform` lies in [0, 1).
-    fn pick(&self, uniform: f64) -> u32 {
-        let target = uniform * self.total;
-        let mut reached = 0.0;
-        let chunks = self.each.chunks(SUM_CHUNK).zip(&self.sums);
-        for (at, (weights, sum)) in chunks.enumerate() {
-            let end = reached + f64::from(*sum);
-            if end > target {
-                for (i, weight) in weights.iter().enumerate() {
-                    reached += f64::from(*weight);
-                    if reached > target && *weight > 0.0 {
-                        return (at * SUM_CHUNK + i) as u32;
-                    }
+/// Step 9 of all tokens; `uniform` lies in [0, 1).
+fn pick_of_all(all: &Weights, total: f64, uniform: f64) -> u32 {
+    let target = uniform * total;
+    let mut reached = 0.0;
+    let chunks = all.each.chunks(SUM_CHUNK).zip(&all.sums);
+    for (at, (weights, sum)) in chunks.enumerate() {
+        let end = reached + f64::from(*sum);
+        if end > target {
+            for (i, weight) in weights.iter().enumerate() {
+                reached += f64::from(*weight);
+                if reached > target && *weight > 0.0 {
+                    return (at * SUM_CHUNK + i) as u32;
                 }
             }
-            // A sum was rounded: where it says more than its weights are together, the next token is as good.
-            reached = end;
         }
-        self.each.iter().rposition(|weight| *weight > 0.0).unwrap_or(0) as u32
+        // A sum was rounded: where it says more than its weights are together, the next token is as good.
+        reached = end;
     }
+    all.each.iter().rposition(|weight| *weight > 0.0).unwrap_or(0) as u32
 }
 
 /// Rules out what no shape allows: minus infinity.

@@ -10,7 +10,7 @@ pub enum Operation {
     Linear,
     RopeStore,
     Attention,
-    Gated,
+    GatedLinear,
     Logits,
 }
 
@@ -21,7 +21,7 @@ impl Operation {
         (Operation::Linear, "linear"),
         (Operation::RopeStore, "rope_store"),
         (Operation::Attention, "attention"),
-        (Operation::Gated, "gated"),
+        (Operation::GatedLinear, "gated_linear"),
         (Operation::Logits, "logits"),
     ];
 }

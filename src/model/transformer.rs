@@ -1,7 +1,7 @@
 //! One transformer for all families: what differs is in [`Config`], what computes is in [`Device`].
 //!
-//! Per layer: norm → fused q, k, v → rotation and KV store → attention → output projection → norm → fused gate and up
-//! → gated activation → down projection. All buffers are kept from step to step.
+//! Per layer: norm → fused q, k, v → rotation and KV store → attention → output projection → norm → gate, up and their
+//! product → down projection. All buffers are kept from step to step.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use std::time::Duration;
 use crate::device::batch::StepBatch;
 use crate::device::cpu::Cpu;
 use crate::device::{
-    AddNorm, BLOCK_TOKENS, Device, Dtype, KvSpec, Linear, NonFiniteWeight, Precision, QkNorm, RopeStore,
+    AddNorm, BLOCK_TOKENS, Device, Dtype, KvFormat, KvSpec, Linear, NonFiniteWeight, Precision, QkNorm, RopeStore,
 };
 use crate::engine::{Forward, ForwardError};
 use crate::model::config::Config;
@@ -30,6 +30,8 @@ pub enum KvBudget {
 #[derive(Clone)]
 pub struct LoadOptions {
     pub precision: Precision,
+    /// What keys and values are kept in.
+    pub kv_format: KvFormat,
     pub kv: KvBudget,
     /// Threads the CPU device computes on: see [`thread_pool`](crate::device::cpu::thread_pool).
     pub threads: Arc<rayon::ThreadPool>,
@@ -78,7 +80,6 @@ struct Buffers<D: Device> {
     normed: D::Buffer,
     qkv: D::Buffer,
     attended: D::Buffer,
-    gate_up: D::Buffer,
     gated: D::Buffer,
     delta: D::Buffer,
     workspace: D::Workspace,
@@ -113,7 +114,7 @@ impl Transformer<Cpu> {
         source: &dyn WeightSource,
         options: &LoadOptions,
     ) -> Result<Transformer, ModelError> {
-        let device = Cpu::new(options.precision, options.threads.clone());
+        let device = Cpu::new(options.precision, options.kv_format, options.threads.clone());
         Transformer::on_device(device, config, source, options)
     }
 }
@@ -166,7 +167,6 @@ impl<D: Device> Transformer<D> {
             normed: device.buffer(),
             qkv: device.buffer(),
             attended: device.buffer(),
-            gate_up: device.buffer(),
             gated: device.buffer(),
             delta: device.buffer(),
             workspace: device.workspace(),
@@ -257,8 +257,8 @@ impl<D: Device> Transformer<D> {
         }
     }
 
-    /// Runs a checked batch, all operations issued from where that is cheapest; returns the rows of `logits_at` that are not finite.
-    fn run(&mut self, batch: &StepBatch) -> Vec<usize> {
+    /// Runs a checked batch, all operations issued from where that is cheapest.
+    fn run(&mut self, batch: &StepBatch) {
         let Transformer {
             device,
             config,
@@ -314,10 +314,8 @@ impl<D: Device> Transformer<D> {
                 };
                 device.add_norm(norm, &mut b.residual, &mut b.normed);
                 lap(Operation::Norm);
-                device.linear(&layer.gate_up, &b.normed, &mut b.gate_up, &mut b.workspace);
-                lap(Operation::Linear);
-                device.gated(&b.gate_up, &mut b.gated);
-                lap(Operation::Gated);
+                device.gated_linear(&layer.gate_up, &b.normed, &mut b.gated, &mut b.workspace);
+                lap(Operation::GatedLinear);
                 device.linear(&layer.down, &b.gated, &mut b.delta, &mut b.workspace);
                 lap(Operation::Linear);
                 delta = Some(&b.delta);
@@ -330,26 +328,17 @@ impl<D: Device> Transformer<D> {
             device.add_norm_logits_rows(norm, step, &mut b.residual, &mut b.normed);
             lap(Operation::Norm);
             let head = weights.head.as_ref().unwrap_or(&weights.embedding);
-            let bad = device.logits(head, *vocab_size, &b.normed, logits, &mut b.workspace);
+            device.logits(head, *vocab_size, &b.normed, logits, &mut b.workspace);
             lap(Operation::Logits);
-            bad
-        })
+        });
     }
 }
 
 impl<D: Device> Forward for Transformer<D> {
     fn forward(&mut self, batch: &StepBatch) -> Result<&[f32], ForwardError> {
         self.check(batch).map_err(ForwardError::Device)?;
-        let bad = self.run(batch);
-        if bad.is_empty() {
-            Ok(&self.logits)
-        } else {
-            Err(ForwardError::NotFinite(bad))
-        }
-    }
-
-    fn logits(&self) -> &[f32] {
-        &self.logits
+        self.run(batch);
+        Ok(&self.logits)
     }
 
     fn vocab_size(&self) -> usize {
@@ -402,6 +391,12 @@ fn kv_blocks<D: Device>(device: &D, config: &Config, budget: KvBudget) -> Result
         )));
     }
     Ok(blocks as u32)
+}
+
+/// Names of a kind of tensors (`weight`, `bias`) of parts.
+fn named(parts: &[(String, usize)], kind: &str) -> Vec<(String, usize)> {
+    let one = |(name, rows): &(String, usize)| (format!("{name}.{kind}"), *rows);
+    parts.iter().map(one).collect()
 }
 
 /// Takes a model's tensors from a source to a device.
@@ -462,11 +457,7 @@ impl<D: Device> Builder<'_, D> {
             },
             o: linear(&[("self_attn.o_proj", c.hidden_size)], q, c.o_bias)?,
             mlp_norm: norm("post_attention_layernorm", c.hidden_size)?,
-            gate_up: linear(
-                &[("mlp.gate_proj", mlp), ("mlp.up_proj", mlp)],
-                c.hidden_size,
-                c.mlp_bias,
-            )?,
+            gate_up: self.gated(prefix)?,
             down: linear(&[("mlp.down_proj", c.hidden_size)], mlp, c.mlp_bias)?,
         })
     }
@@ -477,25 +468,44 @@ impl<D: Device> Builder<'_, D> {
         columns: usize,
         bias: bool,
     ) -> Result<Linear<D::Matrix, D::Vector>, ModelError> {
-        let named = |kind: &str| -> Vec<(String, usize)> {
-            parts
-                .iter()
-                .map(|(name, rows)| (format!("{name}.{kind}"), *rows))
-                .collect()
-        };
-        let (weights, biases) = (named("weight"), named("bias"));
+        let biases = named(parts, "bias");
         Ok(Linear {
-            weight: self.matrix(&weights, columns)?,
+            weight: self.matrix(&named(parts, "weight"), columns)?,
             bias: if bias { Some(self.vector(&biases)?) } else { None },
         })
     }
 
-    /// Matrices of equal width, (name, rows), stacked.
-    fn matrix<S: AsRef<str>>(&self, parts: &[(S, usize)], columns: usize) -> Result<D::Matrix, ModelError> {
-        let stored = parts
+    /// The gate and up projections of a layer.
+    fn gated(&self, prefix: &str) -> Result<Linear<D::Matrix, D::Vector>, ModelError> {
+        let c = self.config;
+        let part = |name: &str| (format!("{prefix}.mlp.{name}"), c.intermediate_size);
+        let parts = [part("gate_proj"), part("up_proj")];
+        let weights = named(&parts, "weight");
+        let stored = self.stored(&weights, c.hidden_size)?;
+        let views: Vec<_> = stored.iter().map(StoredTensor::view).collect();
+        let weight = self
+            .device
+            .gated_matrix(&views)
+            .map_err(|e| self.not_finite(&weights, e))?;
+        Ok(Linear {
+            weight,
+            bias: match c.mlp_bias {
+                true => Some(self.vector(&named(&parts, "bias"))?),
+                false => None,
+            },
+        })
+    }
+
+    fn stored<S: AsRef<str>>(&self, parts: &[(S, usize)], columns: usize) -> Result<Vec<StoredTensor<'_>>, ModelError> {
+        parts
             .iter()
             .map(|(name, rows)| self.source.tensor(name.as_ref(), Some(*rows), columns))
-            .collect::<Result<Vec<_>, _>>()?;
+            .collect()
+    }
+
+    /// Matrices of equal width, (name, rows), stacked.
+    fn matrix<S: AsRef<str>>(&self, parts: &[(S, usize)], columns: usize) -> Result<D::Matrix, ModelError> {
+        let stored = self.stored(parts, columns)?;
         let views: Vec<_> = stored.iter().map(StoredTensor::view).collect();
         self.device.matrix(&views).map_err(|e| self.not_finite(parts, e))
     }

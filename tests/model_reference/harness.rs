@@ -84,6 +84,7 @@ impl Reference {
 pub fn options(reference: &Reference, precision: Precision) -> LoadOptions {
     LoadOptions {
         precision,
+        kv_format: precision.kv_format(),
         kv: KvBudget::Blocks(KV_BLOCKS),
         threads: cpu::thread_pool(2).unwrap(),
         max_context: Some(reference.context),

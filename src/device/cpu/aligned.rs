@@ -1,4 +1,4 @@
-//! Numbers that start on a cache line, so that no load of a register's width straddles two.
+//! Numbers that start on a cache line, so that no load of a register's width straddles two; large arrays on huge pages.
 
 use std::alloc::{Layout, alloc_zeroed, handle_alloc_error};
 use std::ops::{Deref, DerefMut};
@@ -18,6 +18,8 @@ pub unsafe trait ZeroBits: Copy {}
 unsafe impl ZeroBits for f32 {}
 // SAFETY: as above.
 unsafe impl ZeroBits for i8 {}
+// SAFETY: as above.
+unsafe impl ZeroBits for u8 {}
 // SAFETY: as above; it wraps the bits.
 unsafe impl ZeroBits for Bf16 {}
 // SAFETY: as above; it wraps the bits.
@@ -38,6 +40,24 @@ impl<E: ZeroBits> Aligned<E> {
         // The heap block never moves again, since the vector is never resized.
         let start = data.as_ptr().align_offset(LINE).min(data.len() - len);
         Aligned { data, start, len }
+    }
+}
+
+/// Bytes from which on an array is worth huge pages: some of them.
+const HUGE_LEAST: usize = 8 << 20;
+/// Bytes of a page, at most.
+const PAGE: usize = 1 << 16;
+
+/// Asks the system to back an array by huge pages, before it is first written to: with small ones, reading weights waits
+/// for address translations, and the processor's prefetching ends at each page.
+pub fn want_huge_pages<E>(data: &[E]) {
+    #[cfg(target_os = "linux")]
+    if size_of_val(data) >= HUGE_LEAST {
+        let start = (data.as_ptr() as usize).next_multiple_of(PAGE);
+        let end = (data.as_ptr() as usize + size_of_val(data)) / PAGE * PAGE;
+        // SAFETY: whole pages within the array; the advice changes nothing but how they are backed. Where there are no huge
+        // pages it is refused, and nothing is lost.
+        unsafe { libc::madvise(start as *mut libc::c_void, end - start, libc::MADV_HUGEPAGE) };
     }
 }
 

@@ -11,7 +11,7 @@ use std::arch::asm;
 use std::arch::x86_64::*;
 use std::sync::OnceLock;
 
-use super::int8::{K_STEP, Product, QUAD};
+use super::int8::{K_STEP, Product, QUAD, Tile};
 use super::tile::PANEL;
 
 /// Rows of a tile, and bytes of a row.
@@ -89,10 +89,11 @@ struct Sums([[i32; 2 * PANEL]; 2 * ROWS]);
 ///
 /// # Safety
 /// As [`product`](super::int8::product) where [`is_available`]; `quads` is a multiple of 16.
-pub unsafe fn product(p: Product) {
-    debug_assert!(p.rows <= 2 * ROWS && (1..=2).contains(&p.panels) && p.quads % (K_STEP / QUAD) == 0);
-    let upper = p.rows.min(ROWS);
-    let lower = p.rows - upper;
+pub unsafe fn product(p: &Product, tile: Tile) {
+    debug_assert!(tile.rows <= 2 * ROWS && (1..=2).contains(&p.panels) && p.quads % (K_STEP / QUAD) == 0);
+    let upper = tile.rows.min(ROWS);
+    let lower = tile.rows - upper;
+    let a_stride = p.quads * QUAD;
     let mut sums = Sums([[0; 2 * PANEL]; 2 * ROWS]);
     // A tile of no rows is not allowed: where there is no lower half, its tiles take one row and are not stored.
     let configuration = Configuration::new(upper as u8, lower.max(1) as u8);
@@ -100,7 +101,8 @@ pub unsafe fn product(p: Product) {
     // SAFETY: rows and panels lie within what the caller vouches for. Where there is no second panel or no lower half, the
     // first stands in for it: it is read twice, and nobody looks at those sums.
     unsafe {
-        let a_lower = if lower > 0 { p.a.add(ROWS * p.a_stride) } else { p.a };
+        let a = p.a.add(tile.from * a_stride);
+        let a_lower = if lower > 0 { a.add(ROWS * a_stride) } else { a };
         let b_second = if p.panels == 2 { p.b.add(p.panel_stride) } else { p.b };
         if steps > 0 {
             asm!(
@@ -130,9 +132,9 @@ pub unsafe fn product(p: Product) {
                 "tilestored [{sums_lower} + {sums_stride}*1 + 64], tmm3",
                 "tilerelease",
                 configuration = in(reg) &configuration,
-                a = inout(reg) p.a => _,
+                a = inout(reg) a => _,
                 a_lower = inout(reg) a_lower => _,
-                a_stride = in(reg) p.a_stride,
+                a_stride = in(reg) a_stride,
                 b = inout(reg) p.b => _,
                 b_second = inout(reg) b_second => _,
                 row = in(reg) ROW_BYTES,
@@ -145,24 +147,25 @@ pub unsafe fn product(p: Product) {
                 options(nostack),
             );
         }
-        finish(&p, &sums);
+        finish(p, tile, &sums);
     }
 }
 
 /// Subtracts, scales, adds the bias and stores.
 #[target_feature(enable = "avx512f")]
-unsafe fn finish(p: &Product, sums: &Sums) {
+unsafe fn finish(p: &Product, tile: Tile, sums: &Sums) {
     // SAFETY: indices stay within the bounds that `product` asks for.
     unsafe {
         for n in 0..p.panels {
             let offset = _mm512_loadu_si512(p.offsets.add(n * PANEL).cast());
             let scale = _mm512_loadu_ps(p.column_scales.add(n * PANEL));
             let bias = _mm512_loadu_ps(p.bias.add(n * PANEL));
-            for r in 0..p.rows {
+            for r in 0..tile.rows {
+                let row = tile.from + r;
                 let sum = _mm512_load_si512(sums.0[r][n * PANEL..].as_ptr().cast());
-                let sum = _mm512_cvtepi32_ps(_mm512_sub_epi32(sum, offset));
-                let value = _mm512_mul_ps(_mm512_mul_ps(sum, scale), _mm512_set1_ps(*p.row_scales.add(r)));
-                _mm512_storeu_ps(p.c.add(r * p.c_stride + n * PANEL), _mm512_add_ps(value, bias));
+                let value = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(sum, offset)), scale);
+                let value = _mm512_fmadd_ps(value, _mm512_set1_ps(*p.row_scales.add(row)), bias);
+                _mm512_storeu_ps(p.c.wrapping_add(row * p.c_stride + n * PANEL), value);
             }
         }
     }

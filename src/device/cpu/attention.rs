@@ -1,19 +1,23 @@
 //! Attention over paged keys and values, for any mix of prefill and decode.
 //!
-//! A task is one tile of a sequence's queries with one key-value head: all query heads of the group share what it
-//! loads. It walks the sequence's blocks of 16 positions in order, at absolute positions, with an online softmax
-//! (Milakov and Gimelshein 2018): scores of a block, its maximum, rescaled sums, values. A query skips the blocks it
-//! sees nothing of. What is computed for a query thus depends on its position and window alone, not on how its
-//! sequence was cut into chunks or what else is in the batch.
+//! A task is one tile of queries with one key-value head: all query heads of the group share what it loads, and so do the
+//! sequences of a tile where they begin with the same blocks. It walks the blocks of 16 positions in order, at absolute
+//! positions, with an online softmax (Milakov and Gimelshein 2018): scores of a block, its maximum, rescaled sums, values.
+//! A query skips the blocks it sees nothing of. What is computed for a query thus depends on its position and window alone,
+//! not on how its sequence was cut into chunks, what it shares, or what else is in the batch.
+//!
+//! Keys and values in 8 bits are [`attention_int8`](super::attention_int8)'s: it walks the same way in spans of 64 positions.
 
+use std::ops::Range;
 use std::sync::Mutex;
 
 use rayon::prelude::*;
 
+use super::attention_int8::{self, Int8Scratch};
 use super::isa::{Isa, multiversion};
 use super::kv::{KvPool, Pages, Store, padded};
 use super::math::{exp, round_bf16, sum16};
-use super::step::{QueryTile, Step};
+use super::step::{QueryTile, Step, TilePart};
 use super::tile::{Element, PANEL, Product, max_rows, product};
 use super::{Buffer, SharedMut};
 use crate::device::{BLOCK_TOKENS, HeadShape, KvSpec};
@@ -38,32 +42,35 @@ impl Scratches {
     }
 }
 
-/// A task's working memory. Row `r` is query `r / group`, head `r % group`.
+/// A task's working memory. Rows go query by query, the heads of the group next to each other.
 #[derive(Default)]
-struct Scratch {
+pub(super) struct Scratch {
     /// Queries, packed in tiles of rows: `[tile][head_dim][rows of the tile]`.
     queries: Vec<f32>,
     /// `[rows][16]`: scores, then weights, of the block.
     scores: Vec<f32>,
     /// `[tile][16][rows of the tile]`: the weights, packed.
     weights: Vec<f32>,
+    /// `[queries]`: their positions.
+    pub positions: Vec<u32>,
     /// `[rows][padded head_dim]`.
-    sums: Vec<f32>,
+    pub sums: Vec<f32>,
     /// `[rows]`.
-    softmax: Vec<RowState>,
+    pub softmax: Vec<RowState>,
+    pub int8: Int8Scratch,
 }
 
 /// An online softmax between two blocks.
 #[derive(Debug, Clone, Copy)]
-struct RowState {
+pub(super) struct RowState {
     /// Largest score so far.
-    max: f32,
+    pub max: f32,
     /// Sum of weights so far, relative to `max`.
-    sum: f32,
+    pub sum: f32,
 }
 
 /// First position that a query at `position` sees.
-fn first_visible(spec: KvSpec, position: usize) -> usize {
+pub(super) fn first_visible(spec: KvSpec, position: usize) -> usize {
     match spec {
         KvSpec::Full => 0,
         KvSpec::Window(window) => (position + 1).saturating_sub(window as usize),
@@ -85,16 +92,15 @@ pub(super) fn attention(op: &Op<'_>, pool: &KvPool, out: &mut Buffer, scratches:
             .lock()
             .unwrap_or_else(|poisoned| poisoned.into_inner());
         let task = Task { op, heads, tile, head };
+        task.prepare(&mut scratch);
         match &pool.store {
             Store::F32(pages) => task.run(pages, pool.blocks, &mut scratch),
             Store::Bf16(pages) => task.run(pages, pool.blocks, &mut scratch),
+            Store::Int8(pages) => attention_int8::run(&task, pages, pool.blocks, &mut scratch),
         }
-        let group = heads.heads / heads.kv_heads;
-        for r in 0..task.rows() {
-            let token = tile.token as usize + r / group;
-            let at = token * width + (head * group + r % group) * heads.head_dim;
+        for (r, (token, head)) in task.rows_of(0..task.rows()).enumerate() {
             // SAFETY: this task alone owns these tokens of these heads.
-            let row = unsafe { target.slice(at, heads.head_dim) };
+            let row = unsafe { target.slice(token * width + head * heads.head_dim, heads.head_dim) };
             let total = scratch.softmax[r].sum;
             for (y, x) in row.iter_mut().zip(&scratch.sums[r * padded(heads.head_dim)..]) {
                 *y = x / total;
@@ -106,32 +112,56 @@ pub(super) fn attention(op: &Op<'_>, pool: &KvPool, out: &mut Buffer, scratches:
     });
 }
 
-struct Task<'a> {
-    op: &'a Op<'a>,
-    heads: HeadShape,
+/// A tile of queries with one key-value head.
+pub(super) struct Task<'a> {
+    pub op: &'a Op<'a>,
+    pub heads: HeadShape,
     tile: &'a QueryTile,
-    head: usize,
+    pub head: usize,
+}
+
+/// A stretch of positions and the rows that look at it.
+pub(super) struct Look<'a> {
+    /// Rows that walk together: all of the tile, or a part's.
+    pub within: Range<usize>,
+    /// Those of them that see a position of the stretch.
+    pub rows: Range<usize>,
+    /// First position.
+    pub start: usize,
+    /// Blocks of the stretch, as far as the sequence reaches.
+    pub blocks: &'a [u32],
 }
 
 impl Task<'_> {
-    fn group(&self) -> usize {
+    pub(super) fn group(&self) -> usize {
         self.heads.heads / self.heads.kv_heads
     }
 
-    fn rows(&self) -> usize {
+    pub(super) fn rows(&self) -> usize {
         self.tile.queries as usize * self.group()
     }
 
-    fn run<E: Element>(&self, pages: &Pages<E>, pool_blocks: usize, scratch: &mut Scratch) {
-        let (dim, wide) = (self.heads.head_dim, padded(self.heads.head_dim));
+    /// Token and query head of each of these rows.
+    pub(super) fn rows_of(&self, rows: Range<usize>) -> impl Iterator<Item = (usize, usize)> + '_ {
+        let group = self.group();
+        let tokens = self
+            .op
+            .step
+            .parts(self.tile)
+            .iter()
+            .flat_map(|part| part.token as usize..(part.token + part.queries) as usize);
+        let all = tokens.flat_map(move |token| (0..group).map(move |g| (token, self.head * group + g)));
+        all.skip(rows.start).take(rows.len())
+    }
+
+    fn prepare(&self, scratch: &mut Scratch) {
         let rows = self.rows();
-        let first = self.tile.position as usize;
-        let last = first + self.tile.queries as usize - 1;
-        self.pack_queries(scratch);
-        scratch.scores.resize(rows * PANEL, 0.0);
-        scratch.weights.resize(rows * PANEL, 0.0);
+        scratch.positions.clear();
+        for part in self.op.step.parts(self.tile) {
+            scratch.positions.extend(part.position..part.position + part.queries);
+        }
         scratch.sums.clear();
-        scratch.sums.resize(rows * wide, 0.0);
+        scratch.sums.resize(rows * padded(self.heads.head_dim), 0.0);
         scratch.softmax.clear();
         scratch.softmax.resize(
             rows,
@@ -140,23 +170,79 @@ impl Task<'_> {
                 sum: 0.0,
             },
         );
-        let table = self.op.step.blocks(self.tile.sequence);
-        let visible = first_visible(self.op.spec, first) / BLOCK_TOKENS..last / BLOCK_TOKENS + 1;
-        for (b, block) in visible.clone().zip(&table[visible]) {
-            let block = self.head * pool_blocks + *block as usize;
+    }
+
+    /// Visits all that the tile's queries see, in stretches of `stretch` positions: first what the parts share, then what
+    /// each has of its own.
+    pub(super) fn walk(&self, stretch: usize, mut visit: impl FnMut(Look<'_>)) {
+        let step = self.op.step;
+        let parts = step.parts(self.tile);
+        let shared = match self.op.spec {
+            KvSpec::Full => self.tile.shared as usize,
+            // What a window leaves out differs from query to query.
+            KvSpec::Window(_) => 0,
+        };
+        let blocks_of = |sequence: u32, start: usize| -> &[u32] {
+            let blocks = &step.blocks(sequence)[start / BLOCK_TOKENS..];
+            &blocks[..blocks.len().min(stretch / BLOCK_TOKENS)]
+        };
+        for start in (0..shared).step_by(stretch) {
+            visit(Look {
+                within: 0..self.rows(),
+                rows: 0..self.rows(),
+                start,
+                blocks: blocks_of(parts[0].sequence, start),
+            });
+        }
+        let mut row = 0;
+        for part in parts {
+            let within = row..row + part.queries as usize * self.group();
+            row = within.end;
+            let first = part.position as usize;
+            let from = (first_visible(self.op.spec, first) / stretch * stretch).max(shared);
+            for start in (from..first + part.queries as usize).step_by(stretch) {
+                let sees = self.queries_that_see(part, start..start + stretch);
+                let rows = within.start + sees.start * self.group()..within.start + sees.end * self.group();
+                if !rows.is_empty() {
+                    visit(Look {
+                        within: within.clone(),
+                        rows,
+                        start,
+                        blocks: blocks_of(part.sequence, start),
+                    });
+                }
+            }
+        }
+    }
+
+    /// Queries of a part that see one of these positions. Later queries see later positions, so they are a range.
+    fn queries_that_see(&self, part: &TilePart, positions: Range<usize>) -> Range<usize> {
+        let (first, queries) = (part.position as usize, part.queries as usize);
+        let from = positions.start.saturating_sub(first).min(queries);
+        let sees = |q: usize| first_visible(self.op.spec, first + q) < positions.end;
+        from..(from..queries).take_while(|&q| sees(q)).count() + from
+    }
+
+    fn run<E: Element>(&self, pages: &Pages<E>, pool_blocks: usize, scratch: &mut Scratch) {
+        let (dim, wide) = (self.heads.head_dim, padded(self.heads.head_dim));
+        scratch.scores.resize(self.rows() * PANEL, 0.0);
+        scratch.weights.resize(self.rows() * PANEL, 0.0);
+        let mut packed = 0..0;
+        self.walk(BLOCK_TOKENS, |look| {
+            let block = self.head * pool_blocks + look.blocks[0] as usize;
             let keys = &pages.keys[block * dim * BLOCK_TOKENS..][..dim * BLOCK_TOKENS];
             let values = &pages.values[block * wide * BLOCK_TOKENS..][..wide * BLOCK_TOKENS];
-            let range = self.rows_that_see(b);
-            if range.is_empty() {
-                continue;
+            if packed != look.within {
+                self.pack_queries(look.within.clone(), scratch);
+                packed = look.within.clone();
             }
-            self.score(keys, scratch);
+            self.score(look.within, keys, scratch);
             let weigh = Weigh {
                 spec: self.op.spec,
-                first_position: first,
+                positions: &scratch.positions,
                 group: self.group(),
-                rows: range.clone(),
-                block: b,
+                rows: look.rows.clone(),
+                start: look.start,
                 scale: 1.0 / (dim as f32).sqrt(),
                 wide,
             };
@@ -167,37 +253,23 @@ impl Task<'_> {
                 &mut scratch.softmax,
                 &mut scratch.sums,
             );
-            self.add_values(range, values, scratch);
-        }
-    }
-
-    /// Rows whose query sees a position of block `b`. Later queries see later positions, so they are a range.
-    fn rows_that_see(&self, b: usize) -> std::ops::Range<usize> {
-        let (start, end) = (b * BLOCK_TOKENS, (b + 1) * BLOCK_TOKENS);
-        let first = self.tile.position as usize;
-        let queries = self.tile.queries as usize;
-        let from = start.saturating_sub(first).min(queries);
-        let sees = |q: usize| first_visible(self.op.spec, first + q) < end;
-        let to = (from..queries).take_while(|&q| sees(q)).count() + from;
-        from * self.group()..to * self.group()
+            self.add_values(look.rows, values, scratch);
+        });
     }
 
     /// Tiles of rows for the kernel: (first row, rows).
-    fn row_tiles(&self, range: std::ops::Range<usize>) -> impl Iterator<Item = (usize, usize)> + use<> {
+    fn row_tiles(&self, range: Range<usize>) -> impl Iterator<Item = (usize, usize)> + use<> {
         let most = max_rows(self.op.isa);
         let end = range.end;
         range.step_by(most).map(move |from| (from, most.min(end - from)))
     }
 
-    fn pack_queries(&self, scratch: &mut Scratch) {
+    fn pack_queries(&self, range: Range<usize>, scratch: &mut Scratch) {
         let dim = self.heads.head_dim;
-        let group = self.group();
         scratch.queries.resize(self.rows() * dim, 0.0);
-        for (from, rows) in self.row_tiles(0..self.rows()) {
+        for (from, rows) in self.row_tiles(range) {
             let out = &mut scratch.queries[from * dim..(from + rows) * dim];
-            for r in 0..rows {
-                let token = self.tile.token as usize + (from + r) / group;
-                let head = self.head * group + (from + r) % group;
+            for (r, (token, head)) in self.rows_of(from..from + rows).enumerate() {
                 for (d, x) in self.op.qkv.row(token)[head * dim..][..dim].iter().enumerate() {
                     out[d * rows + r] = *x;
                 }
@@ -205,10 +277,10 @@ impl Task<'_> {
         }
     }
 
-    /// Dot products of all rows with the block's 16 keys.
-    fn score<E: Element>(&self, keys: &[E], scratch: &mut Scratch) {
+    /// Dot products of these rows with the block's 16 keys.
+    fn score<E: Element>(&self, range: Range<usize>, keys: &[E], scratch: &mut Scratch) {
         let dim = self.heads.head_dim;
-        for (from, rows) in self.row_tiles(0..self.rows()) {
+        for (from, rows) in self.row_tiles(range) {
             let (a, c) = (
                 &scratch.queries[from * dim..][..rows * dim],
                 &mut scratch.scores[from * PANEL..],
@@ -235,7 +307,7 @@ impl Task<'_> {
     }
 
     /// Adds the block's values, weighted, to the sums of `range`.
-    fn add_values<E: Element>(&self, range: std::ops::Range<usize>, values: &[E], scratch: &mut Scratch) {
+    fn add_values<E: Element>(&self, range: Range<usize>, values: &[E], scratch: &mut Scratch) {
         let wide = padded(self.heads.head_dim);
         for (from, rows) in self.row_tiles(range) {
             let a = &mut scratch.weights[..rows * PANEL];
@@ -268,22 +340,24 @@ impl Task<'_> {
 }
 
 /// A block's softmax step for some rows.
-struct Weigh {
+struct Weigh<'a> {
     spec: KvSpec,
-    first_position: usize,
+    /// Of the tile's queries.
+    positions: &'a [u32],
     group: usize,
-    rows: std::ops::Range<usize>,
-    block: usize,
+    rows: Range<usize>,
+    /// The block's first position.
+    start: usize,
     scale: f32,
     wide: usize,
 }
 
 /// Turns scores into weights (0 where a query does not look), updates the row states and rescales earlier sums.
 #[inline(always)]
-fn weigh(op: &Weigh, scores: &mut [f32], states: &mut [RowState], sums: &mut [f32]) {
-    let start = op.block * BLOCK_TOKENS;
+fn weigh(op: &Weigh<'_>, scores: &mut [f32], states: &mut [RowState], sums: &mut [f32]) {
+    let start = op.start;
     for r in op.rows.clone() {
-        let position = op.first_position + r / op.group;
+        let position = op.positions[r / op.group] as usize;
         let from = first_visible(op.spec, position).saturating_sub(start);
         let to = (position + 1 - start).min(BLOCK_TOKENS);
         let Some(row) = scores[r * PANEL..].first_chunk_mut::<PANEL>() else {
@@ -320,7 +394,7 @@ fn weigh(op: &Weigh, scores: &mut [f32], states: &mut [RowState], sums: &mut [f3
 }
 
 multiversion! {
-    fn weigh_on(op: &Weigh, scores: &mut [f32], states: &mut [RowState], sums: &mut [f32]) = weigh;
+    fn weigh_on(op: &Weigh<'_>, scores: &mut [f32], states: &mut [RowState], sums: &mut [f32]) = weigh;
 }
 
 #[cfg(test)]
@@ -328,7 +402,7 @@ mod tests {
     use super::*;
     use crate::device::batch::{StepBatch, StepSequence};
     use crate::device::cpu::testing::{buffer, in_pool, numbers};
-    use crate::device::{Precision, RopeSpec};
+    use crate::device::{KvFormat, RopeSpec};
 
     /// A batch of sequences (computed tokens, all tokens), with blocks dealt out backwards.
     fn batch(sequences: &[(u32, u32)]) -> StepBatch {
@@ -373,7 +447,7 @@ mod tests {
         // A first step stores what stands before the computed tokens, a second one computes.
         let all: Vec<(u32, u32)> = sequences.iter().map(|&(_, kv)| (kv, kv)).collect();
         let blocks = batch(&all).block_tables.len();
-        let mut pool = KvPool::new(heads, blocks, Precision::F32);
+        let mut pool = KvPool::new(heads, blocks, KvFormat::F32);
         let mut out = Buffer::default();
         for part in [&all[..], sequences] {
             let batch = batch(part);
@@ -393,7 +467,7 @@ mod tests {
                 qkv: &qkv,
             };
             in_pool(threads, || {
-                pool.store(&step, &qkv);
+                pool.store(isa, &step, &qkv);
                 attention(&op, &pool, &mut out, &Scratches::new(threads));
             });
         }

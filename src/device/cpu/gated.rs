@@ -5,6 +5,7 @@ use rayon::prelude::*;
 use super::Buffer;
 use super::isa::{Isa, multiversion};
 use super::math::{round_bf16, silu};
+use super::tile::PANEL;
 
 /// Elements below which rows are not shared out to threads.
 const SERIAL_WORK: usize = 1 << 14;
@@ -24,6 +25,44 @@ fn gated_row(gate: &[f32], up: &[f32], round: bool, out: &mut [f32]) {
 
 multiversion! {
     fn gated_row_on(gate: &[f32], up: &[f32], round: bool, out: &mut [f32]) = gated_row;
+}
+
+/// A tile of `silu(gate) * up` on its way from panels, gate and up by turns, to the rows of an output.
+pub(super) struct GatedTile<'a> {
+    /// `[rows][per_row]`.
+    pub pairs: &'a [[f32; 2 * PANEL]],
+    pub per_row: usize,
+    /// Row 0, `stride` numbers before row 1, of which `columns` are written.
+    pub out: *mut f32,
+    pub stride: usize,
+    pub columns: usize,
+}
+
+#[inline(always)]
+fn gated_tile(op: &GatedTile<'_>) {
+    for (r, pairs) in op.pairs.chunks_exact(op.per_row).enumerate() {
+        for (i, pair) in pairs.iter().enumerate() {
+            let mut values = [0.0f32; PANEL];
+            for j in 0..PANEL {
+                values[j] = silu(pair[j]) * pair[PANEL + j];
+            }
+            let columns = PANEL.min(op.columns - i * PANEL);
+            // SAFETY: within a row of the output, which `gated_tile_on`'s caller vouches for.
+            unsafe {
+                let out = op.out.add(r * op.stride + i * PANEL);
+                if columns == PANEL {
+                    out.cast::<[f32; PANEL]>().write_unaligned(values);
+                } else {
+                    std::ptr::copy_nonoverlapping(values.as_ptr(), out, columns);
+                }
+            }
+        }
+    }
+}
+
+multiversion! {
+    /// The output's rows may be written, by nobody else meanwhile.
+    pub(super) fn gated_tile_on(op: &GatedTile<'_>) = gated_tile;
 }
 
 /// Rows of `gate_up` are `[gate][up]`; `out` is half as wide.

@@ -1,7 +1,7 @@
 //! Paged keys and values of one layer, in blocks of 16 positions, laid out as panels for the matrix kernel.
 //!
 //! Keys: `[kv_head][block][head_dim][16 positions]`. Values: `[kv_head][block][head_dim / 16][16 positions][16 dims]`,
-//! head_dim rounded up to a multiple of 16. F32 or BF16.
+//! head_dim rounded up to a multiple of 16. F32 or BF16; in 8 bits see [`Int8Pages`].
 //!
 //! Attention multiplies whole blocks, unused positions by zero. Those must hold finite values, so whoever begins a
 //! block clears the rest of its values: what an earlier owner left there (NaN, at worst) cannot reach a neighbour.
@@ -10,9 +10,12 @@ use rayon::prelude::*;
 
 use super::Buffer;
 use super::aligned::Aligned;
+use super::int8::{OFFSET, QUAD};
+use super::isa::Isa;
+use super::quantize::quantize_row_on;
 use super::step::Step;
 use super::tile::{Bf16, Element, PANEL};
-use crate::device::{BLOCK_TOKENS, HeadShape, Precision};
+use crate::device::{BLOCK_TOKENS, HeadShape, KvFormat, SPAN_TOKENS};
 
 /// One layer's keys and values.
 pub struct KvPool {
@@ -24,11 +27,28 @@ pub struct KvPool {
 pub(super) enum Store {
     F32(Pages<f32>),
     Bf16(Pages<Bf16>),
+    Int8(Int8Pages),
 }
 
 pub(super) struct Pages<E> {
     pub keys: Aligned<E>,
     pub values: Aligned<E>,
+}
+
+/// Keys and values in 8 bits, scaled by position and head: a number is about its byte times its scale.
+///
+/// What stands at unused positions is never read but as a factor of an exact zero.
+pub(super) struct Int8Pages {
+    /// `[kv_head][block][quads of dims][16 positions][4]`, + 128; head_dim rounded up as in values, by zeros.
+    pub keys: Aligned<u8>,
+    /// `[kv_head][block][quads of positions][dims][4]`.
+    pub values: Aligned<i8>,
+    /// `[kv_head][block][16 positions]`.
+    pub key_scales: Aligned<f32>,
+    /// As `key_scales`.
+    pub value_scales: Aligned<f32>,
+    /// As `key_scales`: the largest of the value scales from the span's first position up to this one.
+    pub value_tops: Aligned<f32>,
 }
 
 /// head_dim in values: a whole number of panels.
@@ -37,28 +57,37 @@ pub(super) fn padded(head_dim: usize) -> usize {
 }
 
 impl KvPool {
-    pub(super) fn new(heads: HeadShape, blocks: usize, precision: Precision) -> KvPool {
+    pub(super) fn new(heads: HeadShape, blocks: usize, format: KvFormat) -> KvPool {
         let tokens = heads.kv_heads * blocks * BLOCK_TOKENS;
         let (keys, values) = (tokens * heads.head_dim, tokens * padded(heads.head_dim));
-        let store = match precision {
-            Precision::F32 => Store::F32(Pages {
+        let store = match format {
+            KvFormat::F32 => Store::F32(Pages {
                 keys: Aligned::new(keys),
                 values: Aligned::new(values),
             }),
-            Precision::Bf16 | Precision::Int8 => Store::Bf16(Pages {
+            KvFormat::Bf16 => Store::Bf16(Pages {
                 keys: Aligned::new(keys),
                 values: Aligned::new(values),
+            }),
+            KvFormat::Int8 => Store::Int8(Int8Pages {
+                keys: Aligned::new(values),
+                values: Aligned::new(values),
+                key_scales: Aligned::new(tokens),
+                value_scales: Aligned::new(tokens),
+                value_tops: Aligned::new(tokens),
             }),
         };
         KvPool { blocks, heads, store }
     }
 
-    pub(super) fn block_bytes(heads: HeadShape, precision: Precision) -> usize {
-        let element = match precision {
-            Precision::F32 => 4,
-            Precision::Bf16 | Precision::Int8 => 2,
+    pub(super) fn block_bytes(heads: HeadShape, format: KvFormat) -> usize {
+        let (dim, wide) = (heads.head_dim, padded(heads.head_dim));
+        let position = match format {
+            KvFormat::F32 => (dim + wide) * size_of::<f32>(),
+            KvFormat::Bf16 => (dim + wide) * size_of::<Bf16>(),
+            KvFormat::Int8 => 2 * wide + 3 * size_of::<f32>(),
         };
-        heads.kv_heads * BLOCK_TOKENS * (heads.head_dim + padded(heads.head_dim)) * element
+        heads.kv_heads * BLOCK_TOKENS * position
     }
 
     /// Copies blocks, in order.
@@ -66,32 +95,108 @@ impl KvPool {
         match &mut self.store {
             Store::F32(pages) => pages.copy_blocks(self.heads, self.blocks, copies),
             Store::Bf16(pages) => pages.copy_blocks(self.heads, self.blocks, copies),
+            Store::Int8(pages) => pages.copy_blocks(self.heads, self.blocks, copies),
         }
     }
 
     /// Stores the keys and values of all tokens of the step from their `[q][k][v]` rows.
-    pub(super) fn store(&mut self, step: &Step, qkv: &Buffer) {
+    pub(super) fn store(&mut self, isa: Isa, step: &Step, qkv: &Buffer) {
         assert_eq!(step.heads, self.heads);
         match &mut self.store {
             Store::F32(pages) => pages.store(self.heads, self.blocks, step, qkv),
             Store::Bf16(pages) => pages.store(self.heads, self.blocks, step, qkv),
+            Store::Int8(pages) => pages.store(isa, self.heads, self.blocks, step, qkv),
         }
+    }
+}
+
+/// Copies blocks of `size` elements within the part of each head, in order.
+fn copy_within<E: Copy>(data: &mut [E], heads: HeadShape, blocks: usize, size: usize, copies: &[(u32, u32)]) {
+    for head in 0..heads.kv_heads {
+        for &(from, to) in copies {
+            let from = (head * blocks + from as usize) * size;
+            data.copy_within(from..from + size, (head * blocks + to as usize) * size);
+        }
+    }
+}
+
+/// Where a token of the step is stored.
+#[derive(Clone, Copy)]
+struct Place {
+    block: usize,
+    /// Position within the block.
+    slot: usize,
+    /// The same of the position before it, unless it begins a span.
+    before: Option<(usize, usize)>,
+}
+
+/// Calls `store` for each token of the step, with its row of `qkv`.
+fn for_tokens<'a>(step: &Step, qkv: &'a Buffer, mut store: impl FnMut(&'a [f32], Place)) {
+    for (i, s) in step.batch.sequences.iter().enumerate() {
+        let table = step.blocks(i as u32);
+        let place = |position: usize| (table[position / BLOCK_TOKENS] as usize, position % BLOCK_TOKENS);
+        for q in 0..s.q_len as usize {
+            let position = (s.kv_len - s.q_len) as usize + q;
+            let (block, slot) = place(position);
+            let before = (!position.is_multiple_of(SPAN_TOKENS)).then(|| place(position - 1));
+            store(qkv.row(s.first_token as usize + q), Place { block, slot, before });
+        }
+    }
+}
+
+/// A head's key and value in a row of `[q][k][v]`.
+fn key_and_value(row: &[f32], heads: HeadShape, head: usize) -> (&[f32], &[f32]) {
+    let part = |at: usize| &row[at * heads.head_dim..][..heads.head_dim];
+    (part(heads.heads + head), part(heads.heads + heads.kv_heads + head))
+}
+
+impl Int8Pages {
+    fn copy_blocks(&mut self, heads: HeadShape, blocks: usize, copies: &[(u32, u32)]) {
+        let size = padded(heads.head_dim) * BLOCK_TOKENS;
+        copy_within(&mut self.keys, heads, blocks, size, copies);
+        copy_within(&mut self.values, heads, blocks, size, copies);
+        copy_within(&mut self.key_scales, heads, blocks, BLOCK_TOKENS, copies);
+        copy_within(&mut self.value_scales, heads, blocks, BLOCK_TOKENS, copies);
+        copy_within(&mut self.value_tops, heads, blocks, BLOCK_TOKENS, copies);
+    }
+
+    fn store(&mut self, isa: Isa, heads: HeadShape, blocks: usize, step: &Step, qkv: &Buffer) {
+        let wide = padded(heads.head_dim);
+        let size = wide * BLOCK_TOKENS;
+        let keys = self.keys.par_chunks_exact_mut(blocks * size);
+        let values = self.values.par_chunks_exact_mut(blocks * size);
+        let key_scales = self.key_scales.par_chunks_exact_mut(blocks * BLOCK_TOKENS);
+        let value_scales = self.value_scales.par_chunks_exact_mut(blocks * BLOCK_TOKENS);
+        let value_tops = self.value_tops.par_chunks_exact_mut(blocks * BLOCK_TOKENS);
+        let scales = key_scales.zip(value_scales).zip(value_tops);
+        let all = keys.zip(values).zip(scales).enumerate();
+        all.for_each(|(head, ((keys, values), ((key_scales, value_scales), value_tops)))| {
+            let mut bytes = vec![0u8; wide];
+            for_tokens(step, qkv, |row, Place { block, slot, before }| {
+                let (key, value) = key_and_value(row, heads, head);
+                let scale = block * BLOCK_TOKENS + slot;
+                quantize_row_on(isa, key, &mut bytes, &mut key_scales[scale]);
+                let out = &mut keys[block * size + slot * QUAD..(block + 1) * size];
+                for (quad, out) in bytes.as_chunks::<QUAD>().0.iter().zip(out.chunks_mut(BLOCK_TOKENS * QUAD)) {
+                    out[..QUAD].copy_from_slice(quad);
+                }
+                quantize_row_on(isa, value, &mut bytes, &mut value_scales[scale]);
+                let top = before.map_or(0.0, |(block, slot)| value_tops[block * BLOCK_TOKENS + slot]);
+                value_tops[scale] = value_scales[scale].max(top);
+                let at = block * size + slot / QUAD * wide * QUAD + slot % QUAD;
+                let out = &mut values[at..(block + 1) * size];
+                for (byte, out) in bytes.iter().zip(out.iter_mut().step_by(QUAD)) {
+                    *out = byte.wrapping_sub(OFFSET as u8) as i8;
+                }
+            });
+        });
     }
 }
 
 impl<E: Element> Pages<E> {
     fn copy_blocks(&mut self, heads: HeadShape, blocks: usize, copies: &[(u32, u32)]) {
-        for (data, size) in [
-            (&mut self.keys, heads.head_dim * BLOCK_TOKENS),
-            (&mut self.values, padded(heads.head_dim) * BLOCK_TOKENS),
-        ] {
-            for head in 0..heads.kv_heads {
-                for &(from, to) in copies {
-                    let from = (head * blocks + from as usize) * size;
-                    data.copy_within(from..from + size, (head * blocks + to as usize) * size);
-                }
-            }
-        }
+        copy_within(&mut self.keys, heads, blocks, heads.head_dim * BLOCK_TOKENS, copies);
+        copy_within(&mut self.values, heads, blocks, padded(heads.head_dim) * BLOCK_TOKENS, copies);
     }
 
     fn store(&mut self, heads: HeadShape, blocks: usize, step: &Step, qkv: &Buffer) {
@@ -106,27 +211,20 @@ impl<E: Element> Pages<E> {
                     panel[used as usize * PANEL..].fill(E::default());
                 }
             }
-            for (i, s) in step.batch.sequences.iter().enumerate() {
-                let table = step.blocks(i as u32);
-                for q in 0..s.q_len as usize {
-                    let position = (s.kv_len - s.q_len) as usize + q;
-                    let (block, slot) = (table[position / BLOCK_TOKENS] as usize, position % BLOCK_TOKENS);
-                    let row = qkv.row(s.first_token as usize + q);
-                    let key = &row[(heads.heads + head) * dim..][..dim];
-                    let value = &row[(heads.heads + heads.kv_heads + head) * dim..][..dim];
-                    let out = &mut keys[block * key_block + slot..(block + 1) * key_block];
-                    for (d, x) in key.iter().enumerate() {
-                        out[d * BLOCK_TOKENS] = E::narrow(*x);
-                    }
-                    let out = &mut values[block * value_block..][..value_block];
-                    for (panel, x) in value.chunks(PANEL).enumerate() {
-                        let at = (panel * BLOCK_TOKENS + slot) * PANEL;
-                        for (y, x) in out[at..].iter_mut().zip(x) {
-                            *y = E::narrow(*x);
-                        }
+            for_tokens(step, qkv, |row, Place { block, slot, .. }| {
+                let (key, value) = key_and_value(row, heads, head);
+                let out = &mut keys[block * key_block + slot..(block + 1) * key_block];
+                for (d, x) in key.iter().enumerate() {
+                    out[d * BLOCK_TOKENS] = E::narrow(*x);
+                }
+                let out = &mut values[block * value_block..][..value_block];
+                for (panel, x) in value.chunks(PANEL).enumerate() {
+                    let at = (panel * BLOCK_TOKENS + slot) * PANEL;
+                    for (y, x) in out[at..].iter_mut().zip(x) {
+                        *y = E::narrow(*x);
                     }
                 }
-            }
+            });
         });
     }
 }
@@ -145,7 +243,7 @@ mod tests {
             kv_heads: 2,
             head_dim: 18,
         };
-        let mut pool = KvPool::new(heads, 4, Precision::F32);
+        let mut pool = KvPool::new(heads, 4, KvFormat::F32);
         let Store::F32(pages) = &mut pool.store else {
             panic!("F32 pool")
         };
@@ -173,7 +271,7 @@ mod tests {
         });
         let rows = numbers(1, 20 * heads.qkv_width());
         let qkv = buffer(&rows, 20, heads.qkv_width());
-        pool.store(&step, &qkv);
+        pool.store(Isa::Portable, &step, &qkv);
         pool.copy_blocks(&[(0, 3)]);
         let Store::F32(pages) = &pool.store else {
             panic!("F32 pool")

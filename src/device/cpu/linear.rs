@@ -3,8 +3,11 @@
 //! Rows are packed into tiles of up to 12 (`[k][rows of the tile]`); threads take ranges of weight panels (and, where
 //! there are too few panels, ranges of tiles). Work is never split over k: see [`tile`](super::tile).
 
+use std::ops::Range;
+
 use rayon::prelude::*;
 
+use super::gated::{GatedTile, gated_tile_on};
 use super::int8;
 use super::isa::Isa;
 use super::math::round_bf16;
@@ -38,21 +41,34 @@ pub(super) struct PackedRows {
 }
 
 /// Rows in tiles of what the kernel takes at once.
-struct Tiles {
+pub(super) struct Tiles {
     rows: usize,
-    count: usize,
+    pub count: usize,
 }
 
 impl Tiles {
-    fn new(rows: usize, most: usize) -> Tiles {
+    /// Tiles of at most `most` rows.
+    pub(super) fn new(rows: usize, most: usize) -> Tiles {
         Tiles {
             rows,
             count: rows.div_ceil(most),
         }
     }
+
     /// First row of tile `i`; sizes differ by at most one.
-    fn start(&self, i: usize) -> usize {
+    pub(super) fn start(&self, i: usize) -> usize {
         i * self.rows / self.count
+    }
+
+    /// Each tile's first row and part of `data`, which has `width` elements a row.
+    pub(super) fn split<'a, E>(&self, data: &'a mut [E], width: usize) -> impl Iterator<Item = (usize, &'a mut [E])> {
+        let mut rest = data;
+        (0..self.count).map(move |i| {
+            let (from, to) = (self.start(i), self.start(i + 1));
+            let (part, tail) = std::mem::take(&mut rest).split_at_mut((to - from) * width);
+            rest = tail;
+            (from, part)
+        })
     }
 }
 
@@ -82,15 +98,9 @@ pub(super) fn linear(
 
 fn pack(x: &Buffer, tiles: &Tiles, packed: &mut Vec<f32>) {
     packed.resize(x.rows * x.width, 0.0);
-    let mut rest = packed.as_mut_slice();
-    let mut parts = Vec::with_capacity(tiles.count);
-    for i in 0..tiles.count {
-        let (from, to) = (tiles.start(i), tiles.start(i + 1));
-        let (part, tail) = rest.split_at_mut((to - from) * x.width);
-        parts.push((from, to - from, part));
-        rest = tail;
-    }
-    let pack_tile = |(from, rows, part): (usize, usize, &mut [f32])| {
+    let parts = tiles.split(packed, x.width);
+    let pack_tile = |(from, part): (usize, &mut [f32])| {
+        let rows = part.len() / x.width.max(1);
         for r in 0..rows {
             for (k, &value) in x.row(from + r).iter().enumerate() {
                 part[k * rows + r] = value;
@@ -98,8 +108,9 @@ fn pack(x: &Buffer, tiles: &Tiles, packed: &mut Vec<f32>) {
         }
     };
     if x.rows * x.width < SERIAL_WORK {
-        parts.into_iter().for_each(pack_tile);
+        parts.for_each(pack_tile);
     } else {
+        let parts: Vec<_> = parts.collect();
         parts.into_par_iter().for_each(pack_tile);
     }
 }
@@ -134,12 +145,12 @@ fn multiply_int8(
     quantized: &mut Quantized,
 ) {
     let rows = x.rows;
-    quantize(isa, x, quantized);
+    let tiles = Tiles::new(rows, int8::max_rows(isa));
+    quantize(isa, x, &tiles, quantized);
     let x = &*quantized;
     let padded = out.width.next_multiple_of(PANEL);
     assert!(panels.data.len() >= padded * x.stride && x.data.len() >= rows * x.stride && x.scales.len() >= rows);
     assert!(panels.scales.len() >= padded && panels.offsets.len() >= padded && panels.zeros.len() >= padded);
-    let tiles = Tiles::new(rows, int8::max_rows(isa));
     let group = int8::panels_at_once(isa, rows.div_ceil(tiles.count));
     let width = out.width;
     let target = SharedMut::new(&mut out.data);
@@ -149,8 +160,45 @@ fn multiply_int8(
     });
 }
 
-/// Calls `run` for each tile of rows and group of `group` panels, shared out to threads.
-fn for_blocks(tiles: &Tiles, group: usize, k: usize, width: usize, run: impl Fn(Block) + Sync) {
+/// Multiplies `x` by a matrix of [`Matrix::pack_gated`] and `out = silu(gate) * up`, of `width` columns.
+pub(super) fn gated_int8(
+    isa: Isa,
+    panels: &Int8Panels,
+    width: usize,
+    bias: Option<&[f32]>,
+    x: &Buffer,
+    out: &mut Buffer,
+    packed: &mut PackedRows,
+) {
+    out.reshape(x.rows, width);
+    if x.rows == 0 || width == 0 {
+        return;
+    }
+    let rows = x.rows;
+    let tiles = Tiles::new(rows, int8::max_rows(isa));
+    quantize(isa, x, &tiles, &mut packed.quantized);
+    let x = &packed.quantized;
+    let both = width.next_multiple_of(PANEL) * 2;
+    // The bias in the panels' order.
+    let bias: Option<Vec<f32>> = bias.map(|bias| {
+        let at = |i: usize| i / (2 * PANEL) * PANEL + i % PANEL;
+        let value = |i: usize| if i / PANEL % 2 == 1 { bias[width + at(i)] } else { bias[at(i)] };
+        (0..both).map(|i| if at(i) < width { value(i) } else { 0.0 }).collect()
+    });
+    let bias = bias.as_deref().unwrap_or(&panels.zeros);
+    assert!(panels.data.len() >= both * x.stride && x.data.len() >= rows * x.stride && x.scales.len() >= rows);
+    assert!(panels.scales.len() >= both && panels.offsets.len() >= both && bias.len() >= both);
+    // Pairs are never parted.
+    let group = int8::panels_at_once(isa, rows.div_ceil(tiles.count)).max(2);
+    let target = SharedMut::new(&mut out.data);
+    for_blocks(&tiles, group, x.stride, both, |block| {
+        // SAFETY: blocks own disjoint (rows, columns) of the output; sizes were asserted above.
+        unsafe { block.run_gated(isa, panels, bias, x, (&target, width)) };
+    });
+}
+
+/// Calls `run` for all tiles and panels in blocks, shared out to threads.
+fn for_blocks(tiles: &Tiles, group: usize, k: usize, width: usize, run: impl Fn(Block<'_>) + Sync) {
     let count = width.div_ceil(PANEL);
     let groups = count.div_ceil(group);
     let threads = if tiles.rows * k * width < SERIAL_WORK {
@@ -165,17 +213,13 @@ fn for_blocks(tiles: &Tiles, group: usize, k: usize, width: usize, run: impl Fn(
     let task = |i: usize| {
         let (c, r) = (i % column_tasks, i / column_tasks);
         for g in c * groups / column_tasks..(c + 1) * groups / column_tasks {
-            let panel = g * group..((g + 1) * group).min(count);
-            for t in r * tiles.count / row_tasks..(r + 1) * tiles.count / row_tasks {
-                let (from, to) = (tiles.start(t), tiles.start(t + 1));
-                run(Block {
-                    k,
-                    panel: panel.clone(),
-                    from,
-                    rows: to - from,
-                    width,
-                });
-            }
+            run(Block {
+                k,
+                panel: g * group..((g + 1) * group).min(count),
+                tiles,
+                range: r * tiles.count / row_tasks..(r + 1) * tiles.count / row_tasks,
+                width,
+            });
         }
     };
     if threads == 1 {
@@ -185,35 +229,67 @@ fn for_blocks(tiles: &Tiles, group: usize, k: usize, width: usize, run: impl Fn(
     }
 }
 
-/// One tile of rows times one group of panels.
-struct Block {
+/// Some tiles of rows times one group of panels.
+struct Block<'a> {
     k: usize,
-    panel: std::ops::Range<usize>,
-    from: usize,
-    rows: usize,
+    panel: Range<usize>,
+    tiles: &'a Tiles,
+    range: Range<usize>,
     width: usize,
 }
 
-impl Block {
+impl Block<'_> {
+    /// First row and number of rows of each tile.
+    fn tiles(&self) -> impl Iterator<Item = (usize, usize)> {
+        self.range
+            .clone()
+            .map(|i| (self.tiles.start(i), self.tiles.start(i + 1) - self.tiles.start(i)))
+    }
+
+    /// Panels that lie within the output's width, and how many columns the one after them has.
+    fn whole_panels(&self) -> (Range<usize>, usize) {
+        let full = (self.width / PANEL).clamp(self.panel.start, self.panel.end);
+        (self.panel.start..full, if full < self.panel.end { self.width - full * PANEL } else { 0 })
+    }
+
     /// # Safety
     /// Nobody else touches this block's rows and columns of `out`, and all sizes fit.
     unsafe fn run<E: Element>(&self, isa: Isa, panels: &[E], packed: &[f32], finish: Finish<'_>, out: &SharedMut) {
-        let full = (self.width / PANEL).clamp(self.panel.start, self.panel.end);
-        let first_column = self.panel.start * PANEL;
-        // SAFETY: the first `full` panels lie within the output's width.
-        unsafe {
-            let c = out.at(self.from * self.width + first_column);
-            self.sum(isa, panels, packed, self.panel.start..full, c, self.width);
+        for (from, rows) in self.tiles() {
+            // SAFETY: passed on.
+            unsafe { self.run_tile(isa, panels, packed, finish, (from, rows), out) };
         }
-        if full < self.panel.end {
+    }
+
+    /// # Safety
+    /// As [`run`](Self::run).
+    unsafe fn run_tile<E: Element>(
+        &self,
+        isa: Isa,
+        panels: &[E],
+        packed: &[f32],
+        finish: Finish<'_>,
+        (from, rows): (usize, usize),
+        out: &SharedMut,
+    ) {
+        let (whole, columns) = self.whole_panels();
+        let first_column = self.panel.start * PANEL;
+        // SAFETY: these panels lie within the output's width.
+        unsafe {
+            let c = out.at(from * self.width + first_column);
+            self.sum(isa, panels, packed, (from, rows), whole.clone(), c, self.width);
+        }
+        if columns > 0 {
             // The last panel overhangs the output: it goes through a tile of its own.
             let mut tile = [0.0f32; 12 * PANEL];
-            let columns = self.width - full * PANEL;
             // SAFETY: the tile takes 12 rows of one panel.
-            unsafe { self.sum(isa, panels, packed, full..self.panel.end, tile.as_mut_ptr(), PANEL) };
-            for r in 0..self.rows {
+            unsafe {
+                let c = tile.as_mut_ptr();
+                self.sum(isa, panels, packed, (from, rows), whole.end..self.panel.end, c, PANEL);
+            }
+            for r in 0..rows {
                 // SAFETY: within this block's rows and columns.
-                let row = unsafe { out.slice((self.from + r) * self.width + full * PANEL, columns) };
+                let row = unsafe { out.slice((from + r) * self.width + whole.end * PANEL, columns) };
                 row.copy_from_slice(&tile[r * PANEL..r * PANEL + columns]);
             }
         }
@@ -221,9 +297,9 @@ impl Block {
             return;
         }
         let columns = (self.panel.end * PANEL).min(self.width) - first_column;
-        for r in 0..self.rows {
+        for r in 0..rows {
             // SAFETY: within this block's rows and columns.
-            let row = unsafe { out.slice((self.from + r) * self.width + first_column, columns) };
+            let row = unsafe { out.slice((from + r) * self.width + first_column, columns) };
             if let Some(bias) = finish.bias {
                 row.iter_mut().zip(&bias[first_column..]).for_each(|(y, b)| *y += b);
             }
@@ -233,49 +309,124 @@ impl Block {
         }
     }
 
+    /// A product of these panels, writing to `c`.
+    fn product_int8(
+        &self,
+        panels: &Int8Panels,
+        range: Range<usize>,
+        bias: *const f32,
+        x: &Quantized,
+        (c, c_stride): (*mut f32, usize),
+    ) -> int8::Product {
+        let column = range.start * PANEL;
+        int8::Product {
+            quads: self.k / int8::QUAD,
+            a: x.data.as_ptr(),
+            b: panels.data[column * self.k..].as_ptr(),
+            panel_stride: self.k * PANEL,
+            panels: range.len(),
+            row_scales: x.scales.as_ptr(),
+            column_scales: panels.scales[column..].as_ptr(),
+            offsets: panels.offsets[column..].as_ptr(),
+            bias,
+            c,
+            c_stride,
+        }
+    }
+
+    /// The kernel's tiles. The panels of the block after this one come into the cache while this one's are multiplied: each
+    /// tile fetches its share.
+    fn tiles_int8(&self, product: &int8::Product) -> impl Iterator<Item = int8::Tile> {
+        let next = product.b.wrapping_add(product.panels * product.panel_stride);
+        let step = (product.panels * PANEL * int8::QUAD).div_ceil(self.range.len());
+        let quads = product.quads;
+        self.tiles().enumerate().map(move |(i, (from, rows))| int8::Tile {
+            from,
+            rows,
+            ahead: next.wrapping_add(i * step * quads),
+            ahead_step: step,
+        })
+    }
+
+    /// Products of gate and up panels by turns, to a row of `width` columns.
+    ///
+    /// # Safety
+    /// As [`run`](Self::run).
+    unsafe fn run_gated(
+        &self,
+        isa: Isa,
+        panels: &Int8Panels,
+        bias: &[f32],
+        x: &Quantized,
+        (out, width): (&SharedMut, usize),
+    ) {
+        let mut both = [[0.0f32; 2 * PANEL]; INT8_ROWS_MAX];
+        let both_stride = self.panel.len() * PANEL;
+        let bias = bias[self.panel.start * PANEL..].as_ptr();
+        let product = self.product_int8(panels, self.panel.clone(), bias, x, (both.as_flattened_mut().as_mut_ptr(), 0));
+        let column = self.panel.start / 2 * PANEL;
+        let columns = (self.panel.end / 2 * PANEL).min(width) - column;
+        for tile in self.tiles_int8(&product) {
+            assert!(tile.rows * both_stride <= both.as_flattened().len());
+            let product = int8::Product {
+                // Rows are counted from the product's first.
+                c: both.as_flattened_mut().as_mut_ptr().wrapping_sub(tile.from * both_stride),
+                c_stride: both_stride,
+                ..product
+            };
+            // SAFETY: `both` takes the tile's rows of these panels; the output's rows and columns are this block's.
+            unsafe { int8::product(isa, &product, tile) };
+            let per_row = self.panel.len() / 2;
+            gated_tile_on(
+                isa,
+                &GatedTile {
+                    pairs: &both[..tile.rows * per_row],
+                    per_row,
+                    out: out.at(tile.from * width + column),
+                    stride: width,
+                    columns,
+                },
+            );
+        }
+    }
+
     /// # Safety
     /// As [`run`](Self::run).
     unsafe fn run_int8(&self, isa: Isa, panels: &Int8Panels, bias: Option<&[f32]>, x: &Quantized, out: &SharedMut) {
-        let full = (self.width / PANEL).clamp(self.panel.start, self.panel.end);
-        let product_of = |range: std::ops::Range<usize>, bias: *const f32, c: *mut f32, c_stride: usize| {
-            let column = range.start * PANEL;
-            int8::Product {
-                quads: self.k / int8::QUAD,
-                rows: self.rows,
-                a: x.data[self.from * x.stride..].as_ptr(),
-                a_stride: x.stride,
-                b: panels.data[column * self.k..].as_ptr(),
-                panel_stride: self.k * PANEL,
-                panels: range.len(),
-                row_scales: x.scales[self.from..].as_ptr(),
-                column_scales: panels.scales[column..].as_ptr(),
-                offsets: panels.offsets[column..].as_ptr(),
-                bias,
-                c,
-                c_stride,
-            }
-        };
-        if self.panel.start < full {
-            let column = self.panel.start * PANEL;
+        let (whole, columns) = self.whole_panels();
+        if !whole.is_empty() {
+            let column = whole.start * PANEL;
             let bias = bias.unwrap_or(&panels.zeros)[column..].as_ptr();
-            let c = out.at(self.from * self.width + column);
-            // SAFETY: these panels lie within the output's width, and so within the bias.
-            unsafe { int8::product(isa, product_of(self.panel.start..full, bias, c, self.width)) };
-        }
-        if full < self.panel.end {
-            // The last panel overhangs the output and the bias: it goes through a tile of its own.
-            let (mut tile, mut last) = ([0.0f32; INT8_ROWS_MAX * PANEL], [0.0f32; PANEL]);
-            let columns = self.width - full * PANEL;
-            if let Some(bias) = bias {
-                last[..columns].copy_from_slice(&bias[full * PANEL..][..columns]);
+            let product = self.product_int8(panels, whole.clone(), bias, x, (out.at(column), self.width));
+            for tile in self.tiles_int8(&product) {
+                // SAFETY: these panels lie within the output's width, and so within the bias.
+                unsafe { int8::product(isa, &product, tile) };
             }
-            let product_of = product_of(full..self.panel.end, last.as_ptr(), tile.as_mut_ptr(), PANEL);
-            // SAFETY: the tile takes one panel of as many rows as any set does.
-            unsafe { int8::product(isa, product_of) };
-            for r in 0..self.rows {
-                // SAFETY: within this block's rows and columns.
-                let row = unsafe { out.slice((self.from + r) * self.width + full * PANEL, columns) };
-                row.copy_from_slice(&tile[r * PANEL..r * PANEL + columns]);
+        }
+        if columns > 0 {
+            // The last panel overhangs the output and the bias: it goes through memory of its own.
+            let mut last = [0.0f32; PANEL];
+            if let Some(bias) = bias {
+                last[..columns].copy_from_slice(&bias[whole.end * PANEL..][..columns]);
+            }
+            for (from, rows) in self.tiles() {
+                let mut end = [0.0f32; INT8_ROWS_MAX * PANEL];
+                // Its rows are counted from the product's first.
+                let c = end.as_mut_ptr().wrapping_sub(from * PANEL);
+                let product = self.product_int8(panels, whole.end..self.panel.end, last.as_ptr(), x, (c, PANEL));
+                let tile = int8::Tile {
+                    from,
+                    rows,
+                    ahead: product.b,
+                    ahead_step: 0,
+                };
+                // SAFETY: `end` takes one panel of as many rows as any set does.
+                unsafe { int8::product(isa, &product, tile) };
+                for r in 0..rows {
+                    // SAFETY: within this block's rows and columns.
+                    let row = unsafe { out.slice((from + r) * self.width + whole.end * PANEL, columns) };
+                    row.copy_from_slice(&end[r * PANEL..r * PANEL + columns]);
+                }
             }
         }
     }
@@ -283,13 +434,15 @@ impl Block {
     /// Sums over all of k into `c`.
     ///
     /// # Safety
-    /// `c` takes this block's rows of these panels.
+    /// `c` takes these rows of these panels.
+    #[allow(clippy::too_many_arguments)]
     unsafe fn sum<E: Element>(
         &self,
         isa: Isa,
         panels: &[E],
         packed: &[f32],
-        range: std::ops::Range<usize>,
+        (from, rows): (usize, usize),
+        range: Range<usize>,
         c: *mut f32,
         c_stride: usize,
     ) {
@@ -305,8 +458,8 @@ impl Block {
                     isa,
                     Product {
                         k: depth,
-                        rows: self.rows,
-                        a: packed.as_ptr().add(self.from * self.k + k * self.rows),
+                        rows,
+                        a: packed.as_ptr().add(from * self.k + k * rows),
                         b: panels.as_ptr().add((range.start * self.k + k) * PANEL),
                         panel_stride: self.k * PANEL,
                         panels: range.len(),

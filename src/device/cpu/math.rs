@@ -30,6 +30,24 @@ pub fn exp(x: f32) -> f32 {
     if x < EXP_MIN { 0.0 } else { y }
 }
 
+/// `2^x` for x of at most 0, within a relative 3e-6; 2^-125 below -125, NaN for NaN.
+///
+/// `x = n + r` with |r| <= 1/2, then the Taylor polynomial of degree 5 for `2^r` (its first missing term is below 2.5e-6) times
+/// `2^n`: half of [`exp`]'s work, for weights that are then rounded to 8 bits.
+#[inline(always)]
+pub fn exp2(x: f32) -> f32 {
+    const LN2: f32 = std::f32::consts::LN_2;
+    let clamped = if -125.0 > x { -125.0 } else { x };
+    let shifted = clamped + ROUND;
+    let r = clamped - (shifted - ROUND);
+    let mut p = LN2 * LN2 * LN2 * LN2 * LN2 / 120.0;
+    for c in [LN2 * LN2 * LN2 * LN2 / 24.0, LN2 * LN2 * LN2 / 6.0, LN2 * LN2 / 2.0, LN2, 1.0] {
+        p = r.mul_add(p, c);
+    }
+    // The low bits of `shifted` are n + 0x400000, of which the shift leaves n: it is added to the exponent.
+    f32::from_bits(p.to_bits().wrapping_add(shifted.to_bits() << 23))
+}
+
 /// `x / (1 + e^-x)`.
 #[inline(always)]
 pub fn silu(x: f32) -> f32 {
@@ -65,6 +83,20 @@ pub fn sum16(lanes: [f32; 16]) -> f32 {
     l[0]
 }
 
+/// Largest of 16 lanes that are not NaN.
+#[inline(always)]
+pub fn max16(lanes: [f32; 16]) -> f32 {
+    let mut l = lanes;
+    let mut width = 8;
+    while width > 0 {
+        for i in 0..width {
+            l[i] = if l[i + width] > l[i] { l[i + width] } else { l[i] };
+        }
+        width /= 2;
+    }
+    l[0]
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -83,6 +115,20 @@ mod tests {
         assert_eq!(exp(f32::NEG_INFINITY), 0.0);
         assert!(exp(f32::NAN).is_nan());
         assert!(exp(f32::INFINITY).is_finite());
+    }
+
+    #[test]
+    fn exp2_is_close_below_zero() {
+        let mut worst = 0.0f64;
+        for i in 0..124_000 {
+            let x = i as f32 * -1e-3 - 3e-4;
+            let want = (x as f64).exp2();
+            worst = worst.max(((exp2(x) as f64 - want) / want).abs());
+        }
+        assert!(worst < 3e-6, "relative error {worst:e}");
+        assert_eq!(exp2(0.0), 1.0);
+        assert_eq!(exp2(f32::NEG_INFINITY), 2f32.powi(-125));
+        assert!(exp2(f32::NAN).is_nan());
     }
 
     #[test]

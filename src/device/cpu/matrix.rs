@@ -6,11 +6,14 @@
 use half::{bf16, f16};
 use rayon::prelude::*;
 
-use super::aligned::Aligned;
+use super::aligned::{Aligned, want_huge_pages};
 use super::int8::{K_MAX, K_STEP, OFFSET, QUAD};
 use super::math::round_bf16;
 use super::tile::{Bf16, Element, F16, PANEL};
 use crate::device::{Dtype, NonFiniteWeight, Precision, Tensor};
+
+/// `1.5 * 2^52`.
+const ROUND: f64 = 6_755_399_441_055_744.0;
 
 /// `[rows][columns]` in panels: output features by input features.
 pub struct Matrix {
@@ -53,7 +56,8 @@ impl Matrix {
         let rows = parts.iter().map(|p| p.rows).sum();
         let first = parts.first().map_or(Dtype::F32, |p| p.dtype);
         if precision == Precision::Int8 {
-            let panels = Panels::Int8(Int8Panels::pack(parts, rows, columns)?);
+            let row_of = |at: usize| (at < rows).then_some(at);
+            let panels = Panels::Int8(Int8Panels::pack(parts, rows.div_ceil(PANEL), columns, row_of)?);
             return Ok(Matrix { rows, columns, panels });
         }
         let storage = match precision {
@@ -66,6 +70,25 @@ impl Matrix {
             Dtype::Bf16 => Panels::Bf16(pack_as(parts, rows, columns)?),
             Dtype::F16 => Panels::F16(pack_as(parts, rows, columns)?),
         };
+        Ok(Matrix { rows, columns, panels })
+    }
+
+    /// Stacks a gate's rows and as many of an up projection. In 8 bits panels of the two take turns, so that what a gated
+    /// activation multiplies is computed side by side; such a matrix serves nothing else.
+    pub(super) fn pack_gated(parts: &[Tensor<'_>], precision: Precision) -> Result<Matrix, NonFiniteWeight> {
+        if precision != Precision::Int8 {
+            return Matrix::pack(parts, precision);
+        }
+        let columns = parts.first().map_or(0, |p| p.columns);
+        let rows: usize = parts.iter().map(|p| p.rows).sum();
+        let half = rows / 2;
+        let row_of = |at: usize| {
+            let (pair, lane) = (at / (2 * PANEL), at % PANEL);
+            let row = pair * PANEL + lane;
+            let is_up = at / PANEL % 2 == 1;
+            (row < half).then_some(if is_up { half + row } else { row })
+        };
+        let panels = Panels::Int8(Int8Panels::pack(parts, 2 * half.div_ceil(PANEL), columns, row_of)?);
         Ok(Matrix { rows, columns, panels })
     }
 
@@ -82,9 +105,15 @@ impl Matrix {
 }
 
 impl Int8Panels {
-    fn pack(parts: &[Tensor<'_>], rows: usize, columns: usize) -> Result<Int8Panels, NonFiniteWeight> {
+    /// `row_of` a place (panel times 16 + lane): the row of the stack that stands there.
+    fn pack(
+        parts: &[Tensor<'_>],
+        count: usize,
+        columns: usize,
+        row_of: impl Fn(usize) -> Option<usize> + Sync,
+    ) -> Result<Int8Panels, NonFiniteWeight> {
         assert!(columns <= K_MAX, "sums over {columns} products do not fit in 32 bits");
-        let (depth, padded) = (columns.next_multiple_of(K_STEP), rows.next_multiple_of(PANEL));
+        let (depth, padded) = (columns.next_multiple_of(K_STEP), count * PANEL);
         let mut panels = Int8Panels {
             data: Aligned::new(padded * depth),
             scales: vec![0.0; padded],
@@ -94,14 +123,18 @@ impl Int8Panels {
         if panels.data.is_empty() {
             return Ok(panels);
         }
+        want_huge_pages(&panels.data);
         let data = panels.data.par_chunks_mut(PANEL * depth);
         let scales = panels.scales.par_chunks_mut(PANEL);
         let offsets = panels.offsets.par_chunks_mut(PANEL);
         data.zip(scales).zip(offsets).enumerate().try_for_each_init(
             || vec![0.0f32; columns],
             |values, (panel, ((data, scales), offsets))| {
-                for lane in 0..PANEL.min(rows - panel * PANEL) {
-                    let (part, row) = locate(parts, panel * PANEL + lane);
+                for lane in 0..PANEL {
+                    let Some(row) = row_of(panel * PANEL + lane) else {
+                        continue;
+                    };
+                    let (part, row) = locate(parts, row);
                     read_tensor_row(&parts[part], row, values);
                     if !values.iter().all(|x| x.is_finite()) {
                         return Err(NonFiniteWeight { part, row });
@@ -110,7 +143,8 @@ impl Int8Panels {
                     let inverse = if most > 0.0 { 127.0 / f64::from(most) } else { 0.0 };
                     let mut sum = 0;
                     for (k, x) in values.iter().enumerate() {
-                        let q = (f64::from(*x) * inverse).round_ties_even() as i8;
+                        // Rounded to the nearest whole number, ties to even, by adding what leaves no bits for a fraction.
+                        let q = ((f64::from(*x) * inverse + ROUND) - ROUND) as i8;
                         data[(k / QUAD * PANEL + lane) * QUAD + k % QUAD] = q;
                         sum += i32::from(q);
                     }
@@ -188,6 +222,7 @@ fn pack_as<E: Element>(parts: &[Tensor<'_>], rows: usize, columns: usize) -> Res
     if packed.is_empty() {
         return Ok(packed);
     }
+    want_huge_pages(&packed);
     packed.par_chunks_mut(columns * PANEL).enumerate().try_for_each_init(
         || vec![0.0f32; columns],
         |row_values, (panel, out)| {

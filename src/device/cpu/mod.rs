@@ -3,26 +3,26 @@
 //! Activations are F32 in memory (in BF16 they hold BF16 values). In F32 a row's results are the same bits whatever
 //! else is in the batch, however the work is shared out to threads, and on every instruction set.
 //! `unsafe` stands only in kernels and where they are called: `tile.rs`, `int8.rs`, `amx.rs`, `linear.rs`, `attention.rs`,
-//! `isa.rs` and `SharedMut`.
+//! `attention_int8.rs`, `isa.rs` and `SharedMut`.
 
 use std::sync::Arc;
 
 use crate::device::batch::StepBatch;
 use crate::device::{
-    AddNorm, Device, HeadShape, KvSpec, Linear, NonFiniteWeight, Precision, RopeSpec, RopeStore, Tensor,
+    AddNorm, Device, HeadShape, KvFormat, KvSpec, Linear, NonFiniteWeight, Precision, RopeSpec, RopeStore, Tensor,
 };
 
 mod aligned;
 #[cfg(target_arch = "x86_64")]
 mod amx;
 mod attention;
+mod attention_int8;
 mod embed;
 mod gated;
 mod int8;
 pub mod isa;
 mod kv;
 mod linear;
-mod logits;
 mod math;
 mod matrix;
 mod norm;
@@ -38,12 +38,14 @@ pub use isa::Isa;
 pub use kv::KvPool;
 pub use math::exp;
 pub use matrix::{Matrix, Vector};
+use matrix::Panels;
 pub use step::Step;
 
 /// A CPU with a thread pool, computing in one precision.
 pub struct Cpu {
     isa: Isa,
     precision: Precision,
+    kv: KvFormat,
     pool: Arc<rayon::ThreadPool>,
 }
 
@@ -60,17 +62,23 @@ pub fn thread_pool(threads: usize) -> Result<Arc<rayon::ThreadPool>, rayon::Thre
 
 impl Cpu {
     /// A device on `pool` with the best instructions the processor has.
-    pub fn new(precision: Precision, pool: Arc<rayon::ThreadPool>) -> Cpu {
-        Cpu::with_isa(precision, pool, Isa::detect())
+    pub fn new(precision: Precision, kv: KvFormat, pool: Arc<rayon::ThreadPool>) -> Cpu {
+        let isa = Isa::detect();
+        Cpu {
+            isa,
+            precision,
+            kv,
+            pool,
+        }
     }
 
-    /// A device that uses `isa`, one of [`Isa::available`].
+    /// The same device using `isa`, one of [`Isa::available`].
     ///
     /// # Panics
     /// This processor does not have `isa`.
-    pub fn with_isa(precision: Precision, pool: Arc<rayon::ThreadPool>, isa: Isa) -> Cpu {
+    pub fn with_isa(self, isa: Isa) -> Cpu {
         assert!(Isa::available().contains(&isa), "this processor does not have {isa:?}");
-        Cpu { isa, precision, pool }
+        Cpu { isa, ..self }
     }
 
     fn round(&self) -> bool {
@@ -99,6 +107,10 @@ pub struct Buffer {
 impl Buffer {
     /// Takes a shape; contents are undefined, memory is kept.
     fn reshape(&mut self, rows: usize, width: usize) {
+        if self.data.capacity() < rows * width {
+            self.data = Vec::with_capacity(rows * width);
+            aligned::want_huge_pages(self.data.spare_capacity_mut());
+        }
         self.data.resize(rows * width, 0.0);
         (self.rows, self.width) = (rows, width);
     }
@@ -112,10 +124,12 @@ impl Buffer {
     }
 }
 
-/// Scratch memory: rows as they are multiplied by the linear operation, and one attention scratch a thread.
+/// Scratch memory: what operations hold between their parts, and one attention scratch a thread.
 #[derive(Default)]
 pub struct Workspace {
     rows: linear::PackedRows,
+    /// `[gate][up]` where the two are computed before they are multiplied.
+    gate_up: Buffer,
     attention: attention::Scratches,
 }
 
@@ -169,6 +183,10 @@ impl Device for Cpu {
         self.pool.install(|| Matrix::pack(parts, self.precision))
     }
 
+    fn gated_matrix(&self, parts: &[Tensor<'_>]) -> Result<Matrix, NonFiniteWeight> {
+        self.pool.install(|| Matrix::pack_gated(parts, self.precision))
+    }
+
     fn vector(&self, parts: &[Tensor<'_>]) -> Result<Vector, NonFiniteWeight> {
         Vector::pack(parts, self.precision)
     }
@@ -180,6 +198,7 @@ impl Device for Cpu {
     fn workspace(&self) -> Workspace {
         Workspace {
             rows: linear::PackedRows::default(),
+            gate_up: Buffer::default(),
             attention: attention::Scratches::new(self.pool.current_num_threads()),
         }
     }
@@ -189,11 +208,11 @@ impl Device for Cpu {
     }
 
     fn kv_pool(&self, heads: HeadShape, blocks: usize) -> KvPool {
-        KvPool::new(heads, blocks, self.precision)
+        KvPool::new(heads, blocks, self.kv)
     }
 
     fn kv_block_bytes(&self, heads: HeadShape) -> usize {
-        KvPool::block_bytes(heads, self.precision)
+        KvPool::block_bytes(heads, self.kv)
     }
 
     fn enter<R: Send>(&self, f: impl FnOnce() -> R + Send) -> R {
@@ -239,7 +258,7 @@ impl Device for Cpu {
     fn rope_store(&self, op: RopeStore<'_, Vector>, step: &Step, qkv: &mut Buffer, pool: &mut KvPool) {
         self.pool.install(|| {
             rope::rotate(self.isa, self.round(), &op, step, qkv);
-            pool.store(step, qkv);
+            pool.store(self.isa, step, qkv);
         });
     }
 
@@ -263,8 +282,21 @@ impl Device for Cpu {
             .install(|| attention::attention(&op, pool, out, &workspace.attention));
     }
 
-    fn gated(&self, gate_up: &Buffer, out: &mut Buffer) {
-        self.pool.install(|| gated::gated(self.isa, self.round(), gate_up, out));
+    fn gated_linear(&self, linear: &Linear<Matrix, Vector>, x: &Buffer, out: &mut Buffer, workspace: &mut Workspace) {
+        let bias = linear.bias.as_ref().map(|b| &b.0[..]);
+        let Workspace { rows, gate_up, .. } = workspace;
+        self.pool.install(|| {
+            if let Panels::Int8(panels) = &linear.weight.panels {
+                linear::gated_int8(self.isa, panels, linear.weight.rows / 2, bias, x, out, rows);
+            } else {
+                let finish = linear::Finish {
+                    bias,
+                    round: self.round(),
+                };
+                linear::linear(self.isa, &linear.weight, linear.weight.rows, finish, x, gate_up, rows);
+                gated::gated(self.isa, self.round(), gate_up, out);
+            }
+        });
     }
 
     fn logits(
@@ -274,8 +306,18 @@ impl Device for Cpu {
         x: &Buffer,
         out: &mut Vec<f32>,
         workspace: &mut Workspace,
-    ) -> Vec<usize> {
+    ) {
+        // Not rounded to BF16 even where activations are: rounding would only make ties.
+        let finish = linear::Finish {
+            bias: None,
+            round: false,
+        };
+        let mut buffer = Buffer {
+            data: std::mem::take(out),
+            ..Buffer::default()
+        };
         self.pool
-            .install(|| logits::logits(self.isa, head, ids, x, out, &mut workspace.rows))
+            .install(|| linear::linear(self.isa, head, ids, finish, x, &mut buffer, &mut workspace.rows));
+        *out = buffer.data;
     }
 }

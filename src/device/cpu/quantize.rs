@@ -6,8 +6,9 @@
 use rayon::prelude::*;
 
 use super::Buffer;
-use super::int8::{K_STEP, OFFSET};
+use super::int8::{K_STEP, OFFSET, QUAD, is_packed};
 use super::isa::{Isa, multiversion};
+use super::linear::Tiles;
 
 /// `1.5 * 2^23`: adding it rounds a small float to an integer that then stands in the low bits.
 const ROUND: f32 = 12_582_912.0;
@@ -19,7 +20,7 @@ const SERIAL_WORK: usize = 1 << 15;
 /// Quantized rows.
 #[derive(Debug, Default)]
 pub(super) struct Quantized {
-    /// `[rows][stride]`, each row padded by zeros (128) to whole tiles.
+    /// Tile by tile as [`int8::is_packed`](super::int8::is_packed) says, each row padded by zeros (128) to `stride` bytes.
     pub data: Vec<u8>,
     pub stride: usize,
     /// `[rows]`.
@@ -54,37 +55,65 @@ fn quantize_row(x: &[f32], out: &mut [u8], scale: &mut f32) {
 }
 
 multiversion! {
-    /// One row of [`quantize`].
-    fn quantize_row_on(x: &[f32], out: &mut [u8], scale: &mut f32) = quantize_row;
+    /// One row of [`quantize`]; `out`, at least as long, is padded by zeros.
+    pub(super) fn quantize_row_on(x: &[f32], out: &mut [u8], scale: &mut f32) = quantize_row;
 }
 
-/// Quantizes all rows of `x`.
-pub(super) fn quantize(isa: Isa, x: &Buffer, out: &mut Quantized) {
+/// Quantizes all rows of `x`, in tiles.
+pub(super) fn quantize(isa: Isa, x: &Buffer, tiles: &Tiles, out: &mut Quantized) {
     out.stride = x.width.next_multiple_of(K_STEP);
     out.data.resize(x.rows * out.stride, 0);
     out.scales.resize(x.rows, 0.0);
-    if x.width == 0 {
-        return;
-    }
-    let rows = x.data.chunks_exact(x.width);
-    let one = |((x, q), scale): ((&[f32], &mut [u8]), &mut f32)| quantize_row_on(isa, x, q, scale);
+    let stride = out.stride;
+    let tasks = tiles.split(&mut out.data, stride).zip(tiles.split(&mut out.scales, 1));
+    let one = |row: &mut Vec<u8>, ((from, data), (_, scales)): ((usize, &mut [u8]), (usize, &mut [f32]))| {
+        let rows = scales.len();
+        let packed = is_packed(isa, rows);
+        row.resize(stride, 0);
+        for (r, scale) in scales.iter_mut().enumerate() {
+            if !packed {
+                quantize_row_on(isa, x.row(from + r), &mut data[r * stride..][..stride], scale);
+                continue;
+            }
+            quantize_row_on(isa, x.row(from + r), row, scale);
+            let places = data[r * QUAD..].chunks_mut(rows * QUAD);
+            for (quad, place) in row.as_chunks::<QUAD>().0.iter().zip(places) {
+                place[..QUAD].copy_from_slice(quad);
+            }
+        }
+    };
     if x.data.len() < SERIAL_WORK {
-        rows.zip(out.data.chunks_exact_mut(out.stride))
-            .zip(&mut out.scales)
-            .for_each(one);
+        let mut row = Vec::new();
+        tasks.for_each(|task| one(&mut row, task));
     } else {
-        x.data
-            .par_chunks_exact(x.width)
-            .zip(out.data.par_chunks_exact_mut(out.stride))
-            .zip(&mut out.scales)
-            .for_each(one);
+        let tasks: Vec<_> = tasks.collect();
+        tasks.into_par_iter().for_each_init(Vec::new, one);
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::cpu::int8::max_rows;
     use crate::device::cpu::testing::{buffer, numbers};
+
+    /// The bytes row by row.
+    fn plain(isa: Isa, q: &Quantized, tiles: &Tiles) -> Vec<u8> {
+        let mut plain = vec![0; q.data.len()];
+        for tile in 0..tiles.count {
+            let (from, rows) = (tiles.start(tile), tiles.start(tile + 1) - tiles.start(tile));
+            for r in 0..rows {
+                for i in 0..q.stride {
+                    let at = match is_packed(isa, rows) {
+                        true => from * q.stride + (i / QUAD * rows + r) * QUAD + i % QUAD,
+                        false => (from + r) * q.stride + i,
+                    };
+                    plain[(from + r) * q.stride + i] = q.data[at];
+                }
+            }
+        }
+        plain
+    }
 
     #[test]
     fn rows_come_back_within_half_a_step_and_alike_everywhere() {
@@ -93,20 +122,22 @@ mod tests {
             let mut first: Option<Vec<u8>> = None;
             for isa in Isa::available() {
                 let mut q = Quantized::default();
-                quantize(isa, &x, &mut q);
+                let tiles = Tiles::new(rows, max_rows(isa));
+                quantize(isa, &x, &tiles, &mut q);
+                let plain = plain(isa, &q, &tiles);
                 for r in 0..rows {
                     let most = x.row(r).iter().fold(0.0f32, |m, v| m.max(v.abs()));
                     assert_eq!(q.scales[r], most / 127.0);
                     for (i, v) in x.row(r).iter().enumerate() {
-                        let back = (i32::from(q.data[r * q.stride + i]) - OFFSET) as f32 * q.scales[r];
+                        let back = (i32::from(plain[r * q.stride + i]) - OFFSET) as f32 * q.scales[r];
                         assert!(
                             (back - v).abs() <= 0.5001 * q.scales[r],
                             "{isa:?} ({r}, {i}): {back} {v}"
                         );
                     }
-                    assert!(q.data[r * q.stride..][width..q.stride].iter().all(|b| *b == 128));
+                    assert!(plain[r * q.stride..][width..q.stride].iter().all(|b| *b == 128));
                 }
-                assert_eq!(*first.get_or_insert_with(|| q.data.clone()), q.data, "{isa:?}");
+                assert_eq!(*first.get_or_insert_with(|| plain.clone()), plain, "{isa:?}");
             }
         }
     }
@@ -119,9 +150,10 @@ mod tests {
             x[20] = f32::NAN;
             x[59] = f32::NEG_INFINITY;
             let mut q = Quantized::default();
-            quantize(isa, &buffer(&x, 4, 20), &mut q);
+            let tiles = Tiles::new(4, max_rows(isa));
+            quantize(isa, &buffer(&x, 4, 20), &tiles, &mut q);
             assert_eq!(q.scales[0], 0.0);
-            assert!(q.data[..20].iter().all(|b| *b == 128));
+            assert!(plain(isa, &q, &tiles)[..20].iter().all(|b| *b == 128));
             assert!(
                 q.scales[1].is_nan() && q.scales[2].is_nan() && q.scales[3].is_finite(),
                 "{:?}",

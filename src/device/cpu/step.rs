@@ -2,7 +2,7 @@
 
 use super::math::round_bf16;
 use crate::device::batch::StepBatch;
-use crate::device::{BLOCK_TOKENS, HeadShape, RopeSpec};
+use crate::device::{BLOCK_TOKENS, HeadShape, RopeSpec, SPAN_TOKENS};
 
 /// Rows (queries times heads of a group) that one attention task takes: enough to use each loaded key often, few
 /// enough that queries, scores and sums stay in the first-level cache.
@@ -16,6 +16,8 @@ pub struct Step {
     pub(super) rotations: Vec<f32>,
     /// Query tiles, each done once per key-value head.
     pub(super) tiles: Vec<QueryTile>,
+    /// What the tiles are made of.
+    pub(super) parts: Vec<TilePart>,
     /// (block, first unused position): last blocks that were begun in this step, whose rest must be cleared.
     pub(super) begun: Vec<(u32, u32)>,
     rope: RopeSpec,
@@ -24,9 +26,20 @@ pub struct Step {
     round: bool,
 }
 
-/// Queries of one sequence that attend together.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// Queries that attend together: consecutive ones of a sequence, or of several sequences that begin with the same blocks.
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct QueryTile {
+    /// Range of [`Step::parts`].
+    pub parts: std::ops::Range<u32>,
+    /// Of all parts.
+    pub queries: u32,
+    /// Positions from 0 that stand in the same blocks for all parts and come before every query: whole spans.
+    pub shared: u32,
+}
+
+/// A sequence's queries in a tile.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct TilePart {
     /// Index into the batch's sequences.
     pub sequence: u32,
     /// First token (index into the batch's tokens).
@@ -34,6 +47,12 @@ pub(super) struct QueryTile {
     /// Position of the first token.
     pub position: u32,
     pub queries: u32,
+}
+
+/// Positions up to `position`, itself included, in whole spans.
+fn whole_spans(position: u32) -> u32 {
+    let span = SPAN_TOKENS as u32;
+    (position + 1) / span * span
 }
 
 /// Most queries of a tile.
@@ -49,6 +68,7 @@ impl Step {
             heads,
             rotations: Vec::new(),
             tiles: Vec::new(),
+            parts: Vec::new(),
             begun: Vec::new(),
             rope,
             table: Vec::new(),
@@ -92,19 +112,57 @@ impl Step {
         }
     }
 
+    /// A tile's parts.
+    pub(super) fn parts(&self, tile: &QueryTile) -> &[TilePart] {
+        &self.parts[tile.parts.start as usize..tile.parts.end as usize]
+    }
+
+    /// Positions that a new part and the last tile could share, where it has room for the part.
+    fn shared_with_last(&self, part: &TilePart, room: u32) -> u32 {
+        let Some(last) = self.tiles.last().filter(|tile| tile.queries + part.queries <= room) else {
+            return 0;
+        };
+        let first = &self.parts[last.parts.start as usize];
+        let most = last.shared.min(whole_spans(part.position));
+        let same = self
+            .blocks(first.sequence)
+            .iter()
+            .zip(self.blocks(part.sequence))
+            .take(most as usize / BLOCK_TOKENS)
+            .take_while(|(a, b)| a == b)
+            .count();
+        (same * BLOCK_TOKENS / SPAN_TOKENS * SPAN_TOKENS) as u32
+    }
+
     fn plan(&mut self) {
         let per_tile = queries_per_tile(self.heads) as u32;
         self.tiles.clear();
+        self.parts.clear();
         self.begun.clear();
         for (i, s) in self.batch.sequences.iter().enumerate() {
             let first = s.kv_len - s.q_len;
             for done in (0..s.q_len).step_by(per_tile as usize) {
-                self.tiles.push(QueryTile {
+                let part = TilePart {
                     sequence: i as u32,
                     token: s.first_token + done,
                     position: first + done,
                     queries: per_tile.min(s.q_len - done),
-                });
+                };
+                let shared = self.shared_with_last(&part, per_tile);
+                let at = self.parts.len() as u32;
+                self.parts.push(part);
+                match self.tiles.last_mut() {
+                    Some(last) if shared > 0 => {
+                        last.parts.end = at + 1;
+                        last.queries += part.queries;
+                        last.shared = shared;
+                    }
+                    _ => self.tiles.push(QueryTile {
+                        parts: at..at + 1,
+                        queries: part.queries,
+                        shared: whole_spans(part.position),
+                    }),
+                }
             }
             let block_tokens = BLOCK_TOKENS as u32;
             let used = s.kv_len % block_tokens;
@@ -154,7 +212,7 @@ mod tests {
         };
         step.upload(&batch);
         assert_eq!(step.begun, [(3, 12), (8, 1)]);
-        let covered: Vec<u32> = step.tiles.iter().flat_map(|t| t.token..t.token + t.queries).collect();
+        let covered: Vec<u32> = step.parts.iter().flat_map(|p| p.token..p.token + p.queries).collect();
         assert_eq!(covered, (0..62).collect::<Vec<_>>());
         assert!(step.tiles.iter().all(|t| t.queries as usize <= queries_per_tile(heads)));
         assert_eq!(step.blocks(1), [4, 5]);
@@ -167,5 +225,46 @@ mod tests {
         };
         step.upload(&copied);
         assert_eq!(step.begun, [(3, 12), (5, 2), (8, 1)]);
+    }
+
+    #[test]
+    fn sequences_that_begin_alike_share_a_tile() {
+        let heads = HeadShape {
+            heads: 12,
+            kv_heads: 2,
+            head_dim: 2,
+        };
+        let rope = RopeSpec {
+            inverse_frequencies: vec![0.5],
+            scale: 1.0,
+        };
+        let mut step = Step::new(heads, rope, false);
+        assert_eq!(queries_per_tile(heads), 8);
+        // Blocks from 100 on are a sequence's own. The fourth leaves the others after 7 blocks, the sixth at once.
+        let tables: [Vec<u32>; 6] = [
+            (0..9).chain([100]).collect(),
+            (0..9).chain([101]).collect(),
+            (0..9).chain([102]).collect(),
+            (0..7).chain([103, 104, 105]).collect(),
+            (0..9).chain([106]).collect(),
+            (200..210).collect(),
+        ];
+        let queries = [1, 1, 2, 1, 4, 1];
+        let mut batch = StepBatch::default();
+        for (table, q_len) in tables.iter().zip(queries) {
+            batch.sequences.push(StepSequence {
+                first_token: batch.tokens.len() as u32,
+                q_len,
+                kv_len: 150,
+                first_block: batch.block_tables.len() as u32,
+            });
+            batch.tokens.extend((0..q_len).map(|_| 0));
+            batch.positions.extend(150 - q_len..150);
+            batch.block_tables.extend(table);
+        }
+        step.upload(&batch);
+        let tiles: Vec<_> = step.tiles.iter().map(|t| (t.parts.clone(), t.queries, t.shared)).collect();
+        // The fifth does not fit the first tile; the sixth shares nothing with it.
+        assert_eq!(tiles, [(0..4, 5, 64), (4..5, 4, 128), (5..6, 1, 128)]);
     }
 }

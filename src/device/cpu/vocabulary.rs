@@ -9,6 +9,8 @@ use super::math::{exp, sum16};
 
 /// Weights that are summed in F32 before the sum goes on in F64.
 pub const SUM_CHUNK: usize = 1024;
+/// Steps at which [`weigh`] says how much the weights of at least that are together.
+pub const STEPS: [f32; 3] = [1.0 / 64.0, 1.0 / 1024.0, 1.0 / 65536.0];
 
 static ISA: LazyLock<Isa> = LazyLock::new(Isa::detect);
 
@@ -19,13 +21,23 @@ pub fn largest(logits: &[f32]) -> Option<f32> {
     (!broken).then_some(max)
 }
 
-/// `weights[i] = e^((logits[i] - max) * inverse_temperature)`; their sums by [`SUM_CHUNK`] go to `sums`.
+/// All tokens' weights relative to the most probable one's, which is 1.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Weights {
+    pub each: Vec<f32>,
+    /// By [`SUM_CHUNK`].
+    pub sums: Vec<f32>,
+    /// About the sum of the weights that are not below each of [`STEPS`].
+    pub over: [f32; STEPS.len()],
+}
+
+/// `each[i] = e^((logits[i] - max) * inverse_temperature)`, and their sums.
 ///
 /// No logit is larger than `max`, which is finite.
-pub fn weigh(logits: &[f32], max: f32, inverse_temperature: f32, weights: &mut Vec<f32>, sums: &mut Vec<f32>) {
-    weights.resize(logits.len(), 0.0);
-    sums.resize(logits.len().div_ceil(SUM_CHUNK), 0.0);
-    weigh_on(*ISA, logits, max, inverse_temperature, weights, sums);
+pub fn weigh(logits: &[f32], max: f32, inverse_temperature: f32, weights: &mut Weights) {
+    weights.each.resize(logits.len(), 0.0);
+    weights.sums.resize(logits.len().div_ceil(SUM_CHUNK), 0.0);
+    weigh_on(*ISA, logits, max, inverse_temperature, weights);
 }
 
 /// Indices of the weights that are not below `least`, ascending, to `indices`.
@@ -58,28 +70,36 @@ multiversion! {
 }
 
 #[inline(always)]
-fn weigh_body(logits: &[f32], max: f32, inverse_temperature: f32, weights: &mut [f32], sums: &mut [f32]) {
-    let chunks = logits.chunks(SUM_CHUNK).zip(weights.chunks_mut(SUM_CHUNK));
-    for ((logits, weights), sum) in chunks.zip(sums) {
-        for (w, l) in weights.iter_mut().zip(logits) {
+fn weigh_body(logits: &[f32], max: f32, inverse_temperature: f32, weights: &mut Weights) {
+    let chunks = logits.chunks(SUM_CHUNK).zip(weights.each.chunks_mut(SUM_CHUNK));
+    let mut over = [[0.0f32; 16]; STEPS.len()];
+    for ((logits, each), sum) in chunks.zip(&mut weights.sums) {
+        for (w, l) in each.iter_mut().zip(logits) {
             *w = exp((l - max) * inverse_temperature);
         }
         let mut lanes = [0.0f32; 16];
-        let (whole, rest) = weights.as_chunks::<16>();
+        let (whole, rest) = each.as_chunks::<16>();
         for chunk in whole {
             for i in 0..16 {
                 lanes[i] += chunk[i];
+                for (over, step) in over.iter_mut().zip(STEPS) {
+                    over[i] += if chunk[i] >= step { chunk[i] } else { 0.0 };
+                }
             }
         }
-        for (lane, w) in lanes.iter_mut().zip(rest) {
-            *lane += w;
+        for (i, w) in rest.iter().enumerate() {
+            lanes[i] += w;
+            for (over, step) in over.iter_mut().zip(STEPS) {
+                over[i] += if *w >= step { *w } else { 0.0 };
+            }
         }
         *sum = sum16(lanes);
     }
+    weights.over = over.map(sum16);
 }
 
 multiversion! {
-    fn weigh_on(logits: &[f32], max: f32, inverse_temperature: f32, weights: &mut [f32], sums: &mut [f32]) = weigh_body;
+    fn weigh_on(logits: &[f32], max: f32, inverse_temperature: f32, weights: &mut Weights) = weigh_body;
 }
 
 #[inline(always)]
@@ -90,8 +110,11 @@ fn not_below_body(weights: &[f32], least: f32, indices: &mut Vec<u32>) {
             any |= u32::from(*w >= least);
         }
         if any != 0 {
-            let found = chunk.iter().enumerate().filter(|(_, w)| **w >= least);
-            indices.extend(found.map(|(i, _)| (at * 64 + i) as u32));
+            for (i, w) in chunk.iter().enumerate() {
+                if *w >= least {
+                    indices.push((at * 64 + i) as u32);
+                }
+            }
         }
     }
 }
@@ -110,29 +133,39 @@ mod tests {
         for n in [1, 15, 16, 17, 1023, 1024, 1025, 5000] {
             let logits: Vec<f32> = numbers(n as u64, n).into_iter().map(|x| x * 20.0).collect();
             let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-            let mut first: Option<(Vec<f32>, Vec<f32>)> = None;
+            let mut first: Option<Weights> = None;
             for isa in Isa::available() {
                 let (mut found, mut broken) = (0.0, true);
                 largest_on(isa, &logits, &mut found, &mut broken);
                 assert_eq!((found, broken), (max, false));
-                let (mut weights, mut sums) = (vec![0.0; n], vec![0.0; n.div_ceil(SUM_CHUNK)]);
-                weigh_on(isa, &logits, max, 1.25, &mut weights, &mut sums);
-                for (w, l) in weights.iter().zip(&logits) {
+                let mut weights = Weights {
+                    each: vec![0.0; n],
+                    sums: vec![0.0; n.div_ceil(SUM_CHUNK)],
+                    over: [0.0; STEPS.len()],
+                };
+                weigh_on(isa, &logits, max, 1.25, &mut weights);
+                for (w, l) in weights.each.iter().zip(&logits) {
                     let want = (f64::from(l - max) * 1.25).exp();
                     assert!(
                         (f64::from(*w) - want).abs() <= 4e-6 * want + 1e-37,
                         "{isa:?}: {w} not {want}"
                     );
                 }
-                let total: f64 = weights.iter().map(|w| f64::from(*w)).sum();
-                let summed: f64 = sums.iter().map(|s| f64::from(*s)).sum();
+                let total_from = |least: f32| -> f64 {
+                    let from = weights.each.iter().filter(|w| **w >= least);
+                    from.map(|w| f64::from(*w)).sum()
+                };
+                let total = total_from(0.0);
+                let summed: f64 = weights.sums.iter().map(|s| f64::from(*s)).sum();
                 assert!((summed - total).abs() <= 1e-5 * total);
+                for (over, step) in weights.over.iter().zip(STEPS) {
+                    assert!((f64::from(*over) - total_from(step)).abs() <= 1e-5 * total);
+                }
                 let mut indices = Vec::new();
-                not_below_on(isa, &weights, 0.01, &mut indices);
-                let plain: Vec<u32> = (0..n as u32).filter(|i| weights[*i as usize] >= 0.01).collect();
+                not_below_on(isa, &weights.each, 0.01, &mut indices);
+                let plain: Vec<u32> = (0..n as u32).filter(|i| weights.each[*i as usize] >= 0.01).collect();
                 assert_eq!(indices, plain);
-                let bits = (weights, sums);
-                assert_eq!(first.get_or_insert_with(|| bits.clone()), &bits, "{isa:?}");
+                assert_eq!(first.get_or_insert_with(|| weights.clone()), &weights, "{isa:?}");
             }
         }
     }

@@ -1,0 +1,612 @@
+//! Attention over keys and values in 8 bits, with queries and weights in 8 bits, too.
+//!
+//! A query head is quantized by its largest magnitude, as keys and values are by position and head. A span of 64 positions is
+//! one step of the online softmax. Scores are exact integer sums, scaled. Weights are relative to the span's largest; times the
+//! scales of their values, relative to the largest of those that the row sees in the span, they are rounded to 0..=255,
+//! multiplied with the values' bytes in integers, and added to the row's sums in F32. The sum of weights is that of the weights
+//! before they are rounded.
+//!
+//! Sums in integers are exact, and the rest has one order of roundings: every instruction set gives the same bits. And a row's
+//! result depends on what it sees alone, not on what else stands in its last span by then.
+
+use super::attention::{Look, RowState, Scratch, Task, first_visible};
+use super::int8::{OFFSET, QUAD};
+use super::isa::{Isa, multiversion};
+use super::kv::{Int8Pages, padded};
+use super::math::{exp2, max16, sum16};
+use super::quantize::quantize_row_on;
+use super::tile::PANEL;
+use crate::device::{BLOCK_TOKENS, SPAN_TOKENS};
+
+/// Blocks of a span.
+const BLOCKS: usize = SPAN_TOKENS / BLOCK_TOKENS;
+/// Rows that a kernel takes at once.
+const ROWS_MAX: usize = 6;
+/// `1.5 * 2^23`: adding it rounds a small float to an integer that then stands in the low bits.
+const ROUND: f32 = 12_582_912.0;
+
+/// A task's working memory besides [`Scratch`].
+pub(super) struct Int8Scratch {
+    /// `[rows][padded head_dim]`: queries, signed.
+    queries: Vec<i8>,
+    /// `[rows]`: what turns a score times its key's scale into the logarithm of a weight to base 2.
+    scales: Vec<f32>,
+    /// `[rows]`: where sums start, to undo the offset of the keys.
+    starts: Vec<i32>,
+    /// `[rows]`: sums of weights so far, by place in the block.
+    totals: Vec<[f32; BLOCK_TOKENS]>,
+    bytes: Vec<u8>,
+    scores: [[i32; SPAN_TOKENS]; ROWS_MAX],
+    weights: [[u8; SPAN_TOKENS]; ROWS_MAX],
+}
+
+impl Default for Int8Scratch {
+    fn default() -> Int8Scratch {
+        Int8Scratch {
+            queries: Vec::new(),
+            scales: Vec::new(),
+            starts: Vec::new(),
+            totals: Vec::new(),
+            bytes: Vec::new(),
+            scores: [[0; SPAN_TOKENS]; ROWS_MAX],
+            weights: [[0; SPAN_TOKENS]; ROWS_MAX],
+        }
+    }
+}
+
+/// Scores of `rows` queries with the keys of `blocks` blocks:
+/// `out[r][j] = starts[r] + sum over d of queries[r][d] * keys[j / 16][d][j % 16]`.
+struct Scores {
+    rows: usize,
+    blocks: usize,
+    /// Of head_dim.
+    quads: usize,
+    /// `[rows][4 * quads]`.
+    queries: *const i8,
+    starts: *const i32,
+    /// `[quads][16][4]` each.
+    keys: [*const u8; BLOCKS],
+}
+
+/// Adds weighted values to the sums of `rows` rows:
+/// `sums[r][d] = sums[r][d] * rescales[r] + scales[r] * (sum over j of weights[r][j] * values[j / 16][j % 16][d])`.
+struct Values {
+    rows: usize,
+    blocks: usize,
+    panels: usize,
+    weights: *const [u8; SPAN_TOKENS],
+    /// `[quads of positions][16 * panels][4]` each.
+    values: [*const i8; BLOCKS],
+    rescales: [f32; ROWS_MAX],
+    scales: [f32; ROWS_MAX],
+    /// `[rows][16 * panels]`.
+    sums: *mut f32,
+}
+
+/// A span's softmax step for one row.
+struct Weigh<'a> {
+    blocks: usize,
+    /// Positions of the span that the row sees.
+    visible: std::ops::Range<usize>,
+    /// What turns a score times its key's scale into the logarithm of a weight to base 2.
+    scale: f32,
+    key_scales: [&'a [f32; BLOCK_TOKENS]; BLOCKS],
+    value_scales: [&'a [f32; BLOCK_TOKENS]; BLOCKS],
+    /// What turns a weight times its value's scale into a byte.
+    inverse: f32,
+}
+
+/// What a softmax step says of its weights.
+#[derive(Clone, Copy, Default)]
+struct Weighed {
+    /// Largest score times its key's scale.
+    max: f32,
+    /// Sums of weights relative to it, by place in the block.
+    totals: [f32; BLOCK_TOKENS],
+}
+
+/// Runs a task, prepared by the caller; what is left to do is the division by the row's sum.
+pub(super) fn run(task: &Task<'_>, pages: &Int8Pages, pool_blocks: usize, scratch: &mut Scratch) {
+    quantize_queries(task, &mut scratch.int8);
+    scratch.int8.totals.clear();
+    scratch.int8.totals.resize(task.rows(), [0.0; BLOCK_TOKENS]);
+    task.walk(SPAN_TOKENS, |look| Span::new(task, pages, pool_blocks, &look).run(&look, scratch));
+    for (state, totals) in scratch.softmax.iter_mut().zip(&scratch.int8.totals) {
+        state.sum = sum16(*totals);
+    }
+}
+
+fn quantize_queries(task: &Task<'_>, scratch: &mut Int8Scratch) {
+    let dim = task.heads.head_dim;
+    let wide = padded(dim);
+    scratch.queries.resize(task.rows() * wide, 0);
+    scratch.bytes.resize(wide, 0);
+    scratch.scales.clear();
+    scratch.starts.clear();
+    for ((token, head), out) in task
+        .rows_of(0..task.rows())
+        .zip(scratch.queries.chunks_exact_mut(wide))
+    {
+        let mut scale = 0.0;
+        let query = &task.op.qkv.row(token)[head * dim..][..dim];
+        quantize_row_on(task.op.isa, query, &mut scratch.bytes, &mut scale);
+        let mut sum = 0;
+        for (q, byte) in out.iter_mut().zip(&scratch.bytes) {
+            *q = byte.wrapping_sub(OFFSET as u8) as i8;
+            sum += i32::from(*q);
+        }
+        scratch.starts.push(-OFFSET * sum);
+        scratch
+            .scales
+            .push(scale * std::f32::consts::LOG2_E / (dim as f32).sqrt());
+    }
+}
+
+/// A span's keys and values.
+struct Span<'a> {
+    task: &'a Task<'a>,
+    blocks: usize,
+    wide: usize,
+    keys: [&'a [u8]; BLOCKS],
+    values: [&'a [i8]; BLOCKS],
+    key_scales: [&'a [f32; BLOCK_TOKENS]; BLOCKS],
+    value_scales: [&'a [f32; BLOCK_TOKENS]; BLOCKS],
+    value_tops: [&'a [f32; BLOCK_TOKENS]; BLOCKS],
+}
+
+impl<'a> Span<'a> {
+    fn new(task: &'a Task<'a>, pages: &'a Int8Pages, pool_blocks: usize, look: &Look<'_>) -> Span<'a> {
+        let wide = padded(task.heads.head_dim);
+        let size = wide * BLOCK_TOKENS;
+        // Where the sequence ends within the span, the last block stands for those that follow.
+        let at = |i: usize| task.head * pool_blocks + look.blocks[i.min(look.blocks.len() - 1)] as usize;
+        let scales = |all: &'a [f32], i: usize| -> &'a [f32; BLOCK_TOKENS] { &all.as_chunks().0[at(i)] };
+        Span {
+            task,
+            blocks: look.blocks.len(),
+            wide,
+            keys: std::array::from_fn(|i| &pages.keys[at(i) * size..][..size]),
+            values: std::array::from_fn(|i| &pages.values[at(i) * size..][..size]),
+            key_scales: std::array::from_fn(|i| scales(&pages.key_scales, i)),
+            value_scales: std::array::from_fn(|i| scales(&pages.value_scales, i)),
+            value_tops: std::array::from_fn(|i| scales(&pages.value_tops, i)),
+        }
+    }
+
+    fn run(&self, look: &Look<'_>, scratch: &mut Scratch) {
+        let isa = self.task.op.isa;
+        let (wide, group) = (self.wide, self.task.group());
+        let Scratch {
+            positions,
+            sums,
+            softmax,
+            int8,
+            ..
+        } = scratch;
+        for from in look.rows.clone().step_by(ROWS_MAX) {
+            let rows = ROWS_MAX.min(look.rows.end - from);
+            let queries = &int8.queries[from * wide..(from + rows) * wide];
+            let scales = &int8.scales[from..from + rows];
+            let op = Scores {
+                rows,
+                blocks: self.blocks,
+                quads: wide / QUAD,
+                queries: queries.as_ptr(),
+                starts: int8.starts[from..from + rows].as_ptr(),
+                keys: self.keys.map(<[u8]>::as_ptr),
+            };
+            // SAFETY: `rows` rows of queries and starts are there, and each block has its size.
+            unsafe { score(isa, &op, &mut int8.scores) };
+            let (mut weighed, mut tops) = ([Weighed::default(); ROWS_MAX], [0.0; ROWS_MAX]);
+            for r in 0..rows {
+                let position = positions[(from + r) / group] as usize;
+                let visible = first_visible(self.task.op.spec, position).saturating_sub(look.start)
+                    ..(position + 1 - look.start).min(SPAN_TOKENS);
+                let last = visible.end - 1;
+                tops[r] = self.value_tops[last / BLOCK_TOKENS][last % BLOCK_TOKENS];
+                let weigh = Weigh {
+                    blocks: self.blocks,
+                    visible,
+                    scale: scales[r],
+                    key_scales: self.key_scales,
+                    value_scales: self.value_scales,
+                    inverse: if tops[r] > f32::MIN_POSITIVE { 255.0 / tops[r] } else { 0.0 },
+                };
+                // SAFETY: the processor has the instructions that `isa` names.
+                unsafe { weigh_by(isa, &weigh, &int8.scores[r], &mut int8.weights[r], &mut weighed[r]) };
+            }
+            let fold = Fold {
+                weighed: &weighed[..rows],
+                tops: &tops,
+                scales,
+            };
+            let (mut rescales, mut scales) = ([0.0; ROWS_MAX], [0.0; ROWS_MAX]);
+            let (states, totals) = (&mut softmax[from..], &mut int8.totals[from..]);
+            fold_on(isa, &fold, states, totals, &mut rescales, &mut scales);
+            let op = Values {
+                rows,
+                blocks: self.blocks,
+                panels: wide / PANEL,
+                weights: int8.weights.as_ptr(),
+                values: self.values.map(<[i8]>::as_ptr),
+                rescales,
+                scales,
+                sums: sums[from * wide..(from + rows) * wide].as_mut_ptr(),
+            };
+            // SAFETY: `rows` rows of weights and sums are there, and each block has its size.
+            unsafe { add_values(isa, &op) };
+        }
+    }
+}
+
+/// # Safety
+/// The processor has the instructions that `isa` names.
+unsafe fn weigh_by(
+    isa: Isa,
+    op: &Weigh<'_>,
+    scores: &[i32; SPAN_TOKENS],
+    weights: &mut [u8; SPAN_TOKENS],
+    out: &mut Weighed,
+) {
+    match isa {
+        // SAFETY: as the caller vouches.
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512 | Isa::Avx512Vnni | Isa::Amx => unsafe { x86::weigh(op, scores, weights, out) },
+        _ => weigh_on(isa, op, scores, weights, out),
+    }
+}
+
+#[inline(always)]
+fn weigh(op: &Weigh<'_>, scores: &[i32; SPAN_TOKENS], weights: &mut [u8; SPAN_TOKENS], out: &mut Weighed) {
+    let (scores, _) = scores.as_chunks::<BLOCK_TOKENS>();
+    let (weights, _) = weights.as_chunks_mut::<BLOCK_TOKENS>();
+    let visible = |b: usize, j: usize| op.visible.contains(&(b * BLOCK_TOKENS + j));
+    let mut scaled = [[0.0f32; BLOCK_TOKENS]; BLOCKS];
+    let mut largest = [f32::NEG_INFINITY; BLOCK_TOKENS];
+    for b in 0..op.blocks {
+        for j in 0..BLOCK_TOKENS {
+            let score = scores[b][j] as f32 * op.key_scales[b][j];
+            let score = if visible(b, j) { score } else { f32::NEG_INFINITY };
+            largest[j] = if score > largest[j] { score } else { largest[j] };
+            scaled[b][j] = score;
+        }
+    }
+    let max = max16(largest);
+    let top = max * op.scale;
+    let mut totals = [0.0f32; BLOCK_TOKENS];
+    for b in 0..op.blocks {
+        for j in 0..BLOCK_TOKENS {
+            let weight = exp2(scaled[b][j].mul_add(op.scale, -top));
+            let byte = (weight * op.value_scales[b][j]).mul_add(op.inverse, ROUND).to_bits() as u8;
+            // What stands at positions that nobody has written yet may be anything.
+            totals[j] += if visible(b, j) { weight } else { 0.0 };
+            weights[b][j] = if visible(b, j) { byte } else { 0 };
+        }
+    }
+    *out = Weighed { max, totals };
+}
+
+multiversion! {
+    fn weigh_on(
+        op: &Weigh<'_>,
+        scores: &[i32; SPAN_TOKENS],
+        weights: &mut [u8; SPAN_TOKENS],
+        out: &mut Weighed,
+    ) = weigh;
+}
+
+/// Some rows' softmax steps, to be added to what they have so far.
+struct Fold<'a> {
+    weighed: &'a [Weighed],
+    tops: &'a [f32],
+    scales: &'a [f32],
+}
+
+#[inline(always)]
+fn fold(
+    op: &Fold<'_>,
+    states: &mut [RowState],
+    totals: &mut [[f32; BLOCK_TOKENS]],
+    rescales: &mut [f32; ROWS_MAX],
+    scales: &mut [f32; ROWS_MAX],
+) {
+    for (r, new) in op.weighed.iter().enumerate() {
+        let (state, scale) = (&mut states[r], op.scales[r]);
+        let max = if new.max > state.max { new.max } else { state.max };
+        let before = exp2((state.max - max) * scale);
+        let here = exp2((new.max - max) * scale);
+        state.max = max;
+        for j in 0..BLOCK_TOKENS {
+            totals[r][j] = new.totals[j].mul_add(here, totals[r][j] * before);
+        }
+        (rescales[r], scales[r]) = (before, here * (op.tops[r] / 255.0));
+    }
+}
+
+multiversion! {
+    fn fold_on(
+        op: &Fold<'_>,
+        states: &mut [RowState],
+        totals: &mut [[f32; BLOCK_TOKENS]],
+        rescales: &mut [f32; ROWS_MAX],
+        scales: &mut [f32; ROWS_MAX],
+    ) = fold;
+}
+
+/// # Safety
+/// All that [`Scores`] names is there.
+unsafe fn score(isa: Isa, op: &Scores, out: &mut [[i32; SPAN_TOKENS]; ROWS_MAX]) {
+    // SAFETY: passed on; the processor has the instructions that `isa` names.
+    unsafe {
+        match isa {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Vnni | Isa::Amx => x86::score(op, out),
+            _ => portable_score_on(isa, op, out),
+        }
+    }
+}
+
+/// # Safety
+/// All that [`Values`] names is there, and nobody else reads or writes the sums.
+unsafe fn add_values(isa: Isa, op: &Values) {
+    // SAFETY: as above.
+    unsafe {
+        match isa {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Vnni | Isa::Amx => x86::add_values(op),
+            _ => portable_values_on(isa, op),
+        }
+    }
+}
+
+#[inline(always)]
+fn portable_score(op: &Scores, out: &mut [[i32; SPAN_TOKENS]; ROWS_MAX]) {
+    for (r, out) in out.iter_mut().enumerate().take(op.rows) {
+        let (out, _) = out.as_chunks_mut::<BLOCK_TOKENS>();
+        for b in 0..op.blocks {
+            // SAFETY: `score`'s caller vouches for rows, blocks and quads.
+            let mut sums = [unsafe { *op.starts.add(r) }; BLOCK_TOKENS];
+            for quad in 0..op.quads {
+                for i in 0..QUAD {
+                    // SAFETY: as above.
+                    let q = i32::from(unsafe { *op.queries.add((r * op.quads + quad) * QUAD + i) });
+                    for (j, sum) in sums.iter_mut().enumerate() {
+                        // SAFETY: as above.
+                        *sum += q * i32::from(unsafe { *op.keys[b].add((quad * BLOCK_TOKENS + j) * QUAD + i) });
+                    }
+                }
+            }
+            out[b] = sums;
+        }
+    }
+}
+
+#[inline(always)]
+fn portable_values(op: &Values) {
+    let wide = op.panels * PANEL;
+    for r in 0..op.rows {
+        for panel in 0..op.panels {
+            let mut sums = [0i32; PANEL];
+            for j in 0..op.blocks * BLOCK_TOKENS {
+                // SAFETY: `add_values`' caller vouches for rows and blocks.
+                let weight = i32::from(unsafe { (&*op.weights.add(r))[j] });
+                let (block, slot) = (op.values[j / BLOCK_TOKENS], j % BLOCK_TOKENS);
+                let at = (slot / QUAD * wide + panel * PANEL) * QUAD + slot % QUAD;
+                for (d, sum) in sums.iter_mut().enumerate() {
+                    // SAFETY: as above.
+                    *sum += weight * i32::from(unsafe { *block.add(at + d * QUAD) });
+                }
+            }
+            for (d, sum) in sums.into_iter().enumerate() {
+                // SAFETY: as above; the sums are the caller's own.
+                let y = unsafe { &mut *op.sums.add(r * wide + panel * PANEL + d) };
+                *y = (sum as f32).mul_add(op.scales[r], *y * op.rescales[r]);
+            }
+        }
+    }
+}
+
+multiversion! {
+    fn portable_score_on(op: &Scores, out: &mut [[i32; SPAN_TOKENS]; ROWS_MAX]) = portable_score;
+}
+
+multiversion! {
+    fn portable_values_on(op: &Values) = portable_values;
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    //! The kernels in intrinsics. Loops over `ROWS`, `BLOCKS` and `PANELS` are unrolled, so that all sums stay in registers.
+
+    use std::arch::x86_64::*;
+
+    use super::{BLOCK_TOKENS, BLOCKS, PANEL, QUAD, ROUND, ROWS_MAX, SPAN_TOKENS, Scores, Values, Weigh, Weighed};
+
+    /// Bytes of a quad of 16 positions or dims.
+    const STEP: usize = PANEL * QUAD;
+
+    /// The 16 lanes of a block that are visible.
+    fn mask(op: &Weigh<'_>, block: usize) -> __mmask16 {
+        let below = |end: usize| ((1u32 << end.saturating_sub(block * BLOCK_TOKENS).min(BLOCK_TOKENS)) - 1) as u16;
+        below(op.visible.end) & !below(op.visible.start)
+    }
+
+    /// As [`super::weigh`], operation by operation.
+    ///
+    /// # Safety
+    /// The processor has AVX-512.
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+    pub unsafe fn weigh(
+        op: &Weigh<'_>,
+        scores: &[i32; SPAN_TOKENS],
+        weights: &mut [u8; SPAN_TOKENS],
+        out: &mut Weighed,
+    ) {
+        const LN2: f32 = std::f32::consts::LN_2;
+        let mut scaled = [_mm512_setzero_ps(); BLOCKS];
+        let none = _mm512_set1_ps(f32::NEG_INFINITY);
+        let mut largest = none;
+        for b in 0..op.blocks {
+            // SAFETY: a block's 16 scores and scales are there.
+            let (score, scale) = unsafe {
+                (
+                    _mm512_loadu_si512(scores[b * BLOCK_TOKENS..].as_ptr().cast()),
+                    _mm512_loadu_ps(op.key_scales[b].as_ptr()),
+                )
+            };
+            let score = _mm512_mul_ps(_mm512_cvtepi32_ps(score), scale);
+            scaled[b] = _mm512_mask_mov_ps(none, mask(op, b), score);
+            largest = _mm512_max_ps(scaled[b], largest);
+        }
+        // Halves folded onto each other, as in `max16`; the order of maxima does not matter.
+        let half = _mm256_max_ps(_mm512_extractf32x8_ps::<1>(largest), _mm512_castps512_ps256(largest));
+        let quarter = _mm_max_ps(_mm256_extractf128_ps::<1>(half), _mm256_castps256_ps128(half));
+        let pair = _mm_max_ps(_mm_movehl_ps(quarter, quarter), quarter);
+        let max = _mm_cvtss_f32(_mm_max_ss(_mm_movehdup_ps(pair), pair));
+        let (row_scale, top) = (_mm512_set1_ps(op.scale), _mm512_set1_ps(-(max * op.scale)));
+        let (round, inverse) = (_mm512_set1_ps(ROUND), _mm512_set1_ps(op.inverse));
+        let mut totals = _mm512_setzero_ps();
+        for b in 0..op.blocks {
+            let exponent = _mm512_fmadd_ps(scaled[b], row_scale, top);
+            let clamped = _mm512_max_ps(_mm512_set1_ps(-125.0), exponent);
+            let shifted = _mm512_add_ps(clamped, round);
+            let r = _mm512_sub_ps(clamped, _mm512_sub_ps(shifted, round));
+            let mut p = _mm512_set1_ps(LN2 * LN2 * LN2 * LN2 * LN2 / 120.0);
+            for c in [LN2 * LN2 * LN2 * LN2 / 24.0, LN2 * LN2 * LN2 / 6.0, LN2 * LN2 / 2.0, LN2, 1.0] {
+                p = _mm512_fmadd_ps(r, p, _mm512_set1_ps(c));
+            }
+            let power = _mm512_slli_epi32::<23>(_mm512_castps_si512(shifted));
+            let weight = _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p), power));
+            let visible = mask(op, b);
+            totals = _mm512_mask_add_ps(totals, visible, totals, weight);
+            // SAFETY: a block's 16 scales are there, and its 16 weights.
+            unsafe {
+                let value_scale = _mm512_loadu_ps(op.value_scales[b].as_ptr());
+                let byte = _mm512_fmadd_ps(_mm512_mul_ps(weight, value_scale), inverse, round);
+                let byte = _mm512_maskz_cvtepi32_epi8(visible, _mm512_castps_si512(byte));
+                _mm_storeu_si128(weights[b * BLOCK_TOKENS..].as_mut_ptr().cast(), byte);
+            }
+        }
+        out.max = max;
+        // SAFETY: 16 sums are there.
+        unsafe { _mm512_storeu_ps(out.totals.as_mut_ptr(), totals) };
+    }
+
+    #[target_feature(enable = "avx512f,avx512vnni")]
+    unsafe fn score_of<const ROWS: usize, const COUNT: usize>(op: &Scores, out: &mut [[i32; SPAN_TOKENS]; ROWS_MAX]) {
+        // SAFETY: indices stay within the bounds that `score` asks for.
+        unsafe {
+            let mut sums = [[_mm512_setzero_si512(); COUNT]; ROWS];
+            for (r, sums) in sums.iter_mut().enumerate() {
+                *sums = [_mm512_set1_epi32(*op.starts.add(r)); COUNT];
+            }
+            let stride = op.quads * QUAD;
+            for quad in 0..op.quads {
+                let mut keys = [_mm512_setzero_si512(); COUNT];
+                for b in 0..COUNT {
+                    keys[b] = _mm512_loadu_si512(op.keys[b].add(quad * STEP).cast());
+                }
+                for r in 0..ROWS {
+                    let q = op.queries.add(r * stride + quad * QUAD).cast::<i32>().read_unaligned();
+                    for b in 0..COUNT {
+                        sums[r][b] = _mm512_dpbusd_epi32(sums[r][b], keys[b], _mm512_set1_epi32(q));
+                    }
+                }
+            }
+            for r in 0..ROWS {
+                for b in 0..COUNT {
+                    _mm512_storeu_si512(out[r][b * BLOCK_TOKENS..].as_mut_ptr().cast(), sums[r][b]);
+                }
+            }
+        }
+    }
+
+    /// # Safety
+    /// As [`super::score`], on a processor with AVX-512 VNNI.
+    pub unsafe fn score(op: &Scores, out: &mut [[i32; SPAN_TOKENS]; ROWS_MAX]) {
+        macro_rules! pick {
+            ($rows:literal) => {
+                match op.blocks {
+                    1 => score_of::<$rows, 1>(op, out),
+                    2 => score_of::<$rows, 2>(op, out),
+                    3 => score_of::<$rows, 3>(op, out),
+                    _ => score_of::<$rows, 4>(op, out),
+                }
+            };
+        }
+        // SAFETY: passed on.
+        unsafe {
+            match op.rows {
+                1 => pick!(1),
+                2 => pick!(2),
+                3 => pick!(3),
+                4 => pick!(4),
+                5 => pick!(5),
+                _ => pick!(6),
+            }
+        }
+    }
+
+    #[target_feature(enable = "avx512f,avx512vnni")]
+    unsafe fn values_of<const ROWS: usize, const PANELS: usize>(op: &Values, first: usize) {
+        // SAFETY: indices stay within the bounds that `add_values` asks for.
+        unsafe {
+            let wide = op.panels * PANEL;
+            let mut sums = [[_mm512_setzero_si512(); PANELS]; ROWS];
+            for b in 0..op.blocks {
+                let block = op.values[b].add(first * STEP);
+                for quad in 0..BLOCK_TOKENS / QUAD {
+                    let mut values = [_mm512_setzero_si512(); PANELS];
+                    for n in 0..PANELS {
+                        values[n] = _mm512_loadu_si512(block.add(quad * wide * QUAD + n * STEP).cast());
+                    }
+                    for r in 0..ROWS {
+                        let at = op.weights.add(r).cast::<u8>().add(b * BLOCK_TOKENS + quad * QUAD);
+                        let w = _mm512_set1_epi32(at.cast::<i32>().read_unaligned());
+                        for n in 0..PANELS {
+                            sums[r][n] = _mm512_dpbusd_epi32(sums[r][n], w, values[n]);
+                        }
+                    }
+                }
+            }
+            for r in 0..ROWS {
+                let (rescale, scale) = (_mm512_set1_ps(op.rescales[r]), _mm512_set1_ps(op.scales[r]));
+                for n in 0..PANELS {
+                    let at = op.sums.add(r * wide + (first + n) * PANEL);
+                    let before = _mm512_mul_ps(_mm512_loadu_ps(at), rescale);
+                    _mm512_storeu_ps(at, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[r][n]), scale, before));
+                }
+            }
+        }
+    }
+
+    /// # Safety
+    /// As [`super::add_values`], on a processor with AVX-512 VNNI.
+    pub unsafe fn add_values(op: &Values) {
+        let mut first = 0;
+        while first < op.panels {
+            let four = op.panels - first >= 4;
+            macro_rules! pick {
+                ($rows:literal) => {
+                    if four {
+                        values_of::<$rows, 4>(op, first)
+                    } else {
+                        values_of::<$rows, 1>(op, first)
+                    }
+                };
+            }
+            // SAFETY: passed on.
+            unsafe {
+                match op.rows {
+                    1 => pick!(1),
+                    2 => pick!(2),
+                    3 => pick!(3),
+                    4 => pick!(4),
+                    5 => pick!(5),
+                    _ => pick!(6),
+                }
+            }
+            first += if four { 4 } else { 1 };
+        }
+    }
+}
