@@ -443,20 +443,50 @@ mod tests {
         scaled.into_iter().map(|x| x * 3.0).collect()
     }
 
-    fn run(isa: Isa, threads: usize, heads: HeadShape, spec: KvSpec, sequences: &[(u32, u32)]) -> Vec<Vec<f32>> {
+    /// What attention is run with.
+    #[derive(Debug, Clone, Copy)]
+    struct Setup {
+        isa: Isa,
+        threads: usize,
+        heads: HeadShape,
+        spec: KvSpec,
+        format: KvFormat,
+        /// All sequences begin with what stands in so many blocks of the first.
+        prefix_blocks: usize,
+        /// Those are the same blocks, not only equal ones.
+        is_shared: bool,
+    }
+
+    fn run(setup: Setup, sequences: &[(u32, u32)]) -> Vec<Vec<f32>> {
+        let Setup {
+            isa,
+            threads,
+            heads,
+            spec,
+            format,
+            prefix_blocks,
+            is_shared,
+        } = setup;
         // A first step stores what stands before the computed tokens, a second one computes.
         let all: Vec<(u32, u32)> = sequences.iter().map(|&(_, kv)| (kv, kv)).collect();
         let blocks = batch(&all).block_tables.len();
-        let mut pool = KvPool::new(heads, blocks, KvFormat::F32);
+        let mut pool = KvPool::new(heads, blocks, format);
         let mut out = Buffer::default();
         for part in [&all[..], sequences] {
-            let batch = batch(part);
+            let mut batch = batch(part);
+            let first = batch.block_tables.clone();
+            for s in &batch.sequences[1..] {
+                let table = &mut batch.block_tables[s.first_block as usize..][..s.kv_len.div_ceil(16) as usize];
+                let shared = if is_shared { prefix_blocks.min(table.len()) } else { 0 };
+                table[..shared].copy_from_slice(&first[..shared]);
+            }
             let step = new_step(heads, &batch);
+            let owner = |i: usize, position: u32| if (position as usize) < prefix_blocks * 16 { 0 } else { i };
             let rows: Vec<f32> = batch
                 .sequences
                 .iter()
                 .enumerate()
-                .flat_map(|(i, s)| (s.kv_len - s.q_len..s.kv_len).flat_map(move |p| row_of(heads, i, p)))
+                .flat_map(|(i, s)| (s.kv_len - s.q_len..s.kv_len).flat_map(move |p| row_of(heads, owner(i, p), p)))
                 .collect();
             let qkv = buffer(&rows, batch.tokens.len(), heads.qkv_width());
             let op = Op {
@@ -474,12 +504,23 @@ mod tests {
         (0..out.rows).map(|i| out.row(i).to_vec()).collect()
     }
 
-    fn check(heads: HeadShape, spec: KvSpec, sequences: &[(u32, u32)]) {
+    fn check(heads: HeadShape, spec: KvSpec, format: KvFormat, sequences: &[(u32, u32)]) {
         let group = heads.heads / heads.kv_heads;
         let dim = heads.head_dim;
+        // Eight bits: half a step of 1/127 of 3 in keys, queries and values, and weights that are off by as much.
+        let tolerance = if format == KvFormat::Int8 { 0.08 } else { 2e-5 };
         let mut first: Option<Vec<Vec<f32>>> = None;
         for isa in Isa::available() {
-            let got = run(isa, 1 + (dim / 2) % 2, heads, spec, sequences);
+            let setup = Setup {
+                isa,
+                threads: 1 + (dim / 2) % 2,
+                heads,
+                spec,
+                format,
+                prefix_blocks: 0,
+                is_shared: false,
+            };
+            let got = run(setup, sequences);
             let mut token = 0;
             for (i, &(q_len, kv_len)) in sequences.iter().enumerate() {
                 let rows: Vec<Vec<f32>> = (0..kv_len).map(|p| row_of(heads, i, p)).collect();
@@ -510,8 +551,8 @@ mod tests {
                                 .sum();
                             let got = got[token][head * dim + d] as f64;
                             assert!(
-                                (got - want).abs() < 2e-5,
-                                "{isa:?} {spec:?} sequence {i} position {position} head {head} dim {d}: {got} {want}"
+                                (got - want).abs() < tolerance,
+                                "{isa:?} {spec:?} {format:?} sequence {i} position {position} head {head} dim {d}: {got} {want}"
                             );
                         }
                     }
@@ -537,6 +578,8 @@ mod tests {
             (5, 40),
             (70, 70),
             (1, 50),
+            (3, 64),
+            (1, 130),
         ];
         for (kv_heads, group, head_dim) in [(1, 1, 2), (2, 3, 16), (1, 5, 18), (2, 1, 64)] {
             let heads = HeadShape {
@@ -550,8 +593,10 @@ mod tests {
                 KvSpec::Window(8),
                 KvSpec::Window(16),
                 KvSpec::Window(17),
+                KvSpec::Window(70),
             ] {
-                check(heads, spec, &sequences);
+                check(heads, spec, KvFormat::F32, &sequences);
+                check(heads, spec, KvFormat::Int8, &sequences);
             }
         }
     }
@@ -563,18 +608,59 @@ mod tests {
             kv_heads: 2,
             head_dim: 20,
         };
-        for spec in [KvSpec::Full, KvSpec::Window(9)] {
-            let whole = run(Isa::detect(), 2, heads, spec, &[(61, 61)]);
-            for chunk in [1, 2, 7, 15, 16, 17, 33] {
-                for end in (chunk..=61).step_by(5) {
-                    let part = run(Isa::detect(), 2, heads, spec, &[(chunk, end)]);
+        for (spec, format) in [KvSpec::Full, KvSpec::Window(9), KvSpec::Window(70)]
+            .into_iter()
+            .flat_map(|spec| [KvFormat::F32, KvFormat::Int8].map(|format| (spec, format)))
+        {
+            let setup = Setup {
+                isa: Isa::detect(),
+                threads: 2,
+                heads,
+                spec,
+                format,
+                prefix_blocks: 0,
+                is_shared: false,
+            };
+            let whole = run(setup, &[(131, 131)]);
+            for chunk in [1, 2, 7, 15, 16, 17, 33, 66] {
+                for end in (chunk..=131).step_by(5) {
+                    let part = run(setup, &[(chunk, end)]);
                     // Positions differ in where the sequence ends, never in what a query sees.
                     assert!(
                         part[..] == whole[(end - chunk) as usize..end as usize],
-                        "{spec:?} chunk {chunk} to {end}"
+                        "{spec:?} {format:?} chunk {chunk} to {end}"
                     );
                 }
             }
+        }
+    }
+
+    #[test]
+    fn a_shared_prefix_changes_no_bit() {
+        let heads = HeadShape {
+            heads: 6,
+            kv_heads: 2,
+            head_dim: 20,
+        };
+        // 64, 128 or 192 of 9 blocks' 144 positions are whole spans; chunks begin within them and behind them.
+        let sequences = [(1, 200), (1, 150), (4, 145), (1, 144), (20, 160), (3, 90), (1, 129)];
+        for (spec, format) in [KvSpec::Full, KvSpec::Window(70)]
+            .into_iter()
+            .flat_map(|spec| [KvFormat::F32, KvFormat::Bf16, KvFormat::Int8].map(|format| (spec, format)))
+        {
+            let [together, apart] = [true, false].map(|is_shared| {
+                let setup = Setup {
+                    isa: Isa::detect(),
+                    threads: 2,
+                    heads,
+                    spec,
+                    format,
+                    prefix_blocks: 9,
+                    is_shared,
+                };
+                run(setup, &sequences)
+            });
+            assert!(together == apart, "{spec:?} {format:?}");
         }
     }
 }

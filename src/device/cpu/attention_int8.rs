@@ -110,7 +110,9 @@ pub(super) fn run(task: &Task<'_>, pages: &Int8Pages, pool_blocks: usize, scratc
     quantize_queries(task, &mut scratch.int8);
     scratch.int8.totals.clear();
     scratch.int8.totals.resize(task.rows(), [0.0; BLOCK_TOKENS]);
-    task.walk(SPAN_TOKENS, |look| Span::new(task, pages, pool_blocks, &look).run(&look, scratch));
+    task.walk(SPAN_TOKENS, |look| {
+        Span::new(task, pages, pool_blocks, &look).run(&look, scratch)
+    });
     for (state, totals) in scratch.softmax.iter_mut().zip(&scratch.int8.totals) {
         state.sum = sum16(*totals);
     }
@@ -123,10 +125,7 @@ fn quantize_queries(task: &Task<'_>, scratch: &mut Int8Scratch) {
     scratch.bytes.resize(wide, 0);
     scratch.scales.clear();
     scratch.starts.clear();
-    for ((token, head), out) in task
-        .rows_of(0..task.rows())
-        .zip(scratch.queries.chunks_exact_mut(wide))
-    {
+    for ((token, head), out) in task.rows_of(0..task.rows()).zip(scratch.queries.chunks_exact_mut(wide)) {
         let mut scale = 0.0;
         let query = &task.op.qkv.row(token)[head * dim..][..dim];
         quantize_row_on(task.op.isa, query, &mut scratch.bytes, &mut scale);
@@ -210,7 +209,11 @@ impl<'a> Span<'a> {
                     scale: scales[r],
                     key_scales: self.key_scales,
                     value_scales: self.value_scales,
-                    inverse: if tops[r] > f32::MIN_POSITIVE { 255.0 / tops[r] } else { 0.0 },
+                    inverse: if tops[r] > f32::MIN_POSITIVE {
+                        255.0 / tops[r]
+                    } else {
+                        0.0
+                    },
                 };
                 // SAFETY: the processor has the instructions that `isa` names.
                 unsafe { weigh_by(isa, &weigh, &int8.scores[r], &mut int8.weights[r], &mut weighed[r]) };
@@ -472,7 +475,13 @@ mod x86 {
             let shifted = _mm512_add_ps(clamped, round);
             let r = _mm512_sub_ps(clamped, _mm512_sub_ps(shifted, round));
             let mut p = _mm512_set1_ps(LN2 * LN2 * LN2 * LN2 * LN2 / 120.0);
-            for c in [LN2 * LN2 * LN2 * LN2 / 24.0, LN2 * LN2 * LN2 / 6.0, LN2 * LN2 / 2.0, LN2, 1.0] {
+            for c in [
+                LN2 * LN2 * LN2 * LN2 / 24.0,
+                LN2 * LN2 * LN2 / 6.0,
+                LN2 * LN2 / 2.0,
+                LN2,
+                1.0,
+            ] {
                 p = _mm512_fmadd_ps(r, p, _mm512_set1_ps(c));
             }
             let power = _mm512_slli_epi32::<23>(_mm512_castps_si512(shifted));

@@ -40,21 +40,19 @@ pub(super) struct GatedTile<'a> {
 
 #[inline(always)]
 fn gated_tile(op: &GatedTile<'_>) {
+    let whole = op.columns / PANEL;
     for (r, pairs) in op.pairs.chunks_exact(op.per_row).enumerate() {
-        for (i, pair) in pairs.iter().enumerate() {
-            let mut values = [0.0f32; PANEL];
+        // SAFETY: within a row of the output, which `gated_tile_on`'s caller vouches for.
+        let out = unsafe { std::slice::from_raw_parts_mut(op.out.add(r * op.stride), op.columns) };
+        let (panels, rest) = out.as_chunks_mut::<PANEL>();
+        for (pair, out) in pairs.iter().zip(panels) {
             for j in 0..PANEL {
-                values[j] = silu(pair[j]) * pair[PANEL + j];
+                out[j] = silu(pair[j]) * pair[PANEL + j];
             }
-            let columns = PANEL.min(op.columns - i * PANEL);
-            // SAFETY: within a row of the output, which `gated_tile_on`'s caller vouches for.
-            unsafe {
-                let out = op.out.add(r * op.stride + i * PANEL);
-                if columns == PANEL {
-                    out.cast::<[f32; PANEL]>().write_unaligned(values);
-                } else {
-                    std::ptr::copy_nonoverlapping(values.as_ptr(), out, columns);
-                }
+        }
+        if let Some(pair) = pairs.get(whole) {
+            for (j, out) in rest.iter_mut().enumerate() {
+                *out = silu(pair[j]) * pair[PANEL + j];
             }
         }
     }

@@ -304,10 +304,7 @@ mod x86 {
                 let at = half * PANEL / 2;
                 let sum = _mm256_sub_epi32(sum, _mm256_loadu_si256(p.offsets.add(at).cast()));
                 let value = _mm256_mul_ps(_mm256_cvtepi32_ps(sum), _mm256_loadu_ps(p.column_scales.add(at)));
-                let (scale, bias) = (
-                    _mm256_set1_ps(*p.row_scales.add(row)),
-                    _mm256_loadu_ps(p.bias.add(at)),
-                );
+                let (scale, bias) = (_mm256_set1_ps(*p.row_scales.add(row)), _mm256_loadu_ps(p.bias.add(at)));
                 _mm256_storeu_ps(
                     p.c.wrapping_add(row * p.c_stride + at),
                     _mm256_fmadd_ps(value, scale, bias),
@@ -323,10 +320,7 @@ mod x86 {
             let mut sums = [[_mm256_setzero_si256(); 2]; ROWS];
             let (mut a, mut b) = (p.a.add(tile.from * p.quads * QUAD), p.b);
             for _ in 0..p.quads {
-                let w = [
-                    _mm256_loadu_si256(b.cast()),
-                    _mm256_loadu_si256(b.add(STEP / 2).cast()),
-                ];
+                let w = [_mm256_loadu_si256(b.cast()), _mm256_loadu_si256(b.add(STEP / 2).cast())];
                 for r in 0..ROWS {
                     let x = _mm256_set1_epi32(a.add(r * QUAD).cast::<i32>().read_unaligned());
                     for half in 0..2 {

@@ -177,7 +177,12 @@ impl Int8Pages {
                 let scale = block * BLOCK_TOKENS + slot;
                 quantize_row_on(isa, key, &mut bytes, &mut key_scales[scale]);
                 let out = &mut keys[block * size + slot * QUAD..(block + 1) * size];
-                for (quad, out) in bytes.as_chunks::<QUAD>().0.iter().zip(out.chunks_mut(BLOCK_TOKENS * QUAD)) {
+                for (quad, out) in bytes
+                    .as_chunks::<QUAD>()
+                    .0
+                    .iter()
+                    .zip(out.chunks_mut(BLOCK_TOKENS * QUAD))
+                {
                     out[..QUAD].copy_from_slice(quad);
                 }
                 quantize_row_on(isa, value, &mut bytes, &mut value_scales[scale]);
@@ -196,7 +201,13 @@ impl Int8Pages {
 impl<E: Element> Pages<E> {
     fn copy_blocks(&mut self, heads: HeadShape, blocks: usize, copies: &[(u32, u32)]) {
         copy_within(&mut self.keys, heads, blocks, heads.head_dim * BLOCK_TOKENS, copies);
-        copy_within(&mut self.values, heads, blocks, padded(heads.head_dim) * BLOCK_TOKENS, copies);
+        copy_within(
+            &mut self.values,
+            heads,
+            blocks,
+            padded(heads.head_dim) * BLOCK_TOKENS,
+            copies,
+        );
     }
 
     fn store(&mut self, heads: HeadShape, blocks: usize, step: &Step, qkv: &Buffer) {

@@ -182,7 +182,13 @@ pub(super) fn gated_int8(
     // The bias in the panels' order.
     let bias: Option<Vec<f32>> = bias.map(|bias| {
         let at = |i: usize| i / (2 * PANEL) * PANEL + i % PANEL;
-        let value = |i: usize| if i / PANEL % 2 == 1 { bias[width + at(i)] } else { bias[at(i)] };
+        let value = |i: usize| {
+            if i / PANEL % 2 == 1 {
+                bias[width + at(i)]
+            } else {
+                bias[at(i)]
+            }
+        };
         (0..both).map(|i| if at(i) < width { value(i) } else { 0.0 }).collect()
     });
     let bias = bias.as_deref().unwrap_or(&panels.zeros);
@@ -249,7 +255,14 @@ impl Block<'_> {
     /// Panels that lie within the output's width, and how many columns the one after them has.
     fn whole_panels(&self) -> (Range<usize>, usize) {
         let full = (self.width / PANEL).clamp(self.panel.start, self.panel.end);
-        (self.panel.start..full, if full < self.panel.end { self.width - full * PANEL } else { 0 })
+        (
+            self.panel.start..full,
+            if full < self.panel.end {
+                self.width - full * PANEL
+            } else {
+                0
+            },
+        )
     }
 
     /// # Safety
@@ -363,14 +376,23 @@ impl Block<'_> {
         let mut both = [[0.0f32; 2 * PANEL]; INT8_ROWS_MAX];
         let both_stride = self.panel.len() * PANEL;
         let bias = bias[self.panel.start * PANEL..].as_ptr();
-        let product = self.product_int8(panels, self.panel.clone(), bias, x, (both.as_flattened_mut().as_mut_ptr(), 0));
+        let product = self.product_int8(
+            panels,
+            self.panel.clone(),
+            bias,
+            x,
+            (both.as_flattened_mut().as_mut_ptr(), 0),
+        );
         let column = self.panel.start / 2 * PANEL;
         let columns = (self.panel.end / 2 * PANEL).min(width) - column;
         for tile in self.tiles_int8(&product) {
             assert!(tile.rows * both_stride <= both.as_flattened().len());
             let product = int8::Product {
                 // Rows are counted from the product's first.
-                c: both.as_flattened_mut().as_mut_ptr().wrapping_sub(tile.from * both_stride),
+                c: both
+                    .as_flattened_mut()
+                    .as_mut_ptr()
+                    .wrapping_sub(tile.from * both_stride),
                 c_stride: both_stride,
                 ..product
             };

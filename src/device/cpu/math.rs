@@ -41,7 +41,13 @@ pub fn exp2(x: f32) -> f32 {
     let shifted = clamped + ROUND;
     let r = clamped - (shifted - ROUND);
     let mut p = LN2 * LN2 * LN2 * LN2 * LN2 / 120.0;
-    for c in [LN2 * LN2 * LN2 * LN2 / 24.0, LN2 * LN2 * LN2 / 6.0, LN2 * LN2 / 2.0, LN2, 1.0] {
+    for c in [
+        LN2 * LN2 * LN2 * LN2 / 24.0,
+        LN2 * LN2 * LN2 / 6.0,
+        LN2 * LN2 / 2.0,
+        LN2,
+        1.0,
+    ] {
         p = r.mul_add(p, c);
     }
     // The low bits of `shifted` are n + 0x400000, of which the shift leaves n: it is added to the exponent.

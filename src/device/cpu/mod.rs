@@ -37,8 +37,8 @@ pub mod vocabulary;
 pub use isa::Isa;
 pub use kv::KvPool;
 pub use math::exp;
-pub use matrix::{Matrix, Vector};
 use matrix::Panels;
+pub use matrix::{Matrix, Vector};
 pub use step::Step;
 
 /// A CPU with a thread pool, computing in one precision.
@@ -299,14 +299,7 @@ impl Device for Cpu {
         });
     }
 
-    fn logits(
-        &self,
-        head: &Matrix,
-        ids: usize,
-        x: &Buffer,
-        out: &mut Vec<f32>,
-        workspace: &mut Workspace,
-    ) {
+    fn logits(&self, head: &Matrix, ids: usize, x: &Buffer, out: &mut Vec<f32>, workspace: &mut Workspace) {
         // Not rounded to BF16 even where activations are: rounding would only make ties.
         let finish = linear::Finish {
             bias: None,

@@ -9,6 +9,7 @@ use super::Buffer;
 use super::int8::{K_STEP, OFFSET, QUAD, is_packed};
 use super::isa::{Isa, multiversion};
 use super::linear::Tiles;
+use super::math::{max16, sum16};
 
 /// `1.5 * 2^23`: adding it rounds a small float to an integer that then stands in the low bits.
 const ROUND: f32 = 12_582_912.0;
@@ -34,16 +35,16 @@ fn quantize_row(x: &[f32], out: &mut [u8], scale: &mut f32) {
     let (chunks, rest) = x.as_chunks::<16>();
     for chunk in chunks {
         for i in 0..16 {
-            most[i] = most[i].max(chunk[i].abs());
-            not_finite[i] += chunk[i] * 0.0;
+            let size = chunk[i].abs();
+            most[i] = if size > most[i] { size } else { most[i] };
+            not_finite[i] = chunk[i].mul_add(0.0, not_finite[i]);
         }
     }
     for (i, v) in rest.iter().enumerate() {
-        most[i] = most[i].max(v.abs());
-        not_finite[i] += v * 0.0;
+        most[i] = if v.abs() > most[i] { v.abs() } else { most[i] };
+        not_finite[i] = v.mul_add(0.0, not_finite[i]);
     }
-    let most = most.into_iter().fold(0.0, f32::max);
-    let not_finite: f32 = not_finite.into_iter().sum();
+    let (most, not_finite) = (max16(most), sum16(not_finite));
     let inverse = if most < LEAST { 0.0 } else { 127.0 / most };
     *scale = if most < LEAST { 0.0 } else { most / 127.0 } + not_finite;
     let (out, padding) = out.split_at_mut(x.len());

@@ -263,7 +263,11 @@ mod tests {
             batch.block_tables.extend(table);
         }
         step.upload(&batch);
-        let tiles: Vec<_> = step.tiles.iter().map(|t| (t.parts.clone(), t.queries, t.shared)).collect();
+        let tiles: Vec<_> = step
+            .tiles
+            .iter()
+            .map(|t| (t.parts.clone(), t.queries, t.shared))
+            .collect();
         // The fifth does not fit the first tile; the sixth shares nothing with it.
         assert_eq!(tiles, [(0..4, 5, 64), (4..5, 4, 128), (5..6, 1, 128)]);
     }
