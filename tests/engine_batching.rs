@@ -11,6 +11,8 @@ use std::sync::{Arc, Mutex};
 use gristmill::device::batch::{StepBatch, StepSequence};
 use gristmill::engine::params::{Params, Shape};
 use gristmill::engine::request::{Completion, FinishReason, Finished, Request, UnitId};
+use gristmill::engine::scheduler::Policy;
+use gristmill::engine::totals::StepShape;
 use gristmill::engine::{Engine, EngineError, EngineOptions, Forward, ForwardError, Generate};
 use gristmill::model::tokenizer::Tokenizer;
 use proptest::prelude::*;
@@ -156,6 +158,7 @@ struct Setup {
     context: u32,
     spread: f32,
     fails_at_step: Option<usize>,
+    policy: Policy,
 }
 
 /// Room for everything.
@@ -167,6 +170,12 @@ const ROOMY: Setup = Setup {
     context: 4096,
     spread: 8.0,
     fails_at_step: None,
+    policy: Policy {
+        sort: true,
+        share: true,
+        mix: true,
+        refill: true,
+    },
 };
 
 static EOS: std::sync::LazyLock<Arc<[u32]>> = std::sync::LazyLock::new(|| [tokenizer().eos_id().unwrap()].into());
@@ -195,6 +204,7 @@ fn engine(setup: &Setup) -> (Engine, Arc<Mutex<Seen>>) {
         max_step_tokens: setup.budget,
         max_sequences: setup.max_sequences,
         prefix_root: "fake".into(),
+        policy: setup.policy,
     };
     (Engine::new(Box::new(model), tokenizer, options), seen)
 }
@@ -324,7 +334,8 @@ fn to_request(i: usize, (head, tail, kind, _): Row) -> Request {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
-    /// Alone, in a batch, chunked by tiny budgets, preempted in a tiny pool, behind a shared prefix: identical.
+    /// Alone, in a batch, chunked by tiny budgets, preempted in a tiny pool, behind a shared prefix, under any policy:
+    /// identical.
     #[test]
     fn schedules_change_nothing(
         rows in prop::collection::vec((0usize..40, 1usize..20, 0usize..60, 0usize..8), 1..12),
@@ -332,10 +343,12 @@ proptest! {
         blocks in 20usize..50,
         budget in 1usize..70,
         max_sequences in 1usize..9,
+        (sort, share, mix, refill) in any::<(bool, bool, bool, bool)>(),
     ) {
         let requests: Vec<(usize, Request)> =
             rows.iter().enumerate().map(|(i, row)| (row.3, to_request(i, *row))).collect();
-        let setup = Setup { blocks, block_tokens: 4, budget, max_sequences, ..ROOMY };
+        let policy = Policy { sort, share, mix, refill };
+        let setup = Setup { blocks, block_tokens: 4, budget, max_sequences, policy, ..ROOMY };
         let (batched, _) = run(&setup, &requests);
         for (_, request) in &requests {
             let (alone, _) = run(&ROOMY, &[(0, request.clone())]);
@@ -390,6 +403,50 @@ fn a_shared_prefix_is_computed_once_even_when_rows_start_together() {
         (cached.iter().filter(|c| **c == 160).count(), cached.iter().sum::<u32>()),
         (19, 19 * 160)
     );
+}
+
+/// What each part of the policy is for, seen in the steps that are run without it.
+#[test]
+fn a_policy_leaves_out_what_it_says() {
+    let head: Vec<u32> = (0..64).map(|t| 30 + t % 50).collect();
+    let steps = |policy: Policy| {
+        let (mut engine, _) = engine(&Setup {
+            max_sequences: 2,
+            budget: 80,
+            policy,
+            ..ROOMY
+        });
+        for i in 0..6u32 {
+            let params = Params {
+                max_tokens: 1 + 2 * i,
+                ignore_eos: true,
+                ..Params::default()
+            };
+            let prompt: Vec<u32> = head.iter().copied().chain([i + 1]).collect();
+            engine.submit(request(u64::from(i), &prompt, &params)).unwrap();
+        }
+        let (mut steps, mut finished) = (Vec::new(), Vec::new());
+        while !engine.is_idle() {
+            finished.extend(engine.step().unwrap().into_iter().map(|f| f.id.row));
+            steps.push(engine.totals().last);
+        }
+        (steps, finished)
+    };
+    let prefill = |steps: &[StepShape]| steps.iter().map(|s| s.prefill_tokens).sum::<usize>();
+    let mixed = |steps: &[StepShape]| steps.iter().any(|s| s.prefill_tokens > 0 && s.decode_tokens > 0);
+    let all = Policy::default();
+    let (with_all, order) = steps(all);
+    // Of a prompt that is known but for its last token, that one counts as decode.
+    assert_eq!(prefill(&with_all), 65);
+    assert_eq!(order[0], 4, "the longest two run first");
+    let apart = Policy { share: false, ..all };
+    assert_eq!(prefill(&steps(apart).0), 6 * 65);
+    assert!(mixed(&steps(apart).0));
+    assert!(!mixed(&steps(Policy { mix: false, ..apart }).0));
+    assert_eq!(steps(Policy { sort: false, ..all }).1[0], 0);
+    // Two by two, sorted: 11, 7 and 3 steps.
+    assert_eq!(steps(Policy { refill: false, ..all }).0.len(), 11 + 7 + 3);
+    assert!(with_all.len() < 21);
 }
 
 #[test]

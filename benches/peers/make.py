@@ -1,9 +1,13 @@
 """Makes the two random models and the three traces of the peers' benchmark.
 
-    python make.py --data DIR [--scale N] [--models l30m,q05b]
+    python make.py --data DIR [--models l30m,q05b]
 
 DIR/l30m and DIR/q05b become checkpoints (safetensors in BF16, a word-level tokenizer); DIR/MODEL-W1.jsonl to -W3.jsonl their
 traces, a request a line as `gristmill bench --trace` reads it. Everything follows from the seed.
+
+- W1, labelling: each the same instruction of 192 tokens and 64 of its own, 16 generated, greedy.
+- W2, synthetic data: 48 tokens, 256 generated, temperature 0.8, top-p 0.95.
+- W3, mixed: 16 to 1,024 tokens (log-uniform), 8 to 128 generated, greedy.
 
 Weights are uniform with variance 1 / columns; the last norm is scaled so that sampling sees an entropy of 2 to 3 nats, as
 with a real model: logits are nearly normal with standard deviation s, and then ln(vocabulary) - s^2 / 2 nats (the random
@@ -129,21 +133,24 @@ def trace(workload, rows, vocabulary):
             yield {"prompt_token_ids": ids(length), "max_tokens": int(random.integers(8, 129)), "temperature": 0.0}
 
 
-def make(data, models, scale):
+def write_trace(data, model, workload, scale):
+    """`scale` times as many rows as at scale 1, from the same distribution; the first are the same."""
+    with open(data / f"{model}-{workload}.jsonl", "w") as file:
+        for request in trace(workload, ROWS[workload][model] * scale, MODELS[model]["vocab_size"]):
+            file.write(json.dumps(request) + "\n")
+
+
+def make(data, models):
     for name in models:
-        config = MODELS[name]
         if not (data / name / "model.safetensors").exists():
-            write_model(data / name, config)
-        for workload, rows in ROWS.items():
-            with open(data / f"{name}-{workload}.jsonl", "w") as file:
-                for request in trace(workload, rows[name] * scale, config["vocab_size"]):
-                    file.write(json.dumps(request) + "\n")
+            write_model(data / name, MODELS[name])
+        for workload in ROWS:
+            write_trace(data, name, workload, 1)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=pathlib.Path, required=True)
     parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--scale", type=int, default=1, help="times the rows of each workload")
     args = parser.parse_args()
-    make(args.data, args.models.split(","), args.scale)
+    make(args.data, args.models.split(","))

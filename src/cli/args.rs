@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 
+use crate::device::cpu::Isa;
 use crate::job::spec::duration_seconds;
 
 #[derive(Debug, Parser)]
@@ -263,12 +264,28 @@ pub struct EngineArgs {
     /// Memory for keys and values of running sequences, in MiB (default: an eighth of what this machine or container has)
     #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(1..=1 << 30))]
     pub kv_memory: Option<u64>,
+    /// Instructions that the CPU's kernels use: `avx512-vnni`, `avx512`, `avx2`, `portable`... (default: the best there are)
+    #[arg(long, value_name = "SET")]
+    pub instructions: Option<Isa>,
     /// Most tokens computed in one step
     #[arg(long, value_name = "N", default_value_t = 2048, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
     pub step_tokens: u32,
     /// Most sequences that run at once
     #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=1 << 16))]
     pub sequences: u32,
+}
+
+/// Parts of batching that a measurement can go without.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Part {
+    /// Order waiting prompts by prefix and length
+    Sorting,
+    /// Compute equal beginnings of prompts once
+    Sharing,
+    /// Compute prompts and the next tokens of others in the same steps
+    Mixing,
+    /// Start requests as others end (continuous batches), not when all have ended (static ones)
+    Refilling,
 }
 
 #[derive(Debug, Args)]
@@ -302,6 +319,15 @@ pub struct BenchArgs {
     pub seed: u64,
     #[command(flatten)]
     pub engine: EngineArgs,
+    /// Number format of keys and values (default: the precision's own)
+    #[arg(long, value_name = "FORMAT", value_parser = ["f32", "bf16", "int8"])]
+    pub kv_format: Option<String>,
+    /// Run so many of the requests before the clock starts, and then again
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub warm_up: usize,
+    /// Go without parts of batching, to see what they are worth
+    #[arg(long, value_name = "PART", value_delimiter = ',')]
+    pub without: Vec<Part>,
     /// Say how the requests were batched: steps, their tokens, what was computed twice
     #[arg(long)]
     pub explain: bool,

@@ -8,13 +8,14 @@ use anyhow::{Context, anyhow};
 
 use crate::bench::figures::{Batches, Figures, Step};
 use crate::bench::{picture, trace};
-use crate::cli::args::BenchArgs;
+use crate::cli::args::{BenchArgs, Part};
 use crate::cli::exit::{Exit, Failure};
 use crate::cli::outfit::{engine_options, load_options};
 use crate::cli::worker::asked_precision;
 use crate::device::cpu::Isa;
-use crate::device::{Dtype, Precision};
+use crate::device::{Dtype, KvFormat, Precision};
 use crate::engine::request::Request;
+use crate::engine::scheduler::Policy;
 use crate::engine::{Engine, Generate};
 use crate::model::config::Config;
 use crate::model::shapes;
@@ -78,6 +79,8 @@ fn run(args: &BenchArgs) -> Result<Exit, Failure> {
     };
     let precision = precision(asked_precision(&args.precision));
     let mut engine = engine(args, &subject, precision, vocabulary, &requests)?;
+    let first: Vec<Request> = requests.iter().take(args.warm_up).cloned().collect();
+    serve(&mut engine, first)?;
     let (figures, steps) = measure(args, &mut engine, requests, precision)?;
     if let Some(path) = &args.svg {
         let title = format!(
@@ -112,34 +115,55 @@ fn engine(
         .map(|r| r.prompt.len() as u64 + u64::from(r.params.max_tokens))
         .max();
     let needed = longest.unwrap_or(0).min(u64::from(subject.config.context_limit())) as u32;
-    let options = load_options(
+    let mut options = load_options(
         precision,
         Some(args.context.unwrap_or(needed.max(2))),
         vocabulary,
         &args.engine,
     )?;
+    options.kv_format = kv_format(args, precision);
     let model = if subject.checkpoint {
         Transformer::load(Path::new(&args.model), &options)
     } else {
         Transformer::random(subject.config.clone(), args.seed, Dtype::Bf16, &options)
     };
     let model = model.map_err(Failure::bad_job)?;
-    let options = engine_options(precision, &args.engine);
+    let mut options = engine_options(precision, &args.engine);
+    options.policy = Policy {
+        sort: !args.without.contains(&Part::Sorting),
+        share: !args.without.contains(&Part::Sharing),
+        mix: !args.without.contains(&Part::Mixing),
+        refill: !args.without.contains(&Part::Refilling),
+    };
     Ok(Engine::new(Box::new(model), subject.tokenizer.clone(), options))
 }
 
+fn kv_format(args: &BenchArgs, precision: Precision) -> KvFormat {
+    match args.kv_format.as_deref() {
+        Some("f32") => KvFormat::F32,
+        Some("bf16") => KvFormat::Bf16,
+        Some("int8") => KvFormat::Int8,
+        // clap lets nothing else through.
+        _ => precision.kv_format(),
+    }
+}
+
+/// What became of requests.
+#[derive(Default)]
+struct Served {
+    seconds: f64,
+    steps: Vec<Step>,
+    prompt: u64,
+    cached: u64,
+    generated: u64,
+    failed: u64,
+    /// Tokens that had to be computed: of each sequence the last one is sampled and never computed.
+    needed: u64,
+}
+
 /// Runs all requests, feeding the engine as a worker would.
-fn measure(
-    args: &BenchArgs,
-    engine: &mut Engine,
-    requests: Vec<Request>,
-    precision: Precision,
-) -> Result<(Figures, Vec<Step>), Failure> {
-    let mut steps: Vec<Step> = Vec::new();
-    let (mut prompt, mut cached, mut generated, mut failed) = (0u64, 0u64, 0u64, 0u64);
-    let count = requests.len() as u64;
-    // Of each sequence the last token is sampled and never computed.
-    let mut needed = 0u64;
+fn serve(engine: &mut Engine, requests: Vec<Request>) -> Result<Served, Failure> {
+    let mut served = Served::default();
     let mut waiting = requests.into_iter().peekable();
     let start = Instant::now();
     while waiting.peek().is_some() || !engine.is_idle() {
@@ -148,12 +172,12 @@ fn measure(
             let row = request.id.row;
             if let Err(refused) = engine.submit(request) {
                 eprintln!("gristmill: request {row}: {refused}");
-                failed += 1;
+                served.failed += 1;
             }
         }
         let began = start.elapsed();
         let finished = engine.step()?;
-        steps.push(Step {
+        served.steps.push(Step {
             began,
             took: start.elapsed() - began,
             shape: engine.totals().last,
@@ -162,57 +186,79 @@ fn measure(
             match unit.result {
                 Ok(completion) => {
                     let tokens = completion.token_ids.len() as u64;
-                    prompt += u64::from(completion.prompt_tokens);
-                    cached += u64::from(completion.cached_tokens);
-                    generated += tokens;
-                    needed += u64::from(completion.prompt_tokens.saturating_sub(completion.cached_tokens));
-                    needed += tokens.saturating_sub(1);
+                    served.prompt += u64::from(completion.prompt_tokens);
+                    served.cached += u64::from(completion.cached_tokens);
+                    served.generated += tokens;
+                    served.needed += u64::from(completion.prompt_tokens.saturating_sub(completion.cached_tokens));
+                    served.needed += tokens.saturating_sub(1);
                 }
                 Err(error) => {
                     eprintln!("gristmill: request {}: {error}", unit.id.row);
-                    failed += 1;
+                    served.failed += 1;
                 }
             }
         }
     }
-    let seconds = start.elapsed().as_secs_f64();
+    served.seconds = start.elapsed().as_secs_f64();
+    Ok(served)
+}
+
+fn measure(
+    args: &BenchArgs,
+    engine: &mut Engine,
+    requests: Vec<Request>,
+    precision: Precision,
+) -> Result<(Figures, Vec<Step>), Failure> {
+    let count = requests.len() as u64;
+    let before = operations(engine);
+    let served = serve(engine, requests)?;
+    let seconds = served.seconds;
     let batches = Batches::of(
-        &steps,
+        &served.steps,
         seconds,
-        needed,
+        served.needed,
         args.engine.step_tokens as usize,
         args.engine.sequences as usize,
     );
     let figures = Figures {
         model: args.model.clone(),
         precision: precision_word(precision).into(),
-        isa: format!("{:?}", Isa::detect()),
+        isa: args.engine.instructions.unwrap_or_else(Isa::detect).to_string(),
         threads: crate::cli::outfit::threads(&args.engine),
         requests: count,
-        failed,
-        prompt_tokens: prompt,
-        cached_tokens: cached,
-        generated_tokens: generated,
+        failed: served.failed,
+        prompt_tokens: served.prompt,
+        cached_tokens: served.cached,
+        generated_tokens: served.generated,
         computed_tokens: batches.prefill_tokens + batches.decode_tokens,
         seconds,
         requests_per_second: count as f64 / seconds,
-        prompt_tokens_per_second: prompt as f64 / seconds,
-        generated_tokens_per_second: generated as f64 / seconds,
-        total_tokens_per_second: (prompt + generated) as f64 / seconds,
+        prompt_tokens_per_second: served.prompt as f64 / seconds,
+        generated_tokens_per_second: served.generated as f64 / seconds,
+        total_tokens_per_second: (served.prompt + served.generated) as f64 / seconds,
         peak_memory_bytes: peak_memory()?,
-        seconds_by_operation: by_operation(engine, seconds),
+        seconds_by_operation: by_operation(&before, operations(engine), seconds),
         batches,
     };
-    Ok((figures, steps))
+    Ok((figures, served.steps))
 }
 
-fn by_operation(engine: &Engine, seconds: f64) -> Vec<(String, f64)> {
+/// Seconds spent so far by what they were spent on.
+fn operations(engine: &Engine) -> Vec<(String, f64)> {
     let totals = engine.totals();
     let mut all = vec![("plan".to_string(), totals.planning.as_secs_f64())];
     for (name, time) in engine.operation_times() {
         all.push((name.to_string(), time.as_secs_f64()));
     }
     all.push(("sample".to_string(), totals.sampling.as_secs_f64()));
+    all
+}
+
+fn by_operation(before: &[(String, f64)], after: Vec<(String, f64)>, seconds: f64) -> Vec<(String, f64)> {
+    let mut all = after;
+    for ((_, after), (_, before)) in all.iter_mut().zip(before) {
+        *after -= before;
+    }
     let known: f64 = all.iter().map(|(_, seconds)| seconds).sum();
     all.push(("other".to_string(), (seconds - known).max(0.0)));
     all

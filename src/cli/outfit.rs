@@ -8,6 +8,7 @@ use crate::cli::args::EngineArgs;
 use crate::cli::exit::{Exit, Failure};
 use crate::device::Precision;
 use crate::device::cpu::thread_pool;
+use crate::engine::scheduler::Policy;
 use crate::engine::{Engine, EngineOptions, Generate};
 use crate::model::transformer::{KvBudget, LoadOptions, Transformer};
 use crate::worker::model::{Model, ModelFiles};
@@ -65,6 +66,7 @@ pub fn load_options(
     Ok(LoadOptions {
         precision,
         kv_format: precision.kv_format(),
+        isa: args.instructions,
         kv: KvBudget::Bytes(args.kv_memory.map_or_else(default_kv_bytes, |mib| mib << 20)),
         threads: thread_pool(threads(args)).context("cannot start the threads")?,
         max_context: context,
@@ -78,6 +80,7 @@ pub fn engine_options(precision: Precision, args: &EngineArgs) -> EngineOptions 
         max_step_tokens: args.step_tokens as usize,
         max_sequences: args.sequences as usize,
         prefix_root: format!("{precision:?}"),
+        policy: Policy::default(),
     }
 }
 

@@ -4,6 +4,8 @@
 //! next operation on the same [`Step`](Device::Step). Nothing is a singleton: every operation takes its step, its
 //! workspace and its buffers, so two micro-batches may be interleaved.
 
+use half::{bf16, f16};
+
 use crate::device::batch::StepBatch;
 
 pub mod batch;
@@ -74,6 +76,31 @@ pub struct Tensor<'a> {
     pub columns: usize,
     /// `rows * columns * dtype.bytes()` bytes.
     pub data: &'a [u8],
+}
+
+impl Tensor<'_> {
+    /// Writes row `row` to `out`, widened, which is exact.
+    pub fn read_row(&self, row: usize, out: &mut [f32]) {
+        let bytes = self.columns * self.dtype.bytes();
+        let data = &self.data[row * bytes..(row + 1) * bytes];
+        match self.dtype {
+            Dtype::F32 => {
+                for (x, b) in out.iter_mut().zip(data.as_chunks::<4>().0) {
+                    *x = f32::from_le_bytes(*b);
+                }
+            }
+            Dtype::F16 => {
+                for (x, b) in out.iter_mut().zip(data.as_chunks::<2>().0) {
+                    *x = f16::from_le_bytes(*b).to_f32();
+                }
+            }
+            Dtype::Bf16 => {
+                for (x, b) in out.iter_mut().zip(data.as_chunks::<2>().0) {
+                    *x = bf16::from_le_bytes(*b).to_f32();
+                }
+            }
+        }
+    }
 }
 
 /// Why a tensor was not taken over by the device.

@@ -17,7 +17,7 @@ use crate::engine::generate::Generate;
 use crate::engine::params::Params;
 use crate::engine::request::{Finished, Request, UnitId};
 use crate::engine::sampling::Scratch;
-use crate::engine::scheduler::{Limits, Scheduler, SequenceId, StepPlan};
+use crate::engine::scheduler::{Limits, Policy, Scheduler, SequenceId, StepPlan};
 use crate::engine::sequence::{Continuation, Next, Unit};
 use crate::engine::totals::{StepShape, StepTotals};
 use crate::engine::{Forward, ForwardError};
@@ -35,6 +35,7 @@ pub struct EngineOptions {
     pub max_sequences: usize,
     /// What shapes keys and values besides token ids: model, adapter, KV format. The root of prefix keys.
     pub prefix_root: String,
+    pub policy: Policy,
 }
 
 impl Default for EngineOptions {
@@ -43,6 +44,7 @@ impl Default for EngineOptions {
             max_step_tokens: 2048,
             max_sequences: 256,
             prefix_root: String::new(),
+            policy: Policy::default(),
         }
     }
 }
@@ -129,6 +131,7 @@ impl Engine {
         let limits = Limits {
             max_step_tokens: options.max_step_tokens.max(1),
             max_sequences: options.max_sequences.max(1),
+            policy: options.policy,
         };
         let pool = BlockPool::new(forward.kv_blocks(), forward.block_tokens().max(1));
         Engine {

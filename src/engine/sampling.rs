@@ -137,13 +137,7 @@ pub fn sample(logits: &[f32], draw: Draw, scratch: &mut Scratch) -> Result<u32, 
             let Some(least) = least(all, params, total) else {
                 return Ok(pick_of_all(all, total, uniform));
             };
-            vocabulary::not_below(&all.each, least, ids);
-            candidates.clear();
-            candidates.extend(ids.iter().map(|&id| Candidate {
-                id,
-                logit: logits[id as usize],
-                weight: all.each[id as usize],
-            }));
+            take_from(least, all, logits, ids, candidates);
             cut(candidates, params, total);
             return Ok(pick(candidates, uniform));
         }
@@ -178,6 +172,17 @@ fn least(all: &Weights, params: &Params, total: f64) -> Option<f32> {
     let tail = (1.0 - f64::from(params.top_p)).max(0.0) * total / (2.0 * all.each.len() as f64);
     let top_p = step.map_or(tail as f32, |(step, _)| *step);
     Some(top_p.max(params.min_p).max(f32::MIN_POSITIVE))
+}
+
+/// The tokens of at least this weight, by ascending id; `ids` is scratch.
+fn take_from(least: f32, all: &Weights, logits: &[f32], ids: &mut Vec<u32>, candidates: &mut Vec<Candidate>) {
+    vocabulary::not_below(&all.each, least, ids);
+    candidates.clear();
+    candidates.extend(ids.iter().map(|&id| Candidate {
+        id,
+        logit: logits[id as usize],
+        weight: all.each[id as usize],
+    }));
 }
 
 /// Step 9 of all tokens; `uniform` lies in [0, 1).
@@ -707,9 +712,11 @@ mod tests {
                 filter(&mut kept, &params).unwrap();
             } else {
                 let mut all = Weights::default();
-                all.weigh(&logits, vocabulary::largest(&logits).unwrap(), params.temperature);
-                all.not_below(all.least(&params).unwrap(), &logits, &mut Vec::new(), &mut kept);
-                cut(&mut kept, &params, all.total);
+                let max = vocabulary::largest(&logits).unwrap();
+                vocabulary::weigh(&logits, max, inverse(params.temperature), &mut all);
+                let least = least(&all, &params, total(&all)).unwrap();
+                take_from(least, &all, &logits, &mut Vec::new(), &mut kept);
+                cut(&mut kept, &params, total(&all));
             }
             let expected = expected(&logits, draw(&params));
             let support = expected.iter().filter(|p| **p > 0.0).count();

@@ -29,6 +29,31 @@ pub struct Limits {
     pub max_step_tokens: usize,
     /// Most sequences that run at once.
     pub max_sequences: usize,
+    pub policy: Policy,
+}
+
+/// What the scheduler does to fill steps well. All of it, but where a measurement wants to know what a part is worth.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Policy {
+    /// Orders the window; else first come, first started.
+    pub sort: bool,
+    /// Finds computed blocks that prompts begin with.
+    pub share: bool,
+    /// Computes prompts in the same steps as the tokens of sequences that are generating; else in steps of their own, first.
+    pub mix: bool,
+    /// Starts sequences as others end; else when all have ended.
+    pub refill: bool,
+}
+
+impl Default for Policy {
+    fn default() -> Policy {
+        Policy {
+            sort: true,
+            share: true,
+            mix: true,
+            refill: true,
+        }
+    }
 }
 
 /// Who comes first: the place in the order of starting, then the order of forks.
@@ -233,10 +258,24 @@ impl Scheduler {
     /// Plans the next step and takes it as done. An empty plan: there is nothing to do.
     pub fn plan(&mut self) -> StepPlan {
         let mut plan = StepPlan::default();
+        if self.limits.policy.mix {
+            self.fill(&mut plan, |_| true, true);
+        } else {
+            self.fill(&mut plan, |slot| slot.pending() > 1, true);
+            if plan.sequences.is_empty() {
+                self.fill(&mut plan, |_| true, false);
+            }
+        }
+        self.pool.end_plan();
+        plan
+    }
+
+    /// Gives the step's tokens to running sequences that are `wanted`, then to new ones where they may start.
+    fn fill(&mut self, plan: &mut StepPlan, wanted: impl Fn(&Slot) -> bool, start: bool) {
         let mut budget = self.limits.max_step_tokens;
         let mut at = 0;
         while at < self.running.len() && budget > 0 {
-            if self.running[at].pending() == 0 {
+            if self.running[at].pending() == 0 || !wanted(&self.running[at]) {
                 at += 1;
                 continue;
             }
@@ -245,7 +284,7 @@ impl Scheduler {
                 if planned.is_some() || self.running.len() <= at + 1 {
                     break planned;
                 }
-                self.preempt_youngest(&mut plan);
+                self.preempt_youngest(plan);
             };
             if let Some(planned) = planned {
                 budget -= planned.tokens.len();
@@ -253,11 +292,9 @@ impl Scheduler {
             }
             at += 1;
         }
-        if plan.preempted.is_empty() {
-            self.start_waiting(&mut plan, budget);
+        if start && plan.preempted.is_empty() && (self.limits.policy.refill || self.running.is_empty()) {
+            self.start_waiting(plan, budget);
         }
-        self.pool.end_plan();
-        plan
     }
 
     /// Starts sequences of the window, in its order, while there is room.
@@ -295,7 +332,10 @@ impl Scheduler {
                 max_tokens: s.max_tokens,
             })
             .collect();
-        let order = packing::order(&window, self.pool.block_tokens());
+        let order = match self.limits.policy.sort {
+            true => packing::order(&window, self.pool.block_tokens()),
+            false => (0..window.len()).collect(),
+        };
         let mut slots: Vec<Option<Slot>> = std::mem::take(&mut self.incoming).into_iter().map(Some).collect();
         for i in order {
             if let Some(mut slot) = slots[i].take() {
@@ -310,7 +350,12 @@ impl Scheduler {
     /// Takes up the known blocks that a sequence begins with. `false`: the pool has no room to start it; nothing changed.
     fn take_prefix(&mut self, slot: &mut Slot) -> bool {
         let block_tokens = self.pool.block_tokens();
-        for at in 0..(slot.tokens.len() - 1) / block_tokens {
+        let most = if self.limits.policy.share {
+            slot.tokens.len() - 1
+        } else {
+            0
+        };
+        for at in 0..most / block_tokens {
             let key = slot.key(at, self.root, block_tokens);
             let Some(block) = self.pool.lookup(key, &slot.tokens[at * block_tokens..][..block_tokens]) else {
                 break;
@@ -394,6 +439,7 @@ mod tests {
         let limits = Limits {
             max_step_tokens,
             max_sequences,
+            policy: Policy::default(),
         };
         Scheduler::new(limits, BlockPool::new(blocks, 4), BlockKey::root("test"))
     }

@@ -3,6 +3,7 @@
 use std::io::Read;
 use std::path::Path;
 
+mod balance;
 pub mod config;
 pub mod error;
 pub mod rope;

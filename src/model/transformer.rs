@@ -8,11 +8,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::device::batch::StepBatch;
-use crate::device::cpu::Cpu;
+use crate::device::cpu::{Cpu, Isa};
 use crate::device::{
     AddNorm, BLOCK_TOKENS, Device, Dtype, KvFormat, KvSpec, Linear, NonFiniteWeight, Precision, QkNorm, RopeStore,
 };
 use crate::engine::{Forward, ForwardError};
+use crate::model::balance::Balanced;
 use crate::model::config::Config;
 use crate::model::error::ModelError;
 use crate::model::times::{Operation, Times};
@@ -32,6 +33,8 @@ pub struct LoadOptions {
     pub precision: Precision,
     /// What keys and values are kept in.
     pub kv_format: KvFormat,
+    /// Instructions that the CPU's kernels use, of those it has; `None`: the best.
+    pub isa: Option<Isa>,
     pub kv: KvBudget,
     /// Threads the CPU device computes on: see [`thread_pool`](crate::device::cpu::thread_pool).
     pub threads: Arc<rayon::ThreadPool>,
@@ -114,7 +117,10 @@ impl Transformer<Cpu> {
         source: &dyn WeightSource,
         options: &LoadOptions,
     ) -> Result<Transformer, ModelError> {
-        let device = Cpu::new(options.precision, options.kv_format, options.threads.clone());
+        let mut device = Cpu::new(options.precision, options.kv_format, options.threads.clone());
+        if let Some(isa) = options.isa {
+            device = device.with_isa(isa);
+        }
         Transformer::on_device(device, config, source, options)
     }
 }
@@ -150,9 +156,13 @@ impl<D: Device> Transformer<D> {
         let vocab_size = options
             .vocabulary
             .map_or(config.vocab_size, |n| n.min(config.vocab_size));
+        let balanced = match options.precision {
+            Precision::Int8 => Some(Balanced::new(source, &config)?),
+            Precision::F32 | Precision::Bf16 => None,
+        };
         let weights = Builder {
             device: &device,
-            source,
+            source: balanced.as_ref().map_or(source, |balanced| balanced),
             config: &config,
         }
         .weights()?;

@@ -21,7 +21,7 @@ const INDEX_BYTES_MAX: u64 = 64 << 20;
 const FILES_MAX: usize = 4096;
 
 /// Where a model's tensors come from: a checkpoint, or random numbers.
-pub trait WeightSource {
+pub trait WeightSource: Sync {
     /// The tensor `name`, which has `rows` rows (`None` for a vector) of `columns` numbers.
     ///
     /// # Errors

@@ -1,6 +1,5 @@
 //! In F32 a row has the same bits whatever is computed beside it, before it or on what.
 
-use std::borrow::Cow;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -8,25 +7,10 @@ use gristmill::device::batch::{StepBatch, StepSequence};
 use gristmill::device::{Dtype, KvFormat, Precision, cpu};
 use gristmill::engine::Forward;
 use gristmill::model::config::Config;
-use gristmill::model::weights::{StoredTensor, WeightSource, Weights};
-use gristmill::model::{KvBudget, LoadOptions, ModelError, Transformer};
+use gristmill::model::weights::Weights;
+use gristmill::model::{KvBudget, LoadOptions, Transformer};
 
-use super::harness::{MODELS, Reference, Runner, Sequence, folder, load, options};
-
-/// Bits of all rows of a prompt computed in chunks of the given sizes (cycled).
-fn in_chunks(runner: &mut Runner<'_>, tokens: &[u32], sizes: &[usize]) -> Vec<Vec<f32>> {
-    let mut sequence = Sequence::default();
-    let mut rows = Vec::new();
-    for size in sizes.iter().cycle() {
-        let next = &tokens[sequence.stored..tokens.len().min(sequence.stored + size)];
-        if next.is_empty() {
-            break;
-        }
-        rows.extend(runner.step(&mut [(&mut sequence, next)]));
-    }
-    runner.release(sequence);
-    rows
-}
+use super::harness::{Altered, MODELS, Reference, Runner, Sequence, folder, in_chunks, load, options};
 
 fn assert_same_bits(got: &[Vec<f32>], want: &[Vec<f32>], what: &str) {
     assert_eq!(got.len(), want.len(), "{what}");
@@ -145,32 +129,6 @@ fn bits_do_not_depend_on_instructions_or_threads() {
     }
 }
 
-/// Weights with some tensors changed.
-struct Altered<F> {
-    inner: Weights,
-    change: F,
-}
-
-impl<F: Fn(&str, usize, &mut [f32])> WeightSource for Altered<F> {
-    fn tensor(&self, name: &str, rows: Option<usize>, columns: usize) -> Result<StoredTensor<'_>, ModelError> {
-        let tensor = self.inner.tensor(name, rows, columns)?;
-        assert_eq!(tensor.dtype, Dtype::F32);
-        let mut values: Vec<f32> = tensor
-            .data
-            .as_chunks::<4>()
-            .0
-            .iter()
-            .map(|b| f32::from_le_bytes(*b))
-            .collect();
-        (self.change)(name, columns, &mut values);
-        let data = Cow::Owned(values.iter().flat_map(|x| x.to_le_bytes()).collect());
-        Ok(StoredTensor { data, ..tensor })
-    }
-    fn path_of(&self, name: &str) -> &Path {
-        self.inner.path_of(name)
-    }
-}
-
 #[test]
 fn a_row_that_overflows_harms_no_other() {
     const POISON: u32 = 50;
@@ -233,6 +191,7 @@ fn small_model(precision: Precision) -> Transformer {
     let options = LoadOptions {
         precision,
         kv_format: precision.kv_format(),
+        isa: None,
         kv: KvBudget::Bytes(256 << 20),
         threads: cpu::thread_pool(2).unwrap(),
         max_context: None,

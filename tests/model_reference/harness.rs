@@ -1,11 +1,13 @@
 //! Fixture models, what transformers computed with them, and steps as an engine would run them.
 
+use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 
 use gristmill::device::batch::{StepBatch, StepSequence};
-use gristmill::device::{Precision, cpu};
+use gristmill::device::{Dtype, Precision, cpu};
 use gristmill::engine::Forward;
-use gristmill::model::{KvBudget, LoadOptions, Transformer};
+use gristmill::model::weights::{StoredTensor, WeightSource, Weights};
+use gristmill::model::{KvBudget, LoadOptions, ModelError, Transformer};
 use safetensors::SafeTensors;
 
 pub const KV_BLOCKS: u32 = 64;
@@ -85,6 +87,7 @@ pub fn options(reference: &Reference, precision: Precision) -> LoadOptions {
     LoadOptions {
         precision,
         kv_format: precision.kv_format(),
+        isa: None,
         kv: KvBudget::Blocks(KV_BLOCKS),
         threads: cpu::thread_pool(2).unwrap(),
         max_context: Some(reference.context),
@@ -159,5 +162,46 @@ impl Runner<'_> {
 
     pub fn release(&mut self, sequence: Sequence) {
         self.free.extend(sequence.blocks);
+    }
+}
+
+/// Logits of all of a sequence's tokens, computed in steps of these sizes, over and over.
+pub fn in_chunks(runner: &mut Runner<'_>, tokens: &[u32], sizes: &[usize]) -> Vec<Vec<f32>> {
+    let mut sequence = Sequence::default();
+    let mut rows = Vec::new();
+    for size in sizes.iter().cycle() {
+        let next = &tokens[sequence.stored..tokens.len().min(sequence.stored + size)];
+        if next.is_empty() {
+            break;
+        }
+        rows.extend(runner.step(&mut [(&mut sequence, next)]));
+    }
+    runner.release(sequence);
+    rows
+}
+
+/// Weights with some tensors changed.
+pub struct Altered<F> {
+    pub inner: Weights,
+    pub change: F,
+}
+
+impl<F: Fn(&str, usize, &mut [f32]) + Sync> WeightSource for Altered<F> {
+    fn tensor(&self, name: &str, rows: Option<usize>, columns: usize) -> Result<StoredTensor<'_>, ModelError> {
+        let tensor = self.inner.tensor(name, rows, columns)?;
+        assert_eq!(tensor.dtype, Dtype::F32);
+        let mut values: Vec<f32> = tensor
+            .data
+            .as_chunks::<4>()
+            .0
+            .iter()
+            .map(|b| f32::from_le_bytes(*b))
+            .collect();
+        (self.change)(name, columns, &mut values);
+        let data = Cow::Owned(values.iter().flat_map(|x| x.to_le_bytes()).collect());
+        Ok(StoredTensor { data, ..tensor })
+    }
+    fn path_of(&self, name: &str) -> &Path {
+        self.inner.path_of(name)
     }
 }

@@ -5,3 +5,4 @@ mod bits;
 mod engine;
 mod files;
 mod harness;
+mod precision;

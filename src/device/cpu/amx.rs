@@ -90,7 +90,7 @@ struct Sums([[i32; 2 * PANEL]; 2 * ROWS]);
 /// # Safety
 /// As [`product`](super::int8::product) where [`is_available`]; `quads` is a multiple of 16.
 pub unsafe fn product(p: &Product, tile: Tile) {
-    debug_assert!(tile.rows <= 2 * ROWS && (1..=2).contains(&p.panels) && p.quads % (K_STEP / QUAD) == 0);
+    debug_assert!(tile.rows <= 2 * ROWS && (1..=2).contains(&p.panels) && p.quads.is_multiple_of(K_STEP / QUAD));
     let upper = tile.rows.min(ROWS);
     let lower = tile.rows - upper;
     let a_stride = p.quads * QUAD;

@@ -319,8 +319,8 @@ fn fold(
         let before = exp2((state.max - max) * scale);
         let here = exp2((new.max - max) * scale);
         state.max = max;
-        for j in 0..BLOCK_TOKENS {
-            totals[r][j] = new.totals[j].mul_add(here, totals[r][j] * before);
+        for (total, new) in totals[r].iter_mut().zip(new.totals) {
+            *total = new.mul_add(here, *total * before);
         }
         (rescales[r], scales[r]) = (before, here * (op.tops[r] / 255.0));
     }
@@ -366,7 +366,7 @@ unsafe fn add_values(isa: Isa, op: &Values) {
 fn portable_score(op: &Scores, out: &mut [[i32; SPAN_TOKENS]; ROWS_MAX]) {
     for (r, out) in out.iter_mut().enumerate().take(op.rows) {
         let (out, _) = out.as_chunks_mut::<BLOCK_TOKENS>();
-        for b in 0..op.blocks {
+        for (b, out) in out.iter_mut().enumerate().take(op.blocks) {
             // SAFETY: `score`'s caller vouches for rows, blocks and quads.
             let mut sums = [unsafe { *op.starts.add(r) }; BLOCK_TOKENS];
             for quad in 0..op.quads {
@@ -379,7 +379,7 @@ fn portable_score(op: &Scores, out: &mut [[i32; SPAN_TOKENS]; ROWS_MAX]) {
                     }
                 }
             }
-            out[b] = sums;
+            *out = sums;
         }
     }
 }
@@ -420,6 +420,9 @@ multiversion! {
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     //! The kernels in intrinsics. Loops over `ROWS`, `BLOCKS` and `PANELS` are unrolled, so that all sums stay in registers.
+
+    // Registers go by number.
+    #![allow(clippy::needless_range_loop)]
 
     use std::arch::x86_64::*;
 

@@ -186,6 +186,9 @@ mod x86 {
     //! The kernels in intrinsics. Loops over `ROWS` and `PANELS` are unrolled, so that all sums stay in registers. Sums start
     //! at minus the offset.
 
+    // Registers go by number.
+    #![allow(clippy::needless_range_loop)]
+
     use std::arch::x86_64::*;
 
     use super::{PANEL, Product, QUAD, Tile};
@@ -419,7 +422,7 @@ mod tests {
             a.fill(255);
             b.iter_mut()
                 .enumerate()
-                .for_each(|(i, w)| *w = if i / QUAD % 2 == 0 { 127 } else { -127 });
+                .for_each(|(i, w)| *w = if (i / QUAD).is_multiple_of(2) { 127 } else { -127 });
         }
         let columns = panels * PANEL;
         let (row_scales, column_scales, bias) = (numbers(3, all), numbers(4, columns), numbers(5, columns));

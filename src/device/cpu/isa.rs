@@ -25,6 +25,37 @@ pub enum Isa {
     Portable,
 }
 
+impl std::fmt::Display for Isa {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Vnni => "avx512-vnni",
+            #[cfg(target_arch = "x86_64")]
+            Isa::Amx => "amx",
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => "avx512",
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => "avx2",
+            #[cfg(target_arch = "x86_64")]
+            Isa::AvxVnni => "avx-vnni",
+            Isa::Portable => "portable",
+        })
+    }
+}
+
+impl std::str::FromStr for Isa {
+    type Err = String;
+
+    /// One of this processor's sets by its name.
+    fn from_str(name: &str) -> Result<Isa, String> {
+        let sets = Isa::available();
+        sets.iter().copied().find(|isa| isa.to_string() == name).ok_or_else(|| {
+            let names: Vec<String> = sets.iter().map(Isa::to_string).collect();
+            format!("this processor has {}", names.join(", "))
+        })
+    }
+}
+
 impl Isa {
     /// The best set this processor has.
     pub fn detect() -> Isa {

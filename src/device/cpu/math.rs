@@ -30,9 +30,9 @@ pub fn exp(x: f32) -> f32 {
     if x < EXP_MIN { 0.0 } else { y }
 }
 
-/// `2^x` for x of at most 0, within a relative 3e-6; 2^-125 below -125, NaN for NaN.
+/// `2^x` for x of at most 0, within a relative 4e-6; 2^-125 below -125, NaN for NaN.
 ///
-/// `x = n + r` with |r| <= 1/2, then the Taylor polynomial of degree 5 for `2^r` (its first missing term is below 2.5e-6) times
+/// `x = n + r` with |r| <= 1/2, then the Taylor polynomial of degree 5 for `2^r` (its first missing term is below 2.5e-6 of at least 0.7) times
 /// `2^n`: half of [`exp`]'s work, for weights that are then rounded to 8 bits.
 #[inline(always)]
 pub fn exp2(x: f32) -> f32 {
@@ -131,7 +131,7 @@ mod tests {
             let want = (x as f64).exp2();
             worst = worst.max(((exp2(x) as f64 - want) / want).abs());
         }
-        assert!(worst < 3e-6, "relative error {worst:e}");
+        assert!(worst < 4e-6, "relative error {worst:e}");
         assert_eq!(exp2(0.0), 1.0);
         assert_eq!(exp2(f32::NEG_INFINITY), 2f32.powi(-125));
         assert!(exp2(f32::NAN).is_nan());

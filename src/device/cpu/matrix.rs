@@ -3,7 +3,6 @@
 //! Rows past the last are zero. Weights keep their 16 or 32 bits and are widened in registers, which is exact; or they are
 //! quantized to 8 bits, each output feature by its largest magnitude, as `[panel][quad of in features][16][4]`.
 
-use half::{bf16, f16};
 use rayon::prelude::*;
 
 use super::aligned::{Aligned, want_huge_pages};
@@ -135,7 +134,7 @@ impl Int8Panels {
                         continue;
                     };
                     let (part, row) = locate(parts, row);
-                    read_tensor_row(&parts[part], row, values);
+                    parts[part].read_row(row, values);
                     if !values.iter().all(|x| x.is_finite()) {
                         return Err(NonFiniteWeight { part, row });
                     }
@@ -175,7 +174,7 @@ impl Vector {
             for row in 0..tensor.rows {
                 let from = values.len();
                 values.resize(from + tensor.columns, 0.0);
-                read_tensor_row(tensor, row, &mut values[from..]);
+                tensor.read_row(row, &mut values[from..]);
                 if precision == Precision::Bf16 {
                     values[from..].iter_mut().for_each(|x| *x = round_bf16(*x));
                 }
@@ -194,29 +193,6 @@ fn gather<E: Element>(column: &[E], out: &mut [f32]) {
     }
 }
 
-/// Widens one row of a stored tensor.
-fn read_tensor_row(tensor: &Tensor<'_>, row: usize, out: &mut [f32]) {
-    let bytes = tensor.columns * tensor.dtype.bytes();
-    let data = &tensor.data[row * bytes..(row + 1) * bytes];
-    match tensor.dtype {
-        Dtype::F32 => {
-            for (x, b) in out.iter_mut().zip(data.as_chunks::<4>().0) {
-                *x = f32::from_le_bytes(*b);
-            }
-        }
-        Dtype::F16 => {
-            for (x, b) in out.iter_mut().zip(data.as_chunks::<2>().0) {
-                *x = f16::from_le_bytes(*b).to_f32();
-            }
-        }
-        Dtype::Bf16 => {
-            for (x, b) in out.iter_mut().zip(data.as_chunks::<2>().0) {
-                *x = bf16::from_le_bytes(*b).to_f32();
-            }
-        }
-    }
-}
-
 fn pack_as<E: Element>(parts: &[Tensor<'_>], rows: usize, columns: usize) -> Result<Aligned<E>, NonFiniteWeight> {
     let mut packed = Aligned::new(rows.div_ceil(PANEL) * columns * PANEL);
     if packed.is_empty() {
@@ -228,7 +204,7 @@ fn pack_as<E: Element>(parts: &[Tensor<'_>], rows: usize, columns: usize) -> Res
         |row_values, (panel, out)| {
             for lane in 0..PANEL.min(rows - panel * PANEL) {
                 let (part, row) = locate(parts, panel * PANEL + lane);
-                read_tensor_row(&parts[part], row, row_values);
+                parts[part].read_row(row, row_values);
                 let mut finite = true;
                 for (k, &x) in row_values.iter().enumerate() {
                     let stored = E::narrow(x);
@@ -286,7 +262,7 @@ mod tests {
             for row in 0..20 {
                 matrix.read_row(row, &mut got);
                 let (part, r) = locate(&parts, row);
-                read_tensor_row(&parts[part], r, &mut want);
+                parts[part].read_row(r, &mut want);
                 assert_eq!(got, want, "{dtype:?} row {row}");
             }
         }

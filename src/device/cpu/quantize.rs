@@ -66,29 +66,46 @@ pub(super) fn quantize(isa: Isa, x: &Buffer, tiles: &Tiles, out: &mut Quantized)
     out.data.resize(x.rows * out.stride, 0);
     out.scales.resize(x.rows, 0.0);
     let stride = out.stride;
-    let tasks = tiles.split(&mut out.data, stride).zip(tiles.split(&mut out.scales, 1));
-    let one = |row: &mut Vec<u8>, ((from, data), (_, scales)): ((usize, &mut [u8]), (usize, &mut [f32]))| {
-        let rows = scales.len();
-        let packed = is_packed(isa, rows);
-        row.resize(stride, 0);
-        for (r, scale) in scales.iter_mut().enumerate() {
-            if !packed {
-                quantize_row_on(isa, x.row(from + r), &mut data[r * stride..][..stride], scale);
-                continue;
-            }
-            quantize_row_on(isa, x.row(from + r), row, scale);
-            let places = data[r * QUAD..].chunks_mut(rows * QUAD);
-            for (quad, place) in row.as_chunks::<QUAD>().0.iter().zip(places) {
-                place[..QUAD].copy_from_slice(quad);
-            }
-        }
-    };
+    let data = tiles.split(&mut out.data, stride);
+    let scales = tiles.split(&mut out.scales, 1);
+    let tasks = data
+        .zip(scales)
+        .map(|((from, data), (_, scales))| Task { from, data, scales });
     if x.data.len() < SERIAL_WORK {
         let mut row = Vec::new();
-        tasks.for_each(|task| one(&mut row, task));
+        tasks.for_each(|task| quantize_tile(isa, x, task, stride, &mut row));
     } else {
         let tasks: Vec<_> = tasks.collect();
-        tasks.into_par_iter().for_each_init(Vec::new, one);
+        tasks
+            .into_par_iter()
+            .for_each_init(Vec::new, |row, task| quantize_tile(isa, x, task, stride, row));
+    }
+}
+
+/// A tile to fill.
+struct Task<'a> {
+    /// Its first row.
+    from: usize,
+    data: &'a mut [u8],
+    scales: &'a mut [f32],
+}
+
+/// `row` is scratch.
+fn quantize_tile(isa: Isa, x: &Buffer, task: Task<'_>, stride: usize, row: &mut Vec<u8>) {
+    let rows = task.scales.len();
+    let packed = is_packed(isa, rows);
+    row.resize(stride, 0);
+    for (r, scale) in task.scales.iter_mut().enumerate() {
+        let values = x.row(task.from + r);
+        if !packed {
+            quantize_row_on(isa, values, &mut task.data[r * stride..][..stride], scale);
+            continue;
+        }
+        quantize_row_on(isa, values, row, scale);
+        let places = task.data[r * QUAD..].chunks_mut(rows * QUAD);
+        for (quad, place) in row.as_chunks::<QUAD>().0.iter().zip(places) {
+            place[..QUAD].copy_from_slice(quad);
+        }
     }
 }
 

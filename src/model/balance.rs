@@ -1,0 +1,243 @@
+//! Weights balanced for 8 bits: the same function, with channels of like size.
+//!
+//! Activations in 8 bits share one scale a token, so a channel that is much larger than the others leaves few steps for them.
+//! As SmoothQuant does (Xiao et al. 2023, at strength one half), a channel is divided by `sqrt(a / w)` and the weights that
+//! read it are multiplied by it, where `a` is how large the channel gets and `w` the largest weight that reads it. `a` is not
+//! measured but read off the weights that write the channel: of a norm its weight, of a projection the length of the row (times
+//! the norm before it). Factors are powers of two, so nothing is rounded.
+//!
+//! Balanced are the norms before attention and network with what reads them, values with the output projection, and the up with
+//! the down projection.
+
+use std::borrow::Cow;
+use std::collections::HashMap;
+use std::path::Path;
+
+use rayon::prelude::*;
+
+use crate::device::Dtype;
+use crate::model::config::Config;
+use crate::model::error::ModelError;
+use crate::model::weights::{StoredTensor, WeightSource};
+
+/// A factor is at most 2 to this power, and at least 2 to minus it.
+const MOST_POWER: f32 = 20.0;
+
+/// What a tensor is multiplied by.
+#[derive(Debug, Clone, Default)]
+struct Factors {
+    /// Of its rows; of a vector's elements.
+    rows: Option<Vec<f32>>,
+    columns: Option<Vec<f32>>,
+}
+
+/// A checkpoint's weights, balanced.
+pub struct Balanced<'a> {
+    inner: &'a dyn WeightSource,
+    factors: HashMap<String, Factors>,
+}
+
+impl<'a> Balanced<'a> {
+    /// Reads all weights once to find the factors.
+    ///
+    /// # Errors
+    /// As [`WeightSource::tensor`].
+    pub fn new(inner: &'a dyn WeightSource, config: &Config) -> Result<Balanced<'a>, ModelError> {
+        let layers: Vec<Vec<(String, Factors)>> = (0..config.layers.len())
+            .into_par_iter()
+            .map(|layer| Layer { inner, config, layer }.factors())
+            .collect::<Result<_, _>>()?;
+        Ok(Balanced {
+            inner,
+            factors: layers.into_iter().flatten().collect(),
+        })
+    }
+}
+
+impl WeightSource for Balanced<'_> {
+    fn tensor(&self, name: &str, rows: Option<usize>, columns: usize) -> Result<StoredTensor<'_>, ModelError> {
+        let tensor = self.inner.tensor(name, rows, columns)?;
+        let Some(factors) = self.factors.get(name) else {
+            return Ok(tensor);
+        };
+        let mut values = vec![0.0f32; tensor.rows * columns];
+        let view = tensor.view();
+        let is_vector = rows.is_none();
+        values.par_chunks_mut(columns).enumerate().for_each(|(row, values)| {
+            view.read_row(row, values);
+            if let Some(columns) = &factors.columns {
+                values.iter_mut().zip(columns).for_each(|(x, f)| *x *= f);
+            }
+            match &factors.rows {
+                Some(rows) if is_vector => values.iter_mut().zip(rows).for_each(|(x, f)| *x *= f),
+                Some(rows) => values.iter_mut().for_each(|x| *x *= rows[row]),
+                None => {}
+            }
+        });
+        Ok(StoredTensor {
+            dtype: Dtype::F32,
+            rows: tensor.rows,
+            columns,
+            data: Cow::Owned(values.iter().flat_map(|x| x.to_le_bytes()).collect()),
+        })
+    }
+
+    fn path_of(&self, name: &str) -> &Path {
+        self.inner.path_of(name)
+    }
+}
+
+/// A layer whose factors are sought.
+struct Layer<'a> {
+    inner: &'a dyn WeightSource,
+    config: &'a Config,
+    layer: usize,
+}
+
+impl Layer<'_> {
+    fn factors(&self) -> Result<Vec<(String, Factors)>, ModelError> {
+        let c = self.config;
+        let (dim, group) = (c.heads.head_dim, c.heads.heads / c.heads.kv_heads);
+        let (q, kv, mlp, hidden) = (
+            c.heads.heads * dim,
+            c.heads.kv_heads * dim,
+            c.intermediate_size,
+            c.hidden_size,
+        );
+        let mut found = Vec::new();
+        let mut add = |name: String, rows: Option<Vec<f32>>, columns: Option<Vec<f32>>| {
+            found.push((name, Factors { rows, columns }));
+        };
+
+        let norm = self.vector("input_layernorm.weight", hidden)?;
+        let read = [
+            ("self_attn.q_proj", q),
+            ("self_attn.k_proj", kv),
+            ("self_attn.v_proj", kv),
+        ];
+        let of_norm = factors(&norm, &self.largest_by_column(&read, hidden)?);
+        add(self.name("input_layernorm.weight"), Some(inverse(&of_norm)), None);
+        for part in ["self_attn.q_proj.weight", "self_attn.k_proj.weight"] {
+            add(self.name(part), None, Some(of_norm.clone()));
+        }
+
+        // A value's channel is read by each query head of its group.
+        let by_query_head = self.largest_by_column(&[("self_attn.o_proj", hidden)], q)?;
+        let value_of = |at: usize| at / dim / group * dim + at % dim;
+        let mut reads = vec![0.0f32; kv];
+        for (at, most) in by_query_head.iter().enumerate() {
+            reads[value_of(at)] = reads[value_of(at)].max(*most);
+        }
+        let of_values = factors(&self.lengths("self_attn.v_proj", kv, &norm)?, &reads);
+        add(
+            self.name("self_attn.v_proj.weight"),
+            Some(inverse(&of_values)),
+            Some(of_norm),
+        );
+        add(self.name("self_attn.v_proj.bias"), Some(inverse(&of_values)), None);
+        let columns = (0..q).map(|at| of_values[value_of(at)]).collect();
+        add(self.name("self_attn.o_proj.weight"), None, Some(columns));
+
+        let norm = self.vector("post_attention_layernorm.weight", hidden)?;
+        let read = [("mlp.gate_proj", mlp), ("mlp.up_proj", mlp)];
+        let of_norm = factors(&norm, &self.largest_by_column(&read, hidden)?);
+        add(
+            self.name("post_attention_layernorm.weight"),
+            Some(inverse(&of_norm)),
+            None,
+        );
+        add(self.name("mlp.gate_proj.weight"), None, Some(of_norm.clone()));
+        let reads = self.largest_by_column(&[("mlp.down_proj", hidden)], mlp)?;
+        let of_up = factors(&self.lengths("mlp.up_proj", mlp, &norm)?, &reads);
+        add(self.name("mlp.up_proj.weight"), Some(inverse(&of_up)), Some(of_norm));
+        add(self.name("mlp.up_proj.bias"), Some(inverse(&of_up)), None);
+        add(self.name("mlp.down_proj.weight"), None, Some(of_up));
+        Ok(found)
+    }
+
+    fn name(&self, rest: &str) -> String {
+        format!("model.layers.{}.{rest}", self.layer)
+    }
+
+    fn vector(&self, rest: &str, columns: usize) -> Result<Vec<f32>, ModelError> {
+        let tensor = self.inner.tensor(&self.name(rest), None, columns)?;
+        let mut values = vec![0.0; columns];
+        tensor.view().read_row(0, &mut values);
+        Ok(values)
+    }
+
+    /// Calls `visit` with each row of a matrix.
+    fn rows(&self, part: &str, rows: usize, columns: usize, mut visit: impl FnMut(&[f32])) -> Result<(), ModelError> {
+        let tensor = self
+            .inner
+            .tensor(&self.name(&format!("{part}.weight")), Some(rows), columns)?;
+        let mut values = vec![0.0; columns];
+        for row in 0..rows {
+            tensor.view().read_row(row, &mut values);
+            visit(&values);
+        }
+        Ok(())
+    }
+
+    /// The largest magnitude in each column of all these matrices.
+    fn largest_by_column(&self, parts: &[(&str, usize)], columns: usize) -> Result<Vec<f32>, ModelError> {
+        let mut largest = vec![0.0f32; columns];
+        for (part, rows) in parts {
+            self.rows(part, *rows, columns, |row| {
+                largest
+                    .iter_mut()
+                    .zip(row)
+                    .for_each(|(most, x)| *most = most.max(x.abs()));
+            })?;
+        }
+        Ok(largest)
+    }
+
+    /// The length of each row times the norm's weights.
+    fn lengths(&self, part: &str, rows: usize, norm: &[f32]) -> Result<Vec<f32>, ModelError> {
+        let mut lengths = Vec::with_capacity(rows);
+        self.rows(part, rows, norm.len(), |row| {
+            let squares = row.iter().zip(norm).map(|(x, g)| (x * g) * (x * g));
+            lengths.push(squares.sum::<f32>().sqrt());
+        })?;
+        Ok(lengths)
+    }
+}
+
+/// What channels are divided by: see the module's description. They are about 1 in the mean; channels that nothing writes or
+/// reads keep a factor of 1.
+fn factors(written: &[f32], read: &[f32]) -> Vec<f32> {
+    let power = |(a, w): (&f32, &f32)| {
+        let power = 0.5 * (a.abs() / w).log2();
+        power.is_finite().then_some(power)
+    };
+    let powers: Vec<Option<f32>> = written.iter().zip(read).map(power).collect();
+    let known = powers.iter().flatten();
+    let mean = known.clone().sum::<f32>() / known.count().max(1) as f32;
+    let factor = |power: &Option<f32>| {
+        power.map_or(1.0, |p| {
+            (p - mean).round_ties_even().clamp(-MOST_POWER, MOST_POWER).exp2()
+        })
+    };
+    powers.iter().map(factor).collect()
+}
+
+fn inverse(factors: &[f32]) -> Vec<f32> {
+    factors.iter().map(|f| 1.0 / f).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn factors_are_powers_of_two_about_one_and_share_out_the_size() {
+        let found = factors(&[1.0, 100.0, 1.0, 0.0, -1.0], &[1.0, 0.01, 1.0, 1.0, 0.0]);
+        // What is zero on one side is left alone.
+        assert_eq!(found[3..], [1.0, 1.0]);
+        assert_eq!(found[0], found[2]);
+        assert!((64.0..=128.0).contains(&(found[1] / found[0])), "{found:?}");
+        assert!(found.iter().all(|f| f.log2().fract() == 0.0));
+        assert_eq!(inverse(&[4.0, 0.5]), [0.25, 2.0]);
+    }
+}

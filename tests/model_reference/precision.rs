@@ -1,0 +1,174 @@
+//! How far the cheap precisions are from F32, and that in 8 bits, too, a row does not depend on how it was computed.
+
+use gristmill::device::{KvFormat, Precision, cpu};
+use gristmill::model::config::Config;
+use gristmill::model::weights::Weights;
+use gristmill::model::{LoadOptions, Transformer};
+
+use super::harness::{Altered, MODELS, Reference, Runner, folder, in_chunks, options};
+
+/// Precision, format of keys and values, most nats of mean KL divergence from F32 and least share of the same largest logit
+/// that are accepted over all models. The models are tiny and untrained: their distributions are flat, and ties near.
+const FORMATS: [(Precision, KvFormat, f64, f64); 3] = [
+    (Precision::Bf16, KvFormat::Bf16, 2e-3, 0.95),
+    (Precision::Int8, KvFormat::Bf16, 8e-3, 0.9),
+    (Precision::Int8, KvFormat::Int8, 8e-3, 0.9),
+];
+
+/// Channels that are blown up a hundredfold in activations, and taken back in the weights that read them.
+const OUTLIERS: [usize; 3] = [1, 5, 12];
+const OUTLIER: f32 = 100.0;
+
+/// Mean KL divergence in nats of the distributions of `other` from those of `reference`, and the share of rows whose
+/// largest logit is the same token's.
+fn distance(reference: &[Vec<f32>], other: &[Vec<f32>]) -> (f64, f64) {
+    assert_eq!(reference.len(), other.len());
+    let log_softmax = |row: &[f32]| -> Vec<f64> {
+        let max = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let sum: f64 = row.iter().map(|x| f64::from(x - max).exp()).sum();
+        row.iter().map(|x| f64::from(x - max) - sum.ln()).collect()
+    };
+    let top = |row: &[f32]| (0..row.len()).max_by(|a, b| row[*a].total_cmp(&row[*b]));
+    let (mut divergence, mut same) = (0.0, 0);
+    for (p, q) in reference.iter().zip(other) {
+        same += usize::from(top(p) == top(q));
+        let (p, q) = (log_softmax(p), log_softmax(q));
+        divergence += p.iter().zip(&q).map(|(p, q)| p.exp() * (p - q)).sum::<f64>();
+    }
+    (
+        divergence / reference.len() as f64,
+        same as f64 / reference.len() as f64,
+    )
+}
+
+/// The same function with outliers in activations: channels of a norm and rows of the up projection times 100, what reads them
+/// divided by it.
+fn with_outliers(name: &str, columns: usize, values: &mut [f32]) {
+    let of_columns = |values: &mut [f32]| {
+        for row in values.chunks_exact_mut(columns) {
+            OUTLIERS.iter().for_each(|c| row[*c] /= OUTLIER);
+        }
+    };
+    if name.ends_with("layernorm.weight") {
+        OUTLIERS.iter().for_each(|c| values[*c] *= OUTLIER);
+    } else if ["q_proj", "k_proj", "v_proj", "gate_proj"]
+        .iter()
+        .any(|part| name.contains(part) && name.ends_with("weight"))
+    {
+        of_columns(values);
+    } else if name.ends_with("up_proj.weight") {
+        of_columns(values);
+        for row in OUTLIERS {
+            values[row * columns..][..columns]
+                .iter_mut()
+                .for_each(|x| *x *= OUTLIER);
+        }
+    } else if name.ends_with("down_proj.weight") {
+        of_columns(values);
+    }
+}
+
+fn in_format(reference: &Reference, precision: Precision, kv_format: KvFormat) -> LoadOptions {
+    LoadOptions {
+        kv_format,
+        ..options(reference, precision)
+    }
+}
+
+/// Logits of all prompts' tokens.
+fn logits(mut model: Transformer, reference: &Reference) -> Vec<Vec<f32>> {
+    let mut runner = Runner::new(&mut model);
+    let prompts = reference.prompts.iter();
+    prompts
+        .flat_map(|p| in_chunks(&mut runner, &p.tokens, &[p.tokens.len()]))
+        .collect()
+}
+
+/// `cargo test --release --test all precision -- --nocapture` prints the table of benches/README.md.
+#[test]
+fn cheap_precisions_stay_near_f32() {
+    println!("| model | precision | keys and values | mean KL, nats | same top token |");
+    println!("|---|---|---|---|---|");
+    let mut failed = Vec::new();
+    for name in MODELS {
+        let reference = Reference::load(name);
+        let load = |precision, kv| Transformer::load(&folder(name), &in_format(&reference, precision, kv)).unwrap();
+        let want = logits(load(Precision::F32, KvFormat::F32), &reference);
+        for (precision, kv, most, least) in FORMATS {
+            let (divergence, same) = distance(&want, &logits(load(precision, kv), &reference));
+            println!(
+                "| {name} | {precision:?} | {kv:?} | {divergence:.1e} | {:.1} % |",
+                same * 100.0
+            );
+            if divergence > most || same < least {
+                failed.push(format!(
+                    "{name} in {precision:?} over {kv:?}: {divergence:.1e} nats, {same}"
+                ));
+            }
+        }
+    }
+    assert!(failed.is_empty(), "{failed:#?}");
+}
+
+#[test]
+fn outliers_cost_precision_and_nothing_else() {
+    let name = "llama-plain";
+    let reference = Reference::load(name);
+    let load = |precision, kv, outliers: bool| {
+        let change = |name: &str, columns: usize, values: &mut [f32]| {
+            if outliers {
+                with_outliers(name, columns, values);
+            }
+        };
+        let source = Altered {
+            inner: Weights::open(&folder(name)).unwrap(),
+            change,
+        };
+        let config = Config::load(&folder(name)).unwrap();
+        Transformer::from_weights(config, &source, &in_format(&reference, precision, kv)).unwrap()
+    };
+    let want = logits(load(Precision::F32, KvFormat::F32, false), &reference);
+    let (divergence, same) = distance(&want, &logits(load(Precision::F32, KvFormat::F32, true), &reference));
+    assert!(
+        divergence < 1e-9 && same > 0.999,
+        "the change keeps the function: {divergence:.1e} nats, {same}"
+    );
+    for (precision, kv, ..) in FORMATS {
+        let (divergence, same) = distance(&want, &logits(load(precision, kv, true), &reference));
+        println!(
+            "| {name}, outliers | {precision:?} | {kv:?} | {divergence:.1e} | {:.1} % |",
+            same * 100.0
+        );
+        assert!(
+            divergence < 0.1,
+            "{precision:?} over {kv:?}: {divergence:.1e} nats, {same}"
+        );
+    }
+}
+
+/// In 8 bits sums are exact, and what is rounded depends on the row alone: chunks, threads and instructions change no bit.
+#[test]
+fn eight_bits_give_the_same_bits_however_computed() {
+    for name in ["llama-plain", "mistral-window", "qwen2-tied", "qwen3-tied"] {
+        let reference = Reference::load(name);
+        let tokens = &reference.prompts[3].tokens;
+        let mut first: Option<Vec<Vec<f32>>> = None;
+        for isa in cpu::Isa::available() {
+            for (threads, sizes) in [(1, &[usize::MAX][..]), (2, &[1]), (2, &[7, 40])] {
+                let options = LoadOptions {
+                    threads: cpu::thread_pool(threads).unwrap(),
+                    isa: Some(isa),
+                    ..in_format(&reference, Precision::Int8, KvFormat::Int8)
+                };
+                let mut model = Transformer::load(&folder(name), &options).unwrap();
+                let sizes: Vec<usize> = sizes.iter().map(|size| (*size).min(tokens.len())).collect();
+                let rows = in_chunks(&mut Runner::new(&mut model), tokens, &sizes);
+                let want = first.get_or_insert_with(|| rows.clone());
+                assert!(
+                    rows == *want,
+                    "{name} on {isa} with {threads} threads in steps of {sizes:?}"
+                );
+            }
+        }
+    }
+}
