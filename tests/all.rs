@@ -3,6 +3,7 @@
 mod support;
 
 mod bad_input;
+mod bench_command;
 mod chat_templates;
 mod commands;
 mod dataset_lines;

@@ -405,6 +405,83 @@ fn a_shared_prefix_is_computed_once_even_when_rows_start_together() {
     );
 }
 
+#[test]
+fn equal_greedy_requests_are_computed_once() {
+    let greedy = Params {
+        temperature: 0.0,
+        max_tokens: 6,
+        ..Params::default()
+    };
+    let longer = Params {
+        max_tokens: 9,
+        ..greedy.clone()
+    };
+    let warm = Params {
+        temperature: 1.0,
+        ..greedy.clone()
+    };
+    let prompt: Vec<u32> = (0..50).map(|t| 30 + t).collect();
+    let alone = run(&ROOMY, &[(0, request(0, &prompt, &greedy))]);
+    let requests: Vec<_> = (0..20)
+        .map(|row| {
+            // Some come when the first is under way, some when it has ended.
+            let at = [0, 0, 2, 40][row as usize % 4];
+            (at, request(row, &prompt, &greedy))
+        })
+        .collect();
+    let (results, seen) = run(&ROOMY, &requests);
+    assert_eq!(results.len(), 20);
+    let want = alone.0[&0].as_ref().unwrap();
+    for (row, result) in &results {
+        let result = result.as_ref().unwrap();
+        assert_eq!((result.id.row, &result.token_ids), (*row, &want.token_ids));
+    }
+    // The last five find the prompt's whole blocks, 48 tokens, and are computed once more together.
+    assert_eq!(seen.tokens, alone.1.tokens + (alone.1.tokens - 48));
+    // Other parameters, other jobs and drawn answers are not the same.
+    let mut others: Vec<_> = [&greedy, &longer, &warm, &warm]
+        .into_iter()
+        .zip(0..)
+        .map(|(params, row)| (0, request(row, &prompt, params)))
+        .collect();
+    others[0].1.id.job = 1;
+    let (results, _) = run(&ROOMY, &others);
+    assert!(results.values().all(|r| r.as_ref().unwrap().token_ids.len() <= 9));
+    let cached = |row: u64| results[&row].as_ref().unwrap().cached_tokens;
+    assert!((0..4).all(|row| cached(row) < 50), "each was computed by itself");
+}
+
+#[test]
+fn a_cancelled_row_leaves_its_equals() {
+    let params = Params {
+        temperature: 0.0,
+        max_tokens: 6,
+        ..Params::default()
+    };
+    let (mut engine, _) = engine(&ROOMY);
+    for row in 0..3 {
+        engine.submit(request(row, &[30, 31, 32], &params)).unwrap();
+    }
+    assert!(engine.step().unwrap().is_empty());
+    engine.cancel(0, &|row| row == 0);
+    let mut finished = Vec::new();
+    while !engine.is_idle() {
+        finished.extend(
+            engine
+                .step()
+                .unwrap()
+                .into_iter()
+                .map(|f| (f.id.row, f.computed_tokens > 0)),
+        );
+    }
+    assert_eq!(finished, [(1, true), (2, false)]);
+    for row in 3..5 {
+        engine.submit(request(row, &[30, 31, 32], &params)).unwrap();
+    }
+    engine.cancel(0, &|_| true);
+    assert!(engine.is_idle() && engine.wants_more());
+}
+
 /// What each part of the policy is for, seen in the steps that are run without it.
 #[test]
 fn a_policy_leaves_out_what_it_says() {

@@ -2,6 +2,9 @@
 //!
 //! A step is: plan (scheduler) → run the model, computing masks of constrained sequences meanwhile → sample. Every accepted
 //! request comes back exactly once, as a completion or as one line that says why there is none.
+//!
+//! Greedy requests of one job with the same prompt and parameters have the same answer: those that come while the first is
+//! waiting or running are not computed, but get a copy of what becomes of it.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -15,7 +18,7 @@ use crate::engine::choice::Node;
 use crate::engine::constraint::{Compiler, Constraint, ConstraintError};
 use crate::engine::generate::Generate;
 use crate::engine::params::Params;
-use crate::engine::request::{Finished, Request, UnitId};
+use crate::engine::request::{Completion, Finished, Request, UnitId};
 use crate::engine::sampling::Scratch;
 use crate::engine::scheduler::{Limits, Policy, Scheduler, SequenceId, StepPlan};
 use crate::engine::sequence::{Continuation, Next, Unit};
@@ -82,9 +85,14 @@ pub enum Refused {
 /// A unit and the sequences that work for it.
 struct Active {
     unit: Unit,
+    /// Who gets the result: the unit's own request and equal ones, as far as they were not cancelled.
+    ids: Vec<UnitId>,
     sequences: Vec<SequenceId>,
     computed_tokens: u64,
 }
+
+/// What greedy requests with the same answer agree in, besides their parameters.
+type Question = (u32, Arc<[u32]>);
 
 /// One unit's share of a step's logits.
 struct Work {
@@ -113,6 +121,10 @@ pub struct Engine {
     /// The shape compiled last: rows of a job share their parameters.
     compiled: Option<Compiled>,
     units: HashMap<u64, Active>,
+    /// The unit that works at a greedy request.
+    questions: HashMap<Question, u64>,
+    /// Requests that wait for another's result.
+    copies: usize,
     /// The unit of each sequence, and the node of a choice that it works at.
     sequences: HashMap<SequenceId, (u64, Node)>,
     /// Ended without a step; handed out by the next one.
@@ -142,6 +154,8 @@ impl Engine {
             options,
             compiled: None,
             units: HashMap::new(),
+            questions: HashMap::new(),
+            copies: 0,
             sequences: HashMap::new(),
             finished: Vec::new(),
             step_tokens: Vec::new(),
@@ -182,12 +196,42 @@ impl Engine {
             self.sequences.insert(sequence, (key, node));
             sequences.push(sequence);
         }
+        if unit.params().temperature == 0.0 {
+            self.questions.insert((unit.id().job, unit.prompt().clone()), key);
+        }
         let active = Active {
+            ids: vec![unit.id()],
             unit,
             sequences,
             computed_tokens: 0,
         };
         self.units.insert(key, active);
+    }
+
+    /// Lets a request wait for the result of an equal one, where there is one.
+    fn is_copy(&mut self, request: &Request) -> bool {
+        if request.params.temperature != 0.0 {
+            return false;
+        }
+        let question = (request.id.job, request.prompt.clone());
+        let key = self.questions.get(&question);
+        let Some(active) = key.and_then(|key| self.units.get_mut(key)) else {
+            return false;
+        };
+        let is_equal = active.unit.asks(request);
+        if is_equal {
+            active.ids.push(request.id);
+            self.copies += 1;
+        }
+        is_equal
+    }
+
+    /// Nobody is to wait for this unit any more.
+    fn forget(questions: &mut HashMap<Question, u64>, key: u64, unit: &Unit) {
+        let question = (unit.id().job, unit.prompt().clone());
+        if questions.get(&question) == Some(&key) {
+            questions.remove(&question);
+        }
     }
 
     fn new_key(&mut self) -> u64 {
@@ -293,11 +337,9 @@ impl Engine {
                     for sequence in active.sequences {
                         self.end(sequence);
                     }
-                    finished.push(Finished {
-                        id: active.unit.id(),
-                        result,
-                        computed_tokens: active.computed_tokens,
-                    });
+                    Self::forget(&mut self.questions, key, &active.unit);
+                    self.copies -= active.ids.len() - 1;
+                    finished.extend(results(active.ids, result, active.computed_tokens));
                     return;
                 }
                 Next::Go(continuations) => {
@@ -351,7 +393,7 @@ impl Generate for Engine {
 
     /// While there is room, each fill of the batch finds a window to choose from.
     fn wants_more(&self) -> bool {
-        self.scheduler.waiting() < WINDOWS_WAITING * self.options.max_sequences.max(1)
+        self.scheduler.waiting() + self.copies < WINDOWS_WAITING * self.options.max_sequences.max(1)
     }
 
     /// A `max_tokens` beyond the model's context is cut to what fits; a prompt that leaves no room for a single token is
@@ -383,6 +425,9 @@ impl Generate for Engine {
                 most,
                 pool: self.scheduler.pool_tokens(),
             });
+        }
+        if self.is_copy(&request) {
+            return Ok(());
         }
         let id = request.id;
         let (unit, next) = Unit::new(request, constraint, max_tokens, &self.tokenizer);
@@ -437,19 +482,43 @@ impl Generate for Engine {
     fn cancel(&mut self, job: u32, rows: &dyn Fn(u64) -> bool) {
         let dropped = |id: UnitId| id.job == job && rows(id.row);
         let scheduler = &mut self.scheduler;
-        let sequences = &mut self.sequences;
-        self.units.retain(|_, active| {
-            let keep = !dropped(active.unit.id());
-            if !keep {
+        let (sequences, questions, copies) = (&mut self.sequences, &mut self.questions, &mut self.copies);
+        self.units.retain(|key, active| {
+            let before = active.ids.len();
+            active.ids.retain(|id| !dropped(*id));
+            *copies -= (before - 1) - active.ids.len().saturating_sub(1);
+            if active.ids.is_empty() {
                 for sequence in &active.sequences {
                     scheduler.remove(*sequence);
                     sequences.remove(sequence);
                 }
+                Self::forget(questions, *key, &active.unit);
             }
-            keep
+            !active.ids.is_empty()
         });
         self.finished.retain(|finished| !dropped(finished.id));
     }
+}
+
+/// One result for all who wait for it. The first of them is said to have cost what it did.
+fn results(
+    ids: Vec<UnitId>,
+    result: Result<Completion, String>,
+    computed_tokens: u64,
+) -> impl Iterator<Item = Finished> {
+    ids.into_iter().enumerate().map(move |(at, id)| Finished {
+        id,
+        result: result.clone().map(|completion| Completion {
+            id,
+            cached_tokens: if at == 0 {
+                completion.cached_tokens
+            } else {
+                completion.prompt_tokens
+            },
+            ..completion
+        }),
+        computed_tokens: if at == 0 { computed_tokens } else { 0 },
+    })
 }
 
 /// Flattens a plan into what a device takes.

@@ -118,6 +118,16 @@ impl Unit {
         &self.prompt
     }
 
+    pub fn params(&self) -> &Params {
+        &self.params
+    }
+
+    /// Does a request with the same prompt ask for the same? Only greedy ones have the same answer then.
+    pub fn asks(&self, request: &Request) -> bool {
+        let same_params = Arc::ptr_eq(&self.params, &request.params) || self.params == request.params;
+        same_params && self.eos == request.eos
+    }
+
     /// Its first sequence was started with this many tokens found computed.
     pub fn started(&mut self, cached: usize) {
         self.cached_tokens.get_or_insert(cached.min(self.prompt.len()) as u32);

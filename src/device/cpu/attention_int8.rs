@@ -9,21 +9,20 @@
 //! Sums in integers are exact, and the rest has one order of roundings: every instruction set gives the same bits. And a row's
 //! result depends on what it sees alone, not on what else stands in its last span by then.
 
-use super::attention::{Look, RowState, Scratch, Task, first_visible};
+use super::attention::{Look, Scratch, Task, first_visible};
 use super::int8::{OFFSET, QUAD};
 use super::isa::{Isa, multiversion};
 use super::kv::{Int8Pages, padded};
-use super::math::{exp2, max16, sum16};
+use super::math::sum16;
 use super::quantize::quantize_row_on;
+use super::softmax_int8::{Fold, Weigh, Weighed, fold_on, weigh_on};
 use super::tile::PANEL;
 use crate::device::{BLOCK_TOKENS, SPAN_TOKENS};
 
 /// Blocks of a span.
-const BLOCKS: usize = SPAN_TOKENS / BLOCK_TOKENS;
+pub(super) const BLOCKS: usize = SPAN_TOKENS / BLOCK_TOKENS;
 /// Rows that a kernel takes at once.
-const ROWS_MAX: usize = 6;
-/// `1.5 * 2^23`: adding it rounds a small float to an integer that then stands in the low bits.
-const ROUND: f32 = 12_582_912.0;
+pub(super) const ROWS_MAX: usize = 6;
 
 /// A task's working memory besides [`Scratch`].
 pub(super) struct Int8Scratch {
@@ -81,28 +80,6 @@ struct Values {
     scales: [f32; ROWS_MAX],
     /// `[rows][16 * panels]`.
     sums: *mut f32,
-}
-
-/// A span's softmax step for one row.
-struct Weigh<'a> {
-    blocks: usize,
-    /// Positions of the span that the row sees.
-    visible: std::ops::Range<usize>,
-    /// What turns a score times its key's scale into the logarithm of a weight to base 2.
-    scale: f32,
-    key_scales: [&'a [f32; BLOCK_TOKENS]; BLOCKS],
-    value_scales: [&'a [f32; BLOCK_TOKENS]; BLOCKS],
-    /// What turns a weight times its value's scale into a byte.
-    inverse: f32,
-}
-
-/// What a softmax step says of its weights.
-#[derive(Clone, Copy, Default)]
-struct Weighed {
-    /// Largest score times its key's scale.
-    max: f32,
-    /// Sums of weights relative to it, by place in the block.
-    totals: [f32; BLOCK_TOKENS],
 }
 
 /// Runs a task, prepared by the caller; what is left to do is the division by the row's sum.
@@ -216,7 +193,7 @@ impl<'a> Span<'a> {
                     },
                 };
                 // SAFETY: the processor has the instructions that `isa` names.
-                unsafe { weigh_by(isa, &weigh, &int8.scores[r], &mut int8.weights[r], &mut weighed[r]) };
+                unsafe { weigh_on(isa, &weigh, &int8.scores[r], &mut int8.weights[r], &mut weighed[r]) };
             }
             let fold = Fold {
                 weighed: &weighed[..rows],
@@ -240,100 +217,6 @@ impl<'a> Span<'a> {
             unsafe { add_values(isa, &op) };
         }
     }
-}
-
-/// # Safety
-/// The processor has the instructions that `isa` names.
-unsafe fn weigh_by(
-    isa: Isa,
-    op: &Weigh<'_>,
-    scores: &[i32; SPAN_TOKENS],
-    weights: &mut [u8; SPAN_TOKENS],
-    out: &mut Weighed,
-) {
-    match isa {
-        // SAFETY: as the caller vouches.
-        #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 | Isa::Avx512Vnni | Isa::Amx => unsafe { x86::weigh(op, scores, weights, out) },
-        _ => weigh_on(isa, op, scores, weights, out),
-    }
-}
-
-#[inline(always)]
-fn weigh(op: &Weigh<'_>, scores: &[i32; SPAN_TOKENS], weights: &mut [u8; SPAN_TOKENS], out: &mut Weighed) {
-    let (scores, _) = scores.as_chunks::<BLOCK_TOKENS>();
-    let (weights, _) = weights.as_chunks_mut::<BLOCK_TOKENS>();
-    let visible = |b: usize, j: usize| op.visible.contains(&(b * BLOCK_TOKENS + j));
-    let mut scaled = [[0.0f32; BLOCK_TOKENS]; BLOCKS];
-    let mut largest = [f32::NEG_INFINITY; BLOCK_TOKENS];
-    for b in 0..op.blocks {
-        for j in 0..BLOCK_TOKENS {
-            let score = scores[b][j] as f32 * op.key_scales[b][j];
-            let score = if visible(b, j) { score } else { f32::NEG_INFINITY };
-            largest[j] = if score > largest[j] { score } else { largest[j] };
-            scaled[b][j] = score;
-        }
-    }
-    let max = max16(largest);
-    let top = max * op.scale;
-    let mut totals = [0.0f32; BLOCK_TOKENS];
-    for b in 0..op.blocks {
-        for j in 0..BLOCK_TOKENS {
-            let weight = exp2(scaled[b][j].mul_add(op.scale, -top));
-            let byte = (weight * op.value_scales[b][j]).mul_add(op.inverse, ROUND).to_bits() as u8;
-            // What stands at positions that nobody has written yet may be anything.
-            totals[j] += if visible(b, j) { weight } else { 0.0 };
-            weights[b][j] = if visible(b, j) { byte } else { 0 };
-        }
-    }
-    *out = Weighed { max, totals };
-}
-
-multiversion! {
-    fn weigh_on(
-        op: &Weigh<'_>,
-        scores: &[i32; SPAN_TOKENS],
-        weights: &mut [u8; SPAN_TOKENS],
-        out: &mut Weighed,
-    ) = weigh;
-}
-
-/// Some rows' softmax steps, to be added to what they have so far.
-struct Fold<'a> {
-    weighed: &'a [Weighed],
-    tops: &'a [f32],
-    scales: &'a [f32],
-}
-
-#[inline(always)]
-fn fold(
-    op: &Fold<'_>,
-    states: &mut [RowState],
-    totals: &mut [[f32; BLOCK_TOKENS]],
-    rescales: &mut [f32; ROWS_MAX],
-    scales: &mut [f32; ROWS_MAX],
-) {
-    for (r, new) in op.weighed.iter().enumerate() {
-        let (state, scale) = (&mut states[r], op.scales[r]);
-        let max = if new.max > state.max { new.max } else { state.max };
-        let before = exp2((state.max - max) * scale);
-        let here = exp2((new.max - max) * scale);
-        state.max = max;
-        for (total, new) in totals[r].iter_mut().zip(new.totals) {
-            *total = new.mul_add(here, *total * before);
-        }
-        (rescales[r], scales[r]) = (before, here * (op.tops[r] / 255.0));
-    }
-}
-
-multiversion! {
-    fn fold_on(
-        op: &Fold<'_>,
-        states: &mut [RowState],
-        totals: &mut [[f32; BLOCK_TOKENS]],
-        rescales: &mut [f32; ROWS_MAX],
-        scales: &mut [f32; ROWS_MAX],
-    ) = fold;
 }
 
 /// # Safety
@@ -426,83 +309,10 @@ mod x86 {
 
     use std::arch::x86_64::*;
 
-    use super::{BLOCK_TOKENS, BLOCKS, PANEL, QUAD, ROUND, ROWS_MAX, SPAN_TOKENS, Scores, Values, Weigh, Weighed};
+    use super::{BLOCK_TOKENS, PANEL, QUAD, ROWS_MAX, SPAN_TOKENS, Scores, Values};
 
     /// Bytes of a quad of 16 positions or dims.
     const STEP: usize = PANEL * QUAD;
-
-    /// The 16 lanes of a block that are visible.
-    fn mask(op: &Weigh<'_>, block: usize) -> __mmask16 {
-        let below = |end: usize| ((1u32 << end.saturating_sub(block * BLOCK_TOKENS).min(BLOCK_TOKENS)) - 1) as u16;
-        below(op.visible.end) & !below(op.visible.start)
-    }
-
-    /// As [`super::weigh`], operation by operation.
-    ///
-    /// # Safety
-    /// The processor has AVX-512.
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-    pub unsafe fn weigh(
-        op: &Weigh<'_>,
-        scores: &[i32; SPAN_TOKENS],
-        weights: &mut [u8; SPAN_TOKENS],
-        out: &mut Weighed,
-    ) {
-        const LN2: f32 = std::f32::consts::LN_2;
-        let mut scaled = [_mm512_setzero_ps(); BLOCKS];
-        let none = _mm512_set1_ps(f32::NEG_INFINITY);
-        let mut largest = none;
-        for b in 0..op.blocks {
-            // SAFETY: a block's 16 scores and scales are there.
-            let (score, scale) = unsafe {
-                (
-                    _mm512_loadu_si512(scores[b * BLOCK_TOKENS..].as_ptr().cast()),
-                    _mm512_loadu_ps(op.key_scales[b].as_ptr()),
-                )
-            };
-            let score = _mm512_mul_ps(_mm512_cvtepi32_ps(score), scale);
-            scaled[b] = _mm512_mask_mov_ps(none, mask(op, b), score);
-            largest = _mm512_max_ps(scaled[b], largest);
-        }
-        // Halves folded onto each other, as in `max16`; the order of maxima does not matter.
-        let half = _mm256_max_ps(_mm512_extractf32x8_ps::<1>(largest), _mm512_castps512_ps256(largest));
-        let quarter = _mm_max_ps(_mm256_extractf128_ps::<1>(half), _mm256_castps256_ps128(half));
-        let pair = _mm_max_ps(_mm_movehl_ps(quarter, quarter), quarter);
-        let max = _mm_cvtss_f32(_mm_max_ss(_mm_movehdup_ps(pair), pair));
-        let (row_scale, top) = (_mm512_set1_ps(op.scale), _mm512_set1_ps(-(max * op.scale)));
-        let (round, inverse) = (_mm512_set1_ps(ROUND), _mm512_set1_ps(op.inverse));
-        let mut totals = _mm512_setzero_ps();
-        for b in 0..op.blocks {
-            let exponent = _mm512_fmadd_ps(scaled[b], row_scale, top);
-            let clamped = _mm512_max_ps(_mm512_set1_ps(-125.0), exponent);
-            let shifted = _mm512_add_ps(clamped, round);
-            let r = _mm512_sub_ps(clamped, _mm512_sub_ps(shifted, round));
-            let mut p = _mm512_set1_ps(LN2 * LN2 * LN2 * LN2 * LN2 / 120.0);
-            for c in [
-                LN2 * LN2 * LN2 * LN2 / 24.0,
-                LN2 * LN2 * LN2 / 6.0,
-                LN2 * LN2 / 2.0,
-                LN2,
-                1.0,
-            ] {
-                p = _mm512_fmadd_ps(r, p, _mm512_set1_ps(c));
-            }
-            let power = _mm512_slli_epi32::<23>(_mm512_castps_si512(shifted));
-            let weight = _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p), power));
-            let visible = mask(op, b);
-            totals = _mm512_mask_add_ps(totals, visible, totals, weight);
-            // SAFETY: a block's 16 scales are there, and its 16 weights.
-            unsafe {
-                let value_scale = _mm512_loadu_ps(op.value_scales[b].as_ptr());
-                let byte = _mm512_fmadd_ps(_mm512_mul_ps(weight, value_scale), inverse, round);
-                let byte = _mm512_maskz_cvtepi32_epi8(visible, _mm512_castps_si512(byte));
-                _mm_storeu_si128(weights[b * BLOCK_TOKENS..].as_mut_ptr().cast(), byte);
-            }
-        }
-        out.max = max;
-        // SAFETY: 16 sums are there.
-        unsafe { _mm512_storeu_ps(out.totals.as_mut_ptr(), totals) };
-    }
 
     #[target_feature(enable = "avx512f,avx512vnni")]
     unsafe fn score_of<const ROWS: usize, const COUNT: usize>(op: &Scores, out: &mut [[i32; SPAN_TOKENS]; ROWS_MAX]) {

@@ -3,7 +3,7 @@
 //! Activations are F32 in memory (in BF16 they hold BF16 values). In F32 a row's results are the same bits whatever
 //! else is in the batch, however the work is shared out to threads, and on every instruction set.
 //! `unsafe` stands only in kernels and where they are called: `tile.rs`, `int8.rs`, `amx.rs`, `linear.rs`, `attention.rs`,
-//! `attention_int8.rs`, `isa.rs` and `SharedMut`.
+//! `attention_int8.rs`, `softmax_int8.rs`, `gated.rs`, `aligned.rs`, `isa.rs` and `SharedMut`.
 
 use std::sync::Arc;
 
@@ -28,6 +28,7 @@ mod matrix;
 mod norm;
 mod quantize;
 mod rope;
+mod softmax_int8;
 mod step;
 #[cfg(test)]
 mod testing;

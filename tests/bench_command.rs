@@ -1,0 +1,101 @@
+//! `gristmill bench`, as a user runs it.
+
+use std::fs;
+
+use serde_json::Value;
+
+use crate::support::{Run, arg, gristmill, root};
+
+/// Runs it on the demo model; the object that it prints last.
+#[track_caller]
+fn figures(options: &[&str]) -> Value {
+    let model = root().join("jobs/demo/model");
+    let args = [&["bench", "--model", arg(&model), "--json"], options].concat();
+    let run = Run::of(&mut gristmill(&args)).expect(0);
+    serde_json::from_str(run.stdout.lines().last().unwrap()).unwrap()
+}
+
+#[test]
+fn says_what_was_run_and_where_the_time_went() {
+    let folder = tempfile::tempdir().unwrap();
+    let picture = folder.path().join("steps.svg");
+    for precision in ["f32", "bf16", "int8"] {
+        let size = ["--requests", "6", "--input-len", "40", "--output-len", "9"];
+        let found = figures(&[&size[..], &["--precision", precision, "--svg", arg(&picture)]].concat());
+        assert_eq!(found["precision"], precision);
+        assert_eq!((&found["requests"], &found["failed"]), (&6.into(), &0.into()));
+        assert_eq!(
+            (&found["prompt_tokens"], &found["generated_tokens"]),
+            (&240.into(), &54.into())
+        );
+        // Random prompts share nothing, and the last token of each is never computed.
+        assert_eq!(
+            (&found["cached_tokens"], &found["computed_tokens"]),
+            (&0.into(), &288.into())
+        );
+        let seconds = found["seconds"].as_f64().unwrap();
+        let total = found["total_tokens_per_second"].as_f64().unwrap();
+        assert!((total * seconds - 294.0).abs() < 1.0, "{found}");
+        let parts = found["seconds_by_operation"].as_array().unwrap();
+        let sum: f64 = parts.iter().map(|part| part[1].as_f64().unwrap()).sum();
+        assert!((sum - seconds).abs() < 0.05 * seconds + 1e-3, "{found}");
+        assert!(found["peak_memory_bytes"].as_u64().unwrap() > 10 << 20);
+        assert!(fs::read_to_string(&picture).unwrap().starts_with("<svg"));
+    }
+}
+
+#[test]
+fn a_trace_is_run_as_it_says() {
+    let folder = tempfile::tempdir().unwrap();
+    let trace = folder.path().join("trace.jsonl");
+    let line = |i: u32| {
+        let ids: Vec<u32> = (0..80).map(|t| 10 + t).chain([10 + i]).collect();
+        format!("{{\"prompt_token_ids\": {ids:?}, \"max_tokens\": {}}}\n", 2 + i)
+    };
+    fs::write(&trace, (0..8).map(line).collect::<String>()).unwrap();
+    let trace = ["--trace", arg(&trace), "--ignore-eos"];
+    let all = figures(&trace);
+    assert_eq!(all["generated_tokens"], (2..10).sum::<u32>());
+    assert_eq!(all["cached_tokens"], 7 * 80);
+    assert_eq!(all["batches"]["steps"], 9);
+    // What is left out, and what was run before the clock started.
+    let apart = figures(&[&trace[..], &["--without", "sharing,mixing"]].concat());
+    assert_eq!(
+        (&apart["cached_tokens"], &apart["batches"]["mixed_steps"]),
+        (&0.into(), &0.into())
+    );
+    let warm = figures(&[&trace[..], &["--warm-up", "1"]].concat());
+    assert_eq!(warm["cached_tokens"], 8 * 80);
+    let lower = figures(&[&trace[..], &["--instructions", "portable", "--kv-format", "int8"]].concat());
+    assert_eq!(lower["isa"], "portable");
+}
+
+#[test]
+fn what_cannot_be_run_is_one_line() {
+    let folder = tempfile::tempdir().unwrap();
+    let trace = folder.path().join("trace.jsonl");
+    fs::write(
+        &trace,
+        "{\"prompt_token_ids\": [5], \"max_tokens\": 2}\n{\"max_tokens\": 2}\n",
+    )
+    .unwrap();
+    let model = root().join("jobs/demo/model");
+    for (args, code, words) in [
+        (vec!["--model", "lama-8b"], 2, vec!["lama-8b", "llama-3.1-8b"]),
+        (
+            vec!["--model", arg(&model), "--trace", arg(&trace)],
+            2,
+            vec!["trace.jsonl", "2", "prompt"],
+        ),
+        (
+            vec!["--model", arg(&model), "--instructions", "avx1024"],
+            2,
+            vec!["avx1024", "portable"],
+        ),
+    ] {
+        let run = Run::of(&mut gristmill(&[&["bench"], &args[..]].concat())).expect(code);
+        for word in words {
+            assert!(run.stderr.contains(word), "`{word}` is missing in: {}", run.stderr);
+        }
+    }
+}
