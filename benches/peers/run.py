@@ -50,7 +50,7 @@ def prepare(data, models, sides):
 
 def ceilings(data):
     """What ceilings.rs finds."""
-    subprocess.run(["rustc", "-C", "opt-level=3", HERE / "ceilings.rs", "-o", data / "ceilings"], check=True)
+    subprocess.run(["rustc", "--edition", "2024", "-C", "opt-level=3", HERE / "ceilings.rs", "-o", data / "ceilings"], check=True)
     return json.loads(subprocess.run([data / "ceilings"], capture_output=True, text=True, check=True).stdout)
 
 

@@ -1,0 +1,86 @@
+"""Each column of the peers' benchmark against what the machine could do at most.
+
+    python3 benches/peers/roofline.py --found FILE.json --data DIR
+
+FILE.json is what run.py wrote, DIR where its models and traces are. Arithmetic is that of all linear layers, of the head for each
+generated token, and of attention (4 operations a query head's dimension and position looked at), at the ceiling of INT8 products
+in registers. Memory is all weights once a step, and keys and values once a step and sequence, at the ceiling of reading DRAM,
+though a part of it comes from caches. The limit is the larger of the two. `prefix` tokens that a prompt shares are computed once.
+"""
+
+import argparse
+import json
+import pathlib
+import statistics
+
+
+def shape(config):
+    hidden, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    heads, kv = config["num_attention_heads"], config["num_key_value_heads"]
+    layer = hidden * (heads + 2 * kv) * dim + heads * dim * hidden + 3 * hidden * inner
+    layers = config["num_hidden_layers"]
+    return {
+        "linear": layer * layers, "head": hidden * config["vocab_size"], "pair": 4 * heads * dim * layers,
+        # Bytes, and scales.
+        "kv": layers * kv * (2 * dim + 12),
+    }
+
+
+def work(trace, s):
+    """Operations and bytes of keys and values that a trace needs."""
+    requests = [json.loads(line) for line in trace.read_text().splitlines()]
+    first = requests[0]["prompt_token_ids"]
+    linear = head = pairs = read = 0
+    for i, request in enumerate(requests):
+        prompt, out = request["prompt_token_ids"], request["max_tokens"]
+        shared = 0
+        if i > 0:
+            while shared < min(len(prompt), len(first)) and prompt[shared] == first[shared]:
+                shared += 1
+            shared = shared // 16 * 16
+        length, end = len(prompt), len(prompt) + out - 1
+        linear += end - shared
+        head += out
+        # A token at position p looks at p + 1 positions.
+        pairs += (end * (end + 1) - shared * (shared + 1)) // 2
+        read += sum(range(length + 1, end + 1)) + length
+    return {"linear": 2 * linear * s["linear"], "head": 2 * head * s["head"], "attention": pairs * s["pair"], "kv": read * s["kv"]}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--found", type=pathlib.Path, required=True)
+    parser.add_argument("--data", type=pathlib.Path, required=True)
+    args = parser.parse_args()
+    found = json.loads(args.found.read_text())
+    peak, read = found["ceilings"]["int8_gops"] * 1e9, found["ceilings"]["read_gb_per_second"] * 1e9
+    columns = {}
+    for entry in found["found"]:
+        columns.setdefault((entry["model"], entry["workload"]), {})[entry["side"]] = entry["runs"]
+    print("| | linear s | head s | attention s | weights s | keys, values s | limit s | gristmill s | share | best peer's share |")
+    print("|---" * 10 + "|")
+    for (model, workload), sides in columns.items():
+        s = shape(json.loads((args.data / model / "config.json").read_text()))
+        needs = work(args.data / f"{model}-{workload}.jsonl", s)
+        own = sides["gristmill"]
+        seconds = statistics.median(run["seconds"] for run in own)
+        arithmetic = [needs[part] / peak for part in ("linear", "head", "attention")]
+        steps = own[0]["batches"]["steps"]
+        memory = [steps * (s["linear"] + s["head"]) / read, needs["kv"] / read]
+        limit = max(sum(arithmetic), sum(memory))
+        peers = [statistics.median(run["seconds"] for run in runs) for side, runs in sides.items() if side != "gristmill"]
+        cells = [*(f"{x:.2f}" for x in [*arithmetic, *memory, limit, seconds]), f"{limit / seconds:.0%}",
+                 f"{limit / min(peers):.0%}"]
+        print(f"| {model} {workload} | " + " | ".join(cells) + " |")
+    print("\nWhere gristmill's seconds went, of all:\n")
+    names = [name for name, _ in next(iter(columns.values()))["gristmill"][0]["seconds_by_operation"]]
+    print("| | " + " | ".join(names) + " |")
+    print("|---" * (len(names) + 1) + "|")
+    for (model, workload), sides in columns.items():
+        runs = sides["gristmill"]
+        share = {n: statistics.median(dict(r["seconds_by_operation"])[n] / r["seconds"] for r in runs) for n in names}
+        print(f"| {model} {workload} | " + " | ".join(f"{share[n]:.1%}" for n in names) + " |")
+
+
+if __name__ == "__main__":
+    main()
