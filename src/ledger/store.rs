@@ -33,6 +33,8 @@ pub const MAX_OBJECT_BYTES: u64 = 4 << 30;
 pub(super) const STAGE_AGE_MAX: Duration = Duration::from_secs(3600);
 /// Concurrent creates of one key by the start-up probe.
 const PROBE_WRITERS: usize = 4;
+/// What a store that honours put-if-absent makes of [`Store::race`].
+const ONE_WINNER: (u32, bool) = (1, false);
 
 /// Requests in flight while a job is cleaned.
 const DELETES_AT_ONCE: usize = 16;
@@ -378,25 +380,33 @@ impl Store {
         if self.shared.folder.is_some() {
             self.check_hard_links(&key).await?;
         }
-        let writers = (0..PROBE_WRITERS).map(|n| {
-            let key = key.clone();
-            async move { self.create(&key, Bytes::from(format!("writer {n}"))).await }
-        });
+        if self.race(&key).await? == ONE_WINNER {
+            return Ok(());
+        }
+        // The key of an earlier check that failed may have been removed only now, by a request that was thought lost: what
+        // counts is a key that nobody has used.
+        match self.race(&format!("{key}-again")).await? {
+            ONE_WINNER => Ok(()),
+            (winners, late_won) => Err(LedgerError::stop(format!(
+                "the store of `{}` does not honour put-if-absent ({winners} of {PROBE_WRITERS} writers of one key won, \
+                 a late one {}): rows could be published twice, so choose another store",
+                self.shared.url,
+                if late_won { "too" } else { "did not" }
+            ))),
+        }
+    }
+
+    /// Lets several writers create one key, then one more, and removes it. How many of the several won, and did the late one?
+    async fn race(&self, key: &str) -> Result<(u32, bool)> {
+        let writers =
+            (0..PROBE_WRITERS).map(|n| async move { self.create(key, Bytes::from(format!("writer {n}"))).await });
         let mut winners = 0;
         for outcome in join_all(writers).await {
             winners += u32::from(outcome? == Created::Ours);
         }
-        let late = self.create(&key, Bytes::from_static(b"late")).await?;
-        self.forget(&key).await?;
-        if winners != 1 || late == Created::Ours {
-            return Err(LedgerError::stop(format!(
-                "the store of `{}` does not honour put-if-absent ({winners} of {PROBE_WRITERS} writers of one key won, \
-                 a late one {}): rows could be published twice, so choose another store",
-                self.shared.url,
-                if late == Created::Ours { "too" } else { "did not" }
-            )));
-        }
-        Ok(())
+        let late_won = self.create(key, Bytes::from_static(b"late")).await? == Created::Ours;
+        self.forget(key).await?;
+        Ok((winners, late_won))
     }
 
     async fn check_hard_links(&self, probe: &str) -> Result<()> {
