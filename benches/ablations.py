@@ -52,6 +52,8 @@ def main():
                         args.data / f"{model}-{workload}.jsonl", "--ignore-eos", "--warm-up", "1", "--json", *options]
                 done = subprocess.run(line, capture_output=True, text=True, check=True)
                 figures = json.loads(done.stdout.splitlines()[-1])
+                # A path of this machine.
+                figures.pop("model")
                 found.setdefault((model, workload, name), []).append(figures)
                 print(f"round {round_ + 1}: {model} {workload} {name}: {figures['total_tokens_per_second']:,.0f} tokens/s",
                       file=sys.stderr, flush=True)

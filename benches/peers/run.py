@@ -70,7 +70,10 @@ def run(line):
     done = subprocess.run([str(part) for part in line], capture_output=True, text=True)
     if done.returncode != 0:
         raise SystemExit(f"{' '.join(map(str, line))} ended with {done.returncode}:\n{done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    figures = json.loads(done.stdout.splitlines()[-1])
+    # A path of this machine.
+    figures.pop("model", None)
+    return figures
 
 
 def scale_up(data, model, workload, args):
