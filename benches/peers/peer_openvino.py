@@ -9,12 +9,13 @@ run before the clock starts, so that a shared prefix is there already.
 import argparse
 import json
 import pathlib
-import resource
 import time
 
 import numpy
 import openvino
 import openvino_genai
+
+from report import report
 
 
 def config(request):
@@ -52,12 +53,7 @@ def main():
     generated = sum(len(result.m_generation_ids[0]) for result in results)
     expected = sum(request["max_tokens"] for request in requests)
     assert generated == expected, f"{generated} tokens generated, {expected} asked for"
-    prompt = sum(len(request["prompt_token_ids"]) for request in requests)
-    print(json.dumps({
-        "requests": len(requests), "prompt_tokens": prompt, "generated_tokens": generated, "seconds": seconds,
-        "requests_per_second": len(requests) / seconds, "total_tokens_per_second": (prompt + generated) / seconds,
-        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    }))
+    report(requests, generated, seconds)
 
 
 if __name__ == "__main__":

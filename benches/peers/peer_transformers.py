@@ -9,11 +9,12 @@ longest request asks for, of which those that were asked for count.
 import argparse
 import json
 import pathlib
-import resource
 import time
 
 import torch
 import transformers
+
+from report import report
 
 
 def main():
@@ -45,12 +46,7 @@ def main():
             model.generate(ids, attention_mask=mask, max_new_tokens=count, min_new_tokens=count, pad_token_id=0, **sampling)
             generated += sum(r["max_tokens"] for r in batch)
     seconds = time.monotonic() - began
-    prompt = sum(len(request["prompt_token_ids"]) for request in requests)
-    print(json.dumps({
-        "requests": len(requests), "prompt_tokens": prompt, "generated_tokens": generated, "seconds": seconds,
-        "requests_per_second": len(requests) / seconds, "total_tokens_per_second": (prompt + generated) / seconds,
-        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    }))
+    report(requests, generated, seconds)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ pub async fn bench(args: BenchArgs) -> Result<Exit, Failure> {
 struct Subject {
     config: Config,
     tokenizer: Arc<Tokenizer>,
-    /// `None`: random weights.
+    /// Has it weights? Else they are random.
     checkpoint: bool,
 }
 

@@ -60,25 +60,32 @@ impl WeightSource for Balanced<'_> {
         let Some(factors) = self.factors.get(name) else {
             return Ok(tensor);
         };
-        let mut values = vec![0.0f32; tensor.rows * columns];
+        let mut data = vec![0u8; tensor.rows * columns * Dtype::F32.bytes()];
         let view = tensor.view();
         let is_vector = rows.is_none();
-        values.par_chunks_mut(columns).enumerate().for_each(|(row, values)| {
-            view.read_row(row, values);
-            if let Some(columns) = &factors.columns {
-                values.iter_mut().zip(columns).for_each(|(x, f)| *x *= f);
-            }
-            match &factors.rows {
-                Some(rows) if is_vector => values.iter_mut().zip(rows).for_each(|(x, f)| *x *= f),
-                Some(rows) => values.iter_mut().for_each(|x| *x *= rows[row]),
-                None => {}
-            }
-        });
+        let rows = data.par_chunks_mut(columns * Dtype::F32.bytes()).enumerate();
+        rows.for_each_init(
+            || vec![0.0f32; columns],
+            |values, (row, bytes)| {
+                view.read_row(row, values);
+                if let Some(columns) = &factors.columns {
+                    values.iter_mut().zip(columns).for_each(|(x, f)| *x *= f);
+                }
+                match &factors.rows {
+                    Some(rows) if is_vector => values.iter_mut().zip(rows).for_each(|(x, f)| *x *= f),
+                    Some(rows) => values.iter_mut().for_each(|x| *x *= rows[row]),
+                    None => {}
+                }
+                for (bytes, x) in bytes.as_chunks_mut().0.iter_mut().zip(values) {
+                    *bytes = x.to_le_bytes();
+                }
+            },
+        );
         Ok(StoredTensor {
             dtype: Dtype::F32,
             rows: tensor.rows,
             columns,
-            data: Cow::Owned(values.iter().flat_map(|x| x.to_le_bytes()).collect()),
+            data: Cow::Owned(data),
         })
     }
 

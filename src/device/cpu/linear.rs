@@ -144,20 +144,34 @@ fn multiply_int8(
     out: &mut Buffer,
     quantized: &mut Quantized,
 ) {
-    let rows = x.rows;
-    let tiles = Tiles::new(rows, int8::max_rows(isa));
-    quantize(isa, x, &tiles, quantized);
-    let x = &*quantized;
-    let padded = out.width.next_multiple_of(PANEL);
-    assert!(panels.data.len() >= padded * x.stride && x.data.len() >= rows * x.stride && x.scales.len() >= rows);
-    assert!(panels.scales.len() >= padded && panels.offsets.len() >= padded && panels.zeros.len() >= padded);
-    let group = int8::panels_at_once(isa, rows.div_ceil(tiles.count));
     let width = out.width;
+    let columns = width.next_multiple_of(PANEL);
+    assert!(panels.zeros.len() >= columns);
     let target = SharedMut::new(&mut out.data);
-    for_blocks(&tiles, group, x.stride, width, |block| {
-        // SAFETY: blocks own disjoint (rows, columns) of the output; sizes were asserted above.
+    for_int8_blocks(isa, panels, width, x, quantized, |block, x| {
+        // SAFETY: blocks own disjoint (rows, columns) of the output; sizes were asserted.
         unsafe { block.run_int8(isa, panels, finish.bias, x, &target) };
     });
+}
+
+/// Quantizes `x` and calls `run` for all tiles of it and the first `width` columns of `panels`, in blocks of whole pairs of panels
+/// where there are more than one, with the quantized rows.
+fn for_int8_blocks(
+    isa: Isa,
+    panels: &Int8Panels,
+    width: usize,
+    x: &Buffer,
+    quantized: &mut Quantized,
+    run: impl Fn(Block<'_>, &Quantized) + Sync,
+) {
+    let tiles = Tiles::new(x.rows, int8::max_rows(isa));
+    quantize(isa, x, &tiles, quantized);
+    let x = &*quantized;
+    let columns = width.next_multiple_of(PANEL);
+    assert!(panels.data.len() >= columns * x.stride && x.data.len() >= tiles.rows * x.stride);
+    assert!(x.scales.len() >= tiles.rows && panels.scales.len() >= columns && panels.offsets.len() >= columns);
+    let group = int8::panels_at_once(isa, tiles.rows.div_ceil(tiles.count)).max(2);
+    for_blocks(&tiles, group, x.stride, width, |block| run(block, x));
 }
 
 /// Multiplies `x` by a matrix of [`Matrix::pack_gated`] and `out = silu(gate) * up`, of `width` columns.
@@ -174,10 +188,6 @@ pub(super) fn gated_int8(
     if x.rows == 0 || width == 0 {
         return;
     }
-    let rows = x.rows;
-    let tiles = Tiles::new(rows, int8::max_rows(isa));
-    quantize(isa, x, &tiles, &mut packed.quantized);
-    let x = &packed.quantized;
     let both = width.next_multiple_of(PANEL) * 2;
     // The bias in the panels' order.
     let bias: Option<Vec<f32>> = bias.map(|bias| {
@@ -192,13 +202,10 @@ pub(super) fn gated_int8(
         (0..both).map(|i| if at(i) < width { value(i) } else { 0.0 }).collect()
     });
     let bias = bias.as_deref().unwrap_or(&panels.zeros);
-    assert!(panels.data.len() >= both * x.stride && x.data.len() >= rows * x.stride && x.scales.len() >= rows);
-    assert!(panels.scales.len() >= both && panels.offsets.len() >= both && bias.len() >= both);
-    // Pairs are never parted.
-    let group = int8::panels_at_once(isa, rows.div_ceil(tiles.count)).max(2);
+    assert!(bias.len() >= both);
     let target = SharedMut::new(&mut out.data);
-    for_blocks(&tiles, group, x.stride, both, |block| {
-        // SAFETY: blocks own disjoint (rows, columns) of the output; sizes were asserted above.
+    for_int8_blocks(isa, panels, both, x, &mut packed.quantized, |block, x| {
+        // SAFETY: blocks own disjoint (rows, columns) of the output; sizes were asserted.
         unsafe { block.run_gated(isa, panels, bias, x, (&target, width)) };
     });
 }

@@ -1,7 +1,7 @@
 //! Scalar functions that compile to vector code and give the same bits on every instruction set.
 
 /// `1.5 * 2^23`: adding it rounds a small float to an integer that then stands in the low bits.
-const ROUND: f32 = 12_582_912.0;
+pub const ROUND: f32 = 12_582_912.0;
 /// ln 2 split so that `n * LN2_HIGH` is exact for |n| < 2^9 (its low 9 bits are zero).
 const LN2_HIGH: f32 = 0.693_359_4;
 const LN2_LOW: f32 = -2.121_944_4e-4;
@@ -30,25 +30,30 @@ pub fn exp(x: f32) -> f32 {
     if x < EXP_MIN { 0.0 } else { y }
 }
 
+/// ln 2.
+const LN2: f32 = std::f32::consts::LN_2;
+/// The Taylor polynomial of degree 5 for `2^r`, the highest power first. Its first missing term is below 2.5e-6 of at least 0.7
+/// where |r| <= 1/2.
+pub const EXP2: [f32; 6] = [
+    LN2 * LN2 * LN2 * LN2 * LN2 / 120.0,
+    LN2 * LN2 * LN2 * LN2 / 24.0,
+    LN2 * LN2 * LN2 / 6.0,
+    LN2 * LN2 / 2.0,
+    LN2,
+    1.0,
+];
+
 /// `2^x` for x of at most 0, within a relative 4e-6; 2^-125 below -125, NaN for NaN.
 ///
-/// `x = n + r` with |r| <= 1/2, then the Taylor polynomial of degree 5 for `2^r` (its first missing term is below 2.5e-6 of at least 0.7) times
-/// `2^n`: half of [`exp`]'s work, for weights that are then rounded to 8 bits.
+/// `x = n + r` with |r| <= 1/2, then [`EXP2`] times `2^n`: half of [`exp`]'s work, for weights that are then rounded to 8 bits.
 #[inline(always)]
 pub fn exp2(x: f32) -> f32 {
-    const LN2: f32 = std::f32::consts::LN_2;
     let clamped = if -125.0 > x { -125.0 } else { x };
     let shifted = clamped + ROUND;
     let r = clamped - (shifted - ROUND);
-    let mut p = LN2 * LN2 * LN2 * LN2 * LN2 / 120.0;
-    for c in [
-        LN2 * LN2 * LN2 * LN2 / 24.0,
-        LN2 * LN2 * LN2 / 6.0,
-        LN2 * LN2 / 2.0,
-        LN2,
-        1.0,
-    ] {
-        p = r.mul_add(p, c);
+    let mut p = EXP2[0];
+    for c in &EXP2[1..] {
+        p = r.mul_add(p, *c);
     }
     // The low bits of `shifted` are n + 0x400000, of which the shift leaves n: it is added to the exponent.
     f32::from_bits(p.to_bits().wrapping_add(shifted.to_bits() << 23))

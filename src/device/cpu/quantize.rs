@@ -9,10 +9,8 @@ use super::Buffer;
 use super::int8::{K_STEP, OFFSET, QUAD, is_packed};
 use super::isa::{Isa, multiversion};
 use super::linear::Tiles;
-use super::math::{max16, sum16};
+use super::math::{ROUND, max16, sum16};
 
-/// `1.5 * 2^23`: adding it rounds a small float to an integer that then stands in the low bits.
-const ROUND: f32 = 12_582_912.0;
 /// Rows whose largest magnitude is below it are zero: its inverse would overflow.
 const LEAST: f32 = 1e-30;
 /// Elements below which rows are not shared out to threads.

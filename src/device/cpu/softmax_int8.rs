@@ -3,11 +3,8 @@
 use super::attention::RowState;
 use super::attention_int8::{BLOCKS, ROWS_MAX};
 use super::isa::{Isa, multiversion};
-use super::math::{exp2, max16};
+use super::math::{EXP2, ROUND, exp2, max16};
 use crate::device::{BLOCK_TOKENS, SPAN_TOKENS};
-
-/// `1.5 * 2^23`: adding it rounds a small float to an integer that then stands in the low bits.
-const ROUND: f32 = 12_582_912.0;
 
 /// A span's softmax step for one row.
 pub(super) struct Weigh<'a> {
@@ -134,7 +131,7 @@ mod x86 {
 
     use std::arch::x86_64::*;
 
-    use super::{BLOCK_TOKENS, BLOCKS, ROUND, SPAN_TOKENS, Weigh, Weighed};
+    use super::{BLOCK_TOKENS, BLOCKS, EXP2, ROUND, SPAN_TOKENS, Weigh, Weighed};
 
     /// The 16 lanes of a block that are visible.
     fn mask(op: &Weigh<'_>, block: usize) -> __mmask16 {
@@ -153,7 +150,6 @@ mod x86 {
         weights: &mut [u8; SPAN_TOKENS],
         out: &mut Weighed,
     ) {
-        const LN2: f32 = std::f32::consts::LN_2;
         let mut scaled = [_mm512_setzero_ps(); BLOCKS];
         let none = _mm512_set1_ps(f32::NEG_INFINITY);
         let mut largest = none;
@@ -182,15 +178,9 @@ mod x86 {
             let clamped = _mm512_max_ps(_mm512_set1_ps(-125.0), exponent);
             let shifted = _mm512_add_ps(clamped, round);
             let r = _mm512_sub_ps(clamped, _mm512_sub_ps(shifted, round));
-            let mut p = _mm512_set1_ps(LN2 * LN2 * LN2 * LN2 * LN2 / 120.0);
-            for c in [
-                LN2 * LN2 * LN2 * LN2 / 24.0,
-                LN2 * LN2 * LN2 / 6.0,
-                LN2 * LN2 / 2.0,
-                LN2,
-                1.0,
-            ] {
-                p = _mm512_fmadd_ps(r, p, _mm512_set1_ps(c));
+            let mut p = _mm512_set1_ps(EXP2[0]);
+            for c in &EXP2[1..] {
+                p = _mm512_fmadd_ps(r, p, _mm512_set1_ps(*c));
             }
             let power = _mm512_slli_epi32::<23>(_mm512_castps_si512(shifted));
             let weight = _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p), power));
