@@ -141,6 +141,10 @@ impl Forward for FakeModel {
     fn block_tokens(&self) -> u32 {
         self.block_tokens as u32
     }
+    /// Masks are computed before one step and beside the next.
+    fn shares_cores(&self) -> bool {
+        self.seen.lock().unwrap().steps.is_multiple_of(2)
+    }
 }
 
 /// Where a position's values stand.
@@ -355,6 +359,45 @@ proptest! {
             prop_assert_eq!(essence(&batched[&request.id.row]), essence(&alone[&request.id.row]));
         }
     }
+}
+
+/// Everything but the two values follows from the schema: one step for the prompt and what begins each object, one for each
+/// choice.
+#[test]
+fn forced_tokens_cost_no_step() {
+    let schema = json!({"type": "object", "required": ["billing", "shipping"], "additionalProperties": false,
+        "x-guidance": {"key_separator": ":", "item_separator": ","},
+        "properties": {"billing": {"enum": [1, 2]}, "shipping": {"enum": ["defect", "other"]}}});
+    let params = Params {
+        max_tokens: 100,
+        temperature: 0.9,
+        logprobs: true,
+        shape: Shape::JsonSchema(schema),
+        ..Params::default()
+    };
+    let requests: Vec<_> = (0..20).map(|i| (0, request(i, &[40 + i as u32; 12], &params))).collect();
+    let (results, seen) = run(&ROOMY, &requests);
+    let mut texts = std::collections::BTreeSet::new();
+    for result in results.values() {
+        let c = result.as_ref().unwrap();
+        assert!(c.fits_shape && c.finish_reason == FinishReason::Stop);
+        let value: serde_json::Value = serde_json::from_str(&c.text).unwrap();
+        assert!([1, 2].contains(&value["billing"].as_i64().unwrap()));
+        let logprobs = c.logprobs.as_ref().unwrap();
+        assert_eq!(logprobs.len(), c.token_ids.len());
+        let asked = logprobs.iter().filter(|l| **l != 0.0).count();
+        assert!(c.token_ids.len() >= 9 && asked <= 4, "{asked} of {:?} were asked for", c.token_ids);
+        texts.insert(c.text.clone());
+    }
+    assert_eq!(texts.len(), 4, "{texts:?}");
+    assert!(seen.steps <= 5, "{} steps", seen.steps);
+    let only = Params {
+        shape: Shape::JsonSchema(json!({"const": "billing"})),
+        ..params
+    };
+    let (results, seen) = run(&ROOMY, &[(0, request(0, &[41, 42], &only))]);
+    let only = results[&0].as_ref().unwrap();
+    assert_eq!((only.text.as_str(), only.fits_shape, seen.steps), ("\"billing\"", true, 0));
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
     python make.py --data DIR [--models l30m,q05b]
 
-DIR/l30m and DIR/q05b become checkpoints (safetensors in BF16, a word-level tokenizer); DIR/MODEL-W1.jsonl to -W3.jsonl their
+DIR/l30m and DIR/q05b become checkpoints (safetensors in BF16, a byte-level BPE of made-up words); DIR/MODEL-W1.jsonl to -W3.jsonl their
 traces, a request a line as `gristmill bench --trace` reads it. Everything follows from the seed.
 
 - W1, labelling: each the same instruction of 192 tokens and 64 of its own, 16 generated, greedy.
@@ -95,22 +95,85 @@ def write_safetensors(path, config):
             file.write(blob)
 
 
-def write_model(folder, config):
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config | COMMON, indent=2))
-    (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2}))
-    words = ["<unk>", "<s>", "</s>"] + [f"w{i}" for i in range(3, config["vocab_size"])]
+SPECIAL = ["<unk>", "<s>", "</s>"]
+# As vocabularies learned from code have them, besides words.
+JSON_PIECES = ['{"', '":', '":"', '": "', '",', '","', '", "', '"}', '"]', '["', '"],', '"},', "},", "],", "[]", "{}", '":{"', '":["',
+               '.",', '."']
+CONSONANTS, VOWELS = "bcdfghjklmnpqrstvwxz", "aeiou"
+SPACE = "Ġ"
+
+
+def byte_characters():
+    """The characters that stand for the 256 bytes in a byte-level BPE's vocabulary (GPT-2's table): printable ones of Latin-1
+    for themselves, the others for what follows U+0100."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    table, spare = {}, 256
+    for byte in range(256):
+        table[byte] = chr(byte if byte in printable else spare)
+        spare += byte not in printable
+    return table
+
+
+def words(count):
+    """Made-up words of two syllables and, where these are not enough, of three; the same ones first for every count."""
+    syllables = [c + v for c in CONSONANTS for v in VOWELS]
+    two = [(a, b) for a in syllables for b in syllables]
+    yield from two[:count]
+    three = numpy.random.default_rng(SEED).permutation(len(two) * len(syllables))[:max(0, count - len(two))]
+    yield from ((*two[at // len(syllables)], syllables[at % len(syllables)]) for at in three.tolist())
+
+
+def vocabulary(size):
+    """Tokens in the order of their ids, special ones left out, and the merges that make them: bytes, JSON's punctuation,
+    syllables, words without and with a space in front."""
+    table = byte_characters()
+    tokens, merges = list(table.values()), []
+    known = set(tokens)
+
+    def merge(left, right):
+        if left + right not in known:
+            known.add(left + right)
+            tokens.append(left + right)
+            merges.append([left, right])
+
+    for piece in JSON_PIECES:
+        piece = "".join(table[byte] for byte in piece.encode())
+        for end in range(2, len(piece) + 1):
+            merge(piece[:end - 1], piece[end - 1])
+    for syllable in (c + v for c in CONSONANTS for v in VOWELS):
+        merge(*syllable)
+    for syllable in (c + v for c in CONSONANTS for v in VOWELS):
+        merge(SPACE, syllable)
+    for parts in words(size):
+        for space in ("", SPACE):
+            merge(space + "".join(parts[:-1]), parts[-1])
+    count = size - len(SPECIAL)
+    return tokens[:count], merges[:count - 256]
+
+
+def write_tokenizer(folder, config):
+    tokens, merges = vocabulary(config["vocab_size"])
     tokenizer = {
         "version": "1.0", "truncation": None, "padding": None, "normalizer": None, "post_processor": None,
         "added_tokens": [{"id": i, "content": word, "single_word": False, "lstrip": False, "rstrip": False,
-                          "normalized": False, "special": True} for i, word in enumerate(words[:3])],
-        "pre_tokenizer": {"type": "Whitespace"}, "decoder": None,
-        "model": {"type": "WordLevel", "vocab": {word: i for i, word in enumerate(words)}, "unk_token": "<unk>"},
+                          "normalized": False, "special": True} for i, word in enumerate(SPECIAL)],
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
+                  "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+                  "vocab": {word: i for i, word in enumerate([*SPECIAL, *tokens])}, "merges": merges},
     }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     (folder / "tokenizer_config.json").write_text(json.dumps({
         "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>",
         "model_max_length": config["max_position_embeddings"]}))
+
+
+def write_model(folder, config):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config | COMMON, indent=2))
+    (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2}))
+    write_tokenizer(folder, config)
     # Last: a folder with it is whole.
     write_safetensors(folder / "model.safetensors", config)
 

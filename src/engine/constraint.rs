@@ -4,20 +4,28 @@
 //! and yields the mask of tokens that may come next. JSON is written without white space between its parts. A shape that
 //! cannot compile, or that no token can begin, is refused here, before a job starts.
 //!
-//! Each sequence walks a matcher of its own, cloned from the compiled one with its caches, so that masks of one step are
-//! computed in parallel and what a sequence may say does not depend on its neighbours.
+//! Where a grammar leaves one way to go on, the bytes up to the next choice are spelled with the tokenizer's own tokens
+//! ([`GrammarState::forced`]) and the model is not asked. The last of them are left out where a longer token could also take
+//! in what comes next: that is the model's choice.
+//!
+//! Each sequence walks a matcher of its own. Matchers of one *lane* share what they find out about the grammar (the states of its
+//! lexer, which are expensive) and take turns; lanes run in parallel. What a sequence may say does not depend on its
+//! neighbours: where a matcher that shares fails, which the neighbours' states may have brought it to, one that shares with
+//! none decides.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
 use llguidance::api::TopLevelGrammar;
 use llguidance::{Matcher, ParserFactory};
 use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
-use toktrie::{ApproximateTokEnv, INVALID_TOKEN, SimpleVob, TokEnv, TokRxInfo, TokTrie};
+use toktrie::{SimpleVob, TokEnv};
 
 use crate::engine::choice::Choices;
 use crate::engine::params::Shape;
+use crate::engine::vocabulary::Vocabulary;
 use crate::model::tokenizer::Tokenizer;
 
 /// Largest JSON Schema, as compact JSON, and largest regular expression, in bytes.
@@ -28,8 +36,8 @@ const SCHEMA_DEPTH_MAX: usize = 100;
 /// Compiled shapes a compiler remembers, and bytes of their texts; rows of a batch file may each bring their own.
 const CACHED_MAX: usize = 256;
 const CACHED_BYTES_MAX: usize = 8 << 20;
-/// Longer tokens (runs of white space) are not used under a grammar: the trie counts depth in a byte.
-const TOKEN_BYTES_MAX: usize = 255;
+/// Sequences that share their lexer's states one after the other before a lane begins anew: what is kept stays bounded.
+const LANE_SEQUENCES: usize = 256;
 /// Longest part of a foreign message or text that an error repeats, in characters.
 const QUOTED_CHARS_MAX: usize = 300;
 
@@ -67,7 +75,7 @@ pub enum Constraint {
 
 impl Constraint {
     /// Compiles one shape for a vocabulary. Whoever compiles several shapes keeps a [`Compiler`].
-    pub fn compile(shape: &Shape, tokenizer: &Tokenizer, eos: &[u32]) -> Result<Constraint, ConstraintError> {
+    pub fn compile(shape: &Shape, tokenizer: &Arc<Tokenizer>, eos: &[u32]) -> Result<Constraint, ConstraintError> {
         Compiler::new(eos).compile(shape, tokenizer)
     }
 
@@ -106,7 +114,7 @@ impl Compiler {
     }
 
     /// Compiles a shape, or finds it compiled. All calls must bring the same tokenizer.
-    pub fn compile(&mut self, shape: &Shape, tokenizer: &Tokenizer) -> Result<Constraint, ConstraintError> {
+    pub fn compile(&mut self, shape: &Shape, tokenizer: &Arc<Tokenizer>) -> Result<Constraint, ConstraintError> {
         if let Some((last, result)) = &self.last
             && same_shape(last, shape)
         {
@@ -118,7 +126,7 @@ impl Compiler {
     }
 
     /// Compiles a shape that is not the last one, or finds it compiled.
-    fn compile_other(&mut self, shape: &Shape, tokenizer: &Tokenizer) -> Result<Constraint, ConstraintError> {
+    fn compile_other(&mut self, shape: &Shape, tokenizer: &Arc<Tokenizer>) -> Result<Constraint, ConstraintError> {
         let name = match shape {
             Shape::Free => return Ok(Constraint::Free),
             Shape::Choice { choices, probabilities } => format!("choice {probabilities} {choices:?}"),
@@ -139,7 +147,7 @@ impl Compiler {
         result
     }
 
-    fn compile_new(&mut self, shape: &Shape, tokenizer: &Tokenizer) -> Result<Constraint, ConstraintError> {
+    fn compile_new(&mut self, shape: &Shape, tokenizer: &Arc<Tokenizer>) -> Result<Constraint, ConstraintError> {
         let (field, grammar) = match shape {
             Shape::Free => return Ok(Constraint::Free),
             Shape::Choice { choices, probabilities } => {
@@ -161,6 +169,7 @@ impl Compiler {
             why: one_line(&format!("{e:#}")),
         })?;
         let mut matcher = Matcher::new(Ok(parser));
+        let forced = matcher.consume_ff_tokens();
         // The first mask also fills the caches that clones start with.
         let mask = matcher
             .compute_mask_or_eos()
@@ -170,7 +179,11 @@ impl Compiler {
         }
         let env = factory.tok_env().clone();
         Ok(Constraint::Grammar(Arc::new(Grammar {
+            ended: matcher.is_stopped(),
+            lanes: (0..*LANES).map(|_| Mutex::default()).collect(),
+            next_lane: AtomicUsize::new(0),
             prototype: Mutex::new(matcher),
+            forced,
             first_mask: mask,
             env,
         })))
@@ -190,10 +203,34 @@ fn unsatisfiable(field: &'static str, message: &str) -> ConstraintError {
 
 /// A compiled grammar.
 pub struct Grammar {
-    /// Stands at the start and is only cloned.
+    /// Tokens that every text begins with.
+    forced: Vec<u32>,
+    /// Can nothing follow them?
+    ended: bool,
+    /// Stands after them and is only cloned.
     prototype: Mutex<Matcher>,
+    /// What may follow them.
     first_mask: SimpleVob,
+    lanes: Vec<Mutex<Lane>>,
+    next_lane: AtomicUsize,
     env: TokEnv,
+}
+
+/// Some more than there are threads, so that they balance.
+static LANES: LazyLock<usize> = LazyLock::new(|| 4 * rayon::current_num_threads());
+
+/// Matchers that share the states of their lexer.
+#[derive(Default)]
+struct Lane {
+    /// Stands where the prototype does and is only cloned.
+    matcher: Option<Matcher>,
+    /// How many have been cloned.
+    sequences: usize,
+}
+
+/// A broken matcher says so itself.
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl std::fmt::Debug for Grammar {
@@ -207,30 +244,50 @@ impl std::fmt::Debug for Grammar {
 impl Grammar {
     /// Does the whole text fit?
     pub fn accepts(&self, text: &str) -> bool {
+        let trie = self.env.tok_trie();
+        let Some(rest) = text.as_bytes().strip_prefix(&trie.decode(&self.forced)[..]) else {
+            return false;
+        };
         let mut matcher = self.matcher();
-        let tokens = self.env.tok_trie().greedy_tokenize(text.as_bytes());
+        let tokens = trie.greedy_tokenize(rest);
         // The vocabulary may lack bytes of the text, which the tokens then leave out.
-        if self.env.tok_trie().decode(&tokens) != text.as_bytes() {
+        if trie.decode(&tokens) != rest {
             return false;
         }
-        matcher.consume_tokens(&tokens).is_ok() && accepting(&mut matcher)
+        (tokens.is_empty() || matcher.consume_tokens(&tokens).is_ok()) && accepting(&mut matcher)
     }
 
+    /// A matcher that shares with none.
     fn matcher(&self) -> Matcher {
-        self.prototype
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .deep_clone()
+        locked(&self.prototype).deep_clone()
+    }
+
+    /// A matcher that shares with others of this lane.
+    fn matcher_of(&self, lane: usize) -> Matcher {
+        let mut lane = locked(&self.lanes[lane]);
+        if lane.sequences == LANE_SEQUENCES {
+            *lane = Lane::default();
+        }
+        lane.sequences += 1;
+        lane.matcher.get_or_insert_with(|| self.matcher()).clone()
     }
 }
 
 /// Where one sequence stands in a grammar.
 ///
-/// While it stands at the start it is the shared grammar and nothing else, so thousands may wait.
+/// While it has nothing but the tokens that every text begins with, it is the shared grammar and nothing else, so thousands may
+/// wait.
 pub struct GrammarState {
     grammar: Arc<Grammar>,
-    /// `None` until the first mask is prepared.
+    /// How many of [`Grammar::forced`] it has taken.
+    begun: usize,
+    lane: usize,
+    /// `None` until a token was sampled.
     matcher: Option<Matcher>,
+    /// Does it share with others of its lane?
+    shares: bool,
+    /// What `matcher` has taken.
+    taken: Vec<u32>,
     mask: Mask,
 }
 
@@ -246,7 +303,11 @@ impl GrammarState {
     /// Stands at the start.
     pub fn new(grammar: Arc<Grammar>) -> GrammarState {
         GrammarState {
+            lane: grammar.next_lane.fetch_add(1, Ordering::Relaxed) % grammar.lanes.len(),
+            begun: 0,
             matcher: None,
+            shares: true,
+            taken: Vec::new(),
             grammar,
             mask: Mask::First,
         }
@@ -256,18 +317,36 @@ impl GrammarState {
         &self.grammar
     }
 
+    /// Sequences of different lanes do not wait for each other; there are as many as [`GrammarState::lanes`] says.
+    pub fn lane(&self) -> usize {
+        self.lane
+    }
+
+    pub fn lanes() -> usize {
+        *LANES
+    }
+
     /// Computes the mask of the next token, where that has not been done. Takes from microseconds to milliseconds.
     pub fn prepare(&mut self) {
-        let matcher = self.matcher.get_or_insert_with(|| self.grammar.matcher());
         if matches!(self.mask, Mask::Unknown) {
-            let mask = matcher.compute_mask_or_eos();
-            self.mask = Mask::Computed(mask.map_err(|e| {
-                format!(
-                    "no token can follow in the asked-for shape: {}",
-                    one_line(&e.to_string())
-                )
-            }));
+            let mask = self.ask(Matcher::compute_mask_or_eos);
+            self.mask = Mask::Computed(mask.map_err(|e| format!("no token can follow in the asked-for shape: {e}")));
         }
+    }
+
+    /// Asks its matcher; where that fails and shares with others, one that does not.
+    fn ask<T>(&mut self, what: impl Fn(&mut Matcher) -> anyhow::Result<T>) -> Result<T, String> {
+        let matcher = self
+            .matcher
+            .get_or_insert_with(|| self.grammar.matcher_of(self.lane));
+        match what(matcher) {
+            Err(_) if std::mem::take(&mut self.shares) => {
+                let alone = self.matcher.insert(self.grammar.matcher());
+                alone.consume_tokens(&self.taken).and_then(|()| what(alone))
+            }
+            result => result,
+        }
+        .map_err(|e| one_line(&e.to_string()))
     }
 
     /// Tokens that may come next; end-of-sequence ids among them where the text is complete.
@@ -280,17 +359,34 @@ impl GrammarState {
         }
     }
 
-    /// Takes a token that the mask allowed. `true`: the text is complete and nothing can follow.
+    /// Tokens that are certain to come next, whatever the model says; to be taken one by one. Empty where it has a choice.
+    pub fn forced(&mut self) -> Vec<u32> {
+        match &mut self.matcher {
+            Some(matcher) => matcher.compute_ff_tokens(),
+            None => self.grammar.forced[self.begun..].to_vec(),
+        }
+    }
+
+    /// Takes a token that the mask allowed, or the next forced one. `true`: the text is complete and nothing can follow.
     pub fn take(&mut self, token: u32) -> Result<bool, String> {
+        if self.begun < self.grammar.forced.len() {
+            self.begun += 1;
+            return Ok(self.begun == self.grammar.forced.len() && self.grammar.ended);
+        }
         self.mask = Mask::Unknown;
-        let matcher = self.matcher.get_or_insert_with(|| self.grammar.matcher());
-        matcher.consume_token(token).map_err(|e| one_line(&e.to_string()))?;
-        Ok(matcher.is_stopped())
+        let ended = self.ask(|matcher| {
+            matcher.consume_token(token)?;
+            Ok(matcher.is_stopped())
+        })?;
+        self.taken.push(token);
+        Ok(ended)
     }
 
     /// Is the text complete (though more may be allowed to follow)?
     pub fn is_complete(&mut self) -> bool {
-        accepting(self.matcher.get_or_insert_with(|| self.grammar.matcher()))
+        // What is forced is not the end.
+        self.begun == self.grammar.forced.len()
+            && accepting(self.matcher.get_or_insert_with(|| self.grammar.matcher_of(self.lane)))
     }
 }
 
@@ -301,34 +397,12 @@ fn accepting(matcher: &mut Matcher) -> bool {
     }
 }
 
-/// llguidance's view of a vocabulary: the bytes of each token, end-of-sequence ids apart.
-fn factory(tokenizer: &Tokenizer, eos: &[u32]) -> Result<ParserFactory, ConstraintError> {
-    let broken = |why: String| ConstraintError::Vocabulary { why: one_line(&why) };
-    let vocab = tokenizer.vocab_size() as u32;
-    let words: Vec<Vec<u8>> = (0..vocab)
-        .map(|id| {
-            let bytes = tokenizer.token_bytes(id);
-            if tokenizer.is_special(id) || eos.contains(&id) {
-                // The trie tells special tokens by a first byte that UTF-8 never has.
-                [&[TokTrie::SPECIAL_TOKEN_MARKER], format!("<|{id}|>").as_bytes()].concat()
-            } else if bytes.first() == Some(&TokTrie::SPECIAL_TOKEN_MARKER) || bytes.len() > TOKEN_BYTES_MAX {
-                Vec::new()
-            } else {
-                bytes.to_vec()
-            }
-        })
-        .collect();
-    let known: Vec<u32> = eos.iter().copied().filter(|id| *id < vocab).collect();
-    let mut trie = TokTrie::from(
-        &TokRxInfo::new(vocab, known.first().copied().unwrap_or(INVALID_TOKEN)),
-        &words,
-    );
-    if !known.is_empty() {
-        trie = trie.with_eos_tokens(&known);
-    }
-    // Not canonical: the model chooses how to tokenize what the grammar forces.
-    let env: TokEnv = Arc::new(ApproximateTokEnv::new(trie));
-    let mut factory = ParserFactory::new_simple(&env).map_err(|e| broken(format!("{e:#}")))?;
+/// What compiles shapes for this vocabulary.
+fn factory(tokenizer: &Arc<Tokenizer>, eos: &[u32]) -> Result<ParserFactory, ConstraintError> {
+    let env: TokEnv = Arc::new(Vocabulary::new(tokenizer, eos));
+    let mut factory = ParserFactory::new_simple(&env).map_err(|e| ConstraintError::Vocabulary {
+        why: one_line(&format!("{e:#}")),
+    })?;
     factory.quiet();
     factory.limits_mut().verbose_errors = false;
     Ok(factory)
@@ -465,8 +539,9 @@ mod tests {
     use proptest::prelude::*;
     use serde_json::json;
 
-    fn tokenizer() -> Tokenizer {
-        Tokenizer::from_words(&["name", "age", "{\"", "\":", "true", "12"], &["<pad>", "<eos>"]).unwrap()
+    fn tokenizer() -> Arc<Tokenizer> {
+        let words = ["name", "age", "{\"", "\":", "true", "12"];
+        Arc::new(Tokenizer::from_words(&words, &["<pad>", "<eos>"]).unwrap())
     }
 
     fn grammar(shape: &Shape) -> Result<Arc<Grammar>, ConstraintError> {
@@ -530,11 +605,13 @@ mod tests {
         let eos = t.eos_id().unwrap();
         let mut state = GrammarState::new(regex("a[bc]d").unwrap());
         let allowed = |state: &mut GrammarState| state.mask().unwrap().iter().collect::<Vec<u32>>();
-        assert_eq!(allowed(&mut state), [97]);
+        assert_eq!(state.forced(), [97]);
         assert_eq!(state.take(97), Ok(false));
+        assert!(state.forced().is_empty() && !state.is_complete());
         assert_eq!(allowed(&mut state), [98, 99]);
         assert_eq!(state.take(99), Ok(false));
         assert!(!state.is_complete());
+        assert_eq!((allowed(&mut state), state.forced()), (vec![100], vec![100]));
         assert_eq!(state.take(100), Ok(true), "nothing can follow");
         assert!(state.is_complete());
         let mut open = GrammarState::new(regex("a+").unwrap());
@@ -575,7 +652,7 @@ mod tests {
         // A vocabulary without the letters that the regex wants.
         let json = json!({"version": "1.0", "added_tokens": [],
             "model": {"type": "WordLevel", "vocab": {"x": 0, "y": 1, "[UNK]": 2}, "unk_token": "[UNK]"}});
-        let tokenizer = Tokenizer::from_json(&json.to_string(), None).unwrap();
+        let tokenizer = Arc::new(Tokenizer::from_json(&json.to_string(), None).unwrap());
         let result = Constraint::compile(&Shape::Regex("abc".into()), &tokenizer, &[]);
         assert!(
             matches!(result, Err(ConstraintError::Unsatisfiable { field: "regex", .. })),
@@ -628,14 +705,46 @@ mod tests {
         assert_eq!(compiler.compiled.len(), 3, "emptied once, when the tenth came");
     }
 
-    /// Waiting costs nothing: no matcher before the first mask is asked for.
+    /// Waiting costs nothing: no matcher before a token is sampled.
     #[test]
     fn a_waiting_sequence_has_no_matcher() {
-        let mut state = GrammarState::new(regex("ab").unwrap());
+        let mut state = GrammarState::new(regex("ab?c").unwrap());
+        assert_eq!(state.forced(), [97]);
+        assert_eq!(state.take(97), Ok(false));
+        assert!(state.matcher.is_none() && state.forced().is_empty());
+        assert_eq!(state.mask().unwrap().iter().collect::<Vec<u32>>(), [98, 99]);
         assert!(state.matcher.is_none());
-        assert!(!state.is_complete());
+        assert_eq!(state.take(98), Ok(false));
+        assert!(state.matcher.is_some() && !state.is_complete());
+    }
+
+    /// What sequences of a lane share may break, and is thrown away when many have used it.
+    #[test]
+    fn lanes_begin_anew_and_decide_nothing() {
+        let grammar = regex("(?:ab?c){3}d").unwrap();
+        let all: Vec<u32> = (0..3 * LANE_SEQUENCES * GrammarState::lanes())
+            .map(|_| {
+                let mut state = GrammarState::new(grammar.clone());
+                for token in [97, 98, 99] {
+                    assert_eq!(state.take(token), Ok(false));
+                }
+                assert_eq!(state.mask().unwrap().iter().collect::<Vec<u32>>(), [97]);
+                locked(&grammar.lanes[state.lane()]).sequences as u32
+            })
+            .collect();
+        assert_eq!(all.iter().max(), Some(&(LANE_SEQUENCES as u32)));
+        assert_eq!(all.iter().filter(|n| **n == 1).count(), 3 * GrammarState::lanes());
+        for lane in &grammar.lanes {
+            let broken = Matcher::new(Err(anyhow::anyhow!("it broke")));
+            *locked(lane) = Lane {
+                matcher: Some(broken),
+                sequences: 1,
+            };
+        }
+        let mut state = GrammarState::new(grammar);
+        assert_eq!((state.take(97), state.take(99)), (Ok(false), Ok(false)));
         assert_eq!(state.mask().unwrap().iter().collect::<Vec<u32>>(), [97]);
-        assert!(state.matcher.is_some());
+        assert!(state.take(98).is_err(), "alone it fails as well");
     }
 
     /// Shapes that would blow up if they were spelled out: they compile or are refused, and their first steps are quick.
@@ -652,7 +761,10 @@ mod tests {
             schema(json!({"anyOf": [{"$ref": "#"}, {"$ref": "#"}]})),
         ];
         let compiled = results.each_ref().map(Result::is_ok);
-        assert_eq!(compiled, [true, true, true, true, true, false, false]);
+        assert_eq!(compiled, [false, true, true, true, true, false, false]);
+        // A thousand million letters, all certain.
+        let endless = results[0].as_ref().unwrap_err().to_string();
+        assert!(endless.contains("too many items"), "{endless}");
         for grammar in results.into_iter().flatten() {
             let mut state = GrammarState::new(grammar);
             for _ in 0..10 {

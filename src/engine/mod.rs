@@ -17,6 +17,7 @@ pub mod sampling;
 pub mod scheduler;
 pub mod sequence;
 pub mod totals;
+pub mod vocabulary;
 
 pub use generate::Generate;
 pub use run::{Engine, EngineError, EngineOptions, Refused};
@@ -42,6 +43,10 @@ pub trait Forward {
     fn kv_blocks(&self) -> u32;
     /// Tokens a KV block holds.
     fn block_tokens(&self) -> u32;
+    /// Does a step take the cores that the engine samples on? Then nothing is to be computed beside it.
+    fn shares_cores(&self) -> bool {
+        true
+    }
     /// Time spent so far by kind of operation; empty where it is not known.
     fn operation_times(&self) -> Vec<(&'static str, Duration)> {
         Vec::new()

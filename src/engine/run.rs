@@ -1,7 +1,8 @@
 //! The engine: requests in, completions out, one step at a time.
 //!
-//! A step is: plan (scheduler) → run the model, computing masks of constrained sequences meanwhile → sample. Every accepted
-//! request comes back exactly once, as a completion or as one line that says why there is none.
+//! A step is: plan (scheduler) → run the model, computing masks of constrained sequences meanwhile (or before, where the model
+//! takes all cores) → sample. Every accepted request comes back exactly once, as a completion or as one line that says why there
+//! is none.
 //!
 //! Greedy requests of one job with the same prompt and parameters have the same answer: those that come while the first is
 //! waiting or running are not computed, but get a copy of what becomes of it.
@@ -15,7 +16,7 @@ use rayon::prelude::*;
 use crate::device::batch::{StepBatch, StepSequence};
 use crate::engine::blocks::{BlockKey, BlockPool};
 use crate::engine::choice::Node;
-use crate::engine::constraint::{Compiler, Constraint, ConstraintError};
+use crate::engine::constraint::{Compiler, Constraint, ConstraintError, GrammarState};
 use crate::engine::generate::Generate;
 use crate::engine::params::Params;
 use crate::engine::request::{Completion, Finished, Request, UnitId};
@@ -263,14 +264,21 @@ impl Engine {
         let mut work = self.collect(plan);
         let stride = self.forward.vocab_size();
         let forward = &mut self.forward;
-        let began = Instant::now();
-        let result = rayon::in_place_scope(|scope| {
-            for state in work.iter_mut().filter_map(|w| w.active.unit.grammar()) {
-                scope.spawn(move |_| state.prepare());
-            }
-            forward.forward(&batch)
-        });
-        self.totals.forward += began.elapsed();
+        let lanes = lanes(&mut work);
+        let (result, took) = if forward.shares_cores() {
+            lanes.into_par_iter().flatten_iter().for_each(GrammarState::prepare);
+            let began = Instant::now();
+            (forward.forward(&batch), began.elapsed())
+        } else {
+            rayon::in_place_scope(|scope| {
+                for lane in lanes {
+                    scope.spawn(move |_| lane.into_iter().for_each(GrammarState::prepare));
+                }
+                let began = Instant::now();
+                (forward.forward(&batch), began.elapsed())
+            })
+        };
+        self.totals.forward += took;
         let logits = result.map_err(EngineError::Forward)?;
         if logits.len() != batch.logits_at.len() * stride {
             return Err(EngineError::Logits {
@@ -498,6 +506,16 @@ impl Generate for Engine {
         });
         self.finished.retain(|finished| !dropped(finished.id));
     }
+}
+
+/// The units' states in grammars, those together that take turns.
+fn lanes(work: &mut [Work]) -> Vec<Vec<&mut GrammarState>> {
+    let mut lanes: Vec<Vec<&mut GrammarState>> = Vec::new();
+    for state in work.iter_mut().filter_map(|w| w.active.unit.grammar()) {
+        lanes.resize_with(GrammarState::lanes(), Vec::new);
+        lanes[state.lane()].push(state);
+    }
+    lanes
 }
 
 /// One result for all who wait for it. The first of them is said to have cost what it did.

@@ -30,6 +30,9 @@ use crate::engine::philox::StreamKey;
 /// Tokens that [`sample`] looks at first when it seeks the most probable ones.
 const FIRST_SORTED: usize = 64;
 
+/// Of a mask that allows no more tokens than this, only these are looked at.
+const FEW: usize = 256;
+
 /// Which tokens the shape allows.
 #[derive(Clone, Copy)]
 pub enum Allowed<'a> {
@@ -85,34 +88,64 @@ impl Candidate {
 pub struct Scratch {
     row: Vec<f32>,
     ids: Vec<u32>,
+    /// The tokens that a mask allows, where they are few.
+    few: Vec<u32>,
     all: Weights,
     candidates: Vec<Candidate>,
 }
 
 /// Samples one token from its logits (`[vocabulary]`, raw).
 pub fn sample(logits: &[f32], draw: Draw, scratch: &mut Scratch) -> Result<u32, SampleError> {
-    let mut max = vocabulary::largest(logits).ok_or(SampleError::NotFinite)?;
     let Scratch {
         row,
         ids,
+        few,
         all,
         candidates,
     } = scratch;
+    let draw = match draw.allowed {
+        Allowed::Mask(mask) if mask.num_set() <= FEW => {
+            few.clear();
+            few.extend(mask.iter());
+            Draw {
+                allowed: Allowed::Ids(few),
+                ..draw
+            }
+        }
+        _ => draw,
+    };
     let params = draw.params;
     let penalised =
         params.repetition_penalty != 1.0 || params.presence_penalty != 0.0 || params.frequency_penalty != 0.0;
-    let untouched = !penalised && matches!(draw.allowed, Allowed::All) && draw.holes.is_empty();
-    let logits = if untouched || (!penalised && matches!(draw.allowed, Allowed::Ids(_))) {
-        logits
-    } else {
-        row.clear();
-        row.extend_from_slice(logits);
+    let holes = match draw.allowed {
+        Allowed::All => draw.holes,
+        // A shape allows no ids that have no bytes.
+        Allowed::Mask(_) | Allowed::Ids(_) => &[],
+    };
+    let mut max = match draw.allowed {
+        Allowed::Mask(mask) => vocabulary::restrict(logits, mask.as_slice(), row),
+        Allowed::All | Allowed::Ids(_) => vocabulary::largest(logits),
+    }
+    .ok_or(SampleError::NotFinite)?;
+    let logits = if penalised || !holes.is_empty() {
+        if !matches!(draw.allowed, Allowed::Mask(_)) {
+            row.clear();
+            row.extend_from_slice(logits);
+        }
         if penalised {
             penalise(row, draw, ids);
         }
-        rule_out(row, draw);
+        for id in holes {
+            if let Some(logit) = row.get_mut(*id as usize) {
+                *logit = f32::NEG_INFINITY;
+            }
+        }
         max = vocabulary::largest(row).ok_or(SampleError::NotFinite)?;
-        row
+        &row[..]
+    } else if matches!(draw.allowed, Allowed::Mask(_)) {
+        &row[..]
+    } else {
+        logits
     };
     if let Allowed::Ids(allowed) = draw.allowed {
         candidates.clear();
@@ -204,39 +237,6 @@ fn pick_of_all(all: &Weights, total: f64, uniform: f64) -> u32 {
         reached = end;
     }
     all.each.iter().rposition(|weight| *weight > 0.0).unwrap_or(0) as u32
-}
-
-/// Rules out what no shape allows: minus infinity.
-fn rule_out(row: &mut [f32], draw: Draw) {
-    match draw.allowed {
-        Allowed::All => {
-            for id in draw.holes {
-                if let Some(logit) = row.get_mut(*id as usize) {
-                    *logit = f32::NEG_INFINITY;
-                }
-            }
-        }
-        // A shape allows no ids that have no bytes.
-        Allowed::Mask(mask) => {
-            let words = mask.as_slice();
-            for (at, logits) in row.chunks_mut(32).enumerate() {
-                match words.get(at).copied().unwrap_or(0) {
-                    u32::MAX => {}
-                    0 => logits.fill(f32::NEG_INFINITY),
-                    word => {
-                        for (bit, logit) in logits.iter_mut().enumerate() {
-                            *logit = if word >> bit & 1 == 1 {
-                                *logit
-                            } else {
-                                f32::NEG_INFINITY
-                            };
-                        }
-                    }
-                }
-            }
-        }
-        Allowed::Ids(_) => {}
-    }
 }
 
 /// What turns a row's logits into log probabilities of the raw distribution: one pass over the vocabulary.

@@ -9,6 +9,9 @@
 //!   end-of-sequence id, which only a complete text allows, always ends it;
 //! - at `max_tokens`, or where the model's context is full.
 //!
+//! Tokens that its shape leaves no choice about are not sampled: they follow the sampled one, or the prompt, at once and are
+//! computed in the same step as it. In every other respect they are tokens like others; their log probability is 0.
+//!
 //! Where the tokenizer puts a space in front of every text (SentencePiece's `▁`), a completion mostly begins with that space,
 //! which is the tokenizer's and not the answer's: exactly one is taken off the text, as transformers' decoding does. Token ids
 //! keep it, stop texts are looked for with it, and a grammar's text, which has to fit, is left as it is.
@@ -105,9 +108,23 @@ impl Unit {
         };
         let next = match nothing_to_choose {
             true => unit.finish(FinishReason::Stop, tokenizer),
-            false => Next::Go(vec![first]),
+            false => match unit.force(&mut first.tokens, tokenizer) {
+                Some(ended) => ended,
+                None => Next::Go(vec![first]),
+            },
         };
         (unit, next)
+    }
+
+    /// Adds the tokens that its grammar forces to the completion and to `tokens`. `Some`: the completion has ended.
+    fn force(&mut self, tokens: &mut Vec<u32>, tokenizer: &Tokenizer) -> Option<Next> {
+        let forced = match &mut self.state {
+            State::Grammar(state) => state.forced(),
+            State::Free | State::Choice(_) => Vec::new(),
+        };
+        tokens.extend(&forced);
+        // What is certain has the log probability 0.
+        forced.into_iter().find_map(|token| self.push(token, || 0.0, tokenizer))
     }
 
     pub fn id(&self) -> UnitId {
@@ -179,40 +196,46 @@ impl Unit {
         }
     }
 
-    /// Adds a sampled token and sees whether it ends the completion.
+    /// Adds a sampled token, then those that it leaves no choice about, and sees whether the completion has ended.
     fn take(&mut self, token: u32, logits: &[f32], tokenizer: &Tokenizer) -> Next {
         let shaped = matches!(self.state, State::Grammar(_));
-        let at_eos = self.eos.contains(&token) && (shaped || !self.params.ignore_eos);
-        if at_eos || self.params.stop_token_ids.contains(&token) {
+        if self.eos.contains(&token) && (shaped || !self.params.ignore_eos) {
             return self.finish(FinishReason::Stop, tokenizer);
+        }
+        let mut tokens = vec![token];
+        let ended = self.push(token, || sampling::log_probability(logits, token), tokenizer);
+        match ended.or_else(|| self.force(&mut tokens, tokenizer)) {
+            Some(ended) => ended,
+            None => Next::Go(vec![Continuation { node: 0, tokens }]),
+        }
+    }
+
+    /// Adds a token to the completion. `Some`: that has ended.
+    fn push(&mut self, token: u32, log_probability: impl FnOnce() -> f32, tokenizer: &Tokenizer) -> Option<Next> {
+        if self.params.stop_token_ids.contains(&token) {
+            return Some(self.finish(FinishReason::Stop, tokenizer));
         }
         self.completion.push(token);
         if self.params.logprobs {
-            self.logprobs.push(sampling::log_probability(logits, token));
+            self.logprobs.push(log_probability());
         }
         let known = self.bytes.len();
         self.bytes.extend_from_slice(tokenizer.token_bytes(token));
         let shape_ended = match &mut self.state {
             State::Grammar(state) => match state.take(token) {
                 Ok(ended) => ended,
-                Err(why) => return Next::Finished(Err(format!("the shape's matcher failed: {why}"))),
+                Err(why) => return Some(Next::Finished(Err(format!("the shape's matcher failed: {why}")))),
             },
             State::Free | State::Choice(_) => false,
         };
         if let Some(at) = find_stop(&self.bytes, known, &self.params.stop) {
             self.bytes.truncate(at);
-            return self.finish_at(FinishReason::Stop, true, tokenizer);
+            return Some(self.finish_at(FinishReason::Stop, true, tokenizer));
         }
         if shape_ended {
-            return self.finish(FinishReason::Stop, tokenizer);
+            return Some(self.finish(FinishReason::Stop, tokenizer));
         }
-        if self.completion.len() >= self.max_tokens {
-            return self.finish(FinishReason::Length, tokenizer);
-        }
-        Next::Go(vec![Continuation {
-            node: 0,
-            tokens: vec![token],
-        }])
+        (self.completion.len() >= self.max_tokens).then(|| self.finish(FinishReason::Length, tokenizer))
     }
 
     fn observe_choice(&mut self, node: Node, logits: &[f32], tokenizer: &Tokenizer, scratch: &mut Scratch) -> Next {
@@ -324,8 +347,8 @@ mod tests {
     use crate::engine::params::Shape;
     use proptest::prelude::*;
 
-    /// The completion of a shape with the first of the tokens that it allows, in this order.
-    fn complete(tokenizer: &Tokenizer, shape: Shape, order: &[u32], max_tokens: u32) -> Completion {
+    /// The completion of a shape where the model wants these tokens.
+    fn complete(tokenizer: &Arc<Tokenizer>, shape: Shape, order: &[u32], max_tokens: u32) -> Completion {
         let params = Params {
             max_tokens,
             temperature: 0.0,
@@ -333,6 +356,11 @@ mod tests {
             shape,
             ..Params::default()
         };
+        complete_with(tokenizer, params, order)
+    }
+
+    fn complete_with(tokenizer: &Arc<Tokenizer>, params: Params, order: &[u32]) -> Completion {
+        let max_tokens = params.max_tokens;
         let constraint = Constraint::compile(&params.shape, tokenizer, &[2]).unwrap();
         let request = Request {
             id: UnitId {
@@ -363,7 +391,7 @@ mod tests {
     #[test]
     fn the_tokenizers_space_is_not_part_of_the_text() {
         let sentencepiece = crate::model::tokenizer::tests::sentencepiece;
-        let tokenizer = sentencepiece(Some("always"));
+        let tokenizer = Arc::new(sentencepiece(Some("always")));
         let id = |token: &str| tokenizer.id_of(token).unwrap();
         let order = [id("▁"), id("▁a"), id("b"), 2];
         let free = complete(&tokenizer, Shape::Free, &order, 9);
@@ -386,8 +414,40 @@ mod tests {
         };
         assert_eq!((choice(9).text.as_str(), choice(9).token_ids.len()), ("ab", 2));
         assert_eq!((choice(1).text.as_str(), choice(1).fits_shape), ("a", false));
-        let never = sentencepiece(Some("never"));
+        let never = Arc::new(sentencepiece(Some("never")));
         assert_eq!(complete(&never, Shape::Free, &order[1..], 9).text, " ab");
+    }
+
+    #[test]
+    fn what_a_shape_forces_is_cut_like_other_tokens() {
+        let tokenizer = Arc::new(Tokenizer::from_words(&["shipping", "delay"], &["<pad>", "<unk>", "<eos>"]).unwrap());
+        let shape = || Shape::Regex("shipping delay x?".into());
+        let whole = complete(&tokenizer, shape(), &[2], 9);
+        assert_eq!((whole.text.as_str(), whole.fits_shape), ("shipping delay ", true));
+        let (count, reason) = (whole.token_ids.len(), whole.finish_reason);
+        assert_eq!((count, reason), (4, FinishReason::Stop), "two words, two spaces");
+        for max_tokens in 1..4 {
+            let cut = complete(&tokenizer, shape(), &[], max_tokens);
+            assert_eq!(cut.token_ids[..], whole.token_ids[..max_tokens as usize]);
+            assert_eq!((cut.finish_reason, cut.fits_shape), (FinishReason::Length, false));
+        }
+        let forced = Shape::Regex("shipping delay".into());
+        let all = complete(&tokenizer, forced, &[], 3);
+        assert_eq!((all.text.as_str(), all.fits_shape), ("shipping delay", true));
+        assert_eq!(all.finish_reason, FinishReason::Stop, "no step, and the last token ends it");
+        let stopped = |stop: &str, stop_token_ids: Vec<u32>| {
+            let params = Params {
+                max_tokens: 9,
+                temperature: 0.0,
+                stop: vec![stop.into()],
+                stop_token_ids,
+                shape: shape(),
+                ..Params::default()
+            };
+            complete_with(&tokenizer, params, &[])
+        };
+        assert_eq!(stopped("g d", Vec::new()).text, "shippin");
+        assert_eq!(stopped("", whole.token_ids[1..2].to_vec()).text, "shipping");
     }
 
     proptest! {

@@ -21,6 +21,15 @@ pub fn largest(logits: &[f32]) -> Option<f32> {
     (!broken).then_some(max)
 }
 
+/// Copies the logits to `row`, minus infinity where `mask` (a bit a token, 32 to a word, zero beyond its end) has no bit. The largest
+/// of those that stay, minus infinity where there is none; `None`: some of all logits are NaN or infinite.
+pub fn restrict(logits: &[f32], mask: &[u32], row: &mut Vec<f32>) -> Option<f32> {
+    row.resize(logits.len(), 0.0);
+    let (mut max, mut broken) = (f32::NEG_INFINITY, false);
+    restrict_on(*ISA, logits, mask, row, &mut max, &mut broken);
+    (!broken).then_some(max)
+}
+
 /// All tokens' weights relative to the most probable one's, which is 1.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Weights {
@@ -67,6 +76,37 @@ fn largest_body(logits: &[f32], max: &mut f32, broken: &mut bool) {
 
 multiversion! {
     fn largest_on(logits: &[f32], max: &mut f32, broken: &mut bool) = largest_body;
+}
+
+#[inline(always)]
+fn restrict_body(logits: &[f32], mask: &[u32], row: &mut [f32], max: &mut f32, broken: &mut bool) {
+    let mut lanes = [f32::NEG_INFINITY; 16];
+    let mut bad = [0u32; 16];
+    // Half a word of the mask at a time.
+    let half = |at: usize| mask.get(at / 2).map_or(0, |word| word >> (16 * (at % 2)) & 0xFFFF);
+    let (from, from_rest) = logits.as_chunks::<16>();
+    let (to, to_rest) = row.as_chunks_mut::<16>();
+    for (at, (from, to)) in from.iter().zip(to).enumerate() {
+        let bits = half(at);
+        for i in 0..16 {
+            let kept = if bits >> i & 1 == 1 { from[i] } else { f32::NEG_INFINITY };
+            to[i] = kept;
+            lanes[i] = if kept > lanes[i] { kept } else { lanes[i] };
+            bad[i] |= u32::from(from[i].is_nan()) | u32::from(from[i] == f32::INFINITY);
+        }
+    }
+    let bits = half(from.len());
+    for (i, (from, to)) in from_rest.iter().zip(to_rest).enumerate() {
+        *to = if bits >> i & 1 == 1 { *from } else { f32::NEG_INFINITY };
+        lanes[i] = if *to > lanes[i] { *to } else { lanes[i] };
+        bad[i] |= u32::from(from.is_nan()) | u32::from(*from == f32::INFINITY);
+    }
+    *max = lanes.into_iter().fold(f32::NEG_INFINITY, f32::max);
+    *broken = bad.into_iter().any(|b| b != 0);
+}
+
+multiversion! {
+    fn restrict_on(logits: &[f32], mask: &[u32], row: &mut [f32], max: &mut f32, broken: &mut bool) = restrict_body;
 }
 
 #[inline(always)]
@@ -168,6 +208,26 @@ mod tests {
                 assert_eq!(first.get_or_insert_with(|| weights.clone()), &weights, "{isa:?}");
             }
         }
+    }
+
+    #[test]
+    fn a_mask_leaves_what_it_has_bits_for() {
+        for n in [1usize, 15, 16, 31, 33, 64, 100, 1000] {
+            let logits = numbers(n as u64, n);
+            for words in [0, 1, n / 32, n.div_ceil(32) + 1] {
+                let mask: Vec<u32> = (0..words as u32).map(|w| w.wrapping_mul(0x9E37_79B9) ^ 0x5555_0FF0).collect();
+                let has = |i: usize| mask.get(i / 32).is_some_and(|word| word >> (i % 32) & 1 == 1);
+                let plain: Vec<f32> = (0..n).map(|i| if has(i) { logits[i] } else { f32::NEG_INFINITY }).collect();
+                for isa in Isa::available() {
+                    let (mut row, mut max, mut broken) = (vec![9.0; n], 0.0, true);
+                    restrict_on(isa, &logits, &mask, &mut row, &mut max, &mut broken);
+                    assert_eq!((&row, broken), (&plain, false), "{isa:?}");
+                    assert_eq!(max, plain.iter().copied().fold(f32::NEG_INFINITY, f32::max));
+                }
+            }
+        }
+        let mut row = Vec::new();
+        assert_eq!(restrict(&[1.0, f32::NAN], &[1], &mut row), None, "seen though it is masked");
     }
 
     #[test]

@@ -1,0 +1,67 @@
+"""Does the engine's cost grow as the work grows? W1 of peers/make.py (labelling, 30-million-parameter model, INT8) with ever more rows.
+
+    cargo build --release && benches/peers/.venv/bin/python benches/growth.py --data DIR [--rows 256,4096,65536] [--rounds 3]
+        [--out FILE.json]
+
+DIR is where benches/peers/run.py (or make.py beside it) put the models. Sizes take turns, the largest runs once. Printed are rows a
+second, planning's share of the time, and peak memory less what the trace itself takes (4 bytes a prompt token: `bench` holds the
+whole trace).
+"""
+
+import argparse
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "benches/peers"))
+import make  # noqa: E402
+
+MODEL = "l30m"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=pathlib.Path, required=True)
+    parser.add_argument("--rows", default="256,4096,65536")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--gristmill", type=pathlib.Path, default=ROOT / "target/release/gristmill")
+    parser.add_argument("--out", type=pathlib.Path)
+    args = parser.parse_args()
+    make.make(args.data, [MODEL])
+    sizes = [int(size) for size in args.rows.split(",")]
+    traces = {}
+    for size in sizes:
+        traces[size] = args.data / f"{MODEL}-W1-{size}.jsonl"
+        with open(traces[size], "w") as file:
+            for request in make.trace("W1", size, make.MODELS[MODEL]["vocab_size"]):
+                file.write(json.dumps(request) + "\n")
+    found = {size: [] for size in sizes}
+    for round_ in range(args.rounds):
+        for size in sizes:
+            if round_ > 0 and size == max(sizes):
+                continue
+            line = [args.gristmill, "bench", "--model", args.data / MODEL, "--trace", traces[size], "--ignore-eos",
+                    "--precision", "int8", "--warm-up", "1", "--json"]
+            done = subprocess.run([str(part) for part in line], capture_output=True, text=True)
+            if done.returncode != 0:
+                raise SystemExit(f"{' '.join(map(str, line))} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+            figures = json.loads(done.stdout)
+            # A path of this machine.
+            figures.pop("model", None)
+            found[size].append(figures)
+            print(f"{size} rows: {size / figures['seconds']:.1f} rows/s", file=sys.stderr, flush=True)
+    print("| rows | rows/s | planning | peak memory less the trace, MB |\n|---|---|---|---|")
+    for size, runs in found.items():
+        rate = statistics.median(size / run["seconds"] for run in runs)
+        planning = statistics.median(dict(run["seconds_by_operation"])["plan"] / run["seconds"] for run in runs)
+        memory = statistics.median(run["peak_memory_bytes"] - 4 * run["prompt_tokens"] for run in runs)
+        print(f"| {size:,} | {rate:.1f} | {planning:.2%} | {memory / 1e6:,.0f} |")
+    if args.out:
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
