@@ -1,11 +1,13 @@
 """Runs a trace through llama.cpp's C API and prints what `gristmill bench --json` prints.
 
-    python peer_llamacpp.py FILE.gguf TRACE [--sequences N] [--batch N] [--physical-batch N] [--cache f16|q8_0] [--split]
+    python peer_llamacpp.py FILE.gguf TRACE [--sequences N] [--batch N] [--physical-batch N] [--cache f16|q8_0]
+        [--buffers auto|one|many]
 
 gguf_model.py writes FILE.gguf. Batches are continuous: up to `--sequences` requests run at once, another begins as soon as one
 ends, prompts and next tokens go into one batch. What all prompts begin with is computed once, before the clock starts, as is the
-first request, and copied to each sequence. Sequences have one buffer of keys and values in common; with `--split` each has its
-own and nothing is shared. Samplers are llama.cpp's.
+first request, and copied to each sequence. `--buffers one` keeps keys and values of all sequences in one buffer, `many` gives each
+its own, between which llama.cpp copies no beginnings; `auto`, as llama.h advises, is one where prompts share a beginning, many
+where they do not. Samplers are llama.cpp's.
 """
 
 import argparse
@@ -169,17 +171,19 @@ def main():
     parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--physical-batch", type=int, default=512)
     parser.add_argument("--cache", choices=CACHES, default="f16")
-    parser.add_argument("--split", action="store_true")
+    parser.add_argument("--buffers", choices=("auto", "one", "many"), default="auto")
     args = parser.parse_args()
     info = instructions()
     requests = [json.loads(line) for line in args.trace.read_text().splitlines()]
-    engine = Engine(args.model, requests, args.sequences, args.batch, args.physical_batch, args.cache, args.split)
+    split = args.buffers == "many" or args.buffers == "auto" and not shared(requests)
+    engine = Engine(args.model, requests, args.sequences, args.batch, args.physical_batch, args.cache, split)
     engine.run(requests[:1])
     began = time.monotonic()
     generated = engine.run(requests)
     seconds = time.monotonic() - began
     assert [len(tokens) for tokens in generated] == [request["max_tokens"] for request in requests]
-    report(requests, sum(map(len, generated)), seconds, sequences=args.sequences, llama_cpp=llama_cpp.__version__, built_for=info)
+    report(requests, sum(map(len, generated)), seconds, sequences=args.sequences,
+           buffers="many" if split else "one", llama_cpp_python=llama_cpp.__version__, built_for=info)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,10 @@ def sampling(batch):
     alike = {(request.get("temperature", 0.0), request.get("top_p", 1.0)) for request in batch}
     assert len(alike) == 1, "requests that are sampled in different ways"
     temperature, top_p = alike.pop()
-    # No top_k: the default is 50.
-    return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0} if temperature > 0.0 else {"do_sample": False}
+    if temperature == 0.0:
+        return {"do_sample": False}
+    # 0: none; generate() takes the 50 most probable otherwise.
+    return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
 
 
 class Model:
