@@ -6,15 +6,13 @@ DIR is where benches/peers/run.py has made its models and traces. Each round run
 table shows medians of total tokens/s as shares of what the whole engine does in INT8.
 """
 
-import argparse
 import json
 import pathlib
 import statistics
-import subprocess
 import sys
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "benches/peers"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "peers"))
+from common import bench, columns_of, options, run, table_head  # noqa: E402
 from picture import bars  # noqa: E402
 
 INT8 = ["--precision", "int8"]
@@ -34,26 +32,13 @@ VARIANTS = {
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=pathlib.Path, required=True)
-    parser.add_argument("--models", default="l30m")
-    parser.add_argument("--workloads", default="W1,W2,W3")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--gristmill", type=pathlib.Path, default=ROOT / "target/release/gristmill")
-    parser.add_argument("--out", type=pathlib.Path)
-    parser.add_argument("--svg", type=pathlib.Path)
-    args = parser.parse_args()
-    columns = [(m, w) for m in args.models.split(",") for w in args.workloads.split(",")]
+    args = options(__doc__, "l30m").parse_args()
+    columns = columns_of(args)
     found = {}
     for round_ in range(args.rounds):
         for model, workload in columns:
-            for name, options in VARIANTS.items():
-                line = [args.gristmill, "bench", "--model", args.data / model, "--trace",
-                        args.data / f"{model}-{workload}.jsonl", "--ignore-eos", "--warm-up", "1", "--json", *options]
-                done = subprocess.run(line, capture_output=True, text=True, check=True)
-                figures = json.loads(done.stdout.splitlines()[-1])
-                # A path of this machine.
-                figures.pop("model")
+            for name, extra in VARIANTS.items():
+                figures = run(bench(args, model, args.data / f"{model}-{workload}.jsonl", *extra))
                 found.setdefault((model, workload, name), []).append(figures)
                 print(f"round {round_ + 1}: {model} {workload} {name}: {figures['total_tokens_per_second']:,.0f} tokens/s",
                       file=sys.stderr, flush=True)
@@ -61,8 +46,7 @@ def main():
     def rate(column, name):
         return statistics.median(figures["total_tokens_per_second"] for figures in found[*column, name])
 
-    print("| | " + " | ".join(f"{m} {w}" for m, w in columns) + " |")
-    print("|---" * (1 + len(columns)) + "|")
+    table_head(columns)
     whole = list(VARIANTS)[-1]
     for name in VARIANTS:
         cells = [f"{rate(c, name):,.0f}" if name == whole else f"{rate(c, name) / rate(c, whole):.2f}" for c in columns]

@@ -68,7 +68,9 @@ def main():
         steps = own[0]["batches"]["steps"]
         memory = [steps * (s["linear"] + s["head"]) / read, needs["kv"] / read]
         limit = max(sum(arithmetic), sum(memory))
-        peers = [statistics.median(run["seconds"] for run in runs) for side, runs in sides.items() if side != "gristmill"]
+        # A slow peer may have run fewer rows.
+        peers = [statistics.median(run["seconds"] / run["requests"] for run in runs) * own[0]["requests"]
+                 for side, runs in sides.items() if side != "gristmill"]
         cells = [*(f"{x:.2f}" for x in [*arithmetic, *memory, limit, seconds]), f"{limit / seconds:.0%}",
                  f"{limit / min(peers):.0%}"]
         print(f"| {model} {workload} | " + " | ".join(cells) + " |")

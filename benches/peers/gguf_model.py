@@ -1,0 +1,141 @@
+"""Writes a checkpoint that make.py has made as a GGUF file for llama.cpp.
+
+    python gguf_model.py MODEL_DIR FILE.gguf [--type q8_0|q4_0|bf16|f32] [--check]
+
+Llama and Qwen2 with tied embeddings. Matrices get the type asked for, norms and biases stay F32; a file that is there is kept.
+It has the vocabulary's size only, since the benchmark's prompts are token ids.
+
+`--check` generates 12 tokens from each of 24 prompts with a common beginning, greedily, as peer_llamacpp.py does it (8 sequences at
+once, keys and values in one buffer, then in many), and asks transformers in F32 whether each is the most probable one after those
+before it. Less than 90 % (Q4_0: 30 %) is an error.
+"""
+
+import argparse
+import json
+import pathlib
+import struct
+
+import gguf
+import numpy
+
+# The type of matrices, the type of the file, and how often a greedy token is to be that of F32.
+TYPES = {
+    "q8_0": (gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0, 0.9),
+    "q4_0": (gguf.GGMLQuantizationType.Q4_0, gguf.LlamaFileType.MOSTLY_Q4_0, 0.3),
+    "bf16": (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16, 0.9),
+    "f32": (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32, 0.9),
+}
+WHOLE = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
+PARTS = {
+    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}
+
+
+def tensors(path):
+    """Name and values, in F32, of each tensor of a safetensors file in BF16."""
+    with open(path, "rb") as file:
+        length = struct.unpack("<Q", file.read(8))[0]
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    data = numpy.memmap(path, mode="r", offset=8 + length)
+    for name, entry in header.items():
+        assert entry["dtype"] == "BF16", f"{name} is in {entry['dtype']}"
+        begin, end = entry["data_offsets"]
+        bits = data[begin:end].view("<u2").astype(numpy.uint32) << 16
+        yield name, bits.view(numpy.float32).reshape(entry["shape"])
+
+
+def renamed(name):
+    if name in WHOLE:
+        return WHOLE[name]
+    _, _, layer, part = name.split(".", 3)
+    part, kind = part.rsplit(".", 1)
+    return f"blk.{layer}.{PARTS[part]}.{kind}"
+
+
+def paired(rows, dim):
+    """Rotary embedding of Llama turns dimensions 2i and 2i + 1 in llama.cpp, i and dim / 2 + i in the checkpoint."""
+    order = numpy.arange(dim).reshape(2, dim // 2).T.ravel()
+    return rows.reshape(-1, dim, *rows.shape[1:])[:, order].reshape(rows.shape)
+
+
+def write(model, path, kind):
+    config = json.loads((model / "config.json").read_text())
+    family = config["model_type"]
+    assert family in ("llama", "qwen2") and config["tie_word_embeddings"], "only what make.py makes"
+    matrices, file_type, _ = TYPES[kind]
+    part = path.with_suffix(".part")
+    writer = gguf.GGUFWriter(part, family)
+    writer.add_file_type(file_type)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("none")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    for name, values in tensors(model / "model.safetensors"):
+        if family == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
+            values = paired(values, config["head_dim"])
+        if values.ndim == 2:
+            writer.add_tensor(renamed(name), gguf.quants.quantize(values, matrices), raw_dtype=matrices)
+        else:
+            writer.add_tensor(renamed(name), values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    # Last: a file of that name is whole.
+    part.rename(path)
+
+
+def check(model, path, kind):
+    """How many greedy tokens of llama.cpp are the most probable ones in F32."""
+    import torch
+    import transformers
+
+    import peer_llamacpp
+
+    random = numpy.random.default_rng(1)
+    vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+    beginning = random.integers(3, vocabulary, 32).tolist()
+    requests = [{"prompt_token_ids": beginning + random.integers(3, vocabulary, 4 + 3 * i).tolist(), "max_tokens": 12}
+                for i in range(24)]
+    reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    for split in (False, True):
+        same = count = 0
+        for request, tokens in zip(requests, peer_llamacpp.Engine(path, requests, sequences=8, split=split).run(requests)):
+            prompt = request["prompt_token_ids"]
+            with torch.inference_mode():
+                logits = reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1:]
+            same += (logits.argmax(-1) == torch.tensor(tokens)).sum().item()
+            count += len(tokens)
+        print(f"{path.name}, {'many buffers' if split else 'one buffer'}: {same} of {count} greedy tokens are those of F32")
+        if same < TYPES[kind][2] * count:
+            raise SystemExit("too few: the file or the way it is run is wrong")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=pathlib.Path)
+    parser.add_argument("file", type=pathlib.Path)
+    parser.add_argument("--type", choices=TYPES, default="q8_0")
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    if not args.file.exists():
+        write(args.model, args.file, args.type)
+    if args.check:
+        check(args.model, args.file, args.type)
+
+
+if __name__ == "__main__":
+    main()
