@@ -22,6 +22,7 @@ mod queue_contract;
 mod queue_doors;
 mod queue_kafka;
 mod queue_rabbitmq;
+mod recheck;
 mod rules;
 mod schemas;
 mod services;

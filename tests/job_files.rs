@@ -162,6 +162,50 @@ fn a_queue_is_read_and_takes_no_secrets() {
 }
 
 #[test]
+fn a_recheck_is_read_and_is_no_part_of_the_record() {
+    let with = |report: &str| check(&GOOD.replace("{gold: category}", report), "x.yaml");
+    let asked = |report: &str| with(report).unwrap().recheck.map(|asked| (asked.rows, asked.precision));
+    assert_eq!(asked("{gold: category}"), None);
+    assert_eq!(asked("{recheck: {}}"), Some((200, Precision::F32)));
+    assert_eq!(
+        asked("{recheck: {rows: 7, precision: bf16}}"),
+        Some((7, Precision::Bf16))
+    );
+    assert_eq!(
+        with("{recheck: {rows: 7}}").unwrap().resolved(),
+        with("{recheck: {rows: 8}}").unwrap().resolved()
+    );
+    for (recheck, expected) in [
+        ("{rows: 0}", "`report.recheck.rows` is 0; it must be at least 1"),
+        ("{rows: -3}", "`report.recheck.rows` is -3"),
+        ("{rows: many}", "`rows` is not a whole number"),
+        (
+            "{precision: int8}",
+            "`report.recheck.precision` is `int8`; it must be `f32` or `bf16`",
+        ),
+        (
+            "{precision: f23}",
+            "`report.recheck.precision` is `f23`; did you mean `f32`?",
+        ),
+        (
+            "{row: 9}",
+            "unknown field `row` in `report.recheck`; did you mean `rows`?",
+        ),
+    ] {
+        let error = with(&format!("{{recheck: {recheck}}}")).unwrap_err();
+        assert!(error.contains(expected) && !error.contains('\n'), "{recheck}: {error}");
+    }
+    let lines = GOOD
+        .replace("{gold: category}", "{recheck: {}}")
+        .replace("\"out/\"", "o, format: openai");
+    let error = check(&lines, "x.yaml").unwrap_err();
+    assert!(
+        error.contains("`report.recheck` needs `output.format` to be `parquet`"),
+        "{error}"
+    );
+}
+
+#[test]
 fn the_hash_knows_content_not_form() {
     let hash = |text: &str, name: &str| JobFile::parse(text, name).unwrap().hash;
     let yaml = "name: a\nmodel: m\ninput: {uri: x}\nprompt: {text: t}\noutput: {uri: o}\n";
@@ -186,6 +230,18 @@ fn the_hash_knows_content_not_form() {
         hash(yaml, "a.yaml"),
         hash(&format!("{yaml}budget: {{usd_per_hour: 5}}\n"), "a.yaml"),
     );
+    let gold = format!("{yaml}report: {{gold: g}}\n");
+    for (bare, asked) in [
+        (yaml, format!("{yaml}report: {{recheck: {{rows: 9}}}}\n")),
+        (&gold, format!("{yaml}report: {{gold: g, recheck: {{rows: 9}}}}\n")),
+    ] {
+        assert_eq!(
+            hash(bare, "a.yaml"),
+            hash(&asked, "a.yaml"),
+            "the same job, looked at afterwards"
+        );
+    }
+    assert_ne!(hash(yaml, "a.yaml"), hash(&gold, "a.yaml"));
     assert_eq!(hash(yaml, "a.yaml").len(), 64);
 }
 

@@ -35,6 +35,8 @@ pub enum Command {
     Watch(WatchArgs),
     /// Prove that a finished job holds every row exactly once
     Verify(OutputArgs),
+    /// Run a sample of a finished job's rows again in a higher precision, and say how many answers are the same
+    Recheck(RecheckArgs),
     /// Stop a job for good: workers write what is finished and start nothing more
     Cancel(CancelArgs),
     /// Run the failed rows of a finished job again, as its next generation
@@ -146,6 +148,29 @@ pub struct PlanArgs {
     /// Print the plan as one JSON object, last on stdout
     #[arg(long)]
     pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct RecheckArgs {
+    /// The job file (YAML or JSON) of a finished job, whoever ran it
+    pub job: PathBuf,
+    /// The job is the trial of the first N rows that `run --limit N` made
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    pub limit: Option<u64>,
+    /// Rows to run again, from all over the job (default: the job file's `report.recheck.rows`, or 200)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    pub rows: Option<u64>,
+    /// Number format to compute in, higher than the job's own (default: the job file's `report.recheck.precision`, or f32)
+    #[arg(long, value_name = "FORMAT", value_parser = ["f32", "bf16"])]
+    pub precision: Option<String>,
+    #[command(flatten)]
+    pub engine: EngineArgs,
+    /// Print the result as one JSON object, last on stdout
+    #[arg(long)]
+    pub json: bool,
+    /// No progress on stderr, only errors
+    #[arg(long, short)]
+    pub quiet: bool,
 }
 
 #[derive(Debug, Args)]

@@ -13,7 +13,7 @@ use crate::engine::constraint::Compiler;
 use crate::job::Renderer;
 use crate::job::file::{self, OutputFormat};
 use crate::job::generate::ShapeSpec;
-use crate::job::spec::{Job, PromptKind};
+use crate::job::spec::{Job, Precision, PromptKind};
 use crate::ledger::keys::sha256;
 use crate::ledger::{JobDraft, JobIdentity, Ledger, Terms, Unfinished};
 use crate::report::summary::Summary;
@@ -34,6 +34,9 @@ impl Opened {
     /// Reads the job file and the model's config and tokenizer.
     pub fn open(path: &Path, limit: Option<u64>) -> Result<Opened, Failure> {
         let job = Job::load(path).map_err(Failure::bad_job)?;
+        if let Some(recheck) = &job.recheck {
+            check_higher(&job, recheck.precision, "`report.recheck.precision`")?;
+        }
         let model = ModelFiles::open(model_dir(&job)?).map_err(Failure::bad_job)?;
         let output = Location::parse(&job.output.uri, &job.base_dir).map_err(Failure::bad_job)?;
         let output = match limit {
@@ -218,6 +221,24 @@ impl Opened {
 fn check_columns(renderer: &Renderer, plan: &InputPlan) -> Result<(), Failure> {
     let columns: Vec<String> = plan.columns.iter().map(|c| c.name.clone()).collect();
     renderer.check_columns(&columns).map_err(Failure::bad_job)
+}
+
+/// Checks that a recheck in `asked`, which `place` says, is in a higher precision than the job runs in.
+pub fn check_higher(job: &Job, asked: Precision, place: &str) -> Result<(), Failure> {
+    let (own, asked) = (precision(job.precision), precision(asked));
+    if asked.bits() > own.bits() {
+        return Ok(());
+    }
+    let advice = match own {
+        device::Precision::F32 => "nothing is higher, leave the recheck out",
+        _ => "choose a higher one",
+    };
+    Err(Failure::bad_job(anyhow::anyhow!(
+        "{}: {place} is `{}`, and the job runs in `{}` itself: {advice}",
+        job.file,
+        precision_word(asked),
+        precision_word(own)
+    )))
 }
 
 /// The folder of a trial: another one for each version of the job file, so that a job can be tried, changed and tried again.

@@ -11,6 +11,7 @@ mod exit;
 mod extend;
 mod outfit;
 mod plan;
+mod recheck;
 mod reconcile;
 mod retry;
 mod run;
@@ -64,6 +65,7 @@ async fn command(command: Command) -> Result<Exit, Failure> {
         Command::Status(args) => status::status(args).await,
         Command::Watch(args) => status::watch(args).await,
         Command::Verify(args) => verify::verify(args).await,
+        Command::Recheck(args) => recheck::recheck(args).await,
         Command::Submit(args) => submit::submit(args).await,
         Command::Cancel(args) => cancel::cancel(args).await,
         Command::Retry(args) => retry::retry(args).await,

@@ -8,6 +8,7 @@ use crate::cli::door::{self, Opened};
 use crate::cli::exit::{Exit, Failure, one_line};
 use crate::cli::extend::Used;
 use crate::cli::outfit::{LoadedModel, STEP_MAX, render_threads, stop_on_signals};
+use crate::cli::recheck;
 use crate::dataset::DatasetError;
 use crate::ledger::{Ledger, LedgerError, Order, StopWhy};
 use crate::queue::{LocalQueue, Message};
@@ -39,26 +40,29 @@ pub async fn run(args: RunArgs) -> Result<Exit, Failure> {
             Ledger::create_or_resume(&opened.output, draft).await.map_err(refusal)?
         }
     };
+    let stop = Stop::default();
     if ledger.finish_check(None).await?.is_some() {
         if !args.quiet {
             eprintln!("job `{}` is already done: nothing to do", opened.job.name);
         }
-        return report(&opened, &ledger, &args).await;
+        if opened.job.recheck.is_some() {
+            stop_on_signals(stop.clone())?;
+        }
+        return report(&opened, &ledger, &args, &stop).await;
     }
     let stopped = resume_if_extended(&opened, &ledger).await?.map(Why::from);
     let why = match stopped {
         Some(why) => Some(why),
         None => {
-            let stop = Stop::default();
             stop_on_signals(stop.clone())?;
-            work(&opened, &ledger, &args, resumed, stop).await?
+            work(&opened, &ledger, &args, resumed, stop.clone()).await?
         }
     };
     // The last part may have been published while the stop was on its way.
     if why.is_none() || ledger.success().await?.is_some() {
-        return report(&opened, &ledger, &args).await;
+        return report(&opened, &ledger, &args, &stop).await;
     }
-    if let Err(failure) = report(&opened, &ledger, &args).await {
+    if let Err(failure) = report(&opened, &ledger, &args, &stop).await {
         eprintln!("gristmill: no report: {}", one_line(&failure.error));
     }
     let (exit, said) = match why {
@@ -205,15 +209,26 @@ fn shards_in_flight(shard_rows: u64, sequences: u32) -> u32 {
     to_fill.saturating_add(2).clamp(4, 64) as u32
 }
 
-/// Prints the report; the exit code that the rows alone would give.
-async fn report(opened: &Opened, ledger: &Ledger, args: &RunArgs) -> Result<Exit, Failure> {
+/// Prints the report; the exit code that the rows alone would give, unless a stop cuts the recheck short.
+async fn report(opened: &Opened, ledger: &Ledger, args: &RunArgs, stop: &Stop) -> Result<Exit, Failure> {
     let mut summary: Summary = door::summary(ledger, opened.output.url.as_str()).await?;
-    if let Some(gold) = &opened.job.gold
-        && ledger.success().await?.is_some()
-    {
+    let mut exit = Exit::of_rows(&summary.rows);
+    let is_done = ledger.success().await?.is_some();
+    if let Some(gold) = opened.job.gold.as_ref().filter(|_| is_done) {
         match agreement::of_parts(ledger, gold).await {
             Ok(agreement) => summary.agreement = Some(agreement),
             Err(error) => eprintln!("gristmill: no agreement: {}", one_line(&error.into())),
+        }
+    }
+    if let Some(asked) = opened.job.recheck.as_ref().filter(|_| is_done) {
+        match recheck::of_job(opened, ledger, asked, &args.engine, args.quiet, stop).await {
+            Ok(found) => summary.recheck = Some(found),
+            Err(failure) => {
+                eprintln!("gristmill: no recheck: {}", one_line(&failure.error));
+                if failure.exit == Exit::Interrupted {
+                    exit = failure.exit;
+                }
+            }
         }
     }
     if args.json {
@@ -223,5 +238,5 @@ async fn report(opened: &Opened, ledger: &Ledger, args: &RunArgs) -> Result<Exit
             println!("{line}");
         }
     }
-    Ok(Exit::of_rows(&summary.rows))
+    Ok(exit)
 }

@@ -38,6 +38,15 @@ pub enum KvFormat {
 }
 
 impl Precision {
+    /// Of the numbers that linear layers multiply: more are the higher precision.
+    pub fn bits(self) -> u32 {
+        match self {
+            Precision::F32 => 32,
+            Precision::Bf16 => 16,
+            Precision::Int8 => 8,
+        }
+    }
+
     /// What keys and values are kept in where nothing else is asked for.
     pub fn kv_format(self) -> KvFormat {
         match self {

@@ -344,6 +344,23 @@ pub struct ReportFile {
     /// The input column that holds the right answer; the report says how many completions agree.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gold: Option<String>,
+    /// Runs a sample of the finished job's rows again in a higher precision; the report says how many answers stay the same.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub recheck: Option<RecheckFile>,
+}
+
+/// The sample that is run again, and in what. Changes no row of the output.
+#[derive(Debug, Clone, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct RecheckFile {
+    /// How many rows, from all over the job; all where it has fewer (200).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 1))]
+    pub rows: Option<i64>,
+    /// Number format to compute in, higher than the job's own (f32).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(extend("enum" = ["f32", "bf16", null]))]
+    pub precision: Option<String>,
 }
 
 /// A job file that was read, with what its content is known by.
@@ -502,8 +519,9 @@ fn yaml_options() -> serde_saphyr::Options {
     options
 }
 
-/// SHA-256, hexadecimal, of `content` without `queue` and the limits in `budget`, written compactly with sorted keys: more
-/// money or time for a job, or another way to its workers, does not make it another job.
+/// SHA-256, hexadecimal, of `content` without `queue`, `report.recheck` and the limits in `budget`, written compactly with
+/// sorted keys: more money or time for a job, another way to its workers, or a look at its answers afterwards does not make
+/// it another job.
 fn content_hash(content: &Value) -> String {
     fn sorted(value: &Value) -> Value {
         match value {
@@ -527,8 +545,15 @@ fn content_hash(content: &Value) -> String {
             budget.remove(limit);
         }
     }
+    let only_recheck = match content.get_mut("report") {
+        Some(Value::Object(report)) => report.shift_remove("recheck").is_some() && report.is_empty(),
+        _ => false,
+    };
     if let Value::Object(fields) = &mut content {
         fields.shift_remove("queue");
+        if only_recheck {
+            fields.shift_remove("report");
+        }
         if fields.get("budget") == Some(&Value::Object(Map::new())) {
             fields.shift_remove("budget");
         }

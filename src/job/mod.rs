@@ -1,6 +1,6 @@
 //! What a job file says, a valid job, and the prompts it makes of rows.
 //!
-//! `file` (raw, as written; `unknown` names the field that it does not have) → `spec`, `generate` and `queue` (valid, by
+//! `file` (raw, as written; `unknown` names the field that it does not have) → `spec`, `generate`, `queue` and `recheck` (valid, by
 //! `check`; nothing downstream checks again) → `prompt`
 //! (rows to token ids), over `template` (column templates; `words` for the columns they name, and `python` for what they expect of it), `chat` (the
 //! checkpoint's chat template), `guard` (data is never control) and `openai` (lines of OpenAI batch files).
@@ -14,6 +14,7 @@ mod openai;
 pub mod prompt;
 mod python;
 pub mod queue;
+pub mod recheck;
 pub mod spec;
 mod template;
 mod unknown;

@@ -13,6 +13,7 @@ use super::file::{
 };
 use super::generate::{Generate, ShapeSpec};
 use super::queue::JobQueue;
+use super::recheck::Recheck;
 use super::{JobError, suggest};
 use crate::dataset::plan::Format;
 
@@ -61,6 +62,9 @@ pub struct Job {
     pub queue: Option<JobQueue>,
     /// The input column with right answers, for the report.
     pub gold: Option<String>,
+    /// What the report runs again. No part of the job's record either: it changes no row.
+    #[serde(skip)]
+    pub recheck: Option<Recheck>,
     /// The job file's folder; paths without a scheme are relative to it.
     pub base_dir: PathBuf,
     /// The job file, for messages.
@@ -229,13 +233,11 @@ fn build(parsed: Parsed, file: &str, base_dir: &Path) -> Result<Job, FieldError>
         field: format!("generate.{}", e.field),
         why: e.why,
     })?;
-    let gold = raw
-        .report
-        .and_then(|report| report.gold)
-        .map(|gold| text("report.gold", gold))
-        .transpose()?;
+    let report = raw.report.unwrap_or_default();
+    let gold = report.gold.map(|gold| text("report.gold", gold)).transpose()?;
+    let recheck = report.recheck.map(Recheck::check).transpose()?;
     let output = output(raw.output)?;
-    check_together(&generate, &output, gold.is_some())?;
+    check_together(&generate, &output, gold.is_some(), recheck.is_some())?;
     let rows = raw.shards.and_then(|shards| shards.rows).unwrap_or(SHARD_ROWS);
     if !(1..=SHARD_ROWS_MAX).contains(&rows) {
         return bad(
@@ -262,6 +264,7 @@ fn build(parsed: Parsed, file: &str, base_dir: &Path) -> Result<Job, FieldError>
         budget: budget(raw.budget.unwrap_or_default())?,
         queue: raw.queue.map(JobQueue::check).transpose()?,
         gold,
+        recheck,
         base_dir: base_dir.to_path_buf(),
         file: file.to_string(),
         hash,
@@ -269,11 +272,13 @@ fn build(parsed: Parsed, file: &str, base_dir: &Path) -> Result<Job, FieldError>
 }
 
 /// What each is fine alone and cannot be had together.
-fn check_together(generate: &Generate, output: &Output, gold: bool) -> Result<(), FieldError> {
+fn check_together(generate: &Generate, output: &Output, gold: bool, recheck: bool) -> Result<(), FieldError> {
     let openai = output.format == OutputFormat::Openai;
-    // The report compares one answer a row, which it reads from Parquet parts.
-    if gold && openai {
-        return bad("report.gold", "needs `output.format` to be `parquet`");
+    // The report reads answers from Parquet parts; with a gold column it compares one a row.
+    for (field, asked) in [("report.gold", gold), ("report.recheck", recheck)] {
+        if asked && openai {
+            return bad(field, "needs `output.format` to be `parquet`");
+        }
     }
     if gold && generate.n > 1 {
         return bad(

@@ -5,6 +5,7 @@ use serde::Serialize;
 use crate::ledger::Tally;
 use crate::ledger::status::Status;
 use crate::report::cost::show_dollars;
+use crate::report::recheck::Recheck;
 
 /// Rows by status.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
@@ -68,6 +69,8 @@ pub struct Summary {
     pub usd: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub agreement: Option<Agreement>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub recheck: Option<Recheck>,
 }
 
 /// Tokens per second, 0 where no time was measured.
@@ -93,6 +96,7 @@ impl Summary {
             tokens_per_second: rate(tokens.prompt + tokens.completion, status.seconds),
             usd: status.usd,
             agreement: None,
+            recheck: None,
         }
     }
 
@@ -140,6 +144,7 @@ impl Summary {
                 percent(a.equal, a.rows)
             ));
         }
+        lines.extend(self.recheck.iter().flat_map(Recheck::lines));
         lines.push(format!("output      {}", self.output));
         lines
     }
@@ -201,6 +206,7 @@ mod tests {
             tokens_per_second: 12.0,
             usd: None,
             agreement: None,
+            recheck: None,
         };
         assert_eq!(
             serde_json::to_string(&summary).unwrap(),

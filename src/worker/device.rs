@@ -11,7 +11,6 @@ use tokio::sync::mpsc::{self, error::TryRecvError};
 use tokio::sync::oneshot;
 
 use crate::engine::Generate;
-use crate::engine::request::{Request, UnitId};
 use crate::worker::assemble::{Assembler, errored};
 use crate::worker::in_flight::ShardKey;
 use crate::worker::jobs::OpenJob;
@@ -205,19 +204,8 @@ impl Device {
             anyhow::bail!("row {row} is of a job that never came");
         };
         self.assembler.expect(key, row, params.samples, &params.shape);
-        for sample in 0..params.samples {
-            let request = Request {
-                id: UnitId {
-                    job: key.job,
-                    row,
-                    sample,
-                    // A row that is tried again by a retry draws other random numbers.
-                    attempt: job.ledger.generation(),
-                },
-                prompt: prompt.clone(),
-                params: params.clone(),
-                eos: job.eos.clone(),
-            };
+        // A row that is tried again by a retry draws other random numbers.
+        for request in job.requests(row, prompt, params, job.ledger.generation()) {
             if let Err(refused) = self.engine.submit(request) {
                 self.assembler.forget(key.job, row);
                 return self.hand_on(Kept::Row(key, errored(row, refused.to_string())));

@@ -16,6 +16,8 @@ use crate::dataset::output::OutputSchema;
 use crate::dataset::part::OpenaiMeta;
 use crate::dataset::row::RowStatus;
 use crate::dataset::shard::ShardReader;
+use crate::engine::params::Params;
+use crate::engine::request::{Request, UnitId};
 use crate::job::file::OutputFormat;
 use crate::job::{Job, Renderer};
 use crate::ledger::control::Control;
@@ -175,6 +177,28 @@ impl OpenJob {
             Some(control) => self.ledger.terms(control),
             None => self.ledger.job().terms,
         }
+    }
+
+    /// What a row asks of the engine, a request for each of its samples. `attempt`: the generation that the row is of.
+    pub fn requests(
+        &self,
+        row: u64,
+        prompt: Arc<[u32]>,
+        params: Arc<Params>,
+        attempt: u32,
+    ) -> impl Iterator<Item = Request> {
+        let (job, eos) = (self.number, self.eos.clone());
+        (0..params.samples).map(move |sample| Request {
+            id: UnitId {
+                job,
+                row,
+                sample,
+                attempt,
+            },
+            prompt: prompt.clone(),
+            params: params.clone(),
+            eos: eos.clone(),
+        })
     }
 
     /// The first row of a shard, over the job's whole input.

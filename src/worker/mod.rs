@@ -28,6 +28,7 @@ pub mod model;
 pub mod patience;
 pub mod preflight;
 pub mod pulse;
+pub mod recheck;
 mod shard;
 pub mod spot;
 pub mod stop;

@@ -1,0 +1,129 @@
+//! `gristmill recheck`: how far a finished job's answers agree with those of a higher precision, over a sample of its rows.
+
+use std::sync::Arc;
+
+use serde_json::json;
+
+use crate::cli::args::{EngineArgs, RecheckArgs};
+use crate::cli::door::{Opened, check_higher, no_job};
+use crate::cli::exit::{Exit, Failure};
+use crate::cli::outfit::{LoadedModel, render_threads, stop_on_signals};
+use crate::cli::worker::asked_precision;
+use crate::dataset::DatasetError;
+use crate::job::file::OutputFormat;
+use crate::job::generate::ShapeSpec;
+use crate::job::recheck::Recheck as Asked;
+use crate::ledger::Ledger;
+use crate::report::meter::Meter;
+use crate::report::progress::{self, Goal};
+use crate::report::recheck::Recheck;
+use crate::report::sample::sample;
+use crate::report::summary::number;
+use crate::worker::jobs::OpenJob;
+use crate::worker::model::{precision, precision_word};
+use crate::worker::recheck::{self, Parts};
+use crate::worker::stop::Stop;
+
+pub async fn recheck(args: RecheckArgs) -> Result<Exit, Failure> {
+    let opened = Opened::open(&args.job, args.limit)?;
+    let asked = asked(&opened, &args)?;
+    let ledger = Ledger::open(&opened.output).await?;
+    let ledger = ledger.ok_or_else(|| no_job(&opened.output))?;
+    ledger
+        .check_same(&opened.job.name, &opened.identity()?)
+        .map_err(Failure::bad_job)?;
+    if ledger.success().await?.is_none() {
+        let status = ledger.status().await?;
+        return Err(Failure::bad_job(anyhow::anyhow!(
+            "job `{}` is not finished, {} of its {} rows are: recheck it when it is",
+            status.name,
+            number(status.tally.rows()),
+            number(status.rows)
+        )));
+    }
+    let stop = Stop::default();
+    stop_on_signals(stop.clone())?;
+    let found = of_job(&opened, &ledger, &asked, &args.engine, args.quiet, &stop).await?;
+    if args.json {
+        let json = json!({
+            "job": opened.job.name,
+            "output": opened.output.url.as_str(),
+            "precision": precision_word(opened.precision()),
+            "recheck": found,
+        });
+        println!("{json}");
+    } else {
+        for line in found.lines() {
+            println!("{line}");
+        }
+    }
+    Ok(Exit::Done)
+}
+
+/// What the arguments ask for, then the job file, then nobody.
+fn asked(opened: &Opened, args: &RecheckArgs) -> Result<Asked, Failure> {
+    let job = &opened.job;
+    if job.output.format != OutputFormat::Parquet {
+        return Err(Failure::bad_job(anyhow::anyhow!(
+            "{}: a recheck reads answers from Parquet parts, and `output.format` is another",
+            job.file
+        )));
+    }
+    let mut asked = job.recheck.clone().unwrap_or_default();
+    asked.rows = args.rows.unwrap_or(asked.rows);
+    if let Some(word) = &args.precision {
+        asked.precision = asked_precision(word);
+    }
+    check_higher(job, asked.precision, "`--precision`")?;
+    Ok(asked)
+}
+
+/// Rechecks a finished job. The model that it ran with must be gone from memory: this loads it anew.
+pub async fn of_job(
+    opened: &Opened,
+    ledger: &Ledger,
+    asked: &Asked,
+    args: &EngineArgs,
+    quiet: bool,
+    stop: &Stop,
+) -> Result<Recheck, Failure> {
+    let (job, identity) = (&opened.job, &ledger.job().identity);
+    let precision = precision(asked.precision);
+    let sample = sample(&ledger.job().shards, asked.rows, &identity.job_hash);
+    let goal = Goal {
+        rows: sample.iter().map(|shard| shard.rows.len() as u64).sum(),
+        rows_before: 0,
+        seconds_before: 0.0,
+        usd_per_hour: None,
+    };
+    let word = precision_word(precision);
+    if !quiet {
+        let (rows, all) = (number(goal.rows), number(ledger.job().rows()));
+        eprintln!("rechecking {rows} of {all} rows in {word}");
+    }
+    let hash = identity.model_hash.clone();
+    let loaded = LoadedModel::load(opened.model.clone(), precision, job.context, hash, args)?;
+    let meter = Arc::new(Meter::default());
+    let parts = Parts {
+        job: OpenJob::new(0, ledger.clone(), &loaded.model, Arc::default())?,
+        engine: loaded.engine,
+        precision: word.into(),
+        tokenizer: match job.generate.shape {
+            ShapeSpec::Choice { .. } => None,
+            _ => Some(opened.model.tokenizer.clone()),
+        },
+        render_threads: render_threads(args)?,
+        meter: meter.clone(),
+    };
+    let shown = progress::show(meter, goal, quiet);
+    let ended = recheck::run(parts, &sample, stop).await;
+    shown.abort();
+    let found = ended.map_err(|error| match error.downcast_ref::<DatasetError>() {
+        Some(DatasetError::InputChanged { .. } | DatasetError::InputMissing { .. }) => Failure::bad_job(error),
+        _ => Failure::from(error),
+    })?;
+    found.ok_or_else(|| Failure {
+        exit: Exit::Interrupted,
+        error: anyhow::anyhow!("interrupted before all rows were compared; run the same command again"),
+    })
+}

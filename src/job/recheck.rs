@@ -1,0 +1,57 @@
+//! The sample of a finished job's rows that is run again, and the precision that it is run in.
+
+use super::check::{FieldError, bad};
+use super::file::RecheckFile;
+use super::spec::Precision;
+use super::suggest;
+
+/// What a job's `report.recheck` asks for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Recheck {
+    /// At least 1; a job with fewer is rechecked whole.
+    pub rows: u64,
+    /// `F32` or `Bf16`.
+    pub precision: Precision,
+}
+
+impl Default for Recheck {
+    /// 200 rows: where 99 % of them agree, the 95 % interval is some three points wide.
+    fn default() -> Self {
+        Recheck {
+            rows: 200,
+            precision: Precision::F32,
+        }
+    }
+}
+
+impl Recheck {
+    pub(super) fn check(raw: RecheckFile) -> Result<Recheck, FieldError> {
+        let default = Recheck::default();
+        let rows = match raw.rows.map(u64::try_from) {
+            None => default.rows,
+            Some(Ok(rows @ 1..)) => rows,
+            Some(_) => {
+                let rows = raw.rows.unwrap_or_default();
+                return bad("report.recheck.rows", format!("is {rows}; it must be at least 1"));
+            }
+        };
+        let precision = match raw.precision.as_deref() {
+            None => default.precision,
+            Some("f32") => Precision::F32,
+            Some("bf16") => Precision::Bf16,
+            Some(known @ ("auto" | "int8")) => {
+                return bad(
+                    "report.recheck.precision",
+                    format!("is `{known}`; it must be `f32` or `bf16`, higher than the job's own"),
+                );
+            }
+            Some(other) => {
+                return bad(
+                    "report.recheck.precision",
+                    format!("is `{other}`{}", suggest(other, ["f32", "bf16"])),
+                );
+            }
+        };
+        Ok(Recheck { rows, precision })
+    }
+}

@@ -1,0 +1,186 @@
+//! Answers of single rows, read back from the published parts.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use arrow::array::{AsArray, RecordBatch};
+use arrow::datatypes::Int64Type;
+use parquet::arrow::ProjectionMask;
+use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
+use serde_json::Value;
+
+use crate::dataset::row::RowResult;
+use crate::dataset::value::cell;
+use crate::ledger::{Ledger, LedgerError};
+
+/// Parts are single puts; larger ones are not ours.
+const PART_BYTES_MAX: u64 = 1 << 30;
+
+/// What a row was answered, a text for each of its samples.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Answer {
+    /// At least one.
+    pub texts: Vec<String>,
+    /// Of each sample's tokens; empty where the job writes none.
+    pub logprobs: Vec<Vec<f32>>,
+    /// Of the choices, in the job's order; empty where the job writes none.
+    pub probabilities: Vec<f32>,
+}
+
+impl Answer {
+    /// A row's answer as it comes from the device; `None`: it has none.
+    pub fn of_result(row: RowResult) -> Option<Answer> {
+        let mut answer = Answer::default();
+        for sample in row.samples {
+            answer.texts.push(sample.text);
+            answer.logprobs.push(sample.logprobs);
+            answer.probabilities.extend(sample.choice_probabilities);
+        }
+        (!answer.texts.is_empty()).then_some(answer)
+    }
+}
+
+/// A part from which answers cannot be read.
+#[derive(Debug, thiserror::Error)]
+pub enum AnswersError {
+    #[error(transparent)]
+    Ledger(#[from] LedgerError),
+    #[error("the answers in `{part}` cannot be read: {why}; `gristmill verify` says more")]
+    Part { part: String, why: String },
+}
+
+/// The answers to these rows of a shard (`None`: a row that has none, since it failed).
+pub async fn of_part(
+    ledger: &Ledger,
+    shard: u32,
+    rows: &BTreeSet<u64>,
+) -> Result<BTreeMap<u64, Option<Answer>>, AnswersError> {
+    let part = ledger.keys().part(shard);
+    let bytes = ledger.store().get(&part, PART_BYTES_MAX).await?;
+    let bad = |why: String| AnswersError::Part {
+        part: part.clone(),
+        why,
+    };
+    let bytes = bytes.ok_or_else(|| bad("it is missing".into()))?;
+    let builder = ParquetRecordBatchReaderBuilder::try_new(bytes).map_err(|e| bad(e.to_string()))?;
+    let columns = ["row", "completion", "logprobs", "choice_probabilities"];
+    let columns = ProjectionMask::columns(builder.parquet_schema(), columns);
+    let reader = builder.with_projection(columns).build();
+    let mut found = BTreeMap::new();
+    for batch in reader.map_err(|e| bad(e.to_string()))? {
+        let batch = batch.map_err(|e| bad(e.to_string()))?;
+        found.extend(of_batch(&batch, rows).map_err(bad)?);
+    }
+    match rows.iter().find(|row| !found.contains_key(row)) {
+        None => Ok(found),
+        Some(row) => Err(bad(format!("row {row} is not in it"))),
+    }
+}
+
+fn of_batch(batch: &RecordBatch, rows: &BTreeSet<u64>) -> Result<Vec<(u64, Option<Answer>)>, String> {
+    let numbers = batch
+        .column_by_name("row")
+        .and_then(|column| column.as_primitive_opt::<Int64Type>())
+        .ok_or("it has no column `row` of whole numbers")?;
+    let value = |name: &str, i: usize| match batch.column_by_name(name) {
+        Some(column) => cell(column, i),
+        None => Ok(Value::Null),
+    };
+    let mut found = Vec::new();
+    for (i, &row) in numbers.values().iter().enumerate() {
+        let row = row as u64;
+        if !rows.contains(&row) {
+            continue;
+        }
+        let logprobs = value("logprobs", i)?;
+        let answer = match value("completion", i)? {
+            Value::Null => None,
+            // One sample a row: its columns hold what lists of samples hold otherwise.
+            Value::String(text) => Some((vec![text], vec![numbers_of(&logprobs)])),
+            Value::Array(texts) => Some((
+                texts
+                    .iter()
+                    .map(|text| text.as_str().unwrap_or_default().to_string())
+                    .collect(),
+                logprobs.as_array().into_iter().flatten().map(numbers_of).collect(),
+            )),
+            other => return Err(format!("its column `completion` holds {other}")),
+        };
+        let probabilities: Vec<f32> = match value("choice_probabilities", i)? {
+            Value::Object(choices) => choices.values().map(number_of).collect(),
+            _ => Vec::new(),
+        };
+        let answer = answer.map(|(texts, logprobs)| Answer {
+            texts,
+            logprobs,
+            probabilities,
+        });
+        found.push((row, answer.filter(|answer| !answer.texts.is_empty())));
+    }
+    Ok(found)
+}
+
+fn numbers_of(list: &Value) -> Vec<f32> {
+    list.as_array().into_iter().flatten().map(number_of).collect()
+}
+
+/// Not-a-number where it is none, which spoils a mean and is seen.
+fn number_of(value: &Value) -> f32 {
+    value.as_f64().map_or(f32::NAN, |number| number as f32)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use arrow::datatypes::Schema;
+
+    use super::*;
+    use crate::dataset::output::{OutputColumns, OutputSchema};
+    use crate::dataset::row::{RowStatus, SampleResult};
+
+    fn row(row: u64, texts: &[&str]) -> RowResult {
+        let sample = |text: &&str| SampleResult {
+            text: text.to_string(),
+            parsed: None,
+            finish_reason: "stop",
+            completion_tokens: 2,
+            token_ids: vec![1, 2],
+            logprobs: vec![-0.1, -2.5],
+            choice_probabilities: Vec::new(),
+        };
+        RowResult {
+            row,
+            status: if texts.is_empty() {
+                RowStatus::Errored
+            } else {
+                RowStatus::Succeeded
+            },
+            samples: texts.iter().map(sample).collect(),
+            error: None,
+            prompt_tokens: 3,
+            cached_tokens: 0,
+        }
+    }
+
+    /// What comes from the device and what is read back of it are the same, with one sample and with several.
+    #[test]
+    fn answers_come_back_as_they_were() {
+        for texts in [&["one"][..], &["one", "two"]] {
+            let columns = OutputColumns {
+                samples: texts.len() as u32,
+                token_ids: false,
+                logprobs: true,
+                choices: None,
+            };
+            let schema = OutputSchema::new(&Schema::empty(), columns);
+            let results = [row(4, texts), row(5, &[]), row(6, texts)];
+            let options = arrow::array::RecordBatchOptions::new().with_row_count(Some(3));
+            let carry = RecordBatch::try_new_with_options(Arc::new(Schema::empty()), Vec::new(), &options).unwrap();
+            let batch = schema.to_batch(&carry, 4, &results).unwrap();
+            let found = of_batch(&batch, &BTreeSet::from([4, 5])).unwrap();
+            let expected = [(4, Answer::of_result(row(4, texts))), (5, None)];
+            assert!(expected[0].1.is_some());
+            assert_eq!(found, expected);
+        }
+    }
+}

@@ -1,0 +1,407 @@
+//! How far the answers of a job agree with those of a higher precision, over a sample of its rows.
+
+use std::sync::Arc;
+
+use serde::Serialize;
+
+use crate::model::tokenizer::Tokenizer;
+use crate::report::answers::Answer;
+use crate::report::summary::number;
+
+/// Rows with another answer that are shown one by one.
+const DIFFERING_SHOWN: usize = 5;
+/// Characters of an answer that are shown, and how many of them may stand before the first difference.
+const SHOWN_CHARS: usize = 60;
+const SHOWN_BEFORE: usize = 20;
+/// The normal distribution's 97.5 % quantile: 95 % lie within so many standard deviations.
+const DEVIATIONS: f64 = 1.959_964;
+
+/// What a recheck found; `--json` prints it as it is.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Recheck {
+    /// What the answers are compared with.
+    pub precision: String,
+    /// Rows of the sample.
+    pub rows: u64,
+    /// Those that have an answer both times.
+    pub compared: u64,
+    /// Those whose answer is the same text (or choice), in each of its samples.
+    pub same: u64,
+    /// `same / compared`; null where nothing could be compared.
+    pub share: Option<f64>,
+    /// Within which the share over all rows lies, with 95 % confidence (Wilson's score interval).
+    pub interval: Option<[f64; 2]>,
+    /// Mean share of an answer's tokens before its first difference; not of choices.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub leading_tokens: Option<f64>,
+    /// Mean absolute difference of a choice's probability, where the job writes them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub probability_difference: Option<f64>,
+    /// Mean absolute difference of a token's log probability, where the job writes them, over answers that are the same.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub logprob_difference: Option<f64>,
+    /// Rows that failed in the job: there is nothing to compare.
+    pub unanswered: u64,
+    /// Rows that failed when they were run again.
+    pub failed: u64,
+    /// Device seconds that it took; no part of the job's.
+    pub seconds: f64,
+    /// The first rows with another answer.
+    pub differing: Vec<Differing>,
+}
+
+/// A row with another answer, both shortened around their first difference.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Differing {
+    pub row: u64,
+    /// In the job's output.
+    pub job: String,
+    /// In the higher precision.
+    pub recheck: String,
+}
+
+/// Counts rows as they are run again.
+pub struct Tally {
+    /// Counts tokens of texts; `None`: answers are choices, which are the same or not.
+    tokenizer: Option<Arc<Tokenizer>>,
+    compared: u64,
+    same: u64,
+    unanswered: u64,
+    failed: u64,
+    leading: Mean,
+    probability: Mean,
+    logprob: Mean,
+    differing: Vec<Differing>,
+}
+
+#[derive(Debug, Default)]
+struct Mean {
+    sum: f64,
+    count: u64,
+}
+
+impl Mean {
+    fn add(&mut self, value: f64) {
+        self.sum += value;
+        self.count += 1;
+    }
+
+    fn value(&self) -> Option<f64> {
+        (self.count > 0).then(|| self.sum / self.count as f64)
+    }
+}
+
+impl Tally {
+    /// `tokenizer`: what texts are counted in; `None` where answers are choices.
+    pub fn new(tokenizer: Option<Arc<Tokenizer>>) -> Tally {
+        Tally {
+            tokenizer,
+            compared: 0,
+            same: 0,
+            unanswered: 0,
+            failed: 0,
+            leading: Mean::default(),
+            probability: Mean::default(),
+            logprob: Mean::default(),
+            differing: Vec::new(),
+        }
+    }
+
+    /// A row that the job has no answer to.
+    pub fn add_unanswered(&mut self) {
+        self.unanswered += 1;
+    }
+
+    /// A row that was run again; `again` is `None` where it failed. Rows may come in any order.
+    pub fn add(&mut self, row: u64, job: &Answer, again: Option<&Answer>) {
+        let Some(again) = again else {
+            self.failed += 1;
+            return;
+        };
+        self.compared += 1;
+        let pairs = || job.texts.iter().zip(&again.texts);
+        if let Some(tokenizer) = &self.tokenizer {
+            let tokens = |text: &String| tokenizer.encode_plain(text);
+            let shares: f64 = pairs().map(|(a, b)| leading_share(&tokens(a), &tokens(b))).sum();
+            self.leading.add(shares / job.texts.len() as f64);
+        }
+        for (a, b) in job.probabilities.iter().zip(&again.probabilities) {
+            self.probability.add(f64::from(a - b).abs());
+        }
+        if job.texts == again.texts {
+            self.same += 1;
+            for (a, b) in job.logprobs.iter().zip(&again.logprobs) {
+                // The same text may be spelled in other tokens, whose probabilities are those of something else.
+                if a.len() == b.len() {
+                    a.iter()
+                        .zip(b)
+                        .for_each(|(a, b)| self.logprob.add(f64::from(a - b).abs()));
+                }
+            }
+        } else {
+            let (a, b) = pairs()
+                .find(|(a, b)| a != b)
+                .unwrap_or((&job.texts[0], &again.texts[0]));
+            let (job, recheck) = shortened(a, b);
+            let at = self.differing.partition_point(|differing| differing.row < row);
+            self.differing.insert(at, Differing { row, job, recheck });
+            self.differing.truncate(DIFFERING_SHOWN);
+        }
+    }
+
+    /// The result; `precision` names what was computed in, `seconds` are the device's.
+    pub fn finish(self, precision: String, seconds: f64) -> Recheck {
+        let (same, compared) = (self.same, self.compared);
+        Recheck {
+            precision,
+            rows: compared + self.unanswered + self.failed,
+            compared,
+            same,
+            share: (compared > 0).then(|| same as f64 / compared as f64),
+            interval: wilson(same, compared),
+            leading_tokens: self.leading.value(),
+            probability_difference: self.probability.value(),
+            logprob_difference: self.logprob.value(),
+            unanswered: self.unanswered,
+            failed: self.failed,
+            seconds,
+            differing: self.differing,
+        }
+    }
+}
+
+impl Recheck {
+    /// The report for people, under the heading that summaries use.
+    pub fn lines(&self) -> Vec<String> {
+        let to = &self.precision;
+        let mut lines = vec![match self.interval {
+            Some([low, high]) => format!(
+                "recheck     {} of {} answers are the same in {to} ({:.2} %; 95 % interval {:.2} to {:.2} %)",
+                number(self.same),
+                number(self.compared),
+                self.share.unwrap_or_default() * 100.0,
+                low * 100.0,
+                high * 100.0
+            ),
+            None => format!(
+                "recheck     none of {} rows could be compared with {to}",
+                number(self.rows)
+            ),
+        }];
+        let mut more = |line: String| lines.push(format!("            {line}"));
+        if let Some(share) = self.leading_tokens {
+            more(format!(
+                "{:.1} % of an answer's tokens come before its first difference",
+                share * 100.0
+            ));
+        }
+        if let Some(difference) = self.probability_difference {
+            more(format!("a choice's probability differs by {difference:.4} on average"));
+        }
+        if let Some(difference) = self.logprob_difference {
+            more(format!(
+                "a token's log probability differs by {difference:.4} on average"
+            ));
+        }
+        if self.unanswered > 0 {
+            more(format!(
+                "{} more rows have no answer in the output",
+                number(self.unanswered)
+            ));
+        }
+        if self.failed > 0 {
+            more(format!("{} more rows failed in {to}", number(self.failed)));
+        }
+        for differing in &self.differing {
+            more(format!(
+                "row {}: `{}`, in {to} `{}`",
+                differing.row, differing.job, differing.recheck
+            ));
+        }
+        let unshown = (self.compared - self.same).saturating_sub(self.differing.len() as u64);
+        if unshown > 0 {
+            more(format!("and {} more with another answer", number(unshown)));
+        }
+        lines
+    }
+}
+
+/// Wilson's score interval for a share of `hits` in `all`, 95 %; `None` where nothing was drawn.
+///
+/// E. B. Wilson, "Probable Inference, the Law of Succession, and Statistical Inference", Journal of the American Statistical
+/// Association 22 (1927), 209–212. Unlike the normal approximation it stays within 0 and 1, and has a width at 0 and at 1.
+fn wilson(hits: u64, all: u64) -> Option<[f64; 2]> {
+    if all == 0 {
+        return None;
+    }
+    let n = all as f64;
+    let share = hits as f64 / n;
+    let z2 = DEVIATIONS * DEVIATIONS;
+    let middle = (share + z2 / (2.0 * n)) / (1.0 + z2 / n);
+    let half = DEVIATIONS / (1.0 + z2 / n) * (share * (1.0 - share) / n + z2 / (4.0 * n * n)).sqrt();
+    // Exactly 0 and 1 at the ends, where rounding may miss them.
+    let low = if hits == 0 { 0.0 } else { middle - half };
+    let high = if hits == all { 1.0 } else { middle + half };
+    Some([low, high])
+}
+
+/// The share of the longer answer's tokens that both begin with; 1 for two empty ones.
+fn leading_share(a: &[u32], b: &[u32]) -> f64 {
+    let leading = a.iter().zip(b).take_while(|(a, b)| a == b).count();
+    match a.len().max(b.len()) {
+        0 => 1.0,
+        longer => leading as f64 / longer as f64,
+    }
+}
+
+/// Two texts on a line each, cut so that their first difference is seen.
+fn shortened(a: &str, b: &str) -> (String, String) {
+    let common = a.chars().zip(b.chars()).take_while(|(a, b)| a == b).count();
+    let from = match common {
+        0..=SHOWN_BEFORE => 0,
+        _ => common - SHOWN_BEFORE,
+    };
+    let cut = |text: &str| {
+        let mut chars = text.chars().skip(from);
+        let shown: String = chars.by_ref().take(SHOWN_CHARS).collect();
+        let shown = shown
+            .escape_debug()
+            .to_string()
+            .replace("\\\"", "\"")
+            .replace("\\'", "'");
+        let (before, after) = (from > 0, chars.next().is_some());
+        format!(
+            "{}{shown}{}",
+            if before { "…" } else { "" },
+            if after { "…" } else { "" }
+        )
+    };
+    (cut(a), cut(b))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn answer(text: &str) -> Answer {
+        Answer {
+            texts: vec![text.into()],
+            ..Answer::default()
+        }
+    }
+
+    fn near(found: Option<[f64; 2]>, expected: [f64; 2]) {
+        let found = found.unwrap();
+        assert!(
+            found.iter().zip(expected).all(|(a, b)| (a - b).abs() < 5e-4),
+            "{found:?}, not {expected:?}"
+        );
+    }
+
+    /// Against the published table of Newcombe, "Two-Sided Confidence Intervals for the Single Proportion", Statistics in
+    /// Medicine 17 (1998), table I, method 3; the last is the third from its other side.
+    #[test]
+    fn intervals_are_those_of_the_literature() {
+        near(wilson(81, 263), [0.2553, 0.3662]);
+        near(wilson(15, 148), [0.0624, 0.1605]);
+        near(wilson(0, 20), [0.0, 0.1611]);
+        near(wilson(1, 29), [0.0061, 0.1718]);
+        near(wilson(20, 20), [0.8389, 1.0]);
+        assert_eq!(wilson(0, 0), None);
+    }
+
+    #[test]
+    fn leading_tokens_are_a_share_of_the_longer_answer() {
+        for (a, b, share) in [
+            (&[][..], &[][..], 1.0),
+            (&[1, 2], &[1, 2], 1.0),
+            (&[1, 2, 3, 4], &[1, 2, 9, 4], 0.5),
+            (&[1, 2], &[1, 2, 3, 4], 0.5),
+            (&[1], &[2], 0.0),
+            (&[1], &[], 0.0),
+        ] {
+            assert_eq!(leading_share(a, b), share, "{a:?} {b:?}");
+        }
+    }
+
+    #[test]
+    fn differences_are_seen_in_what_is_shown() {
+        let long = "The same beginning of a long text, and then ";
+        let (a, b) = shortened(&format!("{long}this{}", "x".repeat(100)), &format!("{long}that\n"));
+        assert!(a.starts_with('…') && a.ends_with('…') && a.contains(" this"), "{a}");
+        assert!(b.starts_with('…') && b.ends_with("that\\n"), "{b}");
+        assert!(a.chars().count() <= SHOWN_CHARS + 2, "{a}");
+        assert_eq!(shortened("billing", "refund"), ("billing".into(), "refund".into()));
+        assert_eq!(shortened("", "it's"), (String::new(), "it's".into()));
+    }
+
+    #[test]
+    fn rows_are_counted_once_each_and_the_first_differing_are_shown() {
+        let mut tally = Tally::new(None);
+        tally.add_unanswered();
+        tally.add(9, &answer("a"), None);
+        for row in (0..8).rev() {
+            tally.add(row, &answer("a"), Some(&answer("b")));
+        }
+        for row in 10..12 {
+            let with = |p: f32, l: f32| Answer {
+                probabilities: vec![p, 1.0 - p],
+                logprobs: vec![vec![l]],
+                ..answer("a")
+            };
+            tally.add(row, &with(0.75, -1.0), Some(&with(0.5, -1.5)));
+        }
+        let found = tally.finish("f32".into(), 1.0);
+        assert_eq!((found.rows, found.compared, found.same), (12, 10, 2));
+        assert_eq!((found.unanswered, found.failed, found.share), (1, 1, Some(0.2)));
+        assert_eq!(
+            (found.probability_difference, found.logprob_difference),
+            (Some(0.25), Some(0.5))
+        );
+        assert_eq!(found.leading_tokens, None, "choices have no leading tokens");
+        let shown: Vec<u64> = found.differing.iter().map(|differing| differing.row).collect();
+        assert_eq!(shown, [0, 1, 2, 3, 4]);
+        let lines = found.lines();
+        for line in [
+            "2 of 10 answers are the same in f32 (20.00 %; 95 % interval 5.67 to 50.98 %)",
+            "probability differs by 0.2500",
+            "1 more rows failed in f32",
+            "row 0: `a`, in f32 `b`",
+            "and 3 more",
+        ] {
+            assert!(
+                lines.iter().any(|found| found.contains(line)),
+                "`{line}` is not in {lines:#?}"
+            );
+        }
+    }
+
+    #[test]
+    fn texts_are_compared_token_by_token_over_all_samples() {
+        let tokenizer = Tokenizer::from_words(&["one", "two", "three", " "], &[]).unwrap();
+        let mut tally = Tally::new(Some(Arc::new(tokenizer)));
+        let many = |texts: [&str; 2]| Answer {
+            texts: texts.map(String::from).to_vec(),
+            ..Answer::default()
+        };
+        tally.add(0, &many(["one two", "one"]), Some(&many(["one two", "two"])));
+        tally.add(1, &many(["one", "two"]), Some(&many(["one", "two"])));
+        let found = tally.finish("bf16".into(), 0.0);
+        assert_eq!((found.same, found.compared), (1, 2));
+        // Of the first row one sample is the same and one has nothing in common.
+        assert_eq!(found.leading_tokens, Some(0.75));
+        assert_eq!(
+            (found.differing[0].job.as_str(), found.differing[0].recheck.as_str()),
+            ("one", "two")
+        );
+    }
+
+    #[test]
+    fn nothing_to_compare_is_said() {
+        let mut tally = Tally::new(None);
+        tally.add_unanswered();
+        let found = tally.finish("f32".into(), 0.0);
+        assert_eq!((found.share, found.interval), (None, None));
+        assert!(found.lines()[0].contains("none of 1 rows could be compared"));
+    }
+}

@@ -1,0 +1,180 @@
+//! A sample of a finished job's rows, run once more by another engine than the one that answered them.
+//!
+//! Prompts, parameters and random numbers are the job's own, so that what differs is the engine's doing. One shard at a time is
+//! read, its input and its part; the engine goes on with rows of one shard while the next is read, so that its batch stays full.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+use std::time::Instant;
+
+use anyhow::Context;
+use rayon::prelude::*;
+
+use crate::dataset::row::{InputRow, RowResult};
+use crate::engine::Generate;
+use crate::engine::params::Params;
+use crate::ledger::Ledger;
+use crate::model::tokenizer::Tokenizer;
+use crate::report::answers::{Answer, of_part};
+use crate::report::meter::Meter;
+use crate::report::recheck::{Recheck, Tally};
+use crate::report::sample::ShardSample;
+use crate::worker::assemble::{Assembler, errored};
+use crate::worker::in_flight::ShardKey;
+use crate::worker::jobs::OpenJob;
+use crate::worker::stop::Stop;
+
+/// What a recheck needs, built at the door.
+pub struct Parts {
+    /// Finished, its output in Parquet, opened for the model that `engine` runs.
+    pub job: OpenJob,
+    pub engine: Box<dyn Generate>,
+    /// What `engine` computes in, for the report.
+    pub precision: String,
+    /// Counts the tokens of answers; `None`: they are choices.
+    pub tokenizer: Option<Arc<Tokenizer>>,
+    pub render_threads: rayon::ThreadPool,
+    pub meter: Arc<Meter>,
+}
+
+/// Runs the rows of `sample` again and compares. `None`: told to stop before it was done.
+///
+/// # Errors
+/// An input is not what it was, a part cannot be read, or the device fails.
+pub async fn run(parts: Parts, sample: &[ShardSample], stop: &Stop) -> anyhow::Result<Option<Recheck>> {
+    let mut tally = Tally::new(parts.tokenizer.clone());
+    let mut answers = BTreeMap::new();
+    let mut again = Again {
+        parts,
+        assembler: Assembler::default(),
+        backlog: VecDeque::new(),
+        finished: Vec::new(),
+    };
+    for ShardSample { shard, rows } in sample {
+        for (row, answer) in of_part(&again.parts.job.ledger, *shard, rows).await? {
+            match answer {
+                Some(answer) => drop(answers.insert(row, answer)),
+                None => tally.add_unanswered(),
+            }
+        }
+        let wanted = |row: u64| rows.contains(&row) && answers.contains_key(&row);
+        again.prepare(*shard, wanted).await?;
+        tokio::task::block_in_place(|| again.work(false, stop))?;
+        again.count(&mut answers, &mut tally);
+    }
+    tokio::task::block_in_place(|| again.work(true, stop))?;
+    again.count(&mut answers, &mut tally);
+    let Parts { precision, meter, .. } = again.parts;
+    Ok((!stop.is_set()).then(|| tally.finish(precision, meter.read().device_seconds)))
+}
+
+/// Rows on their way through the engine.
+struct Again {
+    parts: Parts,
+    assembler: Assembler,
+    backlog: VecDeque<Row>,
+    finished: Vec<RowResult>,
+}
+
+/// A row that can go to the engine as it is.
+struct Row {
+    key: ShardKey,
+    row: u64,
+    prompt: Arc<[u32]>,
+    params: Arc<Params>,
+    /// The generation that answered it.
+    attempt: u32,
+}
+
+impl Again {
+    /// Reads and renders rows of a shard, as the job did.
+    async fn prepare(&mut self, shard: u32, wanted: impl Fn(u64) -> bool) -> anyhow::Result<()> {
+        let job = &self.parts.job;
+        let read = job.reader.read(job.ledger.job().shard(shard)?).await?;
+        let rows: Vec<InputRow> = read.rows.into_iter().filter(|row| wanted(row.row)).collect();
+        let attempts = attempts(&job.ledger, shard, rows.iter().map(|row| row.row)).await?;
+        let rendered: Vec<_> = tokio::task::block_in_place(|| {
+            let render = |row: &InputRow| (row.row, job.renderer.render(row));
+            self.parts
+                .render_threads
+                .install(|| rows.par_iter().map(render).collect())
+        });
+        for ((row, rendered), attempt) in rendered.into_iter().zip(attempts) {
+            match rendered {
+                Ok(rendered) => self.backlog.push_back(Row {
+                    key: ShardKey { job: job.number, shard },
+                    row,
+                    prompt: rendered.tokens.into(),
+                    params: rendered.params,
+                    attempt,
+                }),
+                Err(why) => self.finished.push(errored(row, why)),
+            }
+        }
+        Ok(())
+    }
+
+    /// Steps until the engine has taken all rows; with `to_the_end` until it has answered them.
+    fn work(&mut self, to_the_end: bool, stop: &Stop) -> anyhow::Result<()> {
+        while !stop.is_set() {
+            while self.parts.engine.wants_more()
+                && let Some(row) = self.backlog.pop_front()
+            {
+                self.submit(row);
+            }
+            if self.backlog.is_empty() && (!to_the_end || self.parts.engine.is_idle()) {
+                return Ok(());
+            }
+            let began = Instant::now();
+            let units = self.parts.engine.step().context("the device cannot go on")?;
+            self.parts.meter.add_device_time(began.elapsed());
+            for unit in units {
+                let row = self.assembler.add(unit);
+                self.finished.extend(row.map(|(_, row)| row));
+            }
+        }
+        Ok(())
+    }
+
+    fn submit(&mut self, ready: Row) {
+        let Row {
+            key,
+            row,
+            prompt,
+            params,
+            attempt,
+        } = ready;
+        self.assembler.expect(key, row, params.samples, &params.shape);
+        for request in self.parts.job.requests(row, prompt, params, attempt) {
+            if let Err(refused) = self.parts.engine.submit(request) {
+                self.assembler.forget(key.job, row);
+                return self.finished.push(errored(row, refused.to_string()));
+            }
+        }
+    }
+
+    /// Compares what has finished with the job's answers.
+    fn count(&mut self, answers: &mut BTreeMap<u64, Answer>, tally: &mut Tally) {
+        for row in self.finished.drain(..) {
+            self.parts.meter.add_row(&row);
+            if let Some(answer) = answers.remove(&row.row) {
+                tally.add(row.row, &answer, Answer::of_result(row).as_ref());
+            }
+        }
+    }
+}
+
+/// The generation that computed each of these rows of a shard last: its random numbers are keyed by it.
+async fn attempts(ledger: &Ledger, shard: u32, rows: impl Iterator<Item = u64>) -> anyhow::Result<Vec<u32>> {
+    let mut retried = Vec::new();
+    for generation in (1..=ledger.generation()).rev() {
+        retried.push((generation, ledger.at(generation).await?.rows_to_do(shard)));
+    }
+    let of_row = |row| {
+        retried
+            .iter()
+            .find(|(_, rows)| rows.contains(row))
+            .map_or(0, |(generation, _)| *generation)
+    };
+    Ok(rows.map(of_row).collect())
+}
