@@ -11,6 +11,8 @@ mod dataset_parquet;
 mod end_to_end;
 mod engine_batching;
 mod job_files;
+mod kernel_code;
+mod kernel_speed;
 mod kills;
 mod ledger;
 mod model_reference;

@@ -27,6 +27,19 @@ mod x86 {
         black_box(sums.into_iter().fold(a, |x, y| _mm512_add_epi32(x, y)));
     }
 
+    #[target_feature(enable = "avx512f,avx512bf16")]
+    fn dpbf16() {
+        let mut sums = [_mm512_setzero_ps(); SUMS];
+        let a = _mm512_cvtne2ps_pbh(_mm512_set1_ps(1.0), _mm512_set1_ps(1.0));
+        for _ in 0..ROUNDS {
+            for sum in &mut sums {
+                *sum = _mm512_dpbf16_ps(*sum, a, a);
+            }
+            black_box(&mut ());
+        }
+        black_box(sums.into_iter().fold(sums[0], |x, y| _mm512_add_ps(x, y)));
+    }
+
     #[target_feature(enable = "avx512f")]
     fn fma_512() {
         let mut sums = [_mm512_setzero_ps(); SUMS];
@@ -60,6 +73,9 @@ mod x86 {
         // SAFETY of each: asked for just before.
         if is_x86_feature_detected!("avx512vnni") {
             all.push(("int8_gops", (ROUNDS * SUMS * 128) as f64, || unsafe { dpbusd() }));
+        }
+        if is_x86_feature_detected!("avx512bf16") {
+            all.push(("bf16_gflops", (ROUNDS * SUMS * 64) as f64, || unsafe { dpbf16() }));
         }
         if is_x86_feature_detected!("avx512f") {
             all.push(("f32_gflops", (ROUNDS * SUMS * 32) as f64, || unsafe { fma_512() }));

@@ -43,8 +43,8 @@ impl<E: ZeroBits> Aligned<E> {
     }
 }
 
-/// Bytes from which on an array is worth huge pages: some of them.
-const HUGE_LEAST: usize = 8 << 20;
+/// Bytes from which on an array is worth huge pages: one of them, which is 2 MiB on most machines.
+const HUGE_LEAST: usize = 2 << 20;
 /// Bytes of a page, at most.
 const PAGE: usize = 1 << 16;
 

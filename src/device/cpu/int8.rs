@@ -14,6 +14,9 @@ pub const QUAD: usize = 4;
 pub const OFFSET: i32 = 128;
 /// Values of k that rows are padded to a multiple of: a tile's.
 pub const K_STEP: usize = 64;
+/// Up to so many rows wait for the weights to come from memory rather than for multiplications.
+#[cfg(target_arch = "x86_64")]
+const STREAM_ROWS_MAX: usize = 4;
 /// More rows than so go to AMX tiles: fewer would leave most of a tile empty.
 #[cfg(target_arch = "x86_64")]
 const AMX_ROWS_LEAST: usize = 12;
@@ -79,8 +82,8 @@ pub fn panels_at_once(isa: Isa, rows: usize) -> usize {
         Isa::Amx if rows > AMX_ROWS_LEAST => 2,
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512Vnni | Isa::Amx => match rows {
-            1..=3 => 8,
-            4..=6 => 4,
+            ..=STREAM_ROWS_MAX => 1,
+            5..=6 => 4,
             _ => 2,
         },
         _ => 1,
@@ -109,7 +112,11 @@ pub unsafe fn product(isa: Isa, p: &Product, tile: Tile) {
             Isa::Amx if tile.rows > AMX_ROWS_LEAST => super::amx::product(p, tile),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512Vnni | Isa::Amx => {
-                if p.panels <= 2 || p.panels == panels_at_once(isa, tile.rows) {
+                if tile.rows <= STREAM_ROWS_MAX {
+                    for panel in 0..p.panels {
+                        x86::avx512_vnni_stream(&p.panel(panel), tile);
+                    }
+                } else if p.panels <= 2 || p.panels == panels_at_once(isa, tile.rows) {
                     x86::avx512_vnni(p, tile);
                 } else {
                     for panel in 0..p.panels {
@@ -215,28 +222,15 @@ mod x86 {
                     _mm_prefetch::<_MM_HINT_T1>(ahead.wrapping_add(n * STEP));
                 }
                 ahead = ahead.wrapping_add(tile.ahead_step);
-                // Whichever of rows and panels are fewer wait in registers; the sums take up to 24 of the 32.
-                if ROWS < PANELS {
-                    let mut x = [_mm512_setzero_si512(); ROWS];
-                    for r in 0..ROWS {
-                        x[r] = _mm512_set1_epi32(a.add(r * QUAD).cast::<i32>().read_unaligned());
-                    }
+                // The panels wait in registers; the sums take up to 24 of the 32.
+                let mut w = [_mm512_setzero_si512(); PANELS];
+                for n in 0..PANELS {
+                    w[n] = _mm512_loadu_si512(b.add(n * p.panel_stride).cast());
+                }
+                for r in 0..ROWS {
+                    let x = _mm512_set1_epi32(a.add(r * QUAD).cast::<i32>().read_unaligned());
                     for n in 0..PANELS {
-                        let w = _mm512_loadu_si512(b.add(n * p.panel_stride).cast());
-                        for r in 0..ROWS {
-                            sums[r][n] = _mm512_dpbusd_epi32(sums[r][n], x[r], w);
-                        }
-                    }
-                } else {
-                    let mut w = [_mm512_setzero_si512(); PANELS];
-                    for n in 0..PANELS {
-                        w[n] = _mm512_loadu_si512(b.add(n * p.panel_stride).cast());
-                    }
-                    for r in 0..ROWS {
-                        let x = _mm512_set1_epi32(a.add(r * QUAD).cast::<i32>().read_unaligned());
-                        for n in 0..PANELS {
-                            sums[r][n] = _mm512_dpbusd_epi32(sums[r][n], x, w[n]);
-                        }
+                        sums[r][n] = _mm512_dpbusd_epi32(sums[r][n], x, w[n]);
                     }
                 }
                 a = a.add(ROWS * QUAD);
@@ -255,16 +249,64 @@ mod x86 {
         }
     }
 
+    /// One panel, for few rows: the weights are read in the order in which they lie in memory, which the processor's own
+    /// prefetching follows faster than instructions could ask for them. `LINES` quads at once have sums of their own, so that
+    /// none waits for another.
+    #[target_feature(enable = "avx512f,avx512vnni")]
+    unsafe fn stream_512<const ROWS: usize, const LINES: usize>(p: &Product, tile: Tile) {
+        debug_assert!(p.quads.is_multiple_of(LINES));
+        // SAFETY: indices stay within the bounds that `product` asks for.
+        unsafe {
+            let mut sums = [[_mm512_setzero_si512(); ROWS]; LINES];
+            let start = _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_loadu_si512(p.offsets.cast()));
+            sums[0] = [start; ROWS];
+            let (mut a, mut b) = (p.a.add(tile.from * p.quads * QUAD), p.b);
+            for _ in 0..p.quads / LINES {
+                for line in 0..LINES {
+                    let w = _mm512_loadu_si512(b.add(line * STEP).cast());
+                    for r in 0..ROWS {
+                        let x = _mm512_set1_epi32(a.add((line * ROWS + r) * QUAD).cast::<i32>().read_unaligned());
+                        sums[line][r] = _mm512_dpbusd_epi32(sums[line][r], x, w);
+                    }
+                }
+                a = a.add(LINES * ROWS * QUAD);
+                b = b.add(LINES * STEP);
+            }
+            let (scale, bias) = (_mm512_loadu_ps(p.column_scales), _mm512_loadu_ps(p.bias));
+            for r in 0..ROWS {
+                let row = tile.from + r;
+                let mut sum = sums[0][r];
+                for line in 1..LINES {
+                    sum = _mm512_add_epi32(sum, sums[line][r]);
+                }
+                let value = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), scale);
+                let value = _mm512_fmadd_ps(value, _mm512_set1_ps(*p.row_scales.add(row)), bias);
+                _mm512_storeu_ps(p.c.wrapping_add(row * p.c_stride), value);
+            }
+        }
+    }
+
     /// # Safety
-    /// As [`super::product`], with one panel, two or [`super::panels_at_once`], on a processor with AVX-512 VNNI.
+    /// As [`super::product`], with one panel and at most [`super::STREAM_ROWS_MAX`] rows, on a processor with AVX-512 VNNI.
+    pub unsafe fn avx512_vnni_stream(p: &Product, tile: Tile) {
+        // SAFETY: passed on.
+        unsafe {
+            match tile.rows {
+                1 => stream_512::<1, 4>(p, tile),
+                2 => stream_512::<2, 4>(p, tile),
+                3 => stream_512::<3, 2>(p, tile),
+                _ => stream_512::<4, 2>(p, tile),
+            }
+        }
+    }
+
+    /// # Safety
+    /// As [`super::product`], with one panel, two or [`super::panels_at_once`] and more than [`super::STREAM_ROWS_MAX`] rows, on a
+    /// processor with AVX-512 VNNI.
     pub unsafe fn avx512_vnni(p: &Product, tile: Tile) {
         // SAFETY: passed on.
         unsafe {
             match (tile.rows, p.panels) {
-                (1, 1) => vnni_512::<1, 1>(p, tile),
-                (2, 1) => vnni_512::<2, 1>(p, tile),
-                (3, 1) => vnni_512::<3, 1>(p, tile),
-                (4, 1) => vnni_512::<4, 1>(p, tile),
                 (5, 1) => vnni_512::<5, 1>(p, tile),
                 (6, 1) => vnni_512::<6, 1>(p, tile),
                 (7, 1) => vnni_512::<7, 1>(p, tile),
@@ -273,16 +315,8 @@ mod x86 {
                 (10, 1) => vnni_512::<10, 1>(p, tile),
                 (11, 1) => vnni_512::<11, 1>(p, tile),
                 (12, 1) => vnni_512::<12, 1>(p, tile),
-                (1, 2) => vnni_512::<1, 2>(p, tile),
-                (2, 2) => vnni_512::<2, 2>(p, tile),
-                (3, 2) => vnni_512::<3, 2>(p, tile),
-                (4, 2) => vnni_512::<4, 2>(p, tile),
                 (5, 2) => vnni_512::<5, 2>(p, tile),
                 (6, 2) => vnni_512::<6, 2>(p, tile),
-                (1, _) => vnni_512::<1, 8>(p, tile),
-                (2, _) => vnni_512::<2, 8>(p, tile),
-                (3, _) => vnni_512::<3, 8>(p, tile),
-                (4, _) => vnni_512::<4, 4>(p, tile),
                 (5, _) => vnni_512::<5, 4>(p, tile),
                 (6, _) => vnni_512::<6, 4>(p, tile),
                 (7, _) => vnni_512::<7, 2>(p, tile),

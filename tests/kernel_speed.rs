@@ -1,0 +1,120 @@
+//! What the kernels of the cheaper precisions gain over F32, as ratios of one run: the machine's own speed cancels out.
+
+use std::time::{Duration, Instant};
+
+use gristmill::device::batch::{StepBatch, StepSequence};
+use gristmill::device::cpu::{Buffer, Cpu, Isa, Matrix, Vector, Workspace, thread_pool};
+use gristmill::device::{Device, Dtype, HeadShape, Linear, Precision, RopeSpec, Tensor};
+
+/// Rows, and features of input and output.
+const ROWS: usize = 256;
+const FEATURES: usize = 1024;
+/// Each side in turn, so often.
+const ROUNDS: usize = 31;
+
+/// A linear layer of one precision, ready to run on one thread.
+struct Side {
+    device: Cpu,
+    layer: Linear<Matrix, Vector>,
+    x: Buffer,
+    out: Buffer,
+    workspace: Workspace,
+    times: Vec<Duration>,
+}
+
+impl Side {
+    fn new(precision: Precision) -> Side {
+        let device = Cpu::new(precision, precision.kv_format(), thread_pool(1).unwrap());
+        let numbers: Vec<u8> = (0..FEATURES * FEATURES)
+            .flat_map(|i| ((i * 7 % 1023) as f32 / 512.0 - 1.0).to_le_bytes())
+            .collect();
+        let matrix = || {
+            let tensor = Tensor {
+                dtype: Dtype::F32,
+                rows: FEATURES,
+                columns: FEATURES,
+                data: &numbers,
+            };
+            device.matrix(&[tensor]).unwrap()
+        };
+        let heads = HeadShape {
+            heads: 1,
+            kv_heads: 1,
+            head_dim: 2,
+        };
+        let rope = RopeSpec {
+            inverse_frequencies: vec![1.0],
+            scale: 1.0,
+        };
+        let mut step = device.step(heads, rope);
+        let batch = StepBatch {
+            tokens: (0..ROWS as u32).collect(),
+            positions: (0..ROWS as u32).collect(),
+            sequences: vec![StepSequence {
+                first_token: 0,
+                q_len: ROWS as u32,
+                kv_len: ROWS as u32,
+                first_block: 0,
+            }],
+            block_tables: (0..ROWS as u32).collect(),
+            ..StepBatch::default()
+        };
+        device.upload(&batch, &mut step);
+        let mut x = device.buffer();
+        device.embed(&matrix(), &step, &mut x);
+        let layer = Linear {
+            weight: matrix(),
+            bias: None,
+        };
+        let (out, workspace) = (device.buffer(), device.workspace());
+        Side {
+            device,
+            layer,
+            x,
+            out,
+            workspace,
+            times: Vec::new(),
+        }
+    }
+
+    fn run(&mut self) {
+        let start = Instant::now();
+        self.device
+            .linear(&self.layer, &self.x, &mut self.out, &mut self.workspace);
+        self.times.push(start.elapsed());
+    }
+
+    fn median(&mut self) -> f64 {
+        self.times.sort();
+        self.times[self.times.len() / 2].as_secs_f64()
+    }
+}
+
+/// How many times as fast as F32 `precision` is.
+fn gain(precision: Precision) -> f64 {
+    let (mut base, mut side) = (Side::new(Precision::F32), Side::new(precision));
+    for _ in 0..ROUNDS {
+        base.run();
+        side.run();
+    }
+    let gain = base.median() / side.median();
+    println!("{precision:?}: {gain:.2} times F32 at {ROWS} rows");
+    gain
+}
+
+/// Does the best set this processor has include `name`?
+fn has(name: &str) -> bool {
+    let has = !cfg!(debug_assertions) && name.parse::<Isa>().is_ok();
+    if !has {
+        println!("skipped: needs an optimized build and {name}");
+    }
+    has
+}
+
+/// About 3 on a processor with AVX-512 VNNI.
+#[test]
+fn eight_bits_are_faster_than_f32() {
+    if has("avx512-vnni") {
+        assert!(gain(Precision::Int8) >= 1.5);
+    }
+}
