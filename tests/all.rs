@@ -4,6 +4,7 @@ mod support;
 
 mod bad_input;
 mod bench_command;
+mod calibrate;
 mod chat_templates;
 mod commands;
 mod dataset_lines;

@@ -375,7 +375,9 @@ fn forced_tokens_cost_no_step() {
         shape: Shape::JsonSchema(schema),
         ..Params::default()
     };
-    let requests: Vec<_> = (0..20).map(|i| (0, request(i, &[40 + i as u32; 12], &params))).collect();
+    let requests: Vec<_> = (0..20)
+        .map(|i| (0, request(i, &[40 + i as u32; 12], &params)))
+        .collect();
     let (results, seen) = run(&ROOMY, &requests);
     let mut texts = std::collections::BTreeSet::new();
     for result in results.values() {
@@ -386,7 +388,11 @@ fn forced_tokens_cost_no_step() {
         let logprobs = c.logprobs.as_ref().unwrap();
         assert_eq!(logprobs.len(), c.token_ids.len());
         let asked = logprobs.iter().filter(|l| **l != 0.0).count();
-        assert!(c.token_ids.len() >= 9 && asked <= 4, "{asked} of {:?} were asked for", c.token_ids);
+        assert!(
+            c.token_ids.len() >= 9 && asked <= 4,
+            "{asked} of {:?} were asked for",
+            c.token_ids
+        );
         texts.insert(c.text.clone());
     }
     assert_eq!(texts.len(), 4, "{texts:?}");
@@ -397,7 +403,10 @@ fn forced_tokens_cost_no_step() {
     };
     let (results, seen) = run(&ROOMY, &[(0, request(0, &[41, 42], &only))]);
     let only = results[&0].as_ref().unwrap();
-    assert_eq!((only.text.as_str(), only.fits_shape, seen.steps), ("\"billing\"", true, 0));
+    assert_eq!(
+        (only.text.as_str(), only.fits_shape, seen.steps),
+        ("\"billing\"", true, 0)
+    );
 }
 
 #[test]

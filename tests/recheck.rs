@@ -365,6 +365,7 @@ async fn again(output: &Path, model: &Path, rows: u64, stop: &Stop) -> Option<Re
     let options = LoadOptions {
         precision: Precision::F32,
         kv_format: Precision::F32.kv_format(),
+        channels: None,
         isa: None,
         kv: KvBudget::Blocks(256),
         threads: cpu::thread_pool(2).unwrap(),

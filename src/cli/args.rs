@@ -37,6 +37,8 @@ pub enum Command {
     Verify(OutputArgs),
     /// Run a sample of a finished job's rows again in a higher precision, and say how many answers are the same
     Recheck(RecheckArgs),
+    /// Measure how large a model's channels get on a job's prompts, to balance its weights by for 8 bits
+    Calibrate(CalibrateArgs),
     /// Stop a job for good: workers write what is finished and start nothing more
     Cancel(CancelArgs),
     /// Run the failed rows of a finished job again, as its next generation
@@ -171,6 +173,20 @@ pub struct RecheckArgs {
     /// No progress on stderr, only errors
     #[arg(long, short)]
     pub quiet: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct CalibrateArgs {
+    /// The job file (YAML or JSON); what is measured is written into its model's folder
+    pub job: PathBuf,
+    /// Rows whose prompts are run, from all over the input
+    #[arg(long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u64).range(1..=65_536))]
+    pub rows: u64,
+    #[command(flatten)]
+    pub engine: EngineArgs,
+    /// Print the result as one JSON object, last on stdout
+    #[arg(long)]
+    pub json: bool,
 }
 
 #[derive(Debug, Args)]

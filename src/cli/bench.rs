@@ -17,6 +17,7 @@ use crate::device::{Dtype, KvFormat, Precision};
 use crate::engine::request::Request;
 use crate::engine::scheduler::Policy;
 use crate::engine::{Engine, Generate};
+use crate::model::Channels;
 use crate::model::config::Config;
 use crate::model::shapes;
 use crate::model::tokenizer::Tokenizer;
@@ -122,6 +123,10 @@ fn engine(
         &args.engine,
     )?;
     options.kv_format = kv_format(args, precision);
+    if subject.checkpoint {
+        let channels = Channels::of_model(Path::new(&args.model), &subject.config, precision);
+        options.channels = channels.map_err(Failure::bad_job)?.map(Arc::new);
+    }
     let model = if subject.checkpoint {
         Transformer::load(Path::new(&args.model), &options)
     } else {

@@ -161,7 +161,7 @@ impl Opened {
         };
         Ok(JobIdentity {
             job_hash,
-            model_hash: self.model.hash().map_err(Failure::bad_job)?,
+            model_hash: self.model.hash(self.precision()).map_err(Failure::bad_job)?,
             tokenizer_hash: self.model.tokenizer.hash().to_string(),
             template_hash: Some(self.renderer(&Stream::UNKNOWN)?.template_hash().to_string()),
             precision: precision_word(self.precision()).into(),

@@ -3,6 +3,7 @@
 
 mod args;
 mod bench;
+mod calibrate;
 mod cancel;
 mod clean;
 mod door;
@@ -66,6 +67,7 @@ async fn command(command: Command) -> Result<Exit, Failure> {
         Command::Watch(args) => status::watch(args).await,
         Command::Verify(args) => verify::verify(args).await,
         Command::Recheck(args) => recheck::recheck(args).await,
+        Command::Calibrate(args) => calibrate::calibrate(args).await,
         Command::Submit(args) => submit::submit(args).await,
         Command::Cancel(args) => cancel::cancel(args).await,
         Command::Retry(args) => retry::retry(args).await,

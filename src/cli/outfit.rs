@@ -1,5 +1,6 @@
 //! What `run` and `worker` equip themselves with: the model on its device, threads, signals.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
@@ -50,7 +51,8 @@ fn engine(
     if crate::faults::KnownDevice::is_wanted() {
         return Ok(Box::new(crate::faults::KnownDevice::from_env()));
     }
-    let options = load_options(precision, context, files.tokenizer.vocab_size(), args)?;
+    let mut options = load_options(precision, context, files.tokenizer.vocab_size(), args)?;
+    options.channels = files.channels(precision).map_err(Failure::bad_job)?.map(Arc::new);
     let model = Transformer::load(&files.dir, &options).map_err(Failure::bad_job)?;
     let options = engine_options(precision, args);
     Ok(Box::new(Engine::new(Box::new(model), files.tokenizer.clone(), options)))
@@ -66,6 +68,7 @@ pub fn load_options(
     Ok(LoadOptions {
         precision,
         kv_format: precision.kv_format(),
+        channels: None,
         isa: args.instructions,
         kv: KvBudget::Bytes(args.kv_memory.map_or_else(default_kv_bytes, |mib| mib << 20)),
         threads: thread_pool(threads(args)).context("cannot start the threads")?,

@@ -54,8 +54,8 @@ pub async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
     let Some(wanted) = wanted_model(&args, &queue, &mut watched, &stop).await? else {
         return ended_early(&args, &stop);
     };
-    let hash = wanted.files.hash().map_err(Failure::bad_job)?;
     let asked = precision(wanted.precision);
+    let hash = wanted.files.hash(asked).map_err(Failure::bad_job)?;
     let loaded = LoadedModel::load(wanted.files, asked, wanted.context, hash, &args.engine)?;
     let meter = Arc::new(Meter::default());
     let worker = Arc::new(Worker::new(Parts {

@@ -53,8 +53,8 @@ pub enum ConstraintError {
     },
     #[error("`{field}` cannot be compiled: {why}")]
     Invalid { field: &'static str, why: String },
-    #[error("`{field}` allows no token of this model's vocabulary to begin with: {why}")]
-    Unsatisfiable { field: &'static str, why: String },
+    #[error("`{field}` allows no text that this model's vocabulary can spell")]
+    Unsatisfiable { field: &'static str },
     #[error("`choice` lists {count} choices of {bytes} bytes together; 1 to 10,000 choices of at most 1 MiB are taken")]
     ChoiceCount { count: usize, bytes: usize },
     #[error("the model's vocabulary cannot spell the choice `{text}`")]
@@ -173,9 +173,12 @@ impl Compiler {
         // The first mask also fills the caches that clones start with.
         let mask = matcher
             .compute_mask_or_eos()
-            .map_err(|e| unsatisfiable(field, &e.to_string()))?;
+            .map_err(|e| match one_line(&e.to_string()) {
+                line if line == NOTHING_FOLLOWS => ConstraintError::Unsatisfiable { field },
+                why => ConstraintError::Invalid { field, why },
+            })?;
         if mask.is_zero() {
-            return Err(unsatisfiable(field, NOTHING_FOLLOWS));
+            return Err(ConstraintError::Unsatisfiable { field });
         }
         let env = factory.tok_env().clone();
         Ok(Constraint::Grammar(Arc::new(Grammar {
@@ -192,14 +195,6 @@ impl Compiler {
 
 /// What llguidance says where no token may follow.
 const NOTHING_FOLLOWS: &str = "NoExtensionBias";
-
-fn unsatisfiable(field: &'static str, message: &str) -> ConstraintError {
-    let why = match one_line(message) {
-        line if line == NOTHING_FOLLOWS => "no text of the vocabulary's tokens fits".to_string(),
-        line => line,
-    };
-    ConstraintError::Unsatisfiable { field, why }
-}
 
 /// A compiled grammar.
 pub struct Grammar {
@@ -336,9 +331,7 @@ impl GrammarState {
 
     /// Asks its matcher; where that fails and shares with others, one that does not.
     fn ask<T>(&mut self, what: impl Fn(&mut Matcher) -> anyhow::Result<T>) -> Result<T, String> {
-        let matcher = self
-            .matcher
-            .get_or_insert_with(|| self.grammar.matcher_of(self.lane));
+        let matcher = self.matcher.get_or_insert_with(|| self.grammar.matcher_of(self.lane));
         match what(matcher) {
             Err(_) if std::mem::take(&mut self.shares) => {
                 let alone = self.matcher.insert(self.grammar.matcher());
@@ -655,7 +648,7 @@ mod tests {
         let tokenizer = Arc::new(Tokenizer::from_json(&json.to_string(), None).unwrap());
         let result = Constraint::compile(&Shape::Regex("abc".into()), &tokenizer, &[]);
         assert!(
-            matches!(result, Err(ConstraintError::Unsatisfiable { field: "regex", .. })),
+            matches!(result, Err(ConstraintError::Unsatisfiable { field: "regex" })),
             "{result:?}"
         );
         let other = Constraint::compile(&Shape::Regex("( x)+".into()), &tokenizer, &[]);
@@ -764,7 +757,10 @@ mod tests {
         assert_eq!(compiled, [false, true, true, true, true, false, false]);
         // A thousand million letters, all certain.
         let endless = results[0].as_ref().unwrap_err().to_string();
-        assert!(endless.contains("too many items"), "{endless}");
+        assert!(
+            endless.contains("cannot be compiled: lexer error: too many"),
+            "{endless}"
+        );
         for grammar in results.into_iter().flatten() {
             let mut state = GrammarState::new(grammar);
             for _ in 0..10 {

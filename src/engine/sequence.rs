@@ -434,7 +434,11 @@ mod tests {
         let forced = Shape::Regex("shipping delay".into());
         let all = complete(&tokenizer, forced, &[], 3);
         assert_eq!((all.text.as_str(), all.fits_shape), ("shipping delay", true));
-        assert_eq!(all.finish_reason, FinishReason::Stop, "no step, and the last token ends it");
+        assert_eq!(
+            all.finish_reason,
+            FinishReason::Stop,
+            "no step, and the last token ends it"
+        );
         let stopped = |stop: &str, stop_token_ids: Vec<u32>| {
             let params = Params {
                 max_tokens: 9,

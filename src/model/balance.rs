@@ -2,9 +2,9 @@
 //!
 //! Activations in 8 bits share one scale a token, so a channel that is much larger than the others leaves few steps for them.
 //! As SmoothQuant does (Xiao et al. 2023, at strength one half), a channel is divided by `sqrt(a / w)` and the weights that
-//! read it are multiplied by it, where `a` is how large the channel gets and `w` the largest weight that reads it. `a` is not
-//! measured but read off the weights that write the channel: of a norm its weight, of a projection the length of the row (times
-//! the norm before it). Factors are powers of two, so nothing is rounded.
+//! read it are multiplied by it, where `a` is how large the channel gets and `w` the largest weight that reads it. Where `a` was not
+//! measured ([`Channels`]), it is read off the weights that write the channel: of a norm its weight, of a projection the length
+//! of the row (times the norm before it). Factors are powers of two, so nothing is rounded.
 //!
 //! Balanced are the norms before attention and network with what reads them, values with the output projection, and the up with
 //! the down projection.
@@ -16,8 +16,10 @@ use std::path::Path;
 use rayon::prelude::*;
 
 use crate::device::Dtype;
+use crate::model::channels::{Channels, LayerChannels};
 use crate::model::config::Config;
 use crate::model::error::ModelError;
+use crate::model::transformer::Activations;
 use crate::model::weights::{StoredTensor, WeightSource};
 
 /// A factor is at most 2 to this power, and at least 2 to minus it.
@@ -38,14 +40,27 @@ pub struct Balanced<'a> {
 }
 
 impl<'a> Balanced<'a> {
-    /// Reads all weights once to find the factors.
+    /// Reads all weights once to find the factors. `channels`: how large they get, of a model of this shape.
     ///
     /// # Errors
     /// As [`WeightSource::tensor`].
-    pub fn new(inner: &'a dyn WeightSource, config: &Config) -> Result<Balanced<'a>, ModelError> {
+    pub fn new(
+        inner: &'a dyn WeightSource,
+        config: &Config,
+        channels: Option<&Channels>,
+    ) -> Result<Balanced<'a>, ModelError> {
         let layers: Vec<Vec<(String, Factors)>> = (0..config.layers.len())
             .into_par_iter()
-            .map(|layer| Layer { inner, config, layer }.factors())
+            .map(|layer| {
+                let seen = channels.map(|channels| &channels.layers[layer]);
+                Layer {
+                    inner,
+                    config,
+                    layer,
+                    seen,
+                }
+                .factors()
+            })
             .collect::<Result<_, _>>()?;
         Ok(Balanced {
             inner,
@@ -99,6 +114,7 @@ struct Layer<'a> {
     inner: &'a dyn WeightSource,
     config: &'a Config,
     layer: usize,
+    seen: Option<&'a LayerChannels>,
 }
 
 impl Layer<'_> {
@@ -122,7 +138,8 @@ impl Layer<'_> {
             ("self_attn.k_proj", kv),
             ("self_attn.v_proj", kv),
         ];
-        let of_norm = factors(&norm, &self.largest_by_column(&read, hidden)?);
+        let size = self.seen(Activations::AttentionNorm).unwrap_or(&norm);
+        let of_norm = factors(size, &self.largest_by_column(&read, hidden)?);
         add(self.name("input_layernorm.weight"), Some(inverse(&of_norm)), None);
         for part in ["self_attn.q_proj.weight", "self_attn.k_proj.weight"] {
             add(self.name(part), None, Some(of_norm.clone()));
@@ -135,7 +152,17 @@ impl Layer<'_> {
         for (at, most) in by_query_head.iter().enumerate() {
             reads[value_of(at)] = reads[value_of(at)].max(*most);
         }
-        let of_values = factors(&self.lengths("self_attn.v_proj", kv, &norm)?, &reads);
+        let size = match self.seen(Activations::Attended) {
+            Some(attended) => {
+                let mut size = vec![0.0f32; kv];
+                for (at, most) in attended.iter().enumerate() {
+                    size[value_of(at)] = size[value_of(at)].max(*most);
+                }
+                size
+            }
+            None => self.lengths("self_attn.v_proj", kv, &norm)?,
+        };
+        let of_values = factors(&size, &reads);
         add(
             self.name("self_attn.v_proj.weight"),
             Some(inverse(&of_values)),
@@ -147,7 +174,8 @@ impl Layer<'_> {
 
         let norm = self.vector("post_attention_layernorm.weight", hidden)?;
         let read = [("mlp.gate_proj", mlp), ("mlp.up_proj", mlp)];
-        let of_norm = factors(&norm, &self.largest_by_column(&read, hidden)?);
+        let size = self.seen(Activations::MlpNorm).unwrap_or(&norm);
+        let of_norm = factors(size, &self.largest_by_column(&read, hidden)?);
         add(
             self.name("post_attention_layernorm.weight"),
             Some(inverse(&of_norm)),
@@ -155,11 +183,18 @@ impl Layer<'_> {
         );
         add(self.name("mlp.gate_proj.weight"), None, Some(of_norm.clone()));
         let reads = self.largest_by_column(&[("mlp.down_proj", hidden)], mlp)?;
-        let of_up = factors(&self.lengths("mlp.up_proj", mlp, &norm)?, &reads);
+        let of_up = match self.seen(Activations::Gated) {
+            Some(gated) => factors(gated, &reads),
+            None => factors(&self.lengths("mlp.up_proj", mlp, &norm)?, &reads),
+        };
         add(self.name("mlp.up_proj.weight"), Some(inverse(&of_up)), Some(of_norm));
         add(self.name("mlp.up_proj.bias"), Some(inverse(&of_up)), None);
         add(self.name("mlp.down_proj.weight"), None, Some(of_up));
         Ok(found)
+    }
+
+    fn seen(&self, activations: Activations) -> Option<&[f32]> {
+        self.seen.map(|channels| channels.of(activations))
     }
 
     fn name(&self, rest: &str) -> String {

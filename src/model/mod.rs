@@ -4,6 +4,7 @@ use std::io::Read;
 use std::path::Path;
 
 mod balance;
+pub mod channels;
 pub mod config;
 pub mod error;
 pub mod rope;
@@ -13,6 +14,7 @@ pub mod tokenizer;
 pub mod transformer;
 pub mod weights;
 
+pub use channels::Channels;
 pub use error::ModelError;
 pub use transformer::{KvBudget, LoadOptions, Transformer};
 

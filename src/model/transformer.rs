@@ -8,12 +8,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::device::batch::StepBatch;
-use crate::device::cpu::{Cpu, Isa};
+use crate::device::cpu::{self, Cpu, Isa};
 use crate::device::{
     AddNorm, BLOCK_TOKENS, Device, Dtype, KvFormat, KvSpec, Linear, NonFiniteWeight, Precision, QkNorm, RopeStore,
 };
 use crate::engine::{Forward, ForwardError};
 use crate::model::balance::Balanced;
+use crate::model::channels::Channels;
 use crate::model::config::Config;
 use crate::model::error::ModelError;
 use crate::model::times::{Operation, Times};
@@ -33,6 +34,8 @@ pub struct LoadOptions {
     pub precision: Precision,
     /// What keys and values are kept in.
     pub kv_format: KvFormat,
+    /// Balances the weights in [`Precision::Int8`]; `None`: the weights alone say how.
+    pub channels: Option<Arc<Channels>>,
     /// Instructions that the CPU's kernels use, of those it has; `None`: the best.
     pub isa: Option<Isa>,
     pub kv: KvBudget,
@@ -123,6 +126,33 @@ impl Transformer<Cpu> {
         }
         Transformer::on_device(device, config, source, options)
     }
+
+    /// As [`forward`](Forward::forward) without the logits, showing `see` the activations that each layer's linear operations read.
+    ///
+    /// # Errors
+    /// A batch that does not fit the model.
+    pub fn watch(
+        &mut self,
+        batch: &StepBatch,
+        see: impl FnMut(usize, Activations, &cpu::Buffer) + Send,
+    ) -> Result<(), ForwardError> {
+        self.check(batch).map_err(ForwardError::Device)?;
+        self.run(batch, see);
+        Ok(())
+    }
+}
+
+/// What a layer's linear operations read, `[tokens][width]`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Activations {
+    /// Width `hidden_size`: read by the query, key and value projections.
+    AttentionNorm,
+    /// Width `heads * head_dim`: read by the output projection.
+    Attended,
+    /// Width `hidden_size`: read by the gate and up projections.
+    MlpNorm,
+    /// Width `intermediate_size`: read by the down projection.
+    Gated,
 }
 
 /// A folder with a SentencePiece model alone cannot be used: say so before minutes of loading.
@@ -157,7 +187,7 @@ impl<D: Device> Transformer<D> {
             .vocabulary
             .map_or(config.vocab_size, |n| n.min(config.vocab_size));
         let balanced = match options.precision {
-            Precision::Int8 => Some(Balanced::new(source, &config)?),
+            Precision::Int8 => Some(Balanced::new(source, &config, options.channels.as_deref())?),
             Precision::F32 | Precision::Bf16 => None,
         };
         let weights = Builder {
@@ -267,8 +297,9 @@ impl<D: Device> Transformer<D> {
         }
     }
 
-    /// Runs a checked batch, all operations issued from where that is cheapest.
-    fn run(&mut self, batch: &StepBatch) {
+    /// Runs a checked batch, all operations issued from where that is cheapest. `see` is shown the activations that each layer's
+    /// linear operations read.
+    fn run(&mut self, batch: &StepBatch, mut see: impl FnMut(usize, Activations, &D::Buffer) + Send) {
         let Transformer {
             device,
             config,
@@ -287,7 +318,7 @@ impl<D: Device> Transformer<D> {
             device.embed(&weights.embedding, step, &mut b.residual);
             lap(Operation::Embed);
             let mut delta = None;
-            for (layer, pool) in weights.layers.iter().zip(pools) {
+            for (at, (layer, pool)) in weights.layers.iter().zip(pools).enumerate() {
                 device.copy_blocks(step, pool);
                 let norm = AddNorm {
                     delta,
@@ -296,6 +327,7 @@ impl<D: Device> Transformer<D> {
                 };
                 device.add_norm(norm, &mut b.residual, &mut b.normed);
                 lap(Operation::Norm);
+                see(at, Activations::AttentionNorm, &b.normed);
                 device.linear(&layer.qkv, &b.normed, &mut b.qkv, &mut b.workspace);
                 lap(Operation::Linear);
                 let qk_norm = layer.qk_norm.as_ref().map(|(q, k)| QkNorm {
@@ -315,6 +347,7 @@ impl<D: Device> Transformer<D> {
                 lap(Operation::RopeStore);
                 device.attention(layer.spec, step, &b.qkv, pool, &mut b.attended, &mut b.workspace);
                 lap(Operation::Attention);
+                see(at, Activations::Attended, &b.attended);
                 device.linear(&layer.o, &b.attended, &mut b.delta, &mut b.workspace);
                 lap(Operation::Linear);
                 let norm = AddNorm {
@@ -324,8 +357,10 @@ impl<D: Device> Transformer<D> {
                 };
                 device.add_norm(norm, &mut b.residual, &mut b.normed);
                 lap(Operation::Norm);
+                see(at, Activations::MlpNorm, &b.normed);
                 device.gated_linear(&layer.gate_up, &b.normed, &mut b.gated, &mut b.workspace);
                 lap(Operation::GatedLinear);
+                see(at, Activations::Gated, &b.gated);
                 device.linear(&layer.down, &b.gated, &mut b.delta, &mut b.workspace);
                 lap(Operation::Linear);
                 delta = Some(&b.delta);
@@ -347,7 +382,7 @@ impl<D: Device> Transformer<D> {
 impl<D: Device> Forward for Transformer<D> {
     fn forward(&mut self, batch: &StepBatch) -> Result<&[f32], ForwardError> {
         self.check(batch).map_err(ForwardError::Device)?;
-        self.run(batch);
+        self.run(batch, |_, _, _| ());
         Ok(&self.logits)
     }
 

@@ -8,7 +8,9 @@ use chrono::{DateTime, NaiveDateTime};
 use crate::device;
 use crate::job::spec::{Job, Precision};
 use crate::job::{JobError, RenderSetup, Renderer};
+use crate::ledger::keys::sha256;
 use crate::ledger::{JobIdentity, Ledger};
+use crate::model::Channels;
 use crate::model::config::Config;
 use crate::model::error::ModelError;
 use crate::model::tokenizer::Tokenizer;
@@ -56,9 +58,19 @@ impl ModelFiles {
         })
     }
 
-    /// SHA-256 of the whole checkpoint, in hex. Reads every byte of it.
-    pub fn hash(&self) -> Result<String, ModelError> {
-        checkpoint_hash(&self.dir)
+    /// See [`Channels::of_model`].
+    pub fn channels(&self, precision: device::Precision) -> Result<Option<Channels>, ModelError> {
+        Channels::of_model(&self.dir, &self.config, precision)
+    }
+
+    /// SHA-256 of the whole checkpoint, in hex, and of the measured channels where the precision has a use for them. Reads every
+    /// byte of it.
+    pub fn hash(&self, precision: device::Precision) -> Result<String, ModelError> {
+        let checkpoint = checkpoint_hash(&self.dir)?;
+        Ok(match self.channels(precision)? {
+            None => checkpoint,
+            Some(channels) => sha256(format!("{checkpoint} balanced by {}", channels.hash()).as_bytes()),
+        })
     }
 
     /// Longest sequence of a job in tokens: what it says, within what the checkpoint can do, or what the checkpoint

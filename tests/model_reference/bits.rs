@@ -191,6 +191,7 @@ fn small_model(precision: Precision) -> Transformer {
     let options = LoadOptions {
         precision,
         kv_format: precision.kv_format(),
+        channels: None,
         isa: None,
         kv: KvBudget::Bytes(256 << 20),
         threads: cpu::thread_pool(2).unwrap(),

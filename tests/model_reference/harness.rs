@@ -87,6 +87,7 @@ pub fn options(reference: &Reference, precision: Precision) -> LoadOptions {
     LoadOptions {
         precision,
         kv_format: precision.kv_format(),
+        channels: None,
         isa: None,
         kv: KvBudget::Blocks(KV_BLOCKS),
         threads: cpu::thread_pool(2).unwrap(),

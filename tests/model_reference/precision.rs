@@ -3,7 +3,7 @@
 use gristmill::device::{KvFormat, Precision, cpu};
 use gristmill::model::config::Config;
 use gristmill::model::weights::Weights;
-use gristmill::model::{LoadOptions, Transformer};
+use gristmill::model::{Channels, LoadOptions, Transformer};
 
 use super::harness::{Altered, MODELS, Reference, Runner, folder, in_chunks, options};
 
@@ -114,7 +114,8 @@ fn cheap_precisions_stay_near_f32() {
 fn outliers_cost_precision_and_nothing_else() {
     let name = "llama-plain";
     let reference = Reference::load(name);
-    let load = |precision, kv, outliers: bool| {
+    let config = Config::load(&folder(name)).unwrap();
+    let load_with = |options: LoadOptions, outliers: bool| {
         let change = |name: &str, columns: usize, values: &mut [f32]| {
             if outliers {
                 with_outliers(name, columns, values);
@@ -124,9 +125,9 @@ fn outliers_cost_precision_and_nothing_else() {
             inner: Weights::open(&folder(name)).unwrap(),
             change,
         };
-        let config = Config::load(&folder(name)).unwrap();
-        Transformer::from_weights(config, &source, &in_format(&reference, precision, kv)).unwrap()
+        Transformer::from_weights(config.clone(), &source, &options).unwrap()
     };
+    let load = |precision, kv, outliers| load_with(in_format(&reference, precision, kv), outliers);
     let want = logits(load(Precision::F32, KvFormat::F32, false), &reference);
     let (divergence, same) = distance(&want, &logits(load(Precision::F32, KvFormat::F32, true), &reference));
     assert!(
@@ -144,6 +145,66 @@ fn outliers_cost_precision_and_nothing_else() {
             "{precision:?} over {kv:?}: {divergence:.1e} nats, {same}"
         );
     }
+    // How large channels get, measured on other prompts than those that are compared.
+    let mut exact = load(Precision::F32, KvFormat::F32, true);
+    let channels = Channels::measure(&mut exact, calibration(&reference).iter().map(Vec::as_slice)).unwrap();
+    let read = |config: &Config, bytes: &[u8]| {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), bytes).unwrap();
+        Channels::load(file.path(), config)
+    };
+    let bytes = channels.to_bytes().unwrap();
+    assert_eq!(read(&config, &bytes).unwrap(), channels);
+    for (precision, kv, ..) in FORMATS.into_iter().filter(|f| f.0 == Precision::Int8) {
+        let options = LoadOptions {
+            channels: Some(channels.clone().into()),
+            ..in_format(&reference, precision, kv)
+        };
+        let (divergence, same) = distance(&want, &logits(load_with(options, true), &reference));
+        println!(
+            "| {name}, outliers, calibrated | {precision:?} | {kv:?} | {divergence:.1e} | {:.1} % |",
+            same * 100.0
+        );
+        assert!(
+            divergence < 0.02,
+            "calibrated, over {kv:?}: {divergence:.1e} nats, {same}"
+        );
+    }
+    // What was measured says how to balance: channels that are all said to be of one size leave the outliers as they are.
+    let mut flat = bytes.clone();
+    let header = 8 + u64::from_le_bytes(flat[..8].try_into().unwrap()) as usize;
+    flat[header..]
+        .as_chunks_mut::<4>()
+        .0
+        .iter_mut()
+        .for_each(|x| *x = 1.0f32.to_le_bytes());
+    let flat = read(&config, &flat).unwrap();
+    let options = LoadOptions {
+        channels: Some(flat.into()),
+        ..in_format(&reference, Precision::Int8, KvFormat::Bf16)
+    };
+    let (divergence, _) = distance(&want, &logits(load_with(options, true), &reference));
+    assert!(divergence > 0.02, "{divergence:.1e} nats though the sizes are wrong");
+    let other = Config::load(&folder("qwen3-tied")).unwrap();
+    for (config, bytes) in [
+        (&other, &bytes[..]),
+        (&config, &bytes[..bytes.len() - 4]),
+        (&config, b"no such file"),
+    ] {
+        let error = read(config, bytes).unwrap_err().to_string();
+        assert!(!error.contains('\n') && error.contains("tmp"), "{error}");
+    }
+}
+
+/// Prompts of the same vocabulary that are not the reference's.
+fn calibration(reference: &Reference) -> Vec<Vec<u32>> {
+    (0..8u32)
+        .map(|row| {
+            (0..64)
+                .map(|i| (row * 7919 + i * 104_729) % reference.vocabulary as u32)
+                .collect()
+        })
+        .collect()
 }
 
 /// In 8 bits sums are exact, and what is rounded depends on the row alone: chunks, threads and instructions change no bit.

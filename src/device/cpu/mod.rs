@@ -116,6 +116,11 @@ impl Buffer {
         (self.rows, self.width) = (rows, width);
     }
 
+    /// Each row, `[width]`.
+    pub fn rows(&self) -> impl Iterator<Item = &[f32]> {
+        (0..self.rows).map(|i| self.row(i))
+    }
+
     fn row(&self, i: usize) -> &[f32] {
         &self.data[i * self.width..(i + 1) * self.width]
     }

@@ -215,9 +215,13 @@ mod tests {
         for n in [1usize, 15, 16, 31, 33, 64, 100, 1000] {
             let logits = numbers(n as u64, n);
             for words in [0, 1, n / 32, n.div_ceil(32) + 1] {
-                let mask: Vec<u32> = (0..words as u32).map(|w| w.wrapping_mul(0x9E37_79B9) ^ 0x5555_0FF0).collect();
+                let mask: Vec<u32> = (0..words as u32)
+                    .map(|w| w.wrapping_mul(0x9E37_79B9) ^ 0x5555_0FF0)
+                    .collect();
                 let has = |i: usize| mask.get(i / 32).is_some_and(|word| word >> (i % 32) & 1 == 1);
-                let plain: Vec<f32> = (0..n).map(|i| if has(i) { logits[i] } else { f32::NEG_INFINITY }).collect();
+                let plain: Vec<f32> = (0..n)
+                    .map(|i| if has(i) { logits[i] } else { f32::NEG_INFINITY })
+                    .collect();
                 for isa in Isa::available() {
                     let (mut row, mut max, mut broken) = (vec![9.0; n], 0.0, true);
                     restrict_on(isa, &logits, &mask, &mut row, &mut max, &mut broken);
@@ -227,7 +231,11 @@ mod tests {
             }
         }
         let mut row = Vec::new();
-        assert_eq!(restrict(&[1.0, f32::NAN], &[1], &mut row), None, "seen though it is masked");
+        assert_eq!(
+            restrict(&[1.0, f32::NAN], &[1], &mut row),
+            None,
+            "seen though it is masked"
+        );
     }
 
     #[test]

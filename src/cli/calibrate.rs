@@ -1,0 +1,95 @@
+//! `gristmill calibrate`: measures how large a model's channels get on a job's prompts, for jobs in INT8.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::Context;
+use serde_json::json;
+
+use crate::cli::args::CalibrateArgs;
+use crate::cli::door::Opened;
+use crate::cli::exit::{Exit, Failure};
+use crate::cli::outfit::load_options;
+use crate::dataset::shard::ShardReader;
+use crate::device::Precision;
+use crate::model::{Channels, Transformer};
+use crate::report::sample::{ShardSample, sample};
+use crate::report::summary::number;
+use crate::worker::model::Stream;
+
+pub async fn calibrate(args: CalibrateArgs) -> Result<Exit, Failure> {
+    let opened = Opened::open(&args.job, None)?;
+    let prompts = prompts(&opened, args.rows).await?;
+    let files = &opened.model;
+    let vocabulary = files.tokenizer.vocab_size();
+    let options = load_options(Precision::F32, opened.job.context, vocabulary, &args.engine)?;
+    let channels = tokio::task::block_in_place(|| {
+        let mut model = Transformer::load(&files.dir, &options).map_err(Failure::bad_job)?;
+        Channels::measure(&mut model, prompts.iter().map(Vec::as_slice)).map_err(Failure::bad_job)
+    })?;
+    let path = Channels::path(&files.dir);
+    let bytes = channels.to_bytes().context("cannot write the channels' sizes")?;
+    write(&path, &bytes).with_context(|| format!("cannot write `{}`", path.display()))?;
+    let tokens: usize = prompts.iter().map(Vec::len).sum();
+    if args.json {
+        println!(
+            "{}",
+            json!({"job": opened.job.name, "rows": prompts.len(), "tokens": tokens, "file": path.display().to_string()})
+        );
+    } else {
+        println!(
+            "measured    {} prompts, {} tokens",
+            number(prompts.len() as u64),
+            number(tokens as u64)
+        );
+        println!("written     {}", path.display());
+        println!(
+            "            jobs of this model in int8 are balanced by it from now on, and count as jobs of another model"
+        );
+    }
+    Ok(Exit::Done)
+}
+
+/// Prompts of a sample of the job's rows.
+async fn prompts(opened: &Opened, wanted: u64) -> Result<Vec<Vec<u32>>, Failure> {
+    let inputs = opened.plan().await?;
+    let renderer = opened.renderer(&Stream::UNKNOWN)?;
+    let nothing = Arc::new(arrow::datatypes::Schema::empty());
+    let reader = ShardReader::new(inputs.files.clone(), nothing, renderer.columns());
+    let mut prompts = Vec::new();
+    let mut broken = None;
+    for ShardSample { shard, rows } in sample(&inputs.shards, wanted, opened.job.hash()) {
+        let read = reader
+            .read(&inputs.shards[shard as usize])
+            .await
+            .map_err(Failure::bad_job)?;
+        for row in read.rows.iter().filter(|row| rows.contains(&row.row)) {
+            match renderer.render(row) {
+                Ok(prompt) => prompts.push(prompt.tokens),
+                Err(why) => broken = Some(format!("row {}: {why}", row.row)),
+            }
+        }
+    }
+    match (prompts.is_empty(), broken) {
+        (false, _) => Ok(prompts),
+        (true, Some(why)) => Err(Failure::bad_job(anyhow::anyhow!(
+            "{}: no row of the sample has a prompt; {why}",
+            opened.job.file
+        ))),
+        (true, None) => Err(Failure::bad_job(anyhow::anyhow!(
+            "{}: its input has no rows",
+            opened.job.file
+        ))),
+    }
+}
+
+/// Whoever reads the file finds the old one or the new one, whole.
+fn write(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
+    let stage = path.with_extension(format!("{}.tmp", std::process::id()));
+    let written = std::fs::write(&stage, bytes).and_then(|()| std::fs::rename(&stage, path));
+    if written.is_err() {
+        // Nothing more can be done about it.
+        let _ = std::fs::remove_file(&stage);
+    }
+    written
+}

@@ -1,0 +1,180 @@
+//! How large a model's channels get on given prompts, which says how to balance its weights for 8 bits (SmoothQuant calls the
+//! prompts a calibration set).
+//!
+//! Kept in a file of its own: safetensors with the vectors `layers.N.attention_norm`, `.attended`, `.mlp_norm` and `.gated` of each
+//! layer in F32, largest magnitudes by channel.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use safetensors::tensor::{Dtype, TensorView};
+use safetensors::{SafeTensorError, SafeTensors};
+use sha2::{Digest, Sha256};
+
+use crate::device::batch::{StepBatch, StepSequence};
+use crate::device::{BLOCK_TOKENS, Precision};
+use crate::engine::{Forward, ForwardError};
+use crate::model::config::Config;
+use crate::model::error::ModelError;
+use crate::model::read_limited;
+use crate::model::transformer::{Activations, Transformer};
+
+/// Largest file that is read: 100 layers of a million channels.
+const BYTES_MAX: u64 = 400 << 20;
+/// Most tokens of a prompt that are computed in one step.
+const STEP_TOKENS: usize = 2048;
+const KINDS: [(Activations, &str); 4] = [
+    (Activations::AttentionNorm, "attention_norm"),
+    (Activations::Attended, "attended"),
+    (Activations::MlpNorm, "mlp_norm"),
+    (Activations::Gated, "gated"),
+];
+
+/// Largest magnitudes by channel of what a layer's linear operations read.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct LayerChannels {
+    each: [Vec<f32>; KINDS.len()],
+}
+
+impl LayerChannels {
+    /// `[width]` of these activations.
+    pub fn of(&self, activations: Activations) -> &[f32] {
+        &self.each[activations as usize]
+    }
+}
+
+/// See the module's description.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Channels {
+    pub layers: Vec<LayerChannels>,
+}
+
+impl Channels {
+    /// Runs prompts (token ids) through a model and keeps the largest magnitudes. What a prompt has beyond the model's context or
+    /// its pool of keys and values is left out.
+    ///
+    /// # Errors
+    /// A token that the model does not have.
+    pub fn measure<'a>(
+        model: &mut Transformer,
+        prompts: impl IntoIterator<Item = &'a [u32]>,
+    ) -> Result<Channels, ForwardError> {
+        let mut layers = vec![LayerChannels::default(); model.config().layers.len()];
+        let room = (model.kv_blocks() as usize * BLOCK_TOKENS).min(model.context_tokens() as usize);
+        let blocks: Vec<u32> = (0..model.kv_blocks()).collect();
+        for prompt in prompts {
+            let prompt = &prompt[..prompt.len().min(room)];
+            for (at, tokens) in prompt.chunks(STEP_TOKENS).enumerate() {
+                let start = at * STEP_TOKENS;
+                let end = start + tokens.len();
+                let batch = StepBatch {
+                    tokens: tokens.to_vec(),
+                    positions: (start as u32..end as u32).collect(),
+                    sequences: vec![StepSequence {
+                        first_token: 0,
+                        q_len: tokens.len() as u32,
+                        kv_len: end as u32,
+                        first_block: 0,
+                    }],
+                    block_tables: blocks[..end.div_ceil(BLOCK_TOKENS)].to_vec(),
+                    ..StepBatch::default()
+                };
+                model.watch(&batch, |layer, activations, buffer| {
+                    let most = &mut layers[layer].each[activations as usize];
+                    for row in buffer.rows() {
+                        most.resize(row.len(), 0.0);
+                        most.iter_mut().zip(row).for_each(|(most, x)| *most = most.max(x.abs()));
+                    }
+                })?;
+            }
+        }
+        Ok(Channels { layers })
+    }
+
+    /// The file's bytes.
+    ///
+    /// # Errors
+    /// Sizes that were measured on no prompt.
+    pub fn to_bytes(&self) -> Result<Vec<u8>, SafeTensorError> {
+        let mut tensors = Vec::new();
+        for (at, layer) in self.layers.iter().enumerate() {
+            for (values, (_, kind)) in layer.each.iter().zip(KINDS) {
+                let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
+                tensors.push((format!("layers.{at}.{kind}"), vec![values.len()], bytes));
+            }
+        }
+        let views: Result<Vec<_>, SafeTensorError> = tensors
+            .iter()
+            .map(|(name, shape, bytes)| Ok((name, TensorView::new(Dtype::F32, shape.clone(), bytes)?)))
+            .collect();
+        let kept = HashMap::from([("format".to_owned(), "gristmill channels".to_owned())]);
+        safetensors::serialize(views?, Some(kept))
+    }
+
+    /// Where `gristmill calibrate` writes what it measured of the checkpoint in `dir`.
+    pub fn path(dir: &Path) -> PathBuf {
+        dir.join("channels.safetensors")
+    }
+
+    /// What was measured of the checkpoint in `dir`; `None` where nothing was, or `precision` has no use for it.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load).
+    pub fn of_model(dir: &Path, config: &Config, precision: Precision) -> Result<Option<Channels>, ModelError> {
+        let path = Channels::path(dir);
+        match (precision, path.try_exists()) {
+            (Precision::F32 | Precision::Bf16, _) | (_, Ok(false)) => Ok(None),
+            (Precision::Int8, Ok(true)) => Channels::load(&path, config).map(Some),
+            (_, Err(e)) => Err(ModelError::read(&path, e)),
+        }
+    }
+
+    /// SHA-256 of all sizes in order, in hex.
+    pub fn hash(&self) -> String {
+        let mut hash = Sha256::new();
+        for values in self.layers.iter().flat_map(|layer| &layer.each) {
+            values.iter().for_each(|x| hash.update(x.to_le_bytes()));
+        }
+        hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+
+    /// Reads a file that was made for this model.
+    ///
+    /// # Errors
+    /// A file that cannot be read, is no such file, or was made for a model of another shape.
+    pub fn load(path: &Path, config: &Config) -> Result<Channels, ModelError> {
+        let bytes = read_limited(path, BYTES_MAX)?;
+        let broken = |what: String| ModelError::broken(path, what);
+        let file = SafeTensors::deserialize(&bytes).map_err(|e| broken(e.to_string()))?;
+        let widths = [
+            config.hidden_size,
+            config.heads.heads * config.heads.head_dim,
+            config.hidden_size,
+            config.intermediate_size,
+        ];
+        let mut layers = vec![LayerChannels::default(); config.layers.len()];
+        for (at, layer) in layers.iter_mut().enumerate() {
+            for ((values, (_, kind)), width) in layer.each.iter_mut().zip(KINDS).zip(widths) {
+                let name = format!("layers.{at}.{kind}");
+                let tensor = file
+                    .tensor(&name)
+                    .map_err(|_| broken(format!("it has no `{name}`: was it made for another model?")))?;
+                if tensor.dtype() != Dtype::F32 || tensor.shape() != [width] {
+                    return Err(broken(format!(
+                        "`{name}` is {:?} {:?}, this model's is F32 [{width}]: it was made for another model",
+                        tensor.dtype(),
+                        tensor.shape()
+                    )));
+                }
+                values.extend(tensor.data().as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)));
+                if values.iter().any(|x| !x.is_finite() || *x < 0.0) {
+                    return Err(broken(format!("`{name}` holds what is no magnitude")));
+                }
+            }
+        }
+        if file.len() != layers.len() * KINDS.len() {
+            return Err(broken(format!("it has more than this model's {} layers", layers.len())));
+        }
+        Ok(Channels { layers })
+    }
+}
