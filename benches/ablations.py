@@ -22,7 +22,7 @@ VARIANTS = {
     "prefixes not shared": [*INT8, "--without", "sharing"],
     "prefill apart": [*INT8, "--without", "mixing"],
     "none of the four": [*INT8, "--without", "refilling,sorting,sharing,mixing"],
-    "keys, values BF16": [*INT8, "--kv-format", "bf16"],
+    "keys, values BF16": [*INT8, "--kv-cache", "bf16"],
     "INT8 without VNNI": [*INT8, "--instructions", "avx512"],
     "INT8 on AVX2": [*INT8, "--instructions", "avx2"],
     "BF16": ["--precision", "bf16"],

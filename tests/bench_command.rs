@@ -66,7 +66,7 @@ fn a_trace_is_run_as_it_says() {
     );
     let warm = figures(&[&trace[..], &["--warm-up", "1"]].concat());
     assert_eq!(warm["cached_tokens"], 8 * 80);
-    let lower = figures(&[&trace[..], &["--instructions", "portable", "--kv-format", "int8"]].concat());
+    let lower = figures(&[&trace[..], &["--instructions", "portable", "--kv-cache", "int8"]].concat());
     assert_eq!(lower["isa"], "portable");
 }
 

@@ -25,15 +25,38 @@ for part in glob.glob(folder + "/part-*.parquet"):
 /// The demo in 8 bits: at most half a point of agreement with the gold column below F32's 1,903 of 2,000.
 #[test]
 fn eight_bits_label_as_well() {
-    let folder = tempfile::tempdir().unwrap();
-    let (job, _) = job_in(folder.path(), "label-tickets.yaml", |text| {
-        text.replace("precision: f32", "precision: int8")
-    });
-    let json = Run::of(&mut gristmill(&["run", arg(&job), "--json"])).expect(0).json();
-    let equal = json["agreement"]["equal"].as_u64().unwrap();
-    println!("{equal} of 2,000 in INT8");
-    assert!(equal >= 1903 - 10, "{equal} of 2,000 categories are right");
+    for (formats, recorded) in [
+        ("precision: int8", None),
+        ("precision: int8\nkv_cache: bf16", Some("bf16")),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let (job, output) = job_in(folder.path(), "label-tickets.yaml", |text| {
+            text.replace("precision: f32", formats)
+        });
+        let json = Run::of(&mut gristmill(&["run", arg(&job), "--json"])).expect(0).json();
+        let equal = json["agreement"]["equal"].as_u64().unwrap();
+        println!("{equal} of 2,000 in {formats:?}");
+        assert!(
+            equal >= 1903 - 10,
+            "{equal} of 2,000 categories are right in {formats:?}"
+        );
+        // The ledger and the parts say it where it is not what goes with the precision.
+        let record = std::fs::read(output.join("_gristmill/job.json")).unwrap();
+        let record: serde_json::Value = serde_json::from_slice(&record).unwrap();
+        assert_eq!(record.get("kv_cache").and_then(|format| format.as_str()), recorded);
+        let says = READ_KV_CACHE.replace(
+            "WANTED",
+            &recorded.map_or("None".into(), |format| format!("b'{format}'")),
+        );
+        Run::of(Command::new(python()).args(["-c", &says, arg(&output.join("part-00000.parquet"))])).expect(0);
+    }
 }
+
+const READ_KV_CACHE: &str = r#"
+import sys, pyarrow.parquet as pq
+found = pq.read_metadata(sys.argv[1]).metadata.get(b"gristmill.kv_cache")
+assert found == WANTED, found
+"#;
 
 #[test]
 fn labels_the_demo_dataset() {

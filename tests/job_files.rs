@@ -117,6 +117,19 @@ fn minimal_jobs_get_defaults() {
 }
 
 #[test]
+fn keys_and_values_go_with_the_precision_unless_the_job_says_otherwise() {
+    let job = check(GOOD, "x.yaml").unwrap();
+    assert_eq!(job.kv_cache, Precision::Auto);
+    let job = check(&GOOD.replace("model:", "kv_cache: bf16\nmodel:"), "x.yaml").unwrap();
+    assert_eq!(job.kv_cache, Precision::Bf16);
+    assert_eq!(read_back(&job), job);
+    // A record from before there was a choice.
+    let mut record = job.resolved();
+    record.as_object_mut().unwrap().shift_remove("kv_cache").unwrap();
+    assert_eq!(Job::of_record(&record, "job.json").unwrap().kv_cache, Precision::Auto);
+}
+
+#[test]
 fn a_queue_is_read_and_takes_no_secrets() {
     let with = |queue: &str| check(&format!("{GOOD}queue: {queue}\n"), "x.yaml");
     let job = with(
@@ -373,6 +386,16 @@ fn bad_values_name_their_field() {
             "model:",
             "precision: int4\nmodel:",
             "`precision` is `int4`, which this build does not support",
+        ),
+        (
+            "model:",
+            "kv_cache: fp8\nmodel:",
+            "`kv_cache` is `fp8`, which this build does not support; it has `f32`, `bf16` and `int8`",
+        ),
+        (
+            "model:",
+            "kv_cache: int9\nmodel:",
+            "`kv_cache` is `int9`; did you mean `int8`?",
         ),
         (
             "model:",

@@ -9,13 +9,14 @@ use gristmill::dataset::location::Location;
 use gristmill::device::{Precision, cpu};
 use gristmill::engine::scheduler::Policy;
 use gristmill::engine::{Engine, EngineOptions};
+use gristmill::job::spec::Precision as Asked;
 use gristmill::ledger::Ledger;
 use gristmill::model::{KvBudget, LoadOptions, Transformer};
 use gristmill::report::meter::Meter;
 use gristmill::report::recheck::Recheck;
 use gristmill::report::sample::sample;
 use gristmill::worker::jobs::OpenJob;
-use gristmill::worker::model::{Model, ModelFiles};
+use gristmill::worker::model::{Formats, Model, ModelFiles};
 use gristmill::worker::recheck::{self, Parts};
 use gristmill::worker::stop::{Stop, Why};
 use serde_json::Value;
@@ -151,6 +152,26 @@ fn answers_that_were_altered_are_found() {
         differing.iter().any(|row| row["job"] == "altered" && row["row"] == 1),
         "{altered}"
     );
+}
+
+/// Only keys and values are in 8 bits: the recheck is in the job's own precision, and something differs.
+#[test]
+fn keys_and_values_alone_are_rechecked() {
+    let folder = tempfile::tempdir().unwrap();
+    let (job, _) = job_in(folder.path(), "label-tickets.yaml", |text| {
+        text.replace("precision: f32", "precision: f32\nkv_cache: int8")
+            .replace("choice:", "choice_probabilities: true\n  choice:")
+    });
+    run(&["run", arg(&job), "--limit", "100", "--quiet"]).expect(0);
+    let json = run(&["recheck", arg(&job), "--limit", "100", "--json", "--quiet"])
+        .expect(0)
+        .json();
+    assert_eq!(json["precision"], "f32 with keys and values in int8");
+    assert_eq!(
+        (&json["recheck"]["precision"], &json["recheck"]["rows"]),
+        (&"f32".into(), &100.into())
+    );
+    assert!(json["recheck"]["probability_difference"].as_f64() > Some(0.0), "{json}");
 }
 
 #[test]
@@ -303,6 +324,21 @@ fn a_precision_that_is_not_higher_is_refused() {
         }
     }
     assert!(!output.exists(), "nothing was started");
+    // Keys and values count, too: what the job already has is no recheck, what it has not is one.
+    let with = |precision: &str, kv_cache: &str, recheck: &str| {
+        let formats = format!("precision: {precision}\nkv_cache: {kv_cache}");
+        let text = text.replace("precision: f32", &formats);
+        fs::write(&job, format!("{text}report: {{recheck: {{precision: {recheck}}}}}\n")).unwrap();
+        run(&["plan", arg(&job)])
+    };
+    one_line(
+        &with("bf16", "f32", "bf16").expect(2),
+        &[
+            "the job runs in `bf16 with keys and values in f32` itself",
+            "choose a higher one",
+        ],
+    );
+    with("f32", "int8", "f32").expect(0);
     // Lines in OpenAI's form hold no answers by row.
     fs::write(
         &job,
@@ -382,7 +418,7 @@ async fn again(output: &Path, model: &Path, rows: u64, stop: &Stop) -> Option<Re
     let engine = Engine::new(Box::new(transformer), files.tokenizer.clone(), options_of_engine);
     let hash = ledger.job().identity.model_hash.clone();
     let context = files.config.max_position_embeddings;
-    let loaded = Model::new(files.clone(), Precision::F32, context, hash);
+    let loaded = Model::new(files.clone(), Formats::of(Asked::F32, Asked::Auto), context, hash);
     let sample = sample(&ledger.job().shards, rows, &ledger.job().identity.job_hash);
     let parts = Parts {
         job: OpenJob::new(0, ledger, &loaded, Arc::default()).unwrap(),

@@ -13,6 +13,8 @@ use crate::report::summary::{number, percent};
 pub struct Figures {
     pub model: String,
     pub precision: String,
+    /// What keys and values are kept in.
+    pub kv_cache: String,
     /// Instructions that the kernels use.
     pub isa: String,
     pub threads: usize,

@@ -86,6 +86,9 @@ pub struct WorkerArgs {
     /// Number format to compute in, where --model names the checkpoint
     #[arg(long, value_name = "FORMAT", default_value = "auto", value_parser = ["auto", "f32", "bf16", "int8"])]
     pub precision: String,
+    /// Number format of keys and values, where --model names the checkpoint (auto: the precision's own)
+    #[arg(long, value_name = "FORMAT", default_value = "auto", value_parser = ["auto", "f32", "bf16", "int8"])]
+    pub kv_cache: String,
     /// Longest sequence in tokens (default: what the first job or the checkpoint says)
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(2..))]
     pub context: Option<u32>,
@@ -360,9 +363,9 @@ pub struct BenchArgs {
     pub seed: u64,
     #[command(flatten)]
     pub engine: EngineArgs,
-    /// Number format of keys and values (default: the precision's own)
-    #[arg(long, value_name = "FORMAT", value_parser = ["f32", "bf16", "int8"])]
-    pub kv_format: Option<String>,
+    /// Number format of keys and values (auto: the precision's own)
+    #[arg(long, value_name = "FORMAT", default_value = "auto", value_parser = ["auto", "f32", "bf16", "int8"])]
+    pub kv_cache: String,
     /// Run so many of the requests before the clock starts, and then again
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub warm_up: usize,

@@ -12,8 +12,8 @@ use crate::cli::args::{BenchArgs, Part};
 use crate::cli::exit::{Exit, Failure};
 use crate::cli::outfit::{engine_options, load_options};
 use crate::cli::worker::asked_precision;
+use crate::device::Dtype;
 use crate::device::cpu::Isa;
-use crate::device::{Dtype, KvFormat, Precision};
 use crate::engine::request::Request;
 use crate::engine::scheduler::Policy;
 use crate::engine::{Engine, Generate};
@@ -22,7 +22,7 @@ use crate::model::config::Config;
 use crate::model::shapes;
 use crate::model::tokenizer::Tokenizer;
 use crate::model::transformer::Transformer;
-use crate::worker::model::{precision, precision_word};
+use crate::worker::model::Formats;
 
 pub async fn bench(args: BenchArgs) -> Result<Exit, Failure> {
     tokio::task::spawn_blocking(move || run(&args))
@@ -78,11 +78,11 @@ fn run(args: &BenchArgs) -> Result<Exit, Failure> {
             &eos,
         ),
     };
-    let precision = precision(asked_precision(&args.precision));
-    let mut engine = engine(args, &subject, precision, vocabulary, &requests)?;
+    let formats = Formats::of(asked_precision(&args.precision), asked_precision(&args.kv_cache));
+    let mut engine = engine(args, &subject, formats, vocabulary, &requests)?;
     let first: Vec<Request> = requests.iter().take(args.warm_up).cloned().collect();
     serve(&mut engine, first)?;
-    let (figures, steps) = measure(args, &mut engine, requests, precision)?;
+    let (figures, steps) = measure(args, &mut engine, requests, formats)?;
     if let Some(path) = &args.svg {
         let title = format!(
             "{}, {}: {:.0} tokens/s",
@@ -106,7 +106,7 @@ fn run(args: &BenchArgs) -> Result<Exit, Failure> {
 fn engine(
     args: &BenchArgs,
     subject: &Subject,
-    precision: Precision,
+    formats: Formats,
     vocabulary: usize,
     requests: &[Request],
 ) -> Result<Engine, Failure> {
@@ -117,14 +117,13 @@ fn engine(
         .max();
     let needed = longest.unwrap_or(0).min(u64::from(subject.config.context_limit())) as u32;
     let mut options = load_options(
-        precision,
+        formats,
         Some(args.context.unwrap_or(needed.max(2))),
         vocabulary,
         &args.engine,
     )?;
-    options.kv_format = kv_format(args, precision);
     if subject.checkpoint {
-        let channels = Channels::of_model(Path::new(&args.model), &subject.config, precision);
+        let channels = Channels::of_model(Path::new(&args.model), &subject.config, formats.precision);
         options.channels = channels.map_err(Failure::bad_job)?.map(Arc::new);
     }
     let model = if subject.checkpoint {
@@ -133,7 +132,7 @@ fn engine(
         Transformer::random(subject.config.clone(), args.seed, Dtype::Bf16, &options)
     };
     let model = model.map_err(Failure::bad_job)?;
-    let mut options = engine_options(precision, &args.engine);
+    let mut options = engine_options(formats, &args.engine);
     options.policy = Policy {
         sort: !args.without.contains(&Part::Sorting),
         share: !args.without.contains(&Part::Sharing),
@@ -141,16 +140,6 @@ fn engine(
         refill: !args.without.contains(&Part::Refilling),
     };
     Ok(Engine::new(Box::new(model), subject.tokenizer.clone(), options))
-}
-
-fn kv_format(args: &BenchArgs, precision: Precision) -> KvFormat {
-    match args.kv_format.as_deref() {
-        Some("f32") => KvFormat::F32,
-        Some("bf16") => KvFormat::Bf16,
-        Some("int8") => KvFormat::Int8,
-        // clap lets nothing else through.
-        _ => precision.kv_format(),
-    }
 }
 
 /// What became of requests.
@@ -212,7 +201,7 @@ fn measure(
     args: &BenchArgs,
     engine: &mut Engine,
     requests: Vec<Request>,
-    precision: Precision,
+    formats: Formats,
 ) -> Result<(Figures, Vec<Step>), Failure> {
     let count = requests.len() as u64;
     let before = operations(engine);
@@ -227,7 +216,8 @@ fn measure(
     );
     let figures = Figures {
         model: args.model.clone(),
-        precision: precision_word(precision).into(),
+        precision: formats.precision_word().into(),
+        kv_cache: formats.kv_word().into(),
         isa: args.engine.instructions.unwrap_or_else(Isa::detect).to_string(),
         threads: crate::cli::outfit::threads(&args.engine),
         requests: count,

@@ -11,18 +11,19 @@ use crate::cli::door::Opened;
 use crate::cli::exit::{Exit, Failure};
 use crate::cli::outfit::load_options;
 use crate::dataset::shard::ShardReader;
-use crate::device::Precision;
+use crate::job::spec::Precision;
 use crate::model::{Channels, Transformer};
 use crate::report::sample::{ShardSample, sample};
 use crate::report::summary::number;
-use crate::worker::model::Stream;
+use crate::worker::model::{Formats, Stream};
 
 pub async fn calibrate(args: CalibrateArgs) -> Result<Exit, Failure> {
     let opened = Opened::open(&args.job, None)?;
     let prompts = prompts(&opened, args.rows).await?;
     let files = &opened.model;
     let vocabulary = files.tokenizer.vocab_size();
-    let options = load_options(Precision::F32, opened.job.context, vocabulary, &args.engine)?;
+    let formats = Formats::of(Precision::F32, Precision::Auto);
+    let options = load_options(formats, opened.job.context, vocabulary, &args.engine)?;
     let channels = tokio::task::block_in_place(|| {
         let mut model = Transformer::load(&files.dir, &options).map_err(Failure::bad_job)?;
         Channels::measure(&mut model, prompts.iter().map(Vec::as_slice)).map_err(Failure::bad_job)

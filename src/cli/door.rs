@@ -4,20 +4,20 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::cli::exit::Failure;
+use crate::cli::recheck::Sample;
 use crate::dataset::location::Location;
 use crate::dataset::output::{OutputColumns, OutputSchema};
 use crate::dataset::plan::Format;
 use crate::dataset::planner::{InputPlan, PlanRequest, plan_inputs};
-use crate::device;
 use crate::engine::constraint::Compiler;
 use crate::job::Renderer;
 use crate::job::file::{self, OutputFormat};
 use crate::job::generate::ShapeSpec;
-use crate::job::spec::{Job, Precision, PromptKind};
+use crate::job::spec::{Job, PromptKind};
 use crate::ledger::keys::sha256;
 use crate::ledger::{JobDraft, JobIdentity, Ledger, Terms, Unfinished};
 use crate::report::summary::Summary;
-use crate::worker::model::{ModelFiles, Stream, precision, precision_word};
+use crate::worker::model::{Formats, ModelFiles, Stream};
 
 /// Bytes that a generated token may take in the output: its text, its id, its log probability.
 const BYTES_PER_TOKEN: u64 = 12;
@@ -28,15 +28,17 @@ pub struct Opened {
     pub model: ModelFiles,
     pub limit: Option<u64>,
     pub output: Location,
+    /// What its report runs again.
+    pub recheck: Option<Sample>,
 }
 
 impl Opened {
     /// Reads the job file and the model's config and tokenizer.
     pub fn open(path: &Path, limit: Option<u64>) -> Result<Opened, Failure> {
         let job = Job::load(path).map_err(Failure::bad_job)?;
-        if let Some(recheck) = &job.recheck {
-            check_higher(&job, recheck.precision, "`report.recheck.precision`")?;
-        }
+        let recheck = job.recheck.as_ref();
+        let recheck = recheck.map(|asked| Sample::new(&job, asked, "`report.recheck.precision`"));
+        let recheck = recheck.transpose()?;
         let model = ModelFiles::open(model_dir(&job)?).map_err(Failure::bad_job)?;
         let output = Location::parse(&job.output.uri, &job.base_dir).map_err(Failure::bad_job)?;
         let output = match limit {
@@ -49,6 +51,7 @@ impl Opened {
             model,
             limit,
             output,
+            recheck,
         })
     }
 
@@ -148,9 +151,9 @@ impl Opened {
         }
     }
 
-    /// The precision to compute in, resolved.
-    pub fn precision(&self) -> device::Precision {
-        precision(self.job.precision)
+    /// The number formats to compute in, resolved.
+    pub fn formats(&self) -> Formats {
+        Formats::of_job(&self.job)
     }
 
     /// What makes two runs the same job. Reads the whole checkpoint once.
@@ -161,10 +164,11 @@ impl Opened {
         };
         Ok(JobIdentity {
             job_hash,
-            model_hash: self.model.hash(self.precision()).map_err(Failure::bad_job)?,
+            model_hash: self.model.hash(self.formats().precision).map_err(Failure::bad_job)?,
             tokenizer_hash: self.model.tokenizer.hash().to_string(),
             template_hash: Some(self.renderer(&Stream::UNKNOWN)?.template_hash().to_string()),
-            precision: precision_word(self.precision()).into(),
+            precision: self.formats().precision_word().into(),
+            kv_cache: self.formats().recorded_kv(),
         })
     }
 
@@ -221,24 +225,6 @@ impl Opened {
 fn check_columns(renderer: &Renderer, plan: &InputPlan) -> Result<(), Failure> {
     let columns: Vec<String> = plan.columns.iter().map(|c| c.name.clone()).collect();
     renderer.check_columns(&columns).map_err(Failure::bad_job)
-}
-
-/// Checks that a recheck in `asked`, which `place` says, is in a higher precision than the job runs in.
-pub fn check_higher(job: &Job, asked: Precision, place: &str) -> Result<(), Failure> {
-    let (own, asked) = (precision(job.precision), precision(asked));
-    if asked.bits() > own.bits() {
-        return Ok(());
-    }
-    let advice = match own {
-        device::Precision::F32 => "nothing is higher, leave the recheck out",
-        _ => "choose a higher one",
-    };
-    Err(Failure::bad_job(anyhow::anyhow!(
-        "{}: {place} is `{}`, and the job runs in `{}` itself: {advice}",
-        job.file,
-        precision_word(asked),
-        precision_word(own)
-    )))
 }
 
 /// The folder of a trial: another one for each version of the job file, so that a job can be tried, changed and tried again.

@@ -7,12 +7,11 @@ use anyhow::Context;
 
 use crate::cli::args::EngineArgs;
 use crate::cli::exit::{Exit, Failure};
-use crate::device::Precision;
 use crate::device::cpu::thread_pool;
 use crate::engine::scheduler::Policy;
 use crate::engine::{Engine, EngineOptions, Generate};
 use crate::model::transformer::{KvBudget, LoadOptions, Transformer};
-use crate::worker::model::{Model, ModelFiles};
+use crate::worker::model::{Formats, Model, ModelFiles};
 use crate::worker::stop::{Stop, Why};
 
 /// A device that takes longer over one step hangs.
@@ -29,21 +28,21 @@ impl LoadedModel {
     /// checkpoint's.
     pub fn load(
         files: ModelFiles,
-        precision: Precision,
+        formats: Formats,
         context: Option<u32>,
         hash: String,
         args: &EngineArgs,
     ) -> Result<LoadedModel, Failure> {
         let context_tokens = context.unwrap_or(files.config.max_position_embeddings);
-        let engine = engine(&files, precision, context, args)?;
-        let model = Model::new(files, precision, context_tokens, hash);
+        let engine = engine(&files, formats, context, args)?;
+        let model = Model::new(files, formats, context_tokens, hash);
         Ok(LoadedModel { model, engine })
     }
 }
 
 fn engine(
     files: &ModelFiles,
-    precision: Precision,
+    formats: Formats,
     context: Option<u32>,
     args: &EngineArgs,
 ) -> Result<Box<dyn Generate>, Failure> {
@@ -51,23 +50,26 @@ fn engine(
     if crate::faults::KnownDevice::is_wanted() {
         return Ok(Box::new(crate::faults::KnownDevice::from_env()));
     }
-    let mut options = load_options(precision, context, files.tokenizer.vocab_size(), args)?;
-    options.channels = files.channels(precision).map_err(Failure::bad_job)?.map(Arc::new);
+    let mut options = load_options(formats, context, files.tokenizer.vocab_size(), args)?;
+    options.channels = files
+        .channels(formats.precision)
+        .map_err(Failure::bad_job)?
+        .map(Arc::new);
     let model = Transformer::load(&files.dir, &options).map_err(Failure::bad_job)?;
-    let options = engine_options(precision, args);
+    let options = engine_options(formats, args);
     Ok(Box::new(Engine::new(Box::new(model), files.tokenizer.clone(), options)))
 }
 
 /// How a model is loaded; `vocabulary`: ids that its tokenizer knows.
 pub fn load_options(
-    precision: Precision,
+    formats: Formats,
     context: Option<u32>,
     vocabulary: usize,
     args: &EngineArgs,
 ) -> Result<LoadOptions, Failure> {
     Ok(LoadOptions {
-        precision,
-        kv_format: precision.kv_format(),
+        precision: formats.precision,
+        kv_format: formats.kv,
         channels: None,
         isa: args.instructions,
         kv: KvBudget::Bytes(args.kv_memory.map_or_else(default_kv_bytes, |mib| mib << 20)),
@@ -77,12 +79,12 @@ pub fn load_options(
     })
 }
 
-/// How an engine runs a model of this precision.
-pub fn engine_options(precision: Precision, args: &EngineArgs) -> EngineOptions {
+/// How an engine runs a model in these formats.
+pub fn engine_options(formats: Formats, args: &EngineArgs) -> EngineOptions {
     EngineOptions {
         max_step_tokens: args.step_tokens as usize,
         max_sequences: args.sequences as usize,
-        prefix_root: format!("{precision:?}"),
+        prefix_root: formats.to_string(),
         policy: Policy::default(),
     }
 }

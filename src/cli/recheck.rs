@@ -5,7 +5,7 @@ use std::sync::Arc;
 use serde_json::json;
 
 use crate::cli::args::{EngineArgs, RecheckArgs};
-use crate::cli::door::{Opened, check_higher, no_job};
+use crate::cli::door::{Opened, no_job};
 use crate::cli::exit::{Exit, Failure};
 use crate::cli::outfit::{LoadedModel, render_threads, stop_on_signals};
 use crate::cli::worker::asked_precision;
@@ -13,6 +13,7 @@ use crate::dataset::DatasetError;
 use crate::job::file::OutputFormat;
 use crate::job::generate::ShapeSpec;
 use crate::job::recheck::Recheck as Asked;
+use crate::job::spec::{Job, Precision};
 use crate::ledger::Ledger;
 use crate::report::meter::Meter;
 use crate::report::progress::{self, Goal};
@@ -20,13 +21,13 @@ use crate::report::recheck::Recheck;
 use crate::report::sample::sample;
 use crate::report::summary::number;
 use crate::worker::jobs::OpenJob;
-use crate::worker::model::{precision, precision_word};
+use crate::worker::model::Formats;
 use crate::worker::recheck::{self, Parts};
 use crate::worker::stop::Stop;
 
 pub async fn recheck(args: RecheckArgs) -> Result<Exit, Failure> {
     let opened = Opened::open(&args.job, args.limit)?;
-    let asked = asked(&opened, &args)?;
+    let sample = asked_sample(&opened, &args)?;
     let ledger = Ledger::open(&opened.output).await?;
     let ledger = ledger.ok_or_else(|| no_job(&opened.output))?;
     ledger
@@ -43,12 +44,12 @@ pub async fn recheck(args: RecheckArgs) -> Result<Exit, Failure> {
     }
     let stop = Stop::default();
     stop_on_signals(stop.clone())?;
-    let found = of_job(&opened, &ledger, &asked, &args.engine, args.quiet, &stop).await?;
+    let found = of_job(&opened, &ledger, &sample, &args.engine, args.quiet, &stop).await?;
     if args.json {
         let json = json!({
             "job": opened.job.name,
             "output": opened.output.url.as_str(),
-            "precision": precision_word(opened.precision()),
+            "precision": opened.formats().to_string(),
             "recheck": found,
         });
         println!("{json}");
@@ -60,8 +61,36 @@ pub async fn recheck(args: RecheckArgs) -> Result<Exit, Failure> {
     Ok(Exit::Done)
 }
 
+/// What to run again, checked against the job.
+pub struct Sample {
+    /// At least 1; a job with fewer is rechecked whole.
+    pub rows: u64,
+    /// Higher than the job's own.
+    pub formats: Formats,
+}
+
+impl Sample {
+    /// What `asked` asks for, whose precision `place` says.
+    pub fn new(job: &Job, asked: &Asked, place: &str) -> Result<Sample, Failure> {
+        let own = Formats::of_job(job);
+        if let Some(formats) = own.rechecked_in(asked.precision) {
+            let rows = asked.rows;
+            return Ok(Sample { rows, formats });
+        }
+        let advice = match own.rechecked_in(Precision::F32) {
+            None => "nothing is higher, leave the recheck out",
+            Some(_) => "choose a higher one",
+        };
+        Err(Failure::bad_job(anyhow::anyhow!(
+            "{}: {place} is `{}`, and the job runs in `{own}` itself: {advice}",
+            job.file,
+            Formats::of(asked.precision, Precision::Auto)
+        )))
+    }
+}
+
 /// What the arguments ask for, then the job file, then nobody.
-fn asked(opened: &Opened, args: &RecheckArgs) -> Result<Asked, Failure> {
+fn asked_sample(opened: &Opened, args: &RecheckArgs) -> Result<Sample, Failure> {
     let job = &opened.job;
     if job.output.format != OutputFormat::Parquet {
         return Err(Failure::bad_job(anyhow::anyhow!(
@@ -74,40 +103,37 @@ fn asked(opened: &Opened, args: &RecheckArgs) -> Result<Asked, Failure> {
     if let Some(word) = &args.precision {
         asked.precision = asked_precision(word);
     }
-    check_higher(job, asked.precision, "`--precision`")?;
-    Ok(asked)
+    Sample::new(job, &asked, "`--precision`")
 }
 
 /// Rechecks a finished job. The model that it ran with must be gone from memory: this loads it anew.
 pub async fn of_job(
     opened: &Opened,
     ledger: &Ledger,
-    asked: &Asked,
+    wanted: &Sample,
     args: &EngineArgs,
     quiet: bool,
     stop: &Stop,
 ) -> Result<Recheck, Failure> {
     let (job, identity) = (&opened.job, &ledger.job().identity);
-    let precision = precision(asked.precision);
-    let sample = sample(&ledger.job().shards, asked.rows, &identity.job_hash);
+    let sample = sample(&ledger.job().shards, wanted.rows, &identity.job_hash);
     let goal = Goal {
         rows: sample.iter().map(|shard| shard.rows.len() as u64).sum(),
         rows_before: 0,
         seconds_before: 0.0,
         usd_per_hour: None,
     };
-    let word = precision_word(precision);
     if !quiet {
         let (rows, all) = (number(goal.rows), number(ledger.job().rows()));
-        eprintln!("rechecking {rows} of {all} rows in {word}");
+        eprintln!("rechecking {rows} of {all} rows in {}", wanted.formats);
     }
     let hash = identity.model_hash.clone();
-    let loaded = LoadedModel::load(opened.model.clone(), precision, job.context, hash, args)?;
+    let loaded = LoadedModel::load(opened.model.clone(), wanted.formats, job.context, hash, args)?;
     let meter = Arc::new(Meter::default());
     let parts = Parts {
         job: OpenJob::new(0, ledger.clone(), &loaded.model, Arc::default())?,
         engine: loaded.engine,
-        precision: word.into(),
+        precision: wanted.formats.to_string(),
         tokenizer: match job.generate.shape {
             ShapeSpec::Choice { .. } => None,
             _ => Some(opened.model.tokenizer.clone()),

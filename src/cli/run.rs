@@ -45,7 +45,7 @@ pub async fn run(args: RunArgs) -> Result<Exit, Failure> {
         if !args.quiet {
             eprintln!("job `{}` is already done: nothing to do", opened.job.name);
         }
-        if opened.job.recheck.is_some() {
+        if opened.recheck.is_some() {
             stop_on_signals(stop.clone())?;
         }
         return report(&opened, &ledger, &args, &stop).await;
@@ -135,7 +135,7 @@ async fn work(
     let hash = ledger.job().identity.model_hash.clone();
     let loaded = LoadedModel::load(
         opened.model.clone(),
-        opened.precision(),
+        opened.formats(),
         opened.job.context,
         hash,
         &args.engine,
@@ -220,8 +220,8 @@ async fn report(opened: &Opened, ledger: &Ledger, args: &RunArgs, stop: &Stop) -
             Err(error) => eprintln!("gristmill: no agreement: {}", one_line(&error.into())),
         }
     }
-    if let Some(asked) = opened.job.recheck.as_ref().filter(|_| is_done) {
-        match recheck::of_job(opened, ledger, asked, &args.engine, args.quiet, stop).await {
+    if let Some(sample) = opened.recheck.as_ref().filter(|_| is_done) {
+        match recheck::of_job(opened, ledger, sample, &args.engine, args.quiet, stop).await {
             Ok(found) => summary.recheck = Some(found),
             Err(failure) => {
                 eprintln!("gristmill: no recheck: {}", one_line(&failure.error));

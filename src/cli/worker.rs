@@ -22,7 +22,7 @@ use crate::report::progress;
 use crate::report::summary::{RowCounts, number, rate};
 use crate::worker::idle::IdleClock;
 use crate::worker::jobs::Jobs;
-use crate::worker::model::{ModelFiles, precision};
+use crate::worker::model::{Formats, ModelFiles};
 use crate::worker::patience::{Patience, Pauses};
 use crate::worker::pulse::Pulse;
 use crate::worker::stop::{Stop, Why};
@@ -54,9 +54,8 @@ pub async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
     let Some(wanted) = wanted_model(&args, &queue, &mut watched, &stop).await? else {
         return ended_early(&args, &stop);
     };
-    let asked = precision(wanted.precision);
-    let hash = wanted.files.hash(asked).map_err(Failure::bad_job)?;
-    let loaded = LoadedModel::load(wanted.files, asked, wanted.context, hash, &args.engine)?;
+    let hash = wanted.files.hash(wanted.formats.precision).map_err(Failure::bad_job)?;
+    let loaded = LoadedModel::load(wanted.files, wanted.formats, wanted.context, hash, &args.engine)?;
     let meter = Arc::new(Meter::default());
     let worker = Arc::new(Worker::new(Parts {
         name: name(&args)?,
@@ -71,9 +70,10 @@ pub async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
     }));
     if !args.quiet {
         eprintln!(
-            "worker `{}` is ready, with model `{}`",
+            "worker `{}` is ready, with model `{}` in {}",
             worker.name,
-            worker.jobs.model().name()
+            worker.jobs.model().name(),
+            worker.jobs.model().formats
         );
     }
     let shown = progress::show_work(meter.clone(), args.quiet);
@@ -85,7 +85,7 @@ pub async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
 /// The model to load, before anything is loaded.
 struct Wanted {
     files: ModelFiles,
-    precision: Precision,
+    formats: Formats,
     context: Option<u32>,
 }
 
@@ -128,7 +128,7 @@ async fn wanted_model(
     if let Some(dir) = &args.model {
         return Ok(Some(Wanted {
             files: ModelFiles::open(dir.clone()).map_err(Failure::bad_job)?,
-            precision: asked_precision(&args.precision),
+            formats: Formats::of(asked_precision(&args.precision), asked_precision(&args.kv_cache)),
             context: args.context,
         }));
     }
@@ -142,7 +142,7 @@ async fn wanted_model(
     let job: Job = serde_json::from_value(ledger.job().resolved.clone())?;
     Ok(Some(Wanted {
         files: ModelFiles::open(model_dir(&job)?).map_err(Failure::bad_job)?,
-        precision: job.precision,
+        formats: Formats::of_job(&job),
         context: args.context.or(job.context),
     }))
 }

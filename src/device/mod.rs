@@ -37,6 +37,17 @@ pub enum KvFormat {
     Int8,
 }
 
+impl KvFormat {
+    /// Of a number: more are the higher precision.
+    pub fn bits(self) -> u32 {
+        match self {
+            KvFormat::F32 => 32,
+            KvFormat::Bf16 => 16,
+            KvFormat::Int8 => 8,
+        }
+    }
+}
+
 impl Precision {
     /// Of the numbers that linear layers multiply: more are the higher precision.
     pub fn bits(self) -> u32 {

@@ -30,6 +30,10 @@ pub struct JobFile {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(extend("enum" = ["auto", "f32", "bf16", "int8", null]))]
     pub precision: Option<String>,
+    /// Number format of keys and values. `auto` is what goes with the precision: its own name.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(extend("enum" = ["auto", "f32", "bf16", "int8", null]))]
+    pub kv_cache: Option<String>,
     /// Longest sequence (prompt and completion) in tokens; by default what the checkpoint declares. More is possible as far as
     /// its RoPE scaling stretches (`dynamic` is fixed for this length over the whole job).
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -48,6 +48,9 @@ pub struct Job {
     /// As written: a path relative to `base_dir`, `hf://…` or a URL.
     pub model: String,
     pub precision: Precision,
+    /// Of keys and values; `Auto`: the precision's own.
+    #[serde(default)]
+    pub kv_cache: Precision,
     /// Longest sequence in tokens, at least 2; `None`: what the checkpoint declares.
     pub context: Option<u32>,
     pub input: Input,
@@ -73,10 +76,11 @@ pub struct Job {
     pub hash: String,
 }
 
-/// Number format to compute in.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+/// Number format to compute in, or to keep keys and values in.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Precision {
+    #[default]
     Auto,
     F32,
     Bf16,
@@ -248,7 +252,8 @@ fn build(parsed: Parsed, file: &str, base_dir: &Path) -> Result<Job, FieldError>
     Ok(Job {
         name,
         model,
-        precision: precision(raw.precision.as_deref())?,
+        precision: precision("precision", raw.precision.as_deref())?,
+        kv_cache: precision("kv_cache", raw.kv_cache.as_deref())?,
         context: raw
             .context
             .map(|tokens| whole("context", Some(tokens), 2, 2, CONTEXT_MAX))
@@ -308,18 +313,18 @@ fn check_together(generate: &Generate, output: &Output, gold: bool, recheck: boo
     Ok(())
 }
 
-fn precision(name: Option<&str>) -> Result<Precision, FieldError> {
+fn precision(field: &str, name: Option<&str>) -> Result<Precision, FieldError> {
     match name.unwrap_or("auto") {
         "auto" => Ok(Precision::Auto),
         "f32" => Ok(Precision::F32),
         "bf16" => Ok(Precision::Bf16),
         "int8" => Ok(Precision::Int8),
         known @ ("fp8" | "f16" | "fp4" | "int4") => bad(
-            "precision",
+            field,
             format!("is `{known}`, which this build does not support; it has `f32`, `bf16` and `int8`"),
         ),
         other => bad(
-            "precision",
+            field,
             format!("is `{other}`{}", suggest(other, ["auto", "f32", "bf16", "int8"])),
         ),
     }

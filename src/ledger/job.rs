@@ -29,6 +29,9 @@ pub struct JobIdentity {
     pub template_hash: Option<String>,
     /// The precision that the model runs in, resolved (never `auto`).
     pub precision: String,
+    /// The number format of keys and values, where it is not the precision's own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kv_cache: Option<String>,
 }
 
 /// Limits of a job.
@@ -213,7 +216,7 @@ impl Ledger {
     /// Makes `output` the place of the job, or finds that it is already; says whether the job was there before.
     ///
     /// Refused: an output of another job (`Conflict`), a folder that holds other files (`Conflict`), the same job with
-    /// another model, tokenizer, template or precision (`Stop`), a store that cannot keep the guarantee (`Stop`).
+    /// another model, tokenizer, template or number format (`Stop`), a store that cannot keep the guarantee (`Stop`).
     pub async fn create_or_resume(output: &Location, draft: JobDraft) -> Result<(Ledger, bool)> {
         Ledger::create_or_resume_in(Store::new(output)?, draft).await
     }
@@ -275,6 +278,11 @@ impl Ledger {
                 identity.template_hash.as_ref(),
             ),
             ("precision", Some(&job.identity.precision), Some(&identity.precision)),
+            (
+                "format of keys and values",
+                job.identity.kv_cache.as_ref(),
+                identity.kv_cache.as_ref(),
+            ),
         ];
         match was_is.into_iter().find(|(_, was, is)| was != is) {
             None => Ok(()),

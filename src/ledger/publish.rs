@@ -42,6 +42,9 @@ impl Ledger {
         if self.generation() > 0 {
             out.push((META_GENERATION, self.generation().to_string()));
         }
+        if let Some(format) = &id.kv_cache {
+            out.push(("gristmill.kv_cache", format.clone()));
+        }
         if let Some(hash) = &id.template_hash {
             out.push(("gristmill.template_hash", hash.clone()));
         }

@@ -1,11 +1,12 @@
 //! The one model that a worker serves: its files, what identifies it, and what a job's prompts need of it.
 
+use std::fmt::{self, Display, Formatter};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use chrono::{DateTime, NaiveDateTime};
 
-use crate::device;
+use crate::device::{self, KvFormat};
 use crate::job::spec::{Job, Precision};
 use crate::job::{JobError, RenderSetup, Renderer};
 use crate::ledger::keys::sha256;
@@ -110,21 +111,80 @@ impl ModelFiles {
     }
 }
 
-/// The precision to compute in, resolved. On a CPU, F32 costs no more than BF16 and rows do not depend on their batch.
-pub fn precision(asked: Precision) -> device::Precision {
-    match asked {
-        Precision::F32 | Precision::Auto => device::Precision::F32,
-        Precision::Bf16 => device::Precision::Bf16,
-        Precision::Int8 => device::Precision::Int8,
+/// The number formats that a model computes in, resolved.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Formats {
+    pub precision: device::Precision,
+    /// Of keys and values.
+    pub kv: KvFormat,
+}
+
+impl Formats {
+    /// What was asked for. On a CPU, F32 costs no more than BF16 and rows do not depend on their batch.
+    pub fn of(precision: Precision, kv_cache: Precision) -> Formats {
+        let precision = match precision {
+            Precision::F32 | Precision::Auto => device::Precision::F32,
+            Precision::Bf16 => device::Precision::Bf16,
+            Precision::Int8 => device::Precision::Int8,
+        };
+        let kv = match kv_cache {
+            Precision::Auto => precision.kv_format(),
+            Precision::F32 => KvFormat::F32,
+            Precision::Bf16 => KvFormat::Bf16,
+            Precision::Int8 => KvFormat::Int8,
+        };
+        Formats { precision, kv }
+    }
+
+    pub fn of_job(job: &Job) -> Formats {
+        Formats::of(job.precision, job.kv_cache)
+    }
+
+    /// What a job in these is rechecked in where `precision` is asked for; its keys and values are no worse than the job's.
+    /// `None`: that is not higher.
+    pub fn rechecked_in(self, precision: Precision) -> Option<Formats> {
+        let mut to = Formats::of(precision, Precision::Auto);
+        if self.kv.bits() > to.kv.bits() {
+            to.kv = self.kv;
+        }
+        (to.precision.bits() >= self.precision.bits() && to != self).then_some(to)
+    }
+
+    /// The word for the precision in records.
+    pub fn precision_word(self) -> &'static str {
+        match self.precision {
+            device::Precision::F32 => "f32",
+            device::Precision::Bf16 => "bf16",
+            device::Precision::Int8 => "int8",
+        }
+    }
+
+    /// The word for keys and values.
+    pub fn kv_word(self) -> &'static str {
+        match self.kv {
+            KvFormat::F32 => "f32",
+            KvFormat::Bf16 => "bf16",
+            KvFormat::Int8 => "int8",
+        }
+    }
+
+    /// The word for keys and values in records; `None`: the precision's own, as in records that know of no other.
+    pub fn recorded_kv(self) -> Option<String> {
+        (self.kv != self.precision.kv_format()).then(|| self.kv_word().into())
     }
 }
 
-/// The word for a precision in records.
-pub fn precision_word(precision: device::Precision) -> &'static str {
-    match precision {
-        device::Precision::F32 => "f32",
-        device::Precision::Bf16 => "bf16",
-        device::Precision::Int8 => "int8",
+impl Display for Formats {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        f.write_str(&in_words(self.precision_word(), self.recorded_kv().as_deref()))
+    }
+}
+
+/// Recorded formats for people.
+fn in_words(precision: &str, kv: Option<&str>) -> String {
+    match kv {
+        None => precision.into(),
+        Some(kv) => format!("{precision} with keys and values in {kv}"),
     }
 }
 
@@ -132,7 +192,7 @@ pub fn precision_word(precision: device::Precision) -> &'static str {
 #[derive(Clone)]
 pub struct Model {
     pub files: ModelFiles,
-    pub precision: device::Precision,
+    pub formats: Formats,
     /// Longest sequence that the loaded model takes, in tokens.
     pub context_tokens: u32,
     hash: String,
@@ -140,10 +200,10 @@ pub struct Model {
 
 impl Model {
     /// `hash` is the checkpoint's (see [`ModelFiles::hash`]).
-    pub fn new(files: ModelFiles, precision: device::Precision, context_tokens: u32, hash: String) -> Model {
+    pub fn new(files: ModelFiles, formats: Formats, context_tokens: u32, hash: String) -> Model {
         Model {
             files,
-            precision,
+            formats,
             context_tokens,
             hash,
         }
@@ -163,9 +223,9 @@ impl Model {
         if identity.tokenizer_hash != self.files.tokenizer.hash() {
             return Some("it is for another tokenizer than this worker's".into());
         }
-        let precision = precision_word(self.precision);
-        (identity.precision != precision)
-            .then(|| format!("it runs in {}, this worker in {precision}", identity.precision))
+        let ours = self.formats.to_string();
+        let its = in_words(&identity.precision, identity.kv_cache.as_deref());
+        (its != ours).then(|| format!("it runs in {its}, this worker in {ours}"))
     }
 
     /// The checkpoint's folder, for messages.
@@ -175,5 +235,80 @@ impl Model {
 
     fn dir(&self) -> &Path {
         &self.files.dir
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_and_values_have_the_precisions_format_unless_another_is_asked_for() {
+        use Precision::*;
+        for (precision, kv_cache, words, recorded) in [
+            (Auto, Auto, "f32", None),
+            (Int8, Auto, "int8", None),
+            (Int8, Int8, "int8", None),
+            (
+                Int8,
+                Bf16,
+                "int8 with keys and values in bf16",
+                Some("bf16".to_string()),
+            ),
+            (F32, Int8, "f32 with keys and values in int8", Some("int8".to_string())),
+        ] {
+            let formats = Formats::of(precision, kv_cache);
+            assert_eq!((formats.to_string().as_str(), formats.recorded_kv()), (words, recorded));
+        }
+    }
+
+    #[test]
+    fn a_recheck_is_higher_in_something_and_lower_in_nothing() {
+        use Precision::*;
+        for (precision, kv_cache, asked, rechecked) in [
+            (Int8, Auto, F32, Some("f32")),
+            (Int8, Auto, Bf16, Some("bf16")),
+            (Int8, F32, Bf16, Some("bf16 with keys and values in f32")),
+            (Bf16, Auto, F32, Some("f32")),
+            (F32, Int8, F32, Some("f32")),
+            (F32, Int8, Bf16, None),
+            (F32, Auto, F32, None),
+            (Bf16, Auto, Bf16, None),
+            (Bf16, F32, Bf16, None),
+        ] {
+            let found = Formats::of(precision, kv_cache).rechecked_in(asked);
+            assert_eq!(found.map(|formats| formats.to_string()).as_deref(), rechecked);
+        }
+    }
+
+    /// Records that know of no format of keys and values mean the precision's own.
+    #[test]
+    fn a_job_in_other_formats_is_refused() {
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("jobs/demo/model");
+        let files = ModelFiles::open(dir).unwrap();
+        let identity: JobIdentity = serde_json::from_value(serde_json::json!({
+            "job_hash": "j", "model_hash": "m", "template_hash": null, "precision": "int8",
+            "tokenizer_hash": files.tokenizer.hash(),
+        }))
+        .unwrap();
+        let refuses = |kv_cache, recorded: Option<&str>| {
+            let identity = JobIdentity {
+                kv_cache: recorded.map(String::from),
+                ..identity.clone()
+            };
+            let formats = Formats::of(Precision::Int8, kv_cache);
+            Model::new(files.clone(), formats, 128, "m".into()).refuses(&identity)
+        };
+        assert_eq!(refuses(Precision::Auto, None), None);
+        assert_eq!(refuses(Precision::Int8, None), None);
+        assert_eq!(refuses(Precision::Bf16, Some("bf16")), None);
+        assert_eq!(
+            refuses(Precision::Auto, Some("bf16")).unwrap(),
+            "it runs in int8 with keys and values in bf16, this worker in int8"
+        );
+        assert_eq!(
+            refuses(Precision::F32, None).unwrap(),
+            "it runs in int8, this worker in int8 with keys and values in f32"
+        );
     }
 }

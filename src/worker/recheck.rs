@@ -1,7 +1,7 @@
 //! A sample of a finished job's rows, run once more by another engine than the one that answered them.
 //!
 //! Prompts, parameters and random numbers are the job's own, so that what differs is the engine's doing. One shard at a time is
-//! read, its input and its part; the engine goes on with rows of one shard while the next is read, so that its batch stays full.
+//! read, its input and its part; rows that the engine has not finished stay in it meanwhile, so that its batch stays full.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;

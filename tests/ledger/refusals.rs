@@ -54,11 +54,12 @@ async fn another_model_tokenizer_template_or_precision_stops_the_resume() {
     let output = memory();
     create(&output, "pinned").await.unwrap();
     type Change = fn(&mut gristmill::ledger::JobIdentity);
-    let changes: [(&str, Change); 4] = [
+    let changes: [(&str, Change); 5] = [
         ("model", |id| id.model_hash = "other".into()),
         ("tokenizer", |id| id.tokenizer_hash = "other".into()),
         ("chat template", |id| id.template_hash = Some("other".into())),
         ("precision", |id| id.precision = "bf16".into()),
+        ("format of keys and values", |id| id.kv_cache = Some("int8".into())),
     ];
     for (what, change) in changes {
         let mut changed = draft("pinned", 1, 4);

@@ -52,6 +52,7 @@ pub fn draft(name: &str, shards: u32, rows: u64) -> JobDraft {
             model_hash: "model".into(),
             tokenizer_hash: "tokenizer".into(),
             template_hash: None,
+            kv_cache: None,
             precision: "f32".into(),
         },
         resolved: serde_json::json!({"name": name}),

@@ -5,4 +5,5 @@ mod bits;
 mod engine;
 mod files;
 mod harness;
+mod perplexity;
 mod precision;
