@@ -52,6 +52,7 @@ fn kernels() -> Vec<Kernel> {
     let one_panel = |least: usize| (least..=12).map(|rows| (rows, 1));
     let wide = |least: usize| (least..=12).map(|rows| (rows, if rows < 7 { 4 } else { 2 }));
     let int8: Vec<_> = one_panel(5).chain(wide(5)).chain([(5, 2), (6, 2)]).collect();
+    let bf16: Vec<_> = one_panel(4).chain(wide(5)).collect();
     let f32: Vec<_> = wide(4).chain([(1, 8), (2, 8), (3, 8)]).collect();
     vec![
         Kernel {
@@ -63,6 +64,11 @@ fn kernels() -> Vec<Kernel> {
             name: "int8::x86::stream_512",
             product: "vpdpbusd",
             expected: [(1, 4), (2, 4), (3, 2), (4, 2)].map(stream).to_vec(),
+        },
+        Kernel {
+            name: "bf16::x86::pairs_512",
+            product: "vdpbf16ps",
+            expected: tiles(&bf16),
         },
         Kernel {
             name: "tile::x86::f32_512",

@@ -118,3 +118,11 @@ fn eight_bits_are_faster_than_f32() {
         assert!(gain(Precision::Int8) >= 1.5);
     }
 }
+
+/// About 2 on a processor with AVX-512 BF16.
+#[test]
+fn bf16_is_faster_than_f32() {
+    if has("avx512-bf16") {
+        assert!(gain(Precision::Bf16) >= 1.2);
+    }
+}

@@ -308,7 +308,7 @@ pub struct EngineArgs {
     /// Memory for keys and values of running sequences, in MiB (default: an eighth of what this machine or container has)
     #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(1..=1 << 30))]
     pub kv_memory: Option<u64>,
-    /// Instructions that the CPU's kernels use: `avx512-vnni`, `avx512`, `avx2`, `portable`... (default: the best there are)
+    /// Instructions that the CPU's kernels use: `avx512-bf16`, `avx512-vnni`, `avx2`, `portable`... (default: the best there are)
     #[arg(long, value_name = "SET")]
     pub instructions: Option<Isa>,
     /// Most tokens computed in one step

@@ -226,7 +226,7 @@ unsafe fn score(isa: Isa, op: &Scores, out: &mut [[i32; SPAN_TOKENS]; ROWS_MAX])
     unsafe {
         match isa {
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512Vnni | Isa::Amx => x86::score(op, out),
+            Isa::Avx512Vnni | Isa::Avx512Bf16 | Isa::Amx => x86::score(op, out),
             _ => portable_score_on(isa, op, out),
         }
     }
@@ -239,7 +239,7 @@ unsafe fn add_values(isa: Isa, op: &Values) {
     unsafe {
         match isa {
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512Vnni | Isa::Amx => x86::add_values(op),
+            Isa::Avx512Vnni | Isa::Avx512Bf16 | Isa::Amx => x86::add_values(op),
             _ => portable_values_on(isa, op),
         }
     }

@@ -66,7 +66,7 @@ pub fn max_rows(isa: Isa) -> usize {
         #[cfg(target_arch = "x86_64")]
         Isa::Amx => 32,
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512Vnni => 12,
+        Isa::Avx512Vnni | Isa::Avx512Bf16 => 12,
         #[cfg(target_arch = "x86_64")]
         Isa::AvxVnni => 4,
         #[cfg(target_arch = "x86_64")]
@@ -81,7 +81,7 @@ pub fn panels_at_once(isa: Isa, rows: usize) -> usize {
         #[cfg(target_arch = "x86_64")]
         Isa::Amx if rows > AMX_ROWS_LEAST => 2,
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512Vnni | Isa::Amx => match rows {
+        Isa::Avx512Vnni | Isa::Avx512Bf16 | Isa::Amx => match rows {
             ..=STREAM_ROWS_MAX => 1,
             5..=6 => 4,
             _ => 2,
@@ -109,9 +109,9 @@ pub unsafe fn product(isa: Isa, p: &Product, tile: Tile) {
     unsafe {
         match isa {
             #[cfg(target_arch = "x86_64")]
-            Isa::Amx if tile.rows > AMX_ROWS_LEAST => super::amx::product(p, tile),
+            Isa::Amx if tile.rows > AMX_ROWS_LEAST => super::amx::int8_product(p, tile),
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512Vnni | Isa::Amx => {
+            Isa::Avx512Vnni | Isa::Avx512Bf16 | Isa::Amx => {
                 if tile.rows <= STREAM_ROWS_MAX {
                     for panel in 0..p.panels {
                         x86::avx512_vnni_stream(&p.panel(panel), tile);

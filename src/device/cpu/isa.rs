@@ -1,7 +1,7 @@
 //! Which instructions the processor has, and functions compiled once for each set.
 //!
 //! All sets give the same bits: lanes are independent, products are added with one rounding (fused) everywhere, and
-//! no sum depends on the width of a register.
+//! no sum depends on the width of a register. Only dot products of BF16 pairs have an order of their own (`bf16.rs`).
 
 /// Instruction sets that kernels are compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -9,7 +9,10 @@ pub enum Isa {
     /// AVX-512 and dot products of 8-bit numbers.
     #[cfg(target_arch = "x86_64")]
     Avx512Vnni,
-    /// AVX-512 with dot products, and matrix products of 8-bit numbers on tiles.
+    /// AVX-512 and dot products of 8-bit numbers and of BF16.
+    #[cfg(target_arch = "x86_64")]
+    Avx512Bf16,
+    /// AVX-512 with these dot products, and matrix products of the same numbers on tiles.
     #[cfg(target_arch = "x86_64")]
     Amx,
     /// AVX-512 F, BW, DQ, VL: 16 lanes, 32 registers.
@@ -30,6 +33,8 @@ impl std::fmt::Display for Isa {
         f.write_str(match self {
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512Vnni => "avx512-vnni",
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Bf16 => "avx512-bf16",
             #[cfg(target_arch = "x86_64")]
             Isa::Amx => "amx",
             #[cfg(target_arch = "x86_64")]
@@ -80,8 +85,11 @@ impl Isa {
                     sets.push(Isa::Avx512);
                     if is_x86_feature_detected!("avx512vnni") {
                         sets.push(Isa::Avx512Vnni);
-                        if super::amx::is_available() {
-                            sets.push(Isa::Amx);
+                        if is_x86_feature_detected!("avx512bf16") {
+                            sets.push(Isa::Avx512Bf16);
+                            if super::amx::is_available() {
+                                sets.push(Isa::Amx);
+                            }
                         }
                     }
                 }
@@ -114,6 +122,7 @@ macro_rules! multiversion {
                 #[cfg(target_arch = "x86_64")]
                 $crate::device::cpu::isa::Isa::Avx512
                 | $crate::device::cpu::isa::Isa::Avx512Vnni
+                | $crate::device::cpu::isa::Isa::Avx512Bf16
                 | $crate::device::cpu::isa::Isa::Amx => unsafe { avx512($($arg),*) },
                 // SAFETY: as above.
                 #[cfg(target_arch = "x86_64")]

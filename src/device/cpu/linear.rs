@@ -8,18 +8,19 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::gated::{GatedTile, gated_tile_on};
-use super::int8;
 use super::isa::Isa;
 use super::math::round_bf16;
-use super::matrix::{Int8Panels, Matrix, Panels};
+use super::matrix::{Int8Panels, Matrix, Pairs, Panels};
 use super::quantize::{Quantized, quantize};
 use super::tile::{Element, PANEL, Product, max_rows, panels_at_once, product};
-use super::{Buffer, SharedMut};
+use super::{Buffer, SharedMut, bf16, int8};
 
 /// Longest part of k whose panels are multiplied in one go, so that they stay in the second-level cache.
 const K_BLOCK: usize = 2048;
-/// Rows of a block of eight bits, at most.
-const INT8_ROWS_MAX: usize = 32;
+/// Rows of a tile of eight bits or of pairs, at most.
+const TILE_ROWS_MAX: usize = 32;
+/// Bytes of a panel's lanes: four values of k in eight bits, or a pair in BF16, of 16 columns.
+const LANES: usize = 4 * PANEL;
 /// Multiplications below which a product is not worth waking another thread for.
 const SERIAL_WORK: usize = 1 << 16;
 
@@ -37,6 +38,8 @@ pub(super) struct Finish<'a> {
 pub(super) struct PackedRows {
     /// Tile by tile, each `[k][rows of the tile]`.
     tiles: Vec<f32>,
+    /// The bits of BF16, tile by tile as [`bf16::is_packed`] says.
+    pairs: Vec<u16>,
     quantized: Quantized,
 }
 
@@ -92,6 +95,7 @@ pub(super) fn linear(
         Panels::F32(p) => multiply(isa, p, finish, x, out, &mut packed.tiles),
         Panels::Bf16(p) => multiply(isa, p, finish, x, out, &mut packed.tiles),
         Panels::F16(p) => multiply(isa, p, finish, x, out, &mut packed.tiles),
+        Panels::Pairs(p) => multiply_pairs(isa, p, finish, x, out, &mut packed.pairs),
         Panels::Int8(p) => multiply_int8(isa, p, finish, x, out, &mut packed.quantized),
     }
 }
@@ -149,8 +153,74 @@ fn multiply_int8(
     assert!(panels.zeros.len() >= columns);
     let target = SharedMut::new(&mut out.data);
     for_int8_blocks(isa, panels, width, x, quantized, |block, x| {
-        // SAFETY: blocks own disjoint (rows, columns) of the output; sizes were asserted.
-        unsafe { block.run_int8(isa, panels, finish.bias, x, &target) };
+        let memory = (panels.data.as_ptr(), x.stride / int8::QUAD);
+        let run = |range, bias, c, tile| {
+            // SAFETY: the block vouches for the output and for the bias; sizes were asserted.
+            unsafe { int8::product(isa, &block.product_int8(panels, range, bias, x, c), tile) };
+        };
+        // SAFETY: blocks own disjoint (rows, columns) of the output.
+        unsafe { block.run_finished((finish.bias, &panels.zeros), memory, &target, run) };
+    });
+}
+
+/// Rounds the rows of `x` to BF16, in tiles, padded by zeros to `depth` values.
+fn pack_pairs(isa: Isa, x: &Buffer, tiles: &Tiles, depth: usize, packed: &mut Vec<u16>) {
+    packed.resize(x.rows * depth, 0);
+    let pack_tile = |row: &mut Vec<u16>, (from, part): (usize, &mut [u16])| {
+        let rows = part.len() / depth.max(1);
+        row.resize(depth, 0);
+        for r in 0..rows {
+            let values = x.row(from + r);
+            if !bf16::is_packed(isa) {
+                bf16::round_row_on(isa, values, &mut part[r * depth..][..depth]);
+                continue;
+            }
+            bf16::round_row_on(isa, values, row);
+            let places = part[r * bf16::PAIR..].chunks_mut(rows * bf16::PAIR);
+            for (pair, place) in row.as_chunks::<{ bf16::PAIR }>().0.iter().zip(places) {
+                place[..bf16::PAIR].copy_from_slice(pair);
+            }
+        }
+    };
+    let parts = tiles.split(packed, depth);
+    if x.data.len() < SERIAL_WORK {
+        let mut row = Vec::new();
+        parts.for_each(|part| pack_tile(&mut row, part));
+    } else {
+        let parts: Vec<_> = parts.collect();
+        parts.into_par_iter().for_each_init(Vec::new, pack_tile);
+    }
+}
+
+fn multiply_pairs(isa: Isa, panels: &Pairs, finish: Finish<'_>, x: &Buffer, out: &mut Buffer, packed: &mut Vec<u16>) {
+    let (width, depth) = (out.width, x.width.next_multiple_of(bf16::K_STEP));
+    let tiles = Tiles::new(x.rows, bf16::max_rows(isa));
+    pack_pairs(isa, x, &tiles, depth, packed);
+    let columns = width.next_multiple_of(PANEL);
+    assert!(
+        panels.data.len() >= columns * depth && packed.len() >= tiles.rows * depth && panels.zeros.len() >= columns
+    );
+    let group = bf16::panels_at_once(isa, tiles.rows.div_ceil(tiles.count));
+    let target = SharedMut::new(&mut out.data);
+    for_blocks(&tiles, group, depth, width, |block| {
+        let memory = (panels.data.as_ptr().cast(), depth / bf16::PAIR);
+        let run = |range: Range<usize>, bias, (c, c_stride), tile| {
+            let product = bf16::Product {
+                pairs: depth / bf16::PAIR,
+                a: packed.as_ptr(),
+                b: panels.data[range.start * depth * PANEL..].as_ptr().cast(),
+                panel_stride: depth * PANEL,
+                panels: range.len(),
+                bias,
+                round: finish.round,
+                c,
+                c_stride,
+            };
+            // SAFETY: the block vouches for the output and for the bias; sizes were asserted.
+            unsafe { bf16::product(isa, &product, tile) };
+        };
+        // SAFETY: blocks own disjoint (rows, columns) of the output.
+        unsafe { block.run_finished((finish.bias, &panels.zeros), memory, &target, run) };
     });
 }
 
@@ -354,16 +424,19 @@ impl Block<'_> {
         }
     }
 
-    /// The kernel's tiles. The panels of the block after this one come into the cache while this one's are multiplied: each
-    /// tile fetches its share.
-    fn tiles_int8(&self, product: &int8::Product) -> impl Iterator<Item = int8::Tile> {
-        let next = product.b.wrapping_add(product.panels * product.panel_stride);
-        let step = (product.panels * PANEL * int8::QUAD).div_ceil(self.range.len());
-        let quads = product.quads;
+    /// The kernel's tiles for panels of so many lanes of 32 bits. The panels after these come into the cache while these are
+    /// multiplied: each tile fetches its share.
+    fn tiles_ahead(
+        &self,
+        range: &Range<usize>,
+        (panels, lanes): (*const i8, usize),
+    ) -> impl Iterator<Item = int8::Tile> {
+        let next = panels.wrapping_add(range.end * lanes * LANES);
+        let step = (range.len() * LANES).div_ceil(self.range.len());
         self.tiles().enumerate().map(move |(i, (from, rows))| int8::Tile {
             from,
             rows,
-            ahead: next.wrapping_add(i * step * quads),
+            ahead: next.wrapping_add(i * step * lanes),
             ahead_step: step,
         })
     }
@@ -380,7 +453,7 @@ impl Block<'_> {
         x: &Quantized,
         (out, width): (&SharedMut, usize),
     ) {
-        let mut both = [[0.0f32; 2 * PANEL]; INT8_ROWS_MAX];
+        let mut both = [[0.0f32; 2 * PANEL]; TILE_ROWS_MAX];
         let both_stride = self.panel.len() * PANEL;
         let bias = bias[self.panel.start * PANEL..].as_ptr();
         let product = self.product_int8(
@@ -392,7 +465,7 @@ impl Block<'_> {
         );
         let column = self.panel.start / 2 * PANEL;
         let columns = (self.panel.end / 2 * PANEL).min(width) - column;
-        for tile in self.tiles_int8(&product) {
+        for tile in self.tiles_ahead(&self.panel, (panels.data.as_ptr(), product.quads)) {
             assert!(tile.rows * both_stride <= both.as_flattened().len());
             let product = int8::Product {
                 // Rows are counted from the product's first.
@@ -419,17 +492,25 @@ impl Block<'_> {
         }
     }
 
+    /// Runs a kernel that adds the bias itself: `run(panels, bias, (c, stride), tile)`. `memory` is where the matrix begins and how
+    /// many lanes of 32 bits a panel has.
+    ///
     /// # Safety
     /// As [`run`](Self::run).
-    unsafe fn run_int8(&self, isa: Isa, panels: &Int8Panels, bias: Option<&[f32]>, x: &Quantized, out: &SharedMut) {
+    unsafe fn run_finished(
+        &self,
+        (bias, zeros): (Option<&[f32]>, &[f32]),
+        memory: (*const i8, usize),
+        out: &SharedMut,
+        run: impl Fn(Range<usize>, *const f32, (*mut f32, usize), int8::Tile),
+    ) {
         let (whole, columns) = self.whole_panels();
         if !whole.is_empty() {
             let column = whole.start * PANEL;
-            let bias = bias.unwrap_or(&panels.zeros)[column..].as_ptr();
-            let product = self.product_int8(panels, whole.clone(), bias, x, (out.at(column), self.width));
-            for tile in self.tiles_int8(&product) {
-                // SAFETY: these panels lie within the output's width, and so within the bias.
-                unsafe { int8::product(isa, &product, tile) };
+            // These panels lie within the output's width, and so within the bias.
+            let bias = bias.unwrap_or(zeros)[column..].as_ptr();
+            for tile in self.tiles_ahead(&whole, memory) {
+                run(whole.clone(), bias, (out.at(column), self.width), tile);
             }
         }
         if columns > 0 {
@@ -438,22 +519,14 @@ impl Block<'_> {
             if let Some(bias) = bias {
                 last[..columns].copy_from_slice(&bias[whole.end * PANEL..][..columns]);
             }
-            for (from, rows) in self.tiles() {
-                let mut end = [0.0f32; INT8_ROWS_MAX * PANEL];
+            for tile in self.tiles_ahead(&(whole.end..self.panel.end), memory) {
+                let mut end = [0.0f32; TILE_ROWS_MAX * PANEL];
                 // Its rows are counted from the product's first.
-                let c = end.as_mut_ptr().wrapping_sub(from * PANEL);
-                let product = self.product_int8(panels, whole.end..self.panel.end, last.as_ptr(), x, (c, PANEL));
-                let tile = int8::Tile {
-                    from,
-                    rows,
-                    ahead: product.b,
-                    ahead_step: 0,
-                };
-                // SAFETY: `end` takes one panel of as many rows as any set does.
-                unsafe { int8::product(isa, &product, tile) };
-                for r in 0..rows {
+                let c = end.as_mut_ptr().wrapping_sub(tile.from * PANEL);
+                run(whole.end..self.panel.end, last.as_ptr(), (c, PANEL), tile);
+                for r in 0..tile.rows {
                     // SAFETY: within this block's rows and columns.
-                    let row = unsafe { out.slice((from + r) * self.width + whole.end * PANEL, columns) };
+                    let row = unsafe { out.slice((tile.from + r) * self.width + whole.end * PANEL, columns) };
                     row.copy_from_slice(&end[r * PANEL..r * PANEL + columns]);
                 }
             }
@@ -635,6 +708,53 @@ mod tests {
     }
 
     #[test]
+    fn pairs_give_a_row_the_same_bits_in_any_batch_and_are_close() {
+        for isa in Isa::available().into_iter().filter(|isa| bf16::is_available(*isa)) {
+            for (m, n, k) in [(1, 1, 1), (2, 16, 17), (13, 129, 40), (30, 300, 130), (64, 33, 515)] {
+                let (values, weights, bias) = (numbers(1, m * k), numbers(2, n * k), numbers(3, n));
+                let data = bytes_of(&weights, Dtype::F32);
+                let tensor = Tensor {
+                    dtype: Dtype::F32,
+                    rows: n,
+                    columns: k,
+                    data: &data,
+                };
+                let matrix = Matrix::pack_pairs(&[tensor]).unwrap();
+                let run = |threads, width, round, values: &[f32]| {
+                    let finish = Finish {
+                        bias: Some(&bias),
+                        round,
+                    };
+                    let x = buffer(values, values.len() / k, k);
+                    let mut out = Buffer::default();
+                    in_pool(threads, || {
+                        linear(isa, &matrix, width, finish, &x, &mut out, &mut PackedRows::default())
+                    });
+                    out
+                };
+                let whole = run(2, n, false, &values);
+                for (i, got) in whole.data.iter().enumerate() {
+                    let (row, column) = (i / n, i % n);
+                    let product = |j: usize| {
+                        f64::from(round_bf16(values[row * k + j])) * f64::from(round_bf16(weights[column * k + j]))
+                    };
+                    let want = (0..k).map(product).sum::<f64>() + f64::from(bias[column]);
+                    assert!(
+                        (f64::from(*got) - want).abs() <= 1e-5 * (k as f64).sqrt(),
+                        "{isa:?} {m}x{n}x{k} at {i}: {got} not {want}"
+                    );
+                }
+                let rounded: Vec<f32> = whole.data.iter().map(|x| round_bf16(*x)).collect();
+                assert_eq!(run(1, n, true, &values).data, rounded, "{isa:?} {m}x{n}x{k}");
+                for (i, row) in values.chunks(k).enumerate() {
+                    let alone = run(1, n.div_ceil(2), false, row);
+                    assert_eq!(alone.data, whole.row(i)[..n.div_ceil(2)], "{isa:?} {m}x{n}x{k} row {i}");
+                }
+            }
+        }
+    }
+
+    #[test]
     fn long_sums_go_over_blocks_and_rows_do_not_see_each_other() {
         let (m, n, k) = (30, 40, K_BLOCK + 3);
         let whole = check(Isa::detect(), 2, m, n, k, Dtype::Bf16, true);
@@ -706,51 +826,6 @@ mod tests {
         assert_eq!(some.width, 18);
         for i in 0..2 {
             assert_eq!(some.row(i), &all.row(i)[..18]);
-        }
-    }
-
-    /// Prints speeds; run by hand: `cargo test --release --lib speed_of_products -- --ignored --nocapture`.
-    #[test]
-    #[ignore = "a measurement, not a check"]
-    fn speed_of_products() {
-        let (n, k) = (1024, 1024);
-        for (dtype, precision) in [
-            (Dtype::F32, Precision::F32),
-            (Dtype::Bf16, Precision::F32),
-            (Dtype::Bf16, Precision::Int8),
-        ] {
-            let data = bytes_of(&numbers(1, n * k), dtype);
-            let tensor = Tensor {
-                dtype,
-                rows: n,
-                columns: k,
-                data: &data,
-            };
-            let matrix = Matrix::pack(&[tensor], precision).unwrap();
-            for isa in Isa::available().into_iter().filter(|isa| *isa != Isa::Portable) {
-                for (threads, m) in [(1, 1), (1, 64), (1, 256), (2, 1), (2, 16), (2, 64), (2, 256)] {
-                    let x = buffer(&numbers(2, m * k), m, k);
-                    let (mut out, mut packed) = (Buffer::default(), PackedRows::default());
-                    let finish = Finish {
-                        bias: None,
-                        round: false,
-                    };
-                    let repeats = 1 + 512 / m;
-                    let seconds = in_pool(threads, || {
-                        let mut best = f64::INFINITY;
-                        for _ in 0..20 {
-                            let start = std::time::Instant::now();
-                            for _ in 0..repeats {
-                                linear(isa, &matrix, n, finish, &x, &mut out, &mut packed);
-                            }
-                            best = best.min(start.elapsed().as_secs_f64() / repeats as f64);
-                        }
-                        best
-                    });
-                    let rate = 2.0 * (m * n * k) as f64 / seconds / 1e9;
-                    println!("{isa:?} {dtype:?} weights in {precision:?}, {threads} threads, M={m}: {rate:.1} GFLOP/s");
-                }
-            }
         }
     }
 }

@@ -1,11 +1,12 @@
 //! Weights in the layout that the kernel reads: panels of 16 output columns, `[panel][in feature][16]`.
 //!
-//! Rows past the last are zero. Weights keep their 16 or 32 bits and are widened in registers, which is exact; or they are
-//! quantized to 8 bits, each output feature by its largest magnitude, as `[panel][quad of in features][16][4]`.
+//! Rows past the last are zero. Weights keep their 16 or 32 bits and are widened in registers, which is exact; or BF16 lies in
+//! pairs, `[panel][pair of in features][16][2]`, for dot products of them; or they are quantized to 8 bits, each output feature by its largest magnitude, as `[panel][quad of in features][16][4]`.
 
 use rayon::prelude::*;
 
 use super::aligned::{Aligned, want_huge_pages};
+use super::bf16;
 use super::int8::{K_MAX, K_STEP, OFFSET, QUAD};
 use super::math::round_bf16;
 use super::tile::{Bf16, Element, F16, PANEL};
@@ -25,7 +26,16 @@ pub(super) enum Panels {
     F32(Aligned<f32>),
     Bf16(Aligned<Bf16>),
     F16(Aligned<F16>),
+    Pairs(Pairs),
     Int8(Int8Panels),
+}
+
+/// BF16 in pairs of in features.
+pub(super) struct Pairs {
+    /// Padded by zeros to whole tiles and panels.
+    pub data: Aligned<Bf16>,
+    /// `[rows]`, to the last panel's end: the bias of who has none.
+    pub zeros: Vec<f32>,
 }
 
 /// Quantized weights: `w` is about `data * scales`. Vectors reach to the last panel's end.
@@ -65,19 +75,28 @@ impl Matrix {
             _ => Dtype::F32,
         };
         let panels = match storage {
-            Dtype::F32 => Panels::F32(pack_as(parts, rows, columns)?),
-            Dtype::Bf16 => Panels::Bf16(pack_as(parts, rows, columns)?),
-            Dtype::F16 => Panels::F16(pack_as(parts, rows, columns)?),
+            Dtype::F32 => Panels::F32(pack_as(parts, (rows, columns), 1, columns)?),
+            Dtype::Bf16 => Panels::Bf16(pack_as(parts, (rows, columns), 1, columns)?),
+            Dtype::F16 => Panels::F16(pack_as(parts, (rows, columns), 1, columns)?),
         };
         Ok(Matrix { rows, columns, panels })
     }
 
-    /// Stacks a gate's rows and as many of an up projection. In 8 bits panels of the two take turns, so that what a gated
+    /// As [`pack`](Self::pack), in BF16 for dot products of pairs.
+    pub(super) fn pack_pairs(parts: &[Tensor<'_>]) -> Result<Matrix, NonFiniteWeight> {
+        let columns = parts.first().map_or(0, |p| p.columns);
+        let rows: usize = parts.iter().map(|p| p.rows).sum();
+        let depth = columns.next_multiple_of(bf16::K_STEP);
+        let panels = Panels::Pairs(Pairs {
+            data: pack_as(parts, (rows, columns), bf16::PAIR, depth)?,
+            zeros: vec![0.0; rows.next_multiple_of(PANEL)],
+        });
+        Ok(Matrix { rows, columns, panels })
+    }
+
+    /// Stacks a gate's rows and as many of an up projection, in 8 bits. Panels of the two take turns, so that what a gated
     /// activation multiplies is computed side by side; such a matrix serves nothing else.
-    pub(super) fn pack_gated(parts: &[Tensor<'_>], precision: Precision) -> Result<Matrix, NonFiniteWeight> {
-        if precision != Precision::Int8 {
-            return Matrix::pack(parts, precision);
-        }
+    pub(super) fn pack_gated(parts: &[Tensor<'_>]) -> Result<Matrix, NonFiniteWeight> {
         let columns = parts.first().map_or(0, |p| p.columns);
         let rows: usize = parts.iter().map(|p| p.rows).sum();
         let half = rows / 2;
@@ -95,9 +114,14 @@ impl Matrix {
     pub(super) fn read_row(&self, row: usize, out: &mut [f32]) {
         let at = (row / PANEL) * self.columns * PANEL + row % PANEL;
         match &self.panels {
-            Panels::F32(p) => gather(&p[at..], out),
-            Panels::Bf16(p) => gather(&p[at..], out),
-            Panels::F16(p) => gather(&p[at..], out),
+            Panels::F32(p) => gather(&p[at..], 1, out),
+            Panels::Bf16(p) => gather(&p[at..], 1, out),
+            Panels::F16(p) => gather(&p[at..], 1, out),
+            Panels::Pairs(p) => {
+                let depth = self.columns.next_multiple_of(bf16::K_STEP);
+                let at = (row / PANEL) * depth * PANEL + row % PANEL * bf16::PAIR;
+                gather(&p.data[at..], bf16::PAIR, out);
+            }
             Panels::Int8(p) => p.read_row(row, out),
         }
     }
@@ -187,19 +211,28 @@ impl Vector {
     }
 }
 
-fn gather<E: Element>(column: &[E], out: &mut [f32]) {
-    for (x, w) in out.iter_mut().zip(column.iter().step_by(PANEL)) {
-        *x = w.widen();
+/// A row from its first value on, of which `together` lie together.
+fn gather<E: Element>(panel: &[E], together: usize, out: &mut [f32]) {
+    for (x, w) in out.chunks_mut(together).zip(panel.chunks(together * PANEL)) {
+        for (x, w) in x.iter_mut().zip(w) {
+            *x = w.widen();
+        }
     }
 }
 
-fn pack_as<E: Element>(parts: &[Tensor<'_>], rows: usize, columns: usize) -> Result<Aligned<E>, NonFiniteWeight> {
-    let mut packed = Aligned::new(rows.div_ceil(PANEL) * columns * PANEL);
+/// Panels of `depth` values of k, of which `together` lie together.
+fn pack_as<E: Element>(
+    parts: &[Tensor<'_>],
+    (rows, columns): (usize, usize),
+    together: usize,
+    depth: usize,
+) -> Result<Aligned<E>, NonFiniteWeight> {
+    let mut packed = Aligned::new(rows.div_ceil(PANEL) * depth * PANEL);
     if packed.is_empty() {
         return Ok(packed);
     }
     want_huge_pages(&packed);
-    packed.par_chunks_mut(columns * PANEL).enumerate().try_for_each_init(
+    packed.par_chunks_mut(depth * PANEL).enumerate().try_for_each_init(
         || vec![0.0f32; columns],
         |row_values, (panel, out)| {
             for lane in 0..PANEL.min(rows - panel * PANEL) {
@@ -209,7 +242,7 @@ fn pack_as<E: Element>(parts: &[Tensor<'_>], rows: usize, columns: usize) -> Res
                 for (k, &x) in row_values.iter().enumerate() {
                     let stored = E::narrow(x);
                     finite &= stored.widen().is_finite();
-                    out[k * PANEL + lane] = stored;
+                    out[(k / together * PANEL + lane) * together + k % together] = stored;
                 }
                 if !finite {
                     return Err(NonFiniteWeight { part, row });
@@ -257,6 +290,7 @@ mod tests {
                 },
             ];
             let matrix = Matrix::pack(&parts, Precision::F32).unwrap();
+            let pairs = Matrix::pack_pairs(&parts).unwrap();
             let mut got = [0.0; 5];
             let mut want = [0.0; 5];
             for row in 0..20 {
@@ -264,6 +298,8 @@ mod tests {
                 let (part, r) = locate(&parts, row);
                 parts[part].read_row(r, &mut want);
                 assert_eq!(got, want, "{dtype:?} row {row}");
+                pairs.read_row(row, &mut got);
+                assert_eq!(got, want.map(round_bf16), "{dtype:?} row {row} in pairs");
             }
         }
     }

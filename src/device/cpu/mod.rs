@@ -2,8 +2,8 @@
 //!
 //! Activations are F32 in memory (in BF16 they hold BF16 values). In F32 a row's results are the same bits whatever
 //! else is in the batch, however the work is shared out to threads, and on every instruction set.
-//! `unsafe` stands only in kernels and where they are called: `tile.rs`, `int8.rs`, `amx.rs`, `linear.rs`, `attention.rs`,
-//! `attention_int8.rs`, `softmax_int8.rs`, `gated.rs`, `aligned.rs`, `isa.rs` and `SharedMut`.
+//! `unsafe` stands only in kernels and where they are called: `tile.rs`, `int8.rs`, `bf16.rs`, `amx.rs`, `linear.rs`,
+//! `attention.rs`, `attention_int8.rs`, `softmax_int8.rs`, `gated.rs`, `aligned.rs`, `isa.rs` and `SharedMut`.
 
 use std::sync::Arc;
 
@@ -17,6 +17,7 @@ mod aligned;
 mod amx;
 mod attention;
 mod attention_int8;
+mod bf16;
 mod embed;
 mod gated;
 mod int8;
@@ -84,6 +85,11 @@ impl Cpu {
 
     fn round(&self) -> bool {
         self.precision == Precision::Bf16
+    }
+
+    /// Are linear layers dot products of BF16 pairs?
+    fn multiplies_pairs(&self) -> bool {
+        self.precision == Precision::Bf16 && bf16::is_available(self.isa)
     }
 
     fn norm_op<'a>(&self, op: &AddNorm<'a, Buffer, Vector>) -> norm::Op<'a> {
@@ -186,11 +192,21 @@ impl Device for Cpu {
     type Workspace = Workspace;
 
     fn matrix(&self, parts: &[Tensor<'_>]) -> Result<Matrix, NonFiniteWeight> {
-        self.pool.install(|| Matrix::pack(parts, self.precision))
+        self.pool.install(|| {
+            if self.multiplies_pairs() {
+                Matrix::pack_pairs(parts)
+            } else {
+                Matrix::pack(parts, self.precision)
+            }
+        })
     }
 
     fn gated_matrix(&self, parts: &[Tensor<'_>]) -> Result<Matrix, NonFiniteWeight> {
-        self.pool.install(|| Matrix::pack_gated(parts, self.precision))
+        if self.precision == Precision::Int8 {
+            self.pool.install(|| Matrix::pack_gated(parts))
+        } else {
+            self.matrix(parts)
+        }
     }
 
     fn vector(&self, parts: &[Tensor<'_>]) -> Result<Vector, NonFiniteWeight> {

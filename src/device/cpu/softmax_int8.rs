@@ -40,7 +40,7 @@ pub(super) unsafe fn weigh_on(
     match isa {
         // SAFETY: as the caller vouches.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 | Isa::Avx512Vnni | Isa::Amx => unsafe { x86::weigh(op, scores, weights, out) },
+        Isa::Avx512 | Isa::Avx512Vnni | Isa::Avx512Bf16 | Isa::Amx => unsafe { x86::weigh(op, scores, weights, out) },
         _ => portable_on(isa, op, scores, weights, out),
     }
 }

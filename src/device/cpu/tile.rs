@@ -38,7 +38,7 @@ pub struct Product<E> {
 pub fn max_rows(isa: Isa) -> usize {
     match isa {
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 | Isa::Avx512Vnni | Isa::Amx => 12,
+        Isa::Avx512 | Isa::Avx512Vnni | Isa::Avx512Bf16 | Isa::Amx => 12,
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 | Isa::AvxVnni => 6,
         Isa::Portable => 4,
@@ -49,7 +49,7 @@ pub fn max_rows(isa: Isa) -> usize {
 pub fn panels_at_once(isa: Isa, rows: usize) -> usize {
     match isa {
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 | Isa::Avx512Vnni | Isa::Amx => match rows {
+        Isa::Avx512 | Isa::Avx512Vnni | Isa::Avx512Bf16 | Isa::Amx => match rows {
             1..=3 => 8,
             4..=6 => 4,
             _ => 2,
@@ -347,7 +347,7 @@ macro_rules! element {
                 unsafe {
                     match isa {
                         #[cfg(target_arch = "x86_64")]
-                        Isa::Avx512 | Isa::Avx512Vnni | Isa::Amx => x86::$avx512(p),
+                        Isa::Avx512 | Isa::Avx512Vnni | Isa::Avx512Bf16 | Isa::Amx => x86::$avx512(p),
                         #[cfg(target_arch = "x86_64")]
                         Isa::Avx2 | Isa::AvxVnni => x86::$avx2(p),
                         Isa::Portable => portable_tile(p),

@@ -1,0 +1,376 @@
+//! The BF16 matrix kernel: a few rows times panels of 16 columns by dot products of pairs, with bias and rounding fused.
+//!
+//! `c[r][n] = sum over k of a[r][k] * b[n][k] + bias[n]`, rounded to BF16 where asked for. A lane of 32 bits holds two values of k,
+//! the even one below. `vdpbf16ps` adds the odd product to the lane's sum, then the even one, each with one rounding to the nearest
+//! F32; numbers that are not normal count as zero, and so do such sums. Pairs go in the order of k: a row's sum does not depend on
+//! the other rows nor on threads. AMX (`tdpbf16ps`) adds up even and odd values apart within 32 values of k: there all rows go to
+//! tiles, however few. So BF16 gives the same bits on one machine, but not on all of them.
+
+use super::int8::Tile;
+use super::isa::{Isa, multiversion};
+use super::math::bf16_bits;
+use super::tile::PANEL;
+
+/// Values of k that lie together: a lane of 32 bits.
+pub const PAIR: usize = 2;
+/// Values of k that rows are padded to a multiple of: a tile's.
+pub const K_STEP: usize = 32;
+/// Up to so many rows wait for the weights to come from memory rather than for multiplications.
+#[cfg(target_arch = "x86_64")]
+const STREAM_ROWS_MAX: usize = 4;
+
+/// Rows in tiles, times a group of panels.
+#[derive(Clone, Copy)]
+pub struct Product {
+    /// Length of the sums, in pairs.
+    pub pairs: usize,
+    /// The rows' bits, tile by tile: see [`is_packed`].
+    pub a: *const u16,
+    /// First panel's bits, `[pairs][16][2]`.
+    pub b: *const u16,
+    /// Numbers from one panel to the next.
+    pub panel_stride: usize,
+    /// At most [`panels_at_once`].
+    pub panels: usize,
+    /// `[panels * 16]`.
+    pub bias: *const f32,
+    /// Round results to BF16 values.
+    pub round: bool,
+    /// `[rows][c_stride]`; 16 columns a panel are written. Only the tile's rows need to be there.
+    pub c: *mut f32,
+    pub c_stride: usize,
+}
+
+/// Has this set dot products of pairs? Else BF16 is multiplied in F32.
+pub fn is_available(isa: Isa) -> bool {
+    match isa {
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512Bf16 | Isa::Amx => true,
+        _ => false,
+    }
+}
+
+/// Most rows a tile may have.
+pub fn max_rows(isa: Isa) -> usize {
+    match isa {
+        #[cfg(target_arch = "x86_64")]
+        Isa::Amx => 32,
+        _ => 12,
+    }
+}
+
+/// Most panels of a product, for tiles of so many rows.
+pub fn panels_at_once(isa: Isa, rows: usize) -> usize {
+    match isa {
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512Bf16 => match rows {
+            ..=STREAM_ROWS_MAX => 1,
+            5..=6 => 4,
+            _ => 2,
+        },
+        _ => 2,
+    }
+}
+
+/// Does a tile lie as `[pairs][rows][2]`? Else it is `[rows][pairs][2]`.
+pub fn is_packed(isa: Isa) -> bool {
+    match isa {
+        #[cfg(target_arch = "x86_64")]
+        Isa::Amx => false,
+        _ => true,
+    }
+}
+
+/// Runs one tile of a product.
+///
+/// # Safety
+/// `isa` [`is_available`]. All that [`Product`] names is there for the tile's rows, which nobody else reads or writes in `c`
+/// meanwhile.
+pub unsafe fn product(isa: Isa, p: &Product, tile: Tile) {
+    debug_assert!(tile.rows >= 1 && tile.rows <= max_rows(isa) && is_available(isa));
+    // SAFETY: passed on, and `isa` vouches for the processor.
+    unsafe {
+        match isa {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Amx => super::amx::bf16_product(p, tile),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Bf16 => {
+                if p.panels == panels_at_once(isa, tile.rows) {
+                    x86::avx512_bf16(p, tile);
+                } else {
+                    for panel in 0..p.panels {
+                        x86::avx512_bf16(&p.panel(panel), tile);
+                    }
+                }
+            }
+            _ => unreachable!("{isa} has no dot products of pairs"),
+        }
+    }
+}
+
+impl Product {
+    /// One of its panels alone.
+    ///
+    /// # Safety
+    /// The panel is there.
+    #[cfg(target_arch = "x86_64")]
+    unsafe fn panel(&self, panel: usize) -> Product {
+        // SAFETY: as the caller vouches.
+        unsafe {
+            Product {
+                b: self.b.add(panel * self.panel_stride),
+                bias: self.bias.add(panel * PANEL),
+                c: self.c.add(panel * PANEL),
+                panels: 1,
+                ..*self
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn round_row(x: &[f32], out: &mut [u16]) {
+    let (out, padding) = out.split_at_mut(x.len());
+    for (bits, x) in out.iter_mut().zip(x) {
+        *bits = bf16_bits(*x);
+    }
+    padding.fill(0);
+}
+
+multiversion! {
+    /// The bits of a row rounded to BF16; `out`, at least as long, is padded by zeros.
+    pub fn round_row_on(x: &[f32], out: &mut [u16]) = round_row;
+}
+
+#[cfg(target_arch = "x86_64")]
+pub mod x86 {
+    //! The kernel in intrinsics. Loops over `ROWS` and `PANELS` are unrolled, so that all sums stay in registers.
+
+    // Registers go by number.
+    #![allow(clippy::needless_range_loop)]
+
+    use std::arch::x86_64::*;
+
+    use super::{PAIR, PANEL, Product, Tile};
+
+    /// Numbers of a panel's pair.
+    const STEP: usize = PANEL * PAIR;
+
+    #[target_feature(enable = "avx512f,avx512bf16")]
+    unsafe fn pairs_512<const ROWS: usize, const PANELS: usize>(p: &Product, tile: Tile) {
+        // SAFETY: indices stay within the bounds that `product` asks for; a register of pairs is 512 bits in either type.
+        unsafe {
+            let pairs = |bits: __m512i| -> __m512bh { std::mem::transmute(bits) };
+            let mut sums = [[_mm512_setzero_ps(); PANELS]; ROWS];
+            let (mut a, mut b) = (p.a.add(tile.from * p.pairs * PAIR), p.b);
+            let mut ahead = tile.ahead;
+            for _ in 0..p.pairs {
+                // One panel is read as it lies in memory, which the processor prefetches better by itself.
+                if PANELS > 1 {
+                    for n in 0..PANELS {
+                        _mm_prefetch::<_MM_HINT_T1>(ahead.wrapping_add(n * STEP * size_of::<u16>()));
+                    }
+                    ahead = ahead.wrapping_add(tile.ahead_step);
+                }
+                let mut w = [pairs(_mm512_setzero_si512()); PANELS];
+                for n in 0..PANELS {
+                    w[n] = pairs(_mm512_loadu_si512(b.add(n * p.panel_stride).cast()));
+                }
+                for r in 0..ROWS {
+                    let x = _mm512_set1_epi32(a.add(r * PAIR).cast::<i32>().read_unaligned());
+                    for n in 0..PANELS {
+                        sums[r][n] = _mm512_dpbf16_ps(sums[r][n], pairs(x), w[n]);
+                    }
+                }
+                a = a.add(ROWS * PAIR);
+                b = b.add(STEP);
+            }
+            for n in 0..PANELS {
+                let bias = _mm512_loadu_ps(p.bias.add(n * PANEL));
+                for r in 0..ROWS {
+                    let c = p.c.wrapping_add((tile.from + r) * p.c_stride + n * PANEL);
+                    _mm512_storeu_ps(c, _mm512_add_ps(sums[r][n], bias));
+                }
+            }
+            // A pass of its own: more work on each sum, and the compiler would keep them in memory.
+            round_tile(p, tile);
+        }
+    }
+
+    /// Rounds the tile's results in place where that is asked for.
+    ///
+    /// # Safety
+    /// As [`super::product`], on a processor with AVX-512.
+    #[target_feature(enable = "avx512f")]
+    pub unsafe fn round_tile(p: &Product, tile: Tile) {
+        if !p.round {
+            return;
+        }
+        for r in 0..tile.rows {
+            for n in 0..p.panels {
+                // SAFETY: indices stay within the bounds that `product` asks for.
+                unsafe {
+                    let c = p.c.wrapping_add((tile.from + r) * p.c_stride + n * PANEL);
+                    _mm512_storeu_ps(c, round(_mm512_loadu_ps(c)));
+                }
+            }
+        }
+    }
+
+    /// As [`round_bf16`](crate::device::cpu::math::round_bf16): the processor's own conversion would flush what is not normal.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    fn round(x: __m512) -> __m512 {
+        let bits = _mm512_castps_si512(x);
+        let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+        let rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+        let quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x0040_0000));
+        let is_nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x, x);
+        let rounded = _mm512_mask_mov_epi32(rounded, is_nan, quiet);
+        _mm512_castsi512_ps(_mm512_and_si512(rounded, _mm512_set1_epi32(!0xffff)))
+    }
+
+    /// # Safety
+    /// As [`super::product`], with one panel or [`super::panels_at_once`], on a processor with AVX-512 BF16.
+    pub unsafe fn avx512_bf16(p: &Product, tile: Tile) {
+        // SAFETY: passed on.
+        unsafe {
+            match (tile.rows, p.panels) {
+                (1, _) => pairs_512::<1, 1>(p, tile),
+                (2, _) => pairs_512::<2, 1>(p, tile),
+                (3, _) => pairs_512::<3, 1>(p, tile),
+                (4, _) => pairs_512::<4, 1>(p, tile),
+                (5, 1) => pairs_512::<5, 1>(p, tile),
+                (6, 1) => pairs_512::<6, 1>(p, tile),
+                (7, 1) => pairs_512::<7, 1>(p, tile),
+                (8, 1) => pairs_512::<8, 1>(p, tile),
+                (9, 1) => pairs_512::<9, 1>(p, tile),
+                (10, 1) => pairs_512::<10, 1>(p, tile),
+                (11, 1) => pairs_512::<11, 1>(p, tile),
+                (12, 1) => pairs_512::<12, 1>(p, tile),
+                (5, _) => pairs_512::<5, 4>(p, tile),
+                (6, _) => pairs_512::<6, 4>(p, tile),
+                (7, _) => pairs_512::<7, 2>(p, tile),
+                (8, _) => pairs_512::<8, 2>(p, tile),
+                (9, _) => pairs_512::<9, 2>(p, tile),
+                (10, _) => pairs_512::<10, 2>(p, tile),
+                (11, _) => pairs_512::<11, 2>(p, tile),
+                _ => pairs_512::<12, 2>(p, tile),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::cpu::math::round_bf16;
+    use crate::device::cpu::testing::numbers;
+
+    fn bits(seed: u64, n: usize) -> Vec<u16> {
+        numbers(seed, n).into_iter().map(bf16_bits).collect()
+    }
+
+    fn check(isa: Isa, rows: usize, panels: usize, pairs: usize, round: bool) {
+        let k = pairs * PAIR;
+        // The tile stands behind another one.
+        let from = 2;
+        let all = from + rows;
+        let columns = panels * PANEL;
+        let (a, b, bias) = (bits(1, all * k), bits(2, columns * k), numbers(5, columns));
+        let mut c = vec![0.0f32; all * (columns + 3)];
+        let product_of = Product {
+            pairs,
+            a: a.as_ptr(),
+            b: b.as_ptr(),
+            panel_stride: PANEL * k,
+            panels,
+            bias: bias.as_ptr(),
+            round,
+            c: c.as_mut_ptr(),
+            c_stride: columns + 3,
+        };
+        let tile = Tile {
+            from,
+            rows,
+            ahead: b.as_ptr().cast(),
+            ahead_step: 3,
+        };
+        // SAFETY: the vectors have the sizes that the product names.
+        unsafe { product(isa, &product_of, tile) };
+        assert!(c[..from * (columns + 3)].iter().all(|x| *x == 0.0));
+        let widen = |bits: u16| f32::from_bits(u32::from(bits) << 16);
+        for r in 0..rows {
+            for n in 0..columns {
+                let value = |i: usize| match is_packed(isa) {
+                    true => a[from * k + (i / PAIR * rows + r) * PAIR + i % PAIR],
+                    false => a[(from + r) * k + i],
+                };
+                let weight =
+                    |i: usize| b[n / PANEL * PANEL * k + i / PAIR * PANEL * PAIR + n % PANEL * PAIR + i % PAIR];
+                let product = |i: usize, sum: f32| widen(value(i)).mul_add(widen(weight(i)), sum);
+                let sum = (0..pairs).fold(0.0, |sum, pair| product(pair * PAIR, product(pair * PAIR + 1, sum)));
+                let want = sum + bias[n];
+                let want = if round { round_bf16(want) } else { want };
+                let got = c[(from + r) * (columns + 3) + n];
+                // Tiles add up in another order.
+                let is_right = match is_packed(isa) {
+                    true => got.to_bits() == want.to_bits(),
+                    false => (got - want).abs() <= 1e-2 * want.abs().max(1.0),
+                };
+                assert!(
+                    is_right,
+                    "{isa:?} rows {rows} panels {panels} pairs {pairs} at ({r}, {n}): {got} not {want}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn sums_go_in_the_order_that_is_promised() {
+        let sets: Vec<Isa> = Isa::available().into_iter().filter(|isa| is_available(*isa)).collect();
+        if sets.is_empty() {
+            println!("skipped: this processor has no dot products of BF16");
+        }
+        for isa in sets {
+            for rows in 1..=max_rows(isa) {
+                for panels in 1..=panels_at_once(isa, rows) {
+                    for pairs in [0, 16, 32, 80] {
+                        check(isa, rows, panels, pairs, false);
+                        check(isa, rows, panels, pairs, true);
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn values_that_are_not_finite_stay_so() {
+        for isa in Isa::available().into_iter().filter(|isa| is_available(*isa)) {
+            let mut a = [0u16; K_STEP];
+            a[3] = bf16_bits(f32::NAN);
+            let (b, bias) = ([bf16_bits(1.0); PANEL * K_STEP], [0.0; PANEL]);
+            let mut c = [0.0; PANEL];
+            let product_of = Product {
+                pairs: K_STEP / PAIR,
+                a: a.as_ptr(),
+                b: b.as_ptr(),
+                panel_stride: 0,
+                panels: 1,
+                bias: bias.as_ptr(),
+                round: true,
+                c: c.as_mut_ptr(),
+                c_stride: PANEL,
+            };
+            let tile = Tile {
+                from: 0,
+                rows: 1,
+                ahead: b.as_ptr().cast(),
+                ahead_step: 0,
+            };
+            // SAFETY: the arrays have the sizes that the product names.
+            unsafe { product(isa, &product_of, tile) };
+            assert!(c.iter().all(|x| x.is_nan()), "{isa:?}: {c:?}");
+        }
+    }
+}
