@@ -95,6 +95,7 @@ fn eight_bits_cost_little_perplexity() {
         let options = LoadOptions {
             precision,
             kv_format,
+            channels: None,
             isa: None,
             kv: KvBudget::Blocks(KV_BLOCKS),
             threads: cpu::thread_pool(2).unwrap(),
