@@ -1,7 +1,7 @@
 //! Kernels alone, at the shapes of real models: linear layers, output heads and attention.
 //!
-//! `cargo bench --bench kernels && python3 benches/kernels.py` measures and prints the tables of benches/README.md; a word after
-//! `--bench kernels --` measures only what has it in its name, as `int8`, `896x4864` or `attention`.
+//! `cargo bench --bench kernels` measures all of them by Criterion; a word after `--bench kernels --` only what has it in its name,
+//! as `int8`, `896x4864` or `attention`. `cargo bench --bench kernels -- --shares` prints the table of benches/README.md.
 //!
 //! Each call takes the next of many equal matrices (or pools of keys and values), which are several times as large as the
 //! last-level cache together: as in a model, weights come from memory.
@@ -11,12 +11,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use criterion::measurement::WallTime;
-use criterion::{BenchmarkGroup, BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use criterion::{BenchmarkGroup, BenchmarkId, Criterion, SamplingMode, Throughput};
 use gristmill::device::batch::{StepBatch, StepSequence};
 use gristmill::device::cpu::{Buffer, Cpu, Isa, KvPool, Matrix, Step, Vector, Workspace, thread_pool};
 use gristmill::device::{
     BLOCK_TOKENS, Device, Dtype, HeadShape, KvFormat, KvSpec, Linear, Precision, RopeSpec, RopeStore, Tensor,
 };
+
+#[cfg(target_arch = "x86_64")]
+mod shares;
 
 /// Bytes of all matrices or pools that calls take in turn: several times the last-level cache.
 const SWEPT_BYTES: usize = 160 << 20;
@@ -30,6 +33,11 @@ const FEW_ROWS: [usize; 3] = [1, 4, 8];
 const MANY_ROWS: [usize; 3] = [64, 256, 2048];
 /// Rows whose logits are computed at once are never more.
 const HEAD_ROWS_MAX: usize = 256;
+/// Many short samples: on a machine that others use, too, some of them are left alone.
+const SAMPLES: usize = 200;
+/// Operations of a call from which on it is no short sample, and how many there are then.
+const LONG_CALL: usize = 4 << 30;
+const LONG_SAMPLES: usize = 10;
 
 fn device(precision: Precision, isa: Isa) -> Cpu {
     let threads = std::thread::available_parallelism().map_or(1, |n| n.get());
@@ -126,6 +134,15 @@ fn name(precision: Precision) -> &'static str {
     }
 }
 
+/// Equal layers of `bytes` each, to be taken in turn.
+fn layers(device: &Cpu, bytes: usize, (inputs, outputs): (usize, usize)) -> Vec<Linear<Matrix, Vector>> {
+    let layer = |_| Linear {
+        weight: matrix(device, outputs, inputs),
+        bias: None,
+    };
+    (0..SWEPT_BYTES.div_ceil(bytes)).map(layer).collect()
+}
+
 /// One shape at these numbers of rows.
 fn linear(
     group: &mut BenchmarkGroup<'_, WallTime>,
@@ -137,19 +154,15 @@ fn linear(
     let device = device(precision, isa);
     let bytes = inputs * outputs * bytes_per_weight(precision);
     // Made only where a name's filter lets a measurement through.
-    let layers: LazyCell<Vec<Linear<Matrix, Vector>>, _> = LazyCell::new(|| {
-        let layer = || Linear {
-            weight: matrix(&device, outputs, inputs),
-            bias: None,
-        };
-        (0..SWEPT_BYTES.div_ceil(bytes)).map(|_| layer()).collect()
-    });
+    let layers = LazyCell::new(|| layers(&device, bytes, (inputs, outputs)));
     for &rows in rows {
         group.throughput(if FEW_ROWS.contains(&rows) {
             Throughput::Bytes(bytes as u64)
         } else {
             Throughput::Elements(2 * (rows * inputs * outputs) as u64)
         });
+        let is_long = 2 * rows * inputs * outputs >= LONG_CALL;
+        group.sample_size(if is_long { LONG_SAMPLES } else { SAMPLES });
         let id = BenchmarkId::new(format!("{inputs}x{outputs}"), rows);
         group.bench_function(id, |bencher| {
             let x = activations(&device, rows, inputs);
@@ -163,10 +176,16 @@ fn linear(
     }
 }
 
+fn new_group(criterion: &mut Criterion, name: String) -> BenchmarkGroup<'_, WallTime> {
+    let mut group = criterion.benchmark_group(name);
+    group.sampling_mode(SamplingMode::Flat);
+    group
+}
+
 fn linears(criterion: &mut Criterion) {
     for precision in [Precision::Int8, Precision::Bf16, Precision::F32] {
         let isa = Isa::detect();
-        let mut group = criterion.benchmark_group(format!("{}, {isa}", name(precision)));
+        let mut group = new_group(criterion, format!("{}, {isa}", name(precision)));
         for shape in LAYERS {
             linear(&mut group, precision, isa, shape, &[FEW_ROWS, MANY_ROWS].concat());
         }
@@ -183,7 +202,7 @@ fn instructions(criterion: &mut Criterion) {
     let sets = Isa::available().into_iter().rev().skip(1);
     for isa in sets.filter(|isa| *isa != Isa::Portable) {
         for precision in [Precision::Int8, Precision::Bf16] {
-            let mut group = criterion.benchmark_group(format!("{}, {isa}", name(precision)));
+            let mut group = new_group(criterion, format!("{}, {isa}", name(precision)));
             linear(&mut group, precision, isa, LAYERS[0], &[1, 256]);
         }
     }
@@ -220,6 +239,7 @@ fn attention_of(group: &mut BenchmarkGroup<'_, WallTime>, (name, heads): (&str, 
     let pairs: u64 = (kv_len - q_len..kv_len).map(|position| u64::from(position) + 1).sum();
     let operations = 4 * pairs * u64::from(SEQUENCES) * (heads.heads * heads.head_dim) as u64;
     let is_decoding = q_len == 1;
+    group.sample_size(if is_decoding { SAMPLES } else { 2 * LONG_SAMPLES });
     group.throughput(match is_decoding {
         true => Throughput::Bytes(bytes as u64),
         false => Throughput::Elements(operations),
@@ -253,8 +273,10 @@ fn attention_of(group: &mut BenchmarkGroup<'_, WallTime>, (name, heads): (&str, 
 }
 
 fn attention(criterion: &mut Criterion) {
-    let mut group =
-        criterion.benchmark_group(format!("attention {:?}, {}", KvFormat::Int8, Isa::detect()).to_lowercase());
+    let mut group = new_group(
+        criterion,
+        format!("attention {:?}, {}", KvFormat::Int8, Isa::detect()).to_lowercase(),
+    );
     for shape in ATTENTION {
         attention_of(&mut group, shape, 1, 1024);
         attention_of(&mut group, shape, 256, 256);
@@ -263,14 +285,20 @@ fn attention(criterion: &mut Criterion) {
 
 fn settings() -> Criterion {
     Criterion::default()
-        .sample_size(10)
-        .warm_up_time(Duration::from_millis(500))
-        .measurement_time(Duration::from_secs(2))
+        .sample_size(SAMPLES)
+        .nresamples(2_000)
+        .warm_up_time(Duration::from_millis(300))
+        .measurement_time(Duration::from_secs(1))
 }
 
-criterion_group! {
-    name = kernels;
-    config = settings();
-    targets = linears, instructions, attention
+fn main() {
+    #[cfg(target_arch = "x86_64")]
+    if std::env::args().any(|word| word == "--shares") {
+        return shares::print();
+    }
+    let mut criterion = settings().configure_from_args();
+    linears(&mut criterion);
+    instructions(&mut criterion);
+    attention(&mut criterion);
+    criterion.final_summary();
 }
-criterion_main!(kernels);
