@@ -17,12 +17,11 @@ import argparse
 import json
 import pathlib
 import statistics
-import subprocess
 import sys
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "benches/peers"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "peers"))
 import make  # noqa: E402
+from common import ROOT, bench, run  # noqa: E402
 
 ROWS = {"l30m": {"W1": 2048, "W2": 320}, "q05b": {"W1": 128, "W2": 64}}
 SCHEMA = {
@@ -50,15 +49,6 @@ def labels(vocabulary):
     return [" ".join([pairs[i][label >> i & 1] for i in range(8)] + whole[16 + 8 * label % 800:][:8]) for label in range(256)]
 
 
-def measure(binary, model, trace, ignore_eos):
-    line = [binary, "bench", "--model", model, "--trace", trace, "--precision", "int8", "--warm-up", "1", "--json",
-            *(["--ignore-eos"] if ignore_eos else [])]
-    done = subprocess.run([str(part) for part in line], capture_output=True, text=True)
-    if done.returncode != 0:
-        raise SystemExit(f"{' '.join(map(str, line))} ended with {done.returncode}:\n{done.stderr[-2000:]}")
-    return json.loads(done.stdout)
-
-
 def write(path, requests):
     path.write_text("".join(json.dumps(request) + "\n" for request in requests))
 
@@ -81,14 +71,16 @@ def main():
             traces = {key: args.data / f"{name}-{workload}-{key}.jsonl" for key in ("free", "shaped")}
             most = 16 if workload == "W1" else 1024
             write(traces["shaped"], ({**request, **shape, "max_tokens": most} for request in requests))
-            first = measure(args.gristmill, args.data / name, traces["shaped"], False)
+            # Under a shape an end of sequence is an end all the same.
+            line = {key: bench(args, name, trace, "--precision", "int8") for key, trace in traces.items()}
+            first = run(line["shaped"])
             length = round(first["generated_tokens"] / len(requests))
             write(traces["free"], ({**request, "max_tokens": length} for request in requests))
             runs = {"free": [], "shaped": []}
             for _ in range(args.rounds):
                 for key in runs:
-                    runs[key].append(measure(args.gristmill, args.data / name, traces[key], key == "free"))
-            micros = {key: statistics.median(1e6 * run["seconds"] / run["generated_tokens"] for run in of)
+                    runs[key].append(run(line[key]))
+            micros = {key: statistics.median(1e6 * figures["seconds"] / figures["generated_tokens"] for figures in of)
                       for key, of in runs.items()}
             tokens = {key: of[0]["generated_tokens"] / len(requests) for key, of in runs.items()}
             ratio = micros["shaped"] / micros["free"]
@@ -96,10 +88,6 @@ def main():
                   f"| {micros['shaped']:.1f} | {ratio:.2f} |", flush=True)
             found.append({"model": name, "workload": workload, "rows": len(requests), "ratio": ratio, "runs": runs})
     if args.out:
-        for entry in found:
-            for run in (run for of in entry["runs"].values() for run in of):
-                # A path of this machine.
-                run.pop("model", None)
         args.out.write_text(json.dumps(found, indent=1) + "\n")
 
 

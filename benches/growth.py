@@ -12,12 +12,11 @@ import argparse
 import json
 import pathlib
 import statistics
-import subprocess
 import sys
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "benches/peers"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "peers"))
 import make  # noqa: E402
+from common import ROOT, bench, run  # noqa: E402
 
 MODEL = "l30m"
 
@@ -43,21 +42,14 @@ def main():
         for size in sizes:
             if round_ > 0 and size == max(sizes):
                 continue
-            line = [args.gristmill, "bench", "--model", args.data / MODEL, "--trace", traces[size], "--ignore-eos",
-                    "--precision", "int8", "--warm-up", "1", "--json"]
-            done = subprocess.run([str(part) for part in line], capture_output=True, text=True)
-            if done.returncode != 0:
-                raise SystemExit(f"{' '.join(map(str, line))} ended with {done.returncode}:\n{done.stderr[-2000:]}")
-            figures = json.loads(done.stdout)
-            # A path of this machine.
-            figures.pop("model", None)
+            figures = run(bench(args, MODEL, traces[size], "--precision", "int8"))
             found[size].append(figures)
             print(f"{size} rows: {size / figures['seconds']:.1f} rows/s", file=sys.stderr, flush=True)
     print("| rows | rows/s | planning | peak memory less the trace, MB |\n|---|---|---|---|")
     for size, runs in found.items():
-        rate = statistics.median(size / run["seconds"] for run in runs)
-        planning = statistics.median(dict(run["seconds_by_operation"])["plan"] / run["seconds"] for run in runs)
-        memory = statistics.median(run["peak_memory_bytes"] - 4 * run["prompt_tokens"] for run in runs)
+        rate = statistics.median(size / figures["seconds"] for figures in runs)
+        planning = statistics.median(dict(figures["seconds_by_operation"])["plan"] / figures["seconds"] for figures in runs)
+        memory = statistics.median(figures["peak_memory_bytes"] - 4 * figures["prompt_tokens"] for figures in runs)
         print(f"| {size:,} | {rate:.1f} | {planning:.2%} | {memory / 1e6:,.0f} |")
     if args.out:
         args.out.write_text(json.dumps(found, indent=1) + "\n")
