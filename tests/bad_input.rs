@@ -9,7 +9,7 @@ use crate::support::{Run, arg, gristmill, job_in, python, root};
 #[track_caller]
 fn refused(job: &Path, output: &Path, words: &[&str]) {
     let run = Run::of(&mut gristmill(&["run", arg(job), "--quiet"])).expect(2);
-    one_line_with(&run, words);
+    run.one_line(words);
     let parts = fs::read_dir(output).map(|d| d.filter(is_part).count()).unwrap_or(0);
     assert_eq!(parts, 0, "a refused job publishes nothing");
 }
@@ -18,19 +18,6 @@ fn is_part(entry: &std::io::Result<fs::DirEntry>) -> bool {
     entry
         .as_ref()
         .is_ok_and(|e| e.file_name().to_string_lossy().starts_with("part-"))
-}
-
-#[track_caller]
-fn one_line_with(run: &Run, words: &[&str]) {
-    assert_eq!(
-        run.stderr.trim_end().lines().count(),
-        1,
-        "one line, not:\n{}",
-        run.stderr
-    );
-    for word in words {
-        assert!(run.stderr.contains(word), "`{word}` is missing in: {}", run.stderr);
-    }
 }
 
 /// The labelling job with its text edited is refused with these words.
@@ -159,7 +146,7 @@ fn an_output_of_another_job() {
         t.replace("max_tokens: 8", "max_tokens: 9")
     });
     let run = Run::of(&mut gristmill(&["run", arg(&job), "--quiet"])).expect(2);
-    one_line_with(&run, &["first", arg(&output)]);
+    run.one_line(&["first", arg(&output)]);
     assert_eq!(
         fs::read(output.join("part-00000.parquet")).unwrap(),
         before,
@@ -174,7 +161,7 @@ fn an_output_folder_with_foreign_parquet() {
     fs::create_dir_all(&output).unwrap();
     fs::write(output.join("part-00000.parquet"), "mine").unwrap();
     let run = Run::of(&mut gristmill(&["run", arg(&job), "--quiet"])).expect(2);
-    one_line_with(&run, &["part-00000.parquet"]);
+    run.one_line(&["part-00000.parquet"]);
     assert_eq!(fs::read_to_string(output.join("part-00000.parquet")).unwrap(), "mine");
 }
 
@@ -202,7 +189,7 @@ fn an_input_that_changed_since_it_was_planned() {
     child.wait().unwrap();
     fs::write(&input, lines.replace("ticket 3", "changed 3")).unwrap();
     let run = Run::of(&mut gristmill(&["run", arg(&job), "--quiet"])).expect(2);
-    one_line_with(&run, &["in.jsonl", "not what it was"]);
+    run.one_line(&["in.jsonl", "not what it was"]);
 }
 
 /// A small job over `input` with the demo model; the output is `folder/out`.
@@ -381,7 +368,7 @@ fn an_output_folder_that_cannot_be_written() {
     let (job, _) = job_in(folder.path(), "label-tickets.yaml", |t| t);
     let run = Run::of(&mut gristmill(&["run", arg(&job), "--quiet"]));
     assert!(matches!(run.code, Some(1 | 2)), "{run:?}");
-    one_line_with(&run, &[arg(&blocker)]);
+    run.one_line(&[arg(&blocker)]);
 }
 
 /// A device without room fails with one line and loses nothing: with room again, the job ends well.
@@ -400,7 +387,7 @@ fn a_full_disk() {
     ]);
     limited.args(["run", arg(&job), "--quiet"]);
     let run = Run::of(&mut limited).expect(1);
-    one_line_with(&run, &[]);
+    run.one_line(&[]);
     Run::of(&mut gristmill(&["run", arg(&job), "--quiet"])).expect(0);
 }
 

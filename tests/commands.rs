@@ -13,20 +13,6 @@ pub fn run(arguments: &[&str]) -> Run {
     Run::of(&mut gristmill(arguments))
 }
 
-/// Fails unless stderr is one line that holds all of `words`.
-#[track_caller]
-fn one_line(run: &Run, words: &[&str]) {
-    assert_eq!(
-        run.stderr.trim_end().lines().count(),
-        1,
-        "not one line:\n{}",
-        run.stderr
-    );
-    for word in words {
-        assert!(run.stderr.contains(word), "`{word}` is missing in: {}", run.stderr);
-    }
-}
-
 /// The labelling job over its 2,000 tickets: eight shards, about nine seconds of work on two cores.
 fn label_job(folder: &Path) -> (PathBuf, PathBuf) {
     job_in(folder, "label-tickets.yaml", |text| text)
@@ -98,17 +84,16 @@ fn submit_writes_the_ledger_and_again_says_what_is_left() {
     }
     run(&["run", arg(&job), "--quiet"]).expect(0);
     let done = run(&["submit", arg(&job), "--no-enqueue", "--json"]).expect(0);
-    one_line(&done, &["already done"]);
+    done.one_line(&["already done"]);
     assert_eq!(done.json()["uncommitted"], 0);
     // Another job has no place there.
     let text = fs::read_to_string(&job)
         .unwrap()
         .replace("max_tokens: 1", "max_tokens: 2");
     fs::write(&job, text).unwrap();
-    one_line(
-        &run(&["submit", arg(&job), "--no-enqueue"]).expect(2),
-        &["belongs to job `small`", "output.uri"],
-    );
+    run(&["submit", arg(&job), "--no-enqueue"])
+        .expect(2)
+        .one_line(&["belongs to job `small`", "output.uri"]);
 }
 
 #[test]
@@ -116,17 +101,18 @@ fn submit_says_at_once_what_is_wrong_with_the_queue() {
     let folder = tempfile::tempdir().unwrap();
     let (job, output) = small_job(folder.path(), &[]);
     let submit = |more: &[&str]| run(&[&["submit", arg(&job)], more].concat());
-    one_line(
-        &submit(&[]).expect(2),
-        &["no queue", "--queue URL", "queue.url", "--no-enqueue"],
-    );
-    one_line(&submit(&["--queue", "redis://h/q"]).expect(2), &["kafka://", "amqp://"]);
+    submit(&[])
+        .expect(2)
+        .one_line(&["no queue", "--queue URL", "queue.url", "--no-enqueue"]);
+    submit(&["--queue", "redis://h/q"])
+        .expect(2)
+        .one_line(&["kafka://", "amqp://"]);
     let secret = submit(&["--queue", "kafka://127.0.0.1:1/t", "--kafka", "sasl.password=hunter2"]).expect(2);
-    one_line(&secret, &["sasl.password", "GRISTMILL_KAFKA_SASL_PASSWORD"]);
+    secret.one_line(&["sasl.password", "GRISTMILL_KAFKA_SASL_PASSWORD"]);
     assert!(!secret.stderr.contains("hunter2"));
     let queue = ["--queue", "kafka://127.0.0.1:1/t", "--kafka", "sasl.password=hunter2"];
     let secret = run(&[&["worker"][..], &queue].concat()).expect(2);
-    one_line(&secret, &["sasl.password", "GRISTMILL_KAFKA_SASL_PASSWORD"]);
+    secret.one_line(&["sasl.password", "GRISTMILL_KAFKA_SASL_PASSWORD"]);
     assert!(!secret.stderr.contains("hunter2"));
     assert!(
         submit(&["--queue", "kafka://h/t", "--no-enqueue"])
@@ -143,11 +129,11 @@ fn submit_says_at_once_what_is_wrong_with_the_queue() {
     let text = fs::read_to_string(&job).unwrap();
     fs::write(&job, format!("{text}queue: {{url: 'amqp://u:hunter2@h/q'}}\n")).unwrap();
     let secret = submit(&[]).expect(2);
-    one_line(&secret, &["small.yaml", "queue.url", "GRISTMILL_QUEUE_PASSWORD"]);
+    secret.one_line(&["small.yaml", "queue.url", "GRISTMILL_QUEUE_PASSWORD"]);
     assert!(!secret.stderr.contains("hunter2"));
     // Nobody listens there: a failure of the broker, not of the job, and nothing is written.
     fs::write(&job, format!("{text}queue: {{url: 'amqp://u@127.0.0.1:1/q'}}\n")).unwrap();
-    one_line(&submit(&[]).expect(1), &["the queue"]);
+    submit(&[]).expect(1).one_line(&["the queue"]);
     assert!(!output.exists(), "nothing is written before the broker has answered");
 }
 
@@ -156,7 +142,7 @@ fn preflight_reads_the_rows_before_anything_is_written() {
     let folder = tempfile::tempdir().unwrap();
     let (job, output) = small_job(folder.path(), &(0..40).collect::<Vec<_>>());
     let refused = run(&["submit", arg(&job), "--no-enqueue", "--preflight"]).expect(2);
-    one_line(&refused, &["none of the 40 rows", "row 0", "128"]);
+    refused.one_line(&["none of the 40 rows", "row 0", "128"]);
     assert!(!output.exists());
     let (job, _) = small_job(folder.path(), &[7]);
     let seen = run(&["submit", arg(&job), "--no-enqueue", "--preflight", "--json"]).expect(0);
@@ -183,7 +169,9 @@ fn a_limited_submission_is_a_job_of_its_own() {
 fn a_cancelled_job_starts_nothing_more() {
     let folder = tempfile::tempdir().unwrap();
     let (job, output) = small_job(folder.path(), &[]);
-    one_line(&run(&["cancel", arg(&output)]).expect(2), &["holds no job", "job.json"]);
+    run(&["cancel", arg(&output)])
+        .expect(2)
+        .one_line(&["holds no job", "job.json"]);
     run(&["submit", arg(&job), "--no-enqueue"]).expect(0);
     let cancelled = run(&["cancel", arg(&output), "--json"]).expect(0).json();
     assert_eq!(
@@ -198,14 +186,12 @@ fn a_cancelled_job_starts_nothing_more() {
     );
     assert_eq!(status(&output)["state"], "cancelled");
     run(&["watch", arg(&output)]).expect(5);
-    one_line(
-        &run(&["submit", arg(&job), "--no-enqueue"]).expect(5),
-        &["was cancelled", "output.uri"],
-    );
-    one_line(
-        &run(&["extend", arg(&output), "--deadline", "6h"]).expect(5),
-        &["was cancelled"],
-    );
+    run(&["submit", arg(&job), "--no-enqueue"])
+        .expect(5)
+        .one_line(&["was cancelled", "output.uri"]);
+    run(&["extend", arg(&output), "--deadline", "6h"])
+        .expect(5)
+        .one_line(&["was cancelled"]);
     run(&["run", arg(&job), "--quiet"]).expect(5);
     assert!(!output.join("part-00000.parquet").exists());
     // Closing it is a further order.
@@ -224,9 +210,13 @@ fn commands_that_come_too_late_or_too_early_say_so() {
     let folder = tempfile::tempdir().unwrap();
     let (job, output) = small_job(folder.path(), &[]);
     run(&["submit", arg(&job), "--no-enqueue"]).expect(0);
-    one_line(&run(&["retry", arg(&output)]).expect(2), &["is not finished", "status"]);
-    one_line(&run(&["clean", arg(&output), "--yes"]).expect(2), &["is not finished"]);
-    one_line(&run(&["reconcile", arg(&output)]).expect(2), &["no queue"]);
+    run(&["retry", arg(&output)])
+        .expect(2)
+        .one_line(&["is not finished", "status"]);
+    run(&["clean", arg(&output), "--yes"])
+        .expect(2)
+        .one_line(&["is not finished"]);
+    run(&["reconcile", arg(&output)]).expect(2).one_line(&["no queue"]);
     run(&["run", arg(&job), "--quiet"]).expect(0);
     assert!(
         run(&["cancel", arg(&output)])
@@ -263,25 +253,21 @@ fn extend_gives_more_and_refuses_what_is_reached() {
         (&stopped["state"], &stopped["budget"]["usd"]),
         (&"budget_reached".into(), &0.00001.into())
     );
-    one_line(
-        &run(&["submit", arg(&job), "--no-enqueue"]).expect(4),
-        &["budget", "gristmill extend"],
-    );
+    run(&["submit", arg(&job), "--no-enqueue"])
+        .expect(4)
+        .one_line(&["budget", "gristmill extend"]);
     assert!(run(&["extend", arg(&output)]).expect(2).stderr.contains("--usd"));
-    one_line(
-        &run(&["extend", arg(&output), "--usd", "0.000001"]).expect(2),
-        &["spent already", "--usd"],
-    );
-    one_line(
-        &run(&["extend", arg(&output), "--deadline", "6h"]).expect(2),
-        &["spent already"],
-    );
+    run(&["extend", arg(&output), "--usd", "0.000001"])
+        .expect(2)
+        .one_line(&["spent already", "--usd"]);
+    run(&["extend", arg(&output), "--deadline", "6h"])
+        .expect(2)
+        .one_line(&["spent already"]);
     // On a fast machine the job is younger than a second still.
     std::thread::sleep(std::time::Duration::from_millis(1_500));
-    one_line(
-        &run(&["extend", arg(&output), "--usd", "1", "--deadline", "1s"]).expect(2),
-        &["ago", "--deadline"],
-    );
+    run(&["extend", arg(&output), "--usd", "1", "--deadline", "1s"])
+        .expect(2)
+        .one_line(&["ago", "--deadline"]);
     assert_eq!(
         status(&output)["state"],
         "budget_reached",
@@ -317,7 +303,7 @@ fn an_edited_budget_extends_a_job_that_is_submitted_again() {
     let text = fs::read_to_string(&job).unwrap().replace("usd: 0.00001", "usd: 2");
     fs::write(&job, text).unwrap();
     let again = run(&["submit", arg(&job), "--no-enqueue", "--json"]).expect(0);
-    one_line(&again, &["now those of the job file"]);
+    again.one_line(&["now those of the job file"]);
     assert_eq!(
         (&again.json()["resumed"], &status(&output)["budget"]["usd"]),
         (&true.into(), &2.0.into())

@@ -24,20 +24,6 @@ use serde_json::Value;
 use crate::commands::{run, small_job};
 use crate::support::{Run, arg, job_in, python, root};
 
-/// Fails unless stderr is one line that holds all of `words`.
-#[track_caller]
-fn one_line(run: &Run, words: &[&str]) {
-    assert_eq!(
-        run.stderr.trim_end().lines().count(),
-        1,
-        "not one line:\n{}",
-        run.stderr
-    );
-    for word in words {
-        assert!(run.stderr.contains(word), "`{word}` is missing in: {}", run.stderr);
-    }
-}
-
 /// A job file with its precision replaced.
 fn in_int8(text: String) -> String {
     text.replace("precision: f32", "precision: int8")
@@ -246,12 +232,11 @@ fn what_cannot_be_rechecked_is_said_in_a_line() {
     let folder = tempfile::tempdir().unwrap();
     let (job, output) = small_int8_job(folder.path(), &[]);
     let recheck = |more: &[&str]| run(&[&["recheck", arg(&job), "--quiet"], more].concat());
-    one_line(&recheck(&[]).expect(2), &["holds no job", arg(&output)]);
+    recheck(&[]).expect(2).one_line(&["holds no job", arg(&output)]);
     run(&["submit", arg(&job), "--no-enqueue"]).expect(0);
-    one_line(
-        &recheck(&[]).expect(2),
-        &["job `small` is not finished", "0 of its 40 rows"],
-    );
+    recheck(&[])
+        .expect(2)
+        .one_line(&["job `small` is not finished", "0 of its 40 rows"]);
     run(&["run", arg(&job), "--quiet"]).expect(0);
     recheck(&["--precision", "bf16"]).expect(0);
     assert!(
@@ -264,21 +249,19 @@ fn what_cannot_be_rechecked_is_said_in_a_line() {
     // Another job file, another job.
     let text = fs::read_to_string(&job).unwrap();
     fs::write(&job, text.replace("max_tokens: 1", "max_tokens: 2")).unwrap();
-    one_line(&recheck(&[]).expect(2), &["belongs to job `small`"]);
+    recheck(&[]).expect(2).one_line(&["belongs to job `small`"]);
     fs::write(&job, &text).unwrap();
     // A part that is gone is no wish of the user's.
     let part = output.join("part-00004.parquet");
     let bytes = fs::read(&part).unwrap();
     fs::remove_file(&part).unwrap();
-    one_line(
-        &recheck(&["--rows", "40"]).expect(1),
-        &["part-00004.parquet", "missing", "gristmill verify"],
-    );
+    recheck(&["--rows", "40"])
+        .expect(1)
+        .one_line(&["part-00004.parquet", "missing", "gristmill verify"]);
     fs::write(&part, &bytes[..bytes.len() / 2]).unwrap();
-    one_line(
-        &recheck(&["--rows", "40"]).expect(1),
-        &["part-00004.parquet", "cannot be read"],
-    );
+    recheck(&["--rows", "40"])
+        .expect(1)
+        .one_line(&["part-00004.parquet", "cannot be read"]);
     fs::write(&part, bytes).unwrap();
     let rows = folder.path().join("rows.jsonl");
     fs::write(
@@ -286,24 +269,20 @@ fn what_cannot_be_rechecked_is_said_in_a_line() {
         fs::read_to_string(&rows).unwrap().replace("ticket 7", "changed 7"),
     )
     .unwrap();
-    one_line(
-        &recheck(&[]).expect(2),
-        &["rows.jsonl", "not what it was when the job was planned"],
-    );
+    recheck(&[])
+        .expect(2)
+        .one_line(&["rows.jsonl", "not what it was when the job was planned"]);
 }
 
 #[test]
 fn a_precision_that_is_not_higher_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let (job, output) = small_job(folder.path(), &[]);
-    one_line(
-        &run(&["recheck", arg(&job)]).expect(2),
-        &[
-            "small.yaml: `--precision` is `f32`",
-            "runs in `f32` itself",
-            "leave the recheck out",
-        ],
-    );
+    run(&["recheck", arg(&job)]).expect(2).one_line(&[
+        "small.yaml: `--precision` is `f32`",
+        "runs in `f32` itself",
+        "leave the recheck out",
+    ]);
     let text = fs::read_to_string(&job).unwrap();
     for (precision, recheck, words) in [
         (
@@ -320,7 +299,7 @@ fn a_precision_that_is_not_higher_is_refused() {
         let text = text.replace("precision: f32", &format!("precision: {precision}"));
         fs::write(&job, format!("{text}report: {{recheck: {recheck}}}\n")).unwrap();
         for command in ["run", "plan", "recheck"] {
-            one_line(&run(&[command, arg(&job)]).expect(2), &words);
+            run(&[command, arg(&job)]).expect(2).one_line(&words);
         }
     }
     assert!(!output.exists(), "nothing was started");
@@ -331,13 +310,10 @@ fn a_precision_that_is_not_higher_is_refused() {
         fs::write(&job, format!("{text}report: {{recheck: {{precision: {recheck}}}}}\n")).unwrap();
         run(&["plan", arg(&job)])
     };
-    one_line(
-        &with("bf16", "f32", "bf16").expect(2),
-        &[
-            "the job runs in `bf16 with keys and values in f32` itself",
-            "choose a higher one",
-        ],
-    );
+    with("bf16", "f32", "bf16").expect(2).one_line(&[
+        "the job runs in `bf16 with keys and values in f32` itself",
+        "choose a higher one",
+    ]);
     with("f32", "int8", "f32").expect(0);
     // Lines in OpenAI's form hold no answers by row.
     fs::write(
@@ -345,10 +321,9 @@ fn a_precision_that_is_not_higher_is_refused() {
         text.replace("carry: [id]", "format: openai").replace("f32", "int8"),
     )
     .unwrap();
-    one_line(
-        &run(&["recheck", arg(&job)]).expect(2),
-        &["small.yaml", "`output.format`"],
-    );
+    run(&["recheck", arg(&job)])
+        .expect(2)
+        .one_line(&["small.yaml", "`output.format`"]);
 }
 
 /// Rows that a retry answered, several samples, drawn at random: computed again in the job's own precision they are the same to

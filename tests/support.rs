@@ -51,6 +51,16 @@ impl Run {
         self
     }
 
+    /// Fails unless stderr is one line that holds all of `words`.
+    #[track_caller]
+    pub fn one_line(&self, words: &[&str]) {
+        let lines = self.stderr.trim_end().lines().count();
+        assert_eq!(lines, 1, "not one line:\n{}", self.stderr);
+        for word in words {
+            assert!(self.stderr.contains(word), "`{word}` is missing in: {}", self.stderr);
+        }
+    }
+
     /// The JSON object on the last line of stdout.
     #[track_caller]
     pub fn json(&self) -> serde_json::Value {

@@ -127,8 +127,11 @@ pub fn sample(logits: &[f32], draw: Draw, scratch: &mut Scratch) -> Result<u32, 
         Allowed::All | Allowed::Ids(_) => vocabulary::largest(logits),
     }
     .ok_or(SampleError::NotFinite)?;
-    let logits = if penalised || !holes.is_empty() {
-        if !matches!(draw.allowed, Allowed::Mask(_)) {
+    // From here on `row` stands in for the logits where something is ruled out or penalised.
+    let masked = matches!(draw.allowed, Allowed::Mask(_));
+    let changed = penalised || !holes.is_empty();
+    if changed {
+        if !masked {
             row.clear();
             row.extend_from_slice(logits);
         }
@@ -141,12 +144,8 @@ pub fn sample(logits: &[f32], draw: Draw, scratch: &mut Scratch) -> Result<u32, 
             }
         }
         max = vocabulary::largest(row).ok_or(SampleError::NotFinite)?;
-        &row[..]
-    } else if matches!(draw.allowed, Allowed::Mask(_)) {
-        &row[..]
-    } else {
-        logits
-    };
+    }
+    let logits = if masked || changed { &row[..] } else { logits };
     if let Allowed::Ids(allowed) = draw.allowed {
         candidates.clear();
         candidates.extend(allowed.iter().filter_map(|id| Candidate::of(logits, *id)));

@@ -343,6 +343,20 @@ mod x86 {
         }
     }
 
+    /// `$pick` of a number of rows, 1 to [`ROWS_MAX`], as a literal.
+    macro_rules! by_rows {
+        ($rows:expr, $pick:ident) => {
+            match $rows {
+                1 => $pick!(1),
+                2 => $pick!(2),
+                3 => $pick!(3),
+                4 => $pick!(4),
+                5 => $pick!(5),
+                _ => $pick!(6),
+            }
+        };
+    }
+
     /// # Safety
     /// As [`super::score`], on a processor with AVX-512 VNNI.
     pub unsafe fn score(op: &Scores, out: &mut [[i32; SPAN_TOKENS]; ROWS_MAX]) {
@@ -357,16 +371,7 @@ mod x86 {
             };
         }
         // SAFETY: passed on.
-        unsafe {
-            match op.rows {
-                1 => pick!(1),
-                2 => pick!(2),
-                3 => pick!(3),
-                4 => pick!(4),
-                5 => pick!(5),
-                _ => pick!(6),
-            }
-        }
+        unsafe { by_rows!(op.rows, pick) }
     }
 
     #[target_feature(enable = "avx512f,avx512vnni")]
@@ -418,16 +423,7 @@ mod x86 {
                 };
             }
             // SAFETY: passed on.
-            unsafe {
-                match op.rows {
-                    1 => pick!(1),
-                    2 => pick!(2),
-                    3 => pick!(3),
-                    4 => pick!(4),
-                    5 => pick!(5),
-                    _ => pick!(6),
-                }
-            }
+            unsafe { by_rows!(op.rows, pick) }
             first += if four { 4 } else { 1 };
         }
     }
