@@ -9,6 +9,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
 use gristmill::device::batch::{StepBatch, StepSequence};
+use gristmill::device::cpu::Threads;
 use gristmill::engine::params::{Params, Shape};
 use gristmill::engine::request::{Completion, FinishReason, Finished, Request, UnitId};
 use gristmill::engine::scheduler::Policy;
@@ -209,6 +210,7 @@ fn engine(setup: &Setup) -> (Engine, Arc<Mutex<Seen>>) {
         max_sequences: setup.max_sequences,
         prefix_root: "fake".into(),
         policy: setup.policy,
+        threads: Arc::new(Threads::new(2).unwrap()),
     };
     (Engine::new(Box::new(model), tokenizer, options), seen)
 }

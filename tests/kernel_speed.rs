@@ -1,9 +1,10 @@
 //! What the kernels of the cheaper precisions gain over F32, as ratios of one run: the machine's own speed cancels out.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use gristmill::device::batch::{StepBatch, StepSequence};
-use gristmill::device::cpu::{Buffer, Cpu, Isa, Matrix, Vector, Workspace, thread_pool};
+use gristmill::device::cpu::{Buffer, Cpu, Isa, Matrix, Threads, Vector, Workspace};
 use gristmill::device::{Device, Dtype, HeadShape, Linear, Precision, RopeSpec, Tensor};
 
 /// Rows, and features of input and output.
@@ -24,7 +25,7 @@ struct Side {
 
 impl Side {
     fn new(precision: Precision) -> Side {
-        let device = Cpu::new(precision, precision.kv_format(), thread_pool(1).unwrap());
+        let device = Cpu::new(precision, precision.kv_format(), Arc::new(Threads::new(1).unwrap()));
         let numbers: Vec<u8> = (0..FEATURES * FEATURES)
             .flat_map(|i| ((i * 7 % 1023) as f32 / 512.0 - 1.0).to_le_bytes())
             .collect();

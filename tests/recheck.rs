@@ -379,7 +379,7 @@ async fn again(output: &Path, model: &Path, rows: u64, stop: &Stop) -> Option<Re
         channels: None,
         isa: None,
         kv: KvBudget::Blocks(256),
-        threads: cpu::thread_pool(2).unwrap(),
+        threads: Arc::new(cpu::Threads::new(2).unwrap()),
         max_context: None,
         vocabulary: Some(files.tokenizer.vocab_size()),
     };
@@ -388,6 +388,7 @@ async fn again(output: &Path, model: &Path, rows: u64, stop: &Stop) -> Option<Re
         max_sequences: 7,
         prefix_root: "F32".into(),
         policy: Policy::default(),
+        threads: options.threads.clone(),
     };
     let transformer = Transformer::load(model, &options).unwrap();
     let engine = Engine::new(Box::new(transformer), files.tokenizer.clone(), options_of_engine);

@@ -7,13 +7,13 @@
 //! last-level cache together: as in a model, weights come from memory.
 
 use std::cell::LazyCell;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use criterion::measurement::WallTime;
 use criterion::{BenchmarkGroup, BenchmarkId, Criterion, SamplingMode, Throughput};
 use gristmill::device::batch::{StepBatch, StepSequence};
-use gristmill::device::cpu::{Buffer, Cpu, Isa, KvPool, Matrix, Step, Vector, Workspace, thread_pool};
+use gristmill::device::cpu::{Buffer, Cpu, Isa, KvPool, Matrix, Step, Threads, Vector, Workspace};
 use gristmill::device::{
     BLOCK_TOKENS, Device, Dtype, HeadShape, KvFormat, KvSpec, Linear, Precision, RopeSpec, RopeStore, Tensor,
 };
@@ -39,10 +39,17 @@ const SAMPLES: usize = 200;
 const LONG_CALL: usize = 4 << 30;
 const LONG_SAMPLES: usize = 10;
 
+/// As many as there are cores.
+fn threads() -> Arc<Threads> {
+    static THREADS: LazyLock<Arc<Threads>> = LazyLock::new(|| {
+        let count = std::thread::available_parallelism().map_or(1, |n| n.get());
+        Arc::new(Threads::new(count).expect("the system gives threads"))
+    });
+    Arc::clone(&THREADS)
+}
+
 fn device(precision: Precision, isa: Isa) -> Cpu {
-    let threads = std::thread::available_parallelism().map_or(1, |n| n.get());
-    let pool = thread_pool(threads).expect("the system gives threads");
-    Cpu::new(precision, precision.kv_format(), Arc::clone(&pool)).with_isa(isa)
+    Cpu::new(precision, precision.kv_format(), threads()).with_isa(isa)
 }
 
 /// `rows * columns` BF16 numbers between 1/4 and 1 in magnitude, the same for the same sizes.
@@ -169,9 +176,7 @@ fn linear(
             let (mut out, mut workspace) = (device.buffer(), device.workspace());
             let layers = &*layers;
             let mut next = layers.iter().cycle();
-            device.enter(|| {
-                bencher.iter(|| device.linear(next.next().unwrap(), &x, &mut out, &mut workspace));
-            });
+            bencher.iter(|| device.linear(next.next().unwrap(), &x, &mut out, &mut workspace));
         });
     }
 }
@@ -263,11 +268,9 @@ fn attention_of(group: &mut BenchmarkGroup<'_, WallTime>, (name, heads): (&str, 
         device.embed(&matrix(&device, 1, width), &step, &mut qkv);
         let (mut out, mut workspace): (Buffer, Workspace) = (device.buffer(), device.workspace());
         let mut next = pools.iter().cycle();
-        device.enter(|| {
-            bencher.iter(|| {
-                let pool = next.next().unwrap();
-                device.attention(KvSpec::Full, &step, &qkv, pool, &mut out, &mut workspace);
-            });
+        bencher.iter(|| {
+            let pool = next.next().unwrap();
+            device.attention(KvSpec::Full, &step, &qkv, pool, &mut out, &mut workspace);
         });
     });
 }

@@ -8,9 +8,8 @@ use std::arch::x86_64::*;
 use std::hint::black_box;
 use std::time::Instant;
 
-use gristmill::device::cpu::{Cpu, Isa};
+use gristmill::device::cpu::{Cpu, Isa, Threads};
 use gristmill::device::{Device, Precision};
-use rayon::prelude::*;
 
 use crate::{FEW_ROWS, HEAD_ROWS_MAX, HEADS, LAYERS, MANY_ROWS, SWEPT_BYTES};
 
@@ -76,7 +75,7 @@ fn read(data: &[u64]) {
 }
 
 /// As many operations as a layer, in registers.
-fn compute(precision: Precision, operations: usize) {
+fn compute(threads: &Threads, precision: Precision, operations: usize) {
     let per_round = SUMS
         * match precision {
             Precision::Int8 => 128,
@@ -84,12 +83,16 @@ fn compute(precision: Precision, operations: usize) {
             Precision::F32 => 32,
         };
     let rounds = operations / PARTS / per_round;
-    // SAFETY: `print` has asked for these instructions.
-    (0..PARTS).into_par_iter().for_each(|_| unsafe {
-        match precision {
-            Precision::Int8 => products_int8(rounds),
-            Precision::Bf16 => products_bf16(rounds),
-            Precision::F32 => products_f32(rounds),
+    threads.share(PARTS, |_, parts| {
+        for _ in parts {
+            // SAFETY: `print` has asked for these instructions.
+            unsafe {
+                match precision {
+                    Precision::Int8 => products_int8(rounds),
+                    Precision::Bf16 => products_bf16(rounds),
+                    Precision::F32 => products_f32(rounds),
+                }
+            }
         }
     });
 }
@@ -116,21 +119,24 @@ fn cell(device: &Cpu, precision: Precision, (inputs, outputs): (usize, usize), r
     let words = (calls * bytes / size_of::<u64>()).min(memory.len());
     let (mut next, mut from) = (layers.iter().cycle(), 0);
     let mut times = [Vec::new(), Vec::new(), Vec::new()];
+    let threads = crate::threads();
     let start = Instant::now();
-    device.enter(|| {
-        while start.elapsed().as_secs_f64() < SECONDS {
-            times[0].push(seconds(|| {
-                for _ in 0..calls {
-                    device.linear(next.next().unwrap(), &x, &mut out, &mut workspace);
-                }
-            }));
-            // SAFETY: `print` has asked for the instructions.
-            let parts = memory[from..][..words].par_chunks(words.div_ceil(PARTS));
-            times[1].push(seconds(|| parts.for_each(|part| unsafe { read(part) })));
-            from = (from + words) % (memory.len() - words + 1);
-            times[2].push(seconds(|| compute(precision, calls * operations)));
-        }
-    });
+    while start.elapsed().as_secs_f64() < SECONDS {
+        times[0].push(seconds(|| {
+            for _ in 0..calls {
+                device.linear(next.next().unwrap(), &x, &mut out, &mut workspace);
+            }
+        }));
+        let parts: Vec<_> = memory[from..][..words].chunks(words.div_ceil(PARTS)).collect();
+        times[1].push(seconds(|| {
+            threads.share(parts.len(), |_, mine| {
+                // SAFETY: `print` has asked for the instructions.
+                mine.for_each(|i| unsafe { read(parts[i]) });
+            });
+        }));
+        from = (from + words) % (memory.len() - words + 1);
+        times[2].push(seconds(|| compute(&threads, precision, calls * operations)));
+    }
     let shares = (0..times[0].len()).map(|i| times[1][i].max(times[2][i]) / times[0][i] * 100.0);
     let share = median(shares.collect());
     let [layer, reading, computing] = times.map(median);

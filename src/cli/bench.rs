@@ -132,7 +132,7 @@ fn engine(
         Transformer::random(subject.config.clone(), args.seed, Dtype::Bf16, &options)
     };
     let model = model.map_err(Failure::bad_job)?;
-    let mut options = engine_options(formats, &args.engine);
+    let mut options = engine_options(formats, &options, &args.engine);
     options.policy = Policy {
         sort: !args.without.contains(&Part::Sorting),
         share: !args.without.contains(&Part::Sharing),

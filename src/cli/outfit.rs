@@ -7,7 +7,7 @@ use anyhow::Context;
 
 use crate::cli::args::EngineArgs;
 use crate::cli::exit::{Exit, Failure};
-use crate::device::cpu::thread_pool;
+use crate::device::cpu::Threads;
 use crate::engine::scheduler::Policy;
 use crate::engine::{Engine, EngineOptions, Generate};
 use crate::model::transformer::{KvBudget, LoadOptions, Transformer};
@@ -56,7 +56,7 @@ fn engine(
         .map_err(Failure::bad_job)?
         .map(Arc::new);
     let model = Transformer::load(&files.dir, &options).map_err(Failure::bad_job)?;
-    let options = engine_options(formats, args);
+    let options = engine_options(formats, &options, args);
     Ok(Box::new(Engine::new(Box::new(model), files.tokenizer.clone(), options)))
 }
 
@@ -73,19 +73,20 @@ pub fn load_options(
         channels: None,
         isa: args.instructions,
         kv: KvBudget::Bytes(args.kv_memory.map_or_else(default_kv_bytes, |mib| mib << 20)),
-        threads: thread_pool(threads(args)).context("cannot start the threads")?,
+        threads: Arc::new(Threads::new(threads(args)).context("cannot start the threads")?),
         max_context: context,
         vocabulary: Some(vocabulary),
     })
 }
 
-/// How an engine runs a model in these formats.
-pub fn engine_options(formats: Formats, args: &EngineArgs) -> EngineOptions {
+/// How an engine runs a model loaded so.
+pub fn engine_options(formats: Formats, loaded: &LoadOptions, args: &EngineArgs) -> EngineOptions {
     EngineOptions {
         max_step_tokens: args.step_tokens as usize,
         max_sequences: args.sequences as usize,
         prefix_root: formats.to_string(),
         policy: Policy::default(),
+        threads: loaded.threads.clone(),
     }
 }
 

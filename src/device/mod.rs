@@ -235,9 +235,6 @@ pub trait Device: Send + Sync {
     /// Bytes one block of one layer takes in a pool.
     fn kv_block_bytes(&self, heads: HeadShape) -> usize;
 
-    /// Runs `f` where this device's operations are issued cheapest (CPU: inside its thread pool).
-    fn enter<R: Send>(&self, f: impl FnOnce() -> R + Send) -> R;
-
     /// Brings a checked batch to the device.
     fn upload(&self, batch: &StepBatch, step: &mut Self::Step);
     /// Copies the step's `block_copies` within a pool. Runs before the step's first [`rope_store`](Self::rope_store).

@@ -212,7 +212,7 @@ pub struct Grammar {
 }
 
 /// Some more than there are threads, so that they balance.
-static LANES: LazyLock<usize> = LazyLock::new(|| 4 * rayon::current_num_threads());
+static LANES: LazyLock<usize> = LazyLock::new(|| 4 * std::thread::available_parallelism().map_or(1, usize::from));
 
 /// Matchers that share the states of their lexer.
 #[derive(Default)]

@@ -11,9 +11,8 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rayon::prelude::*;
-
 use crate::device::batch::{StepBatch, StepSequence};
+use crate::device::cpu::Threads;
 use crate::engine::blocks::{BlockKey, BlockPool};
 use crate::engine::choice::Node;
 use crate::engine::constraint::{Compiler, Constraint, ConstraintError, GrammarState};
@@ -40,6 +39,8 @@ pub struct EngineOptions {
     /// What shapes keys and values besides token ids: model, adapter, KV format. The root of prefix keys.
     pub prefix_root: String,
     pub policy: Policy,
+    /// What it samples on: the model's own threads, where a step takes the cores.
+    pub threads: Arc<Threads>,
 }
 
 impl Default for EngineOptions {
@@ -49,6 +50,7 @@ impl Default for EngineOptions {
             max_sequences: 256,
             prefix_root: String::new(),
             policy: Policy::default(),
+            threads: Arc::default(),
         }
     }
 }
@@ -263,21 +265,19 @@ impl Engine {
         let batch = batch(plan);
         let mut work = self.collect(plan);
         let stride = self.forward.vocab_size();
-        let forward = &mut self.forward;
-        let lanes = lanes(&mut work);
-        let (result, took) = if forward.shares_cores() {
-            lanes.into_par_iter().flatten_iter().for_each(GrammarState::prepare);
+        let (forward, threads) = (&mut self.forward, &*self.options.threads);
+        let mut lanes = lanes(&mut work);
+        if forward.shares_cores() {
+            prepare(threads, &mut lanes);
+            lanes.clear();
+        }
+        let (result, took) = std::thread::scope(|scope| {
+            if !lanes.is_empty() {
+                scope.spawn(|| prepare(threads, &mut lanes));
+            }
             let began = Instant::now();
             (forward.forward(&batch), began.elapsed())
-        } else {
-            rayon::in_place_scope(|scope| {
-                for lane in lanes {
-                    scope.spawn(move |_| lane.into_iter().for_each(GrammarState::prepare));
-                }
-                let began = Instant::now();
-                (forward.forward(&batch), began.elapsed())
-            })
-        };
+        });
         self.totals.forward += took;
         let logits = result.map_err(EngineError::Forward)?;
         if logits.len() != batch.logits_at.len() * stride {
@@ -289,16 +289,17 @@ impl Engine {
         // Ids that only one of model and tokenizer knows are padding and are never sampled.
         let vocabulary = stride.min(self.tokenizer.vocab_size());
         let tokenizer = &*self.tokenizer;
-        work.par_iter_mut().for_each_init(Scratch::default, |scratch, w| {
-            for (sequence, node, row) in &w.rows {
-                let next = w
-                    .active
-                    .unit
-                    .observe(*node, &logits[row * stride..][..vocabulary], tokenizer, scratch);
-                let ended = matches!(next, Next::Finished(_));
-                w.next.push((*sequence, next));
-                if ended {
-                    break;
+        threads.share_mut(logits.len(), &mut work, |_, work| {
+            let mut scratch = Scratch::default();
+            for w in work {
+                for (sequence, node, row) in &w.rows {
+                    let logits = &logits[row * stride..][..vocabulary];
+                    let next = w.active.unit.observe(*node, logits, tokenizer, &mut scratch);
+                    let ended = matches!(next, Next::Finished(_));
+                    w.next.push((*sequence, next));
+                    if ended {
+                        break;
+                    }
                 }
             }
         });
@@ -516,6 +517,13 @@ fn lanes(work: &mut [Work]) -> Vec<Vec<&mut GrammarState>> {
         lanes[state.lane()].push(state);
     }
     lanes
+}
+
+/// Readies the grammars for their masks. Those of a lane take turns.
+fn prepare(threads: &Threads, lanes: &mut [Vec<&mut GrammarState>]) {
+    threads.share_mut(usize::MAX, lanes, |_, lanes| {
+        lanes.flatten().for_each(|state| state.prepare());
+    });
 }
 
 /// One result for all who wait for it. The first of them is said to have cost what it did.

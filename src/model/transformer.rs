@@ -39,8 +39,8 @@ pub struct LoadOptions {
     /// Instructions that the CPU's kernels use, of those it has; `None`: the best.
     pub isa: Option<Isa>,
     pub kv: KvBudget,
-    /// Threads the CPU device computes on: see [`thread_pool`](crate::device::cpu::thread_pool).
-    pub threads: Arc<rayon::ThreadPool>,
+    /// Threads the CPU device computes on.
+    pub threads: Arc<cpu::Threads>,
     /// Longest sequence in tokens; `None` takes what the checkpoint declares. Dynamic RoPE scaling is fixed for it.
     pub max_context: Option<u32>,
     /// Ids that the tokenizer knows: those above are padding and never get logits. `None` takes all of the model's.
@@ -297,7 +297,7 @@ impl<D: Device> Transformer<D> {
         }
     }
 
-    /// Runs a checked batch, all operations issued from where that is cheapest. `see` is shown the activations that each layer's
+    /// Runs a checked batch. `see` is shown the activations that each layer's
     /// linear operations read.
     fn run(&mut self, batch: &StepBatch, mut see: impl FnMut(usize, Activations, &D::Buffer) + Send) {
         let Transformer {
@@ -312,70 +312,68 @@ impl<D: Device> Transformer<D> {
             times,
             ..
         } = self;
-        device.enter(|| {
-            let mut lap = times.laps();
-            device.upload(batch, step);
-            device.embed(&weights.embedding, step, &mut b.residual);
-            lap(Operation::Embed);
-            let mut delta = None;
-            for (at, (layer, pool)) in weights.layers.iter().zip(pools).enumerate() {
-                device.copy_blocks(step, pool);
-                let norm = AddNorm {
-                    delta,
-                    weight: &layer.attention_norm,
-                    eps: config.norm_eps,
-                };
-                device.add_norm(norm, &mut b.residual, &mut b.normed);
-                lap(Operation::Norm);
-                see(at, Activations::AttentionNorm, &b.normed);
-                device.linear(&layer.qkv, &b.normed, &mut b.qkv, &mut b.workspace);
-                lap(Operation::Linear);
-                let qk_norm = layer.qk_norm.as_ref().map(|(q, k)| QkNorm {
-                    q,
-                    k,
-                    eps: config.norm_eps,
-                });
-                device.rope_store(
-                    RopeStore {
-                        heads: config.heads,
-                        qk_norm,
-                    },
-                    step,
-                    &mut b.qkv,
-                    pool,
-                );
-                lap(Operation::RopeStore);
-                device.attention(layer.spec, step, &b.qkv, pool, &mut b.attended, &mut b.workspace);
-                lap(Operation::Attention);
-                see(at, Activations::Attended, &b.attended);
-                device.linear(&layer.o, &b.attended, &mut b.delta, &mut b.workspace);
-                lap(Operation::Linear);
-                let norm = AddNorm {
-                    delta: Some(&b.delta),
-                    weight: &layer.mlp_norm,
-                    eps: config.norm_eps,
-                };
-                device.add_norm(norm, &mut b.residual, &mut b.normed);
-                lap(Operation::Norm);
-                see(at, Activations::MlpNorm, &b.normed);
-                device.gated_linear(&layer.gate_up, &b.normed, &mut b.gated, &mut b.workspace);
-                lap(Operation::GatedLinear);
-                see(at, Activations::Gated, &b.gated);
-                device.linear(&layer.down, &b.gated, &mut b.delta, &mut b.workspace);
-                lap(Operation::Linear);
-                delta = Some(&b.delta);
-            }
+        let mut lap = times.laps();
+        device.upload(batch, step);
+        device.embed(&weights.embedding, step, &mut b.residual);
+        lap(Operation::Embed);
+        let mut delta = None;
+        for (at, (layer, pool)) in weights.layers.iter().zip(pools).enumerate() {
+            device.copy_blocks(step, pool);
             let norm = AddNorm {
                 delta,
-                weight: &weights.norm,
+                weight: &layer.attention_norm,
                 eps: config.norm_eps,
             };
-            device.add_norm_logits_rows(norm, step, &mut b.residual, &mut b.normed);
+            device.add_norm(norm, &mut b.residual, &mut b.normed);
             lap(Operation::Norm);
-            let head = weights.head.as_ref().unwrap_or(&weights.embedding);
-            device.logits(head, *vocab_size, &b.normed, logits, &mut b.workspace);
-            lap(Operation::Logits);
-        });
+            see(at, Activations::AttentionNorm, &b.normed);
+            device.linear(&layer.qkv, &b.normed, &mut b.qkv, &mut b.workspace);
+            lap(Operation::Linear);
+            let qk_norm = layer.qk_norm.as_ref().map(|(q, k)| QkNorm {
+                q,
+                k,
+                eps: config.norm_eps,
+            });
+            device.rope_store(
+                RopeStore {
+                    heads: config.heads,
+                    qk_norm,
+                },
+                step,
+                &mut b.qkv,
+                pool,
+            );
+            lap(Operation::RopeStore);
+            device.attention(layer.spec, step, &b.qkv, pool, &mut b.attended, &mut b.workspace);
+            lap(Operation::Attention);
+            see(at, Activations::Attended, &b.attended);
+            device.linear(&layer.o, &b.attended, &mut b.delta, &mut b.workspace);
+            lap(Operation::Linear);
+            let norm = AddNorm {
+                delta: Some(&b.delta),
+                weight: &layer.mlp_norm,
+                eps: config.norm_eps,
+            };
+            device.add_norm(norm, &mut b.residual, &mut b.normed);
+            lap(Operation::Norm);
+            see(at, Activations::MlpNorm, &b.normed);
+            device.gated_linear(&layer.gate_up, &b.normed, &mut b.gated, &mut b.workspace);
+            lap(Operation::GatedLinear);
+            see(at, Activations::Gated, &b.gated);
+            device.linear(&layer.down, &b.gated, &mut b.delta, &mut b.workspace);
+            lap(Operation::Linear);
+            delta = Some(&b.delta);
+        }
+        let norm = AddNorm {
+            delta,
+            weight: &weights.norm,
+            eps: config.norm_eps,
+        };
+        device.add_norm_logits_rows(norm, step, &mut b.residual, &mut b.normed);
+        lap(Operation::Norm);
+        let head = weights.head.as_ref().unwrap_or(&weights.embedding);
+        device.logits(head, *vocab_size, &b.normed, logits, &mut b.workspace);
+        lap(Operation::Logits);
     }
 }
 

@@ -113,7 +113,7 @@ fn bits_do_not_depend_on_instructions_or_threads() {
         for isa in cpu::Isa::available() {
             for threads in [1, 2, 3] {
                 let options = LoadOptions {
-                    threads: cpu::thread_pool(threads).unwrap(),
+                    threads: Arc::new(cpu::Threads::new(threads).unwrap()),
                     ..options(&reference, Precision::F32)
                 };
                 let device = cpu::Cpu::new(Precision::F32, KvFormat::F32, Arc::clone(&options.threads)).with_isa(isa);
@@ -194,7 +194,7 @@ fn small_model(precision: Precision) -> Transformer {
         channels: None,
         isa: None,
         kv: KvBudget::Bytes(256 << 20),
-        threads: cpu::thread_pool(2).unwrap(),
+        threads: Arc::new(cpu::Threads::new(2).unwrap()),
         max_context: None,
         vocabulary: None,
     };

@@ -2,6 +2,7 @@
 
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use gristmill::device::batch::{StepBatch, StepSequence};
 use gristmill::device::{Dtype, Precision, cpu};
@@ -90,7 +91,7 @@ pub fn options(reference: &Reference, precision: Precision) -> LoadOptions {
         channels: None,
         isa: None,
         kv: KvBudget::Blocks(KV_BLOCKS),
-        threads: cpu::thread_pool(2).unwrap(),
+        threads: Arc::new(cpu::Threads::new(2).unwrap()),
         max_context: Some(reference.context),
         vocabulary: Some(reference.vocabulary),
     }

@@ -1,6 +1,7 @@
 //! What the cheap precisions cost the demo model on tickets that it was not trained on: perplexity, by teacher forcing.
 
 use std::fs::File;
+use std::sync::Arc;
 
 use gristmill::dataset::row::InputRow;
 use gristmill::dataset::value::rows_of;
@@ -98,7 +99,7 @@ fn eight_bits_cost_little_perplexity() {
             channels: None,
             isa: None,
             kv: KvBudget::Blocks(KV_BLOCKS),
-            threads: cpu::thread_pool(2).unwrap(),
+            threads: Arc::new(cpu::Threads::new(2).unwrap()),
             max_context: None,
             vocabulary: Some(files.tokenizer.vocab_size()),
         };

@@ -4,6 +4,7 @@ use gristmill::device::{KvFormat, Precision, cpu};
 use gristmill::model::config::Config;
 use gristmill::model::weights::Weights;
 use gristmill::model::{Channels, LoadOptions, Transformer};
+use std::sync::Arc;
 
 use super::harness::{Altered, MODELS, Reference, Runner, folder, in_chunks, options};
 
@@ -217,7 +218,7 @@ fn eight_bits_give_the_same_bits_however_computed() {
         for isa in cpu::Isa::available() {
             for (threads, sizes) in [(1, &[usize::MAX][..]), (2, &[1]), (2, &[7, 40])] {
                 let options = LoadOptions {
-                    threads: cpu::thread_pool(threads).unwrap(),
+                    threads: Arc::new(cpu::Threads::new(threads).unwrap()),
                     isa: Some(isa),
                     ..in_format(&reference, Precision::Int8, KvFormat::Int8)
                 };

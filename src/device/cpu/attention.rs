@@ -11,20 +11,18 @@
 use std::ops::Range;
 use std::sync::Mutex;
 
-use rayon::prelude::*;
-
 use super::attention_int8::{self, Int8Scratch};
-use super::isa::{Isa, multiversion};
+use super::isa::multiversion;
 use super::kv::{KvPool, Pages, Store, padded};
 use super::math::{exp, round_bf16, sum16};
 use super::step::{QueryTile, Step, TilePart};
 use super::tile::{Element, PANEL, Product, max_rows, product};
-use super::{Buffer, SharedMut};
+use super::{Buffer, On, SharedMut};
 use crate::device::{BLOCK_TOKENS, HeadShape, KvSpec};
 
 /// An attention operation's inputs besides the pool.
 pub(super) struct Op<'a> {
-    pub isa: Isa,
+    pub on: On<'a>,
     pub round: bool,
     pub spec: KvSpec,
     pub step: &'a Step,
@@ -85,27 +83,28 @@ pub(super) fn attention(op: &Op<'_>, pool: &KvPool, out: &mut Buffer, scratches:
     let width = out.width;
     let target = SharedMut::new(&mut out.data);
     let tasks = op.step.tiles.len() * heads.kv_heads;
-    (0..tasks).into_par_iter().for_each(|i| {
-        let (tile, head) = (&op.step.tiles[i / heads.kv_heads], i % heads.kv_heads);
-        let thread = rayon::current_thread_index().expect("runs inside the device's pool");
+    op.on.threads.share(tasks, |thread, tasks| {
         let mut scratch = scratches.0[thread]
             .lock()
             .unwrap_or_else(|poisoned| poisoned.into_inner());
-        let task = Task { op, heads, tile, head };
-        task.prepare(&mut scratch);
-        match &pool.store {
-            Store::F32(pages) => task.run(pages, pool.blocks, &mut scratch),
-            Store::Bf16(pages) => task.run(pages, pool.blocks, &mut scratch),
-            Store::Int8(pages) => attention_int8::run(&task, pages, pool.blocks, &mut scratch),
-        }
-        for (r, (token, head)) in task.rows_of(0..task.rows()).enumerate() {
-            // SAFETY: this task alone owns these tokens of these heads.
-            let row = unsafe { target.slice(token * width + head * heads.head_dim, heads.head_dim) };
-            let total = scratch.softmax[r].sum;
-            for (y, x) in row.iter_mut().zip(&scratch.sums[r * padded(heads.head_dim)..]) {
-                *y = x / total;
-                if op.round {
-                    *y = round_bf16(*y);
+        for i in tasks {
+            let (tile, head) = (&op.step.tiles[i / heads.kv_heads], i % heads.kv_heads);
+            let task = Task { op, heads, tile, head };
+            task.prepare(&mut scratch);
+            match &pool.store {
+                Store::F32(pages) => task.run(pages, pool.blocks, &mut scratch),
+                Store::Bf16(pages) => task.run(pages, pool.blocks, &mut scratch),
+                Store::Int8(pages) => attention_int8::run(&task, pages, pool.blocks, &mut scratch),
+            }
+            for (r, (token, head)) in task.rows_of(0..task.rows()).enumerate() {
+                // SAFETY: this task alone owns these tokens of these heads.
+                let row = unsafe { target.slice(token * width + head * heads.head_dim, heads.head_dim) };
+                let total = scratch.softmax[r].sum;
+                for (y, x) in row.iter_mut().zip(&scratch.sums[r * padded(heads.head_dim)..]) {
+                    *y = x / total;
+                    if op.round {
+                        *y = round_bf16(*y);
+                    }
                 }
             }
         }
@@ -247,7 +246,7 @@ impl Task<'_> {
                 wide,
             };
             weigh_on(
-                self.op.isa,
+                self.op.on.isa,
                 &weigh,
                 &mut scratch.scores,
                 &mut scratch.softmax,
@@ -259,7 +258,7 @@ impl Task<'_> {
 
     /// Tiles of rows for the kernel: (first row, rows).
     fn row_tiles(&self, range: Range<usize>) -> impl Iterator<Item = (usize, usize)> + use<> {
-        let most = max_rows(self.op.isa);
+        let most = max_rows(self.op.on.isa);
         let end = range.end;
         range.step_by(most).map(move |from| (from, most.min(end - from)))
     }
@@ -289,7 +288,7 @@ impl Task<'_> {
             // SAFETY: `a`, `keys` and `c` have the sizes that the product names.
             unsafe {
                 product(
-                    self.op.isa,
+                    self.op.on.isa,
                     Product {
                         k: dim,
                         rows,
@@ -321,7 +320,7 @@ impl Task<'_> {
             // SAFETY: `a`, `values` and `c` have the sizes that the product names.
             unsafe {
                 product(
-                    self.op.isa,
+                    self.op.on.isa,
                     Product {
                         k: BLOCK_TOKENS,
                         rows,
@@ -401,7 +400,8 @@ multiversion! {
 mod tests {
     use super::*;
     use crate::device::batch::{StepBatch, StepSequence};
-    use crate::device::cpu::testing::{buffer, in_pool, numbers};
+    use crate::device::cpu::Isa;
+    use crate::device::cpu::testing::{buffer, numbers, on_threads};
     use crate::device::{KvFormat, RopeSpec};
 
     /// A batch of sequences (computed tokens, all tokens), with blocks dealt out backwards.
@@ -495,16 +495,14 @@ mod tests {
                 .collect();
             let qkv = buffer(&rows, batch.tokens.len(), heads.qkv_width());
             let op = Op {
-                isa,
+                on: on_threads(isa, threads),
                 round: false,
                 spec,
                 step: &step,
                 qkv: &qkv,
             };
-            in_pool(threads, || {
-                pool.store(isa, &step, &qkv);
-                attention(&op, &pool, &mut out, &Scratches::new(threads));
-            });
+            pool.store(op.on, &step, &qkv);
+            attention(&op, &pool, &mut out, &Scratches::new(threads));
         }
         (0..out.rows).map(|i| out.row(i).to_vec()).collect()
     }

@@ -105,7 +105,7 @@ fn quantize_queries(task: &Task<'_>, scratch: &mut Int8Scratch) {
     for ((token, head), out) in task.rows_of(0..task.rows()).zip(scratch.queries.chunks_exact_mut(wide)) {
         let mut scale = 0.0;
         let query = &task.op.qkv.row(token)[head * dim..][..dim];
-        quantize_row_on(task.op.isa, query, &mut scratch.bytes, &mut scale);
+        quantize_row_on(task.op.on.isa, query, &mut scratch.bytes, &mut scale);
         let mut sum = 0;
         for (q, byte) in out.iter_mut().zip(&scratch.bytes) {
             *q = byte.wrapping_sub(OFFSET as u8) as i8;
@@ -150,7 +150,7 @@ impl<'a> Span<'a> {
     }
 
     fn run(&self, look: &Look<'_>, scratch: &mut Scratch) {
-        let isa = self.task.op.isa;
+        let isa = self.task.op.on.isa;
         let (wide, group) = (self.wide, self.task.group());
         let Scratch {
             positions,

@@ -1,14 +1,9 @@
 //! The gated activation: `silu(gate) * up` (Shazeer 2020, SwiGLU).
 
-use rayon::prelude::*;
-
-use super::Buffer;
-use super::isa::{Isa, multiversion};
+use super::isa::multiversion;
 use super::math::{round_bf16, silu};
 use super::tile::PANEL;
-
-/// Elements below which rows are not shared out to threads.
-const SERIAL_WORK: usize = 1 << 14;
+use super::{Buffer, On};
 
 #[inline(always)]
 fn gated_row(gate: &[f32], up: &[f32], round: bool, out: &mut [f32]) {
@@ -64,24 +59,26 @@ multiversion! {
 }
 
 /// Rows of `gate_up` are `[gate][up]`; `out` is half as wide.
-pub(super) fn gated(isa: Isa, round: bool, gate_up: &Buffer, out: &mut Buffer) {
+pub(super) fn gated(on: On<'_>, round: bool, gate_up: &Buffer, out: &mut Buffer) {
     let width = gate_up.width / 2;
     out.reshape(gate_up.rows, width);
-    let one = |(i, y): (usize, &mut [f32])| {
-        let (gate, up) = gate_up.row(i).split_at(width);
-        gated_row_on(isa, gate, up, round, y);
-    };
-    if out.data.len() < SERIAL_WORK {
-        out.data.chunks_exact_mut(width).enumerate().for_each(one);
-    } else {
-        out.data.par_chunks_exact_mut(width).enumerate().for_each(one);
-    }
+    let elements = out.data.len();
+    let mut parts: Vec<_> = out.parts_mut(on.threads.parts(elements)).collect();
+    on.threads.share_mut(elements, &mut parts, |_, parts| {
+        for (first, part) in parts {
+            for (i, y) in part.chunks_exact_mut(width).enumerate() {
+                let (gate, up) = gate_up.row(*first + i).split_at(width);
+                gated_row_on(on.isa, gate, up, round, y);
+            }
+        }
+    });
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::cpu::testing::{buffer, numbers};
+    use crate::device::cpu::Isa;
+    use crate::device::cpu::testing::{buffer, numbers, on};
 
     #[test]
     fn matches_the_formula_in_the_same_bits_everywhere() {
@@ -92,7 +89,7 @@ mod tests {
             let mut first: Option<Vec<f32>> = None;
             for isa in Isa::available() {
                 let mut out = Buffer::default();
-                gated(isa, false, &x, &mut out);
+                gated(on(isa), false, &x, &mut out);
                 for i in 0..rows {
                     for j in 0..width {
                         let (g, u) = (x.row(i)[j] as f64, x.row(i)[width + j] as f64);

@@ -6,15 +6,12 @@
 //! Attention multiplies whole blocks, unused positions by zero. Those must hold finite values, so whoever begins a
 //! block clears the rest of its values: what an earlier owner left there (NaN, at worst) cannot reach a neighbour.
 
-use rayon::prelude::*;
-
-use super::Buffer;
 use super::aligned::Aligned;
 use super::int8::{OFFSET, QUAD};
-use super::isa::Isa;
 use super::quantize::quantize_row_on;
 use super::step::Step;
 use super::tile::{Bf16, Element, PANEL};
+use super::{Buffer, On, Threads};
 use crate::device::{BLOCK_TOKENS, HeadShape, KvFormat, SPAN_TOKENS};
 
 /// One layer's keys and values.
@@ -100,12 +97,12 @@ impl KvPool {
     }
 
     /// Stores the keys and values of all tokens of the step from their `[q][k][v]` rows.
-    pub(super) fn store(&mut self, isa: Isa, step: &Step, qkv: &Buffer) {
+    pub(super) fn store(&mut self, on: On<'_>, step: &Step, qkv: &Buffer) {
         assert_eq!(step.heads, self.heads);
         match &mut self.store {
-            Store::F32(pages) => pages.store(self.heads, self.blocks, step, qkv),
-            Store::Bf16(pages) => pages.store(self.heads, self.blocks, step, qkv),
-            Store::Int8(pages) => pages.store(isa, self.heads, self.blocks, step, qkv),
+            Store::F32(pages) => pages.store(on.threads, self.heads, self.blocks, step, qkv),
+            Store::Bf16(pages) => pages.store(on.threads, self.heads, self.blocks, step, qkv),
+            Store::Int8(pages) => pages.store(on, self.heads, self.blocks, step, qkv),
         }
     }
 }
@@ -160,40 +157,38 @@ impl Int8Pages {
         copy_within(&mut self.value_tops, heads, blocks, BLOCK_TOKENS, copies);
     }
 
-    fn store(&mut self, isa: Isa, heads: HeadShape, blocks: usize, step: &Step, qkv: &Buffer) {
+    fn store(&mut self, on: On<'_>, heads: HeadShape, blocks: usize, step: &Step, qkv: &Buffer) {
         let wide = padded(heads.head_dim);
         let size = wide * BLOCK_TOKENS;
-        let keys = self.keys.par_chunks_exact_mut(blocks * size);
-        let values = self.values.par_chunks_exact_mut(blocks * size);
-        let key_scales = self.key_scales.par_chunks_exact_mut(blocks * BLOCK_TOKENS);
-        let value_scales = self.value_scales.par_chunks_exact_mut(blocks * BLOCK_TOKENS);
-        let value_tops = self.value_tops.par_chunks_exact_mut(blocks * BLOCK_TOKENS);
+        let keys = self.keys.chunks_exact_mut(blocks * size);
+        let values = self.values.chunks_exact_mut(blocks * size);
+        let key_scales = self.key_scales.chunks_exact_mut(blocks * BLOCK_TOKENS);
+        let value_scales = self.value_scales.chunks_exact_mut(blocks * BLOCK_TOKENS);
+        let value_tops = self.value_tops.chunks_exact_mut(blocks * BLOCK_TOKENS);
         let scales = key_scales.zip(value_scales).zip(value_tops);
-        let all = keys.zip(values).zip(scales).enumerate();
-        all.for_each(|(head, ((keys, values), ((key_scales, value_scales), value_tops)))| {
+        let mut all: Vec<_> = keys.zip(values).zip(scales).enumerate().collect();
+        on.threads.share_mut(qkv.data.len(), &mut all, |_, all| {
             let mut bytes = vec![0u8; wide];
-            for_tokens(step, qkv, |row, Place { block, slot, before }| {
-                let (key, value) = key_and_value(row, heads, head);
-                let scale = block * BLOCK_TOKENS + slot;
-                quantize_row_on(isa, key, &mut bytes, &mut key_scales[scale]);
-                let out = &mut keys[block * size + slot * QUAD..(block + 1) * size];
-                for (quad, out) in bytes
-                    .as_chunks::<QUAD>()
-                    .0
-                    .iter()
-                    .zip(out.chunks_mut(BLOCK_TOKENS * QUAD))
-                {
-                    out[..QUAD].copy_from_slice(quad);
-                }
-                quantize_row_on(isa, value, &mut bytes, &mut value_scales[scale]);
-                let top = before.map_or(0.0, |(block, slot)| value_tops[block * BLOCK_TOKENS + slot]);
-                value_tops[scale] = value_scales[scale].max(top);
-                let at = block * size + slot / QUAD * wide * QUAD + slot % QUAD;
-                let out = &mut values[at..(block + 1) * size];
-                for (byte, out) in bytes.iter().zip(out.iter_mut().step_by(QUAD)) {
-                    *out = byte.wrapping_sub(OFFSET as u8) as i8;
-                }
-            });
+            for (head, ((keys, values), ((key_scales, value_scales), value_tops))) in all {
+                for_tokens(step, qkv, |row, Place { block, slot, before }| {
+                    let (key, value) = key_and_value(row, heads, *head);
+                    let scale = block * BLOCK_TOKENS + slot;
+                    quantize_row_on(on.isa, key, &mut bytes, &mut key_scales[scale]);
+                    let out = &mut keys[block * size + slot * QUAD..(block + 1) * size];
+                    let quads = bytes.as_chunks::<QUAD>().0.iter();
+                    for (quad, out) in quads.zip(out.chunks_mut(BLOCK_TOKENS * QUAD)) {
+                        out[..QUAD].copy_from_slice(quad);
+                    }
+                    quantize_row_on(on.isa, value, &mut bytes, &mut value_scales[scale]);
+                    let top = before.map_or(0.0, |(block, slot)| value_tops[block * BLOCK_TOKENS + slot]);
+                    value_tops[scale] = value_scales[scale].max(top);
+                    let at = block * size + slot / QUAD * wide * QUAD + slot % QUAD;
+                    let out = &mut values[at..(block + 1) * size];
+                    for (byte, out) in bytes.iter().zip(out.iter_mut().step_by(QUAD)) {
+                        *out = byte.wrapping_sub(OFFSET as u8) as i8;
+                    }
+                });
+            }
         });
     }
 }
@@ -210,32 +205,35 @@ impl<E: Element> Pages<E> {
         );
     }
 
-    fn store(&mut self, heads: HeadShape, blocks: usize, step: &Step, qkv: &Buffer) {
+    fn store(&mut self, threads: &Threads, heads: HeadShape, blocks: usize, step: &Step, qkv: &Buffer) {
         let dim = heads.head_dim;
         let (key_block, value_block) = (dim * BLOCK_TOKENS, padded(dim) * BLOCK_TOKENS);
-        let keys = self.keys.par_chunks_exact_mut(blocks * key_block);
-        let values = self.values.par_chunks_exact_mut(blocks * value_block);
-        keys.zip(values).enumerate().for_each(|(head, (keys, values))| {
-            for &(block, used) in &step.begun {
-                let block = &mut values[block as usize * value_block..][..value_block];
-                for panel in block.chunks_exact_mut(BLOCK_TOKENS * PANEL) {
-                    panel[used as usize * PANEL..].fill(E::default());
-                }
-            }
-            for_tokens(step, qkv, |row, Place { block, slot, .. }| {
-                let (key, value) = key_and_value(row, heads, head);
-                let out = &mut keys[block * key_block + slot..(block + 1) * key_block];
-                for (d, x) in key.iter().enumerate() {
-                    out[d * BLOCK_TOKENS] = E::narrow(*x);
-                }
-                let out = &mut values[block * value_block..][..value_block];
-                for (panel, x) in value.chunks(PANEL).enumerate() {
-                    let at = (panel * BLOCK_TOKENS + slot) * PANEL;
-                    for (y, x) in out[at..].iter_mut().zip(x) {
-                        *y = E::narrow(*x);
+        let keys = self.keys.chunks_exact_mut(blocks * key_block);
+        let values = self.values.chunks_exact_mut(blocks * value_block);
+        let mut all: Vec<_> = keys.zip(values).enumerate().collect();
+        threads.share_mut(qkv.data.len(), &mut all, |_, all| {
+            for (head, (keys, values)) in all {
+                for &(block, used) in &step.begun {
+                    let block = &mut values[block as usize * value_block..][..value_block];
+                    for panel in block.chunks_exact_mut(BLOCK_TOKENS * PANEL) {
+                        panel[used as usize * PANEL..].fill(E::default());
                     }
                 }
-            });
+                for_tokens(step, qkv, |row, Place { block, slot, .. }| {
+                    let (key, value) = key_and_value(row, heads, *head);
+                    let out = &mut keys[block * key_block + slot..(block + 1) * key_block];
+                    for (d, x) in key.iter().enumerate() {
+                        out[d * BLOCK_TOKENS] = E::narrow(*x);
+                    }
+                    let out = &mut values[block * value_block..][..value_block];
+                    for (panel, x) in value.chunks(PANEL).enumerate() {
+                        let at = (panel * BLOCK_TOKENS + slot) * PANEL;
+                        for (y, x) in out[at..].iter_mut().zip(x) {
+                            *y = E::narrow(*x);
+                        }
+                    }
+                });
+            }
         });
     }
 }
@@ -245,7 +243,8 @@ mod tests {
     use super::*;
     use crate::device::RopeSpec;
     use crate::device::batch::{StepBatch, StepSequence};
-    use crate::device::cpu::testing::{buffer, numbers};
+    use crate::device::cpu::Isa;
+    use crate::device::cpu::testing::{buffer, numbers, on};
 
     #[test]
     fn stored_rows_are_found_and_begun_blocks_cleared() {
@@ -282,7 +281,7 @@ mod tests {
         });
         let rows = numbers(1, 20 * heads.qkv_width());
         let qkv = buffer(&rows, 20, heads.qkv_width());
-        pool.store(Isa::Portable, &step, &qkv);
+        pool.store(on(Isa::Portable), &step, &qkv);
         pool.copy_blocks(&[(0, 3)]);
         let Store::F32(pages) = &pool.store else {
             panic!("F32 pool")

@@ -5,15 +5,13 @@
 
 use std::ops::Range;
 
-use rayon::prelude::*;
-
 use super::gated::{GatedTile, gated_tile_on};
 use super::isa::Isa;
 use super::math::round_bf16;
 use super::matrix::{Int8Panels, Matrix, Pairs, Panels};
-use super::quantize::{Quantized, quantize};
+use super::quantize::{Quantized, int8_tiles, quantize};
 use super::tile::{Element, PANEL, Product, max_rows, panels_at_once, product};
-use super::{Buffer, SharedMut, bf16, int8};
+use super::{Buffer, On, SharedMut, Threads, bf16, int8};
 
 /// Longest part of k whose panels are multiplied in one go, so that they stay in the second-level cache.
 const K_BLOCK: usize = 2048;
@@ -21,8 +19,8 @@ const K_BLOCK: usize = 2048;
 const TILE_ROWS_MAX: usize = 32;
 /// Bytes of a panel's lanes: four values of k in eight bits, or a pair in BF16, of 16 columns.
 const LANES: usize = 4 * PANEL;
-/// Multiplications below which a product is not worth waking another thread for.
-const SERIAL_WORK: usize = 1 << 16;
+/// Multiplications that take as long as an element of other operations.
+const WORK_AN_ELEMENT: usize = 16;
 
 /// What a linear operation does besides multiplying.
 #[derive(Clone, Copy)]
@@ -77,7 +75,7 @@ impl Tiles {
 
 /// Multiplies `x` by the first `width` rows of `matrix`; `out` becomes `[rows][width]`.
 pub(super) fn linear(
-    isa: Isa,
+    on: On<'_>,
     matrix: &Matrix,
     width: usize,
     finish: Finish<'_>,
@@ -92,35 +90,31 @@ pub(super) fn linear(
         return;
     }
     match &matrix.panels {
-        Panels::F32(p) => multiply(isa, p, finish, x, out, &mut packed.tiles),
-        Panels::Bf16(p) => multiply(isa, p, finish, x, out, &mut packed.tiles),
-        Panels::F16(p) => multiply(isa, p, finish, x, out, &mut packed.tiles),
-        Panels::Pairs(p) => multiply_pairs(isa, p, finish, x, out, &mut packed.pairs),
-        Panels::Int8(p) => multiply_int8(isa, p, finish, x, out, &mut packed.quantized),
+        Panels::F32(p) => multiply(on, p, finish, x, out, &mut packed.tiles),
+        Panels::Bf16(p) => multiply(on, p, finish, x, out, &mut packed.tiles),
+        Panels::F16(p) => multiply(on, p, finish, x, out, &mut packed.tiles),
+        Panels::Pairs(p) => multiply_pairs(on, p, finish, x, out, &mut packed.pairs),
+        Panels::Int8(p) => multiply_int8(on, p, finish, x, out, &mut packed.quantized),
     }
 }
 
-fn pack(x: &Buffer, tiles: &Tiles, packed: &mut Vec<f32>) {
+fn pack(on: On<'_>, x: &Buffer, tiles: &Tiles, packed: &mut Vec<f32>) {
     packed.resize(x.rows * x.width, 0.0);
-    let parts = tiles.split(packed, x.width);
-    let pack_tile = |(from, part): (usize, &mut [f32])| {
-        let rows = part.len() / x.width.max(1);
-        for r in 0..rows {
-            for (k, &value) in x.row(from + r).iter().enumerate() {
-                part[k * rows + r] = value;
+    let mut parts: Vec<_> = tiles.split(packed, x.width).collect();
+    on.threads.share_mut(x.data.len(), &mut parts, |_, parts| {
+        for (from, part) in parts {
+            let rows = part.len() / x.width.max(1);
+            for r in 0..rows {
+                for (k, &value) in x.row(*from + r).iter().enumerate() {
+                    part[k * rows + r] = value;
+                }
             }
         }
-    };
-    if x.rows * x.width < SERIAL_WORK {
-        parts.for_each(pack_tile);
-    } else {
-        let parts: Vec<_> = parts.collect();
-        parts.into_par_iter().for_each(pack_tile);
-    }
+    });
 }
 
 fn multiply<E: Element>(
-    isa: Isa,
+    on: On<'_>,
     panels: &[E],
     finish: Finish<'_>,
     x: &Buffer,
@@ -128,20 +122,20 @@ fn multiply<E: Element>(
     packed: &mut Vec<f32>,
 ) {
     let k = x.width;
-    let tiles = Tiles::new(x.rows, max_rows(isa));
-    pack(x, &tiles, packed);
+    let tiles = Tiles::new(x.rows, max_rows(on.isa));
+    pack(on, x, &tiles, packed);
     assert!(panels.len() >= out.width.div_ceil(PANEL) * k * PANEL && packed.len() >= tiles.rows * k);
-    let group = panels_at_once(isa, tiles.rows.div_ceil(tiles.count));
+    let group = panels_at_once(on.isa, tiles.rows.div_ceil(tiles.count));
     let width = out.width;
     let target = SharedMut::new(&mut out.data);
-    for_blocks(&tiles, group, k, width, |block| {
+    for_blocks(on.threads, &tiles, group, k, width, |block| {
         // SAFETY: blocks own disjoint (rows, columns) of the output; sizes were asserted above.
-        unsafe { block.run(isa, panels, packed, finish, &target) };
+        unsafe { block.run(on.isa, panels, packed, finish, &target) };
     });
 }
 
 fn multiply_int8(
-    isa: Isa,
+    on: On<'_>,
     panels: &Int8Panels,
     finish: Finish<'_>,
     x: &Buffer,
@@ -152,11 +146,11 @@ fn multiply_int8(
     let columns = width.next_multiple_of(PANEL);
     assert!(panels.zeros.len() >= columns);
     let target = SharedMut::new(&mut out.data);
-    for_int8_blocks(isa, panels, width, x, quantized, |block, x| {
+    for_int8_blocks(on, panels, width, x, quantized, |block, x| {
         let memory = (panels.data.as_ptr(), x.stride / int8::QUAD);
         let run = |range, bias, c, tile| {
             // SAFETY: the block vouches for the output and for the bias; sizes were asserted.
-            unsafe { int8::product(isa, &block.product_int8(panels, range, bias, x, c), tile) };
+            unsafe { int8::product(on.isa, &block.product_int8(panels, range, bias, x, c), tile) };
         };
         // SAFETY: blocks own disjoint (rows, columns) of the output.
         unsafe { block.run_finished((finish.bias, &panels.zeros), memory, &target, run) };
@@ -164,45 +158,40 @@ fn multiply_int8(
 }
 
 /// Rounds the rows of `x` to BF16, in tiles, padded by zeros to `depth` values.
-fn pack_pairs(isa: Isa, x: &Buffer, tiles: &Tiles, depth: usize, packed: &mut Vec<u16>) {
+fn pack_pairs(on: On<'_>, x: &Buffer, tiles: &Tiles, depth: usize, packed: &mut Vec<u16>) {
     packed.resize(x.rows * depth, 0);
-    let pack_tile = |row: &mut Vec<u16>, (from, part): (usize, &mut [u16])| {
-        let rows = part.len() / depth.max(1);
-        row.resize(depth, 0);
-        for r in 0..rows {
-            let values = x.row(from + r);
-            if !bf16::is_packed(isa) {
-                bf16::round_row_on(isa, values, &mut part[r * depth..][..depth]);
-                continue;
-            }
-            bf16::round_row_on(isa, values, row);
-            let places = part[r * bf16::PAIR..].chunks_mut(rows * bf16::PAIR);
-            for (pair, place) in row.as_chunks::<{ bf16::PAIR }>().0.iter().zip(places) {
-                place[..bf16::PAIR].copy_from_slice(pair);
+    let mut parts: Vec<_> = tiles.split(packed, depth).collect();
+    on.threads.share_mut(x.data.len(), &mut parts, |_, parts| {
+        let mut row = vec![0; depth];
+        for (from, part) in parts {
+            let rows = part.len() / depth.max(1);
+            for r in 0..rows {
+                let values = x.row(*from + r);
+                if !bf16::is_packed(on.isa) {
+                    bf16::round_row_on(on.isa, values, &mut part[r * depth..][..depth]);
+                    continue;
+                }
+                bf16::round_row_on(on.isa, values, &mut row);
+                let places = part[r * bf16::PAIR..].chunks_mut(rows * bf16::PAIR);
+                for (pair, place) in row.as_chunks::<{ bf16::PAIR }>().0.iter().zip(places) {
+                    place[..bf16::PAIR].copy_from_slice(pair);
+                }
             }
         }
-    };
-    let parts = tiles.split(packed, depth);
-    if x.data.len() < SERIAL_WORK {
-        let mut row = Vec::new();
-        parts.for_each(|part| pack_tile(&mut row, part));
-    } else {
-        let parts: Vec<_> = parts.collect();
-        parts.into_par_iter().for_each_init(Vec::new, pack_tile);
-    }
+    });
 }
 
-fn multiply_pairs(isa: Isa, panels: &Pairs, finish: Finish<'_>, x: &Buffer, out: &mut Buffer, packed: &mut Vec<u16>) {
+fn multiply_pairs(on: On<'_>, panels: &Pairs, finish: Finish<'_>, x: &Buffer, out: &mut Buffer, packed: &mut Vec<u16>) {
     let (width, depth) = (out.width, x.width.next_multiple_of(bf16::K_STEP));
-    let tiles = Tiles::new(x.rows, bf16::max_rows(isa));
-    pack_pairs(isa, x, &tiles, depth, packed);
+    let tiles = Tiles::new(x.rows, bf16::max_rows(on.isa));
+    pack_pairs(on, x, &tiles, depth, packed);
     let columns = width.next_multiple_of(PANEL);
     assert!(
         panels.data.len() >= columns * depth && packed.len() >= tiles.rows * depth && panels.zeros.len() >= columns
     );
-    let group = bf16::panels_at_once(isa, tiles.rows.div_ceil(tiles.count));
+    let group = bf16::panels_at_once(on.isa, tiles.rows.div_ceil(tiles.count));
     let target = SharedMut::new(&mut out.data);
-    for_blocks(&tiles, group, depth, width, |block| {
+    for_blocks(on.threads, &tiles, group, depth, width, |block| {
         let memory = (panels.data.as_ptr().cast(), depth / bf16::PAIR);
         let run = |range: Range<usize>, bias, (c, c_stride), tile| {
             let product = bf16::Product {
@@ -217,36 +206,41 @@ fn multiply_pairs(isa: Isa, panels: &Pairs, finish: Finish<'_>, x: &Buffer, out:
                 c_stride,
             };
             // SAFETY: the block vouches for the output and for the bias; sizes were asserted.
-            unsafe { bf16::product(isa, &product, tile) };
+            unsafe { bf16::product(on.isa, &product, tile) };
         };
         // SAFETY: blocks own disjoint (rows, columns) of the output.
         unsafe { block.run_finished((finish.bias, &panels.zeros), memory, &target, run) };
     });
 }
 
-/// Quantizes `x` and calls `run` for all tiles of it and the first `width` columns of `panels`, in blocks of whole pairs of panels
+/// Quantizes `x` where it is not, and calls `run` for all tiles of it and the first `width` columns of `panels`, in blocks of whole pairs of panels
 /// where there are more than one, with the quantized rows.
 fn for_int8_blocks(
-    isa: Isa,
+    on: On<'_>,
     panels: &Int8Panels,
     width: usize,
     x: &Buffer,
     quantized: &mut Quantized,
     run: impl Fn(Block<'_>, &Quantized) + Sync,
 ) {
-    let tiles = Tiles::new(x.rows, int8::max_rows(isa));
-    quantize(isa, x, &tiles, quantized);
-    let x = &*quantized;
+    let tiles = int8_tiles(on.isa, x.rows);
+    let x = match &x.quantized {
+        Some(x) => x,
+        None => {
+            quantize(on, x, quantized);
+            &*quantized
+        }
+    };
     let columns = width.next_multiple_of(PANEL);
     assert!(panels.data.len() >= columns * x.stride && x.data.len() >= tiles.rows * x.stride);
     assert!(x.scales.len() >= tiles.rows && panels.scales.len() >= columns && panels.offsets.len() >= columns);
-    let group = int8::panels_at_once(isa, tiles.rows.div_ceil(tiles.count)).max(2);
-    for_blocks(&tiles, group, x.stride, width, |block| run(block, x));
+    let group = int8::panels_at_once(on.isa, tiles.rows.div_ceil(tiles.count)).max(2);
+    for_blocks(on.threads, &tiles, group, x.stride, width, |block| run(block, x));
 }
 
 /// Multiplies `x` by a matrix of [`Matrix::pack_gated`] and `out = silu(gate) * up`, of `width` columns.
 pub(super) fn gated_int8(
-    isa: Isa,
+    on: On<'_>,
     panels: &Int8Panels,
     width: usize,
     bias: Option<&[f32]>,
@@ -274,23 +268,18 @@ pub(super) fn gated_int8(
     let bias = bias.as_deref().unwrap_or(&panels.zeros);
     assert!(bias.len() >= both);
     let target = SharedMut::new(&mut out.data);
-    for_int8_blocks(isa, panels, both, x, &mut packed.quantized, |block, x| {
+    for_int8_blocks(on, panels, both, x, &mut packed.quantized, |block, x| {
         // SAFETY: blocks own disjoint (rows, columns) of the output; sizes were asserted.
-        unsafe { block.run_gated(isa, panels, bias, x, (&target, width)) };
+        unsafe { block.run_gated(on.isa, panels, bias, x, (&target, width)) };
     });
 }
 
 /// Calls `run` for all tiles and panels in blocks, shared out to threads.
-fn for_blocks(tiles: &Tiles, group: usize, k: usize, width: usize, run: impl Fn(Block<'_>) + Sync) {
+fn for_blocks(threads: &Threads, tiles: &Tiles, group: usize, k: usize, width: usize, run: impl Fn(Block<'_>) + Sync) {
     let count = width.div_ceil(PANEL);
     let groups = count.div_ceil(group);
-    let threads = if tiles.rows * k * width < SERIAL_WORK {
-        1
-    } else {
-        rayon::current_num_threads()
-    };
-    // A few tasks a thread even out differences in speed; tiles are split only where panels do not suffice.
-    let wanted = if threads == 1 { 1 } else { threads * 4 };
+    // Tiles are split only where panels do not suffice.
+    let wanted = threads.parts(tiles.rows * k * width / WORK_AN_ELEMENT);
     let column_tasks = groups.min(wanted);
     let row_tasks = (wanted / column_tasks).clamp(1, tiles.count);
     let task = |i: usize| {
@@ -305,11 +294,7 @@ fn for_blocks(tiles: &Tiles, group: usize, k: usize, width: usize, run: impl Fn(
             });
         }
     };
-    if threads == 1 {
-        (0..column_tasks * row_tasks).for_each(task);
-    } else {
-        (0..column_tasks * row_tasks).into_par_iter().for_each(task);
-    }
+    threads.share(column_tasks * row_tasks, |_, tasks| tasks.for_each(task));
 }
 
 /// Some tiles of rows times one group of panels.
@@ -582,7 +567,7 @@ impl Block<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::cpu::testing::{buffer, bytes_of, in_pool, numbers};
+    use crate::device::cpu::testing::{buffer, bytes_of, numbers, on, on_threads};
     use crate::device::{Dtype, Precision, Tensor};
 
     fn check(isa: Isa, threads: usize, m: usize, n: usize, k: usize, dtype: Dtype, with_bias: bool) -> Vec<u32> {
@@ -604,9 +589,15 @@ mod tests {
             round: false,
         };
         let mut out = Buffer::default();
-        in_pool(threads, || {
-            linear(isa, &matrix, n, finish, &x, &mut out, &mut PackedRows::default())
-        });
+        linear(
+            on_threads(isa, threads),
+            &matrix,
+            n,
+            finish,
+            &x,
+            &mut out,
+            &mut PackedRows::default(),
+        );
         let mut row = vec![0.0; k];
         for (j, bias) in bias.iter().enumerate() {
             matrix.read_row(j, &mut row);
@@ -677,9 +668,15 @@ mod tests {
                     round: false,
                 };
                 let mut out = Buffer::default();
-                in_pool(threads, || {
-                    linear(isa, &matrix, width, finish, &x, &mut out, &mut PackedRows::default())
-                });
+                linear(
+                    on_threads(isa, threads),
+                    &matrix,
+                    width,
+                    finish,
+                    &x,
+                    &mut out,
+                    &mut PackedRows::default(),
+                );
                 let all = first.get_or_insert_with(|| out.data.clone());
                 for i in 0..m {
                     assert_eq!(out.row(i), &all[i * n..][..width], "{isa:?} {m}x{n}x{k} row {i}");
@@ -727,9 +724,15 @@ mod tests {
                     };
                     let x = buffer(values, values.len() / k, k);
                     let mut out = Buffer::default();
-                    in_pool(threads, || {
-                        linear(isa, &matrix, width, finish, &x, &mut out, &mut PackedRows::default())
-                    });
+                    linear(
+                        on_threads(isa, threads),
+                        &matrix,
+                        width,
+                        finish,
+                        &x,
+                        &mut out,
+                        &mut PackedRows::default(),
+                    );
                     out
                 };
                 let whole = run(2, n, false, &values);
@@ -776,7 +779,7 @@ mod tests {
                 round: false,
             };
             linear(
-                Isa::detect(),
+                on(Isa::detect()),
                 &matrix,
                 n,
                 finish,
@@ -806,7 +809,7 @@ mod tests {
             round: false,
         };
         linear(
-            Isa::detect(),
+            on(Isa::detect()),
             &matrix,
             20,
             finish,
@@ -815,7 +818,7 @@ mod tests {
             &mut PackedRows::default(),
         );
         linear(
-            Isa::detect(),
+            on(Isa::detect()),
             &matrix,
             18,
             finish,

@@ -3,7 +3,7 @@
 //! Activations are F32 in memory (in BF16 they hold BF16 values). In F32 a row's results are the same bits whatever
 //! else is in the batch, however the work is shared out to threads, and on every instruction set.
 //! `unsafe` stands only in kernels and where they are called: `tile.rs`, `int8.rs`, `bf16.rs`, `amx.rs`, `linear.rs`,
-//! `attention.rs`, `attention_int8.rs`, `softmax_int8.rs`, `gated.rs`, `aligned.rs`, `isa.rs` and `SharedMut`.
+//! `attention.rs`, `attention_int8.rs`, `softmax_int8.rs`, `gated.rs`, `aligned.rs`, `isa.rs`, `threads.rs` and `SharedMut`.
 
 use std::sync::Arc;
 
@@ -33,6 +33,7 @@ mod softmax_int8;
 mod step;
 #[cfg(test)]
 mod testing;
+mod threads;
 mod tile;
 pub mod vocabulary;
 
@@ -41,36 +42,34 @@ pub use kv::KvPool;
 pub use math::exp;
 use matrix::Panels;
 pub use matrix::{Matrix, Vector};
+use quantize::Quantized;
 pub use step::Step;
+pub use threads::Threads;
 
-/// A CPU with a thread pool, computing in one precision.
+/// A CPU with its threads, computing in one precision. (Weights are packed by the threads of rayon's own pool.)
 pub struct Cpu {
     isa: Isa,
     precision: Precision,
     kv: KvFormat,
-    pool: Arc<rayon::ThreadPool>,
+    threads: Arc<Threads>,
 }
 
-/// A pool of `threads` threads for [`Cpu::new`].
-///
-/// # Errors
-/// The operating system gives no threads.
-pub fn thread_pool(threads: usize) -> Result<Arc<rayon::ThreadPool>, rayon::ThreadPoolBuildError> {
-    let builder = rayon::ThreadPoolBuilder::new()
-        .num_threads(threads)
-        .thread_name(|i| format!("cpu-{i}"));
-    Ok(Arc::new(builder.build()?))
+/// What operations run on.
+#[derive(Clone, Copy)]
+struct On<'a> {
+    isa: Isa,
+    threads: &'a Threads,
 }
 
 impl Cpu {
-    /// A device on `pool` with the best instructions the processor has.
-    pub fn new(precision: Precision, kv: KvFormat, pool: Arc<rayon::ThreadPool>) -> Cpu {
+    /// A device on these threads with the best instructions the processor has.
+    pub fn new(precision: Precision, kv: KvFormat, threads: Arc<Threads>) -> Cpu {
         let isa = Isa::detect();
         Cpu {
             isa,
             precision,
             kv,
-            pool,
+            threads,
         }
     }
 
@@ -83,6 +82,13 @@ impl Cpu {
         Cpu { isa, ..self }
     }
 
+    fn on(&self) -> On<'_> {
+        On {
+            isa: self.isa,
+            threads: &self.threads,
+        }
+    }
+
     fn round(&self) -> bool {
         self.precision == Precision::Bf16
     }
@@ -92,13 +98,14 @@ impl Cpu {
         self.precision == Precision::Bf16 && bf16::is_available(self.isa)
     }
 
-    fn norm_op<'a>(&self, op: &AddNorm<'a, Buffer, Vector>) -> norm::Op<'a> {
+    fn norm_op<'a>(&'a self, op: &AddNorm<'a, Buffer, Vector>) -> norm::Op<'a> {
         norm::Op {
-            isa: self.isa,
+            on: self.on(),
             delta: op.delta,
             weight: &op.weight.0,
             eps: op.eps,
             round: self.round(),
+            quantize: self.precision == Precision::Int8,
         }
     }
 }
@@ -106,9 +113,12 @@ impl Cpu {
 /// Activations: `[rows][width]`, row-major.
 #[derive(Debug, Clone, Default)]
 pub struct Buffer {
+    /// Empty where the rows are quantized.
     data: Vec<f32>,
     rows: usize,
     width: usize,
+    /// The rows as linear operations in 8 bits read them.
+    quantized: Option<Quantized>,
 }
 
 impl Buffer {
@@ -119,16 +129,30 @@ impl Buffer {
             aligned::want_huge_pages(self.data.spare_capacity_mut());
         }
         self.data.resize(rows * width, 0.0);
-        (self.rows, self.width) = (rows, width);
+        (self.rows, self.width, self.quantized) = (rows, width, None);
     }
 
-    /// Each row, `[width]`.
+    /// Takes a shape for quantized rows.
+    fn reshape_quantized(&mut self, rows: usize, width: usize) -> &mut Quantized {
+        self.data.clear();
+        (self.rows, self.width) = (rows, width);
+        self.quantized.get_or_insert_default()
+    }
+
+    /// Each row, `[width]`. (Normalised rows in INT8 are in 8 bits alone and not to be had.)
     pub fn rows(&self) -> impl Iterator<Item = &[f32]> {
         (0..self.rows).map(|i| self.row(i))
     }
 
     fn row(&self, i: usize) -> &[f32] {
         &self.data[i * self.width..(i + 1) * self.width]
+    }
+
+    /// About `count` parts of whole rows, each with its first row.
+    fn parts_mut(&mut self, count: usize) -> impl Iterator<Item = (usize, &mut [f32])> {
+        let rows = self.rows.div_ceil(count).max(1);
+        let parts = self.data.chunks_mut((rows * self.width).max(1));
+        parts.enumerate().map(move |(i, part)| (i * rows, part))
     }
 
     fn row_mut(&mut self, i: usize) -> &mut [f32] {
@@ -192,18 +216,16 @@ impl Device for Cpu {
     type Workspace = Workspace;
 
     fn matrix(&self, parts: &[Tensor<'_>]) -> Result<Matrix, NonFiniteWeight> {
-        self.pool.install(|| {
-            if self.multiplies_pairs() {
-                Matrix::pack_pairs(parts)
-            } else {
-                Matrix::pack(parts, self.precision)
-            }
-        })
+        if self.multiplies_pairs() {
+            Matrix::pack_pairs(parts)
+        } else {
+            Matrix::pack(parts, self.precision)
+        }
     }
 
     fn gated_matrix(&self, parts: &[Tensor<'_>]) -> Result<Matrix, NonFiniteWeight> {
         if self.precision == Precision::Int8 {
-            self.pool.install(|| Matrix::pack_gated(parts))
+            Matrix::pack_gated(parts)
         } else {
             self.matrix(parts)
         }
@@ -221,7 +243,7 @@ impl Device for Cpu {
         Workspace {
             rows: linear::PackedRows::default(),
             gate_up: Buffer::default(),
-            attention: attention::Scratches::new(self.pool.current_num_threads()),
+            attention: attention::Scratches::new(self.threads.count()),
         }
     }
 
@@ -237,10 +259,6 @@ impl Device for Cpu {
         KvPool::block_bytes(heads, self.kv)
     }
 
-    fn enter<R: Send>(&self, f: impl FnOnce() -> R + Send) -> R {
-        self.pool.install(f)
-    }
-
     fn upload(&self, batch: &StepBatch, step: &mut Step) {
         step.upload(batch);
     }
@@ -254,7 +272,7 @@ impl Device for Cpu {
     }
 
     fn add_norm(&self, op: AddNorm<'_, Buffer, Vector>, residual: &mut Buffer, out: &mut Buffer) {
-        self.pool.install(|| norm::add_norm(&self.norm_op(&op), residual, out));
+        norm::add_norm(&self.norm_op(&op), residual, out);
     }
 
     fn add_norm_logits_rows(
@@ -273,15 +291,12 @@ impl Device for Cpu {
             round: self.round(),
         };
         let weight = &linear.weight;
-        self.pool
-            .install(|| linear::linear(self.isa, weight, weight.rows, finish, x, out, &mut workspace.rows));
+        linear::linear(self.on(), weight, weight.rows, finish, x, out, &mut workspace.rows);
     }
 
     fn rope_store(&self, op: RopeStore<'_, Vector>, step: &Step, qkv: &mut Buffer, pool: &mut KvPool) {
-        self.pool.install(|| {
-            rope::rotate(self.isa, self.round(), &op, step, qkv);
-            pool.store(self.isa, step, qkv);
-        });
+        rope::rotate(self.on(), self.round(), &op, step, qkv);
+        pool.store(self.on(), step, qkv);
     }
 
     fn attention(
@@ -294,31 +309,28 @@ impl Device for Cpu {
         workspace: &mut Workspace,
     ) {
         let op = attention::Op {
-            isa: self.isa,
+            on: self.on(),
             round: self.round(),
             spec,
             step,
             qkv,
         };
-        self.pool
-            .install(|| attention::attention(&op, pool, out, &workspace.attention));
+        attention::attention(&op, pool, out, &workspace.attention);
     }
 
     fn gated_linear(&self, linear: &Linear<Matrix, Vector>, x: &Buffer, out: &mut Buffer, workspace: &mut Workspace) {
         let bias = linear.bias.as_ref().map(|b| &b.0[..]);
         let Workspace { rows, gate_up, .. } = workspace;
-        self.pool.install(|| {
-            if let Panels::Int8(panels) = &linear.weight.panels {
-                linear::gated_int8(self.isa, panels, linear.weight.rows / 2, bias, x, out, rows);
-            } else {
-                let finish = linear::Finish {
-                    bias,
-                    round: self.round(),
-                };
-                linear::linear(self.isa, &linear.weight, linear.weight.rows, finish, x, gate_up, rows);
-                gated::gated(self.isa, self.round(), gate_up, out);
-            }
-        });
+        if let Panels::Int8(panels) = &linear.weight.panels {
+            linear::gated_int8(self.on(), panels, linear.weight.rows / 2, bias, x, out, rows);
+        } else {
+            let finish = linear::Finish {
+                bias,
+                round: self.round(),
+            };
+            linear::linear(self.on(), &linear.weight, linear.weight.rows, finish, x, gate_up, rows);
+            gated::gated(self.on(), self.round(), gate_up, out);
+        }
     }
 
     fn logits(&self, head: &Matrix, ids: usize, x: &Buffer, out: &mut Vec<f32>, workspace: &mut Workspace) {
@@ -331,8 +343,7 @@ impl Device for Cpu {
             data: std::mem::take(out),
             ..Buffer::default()
         };
-        self.pool
-            .install(|| linear::linear(self.isa, head, ids, finish, x, &mut buffer, &mut workspace.rows));
+        linear::linear(self.on(), head, ids, finish, x, &mut buffer, &mut workspace.rows);
         *out = buffer.data;
     }
 }

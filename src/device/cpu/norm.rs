@@ -2,14 +2,9 @@
 //!
 //! `y = x / sqrt(mean(x^2) + eps) * weight`. Squares are summed in 16 interleaved lanes, then the lanes in one order.
 
-use rayon::prelude::*;
-
-use super::Buffer;
 use super::isa::multiversion;
 use super::math::{round_bf16, sum16};
-
-/// Elements below which rows are not shared out to threads.
-const SERIAL_WORK: usize = 1 << 14;
+use super::{Buffer, On, SharedMut};
 
 /// Normalises `x` in place; in BF16 both the normalised value and the product are rounded, as the reference does.
 #[inline(always)]
@@ -64,62 +59,76 @@ multiversion! {
 
 /// The parts of an add-norm that do not change from row to row.
 pub(super) struct Op<'a> {
-    pub isa: super::isa::Isa,
+    pub on: On<'a>,
     pub delta: Option<&'a Buffer>,
     pub weight: &'a [f32],
     pub eps: f32,
     pub round: bool,
+    /// Are normalised rows read in 8 bits?
+    pub quantize: bool,
+}
+
+impl Op<'_> {
+    /// Adds `delta`'s row `row` to `residual` and normalises that to `out`.
+    fn one(&self, row: usize, residual: &mut [f32], out: &mut [f32]) {
+        let delta = self.delta.map(|d| d.row(row));
+        add_norm_row_on(self.on.isa, delta, residual, self.weight, self.eps, self.round, out);
+    }
+
+    /// Fills `out` by `fill`, which writes a row.
+    fn fill(&self, rows: usize, out: &mut Buffer, fill: impl Fn(usize, &mut [f32]) + Sync) {
+        let (isa, threads) = (self.on.isa, self.on.threads);
+        let width = self.weight.len();
+        let elements = rows * width;
+        if self.quantize {
+            let mut tiles = out.reshape_quantized(rows, width).tiles(isa, rows, width);
+            threads.share_mut(elements, &mut tiles, |_, tiles| {
+                let (mut row, mut bytes) = (vec![0.0; width], Vec::new());
+                for tile in tiles {
+                    for r in 0..tile.rows() {
+                        fill(tile.from + r, &mut row);
+                        tile.fill(isa, r, &row, &mut bytes);
+                    }
+                }
+            });
+        } else {
+            out.reshape(rows, width);
+            let mut parts: Vec<_> = out.parts_mut(threads.parts(elements)).collect();
+            threads.share_mut(elements, &mut parts, |_, parts| {
+                for (first, part) in parts {
+                    let rows = part.chunks_exact_mut(width).enumerate();
+                    rows.for_each(|(i, row)| fill(*first + i, row));
+                }
+            });
+        }
+    }
 }
 
 /// `residual += delta; out = norm(residual)`, over all rows.
 pub(super) fn add_norm(op: &Op<'_>, residual: &mut Buffer, out: &mut Buffer) {
-    let width = residual.width;
-    assert!(op.weight.len() == width && op.delta.is_none_or(|d| (d.rows, d.width) == (residual.rows, width)));
-    out.reshape(residual.rows, width);
-    let one = |(i, (x, y)): (usize, (&mut [f32], &mut [f32]))| {
-        add_norm_row_on(op.isa, op.delta.map(|d| d.row(i)), x, op.weight, op.eps, op.round, y);
-    };
-    if residual.data.len() < SERIAL_WORK {
-        residual
-            .data
-            .chunks_exact_mut(width)
-            .zip(out.data.chunks_exact_mut(width))
-            .enumerate()
-            .for_each(one);
-    } else {
-        residual
-            .data
-            .par_chunks_exact_mut(width)
-            .zip(out.data.par_chunks_exact_mut(width))
-            .enumerate()
-            .for_each(one);
-    }
+    let (rows, width) = (residual.rows, residual.width);
+    assert!(op.weight.len() == width && op.delta.is_none_or(|d| (d.rows, d.width) == (rows, width)));
+    let residual = SharedMut::new(&mut residual.data);
+    op.fill(rows, out, |i, row| {
+        // SAFETY: each row is filled once.
+        op.one(i, unsafe { residual.slice(i * width, width) }, row);
+    });
 }
 
-/// As [`add_norm`], of the rows `rows` only: row `i` of `out` comes from row `rows[i]`.
-pub(super) fn add_norm_rows(op: &Op<'_>, rows: &[u32], residual: &mut Buffer, out: &mut Buffer) {
-    let width = residual.width;
-    assert!(op.weight.len() == width);
-    out.reshape(rows.len(), width);
-    for (&row, y) in rows.iter().zip(out.data.chunks_exact_mut(width)) {
-        let row = row as usize;
-        add_norm_row_on(
-            op.isa,
-            op.delta.map(|d| d.row(row)),
-            residual.row_mut(row),
-            op.weight,
-            op.eps,
-            op.round,
-            y,
-        );
-    }
+/// As [`add_norm`], of the rows `rows` only: row `i` of `out` comes from row `rows[i]`. The residuals are not written.
+pub(super) fn add_norm_rows(op: &Op<'_>, rows: &[u32], residual: &Buffer, out: &mut Buffer) {
+    assert!(op.weight.len() == residual.width);
+    op.fill(rows.len(), out, |i, row| {
+        let from = rows[i] as usize;
+        op.one(from, &mut residual.row(from).to_vec(), row);
+    });
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::device::cpu::isa::Isa;
-    use crate::device::cpu::testing::{buffer, numbers};
+    use crate::device::cpu::testing::{buffer, numbers, on};
 
     #[test]
     fn matches_the_formula_in_the_same_bits_everywhere() {
@@ -129,11 +138,12 @@ mod tests {
             let mut first: Option<Vec<f32>> = None;
             for isa in Isa::available() {
                 let op = Op {
-                    isa,
+                    on: on(isa),
                     delta: Some(&delta),
                     weight: &w,
                     eps: 1e-5,
                     round: false,
+                    quantize: false,
                 };
                 let (mut residual, mut out) = (buffer(&x, rows, width), Buffer::default());
                 add_norm(&op, &mut residual, &mut out);
@@ -149,7 +159,7 @@ mod tests {
                     }
                 }
                 let mut picked = Buffer::default();
-                add_norm_rows(&op, &[rows as u32 - 1], &mut buffer(&x, rows, width), &mut picked);
+                add_norm_rows(&op, &[rows as u32 - 1], &buffer(&x, rows, width), &mut picked);
                 assert_eq!(picked.row(0), out.row(rows - 1));
                 assert_eq!(*first.get_or_insert_with(|| out.data.clone()), out.data, "{isa:?}");
             }

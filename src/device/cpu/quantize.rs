@@ -3,21 +3,17 @@
 //! `q = round(x * 127 / max|x|)`, ties to even, stored + 128 (see [`int8`](super::int8)); `x` is about `q * scale` with
 //! `scale = max|x| / 127`. A row that holds a value which is not finite gets a scale of NaN, so that it shows in the logits.
 
-use rayon::prelude::*;
-
-use super::Buffer;
-use super::int8::{K_STEP, OFFSET, QUAD, is_packed};
+use super::int8::{K_STEP, OFFSET, QUAD, is_packed, max_rows};
 use super::isa::{Isa, multiversion};
 use super::linear::Tiles;
 use super::math::{ROUND, max16, sum16};
+use super::{Buffer, On};
 
 /// Rows whose largest magnitude is below it are zero: its inverse would overflow.
 const LEAST: f32 = 1e-30;
-/// Elements below which rows are not shared out to threads.
-const SERIAL_WORK: usize = 1 << 15;
 
 /// Quantized rows.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 pub(super) struct Quantized {
     /// Tile by tile as [`int8::is_packed`](super::int8::is_packed) says, each row padded by zeros (128) to `stride` bytes.
     pub data: Vec<u8>,
@@ -58,60 +54,81 @@ multiversion! {
     pub(super) fn quantize_row_on(x: &[f32], out: &mut [u8], scale: &mut f32) = quantize_row;
 }
 
-/// Quantizes all rows of `x`, in tiles.
-pub(super) fn quantize(isa: Isa, x: &Buffer, tiles: &Tiles, out: &mut Quantized) {
-    out.stride = x.width.next_multiple_of(K_STEP);
-    out.data.resize(x.rows * out.stride, 0);
-    out.scales.resize(x.rows, 0.0);
-    let stride = out.stride;
-    let data = tiles.split(&mut out.data, stride);
-    let scales = tiles.split(&mut out.scales, 1);
-    let tasks = data
-        .zip(scales)
-        .map(|((from, data), (_, scales))| Task { from, data, scales });
-    if x.data.len() < SERIAL_WORK {
-        let mut row = Vec::new();
-        tasks.for_each(|task| quantize_tile(isa, x, task, stride, &mut row));
-    } else {
-        let tasks: Vec<_> = tasks.collect();
-        tasks
-            .into_par_iter()
-            .for_each_init(Vec::new, |row, task| quantize_tile(isa, x, task, stride, row));
+impl Quantized {
+    /// Tiles for so many rows, to be filled.
+    pub(super) fn tiles(&mut self, isa: Isa, rows: usize, width: usize) -> Vec<QuantizedTile<'_>> {
+        let tiles = int8_tiles(isa, rows);
+        let stride = width.next_multiple_of(K_STEP);
+        self.stride = stride;
+        self.data.resize(rows * stride, 0);
+        self.scales.resize(rows, 0.0);
+        let data = tiles.split(&mut self.data, stride);
+        let scales = tiles.split(&mut self.scales, 1);
+        data.zip(scales)
+            .map(|((from, data), (_, scales))| QuantizedTile {
+                from,
+                is_packed: is_packed(isa, scales.len()),
+                data,
+                stride,
+                scales,
+            })
+            .collect()
     }
 }
 
 /// A tile to fill.
-struct Task<'a> {
+pub(super) struct QuantizedTile<'a> {
     /// Its first row.
-    from: usize,
+    pub from: usize,
+    is_packed: bool,
     data: &'a mut [u8],
+    stride: usize,
     scales: &'a mut [f32],
 }
 
-/// `row` is scratch.
-fn quantize_tile(isa: Isa, x: &Buffer, task: Task<'_>, stride: usize, row: &mut Vec<u8>) {
-    let rows = task.scales.len();
-    let packed = is_packed(isa, rows);
-    row.resize(stride, 0);
-    for (r, scale) in task.scales.iter_mut().enumerate() {
-        let values = x.row(task.from + r);
-        if !packed {
-            quantize_row_on(isa, values, &mut task.data[r * stride..][..stride], scale);
-            continue;
+impl QuantizedTile<'_> {
+    pub fn rows(&self) -> usize {
+        self.scales.len()
+    }
+
+    /// Fills the tile's row `r`; `bytes` is scratch.
+    pub fn fill(&mut self, isa: Isa, r: usize, values: &[f32], bytes: &mut Vec<u8>) {
+        let rows = self.rows();
+        let scale = &mut self.scales[r];
+        if !self.is_packed {
+            return quantize_row_on(isa, values, &mut self.data[r * self.stride..][..self.stride], scale);
         }
-        quantize_row_on(isa, values, row, scale);
-        let places = task.data[r * QUAD..].chunks_mut(rows * QUAD);
-        for (quad, place) in row.as_chunks::<QUAD>().0.iter().zip(places) {
+        bytes.resize(self.stride, 0);
+        quantize_row_on(isa, values, bytes, scale);
+        let places = self.data[r * QUAD..].chunks_mut(rows * QUAD);
+        for (quad, place) in bytes.as_chunks::<QUAD>().0.iter().zip(places) {
             place[..QUAD].copy_from_slice(quad);
         }
     }
 }
 
+/// How rows are cut into tiles for products in 8 bits.
+pub(super) fn int8_tiles(isa: Isa, rows: usize) -> Tiles {
+    Tiles::new(rows, max_rows(isa))
+}
+
+/// Quantizes all rows of `x`, in tiles.
+pub(super) fn quantize(on: On<'_>, x: &Buffer, out: &mut Quantized) {
+    let mut tiles = out.tiles(on.isa, x.rows, x.width);
+    on.threads.share_mut(x.data.len(), &mut tiles, |_, tiles| {
+        let mut bytes = Vec::new();
+        for tile in tiles {
+            for r in 0..tile.rows() {
+                tile.fill(on.isa, r, x.row(tile.from + r), &mut bytes);
+            }
+        }
+    });
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::cpu::int8::max_rows;
-    use crate::device::cpu::testing::{buffer, numbers};
+    use crate::device::cpu::testing::{buffer, numbers, on};
 
     /// The bytes row by row.
     fn plain(isa: Isa, q: &Quantized, tiles: &Tiles) -> Vec<u8> {
@@ -138,9 +155,8 @@ mod tests {
             let mut first: Option<Vec<u8>> = None;
             for isa in Isa::available() {
                 let mut q = Quantized::default();
-                let tiles = Tiles::new(rows, max_rows(isa));
-                quantize(isa, &x, &tiles, &mut q);
-                let plain = plain(isa, &q, &tiles);
+                quantize(on(isa), &x, &mut q);
+                let plain = plain(isa, &q, &int8_tiles(isa, rows));
                 for r in 0..rows {
                     let most = x.row(r).iter().fold(0.0f32, |m, v| m.max(v.abs()));
                     assert_eq!(q.scales[r], most / 127.0);
@@ -166,10 +182,9 @@ mod tests {
             x[20] = f32::NAN;
             x[59] = f32::NEG_INFINITY;
             let mut q = Quantized::default();
-            let tiles = Tiles::new(4, max_rows(isa));
-            quantize(isa, &buffer(&x, 4, 20), &tiles, &mut q);
+            quantize(on(isa), &buffer(&x, 4, 20), &mut q);
             assert_eq!(q.scales[0], 0.0);
-            assert!(plain(isa, &q, &tiles)[..20].iter().all(|b| *b == 128));
+            assert!(plain(isa, &q, &int8_tiles(isa, 4))[..20].iter().all(|b| *b == 128));
             assert!(
                 q.scales[1].is_nan() && q.scales[2].is_nan() && q.scales[3].is_finite(),
                 "{:?}",

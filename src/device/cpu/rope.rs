@@ -3,17 +3,12 @@
 //! Dimension `d` of a head is paired with `d + head_dim / 2` (the Hugging Face layout):
 //! `(a, b) -> (a cos - b sin, b cos + a sin)`.
 
-use rayon::prelude::*;
-
-use super::isa::{Isa, multiversion};
+use super::isa::multiversion;
 use super::math::round_bf16;
 use super::norm::rms_norm;
 use super::step::Step;
-use super::{Buffer, Vector};
+use super::{Buffer, On, Vector};
 use crate::device::RopeStore;
-
-/// Elements below which rows are not shared out to threads.
-const SERIAL_WORK: usize = 1 << 14;
 
 /// Weight and epsilon of a head's normalisation.
 type HeadNorm<'a> = Option<(&'a [f32], f32)>;
@@ -44,37 +39,33 @@ multiversion! {
 }
 
 /// Normalises and rotates the query and key heads of all rows.
-pub(super) fn rotate(isa: Isa, round: bool, op: &RopeStore<'_, Vector>, step: &Step, qkv: &mut Buffer) {
+pub(super) fn rotate(on: On<'_>, round: bool, op: &RopeStore<'_, Vector>, step: &Step, qkv: &mut Buffer) {
     let heads = op.heads;
     let dim = heads.head_dim;
     assert!(qkv.width == heads.qkv_width() && step.rotations.len() == qkv.rows * dim);
     let norm = op.qk_norm.as_ref();
     let q_norm = norm.map(|n| (&n.q.0[..], n.eps));
     let k_norm = norm.map(|n| (&n.k.0[..], n.eps));
-    let one = |(row, rotation): (&mut [f32], &[f32])| {
-        let (q, rest) = row.split_at_mut(heads.heads * dim);
-        rotate_heads_on(isa, q, q_norm, rotation, round);
-        rotate_heads_on(isa, &mut rest[..heads.kv_heads * dim], k_norm, rotation, round);
-    };
-    let width = qkv.width;
-    if qkv.data.len() < SERIAL_WORK {
-        qkv.data
-            .chunks_exact_mut(width)
-            .zip(step.rotations.chunks_exact(dim))
-            .for_each(one);
-    } else {
-        qkv.data
-            .par_chunks_exact_mut(width)
-            .zip(step.rotations.par_chunks_exact(dim))
-            .for_each(one);
-    }
+    let elements = qkv.data.len();
+    let mut parts: Vec<_> = qkv.parts_mut(on.threads.parts(elements)).collect();
+    on.threads.share_mut(elements, &mut parts, |_, parts| {
+        for (first, part) in parts {
+            let rotations = step.rotations[*first * dim..].chunks_exact(dim);
+            for (row, rotation) in part.chunks_exact_mut(heads.qkv_width()).zip(rotations) {
+                let (q, rest) = row.split_at_mut(heads.heads * dim);
+                rotate_heads_on(on.isa, q, q_norm, rotation, round);
+                rotate_heads_on(on.isa, &mut rest[..heads.kv_heads * dim], k_norm, rotation, round);
+            }
+        }
+    });
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::device::batch::{StepBatch, StepSequence};
-    use crate::device::cpu::testing::{buffer, numbers};
+    use crate::device::cpu::Isa;
+    use crate::device::cpu::testing::{buffer, numbers, on};
     use crate::device::{HeadShape, QkNorm, RopeSpec};
 
     fn check(dim: usize, tokens: usize, with_norm: bool) {
@@ -115,7 +106,7 @@ mod tests {
                 k: &k,
                 eps: 1e-3,
             });
-            rotate(isa, false, &RopeStore { heads, qk_norm }, &step, &mut got);
+            rotate(on(isa), false, &RopeStore { heads, qk_norm }, &step, &mut got);
             for t in 0..tokens {
                 for head in 0..5 {
                     let x: Vec<f64> = rows[t * heads.qkv_width() + head * dim..][..dim]

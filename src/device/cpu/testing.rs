@@ -1,8 +1,10 @@
 //! What tests of the operations share.
 
+use std::sync::OnceLock;
+
 use half::{bf16, f16};
 
-use super::Buffer;
+use super::{Buffer, Isa, On, Threads};
 use crate::device::Dtype;
 
 /// `n` numbers in (-1, 1), the same for the same seed.
@@ -36,10 +38,18 @@ pub fn buffer(values: &[f32], rows: usize, width: usize) -> Buffer {
         data: values.to_vec(),
         rows,
         width,
+        ..Buffer::default()
     }
 }
 
-/// Runs `f` in a pool of its own.
-pub fn in_pool<R: Send>(threads: usize, f: impl FnOnce() -> R + Send) -> R {
-    super::thread_pool(threads).unwrap().install(f)
+/// So many threads, fewer than 10, which tests share.
+pub fn on_threads(isa: Isa, count: usize) -> On<'static> {
+    static THREADS: [OnceLock<Threads>; 10] = [const { OnceLock::new() }; 10];
+    let threads = THREADS[count].get_or_init(|| Threads::new(count).expect("the system gives threads"));
+    On { isa, threads }
+}
+
+/// Two threads.
+pub fn on(isa: Isa) -> On<'static> {
+    on_threads(isa, 2)
 }

@@ -1,0 +1,428 @@
+//! Threads that share out the parts of a step.
+//!
+//! A step is a hundred regions or more, many of them some ten microseconds long. Threads of a general pool sleep as soon as they
+//! have nothing to do, and waking one takes longer than such a region; these look for the next region for a while, then let others
+//! go first on their core, and sleep only when no region has come for [`PATIENCE`].
+//! ("Threads" in `benches/README.md` has both side by side.)
+
+use std::any::Any;
+use std::cell::{Cell, UnsafeCell};
+use std::marker::PhantomData;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{JoinHandle, park, yield_now};
+use std::time::{Duration, Instant};
+use std::{hint, io};
+
+/// Looks for work before others may have the core: some 30 microseconds.
+const LOOKS: u32 = 1000;
+/// A thread that has seen no work for so long sleeps.
+const PATIENCE: Duration = Duration::from_millis(2);
+/// Elements below which an operation by elements is not worth another thread.
+const SERIAL_ELEMENTS: usize = 1 << 13;
+/// Parts of an operation for each thread, so that a slow thread takes fewer.
+const PARTS_A_THREAD: usize = 4;
+
+/// In [`Shared::state`]: helpers may come in.
+const OPEN: u64 = 1;
+/// A helper that is in.
+const ONE_IN: u64 = 2;
+const ALL_IN: u64 = NUMBER - ONE_IN;
+/// One of the region's number.
+const NUMBER: u64 = 1 << 32;
+
+thread_local! {
+    /// Is this thread within a region?
+    static WITHIN: Cell<bool> = const { Cell::new(false) };
+}
+
+/// The calling thread and helpers, which work in regions, one region at a time.
+pub struct Threads {
+    shared: Arc<Shared>,
+    helpers: Vec<JoinHandle<()>>,
+    turn: Mutex<()>,
+}
+
+/// What a thread does in a region, given its number and the tasks.
+type Job<'a> = dyn Fn(usize, Tasks<'_>) + Sync + 'a;
+
+/// On cache lines of its own.
+#[repr(align(128))]
+struct Apart<T>(T);
+
+struct Shared {
+    /// The region's number, helpers that are in, and [`OPEN`].
+    state: Apart<AtomicU64>,
+    /// The next task.
+    next: Apart<AtomicUsize>,
+    /// Written only while the region is closed and no helper is in; read only by helpers that are in.
+    region: UnsafeCell<Option<Region>>,
+    asleep: Vec<AtomicBool>,
+    leave: AtomicBool,
+    /// What a helper's task panicked with.
+    panic: Mutex<Option<Box<dyn Any + Send>>>,
+}
+
+#[derive(Clone, Copy)]
+struct Region {
+    /// Lives at least as long as helpers are in.
+    job: *const Job<'static>,
+    tasks: usize,
+}
+
+// SAFETY: `region` is handed over by `state`, as it says; the job is `Sync`, and all else is by itself.
+unsafe impl Sync for Shared {}
+// SAFETY: as above.
+unsafe impl Send for Shared {}
+
+/// Tasks of a region, each handed out once, to whichever thread asks first.
+pub struct Tasks<'a> {
+    next: &'a AtomicUsize,
+    tasks: usize,
+}
+
+impl Iterator for Tasks<'_> {
+    type Item = usize;
+
+    fn next(&mut self) -> Option<usize> {
+        let task = self.next.fetch_add(1, Ordering::Relaxed);
+        (task < self.tasks).then_some(task)
+    }
+}
+
+/// As [`Tasks`]: items of a slice.
+pub struct Items<'a, T> {
+    tasks: Tasks<'a>,
+    first: *mut T,
+    life: PhantomData<&'a mut T>,
+}
+
+impl<'a, T> Iterator for Items<'a, T> {
+    type Item = &'a mut T;
+
+    fn next(&mut self) -> Option<&'a mut T> {
+        // SAFETY: the slice has an item for each task, and each task is handed out once.
+        self.tasks.next().map(|task| unsafe { &mut *self.first.add(task) })
+    }
+}
+
+impl Threads {
+    /// The calling thread and `count - 1` more.
+    ///
+    /// # Errors
+    /// The operating system gives no threads.
+    pub fn new(count: usize) -> io::Result<Threads> {
+        let helpers = count.max(1) - 1;
+        let shared = Arc::new(Shared {
+            state: Apart(AtomicU64::new(0)),
+            next: Apart(AtomicUsize::new(0)),
+            region: UnsafeCell::new(None),
+            asleep: (0..helpers).map(|_| AtomicBool::new(false)).collect(),
+            leave: AtomicBool::new(false),
+            panic: Mutex::new(None),
+        });
+        let mut threads = Threads {
+            shared,
+            helpers: Vec::new(),
+            turn: Mutex::new(()),
+        };
+        for i in 0..helpers {
+            let shared = Arc::clone(&threads.shared);
+            let builder = std::thread::Builder::new().name(format!("cpu-{}", i + 1));
+            // Where one cannot be had, those before it leave with `threads`.
+            threads.helpers.push(builder.spawn(move || shared.help(i))?);
+        }
+        Ok(threads)
+    }
+
+    /// The calling thread included.
+    pub fn count(&self) -> usize {
+        self.helpers.len() + 1
+    }
+
+    /// Into how many parts an operation over so many elements is best cut.
+    pub fn parts(&self, elements: usize) -> usize {
+        match elements < SERIAL_ELEMENTS || self.helpers.is_empty() {
+            true => 1,
+            false => self.count() * PARTS_A_THREAD,
+        }
+    }
+
+    /// Calls `job` on each thread that comes, with the thread's number (below [`count`](Self::count)) and the tasks, until all
+    /// tasks `0..tasks` are done.
+    ///
+    /// # Panics
+    /// `job` does, on any thread; or it is called from within a task.
+    pub fn share(&self, tasks: usize, job: impl Fn(usize, Tasks<'_>) + Sync) {
+        if tasks <= 1 || self.helpers.is_empty() {
+            alone(tasks, job);
+        } else {
+            self.run(tasks, &job);
+        }
+    }
+
+    /// As [`share`](Self::share), with a task for each of the items, which hold so many elements in all: the calling thread does
+    /// a few elements alone.
+    ///
+    /// # Panics
+    /// As [`share`](Self::share).
+    pub fn share_mut<T: Send>(&self, elements: usize, items: &mut [T], job: impl Fn(usize, Items<'_, T>) + Sync) {
+        /// A pointer that threads may have: they take items apart.
+        struct First<T>(*mut T);
+        // SAFETY: each item goes to one thread only, and `T` may be sent.
+        unsafe impl<T: Send> Sync for First<T> {}
+        impl<T> First<T> {
+            fn get(&self) -> *mut T {
+                self.0
+            }
+        }
+        let first = First(items.as_mut_ptr());
+        let job = |thread, tasks: Tasks<'_>| {
+            let items = Items {
+                tasks,
+                first: first.get(),
+                life: PhantomData,
+            };
+            job(thread, items);
+        };
+        if self.parts(elements) == 1 {
+            alone(items.len(), job);
+        } else {
+            self.share(items.len(), job);
+        }
+    }
+
+    fn run(&self, tasks: usize, job: &Job<'_>) {
+        assert!(!WITHIN.get(), "a task of a region shares out work of its own");
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let shared = &*self.shared;
+        // SAFETY: only the lifetime changes; no helper is in once this function ends.
+        let job_always: *const Job<'static> = unsafe { std::mem::transmute(std::ptr::from_ref(job)) };
+        // SAFETY: the region before is closed, no helper is in, and this thread has the turn.
+        unsafe { *shared.region.get() = Some(Region { job: job_always, tasks }) };
+        shared.next.0.store(0, Ordering::Relaxed);
+        let number = (shared.state.0.load(Ordering::Relaxed) & !(NUMBER - 1)).wrapping_add(NUMBER);
+        // In one order with `asleep`: either the helper sees the region, or it is seen asleep.
+        shared.state.0.store(number | OPEN, Ordering::SeqCst);
+        for (asleep, helper) in shared.asleep.iter().zip(&self.helpers).take(tasks - 1) {
+            if asleep.load(Ordering::SeqCst) {
+                helper.thread().unpark();
+            }
+        }
+        let result = catch_unwind(AssertUnwindSafe(|| shared.work(0, job, tasks)));
+        shared.state.0.fetch_and(!OPEN, Ordering::Relaxed);
+        let mut looks = 0;
+        while shared.state.0.load(Ordering::Acquire) & ALL_IN != 0 {
+            wait(&mut looks);
+        }
+        let theirs = shared.panic.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(panic) = result.err().or(theirs) {
+            resume_unwind(panic);
+        }
+    }
+}
+
+/// All tasks on the calling thread.
+fn alone(tasks: usize, job: impl Fn(usize, Tasks<'_>)) {
+    let next = AtomicUsize::new(0);
+    job(0, Tasks { next: &next, tasks });
+}
+
+/// The shortest wait, and after some of them one that lets others go first.
+fn wait(looks: &mut u32) {
+    if *looks < LOOKS {
+        *looks += 1;
+        hint::spin_loop();
+    } else {
+        yield_now();
+    }
+}
+
+impl Shared {
+    fn work(&self, thread: usize, job: &Job<'_>, tasks: usize) {
+        /// Also where the job panics.
+        struct Leave;
+        impl Drop for Leave {
+            fn drop(&mut self) {
+                WITHIN.set(false);
+            }
+        }
+        WITHIN.set(true);
+        let _leave = Leave;
+        let next = &self.next.0;
+        job(thread, Tasks { next, tasks });
+    }
+
+    /// A helper's life.
+    fn help(&self, helper: usize) {
+        let mut seen = 0;
+        while let Some(number) = self.come_in(helper, seen) {
+            seen = number;
+            // SAFETY: this helper is in, so nobody writes, and the job lives.
+            let (job, tasks) = unsafe {
+                let region = (*self.region.get()).expect("an open region");
+                (&*region.job, region.tasks)
+            };
+            if let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.work(helper + 1, job, tasks))) {
+                *self.panic.lock().unwrap_or_else(PoisonError::into_inner) = Some(panic);
+            }
+            self.state.0.fetch_sub(ONE_IN, Ordering::Release);
+        }
+    }
+
+    /// Waits for an open region that is not the one seen last, and enters it; its number, or none when it is time to leave.
+    fn come_in(&self, helper: usize, seen: u64) -> Option<u64> {
+        let (mut looks, mut tired) = (0, None);
+        loop {
+            let state = self.state.0.load(Ordering::SeqCst);
+            if is_new(state, seen) {
+                let order = (Ordering::Acquire, Ordering::Relaxed);
+                if self
+                    .state
+                    .0
+                    .compare_exchange(state, state + ONE_IN, order.0, order.1)
+                    .is_ok()
+                {
+                    return Some(state & !(NUMBER - 1));
+                }
+                continue;
+            }
+            if self.leave.load(Ordering::Relaxed) {
+                return None;
+            }
+            wait(&mut looks);
+            if looks == LOOKS && *tired.get_or_insert_with(|| Instant::now() + PATIENCE) < Instant::now() {
+                self.sleep(helper, seen);
+                (looks, tired) = (0, None);
+            }
+        }
+    }
+
+    fn sleep(&self, helper: usize, seen: u64) {
+        let asleep = &self.asleep[helper];
+        asleep.store(true, Ordering::SeqCst);
+        while !is_new(self.state.0.load(Ordering::SeqCst), seen) && !self.leave.load(Ordering::SeqCst) {
+            park();
+            // Woken for a region that others have finished: more of them will follow.
+            if self.state.0.load(Ordering::Relaxed) & !(NUMBER - 1) != seen {
+                break;
+            }
+        }
+        asleep.store(false, Ordering::SeqCst);
+    }
+}
+
+fn is_new(state: u64, seen: u64) -> bool {
+    state & OPEN != 0 && state & !(NUMBER - 1) != seen
+}
+
+/// The calling thread alone.
+impl Default for Threads {
+    fn default() -> Threads {
+        Threads::new(1).expect("no thread is asked for")
+    }
+}
+
+impl std::fmt::Debug for Threads {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Threads({})", self.count())
+    }
+}
+
+impl Drop for Threads {
+    fn drop(&mut self) {
+        self.shared.leave.store(true, Ordering::SeqCst);
+        for helper in self.helpers.drain(..) {
+            helper.thread().unpark();
+            // What a task panicked with has been handed on.
+            let _ = helper.join();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MANY: usize = SERIAL_ELEMENTS;
+
+    #[test]
+    fn each_task_is_done_once_by_any_number_of_threads() {
+        for count in [1, 2, 3, 7] {
+            let threads = Threads::new(count).unwrap();
+            assert_eq!(threads.count(), count);
+            for region in 0..2000usize {
+                let mut done = vec![0usize; region % 19];
+                threads.share_mut(MANY, &mut done, |thread, items| {
+                    assert!(thread < count);
+                    items.for_each(|item| *item += region);
+                });
+                assert!(
+                    done.iter().all(|d| *d == region),
+                    "{count} threads, region {region}: {done:?}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn both_threads_work_and_wake_when_they_have_slept() {
+        let threads = Threads::new(2).unwrap();
+        for _ in 0..3 {
+            std::thread::sleep(PATIENCE * 5);
+            // Each task waits for the other: one thread alone would wait for ever.
+            let met = AtomicUsize::new(0);
+            threads.share(2, |_, tasks| {
+                for _ in tasks {
+                    met.fetch_add(1, Ordering::SeqCst);
+                    while met.load(Ordering::SeqCst) < 2 {
+                        yield_now();
+                    }
+                }
+            });
+        }
+    }
+
+    #[test]
+    fn regions_of_several_callers_take_turns() {
+        let threads = Threads::new(3).unwrap();
+        std::thread::scope(|scope| {
+            for caller in 0..4usize {
+                let threads = &threads;
+                scope.spawn(move || {
+                    for _ in 0..500 {
+                        let mut items = vec![0; 5];
+                        threads.share_mut(MANY, &mut items, |_, items| items.for_each(|item| *item = caller));
+                        assert_eq!(items, [caller; 5]);
+                    }
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn a_panic_comes_out_and_the_threads_go_on() {
+        let threads = Threads::new(2).unwrap();
+        for bad in 0..8 {
+            let share = || threads.share(8, |_, mut tasks| assert!(!tasks.any(|t| t == bad), "task {bad}"));
+            let panic = catch_unwind(AssertUnwindSafe(share)).unwrap_err();
+            assert_eq!(panic.downcast_ref::<String>(), Some(&format!("task {bad}")));
+            let mut items = [0; 8];
+            threads.share_mut(MANY, &mut items, |_, items| items.for_each(|item| *item = 1));
+            assert_eq!(items, [1; 8]);
+        }
+    }
+
+    #[test]
+    fn work_within_work_is_refused() {
+        let threads = Threads::new(2).unwrap();
+        let share = || {
+            threads.share(2, |_, tasks| {
+                tasks.for_each(|_| threads.share(2, |_, tasks| tasks.for_each(drop)))
+            })
+        };
+        assert!(catch_unwind(AssertUnwindSafe(share)).is_err());
+        threads.share(2, |_, tasks| tasks.for_each(drop));
+    }
+}
