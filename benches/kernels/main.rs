@@ -1,7 +1,8 @@
 //! Kernels alone, at the shapes of real models: linear layers, output heads and attention.
 //!
 //! `cargo bench --bench kernels` measures all of them by Criterion; a word after `--bench kernels --` only what has it in its name,
-//! as `int8`, `896x4864` or `attention`. `cargo bench --bench kernels -- --shares` prints the table of benches/README.md.
+//! as `int8`, `896x4864` or `attention`. `cargo bench --bench kernels -- --shares` and
+//! `-- --threads` print the tables of benches/README.md.
 //!
 //! Each call takes the next of many equal matrices (or pools of keys and values), which are several times as large as the
 //! last-level cache together: as in a model, weights come from memory.
@@ -20,6 +21,7 @@ use gristmill::device::{
 
 #[cfg(target_arch = "x86_64")]
 mod shares;
+mod threads;
 
 /// Bytes of all matrices or pools that calls take in turn: several times the last-level cache.
 const SWEPT_BYTES: usize = 160 << 20;
@@ -298,6 +300,9 @@ fn main() {
     #[cfg(target_arch = "x86_64")]
     if std::env::args().any(|word| word == "--shares") {
         return shares::print();
+    }
+    if std::env::args().any(|word| word == "--threads") {
+        return threads::print();
     }
     let mut criterion = settings().configure_from_args();
     linears(&mut criterion);

@@ -1,12 +1,23 @@
-//! Numbers that start on a cache line, so that no load of a register's width straddles two; large arrays on huge pages.
+//! Numbers that start on a cache line, so that no load of a register's width straddles two, and lie on huge pages.
+//!
+//! With small pages, reading weights waits for address translations, and the processor's prefetching ends at each page. A model's
+//! matrices are often smaller than a huge page, or end in the middle of one: so they lie one behind the other in chunks.
 
-use std::alloc::{Layout, alloc_zeroed, handle_alloc_error};
+use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use super::tile::{Bf16, F16};
 
 /// Bytes of a cache line.
 const LINE: usize = 64;
+/// Bytes of a huge page on most machines.
+const HUGE_PAGE: usize = 2 << 20;
+/// Bytes of a page, at most.
+const PAGE: usize = 1 << 16;
+/// Bytes of a chunk that arrays share; larger ones have a chunk each.
+const CHUNK: usize = 32 << 20;
 
 /// Numbers whose zero is all zero bits.
 ///
@@ -27,67 +38,139 @@ unsafe impl ZeroBits for F16 {}
 
 /// A fixed number of elements, the first on a cache line.
 pub struct Aligned<E> {
-    /// Longer than needed by a line.
-    data: Vec<E>,
-    start: usize,
+    /// Keeps the elements' memory.
+    _chunk: Arc<Chunk>,
+    /// This array's own, of `len` elements.
+    start: *mut E,
     len: usize,
+    owns: PhantomData<E>,
 }
+
+// SAFETY: it owns its elements, as a vector does.
+unsafe impl<E: Send> Send for Aligned<E> {}
+// SAFETY: as above.
+unsafe impl<E: Sync> Sync for Aligned<E> {}
 
 impl<E: ZeroBits> Aligned<E> {
     /// `len` zeros, in memory that the operating system hands out page by page as it is first written to.
     pub fn new(len: usize) -> Aligned<E> {
-        let data: Vec<E> = zeros(len + LINE / size_of::<E>());
-        // The heap block never moves again, since the vector is never resized.
-        let start = data.as_ptr().align_offset(LINE).min(data.len() - len);
-        Aligned { data, start, len }
+        let bytes = Self::bytes(len);
+        if bytes > CHUNK / 2 {
+            let chunk = Chunk::new(bytes);
+            want_huge_pages(chunk.start, bytes);
+            return Aligned::all_of(chunk, len);
+        }
+        let (chunk, start) = share(bytes);
+        Aligned {
+            _chunk: chunk,
+            start: start.cast(),
+            len,
+            owns: PhantomData,
+        }
+    }
+
+    /// As [`new`](Self::new), on small pages: for what is written in a few places.
+    pub fn sparse(len: usize) -> Aligned<E> {
+        Aligned::all_of(Chunk::new(Self::bytes(len)), len)
+    }
+
+    fn all_of(chunk: Chunk, len: usize) -> Aligned<E> {
+        Aligned {
+            start: chunk.start.cast(),
+            _chunk: Arc::new(chunk),
+            len,
+            owns: PhantomData,
+        }
+    }
+
+    /// Whole lines.
+    fn bytes(len: usize) -> usize {
+        let bytes = len
+            .checked_mul(size_of::<E>())
+            .and_then(|b| b.checked_next_multiple_of(LINE));
+        bytes.unwrap_or_else(|| panic!("{len} elements of {} bytes cannot be allocated", size_of::<E>()))
     }
 }
 
-/// Bytes from which on an array is worth huge pages: one of them, which is 2 MiB on most machines.
-const HUGE_LEAST: usize = 2 << 20;
-/// Bytes of a page, at most.
-const PAGE: usize = 1 << 16;
+/// Zeroed memory that arrays are cut from; each byte is given out once.
+struct Chunk {
+    memory: *mut u8,
+    layout: Layout,
+    /// On a huge page.
+    start: *mut u8,
+}
 
-/// Asks the system to back an array by huge pages, before it is first written to: with small ones, reading weights waits
-/// for address translations, and the processor's prefetching ends at each page.
-pub fn want_huge_pages<E>(data: &[E]) {
+// SAFETY: it only keeps the memory, and frees it.
+unsafe impl Send for Chunk {}
+// SAFETY: as above.
+unsafe impl Sync for Chunk {}
+
+impl Drop for Chunk {
+    fn drop(&mut self) {
+        // SAFETY: allocated with this layout, and no array is left that lies in it.
+        unsafe { dealloc(self.memory, self.layout) };
+    }
+}
+
+impl Chunk {
+    fn new(bytes: usize) -> Chunk {
+        let layout = bytes
+            .checked_add(HUGE_PAGE)
+            .map(|size| Layout::from_size_align(size, 1));
+        let Some(Ok(layout)) = layout else {
+            panic!("{bytes} bytes cannot be allocated");
+        };
+        // An alignment asked of the allocator would make it write zeros to all of it.
+        // SAFETY: the layout's size is not zero.
+        let memory = unsafe { alloc_zeroed(layout) };
+        if memory.is_null() {
+            handle_alloc_error(layout);
+        }
+        let start = memory.wrapping_add(memory.align_offset(HUGE_PAGE));
+        Chunk { memory, layout, start }
+    }
+}
+
+/// So many bytes, at most [`CHUNK`], zero, in a chunk that others have parts of.
+fn share(bytes: usize) -> (Arc<Chunk>, *mut u8) {
+    /// The chunk that small arrays are cut from, and how much of it is given out.
+    static OPEN: Mutex<Option<(Arc<Chunk>, usize)>> = Mutex::new(None);
+    let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+    let roomy = open.take().filter(|(_, used)| used + bytes <= CHUNK);
+    let (chunk, used) = open.insert(roomy.unwrap_or_else(|| {
+        let chunk = Chunk::new(CHUNK);
+        want_huge_pages(chunk.start, CHUNK);
+        (Arc::new(chunk), 0)
+    }));
+    let start = chunk.start.wrapping_add(*used);
+    *used += bytes;
+    (Arc::clone(chunk), start)
+}
+
+/// Asks the system to back memory by huge pages, before it is first written to.
+pub fn want_huge_pages(start: *mut u8, bytes: usize) {
     #[cfg(target_os = "linux")]
-    if size_of_val(data) >= HUGE_LEAST {
-        let start = (data.as_ptr() as usize).next_multiple_of(PAGE);
-        let end = (data.as_ptr() as usize + size_of_val(data)) / PAGE * PAGE;
-        // SAFETY: whole pages within the array; the advice changes nothing but how they are backed. Where there are no huge
-        // pages it is refused, and nothing is lost.
-        unsafe { libc::madvise(start as *mut libc::c_void, end - start, libc::MADV_HUGEPAGE) };
+    if bytes >= HUGE_PAGE {
+        let from = (start as usize).next_multiple_of(PAGE);
+        let to = (start as usize + bytes) / PAGE * PAGE;
+        // SAFETY: whole pages; the advice changes nothing but how they are backed. Where there are no huge pages it is refused,
+        // and nothing is lost.
+        unsafe { libc::madvise(from as *mut libc::c_void, to - from, libc::MADV_HUGEPAGE) };
     }
-}
-
-/// `len` zeros from the allocator's zeroed pages. `vec![zero; len]` would write to all of them for types that the standard
-/// library does not know to be zero bits.
-fn zeros<E: ZeroBits>(len: usize) -> Vec<E> {
-    let layout = match Layout::array::<E>(len) {
-        Ok(layout) if layout.size() > 0 => layout,
-        _ => panic!("{len} elements of {} bytes cannot be allocated", size_of::<E>()),
-    };
-    // SAFETY: the layout's size is not zero.
-    let start = unsafe { alloc_zeroed(layout) };
-    if start.is_null() {
-        handle_alloc_error(layout);
-    }
-    // SAFETY: the global allocator gave this memory with the layout of an array of `len` elements, and all are zero
-    // bits, which is a value of the type.
-    unsafe { Vec::from_raw_parts(start.cast(), len, len) }
 }
 
 impl<E> Deref for Aligned<E> {
     type Target = [E];
     fn deref(&self) -> &[E] {
-        &self.data[self.start..self.start + self.len]
+        // SAFETY: this array's own elements, aligned and initialised to zero bits, which its maker knows to be values.
+        unsafe { std::slice::from_raw_parts(self.start, self.len) }
     }
 }
 
 impl<E> DerefMut for Aligned<E> {
     fn deref_mut(&mut self) -> &mut [E] {
-        &mut self.data[self.start..self.start + self.len]
+        // SAFETY: as above.
+        unsafe { std::slice::from_raw_parts_mut(self.start, self.len) }
     }
 }
 
@@ -119,6 +202,30 @@ mod tests {
             let halves = Aligned::<Bf16>::new(len);
             assert!(halves.iter().all(|x| x.0 == 0));
             assert_eq!((halves.len(), halves.as_ptr() as usize % LINE), (len, 0));
+        }
+    }
+
+    /// Small ones share chunks, large ones have their own; none overlaps another, whichever go first.
+    #[test]
+    fn arrays_of_all_sizes_keep_what_they_hold() {
+        let mut kept = Vec::new();
+        for round in 0..200usize {
+            let len = [1, 100, 70_000, CHUNK / 3, CHUNK][round % 5];
+            let make = [Aligned::<u8>::new, Aligned::sparse][round % 7 / 6];
+            let mut numbers = make(len);
+            let ends = [0, len - 1];
+            assert!(ends.iter().all(|i| numbers[*i] == 0), "round {round}");
+            ends.iter().for_each(|i| numbers[*i] = round as u8);
+            kept.push((round, numbers));
+            if round % 3 == 0 {
+                kept.swap_remove(round % kept.len());
+            }
+            for (round, numbers) in &kept {
+                assert!(
+                    numbers.first() == numbers.last() && numbers[0] == *round as u8,
+                    "round {round}"
+                );
+            }
         }
     }
 }

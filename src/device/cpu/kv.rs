@@ -69,9 +69,9 @@ impl KvPool {
             KvFormat::Int8 => Store::Int8(Int8Pages {
                 keys: Aligned::new(values),
                 values: Aligned::new(values),
-                key_scales: Aligned::new(tokens),
-                value_scales: Aligned::new(tokens),
-                value_tops: Aligned::new(tokens),
+                key_scales: Aligned::sparse(tokens),
+                value_scales: Aligned::sparse(tokens),
+                value_tops: Aligned::sparse(tokens),
             }),
         };
         KvPool { blocks, heads, store }

@@ -5,7 +5,7 @@
 
 use rayon::prelude::*;
 
-use super::aligned::{Aligned, want_huge_pages};
+use super::aligned::Aligned;
 use super::bf16;
 use super::int8::{K_MAX, K_STEP, OFFSET, QUAD};
 use super::math::round_bf16;
@@ -146,7 +146,6 @@ impl Int8Panels {
         if panels.data.is_empty() {
             return Ok(panels);
         }
-        want_huge_pages(&panels.data);
         let data = panels.data.par_chunks_mut(PANEL * depth);
         let scales = panels.scales.par_chunks_mut(PANEL);
         let offsets = panels.offsets.par_chunks_mut(PANEL);
@@ -231,7 +230,6 @@ fn pack_as<E: Element>(
     if packed.is_empty() {
         return Ok(packed);
     }
-    want_huge_pages(&packed);
     packed.par_chunks_mut(depth * PANEL).enumerate().try_for_each_init(
         || vec![0.0f32; columns],
         |row_values, (panel, out)| {

@@ -126,7 +126,7 @@ impl Buffer {
     fn reshape(&mut self, rows: usize, width: usize) {
         if self.data.capacity() < rows * width {
             self.data = Vec::with_capacity(rows * width);
-            aligned::want_huge_pages(self.data.spare_capacity_mut());
+            aligned::want_huge_pages(self.data.as_mut_ptr().cast(), rows * width * size_of::<f32>());
         }
         self.data.resize(rows * width, 0.0);
         (self.rows, self.width, self.quantized) = (rows, width, None);

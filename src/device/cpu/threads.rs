@@ -54,8 +54,8 @@ struct Apart<T>(T);
 struct Shared {
     /// The region's number, helpers that are in, and [`OPEN`].
     state: Apart<AtomicU64>,
-    /// The next task.
-    next: Apart<AtomicUsize>,
+    /// The next task of each thread's range.
+    next: Vec<Apart<AtomicUsize>>,
     /// Written only while the region is closed and no helper is in; read only by helpers that are in.
     region: UnsafeCell<Option<Region>>,
     asleep: Vec<AtomicBool>,
@@ -76,18 +76,40 @@ unsafe impl Sync for Shared {}
 // SAFETY: as above.
 unsafe impl Send for Shared {}
 
-/// Tasks of a region, each handed out once, to whichever thread asks first.
+/// Tasks of a region, each handed out once: first those of the thread's own range, so that what it reads lies together, then what
+/// others have left.
 pub struct Tasks<'a> {
-    next: &'a AtomicUsize,
+    next: &'a [Apart<AtomicUsize>],
     tasks: usize,
+    thread: usize,
+    /// Ranges seen empty, from the thread's own on.
+    empty: usize,
+}
+
+/// Where a thread's range begins.
+fn start(tasks: usize, thread: usize, threads: usize) -> usize {
+    tasks * thread / threads
 }
 
 impl Iterator for Tasks<'_> {
     type Item = usize;
 
     fn next(&mut self) -> Option<usize> {
-        let task = self.next.fetch_add(1, Ordering::Relaxed);
-        (task < self.tasks).then_some(task)
+        let threads = self.next.len();
+        while self.empty < threads {
+            let whose = (self.thread + self.empty) % threads;
+            let end = start(self.tasks, whose + 1, threads);
+            let next = &self.next[whose].0;
+            // Looking first leaves the line of an empty range where it is.
+            if next.load(Ordering::Relaxed) < end {
+                let task = next.fetch_add(1, Ordering::Relaxed);
+                if task < end {
+                    return Some(task);
+                }
+            }
+            self.empty += 1;
+        }
+        None
     }
 }
 
@@ -116,7 +138,7 @@ impl Threads {
         let helpers = count.max(1) - 1;
         let shared = Arc::new(Shared {
             state: Apart(AtomicU64::new(0)),
-            next: Apart(AtomicUsize::new(0)),
+            next: (0..=helpers).map(|_| Apart(AtomicUsize::new(0))).collect(),
             region: UnsafeCell::new(None),
             asleep: (0..helpers).map(|_| AtomicBool::new(false)).collect(),
             leave: AtomicBool::new(false),
@@ -201,7 +223,9 @@ impl Threads {
         let job_always: *const Job<'static> = unsafe { std::mem::transmute(std::ptr::from_ref(job)) };
         // SAFETY: the region before is closed, no helper is in, and this thread has the turn.
         unsafe { *shared.region.get() = Some(Region { job: job_always, tasks }) };
-        shared.next.0.store(0, Ordering::Relaxed);
+        for (thread, next) in shared.next.iter().enumerate() {
+            next.0.store(start(tasks, thread, shared.next.len()), Ordering::Relaxed);
+        }
         let number = (shared.state.0.load(Ordering::Relaxed) & !(NUMBER - 1)).wrapping_add(NUMBER);
         // In one order with `asleep`: either the helper sees the region, or it is seen asleep.
         shared.state.0.store(number | OPEN, Ordering::SeqCst);
@@ -225,8 +249,15 @@ impl Threads {
 
 /// All tasks on the calling thread.
 fn alone(tasks: usize, job: impl Fn(usize, Tasks<'_>)) {
-    let next = AtomicUsize::new(0);
-    job(0, Tasks { next: &next, tasks });
+    job(
+        0,
+        Tasks {
+            next: &[Apart(AtomicUsize::new(0))],
+            tasks,
+            thread: 0,
+            empty: 0,
+        },
+    );
 }
 
 /// The shortest wait, and after some of them one that lets others go first.
@@ -250,8 +281,15 @@ impl Shared {
         }
         WITHIN.set(true);
         let _leave = Leave;
-        let next = &self.next.0;
-        job(thread, Tasks { next, tasks });
+        job(
+            thread,
+            Tasks {
+                next: &self.next,
+                tasks,
+                thread,
+                empty: 0,
+            },
+        );
     }
 
     /// A helper's life.
