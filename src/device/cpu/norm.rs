@@ -128,6 +128,7 @@ pub(super) fn add_norm_rows(op: &Op<'_>, rows: &[u32], residual: &Buffer, out: &
 mod tests {
     use super::*;
     use crate::device::cpu::isa::Isa;
+    use crate::device::cpu::quantize::{Quantized, quantize};
     use crate::device::cpu::testing::{buffer, numbers, on};
 
     #[test]
@@ -161,6 +162,11 @@ mod tests {
                 let mut picked = Buffer::default();
                 add_norm_rows(&op, &[rows as u32 - 1], &buffer(&x, rows, width), &mut picked);
                 assert_eq!(picked.row(0), out.row(rows - 1));
+                let op = Op { quantize: true, ..op };
+                let (mut bytes, mut want) = (Buffer::default(), Quantized::default());
+                add_norm(&op, &mut buffer(&x, rows, width), &mut bytes);
+                quantize(on(isa), &out, &mut want);
+                assert_eq!(bytes.quantized, Some(want), "{isa:?}");
                 assert_eq!(*first.get_or_insert_with(|| out.data.clone()), out.data, "{isa:?}");
             }
         }

@@ -13,7 +13,7 @@ use super::{Buffer, On};
 const LEAST: f32 = 1e-30;
 
 /// Quantized rows.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct Quantized {
     /// Tile by tile as [`int8::is_packed`](super::int8::is_packed) says, each row padded by zeros (128) to `stride` bytes.
     pub data: Vec<u8>,
