@@ -134,7 +134,7 @@ impl Transformer<Cpu> {
     pub fn watch(
         &mut self,
         batch: &StepBatch,
-        see: impl FnMut(usize, Activations, &cpu::Buffer) + Send,
+        see: impl FnMut(usize, Activations, &cpu::Buffer),
     ) -> Result<(), ForwardError> {
         self.check(batch).map_err(ForwardError::Device)?;
         self.run(batch, see);
@@ -299,7 +299,7 @@ impl<D: Device> Transformer<D> {
 
     /// Runs a checked batch. `see` is shown the activations that each layer's
     /// linear operations read.
-    fn run(&mut self, batch: &StepBatch, mut see: impl FnMut(usize, Activations, &D::Buffer) + Send) {
+    fn run(&mut self, batch: &StepBatch, mut see: impl FnMut(usize, Activations, &D::Buffer)) {
         let Transformer {
             device,
             config,

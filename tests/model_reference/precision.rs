@@ -1,10 +1,11 @@
 //! How far the cheap precisions are from F32, and that in 8 bits, too, a row does not depend on how it was computed.
 
+use std::sync::Arc;
+
 use gristmill::device::{KvFormat, Precision, cpu};
 use gristmill::model::config::Config;
 use gristmill::model::weights::Weights;
 use gristmill::model::{Channels, LoadOptions, Transformer};
-use std::sync::Arc;
 
 use super::harness::{Altered, MODELS, Reference, Runner, folder, in_chunks, options};
 

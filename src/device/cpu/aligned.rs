@@ -56,28 +56,23 @@ impl<E: ZeroBits> Aligned<E> {
     pub fn new(len: usize) -> Aligned<E> {
         let bytes = Self::bytes(len);
         if bytes > CHUNK / 2 {
-            let chunk = Chunk::new(bytes);
-            want_huge_pages(chunk.start, bytes);
-            return Aligned::all_of(chunk, len);
-        }
-        let (chunk, start) = share(bytes);
-        Aligned {
-            _chunk: chunk,
-            start: start.cast(),
-            len,
-            owns: PhantomData,
+            Aligned::at(Arc::new(Chunk::huge(bytes)), 0, len)
+        } else {
+            let (chunk, from) = share(bytes);
+            Aligned::at(chunk, from, len)
         }
     }
 
     /// As [`new`](Self::new), on small pages: for what is written in a few places.
     pub fn sparse(len: usize) -> Aligned<E> {
-        Aligned::all_of(Chunk::new(Self::bytes(len)), len)
+        Aligned::at(Arc::new(Chunk::new(Self::bytes(len))), 0, len)
     }
 
-    fn all_of(chunk: Chunk, len: usize) -> Aligned<E> {
+    /// From byte `from` of the chunk on, which nobody else has.
+    fn at(chunk: Arc<Chunk>, from: usize, len: usize) -> Aligned<E> {
         Aligned {
-            start: chunk.start.cast(),
-            _chunk: Arc::new(chunk),
+            start: chunk.start.wrapping_add(from).cast(),
+            _chunk: chunk,
             len,
             owns: PhantomData,
         }
@@ -129,22 +124,24 @@ impl Chunk {
         let start = memory.wrapping_add(memory.align_offset(HUGE_PAGE));
         Chunk { memory, layout, start }
     }
+
+    fn huge(bytes: usize) -> Chunk {
+        let chunk = Chunk::new(bytes);
+        want_huge_pages(chunk.start, bytes);
+        chunk
+    }
 }
 
-/// So many bytes, at most [`CHUNK`], zero, in a chunk that others have parts of.
-fn share(bytes: usize) -> (Arc<Chunk>, *mut u8) {
+/// A chunk that others have parts of, and from which byte on so many, at most [`CHUNK`], are the caller's.
+fn share(bytes: usize) -> (Arc<Chunk>, usize) {
     /// The chunk that small arrays are cut from, and how much of it is given out.
     static OPEN: Mutex<Option<(Arc<Chunk>, usize)>> = Mutex::new(None);
     let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
     let roomy = open.take().filter(|(_, used)| used + bytes <= CHUNK);
-    let (chunk, used) = open.insert(roomy.unwrap_or_else(|| {
-        let chunk = Chunk::new(CHUNK);
-        want_huge_pages(chunk.start, CHUNK);
-        (Arc::new(chunk), 0)
-    }));
-    let start = chunk.start.wrapping_add(*used);
+    let (chunk, used) = open.insert(roomy.unwrap_or_else(|| (Arc::new(Chunk::huge(CHUNK)), 0)));
+    let from = *used;
     *used += bytes;
-    (Arc::clone(chunk), start)
+    (Arc::clone(chunk), from)
 }
 
 /// Asks the system to back memory by huge pages, before it is first written to.

@@ -570,6 +570,13 @@ mod tests {
     use crate::device::cpu::testing::{buffer, bytes_of, numbers, on, on_threads};
     use crate::device::{Dtype, Precision, Tensor};
 
+    /// What a linear operation makes of `x`.
+    fn product_of(on: On<'_>, matrix: &Matrix, width: usize, finish: Finish<'_>, x: &Buffer) -> Buffer {
+        let mut out = Buffer::default();
+        linear(on, matrix, width, finish, x, &mut out, &mut PackedRows::default());
+        out
+    }
+
     fn check(isa: Isa, threads: usize, m: usize, n: usize, k: usize, dtype: Dtype, with_bias: bool) -> Vec<u32> {
         let data = bytes_of(&numbers(n as u64, n * k), dtype);
         let matrix = Matrix::pack(
@@ -588,16 +595,7 @@ mod tests {
             bias: with_bias.then_some(&bias[..]),
             round: false,
         };
-        let mut out = Buffer::default();
-        linear(
-            on_threads(isa, threads),
-            &matrix,
-            n,
-            finish,
-            &x,
-            &mut out,
-            &mut PackedRows::default(),
-        );
+        let out = product_of(on_threads(isa, threads), &matrix, n, finish, &x);
         let mut row = vec![0.0; k];
         for (j, bias) in bias.iter().enumerate() {
             matrix.read_row(j, &mut row);
@@ -667,16 +665,7 @@ mod tests {
                     bias: Some(&bias),
                     round: false,
                 };
-                let mut out = Buffer::default();
-                linear(
-                    on_threads(isa, threads),
-                    &matrix,
-                    width,
-                    finish,
-                    &x,
-                    &mut out,
-                    &mut PackedRows::default(),
-                );
+                let out = product_of(on_threads(isa, threads), &matrix, width, finish, &x);
                 let all = first.get_or_insert_with(|| out.data.clone());
                 for i in 0..m {
                     assert_eq!(out.row(i), &all[i * n..][..width], "{isa:?} {m}x{n}x{k} row {i}");
@@ -723,17 +712,7 @@ mod tests {
                         round,
                     };
                     let x = buffer(values, values.len() / k, k);
-                    let mut out = Buffer::default();
-                    linear(
-                        on_threads(isa, threads),
-                        &matrix,
-                        width,
-                        finish,
-                        &x,
-                        &mut out,
-                        &mut PackedRows::default(),
-                    );
-                    out
+                    product_of(on_threads(isa, threads), &matrix, width, finish, &x)
                 };
                 let whole = run(2, n, false, &values);
                 for (i, got) in whole.data.iter().enumerate() {
@@ -773,20 +752,11 @@ mod tests {
         let bias = numbers(7, n);
         for i in 0..m {
             let one = buffer(&x[i * k..(i + 1) * k], 1, k);
-            let mut out = Buffer::default();
             let finish = Finish {
                 bias: Some(&bias),
                 round: false,
             };
-            linear(
-                on(Isa::detect()),
-                &matrix,
-                n,
-                finish,
-                &one,
-                &mut out,
-                &mut PackedRows::default(),
-            );
+            let out = product_of(on(Isa::detect()), &matrix, n, finish, &one);
             let bits: Vec<u32> = out.data.iter().map(|x| x.to_bits()).collect();
             assert_eq!(bits, whole[i * n..(i + 1) * n], "row {i}");
         }
@@ -803,29 +773,12 @@ mod tests {
         };
         let matrix = Matrix::pack(&[tensor], Precision::F32).unwrap();
         let x = buffer(&numbers(2, 2 * 4), 2, 4);
-        let (mut all, mut some) = (Buffer::default(), Buffer::default());
         let finish = Finish {
             bias: None,
             round: false,
         };
-        linear(
-            on(Isa::detect()),
-            &matrix,
-            20,
-            finish,
-            &x,
-            &mut all,
-            &mut PackedRows::default(),
-        );
-        linear(
-            on(Isa::detect()),
-            &matrix,
-            18,
-            finish,
-            &x,
-            &mut some,
-            &mut PackedRows::default(),
-        );
+        let all = product_of(on(Isa::detect()), &matrix, 20, finish, &x);
+        let some = product_of(on(Isa::detect()), &matrix, 18, finish, &x);
         assert_eq!(some.width, 18);
         for i in 0..2 {
             assert_eq!(some.row(i), &all.row(i)[..18]);
