@@ -1,0 +1,87 @@
+// Instructions that C++ has no words for, a function each. Tests bring a version of this file that a CPU runs.
+#pragma once
+
+// Shared memory whose size the launch says.
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
+
+__device__ inline float bits_to_float(unsigned int bits) {
+    return __uint_as_float(bits);
+}
+
+__device__ inline unsigned int float_to_bits(float x) {
+    return __float_as_uint(x);
+}
+
+__device__ inline unsigned short float_to_bf16(float x) {
+    unsigned short bits;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+    return bits;
+}
+
+#if __CUDA_ARCH__ >= 890
+// To two E4M3, `low` in the lower byte; what is beyond 448 becomes 448.
+__device__ inline unsigned short floats_to_e4m3(float low, float high) {
+    unsigned short bits;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bits) : "f"(high), "f"(low));
+    return bits;
+}
+#endif
+
+__device__ inline float shuffle_xor(float x, int lanes) {
+    return __shfl_xor_sync(0xffffffffu, x, lanes);
+}
+
+// Where a pointer points in shared memory.
+__device__ inline unsigned int shared_address(const void* pointer) {
+    return (unsigned int)__cvta_generic_to_shared(pointer);
+}
+
+// Begins to copy 16 bytes to shared memory; zeros where `bytes` is 0 instead of 16.
+__device__ inline void copy_async(void* to, const void* from, int bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
+}
+
+// What this thread has begun to copy since the last call is a group.
+__device__ inline void copy_group() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits until at most `LEFT` of this thread's groups are not done.
+template <int LEFT> __device__ inline void copy_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
+
+// Four matrices of 8 rows of 16 bytes, whose rows lanes 0 to 7, 8 to 15, 16 to 23, 24 to 31 point to. Lane l gets bytes
+// 4 (l % 4) to 4 (l % 4) + 3 of row l / 4 of each.
+__device__ inline void load_matrices(unsigned int (&out)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
+// c += a b of a warp: 16 x 32 times 32 x 8 bytes, or 16 x 16 times 16 x 8 BF16. With g = lane / 4 and t = lane % 4: a[0] and a[2]
+// are row g, a[1] and a[3] row g + 8; a[0], a[1] and b[0] bytes 4 t on of the row (of b's column g), the others 16 bytes further;
+// c[0], c[1] are row g, columns 2 t and 2 t + 1, and c[2], c[3] row g + 8. (PTX ISA, "Matrix Fragments for mma.m16n8k32".)
+__device__ inline void multiply(int (&c)[4], const unsigned int (&a)[4], const unsigned int* b) {
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+struct E4m3 {};
+struct Bf16Pairs {};
+
+#if __CUDA_ARCH__ >= 890
+__device__ inline void multiply(E4m3, float (&c)[4], const unsigned int (&a)[4], const unsigned int* b) {
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+#endif
+
+__device__ inline void multiply(Bf16Pairs, float (&c)[4], const unsigned int (&a)[4], const unsigned int* b) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}

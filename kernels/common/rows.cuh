@@ -1,0 +1,89 @@
+// A row of numbers in the registers of a block: a thread holds vectors of eight, THREADS vectors apart. WIDTH is a multiple of 8.
+//
+// OUTPUT: 0 INT8, 1 FP8 (E4M3), 2 BF16: how the row is written.
+#pragma once
+#include "types.cuh"
+
+#define THREADS 128
+#define WARPS (THREADS / 32)
+#define VECTORS ((WIDTH / 8 + THREADS - 1) / THREADS)
+
+// Rows whose largest magnitude is below it are zero: its inverse would overflow.
+#define LEAST 1e-30f
+
+struct Row {
+    float values[VECTORS * 8];
+};
+
+// First column of a thread's vector `v`; beyond the row where it has none.
+__device__ inline int column_of(int v) {
+    return (v * THREADS + int(threadIdx.x)) * 8;
+}
+
+__device__ inline void unpack(const Vec16& from, float* to) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) to[i] = widen(Bf16{u16(from.words[i / 2] >> i % 2 * 16)});
+}
+
+__device__ inline Vec16 pack(const float* from) {
+    Vec16 to;
+#pragma unroll
+    for (int i = 0; i < 4; i++) to.words[i] = to_bf16_pair(from[2 * i], from[2 * i + 1]);
+    return to;
+}
+
+// Reduces over the block by `op`, which takes numbers in any order. `scratch`: [WARPS], for this call alone.
+template <class Op> __device__ inline float reduce(float x, float* scratch, Op op) {
+#pragma unroll
+    for (int lanes = 16; lanes > 0; lanes /= 2) x = op(x, shuffle_xor(x, lanes));
+    if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
+    __syncthreads();
+    x = scratch[0];
+#pragma unroll
+    for (int w = 1; w < WARPS; w++) x = op(x, scratch[w]);
+    return x;
+}
+
+// Writes the row: BF16, or eight bits and its scale. A value that is not finite makes the scale NaN, so that it shows in the logits.
+__device__ inline void write_row(const Row& row, void* out, float* scales, float* scratch) {
+    u64 at = u64(blockIdx.x) * WIDTH;
+#if OUTPUT == 2
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++)
+        if (column_of(v) < WIDTH) *(Vec16*)((Bf16*)out + at + column_of(v)) = pack(row.values + v * 8);
+#else
+    const float top = OUTPUT == 0 ? 127.0f : 448.0f;
+    float most = 0, not_finite = 0;
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++)
+        if (column_of(v) < WIDTH)
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                float x = row.values[v * 8 + i];
+                most = fmaxf(most, fabsf(x));
+                not_finite = fmaf(x, 0.0f, not_finite);
+            }
+    // NaN is passed on by no maximum.
+    most = reduce(not_finite == 0 ? most : bits_to_float(0x7f800000), scratch, [](float a, float b) { return fmaxf(a, b); });
+    bool finite = most < bits_to_float(0x7f800000);
+    float inverse = most < LEAST || !finite ? 0.0f : top / most;
+    if (threadIdx.x == 0) scales[blockIdx.x] = !finite ? bits_to_float(0x7fc00000) : most < LEAST ? 0.0f : most / top;
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++) {
+        if (column_of(v) >= WIDTH) continue;
+        u32 words[2];
+#pragma unroll
+        for (int w = 0; w < 2; w++) {
+            const float* x = row.values + v * 8 + w * 4;
+#if OUTPUT == 0
+            words[w] = 0;
+#pragma unroll
+            for (int i = 0; i < 4; i++) words[w] |= (float_to_bits(fmaf(x[i], inverse, 12582912.0f)) & 0xff) << i * 8;
+#else
+            words[w] = u32(floats_to_e4m3(x[0] * inverse, x[1] * inverse)) | u32(floats_to_e4m3(x[2] * inverse, x[3] * inverse)) << 16;
+#endif
+        }
+        *(u64*)((u8*)out + at + column_of(v)) = u64(words[0]) | u64(words[1]) << 32;
+    }
+#endif
+}

@@ -1,0 +1,24 @@
+// silu(gate) * up (Shazeer 2020, SwiGLU), in BF16 or quantized by row, a block a row.
+//
+// WIDTH, OUTPUT: see rows.cuh. gate_up: [rows][gate: WIDTH, up: WIDTH] BF16.
+#include "ptx.cuh"
+#include "rows.cuh"
+
+extern "C" __global__ void __launch_bounds__(THREADS) gated(const Bf16* gate_up, void* out, float* scales) {
+    __shared__ float scratch[WARPS];
+    const Bf16* from = gate_up + u64(blockIdx.x) * 2 * WIDTH;
+    Row row;
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++) {
+        if (column_of(v) >= WIDTH) continue;
+        float gate[8], up[8];
+        unpack(*(const Vec16*)(from + column_of(v)), gate);
+        unpack(*(const Vec16*)(from + WIDTH + column_of(v)), up);
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            float silu = gate[i] / (1.0f + expf(-gate[i]));
+            row.values[v * 8 + i] = round_bf16(round_bf16(silu) * up[i]);
+        }
+    }
+    write_row(row, out, scales, scratch);
+}

@@ -1,0 +1,14 @@
+// Rows in eight bits with a scale each, a block a row: what attention leaves, for the output projection.
+//
+// WIDTH, OUTPUT: see rows.cuh. x: [rows][WIDTH] BF16.
+#include "ptx.cuh"
+#include "rows.cuh"
+
+extern "C" __global__ void __launch_bounds__(THREADS) quantize(const Bf16* x, void* out, float* scales) {
+    __shared__ float scratch[WARPS];
+    Row row;
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++)
+        if (column_of(v) < WIDTH) unpack(*(const Vec16*)(x + u64(blockIdx.x) * WIDTH + column_of(v)), row.values + v * 8);
+    write_row(row, out, scales, scratch);
+}

@@ -1,0 +1,139 @@
+// What kernels/common/ptx.cuh says, in C++.
+#pragma once
+#include "emulator.h"
+
+inline float bits_to_float(unsigned int bits) {
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return x;
+}
+
+inline unsigned int float_to_bits(float x) {
+    unsigned int bits;
+    std::memcpy(&bits, &x, 4);
+    return bits;
+}
+
+inline unsigned short float_to_bf16(float x) {
+    unsigned int bits;
+    std::memcpy(&bits, &x, 4);
+    if (x != x) return 0x7fff;
+    return (unsigned short)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+inline unsigned char float_to_e4m3(float x) {
+    unsigned char sign = std::signbit(x) ? 0x80 : 0;
+    if (x != x) return sign | 0x7f;
+    float a = std::fabs(x);
+    if (a >= 448.0f) return sign | 0x7e;
+    int exponent;
+    std::frexp(a, &exponent);
+    int power = exponent - 1 < -6 ? -6 : exponent - 1;
+    int steps = (int)std::nearbyint(std::ldexp(a, 3 - power));
+    if (steps == 16) {
+        power += 1;
+        steps = 8;
+    }
+    if (steps < 8) return sign | (unsigned char)steps;
+    return sign | (unsigned char)((power + 7) << 3 | (steps - 8));
+}
+
+inline float e4m3_to_float(unsigned char x) {
+    int power = x >> 3 & 15, steps = x & 7;
+    if ((x & 0x7f) == 0x7f) return NAN;
+    float a = power == 0 ? std::ldexp((float)steps, -9) : std::ldexp((float)(8 + steps), power - 10);
+    return x & 0x80 ? -a : a;
+}
+
+inline unsigned short floats_to_e4m3(float low, float high) {
+    return (unsigned short)(float_to_e4m3(low) | float_to_e4m3(high) << 8);
+}
+
+inline float shuffle_xor(float x, int lanes) {
+    return emulator::exchange(x, emulator::self().lane ^ lanes);
+}
+
+inline void copy_async(void* to, const void* from, int bytes) {
+    emulator::Copy copy{to, {}};
+    std::memcpy(copy.bytes, from, bytes);
+    emulator::copies().open.push_back(copy);
+}
+
+inline void copy_group() {
+    emulator::Copies& copies = emulator::copies();
+    copies.groups.push_back(std::move(copies.open));
+    copies.open.clear();
+}
+
+template <int LEFT> inline void copy_wait() {
+    auto& groups = emulator::copies().groups;
+    while (groups.size() > LEFT) {
+        for (auto& copy : groups.front()) std::memcpy(copy.to, copy.bytes, 16);
+        groups.erase(groups.begin());
+    }
+}
+
+inline void load_matrices(unsigned int (&out)[4], const void* row) {
+    unsigned int address[2];
+    std::memcpy(address, &row, 8);
+    const auto& rows = emulator::gather<2>(address);
+    unsigned lane = emulator::self().lane;
+    for (unsigned matrix = 0; matrix < 4; matrix++) {
+        const unsigned char* from;
+        std::memcpy(&from, rows.of[matrix * 8 + lane / 4], 8);
+        std::memcpy(&out[matrix], from + lane % 4 * 4, 4);
+    }
+}
+
+namespace emulator {
+// Byte `k` of row or column `at` among the fragments of all lanes.
+inline unsigned char byte_of_a(const Words<6>& all, int row, int k) {
+    unsigned int word = all.of[row % 8 * 4 + k % 16 / 4][k / 16 * 2 + row / 8];
+    return (unsigned char)(word >> k % 4 * 8);
+}
+inline unsigned char byte_of_b(const Words<6>& all, int column, int k) {
+    return (unsigned char)(all.of[column * 4 + k % 16 / 4][4 + k / 16] >> k % 4 * 8);
+}
+// Adds to a lane's four sums; `product` multiplies byte k on of two rows of 32 bytes.
+template <class Sum, class Product> void multiply(Sum (&c)[4], const unsigned int (&a)[4], const unsigned int* b, Product product) {
+    unsigned int mine[6] = {a[0], a[1], a[2], a[3], b[0], b[1]};
+    const auto& all = gather<6>(mine);
+    int lane = self().lane;
+    for (int i = 0; i < 4; i++) {
+        unsigned char x[32], w[32];
+        for (int k = 0; k < 32; k++) {
+            x[k] = byte_of_a(all, lane / 4 + i / 2 * 8, k);
+            w[k] = byte_of_b(all, lane % 4 * 2 + i % 2, k);
+        }
+        c[i] += product(x, w);
+    }
+}
+}  // namespace emulator
+
+inline void multiply(int (&c)[4], const unsigned int (&a)[4], const unsigned int* b) {
+    emulator::multiply(c, a, b, [](const unsigned char* x, const unsigned char* w) {
+        int sum = 0;
+        for (int k = 0; k < 32; k++) sum += (signed char)x[k] * (signed char)w[k];
+        return sum;
+    });
+}
+
+struct E4m3 {};
+struct Bf16Pairs {};
+
+inline void multiply(E4m3, float (&c)[4], const unsigned int (&a)[4], const unsigned int* b) {
+    emulator::multiply(c, a, b, [](const unsigned char* x, const unsigned char* w) {
+        float sum = 0;
+        for (int k = 0; k < 32; k++) sum += e4m3_to_float(x[k]) * e4m3_to_float(w[k]);
+        return sum;
+    });
+}
+
+inline void multiply(Bf16Pairs, float (&c)[4], const unsigned int (&a)[4], const unsigned int* b) {
+    emulator::multiply(c, a, b, [](const unsigned char* x, const unsigned char* w) {
+        float sum = 0;
+        for (int k = 0; k < 32; k += 2)
+            sum += bits_to_float((unsigned)(x[k] | x[k + 1] << 8) << 16) * bits_to_float((unsigned)(w[k] | w[k + 1] << 8) << 16);
+        return sum;
+    });
+}
