@@ -31,6 +31,14 @@ __device__ inline float shuffle_xor(float x, int lanes) {
     return __shfl_xor_sync(0xffffffffu, x, lanes);
 }
 
+__device__ inline void add_shared(unsigned int* to, unsigned int x) {
+    atomicAdd(to, x);
+}
+
+__device__ inline void add_shared(unsigned long long* to, unsigned long long x) {
+    atomicAdd(to, x);
+}
+
 // Where a pointer points in shared memory.
 __device__ inline unsigned int shared_address(const void* pointer) {
     return (unsigned int)__cvta_generic_to_shared(pointer);

@@ -28,7 +28,7 @@ def compile(nvrtc, name, card, macros, headers):
     names = (ctypes.c_char_p * len(headers))(*[header.encode() for header in headers])
     source = (ROOT / "kernels" / f"{name}.cu").read_bytes()
     nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, f"{name}.cu".encode(), len(headers), sources, names)
-    options = [f"--gpu-architecture={card}", "--std=c++17", "--ptxas-options=-v", "--default-device"]
+    options = [f"--gpu-architecture={card}", "--std=c++17", "--ptxas-options=-v", "-default-device"]
     options += [f"-D{macro}={value}" for macro, value in macros.items()]
     passed = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
     failed = nvrtc.nvrtcCompileProgram(program, len(options), passed)

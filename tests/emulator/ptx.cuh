@@ -53,6 +53,14 @@ inline float shuffle_xor(float x, int lanes) {
     return emulator::exchange(x, emulator::self().lane ^ lanes);
 }
 
+inline void add_shared(unsigned int* to, unsigned int x) {
+    *to += x;
+}
+
+inline void add_shared(unsigned long long* to, unsigned long long x) {
+    *to += x;
+}
+
 inline void copy_async(void* to, const void* from, int bytes) {
     emulator::Copy copy{to, {}};
     std::memcpy(copy.bytes, from, bytes);
