@@ -10,7 +10,7 @@ import sys
 ROOT = pathlib.Path(__file__).parents[2]
 CARDS = ["sm_80", "sm_86", "sm_89", "sm_90a"]
 FORMATS = {"int8": 0, "fp8": 1, "bf16": 2}
-SHAPE = {"WIDTH": 4096, "HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "BLOCK": 64, "ROW_WARPS": 4, "WINDOW": 0}
+SHAPE = {"WIDTH": 4096, "HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "BLOCK": 64, "ROW_WARPS": 4, "WINDOW": 0, "CONSUMERS": 2}
 
 
 def load(folder):
@@ -47,6 +47,8 @@ def main():
     bad = False
     for name in names:
         for card in CARDS:
+            if name.endswith("_sm90") and card != "sm_90a":
+                continue
             for word, value in FORMATS.items():
                 if word == "fp8" and card in ("sm_80", "sm_86"):
                     continue

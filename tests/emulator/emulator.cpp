@@ -66,7 +66,7 @@ int launch(void (*body)(void*), void* context, const unsigned* grid, const unsig
     b.body_context = context;
     b.grid_size = {grid[0], grid[1], grid[2]};
     b.block_size = {size[0], size[1], size[2]};
-    b.shared.resize(shared + 256);
+    b.shared.resize(shared + 1024);
     for (unsigned at = 0; at < grid[0] * grid[1] * grid[2]; at++) {
         b.block_index = {at % grid[0], at / grid[0] % grid[1], at / grid[0] / grid[1]};
         // What nobody has written is a signalling nonsense.

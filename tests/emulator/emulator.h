@@ -41,7 +41,7 @@ struct Block {
     void (*body)(void*);
     void* body_context;
     Dim block_index, block_size, grid_size;
-    unsigned char* shared_start() { return (unsigned char*)(((uintptr_t)shared.data() + 127) & ~(uintptr_t)127); }
+    unsigned char* shared_start() { return (unsigned char*)(((uintptr_t)shared.data() + 1023) & ~(uintptr_t)1023); }
 };
 extern Block* block;
 

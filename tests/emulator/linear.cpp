@@ -1,8 +1,18 @@
+#ifdef CONSUMERS
+#include "hopper.cuh"
+#else
 #include "ptx.cuh"
+#endif
 #ifndef FORMAT
 #define FORMAT 0
 #endif
+#ifdef CONSUMERS
+#include "../../kernels/linear_sm90.cu"
+#define KERNEL linear_sm90
+#else
 #include "../../kernels/linear.cu"
+#define KERNEL linear
+#endif
 #include <chrono>
 namespace emulator { int launch(void (*)(void*), void*, const unsigned*, const unsigned*, size_t, unsigned); }
 int main(){
@@ -20,11 +30,18 @@ int main(){
   }};
   fill(x);fill(w);for(auto&v:rs)v=rand()/(float)RAND_MAX/127;for(auto&v:cs)v=rand()/(float)RAND_MAX/127;for(auto&v:bias)v=to_bf16(rand()/(float)RAND_MAX);
   const u8*xp=x.data(),*wp=w.data();const float*rsp=rs.data(),*csp=cs.data();const Bf16*bp=bias.data();Bf16*yp=y.data();
+#ifdef CONSUMERS
+  const u64 size=FORMAT==2?2:1;
+  TensorMap xm={{(u64)xp,(u64)rows,bytes/size,(u64)bytes,128/size,ROWS,size}},wm={{(u64)wp,(u64)columns,bytes/size,(u64)bytes,128/size,COLUMNS,size}};
+  void*args[]={&xm,&wm,&rsp,&csp,&bp,&yp,&rows,&columns,&bytes}; struct C{void**a;}c{args};
+  unsigned g[]={2,1,1},b[]={THREADS,1,1}; size_t sh=STAGES*(A_BYTES+B_BYTES)+1024;
+#else
   void*args[]={&xp,&wp,&rsp,&csp,&bp,&yp,&rows,&columns,&bytes}; struct C{void**a;}c{args};
-  unsigned g[]={(rows+127u)/128,(columns+127u)/128,1},b[]={256,1,1};
-  for(unsigned seed:{0u,1u,7u}){
+  unsigned g[]={(rows+127u)/128,(columns+127u)/128,1},b[]={256,1,1}; size_t sh=3*2*128*128;
+#endif
+  for(unsigned seed:{0u,1u,7u}){ for(auto&v:y)v=Bf16{0x7fff};
   auto t=std::chrono::steady_clock::now();
-  int rc=emulator::launch([](void*p){emulator::call(linear,((C*)p)->a);},&c,g,b,3*2*128*128,seed);
+  int rc=emulator::launch([](void*p){emulator::call(KERNEL,((C*)p)->a);},&c,g,b,sh,seed);
   double ms=std::chrono::duration<double>(std::chrono::steady_clock::now()-t).count()*1e3;
   double worst=0,most=0;
   for(int i=0;i<rows;i++)for(int j=0;j<columns;j++){double sum=0;

@@ -61,6 +61,10 @@ inline void add_shared(unsigned long long* to, unsigned long long x) {
     *to += x;
 }
 
+inline unsigned int shared_address(const void* pointer) {
+    return (unsigned int)((const unsigned char*)pointer - emulator::block->shared_start());
+}
+
 inline void copy_async(void* to, const void* from, int bytes) {
     emulator::Copy copy{to, {}};
     std::memcpy(copy.bytes, from, bytes);
@@ -118,30 +122,40 @@ template <class Sum, class Product> void multiply(Sum (&c)[4], const unsigned in
 }
 }  // namespace emulator
 
-inline void multiply(int (&c)[4], const unsigned int (&a)[4], const unsigned int* b) {
-    emulator::multiply(c, a, b, [](const unsigned char* x, const unsigned char* w) {
-        int sum = 0;
-        for (int k = 0; k < 32; k++) sum += (signed char)x[k] * (signed char)w[k];
-        return sum;
-    });
-}
-
 struct E4m3 {};
 struct Bf16Pairs {};
 
-inline void multiply(E4m3, float (&c)[4], const unsigned int (&a)[4], const unsigned int* b) {
-    emulator::multiply(c, a, b, [](const unsigned char* x, const unsigned char* w) {
-        float sum = 0;
-        for (int k = 0; k < 32; k++) sum += e4m3_to_float(x[k]) * e4m3_to_float(w[k]);
-        return sum;
-    });
+namespace emulator {
+// Products of two rows of 32 bytes.
+inline int int8_product(const unsigned char* x, const unsigned char* w) {
+    int sum = 0;
+    for (int k = 0; k < 32; k++) sum += (signed char)x[k] * (signed char)w[k];
+    return sum;
 }
+inline float e4m3_product(const unsigned char* x, const unsigned char* w) {
+    static const std::vector<float> values = [] {
+        std::vector<float> values(256);
+        for (int i = 0; i < 256; i++) values[i] = e4m3_to_float((unsigned char)i);
+        return values;
+    }();
+    float sum = 0;
+    for (int k = 0; k < 32; k++) sum += values[x[k]] * values[w[k]];
+    return sum;
+}
+inline float bf16_product(const unsigned char* x, const unsigned char* w) {
+    auto number = [](const unsigned char* b) { return bits_to_float((unsigned)(b[0] | b[1] << 8) << 16); };
+    float sum = 0;
+    for (int k = 0; k < 32; k += 2) sum += number(x + k) * number(w + k);
+    return sum;
+}
+}  // namespace emulator
 
+inline void multiply(int (&c)[4], const unsigned int (&a)[4], const unsigned int* b) {
+    emulator::multiply(c, a, b, emulator::int8_product);
+}
+inline void multiply(E4m3, float (&c)[4], const unsigned int (&a)[4], const unsigned int* b) {
+    emulator::multiply(c, a, b, emulator::e4m3_product);
+}
 inline void multiply(Bf16Pairs, float (&c)[4], const unsigned int (&a)[4], const unsigned int* b) {
-    emulator::multiply(c, a, b, [](const unsigned char* x, const unsigned char* w) {
-        float sum = 0;
-        for (int k = 0; k < 32; k += 2)
-            sum += bits_to_float((unsigned)(x[k] | x[k + 1] << 8) << 16) * bits_to_float((unsigned)(w[k] | w[k + 1] << 8) << 16);
-        return sum;
-    });
+    emulator::multiply(c, a, b, emulator::bf16_product);
 }

@@ -1,0 +1,102 @@
+// What kernels/common/hopper.cuh says, in C++.
+#pragma once
+#include "ptx.cuh"
+
+inline unsigned long long tile_descriptor(const void* tile) {
+    return shared_address(tile) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
+}
+
+inline void products_begin() {}
+inline void products_end() {}
+template <int LEFT> inline void products_wait() {}
+
+namespace emulator {
+// Where a byte lies that would lie at `offset` without the swizzle over 128 bytes.
+inline unsigned char* swizzled(unsigned offset) {
+    return block->shared_start() + (offset ^ (offset >> 7 & 7) << 4);
+}
+
+// Row `row`, byte `k` of a descriptor's tile.
+inline unsigned char byte_of(unsigned long long tile, int row, int k) {
+    unsigned start = (unsigned)(tile & 0x3fff) << 4, step = (unsigned)(tile >> 32 & 0x3fff) << 4;
+    return *swizzled(start + row / 8 * step + row % 8 * 128 + k);
+}
+
+template <class Sum, class Product>
+void products(Sum (&d)[64], unsigned long long a, unsigned long long b, int add, Product product) {
+    int lane = self().lane, warp = self().warp % 4;
+    unsigned char x[2][32], w[32];
+    for (int half = 0; half < 2; half++)
+        for (int k = 0; k < 32; k++) x[half][k] = byte_of(a, warp * 16 + lane / 4 + half * 8, k);
+    for (int n = 0; n < 16; n++)
+        for (int i = 0; i < 2; i++) {
+            for (int k = 0; k < 32; k++) w[k] = byte_of(b, n * 8 + lane % 4 * 2 + i, k);
+            for (int half = 0; half < 2; half++) {
+                Sum& sum = d[n * 4 + half * 2 + i];
+                sum = (add ? sum : 0) + product(x[half], w);
+            }
+        }
+}
+}  // namespace emulator
+
+inline void products(int (&d)[64], unsigned long long a, unsigned long long b, int add) {
+    emulator::products(d, a, b, add, emulator::int8_product);
+}
+inline void products(E4m3, float (&d)[64], unsigned long long a, unsigned long long b, int add) {
+    emulator::products(d, a, b, add, emulator::e4m3_product);
+}
+inline void products(Bf16Pairs, float (&d)[64], unsigned long long a, unsigned long long b, int add) {
+    emulator::products(d, a, b, add, emulator::bf16_product);
+}
+
+struct alignas(8) Barrier {
+    unsigned short count, pending;
+    int announced : 31;
+    unsigned phase : 1;
+};
+
+namespace emulator {
+inline void settle(Barrier* barrier) {
+    if (barrier->pending > 0 || barrier->announced > 0) return;
+    barrier->pending = barrier->count;
+    barrier->phase ^= 1;
+    block->progressed = true;
+}
+}  // namespace emulator
+
+inline void barrier_init(Barrier* barrier, int count) {
+    *barrier = Barrier{(unsigned short)count, (unsigned short)count, 0, 0};
+}
+inline void barriers_made() {}
+inline void barrier_arrive(Barrier* barrier) {
+    barrier->pending--;
+    emulator::settle(barrier);
+}
+inline void barrier_expect(Barrier* barrier, int bytes) {
+    barrier->announced += bytes;
+    barrier_arrive(barrier);
+}
+inline void barrier_wait(Barrier* barrier, int parity) {
+    while (barrier->phase == (unsigned)parity) emulator::yield();
+}
+
+// In words of the tests' own: data, rows, columns, bytes from row to row, the box's columns and rows, bytes of an element.
+struct alignas(64) TensorMap {
+    unsigned long long words[16];
+};
+
+inline void copy_box(void* to, const TensorMap* map, int x, int y, Barrier* barrier) {
+    const auto& m = map->words;
+    unsigned start = shared_address(to), size = (unsigned)m[6], width = (unsigned)m[4] * size;
+    for (unsigned row = 0; row < m[5]; row++)
+        for (unsigned byte = 0; byte < width; byte++) {
+            bool exists = y + row < m[1] && x + byte / size < m[2];
+            const unsigned char* from = (const unsigned char*)m[0] + (y + row) * m[3] + (unsigned long long)x * size + byte;
+            *emulator::swizzled(start + row * width + byte) = exists ? *from : 0;
+        }
+    barrier->announced -= (int)(m[5] * width);
+    emulator::settle(barrier);
+}
+
+template <int REGISTERS> inline void registers_fewer() {}
+template <int REGISTERS> inline void registers_more() {}
