@@ -5,9 +5,9 @@
 // as in rope_store.cu; ROW_WARPS: warps of a block, each with 16 rows; WINDOW: 0, or how many positions a query sees.
 //
 // A block takes an item with one key-value head. Its rows are queries times the GROUP heads that share the head: row r is query
-// r / GROUP, head r % GROUP of the group. It walks the item's positions block by block with an online softmax (Milakov and
+// r / GROUP, head r % GROUP of the group. It walks the item's positions, blocks in spans of SPAN, with an online softmax (Milakov and
 // Gimelshein 2018). In eight bits a query's head has a scale of its own, and weights, times the scales of the values, are quantized
-// row by row of a block; sums move to F32 after each block.
+// row by row of a span; sums move to F32 after each span.
 #include "ptx.cuh"
 #include "types.cuh"
 
@@ -20,6 +20,11 @@
 #define VALUE_ROW (BLOCK * SIZE)
 #define KEY_BYTES (BLOCK * KEY_ROW)
 #define VALUE_BYTES (HEAD_DIM * VALUE_ROW)
+// Scales of the keys, then of the values.
+#define SCALE_BYTES (STORE == 2 ? 0 : 2 * BLOCK * 4)
+#define STAGE_BYTES (KEY_BYTES + VALUE_BYTES + SCALE_BYTES)
+// Tokens of a step of the softmax: what a warp's scores and weights have registers for.
+#define SPAN 32
 // Blocks on their way at once.
 #define STAGES 2
 #define LOWEST (-1e30f)
@@ -109,9 +114,15 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     auto fetch = [&](int block) {
         if (block < blocks) {
             u64 from = u64(table[block]) * KV_HEADS + head;
-            u8* stage = shared + block % STAGES * (KEY_BYTES + VALUE_BYTES);
+            u8* stage = shared + block % STAGES * STAGE_BYTES;
             copy_rows<KEY_ROW, BLOCK>(stage, keys + from * KEY_BYTES);
             copy_rows<VALUE_ROW, HEAD_DIM>(stage + KEY_BYTES, values + from * VALUE_BYTES);
+#if STORE != 2
+            if (threadIdx.x < BLOCK / 2) {
+                const float* scales = threadIdx.x < BLOCK / 4 ? key_scales : value_scales;
+                copy_async(stage + KEY_BYTES + VALUE_BYTES + threadIdx.x * 16, scales + from * BLOCK + threadIdx.x % (BLOCK / 4) * 4, 16);
+            }
+#endif
         }
         copy_group();
     };
@@ -164,115 +175,123 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         fetch(block + STAGES - 1);
         copy_wait<STAGES - 1>();
         __syncthreads();
-        const u8* key_stage = shared + block % STAGES * (KEY_BYTES + VALUE_BYTES);
+        const u8* key_stage = shared + block % STAGES * STAGE_BYTES;
         const u8* value_stage = key_stage + KEY_BYTES;
-        u64 scales_at = (u64(table[block]) * KV_HEADS + head) * BLOCK;
+#if STORE != 2
+        const float* block_scales = (const float*)(value_stage + VALUE_BYTES);
+#endif
 
-        // Scores of 16 rows and the block's tokens.
-        float weights[BLOCK / 8][4];
-        float most[2] = {largest[0], largest[1]};
+#pragma unroll 1
+        for (int span = 0; span < BLOCK; span += SPAN) {
+            // Scores of 16 rows and the span's tokens.
+            float weights[SPAN / 8][4];
+            float most[2] = {largest[0], largest[1]};
 #pragma unroll
-        for (int pair = 0; pair < BLOCK / 16; pair++) {
-            Sum scores[2][4] = {};
+            for (int pair = 0; pair < SPAN / 16; pair++) {
+                Sum scores[2][4] = {};
 #pragma unroll
-            for (int k = 0; k < KEY_ROW / 32; k++) {
-                u32 b[4];
-                int row = token_of(pair * 2 + lane / 16, lane % 8);
-                load_matrices(b, key_stage + place<KEY_ROW>(row, k * 2 + lane / 8 % 2));
-                multiply_add(scores[0], q[k], b);
-                multiply_add(scores[1], q[k], b + 2);
-            }
+                for (int k = 0; k < KEY_ROW / 32; k++) {
+                    u32 b[4];
+                    int row = span + token_of(pair * 2 + lane / 16, lane % 8);
+                    load_matrices(b, key_stage + place<KEY_ROW>(row, k * 2 + lane / 8 % 2));
+                    multiply_add(scores[0], q[k], b);
+                    multiply_add(scores[1], q[k], b + 2);
+                }
 #pragma unroll
-            for (int t = 0; t < 2; t++)
+                for (int t = 0; t < 2; t++)
 #pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    int token = token_of(pair * 2 + t, lane % 4 * 2 + i % 2), position = block * BLOCK + token, half = i / 2;
-                    float score = float(scores[t][i]) * row_scales[half];
+                    for (int i = 0; i < 4; i++) {
+                        int token = span + token_of(pair * 2 + t, lane % 4 * 2 + i % 2), position = block * BLOCK + token, half = i / 2;
+                        float score = float(scores[t][i]) * row_scales[half];
 #if STORE != 2
-                    score *= key_scales[scales_at + token];
+                        score *= block_scales[token];
 #endif
-                    bool seen = position <= limits[half] && position < int(item.to);
+                        bool seen = position <= limits[half] && position < int(item.to);
 #if WINDOW > 0
-                    seen = seen && limits[half] - position < WINDOW;
+                        seen = seen && limits[half] - position < WINDOW;
 #endif
-                    // A score that is not a number shows in the result.
-                    weights[pair * 2 + t][i] = seen ? score : LOWEST;
-                    most[half] = fmaxf(most[half], weights[pair * 2 + t][i]);
-                }
-        }
-        float shrink[2], inverse[2], back[2];
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            most[half] = over_row(most[half], [](float a, float b) { return fmaxf(a, b); });
-            shrink[half] = expf(largest[half] - most[half]);
-            largest[half] = most[half];
-            totals[half] *= shrink[half];
-            inverse[half] = 0;
-        }
-#pragma unroll
-        for (int t = 0; t < BLOCK / 8; t++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                int half = i / 2;
-                float x = weights[t][i];
-                float weight = x == LOWEST ? 0.0f : expf(x - largest[half]);
-                totals[half] += weight;
-#if STORE != 2
-                weight *= value_scales[scales_at + token_of(t, lane % 4 * 2 + i % 2)];
-                // What nobody wrote may be anything.
-                weight = x == LOWEST ? 0.0f : weight;
-                inverse[half] = fmaxf(inverse[half], weight);
-#endif
-                weights[t][i] = weight;
+                        // A score that is not a number shows in the result.
+                        weights[pair * 2 + t][i] = seen ? score : LOWEST;
+                        most[half] = fmaxf(most[half], weights[pair * 2 + t][i]);
+                    }
             }
+            float shrink[2];
 #if STORE != 2
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            float top = over_row(inverse[half], [](float a, float b) { return fmaxf(a, b); });
-            inverse[half] = top > 1e-30f ? TOP / top : 0.0f;
-            back[half] = top / TOP;
-        }
+            // Weights are quantized by `inverse`, and their sums scaled `back`.
+            float inverse[2] = {0, 0}, back[2];
 #endif
-        // Weights times values.
-        u32 a[VALUE_ROW / 32][4];
 #pragma unroll
-        for (int k = 0; k < VALUE_ROW / 32; k++)
-#pragma unroll
-            for (int side = 0; side < 2; side++)
-#pragma unroll
-                for (int half = 0; half < 2; half++) {
-#if STORE == 2
-                    const float* w = weights[k * 2 + side] + half * 2;
-                    a[k][side * 2 + half] = to_bf16_pair(w[0], w[1]);
-#else
-                    const float* w = weights[k * 4 + side * 2] + half * 2;
-                    const float* next = weights[k * 4 + side * 2 + 1] + half * 2;
-                    a[k][side * 2 + half] = to_bytes(w[0] * inverse[half], w[1] * inverse[half], next[0] * inverse[half],
-                                                     next[1] * inverse[half]);
-#endif
-                }
-#pragma unroll
-        for (int pair = 0; pair < HEAD_DIM / 16; pair++) {
-            Sum products[2][4] = {};
-#pragma unroll
-            for (int k = 0; k < VALUE_ROW / 32; k++) {
-                u32 b[4];
-                int row = pair * 16 + lane / 16 * 8 + lane % 8;
-                load_matrices(b, value_stage + place<VALUE_ROW>(row, k * 2 + lane / 8 % 2));
-                multiply_add(products[0], a[k], b);
-                multiply_add(products[1], a[k], b + 2);
+            for (int half = 0; half < 2; half++) {
+                most[half] = over_row(most[half], [](float a, float b) { return fmaxf(a, b); });
+                shrink[half] = expf(largest[half] - most[half]);
+                largest[half] = most[half];
+                totals[half] *= shrink[half];
             }
 #pragma unroll
-            for (int t = 0; t < 2; t++)
+            for (int t = 0; t < SPAN / 8; t++)
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    float& sum = sums[pair * 2 + t][i];
-#if STORE == 2
-                    sum = fmaf(sum, shrink[i / 2], products[t][i]);
-#else
-                    sum = fmaf(sum, shrink[i / 2], float(products[t][i]) * back[i / 2]);
+                    int half = i / 2;
+                    float x = weights[t][i];
+                    float weight = x == LOWEST ? 0.0f : expf(x - largest[half]);
+                    totals[half] += weight;
+#if STORE != 2
+                    weight *= block_scales[BLOCK + span + token_of(t, lane % 4 * 2 + i % 2)];
+                    // What nobody wrote may be anything.
+                    weight = x == LOWEST ? 0.0f : weight;
+                    inverse[half] = fmaxf(inverse[half], weight);
 #endif
+                    weights[t][i] = weight;
                 }
+#if STORE != 2
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                float top = over_row(inverse[half], [](float a, float b) { return fmaxf(a, b); });
+                inverse[half] = top > 1e-30f ? TOP / top : 0.0f;
+                back[half] = top / TOP;
+            }
+#endif
+            // Weights times values.
+            u32 a[SPAN * SIZE / 32][4];
+#pragma unroll
+            for (int k = 0; k < SPAN * SIZE / 32; k++)
+#pragma unroll
+                for (int side = 0; side < 2; side++)
+#pragma unroll
+                    for (int half = 0; half < 2; half++) {
+#if STORE == 2
+                        const float* w = weights[k * 2 + side] + half * 2;
+                        a[k][side * 2 + half] = to_bf16_pair(w[0], w[1]);
+#else
+                        const float* w = weights[k * 4 + side * 2] + half * 2;
+                        const float* next = weights[k * 4 + side * 2 + 1] + half * 2;
+                        a[k][side * 2 + half] = to_bytes(w[0] * inverse[half], w[1] * inverse[half], next[0] * inverse[half],
+                                                         next[1] * inverse[half]);
+#endif
+                    }
+#pragma unroll
+            for (int pair = 0; pair < HEAD_DIM / 16; pair++) {
+                Sum products[2][4] = {};
+#pragma unroll
+                for (int k = 0; k < SPAN * SIZE / 32; k++) {
+                    u32 b[4];
+                    int row = pair * 16 + lane / 16 * 8 + lane % 8;
+                    load_matrices(b, value_stage + place<VALUE_ROW>(row, span * SIZE / 16 + k * 2 + lane / 8 % 2));
+                    multiply_add(products[0], a[k], b);
+                    multiply_add(products[1], a[k], b + 2);
+                }
+#pragma unroll
+                for (int t = 0; t < 2; t++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        float& sum = sums[pair * 2 + t][i];
+#if STORE == 2
+                        sum = fmaf(sum, shrink[i / 2], products[t][i]);
+#else
+                        sum = fmaf(sum, shrink[i / 2], float(products[t][i]) * back[i / 2]);
+#endif
+                    }
+            }
         }
         // All have read the stage that is filled next.
         __syncthreads();
