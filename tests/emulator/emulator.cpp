@@ -63,6 +63,7 @@ int launch(void (*body)(void*), void* context, const unsigned* grid, const unsig
     unsigned threads = size[0] * size[1] * size[2];
     char* memory = stacks(threads);
     b.body = body;
+    b.seed = seed;
     b.body_context = context;
     b.grid_size = {grid[0], grid[1], grid[2]};
     b.block_size = {size[0], size[1], size[2]};
@@ -95,18 +96,25 @@ int launch(void (*body)(void*), void* context, const unsigned* grid, const unsig
         unsigned left = threads;
         unsigned state = seed * 2654435761u + at + 1;
         while (left > 0) {
-            b.progressed = false;
+            bool any = false;
+            // A warp goes on for as long as it can, then another one: so one that does not wait for the others overtakes them.
             state = state * 1664525u + 1013904223u;
-            unsigned first = seed == 0 ? 0 : (state >> 8) % threads;
-            bool backwards = seed != 0 && (state >> 31);
-            for (unsigned i = 0; i < threads; i++) {
-                unsigned k = backwards ? (first + threads - i) % threads : (first + i) % threads;
-                if (b.fibers[k].done) continue;
-                b.current = k;
-                emulator_switch(&b.scheduler, b.fibers[k].stack_pointer);
-                if (b.fibers[k].done) left--;
+            unsigned first = (state >> 8) % warps;
+            bool backwards = state >> 31;
+            for (unsigned i = 0; i < warps; i++) {
+                unsigned warp = (backwards ? first + warps - i : first + i) % warps;
+                do {
+                    b.progressed = false;
+                    for (unsigned k = warp * 32; k < warp * 32 + 32 && k < threads; k++) {
+                        if (b.fibers[k].done) continue;
+                        b.current = k;
+                        emulator_switch(&b.scheduler, b.fibers[k].stack_pointer);
+                        if (b.fibers[k].done) left--;
+                    }
+                    any |= b.progressed;
+                } while (b.progressed);
             }
-            if (!b.progressed && left > 0) {
+            if (!any && left > 0) {
                 std::fprintf(stderr, "block %u: %u threads wait for each other\n", at, left);
                 return 1;
             }

@@ -1,7 +1,8 @@
 // Runs kernels on a CPU: each thread of a block is a fiber, which goes on until it waits for others.
 //
-// Fibers of a block take turns on one thread of the system; which goes first is up to a seed, so that what depends on the order
-// (a missing barrier) shows as a difference between seeds. A block in which all fibers wait for each other is reported.
+// Fibers of a block take turns on one thread of the system. A warp goes on for as long as nothing holds it up, then another one that
+// a seed chooses: so a missing barrier shows as a wrong result. Copies that a thread begins arrive when it waits for them, and
+// where the seed is odd at once, too. A block in which all fibers wait for each other is reported.
 #pragma once
 #include <cmath>
 #include <cstdint>
