@@ -38,7 +38,7 @@ template<class K> int run(K k, std::vector<void*> args, unsigned gx, unsigned gy
 float rnd(){return rand()/(float)RAND_MAX*2-1;}
 int main(){
   // sequences: (computed before, new)
-  std::vector<std::pair<int,int>> seqs={{0,20},{150,1},{60,20},{130,3}};
+  std::vector<std::pair<int,int>> seqs={{0,20},{150,1},{60,20},{130,3},{300,2}};
   int T=0; std::vector<u32> positions,slots,tables; std::vector<u32> table_of; u32 next=1;
   const int W=(HEADS+2*KV_HEADS)*HEAD_DIM;
   int blocks=1; for(auto&s:seqs)blocks+=(s.first+s.second+63)/64;
@@ -49,7 +49,7 @@ int main(){
   std::vector<u32> step_tokens;
   for(auto&s:seqs){table_of.push_back(tables.size()); int n=s.first+s.second; for(int b=0;b<(n+63)/64;b++)tables.push_back(next++); first_all.push_back(allpos.size());
     for(int p=0;p<n;p++){allpos.push_back(p);allslot.push_back(tables[table_of.back()+p/64]*64+p%64);for(int i=0;i<W;i++)all.push_back(to_bf16(rnd()*2));}}
-  std::vector<float> rot(200*HEAD_DIM,0); for(int p=0;p<200;p++)for(int d=0;d<HEAD_DIM/2;d++){rot[p*HEAD_DIM+d]=std::cos(p*0.01*d);rot[p*HEAD_DIM+HEAD_DIM/2+d]=std::sin(p*0.01*d);}
+  std::vector<float> rot(400*HEAD_DIM,0); for(int p=0;p<400;p++)for(int d=0;d<HEAD_DIM/2;d++){rot[p*HEAD_DIM+d]=std::cos(p*0.01*d);rot[p*HEAD_DIM+HEAD_DIM/2+d]=std::sin(p*0.01*d);}
   auto raw=all;
   Bf16*qkv=all.data();const float*rp=rot.data();const u32*pp=allpos.data();const u32*sp=allslot.data();const Bf16*nn=nullptr;float eps=1e-6;void*kp=keys.data(),*vp=values.data();float*ksp=ks.data(),*vsp=vs.data();
   int rc=run(rope::rope_store,{&qkv,&rp,&pp,&sp,&nn,&nn,&eps,&kp,&vp,&ksp,&vsp},allpos.size(),(HEADS+2*KV_HEADS+3)/4,128,0,3);
