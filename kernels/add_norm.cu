@@ -1,6 +1,6 @@
 // residual += delta; out = residual / sqrt(mean(residual^2) + eps) * weight, a block a row. (Zhang and Sennrich 2019.)
 //
-// WIDTH, OUTPUT: see rows.cuh. residual, delta: [rows][WIDTH] BF16, delta may be null; weight: [WIDTH]. picked: null, or the rows of
+// WIDTH, THREADS, OUTPUT: see rows.cuh. residual, delta: [rows][WIDTH] BF16, delta may be null; weight: [WIDTH]. picked: null, or the rows of
 // residual and delta that rows of out come from; then residual stays as it is.
 #include "ptx.cuh"
 #include "rows.cuh"
@@ -14,14 +14,16 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
         if (column_of(v) >= WIDTH) continue;
-        float* x = row.values + v * 8;
-        unpack(*(const Vec16*)(residual + from + column_of(v)), x);
+        float x[8];
+        row.vectors[v] = *(const Vec16*)(residual + from + column_of(v));
+        unpack(row.vectors[v], x);
         if (delta) {
             float d[8];
             unpack(*(const Vec16*)(delta + from + column_of(v)), d);
 #pragma unroll
             for (int i = 0; i < 8; i++) x[i] = round_bf16(x[i] + d[i]);
-            if (!picked) *(Vec16*)(residual + from + column_of(v)) = pack(x);
+            row.vectors[v] = pack(x);
+            if (!picked) *(Vec16*)(residual + from + column_of(v)) = row.vectors[v];
         }
 #pragma unroll
         for (int i = 0; i < 8; i++) squares = fmaf(x[i], x[i], squares);
@@ -31,10 +33,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
         if (column_of(v) >= WIDTH) continue;
-        float w[8];
+        float x[8], w[8];
+        unpack(row.vectors[v], x);
         unpack(*(const Vec16*)(weight + column_of(v)), w);
 #pragma unroll
-        for (int i = 0; i < 8; i++) row.values[v * 8 + i] = round_bf16(round_bf16(row.values[v * 8 + i] * scale) * w[i]);
+        for (int i = 0; i < 8; i++) x[i] = round_bf16(x[i] * scale) * w[i];
+        row.vectors[v] = pack(x);
     }
     write_row(row, out, scales, scratch[1]);
 }

@@ -1,6 +1,6 @@
 // silu(gate) * up (Shazeer 2020, SwiGLU), in BF16 or quantized by row, a block a row.
 //
-// WIDTH, OUTPUT: see rows.cuh. gate_up: [rows][gate: WIDTH, up: WIDTH] BF16.
+// WIDTH, THREADS, OUTPUT: see rows.cuh. gate_up: [rows][gate: WIDTH, up: WIDTH] BF16.
 #include "ptx.cuh"
 #include "rows.cuh"
 
@@ -15,10 +15,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) gated(const Bf16* gate_up,
         unpack(*(const Vec16*)(from + column_of(v)), gate);
         unpack(*(const Vec16*)(from + WIDTH + column_of(v)), up);
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            float silu = gate[i] / (1.0f + expf(-gate[i]));
-            row.values[v * 8 + i] = round_bf16(round_bf16(silu) * up[i]);
-        }
+        for (int i = 0; i < 8; i++) up[i] *= round_bf16(gate[i] / (1.0f + expf(-gate[i])));
+        row.vectors[v] = pack(up);
     }
     write_row(row, out, scales, scratch);
 }

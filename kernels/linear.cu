@@ -1,13 +1,14 @@
 // y = x W^T, scaled by row and column, plus bias: `mma.sync`, for every card from sm_80 on.
 //
-// FORMAT: 0 INT8, 1 FP8 (E4M3), 2 BF16. x: [rows][K], W: [N][K] in it; y: [rows][N] BF16. K in bytes and N are multiples of 16.
-// In INT8 and FP8 x and W are scaled by row: y[r][n] = sum * row_scales[r] * column_scales[n] + bias[n].
+// FORMAT, WIDE: see linear.cuh. x: [rows][K], W: [columns][K] in the format, a row's bytes (`bytes`) a multiple of 16. y: [rows][stride],
+// BF16 or F32, of which `columns` count; stride is a multiple of 16, and what lies past the columns may be overwritten.
+// In INT8 and FP8 x and W are scaled by row: y[r][n] = sum * row_scales[r] * column_scales[n] + bias[n]. bias: [columns] or null.
 //
 // A block of 8 warps takes TILE x TILE of y, a warp 64 x 32. Stages of 128 bytes of each row are copied ahead; a row's 16-byte parts
 // are swizzled by the row's number, so that reading 8 rows meets every bank once. FP8's accumulator keeps about 14 bits of what it
 // adds up (DeepSeek-V3 technical report, 2024, section 3.3.2), so its sums move to F32 registers after each stage.
 #include "ptx.cuh"
-#include "types.cuh"
+#include "linear.cuh"
 
 #define TILE 128
 #define STAGE 128
@@ -15,12 +16,6 @@
 #define WARP_ROWS 64
 #define WARP_COLUMNS 32
 #define THREADS 256
-
-#if FORMAT == 0
-typedef int Sum;
-#else
-typedef float Sum;
-#endif
 
 __device__ inline void multiply_add(Sum (&c)[4], const u32 (&a)[4], const u32* b) {
 #if FORMAT == 0
@@ -50,8 +45,8 @@ __device__ inline void copy_stage(u8* to, const u8* from, int first, int rows, i
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) linear(const u8* x, const u8* w, const float* row_scales,
-                                                            const float* column_scales, const Bf16* bias, Bf16* y, int rows,
-                                                            int columns, int bytes) {
+                                                            const float* column_scales, const Bf16* bias, Result* y, int rows,
+                                                            int columns, int bytes, int stride) {
     DYNAMIC_SHARED(shared);
     int first_row = int(blockIdx.x) * TILE, first_column = int(blockIdx.y) * TILE;
     int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
@@ -118,23 +113,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) linear(const u8* x, const 
         for (int half = 0; half < 2; half++) {
             int row = first_row + warp_row + m * 16 + half * 8 + lane / 4;
             if (row >= rows) continue;
-#if FORMAT != 2
-            float row_scale = row_scales[row];
-#endif
+            float row_scale = FORMAT == 2 ? 1.0f : row_scales[row];
 #pragma unroll
             for (int n = 0; n < WARP_COLUMNS / 8; n++) {
                 int column = first_column + warp_column + n * 8 + lane % 4 * 2;
                 if (column >= columns) continue;
-                float values[2];
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    values[i] = float(sums[m][n][half * 2 + i]);
-#if FORMAT != 2
-                    values[i] *= row_scale * column_scales[column + i];
-#endif
-                    if (bias) values[i] += widen(bias[column + i]);
-                }
-                *(u32*)(y + u64(row) * columns + column) = to_bf16_pair(values[0], values[1]);
+                write_pair(y + u64(row) * stride, column, columns, sums[m][n][half * 2], sums[m][n][half * 2 + 1], row_scale,
+                           column_scales, bias);
             }
         }
     }

@@ -1,10 +1,12 @@
 // y = x W^T, scaled by row and column, plus bias, on Hopper (sm_90a): what linear.cu says, by products of warpgroups.
 //
-// FORMAT: 0 INT8, 1 FP8 (E4M3), 2 BF16. CONSUMERS: warpgroups that multiply, each 64 rows x 128 columns of y. A warpgroup of its own
-// has the tensor memory accelerator fill stages of 128 bytes of each row, as fast as they become free. Blocks stay and take tile
-// after tile; those of the same columns of W follow each other, so that W is read once.
+// FORMAT, WIDE: see linear.cuh. CONSUMERS: warpgroups that multiply, each 64 rows x 128 columns of y. x, w: maps of the matrices,
+// boxes of 128 bytes of ROWS and COLUMNS of their rows, swizzled over 128 bytes. The other parameters are linear.cu's.
+//
+// A warpgroup of its own has the tensor memory accelerator fill stages of 128 bytes of each row, as fast as they become free. Blocks
+// stay and take tile after tile; those of the same columns of W follow each other, so that W is read once.
 #include "hopper.cuh"
-#include "types.cuh"
+#include "linear.cuh"
 
 #define ROWS (CONSUMERS * 64)
 #define COLUMNS 128
@@ -13,12 +15,6 @@
 #define B_BYTES (COLUMNS * STAGE)
 #define STAGES (CONSUMERS == 1 ? 8 : 6)
 #define THREADS (128 + CONSUMERS * 128)
-
-#if FORMAT == 0
-typedef int Sum;
-#else
-typedef float Sum;
-#endif
 
 __device__ inline void multiply_stage(Sum (&sums)[64], const u8* a, const u8* b, bool add) {
     u64 from = tile_descriptor(a), with = tile_descriptor(b);
@@ -37,7 +33,7 @@ __device__ inline void multiply_stage(Sum (&sums)[64], const u8* a, const u8* b,
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     linear_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const float* row_scales,
-                const float* column_scales, const Bf16* bias, Bf16* y, int rows, int columns, int bytes) {
+                const float* column_scales, const Bf16* bias, Result* y, int rows, int columns, int bytes, int stride) {
     DYNAMIC_SHARED(dynamic);
     // Tiles start on 1024 bytes.
     u8* shared = dynamic + (1024 - shared_address(dynamic) % 1024) % 1024;
@@ -115,23 +111,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (int half = 0; half < 2; half++) {
             int row = first_row + half * 8;
             if (row >= rows) continue;
-#if FORMAT != 2
-            float row_scale = row_scales[row];
-#endif
+            float row_scale = FORMAT == 2 ? 1.0f : row_scales[row];
 #pragma unroll
             for (int n = 0; n < COLUMNS / 8; n++) {
                 int column = first_column + n * 8 + lane % 4 * 2;
                 if (column >= columns) continue;
-                float values[2];
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    values[i] = float(sums[n * 4 + half * 2 + i]);
-#if FORMAT != 2
-                    values[i] *= row_scale * column_scales[column + i];
-#endif
-                    if (bias) values[i] += widen(bias[column + i]);
-                }
-                *(u32*)(y + u64(row) * columns + column) = to_bf16_pair(values[0], values[1]);
+                write_pair(y + u64(row) * stride, column, columns, sums[n * 4 + half * 2], sums[n * 4 + half * 2 + 1], row_scale,
+                           column_scales, bias);
             }
         }
     }

@@ -1,6 +1,6 @@
-// Rows in eight bits with a scale each, a block a row: what attention leaves, for the output projection.
+// Rows in eight bits with a scale each, a block a row: what attention leaves, for the output projection, and weights.
 //
-// WIDTH, OUTPUT: see rows.cuh. x: [rows][WIDTH] BF16.
+// WIDTH, THREADS, OUTPUT: see rows.cuh. x: [rows][WIDTH] BF16.
 #include "ptx.cuh"
 #include "rows.cuh"
 
@@ -9,6 +9,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize(const Bf16* x, vo
     Row row;
 #pragma unroll
     for (int v = 0; v < VECTORS; v++)
-        if (column_of(v) < WIDTH) unpack(*(const Vec16*)(x + u64(blockIdx.x) * WIDTH + column_of(v)), row.values + v * 8);
+        if (column_of(v) < WIDTH) row.vectors[v] = *(const Vec16*)(x + u64(blockIdx.x) * WIDTH + column_of(v));
     write_row(row, out, scales, scratch);
 }

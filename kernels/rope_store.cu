@@ -75,8 +75,9 @@ __device__ inline void store(const Head& head, void* to, u64 at, int stride, flo
     if (threadIdx.x % 32 == 0) *scale = !finite ? bits_to_float(0x7fc00000) : most < LEAST ? 0.0f : most / top;
 #pragma unroll
     FOR_PAIRS(p, d) {
-        ((u8*)to)[at + u64(d) * stride] = to_byte(head.low[p] * inverse);
-        ((u8*)to)[at + u64(HALF + d) * stride] = to_byte(head.high[p] * inverse);
+        // Of a head that is not finite the scale alone tells: a byte that is not a number would outlive the block's use.
+        ((u8*)to)[at + u64(d) * stride] = to_byte(finite ? head.low[p] * inverse : 0.0f);
+        ((u8*)to)[at + u64(HALF + d) * stride] = to_byte(finite ? head.high[p] * inverse : 0.0f);
     }
 #endif
 }

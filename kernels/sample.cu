@@ -90,7 +90,7 @@ __device__ inline u64 weight_of(float x, float largest, float inverse) {
 }
 
 // The id of the token that is number `count` (from 1) among those whose key is `key`.
-__device__ inline u32 id_of_equal(const float* row, u32 vocabulary, u32 key, u32 count, Shared& s) {
+__device__ NOINLINE u32 id_of_equal(const float* row, u32 vocabulary, u32 key, u32 count, Shared& s) {
     __syncthreads();
     if (threadIdx.x < WARPS) s.counts[threadIdx.x] = 0;
     if (threadIdx.x == 0) s.id = vocabulary;
@@ -113,8 +113,8 @@ __device__ inline u32 id_of_equal(const float* row, u32 vocabulary, u32 key, u32
 }
 
 // Of the tokens in `within`: the fewest first ones that are `count` or, where `count` is 0, weigh `mass`.
-__device__ inline Kept select(const float* row, u32 vocabulary, Kept within, u32 count, u64 mass, float largest, float inverse,
-                              Shared& s) {
+__device__ NOINLINE Kept select(const float* row, u32 vocabulary, Kept within, u32 count, u64 mass, float largest, float inverse,
+                                Shared& s) {
     __syncthreads();
     if (threadIdx.x == 0) {
         s.prefix = 0;

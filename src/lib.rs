@@ -9,6 +9,7 @@ pub mod worker;
 pub mod bench;
 pub mod dataset;
 pub mod device;
+pub mod doctor;
 pub mod engine;
 #[cfg(feature = "faults")]
 pub mod faults;

@@ -7,6 +7,8 @@ mod bench_command;
 mod calibrate;
 mod chat_templates;
 mod commands;
+mod cuda_device;
+mod cuda_kernels;
 mod dataset_lines;
 mod dataset_parquet;
 mod end_to_end;

@@ -8,6 +8,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
+use gristmill::device::DeviceError;
 use gristmill::device::batch::{StepBatch, StepSequence};
 use gristmill::device::cpu::Threads;
 use gristmill::engine::params::{Params, Shape};
@@ -81,7 +82,7 @@ impl Forward for FakeModel {
         seen.largest_step = seen.largest_step.max(batch.tokens.len());
         seen.copies += batch.block_copies.len();
         if self.fails_at_step == Some(seen.steps) {
-            return Err(ForwardError::Device("the plug was pulled".into()));
+            return Err(DeviceError::Lost("the plug was pulled".into()).into());
         }
         let size = self.block_tokens;
         let blocks = self.kv.len() / size;

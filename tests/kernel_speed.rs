@@ -3,9 +3,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use gristmill::device::batch::{StepBatch, StepSequence};
 use gristmill::device::cpu::{Buffer, Cpu, Isa, Matrix, Threads, Vector, Workspace};
-use gristmill::device::{Device, Dtype, HeadShape, Linear, Precision, RopeSpec, Tensor};
+use gristmill::device::{Device, Dtype, Linear, Precision, Tensor};
 
 /// Rows, and features of input and output.
 const ROWS: usize = 256;
@@ -29,42 +28,17 @@ impl Side {
         let numbers: Vec<u8> = (0..FEATURES * FEATURES)
             .flat_map(|i| ((i * 7 % 1023) as f32 / 512.0 - 1.0).to_le_bytes())
             .collect();
-        let matrix = || {
-            let tensor = Tensor {
-                dtype: Dtype::F32,
-                rows: FEATURES,
-                columns: FEATURES,
-                data: &numbers,
-            };
-            device.matrix(&[tensor]).unwrap()
+        let tensor = Tensor {
+            dtype: Dtype::F32,
+            rows: FEATURES,
+            columns: FEATURES,
+            data: &numbers,
         };
-        let heads = HeadShape {
-            heads: 1,
-            kv_heads: 1,
-            head_dim: 2,
-        };
-        let rope = RopeSpec {
-            inverse_frequencies: vec![1.0],
-            scale: 1.0,
-        };
-        let mut step = device.step(heads, rope);
-        let batch = StepBatch {
-            tokens: (0..ROWS as u32).collect(),
-            positions: (0..ROWS as u32).collect(),
-            sequences: vec![StepSequence {
-                first_token: 0,
-                q_len: ROWS as u32,
-                kv_len: ROWS as u32,
-                first_block: 0,
-            }],
-            block_tables: (0..ROWS as u32).collect(),
-            ..StepBatch::default()
-        };
-        device.upload(&batch, &mut step);
         let mut x = device.buffer();
-        device.embed(&matrix(), &step, &mut x);
+        let values: Vec<f32> = (0..ROWS * FEATURES).map(|i| (i % 255) as f32 / 127.0 - 1.0).collect();
+        device.write(&values, FEATURES, &mut x).unwrap();
         let layer = Linear {
-            weight: matrix(),
+            weight: device.matrix(&[tensor]).unwrap(),
             bias: None,
         };
         let (out, workspace) = (device.buffer(), device.workspace());
@@ -81,7 +55,8 @@ impl Side {
     fn run(&mut self) {
         let start = Instant::now();
         self.device
-            .linear(&self.layer, &self.x, &mut self.out, &mut self.workspace);
+            .linear(&self.layer, &self.x, &mut self.out, &mut self.workspace)
+            .unwrap();
         self.times.push(start.elapsed());
     }
 

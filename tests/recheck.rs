@@ -394,7 +394,12 @@ async fn again(output: &Path, model: &Path, rows: u64, stop: &Stop) -> Option<Re
     let engine = Engine::new(Box::new(transformer), files.tokenizer.clone(), options_of_engine);
     let hash = ledger.job().identity.model_hash.clone();
     let context = files.config.max_position_embeddings;
-    let loaded = Model::new(files.clone(), Formats::of(Asked::F32, Asked::Auto), context, hash);
+    let loaded = Model::new(
+        files.clone(),
+        Formats::of(Asked::F32, Asked::Auto, Precision::F32),
+        context,
+        hash,
+    );
     let sample = sample(&ledger.job().shards, rows, &ledger.job().identity.job_hash);
     let parts = Parts {
         job: OpenJob::new(0, ledger, &loaded, Arc::default()).unwrap(),

@@ -14,10 +14,8 @@ use std::time::Duration;
 use criterion::measurement::WallTime;
 use criterion::{BenchmarkGroup, BenchmarkId, Criterion, SamplingMode, Throughput};
 use gristmill::device::batch::{StepBatch, StepSequence};
-use gristmill::device::cpu::{Buffer, Cpu, Isa, KvPool, Matrix, Step, Threads, Vector, Workspace};
-use gristmill::device::{
-    BLOCK_TOKENS, Device, Dtype, HeadShape, KvFormat, KvSpec, Linear, Precision, RopeSpec, RopeStore, Tensor,
-};
+use gristmill::device::cpu::{BLOCK_TOKENS, Buffer, Cpu, Isa, KvPool, Matrix, Step, Threads, Vector, Workspace};
+use gristmill::device::{Device, Dtype, HeadShape, KvFormat, KvSpec, Linear, Precision, RopeSpec, RopeStore, Tensor};
 
 #[cfg(target_arch = "x86_64")]
 mod shares;
@@ -81,7 +79,9 @@ fn new_step(device: &Cpu, heads: HeadShape) -> Step {
         inverse_frequencies: vec![0.01; heads.head_dim / 2],
         scale: 1.0,
     };
-    device.step(heads, rope)
+    device
+        .step(heads, rope, &[KvSpec::Full])
+        .expect("a CPU computes all heads")
 }
 
 /// Random rows of activations.
@@ -94,7 +94,7 @@ fn activations(device: &Cpu, rows: usize, width: usize) -> Buffer {
     let mut step = new_step(device, heads);
     step_of_rows(device, &mut step, rows);
     let mut out = device.buffer();
-    device.embed(&matrix(device, rows, width), &step, &mut out);
+    device.embed(&matrix(device, rows, width), &step, &mut out).unwrap();
     out
 }
 
@@ -104,7 +104,7 @@ fn step_of_rows(device: &Cpu, step: &mut Step, rows: usize) {
         tokens: (0..rows as u32).collect(),
         ..batch(1, rows as u32, rows as u32)
     };
-    device.upload(&batch, step);
+    device.upload(&batch, step).unwrap();
 }
 
 /// Equal sequences with blocks of their own.
@@ -129,18 +129,7 @@ fn batch(sequences: u32, q_len: u32, kv_len: u32) -> StepBatch {
 
 /// How a checkpoint in BF16 is kept.
 fn bytes_per_weight(precision: Precision) -> usize {
-    match precision {
-        Precision::Int8 => 1,
-        Precision::F32 | Precision::Bf16 => 2,
-    }
-}
-
-fn name(precision: Precision) -> &'static str {
-    match precision {
-        Precision::Int8 => "int8",
-        Precision::Bf16 => "bf16",
-        Precision::F32 => "f32",
-    }
+    (precision.bits() as usize / 8).min(2)
 }
 
 /// Equal layers of `bytes` each, to be taken in turn.
@@ -178,7 +167,11 @@ fn linear(
             let (mut out, mut workspace) = (device.buffer(), device.workspace());
             let layers = &*layers;
             let mut next = layers.iter().cycle();
-            bencher.iter(|| device.linear(next.next().unwrap(), &x, &mut out, &mut workspace));
+            bencher.iter(|| {
+                device
+                    .linear(next.next().unwrap(), &x, &mut out, &mut workspace)
+                    .unwrap()
+            });
         });
     }
 }
@@ -192,7 +185,7 @@ fn new_group(criterion: &mut Criterion, name: String) -> BenchmarkGroup<'_, Wall
 fn linears(criterion: &mut Criterion) {
     for precision in [Precision::Int8, Precision::Bf16, Precision::F32] {
         let isa = Isa::detect();
-        let mut group = new_group(criterion, format!("{}, {isa}", name(precision)));
+        let mut group = new_group(criterion, format!("{}, {isa}", precision.word()));
         for shape in LAYERS {
             linear(&mut group, precision, isa, shape, &[FEW_ROWS, MANY_ROWS].concat());
         }
@@ -209,7 +202,7 @@ fn instructions(criterion: &mut Criterion) {
     let sets = Isa::available().into_iter().rev().skip(1);
     for isa in sets.filter(|isa| *isa != Isa::Portable) {
         for precision in [Precision::Int8, Precision::Bf16] {
-            let mut group = new_group(criterion, format!("{}, {isa}", name(precision)));
+            let mut group = new_group(criterion, format!("{}, {isa}", precision.word()));
             linear(&mut group, precision, isa, LAYERS[0], &[1, 256]);
         }
     }
@@ -255,24 +248,26 @@ fn attention_of(group: &mut BenchmarkGroup<'_, WallTime>, (name, heads): (&str, 
     group.bench_function(BenchmarkId::new(format!("{what} {name}"), kv_len), |bencher| {
         let width = heads.qkv_width();
         let mut step = new_step(&device, heads);
-        device.upload(&batch(SEQUENCES, kv_len, kv_len), &mut step);
+        device.upload(&batch(SEQUENCES, kv_len, kv_len), &mut step).unwrap();
         let mut qkv = device.buffer();
-        device.embed(&matrix(&device, 1, width), &step, &mut qkv);
+        device.embed(&matrix(&device, 1, width), &step, &mut qkv).unwrap();
         let pools: Vec<KvPool> = (0..SWEPT_BYTES.div_ceil(bytes))
             .map(|_| {
-                let mut pool = device.kv_pool(heads, blocks);
+                let mut pool = device.kv_pool(heads, blocks).unwrap();
                 let op = RopeStore { heads, qk_norm: None };
-                device.rope_store(op, &step, &mut qkv, &mut pool);
+                device.rope_store(op, &step, &mut qkv, &mut pool).unwrap();
                 pool
             })
             .collect();
-        device.upload(&batch(SEQUENCES, q_len, kv_len), &mut step);
-        device.embed(&matrix(&device, 1, width), &step, &mut qkv);
+        device.upload(&batch(SEQUENCES, q_len, kv_len), &mut step).unwrap();
+        device.embed(&matrix(&device, 1, width), &step, &mut qkv).unwrap();
         let (mut out, mut workspace): (Buffer, Workspace) = (device.buffer(), device.workspace());
         let mut next = pools.iter().cycle();
         bencher.iter(|| {
             let pool = next.next().unwrap();
-            device.attention(KvSpec::Full, &step, &qkv, pool, &mut out, &mut workspace);
+            device
+                .attention(KvSpec::Full, &step, &qkv, pool, &mut out, &mut workspace)
+                .unwrap();
         });
     });
 }

@@ -78,7 +78,7 @@ fn read(data: &[u64]) {
 fn compute(threads: &Threads, precision: Precision, operations: usize) {
     let per_round = SUMS
         * match precision {
-            Precision::Int8 => 128,
+            Precision::Int8 | Precision::Fp8 => 128,
             Precision::Bf16 => 64,
             Precision::F32 => 32,
         };
@@ -88,7 +88,8 @@ fn compute(threads: &Threads, precision: Precision, operations: usize) {
             // SAFETY: `print` has asked for these instructions.
             unsafe {
                 match precision {
-                    Precision::Int8 => products_int8(rounds),
+                    // (No CPU computes in FP8.)
+                    Precision::Int8 | Precision::Fp8 => products_int8(rounds),
                     Precision::Bf16 => products_bf16(rounds),
                     Precision::F32 => products_f32(rounds),
                 }
@@ -124,7 +125,9 @@ fn cell(device: &Cpu, precision: Precision, (inputs, outputs): (usize, usize), r
     while start.elapsed().as_secs_f64() < SECONDS {
         times[0].push(seconds(|| {
             for _ in 0..calls {
-                device.linear(next.next().unwrap(), &x, &mut out, &mut workspace);
+                device
+                    .linear(next.next().unwrap(), &x, &mut out, &mut workspace)
+                    .unwrap();
             }
         }));
         let parts: Vec<_> = memory[from..][..words].chunks(words.div_ceil(PARTS)).collect();
@@ -177,7 +180,7 @@ pub fn print() {
                     false => format!(" {} |", cell(&device, precision, shape, *rows, &memory)),
                 })
                 .collect();
-            println!("| {} | {}x{} |{cells}", crate::name(precision), shape.0, shape.1);
+            println!("| {} | {}x{} |{cells}", precision.word(), shape.0, shape.1);
         }
     }
 }

@@ -1,18 +1,20 @@
-// A row of numbers in the registers of a block: a thread holds vectors of eight, THREADS vectors apart. WIDTH is a multiple of 8.
+// A row of BF16 in the registers of a block: a thread holds vectors of eight, THREADS vectors apart.
 //
+// WIDTH: of a row, a multiple of 8 up to 65536. THREADS: of a block, max(128, min(1024, the least power of two >= WIDTH / 32)).
 // OUTPUT: 0 INT8, 1 FP8 (E4M3), 2 BF16: how the row is written.
 #pragma once
 #include "types.cuh"
 
-#define THREADS 128
 #define WARPS (THREADS / 32)
 #define VECTORS ((WIDTH / 8 + THREADS - 1) / THREADS)
 
 // Rows whose largest magnitude is below it are zero: its inverse would overflow.
 #define LEAST 1e-30f
 
+static_assert(WIDTH % 8 == 0 && THREADS % 32 == 0 && VECTORS <= 8, "a row of whole vectors, of which a thread's registers hold its own");
+
 struct Row {
-    float values[VECTORS * 8];
+    Vec16 vectors[VECTORS];
 };
 
 // First column of a thread's vector `v`; beyond the row where it has none.
@@ -50,19 +52,21 @@ __device__ inline void write_row(const Row& row, void* out, float* scales, float
 #if OUTPUT == 2
 #pragma unroll
     for (int v = 0; v < VECTORS; v++)
-        if (column_of(v) < WIDTH) *(Vec16*)((Bf16*)out + at + column_of(v)) = pack(row.values + v * 8);
+        if (column_of(v) < WIDTH) *(Vec16*)((Bf16*)out + at + column_of(v)) = row.vectors[v];
 #else
     const float top = OUTPUT == 0 ? 127.0f : 448.0f;
     float most = 0, not_finite = 0;
 #pragma unroll
-    for (int v = 0; v < VECTORS; v++)
-        if (column_of(v) < WIDTH)
+    for (int v = 0; v < VECTORS; v++) {
+        if (column_of(v) >= WIDTH) continue;
+        float x[8];
+        unpack(row.vectors[v], x);
 #pragma unroll
-            for (int i = 0; i < 8; i++) {
-                float x = row.values[v * 8 + i];
-                most = fmaxf(most, fabsf(x));
-                not_finite = fmaf(x, 0.0f, not_finite);
-            }
+        for (int i = 0; i < 8; i++) {
+            most = fmaxf(most, fabsf(x[i]));
+            not_finite = fmaf(x[i], 0.0f, not_finite);
+        }
+    }
     // NaN is passed on by no maximum.
     most = reduce(not_finite == 0 ? most : bits_to_float(0x7f800000), scratch, [](float a, float b) { return fmaxf(a, b); });
     bool finite = most < bits_to_float(0x7f800000);
@@ -71,16 +75,17 @@ __device__ inline void write_row(const Row& row, void* out, float* scales, float
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
         if (column_of(v) >= WIDTH) continue;
-        u32 words[2];
+        float x[8];
+        unpack(row.vectors[v], x);
+        u32 words[2] = {};
 #pragma unroll
-        for (int w = 0; w < 2; w++) {
-            const float* x = row.values + v * 8 + w * 4;
+        for (int i = 0; i < 8; i += 2) {
 #if OUTPUT == 0
-            words[w] = 0;
-#pragma unroll
-            for (int i = 0; i < 4; i++) words[w] |= (float_to_bits(fmaf(x[i], inverse, 12582912.0f)) & 0xff) << i * 8;
+            u32 low = float_to_bits(fmaf(x[i], inverse, 12582912.0f)) & 0xff;
+            u32 high = float_to_bits(fmaf(x[i + 1], inverse, 12582912.0f)) & 0xff;
+            words[i / 4] |= (low | high << 8) << i % 4 * 8;
 #else
-            words[w] = u32(floats_to_e4m3(x[0] * inverse, x[1] * inverse)) | u32(floats_to_e4m3(x[2] * inverse, x[3] * inverse)) << 16;
+            words[i / 4] |= u32(floats_to_e4m3(x[i] * inverse, x[i + 1] * inverse)) << i % 4 * 8;
 #endif
         }
         *(u64*)((u8*)out + at + column_of(v)) = u64(words[0]) | u64(words[1]) << 32;

@@ -1,6 +1,13 @@
 // Numbers as they lie in memory, and arithmetic on them. No header of CUDA's is needed: NVRTC brings none.
 #pragma once
 
+// A function of which a kernel has one copy.
+#ifdef __CUDACC__
+#define NOINLINE __noinline__
+#else
+#define NOINLINE
+#endif
+
 typedef unsigned char u8;
 typedef signed char i8;
 typedef unsigned short u16;

@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 
+use crate::cli::place::DeviceChoice;
+use crate::device::Precision;
 use crate::device::cpu::Isa;
 use crate::job::spec::duration_seconds;
 
@@ -51,6 +53,33 @@ pub enum Command {
     Clean(CleanArgs),
     /// Measure the engine on this machine: throughput of a model over a trace or over prompts of one length
     Bench(BenchArgs),
+    /// Hold a GPU's kernels against the CPU, before it is trusted with a night's job
+    Doctor(DoctorArgs),
+}
+
+#[derive(Debug, Args)]
+pub struct DoctorArgs {
+    /// The GPU: `cuda:0` on
+    #[arg(long, value_name = "DEVICE", default_value = "cuda:0")]
+    pub device: DeviceChoice,
+    /// Small sizes only, and no times
+    #[arg(long)]
+    pub quick: bool,
+    /// A format to examine (default: all that the card computes in); may be given several times
+    #[arg(long = "precision", value_name = "FORMAT", value_parser = gpu_precision)]
+    pub formats: Vec<Precision>,
+    /// Print the result as one JSON object, last on stdout, and nothing else
+    #[arg(long)]
+    pub json: bool,
+}
+
+fn gpu_precision(text: &str) -> Result<Precision, String> {
+    match text {
+        "bf16" => Ok(Precision::Bf16),
+        "int8" => Ok(Precision::Int8),
+        "fp8" => Ok(Precision::Fp8),
+        _ => Err("a GPU computes in `bf16`, `int8` or `fp8`".into()),
+    }
 }
 
 #[derive(Debug, Args)]
@@ -84,10 +113,10 @@ pub struct WorkerArgs {
     #[arg(long, value_name = "DIR")]
     pub model: Option<PathBuf>,
     /// Number format to compute in, where --model names the checkpoint
-    #[arg(long, value_name = "FORMAT", default_value = "auto", value_parser = ["auto", "f32", "bf16", "int8"])]
+    #[arg(long, value_name = "FORMAT", default_value = "auto", value_parser = ["auto", "f32", "bf16", "int8", "fp8"])]
     pub precision: String,
     /// Number format of keys and values, where --model names the checkpoint (auto: the precision's own)
-    #[arg(long, value_name = "FORMAT", default_value = "auto", value_parser = ["auto", "f32", "bf16", "int8"])]
+    #[arg(long, value_name = "FORMAT", default_value = "auto", value_parser = ["auto", "f32", "bf16", "int8", "fp8"])]
     pub kv_cache: String,
     /// Longest sequence in tokens (default: what the first job or the checkpoint says)
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(2..))]
@@ -198,6 +227,9 @@ pub struct SubmitArgs {
     pub job: PathBuf,
     #[command(flatten)]
     pub limit: LimitArgs,
+    /// Where its workers compute, which says what `precision: auto` is: `cpu`, `cuda:0`, or `auto`, as this machine would
+    #[arg(long, value_name = "DEVICE", default_value = "auto")]
+    pub device: DeviceChoice,
     #[command(flatten)]
     pub queue: QueueArgs,
     /// Write the ledger only; `reconcile` enqueues, or `run` works it off
@@ -302,10 +334,14 @@ pub struct LimitArgs {
 
 #[derive(Debug, Args)]
 pub struct EngineArgs {
+    /// Where to compute: `cpu`, `cuda:0` on, or `auto`, the first GPU where there is one
+    #[arg(long, value_name = "DEVICE", default_value = "auto")]
+    pub device: DeviceChoice,
     /// Threads that compute (default: all cores)
     #[arg(long, value_name = "N", value_parser = threads)]
     pub threads: Option<usize>,
-    /// Memory for keys and values of running sequences, in MiB (default: an eighth of what this machine or container has)
+    /// Memory for keys and values of running sequences, in MiB (default: what is left of a GPU's; an eighth of this machine's or
+    /// container's)
     #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(1..=1 << 30))]
     pub kv_memory: Option<u64>,
     /// Instructions that the CPU's kernels use: `avx512-bf16`, `avx512-vnni`, `avx2`, `portable`... (default: the best there are)
@@ -353,7 +389,7 @@ pub struct BenchArgs {
     #[arg(long)]
     pub ignore_eos: bool,
     /// Number format to compute in
-    #[arg(long, value_name = "FORMAT", default_value = "auto", value_parser = ["auto", "f32", "bf16", "int8"])]
+    #[arg(long, value_name = "FORMAT", default_value = "auto", value_parser = ["auto", "f32", "bf16", "int8", "fp8"])]
     pub precision: String,
     /// Longest sequence in tokens (default: what the longest request needs)
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(2..))]
@@ -364,7 +400,7 @@ pub struct BenchArgs {
     #[command(flatten)]
     pub engine: EngineArgs,
     /// Number format of keys and values (auto: the precision's own)
-    #[arg(long, value_name = "FORMAT", default_value = "auto", value_parser = ["auto", "f32", "bf16", "int8"])]
+    #[arg(long, value_name = "FORMAT", default_value = "auto", value_parser = ["auto", "f32", "bf16", "int8", "fp8"])]
     pub kv_cache: String,
     /// Run so many of the requests before the clock starts, and then again
     #[arg(long, value_name = "N", default_value_t = 0)]

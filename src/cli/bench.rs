@@ -10,18 +10,19 @@ use crate::bench::figures::{Batches, Figures, Step};
 use crate::bench::{picture, trace};
 use crate::cli::args::{BenchArgs, Part};
 use crate::cli::exit::{Exit, Failure};
-use crate::cli::outfit::{engine_options, load_options};
+use crate::cli::outfit::{engine_options, load_model, load_options, on_device};
+use crate::cli::place::Place;
 use crate::cli::worker::asked_precision;
 use crate::device::Dtype;
 use crate::device::cpu::Isa;
 use crate::engine::request::Request;
 use crate::engine::scheduler::Policy;
-use crate::engine::{Engine, Generate};
+use crate::engine::{Engine, Forward, Generate};
 use crate::model::Channels;
 use crate::model::config::Config;
 use crate::model::shapes;
 use crate::model::tokenizer::Tokenizer;
-use crate::model::transformer::Transformer;
+use crate::model::weights::RandomWeights;
 use crate::worker::model::Formats;
 
 pub async fn bench(args: BenchArgs) -> Result<Exit, Failure> {
@@ -78,8 +79,13 @@ fn run(args: &BenchArgs) -> Result<Exit, Failure> {
             &eos,
         ),
     };
-    let formats = Formats::of(asked_precision(&args.precision), asked_precision(&args.kv_cache));
-    let mut engine = engine(args, &subject, formats, vocabulary, &requests)?;
+    let place = args.engine.device.place()?;
+    let formats = Formats::of(
+        asked_precision(&args.precision),
+        asked_precision(&args.kv_cache),
+        place.precision(),
+    );
+    let mut engine = engine(args, &subject, (place, formats), vocabulary, &requests)?;
     let first: Vec<Request> = requests.iter().take(args.warm_up).cloned().collect();
     serve(&mut engine, first)?;
     let (figures, steps) = measure(args, &mut engine, requests, formats)?;
@@ -106,7 +112,7 @@ fn run(args: &BenchArgs) -> Result<Exit, Failure> {
 fn engine(
     args: &BenchArgs,
     subject: &Subject,
-    formats: Formats,
+    (place, formats): (Place, Formats),
     vocabulary: usize,
     requests: &[Request],
 ) -> Result<Engine, Failure> {
@@ -120,18 +126,22 @@ fn engine(
         formats,
         Some(args.context.unwrap_or(needed.max(2))),
         vocabulary,
+        place,
         &args.engine,
     )?;
     if subject.checkpoint {
         let channels = Channels::of_model(Path::new(&args.model), &subject.config, formats.precision);
         options.channels = channels.map_err(Failure::bad_job)?.map(Arc::new);
     }
-    let model = if subject.checkpoint {
-        Transformer::load(Path::new(&args.model), &options)
+    let model: Box<dyn Forward + Send> = if subject.checkpoint {
+        load_model(Path::new(&args.model), place, &options)?
     } else {
-        Transformer::random(subject.config.clone(), args.seed, Dtype::Bf16, &options)
+        let weights = RandomWeights {
+            seed: args.seed,
+            dtype: Dtype::Bf16,
+        };
+        on_device(subject.config.clone(), &weights, place, &options)?
     };
-    let model = model.map_err(Failure::bad_job)?;
     let mut options = engine_options(formats, &options, &args.engine);
     options.policy = Policy {
         sort: !args.without.contains(&Part::Sorting),
@@ -139,7 +149,7 @@ fn engine(
         mix: !args.without.contains(&Part::Mixing),
         refill: !args.without.contains(&Part::Refilling),
     };
-    Ok(Engine::new(Box::new(model), subject.tokenizer.clone(), options))
+    Ok(Engine::new(model, subject.tokenizer.clone(), options))
 }
 
 /// What became of requests.

@@ -10,7 +10,9 @@ use crate::cli::args::CalibrateArgs;
 use crate::cli::door::Opened;
 use crate::cli::exit::{Exit, Failure};
 use crate::cli::outfit::load_options;
+use crate::cli::place::{DeviceChoice, Place};
 use crate::dataset::shard::ShardReader;
+use crate::device;
 use crate::job::spec::Precision;
 use crate::model::{Channels, Transformer};
 use crate::report::sample::{ShardSample, sample};
@@ -18,12 +20,12 @@ use crate::report::summary::number;
 use crate::worker::model::{Formats, Stream};
 
 pub async fn calibrate(args: CalibrateArgs) -> Result<Exit, Failure> {
-    let opened = Opened::open(&args.job, None)?;
+    let opened = Opened::open(&args.job, None, DeviceChoice::Cpu)?;
     let prompts = prompts(&opened, args.rows).await?;
     let files = &opened.model;
     let vocabulary = files.tokenizer.vocab_size();
-    let formats = Formats::of(Precision::F32, Precision::Auto);
-    let options = load_options(formats, opened.job.context, vocabulary, &args.engine)?;
+    let formats = Formats::of(Precision::F32, Precision::Auto, device::Precision::F32);
+    let options = load_options(formats, opened.job.context, vocabulary, Place::Cpu, &args.engine)?;
     let channels = tokio::task::block_in_place(|| {
         let mut model = Transformer::load(&files.dir, &options).map_err(Failure::bad_job)?;
         Channels::measure(&mut model, prompts.iter().map(Vec::as_slice)).map_err(Failure::bad_job)

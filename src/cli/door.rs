@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::cli::exit::Failure;
+use crate::cli::place::{DeviceChoice, Place};
 use crate::cli::recheck::Sample;
 use crate::dataset::location::Location;
 use crate::dataset::output::{OutputColumns, OutputSchema};
@@ -30,14 +31,18 @@ pub struct Opened {
     pub output: Location,
     /// What its report runs again.
     pub recheck: Option<Sample>,
+    /// Where it is computed.
+    pub place: Place,
 }
 
 impl Opened {
     /// Reads the job file and the model's config and tokenizer.
-    pub fn open(path: &Path, limit: Option<u64>) -> Result<Opened, Failure> {
+    pub fn open(path: &Path, limit: Option<u64>, device: DeviceChoice) -> Result<Opened, Failure> {
         let job = Job::load(path).map_err(Failure::bad_job)?;
+        let place = device.place()?;
+        let own = Formats::of_job(&job, place.precision());
         let recheck = job.recheck.as_ref();
-        let recheck = recheck.map(|asked| Sample::new(&job, asked, "`report.recheck.precision`"));
+        let recheck = recheck.map(|asked| Sample::new(&job, own, asked, "`report.recheck.precision`"));
         let recheck = recheck.transpose()?;
         let model = ModelFiles::open(model_dir(&job)?).map_err(Failure::bad_job)?;
         let output = Location::parse(&job.output.uri, &job.base_dir).map_err(Failure::bad_job)?;
@@ -52,6 +57,7 @@ impl Opened {
             limit,
             output,
             recheck,
+            place,
         })
     }
 
@@ -153,7 +159,7 @@ impl Opened {
 
     /// The number formats to compute in, resolved.
     pub fn formats(&self) -> Formats {
-        Formats::of_job(&self.job)
+        Formats::of_job(&self.job, self.place.precision())
     }
 
     /// What makes two runs the same job. Reads the whole checkpoint once.

@@ -2,6 +2,7 @@
 
 use std::process::ExitCode;
 
+use crate::device::DeviceError;
 pub use crate::report::one_line;
 use crate::report::summary::RowCounts;
 
@@ -22,6 +23,8 @@ pub enum Exit {
     Cancelled = 5,
     /// Ended by SIGINT or SIGTERM after writing what was finished; the job can be resumed.
     Interrupted = 6,
+    /// The device failed, and this process cannot use it any more; what was finished is written. Start it again.
+    Restart = 7,
 }
 
 impl From<Exit> for ExitCode {
@@ -68,9 +71,16 @@ impl Failure {
 
 impl<E: Into<anyhow::Error>> From<E> for Failure {
     fn from(error: E) -> Failure {
+        let error = error.into();
+        let is_lost = |cause: &(dyn std::error::Error + 'static)| {
+            matches!(cause.downcast_ref::<DeviceError>(), Some(DeviceError::Lost(_)))
+        };
         Failure {
-            exit: Exit::Failure,
-            error: error.into(),
+            exit: match error.chain().any(is_lost) {
+                true => Exit::Restart,
+                false => Exit::Failure,
+            },
+            error,
         }
     }
 }
@@ -78,6 +88,17 @@ impl<E: Into<anyhow::Error>> From<E> for Failure {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::engine::{EngineError, ForwardError};
+
+    #[test]
+    fn a_lost_device_asks_for_a_restart_however_deep_it_lies() {
+        let exit = |error: DeviceError| {
+            let error = EngineError::Forward(ForwardError::Device(error));
+            Failure::from(anyhow::Error::from(error).context("the device cannot go on")).exit
+        };
+        assert_eq!(exit(DeviceError::Lost("a fault".into())), Exit::Restart);
+        assert_eq!(exit(DeviceError::OutOfMemory("full".into())), Exit::Failure);
+    }
 
     #[test]
     fn failed_rows_have_their_own_code() {

@@ -6,11 +6,13 @@ mod bench;
 mod calibrate;
 mod cancel;
 mod clean;
+mod doctor;
 mod door;
 mod enqueue;
 mod exit;
 mod extend;
 mod outfit;
+mod place;
 mod plan;
 mod recheck;
 mod reconcile;
@@ -75,5 +77,6 @@ async fn command(command: Command) -> Result<Exit, Failure> {
         Command::Reconcile(args) => reconcile::reconcile(args).await,
         Command::Clean(args) => clean::clean(args).await,
         Command::Bench(args) => bench::bench(args).await,
+        Command::Doctor(args) => doctor::doctor(args).await,
     }
 }

@@ -1,16 +1,22 @@
 //! What `run` and `worker` equip themselves with: the model on its device, threads, signals.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::Context;
+use anyhow::{Context, anyhow};
 
 use crate::cli::args::EngineArgs;
 use crate::cli::exit::{Exit, Failure};
+use crate::cli::place::Place;
 use crate::device::cpu::Threads;
+use crate::device::cuda::Cuda;
+use crate::device::{KvFormat, Precision};
 use crate::engine::scheduler::Policy;
-use crate::engine::{Engine, EngineOptions, Generate};
-use crate::model::transformer::{KvBudget, LoadOptions, Transformer};
+use crate::engine::{Engine, EngineOptions, Forward, Generate};
+use crate::model::config::Config;
+use crate::model::transformer::{KvBudget, LoadOptions, Transformer, refuse_tokenizer_model_alone};
+use crate::model::weights::{WeightSource, Weights};
 use crate::worker::model::{Formats, Model, ModelFiles};
 use crate::worker::stop::{Stop, Why};
 
@@ -31,10 +37,11 @@ impl LoadedModel {
         formats: Formats,
         context: Option<u32>,
         hash: String,
+        place: Place,
         args: &EngineArgs,
     ) -> Result<LoadedModel, Failure> {
         let context_tokens = context.unwrap_or(files.config.max_position_embeddings);
-        let engine = engine(&files, formats, context, args)?;
+        let engine = engine(&files, formats, context, place, args)?;
         let model = Model::new(files, formats, context_tokens, hash);
         Ok(LoadedModel { model, engine })
     }
@@ -44,20 +51,50 @@ fn engine(
     files: &ModelFiles,
     formats: Formats,
     context: Option<u32>,
+    place: Place,
     args: &EngineArgs,
 ) -> Result<Box<dyn Generate>, Failure> {
     #[cfg(feature = "faults")]
     if crate::faults::KnownDevice::is_wanted() {
         return Ok(Box::new(crate::faults::KnownDevice::from_env()));
     }
-    let mut options = load_options(formats, context, files.tokenizer.vocab_size(), args)?;
+    let mut options = load_options(formats, context, files.tokenizer.vocab_size(), place, args)?;
     options.channels = files
         .channels(formats.precision)
         .map_err(Failure::bad_job)?
         .map(Arc::new);
-    let model = Transformer::load(&files.dir, &options).map_err(Failure::bad_job)?;
+    let model = load_model(&files.dir, place, &options)?;
     let options = engine_options(formats, &options, args);
-    Ok(Box::new(Engine::new(Box::new(model), files.tokenizer.clone(), options)))
+    Ok(Box::new(Engine::new(model, files.tokenizer.clone(), options)))
+}
+
+/// Loads the checkpoint folder `dir` where it is to run.
+pub fn load_model(dir: &Path, place: Place, options: &LoadOptions) -> Result<Box<dyn Forward + Send>, Failure> {
+    refuse_tokenizer_model_alone(dir).map_err(Failure::bad_job)?;
+    let config = Config::load(dir).map_err(Failure::bad_job)?;
+    let weights = Weights::open(dir).map_err(Failure::bad_job)?;
+    on_device(config, &weights, place, options)
+}
+
+/// A model from any source of weights, where it is to run.
+pub fn on_device(
+    config: Config,
+    weights: &dyn WeightSource,
+    place: Place,
+    options: &LoadOptions,
+) -> Result<Box<dyn Forward + Send>, Failure> {
+    if let Place::Cuda(ordinal) = place {
+        let cuda = Cuda::open(ordinal, options.precision, options.kv_format).map_err(Failure::bad_job)?;
+        let model = Transformer::on_device(cuda, config, weights, options).map_err(Failure::bad_job)?;
+        return Ok(Box::new(model));
+    }
+    if options.precision == Precision::Fp8 || options.kv_format == KvFormat::Fp8 {
+        return Err(Failure::bad_job(anyhow!(
+            "a CPU does not compute in fp8: ask for `int8`, or for a GPU of compute capability 8.9 or later"
+        )));
+    }
+    let model = Transformer::from_weights(config, weights, options).map_err(Failure::bad_job)?;
+    Ok(Box::new(model))
 }
 
 /// How a model is loaded; `vocabulary`: ids that its tokenizer knows.
@@ -65,6 +102,7 @@ pub fn load_options(
     formats: Formats,
     context: Option<u32>,
     vocabulary: usize,
+    place: Place,
     args: &EngineArgs,
 ) -> Result<LoadOptions, Failure> {
     Ok(LoadOptions {
@@ -72,7 +110,14 @@ pub fn load_options(
         kv_format: formats.kv,
         channels: None,
         isa: args.instructions,
-        kv: KvBudget::Bytes(args.kv_memory.map_or_else(default_kv_bytes, |mib| mib << 20)),
+        kv: match (args.kv_memory, place) {
+            (Some(mib), _) => KvBudget::Bytes(mib << 20),
+            (None, Place::Cpu) => KvBudget::Bytes(default_kv_bytes()),
+            (None, Place::Cuda(_)) => KvBudget::Rest {
+                step_tokens: args.step_tokens,
+                sequences: args.sequences,
+            },
+        },
         threads: Arc::new(Threads::new(threads(args)).context("cannot start the threads")?),
         max_context: context,
         vocabulary: Some(vocabulary),

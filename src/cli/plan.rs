@@ -10,6 +10,7 @@ use serde_json::json;
 use crate::cli::args::PlanArgs;
 use crate::cli::door::Opened;
 use crate::cli::exit::{Exit, Failure};
+use crate::cli::place::DeviceChoice;
 use crate::dataset::planner::InputPlan;
 use crate::dataset::shard::ShardReader;
 use crate::job::Renderer;
@@ -32,7 +33,7 @@ pub async fn plan(args: PlanArgs) -> Result<Exit, Failure> {
             .build_global()
             .context("cannot start the threads")?;
     }
-    let opened = Opened::open(&args.job, args.limit.limit)?;
+    let opened = Opened::open(&args.job, args.limit.limit, DeviceChoice::default())?;
     opened.check_shape()?;
     let inputs = opened.plan().await?;
     let preflight = read_all(&opened, &inputs, args.preview).await?;

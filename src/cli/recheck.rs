@@ -8,8 +8,10 @@ use crate::cli::args::{EngineArgs, RecheckArgs};
 use crate::cli::door::{Opened, no_job};
 use crate::cli::exit::{Exit, Failure};
 use crate::cli::outfit::{LoadedModel, render_threads, stop_on_signals};
+use crate::cli::place::Place;
 use crate::cli::worker::asked_precision;
 use crate::dataset::DatasetError;
+use crate::device;
 use crate::job::file::OutputFormat;
 use crate::job::generate::ShapeSpec;
 use crate::job::recheck::Recheck as Asked;
@@ -26,7 +28,7 @@ use crate::worker::recheck::{self, Parts};
 use crate::worker::stop::Stop;
 
 pub async fn recheck(args: RecheckArgs) -> Result<Exit, Failure> {
-    let opened = Opened::open(&args.job, args.limit)?;
+    let opened = Opened::open(&args.job, args.limit, args.engine.device)?;
     let sample = asked_sample(&opened, &args)?;
     let ledger = Ledger::open(&opened.output).await?;
     let ledger = ledger.ok_or_else(|| no_job(&opened.output))?;
@@ -70,9 +72,8 @@ pub struct Sample {
 }
 
 impl Sample {
-    /// What `asked` asks for, whose precision `place` says.
-    pub fn new(job: &Job, asked: &Asked, place: &str) -> Result<Sample, Failure> {
-        let own = Formats::of_job(job);
+    /// What `asked` asks for, whose precision `place` says; `own`: the job's formats.
+    pub fn new(job: &Job, own: Formats, asked: &Asked, place: &str) -> Result<Sample, Failure> {
         if let Some(formats) = own.rechecked_in(asked.precision) {
             let rows = asked.rows;
             return Ok(Sample { rows, formats });
@@ -84,7 +85,7 @@ impl Sample {
         Err(Failure::bad_job(anyhow::anyhow!(
             "{}: {place} is `{}`, and the job runs in `{own}` itself: {advice}",
             job.file,
-            Formats::of(asked.precision, Precision::Auto)
+            Formats::of(asked.precision, Precision::Auto, own.precision)
         )))
     }
 }
@@ -103,7 +104,7 @@ fn asked_sample(opened: &Opened, args: &RecheckArgs) -> Result<Sample, Failure> 
     if let Some(word) = &args.precision {
         asked.precision = asked_precision(word);
     }
-    Sample::new(job, &asked, "`--precision`")
+    Sample::new(job, opened.formats(), &asked, "`--precision`")
 }
 
 /// Rechecks a finished job. The model that it ran with must be gone from memory: this loads it anew.
@@ -128,7 +129,12 @@ pub async fn of_job(
         eprintln!("rechecking {rows} of {all} rows in {}", wanted.formats);
     }
     let hash = identity.model_hash.clone();
-    let loaded = LoadedModel::load(opened.model.clone(), wanted.formats, job.context, hash, args)?;
+    // No GPU computes in F32.
+    let place = match wanted.formats.precision {
+        device::Precision::F32 => Place::Cpu,
+        _ => opened.place,
+    };
+    let loaded = LoadedModel::load(opened.model.clone(), wanted.formats, job.context, hash, place, args)?;
     let meter = Arc::new(Meter::default());
     let parts = Parts {
         job: OpenJob::new(0, ledger.clone(), &loaded.model, Arc::default())?,

@@ -12,10 +12,12 @@ use crate::cli::door::{model_dir, no_job};
 use crate::cli::enqueue::Target;
 use crate::cli::exit::{Exit, Failure, one_line};
 use crate::cli::outfit::{LoadedModel, STEP_MAX, render_threads, stop_on_signals};
+use crate::cli::place::Place;
 use crate::dataset::location::Location;
+use crate::device;
 use crate::job::Job;
 use crate::job::spec::Precision;
-use crate::ledger::{Id, Ledger, LedgerError, StopWhy};
+use crate::ledger::{Id, JobIdentity, Ledger, LedgerError, StopWhy};
 use crate::queue::Queue;
 use crate::report::meter::{Meter, Reading};
 use crate::report::progress;
@@ -50,12 +52,13 @@ pub async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
     let queue = Target::new(&args.queue, args.kafka.clone(), args.shards_in_flight.min(most.max(1)))?
         .consume()
         .await?;
+    let place = args.engine.device.place()?;
     let mut watched = watched(&args, &stop).await?;
-    let Some(wanted) = wanted_model(&args, &queue, &mut watched, &stop).await? else {
+    let Some(wanted) = wanted_model(&args, place, &queue, &mut watched, &stop).await? else {
         return ended_early(&args, &stop);
     };
     let hash = wanted.files.hash(wanted.formats.precision).map_err(Failure::bad_job)?;
-    let loaded = LoadedModel::load(wanted.files, wanted.formats, wanted.context, hash, &args.engine)?;
+    let loaded = LoadedModel::load(wanted.files, wanted.formats, wanted.context, hash, place, &args.engine)?;
     let meter = Arc::new(Meter::default());
     let worker = Arc::new(Worker::new(Parts {
         name: name(&args)?,
@@ -121,6 +124,7 @@ async fn signs_of_life(args: &WorkerArgs, pulse: &Arc<Pulse>) -> Result<(), Fail
 /// The model that the arguments name, or that of the first job; `None`: told to stop, or nothing came.
 async fn wanted_model(
     args: &WorkerArgs,
+    place: Place,
     queue: &Arc<dyn Queue>,
     watched: &mut Vec<Ledger>,
     stop: &Stop,
@@ -128,7 +132,11 @@ async fn wanted_model(
     if let Some(dir) = &args.model {
         return Ok(Some(Wanted {
             files: ModelFiles::open(dir.clone()).map_err(Failure::bad_job)?,
-            formats: Formats::of(asked_precision(&args.precision), asked_precision(&args.kv_cache)),
+            formats: Formats::of(
+                asked_precision(&args.precision),
+                asked_precision(&args.kv_cache),
+                place.precision(),
+            ),
             context: args.context,
         }));
     }
@@ -142,9 +150,16 @@ async fn wanted_model(
     let job: Job = serde_json::from_value(ledger.job().resolved.clone())?;
     Ok(Some(Wanted {
         files: ModelFiles::open(model_dir(&job)?).map_err(Failure::bad_job)?,
-        formats: Formats::of_job(&job),
+        formats: recorded(&ledger.job().identity),
         context: args.context.or(job.context),
     }))
+}
+
+/// The formats that a job was submitted with.
+fn recorded(identity: &JobIdentity) -> Formats {
+    let precision = asked_precision(&identity.precision);
+    let kv = identity.kv_cache.as_deref().map_or(Precision::Auto, asked_precision);
+    Formats::of(precision, kv, device::Precision::F32)
 }
 
 pub fn asked_precision(word: &str) -> Precision {
@@ -152,6 +167,7 @@ pub fn asked_precision(word: &str) -> Precision {
         "f32" => Precision::F32,
         "bf16" => Precision::Bf16,
         "int8" => Precision::Int8,
+        "fp8" => Precision::Fp8,
         // clap lets nothing else through.
         _ => Precision::Auto,
     }

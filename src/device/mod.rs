@@ -10,11 +10,10 @@ use crate::device::batch::StepBatch;
 
 pub mod batch;
 pub mod cpu;
+pub mod cuda;
+pub mod error;
 
-/// Positions that one KV block holds, and the tile in which attention reduces over keys.
-pub const BLOCK_TOKENS: usize = 16;
-/// Positions that attention in 8 bits reduces over at once, and the least prefix that sequences attend to together: whole blocks.
-pub const SPAN_TOKENS: usize = 64;
+pub use error::{DeviceError, TensorError};
 
 /// What a device computes in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,8 +23,10 @@ pub enum Precision {
     /// Weights, activations, keys and values rounded to BF16 where an operation ends; sums in F32.
     Bf16,
     /// Linear weights and the activations that they multiply in 8 bits, scaled by output feature and by token; sums exact.
-    /// All else in F32, keys and values as [`KvFormat`] says.
+    /// On a CPU all else is in F32, on a GPU in BF16; keys and values as [`KvFormat`] says.
     Int8,
+    /// As [`Int8`](Self::Int8), in E4M3 and with sums in F32; on a GPU alone.
+    Fp8,
 }
 
 /// What keys and values are kept in.
@@ -35,26 +36,48 @@ pub enum KvFormat {
     Bf16,
     /// 8 bits, scaled by token and head; attention multiplies queries and weights in 8 bits, too.
     Int8,
+    /// As [`Int8`](Self::Int8), in E4M3; on a GPU alone.
+    Fp8,
 }
 
 impl KvFormat {
+    /// As job files and records write it.
+    pub fn word(self) -> &'static str {
+        match self {
+            KvFormat::F32 => "f32",
+            KvFormat::Bf16 => "bf16",
+            KvFormat::Int8 => "int8",
+            KvFormat::Fp8 => "fp8",
+        }
+    }
+
     /// Of a number: more are the higher precision.
     pub fn bits(self) -> u32 {
         match self {
             KvFormat::F32 => 32,
             KvFormat::Bf16 => 16,
-            KvFormat::Int8 => 8,
+            KvFormat::Int8 | KvFormat::Fp8 => 8,
         }
     }
 }
 
 impl Precision {
+    /// As job files and records write it.
+    pub fn word(self) -> &'static str {
+        match self {
+            Precision::F32 => "f32",
+            Precision::Bf16 => "bf16",
+            Precision::Int8 => "int8",
+            Precision::Fp8 => "fp8",
+        }
+    }
+
     /// Of the numbers that linear layers multiply: more are the higher precision.
     pub fn bits(self) -> u32 {
         match self {
             Precision::F32 => 32,
             Precision::Bf16 => 16,
-            Precision::Int8 => 8,
+            Precision::Int8 | Precision::Fp8 => 8,
         }
     }
 
@@ -64,6 +87,7 @@ impl Precision {
             Precision::F32 => KvFormat::F32,
             Precision::Bf16 => KvFormat::Bf16,
             Precision::Int8 => KvFormat::Int8,
+            Precision::Fp8 => KvFormat::Fp8,
         }
     }
 }
@@ -121,16 +145,6 @@ impl Tensor<'_> {
             }
         }
     }
-}
-
-/// Why a tensor was not taken over by the device.
-#[derive(Debug, thiserror::Error, PartialEq, Eq)]
-#[error("row {row} holds a value that is not finite in the computing precision")]
-pub struct NonFiniteWeight {
-    /// Which of the given tensors.
-    pub part: usize,
-    /// Row within it.
-    pub row: usize,
 }
 
 /// How heads lie in one token's `[q heads][k heads][v heads]` row of the fused projection.
@@ -218,36 +232,60 @@ pub trait Device: Send + Sync {
     /// Takes over matrices of equal width, stacked by rows.
     ///
     /// # Errors
-    /// A weight that is NaN or infinite, or becomes so in the computing precision.
-    fn matrix(&self, parts: &[Tensor<'_>]) -> Result<Self::Matrix, NonFiniteWeight>;
+    /// A weight that is NaN or infinite, or becomes so in the computing precision; a device that has no room for it.
+    fn matrix(&self, parts: &[Tensor<'_>]) -> Result<Self::Matrix, TensorError>;
     /// As [`matrix`](Self::matrix), of a gate's rows and as many of an up projection, for [`gated_linear`](Self::gated_linear).
-    fn gated_matrix(&self, parts: &[Tensor<'_>]) -> Result<Self::Matrix, NonFiniteWeight>;
+    fn gated_matrix(&self, parts: &[Tensor<'_>]) -> Result<Self::Matrix, TensorError>;
+    /// As [`matrix`](Self::matrix), of rows that [`embed`](Self::embed) and [`logits`](Self::logits) read.
+    fn table(&self, part: Tensor<'_>) -> Result<Self::Matrix, TensorError>;
     /// Takes over vectors, one after the other. Errors as in [`matrix`](Self::matrix).
-    fn vector(&self, parts: &[Tensor<'_>]) -> Result<Self::Vector, NonFiniteWeight>;
+    fn vector(&self, parts: &[Tensor<'_>]) -> Result<Self::Vector, TensorError>;
     /// An empty buffer.
     fn buffer(&self) -> Self::Buffer;
     /// An empty workspace.
     fn workspace(&self) -> Self::Workspace;
-    /// An empty step for a model with these heads and this rotation.
-    fn step(&self, heads: HeadShape, rope: RopeSpec) -> Self::Step;
-    /// One layer's pool of `blocks` blocks, all zero.
-    fn kv_pool(&self, heads: HeadShape, blocks: usize) -> Self::KvPool;
+    /// An empty step for a model with these heads, this rotation and layers of these kinds.
+    ///
+    /// # Errors
+    /// Heads that this device does not compute.
+    fn step(&self, heads: HeadShape, rope: RopeSpec, specs: &[KvSpec]) -> Result<Self::Step, DeviceError>;
+    /// Positions that one KV block holds.
+    fn block_tokens(&self) -> u32;
+    /// One layer's pool of `blocks` blocks.
+    ///
+    /// # Errors
+    /// No room for it.
+    fn kv_pool(&self, heads: HeadShape, blocks: usize) -> Result<Self::KvPool, DeviceError>;
     /// Bytes one block of one layer takes in a pool.
     fn kv_block_bytes(&self, heads: HeadShape) -> usize;
 
+    /// Memory of its own that nobody uses, in bytes; `None`: it computes in the host's.
+    ///
+    /// # Errors
+    /// The device failed.
+    fn free_bytes(&self) -> Result<Option<u64>, DeviceError>;
+    /// Waits until all that was issued is done.
+    ///
+    /// # Errors
+    /// It failed.
+    fn wait(&self) -> Result<(), DeviceError>;
+
     /// Brings a checked batch to the device.
-    fn upload(&self, batch: &StepBatch, step: &mut Self::Step);
+    ///
+    /// # Errors
+    /// Here and in all that follow: the device is out of memory or failed. What was computed of the step is then worth nothing.
+    fn upload(&self, batch: &StepBatch, step: &mut Self::Step) -> Result<(), DeviceError>;
     /// Copies the step's `block_copies` within a pool. Runs before the step's first [`rope_store`](Self::rope_store).
-    fn copy_blocks(&self, step: &Self::Step, pool: &mut Self::KvPool);
+    fn copy_blocks(&self, step: &Self::Step, pool: &mut Self::KvPool) -> Result<(), DeviceError>;
     /// Rows of `table` for the step's tokens.
-    fn embed(&self, table: &Self::Matrix, step: &Self::Step, out: &mut Self::Buffer);
+    fn embed(&self, table: &Self::Matrix, step: &Self::Step, out: &mut Self::Buffer) -> Result<(), DeviceError>;
     /// `residual += delta`, then `out = rms_norm(residual) * weight`.
     fn add_norm(
         &self,
         op: AddNorm<'_, Self::Buffer, Self::Vector>,
         residual: &mut Self::Buffer,
         out: &mut Self::Buffer,
-    );
+    ) -> Result<(), DeviceError>;
     /// As [`add_norm`](Self::add_norm), but only of the rows in the step's `logits_at`, which become `out`'s rows;
     /// `residual` is left undefined.
     fn add_norm_logits_rows(
@@ -256,7 +294,7 @@ pub trait Device: Send + Sync {
         step: &Self::Step,
         residual: &mut Self::Buffer,
         out: &mut Self::Buffer,
-    );
+    ) -> Result<(), DeviceError>;
     /// `out = x W^T + b`.
     fn linear(
         &self,
@@ -264,7 +302,7 @@ pub trait Device: Send + Sync {
         x: &Self::Buffer,
         out: &mut Self::Buffer,
         workspace: &mut Self::Workspace,
-    );
+    ) -> Result<(), DeviceError>;
     /// Normalises (where asked for) and rotates the query and key heads of `qkv`, and stores keys and values.
     fn rope_store(
         &self,
@@ -272,7 +310,7 @@ pub trait Device: Send + Sync {
         step: &Self::Step,
         qkv: &mut Self::Buffer,
         pool: &mut Self::KvPool,
-    );
+    ) -> Result<(), DeviceError>;
     /// Attention of the queries in `qkv` over the pool: `out` is `[tokens][heads * head_dim]`.
     fn attention(
         &self,
@@ -282,7 +320,7 @@ pub trait Device: Send + Sync {
         pool: &Self::KvPool,
         out: &mut Self::Buffer,
         workspace: &mut Self::Workspace,
-    );
+    ) -> Result<(), DeviceError>;
     /// `out = silu(gate) * up`, where `[gate][up]` is what [`linear`](Self::linear) would give.
     fn gated_linear(
         &self,
@@ -290,7 +328,7 @@ pub trait Device: Send + Sync {
         x: &Self::Buffer,
         out: &mut Self::Buffer,
         workspace: &mut Self::Workspace,
-    );
+    ) -> Result<(), DeviceError>;
     /// Logits in F32 of each row of `x` over the first `ids` rows of `head`: `out` becomes `[rows][ids]` on the host.
     fn logits(
         &self,
@@ -299,5 +337,9 @@ pub trait Device: Send + Sync {
         x: &Self::Buffer,
         out: &mut Vec<f32>,
         workspace: &mut Self::Workspace,
-    );
+    ) -> Result<(), DeviceError>;
+    /// Makes a buffer of rows from the host, `[values.len() / width][width]`: what tests compute with.
+    fn write(&self, values: &[f32], width: usize, out: &mut Self::Buffer) -> Result<(), DeviceError>;
+    /// What a buffer holds, `[rows][width]`.
+    fn read(&self, buffer: &Self::Buffer) -> Result<Vec<f32>, DeviceError>;
 }

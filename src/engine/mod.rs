@@ -24,6 +24,7 @@ pub use run::{Engine, EngineError, EngineOptions, Refused};
 
 use std::time::Duration;
 
+use crate::device::DeviceError;
 use crate::device::batch::StepBatch;
 
 /// What the engine needs of a model. Implemented by `model::Transformer`; tests use a fake one.
@@ -53,9 +54,11 @@ pub trait Forward {
     }
 }
 
-/// A step that could not be run: the device, not a row, is at fault.
+/// A step that could not be run: the device or the caller, not a row, is at fault.
 #[derive(Debug, thiserror::Error)]
 pub enum ForwardError {
+    #[error("the model's step cannot be run: {0}")]
+    Batch(String),
     #[error("the model's step failed: {0}")]
-    Device(String),
+    Device(#[from] DeviceError),
 }

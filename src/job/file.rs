@@ -28,11 +28,11 @@ pub struct JobFile {
     pub model: String,
     /// Number format to compute in. `auto` is what suits the device: `f32` on a CPU.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(extend("enum" = ["auto", "f32", "bf16", "int8", null]))]
+    #[schemars(extend("enum" = ["auto", "f32", "bf16", "int8", "fp8", null]))]
     pub precision: Option<String>,
     /// Number format of keys and values. `auto` is what goes with the precision: its own name.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(extend("enum" = ["auto", "f32", "bf16", "int8", null]))]
+    #[schemars(extend("enum" = ["auto", "f32", "bf16", "int8", "fp8", null]))]
     pub kv_cache: Option<String>,
     /// Longest sequence (prompt and completion) in tokens; by default what the checkpoint declares. More is possible as far as
     /// its RoPE scaling stretches (`dynamic` is fixed for this length over the whole job).

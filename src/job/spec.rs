@@ -85,6 +85,8 @@ pub enum Precision {
     F32,
     Bf16,
     Int8,
+    /// On a GPU alone.
+    Fp8,
 }
 
 /// The rows to work on.
@@ -319,13 +321,14 @@ fn precision(field: &str, name: Option<&str>) -> Result<Precision, FieldError> {
         "f32" => Ok(Precision::F32),
         "bf16" => Ok(Precision::Bf16),
         "int8" => Ok(Precision::Int8),
-        known @ ("fp8" | "f16" | "fp4" | "int4") => bad(
+        "fp8" => Ok(Precision::Fp8),
+        known @ ("f16" | "fp4" | "int4") => bad(
             field,
-            format!("is `{known}`, which this build does not support; it has `f32`, `bf16` and `int8`"),
+            format!("is `{known}`, which this build does not support; it has `f32`, `bf16`, `int8` and `fp8`"),
         ),
         other => bad(
             field,
-            format!("is `{other}`{}", suggest(other, ["auto", "f32", "bf16", "int8"])),
+            format!("is `{other}`{}", suggest(other, ["auto", "f32", "bf16", "int8", "fp8"])),
         ),
     }
 }

@@ -11,8 +11,9 @@ use safetensors::tensor::{Dtype, TensorView};
 use safetensors::{SafeTensorError, SafeTensors};
 use sha2::{Digest, Sha256};
 
+use crate::device::Precision;
 use crate::device::batch::{StepBatch, StepSequence};
-use crate::device::{BLOCK_TOKENS, Precision};
+use crate::device::cpu::BLOCK_TOKENS;
 use crate::engine::{Forward, ForwardError};
 use crate::model::config::Config;
 use crate::model::error::ModelError;
@@ -123,7 +124,7 @@ impl Channels {
     pub fn of_model(dir: &Path, config: &Config, precision: Precision) -> Result<Option<Channels>, ModelError> {
         let path = Channels::path(dir);
         match (precision, path.try_exists()) {
-            (Precision::F32 | Precision::Bf16, _) | (_, Ok(false)) => Ok(None),
+            (Precision::F32 | Precision::Bf16 | Precision::Fp8, _) | (_, Ok(false)) => Ok(None),
             (Precision::Int8, Ok(true)) => Channels::load(&path, config).map(Some),
             (_, Err(e)) => Err(ModelError::read(&path, e)),
         }

@@ -348,10 +348,12 @@ impl Reader<'_> {
 
     /// Which layers attend through a window, as each family decides it.
     fn layers(&self, family: Family, count: usize) -> Result<Vec<KvSpec>, ModelError> {
-        let window = || match self.size("sliding_window", 1 << 30)? {
-            Some(n) => Ok(Some(n as u32)),
-            None if self.map.contains_key("sliding_window") => Ok(None),
-            None => Ok(Some(4096)),
+        let window = || -> Result<Option<u32>, ModelError> {
+            match self.size("sliding_window", 1 << 30)? {
+                Some(n) => Ok(Some(n as u32)),
+                None if self.map.contains_key("sliding_window") => Ok(None),
+                None => Ok(Some(4096)),
+            }
         };
         let types = self.layer_types(count)?;
         match family {
@@ -450,11 +452,13 @@ impl Reader<'_> {
             let factor = inner.number_in("factor", 1.0, 1e6)?;
             factor.ok_or_else(|| self.broken(format!("`{name}` has no `factor`")))
         };
-        let pretrained = || match self.size("original_max_position_embeddings", 1 << 28)? {
-            Some(n) => Ok(n as u32),
-            None => {
-                let n = inner.size("original_max_position_embeddings", 1 << 28)?;
-                Ok(n.map_or(max_position_embeddings, |n| n as u32))
+        let pretrained = || -> Result<u32, ModelError> {
+            match self.size("original_max_position_embeddings", 1 << 28)? {
+                Some(n) => Ok(n as u32),
+                None => {
+                    let n = inner.size("original_max_position_embeddings", 1 << 28)?;
+                    Ok(n.map_or(max_position_embeddings, |n| n as u32))
+                }
             }
         };
         let scaling = match kind.unwrap_or("default") {

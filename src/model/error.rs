@@ -2,6 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
+use crate::device::DeviceError;
+
 /// Why a model could not be loaded.
 #[derive(Debug, thiserror::Error)]
 pub enum ModelError {
@@ -17,6 +19,9 @@ pub enum ModelError {
     /// The options do not fit the model: change the job.
     #[error("{0}")]
     Options(String),
+    /// The device cannot take it: another device, or other options.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
 }
 
 impl ModelError {

@@ -4,9 +4,11 @@ use std::io::Read;
 use std::path::Path;
 
 mod balance;
+mod build;
 pub mod channels;
 pub mod config;
 pub mod error;
+mod pool;
 pub mod rope;
 pub mod shapes;
 mod times;

@@ -9,16 +9,16 @@ use std::time::Duration;
 
 use crate::device::batch::StepBatch;
 use crate::device::cpu::{self, Cpu, Isa};
-use crate::device::{
-    AddNorm, BLOCK_TOKENS, Device, Dtype, KvFormat, KvSpec, Linear, NonFiniteWeight, Precision, QkNorm, RopeStore,
-};
+use crate::device::{AddNorm, Device, DeviceError, Dtype, KvFormat, Precision, QkNorm, RopeStore};
 use crate::engine::{Forward, ForwardError};
 use crate::model::balance::Balanced;
+use crate::model::build::{Builder, ModelWeights};
 use crate::model::channels::Channels;
 use crate::model::config::Config;
 use crate::model::error::ModelError;
+use crate::model::pool;
 use crate::model::times::{Operation, Times};
-use crate::model::weights::{RandomWeights, StoredTensor, WeightSource, Weights};
+use crate::model::weights::{RandomWeights, WeightSource, Weights};
 
 /// How large the pool of keys and values is to be.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -26,6 +26,11 @@ pub enum KvBudget {
     /// Bytes over all layers; as many whole blocks as fit.
     Bytes(u64),
     Blocks(u32),
+    /// What is left of the device's memory once a step of so many tokens, of so many sequences, has run.
+    Rest {
+        step_tokens: u32,
+        sequences: u32,
+    },
 }
 
 /// How a model is to be loaded.
@@ -60,25 +65,6 @@ pub struct Transformer<D: Device = Cpu> {
     kv_blocks: u32,
     context_tokens: u32,
     vocab_size: usize,
-}
-
-struct ModelWeights<D: Device> {
-    embedding: D::Matrix,
-    /// `None`: the embedding table.
-    head: Option<D::Matrix>,
-    norm: D::Vector,
-    layers: Vec<Layer<D>>,
-}
-
-struct Layer<D: Device> {
-    spec: KvSpec,
-    attention_norm: D::Vector,
-    qkv: Linear<D::Matrix, D::Vector>,
-    qk_norm: Option<(D::Vector, D::Vector)>,
-    o: Linear<D::Matrix, D::Vector>,
-    mlp_norm: D::Vector,
-    gate_up: Linear<D::Matrix, D::Vector>,
-    down: Linear<D::Matrix, D::Vector>,
 }
 
 struct Buffers<D: Device> {
@@ -136,9 +122,8 @@ impl Transformer<Cpu> {
         batch: &StepBatch,
         see: impl FnMut(usize, Activations, &cpu::Buffer),
     ) -> Result<(), ForwardError> {
-        self.check(batch).map_err(ForwardError::Device)?;
-        self.run(batch, see);
-        Ok(())
+        self.check(batch).map_err(ForwardError::Batch)?;
+        Ok(self.run(batch, see)?)
     }
 }
 
@@ -156,7 +141,7 @@ pub enum Activations {
 }
 
 /// A folder with a SentencePiece model alone cannot be used: say so before minutes of loading.
-fn refuse_tokenizer_model_alone(dir: &Path) -> Result<(), ModelError> {
+pub fn refuse_tokenizer_model_alone(dir: &Path) -> Result<(), ModelError> {
     let exists = |name: &str| {
         let path = dir.join(name);
         path.try_exists().map_err(|e| ModelError::read(&path, e))
@@ -182,13 +167,17 @@ impl<D: Device> Transformer<D> {
         options: &LoadOptions,
     ) -> Result<Transformer<D>, ModelError> {
         let context_tokens = context(&config, options.max_context)?;
-        let kv_blocks = kv_blocks(&device, &config, options.kv)?;
+        let kv_blocks = match options.kv {
+            KvBudget::Rest { step_tokens, .. } => step_tokens.div_ceil(device.block_tokens()) + 1,
+            KvBudget::Bytes(bytes) => pool::blocks_of(&device, &config, bytes)?,
+            KvBudget::Blocks(blocks) => pool::checked(&device, &config, blocks)?,
+        };
         let vocab_size = options
             .vocabulary
             .map_or(config.vocab_size, |n| n.min(config.vocab_size));
         let balanced = match options.precision {
             Precision::Int8 => Some(Balanced::new(source, &config, options.channels.as_deref())?),
-            Precision::F32 | Precision::Bf16 => None,
+            Precision::F32 | Precision::Bf16 | Precision::Fp8 => None,
         };
         let weights = Builder {
             device: &device,
@@ -196,12 +185,9 @@ impl<D: Device> Transformer<D> {
             config: &config,
         }
         .weights()?;
-        let pools = config
-            .layers
-            .iter()
-            .map(|_| device.kv_pool(config.heads, kv_blocks as usize))
-            .collect();
-        let step = device.step(config.heads, config.rope.spec(config.heads.head_dim, context_tokens));
+        let pools = pool::pools(&device, &config, kv_blocks)?;
+        let rope = config.rope.spec(config.heads.head_dim, context_tokens);
+        let step = device.step(config.heads, rope, &config.layers)?;
         let buffers = Buffers {
             residual: device.buffer(),
             normed: device.buffer(),
@@ -211,20 +197,34 @@ impl<D: Device> Transformer<D> {
             delta: device.buffer(),
             workspace: device.workspace(),
         };
-        let logits = Vec::new();
-        Ok(Transformer {
+        let mut transformer = Transformer {
             device,
             config,
             weights,
             pools,
             step,
             buffers,
-            logits,
+            logits: Vec::new(),
             times: Times::default(),
             kv_blocks,
             context_tokens,
             vocab_size,
-        })
+        };
+        if let KvBudget::Rest { step_tokens, sequences } = options.kv {
+            transformer.take_the_rest(step_tokens, sequences)?;
+        }
+        Ok(transformer)
+    }
+
+    /// Runs the largest step that will come, so that all memory besides the pool is taken, and makes the pool of what is left.
+    fn take_the_rest(&mut self, step_tokens: u32, sequences: u32) -> Result<(), ModelError> {
+        let step = pool::largest_step(step_tokens, sequences, self.context_tokens, self.device.block_tokens());
+        self.run(&step, |_, _, _| ())?;
+        self.times = Times::default();
+        self.pools.clear();
+        self.kv_blocks = pool::blocks_of_the_rest(&self.device, &self.config)?;
+        self.pools = pool::pools(&self.device, &self.config, self.kv_blocks)?;
+        Ok(())
     }
 
     /// What the model is.
@@ -267,7 +267,7 @@ impl<D: Device> Transformer<D> {
                     s.q_len, s.kv_len
                 ));
             }
-            let blocks = s.first_block as u64 + s.kv_len.div_ceil(BLOCK_TOKENS as u32) as u64;
+            let blocks = s.first_block as u64 + s.kv_len.div_ceil(self.device.block_tokens()) as u64;
             if blocks > batch.block_tables.len() as u64 {
                 return Err(format!("sequence {i}: its block table is too short"));
             }
@@ -299,7 +299,11 @@ impl<D: Device> Transformer<D> {
 
     /// Runs a checked batch. `see` is shown the activations that each layer's
     /// linear operations read.
-    fn run(&mut self, batch: &StepBatch, mut see: impl FnMut(usize, Activations, &D::Buffer)) {
+    fn run(
+        &mut self,
+        batch: &StepBatch,
+        mut see: impl FnMut(usize, Activations, &D::Buffer),
+    ) -> Result<(), DeviceError> {
         let Transformer {
             device,
             config,
@@ -313,21 +317,21 @@ impl<D: Device> Transformer<D> {
             ..
         } = self;
         let mut lap = times.laps();
-        device.upload(batch, step);
-        device.embed(&weights.embedding, step, &mut b.residual);
+        device.upload(batch, step)?;
+        device.embed(&weights.embedding, step, &mut b.residual)?;
         lap(Operation::Embed);
         let mut delta = None;
         for (at, (layer, pool)) in weights.layers.iter().zip(pools).enumerate() {
-            device.copy_blocks(step, pool);
+            device.copy_blocks(step, pool)?;
             let norm = AddNorm {
                 delta,
                 weight: &layer.attention_norm,
                 eps: config.norm_eps,
             };
-            device.add_norm(norm, &mut b.residual, &mut b.normed);
+            device.add_norm(norm, &mut b.residual, &mut b.normed)?;
             lap(Operation::Norm);
             see(at, Activations::AttentionNorm, &b.normed);
-            device.linear(&layer.qkv, &b.normed, &mut b.qkv, &mut b.workspace);
+            device.linear(&layer.qkv, &b.normed, &mut b.qkv, &mut b.workspace)?;
             lap(Operation::Linear);
             let qk_norm = layer.qk_norm.as_ref().map(|(q, k)| QkNorm {
                 q,
@@ -342,25 +346,25 @@ impl<D: Device> Transformer<D> {
                 step,
                 &mut b.qkv,
                 pool,
-            );
+            )?;
             lap(Operation::RopeStore);
-            device.attention(layer.spec, step, &b.qkv, pool, &mut b.attended, &mut b.workspace);
+            device.attention(layer.spec, step, &b.qkv, pool, &mut b.attended, &mut b.workspace)?;
             lap(Operation::Attention);
             see(at, Activations::Attended, &b.attended);
-            device.linear(&layer.o, &b.attended, &mut b.delta, &mut b.workspace);
+            device.linear(&layer.o, &b.attended, &mut b.delta, &mut b.workspace)?;
             lap(Operation::Linear);
             let norm = AddNorm {
                 delta: Some(&b.delta),
                 weight: &layer.mlp_norm,
                 eps: config.norm_eps,
             };
-            device.add_norm(norm, &mut b.residual, &mut b.normed);
+            device.add_norm(norm, &mut b.residual, &mut b.normed)?;
             lap(Operation::Norm);
             see(at, Activations::MlpNorm, &b.normed);
-            device.gated_linear(&layer.gate_up, &b.normed, &mut b.gated, &mut b.workspace);
+            device.gated_linear(&layer.gate_up, &b.normed, &mut b.gated, &mut b.workspace)?;
             lap(Operation::GatedLinear);
             see(at, Activations::Gated, &b.gated);
-            device.linear(&layer.down, &b.gated, &mut b.delta, &mut b.workspace);
+            device.linear(&layer.down, &b.gated, &mut b.delta, &mut b.workspace)?;
             lap(Operation::Linear);
             delta = Some(&b.delta);
         }
@@ -369,18 +373,19 @@ impl<D: Device> Transformer<D> {
             weight: &weights.norm,
             eps: config.norm_eps,
         };
-        device.add_norm_logits_rows(norm, step, &mut b.residual, &mut b.normed);
+        device.add_norm_logits_rows(norm, step, &mut b.residual, &mut b.normed)?;
         lap(Operation::Norm);
         let head = weights.head.as_ref().unwrap_or(&weights.embedding);
-        device.logits(head, *vocab_size, &b.normed, logits, &mut b.workspace);
+        device.logits(head, *vocab_size, &b.normed, logits, &mut b.workspace)?;
         lap(Operation::Logits);
+        Ok(())
     }
 }
 
 impl<D: Device> Forward for Transformer<D> {
     fn forward(&mut self, batch: &StepBatch) -> Result<&[f32], ForwardError> {
-        self.check(batch).map_err(ForwardError::Device)?;
-        self.run(batch, |_, _, _| ());
+        self.check(batch).map_err(ForwardError::Batch)?;
+        self.run(batch, |_, _, _| ())?;
         Ok(&self.logits)
     }
 
@@ -397,7 +402,7 @@ impl<D: Device> Forward for Transformer<D> {
     }
 
     fn block_tokens(&self) -> u32 {
-        BLOCK_TOKENS as u32
+        self.device.block_tokens()
     }
 
     fn operation_times(&self) -> Vec<(&'static str, Duration)> {
@@ -414,157 +419,5 @@ fn context(config: &Config, max_context: Option<u32>) -> Result<u32, ModelError>
             "a context of {n} tokens is more than the model's {limit}"
         ))),
         Some(n) => Ok(n),
-    }
-}
-
-fn kv_blocks<D: Device>(device: &D, config: &Config, budget: KvBudget) -> Result<u32, ModelError> {
-    let block = (device.kv_block_bytes(config.heads) * config.layers.len()) as u64;
-    let blocks = match budget {
-        KvBudget::Bytes(bytes) => (bytes / block).min(u32::MAX as u64),
-        KvBudget::Blocks(blocks) => blocks as u64,
-    };
-    if blocks == 0 {
-        return Err(ModelError::Options(format!(
-            "the KV pool holds no block: one takes {block} bytes"
-        )));
-    }
-    if blocks.checked_mul(block).is_none_or(|bytes| bytes > isize::MAX as u64) {
-        return Err(ModelError::Options(format!(
-            "a KV pool of {blocks} blocks of {block} bytes is too large"
-        )));
-    }
-    Ok(blocks as u32)
-}
-
-/// Names of a kind of tensors (`weight`, `bias`) of parts.
-fn named(parts: &[(String, usize)], kind: &str) -> Vec<(String, usize)> {
-    let one = |(name, rows): &(String, usize)| (format!("{name}.{kind}"), *rows);
-    parts.iter().map(one).collect()
-}
-
-/// Takes a model's tensors from a source to a device.
-struct Builder<'a, D: Device> {
-    device: &'a D,
-    source: &'a dyn WeightSource,
-    config: &'a Config,
-}
-
-impl<D: Device> Builder<'_, D> {
-    fn weights(&self) -> Result<ModelWeights<D>, ModelError> {
-        let c = self.config;
-        let embedding = self.matrix(&[("model.embed_tokens.weight", c.vocab_size)], c.hidden_size)?;
-        let layers = c
-            .layers
-            .iter()
-            .enumerate()
-            .map(|(i, spec)| self.layer(&format!("model.layers.{i}"), *spec))
-            .collect::<Result<_, _>>()?;
-        let norm = self.vector(&[("model.norm.weight", c.hidden_size)])?;
-        let head = match c.tied_embeddings {
-            true => None,
-            false => Some(self.matrix(&[("lm_head.weight", c.vocab_size)], c.hidden_size)?),
-        };
-        Ok(ModelWeights {
-            embedding,
-            head,
-            norm,
-            layers,
-        })
-    }
-
-    fn layer(&self, prefix: &str, spec: KvSpec) -> Result<Layer<D>, ModelError> {
-        let c = self.config;
-        let dim = c.heads.head_dim;
-        let (q, kv, mlp) = (c.heads.heads * dim, c.heads.kv_heads * dim, c.intermediate_size);
-        let name = |rest: &str| format!("{prefix}.{rest}");
-        let norm = |rest: &str, width: usize| self.vector(&[(name(&format!("{rest}.weight")), width)]);
-        let linear = |parts: &[(&str, usize)], columns: usize, bias: bool| {
-            let full: Vec<(String, usize)> = parts.iter().map(|(rest, rows)| (name(rest), *rows)).collect();
-            self.linear(&full, columns, bias)
-        };
-        Ok(Layer {
-            spec,
-            attention_norm: norm("input_layernorm", c.hidden_size)?,
-            qkv: linear(
-                &[
-                    ("self_attn.q_proj", q),
-                    ("self_attn.k_proj", kv),
-                    ("self_attn.v_proj", kv),
-                ],
-                c.hidden_size,
-                c.qkv_bias,
-            )?,
-            qk_norm: match c.qk_norm {
-                true => Some((norm("self_attn.q_norm", dim)?, norm("self_attn.k_norm", dim)?)),
-                false => None,
-            },
-            o: linear(&[("self_attn.o_proj", c.hidden_size)], q, c.o_bias)?,
-            mlp_norm: norm("post_attention_layernorm", c.hidden_size)?,
-            gate_up: self.gated(prefix)?,
-            down: linear(&[("mlp.down_proj", c.hidden_size)], mlp, c.mlp_bias)?,
-        })
-    }
-
-    fn linear(
-        &self,
-        parts: &[(String, usize)],
-        columns: usize,
-        bias: bool,
-    ) -> Result<Linear<D::Matrix, D::Vector>, ModelError> {
-        let biases = named(parts, "bias");
-        Ok(Linear {
-            weight: self.matrix(&named(parts, "weight"), columns)?,
-            bias: if bias { Some(self.vector(&biases)?) } else { None },
-        })
-    }
-
-    /// The gate and up projections of a layer.
-    fn gated(&self, prefix: &str) -> Result<Linear<D::Matrix, D::Vector>, ModelError> {
-        let c = self.config;
-        let part = |name: &str| (format!("{prefix}.mlp.{name}"), c.intermediate_size);
-        let parts = [part("gate_proj"), part("up_proj")];
-        let weights = named(&parts, "weight");
-        let stored = self.stored(&weights, c.hidden_size)?;
-        let views: Vec<_> = stored.iter().map(StoredTensor::view).collect();
-        let weight = self
-            .device
-            .gated_matrix(&views)
-            .map_err(|e| self.not_finite(&weights, e))?;
-        Ok(Linear {
-            weight,
-            bias: match c.mlp_bias {
-                true => Some(self.vector(&named(&parts, "bias"))?),
-                false => None,
-            },
-        })
-    }
-
-    fn stored<S: AsRef<str>>(&self, parts: &[(S, usize)], columns: usize) -> Result<Vec<StoredTensor<'_>>, ModelError> {
-        parts
-            .iter()
-            .map(|(name, rows)| self.source.tensor(name.as_ref(), Some(*rows), columns))
-            .collect()
-    }
-
-    /// Matrices of equal width, (name, rows), stacked.
-    fn matrix<S: AsRef<str>>(&self, parts: &[(S, usize)], columns: usize) -> Result<D::Matrix, ModelError> {
-        let stored = self.stored(parts, columns)?;
-        let views: Vec<_> = stored.iter().map(StoredTensor::view).collect();
-        self.device.matrix(&views).map_err(|e| self.not_finite(parts, e))
-    }
-
-    /// Vectors, (name, length), one after the other.
-    fn vector<S: AsRef<str>>(&self, parts: &[(S, usize)]) -> Result<D::Vector, ModelError> {
-        let stored = parts
-            .iter()
-            .map(|(name, length)| self.source.tensor(name.as_ref(), None, *length))
-            .collect::<Result<Vec<_>, _>>()?;
-        let views: Vec<_> = stored.iter().map(StoredTensor::view).collect();
-        self.device.vector(&views).map_err(|e| self.not_finite(parts, e))
-    }
-
-    fn not_finite<S: AsRef<str>>(&self, parts: &[(S, usize)], error: NonFiniteWeight) -> ModelError {
-        let name = parts[error.part].0.as_ref();
-        ModelError::broken(self.source.path_of(name), format!("tensor `{name}`: {error}"))
     }
 }

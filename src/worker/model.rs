@@ -120,30 +120,33 @@ pub struct Formats {
 }
 
 impl Formats {
-    /// What was asked for. On a CPU, F32 costs no more than BF16 and rows do not depend on their batch.
-    pub fn of(precision: Precision, kv_cache: Precision) -> Formats {
+    /// What was asked for; `auto`: what the device computes in where nothing is.
+    pub fn of(precision: Precision, kv_cache: Precision, auto: device::Precision) -> Formats {
         let precision = match precision {
-            Precision::F32 | Precision::Auto => device::Precision::F32,
+            Precision::Auto => auto,
+            Precision::F32 => device::Precision::F32,
             Precision::Bf16 => device::Precision::Bf16,
             Precision::Int8 => device::Precision::Int8,
+            Precision::Fp8 => device::Precision::Fp8,
         };
         let kv = match kv_cache {
             Precision::Auto => precision.kv_format(),
             Precision::F32 => KvFormat::F32,
             Precision::Bf16 => KvFormat::Bf16,
             Precision::Int8 => KvFormat::Int8,
+            Precision::Fp8 => KvFormat::Fp8,
         };
         Formats { precision, kv }
     }
 
-    pub fn of_job(job: &Job) -> Formats {
-        Formats::of(job.precision, job.kv_cache)
+    pub fn of_job(job: &Job, auto: device::Precision) -> Formats {
+        Formats::of(job.precision, job.kv_cache, auto)
     }
 
     /// What a job in these is rechecked in where `precision` is asked for; its keys and values are no worse than the job's.
     /// `None`: that is not higher.
     pub fn rechecked_in(self, precision: Precision) -> Option<Formats> {
-        let mut to = Formats::of(precision, Precision::Auto);
+        let mut to = Formats::of(precision, Precision::Auto, device::Precision::F32);
         if self.kv.bits() > to.kv.bits() {
             to.kv = self.kv;
         }
@@ -152,20 +155,12 @@ impl Formats {
 
     /// The word for the precision in records.
     pub fn precision_word(self) -> &'static str {
-        match self.precision {
-            device::Precision::F32 => "f32",
-            device::Precision::Bf16 => "bf16",
-            device::Precision::Int8 => "int8",
-        }
+        self.precision.word()
     }
 
     /// The word for keys and values.
     pub fn kv_word(self) -> &'static str {
-        match self.kv {
-            KvFormat::F32 => "f32",
-            KvFormat::Bf16 => "bf16",
-            KvFormat::Int8 => "int8",
-        }
+        self.kv.word()
     }
 
     /// The word for keys and values in records; `None`: the precision's own, as in records that know of no other.
@@ -257,7 +252,7 @@ mod tests {
             ),
             (F32, Int8, "f32 with keys and values in int8", Some("int8".to_string())),
         ] {
-            let formats = Formats::of(precision, kv_cache);
+            let formats = Formats::of(precision, kv_cache, device::Precision::F32);
             assert_eq!((formats.to_string().as_str(), formats.recorded_kv()), (words, recorded));
         }
     }
@@ -276,7 +271,7 @@ mod tests {
             (Bf16, Auto, Bf16, None),
             (Bf16, F32, Bf16, None),
         ] {
-            let found = Formats::of(precision, kv_cache).rechecked_in(asked);
+            let found = Formats::of(precision, kv_cache, device::Precision::F32).rechecked_in(asked);
             assert_eq!(found.map(|formats| formats.to_string()).as_deref(), rechecked);
         }
     }
@@ -296,7 +291,7 @@ mod tests {
                 kv_cache: recorded.map(String::from),
                 ..identity.clone()
             };
-            let formats = Formats::of(Precision::Int8, kv_cache);
+            let formats = Formats::of(Precision::Int8, kv_cache, device::Precision::F32);
             Model::new(files.clone(), formats, 128, "m".into()).refuses(&identity)
         };
         assert_eq!(refuses(Precision::Auto, None), None);

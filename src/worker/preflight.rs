@@ -5,7 +5,7 @@
 use std::collections::HashSet;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-use crate::device::BLOCK_TOKENS;
+use crate::device::cpu::BLOCK_TOKENS;
 use crate::engine::philox::StreamKey;
 use crate::engine::request::UnitId;
 

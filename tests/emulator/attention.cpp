@@ -1,88 +1,381 @@
+// rope_store.cu, attention.cu and merge.cu: a step of several sequences over paged keys and values, against sums in doubles.
 #include "ptx.cuh"
 #include "types.cuh"
-#define HEADS 8
-#define KV_HEADS 2
-#ifndef HEAD_DIM
-#define HEAD_DIM 64
-#endif
-#define BLOCK 64
-#ifndef STORE
-#define STORE 0
-#endif
-#ifndef ROW_WARPS
-#define ROW_WARPS 4
-#endif
+#ifndef WINDOW
 #define WINDOW 0
-#define reduce reduce_rope
-#define WARPS WARPS_ROPE
+#endif
 namespace rope {
 #include "../../kernels/rope_store.cu"
 }
-#undef reduce
 #undef WARPS
-#undef LEAST
-namespace att {
+namespace attend {
 #include "../../kernels/attention.cu"
 }
-#undef GROUP
 #undef THREADS
-namespace mer {
+#undef GROUP
+namespace merging {
 #include "../../kernels/merge.cu"
 }
-#include <chrono>
-namespace emulator { int launch(void (*)(void*), void*, const unsigned*, const unsigned*, size_t, unsigned); }
-template<class K> int run(K k, std::vector<void*> args, unsigned gx, unsigned gy, unsigned bx, size_t sh, unsigned seed){
-  static K kk; kk=k; static std::vector<void*>* a; a=&args; unsigned g[]={gx,gy,1},b[]={bx,1,1};
-  return emulator::launch([](void*){emulator::call(kk,a->data());},nullptr,g,b,sh,seed);
+#include "check.h"
+
+const int TOKEN = (HEADS + 2 * KV_HEADS) * HEAD_DIM;
+const int HALF_DIM = HEAD_DIM / 2;
+const int LONGEST = 320;
+const float EPS = 1e-6f;
+const float SCALE = 1 / std::sqrt(float(HEAD_DIM));
+#if STORE != 2
+const double LARGEST = STORE == 0 ? 127 : 448;
+#endif
+
+// Positions stored by earlier steps, and tokens of this one; some end inside a block, one at its end.
+struct Sequence {
+    int before, fresh;
+};
+const std::vector<Sequence> SEQUENCES = {{0, 20}, {150, 1}, {60, 20}, {130, 3}, {300, 2}, {63, 1}, {0, 1}};
+
+// All tokens of all sequences, and the pool.
+struct World {
+    std::vector<u32> positions, slots, tables;
+    // Of each sequence: its first token, and where its table starts.
+    std::vector<int> first_token, first_table;
+    std::vector<Bf16> raw, rotated, q_norm, k_norm;
+    std::vector<float> rotations;
+    std::vector<u8> keys, values;
+    std::vector<float> key_scales, value_scales;
+};
+
+static void store(World& world, Bf16* qkv, const u32* positions, const u32* slots, int tokens) {
+    check::run(rope::rope_store, tokens, (HEADS + 2 * KV_HEADS + 3) / 4, 128, 0, 3, qkv, world.rotations.data(), positions, slots,
+               world.q_norm.data(), world.k_norm.data(), EPS, world.keys.data(), world.values.data(), world.key_scales.data(),
+               world.value_scales.data());
 }
-float rnd(){return rand()/(float)RAND_MAX*2-1;}
-int main(){
-  // sequences: (computed before, new)
-  std::vector<std::pair<int,int>> seqs={{0,20},{150,1},{60,20},{130,3},{300,2}};
-  int T=0; std::vector<u32> positions,slots,tables; std::vector<u32> table_of; u32 next=1;
-  const int W=(HEADS+2*KV_HEADS)*HEAD_DIM;
-  int blocks=1; for(auto&s:seqs)blocks+=(s.first+s.second+63)/64;
-  int size=STORE==2?2:1;
-  std::vector<u8> keys((size_t)blocks*KV_HEADS*BLOCK*HEAD_DIM*size,0),values(keys.size(),0); std::vector<float> ks(blocks*KV_HEADS*BLOCK,NAN),vs(ks);
-  // store all tokens (history too) through rope_store with zero rotation angle: cos=1,sin=0
-  std::vector<Bf16> all; std::vector<u32> allpos,allslot; std::vector<int> first_all;
-  std::vector<u32> step_tokens;
-  for(auto&s:seqs){table_of.push_back(tables.size()); int n=s.first+s.second; for(int b=0;b<(n+63)/64;b++)tables.push_back(next++); first_all.push_back(allpos.size());
-    for(int p=0;p<n;p++){allpos.push_back(p);allslot.push_back(tables[table_of.back()+p/64]*64+p%64);for(int i=0;i<W;i++)all.push_back(to_bf16(rnd()*2));}}
-  std::vector<float> rot(400*HEAD_DIM,0); for(int p=0;p<400;p++)for(int d=0;d<HEAD_DIM/2;d++){rot[p*HEAD_DIM+d]=std::cos(p*0.01*d);rot[p*HEAD_DIM+HEAD_DIM/2+d]=std::sin(p*0.01*d);}
-  auto raw=all;
-  Bf16*qkv=all.data();const float*rp=rot.data();const u32*pp=allpos.data();const u32*sp=allslot.data();const Bf16*nn=nullptr;float eps=1e-6;void*kp=keys.data(),*vp=values.data();float*ksp=ks.data(),*vsp=vs.data();
-  int rc=run(rope::rope_store,{&qkv,&rp,&pp,&sp,&nn,&nn,&eps,&kp,&vp,&ksp,&vsp},allpos.size(),(HEADS+2*KV_HEADS+3)/4,128,0,3);
-  printf("rope rc %d\n",rc);
-  // step: new tokens only
-  std::vector<Bf16> step; std::vector<u32> pos; std::vector<att::Item> items; std::vector<u32> queries; std::vector<u32> mt,mf; std::vector<mer::Part> parts; u32 part=0;
-  const int per=ROW_WARPS*16/(HEADS/KV_HEADS); std::vector<std::pair<int,int>> who;
-  for(size_t s=0;s<seqs.size();s++){
-    std::vector<int> mine; for(int i=0;i<seqs[s].second;i++){int p=seqs[s].first+i; mine.push_back(pos.size()); pos.push_back(p); who.push_back({(int)s,p}); auto*f=&all[(first_all[s]+p)*(size_t)W]; step.insert(step.end(),f,f+W);}
-    for(size_t i=0;i<mine.size();i+=per){u32 n=std::min<size_t>(per,mine.size()-i); u32 fq=queries.size(); for(u32 j=0;j<n;j++)queries.push_back(mine[i+j]);
-      u32 to=pos[mine[i+n-1]]+1;
-      if(s%2==0) items.push_back({fq,n,table_of[s],0,to,0xffffffffu});
-      else { u32 p0=part; for(u32 from=0;from<to;from+=64){items.push_back({fq,n,table_of[s],from,std::min(to,from+64),part++});}
-        for(u32 j=0;j<n;j++){mt.push_back(mine[i+j]);mf.push_back(parts.size());for(u32 x=p0;x<part;x++)parts.push_back({x,j});} }
-    }}
-  mf.push_back(parts.size());
-  std::vector<Bf16> out(pos.size()*HEADS*HEAD_DIM,Bf16{0x7fff}); std::vector<float> psum((size_t)(part+1)*KV_HEADS*ROW_WARPS*16*HEAD_DIM,NAN),pst((size_t)(part+1)*KV_HEADS*ROW_WARPS*16*2,NAN);
-  for(unsigned seed:{0u,5u}){
-  const Bf16*q=step.data();const u8*k8=keys.data(),*v8=values.data();const float*k_=ks.data(),*v_=vs.data();const att::Item*it=items.data();const u32*qu=queries.data(),*po=pos.data(),*ta=tables.data();float scale=1/std::sqrt((float)HEAD_DIM);Bf16*o=out.data();float*ps=psum.data(),*pt=pst.data();
-  auto t=std::chrono::steady_clock::now();
-  rc=run(att::attention,{&q,&k8,&v8,&k_,&v_,&it,&qu,&po,&ta,&scale,&o,&ps,&pt},items.size(),KV_HEADS,ROW_WARPS*32,2*(2*BLOCK*HEAD_DIM*size+512),seed);
-  double ms=std::chrono::duration<double>(std::chrono::steady_clock::now()-t).count()*1e3;
-  const u32*mtp=mt.data(),*mfp=mf.data();const mer::Part*mpp=parts.data();const float*psc=ps,*ptc=pt;
-  int rc2=run(mer::merge,{&mtp,&mfp,&mpp,&psc,&ptc,&o},mt.size(),1,128,0,seed);
-  // reference in doubles from unquantised rotated k and raw v
-  double worst=0,err=0,norm=0;
-  for(size_t i=0;i<who.size();i++){int s=who[i].first,p=who[i].second;
-   for(int h=0;h<HEADS;h++){std::vector<double> w(p+1);double m=-1e300,l=0;int kv=h/(HEADS/KV_HEADS);
-    for(int j=0;j<=p;j++){double dot=0;
-      for(int d=0;d<HEAD_DIM;d++){int half=HEAD_DIM/2;auto*kr=&raw[(first_all[s]+j)*(size_t)W+(HEADS+kv)*HEAD_DIM];double a=widen(kr[d%half]),b=widen(kr[d%half+half]),c=rot[j*HEAD_DIM+d%half],sn=rot[j*HEAD_DIM+half+d%half];double kd=d<half?a*c-b*sn:b*c+a*sn;
-        dot+=widen(step[i*W+h*HEAD_DIM+d])*kd;}
-      w[j]=dot*scale;m=std::max(m,w[j]);}
-    for(auto&x:w){x=std::exp(x-m);l+=x;}
-    for(int d=0;d<HEAD_DIM;d++){double y=0;for(int j=0;j<=p;j++)y+=w[j]*widen(raw[(first_all[s]+j)*(size_t)W+(HEADS+KV_HEADS+kv)*HEAD_DIM+d]);y/=l;double g=widen(out[(i*HEADS+h)*HEAD_DIM+d]);double e=std::fabs(g-y);if(!(e<=worst))worst=e;err+=e*e;norm+=y*y;}}}
-  printf("store %d dim %d warps %d seed %u: rc %d %d worst %g relative %g, %.0f ms\n",STORE,HEAD_DIM,ROW_WARPS,seed,rc,rc2,worst,std::sqrt(err/norm),ms);}
+
+static World make_world() {
+    World world;
+    u32 next = 1;
+    for (const Sequence& s : SEQUENCES) {
+        world.first_token.push_back(int(world.positions.size()));
+        world.first_table.push_back(int(world.tables.size()));
+        int count = s.before + s.fresh;
+        for (int block = 0; block < (count + BLOCK - 1) / BLOCK; block++) world.tables.push_back(next++);
+        for (int p = 0; p < count; p++) {
+            world.positions.push_back(p);
+            world.slots.push_back(world.tables[world.first_table.back() + p / BLOCK] * BLOCK + p % BLOCK);
+        }
+    }
+    world.raw.resize(world.positions.size() * TOKEN);
+    for (auto& x : world.raw) x = to_bf16(check::number() * 2);
+    for (auto* norm : {&world.q_norm, &world.k_norm})
+        for (int d = 0; d < HEAD_DIM; d++) norm->push_back(to_bf16(1 + check::number() / 2));
+    for (int p = 0; p < LONGEST; p++)
+        for (int d = 0; d < HEAD_DIM; d++)
+            world.rotations.push_back(d < HALF_DIM ? std::cos(p * 0.01f * d) : std::sin(p * 0.01f * (d - HALF_DIM)));
+    // Whatever nobody writes is NaN: bytes of 0xff are, in every format but INT8.
+    size_t places = size_t(next) * KV_HEADS * BLOCK;
+    world.keys.assign(places * KEY_ROW, 0xff);
+    world.values.assign(places * KEY_ROW, 0xff);
+    world.key_scales.assign(places, bits_to_float(0xffffffff));
+    world.value_scales.assign(places, bits_to_float(0xffffffff));
+    world.rotated = world.raw;
+    store(world, world.rotated.data(), world.positions.data(), world.slots.data(), int(world.positions.size()));
+    return world;
+}
+
+static double number_at(const std::vector<u8>& pool, size_t at) {
+#if STORE == 0
+    return i8(pool[at]);
+#elif STORE == 1
+    return e4m3_to_float(pool[at]);
+#else
+    return widen(((const Bf16*)pool.data())[at]);
+#endif
+}
+
+// Dimension `d` of a stored key or value.
+static double key_at(const World& world, int token, int kv, int d) {
+    size_t row = (size_t(world.slots[token] / BLOCK) * KV_HEADS + kv) * BLOCK + world.slots[token] % BLOCK;
+    return number_at(world.keys, row * HEAD_DIM + d) * (STORE == 2 ? 1 : world.key_scales[row]);
+}
+static double value_at(const World& world, int token, int kv, int d) {
+    size_t head = size_t(world.slots[token] / BLOCK) * KV_HEADS + kv, place = world.slots[token] % BLOCK;
+    return number_at(world.values, (head * HEAD_DIM + d) * BLOCK + place) * (STORE == 2 ? 1 : world.value_scales[head * BLOCK + place]);
+}
+
+// A head as it should be stored, and how far off it may be before it is quantized.
+struct Head {
+    double x[HEAD_DIM], allowed[HEAD_DIM];
+};
+
+// BF16 has a step of 2^-7, so half a step of 2^-8 of a number: the norm rounds twice, the rotation once.
+static Head rotated_head(const World& world, int token, int head) {
+    const Bf16* from = &world.raw[size_t(token) * TOKEN + size_t(head) * HEAD_DIM];
+    Head to;
+    for (int d = 0; d < HEAD_DIM; d++) {
+        to.x[d] = widen(from[d]);
+        to.allowed[d] = 0;
+    }
+    if (head >= HEADS + KV_HEADS) return to;
+    const Bf16* norm = head < HEADS ? world.q_norm.data() : world.k_norm.data();
+    double squares = 0;
+    for (double x : to.x) squares += x * x;
+    for (int d = 0; d < HEAD_DIM; d++) to.x[d] *= widen(norm[d]) / std::sqrt(squares / HEAD_DIM + EPS);
+    const float* rotation = &world.rotations[size_t(world.positions[token]) * HEAD_DIM];
+    for (int d = 0; d < HALF_DIM; d++) {
+        double a = to.x[d], b = to.x[HALF_DIM + d], cos = rotation[d], sin = rotation[HALF_DIM + d];
+        to.x[d] = a * cos - b * sin;
+        to.x[HALF_DIM + d] = b * cos + a * sin;
+        for (int i : {d, HALF_DIM + d}) to.allowed[i] = 1.02 * (2 * (std::fabs(a) + std::fabs(b)) + std::fabs(to.x[i])) / 256;
+    }
+    return to;
+}
+
+// What the format adds to the error: half a step of 1/127 of the largest in INT8, half a step of 2^-3 of the number in E4M3, or of
+// 2^-9 below its smallest power, where 448 is the largest.
+static double quantized(double x, double largest) {
+#if STORE == 0
+    return 1.02 * largest / 127 / 2;
+#elif STORE == 1
+    return 1.02 * std::max(std::fabs(x) / 16, largest / 448 / 1024);
+#else
+    return 0;
+#endif
+}
+
+static void check_store(const World& world) {
+    check::Worst queries, keys, values;
+    for (int token = 0; token < int(world.positions.size()); token++)
+        for (int head = 0; head < HEADS + 2 * KV_HEADS; head++) {
+            Head want = rotated_head(world, token, head);
+            double largest = 0;
+            for (double x : want.x) largest = std::max(largest, std::fabs(x));
+            for (int d = 0; d < HEAD_DIM; d++) {
+                double allowed = want.allowed[d] + quantized(want.x[d], largest);
+                if (head < HEADS)
+                    queries.add(widen(world.rotated[size_t(token) * TOKEN + head * HEAD_DIM + d]) - want.x[d], want.allowed[d]);
+                else if (head < HEADS + KV_HEADS)
+                    keys.add(key_at(world, token, head - HEADS, d) - want.x[d], allowed);
+                else
+                    values.add(value_at(world, token, head - HEADS - KV_HEADS, d) - want.x[d], allowed);
+            }
+        }
+    check::expect(queries.fine() && keys.fine() && values.fine(), "rope_store: %.2f, %.2f, %.2f of the error allowed", queries.part,
+                  keys.part, values.part);
+}
+
+// Blocks that no query of the step sees go back, and hold what others leave there.
+static void give_back(World& world) {
+    if (WINDOW == 0) return;
+    for (size_t s = 0; s < SEQUENCES.size(); s++)
+        for (int block = 0; (block + 1) * BLOCK <= SEQUENCES[s].before - WINDOW + 1; block++) {
+            u32& entry = world.tables[world.first_table[s] + block];
+            size_t bytes = size_t(KV_HEADS) * BLOCK * KEY_ROW, scales = size_t(KV_HEADS) * BLOCK;
+            std::memset(&world.keys[entry * bytes], 0xff, bytes);
+            std::memset(&world.values[entry * bytes], 0xff, bytes);
+            std::memset(&world.key_scales[entry * scales], 0xff, scales * 4);
+            std::memset(&world.value_scales[entry * scales], 0xff, scales * 4);
+            entry = 0;
+        }
+}
+
+// The step's tokens, and what attention is asked to do with them: even sequences in one item a tile, odd ones in parts of a block.
+struct Step {
+    std::vector<Bf16> qkv;
+    std::vector<u32> positions, queries;
+    // Of each token: its sequence.
+    std::vector<int> sequences;
+    std::vector<attend::Item> items;
+    std::vector<u32> merged, first_part;
+    std::vector<merging::Part> parts;
+    u32 part_count = 0;
+};
+
+static Step make_step(const World& world) {
+    Step step;
+    const int tile = ROW_WARPS * 16 / (HEADS / KV_HEADS);
+    for (int s = 0; s < int(SEQUENCES.size()); s++) {
+        u32 first = u32(step.positions.size());
+        for (int i = 0; i < SEQUENCES[s].fresh; i++) {
+            int position = SEQUENCES[s].before + i;
+            auto from = world.rotated.begin() + size_t(world.first_token[s] + position) * TOKEN;
+            step.qkv.insert(step.qkv.end(), from, from + TOKEN);
+            step.positions.push_back(position);
+            step.sequences.push_back(s);
+        }
+        for (int i = 0; i < SEQUENCES[s].fresh; i += tile) {
+            u32 count = u32(std::min(tile, SEQUENCES[s].fresh - i)), first_query = u32(step.queries.size());
+            for (u32 j = 0; j < count; j++) step.queries.push_back(first + i + j);
+            int seen = WINDOW == 0 ? 0 : std::max(0, SEQUENCES[s].before + i - WINDOW + 1);
+            u32 from = seen / BLOCK * BLOCK, to = SEQUENCES[s].before + i + count, table = world.first_table[s];
+            if (s % 2 == 0) {
+                step.items.push_back({first_query, count, table, from, to, NONE});
+                continue;
+            }
+            u32 first_part = step.part_count;
+            for (u32 at = from; at < to; at += BLOCK)
+                step.items.push_back({first_query, count, table, at, std::min<u32>(to, at + BLOCK), step.part_count++});
+            for (u32 j = 0; j < count; j++) {
+                step.merged.push_back(first + i + j);
+                step.first_part.push_back(u32(step.parts.size()));
+                for (u32 part = first_part; part < step.part_count; part++) step.parts.push_back({part, j});
+            }
+        }
+    }
+    step.first_part.push_back(u32(step.parts.size()));
+    return step;
+}
+
+static std::vector<Bf16> attend_all(const World& world, const Step& step, unsigned seed) {
+    const Bf16 unwritten = {0x7fff};
+    std::vector<Bf16> out(step.positions.size() * HEADS * HEAD_DIM, unwritten);
+    size_t rows = size_t(step.part_count) * KV_HEADS * ROW_WARPS * 16;
+    std::vector<float> sums(rows * HEAD_DIM + 1, NAN), states(rows * 2 + 1, NAN);
+    check::run(attend::attention, unsigned(step.items.size()), KV_HEADS, ROW_WARPS * 32, STAGES * STAGE_BYTES + QUERY_BYTES, seed,
+               step.qkv.data(), world.keys.data(), world.values.data(), world.key_scales.data(), world.value_scales.data(),
+               step.items.data(), step.queries.data(), step.positions.data(), world.tables.data(), SCALE, out.data(), sums.data(),
+               states.data());
+    check::run(merging::merge, unsigned(step.merged.size()), 1, 128, 0, seed, step.merged.data(), step.first_part.data(),
+               step.parts.data(), sums.data(), states.data(), out.data());
+    return out;
+}
+
+// A query's head as the product takes it: in eight bits quantized with a scale of its own.
+static std::vector<double> query_of(const Step& step, int token, int head) {
+    std::vector<double> q;
+    for (int d = 0; d < HEAD_DIM; d++) q.push_back(widen(step.qkv[size_t(token) * TOKEN + head * HEAD_DIM + d]));
+#if STORE != 2
+    float most = 0;
+    for (double x : q) most = std::max(most, float(std::fabs(x)));
+    for (double& x : q) {
+        float scaled = float(x) * (float(LARGEST) / most);
+#if STORE == 0
+        x = std::nearbyint(scaled) * (most / LARGEST);
+#else
+        x = e4m3_to_float(float_to_e4m3(scaled)) * (most / LARGEST);
+#endif
+    }
+#endif
+    return q;
+}
+
+// The deviation of an even distribution over the rounding error of a weight. BF16 and E4M3: half a step, 2^-8 or 2^-4 of it, in E4M3
+// no less than 2^-10 where 448 is the span's largest; INT8: half a step of 1/127 of the span's largest.
+static double weight_deviation(double weight, double largest) {
+#if STORE == 0
+    double half_step = largest / 127 / 2;
+#elif STORE == 1
+    double half_step = std::max(weight / 16, largest / 448 / 1024);
+#else
+    double half_step = weight / 256;
+#endif
+    return half_step / std::sqrt(3.0);
+}
+
+// Errors of a head of a token. Allowed are six deviations of what the weights' rounding makes together, half a step of the result in
+// BF16, and what roundings of 2^-24 in sums of F32 make of the scores.
+static void head_errors(const World& world, const Step& step, const std::vector<Bf16>& out, int token, int head, check::Worst& worst) {
+    int s = step.sequences[token], position = int(step.positions[token]), kv = head / (HEADS / KV_HEADS);
+    int first = WINDOW == 0 ? 0 : std::max(0, position - WINDOW + 1), count = position + 1 - first;
+    std::vector<double> q = query_of(step, token, head), weights(count), deviations(count);
+    double largest = -1e300, score_error = 0, total = 0;
+    for (int j = 0; j < count; j++) {
+        double score = 0, magnitude = 0;
+        for (int d = 0; d < HEAD_DIM; d++) {
+            double product = q[d] * key_at(world, world.first_token[s] + first + j, kv, d) * SCALE;
+            score += product;
+            magnitude += std::fabs(product);
+        }
+#ifdef SOFT_CAP
+        score = SOFT_CAP * std::tanh(score / SOFT_CAP);
+#endif
+        score_error = std::max(score_error, (HEAD_DIM + 8) * 0x1p-24 * magnitude);
+        weights[j] = score;
+        largest = std::max(largest, score);
+    }
+    for (double& w : weights) total += w = std::exp(w - largest);
+    for (double& w : weights) w /= total;
+
+    // In eight bits weights are quantized times the values' scales, by spans of 32 positions.
+    std::vector<double> scales(count, 1.0), span_largest(LONGEST / SPAN + 1, 0.0);
+    for (int j = 0; j < count; j++) {
+#if STORE != 2
+        u32 slot = world.slots[world.first_token[s] + first + j];
+        scales[j] = world.value_scales[(size_t(slot / BLOCK) * KV_HEADS + kv) * BLOCK + slot % BLOCK];
+#endif
+        double& top = span_largest[(first + j) / SPAN];
+        top = std::max(top, weights[j] * scales[j]);
+    }
+    for (int j = 0; j < count; j++)
+        deviations[j] = weight_deviation(weights[j] * scales[j], span_largest[(first + j) / SPAN]) / scales[j];
+
+    for (int d = 0; d < HEAD_DIM; d++) {
+        double want = 0, variance = 0, largest_value = 0;
+        for (int j = 0; j < count; j++) {
+            double value = value_at(world, world.first_token[s] + first + j, kv, d);
+            want += weights[j] * value;
+            variance += deviations[j] * deviations[j] * value * value;
+            largest_value = std::max(largest_value, std::fabs(value));
+        }
+        double allowed = 6 * std::sqrt(variance) + std::fabs(want) / 256 + 2 * (score_error + 1e-5) * largest_value;
+        worst.add(widen(out[(size_t(token) * HEADS + head) * HEAD_DIM + d]) - want, allowed);
+    }
+}
+
+static void check_results(const World& world, const Step& step) {
+    for (unsigned seed : {0u, 5u}) {
+        std::vector<Bf16> out = attend_all(world, step, seed);
+        check::Worst worst;
+        for (int token = 0; token < int(step.positions.size()); token++)
+            for (int head = 0; head < HEADS; head++) head_errors(world, step, out, token, head, worst);
+        check::expect(worst.fine(), "attention store %d, %d heads of %d, %d shared, window %d, seed %u: %.2f of the error allowed", STORE,
+                      HEADS, HEAD_DIM, KV_HEADS, WINDOW, seed, worst.part);
+    }
+}
+
+// Stores a token again, with NaN in dimension 3 of a head.
+static void poison(World& world, int token, int head) {
+    std::vector<Bf16> qkv(world.raw.begin() + size_t(token) * TOKEN, world.raw.begin() + size_t(token + 1) * TOKEN);
+    qkv[size_t(head) * HEAD_DIM + 3] = Bf16{0x7fc0};
+    store(world, qkv.data(), &world.positions[token], &world.slots[token], 1);
+}
+
+// NaN in a value of one sequence, in a key of another and in a query of a third shows in what they are for, and nowhere else.
+static void check_poison(World world, Step step) {
+    const std::vector<Bf16> before = attend_all(world, step, 1);
+    const int value_sequence = 1, key_sequence = 2, query_sequence = 3, kv = KV_HEADS - 1, group = HEADS / KV_HEADS;
+    // The last position before the step, which all of the step's queries see.
+    auto last = [&](int s) { return world.first_token[s] + SEQUENCES[s].before - 1; };
+    poison(world, last(value_sequence), HEADS + KV_HEADS + kv);
+    poison(world, last(key_sequence), HEADS + kv);
+    for (size_t token = 0; token < step.positions.size(); token++)
+        if (step.sequences[token] == query_sequence) step.qkv[token * TOKEN + size_t(kv) * group * HEAD_DIM + 3] = Bf16{0x7fc0};
+#if STORE != 2
+    size_t row = size_t(world.slots[last(value_sequence)] / BLOCK) * KV_HEADS + kv, place = world.slots[last(value_sequence)] % BLOCK;
+    bool zero = true;
+    for (int d = 0; d < HEAD_DIM; d++) zero &= world.values[(row * HEAD_DIM + d) * BLOCK + place] == 0;
+    check::expect(zero && std::isnan(world.value_scales[row * BLOCK + place]), "a head that is not finite is zeros and a NaN scale");
+#endif
+    const std::vector<Bf16> after = attend_all(world, step, 1);
+    int missing = 0, spread = 0;
+    for (size_t at = 0; at < after.size(); at++) {
+        int d = int(at % HEAD_DIM), head = int(at / HEAD_DIM % HEADS), s = step.sequences[at / HEAD_DIM / HEADS];
+        bool poisoned = false;
+        if (s == value_sequence) poisoned = head / group == kv && (STORE != 2 || d == 3);
+        if (s == key_sequence) poisoned = head / group == kv;
+        if (s == query_sequence) poisoned = head == kv * group;
+        if (poisoned)
+            missing += !std::isnan(widen(after[at]));
+        else
+            spread += after[at].bits != before[at].bits;
+    }
+    check::expect(missing == 0 && spread == 0, "NaN: missing in %d numbers, spread to %d", missing, spread);
+}
+
+int main() {
+    World world = make_world();
+    check_store(world);
+    give_back(world);
+    Step step = make_step(world);
+    check_results(world, step);
+    check_poison(world, step);
+    return check::verdict();
 }

@@ -1,14 +1,20 @@
 // Blocks of fibers: see emulator.h.
 #include "emulator.h"
+#include <algorithm>
+#include <atomic>
+#include <csignal>
+#include <thread>
+#include <sys/mman.h>
+#include <unistd.h>
 
 namespace emulator {
 
-Block* block;
-static const size_t STACK = 64 << 10;
+const char* kernel_name = "kernel";
 
 // Saves what a call must keep, changes stacks, takes it back. (System V, x86-64.)
 asm(R"(
 .text
+.hidden emulator_switch
 .globl emulator_switch
 emulator_switch:
     pushq %rbp
@@ -27,6 +33,7 @@ emulator_switch:
     popq %rbp
     ret
 )");
+extern "C" void emulator_switch(void** from, void* to);
 
 // A thread that is gone is waited for by nobody.
 static void leave(Group& group) {
@@ -37,90 +44,177 @@ static void leave(Group& group) {
 }
 
 static void run_fiber() {
-    block->body(block->body_context);
+    Block& b = block();
+    b.body(b.body_context);
     self().done = true;
-    block->progressed = true;
-    leave(block->warps[self().warp]);
-    leave(block->all);
+    b.progressed = true;
+    leave(b.warps[self().warp]);
+    leave(b.all);
     yield();
     std::abort();
 }
 
-static char* stacks(size_t count) {
-    static char* memory = nullptr;
-    static size_t have = 0;
-    if (count > have) {
-        memory = (char*)mmap(nullptr, count * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        have = count;
+static const size_t PAGE = 4096;
+
+static char* reserve(size_t bytes) {
+    void* memory = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) {
+        std::perror("mmap");
+        std::abort();
     }
-    return memory;
+    return (char*)memory;
 }
 
-// Runs all blocks of a launch, one after the other. Returns 0, or 1 where threads wait for each other.
-int launch(void (*body)(void*), void* context, const unsigned* grid, const unsigned* size, size_t shared, unsigned seed) {
-    Block b{};
-    block = &b;
-    unsigned threads = size[0] * size[1] * size[2];
-    char* memory = stacks(threads);
-    b.body = body;
-    b.seed = seed;
-    b.body_context = context;
-    b.grid_size = {grid[0], grid[1], grid[2]};
-    b.block_size = {size[0], size[1], size[2]};
-    b.shared.resize(shared + 1024);
-    for (unsigned at = 0; at < grid[0] * grid[1] * grid[2]; at++) {
-        b.block_index = {at % grid[0], at / grid[0] % grid[1], at / grid[0] / grid[1]};
-        // What nobody has written is a signalling nonsense.
-        std::memset(b.shared.data(), 0xff, b.shared.size());
-        unsigned warps = (threads + 31) / 32;
-        b.warps.assign(warps, Group{});
-        b.all = Group{};
-        b.all.alive = threads;
-        b.fibers.resize(threads);
-        std::vector<Copies> copies(threads);
-        b.copies = copies.data();
-        for (unsigned i = 0; i < threads; i++) {
-            Fiber& f = b.fibers[i];
-            f = Fiber{};
-            f.thread = {i % size[0], i / size[0] % size[1], i / size[0] / size[1]};
-            f.lane = i % 32;
-            f.warp = i / 32;
-            f.stack = memory + i * STACK;
-            b.warps[f.warp].alive++;
-            // Six registers, the address to go to, and the alignment that a call has.
-            void** top = (void**)(f.stack + STACK) - 3;
-            *--top = (void*)run_fiber;
-            for (int r = 0; r < 6; r++) *--top = nullptr;
-            f.stack_pointer = top;
+// What a thread of the system runs blocks on. A page that nobody may touch ends each stack, and one the shared memory.
+struct Worker {
+    char* stacks;
+    unsigned stack_count;
+    unsigned char* shared_end;
+    size_t shared_size;
+    char signal_stack[64 << 10];
+
+    void prepare(unsigned threads, size_t shared) {
+        if (threads > stack_count) {
+            char* memory = reserve((threads + 1) * STACK);
+            stacks = (char*)(((uintptr_t)memory + STACK - 1) & ~(uintptr_t)(STACK - 1));
+            stack_count = threads;
+            for (unsigned i = 0; i < threads; i++) mprotect(stacks + i * STACK + PAGE, STACK - PAGE, PROT_READ | PROT_WRITE);
         }
-        unsigned left = threads;
-        unsigned state = seed * 2654435761u + at + 1;
-        while (left > 0) {
-            bool any = false;
-            // A warp goes on for as long as it can, then another one: so one that does not wait for the others overtakes them.
-            state = state * 1664525u + 1013904223u;
-            unsigned first = (state >> 8) % warps;
-            bool backwards = state >> 31;
-            for (unsigned i = 0; i < warps; i++) {
-                unsigned warp = (backwards ? first + warps - i : first + i) % warps;
-                do {
-                    b.progressed = false;
-                    for (unsigned k = warp * 32; k < warp * 32 + 32 && k < threads; k++) {
-                        if (b.fibers[k].done) continue;
-                        b.current = k;
-                        emulator_switch(&b.scheduler, b.fibers[k].stack_pointer);
-                        if (b.fibers[k].done) left--;
-                    }
-                    any |= b.progressed;
-                } while (b.progressed);
-            }
-            if (!any && left > 0) {
-                std::fprintf(stderr, "block %u: %u threads wait for each other\n", at, left);
-                return 1;
-            }
+        size_t pages = (shared + PAGE - 1) / PAGE * PAGE;
+        if (pages > shared_size) {
+            shared_end = (unsigned char*)reserve(pages + PAGE) + pages;
+            shared_size = pages;
+            mprotect(shared_end - pages, pages, PROT_READ | PROT_WRITE);
         }
     }
-    return 0;
+};
+static const unsigned WORKERS = 16;
+static Worker workers[WORKERS];
+
+// The block that this thread runs, for a signal's handler: initial-exec, because that one must not allocate.
+static thread_local __attribute__((tls_model("initial-exec"))) Block* running;
+static struct sigaction before[NSIG];
+
+static void fault(int signal, siginfo_t* info, void*) {
+    if (!running) {
+        // Not a kernel's: once more, for whoever was there first.
+        sigaction(signal, &before[signal], nullptr);
+        return;
+    }
+    const Dim &b = running->block_index, &t = running->fibers[running->current].thread;
+    char line[256];
+    int length = std::snprintf(line, sizeof line, "%s: block %u,%u,%u thread %u,%u,%u ", kernel_name, b.x, b.y, b.z, t.x, t.y, t.z);
+    // The compiler's check of alignment ends in an illegal instruction; the processor's own tells no address.
+    if (signal == SIGILL || !info->si_addr)
+        length += std::snprintf(line + length, sizeof line - length, "touches a misaligned address, or none\n");
+    else
+        length += std::snprintf(line + length, sizeof line - length, "touches %p, which is out of bounds\n", info->si_addr);
+    if (write(2, line, length) < 0) _exit(98);
+    _exit(99);
+}
+
+static void catch_faults() {
+    static bool done = false;
+    if (done) return;
+    done = true;
+    struct sigaction action{};
+    action.sa_sigaction = fault;
+    action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+    for (int signal : {SIGSEGV, SIGBUS, SIGILL}) sigaction(signal, &action, &before[signal]);
+}
+
+// Gives each thread of block `at` a fiber that begins at the kernel's beginning.
+static void begin(Block& b, Worker& worker, unsigned at) {
+    const Dim &size = b.block_size, &grid = b.grid_size;
+    unsigned threads = b.fibers.size();
+    b.block_index = {at % grid.x, at / grid.x % grid.y, at / grid.x / grid.y};
+    // What nobody has written is a signalling nonsense.
+    std::memset(b.shared, 0xff, worker.shared_end - b.shared);
+    b.warps.assign((threads + 31) / 32, Group{});
+    b.all = Group{};
+    b.all.alive = threads;
+    for (unsigned i = 0; i < threads; i++) {
+        Fiber& f = b.fibers[i];
+        f = Fiber{};
+        f.thread = {i % size.x, i / size.x % size.y, i / size.x / size.y};
+        f.lane = i % 32;
+        f.warp = i / 32;
+        b.warps[f.warp].alive++;
+        Seat* seat = (Seat*)(worker.stacks + (i + 1) * STACK) - 1;
+        *seat = {&f, &b};
+        // Six registers, the address to go to, and the alignment that a call has.
+        void** top = (void**)seat - 1;
+        *--top = (void*)run_fiber;
+        for (int r = 0; r < 6; r++) *--top = nullptr;
+        f.stack_pointer = top;
+    }
+}
+
+// Whether all threads of the block came to their end.
+static bool run_block(Block& b, unsigned at) {
+    unsigned threads = b.fibers.size(), warps = b.warps.size(), left = threads;
+    unsigned state = b.seed * 2654435761u + at + 1;
+    while (left > 0) {
+        bool any = false;
+        // A warp goes on for as long as it can, then another one: so one that does not wait for the others overtakes them.
+        state = state * 1664525u + 1013904223u;
+        unsigned first = (state >> 8) % warps;
+        bool backwards = state >> 31;
+        for (unsigned i = 0; i < warps; i++) {
+            unsigned warp = (backwards ? first + warps - i : first + i) % warps;
+            do {
+                b.progressed = false;
+                for (unsigned k = warp * 32; k < warp * 32 + 32 && k < threads; k++) {
+                    if (b.fibers[k].done) continue;
+                    b.current = k;
+                    emulator_switch(&b.scheduler, b.fibers[k].stack_pointer);
+                    if (b.fibers[k].done) left--;
+                }
+                any |= b.progressed;
+            } while (b.progressed);
+        }
+        if (!any && left > 0) {
+            std::fprintf(stderr, "%s: block %u: %u threads wait for each other\n", kernel_name, at, left);
+            return false;
+        }
+    }
+    return true;
+}
+
+int launch(void (*body)(void*), void* context, const unsigned* grid, const unsigned* size, size_t shared, unsigned seed) {
+    catch_faults();
+    unsigned threads = size[0] * size[1] * size[2];
+    uint64_t blocks = (uint64_t)grid[0] * grid[1] * grid[2];
+    std::atomic<uint64_t> next{0};
+    std::atomic<bool> failed{false};
+    auto work = [&](unsigned at) {
+        Worker& worker = workers[at];
+        worker.prepare(threads, shared);
+        stack_t own{worker.signal_stack, 0, sizeof worker.signal_stack}, old;
+        sigaltstack(&own, &old);
+        Block b{};
+        b.fibers.resize(threads);
+        b.seed = seed;
+        b.change_stacks = emulator_switch;
+        b.shared = worker.shared_end - (shared + 127) / 128 * 128;
+        b.body = body;
+        b.body_context = context;
+        b.grid_size = {grid[0], grid[1], grid[2]};
+        b.block_size = {size[0], size[1], size[2]};
+        running = &b;
+        for (uint64_t block = next++; block < blocks && !failed; block = next++) {
+            begin(b, worker, (unsigned)block);
+            if (!run_block(b, (unsigned)block)) failed = true;
+        }
+        running = nullptr;
+        sigaltstack(&old, nullptr);
+    };
+    std::vector<std::thread> others;
+    unsigned count = std::min<uint64_t>({blocks, WORKERS, std::max(1u, std::thread::hardware_concurrency())});
+    for (unsigned at = 1; at < count; at++) others.emplace_back(work, at);
+    work(0);
+    for (std::thread& other : others) other.join();
+    return failed;
 }
 
 }  // namespace emulator

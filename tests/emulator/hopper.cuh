@@ -1,6 +1,11 @@
 // What kernels/common/hopper.cuh says, in C++.
 #pragma once
 #include "ptx.cuh"
+#include <algorithm>
+
+#if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#error "these instructions need sm_90a"
+#endif
 
 inline unsigned long long tile_descriptor(const void* tile) {
     return shared_address(tile) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
@@ -13,24 +18,23 @@ template <int LEFT> inline void products_wait() {}
 namespace emulator {
 // Where a byte lies that would lie at `offset` without the swizzle over 128 bytes.
 inline unsigned char* swizzled(unsigned offset) {
-    return block->shared_start() + (offset ^ (offset >> 7 & 7) << 4);
+    return block().shared_start() + (offset ^ (offset >> 7 & 7) << 4);
 }
 
-// Row `row`, byte `k` of a descriptor's tile.
-inline unsigned char byte_of(unsigned long long tile, int row, int k) {
+// Row `row` of a descriptor's tile, 32 bytes.
+inline void row_of(unsigned long long tile, int row, unsigned char (&to)[32]) {
     unsigned start = (unsigned)(tile & 0x3fff) << 4, step = (unsigned)(tile >> 32 & 0x3fff) << 4;
-    return *swizzled(start + row / 8 * step + row % 8 * 128 + k);
+    for (int half = 0; half < 2; half++) std::memcpy(to + half * 16, swizzled(start + row / 8 * step + row % 8 * 128 + half * 16), 16);
 }
 
 template <class Sum, class Product>
 void products(Sum (&d)[64], unsigned long long a, unsigned long long b, int add, Product product) {
     int lane = self().lane, warp = self().warp % 4;
     unsigned char x[2][32], w[32];
-    for (int half = 0; half < 2; half++)
-        for (int k = 0; k < 32; k++) x[half][k] = byte_of(a, warp * 16 + lane / 4 + half * 8, k);
+    for (int half = 0; half < 2; half++) row_of(a, warp * 16 + lane / 4 + half * 8, x[half]);
     for (int n = 0; n < 16; n++)
         for (int i = 0; i < 2; i++) {
-            for (int k = 0; k < 32; k++) w[k] = byte_of(b, n * 8 + lane % 4 * 2 + i, k);
+            row_of(b, n * 8 + lane % 4 * 2 + i, w);
             for (int half = 0; half < 2; half++) {
                 Sum& sum = d[n * 4 + half * 2 + i];
                 sum = (add ? sum : 0) + product(x[half], w);
@@ -60,7 +64,7 @@ inline void settle(Barrier* barrier) {
     if (barrier->pending > 0 || barrier->announced > 0) return;
     barrier->pending = barrier->count;
     barrier->phase ^= 1;
-    block->progressed = true;
+    block().progressed = true;
 }
 }  // namespace emulator
 
@@ -88,12 +92,16 @@ struct alignas(64) TensorMap {
 inline void copy_box(void* to, const TensorMap* map, int x, int y, Barrier* barrier) {
     const auto& m = map->words;
     unsigned start = shared_address(to), size = (unsigned)m[6], width = (unsigned)m[4] * size;
-    for (unsigned row = 0; row < m[5]; row++)
-        for (unsigned byte = 0; byte < width; byte++) {
-            bool exists = y + row < m[1] && x + byte / size < m[2];
-            const unsigned char* from = (const unsigned char*)m[0] + (y + row) * m[3] + (unsigned long long)x * size + byte;
-            *emulator::swizzled(start + row * width + byte) = exists ? *from : 0;
+    for (unsigned row = 0; row < m[5]; row++) {
+        bool exists = y + row < m[1];
+        long long left = exists ? ((long long)m[2] - x) * size : 0;
+        const unsigned char* from = (const unsigned char*)m[0] + (y + row) * m[3] + (long long)x * size;
+        for (unsigned at = 0; at < width; at += 16) {
+            unsigned char* part = emulator::swizzled(start + row * width + at);
+            std::memset(part, 0, 16);
+            if (at < left) std::memcpy(part, from + at, std::min<long long>(left - at, 16));
         }
+    }
     barrier->announced -= (int)(m[5] * width);
     emulator::settle(barrier);
 }

@@ -1,63 +1,121 @@
+// linear.cu, or linear_sm90.cu where CONSUMERS says of how many warpgroups, against products in doubles.
 #ifdef CONSUMERS
 #include "hopper.cuh"
+#include "../../kernels/linear_sm90.cu"
 #else
 #include "ptx.cuh"
-#endif
-#ifndef FORMAT
-#define FORMAT 0
-#endif
-#ifdef CONSUMERS
-#include "../../kernels/linear_sm90.cu"
-#define KERNEL linear_sm90
-#else
 #include "../../kernels/linear.cu"
-#define KERNEL linear
 #endif
-#include <chrono>
-namespace emulator { int launch(void (*)(void*), void*, const unsigned*, const unsigned*, size_t, unsigned); }
-int main(){
- for (auto s : std::vector<std::vector<int>>{{1,16,16},{130,144,400},{128,128,128},{37,264,1040}}) {
-  int rows=s[0],columns=s[1],bytes=s[2];
-  std::vector<u8> x(rows*bytes),w(columns*bytes); std::vector<float> rs(rows),cs(columns); std::vector<Bf16> bias(columns),y(rows*columns,Bf16{0x7fff});
-  auto fill=[&](std::vector<u8>&v){for(size_t i=0;i<v.size();i++){
-#if FORMAT==2
-   if(i%2==0){u16 b=to_bf16(rand()/(float)RAND_MAX-0.5f).bits;v[i]=b;v[i+1]=b>>8;}
-#elif FORMAT==1
-   v[i]=float_to_e4m3(rand()/(float)RAND_MAX*4-2);
+#include "check.h"
+
+const int SIZE = FORMAT == 2 ? 2 : 1;
+
+struct Case {
+    int rows, columns, bytes;
+};
+
+static double element(const u8* row, int k) {
+#if FORMAT == 0
+    return i8(row[k]);
+#elif FORMAT == 1
+    return e4m3_to_float(row[k]);
 #else
-   v[i]=rand();
+    return widen(((const Bf16*)row)[k]);
 #endif
-  }};
-  fill(x);fill(w);for(auto&v:rs)v=rand()/(float)RAND_MAX/127;for(auto&v:cs)v=rand()/(float)RAND_MAX/127;for(auto&v:bias)v=to_bf16(rand()/(float)RAND_MAX);
-  const u8*xp=x.data(),*wp=w.data();const float*rsp=rs.data(),*csp=cs.data();const Bf16*bp=bias.data();Bf16*yp=y.data();
+}
+
+static u8* random_matrix(int rows, int bytes) {
+    u8* matrix = check::guarded<u8>(size_t(rows) * bytes);
+    for (int i = 0; i < rows * bytes / SIZE; i++) {
+#if FORMAT == 0
+        matrix[i] = u8(std::rand() >> 8);
+#elif FORMAT == 1
+        matrix[i] = float_to_e4m3(check::number() * 2);
+#else
+        ((Bf16*)matrix)[i] = to_bf16(check::number() / 2);
+#endif
+    }
+    return matrix;
+}
+
+static float* random_scales(int count) {
+    float* scales = check::guarded<float>(count);
+    for (int i = 0; i < count; i++) scales[i] = std::fabs(check::number()) / 127;
+    return scales;
+}
+
+static Bf16* random_bias(int count) {
+    Bf16* bias = check::guarded<Bf16>(count);
+    for (int i = 0; i < count; i++) bias[i] = to_bf16(check::number());
+    return bias;
+}
+
+static void launch(const u8* x, const u8* w, const float* row_scales, const float* column_scales, const Bf16* bias, Result* y,
+                   Case c, int stride, unsigned seed) {
 #ifdef CONSUMERS
-  const u64 size=FORMAT==2?2:1;
-  TensorMap xm={{(u64)xp,(u64)rows,bytes/size,(u64)bytes,128/size,ROWS,size}},wm={{(u64)wp,(u64)columns,bytes/size,(u64)bytes,128/size,COLUMNS,size}};
-  void*args[]={&xm,&wm,&rsp,&csp,&bp,&yp,&rows,&columns,&bytes}; struct C{void**a;}c{args};
-  unsigned g[]={2,1,1},b[]={THREADS,1,1}; size_t sh=STAGES*(A_BYTES+B_BYTES)+1024;
+    auto map = [&](const u8* data, int rows, int box_rows) {
+        return TensorMap{{u64(data), u64(rows), u64(c.bytes / SIZE), u64(c.bytes), u64(128 / SIZE), u64(box_rows), u64(SIZE)}};
+    };
+    check::run(linear_sm90, 2, 1, THREADS, STAGES * (A_BYTES + B_BYTES) + 1024, seed, map(x, c.rows, ROWS), map(w, c.columns, COLUMNS),
+               row_scales, column_scales, bias, y, c.rows, c.columns, c.bytes, stride);
 #else
-  void*args[]={&xp,&wp,&rsp,&csp,&bp,&yp,&rows,&columns,&bytes}; struct C{void**a;}c{args};
-  unsigned g[]={(rows+127u)/128,(columns+127u)/128,1},b[]={256,1,1}; size_t sh=3*2*128*128;
+    check::run(linear, (c.rows + TILE - 1) / TILE, (c.columns + TILE - 1) / TILE, THREADS, STAGES * 2 * TILE * STAGE, seed, x, w,
+               row_scales, column_scales, bias, y, c.rows, c.columns, c.bytes, stride);
 #endif
-  for(unsigned seed:{0u,1u,7u}){ for(auto&v:y)v=Bf16{0x7fff};
-  auto t=std::chrono::steady_clock::now();
-  int rc=emulator::launch([](void*p){emulator::call(KERNEL,((C*)p)->a);},&c,g,b,sh,seed);
-  double ms=std::chrono::duration<double>(std::chrono::steady_clock::now()-t).count()*1e3;
-  double worst=0,most=0;
-  for(int i=0;i<rows;i++)for(int j=0;j<columns;j++){double sum=0;
-#if FORMAT==2
-   for(int k=0;k<bytes;k+=2)sum+=(double)bits_to_float((x[i*bytes+k]|x[i*bytes+k+1]<<8)<<16)*bits_to_float((w[j*bytes+k]|w[j*bytes+k+1]<<8)<<16);
-   double want=sum;
-#else
-   for(int k=0;k<bytes;k++)sum+=
-#if FORMAT==1
-    (double)e4m3_to_float(x[i*bytes+k])*e4m3_to_float(w[j*bytes+k]);
-#else
-    (double)((i8)x[i*bytes+k]*(i8)w[j*bytes+k]);
-#endif
-   double want=sum*rs[i]*cs[j];
-#endif
-   want+=widen(bias[j]); double e=std::fabs(widen(y[i*columns+j])-want)/(std::fabs(want)+1e-2); if(!(e<=worst))worst=e;}
-  printf("format %d %dx%dx%d seed %u: rc %d, worst relative %g, %.0f ms\n",FORMAT,rows,columns,bytes,seed,rc,worst,ms);}
- }
+}
+
+static double number_of(float x) {
+    return x;
+}
+
+static double number_of(Bf16 x) {
+    return widen(x);
+}
+
+// The worst error of y. Allowed is half a step of the result, 2^-8 of it in BF16, and an F32 rounding of 2^-24 for each number that
+// is added up, and for the four operations that follow; sums of INT8 are whole numbers.
+static check::Worst errors(const u8* x, const u8* w, const float* row_scales, const float* column_scales, const Bf16* bias,
+                           const Result* y, Case c, int stride) {
+    check::Worst worst;
+    int terms = c.bytes / SIZE;
+    for (int row = 0; row < c.rows; row++)
+        for (int column = 0; column < c.columns; column++) {
+            double sum = 0, magnitude = 0;
+            for (int k = 0; k < terms; k++) {
+                double product = element(x + row * c.bytes, k) * element(w + column * c.bytes, k);
+                sum += product;
+                magnitude += std::fabs(product);
+            }
+            double scale = FORMAT == 2 ? 1.0 : double(row_scales[row]) * column_scales[column];
+            double added = bias ? widen(bias[column]) : 0.0;
+            double want = sum * scale + added;
+            double roundings = (FORMAT == 0 ? 0 : terms) + 4;
+            double allowed = (WIDE ? 0 : std::fabs(want) / 256) + roundings * 0x1p-24 * (magnitude * scale + std::fabs(added)) + 1e-30;
+            worst.add(number_of(y[size_t(row) * stride + column]) - want, allowed);
+        }
+    return worst;
+}
+
+static void check_case(Case c) {
+    const u8* x = random_matrix(c.rows, c.bytes);
+    const u8* w = random_matrix(c.columns, c.bytes);
+    const float* row_scales = random_scales(c.rows);
+    const float* column_scales = random_scales(c.columns);
+    int stride = (c.columns + 15) / 16 * 16;
+    Result* y = check::guarded<Result>(size_t(c.rows) * stride);
+    for (unsigned seed : {0u, 1u, 7u})
+        for (const Bf16* bias : {(const Bf16*)nullptr, (const Bf16*)random_bias(c.columns)}) {
+            // NaN, in either format.
+            std::memset((void*)y, 0xff, size_t(c.rows) * stride * sizeof(Result));
+            launch(x, w, row_scales, column_scales, bias, y, c, stride, seed);
+            check::Worst worst = errors(x, w, row_scales, column_scales, bias, y, c, stride);
+            check::expect(worst.fine(), "linear format %d wide %d, %d x %d x %d, %s, seed %u: %.2f of the error allowed", FORMAT, WIDE,
+                          c.rows, c.columns, c.bytes, bias ? "bias" : "no bias", seed, worst.part);
+        }
+}
+
+int main() {
+    for (Case c : {Case{1, 16, 16}, Case{3, 1, 32}, Case{9, 131, 144}, Case{130, 144, 400}, Case{128, 128, 128}, Case{37, 265, 1040}})
+        check_case(c);
+    return check::verdict();
 }

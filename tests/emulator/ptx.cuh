@@ -2,6 +2,10 @@
 #pragma once
 #include "emulator.h"
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+#error "these instructions need sm_80"
+#endif
+
 inline float bits_to_float(unsigned int bits) {
     float x;
     std::memcpy(&x, &bits, 4);
@@ -45,9 +49,11 @@ inline float e4m3_to_float(unsigned char x) {
     return x & 0x80 ? -a : a;
 }
 
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 890
 inline unsigned short floats_to_e4m3(float low, float high) {
     return (unsigned short)(float_to_e4m3(low) | float_to_e4m3(high) << 8);
 }
+#endif
 
 inline float shuffle_xor(float x, int lanes) {
     return emulator::exchange(x, emulator::self().lane ^ lanes);
@@ -62,13 +68,13 @@ inline void add_shared(unsigned long long* to, unsigned long long x) {
 }
 
 inline unsigned int shared_address(const void* pointer) {
-    return (unsigned int)((const unsigned char*)pointer - emulator::block->shared_start());
+    return (unsigned int)((const unsigned char*)pointer - emulator::block().shared_start());
 }
 
 inline void copy_async(void* to, const void* from, int bytes) {
     emulator::Copy copy{to, {}};
     std::memcpy(copy.bytes, from, bytes);
-    if (emulator::block->seed % 2 == 1) std::memcpy(to, copy.bytes, 16);
+    if (emulator::block().seed % 2 == 1) std::memcpy(to, copy.bytes, 16);
     emulator::copies().open.push_back(copy);
 }
 
@@ -99,27 +105,24 @@ inline void load_matrices(unsigned int (&out)[4], const void* row) {
 }
 
 namespace emulator {
-// Byte `k` of row or column `at` among the fragments of all lanes.
-inline unsigned char byte_of_a(const Words<6>& all, int row, int k) {
-    unsigned int word = all.of[row % 8 * 4 + k % 16 / 4][k / 16 * 2 + row / 8];
-    return (unsigned char)(word >> k % 4 * 8);
+// The 32 bytes of a row or of a column, from the fragments of all lanes.
+inline void row_of_a(const Words<6>& all, int row, unsigned int (&to)[8]) {
+    for (int k = 0; k < 8; k++) to[k] = all.of[row % 8 * 4 + k % 4][k / 4 * 2 + row / 8];
 }
-inline unsigned char byte_of_b(const Words<6>& all, int column, int k) {
-    return (unsigned char)(all.of[column * 4 + k % 16 / 4][4 + k / 16] >> k % 4 * 8);
+inline void column_of_b(const Words<6>& all, int column, unsigned int (&to)[8]) {
+    for (int k = 0; k < 8; k++) to[k] = all.of[column * 4 + k % 4][4 + k / 4];
 }
 // Adds to a lane's four sums; `product` multiplies byte k on of two rows of 32 bytes.
 template <class Sum, class Product> void multiply(Sum (&c)[4], const unsigned int (&a)[4], const unsigned int* b, Product product) {
     unsigned int mine[6] = {a[0], a[1], a[2], a[3], b[0], b[1]};
     const auto& all = gather<6>(mine);
     int lane = self().lane;
-    for (int i = 0; i < 4; i++) {
-        unsigned char x[32], w[32];
-        for (int k = 0; k < 32; k++) {
-            x[k] = byte_of_a(all, lane / 4 + i / 2 * 8, k);
-            w[k] = byte_of_b(all, lane % 4 * 2 + i % 2, k);
-        }
-        c[i] += product(x, w);
+    unsigned int x[2][8], w[2][8];
+    for (int i = 0; i < 2; i++) {
+        row_of_a(all, lane / 4 + i * 8, x[i]);
+        column_of_b(all, lane % 4 * 2 + i, w[i]);
     }
+    for (int i = 0; i < 4; i++) c[i] += product((const unsigned char*)x[i / 2], (const unsigned char*)w[i % 2]);
 }
 }  // namespace emulator
 
@@ -154,9 +157,11 @@ inline float bf16_product(const unsigned char* x, const unsigned char* w) {
 inline void multiply(int (&c)[4], const unsigned int (&a)[4], const unsigned int* b) {
     emulator::multiply(c, a, b, emulator::int8_product);
 }
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 890
 inline void multiply(E4m3, float (&c)[4], const unsigned int (&a)[4], const unsigned int* b) {
     emulator::multiply(c, a, b, emulator::e4m3_product);
 }
+#endif
 inline void multiply(Bf16Pairs, float (&c)[4], const unsigned int (&a)[4], const unsigned int* b) {
     emulator::multiply(c, a, b, emulator::bf16_product);
 }

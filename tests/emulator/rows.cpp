@@ -1,65 +1,137 @@
+// add_norm.cu, gated.cu, quantize.cu and embed.cu against doubles.
 #include "ptx.cuh"
 #include "types.cuh"
-#ifndef WIDTH
-#define WIDTH 896
-#endif
-#ifndef OUTPUT
-#define OUTPUT 0
-#endif
 #include "../../kernels/add_norm.cu"
 #include "../../kernels/gated.cu"
 #include "../../kernels/quantize.cu"
 #include "../../kernels/embed.cu"
-namespace emulator { int launch(void (*)(void*), void*, const unsigned*, const unsigned*, size_t, unsigned); }
-template <class K> int run(K k, std::vector<void*> args, unsigned gx, unsigned bx, unsigned seed) {
-    static K kernel; kernel = k; static std::vector<void*>* a; a = &args; unsigned g[] = {gx, 1, 1}, b[] = {bx, 1, 1};
-    return emulator::launch([](void*) { emulator::call(kernel, a->data()); }, nullptr, g, b, 0, seed);
+#include "check.h"
+
+const int COUNT = 5;
+const float EPS = 1e-5f;
+
+static Bf16* random_rows(int rows) {
+    Bf16* x = check::guarded<Bf16>(size_t(rows) * WIDTH);
+    for (int i = 0; i < rows * WIDTH; i++) x[i] = to_bf16(check::number() * 3);
+    return x;
 }
-float number() { return rand() / (float)RAND_MAX * 2 - 1; }
-// What a row of outputs stands for, and its largest error against `want`, in steps of the format.
-double error(const std::vector<u8>& out, const std::vector<float>& scales, int row, const double* want) {
-    double most = 0, worst = 0;
-    for (int i = 0; i < WIDTH; i++) most = std::max(most, std::fabs(want[i]));
-    for (int i = 0; i < WIDTH; i++) {
-        double got, step;
-#if OUTPUT == 2
-        got = widen(((const Bf16*)out.data())[row * WIDTH + i]); step = std::fabs(want[i]) / 128 + 1e-6;
-#elif OUTPUT == 0
-        got = (i8)out[row * WIDTH + i] * (double)scales[row]; step = most / 127;
+
+// Where kernels write.
+struct Output {
+    u8* bytes = check::guarded<u8>(size_t(COUNT) * WIDTH * (OUTPUT == 2 ? 2 : 1));
+    float* scales = check::guarded<float>(COUNT);
+};
+
+static double written(const Output& out, int row, int i) {
+    size_t at = size_t(row) * WIDTH + i;
+#if OUTPUT == 0
+    return double(i8(out.bytes[at])) * out.scales[row];
+#elif OUTPUT == 1
+    return double(e4m3_to_float(out.bytes[at])) * out.scales[row];
 #else
-        got = e4m3_to_float(out[row * WIDTH + i]) * (double)scales[row]; step = std::max(std::fabs(want[i]) / 8, most / 448 / 512);
+    return widen(((const Bf16*)out.bytes)[at]);
 #endif
-        double e = std::fabs(got - want[i]) / step;
-        if (!(e <= worst)) worst = e;
-    }
-    return worst;
 }
+
+// Errors of a row that was rounded to BF16 `roundings` times: half a step of 2^-7 each. INT8 adds half a step of 1/127 of the row's
+// largest; E4M3 half a step of 2^-3 of the number, or of 2^-9 below its smallest power, where 448 is the largest. What is left of
+// 2 % is for the largest and for roundings of F32.
+static void add_errors(check::Worst& worst, const Output& out, int row, const std::vector<double>& want, int roundings) {
+    double largest = 0;
+    for (double x : want) largest = std::max(largest, std::fabs(x));
+    for (int i = 0; i < WIDTH; i++) {
+        double x = std::fabs(want[i]), allowed = roundings * x / 256;
+        if (OUTPUT == 0) allowed += largest / 127 / 2;
+        if (OUTPUT == 1) allowed += std::max(x / 16, largest / 448 / 1024);
+        worst.add(written(out, row, i) - want[i], 1.02 * allowed + 1e-30);
+    }
+}
+
+static std::vector<double> sum_of(const Bf16* residual, const Bf16* delta, int row) {
+    std::vector<double> sum;
+    for (int i = 0; i < WIDTH; i++) {
+        float x = widen(residual[size_t(row) * WIDTH + i]);
+        sum.push_back(delta ? round_bf16(x + widen(delta[size_t(row) * WIDTH + i])) : x);
+    }
+    return sum;
+}
+
+static std::vector<double> normed(std::vector<double> row, const Bf16* weight) {
+    double squares = 0;
+    for (double x : row) squares += x * x;
+    for (int i = 0; i < WIDTH; i++) row[i] *= widen(weight[i]) / std::sqrt(squares / WIDTH + EPS);
+    return row;
+}
+
+static void check_add_norm() {
+    const Bf16 *before = random_rows(COUNT), *some_delta = random_rows(COUNT), *weight = random_rows(1);
+    const u32 picked_rows[] = {3, 1};
+    for (const Bf16* delta : {some_delta, (const Bf16*)nullptr})
+        for (const u32* picked : {(const u32*)nullptr, picked_rows}) {
+            Output out;
+            Bf16* residual = check::guarded<Bf16>(size_t(COUNT) * WIDTH);
+            std::copy(before, before + size_t(COUNT) * WIDTH, residual);
+            int rows = picked ? 2 : COUNT;
+            check::run(add_norm, rows, 1, THREADS, 0, 3, residual, delta, weight, picked, EPS, out.bytes, out.scales);
+            check::Worst worst;
+            for (int row = 0; row < rows; row++)
+                add_errors(worst, out, row, normed(sum_of(before, delta, picked ? picked[row] : row), weight), 2);
+            bool right = true;
+            for (int row = 0; row < COUNT; row++) {
+                std::vector<double> want = sum_of(before, picked ? nullptr : delta, row);
+                for (int i = 0; i < WIDTH; i++) right &= widen(residual[size_t(row) * WIDTH + i]) == want[i];
+            }
+            check::expect(worst.fine() && right, "add_norm%s%s: %.2f of the error allowed, residual %s", delta ? "" : " of nothing",
+                          picked ? " of picked rows" : "", worst.part, right ? "right" : "wrong");
+        }
+}
+
+static void check_gated() {
+    const Bf16* pairs = random_rows(2 * COUNT);
+    Output out;
+    check::run(gated, COUNT, 1, THREADS, 0, 5, pairs, out.bytes, out.scales);
+    check::Worst worst;
+    for (int row = 0; row < COUNT; row++) {
+        const Bf16 *gate = pairs + size_t(row) * 2 * WIDTH, *up = gate + WIDTH;
+        std::vector<double> want;
+        for (int i = 0; i < WIDTH; i++) want.push_back(widen(gate[i]) / (1 + std::exp(-double(widen(gate[i])))) * widen(up[i]));
+        add_errors(worst, out, row, want, 2);
+    }
+    check::expect(worst.fine(), "gated: %.2f of the error allowed", worst.part);
+}
+
+static void check_quantize() {
+    Bf16* x = random_rows(COUNT);
+    Output out;
+    check::run(quantize, COUNT, 1, THREADS, 0, 6, x, out.bytes, out.scales);
+    check::Worst worst;
+    for (int row = 0; row < COUNT; row++) add_errors(worst, out, row, sum_of(x, nullptr, row), 0);
+    check::expect(worst.fine(), "quantize: %.2f of the error allowed", worst.part);
+
+    x[1 * WIDTH + WIDTH - 1] = Bf16{0x7fc0};
+    x[2 * WIDTH] = Bf16{0xff80};
+    std::fill(x + 3 * WIDTH, x + 4 * WIDTH, Bf16{0});
+    check::run(quantize, COUNT, 1, THREADS, 0, 6, x, out.bytes, out.scales);
+    if (OUTPUT == 2) return;
+    bool right = out.scales[0] > 0 && std::isnan(out.scales[1]) && std::isnan(out.scales[2]) && out.scales[3] == 0;
+    check::expect(right, "scales of a row, with NaN, with infinity, of zeros: %g %g %g %g", out.scales[0], out.scales[1], out.scales[2],
+                  out.scales[3]);
+}
+
+static void check_embed() {
+    const Bf16* table = random_rows(9);
+    const u32 tokens[COUNT] = {0, 8, 7, 7, 2};
+    Bf16* out = check::guarded<Bf16>(size_t(COUNT) * WIDTH);
+    check::run(embed, (COUNT + ROWS - 1) / ROWS, 1, ROWS * 32, 0, 1, table, tokens, out, COUNT);
+    bool same = true;
+    for (int i = 0; i < COUNT; i++) same &= !std::memcmp(out + size_t(i) * WIDTH, table + size_t(tokens[i]) * WIDTH, WIDTH * 2);
+    check::expect(same, "embed");
+}
+
 int main() {
-    const int rows = 5;
-    std::vector<Bf16> residual(rows * WIDTH), delta(residual), weight(WIDTH), pair(rows * 2 * WIDTH), table(40 * WIDTH), picked_rows(residual);
-    for (auto* v : {&residual, &delta, &weight, &pair, &table}) for (auto& x : *v) x = to_bf16(number() * 3);
-    std::vector<u8> out(rows * WIDTH * 2, 0xee); std::vector<float> scales(rows, NAN);
-    auto before = residual; float eps = 1e-5f; void* o = out.data(); float* sc = scales.data(); Bf16* r = residual.data(); const Bf16 *d = delta.data(), *w = weight.data(), *p = pair.data(), *t = table.data(); const u32* none = nullptr;
-    int rc = run(add_norm, {&r, &d, &w, &none, &eps, &o, &sc}, rows, THREADS, 3); double worst = 0; bool same = true;
-    std::vector<double> want(WIDTH);
-    auto normed = [&](int row) { double s = 0; for (int i = 0; i < WIDTH; i++) { double x = round_bf16(widen(before[row * WIDTH + i]) + widen(delta[row * WIDTH + i])); want[i] = x; s += x * x; } for (auto& x : want) x = x / std::sqrt(s / WIDTH + eps); for (int i = 0; i < WIDTH; i++) want[i] *= widen(weight[i]); };
-    for (int row = 0; row < rows; row++) { normed(row); worst = std::max(worst, error(out, scales, row, want.data())); for (int i = 0; i < WIDTH; i++) same &= widen(residual[row * WIDTH + i]) == round_bf16(widen(before[row * WIDTH + i]) + widen(delta[row * WIDTH + i])); }
-    printf("output %d width %d: add_norm rc %d, %.2f steps, residual %s\n", OUTPUT, WIDTH, rc, worst, same ? "right" : "WRONG");
-    std::vector<u32> picked{3, 1}; const u32* pk = picked.data(); residual = before; r = residual.data(); worst = 0;
-    rc = run(add_norm, {&r, &d, &w, &pk, &eps, &o, &sc}, 2, THREADS, 4);
-    for (int i = 0; i < 2; i++) { normed(picked[i]); worst = std::max(worst, error(out, scales, i, want.data())); }
-    printf("  picked rc %d, %.2f steps, residual %s\n", rc, worst, std::memcmp(residual.data(), before.data(), before.size() * 2) ? "WRONG" : "kept");
-    rc = run(gated, {&p, &o, &sc}, rows, THREADS, 5); worst = 0;
-    for (int row = 0; row < rows; row++) { for (int i = 0; i < WIDTH; i++) { double g = widen(pair[row * 2 * WIDTH + i]); want[i] = g / (1 + std::exp(-g)) * widen(pair[row * 2 * WIDTH + WIDTH + i]); } worst = std::max(worst, error(out, scales, row, want.data())); }
-    printf("  gated rc %d, %.2f steps\n", rc, worst);
-    rc = run(quantize, {&d, &o, &sc}, rows, THREADS, 6); worst = 0;
-    for (int row = 0; row < rows; row++) { for (int i = 0; i < WIDTH; i++) want[i] = widen(delta[row * WIDTH + i]); worst = std::max(worst, error(out, scales, row, want.data())); }
-    printf("  quantize rc %d, %.2f steps\n", rc, worst);
-    delta[WIDTH + 7] = Bf16{0x7fc0}; delta[2 * WIDTH] = Bf16{0xff80}; for (int i = 0; i < WIDTH; i++) delta[3 * WIDTH + i] = Bf16{0};
-    rc = run(quantize, {&d, &o, &sc}, rows, THREADS, 6);
-    if (OUTPUT != 2) printf("  scales with NaN, infinity, zeros: %g %g %g %g\n", scales[0], scales[1], scales[2], scales[3]);
-    std::vector<u32> tokens{0, 39, 7, 7, 12}; const u32* tk = tokens.data(); int n = rows; std::vector<Bf16> got(rows * WIDTH); Bf16* gp = got.data();
-    rc = run(embed, {&t, &tk, &gp, &n}, (rows + ROWS - 1) / ROWS, ROWS * 32, 1); same = true;
-    for (int i = 0; i < rows; i++) same &= !std::memcmp(&got[i * WIDTH], &table[tokens[i] * WIDTH], WIDTH * 2);
-    printf("  embed rc %d, %s\n", rc, same ? "right" : "WRONG");
+    check_add_norm();
+    check_gated();
+    check_quantize();
+    check_embed();
+    return check::verdict();
 }

@@ -22,7 +22,7 @@ fn unfit_batches_and_options_are_refused() {
         let mut batch = runner.batch(&mut [(&mut sequence, &[7, 8, 9])], vec![]);
         change(&mut batch);
         match runner.model.forward(&batch) {
-            Err(ForwardError::Device(message)) => assert!(message.contains(words), "{message}"),
+            Err(ForwardError::Batch(message)) => assert!(message.contains(words), "{message}"),
             other => panic!("{words}: {other:?}"),
         }
     };

@@ -11,6 +11,7 @@
 use std::ops::Range;
 use std::sync::Mutex;
 
+use super::BLOCK_TOKENS;
 use super::attention_int8::{self, Int8Scratch};
 use super::isa::multiversion;
 use super::kv::{KvPool, Pages, Store, padded};
@@ -18,7 +19,7 @@ use super::math::{exp, round_bf16, sum16};
 use super::step::{QueryTile, Step, TilePart};
 use super::tile::{Element, PANEL, Product, max_rows, product};
 use super::{Buffer, On, SharedMut};
-use crate::device::{BLOCK_TOKENS, HeadShape, KvSpec};
+use crate::device::{HeadShape, KvSpec};
 
 /// An attention operation's inputs besides the pool.
 pub(super) struct Op<'a> {

@@ -17,7 +17,7 @@ use super::math::sum16;
 use super::quantize::quantize_row_on;
 use super::softmax_int8::{Fold, Weigh, Weighed, fold_on, weigh_on};
 use super::tile::PANEL;
-use crate::device::{BLOCK_TOKENS, SPAN_TOKENS};
+use super::{BLOCK_TOKENS, SPAN_TOKENS};
 
 /// Blocks of a span.
 pub(super) const BLOCKS: usize = SPAN_TOKENS / BLOCK_TOKENS;

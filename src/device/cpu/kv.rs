@@ -11,8 +11,9 @@ use super::int8::{OFFSET, QUAD};
 use super::quantize::quantize_row_on;
 use super::step::Step;
 use super::tile::{Bf16, Element, PANEL};
+use super::{BLOCK_TOKENS, SPAN_TOKENS};
 use super::{Buffer, On, Threads};
-use crate::device::{BLOCK_TOKENS, HeadShape, KvFormat, SPAN_TOKENS};
+use crate::device::{HeadShape, KvFormat};
 
 /// One layer's keys and values.
 pub struct KvPool {
@@ -66,7 +67,8 @@ impl KvPool {
                 keys: Aligned::new(keys),
                 values: Aligned::new(values),
             }),
-            KvFormat::Int8 => Store::Int8(Int8Pages {
+            // (No CPU is made with FP8.)
+            KvFormat::Int8 | KvFormat::Fp8 => Store::Int8(Int8Pages {
                 keys: Aligned::new(values),
                 values: Aligned::new(values),
                 key_scales: Aligned::sparse(tokens),
@@ -82,7 +84,7 @@ impl KvPool {
         let position = match format {
             KvFormat::F32 => (dim + wide) * size_of::<f32>(),
             KvFormat::Bf16 => (dim + wide) * size_of::<Bf16>(),
-            KvFormat::Int8 => 2 * wide + 3 * size_of::<f32>(),
+            KvFormat::Int8 | KvFormat::Fp8 => 2 * wide + 3 * size_of::<f32>(),
         };
         heads.kv_heads * BLOCK_TOKENS * position
     }

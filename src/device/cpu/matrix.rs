@@ -10,7 +10,7 @@ use super::bf16;
 use super::int8::{K_MAX, K_STEP, OFFSET, QUAD};
 use super::math::round_bf16;
 use super::tile::{Bf16, Element, F16, PANEL};
-use crate::device::{Dtype, NonFiniteWeight, Precision, Tensor};
+use crate::device::{Dtype, Precision, Tensor, TensorError};
 
 /// `1.5 * 2^52`.
 const ROUND: f64 = 6_755_399_441_055_744.0;
@@ -55,7 +55,7 @@ pub struct Vector(pub(super) Vec<f32>);
 
 impl Matrix {
     /// Stacks `parts` (of equal width) by rows. F32 keeps the parts' format where they share one.
-    pub(super) fn pack(parts: &[Tensor<'_>], precision: Precision) -> Result<Matrix, NonFiniteWeight> {
+    pub(super) fn pack(parts: &[Tensor<'_>], precision: Precision) -> Result<Matrix, TensorError> {
         let columns = parts.first().map_or(0, |p| p.columns);
         assert!(
             parts
@@ -83,7 +83,7 @@ impl Matrix {
     }
 
     /// As [`pack`](Self::pack), in BF16 for dot products of pairs.
-    pub(super) fn pack_pairs(parts: &[Tensor<'_>]) -> Result<Matrix, NonFiniteWeight> {
+    pub(super) fn pack_pairs(parts: &[Tensor<'_>]) -> Result<Matrix, TensorError> {
         let columns = parts.first().map_or(0, |p| p.columns);
         let rows: usize = parts.iter().map(|p| p.rows).sum();
         let depth = columns.next_multiple_of(bf16::K_STEP);
@@ -96,7 +96,7 @@ impl Matrix {
 
     /// Stacks a gate's rows and as many of an up projection, in 8 bits. Panels of the two take turns, so that what a gated
     /// activation multiplies is computed side by side; such a matrix serves nothing else.
-    pub(super) fn pack_gated(parts: &[Tensor<'_>]) -> Result<Matrix, NonFiniteWeight> {
+    pub(super) fn pack_gated(parts: &[Tensor<'_>]) -> Result<Matrix, TensorError> {
         let columns = parts.first().map_or(0, |p| p.columns);
         let rows: usize = parts.iter().map(|p| p.rows).sum();
         let half = rows / 2;
@@ -134,7 +134,7 @@ impl Int8Panels {
         count: usize,
         columns: usize,
         row_of: impl Fn(usize) -> Option<usize> + Sync,
-    ) -> Result<Int8Panels, NonFiniteWeight> {
+    ) -> Result<Int8Panels, TensorError> {
         assert!(columns <= K_MAX, "sums over {columns} products do not fit in 32 bits");
         let (depth, padded) = (columns.next_multiple_of(K_STEP), count * PANEL);
         let mut panels = Int8Panels {
@@ -159,7 +159,7 @@ impl Int8Panels {
                     let (part, row) = locate(parts, row);
                     parts[part].read_row(row, values);
                     if !values.iter().all(|x| x.is_finite()) {
-                        return Err(NonFiniteWeight { part, row });
+                        return Err(TensorError::NotFinite { part, row });
                     }
                     let most = values.iter().fold(0.0f32, |most, x| most.max(x.abs()));
                     let inverse = if most > 0.0 { 127.0 / f64::from(most) } else { 0.0 };
@@ -191,7 +191,7 @@ impl Int8Panels {
 }
 
 impl Vector {
-    pub(super) fn pack(parts: &[Tensor<'_>], precision: Precision) -> Result<Vector, NonFiniteWeight> {
+    pub(super) fn pack(parts: &[Tensor<'_>], precision: Precision) -> Result<Vector, TensorError> {
         let mut values = Vec::new();
         for (part, tensor) in parts.iter().enumerate() {
             for row in 0..tensor.rows {
@@ -202,7 +202,7 @@ impl Vector {
                     values[from..].iter_mut().for_each(|x| *x = round_bf16(*x));
                 }
                 if !values[from..].iter().all(|x| x.is_finite()) {
-                    return Err(NonFiniteWeight { part, row });
+                    return Err(TensorError::NotFinite { part, row });
                 }
             }
         }
@@ -225,7 +225,7 @@ fn pack_as<E: Element>(
     (rows, columns): (usize, usize),
     together: usize,
     depth: usize,
-) -> Result<Aligned<E>, NonFiniteWeight> {
+) -> Result<Aligned<E>, TensorError> {
     let mut packed = Aligned::new(rows.div_ceil(PANEL) * depth * PANEL);
     if packed.is_empty() {
         return Ok(packed);
@@ -243,7 +243,7 @@ fn pack_as<E: Element>(
                     out[(k / together * PANEL + lane) * together + k % together] = stored;
                 }
                 if !finite {
-                    return Err(NonFiniteWeight { part, row });
+                    return Err(TensorError::NotFinite { part, row });
                 }
             }
             Ok(())
@@ -324,7 +324,7 @@ mod tests {
         ];
         assert_eq!(
             Matrix::pack(&parts, Precision::F32).err(),
-            Some(NonFiniteWeight { part: 1, row: 2 })
+            Some(TensorError::NotFinite { part: 1, row: 2 })
         );
         a[7] = f32::MAX; // finite in F32, infinite in BF16
         let data = bytes_of(&a, Dtype::F32);
@@ -337,11 +337,11 @@ mod tests {
         assert!(Matrix::pack(&parts, Precision::F32).is_ok());
         assert_eq!(
             Matrix::pack(&parts, Precision::Bf16).err(),
-            Some(NonFiniteWeight { part: 0, row: 2 })
+            Some(TensorError::NotFinite { part: 0, row: 2 })
         );
         assert_eq!(
             Vector::pack(&parts, Precision::Bf16).err(),
-            Some(NonFiniteWeight { part: 0, row: 2 })
+            Some(TensorError::NotFinite { part: 0, row: 2 })
         );
     }
 }

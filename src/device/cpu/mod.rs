@@ -9,7 +9,8 @@ use std::sync::Arc;
 
 use crate::device::batch::StepBatch;
 use crate::device::{
-    AddNorm, Device, HeadShape, KvFormat, KvSpec, Linear, NonFiniteWeight, Precision, RopeSpec, RopeStore, Tensor,
+    AddNorm, Device, DeviceError, HeadShape, KvFormat, KvSpec, Linear, Precision, RopeSpec, RopeStore, Tensor,
+    TensorError,
 };
 
 mod aligned;
@@ -46,6 +47,11 @@ use quantize::Quantized;
 pub use step::Step;
 pub use threads::Threads;
 
+/// Positions that one KV block holds, and the tile in which attention reduces over keys.
+pub const BLOCK_TOKENS: usize = 16;
+/// Positions that attention in 8 bits reduces over at once, and the least prefix that sequences attend to together: whole blocks.
+const SPAN_TOKENS: usize = 64;
+
 /// A CPU with its threads, computing in one precision. (Weights are packed by the threads of rayon's own pool.)
 pub struct Cpu {
     isa: Isa,
@@ -63,7 +69,14 @@ struct On<'a> {
 
 impl Cpu {
     /// A device on these threads with the best instructions the processor has.
+    ///
+    /// # Panics
+    /// Asked for FP8, which no CPU multiplies.
     pub fn new(precision: Precision, kv: KvFormat, threads: Arc<Threads>) -> Cpu {
+        assert!(
+            precision != Precision::Fp8 && kv != KvFormat::Fp8,
+            "a CPU does not compute in FP8"
+        );
         let isa = Isa::detect();
         Cpu {
             isa,
@@ -215,7 +228,7 @@ impl Device for Cpu {
     type Step = Step;
     type Workspace = Workspace;
 
-    fn matrix(&self, parts: &[Tensor<'_>]) -> Result<Matrix, NonFiniteWeight> {
+    fn matrix(&self, parts: &[Tensor<'_>]) -> Result<Matrix, TensorError> {
         if self.multiplies_pairs() {
             Matrix::pack_pairs(parts)
         } else {
@@ -223,7 +236,7 @@ impl Device for Cpu {
         }
     }
 
-    fn gated_matrix(&self, parts: &[Tensor<'_>]) -> Result<Matrix, NonFiniteWeight> {
+    fn gated_matrix(&self, parts: &[Tensor<'_>]) -> Result<Matrix, TensorError> {
         if self.precision == Precision::Int8 {
             Matrix::pack_gated(parts)
         } else {
@@ -231,7 +244,11 @@ impl Device for Cpu {
         }
     }
 
-    fn vector(&self, parts: &[Tensor<'_>]) -> Result<Vector, NonFiniteWeight> {
+    fn table(&self, part: Tensor<'_>) -> Result<Matrix, TensorError> {
+        self.matrix(&[part])
+    }
+
+    fn vector(&self, parts: &[Tensor<'_>]) -> Result<Vector, TensorError> {
         Vector::pack(parts, self.precision)
     }
 
@@ -247,32 +264,53 @@ impl Device for Cpu {
         }
     }
 
-    fn step(&self, heads: HeadShape, rope: RopeSpec) -> Step {
-        Step::new(heads, rope, self.round())
+    fn step(&self, heads: HeadShape, rope: RopeSpec, _: &[KvSpec]) -> Result<Step, DeviceError> {
+        Ok(Step::new(heads, rope, self.round()))
     }
 
-    fn kv_pool(&self, heads: HeadShape, blocks: usize) -> KvPool {
-        KvPool::new(heads, blocks, self.kv)
+    fn block_tokens(&self) -> u32 {
+        BLOCK_TOKENS as u32
+    }
+
+    fn kv_pool(&self, heads: HeadShape, blocks: usize) -> Result<KvPool, DeviceError> {
+        Ok(KvPool::new(heads, blocks, self.kv))
     }
 
     fn kv_block_bytes(&self, heads: HeadShape) -> usize {
         KvPool::block_bytes(heads, self.kv)
     }
 
-    fn upload(&self, batch: &StepBatch, step: &mut Step) {
+    fn free_bytes(&self) -> Result<Option<u64>, DeviceError> {
+        Ok(None)
+    }
+
+    fn wait(&self) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    fn upload(&self, batch: &StepBatch, step: &mut Step) -> Result<(), DeviceError> {
         step.upload(batch);
+        Ok(())
     }
 
-    fn copy_blocks(&self, step: &Step, pool: &mut KvPool) {
+    fn copy_blocks(&self, step: &Step, pool: &mut KvPool) -> Result<(), DeviceError> {
         pool.copy_blocks(&step.batch.block_copies);
+        Ok(())
     }
 
-    fn embed(&self, table: &Matrix, step: &Step, out: &mut Buffer) {
+    fn embed(&self, table: &Matrix, step: &Step, out: &mut Buffer) -> Result<(), DeviceError> {
         embed::embed(table, &step.batch.tokens, out);
+        Ok(())
     }
 
-    fn add_norm(&self, op: AddNorm<'_, Buffer, Vector>, residual: &mut Buffer, out: &mut Buffer) {
+    fn add_norm(
+        &self,
+        op: AddNorm<'_, Buffer, Vector>,
+        residual: &mut Buffer,
+        out: &mut Buffer,
+    ) -> Result<(), DeviceError> {
         norm::add_norm(&self.norm_op(&op), residual, out);
+        Ok(())
     }
 
     fn add_norm_logits_rows(
@@ -281,22 +319,37 @@ impl Device for Cpu {
         step: &Step,
         residual: &mut Buffer,
         out: &mut Buffer,
-    ) {
+    ) -> Result<(), DeviceError> {
         norm::add_norm_rows(&self.norm_op(&op), &step.batch.logits_at, residual, out);
+        Ok(())
     }
 
-    fn linear(&self, linear: &Linear<Matrix, Vector>, x: &Buffer, out: &mut Buffer, workspace: &mut Workspace) {
+    fn linear(
+        &self,
+        linear: &Linear<Matrix, Vector>,
+        x: &Buffer,
+        out: &mut Buffer,
+        workspace: &mut Workspace,
+    ) -> Result<(), DeviceError> {
         let finish = linear::Finish {
             bias: linear.bias.as_ref().map(|b| &b.0[..]),
             round: self.round(),
         };
         let weight = &linear.weight;
         linear::linear(self.on(), weight, weight.rows, finish, x, out, &mut workspace.rows);
+        Ok(())
     }
 
-    fn rope_store(&self, op: RopeStore<'_, Vector>, step: &Step, qkv: &mut Buffer, pool: &mut KvPool) {
+    fn rope_store(
+        &self,
+        op: RopeStore<'_, Vector>,
+        step: &Step,
+        qkv: &mut Buffer,
+        pool: &mut KvPool,
+    ) -> Result<(), DeviceError> {
         rope::rotate(self.on(), self.round(), &op, step, qkv);
         pool.store(self.on(), step, qkv);
+        Ok(())
     }
 
     fn attention(
@@ -307,7 +360,7 @@ impl Device for Cpu {
         pool: &KvPool,
         out: &mut Buffer,
         workspace: &mut Workspace,
-    ) {
+    ) -> Result<(), DeviceError> {
         let op = attention::Op {
             on: self.on(),
             round: self.round(),
@@ -316,9 +369,16 @@ impl Device for Cpu {
             qkv,
         };
         attention::attention(&op, pool, out, &workspace.attention);
+        Ok(())
     }
 
-    fn gated_linear(&self, linear: &Linear<Matrix, Vector>, x: &Buffer, out: &mut Buffer, workspace: &mut Workspace) {
+    fn gated_linear(
+        &self,
+        linear: &Linear<Matrix, Vector>,
+        x: &Buffer,
+        out: &mut Buffer,
+        workspace: &mut Workspace,
+    ) -> Result<(), DeviceError> {
         let bias = linear.bias.as_ref().map(|b| &b.0[..]);
         let Workspace { rows, gate_up, .. } = workspace;
         if let Panels::Int8(panels) = &linear.weight.panels {
@@ -331,9 +391,17 @@ impl Device for Cpu {
             linear::linear(self.on(), &linear.weight, linear.weight.rows, finish, x, gate_up, rows);
             gated::gated(self.on(), self.round(), gate_up, out);
         }
+        Ok(())
     }
 
-    fn logits(&self, head: &Matrix, ids: usize, x: &Buffer, out: &mut Vec<f32>, workspace: &mut Workspace) {
+    fn logits(
+        &self,
+        head: &Matrix,
+        ids: usize,
+        x: &Buffer,
+        out: &mut Vec<f32>,
+        workspace: &mut Workspace,
+    ) -> Result<(), DeviceError> {
         // Not rounded to BF16 even where activations are: rounding would only make ties.
         let finish = linear::Finish {
             bias: None,
@@ -345,5 +413,21 @@ impl Device for Cpu {
         };
         linear::linear(self.on(), head, ids, finish, x, &mut buffer, &mut workspace.rows);
         *out = buffer.data;
+        Ok(())
+    }
+
+    fn write(&self, values: &[f32], width: usize, out: &mut Buffer) -> Result<(), DeviceError> {
+        out.reshape(values.len() / width, width);
+        out.data.copy_from_slice(values);
+        Ok(())
+    }
+
+    fn read(&self, buffer: &Buffer) -> Result<Vec<f32>, DeviceError> {
+        if buffer.quantized.is_some() {
+            return Err(DeviceError::Unsupported(
+                "rows in 8 bits are not read back from a CPU".into(),
+            ));
+        }
+        Ok(buffer.data.clone())
     }
 }

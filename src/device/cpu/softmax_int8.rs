@@ -4,7 +4,7 @@ use super::attention::RowState;
 use super::attention_int8::{BLOCKS, ROWS_MAX};
 use super::isa::{Isa, multiversion};
 use super::math::{EXP2, ROUND, exp2, max16};
-use crate::device::{BLOCK_TOKENS, SPAN_TOKENS};
+use super::{BLOCK_TOKENS, SPAN_TOKENS};
 
 /// A span's softmax step for one row.
 pub(super) struct Weigh<'a> {

@@ -1,8 +1,9 @@
 //! A step on the CPU: the batch, the rotations of its positions, and the attention plan that all layers share.
 
 use super::math::round_bf16;
+use super::{BLOCK_TOKENS, SPAN_TOKENS};
 use crate::device::batch::StepBatch;
-use crate::device::{BLOCK_TOKENS, HeadShape, RopeSpec, SPAN_TOKENS};
+use crate::device::{HeadShape, RopeSpec};
 
 /// Rows (queries times heads of a group) that one attention task takes: enough to use each loaded key often, few
 /// enough that queries, scores and sums stay in the first-level cache.

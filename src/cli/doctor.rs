@@ -1,0 +1,171 @@
+//! `gristmill doctor`: holds a GPU's kernels against the CPU before it is trusted with a night's job.
+
+use std::sync::Arc;
+
+use anyhow::anyhow;
+use serde::Serialize;
+
+use crate::cli::args::DoctorArgs;
+use crate::cli::exit::{Exit, Failure};
+use crate::cli::place::Place;
+use crate::device::cpu::Threads;
+use crate::device::cuda::Cuda;
+use crate::device::{DeviceError, KvFormat, Precision};
+use crate::doctor::models::ModelFinding;
+use crate::doctor::{Extent, Finding, Pair, models};
+
+/// Everything that was found.
+#[derive(Serialize)]
+struct Report {
+    card: String,
+    capability: String,
+    driver_cuda: String,
+    nvrtc: String,
+    operations: Vec<Finding>,
+    models: Vec<InFormat>,
+    right: bool,
+}
+
+/// A small model in one format.
+#[derive(Serialize)]
+struct InFormat {
+    format: &'static str,
+    #[serde(flatten)]
+    finding: ModelFinding,
+}
+
+pub async fn doctor(args: DoctorArgs) -> Result<Exit, Failure> {
+    let report = tokio::task::block_in_place(|| examine(&args))?;
+    if args.json {
+        println!("{}", serde_json::to_string(&report)?);
+    }
+    Ok(if report.right { Exit::Done } else { Exit::Failure })
+}
+
+fn examine(args: &DoctorArgs) -> Result<Report, Failure> {
+    let ordinal = match args.device.place()? {
+        Place::Cuda(ordinal) => ordinal,
+        Place::Cpu => {
+            return Err(Failure::bad_job(anyhow!(
+                "there is no GPU to examine (the CPU is what GPUs are held against): `--device cuda:0` says what is missing"
+            )));
+        }
+    };
+    let card = Cuda::open(ordinal, Precision::Bf16, KvFormat::Bf16).map_err(Failure::bad_job)?;
+    let (major, minor) = card.compiler_version();
+    let card = card.card().clone();
+    let threads = Arc::new(Threads::new(
+        std::thread::available_parallelism().map_or(1, usize::from),
+    )?);
+    let extent = if args.quick { Extent::Quick } else { Extent::Full };
+    let mut report = Report {
+        capability: format!("{}.{}", card.capability / 10, card.capability % 10),
+        driver_cuda: format!("{}.{}", card.driver / 1000, card.driver % 1000 / 10),
+        nvrtc: format!("{major}.{minor}"),
+        operations: vec![],
+        models: vec![],
+        right: true,
+        card: card.name,
+    };
+    let quiet = args.json;
+    if !quiet {
+        println!(
+            "{}, compute capability {}, driver for CUDA {}, NVRTC {}\n",
+            report.card, report.capability, report.driver_cuda, report.nvrtc
+        );
+        println!("{HEADER}");
+    }
+    let formats = [
+        (Precision::Bf16, KvFormat::Bf16, "bf16"),
+        (Precision::Int8, KvFormat::Int8, "int8"),
+        (Precision::Fp8, KvFormat::Fp8, "fp8"),
+    ];
+    let formats = formats.into_iter().filter(|(precision, ..)| {
+        (*precision != Precision::Fp8 || card.capability >= 89)
+            && (args.formats.is_empty() || args.formats.contains(precision))
+    });
+    for (precision, kv, format) in formats {
+        let open = || Cuda::open(ordinal, precision, kv);
+        let device = open().map_err(Failure::bad_job)?;
+        let pair = Pair::new(&device, (precision, kv), extent, Arc::clone(&threads));
+        let mut tell = |finding: Finding| {
+            if !quiet {
+                println!("{}", line(&finding));
+            }
+            report.right &= finding.is_right();
+            report.operations.push(finding);
+        };
+        pair.operations(&mut tell).map_err(failed)?;
+        pair.attention(&mut tell).map_err(failed)?;
+        let mut tell = |finding: ModelFinding| {
+            if !quiet {
+                println!("{}", model_line(format, &finding));
+            }
+            report.right &= finding.is_right();
+            report.models.push(InFormat { format, finding });
+        };
+        models(open, (precision, kv), &threads, &mut tell)?;
+    }
+    if !quiet {
+        println!(
+            "\n{}",
+            if report.right {
+                "all right"
+            } else {
+                "NOT RIGHT: do not compute on this card"
+            }
+        );
+    }
+    Ok(report)
+}
+
+fn failed(error: DeviceError) -> Failure {
+    Failure::from(error)
+}
+
+const HEADER: &str = "operation                format  shape                             error   allowed    worst   allowed     µs    GB/s  TFLOP/s";
+
+fn line(finding: &Finding) -> String {
+    let speed = finding.seconds.map_or(String::new(), |seconds| {
+        format!(
+            " {:>7.0} {:>7.0} {:>8.1}",
+            seconds * 1e6,
+            finding.bytes / seconds / 1e9,
+            finding.operations / seconds / 1e12
+        )
+    });
+    let wrong = match (&finding.mismatch, finding.is_right()) {
+        (Some(mismatch), _) => format!("  WRONG: {mismatch}"),
+        (None, false) => "  WRONG".into(),
+        (None, true) => String::new(),
+    };
+    format!(
+        "{:<24} {:<7} {:<30} {:>8.5} {:>9.5} {:>8.5} {:>9.5}{speed}{wrong}",
+        finding.operation,
+        finding.format,
+        finding.shape,
+        finding.error,
+        finding.tolerance.error,
+        finding.worst,
+        finding.tolerance.worst
+    )
+}
+
+fn model_line(format: &str, finding: &ModelFinding) -> String {
+    format!(
+        "{:<24} {:<7} {:<30} {:>8.5} {:>9.5} nats, {} of {} rows with the same largest logit{}{}",
+        "model",
+        format,
+        finding.model,
+        finding.divergence,
+        finding.divergence_max,
+        finding.same,
+        finding.rows,
+        if finding.alone_alike {
+            ", the same bits alone"
+        } else {
+            ", not the same bits alone"
+        },
+        if finding.is_right() { "" } else { "  WRONG" }
+    )
+}

@@ -1,0 +1,99 @@
+//! Where a command computes: `--device`.
+
+use std::str::FromStr;
+
+use crate::cli::exit::Failure;
+use crate::device::cuda::Cuda;
+use crate::device::{DeviceError, Precision};
+
+/// What `--device` asks for.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum DeviceChoice {
+    /// The first GPU where there is one that can be used, else the CPU.
+    #[default]
+    Auto,
+    Cpu,
+    /// A GPU by number.
+    Cuda(u32),
+}
+
+impl FromStr for DeviceChoice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<DeviceChoice, String> {
+        match text.split_once(':') {
+            None if text == "auto" => Ok(DeviceChoice::Auto),
+            None if text == "cpu" => Ok(DeviceChoice::Cpu),
+            None if text == "cuda" => Ok(DeviceChoice::Cuda(0)),
+            Some(("cuda", number)) => {
+                let number = number
+                    .parse()
+                    .map_err(|_| format!("`{number}` is no number of a GPU"))?;
+                Ok(DeviceChoice::Cuda(number))
+            }
+            _ => Err("devices are `auto`, `cpu`, and `cuda:0` on".into()),
+        }
+    }
+}
+
+/// Where it computes, found out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Place {
+    Cpu,
+    Cuda(u32),
+}
+
+impl DeviceChoice {
+    /// Looks for the GPU that is asked for; whatever keeps `auto` from one is said in the log.
+    pub fn place(self) -> Result<Place, Failure> {
+        match self {
+            DeviceChoice::Cpu => Ok(Place::Cpu),
+            DeviceChoice::Cuda(number) => {
+                Cuda::probe(number).map_err(Failure::bad_job)?;
+                Ok(Place::Cuda(number))
+            }
+            DeviceChoice::Auto => Ok(match Cuda::probe(0) {
+                Ok(_) => Place::Cuda(0),
+                // No driver, no card: the machine is as its owner wants it.
+                Err(DeviceError::Missing(why)) if why.contains("no NVIDIA driver") || why.contains("no card") => {
+                    tracing::info!("{why}");
+                    Place::Cpu
+                }
+                Err(error) => {
+                    tracing::warn!("computing on the CPU: {error}");
+                    Place::Cpu
+                }
+            }),
+        }
+    }
+}
+
+impl Place {
+    /// What `precision: auto` is here. On a CPU, F32 costs no more than BF16 and rows do not depend on their batch.
+    pub fn precision(self) -> Precision {
+        match self {
+            Place::Cpu => Precision::F32,
+            Place::Cuda(_) => Precision::Bf16,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_are_named() {
+        for (text, choice) in [
+            ("auto", DeviceChoice::Auto),
+            ("cpu", DeviceChoice::Cpu),
+            ("cuda", DeviceChoice::Cuda(0)),
+            ("cuda:3", DeviceChoice::Cuda(3)),
+        ] {
+            assert_eq!(text.parse(), Ok(choice));
+        }
+        for text in ["gpu", "cuda:", "cuda:x", "cuda:-1", "cpu:0", ""] {
+            assert!(text.parse::<DeviceChoice>().is_err(), "{text}");
+        }
+    }
+}

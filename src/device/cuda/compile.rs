@@ -1,0 +1,222 @@
+//! Kernels' sources, what they are specialised by, and their machine code, kept on disk.
+
+use std::fmt::{self, Display, Formatter};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use sha2::{Digest, Sha256};
+
+use super::nvrtc::{Compiled, Nvrtc};
+use crate::device::DeviceError;
+
+/// Sources by stem, which is the name of the function, too.
+const SOURCES: [(&str, &str); 10] = [
+    ("embed", include_str!("../../../kernels/embed.cu")),
+    ("add_norm", include_str!("../../../kernels/add_norm.cu")),
+    ("quantize", include_str!("../../../kernels/quantize.cu")),
+    ("gated", include_str!("../../../kernels/gated.cu")),
+    ("rope_store", include_str!("../../../kernels/rope_store.cu")),
+    ("attention", include_str!("../../../kernels/attention.cu")),
+    ("merge", include_str!("../../../kernels/merge.cu")),
+    ("linear", include_str!("../../../kernels/linear.cu")),
+    ("linear_sm90", include_str!("../../../kernels/linear_sm90.cu")),
+    ("sample", include_str!("../../../kernels/sample.cu")),
+];
+
+const HEADERS: [(&str, &str); 5] = [
+    ("types.cuh", include_str!("../../../kernels/common/types.cuh")),
+    ("ptx.cuh", include_str!("../../../kernels/common/ptx.cuh")),
+    ("rows.cuh", include_str!("../../../kernels/common/rows.cuh")),
+    ("linear.cuh", include_str!("../../../kernels/common/linear.cuh")),
+    ("hopper.cuh", include_str!("../../../kernels/common/hopper.cuh")),
+];
+
+/// Most macros of a kernel.
+const MACROS_MAX: usize = 8;
+
+/// A kernel, specialised.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Kernel {
+    pub name: &'static str,
+    macros: [(&'static str, u32); MACROS_MAX],
+}
+
+impl Kernel {
+    /// The kernel `name` with these macros.
+    ///
+    /// # Panics
+    /// More than eight macros.
+    pub fn new(name: &'static str, macros: &[(&'static str, u32)]) -> Kernel {
+        let mut all = [("", 0); MACROS_MAX];
+        all[..macros.len()].copy_from_slice(macros);
+        Kernel { name, macros: all }
+    }
+
+    /// Its macros, in order.
+    pub fn macros(&self) -> impl Iterator<Item = (&'static str, u32)> {
+        self.macros.into_iter().take_while(|(name, _)| !name.is_empty())
+    }
+}
+
+impl Display for Kernel {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name)?;
+        self.macros().try_for_each(|(name, value)| write!(f, " {name}={value}"))
+    }
+}
+
+/// What machine code is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Target {
+    /// Machine code of a compute capability, as 80; for 90 with what only Hopper has (sm_90a).
+    Card(u32),
+    /// PTX for cards that NVRTC does not know yet: the driver makes the machine code.
+    Later(u32),
+}
+
+impl Target {
+    /// For a card of `capability` (as 89), with an NVRTC that knows `known`.
+    ///
+    /// # Errors
+    /// The card is older than 8.0.
+    pub fn of(capability: u32, known: &[u32]) -> Result<Target, DeviceError> {
+        if capability < 80 {
+            return Err(DeviceError::Unsupported(format!(
+                "the card has compute capability {}.{}, and the kernels need 8.0 or later (Ampere): compute with `--device cpu`",
+                capability / 10,
+                capability % 10
+            )));
+        }
+        if known.contains(&capability) {
+            return Ok(Target::Card(capability));
+        }
+        let last = known.iter().copied().filter(|arch| *arch < capability).max();
+        Ok(Target::Later(last.unwrap_or(80)))
+    }
+
+    fn option(self) -> String {
+        match self {
+            Target::Card(90) => "--gpu-architecture=sm_90a".into(),
+            Target::Card(capability) => format!("--gpu-architecture=sm_{capability}"),
+            Target::Later(capability) => format!("--gpu-architecture=compute_{capability}"),
+        }
+    }
+}
+
+/// Compiles kernels for one card, or takes what was compiled before.
+pub struct Compiler {
+    nvrtc: Nvrtc,
+    target: Target,
+    /// `None`: nothing is kept.
+    cache: Option<PathBuf>,
+}
+
+impl Compiler {
+    /// A compiler that keeps machine code in [`cache_folder`].
+    pub fn new(nvrtc: Nvrtc, target: Target) -> Compiler {
+        Compiler {
+            nvrtc,
+            target,
+            cache: cache_folder(),
+        }
+    }
+
+    /// NVRTC's version.
+    pub fn version(&self) -> (u32, u32) {
+        self.nvrtc.version()
+    }
+
+    /// Machine code of a kernel that was made before.
+    pub fn kept(&self, kernel: &Kernel) -> Option<Vec<u8>> {
+        std::fs::read(self.place(kernel)?).ok()
+    }
+
+    /// Machine code of a kernel, made now and kept.
+    ///
+    /// # Errors
+    /// It does not compile.
+    pub fn make(&self, kernel: &Kernel) -> Result<Vec<u8>, DeviceError> {
+        let image = self.compile(kernel)?.image;
+        if let Some(path) = self.place(kernel) {
+            keep(&path, &image);
+        }
+        Ok(image)
+    }
+
+    /// Where a kernel's machine code is kept: by all that it is made of.
+    fn place(&self, kernel: &Kernel) -> Option<PathBuf> {
+        let folder = self.cache.as_ref()?;
+        let (major, minor) = self.nvrtc.version();
+        let (version, options) = (format!("{major}.{minor}"), self.options(kernel).join(" "));
+        let mut hash = Sha256::new();
+        let own = [source(kernel.name).ok()?, &version, &options];
+        for part in own.into_iter().chain(HEADERS.iter().map(|(_, text)| *text)) {
+            hash.update((part.len() as u64).to_le_bytes());
+            hash.update(part);
+        }
+        let hash: String = hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
+        Some(folder.join(format!("{}-{}.cubin", kernel.name, &hash[..32])))
+    }
+
+    /// Compiles a kernel now, with what the assembler says of it.
+    ///
+    /// # Errors
+    /// It does not compile.
+    pub fn compile(&self, kernel: &Kernel) -> Result<Compiled, DeviceError> {
+        let name = format!("{}.cu", kernel.name);
+        let compiled = self
+            .nvrtc
+            .compile(&name, source(kernel.name)?, &HEADERS, &self.options(kernel));
+        compiled.map_err(|error| match error {
+            DeviceError::Unsupported(why) => DeviceError::Unsupported(format!("{why} ({kernel})")),
+            other => other,
+        })
+    }
+
+    fn options(&self, kernel: &Kernel) -> Vec<String> {
+        let mut options = vec![
+            self.target.option(),
+            "--std=c++17".into(),
+            "-default-device".into(),
+            "-lineinfo".into(),
+            "--ptxas-options=-v".into(),
+        ];
+        options.extend(kernel.macros().map(|(name, value)| format!("-D{name}={value}")));
+        options
+    }
+}
+
+fn source(name: &str) -> Result<&'static str, DeviceError> {
+    let found = SOURCES.iter().find(|(stem, _)| *stem == name);
+    found
+        .map(|(_, text)| *text)
+        .ok_or_else(|| DeviceError::Unsupported(format!("there is no kernel `{name}`")))
+}
+
+/// Where machine code is kept: `GRISTMILL_CACHE`, or `gristmill/` in the user's cache folder; `None`: there is no such folder.
+fn cache_folder() -> Option<PathBuf> {
+    let variable = |name: &str| {
+        std::env::var_os(name)
+            .filter(|value| !value.is_empty())
+            .map(PathBuf::from)
+    };
+    let folder = variable("GRISTMILL_CACHE")
+        .or_else(|| variable("XDG_CACHE_HOME").map(|cache| cache.join("gristmill")))
+        .or_else(|| variable("HOME").map(|home| home.join(".cache/gristmill")))?;
+    Some(folder.join("kernels"))
+}
+
+/// Writes machine code whole or not at all. A cache that cannot be written costs time, nothing else.
+fn keep(path: &Path, image: &[u8]) {
+    static COUNT: AtomicU64 = AtomicU64::new(0);
+    let number = COUNT.fetch_add(1, Ordering::Relaxed);
+    let part = path.with_extension(format!("{}-{number}.part", std::process::id()));
+    let folder = path.parent().unwrap_or(Path::new("."));
+    let written = std::fs::create_dir_all(folder)
+        .and_then(|()| std::fs::write(&part, image))
+        .and_then(|()| std::fs::rename(&part, path));
+    if let Err(error) = written {
+        tracing::warn!("compiled kernels are not kept in `{}`: {error}", folder.display());
+        let _ = std::fs::remove_file(&part);
+    }
+}

@@ -1,0 +1,503 @@
+//! The driver's calls, made safe: a card's context with one stream, memory that frees itself, functions and launches.
+//!
+//! Everything is issued to the one stream, in order. A context may be used from any thread: each call makes it the thread's own.
+
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use cudarc::driver::DriverError;
+use cudarc::driver::result;
+use cudarc::driver::sys::{self, CUdevice_attribute_enum as Attribute, CUresult};
+
+use super::libraries;
+use super::plan::Launch;
+use crate::device::DeviceError;
+
+/// What a card is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Card {
+    pub name: String,
+    /// Compute capability, as 89.
+    pub capability: u32,
+    pub multiprocessors: u32,
+    pub memory_bytes: u64,
+    /// Most shared memory of a block, in bytes.
+    pub shared_bytes: u32,
+    /// CUDA version of the driver, as 12080.
+    pub driver: u32,
+}
+
+/// Cards that this process can see.
+///
+/// # Errors
+/// There is no driver, or it is too old or broken.
+pub fn cards() -> Result<u32, DeviceError> {
+    libraries::driver()?;
+    match result::init() {
+        Err(DriverError(CUresult::CUDA_ERROR_NO_DEVICE)) => return Ok(0),
+        other => check(other, "starting the driver")?,
+    }
+    Ok(check(result::device::get_count(), "counting cards")? as u32)
+}
+
+/// A card in use.
+pub struct Context {
+    context: sys::CUcontext,
+    stream: sys::CUstream,
+    card: Card,
+}
+
+// SAFETY: the driver's handles may be used from any thread; each call here makes the context current first.
+unsafe impl Send for Context {}
+// SAFETY: as above.
+unsafe impl Sync for Context {}
+
+impl Context {
+    /// Opens card `ordinal`.
+    ///
+    /// # Errors
+    /// There is none of this number, the driver is older than CUDA 12.0, or the card cannot be used.
+    pub fn open(ordinal: u32) -> Result<Context, DeviceError> {
+        let count = cards()?;
+        if ordinal >= count {
+            return Err(DeviceError::Missing(format!(
+                "there is no `cuda:{ordinal}`: {}",
+                match count {
+                    0 => "the driver finds no card; compute with `--device cpu`".to_string(),
+                    1 => "there is `cuda:0` alone".to_string(),
+                    count => format!("there are `cuda:0` to `cuda:{}`", count - 1),
+                }
+            )));
+        }
+        let mut version = 0;
+        // SAFETY: writes the version.
+        check(
+            unsafe { sys::cuDriverGetVersion(&mut version) }.result(),
+            "asking for the driver's version",
+        )?;
+        if version < 12_000 {
+            return Err(DeviceError::Missing(format!(
+                "the NVIDIA driver is of CUDA {}.{}, and 12.0 is the least (driver 525): install a newer one, or compute with `--device cpu`",
+                version / 1000,
+                version % 1000 / 10
+            )));
+        }
+        let device = check(result::device::get(ordinal as i32), "opening the card")?;
+        let attribute = |attribute: Attribute| {
+            // SAFETY: the device is one that the driver gave.
+            let value = unsafe { result::device::get_attribute(device, attribute) };
+            Ok::<u32, DeviceError>(check(value, "asking what the card is")? as u32)
+        };
+        let major = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+        let minor = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+        // SAFETY: as above.
+        let memory = check(
+            unsafe { result::device::total_mem(device) },
+            "asking for the card's memory",
+        )?;
+        let card = Card {
+            name: check(result::device::get_name(device), "asking for the card's name")?,
+            capability: major * 10 + minor,
+            multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+            memory_bytes: memory as u64,
+            shared_bytes: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
+            driver: version as u32,
+        };
+        // SAFETY: the primary context is retained until the process ends; the stream is made in it.
+        let (context, stream) = unsafe {
+            let context = check(result::primary_ctx::retain(device), "taking the card")?;
+            check(result::ctx::set_current(context), "taking the card")?;
+            let stream = result::stream::create(result::stream::StreamKind::NonBlocking);
+            (context, check(stream, "making a stream")?)
+        };
+        Ok(Context { context, stream, card })
+    }
+
+    pub fn card(&self) -> &Card {
+        &self.card
+    }
+
+    fn enter(&self) -> Result<(), DeviceError> {
+        // SAFETY: the context lives as long as the process.
+        check(unsafe { result::ctx::set_current(self.context) }, "using the card")
+    }
+
+    /// Memory of the card that nobody uses, in bytes.
+    pub fn free_bytes(&self) -> Result<u64, DeviceError> {
+        self.enter()?;
+        Ok(check(result::mem_get_info(), "asking for free memory")?.0 as u64)
+    }
+
+    /// Takes memory, `what` for messages; its content is undefined.
+    pub fn take(self: &Arc<Self>, bytes: usize, what: &str) -> Result<Memory, DeviceError> {
+        self.enter()?;
+        // SAFETY: a size of at least 1; the content is written before it is read.
+        match unsafe { result::malloc_sync(bytes.max(1)) } {
+            Ok(address) => Ok(Memory {
+                context: Arc::clone(self),
+                address,
+                bytes,
+            }),
+            Err(DriverError(CUresult::CUDA_ERROR_OUT_OF_MEMORY)) => {
+                let mib = |bytes: u64| bytes.div_ceil(1 << 20);
+                let free = self.free_bytes()?;
+                Err(DeviceError::OutOfMemory(format!(
+                    "{what} takes {} MiB, and {} of the card's {} MiB are free",
+                    mib(bytes as u64),
+                    mib(free),
+                    mib(self.card.memory_bytes)
+                )))
+            }
+            Err(error) => check(Err(error), what),
+        }
+    }
+
+    /// Memory with a copy of `data`.
+    pub fn take_copy(self: &Arc<Self>, data: &[u8], what: &str) -> Result<Memory, DeviceError> {
+        let memory = self.take(data.len(), what)?;
+        self.upload(data, &memory, 0)?;
+        self.wait()?;
+        Ok(memory)
+    }
+
+    /// Begins to copy `from` to `to`, from byte `at` on. What is pinned must stay as it is until the stream has been waited for.
+    pub fn upload(&self, from: &[u8], to: &Memory, at: usize) -> Result<(), DeviceError> {
+        assert!(
+            at + from.len() <= to.bytes,
+            "{} bytes at {at} of {}",
+            from.len(),
+            to.bytes
+        );
+        if from.is_empty() {
+            return Ok(());
+        }
+        self.enter()?;
+        // SAFETY: within the memory, as asserted. The driver copies what is not pinned before it returns.
+        let copied = unsafe { result::memcpy_htod_async(to.address + at as u64, from, self.stream) };
+        check(copied, "copying to the card")
+    }
+
+    /// Copies bytes from byte `at` of `from` on to the host, after all that was issued.
+    pub fn download(&self, from: &Memory, at: usize, to: &mut [u8]) -> Result<(), DeviceError> {
+        assert!(
+            at + to.len() <= from.bytes,
+            "{} bytes at {at} of {}",
+            to.len(),
+            from.bytes
+        );
+        if !to.is_empty() {
+            self.enter()?;
+            // SAFETY: within the memory, as asserted; `to` is not touched before the stream has been waited for.
+            let copied = unsafe { result::memcpy_dtoh_async(to, from.address + at as u64, self.stream) };
+            check(copied, "copying from the card")?;
+        }
+        self.wait()
+    }
+
+    /// Begins to copy the first `bytes` of a memory to another, from byte `at` of it on.
+    pub fn copy(&self, from: &Memory, to: &Memory, at: usize, bytes: usize) -> Result<(), DeviceError> {
+        assert!(bytes <= from.bytes && at + bytes <= to.bytes);
+        self.enter()?;
+        // SAFETY: within the memories, as asserted.
+        let copied = unsafe { result::memcpy_dtod_async(to.address + at as u64, from.address, bytes, self.stream) };
+        check(copied, "copying on the card")
+    }
+
+    /// Begins to copy within a memory.
+    pub fn copy_within(&self, memory: &Memory, from: usize, to: usize, bytes: usize) -> Result<(), DeviceError> {
+        assert!(from + bytes <= memory.bytes && to + bytes <= memory.bytes);
+        self.enter()?;
+        let at = |place: usize| memory.address + place as u64;
+        // SAFETY: within the memory, as asserted.
+        let copied = unsafe { result::memcpy_dtod_async(at(to), at(from), bytes, self.stream) };
+        check(copied, "copying on the card")
+    }
+
+    /// Waits until all that was issued is done.
+    pub fn wait(&self) -> Result<(), DeviceError> {
+        self.enter()?;
+        // SAFETY: the stream lives as long as the context.
+        check(unsafe { result::stream::synchronize(self.stream) }, "computing")
+    }
+
+    /// Pinned host memory, which the card reads by itself.
+    pub fn pin(self: &Arc<Self>, bytes: usize) -> Result<Pinned, DeviceError> {
+        self.enter()?;
+        // SAFETY: a size of at least 1; the content is set below.
+        let start = check(unsafe { result::malloc_host(bytes.max(1), 0) }, "pinning host memory")?;
+        // SAFETY: the memory is that large and ours alone.
+        unsafe { std::ptr::write_bytes(start.cast::<u8>(), 0, bytes) };
+        Ok(Pinned {
+            context: Arc::clone(self),
+            start: start.cast(),
+            bytes,
+        })
+    }
+
+    /// A mark in the stream that can be waited for.
+    pub fn mark(self: &Arc<Self>) -> Result<Mark, DeviceError> {
+        self.enter()?;
+        let event = result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING);
+        let mark = Mark {
+            context: Arc::clone(self),
+            event: check(event, "making a mark")?,
+        };
+        // SAFETY: event and stream are of this context.
+        check(unsafe { result::event::record(mark.event, self.stream) }, "marking")?;
+        Ok(mark)
+    }
+
+    /// The function `name` of machine code, to be run with so much dynamic shared memory.
+    ///
+    /// # Errors
+    /// The driver does not take the image.
+    pub fn function(&self, image: &[u8], name: &str, shared_bytes: u32) -> Result<Function, DeviceError> {
+        self.enter()?;
+        let refused = |error: DriverError| match error.0 {
+            CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU | CUresult::CUDA_ERROR_INVALID_IMAGE => {
+                DeviceError::Unsupported(format!("kernel `{name}` is not for this card: {}", words(error)))
+            }
+            _ => failed(error, &format!("loading kernel `{name}`")),
+        };
+        let named = std::ffi::CString::new(name)
+            .map_err(|_| DeviceError::Unsupported(format!("kernel `{name}` has a zero in its name")))?;
+        // PTX is read up to a zero.
+        let mut image = image.to_vec();
+        image.push(0);
+        // SAFETY: the image is an ELF file or ends with a zero; the module is never unloaded.
+        let function = unsafe {
+            let module = result::module::load_data(image.as_ptr().cast()).map_err(refused)?;
+            result::module::get_function(module, named).map_err(refused)?
+        };
+        // What a block gets without asking.
+        if shared_bytes > 48 << 10 {
+            let attribute = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            // SAFETY: the function is of a loaded module.
+            let set = unsafe { result::function::set_function_attribute(function, attribute, shared_bytes as i32) };
+            check(set, "allowing shared memory")?;
+        }
+        Ok(Function(function))
+    }
+
+    /// Begins to run a function.
+    ///
+    /// # Safety
+    /// The arguments are those of the function, and the memory they point to is as large as it reads and writes.
+    pub unsafe fn launch(
+        &self,
+        function: &Function,
+        launch: &Launch,
+        arguments: &[Argument],
+    ) -> Result<(), DeviceError> {
+        self.enter()?;
+        let mut pointers: Vec<*mut c_void> = arguments.iter().map(Argument::pointer).collect();
+        // SAFETY: as the caller vouches; the arguments live until the driver has copied them, before it returns.
+        let launched = unsafe {
+            let [x, y] = launch.grid;
+            let (grid, block) = ((x, y, 1), (launch.threads, 1, 1));
+            result::launch_kernel(function.0, grid, block, launch.shared_bytes, self.stream, &mut pointers)
+        };
+        launched.map_err(|error| failed(error, &format!("running `{}`", launch.kernel)))
+    }
+}
+
+/// A kernel's argument.
+#[derive(Debug, Clone, Copy)]
+pub enum Argument {
+    /// An address on the card; 0: null.
+    Address(u64),
+    Int(i32),
+    Word(u32),
+    Long(u64),
+    Float(f32),
+    Map(TensorMap),
+}
+
+impl Argument {
+    fn pointer(&self) -> *mut c_void {
+        fn at<T>(value: &T) -> *mut c_void {
+            std::ptr::from_ref(value).cast_mut().cast()
+        }
+        match self {
+            Argument::Address(value) | Argument::Long(value) => at(value),
+            Argument::Int(value) => at(value),
+            Argument::Word(value) => at(value),
+            Argument::Float(value) => at(value),
+            Argument::Map(value) => at(&value.0),
+        }
+    }
+}
+
+/// How the tensor memory accelerator finds its way in a matrix of rows.
+#[derive(Debug, Clone, Copy)]
+pub struct TensorMap(sys::CUtensorMap);
+
+/// A matrix of rows on the card: what a [`TensorMap`] is made of.
+#[derive(Debug, Clone, Copy)]
+pub struct MapShape {
+    pub address: u64,
+    pub rows: usize,
+    /// Elements of a row.
+    pub columns: usize,
+    /// Of an element: 1, or 2 for BF16.
+    pub element_bytes: usize,
+    /// Rows of a box; each is 128 bytes wide.
+    pub box_rows: u32,
+}
+
+impl TensorMap {
+    /// # Errors
+    /// The driver does not take the shape.
+    pub fn new(shape: &MapShape) -> Result<TensorMap, DeviceError> {
+        let mut map = sys::CUtensorMap { opaque: [0; 16] };
+        let kind = match shape.element_bytes {
+            1 => sys::CUtensorMapDataType_enum::CU_TENSOR_MAP_DATA_TYPE_UINT8,
+            _ => sys::CUtensorMapDataType_enum::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        };
+        let sizes = [shape.columns as u64, shape.rows as u64];
+        let strides = [(shape.columns * shape.element_bytes) as u64];
+        let boxes = [(128 / shape.element_bytes) as u32, shape.box_rows];
+        let steps = [1u32, 1];
+        // SAFETY: the arrays have the lengths that two dimensions ask for.
+        let made = unsafe {
+            sys::cuTensorMapEncodeTiled(
+                &mut map,
+                kind,
+                2,
+                shape.address as *mut c_void,
+                sizes.as_ptr(),
+                strides.as_ptr(),
+                boxes.as_ptr(),
+                steps.as_ptr(),
+                sys::CUtensorMapInterleave_enum::CU_TENSOR_MAP_INTERLEAVE_NONE,
+                sys::CUtensorMapSwizzle_enum::CU_TENSOR_MAP_SWIZZLE_128B,
+                sys::CUtensorMapL2promotion_enum::CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                sys::CUtensorMapFloatOOBfill_enum::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            )
+        };
+        check(made.result(), "making a tensor map")?;
+        Ok(TensorMap(map))
+    }
+}
+
+/// A kernel on the card.
+#[derive(Clone, Copy)]
+pub struct Function(sys::CUfunction);
+
+// SAFETY: a handle that the driver takes from any thread.
+unsafe impl Send for Function {}
+// SAFETY: as above.
+unsafe impl Sync for Function {}
+
+/// Memory of the card.
+pub struct Memory {
+    context: Arc<Context>,
+    address: u64,
+    bytes: usize,
+}
+
+impl Memory {
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // What still runs may use it. Where the card has failed there is nothing to give back.
+        if self.context.wait().is_ok() {
+            // SAFETY: taken from this context, and freed once.
+            let _ = unsafe { result::free_sync(self.address) };
+        }
+    }
+}
+
+/// Pinned host memory.
+pub struct Pinned {
+    context: Arc<Context>,
+    start: *mut u8,
+    bytes: usize,
+}
+
+// SAFETY: plain memory that this value alone owns.
+unsafe impl Send for Pinned {}
+// SAFETY: as above.
+unsafe impl Sync for Pinned {}
+
+impl std::ops::Deref for Pinned {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        // SAFETY: the memory is that large and set.
+        unsafe { std::slice::from_raw_parts(self.start, self.bytes) }
+    }
+}
+
+impl std::ops::DerefMut for Pinned {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as above, and nobody else's.
+        unsafe { std::slice::from_raw_parts_mut(self.start, self.bytes) }
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        if self.context.wait().is_ok() {
+            // SAFETY: taken from this context, and freed once.
+            let _ = unsafe { result::free_host(self.start.cast()) };
+        }
+    }
+}
+
+/// A mark in the stream.
+pub struct Mark {
+    context: Arc<Context>,
+    event: sys::CUevent,
+}
+
+// SAFETY: a handle that the driver takes from any thread.
+unsafe impl Send for Mark {}
+
+impl Mark {
+    /// Waits until all that was issued before it is done.
+    pub fn wait(&self) -> Result<(), DeviceError> {
+        self.context.enter()?;
+        // SAFETY: the event lives as long as this value.
+        check(unsafe { result::event::synchronize(self.event) }, "computing")
+    }
+}
+
+impl Drop for Mark {
+    fn drop(&mut self) {
+        // SAFETY: destroyed once.
+        let _ = unsafe { result::event::destroy(self.event) };
+    }
+}
+
+fn check<T>(result: Result<T, DriverError>, doing: &str) -> Result<T, DeviceError> {
+    result.map_err(|error| failed(error, doing))
+}
+
+fn failed(error: DriverError, doing: &str) -> DeviceError {
+    let why = format!("{doing}: {}", words(error));
+    match error.0 {
+        CUresult::CUDA_ERROR_OUT_OF_MEMORY => DeviceError::OutOfMemory(why),
+        CUresult::CUDA_ERROR_NO_DEVICE
+        | CUresult::CUDA_ERROR_SYSTEM_DRIVER_MISMATCH
+        | CUresult::CUDA_ERROR_SYSTEM_NOT_READY
+        | CUresult::CUDA_ERROR_DEVICE_UNAVAILABLE => DeviceError::Missing(why),
+        _ => DeviceError::Lost(why),
+    }
+}
+
+/// The driver's name of an error, and what it says of it.
+fn words(error: DriverError) -> String {
+    let text = |text: Result<&std::ffi::CStr, DriverError>| {
+        text.map_or_else(|_| "unknown".into(), |t| t.to_string_lossy().into_owned())
+    };
+    format!("{} ({})", text(error.error_name()), text(error.error_string()))
+}

@@ -1,0 +1,409 @@
+//! Attention as a plan: which queries walk which positions together, and whose parts are merged. Pure.
+//!
+//! A sequence's queries are cut into items of as many as fit a block's rows: four warps for prompts, one for single tokens. An item of
+//! single tokens walks at most [`PART_TOKENS`] positions; longer sequences have several, merged afterwards. Sequences of single
+//! tokens that begin with the same blocks walk those together, once.
+
+use std::ops::Range;
+
+use super::plan::{BLOCK_TOKENS, Heads};
+use crate::device::KvSpec;
+use crate::device::batch::StepBatch;
+
+/// Positions that an item of single tokens walks: fixed, so that how a sequence is cut does not depend on the batch.
+pub const PART_TOKENS: u32 = 1024;
+/// Least blocks that sequences walk together: fewer are not worth a merge.
+const SHARED_BLOCKS_MIN: u32 = 4;
+/// Warps of an item of a prompt's queries, or of several sequences'.
+pub const WIDE_WARPS: u32 = 4;
+/// Warps of an item of one sequence's last tokens.
+pub const NARROW_WARPS: u32 = 1;
+/// Where an item's result is whole.
+pub const WHOLE: u32 = u32::MAX;
+
+/// Queries that walk the same positions; what `Item` in `kernels/attention.cu` says.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Item {
+    pub first_query: u32,
+    pub queries: u32,
+    pub table: u32,
+    pub from: u32,
+    pub to: u32,
+    /// Number of its part among those of as many warps, or [`WHOLE`].
+    pub part: u32,
+}
+
+/// A part of a token's result; what `Part` in `kernels/merge.cu` says.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Part {
+    pub part: u32,
+    /// Which of the item's queries the token is.
+    pub query: u32,
+    /// Rows of the item's block.
+    pub rows: u32,
+}
+
+/// What attention launches in one step, for all layers of one kind.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Plan {
+    /// Items of four warps, and of one.
+    pub wide: Vec<Item>,
+    pub narrow: Vec<Item>,
+    /// Tokens of the step, by item.
+    pub queries: Vec<u32>,
+    /// Tokens that have several parts; those of the i-th are `parts[first[i]..first[i + 1]]`.
+    pub merged: Vec<u32>,
+    pub first: Vec<u32>,
+    pub parts: Vec<Part>,
+    /// Parts of wide items, and of narrow ones; a narrow part is numbered after all wide ones, each of which has room for four.
+    wide_parts: u32,
+    narrow_parts: u32,
+}
+
+impl Plan {
+    /// The plan of a step.
+    ///
+    /// # Panics
+    /// The batch is not one that a model checked.
+    pub fn new(batch: &StepBatch, heads: &Heads, spec: KvSpec) -> Plan {
+        let mut planner = Planner {
+            batch,
+            heads,
+            window: match spec {
+                KvSpec::Full => 0,
+                KvSpec::Window(window) => window,
+            },
+            plan: Plan::default(),
+        };
+        let mut singles: Vec<Single> = Vec::new();
+        for (i, s) in batch.sequences.iter().enumerate() {
+            if s.q_len > heads.queries(NARROW_WARPS) {
+                planner.prompt(i);
+            } else {
+                let from = planner.first_seen(s.kv_len - s.q_len);
+                singles.push(Single { sequence: i, from });
+            }
+        }
+        planner.singles(&singles);
+        planner.plan
+    }
+
+    /// Rows of parts, of all key-value heads of one: what part sums and states have room for.
+    pub fn part_rows(&self) -> u32 {
+        (self.wide_parts * WIDE_WARPS + self.narrow_parts) * 16
+    }
+}
+
+/// A sequence that computes few tokens, and the first position they see, rounded down to a block.
+#[derive(Debug, Clone, Copy)]
+struct Single {
+    sequence: usize,
+    from: u32,
+}
+
+struct Planner<'a> {
+    batch: &'a StepBatch,
+    heads: &'a Heads,
+    /// 0: all positions are seen.
+    window: u32,
+    plan: Plan,
+}
+
+impl Planner<'_> {
+    /// First position that a query at `position` sees, rounded down to a block.
+    fn first_seen(&self, position: u32) -> u32 {
+        match self.window {
+            0 => 0,
+            window => (position + 1).saturating_sub(window) / BLOCK_TOKENS * BLOCK_TOKENS,
+        }
+    }
+
+    /// Whole items of a sequence's queries.
+    fn prompt(&mut self, sequence: usize) {
+        let s = self.batch.sequences[sequence];
+        let most = self.heads.queries(WIDE_WARPS);
+        for done in (0..s.q_len).step_by(most as usize) {
+            let queries = most.min(s.q_len - done);
+            let position = s.kv_len - s.q_len + done;
+            let first_query = self.plan.queries.len() as u32;
+            self.plan
+                .queries
+                .extend(s.first_token + done..s.first_token + done + queries);
+            self.plan.wide.push(Item {
+                first_query,
+                queries,
+                table: s.first_block,
+                from: self.first_seen(position),
+                to: position + queries,
+                part: WHOLE,
+            });
+        }
+    }
+
+    /// Blocks from position 0 on that two sequences have in common and both may walk whole.
+    fn shared_blocks(&self, a: Single, b: Single) -> u32 {
+        if a.from > 0 || b.from > 0 {
+            return 0;
+        }
+        // Positions before the first query: what a sequence walks for itself holds its own token at least.
+        let before = |single: Single| {
+            let s = self.batch.sequences[single.sequence];
+            let blocks = (s.kv_len - s.q_len) / BLOCK_TOKENS;
+            &self.batch.block_tables[s.first_block as usize..][..blocks as usize]
+        };
+        before(a).iter().zip(before(b)).take_while(|(a, b)| a == b).count() as u32
+    }
+
+    fn singles(&mut self, singles: &[Single]) {
+        // What each token has so far: (token, part).
+        let mut parts: Vec<(u32, Part)> = Vec::new();
+        // Shared walks come first, so that narrow parts can be numbered after all wide ones.
+        let mut own: Vec<(Single, u32)> = Vec::new();
+        let mut at = 0;
+        while at < singles.len() {
+            let (end, blocks) = self.run(singles, at);
+            let shared = blocks * BLOCK_TOKENS;
+            if shared > 0 {
+                self.together(&singles[at..end], shared, &mut parts);
+            }
+            own.extend(singles[at..end].iter().map(|single| (*single, shared)));
+            at = end;
+        }
+        for (single, shared) in own {
+            self.alone(single, shared, &mut parts);
+        }
+        parts.sort_by_key(|(token, _)| *token);
+        for (token, part) in parts {
+            if self.plan.merged.last() != Some(&token) {
+                self.plan.merged.push(token);
+                self.plan.first.push(self.plan.parts.len() as u32);
+            }
+            self.plan.parts.push(part);
+        }
+        self.plan.first.push(self.plan.parts.len() as u32);
+    }
+
+    /// Sequences from `at` on that walk their first blocks together: the end of their range, and how many blocks; 0: alone.
+    fn run(&self, singles: &[Single], at: usize) -> (usize, u32) {
+        let mut blocks = u32::MAX;
+        let mut end = at + 1;
+        while end < singles.len() {
+            let common = self.shared_blocks(singles[at], singles[end]).min(blocks);
+            // One that has much less in common begins a run of its own.
+            if common < SHARED_BLOCKS_MIN || (blocks != u32::MAX && common * 2 < blocks) {
+                break;
+            }
+            blocks = common;
+            end += 1;
+        }
+        if end == at + 1 { (end, 0) } else { (end, blocks) }
+    }
+
+    /// Walks positions up to `shared` once for several sequences.
+    fn together(&mut self, singles: &[Single], shared: u32, parts: &mut Vec<(u32, Part)>) {
+        let tokens: Vec<u32> = singles
+            .iter()
+            .flat_map(|single| {
+                let s = self.batch.sequences[single.sequence];
+                s.first_token..s.first_token + s.q_len
+            })
+            .collect();
+        let table = self.batch.sequences[singles[0].sequence].first_block;
+        for tokens in tokens.chunks(self.heads.queries(WIDE_WARPS) as usize) {
+            let first_query = self.plan.queries.len() as u32;
+            self.plan.queries.extend(tokens);
+            for range in pieces(0..shared) {
+                let part = self.plan.wide_parts;
+                self.plan.wide_parts += 1;
+                self.plan.wide.push(Item {
+                    first_query,
+                    queries: tokens.len() as u32,
+                    table,
+                    from: range.start,
+                    to: range.end,
+                    part,
+                });
+                let part = |query| Part {
+                    part,
+                    query,
+                    rows: WIDE_WARPS * 16,
+                };
+                parts.extend(tokens.iter().zip(0..).map(|(token, query)| (*token, part(query))));
+            }
+        }
+    }
+
+    /// Walks what a sequence has for itself.
+    fn alone(&mut self, single: Single, shared: u32, parts: &mut Vec<(u32, Part)>) {
+        let s = self.batch.sequences[single.sequence];
+        let first_query = self.plan.queries.len() as u32;
+        self.plan.queries.extend(s.first_token..s.first_token + s.q_len);
+        let ranges: Vec<_> = pieces(single.from.max(shared)..s.kv_len).collect();
+        let whole = shared == 0 && ranges.len() == 1;
+        for range in ranges {
+            let part = match whole {
+                true => WHOLE,
+                false => self.plan.wide_parts * WIDE_WARPS + self.plan.narrow_parts,
+            };
+            self.plan.narrow.push(Item {
+                first_query,
+                queries: s.q_len,
+                table: s.first_block,
+                from: range.start,
+                to: range.end,
+                part,
+            });
+            if !whole {
+                self.plan.narrow_parts += 1;
+                let part = |query| Part {
+                    part,
+                    query,
+                    rows: NARROW_WARPS * 16,
+                };
+                parts.extend((0..s.q_len).map(|query| (s.first_token + query, part(query))));
+            }
+        }
+    }
+}
+
+/// Positions in pieces that end at multiples of [`PART_TOKENS`].
+fn pieces(range: Range<u32>) -> impl Iterator<Item = Range<u32>> {
+    let (first, last) = (range.start / PART_TOKENS, range.end.div_ceil(PART_TOKENS));
+    (first..last).map(move |i| range.start.max(i * PART_TOKENS)..range.end.min((i + 1) * PART_TOKENS))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+
+    use proptest::prelude::*;
+
+    use super::super::plan::Format;
+    use super::*;
+    use crate::device::batch::StepSequence;
+
+    const HEADS: Heads = Heads {
+        heads: 32,
+        kv_heads: 8,
+        dim: 128,
+        store: Format::E4m3,
+    };
+
+    /// Sequences of (computed, stored) tokens; all begin with `shared` blocks of one prompt, as far as they go.
+    fn batch(sequences: &[(u32, u32)], shared: u32) -> StepBatch {
+        let mut batch = StepBatch::default();
+        let mut fresh = 1000;
+        for &(q_len, kv_len) in sequences {
+            batch.sequences.push(StepSequence {
+                first_token: batch.tokens.len() as u32,
+                q_len,
+                kv_len,
+                first_block: batch.block_tables.len() as u32,
+            });
+            batch.tokens.extend((0..q_len).map(|_| 0));
+            batch.positions.extend(kv_len - q_len..kv_len);
+            for block in 0..kv_len.div_ceil(BLOCK_TOKENS) {
+                // A block that is being filled is a sequence's own.
+                let whole = (block + 1) * BLOCK_TOKENS <= kv_len - q_len;
+                batch
+                    .block_tables
+                    .push(if block < shared && whole { block } else { fresh });
+                fresh += 1;
+            }
+        }
+        batch
+    }
+
+    /// Every token walks each position that it sees once, through its own blocks, and items are of the size that blocks have.
+    fn check(batch: &StepBatch, spec: KvSpec) {
+        let plan = Plan::new(batch, &HEADS, spec);
+        let mut seen: HashMap<u32, Vec<(u32, u32)>> = HashMap::new();
+        let mut part_rows = vec![false; plan.part_rows() as usize];
+        let wide = plan.wide.iter().map(|item| (item, WIDE_WARPS));
+        for (item, warps) in wide.chain(plan.narrow.iter().map(|item| (item, NARROW_WARPS))) {
+            assert!(item.queries >= 1 && item.queries <= HEADS.queries(warps), "{item:?}");
+            assert!(item.from % BLOCK_TOKENS == 0 && item.from < item.to, "{item:?}");
+            if item.part != WHOLE {
+                let rows = (item.part * warps * 16) as usize;
+                for row in &mut part_rows[rows..][..(warps * 16) as usize] {
+                    assert!(!std::mem::replace(row, true), "two parts in one place: {item:?}");
+                }
+            }
+            let blocks = &batch.block_tables[item.table as usize..];
+            for (query, &token) in plan.queries[item.first_query as usize..][..item.queries as usize]
+                .iter()
+                .enumerate()
+            {
+                let s = batch.sequences.iter().rfind(|s| s.first_token <= token).unwrap();
+                let own = &batch.block_tables[s.first_block as usize..];
+                for block in item.from / BLOCK_TOKENS..item.to.div_ceil(BLOCK_TOKENS) {
+                    assert_eq!(blocks[block as usize], own[block as usize], "{item:?} of token {token}");
+                }
+                seen.entry(token).or_default().push((item.from, item.to));
+                let merged = plan.merged.binary_search(&token);
+                assert_eq!(merged.is_ok(), item.part != WHOLE);
+                if let Ok(i) = merged {
+                    let parts = &plan.parts[plan.first[i] as usize..plan.first[i + 1] as usize];
+                    let part = Part {
+                        part: item.part,
+                        query: query as u32,
+                        rows: warps * 16,
+                    };
+                    assert_eq!(parts.iter().filter(|p| **p == part).count(), 1, "{item:?}");
+                }
+            }
+        }
+        assert_eq!(seen.len(), batch.tokens.len());
+        for (token, mut ranges) in seen {
+            ranges.sort_unstable();
+            let position = batch.positions[token as usize];
+            let first = match spec {
+                KvSpec::Full => 0,
+                KvSpec::Window(window) => (position + 1).saturating_sub(window),
+            };
+            assert!(
+                ranges[0].0 <= first && ranges.last().unwrap().1 > position,
+                "{ranges:?}"
+            );
+            assert!(ranges.windows(2).all(|pair| pair[0].1 == pair[1].0), "{ranges:?}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn every_query_walks_every_position_once(
+            lengths in prop::collection::vec((1u32..150, 0u32..5000), 1..12),
+            singles in prop::collection::vec((1u32..4, 0u32..5000), 0..12),
+            shared in 0u32..40,
+            window in prop::option::of(1u32..3000),
+        ) {
+            let sequences: Vec<_> = lengths.into_iter().chain(singles).map(|(q, stored)| (q, q + stored)).collect();
+            check(&batch(&sequences, shared), window.map_or(KvSpec::Full, KvSpec::Window));
+        }
+    }
+
+    #[test]
+    fn sequences_that_begin_alike_walk_it_once() {
+        // 600 tokens in common; the fourth has none of them.
+        let mut step = batch(&[(1, 700), (1, 650), (1, 1025), (1, 700)], 9);
+        let last = step.sequences[3].first_block as usize;
+        step.block_tables[last..].iter_mut().for_each(|block| *block += 5000);
+        let plan = Plan::new(&step, &HEADS, KvSpec::Full);
+        let ranges = |items: &[Item]| items.iter().map(|i| (i.queries, i.from, i.to)).collect::<Vec<_>>();
+        assert_eq!(ranges(&plan.wide), [(3, 0, 576)]);
+        assert_eq!(
+            ranges(&plan.narrow),
+            [
+                (1, 576, 700),
+                (1, 576, 650),
+                (1, 576, 1024),
+                (1, 1024, 1025),
+                (1, 0, 700)
+            ]
+        );
+        assert_eq!((plan.merged, plan.first), (vec![0, 1, 2], vec![0, 2, 4, 7]));
+        check(&step, KvSpec::Full);
+    }
+}

@@ -1,0 +1,147 @@
+//! Where NVIDIA's libraries are. Nothing is linked: a machine without them gets one clear line, or computes on its CPU.
+
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+
+use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
+
+use crate::device::DeviceError;
+
+/// Folders to look in before all others, separated by colons.
+pub const FOLDERS_VARIABLE: &str = "GRISTMILL_CUDA_LIBRARIES";
+
+/// Functions of the driver that this device calls: where one is missing, the driver is too old.
+const DRIVER_FUNCTIONS: [&str; 26] = [
+    "cuInit",
+    "cuDriverGetVersion",
+    "cuDeviceGetCount",
+    "cuDeviceGet",
+    "cuDeviceGetName",
+    "cuDeviceGetAttribute",
+    "cuDeviceTotalMem_v2",
+    "cuDevicePrimaryCtxRetain",
+    "cuCtxSetCurrent",
+    "cuMemGetInfo_v2",
+    "cuMemAlloc_v2",
+    "cuMemFree_v2",
+    "cuMemHostAlloc",
+    "cuMemFreeHost",
+    "cuMemcpyHtoDAsync_v2",
+    "cuMemcpyDtoHAsync_v2",
+    "cuMemcpyDtoDAsync_v2",
+    "cuStreamCreate",
+    "cuStreamSynchronize",
+    "cuModuleLoadData",
+    "cuModuleGetFunction",
+    "cuFuncSetAttribute",
+    "cuLaunchKernel",
+    "cuEventCreate",
+    "cuGetErrorString",
+    "cuTensorMapEncodeTiled",
+];
+
+/// Makes sure of the driver: cudarc, which loads it by name, panics where it or a function is missing.
+///
+/// # Errors
+/// There is no driver, or it is too old.
+pub fn driver() -> Result<(), DeviceError> {
+    let mut tried = asked_folders();
+    tried.push(PathBuf::from("/usr/lib/wsl/lib"));
+    let named = ["libcuda.so", "libcuda.so.1"];
+    let library = tried
+        .iter()
+        .flat_map(|folder| named.iter().map(move |name| folder.join(name)))
+        .filter(|path| path.exists())
+        .find_map(|path| open(&path))
+        .or_else(|| named.iter().find_map(|name| open(Path::new(name))));
+    let Some(library) = library else {
+        return Err(DeviceError::Missing(
+            "there is no NVIDIA driver here (`libcuda.so.1`): install it, or compute with `--device cpu`".into(),
+        ));
+    };
+    for name in DRIVER_FUNCTIONS {
+        // SAFETY: the symbol is looked up and not used.
+        if unsafe { library.get::<*const ()>(name.as_bytes()) }.is_err() {
+            return Err(DeviceError::Missing(format!(
+                "the NVIDIA driver is too old: it has no `{name}`; install one for CUDA 12.0 or later (525 or later)"
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// All copies of NVRTC that can be found, by folder; each is yet to be opened.
+pub fn nvrtc_candidates() -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for folder in asked_folders().into_iter().chain(toolkit_folders()) {
+        found.extend(named_in(&folder, "libnvrtc.so"));
+    }
+    // The loader's own search path.
+    found.extend(["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"].map(PathBuf::from));
+    found
+}
+
+/// Opens NVRTC at `path`. Its wheel's copy looks for its builtins by name alone: they are opened before it.
+pub fn open_nvrtc(path: &Path) -> Option<Library> {
+    if let Some(folder) = path.parent().filter(|folder| folder.is_absolute()) {
+        for builtins in named_in(folder, "libnvrtc-builtins.so") {
+            // Kept open for as long as the process runs.
+            std::mem::forget(open(&builtins));
+        }
+    }
+    open(path)
+}
+
+fn open(path: &Path) -> Option<Library> {
+    // SAFETY: NVIDIA's libraries run no code on loading that relies on us.
+    unsafe { Library::open(Some(path), RTLD_NOW | RTLD_GLOBAL) }.ok()
+}
+
+fn asked_folders() -> Vec<PathBuf> {
+    let asked = std::env::var_os(FOLDERS_VARIABLE).unwrap_or_default();
+    std::env::split_paths(&asked)
+        .filter(|path| path.is_absolute())
+        .collect()
+}
+
+/// Where toolkits, conda and pip put NVRTC.
+fn toolkit_folders() -> Vec<PathBuf> {
+    let mut folders = Vec::new();
+    for variable in ["CUDA_HOME", "CUDA_PATH"] {
+        folders.extend(std::env::var_os(variable).map(|home| Path::new(&home).join("lib64")));
+    }
+    folders.push("/usr/local/cuda/lib64".into());
+    let versions = entries(Path::new("/usr/local"));
+    let versions = versions.into_iter().filter(|path| {
+        let name = path.file_name().and_then(OsStr::to_str);
+        name.is_some_and(|name| name.starts_with("cuda-"))
+    });
+    folders.extend(versions.map(|path| path.join("lib64")));
+    folders.extend(std::env::var_os("CONDA_PREFIX").map(|prefix| Path::new(&prefix).join("lib")));
+    if let Some(environment) = std::env::var_os("VIRTUAL_ENV") {
+        for python in entries(&Path::new(&environment).join("lib")) {
+            for package in entries(&python.join("site-packages/nvidia")) {
+                folders.push(package.join("lib"));
+            }
+        }
+    }
+    folders
+}
+
+/// Files of a folder whose names begin so.
+fn named_in(folder: &Path, begin: &str) -> Vec<PathBuf> {
+    let mut found = entries(folder);
+    found.retain(|path| {
+        let name = path.file_name().and_then(OsStr::to_str);
+        name.is_some_and(|name| name.starts_with(begin))
+    });
+    found
+}
+
+/// What is in a folder, by name; nothing where it cannot be read.
+fn entries(folder: &Path) -> Vec<PathBuf> {
+    let read = std::fs::read_dir(folder).into_iter().flatten();
+    let mut found: Vec<PathBuf> = read.filter_map(|entry| Some(entry.ok()?.path())).collect();
+    found.sort();
+    found
+}

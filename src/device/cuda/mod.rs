@@ -1,0 +1,774 @@
+//! The CUDA device: the operations of [`Device`] as kernels on one card.
+//!
+//! Activations lie in BF16; what linear layers multiply in BF16, INT8 or E4M3 with a scale for each row; sums are exact or in F32.
+//! [`driver`] is the only file that calls NVIDIA's driver, [`nvrtc`] the only one that calls its compiler; [`plan`] and [`items`]
+//! say what is launched, as plain values. Kernels are in `kernels/`.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use half::bf16;
+
+use crate::device::batch::StepBatch;
+use crate::device::{
+    AddNorm, Device, DeviceError, HeadShape, KvFormat, KvSpec, Linear, Precision, RopeSpec, RopeStore, Tensor,
+    TensorError,
+};
+
+pub mod compile;
+pub mod driver;
+pub mod items;
+pub mod libraries;
+pub mod nvrtc;
+pub mod plan;
+mod step;
+mod weights;
+
+use compile::{Compiler, Kernel, Target};
+use driver::{Argument, Card, Context, Function, MapShape, Memory, Pinned, TensorMap};
+use nvrtc::Nvrtc;
+use plan::{BLOCK_TOKENS, Format, Heads, Launch, LinearShape};
+pub use step::Step;
+use weights::Loader;
+pub use weights::Matrix;
+
+/// Logits that are brought to the host at once.
+const LOGITS_BYTES_MAX: usize = 256 << 20;
+
+/// A card, computing in one precision.
+pub struct Cuda {
+    context: Arc<Context>,
+    compiler: Compiler,
+    functions: Mutex<HashMap<Kernel, Function>>,
+    loader: Mutex<Option<Loader>>,
+    /// Of linear layers.
+    format: Format,
+    kv: Format,
+}
+
+/// A vector of weights in BF16.
+pub struct Vector(Memory);
+
+/// Activations: `[rows][width]`.
+pub struct Buffer {
+    rows: usize,
+    width: usize,
+    format: Format,
+    data: Option<Memory>,
+    /// `[rows]`, in 8 bits.
+    scales: Option<Memory>,
+}
+
+impl Buffer {
+    fn new() -> Buffer {
+        Buffer {
+            rows: 0,
+            width: 0,
+            format: Format::Bf16,
+            data: None,
+            scales: None,
+        }
+    }
+
+    /// Takes a shape; contents are undefined, memory is kept where it is large enough.
+    fn reshape(&mut self, on: &Arc<Context>, rows: usize, width: usize, format: Format) -> Result<(), DeviceError> {
+        (self.rows, self.width, self.format) = (rows, width, format);
+        want(on, &mut self.data, rows * width * format.bytes(), "activations")?;
+        match format.is_scaled() {
+            true => want(on, &mut self.scales, rows * 4, "scales of activations"),
+            false => Ok(()),
+        }
+    }
+
+    fn data(&self) -> Argument {
+        address(&self.data)
+    }
+
+    fn scales(&self) -> Argument {
+        match self.format.is_scaled() {
+            true => address(&self.scales),
+            false => Argument::Address(0),
+        }
+    }
+}
+
+/// Makes sure of a memory of so many bytes; what was in it is lost where it grows.
+fn want(on: &Arc<Context>, memory: &mut Option<Memory>, bytes: usize, what: &str) -> Result<(), DeviceError> {
+    if memory.as_ref().is_none_or(|memory| memory.bytes() < bytes) {
+        *memory = None;
+        *memory = Some(on.take(bytes, what)?);
+    }
+    Ok(())
+}
+
+fn address(memory: &Option<Memory>) -> Argument {
+    Argument::Address(memory.as_ref().map_or(0, Memory::address))
+}
+
+/// Scratch memory of operations.
+pub struct Workspace {
+    /// What a linear layer reads, where its input was not quantized when it was made.
+    quantized: Buffer,
+    gate_up: Buffer,
+    /// Parts of attention's results: sums, then (largest, total).
+    part_sums: Option<Memory>,
+    part_states: Option<Memory>,
+    logits: Option<Memory>,
+    host_logits: Option<Pinned>,
+}
+
+/// One layer's keys and values; see `kernels/rope_store.cu`.
+pub struct KvPool {
+    keys: Memory,
+    values: Memory,
+    /// In 8 bits.
+    scales: Option<(Memory, Memory)>,
+    /// Of a block: keys (as much as values), and scales.
+    block_bytes: (usize, usize),
+}
+
+impl Cuda {
+    /// What card `ordinal` is, where all that is needed to compute on it is there.
+    ///
+    /// # Errors
+    /// Something is missing, or the card is too old.
+    pub fn probe(ordinal: u32) -> Result<Card, DeviceError> {
+        Ok(Cuda::open(ordinal, Precision::Bf16, KvFormat::Bf16)?.card().clone())
+    }
+
+    /// Card `ordinal`, computing in `precision` with keys and values in `kv`. FP8 needs compute capability 8.9 (Ada).
+    ///
+    /// # Errors
+    /// There is no such card, something that it needs is missing, or it does not compute in these formats.
+    pub fn open(ordinal: u32, precision: Precision, kv: KvFormat) -> Result<Cuda, DeviceError> {
+        let unsupported = |what: &str, name: &str| {
+            DeviceError::Unsupported(format!(
+                "a GPU does not {what} {name}: ask for `bf16`, `int8` or `fp8`, or compute with `--device cpu`"
+            ))
+        };
+        let format = Format::of(precision).ok_or_else(|| unsupported("compute in", "f32"))?;
+        let kv = Format::of_kv(kv).ok_or_else(|| unsupported("keep keys and values in", "f32"))?;
+        let context = Context::open(ordinal)?;
+        let card = context.card();
+        if card.capability < 89 && (format == Format::E4m3 || kv == Format::E4m3) {
+            return Err(DeviceError::Unsupported(format!(
+                "`{}` has compute capability {}.{}, and FP8 needs 8.9 or later (Ada, Hopper): ask for `int8`",
+                card.name,
+                card.capability / 10,
+                card.capability % 10
+            )));
+        }
+        let nvrtc = Nvrtc::find(card.driver / 1000)?;
+        let target = Target::of(card.capability, &nvrtc.architectures()?)?;
+        Ok(Cuda {
+            context: Arc::new(context),
+            compiler: Compiler::new(nvrtc, target),
+            functions: Mutex::default(),
+            loader: Mutex::default(),
+            format,
+            kv,
+        })
+    }
+
+    /// What the card is.
+    pub fn card(&self) -> &Card {
+        self.context.card()
+    }
+
+    /// NVRTC's version.
+    pub fn compiler_version(&self) -> (u32, u32) {
+        self.compiler.version()
+    }
+
+    /// Weights have been taken over: gives back what they were staged in.
+    fn end_loading(&self) {
+        *self.loader.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+
+    fn function(&self, launch: &Launch) -> Result<Function, DeviceError> {
+        let mut functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(function) = functions.get(&launch.kernel) {
+            return Ok(*function);
+        }
+        let load = |image: &[u8]| self.context.function(image, launch.kernel.name, launch.shared_bytes);
+        // What was kept and cannot be used, a damaged file, is made anew.
+        let kept = self.compiler.kept(&launch.kernel).and_then(|image| load(&image).ok());
+        let function = match kept {
+            Some(function) => function,
+            None => load(&self.compiler.make(&launch.kernel)?)?,
+        };
+        functions.insert(launch.kernel, function);
+        Ok(function)
+    }
+
+    /// Issues a launch; one without blocks is none.
+    fn launch(&self, launch: &Launch, arguments: &[Argument]) -> Result<(), DeviceError> {
+        if launch.grid.contains(&0) {
+            return Ok(());
+        }
+        let function = self.function(launch)?;
+        // SAFETY: each operation below passes its kernel's arguments, over memory of the shapes that the plan was made for.
+        unsafe { self.context.launch(&function, launch, arguments) }
+    }
+
+    fn heads(&self, shape: HeadShape) -> Heads {
+        Heads {
+            heads: shape.heads as u32,
+            kv_heads: shape.kv_heads as u32,
+            dim: shape.head_dim as u32,
+            store: self.kv,
+        }
+    }
+
+    /// Weights in `format`, stacked.
+    fn load(&self, parts: &[Tensor<'_>], format: Format) -> Result<Matrix, TensorError> {
+        let columns = parts.first().map_or(0, |part| part.columns);
+        let rows: usize = parts.iter().map(|part| part.rows).sum();
+        if !columns.is_multiple_of(16) || columns == 0 || columns > 65536 {
+            return Err(DeviceError::Unsupported(format!(
+                "a matrix has rows of {columns} numbers; the GPU's kernels take multiples of 16 up to 65,536"
+            ))
+            .into());
+        }
+        let data = self.context.take(rows * columns * format.bytes(), "weights")?;
+        let scales = match format.is_scaled() {
+            true => Some(self.context.take(rows * 4, "scales of weights")?),
+            false => None,
+        };
+        let mut loader = self.loader.lock().unwrap_or_else(PoisonError::into_inner);
+        let loader = match &mut *loader {
+            Some(loader) => loader,
+            none => none.insert(Loader::new(&self.context)?),
+        };
+        loader.load(parts, |staged| {
+            let at = (staged.first_row * columns * format.bytes()) as u64;
+            match &scales {
+                None => self
+                    .context
+                    .copy(staged.card, &data, at as usize, staged.rows * columns * 2),
+                Some(scales) => self.launch(
+                    &plan::quantize(columns, format, staged.rows),
+                    &[
+                        Argument::Address(staged.card.address()),
+                        Argument::Address(data.address() + at),
+                        Argument::Address(scales.address() + staged.first_row as u64 * 4),
+                    ],
+                ),
+            }
+        })?;
+        Ok(Matrix {
+            rows,
+            columns,
+            format,
+            data,
+            scales,
+        })
+    }
+
+    /// `x` in `format`: as it is, or quantized into `quantized`.
+    fn in_format<'a>(
+        &self,
+        x: &'a Buffer,
+        format: Format,
+        quantized: &'a mut Buffer,
+    ) -> Result<&'a Buffer, DeviceError> {
+        if x.format == format {
+            return Ok(x);
+        }
+        quantized.reshape(&self.context, x.rows, x.width, format)?;
+        self.launch(
+            &plan::quantize(x.width, format, x.rows),
+            &[x.data(), quantized.data(), quantized.scales()],
+        )?;
+        Ok(quantized)
+    }
+
+    /// `y = x W^T + b` of rows `first..first + rows` of `x`; `columns` of W, rows of `y` being `stride` numbers apart.
+    fn multiply(&self, product: &Product<'_>) -> Result<(), DeviceError> {
+        let Product { x, weight, .. } = *product;
+        let shape = LinearShape {
+            format: weight.format,
+            rows: product.rows,
+            columns: product.columns,
+            bytes: weight.columns * weight.format.bytes(),
+            wide: product.wide,
+        };
+        let from = |memory: &Option<Memory>, row_bytes: usize| {
+            memory
+                .as_ref()
+                .map_or(0, |m| m.address() + (product.first * row_bytes) as u64)
+        };
+        let (data, scales) = (from(&x.data, shape.bytes), from(&x.scales, 4));
+        let rest = [
+            Argument::Address(if weight.format.is_scaled() { scales } else { 0 }),
+            address(&weight.scales),
+            Argument::Address(product.bias.map_or(0, |bias| bias.0.address())),
+            Argument::Address(product.y),
+            Argument::Int(shape.rows as i32),
+            Argument::Int(shape.columns as i32),
+            Argument::Int(shape.bytes as i32),
+            Argument::Int(product.stride as i32),
+        ];
+        let card = self.context.card();
+        if card.capability != 90 {
+            let mut all = vec![Argument::Address(data), Argument::Address(weight.data.address())];
+            all.extend(rest);
+            return self.launch(&plan::linear(&shape), &all);
+        }
+        let map = |address, rows, box_rows| {
+            TensorMap::new(&MapShape {
+                address,
+                rows,
+                columns: weight.columns,
+                element_bytes: weight.format.bytes(),
+                box_rows,
+            })
+        };
+        if shape.rows == 0 {
+            return Ok(());
+        }
+        let mut all = vec![
+            Argument::Map(map(data, shape.rows, plan::consumers(shape.rows) * 64)?),
+            Argument::Map(map(weight.data.address(), weight.rows, plan::LINEAR_COLUMNS)?),
+        ];
+        all.extend(rest);
+        self.launch(&plan::linear_sm90(&shape, card.multiprocessors), &all)
+    }
+
+    fn linear_into(
+        &self,
+        linear: &Linear<Matrix, Vector>,
+        x: &Buffer,
+        out: &mut Buffer,
+        quantized: &mut Buffer,
+    ) -> Result<(), DeviceError> {
+        let weight = &linear.weight;
+        let x = self.in_format(x, weight.format, quantized)?;
+        out.reshape(&self.context, x.rows, weight.rows, Format::Bf16)?;
+        self.multiply(&Product {
+            x,
+            first: 0,
+            rows: x.rows,
+            weight,
+            columns: weight.rows,
+            bias: linear.bias.as_ref(),
+            y: out.data.as_ref().map_or(0, Memory::address),
+            stride: weight.rows,
+            wide: false,
+        })
+    }
+
+    /// Norm of all rows, or of those that are picked.
+    fn norm(
+        &self,
+        op: &AddNorm<'_, Buffer, Vector>,
+        residual: &Buffer,
+        (picked, rows): (u64, usize),
+        format: Format,
+        out: &mut Buffer,
+    ) -> Result<(), DeviceError> {
+        out.reshape(&self.context, rows, residual.width, format)?;
+        self.launch(
+            &plan::add_norm(residual.width, format, rows),
+            &[
+                residual.data(),
+                op.delta.map_or(Argument::Address(0), Buffer::data),
+                Argument::Address(op.weight.0.address()),
+                Argument::Address(picked),
+                Argument::Float(op.eps),
+                out.data(),
+                out.scales(),
+            ],
+        )
+    }
+}
+
+/// A product to be computed.
+#[derive(Clone, Copy)]
+struct Product<'a> {
+    x: &'a Buffer,
+    first: usize,
+    rows: usize,
+    weight: &'a Matrix,
+    columns: usize,
+    bias: Option<&'a Vector>,
+    y: u64,
+    stride: usize,
+    wide: bool,
+}
+
+impl Device for Cuda {
+    type Matrix = Matrix;
+    type Vector = Vector;
+    type Buffer = Buffer;
+    type KvPool = KvPool;
+    type Step = Step;
+    type Workspace = Workspace;
+
+    fn matrix(&self, parts: &[Tensor<'_>]) -> Result<Matrix, TensorError> {
+        self.load(parts, self.format)
+    }
+
+    fn gated_matrix(&self, parts: &[Tensor<'_>]) -> Result<Matrix, TensorError> {
+        self.load(parts, self.format)
+    }
+
+    /// In BF16 whatever the precision: rounding the logits' weights costs most, and the table is read by rows.
+    fn table(&self, part: Tensor<'_>) -> Result<Matrix, TensorError> {
+        self.load(&[part], Format::Bf16)
+    }
+
+    fn vector(&self, parts: &[Tensor<'_>]) -> Result<Vector, TensorError> {
+        let mut bytes = Vec::new();
+        for (part, tensor) in parts.iter().enumerate() {
+            let mut row_of = vec![0.0; tensor.columns];
+            for row in 0..tensor.rows {
+                tensor.read_row(row, &mut row_of);
+                for value in &row_of {
+                    let rounded = bf16::from_f32(*value);
+                    if !rounded.is_finite() {
+                        return Err(TensorError::NotFinite { part, row });
+                    }
+                    bytes.extend(rounded.to_ne_bytes());
+                }
+            }
+        }
+        Ok(Vector(self.context.take_copy(&bytes, "a vector of weights")?))
+    }
+
+    fn buffer(&self) -> Buffer {
+        Buffer::new()
+    }
+
+    fn workspace(&self) -> Workspace {
+        Workspace {
+            quantized: Buffer::new(),
+            gate_up: Buffer::new(),
+            part_sums: None,
+            part_states: None,
+            logits: None,
+            host_logits: None,
+        }
+    }
+
+    fn step(&self, heads: HeadShape, rope: RopeSpec, specs: &[KvSpec]) -> Result<Step, DeviceError> {
+        if ![32, 64, 128, 256].contains(&heads.head_dim) || heads.heads / heads.kv_heads > 64 {
+            return Err(DeviceError::Unsupported(format!(
+                "the model has {} heads of {} numbers over {} key and value heads; the GPU's kernels take heads of 32, 64, 128 or 256, up to 64 of them to a key and value head: compute with `--device cpu`",
+                heads.heads, heads.head_dim, heads.kv_heads
+            )));
+        }
+        Ok(Step::new(heads, rope, specs))
+    }
+
+    fn block_tokens(&self) -> u32 {
+        BLOCK_TOKENS
+    }
+
+    fn kv_pool(&self, heads: HeadShape, blocks: usize) -> Result<KvPool, DeviceError> {
+        let (data, scales) = block_bytes(heads, self.kv);
+        let take = |bytes: usize| self.context.take(bytes * blocks, "a layer's keys and values");
+        Ok(KvPool {
+            keys: take(data)?,
+            values: take(data)?,
+            scales: match scales {
+                0 => None,
+                bytes => Some((take(bytes)?, take(bytes)?)),
+            },
+            block_bytes: (data, scales),
+        })
+    }
+
+    fn kv_block_bytes(&self, heads: HeadShape) -> usize {
+        let (data, scales) = block_bytes(heads, self.kv);
+        2 * (data + scales)
+    }
+
+    fn free_bytes(&self) -> Result<Option<u64>, DeviceError> {
+        self.end_loading();
+        self.context.free_bytes().map(Some)
+    }
+
+    fn wait(&self) -> Result<(), DeviceError> {
+        self.context.wait()
+    }
+
+    fn upload(&self, batch: &StepBatch, step: &mut Step) -> Result<(), DeviceError> {
+        let heads = self.heads(step.shape);
+        step.upload(&self.context, &heads, batch)
+    }
+
+    fn copy_blocks(&self, step: &Step, pool: &mut KvPool) -> Result<(), DeviceError> {
+        let (data, scales) = pool.block_bytes;
+        let mut memories = vec![(&pool.keys, data), (&pool.values, data)];
+        memories.extend(
+            pool.scales
+                .iter()
+                .flat_map(|(keys, values)| [(keys, scales), (values, scales)]),
+        );
+        for &(from, to) in &step.block_copies {
+            for (memory, bytes) in &memories {
+                self.context
+                    .copy_within(memory, from as usize * bytes, to as usize * bytes, *bytes)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn embed(&self, table: &Matrix, step: &Step, out: &mut Buffer) -> Result<(), DeviceError> {
+        out.reshape(&self.context, step.tokens, table.columns, Format::Bf16)?;
+        self.launch(
+            &plan::embed(table.columns, step.tokens),
+            &[
+                Argument::Address(table.data.address()),
+                Argument::Address(step.token_ids()),
+                out.data(),
+                Argument::Int(step.tokens as i32),
+            ],
+        )
+    }
+
+    fn add_norm(
+        &self,
+        op: AddNorm<'_, Buffer, Vector>,
+        residual: &mut Buffer,
+        out: &mut Buffer,
+    ) -> Result<(), DeviceError> {
+        self.norm(&op, residual, (0, residual.rows), self.format, out)
+    }
+
+    fn add_norm_logits_rows(
+        &self,
+        op: AddNorm<'_, Buffer, Vector>,
+        step: &Step,
+        residual: &mut Buffer,
+        out: &mut Buffer,
+    ) -> Result<(), DeviceError> {
+        self.norm(&op, residual, (step.logits_at(), step.logits), Format::Bf16, out)
+    }
+
+    fn linear(
+        &self,
+        linear: &Linear<Matrix, Vector>,
+        x: &Buffer,
+        out: &mut Buffer,
+        workspace: &mut Workspace,
+    ) -> Result<(), DeviceError> {
+        self.linear_into(linear, x, out, &mut workspace.quantized)
+    }
+
+    fn rope_store(
+        &self,
+        op: RopeStore<'_, Vector>,
+        step: &Step,
+        qkv: &mut Buffer,
+        pool: &mut KvPool,
+    ) -> Result<(), DeviceError> {
+        let norm = |vector: Option<&Vector>| Argument::Address(vector.map_or(0, |v| v.0.address()));
+        let scales = |part: Option<&Memory>| Argument::Address(part.map_or(0, Memory::address));
+        self.launch(
+            &self.heads(op.heads).rope_store(step.tokens),
+            &[
+                qkv.data(),
+                Argument::Address(step.rotations()),
+                Argument::Address(step.positions()),
+                Argument::Address(step.slots()),
+                norm(op.qk_norm.as_ref().map(|norm| norm.q)),
+                norm(op.qk_norm.as_ref().map(|norm| norm.k)),
+                Argument::Float(op.qk_norm.as_ref().map_or(0.0, |norm| norm.eps)),
+                Argument::Address(pool.keys.address()),
+                Argument::Address(pool.values.address()),
+                scales(pool.scales.as_ref().map(|(keys, _)| keys)),
+                scales(pool.scales.as_ref().map(|(_, values)| values)),
+            ],
+        )
+    }
+
+    fn attention(
+        &self,
+        spec: KvSpec,
+        step: &Step,
+        qkv: &Buffer,
+        pool: &KvPool,
+        out: &mut Buffer,
+        workspace: &mut Workspace,
+    ) -> Result<(), DeviceError> {
+        let heads = self.heads(step.shape);
+        let width = step.shape.heads * step.shape.head_dim;
+        out.reshape(&self.context, step.tokens, width, Format::Bf16)?;
+        let Some(part) = step.attention.iter().find(|part| part.spec == spec) else {
+            return Err(DeviceError::Unsupported(format!("the step was made without {spec:?}")));
+        };
+        let rows = part.part_rows * step.shape.kv_heads;
+        want(
+            &self.context,
+            &mut workspace.part_sums,
+            rows * step.shape.head_dim * 4,
+            "parts of attention",
+        )?;
+        want(
+            &self.context,
+            &mut workspace.part_states,
+            rows * 8,
+            "parts of attention",
+        )?;
+        let (sums, states) = (address(&workspace.part_sums), address(&workspace.part_states));
+        let plan = step.plan(part);
+        let window = match spec {
+            KvSpec::Full => 0,
+            KvSpec::Window(window) => window,
+        };
+        let scale = (step.shape.head_dim as f32).sqrt().recip();
+        let scales = |part: Option<&Memory>| Argument::Address(part.map_or(0, Memory::address));
+        for (warps, items, count) in [
+            (items::WIDE_WARPS, plan.wide, part.wide),
+            (items::NARROW_WARPS, plan.narrow, part.narrow),
+        ] {
+            self.launch(
+                &heads.attention(warps, window, count),
+                &[
+                    qkv.data(),
+                    Argument::Address(pool.keys.address()),
+                    Argument::Address(pool.values.address()),
+                    scales(pool.scales.as_ref().map(|(keys, _)| keys)),
+                    scales(pool.scales.as_ref().map(|(_, values)| values)),
+                    Argument::Address(items),
+                    Argument::Address(plan.queries),
+                    Argument::Address(step.positions()),
+                    Argument::Address(step.tables()),
+                    Argument::Float(scale),
+                    out.data(),
+                    sums,
+                    states,
+                ],
+            )?;
+        }
+        self.launch(
+            &heads.merge(part.merged),
+            &[
+                Argument::Address(plan.merged),
+                Argument::Address(plan.first),
+                Argument::Address(plan.parts),
+                sums,
+                states,
+                out.data(),
+            ],
+        )
+    }
+
+    fn gated_linear(
+        &self,
+        linear: &Linear<Matrix, Vector>,
+        x: &Buffer,
+        out: &mut Buffer,
+        workspace: &mut Workspace,
+    ) -> Result<(), DeviceError> {
+        let Workspace { quantized, gate_up, .. } = workspace;
+        self.linear_into(linear, x, gate_up, quantized)?;
+        let width = gate_up.width / 2;
+        out.reshape(&self.context, gate_up.rows, width, self.format)?;
+        self.launch(
+            &plan::gated(width, self.format, gate_up.rows),
+            &[gate_up.data(), out.data(), out.scales()],
+        )
+    }
+
+    fn logits(
+        &self,
+        head: &Matrix,
+        ids: usize,
+        x: &Buffer,
+        out: &mut Vec<f32>,
+        workspace: &mut Workspace,
+    ) -> Result<(), DeviceError> {
+        let stride = ids.next_multiple_of(16);
+        let most = (LOGITS_BYTES_MAX / (stride * 4)).max(1).min(x.rows);
+        want(&self.context, &mut workspace.logits, most * stride * 4, "logits")?;
+        let bytes = most * stride * 4;
+        if workspace.host_logits.as_ref().is_none_or(|host| host.len() < bytes) {
+            workspace.host_logits = None;
+            workspace.host_logits = Some(self.context.pin(bytes)?);
+        }
+        out.clear();
+        out.reserve(x.rows * ids);
+        let (Some(logits), Some(host)) = (&workspace.logits, &mut workspace.host_logits) else {
+            return Ok(());
+        };
+        for first in (0..x.rows).step_by(most.max(1)) {
+            let rows = most.min(x.rows - first);
+            self.multiply(&Product {
+                x,
+                first,
+                rows,
+                weight: head,
+                columns: ids,
+                bias: None,
+                y: logits.address(),
+                stride,
+                wide: true,
+            })?;
+            let host = &mut host[..rows * stride * 4];
+            self.context.download(logits, 0, host)?;
+            for row in host.chunks_exact(stride * 4) {
+                out.extend(row[..ids * 4].as_chunks::<4>().0.iter().map(|b| f32::from_ne_bytes(*b)));
+            }
+        }
+        // A step without logits ends here, too.
+        self.context.wait()
+    }
+
+    fn write(&self, values: &[f32], width: usize, out: &mut Buffer) -> Result<(), DeviceError> {
+        out.reshape(&self.context, values.len() / width, width, Format::Bf16)?;
+        let bytes: Vec<u8> = values.iter().flat_map(|x| bf16::from_f32(*x).to_ne_bytes()).collect();
+        match &out.data {
+            Some(data) => self.context.upload(&bytes, data, 0),
+            None => Ok(()),
+        }
+    }
+
+    fn read(&self, buffer: &Buffer) -> Result<Vec<f32>, DeviceError> {
+        let count = buffer.rows * buffer.width;
+        let mut bytes = vec![0u8; count * buffer.format.bytes()];
+        let mut scales = vec![0u8; if buffer.format.is_scaled() { buffer.rows * 4 } else { 0 }];
+        for (memory, bytes) in [(&buffer.data, &mut bytes), (&buffer.scales, &mut scales)] {
+            if let Some(memory) = memory {
+                self.context.download(memory, 0, bytes)?;
+            }
+        }
+        if !buffer.format.is_scaled() {
+            return Ok(bytes
+                .as_chunks::<2>()
+                .0
+                .iter()
+                .map(|b| bf16::from_ne_bytes(*b).to_f32())
+                .collect());
+        }
+        let scales = scales.as_chunks::<4>().0.iter().map(|b| f32::from_ne_bytes(*b));
+        let rows = bytes.chunks_exact(buffer.width).zip(scales);
+        let number = |byte: u8| match buffer.format {
+            Format::Int8 => f32::from(byte as i8),
+            _ => e4m3(byte),
+        };
+        Ok(rows
+            .flat_map(|(row, scale)| row.iter().map(move |byte| number(*byte) * scale))
+            .collect())
+    }
+}
+
+/// Bytes of a block's keys (as much as its values), and of their scales.
+fn block_bytes(heads: HeadShape, format: Format) -> (usize, usize) {
+    let tokens = heads.kv_heads * BLOCK_TOKENS as usize;
+    let scales = if format.is_scaled() { tokens * 4 } else { 0 };
+    (tokens * heads.head_dim * format.bytes(), scales)
+}
+
+/// An E4M3 number (OCP 8-bit floating point specification, revision 1.0): no infinities, NaN where all bits but the sign are set.
+fn e4m3(byte: u8) -> f32 {
+    let (exponent, mantissa) = (i32::from(byte >> 3 & 15), f32::from(byte & 7));
+    let size = match (exponent, byte & 0x7f) {
+        (_, 0x7f) => f32::NAN,
+        (0, _) => mantissa * 2f32.powi(-9),
+        _ => (8.0 + mantissa) * 2f32.powi(exponent - 10),
+    };
+    if byte >> 7 == 1 { -size } else { size }
+}

@@ -1,0 +1,228 @@
+//! NVIDIA's run-time compiler: kernels' sources to machine code for the card that is there.
+
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::path::PathBuf;
+
+use libloading::os::unix::{Library, Symbol};
+
+use super::libraries;
+use crate::device::DeviceError;
+
+/// A copy of NVRTC.
+pub struct Nvrtc {
+    library: Library,
+    path: PathBuf,
+    /// (major, minor).
+    version: (u32, u32),
+}
+
+type Status = c_int;
+type Program = *mut c_void;
+
+/// What was compiled.
+pub struct Compiled {
+    /// A cubin, or PTX where NVRTC knows no machine code for the card.
+    pub image: Vec<u8>,
+    /// What the assembler says: registers, stack, spills.
+    pub log: String,
+}
+
+impl Nvrtc {
+    /// The newest copy whose major version is at most `major_max`: machine code of a later minor version runs on a driver, that of
+    /// a later major one does not.
+    ///
+    /// # Errors
+    /// There is none.
+    pub fn find(major_max: u32) -> Result<Nvrtc, DeviceError> {
+        let mut best: Option<Nvrtc> = None;
+        let mut newer = None;
+        for path in libraries::nvrtc_candidates() {
+            let Some(found) = Nvrtc::open(path) else {
+                continue;
+            };
+            if found.version.0 > major_max {
+                newer = Some(found.version.0);
+            } else if best.as_ref().is_none_or(|best| best.version < found.version) {
+                best = Some(found);
+            }
+        }
+        best.ok_or_else(|| {
+            let advice = format!(
+                "install it with `pip install 'nvidia-cuda-nvrtc{}=={major_max}.*'` and set `{}` to its `lib` folder, or compute with `--device cpu`",
+                if major_max < 13 { "-cu12" } else { "" },
+                libraries::FOLDERS_VARIABLE
+            );
+            DeviceError::Missing(match newer {
+                Some(major) => format!("NVRTC here is of CUDA {major}, and the driver of {major_max}: {advice}"),
+                None => format!("NVRTC, which compiles the kernels, is missing: {advice}"),
+            })
+        })
+    }
+
+    /// The copy at `path`; `None`: it is none.
+    pub fn open(path: PathBuf) -> Option<Nvrtc> {
+        let library = libraries::open_nvrtc(&path)?;
+        let (mut major, mut minor) = (0, 0);
+        // SAFETY: the signature is NVRTC's (nvrtc.h).
+        let status = unsafe {
+            let version: Symbol<unsafe extern "C" fn(*mut c_int, *mut c_int) -> Status> =
+                library.get(b"nvrtcVersion").ok()?;
+            version(&mut major, &mut minor)
+        };
+        (status == 0).then_some(Nvrtc {
+            library,
+            path,
+            version: (major as u32, minor as u32),
+        })
+    }
+
+    /// (major, minor).
+    pub fn version(&self) -> (u32, u32) {
+        self.version
+    }
+
+    /// Where it lies.
+    pub fn path(&self) -> &std::path::Path {
+        &self.path
+    }
+
+    /// Compute capabilities that it has machine code for, ascending, as 80 or 90.
+    ///
+    /// # Errors
+    /// It does not say.
+    pub fn architectures(&self) -> Result<Vec<u32>, DeviceError> {
+        let mut count: c_int = 0;
+        // SAFETY: the signatures are NVRTC's; the array has the length that it asked for.
+        unsafe {
+            let number: Symbol<unsafe extern "C" fn(*mut c_int) -> Status> =
+                self.function("nvrtcGetNumSupportedArchs")?;
+            self.check(number(&mut count), "nvrtcGetNumSupportedArchs")?;
+            let mut all = vec![0 as c_int; count.max(0) as usize];
+            let list: Symbol<unsafe extern "C" fn(*mut c_int) -> Status> = self.function("nvrtcGetSupportedArchs")?;
+            self.check(list(all.as_mut_ptr()), "nvrtcGetSupportedArchs")?;
+            Ok(all.into_iter().map(|arch| arch as u32).collect())
+        }
+    }
+
+    /// Compiles `source`, called `name` in messages, with `headers` (name, text) and `options`.
+    ///
+    /// # Errors
+    /// The compiler's messages, which name file and line.
+    pub fn compile(
+        &self,
+        name: &str,
+        source: &str,
+        headers: &[(&str, &str)],
+        options: &[String],
+    ) -> Result<Compiled, DeviceError> {
+        let text = |text: &str| {
+            CString::new(text).map_err(|_| DeviceError::Unsupported(format!("kernel `{name}` holds a zero byte")))
+        };
+        let (source, title) = (text(source)?, text(name)?);
+        let texts = headers.iter().map(|(_, t)| text(t)).collect::<Result<Vec<_>, _>>()?;
+        let names = headers.iter().map(|(n, _)| text(n)).collect::<Result<Vec<_>, _>>()?;
+        let options = options.iter().map(|o| text(o)).collect::<Result<Vec<_>, _>>()?;
+        let pointers = |texts: &[CString]| -> Vec<*const c_char> { texts.iter().map(|t| t.as_ptr()).collect() };
+        let (texts_at, names_at, options_at) = (pointers(&texts), pointers(&names), pointers(&options));
+        type Create = unsafe extern "C" fn(
+            *mut Program,
+            *const c_char,
+            *const c_char,
+            c_int,
+            *const *const c_char,
+            *const *const c_char,
+        ) -> Status;
+        let mut program: Program = std::ptr::null_mut();
+        // SAFETY: signatures are NVRTC's; all texts end with a zero and outlive the program.
+        unsafe {
+            let create: Symbol<Create> = self.function("nvrtcCreateProgram")?;
+            let made = create(
+                &mut program,
+                source.as_ptr(),
+                title.as_ptr(),
+                headers.len() as c_int,
+                texts_at.as_ptr(),
+                names_at.as_ptr(),
+            );
+            self.check(made, "nvrtcCreateProgram")?;
+            let compiled = self.run(program, name, &options_at);
+            let destroy: Symbol<unsafe extern "C" fn(*mut Program) -> Status> = self.function("nvrtcDestroyProgram")?;
+            destroy(&mut program);
+            compiled
+        }
+    }
+
+    /// # Safety
+    /// `program` is one that was created and not destroyed; `options` point to texts.
+    unsafe fn run(&self, program: Program, name: &str, options: &[*const c_char]) -> Result<Compiled, DeviceError> {
+        // SAFETY: signatures are NVRTC's, the program the caller's.
+        unsafe {
+            let compile: Symbol<unsafe extern "C" fn(Program, c_int, *const *const c_char) -> Status> =
+                self.function("nvrtcCompileProgram")?;
+            let status = compile(program, options.len() as c_int, options.as_ptr());
+            let log = self.output(program, "nvrtcGetProgramLogSize", "nvrtcGetProgramLog")?;
+            let log = String::from_utf8_lossy(&log).trim_end_matches('\0').trim().to_owned();
+            if status != 0 {
+                let why = if log.is_empty() { self.describe(status) } else { log };
+                return Err(DeviceError::Unsupported(format!(
+                    "kernel `{name}` does not compile with NVRTC {}.{}: {why}",
+                    self.version.0, self.version.1
+                )));
+            }
+            let mut image = self.output(program, "nvrtcGetCUBINSize", "nvrtcGetCUBIN")?;
+            if image.is_empty() {
+                image = self.output(program, "nvrtcGetPTXSize", "nvrtcGetPTX")?;
+            }
+            Ok(Compiled { image, log })
+        }
+    }
+
+    /// # Safety
+    /// As [`run`](Self::run); the functions are a pair for a size and for bytes.
+    unsafe fn output(&self, program: Program, size: &str, bytes: &str) -> Result<Vec<u8>, DeviceError> {
+        // SAFETY: signatures are NVRTC's; the buffer has the size that it asked for.
+        unsafe {
+            let size_of: Symbol<unsafe extern "C" fn(Program, *mut usize) -> Status> = self.function(size)?;
+            let mut length = 0usize;
+            self.check(size_of(program, &mut length), size)?;
+            let mut out = vec![0u8; length];
+            if length > 0 {
+                let read: Symbol<unsafe extern "C" fn(Program, *mut c_char) -> Status> = self.function(bytes)?;
+                self.check(read(program, out.as_mut_ptr().cast()), bytes)?;
+            }
+            Ok(out)
+        }
+    }
+
+    /// # Safety
+    /// `T` is the function's signature.
+    unsafe fn function<T>(&self, name: &str) -> Result<Symbol<T>, DeviceError> {
+        // SAFETY: as the caller vouches.
+        unsafe { self.library.get(name.as_bytes()) }.map_err(|_| {
+            DeviceError::Missing(format!(
+                "`{}` has no `{name}`: install NVRTC of CUDA 12.0 or later",
+                self.path.display()
+            ))
+        })
+    }
+
+    fn check(&self, status: Status, doing: &str) -> Result<(), DeviceError> {
+        match status {
+            0 => Ok(()),
+            _ => Err(DeviceError::Unsupported(format!(
+                "`{doing}` failed: {}",
+                self.describe(status)
+            ))),
+        }
+    }
+
+    fn describe(&self, status: Status) -> String {
+        // SAFETY: the signature is NVRTC's; it returns a text that lives as long as the library.
+        unsafe {
+            match self.function::<unsafe extern "C" fn(Status) -> *const c_char>("nvrtcGetErrorString") {
+                Ok(text) => CStr::from_ptr(text(status)).to_string_lossy().into_owned(),
+                Err(_) => format!("status {status}"),
+            }
+        }
+    }
+}

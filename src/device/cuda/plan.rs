@@ -1,0 +1,265 @@
+//! What a launch is: a kernel, a grid, a block, shared memory. Plans are plain values, so that they can be held against a snapshot.
+
+use std::fmt::{self, Display, Formatter};
+
+use super::compile::Kernel;
+use crate::device::{KvFormat, Precision};
+
+/// A kernel's launch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Launch {
+    pub kernel: Kernel,
+    /// Blocks: x, y.
+    pub grid: [u32; 2],
+    /// Of a block.
+    pub threads: u32,
+    /// Dynamic shared memory of a block.
+    pub shared_bytes: u32,
+}
+
+impl Display for Launch {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let [x, y] = self.grid;
+        write!(
+            f,
+            "{}: {x} x {y} blocks of {}, {} B",
+            self.kernel, self.threads, self.shared_bytes
+        )
+    }
+}
+
+/// Number format on the card; the number is the kernels' `FORMAT`, `OUTPUT` and `STORE`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Format {
+    Int8 = 0,
+    E4m3 = 1,
+    Bf16 = 2,
+}
+
+impl Format {
+    /// Of linear layers' weights and activations; `None`: not on a card.
+    pub fn of(precision: Precision) -> Option<Format> {
+        match precision {
+            Precision::F32 => None,
+            Precision::Bf16 => Some(Format::Bf16),
+            Precision::Int8 => Some(Format::Int8),
+            Precision::Fp8 => Some(Format::E4m3),
+        }
+    }
+
+    /// Of keys and values; `None`: not on a card.
+    pub fn of_kv(format: KvFormat) -> Option<Format> {
+        match format {
+            KvFormat::F32 => None,
+            KvFormat::Bf16 => Some(Format::Bf16),
+            KvFormat::Int8 => Some(Format::Int8),
+            KvFormat::Fp8 => Some(Format::E4m3),
+        }
+    }
+
+    /// Of a number.
+    pub fn bytes(self) -> usize {
+        match self {
+            Format::Int8 | Format::E4m3 => 1,
+            Format::Bf16 => 2,
+        }
+    }
+
+    pub fn is_scaled(self) -> bool {
+        self != Format::Bf16
+    }
+}
+
+/// Threads of a block of the kernels that take rows: each holds at most four vectors of eight numbers up to rows of 32,768.
+pub fn row_threads(width: usize) -> u32 {
+    match width {
+        0..=4096 => 128,
+        4097..=8192 => 256,
+        8193..=16384 => 512,
+        _ => 1024,
+    }
+}
+
+fn row_kernel(name: &'static str, width: usize, output: Format, rows: usize) -> Launch {
+    let threads = row_threads(width);
+    let macros = [("WIDTH", width as u32), ("OUTPUT", output as u32), ("THREADS", threads)];
+    Launch {
+        kernel: Kernel::new(name, &macros),
+        grid: [rows as u32, 1],
+        threads,
+        shared_bytes: 0,
+    }
+}
+
+/// Of `rows` rows.
+pub fn add_norm(width: usize, output: Format, rows: usize) -> Launch {
+    row_kernel("add_norm", width, output, rows)
+}
+
+/// Of `rows` rows of twice `width`.
+pub fn gated(width: usize, output: Format, rows: usize) -> Launch {
+    row_kernel("gated", width, output, rows)
+}
+
+/// Of `rows` rows, activations or weights.
+pub fn quantize(width: usize, output: Format, rows: usize) -> Launch {
+    row_kernel("quantize", width, output, rows)
+}
+
+/// Of `rows` tokens: a warp a row.
+pub fn embed(width: usize, rows: usize) -> Launch {
+    Launch {
+        kernel: Kernel::new("embed", &[("WIDTH", width as u32)]),
+        grid: [rows.div_ceil(4) as u32, 1],
+        threads: 128,
+        shared_bytes: 0,
+    }
+}
+
+/// A linear operation's shape.
+#[derive(Debug, Clone, Copy)]
+pub struct LinearShape {
+    pub format: Format,
+    pub rows: usize,
+    /// Output features.
+    pub columns: usize,
+    /// Bytes of a row of activations, and of weights.
+    pub bytes: usize,
+    /// Is the result F32?
+    pub wide: bool,
+}
+
+/// Rows of W that a block takes at once.
+pub const LINEAR_COLUMNS: u32 = 128;
+/// Bytes of a row that are staged at once.
+const STAGE: u32 = 128;
+
+/// By `mma.sync`: a block a tile of 128 x 128, three stages of it in shared memory.
+pub fn linear(shape: &LinearShape) -> Launch {
+    const TILE: u32 = 128;
+    Launch {
+        kernel: Kernel::new(
+            "linear",
+            &[("FORMAT", shape.format as u32), ("WIDE", shape.wide.into())],
+        ),
+        grid: [
+            (shape.rows as u32).div_ceil(TILE),
+            (shape.columns as u32).div_ceil(LINEAR_COLUMNS),
+        ],
+        threads: 256,
+        shared_bytes: 3 * 2 * TILE * STAGE,
+    }
+}
+
+/// Warpgroups that multiply, each 64 rows.
+pub fn consumers(rows: usize) -> u32 {
+    if rows <= 64 { 1 } else { 2 }
+}
+
+/// On Hopper: blocks that stay, at most one a multiprocessor.
+pub fn linear_sm90(shape: &LinearShape, multiprocessors: u32) -> Launch {
+    let consumers = consumers(shape.rows);
+    let tiles = (shape.rows as u32).div_ceil(consumers * 64) * (shape.columns as u32).div_ceil(LINEAR_COLUMNS);
+    let stages = if consumers == 1 { 8 } else { 6 };
+    Launch {
+        kernel: Kernel::new(
+            "linear_sm90",
+            &[
+                ("FORMAT", shape.format as u32),
+                ("CONSUMERS", consumers),
+                ("WIDE", shape.wide.into()),
+            ],
+        ),
+        grid: [tiles.min(multiprocessors), 1],
+        threads: 128 + consumers * 128,
+        // Tiles begin on 1024 bytes.
+        shared_bytes: stages * (consumers * 64 + LINEAR_COLUMNS) * STAGE + 1024,
+    }
+}
+
+/// Heads as the kernels know them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Heads {
+    pub heads: u32,
+    pub kv_heads: u32,
+    pub dim: u32,
+    pub store: Format,
+}
+
+/// Tokens of a KV block.
+pub const BLOCK_TOKENS: u32 = 64;
+
+impl Heads {
+    /// Query heads that share a key and value head.
+    pub fn group(&self) -> u32 {
+        self.heads / self.kv_heads
+    }
+
+    /// Queries of an item of attention with so many warps.
+    pub fn queries(&self, warps: u32) -> u32 {
+        warps * 16 / self.group()
+    }
+
+    /// Of `tokens` tokens: a warp a head.
+    pub fn rope_store(&self, tokens: usize) -> Launch {
+        Launch {
+            kernel: Kernel::new(
+                "rope_store",
+                &[
+                    ("HEADS", self.heads),
+                    ("KV_HEADS", self.kv_heads),
+                    ("HEAD_DIM", self.dim),
+                    ("BLOCK", BLOCK_TOKENS),
+                    ("STORE", self.store as u32),
+                ],
+            ),
+            grid: [tokens as u32, (self.heads + 2 * self.kv_heads).div_ceil(4)],
+            threads: 128,
+            shared_bytes: 0,
+        }
+    }
+
+    /// Of `items` items with `warps` warps each; `window`: 0, or how many positions a query sees.
+    pub fn attention(&self, warps: u32, window: u32, items: usize) -> Launch {
+        let scales = if self.store.is_scaled() {
+            2 * BLOCK_TOKENS * 4
+        } else {
+            0
+        };
+        let stage = 2 * BLOCK_TOKENS * self.dim * self.store.bytes() as u32 + scales;
+        Launch {
+            kernel: Kernel::new(
+                "attention",
+                &[
+                    ("HEADS", self.heads),
+                    ("KV_HEADS", self.kv_heads),
+                    ("HEAD_DIM", self.dim),
+                    ("BLOCK", BLOCK_TOKENS),
+                    ("STORE", self.store as u32),
+                    ("ROW_WARPS", warps),
+                    ("WINDOW", window),
+                ],
+            ),
+            grid: [items as u32, self.kv_heads],
+            threads: warps * 32,
+            shared_bytes: 2 * stage,
+        }
+    }
+
+    /// Of `tokens` tokens.
+    pub fn merge(&self, tokens: usize) -> Launch {
+        Launch {
+            kernel: Kernel::new(
+                "merge",
+                &[
+                    ("HEADS", self.heads),
+                    ("KV_HEADS", self.kv_heads),
+                    ("HEAD_DIM", self.dim),
+                ],
+            ),
+            grid: [tokens as u32, 1],
+            threads: 128,
+            shared_bytes: 0,
+        }
+    }
+}

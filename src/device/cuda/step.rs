@@ -1,0 +1,297 @@
+//! A step on the card: one piece of memory with everything that its operations share, brought over in one copy.
+
+use std::sync::Arc;
+
+use super::driver::{Context, Memory, Pinned};
+use super::items::Plan;
+use super::plan::{BLOCK_TOKENS, Heads};
+use crate::device::batch::StepBatch;
+use crate::device::{DeviceError, HeadShape, KvSpec, RopeSpec};
+
+/// Each array begins on so many bytes.
+const ALIGN: usize = 16;
+
+/// A [`StepBatch`] with what its operations share.
+pub struct Step {
+    pub(super) shape: HeadShape,
+    pub(super) tokens: usize,
+    pub(super) logits: usize,
+    pub(super) block_copies: Vec<(u32, u32)>,
+    /// One for each kind of layer.
+    pub(super) attention: Vec<AttentionStep>,
+    places: Places,
+    memory: Option<Memory>,
+    staging: Option<Pinned>,
+    bytes: Vec<u8>,
+    rotations: Rotations,
+}
+
+/// Where arrays of a step lie, in bytes from its memory's beginning.
+#[derive(Debug, Clone, Copy, Default)]
+struct Places {
+    tokens: usize,
+    positions: usize,
+    slots: usize,
+    logits_at: usize,
+    tables: usize,
+}
+
+/// Attention's plan for layers of one kind.
+pub(super) struct AttentionStep {
+    pub spec: KvSpec,
+    pub wide: usize,
+    pub narrow: usize,
+    pub merged: usize,
+    pub part_rows: usize,
+    places: PlanPlaces,
+}
+
+#[derive(Debug, Clone, Copy, Default)]
+struct PlanPlaces {
+    wide: usize,
+    narrow: usize,
+    queries: usize,
+    merged: usize,
+    first: usize,
+    parts: usize,
+}
+
+/// Addresses of attention's plan on the card.
+pub(super) struct PlanAddresses {
+    pub wide: u64,
+    pub narrow: u64,
+    pub queries: u64,
+    pub merged: u64,
+    pub first: u64,
+    pub parts: u64,
+}
+
+/// Cosines and sines of all positions so far.
+struct Rotations {
+    rope: RopeSpec,
+    positions: usize,
+    /// `[positions][cosines, sines]`.
+    memory: Option<Memory>,
+}
+
+impl Step {
+    pub(super) fn new(shape: HeadShape, rope: RopeSpec, specs: &[KvSpec]) -> Step {
+        let mut attention: Vec<AttentionStep> = Vec::new();
+        for spec in specs {
+            if !attention.iter().any(|known| known.spec == *spec) {
+                attention.push(AttentionStep {
+                    spec: *spec,
+                    wide: 0,
+                    narrow: 0,
+                    merged: 0,
+                    part_rows: 0,
+                    places: PlanPlaces::default(),
+                });
+            }
+        }
+        Step {
+            shape,
+            tokens: 0,
+            logits: 0,
+            block_copies: Vec::new(),
+            attention,
+            places: Places::default(),
+            memory: None,
+            staging: None,
+            bytes: Vec::new(),
+            rotations: Rotations {
+                rope,
+                positions: 0,
+                memory: None,
+            },
+        }
+    }
+
+    pub(super) fn upload(
+        &mut self,
+        context: &Arc<Context>,
+        heads: &Heads,
+        batch: &StepBatch,
+    ) -> Result<(), DeviceError> {
+        // The copy of the step before has been waited for when its logits were read; where it had none, now.
+        context.wait()?;
+        self.tokens = batch.tokens.len();
+        self.logits = batch.logits_at.len();
+        self.block_copies.clone_from(&batch.block_copies);
+        self.bytes.clear();
+        self.places = Places {
+            tokens: put(&mut self.bytes, &batch.tokens),
+            positions: put(&mut self.bytes, &batch.positions),
+            slots: put(&mut self.bytes, &slots(batch)),
+            logits_at: put(&mut self.bytes, &batch.logits_at),
+            tables: put(&mut self.bytes, &batch.block_tables),
+        };
+        for layer in &mut self.attention {
+            let plan = Plan::new(batch, heads, layer.spec);
+            (layer.wide, layer.narrow, layer.merged) = (plan.wide.len(), plan.narrow.len(), plan.merged.len());
+            layer.part_rows = plan.part_rows() as usize;
+            layer.places = PlanPlaces {
+                wide: put(
+                    &mut self.bytes,
+                    &words(&plan.wide, |i| {
+                        [i.first_query, i.queries, i.table, i.from, i.to, i.part]
+                    }),
+                ),
+                narrow: put(
+                    &mut self.bytes,
+                    &words(&plan.narrow, |i| {
+                        [i.first_query, i.queries, i.table, i.from, i.to, i.part]
+                    }),
+                ),
+                queries: put(&mut self.bytes, &plan.queries),
+                merged: put(&mut self.bytes, &plan.merged),
+                first: put(&mut self.bytes, &plan.first),
+                parts: put(&mut self.bytes, &words(&plan.parts, |p| [p.part, p.query, p.rows])),
+            };
+        }
+        let longest = batch.positions.iter().max().map_or(0, |last| *last as usize + 1);
+        self.rotations.cover(context, longest)?;
+        let bytes = self.bytes.len();
+        if self.memory.as_ref().is_none_or(|memory| memory.bytes() < bytes) {
+            let room = bytes.next_power_of_two();
+            self.memory = None;
+            self.memory = Some(context.take(room, "a step's plan")?);
+            self.staging = Some(context.pin(room)?);
+        }
+        if let (Some(memory), Some(staging)) = (&self.memory, &mut self.staging) {
+            staging[..bytes].copy_from_slice(&self.bytes);
+            context.upload(&staging[..bytes], memory, 0)?;
+        }
+        Ok(())
+    }
+
+    fn at(&self, place: usize) -> u64 {
+        self.memory.as_ref().map_or(0, |memory| memory.address() + place as u64)
+    }
+
+    pub(super) fn token_ids(&self) -> u64 {
+        self.at(self.places.tokens)
+    }
+
+    pub(super) fn positions(&self) -> u64 {
+        self.at(self.places.positions)
+    }
+
+    pub(super) fn slots(&self) -> u64 {
+        self.at(self.places.slots)
+    }
+
+    pub(super) fn logits_at(&self) -> u64 {
+        self.at(self.places.logits_at)
+    }
+
+    pub(super) fn tables(&self) -> u64 {
+        self.at(self.places.tables)
+    }
+
+    pub(super) fn rotations(&self) -> u64 {
+        self.rotations.memory.as_ref().map_or(0, Memory::address)
+    }
+
+    pub(super) fn plan(&self, attention: &AttentionStep) -> PlanAddresses {
+        let places = attention.places;
+        PlanAddresses {
+            wide: self.at(places.wide),
+            narrow: self.at(places.narrow),
+            queries: self.at(places.queries),
+            merged: self.at(places.merged),
+            first: self.at(places.first),
+            parts: self.at(places.parts),
+        }
+    }
+}
+
+/// Appends an array; where it begins.
+fn put(bytes: &mut Vec<u8>, array: &[u32]) -> usize {
+    bytes.resize(bytes.len().next_multiple_of(ALIGN), 0);
+    let at = bytes.len();
+    bytes.extend(array.iter().flat_map(|word| word.to_ne_bytes()));
+    at
+}
+
+/// Records as the words that they are on the card.
+fn words<T, const N: usize>(records: &[T], of: impl Fn(&T) -> [u32; N]) -> Vec<u32> {
+    records.iter().flat_map(of).collect()
+}
+
+/// Where each token's key and value go: block times its tokens, and the place in it.
+fn slots(batch: &StepBatch) -> Vec<u32> {
+    let mut slots = Vec::with_capacity(batch.tokens.len());
+    for s in &batch.sequences {
+        for position in s.kv_len - s.q_len..s.kv_len {
+            let block = batch.block_tables[(s.first_block + position / BLOCK_TOKENS) as usize];
+            slots.push(block * BLOCK_TOKENS + position % BLOCK_TOKENS);
+        }
+    }
+    slots
+}
+
+impl Rotations {
+    /// Makes sure of the first `positions` positions.
+    fn cover(&mut self, context: &Arc<Context>, positions: usize) -> Result<(), DeviceError> {
+        if positions <= self.positions {
+            return Ok(());
+        }
+        let positions = positions.next_power_of_two().max(1024);
+        let mut table: Vec<u8> = Vec::with_capacity(positions * self.rope.inverse_frequencies.len() * 8);
+        for position in 0..positions {
+            // The angle is rounded to F32, as in the reference; sine and cosine of it are exact to F32.
+            let angle = |f: &f32| f64::from(*f * position as f32);
+            for part in [f64::cos, f64::sin] {
+                for frequency in &self.rope.inverse_frequencies {
+                    let value = part(angle(frequency)) as f32 * self.rope.scale;
+                    table.extend(value.to_ne_bytes());
+                }
+            }
+        }
+        self.memory = None;
+        self.memory = Some(context.take_copy(&table, "the rotations of all positions")?);
+        self.positions = positions;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::batch::StepSequence;
+
+    #[test]
+    fn slots_follow_the_block_tables() {
+        let batch = StepBatch {
+            tokens: vec![0; 5],
+            positions: vec![62, 63, 64, 65, 0],
+            sequences: vec![
+                StepSequence {
+                    first_token: 0,
+                    q_len: 4,
+                    kv_len: 66,
+                    first_block: 0,
+                },
+                StepSequence {
+                    first_token: 4,
+                    q_len: 1,
+                    kv_len: 1,
+                    first_block: 2,
+                },
+            ],
+            block_tables: vec![7, 3, 9],
+            ..StepBatch::default()
+        };
+        assert_eq!(slots(&batch), [7 * 64 + 62, 7 * 64 + 63, 3 * 64, 3 * 64 + 1, 9 * 64]);
+    }
+
+    #[test]
+    fn arrays_begin_where_the_card_can_read_them() {
+        let mut bytes = Vec::new();
+        assert_eq!(put(&mut bytes, &[1, 2, 3]), 0);
+        assert_eq!(put(&mut bytes, &[4]), 16);
+        assert_eq!(put(&mut bytes, &[]), 32);
+        assert_eq!(bytes.len(), 32);
+    }
+}

@@ -1,0 +1,192 @@
+//! Weights on their way to the card: read, rounded to BF16 and checked by the host's threads while the part before is copied, then
+//! quantized on the card.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use half::{bf16, f16};
+use rayon::prelude::*;
+
+use super::driver::{Context, Mark, Memory, Pinned};
+use super::plan::Format;
+use crate::device::{DeviceError, Dtype, Tensor, TensorError};
+
+/// Bytes that are on their way at once; there are two of these.
+const STAGING_BYTES: usize = 32 << 20;
+
+/// A matrix on the card.
+pub struct Matrix {
+    pub(super) rows: usize,
+    pub(super) columns: usize,
+    pub(super) format: Format,
+    /// `[rows][columns]`.
+    pub(super) data: Memory,
+    /// `[rows]`, in 8 bits.
+    pub(super) scales: Option<Memory>,
+}
+
+/// Takes rows to the card.
+pub(super) struct Loader {
+    context: Arc<Context>,
+    stages: [Stage; 2],
+    turn: usize,
+}
+
+struct Stage {
+    host: Pinned,
+    /// The same rows in BF16 on the card, where they are quantized from.
+    card: Memory,
+    /// When the stage may be filled again.
+    free: Option<Mark>,
+}
+
+/// Rows that are on the card in BF16.
+pub(super) struct Staged<'a> {
+    pub card: &'a Memory,
+    pub rows: usize,
+    /// Of the matrix.
+    pub first_row: usize,
+}
+
+impl Loader {
+    pub(super) fn new(context: &Arc<Context>) -> Result<Loader, DeviceError> {
+        let stage = || {
+            Ok::<_, DeviceError>(Stage {
+                host: context.pin(STAGING_BYTES)?,
+                card: context.take(STAGING_BYTES, "the staging of weights")?,
+                free: None,
+            })
+        };
+        Ok(Loader {
+            context: Arc::clone(context),
+            stages: [stage()?, stage()?],
+            turn: 0,
+        })
+    }
+
+    /// Brings matrices of equal width over in BF16, part by part: `take` issues what is done with each.
+    ///
+    /// # Errors
+    /// A value that is not finite in BF16; what `take` says; a row that is wider than a stage.
+    pub(super) fn load(
+        &mut self,
+        parts: &[Tensor<'_>],
+        mut take: impl FnMut(Staged<'_>) -> Result<(), DeviceError>,
+    ) -> Result<(), TensorError> {
+        let mut first_row = 0;
+        for (part, tensor) in parts.iter().enumerate() {
+            let row_bytes = tensor.columns * 2;
+            let most = STAGING_BYTES / row_bytes.max(1);
+            if most == 0 {
+                return Err(too_wide(tensor.columns).into());
+            }
+            for from in (0..tensor.rows).step_by(most) {
+                let rows = most.min(tensor.rows - from);
+                let stage = &mut self.stages[self.turn % 2];
+                self.turn += 1;
+                if let Some(free) = stage.free.take() {
+                    free.wait()?;
+                }
+                let bytes = &mut stage.host[..rows * row_bytes];
+                if let Some(row) = to_bf16(tensor, from, bytes) {
+                    return Err(TensorError::NotFinite { part, row });
+                }
+                self.context.upload(bytes, &stage.card, 0)?;
+                take(Staged {
+                    card: &stage.card,
+                    rows,
+                    first_row: first_row + from,
+                })?;
+                stage.free = Some(self.context.mark()?);
+            }
+            first_row += tensor.rows;
+        }
+        Ok(())
+    }
+}
+
+fn too_wide(columns: usize) -> DeviceError {
+    DeviceError::Unsupported(format!("a matrix has {columns} columns, more than the kernels take"))
+}
+
+/// Rows of a tensor from `first` on, rounded to BF16; the first row that is not finite then.
+fn to_bf16(tensor: &Tensor<'_>, first: usize, out: &mut [u8]) -> Option<usize> {
+    let columns = tensor.columns;
+    let bad = AtomicUsize::new(usize::MAX);
+    let size = tensor.dtype.bytes();
+    // Tasks of some 64 KiB.
+    let rows = (32768 / columns.max(1)).max(1);
+    out.par_chunks_mut(rows * columns * 2)
+        .enumerate()
+        .for_each(|(task, out)| {
+            for (i, out) in out.chunks_exact_mut(columns * 2).enumerate() {
+                let row = first + task * rows + i;
+                let data = &tensor.data[row * columns * size..][..columns * size];
+                let out = out.as_chunks_mut::<2>().0;
+                let finite = match tensor.dtype {
+                    Dtype::Bf16 => {
+                        out.as_flattened_mut().copy_from_slice(data);
+                        // All bits of the exponent are set.
+                        data.as_chunks::<2>()
+                            .0
+                            .iter()
+                            .all(|b| u16::from_le_bytes(*b) & 0x7f80 != 0x7f80)
+                    }
+                    Dtype::F16 => {
+                        let values = data.as_chunks::<2>().0.iter().map(|b| f16::from_le_bytes(*b).to_f32());
+                        round_row(values, out)
+                    }
+                    Dtype::F32 => {
+                        let values = data.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b));
+                        round_row(values, out)
+                    }
+                };
+                if !finite {
+                    bad.fetch_min(row, Ordering::Relaxed);
+                }
+            }
+        });
+    let bad = bad.into_inner();
+    (bad != usize::MAX).then_some(bad)
+}
+
+/// Rounds a row; whether all of it is finite.
+fn round_row(values: impl Iterator<Item = f32>, out: &mut [[u8; 2]]) -> bool {
+    let mut finite = true;
+    for (out, value) in out.iter_mut().zip(values) {
+        let rounded = bf16::from_f32(value);
+        finite &= rounded.is_finite();
+        *out = rounded.to_le_bytes();
+    }
+    finite
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_are_rounded_and_checked() {
+        let mut values: Vec<f32> = (0..40).map(|i| i as f32 * 1.01 - 7.0).collect();
+        let bytes = |values: &[f32]| -> Vec<u8> { values.iter().flat_map(|x| x.to_le_bytes()).collect() };
+        let data = bytes(&values);
+        let tensor = |data| Tensor {
+            dtype: Dtype::F32,
+            rows: 5,
+            columns: 8,
+            data,
+        };
+        let mut out = vec![0u8; 3 * 8 * 2];
+        assert_eq!(to_bf16(&tensor(&data), 2, &mut out), None);
+        let got: Vec<f32> = out
+            .as_chunks::<2>()
+            .0
+            .iter()
+            .map(|b| bf16::from_le_bytes(*b).to_f32())
+            .collect();
+        let want: Vec<f32> = values[16..].iter().map(|x| bf16::from_f32(*x).to_f32()).collect();
+        assert_eq!(got, want);
+        values[27] = f32::MAX; // Infinite in BF16.
+        assert_eq!(to_bf16(&tensor(&bytes(&values)), 2, &mut out), Some(3));
+    }
+}

@@ -1,0 +1,164 @@
+//! Rotation, keys and values in their blocks, and attention over them, together: a device lays blocks out as it likes.
+
+use super::inputs::{Stored, numbers};
+use super::operations::taken;
+use super::tolerance::Tolerance;
+use super::{Extent, Finding, Pair, compare};
+use crate::device::batch::{StepBatch, StepSequence};
+use crate::device::{Device, DeviceError, HeadShape, KvSpec, QkNorm, RopeSpec, RopeStore};
+
+/// What is attended to: heads, kinds of layers, and sequences in steps.
+struct Case {
+    heads: HeadShape,
+    spec: KvSpec,
+    qk_norm: bool,
+    /// Sequences as (tokens in the first step, tokens in the second); those of the second step may be single ones.
+    sequences: Vec<(u32, u32)>,
+    /// Tokens of the first sequence's first step that all others begin with, too, in the same blocks: whole blocks.
+    shared: u32,
+}
+
+fn heads(heads: usize, kv_heads: usize, head_dim: usize) -> HeadShape {
+    HeadShape {
+        heads,
+        kv_heads,
+        head_dim,
+    }
+}
+
+fn cases(extent: Extent) -> Vec<Case> {
+    let case = |heads, spec, qk_norm, sequences: &[(u32, u32)], shared| Case {
+        heads,
+        spec,
+        qk_norm,
+        sequences: sequences.to_vec(),
+        shared,
+    };
+    let (full, some) = (KvSpec::Full, [(1, 1), (63, 1), (64, 1), (65, 2), (130, 40)]);
+    let mut cases = vec![
+        case(heads(4, 2, 32), full, true, &some, 0),
+        case(heads(4, 4, 64), full, false, &some, 0),
+        case(heads(7, 1, 64), KvSpec::Window(70), false, &some, 0),
+        case(heads(8, 2, 128), full, true, &[(100, 1), (3, 1)], 0),
+        case(heads(6, 2, 32), full, false, &[(300, 1), (310, 1), (260, 2)], 256),
+    ];
+    if extent == Extent::Full {
+        let many: Vec<(u32, u32)> = (0..64).map(|i| (900 + 13 * i, 1)).collect();
+        cases.push(case(heads(32, 8, 128), full, false, &many, 0));
+        cases.push(case(heads(32, 8, 128), full, false, &many, 768));
+        cases.push(case(heads(32, 8, 128), full, false, &[(2048, 1)], 0));
+        cases.push(case(heads(32, 8, 128), KvSpec::Window(1000), false, &[(3000, 1)], 0));
+        cases.push(case(heads(4, 1, 256), full, false, &some, 0));
+        cases.push(case(heads(64, 1, 64), full, false, &some, 0));
+    }
+    cases
+}
+
+impl Case {
+    /// The two steps on a device with blocks of this size, dealt out in a scattered order; how many blocks there are.
+    fn steps(&self, block_tokens: u32) -> ([StepBatch; 2], u32) {
+        let blocks_of = |tokens: u32| tokens.div_ceil(block_tokens);
+        let all: u32 = self.sequences.iter().map(|(a, b)| blocks_of(a + b) + 1).sum();
+        // A number that has no divisor in common with the count scatters them.
+        let step = (3..)
+            .find(|n| !all.is_multiple_of(*n) && (2..*n).all(|d| !n.is_multiple_of(d)))
+            .unwrap_or(1);
+        let mut dealt = (0..all).map(|i| (u64::from(i) * u64::from(step) % u64::from(all)) as u32);
+        let mut tables: Vec<Vec<u32>> = Vec::new();
+        for (first, second) in &self.sequences {
+            let mut table = match tables.first() {
+                Some(first) => first[..(self.shared / block_tokens) as usize].to_vec(),
+                None => vec![],
+            };
+            table.extend(dealt.by_ref().take(blocks_of(first + second) as usize - table.len()));
+            tables.push(table);
+        }
+        let mut steps = [StepBatch::default(), StepBatch::default()];
+        for (number, step) in steps.iter_mut().enumerate() {
+            for (i, ((first, second), table)) in self.sequences.iter().zip(&tables).enumerate() {
+                // What is shared is stored by the first sequence alone.
+                let stored = if i > 0 { self.shared } else { 0 };
+                let (from, to) = if number == 0 {
+                    (stored, *first)
+                } else {
+                    (*first, first + second)
+                };
+                step.sequences.push(StepSequence {
+                    first_token: step.tokens.len() as u32,
+                    q_len: to - from,
+                    kv_len: to,
+                    first_block: step.block_tables.len() as u32,
+                });
+                step.tokens.extend(from..to);
+                step.positions.extend(from..to);
+                step.block_tables.extend(&table[..blocks_of(to) as usize]);
+            }
+        }
+        (steps, all)
+    }
+
+    /// What attention gives for both steps' tokens.
+    fn run<D: Device>(&self, device: &D) -> Result<Vec<f32>, DeviceError> {
+        let (steps, blocks) = self.steps(device.block_tokens());
+        let mut pool = device.kv_pool(self.heads, blocks as usize)?;
+        let frequencies = (0..self.heads.head_dim / 2).map(|i| 0.7f32.powi(i as i32)).collect();
+        let rope = RopeSpec {
+            inverse_frequencies: frequencies,
+            scale: 1.0,
+        };
+        let mut step = device.step(self.heads, rope, &[self.spec])?;
+        let norm = |seed| taken(device.vector(&[Stored::new(seed, 1, self.heads.head_dim, 2.0).tensor()]));
+        let (q, k) = (norm(10)?, norm(11)?);
+        let (mut qkv, mut out, mut workspace) = (device.buffer(), device.buffer(), device.workspace());
+        let width = self.heads.qkv_width();
+        let mut all = Vec::new();
+        for (number, batch) in steps.iter().enumerate() {
+            device.upload(batch, &mut step)?;
+            // A shared token's numbers do not depend on its sequence.
+            device.write(
+                &numbers(12 + number as u64, batch.tokens.len() * width),
+                width,
+                &mut qkv,
+            )?;
+            let op = RopeStore {
+                heads: self.heads,
+                qk_norm: self.qk_norm.then_some(QkNorm {
+                    q: &q,
+                    k: &k,
+                    eps: 1e-6,
+                }),
+            };
+            device.rope_store(op, &step, &mut qkv, &mut pool)?;
+            device.attention(self.spec, &step, &qkv, &pool, &mut out, &mut workspace)?;
+            all.extend(device.read(&out)?);
+        }
+        Ok(all)
+    }
+}
+
+pub fn all<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> Result<(), DeviceError> {
+    for case in cases(pair.extent) {
+        let (want, got) = (case.run(&pair.reference)?, case.run(pair.device)?);
+        let HeadShape {
+            heads,
+            kv_heads,
+            head_dim,
+        } = case.heads;
+        let tokens: u32 = case.sequences.iter().map(|(a, b)| a + b).sum();
+        let kind = match (case.spec, case.shared) {
+            (KvSpec::Window(window), _) => format!(", window {window}"),
+            (_, 0) => String::new(),
+            (_, shared) => format!(", {shared} shared"),
+        };
+        let shape = format!("{tokens} x {heads}/{kv_heads} x {head_dim}{kind}");
+        let name = ("rope_store, attention", pair.kv.word(), shape);
+        tell(compare(
+            name,
+            Tolerance::attention(pair.kv),
+            heads * head_dim,
+            &want,
+            &got,
+        ));
+    }
+    Ok(())
+}

@@ -1,0 +1,173 @@
+//! Whole small models with random weights, of every family, against the CPU in F32.
+
+use std::sync::Arc;
+
+use serde::Serialize;
+
+use crate::device::batch::{StepBatch, StepSequence};
+use crate::device::cpu::Threads;
+use crate::device::{Device, DeviceError, Dtype, KvFormat, Precision};
+use crate::engine::Forward;
+use crate::model::config::Config;
+use crate::model::weights::RandomWeights;
+use crate::model::{KvBudget, LoadOptions, ModelError, Transformer};
+
+/// What a small model gave.
+#[derive(Debug, Clone, Serialize)]
+pub struct ModelFinding {
+    pub model: &'static str,
+    /// Mean Kullback-Leibler divergence from F32, in nats.
+    pub divergence: f64,
+    pub divergence_max: f64,
+    /// Rows of logits whose largest is the same token's.
+    pub same: usize,
+    pub rows: usize,
+    /// Do a sequence's logits depend on what else is in the batch?
+    pub alone_alike: bool,
+}
+
+impl ModelFinding {
+    pub fn is_right(&self) -> bool {
+        self.divergence <= self.divergence_max
+    }
+}
+
+/// Most divergence of these formats on such models: what the CPU's own INT8 and BF16 stay within on them, twice over, and for
+/// E4M3, whose steps are some three times those of INT8, ten times (divergence grows with the square).
+fn divergence_max(precision: Precision, kv: KvFormat) -> f64 {
+    let of = |int8: bool, fp8: bool| -> f64 {
+        match (fp8, int8) {
+            (true, _) => 0.03,
+            (_, true) => 0.008,
+            _ => 0.002,
+        }
+    };
+    of(precision == Precision::Int8, precision == Precision::Fp8).max(of(kv == KvFormat::Int8, kv == KvFormat::Fp8))
+}
+
+/// Small models: family, what `config.json` says besides the sizes.
+fn shapes() -> Result<Vec<(&'static str, Config)>, ModelError> {
+    let sizes = |architecture: &str, more: serde_json::Value| {
+        let mut map = serde_json::json!({
+            "architectures": [architecture], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 200, "rope_theta": 10000.0,
+            "rms_norm_eps": 1e-5, "max_position_embeddings": 512, "hidden_act": "silu",
+        });
+        if let (Some(map), Some(more)) = (map.as_object_mut(), more.as_object()) {
+            map.extend(more.clone());
+        }
+        Config::parse(std::path::Path::new(architecture), &map.to_string())
+    };
+    Ok(vec![
+        ("llama", sizes("LlamaForCausalLM", serde_json::json!({}))?),
+        (
+            "mistral, window",
+            sizes("MistralForCausalLM", serde_json::json!({"sliding_window": 40}))?,
+        ),
+        (
+            "qwen2, biases",
+            sizes("Qwen2ForCausalLM", serde_json::json!({"tie_word_embeddings": true}))?,
+        ),
+        ("qwen3, normed heads", sizes("Qwen3ForCausalLM", serde_json::json!({}))?),
+    ])
+}
+
+/// Every small model, on a device that `make` makes for it in these formats.
+///
+/// # Errors
+/// The device failed.
+pub fn models<D: Device + 'static>(
+    make: impl Fn() -> Result<D, DeviceError>,
+    (precision, kv_format): (Precision, KvFormat),
+    threads: &Arc<Threads>,
+    tell: &mut dyn FnMut(ModelFinding),
+) -> Result<(), ModelError> {
+    for (name, config) in shapes()? {
+        let options = |precision, kv_format, blocks| LoadOptions {
+            precision,
+            kv_format,
+            channels: None,
+            isa: None,
+            kv: KvBudget::Blocks(blocks),
+            threads: Arc::clone(threads),
+            max_context: None,
+            vocabulary: None,
+        };
+        let weights = RandomWeights {
+            seed: 20,
+            dtype: Dtype::Bf16,
+        };
+        let reference = options(Precision::F32, KvFormat::F32, 128);
+        let mut reference = Transformer::from_weights(config.clone(), &weights, &reference)?;
+        let loaded = options(precision, kv_format, 32);
+        let mut model = Transformer::on_device(make()?, config, &weights, &loaded)?;
+        let (want, got) = (logits(&mut reference, None)?, logits(&mut model, None)?);
+        let alone = logits(&mut model, Some(1))?;
+        let rows = want.len();
+        tell(ModelFinding {
+            model: name,
+            divergence: want.iter().zip(&got).map(|(p, q)| divergence(p, q)).sum::<f64>() / rows as f64,
+            divergence_max: divergence_max(precision, kv_format),
+            same: want.iter().zip(&got).filter(|(p, q)| largest(p) == largest(q)).count(),
+            rows,
+            alone_alike: alone == got[LENGTHS[0] as usize..][..alone.len()],
+        });
+    }
+    Ok(())
+}
+
+/// Tokens of the sequences in a batch.
+const LENGTHS: [u32; 3] = [70, 33, 5];
+
+/// Logits of all tokens of the sequences together, or of one of them alone: all but their last in a first step, the last in a second.
+fn logits<M: Forward>(model: &mut M, only: Option<usize>) -> Result<Vec<Vec<f32>>, ModelError> {
+    let chosen: Vec<usize> = (0..LENGTHS.len())
+        .filter(|i| only.is_none_or(|only| only == *i))
+        .collect();
+    let mut rows: Vec<Vec<Vec<f32>>> = vec![vec![]; LENGTHS.len()];
+    for last in [false, true] {
+        let mut batch = StepBatch::default();
+        for &i in &chosen {
+            let length = LENGTHS[i];
+            let (from, to) = if last { (length - 1, length) } else { (0, length - 1) };
+            batch.sequences.push(StepSequence {
+                first_token: batch.tokens.len() as u32,
+                q_len: to - from,
+                kv_len: to,
+                first_block: batch.block_tables.len() as u32,
+            });
+            batch.tokens.extend((from..to).map(|p| (p * 37 + i as u32 * 11) % 200));
+            batch.positions.extend(from..to);
+            // Each has eight blocks of its own.
+            batch
+                .block_tables
+                .extend((0..to.div_ceil(model.block_tokens())).map(|b| i as u32 * 8 + b));
+        }
+        batch.logits_at = (0..batch.tokens.len() as u32).collect();
+        let vocabulary = model.vocab_size();
+        let logits = model.forward(&batch).map_err(|error| match error {
+            crate::engine::ForwardError::Device(error) => ModelError::Device(error),
+            crate::engine::ForwardError::Batch(why) => ModelError::Options(why),
+        })?;
+        let mut logits = logits.chunks_exact(vocabulary).map(<[f32]>::to_vec);
+        for (s, &i) in batch.sequences.iter().zip(&chosen) {
+            rows[i].extend(logits.by_ref().take(s.q_len as usize));
+        }
+    }
+    Ok(rows.into_iter().flatten().collect())
+}
+
+fn largest(row: &[f32]) -> Option<usize> {
+    (0..row.len()).max_by(|a, b| row[*a].total_cmp(&row[*b]))
+}
+
+/// Of the second distribution from the first, in nats. Not a number where a logit is none.
+fn divergence(p: &[f32], q: &[f32]) -> f64 {
+    let log_softmax = |row: &[f32]| -> Vec<f64> {
+        let most = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let sum: f64 = row.iter().map(|x| f64::from(x - most).exp()).sum();
+        row.iter().map(|x| f64::from(x - most) - sum.ln()).collect()
+    };
+    let (p, q) = (log_softmax(p), log_softmax(q));
+    p.iter().zip(&q).map(|(p, q)| p.exp() * (p - q)).sum()
+}

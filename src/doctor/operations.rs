@@ -1,0 +1,301 @@
+//! Operations by rows and linear operations.
+
+use super::inputs::{Stored, numbers};
+use super::tolerance::Tolerance;
+use super::{Extent, Finding, Pair, compare};
+use crate::device::batch::{StepBatch, StepSequence};
+use crate::device::{AddNorm, Device, DeviceError, HeadShape, KvSpec, Linear, Precision, RopeSpec, TensorError};
+
+const EPS: f32 = 1e-5;
+
+/// Weights are finite here: only the device can refuse them.
+pub fn taken<T>(result: Result<T, TensorError>) -> Result<T, DeviceError> {
+    result.map_err(|error| match error {
+        TensorError::Device(error) => error,
+        TensorError::NotFinite { .. } => DeviceError::Unsupported(error.to_string()),
+    })
+}
+
+/// A step of one sequence without anything to attend to but itself.
+fn step_of(tokens: Vec<u32>, logits_at: Vec<u32>, block_tokens: u32) -> StepBatch {
+    let length = tokens.len() as u32;
+    StepBatch {
+        positions: (0..length).collect(),
+        sequences: vec![StepSequence {
+            first_token: 0,
+            q_len: length,
+            kv_len: length,
+            first_block: 0,
+        }],
+        block_tables: (0..length.div_ceil(block_tokens)).collect(),
+        tokens,
+        logits_at,
+        block_copies: vec![],
+    }
+}
+
+fn uploaded<D: Device>(device: &D, tokens: &[u32], logits_at: &[u32]) -> Result<D::Step, DeviceError> {
+    let heads = HeadShape {
+        heads: 1,
+        kv_heads: 1,
+        head_dim: 64,
+    };
+    let rope = RopeSpec {
+        inverse_frequencies: vec![1.0; 32],
+        scale: 1.0,
+    };
+    let mut step = device.step(heads, rope, &[KvSpec::Full])?;
+    let batch = step_of(tokens.to_vec(), logits_at.to_vec(), device.block_tokens());
+    device.upload(&batch, &mut step)?;
+    Ok(step)
+}
+
+/// What both of a pair make of the same thing.
+fn both<D: Device>(
+    pair: &Pair<'_, D>,
+    on_device: impl FnOnce(&D) -> Result<Vec<f32>, DeviceError>,
+    on_cpu: impl FnOnce(&crate::device::cpu::Cpu) -> Result<Vec<f32>, DeviceError>,
+) -> Result<(Vec<f32>, Vec<f32>), DeviceError> {
+    Ok((on_cpu(&pair.reference)?, on_device(pair.device)?))
+}
+
+/// Widths of rows: a vector, around a block's vectors, those of models.
+fn widths(extent: Extent) -> &'static [usize] {
+    match extent {
+        Extent::Quick => &[16, 1008, 1024, 1040, 4096],
+        Extent::Full => &[16, 1008, 1024, 1040, 4096, 5120, 8192, 14336, 28672],
+    }
+}
+
+fn embedded<D: Device>(device: &D, table: &Stored, tokens: &[u32]) -> Result<Vec<f32>, DeviceError> {
+    let table = taken(device.table(table.tensor()))?;
+    let mut out = device.buffer();
+    device.embed(&table, &uploaded(device, tokens, &[])?, &mut out)?;
+    device.read(&out)
+}
+
+pub fn embed<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> Result<(), DeviceError> {
+    for width in [16, 896, 4096] {
+        let table = Stored::new(1, 131, width, 1.0);
+        let tokens = [0, 130, 7, 7, 64];
+        let (want, got) = both(pair, |d| embedded(d, &table, &tokens), |d| embedded(d, &table, &tokens))?;
+        let name = ("embed", "bf16", format!("{} x {width}", tokens.len()));
+        tell(compare(name, Tolerance::exact(), width, &want, &got));
+    }
+    Ok(())
+}
+
+/// What a norm takes.
+struct NormInput {
+    residual: Vec<f32>,
+    delta: Vec<f32>,
+    weight: Stored,
+    width: usize,
+    /// `None`: all rows.
+    picked: Option<Vec<u32>>,
+}
+
+/// The normalised rows, and the residual stream after it where that is defined.
+fn normed<D: Device>(device: &D, input: &NormInput) -> Result<(Vec<f32>, Vec<f32>), DeviceError> {
+    let (mut residual, mut delta, mut out) = (device.buffer(), device.buffer(), device.buffer());
+    device.write(&input.residual, input.width, &mut residual)?;
+    device.write(&input.delta, input.width, &mut delta)?;
+    let weight = taken(device.vector(&[input.weight.tensor()]))?;
+    let op = AddNorm {
+        delta: Some(&delta),
+        weight: &weight,
+        eps: EPS,
+    };
+    match &input.picked {
+        None => {
+            device.add_norm(op, &mut residual, &mut out)?;
+            Ok((device.read(&out)?, device.read(&residual)?))
+        }
+        Some(picked) => {
+            let tokens = vec![0; input.residual.len() / input.width];
+            let step = uploaded(device, &tokens, picked)?;
+            device.add_norm_logits_rows(op, &step, &mut residual, &mut out)?;
+            Ok((device.read(&out)?, vec![]))
+        }
+    }
+}
+
+pub fn norms<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> Result<(), DeviceError> {
+    let format = pair.precision.word();
+    for &width in widths(pair.extent) {
+        let rows = 5;
+        let mut input = NormInput {
+            residual: numbers(2, rows * width).iter().map(|x| x * 4.0).collect(),
+            delta: numbers(3, rows * width),
+            weight: Stored::new(4, 1, width, 2.0),
+            width,
+            picked: None,
+        };
+        let (want, got) = (normed(&pair.reference, &input)?, normed(pair.device, &input)?);
+        let shape = format!("{rows} x {width}");
+        let rounded = Tolerance::rows(pair.precision, 3);
+        tell(compare(
+            ("add_norm", format, shape.clone()),
+            rounded,
+            width,
+            &want.0,
+            &got.0,
+        ));
+        let rounded = Tolerance::rows(Precision::Bf16, 1);
+        tell(compare(("residual", "bf16", shape), rounded, width, &want.1, &got.1));
+        input.picked = Some(vec![1, 4]);
+        let (want, got) = (normed(&pair.reference, &input)?, normed(pair.device, &input)?);
+        let name = ("add_norm of picked rows", "bf16", format!("2 x {width}"));
+        let rounded = Tolerance::rows(Precision::Bf16, 3);
+        tell(compare(name, rounded, width, &want.0, &got.0));
+    }
+    Ok(())
+}
+
+/// Rows, output features, input features.
+fn linear_shapes(extent: Extent) -> Vec<(usize, usize, usize)> {
+    let mut shapes = vec![
+        (1, 16, 16),
+        (1, 112, 144),
+        (63, 128, 128),
+        (64, 144, 256),
+        (65, 272, 112),
+        (127, 128, 400),
+        (129, 400, 64),
+    ];
+    if extent == Extent::Full {
+        for (n, k) in [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (896, 4864)] {
+            for m in [1, 16, 64, 256, 2048] {
+                shapes.push((m, n, k));
+            }
+        }
+    }
+    shapes
+}
+
+/// A linear operation's input.
+struct LinearInput {
+    x: Vec<f32>,
+    weight: Stored,
+    bias: Option<Stored>,
+    columns: usize,
+    gated: bool,
+}
+
+struct Ready<D: Device> {
+    linear: Linear<D::Matrix, D::Vector>,
+    x: D::Buffer,
+    out: D::Buffer,
+    workspace: D::Workspace,
+    gated: bool,
+}
+
+impl<D: Device> Ready<D> {
+    fn new(device: &D, input: &LinearInput) -> Result<Ready<D>, DeviceError> {
+        let tensor = input.weight.tensor();
+        let weight = if input.gated {
+            let (gate, up) = tensor.data.split_at(tensor.data.len() / 2);
+            let half = |data| crate::device::Tensor {
+                rows: tensor.rows / 2,
+                data,
+                ..tensor
+            };
+            taken(device.gated_matrix(&[half(gate), half(up)]))?
+        } else {
+            taken(device.matrix(&[tensor]))?
+        };
+        let bias = input.bias.as_ref().map(|bias| taken(device.vector(&[bias.tensor()])));
+        let mut x = device.buffer();
+        device.write(&input.x, input.columns, &mut x)?;
+        Ok(Ready {
+            linear: Linear {
+                weight,
+                bias: bias.transpose()?,
+            },
+            x,
+            out: device.buffer(),
+            workspace: device.workspace(),
+            gated: input.gated,
+        })
+    }
+
+    fn run(&mut self, device: &D) -> Result<(), DeviceError> {
+        match self.gated {
+            true => device.gated_linear(&self.linear, &self.x, &mut self.out, &mut self.workspace),
+            false => device.linear(&self.linear, &self.x, &mut self.out, &mut self.workspace),
+        }
+    }
+}
+
+pub fn linears<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> Result<(), DeviceError> {
+    let format = pair.precision.word();
+    for (m, n, k) in linear_shapes(pair.extent) {
+        for (operation, gated) in [("linear", false), ("gated_linear", true)] {
+            // What a layer has: one that is not gated of any width, one that is of two equal halves of multiples of 8.
+            if gated && (!n.is_multiple_of(32) || n > 1000 && n != 28672) {
+                continue;
+            }
+            let input = LinearInput {
+                x: numbers(5, m * k),
+                weight: Stored::new(6, n, k, 1.0 / 16.0),
+                bias: (n % 3 == 1).then(|| Stored::new(7, 1, n, 0.5)),
+                columns: k,
+                gated,
+            };
+            let mut cpu = Ready::new(&pair.reference, &input)?;
+            cpu.run(&pair.reference)?;
+            let want = pair.reference.read(&cpu.out)?;
+            let mut ready = Ready::new(pair.device, &input)?;
+            ready.run(pair.device)?;
+            let got = pair.device.read(&ready.out)?;
+            let tolerance = match gated {
+                true => Tolerance::gated(pair.precision),
+                false => Tolerance::products(pair.precision),
+            };
+            let width = if gated { n / 2 } else { n };
+            let name = (operation, format, format!("{m} x {n} x {k}"));
+            let mut finding = compare(name, tolerance, width, &want, &got);
+            if m * n * k > 1 << 24 {
+                finding.seconds = pair.time(|| ready.run(pair.device))?;
+                let bits = f64::from(pair.precision.bits());
+                finding.bytes = (n * k) as f64 * bits / 8.0 + (m * (n + k)) as f64 * 2.0;
+                finding.operations = 2.0 * (m * n * k) as f64;
+            }
+            tell(finding);
+        }
+    }
+    Ok(())
+}
+
+/// Logits of a head of `rows` ids, the first `ids` of which are known.
+fn logits_of<D: Device>(
+    device: &D,
+    head: &Stored,
+    ids: usize,
+    x: &[f32],
+    width: usize,
+) -> Result<Vec<f32>, DeviceError> {
+    let head = taken(device.table(head.tensor()))?;
+    let (mut rows, mut out, mut workspace) = (device.buffer(), Vec::new(), device.workspace());
+    device.write(x, width, &mut rows)?;
+    device.logits(&head, ids, &rows, &mut out, &mut workspace)?;
+    Ok(out)
+}
+
+pub fn logits<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> Result<(), DeviceError> {
+    let mut shapes = vec![(1, 128, 127, 64), (5, 400, 389, 192), (66, 144, 144, 48)];
+    if pair.extent == Extent::Full {
+        shapes.push((64, 128_256, 128_256, 4096));
+    }
+    for (m, rows, ids, k) in shapes {
+        let (x, head) = (numbers(8, m * k), Stored::new(9, rows, k, 1.0 / 16.0));
+        let (want, got) = both(
+            pair,
+            |d| logits_of(d, &head, ids, &x, k),
+            |d| logits_of(d, &head, ids, &x, k),
+        )?;
+        let name = ("logits", "bf16", format!("{m} x {ids} x {k}"));
+        tell(compare(name, Tolerance::products(Precision::Bf16), ids, &want, &got));
+    }
+    Ok(())
+}

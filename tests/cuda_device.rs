@@ -1,0 +1,156 @@
+//! The CUDA device without a GPU: libraries that stand in for NVIDIA's (tests/emulator) run the kernels' own sources on a CPU,
+//! and the built program uses them as it would use a card.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+
+use crate::support::{Run, arg, gristmill, job_in, root};
+
+/// The stand-ins, built once.
+fn stand_ins() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let folder = root().join("target/emulator");
+        let built = Command::new("bash")
+            .arg(root().join("tests/emulator/build.sh"))
+            .arg(&folder)
+            .status();
+        assert!(built.unwrap().success(), "the stand-ins are not built");
+        folder
+    })
+}
+
+/// The program on an emulated card of compute capability `card`.
+fn on_card(card: &str, arguments: &[&str]) -> Command {
+    let mut command = gristmill(arguments);
+    command
+        .env("GRISTMILL_CUDA_LIBRARIES", stand_ins())
+        // Some dozen kernels are compiled once and kept from test to test; a change of theirs is another file.
+        .env("GRISTMILL_CACHE", stand_ins().join("cache"))
+        .env("LD_LIBRARY_PATH", stand_ins())
+        .env("EMULATOR_CARD", card);
+    command
+}
+
+#[test]
+fn every_operation_agrees_with_the_cpu_on_hopper() {
+    examine("9.0", &["bf16", "int8", "fp8"]);
+}
+
+#[test]
+fn every_operation_agrees_with_the_cpu_on_ada_and_ampere() {
+    examine("8.9", &["fp8"]);
+    examine("8.0", &["bf16", "int8"]);
+}
+
+/// The doctor's quick examination; all that is wrong is shown.
+fn examine(card: &str, formats: &[&str]) {
+    for format in formats {
+        let run = Run::of(&mut on_card(card, &["doctor", "--quick", "--precision", format]));
+        println!("{}", run.stdout);
+        run.expect(0);
+    }
+}
+
+/// What `doctor` says where something is missing or does not fit: one line, code 2.
+#[test]
+fn what_is_missing_is_said_in_one_line() {
+    let doctor = |card: &str, change: &dyn Fn(&mut Command), words: &[&str]| {
+        let mut command = on_card(card, &["doctor", "--quick"]);
+        change(&mut command);
+        Run::of(&mut command).expect(2).one_line(words);
+    };
+    doctor("none", &|_| (), &["cuda:0", "no card", "--device cpu"]);
+    doctor("7.5", &|_| (), &["compute capability 7.5", "8.0 or later"]);
+    doctor(
+        "9.0",
+        &|c| _ = c.args(["--device", "cuda:3"]),
+        &["cuda:3", "cuda:0` alone"],
+    );
+    doctor("9.0", &|c| _ = c.args(["--device", "cpu"]), &["no GPU to examine"]);
+    // A driver without a compiler beside it.
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::copy(stand_ins().join("libcuda.so"), folder.path().join("libcuda.so")).unwrap();
+    let alone = |c: &mut Command| {
+        c.env("GRISTMILL_CUDA_LIBRARIES", folder.path())
+            .env_remove("LD_LIBRARY_PATH");
+        ["VIRTUAL_ENV", "CONDA_PREFIX", "CUDA_HOME", "CUDA_PATH"]
+            .iter()
+            .for_each(|name| _ = c.env_remove(name));
+    };
+    doctor("9.0", &alone, &["NVRTC", "pip install", "--device cpu"]);
+    let nothing = |c: &mut Command| {
+        alone(c);
+        c.env_remove("GRISTMILL_CUDA_LIBRARIES");
+    };
+    doctor("9.0", &nothing, &["no NVIDIA driver", "libcuda.so.1", "--device cpu"]);
+}
+
+/// A few rows of the demo, on the emulated card.
+fn label(card: &str, folder: &Path, precision: &str, change: &dyn Fn(&mut Command)) -> Run {
+    let (job, _) = job_in(folder, "label-tickets.yaml", |text| {
+        text.replace("precision: f32", &format!("precision: {precision}"))
+    });
+    let few = [
+        "--limit",
+        "4",
+        "--step-tokens",
+        "512",
+        "--sequences",
+        "4",
+        "--json",
+        "--quiet",
+    ];
+    let mut command = on_card(card, &["run", arg(&job)]);
+    command.args(few).args(["--device", "cuda:0", "--kv-memory", "64"]);
+    change(&mut command);
+    Run::of(&mut command)
+}
+
+#[test]
+fn a_job_runs_on_the_card() {
+    for precision in ["fp8", "auto"] {
+        let folder = tempfile::tempdir().unwrap();
+        let json = label("9.0", folder.path(), precision, &|_| ()).expect(0).json();
+        assert_eq!(json["rows"]["succeeded"], 4, "{json}");
+        // The first four tickets are ones that the model knows.
+        assert_eq!(json["agreement"]["equal"], 4, "{json}");
+    }
+}
+
+/// A fault of the card ends the process with a code of its own; the next one goes on.
+#[test]
+fn a_lost_card_is_said_and_the_job_goes_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let lost = |c: &mut Command| _ = c.env("EMULATOR_FAIL", "cuLaunchKernel:150:700");
+    let run = label("9.0", folder.path(), "int8", &lost).expect(7);
+    run.one_line(&["the device failed", "CUDA_ERROR_ILLEGAL_ADDRESS"]);
+    label("9.0", folder.path(), "int8", &|_| ()).expect(0);
+}
+
+#[test]
+fn what_a_card_does_not_do_is_refused_before_the_job_starts() {
+    let refused = |card: &str, precision: &str, change: &dyn Fn(&mut Command), code: i32, words: &[&str]| {
+        let folder = tempfile::tempdir().unwrap();
+        label(card, folder.path(), precision, change)
+            .expect(code)
+            .one_line(words);
+    };
+    refused("8.0", "fp8", &|_| (), 2, &["FP8 needs 8.9", "`int8`"]);
+    refused("9.0", "f32", &|_| (), 2, &["does not compute in f32", "--device cpu"]);
+    let small = |c: &mut Command| _ = c.env("EMULATOR_MEMORY", "4000000");
+    refused("9.0", "bf16", &small, 2, &["out of memory", "MiB"]);
+    // On a CPU there is no FP8.
+    let folder = tempfile::tempdir().unwrap();
+    let (job, _) = job_in(folder.path(), "label-tickets.yaml", |text| {
+        text.replace("precision: f32", "precision: fp8")
+    });
+    let mut command = on_card(
+        "none",
+        &["run", arg(&job), "--limit", "4", "--quiet", "--device", "cpu"],
+    );
+    Run::of(&mut command)
+        .expect(2)
+        .one_line(&["a CPU does not compute in fp8", "`int8`"]);
+}

@@ -1,0 +1,196 @@
+//! Kernels without a GPU: launch plans of real models, and what NVIDIA's compiler makes of each kernel for each card, as snapshots.
+//!
+//! `UPDATE_SNAPSHOTS=1 cargo test --release --test all cuda_kernels` writes them anew.
+
+use std::collections::BTreeSet;
+use std::fmt::Write as _;
+use std::path::PathBuf;
+
+use gristmill::device::cuda::compile::{Compiler, Kernel, Target};
+use gristmill::device::cuda::items::{NARROW_WARPS, WIDE_WARPS};
+use gristmill::device::cuda::nvrtc::Nvrtc;
+use gristmill::device::cuda::plan::{self, Format, Heads, Launch, LinearShape};
+use gristmill::model::config::Config;
+use gristmill::model::shapes;
+use rayon::prelude::*;
+
+use crate::support::{root, skip};
+
+const FORMATS: [Format; 3] = [Format::Int8, Format::E4m3, Format::Bf16];
+/// Compute capabilities: A100; A10 and RTX 3090; L4, L40S and RTX 4090; H100 and H200.
+const CARDS: [u32; 4] = [80, 86, 89, 90];
+
+/// Holds `found` against a snapshot.
+fn check(name: &str, found: &str) {
+    let path = root().join("tests/snapshots").join(name);
+    if std::env::var_os("UPDATE_SNAPSHOTS").is_some() {
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(&path, found).unwrap();
+    }
+    let kept = std::fs::read_to_string(&path).unwrap_or_default();
+    for (line, (found, kept)) in found.lines().zip(kept.lines()).enumerate() {
+        assert_eq!(found, kept, "line {} of {}", line + 1, path.display());
+    }
+    assert_eq!(found.lines().count(), kept.lines().count(), "{}", path.display());
+}
+
+fn shape(name: &str) -> Config {
+    shapes::named(name).unwrap().unwrap()
+}
+
+/// What a step of `rows` tokens launches in a layer and after the last one, `attended` items of attention aside.
+fn launches(config: &Config, format: Format, capability: u32, rows: usize) -> Vec<Launch> {
+    let (hidden, mlp) = (config.hidden_size, config.intermediate_size);
+    let heads = heads(config, format);
+    let linear = |columns: usize, width: usize, format: Format, wide: bool| {
+        let shape = LinearShape {
+            format,
+            rows,
+            columns,
+            bytes: width * format.bytes(),
+            wide,
+        };
+        match capability {
+            90 => plan::linear_sm90(&shape, 132),
+            _ => plan::linear(&shape),
+        }
+    };
+    let attended = config.heads.heads * config.heads.head_dim;
+    let mut all = vec![
+        plan::embed(hidden, rows),
+        plan::add_norm(hidden, format, rows),
+        linear(config.heads.qkv_width(), hidden, format, false),
+        heads.rope_store(rows),
+        heads.attention(WIDE_WARPS, 0, rows.div_ceil(heads.queries(WIDE_WARPS) as usize)),
+        heads.attention(NARROW_WARPS, 0, rows),
+        heads.merge(rows),
+    ];
+    if format != Format::Bf16 {
+        all.push(plan::quantize(attended, format, rows));
+    }
+    all.extend([
+        linear(hidden, attended, format, false),
+        linear(2 * mlp, hidden, format, false),
+        plan::gated(mlp, format, rows),
+        linear(hidden, mlp, format, false),
+        plan::add_norm(hidden, Format::Bf16, rows),
+        linear(config.vocab_size, hidden, Format::Bf16, true),
+    ]);
+    all
+}
+
+fn heads(config: &Config, store: Format) -> Heads {
+    Heads {
+        heads: config.heads.heads as u32,
+        kv_heads: config.heads.kv_heads as u32,
+        dim: config.heads.head_dim as u32,
+        store,
+    }
+}
+
+#[test]
+fn launch_plans_of_published_models() {
+    let mut found = String::new();
+    for name in ["llama-3.1-8b", "llama-3.1-70b", "qwen3-32b", "qwen2.5-0.5b"] {
+        for (format, capability) in [(Format::E4m3, 90), (Format::Int8, 80), (Format::Bf16, 90)] {
+            for rows in [1, 64, 65, 2048] {
+                writeln!(
+                    found,
+                    "{name}, {format:?}, compute capability {capability}, {rows} rows"
+                )
+                .unwrap();
+                for launch in launches(&shape(name), format, capability, rows) {
+                    writeln!(found, "  {launch}").unwrap();
+                    let most = if capability == 90 { 227 << 10 } else { 99 << 10 };
+                    assert!(launch.shared_bytes <= most && launch.threads <= 1024, "{launch}");
+                }
+            }
+        }
+    }
+    check("launch_plans.txt", &found);
+}
+
+/// NVRTC as pip brought it.
+fn nvrtc() -> Option<Nvrtc> {
+    let python = root().join(".venv/lib");
+    let folders = std::fs::read_dir(python).ok()?.map(|entry| entry.unwrap().path());
+    let packages: Vec<PathBuf> = folders
+        .map(|python| python.join("site-packages/nvidia/cu13/lib"))
+        .collect();
+    let library = packages
+        .iter()
+        .map(|lib| lib.join("libnvrtc.so.13"))
+        .find(|path| path.exists())?;
+    Nvrtc::open(library)
+}
+
+/// Numbers in the assembler's line about a kernel, by the word after them.
+fn figure(log: &str, word: &str) -> u32 {
+    let at = log.find(word).unwrap_or_else(|| panic!("no `{word}` in {log}"));
+    let number = log[..at].trim_end().rsplit(|c: char| !c.is_ascii_digit()).next();
+    number.unwrap().parse().unwrap()
+}
+
+#[test]
+fn every_kernel_compiles_for_every_card_without_spills() {
+    let Some(first) = nvrtc() else {
+        return skip(
+            "cuda_kernels::every_kernel_compiles_for_every_card_without_spills",
+            "no NVRTC in .venv/",
+        );
+    };
+    let known = first.architectures().unwrap();
+    let mut kernels: Vec<(u32, Kernel)> = CARDS
+        .into_iter()
+        .flat_map(|card| {
+            let mut all = BTreeSet::new();
+            for name in ["llama-3.1-8b", "llama-3.1-70b", "qwen2.5-0.5b"] {
+                for format in FORMATS {
+                    if format == Format::E4m3 && card < 89 {
+                        continue;
+                    }
+                    for rows in [64, 2048] {
+                        all.extend(launches(&shape(name), format, card, rows).into_iter().map(|l| l.kernel));
+                    }
+                    if name == "llama-3.1-8b" {
+                        let heads = heads(&shape(name), format);
+                        all.extend([WIDE_WARPS, NARROW_WARPS].map(|warps| heads.attention(warps, 4096, 1).kernel));
+                        // Hopper runs these, too, where it is asked to.
+                        all.insert(Kernel::new("linear", &[("FORMAT", format as u32), ("WIDE", 0)]));
+                    }
+                }
+            }
+            all.into_iter().map(move |kernel| (card, kernel))
+        })
+        .collect();
+    kernels.sort_by_key(|(card, kernel)| (kernel.name, *card, *kernel));
+    let lines: Vec<String> = kernels
+        .into_par_iter()
+        .map(|(card, kernel)| {
+            let target = Target::of(card, &known).unwrap();
+            let compiled = Compiler::new(nvrtc().unwrap(), target).compile(&kernel).unwrap_or_else(|e| panic!("{e}"));
+            let log = &compiled.log;
+            let [stack, stores, loads] = ["bytes stack frame", "bytes spill stores", "bytes spill loads"].map(|w| figure(log, w));
+            let registers = figure(log, "registers");
+            let shared = if log.contains("bytes smem") { figure(log, "bytes smem") } else { 0 };
+            assert!(compiled.image.starts_with(b"\x7fELF"), "{kernel}: no machine code");
+            assert_eq!((stack, stores, loads), (0, 0, 0), "{kernel} for {card}: {log}");
+            format!("{kernel}, {card}: {registers} registers, {stack} B stack, {stores} + {loads} B spilled, {shared} B shared")
+        })
+        .collect();
+    check("kernels.txt", &(lines.join("\n") + "\n"));
+}
+
+#[test]
+fn a_kernel_that_does_not_compile_names_its_line() {
+    let Some(nvrtc) = nvrtc() else {
+        return skip(
+            "cuda_kernels::a_kernel_that_does_not_compile_names_its_line",
+            "no NVRTC in .venv/",
+        );
+    };
+    let compiler = Compiler::new(nvrtc, Target::Card(80));
+    let kernel = Kernel::new("linear", &[("FORMAT", 1), ("WIDE", 0)]);
+    let error = compiler.compile(&kernel).map(|_| ()).unwrap_err().to_string();
+    assert!(error.contains("linear.cu(") && error.contains("FORMAT=1"), "{error}");
+}
