@@ -34,7 +34,8 @@
 // `__syncwarp` keep the compiler from beginning more products at once than there are registers for.
 #define LARGE (HEAD_DIM > 128)
 #define QUERY_BYTES (LARGE ? ROW_WARPS * 16 * KEY_ROW : 0)
-#if LARGE
+// Where shared memory or sums leave room for few blocks, the compiler need not save registers for more of them.
+#if LARGE || ROW_WARPS < 4
 #define BOUNDS THREADS, 1
 #else
 #define BOUNDS THREADS
@@ -47,6 +48,7 @@
 // Steps of a product over a key's row, 32 bytes each. Where the parts of 16 bytes are an odd number, the last step has half of the
 // queries zero, and takes any part of the keys for it.
 #define KEY_STEPS ((KEY_ROW + 31) / 32)
+const int KEY_UNROLL = LARGE ? 2 : KEY_STEPS;
 #define LOWEST (-1e30f)
 
 static_assert(HEAD_DIM % (LARGE ? 32 : 16) == 0 && HEAD_DIM <= 256, "HEAD_DIM is a multiple of 16 up to 128, and of 32 up to 256");
@@ -248,7 +250,7 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
 #pragma unroll
             for (int pair = 0; pair < SPAN / 16; pair++) {
                 Sum scores[2][4] = {};
-#pragma unroll (LARGE ? 2 : KEY_STEPS)
+#pragma unroll KEY_UNROLL
                 for (int k = 0; k < KEY_STEPS; k++) {
                     u32 b[4];
                     bool half_step = KEY_ROW / 16 % 2 == 1 && k == KEY_STEPS - 1;

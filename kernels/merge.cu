@@ -1,7 +1,7 @@
 // Parts of attention's results to whole ones: sums weigh by exp(their largest score - the largest of all), in the order of the list.
 //
-// HEADS, KV_HEADS, HEAD_DIM, ROW_WARPS: as in attention.cu, whose parts these are. A block takes a token: its parts are
-// `parts[first[i]]` to before `parts[first[i + 1]]`, each a part and which of that part's queries the token is.
+// HEADS, KV_HEADS, HEAD_DIM: as in attention.cu, whose parts these are, of items of any number of warps. A block takes a token: its
+// parts are `parts[first[i]]` to before `parts[first[i + 1]]`.
 #include "ptx.cuh"
 #include "types.cuh"
 
@@ -9,7 +9,8 @@
 #define THREADS 128
 
 struct Part {
-    u32 part, query;
+    // Its number among parts of as many rows, which of its queries the token is, and its rows: 16 a warp.
+    u32 part, query, rows;
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -19,7 +20,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int at = int(threadIdx.x); at < HEADS * HEAD_DIM; at += THREADS) {
         int head = at / HEAD_DIM, dim = at % HEAD_DIM;
         auto row = [&](u32 i) {
-            return (u64(parts[i].part) * KV_HEADS + head / GROUP) * (ROW_WARPS * 16) + parts[i].query * GROUP + head % GROUP;
+            return (u64(parts[i].part) * KV_HEADS + head / GROUP) * parts[i].rows + parts[i].query * GROUP + head % GROUP;
         };
         float largest = part_states[row(begin) * 2];
         for (u32 i = begin + 1; i < end; i++) largest = fmaxf(largest, part_states[row(i) * 2]);

@@ -82,7 +82,7 @@ __device__ inline void store(const Head& head, void* to, u64 at, int stride, flo
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32)
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 4)
     rope_store(Bf16* qkv, const float* rotations, const u32* positions, const u32* slots, const Bf16* q_norm, const Bf16* k_norm,
                float eps, void* keys, void* values, float* key_scales, float* value_scales) {
     int token = int(blockIdx.x), at = int(blockIdx.y) * WARPS + int(threadIdx.x) / 32;

@@ -1,5 +1,8 @@
 // One token a row from its logits, a block a row: what src/engine/sampling.rs says, in its order.
 //
+// logits: [rows][stride] F32, of which `vocabulary` count; penalties and masks change them. draws, drawn: [rows]. penalties, masks: as
+// the draws say.
+//
 // A token's weight is exp((logit - largest) / temperature) in units of 2^-40, summed in whole numbers: so what is filtered, and which
 // token is drawn, does not depend on the order in which threads add. Tokens are ordered by logit, then by id; top-k, top-p and
 // min-p each keep the first of them, found digit by digit of the logit's bits (a radix selection), and so does all of them together.
@@ -169,10 +172,10 @@ __device__ NOINLINE Kept select(const float* row, u32 vocabulary, Kept within, u
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    sample(float* logits, u32 vocabulary, const Draw* draws, Penalty* penalties, const u32* masks, Drawn* drawn) {
+    sample(float* logits, u32 vocabulary, const Draw* draws, Penalty* penalties, const u32* masks, Drawn* drawn, u32 stride) {
     __shared__ Shared s;
-    Draw draw = draws[blockIdx.x];
-    float* row = logits + u64(blockIdx.x) * vocabulary;
+    const Draw& draw = draws[blockIdx.x];
+    float* row = logits + u64(blockIdx.x) * stride;
     auto larger = [](float a, float b) { return fmaxf(a, b); };
     auto sum = [](float a, float b) { return a + b; };
 

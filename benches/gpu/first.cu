@@ -162,12 +162,12 @@ static void linear(const std::string& folder, int k, int n) {
                     layer = (layer + 1) % layers;
                     if (way == 0) {
                         kernel((rows + 127) / 128, (n + 127) / 128, 256, 3 * 2 * 128 * 128,
-                               {&dx, &dw[layer], &rs, &cs, &bias, &dy, &rows, &n, &bytes});
+                               {&dx, &dw[layer], &rs, &cs, &bias, &dy, &rows, &n, &bytes, &n});
                     } else {
                         int tiles = (rows + consumers * 64 - 1) / (consumers * 64) * ((n + 127) / 128);
                         int stages = consumers == 1 ? 8 : 6, stage = (consumers * 64 + 128) * 128;
                         kernel(std::min(tiles, processors), 1, 128 + consumers * 128, stages * stage + 1024,
-                               {&xm, &maps[layer], &rs, &cs, &bias, &dy, &rows, &n, &bytes});
+                               {&xm, &maps[layer], &rs, &cs, &bias, &dy, &rows, &n, &bytes, &n});
                     }
                 };
                 run();

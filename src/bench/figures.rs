@@ -15,7 +15,7 @@ pub struct Figures {
     pub precision: String,
     /// What keys and values are kept in.
     pub kv_cache: String,
-    /// Instructions that the kernels use.
+    /// Instructions that the CPU's kernels use, or the GPU's name.
     pub isa: String,
     pub threads: usize,
     pub requests: u64,

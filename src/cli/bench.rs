@@ -15,6 +15,7 @@ use crate::cli::place::Place;
 use crate::cli::worker::asked_precision;
 use crate::device::Dtype;
 use crate::device::cpu::Isa;
+use crate::device::cuda::Cuda;
 use crate::engine::request::Request;
 use crate::engine::scheduler::Policy;
 use crate::engine::{Engine, Forward, Generate};
@@ -88,7 +89,7 @@ fn run(args: &BenchArgs) -> Result<Exit, Failure> {
     let mut engine = engine(args, &subject, (place, formats), vocabulary, &requests)?;
     let first: Vec<Request> = requests.iter().take(args.warm_up).cloned().collect();
     serve(&mut engine, first)?;
-    let (figures, steps) = measure(args, &mut engine, requests, formats)?;
+    let (figures, steps) = measure(args, &mut engine, requests, (place, formats))?;
     if let Some(path) = &args.svg {
         let title = format!(
             "{}, {}: {:.0} tokens/s",
@@ -211,7 +212,7 @@ fn measure(
     args: &BenchArgs,
     engine: &mut Engine,
     requests: Vec<Request>,
-    formats: Formats,
+    (place, formats): (Place, Formats),
 ) -> Result<(Figures, Vec<Step>), Failure> {
     let count = requests.len() as u64;
     let before = operations(engine);
@@ -228,7 +229,10 @@ fn measure(
         model: args.model.clone(),
         precision: formats.precision_word().into(),
         kv_cache: formats.kv_word().into(),
-        isa: args.engine.instructions.unwrap_or_else(Isa::detect).to_string(),
+        isa: match place {
+            Place::Cpu => args.engine.instructions.unwrap_or_else(Isa::detect).to_string(),
+            Place::Cuda(ordinal) => Cuda::probe(ordinal)?.name,
+        },
         threads: crate::cli::outfit::threads(&args.engine),
         requests: count,
         failed: served.failed,

@@ -11,7 +11,7 @@ use crate::cli::place::Place;
 use crate::device::cpu::Threads;
 use crate::device::cuda::Cuda;
 use crate::device::{DeviceError, KvFormat, Precision};
-use crate::doctor::models::ModelFinding;
+use crate::doctor::models::{ModelFinding, Subject, families};
 use crate::doctor::{Extent, Finding, Pair, models};
 
 /// Everything that was found.
@@ -75,6 +75,10 @@ fn examine(args: &DoctorArgs) -> Result<Report, Failure> {
         );
         println!("{HEADER}");
     }
+    let mut subjects = families()?;
+    for dir in &args.model {
+        subjects.push(Subject::open(dir).map_err(Failure::bad_job)?);
+    }
     let formats = [
         (Precision::Bf16, KvFormat::Bf16, "bf16"),
         (Precision::Int8, KvFormat::Int8, "int8"),
@@ -104,7 +108,7 @@ fn examine(args: &DoctorArgs) -> Result<Report, Failure> {
             report.right &= finding.is_right();
             report.models.push(InFormat { format, finding });
         };
-        models(open, (precision, kv), &threads, &mut tell)?;
+        models(&subjects, open, (precision, kv), &threads, &mut tell)?;
     }
     if !quiet {
         println!(
@@ -153,7 +157,7 @@ fn line(finding: &Finding) -> String {
 
 fn model_line(format: &str, finding: &ModelFinding) -> String {
     format!(
-        "{:<24} {:<7} {:<30} {:>8.5} {:>9.5} nats, {} of {} rows with the same largest logit{}{}",
+        "{:<24} {:<7} {:<30} {:>8.5} {:>9.5} nats, {} of {} rows with the same largest logit, {} wrong{}{}",
         "model",
         format,
         finding.model,
@@ -161,6 +165,7 @@ fn model_line(format: &str, finding: &ModelFinding) -> String {
         finding.divergence_max,
         finding.same,
         finding.rows,
+        finding.wrong,
         if finding.alone_alike {
             ", the same bits alone"
         } else {

@@ -37,6 +37,8 @@ fn cases(extent: Extent) -> Vec<Case> {
     let (full, some) = (KvSpec::Full, [(1, 1), (63, 1), (64, 1), (65, 2), (130, 40)]);
     let mut cases = vec![
         case(heads(4, 2, 32), full, true, &some, 0),
+        case(heads(5, 1, 96), full, false, &[(70, 2)], 0),
+        case(heads(4, 2, 256), full, false, &[(70, 1)], 0),
         case(heads(4, 4, 64), full, false, &some, 0),
         case(heads(7, 1, 64), KvSpec::Window(70), false, &some, 0),
         case(heads(8, 2, 128), full, true, &[(100, 1), (3, 1)], 0),
@@ -48,7 +50,7 @@ fn cases(extent: Extent) -> Vec<Case> {
         cases.push(case(heads(32, 8, 128), full, false, &many, 768));
         cases.push(case(heads(32, 8, 128), full, false, &[(2048, 1)], 0));
         cases.push(case(heads(32, 8, 128), KvSpec::Window(1000), false, &[(3000, 1)], 0));
-        cases.push(case(heads(4, 1, 256), full, false, &some, 0));
+        cases.push(case(heads(16, 16, 80), full, false, &some, 0));
         cases.push(case(heads(64, 1, 64), full, false, &some, 0));
     }
     cases

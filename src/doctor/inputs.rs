@@ -2,7 +2,7 @@
 
 use half::bf16;
 
-use crate::device::{Dtype, Tensor};
+use crate::device::{Dtype, Precision, Tensor};
 
 /// Numbers in [-1, 1) (SplitMix64, Steele et al. 2014).
 pub fn numbers(seed: u64, count: usize) -> Vec<f32> {
@@ -20,6 +20,39 @@ pub fn numbers(seed: u64, count: usize) -> Vec<f32> {
         .collect()
 }
 
+/// Rows that `precision` holds exactly, scales being powers of two: what is multiplied is then what was given, and a product is right
+/// to the rounding of its result.
+pub fn exact(precision: Precision, seed: u64, rows: usize, width: usize) -> Vec<f32> {
+    let mut values = numbers(seed, rows * width);
+    if !matches!(precision, Precision::Int8 | Precision::Fp8) {
+        return values;
+    }
+    let int8 = precision == Precision::Int8;
+    // The largest magnitude of a row, which its scale is made of: 127 or 448 times a power of two.
+    let most = if int8 { 127.0 / 128.0 } else { 448.0 / 512.0 };
+    for (row, values) in values.chunks_exact_mut(width).enumerate() {
+        for value in &mut *values {
+            *value = if int8 {
+                (*value * 127.0).round() / 128.0
+            } else {
+                four_bits(*value * most)
+            };
+        }
+        let at = row * 7 % width;
+        values[at] = most.copysign(values[at]);
+    }
+    values
+}
+
+/// Rounded to four significant bits, as E4M3 keeps them; what is too small for it becomes zero.
+fn four_bits(x: f32) -> f32 {
+    if x.abs() < 1.0 / 1024.0 {
+        return 0.0;
+    }
+    let half = 1 << 19;
+    f32::from_bits((x.to_bits() + half) & !((1 << 20) - 1))
+}
+
 /// A matrix of numbers as a checkpoint would store it, in BF16.
 pub struct Stored {
     rows: usize,
@@ -30,7 +63,11 @@ pub struct Stored {
 impl Stored {
     /// Numbers times `scale`, a power of two.
     pub fn new(seed: u64, rows: usize, columns: usize, scale: f32) -> Stored {
-        let values = numbers(seed, rows * columns);
+        Stored::of(&numbers(seed, rows * columns), rows, columns, scale)
+    }
+
+    /// These numbers times `scale`.
+    pub fn of(values: &[f32], rows: usize, columns: usize, scale: f32) -> Stored {
         Stored {
             rows,
             columns,
@@ -47,6 +84,32 @@ impl Stored {
             rows: self.rows,
             columns: self.columns,
             data: &self.data,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exact_rows_are_whole_steps_of_their_scale() {
+        for (precision, top) in [(Precision::Int8, 127.0), (Precision::Fp8, 448.0)] {
+            let rows = exact(precision, 3, 4, 100);
+            for row in rows.chunks_exact(100) {
+                let scale = row.iter().fold(0.0f32, |most, x| most.max(x.abs())) / top;
+                assert_eq!(scale.log2().fract(), 0.0);
+                for x in row {
+                    let step = x / scale;
+                    let held = match precision {
+                        Precision::Int8 => step.fract() == 0.0,
+                        // Four bits of it, none below 2^-9.
+                        _ => step.to_bits() & 0xfffff == 0 && (step * 512.0).fract() == 0.0,
+                    };
+                    assert!(held, "{step} in {precision:?}");
+                    assert_eq!(bf16::from_f32(*x).to_f32(), *x);
+                }
+            }
         }
     }
 }

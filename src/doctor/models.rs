@@ -1,5 +1,6 @@
 //! Whole small models with random weights, of every family, against the CPU in F32.
 
+use std::path::Path;
 use std::sync::Arc;
 
 use serde::Serialize;
@@ -9,18 +10,20 @@ use crate::device::cpu::Threads;
 use crate::device::{Device, DeviceError, Dtype, KvFormat, Precision};
 use crate::engine::Forward;
 use crate::model::config::Config;
-use crate::model::weights::RandomWeights;
+use crate::model::weights::{RandomWeights, WeightSource, Weights};
 use crate::model::{KvBudget, LoadOptions, ModelError, Transformer};
 
 /// What a small model gave.
 #[derive(Debug, Clone, Serialize)]
 pub struct ModelFinding {
-    pub model: &'static str,
+    pub model: String,
     /// Mean Kullback-Leibler divergence from F32, in nats.
     pub divergence: f64,
     pub divergence_max: f64,
     /// Rows of logits whose largest is the same token's.
     pub same: usize,
+    /// Rows whose largest is another token's though it stands out by more than eight times the logits' mean error.
+    pub wrong: usize,
     pub rows: usize,
     /// Do a sequence's logits depend on what else is in the batch?
     pub alone_alike: bool,
@@ -28,7 +31,7 @@ pub struct ModelFinding {
 
 impl ModelFinding {
     pub fn is_right(&self) -> bool {
-        self.divergence <= self.divergence_max
+        self.divergence <= self.divergence_max && self.wrong == 0
     }
 }
 
@@ -45,8 +48,32 @@ fn divergence_max(precision: Precision, kv: KvFormat) -> f64 {
     of(precision == Precision::Int8, precision == Precision::Fp8).max(of(kv == KvFormat::Int8, kv == KvFormat::Fp8))
 }
 
-/// Small models: family, what `config.json` says besides the sizes.
-fn shapes() -> Result<Vec<(&'static str, Config)>, ModelError> {
+/// A model to look at.
+pub struct Subject {
+    name: String,
+    config: Config,
+    weights: Box<dyn WeightSource>,
+}
+
+impl Subject {
+    /// The checkpoint in `dir`.
+    ///
+    /// # Errors
+    /// It cannot be read.
+    pub fn open(dir: &Path) -> Result<Subject, ModelError> {
+        Ok(Subject {
+            name: dir.display().to_string(),
+            config: Config::load(dir)?,
+            weights: Box::new(Weights::open(dir)?),
+        })
+    }
+}
+
+/// Small models of every family, with random weights.
+///
+/// # Errors
+/// None that their sizes could bring about.
+pub fn families() -> Result<Vec<Subject>, ModelError> {
     let sizes = |architecture: &str, more: serde_json::Value| {
         let mut map = serde_json::json!({
             "architectures": [architecture], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -58,7 +85,7 @@ fn shapes() -> Result<Vec<(&'static str, Config)>, ModelError> {
         }
         Config::parse(std::path::Path::new(architecture), &map.to_string())
     };
-    Ok(vec![
+    let shapes = [
         ("llama", sizes("LlamaForCausalLM", serde_json::json!({}))?),
         (
             "mistral, window",
@@ -69,20 +96,30 @@ fn shapes() -> Result<Vec<(&'static str, Config)>, ModelError> {
             sizes("Qwen2ForCausalLM", serde_json::json!({"tie_word_embeddings": true}))?,
         ),
         ("qwen3, normed heads", sizes("Qwen3ForCausalLM", serde_json::json!({}))?),
-    ])
+    ];
+    let subject = |(name, config): (&str, Config)| Subject {
+        name: name.into(),
+        config,
+        weights: Box::new(RandomWeights {
+            seed: 20,
+            dtype: Dtype::Bf16,
+        }),
+    };
+    Ok(shapes.into_iter().map(subject).collect())
 }
 
-/// Every small model, on a device that `make` makes for it in these formats.
+/// Every model, on a device that `make` makes for it in these formats.
 ///
 /// # Errors
 /// The device failed.
 pub fn models<D: Device + 'static>(
+    subjects: &[Subject],
     make: impl Fn() -> Result<D, DeviceError>,
     (precision, kv_format): (Precision, KvFormat),
     threads: &Arc<Threads>,
     tell: &mut dyn FnMut(ModelFinding),
 ) -> Result<(), ModelError> {
-    for (name, config) in shapes()? {
+    for Subject { name, config, weights } in subjects {
         let options = |precision, kv_format, blocks| LoadOptions {
             precision,
             kv_format,
@@ -93,22 +130,20 @@ pub fn models<D: Device + 'static>(
             max_context: None,
             vocabulary: None,
         };
-        let weights = RandomWeights {
-            seed: 20,
-            dtype: Dtype::Bf16,
-        };
+        let weights = &**weights;
         let reference = options(Precision::F32, KvFormat::F32, 128);
-        let mut reference = Transformer::from_weights(config.clone(), &weights, &reference)?;
+        let mut reference = Transformer::from_weights(config.clone(), weights, &reference)?;
         let loaded = options(precision, kv_format, 32);
-        let mut model = Transformer::on_device(make()?, config, &weights, &loaded)?;
+        let mut model = Transformer::on_device(make()?, config.clone(), weights, &loaded)?;
         let (want, got) = (logits(&mut reference, None)?, logits(&mut model, None)?);
         let alone = logits(&mut model, Some(1))?;
         let rows = want.len();
         tell(ModelFinding {
-            model: name,
+            model: name.clone(),
             divergence: want.iter().zip(&got).map(|(p, q)| divergence(p, q)).sum::<f64>() / rows as f64,
             divergence_max: divergence_max(precision, kv_format),
             same: want.iter().zip(&got).filter(|(p, q)| largest(p) == largest(q)).count(),
+            wrong: wrong(&want, &got),
             rows,
             alone_alike: alone == got[LENGTHS[0] as usize..][..alone.len()],
         });
@@ -159,6 +194,19 @@ fn logits<M: Forward>(model: &mut M, only: Option<usize>) -> Result<Vec<Vec<f32>
 
 fn largest(row: &[f32]) -> Option<usize> {
     (0..row.len()).max_by(|a, b| row[*a].total_cmp(&row[*b]))
+}
+
+/// Rows whose largest is another token's though it stands out.
+fn wrong(want: &[Vec<f32>], got: &[Vec<f32>]) -> usize {
+    let pairs = || want.iter().flatten().zip(got.iter().flatten());
+    let error = (pairs().map(|(p, q)| f64::from(p - q).powi(2)).sum::<f64>() / pairs().count().max(1) as f64).sqrt();
+    let is_wrong = |(p, q): &(&Vec<f32>, &Vec<f32>)| {
+        let (Some(best), Some(chosen)) = (largest(p), largest(q)) else {
+            return false;
+        };
+        f64::from(p[best] - p[chosen]) > 8.0 * error
+    };
+    want.iter().zip(got).filter(is_wrong).count()
 }
 
 /// Of the second distribution from the first, in nats. Not a number where a logit is none.

@@ -2,16 +2,18 @@
 //!
 //! Errors are measured against the root mean square of the right values. With values uniform in [-1, 1):
 //!
-//! - BF16 keeps 8 bits: a value is off by at most 2^-9 of itself, and every operation rounds its result.
+//! - BF16 keeps 8 bits: a value is off by at most 2^-8 of itself, on average by less than 2^-9, and every operation rounds its result.
 //! - INT8 in steps of max / 127: off by step / sqrt(12) on average, 1 / (127 * 2) of the root mean square of values that fill
-//!   [-max, max] evenly; what is multiplied is rounded on both sides: sqrt(2) / 254 = 0.0056. Inputs that are bell-shaped
-//!   reach some four times their root mean square: sqrt(2) * 4 / (127 * sqrt(12)) = 0.013.
+//!   [-max, max] evenly, 0.004. Rows that are bell-shaped
+//!   reach some four times their root mean square: 4 / (127 * sqrt(12)) = 0.009.
 //! - E4M3 keeps 4 bits: steps of 2^-3 at the lower end of a power of two, 2^-4 at its upper end, of the value; off by
-//!   step / sqrt(12), 0.026 on average; sqrt(2) * 0.026 = 0.037 where both sides are rounded.
+//!   step / sqrt(12), 0.026 on average.
+//!
+//! Linear operations are given rows that their format holds exactly, so that their products may be off by the result's rounding alone.
 //!
 //! The allowed error is twice what is expected. Of single values, those are furthest off that are largest, some four times the root
-//! mean square: by 4 * 2^-9 for each time that they are rounded to BF16; and of many sums of errors one lies some six standard
-//! deviations out, of values in E4M3 by 4 * 2^-4: ten times what is expected of 8 bits.
+//! mean square (products of two such values: sixteen times): by 2^-8 of themselves for each time that they are rounded to BF16, in
+//! E4M3 by 2^-4, two and a half times what is expected; and of many sums of errors, one lies some six standard deviations out.
 
 use crate::device::{KvFormat, Precision};
 
@@ -24,7 +26,7 @@ pub struct Tolerance {
     pub worst: f64,
 }
 
-/// Of one rounding to BF16.
+/// Of one rounding to BF16, on average.
 const BF16: f64 = 1.0 / 512.0;
 /// Of one rounding of bell-shaped rows, as derived above.
 const INT8: f64 = 4.0 / (127.0 * 3.4641);
@@ -33,10 +35,14 @@ const E4M3: f64 = 0.026;
 impl Tolerance {
     /// Of what is rounded to BF16 so often, and to 8 bits, each of whose roundings is expected to cost `eight`, so often.
     fn of(roundings: f64, eight: f64, times: f64) -> Tolerance {
-        let expected = BF16 * roundings.sqrt() + eight * times.sqrt();
+        Tolerance::reaching(4.0, roundings, eight, times)
+    }
+
+    /// As [`of`](Self::of), where the largest values are `reach` times their root mean square.
+    fn reaching(reach: f64, roundings: f64, eight: f64, times: f64) -> Tolerance {
         Tolerance {
-            error: 2.0 * expected,
-            worst: 4.0 * BF16 * roundings + 10.0 * eight * times.sqrt(),
+            error: 2.0 * (BF16 * roundings.sqrt() + eight * times.sqrt()),
+            worst: reach * (2.0 * BF16 * roundings + 2.5 * eight * times.sqrt()),
         }
     }
 
@@ -50,14 +56,14 @@ impl Tolerance {
         Tolerance::of(f64::from(roundings), eight(precision), 1.0)
     }
 
-    /// Of products of quantized rows, rounded to BF16 at the end.
-    pub fn products(precision: Precision) -> Tolerance {
-        Tolerance::of(1.0, eight(precision), 2.0)
+    /// Of products of what the format holds exactly, rounded to BF16 at the end.
+    pub fn products() -> Tolerance {
+        Tolerance::of(1.0, 0.0, 0.0)
     }
 
-    /// Of silu(gate) * up of such products, quantized again: both factors are off, and silu's slope is at most 1.1.
+    /// Of silu(gate) * up of such products: each is rounded, silu too, and the product, which is quantized.
     pub fn gated(precision: Precision) -> Tolerance {
-        Tolerance::of(5.0, eight(precision), 5.0)
+        Tolerance::reaching(16.0, 5.0, eight(precision), 1.0)
     }
 
     /// Of attention: queries (twice, with their rotation), keys, weights and values are rounded, and the result.

@@ -216,7 +216,7 @@ static Step make_step(const World& world) {
             for (u32 j = 0; j < count; j++) {
                 step.merged.push_back(first + i + j);
                 step.first_part.push_back(u32(step.parts.size()));
-                for (u32 part = first_part; part < step.part_count; part++) step.parts.push_back({part, j});
+                for (u32 part = first_part; part < step.part_count; part++) step.parts.push_back({part, j, ROW_WARPS * 16});
             }
         }
     }

@@ -1,16 +1,51 @@
-"""Compiles every kernel for every card by NVRTC and prints registers, stack and spills.
+"""Compiles every kernel for every card by NVRTC and prints registers; fails where one needs stack or spills.
 
     pip install --target DIR nvidia-cuda-nvrtc && python3 tests/emulator/compile.py DIR [KERNEL...]
 """
 
 import ctypes
 import pathlib
+import re
 import sys
 
 ROOT = pathlib.Path(__file__).parents[2]
 CARDS = ["sm_80", "sm_86", "sm_89", "sm_90a"]
 FORMATS = {"int8": 0, "fp8": 1, "bf16": 2}
-SHAPE = {"WIDTH": 4096, "HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "BLOCK": 64, "ROW_WARPS": 4, "WINDOW": 0, "CONSUMERS": 2}
+WIDTHS = [8, 64, 4096, 8192, 14336, 28672, 65536]
+# HEAD_DIM and ROW_WARPS.
+HEADS = [(32, 1), (64, 4), (80, 4), (96, 4), (128, 1), (128, 4), (192, 4), (256, 1), (256, 4)]
+MODEL = {"HEADS": 32, "KV_HEADS": 8, "BLOCK": 64, "WINDOW": 0}
+
+
+def threads(width):
+    """What rows.cuh says of THREADS."""
+    return max(128, min(1024, 1 << ((width + 31) // 32 - 1).bit_length()))
+
+
+def shapes(name):
+    """Macros to compile a kernel with, besides its format's."""
+    rows = [{"WIDTH": width, "THREADS": threads(width)} for width in WIDTHS]
+    heads = [MODEL | {"HEAD_DIM": dim, "ROW_WARPS": warps} for dim, warps in HEADS]
+    return {
+        "add_norm": rows,
+        "gated": rows,
+        "quantize": rows,
+        "embed": [{"WIDTH": 4096}],
+        "linear": [{"WIDE": wide} for wide in (0, 1)],
+        "linear_sm90": [{"WIDE": wide, "CONSUMERS": consumers} for wide in (0, 1) for consumers in (1, 2)],
+        "attention": heads + [shape | {"SOFT_CAP": "50.0f", "WINDOW": 4096} for shape in heads if shape["HEAD_DIM"] >= 128],
+        "merge": heads,
+        "rope_store": heads,
+    }.get(name, [{}])
+
+
+def formats(name, card):
+    """The names of a kernel's formats that a card has, and their macros."""
+    macro = {"add_norm": "OUTPUT", "gated": "OUTPUT", "quantize": "OUTPUT", "attention": "STORE", "rope_store": "STORE"}
+    macro |= {"linear": "FORMAT", "linear_sm90": "FORMAT"}
+    if name not in macro:
+        return [("", {})]
+    return [(word, {macro[name]: value}) for word, value in FORMATS.items() if word != "fp8" or card not in ("sm_80", "sm_86")]
 
 
 def load(folder):
@@ -49,15 +84,14 @@ def main():
         for card in CARDS:
             if name.endswith("_sm90") and card != "sm_90a":
                 continue
-            for word, value in FORMATS.items():
-                if word == "fp8" and card in ("sm_80", "sm_86"):
-                    continue
-                macros = SHAPE | {"OUTPUT": value, "FORMAT": value, "STORE": value}
-                fine, log, size = compile(nvrtc, name, card, macros, headers)
-                lines = [line.replace("ptxas", "").replace("info", "").strip(" :.") for line in log.splitlines()]
-                said = "; ".join(line for line in lines if "Used" in line or "spill" in line) if fine else log
-                print(f"{name} {card} {word}: {size:,} bytes; {said}")
-                bad |= not fine
+            for word, macro in formats(name, card):
+                for shape in shapes(name):
+                    fine, log, size = compile(nvrtc, name, card, macro | shape, headers)
+                    spilled = any(int(count) > 0 for count in re.findall(r"(\d+) bytes (?:stack frame|spill)", log))
+                    registers = re.search(r"Used (\d+) registers", log)
+                    said = f"{registers[1]} registers" + (", BUT ON THE STACK: " + log if spilled else "") if fine else log
+                    print(name, card, word, *(f"{macro}={value}" for macro, value in shape.items()), f"{size:,} bytes;", said)
+                    bad |= not fine or spilled
     sys.exit(bad)
 
 

@@ -1,24 +1,63 @@
 #!/bin/bash
-# Runs kernels in the emulator against references in doubles, in every format: tests/emulator/run.sh. Needs a C++ compiler alone.
+# Runs kernels in the emulator against references in doubles, in every format: tests/emulator/run.sh [PROGRAM]..., of linear, rows,
+# attention, sample and client (the libraries that stand in for NVIDIA's). Needs a C++ compiler alone. Fails where an error is larger than its check says.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 built=$(mktemp -d)
 trap 'rm -rf "$built"' EXIT
+failed=0
 
 # run PROGRAM MACRO...: builds it with these macros and runs it.
 run() {
     local program=$1
     shift
+    echo "$program $*"
     g++ -O2 -std=c++17 -Wno-psabi "${@/#/-D}" -I tests/emulator -I kernels/common "tests/emulator/$program.cpp" tests/emulator/emulator.cpp -o "$built/program"
-    "$built/program"
+    "$built/program" || failed=1
 }
 
-for format in 0 1 2; do
-    run linear FORMAT=$format
-    for consumers in 1 2; do run linear FORMAT=$format CONSUMERS=$consumers; done
-    for width in 64 896 4864; do run rows OUTPUT=$format WIDTH=$width; done
-    for warps in 1 4; do
-        for dim in 64 128; do run attention STORE=$format ROW_WARPS=$warps HEAD_DIM=$dim; done
+linear() {
+    for format in 0 1 2; do
+        for wide in 0 1; do run linear FORMAT=$format WIDE=$wide; done
+        run linear FORMAT=$format WIDE=1 CONSUMERS=1
+        run linear FORMAT=$format WIDE=0 CONSUMERS=2
     done
+}
+
+rows() {
+    for format in 0 1 2; do
+        run rows OUTPUT=$format WIDTH=8 THREADS=128
+        run rows OUTPUT=$format WIDTH=904 THREADS=128
+        run rows OUTPUT=$format WIDTH=4864 THREADS=256
+        run rows OUTPUT=$format WIDTH=28672 THREADS=1024
+        run rows OUTPUT=$format WIDTH=65536 THREADS=1024
+    done
+}
+
+attention() {
+    for store in 0 1 2; do
+        run attention STORE=$store HEADS=8 KV_HEADS=2 HEAD_DIM=64 BLOCK=64 ROW_WARPS=4
+        run attention STORE=$store HEADS=16 KV_HEADS=1 HEAD_DIM=32 BLOCK=64 ROW_WARPS=1
+        run attention STORE=$store HEADS=6 KV_HEADS=2 HEAD_DIM=80 BLOCK=64 ROW_WARPS=2 WINDOW=100
+        run attention STORE=$store HEADS=5 KV_HEADS=1 HEAD_DIM=96 BLOCK=32 ROW_WARPS=1 WINDOW=33
+        run attention STORE=$store HEADS=7 KV_HEADS=1 HEAD_DIM=128 BLOCK=64 ROW_WARPS=1 SOFT_CAP=2.0f
+        run attention STORE=$store HEADS=2 KV_HEADS=2 HEAD_DIM=128 BLOCK=64 ROW_WARPS=4
+        run attention STORE=$store HEADS=8 KV_HEADS=1 HEAD_DIM=256 BLOCK=64 ROW_WARPS=4 STAGES=1 SOFT_CAP=2.0f WINDOW=64
+    done
+}
+
+sample() {
+    run sample
+}
+
+client() {
+    echo client
+    tests/emulator/build.sh "$built/lib"
+    g++ -O2 -std=c++17 tests/emulator/client.cpp -o "$built/client"
+    "$built/client" "$built/lib" || failed=1
+}
+
+for part in "${@:-linear rows attention sample client}"; do
+    for name in $part; do "$name"; done
 done
-run sample
+exit $failed

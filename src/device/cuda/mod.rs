@@ -452,9 +452,10 @@ impl Device for Cuda {
     }
 
     fn step(&self, heads: HeadShape, rope: RopeSpec, specs: &[KvSpec]) -> Result<Step, DeviceError> {
-        if ![32, 64, 128, 256].contains(&heads.head_dim) || heads.heads / heads.kv_heads > 64 {
+        let step = if heads.head_dim <= 128 { 16 } else { 32 };
+        if !heads.head_dim.is_multiple_of(step) || heads.head_dim > 256 || heads.heads / heads.kv_heads > 64 {
             return Err(DeviceError::Unsupported(format!(
-                "the model has {} heads of {} numbers over {} key and value heads; the GPU's kernels take heads of 32, 64, 128 or 256, up to 64 of them to a key and value head: compute with `--device cpu`",
+                "the model has {} heads of {} numbers over {} key and value heads; the GPU's kernels take heads of multiples of 16 up to 128 and of 32 up to 256, up to 64 of them to a key and value head: compute with `--device cpu`",
                 heads.heads, heads.head_dim, heads.kv_heads
             )));
         }

@@ -186,6 +186,9 @@ pub struct Heads {
     pub store: Format,
 }
 
+/// Shared memory of a block that every card has.
+const SHARED_BYTES: u32 = 99 << 10;
+
 /// Tokens of a KV block.
 pub const BLOCK_TOKENS: u32 = 64;
 
@@ -226,7 +229,15 @@ impl Heads {
         } else {
             0
         };
-        let stage = 2 * BLOCK_TOKENS * self.dim * self.store.bytes() as u32 + scales;
+        let size = self.store.bytes() as u32;
+        let stage = 2 * BLOCK_TOKENS * self.dim * size + scales;
+        // Queries of wide heads lie in shared memory, too, and two stages of the widest are more than every card has.
+        let queries = if self.dim > 128 {
+            warps * 16 * self.dim * size
+        } else {
+            0
+        };
+        let stages = if 2 * stage + queries <= SHARED_BYTES { 2 } else { 1 };
         Launch {
             kernel: Kernel::new(
                 "attention",
@@ -238,11 +249,12 @@ impl Heads {
                     ("STORE", self.store as u32),
                     ("ROW_WARPS", warps),
                     ("WINDOW", window),
+                    ("STAGES", stages),
                 ],
             ),
             grid: [items as u32, self.kv_heads],
             threads: warps * 32,
-            shared_bytes: 2 * stage,
+            shared_bytes: stages * stage + queries,
         }
     }
 
