@@ -37,6 +37,12 @@
 // Where shared memory or sums leave room for few blocks, the compiler need not save registers for more of them.
 #if LARGE || ROW_WARPS < 4
 #define BOUNDS THREADS, 1
+#elif HEAD_DIM <= 64
+// Left alone it aims at five blocks of 96 registers, and spills two of them.
+#define BOUNDS THREADS, 4
+#elif GROUP & (GROUP - 1)
+// Divisions by what is no power of two take registers of their own.
+#define BOUNDS THREADS, 2
 #else
 #define BOUNDS THREADS
 #endif

@@ -119,6 +119,36 @@ fn a_job_runs_on_the_card() {
     }
 }
 
+/// Without `--kv-memory` the pool takes what is left; a step that does not fit is made smaller.
+#[test]
+fn memory_that_is_short_makes_steps_smaller() {
+    let folder = tempfile::tempdir().unwrap();
+    let (job, _) = job_in(folder.path(), "label-tickets.yaml", |text| {
+        text.replace("precision: f32", "precision: int8")
+    });
+    let mut command = on_card(
+        "9.0",
+        &[
+            "run",
+            arg(&job),
+            "--limit",
+            "2",
+            "--device",
+            "cuda:0",
+            "--quiet",
+            "--json",
+        ],
+    );
+    command.args(["--step-tokens", "256", "--sequences", "2"]);
+    // The allocations of weights and of a first pool come before those of the step.
+    command
+        .env("EMULATOR_MEMORY", (1u64 << 30).to_string())
+        .env("EMULATOR_FAIL", "cuMemAlloc_v2:128:2");
+    let run = Run::of(&mut command).expect(0);
+    run.one_line(&["a step's memory does not fit", "steps have 128 tokens at most"]);
+    assert_eq!(run.json()["rows"]["succeeded"], 2);
+}
+
 /// A fault of the card ends the process with a code of its own; the next one goes on.
 #[test]
 fn a_lost_card_is_said_and_the_job_goes_on() {

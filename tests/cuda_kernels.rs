@@ -160,6 +160,13 @@ fn every_kernel_compiles_for_every_card_without_spills() {
                     }
                 }
             }
+            for format in FORMATS
+                .into_iter()
+                .filter(|format| *format != Format::E4m3 || card >= 89)
+            {
+                all.extend([false, card == 90].map(|hopper| plan::peak(format, hopper, 132, 1).0.kernel));
+            }
+            all.insert(Kernel::new("sample", &[]));
             all.into_iter().map(move |kernel| (card, kernel))
         })
         .collect();
@@ -193,4 +200,15 @@ fn a_kernel_that_does_not_compile_names_its_line() {
     let kernel = Kernel::new("linear", &[("FORMAT", 1), ("WIDE", 0)]);
     let error = compiler.compile(&kernel).map(|_| ()).unwrap_err().to_string();
     assert!(error.contains("linear.cu(") && error.contains("FORMAT=1"), "{error}");
+}
+
+/// Every kernel's own check: its source, run on a CPU, against sums in doubles; and the libraries that stand in for NVIDIA's.
+#[test]
+fn kernels_agree_with_sums_in_doubles() {
+    let run = std::process::Command::new("bash")
+        .arg(root().join("tests/emulator/run.sh"))
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&run.stdout);
+    assert!(run.status.success(), "{text}\n{}", String::from_utf8_lossy(&run.stderr));
 }

@@ -9,7 +9,7 @@ use crate::cli::args::DoctorArgs;
 use crate::cli::exit::{Exit, Failure};
 use crate::cli::place::Place;
 use crate::device::cpu::Threads;
-use crate::device::cuda::Cuda;
+use crate::device::cuda::{Ceilings, Cuda};
 use crate::device::{DeviceError, KvFormat, Precision};
 use crate::doctor::models::{ModelFinding, Subject, families};
 use crate::doctor::{Extent, Finding, Pair, models};
@@ -21,9 +21,18 @@ struct Report {
     capability: String,
     driver_cuda: String,
     nvrtc: String,
+    ceilings: Vec<InCeilings>,
     operations: Vec<Finding>,
     models: Vec<InFormat>,
     right: bool,
+}
+
+/// What the card can do in one format.
+#[derive(Serialize)]
+struct InCeilings {
+    format: &'static str,
+    #[serde(flatten)]
+    ceilings: Ceilings,
 }
 
 /// A small model in one format.
@@ -62,6 +71,7 @@ fn examine(args: &DoctorArgs) -> Result<Report, Failure> {
         capability: format!("{}.{}", card.capability / 10, card.capability % 10),
         driver_cuda: format!("{}.{}", card.driver / 1000, card.driver % 1000 / 10),
         nvrtc: format!("{major}.{minor}"),
+        ceilings: vec![],
         operations: vec![],
         models: vec![],
         right: true,
@@ -91,10 +101,19 @@ fn examine(args: &DoctorArgs) -> Result<Report, Failure> {
     for (precision, kv, format) in formats {
         let open = || Cuda::open(ordinal, precision, kv);
         let device = open().map_err(Failure::bad_job)?;
+        let ceilings = device.ceilings(args.quick).map_err(failed)?;
+        if !quiet && !args.quick {
+            println!(
+                "ceilings                 {format:<7} {:.0} GB/s copied, {:.1} TFLOP/s in registers",
+                ceilings.bytes_per_second / 1e9,
+                ceilings.operations_per_second / 1e12
+            );
+        }
+        report.ceilings.push(InCeilings { format, ceilings });
         let pair = Pair::new(&device, (precision, kv), extent, Arc::clone(&threads));
         let mut tell = |finding: Finding| {
             if !quiet {
-                println!("{}", line(&finding));
+                println!("{}", line(&finding, &ceilings));
             }
             report.right &= finding.is_right();
             report.operations.push(finding);
@@ -127,15 +146,19 @@ fn failed(error: DeviceError) -> Failure {
     Failure::from(error)
 }
 
-const HEADER: &str = "operation                format  shape                             error   allowed    worst   allowed     µs    GB/s  TFLOP/s";
+const HEADER: &str = "operation                format  shape                             error   allowed    worst   allowed     µs    GB/s  TFLOP/s ceiling";
 
-fn line(finding: &Finding) -> String {
+fn line(finding: &Finding, ceilings: &Ceilings) -> String {
     let speed = finding.seconds.map_or(String::new(), |seconds| {
         format!(
-            " {:>7.0} {:>7.0} {:>8.1}",
+            " {:>7.0} {:>7.0} {:>8.1} {:>5.0} %",
             seconds * 1e6,
             finding.bytes / seconds / 1e9,
-            finding.operations / seconds / 1e12
+            finding.operations / seconds / 1e12,
+            // Of what takes longest where nothing is in its way.
+            100.0
+                * (finding.bytes / ceilings.bytes_per_second).max(finding.operations / ceilings.operations_per_second)
+                / seconds
         )
     });
     let wrong = match (&finding.mismatch, finding.is_right()) {

@@ -110,12 +110,12 @@ pub fn load_options(
         kv_format: formats.kv,
         channels: None,
         isa: args.instructions,
-        kv: match (args.kv_memory, place) {
-            (Some(mib), _) => KvBudget::Bytes(mib << 20),
-            (None, Place::Cpu) => KvBudget::Bytes(default_kv_bytes()),
-            (None, Place::Cuda(_)) => KvBudget::Rest {
+        kv: match place {
+            Place::Cpu => KvBudget::Bytes(args.kv_memory.map_or_else(default_kv_bytes, |mib| mib << 20)),
+            Place::Cuda(_) => KvBudget::AfterStep {
                 step_tokens: args.step_tokens,
                 sequences: args.sequences,
+                bytes: args.kv_memory.map(|mib| mib << 20),
             },
         },
         threads: Arc::new(Threads::new(threads(args)).context("cannot start the threads")?),

@@ -44,6 +44,10 @@ pub trait Forward {
     fn kv_blocks(&self) -> u32;
     /// Tokens a KV block holds.
     fn block_tokens(&self) -> u32;
+    /// Most tokens of a step, where the device has memory for no more.
+    fn step_tokens_max(&self) -> Option<u32> {
+        None
+    }
     /// Does a step take the cores that the engine samples on? Then nothing is to be computed beside it.
     fn shares_cores(&self) -> bool {
         true

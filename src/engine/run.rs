@@ -144,7 +144,10 @@ impl Engine {
     /// An engine around a model whose KV pool is empty.
     pub fn new(forward: Box<dyn Forward + Send>, tokenizer: Arc<Tokenizer>, options: EngineOptions) -> Engine {
         let limits = Limits {
-            max_step_tokens: options.max_step_tokens.max(1),
+            max_step_tokens: match forward.step_tokens_max() {
+                Some(most) => options.max_step_tokens.clamp(1, most as usize),
+                None => options.max_step_tokens.max(1),
+            },
             max_sequences: options.max_sequences.max(1),
             policy: options.policy,
         };

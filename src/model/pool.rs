@@ -8,6 +8,9 @@ use crate::model::error::ModelError;
 /// Of a device's memory, what is left free for what nobody can foresee: kernels that are loaded later, fragmentation.
 const MARGIN_BYTES: u64 = 512 << 20;
 
+/// Fewer tokens a step are not tried where memory is short: it is the model that is too large, not the step.
+pub const STEP_TOKENS_MIN: u32 = 128;
+
 /// Bytes of a block over all layers.
 fn block_bytes<D: Device>(device: &D, config: &Config) -> u64 {
     (device.kv_block_bytes(config.heads) * config.layers.len()) as u64
@@ -70,8 +73,11 @@ pub fn largest_step(tokens: u32, sequences: u32, context: u32, block_tokens: u32
     batch
 }
 
-/// Whole blocks in what a device has left.
-pub fn blocks_of_the_rest<D: Device>(device: &D, config: &Config) -> Result<u32, ModelError> {
+/// Whole blocks in what a device has left, or in `bytes` of it.
+pub fn blocks_of_the_rest<D: Device>(device: &D, config: &Config, bytes: Option<u64>) -> Result<u32, ModelError> {
+    if let Some(bytes) = bytes {
+        return blocks_of(device, config, bytes);
+    }
     let Some(free) = device.free_bytes()? else {
         return Err(ModelError::Options(
             "this device has no memory of its own: say how large its KV pool is to be".into(),

@@ -26,10 +26,13 @@ pub enum KvBudget {
     /// Bytes over all layers; as many whole blocks as fit.
     Bytes(u64),
     Blocks(u32),
-    /// What is left of the device's memory once a step of so many tokens, of so many sequences, has run.
-    Rest {
+    /// Of a device with memory of its own: made once a step of so many tokens, with logits of so many sequences, has run, so that
+    /// no later one runs out of memory.
+    AfterStep {
         step_tokens: u32,
         sequences: u32,
+        /// `None`: what is left then.
+        bytes: Option<u64>,
     },
 }
 
@@ -65,6 +68,8 @@ pub struct Transformer<D: Device = Cpu> {
     kv_blocks: u32,
     context_tokens: u32,
     vocab_size: usize,
+    /// Most tokens of a step that the device has memory for, where that was found out.
+    step_tokens_max: Option<u32>,
 }
 
 struct Buffers<D: Device> {
@@ -75,6 +80,20 @@ struct Buffers<D: Device> {
     gated: D::Buffer,
     delta: D::Buffer,
     workspace: D::Workspace,
+}
+
+impl<D: Device> Buffers<D> {
+    fn new(device: &D) -> Buffers<D> {
+        Buffers {
+            residual: device.buffer(),
+            normed: device.buffer(),
+            qkv: device.buffer(),
+            attended: device.buffer(),
+            gated: device.buffer(),
+            delta: device.buffer(),
+            workspace: device.workspace(),
+        }
+    }
 }
 
 impl Transformer<Cpu> {
@@ -168,7 +187,7 @@ impl<D: Device> Transformer<D> {
     ) -> Result<Transformer<D>, ModelError> {
         let context_tokens = context(&config, options.max_context)?;
         let kv_blocks = match options.kv {
-            KvBudget::Rest { step_tokens, .. } => step_tokens.div_ceil(device.block_tokens()) + 1,
+            KvBudget::AfterStep { step_tokens, .. } => step_tokens.div_ceil(device.block_tokens()) + 1,
             KvBudget::Bytes(bytes) => pool::blocks_of(&device, &config, bytes)?,
             KvBudget::Blocks(blocks) => pool::checked(&device, &config, blocks)?,
         };
@@ -188,15 +207,7 @@ impl<D: Device> Transformer<D> {
         let pools = pool::pools(&device, &config, kv_blocks)?;
         let rope = config.rope.spec(config.heads.head_dim, context_tokens);
         let step = device.step(config.heads, rope, &config.layers)?;
-        let buffers = Buffers {
-            residual: device.buffer(),
-            normed: device.buffer(),
-            qkv: device.buffer(),
-            attended: device.buffer(),
-            gated: device.buffer(),
-            delta: device.buffer(),
-            workspace: device.workspace(),
-        };
+        let buffers = Buffers::new(&device);
         let mut transformer = Transformer {
             device,
             config,
@@ -209,21 +220,39 @@ impl<D: Device> Transformer<D> {
             kv_blocks,
             context_tokens,
             vocab_size,
+            step_tokens_max: None,
         };
-        if let KvBudget::Rest { step_tokens, sequences } = options.kv {
-            transformer.take_the_rest(step_tokens, sequences)?;
+        if let KvBudget::AfterStep {
+            step_tokens,
+            sequences,
+            bytes,
+        } = options.kv
+        {
+            transformer.largest_step(step_tokens, sequences)?;
+            transformer.pools.clear();
+            transformer.kv_blocks = pool::blocks_of_the_rest(&transformer.device, &transformer.config, bytes)?;
+            transformer.pools = pool::pools(&transformer.device, &transformer.config, transformer.kv_blocks)?;
         }
         Ok(transformer)
     }
 
-    /// Runs the largest step that will come, so that all memory besides the pool is taken, and makes the pool of what is left.
-    fn take_the_rest(&mut self, step_tokens: u32, sequences: u32) -> Result<(), ModelError> {
-        let step = pool::largest_step(step_tokens, sequences, self.context_tokens, self.device.block_tokens());
-        self.run(&step, |_, _, _| ())?;
+    /// Runs the largest step that will come, so that all memory besides the pool is taken; where it does not fit, a smaller one.
+    fn largest_step(&mut self, step_tokens: u32, sequences: u32) -> Result<(), ModelError> {
+        let mut tokens = step_tokens;
+        loop {
+            let step = pool::largest_step(tokens, sequences, self.context_tokens, self.device.block_tokens());
+            match self.run(&step, |_, _, _| ()) {
+                Ok(()) => break,
+                Err(DeviceError::OutOfMemory(why)) if tokens > pool::STEP_TOKENS_MIN => {
+                    tokens = (tokens / 2).max(pool::STEP_TOKENS_MIN);
+                    tracing::warn!("a step's memory does not fit, {why}: steps have {tokens} tokens at most");
+                    self.buffers = Buffers::new(&self.device);
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
         self.times = Times::default();
-        self.pools.clear();
-        self.kv_blocks = pool::blocks_of_the_rest(&self.device, &self.config)?;
-        self.pools = pool::pools(&self.device, &self.config, self.kv_blocks)?;
+        self.step_tokens_max = Some(tokens);
         Ok(())
     }
 
@@ -403,6 +432,10 @@ impl<D: Device> Forward for Transformer<D> {
 
     fn block_tokens(&self) -> u32 {
         self.device.block_tokens()
+    }
+
+    fn step_tokens_max(&self) -> Option<u32> {
+        self.step_tokens_max
     }
 
     fn operation_times(&self) -> Vec<(&'static str, Duration)> {

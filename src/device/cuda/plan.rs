@@ -177,6 +177,23 @@ pub fn linear_sm90(shape: &LinearShape, multiprocessors: u32) -> Launch {
     }
 }
 
+/// Of one multiprocessor's worth of products on each of `multiprocessors`, and what they compute in `rounds` rounds.
+pub fn peak(format: Format, hopper: bool, multiprocessors: u32, rounds: u32) -> (Launch, f64) {
+    let macros = [("FORMAT", format as u32), ("WARPGROUPS", hopper.into())];
+    // Rows, columns and bytes of a product; products of a block at once.
+    let (rows, columns, at_once) = if hopper { (64, 128, 2 * 8) } else { (16, 8, 8 * 8) };
+    let depth = 32 / format.bytes() as u32;
+    let launch = Launch {
+        kernel: Kernel::new("peak", &macros),
+        // Blocks of `mma.sync` share a multiprocessor.
+        grid: [multiprocessors * if hopper { 1 } else { 2 }, 1],
+        threads: 256,
+        shared_bytes: if hopper { 192 * STAGE + 1024 } else { 0 },
+    };
+    let products = f64::from(launch.grid[0]) * f64::from(rounds) * f64::from(at_once);
+    (launch, products * f64::from(2 * rows * columns * depth))
+}
+
 /// Heads as the kernels know them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Heads {
