@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::path::PathBuf;
 
-use gristmill::device::cuda::compile::{Compiler, Kernel, Target};
+use gristmill::device::cuda::compile::{self, Compiler, Kernel, Target};
 use gristmill::device::cuda::items::{NARROW_WARPS, WIDE_WARPS};
 use gristmill::device::cuda::nvrtc::Nvrtc;
 use gristmill::device::cuda::plan::{self, Format, Heads, Launch, LinearShape};
@@ -108,6 +108,21 @@ fn launch_plans_of_published_models() {
         }
     }
     check("launch_plans.txt", &found);
+}
+
+#[test]
+fn every_kernel_is_in_the_program() {
+    let files = std::fs::read_dir(root().join("kernels"))
+        .unwrap()
+        .map(|entry| entry.unwrap().path());
+    let mut stems: Vec<String> = files
+        .filter(|path| path.extension().is_some_and(|e| e == "cu"))
+        .map(|path| path.file_stem().unwrap().to_str().unwrap().to_string())
+        .collect();
+    stems.sort();
+    let mut names: Vec<&str> = compile::names().collect();
+    names.sort_unstable();
+    assert_eq!(stems, names);
 }
 
 /// NVRTC as pip brought it.

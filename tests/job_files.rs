@@ -379,8 +379,8 @@ fn bad_values_name_their_field() {
         ),
         (
             "model:",
-            "precision: fp8\nmodel:",
-            "`precision` is `fp8`, which this build does not support",
+            "precision: f16\nmodel:",
+            "`precision` is `f16`, which this build does not support",
         ),
         (
             "model:",
@@ -389,8 +389,8 @@ fn bad_values_name_their_field() {
         ),
         (
             "model:",
-            "kv_cache: fp8\nmodel:",
-            "`kv_cache` is `fp8`, which this build does not support; it has `f32`, `bf16` and `int8`",
+            "kv_cache: f16\nmodel:",
+            "`kv_cache` is `f16`, which this build does not support; it has `f32`, `bf16`, `int8` and `fp8`",
         ),
         (
             "model:",

@@ -1,6 +1,6 @@
 //! Holds a device against the CPU in F32: every operation on seeded random inputs, then whole small models.
 //!
-//! The device is asked through [`Device`](crate::device::Device) alone, as a model asks it. Tolerances belong to formats; see [`tolerance`].
+//! The device is asked through [`Device`] alone, as a model asks it. Tolerances belong to formats; see [`tolerance`].
 
 mod attention;
 mod inputs;

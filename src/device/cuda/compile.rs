@@ -32,6 +32,11 @@ const HEADERS: [(&str, &str); 5] = [
     ("hopper.cuh", include_str!("../../../kernels/common/hopper.cuh")),
 ];
 
+/// Names of all kernels.
+pub fn names() -> impl Iterator<Item = &'static str> {
+    SOURCES.iter().map(|(name, _)| *name)
+}
+
 /// Most macros of a kernel.
 const MACROS_MAX: usize = 8;
 
@@ -113,7 +118,7 @@ pub struct Compiler {
 }
 
 impl Compiler {
-    /// A compiler that keeps machine code in [`cache_folder`].
+    /// A compiler that keeps machine code in `GRISTMILL_CACHE`, or in the user's cache folder.
     pub fn new(nvrtc: Nvrtc, target: Target) -> Compiler {
         Compiler {
             nvrtc,

@@ -6,7 +6,6 @@
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Instant;
 
 use half::bf16;
 
@@ -16,25 +15,29 @@ use crate::device::{
     TensorError,
 };
 
+mod attention;
+mod ceilings;
 pub mod compile;
 pub mod driver;
 pub mod items;
 pub mod libraries;
+mod linear;
+mod memory;
 pub mod nvrtc;
 pub mod plan;
 mod step;
 mod weights;
 
+pub use ceilings::Ceilings;
 use compile::{Compiler, Kernel, Target};
-use driver::{Argument, Card, Context, Function, MapShape, Memory, Pinned, TensorMap};
+use driver::{Argument, Card, Context, Function, Memory};
+use memory::block_bytes;
+pub use memory::{Buffer, KvPool, Workspace};
 use nvrtc::Nvrtc;
-use plan::{BLOCK_TOKENS, Format, Heads, Launch, LinearShape};
+use plan::{BLOCK_TOKENS, Format, Heads, Launch};
 pub use step::Step;
 use weights::Loader;
 pub use weights::Matrix;
-
-/// Logits that are brought to the host at once.
-const LOGITS_BYTES_MAX: usize = 256 << 20;
 
 /// A card, computing in one precision.
 pub struct Cuda {
@@ -47,95 +50,8 @@ pub struct Cuda {
     kv: Format,
 }
 
-/// What a card was measured to do.
-#[derive(Debug, Clone, Copy, serde::Serialize)]
-pub struct Ceilings {
-    /// Copying within its memory, read and written.
-    pub bytes_per_second: f64,
-    /// Products in registers and shared memory, a multiplication and an addition being two.
-    pub operations_per_second: f64,
-}
-
 /// A vector of weights in BF16.
 pub struct Vector(Memory);
-
-/// Activations: `[rows][width]`.
-pub struct Buffer {
-    rows: usize,
-    width: usize,
-    format: Format,
-    data: Option<Memory>,
-    /// `[rows]`, in 8 bits.
-    scales: Option<Memory>,
-}
-
-impl Buffer {
-    fn new() -> Buffer {
-        Buffer {
-            rows: 0,
-            width: 0,
-            format: Format::Bf16,
-            data: None,
-            scales: None,
-        }
-    }
-
-    /// Takes a shape; contents are undefined, memory is kept where it is large enough.
-    fn reshape(&mut self, on: &Arc<Context>, rows: usize, width: usize, format: Format) -> Result<(), DeviceError> {
-        (self.rows, self.width, self.format) = (rows, width, format);
-        want(on, &mut self.data, rows * width * format.bytes(), "activations")?;
-        match format.is_scaled() {
-            true => want(on, &mut self.scales, rows * 4, "scales of activations"),
-            false => Ok(()),
-        }
-    }
-
-    fn data(&self) -> Argument {
-        address(&self.data)
-    }
-
-    fn scales(&self) -> Argument {
-        match self.format.is_scaled() {
-            true => address(&self.scales),
-            false => Argument::Address(0),
-        }
-    }
-}
-
-/// Makes sure of a memory of so many bytes; what was in it is lost where it grows.
-fn want(on: &Arc<Context>, memory: &mut Option<Memory>, bytes: usize, what: &str) -> Result<(), DeviceError> {
-    if memory.as_ref().is_none_or(|memory| memory.bytes() < bytes) {
-        *memory = None;
-        *memory = Some(on.take(bytes, what)?);
-    }
-    Ok(())
-}
-
-fn address(memory: &Option<Memory>) -> Argument {
-    Argument::Address(memory.as_ref().map_or(0, Memory::address))
-}
-
-/// Scratch memory of operations.
-pub struct Workspace {
-    /// What a linear layer reads, where its input was not quantized when it was made.
-    quantized: Buffer,
-    gate_up: Buffer,
-    /// Parts of attention's results: sums, then (largest, total).
-    part_sums: Option<Memory>,
-    part_states: Option<Memory>,
-    logits: Option<Memory>,
-    host_logits: Option<Pinned>,
-}
-
-/// One layer's keys and values; see `kernels/rope_store.cu`.
-pub struct KvPool {
-    keys: Memory,
-    values: Memory,
-    /// In 8 bits.
-    scales: Option<(Memory, Memory)>,
-    /// Of a block: keys (as much as values), and scales.
-    block_bytes: (usize, usize),
-}
 
 impl Cuda {
     /// What card `ordinal` is, where all that is needed to compute on it is there.
@@ -188,41 +104,6 @@ impl Cuda {
     /// NVRTC's version.
     pub fn compiler_version(&self) -> (u32, u32) {
         self.compiler.version()
-    }
-
-    /// What the card can do: bytes that it moves in a second, and operations of the linear layers' format that it computes.
-    ///
-    /// # Errors
-    /// The card failed.
-    pub fn ceilings(&self, brief: bool) -> Result<Ceilings, DeviceError> {
-        let (bytes, rounds) = if brief { (1 << 20, 2) } else { (512 << 20, 20_000) };
-        let card = self.context.card();
-        let (from, to) = (self.context.take(bytes, "a copy")?, self.context.take(bytes, "a copy")?);
-        let seconds = self.best_of_three(|| self.context.copy(&from, &to, 0, bytes))?;
-        let hopper = card.capability == 90;
-        let (launch, operations) = plan::peak(self.format, hopper, card.multiprocessors, rounds);
-        let arguments = [Argument::Address(to.address()), Argument::Int(rounds as i32)];
-        let computing = self.best_of_three(|| self.launch(&launch, &arguments))?;
-        Ok(Ceilings {
-            // Read and written.
-            bytes_per_second: 2.0 * bytes as f64 / seconds,
-            operations_per_second: operations / computing,
-        })
-    }
-
-    /// Seconds of the fastest of three runs, after one that does not count.
-    fn best_of_three(&self, run: impl Fn() -> Result<(), DeviceError>) -> Result<f64, DeviceError> {
-        let mut best = f64::INFINITY;
-        for round in 0..4 {
-            self.context.wait()?;
-            let began = Instant::now();
-            run()?;
-            self.context.wait()?;
-            if round > 0 {
-                best = best.min(began.elapsed().as_secs_f64());
-            }
-        }
-        Ok(best)
     }
 
     /// Weights have been taken over: gives back what they were staged in.
@@ -310,99 +191,6 @@ impl Cuda {
         })
     }
 
-    /// `x` in `format`: as it is, or quantized into `quantized`.
-    fn in_format<'a>(
-        &self,
-        x: &'a Buffer,
-        format: Format,
-        quantized: &'a mut Buffer,
-    ) -> Result<&'a Buffer, DeviceError> {
-        if x.format == format {
-            return Ok(x);
-        }
-        quantized.reshape(&self.context, x.rows, x.width, format)?;
-        self.launch(
-            &plan::quantize(x.width, format, x.rows),
-            &[x.data(), quantized.data(), quantized.scales()],
-        )?;
-        Ok(quantized)
-    }
-
-    /// `y = x W^T + b` of rows `first..first + rows` of `x`; `columns` of W, rows of `y` being `stride` numbers apart.
-    fn multiply(&self, product: &Product<'_>) -> Result<(), DeviceError> {
-        let Product { x, weight, .. } = *product;
-        let shape = LinearShape {
-            format: weight.format,
-            rows: product.rows,
-            columns: product.columns,
-            bytes: weight.columns * weight.format.bytes(),
-            wide: product.wide,
-        };
-        let from = |memory: &Option<Memory>, row_bytes: usize| {
-            memory
-                .as_ref()
-                .map_or(0, |m| m.address() + (product.first * row_bytes) as u64)
-        };
-        let (data, scales) = (from(&x.data, shape.bytes), from(&x.scales, 4));
-        let rest = [
-            Argument::Address(if weight.format.is_scaled() { scales } else { 0 }),
-            address(&weight.scales),
-            Argument::Address(product.bias.map_or(0, |bias| bias.0.address())),
-            Argument::Address(product.y),
-            Argument::Int(shape.rows as i32),
-            Argument::Int(shape.columns as i32),
-            Argument::Int(shape.bytes as i32),
-            Argument::Int(product.stride as i32),
-        ];
-        let card = self.context.card();
-        if card.capability != 90 {
-            let mut all = vec![Argument::Address(data), Argument::Address(weight.data.address())];
-            all.extend(rest);
-            return self.launch(&plan::linear(&shape), &all);
-        }
-        let map = |address, rows, box_rows| {
-            TensorMap::new(&MapShape {
-                address,
-                rows,
-                columns: weight.columns,
-                element_bytes: weight.format.bytes(),
-                box_rows,
-            })
-        };
-        if shape.rows == 0 {
-            return Ok(());
-        }
-        let mut all = vec![
-            Argument::Map(map(data, shape.rows, plan::consumers(shape.rows) * 64)?),
-            Argument::Map(map(weight.data.address(), weight.rows, plan::LINEAR_COLUMNS)?),
-        ];
-        all.extend(rest);
-        self.launch(&plan::linear_sm90(&shape, card.multiprocessors), &all)
-    }
-
-    fn linear_into(
-        &self,
-        linear: &Linear<Matrix, Vector>,
-        x: &Buffer,
-        out: &mut Buffer,
-        quantized: &mut Buffer,
-    ) -> Result<(), DeviceError> {
-        let weight = &linear.weight;
-        let x = self.in_format(x, weight.format, quantized)?;
-        out.reshape(&self.context, x.rows, weight.rows, Format::Bf16)?;
-        self.multiply(&Product {
-            x,
-            first: 0,
-            rows: x.rows,
-            weight,
-            columns: weight.rows,
-            bias: linear.bias.as_ref(),
-            y: out.data.as_ref().map_or(0, Memory::address),
-            stride: weight.rows,
-            wide: false,
-        })
-    }
-
     /// Norm of all rows, or of those that are picked.
     fn norm(
         &self,
@@ -426,20 +214,6 @@ impl Cuda {
             ],
         )
     }
-}
-
-/// A product to be computed.
-#[derive(Clone, Copy)]
-struct Product<'a> {
-    x: &'a Buffer,
-    first: usize,
-    rows: usize,
-    weight: &'a Matrix,
-    columns: usize,
-    bias: Option<&'a Vector>,
-    y: u64,
-    stride: usize,
-    wide: bool,
 }
 
 impl Device for Cuda {
@@ -639,67 +413,7 @@ impl Device for Cuda {
         out: &mut Buffer,
         workspace: &mut Workspace,
     ) -> Result<(), DeviceError> {
-        let heads = self.heads(step.shape);
-        let width = step.shape.heads * step.shape.head_dim;
-        out.reshape(&self.context, step.tokens, width, Format::Bf16)?;
-        let Some(part) = step.attention.iter().find(|part| part.spec == spec) else {
-            return Err(DeviceError::Unsupported(format!("the step was made without {spec:?}")));
-        };
-        let rows = part.part_rows * step.shape.kv_heads;
-        want(
-            &self.context,
-            &mut workspace.part_sums,
-            rows * step.shape.head_dim * 4,
-            "parts of attention",
-        )?;
-        want(
-            &self.context,
-            &mut workspace.part_states,
-            rows * 8,
-            "parts of attention",
-        )?;
-        let (sums, states) = (address(&workspace.part_sums), address(&workspace.part_states));
-        let plan = step.plan(part);
-        let window = match spec {
-            KvSpec::Full => 0,
-            KvSpec::Window(window) => window,
-        };
-        let scale = (step.shape.head_dim as f32).sqrt().recip();
-        let scales = |part: Option<&Memory>| Argument::Address(part.map_or(0, Memory::address));
-        for (warps, items, count) in [
-            (items::WIDE_WARPS, plan.wide, part.wide),
-            (items::NARROW_WARPS, plan.narrow, part.narrow),
-        ] {
-            self.launch(
-                &heads.attention(warps, window, count),
-                &[
-                    qkv.data(),
-                    Argument::Address(pool.keys.address()),
-                    Argument::Address(pool.values.address()),
-                    scales(pool.scales.as_ref().map(|(keys, _)| keys)),
-                    scales(pool.scales.as_ref().map(|(_, values)| values)),
-                    Argument::Address(items),
-                    Argument::Address(plan.queries),
-                    Argument::Address(step.positions()),
-                    Argument::Address(step.tables()),
-                    Argument::Float(scale),
-                    out.data(),
-                    sums,
-                    states,
-                ],
-            )?;
-        }
-        self.launch(
-            &heads.merge(part.merged),
-            &[
-                Argument::Address(plan.merged),
-                Argument::Address(plan.first),
-                Argument::Address(plan.parts),
-                sums,
-                states,
-                out.data(),
-            ],
-        )
+        self.attend(spec, step, (qkv, pool), out, workspace)
     }
 
     fn gated_linear(
@@ -727,40 +441,7 @@ impl Device for Cuda {
         out: &mut Vec<f32>,
         workspace: &mut Workspace,
     ) -> Result<(), DeviceError> {
-        let stride = ids.next_multiple_of(16);
-        let most = (LOGITS_BYTES_MAX / (stride * 4)).max(1).min(x.rows);
-        want(&self.context, &mut workspace.logits, most * stride * 4, "logits")?;
-        let bytes = most * stride * 4;
-        if workspace.host_logits.as_ref().is_none_or(|host| host.len() < bytes) {
-            workspace.host_logits = None;
-            workspace.host_logits = Some(self.context.pin(bytes)?);
-        }
-        out.clear();
-        out.reserve(x.rows * ids);
-        let (Some(logits), Some(host)) = (&workspace.logits, &mut workspace.host_logits) else {
-            return Ok(());
-        };
-        for first in (0..x.rows).step_by(most.max(1)) {
-            let rows = most.min(x.rows - first);
-            self.multiply(&Product {
-                x,
-                first,
-                rows,
-                weight: head,
-                columns: ids,
-                bias: None,
-                y: logits.address(),
-                stride,
-                wide: true,
-            })?;
-            let host = &mut host[..rows * stride * 4];
-            self.context.download(logits, 0, host)?;
-            for row in host.chunks_exact(stride * 4) {
-                out.extend(row[..ids * 4].as_chunks::<4>().0.iter().map(|b| f32::from_ne_bytes(*b)));
-            }
-        }
-        // A step without logits ends here, too.
-        self.context.wait()
+        self.bring_logits((head, ids), x, out, workspace)
     }
 
     fn write(&self, values: &[f32], width: usize, out: &mut Buffer) -> Result<(), DeviceError> {
@@ -773,48 +454,6 @@ impl Device for Cuda {
     }
 
     fn read(&self, buffer: &Buffer) -> Result<Vec<f32>, DeviceError> {
-        let count = buffer.rows * buffer.width;
-        let mut bytes = vec![0u8; count * buffer.format.bytes()];
-        let mut scales = vec![0u8; if buffer.format.is_scaled() { buffer.rows * 4 } else { 0 }];
-        for (memory, bytes) in [(&buffer.data, &mut bytes), (&buffer.scales, &mut scales)] {
-            if let Some(memory) = memory {
-                self.context.download(memory, 0, bytes)?;
-            }
-        }
-        if !buffer.format.is_scaled() {
-            return Ok(bytes
-                .as_chunks::<2>()
-                .0
-                .iter()
-                .map(|b| bf16::from_ne_bytes(*b).to_f32())
-                .collect());
-        }
-        let scales = scales.as_chunks::<4>().0.iter().map(|b| f32::from_ne_bytes(*b));
-        let rows = bytes.chunks_exact(buffer.width).zip(scales);
-        let number = |byte: u8| match buffer.format {
-            Format::Int8 => f32::from(byte as i8),
-            _ => e4m3(byte),
-        };
-        Ok(rows
-            .flat_map(|(row, scale)| row.iter().map(move |byte| number(*byte) * scale))
-            .collect())
+        memory::widened(&self.context, buffer)
     }
-}
-
-/// Bytes of a block's keys (as much as its values), and of their scales.
-fn block_bytes(heads: HeadShape, format: Format) -> (usize, usize) {
-    let tokens = heads.kv_heads * BLOCK_TOKENS as usize;
-    let scales = if format.is_scaled() { tokens * 4 } else { 0 };
-    (tokens * heads.head_dim * format.bytes(), scales)
-}
-
-/// An E4M3 number (OCP 8-bit floating point specification, revision 1.0): no infinities, NaN where all bits but the sign are set.
-fn e4m3(byte: u8) -> f32 {
-    let (exponent, mantissa) = (i32::from(byte >> 3 & 15), f32::from(byte & 7));
-    let size = match (exponent, byte & 0x7f) {
-        (_, 0x7f) => f32::NAN,
-        (0, _) => mantissa * 2f32.powi(-9),
-        _ => (8.0 + mantissa) * 2f32.powi(exponent - 10),
-    };
-    if byte >> 7 == 1 { -size } else { size }
 }

@@ -1,0 +1,53 @@
+//! What a card can do at most, measured: what its kernels are held against.
+
+use std::time::Instant;
+
+use super::driver::Argument;
+use super::{Cuda, plan};
+use crate::device::DeviceError;
+
+/// What a card was measured to do.
+#[derive(Debug, Clone, Copy, serde::Serialize)]
+pub struct Ceilings {
+    /// Copying within its memory, read and written.
+    pub bytes_per_second: f64,
+    /// Products in registers and shared memory, a multiplication and an addition being two.
+    pub operations_per_second: f64,
+}
+
+impl Cuda {
+    /// What the card can do: bytes that it moves in a second, and operations of the linear layers' format that it computes.
+    ///
+    /// # Errors
+    /// The card failed.
+    pub fn ceilings(&self, brief: bool) -> Result<Ceilings, DeviceError> {
+        let (bytes, rounds) = if brief { (1 << 20, 2) } else { (512 << 20, 20_000) };
+        let card = self.context.card();
+        let (from, to) = (self.context.take(bytes, "a copy")?, self.context.take(bytes, "a copy")?);
+        let seconds = self.best_of_three(|| self.context.copy(&from, &to, 0, bytes))?;
+        let hopper = card.capability == 90;
+        let (launch, operations) = plan::peak(self.format, hopper, card.multiprocessors, rounds);
+        let arguments = [Argument::Address(to.address()), Argument::Int(rounds as i32)];
+        let computing = self.best_of_three(|| self.launch(&launch, &arguments))?;
+        Ok(Ceilings {
+            // Read and written.
+            bytes_per_second: 2.0 * bytes as f64 / seconds,
+            operations_per_second: operations / computing,
+        })
+    }
+
+    /// Seconds of the fastest of three runs, after one that does not count.
+    fn best_of_three(&self, run: impl Fn() -> Result<(), DeviceError>) -> Result<f64, DeviceError> {
+        let mut best = f64::INFINITY;
+        for round in 0..4 {
+            self.context.wait()?;
+            let began = Instant::now();
+            run()?;
+            self.context.wait()?;
+            if round > 0 {
+                best = best.min(began.elapsed().as_secs_f64());
+            }
+        }
+        Ok(best)
+    }
+}

@@ -1,0 +1,145 @@
+//! What lies on the card: activations, scratch memory, keys and values.
+
+use std::sync::Arc;
+
+use half::bf16;
+
+use super::driver::{Argument, Context, Memory, Pinned};
+use super::plan::{BLOCK_TOKENS, Format};
+use crate::device::{DeviceError, HeadShape};
+
+/// Activations: `[rows][width]`.
+pub struct Buffer {
+    pub(super) rows: usize,
+    pub(super) width: usize,
+    pub(super) format: Format,
+    pub(super) data: Option<Memory>,
+    /// `[rows]`, in 8 bits.
+    pub(super) scales: Option<Memory>,
+}
+
+impl Buffer {
+    pub(super) fn new() -> Buffer {
+        Buffer {
+            rows: 0,
+            width: 0,
+            format: Format::Bf16,
+            data: None,
+            scales: None,
+        }
+    }
+
+    /// Takes a shape; contents are undefined, memory is kept where it is large enough.
+    pub(super) fn reshape(
+        &mut self,
+        on: &Arc<Context>,
+        rows: usize,
+        width: usize,
+        format: Format,
+    ) -> Result<(), DeviceError> {
+        (self.rows, self.width, self.format) = (rows, width, format);
+        want(on, &mut self.data, rows * width * format.bytes(), "activations")?;
+        match format.is_scaled() {
+            true => want(on, &mut self.scales, rows * 4, "scales of activations"),
+            false => Ok(()),
+        }
+    }
+
+    pub(super) fn data(&self) -> Argument {
+        address(&self.data)
+    }
+
+    pub(super) fn scales(&self) -> Argument {
+        match self.format.is_scaled() {
+            true => address(&self.scales),
+            false => Argument::Address(0),
+        }
+    }
+}
+
+/// Makes sure of a memory of so many bytes; what was in it is lost where it grows.
+pub(super) fn want(
+    on: &Arc<Context>,
+    memory: &mut Option<Memory>,
+    bytes: usize,
+    what: &str,
+) -> Result<(), DeviceError> {
+    if memory.as_ref().is_none_or(|memory| memory.bytes() < bytes) {
+        *memory = None;
+        *memory = Some(on.take(bytes, what)?);
+    }
+    Ok(())
+}
+
+pub(super) fn address(memory: &Option<Memory>) -> Argument {
+    Argument::Address(memory.as_ref().map_or(0, Memory::address))
+}
+
+/// Scratch memory of operations.
+pub struct Workspace {
+    /// What a linear layer reads, where its input was not quantized when it was made.
+    pub(super) quantized: Buffer,
+    pub(super) gate_up: Buffer,
+    /// Parts of attention's results: sums, then (largest, total).
+    pub(super) part_sums: Option<Memory>,
+    pub(super) part_states: Option<Memory>,
+    pub(super) logits: Option<Memory>,
+    pub(super) host_logits: Option<Pinned>,
+}
+
+/// One layer's keys and values; see `kernels/rope_store.cu`.
+pub struct KvPool {
+    pub(super) keys: Memory,
+    pub(super) values: Memory,
+    /// In 8 bits.
+    pub(super) scales: Option<(Memory, Memory)>,
+    /// Of a block: keys (as much as values), and scales.
+    pub(super) block_bytes: (usize, usize),
+}
+
+/// Bytes of a block's keys (as much as its values), and of their scales.
+pub(super) fn block_bytes(heads: HeadShape, format: Format) -> (usize, usize) {
+    let tokens = heads.kv_heads * BLOCK_TOKENS as usize;
+    let scales = if format.is_scaled() { tokens * 4 } else { 0 };
+    (tokens * heads.head_dim * format.bytes(), scales)
+}
+
+/// A buffer's rows on the host, what is quantized multiplied by its scales.
+pub(super) fn widened(on: &Context, buffer: &Buffer) -> Result<Vec<f32>, DeviceError> {
+    let count = buffer.rows * buffer.width;
+    let mut bytes = vec![0u8; count * buffer.format.bytes()];
+    let mut scales = vec![0u8; if buffer.format.is_scaled() { buffer.rows * 4 } else { 0 }];
+    for (memory, bytes) in [(&buffer.data, &mut bytes), (&buffer.scales, &mut scales)] {
+        if let Some(memory) = memory {
+            on.download(memory, 0, bytes)?;
+        }
+    }
+    if !buffer.format.is_scaled() {
+        return Ok(bytes
+            .as_chunks::<2>()
+            .0
+            .iter()
+            .map(|b| bf16::from_ne_bytes(*b).to_f32())
+            .collect());
+    }
+    let scales = scales.as_chunks::<4>().0.iter().map(|b| f32::from_ne_bytes(*b));
+    let rows = bytes.chunks_exact(buffer.width).zip(scales);
+    let number = |byte: u8| match buffer.format {
+        Format::Int8 => f32::from(byte as i8),
+        _ => e4m3(byte),
+    };
+    Ok(rows
+        .flat_map(|(row, scale)| row.iter().map(move |byte| number(*byte) * scale))
+        .collect())
+}
+
+/// An E4M3 number (OCP 8-bit floating point specification, revision 1.0): no infinities, NaN where all bits but the sign are set.
+fn e4m3(byte: u8) -> f32 {
+    let (exponent, mantissa) = (i32::from(byte >> 3 & 15), f32::from(byte & 7));
+    let size = match (exponent, byte & 0x7f) {
+        (_, 0x7f) => f32::NAN,
+        (0, _) => mantissa * 2f32.powi(-9),
+        _ => (8.0 + mantissa) * 2f32.powi(exponent - 10),
+    };
+    if byte >> 7 == 1 { -size } else { size }
+}
