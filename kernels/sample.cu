@@ -171,7 +171,8 @@ __device__ NOINLINE Kept select(const float* row, u32 vocabulary, Kept within, u
     return Kept{key, id_of_equal(row, vocabulary, key, equals < have ? equals : have, s)};
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+// (One block: the compiler saves no registers for a second.)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     sample(float* logits, u32 vocabulary, const Draw* draws, Penalty* penalties, const u32* masks, Drawn* drawn, u32 stride) {
     __shared__ Shared s;
     const Draw& draw = draws[blockIdx.x];

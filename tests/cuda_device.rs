@@ -170,7 +170,13 @@ fn what_a_card_does_not_do_is_refused_before_the_job_starts() {
     refused("8.0", "fp8", &|_| (), 2, &["FP8 needs 8.9", "`int8`"]);
     refused("9.0", "f32", &|_| (), 2, &["does not compute in f32", "--device cpu"]);
     let small = |c: &mut Command| _ = c.env("EMULATOR_MEMORY", "4000000");
-    refused("9.0", "bf16", &small, 2, &["out of memory", "MiB"]);
+    refused(
+        "9.0",
+        "bf16",
+        &small,
+        2,
+        &["out of memory", "the model's weights take", "MiB are free", "8 bits"],
+    );
     // On a CPU there is no FP8.
     let folder = tempfile::tempdir().unwrap();
     let (job, _) = job_in(folder.path(), "label-tickets.yaml", |text| {

@@ -17,8 +17,8 @@ use rayon::prelude::*;
 use crate::support::{root, skip};
 
 const FORMATS: [Format; 3] = [Format::Int8, Format::E4m3, Format::Bf16];
-/// Compute capabilities: A100; A10 and RTX 3090; L4, L40S and RTX 4090; H100 and H200.
-const CARDS: [u32; 4] = [80, 86, 89, 90];
+/// Compute capabilities: A100; A10 and RTX 3090; L4, L40S and RTX 4090; H100 and H200; B200; RTX 5090.
+const CARDS: [u32; 6] = [80, 86, 89, 90, 100, 120];
 
 /// Holds `found` against a snapshot.
 fn check(name: &str, found: &str) {

@@ -134,7 +134,7 @@ fn engine(
         let channels = Channels::of_model(Path::new(&args.model), &subject.config, formats.precision);
         options.channels = channels.map_err(Failure::bad_job)?.map(Arc::new);
     }
-    let model: Box<dyn Forward + Send> = if subject.checkpoint {
+    let mut model: Box<dyn Forward + Send> = if subject.checkpoint {
         load_model(Path::new(&args.model), place, &options)?
     } else {
         let weights = RandomWeights {
@@ -143,6 +143,9 @@ fn engine(
         };
         on_device(subject.config.clone(), &weights, place, &options)?
     };
+    if args.explain {
+        model.time_operations();
+    }
     let mut options = engine_options(formats, &options, &args.engine);
     options.policy = Policy {
         sort: !args.without.contains(&Part::Sorting),

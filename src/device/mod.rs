@@ -329,15 +329,14 @@ pub trait Device: Send + Sync {
         out: &mut Self::Buffer,
         workspace: &mut Self::Workspace,
     ) -> Result<(), DeviceError>;
-    /// Logits in F32 of each row of `x` over the first `ids` rows of `head`: `out` becomes `[rows][ids]` on the host.
-    fn logits(
+    /// Logits in F32 of each row of `x` over the first `ids` rows of `head`, `[rows][ids]`, on the host. All that was issued is done then.
+    fn logits<'w>(
         &self,
         head: &Self::Matrix,
         ids: usize,
         x: &Self::Buffer,
-        out: &mut Vec<f32>,
-        workspace: &mut Self::Workspace,
-    ) -> Result<(), DeviceError>;
+        workspace: &'w mut Self::Workspace,
+    ) -> Result<&'w [f32], DeviceError>;
     /// Makes a buffer of rows from the host, `[values.len() / width][width]`: what tests compute with.
     fn write(&self, values: &[f32], width: usize, out: &mut Self::Buffer) -> Result<(), DeviceError>;
     /// What a buffer holds, `[rows][width]`.

@@ -277,10 +277,9 @@ fn logits_of<D: Device>(
     width: usize,
 ) -> Result<Vec<f32>, DeviceError> {
     let head = taken(device.table(head.tensor()))?;
-    let (mut rows, mut out, mut workspace) = (device.buffer(), Vec::new(), device.workspace());
+    let (mut rows, mut workspace) = (device.buffer(), device.workspace());
     device.write(x, width, &mut rows)?;
-    device.logits(&head, ids, &rows, &mut out, &mut workspace)?;
-    Ok(out)
+    Ok(device.logits(&head, ids, &rows, &mut workspace)?.to_vec())
 }
 
 pub fn logits<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> Result<(), DeviceError> {

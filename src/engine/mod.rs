@@ -52,6 +52,8 @@ pub trait Forward {
     fn shares_cores(&self) -> bool {
         true
     }
+    /// Has operations timed from now on, where that costs waiting for each of them.
+    fn time_operations(&mut self) {}
     /// Time spent so far by kind of operation; empty where it is not known.
     fn operation_times(&self) -> Vec<(&'static str, Duration)> {
         Vec::new()

@@ -1,7 +1,7 @@
 //! How many KV blocks a model has: as its options say, or what its device has left.
 
 use crate::device::batch::{StepBatch, StepSequence};
-use crate::device::{Device, DeviceError};
+use crate::device::{Device, DeviceError, Precision};
 use crate::model::config::Config;
 use crate::model::error::ModelError;
 
@@ -73,6 +73,40 @@ pub fn largest_step(tokens: u32, sequences: u32, context: u32, block_tokens: u32
     batch
 }
 
+/// Refuses a model whose weights alone are more than the device has free. Linear layers are in the precision's format; the embedding
+/// table and the output head in BF16.
+pub fn check_fits<D: Device>(device: &D, config: &Config, precision: Precision) -> Result<(), ModelError> {
+    let Some(free) = device.free_bytes()? else {
+        return Ok(());
+    };
+    let (linear, tables) = weights_bytes(config, precision);
+    if linear + tables <= free {
+        return Ok(());
+    }
+    let mib = |bytes: u64| bytes.div_ceil(1 << 20);
+    Err(DeviceError::OutOfMemory(format!(
+        "the model's weights take {} MiB in {} ({} of linear layers, {} of the embedding table and the output head), and {} MiB are free: {}",
+        mib(linear + tables),
+        precision.word(),
+        mib(linear),
+        mib(tables),
+        mib(free),
+        if precision.bits() > 8 { "ask for 8 bits, or take a larger card" } else { "take a larger card" },
+    ))
+    .into())
+}
+
+/// Bytes of the linear layers' weights, and of the tables'.
+fn weights_bytes(config: &Config, precision: Precision) -> (u64, u64) {
+    let (hidden, mlp) = (config.hidden_size as u64, config.intermediate_size as u64);
+    let heads = config.heads;
+    let attended = (heads.heads * heads.head_dim) as u64;
+    let layer = hidden * (heads.qkv_width() as u64 + attended) + 3 * hidden * mlp;
+    let linear = config.layers.len() as u64 * layer * u64::from(precision.bits()) / 8;
+    let tables = if config.tied_embeddings { 1 } else { 2 };
+    (linear, tables * config.vocab_size as u64 * hidden * 2)
+}
+
 /// Whole blocks in what a device has left, or in `bytes` of it.
 pub fn blocks_of_the_rest<D: Device>(device: &D, config: &Config, bytes: Option<u64>) -> Result<u32, ModelError> {
     if let Some(bytes) = bytes {
@@ -101,6 +135,15 @@ pub fn blocks_of_the_rest<D: Device>(device: &D, config: &Config, bytes: Option<
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn weights_take_what_they_take() {
+        let config = crate::model::shapes::named("llama-3.1-8b").unwrap().unwrap();
+        let (linear, tables) = weights_bytes(&config, Precision::Fp8);
+        // 8.03 billion parameters, 1.05 billion of them in the two tables.
+        assert_eq!((linear, tables), (6_979_321_856, 2 * 2 * 128_256 * 4096));
+        assert_eq!(weights_bytes(&config, Precision::Bf16).0, 2 * linear);
+    }
 
     #[test]
     fn the_largest_step_is_sound() {

@@ -63,8 +63,9 @@ pub struct Transformer<D: Device = Cpu> {
     pools: Vec<D::KvPool>,
     step: D::Step,
     buffers: Buffers<D>,
-    logits: Vec<f32>,
     times: Times,
+    /// Are operations waited for, one by one, and timed?
+    timed: bool,
     kv_blocks: u32,
     context_tokens: u32,
     vocab_size: usize,
@@ -142,7 +143,8 @@ impl Transformer<Cpu> {
         see: impl FnMut(usize, Activations, &cpu::Buffer),
     ) -> Result<(), ForwardError> {
         self.check(batch).map_err(ForwardError::Batch)?;
-        Ok(self.run(batch, see)?)
+        self.run(batch, see)?;
+        Ok(())
     }
 }
 
@@ -186,6 +188,9 @@ impl<D: Device> Transformer<D> {
         options: &LoadOptions,
     ) -> Result<Transformer<D>, ModelError> {
         let context_tokens = context(&config, options.max_context)?;
+        pool::check_fits(&device, &config, options.precision)?;
+        // What computes in the host's memory is done when it returns.
+        let timed = device.free_bytes()?.is_none();
         let kv_blocks = match options.kv {
             KvBudget::AfterStep { step_tokens, .. } => step_tokens.div_ceil(device.block_tokens()) + 1,
             KvBudget::Bytes(bytes) => pool::blocks_of(&device, &config, bytes)?,
@@ -215,8 +220,8 @@ impl<D: Device> Transformer<D> {
             pools,
             step,
             buffers,
-            logits: Vec::new(),
             times: Times::default(),
+            timed,
             kv_blocks,
             context_tokens,
             vocab_size,
@@ -242,7 +247,7 @@ impl<D: Device> Transformer<D> {
         loop {
             let step = pool::largest_step(tokens, sequences, self.context_tokens, self.device.block_tokens());
             match self.run(&step, |_, _, _| ()) {
-                Ok(()) => break,
+                Ok(_) => break,
                 Err(DeviceError::OutOfMemory(why)) if tokens > pool::STEP_TOKENS_MIN => {
                     tokens = (tokens / 2).max(pool::STEP_TOKENS_MIN);
                     tracing::warn!("a step's memory does not fit, {why}: steps have {tokens} tokens at most");
@@ -332,7 +337,7 @@ impl<D: Device> Transformer<D> {
         &mut self,
         batch: &StepBatch,
         mut see: impl FnMut(usize, Activations, &D::Buffer),
-    ) -> Result<(), DeviceError> {
+    ) -> Result<&[f32], DeviceError> {
         let Transformer {
             device,
             config,
@@ -340,15 +345,22 @@ impl<D: Device> Transformer<D> {
             pools,
             step,
             buffers: b,
-            logits,
             vocab_size,
             times,
+            timed,
             ..
         } = self;
-        let mut lap = times.laps();
+        let mut tell = times.laps();
+        let mut lap = |operation| -> Result<(), DeviceError> {
+            if *timed {
+                device.wait()?;
+                tell(operation);
+            }
+            Ok(())
+        };
         device.upload(batch, step)?;
         device.embed(&weights.embedding, step, &mut b.residual)?;
-        lap(Operation::Embed);
+        lap(Operation::Embed)?;
         let mut delta = None;
         for (at, (layer, pool)) in weights.layers.iter().zip(pools).enumerate() {
             device.copy_blocks(step, pool)?;
@@ -358,10 +370,10 @@ impl<D: Device> Transformer<D> {
                 eps: config.norm_eps,
             };
             device.add_norm(norm, &mut b.residual, &mut b.normed)?;
-            lap(Operation::Norm);
+            lap(Operation::Norm)?;
             see(at, Activations::AttentionNorm, &b.normed);
             device.linear(&layer.qkv, &b.normed, &mut b.qkv, &mut b.workspace)?;
-            lap(Operation::Linear);
+            lap(Operation::Linear)?;
             let qk_norm = layer.qk_norm.as_ref().map(|(q, k)| QkNorm {
                 q,
                 k,
@@ -376,25 +388,25 @@ impl<D: Device> Transformer<D> {
                 &mut b.qkv,
                 pool,
             )?;
-            lap(Operation::RopeStore);
+            lap(Operation::RopeStore)?;
             device.attention(layer.spec, step, &b.qkv, pool, &mut b.attended, &mut b.workspace)?;
-            lap(Operation::Attention);
+            lap(Operation::Attention)?;
             see(at, Activations::Attended, &b.attended);
             device.linear(&layer.o, &b.attended, &mut b.delta, &mut b.workspace)?;
-            lap(Operation::Linear);
+            lap(Operation::Linear)?;
             let norm = AddNorm {
                 delta: Some(&b.delta),
                 weight: &layer.mlp_norm,
                 eps: config.norm_eps,
             };
             device.add_norm(norm, &mut b.residual, &mut b.normed)?;
-            lap(Operation::Norm);
+            lap(Operation::Norm)?;
             see(at, Activations::MlpNorm, &b.normed);
             device.gated_linear(&layer.gate_up, &b.normed, &mut b.gated, &mut b.workspace)?;
-            lap(Operation::GatedLinear);
+            lap(Operation::GatedLinear)?;
             see(at, Activations::Gated, &b.gated);
             device.linear(&layer.down, &b.gated, &mut b.delta, &mut b.workspace)?;
-            lap(Operation::Linear);
+            lap(Operation::Linear)?;
             delta = Some(&b.delta);
         }
         let norm = AddNorm {
@@ -403,19 +415,18 @@ impl<D: Device> Transformer<D> {
             eps: config.norm_eps,
         };
         device.add_norm_logits_rows(norm, step, &mut b.residual, &mut b.normed)?;
-        lap(Operation::Norm);
+        lap(Operation::Norm)?;
         let head = weights.head.as_ref().unwrap_or(&weights.embedding);
-        device.logits(head, *vocab_size, &b.normed, logits, &mut b.workspace)?;
-        lap(Operation::Logits);
-        Ok(())
+        let logits = device.logits(head, *vocab_size, &b.normed, &mut b.workspace)?;
+        lap(Operation::Logits)?;
+        Ok(logits)
     }
 }
 
 impl<D: Device> Forward for Transformer<D> {
     fn forward(&mut self, batch: &StepBatch) -> Result<&[f32], ForwardError> {
         self.check(batch).map_err(ForwardError::Batch)?;
-        self.run(batch, |_, _, _| ())?;
-        Ok(&self.logits)
+        Ok(self.run(batch, |_, _, _| ())?)
     }
 
     fn vocab_size(&self) -> usize {
@@ -438,8 +449,15 @@ impl<D: Device> Forward for Transformer<D> {
         self.step_tokens_max
     }
 
+    fn time_operations(&mut self) {
+        self.timed = true;
+    }
+
     fn operation_times(&self) -> Vec<(&'static str, Duration)> {
-        self.times.read()
+        match self.timed {
+            true => self.times.read(),
+            false => Vec::new(),
+        }
     }
 }
 

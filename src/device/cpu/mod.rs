@@ -180,6 +180,7 @@ pub struct Workspace {
     /// `[gate][up]` where the two are computed before they are multiplied.
     gate_up: Buffer,
     attention: attention::Scratches,
+    logits: Buffer,
 }
 
 /// A buffer that tasks write disjoint parts of.
@@ -260,6 +261,7 @@ impl Device for Cpu {
         Workspace {
             rows: linear::PackedRows::default(),
             gate_up: Buffer::default(),
+            logits: Buffer::default(),
             attention: attention::Scratches::new(self.threads.count()),
         }
     }
@@ -394,26 +396,21 @@ impl Device for Cpu {
         Ok(())
     }
 
-    fn logits(
+    fn logits<'w>(
         &self,
         head: &Matrix,
         ids: usize,
         x: &Buffer,
-        out: &mut Vec<f32>,
-        workspace: &mut Workspace,
-    ) -> Result<(), DeviceError> {
+        workspace: &'w mut Workspace,
+    ) -> Result<&'w [f32], DeviceError> {
         // Not rounded to BF16 even where activations are: rounding would only make ties.
         let finish = linear::Finish {
             bias: None,
             round: false,
         };
-        let mut buffer = Buffer {
-            data: std::mem::take(out),
-            ..Buffer::default()
-        };
-        linear::linear(self.on(), head, ids, finish, x, &mut buffer, &mut workspace.rows);
-        *out = buffer.data;
-        Ok(())
+        let Workspace { rows, logits, .. } = workspace;
+        linear::linear(self.on(), head, ids, finish, x, logits, rows);
+        Ok(&logits.data)
     }
 
     fn write(&self, values: &[f32], width: usize, out: &mut Buffer) -> Result<(), DeviceError> {

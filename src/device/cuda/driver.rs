@@ -444,6 +444,14 @@ impl std::ops::DerefMut for Pinned {
     }
 }
 
+impl Pinned {
+    /// Its whole words as numbers.
+    pub fn as_floats_mut(&mut self) -> &mut [f32] {
+        // SAFETY: the driver gives whole pages, all bits make a number, and nobody else has them.
+        unsafe { std::slice::from_raw_parts_mut(self.start.cast(), self.bytes / 4) }
+    }
+}
+
 impl Drop for Pinned {
     fn drop(&mut self) {
         if self.context.wait().is_ok() {

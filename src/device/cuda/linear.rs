@@ -6,7 +6,7 @@ use super::plan::{self, Format, LinearShape};
 use super::{Cuda, Matrix, Vector};
 use crate::device::{DeviceError, Linear};
 
-/// Logits that are brought to the host at once.
+/// Logits that are computed at once.
 const LOGITS_BYTES_MAX: usize = 256 << 20;
 
 /// A product to be computed.
@@ -118,27 +118,29 @@ impl Cuda {
     }
 
     /// Logits of all rows of `x` over the first ids of `head`, to the host.
-    pub(super) fn bring_logits(
+    pub(super) fn bring_logits<'w>(
         &self,
         (head, ids): (&Matrix, usize),
         x: &Buffer,
-        out: &mut Vec<f32>,
-        workspace: &mut Workspace,
-    ) -> Result<(), DeviceError> {
+        workspace: &'w mut Workspace,
+    ) -> Result<&'w [f32], DeviceError> {
         let stride = ids.next_multiple_of(16);
-        let most = (LOGITS_BYTES_MAX / (stride * 4)).max(1).min(x.rows);
+        // A step without logits ends here, too.
+        if x.rows == 0 {
+            self.context.wait()?;
+            return Ok(&[]);
+        }
+        let most = (LOGITS_BYTES_MAX / (stride * 4)).clamp(1, x.rows);
         want(&self.context, &mut workspace.logits, most * stride * 4, "logits")?;
-        let bytes = most * stride * 4;
+        let bytes = x.rows * stride * 4;
         if workspace.host_logits.as_ref().is_none_or(|host| host.len() < bytes) {
             workspace.host_logits = None;
             workspace.host_logits = Some(self.context.pin(bytes)?);
         }
-        out.clear();
-        out.reserve(x.rows * ids);
         let (Some(logits), Some(host)) = (&workspace.logits, &mut workspace.host_logits) else {
-            return Ok(());
+            return Ok(&[]);
         };
-        for first in (0..x.rows).step_by(most.max(1)) {
+        for first in (0..x.rows).step_by(most) {
             let rows = most.min(x.rows - first);
             self.multiply(&Product {
                 x,
@@ -151,13 +153,16 @@ impl Cuda {
                 stride,
                 wide: true,
             })?;
-            let host = &mut host[..rows * stride * 4];
+            let host = &mut host[first * stride * 4..][..rows * stride * 4];
             self.context.download(logits, 0, host)?;
-            for row in host.chunks_exact(stride * 4) {
-                out.extend(row[..ids * 4].as_chunks::<4>().0.iter().map(|b| f32::from_ne_bytes(*b)));
+        }
+        let rows = host.as_floats_mut();
+        // Rows are rarely padded: no published vocabulary of today is.
+        if stride != ids {
+            for row in 1..x.rows {
+                rows.copy_within(row * stride..row * stride + ids, row * ids);
             }
         }
-        // A step without logits ends here, too.
-        self.context.wait()
+        Ok(&rows[..x.rows * ids])
     }
 }

@@ -433,15 +433,14 @@ impl Device for Cuda {
         )
     }
 
-    fn logits(
+    fn logits<'w>(
         &self,
         head: &Matrix,
         ids: usize,
         x: &Buffer,
-        out: &mut Vec<f32>,
-        workspace: &mut Workspace,
-    ) -> Result<(), DeviceError> {
-        self.bring_logits((head, ids), x, out, workspace)
+        workspace: &'w mut Workspace,
+    ) -> Result<&'w [f32], DeviceError> {
+        self.bring_logits((head, ids), x, workspace)
     }
 
     fn write(&self, values: &[f32], width: usize, out: &mut Buffer) -> Result<(), DeviceError> {
