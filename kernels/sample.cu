@@ -21,14 +21,14 @@
 #define NOTHING_ALLOWED 2
 
 struct Draw {
+    // In [0, 1).
+    double uniform;
     // 1 / temperature, or 0: the largest logit wins.
     float inverse_temperature;
     // 0: all.
     u32 top_k;
     float top_p, min_p;
     float repetition, presence, frequency;
-    // In [0, 1).
-    float uniform;
     // Into `penalties`.
     u32 first_penalty, penalties;
     // Into `masks`, words; or NONE where all tokens are allowed.
@@ -253,7 +253,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             if (key > kept.key) kept = Kept{key, vocabulary};
         }
         u64 all = total();
-        u64 target = u64(double(draw.uniform) * double(all));
+        u64 target = u64(draw.uniform * double(all));
         u64 before = 0;
         for (u32 w = 0; w < threadIdx.x / 32; w++) before += s.sums[w];
         if (threadIdx.x == 0) s.id = 0;

@@ -12,7 +12,7 @@ use crate::device::cpu::Threads;
 use crate::device::cuda::{Ceilings, Cuda};
 use crate::device::{DeviceError, KvFormat, Precision};
 use crate::doctor::models::{ModelFinding, Subject, families};
-use crate::doctor::{Extent, Finding, Pair, models};
+use crate::doctor::{Extent, Finding, Pair, models, sampling};
 
 /// Everything that was found.
 #[derive(Serialize)]
@@ -120,6 +120,10 @@ fn examine(args: &DoctorArgs) -> Result<Report, Failure> {
         };
         pair.operations(&mut tell).map_err(failed)?;
         pair.attention(&mut tell).map_err(failed)?;
+        // Logits are F32 in every format.
+        if precision == Precision::Bf16 {
+            sampling(&device, extent, &mut tell).map_err(failed)?;
+        }
         let mut tell = |finding: ModelFinding| {
             if !quiet {
                 println!("{}", model_line(format, &finding));

@@ -6,6 +6,7 @@ mod attention;
 mod inputs;
 pub mod models;
 mod operations;
+mod sampling;
 pub mod tolerance;
 
 use std::sync::Arc;
@@ -120,6 +121,7 @@ impl<'a, D: Device> Pair<'a, D> {
 }
 
 pub use models::models;
+pub use sampling::sampling;
 
 /// Compares rows, `[rows][width]`.
 fn compare(

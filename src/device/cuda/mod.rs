@@ -18,6 +18,7 @@ use crate::device::{
 mod attention;
 mod ceilings;
 pub mod compile;
+pub mod draw;
 pub mod driver;
 pub mod items;
 pub mod libraries;

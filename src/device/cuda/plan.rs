@@ -194,6 +194,16 @@ pub fn peak(format: Format, hopper: bool, multiprocessors: u32, rounds: u32) -> 
     (launch, products * f64::from(2 * rows * columns * depth))
 }
 
+/// Of one token from each of `rows` rows of logits.
+pub fn sample(rows: usize) -> Launch {
+    Launch {
+        kernel: Kernel::new("sample", &[]),
+        grid: [rows as u32, 1],
+        threads: 1024,
+        shared_bytes: 0,
+    }
+}
+
 /// Heads as the kernels know them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Heads {
