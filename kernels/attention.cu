@@ -90,16 +90,18 @@ __device__ inline void multiply_add(Sum (&c)[4], const u32 (&a)[4], const u32* b
 }
 
 // Where part `part` (of 16 bytes) of row `row` lies, so that the same part of 8 rows meets every bank once: rows that begin at the same
-// bank, 8 / turns apart, differ in how parts are swapped within groups of `turns`. Rows 8 apart have parts at the same places.
-template <int BYTES> __device__ inline int place(u32 row, u32 part) {
+// bank, 8 / turns apart, differ in how parts are swapped within groups of `turns`. Rows 16 apart have parts at the same places. DEALT:
+// the 8 rows that are read at once are two of every four, as `token_of` deals them.
+template <int BYTES, bool DEALT = false> __device__ inline int place(u32 row, u32 part) {
     const u32 parts = BYTES / 16, turns = parts % 8 == 0 ? 8 : parts % 4 == 0 ? 4 : parts % 2 == 0 ? 2 : 1;
-    return int(row * BYTES + part / turns * turns * 16 + (part % turns ^ row / (8 / turns) % turns) * 16);
+    u32 order = DEALT ? row / 4 * 2 + row % 2 : row;
+    return int(row * BYTES + part / turns * turns * 16 + (part % turns ^ order / (8 / turns) % turns) * 16);
 }
 
-template <int BYTES, int ROWS> __device__ inline void copy_rows(u8* to, const u8* from) {
+template <int BYTES, int ROWS, bool DEALT = false> __device__ inline void copy_rows(u8* to, const u8* from) {
     for (u32 task = threadIdx.x; task < ROWS * BYTES / 16; task += THREADS) {
         u32 row = task / (BYTES / 16), part = task % (BYTES / 16);
-        copy_async(to + place<BYTES>(row, part), from + task * 16, 16);
+        copy_async(to + place<BYTES, DEALT>(row, part), from + task * 16, 16);
     }
 }
 
@@ -166,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
         if (block < blocks) {
             u64 from = u64(table[block]) * KV_HEADS + head;
             u8* stage = shared + block % STAGES * STAGE_BYTES;
-            copy_rows<KEY_ROW, BLOCK>(stage, keys + from * KEY_BYTES);
+            copy_rows<KEY_ROW, BLOCK, STORE != 2>(stage, keys + from * KEY_BYTES);
             copy_rows<VALUE_ROW, HEAD_DIM>(stage + KEY_BYTES, values + from * VALUE_BYTES);
 #if STORE != 2
             for (u32 part = threadIdx.x; part < BLOCK / 2; part += THREADS) {
@@ -261,7 +263,7 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
                     u32 b[4];
                     bool half_step = KEY_ROW / 16 % 2 == 1 && k == KEY_STEPS - 1;
                     int part = k * 2 + (half_step ? 0 : lane / 8 % 2);
-                    load_matrices(b, key_stage + (span + pair * 16) * KEY_ROW + place<KEY_ROW>(token_of(lane / 16, lane % 8), part));
+                    load_matrices(b, key_stage + (span + pair * 16) * KEY_ROW + place<KEY_ROW, STORE != 2>(token_of(lane / 16, lane % 8), part));
 #if LARGE
                     u32 a[4];
                     load_matrices(a, query_rows + place<KEY_ROW>(first_row + lane % 16, k * 2 + lane / 16));

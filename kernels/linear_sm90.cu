@@ -120,5 +120,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                            column_scales, bias);
             }
         }
+        // Products of the next tile take whole warps.
+        __syncwarp();
     }
 }

@@ -6,6 +6,11 @@
 #pragma once
 #include "ptx.cuh"
 
+// Before a barrier: what this thread has stored in shared memory is there for products, which read it by another way than loads do.
+__device__ inline void stores_before_products() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
 // A tile in shared memory, rows of 128 bytes, swizzled over 128 bytes, its start on 1024 bytes. 32 bytes further in a row is +2.
 __device__ inline unsigned long long tile_descriptor(const void* tile) {
     unsigned long long address = (shared_address(tile) & 0x3ffff) >> 4;

@@ -34,6 +34,7 @@ def shapes(name):
         "linear": [{"WIDE": wide} for wide in (0, 1)],
         "linear_sm90": [{"WIDE": wide, "CONSUMERS": consumers} for wide in (0, 1) for consumers in (1, 2)],
         "attention": heads + [shape | {"SOFT_CAP": "50.0f", "WINDOW": 4096} for shape in heads if shape["HEAD_DIM"] >= 128],
+        "peak": [{"WARPGROUPS": 0}],
         "merge": heads,
         "rope_store": heads,
     }.get(name, [{}])
@@ -42,7 +43,7 @@ def shapes(name):
 def formats(name, card):
     """The names of a kernel's formats that a card has, and their macros."""
     macro = {"add_norm": "OUTPUT", "gated": "OUTPUT", "quantize": "OUTPUT", "attention": "STORE", "rope_store": "STORE"}
-    macro |= {"linear": "FORMAT", "linear_sm90": "FORMAT"}
+    macro |= {"linear": "FORMAT", "linear_sm90": "FORMAT", "peak": "FORMAT"}
     if name not in macro:
         return [("", {})]
     return [(word, {macro[name]: value}) for word, value in FORMATS.items() if word != "fp8" or card not in ("sm_80", "sm_86")]

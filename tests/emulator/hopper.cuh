@@ -11,6 +11,7 @@ inline unsigned long long tile_descriptor(const void* tile) {
     return shared_address(tile) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
 
+inline void stores_before_products() {}
 inline void products_begin() {}
 inline void products_end() {}
 template <int LEFT> inline void products_wait() {}

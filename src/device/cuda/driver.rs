@@ -247,6 +247,15 @@ impl Context {
         Ok(mark)
     }
 
+    /// How a matrix on the card is found.
+    ///
+    /// # Errors
+    /// The driver does not take the shape.
+    pub fn tensor_map(&self, shape: &MapShape) -> Result<TensorMap, DeviceError> {
+        self.enter()?;
+        TensorMap::new(shape)
+    }
+
     /// The function `name` of machine code, to be run with so much dynamic shared memory.
     ///
     /// # Errors
@@ -346,9 +355,7 @@ pub struct MapShape {
 }
 
 impl TensorMap {
-    /// # Errors
-    /// The driver does not take the shape.
-    pub fn new(shape: &MapShape) -> Result<TensorMap, DeviceError> {
+    fn new(shape: &MapShape) -> Result<TensorMap, DeviceError> {
         let mut map = sys::CUtensorMap { opaque: [0; 16] };
         let kind = match shape.element_bytes {
             1 => sys::CUtensorMapDataType_enum::CU_TENSOR_MAP_DATA_TYPE_UINT8,

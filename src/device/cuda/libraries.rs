@@ -59,13 +59,16 @@ pub fn driver() -> Result<(), DeviceError> {
             "there is no NVIDIA driver here (`libcuda.so.1`): install it, or compute with `--device cpu`".into(),
         ));
     };
-    for name in DRIVER_FUNCTIONS {
+    let found = DRIVER_FUNCTIONS.into_iter().find(|name| {
         // SAFETY: the symbol is looked up and not used.
-        if unsafe { library.get::<*const ()>(name.as_bytes()) }.is_err() {
-            return Err(DeviceError::Missing(format!(
-                "the NVIDIA driver is too old: it has no `{name}`; install one for CUDA 12.0 or later (525 or later)"
-            )));
-        }
+        unsafe { library.get::<*const ()>(name.as_bytes()) }.is_err()
+    });
+    // Kept open: cudarc, which knows its name alone, is then given this copy.
+    std::mem::forget(library);
+    if let Some(name) = found {
+        return Err(DeviceError::Missing(format!(
+            "the NVIDIA driver is too old: it has no `{name}`; install one for CUDA 12.0 or later (525 or later)"
+        )));
     }
     Ok(())
 }

@@ -1,6 +1,6 @@
 //! Linear operations: by `mma.sync`, or on Hopper by products of warpgroups; and the logits.
 
-use super::driver::{Argument, MapShape, Memory, TensorMap};
+use super::driver::{Argument, MapShape, Memory};
 use super::memory::{Buffer, Workspace, address, want};
 use super::plan::{self, Format, LinearShape};
 use super::{Cuda, Matrix, Vector};
@@ -75,7 +75,7 @@ impl Cuda {
             return self.launch(&plan::linear(&shape), &all);
         }
         let map = |address, rows, box_rows| {
-            TensorMap::new(&MapShape {
+            self.context.tensor_map(&MapShape {
                 address,
                 rows,
                 columns: weight.columns,

@@ -40,6 +40,9 @@ pub use step::Step;
 use weights::Loader;
 pub use weights::Matrix;
 
+/// The first NVRTC that multiplies E4M3 by `mma.sync` (PTX ISA 8.4).
+const FP8_NVRTC: (u32, u32) = (12, 4);
+
 /// A card, computing in one precision.
 pub struct Cuda {
     context: Arc<Context>,
@@ -85,7 +88,13 @@ impl Cuda {
                 card.capability % 10
             )));
         }
-        let nvrtc = Nvrtc::find(card.driver / 1000)?;
+        let nvrtc = Nvrtc::find((card.driver / 1000, card.driver % 1000 / 10))?;
+        if nvrtc.version() < FP8_NVRTC && (format == Format::E4m3 || kv == Format::E4m3) {
+            let (major, minor) = nvrtc.version();
+            return Err(DeviceError::Missing(format!(
+                "NVRTC here is of CUDA {major}.{minor}, and FP8 needs 12.4 or later: install a newer one, or ask for `int8`"
+            )));
+        }
         let target = Target::of(card.capability, &nvrtc.architectures()?)?;
         Ok(Cuda {
             context: Arc::new(context),
@@ -448,7 +457,10 @@ impl Device for Cuda {
         out.reshape(&self.context, values.len() / width, width, Format::Bf16)?;
         let bytes: Vec<u8> = values.iter().flat_map(|x| bf16::from_f32(*x).to_ne_bytes()).collect();
         match &out.data {
-            Some(data) => self.context.upload(&bytes, data, 0),
+            Some(data) => {
+                self.context.upload(&bytes, data, 0)?;
+                self.context.wait()
+            }
             None => Ok(()),
         }
     }

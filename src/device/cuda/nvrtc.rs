@@ -28,13 +28,16 @@ pub struct Compiled {
 }
 
 impl Nvrtc {
-    /// The newest copy whose major version is at most `major_max`: machine code of a later minor version runs on a driver, that of
-    /// a later major one does not.
+    /// The newest copy that is no newer than the driver; where there is none, one of the driver's major version, whose machine code
+    /// it takes, too.
     ///
     /// # Errors
     /// There is none.
-    pub fn find(major_max: u32) -> Result<Nvrtc, DeviceError> {
+    pub fn find(driver: (u32, u32)) -> Result<Nvrtc, DeviceError> {
+        let major_max = driver.0;
         let mut best: Option<Nvrtc> = None;
+        // A newer one counts less than any that is not.
+        let rank = |version: (u32, u32)| (version <= driver, version);
         let mut newer = None;
         for path in libraries::nvrtc_candidates() {
             let Some(found) = Nvrtc::open(path) else {
@@ -42,7 +45,10 @@ impl Nvrtc {
             };
             if found.version.0 > major_max {
                 newer = Some(found.version.0);
-            } else if best.as_ref().is_none_or(|best| best.version < found.version) {
+            } else if best
+                .as_ref()
+                .is_none_or(|best| rank(best.version) < rank(found.version))
+            {
                 best = Some(found);
             }
         }
