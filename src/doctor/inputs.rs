@@ -3,20 +3,12 @@
 use half::bf16;
 
 use crate::device::{Dtype, Precision, Tensor};
+use crate::model::weights::uniform;
 
-/// Numbers in [-1, 1) (SplitMix64, Steele et al. 2014).
+/// Numbers in [-1, 1).
 pub fn numbers(seed: u64, count: usize) -> Vec<f32> {
-    let mut state = seed;
-    (0..count)
-        .map(|_| {
-            state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-            let mut z = state;
-            z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-            z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-            z ^= z >> 31;
-            let x = (z >> 40) as f32 / (1u64 << 23) as f32 - 1.0;
-            bf16::from_f32(x).to_f32()
-        })
+    (0..count as u64)
+        .map(|at| bf16::from_f32(uniform(seed, at)).to_f32())
         .collect()
 }
 

@@ -334,7 +334,7 @@ impl WeightSource for RandomWeights {
 }
 
 /// Number `at` of a stream, in [-1, 1) (SplitMix64, Steele et al. 2014).
-fn uniform(seed: u64, at: u64) -> f32 {
+pub(crate) fn uniform(seed: u64, at: u64) -> f32 {
     let mut z = seed.wrapping_add((at + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
