@@ -10,7 +10,7 @@ use crate::cli::exit::{Exit, Failure};
 use crate::cli::place::Place;
 use crate::device::cpu::Threads;
 use crate::device::cuda::{Ceilings, Cuda};
-use crate::device::{DeviceError, KvFormat, Precision};
+use crate::device::{KvFormat, Precision};
 use crate::doctor::models::{ModelFinding, Subject, families};
 use crate::doctor::{Extent, Finding, Pair, models, sampling};
 
@@ -89,19 +89,16 @@ fn examine(args: &DoctorArgs) -> Result<Report, Failure> {
     for dir in &args.model {
         subjects.push(Subject::open(dir).map_err(Failure::bad_job)?);
     }
-    let formats = [
-        (Precision::Bf16, KvFormat::Bf16, "bf16"),
-        (Precision::Int8, KvFormat::Int8, "int8"),
-        (Precision::Fp8, KvFormat::Fp8, "fp8"),
-    ];
-    let formats = formats.into_iter().filter(|(precision, ..)| {
+    let formats = [Precision::Bf16, Precision::Int8, Precision::Fp8];
+    let formats = formats.into_iter().filter(|precision| {
         (*precision != Precision::Fp8 || card.capability >= 89)
             && (args.formats.is_empty() || args.formats.contains(precision))
     });
-    for (precision, kv, format) in formats {
+    for precision in formats {
+        let (kv, format) = (precision.kv_format(), precision.word());
         let open = || Cuda::open(ordinal, precision, kv);
         let device = open().map_err(Failure::bad_job)?;
-        let ceilings = device.ceilings(args.quick).map_err(failed)?;
+        let ceilings = device.ceilings(args.quick)?;
         if !quiet && !args.quick {
             println!(
                 "ceilings                 {format:<7} {:.0} GB/s copied, {:.1} TFLOP/s in registers",
@@ -118,11 +115,11 @@ fn examine(args: &DoctorArgs) -> Result<Report, Failure> {
             report.right &= finding.is_right();
             report.operations.push(finding);
         };
-        pair.operations(&mut tell).map_err(failed)?;
-        pair.attention(&mut tell).map_err(failed)?;
+        pair.operations(&mut tell)?;
+        pair.attention(&mut tell)?;
         // Logits are F32 in every format.
         if precision == Precision::Bf16 {
-            sampling(&device, extent, &mut tell).map_err(failed)?;
+            sampling(&device, extent, &mut tell)?;
         }
         let mut tell = |finding: ModelFinding| {
             if !quiet {
@@ -144,10 +141,6 @@ fn examine(args: &DoctorArgs) -> Result<Report, Failure> {
         );
     }
     Ok(report)
-}
-
-fn failed(error: DeviceError) -> Failure {
-    Failure::from(error)
 }
 
 const HEADER: &str = "operation                format  shape                             error   allowed    worst   allowed     µs    GB/s  TFLOP/s ceiling";

@@ -55,7 +55,7 @@ impl DeviceChoice {
             DeviceChoice::Auto => Ok(match Cuda::probe(0) {
                 Ok(_) => Place::Cuda(0),
                 // No driver, no card: the machine is as its owner wants it.
-                Err(DeviceError::Missing(why)) if why.contains("no NVIDIA driver") || why.contains("no card") => {
+                Err(DeviceError::Absent(why)) => {
                     tracing::info!("{why}");
                     Place::Cpu
                 }

@@ -3,6 +3,9 @@
 /// A device that could not do what it was asked for.
 #[derive(Debug, Clone, thiserror::Error, PartialEq, Eq)]
 pub enum DeviceError {
+    /// There is no device of this kind here at all.
+    #[error("{0}")]
+    Absent(String),
     /// There is no such device here, or what it needs is not installed.
     #[error("{0}")]
     Missing(String),

@@ -1,6 +1,6 @@
 //! Attention over paged keys and values: wide items, narrow ones, then the merge of parts.
 
-use super::driver::{Argument, Memory};
+use super::driver::Argument;
 use super::memory::{Buffer, KvPool, Workspace, address, want};
 use super::plan::Format;
 use super::{Cuda, Step, items};
@@ -42,7 +42,7 @@ impl Cuda {
             KvSpec::Window(window) => window,
         };
         let scale = (step.shape.head_dim as f32).sqrt().recip();
-        let scales = |part: Option<&Memory>| Argument::Address(part.map_or(0, Memory::address));
+        let [keys, values, key_scales, value_scales] = pool.arguments();
         for (warps, items, count) in [
             (items::WIDE_WARPS, plan.wide, part.wide),
             (items::NARROW_WARPS, plan.narrow, part.narrow),
@@ -51,10 +51,10 @@ impl Cuda {
                 &heads.attention(warps, window, count),
                 &[
                     qkv.data(),
-                    Argument::Address(pool.keys.address()),
-                    Argument::Address(pool.values.address()),
-                    scales(pool.scales.as_ref().map(|(keys, _)| keys)),
-                    scales(pool.scales.as_ref().map(|(_, values)| values)),
+                    keys,
+                    values,
+                    key_scales,
+                    value_scales,
                     Argument::Address(items),
                     Argument::Address(plan.queries),
                     Argument::Address(step.positions()),

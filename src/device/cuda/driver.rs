@@ -21,8 +21,6 @@ pub struct Card {
     pub capability: u32,
     pub multiprocessors: u32,
     pub memory_bytes: u64,
-    /// Most shared memory of a block, in bytes.
-    pub shared_bytes: u32,
     /// CUDA version of the driver, as 12080.
     pub driver: u32,
 }
@@ -59,15 +57,17 @@ impl Context {
     /// There is none of this number, the driver is older than CUDA 12.0, or the card cannot be used.
     pub fn open(ordinal: u32) -> Result<Context, DeviceError> {
         let count = cards()?;
-        if ordinal >= count {
-            return Err(DeviceError::Missing(format!(
-                "there is no `cuda:{ordinal}`: {}",
-                match count {
-                    0 => "the driver finds no card; compute with `--device cpu`".to_string(),
-                    1 => "there is `cuda:0` alone".to_string(),
-                    count => format!("there are `cuda:0` to `cuda:{}`", count - 1),
-                }
+        if count == 0 {
+            return Err(DeviceError::Absent(format!(
+                "there is no `cuda:{ordinal}`: the driver finds no card; compute with `--device cpu`"
             )));
+        }
+        if ordinal >= count {
+            let there = match count {
+                1 => "there is `cuda:0` alone".to_string(),
+                count => format!("there are `cuda:0` to `cuda:{}`", count - 1),
+            };
+            return Err(DeviceError::Missing(format!("there is no `cuda:{ordinal}`: {there}")));
         }
         let mut version = 0;
         // SAFETY: writes the version.
@@ -100,7 +100,6 @@ impl Context {
             capability: major * 10 + minor,
             multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
             memory_bytes: memory as u64,
-            shared_bytes: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
             driver: version as u32,
         };
         // SAFETY: the primary context is retained until the process ends; the stream is made in it.
@@ -317,7 +316,6 @@ pub enum Argument {
     Address(u64),
     Int(i32),
     Word(u32),
-    Long(u64),
     Float(f32),
     Map(TensorMap),
 }
@@ -328,7 +326,7 @@ impl Argument {
             std::ptr::from_ref(value).cast_mut().cast()
         }
         match self {
-            Argument::Address(value) | Argument::Long(value) => at(value),
+            Argument::Address(value) => at(value),
             Argument::Int(value) => at(value),
             Argument::Word(value) => at(value),
             Argument::Float(value) => at(value),

@@ -55,7 +55,7 @@ pub fn driver() -> Result<(), DeviceError> {
         .find_map(|path| open(&path))
         .or_else(|| named.iter().find_map(|name| open(Path::new(name))));
     let Some(library) = library else {
-        return Err(DeviceError::Missing(
+        return Err(DeviceError::Absent(
             "there is no NVIDIA driver here (`libcuda.so.1`): install it, or compute with `--device cpu`".into(),
         ));
     };

@@ -97,6 +97,17 @@ pub struct KvPool {
     pub(super) block_bytes: (usize, usize),
 }
 
+impl KvPool {
+    /// Keys, values and the scales of each, as kernels take them.
+    pub(super) fn arguments(&self) -> [Argument; 4] {
+        let (keys, values) = match &self.scales {
+            Some((keys, values)) => (keys.address(), values.address()),
+            None => (0, 0),
+        };
+        [self.keys.address(), self.values.address(), keys, values].map(Argument::Address)
+    }
+}
+
 /// Bytes of a block's keys (as much as its values), and of their scales.
 pub(super) fn block_bytes(heads: HeadShape, format: Format) -> (usize, usize) {
     let tokens = heads.kv_heads * BLOCK_TOKENS as usize;

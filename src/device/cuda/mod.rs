@@ -78,9 +78,10 @@ impl Cuda {
         };
         let format = Format::of(precision).ok_or_else(|| unsupported("compute in", "f32"))?;
         let kv = Format::of_kv(kv).ok_or_else(|| unsupported("keep keys and values in", "f32"))?;
+        let fp8 = format == Format::E4m3 || kv == Format::E4m3;
         let context = Context::open(ordinal)?;
         let card = context.card();
-        if card.capability < 89 && (format == Format::E4m3 || kv == Format::E4m3) {
+        if card.capability < 89 && fp8 {
             return Err(DeviceError::Unsupported(format!(
                 "`{}` has compute capability {}.{}, and FP8 needs 8.9 or later (Ada, Hopper): ask for `int8`",
                 card.name,
@@ -89,7 +90,7 @@ impl Cuda {
             )));
         }
         let nvrtc = Nvrtc::find((card.driver / 1000, card.driver % 1000 / 10))?;
-        if nvrtc.version() < FP8_NVRTC && (format == Format::E4m3 || kv == Format::E4m3) {
+        if nvrtc.version() < FP8_NVRTC && fp8 {
             let (major, minor) = nvrtc.version();
             return Err(DeviceError::Missing(format!(
                 "NVRTC here is of CUDA {major}.{minor}, and FP8 needs 12.4 or later: install a newer one, or ask for `int8`"
@@ -250,16 +251,10 @@ impl Device for Cuda {
     fn vector(&self, parts: &[Tensor<'_>]) -> Result<Vector, TensorError> {
         let mut bytes = Vec::new();
         for (part, tensor) in parts.iter().enumerate() {
-            let mut row_of = vec![0.0; tensor.columns];
-            for row in 0..tensor.rows {
-                tensor.read_row(row, &mut row_of);
-                for value in &row_of {
-                    let rounded = bf16::from_f32(*value);
-                    if !rounded.is_finite() {
-                        return Err(TensorError::NotFinite { part, row });
-                    }
-                    bytes.extend(rounded.to_ne_bytes());
-                }
+            let from = bytes.len();
+            bytes.resize(from + tensor.rows * tensor.columns * 2, 0);
+            if let Some(row) = weights::to_bf16(tensor, 0, &mut bytes[from..]) {
+                return Err(TensorError::NotFinite { part, row });
             }
         }
         Ok(Vector(self.context.take_copy(&bytes, "a vector of weights")?))
@@ -395,7 +390,7 @@ impl Device for Cuda {
         pool: &mut KvPool,
     ) -> Result<(), DeviceError> {
         let norm = |vector: Option<&Vector>| Argument::Address(vector.map_or(0, |v| v.0.address()));
-        let scales = |part: Option<&Memory>| Argument::Address(part.map_or(0, Memory::address));
+        let [keys, values, key_scales, value_scales] = pool.arguments();
         self.launch(
             &self.heads(op.heads).rope_store(step.tokens),
             &[
@@ -406,10 +401,10 @@ impl Device for Cuda {
                 norm(op.qk_norm.as_ref().map(|norm| norm.q)),
                 norm(op.qk_norm.as_ref().map(|norm| norm.k)),
                 Argument::Float(op.qk_norm.as_ref().map_or(0.0, |norm| norm.eps)),
-                Argument::Address(pool.keys.address()),
-                Argument::Address(pool.values.address()),
-                scales(pool.scales.as_ref().map(|(keys, _)| keys)),
-                scales(pool.scales.as_ref().map(|(_, values)| values)),
+                keys,
+                values,
+                key_scales,
+                value_scales,
             ],
         )
     }

@@ -87,11 +87,6 @@ impl Nvrtc {
         self.version
     }
 
-    /// Where it lies.
-    pub fn path(&self) -> &std::path::Path {
-        &self.path
-    }
-
     /// Compute capabilities that it has machine code for, ascending, as 80 or 90.
     ///
     /// # Errors

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::driver::{Context, Memory, Pinned};
-use super::items::Plan;
+use super::items::{Item, Plan};
 use super::plan::{BLOCK_TOKENS, Heads};
 use crate::device::batch::StepBatch;
 use crate::device::{DeviceError, HeadShape, KvSpec, RopeSpec};
@@ -128,21 +128,12 @@ impl Step {
         };
         for layer in &mut self.attention {
             let plan = Plan::new(batch, heads, layer.spec);
+            let item = |i: &Item| [i.first_query, i.queries, i.table, i.from, i.to, i.part];
             (layer.wide, layer.narrow, layer.merged) = (plan.wide.len(), plan.narrow.len(), plan.merged.len());
             layer.part_rows = plan.part_rows() as usize;
             layer.places = PlanPlaces {
-                wide: put(
-                    &mut self.bytes,
-                    &words(&plan.wide, |i| {
-                        [i.first_query, i.queries, i.table, i.from, i.to, i.part]
-                    }),
-                ),
-                narrow: put(
-                    &mut self.bytes,
-                    &words(&plan.narrow, |i| {
-                        [i.first_query, i.queries, i.table, i.from, i.to, i.part]
-                    }),
-                ),
+                wide: put(&mut self.bytes, &words(&plan.wide, item)),
+                narrow: put(&mut self.bytes, &words(&plan.narrow, item)),
                 queries: put(&mut self.bytes, &plan.queries),
                 merged: put(&mut self.bytes, &plan.merged),
                 first: put(&mut self.bytes, &plan.first),

@@ -110,7 +110,7 @@ fn too_wide(columns: usize) -> DeviceError {
 }
 
 /// Rows of a tensor from `first` on, rounded to BF16; the first row that is not finite then.
-fn to_bf16(tensor: &Tensor<'_>, first: usize, out: &mut [u8]) -> Option<usize> {
+pub(super) fn to_bf16(tensor: &Tensor<'_>, first: usize, out: &mut [u8]) -> Option<usize> {
     let columns = tensor.columns;
     let bad = AtomicUsize::new(usize::MAX);
     let size = tensor.dtype.bytes();
