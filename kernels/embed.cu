@@ -1,15 +1,20 @@
 // Rows of a table, a warp a row.
 //
-// WIDTH: of a row, a multiple of 8. table: [ids][WIDTH] BF16; tokens: [rows]; out: [rows][WIDTH].
+// WIDTH: of a row, a multiple of 8. table: [ids][WIDTH] BF16; tokens: [rows], each an id, or IS_DRAWN and a row of `drawn`; out:
+// [rows][WIDTH].
 #include "ptx.cuh"
 #include "types.cuh"
+#include "drawn.cuh"
 
 #define ROWS 4
 
-extern "C" __global__ void __launch_bounds__(ROWS * 32) embed(const Bf16* table, const u32* tokens, Bf16* out, int rows) {
+extern "C" __global__ void __launch_bounds__(ROWS * 32)
+    embed(const Bf16* table, const u32* tokens, const Drawn* drawn, Bf16* out, int rows) {
     int row = int(blockIdx.x) * ROWS + int(threadIdx.x) / 32;
     if (row >= rows) return;
-    const Vec16* from = (const Vec16*)(table + u64(tokens[row]) * WIDTH);
+    u32 token = tokens[row];
+    if (token & IS_DRAWN) token = drawn[token & ~IS_DRAWN].token;
+    const Vec16* from = (const Vec16*)(table + u64(token) * WIDTH);
     Vec16* to = (Vec16*)(out + u64(row) * WIDTH);
     for (int i = int(threadIdx.x) % 32; i < WIDTH / 8; i += 32) to[i] = from[i];
 }

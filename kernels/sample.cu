@@ -1,19 +1,22 @@
-// One token a row from its logits, a block a row: what src/engine/sampling.rs says, in its order.
+// One token a row from its logits, a block a row: what src/device/draw.rs says, in its order.
 //
-// logits: [rows][stride] F32, of which `vocabulary` count; penalties and masks change them. draws, drawn: [rows]. penalties, masks: as
-// the draws say.
+// logits: [rows][stride] F32, of which `vocabulary` count; penalties and masks change them. draws, drawn: [rows]. penalties, masks,
+// wanted: as the draws say; values: the raw logits of `wanted`.
 //
 // A token's weight is exp((logit - largest) / temperature) in units of 2^-40, summed in whole numbers: so what is filtered, and which
 // token is drawn, does not depend on the order in which threads add. Tokens are ordered by logit, then by id; top-k, top-p and
 // min-p each keep the first of them, found digit by digit of the logit's bits (a radix selection), and so does all of them together.
 #include "ptx.cuh"
 #include "types.cuh"
+#include "drawn.cuh"
 
 #define THREADS 1024
 #define WARPS (THREADS / 32)
 #define DIGITS 256
 #define ONE 1099511627776.0f
 #define LOWEST bits_to_float(0xff800000)
+#define HIGHEST bits_to_float(0x7f800000)
+#define FLOAT_MAX bits_to_float(0x7f7fffff)
 
 // Status of a row.
 #define DRAWN 0
@@ -33,6 +36,8 @@ struct Draw {
     u32 first_penalty, penalties;
     // Into `masks`, words; or NONE where all tokens are allowed.
     u32 mask;
+    // Into `wanted` and `values`.
+    u32 first_wanted, wanted;
 };
 
 #define NONE 0xffffffffu
@@ -42,12 +47,6 @@ struct Penalty {
     u32 id, count;
     // Written by the kernel: its logit before.
     float raw;
-};
-
-struct Drawn {
-    u32 token, status;
-    // Of the raw distribution.
-    float log_probability;
 };
 
 // Larger for larger numbers.
@@ -173,7 +172,8 @@ __device__ NOINLINE Kept select(const float* row, u32 vocabulary, Kept within, u
 
 // (One block: the compiler saves no registers for a second.)
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    sample(float* logits, u32 vocabulary, const Draw* draws, Penalty* penalties, const u32* masks, Drawn* drawn, u32 stride) {
+    sample(float* logits, u32 vocabulary, const Draw* draws, Penalty* penalties, const u32* masks, const u32* wanted, Drawn* drawn,
+           float* values, u32 stride) {
     __shared__ Shared s;
     const Draw& draw = draws[blockIdx.x];
     float* row = logits + u64(blockIdx.x) * stride;
@@ -181,18 +181,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     auto sum = [](float a, float b) { return a + b; };
 
     // The raw distribution, and whether it is one.
-    float top = LOWEST, not_finite = 0;
+    float top = LOWEST, broken = 0;
     FOR_IDS(id) {
         top = fmaxf(top, row[id]);
-        not_finite = fmaf(row[id], 0.0f, not_finite);
+        // Neither NaN nor infinite; what is out from the start is minus infinity.
+        if (!(row[id] < HIGHEST)) broken = 1;
     }
-    bool finite = reduce(not_finite == 0 ? 0.0f : 1.0f, s, larger) == 0;
+    bool finite = reduce(broken, s, larger) == 0;
     float raw_top = reduce(top, s, larger);
     if (!finite) {
-        if (threadIdx.x == 0) drawn[blockIdx.x] = Drawn{0, NOT_FINITE, 0};
+        if (threadIdx.x == 0) drawn[blockIdx.x] = Drawn{0, NOT_FINITE, 0, 0, 0};
         return;
     }
+    for (u32 i = threadIdx.x; i < draw.wanted; i += THREADS) values[draw.first_wanted + i] = row[wanted[draw.first_wanted + i]];
     float exps = 0;
+    // (The barriers of this sum also stand between what reads raw logits and what changes them.)
     FOR_IDS(id) exps += expf(row[id] - raw_top);
     float raw_total = reduce(exps, s, sum);
 
@@ -200,8 +203,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         Penalty& p = penalties[draw.first_penalty + i];
         float x = row[p.id];
         p.raw = x;
-        x = x > 0 ? x / draw.repetition : x * draw.repetition;
-        if (p.count > 0) x -= draw.presence + draw.frequency * float(p.count);
+        // A tiny penalty must not make a logit infinite.
+        x = x > 0 ? fminf(x / draw.repetition, FLOAT_MAX) : x * draw.repetition;
+        if (p.count > 0) x = fminf(x - (draw.presence + draw.frequency * float(p.count)), FLOAT_MAX);
         row[p.id] = x;
     }
     __syncthreads();
@@ -212,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     float largest = reduce(top, s, larger);
     if (largest == LOWEST) {
-        if (threadIdx.x == 0) drawn[blockIdx.x] = Drawn{0, NOTHING_ALLOWED, 0};
+        if (threadIdx.x == 0) drawn[blockIdx.x] = Drawn{0, NOTHING_ALLOWED, 0, 0, 0};
         return;
     }
 
@@ -246,7 +250,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         if (draw.min_p > 0) {
             // The least logit that is probable enough, found in the same units as weights.
-            float least = bits_to_float(0x7f800000);
+            float least = HIGHEST;
             FOR_IDS(id) if (inside(id) && expf((row[id] - largest) * inverse) >= draw.min_p) least = fminf(least, row[id]);
             least = reduce(least, s, [](float a, float b) { return fminf(a, b); });
             u32 key = key_of(least);
@@ -279,5 +283,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (u32 i = threadIdx.x; i < draw.penalties; i += THREADS)
         if (penalties[draw.first_penalty + i].id == token) s.floats[0] = penalties[draw.first_penalty + i].raw;
     __syncthreads();
-    if (threadIdx.x == 0) drawn[blockIdx.x] = Drawn{token, DRAWN, s.floats[0] - raw_top - logf(raw_total)};
+    if (threadIdx.x == 0) drawn[blockIdx.x] = Drawn{token, DRAWN, s.floats[0], raw_top, raw_total};
 }

@@ -181,7 +181,7 @@ fn every_kernel_compiles_for_every_card_without_spills() {
             {
                 all.extend([false, card == 90].map(|hopper| plan::peak(format, hopper, 132, 1).0.kernel));
             }
-            all.insert(plan::sample(1).kernel);
+            all.extend([plan::sample(1).kernel, plan::random_weights(8).kernel]);
             all.into_iter().map(move |kernel| (card, kernel))
         })
         .collect();

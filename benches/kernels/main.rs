@@ -94,7 +94,9 @@ fn activations(device: &Cpu, rows: usize, width: usize) -> Buffer {
     let mut step = new_step(device, heads);
     step_of_rows(device, &mut step, rows);
     let mut out = device.buffer();
-    device.embed(&matrix(device, rows, width), &step, &mut out).unwrap();
+    device
+        .embed(&matrix(device, rows, width), &step, &mut out, &device.workspace())
+        .unwrap();
     out
 }
 
@@ -123,7 +125,7 @@ fn batch(sequences: u32, q_len: u32, kv_len: u32) -> StepBatch {
             .collect(),
         block_tables: (0..sequences * blocks).collect(),
         logits_at: Vec::new(),
-        block_copies: Vec::new(),
+        ..StepBatch::default()
     }
 }
 
@@ -250,7 +252,9 @@ fn attention_of(group: &mut BenchmarkGroup<'_, WallTime>, (name, heads): (&str, 
         let mut step = new_step(&device, heads);
         device.upload(&batch(SEQUENCES, kv_len, kv_len), &mut step).unwrap();
         let mut qkv = device.buffer();
-        device.embed(&matrix(&device, 1, width), &step, &mut qkv).unwrap();
+        device
+            .embed(&matrix(&device, 1, width), &step, &mut qkv, &device.workspace())
+            .unwrap();
         let pools: Vec<KvPool> = (0..SWEPT_BYTES.div_ceil(bytes))
             .map(|_| {
                 let mut pool = device.kv_pool(heads, blocks).unwrap();
@@ -260,7 +264,9 @@ fn attention_of(group: &mut BenchmarkGroup<'_, WallTime>, (name, heads): (&str, 
             })
             .collect();
         device.upload(&batch(SEQUENCES, q_len, kv_len), &mut step).unwrap();
-        device.embed(&matrix(&device, 1, width), &step, &mut qkv).unwrap();
+        device
+            .embed(&matrix(&device, 1, width), &step, &mut qkv, &device.workspace())
+            .unwrap();
         let (mut out, mut workspace): (Buffer, Workspace) = (device.buffer(), device.workspace());
         let mut next = pools.iter().cycle();
         bencher.iter(|| {

@@ -262,7 +262,7 @@ fn operations(engine: &Engine) -> Vec<(String, f64)> {
     for (name, time) in engine.operation_times() {
         all.push((name.to_string(), time.as_secs_f64()));
     }
-    all.push(("sample".to_string(), totals.sampling.as_secs_f64()));
+    all.push(("advance".to_string(), totals.advance.as_secs_f64()));
     all
 }
 

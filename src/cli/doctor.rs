@@ -12,7 +12,7 @@ use crate::device::cpu::Threads;
 use crate::device::cuda::{Ceilings, Cuda};
 use crate::device::{KvFormat, Precision};
 use crate::doctor::models::{ModelFinding, Subject, families};
-use crate::doctor::{Extent, Finding, Pair, models, sampling};
+use crate::doctor::{Extent, Finding, Pair, models};
 
 /// Everything that was found.
 #[derive(Serialize)]
@@ -119,7 +119,7 @@ fn examine(args: &DoctorArgs) -> Result<Report, Failure> {
         pair.attention(&mut tell)?;
         // Logits are F32 in every format.
         if precision == Precision::Bf16 {
-            sampling(&device, extent, &mut tell)?;
+            pair.sampling(&mut tell)?;
         }
         let mut tell = |finding: ModelFinding| {
             if !quiet {

@@ -15,6 +15,9 @@ pub struct StepBatch {
     pub block_tables: Vec<u32>,
     /// Indices into `tokens` whose logits are wanted, ascending.
     pub logits_at: Vec<u32>,
+    /// Tokens that are not known yet, as (index into `tokens`, index into the `logits_at` of the step before, whose draw it is);
+    /// ascending. What stands in `tokens` counts for nothing. Only for devices that [run ahead](super::Device::runs_ahead).
+    pub drawn: Vec<(u32, u32)>,
     /// KV blocks to copy before anything is computed: (from, to), for copy on write.
     pub block_copies: Vec<(u32, u32)>,
 }

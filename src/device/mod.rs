@@ -7,11 +7,15 @@
 use half::{bf16, f16};
 
 use crate::device::batch::StepBatch;
+use crate::device::draw::{Draw, DrawError, Drawn};
+use crate::device::random::RandomMatrix;
 
 pub mod batch;
 pub mod cpu;
 pub mod cuda;
+pub mod draw;
 pub mod error;
+pub mod random;
 
 pub use error::{DeviceError, TensorError};
 
@@ -238,6 +242,17 @@ pub trait Device: Send + Sync {
     fn gated_matrix(&self, parts: &[Tensor<'_>]) -> Result<Self::Matrix, TensorError>;
     /// As [`matrix`](Self::matrix), of rows that [`embed`](Self::embed) and [`logits`](Self::logits) read.
     fn table(&self, part: Tensor<'_>) -> Result<Self::Matrix, TensorError>;
+    /// Does it make random weights itself? Else they are taken over from the host as others are.
+    fn makes_random(&self) -> bool {
+        false
+    }
+    /// Random matrices of equal width, stacked, made on the device: for linear operations, gated or not, or as a table.
+    ///
+    /// # Errors
+    /// No room for them, or it [makes none](Self::makes_random).
+    fn random_matrix(&self, _parts: &[RandomMatrix], _is_table: bool) -> Result<Self::Matrix, DeviceError> {
+        Err(DeviceError::Unsupported("this device makes no random weights".into()))
+    }
     /// Takes over vectors, one after the other. Errors as in [`matrix`](Self::matrix).
     fn vector(&self, parts: &[Tensor<'_>]) -> Result<Self::Vector, TensorError>;
     /// An empty buffer.
@@ -277,8 +292,14 @@ pub trait Device: Send + Sync {
     fn upload(&self, batch: &StepBatch, step: &mut Self::Step) -> Result<(), DeviceError>;
     /// Copies the step's `block_copies` within a pool. Runs before the step's first [`rope_store`](Self::rope_store).
     fn copy_blocks(&self, step: &Self::Step, pool: &mut Self::KvPool) -> Result<(), DeviceError>;
-    /// Rows of `table` for the step's tokens.
-    fn embed(&self, table: &Self::Matrix, step: &Self::Step, out: &mut Self::Buffer) -> Result<(), DeviceError>;
+    /// Rows of `table` for the step's tokens; those that are drawn are in the workspace.
+    fn embed(
+        &self,
+        table: &Self::Matrix,
+        step: &Self::Step,
+        out: &mut Self::Buffer,
+        workspace: &Self::Workspace,
+    ) -> Result<(), DeviceError>;
     /// `residual += delta`, then `out = rms_norm(residual) * weight`.
     fn add_norm(
         &self,
@@ -329,14 +350,23 @@ pub trait Device: Send + Sync {
         out: &mut Self::Buffer,
         workspace: &mut Self::Workspace,
     ) -> Result<(), DeviceError>;
-    /// Logits in F32 of each row of `x` over the first `ids` rows of `head`, `[rows][ids]`, on the host. All that was issued is done then.
-    fn logits<'w>(
+    /// Logits in F32 of each row of `x` over the first `ids` rows of `head`; they stay in the workspace, `[rows][ids]`.
+    fn logits(
         &self,
         head: &Self::Matrix,
         ids: usize,
         x: &Self::Buffer,
-        workspace: &'w mut Self::Workspace,
-    ) -> Result<&'w [f32], DeviceError>;
+        workspace: &mut Self::Workspace,
+    ) -> Result<(), DeviceError>;
+    /// The workspace's logits on the host. All that was issued is done then.
+    fn read_logits<'w>(&self, workspace: &'w mut Self::Workspace) -> Result<&'w [f32], DeviceError>;
+    /// Draws a token from each row of the workspace's logits, one for each of `draws`, of ids below `ids` alone. Logits are lost.
+    fn draw(&self, ids: usize, draws: &[Draw<'_>], workspace: &mut Self::Workspace) -> Result<(), DeviceError>;
+    /// What the last [`draw`](Self::draw) drew, once.
+    fn drawn(&self, workspace: &mut Self::Workspace) -> Result<Vec<Result<Drawn, DrawError>>, DeviceError>;
+    /// Does it compute while the host goes on? Then a step may hold tokens that the one before it draws
+    /// ([`StepBatch::drawn`]), and be issued before they are taken.
+    fn runs_ahead(&self) -> bool;
     /// Makes a buffer of rows from the host, `[values.len() / width][width]`: what tests compute with.
     fn write(&self, values: &[f32], width: usize, out: &mut Self::Buffer) -> Result<(), DeviceError>;
     /// What a buffer holds, `[rows][width]`.

@@ -2,8 +2,8 @@
 
 use half::bf16;
 
+use crate::device::random::uniform;
 use crate::device::{Dtype, Precision, Tensor};
-use crate::model::weights::uniform;
 
 /// Numbers in [-1, 1).
 pub fn numbers(seed: u64, count: usize) -> Vec<f32> {

@@ -97,6 +97,14 @@ impl<'a, D: Device> Pair<'a, D> {
         attention::all(self, tell)
     }
 
+    /// Every way of drawing a token; `tell` as in [`operations`](Self::operations).
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn sampling(&self, tell: &mut dyn FnMut(Finding)) -> Result<(), DeviceError> {
+        sampling::sampling(self, tell)
+    }
+
     /// Seconds of one of `run`s in a row, where times are asked for.
     fn time(&self, mut run: impl FnMut() -> Result<(), DeviceError>) -> Result<Option<f64>, DeviceError> {
         if self.extent == Extent::Quick {
@@ -121,7 +129,6 @@ impl<'a, D: Device> Pair<'a, D> {
 }
 
 pub use models::models;
-pub use sampling::sampling;
 
 /// Compares rows, `[rows][width]`.
 fn compare(

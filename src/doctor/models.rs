@@ -155,7 +155,7 @@ pub fn models<D: Device + 'static>(
 const LENGTHS: [u32; 3] = [70, 33, 5];
 
 /// Logits of all tokens of the sequences together, or of one of them alone: all but their last in a first step, the last in a second.
-fn logits<M: Forward>(model: &mut M, only: Option<usize>) -> Result<Vec<Vec<f32>>, ModelError> {
+fn logits<D: Device>(model: &mut Transformer<D>, only: Option<usize>) -> Result<Vec<Vec<f32>>, ModelError> {
     let chosen: Vec<usize> = (0..LENGTHS.len())
         .filter(|i| only.is_none_or(|only| only == *i))
         .collect();

@@ -30,7 +30,7 @@ fn step_of(tokens: Vec<u32>, logits_at: Vec<u32>, block_tokens: u32) -> StepBatc
         block_tables: (0..length.div_ceil(block_tokens)).collect(),
         tokens,
         logits_at,
-        block_copies: vec![],
+        ..StepBatch::default()
     }
 }
 
@@ -61,7 +61,7 @@ fn widths(extent: Extent) -> &'static [usize] {
 fn embedded<D: Device>(device: &D, table: &Stored, tokens: &[u32]) -> Result<Vec<f32>, DeviceError> {
     let table = taken(device.table(table.tensor()))?;
     let mut out = device.buffer();
-    device.embed(&table, &uploaded(device, tokens, &[])?, &mut out)?;
+    device.embed(&table, &uploaded(device, tokens, &[])?, &mut out, &device.workspace())?;
     device.read(&out)
 }
 
@@ -271,7 +271,8 @@ fn logits_of<D: Device>(
     let head = taken(device.table(head.tensor()))?;
     let (mut rows, mut workspace) = (device.buffer(), device.workspace());
     device.write(x, width, &mut rows)?;
-    Ok(device.logits(&head, ids, &rows, &mut workspace)?.to_vec())
+    device.logits(&head, ids, &rows, &mut workspace)?;
+    Ok(device.read_logits(&mut workspace)?.to_vec())
 }
 
 pub fn logits<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> Result<(), DeviceError> {

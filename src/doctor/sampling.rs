@@ -1,150 +1,179 @@
-//! Sampling on a card, held against the sampler that runs on the host.
+//! Drawing tokens, held against the CPU's.
 
-use toktrie::SimpleVob;
-
-use super::inputs::numbers;
+use super::inputs::{Stored, numbers};
+use super::operations::taken;
 use super::tolerance::Tolerance;
-use super::{Extent, Finding};
-use crate::device::DeviceError;
-use crate::device::cuda::Cuda;
-use crate::device::cuda::draw::{Asks, Draw, Drawn};
-use crate::engine::params::Params;
-use crate::engine::philox::StreamKey;
-use crate::engine::request::UnitId;
-use crate::engine::sampling::{self, Allowed, Scratch};
+use super::{Extent, Finding, Pair};
+use crate::device::draw::{Allowed, Draw, DrawError, Drawn};
+use crate::device::random::uniform;
+use crate::device::{Device, DeviceError};
 
-const ROWS: usize = 16;
+/// Of the activations that logits are made from: a row of logits is a column of the head.
+const WIDTH: usize = 16;
 /// Where a number falls within rounding of the end of one token's share, the next one is as good.
 const DIFFER_MAX: f64 = 1.0 / 16.0;
 /// Of log probabilities: three roundings of 2^-24 of numbers up to 20, and what adding up a hundred thousand makes of their sum.
 const LOG_PROBABILITY_MAX: f64 = 1e-4;
 
-/// How tokens are drawn, by name.
-fn ways() -> Vec<(&'static str, Params)> {
-    let with = |change: &dyn Fn(&mut Params)| {
-        let mut params = Params {
-            temperature: 0.8,
-            ..Params::default()
-        };
-        change(&mut params);
-        params
-    };
-    vec![
-        ("greedy", with(&|p| p.temperature = 0.0)),
-        ("temperature", with(&|_| ())),
-        ("top-k", with(&|p| p.top_k = 20)),
-        ("top-p", with(&|p| p.top_p = 0.9)),
-        ("min-p", with(&|p| p.min_p = 0.1)),
-        (
-            "all three",
-            with(&|p| {
-                (p.top_k, p.top_p, p.min_p) = (50, 0.95, 0.02);
-            }),
-        ),
-        (
-            "penalties",
-            with(&|p| {
-                (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) = (1.25, 0.5, 0.125);
-            }),
-        ),
-        ("masked", with(&|p| p.top_p = 0.9)),
-        ("masked, greedy", with(&|p| p.temperature = 0.0)),
-    ]
+/// A way of drawing, by name.
+type Way<'a> = (&'static str, Draw<'a>);
+
+/// Shapes and histories that ways of drawing refer to.
+struct Lists {
+    mask: Vec<u32>,
+    /// Ids among which to choose, and ids that no token has.
+    few: Vec<u32>,
+    holes: Vec<u32>,
+    prompt: Vec<u32>,
+    completion: Vec<u32>,
 }
 
-/// Tokens of the prompt, ascending, and of the completion.
-fn history(ids: u32) -> (Vec<u32>, Vec<u32>) {
-    (
-        (0..10)
-            .map(|i| i * 3 % ids)
-            .collect::<std::collections::BTreeSet<_>>()
-            .into_iter()
-            .collect(),
-        vec![1 % ids, 6 % ids, 6 % ids],
-    )
+impl Lists {
+    fn of(ids: usize) -> Lists {
+        let ids = ids as u32;
+        let mut mask = vec![0; ids.div_ceil(32) as usize];
+        (0..ids)
+            .filter(|id| id % 3 != 1)
+            .for_each(|id| mask[id as usize / 32] |= 1 << (id % 32));
+        Lists {
+            mask,
+            few: vec![ids - 1, 3, 17],
+            holes: vec![0, 5, ids - 2],
+            prompt: (0..10).map(|i| i * 3).collect(),
+            completion: vec![1, 6, 6],
+        }
+    }
+
+    fn ways(&self) -> Vec<Way<'_>> {
+        let warm = Draw {
+            temperature: 0.8,
+            log_sum: true,
+            ..Draw::default()
+        };
+        let greedy = Draw {
+            temperature: 0.0,
+            ..warm
+        };
+        let masked = Draw {
+            allowed: Allowed::Mask(&self.mask),
+            ..warm
+        };
+        vec![
+            ("greedy", greedy),
+            ("temperature", warm),
+            ("top-k", Draw { top_k: 20, ..warm }),
+            ("top-p", Draw { top_p: 0.9, ..warm }),
+            ("min-p", Draw { min_p: 0.1, ..warm }),
+            (
+                "all three",
+                Draw {
+                    top_k: 50,
+                    top_p: 0.95,
+                    min_p: 0.02,
+                    ..warm
+                },
+            ),
+            (
+                "penalties",
+                Draw {
+                    repetition_penalty: 1.25,
+                    presence_penalty: 0.5,
+                    frequency_penalty: 0.125,
+                    prompt: &self.prompt,
+                    completion: &self.completion,
+                    ..warm
+                },
+            ),
+            ("masked", Draw { top_p: 0.9, ..masked }),
+            (
+                "masked, greedy",
+                Draw {
+                    temperature: 0.0,
+                    ..masked
+                },
+            ),
+            (
+                "holes",
+                Draw {
+                    allowed: Allowed::AllBut(&self.holes),
+                    ..warm
+                },
+            ),
+            (
+                "choice",
+                Draw {
+                    allowed: Allowed::Ids(&self.few),
+                    logits: true,
+                    ..warm
+                },
+            ),
+        ]
+    }
+}
+
+/// What a device draws from logits that are the head's columns, over and over; and seconds, where times are asked for.
+type Tried = (Vec<Result<Drawn, DrawError>>, Option<f64>);
+
+fn tried<D: Device>(
+    device: &D,
+    (head, ids): (&Stored, usize),
+    draws: &[Draw<'_>],
+    time: impl Fn(&mut dyn FnMut() -> Result<(), DeviceError>) -> Result<Option<f64>, DeviceError>,
+) -> Result<Tried, DeviceError> {
+    let head = taken(device.table(head.tensor()))?;
+    let (mut x, mut workspace) = (device.buffer(), device.workspace());
+    let rows: Vec<f32> = (0..draws.len() * WIDTH)
+        .map(|at| if at % WIDTH == at / WIDTH % WIDTH { 1.0 } else { 0.0 })
+        .collect();
+    device.write(&rows, WIDTH, &mut x)?;
+    device.logits(&head, ids, &x, &mut workspace)?;
+    device.draw(ids, draws, &mut workspace)?;
+    let drawn = device.drawn(&mut workspace)?;
+    let seconds = time(&mut || device.draw(ids, draws, &mut workspace))?;
+    Ok((drawn, seconds))
 }
 
 /// Every way of drawing; `tell` is given each finding as it is made.
-///
-/// # Errors
-/// The card failed.
-pub fn sampling(cuda: &Cuda, extent: Extent, tell: &mut dyn FnMut(Finding)) -> Result<(), DeviceError> {
-    let vocabularies: &[usize] = match extent {
+pub fn sampling<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> Result<(), DeviceError> {
+    let vocabularies: &[usize] = match pair.extent {
         Extent::Quick => &[33, 1024, 5003],
         Extent::Full => &[33, 1024, 5003, 32_000, 151_936],
     };
     for &ids in vocabularies {
-        for (name, params) in ways() {
-            tell(one(cuda, ids, name, &params)?);
+        let head = Stored::of(&numbers(30, ids * WIDTH), ids, WIDTH, 8.0);
+        for way in Lists::of(ids).ways() {
+            tell(one(pair, (&head, ids), way)?);
         }
     }
     Ok(())
 }
 
-fn one(cuda: &Cuda, ids: usize, name: &'static str, params: &Params) -> Result<Finding, DeviceError> {
-    let logits: Vec<f32> = numbers(30, ROWS * ids).iter().map(|x| x * 8.0).collect();
-    let (prompt, completion) = history(ids as u32);
-    let masked = name.starts_with("masked");
-    let mut mask = SimpleVob::alloc(ids);
-    (0..ids as u32)
-        .filter(|id| id % 3 != 1)
-        .for_each(|id| mask.allow_token(id));
-    let allowed = if masked { Allowed::Mask(&mask) } else { Allowed::All };
-    let (mut asks, mut want, mut scratch) = (Asks::default(), Vec::new(), Scratch::default());
-    for (row, logits) in logits.chunks_exact(ids).enumerate() {
-        let key = StreamKey::of(
-            31,
-            UnitId {
-                job: 0,
-                row: row as u64,
-                sample: 0,
-                attempt: 0,
-            },
-        );
-        let draw = Draw {
-            temperature: params.temperature,
-            top_k: params.top_k,
-            top_p: params.top_p,
-            min_p: params.min_p,
-            repetition_penalty: params.repetition_penalty,
-            presence_penalty: params.presence_penalty,
-            frequency_penalty: params.frequency_penalty,
-            uniform: key.uniform(row as u32),
-        };
-        let mut seen: Vec<(u32, u32)> = prompt.iter().chain(&completion).map(|id| (*id, 0)).collect();
-        seen.sort_unstable();
-        seen.dedup();
-        seen.iter_mut()
-            .for_each(|(id, count)| *count = completion.iter().filter(|c| *c == id).count() as u32);
-        let penalised = name == "penalties";
-        asks.push(
-            &draw,
-            if penalised { seen } else { vec![] },
-            masked.then_some(mask.as_slice()),
-        );
-        let draw = sampling::Draw {
-            params,
-            allowed,
-            prompt: &prompt,
-            completion: &completion,
-            key,
-            position: row as u32,
-            holes: &[],
-        };
-        want.push(sampling::sample(logits, draw, &mut scratch));
-    }
-    let drawn = cuda.draw_from(&logits, ids, &asks)?;
+fn one<D: Device>(
+    pair: &Pair<'_, D>,
+    (head, ids): (&Stored, usize),
+    (name, draw): Way<'_>,
+) -> Result<Finding, DeviceError> {
+    let rows = if ids < 32_000 { WIDTH } else { 16 * WIDTH };
+    let draws: Vec<Draw<'_>> = (0..rows as u64)
+        .map(|row| Draw {
+            // In [0, 1), as uniform numbers in [-1, 1) say.
+            uniform: f64::from(uniform(31, row)) / 2.0 + 0.5,
+            ..draw
+        })
+        .collect();
+    let (want, _) = tried(&pair.reference, (head, ids), &draws, |_| Ok(None))?;
+    let (got, seconds) = tried(pair.device, (head, ids), &draws, |run| pair.time(run))?;
     let (mut differ, mut worst, mut mismatch) = (0, 0.0f64, None);
-    for (row, (want, drawn)) in want.iter().zip(&drawn).enumerate() {
-        match (want, drawn) {
-            (Ok(want), Drawn::Token { id, log_probability }) if want == id => {
-                let right = sampling::log_probability(&logits[row * ids..][..ids], *id);
-                worst = worst.max(f64::from((right - log_probability).abs()));
+    for (row, (want, got)) in want.iter().zip(&got).enumerate() {
+        match (want, got) {
+            (Ok(want), Ok(got)) if want.token == got.token && want.logits == got.logits => {
+                let off = want.log_probability() - got.log_probability();
+                worst = worst.max(f64::from(off.abs()));
             }
             _ => {
                 differ += 1;
-                if mismatch.is_none() && params.temperature == 0.0 {
-                    mismatch = Some(format!("row {row}: {drawn:?} instead of {want:?}"));
+                if mismatch.is_none() && draw.temperature == 0.0 {
+                    mismatch = Some(format!("row {row}: {got:?} instead of {want:?}"));
                 }
             }
         }
@@ -152,15 +181,15 @@ fn one(cuda: &Cuda, ids: usize, name: &'static str, params: &Params) -> Result<F
     Ok(Finding {
         operation: "sampling",
         format: "f32",
-        shape: format!("{ROWS} x {ids}, {name}"),
-        error: f64::from(differ) / ROWS as f64,
+        shape: format!("{rows} x {ids}, {name}"),
+        error: f64::from(differ) / rows as f64,
         worst,
         tolerance: Tolerance {
             error: DIFFER_MAX,
             worst: LOG_PROBABILITY_MAX,
         },
-        seconds: None,
-        bytes: 0.0,
+        seconds,
+        bytes: (rows * ids * 4) as f64,
         operations: 0.0,
         mismatch,
     })

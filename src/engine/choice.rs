@@ -18,8 +18,8 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use crate::device::draw::{Allowed, Draw, Drawn};
 use crate::engine::constraint::ConstraintError;
-use crate::engine::sampling::{self, Allowed, Draw, LogSoftmax, SampleError, Scratch};
 use crate::model::tokenizer::Tokenizer;
 
 /// Most choices, and most bytes of all of them.
@@ -53,6 +53,9 @@ struct TrieNode {
     depth: usize,
     /// A choice whose path leads here.
     via: usize,
+    /// Where there is something to choose: the children's tokens, then the end-of-sequence ids that are none of them, where a
+    /// choice ends here.
+    ids: Vec<u32>,
 }
 
 /// Where one comes to from a node before there is something to choose.
@@ -92,6 +95,14 @@ impl Choices {
         // Ways have been counted: the end is the one after all children.
         for step in choices.steps.iter_mut().filter_map(|steps| steps.last_mut()) {
             step.1 = choices.nodes[step.0 as usize].children.len() as u32;
+        }
+        for node in choices.nodes.iter_mut().filter(|node| node.ways() > 1) {
+            node.ids = node.children.iter().map(|(token, _)| *token).collect();
+            if node.end.is_some() {
+                let children = &node.children;
+                let ends = eos.iter().filter(|id| children.iter().all(|(token, _)| token != *id));
+                node.ids.extend(ends);
+            }
         }
         let deepest = choices.nodes.iter().filter(|n| n.ways() > 1).map(|n| n.depth).max();
         choices.deepest = deepest.unwrap_or(0);
@@ -180,13 +191,17 @@ impl Choices {
         &self.paths[at.via][..at.depth]
     }
 
-    /// Log probability of each way on from `node`: its children's, then the end's where it has one.
+    /// Log probability of each way on from `node`, its children's, then the end's where it has one, given the logits of its ids.
     fn ways(&self, node: Node, logits: &[f32]) -> Vec<f64> {
         let at = &self.nodes[node as usize];
-        let logit = |token: u32| logits.get(token as usize).map_or(f64::NEG_INFINITY, |l| f64::from(*l));
-        let mut ways: Vec<f64> = at.children.iter().map(|(token, _)| logit(*token)).collect();
+        let logit = |place: usize| logits.get(place).map_or(f64::NEG_INFINITY, |l| f64::from(*l));
+        let mut ways: Vec<f64> = (0..at.children.len()).map(logit).collect();
         if at.end.is_some() {
-            ways.push(log_sum(self.eos.iter().map(|token| logit(*token))));
+            let ends = self
+                .eos
+                .iter()
+                .filter_map(|id| at.ids.iter().position(|known| known == id));
+            ways.push(log_sum(ends.map(logit)));
         }
         let all = log_sum(ways.iter().copied());
         ways.iter().map(|way| way - all).collect()
@@ -312,42 +327,33 @@ impl ChoiceState {
         &self.choices
     }
 
-    /// Takes the logits at `node`. Returns where sequences have to go on: the node, and the tokens between. None, and
-    /// [`ChoiceState::is_decided`]: the choice is made.
-    pub fn observe(
-        &mut self,
-        node: Node,
-        logits: &[f32],
-        draw: Draw,
-        scratch: &mut Scratch,
-    ) -> Result<Vec<(Node, Vec<u32>)>, SampleError> {
+    /// What is asked of the logits at `node`; all else as in `draw`.
+    pub fn draw<'a>(&'a self, node: Node, draw: Draw<'a>) -> Draw<'a> {
+        Draw {
+            allowed: Allowed::Ids(&self.choices.nodes[node as usize].ids),
+            completion: self.choices.path_to(node),
+            logits: self.probabilities || draw.log_sum,
+            ..draw
+        }
+    }
+
+    /// Takes what was drawn at `node`, and with `logprobs` keeps log probabilities. Returns where sequences have to go on: the
+    /// node, and the tokens between. None, and [`ChoiceState::is_decided`]: the choice is made.
+    pub fn take(&mut self, node: Node, drawn: &Drawn, logprobs: bool) -> Vec<(Node, Vec<u32>)> {
         let choices = &self.choices;
         let at = &choices.nodes[node as usize];
-        let mut allowed: Vec<u32> = at.children.iter().map(|(token, _)| *token).collect();
-        if at.end.is_some() {
-            allowed.extend(choices.eos.iter().filter(|t| at.children.iter().all(|(c, _)| c != *t)));
-        }
-        let draw = Draw {
-            allowed: Allowed::Ids(&allowed),
-            completion: choices.path_to(node),
-            ..draw
-        };
-        let token = sampling::sample(logits, draw, scratch)?;
         let picked = at
             .children
             .iter()
-            .position(|(t, _)| *t == token)
+            .position(|(t, _)| *t == drawn.token)
             .unwrap_or(at.children.len());
-        let ways = if self.probabilities {
-            choices.ways(node, logits)
-        } else {
-            Vec::new()
+        let ways = match self.probabilities {
+            true => choices.ways(node, &drawn.logits),
+            false => Vec::new(),
         };
-        let raw = match draw.params.logprobs {
-            true => {
-                let raw = LogSoftmax::new(logits);
-                at.children.iter().map(|(token, _)| raw.of(*token)).collect()
-            }
+        let of_children = drawn.logits.iter().take(at.children.len());
+        let raw = match logprobs {
+            true => of_children.map(|logit| drawn.log_probability_of(*logit)).collect(),
             false => Vec::new(),
         };
         self.answers.insert(node, Answer { ways, raw, picked });
@@ -360,7 +366,7 @@ impl ChoiceState {
             }
         }
         self.outstanding = self.outstanding + next.len() - 1;
-        Ok(next)
+        next
     }
 
     /// Is no node left to compute?
@@ -423,16 +429,7 @@ impl ChoiceState {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::params::Params;
-    use crate::engine::philox::StreamKey;
-    use crate::engine::request::UnitId;
-
-    const ID: UnitId = UnitId {
-        job: 0,
-        row: 0,
-        sample: 0,
-        attempt: 0,
-    };
+    use crate::device::cpu::sample::{Scratch, sample};
 
     fn choices(texts: &[&str], words: &[&str]) -> (Choices, Tokenizer) {
         let tokenizer = Tokenizer::from_words(words, &["<eos>"]).unwrap();
@@ -510,33 +507,29 @@ mod tests {
         assert_eq!((c.deepest_choice(), c.longest()), (10, 11));
         assert!(c.is_repeated(5000) && !c.is_repeated(0));
         let logits: Vec<f32> = (0..150_000).map(|i| (i % 7) as f32).collect();
-        let params = Params {
-            logprobs: true,
-            temperature: 0.0,
-            ..Params::default()
-        };
-        let draw = Draw {
-            params: &params,
-            allowed: Allowed::All,
-            prompt: &[],
-            completion: &[],
-            key: StreamKey::of(0, ID),
-            position: 0,
-            holes: &[],
-        };
         let mut state = ChoiceState::new(Arc::new(c), true);
         let mut nodes = vec![state.choices().walk(0).node];
+        let log_sum = true;
         while let Some(node) = nodes.pop() {
-            let next = state.observe(node, &logits, draw, &mut Scratch::default()).unwrap();
-            nodes.extend(next.into_iter().map(|(node, _)| node));
+            let draw = state.draw(
+                node,
+                Draw {
+                    log_sum,
+                    ..Draw::default()
+                },
+            );
+            let drawn = sample(&logits, draw, &mut Scratch::default()).unwrap();
+            nodes.extend(state.take(node, &drawn, true).into_iter().map(|(node, _)| node));
         }
         let chosen = state.chosen(true);
         let p = chosen.probabilities.unwrap();
         assert!((p.iter().sum::<f32>() - 1.0).abs() < 1e-3 && p[5000] == 0.0);
         // `0` is byte 48 and 48 % 7 = 6, the largest logit; the three ways of equal weight are `0` and `7`.
         assert_eq!(chosen.text, "choice 0000");
-        let raw = sampling::log_probability(&logits, 48);
-        assert_eq!(chosen.logprobs[7..], [raw; 4]);
+        let sum: f64 = logits.iter().map(|l| f64::from(*l).exp()).sum();
+        let raw = (6.0 - sum.ln()) as f32;
+        assert!(chosen.logprobs[7..].iter().all(|p| (p - raw).abs() < 1e-5));
+        assert_eq!(chosen.logprobs.len(), 11);
         assert_eq!(chosen.logprobs[..7], [0.0; 7]);
     }
 

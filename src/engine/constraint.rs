@@ -342,12 +342,12 @@ impl GrammarState {
         .map_err(|e| one_line(&e.to_string()))
     }
 
-    /// Tokens that may come next; end-of-sequence ids among them where the text is complete.
-    pub fn mask(&mut self) -> Result<&SimpleVob, String> {
-        self.prepare();
+    /// Tokens that may come next, a bit an id, once [prepared](Self::prepare); end-of-sequence ids among them where the text is
+    /// complete.
+    pub fn mask(&self) -> Result<&[u32], String> {
         match &self.mask {
-            Mask::First => Ok(&self.grammar.first_mask),
-            Mask::Computed(mask) => mask.as_ref().map_err(String::clone),
+            Mask::First => Ok(self.grammar.first_mask.as_slice()),
+            Mask::Computed(mask) => mask.as_ref().map(SimpleVob::as_slice).map_err(String::clone),
             Mask::Unknown => Err("no mask was computed".into()),
         }
     }
@@ -532,6 +532,14 @@ mod tests {
     use proptest::prelude::*;
     use serde_json::json;
 
+    /// The ids that may come next.
+    fn allowed(state: &mut GrammarState) -> Result<Vec<u32>, String> {
+        state.prepare();
+        let mask = state.mask()?;
+        let ids = (0..mask.len() as u32 * 32).filter(|id| mask[*id as usize / 32] >> (id % 32) & 1 == 1);
+        Ok(ids.collect())
+    }
+
     fn tokenizer() -> Arc<Tokenizer> {
         let words = ["name", "age", "{\"", "\":", "true", "12"];
         Arc::new(Tokenizer::from_words(&words, &["<pad>", "<eos>"]).unwrap())
@@ -597,7 +605,7 @@ mod tests {
         let t = tokenizer();
         let eos = t.eos_id().unwrap();
         let mut state = GrammarState::new(regex("a[bc]d").unwrap());
-        let allowed = |state: &mut GrammarState| state.mask().unwrap().iter().collect::<Vec<u32>>();
+        let allowed = |state: &mut GrammarState| allowed(state).unwrap();
         assert_eq!(state.forced(), [97]);
         assert_eq!(state.take(97), Ok(false));
         assert!(state.forced().is_empty() && !state.is_complete());
@@ -705,7 +713,7 @@ mod tests {
         assert_eq!(state.forced(), [97]);
         assert_eq!(state.take(97), Ok(false));
         assert!(state.matcher.is_none() && state.forced().is_empty());
-        assert_eq!(state.mask().unwrap().iter().collect::<Vec<u32>>(), [98, 99]);
+        assert_eq!(allowed(&mut state).unwrap(), [98, 99]);
         assert!(state.matcher.is_none());
         assert_eq!(state.take(98), Ok(false));
         assert!(state.matcher.is_some() && !state.is_complete());
@@ -721,7 +729,7 @@ mod tests {
                 for token in [97, 98, 99] {
                     assert_eq!(state.take(token), Ok(false));
                 }
-                assert_eq!(state.mask().unwrap().iter().collect::<Vec<u32>>(), [97]);
+                assert_eq!(allowed(&mut state).unwrap(), [97]);
                 locked(&grammar.lanes[state.lane()]).sequences as u32
             })
             .collect();
@@ -736,7 +744,7 @@ mod tests {
         }
         let mut state = GrammarState::new(grammar);
         assert_eq!((state.take(97), state.take(99)), (Ok(false), Ok(false)));
-        assert_eq!(state.mask().unwrap().iter().collect::<Vec<u32>>(), [97]);
+        assert_eq!(allowed(&mut state).unwrap(), [97]);
         assert!(state.take(98).is_err(), "alone it fails as well");
     }
 
@@ -764,7 +772,7 @@ mod tests {
         for grammar in results.into_iter().flatten() {
             let mut state = GrammarState::new(grammar);
             for _ in 0..10 {
-                let Some(token) = state.mask().ok().and_then(|mask| mask.iter().next()) else {
+                let Some(token) = allowed(&mut state).ok().and_then(|ids| ids.first().copied()) else {
                     break;
                 };
                 if state.take(token).unwrap_or(true) {

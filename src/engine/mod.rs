@@ -1,7 +1,8 @@
-//! Continuous batching over paged KV: schedule → forward → sample, nothing else.
+//! Continuous batching over paged KV: schedule → begin a step → draw → advance, nothing else.
 //!
 //! [`run`] is the loop; [`scheduler`] (with [`packing`] and [`blocks`]) says what a step computes and never sees a tensor;
-//! [`sequence`] (with [`sampling`], [`constraint`] and [`choice`]) says what becomes of the logits and never sees a block.
+//! [`sequence`] (with [`constraint`] and [`choice`]) says what is asked of the logits and what becomes of the token drawn, and never
+//! sees a block.
 //! The engine names no queue, ledger, dataset or store.
 
 pub mod blocks;
@@ -13,11 +14,11 @@ pub mod params;
 pub mod philox;
 pub mod request;
 pub mod run;
-pub mod sampling;
 pub mod scheduler;
 pub mod sequence;
 pub mod totals;
 pub mod vocabulary;
+mod work;
 
 pub use generate::Generate;
 pub use run::{Engine, EngineError, EngineOptions, Refused};
@@ -26,16 +27,27 @@ use std::time::Duration;
 
 use crate::device::DeviceError;
 use crate::device::batch::StepBatch;
+use crate::device::draw::{Draw, DrawError, Drawn};
 
 /// What the engine needs of a model. Implemented by `model::Transformer`; tests use a fake one.
 ///
 /// Keys and values of all tokens of a step are stored (layer by layer) before any of that step's attention
 /// runs, so a sequence may attend to blocks that another sequence of the same step fills.
 pub trait Forward {
-    /// Runs one step and returns the logits of `batch.logits_at`, `[logits_at.len()][vocab_size()]`, row-major, F32.
+    /// Begins one step. Its logits are those of `batch.logits_at`.
+    fn begin(&mut self, batch: &StepBatch) -> Result<(), ForwardError>;
+    /// Begins to draw a token from each row of the logits of the step last begun, as `draws` ask in the rows' order, of ids below
+    /// `ids`.
     ///
-    /// A row that the model cannot compute holds NaN or infinity, and the others are sound: sampling sees it.
-    fn forward(&mut self, batch: &StepBatch) -> Result<&[f32], ForwardError>;
+    /// A row that the model cannot compute holds NaN or infinity, and the others are sound: drawing sees it.
+    fn draw(&mut self, ids: usize, draws: &[Draw<'_>]) -> Result<(), ForwardError>;
+    /// What was drawn last, once.
+    fn drawn(&mut self) -> Result<Vec<Result<Drawn, DrawError>>, ForwardError>;
+    /// May the next step begin before [`drawn`](Self::drawn) is asked for, with tokens that are not known yet
+    /// ([`StepBatch::drawn`])?
+    fn runs_ahead(&self) -> bool {
+        false
+    }
     /// Ids that may be sampled are `0..vocab_size()`: the model's vocabulary without its padding.
     fn vocab_size(&self) -> usize;
     /// Longest sequence (prompt + completion) in tokens.
@@ -47,10 +59,6 @@ pub trait Forward {
     /// Most tokens of a step, where the device has memory for no more.
     fn step_tokens_max(&self) -> Option<u32> {
         None
-    }
-    /// Does a step take the cores that the engine samples on? Then nothing is to be computed beside it.
-    fn shares_cores(&self) -> bool {
-        true
     }
     /// Has operations timed from now on, where that costs waiting for each of them.
     fn time_operations(&mut self) {}

@@ -1,8 +1,9 @@
 //! The engine: requests in, completions out, one step at a time.
 //!
-//! A step is: plan (scheduler) → run the model, computing masks of constrained sequences meanwhile (or before, where the model
-//! takes all cores) → sample. Every accepted request comes back exactly once, as a completion or as one line that says why there
-//! is none.
+//! A step is: plan (scheduler) → begin it → prepare masks of constrained sequences → draw tokens → see what becomes of the
+//! sequences. Where the model runs ahead, the next step begins before the tokens of this one are taken: sequences are guessed to go
+//! on, the model finds their tokens where it drew them, and what a sequence that has ended after all computed is worth nothing. Every
+//! accepted request comes back exactly once, as a completion or as one line that says why there is none.
 //!
 //! Greedy requests of one job with the same prompt and parameters have the same answer: those that come while the first is
 //! waiting or running are not computed, but get a copy of what becomes of it.
@@ -11,21 +12,23 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::device::batch::{StepBatch, StepSequence};
 use crate::device::cpu::Threads;
+use crate::device::draw::{Draw, DrawError};
 use crate::engine::blocks::{BlockKey, BlockPool};
 use crate::engine::choice::Node;
-use crate::engine::constraint::{Compiler, Constraint, ConstraintError, GrammarState};
+use crate::engine::constraint::{Compiler, Constraint, ConstraintError};
 use crate::engine::generate::Generate;
 use crate::engine::params::Params;
-use crate::engine::request::{Completion, Finished, Request, UnitId};
-use crate::engine::sampling::Scratch;
+use crate::engine::request::{Finished, Request, UnitId};
 use crate::engine::scheduler::{Limits, Policy, Scheduler, SequenceId, StepPlan};
 use crate::engine::sequence::{Continuation, Next, Unit};
 use crate::engine::totals::{StepShape, StepTotals};
+use crate::engine::work::{self, Active, Flight, Row, Work};
 use crate::engine::{Forward, ForwardError};
 use crate::model::tokenizer::Tokenizer;
 
+/// Of a unit that takes its token, in elements as [`Threads::parts`] counts them: a microsecond or more each.
+const TAKE_ELEMENTS: usize = 256;
 /// [`Engine::wants_more`] until this many times `max_sequences` wait, so that packing has something to order.
 const WINDOWS_WAITING: usize = 4;
 
@@ -39,7 +42,7 @@ pub struct EngineOptions {
     /// What shapes keys and values besides token ids: model, adapter, KV format. The root of prefix keys.
     pub prefix_root: String,
     pub policy: Policy,
-    /// What it samples on: the model's own threads, where a step takes the cores.
+    /// What masks are computed and tokens taken on: the model's own threads, where a step takes the cores.
     pub threads: Arc<Threads>,
 }
 
@@ -60,8 +63,8 @@ impl Default for EngineOptions {
 pub enum EngineError {
     #[error(transparent)]
     Forward(ForwardError),
-    #[error("the model returned {found} logits where {expected} were asked for")]
-    Logits { found: usize, expected: usize },
+    #[error("the model drew {found} tokens where {expected} were asked for")]
+    Drawn { found: usize, expected: usize },
     #[error("the engine has stopped after an earlier failure")]
     Stopped,
 }
@@ -85,26 +88,8 @@ pub enum Refused {
     Shape(#[from] ConstraintError),
 }
 
-/// A unit and the sequences that work for it.
-struct Active {
-    unit: Unit,
-    /// Who gets the result: the unit's own request and equal ones, as far as they were not cancelled.
-    ids: Vec<UnitId>,
-    sequences: Vec<SequenceId>,
-    computed_tokens: u64,
-}
-
 /// What greedy requests with the same answer agree in, besides their parameters.
 type Question = (u32, Arc<[u32]>);
-
-/// One unit's share of a step's logits.
-struct Work {
-    key: u64,
-    active: Active,
-    /// Which sequence, at which node, and its row among the logits.
-    rows: Vec<(SequenceId, Node, usize)>,
-    next: Vec<(SequenceId, Next)>,
-}
 
 /// A shape, for whom it was compiled.
 struct Compiled {
@@ -132,7 +117,9 @@ pub struct Engine {
     sequences: HashMap<SequenceId, (u64, Node)>,
     /// Ended without a step; handed out by the next one.
     finished: Vec<Finished>,
-    /// Tokens of the last step by job.
+    /// Whose tokens have not been taken.
+    flight: Option<Flight>,
+    /// Tokens by job of the step whose tokens were taken last.
     step_tokens: Vec<(u32, u64)>,
     totals: StepTotals,
     /// Counts units and sequences.
@@ -164,6 +151,7 @@ impl Engine {
             copies: 0,
             sequences: HashMap::new(),
             finished: Vec::new(),
+            flight: None,
             step_tokens: Vec::new(),
             totals: StepTotals::default(),
             next_key: 0,
@@ -263,62 +251,120 @@ impl Engine {
         }
     }
 
-    /// Runs the model and samples. The units that got logits come back with what follows.
-    fn run(&mut self, plan: &StepPlan) -> Result<Vec<Work>, EngineError> {
-        let batch = batch(plan);
-        let mut work = self.collect(plan);
-        let stride = self.forward.vocab_size();
-        let (forward, threads) = (&mut self.forward, &*self.options.threads);
-        let mut lanes = lanes(&mut work);
-        if forward.shares_cores() {
-            prepare(threads, &mut lanes);
-            lanes.clear();
+    /// Has the model do something, and counts the time that takes.
+    fn forward<T>(&mut self, what: impl FnOnce(&mut dyn Forward) -> Result<T, ForwardError>) -> Result<T, EngineError> {
+        let began = Instant::now();
+        let result = what(&mut *self.forward);
+        self.totals.forward += began.elapsed();
+        result.map_err(EngineError::Forward)
+    }
+
+    /// Begins a planned step, takes the tokens of the one before, and asks for this one's.
+    fn advance(&mut self, plan: &StepPlan, finished: &mut Vec<Finished>) -> Result<(), EngineError> {
+        let tokens = self.count_tokens(plan);
+        if !plan.sequences.is_empty() {
+            let batch = work::batch(plan);
+            self.forward(|model| model.begin(&batch))?;
         }
-        let (result, took) = std::thread::scope(|scope| {
-            if !lanes.is_empty() {
-                scope.spawn(|| prepare(threads, &mut lanes));
+        self.step_tokens.clear();
+        self.land(finished)?;
+        if plan.sequences.is_empty() {
+            return Ok(());
+        }
+        self.draw(plan, tokens)?;
+        match self.forward.runs_ahead() {
+            true => Ok(()),
+            false => self.land(finished),
+        }
+    }
+
+    /// Asks for a token for each sequence that has come to its end in a step.
+    fn draw(&mut self, plan: &StepPlan, tokens: Vec<(u32, u64)>) -> Result<(), EngineError> {
+        let sampled = plan.sequences.iter().filter(|planned| planned.samples);
+        let count = sampled.clone().count();
+        // Since the step was planned, sequences have ended, or gone on with more tokens than were guessed.
+        let rows: Vec<(SequenceId, usize)> = sampled
+            .enumerate()
+            .filter(|(_, planned)| self.scheduler.is_computed(planned.id))
+            .map(|(row, planned)| (planned.id, row))
+            .collect();
+        let mut work = self.collect(&rows);
+        work.iter_mut().for_each(|w| w.active.unit.prepare());
+        work::prepare(&self.options.threads, &mut work);
+        let mut draws = vec![Draw::default(); count];
+        let tokenizer = Arc::clone(&self.tokenizer);
+        for w in &work {
+            for row in &w.rows {
+                draws[row.at] = w.active.unit.draw(row.node, &tokenizer);
             }
-            let began = Instant::now();
-            (forward.forward(&batch), began.elapsed())
-        });
-        self.totals.forward += took;
-        let logits = result.map_err(EngineError::Forward)?;
-        if logits.len() != batch.logits_at.len() * stride {
-            return Err(EngineError::Logits {
-                found: logits.len(),
-                expected: batch.logits_at.len() * stride,
+        }
+        // Ids that only one of model and tokenizer knows are padding and are never drawn.
+        let ids = self.forward.vocab_size().min(tokenizer.vocab_size());
+        self.forward(|model| model.draw(ids, &draws))?;
+        let runs_ahead = self.forward.runs_ahead();
+        for w in work {
+            if runs_ahead && w.active.unit.may_go_on() {
+                for row in &w.rows {
+                    self.scheduler.guess(row.sequence, row.at as u32);
+                }
+            }
+            self.units.insert(w.key, w.active);
+        }
+        self.flight = Some(Flight { rows, count, tokens });
+        Ok(())
+    }
+
+    /// Takes the tokens that were asked for.
+    fn land(&mut self, finished: &mut Vec<Finished>) -> Result<(), EngineError> {
+        let Some(flight) = self.flight.take() else {
+            return Ok(());
+        };
+        let mut drawn = self.forward(|model| model.drawn())?;
+        if drawn.len() != flight.count {
+            return Err(EngineError::Drawn {
+                found: drawn.len(),
+                expected: flight.count,
             });
         }
-        // Ids that only one of model and tokenizer knows are padding and are never sampled.
-        let vocabulary = stride.min(self.tokenizer.vocab_size());
+        let mut work = self.collect(&flight.rows);
+        for w in &mut work {
+            let taken = |row: &Row| std::mem::replace(&mut drawn[row.at], Err(DrawError::NothingAllowed));
+            w.drawn = w.rows.iter().map(taken).collect();
+        }
         let tokenizer = &*self.tokenizer;
-        threads.share_mut(logits.len(), &mut work, |_, work| {
-            let mut scratch = Scratch::default();
+        let elements = match work.iter_mut().any(|w| w.active.unit.grammar().is_some()) {
+            true => usize::MAX,
+            false => work.len() * TAKE_ELEMENTS,
+        };
+        self.options.threads.share_mut(elements, &mut work, |_, work| {
             for w in work {
-                for (sequence, node, row) in &w.rows {
-                    let logits = &logits[row * stride..][..vocabulary];
-                    let next = w.active.unit.observe(*node, logits, tokenizer, &mut scratch);
+                for (row, drawn) in w.rows.iter().zip(w.drawn.drain(..)) {
+                    let next = w.active.unit.take(row.node, drawn, tokenizer);
                     let ended = matches!(next, Next::Finished(_));
-                    w.next.push((*sequence, next));
+                    w.next.push((row.sequence, next));
                     if ended {
                         break;
                     }
                 }
             }
         });
-        Ok(work)
+        for work in work {
+            self.apply(work, finished);
+        }
+        self.step_tokens = flight.tokens;
+        Ok(())
     }
 
-    /// Takes the units that get logits in this step, with the rows of their sequences.
-    fn collect(&mut self, plan: &StepPlan) -> Vec<Work> {
+    /// Takes the units of sequences that are still there, with their rows.
+    fn collect(&mut self, rows: &[(SequenceId, usize)]) -> Vec<Work> {
         let mut work: Vec<Work> = Vec::new();
         let mut place: HashMap<u64, usize> = HashMap::new();
-        for (row, planned) in plan.sequences.iter().filter(|p| p.samples).enumerate() {
-            let Some((key, node)) = self.sequences.get(&planned.id).copied() else {
+        for &(sequence, at) in rows {
+            let Some((key, node)) = self.sequences.get(&sequence).copied() else {
                 continue;
             };
-            let at = match place.get(&key) {
-                Some(at) => *at,
+            let to = match place.get(&key) {
+                Some(to) => *to,
                 None => {
                     let Some(active) = self.units.remove(&key) else {
                         continue;
@@ -327,18 +373,19 @@ impl Engine {
                         key,
                         active,
                         rows: Vec::new(),
+                        drawn: Vec::new(),
                         next: Vec::new(),
                     });
                     place.insert(key, work.len() - 1);
                     work.len() - 1
                 }
             };
-            work[at].rows.push((planned.id, node, row));
+            work[to].rows.push(Row { sequence, node, at });
         }
         work
     }
 
-    /// Does what follows from a unit's logits: its sequences go on, part or end.
+    /// Does what follows from a unit's tokens: its sequences go on, part or end.
     fn apply(&mut self, work: Work, finished: &mut Vec<Finished>) {
         let Work {
             key, mut active, next, ..
@@ -351,7 +398,7 @@ impl Engine {
                     }
                     Self::forget(&mut self.questions, key, &active.unit);
                     self.copies -= active.ids.len() - 1;
-                    finished.extend(results(active.ids, result, active.computed_tokens));
+                    finished.extend(work::results(active.ids, result, active.computed_tokens));
                     return;
                 }
                 Next::Go(continuations) => {
@@ -380,8 +427,9 @@ impl Engine {
         self.sequences.remove(&sequence);
     }
 
-    fn count_tokens(&mut self, plan: &StepPlan) {
-        self.step_tokens.clear();
+    /// What a step computes, by job; units are told.
+    fn count_tokens(&mut self, plan: &StepPlan) -> Vec<(u32, u64)> {
+        let mut by_job: Vec<(u32, u64)> = Vec::new();
         for planned in &plan.sequences {
             let sequence = self.sequences.get(&planned.id);
             let Some(active) = sequence.and_then(|(unit, _)| self.units.get_mut(unit)) else {
@@ -390,17 +438,18 @@ impl Engine {
             let job = active.unit.id().job;
             let tokens = planned.tokens.len() as u64;
             active.computed_tokens += tokens;
-            match self.step_tokens.iter_mut().find(|(known, _)| *known == job) {
+            match by_job.iter_mut().find(|(known, _)| *known == job) {
                 Some((_, sum)) => *sum += tokens,
-                None => self.step_tokens.push((job, tokens)),
+                None => by_job.push((job, tokens)),
             }
         }
+        by_job
     }
 }
 
 impl Generate for Engine {
     fn is_idle(&self) -> bool {
-        self.units.is_empty() && self.finished.is_empty()
+        self.units.is_empty() && self.finished.is_empty() && self.flight.is_none()
     }
 
     /// While there is room, each fill of the batch finds a window to choose from.
@@ -460,7 +509,6 @@ impl Generate for Engine {
         }
         let began = Instant::now();
         let plan = self.scheduler.plan();
-        self.count_tokens(&plan);
         self.totals.last = StepShape::of(&plan);
         for (sequence, cached) in &plan.started {
             let active = self
@@ -472,18 +520,13 @@ impl Generate for Engine {
             }
         }
         let mut finished = std::mem::take(&mut self.finished);
-        if !plan.sequences.is_empty() {
-            let before = self.totals.forward;
-            let planned = Instant::now();
-            let work = self.run(&plan).inspect_err(|_| self.stopped = true)?;
-            for work in work {
-                self.apply(work, &mut finished);
-            }
-            let totals = &mut self.totals;
-            totals.steps += 1;
-            totals.planning += planned - began;
-            totals.sampling += planned.elapsed().saturating_sub(totals.forward - before);
-        }
+        let (planned, before) = (Instant::now(), self.totals.forward);
+        self.advance(&plan, &mut finished)
+            .inspect_err(|_| self.stopped = true)?;
+        let totals = &mut self.totals;
+        totals.steps += u64::from(!plan.sequences.is_empty());
+        totals.planning += planned - began;
+        totals.advance += planned.elapsed().saturating_sub(totals.forward - before);
         Ok(finished)
     }
 
@@ -510,66 +553,4 @@ impl Generate for Engine {
         });
         self.finished.retain(|finished| !dropped(finished.id));
     }
-}
-
-/// The units' states in grammars, those together that take turns.
-fn lanes(work: &mut [Work]) -> Vec<Vec<&mut GrammarState>> {
-    let mut lanes: Vec<Vec<&mut GrammarState>> = Vec::new();
-    for state in work.iter_mut().filter_map(|w| w.active.unit.grammar()) {
-        lanes.resize_with(GrammarState::lanes(), Vec::new);
-        lanes[state.lane()].push(state);
-    }
-    lanes
-}
-
-/// Readies the grammars for their masks. Those of a lane take turns.
-fn prepare(threads: &Threads, lanes: &mut [Vec<&mut GrammarState>]) {
-    threads.share_mut(usize::MAX, lanes, |_, lanes| {
-        lanes.flatten().for_each(|state| state.prepare());
-    });
-}
-
-/// One result for all who wait for it. The first of them is said to have cost what it did.
-fn results(
-    ids: Vec<UnitId>,
-    result: Result<Completion, String>,
-    computed_tokens: u64,
-) -> impl Iterator<Item = Finished> {
-    ids.into_iter().enumerate().map(move |(at, id)| Finished {
-        id,
-        result: result.clone().map(|completion| Completion {
-            id,
-            cached_tokens: if at == 0 {
-                completion.cached_tokens
-            } else {
-                completion.prompt_tokens
-            },
-            ..completion
-        }),
-        computed_tokens: if at == 0 { computed_tokens } else { 0 },
-    })
-}
-
-/// Flattens a plan into what a device takes.
-fn batch(plan: &StepPlan) -> StepBatch {
-    let mut batch = StepBatch {
-        block_copies: plan.copies.clone(),
-        ..StepBatch::default()
-    };
-    for planned in &plan.sequences {
-        let end = planned.start + planned.tokens.len();
-        batch.sequences.push(StepSequence {
-            first_token: batch.tokens.len() as u32,
-            q_len: planned.tokens.len() as u32,
-            kv_len: end as u32,
-            first_block: batch.block_tables.len() as u32,
-        });
-        batch.tokens.extend_from_slice(&planned.tokens);
-        batch.positions.extend(planned.start as u32..end as u32);
-        batch.block_tables.extend_from_slice(&planned.blocks);
-        if planned.samples {
-            batch.logits_at.push(batch.tokens.len() as u32 - 1);
-        }
-    }
-    batch
 }

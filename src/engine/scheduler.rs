@@ -9,6 +9,8 @@
 //! - A sequence is started when the pool can hold all tokens it has so far, with a block to spare for each running one. Its
 //!   first blocks are taken from the prefix index where they are known, those that older sequences compute *in the same step*
 //!   included. It always computes its last token itself.
+//! - Where steps run ahead, a sequence's next token may be [guessed](Scheduler::guess) to come: it is planned before it is known,
+//!   and its block is found by others once it is.
 //! - Where no block is to be had, the youngest running sequence is preempted: its blocks are released (and may still be found
 //!   when it resumes), its tokens kept. A sequence that finds no younger one waits for a step. The oldest always finds its
 //!   blocks, because no sequence is accepted that could outgrow the pool alone.
@@ -68,6 +70,8 @@ struct Slot {
     prompt: Option<Arc<[u32]>>,
     /// Prompt (unless it stands in `prompt`) and completion so far.
     tokens: Vec<u32>,
+    /// The last of `tokens` is not known yet: what is drawn from this row of the step's logits.
+    guessed: Option<u32>,
     /// Most tokens still to come; orders the window, nothing else.
     max_tokens: u32,
     /// Tokens whose keys and values stand in `blocks` once the planned step has run.
@@ -89,6 +93,11 @@ impl Slot {
 
     fn pending(&self) -> usize {
         self.tokens.len() - self.computed
+    }
+
+    /// Tokens from the first that are known.
+    fn known(&self) -> usize {
+        self.tokens.len() - usize::from(self.guessed.is_some())
     }
 
     /// The key of its full block `at`.
@@ -114,6 +123,8 @@ pub struct Planned {
     pub blocks: Vec<u32>,
     /// Is the last of them the sequence's last token, so that the next one can be sampled?
     pub samples: bool,
+    /// The last of them is not known yet: what is drawn from this row of the logits of the step before.
+    pub guessed: Option<u32>,
 }
 
 /// A step to run.
@@ -196,6 +207,7 @@ impl Scheduler {
             age: (0, 0),
             prompt: Some(prompt),
             tokens,
+            guessed: None,
             max_tokens,
             computed: 0,
             blocks,
@@ -204,10 +216,42 @@ impl Scheduler {
         });
     }
 
-    /// Adds tokens to a running sequence: sampled or forced ones, to be computed in the next steps.
-    pub fn extend(&mut self, id: SequenceId, tokens: &[u32]) {
+    /// Says that a running sequence goes on with what is drawn from this row of the logits of the step that was planned last, most
+    /// likely: [`extend`](Self::extend) says what it was, or [`remove`](Self::remove) that it does not.
+    pub fn guess(&mut self, id: SequenceId, row: u32) {
         if let Some(at) = self.place(id) {
-            self.running[at].tokens.extend_from_slice(tokens);
+            let slot = &mut self.running[at];
+            slot.tokens.push(0);
+            slot.guessed = Some(row);
+        }
+    }
+
+    /// Does it run, and has the planned step computed all its tokens?
+    pub fn is_computed(&self, id: SequenceId) -> bool {
+        self.place(id).is_some_and(|at| self.running[at].pending() == 0)
+    }
+
+    /// Adds tokens to a sequence that has been running: sampled or forced ones, to be computed in the next steps. The first of them
+    /// is the one that was guessed to come.
+    pub fn extend(&mut self, id: SequenceId, tokens: &[u32]) {
+        let at = self.place(id);
+        let slot = match at {
+            Some(at) => Some(&mut self.running[at]),
+            None => self.ages.get(&id).and_then(|age| self.waiting.get_mut(age)),
+        };
+        let Some(slot) = slot else {
+            return;
+        };
+        if slot.guessed.take().is_some() {
+            slot.tokens.pop();
+        }
+        let known = slot.tokens.len();
+        slot.tokens.extend_from_slice(tokens);
+        let computed = slot.computed;
+        if let Some(at) = at
+            && computed > known
+        {
+            self.index(at, known, computed);
         }
     }
 
@@ -217,21 +261,23 @@ impl Scheduler {
         self.running.binary_search_by_key(age, |s| s.age).ok()
     }
 
-    /// A new sequence that continues a running one's tokens with `tokens`. It shares the blocks, or waits without any where
-    /// no more sequences may run.
+    /// A new sequence that continues the tokens of one that has been running with `tokens`. It shares the blocks, or waits without any where
+    /// no more sequences may run or the parent has lost its own meanwhile.
     pub fn fork(&mut self, parent: SequenceId, id: SequenceId, tokens: &[u32]) {
-        let Some(at) = self.place(parent) else {
+        let running = self.place(parent).map(|at| &self.running[at]);
+        let runs = running.is_some();
+        let Some(parent) = running.or_else(|| self.waiting.get(self.ages.get(&parent)?)) else {
             return;
         };
         self.next_fork += 1;
         let mut slot = Slot {
             id,
-            age: (self.running[at].age.0, self.next_fork),
-            ..self.running[at].clone()
+            age: (parent.age.0, self.next_fork),
+            ..parent.clone()
         };
         slot.tokens.extend_from_slice(tokens);
         self.ages.insert(id, slot.age);
-        if self.running.len() < self.limits.max_sequences {
+        if runs && self.running.len() < self.limits.max_sequences {
             slot.blocks.iter().for_each(|b| self.pool.acquire(*b));
             self.start(slot);
         } else {
@@ -401,18 +447,28 @@ impl Scheduler {
             return None;
         }
         let start = std::mem::replace(&mut slot.computed, end);
-        for i in start / block_tokens..end / block_tokens {
-            let key = slot.key(i, self.root, block_tokens);
-            self.pool
-                .register(slot.blocks[i], key, &slot.tokens[i * block_tokens..][..block_tokens]);
-        }
-        Some(Planned {
+        let planned = Planned {
             id: slot.id,
             start,
             tokens: slot.tokens[start..end].to_vec(),
             blocks: slot.blocks[..end.div_ceil(block_tokens)].to_vec(),
             samples: end == slot.tokens.len(),
-        })
+            guessed: slot.guessed.filter(|_| end == slot.tokens.len()),
+        };
+        let known = slot.known();
+        self.index(at, start, end.min(known));
+        Some(planned)
+    }
+
+    /// Makes the blocks findable that a running sequence's tokens from `start` to `end` have filled.
+    fn index(&mut self, at: usize, start: usize, end: usize) {
+        let block_tokens = self.pool.block_tokens();
+        let slot = &mut self.running[at];
+        for i in start / block_tokens..end / block_tokens {
+            let key = slot.key(i, self.root, block_tokens);
+            self.pool
+                .register(slot.blocks[i], key, &slot.tokens[i * block_tokens..][..block_tokens]);
+        }
     }
 
     fn preempt_youngest(&mut self, plan: &mut StepPlan) {
@@ -546,6 +602,61 @@ mod tests {
         s.remove(1);
         s.pool.check(std::iter::empty());
         assert_eq!(s.pool.available(), 8);
+    }
+
+    #[test]
+    fn a_guessed_token_is_planned_before_it_is_known() {
+        let mut s = scheduler(32, 64, 8);
+        submit(&mut s, 0, vec![1, 2, 3], 9);
+        s.plan();
+        s.guess(0, 5);
+        let plan = s.plan();
+        let planned = &plan.sequences[0];
+        assert_eq!((planned.start, planned.tokens.len(), planned.guessed), (3, 1, Some(5)));
+        assert!(planned.samples && s.is_computed(0));
+        // Its block is full, but nobody finds it before it is known what is in it.
+        submit(&mut s, 1, vec![1, 2, 3, 4, 5], 9);
+        assert_eq!(s.plan().started, [(1, 0)]);
+        s.extend(0, &[4]);
+        assert!(s.is_computed(0));
+        submit(&mut s, 2, vec![1, 2, 3, 4, 6], 9);
+        assert_eq!(s.plan().started, [(2, 4)]);
+        // More than was guessed: what was computed of it stands.
+        s.guess(0, 1);
+        s.plan();
+        s.extend(0, &[70, 71]);
+        assert!(!s.is_computed(0));
+        assert_eq!(s.plan().sequences[0].tokens, [71]);
+        (0..3).for_each(|id| s.remove(id));
+        s.pool.check(std::iter::empty());
+        assert_eq!(s.pool.available(), 32);
+    }
+
+    /// The step after has been planned when a sequence's token becomes known: it may have lost its blocks to it.
+    #[test]
+    fn what_was_preempted_meanwhile_keeps_its_tokens() {
+        let mut s = scheduler(4, 64, 8);
+        submit(&mut s, 0, (0..8).collect(), 9);
+        submit(&mut s, 1, vec![90, 91, 92, 93], 9);
+        s.plan();
+        s.extend(0, &[8, 9, 10, 11]);
+        s.plan();
+        s.guess(0, 0);
+        s.guess(1, 1);
+        assert_eq!(s.plan().preempted, [1]);
+        s.extend(1, &[94]);
+        s.fork(1, 2, &[95]);
+        s.remove(0);
+        let plan = s.plan();
+        let tokens: Vec<_> = plan
+            .sequences
+            .iter()
+            .map(|p| (p.id, p.guessed, p.tokens.clone()))
+            .collect();
+        // Its own block was given away; what it computes in this step is found by the other.
+        assert_eq!(tokens, [(1, None, vec![90, 91, 92, 93, 94]), (2, None, vec![94, 95])]);
+        (1..3).for_each(|id| s.remove(id));
+        s.pool.check(std::iter::empty());
     }
 
     /// A sequence to simulate: a shared head, its own tail, tokens to generate, tokens that come at once, the step it arrives.

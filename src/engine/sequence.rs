@@ -1,4 +1,4 @@
-//! One completion in the making: what it holds so far, and what a row of logits makes of it.
+//! One completion in the making: what it holds so far, what it asks of a row of logits, and what the token drawn makes of it.
 //!
 //! A completion ends
 //!
@@ -18,12 +18,12 @@
 
 use std::sync::Arc;
 
+use crate::device::draw::{Allowed, Draw, DrawError, Drawn};
 use crate::engine::choice::{ChoiceState, Node};
 use crate::engine::constraint::{Constraint, GrammarState};
 use crate::engine::params::Params;
 use crate::engine::philox::StreamKey;
 use crate::engine::request::{Completion, FinishReason, Request, UnitId};
-use crate::engine::sampling::{self, Allowed, Draw, Scratch};
 use crate::model::tokenizer::Tokenizer;
 
 /// One completion in the making.
@@ -61,7 +61,7 @@ pub struct Continuation {
     pub tokens: Vec<u32>,
 }
 
-/// What follows from a row of logits.
+/// What follows from a token.
 pub enum Next {
     /// The sequence goes on as the first of these; each further one is a fork of it. None: it ends, others of the unit go on.
     Go(Vec<Continuation>),
@@ -150,7 +150,12 @@ impl Unit {
         self.cached_tokens.get_or_insert(cached.min(self.prompt.len()) as u32);
     }
 
-    /// Its state in a grammar, whose mask may be prepared while the model runs.
+    /// May a step go on with the token that is drawn next before it is known? Not where it surely ends, or may part.
+    pub fn may_go_on(&self) -> bool {
+        !matches!(self.state, State::Choice(_)) && self.completion.len() + 1 < self.max_tokens
+    }
+
+    /// Its state in a grammar, whose mask is to be prepared before [`draw`](Self::draw).
     pub fn grammar(&mut self) -> Option<&mut GrammarState> {
         match &mut self.state {
             State::Grammar(state) => Some(state),
@@ -158,52 +163,73 @@ impl Unit {
         }
     }
 
-    /// Takes the logits (`[vocabulary]`) after its sequence at `node`.
-    pub fn observe(&mut self, node: Node, logits: &[f32], tokenizer: &Tokenizer, scratch: &mut Scratch) -> Next {
-        let position = self.prompt.len() + self.completion.len();
+    /// Readies what [`draw`](Self::draw) needs besides a grammar's mask.
+    pub fn prepare(&mut self) {
         if self.params.repetition_penalty != 1.0 && self.prompt_ids.is_empty() {
             self.prompt_ids = self.prompt.to_vec();
             self.prompt_ids.sort_unstable();
             self.prompt_ids.dedup();
         }
-        let draw = Draw {
-            params: &self.params,
-            allowed: Allowed::All,
+    }
+
+    /// What is asked of the logits after its sequence at `node`.
+    pub fn draw<'a>(&'a self, node: Node, tokenizer: &'a Tokenizer) -> Draw<'a> {
+        let params = &*self.params;
+        let draw = |generated: usize| Draw {
+            temperature: params.temperature,
+            top_k: params.top_k,
+            top_p: params.top_p,
+            min_p: params.min_p,
+            repetition_penalty: params.repetition_penalty,
+            presence_penalty: params.presence_penalty,
+            frequency_penalty: params.frequency_penalty,
+            allowed: Allowed::AllBut(tokenizer.holes()),
             prompt: &self.prompt_ids,
             completion: &self.completion,
-            key: self.key,
-            position: position as u32,
-            holes: tokenizer.holes(),
+            uniform: self.key.uniform((self.prompt.len() + generated) as u32),
+            log_sum: params.logprobs,
+            logits: false,
         };
-        let sampled = match &mut self.state {
-            State::Choice(_) => return self.observe_choice(node, logits, tokenizer, scratch),
-            State::Free => sampling::sample(logits, draw, scratch).map_err(|e| e.to_string()),
-            State::Grammar(state) => state.mask().and_then(|mask| {
-                sampling::sample(
-                    logits,
-                    Draw {
-                        allowed: Allowed::Mask(mask),
-                        ..draw
-                    },
-                    scratch,
-                )
-                .map_err(|e| e.to_string())
-            }),
-        };
-        match sampled {
-            Ok(token) => self.take(token, logits, tokenizer),
-            Err(why) => Next::Finished(Err(why)),
+        match &self.state {
+            State::Free => draw(self.completion.len()),
+            State::Choice(state) => state.draw(node, draw(state.choices().depth(node))),
+            State::Grammar(state) => Draw {
+                // A mask that could not be computed fails the row when its token is taken.
+                allowed: Allowed::Mask(state.mask().unwrap_or_default()),
+                ..draw(self.completion.len())
+            },
         }
     }
 
-    /// Adds a sampled token, then those that it leaves no choice about, and sees whether the completion has ended.
-    fn take(&mut self, token: u32, logits: &[f32], tokenizer: &Tokenizer) -> Next {
+    /// Takes what was drawn from the logits after its sequence at `node`.
+    pub fn take(&mut self, node: Node, drawn: Result<Drawn, DrawError>, tokenizer: &Tokenizer) -> Next {
+        if let State::Grammar(state) = &self.state
+            && let Err(why) = state.mask()
+        {
+            return Next::Finished(Err(why));
+        }
+        let drawn = match drawn {
+            Ok(drawn) => drawn,
+            Err(why) => return Next::Finished(Err(why.to_string())),
+        };
+        if let State::Choice(state) = &mut self.state {
+            let next = state.take(node, &drawn, self.params.logprobs);
+            return match state.is_decided() {
+                true => self.finish(FinishReason::Stop, tokenizer),
+                false => Next::Go(
+                    next.into_iter()
+                        .map(|(node, tokens)| Continuation { node, tokens })
+                        .collect(),
+                ),
+            };
+        }
+        let token = drawn.token;
         let shaped = matches!(self.state, State::Grammar(_));
         if self.eos.contains(&token) && (shaped || !self.params.ignore_eos) {
             return self.finish(FinishReason::Stop, tokenizer);
         }
         let mut tokens = vec![token];
-        let ended = self.push(token, || sampling::log_probability(logits, token), tokenizer);
+        let ended = self.push(token, || drawn.log_probability(), tokenizer);
         match ended.or_else(|| self.force(&mut tokens, tokenizer)) {
             Some(ended) => ended,
             None => Next::Go(vec![Continuation { node: 0, tokens }]),
@@ -236,30 +262,6 @@ impl Unit {
             return Some(self.finish(FinishReason::Stop, tokenizer));
         }
         (self.completion.len() >= self.max_tokens).then(|| self.finish(FinishReason::Length, tokenizer))
-    }
-
-    fn observe_choice(&mut self, node: Node, logits: &[f32], tokenizer: &Tokenizer, scratch: &mut Scratch) -> Next {
-        let State::Choice(state) = &mut self.state else {
-            return Next::Finished(Err("a choice was asked for of another shape".into()));
-        };
-        let draw = Draw {
-            params: &self.params,
-            allowed: Allowed::All,
-            prompt: &self.prompt_ids,
-            completion: &[],
-            key: self.key,
-            position: (self.prompt.len() + state.choices().depth(node)) as u32,
-            holes: tokenizer.holes(),
-        };
-        match state.observe(node, logits, draw, scratch) {
-            Err(why) => Next::Finished(Err(why.to_string())),
-            Ok(_) if state.is_decided() => self.finish(FinishReason::Stop, tokenizer),
-            Ok(next) => Next::Go(
-                next.into_iter()
-                    .map(|(node, tokens)| Continuation { node, tokens })
-                    .collect(),
-            ),
-        }
     }
 
     fn finish(&mut self, reason: FinishReason, tokenizer: &Tokenizer) -> Next {
@@ -344,6 +346,7 @@ fn find_stop(bytes: &[u8], known: usize, stops: &[String]) -> Option<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::cpu::sample::{Scratch, sample};
     use crate::engine::params::Shape;
     use proptest::prelude::*;
 
@@ -378,7 +381,12 @@ mod tests {
             let mut logits = vec![0.0; tokenizer.vocab_size()];
             logits[*token as usize] = 1.0;
             next = match next {
-                Next::Go(at) => unit.observe(at[0].node, &logits, tokenizer, &mut Scratch::default()),
+                Next::Go(at) => {
+                    unit.prepare();
+                    unit.grammar().into_iter().for_each(GrammarState::prepare);
+                    let drawn = sample(&logits, unit.draw(at[0].node, tokenizer), &mut Scratch::default());
+                    unit.take(at[0].node, drawn, tokenizer)
+                }
                 ended => ended,
             };
         }

@@ -43,9 +43,9 @@ pub struct StepTotals {
     pub steps: u64,
     /// Saying what a step computes.
     pub planning: Duration,
-    /// The model, masks of constrained sequences among it.
+    /// The model, from tokens to the tokens that it draws; waiting for it where it computes on a device of its own.
     pub forward: Duration,
-    /// From logits to tokens, and what becomes of the sequences.
-    pub sampling: Duration,
+    /// Masks of constrained sequences, and what becomes of sequences with the tokens drawn.
+    pub advance: Duration,
     pub last: StepShape,
 }

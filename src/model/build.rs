@@ -1,9 +1,9 @@
 //! A model's weights: from a source, tensor by tensor, to a device.
 
-use crate::device::{Device, KvSpec, Linear, TensorError};
+use crate::device::{Device, KvSpec, Linear, Tensor, TensorError};
 use crate::model::config::Config;
 use crate::model::error::ModelError;
-use crate::model::weights::{StoredTensor, WeightSource};
+use crate::model::weights::{RandomWeights, StoredTensor, WeightSource};
 
 /// A model's weights on a device.
 pub(super) struct ModelWeights<D: Device> {
@@ -36,6 +36,8 @@ fn named(parts: &[(String, usize)], kind: &str) -> Vec<(String, usize)> {
 pub(super) struct Builder<'a, D: Device> {
     pub device: &'a D,
     pub source: &'a dyn WeightSource,
+    /// Where they are random and the device makes them.
+    pub random: Option<&'a RandomWeights>,
     pub config: &'a Config,
 }
 
@@ -114,14 +116,8 @@ impl<D: Device> Builder<'_, D> {
         let part = |name: &str| (format!("{prefix}.mlp.{name}"), c.intermediate_size);
         let parts = [part("gate_proj"), part("up_proj")];
         let weights = named(&parts, "weight");
-        let stored = self.stored(&weights, c.hidden_size)?;
-        let views: Vec<_> = stored.iter().map(StoredTensor::view).collect();
-        let weight = self
-            .device
-            .gated_matrix(&views)
-            .map_err(|e| self.refused(&weights, e))?;
         Ok(Linear {
-            weight,
+            weight: self.taken(&weights, c.hidden_size, false, |views| self.device.gated_matrix(views))?,
             bias: match c.mlp_bias {
                 true => Some(self.vector(&named(&parts, "bias"))?),
                 false => None,
@@ -129,27 +125,38 @@ impl<D: Device> Builder<'_, D> {
         })
     }
 
-    fn stored<S: AsRef<str>>(&self, parts: &[(S, usize)], columns: usize) -> Result<Vec<StoredTensor<'_>>, ModelError> {
-        parts
+    /// Matrices of equal width, (name, rows), stacked: made by the device, or taken over as `take` says.
+    fn taken<S: AsRef<str>>(
+        &self,
+        parts: &[(S, usize)],
+        columns: usize,
+        is_table: bool,
+        take: impl FnOnce(&[Tensor<'_>]) -> Result<D::Matrix, TensorError>,
+    ) -> Result<D::Matrix, ModelError> {
+        if let Some(random) = self.random {
+            let parts: Vec<_> = parts
+                .iter()
+                .map(|(name, rows)| random.matrix(name.as_ref(), *rows, columns))
+                .collect();
+            return Ok(self.device.random_matrix(&parts, is_table)?);
+        }
+        let stored = parts
             .iter()
             .map(|(name, rows)| self.source.tensor(name.as_ref(), Some(*rows), columns))
-            .collect()
+            .collect::<Result<Vec<_>, _>>()?;
+        let views: Vec<_> = stored.iter().map(StoredTensor::view).collect();
+        take(&views).map_err(|e| self.refused(parts, e))
     }
 
-    /// Matrices of equal width, (name, rows), stacked.
     fn matrix<S: AsRef<str>>(&self, parts: &[(S, usize)], columns: usize) -> Result<D::Matrix, ModelError> {
-        let stored = self.stored(parts, columns)?;
-        let views: Vec<_> = stored.iter().map(StoredTensor::view).collect();
-        self.device.matrix(&views).map_err(|e| self.refused(parts, e))
+        self.taken(parts, columns, false, |views| self.device.matrix(views))
     }
 
     /// The embedding table or the output head.
     fn table(&self, name: &str) -> Result<D::Matrix, ModelError> {
-        let stored = self
-            .source
-            .tensor(name, Some(self.config.vocab_size), self.config.hidden_size)?;
-        let table = self.device.table(stored.view());
-        table.map_err(|e| self.refused(&[(name, self.config.vocab_size)], e))
+        let c = self.config;
+        let part = [(name, c.vocab_size)];
+        self.taken(&part, c.hidden_size, true, |views| self.device.table(views[0]))
     }
 
     /// Vectors, (name, length), one after the other.

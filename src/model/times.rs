@@ -12,10 +12,11 @@ pub enum Operation {
     Attention,
     GatedLinear,
     Logits,
+    Draw,
 }
 
 impl Operation {
-    const ALL: [(Operation, &'static str); 7] = [
+    const ALL: [(Operation, &'static str); 8] = [
         (Operation::Embed, "embed"),
         (Operation::Norm, "norm"),
         (Operation::Linear, "linear"),
@@ -23,6 +24,7 @@ impl Operation {
         (Operation::Attention, "attention"),
         (Operation::GatedLinear, "gated_linear"),
         (Operation::Logits, "logits"),
+        (Operation::Draw, "draw"),
     ];
 }
 

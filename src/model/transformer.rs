@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use crate::device::batch::StepBatch;
 use crate::device::cpu::{self, Cpu, Isa};
+use crate::device::draw::{Draw, DrawError, Drawn};
 use crate::device::{AddNorm, Device, DeviceError, Dtype, KvFormat, Precision, QkNorm, RopeStore};
 use crate::engine::{Forward, ForwardError};
 use crate::model::balance::Balanced;
@@ -133,7 +134,7 @@ impl Transformer<Cpu> {
         Transformer::on_device(device, config, source, options)
     }
 
-    /// As [`forward`](Forward::forward) without the logits, showing `see` the activations that each layer's linear operations read.
+    /// As [`forward`](Self::forward) without the logits, showing `see` the activations that each layer's linear operations read.
     ///
     /// # Errors
     /// A batch that does not fit the model.
@@ -199,13 +200,16 @@ impl<D: Device> Transformer<D> {
         let vocab_size = options
             .vocabulary
             .map_or(config.vocab_size, |n| n.min(config.vocab_size));
+        let random = source.random().filter(|_| device.makes_random());
         let balanced = match options.precision {
-            Precision::Int8 => Some(Balanced::new(source, &config, options.channels.as_deref())?),
-            Precision::F32 | Precision::Bf16 | Precision::Fp8 => None,
+            // All channels of random weights are alike.
+            Precision::Int8 if random.is_none() => Some(Balanced::new(source, &config, options.channels.as_deref())?),
+            _ => None,
         };
         let weights = Builder {
             device: &device,
             source: balanced.as_ref().map_or(source, |balanced| balanced),
+            random,
             config: &config,
         }
         .weights()?;
@@ -246,7 +250,10 @@ impl<D: Device> Transformer<D> {
         let mut tokens = step_tokens;
         loop {
             let step = pool::largest_step(tokens, sequences, self.context_tokens, self.device.block_tokens());
-            match self.run(&step, |_, _, _| ()) {
+            let draws = vec![Draw::default(); step.logits_at.len()];
+            let ran = self.run(&step, |_, _, _| ());
+            let drew = ran.and_then(|()| self.device.draw(self.vocab_size, &draws, &mut self.buffers.workspace));
+            match drew.and_then(|()| self.device.drawn(&mut self.buffers.workspace)) {
                 Ok(_) => break,
                 Err(DeviceError::OutOfMemory(why)) if tokens > pool::STEP_TOKENS_MIN => {
                     tokens = (tokens / 2).max(pool::STEP_TOKENS_MIN);
@@ -259,6 +266,16 @@ impl<D: Device> Transformer<D> {
         self.times = Times::default();
         self.step_tokens_max = Some(tokens);
         Ok(())
+    }
+
+    /// Runs one step and returns the logits of `batch.logits_at`, `[logits_at.len()][vocab_size()]`, row-major, F32: what an engine
+    /// leaves on the device.
+    ///
+    /// # Errors
+    /// A batch that does not fit the model, or a device that failed.
+    pub fn forward(&mut self, batch: &StepBatch) -> Result<&[f32], ForwardError> {
+        self.begin(batch)?;
+        Ok(self.device.read_logits(&mut self.buffers.workspace)?)
     }
 
     /// What the model is.
@@ -322,6 +339,20 @@ impl<D: Device> Transformer<D> {
         {
             return Err(format!("KV block {block} is not below {}", self.kv_blocks));
         }
+        if let Some((token, _)) = batch.drawn.first()
+            && !self.device.runs_ahead()
+        {
+            return Err(format!(
+                "token {token} is not known yet, and this device does not run ahead"
+            ));
+        }
+        if batch
+            .drawn
+            .iter()
+            .any(|(token, _)| *token as usize >= batch.tokens.len())
+        {
+            return Err("a token is drawn that is none of the step's".to_owned());
+        }
         if !batch.logits_at.is_sorted_by(|a, b| a < b) {
             return Err("`logits_at` does not ascend".to_owned());
         }
@@ -337,7 +368,7 @@ impl<D: Device> Transformer<D> {
         &mut self,
         batch: &StepBatch,
         mut see: impl FnMut(usize, Activations, &D::Buffer),
-    ) -> Result<&[f32], DeviceError> {
+    ) -> Result<(), DeviceError> {
         let Transformer {
             device,
             config,
@@ -359,7 +390,7 @@ impl<D: Device> Transformer<D> {
             Ok(())
         };
         device.upload(batch, step)?;
-        device.embed(&weights.embedding, step, &mut b.residual)?;
+        device.embed(&weights.embedding, step, &mut b.residual, &b.workspace)?;
         lap(Operation::Embed)?;
         let mut delta = None;
         for (at, (layer, pool)) in weights.layers.iter().zip(pools).enumerate() {
@@ -417,16 +448,34 @@ impl<D: Device> Transformer<D> {
         device.add_norm_logits_rows(norm, step, &mut b.residual, &mut b.normed)?;
         lap(Operation::Norm)?;
         let head = weights.head.as_ref().unwrap_or(&weights.embedding);
-        let logits = device.logits(head, *vocab_size, &b.normed, &mut b.workspace)?;
-        lap(Operation::Logits)?;
-        Ok(logits)
+        device.logits(head, *vocab_size, &b.normed, &mut b.workspace)?;
+        lap(Operation::Logits)
     }
 }
 
 impl<D: Device> Forward for Transformer<D> {
-    fn forward(&mut self, batch: &StepBatch) -> Result<&[f32], ForwardError> {
+    fn begin(&mut self, batch: &StepBatch) -> Result<(), ForwardError> {
         self.check(batch).map_err(ForwardError::Batch)?;
         Ok(self.run(batch, |_, _, _| ())?)
+    }
+
+    fn draw(&mut self, ids: usize, draws: &[Draw<'_>]) -> Result<(), ForwardError> {
+        let Transformer { device, buffers, .. } = self;
+        let mut tell = self.times.laps();
+        device.draw(ids, draws, &mut buffers.workspace)?;
+        if self.timed {
+            device.wait()?;
+            tell(Operation::Draw);
+        }
+        Ok(())
+    }
+
+    fn drawn(&mut self) -> Result<Vec<Result<Drawn, DrawError>>, ForwardError> {
+        Ok(self.device.drawn(&mut self.buffers.workspace)?)
+    }
+
+    fn runs_ahead(&self) -> bool {
+        self.device.runs_ahead()
     }
 
     fn vocab_size(&self) -> usize {

@@ -11,6 +11,7 @@ use rayon::prelude::*;
 use safetensors::SafeTensors;
 use sha2::{Digest, Sha256};
 
+use crate::device::random::{RandomMatrix, uniform};
 use crate::device::{Dtype, Tensor};
 use crate::model::error::ModelError;
 
@@ -30,6 +31,10 @@ pub trait WeightSource: Sync {
     fn tensor(&self, name: &str, rows: Option<usize>, columns: usize) -> Result<StoredTensor<'_>, ModelError>;
     /// The file that holds `name`, for errors.
     fn path_of(&self, name: &str) -> &Path;
+    /// Random numbers, where a device may make them itself.
+    fn random(&self) -> Option<&RandomWeights> {
+        None
+    }
 }
 
 /// A tensor's bytes with their shape; see [`Tensor`].
@@ -288,6 +293,20 @@ pub struct RandomWeights {
     pub dtype: Dtype,
 }
 
+impl RandomWeights {
+    /// The matrix `name`.
+    pub fn matrix(&self, name: &str, rows: usize, columns: usize) -> RandomMatrix {
+        RandomMatrix {
+            seed: name
+                .bytes()
+                .fold(self.seed, |s, b| (s ^ b as u64).wrapping_mul(0x0100_0000_01b3)),
+            rows,
+            columns,
+            scale: (3.0 / columns as f32).sqrt(),
+        }
+    }
+}
+
 impl WeightSource for RandomWeights {
     fn tensor(&self, name: &str, rows: Option<usize>, columns: usize) -> Result<StoredTensor<'_>, ModelError> {
         let count = rows
@@ -300,10 +319,7 @@ impl WeightSource for RandomWeights {
             None if name.ends_with("bias") => Some(0.0),
             None => Some(1.0),
         };
-        let seed = name
-            .bytes()
-            .fold(self.seed, |s, b| (s ^ b as u64).wrapping_mul(0x0100_0000_01b3));
-        let scale = (3.0 / columns as f32).sqrt();
+        let RandomMatrix { seed, scale, .. } = self.matrix(name, rows.unwrap_or(1), columns);
         let size = self.dtype.bytes();
         let mut data = vec![0u8; count * size];
         // Each number is its own place's alone: threads share them out.
@@ -331,13 +347,8 @@ impl WeightSource for RandomWeights {
     fn path_of(&self, _name: &str) -> &Path {
         Path::new("random weights")
     }
-}
 
-/// Number `at` of a stream, in [-1, 1) (SplitMix64, Steele et al. 2014).
-pub(crate) fn uniform(seed: u64, at: u64) -> f32 {
-    let mut z = seed.wrapping_add((at + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^= z >> 31;
-    (z >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+    fn random(&self) -> Option<&RandomWeights> {
+        (self.dtype == Dtype::Bf16).then_some(self)
+    }
 }

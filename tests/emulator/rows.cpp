@@ -1,10 +1,11 @@
-// add_norm.cu, gated.cu, quantize.cu and embed.cu against doubles.
+// add_norm.cu, gated.cu, quantize.cu, embed.cu and random_weights.cu against doubles.
 #include "ptx.cuh"
 #include "types.cuh"
 #include "../../kernels/add_norm.cu"
 #include "../../kernels/gated.cu"
 #include "../../kernels/quantize.cu"
 #include "../../kernels/embed.cu"
+#include "../../kernels/random_weights.cu"
 #include "check.h"
 
 const int COUNT = 5;
@@ -120,12 +121,29 @@ static void check_quantize() {
 
 static void check_embed() {
     const Bf16* table = random_rows(9);
-    const u32 tokens[COUNT] = {0, 8, 7, 7, 2};
+    const u32 ids[COUNT] = {0, 8, 7, 7, 2};
+    const Drawn drawn[] = {{8}, {2}};
+    const u32 tokens[COUNT] = {0, IS_DRAWN | 0, 7, 7, IS_DRAWN | 1};
     Bf16* out = check::guarded<Bf16>(size_t(COUNT) * WIDTH);
-    check::run(embed, (COUNT + ROWS - 1) / ROWS, 1, ROWS * 32, 0, 1, table, tokens, out, COUNT);
+    check::run(embed, (COUNT + ROWS - 1) / ROWS, 1, ROWS * 32, 0, 1, table, tokens, drawn, out, COUNT);
     bool same = true;
-    for (int i = 0; i < COUNT; i++) same &= !std::memcmp(out + size_t(i) * WIDTH, table + size_t(tokens[i]) * WIDTH, WIDTH * 2);
+    for (int i = 0; i < COUNT; i++) same &= !std::memcmp(out + size_t(i) * WIDTH, table + size_t(ids[i]) * WIDTH, WIDTH * 2);
     check::expect(same, "embed");
+}
+
+// What src/device/random.rs gives for this seed, and for none beyond the end.
+static void check_random_weights() {
+    const int MADE = 4104;
+    Bf16* out = check::guarded<Bf16>(MADE);
+    check::run(random_weights, 3, 1, 256, 0, 1, out, u64(7), u64(1) << 33, u64(MADE), 0.5f);
+    int wrong = 0;
+    for (int i = 0; i < MADE; i++) {
+        u64 z = 7 + ((u64(1) << 33) + i + 1) * 0x9e3779b97f4a7c15;
+        z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
+        z = (z ^ z >> 27) * 0x94d049bb133111eb;
+        wrong += std::fabs(widen(out[i]) - 0.5 * (double((z ^ z >> 31) >> 40) / (1 << 23) - 1)) > 0.5 / 256;
+    }
+    check::expect(wrong == 0, "random weights: %d wrong", wrong);
 }
 
 int main() {
@@ -133,5 +151,6 @@ int main() {
     check_gated();
     check_quantize();
     check_embed();
+    check_random_weights();
     return check::verdict();
 }

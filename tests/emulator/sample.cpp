@@ -11,6 +11,7 @@ struct Batch {
     std::vector<float> logits = std::vector<float>(ROWS * STRIDE, NAN);
     std::vector<Draw> draws;
     std::vector<Penalty> penalties;
+    std::vector<u32> wanted;
     std::vector<u32> masks = std::vector<u32>((VOCABULARY + 31) / 32, 0xaaaaaaaau);
 };
 
@@ -36,13 +37,17 @@ static void add_row(Batch& batch, int round) {
     draw.first_penalty = u32(batch.penalties.size());
     draw.penalties = round % 2 ? 40 : 0;
     for (u32 i = 0; i < draw.penalties; i++) batch.penalties.push_back({i * 97, i % 3, 0});
+    draw.first_wanted = u32(batch.wanted.size());
+    draw.wanted = round % 3 ? 0 : 1030;
+    for (u32 i = 0; i < draw.wanted; i++) batch.wanted.push_back((i * 97 + round) % VOCABULARY);
     batch.draws.push_back(draw);
 }
 
-static std::vector<Drawn> run_batch(Batch& batch, unsigned seed) {
+static std::vector<Drawn> run_batch(Batch& batch, unsigned seed, std::vector<float>& values) {
     std::vector<Drawn> drawn(ROWS);
+    values.assign(batch.wanted.size(), NAN);
     check::run(sample, ROWS, 1, THREADS, 0, seed, batch.logits.data(), VOCABULARY, batch.draws.data(), batch.penalties.data(),
-               batch.masks.data(), drawn.data(), STRIDE);
+               batch.masks.data(), batch.wanted.data(), drawn.data(), values.data(), STRIDE);
     return drawn;
 }
 
@@ -117,7 +122,11 @@ static void check_draws() {
         Batch batch;
         for (int row = 0; row < ROWS; row++) add_row(batch, round + row);
         const Batch before = batch;
-        std::vector<Drawn> drawn = run_batch(batch, round);
+        std::vector<float> values;
+        std::vector<Drawn> drawn = run_batch(batch, round, values);
+        for (int row = 0; row < ROWS; row++)
+            for (u32 i = 0, at = before.draws[row].first_wanted; i < before.draws[row].wanted; i++, at++)
+                wrong += values[at] != before.logits[row * STRIDE + before.wanted[at]];
         for (int row = 0; row < ROWS; row++) {
             u32 want = expected(adjusted(before, row), before.draws[row]);
             if (drawn[row].token != want || drawn[row].status != DRAWN) {
@@ -125,7 +134,9 @@ static void check_draws() {
                 std::printf("round %d: %u instead of %u, status %u\n", round + row, drawn[row].token, want, drawn[row].status);
                 continue;
             }
-            worst.add(drawn[row].log_probability - log_probability(before, row, want), 1e-5);
+            const Drawn& d = drawn[row];
+            wrong += d.logit != before.logits[row * STRIDE + want];
+            worst.add(d.logit - d.largest - std::log(double(d.total)) - log_probability(before, row, want), 1e-5);
         }
     }
     check::expect(wrong == 0 && worst.fine(), "sample: %d of 60 tokens differ, log probabilities %.2f of the error allowed", wrong,
@@ -138,13 +149,30 @@ static void check_statuses() {
     add_row(batch, 7);
     batch.logits[VOCABULARY - 1] = NAN;
     std::fill(batch.masks.begin(), batch.masks.end(), 0);
-    std::vector<Drawn> drawn = run_batch(batch, 1);
+    std::vector<float> values;
+    std::vector<Drawn> drawn = run_batch(batch, 1, values);
     check::expect(drawn[0].status == NOT_FINITE && drawn[1].status == NOTHING_ALLOWED, "statuses: %u, %u", drawn[0].status,
                   drawn[1].status);
 }
 
+// What is out from the start is minus infinity, and never drawn.
+static void check_infinities() {
+    Batch batch;
+    add_row(batch, 3);
+    add_row(batch, 14);
+    for (int row = 0; row < ROWS; row++)
+        for (u32 id = 0; id < VOCABULARY; id++)
+            if (id != 77) batch.logits[row * STRIDE + id] = -INFINITY;
+    batch.draws[0].mask = batch.draws[1].mask = NONE;
+    std::vector<float> values;
+    std::vector<Drawn> drawn = run_batch(batch, 1, values);
+    check::expect(drawn[0].status == DRAWN && drawn[0].token == 77 && drawn[1].status == DRAWN && drawn[1].token == 77,
+                  "one token alone: %u, %u", drawn[0].token, drawn[1].token);
+}
+
 int main() {
     check_draws();
+    check_infinities();
     check_statuses();
     return check::verdict();
 }

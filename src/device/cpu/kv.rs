@@ -279,7 +279,7 @@ mod tests {
             }],
             block_tables: vec![2, 0],
             logits_at: vec![],
-            block_copies: vec![],
+            ..StepBatch::default()
         });
         let rows = numbers(1, 20 * heads.qkv_width());
         let qkv = buffer(&rows, 20, heads.qkv_width());

@@ -8,6 +8,7 @@
 use std::sync::Arc;
 
 use crate::device::batch::StepBatch;
+use crate::device::draw::{Draw, DrawError, Drawn};
 use crate::device::{
     AddNorm, Device, DeviceError, HeadShape, KvFormat, KvSpec, Linear, Precision, RopeSpec, RopeStore, Tensor,
     TensorError,
@@ -30,6 +31,7 @@ mod matrix;
 mod norm;
 mod quantize;
 mod rope;
+pub mod sample;
 mod softmax_int8;
 mod step;
 #[cfg(test)]
@@ -181,6 +183,7 @@ pub struct Workspace {
     gate_up: Buffer,
     attention: attention::Scratches,
     logits: Buffer,
+    drawn: Vec<Result<Drawn, DrawError>>,
 }
 
 /// A buffer that tasks write disjoint parts of.
@@ -262,6 +265,7 @@ impl Device for Cpu {
             rows: linear::PackedRows::default(),
             gate_up: Buffer::default(),
             logits: Buffer::default(),
+            drawn: Vec::new(),
             attention: attention::Scratches::new(self.threads.count()),
         }
     }
@@ -300,7 +304,7 @@ impl Device for Cpu {
         Ok(())
     }
 
-    fn embed(&self, table: &Matrix, step: &Step, out: &mut Buffer) -> Result<(), DeviceError> {
+    fn embed(&self, table: &Matrix, step: &Step, out: &mut Buffer, _: &Workspace) -> Result<(), DeviceError> {
         embed::embed(table, &step.batch.tokens, out);
         Ok(())
     }
@@ -396,13 +400,7 @@ impl Device for Cpu {
         Ok(())
     }
 
-    fn logits<'w>(
-        &self,
-        head: &Matrix,
-        ids: usize,
-        x: &Buffer,
-        workspace: &'w mut Workspace,
-    ) -> Result<&'w [f32], DeviceError> {
+    fn logits(&self, head: &Matrix, ids: usize, x: &Buffer, workspace: &mut Workspace) -> Result<(), DeviceError> {
         // Not rounded to BF16 even where activations are: rounding would only make ties.
         let finish = linear::Finish {
             bias: None,
@@ -410,7 +408,34 @@ impl Device for Cpu {
         };
         let Workspace { rows, logits, .. } = workspace;
         linear::linear(self.on(), head, ids, finish, x, logits, rows);
-        Ok(&logits.data)
+        Ok(())
+    }
+
+    fn read_logits<'w>(&self, workspace: &'w mut Workspace) -> Result<&'w [f32], DeviceError> {
+        Ok(&workspace.logits.data)
+    }
+
+    fn draw(&self, ids: usize, draws: &[Draw<'_>], workspace: &mut Workspace) -> Result<(), DeviceError> {
+        let Workspace { logits, drawn, .. } = workspace;
+        let ids = ids.min(logits.width);
+        let rows = logits.data.chunks_exact(logits.width.max(1));
+        let mut work: Vec<_> = rows.zip(draws).map(|(row, draw)| (&row[..ids], draw, None)).collect();
+        self.threads.share_mut(logits.data.len(), &mut work, |_, work| {
+            let mut scratch = sample::Scratch::default();
+            for (row, draw, drawn) in work {
+                *drawn = Some(sample::sample(row, **draw, &mut scratch));
+            }
+        });
+        *drawn = work.into_iter().filter_map(|(_, _, drawn)| drawn).collect();
+        Ok(())
+    }
+
+    fn drawn(&self, workspace: &mut Workspace) -> Result<Vec<Result<Drawn, DrawError>>, DeviceError> {
+        Ok(std::mem::take(&mut workspace.drawn))
+    }
+
+    fn runs_ahead(&self) -> bool {
+        false
     }
 
     fn write(&self, values: &[f32], width: usize, out: &mut Buffer) -> Result<(), DeviceError> {

@@ -94,7 +94,7 @@ mod tests {
             }],
             block_tables: (0..(3 + tokens as u32).div_ceil(16)).collect(),
             logits_at: vec![],
-            block_copies: vec![],
+            ..StepBatch::default()
         });
         let (q, k) = (Vector(numbers(5, dim)), Vector(numbers(6, dim)));
         let rows = numbers(1, tokens * heads.qkv_width());

@@ -209,7 +209,7 @@ mod tests {
             sequences: vec![sequence(0, 60, 60, 0), sequence(60, 1, 18, 4), sequence(61, 1, 33, 6)],
             block_tables: (0..9).collect(),
             logits_at: vec![59, 60, 61],
-            block_copies: vec![],
+            ..StepBatch::default()
         };
         step.upload(&batch);
         assert_eq!(step.begun, [(3, 12), (8, 1)]);

@@ -10,7 +10,7 @@ use super::nvrtc::{Compiled, Nvrtc};
 use crate::device::DeviceError;
 
 /// Sources by stem, which is the name of the function, too.
-const SOURCES: [(&str, &str); 11] = [
+const SOURCES: [(&str, &str); 12] = [
     ("embed", include_str!("../../../kernels/embed.cu")),
     ("add_norm", include_str!("../../../kernels/add_norm.cu")),
     ("quantize", include_str!("../../../kernels/quantize.cu")),
@@ -21,12 +21,14 @@ const SOURCES: [(&str, &str); 11] = [
     ("linear", include_str!("../../../kernels/linear.cu")),
     ("linear_sm90", include_str!("../../../kernels/linear_sm90.cu")),
     ("peak", include_str!("../../../kernels/peak.cu")),
+    ("random_weights", include_str!("../../../kernels/random_weights.cu")),
     ("sample", include_str!("../../../kernels/sample.cu")),
 ];
 
-const HEADERS: [(&str, &str); 5] = [
+const HEADERS: [(&str, &str); 6] = [
     ("types.cuh", include_str!("../../../kernels/common/types.cuh")),
     ("ptx.cuh", include_str!("../../../kernels/common/ptx.cuh")),
+    ("drawn.cuh", include_str!("../../../kernels/common/drawn.cuh")),
     ("rows.cuh", include_str!("../../../kernels/common/rows.cuh")),
     ("linear.cuh", include_str!("../../../kernels/common/linear.cuh")),
     ("hopper.cuh", include_str!("../../../kernels/common/hopper.cuh")),

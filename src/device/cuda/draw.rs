@@ -1,141 +1,350 @@
 //! Tokens drawn on the card from rows of logits: what `kernels/sample.cu` does, and is asked for.
 
-use super::driver::{Argument, Memory};
+use std::collections::HashMap;
+
+use super::driver::{Argument, Busy, Memory, Pinned};
+use super::memory::{Logits, address, staged, want};
 use super::{Cuda, plan};
 use crate::device::DeviceError;
+use crate::device::draw::{Allowed, Draw, DrawError, Drawn};
 
 /// No mask; what the kernel calls `NONE`.
 const NO_MASK: u32 = u32::MAX;
+/// Words of the kernel's `Draw` and `Drawn`.
+const DRAW_WORDS: usize = 14;
+const DRAWN_WORDS: usize = 5;
 
-/// How a row's token is to be drawn.
-#[derive(Debug, Clone, Copy)]
-pub struct Draw {
-    /// 0: the largest logit wins, of equal ones the lowest id.
-    pub temperature: f32,
-    /// 0: all.
-    pub top_k: u32,
-    pub top_p: f32,
-    pub min_p: f32,
-    pub repetition_penalty: f32,
-    pub presence_penalty: f32,
-    pub frequency_penalty: f32,
-    /// In [0, 1).
-    pub uniform: f64,
-}
-
-/// What is asked of each row of logits.
-#[derive(Debug, Clone, Default)]
-pub struct Asks {
-    /// As the kernel's `Draw`, `Penalty` and masks.
-    draws: Vec<[u32; 12]>,
+/// What is asked of rows of logits, as the kernel reads it.
+#[derive(Debug, Default, PartialEq)]
+struct Asked {
+    draws: Vec<[u32; DRAW_WORDS]>,
+    /// Tokens that were seen, how often in the completion, and room for the kernel.
     penalties: Vec<[u32; 3]>,
     masks: Vec<u32>,
+    /// Ids whose logits are wanted.
+    wanted: Vec<u32>,
 }
 
-/// What became of a row.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Drawn {
-    Token {
-        id: u32,
-        /// Natural logarithm of its probability in the raw distribution.
-        log_probability: f32,
-    },
-    /// The logits are not finite.
-    NotFinite,
-    /// No token that is allowed has a probability.
-    NothingAllowed,
-}
+impl Asked {
+    /// For ids below `ids`.
+    fn new(draws: &[Draw<'_>], ids: usize) -> Asked {
+        let mut asked = Asked::default();
+        // Rows of a job share what they may say. What is shared lies at one address as long as `draws` borrows it.
+        let mut known = HashMap::new();
+        for draw in draws {
+            let mask = asked.mask(draw.allowed, ids, &mut known);
+            let first_penalty = asked.penalties.len();
+            asked.add_penalties(draw, ids);
+            let first_wanted = asked.wanted.len();
+            if let (true, Allowed::Ids(wanted)) = (draw.logits, draw.allowed) {
+                asked.wanted.extend(wanted.iter().filter(|id| (**id as usize) < ids));
+            }
+            let uniform = draw.uniform.to_bits();
+            let inverse = match draw.temperature {
+                0.0 => 0.0,
+                _ => draw.inverse_temperature(),
+            };
+            asked.draws.push([
+                uniform as u32,
+                (uniform >> 32) as u32,
+                inverse.to_bits(),
+                draw.top_k,
+                draw.top_p.to_bits(),
+                draw.min_p.to_bits(),
+                draw.repetition_penalty.to_bits(),
+                draw.presence_penalty.to_bits(),
+                draw.frequency_penalty.to_bits(),
+                first_penalty as u32,
+                (asked.penalties.len() - first_penalty) as u32,
+                mask,
+                first_wanted as u32,
+                (asked.wanted.len() - first_wanted) as u32,
+            ]);
+        }
+        asked
+    }
 
-impl Asks {
-    /// Asks for the next row's token. `seen`: tokens of the prompt or the completion, each once, with how often they occur in the
-    /// completion. `mask`: a bit an id, those that may be drawn.
-    pub fn push(&mut self, draw: &Draw, seen: impl IntoIterator<Item = (u32, u32)>, mask: Option<&[u32]>) {
-        let first = self.penalties.len();
-        self.penalties
-            .extend(seen.into_iter().map(|(id, count)| [id, count, 0]));
-        let mask = mask.map_or(NO_MASK, |mask| {
-            let at = self.masks.len() as u32;
-            self.masks.extend(mask);
-            at
-        });
-        let uniform = draw.uniform.to_bits();
-        // That of a temperature near zero is finite, too.
-        let inverse = match draw.temperature {
-            0.0 => 0.0,
-            temperature => (1.0 / temperature).min(f32::MAX),
+    /// Where the mask of what is allowed begins.
+    fn mask(&mut self, allowed: Allowed<'_>, ids: usize, known: &mut HashMap<(u8, *const u32, usize), u32>) -> u32 {
+        let (kind, list) = match allowed {
+            Allowed::AllBut([]) => return NO_MASK,
+            Allowed::AllBut(holes) => (0, holes),
+            Allowed::Mask(mask) => (1, mask),
+            Allowed::Ids(allowed) => (2, allowed),
         };
-        self.draws.push([
-            uniform as u32,
-            (uniform >> 32) as u32,
-            inverse.to_bits(),
-            draw.top_k,
-            draw.top_p.to_bits(),
-            draw.min_p.to_bits(),
-            draw.repetition_penalty.to_bits(),
-            draw.presence_penalty.to_bits(),
-            draw.frequency_penalty.to_bits(),
-            first as u32,
-            (self.penalties.len() - first) as u32,
-            mask,
-        ]);
+        *known.entry((kind, list.as_ptr(), list.len())).or_insert_with(|| {
+            let at = self.masks.len();
+            let words = ids.div_ceil(32);
+            match allowed {
+                Allowed::Mask(mask) => self.masks.extend(&mask[..mask.len().min(words)]),
+                Allowed::AllBut(_) => self.masks.resize(at + words, u32::MAX),
+                Allowed::Ids(_) => {}
+            }
+            self.masks.resize(at + words, 0);
+            if !matches!(allowed, Allowed::Mask(_)) {
+                for &id in list.iter().filter(|id| (**id as usize) < ids) {
+                    self.masks[at + id as usize / 32] ^= 1 << (id % 32);
+                }
+            }
+            at as u32
+        })
     }
 
-    /// Rows that are asked of.
-    pub fn rows(&self) -> usize {
-        self.draws.len()
+    /// Tokens of the prompt or the completion that a penalty is for, each once.
+    fn add_penalties(&mut self, draw: &Draw<'_>, ids: usize) {
+        if !draw.penalises() {
+            return;
+        }
+        let mut generated = draw.completion.to_vec();
+        generated.sort_unstable();
+        if draw.repetition_penalty != 1.0 {
+            let only_prompt = |id: &&u32| generated.binary_search(id).is_err();
+            let prompt = draw.prompt.iter().filter(only_prompt);
+            self.penalties
+                .extend(prompt.filter(|id| (**id as usize) < ids).map(|id| [*id, 0, 0]));
+        }
+        let runs = generated.chunk_by(|a, b| a == b);
+        let counted = runs.map(|run| [run[0], run.len() as u32, 0]);
+        self.penalties.extend(counted.filter(|[id, ..]| (*id as usize) < ids));
+    }
+
+    /// All of it in one array, and where its parts begin there.
+    fn words(&self) -> (Vec<u32>, [usize; 4]) {
+        let parts = [
+            self.draws.as_flattened(),
+            self.penalties.as_flattened(),
+            &self.masks,
+            &self.wanted,
+        ];
+        let (mut words, mut places) = (Vec::new(), [0; 4]);
+        for (part, place) in parts.into_iter().zip(&mut places) {
+            // The first number of a draw is one of eight bytes.
+            words.resize(words.len().next_multiple_of(4), 0);
+            *place = words.len();
+            words.extend(part);
+        }
+        (words, places)
     }
 }
 
-fn bytes(words: &[u32]) -> Vec<u8> {
-    words.iter().flat_map(|word| word.to_ne_bytes()).collect()
+/// Rows whose tokens are being drawn.
+#[derive(Default)]
+pub(super) struct Drawing {
+    asked: Option<Memory>,
+    staging: Option<Busy>,
+    /// The kernel's `Drawn` of each row, then the logits that are wanted.
+    drawn: Option<Memory>,
+    /// Their copy on its way to the host, and where it came the last time.
+    coming: Option<Busy>,
+    host: Option<Pinned>,
+    /// Of each row that is on its way.
+    rows: Vec<Wanted>,
+}
+
+/// What is wanted of a row besides its token.
+#[derive(Debug, Clone)]
+struct Wanted {
+    log_sum: bool,
+    /// Of the ids whose logits are wanted, in order: does the model know it?
+    known: Vec<bool>,
+}
+
+impl Drawing {
+    /// Where the tokens drawn last lie, as the kernel's `Drawn`.
+    pub(super) fn drawn(&self) -> Argument {
+        address(&self.drawn)
+    }
+
+    /// Waits for what was drawn.
+    pub(super) fn take(&mut self) -> Result<Vec<Result<Drawn, DrawError>>, DeviceError> {
+        let rows = std::mem::take(&mut self.rows);
+        let Some(coming) = self.coming.take() else {
+            return Ok(Vec::new());
+        };
+        let host = self.host.insert(coming.wait()?);
+        let words = host.as_chunks::<4>().0.iter().map(|word| u32::from_ne_bytes(*word));
+        let logits = words.clone().skip(rows.len() * DRAWN_WORDS).map(f32::from_bits);
+        Ok(read(&rows, words, logits))
+    }
+}
+
+/// What the kernel wrote.
+fn read(
+    rows: &[Wanted],
+    mut words: impl Iterator<Item = u32>,
+    mut logits: impl Iterator<Item = f32>,
+) -> Vec<Result<Drawn, DrawError>> {
+    let mut next = || words.next().unwrap_or(u32::MAX);
+    let row = |wanted: &Wanted| {
+        let [token, status] = [next(), next()];
+        let [logit, largest, total] = [(); 3].map(|()| f32::from_bits(next()));
+        let known = |known: &bool| match known {
+            true => logits.next().unwrap_or(f32::NEG_INFINITY),
+            false => f32::NEG_INFINITY,
+        };
+        let logits = wanted.known.iter().map(known).collect();
+        match status {
+            0 => Ok(Drawn {
+                token,
+                logit,
+                log_sum: match wanted.log_sum {
+                    true => f64::from(largest) + f64::from(total).ln(),
+                    false => 0.0,
+                },
+                logits,
+            }),
+            1 => Err(DrawError::NotFinite),
+            _ => Err(DrawError::NothingAllowed),
+        }
+    };
+    rows.iter().map(row).collect()
 }
 
 impl Cuda {
-    /// Draws from rows of logits on the host, `[asks.rows()][ids]`.
-    ///
-    /// # Errors
-    /// The card failed.
-    pub fn draw_from(&self, logits: &[f32], ids: usize, asks: &Asks) -> Result<Vec<Drawn>, DeviceError> {
-        assert_eq!(logits.len(), ids * asks.rows());
-        let words: Vec<u8> = logits.iter().flat_map(|x| x.to_ne_bytes()).collect();
-        let logits = self.context.take_copy(&words, "logits")?;
-        self.draw(&logits, (ids, ids), asks)
-    }
-
-    /// Draws from rows of `ids` logits, `stride` numbers apart, which are changed.
-    fn draw(&self, logits: &Memory, (ids, stride): (usize, usize), asks: &Asks) -> Result<Vec<Drawn>, DeviceError> {
-        let take = |words: &[u32]| self.context.take_copy(&bytes(words), "what tokens are drawn by");
-        let (draws, penalties) = (take(asks.draws.as_flattened())?, take(asks.penalties.as_flattened())?);
-        let masks = take(&asks.masks)?;
-        let drawn = self.context.take(asks.rows() * 12, "drawn tokens")?;
+    /// Begins to draw from rows of logits, which are lost.
+    pub(super) fn draw_from(
+        &self,
+        ids: usize,
+        draws: &[Draw<'_>],
+        logits: &Logits,
+        drawing: &mut Drawing,
+    ) -> Result<(), DeviceError> {
+        let ids = ids.min(logits.ids);
+        assert_eq!(draws.len(), logits.rows, "a draw for each row of logits");
+        let asked = Asked::new(draws, ids);
+        let (words, places) = asked.words();
+        let on = &self.context;
+        want(
+            on,
+            &mut drawing.asked,
+            (words.len() * 4).next_power_of_two(),
+            "what tokens are drawn by",
+        )?;
+        let bytes = words.len() * 4;
+        let mut staging = staged(on, drawing.staging.take(), bytes)?;
+        for (to, word) in staging.as_chunks_mut::<4>().0.iter_mut().zip(&words) {
+            *to = word.to_ne_bytes();
+        }
+        let drawn_bytes = draws.len() * DRAWN_WORDS * 4;
+        let results = drawn_bytes + asked.wanted.len() * 4;
+        want(on, &mut drawing.drawn, results.next_power_of_two(), "drawn tokens")?;
+        let (Some(memory), Some(drawn)) = (&drawing.asked, &drawing.drawn) else {
+            return Ok(());
+        };
+        drawing.staging = Some(on.send(staging, bytes, memory)?);
+        let [draws_at, penalties, masks, wanted] =
+            places.map(|place| Argument::Address(memory.address() + place as u64 * 4));
         self.launch(
-            &plan::sample(asks.rows()),
+            &plan::sample(draws.len()),
             &[
-                Argument::Address(logits.address()),
+                address(&logits.memory),
                 Argument::Word(ids as u32),
-                Argument::Address(draws.address()),
-                Argument::Address(penalties.address()),
-                Argument::Address(masks.address()),
+                draws_at,
+                penalties,
+                masks,
+                wanted,
                 Argument::Address(drawn.address()),
-                Argument::Word(stride as u32),
+                Argument::Address(drawn.address() + drawn_bytes as u64),
+                Argument::Word(logits.stride as u32),
             ],
         )?;
-        let mut out = vec![0u8; asks.rows() * 12];
-        self.context.download(&drawn, 0, &mut out)?;
-        let words = out.as_chunks::<4>().0.iter().map(|word| u32::from_ne_bytes(*word));
-        let words: Vec<u32> = words.collect();
-        Ok(words
-            .as_chunks::<3>()
-            .0
-            .iter()
-            .map(|[id, status, log_probability]| match status {
-                0 => Drawn::Token {
-                    id: *id,
-                    log_probability: f32::from_bits(*log_probability),
-                },
-                1 => Drawn::NotFinite,
-                _ => Drawn::NothingAllowed,
-            })
-            .collect())
+        let host = match drawing.host.take() {
+            Some(host) if host.len() >= results => host,
+            _ => on.pin(results.next_power_of_two())?,
+        };
+        drawing.coming = Some(on.fetch(drawn, results, host)?);
+        drawing.rows.clear();
+        drawing.rows.extend(draws.iter().map(|draw| Wanted {
+            log_sum: draw.log_sum,
+            known: match draw.allowed {
+                Allowed::Ids(wanted) if draw.logits => wanted.iter().map(|id| (*id as usize) < ids).collect(),
+                _ => Vec::new(),
+            },
+        }));
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_shared_is_sent_once() {
+        let (mask, holes, few) = ([0x8000_0001, 5, 7], [3u32, 90], [1u32, 33, 90]);
+        let allowed = [
+            Allowed::Mask(&mask),
+            Allowed::AllBut(&holes),
+            Allowed::Mask(&mask),
+            Allowed::AllBut(&[]),
+            Allowed::Ids(&few),
+        ];
+        let logits = true;
+        let draws = allowed.map(|allowed| Draw {
+            allowed,
+            logits,
+            ..Draw::default()
+        });
+        let asked = Asked::new(&draws, 40);
+        assert_eq!(
+            asked.draws.iter().map(|draw| draw[11]).collect::<Vec<_>>(),
+            [0, 2, 0, NO_MASK, 4]
+        );
+        assert_eq!(asked.masks, [0x8000_0001, 5, !8, u32::MAX, 2, 2]);
+        assert_eq!(asked.wanted, [1, 33], "90 is none of the ids");
+        assert_eq!(asked.draws[4][12..], [0, 2]);
+    }
+
+    #[test]
+    fn penalties_name_each_token_once() {
+        let draw = Draw {
+            repetition_penalty: 1.5,
+            prompt: &[2, 5, 70],
+            completion: &[9, 5, 9, 71],
+            ..Draw::default()
+        };
+        let presence = Draw {
+            repetition_penalty: 1.0,
+            presence_penalty: 0.5,
+            ..draw
+        };
+        let asked = Asked::new(&[draw, presence], 64);
+        assert_eq!(asked.penalties, [[2, 0, 0], [5, 1, 0], [9, 2, 0], [5, 1, 0], [9, 2, 0]]);
+        assert_eq!(
+            (&asked.draws[0][9..11], &asked.draws[1][9..11]),
+            (&[0, 3][..], &[3, 2][..])
+        );
+        let (words, places) = asked.words();
+        assert_eq!(places, [0, 28, 44, 44]);
+        assert_eq!(words[28..31], [2, 0, 0]);
+    }
+
+    #[test]
+    fn what_the_kernel_wrote_is_read() {
+        let rows = [
+            Wanted {
+                log_sum: true,
+                known: vec![],
+            },
+            Wanted {
+                log_sum: false,
+                known: vec![true, false],
+            },
+            Wanted {
+                log_sum: false,
+                known: vec![],
+            },
+        ];
+        let [two, four] = [2.0f32, 4.0].map(f32::to_bits);
+        let words = [7, 0, two, four, two, 8, 0, two, four, two, 0, 1, 0, 0, 0];
+        let drawn = read(&rows, words.into_iter(), [0.5f32].into_iter());
+        let first = drawn[0].clone().unwrap();
+        assert_eq!((first.token, first.logit, first.log_sum), (7, 2.0, 4.0 + 2f64.ln()));
+        let second = drawn[1].clone().unwrap();
+        assert_eq!(
+            (second.log_sum, &second.logits[..]),
+            (0.0, &[0.5, f32::NEG_INFINITY][..])
+        );
+        assert_eq!(drawn[2], Err(DrawError::NotFinite));
     }
 }

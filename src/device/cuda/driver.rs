@@ -233,6 +233,26 @@ impl Context {
         })
     }
 
+    /// Begins to copy the first `bytes` of pinned memory to the beginning of `to`.
+    pub fn send(self: &Arc<Self>, from: Pinned, bytes: usize, to: &Memory) -> Result<Busy, DeviceError> {
+        self.upload(&from[..bytes], to, 0)?;
+        let mark = self.mark()?;
+        Ok(Busy { pinned: from, mark })
+    }
+
+    /// Begins to copy the first `bytes` of a memory to pinned memory, after all that was issued.
+    pub fn fetch(self: &Arc<Self>, from: &Memory, bytes: usize, mut to: Pinned) -> Result<Busy, DeviceError> {
+        assert!(bytes <= from.bytes);
+        if bytes > 0 {
+            self.enter()?;
+            // SAFETY: within both memories; `to` is not read before the mark has been waited for.
+            let copied = unsafe { result::memcpy_dtoh_async(&mut to[..bytes], from.address, self.stream) };
+            check(copied, "copying from the card")?;
+        }
+        let mark = self.mark()?;
+        Ok(Busy { pinned: to, mark })
+    }
+
     /// A mark in the stream that can be waited for.
     pub fn mark(self: &Arc<Self>) -> Result<Mark, DeviceError> {
         self.enter()?;
@@ -316,6 +336,7 @@ pub enum Argument {
     Address(u64),
     Int(i32),
     Word(u32),
+    Long(u64),
     Float(f32),
     Map(TensorMap),
 }
@@ -329,6 +350,7 @@ impl Argument {
             Argument::Address(value) => at(value),
             Argument::Int(value) => at(value),
             Argument::Word(value) => at(value),
+            Argument::Long(value) => at(value),
             Argument::Float(value) => at(value),
             Argument::Map(value) => at(&value.0),
         }
@@ -466,6 +488,24 @@ impl Drop for Pinned {
     }
 }
 
+/// Pinned memory that the card reads or writes.
+pub struct Busy {
+    // Given back before the mark is, and not before the stream has been waited for.
+    pinned: Pinned,
+    mark: Mark,
+}
+
+impl Busy {
+    /// Waits until the card has done with it.
+    ///
+    /// # Errors
+    /// Something that was issued before failed.
+    pub fn wait(self) -> Result<Pinned, DeviceError> {
+        self.mark.wait()?;
+        Ok(self.pinned)
+    }
+}
+
 /// A mark in the stream.
 pub struct Mark {
     context: Arc<Context>,
@@ -474,6 +514,8 @@ pub struct Mark {
 
 // SAFETY: a handle that the driver takes from any thread.
 unsafe impl Send for Mark {}
+// SAFETY: as above.
+unsafe impl Sync for Mark {}
 
 impl Mark {
     /// Waits until all that was issued before it is done.

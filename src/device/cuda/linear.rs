@@ -1,19 +1,17 @@
 //! Linear operations: by `mma.sync`, or on Hopper by products of warpgroups; and the logits.
 
-use super::driver::{Argument, MapShape, Memory};
-use super::memory::{Buffer, Workspace, address, want};
+use std::sync::Arc;
+
+use super::driver::{Argument, Context, MapShape, Memory};
+use super::memory::{Buffer, Logits, address, want};
 use super::plan::{self, Format, LinearShape};
 use super::{Cuda, Matrix, Vector};
 use crate::device::{DeviceError, Linear};
-
-/// Logits that are computed at once.
-const LOGITS_BYTES_MAX: usize = 256 << 20;
 
 /// A product to be computed.
 #[derive(Clone, Copy)]
 pub(super) struct Product<'a> {
     x: &'a Buffer,
-    first: usize,
     rows: usize,
     weight: &'a Matrix,
     columns: usize,
@@ -42,7 +40,7 @@ impl Cuda {
         Ok(quantized)
     }
 
-    /// `y = x W^T + b` of rows `first..first + rows` of `x`; `columns` of W, rows of `y` being `stride` numbers apart.
+    /// `y = x W^T + b` of the first `rows` rows of `x`; `columns` of W, rows of `y` being `stride` numbers apart.
     fn multiply(&self, product: &Product<'_>) -> Result<(), DeviceError> {
         let Product { x, weight, .. } = *product;
         let shape = LinearShape {
@@ -52,14 +50,9 @@ impl Cuda {
             bytes: weight.columns * weight.format.bytes(),
             wide: product.wide,
         };
-        let from = |memory: &Option<Memory>, row_bytes: usize| {
-            memory
-                .as_ref()
-                .map_or(0, |m| m.address() + (product.first * row_bytes) as u64)
-        };
-        let (data, scales) = (from(&x.data, shape.bytes), from(&x.scales, 4));
+        let data = x.data.as_ref().map_or(0, Memory::address);
         let rest = [
-            Argument::Address(if weight.format.is_scaled() { scales } else { 0 }),
+            x.scales(),
             address(&weight.scales),
             Argument::Address(product.bias.map_or(0, |bias| bias.0.address())),
             Argument::Address(product.y),
@@ -106,7 +99,6 @@ impl Cuda {
         out.reshape(&self.context, x.rows, weight.rows, Format::Bf16)?;
         self.multiply(&Product {
             x,
-            first: 0,
             rows: x.rows,
             weight,
             columns: weight.rows,
@@ -117,52 +109,48 @@ impl Cuda {
         })
     }
 
-    /// Logits of all rows of `x` over the first ids of `head`, to the host.
-    pub(super) fn bring_logits<'w>(
+    /// Logits of all rows of `x` over the first ids of `head`.
+    pub(super) fn logits_into(
         &self,
         (head, ids): (&Matrix, usize),
         x: &Buffer,
-        workspace: &'w mut Workspace,
-    ) -> Result<&'w [f32], DeviceError> {
+        logits: &mut Logits,
+    ) -> Result<(), DeviceError> {
         let stride = ids.next_multiple_of(16);
-        // A step without logits ends here, too.
-        if x.rows == 0 {
-            self.context.wait()?;
-            return Ok(&[]);
+        (logits.rows, logits.ids, logits.stride) = (x.rows, ids, stride);
+        want(&self.context, &mut logits.memory, x.rows * stride * 4, "logits")?;
+        self.multiply(&Product {
+            x,
+            rows: x.rows,
+            weight: head,
+            columns: ids,
+            bias: None,
+            y: logits.memory.as_ref().map_or(0, Memory::address),
+            stride,
+            wide: true,
+        })
+    }
+}
+
+impl Logits {
+    /// On the host, without what pads rows.
+    pub(super) fn read(&mut self, on: &Arc<Context>) -> Result<&[f32], DeviceError> {
+        let Logits { rows, ids, stride, .. } = *self;
+        let bytes = rows * stride * 4;
+        if self.host.as_ref().is_none_or(|host| host.len() < bytes) {
+            self.host = None;
+            self.host = Some(on.pin(bytes)?);
         }
-        let most = (LOGITS_BYTES_MAX / (stride * 4)).clamp(1, x.rows);
-        want(&self.context, &mut workspace.logits, most * stride * 4, "logits")?;
-        let bytes = x.rows * stride * 4;
-        if workspace.host_logits.as_ref().is_none_or(|host| host.len() < bytes) {
-            workspace.host_logits = None;
-            workspace.host_logits = Some(self.context.pin(bytes)?);
-        }
-        let (Some(logits), Some(host)) = (&workspace.logits, &mut workspace.host_logits) else {
+        let (Some(memory), Some(host)) = (&self.memory, &mut self.host) else {
             return Ok(&[]);
         };
-        for first in (0..x.rows).step_by(most) {
-            let rows = most.min(x.rows - first);
-            self.multiply(&Product {
-                x,
-                first,
-                rows,
-                weight: head,
-                columns: ids,
-                bias: None,
-                y: logits.address(),
-                stride,
-                wide: true,
-            })?;
-            let host = &mut host[first * stride * 4..][..rows * stride * 4];
-            self.context.download(logits, 0, host)?;
-        }
-        let rows = host.as_floats_mut();
-        // Rows are rarely padded: no published vocabulary of today is.
+        on.download(memory, 0, &mut host[..bytes])?;
+        let numbers = host.as_floats_mut();
         if stride != ids {
-            for row in 1..x.rows {
-                rows.copy_within(row * stride..row * stride + ids, row * ids);
+            for row in 1..rows {
+                numbers.copy_within(row * stride..row * stride + ids, row * ids);
             }
         }
-        Ok(&rows[..x.rows * ids])
+        Ok(&numbers[..rows * ids])
     }
 }

@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use half::bf16;
 
-use super::driver::{Argument, Context, Memory, Pinned};
+use super::draw::Drawing;
+use super::driver::{Argument, Busy, Context, Memory, Pinned};
 use super::plan::{BLOCK_TOKENS, Format};
 use crate::device::{DeviceError, HeadShape};
 
@@ -71,6 +72,14 @@ pub(super) fn want(
     Ok(())
 }
 
+/// Pinned memory of at least so many bytes: that which was used before, once the card has done with it, or a larger one.
+pub(super) fn staged(on: &Arc<Context>, before: Option<Busy>, bytes: usize) -> Result<Pinned, DeviceError> {
+    match before.map(Busy::wait).transpose()? {
+        Some(pinned) if pinned.len() >= bytes => Ok(pinned),
+        _ => on.pin(bytes.next_power_of_two()),
+    }
+}
+
 pub(super) fn address(memory: &Option<Memory>) -> Argument {
     Argument::Address(memory.as_ref().map_or(0, Memory::address))
 }
@@ -83,8 +92,19 @@ pub struct Workspace {
     /// Parts of attention's results: sums, then (largest, total).
     pub(super) part_sums: Option<Memory>,
     pub(super) part_states: Option<Memory>,
-    pub(super) logits: Option<Memory>,
-    pub(super) host_logits: Option<Pinned>,
+    pub(super) logits: Logits,
+    pub(super) drawing: Drawing,
+}
+
+/// Rows of logits in F32.
+#[derive(Default)]
+pub(super) struct Logits {
+    pub(super) rows: usize,
+    /// Numbers of a row, and from one row to the next.
+    pub(super) ids: usize,
+    pub(super) stride: usize,
+    pub(super) memory: Option<Memory>,
+    pub(super) host: Option<Pinned>,
 }
 
 /// One layer's keys and values; see `kernels/rope_store.cu`.

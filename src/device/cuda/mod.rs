@@ -10,6 +10,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use half::bf16;
 
 use crate::device::batch::StepBatch;
+use crate::device::draw::{Draw, DrawError, Drawn};
+use crate::device::random::RandomMatrix;
 use crate::device::{
     AddNorm, Device, DeviceError, HeadShape, KvFormat, KvSpec, Linear, Precision, RopeSpec, RopeStore, Tensor,
     TensorError,
@@ -18,7 +20,7 @@ use crate::device::{
 mod attention;
 mod ceilings;
 pub mod compile;
-pub mod draw;
+mod draw;
 pub mod driver;
 pub mod items;
 pub mod libraries;
@@ -31,14 +33,15 @@ mod weights;
 
 pub use ceilings::Ceilings;
 use compile::{Compiler, Kernel, Target};
+use draw::Drawing;
 use driver::{Argument, Card, Context, Function, Memory};
-use memory::block_bytes;
 pub use memory::{Buffer, KvPool, Workspace};
+use memory::{Logits, block_bytes};
 use nvrtc::Nvrtc;
 use plan::{BLOCK_TOKENS, Format, Heads, Launch};
 pub use step::Step;
-use weights::Loader;
 pub use weights::Matrix;
+use weights::{Loader, Staged};
 
 /// The first NVRTC that multiplies E4M3 by `mma.sync` (PTX ISA 8.4).
 const FP8_NVRTC: (u32, u32) = (12, 4);
@@ -157,10 +160,13 @@ impl Cuda {
         }
     }
 
-    /// Weights in `format`, stacked.
-    fn load(&self, parts: &[Tensor<'_>], format: Format) -> Result<Matrix, TensorError> {
-        let columns = parts.first().map_or(0, |part| part.columns);
-        let rows: usize = parts.iter().map(|part| part.rows).sum();
+    /// Weights in `format`, stacked: `rows` in all, which `bring` has a loader bring to the card in BF16, part by part.
+    fn load<E: From<DeviceError>>(
+        &self,
+        (rows, columns): (usize, usize),
+        format: Format,
+        bring: impl FnOnce(&mut Loader, &mut dyn FnMut(Staged<'_>) -> Result<(), DeviceError>) -> Result<(), E>,
+    ) -> Result<Matrix, E> {
         if !columns.is_multiple_of(16) || columns == 0 || columns > 65536 {
             return Err(DeviceError::Unsupported(format!(
                 "a matrix has rows of {columns} numbers; the GPU's kernels take multiples of 16 up to 65,536"
@@ -177,7 +183,7 @@ impl Cuda {
             Some(loader) => loader,
             none => none.insert(Loader::new(&self.context)?),
         };
-        loader.load(parts, |staged| {
+        bring(loader, &mut |staged| {
             let at = (staged.first_row * columns * format.bytes()) as u64;
             match &scales {
                 None => self
@@ -200,6 +206,30 @@ impl Cuda {
             data,
             scales,
         })
+    }
+
+    fn take(&self, parts: &[Tensor<'_>], format: Format) -> Result<Matrix, TensorError> {
+        let columns = parts.first().map_or(0, |part| part.columns);
+        let rows = parts.iter().map(|part| part.rows).sum();
+        self.load((rows, columns), format, |loader, take| loader.load(parts, take))
+    }
+
+    fn make(&self, parts: &[RandomMatrix], format: Format) -> Result<Matrix, DeviceError> {
+        let columns = parts.first().map_or(0, |part| part.columns);
+        let rows = parts.iter().map(|part| part.rows).sum();
+        let make = |to: &Memory, matrix: &RandomMatrix, first: usize, count: usize| {
+            self.launch(
+                &plan::random_weights(count),
+                &[
+                    Argument::Address(to.address()),
+                    Argument::Long(matrix.seed),
+                    Argument::Long(first as u64),
+                    Argument::Long(count as u64),
+                    Argument::Float(matrix.scale),
+                ],
+            )
+        };
+        self.load((rows, columns), format, |loader, take| loader.make(parts, make, take))
     }
 
     /// Norm of all rows, or of those that are picked.
@@ -236,16 +266,24 @@ impl Device for Cuda {
     type Workspace = Workspace;
 
     fn matrix(&self, parts: &[Tensor<'_>]) -> Result<Matrix, TensorError> {
-        self.load(parts, self.format)
+        self.take(parts, self.format)
     }
 
     fn gated_matrix(&self, parts: &[Tensor<'_>]) -> Result<Matrix, TensorError> {
-        self.load(parts, self.format)
+        self.take(parts, self.format)
     }
 
     /// In BF16 whatever the precision: rounding the logits' weights costs most, and the table is read by rows.
     fn table(&self, part: Tensor<'_>) -> Result<Matrix, TensorError> {
-        self.load(&[part], Format::Bf16)
+        self.take(&[part], Format::Bf16)
+    }
+
+    fn makes_random(&self) -> bool {
+        true
+    }
+
+    fn random_matrix(&self, parts: &[RandomMatrix], is_table: bool) -> Result<Matrix, DeviceError> {
+        self.make(parts, if is_table { Format::Bf16 } else { self.format })
     }
 
     fn vector(&self, parts: &[Tensor<'_>]) -> Result<Vector, TensorError> {
@@ -270,8 +308,8 @@ impl Device for Cuda {
             gate_up: Buffer::new(),
             part_sums: None,
             part_states: None,
-            logits: None,
-            host_logits: None,
+            logits: Logits::default(),
+            drawing: Drawing::default(),
         }
     }
 
@@ -340,13 +378,14 @@ impl Device for Cuda {
         Ok(())
     }
 
-    fn embed(&self, table: &Matrix, step: &Step, out: &mut Buffer) -> Result<(), DeviceError> {
+    fn embed(&self, table: &Matrix, step: &Step, out: &mut Buffer, workspace: &Workspace) -> Result<(), DeviceError> {
         out.reshape(&self.context, step.tokens, table.columns, Format::Bf16)?;
         self.launch(
             &plan::embed(table.columns, step.tokens),
             &[
                 Argument::Address(table.data.address()),
                 Argument::Address(step.token_ids()),
+                workspace.drawing.drawn(),
                 out.data(),
                 Argument::Int(step.tokens as i32),
             ],
@@ -438,14 +477,25 @@ impl Device for Cuda {
         )
     }
 
-    fn logits<'w>(
-        &self,
-        head: &Matrix,
-        ids: usize,
-        x: &Buffer,
-        workspace: &'w mut Workspace,
-    ) -> Result<&'w [f32], DeviceError> {
-        self.bring_logits((head, ids), x, workspace)
+    fn logits(&self, head: &Matrix, ids: usize, x: &Buffer, workspace: &mut Workspace) -> Result<(), DeviceError> {
+        self.logits_into((head, ids), x, &mut workspace.logits)
+    }
+
+    fn read_logits<'w>(&self, workspace: &'w mut Workspace) -> Result<&'w [f32], DeviceError> {
+        workspace.logits.read(&self.context)
+    }
+
+    fn draw(&self, ids: usize, draws: &[Draw<'_>], workspace: &mut Workspace) -> Result<(), DeviceError> {
+        let Workspace { logits, drawing, .. } = workspace;
+        self.draw_from(ids, draws, logits, drawing)
+    }
+
+    fn drawn(&self, workspace: &mut Workspace) -> Result<Vec<Result<Drawn, DrawError>>, DeviceError> {
+        workspace.drawing.take()
+    }
+
+    fn runs_ahead(&self) -> bool {
+        true
     }
 
     fn write(&self, values: &[f32], width: usize, out: &mut Buffer) -> Result<(), DeviceError> {

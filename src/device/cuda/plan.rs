@@ -116,6 +116,16 @@ pub fn embed(width: usize, rows: usize) -> Launch {
     }
 }
 
+/// Of `count` numbers, eight a thread.
+pub fn random_weights(count: usize) -> Launch {
+    Launch {
+        kernel: Kernel::new("random_weights", &[]),
+        grid: [count.div_ceil(256 * 8) as u32, 1],
+        threads: 256,
+        shared_bytes: 0,
+    }
+}
+
 /// A linear operation's shape.
 #[derive(Debug, Clone, Copy)]
 pub struct LinearShape {

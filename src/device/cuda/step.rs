@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
-use super::driver::{Context, Memory, Pinned};
+use super::driver::{Busy, Context, Memory};
 use super::items::{Item, Plan};
+use super::memory::{staged, want};
 use super::plan::{BLOCK_TOKENS, Heads};
 use crate::device::batch::StepBatch;
 use crate::device::{DeviceError, HeadShape, KvSpec, RopeSpec};
@@ -21,7 +22,8 @@ pub struct Step {
     pub(super) attention: Vec<AttentionStep>,
     places: Places,
     memory: Option<Memory>,
-    staging: Option<Pinned>,
+    /// What was brought over last.
+    staging: Option<Busy>,
     bytes: Vec<u8>,
     rotations: Rotations,
 }
@@ -113,14 +115,13 @@ impl Step {
         heads: &Heads,
         batch: &StepBatch,
     ) -> Result<(), DeviceError> {
-        // The copy of the step before has been waited for when its logits were read; where it had none, now.
-        context.wait()?;
+        // The step before may still run: what it reads is replaced in the stream's order.
         self.tokens = batch.tokens.len();
         self.logits = batch.logits_at.len();
         self.block_copies.clone_from(&batch.block_copies);
         self.bytes.clear();
         self.places = Places {
-            tokens: put(&mut self.bytes, &batch.tokens),
+            tokens: put(&mut self.bytes, &tokens(batch)),
             positions: put(&mut self.bytes, &batch.positions),
             slots: put(&mut self.bytes, &slots(batch)),
             logits_at: put(&mut self.bytes, &batch.logits_at),
@@ -143,15 +144,11 @@ impl Step {
         let longest = batch.positions.iter().max().map_or(0, |last| *last as usize + 1);
         self.rotations.cover(context, longest)?;
         let bytes = self.bytes.len();
-        if self.memory.as_ref().is_none_or(|memory| memory.bytes() < bytes) {
-            let room = bytes.next_power_of_two();
-            self.memory = None;
-            self.memory = Some(context.take(room, "a step's plan")?);
-            self.staging = Some(context.pin(room)?);
-        }
-        if let (Some(memory), Some(staging)) = (&self.memory, &mut self.staging) {
-            staging[..bytes].copy_from_slice(&self.bytes);
-            context.upload(&staging[..bytes], memory, 0)?;
+        want(context, &mut self.memory, bytes.next_power_of_two(), "a step's plan")?;
+        let mut staging = staged(context, self.staging.take(), bytes)?;
+        staging[..bytes].copy_from_slice(&self.bytes);
+        if let Some(memory) = &self.memory {
+            self.staging = Some(context.send(staging, bytes, memory)?);
         }
         Ok(())
     }
@@ -208,6 +205,18 @@ fn put(bytes: &mut Vec<u8>, array: &[u32]) -> usize {
 /// Records as the words that they are on the card.
 fn words<T, const N: usize>(records: &[T], of: impl Fn(&T) -> [u32; N]) -> Vec<u32> {
     records.iter().flat_map(of).collect()
+}
+
+/// Of a token that the step before draws: the rest is its row. What `kernels/common/drawn.cuh` calls `IS_DRAWN`.
+const IS_DRAWN: u32 = 1 << 31;
+
+/// Ids, or where they are drawn.
+fn tokens(batch: &StepBatch) -> Vec<u32> {
+    let mut tokens = batch.tokens.clone();
+    for &(token, row) in &batch.drawn {
+        tokens[token as usize] = IS_DRAWN | row;
+    }
+    tokens
 }
 
 /// Where each token's key and value go: block times its tokens, and the place in it.

@@ -9,6 +9,7 @@ use rayon::prelude::*;
 
 use super::driver::{Context, Mark, Memory, Pinned};
 use super::plan::Format;
+use crate::device::random::RandomMatrix;
 use crate::device::{DeviceError, Dtype, Tensor, TensorError};
 
 /// Bytes that are on their way at once; there are two of these.
@@ -100,6 +101,35 @@ impl Loader {
                 stage.free = Some(self.context.mark()?);
             }
             first_row += tensor.rows;
+        }
+        Ok(())
+    }
+
+    /// As [`load`](Self::load), of numbers that `make` makes: it is told where, of which matrix, from which number on, and how many.
+    pub(super) fn make(
+        &mut self,
+        parts: &[RandomMatrix],
+        make: impl Fn(&Memory, &RandomMatrix, usize, usize) -> Result<(), DeviceError>,
+        mut take: impl FnMut(Staged<'_>) -> Result<(), DeviceError>,
+    ) -> Result<(), DeviceError> {
+        let mut first_row = 0;
+        for matrix in parts {
+            let most = STAGING_BYTES / (matrix.columns * 2).max(1);
+            if most == 0 {
+                return Err(too_wide(matrix.columns));
+            }
+            // All of it is in the stream's order: one stage is enough.
+            let card = &self.stages[0].card;
+            for from in (0..matrix.rows).step_by(most) {
+                let rows = most.min(matrix.rows - from);
+                make(card, matrix, from * matrix.columns, rows * matrix.columns)?;
+                take(Staged {
+                    card,
+                    rows,
+                    first_row: first_row + from,
+                })?;
+            }
+            first_row += matrix.rows;
         }
         Ok(())
     }

@@ -1,0 +1,121 @@
+//! What is asked of a row of logits, and what it gives: how one token is drawn, on any device.
+//!
+//! In this order:
+//!
+//! 1. the log probability of every token is that of the raw distribution: softmax over the model's whole vocabulary, before
+//!    anything below;
+//! 2. what the shape allows: other tokens are out;
+//! 3. repetition penalty: the logit of each token that occurs in the *prompt or the completion* is divided by it where
+//!    positive, multiplied where negative (once, however often it occurs; as transformers does);
+//! 4. presence and frequency penalty: subtracted once, and once per occurrence, for tokens that occur in the *completion*
+//!    (as OpenAI and vLLM do);
+//! 5. temperature 0: the largest logit wins, of equal ones the lowest id. Else logits are divided by the temperature;
+//! 6. top-k keeps the k largest, of equal ones those with the lowest ids;
+//! 7. top-p keeps the smallest set of the largest whose probability, of what top-k left, reaches p;
+//! 8. min-p keeps tokens at least that fraction as probable as the most probable;
+//! 9. a token is drawn in proportion to probability, in order of ids, with the number that [`Draw::uniform`] gives.
+//!
+//! A token depends on its own row of logits and its own history alone.
+
+/// Which tokens may be drawn.
+#[derive(Debug, Clone, Copy)]
+pub enum Allowed<'a> {
+    /// All but these ids, which no token has.
+    AllBut(&'a [u32]),
+    /// A bit an id, 32 to a word, zero beyond its end.
+    Mask(&'a [u32]),
+    /// These ids, without repetition.
+    Ids(&'a [u32]),
+}
+
+/// How a token is to be drawn from its row of logits.
+#[derive(Debug, Clone, Copy)]
+pub struct Draw<'a> {
+    /// 0: the largest logit wins.
+    pub temperature: f32,
+    /// 0: all.
+    pub top_k: u32,
+    /// 1: all.
+    pub top_p: f32,
+    /// 0: all.
+    pub min_p: f32,
+    pub repetition_penalty: f32,
+    pub presence_penalty: f32,
+    pub frequency_penalty: f32,
+    pub allowed: Allowed<'a>,
+    /// The prompt's ids, ascending, each once; read only for the repetition penalty.
+    pub prompt: &'a [u32],
+    pub completion: &'a [u32],
+    /// In [0, 1).
+    pub uniform: f64,
+    /// Is [`Drawn::log_sum`] wanted?
+    pub log_sum: bool,
+    /// Are [`Drawn::logits`] wanted?
+    pub logits: bool,
+}
+
+impl Default for Draw<'_> {
+    /// The most probable of all.
+    fn default() -> Self {
+        Draw {
+            temperature: 0.0,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            repetition_penalty: 1.0,
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            allowed: Allowed::AllBut(&[]),
+            prompt: &[],
+            completion: &[],
+            uniform: 0.0,
+            log_sum: false,
+            logits: false,
+        }
+    }
+}
+
+impl Draw<'_> {
+    /// Does any penalty change logits?
+    pub fn penalises(&self) -> bool {
+        self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
+    }
+
+    /// The temperature as a factor; that of one near zero is finite, too.
+    pub fn inverse_temperature(&self) -> f32 {
+        (1.0 / self.temperature).min(f32::MAX)
+    }
+}
+
+/// A token that was drawn.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Drawn {
+    pub token: u32,
+    /// The token's raw logit.
+    pub logit: f32,
+    /// Natural logarithm of the sum of the exponentials of all raw logits, where it was wanted; else 0.
+    pub log_sum: f64,
+    /// Raw logits of [`Allowed::Ids`], minus infinity of those that the model does not know, where they were wanted.
+    pub logits: Vec<f32>,
+}
+
+impl Drawn {
+    /// Natural logarithm of the probability, in the raw distribution, of a token with this logit.
+    pub fn log_probability_of(&self, logit: f32) -> f32 {
+        (f64::from(logit) - self.log_sum) as f32
+    }
+
+    /// That of the token drawn.
+    pub fn log_probability(&self) -> f32 {
+        self.log_probability_of(self.logit)
+    }
+}
+
+/// Why no token can be drawn; fails the row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum DrawError {
+    #[error("the model's logits are not finite")]
+    NotFinite,
+    #[error("no token that the shape allows has a probability")]
+    NothingAllowed,
+}

@@ -1,0 +1,105 @@
+//! A step's work between the scheduler's plan and what becomes of units.
+
+use crate::device::batch::{StepBatch, StepSequence};
+use crate::device::cpu::Threads;
+use crate::device::draw::{DrawError, Drawn};
+use crate::engine::choice::Node;
+use crate::engine::constraint::GrammarState;
+use crate::engine::request::{Completion, Finished, UnitId};
+use crate::engine::scheduler::{SequenceId, StepPlan};
+use crate::engine::sequence::{Next, Unit};
+
+/// A unit and the sequences that work for it.
+pub(super) struct Active {
+    pub unit: Unit,
+    /// Who gets the result: the unit's own request and equal ones, as far as they were not cancelled.
+    pub ids: Vec<UnitId>,
+    pub sequences: Vec<SequenceId>,
+    pub computed_tokens: u64,
+}
+
+/// A sequence's row of a step's logits.
+pub(super) struct Row {
+    pub sequence: SequenceId,
+    pub node: Node,
+    pub at: usize,
+}
+
+/// One unit's share of a step's logits.
+pub(super) struct Work {
+    pub key: u64,
+    pub active: Active,
+    pub rows: Vec<Row>,
+    pub drawn: Vec<Result<Drawn, DrawError>>,
+    pub next: Vec<(SequenceId, Next)>,
+}
+
+/// A step whose tokens are being drawn.
+pub(super) struct Flight {
+    /// Sequences, and their rows of the logits.
+    pub rows: Vec<(SequenceId, usize)>,
+    /// Rows of the logits, those among them that nobody waits for.
+    pub count: usize,
+    /// Tokens computed, by job.
+    pub tokens: Vec<(u32, u64)>,
+}
+
+/// Readies grammars for their masks. Those of a lane take turns.
+pub(super) fn prepare(threads: &Threads, work: &mut [Work]) {
+    let mut lanes: Vec<Vec<&mut GrammarState>> = Vec::new();
+    for state in work.iter_mut().filter_map(|w| w.active.unit.grammar()) {
+        lanes.resize_with(GrammarState::lanes(), Vec::new);
+        lanes[state.lane()].push(state);
+    }
+    threads.share_mut(usize::MAX, &mut lanes, |_, lanes| {
+        lanes.flatten().for_each(|state| state.prepare());
+    });
+}
+
+/// One result for all who wait for it. The first of them is said to have cost what it did.
+pub(super) fn results(
+    ids: Vec<UnitId>,
+    result: Result<Completion, String>,
+    computed_tokens: u64,
+) -> impl Iterator<Item = Finished> {
+    ids.into_iter().enumerate().map(move |(at, id)| Finished {
+        id,
+        result: result.clone().map(|completion| Completion {
+            id,
+            cached_tokens: if at == 0 {
+                completion.cached_tokens
+            } else {
+                completion.prompt_tokens
+            },
+            ..completion
+        }),
+        computed_tokens: if at == 0 { computed_tokens } else { 0 },
+    })
+}
+
+/// Flattens a plan into what a device takes.
+pub(super) fn batch(plan: &StepPlan) -> StepBatch {
+    let mut batch = StepBatch {
+        block_copies: plan.copies.clone(),
+        ..StepBatch::default()
+    };
+    for planned in &plan.sequences {
+        let end = planned.start + planned.tokens.len();
+        batch.sequences.push(StepSequence {
+            first_token: batch.tokens.len() as u32,
+            q_len: planned.tokens.len() as u32,
+            kv_len: end as u32,
+            first_block: batch.block_tables.len() as u32,
+        });
+        batch.tokens.extend_from_slice(&planned.tokens);
+        if let Some(row) = planned.guessed {
+            batch.drawn.push((batch.tokens.len() as u32 - 1, row));
+        }
+        batch.positions.extend(planned.start as u32..end as u32);
+        batch.block_tables.extend_from_slice(&planned.blocks);
+        if planned.samples {
+            batch.logits_at.push(batch.tokens.len() as u32 - 1);
+        }
+    }
+    batch
+}
