@@ -1,22 +1,34 @@
 // y = x W^T, scaled by row and column, plus bias, on Hopper (sm_90a): what linear.cu says, by products of warpgroups.
 //
-// FORMAT, WIDE: see linear.cuh. CONSUMERS: warpgroups that multiply, each 64 rows x 128 columns of y. x, w: maps of the matrices,
-// boxes of 128 bytes of ROWS and COLUMNS of their rows, swizzled over 128 bytes. The other parameters are linear.cu's.
+// FORMAT, WIDE: see linear.cuh. COLUMNS: 32, 64, 128 or 256. CONSUMERS: warpgroups that multiply, 1 or 2, each 64 rows x COLUMNS
+// columns of y. x, w: maps of the matrices, boxes of 128 bytes of ROWS and COLUMNS of their rows, swizzled over 128 bytes. The other
+// parameters are linear.cu's.
 //
 // A warpgroup of its own has the tensor memory accelerator fill stages of 128 bytes of each row, as fast as they become free. Blocks
 // stay and take tile after tile; those of the same columns of W follow each other, so that W is read once.
+//
+// Which tile is best, by counting (of a multiprocessor's cycles). A stage's products take ROWS * COLUMNS / 32. Its shared memory, 128
+// bytes a cycle, is written once and read by products, which takes (ROWS + COLUMNS) + CONSUMERS * (64 + COLUMNS): as long as products
+// for 128 x 256, longer for all others. What it brings in is 128 * (COLUMNS + rows of A that exist) bytes, of which no more than some
+// 50 come in a cycle, and fewer the more multiprocessors ask. So many rows want wide tiles, few rows as many tiles as there are
+// multiprocessors: a tile costs its stages times the longest of these, and 1,000 to 2,000 to begin and end.
+//
+// Stages are added up in the same order whatever COLUMNS and CONSUMERS are, so these may follow the number of rows.
 #include "hopper.cuh"
 #include "linear.cuh"
 
 #define ROWS (CONSUMERS * 64)
-#define COLUMNS 128
 #define STAGE 128
 #define A_BYTES (ROWS * STAGE)
 #define B_BYTES (COLUMNS * STAGE)
-#define STAGES (CONSUMERS == 1 ? 8 : 6)
+#define STAGE_BYTES (A_BYTES + B_BYTES)
+// As many as fit into a block's 227 KiB, less 2 KiB for barriers and what is lost before the first: 4 of 128 x 256 to 14 of 64 x 64. No
+// more than 16, which are 64 KiB of W in the narrowest tile: to keep memory busy, a multiprocessor needs some 40 KiB under way.
+#define FITTING ((225 << 10) / STAGE_BYTES)
+#define STAGES (FITTING < 16 ? FITTING : 16)
 #define THREADS (128 + CONSUMERS * 128)
 
-__device__ inline void multiply_stage(Sum (&sums)[64], const u8* a, const u8* b, bool add) {
+template <int N> __device__ inline void multiply_stage(Sum (&sums)[N], const u8* a, const u8* b, bool add) {
     u64 from = tile_descriptor(a), with = tile_descriptor(b);
 #pragma unroll
     for (int k = 0; k < STAGE / 32; k++) {
@@ -60,8 +72,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     int at = turn % STAGES;
                     // The first time round nobody has to leave.
                     barrier_wait(&empty[at], (turn / STAGES + 1) % 2);
-                    barrier_expect(&full[at], A_BYTES + B_BYTES);
-                    u8* to = shared + at * (A_BYTES + B_BYTES);
+                    barrier_expect(&full[at], STAGE_BYTES);
+                    u8* to = shared + at * STAGE_BYTES;
                     int from = s * STAGE / (FORMAT == 2 ? 2 : 1);
                     copy_box(to, &x, from, row, &full[at]);
                     copy_box(to + A_BYTES, &w, from, column, &full[at]);
@@ -74,27 +86,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     int lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32 % 4, part = (group - 1) * 64;
     int turn = 0;
     for (int tile = int(blockIdx.x); tile < tiles; tile += int(gridDim.x)) {
-        Sum sums[64];
+        Sum sums[COLUMNS / 2];
 #if FORMAT == 1
-        float partial[64];
 #pragma unroll
-        for (int i = 0; i < 64; i++) sums[i] = 0;
+        for (int i = 0; i < COLUMNS / 2; i++) sums[i] = 0;
 #endif
         for (int s = 0; s < stages; s++, turn++) {
             int at = turn % STAGES;
             barrier_wait(&full[at], turn / STAGES % 2);
-            const u8* a = shared + at * (A_BYTES + B_BYTES) + part * STAGE;
-            const u8* b = shared + at * (A_BYTES + B_BYTES) + A_BYTES;
-            products_begin();
+            const u8* a = shared + at * STAGE_BYTES + part * STAGE;
+            const u8* b = shared + at * STAGE_BYTES + A_BYTES;
 #if FORMAT == 1
-            // FP8's accumulator keeps about 14 bits: sums of a stage move to F32 (see linear.cu).
-            multiply_stage(partial, a, b, false);
-            products_end();
-            products_wait<0>();
-            if (lane == 0) barrier_arrive(&empty[at]);
+            // FP8's accumulator keeps about 14 bits: sums of a stage move to F32 (see linear.cu), of 128 columns at a time, since
+            // registers hold no second set of 256. While one warpgroup adds, another multiplies.
+            const int most = COLUMNS < 128 ? COLUMNS : 128;
 #pragma unroll
-            for (int i = 0; i < 64; i++) sums[i] += partial[i];
+            for (int column = 0; column < COLUMNS; column += most) {
+                float partial[most / 2];
+                products_begin();
+                multiply_stage(partial, a, b + column * STAGE, false);
+                products_end();
+                products_wait<0>();
+                if (column + most == COLUMNS && lane == 0) barrier_arrive(&empty[at]);
+#pragma unroll
+                for (int i = 0; i < most / 2; i++) sums[column / 2 + i] += partial[i];
+            }
 #else
+            products_begin();
             multiply_stage(sums, a, b, s > 0);
             products_end();
             // The stage before has been read once its products are done.

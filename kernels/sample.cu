@@ -1,19 +1,30 @@
 // One token a row from its logits, a block a row: what src/device/draw.rs says, in its order.
 //
-// logits: [rows][stride] F32, of which `vocabulary` count; penalties and masks change them. draws, drawn: [rows]. penalties, masks,
-// wanted: as the draws say; values: the raw logits of `wanted`.
+// logits: [rows][stride] F32, of which `vocabulary` count; penalties change them. Rows begin at multiples of 16 bytes: stride is a
+// multiple of 4. draws, drawn: [rows]. penalties, masks, wanted: as the draws say; values: the raw logits of `wanted`.
 //
 // A token's weight is exp((logit - largest) / temperature) in units of 2^-40, summed in whole numbers: so what is filtered, and which
 // token is drawn, does not depend on the order in which threads add. Tokens are ordered by logit, then by id; top-k, top-p and
-// min-p each keep the first of them, found digit by digit of the logit's bits (a radix selection), and so does all of them together.
+// min-p each keep the first of them, found digit by digit of a token's place in that order (a radix selection).
+//
+// Reading the row is what takes time. It is read once for the raw distribution and the largest logit, once more where penalties may
+// have changed that, and once for what all weigh. The last time, the largest logits are put on a list, too. Where the list surely
+// holds all that the filters keep, nothing else is looked at from there on; else the row is read for each digit.
 #include "ptx.cuh"
 #include "types.cuh"
 #include "drawn.cuh"
 
 #define THREADS 1024
 #define WARPS (THREADS / 32)
-#define DIGITS 256
-#define ONE 1099511627776.0f
+// A bin a thread.
+#define BINS THREADS
+#define BIN_BITS 10
+static_assert(BINS == 1 << BIN_BITS, "a place's digit says its bin");
+#define LIST 3072
+// Vectors of a row that a thread loads at once.
+#define AHEAD 2
+// So many threads are to have something on the list.
+#define MANY (THREADS / 4 * 3)
 #define LOWEST bits_to_float(0xff800000)
 #define HIGHEST bits_to_float(0x7f800000)
 #define FLOAT_MAX bits_to_float(0x7f7fffff)
@@ -49,239 +60,446 @@ struct Penalty {
     float raw;
 };
 
-// Larger for larger numbers.
-__device__ inline u32 key_of(float x) {
-    u32 bits = float_to_bits(x);
-    return bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
-}
-
-// The first tokens in order of logits: those of larger keys, and of the same key those up to an id.
-struct Kept {
-    u32 key, last;
-};
-
 struct Shared {
     float floats[WARPS];
     u64 sums[WARPS];
-    u32 counts[DIGITS];
-    u64 masses[DIGITS];
-    u32 prefix, left, id;
-    u64 mass;
+    // Of the tokens in a bin: how many, and what they weigh.
+    u32 counts[BINS];
+    u64 masses[BINS];
+    // The bin in which a search ends, what it wants of that bin, and whether that is all of it.
+    u32 bin;
+    u64 left;
+    bool whole;
+    // A list of tokens, in no order; where there were more than it takes, `listed` says how many.
+    u32 listed;
+    float logits[LIST];
+    u32 ids[LIST];
+    // The logit drawn.
+    float raw;
+};
+__shared__ Shared s;
+
+// Larger for larger numbers; zeros are equal.
+__device__ inline u32 key_of(float x) {
+    u32 bits = float_to_bits(x + 0.0f);
+    return bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
+}
+
+__device__ inline float logit_of(u32 key) {
+    return bits_to_float(key ^ (key >> 31 ? 0x80000000u : 0xffffffffu));
+}
+
+// A token's place in the order of logits, then ids: the first token has the largest. The lower half is the place by id alone.
+__device__ inline u64 place_of(float x, u32 id) {
+    return u64(key_of(x)) << 32 | ~id;
+}
+
+// Below the places of all tokens but those that are out.
+__device__ inline u64 everything() {
+    return u64(key_of(LOWEST) + 1) << 32;
+}
+
+// A sum of weights in units of 2^-40, each rounded down: so many of 2^-20, and what is left in units of 2^-40. 4095 weights fit.
+struct Mass {
+    u32 high, low;
+
+    // (Adding 2^23 leaves a whole number in the lowest bits. Cards have no fast way to convert to 64 bits.)
+    __device__ inline void add(float weight) {
+        const float one = 8388608.0f;
+        float whole = add_toward_zero(weight * 1048576.0f, one);
+        high += float_to_bits(whole) - float_to_bits(one);
+        float left = fmaf(whole - one, -1 / 1048576.0f, weight);
+        low += float_to_bits(add_toward_zero(left * 1099511627776.0f, one)) - float_to_bits(one);
+    }
+    __device__ inline u64 units() const { return (u64(high) << 20) + low; }
 };
 
-template <class Op> __device__ inline float reduce(float x, Shared& s, Op op) {
+struct Scale {
+    float largest, inverse;
+
+    __device__ inline float weight(float x) const { return expf((x - largest) * inverse); }
+    __device__ inline u64 mass(float x) const {
+        Mass mass{0, 0};
+        mass.add(weight(x));
+        return mass.units();
+    }
+};
+// (What many functions need lies in shared memory, which leaves registers to what they do.)
+__shared__ Scale row_scale;
+
+template <class T, class Op> __device__ inline T reduce_warp(T x, Op op) {
 #pragma unroll
     for (int lanes = 16; lanes > 0; lanes /= 2) x = op(x, shuffle_xor(x, lanes));
-    __syncthreads();
-    if (threadIdx.x % 32 == 0) s.floats[threadIdx.x / 32] = x;
-    __syncthreads();
-    x = s.floats[0];
-    for (int w = 1; w < WARPS; w++) x = op(x, s.floats[w]);
     return x;
 }
 
-// Each warp has a stretch of ids of its own.
-#define FOR_IDS(id)                                                                                                              \
-    for (u32 stretch = (vocabulary + THREADS - 1) / THREADS * 32, id = threadIdx.x / 32 * stretch + threadIdx.x % 32,             \
-             end_ = id - threadIdx.x % 32 + stretch;                                                                              \
-         id < end_; id += 32)                                                                                                     \
-        if (id < vocabulary)
-
-__device__ inline u64 weight_of(float x, float largest, float inverse) {
-    return u64(expf((x - largest) * inverse) * ONE);
+// Over the block, by way of `scratch`, where each warp leaves what it has: s.floats or s.sums.
+template <class T, class Op> __device__ inline T reduce(T x, T* scratch, Op op) {
+    x = reduce_warp(x, op);
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
+    __syncthreads();
+    return reduce_warp(scratch[threadIdx.x % 32], op);
 }
 
-// The id of the token that is number `count` (from 1) among those whose key is `key`.
-__device__ NOINLINE u32 id_of_equal(const float* row, u32 vocabulary, u32 key, u32 count, Shared& s) {
-    __syncthreads();
-    if (threadIdx.x < WARPS) s.counts[threadIdx.x] = 0;
-    if (threadIdx.x == 0) s.id = vocabulary;
-    __syncthreads();
-    FOR_IDS(id) if (key_of(row[id]) == key) add_shared(&s.counts[threadIdx.x / 32], 1u);
-    __syncthreads();
-    u32 before = 0;
-    for (u32 w = 0; w < threadIdx.x / 32; w++) before += s.counts[w];
-    // One lane walks the stretch that holds it.
-    if (threadIdx.x % 32 == 0 && before < count && before + s.counts[threadIdx.x / 32] >= count) {
-        u32 stretch = (vocabulary + THREADS - 1) / THREADS * 32;
-        for (u32 id = threadIdx.x / 32 * stretch; id < vocabulary; id++)
-            if (key_of(row[id]) == key && ++before == count) {
-                s.id = id;
-                break;
-            }
+struct Sum {
+    template <class T> __device__ inline T operator()(T a, T b) const { return a + b; }
+};
+struct Larger {
+    __device__ inline float operator()(float a, float b) const { return fmaxf(a, b); }
+    __device__ inline u64 operator()(u64 a, u64 b) const { return a > b ? a : b; }
+};
+
+// What the threads before this one have together.
+__device__ inline u64 sum_before(u64 mine) {
+    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    u64 sum = mine;
+#pragma unroll
+    for (int lanes = 1; lanes < 32; lanes *= 2) {
+        u64 other = shuffle_up(sum, lanes);
+        if (lane >= lanes) sum += other;
     }
+    if (lane == 31) s.sums[warp] = sum;
     __syncthreads();
-    return s.id;
+    return sum - mine + reduce_warp(lane < warp ? s.sums[lane] : 0, Sum());
 }
 
-// Of the tokens in `within`: the fewest first ones that are `count` or, where `count` is 0, weigh `mass`.
-__device__ NOINLINE Kept select(const float* row, u32 vocabulary, Kept within, u32 count, u64 mass, float largest, float inverse,
-                                Shared& s) {
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        s.prefix = 0;
-        s.left = count;
-        s.mass = mass;
-    }
-    for (int shift = 24; shift >= 0; shift -= 8) {
-        __syncthreads();
-        for (int i = int(threadIdx.x); i < DIGITS; i += THREADS) {
-            s.counts[i] = 0;
-            s.masses[i] = 0;
-        }
-        __syncthreads();
-        u32 prefix = s.prefix;
-        FOR_IDS(id) {
-            u32 key = key_of(row[id]);
-            bool inside = key > within.key || (key == within.key && id <= within.last);
-            if (inside && (shift == 24 || key >> (shift + 8) == prefix)) {
-                add_shared(&s.counts[key >> shift & 255], 1u);
-                if (count == 0) add_shared(&s.masses[key >> shift & 255], weight_of(row[id], largest, inverse));
-            }
-        }
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            int digit = DIGITS - 1;
-            // The last digit that has any ends the search: rounding may leave a little of the mass.
-            int last = 0;
-            for (int i = DIGITS - 1; i >= 0; i--)
-                if (s.counts[i] > 0) last = i;
-            for (; digit > last; digit--) {
-                if (count > 0) {
-                    if (s.counts[digit] >= s.left) break;
-                    s.left -= s.counts[digit];
-                } else {
-                    if (s.masses[digit] >= s.mass) break;
-                    s.mass -= s.masses[digit];
-                }
-            }
-            s.prefix = prefix << 8 | u32(digit);
-        }
-    }
-    __syncthreads();
-    u32 key = s.prefix, equals = s.left;
-    if (count == 0) {
-        // Those of one key weigh the same.
-        u64 each = s.masses[key & 255] / s.counts[key & 255];
-        equals = each == 0 ? s.counts[key & 255] : u32((s.mass + each - 1) / each);
-        if (equals == 0) equals = 1;
-    }
-    u32 have = s.counts[key & 255];
-    return Kept{key, id_of_equal(row, vocabulary, key, equals < have ? equals : have, s)};
+__device__ inline float largest_of(const float (&x)[4]) {
+    return fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
 }
+
+// Tokens whose bits are not set are out.
+__device__ inline void strike(float (&x)[4], u32 bits) {
+    if (bits == 15) return;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        if (!(bits >> i & 1)) x[i] = LOWEST;
+}
+
+// The tokens on the list; or those of the row with ids in `from` to `to`: vectors of four, of which each warp has a stretch.
+struct Tokens {
+    const float* logits;
+    // Null where all are allowed.
+    const u32* mask;
+    u32 vocabulary, from, to;
+    bool listed;
+
+    __device__ inline u32 stretch() const { return (to - from + 4 * THREADS - 1) / (4 * THREADS) * 128; }
+
+    // Of the vector at `at`, a bit a token: those that are not beyond the end, and those that are allowed, too.
+    __device__ inline u32 present(u32 at) const { return at + 4 <= vocabulary ? 15 : 15 >> (at + 4 - vocabulary); }
+    __device__ inline u32 allowed(u32 at) const { return mask ? present(at) & mask[at / 32] >> at % 32 : present(at); }
+
+    __device__ inline void load(float (&x)[4], u32 at) const {
+        Vec16 vector = *(const Vec16*)(logits + at);
+#pragma unroll
+        for (int i = 0; i < 4; i++) x[i] = bits_to_float(vector.words[i]);
+    }
+
+    // Of each vector of the row its first id, its logits, and which are allowed; what is out is minus infinity. Vectors of which
+    // nothing is allowed are passed over. RAW: all vectors, and what is not allowed as it is.
+    template <bool RAW, class Use> __device__ inline void vectors(Use use) const {
+        u32 begin = from + threadIdx.x / 32 * stretch(), end = begin + stretch() < to ? begin + stretch() : to;
+        for (u32 first = begin + threadIdx.x % 32 * 4; first < end; first += AHEAD * 128) {
+            float x[AHEAD][4];
+            u32 bits[AHEAD];
+            if (RAW) {
+#pragma unroll
+                for (int i = 0; i < AHEAD; i++)
+                    if (first + i * 128 < end) load(x[i], first + i * 128);
+            }
+#pragma unroll
+            for (int i = 0; i < AHEAD; i++) bits[i] = first + i * 128 < end ? allowed(first + i * 128) : 0;
+            if (!RAW) {
+#pragma unroll
+                for (int i = 0; i < AHEAD; i++)
+                    if (bits[i] != 0) load(x[i], first + i * 128);
+            }
+#pragma unroll
+            for (int i = 0; i < AHEAD; i++) {
+                u32 at = first + i * 128;
+                if (RAW ? at >= end : bits[i] == 0) continue;
+                strike(x[i], RAW ? present(at) : bits[i]);
+                use(at, x[i], bits[i]);
+            }
+        }
+    }
+
+    template <class Use> __device__ inline void each(Use use) const {
+        if (listed) {
+            for (u32 i = threadIdx.x; i < s.listed; i += THREADS) use(s.logits[i], s.ids[i]);
+            return;
+        }
+        vectors<false>([&](u32 at, const float (&x)[4], u32) {
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                if (x[i] > LOWEST) use(x[i], at + i);
+        });
+    }
+};
+// Those that are looked at.
+__shared__ Tokens looked_at;
+
+// What those tokens weigh that are kept: whose place is not below `kept`. Leaves what each warp's tokens weigh in s.sums.
+__device__ NOINLINE u64 add_up(u64 kept) {
+    const Tokens tokens = looked_at;
+    const Scale scale = row_scale;
+    Mass mine{0, 0};
+    tokens.each([&](float x, u32 id) {
+        if (place_of(x, id) >= kept) mine.add(scale.weight(x));
+    });
+    return reduce(mine.units(), s.sums, Sum());
+}
+
+// Ways to go through tokens: in the order of places, where each counts as one, or as what it weighs; or in that of ids, by weight.
+#define BY_COUNT 0
+#define BY_MASS 1
+#define BY_ID 2
+
+// Goes through the tokens that are kept, from the first on, until there is as much as is wanted. Returns the place down to which
+// that is: the least there is, where there is not as much.
+__device__ NOINLINE u64 cut(int by, u64 kept, u64 wanted) {
+    __syncthreads();
+    const Tokens tokens = looked_at;
+    const Scale scale = row_scale;
+    u64 lowest = by == BY_ID ? u32(~(tokens.to - 1)) : kept;
+    u64 span = (by == BY_ID ? u32(~tokens.from) : place_of(scale.largest, 0)) - lowest;
+    int length = bit_length(span), shift = length > BIN_BITS ? length - BIN_BITS : 0;
+    if (threadIdx.x == 0) s.bin = NONE;
+    while (true) {
+        s.counts[threadIdx.x] = 0;
+        s.masses[threadIdx.x] = 0;
+        __syncthreads();
+        tokens.each([&](float x, u32 id) {
+            u64 place = place_of(x, id);
+            if (place < kept) return;
+            u64 up = (by == BY_ID ? u32(place) : place) - lowest;
+            // (Below the lowest it is larger, too.)
+            if (up > span) return;
+            u32 bin = u32(up >> shift);
+            add_shared(&s.counts[bin], 1u);
+            if (by != BY_COUNT) add_shared(&s.masses[bin], scale.mass(x));
+        });
+        __syncthreads();
+        u32 bin = BINS - 1 - threadIdx.x;
+        u64 mine = by == BY_COUNT ? s.counts[bin] : s.masses[bin];
+        u64 before = sum_before(mine);
+        if (before < wanted && wanted - before <= mine) {
+            s.bin = bin;
+            s.left = wanted - before;
+            s.whole = s.left == mine || s.counts[bin] == 1;
+        }
+        __syncthreads();
+        if (s.bin == NONE) return lowest;
+        wanted = s.left;
+        lowest += u64(s.bin) << shift;
+        // Where all of a bin is wanted, so is its lowest place; which id it is must be known.
+        if (shift == 0 || (s.whole && by != BY_ID)) return lowest;
+        span = (u64(1) << shift) - 1;
+        shift = shift > BIN_BITS ? shift - BIN_BITS : 0;
+    }
+}
+
+// What top-p keeps of tokens that weigh `total`.
+__device__ inline u64 share(u64 total, float top_p) {
+    u64 mass = u64(double(total) * double(top_p));
+    return mass > 0 ? mass : 1;
+}
+
+// The least logit of those tokens whose weight is not below `min_p`.
+__device__ NOINLINE float least_of(float min_p) {
+    const Tokens tokens = looked_at;
+    const Scale scale = row_scale;
+    float least = scale.largest;
+    tokens.each([&](float x, u32) {
+        if (scale.weight(x) >= min_p) least = fminf(least, x);
+    });
+    return reduce(least, s.floats, [](float a, float b) { return fminf(a, b); });
+}
+
+// The place down to which top-k, top-p and min-p keep tokens of those down to `kept`. `total`: what all tokens weigh, where top-p
+// needs it, which it does where there is no top-k.
+__device__ inline u64 filter(const Draw& draw, u32 top_k, u64 kept, u64 total) {
+    if (top_k > 0) kept = cut(BY_COUNT, kept, top_k);
+    if (draw.top_p < 1) {
+        if (top_k > 0) total = add_up(kept);
+        kept = cut(BY_MASS, kept, share(total, draw.top_p));
+    }
+    if (draw.min_p > 0) {
+        u64 probable = u64(key_of(least_of(draw.min_p))) << 32;
+        if (probable > kept) kept = probable;
+    }
+    return kept;
+}
+
+// Puts those of a vector that are not below `least` on the list.
+__device__ inline void append(const float (&x)[4], u32 at, float least) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        if (x[i] < least) continue;
+        u32 slot = add_shared(&s.listed, 1u);
+        if (slot >= LIST) continue;
+        s.logits[slot] = x[i];
+        s.ids[slot] = at + i;
+    }
+}
+
+// The largest of a thread's logits, and where the first vector that has it begins.
+struct Best {
+    float logit;
+    u32 at;
+
+    __device__ inline void consider(float x, u32 id) {
+        if (x > logit) {
+            logit = x;
+            at = id;
+        }
+    }
+};
 
 // (One block: the compiler saves no registers for a second.)
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     sample(float* logits, u32 vocabulary, const Draw* draws, Penalty* penalties, const u32* masks, const u32* wanted, Drawn* drawn,
            float* values, u32 stride) {
-    __shared__ Shared s;
     const Draw& draw = draws[blockIdx.x];
-    float* row = logits + u64(blockIdx.x) * stride;
-    auto larger = [](float a, float b) { return fmaxf(a, b); };
-    auto sum = [](float a, float b) { return a + b; };
+    Drawn& out = drawn[blockIdx.x];
+    float* raw = logits + u64(blockIdx.x) * stride;
+    Tokens row{raw, draw.mask == NONE ? nullptr : masks + draw.mask, vocabulary, 0, vocabulary, false};
 
-    // The raw distribution, and whether it is one.
-    float top = LOWEST, broken = 0;
-    FOR_IDS(id) {
-        top = fmaxf(top, row[id]);
-        // Neither NaN nor infinite; what is out from the start is minus infinity.
-        if (!(row[id] < HIGHEST)) broken = 1;
-    }
-    bool finite = reduce(broken, s, larger) == 0;
-    float raw_top = reduce(top, s, larger);
-    if (!finite) {
-        if (threadIdx.x == 0) drawn[blockIdx.x] = Drawn{0, NOT_FINITE, 0, 0, 0};
+    // The raw distribution, and the largest logit that is allowed. Exponentials are relative to a base that may lie a little below a
+    // thread's largest logit, so that it seldom moves.
+    float top = LOWEST, base = -FLOAT_MAX, exps = 0;
+    Best best{LOWEST, 0};
+    row.vectors<true>([&](u32 at, float (&x)[4], u32 bits) {
+        float most = largest_of(x);
+        top = fmaxf(top, most);
+        if (most > base + 16) {
+            exps *= expf(base - most);
+            base = most;
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) exps += expf(x[i] - base);
+        strike(x, bits);
+        best.consider(largest_of(x), at);
+    });
+    float raw_top = reduce(top, s.floats, Larger());
+    // (Minus infinity is no base: its difference to itself is NaN.)
+    float raw_total = reduce(exps * expf(base - fmaxf(raw_top, -FLOAT_MAX)), s.floats, Sum());
+    // NaN and infinity have made it NaN, each by its difference to the base.
+    if (raw_total != raw_total) {
+        if (threadIdx.x == 0) out = Drawn{0, NOT_FINITE, 0, 0, 0};
         return;
     }
-    for (u32 i = threadIdx.x; i < draw.wanted; i += THREADS) values[draw.first_wanted + i] = row[wanted[draw.first_wanted + i]];
-    float exps = 0;
-    // (The barriers of this sum also stand between what reads raw logits and what changes them.)
-    FOR_IDS(id) exps += expf(row[id] - raw_top);
-    float raw_total = reduce(exps, s, sum);
+    if (threadIdx.x == 0) {
+        out.largest = raw_top;
+        out.total = raw_total;
+    }
+    for (u32 i = threadIdx.x; i < draw.wanted; i += THREADS) values[draw.first_wanted + i] = raw[wanted[draw.first_wanted + i]];
 
-    for (u32 i = threadIdx.x; i < draw.penalties; i += THREADS) {
-        Penalty& p = penalties[draw.first_penalty + i];
-        float x = row[p.id];
-        p.raw = x;
-        // A tiny penalty must not make a logit infinite.
-        x = x > 0 ? fminf(x / draw.repetition, FLOAT_MAX) : x * draw.repetition;
-        if (p.count > 0) x = fminf(x - (draw.presence + draw.frequency * float(p.count)), FLOAT_MAX);
-        row[p.id] = x;
-    }
-    __syncthreads();
-    top = LOWEST;
-    FOR_IDS(id) {
-        if (draw.mask != NONE && !(masks[draw.mask + id / 32] >> id % 32 & 1)) row[id] = LOWEST;
-        top = fmaxf(top, row[id]);
-    }
-    float largest = reduce(top, s, larger);
-    if (largest == LOWEST) {
-        if (threadIdx.x == 0) drawn[blockIdx.x] = Drawn{0, NOTHING_ALLOWED, 0, 0, 0};
-        return;
-    }
-
-    u32 token;
-    float inverse = draw.inverse_temperature;
-    if (inverse == 0) {
-        token = id_of_equal(row, vocabulary, key_of(largest), 1, s);
-    } else {
-        // Tokens that are ruled out weigh nothing; so far all others are in.
-        Kept kept{key_of(LOWEST), 0};
-        auto inside = [&](u32 id) {
-            u32 key = key_of(row[id]);
-            return key > kept.key || (key == kept.key && id <= kept.last && row[id] > LOWEST);
-        };
-        auto total = [&] {
-            __syncthreads();
-            if (threadIdx.x < WARPS) s.sums[threadIdx.x] = 0;
-            __syncthreads();
-            u64 mine = 0;
-            FOR_IDS(id) if (inside(id)) mine += weight_of(row[id], largest, inverse);
-            add_shared(&s.sums[threadIdx.x / 32], mine);
-            __syncthreads();
-            u64 all = 0;
-            for (int w = 0; w < WARPS; w++) all += s.sums[w];
-            return all;
-        };
-        if (draw.top_k > 0 && draw.top_k < vocabulary) kept = select(row, vocabulary, kept, draw.top_k, 0, largest, inverse, s);
-        if (draw.top_p < 1) {
-            u64 mass = u64(double(total()) * double(draw.top_p));
-            kept = select(row, vocabulary, kept, 0, mass > 0 ? mass : 1, largest, inverse, s);
-        }
-        if (draw.min_p > 0) {
-            // The least logit that is probable enough, found in the same units as weights.
-            float least = HIGHEST;
-            FOR_IDS(id) if (inside(id) && expf((row[id] - largest) * inverse) >= draw.min_p) least = fminf(least, row[id]);
-            least = reduce(least, s, [](float a, float b) { return fminf(a, b); });
-            u32 key = key_of(least);
-            if (key > kept.key) kept = Kept{key, vocabulary};
-        }
-        u64 all = total();
-        u64 target = u64(draw.uniform * double(all));
-        u64 before = 0;
-        for (u32 w = 0; w < threadIdx.x / 32; w++) before += s.sums[w];
-        if (threadIdx.x == 0) s.id = 0;
+    if (draw.penalties > 0) {
         __syncthreads();
-        u32 warp = threadIdx.x / 32, stretch = (vocabulary + THREADS - 1) / THREADS * 32;
-        if (threadIdx.x % 32 == 0 && before <= target && target < before + s.sums[warp]) {
-            for (u32 id = warp * stretch; id < vocabulary; id++) {
-                if (!inside(id)) continue;
-                before += weight_of(row[id], largest, inverse);
-                if (before > target) {
-                    s.id = id;
-                    break;
-                }
+        for (u32 i = threadIdx.x; i < draw.penalties; i += THREADS) {
+            Penalty& p = penalties[draw.first_penalty + i];
+            float x = raw[p.id];
+            p.raw = x;
+            // A tiny penalty must not make a logit infinite.
+            x = x > 0 ? fminf(x / draw.repetition, FLOAT_MAX) : x * draw.repetition;
+            if (p.count > 0) x = fminf(x - (draw.presence + draw.frequency * float(p.count)), FLOAT_MAX);
+            raw[p.id] = x;
+        }
+        __syncthreads();
+        best = Best{LOWEST, 0};
+        row.vectors<false>([&](u32 at, const float (&x)[4], u32) { best.consider(largest_of(x), at); });
+    }
+    u64 first = reduce(place_of(best.logit, best.at), s.sums, Larger());
+    Scale scale{logit_of(u32(first >> 32)), draw.inverse_temperature};
+    if (scale.largest == LOWEST) {
+        if (threadIdx.x == 0) out = Drawn{0, NOTHING_ALLOWED, 0, 0, 0};
+        return;
+    }
+
+    u32 token, top_k = draw.top_k < vocabulary ? draw.top_k : 0;
+    if (scale.inverse == 0) {
+        float x[4];
+        token = ~u32(first);
+        row.load(x, token);
+        strike(x, row.allowed(token));
+        token += x[0] == scale.largest ? 0 : x[1] == scale.largest ? 1 : x[2] == scale.largest ? 2 : 3;
+    } else {
+        bool filtered = top_k > 0 || draw.top_p < 1 || draw.min_p > 0;
+        u64 kept = everything(), lowest = 0;
+        float least = HIGHEST;
+        if (threadIdx.x == 0) {
+            row_scale = scale;
+            looked_at = row;
+            looked_at.listed = filtered;
+        }
+        if (filtered) {
+            // What is not below the best logits of so many threads is at least as many tokens: those of top-k, or, of many threads,
+            // about twice as many.
+            s.logits[threadIdx.x] = best.logit;
+            s.ids[threadIdx.x] = threadIdx.x;
+            if (threadIdx.x == 0) s.listed = THREADS;
+            lowest = cut(BY_COUNT, kept, top_k > 0 && top_k < MANY ? top_k : MANY);
+            least = fmaxf(logit_of(u32(lowest >> 32)), -FLOAT_MAX);
+            if (threadIdx.x == 0) s.listed = 0;
+            __syncthreads();
+        }
+        // Below it, nothing weighs anything: exp(-28) < 2^-40.
+        float light = scale.largest - 28 / scale.inverse;
+        bool weigh = top_k == 0 && (draw.top_p < 1 || !filtered);
+        Mass mine{0, 0};
+        row.vectors<false>([&](u32 at, const float (&x)[4], u32) {
+            float most = largest_of(x);
+            if (weigh && most >= light) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) mine.add(scale.weight(x[i]));
+            }
+            if (most >= least) append(x, at, least);
+        });
+        u64 total = reduce(mine.units(), s.sums, Sum());
+        if (filtered) {
+            bool enough = lowest == kept;
+            lowest = u64(key_of(least)) << 32;
+            if (s.listed > LIST)
+                enough = false;
+            else if (top_k > 0)
+                enough |= s.listed >= top_k;
+            else {
+                // (Rounded, a lower logit might weigh a little more.)
+                enough |= scale.weight(least) * 1.001f < draw.min_p;
+                if (!enough && weigh) enough = add_up(lowest) >= share(total, draw.top_p);
+            }
+            __syncthreads();
+            if (threadIdx.x == 0) looked_at.listed = enough;
+            __syncthreads();
+            if (enough) kept = lowest;
+            kept = filter(draw, top_k, kept, total);
+            total = add_up(kept);
+        }
+        u64 target = u64(draw.uniform * double(total));
+        if (!looked_at.listed) {
+            // In the row it is enough to look at the warp's stretch in which the sum exceeds it.
+            u32 warp = 0;
+            for (; warp < WARPS - 1 && s.sums[warp] <= target; warp++) target -= s.sums[warp];
+            u32 begin = warp * row.stretch(), end = begin + row.stretch();
+            if (threadIdx.x == 0) {
+                looked_at.from = begin;
+                looked_at.to = end < vocabulary ? end : vocabulary;
             }
         }
-        __syncthreads();
-        token = s.id;
+        token = ~u32(cut(BY_ID, kept, target + 1));
     }
-    // What a mask or a penalty left of it is not what it was; a mask leaves what can be drawn.
+    // What a penalty left of it is not what it was.
     __syncthreads();
-    if (threadIdx.x == 0) s.floats[0] = row[token];
+    if (threadIdx.x == 0) s.raw = raw[token];
     __syncthreads();
     for (u32 i = threadIdx.x; i < draw.penalties; i += THREADS)
-        if (penalties[draw.first_penalty + i].id == token) s.floats[0] = penalties[draw.first_penalty + i].raw;
+        if (penalties[draw.first_penalty + i].id == token) s.raw = penalties[draw.first_penalty + i].raw;
     __syncthreads();
-    if (threadIdx.x == 0) drawn[blockIdx.x] = Drawn{token, DRAWN, s.floats[0], raw_top, raw_total};
+    if (threadIdx.x == 0) {
+        out.token = token;
+        out.status = DRAWN;
+        out.logit = s.raw;
+    }
 }

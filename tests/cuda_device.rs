@@ -35,7 +35,20 @@ fn on_card(card: &str, arguments: &[&str]) -> Command {
 
 #[test]
 fn every_operation_agrees_with_the_cpu_on_hopper() {
+    let tiles = || {
+        let kept = std::fs::read_dir(stand_ins().join("cache/kernels"));
+        let paths = kept.into_iter().flatten().map(|entry| entry.unwrap().path());
+        let is_tiles = |path: &PathBuf| path.file_name().unwrap().to_string_lossy().starts_with("tiles-");
+        paths.filter(is_tiles).collect::<Vec<_>>()
+    };
+    tiles().iter().for_each(|path| std::fs::remove_file(path).unwrap());
     examine("9.0", &["bf16", "int8", "fp8"]);
+    // One product of each format is large enough to be measured in more than one tile.
+    let kept: Vec<String> = tiles()
+        .iter()
+        .map(|path| std::fs::read_to_string(path).unwrap())
+        .collect();
+    assert!(kept.len() == 1 && kept[0].matches("consumers").count() >= 3, "{kept:?}");
 }
 
 #[test]

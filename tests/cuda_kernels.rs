@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use gristmill::device::cuda::compile::{self, Compiler, Kernel, Target};
 use gristmill::device::cuda::items::{NARROW_WARPS, WIDE_WARPS};
 use gristmill::device::cuda::nvrtc::Nvrtc;
-use gristmill::device::cuda::plan::{self, Format, Heads, Launch, LinearShape};
+use gristmill::device::cuda::plan::{self, Format, Heads, Launch, LinearShape, Tile};
 use gristmill::model::config::Config;
 use gristmill::model::shapes;
 use rayon::prelude::*;
@@ -51,7 +51,7 @@ fn launches(config: &Config, format: Format, capability: u32, rows: usize) -> Ve
             wide,
         };
         match capability {
-            90 => plan::linear_sm90(&shape, 132),
+            90 => plan::linear_sm90(&shape, Tile::of(&shape, 132), 132),
             _ => plan::linear(&shape),
         }
     };
@@ -180,6 +180,18 @@ fn every_kernel_compiles_for_every_card_without_spills() {
                 .filter(|format| *format != Format::E4m3 || card >= 89)
             {
                 all.extend([false, card == 90].map(|hopper| plan::peak(format, hopper, 132, 1).0.kernel));
+                // Which tile is best is measured.
+                for tile in Tile::ALL.into_iter().filter(|_| card == 90) {
+                    let shape = |wide| LinearShape {
+                        format,
+                        rows: 1,
+                        columns: 1,
+                        bytes: 16,
+                        wide,
+                    };
+                    let wides = [false, format == Format::Bf16];
+                    all.extend(wides.map(|wide| plan::linear_sm90(&shape(wide), tile, 132).kernel));
+                }
             }
             all.extend([plan::sample(1).kernel, plan::random_weights(8).kernel]);
             all.into_iter().map(move |kernel| (card, kernel))
@@ -197,6 +209,8 @@ fn every_kernel_compiles_for_every_card_without_spills() {
             let shared = if log.contains("bytes smem") { figure(log, "bytes smem") } else { 0 };
             assert!(compiled.image.starts_with(b"\x7fELF"), "{kernel}: no machine code");
             assert_eq!((stack, stores, loads), (0, 0, 0), "{kernel} for {card}: {log}");
+            // What the assembler says of a warpgroup's products whose registers it had to wait for.
+            assert!(!log.contains("(C75"), "{kernel} for {card}: {log}");
             format!("{kernel}, {card}: {registers} registers, {stack} B stack, {stores} + {loads} B spilled, {shared} B shared")
         })
         .collect();

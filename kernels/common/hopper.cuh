@@ -1,8 +1,9 @@
 // Instructions of Hopper alone (sm_90a): products of a warpgroup, copies of the tensor memory accelerator and their barriers. Tests
 // bring a version of this file that a CPU runs.
 //
-// A warpgroup's product is 64 rows x 128 columns: warp w of it holds rows 16 w to 16 w + 15, laid out in tiles of 8 columns as
-// `multiply` in ptx.cuh says: d[4 t + i] of tile t. (PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk32".)
+// A warpgroup's product is 64 rows x 32, 64, 128 or 256 columns, a thread's sums half as many: warp w of it holds rows 16 w to
+// 16 w + 15, laid out in tiles of 8 columns as `multiply` in ptx.cuh says: d[4 t + i] of tile t. (PTX ISA, "Register Fragments for
+// wgmma.mma_async.m64nNk32".)
 #pragma once
 #include "ptx.cuh"
 
@@ -30,50 +31,46 @@ template <int LEFT> __device__ inline void products_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 
-// The 64 sums of a product as operands, by name and with constraint `c`.
-#define SUM_NAMES \
-    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
-    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-#define SUMS(c) \
-    c(d[0]), c(d[1]), c(d[2]), c(d[3]), c(d[4]), c(d[5]), c(d[6]), c(d[7]), \
-    c(d[8]), c(d[9]), c(d[10]), c(d[11]), c(d[12]), c(d[13]), c(d[14]), c(d[15]), \
-    c(d[16]), c(d[17]), c(d[18]), c(d[19]), c(d[20]), c(d[21]), c(d[22]), c(d[23]), \
-    c(d[24]), c(d[25]), c(d[26]), c(d[27]), c(d[28]), c(d[29]), c(d[30]), c(d[31]), \
-    c(d[32]), c(d[33]), c(d[34]), c(d[35]), c(d[36]), c(d[37]), c(d[38]), c(d[39]), \
-    c(d[40]), c(d[41]), c(d[42]), c(d[43]), c(d[44]), c(d[45]), c(d[46]), c(d[47]), \
-    c(d[48]), c(d[49]), c(d[50]), c(d[51]), c(d[52]), c(d[53]), c(d[54]), c(d[55]), \
-    c(d[56]), c(d[57]), c(d[58]), c(d[59]), c(d[60]), c(d[61]), c(d[62]), c(d[63])
+// The sums of a product of so many columns, by name and as operands with constraint `c`.
+#define NAMES_32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define NAMES_64 NAMES_32 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define NAMES_128 NAMES_64 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
+    ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define NAMES_256 NAMES_128 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
+    ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95" \
+    ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
+    ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define FOUR(c, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3])
+#define SUMS_32(c, i) FOUR(c, i), FOUR(c, i + 4), FOUR(c, i + 8), FOUR(c, i + 12)
+#define SUMS_64(c, i) SUMS_32(c, i), SUMS_32(c, i + 16)
+#define SUMS_128(c, i) SUMS_64(c, i), SUMS_64(c, i + 32)
+#define SUMS_256(c, i) SUMS_128(c, i), SUMS_128(c, i + 64)
 
-// d = a b, or d += a b where `add`: 64 x 32 bytes times 32 x 128 bytes.
-__device__ inline void products(int (&d)[64], unsigned long long a, unsigned long long b, int add) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %66, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 "
-        SUM_NAMES
-        "%64, %65, p; }"
-        : SUMS("+r")
-        : "l"(a), "l"(b), "r"(add));
-}
+// One instruction. `from`, `with`, `keep`: the numbers of a, b and add, which are the operands after the sums; `signs`: what the format
+// has to say of signs and of which way its matrices lie.
+#define PRODUCT(columns, kind, signs, from, with, keep, sums) \
+    asm volatile( \
+        "{ .reg .pred p; setp.ne.b32 p, %" #keep ", 0;\n" \
+        "wgmma.mma_async.sync.aligned.m64n" #columns kind " {" NAMES_##columns "}, %" #from ", %" #with ", p" signs "; }" \
+        : sums \
+        : "l"(a), "l"(b), "r"(add))
 
-__device__ inline void products(E4m3, float (&d)[64], unsigned long long a, unsigned long long b, int add) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %66, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 "
-        SUM_NAMES
-        "%64, %65, p, 1, 1; }"
-        : SUMS("+f")
-        : "l"(a), "l"(b), "r"(add));
-}
+// d = a b, or d += a b where `add`: 64 x 32 bytes times 32 x `columns` bytes, in every format.
+#define PRODUCTS(columns, from, with, keep) \
+    __device__ inline void products(int (&d)[columns / 2], unsigned long long a, unsigned long long b, int add) { \
+        PRODUCT(columns, "k32.s32.s8.s8", "", from, with, keep, SUMS_##columns("+r", 0)); \
+    } \
+    __device__ inline void products(E4m3, float (&d)[columns / 2], unsigned long long a, unsigned long long b, int add) { \
+        PRODUCT(columns, "k32.f32.e4m3.e4m3", ", 1, 1", from, with, keep, SUMS_##columns("+f", 0)); \
+    } \
+    __device__ inline void products(Bf16Pairs, float (&d)[columns / 2], unsigned long long a, unsigned long long b, int add) { \
+        PRODUCT(columns, "k16.f32.bf16.bf16", ", 1, 1, 0, 0", from, with, keep, SUMS_##columns("+f", 0)); \
+    }
 
-__device__ inline void products(Bf16Pairs, float (&d)[64], unsigned long long a, unsigned long long b, int add) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %66, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-        SUM_NAMES
-        "%64, %65, p, 1, 1, 0, 0; }"
-        : SUMS("+f")
-        : "l"(a), "l"(b), "r"(add));
-}
+PRODUCTS(32, 16, 17, 18)
+PRODUCTS(64, 32, 33, 34)
+PRODUCTS(128, 64, 65, 66)
+PRODUCTS(256, 128, 129, 130)
 
 // A barrier in shared memory, of phases: a phase ends when `count` have arrived and all bytes that were announced are there.
 struct alignas(8) Barrier {

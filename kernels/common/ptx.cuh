@@ -31,12 +31,36 @@ __device__ inline float shuffle_xor(float x, int lanes) {
     return __shfl_xor_sync(0xffffffffu, x, lanes);
 }
 
-__device__ inline void add_shared(unsigned int* to, unsigned int x) {
-    atomicAdd(to, x);
+__device__ inline unsigned long long shuffle_xor(unsigned long long x, int lanes) {
+    return __shfl_xor_sync(0xffffffffu, x, lanes);
 }
 
+// Of the lane that is so many before; the lane's own where there is none.
+__device__ inline unsigned long long shuffle_up(unsigned long long x, int lanes) {
+    return __shfl_up_sync(0xffffffffu, x, lanes);
+}
+
+__device__ inline float add_toward_zero(float a, float b) {
+    return __fadd_rz(a, b);
+}
+
+// Bits up to the highest one that is set.
+__device__ inline int bit_length(unsigned long long x) {
+    return 64 - __clzll((long long)x);
+}
+
+// Returns what was there.
+__device__ inline unsigned int add_shared(unsigned int* to, unsigned int x) {
+    return atomicAdd(to, x);
+}
+
+// Nobody may read before a barrier: cards add 64 bits in shared memory by trying again and again, but 32 bits at once, so each half
+// is added alone.
 __device__ inline void add_shared(unsigned long long* to, unsigned long long x) {
-    atomicAdd(to, x);
+    unsigned int low = (unsigned int)x, high = (unsigned int)(x >> 32);
+    unsigned int* halves = (unsigned int*)to;
+    if (atomicAdd(halves, low) + low < low) high++;
+    if (high > 0) atomicAdd(halves + 1, high);
 }
 
 // Where a pointer points in shared memory.

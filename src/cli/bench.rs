@@ -185,11 +185,12 @@ fn serve(engine: &mut Engine, requests: Vec<Request>) -> Result<Served, Failure>
         }
         let began = start.elapsed();
         let finished = engine.step()?;
-        served.steps.push(Step {
-            began,
-            took: start.elapsed() - began,
-            shape: engine.totals().last,
-        });
+        let (took, shape) = (start.elapsed() - began, engine.totals().last);
+        match served.steps.last_mut() {
+            // A model that runs ahead gives its last tokens after its last step.
+            Some(last) if shape.tokens() == 0 => last.took += took,
+            _ => served.steps.push(Step { began, took, shape }),
+        }
         for unit in finished {
             match unit.result {
                 Ok(completion) => {

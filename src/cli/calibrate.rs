@@ -10,7 +10,7 @@ use crate::cli::args::CalibrateArgs;
 use crate::cli::door::Opened;
 use crate::cli::exit::{Exit, Failure};
 use crate::cli::outfit::load_options;
-use crate::cli::place::{DeviceChoice, Place};
+use crate::cli::place::Place;
 use crate::dataset::shard::ShardReader;
 use crate::device;
 use crate::job::spec::Precision;
@@ -20,7 +20,7 @@ use crate::report::summary::number;
 use crate::worker::model::{Formats, Stream};
 
 pub async fn calibrate(args: CalibrateArgs) -> Result<Exit, Failure> {
-    let opened = Opened::open(&args.job, None, DeviceChoice::Cpu)?;
+    let opened = Opened::open(&args.job, None, || Ok(Place::Cpu))?;
     let prompts = prompts(&opened, args.rows).await?;
     let files = &opened.model;
     let vocabulary = files.tokenizer.vocab_size();

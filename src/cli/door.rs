@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::cli::exit::Failure;
-use crate::cli::place::{DeviceChoice, Place};
+use crate::cli::place::Place;
 use crate::cli::recheck::Sample;
 use crate::dataset::location::Location;
 use crate::dataset::output::{OutputColumns, OutputSchema};
@@ -36,10 +36,14 @@ pub struct Opened {
 }
 
 impl Opened {
-    /// Reads the job file and the model's config and tokenizer.
-    pub fn open(path: &Path, limit: Option<u64>, device: DeviceChoice) -> Result<Opened, Failure> {
+    /// Reads the job file and the model's config and tokenizer; `place` is asked once the job file is known to be sound.
+    pub fn open(
+        path: &Path,
+        limit: Option<u64>,
+        place: impl FnOnce() -> Result<Place, Failure>,
+    ) -> Result<Opened, Failure> {
         let job = Job::load(path).map_err(Failure::bad_job)?;
-        let place = device.place()?;
+        let place = place()?;
         let own = Formats::of_job(&job, place.precision());
         let recheck = job.recheck.as_ref();
         let recheck = recheck.map(|asked| Sample::new(&job, own, asked, "`report.recheck.precision`"));

@@ -44,6 +44,14 @@ pub enum Place {
 }
 
 impl DeviceChoice {
+    /// Where others compute, who will have what is named here; `auto`: as this machine does.
+    pub fn of_others(self) -> Result<Place, Failure> {
+        match self {
+            DeviceChoice::Cuda(number) => Ok(Place::Cuda(number)),
+            DeviceChoice::Cpu | DeviceChoice::Auto => self.place(),
+        }
+    }
+
     /// Looks for the GPU that is asked for; whatever keeps `auto` from one is said in the log.
     pub fn place(self) -> Result<Place, Failure> {
         match self {

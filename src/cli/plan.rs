@@ -33,7 +33,7 @@ pub async fn plan(args: PlanArgs) -> Result<Exit, Failure> {
             .build_global()
             .context("cannot start the threads")?;
     }
-    let opened = Opened::open(&args.job, args.limit.limit, DeviceChoice::default())?;
+    let opened = Opened::open(&args.job, args.limit.limit, || DeviceChoice::Auto.place())?;
     opened.check_shape()?;
     let inputs = opened.plan().await?;
     let preflight = read_all(&opened, &inputs, args.preview).await?;

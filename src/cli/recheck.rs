@@ -28,7 +28,7 @@ use crate::worker::recheck::{self, Parts};
 use crate::worker::stop::Stop;
 
 pub async fn recheck(args: RecheckArgs) -> Result<Exit, Failure> {
-    let opened = Opened::open(&args.job, args.limit, args.engine.device)?;
+    let opened = Opened::open(&args.job, args.limit, || args.engine.device.place())?;
     let sample = asked_sample(&opened, &args)?;
     let ledger = Ledger::open(&opened.output).await?;
     let ledger = ledger.ok_or_else(|| no_job(&opened.output))?;

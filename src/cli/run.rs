@@ -23,7 +23,7 @@ use crate::worker::stop::{Stop, Why};
 use crate::worker::{self, Parts, Until, Worker};
 
 pub async fn run(args: RunArgs) -> Result<Exit, Failure> {
-    let opened = Opened::open(&args.job, args.limit.limit, args.engine.device)?;
+    let opened = Opened::open(&args.job, args.limit.limit, || args.engine.device.place())?;
     opened.check_shape()?;
     let identity = opened.identity()?;
     let (ledger, resumed) = match Ledger::open(&opened.output).await.map_err(refusal)? {

@@ -28,7 +28,7 @@ enum Ended {
 }
 
 pub async fn submit(args: SubmitArgs) -> Result<Exit, Failure> {
-    let opened = Opened::open(&args.job, args.limit.limit, args.device)?;
+    let opened = Opened::open(&args.job, args.limit.limit, || args.device.of_others())?;
     let target = target(&args, &opened.job)?;
     opened.check_shape()?;
     // A broker that refuses us must be known before anything is written.

@@ -2,8 +2,8 @@
 //!
 //! In this order:
 //!
-//! 1. the log probability of every token is that of the raw distribution: softmax over the model's whole vocabulary, before
-//!    anything below;
+//! 1. the log probability of every token is that of the raw distribution: softmax over all ids that model and tokenizer know,
+//!    before anything below;
 //! 2. what the shape allows: other tokens are out;
 //! 3. repetition penalty: the logit of each token that occurs in the *prompt or the completion* is divided by it where
 //!    positive, multiplied where negative (once, however often it occurs; as transformers does);

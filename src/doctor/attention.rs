@@ -56,6 +56,9 @@ fn cases(extent: Extent) -> Vec<Case> {
     cases
 }
 
+/// What attention gave for a step's tokens, and seconds, where times are asked for.
+type Ran = (Vec<f32>, Option<f64>);
+
 impl Case {
     /// The two steps on a device with blocks of this size, dealt out in a scattered order; how many blocks there are.
     fn steps(&self, block_tokens: u32) -> ([StepBatch; 2], u32) {
@@ -99,8 +102,12 @@ impl Case {
         (steps, all)
     }
 
-    /// What attention gives for both steps' tokens.
-    fn run<D: Device>(&self, device: &D) -> Result<Vec<f32>, DeviceError> {
+    /// What attention gives for each step's tokens, and seconds as `time` says.
+    fn run<D: Device>(
+        &self,
+        device: &D,
+        time: impl Fn(&mut dyn FnMut() -> Result<(), DeviceError>) -> Result<Option<f64>, DeviceError>,
+    ) -> Result<Vec<Ran>, DeviceError> {
         let (steps, blocks) = self.steps(device.block_tokens());
         let mut pool = device.kv_pool(self.heads, blocks as usize)?;
         let frequencies = (0..self.heads.head_dim / 2).map(|i| 0.7f32.powi(i as i32)).collect();
@@ -132,35 +139,62 @@ impl Case {
             };
             device.rope_store(op, &step, &mut qkv, &mut pool)?;
             device.attention(self.spec, &step, &qkv, &pool, &mut out, &mut workspace)?;
-            all.extend(device.read(&out)?);
+            let rows = device.read(&out)?;
+            let seconds = time(&mut || device.attention(self.spec, &step, &qkv, &pool, &mut out, &mut workspace))?;
+            all.push((rows, seconds));
         }
         Ok(all)
     }
+
+    /// Keys that queries of a step see, all together, and those that must be read.
+    fn keys(&self, step: &StepBatch) -> (f64, f64) {
+        let window = match self.spec {
+            KvSpec::Full => u32::MAX,
+            KvSpec::Window(window) => window,
+        };
+        let (mut seen, mut read) = (0.0, 0.0);
+        for (i, s) in step.sequences.iter().enumerate() {
+            let positions = s.kv_len - s.q_len..s.kv_len;
+            seen += positions.map(|at| f64::from((at + 1).min(window))).sum::<f64>();
+            let shared = if i > 0 { self.shared } else { 0 };
+            read += f64::from((s.kv_len - shared).min(window.saturating_add(s.q_len)));
+        }
+        (seen, read)
+    }
 }
 
+/// Each step of a case is a finding: prompts in the first, single tokens, or few, in the second.
 pub fn all<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> Result<(), DeviceError> {
     for case in cases(pair.extent) {
-        let (want, got) = (case.run(&pair.reference)?, case.run(pair.device)?);
+        let want = case.run(&pair.reference, |_| Ok(None))?;
+        let got = case.run(pair.device, |run| pair.time(run))?;
         let HeadShape {
             heads,
             kv_heads,
             head_dim,
         } = case.heads;
-        let tokens: u32 = case.sequences.iter().map(|(a, b)| a + b).sum();
         let kind = match (case.spec, case.shared) {
             (KvSpec::Window(window), _) => format!(", window {window}"),
             (_, 0) => String::new(),
             (_, shared) => format!(", {shared} shared"),
         };
-        let shape = format!("{tokens} x {heads}/{kv_heads} x {head_dim}{kind}");
-        let name = ("rope_store, attention", pair.kv.word(), shape);
-        tell(compare(
-            name,
-            Tolerance::attention(pair.kv),
-            heads * head_dim,
-            &want,
-            &got,
-        ));
+        let (steps, _) = case.steps(pair.device.block_tokens());
+        for ((step, (want, _)), (got, seconds)) in steps.iter().zip(&want).zip(got) {
+            let stored: u32 = step.sequences.iter().map(|s| s.kv_len).sum();
+            let shape = format!(
+                "{} of {stored} x {heads}/{kv_heads} x {head_dim}{kind}",
+                step.tokens.len()
+            );
+            let name = ("rope_store, attention", pair.kv.word(), shape);
+            let mut finding = compare(name, Tolerance::attention(pair.kv), heads * head_dim, want, &got);
+            // Of attention alone.
+            let (seen, read) = case.keys(step);
+            finding.seconds = seconds;
+            finding.operations = 4.0 * seen * (heads * head_dim) as f64;
+            finding.bytes = 2.0 * read * (kv_heads * head_dim) as f64 * f64::from(pair.kv.bits()) / 8.0
+                + 4.0 * (step.tokens.len() * heads * head_dim) as f64;
+            tell(finding);
+        }
     }
     Ok(())
 }

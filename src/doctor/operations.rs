@@ -154,6 +154,8 @@ fn linear_shapes(extent: Extent) -> Vec<(usize, usize, usize)> {
         (65, 272, 112),
         (127, 128, 400),
         (129, 400, 64),
+        // Large enough for a device to measure how it is best computed.
+        (256, 1024, 1024),
     ];
     if extent == Extent::Full {
         for (n, k) in [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (896, 4864)] {

@@ -24,7 +24,7 @@ pub trait Generate: Send {
     /// The device, not a row, is at fault: whatever was submitted must be computed again by another engine.
     fn step(&mut self) -> Result<Vec<Finished>, EngineError>;
 
-    /// Tokens that the last step computed, by `UnitId::job`: how a step's time is split among jobs.
+    /// Tokens that the step computed whose results came last, by `UnitId::job`: how a step's time is split among jobs.
     fn step_tokens(&self) -> &[(u32, u64)];
 
     /// Drops the units of `job` whose row is in `rows`: they never come back.

@@ -72,6 +72,8 @@ pub struct Transformer<D: Device = Cpu> {
     vocab_size: usize,
     /// Most tokens of a step that the device has memory for, where that was found out.
     step_tokens_max: Option<u32>,
+    /// Tokens of the last draw, which the next step may hold.
+    drawn: usize,
 }
 
 struct Buffers<D: Device> {
@@ -230,6 +232,7 @@ impl<D: Device> Transformer<D> {
             context_tokens,
             vocab_size,
             step_tokens_max: None,
+            drawn: 0,
         };
         if let KvBudget::AfterStep {
             step_tokens,
@@ -463,6 +466,7 @@ impl<D: Device> Forward for Transformer<D> {
         let Transformer { device, buffers, .. } = self;
         let mut tell = self.times.laps();
         device.draw(ids, draws, &mut buffers.workspace)?;
+        self.drawn = draws.len();
         if self.timed {
             device.wait()?;
             tell(Operation::Draw);

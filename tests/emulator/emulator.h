@@ -3,13 +3,15 @@
 // Fibers of a block take turns on one thread of the system. A warp goes on for as long as nothing holds it up, then another one that
 // a seed chooses: so a missing barrier shows as a wrong result. Copies that a thread begins arrive when it waits for them, and
 // where the seed is odd at once, too. A block in which all fibers wait for each other is reported, and so is a touch of memory that is
-// not there. Blocks run on all cores, each on one: they must not wait for each other.
+// not there. Blocks run on all cores, each on one: they must not wait for each other. A warpgroup's products are computed when a thread
+// waits for them, or where the seed is odd at once.
 #pragma once
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -29,7 +31,10 @@ struct Dim { unsigned x, y, z; };
 struct Copy { void* to; unsigned char bytes[16]; };
 struct Copies { std::vector<Copy> open; std::vector<std::vector<Copy>> groups; };
 
-struct Fiber { void* stack_pointer; Dim thread; unsigned lane, warp, turn; bool done; Copies copies; };
+// Products of a warpgroup that a thread has begun.
+struct Products { std::vector<std::function<void()>> open; std::vector<std::vector<std::function<void()>>> groups; };
+
+struct Fiber { void* stack_pointer; Dim thread; unsigned lane, warp, turn; bool done; Copies copies; Products products; };
 
 // Threads that wait for each other, and what each brings.
 struct Group { unsigned arrived, generation, alive; uint64_t slots[2][32]; };

@@ -13,8 +13,20 @@ inline unsigned long long tile_descriptor(const void* tile) {
 
 inline void stores_before_products() {}
 inline void products_begin() {}
-inline void products_end() {}
-template <int LEFT> inline void products_wait() {}
+
+inline void products_end() {
+    emulator::Products& products = emulator::self().products;
+    products.groups.push_back(std::move(products.open));
+    products.open.clear();
+}
+
+template <int LEFT> inline void products_wait() {
+    auto& groups = emulator::self().products.groups;
+    while (groups.size() > LEFT) {
+        for (auto& product : groups.front()) product();
+        groups.erase(groups.begin());
+    }
+}
 
 namespace emulator {
 // Where a byte lies that would lie at `offset` without the swizzle over 128 bytes.
@@ -28,12 +40,12 @@ inline void row_of(unsigned long long tile, int row, unsigned char (&to)[32]) {
     for (int half = 0; half < 2; half++) std::memcpy(to + half * 16, swizzled(start + row / 8 * step + row % 8 * 128 + half * 16), 16);
 }
 
-template <class Sum, class Product>
-void products(Sum (&d)[64], unsigned long long a, unsigned long long b, int add, Product product) {
+template <class Sum, int N, class Product>
+void multiply(Sum (&d)[N], unsigned long long a, unsigned long long b, int add, Product product) {
     int lane = self().lane, warp = self().warp % 4;
     unsigned char x[2][32], w[32];
     for (int half = 0; half < 2; half++) row_of(a, warp * 16 + lane / 4 + half * 8, x[half]);
-    for (int n = 0; n < 16; n++)
+    for (int n = 0; n < N / 4; n++)
         for (int i = 0; i < 2; i++) {
             row_of(b, n * 8 + lane % 4 * 2 + i, w);
             for (int half = 0; half < 2; half++) {
@@ -42,15 +54,26 @@ void products(Sum (&d)[64], unsigned long long a, unsigned long long b, int add,
             }
         }
 }
+
+// A thread's part of a product: half as many sums as it has columns.
+template <class Sum, int N, class Product>
+void products(Sum (&d)[N], unsigned long long a, unsigned long long b, int add, Product product) {
+    static_assert(N == 16 || N == 32 || N == 64 || N == 128);
+    auto compute = [&d, a, b, add, product] { multiply(d, a, b, add, product); };
+    if (block().seed % 2 == 1)
+        compute();
+    else
+        self().products.open.push_back(compute);
+}
 }  // namespace emulator
 
-inline void products(int (&d)[64], unsigned long long a, unsigned long long b, int add) {
+template <int N> inline void products(int (&d)[N], unsigned long long a, unsigned long long b, int add) {
     emulator::products(d, a, b, add, emulator::int8_product);
 }
-inline void products(E4m3, float (&d)[64], unsigned long long a, unsigned long long b, int add) {
+template <int N> inline void products(E4m3, float (&d)[N], unsigned long long a, unsigned long long b, int add) {
     emulator::products(d, a, b, add, emulator::e4m3_product);
 }
-inline void products(Bf16Pairs, float (&d)[64], unsigned long long a, unsigned long long b, int add) {
+template <int N> inline void products(Bf16Pairs, float (&d)[N], unsigned long long a, unsigned long long b, int add) {
     emulator::products(d, a, b, add, emulator::bf16_product);
 }
 

@@ -59,8 +59,29 @@ inline float shuffle_xor(float x, int lanes) {
     return emulator::exchange(x, emulator::self().lane ^ lanes);
 }
 
-inline void add_shared(unsigned int* to, unsigned int x) {
+inline unsigned long long shuffle_xor(unsigned long long x, int lanes) {
+    return emulator::exchange(x, emulator::self().lane ^ lanes);
+}
+
+inline unsigned long long shuffle_up(unsigned long long x, int lanes) {
+    unsigned lane = emulator::self().lane;
+    return emulator::exchange(x, lane < (unsigned)lanes ? lane : lane - lanes);
+}
+
+inline float add_toward_zero(float a, float b) {
+    double exact = (double)a + b;
+    float sum = (float)exact;
+    return std::fabs(sum) > std::fabs(exact) ? std::nextafter(sum, 0.0f) : sum;
+}
+
+inline int bit_length(unsigned long long x) {
+    return x == 0 ? 0 : 64 - __builtin_clzll(x);
+}
+
+inline unsigned int add_shared(unsigned int* to, unsigned int x) {
+    unsigned int before = *to;
     *to += x;
+    return before;
 }
 
 inline void add_shared(unsigned long long* to, unsigned long long x) {

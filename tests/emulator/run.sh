@@ -6,21 +6,25 @@ cd "$(dirname "$0")/../.."
 built=$(mktemp -d)
 trap 'rm -rf "$built"' EXIT
 failed=0
+flags=(-O2 -std=c++17 -Wno-psabi)
+g++ "${flags[@]}" -c tests/emulator/emulator.cpp -o "$built/emulator.o"
 
 # run PROGRAM MACRO...: builds it with these macros and runs it.
 run() {
     local program=$1
     shift
     echo "$program $*"
-    g++ -O2 -std=c++17 -Wno-psabi "${@/#/-D}" -I tests/emulator -I kernels/common "tests/emulator/$program.cpp" tests/emulator/emulator.cpp -o "$built/program"
+    g++ "${flags[@]}" "${@/#/-D}" -I tests/emulator -I kernels/common "tests/emulator/$program.cpp" "$built/emulator.o" -o "$built/program"
     "$built/program" || failed=1
 }
 
 linear() {
     for format in 0 1 2; do
         for wide in 0 1; do run linear FORMAT=$format WIDE=$wide; done
-        run linear FORMAT=$format WIDE=1 CONSUMERS=1
-        run linear FORMAT=$format WIDE=0 CONSUMERS=2
+        for columns in 32 64 128 256; do
+            run linear FORMAT=$format WIDE=1 COLUMNS=$columns CONSUMERS=1
+            run linear FORMAT=$format WIDE=0 COLUMNS=$columns CONSUMERS=2
+        done
     done
 }
 

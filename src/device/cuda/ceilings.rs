@@ -1,4 +1,4 @@
-//! What a card can do at most, measured: what its kernels are held against.
+//! What a card can do at most, measured: what its kernels are held against; and how long they take.
 
 use std::time::Instant;
 
@@ -34,6 +34,38 @@ impl Cuda {
             bytes_per_second: 2.0 * bytes as f64 / seconds,
             operations_per_second: operations / computing,
         })
+    }
+
+    /// Seconds of what `run` issues after something else has filled the card's caches, that filling included; `None`: there is no memory
+    /// to fill them from.
+    ///
+    /// # Errors
+    /// The card failed.
+    pub(super) fn seconds_uncached(
+        &self,
+        run: impl Fn() -> Result<(), DeviceError>,
+    ) -> Result<Option<f64>, DeviceError> {
+        const BYTES: usize = 64 << 20;
+        // So long a run is known well enough at once.
+        const LONG: f64 = 5e-3;
+        let Ok(memory) = self.context.take(2 * BYTES, "what fills caches") else {
+            return Ok(None);
+        };
+        let both = || {
+            self.context.copy_within(&memory, 0, BYTES, BYTES)?;
+            run()
+        };
+        both()?;
+        self.context.wait()?;
+        let began = Instant::now();
+        both()?;
+        self.context.wait()?;
+        let runs = match began.elapsed().as_secs_f64() {
+            once if once > LONG => 1,
+            _ => 8,
+        };
+        let seconds = self.best_of_three(|| (0..runs).try_for_each(|_| both()))?;
+        Ok(Some(seconds / f64::from(runs)))
     }
 
     /// Seconds of the fastest of three runs, after one that does not count.

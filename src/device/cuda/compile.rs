@@ -151,19 +151,23 @@ impl Compiler {
         Ok(image)
     }
 
-    /// Where a kernel's machine code is kept: by all that it is made of.
     fn place(&self, kernel: &Kernel) -> Option<PathBuf> {
+        self.place_of(kernel.name, kernel.name, &self.options(kernel).join(" "), "cubin")
+    }
+
+    /// Where something called `what` of a kernel is kept: by all that the kernel is made of, and by `of`.
+    pub(super) fn place_of(&self, name: &str, what: &str, of: &str, extension: &str) -> Option<PathBuf> {
         let folder = self.cache.as_ref()?;
         let (major, minor) = self.nvrtc.version();
-        let (version, options) = (format!("{major}.{minor}"), self.options(kernel).join(" "));
+        let version = format!("{major}.{minor}");
         let mut hash = Sha256::new();
-        let own = [source(kernel.name).ok()?, &version, &options];
+        let own = [source(name).ok()?, &version, of];
         for part in own.into_iter().chain(HEADERS.iter().map(|(_, text)| *text)) {
             hash.update((part.len() as u64).to_le_bytes());
             hash.update(part);
         }
         let hash: String = hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
-        Some(folder.join(format!("{}-{}.cubin", kernel.name, &hash[..32])))
+        Some(folder.join(format!("{what}-{}.{extension}", &hash[..32])))
     }
 
     /// Compiles a kernel now, with what the assembler says of it.
@@ -214,8 +218,8 @@ fn cache_folder() -> Option<PathBuf> {
     Some(folder.join("kernels"))
 }
 
-/// Writes machine code whole or not at all. A cache that cannot be written costs time, nothing else.
-fn keep(path: &Path, image: &[u8]) {
+/// Writes a file of the cache whole or not at all. A cache that cannot be written costs time, nothing else.
+pub(super) fn keep(path: &Path, image: &[u8]) {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     let number = COUNT.fetch_add(1, Ordering::Relaxed);
     let part = path.with_extension(format!("{}-{number}.part", std::process::id()));

@@ -81,10 +81,11 @@ impl Asked {
                 Allowed::Ids(_) => {}
             }
             self.masks.resize(at + words, 0);
-            if !matches!(allowed, Allowed::Mask(_)) {
-                for &id in list.iter().filter(|id| (**id as usize) < ids) {
-                    self.masks[at + id as usize / 32] ^= 1 << (id % 32);
-                }
+            let list = list.iter().filter(|id| (**id as usize) < ids);
+            match allowed {
+                Allowed::Mask(_) => {}
+                Allowed::AllBut(_) => list.for_each(|id| self.masks[at + *id as usize / 32] &= !(1 << (id % 32))),
+                Allowed::Ids(_) => list.for_each(|id| self.masks[at + *id as usize / 32] |= 1 << (id % 32)),
             }
             at as u32
         })
@@ -248,6 +249,10 @@ impl Cuda {
                 Argument::Word(logits.stride as u32),
             ],
         )?;
+        // What nobody took is not waited for in vain: its place is used again.
+        if let Some(coming) = drawing.coming.take() {
+            drawing.host = Some(coming.wait()?);
+        }
         let host = match drawing.host.take() {
             Some(host) if host.len() >= results => host,
             _ => on.pin(results.next_power_of_two())?,

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::driver::{Argument, Context, MapShape, Memory};
 use super::memory::{Buffer, Logits, address, want};
-use super::plan::{self, Format, LinearShape};
+use super::plan::{self, Format, LinearShape, Tile};
 use super::{Cuda, Matrix, Vector};
 use crate::device::{DeviceError, Linear};
 
@@ -67,6 +67,9 @@ impl Cuda {
             all.extend(rest);
             return self.launch(&plan::linear(&shape), &all);
         }
+        if shape.rows == 0 {
+            return Ok(());
+        }
         let map = |address, rows, box_rows| {
             self.context.tensor_map(&MapShape {
                 address,
@@ -76,15 +79,16 @@ impl Cuda {
                 box_rows,
             })
         };
-        if shape.rows == 0 {
-            return Ok(());
-        }
-        let mut all = vec![
-            Argument::Map(map(data, shape.rows, plan::consumers(shape.rows) * 64)?),
-            Argument::Map(map(weight.data.address(), weight.rows, plan::LINEAR_COLUMNS)?),
-        ];
-        all.extend(rest);
-        self.launch(&plan::linear_sm90(&shape, card.multiprocessors), &all)
+        let run = |tile: Tile| {
+            let mut all = vec![
+                Argument::Map(map(data, shape.rows, tile.rows())?),
+                Argument::Map(map(weight.data.address(), weight.rows, tile.columns)?),
+            ];
+            all.extend(rest);
+            self.launch(&plan::linear_sm90(&shape, tile, card.multiprocessors), &all)
+        };
+        let measure = |tile| self.seconds_uncached(|| run(tile));
+        run(self.tuning.tile(&shape, card.multiprocessors, measure)?)
     }
 
     pub(super) fn linear_into(

@@ -29,6 +29,7 @@ mod memory;
 pub mod nvrtc;
 pub mod plan;
 mod step;
+mod tuning;
 mod weights;
 
 pub use ceilings::Ceilings;
@@ -40,6 +41,7 @@ use memory::{Logits, block_bytes};
 use nvrtc::Nvrtc;
 use plan::{BLOCK_TOKENS, Format, Heads, Launch};
 pub use step::Step;
+use tuning::Tuning;
 pub use weights::Matrix;
 use weights::{Loader, Staged};
 
@@ -52,6 +54,7 @@ pub struct Cuda {
     compiler: Compiler,
     functions: Mutex<HashMap<Kernel, Function>>,
     loader: Mutex<Option<Loader>>,
+    tuning: Tuning,
     /// Of linear layers.
     format: Format,
     kv: Format,
@@ -100,9 +103,11 @@ impl Cuda {
             )));
         }
         let target = Target::of(card.capability, &nvrtc.architectures()?)?;
+        let compiler = Compiler::new(nvrtc, target);
         Ok(Cuda {
+            tuning: Tuning::open(&compiler, card),
             context: Arc::new(context),
-            compiler: Compiler::new(nvrtc, target),
+            compiler,
             functions: Mutex::default(),
             loader: Mutex::default(),
             format,

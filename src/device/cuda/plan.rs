@@ -139,8 +139,6 @@ pub struct LinearShape {
     pub wide: bool,
 }
 
-/// Rows of W that a block takes at once.
-pub const LINEAR_COLUMNS: u32 = 128;
 /// Bytes of a row that are staged at once.
 const STAGE: u32 = 128;
 
@@ -154,36 +152,113 @@ pub fn linear(shape: &LinearShape) -> Launch {
         ),
         grid: [
             (shape.rows as u32).div_ceil(TILE),
-            (shape.columns as u32).div_ceil(LINEAR_COLUMNS),
+            (shape.columns as u32).div_ceil(TILE),
         ],
         threads: 256,
         shared_bytes: 3 * 2 * TILE * STAGE,
     }
 }
 
-/// Warpgroups that multiply, each 64 rows.
-pub fn consumers(rows: usize) -> u32 {
-    if rows <= 64 { 1 } else { 2 }
+/// What a block of `linear_sm90` computes at once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct Tile {
+    pub columns: u32,
+    /// Warpgroups that multiply, each 64 rows.
+    pub consumers: u32,
+}
+
+impl Tile {
+    /// All that kernels are made for.
+    pub const ALL: [Tile; 8] = {
+        let mut all = [Tile {
+            columns: 0,
+            consumers: 0,
+        }; 8];
+        let mut at = 0;
+        while at < 8 {
+            all[at] = Tile {
+                columns: 256 >> (at / 2),
+                consumers: 2 - at as u32 % 2,
+            };
+            at += 1;
+        }
+        all
+    };
+
+    pub fn rows(self) -> u32 {
+        self.consumers * 64
+    }
+
+    /// The tile that a product of this shape takes least time in, of equal ones the largest.
+    pub fn of(shape: &LinearShape, multiprocessors: u32) -> Tile {
+        let cost = |tile: &Tile| tile.cycles(shape, multiprocessors);
+        let best = Self::ALL.into_iter().min_by(|a, b| cost(a).total_cmp(&cost(b)));
+        best.unwrap_or(Self::ALL[0])
+    }
+
+    /// Tiles that take at most `times` as long as the best, by counting.
+    pub fn within(shape: &LinearShape, multiprocessors: u32, times: f64) -> impl Iterator<Item = Tile> {
+        let cost = move |tile: &Tile| tile.cycles(shape, multiprocessors);
+        let most = times * cost(&Tile::of(shape, multiprocessors));
+        Self::ALL.into_iter().filter(move |tile| cost(tile) <= most)
+    }
+
+    /// Cycles of a product, by counting; see `kernels/linear_sm90.cu`.
+    fn cycles(self, shape: &LinearShape, multiprocessors: u32) -> f64 {
+        // What a multiprocessor takes in in a cycle, and what all of them do from the second-level cache: to be fitted on a card.
+        const BYTES_IN: f64 = 56.0;
+        const BYTES_IN_ALL: f64 = 4400.0;
+        // To begin a tile and to write its results.
+        const AROUND: f64 = 1500.0;
+        let (rows, columns, groups) = (
+            f64::from(self.rows()),
+            f64::from(self.columns),
+            f64::from(self.consumers),
+        );
+        let tiles = (shape.rows as f64 / rows).ceil() * (shape.columns as f64 / columns).ceil();
+        let multiprocessors = f64::from(multiprocessors);
+        // Of a stage.
+        let products = rows * columns / 32.0;
+        // E4M3 reads its rows again for every 128 columns.
+        let again = if shape.format == Format::E4m3 && self.columns > 128 {
+            64.0
+        } else {
+            0.0
+        };
+        let shared = rows + columns + groups * (64.0 + again + columns);
+        let bytes = f64::from(STAGE) * (rows.min(shape.rows as f64) + columns);
+        let brought = bytes * (tiles.min(multiprocessors) / BYTES_IN_ALL).max(1.0 / BYTES_IN);
+        let stages = (shape.bytes as f64 / f64::from(STAGE)).ceil();
+        (tiles / multiprocessors).ceil() * (stages * products.max(shared).max(brought) + AROUND)
+    }
+
+    fn stage_bytes(self) -> u32 {
+        (self.rows() + self.columns) * STAGE
+    }
+
+    /// As the kernel says.
+    fn stages(self) -> u32 {
+        ((225 << 10) / self.stage_bytes()).min(16)
+    }
 }
 
 /// On Hopper: blocks that stay, at most one a multiprocessor.
-pub fn linear_sm90(shape: &LinearShape, multiprocessors: u32) -> Launch {
-    let consumers = consumers(shape.rows);
-    let tiles = (shape.rows as u32).div_ceil(consumers * 64) * (shape.columns as u32).div_ceil(LINEAR_COLUMNS);
-    let stages = if consumers == 1 { 8 } else { 6 };
+pub fn linear_sm90(shape: &LinearShape, tile: Tile, multiprocessors: u32) -> Launch {
+    let tiles = (shape.rows as u32).div_ceil(tile.rows()) * (shape.columns as u32).div_ceil(tile.columns);
     Launch {
         kernel: Kernel::new(
             "linear_sm90",
             &[
                 ("FORMAT", shape.format as u32),
-                ("CONSUMERS", consumers),
+                ("COLUMNS", tile.columns),
+                ("CONSUMERS", tile.consumers),
                 ("WIDE", shape.wide.into()),
             ],
         ),
         grid: [tiles.min(multiprocessors), 1],
-        threads: 128 + consumers * 128,
+        threads: 128 + tile.consumers * 128,
         // Tiles begin on 1024 bytes.
-        shared_bytes: stages * (consumers * 64 + LINEAR_COLUMNS) * STAGE + 1024,
+        shared_bytes: tile.stages() * tile.stage_bytes() + 1024,
     }
 }
 
@@ -309,6 +384,42 @@ impl Heads {
             grid: [tokens as u32, 1],
             threads: 128,
             shared_bytes: 0,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiles_follow_rows_and_columns() {
+        let tile = |rows, columns, bytes| {
+            let shape = LinearShape {
+                format: Format::Int8,
+                rows,
+                columns,
+                bytes,
+                wide: false,
+            };
+            let tile = Tile::of(&shape, 132);
+            (tile.columns, tile.consumers)
+        };
+        // Few rows: as many multiprocessors as there are read weights.
+        assert_eq!(tile(1, 4096, 4096), (32, 1));
+        assert_eq!(tile(64, 6144, 4096), (64, 1));
+        // Many: each byte brought in is used as often as can be.
+        assert_eq!(tile(2048, 4096, 4096), (256, 2));
+        assert_eq!(tile(512, 28672, 4096), (256, 2));
+    }
+
+    #[test]
+    fn every_tile_fits() {
+        for tile in Tile::ALL {
+            assert!(
+                tile.stages() >= 4 && tile.stages() * tile.stage_bytes() + 1024 <= 227 << 10,
+                "{tile:?}"
+            );
         }
     }
 }
