@@ -29,7 +29,7 @@ pub type SequenceId = u64;
 pub struct Limits {
     /// Most tokens computed in one step.
     pub max_step_tokens: usize,
-    /// Most sequences that run at once.
+    /// Most sequences in one step. Those whose tokens are being drawn while the next step is planned run besides.
     pub max_sequences: usize,
     pub policy: Policy,
 }
@@ -319,8 +319,10 @@ impl Scheduler {
     /// Gives the step's tokens to running sequences that are `wanted`, then to new ones where they may start.
     fn fill(&mut self, plan: &mut StepPlan, wanted: impl Fn(&Slot) -> bool, start: bool) {
         let mut budget = self.limits.max_step_tokens;
+        // Nobody knows yet whether those go on: most have ended. They take no part in this step.
+        let awaited = self.running.iter().filter(|slot| slot.pending() == 0).count();
         let mut at = 0;
-        while at < self.running.len() && budget > 0 {
+        while at < self.running.len() && budget > 0 && plan.sequences.len() < self.limits.max_sequences {
             if self.running[at].pending() == 0 || !wanted(&self.running[at]) {
                 at += 1;
                 continue;
@@ -339,13 +341,14 @@ impl Scheduler {
             at += 1;
         }
         if start && plan.preempted.is_empty() && (self.limits.policy.refill || self.running.is_empty()) {
-            self.start_waiting(plan, budget);
+            self.start_waiting(plan, budget, awaited);
         }
     }
 
-    /// Starts sequences of the window, in its order, while there is room.
-    fn start_waiting(&mut self, plan: &mut StepPlan, mut budget: usize) {
-        while budget > 0 && self.running.len() < self.limits.max_sequences {
+    /// Starts sequences of the window, in its order, while there is room beside the `awaited` ones.
+    fn start_waiting(&mut self, plan: &mut StepPlan, mut budget: usize, awaited: usize) {
+        let most = self.limits.max_sequences;
+        while budget > 0 && self.running.len() - awaited < most && plan.sequences.len() < most {
             if self.waiting.is_empty() {
                 self.order_incoming();
             }
@@ -629,6 +632,28 @@ mod tests {
         assert_eq!(s.plan().sequences[0].tokens, [71]);
         (0..3).for_each(|id| s.remove(id));
         s.pool.check(std::iter::empty());
+        assert_eq!(s.pool.available(), 32);
+    }
+
+    /// Those that have most likely ended do not keep others from starting; where they go on after all, a step takes no more of them
+    /// than it may.
+    #[test]
+    fn awaited_sequences_leave_room_for_others() {
+        let mut s = scheduler(32, 64, 2);
+        (0..6).for_each(|i| submit(&mut s, i, vec![10 * i as u32, 1, 2], 1));
+        let ids = |plan: StepPlan| plan.sequences.iter().map(|p| p.id).collect::<Vec<_>>();
+        assert_eq!(ids(s.plan()), [0, 1]);
+        assert_eq!(ids(s.plan()), [2, 3], "beside two that are awaited");
+        s.remove(0);
+        s.extend(1, &[7, 8]);
+        assert_eq!(ids(s.plan()), [1, 4], "2 and 3 are awaited");
+        s.extend(2, &[7]);
+        s.extend(3, &[7]);
+        s.extend(1, &[9]);
+        assert_eq!(ids(s.plan()), [1, 2], "a step takes two");
+        assert_eq!(ids(s.plan()), [3, 5]);
+        assert!(s.plan().sequences.is_empty());
+        (0..6).for_each(|id| s.remove(id));
         assert_eq!(s.pool.available(), 32);
     }
 
