@@ -54,25 +54,23 @@ pub struct Draw<'a> {
     pub logits: bool,
 }
 
-impl Default for Draw<'_> {
+impl Draw<'static> {
     /// The most probable of all.
-    fn default() -> Self {
-        Draw {
-            temperature: 0.0,
-            top_k: 0,
-            top_p: 1.0,
-            min_p: 0.0,
-            repetition_penalty: 1.0,
-            presence_penalty: 0.0,
-            frequency_penalty: 0.0,
-            allowed: Allowed::AllBut(&[]),
-            prompt: &[],
-            completion: &[],
-            uniform: 0.0,
-            log_sum: false,
-            logits: false,
-        }
-    }
+    pub const GREEDY: Self = Draw {
+        temperature: 0.0,
+        top_k: 0,
+        top_p: 1.0,
+        min_p: 0.0,
+        repetition_penalty: 1.0,
+        presence_penalty: 0.0,
+        frequency_penalty: 0.0,
+        allowed: Allowed::AllBut(&[]),
+        prompt: &[],
+        completion: &[],
+        uniform: 0.0,
+        log_sum: false,
+        logits: false,
+    };
 }
 
 impl Draw<'_> {

@@ -48,7 +48,7 @@ impl Lists {
         let warm = Draw {
             temperature: 0.8,
             log_sum: true,
-            ..Draw::default()
+            ..Draw::GREEDY
         };
         let greedy = Draw {
             temperature: 0.0,

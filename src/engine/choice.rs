@@ -515,7 +515,7 @@ mod tests {
                 node,
                 Draw {
                     log_sum,
-                    ..Draw::default()
+                    ..Draw::GREEDY
                 },
             );
             let drawn = sample(&logits, draw, &mut Scratch::default()).unwrap();

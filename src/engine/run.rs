@@ -291,7 +291,7 @@ impl Engine {
         let mut work = self.collect(&rows);
         work.iter_mut().for_each(|w| w.active.unit.prepare());
         work::prepare(&self.options.threads, &mut work);
-        let mut draws = vec![Draw::default(); count];
+        let mut draws = vec![Draw::GREEDY; count];
         let tokenizer = Arc::clone(&self.tokenizer);
         for w in &work {
             for row in &w.rows {

@@ -253,7 +253,7 @@ impl<D: Device> Transformer<D> {
         let mut tokens = step_tokens;
         loop {
             let step = pool::largest_step(tokens, sequences, self.context_tokens, self.device.block_tokens());
-            let draws = vec![Draw::default(); step.logits_at.len()];
+            let draws = vec![Draw::GREEDY; step.logits_at.len()];
             let ran = self.run(&step, |_, _, _| ());
             let drew = ran.and_then(|()| self.device.draw(self.vocab_size, &draws, &mut self.buffers.workspace));
             match drew.and_then(|()| self.device.drawn(&mut self.buffers.workspace)) {

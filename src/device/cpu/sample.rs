@@ -329,19 +329,8 @@ mod tests {
     use proptest::prelude::*;
 
     const GREEDY: Draw = Draw {
-        temperature: 0.0,
-        top_k: 0,
-        top_p: 1.0,
-        min_p: 0.0,
-        repetition_penalty: 1.0,
-        presence_penalty: 0.0,
-        frequency_penalty: 0.0,
-        allowed: Allowed::AllBut(&[]),
-        prompt: &[],
-        completion: &[],
-        uniform: 0.0,
         log_sum: true,
-        logits: false,
+        ..Draw::GREEDY
     };
     const WARM: Draw = Draw {
         temperature: 1.0,

@@ -288,7 +288,7 @@ mod tests {
         let draws = allowed.map(|allowed| Draw {
             allowed,
             logits,
-            ..Draw::default()
+            ..Draw::GREEDY
         });
         let asked = Asked::new(&draws, 40);
         assert_eq!(
@@ -306,7 +306,7 @@ mod tests {
             repetition_penalty: 1.5,
             prompt: &[2, 5, 70],
             completion: &[9, 5, 9, 71],
-            ..Draw::default()
+            ..Draw::GREEDY
         };
         let presence = Draw {
             repetition_penalty: 1.0,
