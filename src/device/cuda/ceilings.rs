@@ -46,6 +46,7 @@ impl Cuda {
         run: impl Fn() -> Result<(), DeviceError>,
     ) -> Result<Option<f64>, DeviceError> {
         const BYTES: usize = 64 << 20;
+        const RUNS: u32 = 8;
         // So long a run is known well enough at once.
         const LONG: f64 = 5e-3;
         let Ok(memory) = self.context.take(2 * BYTES, "what fills caches") else {
@@ -55,17 +56,12 @@ impl Cuda {
             self.context.copy_within(&memory, 0, BYTES, BYTES)?;
             run()
         };
-        both()?;
-        self.context.wait()?;
-        let began = Instant::now();
-        both()?;
-        self.context.wait()?;
-        let runs = match began.elapsed().as_secs_f64() {
-            once if once > LONG => 1,
-            _ => 8,
-        };
-        let seconds = self.best_of_three(|| (0..runs).try_for_each(|_| both()))?;
-        Ok(Some(seconds / f64::from(runs)))
+        let once = self.best_of_three(both)?;
+        if once > LONG {
+            return Ok(Some(once));
+        }
+        let seconds = self.best_of_three(|| (0..RUNS).try_for_each(|_| both()))?;
+        Ok(Some(seconds / f64::from(RUNS)))
     }
 
     /// Seconds of the fastest of three runs, after one that does not count.

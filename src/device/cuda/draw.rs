@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use super::driver::{Argument, Busy, Memory, Pinned};
-use super::memory::{Logits, address, staged, want};
+use super::memory::{Logits, address, pinned, staged, want};
 use super::{Cuda, plan};
 use crate::device::DeviceError;
 use crate::device::draw::{Allowed, Draw, DrawError, Drawn};
@@ -253,10 +253,7 @@ impl Cuda {
         if let Some(coming) = drawing.coming.take() {
             drawing.host = Some(coming.wait()?);
         }
-        let host = match drawing.host.take() {
-            Some(host) if host.len() >= results => host,
-            _ => on.pin(results.next_power_of_two())?,
-        };
+        let host = pinned(on, drawing.host.take(), results)?;
         drawing.coming = Some(on.fetch(drawn, results, host)?);
         drawing.rows.clear();
         drawing.rows.extend(draws.iter().map(|draw| Wanted {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::driver::{Argument, Context, MapShape, Memory};
-use super::memory::{Buffer, Logits, address, want};
+use super::memory::{Buffer, Logits, address, pinned, want};
 use super::plan::{self, Format, LinearShape, Tile};
 use super::{Cuda, Matrix, Vector};
 use crate::device::{DeviceError, Linear};
@@ -141,13 +141,11 @@ impl Logits {
     pub(super) fn read(&mut self, on: &Arc<Context>) -> Result<&[f32], DeviceError> {
         let Logits { rows, ids, stride, .. } = *self;
         let bytes = rows * stride * 4;
-        if self.host.as_ref().is_none_or(|host| host.len() < bytes) {
-            self.host = None;
-            self.host = Some(on.pin(bytes)?);
-        }
-        let (Some(memory), Some(host)) = (&self.memory, &mut self.host) else {
+        let Some(memory) = &self.memory else {
             return Ok(&[]);
         };
+        let host = pinned(on, self.host.take(), bytes)?;
+        let host = self.host.insert(host);
         on.download(memory, 0, &mut host[..bytes])?;
         let numbers = host.as_floats_mut();
         if stride != ids {

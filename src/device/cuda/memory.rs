@@ -72,12 +72,17 @@ pub(super) fn want(
     Ok(())
 }
 
-/// Pinned memory of at least so many bytes: that which was used before, once the card has done with it, or a larger one.
-pub(super) fn staged(on: &Arc<Context>, before: Option<Busy>, bytes: usize) -> Result<Pinned, DeviceError> {
-    match before.map(Busy::wait).transpose()? {
+/// Pinned memory of at least so many bytes: that which was used before, or a larger one.
+pub(super) fn pinned(on: &Arc<Context>, before: Option<Pinned>, bytes: usize) -> Result<Pinned, DeviceError> {
+    match before {
         Some(pinned) if pinned.len() >= bytes => Ok(pinned),
         _ => on.pin(bytes.next_power_of_two()),
     }
+}
+
+/// As [`pinned`], once the card has done with it.
+pub(super) fn staged(on: &Arc<Context>, before: Option<Busy>, bytes: usize) -> Result<Pinned, DeviceError> {
+    pinned(on, before.map(Busy::wait).transpose()?, bytes)
 }
 
 pub(super) fn address(memory: &Option<Memory>) -> Argument {

@@ -74,33 +74,20 @@ impl Loader {
         parts: &[Tensor<'_>],
         mut take: impl FnMut(Staged<'_>) -> Result<(), DeviceError>,
     ) -> Result<(), TensorError> {
-        let mut first_row = 0;
-        for (part, tensor) in parts.iter().enumerate() {
-            let row_bytes = tensor.columns * 2;
-            let most = STAGING_BYTES / row_bytes.max(1);
-            if most == 0 {
-                return Err(too_wide(tensor.columns).into());
+        for piece in pieces(parts.iter().map(|tensor| (tensor.rows, tensor.columns)))? {
+            let tensor = &parts[piece.part];
+            let stage = &mut self.stages[self.turn % 2];
+            self.turn += 1;
+            if let Some(free) = stage.free.take() {
+                free.wait()?;
             }
-            for from in (0..tensor.rows).step_by(most) {
-                let rows = most.min(tensor.rows - from);
-                let stage = &mut self.stages[self.turn % 2];
-                self.turn += 1;
-                if let Some(free) = stage.free.take() {
-                    free.wait()?;
-                }
-                let bytes = &mut stage.host[..rows * row_bytes];
-                if let Some(row) = to_bf16(tensor, from, bytes) {
-                    return Err(TensorError::NotFinite { part, row });
-                }
-                self.context.upload(bytes, &stage.card, 0)?;
-                take(Staged {
-                    card: &stage.card,
-                    rows,
-                    first_row: first_row + from,
-                })?;
-                stage.free = Some(self.context.mark()?);
+            let bytes = &mut stage.host[..piece.rows * tensor.columns * 2];
+            if let Some(row) = to_bf16(tensor, piece.from, bytes) {
+                return Err(TensorError::NotFinite { part: piece.part, row });
             }
-            first_row += tensor.rows;
+            self.context.upload(bytes, &stage.card, 0)?;
+            take(piece.staged(&stage.card))?;
+            stage.free = Some(self.context.mark()?);
         }
         Ok(())
     }
@@ -112,27 +99,53 @@ impl Loader {
         make: impl Fn(&Memory, &RandomMatrix, usize, usize) -> Result<(), DeviceError>,
         mut take: impl FnMut(Staged<'_>) -> Result<(), DeviceError>,
     ) -> Result<(), DeviceError> {
-        let mut first_row = 0;
-        for matrix in parts {
-            let most = STAGING_BYTES / (matrix.columns * 2).max(1);
-            if most == 0 {
-                return Err(too_wide(matrix.columns));
-            }
-            // All of it is in the stream's order: one stage is enough.
-            let card = &self.stages[0].card;
-            for from in (0..matrix.rows).step_by(most) {
-                let rows = most.min(matrix.rows - from);
-                make(card, matrix, from * matrix.columns, rows * matrix.columns)?;
-                take(Staged {
-                    card,
-                    rows,
-                    first_row: first_row + from,
-                })?;
-            }
-            first_row += matrix.rows;
+        // All of it is in the stream's order: one stage is enough.
+        let card = &self.stages[0].card;
+        for piece in pieces(parts.iter().map(|matrix| (matrix.rows, matrix.columns)))? {
+            let matrix = &parts[piece.part];
+            make(card, matrix, piece.from * matrix.columns, piece.rows * matrix.columns)?;
+            take(piece.staged(card))?;
         }
         Ok(())
     }
+}
+
+/// As many rows of one matrix of several as a stage holds.
+struct Piece {
+    part: usize,
+    from: usize,
+    rows: usize,
+    /// Of all matrices, one behind the other.
+    first_row: usize,
+}
+
+impl Piece {
+    fn staged(self, card: &Memory) -> Staged<'_> {
+        Staged {
+            card,
+            rows: self.rows,
+            first_row: self.first_row,
+        }
+    }
+}
+
+/// Matrices of these rows and columns in pieces, in order.
+fn pieces(shapes: impl Iterator<Item = (usize, usize)>) -> Result<Vec<Piece>, DeviceError> {
+    let (mut pieces, mut before) = (Vec::new(), 0);
+    for (part, (rows, columns)) in shapes.enumerate() {
+        let most = STAGING_BYTES / (columns * 2).max(1);
+        if most == 0 {
+            return Err(too_wide(columns));
+        }
+        pieces.extend((0..rows).step_by(most).map(|from| Piece {
+            part,
+            from,
+            rows: most.min(rows - from),
+            first_row: before + from,
+        }));
+        before += rows;
+    }
+    Ok(pieces)
 }
 
 fn too_wide(columns: usize) -> DeviceError {
