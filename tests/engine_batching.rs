@@ -49,7 +49,21 @@ struct FakeModel {
     /// How far logits spread.
     spread: f32,
     fails_at_step: Option<usize>,
+    /// For which steps and draws, counted together, there is no memory.
+    full_at: Vec<usize>,
+    calls: usize,
     seen: Arc<Mutex<Seen>>,
+}
+
+impl FakeModel {
+    /// Is there no memory for what is asked for now?
+    fn is_full(&mut self) -> Result<(), ForwardError> {
+        self.calls += 1;
+        match self.full_at.contains(&self.calls) {
+            true => Err(DeviceError::OutOfMemory("a step takes 3 MiB, and 2 are free".into()).into()),
+            false => Ok(()),
+        }
+    }
 }
 
 fn mix(mut x: u64) -> u64 {
@@ -91,7 +105,18 @@ impl Forward for FakeModel {
         seen.tokens += batch.tokens.len();
         seen.largest_step = seen.largest_step.max(batch.tokens.len());
         seen.copies += batch.block_copies.len();
-        if self.fails_at_step == Some(seen.steps) {
+        drop(seen);
+        // Nobody is to read what a step without memory was to write.
+        let full = self.is_full();
+        if full.is_err() {
+            for s in &batch.sequences {
+                let table = &batch.block_tables[s.first_block as usize..];
+                (s.kv_len - s.q_len..s.kv_len)
+                    .for_each(|p| self.kv[cell(table, p, self.block_tokens)] = (UNWRITTEN, 0));
+            }
+            return full;
+        }
+        if self.fails_at_step == Some(self.seen.lock().unwrap().steps) {
             return Err(DeviceError::Lost("the plug was pulled".into()).into());
         }
         let size = self.block_tokens;
@@ -143,6 +168,7 @@ impl Forward for FakeModel {
     }
     fn draw(&mut self, ids: usize, draws: &[Draw<'_>]) -> Result<(), ForwardError> {
         assert!(self.drawn.is_empty(), "what was drawn has not been taken");
+        self.is_full()?;
         assert_eq!(
             (ids, draws.len()),
             (self.vocabulary, self.logits.len() / self.vocabulary)
@@ -189,6 +215,7 @@ struct Setup {
     context: u32,
     spread: f32,
     fails_at_step: Option<usize>,
+    full_at: Vec<usize>,
     /// Does the model run ahead?
     ahead: bool,
     policy: Policy,
@@ -203,6 +230,7 @@ const ROOMY: Setup = Setup {
     context: 4096,
     spread: 8.0,
     fails_at_step: None,
+    full_at: Vec::new(),
     ahead: false,
     policy: Policy {
         sort: true,
@@ -235,6 +263,8 @@ fn engine(setup: &Setup) -> (Engine, Arc<Mutex<Seen>>) {
         ahead: setup.ahead,
         spread: setup.spread,
         fails_at_step: setup.fails_at_step,
+        full_at: setup.full_at.clone(),
+        calls: 0,
         seen: seen.clone(),
     };
     let options = EngineOptions {
@@ -373,8 +403,8 @@ fn to_request(i: usize, (head, tail, kind, _): Row) -> Request {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
-    /// Alone, in a batch, chunked by tiny budgets, preempted in a tiny pool, behind a shared prefix, under any policy:
-    /// identical.
+    /// Alone, in a batch, chunked by tiny budgets, preempted in a tiny pool, behind a shared prefix, under any policy, where steps find
+    /// no memory: identical.
     #[test]
     fn schedules_change_nothing(
         rows in prop::collection::vec((0usize..40, 1usize..20, 0usize..60, 0usize..8), 1..12),
@@ -384,11 +414,14 @@ proptest! {
         max_sequences in 1usize..9,
         (sort, share, mix, refill) in any::<(bool, bool, bool, bool)>(),
         ahead in any::<bool>(),
+        full_at in prop::collection::vec(1usize..40, 0..3),
     ) {
         let requests: Vec<(usize, Request)> =
             rows.iter().enumerate().map(|(i, row)| (row.3, to_request(i, *row))).collect();
         let policy = Policy { sort, share, mix, refill };
-        let setup = Setup { blocks, block_tokens: 4, budget, max_sequences, policy, ahead, ..ROOMY };
+        // Each time steps become half as large, and those of one token do not.
+        let full_at = if budget < 4 { vec![] } else { full_at };
+        let setup = Setup { blocks, block_tokens: 4, budget, max_sequences, policy, ahead, full_at, ..ROOMY };
         let (batched, _) = run(&setup, &requests);
         for (_, request) in &requests {
             let (alone, _) = run(&ROOMY, &[(0, request.clone())]);
@@ -1086,6 +1119,40 @@ fn broken_rows_fail_alone() {
             let alone = run(&ROOMY, &[(0, request.clone())]).0;
             assert_eq!(essence(&results[&row]), essence(&alone[&row]));
         }
+    }
+}
+
+/// Steps become smaller until they find memory; where one token finds none, the engine stops.
+#[test]
+fn steps_without_memory_become_smaller() {
+    let params = Params {
+        max_tokens: 8,
+        ignore_eos: true,
+        ..Params::default()
+    };
+    let requests: Vec<_> = (0..9).map(|i| (0, request(i, &[40 + i as u32; 12], &params))).collect();
+    let (want, roomy) = run(&ROOMY, &requests);
+    for ahead in [false, true] {
+        let full = Setup {
+            budget: 64,
+            full_at: vec![5, 6, 9],
+            ahead,
+            ..ROOMY
+        };
+        let (got, seen) = run(&full, &requests);
+        assert!(seen.steps > roomy.steps + 3, "{seen:?}");
+        want.iter()
+            .for_each(|(row, want)| assert_eq!(essence(&got[row]), essence(want)));
+        let (mut engine, _) = engine(&Setup {
+            budget: 4,
+            full_at: (1..9).collect(),
+            ahead,
+            ..ROOMY
+        });
+        engine.submit(requests[0].1.clone()).unwrap();
+        assert!(engine.step().unwrap().is_empty() && engine.step().unwrap().is_empty());
+        assert!(engine.step().unwrap_err().to_string().contains("2 are free"));
+        assert!(matches!(engine.step(), Err(EngineError::Stopped)));
     }
 }
 

@@ -203,6 +203,13 @@ impl BlockPool {
         }
     }
 
+    /// Nothing is findable any more: what the blocks hold is worth nothing.
+    pub fn forget_all(&mut self) {
+        self.index.clear();
+        self.blocks.iter_mut().for_each(|block| block.indexed = None);
+        self.free.extend(std::mem::take(&mut self.cached).into_values());
+    }
+
     /// Takes an evicted block out of the index.
     fn forget(&mut self, block: u32) {
         if let Some((key, _)) = self.blocks[block as usize].indexed.take() {

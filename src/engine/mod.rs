@@ -35,6 +35,10 @@ use crate::device::draw::{Draw, DrawError, Drawn};
 /// runs, so a sequence may attend to blocks that another sequence of the same step fills.
 pub trait Forward {
     /// Begins one step. Its logits are those of `batch.logits_at`.
+    ///
+    /// # Errors
+    /// Out of memory, here or in [`draw`](Self::draw): the step is worth nothing, what was drawn before it can still be taken, and
+    /// smaller steps may run. Anything else: nothing more can be asked of the model.
     fn begin(&mut self, batch: &StepBatch) -> Result<(), ForwardError>;
     /// Begins to draw a token from each row of the logits of the step last begun, as `draws` ask in the rows' order, of ids below
     /// `ids`.
@@ -60,6 +64,8 @@ pub trait Forward {
     fn step_tokens_max(&self) -> Option<u32> {
         None
     }
+    /// Gives back the memory that steps have taken: smaller ones are to come. What was drawn has been taken.
+    fn give_back(&mut self) {}
     /// Has operations timed from now on, where that costs waiting for each of them.
     fn time_operations(&mut self) {}
     /// Time spent so far by kind of operation; empty where it is not known.

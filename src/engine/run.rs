@@ -12,6 +12,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crate::device::DeviceError;
 use crate::device::cpu::Threads;
 use crate::device::draw::{Draw, DrawError};
 use crate::engine::blocks::{BlockKey, BlockPool};
@@ -261,25 +262,54 @@ impl Engine {
 
     /// Begins a planned step, takes the tokens of the one before, and asks for this one's.
     fn advance(&mut self, plan: &StepPlan, finished: &mut Vec<Finished>) -> Result<(), EngineError> {
+        self.step_tokens.clear();
         let tokens = self.count_tokens(plan);
         if !plan.sequences.is_empty() {
             let batch = work::batch(plan);
-            self.forward(|model| model.begin(&batch))?;
+            if let Err(error) = self.forward(|model| model.begin(&batch)) {
+                return self.start_over(error, tokens, finished);
+            }
         }
-        self.step_tokens.clear();
         self.land(finished)?;
         if plan.sequences.is_empty() {
             return Ok(());
         }
-        self.draw(plan, tokens)?;
+        match self.draw(plan) {
+            Ok((rows, count)) => self.flight = Some(Flight { rows, count, tokens }),
+            Err(error) => return self.start_over(error, tokens, finished),
+        }
         match self.forward.runs_ahead() {
             true => Ok(()),
             false => self.land(finished),
         }
     }
 
-    /// Asks for a token for each sequence that has come to its end in a step.
-    fn draw(&mut self, plan: &StepPlan, tokens: Vec<(u32, u64)>) -> Result<(), EngineError> {
+    /// A step that the device has no memory for is worth nothing: what runs is computed again, in smaller steps.
+    fn start_over(
+        &mut self,
+        error: EngineError,
+        tokens: Vec<(u32, u64)>,
+        finished: &mut Vec<Finished>,
+    ) -> Result<(), EngineError> {
+        let EngineError::Forward(ForwardError::Device(DeviceError::OutOfMemory(why))) = &error else {
+            return Err(error);
+        };
+        let Some(limits) = self.scheduler.start_over() else {
+            return Err(error);
+        };
+        tracing::warn!(
+            "a step's memory does not fit, {why}: steps have {} tokens and {} sequences at most from now on",
+            limits.max_step_tokens,
+            limits.max_sequences
+        );
+        self.land(finished)?;
+        self.step_tokens.extend(tokens);
+        self.forward.give_back();
+        Ok(())
+    }
+
+    /// Asks for a token for each sequence that has come to its end in a step: their rows of its logits, and of how many.
+    fn draw(&mut self, plan: &StepPlan) -> Result<(Vec<(SequenceId, usize)>, usize), EngineError> {
         let sampled = plan.sequences.iter().filter(|planned| planned.samples);
         let count = sampled.clone().count();
         // Since the step was planned, sequences have ended, or gone on with more tokens than were guessed.
@@ -300,18 +330,17 @@ impl Engine {
         }
         // Ids that only one of model and tokenizer knows are padding and are never drawn.
         let ids = self.forward.vocab_size().min(tokenizer.vocab_size());
-        self.forward(|model| model.draw(ids, &draws))?;
-        let runs_ahead = self.forward.runs_ahead();
+        let drawing = self.forward(|model| model.draw(ids, &draws));
+        let guesses = drawing.is_ok() && self.forward.runs_ahead();
         for w in work {
-            if runs_ahead && w.active.unit.may_go_on() {
+            if guesses && w.active.unit.may_go_on() {
                 for row in &w.rows {
                     self.scheduler.guess(row.sequence, row.at as u32);
                 }
             }
             self.units.insert(w.key, w.active);
         }
-        self.flight = Some(Flight { rows, count, tokens });
-        Ok(())
+        drawing.map(|()| (rows, count))
     }
 
     /// Takes the tokens that were asked for.
@@ -351,7 +380,7 @@ impl Engine {
         for work in work {
             self.apply(work, finished);
         }
-        self.step_tokens = flight.tokens;
+        self.step_tokens.extend(flight.tokens);
         Ok(())
     }
 

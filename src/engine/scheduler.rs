@@ -316,6 +316,22 @@ impl Scheduler {
         plan
     }
 
+    /// The planned step did not run: what stands in blocks is worth nothing, and all running sequences wait to be computed from their
+    /// beginning, in steps of half as many tokens and sequences from now on. `None`: a step holds one token alone; nothing changed.
+    pub fn start_over(&mut self) -> Option<Limits> {
+        if self.limits.max_step_tokens == 1 {
+            return None;
+        }
+        for mut slot in std::mem::take(&mut self.running) {
+            release_all(&mut self.pool, &mut slot);
+            self.waiting.insert(slot.age, slot);
+        }
+        self.pool.forget_all();
+        self.limits.max_step_tokens /= 2;
+        self.limits.max_sequences = (self.limits.max_sequences / 2).max(1);
+        Some(self.limits)
+    }
+
     /// Gives the step's tokens to running sequences that are `wanted`, then to new ones where they may start.
     fn fill(&mut self, plan: &mut StepPlan, wanted: impl Fn(&Slot) -> bool, start: bool) {
         let mut budget = self.limits.max_step_tokens;
@@ -682,6 +698,31 @@ mod tests {
         assert_eq!(tokens, [(1, None, vec![90, 91, 92, 93, 94]), (2, None, vec![94, 95])]);
         (1..3).for_each(|id| s.remove(id));
         s.pool.check(std::iter::empty());
+    }
+
+    /// A step that did not run leaves nothing behind, a token that was guessed to come included.
+    #[test]
+    fn a_step_that_did_not_run_is_planned_again_in_halves() {
+        let mut s = scheduler(8, 9, 2);
+        submit(&mut s, 0, (0..6).collect(), 9);
+        submit(&mut s, 1, vec![50, 51], 9);
+        assert_eq!(shares(&s.plan()), [(0, 0, 6, true), (1, 0, 2, true)]);
+        s.guess(0, 0);
+        s.guess(1, 1);
+        s.plan();
+        let limits = s.start_over().unwrap();
+        assert_eq!((limits.max_step_tokens, limits.max_sequences), (4, 1));
+        s.pool.check(std::iter::empty());
+        s.extend(0, &[6]);
+        s.remove(1);
+        assert_eq!((s.running(), s.waiting()), (0, 1));
+        assert_eq!(shares(&s.plan()), [(0, 0, 4, false)], "no block is found");
+        assert_eq!(shares(&s.plan()), [(0, 4, 3, true)]);
+        assert!(s.start_over().is_some_and(|limits| limits.max_step_tokens == 2));
+        assert!(s.start_over().is_some_and(|limits| limits.max_step_tokens == 1));
+        assert!(s.start_over().is_none());
+        s.remove(0);
+        assert_eq!(s.pool.available(), 8);
     }
 
     /// A sequence to simulate: a shared head, its own tail, tokens to generate, tokens that come at once, the step it arrives.

@@ -462,6 +462,10 @@ impl<D: Device> Forward for Transformer<D> {
         Ok(self.run(batch, |_, _, _| ())?)
     }
 
+    fn give_back(&mut self) {
+        self.buffers = Buffers::new(&self.device);
+    }
+
     fn draw(&mut self, ids: usize, draws: &[Draw<'_>]) -> Result<(), ForwardError> {
         let Transformer { device, buffers, .. } = self;
         let mut tell = self.times.laps();
