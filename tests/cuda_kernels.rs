@@ -193,7 +193,7 @@ fn every_kernel_compiles_for_every_card_without_spills() {
                     all.extend(wides.map(|wide| plan::linear_sm90(&shape(wide), tile, 132).kernel));
                 }
             }
-            all.extend([plan::sample(1).kernel, plan::random_weights(8).kernel]);
+            all.extend([plan::sample(1), plan::random_weights(8), plan::scale_sums(1, 8)].map(|launch| launch.kernel));
             all.into_iter().map(move |kernel| (card, kernel))
         })
         .collect();

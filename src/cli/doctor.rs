@@ -12,7 +12,7 @@ use crate::device::cpu::Threads;
 use crate::device::cuda::{Ceilings, Cuda};
 use crate::device::{KvFormat, Precision};
 use crate::doctor::models::{ModelFinding, Subject, families};
-use crate::doctor::{Extent, Finding, Pair, models};
+use crate::doctor::{Extent, Finding, Pair, Yardstick, models};
 
 /// Everything that was found.
 #[derive(Serialize)]
@@ -21,6 +21,8 @@ struct Report {
     capability: String,
     driver_cuda: String,
     nvrtc: String,
+    /// Where the library is that linear operations are measured against.
+    cublaslt: Option<String>,
     ceilings: Vec<InCeilings>,
     operations: Vec<Finding>,
     models: Vec<InFormat>,
@@ -71,6 +73,7 @@ fn examine(args: &DoctorArgs) -> Result<Report, Failure> {
         capability: format!("{}.{}", card.capability / 10, card.capability % 10),
         driver_cuda: format!("{}.{}", card.driver / 1000, card.driver % 1000 / 10),
         nvrtc: format!("{major}.{minor}"),
+        cublaslt: None,
         ceilings: vec![],
         operations: vec![],
         models: vec![],
@@ -98,20 +101,24 @@ fn examine(args: &DoctorArgs) -> Result<Report, Failure> {
         let (kv, format) = (precision.kv_format(), precision.word());
         let open = || Cuda::open(ordinal, precision, kv);
         let device = open().map_err(Failure::bad_job)?;
+        // Whatever keeps it from comparing, the kernels are examined.
+        let library = Cuda::yardstick(ordinal, precision, kv)
+            .inspect_err(|why| say(quiet, &format!("no times to compare with in {format}: {why}")))
+            .ok();
+        report.cublaslt = library.as_ref().and_then(Cuda::yardstick_path);
         let ceilings = device.ceilings(args.quick)?;
-        if !quiet && !args.quick {
-            println!(
-                "ceilings                 {format:<7} {:.0} GB/s copied, {:.1} TFLOP/s in registers",
-                ceilings.bytes_per_second / 1e9,
-                ceilings.operations_per_second / 1e12
+        if !args.quick {
+            let (bytes, operations) = (ceilings.bytes_per_second / 1e9, ceilings.operations_per_second / 1e12);
+            let line = format!(
+                "ceilings                 {format:<7} {bytes:.0} GB/s copied, {operations:.1} TFLOP/s in registers"
             );
+            say(quiet, &line);
         }
         report.ceilings.push(InCeilings { format, ceilings });
-        let pair = Pair::new(&device, (precision, kv), extent, Arc::clone(&threads));
+        let mut pair = Pair::new(&device, (precision, kv), extent, Arc::clone(&threads));
+        pair.yardstick = library.as_ref();
         let mut tell = |finding: Finding| {
-            if !quiet {
-                println!("{}", line(&finding, &ceilings));
-            }
+            say(quiet, &line(&finding, &ceilings));
             report.right &= finding.is_right();
             report.operations.push(finding);
         };
@@ -122,9 +129,7 @@ fn examine(args: &DoctorArgs) -> Result<Report, Failure> {
             pair.sampling(&mut tell)?;
         }
         let mut tell = |finding: ModelFinding| {
-            if !quiet {
-                println!("{}", model_line(format, &finding));
-            }
+            say(quiet, &model_line(format, &finding));
             report.right &= finding.is_right();
             report.models.push(InFormat { format, finding });
         };
@@ -143,6 +148,14 @@ fn examine(args: &DoctorArgs) -> Result<Report, Failure> {
     Ok(report)
 }
 
+/// Says what was found as soon as it is: on stderr where stdout is for the report, so that it is known if the rest fails or hangs.
+fn say(to_stderr: bool, line: &str) {
+    match to_stderr {
+        true => eprintln!("{line}"),
+        false => println!("{line}"),
+    }
+}
+
 const HEADER: &str = "operation                format  shape                             error   allowed    worst   allowed     µs    GB/s  TFLOP/s ceiling";
 
 fn line(finding: &Finding, ceilings: &Ceilings) -> String {
@@ -158,13 +171,24 @@ fn line(finding: &Finding, ceilings: &Ceilings) -> String {
                 / seconds
         )
     });
+    let theirs = match &finding.yardstick {
+        Some(Yardstick { right: false, .. }) => ", cuBLASLt gives something else".into(),
+        Some(Yardstick {
+            seconds: Some(theirs), ..
+        }) => format!(
+            ", cuBLASLt {:.0} µs, {:.2} times ours",
+            theirs * 1e6,
+            theirs / finding.seconds.unwrap_or(f64::NAN)
+        ),
+        _ => String::new(),
+    };
     let wrong = match (&finding.mismatch, finding.is_right()) {
         (Some(mismatch), _) => format!("  WRONG: {mismatch}"),
         (None, false) => "  WRONG".into(),
         (None, true) => String::new(),
     };
     format!(
-        "{:<24} {:<7} {:<30} {:>8.5} {:>9.5} {:>8.5} {:>9.5}{speed}{wrong}",
+        "{:<24} {:<7} {:<30} {:>8.5} {:>9.5} {:>8.5} {:>9.5}{speed}{theirs}{wrong}",
         finding.operation,
         finding.format,
         finding.shape,

@@ -1,14 +1,17 @@
 //! Seeded random inputs, rounded to BF16 so that every device is given the same numbers.
 
 use half::bf16;
+use rayon::prelude::*;
 
 use crate::device::random::uniform;
 use crate::device::{Dtype, Precision, Tensor};
 
 /// Numbers in [-1, 1).
 pub fn numbers(seed: u64, count: usize) -> Vec<f32> {
-    (0..count as u64)
-        .map(|at| bf16::from_f32(uniform(seed, at)).to_f32())
+    (0..count)
+        .into_par_iter()
+        .with_min_len(1 << 14)
+        .map(|at| bf16::from_f32(uniform(seed, at as u64)).to_f32())
         .collect()
 }
 
@@ -22,17 +25,20 @@ pub fn exact(precision: Precision, seed: u64, rows: usize, width: usize) -> Vec<
     let int8 = precision == Precision::Int8;
     // The largest magnitude of a row, which its scale is made of: 127 or 448 times a power of two.
     let most = if int8 { 127.0 / 128.0 } else { 448.0 / 512.0 };
-    for (row, values) in values.chunks_exact_mut(width).enumerate() {
-        for value in &mut *values {
-            *value = if int8 {
-                (*value * 127.0).round() / 128.0
-            } else {
-                four_bits(*value * most)
-            };
-        }
-        let at = row * 7 % width;
-        values[at] = most.copysign(values[at]);
-    }
+    values
+        .par_chunks_exact_mut(width)
+        .enumerate()
+        .for_each(|(row, values)| {
+            for value in &mut *values {
+                *value = if int8 {
+                    (*value * 127.0).round() / 128.0
+                } else {
+                    four_bits(*value * most)
+                };
+            }
+            let at = row * 7 % width;
+            values[at] = most.copysign(values[at]);
+        });
     values
 }
 
@@ -60,14 +66,16 @@ impl Stored {
 
     /// These numbers times `scale`.
     pub fn of(values: &[f32], rows: usize, columns: usize, scale: f32) -> Stored {
-        Stored {
-            rows,
-            columns,
-            data: values
-                .iter()
-                .flat_map(|x| bf16::from_f32(x * scale).to_le_bytes())
-                .collect(),
-        }
+        let mut data = vec![0; values.len() * 2];
+        data.par_chunks_exact_mut(2)
+            .with_min_len(1 << 14)
+            .zip(values)
+            .for_each(|(to, x)| to.copy_from_slice(&bf16::from_f32(x * scale).to_le_bytes()));
+        Stored { rows, columns, data }
+    }
+
+    pub fn rows(&self) -> usize {
+        self.rows
     }
 
     pub fn tensor(&self) -> Tensor<'_> {

@@ -44,6 +44,17 @@ pub struct Finding {
     pub operations: f64,
     /// The first coordinate that is too far off, with both values.
     pub mismatch: Option<String>,
+    /// The same by what the device is measured against.
+    pub yardstick: Option<Yardstick>,
+}
+
+/// What came of an operation by a library.
+#[derive(Debug, Clone, serde::Serialize)]
+pub struct Yardstick {
+    /// Of one run, where it was timed and is right.
+    pub seconds: Option<f64>,
+    pub error: f64,
+    pub right: bool,
 }
 
 impl Finding {
@@ -55,6 +66,8 @@ impl Finding {
 /// A device and what it is held against.
 pub struct Pair<'a, D: Device> {
     pub device: &'a D,
+    /// The same device with linear operations by a library, for their times.
+    pub yardstick: Option<&'a D>,
     pub reference: Cpu,
     pub precision: Precision,
     pub kv: KvFormat,
@@ -71,6 +84,7 @@ impl<'a, D: Device> Pair<'a, D> {
     ) -> Pair<'a, D> {
         Pair {
             device,
+            yardstick: None,
             reference: Cpu::new(Precision::F32, KvFormat::F32, threads),
             precision,
             kv,
@@ -168,5 +182,6 @@ fn compare(
         bytes: 0.0,
         operations: 0.0,
         mismatch,
+        yardstick: None,
     }
 }

@@ -2,7 +2,7 @@
 
 use super::inputs::{Stored, exact, numbers};
 use super::tolerance::Tolerance;
-use super::{Extent, Finding, Pair, compare};
+use super::{Extent, Finding, Pair, Yardstick, compare};
 use crate::device::batch::{StepBatch, StepSequence};
 use crate::device::{AddNorm, Device, DeviceError, HeadShape, KvSpec, Linear, Precision, RopeSpec, TensorError};
 
@@ -256,10 +256,41 @@ pub fn linears<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> 
                 finding.bytes = (n * k) as f64 * bits / 8.0 + (m * (n + k)) as f64 * 2.0;
                 finding.operations = 2.0 * (m * n * k) as f64;
             }
+            if let Some(library) = pair.yardstick.filter(|_| !gated) {
+                finding.yardstick = measured(pair, library, &input, &finding, &want)?;
+            }
             tell(finding);
         }
     }
     Ok(())
+}
+
+/// What `library` makes of the operation of a finding; `None`: it does not compute it, or fails. Where it has lost the card, what comes
+/// next says so.
+fn measured<D: Device>(
+    pair: &Pair<'_, D>,
+    library: &D,
+    input: &LinearInput,
+    finding: &Finding,
+    want: &[f32],
+) -> Result<Option<Yardstick>, DeviceError> {
+    let mut ready = Ready::new(library, input)?;
+    let computed = ready.run(library).and_then(|()| library.read(&ready.out));
+    let Ok(got) = computed else {
+        return Ok(None);
+    };
+    let name = (finding.operation, finding.format, finding.shape.clone());
+    let theirs = compare(name, finding.tolerance, input.weight.rows(), want, &got);
+    let right = theirs.is_right();
+    let seconds = match finding.seconds.filter(|_| right) {
+        Some(_) => pair.time(|| ready.run(library))?,
+        None => None,
+    };
+    Ok(Some(Yardstick {
+        seconds,
+        error: theirs.error,
+        right,
+    }))
 }
 
 /// Logits of a head of `rows` ids, the first `ids` of which are known.

@@ -192,5 +192,6 @@ fn one<D: Device>(
         bytes: (rows * ids * 4) as f64,
         operations: 0.0,
         mismatch,
+        yardstick: None,
     })
 }

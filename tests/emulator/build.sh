@@ -1,5 +1,6 @@
 #!/bin/bash
-# Builds the emulator's libcuda.so and libnvrtc.so for LD_LIBRARY_PATH: tests/emulator/build.sh DIR. driver.cpp and nvrtc.cpp say more.
+# Builds the emulator's libcuda.so, libnvrtc.so and libcublasLt.so for LD_LIBRARY_PATH: tests/emulator/build.sh DIR. driver.cpp, nvrtc.cpp and
+# cublaslt.cpp say more.
 set -euo pipefail
 [ $# = 1 ] || { echo "usage: $0 DIR" >&2; exit 2; }
 mkdir -p "$1"
@@ -31,3 +32,4 @@ library() {
 
 library cuda libcuda.so.1 driver.cpp emulator.cpp
 library nvrtc libnvrtc.so.13 nvrtc.cpp
+library cublasLt libcublasLt.so.13 cublaslt.cpp emulator.cpp

@@ -10,7 +10,7 @@ use super::nvrtc::{Compiled, Nvrtc};
 use crate::device::DeviceError;
 
 /// Sources by stem, which is the name of the function, too.
-const SOURCES: [(&str, &str); 12] = [
+const SOURCES: [(&str, &str); 13] = [
     ("embed", include_str!("../../../kernels/embed.cu")),
     ("add_norm", include_str!("../../../kernels/add_norm.cu")),
     ("quantize", include_str!("../../../kernels/quantize.cu")),
@@ -20,6 +20,7 @@ const SOURCES: [(&str, &str); 12] = [
     ("merge", include_str!("../../../kernels/merge.cu")),
     ("linear", include_str!("../../../kernels/linear.cu")),
     ("linear_sm90", include_str!("../../../kernels/linear_sm90.cu")),
+    ("scale_sums", include_str!("../../../kernels/scale_sums.cu")),
     ("peak", include_str!("../../../kernels/peak.cu")),
     ("random_weights", include_str!("../../../kernels/random_weights.cu")),
     ("sample", include_str!("../../../kernels/sample.cu")),

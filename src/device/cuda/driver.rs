@@ -116,9 +116,15 @@ impl Context {
         &self.card
     }
 
-    fn enter(&self) -> Result<(), DeviceError> {
+    /// Makes the card the thread's own; every call here does.
+    pub(super) fn enter(&self) -> Result<(), DeviceError> {
         // SAFETY: the context lives as long as the process.
         check(unsafe { result::ctx::set_current(self.context) }, "using the card")
+    }
+
+    /// The stream, for libraries that issue to it.
+    pub(super) fn stream(&self) -> *mut c_void {
+        self.stream.cast()
     }
 
     /// Memory of the card that nobody uses, in bytes.

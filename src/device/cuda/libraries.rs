@@ -75,12 +75,21 @@ pub fn driver() -> Result<(), DeviceError> {
 
 /// All copies of NVRTC that can be found, by folder; each is yet to be opened.
 pub fn nvrtc_candidates() -> Vec<PathBuf> {
+    candidates("libnvrtc.so")
+}
+
+/// As [`nvrtc_candidates`], of cuBLASLt.
+pub fn cublaslt_candidates() -> Vec<PathBuf> {
+    candidates("libcublasLt.so")
+}
+
+fn candidates(name: &str) -> Vec<PathBuf> {
     let mut found = Vec::new();
     for folder in asked_folders().into_iter().chain(toolkit_folders()) {
-        found.extend(named_in(&folder, "libnvrtc.so"));
+        found.extend(named_in(&folder, name));
     }
     // The loader's own search path.
-    found.extend(["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"].map(PathBuf::from));
+    found.extend([".13", ".12", ""].map(|version| PathBuf::from(format!("{name}{version}"))));
     found
 }
 
@@ -95,7 +104,8 @@ pub fn open_nvrtc(path: &Path) -> Option<Library> {
     open(path)
 }
 
-fn open(path: &Path) -> Option<Library> {
+/// Opens a library, if it can be.
+pub fn open(path: &Path) -> Option<Library> {
     // SAFETY: NVIDIA's libraries run no code on loading that relies on us.
     unsafe { Library::open(Some(path), RTLD_NOW | RTLD_GLOBAL) }.ok()
 }
@@ -107,7 +117,7 @@ fn asked_folders() -> Vec<PathBuf> {
         .collect()
 }
 
-/// Where toolkits, conda and pip put NVRTC.
+/// Where toolkits, conda and pip put NVIDIA's libraries.
 fn toolkit_folders() -> Vec<PathBuf> {
     let mut folders = Vec::new();
     for variable in ["CUDA_HOME", "CUDA_PATH"] {

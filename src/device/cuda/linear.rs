@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use super::cublaslt::Matrices;
 use super::driver::{Argument, Context, MapShape, Memory};
 use super::memory::{Buffer, Logits, address, pinned, want};
 use super::plan::{self, Format, LinearShape, Tile};
@@ -51,10 +52,28 @@ impl Cuda {
             wide: product.wide,
         };
         let data = x.data.as_ref().map_or(0, Memory::address);
+        let bias = product.bias.map_or(0, |bias| bias.0.address());
+        if let Some(yardstick) = &self.yardstick {
+            let scales = (x.scales.as_ref()).zip(weight.scales.as_ref());
+            let matrices = Matrices {
+                format: shape.format,
+                rows: shape.rows,
+                columns: shape.columns,
+                width: weight.columns,
+                x: data,
+                weight: weight.data.address(),
+                scales: scales.map(|(rows, columns)| (rows.address(), columns.address())),
+                bias,
+                y: product.y,
+                stride: product.stride,
+                wide: product.wide,
+            };
+            return self.multiply_by_library(yardstick, &shape, matrices);
+        }
         let rest = [
             x.scales(),
             address(&weight.scales),
-            Argument::Address(product.bias.map_or(0, |bias| bias.0.address())),
+            Argument::Address(bias),
             Argument::Address(product.y),
             Argument::Int(shape.rows as i32),
             Argument::Int(shape.columns as i32),

@@ -1,8 +1,8 @@
 //! The CUDA device: the operations of [`Device`] as kernels on one card.
 //!
 //! Activations lie in BF16; what linear layers multiply in BF16, INT8 or E4M3 with a scale for each row; sums are exact or in F32.
-//! [`driver`] is the only file that calls NVIDIA's driver, [`nvrtc`] the only one that calls its compiler; [`plan`] and [`items`]
-//! say what is launched, as plain values. Kernels are in `kernels/`.
+//! [`driver`] is the only file that calls NVIDIA's driver, [`nvrtc`] the only one that calls its compiler, `cublaslt` its products;
+//! [`plan`] and [`items`] say what is launched, as plain values. Kernels are in `kernels/`.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -20,6 +20,7 @@ use crate::device::{
 mod attention;
 mod ceilings;
 pub mod compile;
+mod cublaslt;
 mod draw;
 pub mod driver;
 pub mod items;
@@ -31,6 +32,7 @@ pub mod plan;
 mod step;
 mod tuning;
 mod weights;
+mod yardstick;
 
 pub use ceilings::Ceilings;
 use compile::{Compiler, Kernel, Target};
@@ -44,6 +46,7 @@ pub use step::Step;
 use tuning::Tuning;
 pub use weights::Matrix;
 use weights::{Loader, Staged};
+use yardstick::Yardstick;
 
 /// The first NVRTC that multiplies E4M3 by `mma.sync` (PTX ISA 8.4).
 const FP8_NVRTC: (u32, u32) = (12, 4);
@@ -55,6 +58,8 @@ pub struct Cuda {
     functions: Mutex<HashMap<Kernel, Function>>,
     loader: Mutex<Option<Loader>>,
     tuning: Tuning,
+    /// What computes products instead of the kernels.
+    yardstick: Option<Yardstick>,
     /// Of linear layers.
     format: Format,
     kv: Format,
@@ -110,6 +115,7 @@ impl Cuda {
             compiler,
             functions: Mutex::default(),
             loader: Mutex::default(),
+            yardstick: None,
             format,
             kv,
         })

@@ -127,7 +127,7 @@ pub fn random_weights(count: usize) -> Launch {
 }
 
 /// A linear operation's shape.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct LinearShape {
     pub format: Format,
     pub rows: usize,
@@ -137,6 +137,16 @@ pub struct LinearShape {
     pub bytes: usize,
     /// Is the result F32?
     pub wide: bool,
+}
+
+/// Of INT8's sums, `rows` rows of `columns`: 512 of a row a block.
+pub fn scale_sums(rows: usize, columns: usize) -> Launch {
+    Launch {
+        kernel: Kernel::new("scale_sums", &[]),
+        grid: [rows as u32, (columns as u32).div_ceil(512)],
+        threads: 256,
+        shared_bytes: 0,
+    }
 }
 
 /// Bytes of a row that are staged at once.
