@@ -9,7 +9,7 @@
 #define THREADS 128
 
 struct Part {
-    // Its number among parts of as many rows, which of its queries the token is, and its rows: 16 a warp.
+    // The item's first row, which of its queries the token is, and its rows: queries times the heads of a group.
     u32 part, query, rows;
 };
 
@@ -20,7 +20,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int at = int(threadIdx.x); at < HEADS * HEAD_DIM; at += THREADS) {
         int head = at / HEAD_DIM, dim = at % HEAD_DIM;
         auto row = [&](u32 i) {
-            return (u64(parts[i].part) * KV_HEADS + head / GROUP) * parts[i].rows + parts[i].query * GROUP + head % GROUP;
+            return u64(parts[i].part) * KV_HEADS + head / GROUP * parts[i].rows + parts[i].query * GROUP + head % GROUP;
         };
         float largest = part_states[row(begin) * 2];
         for (u32 i = begin + 1; i < end; i++) largest = fmaxf(largest, part_states[row(i) * 2]);

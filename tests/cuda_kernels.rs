@@ -7,7 +7,6 @@ use std::fmt::Write as _;
 use std::path::PathBuf;
 
 use gristmill::device::cuda::compile::{self, Compiler, Kernel, Target};
-use gristmill::device::cuda::items::{NARROW_WARPS, WIDE_WARPS};
 use gristmill::device::cuda::nvrtc::Nvrtc;
 use gristmill::device::cuda::plan::{self, Format, Heads, Launch, LinearShape, Tile};
 use gristmill::model::config::Config;
@@ -41,7 +40,7 @@ fn shape(name: &str) -> Config {
 /// What a step of `rows` tokens launches in a layer and after the last one, `attended` items of attention aside.
 fn launches(config: &Config, format: Format, capability: u32, rows: usize) -> Vec<Launch> {
     let (hidden, mlp) = (config.hidden_size, config.intermediate_size);
-    let heads = heads(config, format);
+    let heads = heads(config, format, capability);
     let linear = |columns: usize, width: usize, format: Format, wide: bool| {
         let shape = LinearShape {
             format,
@@ -61,8 +60,12 @@ fn launches(config: &Config, format: Format, capability: u32, rows: usize) -> Ve
         plan::add_norm(hidden, format, rows),
         linear(config.heads.qkv_width(), hidden, format, false),
         heads.rope_store(rows),
-        heads.attention(WIDE_WARPS, 0, rows.div_ceil(heads.queries(WIDE_WARPS) as usize)),
-        heads.attention(NARROW_WARPS, 0, rows),
+        heads.attention(
+            heads.wide_warps(),
+            0,
+            rows.div_ceil(heads.queries(heads.wide_warps()) as usize),
+        ),
+        heads.attention(heads.narrow_warps(), 0, rows),
         heads.merge(rows),
     ];
     if format != Format::Bf16 {
@@ -79,12 +82,13 @@ fn launches(config: &Config, format: Format, capability: u32, rows: usize) -> Ve
     all
 }
 
-fn heads(config: &Config, store: Format) -> Heads {
+fn heads(config: &Config, store: Format, capability: u32) -> Heads {
     Heads {
         heads: config.heads.heads as u32,
         kv_heads: config.heads.kv_heads as u32,
         dim: config.heads.head_dim as u32,
         store,
+        hopper: capability == 90,
     }
 }
 
@@ -168,8 +172,9 @@ fn every_kernel_compiles_for_every_card_without_spills() {
                         all.extend(launches(&shape(name), format, card, rows).into_iter().map(|l| l.kernel));
                     }
                     if name == "llama-3.1-8b" {
-                        let heads = heads(&shape(name), format);
-                        all.extend([WIDE_WARPS, NARROW_WARPS].map(|warps| heads.attention(warps, 4096, 1).kernel));
+                        let heads = heads(&shape(name), format, card);
+                        let warps = [heads.wide_warps(), heads.narrow_warps()];
+                        all.extend(warps.map(|warps| heads.attention(warps, 4096, 1).kernel));
                         // Hopper runs these, too, where it is asked to.
                         all.insert(Kernel::new("linear", &[("FORMAT", format as u32), ("WIDE", 0)]));
                     }

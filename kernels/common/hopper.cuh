@@ -1,9 +1,9 @@
 // Instructions of Hopper alone (sm_90a): products of a warpgroup, copies of the tensor memory accelerator and their barriers. Tests
 // bring a version of this file that a CPU runs.
 //
-// A warpgroup's product is 64 rows x 32, 64, 128 or 256 columns, a thread's sums half as many: warp w of it holds rows 16 w to
-// 16 w + 15, laid out in tiles of 8 columns as `multiply` in ptx.cuh says: d[4 t + i] of tile t. (PTX ISA, "Register Fragments for
-// wgmma.mma_async.m64nNk32".)
+// A warpgroup's product is 64 rows x 16 to 256 columns, a thread's sums half as many: warp w of it holds rows 16 w to 16 w + 15, laid
+// out in tiles of 8 columns as `multiply` in ptx.cuh says: d[4 t + i] of tile t. Where the left matrix comes from registers, warp w
+// brings its 16 rows, laid out as `multiply` says of a. (PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk32".)
 #pragma once
 #include "ptx.cuh"
 
@@ -12,11 +12,13 @@ __device__ inline void stores_before_products() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// A tile in shared memory, rows of 128 bytes, swizzled over 128 bytes, its start on 1024 bytes. 32 bytes further in a row is +2.
-__device__ inline unsigned long long tile_descriptor(const void* tile) {
+// A tile in shared memory, rows of WIDTH bytes (32, 64 or 128), swizzled over as many, its start on 8 WIDTH bytes. 32 bytes further in a
+// row is +2.
+template <int WIDTH = 128> __device__ inline unsigned long long tile_descriptor(const void* tile) {
+    const unsigned long long swizzle = WIDTH == 128 ? 1 : WIDTH == 64 ? 2 : 3;
     unsigned long long address = (shared_address(tile) & 0x3ffff) >> 4;
-    // Eight rows are 1024 bytes from the next eight.
-    return address | 1ull << 16 | 64ull << 32 | 1ull << 62;
+    // Eight rows are 8 WIDTH bytes from the next eight.
+    return address | 1ull << 16 | (unsigned long long)(WIDTH / 2) << 32 | swizzle << 62;
 }
 
 __device__ inline void products_begin() {
@@ -32,8 +34,13 @@ template <int LEFT> __device__ inline void products_wait() {
 }
 
 // The sums of a product of so many columns, by name and as operands with constraint `c`.
+#define NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define NAMES_32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define NAMES_48 NAMES_32 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define NAMES_64 NAMES_32 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define NAMES_80 NAMES_64 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define NAMES_96 NAMES_80 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define NAMES_112 NAMES_96 ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define NAMES_128 NAMES_64 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
     ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define NAMES_256 NAMES_128 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
@@ -41,8 +48,13 @@ template <int LEFT> __device__ inline void products_wait() {
     ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
     ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define FOUR(c, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3])
+#define SUMS_16(c, i) FOUR(c, i), FOUR(c, i + 4)
 #define SUMS_32(c, i) FOUR(c, i), FOUR(c, i + 4), FOUR(c, i + 8), FOUR(c, i + 12)
+#define SUMS_48(c, i) SUMS_32(c, i), SUMS_16(c, i + 16)
 #define SUMS_64(c, i) SUMS_32(c, i), SUMS_32(c, i + 16)
+#define SUMS_80(c, i) SUMS_64(c, i), SUMS_16(c, i + 32)
+#define SUMS_96(c, i) SUMS_64(c, i), SUMS_32(c, i + 32)
+#define SUMS_112(c, i) SUMS_96(c, i), SUMS_16(c, i + 48)
 #define SUMS_128(c, i) SUMS_64(c, i), SUMS_64(c, i + 32)
 #define SUMS_256(c, i) SUMS_128(c, i), SUMS_128(c, i + 64)
 
@@ -71,6 +83,34 @@ PRODUCTS(32, 16, 17, 18)
 PRODUCTS(64, 32, 33, 34)
 PRODUCTS(128, 64, 65, 66)
 PRODUCTS(256, 128, 129, 130)
+
+// The same with the left matrix in registers, which stay as they are until the product is done. `words`: the numbers of its operands.
+#define PRODUCT_OF_REGISTERS(columns, kind, signs, words, with, keep, sums) \
+    asm volatile( \
+        "{ .reg .pred p; setp.ne.b32 p, %" #keep ", 0;\n" \
+        "wgmma.mma_async.sync.aligned.m64n" #columns kind " {" NAMES_##columns "}, {" words "}, %" #with ", p" signs "; }" \
+        : sums \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add))
+
+#define PRODUCTS_OF_REGISTERS(columns, words, with, keep) \
+    __device__ inline void products(int (&d)[columns / 2], const unsigned int (&a)[4], unsigned long long b, int add) { \
+        PRODUCT_OF_REGISTERS(columns, "k32.s32.s8.s8", "", words, with, keep, SUMS_##columns("+r", 0)); \
+    } \
+    __device__ inline void products(E4m3, float (&d)[columns / 2], const unsigned int (&a)[4], unsigned long long b, int add) { \
+        PRODUCT_OF_REGISTERS(columns, "k32.f32.e4m3.e4m3", ", 1, 1", words, with, keep, SUMS_##columns("+f", 0)); \
+    } \
+    __device__ inline void products(Bf16Pairs, float (&d)[columns / 2], const unsigned int (&a)[4], unsigned long long b, int add) { \
+        PRODUCT_OF_REGISTERS(columns, "k16.f32.bf16.bf16", ", 1, 1, 0", words, with, keep, SUMS_##columns("+f", 0)); \
+    }
+
+PRODUCTS_OF_REGISTERS(16, "%8, %9, %10, %11", 12, 13)
+PRODUCTS_OF_REGISTERS(32, "%16, %17, %18, %19", 20, 21)
+PRODUCTS_OF_REGISTERS(48, "%24, %25, %26, %27", 28, 29)
+PRODUCTS_OF_REGISTERS(64, "%32, %33, %34, %35", 36, 37)
+PRODUCTS_OF_REGISTERS(80, "%40, %41, %42, %43", 44, 45)
+PRODUCTS_OF_REGISTERS(96, "%48, %49, %50, %51", 52, 53)
+PRODUCTS_OF_REGISTERS(112, "%56, %57, %58, %59", 60, 61)
+PRODUCTS_OF_REGISTERS(128, "%64, %65, %66, %67", 68, 69)
 
 // A barrier in shared memory, of phases: a phase ends when `count` have arrived and all bytes that were announced are there.
 struct alignas(8) Barrier {

@@ -44,6 +44,19 @@ __device__ inline float add_toward_zero(float a, float b) {
     return __fadd_rz(a, b);
 }
 
+// 2^x, off by 2^-22 of it at most; less than 2^-126 is 0.
+__device__ inline float power_of_two(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// The same number, of which the compiler does not know that it has computed with it before.
+__device__ inline int anew(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
 // Bits up to the highest one that is set.
 __device__ inline int bit_length(unsigned long long x) {
     return 64 - __clzll((long long)x);

@@ -1,5 +1,10 @@
-// rope_store.cu, attention.cu and merge.cu: a step of several sequences over paged keys and values, against sums in doubles.
+// rope_store.cu, attention.cu or where SM90 is defined attention_sm90.cu, and merge.cu: a step of several sequences over paged keys and
+// values, against sums in doubles.
+#ifdef SM90
+#include "hopper.cuh"
+#else
 #include "ptx.cuh"
+#endif
 #include "types.cuh"
 #ifndef WINDOW
 #define WINDOW 0
@@ -9,7 +14,14 @@ namespace rope {
 }
 #undef WARPS
 namespace attend {
+#ifdef SM90
+#include "../../kernels/attention_sm90.cu"
+const auto kernel = attention_sm90;
+#else
 #include "../../kernels/attention.cu"
+#define SHARED_BYTES (STAGES * STAGE_BYTES + QUERY_BYTES)
+const auto kernel = attention;
+#endif
 }
 #undef THREADS
 #undef GROUP
@@ -31,7 +43,10 @@ const double LARGEST = STORE == 0 ? 127 : 448;
 struct Sequence {
     int before, fresh;
 };
-const std::vector<Sequence> SEQUENCES = {{0, 20}, {150, 1}, {60, 20}, {130, 3}, {300, 2}, {63, 1}, {0, 1}};
+const std::vector<Sequence> SEQUENCES = {{0, 20}, {150, 1}, {60, 20}, {130, 3}, {300, 2}, {63, 1}, {0, 1}, {140, 1}};
+// Sequences that have their first positions in common, and how many; a window shares none.
+const int SHARERS[] = {4, 7};
+const int SHARED = WINDOW == 0 ? 128 : 0;
 
 // All tokens of all sequences, and the pool.
 struct World {
@@ -56,8 +71,9 @@ static World make_world() {
     for (const Sequence& s : SEQUENCES) {
         world.first_token.push_back(int(world.positions.size()));
         world.first_table.push_back(int(world.tables.size()));
-        int count = s.before + s.fresh;
-        for (int block = 0; block < (count + BLOCK - 1) / BLOCK; block++) world.tables.push_back(next++);
+        int count = s.before + s.fresh, shared = world.first_token.size() - 1 == SHARERS[1] ? SHARED / BLOCK : 0;
+        for (int block = 0; block < (count + BLOCK - 1) / BLOCK; block++)
+            world.tables.push_back(block < shared ? world.tables[world.first_table[SHARERS[0]] + block] : next++);
         for (int p = 0; p < count; p++) {
             world.positions.push_back(p);
             world.slots.push_back(world.tables[world.first_table.back() + p / BLOCK] * BLOCK + p % BLOCK);
@@ -65,6 +81,8 @@ static World make_world() {
     }
     world.raw.resize(world.positions.size() * TOKEN);
     for (auto& x : world.raw) x = to_bf16(check::number() * 2);
+    auto first = [&](int s) { return world.raw.begin() + size_t(world.first_token[s]) * TOKEN; };
+    std::copy_n(first(SHARERS[0]), SHARED * TOKEN, first(SHARERS[1]));
     for (auto* norm : {&world.q_norm, &world.k_norm})
         for (int d = 0; d < HEAD_DIM; d++) norm->push_back(to_bf16(1 + check::number() / 2));
     for (int p = 0; p < LONGEST; p++)
@@ -177,7 +195,7 @@ static void give_back(World& world) {
         }
 }
 
-// The step's tokens, and what attention is asked to do with them: even sequences in one item a tile, odd ones in parts of a block.
+// The step's tokens, and what attention is asked to do with them.
 struct Step {
     std::vector<Bf16> qkv;
     std::vector<u32> positions, queries;
@@ -186,14 +204,12 @@ struct Step {
     std::vector<attend::Item> items;
     std::vector<u32> merged, first_part;
     std::vector<merging::Part> parts;
-    u32 part_count = 0;
+    u32 part_rows = 0;
 };
 
-static Step make_step(const World& world) {
+static Step make_tokens(const World& world) {
     Step step;
-    const int tile = ROW_WARPS * 16 / (HEADS / KV_HEADS);
-    for (int s = 0; s < int(SEQUENCES.size()); s++) {
-        u32 first = u32(step.positions.size());
+    for (int s = 0; s < int(SEQUENCES.size()); s++)
         for (int i = 0; i < SEQUENCES[s].fresh; i++) {
             int position = SEQUENCES[s].before + i;
             auto from = world.rotated.begin() + size_t(world.first_token[s] + position) * TOKEN;
@@ -201,41 +217,98 @@ static Step make_step(const World& world) {
             step.positions.push_back(position);
             step.sequences.push_back(s);
         }
-        for (int i = 0; i < SEQUENCES[s].fresh; i += tile) {
-            u32 count = u32(std::min(tile, SEQUENCES[s].fresh - i)), first_query = u32(step.queries.size());
-            for (u32 j = 0; j < count; j++) step.queries.push_back(first + i + j);
-            int seen = WINDOW == 0 ? 0 : std::max(0, SEQUENCES[s].before + i - WINDOW + 1);
-            u32 from = seen / BLOCK * BLOCK, to = SEQUENCES[s].before + i + count, table = world.first_table[s];
-            if (s % 2 == 0) {
-                step.items.push_back({first_query, count, table, from, to, NONE});
-                continue;
-            }
-            u32 first_part = step.part_count;
-            for (u32 at = from; at < to; at += BLOCK)
-                step.items.push_back({first_query, count, table, at, std::min<u32>(to, at + BLOCK), step.part_count++});
-            for (u32 j = 0; j < count; j++) {
-                step.merged.push_back(first + i + j);
-                step.first_part.push_back(u32(step.parts.size()));
-                for (u32 part = first_part; part < step.part_count; part++) step.parts.push_back({part, j, ROW_WARPS * 16});
-            }
+    return step;
+}
+
+// Queries that an item has room for.
+const int MOST_QUERIES = ROW_WARPS * 16 / (HEADS / KV_HEADS);
+
+// An item of these tokens, which all see what the first one's sequence has from `from` to before `to`. As a part where `parts` says
+// which each token has.
+static void add_item(const World& world, Step& step, const std::vector<u32>& tokens, u32 from, u32 to,
+                     std::vector<std::vector<merging::Part>>* parts) {
+    u32 table = world.first_table[step.sequences[tokens[0]]], part = parts ? step.part_rows : NONE;
+    u32 rows = u32(tokens.size()) * (HEADS / KV_HEADS);
+    if (parts) step.part_rows += rows;
+    step.items.push_back({u32(step.queries.size()), u32(tokens.size()), table, from, to, part});
+    step.queries.insert(step.queries.end(), tokens.begin(), tokens.end());
+    for (u32 j = 0; parts && j < tokens.size(); j++) (*parts)[tokens[j]].push_back({part, j, rows});
+}
+
+// First position that a token sees, rounded down to a block.
+static u32 first_seen(const Step& step, u32 token) {
+    return WINDOW == 0 ? 0 : std::max(0, int(step.positions[token]) - WINDOW + 1) / BLOCK * BLOCK;
+}
+
+// Each sequence's tokens in whole items of `most` at most.
+static void add_whole(const World& world, Step& step, int sequence, int most) {
+    std::vector<u32> tokens;
+    for (u32 token = 0; token < step.sequences.size(); token++) {
+        if (step.sequences[token] == sequence) tokens.push_back(token);
+        bool last = token + 1 == step.sequences.size() || int(tokens.size()) == most;
+        if (!last || tokens.empty()) continue;
+        add_item(world, step, tokens, first_seen(step, tokens[0]), step.positions[tokens.back()] + 1, nullptr);
+        tokens.clear();
+    }
+}
+
+// Even sequences in whole items, odd ones in parts of a block, and those that share their first positions in a part of them all for
+// these, and each in one for its own.
+static Step make_step(const World& world) {
+    Step step = make_tokens(world);
+    std::vector<std::vector<merging::Part>> parts(step.positions.size());
+    std::vector<std::vector<u32>> tokens(SEQUENCES.size());
+    for (u32 token = 0; token < step.sequences.size(); token++) tokens[step.sequences[token]].push_back(token);
+    auto shares = [](int s) { return SHARED > 0 && std::find(std::begin(SHARERS), std::end(SHARERS), s) != std::end(SHARERS); };
+    std::vector<u32> sharing;
+    for (int s = 0; s < int(SEQUENCES.size()); s++) {
+        if (!shares(s) && s % 2 == 0) add_whole(world, step, s, MOST_QUERIES);
+        for (size_t i = 0; (shares(s) || s % 2 == 1) && i < tokens[s].size(); i += MOST_QUERIES) {
+            std::vector<u32> some(tokens[s].begin() + i, tokens[s].begin() + std::min(tokens[s].size(), i + MOST_QUERIES));
+            u32 to = step.positions[some.back()] + 1;
+            if (shares(s)) {
+                sharing.insert(sharing.end(), some.begin(), some.end());
+                add_item(world, step, some, SHARED, to, &parts);
+            } else
+                for (u32 at = first_seen(step, some[0]); at < to; at += BLOCK)
+                    add_item(world, step, some, at, std::min<u32>(to, at + BLOCK), &parts);
         }
+    }
+    for (size_t i = 0; i < sharing.size(); i += MOST_QUERIES)
+        add_item(world, step, {sharing.begin() + i, sharing.begin() + std::min(sharing.size(), i + MOST_QUERIES)}, 0, SHARED, &parts);
+    for (u32 token = 0; token < parts.size(); token++) {
+        if (parts[token].empty()) continue;
+        step.merged.push_back(token);
+        step.first_part.push_back(u32(step.parts.size()));
+        step.parts.insert(step.parts.end(), parts[token].begin(), parts[token].end());
     }
     step.first_part.push_back(u32(step.parts.size()));
     return step;
 }
 
-static std::vector<Bf16> attend_all(const World& world, const Step& step, unsigned seed) {
+// What attention makes of a step: results, and parts of them.
+struct Results {
+    std::vector<Bf16> out;
+    std::vector<float> sums, states;
+};
+
+static Results attend_items(const World& world, const Step& step, unsigned seed) {
     const Bf16 unwritten = {0x7fff};
-    std::vector<Bf16> out(step.positions.size() * HEADS * HEAD_DIM, unwritten);
-    size_t rows = size_t(step.part_count) * KV_HEADS * ROW_WARPS * 16;
-    std::vector<float> sums(rows * HEAD_DIM + 1, NAN), states(rows * 2 + 1, NAN);
-    check::run(attend::attention, unsigned(step.items.size()), KV_HEADS, ROW_WARPS * 32, STAGES * STAGE_BYTES + QUERY_BYTES, seed,
-               step.qkv.data(), world.keys.data(), world.values.data(), world.key_scales.data(), world.value_scales.data(),
-               step.items.data(), step.queries.data(), step.positions.data(), world.tables.data(), SCALE, out.data(), sums.data(),
-               states.data());
+    size_t rows = size_t(step.part_rows) * KV_HEADS;
+    Results results{std::vector<Bf16>(step.positions.size() * HEADS * HEAD_DIM, unwritten), std::vector<float>(rows * HEAD_DIM + 1, NAN),
+                    std::vector<float>(rows * 2 + 1, NAN)};
+    check::run(attend::kernel, unsigned(step.items.size()), KV_HEADS, ROW_WARPS * 32, SHARED_BYTES, seed, step.qkv.data(),
+               world.keys.data(), world.values.data(), world.key_scales.data(), world.value_scales.data(), step.items.data(),
+               step.queries.data(), step.positions.data(), world.tables.data(), SCALE, results.out.data(), results.sums.data(),
+               results.states.data());
+    return results;
+}
+
+static std::vector<Bf16> attend_all(const World& world, const Step& step, unsigned seed) {
+    Results results = attend_items(world, step, seed);
     check::run(merging::merge, unsigned(step.merged.size()), 1, 128, 0, seed, step.merged.data(), step.first_part.data(),
-               step.parts.data(), sums.data(), states.data(), out.data());
-    return out;
+               step.parts.data(), results.sums.data(), results.states.data(), results.out.data());
+    return results.out;
 }
 
 // A query's head as the product takes it: in eight bits quantized with a scale of its own.
@@ -294,7 +367,7 @@ static void head_errors(const World& world, const Step& step, const std::vector<
     for (double& w : weights) total += w = std::exp(w - largest);
     for (double& w : weights) w /= total;
 
-    // In eight bits weights are quantized times the values' scales, by spans of 32 positions.
+    // In eight bits weights are quantized times the values' scales, by spans of SPAN positions.
     std::vector<double> scales(count, 1.0), span_largest(LONGEST / SPAN + 1, 0.0);
     for (int j = 0; j < count; j++) {
 #if STORE != 2
@@ -370,12 +443,48 @@ static void check_poison(World world, Step step) {
     check::expect(missing == 0 && spread == 0, "NaN: missing in %d numbers, spread to %d", missing, spread);
 }
 
+// A token's result has the same bits in an item of its own as among others, and so have its parts.
+static void check_alone(const World& world) {
+    Step together = make_tokens(world), alone = together;
+    for (int s = 0; s < int(SEQUENCES.size()); s++) {
+        add_whole(world, together, s, MOST_QUERIES);
+        add_whole(world, alone, s, 1);
+    }
+    Results a = attend_items(world, together, 2), b = attend_items(world, alone, 3);
+    bool same = std::memcmp(a.out.data(), b.out.data(), a.out.size() * sizeof(Bf16)) == 0;
+    check::expect(same, "results of %d items and of %d have the same bits", int(together.items.size()), int(alone.items.size()));
+
+    Step step = make_step(world), single = make_tokens(world);
+    std::vector<std::vector<merging::Part>> parts(step.positions.size());
+    // Which query of which item each of the single ones is.
+    std::vector<std::pair<const attend::Item*, u32>> from;
+    for (const attend::Item& item : step.items)
+        for (u32 j = 0; item.part != NONE && j < item.queries; j++) {
+            u32 token = step.queries[item.first_query + j];
+            add_item(world, single, {token}, item.from, item.to, &parts);
+            from.push_back({&item, j});
+        }
+    a = attend_items(world, step, 4), b = attend_items(world, single, 5);
+    const int group = HEADS / KV_HEADS;
+    int different = 0;
+    for (size_t i = 0; i < from.size(); i++)
+        for (int row = 0; row < KV_HEADS * group; row++) {
+            auto [item, j] = from[i];
+            size_t kv = row / group, in = item->part * KV_HEADS + (kv * item->queries + j) * group + row % group;
+            size_t own = (i * KV_HEADS + kv) * group + row % group;
+            different += std::memcmp(&a.sums[in * HEAD_DIM], &b.sums[own * HEAD_DIM], HEAD_DIM * 4) != 0;
+            different += std::memcmp(&a.states[in * 2], &b.states[own * 2], 8) != 0;
+        }
+    check::expect(different == 0, "%d rows of parts differ from those of one token", different);
+}
+
 int main() {
     World world = make_world();
     check_store(world);
     give_back(world);
     Step step = make_step(world);
     check_results(world, step);
+    check_alone(world);
     check_poison(world, step);
     return check::verdict();
 }

@@ -17,6 +17,8 @@ WIDTHS = [8, 64, 4096, 8192, 14336, 28672, 65536]
 COLUMNS = [32, 64, 128, 256]
 # HEAD_DIM and ROW_WARPS.
 HEADS = [(32, 1), (64, 4), (80, 4), (96, 4), (128, 1), (128, 4), (192, 4), (256, 1), (256, 4)]
+# HEAD_DIM and ROW_WARPS of attention_sm90.cu.
+HOPPER_HEADS = [(dim, warps) for dim in (32, 64, 80, 96, 112, 128) for warps in (4, 8, 12)]
 MODEL = {"HEADS": 32, "KV_HEADS": 8, "BLOCK": 64, "WINDOW": 0}
 
 
@@ -30,6 +32,8 @@ def shapes(name, card):
     rows = [{"WIDTH": width, "THREADS": threads(width)} for width in WIDTHS]
     tiles = [{"COLUMNS": columns, "CONSUMERS": consumers} for columns in COLUMNS for consumers in (1, 2)]
     heads = [MODEL | {"HEAD_DIM": dim, "ROW_WARPS": warps} for dim, warps in HEADS]
+    hopper_heads = [MODEL | {"HEAD_DIM": dim, "ROW_WARPS": warps} for dim, warps in HOPPER_HEADS]
+    hopper_heads += [shape | {"HEADS": heads} for shape in hopper_heads if shape["HEAD_DIM"] in (64, 128) for heads in (8, 40, 56, 128)]
     return {
         "add_norm": rows,
         "gated": rows,
@@ -38,6 +42,7 @@ def shapes(name, card):
         "linear": [{"WIDE": wide} for wide in (0, 1)],
         "linear_sm90": [tile | {"WIDE": wide} for tile in tiles for wide in (0, 1)],
         "attention": heads + [shape | {"SOFT_CAP": "50.0f", "WINDOW": 4096} for shape in heads if shape["HEAD_DIM"] >= 128],
+        "attention_sm90": hopper_heads + [shape | {"SOFT_CAP": "50.0f", "WINDOW": 4096} for shape in hopper_heads],
         "peak": [{"WARPGROUPS": groups} for groups in ((0, 1) if card == "sm_90a" else (0,))],
         "merge": heads,
         "rope_store": heads,
@@ -46,11 +51,16 @@ def shapes(name, card):
 
 def formats(name, card):
     """The names of a kernel's formats that a card has, and their macros."""
-    macro = {"add_norm": "OUTPUT", "gated": "OUTPUT", "quantize": "OUTPUT", "attention": "STORE", "rope_store": "STORE"}
+    macro = {"add_norm": "OUTPUT", "gated": "OUTPUT", "quantize": "OUTPUT", "attention": "STORE", "attention_sm90": "STORE", "rope_store": "STORE"}
     macro |= {"linear": "FORMAT", "linear_sm90": "FORMAT", "peak": "FORMAT"}
     if name not in macro:
         return [("", {})]
     return [(word, {macro[name]: value}) for word, value in FORMATS.items() if word != "fp8" or card not in ("sm_80", "sm_86")]
+
+
+def exists(name, word, shape):
+    """Whether a kernel has this shape in this format."""
+    return not (name == "attention_sm90" and word == "bf16" and shape["HEAD_DIM"] == 128 and shape["ROW_WARPS"] == 12)
 
 
 def load(folder):
@@ -90,7 +100,7 @@ def main():
             if name.endswith("_sm90") and card != "sm_90a":
                 continue
             for word, macro in formats(name, card):
-                for shape in shapes(name, card):
+                for shape in filter(lambda shape: exists(name, word, shape), shapes(name, card)):
                     fine, log, size = compile(nvrtc, name, card, macro | shape, headers)
                     spilled = any(int(count) > 0 for count in re.findall(r"(\d+) bytes (?:stack frame|spill)", log))
                     # What the assembler says of a warpgroup's products whose registers it had to wait for.

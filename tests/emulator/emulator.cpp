@@ -130,6 +130,7 @@ static void begin(Block& b, Worker& worker, unsigned at) {
     b.block_index = {at % grid.x, at / grid.x % grid.y, at / grid.x / grid.y};
     // What nobody has written is a signalling nonsense.
     std::memset(b.shared, 0xff, worker.shared_end - b.shared);
+    b.unfenced.clear();
     b.warps.assign((threads + 31) / 32, Group{});
     b.all = Group{};
     b.all.alive = threads;
@@ -195,6 +196,7 @@ int launch(void (*body)(void*), void* context, const unsigned* grid, const unsig
         Block b{};
         b.fibers.resize(threads);
         b.seed = seed;
+        b.kernel = kernel_name;
         b.change_stacks = emulator_switch;
         b.shared = worker.shared_end - (shared + 127) / 128 * 128;
         b.body = body;

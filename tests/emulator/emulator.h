@@ -4,7 +4,8 @@
 // a seed chooses: so a missing barrier shows as a wrong result. Copies that a thread begins arrive when it waits for them, and
 // where the seed is odd at once, too. A block in which all fibers wait for each other is reported, and so is a touch of memory that is
 // not there. Blocks run on all cores, each on one: they must not wait for each other. A warpgroup's products are computed when a thread
-// waits for them, or where the seed is odd at once.
+// waits for them, or where the seed is odd at once. What copies have brought is for products only once the thread that copied it has
+// fenced it; products that read it before are reported.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -29,7 +30,7 @@ struct Dim { unsigned x, y, z; };
 
 // Copies that a thread has begun: they arrive when it waits for them, and not before.
 struct Copy { void* to; unsigned char bytes[16]; };
-struct Copies { std::vector<Copy> open; std::vector<std::vector<Copy>> groups; };
+struct Copies { std::vector<Copy> open; std::vector<std::vector<Copy>> groups; std::vector<size_t> unfenced; };
 
 // Products of a warpgroup that a thread has begun.
 struct Products { std::vector<std::function<void()>> open; std::vector<std::vector<std::function<void()>>> groups; };
@@ -44,10 +45,13 @@ struct Block {
     std::vector<Group> warps;
     Group all;
     unsigned current, seed;
+    const char* kernel;
     void* scheduler;
     void (*change_stacks)(void** from, void* to);
     bool progressed;
     unsigned char* shared;
+    // Of each 16 bytes of shared memory: whether a copy has brought them that no fence has followed.
+    std::vector<bool> unfenced;
     void (*body)(void*);
     void* body_context;
     Dim block_index, block_size, grid_size;
@@ -132,6 +136,21 @@ template <int N> inline const Words<N>& gather(const unsigned int* mine) {
 }
 
 inline Copies& copies() { return self().copies; }
+
+// Writes what a copy brings.
+inline void arrive(const Copy& copy) {
+    std::memcpy(copy.to, copy.bytes, 16);
+    size_t at = size_t((unsigned char*)copy.to - block().shared) / 16;
+    if (at >= block().unfenced.size()) block().unfenced.resize(at + 1);
+    block().unfenced[at] = true;
+    copies().unfenced.push_back(at);
+}
+
+// A kernel does what real cards leave undefined.
+inline void fail(const char* what) {
+    std::fprintf(stderr, "%s: block %u thread %u %s\n", block().kernel, block().block_index.x, self().thread.x, what);
+    std::_Exit(97);
+}
 
 }  // namespace emulator
 

@@ -7,11 +7,17 @@
 #error "these instructions need sm_90a"
 #endif
 
-inline unsigned long long tile_descriptor(const void* tile) {
-    return shared_address(tile) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
+template <int WIDTH = 128> inline unsigned long long tile_descriptor(const void* tile) {
+    const unsigned long long swizzle = WIDTH == 128 ? 1 : WIDTH == 64 ? 2 : 3;
+    if (shared_address(tile) % (8 * WIDTH) > 0) emulator::fail("has a tile that does not start where its swizzle does");
+    return shared_address(tile) >> 4 | 1ull << 16 | (unsigned long long)(WIDTH / 2) << 32 | swizzle << 62;
 }
 
-inline void stores_before_products() {}
+inline void stores_before_products() {
+    for (size_t at : emulator::copies().unfenced) emulator::block().unfenced[at] = false;
+    emulator::copies().unfenced.clear();
+}
+
 inline void products_begin() {}
 
 inline void products_end() {
@@ -29,25 +35,34 @@ template <int LEFT> inline void products_wait() {
 }
 
 namespace emulator {
-// Where a byte lies that would lie at `offset` without the swizzle over 128 bytes.
-inline unsigned char* swizzled(unsigned offset) {
-    return block().shared_start() + (offset ^ (offset >> 7 & 7) << 4);
+// Where a byte lies that would lie at `offset` without the swizzle over `width` bytes.
+inline unsigned char* swizzled(unsigned offset, unsigned width = 128) {
+    return block().shared_start() + (offset ^ (offset >> 7 & (width / 16 - 1)) << 4);
 }
 
 // Row `row` of a descriptor's tile, 32 bytes.
 inline void row_of(unsigned long long tile, int row, unsigned char (&to)[32]) {
-    unsigned start = (unsigned)(tile & 0x3fff) << 4, step = (unsigned)(tile >> 32 & 0x3fff) << 4;
-    for (int half = 0; half < 2; half++) std::memcpy(to + half * 16, swizzled(start + row / 8 * step + row % 8 * 128 + half * 16), 16);
+    unsigned start = (unsigned)(tile & 0x3fff) << 4, step = (unsigned)(tile >> 32 & 0x3fff) << 4, swizzle = (unsigned)(tile >> 62);
+    if (swizzle == 0) fail("multiplies a tile without a swizzle, which nobody has asked for yet");
+    unsigned width = 256 >> swizzle;
+    for (int half = 0; half < 2; half++) {
+        const unsigned char* from = swizzled(start + row / 8 * step + row % 8 * width + half * 16, width);
+        size_t at = size_t(from - block().shared_start()) / 16;
+        if (at < block().unfenced.size() && block().unfenced[at]) fail("multiplies what a copy has brought and no fence has followed");
+        std::memcpy(to + half * 16, from, 16);
+    }
 }
 
+// The left matrix: rows `lane / 4` and 8 further of the warp's 16.
+typedef unsigned char Rows[2][32];
+
+// A thread's part of a product: half as many sums as it has columns.
 template <class Sum, int N, class Product>
-void multiply(Sum (&d)[N], unsigned long long a, unsigned long long b, int add, Product product) {
-    int lane = self().lane, warp = self().warp % 4;
-    unsigned char x[2][32], w[32];
-    for (int half = 0; half < 2; half++) row_of(a, warp * 16 + lane / 4 + half * 8, x[half]);
+void multiply(Sum (&d)[N], const Rows& x, unsigned long long b, int add, Product product) {
+    unsigned char w[32];
     for (int n = 0; n < N / 4; n++)
         for (int i = 0; i < 2; i++) {
-            row_of(b, n * 8 + lane % 4 * 2 + i, w);
+            row_of(b, n * 8 + self().lane % 4 * 2 + i, w);
             for (int half = 0; half < 2; half++) {
                 Sum& sum = d[n * 4 + half * 2 + i];
                 sum = (add ? sum : 0) + product(x[half], w);
@@ -55,15 +70,38 @@ void multiply(Sum (&d)[N], unsigned long long a, unsigned long long b, int add, 
         }
 }
 
-// A thread's part of a product: half as many sums as it has columns.
-template <class Sum, int N, class Product>
-void products(Sum (&d)[N], unsigned long long a, unsigned long long b, int add, Product product) {
-    static_assert(N == 16 || N == 32 || N == 64 || N == 128);
-    auto compute = [&d, a, b, add, product] { multiply(d, a, b, add, product); };
+// Now, or when the thread waits for it.
+template <class Compute> void begin_product(Compute compute) {
     if (block().seed % 2 == 1)
         compute();
     else
         self().products.open.push_back(compute);
+}
+
+template <class Sum, int N, class Product>
+void products(Sum (&d)[N], unsigned long long a, unsigned long long b, int add, Product product) {
+    begin_product([&d, a, b, add, product] {
+        Rows x;
+        for (int half = 0; half < 2; half++) row_of(a, self().warp % 4 * 16 + self().lane / 4 + half * 8, x[half]);
+        multiply(d, x, b, add, product);
+    });
+}
+
+// The left matrix in registers, of all lanes of the warp, which must stay as they are until the product is done.
+template <class Sum, int N, class Product>
+void products(Sum (&d)[N], const unsigned (&a)[4], unsigned long long b, int add, Product product) {
+    struct Left {
+        Rows rows;
+        unsigned own[4];
+    } left;
+    std::memcpy(left.own, a, 16);
+    const Words<4>& all = gather<4>(a);
+    for (int lane = 0; lane < 4; lane++)
+        for (int i = 0; i < 4; i++) std::memcpy(left.rows[i % 2] + i / 2 * 16 + lane * 4, &all.of[self().lane / 4 * 4 + lane][i], 4);
+    begin_product([&d, &a, left, b, add, product] {
+        if (std::memcmp(left.own, a, 16) != 0) fail("changes registers that a product still reads");
+        multiply(d, left.rows, b, add, product);
+    });
 }
 }  // namespace emulator
 
@@ -74,6 +112,16 @@ template <int N> inline void products(E4m3, float (&d)[N], unsigned long long a,
     emulator::products(d, a, b, add, emulator::e4m3_product);
 }
 template <int N> inline void products(Bf16Pairs, float (&d)[N], unsigned long long a, unsigned long long b, int add) {
+    emulator::products(d, a, b, add, emulator::bf16_product);
+}
+
+template <int N> inline void products(int (&d)[N], const unsigned (&a)[4], unsigned long long b, int add) {
+    emulator::products(d, a, b, add, emulator::int8_product);
+}
+template <int N> inline void products(E4m3, float (&d)[N], const unsigned (&a)[4], unsigned long long b, int add) {
+    emulator::products(d, a, b, add, emulator::e4m3_product);
+}
+template <int N> inline void products(Bf16Pairs, float (&d)[N], const unsigned (&a)[4], unsigned long long b, int add) {
     emulator::products(d, a, b, add, emulator::bf16_product);
 }
 

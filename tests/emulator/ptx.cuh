@@ -74,6 +74,15 @@ inline float add_toward_zero(float a, float b) {
     return std::fabs(sum) > std::fabs(exact) ? std::nextafter(sum, 0.0f) : sum;
 }
 
+inline float power_of_two(float x) {
+    float y = std::exp2(x);
+    return y < 0x1p-126f ? 0.0f : y;
+}
+
+inline int anew(int x) {
+    return x;
+}
+
 inline int bit_length(unsigned long long x) {
     return x == 0 ? 0 : 64 - __builtin_clzll(x);
 }
@@ -95,7 +104,7 @@ inline unsigned int shared_address(const void* pointer) {
 inline void copy_async(void* to, const void* from, int bytes) {
     emulator::Copy copy{to, {}};
     std::memcpy(copy.bytes, from, bytes);
-    if (emulator::block().seed % 2 == 1) std::memcpy(to, copy.bytes, 16);
+    if (emulator::block().seed % 2 == 1) emulator::arrive(copy);
     emulator::copies().open.push_back(copy);
 }
 
@@ -108,7 +117,7 @@ inline void copy_group() {
 template <int LEFT> inline void copy_wait() {
     auto& groups = emulator::copies().groups;
     while (groups.size() > LEFT) {
-        for (auto& copy : groups.front()) std::memcpy(copy.to, copy.bytes, 16);
+        for (auto& copy : groups.front()) emulator::arrive(copy);
         groups.erase(groups.begin());
     }
 }

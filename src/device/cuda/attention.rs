@@ -3,7 +3,7 @@
 use super::driver::Argument;
 use super::memory::{Buffer, KvPool, Workspace, address, want};
 use super::plan::Format;
-use super::{Cuda, Step, items};
+use super::{Cuda, Step};
 use crate::device::{DeviceError, KvSpec};
 
 impl Cuda {
@@ -44,8 +44,8 @@ impl Cuda {
         let scale = (step.shape.head_dim as f32).sqrt().recip();
         let [keys, values, key_scales, value_scales] = pool.arguments();
         for (warps, items, count) in [
-            (items::WIDE_WARPS, plan.wide, part.wide),
-            (items::NARROW_WARPS, plan.narrow, part.narrow),
+            (heads.wide_warps(), plan.wide, part.wide),
+            (heads.narrow_warps(), plan.narrow, part.narrow),
         ] {
             self.launch(
                 &heads.attention(warps, window, count),

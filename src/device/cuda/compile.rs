@@ -10,13 +10,14 @@ use super::nvrtc::{Compiled, Nvrtc};
 use crate::device::DeviceError;
 
 /// Sources by stem, which is the name of the function, too.
-const SOURCES: [(&str, &str); 13] = [
+const SOURCES: [(&str, &str); 14] = [
     ("embed", include_str!("../../../kernels/embed.cu")),
     ("add_norm", include_str!("../../../kernels/add_norm.cu")),
     ("quantize", include_str!("../../../kernels/quantize.cu")),
     ("gated", include_str!("../../../kernels/gated.cu")),
     ("rope_store", include_str!("../../../kernels/rope_store.cu")),
     ("attention", include_str!("../../../kernels/attention.cu")),
+    ("attention_sm90", include_str!("../../../kernels/attention_sm90.cu")),
     ("merge", include_str!("../../../kernels/merge.cu")),
     ("linear", include_str!("../../../kernels/linear.cu")),
     ("linear_sm90", include_str!("../../../kernels/linear_sm90.cu")),
@@ -26,11 +27,12 @@ const SOURCES: [(&str, &str); 13] = [
     ("sample", include_str!("../../../kernels/sample.cu")),
 ];
 
-const HEADERS: [(&str, &str); 6] = [
+const HEADERS: [(&str, &str); 7] = [
     ("types.cuh", include_str!("../../../kernels/common/types.cuh")),
     ("ptx.cuh", include_str!("../../../kernels/common/ptx.cuh")),
     ("drawn.cuh", include_str!("../../../kernels/common/drawn.cuh")),
     ("rows.cuh", include_str!("../../../kernels/common/rows.cuh")),
+    ("attention.cuh", include_str!("../../../kernels/common/attention.cuh")),
     ("linear.cuh", include_str!("../../../kernels/common/linear.cuh")),
     ("hopper.cuh", include_str!("../../../kernels/common/hopper.cuh")),
 ];

@@ -1,7 +1,7 @@
 //! Attention as a plan: which queries walk which positions together, and whose parts are merged. Pure.
 //!
-//! A sequence's queries are cut into items of as many as fit a block's rows: four warps for prompts, one for single tokens. An item of
-//! single tokens walks at most [`PART_TOKENS`] positions; longer sequences have several, merged afterwards. Sequences of single
+//! A sequence's queries are cut into items of as many as fit a block's rows: wide blocks for prompts, narrow ones where those do. An item
+//! of single tokens walks at most [`PART_TOKENS`] positions; longer sequences have several, merged afterwards. Sequences of single
 //! tokens that begin with the same blocks walk those together, once.
 
 use std::ops::Range;
@@ -14,10 +14,8 @@ use crate::device::batch::StepBatch;
 pub const PART_TOKENS: u32 = 1024;
 /// Least blocks that sequences walk together: fewer are not worth a merge.
 const SHARED_BLOCKS_MIN: u32 = 4;
-/// Warps of an item of a prompt's queries, or of several sequences'.
-pub const WIDE_WARPS: u32 = 4;
-/// Warps of an item of one sequence's last tokens.
-pub const NARROW_WARPS: u32 = 1;
+/// A sequence that computes no more rows than these, queries times the heads of a group, is one of single tokens.
+const SINGLE_ROWS: u32 = 16;
 /// Where an item's result is whole.
 pub const WHOLE: u32 = u32::MAX;
 
@@ -30,7 +28,7 @@ pub struct Item {
     pub table: u32,
     pub from: u32,
     pub to: u32,
-    /// Number of its part among those of as many warps, or [`WHOLE`].
+    /// First row of its part, of all key-value heads of one, or [`WHOLE`].
     pub part: u32,
 }
 
@@ -38,17 +36,18 @@ pub struct Item {
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Part {
+    /// The item's.
     pub part: u32,
     /// Which of the item's queries the token is.
     pub query: u32,
-    /// Rows of the item's block.
+    /// The item's: queries times the heads of a group.
     pub rows: u32,
 }
 
 /// What attention launches in one step, for all layers of one kind.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Plan {
-    /// Items of four warps, and of one.
+    /// Items for wide blocks, and for narrow ones.
     pub wide: Vec<Item>,
     pub narrow: Vec<Item>,
     /// Tokens of the step, by item.
@@ -57,9 +56,8 @@ pub struct Plan {
     pub merged: Vec<u32>,
     pub first: Vec<u32>,
     pub parts: Vec<Part>,
-    /// Parts of wide items, and of narrow ones; a narrow part is numbered after all wide ones, each of which has room for four.
-    wide_parts: u32,
-    narrow_parts: u32,
+    /// Rows of all parts, of all key-value heads of one: what part sums and states have room for.
+    pub part_rows: u32,
 }
 
 impl Plan {
@@ -79,7 +77,7 @@ impl Plan {
         };
         let mut singles: Vec<Single> = Vec::new();
         for (i, s) in batch.sequences.iter().enumerate() {
-            if s.q_len > heads.queries(NARROW_WARPS) {
+            if s.q_len * heads.group() > SINGLE_ROWS {
                 planner.prompt(i);
             } else {
                 let from = planner.first_seen(s.kv_len - s.q_len);
@@ -88,11 +86,6 @@ impl Plan {
         }
         planner.singles(&singles);
         planner.plan
-    }
-
-    /// Rows of parts, of all key-value heads of one: what part sums and states have room for.
-    pub fn part_rows(&self) -> u32 {
-        (self.wide_parts * WIDE_WARPS + self.narrow_parts) * 16
     }
 }
 
@@ -123,7 +116,7 @@ impl Planner<'_> {
     /// Whole items of a sequence's queries.
     fn prompt(&mut self, sequence: usize) {
         let s = self.batch.sequences[sequence];
-        let most = self.heads.queries(WIDE_WARPS);
+        let most = self.heads.queries(self.heads.wide_warps());
         for done in (0..s.q_len).step_by(most as usize) {
             let queries = most.min(s.q_len - done);
             let position = s.kv_len - s.q_len + done;
@@ -131,7 +124,7 @@ impl Planner<'_> {
             self.plan
                 .queries
                 .extend(s.first_token + done..s.first_token + done + queries);
-            self.plan.wide.push(Item {
+            self.push(Item {
                 first_query,
                 queries,
                 table: s.first_block,
@@ -140,6 +133,22 @@ impl Planner<'_> {
                 part: WHOLE,
             });
         }
+    }
+
+    /// Adds an item, for a block as narrow as can be.
+    fn push(&mut self, item: Item) {
+        match item.queries <= self.heads.queries(self.heads.narrow_warps()) {
+            true => self.plan.narrow.push(item),
+            false => self.plan.wide.push(item),
+        }
+    }
+
+    /// Room for a part of so many queries.
+    fn part(&mut self, queries: u32) -> Part {
+        let rows = queries * self.heads.group();
+        let part = self.plan.part_rows;
+        self.plan.part_rows += rows;
+        Part { part, query: 0, rows }
     }
 
     /// Blocks from position 0 on that two sequences have in common and both may walk whole.
@@ -159,8 +168,6 @@ impl Planner<'_> {
     fn singles(&mut self, singles: &[Single]) {
         // What each token has so far: (token, part).
         let mut parts: Vec<(u32, Part)> = Vec::new();
-        // Shared walks come first, so that narrow parts can be numbered after all wide ones.
-        let mut own: Vec<(Single, u32)> = Vec::new();
         let mut at = 0;
         while at < singles.len() {
             let (end, blocks) = self.run(singles, at);
@@ -168,11 +175,10 @@ impl Planner<'_> {
             if shared > 0 {
                 self.together(&singles[at..end], shared, &mut parts);
             }
-            own.extend(singles[at..end].iter().map(|single| (*single, shared)));
+            for single in &singles[at..end] {
+                self.alone(*single, shared, &mut parts);
+            }
             at = end;
-        }
-        for (single, shared) in own {
-            self.alone(single, shared, &mut parts);
         }
         parts.sort_by_key(|(token, _)| *token);
         for (token, part) in parts {
@@ -211,26 +217,25 @@ impl Planner<'_> {
             })
             .collect();
         let table = self.batch.sequences[singles[0].sequence].first_block;
-        for tokens in tokens.chunks(self.heads.queries(WIDE_WARPS) as usize) {
+        for tokens in tokens.chunks(self.heads.queries(self.heads.wide_warps()) as usize) {
             let first_query = self.plan.queries.len() as u32;
             self.plan.queries.extend(tokens);
             for range in pieces(0..shared) {
-                let part = self.plan.wide_parts;
-                self.plan.wide_parts += 1;
-                self.plan.wide.push(Item {
+                let part = self.part(tokens.len() as u32);
+                self.push(Item {
                     first_query,
                     queries: tokens.len() as u32,
                     table,
                     from: range.start,
                     to: range.end,
-                    part,
+                    part: part.part,
                 });
-                let part = |query| Part {
-                    part,
-                    query,
-                    rows: WIDE_WARPS * 16,
-                };
-                parts.extend(tokens.iter().zip(0..).map(|(token, query)| (*token, part(query))));
+                parts.extend(
+                    tokens
+                        .iter()
+                        .zip(0..)
+                        .map(|(token, query)| (*token, Part { query, ..part })),
+                );
             }
         }
     }
@@ -243,26 +248,17 @@ impl Planner<'_> {
         let ranges: Vec<_> = pieces(single.from.max(shared)..s.kv_len).collect();
         let whole = shared == 0 && ranges.len() == 1;
         for range in ranges {
-            let part = match whole {
-                true => WHOLE,
-                false => self.plan.wide_parts * WIDE_WARPS + self.plan.narrow_parts,
-            };
-            self.plan.narrow.push(Item {
+            let part = (!whole).then(|| self.part(s.q_len));
+            self.push(Item {
                 first_query,
                 queries: s.q_len,
                 table: s.first_block,
                 from: range.start,
                 to: range.end,
-                part,
+                part: part.map_or(WHOLE, |part| part.part),
             });
-            if !whole {
-                self.plan.narrow_parts += 1;
-                let part = |query| Part {
-                    part,
-                    query,
-                    rows: NARROW_WARPS * 16,
-                };
-                parts.extend((0..s.q_len).map(|query| (s.first_token + query, part(query))));
+            if let Some(part) = part {
+                parts.extend((0..s.q_len).map(|query| (s.first_token + query, Part { query, ..part })));
             }
         }
     }
@@ -289,6 +285,7 @@ mod tests {
         kv_heads: 8,
         dim: 128,
         store: Format::E4m3,
+        hopper: false,
     };
 
     /// Sequences of (computed, stored) tokens; all begin with `shared` blocks of one prompt, as far as they go.
@@ -317,17 +314,17 @@ mod tests {
     }
 
     /// Every token walks each position that it sees once, through its own blocks, and items are of the size that blocks have.
-    fn check(batch: &StepBatch, spec: KvSpec) {
-        let plan = Plan::new(batch, &HEADS, spec);
+    fn check(batch: &StepBatch, heads: &Heads, spec: KvSpec) {
+        let plan = Plan::new(batch, heads, spec);
         let mut seen: HashMap<u32, Vec<(u32, u32)>> = HashMap::new();
-        let mut part_rows = vec![false; plan.part_rows() as usize];
-        let wide = plan.wide.iter().map(|item| (item, WIDE_WARPS));
-        for (item, warps) in wide.chain(plan.narrow.iter().map(|item| (item, NARROW_WARPS))) {
-            assert!(item.queries >= 1 && item.queries <= HEADS.queries(warps), "{item:?}");
+        let mut part_rows = vec![false; plan.part_rows as usize];
+        let wide = plan.wide.iter().map(|item| (item, heads.wide_warps()));
+        for (item, warps) in wide.chain(plan.narrow.iter().map(|item| (item, heads.narrow_warps()))) {
+            assert!(item.queries >= 1 && item.queries <= heads.queries(warps), "{item:?}");
+            let rows = item.queries * heads.group();
             assert!(item.from % BLOCK_TOKENS == 0 && item.from < item.to, "{item:?}");
             if item.part != WHOLE {
-                let rows = (item.part * warps * 16) as usize;
-                for row in &mut part_rows[rows..][..(warps * 16) as usize] {
+                for row in &mut part_rows[item.part as usize..][..rows as usize] {
                     assert!(!std::mem::replace(row, true), "two parts in one place: {item:?}");
                 }
             }
@@ -349,12 +346,13 @@ mod tests {
                     let part = Part {
                         part: item.part,
                         query: query as u32,
-                        rows: warps * 16,
+                        rows,
                     };
                     assert_eq!(parts.iter().filter(|p| **p == part).count(), 1, "{item:?}");
                 }
             }
         }
+        assert!(part_rows.iter().all(|taken| *taken));
         assert_eq!(seen.len(), batch.tokens.len());
         for (token, mut ranges) in seen {
             ranges.sort_unstable();
@@ -378,9 +376,11 @@ mod tests {
             singles in prop::collection::vec((1u32..4, 0u32..5000), 0..12),
             shared in 0u32..40,
             window in prop::option::of(1u32..3000),
+            hopper in any::<bool>(),
         ) {
             let sequences: Vec<_> = lengths.into_iter().chain(singles).map(|(q, stored)| (q, q + stored)).collect();
-            check(&batch(&sequences, shared), window.map_or(KvSpec::Full, KvSpec::Window));
+            let heads = Heads { hopper, ..HEADS };
+            check(&batch(&sequences, shared), &heads, window.map_or(KvSpec::Full, KvSpec::Window));
         }
     }
 
@@ -404,6 +404,6 @@ mod tests {
             ]
         );
         assert_eq!((plan.merged, plan.first), (vec![0, 1, 2], vec![0, 2, 4, 7]));
-        check(&step, KvSpec::Full);
+        check(&step, &HEADS, KvSpec::Full);
     }
 }

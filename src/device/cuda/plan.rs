@@ -306,6 +306,8 @@ pub struct Heads {
     pub kv_heads: u32,
     pub dim: u32,
     pub store: Format,
+    /// Are they computed on Hopper?
+    pub hopper: bool,
 }
 
 /// Shared memory of a block that every card has.
@@ -318,6 +320,26 @@ impl Heads {
     /// Query heads that share a key and value head.
     pub fn group(&self) -> u32 {
         self.heads / self.kv_heads
+    }
+
+    /// Does attention multiply by warpgroups?
+    fn by_warpgroups(&self) -> bool {
+        self.hopper && self.dim <= 128
+    }
+
+    /// Warps of a wide block of attention, each with 16 rows.
+    pub fn wide_warps(&self) -> u32 {
+        match self.by_warpgroups() {
+            false => 4,
+            // Registers hold no more rows of such heads.
+            true if self.store == Format::Bf16 && self.dim > 112 => 8,
+            true => 12,
+        }
+    }
+
+    /// Warps of a narrow one.
+    pub fn narrow_warps(&self) -> u32 {
+        if self.by_warpgroups() { 4 } else { 1 }
     }
 
     /// Queries of an item of attention with so many warps.
@@ -346,6 +368,9 @@ impl Heads {
 
     /// Of `items` items with `warps` warps each; `window`: 0, or how many positions a query sees.
     pub fn attention(&self, warps: u32, window: u32, items: usize) -> Launch {
+        if self.by_warpgroups() {
+            return self.attention_sm90(warps, window, items);
+        }
         let scales = if self.store.is_scaled() {
             2 * BLOCK_TOKENS * 4
         } else {
@@ -377,6 +402,42 @@ impl Heads {
             grid: [items as u32, self.kv_heads],
             threads: warps * 32,
             shared_bytes: stages * stage + queries,
+        }
+    }
+
+    /// On Hopper, as the kernel says.
+    fn attention_sm90(&self, warps: u32, window: u32, items: usize) -> Launch {
+        let size = self.store.bytes() as u32;
+        let scales = if self.store.is_scaled() {
+            2 * BLOCK_TOKENS * 4
+        } else {
+            0
+        };
+        let stage = BLOCK_TOKENS * ((self.dim * size).next_multiple_of(32) + self.dim * size) + scales;
+        // Blocks that share a multiprocessor.
+        let sharing = match warps {
+            4 if self.store == Format::Bf16 && self.dim > 112 => 2,
+            4 => 3,
+            _ => 1,
+        };
+        let stages = (((228 / sharing - 2) << 10) / stage).min(6);
+        Launch {
+            kernel: Kernel::new(
+                "attention_sm90",
+                &[
+                    ("HEADS", self.heads),
+                    ("KV_HEADS", self.kv_heads),
+                    ("HEAD_DIM", self.dim),
+                    ("BLOCK", BLOCK_TOKENS),
+                    ("STORE", self.store as u32),
+                    ("ROW_WARPS", warps),
+                    ("WINDOW", window),
+                ],
+            ),
+            grid: [items as u32, self.kv_heads],
+            threads: warps * 32,
+            // Tiles begin on 1024 bytes.
+            shared_bytes: stages * stage + 1024,
         }
     }
 

@@ -131,7 +131,7 @@ impl Step {
             let plan = Plan::new(batch, heads, layer.spec);
             let item = |i: &Item| [i.first_query, i.queries, i.table, i.from, i.to, i.part];
             (layer.wide, layer.narrow, layer.merged) = (plan.wide.len(), plan.narrow.len(), plan.merged.len());
-            layer.part_rows = plan.part_rows() as usize;
+            layer.part_rows = plan.part_rows as usize;
             layer.places = PlanPlaces {
                 wide: put(&mut self.bytes, &words(&plan.wide, item)),
                 narrow: put(&mut self.bytes, &words(&plan.narrow, item)),

@@ -1,0 +1,180 @@
+// What attention.cu and attention_sm90.cu share: items, how tokens lie among columns, queries as products take them, and how sums
+// become results.
+//
+// HEADS, KV_HEADS, HEAD_DIM, BLOCK, STORE: as in those. The fragments of a warp's 16 rows are those of `multiply` in ptx.cuh, and of
+// `products` in hopper.cuh, where each warp of a warpgroup has 16 rows of the same layout.
+#pragma once
+#include "types.cuh"
+
+#define GROUP (HEADS / KV_HEADS)
+#define NONE 0xffffffffu
+#define SIZE (STORE == 2 ? 2 : 1)
+// Bytes of a key's row, and of a row of values: one dimension of all the block's tokens.
+#define KEY_ROW (HEAD_DIM * SIZE)
+#define VALUE_ROW (BLOCK * SIZE)
+#define KEY_BYTES (BLOCK * KEY_ROW)
+#define VALUE_BYTES (HEAD_DIM * VALUE_ROW)
+// Scales of the keys, then of the values.
+#define SCALE_BYTES (STORE == 2 ? 0 : 2 * BLOCK * 4)
+// Steps of a product over a key's row, 32 bytes each. Where the parts of 16 bytes are an odd number, the last step has half of the
+// queries zero.
+#define KEY_STEPS ((KEY_ROW + 31) / 32)
+#define LOWEST (-1e30f)
+
+// Queries that walk the same blocks.
+struct Item {
+    // Into `queries`: tokens of the step.
+    u32 first_query, queries;
+    // Into `tables`: the block of position 0.
+    u32 table;
+    // Positions: from the first of a block to before `to`.
+    u32 from, to;
+    // The first row of its part of the result, of all key-value heads of one, or NONE where it is all of it.
+    u32 part;
+};
+
+#if STORE == 0
+typedef int Sum;
+#else
+typedef float Sum;
+#endif
+
+// Where part `part` (of 16 bytes) of row `row` lies, so that the same part of 8 rows meets every bank once: rows that begin at the same
+// bank, 8 / turns apart, differ in how parts are swapped within groups of `turns`. Rows 16 apart have parts at the same places. DEALT:
+// the 8 rows that are read at once are two of every four, as `token_of` deals them. Rows of 32, 64 and 128 bytes that are not dealt lie
+// as Hopper's swizzles of so many bytes have them.
+template <int BYTES, bool DEALT = false> __device__ inline int place(u32 row, u32 part) {
+    const u32 parts = BYTES / 16, turns = parts % 8 == 0 ? 8 : parts % 4 == 0 ? 4 : parts % 2 == 0 ? 2 : 1;
+    u32 order = DEALT ? row / 4 * 2 + row % 2 : row;
+    return int(row * BYTES + part / turns * turns * 16 + (part % turns ^ order / (8 / turns) % turns) * 16);
+}
+
+// The token of a block that column `column` of a warp's scores, tile `tile` of 8 columns, stands for. In eight bits they are dealt so
+// that the scores a lane has of two tiles are the four tokens side by side that it must bring to the product with the values.
+__device__ inline int token_of(int tile, int column) {
+#if STORE == 2
+    return tile * 8 + column;
+#else
+    return tile / 2 * 16 + column / 2 * 4 + tile % 2 * 2 + column % 2;
+#endif
+}
+
+// Zeros in a block's values for tokens from `end` on, where THREADS copied parts in turns: a thread clears what it has copied, before
+// others see it. `at`: where part `part` of row `row` lies.
+template <int THREADS, class At> __device__ inline void clear_values(int end, const At& at) {
+#pragma unroll 1
+    for (u32 task = threadIdx.x; task < VALUE_BYTES / 16; task += THREADS) {
+        u32 row = task / (VALUE_ROW / 16), part = task % (VALUE_ROW / 16);
+        Vec16* to = (Vec16*)at(row, part);
+#pragma unroll
+        for (int w = 0; w < 4; w++) {
+            int bits = (end * SIZE - int(part) * 16 - w * 4) * 8;
+            to->words[w] &= bits >= 32 ? 0xffffffffu : bits <= 0 ? 0u : (1u << bits) - 1;
+        }
+    }
+}
+
+// Two rows of a warp's product belong to a lane: `lane / 4` and 8 further. Reduces each over the four lanes that share them.
+template <class Op> __device__ inline float over_row(float x, Op op) {
+    x = op(x, shuffle_xor(x, 1));
+    return op(x, shuffle_xor(x, 2));
+}
+
+#if STORE != 2
+// Four numbers as bytes.
+__device__ inline u32 to_bytes(float a, float b, float c, float d) {
+#if STORE == 0
+    return (float_to_bits(a + 12582912.0f) & 0xff) | (float_to_bits(b + 12582912.0f) & 0xff) << 8 |
+           (float_to_bits(c + 12582912.0f) & 0xff) << 16 | float_to_bits(d + 12582912.0f) << 24;
+#else
+    return u32(floats_to_e4m3(a, b)) | u32(floats_to_e4m3(c, d)) << 16;
+#endif
+}
+#define TOP (STORE == 0 ? 127.0f : 448.0f)
+
+// The larger of two numbers that are not negative, or NaN where one is: its bits are larger than any number's.
+__device__ inline float larger_or_nan(float a, float b) {
+    return float_to_bits(a) > float_to_bits(b) ? a : b;
+}
+#endif
+
+// The lane's two rows of an item, from `first_row` on: the last position each sees, -1 where it is idle, what its scores are scaled by,
+// and its query, by `set(k, side, half, word)`: of row `half`, the word that step `k` of the product takes for bytes `side` * 16 on.
+// AT_ONCE: in eight bits, four numbers are loaded at once, and stay in registers until their scale is known.
+template <bool AT_ONCE, class Set>
+__device__ inline void load_queries(const Item& item, const Bf16* qkv, const u32* queries, const u32* positions, float scale, int head,
+                                    int first_row, int lane, int (&limits)[2], float (&row_scales)[2], const Set& set) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        int row = first_row + half * 8 + lane / 4;
+        bool exists = row / GROUP < int(item.queries);
+        u32 token = exists ? queries[item.first_query + row / GROUP] : 0;
+        limits[half] = exists ? int(positions[token]) : -1;
+        const Bf16* from = qkv + (u64(token) * (HEADS + 2 * KV_HEADS) + head * GROUP + row % GROUP) * HEAD_DIM;
+#if STORE == 2
+        row_scales[half] = scale;
+#pragma unroll
+        for (int k = 0; k < KEY_STEPS; k++)
+#pragma unroll
+            for (int side = 0; side < 2; side++) {
+                u32 pair = *(const u32*)(from + k * 16 + side * 8 + lane % 4 * 2);
+                set(k, side, half, exists ? pair : 0);
+            }
+#else
+        // Of each 16 numbers, the lane brings four side by side.
+        u64 fours[AT_ONCE ? KEY_ROW / 16 : 1];
+        if (AT_ONCE)
+#pragma unroll
+            for (int part = 0; part < KEY_ROW / 16; part++) fours[part] = *(const u64*)(from + part * 16 + lane % 4 * 4);
+        auto number = [&](int part, int i) {
+            return AT_ONCE ? widen(Bf16{u16(fours[part] >> i * 16)}) : widen(from[part * 16 + lane % 4 * 4 + i]);
+        };
+        float most = 0;
+#pragma unroll
+        for (int part = 0; part < KEY_ROW / 16; part++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) most = larger_or_nan(most, fabsf(number(part, i)));
+        most = over_row(most, larger_or_nan);
+        float inverse = most > 1e-30f && exists ? TOP / most : 0.0f;
+        // Bytes may lose what is not a number; the scale keeps it.
+        row_scales[half] = most / TOP * scale;
+#pragma unroll
+        for (int k = 0; k < KEY_STEPS; k++)
+#pragma unroll
+            for (int side = 0; side < 2; side++) {
+                u32 bytes = 0;
+                int part = k * 2 + side;
+                if (part < KEY_ROW / 16)
+                    bytes = to_bytes(number(part, 0) * inverse, number(part, 1) * inverse, number(part, 2) * inverse,
+                                     number(part, 3) * inverse);
+                set(k, side, half, bytes);
+            }
+#endif
+    }
+}
+
+// Writes row `row` of an item: its result, or where the item is a part, sums, the largest score and the total. `sum(t, i)`: of dimension
+// 8 t + 2 (lane % 4) + i, which the lane has. A part's rows are those of its first key-value head, then of the next.
+template <class SumOf>
+__device__ inline void write_row(const Item& item, const u32* queries, int head, int row, int lane, const SumOf& sum,
+                                 float largest, float total, Bf16* out, float* part_sums, float* part_states) {
+    if (item.part == NONE) {
+        float inverse = 1.0f / total;
+        u32 token = queries[item.first_query + row / GROUP];
+        Bf16* result = out + (u64(token) * HEADS + head * GROUP + row % GROUP) * HEAD_DIM;
+#pragma unroll
+        for (int t = 0; t < HEAD_DIM / 8; t++)
+            *(u32*)(result + t * 8 + lane % 4 * 2) = to_bf16_pair(sum(t, 0) * inverse, sum(t, 1) * inverse);
+    } else {
+        u64 at = u64(item.part) * KV_HEADS + head * item.queries * GROUP + row;
+#pragma unroll
+        for (int t = 0; t < HEAD_DIM / 8; t++) {
+            part_sums[at * HEAD_DIM + t * 8 + lane % 4 * 2] = sum(t, 0);
+            part_sums[at * HEAD_DIM + t * 8 + lane % 4 * 2 + 1] = sum(t, 1);
+        }
+        if (lane % 4 == 0) {
+            part_states[at * 2] = largest;
+            part_states[at * 2 + 1] = total;
+        }
+    }
+}
