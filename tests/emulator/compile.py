@@ -51,7 +51,8 @@ def shapes(name, card):
 
 def formats(name, card):
     """The names of a kernel's formats that a card has, and their macros."""
-    macro = {"add_norm": "OUTPUT", "gated": "OUTPUT", "quantize": "OUTPUT", "attention": "STORE", "attention_sm90": "STORE", "rope_store": "STORE"}
+    macro = {"add_norm": "OUTPUT", "gated": "OUTPUT", "quantize": "OUTPUT"}
+    macro |= {"attention": "STORE", "attention_sm90": "STORE", "rope_store": "STORE"}
     macro |= {"linear": "FORMAT", "linear_sm90": "FORMAT", "peak": "FORMAT"}
     if name not in macro:
         return [("", {})]

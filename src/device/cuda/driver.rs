@@ -7,7 +7,9 @@ use std::sync::Arc;
 
 use cudarc::driver::DriverError;
 use cudarc::driver::result;
-use cudarc::driver::sys::{self, CUdevice_attribute_enum as Attribute, CUresult};
+use cudarc::driver::sys::{
+    self, CUdevice_attribute_enum as Attribute, CUfunction_attribute_enum as FunctionAttribute, CUresult,
+};
 
 use super::libraries;
 use super::plan::Launch;
@@ -303,12 +305,22 @@ impl Context {
             let module = result::module::load_data(image.as_ptr().cast()).map_err(refused)?;
             result::module::get_function(module, named).map_err(refused)?
         };
+        let set = |attribute, value| {
+            // SAFETY: the function is of a loaded module.
+            let set = unsafe { result::function::set_function_attribute(function, attribute, value) };
+            check(set, "allowing shared memory")
+        };
         // What a block gets without asking.
         if shared_bytes > 48 << 10 {
-            let attribute = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-            // SAFETY: the function is of a loaded module.
-            let set = unsafe { result::function::set_function_attribute(function, attribute, shared_bytes as i32) };
-            check(set, "allowing shared memory")?;
+            set(
+                FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                shared_bytes as i32,
+            )?;
+            // In percent: as many blocks are to share a multiprocessor as its memory has room for.
+            set(
+                FunctionAttribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT,
+                100,
+            )?;
         }
         Ok(Function(function))
     }
