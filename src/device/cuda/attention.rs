@@ -22,7 +22,8 @@ impl Cuda {
         let Some(part) = step.attention.iter().find(|part| part.spec == spec) else {
             return Err(DeviceError::Unsupported(format!("the step was made without {spec:?}")));
         };
-        let rows = part.part_rows * step.shape.kv_heads;
+        // With room to grow: sequences get longer from step to step, and what is replaced waits for the card.
+        let rows = (part.part_rows * step.shape.kv_heads).next_power_of_two();
         want(
             &self.context,
             &mut workspace.part_sums,
