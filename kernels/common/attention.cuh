@@ -166,7 +166,7 @@ __device__ inline void write_row(const Item& item, const u32* queries, int head,
         for (int t = 0; t < HEAD_DIM / 8; t++)
             *(u32*)(result + t * 8 + lane % 4 * 2) = to_bf16_pair(sum(t, 0) * inverse, sum(t, 1) * inverse);
     } else {
-        u64 at = u64(item.part) * KV_HEADS + head * item.queries * GROUP + row;
+        u64 at = item.part * KV_HEADS + head * item.queries * GROUP + row;
 #pragma unroll
         for (int t = 0; t < HEAD_DIM / 8; t++) {
             part_sums[at * HEAD_DIM + t * 8 + lane % 4 * 2] = sum(t, 0);
