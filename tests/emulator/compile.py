@@ -59,9 +59,11 @@ def formats(name, card):
     return [(word, {macro[name]: value}) for word, value in FORMATS.items() if word != "fp8" or card not in ("sm_80", "sm_86")]
 
 
-def exists(name, word, shape):
-    """Whether a kernel has this shape in this format."""
-    return not (name == "attention_sm90" and word == "bf16" and shape["HEAD_DIM"] == 128 and shape["ROW_WARPS"] == 12)
+def exists(name, card, word, shape):
+    """Whether a kernel has this shape in this format, and the card has no other kernel for it."""
+    if name == "attention_sm90":
+        return not (word == "bf16" and shape["HEAD_DIM"] == 128 and shape["ROW_WARPS"] == 12)
+    return not (name == "attention" and card == "sm_90a" and shape["HEAD_DIM"] <= 128)
 
 
 def load(folder):
@@ -101,7 +103,7 @@ def main():
             if name.endswith("_sm90") and card != "sm_90a":
                 continue
             for word, macro in formats(name, card):
-                for shape in filter(lambda shape: exists(name, word, shape), shapes(name, card)):
+                for shape in filter(lambda shape: exists(name, card, word, shape), shapes(name, card)):
                     fine, log, size = compile(nvrtc, name, card, macro | shape, headers)
                     spilled = any(int(count) > 0 for count in re.findall(r"(\d+) bytes (?:stack frame|spill)", log))
                     # What the assembler says of a warpgroup's products whose registers it had to wait for.
