@@ -368,52 +368,71 @@ impl Heads {
 
     /// Of `items` items with `warps` warps each; `window`: 0, or how many positions a query sees.
     pub fn attention(&self, warps: u32, window: u32, items: usize) -> Launch {
-        if self.by_warpgroups() {
-            return self.attention_sm90(warps, window, items);
-        }
-        let scales = if self.store.is_scaled() {
-            2 * BLOCK_TOKENS * 4
-        } else {
-            0
+        let mut macros = vec![
+            ("HEADS", self.heads),
+            ("KV_HEADS", self.kv_heads),
+            ("HEAD_DIM", self.dim),
+            ("BLOCK", BLOCK_TOKENS),
+            ("STORE", self.store as u32),
+            ("ROW_WARPS", warps),
+            ("WINDOW", window),
+        ];
+        let (name, shared_bytes) = match self.by_warpgroups() {
+            true => ("attention_sm90", self.shared_by_warpgroups(warps)),
+            false => {
+                let stages = self.stages(warps);
+                macros.push(("STAGES", stages));
+                ("attention", stages * self.stage_bytes() + self.query_bytes(warps))
+            }
         };
-        let size = self.store.bytes() as u32;
-        let stage = 2 * BLOCK_TOKENS * self.dim * size + scales;
-        // Queries of wide heads lie in shared memory, too, and two stages of the widest are more than every card has.
-        let queries = if self.dim > 128 {
-            warps * 16 * self.dim * size
-        } else {
-            0
-        };
-        let stages = if 2 * stage + queries <= SHARED_BYTES { 2 } else { 1 };
         Launch {
-            kernel: Kernel::new(
-                "attention",
-                &[
-                    ("HEADS", self.heads),
-                    ("KV_HEADS", self.kv_heads),
-                    ("HEAD_DIM", self.dim),
-                    ("BLOCK", BLOCK_TOKENS),
-                    ("STORE", self.store as u32),
-                    ("ROW_WARPS", warps),
-                    ("WINDOW", window),
-                    ("STAGES", stages),
-                ],
-            ),
+            kernel: Kernel::new(name, &macros),
             grid: [items as u32, self.kv_heads],
             threads: warps * 32,
-            shared_bytes: stages * stage + queries,
+            shared_bytes,
         }
     }
 
-    /// On Hopper, as the kernel says.
-    fn attention_sm90(&self, warps: u32, window: u32, items: usize) -> Launch {
-        let size = self.store.bytes() as u32;
-        let scales = if self.store.is_scaled() {
+    /// Bytes of a block's keys, as much as its values.
+    fn tile_bytes(&self) -> u32 {
+        BLOCK_TOKENS * self.dim * self.store.bytes() as u32
+    }
+
+    /// Of the scales of both.
+    fn scale_bytes(&self) -> u32 {
+        if self.store.is_scaled() {
             2 * BLOCK_TOKENS * 4
         } else {
             0
-        };
-        let stage = BLOCK_TOKENS * ((self.dim * size).next_multiple_of(32) + self.dim * size) + scales;
+        }
+    }
+
+    fn stage_bytes(&self) -> u32 {
+        2 * self.tile_bytes() + self.scale_bytes()
+    }
+
+    /// Queries of wide heads lie in shared memory, too.
+    fn query_bytes(&self, warps: u32) -> u32 {
+        if self.dim > 128 {
+            warps * 16 * self.dim * self.store.bytes() as u32
+        } else {
+            0
+        }
+    }
+
+    /// Two, but where two of the widest heads are more than every card has.
+    fn stages(&self, warps: u32) -> u32 {
+        if 2 * self.stage_bytes() + self.query_bytes(warps) <= SHARED_BYTES {
+            2
+        } else {
+            1
+        }
+    }
+
+    /// Shared memory of a block on Hopper, as the kernel says.
+    fn shared_by_warpgroups(&self, warps: u32) -> u32 {
+        let key_row = (self.dim * self.store.bytes() as u32).next_multiple_of(32);
+        let stage = BLOCK_TOKENS * key_row + self.tile_bytes() + self.scale_bytes();
         // Blocks that share a multiprocessor.
         let sharing = match warps {
             4 if self.store == Format::Bf16 && self.dim > 112 => 2,
@@ -421,24 +440,8 @@ impl Heads {
             _ => 1,
         };
         let stages = (((228 / sharing - 2) << 10) / stage).min(6);
-        Launch {
-            kernel: Kernel::new(
-                "attention_sm90",
-                &[
-                    ("HEADS", self.heads),
-                    ("KV_HEADS", self.kv_heads),
-                    ("HEAD_DIM", self.dim),
-                    ("BLOCK", BLOCK_TOKENS),
-                    ("STORE", self.store as u32),
-                    ("ROW_WARPS", warps),
-                    ("WINDOW", window),
-                ],
-            ),
-            grid: [items as u32, self.kv_heads],
-            threads: warps * 32,
-            // Tiles begin on 1024 bytes.
-            shared_bytes: stages * stage + 1024,
-        }
+        // Tiles begin on 1024 bytes.
+        stages * stage + 1024
     }
 
     /// Of `tokens` tokens.
