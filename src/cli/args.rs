@@ -71,7 +71,10 @@ pub struct DoctorArgs {
     /// A format to examine (default: all that the card computes in); may be given several times
     #[arg(long = "precision", value_name = "FORMAT", value_parser = gpu_precision)]
     pub formats: Vec<Precision>,
-    /// Print the result as one JSON object, last on stdout, and nothing else
+    /// Do not compute linear operations by cuBLASLt as well, for its times
+    #[arg(long)]
+    pub no_cublaslt: bool,
+    /// Print the result as one JSON object on stdout; what is found goes to stderr as it is
     #[arg(long)]
     pub json: bool,
 }

@@ -102,9 +102,12 @@ fn examine(args: &DoctorArgs) -> Result<Report, Failure> {
         let open = || Cuda::open(ordinal, precision, kv);
         let device = open().map_err(Failure::bad_job)?;
         // Whatever keeps it from comparing, the kernels are examined.
-        let library = Cuda::yardstick(ordinal, precision, kv)
-            .inspect_err(|why| say(quiet, &format!("no times to compare with in {format}: {why}")))
-            .ok();
+        let library = match args.no_cublaslt {
+            true => None,
+            false => Cuda::yardstick(ordinal, precision, kv)
+                .inspect_err(|why| say(quiet, &format!("no times to compare with in {format}: {why}")))
+                .ok(),
+        };
         report.cublaslt = library.as_ref().and_then(Cuda::yardstick_path);
         let ceilings = device.ceilings(args.quick)?;
         if !args.quick {

@@ -25,7 +25,7 @@ impl Cuda {
         let card = self.context.card();
         let (from, to) = (self.context.take(bytes, "a copy")?, self.context.take(bytes, "a copy")?);
         let seconds = self.best_of_three(|| self.context.copy(&from, &to, 0, bytes))?;
-        let hopper = card.capability == 90;
+        let hopper = card.is_hopper();
         let (launch, operations) = plan::peak(self.format, hopper, card.multiprocessors, rounds);
         let arguments = [Argument::Address(to.address()), Argument::Int(rounds as i32)];
         let computing = self.best_of_three(|| self.launch(&launch, &arguments))?;

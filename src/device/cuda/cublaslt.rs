@@ -11,7 +11,7 @@ use libloading::os::unix::{Library, Symbol};
 
 use super::driver::{Context, Memory};
 use super::libraries;
-use super::plan::Format;
+use super::plan::{Format, LinearShape};
 use crate::device::DeviceError;
 
 /// The library, on one card.
@@ -92,25 +92,19 @@ struct Found {
     reserved: [c_int; 4],
 }
 
-/// `y = x W^T`: shapes as in [`LinearShape`](super::plan::LinearShape), addresses on the card.
+/// `y = x W^T`, addresses on the card. Sums of INT8 are integers of 32 bits.
 #[derive(Clone, Copy)]
 pub struct Matrices {
-    pub format: Format,
-    pub rows: usize,
-    pub columns: usize,
-    /// Numbers of a row of x and of W.
-    pub width: usize,
+    pub shape: LinearShape,
     pub x: u64,
     pub weight: u64,
     /// Of x's rows and of W's; E4M3 alone.
     pub scales: Option<(u64, u64)>,
     /// BF16; 0: none. Not with INT8.
     pub bias: u64,
-    /// BF16, or F32 where `wide`; sums of INT8 are integers of 32 bits.
     pub y: u64,
     /// Numbers from one row of y to the next.
     pub stride: usize,
-    pub wide: bool,
 }
 
 /// An object of the library, destroyed at the end.
@@ -288,7 +282,7 @@ impl CublasLt {
             *mut c_void,
         ) -> Status;
         // One and zero in either type: nothing is added to the product.
-        let (one, zero) = match of.format {
+        let (one, zero) = match of.shape.format {
             Format::Int8 => (1u32, 0u32),
             _ => (1f32.to_bits(), 0),
         };
@@ -320,12 +314,21 @@ impl CublasLt {
 
     /// `None`: the library does not know such products, an older one without scales of rows, say.
     fn describe(&self, of: &Matrices) -> Result<Option<Description<'_>>, DeviceError> {
-        let (from, to, compute, scale) = match of.format {
+        let LinearShape {
+            format,
+            rows,
+            columns,
+            bytes,
+            wide,
+        } = of.shape;
+        let (from, to, compute, scale) = match format {
             Format::Int8 => (I8, I32, COMPUTE_I32, I32),
             Format::E4m3 => (E4M3, BF16, COMPUTE_F32, F32),
             Format::Bf16 => (BF16, BF16, COMPUTE_F32, F32),
         };
-        let to = if of.wide { F32 } else { to };
+        let to = if wide { F32 } else { to };
+        // Numbers of a row of x and of W.
+        let width = bytes / format.bytes();
         let mut object: Object = std::ptr::null_mut();
         // SAFETY: the signature is cublasLt.h's.
         unsafe {
@@ -339,11 +342,11 @@ impl CublasLt {
             attributes.push((Attribute::Epilogue, Value::Word(EPILOGUE_BIAS)));
             attributes.push((Attribute::Bias, Value::Address(of.bias)));
         }
-        if let Some((rows, columns)) = of.scales {
+        if let Some((of_rows, of_columns)) = of.scales {
             attributes.push((Attribute::ScaleModeA, Value::Word(SCALES_OF_OUTER_VECTORS)));
             attributes.push((Attribute::ScaleModeB, Value::Word(SCALES_OF_OUTER_VECTORS)));
-            attributes.push((Attribute::ScalesA, Value::Address(columns)));
-            attributes.push((Attribute::ScalesB, Value::Address(rows)));
+            attributes.push((Attribute::ScalesA, Value::Address(of_columns)));
+            attributes.push((Attribute::ScalesB, Value::Address(of_rows)));
         }
         // SAFETY: the signature is cublasLt.h's; each value has the size that its attribute has there.
         unsafe {
@@ -360,9 +363,9 @@ impl CublasLt {
             }
         }
         Ok(Some(Description {
-            weight: self.matrix(from, of.width, of.columns, of.width)?,
-            x: self.matrix(from, of.width, of.rows, of.width)?,
-            y: self.matrix(to, of.columns, of.rows, of.stride)?,
+            weight: self.matrix(from, width, columns, width)?,
+            x: self.matrix(from, width, rows, width)?,
+            y: self.matrix(to, columns, rows, of.stride)?,
             product,
         }))
     }

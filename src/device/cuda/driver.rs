@@ -27,6 +27,13 @@ pub struct Card {
     pub driver: u32,
 }
 
+impl Card {
+    /// Does it have what only Hopper has (sm_90a)?
+    pub fn is_hopper(&self) -> bool {
+        self.capability == 90
+    }
+}
+
 /// Cards that this process can see.
 ///
 /// # Errors

@@ -56,19 +56,15 @@ impl Cuda {
         if let Some(yardstick) = &self.yardstick {
             let scales = (x.scales.as_ref()).zip(weight.scales.as_ref());
             let matrices = Matrices {
-                format: shape.format,
-                rows: shape.rows,
-                columns: shape.columns,
-                width: weight.columns,
+                shape,
                 x: data,
                 weight: weight.data.address(),
                 scales: scales.map(|(rows, columns)| (rows.address(), columns.address())),
                 bias,
                 y: product.y,
                 stride: product.stride,
-                wide: product.wide,
             };
-            return self.multiply_by_library(yardstick, &shape, matrices);
+            return self.multiply_by_library(yardstick, matrices);
         }
         let rest = [
             x.scales(),
@@ -81,7 +77,7 @@ impl Cuda {
             Argument::Int(product.stride as i32),
         ];
         let card = self.context.card();
-        if card.capability != 90 {
+        if !card.is_hopper() {
             let mut all = vec![Argument::Address(data), Argument::Address(weight.data.address())];
             all.extend(rest);
             return self.launch(&plan::linear(&shape), &all);

@@ -168,7 +168,7 @@ impl Cuda {
             kv_heads: shape.kv_heads as u32,
             dim: shape.head_dim as u32,
             store: self.kv,
-            hopper: self.card().capability == 90,
+            hopper: self.card().is_hopper(),
         }
     }
 

@@ -42,23 +42,21 @@ impl Cuda {
     }
 
     /// A product by the library, in the way that is fastest here.
-    pub(super) fn multiply_by_library(
-        &self,
-        yardstick: &Yardstick,
-        shape: &LinearShape,
-        of: Matrices,
-    ) -> Result<(), DeviceError> {
+    pub(super) fn multiply_by_library(&self, yardstick: &Yardstick, of: Matrices) -> Result<(), DeviceError> {
         let Yardstick { library, fastest, sums } = yardstick;
+        let LinearShape {
+            format, rows, columns, ..
+        } = of.shape;
         let mut sums = sums.lock().unwrap_or_else(PoisonError::into_inner);
-        let by_itself = match of.format {
+        let by_itself = match format {
             // Its sums are scaled, and take up the bias, in a step of their own.
             Format::Int8 => {
-                want(&self.context, &mut sums, of.rows * of.columns * 4, "sums of products")?;
+                want(&self.context, &mut sums, rows * columns * 4, "sums of products")?;
                 Matrices {
                     scales: None,
                     bias: 0,
                     y: sums.as_ref().map_or(0, Memory::address),
-                    stride: of.columns,
+                    stride: columns,
                     ..of
                 }
             }
@@ -66,24 +64,24 @@ impl Cuda {
         };
         let run = |algorithm: &Algorithm| {
             library.multiply(&by_itself, algorithm)?;
-            let (Format::Int8, Some((row_scales, column_scales))) = (of.format, of.scales) else {
+            let (Format::Int8, Some((row_scales, column_scales))) = (format, of.scales) else {
                 return Ok(());
             };
             self.launch(
-                &plan::scale_sums(of.rows, of.columns),
+                &plan::scale_sums(rows, columns),
                 &[
                     address(&sums),
                     Argument::Address(row_scales),
                     Argument::Address(column_scales),
                     Argument::Address(of.bias),
                     Argument::Address(of.y),
-                    Argument::Int(of.columns as i32),
+                    Argument::Int(columns as i32),
                     Argument::Int(of.stride as i32),
                 ],
             )
         };
         let mut fastest = fastest.lock().unwrap_or_else(PoisonError::into_inner);
-        let key = (*shape, of.bias != 0);
+        let key = (of.shape, of.bias != 0);
         let way = match fastest.get(&key) {
             Some(way) => *way,
             None => {
