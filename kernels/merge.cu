@@ -30,6 +30,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             sum = fmaf(weight, part_sums[row(i) * HEAD_DIM + dim], sum);
             total = fmaf(weight, part_states[row(i) * 2 + 1], total);
         }
-        to[at] = to_bf16(sum / total);
+        // As a whole result is made of its sum, so that a part with nothing of a row in it changes no bit.
+        to[at] = to_bf16(sum * (1.0f / total));
     }
 }

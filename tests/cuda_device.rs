@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 
-use crate::support::{Run, arg, gristmill, job_in, root};
+use crate::support::{Run, arg, gristmill, job_in, python, root};
 
 /// The stand-ins, built once.
 fn stand_ins() -> &'static Path {
@@ -145,6 +145,43 @@ fn a_job_runs_on_the_card() {
         // The first four tickets are ones that the model knows.
         assert_eq!(json["agreement"]["equal"], 4, "{json}");
     }
+}
+
+/// Rows that begin with the same 300 tokens get the same bits one by one as together, where the job asks for it; else rounding shows (in
+/// BF16: weights are rounded to it, against another largest one).
+#[test]
+fn a_deterministic_job_gives_the_same_bits_in_any_company() {
+    let folder = tempfile::tempdir().unwrap();
+    let demo = root().join("jobs/demo");
+    let demo = arg(&demo);
+    let instruction =
+        "Answer with exactly one category, and read the subject and the body of the ticket first. ".repeat(18);
+    let answers = |deterministic: bool, sequences: &str| {
+        let name = format!("{deterministic}-{sequences}");
+        let job = folder.path().join(format!("{name}.yaml"));
+        let text = format!(
+            "name: {name}\nmodel: {demo}/model\nprecision: bf16\ndeterministic: {deterministic}\ninput: {{uri: {demo}/tickets.parquet}}\n\
+             prompt:\n  messages:\n    - {{role: system, content: '{instruction}'}}\n    - {{role: user, content: '{{{{ subject }}}}'}}\n\
+             generate: {{max_tokens: 3, temperature: 0, logprobs: true, ignore_eos: true}}\noutput: {{uri: {name}}}\n"
+        );
+        std::fs::write(&job, text).unwrap();
+        let mut command = on_card(
+            "9.0",
+            &["run", arg(&job), "--limit", "4", "--device", "cuda:0", "--quiet"],
+        );
+        command.args(["--kv-memory", "64", "--step-tokens", "700", "--sequences", sequences]);
+        Run::of(&mut command).expect(0);
+        let read = "import sys, glob, pyarrow.parquet as pq\n\
+                    parts = glob.glob(sys.argv[1] + '/_limit/*/*.parquet')\n\
+                    print([r for p in parts for r in pq.read_table(p, columns=['row', 'logprobs', 'prompt_tokens']).to_pylist()])";
+        let mut command = Command::new(python());
+        command.args(["-c", read, arg(&folder.path().join(&name))]);
+        Run::of(&mut command).expect(0).stdout
+    };
+    let together = answers(true, "4");
+    assert_eq!(together.matches("'row'").count(), 4, "{together}");
+    assert_eq!(together, answers(true, "1"));
+    assert_ne!(answers(false, "4"), answers(false, "1"));
 }
 
 /// Without `--kv-memory` the pool takes what is left; a step that does not fit is made smaller.

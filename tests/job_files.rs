@@ -60,11 +60,12 @@ fn a_good_job_is_read() {
         panic!("{:?}", job.prompt.kind)
     };
     assert_eq!(messages[1].parts, ["{{ subject }}\n\n{{ body }}"]);
-    let params = job.generate.params(77);
+    let params = job.generate.params(77, true);
     assert_eq!(
         (params.max_tokens, params.temperature, params.seed, params.samples),
         (8, 0.0, 77, 1)
     );
+    assert!(params.deterministic && !job.deterministic);
     // In YAML 1.2, yes and no are texts.
     let choices = ["billing", "shipping", "yes", "no"].map(String::from).to_vec();
     assert_eq!(
@@ -127,6 +128,18 @@ fn keys_and_values_go_with_the_precision_unless_the_job_says_otherwise() {
     let mut record = job.resolved();
     record.as_object_mut().unwrap().shift_remove("kv_cache").unwrap();
     assert_eq!(Job::of_record(&record, "job.json").unwrap().kv_cache, Precision::Auto);
+}
+
+#[test]
+fn a_job_is_deterministic_where_it_says_so() {
+    let job = check(&GOOD.replace("model:", "deterministic: true\nmodel:"), "x.yaml").unwrap();
+    assert!(job.deterministic);
+    assert_eq!(read_back(&job), job);
+    let mut record = job.resolved();
+    record.as_object_mut().unwrap().shift_remove("deterministic").unwrap();
+    assert!(!Job::of_record(&record, "job.json").unwrap().deterministic);
+    let error = check(&GOOD.replace("model:", "deterministic: 1\nmodel:"), "x.yaml").unwrap_err();
+    assert!(error.contains("x.yaml:2: invalid boolean"), "{error}");
 }
 
 #[test]

@@ -144,7 +144,7 @@ impl Opened {
 
     /// Checks that what the answers must look like can be had from this tokenizer at all.
     pub fn check_shape(&self) -> Result<(), Failure> {
-        let shape = self.job.generate.params(0).shape;
+        let shape = self.job.generate.params(0, false).shape;
         let eos = self.model.eos_token_ids(&self.renderer(&Stream::UNKNOWN)?);
         let field = match &self.job.generate.shape {
             ShapeSpec::Free => return Ok(()),

@@ -20,6 +20,8 @@ pub struct StepBatch {
     pub drawn: Vec<(u32, u32)>,
     /// KV blocks to copy before anything is computed: (from, to), for copy on write.
     pub block_copies: Vec<(u32, u32)>,
+    /// No bit of a sequence's result may depend on which others the step has, nor on how its own tokens are spread over steps.
+    pub deterministic: bool,
 }
 
 /// One sequence's share of a [`StepBatch`].

@@ -56,6 +56,13 @@ fn cases(extent: Extent) -> Vec<Case> {
     cases
 }
 
+fn rope(heads: HeadShape) -> RopeSpec {
+    RopeSpec {
+        inverse_frequencies: (0..heads.head_dim / 2).map(|i| 0.7f32.powi(i as i32)).collect(),
+        scale: 1.0,
+    }
+}
+
 /// What attention gave for a step's tokens, and seconds, where times are asked for.
 type Ran = (Vec<f32>, Option<f64>);
 
@@ -110,12 +117,7 @@ impl Case {
     ) -> Result<Vec<Ran>, DeviceError> {
         let (steps, blocks) = self.steps(device.block_tokens());
         let mut pool = device.kv_pool(self.heads, blocks as usize)?;
-        let frequencies = (0..self.heads.head_dim / 2).map(|i| 0.7f32.powi(i as i32)).collect();
-        let rope = RopeSpec {
-            inverse_frequencies: frequencies,
-            scale: 1.0,
-        };
-        let mut step = device.step(self.heads, rope, &[self.spec])?;
+        let mut step = device.step(self.heads, rope(self.heads), &[self.spec])?;
         let norm = |seed| taken(device.vector(&[Stored::new(seed, 1, self.heads.head_dim, 2.0).tensor()]));
         let (q, k) = (norm(10)?, norm(11)?);
         let (mut qkv, mut out, mut workspace) = (device.buffer(), device.buffer(), device.workspace());
@@ -195,6 +197,94 @@ pub fn all<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> Resu
                 + 4.0 * (step.tokens.len() * heads * head_dim) as f64;
             tell(finding);
         }
+    }
+    Ok(())
+}
+
+/// Sequences of a step as (which, its first token, before which it ends).
+type Spread = Vec<(u32, u32, u32)>;
+
+/// The results of the first sequence's tokens, one after the other, in deterministic steps. Two sequences have their first `shared` tokens in
+/// common, blocks and all; a token's numbers follow from its position.
+fn of_first<D: Device>(device: &D, heads: HeadShape, steps: &[Spread], shared: u32) -> Result<Vec<f32>, DeviceError> {
+    let longest = steps.iter().flatten().map(|(_, _, to)| *to).max().unwrap_or(0);
+    let blocks = longest.div_ceil(device.block_tokens());
+    let block = |sequence, at| match at < shared / device.block_tokens() {
+        true => at,
+        false => sequence * blocks + at,
+    };
+    let mut pool = device.kv_pool(heads, 2 * blocks as usize)?;
+    let mut on_device = device.step(heads, rope(heads), &[KvSpec::Full])?;
+    let (mut qkv, mut out, mut workspace) = (device.buffer(), device.buffer(), device.workspace());
+    let mut results = Vec::new();
+    for step in steps {
+        let mut batch = StepBatch {
+            deterministic: true,
+            ..StepBatch::default()
+        };
+        let mut rows = Vec::new();
+        for &(sequence, from, to) in step {
+            batch.sequences.push(StepSequence {
+                first_token: batch.tokens.len() as u32,
+                q_len: to - from,
+                kv_len: to,
+                first_block: batch.block_tables.len() as u32,
+            });
+            batch.tokens.extend(from..to);
+            batch.positions.extend(from..to);
+            let table = (0..to.div_ceil(device.block_tokens())).map(|at| block(sequence, at));
+            batch.block_tables.extend(table);
+            rows.extend((from..to).flat_map(|position| numbers(u64::from(position) << 8, heads.qkv_width())));
+        }
+        device.upload(&batch, &mut on_device)?;
+        device.write(&rows, heads.qkv_width(), &mut qkv)?;
+        let op = RopeStore { heads, qk_norm: None };
+        device.rope_store(op, &on_device, &mut qkv, &mut pool)?;
+        device.attention(KvSpec::Full, &on_device, &qkv, &pool, &mut out, &mut workspace)?;
+        let first: u32 = step
+            .iter()
+            .filter(|(s, ..)| *s == 0)
+            .map(|(_, from, to)| to - from)
+            .sum();
+        results.extend_from_slice(&device.read(&out)?[..first as usize * heads.heads * heads.head_dim]);
+    }
+    Ok(results)
+}
+
+/// Deterministic steps give the same bits however a sequence is spread over them and whatever is beside it.
+pub fn deterministic<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> Result<(), DeviceError> {
+    let (heads, end) = match pair.extent {
+        Extent::Quick => (heads(4, 2, 32), 1200),
+        Extent::Full => (heads(32, 8, 128), 4200),
+    };
+    let whole = of_first(pair.device, heads, &[vec![(0, 0, end)]], 0)?;
+    // Cut where no block and no piece ends, few tokens at once, beside another; and its last tokens beside one that begins alike.
+    let spreads = [
+        vec![
+            vec![(0, 0, 1000), (1, 0, 300)],
+            vec![(0, 1000, end - 3)],
+            vec![(0, end - 3, end), (1, 300, 301)],
+        ],
+        vec![
+            vec![(0, 0, end - 2), (1, 1024, end - 40)],
+            vec![(0, end - 2, end - 1), (1, end - 40, end - 39)],
+            vec![(0, end - 1, end)],
+        ],
+    ];
+    for (spread, shared) in spreads.into_iter().zip([0, 1024]) {
+        let got = of_first(pair.device, heads, &spread, shared)?;
+        let shape = format!(
+            "{end} x {}/{} x {}, {shared} shared",
+            heads.heads, heads.kv_heads, heads.head_dim
+        );
+        let name = ("attention, deterministic", pair.kv.word(), shape);
+        tell(compare(
+            name,
+            Tolerance::exact(),
+            heads.heads * heads.head_dim,
+            &whole,
+            &got,
+        ));
     }
     Ok(())
 }

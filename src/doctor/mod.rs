@@ -108,7 +108,8 @@ impl<'a, D: Device> Pair<'a, D> {
     /// # Errors
     /// The device failed.
     pub fn attention(&self, tell: &mut dyn FnMut(Finding)) -> Result<(), DeviceError> {
-        attention::all(self, tell)
+        attention::all(self, tell)?;
+        attention::deterministic(self, tell)
     }
 
     /// Every way of drawing a token; `tell` as in [`operations`](Self::operations).

@@ -31,6 +31,8 @@ pub struct Params {
     pub logprobs: bool,
     /// Samples a row, at least 1.
     pub samples: u32,
+    /// Compute it so that no bit depends on what else is in the batch, where that costs time.
+    pub deterministic: bool,
     /// What a completion may look like.
     pub shape: Shape,
 }
@@ -67,6 +69,7 @@ impl Default for Params {
             ignore_eos: false,
             logprobs: false,
             samples: 1,
+            deterministic: false,
             shape: Shape::Free,
         }
     }

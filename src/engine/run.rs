@@ -186,8 +186,13 @@ impl Engine {
         let mut sequences = Vec::new();
         for Continuation { node, tokens } in first {
             let sequence = self.new_key();
-            self.scheduler
-                .submit(sequence, unit.prompt().clone(), tokens, max_tokens);
+            self.scheduler.submit(
+                sequence,
+                unit.prompt().clone(),
+                tokens,
+                max_tokens,
+                unit.params().deterministic,
+            );
             self.sequences.insert(sequence, (key, node));
             sequences.push(sequence);
         }

@@ -8,7 +8,7 @@
 //!   they are the next window. So no request waits for ever behind ones that came later.
 //! - A sequence is started when the pool can hold all tokens it has so far, with a block to spare for each running one. Its
 //!   first blocks are taken from the prefix index where they are known, those that older sequences compute *in the same step*
-//!   included. It always computes its last token itself.
+//!   included. It always computes its last token itself. Deterministic sequences find those of deterministic ones alone.
 //! - Where steps run ahead, a sequence's next token may be [guessed](Scheduler::guess) to come: it is planned before it is known,
 //!   and its block is found by others once it is.
 //! - Where no block is to be had, the youngest running sequence is preempted: its blocks are released (and may still be found
@@ -74,6 +74,8 @@ struct Slot {
     guessed: Option<u32>,
     /// Most tokens still to come; orders the window, nothing else.
     max_tokens: u32,
+    /// May no bit of what is computed for it depend on others?
+    deterministic: bool,
     /// Tokens whose keys and values stand in `blocks` once the planned step has run.
     computed: usize,
     blocks: Vec<u32>,
@@ -101,9 +103,10 @@ impl Slot {
     }
 
     /// The key of its full block `at`.
-    fn key(&mut self, at: usize, root: BlockKey, block_tokens: usize) -> BlockKey {
+    fn key(&mut self, at: usize, [deterministic, other]: &[BlockKey; 2], block_tokens: usize) -> BlockKey {
+        let root = if self.deterministic { deterministic } else { other };
         while self.keys.len() <= at {
-            let parent = self.keys.last().copied().unwrap_or(root);
+            let parent = self.keys.last().unwrap_or(root);
             let from = self.keys.len() * block_tokens;
             self.keys.push(parent.child(&self.tokens[from..from + block_tokens]));
         }
@@ -125,6 +128,8 @@ pub struct Planned {
     pub samples: bool,
     /// The last of them is not known yet: what is drawn from this row of the logits of the step before.
     pub guessed: Option<u32>,
+    /// May no bit of what is computed for it depend on others?
+    pub deterministic: bool,
 }
 
 /// A step to run.
@@ -144,7 +149,8 @@ pub struct StepPlan {
 pub struct Scheduler {
     limits: Limits,
     pool: BlockPool,
-    root: BlockKey,
+    /// Of sequences that are deterministic, and of others.
+    roots: [BlockKey; 2],
     /// Came after the window was ordered.
     incoming: Vec<Slot>,
     /// The window: ordered, not started or preempted.
@@ -167,7 +173,7 @@ impl Scheduler {
         Scheduler {
             limits,
             pool,
-            root,
+            roots: [root.child(&[]), root],
             incoming: Vec::new(),
             waiting: BTreeMap::new(),
             running: Vec::new(),
@@ -198,8 +204,15 @@ impl Scheduler {
     }
 
     /// A new sequence of a prompt of at least one token and tokens that are to follow it for certain, to which at most
-    /// `max_tokens` will be added; all together must fit the pool.
-    pub fn submit(&mut self, id: SequenceId, prompt: Arc<[u32]>, tokens: Vec<u32>, max_tokens: u32) {
+    /// `max_tokens` will be added; all together must fit the pool. `deterministic`: no bit of what is computed for it may depend on others.
+    pub fn submit(
+        &mut self,
+        id: SequenceId,
+        prompt: Arc<[u32]>,
+        tokens: Vec<u32>,
+        max_tokens: u32,
+        deterministic: bool,
+    ) {
         assert!(!prompt.is_empty(), "sequence {id} has no tokens");
         let (blocks, keys) = (Vec::new(), Vec::new());
         self.incoming.push(Slot {
@@ -209,6 +222,7 @@ impl Scheduler {
             tokens,
             guessed: None,
             max_tokens,
+            deterministic,
             computed: 0,
             blocks,
             keys,
@@ -421,7 +435,7 @@ impl Scheduler {
             0
         };
         for at in 0..most / block_tokens {
-            let key = slot.key(at, self.root, block_tokens);
+            let key = slot.key(at, &self.roots, block_tokens);
             let Some(block) = self.pool.lookup(key, &slot.tokens[at * block_tokens..][..block_tokens]) else {
                 break;
             };
@@ -473,6 +487,7 @@ impl Scheduler {
             blocks: slot.blocks[..end.div_ceil(block_tokens)].to_vec(),
             samples: end == slot.tokens.len(),
             guessed: slot.guessed.filter(|_| end == slot.tokens.len()),
+            deterministic: slot.deterministic,
         };
         let known = slot.known();
         self.index(at, start, end.min(known));
@@ -484,7 +499,7 @@ impl Scheduler {
         let block_tokens = self.pool.block_tokens();
         let slot = &mut self.running[at];
         for i in start / block_tokens..end / block_tokens {
-            let key = slot.key(i, self.root, block_tokens);
+            let key = slot.key(i, &self.roots, block_tokens);
             self.pool
                 .register(slot.blocks[i], key, &slot.tokens[i * block_tokens..][..block_tokens]);
         }
@@ -538,7 +553,27 @@ mod tests {
     }
 
     fn submit(s: &mut Scheduler, id: SequenceId, prompt: Vec<u32>, max_tokens: u32) {
-        s.submit(id, prompt.into(), Vec::new(), max_tokens);
+        s.submit(id, prompt.into(), Vec::new(), max_tokens, false);
+    }
+
+    /// What was computed for a sequence that may depend on others is not what a deterministic one would compute.
+    #[test]
+    fn deterministic_sequences_share_among_themselves() {
+        let mut s = scheduler(64, 64, 8);
+        let prompt: Arc<[u32]> = (0..10).collect();
+        for (id, deterministic) in [(0, false), (1, true), (2, true), (3, false)] {
+            s.submit(id, prompt.clone(), Vec::new(), 1, deterministic);
+        }
+        let mut plan = s.plan();
+        plan.sequences.sort_by_key(|planned| planned.id);
+        assert_eq!(
+            shares(&plan),
+            [(0, 0, 10, true), (1, 0, 10, true), (2, 8, 2, true), (3, 8, 2, true)]
+        );
+        assert_eq!(
+            plan.sequences.iter().map(|p| p.deterministic).collect::<Vec<_>>(),
+            [false, true, true, false]
+        );
     }
 
     /// Samples of a row wait with one copy of its prompt, and what must follow the prompt does when they start.
@@ -546,7 +581,7 @@ mod tests {
     fn waiting_sequences_share_their_prompt() {
         let mut s = scheduler(64, 64, 1);
         let prompt: Arc<[u32]> = (0..10).collect();
-        (0..5).for_each(|i| s.submit(i, prompt.clone(), vec![70], 4));
+        (0..5).for_each(|i| s.submit(i, prompt.clone(), vec![70], 4, false));
         let plan = s.plan();
         assert_eq!(plan.sequences[0].tokens, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 70]);
         assert_eq!((s.running(), s.waiting()), (1, 4));

@@ -81,6 +81,7 @@ pub(super) fn results(
 pub(super) fn batch(plan: &StepPlan) -> StepBatch {
     let mut batch = StepBatch {
         block_copies: plan.copies.clone(),
+        deterministic: plan.sequences.iter().any(|planned| planned.deterministic),
         ..StepBatch::default()
     };
     for planned in &plan.sequences {

@@ -34,6 +34,9 @@ pub struct JobFile {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(extend("enum" = ["auto", "f32", "bf16", "int8", "fp8", null]))]
     pub kv_cache: Option<String>,
+    /// A row's answer does not depend, to the bit, on what is computed beside it, on a GPU either, for a little of its speed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub deterministic: Option<bool>,
     /// Longest sequence (prompt and completion) in tokens; by default what the checkpoint declares. More is possible as far as
     /// its RoPE scaling stretches (`dynamic` is fixed for this length over the whole job).
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -103,8 +103,8 @@ impl Generate {
         })
     }
 
-    /// The engine's parameters; `seed` is used where the job gives none.
-    pub fn params(&self, seed: u64) -> Params {
+    /// The engine's parameters; `seed` is used where the job gives none. `deterministic` is the job's.
+    pub fn params(&self, seed: u64, deterministic: bool) -> Params {
         Params {
             max_tokens: self.max_tokens,
             temperature: self.temperature,
@@ -120,6 +120,7 @@ impl Generate {
             ignore_eos: self.ignore_eos,
             logprobs: self.logprobs,
             samples: self.n,
+            deterministic,
             shape: match &self.shape {
                 ShapeSpec::Free => Shape::Free,
                 ShapeSpec::Choice { choices, probabilities } => Shape::Choice {

@@ -52,6 +52,7 @@ pub struct Renderer {
     kwargs: Map<String, Value>,
     truncate: Truncate,
     generate: Generate,
+    deterministic: bool,
     params: Arc<Params>,
     columns: Option<Vec<String>>,
     template_hash: String,
@@ -143,8 +144,9 @@ impl Renderer {
         let input = job.input.uris.join("`, `");
         Ok(Renderer {
             template_hash: sha256(hashed),
-            params: Arc::new(params(&job.generate, &setup)),
+            params: Arc::new(params(&job.generate, job.deterministic, &setup)),
             generate: job.generate.clone(),
+            deterministic: job.deterministic,
             truncate: job.prompt.truncate,
             named: Named {
                 columns: named,
@@ -250,7 +252,7 @@ impl Renderer {
             true => self.params.clone(),
             false => {
                 check_stops(&generate, &self.setup.tokenizer).map_err(|e| format!("`{e}"))?;
-                Arc::new(params(&generate, &self.setup))
+                Arc::new(params(&generate, self.deterministic, &self.setup))
             }
         };
         if params.max_tokens >= self.setup.context_tokens {
@@ -517,8 +519,8 @@ fn check_stops(generate: &Generate, tokenizer: &Tokenizer) -> Result<(), String>
 
 /// The engine's parameters. A stop text that is a special token's is one of the stop tokens, since special tokens never
 /// show in a completion's text.
-fn params(generate: &Generate, setup: &RenderSetup) -> Params {
-    let mut params = generate.params(setup.seed);
+fn params(generate: &Generate, deterministic: bool, setup: &RenderSetup) -> Params {
+    let mut params = generate.params(setup.seed, deterministic);
     for text in &generate.stop {
         let specials = setup.tokenizer.added_tokens().iter().filter(|token| token.special);
         for token in specials.filter(|token| token.content == *text) {

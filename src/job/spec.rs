@@ -51,6 +51,9 @@ pub struct Job {
     /// Of keys and values; `Auto`: the precision's own.
     #[serde(default)]
     pub kv_cache: Precision,
+    /// No bit of a row's answer may depend on what is computed beside it.
+    #[serde(default)]
+    pub deterministic: bool,
     /// Longest sequence in tokens, at least 2; `None`: what the checkpoint declares.
     pub context: Option<u32>,
     pub input: Input,
@@ -256,6 +259,7 @@ fn build(parsed: Parsed, file: &str, base_dir: &Path) -> Result<Job, FieldError>
         model,
         precision: precision("precision", raw.precision.as_deref())?,
         kv_cache: precision("kv_cache", raw.kv_cache.as_deref())?,
+        deterministic: raw.deterministic.unwrap_or(false),
         context: raw
             .context
             .map(|tokens| whole("context", Some(tokens), 2, 2, CONTEXT_MAX))

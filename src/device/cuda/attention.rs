@@ -19,11 +19,12 @@ impl Cuda {
         let heads = self.heads(step.shape);
         let width = step.shape.heads * step.shape.head_dim;
         out.reshape(&self.context, step.tokens, width, Format::Bf16)?;
-        let Some(part) = step.attention.iter().find(|part| part.spec == spec) else {
+        let Some(layer) = step.attention.iter().find(|layer| layer.spec == spec) else {
             return Err(DeviceError::Unsupported(format!("the step was made without {spec:?}")));
         };
         // With room to grow: sequences get longer from step to step, and what is replaced waits for the card.
-        let rows = (part.part_rows * step.shape.kv_heads).next_power_of_two();
+        let rows = layer.plans.iter().map(|plan| plan.part_rows).max().unwrap_or(0);
+        let rows = (rows * step.shape.kv_heads).next_power_of_two();
         want(
             &self.context,
             &mut workspace.part_sums,
@@ -37,46 +38,49 @@ impl Cuda {
             "parts of attention",
         )?;
         let (sums, states) = (address(&workspace.part_sums), address(&workspace.part_states));
-        let plan = step.plan(part);
         let window = match spec {
             KvSpec::Full => 0,
             KvSpec::Window(window) => window,
         };
         let scale = (step.shape.head_dim as f32).sqrt().recip();
         let [keys, values, key_scales, value_scales] = pool.arguments();
-        for (warps, items, count) in [
-            (heads.wide_warps(), plan.wide, part.wide),
-            (heads.narrow_warps(), plan.narrow, part.narrow),
-        ] {
+        for plan in &layer.plans {
+            let on_card = step.plan(plan);
+            for (warps, items, count) in [
+                (heads.wide_warps(), on_card.wide, plan.wide),
+                (heads.narrow_warps(), on_card.narrow, plan.narrow),
+            ] {
+                self.launch(
+                    &heads.attention(warps, window, count),
+                    &[
+                        qkv.data(),
+                        keys,
+                        values,
+                        key_scales,
+                        value_scales,
+                        Argument::Address(items),
+                        Argument::Address(on_card.queries),
+                        Argument::Address(step.positions()),
+                        Argument::Address(step.tables()),
+                        Argument::Float(scale),
+                        out.data(),
+                        sums,
+                        states,
+                    ],
+                )?;
+            }
             self.launch(
-                &heads.attention(warps, window, count),
+                &heads.merge(plan.merged),
                 &[
-                    qkv.data(),
-                    keys,
-                    values,
-                    key_scales,
-                    value_scales,
-                    Argument::Address(items),
-                    Argument::Address(plan.queries),
-                    Argument::Address(step.positions()),
-                    Argument::Address(step.tables()),
-                    Argument::Float(scale),
-                    out.data(),
+                    Argument::Address(on_card.merged),
+                    Argument::Address(on_card.first),
+                    Argument::Address(on_card.parts),
                     sums,
                     states,
+                    out.data(),
                 ],
             )?;
         }
-        self.launch(
-            &heads.merge(part.merged),
-            &[
-                Argument::Address(plan.merged),
-                Argument::Address(plan.first),
-                Argument::Address(plan.parts),
-                sums,
-                states,
-                out.data(),
-            ],
-        )
+        Ok(())
     }
 }

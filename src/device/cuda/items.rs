@@ -3,6 +3,9 @@
 //! A sequence's queries are cut into items of as many as fit a block's rows: wide blocks for prompts, narrow ones where those do. An item
 //! of single tokens walks at most [`PART_TOKENS`] positions; longer sequences have several, merged afterwards. Sequences of single
 //! tokens that begin with the same blocks walk those together, once.
+//!
+//! In a deterministic step prompts' items walk such pieces, too, and sequences share whole ones: then what is added up in which order
+//! follows from a query's position alone. A piece in which a query sees nothing adds nothing to it.
 
 use std::ops::Range;
 
@@ -12,6 +15,8 @@ use crate::device::batch::StepBatch;
 
 /// Positions that an item of single tokens walks: fixed, so that how a sequence is cut does not depend on the batch.
 pub const PART_TOKENS: u32 = 1024;
+/// Numbers of parts' sums, 4 bytes each, with which a plan has enough prompts: 128 MiB.
+const PART_NUMBERS: u32 = 32 << 20;
 /// Least blocks that sequences walk together: fewer are not worth a merge.
 const SHARED_BLOCKS_MIN: u32 = 4;
 /// A sequence that computes no more rows than these, queries times the heads of a group, is one of single tokens.
@@ -61,11 +66,11 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// The plan of a step.
+    /// The plans of a step, launched one after the other: one, but where a deterministic step's parts would take too much memory.
     ///
     /// # Panics
     /// The batch is not one that a model checked.
-    pub fn new(batch: &StepBatch, heads: &Heads, spec: KvSpec) -> Plan {
+    pub fn of(batch: &StepBatch, heads: &Heads, spec: KvSpec) -> Vec<Plan> {
         let mut planner = Planner {
             batch,
             heads,
@@ -73,7 +78,9 @@ impl Plan {
                 KvSpec::Full => 0,
                 KvSpec::Window(window) => window,
             },
+            done: Vec::new(),
             plan: Plan::default(),
+            parts: Vec::new(),
         };
         let mut singles: Vec<Single> = Vec::new();
         for (i, s) in batch.sequences.iter().enumerate() {
@@ -85,7 +92,8 @@ impl Plan {
             }
         }
         planner.singles(&singles);
-        planner.plan
+        planner.end_plan();
+        planner.done
     }
 }
 
@@ -101,7 +109,10 @@ struct Planner<'a> {
     heads: &'a Heads,
     /// 0: all positions are seen.
     window: u32,
+    done: Vec<Plan>,
+    /// The one that is being made, and what each token has in it so far: (token, part).
     plan: Plan,
+    parts: Vec<(u32, Part)>,
 }
 
 impl Planner<'_> {
@@ -113,42 +124,77 @@ impl Planner<'_> {
         }
     }
 
-    /// Whole items of a sequence's queries.
+    /// Items of a sequence's queries: whole ones, or where bits must not depend on how many queries there are, in pieces as single tokens.
     fn prompt(&mut self, sequence: usize) {
         let s = self.batch.sequences[sequence];
         let most = self.heads.queries(self.heads.wide_warps());
         for done in (0..s.q_len).step_by(most as usize) {
             let queries = most.min(s.q_len - done);
             let position = s.kv_len - s.q_len + done;
-            let first_query = self.plan.queries.len() as u32;
-            self.plan
-                .queries
-                .extend(s.first_token + done..s.first_token + done + queries);
-            self.push(Item {
+            let first = s.first_token + done;
+            let (tokens, range) = (first..first + queries, self.first_seen(position)..position + queries);
+            if !self.batch.deterministic {
+                self.walk(tokens, s.first_block, std::iter::once(range), true);
+                continue;
+            }
+            let pieces = pieces(range);
+            let rows = self.plan.part_rows + queries * self.heads.group() * pieces.len() as u32;
+            if rows * self.heads.kv_heads * self.heads.dim > PART_NUMBERS {
+                self.end_plan();
+            }
+            self.walk(tokens, s.first_block, pieces, true);
+        }
+    }
+
+    /// Items of tokens that walk ranges of one table, one for each range; `alone`: they walk nothing else.
+    fn walk(
+        &mut self,
+        tokens: impl ExactSizeIterator<Item = u32> + Clone,
+        table: u32,
+        ranges: impl ExactSizeIterator<Item = Range<u32>>,
+        alone: bool,
+    ) {
+        let queries = tokens.len() as u32;
+        let first_query = self.plan.queries.len() as u32;
+        self.plan.queries.extend(tokens.clone());
+        let whole = alone && ranges.len() == 1;
+        let rows = queries * self.heads.group();
+        for range in ranges {
+            let part = if whole { WHOLE } else { self.plan.part_rows };
+            if !whole {
+                self.plan.part_rows += rows;
+                let parts = (0..).map(|query| Part { part, query, rows });
+                self.parts.extend(tokens.clone().zip(parts));
+            }
+            let item = Item {
                 first_query,
                 queries,
-                table: s.first_block,
-                from: self.first_seen(position),
-                to: position + queries,
-                part: WHOLE,
-            });
+                table,
+                from: range.start,
+                to: range.end,
+                part,
+            };
+            // A block as narrow as can be.
+            match queries <= self.heads.queries(self.heads.narrow_warps()) {
+                true => self.plan.narrow.push(item),
+                false => self.plan.wide.push(item),
+            }
         }
     }
 
-    /// Adds an item, for a block as narrow as can be.
-    fn push(&mut self, item: Item) {
-        match item.queries <= self.heads.queries(self.heads.narrow_warps()) {
-            true => self.plan.narrow.push(item),
-            false => self.plan.wide.push(item),
+    /// Lists the parts of each token, in the order of their positions.
+    fn end_plan(&mut self) {
+        let mut plan = std::mem::take(&mut self.plan);
+        self.parts.sort_by_key(|(token, _)| *token);
+        for (token, part) in self.parts.drain(..) {
+            if plan.merged.last() != Some(&token) {
+                plan.merged.push(token);
+                plan.first.push(plan.parts.len() as u32);
+            }
+            plan.parts.push(part);
         }
-    }
-
-    /// Room for a part of so many queries.
-    fn part(&mut self, queries: u32) -> Part {
-        let rows = queries * self.heads.group();
-        let part = self.plan.part_rows;
-        self.plan.part_rows += rows;
-        Part { part, query: 0, rows }
+        plan.first.push(plan.parts.len() as u32);
+        self.done.push(plan);
     }
 
     /// Blocks from position 0 on that two sequences have in common and both may walk whole.
@@ -162,33 +208,29 @@ impl Planner<'_> {
             let blocks = (s.kv_len - s.q_len) / BLOCK_TOKENS;
             &self.batch.block_tables[s.first_block as usize..][..blocks as usize]
         };
-        before(a).iter().zip(before(b)).take_while(|(a, b)| a == b).count() as u32
+        let blocks = before(a).iter().zip(before(b)).take_while(|(a, b)| a == b).count() as u32;
+        match self.batch.deterministic {
+            // Pieces that each would walk for itself, too.
+            true => blocks - blocks % (PART_TOKENS / BLOCK_TOKENS),
+            false => blocks,
+        }
     }
 
     fn singles(&mut self, singles: &[Single]) {
-        // What each token has so far: (token, part).
-        let mut parts: Vec<(u32, Part)> = Vec::new();
         let mut at = 0;
         while at < singles.len() {
             let (end, blocks) = self.run(singles, at);
             let shared = blocks * BLOCK_TOKENS;
             if shared > 0 {
-                self.together(&singles[at..end], shared, &mut parts);
+                self.together(&singles[at..end], shared);
             }
             for single in &singles[at..end] {
-                self.alone(*single, shared, &mut parts);
+                let s = self.batch.sequences[single.sequence];
+                let (tokens, from) = (s.first_token..s.first_token + s.q_len, single.from.max(shared));
+                self.walk(tokens, s.first_block, pieces(from..s.kv_len), shared == 0);
             }
             at = end;
         }
-        parts.sort_by_key(|(token, _)| *token);
-        for (token, part) in parts {
-            if self.plan.merged.last() != Some(&token) {
-                self.plan.merged.push(token);
-                self.plan.first.push(self.plan.parts.len() as u32);
-            }
-            self.plan.parts.push(part);
-        }
-        self.plan.first.push(self.plan.parts.len() as u32);
     }
 
     /// Sequences from `at` on that walk their first blocks together: the end of their range, and how many blocks; 0: alone.
@@ -208,7 +250,7 @@ impl Planner<'_> {
     }
 
     /// Walks positions up to `shared` once for several sequences.
-    fn together(&mut self, singles: &[Single], shared: u32, parts: &mut Vec<(u32, Part)>) {
+    fn together(&mut self, singles: &[Single], shared: u32) {
         let tokens: Vec<u32> = singles
             .iter()
             .flat_map(|single| {
@@ -218,54 +260,13 @@ impl Planner<'_> {
             .collect();
         let table = self.batch.sequences[singles[0].sequence].first_block;
         for tokens in tokens.chunks(self.heads.queries(self.heads.wide_warps()) as usize) {
-            let first_query = self.plan.queries.len() as u32;
-            self.plan.queries.extend(tokens);
-            for range in pieces(0..shared) {
-                let part = self.part(tokens.len() as u32);
-                self.push(Item {
-                    first_query,
-                    queries: tokens.len() as u32,
-                    table,
-                    from: range.start,
-                    to: range.end,
-                    part: part.part,
-                });
-                parts.extend(
-                    tokens
-                        .iter()
-                        .zip(0..)
-                        .map(|(token, query)| (*token, Part { query, ..part })),
-                );
-            }
-        }
-    }
-
-    /// Walks what a sequence has for itself.
-    fn alone(&mut self, single: Single, shared: u32, parts: &mut Vec<(u32, Part)>) {
-        let s = self.batch.sequences[single.sequence];
-        let first_query = self.plan.queries.len() as u32;
-        self.plan.queries.extend(s.first_token..s.first_token + s.q_len);
-        let ranges: Vec<_> = pieces(single.from.max(shared)..s.kv_len).collect();
-        let whole = shared == 0 && ranges.len() == 1;
-        for range in ranges {
-            let part = (!whole).then(|| self.part(s.q_len));
-            self.push(Item {
-                first_query,
-                queries: s.q_len,
-                table: s.first_block,
-                from: range.start,
-                to: range.end,
-                part: part.map_or(WHOLE, |part| part.part),
-            });
-            if let Some(part) = part {
-                parts.extend((0..s.q_len).map(|query| (s.first_token + query, Part { query, ..part })));
-            }
+            self.walk(tokens.iter().copied(), table, pieces(0..shared), false);
         }
     }
 }
 
 /// Positions in pieces that end at multiples of [`PART_TOKENS`].
-fn pieces(range: Range<u32>) -> impl Iterator<Item = Range<u32>> {
+fn pieces(range: Range<u32>) -> impl ExactSizeIterator<Item = Range<u32>> {
     let (first, last) = (range.start / PART_TOKENS, range.end.div_ceil(PART_TOKENS));
     (first..last).map(move |i| range.start.max(i * PART_TOKENS)..range.end.min((i + 1) * PART_TOKENS))
 }
@@ -315,8 +316,34 @@ mod tests {
 
     /// Every token walks each position that it sees once, through its own blocks, and items are of the size that blocks have.
     fn check(batch: &StepBatch, heads: &Heads, spec: KvSpec) {
-        let plan = Plan::new(batch, heads, spec);
         let mut seen: HashMap<u32, Vec<(u32, u32)>> = HashMap::new();
+        for plan in Plan::of(batch, heads, spec) {
+            check_plan(&plan, batch, heads, &mut seen);
+        }
+        assert_eq!(seen.len(), batch.tokens.len());
+        for (token, mut ranges) in seen {
+            ranges.sort_unstable();
+            let position = batch.positions[token as usize];
+            let first = match spec {
+                KvSpec::Full => 0,
+                KvSpec::Window(window) => (position + 1).saturating_sub(window),
+            };
+            assert!(
+                ranges[0].0 <= first && ranges.last().unwrap().1 > position,
+                "{ranges:?}"
+            );
+            assert!(ranges.windows(2).all(|pair| pair[0].1 == pair[1].0), "{ranges:?}");
+            if batch.deterministic {
+                // One range for each piece, so that all queries at a position add up alike.
+                let piece = |(from, to): &(u32, u32)| (from / PART_TOKENS, (to - 1) / PART_TOKENS);
+                assert!(ranges.iter().all(|r| piece(r).0 == piece(r).1), "{ranges:?}");
+                assert!(ranges.windows(2).all(|r| piece(&r[0]) != piece(&r[1])), "{ranges:?}");
+            }
+        }
+    }
+
+    /// What tokens walk in a plan goes to `seen`.
+    fn check_plan(plan: &Plan, batch: &StepBatch, heads: &Heads, seen: &mut HashMap<u32, Vec<(u32, u32)>>) {
         let mut part_rows = vec![false; plan.part_rows as usize];
         let wide = plan.wide.iter().map(|item| (item, heads.wide_warps()));
         for (item, warps) in wide.chain(plan.narrow.iter().map(|item| (item, heads.narrow_warps()))) {
@@ -353,19 +380,11 @@ mod tests {
             }
         }
         assert!(part_rows.iter().all(|taken| *taken));
-        assert_eq!(seen.len(), batch.tokens.len());
-        for (token, mut ranges) in seen {
-            ranges.sort_unstable();
-            let position = batch.positions[token as usize];
-            let first = match spec {
-                KvSpec::Full => 0,
-                KvSpec::Window(window) => (position + 1).saturating_sub(window),
-            };
-            assert!(
-                ranges[0].0 <= first && ranges.last().unwrap().1 > position,
-                "{ranges:?}"
-            );
-            assert!(ranges.windows(2).all(|pair| pair[0].1 == pair[1].0), "{ranges:?}");
+        // Where a token has several parts, they come in the order of their positions.
+        let position_of: HashMap<u32, u32> = plan.wide.iter().chain(&plan.narrow).map(|i| (i.part, i.from)).collect();
+        for i in 0..plan.merged.len() {
+            let parts = &plan.parts[plan.first[i] as usize..plan.first[i + 1] as usize];
+            assert!(parts.is_sorted_by_key(|part| position_of[&part.part]));
         }
     }
 
@@ -377,10 +396,12 @@ mod tests {
             shared in 0u32..40,
             window in prop::option::of(1u32..3000),
             hopper in any::<bool>(),
+            deterministic in any::<bool>(),
         ) {
             let sequences: Vec<_> = lengths.into_iter().chain(singles).map(|(q, stored)| (q, q + stored)).collect();
             let heads = Heads { hopper, ..HEADS };
-            check(&batch(&sequences, shared), &heads, window.map_or(KvSpec::Full, KvSpec::Window));
+            let batch = StepBatch { deterministic, ..batch(&sequences, shared) };
+            check(&batch, &heads, window.map_or(KvSpec::Full, KvSpec::Window));
         }
     }
 
@@ -390,7 +411,7 @@ mod tests {
         let mut step = batch(&[(1, 700), (1, 650), (1, 1025), (1, 700)], 9);
         let last = step.sequences[3].first_block as usize;
         step.block_tables[last..].iter_mut().for_each(|block| *block += 5000);
-        let plan = Plan::new(&step, &HEADS, KvSpec::Full);
+        let [plan] = Plan::of(&step, &HEADS, KvSpec::Full).try_into().unwrap();
         let ranges = |items: &[Item]| items.iter().map(|i| (i.queries, i.from, i.to)).collect::<Vec<_>>();
         // Twelve rows are narrow.
         assert!(plan.wide.is_empty());
@@ -406,6 +427,26 @@ mod tests {
             ]
         );
         assert_eq!((plan.merged, plan.first), (vec![0, 1, 2], vec![0, 2, 4, 7]));
+        check(&step, &HEADS, KvSpec::Full);
+        // No piece is whole in what they have in common.
+        step.deterministic = true;
+        let [plan] = Plan::of(&step, &HEADS, KvSpec::Full).try_into().unwrap();
+        let alone = [(1, 0, 700), (1, 0, 650), (1, 0, 1024), (1, 1024, 1025), (1, 0, 700)];
+        assert_eq!(ranges(&plan.narrow), alone);
+        assert_eq!((plan.merged, plan.first), (vec![2], vec![0, 2]));
+    }
+
+    #[test]
+    fn long_deterministic_prompts_take_several_plans() {
+        let step = StepBatch {
+            deterministic: true,
+            ..batch(&[(3000, 9000), (1, 5000)], 0)
+        };
+        let plans = Plan::of(&step, &HEADS, KvSpec::Full);
+        assert!(plans.len() > 1);
+        for plan in &plans {
+            assert!(plan.part_rows * HEADS.kv_heads * HEADS.dim <= PART_NUMBERS);
+        }
         check(&step, &HEADS, KvSpec::Full);
     }
 }

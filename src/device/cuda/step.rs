@@ -38,9 +38,14 @@ struct Places {
     tables: usize,
 }
 
-/// Attention's plan for layers of one kind.
+/// Attention of layers of one kind: plans, one after the other.
 pub(super) struct AttentionStep {
     pub spec: KvSpec,
+    pub plans: Vec<PlanStep>,
+}
+
+/// A plan on the card.
+pub(super) struct PlanStep {
     pub wide: usize,
     pub narrow: usize,
     pub merged: usize,
@@ -83,11 +88,7 @@ impl Step {
             if !attention.iter().any(|known| known.spec == *spec) {
                 attention.push(AttentionStep {
                     spec: *spec,
-                    wide: 0,
-                    narrow: 0,
-                    merged: 0,
-                    part_rows: 0,
-                    places: PlanPlaces::default(),
+                    plans: Vec::new(),
                 });
             }
         }
@@ -128,18 +129,24 @@ impl Step {
             tables: put(&mut self.bytes, &batch.block_tables),
         };
         for layer in &mut self.attention {
-            let plan = Plan::new(batch, heads, layer.spec);
             let item = |i: &Item| [i.first_query, i.queries, i.table, i.from, i.to, i.part];
-            (layer.wide, layer.narrow, layer.merged) = (plan.wide.len(), plan.narrow.len(), plan.merged.len());
-            layer.part_rows = plan.part_rows as usize;
-            layer.places = PlanPlaces {
-                wide: put(&mut self.bytes, &words(&plan.wide, item)),
-                narrow: put(&mut self.bytes, &words(&plan.narrow, item)),
-                queries: put(&mut self.bytes, &plan.queries),
-                merged: put(&mut self.bytes, &plan.merged),
-                first: put(&mut self.bytes, &plan.first),
-                parts: put(&mut self.bytes, &words(&plan.parts, |p| [p.part, p.query, p.rows])),
-            };
+            layer.plans.clear();
+            for plan in Plan::of(batch, heads, layer.spec) {
+                layer.plans.push(PlanStep {
+                    wide: plan.wide.len(),
+                    narrow: plan.narrow.len(),
+                    merged: plan.merged.len(),
+                    part_rows: plan.part_rows as usize,
+                    places: PlanPlaces {
+                        wide: put(&mut self.bytes, &words(&plan.wide, item)),
+                        narrow: put(&mut self.bytes, &words(&plan.narrow, item)),
+                        queries: put(&mut self.bytes, &plan.queries),
+                        merged: put(&mut self.bytes, &plan.merged),
+                        first: put(&mut self.bytes, &plan.first),
+                        parts: put(&mut self.bytes, &words(&plan.parts, |p| [p.part, p.query, p.rows])),
+                    },
+                });
+            }
         }
         let longest = batch.positions.iter().max().map_or(0, |last| *last as usize + 1);
         self.rotations.cover(context, longest)?;
@@ -181,8 +188,8 @@ impl Step {
         self.rotations.memory.as_ref().map_or(0, Memory::address)
     }
 
-    pub(super) fn plan(&self, attention: &AttentionStep) -> PlanAddresses {
-        let places = attention.places;
+    pub(super) fn plan(&self, plan: &PlanStep) -> PlanAddresses {
+        let places = plan.places;
         PlanAddresses {
             wide: self.at(places.wide),
             narrow: self.at(places.narrow),
