@@ -9,6 +9,7 @@ pub mod blocks;
 pub mod choice;
 pub mod constraint;
 pub mod generate;
+pub mod ids;
 pub mod packing;
 pub mod params;
 pub mod philox;

@@ -12,6 +12,8 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use smallvec::{SmallVec, smallvec};
+
 use crate::device::DeviceError;
 use crate::device::cpu::Threads;
 use crate::device::draw::{Draw, DrawError};
@@ -19,6 +21,7 @@ use crate::engine::blocks::{BlockKey, BlockPool};
 use crate::engine::choice::Node;
 use crate::engine::constraint::{Compiler, Constraint, ConstraintError};
 use crate::engine::generate::Generate;
+use crate::engine::ids::ById;
 use crate::engine::params::Params;
 use crate::engine::request::{Finished, Request, UnitId};
 use crate::engine::scheduler::{Limits, Policy, Scheduler, SequenceId, StepPlan};
@@ -109,13 +112,13 @@ pub struct Engine {
     compilers: HashMap<Arc<[u32]>, Compiler>,
     /// The shape compiled last: rows of a job share their parameters.
     compiled: Option<Compiled>,
-    units: HashMap<u64, Active>,
+    units: ById<Box<Active>>,
     /// The unit that works at a greedy request.
     questions: HashMap<Question, u64>,
     /// Requests that wait for another's result.
     copies: usize,
     /// The unit of each sequence, and the node of a choice that it works at.
-    sequences: HashMap<SequenceId, (u64, Node)>,
+    sequences: ById<(u64, Node)>,
     /// Ended without a step; handed out by the next one.
     finished: Vec<Finished>,
     /// Whose tokens have not been taken.
@@ -147,10 +150,10 @@ impl Engine {
             tokenizer,
             options,
             compiled: None,
-            units: HashMap::new(),
+            units: ById::default(),
             questions: HashMap::new(),
             copies: 0,
-            sequences: HashMap::new(),
+            sequences: ById::default(),
             finished: Vec::new(),
             flight: None,
             step_tokens: Vec::new(),
@@ -181,15 +184,15 @@ impl Engine {
     }
 
     /// Hands a new unit's first sequence to the scheduler.
-    fn start(&mut self, unit: Unit, first: Vec<Continuation>, max_tokens: u32) {
+    fn start(&mut self, unit: Unit, first: SmallVec<[Continuation; 1]>, max_tokens: u32) {
         let key = self.new_key();
-        let mut sequences = Vec::new();
+        let mut sequences = SmallVec::new();
         for Continuation { node, tokens } in first {
             let sequence = self.new_key();
             self.scheduler.submit(
                 sequence,
                 unit.prompt().clone(),
-                tokens,
+                tokens.into_vec(),
                 max_tokens,
                 unit.params().deterministic,
             );
@@ -205,7 +208,7 @@ impl Engine {
             sequences,
             computed_tokens: 0,
         };
-        self.units.insert(key, active);
+        self.units.insert(key, Box::new(active));
     }
 
     /// Lets a request wait for the result of an equal one, where there is one.
@@ -375,7 +378,7 @@ impl Engine {
                 for (row, drawn) in w.rows.iter().zip(w.drawn.drain(..)) {
                     let next = w.active.unit.take(row.node, drawn, tokenizer);
                     let ended = matches!(next, Next::Finished(_));
-                    w.next.push((row.sequence, next));
+                    w.next.push(next);
                     if ended {
                         break;
                     }
@@ -391,30 +394,28 @@ impl Engine {
 
     /// Takes the units of sequences that are still there, with their rows.
     fn collect(&mut self, rows: &[(SequenceId, usize)]) -> Vec<Work> {
-        let mut work: Vec<Work> = Vec::new();
-        let mut place: HashMap<u64, usize> = HashMap::new();
+        let mut work: Vec<Work> = Vec::with_capacity(rows.len());
+        // Of units that several sequences work for.
+        let mut place: ById<usize> = ById::default();
         for &(sequence, at) in rows {
             let Some((key, node)) = self.sequences.get(&sequence).copied() else {
                 continue;
             };
-            let to = match place.get(&key) {
-                Some(to) => *to,
-                None => {
-                    let Some(active) = self.units.remove(&key) else {
-                        continue;
-                    };
-                    work.push(Work {
-                        key,
-                        active,
-                        rows: Vec::new(),
-                        drawn: Vec::new(),
-                        next: Vec::new(),
-                    });
-                    place.insert(key, work.len() - 1);
-                    work.len() - 1
+            let row = Row { sequence, node, at };
+            if let Some(active) = self.units.remove(&key) {
+                if active.sequences.len() > 1 {
+                    place.insert(key, work.len());
                 }
-            };
-            work[to].rows.push(Row { sequence, node, at });
+                work.push(Work {
+                    key,
+                    active,
+                    rows: smallvec![row],
+                    drawn: SmallVec::new(),
+                    next: SmallVec::new(),
+                });
+            } else if let Some(at) = place.get(&key) {
+                work[*at].rows.push(row);
+            }
         }
         work
     }
@@ -422,9 +423,13 @@ impl Engine {
     /// Does what follows from a unit's tokens: its sequences go on, part or end.
     fn apply(&mut self, work: Work, finished: &mut Vec<Finished>) {
         let Work {
-            key, mut active, next, ..
+            key,
+            mut active,
+            rows,
+            next,
+            ..
         } = work;
-        for (sequence, next) in next {
+        for (Row { sequence, node, .. }, next) in rows.into_iter().zip(next) {
             match next {
                 Next::Finished(result) => {
                     for sequence in active.sequences {
@@ -449,7 +454,9 @@ impl Engine {
                         active.sequences.push(fork);
                     }
                     self.scheduler.extend(sequence, &own.tokens);
-                    self.sequences.insert(sequence, (key, own.node));
+                    if own.node != node {
+                        self.sequences.insert(sequence, (key, own.node));
+                    }
                 }
             }
         }

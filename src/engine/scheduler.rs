@@ -15,10 +15,14 @@
 //!   when it resumes), its tokens kept. A sequence that finds no younger one waits for a step. The oldest always finds its
 //!   blocks, because no sequence is accepted that could outgrow the pool alone.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::Arc;
 
+use smallvec::SmallVec;
+
 use crate::engine::blocks::{BlockKey, BlockPool};
+use crate::engine::ids::ById;
 use crate::engine::packing::{self, Waiting};
 
 /// Names a sequence for as long as the scheduler knows it.
@@ -121,9 +125,9 @@ pub struct Planned {
     /// Position of the first token computed.
     pub start: usize,
     /// The tokens computed.
-    pub tokens: Vec<u32>,
-    /// Holds all tokens up to the last one computed.
-    pub blocks: Vec<u32>,
+    pub tokens: SmallVec<[u32; 4]>,
+    /// In [`StepPlan::blocks`]: what holds all tokens up to the last one computed.
+    pub blocks: Range<usize>,
     /// Is the last of them the sequence's last token, so that the next one can be sampled?
     pub samples: bool,
     /// The last of them is not known yet: what is drawn from this row of the logits of the step before.
@@ -136,6 +140,8 @@ pub struct Planned {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct StepPlan {
     pub sequences: Vec<Planned>,
+    /// Of all sequences, one after the other.
+    pub blocks: Vec<u32>,
     /// Blocks to copy before anything is computed: (from, to).
     pub copies: Vec<(u32, u32)>,
     /// Sequences started for the first time, and how many of their tokens were found computed.
@@ -158,7 +164,7 @@ pub struct Scheduler {
     /// Oldest first.
     running: Vec<Slot>,
     /// Finds sequences among those that wait or run; those of `incoming` have no age yet.
-    ages: HashMap<SequenceId, Age>,
+    ages: ById<Age>,
     next_place: u64,
     next_fork: u64,
 }
@@ -177,7 +183,7 @@ impl Scheduler {
             incoming: Vec::new(),
             waiting: BTreeMap::new(),
             running: Vec::new(),
-            ages: HashMap::new(),
+            ages: ById::default(),
             next_place: 0,
             next_fork: 0,
         }
@@ -358,7 +364,7 @@ impl Scheduler {
                 continue;
             }
             let planned = loop {
-                let planned = self.grant(at, budget, &mut plan.copies);
+                let planned = self.grant(at, budget, plan);
                 if planned.is_some() || self.running.len() <= at + 1 {
                     break planned;
                 }
@@ -394,7 +400,7 @@ impl Scheduler {
                 plan.started.push((slot.id, slot.computed));
             }
             let at = self.start(slot);
-            if let Some(planned) = self.grant(at, budget, &mut plan.copies) {
+            if let Some(planned) = self.grant(at, budget, plan) {
                 budget -= planned.tokens.len();
                 plan.sequences.push(planned);
             }
@@ -459,7 +465,7 @@ impl Scheduler {
     }
 
     /// Gives a running sequence as many of its pending tokens as budget and blocks allow. `None`: not a single one.
-    fn grant(&mut self, at: usize, budget: usize, copies: &mut Vec<(u32, u32)>) -> Option<Planned> {
+    fn grant(&mut self, at: usize, budget: usize, plan: &mut StepPlan) -> Option<Planned> {
         let block_tokens = self.pool.block_tokens();
         let slot = &mut self.running[at];
         let wanted = slot.computed + slot.pending().min(budget);
@@ -467,7 +473,7 @@ impl Scheduler {
         for i in slot.computed / block_tokens..slot.blocks.len().min(wanted.div_ceil(block_tokens)) {
             if self.pool.is_shared(slot.blocks[i]) {
                 let copy = self.pool.copy_on_write(slot.blocks[i])?;
-                copies.push((slot.blocks[i], copy));
+                plan.copies.push((slot.blocks[i], copy));
                 slot.blocks[i] = copy;
             }
         }
@@ -480,11 +486,14 @@ impl Scheduler {
             return None;
         }
         let start = std::mem::replace(&mut slot.computed, end);
+        let first_block = plan.blocks.len();
+        plan.blocks
+            .extend_from_slice(&slot.blocks[..end.div_ceil(block_tokens)]);
         let planned = Planned {
             id: slot.id,
             start,
-            tokens: slot.tokens[start..end].to_vec(),
-            blocks: slot.blocks[..end.div_ceil(block_tokens)].to_vec(),
+            tokens: SmallVec::from_slice(&slot.tokens[start..end]),
+            blocks: first_block..plan.blocks.len(),
             samples: end == slot.tokens.len(),
             guessed: slot.guessed.filter(|_| end == slot.tokens.len()),
             deterministic: slot.deterministic,
@@ -549,7 +558,8 @@ mod tests {
         let plan = s.plan();
         assert_eq!(shares(&plan), [(0, 0, 10, true), (1, 8, 2, true), (2, 8, 2, true)]);
         assert_eq!(plan.started, [(0, 0), (1, 8), (2, 8)]);
-        assert_eq!(plan.sequences[0].blocks[..2], plan.sequences[1].blocks[..2]);
+        let [first, second] = [0, 1].map(|i| &plan.blocks[plan.sequences[i].blocks.clone()]);
+        assert_eq!(first[..2], second[..2]);
     }
 
     fn submit(s: &mut Scheduler, id: SequenceId, prompt: Vec<u32>, max_tokens: u32) {
@@ -583,7 +593,7 @@ mod tests {
         let prompt: Arc<[u32]> = (0..10).collect();
         (0..5).for_each(|i| s.submit(i, prompt.clone(), vec![70], 4, false));
         let plan = s.plan();
-        assert_eq!(plan.sequences[0].tokens, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 70]);
+        assert_eq!(plan.sequences[0].tokens[..], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 70]);
         assert_eq!((s.running(), s.waiting()), (1, 4));
         assert_eq!(Arc::strong_count(&prompt), 5, "the running one has its own");
         s.remove(3);
@@ -650,8 +660,9 @@ mod tests {
         let plan = s.plan();
         assert_eq!(shares(&plan), [(0, 6, 1, true), (1, 6, 1, true)]);
         assert_eq!(plan.copies.len(), 1, "the last holder keeps the block");
-        assert_eq!(plan.sequences[0].blocks[0], plan.sequences[1].blocks[0]);
-        assert_ne!(plan.sequences[0].blocks[1], plan.sequences[1].blocks[1]);
+        let [first, second] = [0, 1].map(|i| &plan.blocks[plan.sequences[i].blocks.clone()]);
+        assert_eq!(first[0], second[0]);
+        assert_ne!(first[1], second[1]);
         s.remove(0);
         s.remove(1);
         s.pool.check(std::iter::empty());
@@ -680,7 +691,7 @@ mod tests {
         s.plan();
         s.extend(0, &[70, 71]);
         assert!(!s.is_computed(0));
-        assert_eq!(s.plan().sequences[0].tokens, [71]);
+        assert_eq!(s.plan().sequences[0].tokens[..], [71]);
         (0..3).for_each(|id| s.remove(id));
         s.pool.check(std::iter::empty());
         assert_eq!(s.pool.available(), 32);
@@ -727,7 +738,7 @@ mod tests {
         let tokens: Vec<_> = plan
             .sequences
             .iter()
-            .map(|p| (p.id, p.guessed, p.tokens.clone()))
+            .map(|p| (p.id, p.guessed, p.tokens.to_vec()))
             .collect();
         // Its own block was given away; what it computes in this step is found by the other.
         assert_eq!(tokens, [(1, None, vec![90, 91, 92, 93, 94]), (2, None, vec![94, 95])]);

@@ -18,6 +18,8 @@
 
 use std::sync::Arc;
 
+use smallvec::{SmallVec, smallvec};
+
 use crate::device::draw::{Allowed, Draw, DrawError, Drawn};
 use crate::engine::choice::{ChoiceState, Node};
 use crate::engine::constraint::{Constraint, GrammarState};
@@ -58,13 +60,13 @@ pub struct Continuation {
     /// The node of a choice that its logits will be for; 0 for other shapes.
     pub node: Node,
     /// Tokens that come after those it has.
-    pub tokens: Vec<u32>,
+    pub tokens: SmallVec<[u32; 4]>,
 }
 
 /// What follows from a token.
 pub enum Next {
     /// The sequence goes on as the first of these; each further one is a fork of it. None: it ends, others of the unit go on.
-    Go(Vec<Continuation>),
+    Go(SmallVec<[Continuation; 1]>),
     /// The unit has ended; all its sequences end.
     Finished(Result<Completion, String>),
 }
@@ -76,7 +78,7 @@ impl Unit {
     pub fn new(request: Request, constraint: Constraint, max_tokens: usize, tokenizer: &Tokenizer) -> (Unit, Next) {
         let mut first = Continuation {
             node: 0,
-            tokens: Vec::new(),
+            tokens: SmallVec::new(),
         };
         let mut nothing_to_choose = false;
         let state = match constraint {
@@ -87,7 +89,7 @@ impl Unit {
                 nothing_to_choose = walk.ended.is_some();
                 first = Continuation {
                     node: walk.node,
-                    tokens: walk.forced,
+                    tokens: walk.forced.into(),
                 };
                 State::Choice(ChoiceState::new(choices, probabilities))
             }
@@ -110,19 +112,19 @@ impl Unit {
             true => unit.finish(FinishReason::Stop, tokenizer),
             false => match unit.force(&mut first.tokens, tokenizer) {
                 Some(ended) => ended,
-                None => Next::Go(vec![first]),
+                None => Next::Go(smallvec![first]),
             },
         };
         (unit, next)
     }
 
     /// Adds the tokens that its grammar forces to the completion and to `tokens`. `Some`: the completion has ended.
-    fn force(&mut self, tokens: &mut Vec<u32>, tokenizer: &Tokenizer) -> Option<Next> {
+    fn force(&mut self, tokens: &mut SmallVec<[u32; 4]>, tokenizer: &Tokenizer) -> Option<Next> {
         let forced = match &mut self.state {
             State::Grammar(state) => state.forced(),
             State::Free | State::Choice(_) => Vec::new(),
         };
-        tokens.extend(&forced);
+        tokens.extend_from_slice(&forced);
         // What is certain has the log probability 0.
         forced.into_iter().find_map(|token| self.push(token, || 0.0, tokenizer))
     }
@@ -218,7 +220,10 @@ impl Unit {
                 true => self.finish(FinishReason::Stop, tokenizer),
                 false => Next::Go(
                     next.into_iter()
-                        .map(|(node, tokens)| Continuation { node, tokens })
+                        .map(|(node, tokens)| Continuation {
+                            node,
+                            tokens: tokens.into(),
+                        })
                         .collect(),
                 ),
             };
@@ -228,11 +233,11 @@ impl Unit {
         if self.eos.contains(&token) && (shaped || !self.params.ignore_eos) {
             return self.finish(FinishReason::Stop, tokenizer);
         }
-        let mut tokens = vec![token];
+        let mut tokens = smallvec![token];
         let ended = self.push(token, || drawn.log_probability(), tokenizer);
         match ended.or_else(|| self.force(&mut tokens, tokenizer)) {
             Some(ended) => ended,
-            None => Next::Go(vec![Continuation { node: 0, tokens }]),
+            None => Next::Go(smallvec![Continuation { node: 0, tokens }]),
         }
     }
 

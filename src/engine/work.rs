@@ -1,5 +1,7 @@
 //! A step's work between the scheduler's plan and what becomes of units.
 
+use smallvec::SmallVec;
+
 use crate::device::batch::{StepBatch, StepSequence};
 use crate::device::cpu::Threads;
 use crate::device::draw::{DrawError, Drawn};
@@ -14,7 +16,7 @@ pub(super) struct Active {
     pub unit: Unit,
     /// Who gets the result: the unit's own request and equal ones, as far as they were not cancelled.
     pub ids: Vec<UnitId>,
-    pub sequences: Vec<SequenceId>,
+    pub sequences: SmallVec<[SequenceId; 2]>,
     pub computed_tokens: u64,
 }
 
@@ -28,10 +30,11 @@ pub(super) struct Row {
 /// One unit's share of a step's logits.
 pub(super) struct Work {
     pub key: u64,
-    pub active: Active,
-    pub rows: Vec<Row>,
-    pub drawn: Vec<Result<Drawn, DrawError>>,
-    pub next: Vec<(SequenceId, Next)>,
+    pub active: Box<Active>,
+    pub rows: SmallVec<[Row; 1]>,
+    pub drawn: SmallVec<[Result<Drawn, DrawError>; 1]>,
+    /// What becomes of sequences, by row.
+    pub next: SmallVec<[Next; 1]>,
 }
 
 /// A step whose tokens are being drawn.
@@ -81,6 +84,7 @@ pub(super) fn results(
 pub(super) fn batch(plan: &StepPlan) -> StepBatch {
     let mut batch = StepBatch {
         block_copies: plan.copies.clone(),
+        block_tables: plan.blocks.clone(),
         deterministic: plan.sequences.iter().any(|planned| planned.deterministic),
         ..StepBatch::default()
     };
@@ -90,14 +94,13 @@ pub(super) fn batch(plan: &StepPlan) -> StepBatch {
             first_token: batch.tokens.len() as u32,
             q_len: planned.tokens.len() as u32,
             kv_len: end as u32,
-            first_block: batch.block_tables.len() as u32,
+            first_block: planned.blocks.start as u32,
         });
         batch.tokens.extend_from_slice(&planned.tokens);
         if let Some(row) = planned.guessed {
             batch.drawn.push((batch.tokens.len() as u32 - 1, row));
         }
         batch.positions.extend(planned.start as u32..end as u32);
-        batch.block_tables.extend_from_slice(&planned.blocks);
         if planned.samples {
             batch.logits_at.push(batch.tokens.len() as u32 - 1);
         }
