@@ -1,16 +1,19 @@
 #!/bin/bash
-# Builds the program and packs it for a machine without Rust: benches/gpu/pack.sh, then target/gpu/gristmill.xz and target/gpu/commit
-# go along with a checkout, and `benches/gpu/check target/gpu/gristmill.xz OUT` runs there.
+# Builds the program and packs it for a machine without Rust: benches/gpu/pack.sh, then target/gpu/gristmill.tar.xz goes along with a
+# checkout, and `benches/gpu/check target/gpu/gristmill.tar.xz OUT` runs there. It holds the program, which commit it is of, and the
+# libraries that it needs besides glibc, for a machine that lacks them.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 cargo build --release --locked
-mkdir -p target/gpu
-strip -o target/gpu/gristmill target/release/gristmill
-xz -T0 -6 -f -k target/gpu/gristmill
-rm target/gpu/gristmill
+folder=target/gpu/gristmill
+rm -rf "$folder"
+mkdir -p "$folder/lib"
+strip -o "$folder/gristmill" target/release/gristmill
+ldd "$folder/gristmill" | awk '$1 ~ /^lib(ssl|crypto|z)\./ { print $3 }' | xargs -r cp -L -t "$folder/lib"
 commit=$(git rev-parse --short HEAD)
 git diff --quiet HEAD || commit="$commit, changed"
-echo "$commit" > target/gpu/commit
-size=$(stat -c %s target/gpu/gristmill.xz)
-echo "target/gpu/gristmill.xz: $((size >> 20)) MiB, commit $commit"
+echo "$commit" > "$folder/commit"
+tar -C "$folder" -c gristmill lib commit | xz -T0 -6 > target/gpu/gristmill.tar.xz
+size=$(stat -c %s target/gpu/gristmill.tar.xz)
+echo "target/gpu/gristmill.tar.xz: $((size >> 20)) MiB, commit $commit"
 [ "$size" -lt $((55 << 20)) ] || { echo "more than 55 MiB"; exit 1; }
