@@ -15,26 +15,40 @@ const DRAW_WORDS: usize = 14;
 const DRAWN_WORDS: usize = 5;
 
 /// What is asked of rows of logits, as the kernel reads it.
-#[derive(Debug, Default, PartialEq)]
-struct Asked {
+#[derive(Debug)]
+struct Asked<'a> {
+    /// Tokens are below it.
+    ids: usize,
     draws: Vec<[u32; DRAW_WORDS]>,
     /// Tokens that were seen, how often in the completion, and room for the kernel.
     penalties: Vec<[u32; 3]>,
-    masks: Vec<u32>,
+    /// A mask each. Of rows under a grammar, each has one of its own, and in a vocabulary of 128,256 ids it is 16 KB: they are
+    /// written where the card reads them, and nowhere before.
+    masks: Vec<Allowed<'a>>,
     /// Ids whose logits are wanted.
     wanted: Vec<u32>,
 }
 
-impl Asked {
+impl<'a> Asked<'a> {
     /// For ids below `ids`.
-    fn new(draws: &[Draw<'_>], ids: usize) -> Asked {
-        let mut asked = Asked::default();
+    fn new(draws: &[Draw<'a>], ids: usize) -> Asked<'a> {
+        let mut asked = Asked {
+            ids,
+            draws: Vec::with_capacity(draws.len()),
+            penalties: Vec::new(),
+            masks: Vec::new(),
+            wanted: Vec::new(),
+        };
         // Rows of a job share what they may say. What is shared lies at one address as long as `draws` borrows it.
         let mut known = HashMap::new();
+        let mut counts = Vec::new();
         for draw in draws {
-            let mask = asked.mask(draw.allowed, ids, &mut known);
+            let mask = asked.mask(draw.allowed, &mut known);
             let first_penalty = asked.penalties.len();
-            asked.add_penalties(draw, ids);
+            if draw.penalises() {
+                counts.resize(ids, 0);
+                asked.add_penalties(draw, &mut counts);
+            }
             let first_wanted = asked.wanted.len();
             if let (true, Allowed::Ids(wanted)) = (draw.logits, draw.allowed) {
                 asked.wanted.extend(wanted.iter().filter(|id| (**id as usize) < ids));
@@ -65,7 +79,7 @@ impl Asked {
     }
 
     /// Where the mask of what is allowed begins.
-    fn mask(&mut self, allowed: Allowed<'_>, ids: usize, known: &mut HashMap<(u8, *const u32, usize), u32>) -> u32 {
+    fn mask(&mut self, allowed: Allowed<'a>, known: &mut HashMap<(u8, *const u32, usize), u32>) -> u32 {
         let (kind, list) = match allowed {
             Allowed::AllBut([]) => return NO_MASK,
             Allowed::AllBut(holes) => (0, holes),
@@ -73,58 +87,99 @@ impl Asked {
             Allowed::Ids(allowed) => (2, allowed),
         };
         *known.entry((kind, list.as_ptr(), list.len())).or_insert_with(|| {
-            let at = self.masks.len();
-            let words = ids.div_ceil(32);
-            match allowed {
-                Allowed::Mask(mask) => self.masks.extend(&mask[..mask.len().min(words)]),
-                Allowed::AllBut(_) => self.masks.resize(at + words, u32::MAX),
-                Allowed::Ids(_) => {}
-            }
-            self.masks.resize(at + words, 0);
-            let list = list.iter().filter(|id| (**id as usize) < ids);
-            match allowed {
-                Allowed::Mask(_) => {}
-                Allowed::AllBut(_) => list.for_each(|id| self.masks[at + *id as usize / 32] &= !(1 << (id % 32))),
-                Allowed::Ids(_) => list.for_each(|id| self.masks[at + *id as usize / 32] |= 1 << (id % 32)),
-            }
-            at as u32
+            self.masks.push(allowed);
+            ((self.masks.len() - 1) * mask_words(self.ids)) as u32
         })
     }
 
-    /// Tokens of the prompt or the completion that a penalty is for, each once.
-    fn add_penalties(&mut self, draw: &Draw<'_>, ids: usize) {
-        if !draw.penalises() {
-            return;
+    /// Tokens of the prompt or the completion that a penalty is for, each once. `counts`: zeros, one for each id, and so again afterwards.
+    fn add_penalties(&mut self, draw: &Draw<'_>, counts: &mut [u32]) {
+        let first = self.penalties.len();
+        for id in draw.completion {
+            if let Some(count) = counts.get_mut(*id as usize) {
+                if *count == 0 {
+                    self.penalties.push([*id, 0, 0]);
+                }
+                *count += 1;
+            }
         }
-        let mut generated = draw.completion.to_vec();
-        generated.sort_unstable();
+        let generated = self.penalties.len();
         if draw.repetition_penalty != 1.0 {
-            let only_prompt = |id: &&u32| generated.binary_search(id).is_err();
-            let prompt = draw.prompt.iter().filter(only_prompt);
+            let only_prompt = |id: &&u32| counts.get(**id as usize) == Some(&0);
             self.penalties
-                .extend(prompt.filter(|id| (**id as usize) < ids).map(|id| [*id, 0, 0]));
+                .extend(draw.prompt.iter().filter(only_prompt).map(|id| [*id, 0, 0]));
         }
-        let runs = generated.chunk_by(|a, b| a == b);
-        let counted = runs.map(|run| [run[0], run.len() as u32, 0]);
-        self.penalties.extend(counted.filter(|[id, ..]| (*id as usize) < ids));
+        for [id, count, _] in &mut self.penalties[first..generated] {
+            *count = std::mem::take(&mut counts[*id as usize]);
+        }
     }
 
-    /// All of it in one array, and where its parts begin there.
-    fn words(&self) -> (Vec<u32>, [usize; 4]) {
-        let parts = [
-            self.draws.as_flattened(),
-            self.penalties.as_flattened(),
-            &self.masks,
-            &self.wanted,
+    /// Where draws, penalties, masks and wanted ids begin, and where all of it ends, in bytes.
+    fn places(&self) -> ([usize; 4], usize) {
+        let words = [
+            self.draws.as_flattened().len(),
+            self.penalties.as_flattened().len(),
+            self.masks.len() * mask_words(self.ids),
+            self.wanted.len(),
         ];
-        let (mut words, mut places) = (Vec::new(), [0; 4]);
-        for (part, place) in parts.into_iter().zip(&mut places) {
+        let mut end = 0;
+        let places = words.map(|words| {
             // The first number of a draw is one of eight bytes.
-            words.resize(words.len().next_multiple_of(4), 0);
-            *place = words.len();
-            words.extend(part);
+            let place = end;
+            end += (words * 4).next_multiple_of(16);
+            place
+        });
+        (places, end)
+    }
+
+    /// All of it, at its places.
+    fn write(&self, to: &mut [u8]) {
+        let ([draws, penalties, masks, wanted], _) = self.places();
+        write_words(&mut to[draws..], self.draws.as_flattened());
+        write_words(&mut to[penalties..], self.penalties.as_flattened());
+        write_words(&mut to[wanted..], &self.wanted);
+        let mask_bytes = mask_words(self.ids) * 4;
+        for (to, allowed) in to[masks..].chunks_exact_mut(mask_bytes.max(4)).zip(&self.masks) {
+            match allowed {
+                Allowed::Mask(mask) if mask.len() * 4 >= mask_bytes => write_words(to, &mask[..mask_bytes / 4]),
+                allowed => write_words(to, &mask_of(*allowed, self.ids)),
+            }
         }
-        (words, places)
+    }
+}
+
+/// Of a mask of so many ids, a bit each.
+fn mask_words(ids: usize) -> usize {
+    ids.div_ceil(32)
+}
+
+/// What is allowed among so many ids.
+fn mask_of(allowed: Allowed<'_>, ids: usize) -> Vec<u32> {
+    let words = mask_words(ids);
+    let below = |list: &[u32]| {
+        list.iter()
+            .map(|id| *id as usize)
+            .filter(|id| *id < ids)
+            .collect::<Vec<_>>()
+    };
+    match allowed {
+        Allowed::Mask(mask) => mask.iter().copied().chain(std::iter::repeat(0)).take(words).collect(),
+        Allowed::AllBut(holes) => {
+            let mut mask = vec![u32::MAX; words];
+            below(holes).iter().for_each(|id| mask[id / 32] &= !(1 << (id % 32)));
+            mask
+        }
+        Allowed::Ids(list) => {
+            let mut mask = vec![0; words];
+            below(list).iter().for_each(|id| mask[id / 32] |= 1 << (id % 32));
+            mask
+        }
+    }
+}
+
+fn write_words(to: &mut [u8], words: &[u32]) {
+    for (to, word) in to.as_chunks_mut::<4>().0.iter_mut().zip(words) {
+        *to = word.to_ne_bytes();
     }
 }
 
@@ -213,19 +268,16 @@ impl Cuda {
         let ids = ids.min(logits.ids);
         assert_eq!(draws.len(), logits.rows, "a draw for each row of logits");
         let asked = Asked::new(draws, ids);
-        let (words, places) = asked.words();
+        let (places, bytes) = asked.places();
         let on = &self.context;
         want(
             on,
             &mut drawing.asked,
-            (words.len() * 4).next_power_of_two(),
+            bytes.next_power_of_two(),
             "what tokens are drawn by",
         )?;
-        let bytes = words.len() * 4;
         let mut staging = staged(on, drawing.staging.take(), bytes)?;
-        for (to, word) in staging.as_chunks_mut::<4>().0.iter_mut().zip(&words) {
-            *to = word.to_ne_bytes();
-        }
+        asked.write(&mut staging[..bytes]);
         let drawn_bytes = draws.len() * DRAWN_WORDS * 4;
         let results = drawn_bytes + asked.wanted.len() * 4;
         want(on, &mut drawing.drawn, results.next_power_of_two(), "drawn tokens")?;
@@ -234,7 +286,7 @@ impl Cuda {
         };
         drawing.staging = Some(on.send(staging, bytes, memory)?);
         let [draws_at, penalties, masks, wanted] =
-            places.map(|place| Argument::Address(memory.address() + place as u64 * 4));
+            places.map(|place| Argument::Address(memory.address() + place as u64));
         self.launch(
             &plan::sample(draws.len()),
             &[
@@ -292,7 +344,20 @@ mod tests {
             asked.draws.iter().map(|draw| draw[11]).collect::<Vec<_>>(),
             [0, 2, 0, NO_MASK, 4]
         );
-        assert_eq!(asked.masks, [0x8000_0001, 5, !8, u32::MAX, 2, 2]);
+        let mut bytes = vec![0xee; asked.places().1];
+        asked.write(&mut bytes);
+        let words = |place: usize, count: usize| {
+            let words = bytes[place..]
+                .as_chunks::<4>()
+                .0
+                .iter()
+                .map(|word| u32::from_ne_bytes(*word));
+            words.take(count).collect::<Vec<_>>()
+        };
+        let ([at, _, masks, wanted], _) = asked.places();
+        assert_eq!(words(masks, 6), [0x8000_0001, 5, !8, u32::MAX, 2, 2]);
+        assert_eq!(words(at, DRAW_WORDS), asked.draws[0]);
+        assert_eq!(words(wanted, 2), [1, 33]);
         assert_eq!(asked.wanted, [1, 33], "90 is none of the ids");
         assert_eq!(asked.draws[4][12..], [0, 2]);
     }
@@ -311,14 +376,15 @@ mod tests {
             ..draw
         };
         let asked = Asked::new(&[draw, presence], 64);
-        assert_eq!(asked.penalties, [[2, 0, 0], [5, 1, 0], [9, 2, 0], [5, 1, 0], [9, 2, 0]]);
+        assert_eq!(asked.penalties, [[9, 2, 0], [5, 1, 0], [2, 0, 0], [9, 2, 0], [5, 1, 0]]);
         assert_eq!(
             (&asked.draws[0][9..11], &asked.draws[1][9..11]),
             (&[0, 3][..], &[3, 2][..])
         );
-        let (words, places) = asked.words();
-        assert_eq!(places, [0, 28, 44, 44]);
-        assert_eq!(words[28..31], [2, 0, 0]);
+        assert_eq!(asked.places(), ([0, 112, 176, 176], 176));
+        let mut bytes = vec![0xee; 176];
+        asked.write(&mut bytes);
+        assert_eq!(bytes[112..116], 9u32.to_ne_bytes());
     }
 
     #[test]
