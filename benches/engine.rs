@@ -207,7 +207,11 @@ fn main() {
                         attempt: 0,
                     };
                     // No two begin alike.
-                    let prompt = (0..prompt as u64).map(|at| ((next * 7919 + at * (next + 31)) % 2000) as u32);
+                    let token = |at| match at {
+                        0 => next / 2000,
+                        at => (next * 7919 + at * (next + 31)) % 2000,
+                    };
+                    let prompt = (0..prompt as u64).map(|at| token(at) as u32);
                     engine
                         .submit(Request {
                             id,

@@ -76,12 +76,16 @@ with first tests --lib --bins --test all -- --skip cuda_ | tee "$log" || status=
 # mostly wait; what the kernels' emulator computes fills the time, and stands back.
 say "fault tests in two halves, kernels in the emulator beside them (shown when they are done)"
 half=(failpoints kills limits lost_queues membership orders pauses)
+beside=()
 set -m   # each with a process group of its own, so that all of it can be ended
 with first tests --test faults -- --test-threads=1 "${half[@]/#/faults::}" > "$work/half" &
+beside+=($!)
 with second tests --test faults -- --test-threads=1 $(printf -- '--skip faults::%s ' "${half[@]}") > "$work/other-half" &
+beside+=($!)
 (renice -n 19 $BASHPID > /dev/null && tests --test all cuda_ > "$work/kernels") &
+beside+=($!)
 set +m
-for job in $(jobs -p); do wait "$job" || status=$?; done
+for job in "${beside[@]}"; do wait "$job" || status=$?; done
 cat "$work"/{half,other-half,kernels} | tee -a "$log"
 say "examples in docs"
 cargo test --release --locked --features faults --doc 2>&1 | tee -a "$log" || status=$?

@@ -9,7 +9,7 @@ folder=target/gpu/gristmill
 rm -rf "$folder"
 mkdir -p "$folder/lib"
 strip -o "$folder/gristmill" target/release/gristmill
-ldd "$folder/gristmill" | awk '$1 ~ /^lib(ssl|crypto|z)\./ { print $3 }' | xargs -r cp -L -t "$folder/lib"
+ldd "$folder/gristmill" | awk '$1 ~ /^lib(ssl|crypto|z|gcc_s)\./ { print $3 }' | xargs -r cp -L -t "$folder/lib"
 commit=$(git rev-parse --short HEAD)
 git diff --quiet HEAD || commit="$commit, changed"
 echo "$commit" > "$folder/commit"

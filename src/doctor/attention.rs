@@ -63,6 +63,15 @@ fn rope(heads: HeadShape) -> RopeSpec {
     }
 }
 
+/// In words, after the sizes.
+fn kind(spec: KvSpec, shared: u32) -> String {
+    match (spec, shared) {
+        (KvSpec::Window(window), _) => format!(", window {window}"),
+        (_, 0) => String::new(),
+        (_, shared) => format!(", {shared} shared"),
+    }
+}
+
 /// What attention gave for a step's tokens, and seconds, where times are asked for.
 type Ran = (Vec<f32>, Option<f64>);
 
@@ -175,11 +184,7 @@ pub fn all<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> Resu
             kv_heads,
             head_dim,
         } = case.heads;
-        let kind = match (case.spec, case.shared) {
-            (KvSpec::Window(window), _) => format!(", window {window}"),
-            (_, 0) => String::new(),
-            (_, shared) => format!(", {shared} shared"),
-        };
+        let kind = kind(case.spec, case.shared);
         let (steps, _) = case.steps(pair.device.block_tokens());
         for ((step, (want, _)), (got, seconds)) in steps.iter().zip(&want).zip(got) {
             let stored: u32 = step.sequences.iter().map(|s| s.kv_len).sum();
@@ -206,7 +211,12 @@ type Spread = Vec<(u32, u32, u32)>;
 
 /// The results of the first sequence's tokens, one after the other, in deterministic steps. Two sequences have their first `shared` tokens in
 /// common, blocks and all; a token's numbers follow from its position.
-fn of_first<D: Device>(device: &D, heads: HeadShape, steps: &[Spread], shared: u32) -> Result<Vec<f32>, DeviceError> {
+fn of_first<D: Device>(
+    device: &D,
+    (heads, spec): (HeadShape, KvSpec),
+    steps: &[Spread],
+    shared: u32,
+) -> Result<Vec<f32>, DeviceError> {
     let longest = steps.iter().flatten().map(|(_, _, to)| *to).max().unwrap_or(0);
     let blocks = longest.div_ceil(device.block_tokens());
     let block = |sequence, at| match at < shared / device.block_tokens() {
@@ -214,7 +224,7 @@ fn of_first<D: Device>(device: &D, heads: HeadShape, steps: &[Spread], shared: u
         false => sequence * blocks + at,
     };
     let mut pool = device.kv_pool(heads, 2 * blocks as usize)?;
-    let mut on_device = device.step(heads, rope(heads), &[KvSpec::Full])?;
+    let mut on_device = device.step(heads, rope(heads), &[spec])?;
     let (mut qkv, mut out, mut workspace) = (device.buffer(), device.buffer(), device.workspace());
     let mut results = Vec::new();
     for step in steps {
@@ -240,7 +250,7 @@ fn of_first<D: Device>(device: &D, heads: HeadShape, steps: &[Spread], shared: u
         device.write(&rows, heads.qkv_width(), &mut qkv)?;
         let op = RopeStore { heads, qk_norm: None };
         device.rope_store(op, &on_device, &mut qkv, &mut pool)?;
-        device.attention(KvSpec::Full, &on_device, &qkv, &pool, &mut out, &mut workspace)?;
+        device.attention(spec, &on_device, &qkv, &pool, &mut out, &mut workspace)?;
         let first: u32 = step
             .iter()
             .filter(|(s, ..)| *s == 0)
@@ -257,34 +267,36 @@ pub fn deterministic<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding
         Extent::Quick => (heads(4, 2, 32), 1200),
         Extent::Full => (heads(32, 8, 128), 4200),
     };
-    let whole = of_first(pair.device, heads, &[vec![(0, 0, end)]], 0)?;
     // Cut where no block and no piece ends, few tokens at once, beside another; and its last tokens beside one that begins alike.
-    let spreads = [
-        vec![
-            vec![(0, 0, 1000), (1, 0, 300)],
-            vec![(0, 1000, end - 3)],
-            vec![(0, end - 3, end), (1, 300, 301)],
-        ],
-        vec![
-            vec![(0, 0, end - 2), (1, 1024, end - 40)],
-            vec![(0, end - 2, end - 1), (1, end - 40, end - 39)],
-            vec![(0, end - 1, end)],
-        ],
+    let cut = vec![
+        vec![(0, 0, 1000), (1, 0, 300)],
+        vec![(0, 1000, end - 3)],
+        vec![(0, end - 3, end), (1, 300, 301)],
     ];
-    for (spread, shared) in spreads.into_iter().zip([0, 1024]) {
-        let got = of_first(pair.device, heads, &spread, shared)?;
-        let shape = format!(
-            "{end} x {}/{} x {}, {shared} shared",
-            heads.heads, heads.kv_heads, heads.head_dim
-        );
-        let name = ("attention, deterministic", pair.kv.word(), shape);
-        tell(compare(
-            name,
-            Tolerance::exact(),
-            heads.heads * heads.head_dim,
-            &whole,
-            &got,
-        ));
+    let alike = vec![
+        vec![(0, 0, end - 2), (1, 1024, end - 40)],
+        vec![(0, end - 2, end - 1), (1, end - 40, end - 39)],
+        vec![(0, end - 1, end)],
+    ];
+    let cases = [
+        (KvSpec::Full, vec![(&cut, 0), (&alike, 1024)]),
+        (KvSpec::Window(700), vec![(&cut, 0)]),
+    ];
+    for (spec, spreads) in cases {
+        let whole = of_first(pair.device, (heads, spec), &[vec![(0, 0, end)]], 0)?;
+        for (spread, shared) in spreads {
+            let got = of_first(pair.device, (heads, spec), spread, shared)?;
+            let shape = format!(
+                "{end} x {}/{} x {}{}",
+                heads.heads,
+                heads.kv_heads,
+                heads.head_dim,
+                kind(spec, shared)
+            );
+            let name = ("attention, deterministic", pair.kv.word(), shape);
+            let width = heads.heads * heads.head_dim;
+            tell(compare(name, Tolerance::exact(), width, &whole, &got));
+        }
     }
     Ok(())
 }
