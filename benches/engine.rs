@@ -13,6 +13,7 @@ use gristmill::device::draw::{Allowed, Draw, DrawError, Drawn};
 use gristmill::engine::params::{Params, Shape};
 use gristmill::engine::request::{Request, UnitId};
 use gristmill::engine::{Engine, EngineOptions, Forward, ForwardError, Generate};
+use gristmill::job::Job;
 use gristmill::model::tokenizer::Tokenizer;
 
 /// As a GPU has them.
@@ -108,19 +109,6 @@ impl Forward for Nothing {
     }
 }
 
-fn ticket() -> serde_json::Value {
-    serde_json::json!({
-        "type": "object",
-        "properties": {
-            "subject": {"type": "string", "maxLength": 100},
-            "body": {"type": "string", "maxLength": 600},
-            "urgency": {"type": "string", "enum": ["low", "normal", "high"]},
-        },
-        "required": ["subject", "body", "urgency"],
-        "additionalProperties": false,
-    })
-}
-
 /// A kind of request: what is asked of it, and how long prompts are.
 struct Kind {
     name: &'static str,
@@ -134,6 +122,7 @@ fn kinds() -> Vec<Kind> {
         ignore_eos: true,
         ..Params::default()
     };
+    let tickets = Job::load(Path::new("jobs/write-tickets.yaml")).expect("the example job");
     let choices = (0..10).map(|i| format!("category {i}")).collect();
     vec![
         Kind {
@@ -160,11 +149,7 @@ fn kinds() -> Vec<Kind> {
         Kind {
             name: "`json_schema`, 128 in, up to 160 out",
             prompt: 128,
-            params: Params {
-                max_tokens: 160,
-                shape: Shape::JsonSchema(ticket()),
-                ..Params::default()
-            },
+            params: tickets.generate.params(0, false),
         },
     ]
 }

@@ -24,6 +24,23 @@ pub struct StepBatch {
     pub deterministic: bool,
 }
 
+impl StepBatch {
+    /// Adds a sequence: its last tokens, which are computed, how many it has with them, and its block table.
+    pub fn push(&mut self, tokens: impl IntoIterator<Item = u32>, kv_len: u32, blocks: impl IntoIterator<Item = u32>) {
+        let first_token = self.tokens.len() as u32;
+        self.tokens.extend(tokens);
+        let q_len = self.tokens.len() as u32 - first_token;
+        self.positions.extend(kv_len - q_len..kv_len);
+        self.sequences.push(StepSequence {
+            first_token,
+            q_len,
+            kv_len,
+            first_block: self.block_tables.len() as u32,
+        });
+        self.block_tables.extend(blocks);
+    }
+}
+
 /// One sequence's share of a [`StepBatch`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StepSequence {

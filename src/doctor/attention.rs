@@ -4,7 +4,7 @@ use super::inputs::{Stored, numbers};
 use super::operations::taken;
 use super::tolerance::Tolerance;
 use super::{Extent, Finding, Pair, compare};
-use crate::device::batch::{StepBatch, StepSequence};
+use crate::device::batch::StepBatch;
 use crate::device::{Device, DeviceError, HeadShape, KvSpec, QkNorm, RopeSpec, RopeStore};
 
 /// What is attended to: heads, kinds of layers, and sequences in steps.
@@ -104,15 +104,7 @@ impl Case {
                 } else {
                     (*first, first + second)
                 };
-                step.sequences.push(StepSequence {
-                    first_token: step.tokens.len() as u32,
-                    q_len: to - from,
-                    kv_len: to,
-                    first_block: step.block_tables.len() as u32,
-                });
-                step.tokens.extend(from..to);
-                step.positions.extend(from..to);
-                step.block_tables.extend(&table[..blocks_of(to) as usize]);
+                step.push(from..to, to, table[..blocks_of(to) as usize].iter().copied());
             }
         }
         (steps, all)
@@ -234,16 +226,8 @@ fn of_first<D: Device>(
         };
         let mut rows = Vec::new();
         for &(sequence, from, to) in step {
-            batch.sequences.push(StepSequence {
-                first_token: batch.tokens.len() as u32,
-                q_len: to - from,
-                kv_len: to,
-                first_block: batch.block_tables.len() as u32,
-            });
-            batch.tokens.extend(from..to);
-            batch.positions.extend(from..to);
             let table = (0..to.div_ceil(device.block_tokens())).map(|at| block(sequence, at));
-            batch.block_tables.extend(table);
+            batch.push(from..to, to, table);
             rows.extend((from..to).flat_map(|position| numbers(u64::from(position) << 8, heads.qkv_width())));
         }
         device.upload(&batch, &mut on_device)?;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use serde::Serialize;
 
-use crate::device::batch::{StepBatch, StepSequence};
+use crate::device::batch::StepBatch;
 use crate::device::cpu::Threads;
 use crate::device::{Device, DeviceError, Dtype, KvFormat, Precision};
 use crate::engine::Forward;
@@ -165,18 +165,9 @@ fn logits<D: Device>(model: &mut Transformer<D>, only: Option<usize>) -> Result<
         for &i in &chosen {
             let length = LENGTHS[i];
             let (from, to) = if last { (length - 1, length) } else { (0, length - 1) };
-            batch.sequences.push(StepSequence {
-                first_token: batch.tokens.len() as u32,
-                q_len: to - from,
-                kv_len: to,
-                first_block: batch.block_tables.len() as u32,
-            });
-            batch.tokens.extend((from..to).map(|p| (p * 37 + i as u32 * 11) % 200));
-            batch.positions.extend(from..to);
             // Each has eight blocks of its own.
-            batch
-                .block_tables
-                .extend((0..to.div_ceil(model.block_tokens())).map(|b| i as u32 * 8 + b));
+            let table = (0..to.div_ceil(model.block_tokens())).map(|b| i as u32 * 8 + b);
+            batch.push((from..to).map(|p| (p * 37 + i as u32 * 11) % 200), to, table);
         }
         batch.logits_at = (0..batch.tokens.len() as u32).collect();
         let vocabulary = model.vocab_size();

@@ -3,7 +3,7 @@
 use super::inputs::{Stored, exact, numbers};
 use super::tolerance::Tolerance;
 use super::{Extent, Finding, Pair, Yardstick, compare};
-use crate::device::batch::{StepBatch, StepSequence};
+use crate::device::batch::StepBatch;
 use crate::device::{AddNorm, Device, DeviceError, HeadShape, KvSpec, Linear, Precision, RopeSpec, TensorError};
 
 const EPS: f32 = 1e-5;
@@ -19,19 +19,12 @@ pub fn taken<T>(result: Result<T, TensorError>) -> Result<T, DeviceError> {
 /// A step of one sequence without anything to attend to but itself.
 fn step_of(tokens: Vec<u32>, logits_at: Vec<u32>, block_tokens: u32) -> StepBatch {
     let length = tokens.len() as u32;
-    StepBatch {
-        positions: (0..length).collect(),
-        sequences: vec![StepSequence {
-            first_token: 0,
-            q_len: length,
-            kv_len: length,
-            first_block: 0,
-        }],
-        block_tables: (0..length.div_ceil(block_tokens)).collect(),
-        tokens,
+    let mut batch = StepBatch {
         logits_at,
         ..StepBatch::default()
-    }
+    };
+    batch.push(tokens, length, 0..length.div_ceil(block_tokens));
+    batch
 }
 
 fn uploaded<D: Device>(device: &D, tokens: &[u32], logits_at: &[u32]) -> Result<D::Step, DeviceError> {

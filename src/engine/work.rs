@@ -2,7 +2,7 @@
 
 use smallvec::SmallVec;
 
-use crate::device::batch::{StepBatch, StepSequence};
+use crate::device::batch::StepBatch;
 use crate::device::cpu::Threads;
 use crate::device::draw::{DrawError, Drawn};
 use crate::engine::choice::Node;
@@ -84,23 +84,16 @@ pub(super) fn results(
 pub(super) fn batch(plan: &StepPlan) -> StepBatch {
     let mut batch = StepBatch {
         block_copies: plan.copies.clone(),
-        block_tables: plan.blocks.clone(),
         deterministic: plan.sequences.iter().any(|planned| planned.deterministic),
         ..StepBatch::default()
     };
     for planned in &plan.sequences {
         let end = planned.start + planned.tokens.len();
-        batch.sequences.push(StepSequence {
-            first_token: batch.tokens.len() as u32,
-            q_len: planned.tokens.len() as u32,
-            kv_len: end as u32,
-            first_block: planned.blocks.start as u32,
-        });
-        batch.tokens.extend_from_slice(&planned.tokens);
+        let blocks = &plan.blocks[planned.blocks.clone()];
+        batch.push(planned.tokens.iter().copied(), end as u32, blocks.iter().copied());
         if let Some(row) = planned.guessed {
             batch.drawn.push((batch.tokens.len() as u32 - 1, row));
         }
-        batch.positions.extend(planned.start as u32..end as u32);
         if planned.samples {
             batch.logits_at.push(batch.tokens.len() as u32 - 1);
         }

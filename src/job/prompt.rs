@@ -52,7 +52,6 @@ pub struct Renderer {
     kwargs: Map<String, Value>,
     truncate: Truncate,
     generate: Generate,
-    deterministic: bool,
     params: Arc<Params>,
     columns: Option<Vec<String>>,
     template_hash: String,
@@ -146,7 +145,6 @@ impl Renderer {
             template_hash: sha256(hashed),
             params: Arc::new(params(&job.generate, job.deterministic, &setup)),
             generate: job.generate.clone(),
-            deterministic: job.deterministic,
             truncate: job.prompt.truncate,
             named: Named {
                 columns: named,
@@ -252,7 +250,7 @@ impl Renderer {
             true => self.params.clone(),
             false => {
                 check_stops(&generate, &self.setup.tokenizer).map_err(|e| format!("`{e}"))?;
-                Arc::new(params(&generate, self.deterministic, &self.setup))
+                Arc::new(params(&generate, self.params.deterministic, &self.setup))
             }
         };
         if params.max_tokens >= self.setup.context_tokens {

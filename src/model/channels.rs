@@ -12,7 +12,7 @@ use safetensors::{SafeTensorError, SafeTensors};
 use sha2::{Digest, Sha256};
 
 use crate::device::Precision;
-use crate::device::batch::{StepBatch, StepSequence};
+use crate::device::batch::StepBatch;
 use crate::device::cpu::BLOCK_TOKENS;
 use crate::engine::{Forward, ForwardError};
 use crate::model::config::Config;
@@ -62,24 +62,12 @@ impl Channels {
     ) -> Result<Channels, ForwardError> {
         let mut layers = vec![LayerChannels::default(); model.config().layers.len()];
         let room = (model.kv_blocks() as usize * BLOCK_TOKENS).min(model.context_tokens() as usize);
-        let blocks: Vec<u32> = (0..model.kv_blocks()).collect();
         for prompt in prompts {
             let prompt = &prompt[..prompt.len().min(room)];
             for (at, tokens) in prompt.chunks(STEP_TOKENS).enumerate() {
-                let start = at * STEP_TOKENS;
-                let end = start + tokens.len();
-                let batch = StepBatch {
-                    tokens: tokens.to_vec(),
-                    positions: (start as u32..end as u32).collect(),
-                    sequences: vec![StepSequence {
-                        first_token: 0,
-                        q_len: tokens.len() as u32,
-                        kv_len: end as u32,
-                        first_block: 0,
-                    }],
-                    block_tables: blocks[..end.div_ceil(BLOCK_TOKENS)].to_vec(),
-                    ..StepBatch::default()
-                };
+                let end = at * STEP_TOKENS + tokens.len();
+                let mut batch = StepBatch::default();
+                batch.push(tokens.iter().copied(), end as u32, 0..end.div_ceil(BLOCK_TOKENS) as u32);
                 model.watch(&batch, |layer, activations, buffer| {
                     let most = &mut layers[layer].each[activations as usize];
                     for row in buffer.rows() {

@@ -1,6 +1,6 @@
 //! How many KV blocks a model has: as its options say, or what its device has left.
 
-use crate::device::batch::{StepBatch, StepSequence};
+use crate::device::batch::StepBatch;
 use crate::device::{Device, DeviceError, Precision};
 use crate::model::config::Config;
 use crate::model::error::ModelError;
@@ -56,18 +56,9 @@ pub fn largest_step(tokens: u32, sequences: u32, context: u32, block_tokens: u32
     while (batch.tokens.len() as u32) < tokens {
         let first_token = batch.tokens.len() as u32;
         let length = context.min(tokens - first_token);
-        batch.sequences.push(StepSequence {
-            first_token,
-            q_len: length,
-            kv_len: length,
-            first_block: batch.block_tables.len() as u32,
-        });
-        batch.tokens.extend((0..length).map(|_| 0));
-        batch.positions.extend(0..length);
         let first = first_token / block_tokens;
-        batch
-            .block_tables
-            .extend((first..first + length.div_ceil(block_tokens)).map(|block| block.min(last_block)));
+        let table = (first..first + length.div_ceil(block_tokens)).map(|block| block.min(last_block));
+        batch.push((0..length).map(|_| 0), length, table);
     }
     batch.logits_at = (0..sequences.min(tokens)).collect();
     batch

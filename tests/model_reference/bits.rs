@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use gristmill::device::batch::{StepBatch, StepSequence};
+use gristmill::device::batch::StepBatch;
 use gristmill::device::{Dtype, KvFormat, Precision, cpu};
 use gristmill::engine::Forward;
 use gristmill::model::config::Config;
@@ -224,15 +224,8 @@ fn speed_of_steps() {
                 let mut batch = StepBatch::default();
                 for i in 0..sequences {
                     let (kv_len, blocks) = (if tokens == 1 { 128 } else { tokens }, tokens.max(128).div_ceil(16));
-                    batch.sequences.push(StepSequence {
-                        first_token: batch.tokens.len() as u32,
-                        q_len: tokens as u32,
-                        kv_len: kv_len as u32,
-                        first_block: batch.block_tables.len() as u32,
-                    });
-                    batch.tokens.extend((0..tokens as u32).map(|t| t * 7 % 4096));
-                    batch.positions.extend((kv_len - tokens) as u32..kv_len as u32);
-                    batch.block_tables.extend((0..blocks).map(|b| (i * blocks + b) as u32));
+                    let table = (0..blocks).map(|b| (i * blocks + b) as u32);
+                    batch.push((0..tokens as u32).map(|t| t * 7 % 4096), kv_len as u32, table);
                     batch.logits_at.push(batch.tokens.len() as u32 - 1);
                 }
                 let start = std::time::Instant::now();

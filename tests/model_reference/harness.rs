@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use gristmill::device::batch::{StepBatch, StepSequence};
+use gristmill::device::batch::StepBatch;
 use gristmill::device::{Dtype, Precision, cpu};
 use gristmill::engine::Forward;
 use gristmill::model::weights::{StoredTensor, WeightSource, Weights};
@@ -147,15 +147,7 @@ impl Runner<'_> {
             while sequence.blocks.len() < kv_len.div_ceil(16) {
                 sequence.blocks.push(self.free.pop().expect("a free block"));
             }
-            batch.sequences.push(StepSequence {
-                first_token: batch.tokens.len() as u32,
-                q_len: tokens.len() as u32,
-                kv_len: kv_len as u32,
-                first_block: batch.block_tables.len() as u32,
-            });
-            batch.tokens.extend_from_slice(tokens);
-            batch.positions.extend(sequence.stored as u32..kv_len as u32);
-            batch.block_tables.extend_from_slice(&sequence.blocks);
+            batch.push(tokens.iter().copied(), kv_len as u32, sequence.blocks.iter().copied());
             sequence.stored = kv_len;
         }
         batch.logits_at = (0..batch.tokens.len() as u32).collect();

@@ -400,7 +400,7 @@ multiversion! {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::batch::{StepBatch, StepSequence};
+    use crate::device::batch::StepBatch;
     use crate::device::cpu::Isa;
     use crate::device::cpu::testing::{buffer, numbers, on_threads};
     use crate::device::{KvFormat, RopeSpec};
@@ -409,15 +409,7 @@ mod tests {
     fn batch(sequences: &[(u32, u32)]) -> StepBatch {
         let mut batch = StepBatch::default();
         for &(q_len, kv_len) in sequences {
-            batch.sequences.push(StepSequence {
-                first_token: batch.tokens.len() as u32,
-                q_len,
-                kv_len,
-                first_block: batch.block_tables.len() as u32,
-            });
-            batch.tokens.extend((0..q_len).map(|_| 0));
-            batch.positions.extend(kv_len - q_len..kv_len);
-            batch.block_tables.extend((0..kv_len.div_ceil(16)).map(|_| 0));
+            batch.push((0..q_len).map(|_| 0), kv_len, (0..kv_len.div_ceil(16)).map(|_| 0));
         }
         let blocks = batch.block_tables.len() as u32;
         batch

@@ -253,15 +253,7 @@ mod tests {
         let queries = [1, 1, 2, 1, 4, 1];
         let mut batch = StepBatch::default();
         for (table, q_len) in tables.iter().zip(queries) {
-            batch.sequences.push(StepSequence {
-                first_token: batch.tokens.len() as u32,
-                q_len,
-                kv_len: 150,
-                first_block: batch.block_tables.len() as u32,
-            });
-            batch.tokens.extend((0..q_len).map(|_| 0));
-            batch.positions.extend(150 - q_len..150);
-            batch.block_tables.extend(table);
+            batch.push((0..q_len).map(|_| 0), 150, table.iter().copied());
         }
         step.upload(&batch);
         let tiles: Vec<_> = step

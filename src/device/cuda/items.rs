@@ -279,7 +279,6 @@ mod tests {
 
     use super::super::plan::Format;
     use super::*;
-    use crate::device::batch::StepSequence;
 
     const HEADS: Heads = Heads {
         heads: 32,
@@ -294,22 +293,13 @@ mod tests {
         let mut batch = StepBatch::default();
         let mut fresh = 1000;
         for &(q_len, kv_len) in sequences {
-            batch.sequences.push(StepSequence {
-                first_token: batch.tokens.len() as u32,
-                q_len,
-                kv_len,
-                first_block: batch.block_tables.len() as u32,
-            });
-            batch.tokens.extend((0..q_len).map(|_| 0));
-            batch.positions.extend(kv_len - q_len..kv_len);
-            for block in 0..kv_len.div_ceil(BLOCK_TOKENS) {
+            let table = (0..kv_len.div_ceil(BLOCK_TOKENS)).map(|block| {
+                fresh += 1;
                 // A block that is being filled is a sequence's own.
                 let whole = (block + 1) * BLOCK_TOKENS <= kv_len - q_len;
-                batch
-                    .block_tables
-                    .push(if block < shared && whole { block } else { fresh });
-                fresh += 1;
-            }
+                if block < shared && whole { block } else { fresh }
+            });
+            batch.push((0..q_len).map(|_| 0), kv_len, table);
         }
         batch
     }
