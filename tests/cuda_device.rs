@@ -35,20 +35,34 @@ fn on_card(card: &str, arguments: &[&str]) -> Command {
 
 #[test]
 fn every_operation_agrees_with_the_cpu_on_hopper() {
-    let tiles = || {
-        let kept = std::fs::read_dir(stand_ins().join("cache/kernels"));
-        let paths = kept.into_iter().flatten().map(|entry| entry.unwrap().path());
-        let is_tiles = |path: &PathBuf| path.file_name().unwrap().to_string_lossy().starts_with("tiles-");
-        paths.filter(is_tiles).collect::<Vec<_>>()
-    };
-    tiles().iter().for_each(|path| std::fs::remove_file(path).unwrap());
+    forget_products(false);
     examine("9.0", &["bf16", "int8", "fp8"]);
     // One product of each format is large enough to be measured in more than one tile.
-    let kept: Vec<String> = tiles()
-        .iter()
-        .map(|path| std::fs::read_to_string(path).unwrap())
-        .collect();
-    assert!(kept.len() == 1 && kept[0].matches("consumers").count() >= 3, "{kept:?}");
+    let kept = products(false);
+    assert!(
+        kept.len() == 1 && kept[0].1.matches("consumers").count() >= 3,
+        "{kept:?}"
+    );
+}
+
+/// Files of what products were measured to be computed best by: by a library, or by kernels alone.
+fn products(by_library: bool) -> Vec<(PathBuf, String)> {
+    let kept = std::fs::read_dir(stand_ins().join("cache/kernels"));
+    let paths = kept.into_iter().flatten().map(|entry| entry.unwrap().path());
+    let ours = paths.filter(|path| {
+        let name = path.file_name().unwrap().to_string_lossy().into_owned();
+        name.starts_with("products-") && name.ends_with(".json")
+    });
+    // Another test may take one away meanwhile.
+    ours.filter_map(|path| Some((path.clone(), std::fs::read_to_string(path).ok()?)))
+        .filter(|(_, text)| text.contains("\"library\":[") == by_library)
+        .collect()
+}
+
+fn forget_products(by_library: bool) {
+    for (path, _) in products(by_library) {
+        std::fs::remove_file(path).unwrap();
+    }
 }
 
 #[test]
@@ -72,10 +86,10 @@ fn examine(card: &str, formats: &[&str]) {
             .as_array()
             .unwrap()
             .iter()
-            .filter(|o| o["operation"] == "linear");
-        let computes = card == "9.0" || *format != "fp8";
+            .filter(|o| o["operation"] == "linear" || o["operation"] == "logits");
         for operation in linear {
-            let theirs = &operation["yardstick"];
+            let theirs = &operation["by_library"];
+            let computes = card == "9.0" || operation["format"] != "fp8";
             assert_eq!(theirs["right"].as_bool(), computes.then_some(true), "{operation}");
         }
     }
@@ -147,41 +161,110 @@ fn a_job_runs_on_the_card() {
     }
 }
 
+/// Logprobs of the answers to a few of the demo's tickets in BF16, row by row, as text; and what the program said.
+fn logprobs(card: &str, of: &Asked<'_>) -> (String, String) {
+    let folder = tempfile::tempdir().unwrap();
+    let demo = root().join("jobs/demo");
+    let demo = arg(&demo);
+    let job = folder.path().join("job.yaml");
+    let Asked {
+        instruction,
+        deterministic,
+        ..
+    } = of;
+    let text = format!(
+        "name: some\nmodel: {demo}/model\nprecision: bf16\ndeterministic: {deterministic}\ninput: {{uri: {demo}/tickets.parquet}}\n\
+         prompt:\n  messages:\n    - {{role: system, content: '{instruction}'}}\n    - {{role: user, content: '{{{{ subject }}}}'}}\n\
+         generate: {{max_tokens: 3, temperature: 0, logprobs: true, ignore_eos: true}}\noutput: {{uri: out}}\n"
+    );
+    std::fs::write(&job, text).unwrap();
+    let mut command = on_card(
+        card,
+        &["run", arg(&job), "--device", "cuda:0", "--kv-memory", "64", "--quiet"],
+    );
+    command
+        .args(of.arguments)
+        .env("RUST_LOG", "warn,gristmill::device::cuda=debug")
+        .env("EMULATOR_FAIL", of.failing);
+    let said = Run::of(&mut command).expect(0).stderr;
+    let read = "import sys, glob, pyarrow.parquet as pq\n\
+                parts = glob.glob(sys.argv[1] + '/_limit/*/*.parquet')\n\
+                print([r for p in parts for r in pq.read_table(p, columns=['row', 'logprobs', 'prompt_tokens']).to_pylist()])";
+    let mut command = Command::new(python());
+    command.args(["-c", read, arg(&folder.path().join("out"))]);
+    (Run::of(&mut command).expect(0).stdout, said)
+}
+
+/// A failure that does not come.
+const NOTHING: &str = "nothing:0:0";
+
+struct Asked<'a> {
+    instruction: &'a str,
+    deterministic: bool,
+    arguments: &'a [&'a str],
+    /// What the emulator is to fail in.
+    failing: &'a str,
+}
+
 /// Rows that begin with the same 300 tokens get the same bits one by one as together, where the job asks for it; else rounding shows (in
 /// BF16: weights are rounded to it, against another largest one).
 #[test]
 fn a_deterministic_job_gives_the_same_bits_in_any_company() {
-    let folder = tempfile::tempdir().unwrap();
-    let demo = root().join("jobs/demo");
-    let demo = arg(&demo);
     let instruction =
         "Answer with exactly one category, and read the subject and the body of the ticket first. ".repeat(18);
     let answers = |deterministic: bool, sequences: &str| {
-        let name = format!("{deterministic}-{sequences}");
-        let job = folder.path().join(format!("{name}.yaml"));
-        let text = format!(
-            "name: {name}\nmodel: {demo}/model\nprecision: bf16\ndeterministic: {deterministic}\ninput: {{uri: {demo}/tickets.parquet}}\n\
-             prompt:\n  messages:\n    - {{role: system, content: '{instruction}'}}\n    - {{role: user, content: '{{{{ subject }}}}'}}\n\
-             generate: {{max_tokens: 3, temperature: 0, logprobs: true, ignore_eos: true}}\noutput: {{uri: {name}}}\n"
-        );
-        std::fs::write(&job, text).unwrap();
-        let mut command = on_card(
-            "9.0",
-            &["run", arg(&job), "--limit", "4", "--device", "cuda:0", "--quiet"],
-        );
-        command.args(["--kv-memory", "64", "--step-tokens", "700", "--sequences", sequences]);
-        Run::of(&mut command).expect(0);
-        let read = "import sys, glob, pyarrow.parquet as pq\n\
-                    parts = glob.glob(sys.argv[1] + '/_limit/*/*.parquet')\n\
-                    print([r for p in parts for r in pq.read_table(p, columns=['row', 'logprobs', 'prompt_tokens']).to_pylist()])";
-        let mut command = Command::new(python());
-        command.args(["-c", read, arg(&folder.path().join(&name))]);
-        Run::of(&mut command).expect(0).stdout
+        let of = Asked {
+            instruction: &instruction,
+            deterministic,
+            arguments: &["--limit", "4", "--step-tokens", "700", "--sequences", sequences],
+            failing: NOTHING,
+        };
+        logprobs("9.0", &of).0
     };
     let together = answers(true, "4");
     assert_eq!(together.matches("'row'").count(), 4, "{together}");
     assert_eq!(together, answers(true, "1"));
     assert_ne!(answers(false, "4"), answers(false, "1"));
+}
+
+/// A library that is faster computes large products (plain loops are, of an emulated kernel), but none of a deterministic job.
+#[test]
+fn large_products_are_computed_by_whom_is_fastest() {
+    forget_products(true);
+    let answers = |deterministic: bool, also: &[&'static str], failing: &str| {
+        let few = ["--limit", "40", "--step-tokens", "1024", "--sequences", "40"];
+        let of = Asked {
+            instruction: "Answer with exactly one category.",
+            deterministic,
+            arguments: &[&few, also].concat(),
+            failing,
+        };
+        logprobs("8.0", &of)
+    };
+    let (fastest, said) = answers(false, &[], NOTHING);
+    assert_eq!(fastest.matches("'row'").count(), 40, "{fastest}");
+    assert!(
+        said.contains("ways of Bf16, ") && said.contains("128 x 128: ") && said.contains("cuBLASLt: "),
+        "{said}"
+    );
+    let (again, said) = answers(false, &[], NOTHING);
+    assert_eq!(
+        (again, said.contains("ways of")),
+        (fastest.clone(), false),
+        "what was measured is kept: {said}"
+    );
+    let (kernels, said) = answers(false, &["--no-cublaslt"], NOTHING);
+    assert!(!said.contains("ways of"), "there is nothing to choose from: {said}");
+    assert_ne!(kernels, fastest);
+    assert_eq!(answers(true, &[], NOTHING).0, kernels);
+    // Internal errors of the library, while the card answers: with rows that were not measured, and when it is asked what it offers.
+    let (refused, said) = answers(false, &[], "cublasLtMatmul:1:14");
+    assert!(said.contains("cublasLtMatmul"), "{said}");
+    assert_eq!(refused, kernels);
+    forget_products(true);
+    let (refused, said) = answers(false, &[], "cublasLtMatmulAlgoGetHeuristic:1:14");
+    assert!(said.contains("AlgoGetHeuristic"), "{said}");
+    assert_eq!(refused, kernels);
 }
 
 /// Without `--kv-memory` the pool takes what is left; a step that does not fit is made smaller.

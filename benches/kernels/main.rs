@@ -14,7 +14,7 @@ use std::time::Duration;
 use criterion::measurement::WallTime;
 use criterion::{BenchmarkGroup, BenchmarkId, Criterion, SamplingMode, Throughput};
 use gristmill::device::batch::{StepBatch, StepSequence};
-use gristmill::device::cpu::{BLOCK_TOKENS, Buffer, Cpu, Isa, KvPool, Matrix, Step, Threads, Vector, Workspace};
+use gristmill::device::cpu::{BLOCK_TOKENS, Buffer, Cpu, Isa, KvPool, Matrix, Step, Threads, Vector};
 use gristmill::device::{Device, Dtype, HeadShape, KvFormat, KvSpec, Linear, Precision, RopeSpec, RopeStore, Tensor};
 
 #[cfg(target_arch = "x86_64")]
@@ -106,7 +106,7 @@ fn step_of_rows(device: &Cpu, step: &mut Step, rows: usize) {
         tokens: (0..rows as u32).collect(),
         ..batch(1, rows as u32, rows as u32)
     };
-    device.upload(&batch, step).unwrap();
+    device.upload(&batch, step, &mut device.workspace()).unwrap();
 }
 
 /// Equal sequences with blocks of their own.
@@ -250,7 +250,9 @@ fn attention_of(group: &mut BenchmarkGroup<'_, WallTime>, (name, heads): (&str, 
     group.bench_function(BenchmarkId::new(format!("{what} {name}"), kv_len), |bencher| {
         let width = heads.qkv_width();
         let mut step = new_step(&device, heads);
-        device.upload(&batch(SEQUENCES, kv_len, kv_len), &mut step).unwrap();
+        let mut workspace = device.workspace();
+        let whole = batch(SEQUENCES, kv_len, kv_len);
+        device.upload(&whole, &mut step, &mut workspace).unwrap();
         let mut qkv = device.buffer();
         device
             .embed(&matrix(&device, 1, width), &step, &mut qkv, &device.workspace())
@@ -263,11 +265,12 @@ fn attention_of(group: &mut BenchmarkGroup<'_, WallTime>, (name, heads): (&str, 
                 pool
             })
             .collect();
-        device.upload(&batch(SEQUENCES, q_len, kv_len), &mut step).unwrap();
+        let last = batch(SEQUENCES, q_len, kv_len);
+        device.upload(&last, &mut step, &mut workspace).unwrap();
         device
             .embed(&matrix(&device, 1, width), &step, &mut qkv, &device.workspace())
             .unwrap();
-        let (mut out, mut workspace): (Buffer, Workspace) = (device.buffer(), device.workspace());
+        let mut out = device.buffer();
         let mut next = pools.iter().cycle();
         bencher.iter(|| {
             let pool = next.next().unwrap();

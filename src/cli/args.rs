@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 
-use crate::cli::place::DeviceChoice;
+use crate::cli::place::{DeviceChoice, Place};
 use crate::device::Precision;
 use crate::device::cpu::Isa;
 use crate::job::spec::duration_seconds;
@@ -71,7 +71,7 @@ pub struct DoctorArgs {
     /// A format to examine (default: all that the card computes in); may be given several times
     #[arg(long = "precision", value_name = "FORMAT", value_parser = gpu_precision)]
     pub formats: Vec<Precision>,
-    /// Do not compute linear operations by cuBLASLt as well, for its times
+    /// Do not examine cuBLASLt's linear operations
     #[arg(long)]
     pub no_cublaslt: bool,
     /// Print the result as one JSON object on stdout; what is found goes to stderr as it is
@@ -122,7 +122,7 @@ pub struct WorkerArgs {
     #[arg(long, value_name = "FORMAT", default_value = "auto", value_parser = ["auto", "f32", "bf16", "int8", "fp8"])]
     pub precision: String,
     /// Number format of keys and values, where --model names the checkpoint (auto: the precision's own)
-    #[arg(long, value_name = "FORMAT", default_value = "auto", value_parser = ["auto", "f32", "bf16", "int8", "fp8"])]
+    #[arg(long, visible_alias = "kv-dtype", value_name = "FORMAT", default_value = "auto", value_parser = ["auto", "f32", "bf16", "int8", "fp8"])]
     pub kv_cache: String,
     /// Longest sequence in tokens (default: what the first job or the checkpoint says)
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(2..))]
@@ -353,11 +353,35 @@ pub struct EngineArgs {
     /// Instructions that the CPU's kernels use: `avx512-bf16`, `avx512-vnni`, `avx2`, `portable`... (default: the best there are)
     #[arg(long, value_name = "SET")]
     pub instructions: Option<Isa>,
-    /// Most tokens computed in one step
-    #[arg(long, value_name = "N", default_value_t = 2048, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    /// Linear operations by gristmill's own kernels alone, and never by cuBLASLt where that is faster
+    #[arg(long)]
+    pub no_cublaslt: bool,
+    /// Most tokens computed in one step (default: 2048; 8192 on a GPU)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    pub step_tokens: Option<u32>,
+    /// Most sequences that run at once (default: 256; 512 on a GPU)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1 << 16))]
+    pub sequences: Option<u32>,
+}
+
+impl EngineArgs {
+    /// Most tokens of a step, and most sequences: a GPU needs more at once before it, and not its memory, is what is waited for.
+    pub fn most(&self, place: Place) -> Most {
+        let (step_tokens, sequences) = match place {
+            Place::Cpu => (2048, 256),
+            Place::Cuda(_) => (8192, 512),
+        };
+        Most {
+            step_tokens: self.step_tokens.unwrap_or(step_tokens),
+            sequences: self.sequences.unwrap_or(sequences),
+        }
+    }
+}
+
+/// What a step is bounded by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Most {
     pub step_tokens: u32,
-    /// Most sequences that run at once
-    #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=1 << 16))]
     pub sequences: u32,
 }
 
@@ -406,7 +430,7 @@ pub struct BenchArgs {
     #[command(flatten)]
     pub engine: EngineArgs,
     /// Number format of keys and values (auto: the precision's own)
-    #[arg(long, value_name = "FORMAT", default_value = "auto", value_parser = ["auto", "f32", "bf16", "int8", "fp8"])]
+    #[arg(long, visible_alias = "kv-dtype", value_name = "FORMAT", default_value = "auto", value_parser = ["auto", "f32", "bf16", "int8", "fp8"])]
     pub kv_cache: String,
     /// Run so many of the requests before the clock starts, and then again
     #[arg(long, value_name = "N", default_value_t = 0)]

@@ -135,18 +135,18 @@ fn engine(
         options.channels = channels.map_err(Failure::bad_job)?.map(Arc::new);
     }
     let mut model: Box<dyn Forward + Send> = if subject.checkpoint {
-        load_model(Path::new(&args.model), place, &options)?
+        load_model(Path::new(&args.model), place, &options, &args.engine)?
     } else {
         let weights = RandomWeights {
             seed: args.seed,
             dtype: Dtype::Bf16,
         };
-        on_device(subject.config.clone(), &weights, place, &options)?
+        on_device(subject.config.clone(), &weights, place, &options, &args.engine)?
     };
     if args.explain {
         model.time_operations();
     }
-    let mut options = engine_options(formats, &options, &args.engine);
+    let mut options = engine_options(formats, &options, args.engine.most(place));
     options.policy = Policy {
         sort: !args.without.contains(&Part::Sorting),
         share: !args.without.contains(&Part::Sharing),
@@ -222,12 +222,13 @@ fn measure(
     let before = operations(engine);
     let served = serve(engine, requests)?;
     let seconds = served.seconds;
+    let most = args.engine.most(place);
     let batches = Batches::of(
         &served.steps,
         seconds,
         served.needed,
-        args.engine.step_tokens as usize,
-        args.engine.sequences as usize,
+        most.step_tokens as usize,
+        most.sequences as usize,
     );
     let figures = Figures {
         model: args.model.clone(),

@@ -9,10 +9,10 @@ use crate::cli::args::DoctorArgs;
 use crate::cli::exit::{Exit, Failure};
 use crate::cli::place::Place;
 use crate::device::cpu::Threads;
-use crate::device::cuda::{Ceilings, Cuda};
+use crate::device::cuda::{Ceilings, Cuda, Products};
 use crate::device::{KvFormat, Precision};
 use crate::doctor::models::{ModelFinding, Subject, families};
-use crate::doctor::{Extent, Finding, Pair, Yardstick, models};
+use crate::doctor::{ByLibrary, Extent, Finding, Pair, models};
 
 /// Everything that was found.
 #[derive(Serialize)]
@@ -21,7 +21,7 @@ struct Report {
     capability: String,
     driver_cuda: String,
     nvrtc: String,
-    /// Where the library is that linear operations are measured against.
+    /// Where the library is that computes linear operations, too.
     cublaslt: Option<String>,
     ceilings: Vec<InCeilings>,
     operations: Vec<Finding>,
@@ -62,7 +62,7 @@ fn examine(args: &DoctorArgs) -> Result<Report, Failure> {
             )));
         }
     };
-    let card = Cuda::open(ordinal, Precision::Bf16, KvFormat::Bf16).map_err(Failure::bad_job)?;
+    let card = Cuda::open(ordinal, Precision::Bf16, KvFormat::Bf16, Products::Kernels).map_err(Failure::bad_job)?;
     let (major, minor) = card.compiler_version();
     let card = card.card().clone();
     let threads = Arc::new(Threads::new(
@@ -99,16 +99,16 @@ fn examine(args: &DoctorArgs) -> Result<Report, Failure> {
     });
     for precision in formats {
         let (kv, format) = (precision.kv_format(), precision.word());
-        let open = || Cuda::open(ordinal, precision, kv);
-        let device = open().map_err(Failure::bad_job)?;
+        let open = |products| Cuda::open(ordinal, precision, kv, products);
+        let device = open(Products::Kernels).map_err(Failure::bad_job)?;
         // Whatever keeps it from comparing, the kernels are examined.
         let library = match args.no_cublaslt {
             true => None,
-            false => Cuda::yardstick(ordinal, precision, kv)
-                .inspect_err(|why| say(quiet, &format!("no times to compare with in {format}: {why}")))
+            false => open(Products::Library)
+                .inspect_err(|why| say(quiet, &format!("{format} by our kernels alone: {why}")))
                 .ok(),
         };
-        report.cublaslt = library.as_ref().and_then(Cuda::yardstick_path);
+        report.cublaslt = library.as_ref().and_then(Cuda::library_path);
         let ceilings = device.ceilings(args.quick)?;
         if !args.quick {
             let (bytes, operations) = (ceilings.bytes_per_second / 1e9, ceilings.operations_per_second / 1e12);
@@ -119,7 +119,7 @@ fn examine(args: &DoctorArgs) -> Result<Report, Failure> {
         }
         report.ceilings.push(InCeilings { format, ceilings });
         let mut pair = Pair::new(&device, (precision, kv), extent, Arc::clone(&threads));
-        pair.yardstick = library.as_ref();
+        pair.library = library.as_ref();
         let mut tell = |finding: Finding| {
             say(quiet, &line(&finding, &ceilings));
             report.right &= finding.is_right();
@@ -136,6 +136,7 @@ fn examine(args: &DoctorArgs) -> Result<Report, Failure> {
             report.right &= finding.is_right();
             report.models.push(InFormat { format, finding });
         };
+        let open = || open(Products::Kernels);
         models(&subjects, open, (precision, kv), &threads, &mut tell)?;
     }
     if !quiet {
@@ -174,9 +175,13 @@ fn line(finding: &Finding, ceilings: &Ceilings) -> String {
                 / seconds
         )
     });
-    let theirs = match &finding.yardstick {
-        Some(Yardstick { right: false, .. }) => ", cuBLASLt gives something else".into(),
-        Some(Yardstick {
+    let theirs = match &finding.by_library {
+        Some(ByLibrary {
+            right: false, error, ..
+        }) => {
+            format!(", cuBLASLt gives something else (error {error:.5}): compute with `--no-cublaslt`")
+        }
+        Some(ByLibrary {
             seconds: Some(theirs), ..
         }) => format!(
             ", cuBLASLt {:.0} µs, {:.2} times ours",

@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use anyhow::{Context, anyhow};
 
-use crate::cli::args::EngineArgs;
+use crate::cli::args::{EngineArgs, Most};
 use crate::cli::exit::{Exit, Failure};
 use crate::cli::place::Place;
 use crate::device::cpu::Threads;
-use crate::device::cuda::Cuda;
+use crate::device::cuda::{Cuda, Products};
 use crate::device::{KvFormat, Precision};
 use crate::engine::scheduler::Policy;
 use crate::engine::{Engine, EngineOptions, Forward, Generate};
@@ -63,17 +63,22 @@ fn engine(
         .channels(formats.precision)
         .map_err(Failure::bad_job)?
         .map(Arc::new);
-    let model = load_model(&files.dir, place, &options)?;
-    let options = engine_options(formats, &options, args);
+    let model = load_model(&files.dir, place, &options, args)?;
+    let options = engine_options(formats, &options, args.most(place));
     Ok(Box::new(Engine::new(model, files.tokenizer.clone(), options)))
 }
 
 /// Loads the checkpoint folder `dir` where it is to run.
-pub fn load_model(dir: &Path, place: Place, options: &LoadOptions) -> Result<Box<dyn Forward + Send>, Failure> {
+pub fn load_model(
+    dir: &Path,
+    place: Place,
+    options: &LoadOptions,
+    args: &EngineArgs,
+) -> Result<Box<dyn Forward + Send>, Failure> {
     refuse_tokenizer_model_alone(dir).map_err(Failure::bad_job)?;
     let config = Config::load(dir).map_err(Failure::bad_job)?;
     let weights = Weights::open(dir).map_err(Failure::bad_job)?;
-    on_device(config, &weights, place, options)
+    on_device(config, &weights, place, options, args)
 }
 
 /// A model from any source of weights, where it is to run.
@@ -82,9 +87,14 @@ pub fn on_device(
     weights: &dyn WeightSource,
     place: Place,
     options: &LoadOptions,
+    args: &EngineArgs,
 ) -> Result<Box<dyn Forward + Send>, Failure> {
     if let Place::Cuda(ordinal) = place {
-        let cuda = Cuda::open(ordinal, options.precision, options.kv_format).map_err(Failure::bad_job)?;
+        let products = match args.no_cublaslt {
+            true => Products::Kernels,
+            false => Products::Fastest,
+        };
+        let cuda = Cuda::open(ordinal, options.precision, options.kv_format, products).map_err(Failure::bad_job)?;
         let model = Transformer::on_device(cuda, config, weights, options).map_err(Failure::bad_job)?;
         return Ok(Box::new(model));
     }
@@ -105,6 +115,7 @@ pub fn load_options(
     place: Place,
     args: &EngineArgs,
 ) -> Result<LoadOptions, Failure> {
+    let Most { step_tokens, sequences } = args.most(place);
     Ok(LoadOptions {
         precision: formats.precision,
         kv_format: formats.kv,
@@ -113,8 +124,8 @@ pub fn load_options(
         kv: match place {
             Place::Cpu => KvBudget::Bytes(args.kv_memory.map_or_else(default_kv_bytes, |mib| mib << 20)),
             Place::Cuda(_) => KvBudget::AfterStep {
-                step_tokens: args.step_tokens,
-                sequences: args.sequences,
+                step_tokens,
+                sequences,
                 bytes: args.kv_memory.map(|mib| mib << 20),
             },
         },
@@ -125,10 +136,10 @@ pub fn load_options(
 }
 
 /// How an engine runs a model loaded so.
-pub fn engine_options(formats: Formats, loaded: &LoadOptions, args: &EngineArgs) -> EngineOptions {
+pub fn engine_options(formats: Formats, loaded: &LoadOptions, most: Most) -> EngineOptions {
     EngineOptions {
-        max_step_tokens: args.step_tokens as usize,
-        max_sequences: args.sequences as usize,
+        max_step_tokens: most.step_tokens as usize,
+        max_sequences: most.sequences as usize,
         prefix_root: formats.to_string(),
         policy: Policy::default(),
         threads: loaded.threads.clone(),

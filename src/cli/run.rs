@@ -160,7 +160,7 @@ async fn work(
         render_threads: render_threads(&args.engine)?,
         options: worker::Options {
             log_interval: Duration::from_secs_f64(args.log_interval),
-            shards_in_flight: shards_in_flight(opened.job.shard_rows, args.engine.sequences),
+            shards_in_flight: shards_in_flight(opened.job.shard_rows, args.engine.most(opened.place).sequences),
             until: Until::Idle,
             idle_after: Duration::ZERO,
             max_shards: None,

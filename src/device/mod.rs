@@ -285,11 +285,16 @@ pub trait Device: Send + Sync {
     /// It failed.
     fn wait(&self) -> Result<(), DeviceError>;
 
-    /// Brings a checked batch to the device.
+    /// Brings a checked batch to the device, for the operations that are given this step and this workspace.
     ///
     /// # Errors
     /// Here and in all that follow: the device is out of memory or failed. What was computed of the step is then worth nothing.
-    fn upload(&self, batch: &StepBatch, step: &mut Self::Step) -> Result<(), DeviceError>;
+    fn upload(
+        &self,
+        batch: &StepBatch,
+        step: &mut Self::Step,
+        workspace: &mut Self::Workspace,
+    ) -> Result<(), DeviceError>;
     /// Copies the step's `block_copies` within a pool. Runs before the step's first [`rope_store`](Self::rope_store).
     fn copy_blocks(&self, step: &Self::Step, pool: &mut Self::KvPool) -> Result<(), DeviceError>;
     /// Rows of `table` for the step's tokens; those that are drawn are in the workspace.

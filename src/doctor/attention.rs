@@ -125,7 +125,7 @@ impl Case {
         let width = self.heads.qkv_width();
         let mut all = Vec::new();
         for (number, batch) in steps.iter().enumerate() {
-            device.upload(batch, &mut step)?;
+            device.upload(batch, &mut step, &mut workspace)?;
             // A shared token's numbers do not depend on its sequence.
             device.write(
                 &numbers(12 + number as u64, batch.tokens.len() * width),
@@ -170,7 +170,7 @@ impl Case {
 pub fn all<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> Result<(), DeviceError> {
     for case in cases(pair.extent) {
         let want = case.run(&pair.reference, |_| Ok(None))?;
-        let got = case.run(pair.device, |run| pair.time(run))?;
+        let got = case.run(pair.device, |run| pair.time(pair.device, run))?;
         let HeadShape {
             heads,
             kv_heads,
@@ -230,7 +230,7 @@ fn of_first<D: Device>(
             batch.push(from..to, to, table);
             rows.extend((from..to).flat_map(|position| numbers(u64::from(position) << 8, heads.qkv_width())));
         }
-        device.upload(&batch, &mut on_device)?;
+        device.upload(&batch, &mut on_device, &mut workspace)?;
         device.write(&rows, heads.qkv_width(), &mut qkv)?;
         let op = RopeStore { heads, qk_norm: None };
         device.rope_store(op, &on_device, &mut qkv, &mut pool)?;

@@ -44,13 +44,13 @@ pub struct Finding {
     pub operations: f64,
     /// The first coordinate that is too far off, with both values.
     pub mismatch: Option<String>,
-    /// The same by what the device is measured against.
-    pub yardstick: Option<Yardstick>,
+    /// The same by a library, where it computes it.
+    pub by_library: Option<ByLibrary>,
 }
 
 /// What came of an operation by a library.
 #[derive(Debug, Clone, serde::Serialize)]
-pub struct Yardstick {
+pub struct ByLibrary {
     /// Of one run, where it was timed and is right.
     pub seconds: Option<f64>,
     pub error: f64,
@@ -58,16 +58,18 @@ pub struct Yardstick {
 }
 
 impl Finding {
+    /// By the library, too, where it computes it.
     pub fn is_right(&self) -> bool {
-        self.mismatch.is_none() && self.error <= self.tolerance.error && self.worst <= self.tolerance.worst
+        let ours = self.mismatch.is_none() && self.error <= self.tolerance.error && self.worst <= self.tolerance.worst;
+        ours && self.by_library.as_ref().is_none_or(|theirs| theirs.right)
     }
 }
 
 /// A device and what it is held against.
 pub struct Pair<'a, D: Device> {
     pub device: &'a D,
-    /// The same device with linear operations by a library, for their times.
-    pub yardstick: Option<&'a D>,
+    /// The same device with linear operations by a library, which jobs use where it is faster.
+    pub library: Option<&'a D>,
     pub reference: Cpu,
     pub precision: Precision,
     pub kv: KvFormat,
@@ -84,7 +86,7 @@ impl<'a, D: Device> Pair<'a, D> {
     ) -> Pair<'a, D> {
         Pair {
             device,
-            yardstick: None,
+            library: None,
             reference: Cpu::new(Precision::F32, KvFormat::F32, threads),
             precision,
             kv,
@@ -120,20 +122,20 @@ impl<'a, D: Device> Pair<'a, D> {
         sampling::sampling(self, tell)
     }
 
-    /// Seconds of one of `run`s in a row, where times are asked for.
-    fn time(&self, mut run: impl FnMut() -> Result<(), DeviceError>) -> Result<Option<f64>, DeviceError> {
+    /// Seconds of one of `run`s in a row `on` a device, where times are asked for.
+    fn time(&self, on: &D, mut run: impl FnMut() -> Result<(), DeviceError>) -> Result<Option<f64>, DeviceError> {
         if self.extent == Extent::Quick {
             return Ok(None);
         }
         run()?;
-        self.device.wait()?;
+        on.wait()?;
         let mut runs = 1;
         loop {
             let began = Instant::now();
             for _ in 0..runs {
                 run()?;
             }
-            self.device.wait()?;
+            on.wait()?;
             let seconds = began.elapsed().as_secs_f64();
             if seconds > 0.02 || runs >= 4096 {
                 return Ok(Some(seconds / f64::from(runs)));
@@ -183,6 +185,6 @@ fn compare(
         bytes: 0.0,
         operations: 0.0,
         mismatch,
-        yardstick: None,
+        by_library: None,
     }
 }

@@ -2,7 +2,7 @@
 
 use super::inputs::{Stored, exact, numbers};
 use super::tolerance::Tolerance;
-use super::{Extent, Finding, Pair, Yardstick, compare};
+use super::{ByLibrary, Extent, Finding, Pair, compare};
 use crate::device::batch::StepBatch;
 use crate::device::{AddNorm, Device, DeviceError, HeadShape, KvSpec, Linear, Precision, RopeSpec, TensorError};
 
@@ -27,7 +27,11 @@ fn step_of(tokens: Vec<u32>, logits_at: Vec<u32>, block_tokens: u32) -> StepBatc
     batch
 }
 
-fn uploaded<D: Device>(device: &D, tokens: &[u32], logits_at: &[u32]) -> Result<D::Step, DeviceError> {
+fn uploaded<D: Device>(
+    device: &D,
+    (tokens, logits_at): (&[u32], &[u32]),
+    workspace: &mut D::Workspace,
+) -> Result<D::Step, DeviceError> {
     let heads = HeadShape {
         heads: 1,
         kv_heads: 1,
@@ -39,7 +43,7 @@ fn uploaded<D: Device>(device: &D, tokens: &[u32], logits_at: &[u32]) -> Result<
     };
     let mut step = device.step(heads, rope, &[KvSpec::Full])?;
     let batch = step_of(tokens.to_vec(), logits_at.to_vec(), device.block_tokens());
-    device.upload(&batch, &mut step)?;
+    device.upload(&batch, &mut step, workspace)?;
     Ok(step)
 }
 
@@ -53,8 +57,9 @@ fn widths(extent: Extent) -> &'static [usize] {
 
 fn embedded<D: Device>(device: &D, table: &Stored, tokens: &[u32]) -> Result<Vec<f32>, DeviceError> {
     let table = taken(device.table(table.tensor()))?;
-    let mut out = device.buffer();
-    device.embed(&table, &uploaded(device, tokens, &[])?, &mut out, &device.workspace())?;
+    let (mut out, mut workspace) = (device.buffer(), device.workspace());
+    let step = uploaded(device, (tokens, &[]), &mut workspace)?;
+    device.embed(&table, &step, &mut out, &workspace)?;
     device.read(&out)
 }
 
@@ -98,7 +103,7 @@ fn normed<D: Device>(device: &D, input: &NormInput) -> Result<(Vec<f32>, Vec<f32
         }
         Some(picked) => {
             let tokens = vec![0; input.residual.len() / input.width];
-            let step = uploaded(device, &tokens, picked)?;
+            let step = uploaded(device, (&tokens, picked), &mut device.workspace())?;
             device.add_norm_logits_rows(op, &step, &mut residual, &mut out)?;
             Ok((device.read(&out)?, vec![]))
         }
@@ -244,13 +249,13 @@ pub fn linears<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> 
             let name = (operation, format, format!("{m} x {n} x {k}"));
             let mut finding = compare(name, tolerance, width, &want, &got);
             if m * n * k > 1 << 24 {
-                finding.seconds = pair.time(|| ready.run(pair.device))?;
+                finding.seconds = pair.time(pair.device, || ready.run(pair.device))?;
                 let bits = f64::from(pair.precision.bits());
                 finding.bytes = (n * k) as f64 * bits / 8.0 + (m * (n + k)) as f64 * 2.0;
                 finding.operations = 2.0 * (m * n * k) as f64;
             }
-            if let Some(library) = pair.yardstick.filter(|_| !gated) {
-                finding.yardstick = measured(pair, library, &input, &finding, &want)?;
+            if let Some(library) = pair.library.filter(|_| !gated) {
+                finding.by_library = measured(pair, library, &input, &finding, &want)?;
             }
             tell(finding);
         }
@@ -266,7 +271,7 @@ fn measured<D: Device>(
     input: &LinearInput,
     finding: &Finding,
     want: &[f32],
-) -> Result<Option<Yardstick>, DeviceError> {
+) -> Result<Option<ByLibrary>, DeviceError> {
     let mut ready = Ready::new(library, input)?;
     let computed = ready.run(library).and_then(|()| library.read(&ready.out));
     let Ok(got) = computed else {
@@ -276,10 +281,10 @@ fn measured<D: Device>(
     let theirs = compare(name, finding.tolerance, input.weight.rows(), want, &got);
     let right = theirs.is_right();
     let seconds = match finding.seconds.filter(|_| right) {
-        Some(_) => pair.time(|| ready.run(library))?,
+        Some(_) => pair.time(library, || ready.run(library))?,
         None => None,
     };
-    Ok(Some(Yardstick {
+    Ok(Some(ByLibrary {
         seconds,
         error: theirs.error,
         right,
@@ -310,8 +315,20 @@ pub fn logits<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> R
         let (x, head) = (numbers(8, m * k), Stored::new(9, rows, k, 1.0 / 16.0));
         let want = logits_of(&pair.reference, &head, ids, &x, k)?;
         let got = logits_of(pair.device, &head, ids, &x, k)?;
-        let name = ("logits", "bf16", format!("{m} x {ids} x {k}"));
-        tell(compare(name, Tolerance::products(), ids, &want, &got));
+        let finding = |got: &[f32]| {
+            let name = ("logits", "bf16", format!("{m} x {ids} x {k}"));
+            compare(name, Tolerance::products(), ids, &want, got)
+        };
+        let mut ours = finding(&got);
+        if let Some(Ok(got)) = pair.library.map(|library| logits_of(library, &head, ids, &x, k)) {
+            let theirs = finding(&got);
+            ours.by_library = Some(ByLibrary {
+                seconds: None,
+                error: theirs.error,
+                right: theirs.is_right(),
+            });
+        }
+        tell(ours);
     }
     Ok(())
 }

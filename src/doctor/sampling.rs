@@ -162,7 +162,7 @@ fn one<D: Device>(
         })
         .collect();
     let (want, _) = tried(&pair.reference, (head, ids), &draws, |_| Ok(None))?;
-    let (got, seconds) = tried(pair.device, (head, ids), &draws, |run| pair.time(run))?;
+    let (got, seconds) = tried(pair.device, (head, ids), &draws, |run| pair.time(pair.device, run))?;
     let (mut differ, mut worst, mut mismatch) = (0, 0.0f64, None);
     for (row, (want, got)) in want.iter().zip(&got).enumerate() {
         match (want, got) {
@@ -192,6 +192,6 @@ fn one<D: Device>(
         bytes: (rows * ids * 4) as f64,
         operations: 0.0,
         mismatch,
-        yardstick: None,
+        by_library: None,
     })
 }

@@ -392,7 +392,7 @@ impl<D: Device> Transformer<D> {
             }
             Ok(())
         };
-        device.upload(batch, step)?;
+        device.upload(batch, step, &mut b.workspace)?;
         device.embed(&weights.embedding, step, &mut b.residual, &b.workspace)?;
         lap(Operation::Embed)?;
         let mut delta = None;

@@ -36,6 +36,13 @@ size_t size_of(unsigned type) {
 
 int handle;
 
+// What EMULATOR_FAIL asks this call for, else DONE.
+int asked(const char* name) {
+    static int calls;
+    const Settings& s = settings();
+    return s.failing == name && ++calls == s.failing_call ? s.failing_code : DONE;
+}
+
 // Can it compute this?
 Status check(const Product& p, const Layout& a, const Layout& b, const Layout& d) {
     if (p.of(TRANSPOSE_A) != 1) return UNSUPPORTED;
@@ -141,15 +148,19 @@ int cublasLtMatmulPreferenceDestroy(Preference* destroyed) {
 }
 
 int cublasLtMatmulPreferenceSetAttribute(Preference* preference, unsigned attribute, const void* from, size_t size) {
-    if (attribute != 1 || size != 8) return INVALID;
-    std::memcpy(&preference->workspace, from, size);
-    return DONE;
+    // Workspace, and what parts of sums are kept in.
+    if (attribute == 1 && size == 8) {
+        std::memcpy(&preference->workspace, from, size);
+        return DONE;
+    }
+    return attribute == 3 && size == 4 ? DONE : INVALID;
 }
 
 // Small products are offered in two ways, so that one is measured against the other.
 int cublasLtMatmulAlgoGetHeuristic(void* with, const Product* product, const Layout* a, const Layout* b, const Layout* c, const Layout* d,
                                    const Preference* preference, int most, Found* found, int* count) {
     *count = 0;
+    if (int status = asked(__func__)) return status;
     if (with != &handle || !preference || most < 1) return INVALID;
     if (std::memcmp(c, d, sizeof *c)) return INVALID;
     if (Status status = check(*product, *a, *b, *d)) return status;
@@ -161,6 +172,7 @@ int cublasLtMatmulAlgoGetHeuristic(void* with, const Product* product, const Lay
 int cublasLtMatmul(void* with, const Product* product, const void* alpha, const void* a, const Layout* a_layout, const void* b,
                    const Layout* b_layout, const void* beta, const void* c, const Layout* c_layout, void* d, const Layout* d_layout,
                    const Algorithm* algorithm, void* workspace, size_t workspace_bytes, void* stream) {
+    if (int status = asked(__func__)) return status;
     if (with != &handle || !workspace || !workspace_bytes || !stream || c != d || c_layout != d_layout) return INVALID;
     if (algorithm->words[0] < 1 || algorithm->words[0] > 2) return INVALID;
     if (Status status = check(*product, *a_layout, *b_layout, *d_layout)) return status;

@@ -294,7 +294,7 @@ impl Device for Cpu {
         Ok(())
     }
 
-    fn upload(&self, batch: &StepBatch, step: &mut Step) -> Result<(), DeviceError> {
+    fn upload(&self, batch: &StepBatch, step: &mut Step, _: &mut Workspace) -> Result<(), DeviceError> {
         step.upload(batch);
         Ok(())
     }

@@ -47,7 +47,7 @@ impl Cuda {
     ) -> Result<Option<f64>, DeviceError> {
         const BYTES: usize = 64 << 20;
         const RUNS: u32 = 8;
-        // So long a run is known well enough at once.
+        // So long a time is known well enough, of one run or of several.
         const LONG: f64 = 5e-3;
         let Ok(memory) = self.context.take(2 * BYTES, "what fills caches") else {
             return Ok(None);
@@ -57,11 +57,12 @@ impl Cuda {
             run()
         };
         let once = self.best_of_three(both)?;
-        if once > LONG {
+        let runs = ((LONG / once) as u32).min(RUNS);
+        if runs < 2 {
             return Ok(Some(once));
         }
-        let seconds = self.best_of_three(|| (0..RUNS).try_for_each(|_| both()))?;
-        Ok(Some(seconds / f64::from(RUNS)))
+        let seconds = self.best_of_three(|| (0..runs).try_for_each(|_| both()))?;
+        Ok(Some(seconds / f64::from(runs)))
     }
 
     /// Seconds of the fastest of three runs, after one that does not count.

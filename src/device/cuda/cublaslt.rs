@@ -1,9 +1,10 @@
-//! NVIDIA's matrix products: the yardstick of ours.
+//! NVIDIA's matrix products.
 //!
 //! `y = x W^T` of rows is, in the library's columns, `y = op(W) x` with W transposed: all three matrices lie as they are. It scales
 //! E4M3 by row and column on Hopper alone, from CUDA 12.9 on, and INT8 not at all: its sums are scaled in a step of their own.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
+use std::marker::PhantomData;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -17,8 +18,9 @@ use crate::device::DeviceError;
 /// The library, on one card.
 pub struct CublasLt {
     context: Arc<Context>,
-    library: Library,
+    functions: Functions,
     path: PathBuf,
+    version: usize,
     handle: Handle,
     /// What its products may use besides.
     workspace: Memory,
@@ -27,6 +29,93 @@ pub struct CublasLt {
 type Status = c_int;
 /// Any of the library's objects.
 type Object = *mut c_void;
+type Create = unsafe extern "C" fn(*mut Object) -> Status;
+type Destroy = unsafe extern "C" fn(Object) -> Status;
+type SetAttribute = unsafe extern "C" fn(Object, u32, *const c_void, usize) -> Status;
+type Choose = unsafe extern "C" fn(
+    Object,
+    Object,
+    Object,
+    Object,
+    Object,
+    Object,
+    Object,
+    c_int,
+    *mut Found,
+    *mut c_int,
+) -> Status;
+type Multiply = unsafe extern "C" fn(
+    Object,
+    Object,
+    *const c_void,
+    u64,
+    Object,
+    u64,
+    Object,
+    *const c_void,
+    u64,
+    Object,
+    u64,
+    Object,
+    *const Algorithm,
+    u64,
+    usize,
+    *mut c_void,
+) -> Status;
+
+/// What is called of the library, by cublasLt.h's signatures: a step multiplies some hundred times, and looks up no names.
+struct Functions {
+    version: unsafe extern "C" fn() -> usize,
+    status: unsafe extern "C" fn(Status) -> *const c_char,
+    create: Create,
+    destroy: Destroy,
+    create_product: unsafe extern "C" fn(*mut Object, u32, u32) -> Status,
+    destroy_product: Destroy,
+    set_of_product: SetAttribute,
+    create_matrix: unsafe extern "C" fn(*mut Object, u32, u64, u64, i64) -> Status,
+    destroy_matrix: Destroy,
+    create_preference: Create,
+    destroy_preference: Destroy,
+    set_of_preference: SetAttribute,
+    choose: Choose,
+    multiply: Multiply,
+    /// Open for as long as they are.
+    _library: Library,
+}
+
+impl Functions {
+    /// `Err`: the name that it lacks.
+    fn of(library: Library) -> Result<Functions, &'static str> {
+        // SAFETY: signatures are cublasLt.h's; the library stays open beside what is taken from it.
+        unsafe {
+            Ok(Functions {
+                version: function(&library, "cublasLtGetVersion")?,
+                status: function(&library, "cublasLtGetStatusString")?,
+                create: function(&library, "cublasLtCreate")?,
+                destroy: function(&library, "cublasLtDestroy")?,
+                create_product: function(&library, "cublasLtMatmulDescCreate")?,
+                destroy_product: function(&library, "cublasLtMatmulDescDestroy")?,
+                set_of_product: function(&library, "cublasLtMatmulDescSetAttribute")?,
+                create_matrix: function(&library, "cublasLtMatrixLayoutCreate")?,
+                destroy_matrix: function(&library, "cublasLtMatrixLayoutDestroy")?,
+                create_preference: function(&library, "cublasLtMatmulPreferenceCreate")?,
+                destroy_preference: function(&library, "cublasLtMatmulPreferenceDestroy")?,
+                set_of_preference: function(&library, "cublasLtMatmulPreferenceSetAttribute")?,
+                choose: function(&library, "cublasLtMatmulAlgoGetHeuristic")?,
+                multiply: function(&library, "cublasLtMatmul")?,
+                _library: library,
+            })
+        }
+    }
+}
+
+/// # Safety
+/// `T` is the function's signature, and is not called when the library is closed.
+unsafe fn function<T: Copy>(library: &Library, name: &'static str) -> Result<T, &'static str> {
+    // SAFETY: as the caller vouches.
+    let found: Result<Symbol<T>, _> = unsafe { library.get(name.as_bytes()) };
+    found.map(|symbol| *symbol).map_err(|_| name)
+}
 
 struct Handle(Object);
 
@@ -51,6 +140,7 @@ const COMPUTE_I32: u32 = 72;
 const TRANSPOSED: u32 = 1;
 const EPILOGUE_BIAS: u32 = 4;
 const SCALES_OF_OUTER_VECTORS: u32 = 3;
+const ALLOC_FAILED: Status = 3;
 const INVALID_VALUE: Status = 7;
 const ARCH_MISMATCH: Status = 8;
 const NOT_SUPPORTED: Status = 15;
@@ -73,12 +163,17 @@ enum Value {
     Address(u64),
 }
 
-/// Of what a choice of algorithms depends on: how much workspace they may use.
+/// Of what a choice of algorithms depends on: how much workspace they may use, and what parts of sums may be kept in.
 const PREFERENCE_WORKSPACE: u32 = 1;
+const PREFERENCE_REDUCTION: u32 = 3;
+/// Parts of sums in F32 (or INT32), never in what the result is rounded to.
+const IN_COMPUTE_TYPE: u32 = 2;
+/// The first version that scales E4M3 by row and column.
+const SCALES_ROWS_FROM: usize = 120_900;
 
-/// One way to compute a product; the library's own content.
+/// One way to compute a product; the library's own content, which its version takes back from a file.
 #[repr(C)]
-#[derive(Clone, Copy, Default)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Algorithm([u64; 8]);
 
 /// What the library says of one; `cublasLtMatmulHeuristicResult_t`.
@@ -109,22 +204,16 @@ pub struct Matrices {
 
 /// An object of the library, destroyed at the end.
 struct Owned<'a> {
-    library: &'a CublasLt,
+    /// The library outlives them.
+    of: PhantomData<&'a CublasLt>,
     object: Object,
-    destroy: &'static str,
+    destroy: Destroy,
 }
 
 impl Drop for Owned<'_> {
     fn drop(&mut self) {
-        // SAFETY: the signature is cublasLt.h's; the object was made and is destroyed once.
-        unsafe {
-            if let Ok(destroy) = self
-                .library
-                .function::<unsafe extern "C" fn(Object) -> Status>(self.destroy)
-            {
-                destroy(self.object);
-            }
-        }
+        // SAFETY: the object was made and is destroyed once.
+        unsafe { (self.destroy)(self.object) };
     }
 }
 
@@ -137,29 +226,33 @@ struct Description<'a> {
 }
 
 impl CublasLt {
-    /// A copy of the library that the card's driver takes.
+    /// The newest copy of the library that the card's driver takes.
     ///
     /// # Errors
     /// There is none, or no memory for what it needs.
     pub fn open(context: &Arc<Context>) -> Result<CublasLt, DeviceError> {
         let major_max = context.card().driver as usize / 1000;
-        let version = |library: &Library| {
-            // SAFETY: the signature is cublasLt.h's.
-            let version = unsafe {
-                library
-                    .get::<unsafe extern "C" fn() -> usize>(b"cublasLtGetVersion")
-                    .ok()?()
+        let mut lacking = String::new();
+        let mut found: Option<(Functions, usize, PathBuf)> = None;
+        for path in libraries::cublaslt_candidates() {
+            let Some(library) = libraries::open(&path) else {
+                continue;
             };
-            (version / 10_000 <= major_max).then_some(())
-        };
-        let found = libraries::cublaslt_candidates().into_iter().find_map(|path| {
-            let library = libraries::open(&path)?;
-            version(&library)?;
-            Some((library, path))
-        });
-        let Some((library, path)) = found else {
+            match Functions::of(library) {
+                Ok(functions) => {
+                    // SAFETY: it has no conditions.
+                    let version = unsafe { (functions.version)() };
+                    let newest = found.as_ref().map_or(0, |(_, version, _)| *version);
+                    if version / 10_000 <= major_max && version > newest {
+                        found = Some((functions, version, path));
+                    }
+                }
+                Err(name) => lacking = format!("; `{}` has no `{name}`", path.display()),
+            }
+        }
+        let Some((functions, version, path)) = found else {
             return Err(DeviceError::Missing(format!(
-                "cuBLASLt is missing: install it with `pip install 'nvidia-cublas{}=={major_max}.*'` and set `{}` to its `lib` folder",
+                "cuBLASLt is missing: install it with `pip install 'nvidia-cublas{}=={major_max}.*'` and set `{}` to its `lib` folder{lacking}",
                 if major_max < 13 { "-cu12" } else { "" },
                 libraries::FOLDERS_VARIABLE
             )));
@@ -167,19 +260,22 @@ impl CublasLt {
         let mut found = CublasLt {
             workspace: context.take(WORKSPACE_BYTES, "cuBLASLt's workspace")?,
             context: Arc::clone(context),
-            library,
+            functions,
             path,
+            version,
             handle: Handle(std::ptr::null_mut()),
         };
         context.enter()?;
         let mut handle: Object = std::ptr::null_mut();
-        // SAFETY: the signature is cublasLt.h's.
-        unsafe {
-            let create: Symbol<unsafe extern "C" fn(*mut Object) -> Status> = found.function("cublasLtCreate")?;
-            found.check(create(&mut handle), "cublasLtCreate")?;
-        }
+        // SAFETY: the handle is written before it returns.
+        found.check(unsafe { (found.functions.create)(&mut handle) }, "cublasLtCreate")?;
         found.handle = Handle(handle);
         Ok(found)
+    }
+
+    /// Its version: 120901 is 12.9.1.
+    pub fn version(&self) -> usize {
+        self.version
     }
 
     /// Where it was found.
@@ -196,38 +292,35 @@ impl CublasLt {
         let Some(description) = self.describe(of)? else {
             return Ok(vec![]);
         };
-        type Choose = unsafe extern "C" fn(
-            Object,
-            Object,
-            Object,
-            Object,
-            Object,
-            Object,
-            Object,
-            c_int,
-            *mut Found,
-            *mut c_int,
-        ) -> Status;
         let mut found = [Found::default(); ALGORITHMS];
         let mut count: c_int = 0;
-        // SAFETY: signatures are cublasLt.h's; all objects are alive, and the array is as long as is said.
+        let Functions {
+            create_preference,
+            set_of_preference,
+            choose,
+            ..
+        } = self.functions;
+        let mut object: Object = std::ptr::null_mut();
+        // SAFETY: all objects are alive, and the array is as long as is said.
         let status = unsafe {
-            let create: Symbol<unsafe extern "C" fn(*mut Object) -> Status> =
-                self.function("cublasLtMatmulPreferenceCreate")?;
-            let mut object: Object = std::ptr::null_mut();
-            self.check(create(&mut object), "cublasLtMatmulPreferenceCreate")?;
-            let preference = self.own(object, "cublasLtMatmulPreferenceDestroy");
-            let bytes = WORKSPACE_BYTES;
-            let set: Symbol<unsafe extern "C" fn(Object, u32, *const c_void, usize) -> Status> =
-                self.function("cublasLtMatmulPreferenceSetAttribute")?;
-            let said = set(
-                object,
-                PREFERENCE_WORKSPACE,
-                std::ptr::from_ref(&bytes).cast(),
-                size_of_val(&bytes),
-            );
-            self.check(said, "cublasLtMatmulPreferenceSetAttribute")?;
-            let choose: Symbol<Choose> = self.function("cublasLtMatmulAlgoGetHeuristic")?;
+            self.check(create_preference(&mut object), "cublasLtMatmulPreferenceCreate")?;
+            let preference = self.own(object, self.functions.destroy_preference);
+            let (bytes, reduction) = (WORKSPACE_BYTES, IN_COMPUTE_TYPE);
+            for (attribute, value, size) in [
+                (
+                    PREFERENCE_WORKSPACE,
+                    std::ptr::from_ref(&bytes).cast(),
+                    size_of_val(&bytes),
+                ),
+                (
+                    PREFERENCE_REDUCTION,
+                    std::ptr::from_ref(&reduction).cast(),
+                    size_of_val(&reduction),
+                ),
+            ] {
+                let said = set_of_preference(object, attribute, value, size);
+                self.check(said, "cublasLtMatmulPreferenceSetAttribute")?;
+            }
             choose(
                 self.handle.0,
                 description.product.object,
@@ -263,34 +356,14 @@ impl CublasLt {
                 "cuBLASLt does not compute this product".into(),
             ));
         };
-        type Multiply = unsafe extern "C" fn(
-            Object,
-            Object,
-            *const c_void,
-            u64,
-            Object,
-            u64,
-            Object,
-            *const c_void,
-            u64,
-            Object,
-            u64,
-            Object,
-            *const Algorithm,
-            u64,
-            usize,
-            *mut c_void,
-        ) -> Status;
         // One and zero in either type: nothing is added to the product.
         let (one, zero) = match of.shape.format {
             Format::Int8 => (1u32, 0u32),
             _ => (1f32.to_bits(), 0),
         };
-        // SAFETY: the signature is cublasLt.h's, addresses of the card being words; the factors are read before it returns; memory is
-        // as large as the caller says.
-        unsafe {
-            let multiply: Symbol<Multiply> = self.function("cublasLtMatmul")?;
-            let status = multiply(
+        // SAFETY: addresses of the card are words; the factors are read before it returns; memory is as large as the caller says.
+        let status = unsafe {
+            (self.functions.multiply)(
                 self.handle.0,
                 description.product.object,
                 std::ptr::from_ref(&one).cast(),
@@ -307,9 +380,9 @@ impl CublasLt {
                 self.workspace.address(),
                 WORKSPACE_BYTES,
                 self.context.stream(),
-            );
-            self.check(status, "cublasLtMatmul")
-        }
+            )
+        };
+        self.check(status, "cublasLtMatmul")
     }
 
     /// `None`: the library does not know such products, an older one without scales of rows, say.
@@ -327,16 +400,17 @@ impl CublasLt {
             Format::Bf16 => (BF16, BF16, COMPUTE_F32, F32),
         };
         let to = if wide { F32 } else { to };
+        let scales_rows = self.version >= SCALES_ROWS_FROM && self.context.card().is_hopper();
+        if of.scales.is_some() && !scales_rows {
+            return Ok(None);
+        }
         // Numbers of a row of x and of W.
         let width = bytes / format.bytes();
         let mut object: Object = std::ptr::null_mut();
-        // SAFETY: the signature is cublasLt.h's.
-        unsafe {
-            let create: Symbol<unsafe extern "C" fn(*mut Object, u32, u32) -> Status> =
-                self.function("cublasLtMatmulDescCreate")?;
-            self.check(create(&mut object, compute, scale), "cublasLtMatmulDescCreate")?;
-        }
-        let product = self.own(object, "cublasLtMatmulDescDestroy");
+        // SAFETY: the object is written before it returns.
+        let status = unsafe { (self.functions.create_product)(&mut object, compute, scale) };
+        self.check(status, "cublasLtMatmulDescCreate")?;
+        let product = self.own(object, self.functions.destroy_product);
         let mut attributes = vec![(Attribute::TransposeA, Value::Word(TRANSPOSED))];
         if of.bias != 0 {
             attributes.push((Attribute::Epilogue, Value::Word(EPILOGUE_BIAS)));
@@ -348,18 +422,14 @@ impl CublasLt {
             attributes.push((Attribute::ScalesA, Value::Address(of_columns)));
             attributes.push((Attribute::ScalesB, Value::Address(of_rows)));
         }
-        // SAFETY: the signature is cublasLt.h's; each value has the size that its attribute has there.
-        unsafe {
-            let set: Symbol<unsafe extern "C" fn(Object, u32, *const c_void, usize) -> Status> =
-                self.function("cublasLtMatmulDescSetAttribute")?;
-            for (attribute, value) in &attributes {
-                let (at, size): (*const c_void, usize) = match value {
-                    Value::Word(word) => (std::ptr::from_ref(word).cast(), size_of_val(word)),
-                    Value::Address(address) => (std::ptr::from_ref(address).cast(), size_of_val(address)),
-                };
-                if set(product.object, *attribute as u32, at, size) != 0 {
-                    return Ok(None);
-                }
+        for (attribute, value) in &attributes {
+            let (at, size): (*const c_void, usize) = match value {
+                Value::Word(word) => (std::ptr::from_ref(word).cast(), size_of_val(word)),
+                Value::Address(address) => (std::ptr::from_ref(address).cast(), size_of_val(address)),
+            };
+            // SAFETY: the value has the size that its attribute has in cublasLt.h.
+            if unsafe { (self.functions.set_of_product)(product.object, *attribute as u32, at, size) } != 0 {
+                return Ok(None);
             }
         }
         Ok(Some(Description {
@@ -373,60 +443,47 @@ impl CublasLt {
     /// A matrix of columns, so many numbers apart.
     fn matrix(&self, kind: u32, rows: usize, columns: usize, stride: usize) -> Result<Owned<'_>, DeviceError> {
         let mut object: Object = std::ptr::null_mut();
-        // SAFETY: the signature is cublasLt.h's.
-        unsafe {
-            let create: Symbol<unsafe extern "C" fn(*mut Object, u32, u64, u64, i64) -> Status> =
-                self.function("cublasLtMatrixLayoutCreate")?;
-            let status = create(&mut object, kind, rows as u64, columns as u64, stride as i64);
-            self.check(status, "cublasLtMatrixLayoutCreate")?;
-        }
-        Ok(self.own(object, "cublasLtMatrixLayoutDestroy"))
+        // SAFETY: the object is written before it returns.
+        let status =
+            unsafe { (self.functions.create_matrix)(&mut object, kind, rows as u64, columns as u64, stride as i64) };
+        self.check(status, "cublasLtMatrixLayoutCreate")?;
+        Ok(self.own(object, self.functions.destroy_matrix))
     }
 
-    fn own(&self, object: Object, destroy: &'static str) -> Owned<'_> {
+    fn own(&self, object: Object, destroy: Destroy) -> Owned<'_> {
         Owned {
-            library: self,
+            of: PhantomData,
             object,
             destroy,
         }
-    }
-
-    /// # Safety
-    /// `T` is the function's signature.
-    unsafe fn function<T>(&self, name: &str) -> Result<Symbol<T>, DeviceError> {
-        // SAFETY: as the caller vouches.
-        unsafe { self.library.get(name.as_bytes()) }
-            .map_err(|_| DeviceError::Missing(format!("`{}` has no `{name}`", self.path.display())))
     }
 
     fn check(&self, status: Status, doing: &str) -> Result<(), DeviceError> {
         if status == 0 {
             return Ok(());
         }
-        // SAFETY: the signature is cublasLt.h's; it returns a text that lives as long as the library.
-        let why = unsafe {
-            match self.function::<unsafe extern "C" fn(Status) -> *const c_char>("cublasLtGetStatusString") {
-                Ok(text) => CStr::from_ptr(text(status)).to_string_lossy().into_owned(),
-                Err(_) => format!("status {status}"),
-            }
-        };
+        // SAFETY: it returns a text that lives as long as the library.
+        let why = unsafe { CStr::from_ptr((self.functions.status)(status)) }.to_string_lossy();
         let why = format!("`{doing}` of `{}`: {why}", self.path.display());
         Err(match status {
+            ALLOC_FAILED => DeviceError::OutOfMemory(why),
             INVALID_VALUE | ARCH_MISMATCH | NOT_SUPPORTED => DeviceError::Unsupported(why),
-            _ => DeviceError::Lost(why),
+            // An algorithm that does not fit has been seen to say that something went wrong inside: a card that still answers is not lost.
+            _ => match self.context.wait() {
+                Ok(()) => DeviceError::Unsupported(why),
+                Err(_) => DeviceError::Lost(why),
+            },
         })
     }
 }
 
 impl Drop for CublasLt {
     fn drop(&mut self) {
-        // SAFETY: the signature is cublasLt.h's; the handle, where there is one, was made and is destroyed once.
-        unsafe {
-            if !self.handle.0.is_null()
-                && let Ok(destroy) = self.function::<unsafe extern "C" fn(Object) -> Status>("cublasLtDestroy")
-            {
-                destroy(self.handle.0);
-            }
+        // Products may still run. Where waiting fails, they do not.
+        let _ = self.context.wait();
+        if !self.handle.0.is_null() {
+            // SAFETY: the handle was made and is destroyed once.
+            unsafe { (self.functions.destroy)(self.handle.0) };
         }
     }
 }

@@ -1,11 +1,12 @@
-//! Linear operations: by `mma.sync`, or on Hopper by products of warpgroups; and the logits.
+//! Linear operations: by `mma.sync`, on Hopper by products of warpgroups, or by a library where it is faster; and the logits.
 
 use std::sync::Arc;
 
 use super::cublaslt::Matrices;
 use super::driver::{Argument, Context, MapShape, Memory};
-use super::memory::{Buffer, Logits, address, pinned, want};
+use super::memory::{Buffer, Logits, Workspace, address, pinned, want};
 use super::plan::{self, Format, LinearShape, Tile};
+use super::tuning::Way;
 use super::{Cuda, Matrix, Vector};
 use crate::device::{DeviceError, Linear};
 
@@ -20,6 +21,7 @@ pub(super) struct Product<'a> {
     y: u64,
     stride: usize,
     wide: bool,
+    deterministic: bool,
 }
 
 impl Cuda {
@@ -53,19 +55,24 @@ impl Cuda {
         };
         let data = x.data.as_ref().map_or(0, Memory::address);
         let bias = product.bias.map_or(0, |bias| bias.0.address());
-        if let Some(yardstick) = &self.yardstick {
-            let scales = (x.scales.as_ref()).zip(weight.scales.as_ref());
-            let matrices = Matrices {
-                shape,
-                x: data,
-                weight: weight.data.address(),
-                scales: scales.map(|(rows, columns)| (rows.address(), columns.address())),
-                bias,
-                y: product.y,
-                stride: product.stride,
-            };
-            return self.multiply_by_library(yardstick, matrices);
+        if shape.rows == 0 {
+            return Ok(());
         }
+        let scales = (x.scales.as_ref()).zip(weight.scales.as_ref());
+        let matrices = Matrices {
+            shape,
+            x: data,
+            weight: weight.data.address(),
+            scales: scales.map(|(rows, columns)| (rows.address(), columns.address())),
+            bias,
+            y: product.y,
+            stride: product.stride,
+        };
+        let library = self.by_library.as_ref();
+        if let Some(library) = library.filter(|library| library.all) {
+            return self.multiply_by_library(library, &matrices);
+        }
+        let card = self.context.card();
         let rest = [
             x.scales(),
             address(&weight.scales),
@@ -76,34 +83,63 @@ impl Cuda {
             Argument::Int(shape.bytes as i32),
             Argument::Int(product.stride as i32),
         ];
-        let card = self.context.card();
-        if !card.is_hopper() {
-            let mut all = vec![Argument::Address(data), Argument::Address(weight.data.address())];
-            all.extend(rest);
-            return self.launch(&plan::linear(&shape), &all);
-        }
-        if shape.rows == 0 {
-            return Ok(());
-        }
         let map = |address, rows, box_rows| {
-            self.context.tensor_map(&MapShape {
+            let of = MapShape {
                 address,
                 rows,
                 columns: weight.columns,
                 element_bytes: weight.format.bytes(),
                 box_rows,
+            };
+            Ok::<_, DeviceError>(Argument::Map(self.context.tensor_map(&of)?))
+        };
+        let by_kernel = |tile: Tile| {
+            let (launch, operands) = match card.is_hopper() {
+                true => (
+                    plan::linear_sm90(&shape, tile, card.multiprocessors),
+                    [
+                        map(data, shape.rows, tile.rows())?,
+                        map(weight.data.address(), weight.rows, tile.columns)?,
+                    ],
+                ),
+                false => (
+                    plan::linear(&shape),
+                    [data, weight.data.address()].map(Argument::Address),
+                ),
+            };
+            self.launch(&launch, &[operands.as_slice(), &rest].concat())
+        };
+        // Whatever keeps the library from a product, there is a kernel for it.
+        let offered = || {
+            let ways = library.map_or(Ok(vec![]), |library| self.ways(library, &matrices));
+            ways.unwrap_or_else(|why| {
+                tracing::debug!("{why}");
+                vec![]
             })
         };
-        let run = |tile: Tile| {
-            let mut all = vec![
-                Argument::Map(map(data, shape.rows, tile.rows())?),
-                Argument::Map(map(weight.data.address(), weight.rows, tile.columns)?),
-            ];
-            all.extend(rest);
-            self.launch(&plan::linear_sm90(&shape, tile, card.multiprocessors), &all)
+        let measure = |way| match (way, library) {
+            (Way::Library(algorithm), Some(library)) => {
+                match self.seconds_uncached(|| self.multiply_in(library, &matrices, &algorithm)) {
+                    Err(DeviceError::Unsupported(_)) => Ok(Some(f64::INFINITY)),
+                    Err(DeviceError::OutOfMemory(_)) => Ok(None),
+                    other => other,
+                }
+            }
+            (Way::Library(_), None) => Ok(Some(f64::INFINITY)),
+            (Way::Tile(tile), _) => self.seconds_uncached(|| by_kernel(tile)),
         };
-        let measure = |tile| self.seconds_uncached(|| run(tile));
-        run(self.tuning.tile(&shape, card.multiprocessors, measure)?)
+        let best = self.tuning.best(&shape, bias != 0, offered, measure)?;
+        if let (Some(library), Some(algorithm), false) = (library, &best.library, product.deterministic) {
+            match self.multiply_in(library, &matrices, algorithm) {
+                // It was measured with other rows, or there was more memory then.
+                Err(why @ (DeviceError::Unsupported(_) | DeviceError::OutOfMemory(_))) => {
+                    tracing::debug!("{why}");
+                    self.tuning.without_library(&shape, bias != 0);
+                }
+                other => return other,
+            }
+        }
+        by_kernel(best.tile)
     }
 
     pub(super) fn linear_into(
@@ -111,7 +147,7 @@ impl Cuda {
         linear: &Linear<Matrix, Vector>,
         x: &Buffer,
         out: &mut Buffer,
-        quantized: &mut Buffer,
+        (quantized, deterministic): (&mut Buffer, bool),
     ) -> Result<(), DeviceError> {
         let weight = &linear.weight;
         let x = self.in_format(x, weight.format, quantized)?;
@@ -125,6 +161,7 @@ impl Cuda {
             y: out.data.as_ref().map_or(0, Memory::address),
             stride: weight.rows,
             wide: false,
+            deterministic,
         })
     }
 
@@ -133,8 +170,11 @@ impl Cuda {
         &self,
         (head, ids): (&Matrix, usize),
         x: &Buffer,
-        logits: &mut Logits,
+        workspace: &mut Workspace,
     ) -> Result<(), DeviceError> {
+        let Workspace {
+            logits, deterministic, ..
+        } = workspace;
         let stride = ids.next_multiple_of(16);
         (logits.rows, logits.ids, logits.stride) = (x.rows, ids, stride);
         want(&self.context, &mut logits.memory, x.rows * stride * 4, "logits")?;
@@ -147,6 +187,7 @@ impl Cuda {
             y: logits.memory.as_ref().map_or(0, Memory::address),
             stride,
             wide: true,
+            deterministic: *deterministic,
         })
     }
 }

@@ -99,6 +99,8 @@ pub struct Workspace {
     pub(super) part_states: Option<Memory>,
     pub(super) logits: Logits,
     pub(super) drawing: Drawing,
+    /// Are the step's products computed in an order of sums that its other rows do not change?
+    pub(super) deterministic: bool,
 }
 
 /// Rows of logits in F32.

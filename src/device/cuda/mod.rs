@@ -18,6 +18,7 @@ use crate::device::{
 };
 
 mod attention;
+mod by_library;
 mod ceilings;
 pub mod compile;
 mod cublaslt;
@@ -32,8 +33,9 @@ pub mod plan;
 mod step;
 mod tuning;
 mod weights;
-mod yardstick;
 
+use by_library::ByLibrary;
+pub use by_library::Products;
 pub use ceilings::Ceilings;
 use compile::{Compiler, Kernel, Target};
 use draw::Drawing;
@@ -46,7 +48,6 @@ pub use step::Step;
 use tuning::Tuning;
 pub use weights::Matrix;
 use weights::{Loader, Staged};
-use yardstick::Yardstick;
 
 /// The first NVRTC that multiplies E4M3 by `mma.sync` (PTX ISA 8.4).
 const FP8_NVRTC: (u32, u32) = (12, 4);
@@ -58,8 +59,8 @@ pub struct Cuda {
     functions: Mutex<HashMap<Kernel, Function>>,
     loader: Mutex<Option<Loader>>,
     tuning: Tuning,
-    /// What computes products instead of the kernels.
-    yardstick: Option<Yardstick>,
+    /// What computes products besides the kernels, or instead of them.
+    by_library: Option<ByLibrary>,
     /// Of linear layers.
     format: Format,
     kv: Format,
@@ -74,14 +75,16 @@ impl Cuda {
     /// # Errors
     /// Something is missing, or the card is too old.
     pub fn probe(ordinal: u32) -> Result<Card, DeviceError> {
-        Ok(Cuda::open(ordinal, Precision::Bf16, KvFormat::Bf16)?.card().clone())
+        let cuda = Cuda::open(ordinal, Precision::Bf16, KvFormat::Bf16, Products::Kernels)?;
+        Ok(cuda.card().clone())
     }
 
-    /// Card `ordinal`, computing in `precision` with keys and values in `kv`. FP8 needs compute capability 8.9 (Ada).
+    /// Card `ordinal`, computing in `precision` with keys and values in `kv`, and products by `products`. FP8 needs compute
+    /// capability 8.9 (Ada).
     ///
     /// # Errors
     /// There is no such card, something that it needs is missing, or it does not compute in these formats.
-    pub fn open(ordinal: u32, precision: Precision, kv: KvFormat) -> Result<Cuda, DeviceError> {
+    pub fn open(ordinal: u32, precision: Precision, kv: KvFormat, products: Products) -> Result<Cuda, DeviceError> {
         let unsupported = |what: &str, name: &str| {
             DeviceError::Unsupported(format!(
                 "a GPU does not {what} {name}: ask for `bf16`, `int8` or `fp8`, or compute with `--device cpu`"
@@ -109,13 +112,16 @@ impl Cuda {
         }
         let target = Target::of(card.capability, &nvrtc.architectures()?)?;
         let compiler = Compiler::new(nvrtc, target);
+        let context = Arc::new(context);
+        let by_library = ByLibrary::open(&context, format, products)?;
+        let version = by_library.as_ref().map(ByLibrary::version);
         Ok(Cuda {
-            tuning: Tuning::open(&compiler, card),
-            context: Arc::new(context),
+            tuning: Tuning::open(&compiler, context.card(), version),
+            context,
             compiler,
             functions: Mutex::default(),
             loader: Mutex::default(),
-            yardstick: None,
+            by_library,
             format,
             kv,
         })
@@ -322,6 +328,7 @@ impl Device for Cuda {
             part_states: None,
             logits: Logits::default(),
             drawing: Drawing::default(),
+            deterministic: false,
         }
     }
 
@@ -368,7 +375,8 @@ impl Device for Cuda {
         self.context.wait()
     }
 
-    fn upload(&self, batch: &StepBatch, step: &mut Step) -> Result<(), DeviceError> {
+    fn upload(&self, batch: &StepBatch, step: &mut Step, workspace: &mut Workspace) -> Result<(), DeviceError> {
+        workspace.deterministic = batch.deterministic;
         let heads = self.heads(step.shape);
         step.upload(&self.context, &heads, batch)
     }
@@ -430,7 +438,12 @@ impl Device for Cuda {
         out: &mut Buffer,
         workspace: &mut Workspace,
     ) -> Result<(), DeviceError> {
-        self.linear_into(linear, x, out, &mut workspace.quantized)
+        let Workspace {
+            quantized,
+            deterministic,
+            ..
+        } = workspace;
+        self.linear_into(linear, x, out, (quantized, *deterministic))
     }
 
     fn rope_store(
@@ -479,8 +492,13 @@ impl Device for Cuda {
         out: &mut Buffer,
         workspace: &mut Workspace,
     ) -> Result<(), DeviceError> {
-        let Workspace { quantized, gate_up, .. } = workspace;
-        self.linear_into(linear, x, gate_up, quantized)?;
+        let Workspace {
+            quantized,
+            gate_up,
+            deterministic,
+            ..
+        } = workspace;
+        self.linear_into(linear, x, gate_up, (quantized, *deterministic))?;
         let width = gate_up.width / 2;
         out.reshape(&self.context, gate_up.rows, width, self.format)?;
         self.launch(
@@ -490,7 +508,7 @@ impl Device for Cuda {
     }
 
     fn logits(&self, head: &Matrix, ids: usize, x: &Buffer, workspace: &mut Workspace) -> Result<(), DeviceError> {
-        self.logits_into((head, ids), x, &mut workspace.logits)
+        self.logits_into((head, ids), x, workspace)
     }
 
     fn read_logits<'w>(&self, workspace: &'w mut Workspace) -> Result<&'w [f32], DeviceError> {

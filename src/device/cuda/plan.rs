@@ -152,24 +152,24 @@ pub fn scale_sums(rows: usize, columns: usize) -> Launch {
 /// Bytes of a row that are staged at once.
 const STAGE: u32 = 128;
 
-/// By `mma.sync`: a block a tile of 128 x 128, three stages of it in shared memory.
+/// By `mma.sync`: a block a [tile](Tile::SYNC), three stages of it in shared memory.
 pub fn linear(shape: &LinearShape) -> Launch {
-    const TILE: u32 = 128;
+    let tile = Tile::SYNC;
     Launch {
         kernel: Kernel::new(
             "linear",
             &[("FORMAT", shape.format as u32), ("WIDE", shape.wide.into())],
         ),
         grid: [
-            (shape.rows as u32).div_ceil(TILE),
-            (shape.columns as u32).div_ceil(TILE),
+            (shape.rows as u32).div_ceil(tile.rows()),
+            (shape.columns as u32).div_ceil(tile.columns),
         ],
         threads: 256,
-        shared_bytes: 3 * 2 * TILE * STAGE,
+        shared_bytes: 3 * tile.stage_bytes(),
     }
 }
 
-/// What a block of `linear_sm90` computes at once.
+/// What a block of a product's kernel computes at once; on Hopper there are several.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Tile {
     pub columns: u32,
@@ -178,7 +178,7 @@ pub struct Tile {
 }
 
 impl Tile {
-    /// All that kernels are made for.
+    /// All that `linear_sm90` is made for.
     pub const ALL: [Tile; 8] = {
         let mut all = [Tile {
             columns: 0,
@@ -193,6 +193,12 @@ impl Tile {
             at += 1;
         }
         all
+    };
+
+    /// What a block of `linear` computes at once.
+    pub const SYNC: Tile = Tile {
+        columns: 128,
+        consumers: 2,
     };
 
     pub fn rows(self) -> u32 {

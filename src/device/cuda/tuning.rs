@@ -1,97 +1,188 @@
-//! Which tile a product is computed in: the one that took least time on this card, kept from run to run.
+//! How a product is computed: in the tile, or in the library's way, that took least time on this card, kept from run to run.
 //!
-//! Tiles add up in the same order, so the choice changes no bit of a result.
+//! Tiles add up in the same order, so which of them is taken changes no bit of a result; the library's ways do not promise that.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 
 use super::compile::{Compiler, keep};
+use super::cublaslt::Algorithm;
 use super::driver::Card;
 use super::plan::{LinearShape, Tile};
 
-/// Of a product's rows, columns and bytes of a row, multiplied: less is not worth measuring, and [`Tile::of`] chooses.
+/// Of a product's rows, columns and bytes of a row, multiplied: less is not worth measuring, and counting chooses a tile.
 const MEASURED_FROM: usize = 1 << 28;
 /// Tiles that are measured take, by counting, at most so many times what the best does.
 const TRIED: f64 = 1.6;
 /// A file that is larger is not ours.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
-/// Products that share a tile: format, columns, bytes of a row, whether results are F32, and rows up to a power of two.
-type Key = (u32, u32, u32, bool, u32);
+/// Products that are computed alike: format, columns, bytes of a row, whether results are F32, whether there is a bias, and rows up to a
+/// power of two.
+type Key = (u32, u32, u32, bool, bool, u32);
 
-fn key(shape: &LinearShape) -> Key {
+fn key(shape: &LinearShape, biased: bool) -> Key {
     (
         shape.format as u32,
         shape.columns as u32,
         shape.bytes as u32,
         shape.wide,
+        biased,
         (shape.rows as u32).next_power_of_two().clamp(16, 1 << 13),
     )
 }
 
-/// Tiles that were found best.
+/// A way to compute a product.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Way {
+    /// By our kernel.
+    Tile(Tile),
+    Library(Algorithm),
+}
+
+/// What products of one kind are computed best by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub(super) struct Best {
+    /// Of our kernel's.
+    pub tile: Tile,
+    /// Where it is faster than our kernel.
+    pub library: Option<Algorithm>,
+}
+
+impl Best {
+    fn of_kernel(tile: Tile) -> Best {
+        Best { tile, library: None }
+    }
+}
+
+/// What was found best.
 pub(super) struct Tuning {
     path: Option<PathBuf>,
-    known: Mutex<BTreeMap<Key, Tile>>,
+    known: Mutex<Known>,
+    hopper: bool,
+    multiprocessors: u32,
+}
+
+#[derive(Default)]
+struct Known {
+    /// As in the file.
+    measured: BTreeMap<Key, Best>,
+    /// What this process takes instead: there was nothing to measure or to measure with, or the library refused other rows.
+    settled: BTreeMap<Key, Best>,
 }
 
 impl Tuning {
-    /// What was found on a card like this by kernels like these, if anything.
-    pub fn open(compiler: &Compiler, card: &Card) -> Tuning {
-        let of = format!("{} {} {}", card.name, card.multiprocessors, card.driver);
-        let path = compiler.place_of("linear_sm90", "tiles", &of, "json");
+    /// What was found on a card like this by kernels like these, and by this version of the library if there is one.
+    pub fn open(compiler: &Compiler, card: &Card, library: Option<usize>) -> Tuning {
+        let mut of = format!("{} {} {}", card.name, card.multiprocessors, card.driver);
+        if let Some(version) = library {
+            of += &format!(" cuBLASLt {version}");
+        }
+        let kernel = if card.is_hopper() { "linear_sm90" } else { "linear" };
+        let path = compiler.place_of(kernel, "products", &of, "json");
         let text = path.as_ref().and_then(|path| {
             let size = std::fs::metadata(path).ok()?.len();
             (size <= FILE_BYTES_MAX).then(|| std::fs::read(path).ok())?
         });
         Tuning {
             path,
-            known: Mutex::new(text.and_then(|text| parse(&text)).unwrap_or_default()),
+            known: Mutex::new(Known {
+                measured: text.and_then(|text| parse(&text)).unwrap_or_default(),
+                settled: BTreeMap::new(),
+            }),
+            hopper: card.is_hopper(),
+            multiprocessors: card.multiprocessors,
         }
     }
 
-    /// The tile for a product; where it is not known and worth it, `measure` says how long it takes in one, in seconds, if it can.
-    pub fn tile<E>(
+    /// What a product is computed best by. Where it is not known and worth it, `offered` says in which ways the library would, and
+    /// `measure` how long it takes in one, in seconds, infinitely long in one that it cannot be computed in; `None`: nothing can be measured now.
+    pub fn best<E>(
         &self,
         shape: &LinearShape,
-        multiprocessors: u32,
-        mut measure: impl FnMut(Tile) -> Result<Option<f64>, E>,
-    ) -> Result<Tile, E> {
+        biased: bool,
+        offered: impl FnOnce() -> Vec<Algorithm>,
+        mut measure: impl FnMut(Way) -> Result<Option<f64>, E>,
+    ) -> Result<Best, E> {
+        let counted = Best::of_kernel(match self.hopper {
+            true => Tile::of(shape, self.multiprocessors),
+            false => Tile::SYNC,
+        });
         if shape.rows * shape.columns * shape.bytes < MEASURED_FROM {
-            return Ok(Tile::of(shape, multiprocessors));
+            return Ok(counted);
         }
+        let key = key(shape, biased);
         // Whoever else asks waits: a card is not measured while it does something else.
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(tile) = known.get(&key(shape)) {
-            return Ok(*tile);
+        if let Some(best) = known.settled.get(&key).or(known.measured.get(&key)) {
+            return Ok(*best);
         }
-        let mut best = (f64::INFINITY, Tile::of(shape, multiprocessors));
+        let mut ways = match self.hopper {
+            true => Tile::within(shape, self.multiprocessors, TRIED)
+                .map(Way::Tile)
+                .collect(),
+            false => vec![Way::Tile(Tile::SYNC)],
+        };
+        ways.extend(offered().into_iter().map(Way::Library));
+        if ways.len() == 1 {
+            known.settled.insert(key, counted);
+            return Ok(counted);
+        }
+        let mut best = counted;
+        let (mut of_tiles, mut of_all) = (f64::INFINITY, f64::INFINITY);
         let mut said = String::new();
-        for tile in Tile::within(shape, multiprocessors, TRIED) {
-            let Some(seconds) = measure(tile)? else {
-                return Ok(Tile::of(shape, multiprocessors));
+        for way in ways {
+            let Some(seconds) = measure(way)? else {
+                known.settled.insert(key, counted);
+                return Ok(counted);
             };
-            said += &format!(", {} x {}: {:.1} us", tile.rows(), tile.columns, seconds * 1e6);
-            if seconds < best.0 {
-                best = (seconds, tile);
+            let name = match way {
+                Way::Tile(tile) => format!("{} x {}", tile.rows(), tile.columns),
+                Way::Library(_) => "cuBLASLt".into(),
+            };
+            said += &format!(", {name}: {:.1} us", seconds * 1e6);
+            match way {
+                Way::Tile(tile) if seconds < of_tiles => (of_tiles, best.tile) = (seconds, tile),
+                Way::Library(algorithm) if seconds < of_all.min(of_tiles) => {
+                    (of_all, best.library) = (seconds, Some(algorithm));
+                }
+                _ => (),
             }
         }
-        tracing::debug!("tiles of {} x {} x {} B{said}", shape.rows, shape.columns, shape.bytes);
-        known.insert(key(shape), best.1);
-        if let (Some(path), Ok(text)) = (&self.path, serde_json::to_vec(&known.iter().collect::<Vec<_>>())) {
+        let LinearShape {
+            format,
+            rows,
+            columns,
+            bytes,
+            ..
+        } = shape;
+        tracing::debug!("ways of {format:?}, {rows} x {columns} x {bytes} B{said}");
+        known.measured.insert(key, best);
+        let measured: Vec<_> = known.measured.iter().collect();
+        if let (Some(path), Ok(text)) = (&self.path, serde_json::to_vec(&measured)) {
             keep(path, &text);
         }
-        Ok(best.1)
+        Ok(best)
+    }
+
+    /// The library has refused such a product: this process computes it by the kernel.
+    pub fn without_library(&self, shape: &LinearShape, biased: bool) {
+        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        let key = key(shape, biased);
+        if let Some(best) = known.measured.get(&key) {
+            let best = Best::of_kernel(best.tile);
+            known.settled.insert(key, best);
+        }
     }
 }
 
-/// Tiles from a file; `None`: it is not one of ours.
-fn parse(text: &[u8]) -> Option<BTreeMap<Key, Tile>> {
-    let known: Vec<(Key, Tile)> = serde_json::from_slice(text).ok()?;
+/// What was found, from a file; `None`: it is not one of ours.
+fn parse(text: &[u8]) -> Option<BTreeMap<Key, Best>> {
+    let known: Vec<(Key, Best)> = serde_json::from_slice(text).ok()?;
     known
         .iter()
-        .all(|(_, tile)| Tile::ALL.contains(tile))
+        .all(|(_, best)| Tile::ALL.contains(&best.tile))
         .then(|| known.into_iter().collect())
 }
 
@@ -100,10 +191,12 @@ mod tests {
     use super::super::plan::Format;
     use super::*;
 
-    fn tuning(path: Option<PathBuf>) -> Tuning {
+    fn tuning(path: Option<PathBuf>, hopper: bool) -> Tuning {
         Tuning {
             path,
             known: Mutex::default(),
+            hopper,
+            multiprocessors: 132,
         }
     }
 
@@ -117,27 +210,81 @@ mod tests {
         }
     }
 
+    fn way(number: u64) -> Algorithm {
+        serde_json::from_value(serde_json::json!([number, 0, 0, 0, 0, 0, 0, 0])).unwrap()
+    }
+
     #[test]
     fn the_fastest_is_kept() {
         let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("tiles.json");
-        let tuning = tuning(Some(path.clone()));
+        let path = folder.path().join("products.json");
+        let tuning = tuning(Some(path.clone()), true);
         let mut asked = Vec::new();
-        let mut tile = |rows, fastest: usize| {
-            let result: Result<Tile, ()> = tuning.tile(&shape(rows), 132, |tile| {
-                asked.push(tile);
+        let mut best = |rows, fastest: usize| {
+            let result: Result<Best, ()> = tuning.best(&shape(rows), false, Vec::new, |way| {
+                asked.push(way);
                 Ok((fastest < 9).then_some(if asked.len() == fastest { 1.0 } else { 2.0 }))
             });
-            (result.unwrap(), asked.clone())
+            (result.unwrap().tile, asked.clone())
         };
-        let (first, tried) = tile(40, 2);
-        assert!(tried.len() > 1 && first == tried[1], "{tried:?}");
-        assert_eq!(tile(64, 0), (first, tried.clone()), "as many rows up to a power of two");
-        assert_eq!(tile(1, 0).1, tried, "too little to measure");
-        assert_eq!(tile(65, 9).1.len(), tried.len() + 1, "nothing to measure with");
-        assert!(tile(65, 0).1.len() > tried.len() + 2);
+        let (first, tried) = best(40, 2);
+        assert!(tried.len() > 1 && Way::Tile(first) == tried[1], "{tried:?}");
+        assert_eq!(best(64, 0), (first, tried.clone()), "as many rows up to a power of two");
+        assert_eq!(best(1, 0).1, tried, "too little to measure");
+        assert!(best(65, 0).1.len() > tried.len() + 1);
+        let asked = best(129, 9).1.len();
+        assert_eq!(best(129, 0).1.len(), asked, "there was nothing to measure with");
         let kept = parse(&std::fs::read(&path).unwrap()).unwrap();
-        assert_eq!((kept.len(), kept[&key(&shape(33))]), (2, first));
+        assert_eq!((kept.len(), kept[&key(&shape(33), false)].tile), (2, first));
+    }
+
+    /// The library is taken where it is faster than the best tile, whatever comes first; the best tile is known besides.
+    #[test]
+    fn the_library_is_taken_where_it_is_faster() {
+        for (tiles, library, taken) in [
+            (2.0, [3.0, 1.0], Some(2)),
+            (2.0, [1.0, 1.5], Some(1)),
+            (2.0, [2.0, 3.0], None),
+            (2.0, [f64::INFINITY, f64::INFINITY], None),
+        ] {
+            let seconds = |of: Way| match of {
+                Way::Tile(tile) => tiles + f64::from(tile.columns == 256),
+                Way::Library(algorithm) if algorithm == way(1) => library[0],
+                Way::Library(_) => library[1],
+            };
+            let measure = |way| Ok::<_, ()>(Some(seconds(way)));
+            let tuning = tuning(None, true);
+            let best = || {
+                tuning
+                    .best(&shape(2048), true, || vec![way(1), way(2)], measure)
+                    .unwrap()
+            };
+            assert_eq!(best().library, taken.map(way));
+            assert_ne!(best().tile.columns, 256);
+            // It refuses other rows.
+            let tile = best().tile;
+            tuning.without_library(&shape(1500), true);
+            assert_eq!(best(), Best::of_kernel(tile));
+        }
+    }
+
+    #[test]
+    fn cards_with_one_tile_measure_the_library_alone_against_it() {
+        let tuning = tuning(None, false);
+        let mut asked = 0;
+        let mut best = |rows, offered: Vec<Algorithm>| {
+            let measure = |way| {
+                asked += 1;
+                Ok::<_, ()>(Some(if matches!(way, Way::Tile(_)) { 2.0 } else { 1.0 }))
+            };
+            let best = tuning.best(&shape(rows), false, || offered, measure).unwrap();
+            assert_eq!(best.tile, Tile::SYNC);
+            (best.library, asked)
+        };
+        assert_eq!(best(512, vec![way(7)]), (Some(way(7)), 2));
+        assert_eq!(best(300, vec![]), (Some(way(7)), 2), "known");
+        assert_eq!(best(128, vec![]), (None, 2), "there is nothing to choose from");
+        assert_eq!(best(128, vec![way(7)]), (None, 2), "which is not asked again");
     }
 
     #[test]
@@ -145,7 +292,8 @@ mod tests {
         for text in [
             "",
             "[]",
-            "[[[1,2,3,true,16],{\"columns\":5,\"consumers\":1}]]",
+            "[[[1,2,3,true,false,16],{\"tile\":{\"columns\":5,\"consumers\":1},\"library\":null}]]",
+            "[[[1,2,3,true,false,16],{\"columns\":128,\"consumers\":1}]]",
             "{",
             "null",
         ] {

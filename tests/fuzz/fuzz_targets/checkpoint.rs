@@ -22,10 +22,10 @@ fuzz_target!(|data: &[u8]| {
     let _ = Config::load(folder.path());
     let _ = Tokenizer::load(folder.path());
     if let Ok(weights) = Weights::open(folder.path()) {
-        let names: Vec<String> = weights.names().map(str::to_string).collect();
-        for name in names {
-            let _ = weights.tensor(&name, Some(2), 3);
-            let _ = weights.tensor(&name, None, 2);
+        // `a`: of seeds, and soon found.
+        for name in ["a", "model.norm.weight"] {
+            let _ = weights.tensor(name, Some(2), 3);
+            let _ = weights.tensor(name, None, 2);
         }
     }
 });
