@@ -372,20 +372,33 @@ async fn absurd_claims_of_a_footer_are_named() {
 }
 
 #[tokio::test]
-async fn a_schema_nested_without_end_is_refused() {
+async fn a_schema_without_end_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("a.parquet");
+    let check = async |footer: &[u8], end: &str| {
+        let mut file = b"PAR1".to_vec();
+        file.extend(footer);
+        file.extend((footer.len() as u32).to_le_bytes());
+        file.extend(b"PAR1");
+        fs::write(&path, file).unwrap();
+        let error = plan_error(dir.path(), &request(&["a.parquet"], &[])).await;
+        assert!(error.ends_with(end), "{error}");
+    };
     // Field 1 (version) = 1; field 2: a list of 200,000 groups, each with one child and the empty name.
-    let mut footer = vec![0x15, 0x02, 0x19, 0xfc, 0xc0, 0x9a, 0x0c];
-    footer.extend([0x48, 0x00, 0x15, 0x02, 0x00].repeat(200_000));
-    footer.push(0);
-    let mut file = b"PAR1".to_vec();
-    file.extend(&footer);
-    file.extend((footer.len() as u32).to_le_bytes());
-    file.extend(b"PAR1");
-    fs::write(&path, file).unwrap();
-    let error = plan_error(dir.path(), &request(&["a.parquet"], &[])).await;
-    assert!(error.ends_with("its schema is nested 65 deep, more than 64"), "{error}");
+    let version = [0x15, 0x02];
+    let deep = [0x48, 0x00, 0x15, 0x02, 0x00].repeat(200_000);
+    let footer = [&version, &[0x19, 0xfc, 0xc0, 0x9a, 0x0c][..], &deep, &[0]].concat();
+    check(&footer, "its schema is nested 65 deep, more than 64").await;
+    // One group, which claims a billion children.
+    let footer = [
+        &version,
+        &[0x19, 0x1c, 0x48, 0x00, 0x15, 0x80, 0xa8, 0xd6, 0xb9, 0x07, 0x00, 0x00][..],
+    ]
+    .concat();
+    check(&footer, "it has a schema that claims more elements than it has").await;
+    // Its number of children as text.
+    let footer = [&version, &[0x19, 0x1c, 0x48, 0x00, 0x18, 0x01, 0x61, 0x00, 0x00][..]].concat();
+    check(&footer, "it has a schema with a field of another type").await;
 }
 
 #[tokio::test]

@@ -9,6 +9,7 @@ use crate::cli::args::DoctorArgs;
 use crate::cli::exit::{Exit, Failure};
 use crate::cli::place::Place;
 use crate::device::cpu::Threads;
+use crate::device::cuda::plan::Tile;
 use crate::device::cuda::{Ceilings, Cuda, Products};
 use crate::device::{KvFormat, Precision};
 use crate::doctor::models::{ModelFinding, Subject, families};
@@ -126,6 +127,11 @@ fn examine(args: &DoctorArgs) -> Result<Report, Failure> {
             report.operations.push(finding);
         };
         pair.operations(&mut tell)?;
+        // Sums of INT8 are exact in any order.
+        if card.capability == 90 && precision != Precision::Int8 {
+            let mut device = open(Products::Kernels).map_err(Failure::bad_job)?;
+            pair.alike(&mut device, Tile::ALL, Cuda::compute_in, &mut tell)?;
+        }
         pair.attention(&mut tell)?;
         // Logits are F32 in every format.
         if precision == Precision::Bf16 {

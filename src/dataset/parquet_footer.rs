@@ -10,7 +10,7 @@ use parquet::file::metadata::{
 
 use super::error::DatasetError;
 use super::pinned::PinnedFile;
-use super::thrift::{Compact, I32, LIST, ThriftError};
+use super::thrift::{BINARY, Compact, I32, LIST, STRUCT, ThriftError};
 
 /// Largest footer, in bytes.
 const FOOTER_BYTES_MAX: u64 = 64 << 20;
@@ -92,9 +92,10 @@ pub fn decode_footer(footer: &[u8], size: u64) -> Result<ArrowReaderMetadata, St
     arrow_footer(Arc::new(metadata))
 }
 
-/// The schema's nesting, before a decoder recurses into it.
+/// The schema's nesting, before a decoder recurses into it, and its elements' numbers of children, before it takes memory for them.
 ///
-/// It is field 2 of the footer, a list of elements in preorder; field 5 of each is its number of children.
+/// It is field 2 of the footer, a list of elements in preorder; field 5 of each is its number of children. A decoder goes by a field's
+/// number and not by its type, so one of another type than the format's would be read as something else there.
 fn check_schema(footer: &[u8]) -> Result<(), String> {
     let depth = schema_depth(footer).map_err(|e| match e {
         ThriftError::Short => "its footer is broken: it ends within its schema".to_string(),
@@ -108,24 +109,36 @@ fn check_schema(footer: &[u8]) -> Result<(), String> {
     Ok(())
 }
 
+/// Types of an element's fields 1 to 10.
+const ELEMENT: [u8; 10] = [I32, I32, I32, BINARY, I32, I32, I32, I32, I32, STRUCT];
+
 fn schema_depth(footer: &[u8]) -> Result<usize, ThriftError> {
     let mut reader = Compact::new(footer);
     let (mut id, mut deepest) = (0, 0);
     while let Some(kind) = reader.field(&mut id)? {
-        if (id, kind) != (2, LIST) {
+        if id != 2 {
             reader.skip(kind)?;
             continue;
+        }
+        if kind != LIST {
+            return Err(ThriftError::Bad("a schema that is no list"));
         }
         let (_, count) = reader.list()?;
         // Children still to come of each open element.
         let mut open: Vec<i32> = Vec::new();
-        for _ in 0..count {
+        for at in 0..count {
             let (mut inner, mut children) = (0, 0);
             while let Some(kind) = reader.field(&mut inner)? {
-                match (inner, kind) {
-                    (5, I32) => children = reader.int()?,
+                if (1..=10).contains(&inner) && ELEMENT[inner as usize - 1] != kind {
+                    return Err(ThriftError::Bad("a schema with a field of another type"));
+                }
+                match inner {
+                    5 => children = reader.int()?,
                     _ => reader.skip(kind)?,
                 }
+            }
+            if u64::try_from(children).is_ok_and(|children| children >= count - at) {
+                return Err(ThriftError::Bad("a schema that claims more elements than it has"));
             }
             while open.last() == Some(&0) {
                 open.pop();

@@ -21,7 +21,7 @@ const I16: u8 = 4;
 pub const I32: u8 = 5;
 const I64: u8 = 6;
 const DOUBLE: u8 = 7;
-const BINARY: u8 = 8;
+pub const BINARY: u8 = 8;
 pub const LIST: u8 = 9;
 const SET: u8 = 10;
 const MAP: u8 = 11;
@@ -71,7 +71,7 @@ impl<'a> Compact<'a> {
         i32::try_from(self.zigzag()?).map_err(|_| ThriftError::Bad("a number out of range"))
     }
 
-    /// The next field's type, `None` at the struct's end; `id` goes from the last field's id to this one's.
+    /// The next field's type, `None` at the struct's end; `id` goes from the last field's id to this one's, which has 16 bits.
     pub fn field(&mut self, id: &mut i64) -> Result<Option<u8>, ThriftError> {
         let byte = self.byte()?;
         if byte == 0 {
@@ -79,8 +79,11 @@ impl<'a> Compact<'a> {
         }
         *id = match byte >> 4 {
             0 => self.zigzag()?,
-            delta => id.wrapping_add(i64::from(delta)),
+            delta => *id + i64::from(delta),
         };
+        if i16::try_from(*id).is_err() {
+            return Err(ThriftError::Bad("a field's number out of range"));
+        }
         Ok(Some(byte & 0x0f))
     }
 

@@ -9,6 +9,7 @@ mod operations;
 mod sampling;
 pub mod tolerance;
 
+use std::fmt::Display;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -103,6 +104,21 @@ impl<'a, D: Device> Pair<'a, D> {
         operations::norms(self, tell)?;
         operations::linears(self, tell)?;
         operations::logits(self, tell)
+    }
+
+    /// A product on `device`, which is of the same kind, in `ways` that `set` has it compute in and that must not differ by a bit; `tell` as in
+    /// [`operations`](Self::operations).
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn alike<W: Display>(
+        &self,
+        device: &mut D,
+        ways: impl IntoIterator<Item = W>,
+        set: impl Fn(&mut D, W),
+        tell: &mut dyn FnMut(Finding),
+    ) -> Result<(), DeviceError> {
+        operations::alike(self, device, ways, set, tell)
     }
 
     /// Rotation, keys and values, and attention; `tell` as in [`operations`](Self::operations).

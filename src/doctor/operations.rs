@@ -1,5 +1,7 @@
 //! Operations by rows and linear operations.
 
+use std::fmt::Display;
+
 use super::inputs::{Stored, exact, numbers};
 use super::tolerance::Tolerance;
 use super::{ByLibrary, Extent, Finding, Pair, compare};
@@ -259,6 +261,45 @@ pub fn linears<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> 
             }
             tell(finding);
         }
+    }
+    Ok(())
+}
+
+/// A product that rounds at each step, in `ways` that `set` has a device compute in and that must not differ by a bit.
+pub fn alike<D: Device, W: Display>(
+    pair: &Pair<'_, D>,
+    device: &mut D,
+    ways: impl IntoIterator<Item = W>,
+    set: impl Fn(&mut D, W),
+    tell: &mut dyn FnMut(Finding),
+) -> Result<(), DeviceError> {
+    let (m, n, k) = (129, 272, 1040);
+    let input = LinearInput {
+        x: numbers(3, m * k),
+        weight: Stored::new(4, n, k, 1.0 / 16.0),
+        bias: None,
+        columns: k,
+        gated: false,
+    };
+    let mut first: Option<Vec<f32>> = None;
+    for way in ways {
+        let shape = format!("{m} x {n} x {k} in {way}");
+        set(device, way);
+        // In F32 every sum's last bit shows. In 8 bits, sums that are added up in another order differ by more.
+        let (operation, got) = match pair.precision {
+            Precision::Bf16 => (
+                "logits, the same bits",
+                logits_of(device, &input.weight, n, &input.x, k)?,
+            ),
+            _ => {
+                let mut ready = Ready::new(device, &input)?;
+                ready.run(device)?;
+                ("linear, the same bits", device.read(&ready.out)?)
+            }
+        };
+        let want = first.get_or_insert_with(|| got.clone());
+        let name = (operation, pair.precision.word(), shape);
+        tell(compare(name, Tolerance::exact(), n, want, &got));
     }
     Ok(())
 }

@@ -9,7 +9,8 @@
 //! - E4M3 keeps 4 bits: steps of 2^-3 at the lower end of a power of two, 2^-4 at its upper end, of the value; off by
 //!   step / sqrt(12), 0.026 on average.
 //!
-//! Linear operations are given rows that their format holds exactly, so that their products may be off by the result's rounding alone.
+//! Linear operations are given rows that their format holds exactly, so that their products may be off by the result's rounding alone. Of
+//! millions of such sums the largest lies almost six times the root mean square out.
 //!
 //! The allowed error is twice what is expected. Of single values, those are furthest off that are largest, some four times the root
 //! mean square (products of two such values: sixteen times): by 2^-8 of themselves for each time that they are rounded to BF16, in
@@ -58,7 +59,7 @@ impl Tolerance {
 
     /// Of products of what the format holds exactly, rounded to BF16 at the end.
     pub fn products() -> Tolerance {
-        Tolerance::of(1.0, 0.0, 0.0)
+        Tolerance::reaching(6.0, 1.0, 0.0, 0.0)
     }
 
     /// Of silu(gate) * up of such products: each is rounded, silu too, and the product, which is quantized.

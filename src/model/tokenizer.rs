@@ -9,16 +9,17 @@
 
 mod bytes;
 mod config;
+mod guarded;
 mod prefix;
 
 use std::collections::{BTreeSet, HashMap};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use tokenizers::{AddedToken, AddedVocabulary, NormalizedString, Normalizer, PostProcessorWrapper, Tokenizer as Inner};
 
+use guarded::{THIS_TEXT, guarded};
 use prefix::{Prefix, puts_space_in_front, without_prefix};
 
 pub use config::{ChatTemplateSource, TokenizerConfig};
@@ -206,11 +207,11 @@ impl Tokenizer {
     }
 
     fn build(json: &[u8], config: TokenizerConfig) -> Result<Tokenizer, String> {
-        let mut full = Inner::from_bytes(json).map_err(|e| one_line(&e.to_string()))?;
+        let declared: Declared = serde_json::from_slice(json).map_err(|e| one_line(&e.to_string()))?;
+        let mut full = guarded("it", || Inner::from_bytes(json))?;
         // Both would change prompts behind the job's back.
         full.with_truncation(None).map_err(|e| e.to_string())?;
         full.with_padding(None);
-        let declared: Declared = serde_json::from_slice(json).map_err(|e| one_line(&e.to_string()))?;
         declared.check_added_ids(&full)?;
         add_missing(&mut full, &config)?;
         follow_bos_eos_flags(&mut full, &config)?;
@@ -372,7 +373,7 @@ impl Tokenizer {
             return text.to_string();
         };
         let mut normalized = NormalizedString::from(text);
-        match guarded(|| normalizer.normalize(&mut normalized)) {
+        match guarded(THIS_TEXT, || normalizer.normalize(&mut normalized)) {
             Ok(()) => normalized.get().to_string(),
             Err(_) => text.to_string(),
         }
@@ -408,30 +409,13 @@ impl Tokenizer {
 }
 
 fn encode_with(encoder: &Inner, text: &str, add_special: bool) -> Result<Vec<u32>, String> {
-    let encoding = guarded(|| encoder.encode_fast(text, add_special))?;
+    let encoding = guarded(THIS_TEXT, || encoder.encode_fast(text, add_special))?;
     Ok(encoding.get_ids().to_vec())
 }
 
 /// The 256 bytes, as byte-level tokenizers spell them.
 fn byte_vocab() -> Vec<String> {
     (0..=255).map(|byte| bytes::byte_char(byte).to_string()).collect()
-}
-
-/// Runs the library, which panics where its regex engine gives up on a text (a limit on backtracking): that text is one
-/// row's error, not the process's.
-fn guarded<T>(run: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, String> {
-    // What the closure could leave half done are caches behind locks, which the library asks whether they are poisoned.
-    match catch_unwind(AssertUnwindSafe(run)) {
-        Ok(result) => result.map_err(|e| one_line(&e.to_string())),
-        Err(panic) => {
-            let message = panic.downcast_ref::<String>().map(String::as_str);
-            let message = message.or_else(|| panic.downcast_ref::<&str>().copied());
-            Err(format!(
-                "the tokenizer gives up on this text: {}",
-                one_line(message.unwrap_or("it does not say why"))
-            ))
-        }
-    }
 }
 
 /// Refuses templates of a post-processor that name a special token they do not define: the library would panic at a text.

@@ -13,6 +13,10 @@ const AMQP_PORT: u16 = 5672;
 const AMQPS_PORT: u16 = 5671;
 /// Kafka's own bound on topic names, in bytes.
 const TOPIC_BYTES_MAX: usize = 249;
+/// What a consumer group is called by default: this and its topic.
+const GROUP_OF: &str = "gristmill-";
+/// A group's name, in bytes: that of any topic fits.
+const GROUP_BYTES_MAX: usize = GROUP_OF.len() + TOPIC_BYTES_MAX;
 /// AMQP's short string, in bytes.
 const NAME_BYTES_MAX: usize = 255;
 const PARTITIONS_MAX: u32 = 10_000;
@@ -249,12 +253,12 @@ fn kafka(parts: Parts<'_>) -> Result<KafkaUrl, QueueError> {
             "a Kafka topic has 1 to {TOPIC_BYTES_MAX} letters, digits, `.`, `_` and `-`: `kafka://host:port/TOPIC`"
         )));
     }
-    let mut group = format!("gristmill-{topic}");
+    let mut group = format!("{GROUP_OF}{topic}");
     let mut partitions = None;
     for (name, value) in parts.query {
         match name.as_str() {
-            "group" if !value.is_empty() && value.len() <= NAME_BYTES_MAX => group = value,
-            "group" => return Err(wrong(format!("`group` takes a name of 1 to {NAME_BYTES_MAX} bytes"))),
+            "group" if !value.is_empty() && value.len() <= GROUP_BYTES_MAX => group = value,
+            "group" => return Err(wrong(format!("`group` takes a name of 1 to {GROUP_BYTES_MAX} bytes"))),
             "partitions" => {
                 partitions = Some(
                     value
@@ -402,6 +406,8 @@ mod tests {
             shown("kafka://u%40x:p%2Fw@[::1]:9/t?partitions=7&group=g%20h"),
             "kafka://u%40x:***@[::1]:9/t?group=g%20h&partitions=7"
         );
+        let longest = shown(&format!("kafka://a/{}", "t".repeat(249)));
+        assert_eq!(shown(&longest), longest);
         assert_eq!(shown("amqp://h/q"), "amqp://h:5672/%2F/q");
         assert_eq!(shown("amqps://u:p@h/%2f/q%20r"), "amqps://u:***@h:5671/%2F/q%20r");
         assert_eq!(shown("amqp://h:1/v/q?ack_timeout=60"), "amqp://h:1/v/q?ack_timeout=60");

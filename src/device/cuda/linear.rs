@@ -109,6 +109,9 @@ impl Cuda {
             };
             self.launch(&launch, &[operands.as_slice(), &rest].concat())
         };
+        if let Some(tile) = self.tile {
+            return by_kernel(tile);
+        }
         // Whatever keeps the library from a product, there is a kernel for it.
         let offered = || {
             let ways = library.map_or(Ok(vec![]), |library| self.ways(library, &matrices));

@@ -43,7 +43,7 @@ use driver::{Argument, Card, Context, Function, Memory};
 pub use memory::{Buffer, KvPool, Workspace};
 use memory::{Logits, block_bytes};
 use nvrtc::Nvrtc;
-use plan::{BLOCK_TOKENS, Format, Heads, Launch};
+use plan::{BLOCK_TOKENS, Format, Heads, Launch, Tile};
 pub use step::Step;
 use tuning::Tuning;
 pub use weights::Matrix;
@@ -59,6 +59,8 @@ pub struct Cuda {
     functions: Mutex<HashMap<Kernel, Function>>,
     loader: Mutex<Option<Loader>>,
     tuning: Tuning,
+    /// What all products are computed in, where that is not to be measured.
+    tile: Option<Tile>,
     /// What computes products besides the kernels, or instead of them.
     by_library: Option<ByLibrary>,
     /// Of linear layers.
@@ -121,6 +123,7 @@ impl Cuda {
             compiler,
             functions: Mutex::default(),
             loader: Mutex::default(),
+            tile: None,
             by_library,
             format,
             kv,
@@ -130,6 +133,11 @@ impl Cuda {
     /// What the card is.
     pub fn card(&self) -> &Card {
         self.context.card()
+    }
+
+    /// Computes all products in this tile from now on, on Hopper: they are the same to the bit in each.
+    pub fn compute_in(&mut self, tile: Tile) {
+        self.tile = Some(tile);
     }
 
     /// NVRTC's version.

@@ -177,6 +177,12 @@ pub struct Tile {
     pub consumers: u32,
 }
 
+impl Display for Tile {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        write!(f, "{} x {}", self.rows(), self.columns)
+    }
+}
+
 impl Tile {
     /// All that `linear_sm90` is made for.
     pub const ALL: [Tile; 8] = {

@@ -138,7 +138,7 @@ impl Tuning {
                 return Ok(counted);
             };
             let name = match way {
-                Way::Tile(tile) => format!("{} x {}", tile.rows(), tile.columns),
+                Way::Tile(tile) => tile.to_string(),
                 Way::Library(_) => "cuBLASLt".into(),
             };
             said += &format!(", {name}: {:.1} us", seconds * 1e6);

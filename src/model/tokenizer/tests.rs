@@ -249,6 +249,23 @@ fn templates_with_undefined_tokens_are_refused() {
     }
 }
 
+/// Parts that the library unwraps.
+#[test]
+fn files_at_which_the_library_panics_are_refused() {
+    let model = json!({"type": "WordLevel", "vocab": {"u": 0}, "unk_token": "u"});
+    let normalizer = json!({"type": "Precompiled", "precompiled_charsmap": "AAAA"});
+    let file = json!({"added_tokens": [], "model": model, "normalizer": normalizer});
+    let error = Tokenizer::from_json(&file.to_string(), None).unwrap_err().to_string();
+    assert!(
+        error.contains("the tokenizers library gives up on it: ") && !error.contains('\n'),
+        "{error}"
+    );
+    // What is no JSON is seen before.
+    let text = r#"{"added_tokens": [], "decoder": {5: 6}, "model": {}}"#;
+    let error = Tokenizer::from_json(text, None).unwrap_err().to_string();
+    assert!(error.contains("key must be a string at line 1"), "{error}");
+}
+
 /// The regex engine's limit on backtracking is a panic in the library.
 #[test]
 fn a_text_at_which_the_regex_engine_gives_up_is_an_error() {
@@ -259,7 +276,7 @@ fn a_text_at_which_the_regex_engine_gives_up_is_an_error() {
     let text = format!("{}!", "a".repeat(200));
     let why = tokenizer.encode(&text, true).unwrap_err();
     assert!(
-        why.starts_with("the tokenizer gives up on this text") && !why.contains('\n'),
+        why.starts_with("the tokenizers library gives up on this text") && !why.contains('\n'),
         "{why}"
     );
     assert!(tokenizer.encode_piece(&text, true).is_err());
