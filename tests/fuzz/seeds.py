@@ -1,0 +1,67 @@
+"""Small valid inputs for the fuzz targets, a folder each, to start from: .venv/bin/python tests/fuzz/seeds.py DIR"""
+
+import json
+import pathlib
+import struct
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def parquet(path):
+    """Files of each compression and kind of page, with their footers and column chunks."""
+    table = pa.table({"a": [1, 2, 3], "s": ["x", "yy", None], "l": [[1, 2], [], None]})
+    for compression in ("none", "snappy", "zstd", "gzip", "lz4", "brotli"):
+        for version in ("1.0", "2.0"):
+            for dictionary in (True, False):
+                pq.write_table(table, path, compression=compression, data_page_version=version, use_dictionary=dictionary)
+                name, file = f"{compression}-{version}-{dictionary}", path.read_bytes()
+                length = struct.unpack("<I", file[-8:-4])[0]
+                yield "parquet_file", name, file
+                yield "parquet_footer", name, file[-8 - length : -8]
+                group = pq.ParquetFile(path).metadata.row_group(0)
+                for number in range(group.num_columns):
+                    column = group.column(number)
+                    start = column.dictionary_page_offset or column.data_page_offset
+                    yield "parquet_pages", f"{name}-{number}", file[start : start + column.total_compressed_size]
+
+
+def checkpoint():
+    """A first byte says which file the rest is."""
+    header = json.dumps({"a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}).encode()
+    yield b"\0" + struct.pack("<Q", len(header)) + header + bytes(24)
+    yield b"\1" + json.dumps({"weight_map": {"a": "model.safetensors"}}).encode()
+    for first, name in enumerate(("config.json", "tokenizer.json", "tokenizer_config.json"), start=2):
+        yield bytes([first]) + (ROOT / "jobs/demo/model" / name).read_bytes()
+
+
+def seeds(scratch):
+    yield from parquet(scratch)
+    yield from (("checkpoint", str(number), seed) for number, seed in enumerate(checkpoint()))
+    yield from (("job_file", path.name, path.read_bytes()) for path in sorted((ROOT / "jobs").glob("*.yaml")))
+    request = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [{"role": "user", "content": "hi"}]}}
+    lines = [json.dumps({"a": 1, "s": "x"}), json.dumps({"a": 2}), "", json.dumps(request), ""]
+    yield "jsonl_lines", "lines", "\n".join(lines).encode()
+    message = {"v": 1, "job": "0" * 32, "output": "s3://a/b", "generation": 0, "shard": 3}
+    yield "queue_message", "message", json.dumps(message).encode()
+    addresses = ("kafka://h:9092/t", "kafka://u:p@a:1,[::1]:2/t?group=g&partitions=7", "amqp://u:p@h/q", "amqps://u:p%20@h:5671/v/q?ack_timeout=60")
+    yield from (("queue_address", str(number), address.encode()) for number, address in enumerate(addresses))
+
+
+def main():
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    to = pathlib.Path(sys.argv[1])
+    to.mkdir(parents=True, exist_ok=True)
+    scratch = to / "scratch.parquet"
+    for target, name, seed in seeds(scratch):
+        folder = to / target
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_bytes(seed)
+    scratch.unlink()
+
+
+main()
