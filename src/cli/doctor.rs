@@ -79,7 +79,7 @@ fn examine(args: &DoctorArgs) -> Result<Report, Failure> {
         operations: vec![],
         models: vec![],
         right: true,
-        card: card.name,
+        card: card.name.clone(),
     };
     let quiet = args.json;
     if !quiet {
@@ -128,7 +128,7 @@ fn examine(args: &DoctorArgs) -> Result<Report, Failure> {
         };
         pair.operations(&mut tell)?;
         // Sums of INT8 are exact in any order.
-        if card.capability == 90 && precision != Precision::Int8 {
+        if card.is_hopper() && precision != Precision::Int8 {
             let mut device = open(Products::Kernels).map_err(Failure::bad_job)?;
             pair.alike(&mut device, Tile::ALL, Cuda::compute_in, &mut tell)?;
         }
