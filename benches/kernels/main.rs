@@ -255,7 +255,7 @@ fn attention_of(group: &mut BenchmarkGroup<'_, WallTime>, (name, heads): (&str, 
         device.upload(&whole, &mut step, &mut workspace).unwrap();
         let mut qkv = device.buffer();
         device
-            .embed(&matrix(&device, 1, width), &step, &mut qkv, &device.workspace())
+            .embed(&matrix(&device, 1, width), &step, &mut qkv, &workspace)
             .unwrap();
         let pools: Vec<KvPool> = (0..SWEPT_BYTES.div_ceil(bytes))
             .map(|_| {
@@ -268,7 +268,7 @@ fn attention_of(group: &mut BenchmarkGroup<'_, WallTime>, (name, heads): (&str, 
         let last = batch(SEQUENCES, q_len, kv_len);
         device.upload(&last, &mut step, &mut workspace).unwrap();
         device
-            .embed(&matrix(&device, 1, width), &step, &mut qkv, &device.workspace())
+            .embed(&matrix(&device, 1, width), &step, &mut qkv, &workspace)
             .unwrap();
         let mut out = device.buffer();
         let mut next = pools.iter().cycle();

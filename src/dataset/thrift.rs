@@ -127,13 +127,8 @@ impl<'a> Compact<'a> {
                 self.advance(length)
             }
             LIST | SET => {
-                let byte = self.byte()?;
-                let count = if byte >> 4 == 15 {
-                    self.varint()?
-                } else {
-                    u64::from(byte >> 4)
-                };
-                self.skip_elements(count, &[byte & 0x0f], depth)
+                let (kind, count) = self.list()?;
+                self.skip_elements(count, &[kind], depth)
             }
             MAP => match self.varint()? {
                 0 => Ok(()),

@@ -160,7 +160,22 @@ enum Attribute {
 /// Of an attribute.
 enum Value {
     Word(u32),
-    Address(u64),
+    Long(u64),
+}
+
+impl Value {
+    /// Sets an attribute of `object` by `set`.
+    ///
+    /// # Safety
+    /// The object is one of those that `set` takes, and alive; the attribute has a value of this size.
+    unsafe fn set(&self, set: SetAttribute, object: Object, attribute: u32) -> Status {
+        let (at, size): (*const c_void, usize) = match self {
+            Value::Word(word) => (std::ptr::from_ref(word).cast(), size_of_val(word)),
+            Value::Long(long) => (std::ptr::from_ref(long).cast(), size_of_val(long)),
+        };
+        // SAFETY: as the caller vouches; the value is read before it returns.
+        unsafe { set(object, attribute, at, size) }
+    }
 }
 
 /// Of what a choice of algorithms depends on: how much workspace they may use, and what parts of sums may be kept in.
@@ -305,20 +320,11 @@ impl CublasLt {
         let status = unsafe {
             self.check(create_preference(&mut object), "cublasLtMatmulPreferenceCreate")?;
             let preference = self.own(object, self.functions.destroy_preference);
-            let (bytes, reduction) = (WORKSPACE_BYTES, IN_COMPUTE_TYPE);
-            for (attribute, value, size) in [
-                (
-                    PREFERENCE_WORKSPACE,
-                    std::ptr::from_ref(&bytes).cast(),
-                    size_of_val(&bytes),
-                ),
-                (
-                    PREFERENCE_REDUCTION,
-                    std::ptr::from_ref(&reduction).cast(),
-                    size_of_val(&reduction),
-                ),
+            for (attribute, value) in [
+                (PREFERENCE_WORKSPACE, Value::Long(WORKSPACE_BYTES as u64)),
+                (PREFERENCE_REDUCTION, Value::Word(IN_COMPUTE_TYPE)),
             ] {
-                let said = set_of_preference(object, attribute, value, size);
+                let said = value.set(set_of_preference, object, attribute);
                 self.check(said, "cublasLtMatmulPreferenceSetAttribute")?;
             }
             choose(
@@ -414,21 +420,17 @@ impl CublasLt {
         let mut attributes = vec![(Attribute::TransposeA, Value::Word(TRANSPOSED))];
         if of.bias != 0 {
             attributes.push((Attribute::Epilogue, Value::Word(EPILOGUE_BIAS)));
-            attributes.push((Attribute::Bias, Value::Address(of.bias)));
+            attributes.push((Attribute::Bias, Value::Long(of.bias)));
         }
         if let Some((of_rows, of_columns)) = of.scales {
             attributes.push((Attribute::ScaleModeA, Value::Word(SCALES_OF_OUTER_VECTORS)));
             attributes.push((Attribute::ScaleModeB, Value::Word(SCALES_OF_OUTER_VECTORS)));
-            attributes.push((Attribute::ScalesA, Value::Address(of_columns)));
-            attributes.push((Attribute::ScalesB, Value::Address(of_rows)));
+            attributes.push((Attribute::ScalesA, Value::Long(of_columns)));
+            attributes.push((Attribute::ScalesB, Value::Long(of_rows)));
         }
         for (attribute, value) in &attributes {
-            let (at, size): (*const c_void, usize) = match value {
-                Value::Word(word) => (std::ptr::from_ref(word).cast(), size_of_val(word)),
-                Value::Address(address) => (std::ptr::from_ref(address).cast(), size_of_val(address)),
-            };
             // SAFETY: the value has the size that its attribute has in cublasLt.h.
-            if unsafe { (self.functions.set_of_product)(product.object, *attribute as u32, at, size) } != 0 {
+            if unsafe { value.set(self.functions.set_of_product, product.object, *attribute as u32) } != 0 {
                 return Ok(None);
             }
         }
