@@ -17,6 +17,7 @@ pub mod output;
 pub mod parquet_footer;
 pub mod parquet_in;
 pub mod parquet_pages;
+pub mod parquet_shape;
 pub mod part;
 pub mod pinned;
 pub mod plan;

@@ -9,8 +9,9 @@ use parquet::file::metadata::{
 };
 
 use super::error::DatasetError;
+use super::parquet_shape::check_footer;
 use super::pinned::PinnedFile;
-use super::thrift::{BINARY, Compact, I32, LIST, STRUCT, ThriftError};
+use super::thrift::{Compact, ThriftError};
 
 /// Largest footer, in bytes.
 const FOOTER_BYTES_MAX: u64 = 64 << 20;
@@ -26,6 +27,9 @@ const CHUNK_BYTES_MAX: i64 = 8 << 30;
 
 /// Deepest nesting of a schema.
 const SCHEMA_DEPTH_MAX: usize = 64;
+
+/// Most bytes of the paths of all its columns together: the decoder keeps each with the names of all groups around it.
+const SCHEMA_PATHS_MAX: u64 = 64 << 20;
 
 /// The bytes at either end of a file that are no data: `PAR1`, and the footer's length with `PAR1`.
 const FRAME_BYTES: u64 = 12;
@@ -69,6 +73,7 @@ pub async fn read_footer(pinned: &PinnedFile) -> Result<Bytes, DatasetError> {
 
 /// Pure: the footer's bytes → metadata whose claims hold for a file of `size` bytes.
 pub fn decode_footer(footer: &[u8], size: u64) -> Result<ArrowReaderMetadata, String> {
+    check_footer(footer)?;
     check_schema(footer)?;
     let options = ParquetMetaDataOptions::new()
         .with_encoding_stats_as_mask(true)
@@ -92,12 +97,12 @@ pub fn decode_footer(footer: &[u8], size: u64) -> Result<ArrowReaderMetadata, St
     arrow_footer(Arc::new(metadata))
 }
 
-/// The schema's nesting, before a decoder recurses into it, and its elements' numbers of children, before it takes memory for them.
+/// The schema's nesting, before the decoder recurses into it, its elements' numbers of children, before it takes memory for them, and the
+/// length of its columns' paths.
 ///
-/// It is field 2 of the footer, a list of elements in preorder; field 5 of each is its number of children. A decoder goes by a field's
-/// number and not by its type, so one of another type than the format's would be read as something else there.
+/// It is field 2 of the footer, a list of elements in preorder; field 4 of each is its name, field 5 its number of children.
 fn check_schema(footer: &[u8]) -> Result<(), String> {
-    let depth = schema_depth(footer).map_err(|e| match e {
+    let (depth, paths) = schema_size(footer).map_err(|e| match e {
         ThriftError::Short => "its footer is broken: it ends within its schema".to_string(),
         ThriftError::Bad(why) => format!("its footer is broken: it has {why}"),
     })?;
@@ -106,57 +111,63 @@ fn check_schema(footer: &[u8]) -> Result<(), String> {
             "its schema is nested {depth} deep, more than {SCHEMA_DEPTH_MAX}"
         ));
     }
+    if paths > SCHEMA_PATHS_MAX {
+        return Err(format!(
+            "the paths of its columns take {paths} bytes together, more than {SCHEMA_PATHS_MAX}"
+        ));
+    }
     Ok(())
 }
 
-/// Types of an element's fields 1 to 10.
-const ELEMENT: [u8; 10] = [I32, I32, I32, BINARY, I32, I32, I32, I32, I32, STRUCT];
-
-fn schema_depth(footer: &[u8]) -> Result<usize, ThriftError> {
+/// How deep the schema of a footer is nested whose fields have their types, and the bytes of its columns' paths together; a depth above the
+/// limit stands for all that is deeper.
+fn schema_size(footer: &[u8]) -> Result<(usize, u64), ThriftError> {
     let mut reader = Compact::new(footer);
-    let (mut id, mut deepest) = (0, 0);
+    let (mut id, mut deepest, mut paths) = (0, 0, 0u64);
     while let Some(kind) = reader.field(&mut id)? {
         if id != 2 {
             reader.skip(kind)?;
             continue;
         }
-        if kind != LIST {
-            return Err(ThriftError::Bad("a schema that is no list"));
-        }
         let (_, count) = reader.list()?;
-        // Children still to come of each open element.
-        let mut open: Vec<i32> = Vec::new();
+        // Of each open element the children still to come and the length of its path; and the children of all of them.
+        let mut open: Vec<(u64, u64)> = Vec::new();
+        let mut awaited = 0u64;
         for at in 0..count {
             let (mut inner, mut children) = (0, 0);
+            let from = reader.position();
             while let Some(kind) = reader.field(&mut inner)? {
-                if (1..=10).contains(&inner) && ELEMENT[inner as usize - 1] != kind {
-                    return Err(ThriftError::Bad("a schema with a field of another type"));
-                }
                 match inner {
-                    5 => children = reader.int()?,
+                    5 => children = u64::try_from(reader.int()?).unwrap_or(0),
                     _ => reader.skip(kind)?,
                 }
             }
-            if u64::try_from(children).is_ok_and(|children| children >= count - at) {
+            // An element is little more than its name.
+            let bytes = (reader.position() - from) as u64;
+            awaited = awaited.saturating_sub(1) + children;
+            if awaited > count - at - 1 {
                 return Err(ThriftError::Bad("a schema that claims more elements than it has"));
             }
-            while open.last() == Some(&0) {
+            while open.last().is_some_and(|(left, _)| *left == 0) {
                 open.pop();
             }
-            if let Some(left) = open.last_mut() {
+            let mut path = bytes;
+            if let Some((left, around)) = open.last_mut() {
                 *left -= 1;
+                path += *around;
             }
-            if children > 0 {
-                open.push(children);
+            match children {
+                0 => paths += path,
+                _ => open.push((children, path)),
             }
             deepest = deepest.max(open.len());
             if deepest > SCHEMA_DEPTH_MAX {
-                return Ok(deepest);
+                return Ok((deepest, paths));
             }
         }
         break;
     }
-    Ok(deepest)
+    Ok((deepest, paths))
 }
 
 /// The footer with its Arrow schema.

@@ -15,8 +15,9 @@ use parquet::file::metadata::OffsetIndexBuilder;
 use parquet::file::page_index::offset_index::OffsetIndexMetaData;
 
 use super::error::DatasetError;
+use super::parquet_shape::check_page_header;
 use super::pinned::PinnedFile;
-use super::thrift::{Compact, I32, STRUCT, ThriftError};
+use super::thrift::{Compact, ThriftError};
 
 /// Largest page that is decompressed, in bytes.
 pub const PAGE_BYTES_MAX: i32 = 256 << 20;
@@ -40,6 +41,7 @@ pub struct PageHeader {
 
 /// Reads the header at the start of `bytes`; answers its length too.
 pub fn parse_header(bytes: &[u8]) -> Result<(PageHeader, usize), ThriftError> {
+    check_page_header(bytes)?;
     let mut reader = Compact::new(bytes);
     let mut header = PageHeader {
         kind: -1,
@@ -49,17 +51,17 @@ pub fn parse_header(bytes: &[u8]) -> Result<(PageHeader, usize), ThriftError> {
     };
     let mut id = 0;
     while let Some(kind) = reader.field(&mut id)? {
-        match (id, kind) {
-            (1, I32) => header.kind = reader.int()?,
-            (2, I32) => header.uncompressed = reader.int()?,
-            (3, I32) => header.compressed = reader.int()?,
-            (5 | 8, STRUCT) => {
+        match id {
+            1 => header.kind = reader.int()?,
+            2 => header.uncompressed = reader.int()?,
+            3 => header.compressed = reader.int()?,
+            5 | 8 => {
                 let is_v2 = id == 8;
                 let mut inner = 0;
                 while let Some(kind) = reader.field(&mut inner)? {
-                    match (inner, kind) {
-                        (1, I32) => header.values = reader.int()?,
-                        (3, I32) if is_v2 => header.rows = Some(reader.int()?),
+                    match inner {
+                        1 => header.values = reader.int()?,
+                        3 if is_v2 => header.rows = Some(reader.int()?),
                         _ => reader.skip(kind)?,
                     }
                 }
@@ -292,6 +294,29 @@ mod tests {
                 .map(|p| (p.offset, p.compressed_page_size, p.first_row_index))
                 .collect(),
         )
+    }
+
+    #[test]
+    fn a_field_of_another_type_is_refused() {
+        let right = header(100, 50, 7, None);
+        assert_eq!(parse_header(&right).unwrap().0.uncompressed, 100);
+        // The uncompressed size as a double: eight bytes to us, a number of few bytes to who goes by the field's number.
+        let mut wrong = right.clone();
+        assert_eq!(wrong[2], 0x15);
+        wrong[2] = 0x17;
+        wrong.extend([0; 16]);
+        assert_eq!(
+            parse_header(&wrong).unwrap_err(),
+            ThriftError::Bad("a field of another type")
+        );
+        // The compressed size twice.
+        let mut twice = right;
+        twice.pop();
+        twice.extend([0x05, 0x06, 0x02, 0x00]);
+        assert_eq!(
+            parse_header(&twice).unwrap_err(),
+            ThriftError::Bad("fields out of order")
+        );
     }
 
     #[test]

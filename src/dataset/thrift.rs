@@ -14,13 +14,13 @@ pub enum ThriftError {
 /// Deepest nesting of skipped values.
 const DEPTH_MAX: u32 = 16;
 
-const BOOL_TRUE: u8 = 1;
-const BOOL_FALSE: u8 = 2;
-const BYTE: u8 = 3;
-const I16: u8 = 4;
+pub const BOOL_TRUE: u8 = 1;
+pub const BOOL_FALSE: u8 = 2;
+pub const BYTE: u8 = 3;
+pub const I16: u8 = 4;
 pub const I32: u8 = 5;
-const I64: u8 = 6;
-const DOUBLE: u8 = 7;
+pub const I64: u8 = 6;
+pub const DOUBLE: u8 = 7;
 pub const BINARY: u8 = 8;
 pub const LIST: u8 = 9;
 const SET: u8 = 10;
@@ -155,12 +155,10 @@ impl<'a> Compact<'a> {
         }
         for _ in 0..count {
             for &kind in kinds {
-                // Within a collection a boolean takes a byte.
-                let kind = if matches!(kind, BOOL_TRUE | BOOL_FALSE) {
-                    BYTE
-                } else {
-                    kind
-                };
+                // Parquet's decoder takes no byte for a boolean that it skips in a collection. The format has none there.
+                if matches!(kind, BOOL_TRUE | BOOL_FALSE) {
+                    return Err(ThriftError::Bad("booleans in a list"));
+                }
                 self.skip_within(kind, depth)?;
             }
         }
