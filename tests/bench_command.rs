@@ -71,6 +71,23 @@ fn a_trace_is_run_as_it_says() {
 }
 
 #[test]
+fn a_configuration_alone_is_enough_for_random_weights() {
+    let folder = tempfile::tempdir().unwrap();
+    let from = root().join("jobs/demo/model/config.json");
+    fs::copy(from, folder.path().join("config.json")).unwrap();
+    let run = |more: &[&str], code| {
+        let size = ["--requests", "3", "--input-len", "20", "--output-len", "4", "--json"];
+        let args = [&["bench", "--model", arg(folder.path())], &size[..], more].concat();
+        Run::of(&mut gristmill(&args)).expect(code)
+    };
+    let refused = run(&[], 2);
+    assert!(refused.stderr.contains("tokenizer.json"), "{}", refused.stderr);
+    let found = run(&["--load-format", "dummy"], 0).stdout;
+    let found: Value = serde_json::from_str(found.lines().last().unwrap()).unwrap();
+    assert_eq!((&found["generated_tokens"], &found["failed"]), (&12.into(), &0.into()));
+}
+
+#[test]
 fn what_cannot_be_run_is_one_line() {
     let folder = tempfile::tempdir().unwrap();
     let trace = folder.path().join("trace.jsonl");

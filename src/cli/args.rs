@@ -398,11 +398,23 @@ pub enum Part {
     Refilling,
 }
 
+/// Where a benchmark's weights come from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum LoadFormat {
+    /// The folder; random numbers for the name of a shape
+    Auto,
+    /// Random numbers: of the folder, `config.json` is enough
+    Dummy,
+}
+
 #[derive(Debug, Args)]
 pub struct BenchArgs {
     /// A checkpoint's folder, or the name of a published shape to be filled with random weights
     #[arg(long, value_name = "DIR|SHAPE")]
     pub model: String,
+    /// Where the weights come from
+    #[arg(long, value_enum, value_name = "FROM", default_value_t = LoadFormat::Auto)]
+    pub load_format: LoadFormat,
     /// Requests, a JSON object a line: `prompt` or `prompt_token_ids`, `max_tokens`, and what else docs/bench.md lists
     #[arg(long, value_name = "FILE", conflicts_with_all = ["input_len", "output_len", "requests"])]
     pub trace: Option<PathBuf>,

@@ -8,7 +8,7 @@ use anyhow::{Context, anyhow};
 
 use crate::bench::figures::{Batches, Figures, Step};
 use crate::bench::{picture, trace};
-use crate::cli::args::{BenchArgs, Part};
+use crate::cli::args::{BenchArgs, LoadFormat, Part};
 use crate::cli::exit::{Exit, Failure};
 use crate::cli::outfit::{engine_options, load_model, load_options, on_device};
 use crate::cli::place::Place;
@@ -22,7 +22,7 @@ use crate::engine::{Engine, Forward, Generate};
 use crate::model::Channels;
 use crate::model::config::Config;
 use crate::model::shapes;
-use crate::model::tokenizer::Tokenizer;
+use crate::model::tokenizer::{Tokenizer, TokenizerError};
 use crate::model::weights::RandomWeights;
 use crate::worker::model::Formats;
 
@@ -41,13 +41,18 @@ struct Subject {
 }
 
 impl Subject {
-    fn open(model: &str) -> Result<Subject, Failure> {
+    fn open(model: &str, format: LoadFormat) -> Result<Subject, Failure> {
         let dir = Path::new(model);
         if dir.is_dir() {
+            let config = Config::load(dir).map_err(Failure::bad_job)?;
+            let tokenizer = match (Tokenizer::load(dir), format) {
+                (Err(TokenizerError::Missing(_)), LoadFormat::Dummy) => Tokenizer::numbered(config.vocab_size)?,
+                (tokenizer, _) => tokenizer.map_err(Failure::bad_job)?,
+            };
             return Ok(Subject {
-                config: Config::load(dir).map_err(Failure::bad_job)?,
-                tokenizer: Arc::new(Tokenizer::load(dir).map_err(Failure::bad_job)?),
-                checkpoint: true,
+                config,
+                tokenizer: Arc::new(tokenizer),
+                checkpoint: format == LoadFormat::Auto,
             });
         }
         let Some(config) = shapes::named(model)? else {
@@ -66,7 +71,7 @@ impl Subject {
 }
 
 fn run(args: &BenchArgs) -> Result<Exit, Failure> {
-    let subject = Subject::open(&args.model)?;
+    let subject = Subject::open(&args.model, args.load_format)?;
     let eos: Arc<[u32]> = subject.config.eos_token_ids.clone().into();
     let vocabulary = subject.config.vocab_size.min(subject.tokenizer.vocab_size());
     let requests = match &args.trace {
