@@ -1,25 +1,68 @@
 // residual += delta; out = residual / sqrt(mean(residual^2) + eps) * weight, a block a row. (Zhang and Sennrich 2019.)
 //
-// WIDTH, THREADS, OUTPUT: see rows.cuh. residual, delta: [rows][WIDTH] BF16, delta may be null; weight: [WIDTH]. picked: null, or the rows of
-// residual and delta that rows of out come from; then residual stays as it is.
+// WIDTH, THREADS, OUTPUT: see rows.cuh. DELTA_NORM: 0, or 1 where delta goes through a norm of its own first (Gemma 2, 2024).
+// residual, delta: [rows][WIDTH] BF16, delta may be null where it has no norm; weight, delta_weight (read where delta has one):
+// [WIDTH] F32. picked: null, or the rows of residual and delta that rows of out come from; then residual stays as it is.
 #include "ptx.cuh"
 #include "rows.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    add_norm(Bf16* residual, const Bf16* delta, const Bf16* weight, const u32* picked, float eps, void* out, float* scales) {
-    __shared__ float scratch[2][WARPS];
+// Left alone the compiler saves registers for two blocks of 1024 threads, and spills some.
+#if THREADS == 1024
+#define BOUNDS THREADS, 1
+#else
+#define BOUNDS THREADS
+#endif
+
+// What a row is scaled by, from this thread's part of the sum of its squares.
+__device__ inline float norm_scale(float squares, float* scratch, float eps) {
+    return 1.0f / sqrtf(reduce(squares, scratch, [](float a, float b) { return a + b; }) / WIDTH + eps);
+}
+
+// Eight numbers, whose product with the weight is not rounded yet.
+__device__ inline void normalise(float* x, float scale, const float* weight) {
+    float w[8];
+    load(weight, w);
+#pragma unroll
+    for (int i = 0; i < 8; i++) x[i] = round_bf16(x[i] * scale) * w[i];
+}
+
+extern "C" __global__ void __launch_bounds__(BOUNDS)
+    add_norm(Bf16* residual, const Bf16* delta, const float* delta_weight, const float* weight, const u32* picked, float eps,
+             void* out, float* scales) {
+    __shared__ float scratch[2 + DELTA_NORM][WARPS];
     u64 from = u64(picked ? picked[blockIdx.x] : blockIdx.x) * WIDTH;
     Row row;
+#if DELTA_NORM
+    // Registers have no room for two of the widest rows. So delta is read again, from the cache, and the residual is kept.
+    float delta_squares = 0;
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++) {
+        if (column_of(v) >= WIDTH) continue;
+        float d[8];
+        row.vectors[v] = *(const Vec16*)(residual + from + column_of(v));
+        unpack(*(const Vec16*)(delta + from + column_of(v)), d);
+#pragma unroll
+        for (int i = 0; i < 8; i++) delta_squares = fmaf(d[i], d[i], delta_squares);
+    }
+    float delta_scale = norm_scale(delta_squares, scratch[2], eps);
+#endif
     float squares = 0;
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
         if (column_of(v) >= WIDTH) continue;
         float x[8];
+#if !DELTA_NORM
         row.vectors[v] = *(const Vec16*)(residual + from + column_of(v));
+#endif
         unpack(row.vectors[v], x);
-        if (delta) {
+        if (DELTA_NORM || delta) {
             float d[8];
             unpack(*(const Vec16*)(delta + from + column_of(v)), d);
+#if DELTA_NORM
+            normalise(d, delta_scale, delta_weight + column_of(v));
+#pragma unroll
+            for (int i = 0; i < 8; i++) d[i] = round_bf16(d[i]);
+#endif
 #pragma unroll
             for (int i = 0; i < 8; i++) x[i] = round_bf16(x[i] + d[i]);
             row.vectors[v] = pack(x);
@@ -28,16 +71,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
         for (int i = 0; i < 8; i++) squares = fmaf(x[i], x[i], squares);
     }
-    float mean = reduce(squares, scratch[0], [](float a, float b) { return a + b; }) / WIDTH;
-    float scale = 1.0f / sqrtf(mean + eps);
+    float scale = norm_scale(squares, scratch[0], eps);
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
         if (column_of(v) >= WIDTH) continue;
-        float x[8], w[8];
+        float x[8];
         unpack(row.vectors[v], x);
-        unpack(*(const Vec16*)(weight + column_of(v)), w);
-#pragma unroll
-        for (int i = 0; i < 8; i++) x[i] = round_bf16(x[i] * scale) * w[i];
+        normalise(x, scale, weight + column_of(v));
         row.vectors[v] = pack(x);
     }
     write_row(row, out, scales, scratch[1]);

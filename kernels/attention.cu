@@ -3,8 +3,9 @@
 //
 // HEADS, KV_HEADS (divides HEADS), HEAD_DIM (a multiple of 16 up to 128, of 32 up to 256), BLOCK: tokens of a block (a multiple of
 // 32); STORE: 0 INT8, 1 FP8 (E4M3), 2 BF16, as in rope_store.cu; ROW_WARPS: warps of a block, each with 16 rows; WINDOW: 0, or how many
-// positions a query sees; SOFT_CAP: where defined, scores become SOFT_CAP tanh(score / SOFT_CAP) (Gemma 2, 2024); STAGES: blocks on
-// their way at once, 2, or 1 where two are more shared memory than a card has. Shared memory: STAGES * STAGE_BYTES + QUERY_BYTES.
+// positions a query sees; SOFT_CAP: where defined, the bits of a float cap: scores become cap tanh(score / cap) (Gemma 2, 2024);
+// STAGES: blocks on their way at once, 2, or 1 where two are more shared memory than a card has.
+// Shared memory: STAGES * STAGE_BYTES + QUERY_BYTES.
 //
 // A block takes an item with one key-value head. Its rows are queries times the GROUP heads that share the head: row r is query
 // r / GROUP, head r % GROUP of the group; rows left over are idle. It walks the item's positions, blocks in spans of SPAN, with an
@@ -160,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
                         score *= block_scales[token];
 #endif
 #ifdef SOFT_CAP
-                        const float cap = SOFT_CAP;
+                        const float cap = bits_to_float(SOFT_CAP);
                         score = cap * tanhf(score * (1.0f / cap));
 #endif
                         bool seen = position <= limits[half] && position < to;

@@ -247,7 +247,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, SHARING)
             scale_own(x, shared_scales + at * SCALE_BYTES, lane);
 #endif
 #ifdef SOFT_CAP
-            const float cap = SOFT_CAP, unit = LOG2_E;
+            const float cap = bits_to_float(SOFT_CAP), unit = LOG2_E;
 #pragma unroll
             for (int i = 0; i < OWN; i++) x[i] = cap * tanhf(x[i] * (row_scales[half] * (1.0f / cap)));
 #else

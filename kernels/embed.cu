@@ -1,4 +1,4 @@
-// Rows of a table, a warp a row.
+// Rows of a table times `scale`, a warp a row.
 //
 // WIDTH: of a row, a multiple of 8. table: [ids][WIDTH] BF16; tokens: [rows], each an id, or IS_DRAWN and a row of `drawn`; out:
 // [rows][WIDTH].
@@ -9,12 +9,18 @@
 #define ROWS 4
 
 extern "C" __global__ void __launch_bounds__(ROWS * 32)
-    embed(const Bf16* table, const u32* tokens, const Drawn* drawn, Bf16* out, int rows) {
+    embed(const Bf16* table, const u32* tokens, const Drawn* drawn, Bf16* out, int rows, float scale) {
     int row = int(blockIdx.x) * ROWS + int(threadIdx.x) / 32;
     if (row >= rows) return;
     u32 token = tokens[row];
     if (token & IS_DRAWN) token = drawn[token & ~IS_DRAWN].token;
     const Vec16* from = (const Vec16*)(table + u64(token) * WIDTH);
     Vec16* to = (Vec16*)(out + u64(row) * WIDTH);
-    for (int i = int(threadIdx.x) % 32; i < WIDTH / 8; i += 32) to[i] = from[i];
+    for (int i = int(threadIdx.x) % 32; i < WIDTH / 8; i += 32) {
+        float x[8];
+        unpack(from[i], x);
+#pragma unroll
+        for (int j = 0; j < 8; j++) x[j] *= scale;
+        to[i] = pack(x);
+    }
 }

@@ -1,8 +1,19 @@
-// silu(gate) * up (Shazeer 2020, SwiGLU), in BF16 or quantized by row, a block a row.
+// silu(gate) * up, or gelu(gate) * up (Shazeer 2020, SwiGLU and GEGLU), in BF16 or quantized by row, a block a row.
 //
-// WIDTH, THREADS, OUTPUT: see rows.cuh. gate_up: [rows][gate: WIDTH, up: WIDTH] BF16.
+// WIDTH, THREADS, OUTPUT: see rows.cuh. GELU: 0 SiLU, 1 GELU as approximated by tanh (Hendrycks and Gimpel 2016).
+// gate_up: [rows][gate: WIDTH, up: WIDTH] BF16.
 #include "ptx.cuh"
 #include "rows.cuh"
+
+__device__ inline float activation(float x) {
+#if GELU
+    // x (1 + tanh u) / 2, but with all digits where tanh u is near -1. A finite x is divided by infinity at most, which is no NaN.
+    float u = 0.7978845608f * (x + 0.044715f * x * x * x);
+    return x / (1.0f + expf(-2.0f * u));
+#else
+    return x / (1.0f + expf(-x));
+#endif
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS) gated(const Bf16* gate_up, void* out, float* scales) {
     __shared__ float scratch[WARPS];
@@ -15,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) gated(const Bf16* gate_up,
         unpack(*(const Vec16*)(from + column_of(v)), gate);
         unpack(*(const Vec16*)(from + WIDTH + column_of(v)), up);
 #pragma unroll
-        for (int i = 0; i < 8; i++) up[i] *= round_bf16(gate[i] / (1.0f + expf(-gate[i])));
+        for (int i = 0; i < 8; i++) up[i] *= round_bf16(activation(gate[i]));
         row.vectors[v] = pack(up);
     }
     write_row(row, out, scales, scratch);

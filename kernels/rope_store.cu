@@ -3,7 +3,7 @@
 //
 // HEADS, KV_HEADS, HEAD_DIM (even), BLOCK: tokens of a block. STORE: 0 INT8, 1 FP8 (E4M3), 2 BF16.
 // qkv: [tokens][HEADS q, KV_HEADS k, KV_HEADS v][HEAD_DIM] BF16, queries are rotated in place. rotations: [positions][cosines,
-// sines: HEAD_DIM]. slots: [tokens], block * BLOCK + place in it. q_norm, k_norm: [HEAD_DIM] or null.
+// sines: HEAD_DIM]. slots: [tokens], block * BLOCK + place in it. q_norm, k_norm: [HEAD_DIM] F32, or null.
 // keys: [block][kv head][place][HEAD_DIM]; values: [block][kv head][HEAD_DIM][place], since eight-bit products want both operands
 // with what is summed over side by side, and values are summed over tokens. scales: [block][kv head][place].
 //
@@ -31,15 +31,15 @@ struct Head {
     for (int p = 0, d = int(threadIdx.x) % 32; p < PAIRS; p++, d += 32)                                                          \
         if (d < HALF)
 
-__device__ inline void normalise(Head& head, const Bf16* weight, float eps) {
+__device__ inline void normalise(Head& head, const float* weight, float eps) {
     float squares = 0;
 #pragma unroll
     FOR_PAIRS(p, d) squares = fmaf(head.low[p], head.low[p], fmaf(head.high[p], head.high[p], squares));
     float scale = 1.0f / sqrtf(reduce(squares, [](float a, float b) { return a + b; }) / HEAD_DIM + eps);
 #pragma unroll
     FOR_PAIRS(p, d) {
-        head.low[p] = round_bf16(round_bf16(head.low[p] * scale) * widen(weight[d]));
-        head.high[p] = round_bf16(round_bf16(head.high[p] * scale) * widen(weight[HALF + d]));
+        head.low[p] = round_bf16(round_bf16(head.low[p] * scale) * weight[d]);
+        head.high[p] = round_bf16(round_bf16(head.high[p] * scale) * weight[HALF + d]);
     }
 }
 
@@ -83,7 +83,7 @@ __device__ inline void store(const Head& head, void* to, u64 at, int stride, flo
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 4)
-    rope_store(Bf16* qkv, const float* rotations, const u32* positions, const u32* slots, const Bf16* q_norm, const Bf16* k_norm,
+    rope_store(Bf16* qkv, const float* rotations, const u32* positions, const u32* slots, const float* q_norm, const float* k_norm,
                float eps, void* keys, void* values, float* key_scales, float* value_scales) {
     int token = int(blockIdx.x), at = int(blockIdx.y) * WARPS + int(threadIdx.x) / 32;
     if (at >= HEADS + 2 * KV_HEADS) return;
@@ -95,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 4)
         head.high[p] = widen(from[HALF + d]);
     }
     if (at < HEADS + KV_HEADS) {
-        const Bf16* norm = at < HEADS ? q_norm : k_norm;
+        const float* norm = at < HEADS ? q_norm : k_norm;
         if (norm) normalise(head, norm, eps);
         const float* rotation = rotations + u64(positions[token]) * HEAD_DIM;
 #pragma unroll

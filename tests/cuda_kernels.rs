@@ -6,6 +6,7 @@ use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::path::PathBuf;
 
+use gristmill::device::KvSpec;
 use gristmill::device::cuda::compile::{self, Compiler, Kernel, Target};
 use gristmill::device::cuda::nvrtc::Nvrtc;
 use gristmill::device::cuda::plan::{self, Format, Heads, Launch, LinearShape, Tile};
@@ -57,28 +58,39 @@ fn launches(config: &Config, format: Format, capability: u32, rows: usize) -> Ve
     let attended = config.heads.heads * config.heads.head_dim;
     let mut all = vec![
         plan::embed(hidden, rows),
-        plan::add_norm(hidden, format, rows),
+        plan::add_norm(hidden, format, config.post_norms, rows),
         linear(config.heads.qkv_width(), hidden, format, false),
         heads.rope_store(rows),
-        heads.attention(
-            heads.wide_warps(),
-            0,
-            rows.div_ceil(heads.queries(heads.wide_warps()) as usize),
-        ),
-        heads.attention(heads.narrow_warps(), 0, rows),
-        heads.merge(rows),
     ];
+    let windows: BTreeSet<u32> = config
+        .layers
+        .iter()
+        .map(|spec| match spec {
+            KvSpec::Full => 0,
+            KvSpec::Window(window) => *window,
+        })
+        .collect();
+    for window in windows {
+        let bounds = (window, config.attention_soft_cap);
+        let wide = heads.wide_warps();
+        all.extend([
+            heads.attention(wide, bounds, rows.div_ceil(heads.queries(wide) as usize)),
+            heads.attention(heads.narrow_warps(), bounds, rows),
+        ]);
+    }
+    all.push(heads.merge(rows));
     if format != Format::Bf16 {
         all.push(plan::quantize(attended, format, rows));
     }
     all.extend([
         linear(hidden, attended, format, false),
         linear(2 * mlp, hidden, format, false),
-        plan::gated(mlp, format, rows),
+        plan::gated(mlp, format, config.activation, rows),
         linear(hidden, mlp, format, false),
-        plan::add_norm(hidden, Format::Bf16, rows),
+        plan::add_norm(hidden, Format::Bf16, config.post_norms, rows),
         linear(config.vocab_size, hidden, Format::Bf16, true),
     ]);
+    all.extend(config.logit_soft_cap.map(|_| plan::soft_cap(rows, config.vocab_size)));
     all
 }
 
@@ -95,7 +107,13 @@ fn heads(config: &Config, store: Format, capability: u32) -> Heads {
 #[test]
 fn launch_plans_of_published_models() {
     let mut found = String::new();
-    for name in ["llama-3.1-8b", "llama-3.1-70b", "qwen3-32b", "qwen2.5-0.5b"] {
+    for name in [
+        "llama-3.1-8b",
+        "llama-3.1-70b",
+        "qwen3-32b",
+        "qwen2.5-0.5b",
+        "gemma-2-9b",
+    ] {
         for (format, capability) in [(Format::E4m3, 90), (Format::Int8, 80), (Format::Bf16, 90)] {
             for rows in [1, 64, 65, 2048] {
                 writeln!(
@@ -163,7 +181,7 @@ fn every_kernel_compiles_for_every_card_without_spills() {
         .into_iter()
         .flat_map(|card| {
             let mut all = BTreeSet::new();
-            for name in ["llama-3.1-8b", "llama-3.1-70b", "qwen2.5-0.5b"] {
+            for name in ["llama-3.1-8b", "llama-3.1-70b", "qwen2.5-0.5b", "gemma-2-9b"] {
                 for format in FORMATS {
                     if format == Format::E4m3 && card < 89 {
                         continue;
@@ -174,7 +192,7 @@ fn every_kernel_compiles_for_every_card_without_spills() {
                     if name == "llama-3.1-8b" {
                         let heads = heads(&shape(name), format, card);
                         let warps = [heads.wide_warps(), heads.narrow_warps()];
-                        all.extend(warps.map(|warps| heads.attention(warps, 4096, 1).kernel));
+                        all.extend(warps.map(|warps| heads.attention(warps, (4096, None), 1).kernel));
                         // Hopper runs these, too, where it is asked to.
                         all.insert(Kernel::new("linear", &[("FORMAT", format as u32), ("WIDE", 0)]));
                     }

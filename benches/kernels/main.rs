@@ -15,7 +15,9 @@ use criterion::measurement::WallTime;
 use criterion::{BenchmarkGroup, BenchmarkId, Criterion, SamplingMode, Throughput};
 use gristmill::device::batch::{StepBatch, StepSequence};
 use gristmill::device::cpu::{BLOCK_TOKENS, Buffer, Cpu, Isa, KvPool, Matrix, Step, Threads, Vector};
-use gristmill::device::{Device, Dtype, HeadShape, KvFormat, KvSpec, Linear, Precision, RopeSpec, RopeStore, Tensor};
+use gristmill::device::{
+    Attention, Device, Dtype, HeadShape, KvFormat, KvSpec, Linear, Precision, RopeSpec, RopeStore, Tensor,
+};
 
 #[cfg(target_arch = "x86_64")]
 mod shares;
@@ -80,7 +82,7 @@ fn new_step(device: &Cpu, heads: HeadShape) -> Step {
         scale: 1.0,
     };
     device
-        .step(heads, rope, &[KvSpec::Full])
+        .step(heads, vec![rope], &[KvSpec::Full])
         .expect("a CPU computes all heads")
 }
 
@@ -95,7 +97,7 @@ fn activations(device: &Cpu, rows: usize, width: usize) -> Buffer {
     step_of_rows(device, &mut step, rows);
     let mut out = device.buffer();
     device
-        .embed(&matrix(device, rows, width), &step, &mut out, &device.workspace())
+        .embed(&matrix(device, rows, width), 1.0, &step, &mut out, &device.workspace())
         .unwrap();
     out
 }
@@ -255,12 +257,16 @@ fn attention_of(group: &mut BenchmarkGroup<'_, WallTime>, (name, heads): (&str, 
         device.upload(&whole, &mut step, &mut workspace).unwrap();
         let mut qkv = device.buffer();
         device
-            .embed(&matrix(&device, 1, width), &step, &mut qkv, &workspace)
+            .embed(&matrix(&device, 1, width), 1.0, &step, &mut qkv, &workspace)
             .unwrap();
         let pools: Vec<KvPool> = (0..SWEPT_BYTES.div_ceil(bytes))
             .map(|_| {
                 let mut pool = device.kv_pool(heads, blocks).unwrap();
-                let op = RopeStore { heads, qk_norm: None };
+                let op = RopeStore {
+                    heads,
+                    qk_norm: None,
+                    rope: 0,
+                };
                 device.rope_store(op, &step, &mut qkv, &mut pool).unwrap();
                 pool
             })
@@ -268,14 +274,19 @@ fn attention_of(group: &mut BenchmarkGroup<'_, WallTime>, (name, heads): (&str, 
         let last = batch(SEQUENCES, q_len, kv_len);
         device.upload(&last, &mut step, &mut workspace).unwrap();
         device
-            .embed(&matrix(&device, 1, width), &step, &mut qkv, &workspace)
+            .embed(&matrix(&device, 1, width), 1.0, &step, &mut qkv, &workspace)
             .unwrap();
         let mut out = device.buffer();
         let mut next = pools.iter().cycle();
+        let whole = Attention {
+            spec: KvSpec::Full,
+            scale: 1.0 / (heads.head_dim as f32).sqrt(),
+            soft_cap: None,
+        };
         bencher.iter(|| {
             let pool = next.next().unwrap();
             device
-                .attention(KvSpec::Full, &step, &qkv, pool, &mut out, &mut workspace)
+                .attention(whole, &step, &qkv, pool, &mut out, &mut workspace)
                 .unwrap();
         });
     });

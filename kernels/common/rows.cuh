@@ -22,16 +22,14 @@ __device__ inline int column_of(int v) {
     return (v * THREADS + int(threadIdx.x)) * 8;
 }
 
-__device__ inline void unpack(const Vec16& from, float* to) {
+// Eight F32 that lie on 16 bytes.
+__device__ inline void load(const float* from, float* to) {
 #pragma unroll
-    for (int i = 0; i < 8; i++) to[i] = widen(Bf16{u16(from.words[i / 2] >> i % 2 * 16)});
-}
-
-__device__ inline Vec16 pack(const float* from) {
-    Vec16 to;
+    for (int i = 0; i < 8; i += 4) {
+        Vec16 four = *(const Vec16*)(from + i);
 #pragma unroll
-    for (int i = 0; i < 4; i++) to.words[i] = to_bf16_pair(from[2 * i], from[2 * i + 1]);
-    return to;
+        for (int j = 0; j < 4; j++) to[i + j] = bits_to_float(four.words[j]);
+    }
 }
 
 // Reduces over the block by `op`, which takes numbers in any order. `scratch`: [WARPS], for this call alone.

@@ -41,3 +41,16 @@ __device__ inline float round_bf16(float x) {
 __device__ inline u32 to_bf16_pair(float low, float high) {
     return u32(to_bf16(low).bits) | u32(to_bf16(high).bits) << 16;
 }
+
+// Eight BF16 of a vector.
+__device__ inline void unpack(const Vec16& from, float* to) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) to[i] = widen(Bf16{u16(from.words[i / 2] >> i % 2 * 16)});
+}
+
+__device__ inline Vec16 pack(const float* from) {
+    Vec16 to;
+#pragma unroll
+    for (int i = 0; i < 4; i++) to.words[i] = to_bf16_pair(from[2 * i], from[2 * i + 1]);
+    return to;
+}

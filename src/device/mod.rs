@@ -187,16 +187,37 @@ pub struct RopeSpec {
 }
 
 /// RMS normalisation of each query and key head before the rotation.
-pub struct QkNorm<'a, V> {
-    pub q: &'a V,
-    pub k: &'a V,
+pub struct QkNorm<'a, N> {
+    pub q: &'a N,
+    pub k: &'a N,
     pub eps: f32,
 }
 
 /// What [`Device::rope_store`] needs of a layer besides its buffers.
-pub struct RopeStore<'a, V> {
+pub struct RopeStore<'a, N> {
     pub heads: HeadShape,
-    pub qk_norm: Option<QkNorm<'a, V>>,
+    pub qk_norm: Option<QkNorm<'a, N>>,
+    /// Which of the step's rotations.
+    pub rope: usize,
+}
+
+/// What [`Device::attention`] needs of a layer besides its buffers.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Attention {
+    pub spec: KvSpec,
+    /// What a product of query and key is multiplied by.
+    pub scale: f32,
+    /// What then bounds it, before the softmax: `cap * tanh(x / cap)`.
+    pub soft_cap: Option<f32>,
+}
+
+/// What a gate goes through.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Activation {
+    /// `x / (1 + e^-x)`.
+    Silu,
+    /// The Gaussian error linear unit by `tanh` (Hendrycks and Gimpel 2016): `x / (1 + e^-2u)`, `u = sqrt(2 / pi) (x + 0.044715 x^3)`.
+    GeluTanh,
 }
 
 /// Weights of a linear operation: `y = x W^T + b`.
@@ -207,11 +228,29 @@ pub struct Linear<M, V> {
     pub bias: Option<V>,
 }
 
+/// The output head.
+pub struct Head<'a, M> {
+    /// A table.
+    pub weight: &'a M,
+    /// How many of its first rows there are logits of.
+    pub ids: usize,
+    /// What bounds logits: `cap * tanh(x / cap)`.
+    pub soft_cap: Option<f32>,
+}
+
+/// What a residual stream takes up.
+pub struct Delta<'a, B, N> {
+    pub rows: &'a B,
+    /// Of a norm that the rows go through first.
+    pub norm: Option<&'a N>,
+}
+
 /// A residual stream's normalisation: the stream takes up `delta`, then is normalised.
-pub struct AddNorm<'a, B, V> {
+pub struct AddNorm<'a, B, N> {
     /// Added to the residual stream first; `None` for the first norm.
-    pub delta: Option<&'a B>,
-    pub weight: &'a V,
+    pub delta: Option<Delta<'a, B, N>>,
+    pub weight: &'a N,
+    /// Of both norms.
     pub eps: f32,
 }
 
@@ -222,8 +261,10 @@ pub struct AddNorm<'a, B, V> {
 pub trait Device: Send + Sync {
     /// Linear weights (or an embedding table) in the layout that the device multiplies with.
     type Matrix: Send + Sync;
-    /// A small vector of weights: norm weights, biases.
+    /// Biases.
     type Vector: Send + Sync;
+    /// A norm's weights, in F32 whatever the precision: some are near 1, and what they differ from it by is what was learned.
+    type Norm: Send + Sync;
     /// Activations.
     type Buffer: Send + Sync;
     /// One layer's keys and values, paged.
@@ -255,15 +296,17 @@ pub trait Device: Send + Sync {
     }
     /// Takes over vectors, one after the other. Errors as in [`matrix`](Self::matrix).
     fn vector(&self, parts: &[Tensor<'_>]) -> Result<Self::Vector, TensorError>;
+    /// Takes over a norm's weights. Errors as in [`matrix`](Self::matrix).
+    fn norm(&self, part: Tensor<'_>) -> Result<Self::Norm, TensorError>;
     /// An empty buffer.
     fn buffer(&self) -> Self::Buffer;
     /// An empty workspace.
     fn workspace(&self) -> Self::Workspace;
-    /// An empty step for a model with these heads, this rotation and layers of these kinds.
+    /// An empty step for a model with these heads, these rotations and layers of these kinds.
     ///
     /// # Errors
     /// Heads that this device does not compute.
-    fn step(&self, heads: HeadShape, rope: RopeSpec, specs: &[KvSpec]) -> Result<Self::Step, DeviceError>;
+    fn step(&self, heads: HeadShape, ropes: Vec<RopeSpec>, specs: &[KvSpec]) -> Result<Self::Step, DeviceError>;
     /// Positions that one KV block holds.
     fn block_tokens(&self) -> u32;
     /// One layer's pool of `blocks` blocks.
@@ -297,18 +340,19 @@ pub trait Device: Send + Sync {
     ) -> Result<(), DeviceError>;
     /// Copies the step's `block_copies` within a pool. Runs before the step's first [`rope_store`](Self::rope_store).
     fn copy_blocks(&self, step: &Self::Step, pool: &mut Self::KvPool) -> Result<(), DeviceError>;
-    /// Rows of `table` for the step's tokens; those that are drawn are in the workspace.
+    /// Rows of `table` for the step's tokens, times `scale`; tokens that are drawn are in the workspace.
     fn embed(
         &self,
         table: &Self::Matrix,
+        scale: f32,
         step: &Self::Step,
         out: &mut Self::Buffer,
         workspace: &Self::Workspace,
     ) -> Result<(), DeviceError>;
-    /// `residual += delta`, then `out = rms_norm(residual) * weight`.
+    /// `residual += delta`, which may be normalised first, then `out = rms_norm(residual) * weight`.
     fn add_norm(
         &self,
-        op: AddNorm<'_, Self::Buffer, Self::Vector>,
+        op: AddNorm<'_, Self::Buffer, Self::Norm>,
         residual: &mut Self::Buffer,
         out: &mut Self::Buffer,
     ) -> Result<(), DeviceError>;
@@ -316,7 +360,7 @@ pub trait Device: Send + Sync {
     /// `residual` is left undefined.
     fn add_norm_logits_rows(
         &self,
-        op: AddNorm<'_, Self::Buffer, Self::Vector>,
+        op: AddNorm<'_, Self::Buffer, Self::Norm>,
         step: &Self::Step,
         residual: &mut Self::Buffer,
         out: &mut Self::Buffer,
@@ -332,7 +376,7 @@ pub trait Device: Send + Sync {
     /// Normalises (where asked for) and rotates the query and key heads of `qkv`, and stores keys and values.
     fn rope_store(
         &self,
-        op: RopeStore<'_, Self::Vector>,
+        op: RopeStore<'_, Self::Norm>,
         step: &Self::Step,
         qkv: &mut Self::Buffer,
         pool: &mut Self::KvPool,
@@ -340,26 +384,26 @@ pub trait Device: Send + Sync {
     /// Attention of the queries in `qkv` over the pool: `out` is `[tokens][heads * head_dim]`.
     fn attention(
         &self,
-        spec: KvSpec,
+        op: Attention,
         step: &Self::Step,
         qkv: &Self::Buffer,
         pool: &Self::KvPool,
         out: &mut Self::Buffer,
         workspace: &mut Self::Workspace,
     ) -> Result<(), DeviceError>;
-    /// `out = silu(gate) * up`, where `[gate][up]` is what [`linear`](Self::linear) would give.
+    /// `out = activation(gate) * up`, where `[gate][up]` is what [`linear`](Self::linear) would give.
     fn gated_linear(
         &self,
         linear: &Linear<Self::Matrix, Self::Vector>,
+        activation: Activation,
         x: &Self::Buffer,
         out: &mut Self::Buffer,
         workspace: &mut Self::Workspace,
     ) -> Result<(), DeviceError>;
-    /// Logits in F32 of each row of `x` over the first `ids` rows of `head`; they stay in the workspace, `[rows][ids]`.
+    /// Logits in F32 of each row of `x` over the head's ids; they stay in the workspace, `[rows][ids]`.
     fn logits(
         &self,
-        head: &Self::Matrix,
-        ids: usize,
+        head: Head<'_, Self::Matrix>,
         x: &Self::Buffer,
         workspace: &mut Self::Workspace,
     ) -> Result<(), DeviceError>;

@@ -5,12 +5,12 @@ use super::operations::taken;
 use super::tolerance::Tolerance;
 use super::{Extent, Finding, Pair, compare};
 use crate::device::batch::StepBatch;
-use crate::device::{Device, DeviceError, HeadShape, KvSpec, QkNorm, RopeSpec, RopeStore};
+use crate::device::{Attention, Device, DeviceError, HeadShape, KvSpec, QkNorm, RopeSpec, RopeStore};
 
 /// What is attended to: heads, kinds of layers, and sequences in steps.
 struct Case {
     heads: HeadShape,
-    spec: KvSpec,
+    of: Attention,
     qk_norm: bool,
     /// Sequences as (tokens in the first step, tokens in the second); those of the second step may be single ones.
     sequences: Vec<(u32, u32)>,
@@ -29,10 +29,19 @@ fn heads(heads: usize, kv_heads: usize, head_dim: usize) -> HeadShape {
 fn cases(extent: Extent) -> Vec<Case> {
     let case = |heads, spec, qk_norm, sequences: &[(u32, u32)], shared| Case {
         heads,
-        spec,
+        of: plain(heads, spec),
         qk_norm,
         sequences: sequences.to_vec(),
         shared,
+    };
+    // Scores far above the cap, and far below it.
+    let capped = |case: Case| Case {
+        of: Attention {
+            scale: 0.5,
+            soft_cap: Some(1.5),
+            ..case.of
+        },
+        ..case
     };
     let (full, some) = (KvSpec::Full, [(1, 1), (63, 1), (64, 1), (65, 2), (130, 40)]);
     let mut cases = vec![
@@ -43,6 +52,8 @@ fn cases(extent: Extent) -> Vec<Case> {
         case(heads(7, 1, 64), KvSpec::Window(70), false, &some, 0),
         case(heads(8, 2, 128), full, true, &[(100, 1), (3, 1)], 0),
         case(heads(6, 2, 32), full, false, &[(300, 1), (310, 1), (260, 2)], 256),
+        capped(case(heads(4, 2, 32), KvSpec::Window(70), false, &some, 0)),
+        capped(case(heads(4, 2, 256), full, false, &[(70, 2)], 0)),
     ];
     if extent == Extent::Full {
         let many: Vec<(u32, u32)> = (0..64).map(|i| (900 + 13 * i, 1)).collect();
@@ -52,8 +63,25 @@ fn cases(extent: Extent) -> Vec<Case> {
         cases.push(case(heads(32, 8, 128), KvSpec::Window(1000), false, &[(3000, 1)], 0));
         cases.push(case(heads(16, 16, 80), full, false, &some, 0));
         cases.push(case(heads(64, 1, 64), full, false, &some, 0));
+        cases.push(capped(case(heads(16, 8, 256), full, false, &many, 0)));
+        cases.push(capped(case(
+            heads(32, 16, 128),
+            KvSpec::Window(1000),
+            false,
+            &[(2048, 1)],
+            0,
+        )));
     }
     cases
+}
+
+/// As most models attend.
+fn plain(heads: HeadShape, spec: KvSpec) -> Attention {
+    Attention {
+        spec,
+        scale: 1.0 / (heads.head_dim as f32).sqrt(),
+        soft_cap: None,
+    }
 }
 
 fn rope(heads: HeadShape) -> RopeSpec {
@@ -64,11 +92,12 @@ fn rope(heads: HeadShape) -> RopeSpec {
 }
 
 /// In words, after the sizes.
-fn kind(spec: KvSpec, shared: u32) -> String {
-    match (spec, shared) {
-        (KvSpec::Window(window), _) => format!(", window {window}"),
-        (_, 0) => String::new(),
-        (_, shared) => format!(", {shared} shared"),
+fn kind(of: Attention, shared: u32) -> String {
+    let capped = if of.soft_cap.is_some() { ", capped" } else { "" };
+    match (of.spec, shared) {
+        (KvSpec::Window(window), _) => format!(", window {window}{capped}"),
+        (_, 0) => capped.into(),
+        (_, shared) => format!(", {shared} shared{capped}"),
     }
 }
 
@@ -118,8 +147,13 @@ impl Case {
     ) -> Result<Vec<Ran>, DeviceError> {
         let (steps, blocks) = self.steps(device.block_tokens());
         let mut pool = device.kv_pool(self.heads, blocks as usize)?;
-        let mut step = device.step(self.heads, rope(self.heads), &[self.spec])?;
-        let norm = |seed| taken(device.vector(&[Stored::new(seed, 1, self.heads.head_dim, 2.0).tensor()]));
+        // The second is taken.
+        let other = RopeSpec {
+            inverse_frequencies: vec![0.0; self.heads.head_dim / 2],
+            scale: 1.0,
+        };
+        let mut step = device.step(self.heads, vec![other, rope(self.heads)], &[self.of.spec])?;
+        let norm = |seed| taken(device.norm(Stored::new(seed, 1, self.heads.head_dim, 2.0).tensor()));
         let (q, k) = (norm(10)?, norm(11)?);
         let (mut qkv, mut out, mut workspace) = (device.buffer(), device.buffer(), device.workspace());
         let width = self.heads.qkv_width();
@@ -139,11 +173,12 @@ impl Case {
                     k: &k,
                     eps: 1e-6,
                 }),
+                rope: 1,
             };
             device.rope_store(op, &step, &mut qkv, &mut pool)?;
-            device.attention(self.spec, &step, &qkv, &pool, &mut out, &mut workspace)?;
+            device.attention(self.of, &step, &qkv, &pool, &mut out, &mut workspace)?;
             let rows = device.read(&out)?;
-            let seconds = time(&mut || device.attention(self.spec, &step, &qkv, &pool, &mut out, &mut workspace))?;
+            let seconds = time(&mut || device.attention(self.of, &step, &qkv, &pool, &mut out, &mut workspace))?;
             all.push((rows, seconds));
         }
         Ok(all)
@@ -151,7 +186,7 @@ impl Case {
 
     /// Keys that queries of a step see, all together, and those that must be read.
     fn keys(&self, step: &StepBatch) -> (f64, f64) {
-        let window = match self.spec {
+        let window = match self.of.spec {
             KvSpec::Full => u32::MAX,
             KvSpec::Window(window) => window,
         };
@@ -176,7 +211,7 @@ pub fn all<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> Resu
             kv_heads,
             head_dim,
         } = case.heads;
-        let kind = kind(case.spec, case.shared);
+        let kind = kind(case.of, case.shared);
         let (steps, _) = case.steps(pair.device.block_tokens());
         for ((step, (want, _)), (got, seconds)) in steps.iter().zip(&want).zip(got) {
             let stored: u32 = step.sequences.iter().map(|s| s.kv_len).sum();
@@ -216,7 +251,8 @@ fn of_first<D: Device>(
         false => sequence * blocks + at,
     };
     let mut pool = device.kv_pool(heads, 2 * blocks as usize)?;
-    let mut on_device = device.step(heads, rope(heads), &[spec])?;
+    let of = plain(heads, spec);
+    let mut on_device = device.step(heads, vec![rope(heads)], &[spec])?;
     let (mut qkv, mut out, mut workspace) = (device.buffer(), device.buffer(), device.workspace());
     let mut results = Vec::new();
     for step in steps {
@@ -232,9 +268,13 @@ fn of_first<D: Device>(
         }
         device.upload(&batch, &mut on_device, &mut workspace)?;
         device.write(&rows, heads.qkv_width(), &mut qkv)?;
-        let op = RopeStore { heads, qk_norm: None };
+        let op = RopeStore {
+            heads,
+            qk_norm: None,
+            rope: 0,
+        };
         device.rope_store(op, &on_device, &mut qkv, &mut pool)?;
-        device.attention(spec, &on_device, &qkv, &pool, &mut out, &mut workspace)?;
+        device.attention(of, &on_device, &qkv, &pool, &mut out, &mut workspace)?;
         let first: u32 = step
             .iter()
             .filter(|(s, ..)| *s == 0)
@@ -275,7 +315,7 @@ pub fn deterministic<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding
                 heads.heads,
                 heads.kv_heads,
                 heads.head_dim,
-                kind(spec, shared)
+                kind(plain(heads, spec), shared)
             );
             let name = ("attention, deterministic", pair.kv.word(), shape);
             let width = heads.heads * heads.head_dim;

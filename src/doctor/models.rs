@@ -96,6 +96,21 @@ pub fn families() -> Result<Vec<Subject>, ModelError> {
             sizes("Qwen2ForCausalLM", serde_json::json!({"tie_word_embeddings": true}))?,
         ),
         ("qwen3, normed heads", sizes("Qwen3ForCausalLM", serde_json::json!({}))?),
+        (
+            "gemma2, soft caps",
+            sizes(
+                "Gemma2ForCausalLM",
+                serde_json::json!({"sliding_window": 40, "query_pre_attn_scalar": 4, "attn_logit_softcapping": 2.0,
+                    "final_logit_softcapping": 4.0}),
+            )?,
+        ),
+        (
+            "gemma3, two rotations",
+            sizes(
+                "Gemma3ForCausalLM",
+                serde_json::json!({"sliding_window": 40, "sliding_window_pattern": 2, "query_pre_attn_scalar": 24}),
+            )?,
+        ),
     ];
     let subject = |(name, config): (&str, Config)| Subject {
         name: name.into(),

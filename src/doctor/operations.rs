@@ -6,7 +6,9 @@ use super::inputs::{Stored, exact, numbers};
 use super::tolerance::Tolerance;
 use super::{ByLibrary, Extent, Finding, Pair, compare};
 use crate::device::batch::StepBatch;
-use crate::device::{AddNorm, Device, DeviceError, HeadShape, KvSpec, Linear, Precision, RopeSpec, TensorError};
+use crate::device::{
+    Activation, AddNorm, Delta, Device, DeviceError, Head, HeadShape, KvSpec, Linear, Precision, RopeSpec, TensorError,
+};
 
 const EPS: f32 = 1e-5;
 
@@ -43,7 +45,7 @@ fn uploaded<D: Device>(
         inverse_frequencies: vec![1.0; 32],
         scale: 1.0,
     };
-    let mut step = device.step(heads, rope, &[KvSpec::Full])?;
+    let mut step = device.step(heads, vec![rope], &[KvSpec::Full])?;
     let batch = step_of(tokens.to_vec(), logits_at.to_vec(), device.block_tokens());
     device.upload(&batch, &mut step, workspace)?;
     Ok(step)
@@ -57,11 +59,11 @@ fn widths(extent: Extent) -> &'static [usize] {
     }
 }
 
-fn embedded<D: Device>(device: &D, table: &Stored, tokens: &[u32]) -> Result<Vec<f32>, DeviceError> {
+fn embedded<D: Device>(device: &D, table: &Stored, scale: f32, tokens: &[u32]) -> Result<Vec<f32>, DeviceError> {
     let table = taken(device.table(table.tensor()))?;
     let (mut out, mut workspace) = (device.buffer(), device.workspace());
     let step = uploaded(device, (tokens, &[]), &mut workspace)?;
-    device.embed(&table, &step, &mut out, &workspace)?;
+    device.embed(&table, scale, &step, &mut out, &workspace)?;
     device.read(&out)
 }
 
@@ -69,10 +71,13 @@ pub fn embed<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> Re
     for width in [16, 896, 4096] {
         let table = Stored::new(1, 131, width, 1.0);
         let tokens = [0, 130, 7, 7, 64];
-        let want = embedded(&pair.reference, &table, &tokens)?;
-        let got = embedded(pair.device, &table, &tokens)?;
-        let name = ("embed", "bf16", format!("{} x {width}", tokens.len()));
-        tell(compare(name, Tolerance::exact(), width, &want, &got));
+        let scaled = Tolerance::rows(Precision::Bf16, 1);
+        for (operation, scale, tolerance) in [("embed", 1.0, Tolerance::exact()), ("embed, scaled", 55.5, scaled)] {
+            let want = embedded(&pair.reference, &table, scale, &tokens)?;
+            let got = embedded(pair.device, &table, scale, &tokens)?;
+            let name = (operation, "bf16", format!("{} x {width}", tokens.len()));
+            tell(compare(name, tolerance, width, &want, &got));
+        }
     }
     Ok(())
 }
@@ -81,6 +86,8 @@ pub fn embed<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> Re
 struct NormInput {
     residual: Vec<f32>,
     delta: Vec<f32>,
+    /// Of a norm that the delta goes through first.
+    delta_weight: Option<Stored>,
     weight: Stored,
     width: usize,
     /// `None`: all rows.
@@ -92,9 +99,17 @@ fn normed<D: Device>(device: &D, input: &NormInput) -> Result<(Vec<f32>, Vec<f32
     let (mut residual, mut delta, mut out) = (device.buffer(), device.buffer(), device.buffer());
     device.write(&input.residual, input.width, &mut residual)?;
     device.write(&input.delta, input.width, &mut delta)?;
-    let weight = taken(device.vector(&[input.weight.tensor()]))?;
+    let weight = taken(device.norm(input.weight.tensor()))?;
+    let delta_weight = input
+        .delta_weight
+        .as_ref()
+        .map(|weight| taken(device.norm(weight.tensor())));
+    let delta_weight = delta_weight.transpose()?;
     let op = AddNorm {
-        delta: Some(&delta),
+        delta: Some(Delta {
+            rows: &delta,
+            norm: delta_weight.as_ref(),
+        }),
         weight: &weight,
         eps: EPS,
     };
@@ -113,34 +128,45 @@ fn normed<D: Device>(device: &D, input: &NormInput) -> Result<(Vec<f32>, Vec<f32
 }
 
 pub fn norms<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> Result<(), DeviceError> {
-    let format = pair.precision.word();
     for &width in widths(pair.extent) {
-        let rows = 5;
-        let mut input = NormInput {
-            residual: numbers(2, rows * width).iter().map(|x| x * 4.0).collect(),
-            delta: numbers(3, rows * width),
-            weight: Stored::new(4, 1, width, 2.0),
-            width,
-            picked: None,
-        };
-        let (want, got) = (normed(&pair.reference, &input)?, normed(pair.device, &input)?);
-        let shape = format!("{rows} x {width}");
-        let rounded = Tolerance::rows(pair.precision, 3);
-        tell(compare(
-            ("add_norm", format, shape.clone()),
-            rounded,
-            width,
-            &want.0,
-            &got.0,
-        ));
-        let rounded = Tolerance::rows(Precision::Bf16, 1);
-        tell(compare(("residual", "bf16", shape), rounded, width, &want.1, &got.1));
-        input.picked = Some(vec![1, 4]);
-        let (want, got) = (normed(&pair.reference, &input)?, normed(pair.device, &input)?);
-        let name = ("add_norm of picked rows", "bf16", format!("2 x {width}"));
-        let rounded = Tolerance::rows(Precision::Bf16, 3);
-        tell(compare(name, rounded, width, &want.0, &got.0));
+        norms_of(pair, width, false, tell)?;
+        norms_of(pair, width, true, tell)?;
     }
+    Ok(())
+}
+
+/// Of rows of `width`; `delta_norm`: what is added goes through a norm first, which rounds it twice.
+fn norms_of<D: Device>(
+    pair: &Pair<'_, D>,
+    width: usize,
+    delta_norm: bool,
+    tell: &mut dyn FnMut(Finding),
+) -> Result<(), DeviceError> {
+    let (rows, format) = (5, pair.precision.word());
+    let mut input = NormInput {
+        residual: numbers(2, rows * width).iter().map(|x| x * 4.0).collect(),
+        delta: numbers(3, rows * width),
+        delta_weight: delta_norm.then(|| Stored::new(21, 1, width, 2.0)),
+        weight: Stored::new(4, 1, width, 2.0),
+        width,
+        picked: None,
+    };
+    let more = if delta_norm { 2 } else { 0 };
+    let [all, residual, picked] = match delta_norm {
+        false => ["add_norm", "residual", "add_norm of picked rows"],
+        true => ["add_norm of a norm", "residual of a norm", "add_norm of a norm, picked"],
+    };
+    let (want, got) = (normed(&pair.reference, &input)?, normed(pair.device, &input)?);
+    let shape = format!("{rows} x {width}");
+    let rounded = Tolerance::rows(pair.precision, 3 + more);
+    tell(compare((all, format, shape.clone()), rounded, width, &want.0, &got.0));
+    let rounded = Tolerance::rows(Precision::Bf16, 1 + more);
+    tell(compare((residual, "bf16", shape), rounded, width, &want.1, &got.1));
+    input.picked = Some(vec![1, 4]);
+    let (want, got) = (normed(&pair.reference, &input)?, normed(pair.device, &input)?);
+    let rounded = Tolerance::rows(Precision::Bf16, 3 + more);
+    let name = (picked, "bf16", format!("2 x {width}"));
+    tell(compare(name, rounded, width, &want.0, &got.0));
     Ok(())
 }
 
@@ -173,7 +199,7 @@ struct LinearInput {
     weight: Stored,
     bias: Option<Stored>,
     columns: usize,
-    gated: bool,
+    gated: Option<Activation>,
 }
 
 struct Ready<D: Device> {
@@ -181,13 +207,13 @@ struct Ready<D: Device> {
     x: D::Buffer,
     out: D::Buffer,
     workspace: D::Workspace,
-    gated: bool,
+    gated: Option<Activation>,
 }
 
 impl<D: Device> Ready<D> {
     fn new(device: &D, input: &LinearInput) -> Result<Ready<D>, DeviceError> {
         let tensor = input.weight.tensor();
-        let weight = if input.gated {
+        let weight = if input.gated.is_some() {
             let (gate, up) = tensor.data.split_at(tensor.data.len() / 2);
             let half = |data| crate::device::Tensor {
                 rows: tensor.rows / 2,
@@ -215,8 +241,10 @@ impl<D: Device> Ready<D> {
 
     fn run(&mut self, device: &D) -> Result<(), DeviceError> {
         match self.gated {
-            true => device.gated_linear(&self.linear, &self.x, &mut self.out, &mut self.workspace),
-            false => device.linear(&self.linear, &self.x, &mut self.out, &mut self.workspace),
+            Some(activation) => {
+                device.gated_linear(&self.linear, activation, &self.x, &mut self.out, &mut self.workspace)
+            }
+            None => device.linear(&self.linear, &self.x, &mut self.out, &mut self.workspace),
         }
     }
 }
@@ -224,9 +252,13 @@ impl<D: Device> Ready<D> {
 pub fn linears<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> Result<(), DeviceError> {
     let format = pair.precision.word();
     for (m, n, k) in linear_shapes(pair.extent) {
-        for (operation, gated) in [("linear", false), ("gated_linear", true)] {
+        for (operation, gated) in [
+            ("linear", None),
+            ("gated_linear", Some(Activation::Silu)),
+            ("gated_linear by GELU", Some(Activation::GeluTanh)),
+        ] {
             // What a layer has: one that is not gated of any width, one that is of two equal halves of multiples of 8.
-            if gated && (!n.is_multiple_of(32) || n > 1000 && n != 28672) {
+            if gated.is_some() && (!n.is_multiple_of(32) || n > 1000 && n != 28672) {
                 continue;
             }
             let input = LinearInput {
@@ -243,11 +275,11 @@ pub fn linears<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> 
             ready.run(pair.device)?;
             let got = pair.device.read(&ready.out)?;
             let tolerance = match gated {
-                true => Tolerance::gated(pair.precision),
+                Some(_) => Tolerance::gated(pair.precision),
                 // Nothing is lost in 8 bits.
-                false => Tolerance::products(),
+                None => Tolerance::products(),
             };
-            let width = if gated { n / 2 } else { n };
+            let width = if gated.is_some() { n / 2 } else { n };
             let name = (operation, format, format!("{m} x {n} x {k}"));
             let mut finding = compare(name, tolerance, width, &want, &got);
             if m * n * k > 1 << 24 {
@@ -256,7 +288,7 @@ pub fn linears<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> 
                 finding.bytes = (n * k) as f64 * bits / 8.0 + (m * (n + k)) as f64 * 2.0;
                 finding.operations = 2.0 * (m * n * k) as f64;
             }
-            if let Some(library) = pair.library.filter(|_| !gated) {
+            if let Some(library) = pair.library.filter(|_| gated.is_none()) {
                 finding.by_library = measured(pair, library, &input, &finding, &want)?;
             }
             tell(finding);
@@ -279,7 +311,7 @@ pub fn alike<D: Device, W: Display>(
         weight: Stored::new(4, n, k, 1.0 / 16.0),
         bias: None,
         columns: k,
-        gated: false,
+        gated: None,
     };
     let mut first: Option<Vec<f32>> = None;
     for way in ways {
@@ -289,7 +321,7 @@ pub fn alike<D: Device, W: Display>(
         let (operation, got) = match pair.precision {
             Precision::Bf16 => (
                 "logits, the same bits",
-                logits_of(device, &input.weight, n, &input.x, k)?,
+                logits_of(device, &input.weight, (n, None), &input.x, k)?,
             ),
             _ => {
                 let mut ready = Ready::new(device, &input)?;
@@ -332,36 +364,52 @@ fn measured<D: Device>(
     }))
 }
 
-/// Logits of a head of `rows` ids, the first `ids` of which are known.
+/// Logits of the first ids of a head.
 fn logits_of<D: Device>(
     device: &D,
     head: &Stored,
-    ids: usize,
+    (ids, soft_cap): (usize, Option<f32>),
     x: &[f32],
     width: usize,
 ) -> Result<Vec<f32>, DeviceError> {
     let head = taken(device.table(head.tensor()))?;
     let (mut rows, mut workspace) = (device.buffer(), device.workspace());
     device.write(x, width, &mut rows)?;
-    device.logits(&head, ids, &rows, &mut workspace)?;
+    let head = Head {
+        weight: &head,
+        ids,
+        soft_cap,
+    };
+    device.logits(head, &rows, &mut workspace)?;
     Ok(device.read_logits(&mut workspace)?.to_vec())
 }
 
 pub fn logits<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> Result<(), DeviceError> {
-    let mut shapes = vec![(1, 128, 127, 64), (5, 400, 389, 192), (66, 144, 144, 48)];
+    let mut shapes = vec![
+        (1, 128, 127, 64, None),
+        (5, 400, 389, 192, None),
+        (66, 144, 144, 48, None),
+        // Some of them far beyond it, others far from it.
+        (5, 1040, 1029, 64, Some(0.25)),
+    ];
     if pair.extent == Extent::Full {
-        shapes.push((64, 128_256, 128_256, 4096));
+        shapes.push((64, 128_256, 128_256, 4096, None));
+        shapes.push((64, 256_000, 256_000, 2304, Some(0.5)));
     }
-    for (m, rows, ids, k) in shapes {
+    for (m, rows, ids, k, soft_cap) in shapes {
         let (x, head) = (numbers(8, m * k), Stored::new(9, rows, k, 1.0 / 16.0));
-        let want = logits_of(&pair.reference, &head, ids, &x, k)?;
-        let got = logits_of(pair.device, &head, ids, &x, k)?;
+        let want = logits_of(&pair.reference, &head, (ids, soft_cap), &x, k)?;
+        let got = logits_of(pair.device, &head, (ids, soft_cap), &x, k)?;
         let finding = |got: &[f32]| {
-            let name = ("logits", "bf16", format!("{m} x {ids} x {k}"));
+            let operation = if soft_cap.is_some() { "logits, capped" } else { "logits" };
+            let name = (operation, "bf16", format!("{m} x {ids} x {k}"));
             compare(name, Tolerance::products(), ids, &want, got)
         };
         let mut ours = finding(&got);
-        if let Some(Ok(got)) = pair.library.map(|library| logits_of(library, &head, ids, &x, k)) {
+        if let Some(Ok(got)) = pair
+            .library
+            .map(|library| logits_of(library, &head, (ids, soft_cap), &x, k))
+        {
             let theirs = finding(&got);
             ours.by_library = Some(ByLibrary {
                 seconds: None,

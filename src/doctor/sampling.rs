@@ -6,7 +6,7 @@ use super::tolerance::Tolerance;
 use super::{Extent, Finding, Pair};
 use crate::device::draw::{Allowed, Draw, DrawError, Drawn};
 use crate::device::random::uniform;
-use crate::device::{Device, DeviceError};
+use crate::device::{Device, DeviceError, Head};
 
 /// Of the activations that logits are made from: a row of logits is a column of the head.
 const WIDTH: usize = 16;
@@ -126,7 +126,12 @@ fn tried<D: Device>(
         .map(|at| if at % WIDTH == at / WIDTH % WIDTH { 1.0 } else { 0.0 })
         .collect();
     device.write(&rows, WIDTH, &mut x)?;
-    device.logits(&head, ids, &x, &mut workspace)?;
+    let head = Head {
+        weight: &head,
+        ids,
+        soft_cap: None,
+    };
+    device.logits(head, &x, &mut workspace)?;
     device.draw(ids, draws, &mut workspace)?;
     let drawn = device.drawn(&mut workspace)?;
     let seconds = time(&mut || device.draw(ids, draws, &mut workspace))?;

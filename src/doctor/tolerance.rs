@@ -62,7 +62,7 @@ impl Tolerance {
         Tolerance::reaching(6.0, 1.0, 0.0, 0.0)
     }
 
-    /// Of silu(gate) * up of such products: each is rounded, silu too, and the product, which is quantized.
+    /// Of activation(gate) * up of such products: each is rounded, the activation too, and the product, which is quantized.
     pub fn gated(precision: Precision) -> Tolerance {
         Tolerance::reaching(16.0, 5.0, eight(precision), 1.0)
     }

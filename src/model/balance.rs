@@ -16,6 +16,7 @@ use std::path::Path;
 use rayon::prelude::*;
 
 use crate::device::Dtype;
+use crate::model::build::mlp_norm_name;
 use crate::model::channels::{Channels, LayerChannels};
 use crate::model::config::Config;
 use crate::model::error::ModelError;
@@ -172,15 +173,12 @@ impl Layer<'_> {
         let columns = (0..q).map(|at| of_values[value_of(at)]).collect();
         add(self.name("self_attn.o_proj.weight"), None, Some(columns));
 
-        let norm = self.vector("post_attention_layernorm.weight", hidden)?;
+        let mlp_norm = format!("{}.weight", mlp_norm_name(c));
+        let norm = self.vector(&mlp_norm, hidden)?;
         let read = [("mlp.gate_proj", mlp), ("mlp.up_proj", mlp)];
         let size = self.seen(Activations::MlpNorm).unwrap_or(&norm);
         let of_norm = factors(size, &self.largest_by_column(&read, hidden)?);
-        add(
-            self.name("post_attention_layernorm.weight"),
-            Some(inverse(&of_norm)),
-            None,
-        );
+        add(self.name(&mlp_norm), Some(inverse(&of_norm)), None);
         add(self.name("mlp.gate_proj.weight"), None, Some(of_norm.clone()));
         let reads = self.largest_by_column(&[("mlp.down_proj", hidden)], mlp)?;
         let of_up = match self.seen(Activations::Gated) {

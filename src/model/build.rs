@@ -10,20 +10,30 @@ pub(super) struct ModelWeights<D: Device> {
     pub embedding: D::Matrix,
     /// `None`: the embedding table.
     pub head: Option<D::Matrix>,
-    pub norm: D::Vector,
+    pub norm: D::Norm,
     pub layers: Vec<Layer<D>>,
 }
 
 /// One layer's.
 pub(super) struct Layer<D: Device> {
     pub spec: KvSpec,
-    pub attention_norm: D::Vector,
+    pub attention_norm: D::Norm,
     pub qkv: Linear<D::Matrix, D::Vector>,
-    pub qk_norm: Option<(D::Vector, D::Vector)>,
+    pub qk_norm: Option<(D::Norm, D::Norm)>,
     pub o: Linear<D::Matrix, D::Vector>,
-    pub mlp_norm: D::Vector,
+    pub post_attention_norm: Option<D::Norm>,
+    pub mlp_norm: D::Norm,
     pub gate_up: Linear<D::Matrix, D::Vector>,
     pub down: Linear<D::Matrix, D::Vector>,
+    pub post_mlp_norm: Option<D::Norm>,
+}
+
+/// The name of the norm before a layer's network, which some families have called by what comes before it.
+pub(super) fn mlp_norm_name(config: &Config) -> &'static str {
+    match config.post_norms {
+        true => "pre_feedforward_layernorm",
+        false => "post_attention_layernorm",
+    }
 }
 
 /// Names of a kind of tensors (`weight`, `bias`) of parts.
@@ -51,7 +61,7 @@ impl<D: Device> Builder<'_, D> {
             .enumerate()
             .map(|(i, spec)| self.layer(&format!("model.layers.{i}"), *spec))
             .collect::<Result<_, _>>()?;
-        let norm = self.vector(&[("model.norm.weight", c.hidden_size)])?;
+        let norm = self.norm("model.norm.weight", c.hidden_size)?;
         let head = match c.tied_embeddings {
             true => None,
             false => Some(self.table("lm_head.weight")?),
@@ -69,7 +79,11 @@ impl<D: Device> Builder<'_, D> {
         let dim = c.heads.head_dim;
         let (q, kv, mlp) = (c.heads.heads * dim, c.heads.kv_heads * dim, c.intermediate_size);
         let name = |rest: &str| format!("{prefix}.{rest}");
-        let norm = |rest: &str, width: usize| self.vector(&[(name(&format!("{rest}.weight")), width)]);
+        let norm = |rest: &str, width: usize| self.norm(&name(&format!("{rest}.weight")), width);
+        let post_norm = |rest: &str| match c.post_norms {
+            true => norm(rest, c.hidden_size).map(Some),
+            false => Ok(None),
+        };
         let linear = |parts: &[(&str, usize)], columns: usize, bias: bool| {
             let full: Vec<(String, usize)> = parts.iter().map(|(rest, rows)| (name(rest), *rows)).collect();
             self.linear(&full, columns, bias)
@@ -91,9 +105,11 @@ impl<D: Device> Builder<'_, D> {
                 false => None,
             },
             o: linear(&[("self_attn.o_proj", c.hidden_size)], q, c.o_bias)?,
-            mlp_norm: norm("post_attention_layernorm", c.hidden_size)?,
+            post_attention_norm: post_norm("post_attention_layernorm")?,
+            mlp_norm: norm(mlp_norm_name(c), c.hidden_size)?,
             gate_up: self.gated(prefix)?,
             down: linear(&[("mlp.down_proj", c.hidden_size)], mlp, c.mlp_bias)?,
+            post_mlp_norm: post_norm("post_feedforward_layernorm")?,
         })
     }
 
@@ -167,6 +183,12 @@ impl<D: Device> Builder<'_, D> {
             .collect::<Result<Vec<_>, _>>()?;
         let views: Vec<_> = stored.iter().map(StoredTensor::view).collect();
         self.device.vector(&views).map_err(|e| self.refused(parts, e))
+    }
+
+    fn norm(&self, name: &str, width: usize) -> Result<D::Norm, ModelError> {
+        let stored = self.source.tensor(name, None, width)?;
+        let norm = self.device.norm(stored.view());
+        norm.map_err(|e| self.refused(&[(name, width)], e))
     }
 
     fn refused<S: AsRef<str>>(&self, parts: &[(S, usize)], error: TensorError) -> ModelError {

@@ -1,18 +1,20 @@
 //! `config.json` and `generation_config.json`: what a checkpoint's model is, as one value.
 //!
-//! Four families (Llama, Mistral, Qwen2, Qwen3) differ only in the fields of [`Config`]. What is not supported is
-//! refused by name; what the reference ignores is ignored.
+//! Families (Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3) differ only in the fields of [`Config`]. What is not supported
+//! is refused by name; what the reference ignores is ignored.
 
 use std::path::Path;
 
-use serde_json::{Map, Value};
+use serde_json::Value;
 
-use crate::device::{HeadShape, KvSpec};
+use crate::device::{Activation, HeadShape, KvSpec};
 use crate::model::error::ModelError;
-use crate::model::rope::{Rope, Scaling, Yarn, yarn_attention_factor};
+use crate::model::rope::{Rope, Scaling};
 
-/// Largest `config.json` read.
-const CONFIG_BYTES_MAX: u64 = 1 << 20;
+mod reader;
+mod rope;
+
+use reader::{Reader, cut, read_json, short};
 
 /// A supported family: its defaults and its tensors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -21,9 +23,17 @@ pub enum Family {
     Mistral,
     Qwen2,
     Qwen3,
+    Gemma2,
+    Gemma3,
 }
 
-/// A decoder-only transformer with RMS norms before attention and a gated SiLU network.
+impl Family {
+    fn is_gemma(self) -> bool {
+        matches!(self, Family::Gemma2 | Family::Gemma3)
+    }
+}
+
+/// A decoder-only transformer with RMS norms before attention and network, which is gated.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
     pub family: Family,
@@ -34,13 +44,28 @@ pub struct Config {
     /// Attention of each layer: full or a window.
     pub layers: Vec<KvSpec>,
     pub heads: HeadShape,
+    /// What products of query and key are multiplied by.
+    pub attention_scale: f32,
+    /// What then bounds them: `cap * tanh(x / cap)`.
+    pub attention_soft_cap: Option<f32>,
+    /// What bounds logits.
+    pub logit_soft_cap: Option<f32>,
+    /// What rows of the embedding table are multiplied by.
+    pub embedding_scale: f32,
+    pub activation: Activation,
     pub norm_eps: f32,
+    /// Norms are stored as what they differ from 1 by.
+    pub norms_from_one: bool,
+    /// What attention and network give is normalised, too, before it is added.
+    pub post_norms: bool,
     pub qkv_bias: bool,
     pub o_bias: bool,
     pub mlp_bias: bool,
     /// RMS norm of each query and key head.
     pub qk_norm: bool,
     pub rope: Rope,
+    /// Of layers with a window, where it is another.
+    pub window_rope: Option<Rope>,
     /// The output head is the embedding table.
     pub tied_embeddings: bool,
     /// Longest sequence the checkpoint declares.
@@ -114,25 +139,14 @@ impl Config {
     }
 }
 
-fn read_json(path: &Path) -> Result<Map<String, Value>, ModelError> {
-    let bytes = super::read_limited(path, CONFIG_BYTES_MAX)?;
-    match serde_json::from_slice(&bytes) {
-        Ok(Value::Object(map)) => Ok(map),
-        Ok(_) => Err(ModelError::broken(path, "not a JSON object")),
-        Err(e) => Err(ModelError::broken(path, format!("not valid JSON: {e}"))),
-    }
-}
-
 /// Options of other models that change results; none may be set.
-const REFUSED: [&str; 16] = [
+const REFUSED: [&str; 14] = [
     // MLX's; the other is everyone else's.
     "quantization",
     "quantization_config",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
     "num_local_experts",
     "num_experts",
-    "query_pre_attn_scalar",
+    "use_bidirectional_attention",
     "attention_multiplier",
     "residual_multiplier",
     "embedding_multiplier",
@@ -144,76 +158,29 @@ const REFUSED: [&str; 16] = [
     "vision_config",
 ];
 
-/// A JSON object with the file it comes from.
-struct Reader<'a> {
-    path: &'a Path,
-    map: &'a Map<String, Value>,
-}
+/// Those that Gemma has, and no other family.
+const GEMMAS: [&str; 3] = [
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "query_pre_attn_scalar",
+];
 
 impl Reader<'_> {
-    fn broken(&self, message: String) -> ModelError {
-        ModelError::broken(self.path, message)
-    }
-
-    fn unsupported(&self, message: String) -> ModelError {
-        ModelError::unsupported(self.path, message)
-    }
-
-    /// The value of a field that is there and not null.
-    fn get(&self, name: &str) -> Option<&Value> {
-        self.map.get(name).filter(|v| !v.is_null())
-    }
-
-    fn size(&self, name: &str, max: usize) -> Result<Option<usize>, ModelError> {
-        let Some(value) = self.get(name) else { return Ok(None) };
-        match value.as_u64() {
-            Some(n) if n >= 1 && n <= max as u64 => Ok(Some(n as usize)),
-            _ => Err(self.broken(format!(
-                "`{name}` is {}, not a whole number from 1 to {max}",
-                short(value)
-            ))),
-        }
-    }
-
-    fn required_size(&self, name: &str, max: usize) -> Result<usize, ModelError> {
-        self.size(name, max)?
-            .ok_or_else(|| self.broken(format!("`{name}` is missing")))
-    }
-
-    fn flag(&self, name: &str) -> Result<Option<bool>, ModelError> {
-        let Some(value) = self.get(name) else { return Ok(None) };
-        value
-            .as_bool()
-            .map(Some)
-            .ok_or_else(|| self.broken(format!("`{name}` is {}, not true or false", short(value))))
-    }
-
-    fn number(&self, name: &str) -> Result<Option<f64>, ModelError> {
-        let Some(value) = self.get(name) else { return Ok(None) };
-        match value.as_f64() {
-            Some(x) if x.is_finite() => Ok(Some(x)),
-            _ => Err(self.broken(format!("`{name}` is {}, not a number", short(value)))),
-        }
-    }
-
-    fn number_in(&self, name: &str, min: f64, max: f64) -> Result<Option<f64>, ModelError> {
-        match self.number(name)? {
-            Some(x) if x < min || x > max => Err(self.broken(format!("`{name}` is {x}, not from {min} to {max}"))),
-            x => Ok(x),
-        }
-    }
-
-    fn text(&self, name: &str) -> Result<Option<&str>, ModelError> {
-        let Some(value) = self.get(name) else { return Ok(None) };
-        value
-            .as_str()
-            .map(Some)
-            .ok_or_else(|| self.broken(format!("`{name}` is {}, not a text", short(value))))
-    }
-
     fn config(&self) -> Result<Config, ModelError> {
-        let family = self.family()?;
-        self.refuse_options()?;
+        let (family, is_text_part) = self.family()?;
+        if !is_text_part {
+            return self.text_config(family);
+        }
+        let Some(Value::Object(map)) = self.get("text_config") else {
+            return Err(self.broken("there is no `text_config`".to_owned()));
+        };
+        let inner = Reader { path: self.path, map };
+        Ok(inner.text_config(family)?.with_eos_token_ids(self.eos_token_ids()?))
+    }
+
+    /// A model that reads and writes text alone, or that part of another.
+    fn text_config(&self, family: Family) -> Result<Config, ModelError> {
+        self.refuse_options(family)?;
         let hidden_size = self.required_size("hidden_size", 1 << 17)?;
         let num_layers = self.required_size("num_hidden_layers", 1 << 10)?;
         let heads = self.heads(family, hidden_size)?;
@@ -223,38 +190,81 @@ impl Reader<'_> {
                 Family::Llama => 2048,
                 Family::Mistral => 4096 * 32,
                 Family::Qwen2 | Family::Qwen3 => 32_768,
+                Family::Gemma2 => 8192,
+                Family::Gemma3 => 131_072,
             },
         };
         let attention_bias = self.flag("attention_bias")?.unwrap_or(false);
+        let vocab_size = match (self.size("vocab_size", 1 << 24)?, family) {
+            (Some(n), _) => n,
+            (None, Family::Gemma2) => 256_000,
+            (None, Family::Gemma3) => 262_208,
+            (None, _) => self.required_size("vocab_size", 1 << 24)?,
+        };
+        let scalar = match family.is_gemma() {
+            true => self.number_in("query_pre_attn_scalar", 1e-6, 1e9)?.unwrap_or(256.0),
+            false => heads.head_dim as f64,
+        };
+        let (rope, window_rope) = self.ropes(family, heads.head_dim, max_position_embeddings)?;
         Ok(Config {
             family,
-            vocab_size: self.required_size("vocab_size", 1 << 24)?,
+            vocab_size,
             hidden_size,
             intermediate_size: self.required_size("intermediate_size", 1 << 20)?,
             layers: self.layers(family, num_layers)?,
             heads,
+            attention_scale: 1.0 / (scalar as f32).sqrt(),
+            // Gemma 3's attention has none, whatever its configuration says.
+            attention_soft_cap: match family {
+                Family::Gemma2 => self.number_or_none("attn_logit_softcapping", Some(50.0))?,
+                _ => None,
+            }
+            .map(|cap| cap as f32),
+            logit_soft_cap: match family {
+                Family::Gemma2 => self.number_or_none("final_logit_softcapping", Some(30.0))?,
+                Family::Gemma3 => self.number_or_none("final_logit_softcapping", None)?,
+                _ => None,
+            }
+            .map(|cap| cap as f32),
+            embedding_scale: if family.is_gemma() {
+                (hidden_size as f64).sqrt() as f32
+            } else {
+                1.0
+            },
+            activation: if family.is_gemma() {
+                Activation::GeluTanh
+            } else {
+                Activation::Silu
+            },
             norm_eps: self.number_in("rms_norm_eps", 0.0, 1.0)?.unwrap_or(1e-6) as f32,
+            norms_from_one: family.is_gemma(),
+            post_norms: family.is_gemma(),
             qkv_bias: match family {
-                Family::Llama | Family::Qwen3 => attention_bias,
                 Family::Mistral => false,
                 Family::Qwen2 => true,
+                _ => attention_bias,
             },
-            o_bias: matches!(family, Family::Llama | Family::Qwen3) && attention_bias,
+            o_bias: !matches!(family, Family::Mistral | Family::Qwen2) && attention_bias,
             mlp_bias: family == Family::Llama && self.flag("mlp_bias")?.unwrap_or(false),
-            qk_norm: family == Family::Qwen3,
-            rope: self.rope(heads.head_dim, max_position_embeddings)?,
-            tied_embeddings: self.flag("tie_word_embeddings")?.unwrap_or(false),
+            qk_norm: matches!(family, Family::Qwen3 | Family::Gemma3),
+            rope,
+            window_rope,
+            tied_embeddings: self.flag("tie_word_embeddings")?.unwrap_or(family.is_gemma()),
             max_position_embeddings,
             eos_token_ids: self.eos_token_ids()?,
         })
     }
 
-    fn family(&self) -> Result<Family, ModelError> {
+    /// The family, and whether it is that of the part of a model that reads and writes text.
+    fn family(&self) -> Result<(Family, bool), ModelError> {
         let of_type = |name: &str| match name {
-            "llama" | "LlamaForCausalLM" => Some(Family::Llama),
-            "mistral" | "MistralForCausalLM" => Some(Family::Mistral),
-            "qwen2" | "Qwen2ForCausalLM" => Some(Family::Qwen2),
-            "qwen3" | "Qwen3ForCausalLM" => Some(Family::Qwen3),
+            "llama" | "LlamaForCausalLM" => Some((Family::Llama, false)),
+            "mistral" | "MistralForCausalLM" => Some((Family::Mistral, false)),
+            "qwen2" | "Qwen2ForCausalLM" => Some((Family::Qwen2, false)),
+            "qwen3" | "Qwen3ForCausalLM" => Some((Family::Qwen3, false)),
+            "gemma2" | "Gemma2ForCausalLM" => Some((Family::Gemma2, false)),
+            "gemma3_text" | "Gemma3ForCausalLM" => Some((Family::Gemma3, false)),
+            "gemma3" | "Gemma3ForConditionalGeneration" => Some((Family::Gemma3, true)),
             _ => None,
         };
         let mut names = Vec::new();
@@ -275,7 +285,7 @@ impl Reader<'_> {
         for name in names {
             let family = of_type(name).ok_or_else(|| {
                 self.unsupported(format!(
-                    "architecture `{}` is not supported; supported are Llama, Mistral, Qwen2 and Qwen3",
+                    "architecture `{}` is not supported; supported are Llama, Mistral, Qwen2, Qwen3, Gemma 2 and Gemma 3",
                     cut(name)
                 ))
             })?;
@@ -287,18 +297,23 @@ impl Reader<'_> {
         found.ok_or_else(|| self.broken("neither `architectures` nor `model_type` names a model".to_owned()))
     }
 
-    fn refuse_options(&self) -> Result<(), ModelError> {
-        for name in REFUSED {
+    fn refuse_options(&self, family: Family) -> Result<(), ModelError> {
+        let others = GEMMAS.iter().filter(|_| !family.is_gemma());
+        for name in REFUSED.iter().chain(others) {
             let unset = |v: &Value| matches!(v, Value::Bool(false)) || v.as_u64() == Some(0);
             if let Some(value) = self.get(name).filter(|v| !unset(v)) {
                 return Err(self.unsupported(format!("option `{name}` ({}) is not supported", short(value))));
             }
         }
-        if let Some(act) = self.text("hidden_act")?
-            && act != "silu"
-            && act != "swish"
+        // `swish` is another name of `silu`.
+        let (field, known) = match family.is_gemma() {
+            true => ("hidden_activation", ["gelu_pytorch_tanh"; 2]),
+            false => ("hidden_act", ["silu", "swish"]),
+        };
+        if let Some(act) = self.text(field)?
+            && !known.contains(&act)
         {
-            return Err(self.unsupported(format!("`hidden_act` `{}` is not supported; `silu` is", cut(act))));
+            return Err(self.unsupported(format!("`{field}` `{}` is not supported; `{}` is", cut(act), known[0])));
         }
         self.refuse_partial_rotation()
     }
@@ -311,10 +326,15 @@ impl Reader<'_> {
     }
 
     fn heads(&self, family: Family, hidden_size: usize) -> Result<HeadShape, ModelError> {
-        let heads = self.required_size("num_attention_heads", 1 << 12)?;
+        let heads = match self.size("num_attention_heads", 1 << 12)? {
+            Some(n) => n,
+            None if family.is_gemma() => 8,
+            None => self.required_size("num_attention_heads", 1 << 12)?,
+        };
         let kv_heads = match self.size("num_key_value_heads", 1 << 12)? {
             Some(n) => n,
             // A missing field takes the family's default; null means one key head a query head.
+            None if family.is_gemma() => 4,
             None if family == Family::Mistral && !self.map.contains_key("num_key_value_heads") => 8,
             None => heads,
         };
@@ -325,6 +345,7 @@ impl Reader<'_> {
         }
         let head_dim = match self.size("head_dim", 1 << 10)? {
             Some(n) => n,
+            None if family.is_gemma() => 256,
             None if family == Family::Qwen3 && !self.map.contains_key("head_dim") => 128,
             None if hidden_size.is_multiple_of(heads) => hidden_size / heads,
             None => {
@@ -388,19 +409,34 @@ impl Reader<'_> {
                     Some(types) => types[i],
                     None => window.is_some() && i as u64 >= from,
                 };
-                (0..count)
-                    .map(|i| match (sliding(i), window) {
-                        (false, _) => Ok(KvSpec::Full),
-                        (true, Some(w)) => Ok(KvSpec::Window(w)),
-                        (true, None) => Err(self.broken(
-                            "`layer_types` has `sliding_attention`, but `use_sliding_window` or `sliding_window` is \
-                             not set"
-                                .to_owned(),
-                        )),
-                    })
-                    .collect()
+                self.specs((0..count).map(sliding), window)
+            }
+            Family::Gemma2 | Family::Gemma3 => {
+                // Every so many layers, one sees everything.
+                let pattern = match (family, self.size("sliding_window_pattern", 1 << 10)?) {
+                    (Family::Gemma3, Some(n)) => n,
+                    (Family::Gemma3, None) => 6,
+                    _ => 2,
+                };
+                let sliding = |i: usize| match &types {
+                    Some(types) => types[i],
+                    None => !(i + 1).is_multiple_of(pattern),
+                };
+                self.specs((0..count).map(sliding), window()?)
             }
         }
+    }
+
+    fn specs(&self, sliding: impl Iterator<Item = bool>, window: Option<u32>) -> Result<Vec<KvSpec>, ModelError> {
+        let spec = |sliding: bool| match (sliding, window) {
+            (false, _) => Ok(KvSpec::Full),
+            (true, Some(w)) => Ok(KvSpec::Window(w)),
+            (true, None) => Err(self.broken(
+                "there are layers of `sliding_attention`, but `use_sliding_window` or `sliding_window` is not set"
+                    .to_owned(),
+            )),
+        };
+        sliding.map(spec).collect()
     }
 
     /// `layer_types`: for each layer, does it slide?
@@ -420,115 +456,6 @@ impl Reader<'_> {
         list.iter().map(sliding).collect::<Result<_, _>>().map(Some)
     }
 
-    fn rope(&self, head_dim: usize, max_position_embeddings: u32) -> Result<Rope, ModelError> {
-        let empty = Map::new();
-        // The older name wins where both stand, as in the reference.
-        let set = |v: &&Value| v.as_object().is_none_or(|map| !map.is_empty());
-        let name = if self.get("rope_scaling").filter(set).is_some() {
-            "rope_scaling"
-        } else {
-            "rope_parameters"
-        };
-        let map = match self.get(name) {
-            None => &empty,
-            Some(Value::Object(map)) => map,
-            Some(other) => return Err(self.broken(format!("`{name}` is {}, not an object", short(other)))),
-        };
-        if map.contains_key("full_attention") || map.contains_key("sliding_attention") {
-            return Err(self.unsupported(format!("`{name}` that differs by layer type is not supported")));
-        }
-        let inner = Reader { path: self.path, map };
-        inner.refuse_partial_rotation()?;
-        let theta_max = 1e18;
-        let theta = match inner.number_in("rope_theta", 1.0, theta_max)? {
-            Some(theta) => theta,
-            None => self.number_in("rope_theta", 1.0, theta_max)?.unwrap_or(10_000.0),
-        };
-        let kind = match inner.text("rope_type")? {
-            Some(kind) => Some(kind),
-            None => inner.text("type")?,
-        };
-        let factor = || {
-            let factor = inner.number_in("factor", 1.0, 1e6)?;
-            factor.ok_or_else(|| self.broken(format!("`{name}` has no `factor`")))
-        };
-        let pretrained = || -> Result<u32, ModelError> {
-            match self.size("original_max_position_embeddings", 1 << 28)? {
-                Some(n) => Ok(n as u32),
-                None => {
-                    let n = inner.size("original_max_position_embeddings", 1 << 28)?;
-                    Ok(n.map_or(max_position_embeddings, |n| n as u32))
-                }
-            }
-        };
-        let scaling = match kind.unwrap_or("default") {
-            "default" => Scaling::None,
-            "linear" => Scaling::Linear { factor: factor()? },
-            "dynamic" if head_dim <= 2 => {
-                return Err(self.unsupported("dynamic RoPE scaling of heads of 2 dimensions".to_owned()));
-            }
-            "dynamic" => Scaling::Dynamic {
-                factor: factor()?,
-                pretrained_tokens: max_position_embeddings,
-            },
-            "llama3" => inner.llama3(factor()?, pretrained()?)?,
-            "yarn" => Scaling::Yarn(inner.yarn(theta, max_position_embeddings, pretrained()?)?),
-            other => {
-                return Err(self.unsupported(format!(
-                    "RoPE scaling `{}` is not supported; default, linear, dynamic, llama3 and yarn are",
-                    cut(other)
-                )));
-            }
-        };
-        Ok(Rope { theta, scaling })
-    }
-
-    fn llama3(&self, factor: f64, pretrained_tokens: u32) -> Result<Scaling, ModelError> {
-        let need = |name: &str| {
-            self.number_in(name, 1e-6, 1e6)?
-                .ok_or_else(|| self.broken(format!("llama3 RoPE scaling has no `{name}`")))
-        };
-        let (low, high) = (need("low_freq_factor")?, need("high_freq_factor")?);
-        if low >= high {
-            return Err(self.broken(format!(
-                "`low_freq_factor` {low} is not below `high_freq_factor` {high}"
-            )));
-        }
-        Ok(Scaling::Llama3 {
-            factor,
-            low_freq_factor: low,
-            high_freq_factor: high,
-            pretrained_tokens,
-        })
-    }
-
-    fn yarn(&self, theta: f64, max_position_embeddings: u32, pretrained_tokens: u32) -> Result<Yarn, ModelError> {
-        if theta <= 1.0 {
-            return Err(self.broken("YaRN needs a `rope_theta` above 1".to_owned()));
-        }
-        let factor = match self.number_in("factor", 1.0, 1e6)? {
-            Some(factor) => factor,
-            None => max_position_embeddings as f64 / pretrained_tokens as f64,
-        };
-        let mscale = self.number_in("mscale", 0.0, 1e3)?;
-        let mscale_all_dim = self.number_in("mscale_all_dim", 0.0, 1e3)?;
-        // Zero counts as not given, as in the reference.
-        let beta = |name: &str, default: f64| {
-            Ok::<_, ModelError>(self.number_in(name, 0.0, 1e6)?.filter(|x| *x != 0.0).unwrap_or(default))
-        };
-        Ok(Yarn {
-            factor,
-            attention_factor: match self.number_in("attention_factor", 0.0, 1e3)? {
-                Some(x) => x,
-                None => yarn_attention_factor(factor, mscale, mscale_all_dim),
-            },
-            beta_fast: beta("beta_fast", 32.0)?,
-            beta_slow: beta("beta_slow", 1.0)?,
-            pretrained_tokens,
-            truncate: self.flag("truncate")?.unwrap_or(true),
-        })
-    }
-
     fn eos_token_ids(&self) -> Result<Vec<u32>, ModelError> {
         let Some(value) = self.get("eos_token_id") else {
             return Ok(Vec::new());
@@ -542,18 +469,6 @@ impl Reader<'_> {
         ids.sort_unstable();
         ids.dedup();
         Ok(ids)
-    }
-}
-
-/// A value as text for an error, cut to a line.
-fn short(value: &Value) -> String {
-    cut(&value.to_string())
-}
-
-fn cut(text: &str) -> String {
-    match text.char_indices().nth(60) {
-        None => text.to_owned(),
-        Some((end, _)) => format!("{}…", &text[..end]),
     }
 }
 
@@ -643,6 +558,114 @@ mod tests {
         let qwen3 = Config::parse(Path::new("c"), &qwen3.to_string()).unwrap();
         assert!(qwen3.qk_norm && !qwen3.qkv_bias);
         assert_eq!(qwen3.heads.head_dim, 128);
+    }
+
+    /// As published: with few fields, those of a part of a model that sees images with fewest.
+    fn gemma(text: Value) -> Result<Config, String> {
+        Config::parse(Path::new("config.json"), &text.to_string()).map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn gemmas_are_read() {
+        let gemma2 = gemma(json!({
+            "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_size": 3584, "intermediate_size": 14336,
+            "num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256,
+            "vocab_size": 256000, "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": 144, "attn_logit_softcapping": 50.0, "final_logit_softcapping": null,
+            "sliding_window": 4096, "rope_theta": 10000.0, "eos_token_id": 1
+        }))
+        .unwrap();
+        let (window, full) = (KvSpec::Window(4096), KvSpec::Full);
+        assert_eq!(gemma2.layers, [window, full, window, full]);
+        assert_eq!((gemma2.attention_soft_cap, gemma2.logit_soft_cap), (Some(50.0), None));
+        assert_eq!(
+            (gemma2.attention_scale, gemma2.embedding_scale),
+            (1.0 / 12.0, 59.866_52)
+        );
+        assert!(gemma2.norms_from_one && gemma2.post_norms && gemma2.tied_embeddings && !gemma2.qk_norm);
+        assert_eq!((gemma2.activation, gemma2.window_rope), (Activation::GeluTanh, None));
+        assert_eq!(gemma2.max_position_embeddings, 8192);
+
+        let images = json!({
+            "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "eos_token_id": [1, 106],
+            "text_config": {
+                "model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 7,
+                "sliding_window": 1024, "rope_scaling": {"rope_type": "linear", "factor": 8.0}
+            },
+            "vision_config": {"model_type": "siglip_vision_model"}
+        });
+        let gemma3 = gemma(images.clone()).unwrap();
+        assert_eq!(gemma3.family, Family::Gemma3);
+        let heads = HeadShape {
+            heads: 8,
+            kv_heads: 4,
+            head_dim: 256,
+        };
+        assert_eq!((gemma3.heads, gemma3.vocab_size), (heads, 262_208));
+        let window = KvSpec::Window(1024);
+        assert_eq!(gemma3.layers, [window, window, window, window, window, full, window]);
+        let scaled = Rope {
+            theta: 1e6,
+            scaling: Scaling::Linear { factor: 8.0 },
+        };
+        let plain = Rope {
+            theta: 10_000.0,
+            scaling: Scaling::None,
+        };
+        assert_eq!((&gemma3.rope, &gemma3.window_rope), (&scaled, &Some(plain.clone())));
+        assert!(gemma3.qk_norm && gemma3.tied_embeddings);
+        assert_eq!((gemma3.attention_soft_cap, gemma3.logit_soft_cap), (None, None));
+        assert_eq!(
+            (gemma3.attention_scale, gemma3.eos_token_ids.clone()),
+            (1.0 / 16.0, vec![1, 106])
+        );
+
+        let mut by_type = images;
+        by_type["text_config"]["rope_scaling"] = Value::Null;
+        by_type["text_config"]["rope_parameters"] = json!({
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}
+        });
+        let by_type = gemma(by_type).unwrap();
+        assert_eq!((by_type.rope, by_type.window_rope), (scaled, Some(plain)));
+    }
+
+    #[test]
+    fn what_a_gemma_must_not_have_is_refused() {
+        let with = |changes: Value| {
+            let mut text = json!({
+                "architectures": ["Gemma3ForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2
+            });
+            text.as_object_mut()
+                .unwrap()
+                .extend(changes.as_object().unwrap().clone());
+            gemma(text).unwrap_err()
+        };
+        for (changes, words) in [
+            (
+                json!({"hidden_activation": "gelu"}),
+                "`hidden_activation` `gelu` is not supported",
+            ),
+            (
+                json!({"use_bidirectional_attention": true}),
+                "`use_bidirectional_attention` (true)",
+            ),
+            (json!({"sliding_window": null}), "`sliding_window` is not set"),
+            (json!({"final_logit_softcapping": 0}), "`final_logit_softcapping` is 0"),
+            (json!({"query_pre_attn_scalar": -1}), "`query_pre_attn_scalar` is -1"),
+            (
+                json!({"rope_parameters": {"full_attention": 3}}),
+                "`rope_parameters` holds 3",
+            ),
+            (json!({"rope_local_base_freq": "x"}), "`rope_local_base_freq`"),
+            (
+                json!({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": []}),
+                "no `text_config`",
+            ),
+        ] {
+            let error = with(changes.clone());
+            assert!(error.contains(words), "{changes}: {error}");
+        }
     }
 
     #[test]

@@ -8,6 +8,7 @@ mod build;
 pub mod channels;
 pub mod config;
 pub mod error;
+mod from_one;
 mod pool;
 pub mod rope;
 pub mod shapes;

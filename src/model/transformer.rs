@@ -1,7 +1,8 @@
 //! One transformer for all families: what differs is in [`Config`], what computes is in [`Device`].
 //!
 //! Per layer: norm → fused q, k, v → rotation and KV store → attention → output projection → norm → gate, up and their
-//! product → down projection. All buffers are kept from step to step.
+//! product → down projection. What the two projections give some families normalise, too, before it is added. All buffers are kept
+//! from step to step.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -10,13 +11,16 @@ use std::time::Duration;
 use crate::device::batch::StepBatch;
 use crate::device::cpu::{self, Cpu, Isa};
 use crate::device::draw::{Draw, DrawError, Drawn};
-use crate::device::{AddNorm, Device, DeviceError, Dtype, KvFormat, Precision, QkNorm, RopeStore};
+use crate::device::{
+    AddNorm, Attention, Delta, Device, DeviceError, Dtype, Head, KvFormat, KvSpec, Precision, QkNorm, RopeStore,
+};
 use crate::engine::{Forward, ForwardError};
 use crate::model::balance::Balanced;
 use crate::model::build::{Builder, ModelWeights};
 use crate::model::channels::Channels;
 use crate::model::config::Config;
 use crate::model::error::ModelError;
+use crate::model::from_one::FromOne;
 use crate::model::pool;
 use crate::model::times::{Operation, Times};
 use crate::model::weights::{RandomWeights, WeightSource, Weights};
@@ -203,6 +207,11 @@ impl<D: Device> Transformer<D> {
             .vocabulary
             .map_or(config.vocab_size, |n| n.min(config.vocab_size));
         let random = source.random().filter(|_| device.makes_random());
+        let from_one = FromOne(source);
+        let source: &dyn WeightSource = match config.norms_from_one && source.random().is_none() {
+            true => &from_one,
+            false => source,
+        };
         let balanced = match options.precision {
             // All channels of random weights are alike.
             Precision::Int8 if random.is_none() => Some(Balanced::new(source, &config, options.channels.as_deref())?),
@@ -216,8 +225,9 @@ impl<D: Device> Transformer<D> {
         }
         .weights()?;
         let pools = pool::pools(&device, &config, kv_blocks)?;
-        let rope = config.rope.spec(config.heads.head_dim, context_tokens);
-        let step = device.step(config.heads, rope, &config.layers)?;
+        let ropes = [Some(&config.rope), config.window_rope.as_ref()].into_iter().flatten();
+        let ropes = ropes.map(|rope| rope.spec(config.heads.head_dim, context_tokens));
+        let step = device.step(config.heads, ropes.collect(), &config.layers)?;
         let buffers = Buffers::new(&device);
         let mut transformer = Transformer {
             device,
@@ -393,7 +403,13 @@ impl<D: Device> Transformer<D> {
             Ok(())
         };
         device.upload(batch, step, &mut b.workspace)?;
-        device.embed(&weights.embedding, step, &mut b.residual, &b.workspace)?;
+        device.embed(
+            &weights.embedding,
+            config.embedding_scale,
+            step,
+            &mut b.residual,
+            &b.workspace,
+        )?;
         lap(Operation::Embed)?;
         let mut delta = None;
         for (at, (layer, pool)) in weights.layers.iter().zip(pools).enumerate() {
@@ -417,31 +433,52 @@ impl<D: Device> Transformer<D> {
                 RopeStore {
                     heads: config.heads,
                     qk_norm,
+                    rope: match (&config.window_rope, layer.spec) {
+                        (Some(_), KvSpec::Window(_)) => 1,
+                        _ => 0,
+                    },
                 },
                 step,
                 &mut b.qkv,
                 pool,
             )?;
             lap(Operation::RopeStore)?;
-            device.attention(layer.spec, step, &b.qkv, pool, &mut b.attended, &mut b.workspace)?;
+            let attention = Attention {
+                spec: layer.spec,
+                scale: config.attention_scale,
+                soft_cap: config.attention_soft_cap,
+            };
+            device.attention(attention, step, &b.qkv, pool, &mut b.attended, &mut b.workspace)?;
             lap(Operation::Attention)?;
             see(at, Activations::Attended, &b.attended);
             device.linear(&layer.o, &b.attended, &mut b.delta, &mut b.workspace)?;
             lap(Operation::Linear)?;
             let norm = AddNorm {
-                delta: Some(&b.delta),
+                delta: Some(Delta {
+                    rows: &b.delta,
+                    norm: layer.post_attention_norm.as_ref(),
+                }),
                 weight: &layer.mlp_norm,
                 eps: config.norm_eps,
             };
             device.add_norm(norm, &mut b.residual, &mut b.normed)?;
             lap(Operation::Norm)?;
             see(at, Activations::MlpNorm, &b.normed);
-            device.gated_linear(&layer.gate_up, &b.normed, &mut b.gated, &mut b.workspace)?;
+            device.gated_linear(
+                &layer.gate_up,
+                config.activation,
+                &b.normed,
+                &mut b.gated,
+                &mut b.workspace,
+            )?;
             lap(Operation::GatedLinear)?;
             see(at, Activations::Gated, &b.gated);
             device.linear(&layer.down, &b.gated, &mut b.delta, &mut b.workspace)?;
             lap(Operation::Linear)?;
-            delta = Some(&b.delta);
+            delta = Some(Delta {
+                rows: &b.delta,
+                norm: layer.post_mlp_norm.as_ref(),
+            });
         }
         let norm = AddNorm {
             delta,
@@ -450,8 +487,12 @@ impl<D: Device> Transformer<D> {
         };
         device.add_norm_logits_rows(norm, step, &mut b.residual, &mut b.normed)?;
         lap(Operation::Norm)?;
-        let head = weights.head.as_ref().unwrap_or(&weights.embedding);
-        device.logits(head, *vocab_size, &b.normed, &mut b.workspace)?;
+        let head = Head {
+            weight: weights.head.as_ref().unwrap_or(&weights.embedding),
+            ids: *vocab_size,
+            soft_cap: config.logit_soft_cap,
+        };
+        device.logits(head, &b.normed, &mut b.workspace)?;
         lap(Operation::Logits)
     }
 }

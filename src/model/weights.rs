@@ -57,13 +57,28 @@ impl StoredTensor<'_> {
     }
 }
 
-/// The safetensors files of a checkpoint folder.
+/// The safetensors files of a checkpoint folder. Of a model that sees images, too, the part that reads and writes text has the names that
+/// it would have alone.
 pub struct Weights {
     dir: PathBuf,
     files: Vec<File>,
-    /// Tensor name → index of its file.
-    tensors: HashMap<String, usize>,
+    /// By name.
+    tensors: HashMap<String, Place>,
 }
+
+/// Where a tensor is.
+struct Place {
+    file: usize,
+    /// Its name there.
+    name: String,
+}
+
+/// What the names of the part that reads and writes text begin with in a model that sees images, too, and alone.
+const TEXT_PARTS: [(&str, &str); 3] = [
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("model.language_model.", "model."),
+];
 
 struct File {
     path: PathBuf,
@@ -88,14 +103,31 @@ impl Weights {
             .iter()
             .map(|name| File::open(dir.join(name)))
             .collect::<Result<Vec<_>, _>>()?;
-        let mut tensors = HashMap::new();
-        match index {
+        let stored: Vec<(String, usize)> = match index {
             Some(index) => {
                 let number: HashMap<&str, usize> = names.iter().enumerate().map(|(i, n)| (n.as_str(), i)).collect();
-                tensors.extend(index.into_iter().map(|(tensor, file)| (tensor, number[file.as_str()])));
+                index
+                    .into_iter()
+                    .map(|(tensor, file)| (tensor, number[file.as_str()]))
+                    .collect()
             }
-            None => tensors.extend(files[0].tensors.keys().map(|tensor| (tensor.clone(), 0))),
-        }
+            None => files[0].tensors.keys().map(|tensor| (tensor.clone(), 0)).collect(),
+        };
+        let text_parts = stored.iter().flat_map(|(name, file)| {
+            let alone = |(there, alone): &(&str, &str)| Some(format!("{alone}{}", name.strip_prefix(there)?));
+            TEXT_PARTS
+                .iter()
+                .filter_map(alone)
+                .map(move |alone| (alone, (name, *file)))
+        });
+        // A name that stands as it is comes last, and so first.
+        let tensors = text_parts
+            .chain(stored.iter().map(|(name, file)| (name.clone(), (name, *file))))
+            .map(|(alone, (name, file))| {
+                let name = name.clone();
+                (alone, Place { file, name })
+            })
+            .collect();
         Ok(Weights {
             dir: dir.to_owned(),
             files,
@@ -107,8 +139,9 @@ impl Weights {
 impl WeightSource for Weights {
     fn tensor(&self, name: &str, rows: Option<usize>, columns: usize) -> Result<StoredTensor<'_>, ModelError> {
         let missing = |path: &Path| ModelError::broken(path, format!("tensor `{name}` is missing"));
-        let file = &self.files[*self.tensors.get(name).ok_or_else(|| missing(self.path_of(name)))?];
-        let entry = file.tensors.get(name).ok_or_else(|| missing(&file.path))?;
+        let place = self.tensors.get(name).ok_or_else(|| missing(self.path_of(name)))?;
+        let file = &self.files[place.file];
+        let entry = file.tensors.get(&place.name).ok_or_else(|| missing(&file.path))?;
         let want: Vec<usize> = rows.into_iter().chain([columns]).collect();
         if entry.shape != want {
             return Err(ModelError::broken(
@@ -141,7 +174,7 @@ impl WeightSource for Weights {
 
     fn path_of(&self, name: &str) -> &Path {
         match self.tensors.get(name) {
-            Some(&file) => &self.files[file].path,
+            Some(place) => &self.files[place.file].path,
             None if self.files.len() == 1 => &self.files[0].path,
             None => &self.dir,
         }

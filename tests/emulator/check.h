@@ -68,7 +68,7 @@ struct Worst {
     void add(double error, double allowed) {
         double p = error == 0 ? 0 : std::fabs(error) / allowed;
         // Not a number is worst of all, and stays.
-        if (!(p <= part)) part = p;
+        if (part == part && !(p <= part)) part = p;
     }
     bool fine() const { return part <= 1; }
 };

@@ -139,10 +139,11 @@ static void embed(const Card& card) {
     for (size_t i = 0; i < table.size(); i++) table[i] = uint16_t(i * 7);
     std::vector<uint32_t> tokens = {3, 9, 0, 3, 5};
     int rows = tokens.size();
+    float scale = 1;
     void* function = card.function(compile("embed.cu", read("kernels/embed.cu"), {"--gpu-architecture=sm_90a", "-DWIDTH=64"}), "embed");
     Address from = card.upload(table), picked = card.upload(tokens), drawn = 0, to = card.allocate(rows * width * 2);
     must(card.download<uint16_t>(to, 1)[0] == 0xffff, "fresh memory is not full of 0xff");
-    must(card.launch(function, 2, 1, 128, 0, {&from, &picked, &drawn, &to, &rows}) == 0, "embed does not run");
+    must(card.launch(function, 2, 1, 128, 0, {&from, &picked, &drawn, &to, &rows, &scale}) == 0, "embed does not run");
     auto got = card.download<uint16_t>(to, rows * width);
     for (int i = 0; i < rows * width; i++) must(got[i] == table[tokens[i / width] * width + i % width], "embed is wrong");
 }

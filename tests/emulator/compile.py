@@ -19,6 +19,8 @@ COLUMNS = [32, 64, 128, 256]
 HEADS = [(32, 1), (64, 4), (80, 4), (96, 4), (128, 1), (128, 4), (192, 4), (256, 1), (256, 4)]
 # HEAD_DIM and ROW_WARPS of attention_sm90.cu.
 HOPPER_HEADS = [(dim, warps) for dim in (32, 64, 80, 96, 112, 128) for warps in (4, 8, 12)]
+# The bits of 50.0f.
+SOFT_CAP = 1112014848
 MODEL = {"HEADS": 32, "KV_HEADS": 8, "BLOCK": 64, "WINDOW": 0}
 
 
@@ -35,14 +37,14 @@ def shapes(name, card):
     hopper_heads = [MODEL | {"HEAD_DIM": dim, "ROW_WARPS": warps} for dim, warps in HOPPER_HEADS]
     hopper_heads += [shape | {"HEADS": heads} for shape in hopper_heads if shape["HEAD_DIM"] in (64, 128) for heads in (8, 40, 56, 128)]
     return {
-        "add_norm": rows,
-        "gated": rows,
+        "add_norm": [shape | {"DELTA_NORM": norm} for shape in rows for norm in (0, 1)],
+        "gated": [shape | {"GELU": gelu} for shape in rows for gelu in (0, 1)],
         "quantize": rows,
         "embed": [{"WIDTH": 4096}],
         "linear": [{"WIDE": wide} for wide in (0, 1)],
         "linear_sm90": [tile | {"WIDE": wide} for tile in tiles for wide in (0, 1)],
-        "attention": heads + [shape | {"SOFT_CAP": "50.0f", "WINDOW": 4096} for shape in heads if shape["HEAD_DIM"] >= 128],
-        "attention_sm90": hopper_heads + [shape | {"SOFT_CAP": "50.0f", "WINDOW": 4096} for shape in hopper_heads],
+        "attention": heads + [shape | {"SOFT_CAP": SOFT_CAP, "WINDOW": 4096} for shape in heads if shape["HEAD_DIM"] >= 128],
+        "attention_sm90": hopper_heads + [shape | {"SOFT_CAP": SOFT_CAP, "WINDOW": 4096} for shape in hopper_heads],
         "peak": [{"WARPGROUPS": groups} for groups in ((0, 1) if card == "sm_90a" else (0,))],
         "merge": heads,
         "rope_store": heads,

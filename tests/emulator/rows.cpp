@@ -1,20 +1,28 @@
-// add_norm.cu, gated.cu, quantize.cu, embed.cu and random_weights.cu against doubles.
+// add_norm.cu, gated.cu, quantize.cu, embed.cu, soft_cap.cu and random_weights.cu against doubles.
 #include "ptx.cuh"
 #include "types.cuh"
 #include "../../kernels/add_norm.cu"
 #include "../../kernels/gated.cu"
 #include "../../kernels/quantize.cu"
 #include "../../kernels/embed.cu"
+#include "../../kernels/soft_cap.cu"
 #include "../../kernels/random_weights.cu"
 #include "check.h"
 
 const int COUNT = 5;
 const float EPS = 1e-5f;
+const Bf16 NOT_A_NUMBER = {0x7fc0}, MINUS_INFINITY = {0xff80};
 
 static Bf16* random_rows(int rows) {
     Bf16* x = check::guarded<Bf16>(size_t(rows) * WIDTH);
     for (int i = 0; i < rows * WIDTH; i++) x[i] = to_bf16(check::number() * 3);
     return x;
+}
+
+static float* random_weight() {
+    float* weight = check::guarded<float>(WIDTH);
+    for (int i = 0; i < WIDTH; i++) weight[i] = check::number() * 3;
+    return weight;
 }
 
 // Where kernels write.
@@ -34,6 +42,14 @@ static double written(const Output& out, int row, int i) {
 #endif
 }
 
+// Whether a row tells that something in it was not finite: by its scale, in BF16 by a number.
+static bool tells(const Output& out, int row) {
+    if (OUTPUT != 2) return std::isnan(out.scales[row]);
+    bool finite = true;
+    for (int i = 0; i < WIDTH; i++) finite &= std::isfinite(written(out, row, i));
+    return !finite;
+}
+
 // Errors of a row that was rounded to BF16 `roundings` times: half a step of 2^-7 each. INT8 adds half a step of 1/127 of the row's
 // largest; E4M3 half a step of 2^-3 of the number, or of 2^-9 below its smallest power, where 448 is the largest. What is left of
 // 2 % is for the largest and for roundings of F32.
@@ -48,57 +64,96 @@ static void add_errors(check::Worst& worst, const Output& out, int row, const st
     }
 }
 
-static std::vector<double> sum_of(const Bf16* residual, const Bf16* delta, int row) {
-    std::vector<double> sum;
-    for (int i = 0; i < WIDTH; i++) {
-        float x = widen(residual[size_t(row) * WIDTH + i]);
-        sum.push_back(delta ? round_bf16(x + widen(delta[size_t(row) * WIDTH + i])) : x);
-    }
-    return sum;
-}
-
-static std::vector<double> normed(std::vector<double> row, const Bf16* weight) {
+// A row of a norm, not rounded.
+static std::vector<double> normed(std::vector<double> row, const float* weight) {
     double squares = 0;
     for (double x : row) squares += x * x;
-    for (int i = 0; i < WIDTH; i++) row[i] *= widen(weight[i]) / std::sqrt(squares / WIDTH + EPS);
+    for (int i = 0; i < WIDTH; i++) row[i] *= weight[i] / std::sqrt(squares / WIDTH + EPS);
     return row;
 }
 
+static std::vector<double> row_of(const Bf16* x, int row) {
+    std::vector<double> to;
+    for (int i = 0; i < WIDTH; i++) to.push_back(widen(x[size_t(row) * WIDTH + i]));
+    return to;
+}
+
+// What a row of the residual becomes, rounded where the kernel rounds. The kernel's scale is off by some 2^-23 of it; no number
+// here lies so close to the middle between two of BF16 that it rounds otherwise.
+static std::vector<double> sum_of(const Bf16* residual, const Bf16* delta, const float* delta_weight, int row) {
+    std::vector<double> x = row_of(residual, row);
+    if (!delta) return x;
+    std::vector<double> d = row_of(delta, row);
+#if DELTA_NORM
+    const std::vector<float> one(WIDTH, 1.0f);
+    d = normed(d, one.data());
+    for (int i = 0; i < WIDTH; i++) d[i] = round_bf16(float(round_bf16(float(d[i])) * double(delta_weight[i])));
+#endif
+    for (int i = 0; i < WIDTH; i++) x[i] = round_bf16(float(x[i] + d[i]));
+    return x;
+}
+
 static void check_add_norm() {
-    const Bf16 *before = random_rows(COUNT), *some_delta = random_rows(COUNT), *weight = random_rows(1);
+    const Bf16 *before = random_rows(COUNT), *some_delta = random_rows(COUNT);
+    const float *weight = random_weight(), *delta_weight = DELTA_NORM ? random_weight() : nullptr;
     const u32 picked_rows[] = {3, 1};
-    for (const Bf16* delta : {some_delta, (const Bf16*)nullptr})
+    for (const Bf16* delta : {some_delta, (const Bf16*)nullptr}) {
+        if (DELTA_NORM && !delta) continue;
         for (const u32* picked : {(const u32*)nullptr, picked_rows}) {
             Output out;
             Bf16* residual = check::guarded<Bf16>(size_t(COUNT) * WIDTH);
             std::copy(before, before + size_t(COUNT) * WIDTH, residual);
             int rows = picked ? 2 : COUNT;
-            check::run(add_norm, rows, 1, THREADS, 0, 3, residual, delta, weight, picked, EPS, out.bytes, out.scales);
+            check::run(add_norm, rows, 1, THREADS, 0, 3, residual, delta, delta_weight, weight, picked, EPS, out.bytes, out.scales);
             check::Worst worst;
             for (int row = 0; row < rows; row++)
-                add_errors(worst, out, row, normed(sum_of(before, delta, picked ? picked[row] : row), weight), 2);
+                add_errors(worst, out, row, normed(sum_of(before, delta, delta_weight, picked ? picked[row] : row), weight), 2);
             bool right = true;
-            for (int row = 0; row < COUNT; row++) {
-                std::vector<double> want = sum_of(before, picked ? nullptr : delta, row);
-                for (int i = 0; i < WIDTH; i++) right &= widen(residual[size_t(row) * WIDTH + i]) == want[i];
-            }
+            for (int row = 0; row < COUNT; row++)
+                right &= row_of(residual, row) == sum_of(before, picked ? nullptr : delta, delta_weight, row);
             check::expect(worst.fine() && right, "add_norm%s%s: %.2f of the error allowed, residual %s", delta ? "" : " of nothing",
                           picked ? " of picked rows" : "", worst.part, right ? "right" : "wrong");
         }
+    }
+
+    Bf16 *residual = random_rows(COUNT), *delta = random_rows(COUNT);
+    delta[1 * WIDTH + WIDTH - 1] = NOT_A_NUMBER;
+    delta[2 * WIDTH] = MINUS_INFINITY;
+    residual[3 * WIDTH] = MINUS_INFINITY;
+    std::fill(delta + 4 * WIDTH, delta + 5 * WIDTH, Bf16{0});
+    Output out;
+    check::run(add_norm, COUNT, 1, THREADS, 0, 3, residual, delta, delta_weight, weight, nullptr, EPS, out.bytes, out.scales);
+    bool right = !tells(out, 0) && tells(out, 1) && tells(out, 2) && tells(out, 3) && !tells(out, 4);
+    check::expect(right, "add_norm of NaN and infinity");
+}
+
+static double activated(double x) {
+    const double pi = std::acos(-1.0);
+    return GELU ? x / 2 * (1 + std::tanh(std::sqrt(2 / pi) * (x + 0.044715 * x * x * x))) : x / (1 + std::exp(-x));
 }
 
 static void check_gated() {
-    const Bf16* pairs = random_rows(2 * COUNT);
+    Bf16* pairs = random_rows(2 * COUNT);
+    // Gates far out, some of which have a cube that F32 has not.
+    const float far[8] = {-3e38f, -1e15f, -1e4f, -20, -5, 0, 20, 1e15f};
+    for (int i = 0; i < 8; i++) pairs[size_t(COUNT - 1) * 2 * WIDTH + i] = to_bf16(far[i]);
     Output out;
     check::run(gated, COUNT, 1, THREADS, 0, 5, pairs, out.bytes, out.scales);
     check::Worst worst;
     for (int row = 0; row < COUNT; row++) {
         const Bf16 *gate = pairs + size_t(row) * 2 * WIDTH, *up = gate + WIDTH;
         std::vector<double> want;
-        for (int i = 0; i < WIDTH; i++) want.push_back(widen(gate[i]) / (1 + std::exp(-double(widen(gate[i])))) * widen(up[i]));
+        for (int i = 0; i < WIDTH; i++) want.push_back(activated(widen(gate[i])) * widen(up[i]));
         add_errors(worst, out, row, want, 2);
     }
     check::expect(worst.fine(), "gated: %.2f of the error allowed", worst.part);
+
+    pairs[1 * 2 * WIDTH + WIDTH - 1] = NOT_A_NUMBER;
+    pairs[2 * 2 * WIDTH] = MINUS_INFINITY;
+    pairs[3 * 2 * WIDTH + 2 * WIDTH - 1] = MINUS_INFINITY;
+    check::run(gated, COUNT, 1, THREADS, 0, 5, pairs, out.bytes, out.scales);
+    bool right = !tells(out, 0) && tells(out, 1) && tells(out, 2) && tells(out, 3) && !tells(out, 4);
+    check::expect(right, "gated of NaN and infinity");
 }
 
 static void check_quantize() {
@@ -106,11 +161,11 @@ static void check_quantize() {
     Output out;
     check::run(quantize, COUNT, 1, THREADS, 0, 6, x, out.bytes, out.scales);
     check::Worst worst;
-    for (int row = 0; row < COUNT; row++) add_errors(worst, out, row, sum_of(x, nullptr, row), 0);
+    for (int row = 0; row < COUNT; row++) add_errors(worst, out, row, row_of(x, row), 0);
     check::expect(worst.fine(), "quantize: %.2f of the error allowed", worst.part);
 
-    x[1 * WIDTH + WIDTH - 1] = Bf16{0x7fc0};
-    x[2 * WIDTH] = Bf16{0xff80};
+    x[1 * WIDTH + WIDTH - 1] = NOT_A_NUMBER;
+    x[2 * WIDTH] = MINUS_INFINITY;
     std::fill(x + 3 * WIDTH, x + 4 * WIDTH, Bf16{0});
     check::run(quantize, COUNT, 1, THREADS, 0, 6, x, out.bytes, out.scales);
     if (OUTPUT == 2) return;
@@ -120,15 +175,56 @@ static void check_quantize() {
 }
 
 static void check_embed() {
-    const Bf16* table = random_rows(9);
+    Bf16* table = random_rows(9);
     const u32 ids[COUNT] = {0, 8, 7, 7, 2};
     const Drawn drawn[] = {{8}, {2}};
     const u32 tokens[COUNT] = {0, IS_DRAWN | 0, 7, 7, IS_DRAWN | 1};
     Bf16* out = check::guarded<Bf16>(size_t(COUNT) * WIDTH);
-    check::run(embed, (COUNT + ROWS - 1) / ROWS, 1, ROWS * 32, 0, 1, table, tokens, drawn, out, COUNT);
+    auto run = [&](float scale) {
+        check::run(embed, (COUNT + ROWS - 1) / ROWS, 1, ROWS * 32, 0, 1, table, tokens, drawn, out, COUNT, scale);
+    };
+    run(1);
     bool same = true;
     for (int i = 0; i < COUNT; i++) same &= !std::memcmp(out + size_t(i) * WIDTH, table + size_t(ids[i]) * WIDTH, WIDTH * 2);
     check::expect(same, "embed");
+
+    const float scale = 59.87f;
+    table[7 * WIDTH] = NOT_A_NUMBER;
+    table[8 * WIDTH + WIDTH - 1] = MINUS_INFINITY;
+    run(scale);
+    check::Worst worst;
+    for (int row = 0; row < COUNT; row++) {
+        std::vector<double> is = row_of(out, row), from = row_of(table, int(ids[row]));
+        for (int i = 0; i < WIDTH; i++)
+            if (std::isfinite(from[i])) worst.add(is[i] - from[i] * scale, 1.02 * std::fabs(from[i] * scale) / 256);
+    }
+    bool stay = std::isnan(widen(out[2 * WIDTH])) && out[1 * WIDTH + WIDTH - 1].bits == MINUS_INFINITY.bits;
+    check::expect(worst.fine() && stay, "embed scaled: %.2f of the error allowed, NaN and infinity %s", worst.part,
+                  stay ? "stay" : "are lost");
+}
+
+static void check_soft_cap() {
+    const int rows = 3, ids = 2085, stride = 2096;
+    const float cap = 30;
+    float *logits = check::guarded<float>(rows * stride), special[] = {NAN, INFINITY, -INFINITY, -3e38f, 3e38f, 1e-30f};
+    for (int i = 0; i < rows * stride; i++) logits[i] = check::number() * 100;
+    // One row begins with them, one ends.
+    std::copy(special, special + 6, logits);
+    std::copy(special, special + 6, logits + 2 * stride + ids - 6);
+    const std::vector<float> before(logits, logits + rows * stride);
+    check::run(soft_cap, rows, (ids + 1023) / 1024, 256, 0, 2, logits, cap, ids, stride);
+    check::Worst worst;
+    bool stay = true;
+    for (int row = 0; row < rows; row++)
+        for (int at = row * stride; at < row * stride + ids; at++) {
+            double x = before[at], want = cap * std::tanh(x / cap);
+            if (std::isfinite(x))
+                worst.add(logits[at] - want, 0x1p-21 * std::fabs(want));
+            else
+                stay &= std::memcmp(&logits[at], &before[at], 4) == 0;
+        }
+    check::expect(worst.fine() && stay, "soft_cap: %.2f of the error allowed, NaN and infinity %s", worst.part,
+                  stay ? "stay" : "are lost");
 }
 
 // What src/device/random.rs gives for this seed, and for none beyond the end.
@@ -151,6 +247,7 @@ int main() {
     check_gated();
     check_quantize();
     check_embed();
+    check_soft_cap();
     check_random_weights();
     return check::verdict();
 }

@@ -30,29 +30,31 @@ linear() {
 
 rows() {
     for format in 0 1 2; do
-        run rows OUTPUT=$format WIDTH=8 THREADS=128
-        run rows OUTPUT=$format WIDTH=904 THREADS=128
-        run rows OUTPUT=$format WIDTH=4864 THREADS=256
-        run rows OUTPUT=$format WIDTH=28672 THREADS=1024
-        run rows OUTPUT=$format WIDTH=65536 THREADS=1024
+        run rows OUTPUT=$format WIDTH=8 THREADS=128 DELTA_NORM=1 GELU=1
+        run rows OUTPUT=$format WIDTH=904 THREADS=128 DELTA_NORM=0 GELU=0
+        run rows OUTPUT=$format WIDTH=4864 THREADS=256 DELTA_NORM=1 GELU=0
+        run rows OUTPUT=$format WIDTH=28672 THREADS=1024 DELTA_NORM=0 GELU=1
+        run rows OUTPUT=$format WIDTH=65536 THREADS=1024 DELTA_NORM=1 GELU=0
     done
 }
 
 attention() {
+    # The bits of 2.0f.
+    local cap=1073741824
     for store in 0 1 2; do
         run attention STORE=$store HEADS=8 KV_HEADS=2 HEAD_DIM=64 BLOCK=64 ROW_WARPS=4
         run attention STORE=$store HEADS=16 KV_HEADS=1 HEAD_DIM=32 BLOCK=64 ROW_WARPS=1
         run attention STORE=$store HEADS=6 KV_HEADS=2 HEAD_DIM=80 BLOCK=64 ROW_WARPS=2 WINDOW=100
         run attention STORE=$store HEADS=5 KV_HEADS=1 HEAD_DIM=96 BLOCK=32 ROW_WARPS=1 WINDOW=33
-        run attention STORE=$store HEADS=7 KV_HEADS=1 HEAD_DIM=128 BLOCK=64 ROW_WARPS=1 SOFT_CAP=2.0f
+        run attention STORE=$store HEADS=7 KV_HEADS=1 HEAD_DIM=128 BLOCK=64 ROW_WARPS=1 SOFT_CAP=$cap
         run attention STORE=$store HEADS=2 KV_HEADS=2 HEAD_DIM=128 BLOCK=64 ROW_WARPS=4
-        run attention STORE=$store HEADS=8 KV_HEADS=1 HEAD_DIM=256 BLOCK=64 ROW_WARPS=4 STAGES=1 SOFT_CAP=2.0f WINDOW=64
+        run attention STORE=$store HEADS=8 KV_HEADS=1 HEAD_DIM=256 BLOCK=64 ROW_WARPS=4 STAGES=1 SOFT_CAP=$cap WINDOW=64
         run attention SM90=1 STORE=$store HEADS=8 KV_HEADS=2 HEAD_DIM=64 BLOCK=64 ROW_WARPS=4
         run attention SM90=1 STORE=$store HEADS=16 KV_HEADS=1 HEAD_DIM=32 BLOCK=64 ROW_WARPS=8
         run attention SM90=1 STORE=$store HEADS=10 KV_HEADS=2 HEAD_DIM=80 BLOCK=64 ROW_WARPS=4 WINDOW=100
-        run attention SM90=1 STORE=$store HEADS=8 KV_HEADS=1 HEAD_DIM=96 BLOCK=64 ROW_WARPS=4 WINDOW=33 SOFT_CAP=2.0f
+        run attention SM90=1 STORE=$store HEADS=8 KV_HEADS=1 HEAD_DIM=96 BLOCK=64 ROW_WARPS=4 WINDOW=33 SOFT_CAP=$cap
         run attention SM90=1 STORE=$store HEADS=7 KV_HEADS=1 HEAD_DIM=112 BLOCK=64 ROW_WARPS=12
-        run attention SM90=1 STORE=$store HEADS=7 KV_HEADS=1 HEAD_DIM=128 BLOCK=64 ROW_WARPS=4 SOFT_CAP=2.0f
+        run attention SM90=1 STORE=$store HEADS=7 KV_HEADS=1 HEAD_DIM=128 BLOCK=64 ROW_WARPS=4 SOFT_CAP=$cap
         run attention SM90=1 STORE=$store HEADS=16 KV_HEADS=1 HEAD_DIM=128 BLOCK=64 ROW_WARPS=4 STAGES=2
         run attention SM90=1 STORE=$store HEADS=2 KV_HEADS=2 HEAD_DIM=128 BLOCK=64 ROW_WARPS=8
     done

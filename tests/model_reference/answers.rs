@@ -3,7 +3,7 @@
 //! "Relative" difference of logits: the largest absolute difference over a prompt's rows, divided by the largest
 //! absolute logit of those rows in the reference.
 
-use gristmill::device::{KvSpec, Precision};
+use gristmill::device::{Activation, KvSpec, Precision};
 use gristmill::model::Transformer;
 use gristmill::model::config::Config;
 use gristmill::model::rope::Scaling;
@@ -121,10 +121,12 @@ fn assert_mutant_fails(name: &str, what: &str, change: impl FnOnce(&mut Config))
 
 #[test]
 fn mutants_fail_the_comparison() {
-    let [mut windows, mut biases, mut epsilons] = [0; 3];
+    let [mut windows, mut biases, mut epsilons, mut caps, mut rotations] = [0; 5];
     for name in MODELS {
         let config = Config::load(&folder(name)).unwrap();
-        assert_mutant_fails(name, "RoPE base", |c| c.rope.theta *= 1.05);
+        // Of a large base, most pairs hardly turn within so few tokens.
+        let times = if config.rope.theta < 1e6 { 1.05 } else { 2.0 };
+        assert_mutant_fails(name, "RoPE base", |c| c.rope.theta *= times);
         if config.norm_eps > 5e-4 {
             epsilons += 1;
             assert_mutant_fails(name, "norm epsilon", |c| c.norm_eps = 1e-5);
@@ -161,9 +163,39 @@ fn mutants_fail_the_comparison() {
         if config.qk_norm {
             assert_mutant_fails(name, "no q, k norm", |c| c.qk_norm = false);
         }
+        assert_mutant_fails(name, "attention's scale", |c| c.attention_scale *= 1.1);
+        let activation = match config.activation {
+            Activation::Silu => Activation::GeluTanh,
+            Activation::GeluTanh => Activation::Silu,
+        };
+        assert_mutant_fails(name, "the other activation", |c| c.activation = activation);
+        if config.attention_soft_cap.is_some() {
+            caps += 1;
+            assert_mutant_fails(name, "no soft cap of attention", |c| c.attention_soft_cap = None);
+        }
+        if config.logit_soft_cap.is_some() {
+            caps += 1;
+            assert_mutant_fails(name, "no soft cap of logits", |c| c.logit_soft_cap = None);
+        }
+        if config.embedding_scale != 1.0 {
+            assert_mutant_fails(name, "no scale of the embedding", |c| c.embedding_scale = 1.0);
+        }
+        if config.norms_from_one {
+            assert_mutant_fails(name, "norms as they are stored", |c| c.norms_from_one = false);
+        }
+        if config.post_norms {
+            assert_mutant_fails(name, "no norms behind attention and network", |c| c.post_norms = false);
+        }
+        if let Some(rope) = &config.window_rope {
+            rotations += 1;
+            assert_mutant_fails(name, "one rotation for all layers", |c| c.window_rope = None);
+            let theta = rope.theta * 1.05;
+            assert_mutant_fails(name, "RoPE base of windows", |c| {
+                c.window_rope.iter_mut().for_each(|rope| rope.theta = theta);
+            });
+        }
     }
-    assert!(
-        windows >= 3 && biases >= 4 && epsilons >= 8,
-        "{windows} {biases} {epsilons}"
-    );
+    let counts = [windows, biases, epsilons, caps, rotations];
+    let least = [3, 4, 8, 3, 2];
+    assert!(counts.iter().zip(least).all(|(n, least)| *n >= least), "{counts:?}");
 }

@@ -131,7 +131,14 @@ fn run(name: &str, reference: &Reference, schedule: &Schedule, rows: &[u64], tem
 
 #[test]
 fn schedules_change_no_bit() {
-    for name in ["llama-plain", "mistral-window", "qwen2-window", "qwen3-layers-sharded"] {
+    for name in [
+        "llama-plain",
+        "mistral-window",
+        "qwen2-window",
+        "qwen3-layers-sharded",
+        "gemma2-capped",
+        "gemma3-types",
+    ] {
         let reference = Reference::load(name);
         for temperature in [0.0, 1.0] {
             let mut expected: Option<Vec<(u64, Answer)>> = None;

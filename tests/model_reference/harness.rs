@@ -13,7 +13,7 @@ use safetensors::SafeTensors;
 
 pub const KV_BLOCKS: u32 = 64;
 
-pub const MODELS: [&str; 14] = [
+pub const MODELS: [&str; 18] = [
     "llama-plain",
     "llama-llama3-tied",
     "llama-linear-biases",
@@ -28,6 +28,10 @@ pub const MODELS: [&str; 14] = [
     "qwen2-window",
     "qwen3-tied",
     "qwen3-layers-sharded",
+    "gemma2-capped",
+    "gemma2-biases",
+    "gemma3-types",
+    "gemma3-images",
 ];
 
 pub fn folder(name: &str) -> PathBuf {

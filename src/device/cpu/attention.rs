@@ -15,17 +15,17 @@ use super::BLOCK_TOKENS;
 use super::attention_int8::{self, Int8Scratch};
 use super::isa::multiversion;
 use super::kv::{KvPool, Pages, Store, padded};
-use super::math::{exp, round_bf16, sum16};
+use super::math::{exp, round_bf16, soft_cap, sum16};
 use super::step::{QueryTile, Step, TilePart};
 use super::tile::{Element, PANEL, Product, max_rows, product};
 use super::{Buffer, On, SharedMut};
-use crate::device::{HeadShape, KvSpec};
+use crate::device::{Attention, HeadShape, KvSpec};
 
 /// An attention operation's inputs besides the pool.
 pub(super) struct Op<'a> {
     pub on: On<'a>,
     pub round: bool,
-    pub spec: KvSpec,
+    pub of: Attention,
     pub step: &'a Step,
     /// `[tokens]` rows of `[q][k][v]`.
     pub qkv: &'a Buffer,
@@ -177,7 +177,7 @@ impl Task<'_> {
     pub(super) fn walk(&self, stretch: usize, mut visit: impl FnMut(Look<'_>)) {
         let step = self.op.step;
         let parts = step.parts(self.tile);
-        let shared = match self.op.spec {
+        let shared = match self.op.of.spec {
             KvSpec::Full => self.tile.shared as usize,
             // What a window leaves out differs from query to query.
             KvSpec::Window(_) => 0,
@@ -199,7 +199,7 @@ impl Task<'_> {
             let within = row..row + part.queries as usize * self.group();
             row = within.end;
             let first = part.position as usize;
-            let from = (first_visible(self.op.spec, first) / stretch * stretch).max(shared);
+            let from = (first_visible(self.op.of.spec, first) / stretch * stretch).max(shared);
             for start in (from..first + part.queries as usize).step_by(stretch) {
                 let sees = self.queries_that_see(part, start..start + stretch);
                 let rows = within.start + sees.start * self.group()..within.start + sees.end * self.group();
@@ -219,7 +219,7 @@ impl Task<'_> {
     fn queries_that_see(&self, part: &TilePart, positions: Range<usize>) -> Range<usize> {
         let (first, queries) = (part.position as usize, part.queries as usize);
         let from = positions.start.saturating_sub(first).min(queries);
-        let sees = |q: usize| first_visible(self.op.spec, first + q) < positions.end;
+        let sees = |q: usize| first_visible(self.op.of.spec, first + q) < positions.end;
         from..(from..queries).take_while(|&q| sees(q)).count() + from
     }
 
@@ -238,12 +238,13 @@ impl Task<'_> {
             }
             self.score(look.within, keys, scratch);
             let weigh = Weigh {
-                spec: self.op.spec,
+                spec: self.op.of.spec,
                 positions: &scratch.positions,
                 group: self.group(),
                 rows: look.rows.clone(),
                 start: look.start,
-                scale: 1.0 / (dim as f32).sqrt(),
+                scale: self.op.of.scale,
+                soft_cap: self.op.of.soft_cap,
                 wide,
             };
             weigh_on(
@@ -349,6 +350,7 @@ struct Weigh<'a> {
     /// The block's first position.
     start: usize,
     scale: f32,
+    soft_cap: Option<f32>,
     wide: usize,
 }
 
@@ -364,10 +366,14 @@ fn weigh(op: &Weigh<'_>, scores: &mut [f32], states: &mut [RowState], sums: &mut
             return;
         };
         let state = &mut states[r];
+        row.iter_mut().for_each(|score| *score *= op.scale);
+        if let Some(cap) = op.soft_cap {
+            row.iter_mut().for_each(|score| *score = soft_cap(*score, cap));
+        }
         let mut masked = [f32::NEG_INFINITY; PANEL];
         for j in 0..PANEL {
             let visible = j >= from && j < to;
-            masked[j] = if visible { row[j] * op.scale } else { f32::NEG_INFINITY };
+            masked[j] = if visible { row[j] } else { f32::NEG_INFINITY };
         }
         let mut max = state.max;
         for s in masked {
@@ -425,7 +431,7 @@ mod tests {
             inverse_frequencies: vec![0.0; heads.head_dim / 2],
             scale: 1.0,
         };
-        let mut step = Step::new(heads, rope, false);
+        let mut step = Step::new(heads, vec![rope], false);
         step.upload(batch);
         step
     }
@@ -442,7 +448,7 @@ mod tests {
         isa: Isa,
         threads: usize,
         heads: HeadShape,
-        spec: KvSpec,
+        of: Attention,
         format: KvFormat,
         /// All sequences begin with what stands in so many blocks of the first.
         prefix_blocks: usize,
@@ -455,7 +461,7 @@ mod tests {
             isa,
             threads,
             heads,
-            spec,
+            of,
             format,
             prefix_blocks,
             is_shared,
@@ -490,7 +496,7 @@ mod tests {
             let op = Op {
                 on: on_threads(isa, threads),
                 round: false,
-                spec,
+                of,
                 step: &step,
                 qkv: &qkv,
             };
@@ -500,7 +506,26 @@ mod tests {
         (0..out.rows).map(|i| out.row(i).to_vec()).collect()
     }
 
-    fn check(heads: HeadShape, spec: KvSpec, format: KvFormat, sequences: &[(u32, u32)]) {
+    /// As most models attend.
+    fn plain(heads: HeadShape, spec: KvSpec) -> Attention {
+        Attention {
+            spec,
+            scale: 1.0 / (heads.head_dim as f32).sqrt(),
+            soft_cap: None,
+        }
+    }
+
+    /// Scores that a cap bounds: some are far above it, others far below.
+    fn capped(heads: HeadShape, spec: KvSpec) -> Attention {
+        Attention {
+            scale: 0.3,
+            soft_cap: Some(4.0),
+            ..plain(heads, spec)
+        }
+    }
+
+    fn check(heads: HeadShape, of: Attention, format: KvFormat, sequences: &[(u32, u32)]) {
+        let spec = of.spec;
         let group = heads.heads / heads.kv_heads;
         let dim = heads.head_dim;
         // Eight bits: half a step of 1/127 of 3 in keys, queries and values, and weights that are off by as much.
@@ -511,7 +536,7 @@ mod tests {
                 isa,
                 threads: 1 + (dim / 2) % 2,
                 heads,
-                spec,
+                of,
                 format,
                 prefix_blocks: 0,
                 is_shared: false,
@@ -535,7 +560,9 @@ mod tests {
                                     .zip(part(j, k))
                                     .map(|(a, b)| *a as f64 * *b as f64)
                                     .sum();
-                                (dot / (dim as f64).sqrt()).exp()
+                                let score = dot * f64::from(of.scale);
+                                let capped = |cap: f32| f64::from(cap) * (score / f64::from(cap)).tanh();
+                                of.soft_cap.map_or(score, capped).exp()
                             })
                             .collect();
                         let total: f64 = scores.iter().sum();
@@ -548,7 +575,7 @@ mod tests {
                             let got = got[token][head * dim + d] as f64;
                             assert!(
                                 (got - want).abs() < tolerance,
-                                "{isa:?} {spec:?} {format:?} sequence {i} position {position} head {head} dim {d}: {got} {want}"
+                                "{isa:?} {of:?} {format:?} sequence {i} position {position} head {head} dim {d}: {got} {want}"
                             );
                         }
                     }
@@ -591,8 +618,12 @@ mod tests {
                 KvSpec::Window(17),
                 KvSpec::Window(70),
             ] {
-                check(heads, spec, KvFormat::F32, &sequences);
-                check(heads, spec, KvFormat::Int8, &sequences);
+                check(heads, plain(heads, spec), KvFormat::F32, &sequences);
+                check(heads, plain(heads, spec), KvFormat::Int8, &sequences);
+            }
+            for spec in [KvSpec::Full, KvSpec::Window(17)] {
+                check(heads, capped(heads, spec), KvFormat::F32, &sequences);
+                check(heads, capped(heads, spec), KvFormat::Int8, &sequences);
             }
         }
     }
@@ -604,15 +635,21 @@ mod tests {
             kv_heads: 2,
             head_dim: 20,
         };
-        for (spec, format) in [KvSpec::Full, KvSpec::Window(9), KvSpec::Window(70)]
+        let all = [
+            plain(heads, KvSpec::Full),
+            plain(heads, KvSpec::Window(9)),
+            plain(heads, KvSpec::Window(70)),
+            capped(heads, KvSpec::Window(70)),
+        ];
+        for (of, format) in all
             .into_iter()
-            .flat_map(|spec| [KvFormat::F32, KvFormat::Int8].map(|format| (spec, format)))
+            .flat_map(|of| [KvFormat::F32, KvFormat::Int8].map(|format| (of, format)))
         {
             let setup = Setup {
                 isa: Isa::detect(),
                 threads: 2,
                 heads,
-                spec,
+                of,
                 format,
                 prefix_blocks: 0,
                 is_shared: false,
@@ -624,7 +661,7 @@ mod tests {
                     // Positions differ in where the sequence ends, never in what a query sees.
                     assert!(
                         part[..] == whole[(end - chunk) as usize..end as usize],
-                        "{spec:?} {format:?} chunk {chunk} to {end}"
+                        "{of:?} {format:?} chunk {chunk} to {end}"
                     );
                 }
             }
@@ -640,23 +677,28 @@ mod tests {
         };
         // 64, 128 or 192 of 9 blocks' 144 positions are whole spans; chunks begin within them and behind them.
         let sequences = [(1, 200), (1, 150), (4, 145), (1, 144), (20, 160), (3, 90), (1, 129)];
-        for (spec, format) in [KvSpec::Full, KvSpec::Window(70)]
+        let all = [
+            plain(heads, KvSpec::Full),
+            plain(heads, KvSpec::Window(70)),
+            capped(heads, KvSpec::Full),
+        ];
+        for (of, format) in all
             .into_iter()
-            .flat_map(|spec| [KvFormat::F32, KvFormat::Bf16, KvFormat::Int8].map(|format| (spec, format)))
+            .flat_map(|of| [KvFormat::F32, KvFormat::Bf16, KvFormat::Int8].map(|format| (of, format)))
         {
             let [together, apart] = [true, false].map(|is_shared| {
                 let setup = Setup {
                     isa: Isa::detect(),
                     threads: 2,
                     heads,
-                    spec,
+                    of,
                     format,
                     prefix_blocks: 9,
                     is_shared,
                 };
                 run(setup, &sequences)
             });
-            assert!(together == apart, "{spec:?} {format:?}");
+            assert!(together == apart, "{of:?} {format:?}");
         }
     }
 }

@@ -112,9 +112,7 @@ fn quantize_queries(task: &Task<'_>, scratch: &mut Int8Scratch) {
             sum += i32::from(*q);
         }
         scratch.starts.push(-OFFSET * sum);
-        scratch
-            .scales
-            .push(scale * std::f32::consts::LOG2_E / (dim as f32).sqrt());
+        scratch.scales.push(scale * std::f32::consts::LOG2_E * task.op.of.scale);
     }
 }
 
@@ -176,7 +174,7 @@ impl<'a> Span<'a> {
             let (mut weighed, mut tops) = ([Weighed::default(); ROWS_MAX], [0.0; ROWS_MAX]);
             for r in 0..rows {
                 let position = positions[(from + r) / group] as usize;
-                let visible = first_visible(self.task.op.spec, position).saturating_sub(look.start)
+                let visible = first_visible(self.task.op.of.spec, position).saturating_sub(look.start)
                     ..(position + 1 - look.start).min(SPAN_TOKENS);
                 let last = visible.end - 1;
                 tops[r] = self.value_tops[last / BLOCK_TOKENS][last % BLOCK_TOKENS];
@@ -184,6 +182,7 @@ impl<'a> Span<'a> {
                     blocks: self.blocks,
                     visible,
                     scale: scales[r],
+                    soft_cap: self.task.op.of.soft_cap,
                     key_scales: self.key_scales,
                     value_scales: self.value_scales,
                     inverse: if tops[r] > f32::MIN_POSITIVE {

@@ -1,13 +1,25 @@
 //! Rows of the embedding table, gathered from the panel layout (a tied table is also the output head).
 
 use super::Buffer;
+use super::math::round_bf16;
 use super::matrix::Matrix;
 
-/// `out` becomes `[tokens][columns]`. Tokens are below `table.rows`.
-pub(super) fn embed(table: &Matrix, tokens: &[u32], out: &mut Buffer) {
+/// `out` becomes `[tokens][columns]`: rows times `scale`. Tokens are below `table.rows`.
+pub(super) fn embed(table: &Matrix, scale: f32, round: bool, tokens: &[u32], out: &mut Buffer) {
     out.reshape(tokens.len(), table.columns);
     for (i, &token) in tokens.iter().enumerate() {
         table.read_row(token as usize, out.row_mut(i));
+    }
+    if scale == 1.0 {
+        return;
+    }
+    match round {
+        // The reference rounds the scale, too.
+        true => out
+            .data
+            .iter_mut()
+            .for_each(|x| *x = round_bf16(*x * round_bf16(scale))),
+        false => out.data.iter_mut().for_each(|x| *x *= scale),
     }
 }
 
@@ -29,9 +41,15 @@ mod tests {
         };
         let table = Matrix::pack(&[tensor], Precision::F32).unwrap();
         let mut out = Buffer::default();
-        embed(&table, &[32, 0, 16, 15, 32], &mut out);
-        for (i, token) in [32usize, 0, 16, 15, 32].into_iter().enumerate() {
-            assert_eq!(out.row(i), &values[token * 7..][..7]);
+        for scale in [1.0, 55.4256] {
+            embed(&table, scale, false, &[32, 0, 16, 15, 32], &mut out);
+            for (i, token) in [32usize, 0, 16, 15, 32].into_iter().enumerate() {
+                let want: Vec<f32> = values[token * 7..][..7].iter().map(|x| x * scale).collect();
+                assert_eq!(out.row(i), want);
+            }
         }
+        embed(&table, 55.4256, true, &[3], &mut out);
+        let want: Vec<f32> = values[21..28].iter().map(|x| round_bf16(x * 55.5)).collect();
+        assert_eq!(out.row(0), want);
     }
 }

@@ -1,29 +1,39 @@
-//! The gated activation: `silu(gate) * up` (Shazeer 2020, SwiGLU).
+//! The gated activation: `activation(gate) * up` (Shazeer 2020, SwiGLU and GEGLU).
 
 use super::isa::multiversion;
-use super::math::{round_bf16, silu};
+use super::math::{gelu_tanh, round_bf16, silu};
 use super::tile::PANEL;
 use super::{Buffer, On};
+use crate::device::Activation;
 
 #[inline(always)]
-fn gated_row(gate: &[f32], up: &[f32], round: bool, out: &mut [f32]) {
+fn gated_row(activation: Activation, gate: &[f32], up: &[f32], round: bool, out: &mut [f32]) {
+    match activation {
+        Activation::Silu => gated_row_by(silu, gate, up, round, out),
+        Activation::GeluTanh => gated_row_by(gelu_tanh, gate, up, round, out),
+    }
+}
+
+#[inline(always)]
+fn gated_row_by(activate: impl Fn(f32) -> f32, gate: &[f32], up: &[f32], round: bool, out: &mut [f32]) {
     if round {
         for ((y, g), u) in out.iter_mut().zip(gate).zip(up) {
-            *y = round_bf16(round_bf16(silu(*g)) * u);
+            *y = round_bf16(round_bf16(activate(*g)) * u);
         }
     } else {
         for ((y, g), u) in out.iter_mut().zip(gate).zip(up) {
-            *y = silu(*g) * u;
+            *y = activate(*g) * u;
         }
     }
 }
 
 multiversion! {
-    fn gated_row_on(gate: &[f32], up: &[f32], round: bool, out: &mut [f32]) = gated_row;
+    fn gated_row_on(activation: Activation, gate: &[f32], up: &[f32], round: bool, out: &mut [f32]) = gated_row;
 }
 
-/// A tile of `silu(gate) * up` on its way from panels, gate and up by turns, to the rows of an output.
+/// A tile of `activation(gate) * up` on its way from panels, gate and up by turns, to the rows of an output.
 pub(super) struct GatedTile<'a> {
+    pub activation: Activation,
     /// `[rows][per_row]`.
     pub pairs: &'a [[f32; 2 * PANEL]],
     pub per_row: usize,
@@ -35,6 +45,14 @@ pub(super) struct GatedTile<'a> {
 
 #[inline(always)]
 fn gated_tile(op: &GatedTile<'_>) {
+    match op.activation {
+        Activation::Silu => gated_tile_by(silu, op),
+        Activation::GeluTanh => gated_tile_by(gelu_tanh, op),
+    }
+}
+
+#[inline(always)]
+fn gated_tile_by(activate: impl Fn(f32) -> f32, op: &GatedTile<'_>) {
     let whole = op.columns / PANEL;
     for (r, pairs) in op.pairs.chunks_exact(op.per_row).enumerate() {
         // SAFETY: within a row of the output, which `gated_tile_on`'s caller vouches for.
@@ -42,12 +60,12 @@ fn gated_tile(op: &GatedTile<'_>) {
         let (panels, rest) = out.as_chunks_mut::<PANEL>();
         for (pair, out) in pairs.iter().zip(panels) {
             for j in 0..PANEL {
-                out[j] = silu(pair[j]) * pair[PANEL + j];
+                out[j] = activate(pair[j]) * pair[PANEL + j];
             }
         }
         if let Some(pair) = pairs.get(whole) {
             for (j, out) in rest.iter_mut().enumerate() {
-                *out = silu(pair[j]) * pair[PANEL + j];
+                *out = activate(pair[j]) * pair[PANEL + j];
             }
         }
     }
@@ -59,7 +77,7 @@ multiversion! {
 }
 
 /// Rows of `gate_up` are `[gate][up]`; `out` is half as wide.
-pub(super) fn gated(on: On<'_>, round: bool, gate_up: &Buffer, out: &mut Buffer) {
+pub(super) fn gated(on: On<'_>, activation: Activation, round: bool, gate_up: &Buffer, out: &mut Buffer) {
     let width = gate_up.width / 2;
     out.reshape(gate_up.rows, width);
     let elements = out.data.len();
@@ -68,7 +86,7 @@ pub(super) fn gated(on: On<'_>, round: bool, gate_up: &Buffer, out: &mut Buffer)
         for (first, part) in parts {
             for (i, y) in part.chunks_exact_mut(width).enumerate() {
                 let (gate, up) = gate_up.row(*first + i).split_at(width);
-                gated_row_on(on.isa, gate, up, round, y);
+                gated_row_on(on.isa, activation, gate, up, round, y);
             }
         }
     });
@@ -86,22 +104,28 @@ mod tests {
             let mut x = numbers(9, rows * 2 * width);
             x.iter_mut().for_each(|v| *v *= 20.0);
             let x = buffer(&x, rows, 2 * width);
-            let mut first: Option<Vec<f32>> = None;
-            for isa in Isa::available() {
-                let mut out = Buffer::default();
-                gated(on(isa), false, &x, &mut out);
-                for i in 0..rows {
-                    for j in 0..width {
-                        let (g, u) = (x.row(i)[j] as f64, x.row(i)[width + j] as f64);
-                        let want = g / (1.0 + (-g).exp()) * u;
-                        let got = out.row(i)[j] as f64;
-                        assert!(
-                            (got - want).abs() <= 1e-6 * want.abs() + 1e-12,
-                            "({i}, {j}): {got} not {want}"
-                        );
+            for activation in [Activation::Silu, Activation::GeluTanh] {
+                let mut first: Option<Vec<f32>> = None;
+                for isa in Isa::available() {
+                    let mut out = Buffer::default();
+                    gated(on(isa), activation, false, &x, &mut out);
+                    for i in 0..rows {
+                        for j in 0..width {
+                            let (g, u) = (x.row(i)[j] as f64, x.row(i)[width + j] as f64);
+                            let inner = (2.0 / std::f64::consts::PI).sqrt() * (g + 0.044715 * g.powi(3));
+                            let want = u * match activation {
+                                Activation::Silu => g / (1.0 + (-g).exp()),
+                                Activation::GeluTanh => g / (1.0 + (-2.0 * inner).exp()),
+                            };
+                            let got = out.row(i)[j] as f64;
+                            assert!(
+                                (got - want).abs() <= 2e-5 * want.abs() + 1e-12,
+                                "{activation:?} ({i}, {j}): {got} not {want}"
+                            );
+                        }
                     }
+                    assert_eq!(*first.get_or_insert_with(|| out.data.clone()), out.data, "{isa:?}");
                 }
-                assert_eq!(*first.get_or_insert_with(|| out.data.clone()), out.data, "{isa:?}");
             }
         }
     }

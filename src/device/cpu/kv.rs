@@ -262,10 +262,10 @@ mod tests {
         pages.values.fill(f32::NAN);
         let mut step = Step::new(
             heads,
-            RopeSpec {
+            vec![RopeSpec {
                 inverse_frequencies: vec![1.0; 9],
                 scale: 1.0,
-            },
+            }],
             false,
         );
         step.upload(&StepBatch {

@@ -12,6 +12,7 @@ use super::matrix::{Int8Panels, Matrix, Pairs, Panels};
 use super::quantize::{Quantized, int8_tiles, quantize};
 use super::tile::{Element, PANEL, Product, max_rows, panels_at_once, product};
 use super::{Buffer, On, SharedMut, Threads, bf16, int8};
+use crate::device::Activation;
 
 /// Longest part of k whose panels are multiplied in one go, so that they stay in the second-level cache.
 const K_BLOCK: usize = 2048;
@@ -238,11 +239,11 @@ fn for_int8_blocks(
     for_blocks(on.threads, &tiles, group, x.stride, width, |block| run(block, x));
 }
 
-/// Multiplies `x` by a matrix of [`Matrix::pack_gated`] and `out = silu(gate) * up`, of `width` columns.
+/// Multiplies `x` by a matrix of [`Matrix::pack_gated`] and `out = activation(gate) * up`, of `width` columns.
 pub(super) fn gated_int8(
     on: On<'_>,
     panels: &Int8Panels,
-    width: usize,
+    (width, activation): (usize, Activation),
     bias: Option<&[f32]>,
     x: &Buffer,
     out: &mut Buffer,
@@ -270,7 +271,7 @@ pub(super) fn gated_int8(
     let target = SharedMut::new(&mut out.data);
     for_int8_blocks(on, panels, both, x, &mut packed.quantized, |block, x| {
         // SAFETY: blocks own disjoint (rows, columns) of the output; sizes were asserted.
-        unsafe { block.run_gated(on.isa, panels, bias, x, (&target, width)) };
+        unsafe { block.run_gated(on.isa, activation, (panels, bias), x, (&target, width)) };
     });
 }
 
@@ -433,8 +434,8 @@ impl Block<'_> {
     unsafe fn run_gated(
         &self,
         isa: Isa,
-        panels: &Int8Panels,
-        bias: &[f32],
+        activation: Activation,
+        (panels, bias): (&Int8Panels, &[f32]),
         x: &Quantized,
         (out, width): (&SharedMut, usize),
     ) {
@@ -467,6 +468,7 @@ impl Block<'_> {
             gated_tile_on(
                 isa,
                 &GatedTile {
+                    activation,
                     pairs: &both[..tile.rows * per_row],
                     per_row,
                     out: out.at(tile.from * width + column),

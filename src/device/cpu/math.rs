@@ -65,6 +65,32 @@ pub fn silu(x: f32) -> f32 {
     x / (1.0 + exp(-x))
 }
 
+/// `x / (1 + e^-2u)` with `u = sqrt(2 / pi) (x + 0.044715 x^3)`, which is `x (1 + tanh u) / 2`.
+#[inline(always)]
+pub fn gelu_tanh(x: f32) -> f32 {
+    const TWICE: f32 = 1.595_769_1;
+    let u = TWICE * (0.044_715 * x * x).mul_add(x, x);
+    x / (1.0 + exp(-u))
+}
+
+/// `cap * tanh(x / cap)`, within 3e-7 of `cap`. What is not finite stays what it is: it is to be seen.
+///
+/// Near 0, where `1 - 2 / (e^2y + 1)` has lost what matters, the Taylor polynomial of degree 9 (its first missing term is below 2e-8
+/// of the result where |y| <= 1/4).
+#[inline(always)]
+pub fn soft_cap(x: f32, cap: f32) -> f32 {
+    let y = x / cap;
+    let far = 1.0 - 2.0 / (exp(2.0 * y) + 1.0);
+    let square = y * y;
+    let mut p = 62.0 / 2835.0;
+    for c in [-17.0 / 315.0, 2.0 / 15.0, -1.0 / 3.0, 1.0] {
+        p = square.mul_add(p, c);
+    }
+    let near = y * p;
+    let capped = cap * if y.abs() < 0.25 { near } else { far };
+    if x.is_finite() { capped } else { x }
+}
+
 /// Rounds to the nearest BF16 value, ties to even; NaN stays NaN.
 #[inline(always)]
 pub fn round_bf16(x: f32) -> f32 {
@@ -140,6 +166,36 @@ mod tests {
         assert_eq!(exp2(0.0), 1.0);
         assert_eq!(exp2(f32::NEG_INFINITY), 2f32.powi(-125));
         assert!(exp2(f32::NAN).is_nan());
+    }
+
+    #[test]
+    fn gelu_and_soft_caps_are_close_everywhere() {
+        for i in -40_000..40_000 {
+            let x = i as f32 * 1e-3 + 3e-4;
+            let y = x as f64;
+            let u = (2.0 / std::f64::consts::PI).sqrt() * (y + 0.044715 * y.powi(3));
+            let want = 0.5 * y * (1.0 + u.tanh());
+            assert!(
+                (gelu_tanh(x) as f64 - want).abs() <= 1e-6 * want.abs() + 1e-9,
+                "{x}: {}",
+                gelu_tanh(x)
+            );
+            for cap in [2.0f32, 30.0, 50.0] {
+                let (want, got) = (cap as f64 * (y / cap as f64).tanh(), soft_cap(x, cap) as f64);
+                assert!(
+                    (got - want).abs() <= 4e-7 * want.abs() + 3e-7 * cap as f64,
+                    "{x} {cap}: {got}"
+                );
+                // Small ones keep their digits.
+                assert!((got - want).abs() <= 2e-6 * want.abs(), "{x} {cap}: {got}");
+            }
+        }
+        assert!(gelu_tanh(-1e30).abs() < 1e-7 && gelu_tanh(1e30) == 1e30);
+        assert!(gelu_tanh(f32::NAN).is_nan() && soft_cap(f32::NAN, 3.0).is_nan());
+        assert_eq!(
+            (soft_cap(f32::NEG_INFINITY, 3.0), soft_cap(1e30, 3.0)),
+            (f32::NEG_INFINITY, 3.0)
+        );
     }
 
     #[test]

@@ -10,8 +10,8 @@ use std::sync::Arc;
 use crate::device::batch::StepBatch;
 use crate::device::draw::{Draw, DrawError, Drawn};
 use crate::device::{
-    AddNorm, Device, DeviceError, HeadShape, KvFormat, KvSpec, Linear, Precision, RopeSpec, RopeStore, Tensor,
-    TensorError,
+    Activation, AddNorm, Attention, Device, DeviceError, Head, HeadShape, KvFormat, KvSpec, Linear, Precision,
+    RopeSpec, RopeStore, Tensor, TensorError,
 };
 
 mod aligned;
@@ -32,6 +32,7 @@ mod norm;
 mod quantize;
 mod rope;
 pub mod sample;
+mod soft_cap;
 mod softmax_int8;
 mod step;
 #[cfg(test)]
@@ -116,7 +117,8 @@ impl Cpu {
     fn norm_op<'a>(&'a self, op: &AddNorm<'a, Buffer, Vector>) -> norm::Op<'a> {
         norm::Op {
             on: self.on(),
-            delta: op.delta,
+            delta: op.delta.as_ref().map(|delta| delta.rows),
+            delta_weight: op.delta.as_ref().and_then(|delta| delta.norm).map(|norm| &norm.0[..]),
             weight: &op.weight.0,
             eps: op.eps,
             round: self.round(),
@@ -227,6 +229,7 @@ impl<'a> SharedMut<'a> {
 impl Device for Cpu {
     type Matrix = Matrix;
     type Vector = Vector;
+    type Norm = Vector;
     type Buffer = Buffer;
     type KvPool = KvPool;
     type Step = Step;
@@ -256,6 +259,10 @@ impl Device for Cpu {
         Vector::pack(parts, self.precision)
     }
 
+    fn norm(&self, part: Tensor<'_>) -> Result<Vector, TensorError> {
+        Vector::pack(&[part], Precision::F32)
+    }
+
     fn buffer(&self) -> Buffer {
         Buffer::default()
     }
@@ -270,8 +277,8 @@ impl Device for Cpu {
         }
     }
 
-    fn step(&self, heads: HeadShape, rope: RopeSpec, _: &[KvSpec]) -> Result<Step, DeviceError> {
-        Ok(Step::new(heads, rope, self.round()))
+    fn step(&self, heads: HeadShape, ropes: Vec<RopeSpec>, _: &[KvSpec]) -> Result<Step, DeviceError> {
+        Ok(Step::new(heads, ropes, self.round()))
     }
 
     fn block_tokens(&self) -> u32 {
@@ -304,8 +311,15 @@ impl Device for Cpu {
         Ok(())
     }
 
-    fn embed(&self, table: &Matrix, step: &Step, out: &mut Buffer, _: &Workspace) -> Result<(), DeviceError> {
-        embed::embed(table, &step.batch.tokens, out);
+    fn embed(
+        &self,
+        table: &Matrix,
+        scale: f32,
+        step: &Step,
+        out: &mut Buffer,
+        _: &Workspace,
+    ) -> Result<(), DeviceError> {
+        embed::embed(table, scale, self.round(), &step.batch.tokens, out);
         Ok(())
     }
 
@@ -360,7 +374,7 @@ impl Device for Cpu {
 
     fn attention(
         &self,
-        spec: KvSpec,
+        op: Attention,
         step: &Step,
         qkv: &Buffer,
         pool: &KvPool,
@@ -370,7 +384,7 @@ impl Device for Cpu {
         let op = attention::Op {
             on: self.on(),
             round: self.round(),
-            spec,
+            of: op,
             step,
             qkv,
         };
@@ -381,6 +395,7 @@ impl Device for Cpu {
     fn gated_linear(
         &self,
         linear: &Linear<Matrix, Vector>,
+        activation: Activation,
         x: &Buffer,
         out: &mut Buffer,
         workspace: &mut Workspace,
@@ -388,26 +403,30 @@ impl Device for Cpu {
         let bias = linear.bias.as_ref().map(|b| &b.0[..]);
         let Workspace { rows, gate_up, .. } = workspace;
         if let Panels::Int8(panels) = &linear.weight.panels {
-            linear::gated_int8(self.on(), panels, linear.weight.rows / 2, bias, x, out, rows);
+            let width = linear.weight.rows / 2;
+            linear::gated_int8(self.on(), panels, (width, activation), bias, x, out, rows);
         } else {
             let finish = linear::Finish {
                 bias,
                 round: self.round(),
             };
             linear::linear(self.on(), &linear.weight, linear.weight.rows, finish, x, gate_up, rows);
-            gated::gated(self.on(), self.round(), gate_up, out);
+            gated::gated(self.on(), activation, self.round(), gate_up, out);
         }
         Ok(())
     }
 
-    fn logits(&self, head: &Matrix, ids: usize, x: &Buffer, workspace: &mut Workspace) -> Result<(), DeviceError> {
+    fn logits(&self, head: Head<'_, Matrix>, x: &Buffer, workspace: &mut Workspace) -> Result<(), DeviceError> {
         // Not rounded to BF16 even where activations are: rounding would only make ties.
         let finish = linear::Finish {
             bias: None,
             round: false,
         };
         let Workspace { rows, logits, .. } = workspace;
-        linear::linear(self.on(), head, ids, finish, x, logits, rows);
+        linear::linear(self.on(), head.weight, head.ids, finish, x, logits, rows);
+        if let Some(cap) = head.soft_cap {
+            soft_cap::soft_cap(self.on(), cap, logits);
+        }
         Ok(())
     }
 

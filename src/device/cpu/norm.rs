@@ -31,9 +31,17 @@ pub(super) fn rms_norm(x: &mut [f32], weight: &[f32], eps: f32, round: bool) {
     }
 }
 
+/// A row that a residual stream takes up, and the weights of its own norm.
+type DeltaRow<'a> = Option<(&'a [f32], Option<&'a [f32]>)>;
+
 #[inline(always)]
-fn add_norm_row(delta: Option<&[f32]>, residual: &mut [f32], weight: &[f32], eps: f32, round: bool, out: &mut [f32]) {
-    if let Some(delta) = delta {
+fn add_norm_row(delta: DeltaRow<'_>, residual: &mut [f32], weight: &[f32], eps: f32, round: bool, out: &mut [f32]) {
+    if let Some((mut delta, norm)) = delta {
+        if let Some(weight) = norm {
+            out.copy_from_slice(delta);
+            rms_norm(out, weight, eps, round);
+            delta = out;
+        }
         for (x, d) in residual.iter_mut().zip(delta) {
             *x += d;
         }
@@ -48,7 +56,7 @@ fn add_norm_row(delta: Option<&[f32]>, residual: &mut [f32], weight: &[f32], eps
 multiversion! {
     /// One row of [`add_norm`].
     fn add_norm_row_on(
-        delta: Option<&[f32]>,
+        delta: DeltaRow<'_>,
         residual: &mut [f32],
         weight: &[f32],
         eps: f32,
@@ -61,6 +69,8 @@ multiversion! {
 pub(super) struct Op<'a> {
     pub on: On<'a>,
     pub delta: Option<&'a Buffer>,
+    /// Of the norm that `delta` goes through first.
+    pub delta_weight: Option<&'a [f32]>,
     pub weight: &'a [f32],
     pub eps: f32,
     pub round: bool,
@@ -71,7 +81,7 @@ pub(super) struct Op<'a> {
 impl Op<'_> {
     /// Adds `delta`'s row `row` to `residual` and normalises that to `out`.
     fn one(&self, row: usize, residual: &mut [f32], out: &mut [f32]) {
-        let delta = self.delta.map(|d| d.row(row));
+        let delta = self.delta.map(|d| (d.row(row), self.delta_weight));
         add_norm_row_on(self.on.isa, delta, residual, self.weight, self.eps, self.round, out);
     }
 
@@ -141,6 +151,7 @@ mod tests {
                 let op = Op {
                     on: on(isa),
                     delta: Some(&delta),
+                    delta_weight: None,
                     weight: &w,
                     eps: 1e-5,
                     round: false,
@@ -168,6 +179,31 @@ mod tests {
                 quantize(on(isa), &out, &mut want);
                 assert_eq!(bytes.quantized, Some(want), "{isa:?}");
                 assert_eq!(*first.get_or_insert_with(|| out.data.clone()), out.data, "{isa:?}");
+
+                let own = numbers(4, width);
+                let op = Op {
+                    delta_weight: Some(&own),
+                    quantize: false,
+                    ..op
+                };
+                let mut residual = buffer(&x, rows, width);
+                add_norm(&op, &mut residual, &mut out);
+                for i in 0..rows {
+                    let d = &d[i * width..][..width];
+                    let mean = d.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>() / width as f64;
+                    for j in 0..width {
+                        let want = x[i * width + j] as f64 + d[j] as f64 / (mean + 1e-5).sqrt() * own[j] as f64;
+                        assert!((residual.row(i)[j] as f64 - want).abs() < 1e-5, "{isa:?} ({i}, {j})");
+                    }
+                }
+                let mut want = Buffer::default();
+                let plain = Op {
+                    delta: None,
+                    delta_weight: None,
+                    ..op
+                };
+                add_norm(&plain, &mut residual, &mut want);
+                assert_eq!(out.data, want.data, "{isa:?}");
             }
         }
     }

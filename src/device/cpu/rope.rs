@@ -42,7 +42,8 @@ multiversion! {
 pub(super) fn rotate(on: On<'_>, round: bool, op: &RopeStore<'_, Vector>, step: &Step, qkv: &mut Buffer) {
     let heads = op.heads;
     let dim = heads.head_dim;
-    assert!(qkv.width == heads.qkv_width() && step.rotations.len() == qkv.rows * dim);
+    let rotations = &step.rotations[op.rope].of_tokens;
+    assert!(qkv.width == heads.qkv_width() && rotations.len() == qkv.rows * dim);
     let norm = op.qk_norm.as_ref();
     let q_norm = norm.map(|n| (&n.q.0[..], n.eps));
     let k_norm = norm.map(|n| (&n.k.0[..], n.eps));
@@ -50,7 +51,7 @@ pub(super) fn rotate(on: On<'_>, round: bool, op: &RopeStore<'_, Vector>, step: 
     let mut parts: Vec<_> = qkv.parts_mut(on.threads.parts(elements)).collect();
     on.threads.share_mut(elements, &mut parts, |_, parts| {
         for (first, part) in parts {
-            let rotations = step.rotations[*first * dim..].chunks_exact(dim);
+            let rotations = rotations[*first * dim..].chunks_exact(dim);
             for (row, rotation) in part.chunks_exact_mut(heads.qkv_width()).zip(rotations) {
                 let (q, rest) = row.split_at_mut(heads.heads * dim);
                 rotate_heads_on(on.isa, q, q_norm, rotation, round);
@@ -77,10 +78,16 @@ mod tests {
         let frequencies: Vec<f32> = (0..dim / 2).map(|d| 0.7f32.powi(d as i32)).collect();
         let mut step = Step::new(
             heads,
-            RopeSpec {
-                inverse_frequencies: frequencies.clone(),
-                scale: 1.5,
-            },
+            vec![
+                RopeSpec {
+                    inverse_frequencies: vec![0.0; dim / 2],
+                    scale: 1.0,
+                },
+                RopeSpec {
+                    inverse_frequencies: frequencies.clone(),
+                    scale: 1.5,
+                },
+            ],
             false,
         );
         step.upload(&StepBatch {
@@ -106,7 +113,12 @@ mod tests {
                 k: &k,
                 eps: 1e-3,
             });
-            rotate(on(isa), false, &RopeStore { heads, qk_norm }, &step, &mut got);
+            let op = RopeStore {
+                heads,
+                qk_norm,
+                rope: 1,
+            };
+            rotate(on(isa), false, &op, &step, &mut got);
             for t in 0..tokens {
                 for head in 0..5 {
                     let x: Vec<f64> = rows[t * heads.qkv_width() + head * dim..][..dim]

@@ -3,7 +3,7 @@
 use super::attention::RowState;
 use super::attention_int8::{BLOCKS, ROWS_MAX};
 use super::isa::{Isa, multiversion};
-use super::math::{EXP2, ROUND, exp2, max16};
+use super::math::{EXP2, ROUND, exp2, max16, soft_cap};
 use super::{BLOCK_TOKENS, SPAN_TOKENS};
 
 /// A span's softmax step for one row.
@@ -13,6 +13,7 @@ pub(super) struct Weigh<'a> {
     pub visible: std::ops::Range<usize>,
     /// What turns a score times its key's scale into the logarithm of a weight to base 2.
     pub scale: f32,
+    pub soft_cap: Option<f32>,
     pub key_scales: [&'a [f32; BLOCK_TOKENS]; BLOCKS],
     pub value_scales: [&'a [f32; BLOCK_TOKENS]; BLOCKS],
     /// What turns a weight times its value's scale into a byte.
@@ -37,6 +38,9 @@ pub(super) unsafe fn weigh_on(
     weights: &mut [u8; SPAN_TOKENS],
     out: &mut Weighed,
 ) {
+    if let Some(cap) = op.soft_cap {
+        return capped_on(isa, cap, op, scores, weights, out);
+    }
     match isa {
         // SAFETY: as the caller vouches.
         #[cfg(target_arch = "x86_64")]
@@ -47,6 +51,33 @@ pub(super) unsafe fn weigh_on(
 
 #[inline(always)]
 fn portable(op: &Weigh<'_>, scores: &[i32; SPAN_TOKENS], weights: &mut [u8; SPAN_TOKENS], out: &mut Weighed) {
+    weigh(|score| score, op, scores, weights, out);
+}
+
+/// With a cap, which is of scores as the softmax takes them.
+#[inline(always)]
+fn capped(cap: f32, op: &Weigh<'_>, scores: &[i32; SPAN_TOKENS], weights: &mut [u8; SPAN_TOKENS], out: &mut Weighed) {
+    let cap = cap * std::f32::consts::LOG2_E;
+    // A query of zeros has scores of zero.
+    let inverse = if op.scale > 0.0 { 1.0 / op.scale } else { 0.0 };
+    weigh(
+        |score| soft_cap(score * op.scale, cap) * inverse,
+        op,
+        scores,
+        weights,
+        out,
+    );
+}
+
+/// Scores times their keys' scales go through `bound` first.
+#[inline(always)]
+fn weigh(
+    bound: impl Fn(f32) -> f32,
+    op: &Weigh<'_>,
+    scores: &[i32; SPAN_TOKENS],
+    weights: &mut [u8; SPAN_TOKENS],
+    out: &mut Weighed,
+) {
     let (scores, _) = scores.as_chunks::<BLOCK_TOKENS>();
     let (weights, _) = weights.as_chunks_mut::<BLOCK_TOKENS>();
     let visible = |b: usize, j: usize| op.visible.contains(&(b * BLOCK_TOKENS + j));
@@ -54,7 +85,7 @@ fn portable(op: &Weigh<'_>, scores: &[i32; SPAN_TOKENS], weights: &mut [u8; SPAN
     let mut largest = [f32::NEG_INFINITY; BLOCK_TOKENS];
     for b in 0..op.blocks {
         for j in 0..BLOCK_TOKENS {
-            let score = scores[b][j] as f32 * op.key_scales[b][j];
+            let score = bound(scores[b][j] as f32 * op.key_scales[b][j]);
             let score = if visible(b, j) { score } else { f32::NEG_INFINITY };
             largest[j] = if score > largest[j] { score } else { largest[j] };
             scaled[b][j] = score;
@@ -82,6 +113,16 @@ multiversion! {
         weights: &mut [u8; SPAN_TOKENS],
         out: &mut Weighed,
     ) = portable;
+}
+
+multiversion! {
+    fn capped_on(
+        cap: f32,
+        op: &Weigh<'_>,
+        scores: &[i32; SPAN_TOKENS],
+        weights: &mut [u8; SPAN_TOKENS],
+        out: &mut Weighed,
+    ) = capped;
 }
 
 /// Some rows' softmax steps, to be added to what they have so far.

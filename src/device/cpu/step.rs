@@ -13,16 +13,21 @@ const TASK_ROWS: usize = 48;
 pub struct Step {
     pub(super) batch: StepBatch,
     pub(super) heads: HeadShape,
-    /// `[tokens][head_dim]`: cosines of all pairs, then sines.
-    pub(super) rotations: Vec<f32>,
+    pub(super) rotations: Vec<Rotations>,
     /// Query tiles, each done once per key-value head.
     pub(super) tiles: Vec<QueryTile>,
     /// What the tiles are made of.
     pub(super) parts: Vec<TilePart>,
     /// (block, first unused position): last blocks that were begun in this step, whose rest must be cleared.
     pub(super) begun: Vec<(u32, u32)>,
+}
+
+/// A rotation's cosines and sines.
+pub(super) struct Rotations {
+    /// `[tokens][head_dim]`: cosines of all pairs, then sines.
+    pub of_tokens: Vec<f32>,
     rope: RopeSpec,
-    /// As `rotations`, for positions from 0; grows with the longest sequence seen.
+    /// As `of_tokens`, for positions from 0; grows with the longest sequence seen.
     table: Vec<f32>,
     round: bool,
 }
@@ -62,24 +67,30 @@ pub(super) fn queries_per_tile(heads: HeadShape) -> usize {
 }
 
 impl Step {
-    pub(super) fn new(heads: HeadShape, rope: RopeSpec, round: bool) -> Step {
-        assert_eq!(rope.inverse_frequencies.len() * 2, heads.head_dim);
-        Step {
-            batch: StepBatch::default(),
-            heads,
-            rotations: Vec::new(),
-            tiles: Vec::new(),
-            parts: Vec::new(),
-            begun: Vec::new(),
+    pub(super) fn new(heads: HeadShape, ropes: Vec<RopeSpec>, round: bool) -> Step {
+        let fits = |rope: &RopeSpec| rope.inverse_frequencies.len() * 2 == heads.head_dim;
+        assert!(ropes.iter().all(fits));
+        let rotations = ropes.into_iter().map(|rope| Rotations {
+            of_tokens: Vec::new(),
             rope,
             table: Vec::new(),
             round,
+        });
+        Step {
+            batch: StepBatch::default(),
+            heads,
+            rotations: rotations.collect(),
+            tiles: Vec::new(),
+            parts: Vec::new(),
+            begun: Vec::new(),
         }
     }
 
     pub(super) fn upload(&mut self, batch: &StepBatch) {
         self.batch.clone_from(batch);
-        self.rotate_positions();
+        for rotations in &mut self.rotations {
+            rotations.take(&self.batch.positions);
+        }
         self.plan();
     }
 
@@ -87,30 +98,6 @@ impl Step {
     pub(super) fn blocks(&self, sequence: u32) -> &[u32] {
         let s = &self.batch.sequences[sequence as usize];
         &self.batch.block_tables[s.first_block as usize..][..(s.kv_len as usize).div_ceil(BLOCK_TOKENS)]
-    }
-
-    fn rotate_positions(&mut self) {
-        let width = self.heads.head_dim;
-        let longest = self.batch.positions.iter().max().map_or(0, |&p| p as usize + 1);
-        for position in self.table.len() / width..longest {
-            // The angle is rounded to F32, as in the reference; sine and cosine of it are exact to F32.
-            let angle = |f: &f32| (*f * position as f32) as f64;
-            let scale = self.rope.scale;
-            let round = self.round;
-            let store = move |x: f64| {
-                let y = x as f32 * scale;
-                if round { round_bf16(y) } else { y }
-            };
-            self.table
-                .extend(self.rope.inverse_frequencies.iter().map(|f| store(angle(f).cos())));
-            self.table
-                .extend(self.rope.inverse_frequencies.iter().map(|f| store(angle(f).sin())));
-        }
-        self.rotations.clear();
-        for &p in &self.batch.positions {
-            self.rotations
-                .extend_from_slice(&self.table[p as usize * width..][..width]);
-        }
     }
 
     /// A tile's parts.
@@ -179,6 +166,33 @@ impl Step {
     }
 }
 
+impl Rotations {
+    /// Those of tokens at `positions`.
+    fn take(&mut self, positions: &[u32]) {
+        let width = self.rope.inverse_frequencies.len() * 2;
+        let longest = positions.iter().max().map_or(0, |&p| p as usize + 1);
+        for position in self.table.len() / width..longest {
+            // The angle is rounded to F32, as in the reference; sine and cosine of it are exact to F32.
+            let angle = |f: &f32| (*f * position as f32) as f64;
+            let scale = self.rope.scale;
+            let round = self.round;
+            let store = move |x: f64| {
+                let y = x as f32 * scale;
+                if round { round_bf16(y) } else { y }
+            };
+            self.table
+                .extend(self.rope.inverse_frequencies.iter().map(|f| store(angle(f).cos())));
+            self.table
+                .extend(self.rope.inverse_frequencies.iter().map(|f| store(angle(f).sin())));
+        }
+        self.of_tokens.clear();
+        for &p in positions {
+            self.of_tokens
+                .extend_from_slice(&self.table[p as usize * width..][..width]);
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -195,7 +209,7 @@ mod tests {
             inverse_frequencies: vec![0.5],
             scale: 2.0,
         };
-        let mut step = Step::new(heads, rope, false);
+        let mut step = Step::new(heads, vec![rope], false);
         let sequence = |first_token, q_len, kv_len, first_block| StepSequence {
             first_token,
             q_len,
@@ -218,8 +232,8 @@ mod tests {
         assert!(step.tiles.iter().all(|t| t.queries as usize <= queries_per_tile(heads)));
         assert_eq!(step.blocks(1), [4, 5]);
         let angle = 17.0f32 * 0.5;
-        assert!((step.rotations[60 * 2] - 2.0 * angle.cos()).abs() < 1e-6);
-        assert!((step.rotations[60 * 2 + 1] - 2.0 * angle.sin()).abs() < 1e-6);
+        assert!((step.rotations[0].of_tokens[60 * 2] - 2.0 * angle.cos()).abs() < 1e-6);
+        assert!((step.rotations[0].of_tokens[60 * 2 + 1] - 2.0 * angle.sin()).abs() < 1e-6);
         let copied = StepBatch {
             block_copies: vec![(1, 5)],
             ..batch
@@ -239,7 +253,7 @@ mod tests {
             inverse_frequencies: vec![0.5],
             scale: 1.0,
         };
-        let mut step = Step::new(heads, rope, false);
+        let mut step = Step::new(heads, vec![rope], false);
         assert_eq!(queries_per_tile(heads), 8);
         // Blocks from 100 on are a sequence's own. The fourth leaves the others after 7 blocks, the sixth at once.
         let tables: [Vec<u32>; 6] = [

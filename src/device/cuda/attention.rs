@@ -4,13 +4,13 @@ use super::driver::Argument;
 use super::memory::{Buffer, KvPool, Workspace, address, want};
 use super::plan::Format;
 use super::{Cuda, Step};
-use crate::device::{DeviceError, KvSpec};
+use crate::device::{Attention, DeviceError, KvSpec};
 
 impl Cuda {
     /// What [`attention`](crate::device::Device::attention) says.
     pub(super) fn attend(
         &self,
-        spec: KvSpec,
+        op: Attention,
         step: &Step,
         (qkv, pool): (&Buffer, &KvPool),
         out: &mut Buffer,
@@ -19,8 +19,11 @@ impl Cuda {
         let heads = self.heads(step.shape);
         let width = step.shape.heads * step.shape.head_dim;
         out.reshape(&self.context, step.tokens, width, Format::Bf16)?;
-        let Some(layer) = step.attention.iter().find(|layer| layer.spec == spec) else {
-            return Err(DeviceError::Unsupported(format!("the step was made without {spec:?}")));
+        let Some(layer) = step.attention.iter().find(|layer| layer.spec == op.spec) else {
+            return Err(DeviceError::Unsupported(format!(
+                "the step was made without {:?}",
+                op.spec
+            )));
         };
         // With room to grow: sequences get longer from step to step, and what is replaced waits for the card.
         let rows = layer.plans.iter().map(|plan| plan.part_rows).max().unwrap_or(0);
@@ -38,11 +41,10 @@ impl Cuda {
             "parts of attention",
         )?;
         let (sums, states) = (address(&workspace.part_sums), address(&workspace.part_states));
-        let window = match spec {
+        let window = match op.spec {
             KvSpec::Full => 0,
             KvSpec::Window(window) => window,
         };
-        let scale = (step.shape.head_dim as f32).sqrt().recip();
         let [keys, values, key_scales, value_scales] = pool.arguments();
         for plan in &layer.plans {
             let on_card = step.plan(plan);
@@ -51,7 +53,7 @@ impl Cuda {
                 (heads.narrow_warps(), on_card.narrow, plan.narrow),
             ] {
                 self.launch(
-                    &heads.attention(warps, window, count),
+                    &heads.attention(warps, (window, op.soft_cap), count),
                     &[
                         qkv.data(),
                         keys,
@@ -62,7 +64,7 @@ impl Cuda {
                         Argument::Address(on_card.queries),
                         Argument::Address(step.positions()),
                         Argument::Address(step.tables()),
-                        Argument::Float(scale),
+                        Argument::Float(op.scale),
                         out.data(),
                         sums,
                         states,

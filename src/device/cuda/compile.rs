@@ -10,7 +10,7 @@ use super::nvrtc::{Compiled, Nvrtc};
 use crate::device::DeviceError;
 
 /// Sources by stem, which is the name of the function, too.
-const SOURCES: [(&str, &str); 14] = [
+const SOURCES: [(&str, &str); 15] = [
     ("embed", include_str!("../../../kernels/embed.cu")),
     ("add_norm", include_str!("../../../kernels/add_norm.cu")),
     ("quantize", include_str!("../../../kernels/quantize.cu")),
@@ -22,6 +22,7 @@ const SOURCES: [(&str, &str); 14] = [
     ("linear", include_str!("../../../kernels/linear.cu")),
     ("linear_sm90", include_str!("../../../kernels/linear_sm90.cu")),
     ("scale_sums", include_str!("../../../kernels/scale_sums.cu")),
+    ("soft_cap", include_str!("../../../kernels/soft_cap.cu")),
     ("peak", include_str!("../../../kernels/peak.cu")),
     ("random_weights", include_str!("../../../kernels/random_weights.cu")),
     ("sample", include_str!("../../../kernels/sample.cu")),
@@ -43,7 +44,7 @@ pub fn names() -> impl Iterator<Item = &'static str> {
 }
 
 /// Most macros of a kernel.
-const MACROS_MAX: usize = 8;
+const MACROS_MAX: usize = 9;
 
 /// A kernel, specialised.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -56,7 +57,7 @@ impl Kernel {
     /// The kernel `name` with these macros.
     ///
     /// # Panics
-    /// More than eight macros.
+    /// More than nine macros.
     pub fn new(name: &'static str, macros: &[(&'static str, u32)]) -> Kernel {
         let mut all = [("", 0); MACROS_MAX];
         all[..macros.len()].copy_from_slice(macros);

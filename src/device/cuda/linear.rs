@@ -8,7 +8,7 @@ use super::memory::{Buffer, Logits, Workspace, address, pinned, want};
 use super::plan::{self, Format, LinearShape, Tile};
 use super::tuning::Way;
 use super::{Cuda, Matrix, Vector};
-use crate::device::{DeviceError, Linear};
+use crate::device::{DeviceError, Head, Linear};
 
 /// A product to be computed.
 #[derive(Clone, Copy)]
@@ -168,30 +168,43 @@ impl Cuda {
         })
     }
 
-    /// Logits of all rows of `x` over the first ids of `head`.
+    /// Logits of all rows of `x`.
     pub(super) fn logits_into(
         &self,
-        (head, ids): (&Matrix, usize),
+        head: &Head<'_, Matrix>,
         x: &Buffer,
         workspace: &mut Workspace,
     ) -> Result<(), DeviceError> {
         let Workspace {
             logits, deterministic, ..
         } = workspace;
+        let ids = head.ids;
         let stride = ids.next_multiple_of(16);
         (logits.rows, logits.ids, logits.stride) = (x.rows, ids, stride);
         want(&self.context, &mut logits.memory, x.rows * stride * 4, "logits")?;
         self.multiply(&Product {
             x,
             rows: x.rows,
-            weight: head,
+            weight: head.weight,
             columns: ids,
             bias: None,
             y: logits.memory.as_ref().map_or(0, Memory::address),
             stride,
             wide: true,
             deterministic: *deterministic,
-        })
+        })?;
+        let Some(cap) = head.soft_cap else {
+            return Ok(());
+        };
+        self.launch(
+            &plan::soft_cap(x.rows, ids),
+            &[
+                address(&logits.memory),
+                Argument::Float(cap),
+                Argument::Int(ids as i32),
+                Argument::Int(stride as i32),
+            ],
+        )
     }
 }
 

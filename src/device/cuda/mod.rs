@@ -13,8 +13,8 @@ use crate::device::batch::StepBatch;
 use crate::device::draw::{Draw, DrawError, Drawn};
 use crate::device::random::RandomMatrix;
 use crate::device::{
-    AddNorm, Device, DeviceError, HeadShape, KvFormat, KvSpec, Linear, Precision, RopeSpec, RopeStore, Tensor,
-    TensorError,
+    Activation, AddNorm, Attention, Device, DeviceError, Head, HeadShape, KvFormat, KvSpec, Linear, Precision,
+    RopeSpec, RopeStore, Tensor, TensorError,
 };
 
 mod attention;
@@ -68,8 +68,11 @@ pub struct Cuda {
     kv: Format,
 }
 
-/// A vector of weights in BF16.
+/// Biases, in BF16.
 pub struct Vector(Memory);
+
+/// A norm's weights, in F32.
+pub struct Norm(Memory);
 
 impl Cuda {
     /// What card `ordinal` is, where all that is needed to compute on it is there.
@@ -261,18 +264,22 @@ impl Cuda {
     /// Norm of all rows, or of those that are picked.
     fn norm(
         &self,
-        op: &AddNorm<'_, Buffer, Vector>,
+        op: &AddNorm<'_, Buffer, Norm>,
         residual: &Buffer,
         (picked, rows): (u64, usize),
         format: Format,
         out: &mut Buffer,
     ) -> Result<(), DeviceError> {
         out.reshape(&self.context, rows, residual.width, format)?;
+        let delta_norm = op.delta.as_ref().and_then(|delta| delta.norm);
         self.launch(
-            &plan::add_norm(residual.width, format, rows),
+            &plan::add_norm(residual.width, format, delta_norm.is_some(), rows),
             &[
                 residual.data(),
-                op.delta.map_or(Argument::Address(0), Buffer::data),
+                op.delta
+                    .as_ref()
+                    .map_or(Argument::Address(0), |delta| delta.rows.data()),
+                Argument::Address(delta_norm.map_or(0, |norm| norm.0.address())),
                 Argument::Address(op.weight.0.address()),
                 Argument::Address(picked),
                 Argument::Float(op.eps),
@@ -286,6 +293,7 @@ impl Cuda {
 impl Device for Cuda {
     type Matrix = Matrix;
     type Vector = Vector;
+    type Norm = Norm;
     type Buffer = Buffer;
     type KvPool = KvPool;
     type Step = Step;
@@ -324,6 +332,16 @@ impl Device for Cuda {
         Ok(Vector(self.context.take_copy(&bytes, "a vector of weights")?))
     }
 
+    fn norm(&self, part: Tensor<'_>) -> Result<Norm, TensorError> {
+        let mut values = vec![0.0f32; part.columns];
+        part.read_row(0, &mut values);
+        if !values.iter().all(|x| x.is_finite()) {
+            return Err(TensorError::NotFinite { part: 0, row: 0 });
+        }
+        let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_ne_bytes()).collect();
+        Ok(Norm(self.context.take_copy(&bytes, "a norm's weights")?))
+    }
+
     fn buffer(&self) -> Buffer {
         Buffer::new()
     }
@@ -340,7 +358,7 @@ impl Device for Cuda {
         }
     }
 
-    fn step(&self, heads: HeadShape, rope: RopeSpec, specs: &[KvSpec]) -> Result<Step, DeviceError> {
+    fn step(&self, heads: HeadShape, ropes: Vec<RopeSpec>, specs: &[KvSpec]) -> Result<Step, DeviceError> {
         let step = if heads.head_dim <= 128 { 16 } else { 32 };
         if !heads.head_dim.is_multiple_of(step) || heads.head_dim > 256 || heads.heads / heads.kv_heads > 64 {
             return Err(DeviceError::Unsupported(format!(
@@ -348,7 +366,7 @@ impl Device for Cuda {
                 heads.heads, heads.head_dim, heads.kv_heads
             )));
         }
-        Ok(Step::new(heads, rope, specs))
+        Ok(Step::new(heads, ropes, specs))
     }
 
     fn block_tokens(&self) -> u32 {
@@ -406,7 +424,14 @@ impl Device for Cuda {
         Ok(())
     }
 
-    fn embed(&self, table: &Matrix, step: &Step, out: &mut Buffer, workspace: &Workspace) -> Result<(), DeviceError> {
+    fn embed(
+        &self,
+        table: &Matrix,
+        scale: f32,
+        step: &Step,
+        out: &mut Buffer,
+        workspace: &Workspace,
+    ) -> Result<(), DeviceError> {
         out.reshape(&self.context, step.tokens, table.columns, Format::Bf16)?;
         self.launch(
             &plan::embed(table.columns, step.tokens),
@@ -416,13 +441,15 @@ impl Device for Cuda {
                 workspace.drawing.drawn(),
                 out.data(),
                 Argument::Int(step.tokens as i32),
+                // In BF16, as in the reference.
+                Argument::Float(bf16::from_f32(scale).to_f32()),
             ],
         )
     }
 
     fn add_norm(
         &self,
-        op: AddNorm<'_, Buffer, Vector>,
+        op: AddNorm<'_, Buffer, Norm>,
         residual: &mut Buffer,
         out: &mut Buffer,
     ) -> Result<(), DeviceError> {
@@ -431,7 +458,7 @@ impl Device for Cuda {
 
     fn add_norm_logits_rows(
         &self,
-        op: AddNorm<'_, Buffer, Vector>,
+        op: AddNorm<'_, Buffer, Norm>,
         step: &Step,
         residual: &mut Buffer,
         out: &mut Buffer,
@@ -456,18 +483,18 @@ impl Device for Cuda {
 
     fn rope_store(
         &self,
-        op: RopeStore<'_, Vector>,
+        op: RopeStore<'_, Norm>,
         step: &Step,
         qkv: &mut Buffer,
         pool: &mut KvPool,
     ) -> Result<(), DeviceError> {
-        let norm = |vector: Option<&Vector>| Argument::Address(vector.map_or(0, |v| v.0.address()));
+        let norm = |norm: Option<&Norm>| Argument::Address(norm.map_or(0, |norm| norm.0.address()));
         let [keys, values, key_scales, value_scales] = pool.arguments();
         self.launch(
             &self.heads(op.heads).rope_store(step.tokens),
             &[
                 qkv.data(),
-                Argument::Address(step.rotations()),
+                Argument::Address(step.rotations(op.rope)),
                 Argument::Address(step.positions()),
                 Argument::Address(step.slots()),
                 norm(op.qk_norm.as_ref().map(|norm| norm.q)),
@@ -483,19 +510,20 @@ impl Device for Cuda {
 
     fn attention(
         &self,
-        spec: KvSpec,
+        op: Attention,
         step: &Step,
         qkv: &Buffer,
         pool: &KvPool,
         out: &mut Buffer,
         workspace: &mut Workspace,
     ) -> Result<(), DeviceError> {
-        self.attend(spec, step, (qkv, pool), out, workspace)
+        self.attend(op, step, (qkv, pool), out, workspace)
     }
 
     fn gated_linear(
         &self,
         linear: &Linear<Matrix, Vector>,
+        activation: Activation,
         x: &Buffer,
         out: &mut Buffer,
         workspace: &mut Workspace,
@@ -510,13 +538,13 @@ impl Device for Cuda {
         let width = gate_up.width / 2;
         out.reshape(&self.context, gate_up.rows, width, self.format)?;
         self.launch(
-            &plan::gated(width, self.format, gate_up.rows),
+            &plan::gated(width, self.format, activation, gate_up.rows),
             &[gate_up.data(), out.data(), out.scales()],
         )
     }
 
-    fn logits(&self, head: &Matrix, ids: usize, x: &Buffer, workspace: &mut Workspace) -> Result<(), DeviceError> {
-        self.logits_into((head, ids), x, workspace)
+    fn logits(&self, head: Head<'_, Matrix>, x: &Buffer, workspace: &mut Workspace) -> Result<(), DeviceError> {
+        self.logits_into(&head, x, workspace)
     }
 
     fn read_logits<'w>(&self, workspace: &'w mut Workspace) -> Result<&'w [f32], DeviceError> {

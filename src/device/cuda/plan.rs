@@ -3,7 +3,7 @@
 use std::fmt::{self, Display, Formatter};
 
 use super::compile::Kernel;
-use crate::device::{KvFormat, Precision};
+use crate::device::{Activation, KvFormat, Precision};
 
 /// A kernel's launch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -80,9 +80,16 @@ pub fn row_threads(width: usize) -> u32 {
     }
 }
 
-fn row_kernel(name: &'static str, width: usize, output: Format, rows: usize) -> Launch {
+fn row_kernel(
+    name: &'static str,
+    width: usize,
+    output: Format,
+    more: Option<(&'static str, u32)>,
+    rows: usize,
+) -> Launch {
     let threads = row_threads(width);
-    let macros = [("WIDTH", width as u32), ("OUTPUT", output as u32), ("THREADS", threads)];
+    let mut macros = vec![("WIDTH", width as u32), ("OUTPUT", output as u32), ("THREADS", threads)];
+    macros.extend(more);
     Launch {
         kernel: Kernel::new(name, &macros),
         grid: [rows as u32, 1],
@@ -91,19 +98,30 @@ fn row_kernel(name: &'static str, width: usize, output: Format, rows: usize) -> 
     }
 }
 
-/// Of `rows` rows.
-pub fn add_norm(width: usize, output: Format, rows: usize) -> Launch {
-    row_kernel("add_norm", width, output, rows)
+/// Of `rows` rows; does what is added go through a norm first?
+pub fn add_norm(width: usize, output: Format, delta_norm: bool, rows: usize) -> Launch {
+    row_kernel("add_norm", width, output, Some(("DELTA_NORM", delta_norm.into())), rows)
 }
 
 /// Of `rows` rows of twice `width`.
-pub fn gated(width: usize, output: Format, rows: usize) -> Launch {
-    row_kernel("gated", width, output, rows)
+pub fn gated(width: usize, output: Format, activation: Activation, rows: usize) -> Launch {
+    let gelu = activation == Activation::GeluTanh;
+    row_kernel("gated", width, output, Some(("GELU", gelu.into())), rows)
 }
 
 /// Of `rows` rows, activations or weights.
 pub fn quantize(width: usize, output: Format, rows: usize) -> Launch {
-    row_kernel("quantize", width, output, rows)
+    row_kernel("quantize", width, output, None, rows)
+}
+
+/// Of `rows` rows of `ids` logits: 1024 of a row a block.
+pub fn soft_cap(rows: usize, ids: usize) -> Launch {
+    Launch {
+        kernel: Kernel::new("soft_cap", &[]),
+        grid: [rows as u32, ids.div_ceil(1024) as u32],
+        threads: 256,
+        shared_bytes: 0,
+    }
 }
 
 /// Of `rows` tokens: a warp a row.
@@ -378,8 +396,8 @@ impl Heads {
         }
     }
 
-    /// Of `items` items with `warps` warps each; `window`: 0, or how many positions a query sees.
-    pub fn attention(&self, warps: u32, window: u32, items: usize) -> Launch {
+    /// Of `items` items with `warps` warps each; `window`: 0, or how many positions a query sees; `soft_cap`: what bounds scores.
+    pub fn attention(&self, warps: u32, (window, soft_cap): (u32, Option<f32>), items: usize) -> Launch {
         let mut macros = vec![
             ("HEADS", self.heads),
             ("KV_HEADS", self.kv_heads),
@@ -389,6 +407,7 @@ impl Heads {
             ("ROW_WARPS", warps),
             ("WINDOW", window),
         ];
+        macros.extend(soft_cap.map(|cap| ("SOFT_CAP", cap.to_bits())));
         let (name, shared_bytes) = match self.by_warpgroups() {
             true => ("attention_sm90", self.shared_by_warpgroups(warps)),
             false => {

@@ -25,7 +25,7 @@ pub struct Step {
     /// What was brought over last.
     staging: Option<Busy>,
     bytes: Vec<u8>,
-    rotations: Rotations,
+    rotations: Vec<Rotations>,
 }
 
 /// Where arrays of a step lie, in bytes from its memory's beginning.
@@ -82,7 +82,7 @@ struct Rotations {
 }
 
 impl Step {
-    pub(super) fn new(shape: HeadShape, rope: RopeSpec, specs: &[KvSpec]) -> Step {
+    pub(super) fn new(shape: HeadShape, ropes: Vec<RopeSpec>, specs: &[KvSpec]) -> Step {
         let mut attention: Vec<AttentionStep> = Vec::new();
         for spec in specs {
             if !attention.iter().any(|known| known.spec == *spec) {
@@ -92,6 +92,11 @@ impl Step {
                 });
             }
         }
+        let rotations = ropes.into_iter().map(|rope| Rotations {
+            rope,
+            positions: 0,
+            memory: None,
+        });
         Step {
             shape,
             tokens: 0,
@@ -102,11 +107,7 @@ impl Step {
             memory: None,
             staging: None,
             bytes: Vec::new(),
-            rotations: Rotations {
-                rope,
-                positions: 0,
-                memory: None,
-            },
+            rotations: rotations.collect(),
         }
     }
 
@@ -149,7 +150,9 @@ impl Step {
             }
         }
         let longest = batch.positions.iter().max().map_or(0, |last| *last as usize + 1);
-        self.rotations.cover(context, longest)?;
+        for rotations in &mut self.rotations {
+            rotations.cover(context, longest)?;
+        }
         let bytes = self.bytes.len();
         want(context, &mut self.memory, bytes.next_power_of_two(), "a step's plan")?;
         let mut staging = staged(context, self.staging.take(), bytes)?;
@@ -184,8 +187,8 @@ impl Step {
         self.at(self.places.tables)
     }
 
-    pub(super) fn rotations(&self) -> u64 {
-        self.rotations.memory.as_ref().map_or(0, Memory::address)
+    pub(super) fn rotations(&self, rope: usize) -> u64 {
+        self.rotations[rope].memory.as_ref().map_or(0, Memory::address)
     }
 
     pub(super) fn plan(&self, plan: &PlanStep) -> PlanAddresses {

@@ -1,0 +1,50 @@
+//! Logits that are bounded smoothly (Gemma 2, 2024): `cap * tanh(x / cap)`.
+
+use super::isa::multiversion;
+use super::{Buffer, On, math};
+
+#[inline(always)]
+fn row(cap: f32, row: &mut [f32]) {
+    row.iter_mut().for_each(|x| *x = math::soft_cap(*x, cap));
+}
+
+multiversion! {
+    fn row_on(cap: f32, values: &mut [f32]) = row;
+}
+
+/// Bounds all numbers of `logits`.
+pub(super) fn soft_cap(on: On<'_>, cap: f32, logits: &mut Buffer) {
+    let elements = logits.data.len();
+    let mut parts: Vec<_> = logits.parts_mut(on.threads.parts(elements)).collect();
+    on.threads.share_mut(elements, &mut parts, |_, parts| {
+        parts.for_each(|(_, part)| row_on(on.isa, cap, part));
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::cpu::Isa;
+    use crate::device::cpu::testing::{buffer, numbers, on};
+
+    #[test]
+    fn matches_the_formula_in_the_same_bits_everywhere() {
+        for (rows, width) in [(1, 1), (3, 17), (40, 500)] {
+            let x: Vec<f32> = numbers(3, rows * width).iter().map(|x| x * 90.0).collect();
+            let mut first: Option<Vec<f32>> = None;
+            for isa in Isa::available() {
+                let mut logits = buffer(&x, rows, width);
+                soft_cap(on(isa), 30.0, &mut logits);
+                for (x, got) in x.iter().zip(&logits.data) {
+                    let want = 30.0 * (f64::from(*x) / 30.0).tanh();
+                    assert!((f64::from(*got) - want).abs() < 9e-6, "{isa:?} {x}: {got} not {want}");
+                }
+                assert_eq!(
+                    *first.get_or_insert_with(|| logits.data.clone()),
+                    logits.data,
+                    "{isa:?}"
+                );
+            }
+        }
+    }
+}

@@ -1,0 +1,160 @@
+//! Rotary embedding, as a checkpoint's configuration spells it.
+
+use serde_json::{Map, Value};
+
+use super::Family;
+use super::reader::{Reader, cut, short};
+use crate::model::error::ModelError;
+use crate::model::rope::{Rope, Scaling, Yarn, yarn_attention_factor};
+
+/// Largest base of wavelengths that is taken.
+const THETA_MAX: f64 = 1e18;
+
+impl Reader<'_> {
+    /// The rotation of all layers, or of those that see everything, and where they have another, of those with a window.
+    pub(super) fn ropes(
+        &self,
+        family: Family,
+        head_dim: usize,
+        max_positions: u32,
+    ) -> Result<(Rope, Option<Rope>), ModelError> {
+        let empty = Map::new();
+        // The older name wins where both stand, as in the reference.
+        let set = |v: &&Value| v.as_object().is_none_or(|map| !map.is_empty());
+        let name = if self.get("rope_scaling").filter(set).is_some() {
+            "rope_scaling"
+        } else {
+            "rope_parameters"
+        };
+        let map = match self.get(name) {
+            None => &empty,
+            Some(Value::Object(map)) => map,
+            Some(other) => return Err(self.broken(format!("`{name}` is {}, not an object", short(other)))),
+        };
+        let by_type = ["full_attention", "sliding_attention"].map(|kind| map.get(kind));
+        if family != Family::Gemma3 {
+            if by_type.iter().any(Option::is_some) {
+                return Err(self.unsupported(format!("`{name}` that differs by layer type is not supported")));
+            }
+            let theta = self.theta("rope_theta", 10_000.0)?;
+            return Ok((self.rope((name, map), theta, head_dim, max_positions)?, None));
+        }
+        let (theta, window_theta) = (
+            self.theta("rope_theta", 1e6)?,
+            self.theta("rope_local_base_freq", 10_000.0)?,
+        );
+        // Without types, what stands there is of layers that see everything.
+        let [full, window] = match by_type {
+            [None, None] => [Ok(map), Ok(&empty)],
+            kinds => kinds.map(|kind| match kind {
+                None | Some(Value::Null) => Ok(&empty),
+                Some(Value::Object(map)) => Ok(map),
+                Some(other) => Err(self.broken(format!("`{name}` holds {}, not an object", short(other)))),
+            }),
+        };
+        Ok((
+            self.rope((name, full?), theta, head_dim, max_positions)?,
+            Some(self.rope((name, window?), window_theta, head_dim, max_positions)?),
+        ))
+    }
+
+    fn theta(&self, name: &str, default: f64) -> Result<f64, ModelError> {
+        Ok(self.number_in(name, 1.0, THETA_MAX)?.unwrap_or(default))
+    }
+
+    /// What `map`, the value of `name`, says; `theta` where it names none.
+    fn rope(
+        &self,
+        (name, map): (&str, &Map<String, Value>),
+        theta: f64,
+        head_dim: usize,
+        max_position_embeddings: u32,
+    ) -> Result<Rope, ModelError> {
+        let inner = Reader { path: self.path, map };
+        inner.refuse_partial_rotation()?;
+        let theta = inner.theta("rope_theta", theta)?;
+        let kind = match inner.text("rope_type")? {
+            Some(kind) => Some(kind),
+            None => inner.text("type")?,
+        };
+        let factor = || {
+            let factor = inner.number_in("factor", 1.0, 1e6)?;
+            factor.ok_or_else(|| self.broken(format!("`{name}` has no `factor`")))
+        };
+        let pretrained = || -> Result<u32, ModelError> {
+            match self.size("original_max_position_embeddings", 1 << 28)? {
+                Some(n) => Ok(n as u32),
+                None => {
+                    let n = inner.size("original_max_position_embeddings", 1 << 28)?;
+                    Ok(n.map_or(max_position_embeddings, |n| n as u32))
+                }
+            }
+        };
+        let scaling = match kind.unwrap_or("default") {
+            "default" => Scaling::None,
+            "linear" => Scaling::Linear { factor: factor()? },
+            "dynamic" if head_dim <= 2 => {
+                return Err(self.unsupported("dynamic RoPE scaling of heads of 2 dimensions".to_owned()));
+            }
+            "dynamic" => Scaling::Dynamic {
+                factor: factor()?,
+                pretrained_tokens: max_position_embeddings,
+            },
+            "llama3" => inner.llama3(factor()?, pretrained()?)?,
+            "yarn" => Scaling::Yarn(inner.yarn(theta, max_position_embeddings, pretrained()?)?),
+            other => {
+                return Err(self.unsupported(format!(
+                    "RoPE scaling `{}` is not supported; default, linear, dynamic, llama3 and yarn are",
+                    cut(other)
+                )));
+            }
+        };
+        Ok(Rope { theta, scaling })
+    }
+
+    fn llama3(&self, factor: f64, pretrained_tokens: u32) -> Result<Scaling, ModelError> {
+        let need = |name: &str| {
+            self.number_in(name, 1e-6, 1e6)?
+                .ok_or_else(|| self.broken(format!("llama3 RoPE scaling has no `{name}`")))
+        };
+        let (low, high) = (need("low_freq_factor")?, need("high_freq_factor")?);
+        if low >= high {
+            return Err(self.broken(format!(
+                "`low_freq_factor` {low} is not below `high_freq_factor` {high}"
+            )));
+        }
+        Ok(Scaling::Llama3 {
+            factor,
+            low_freq_factor: low,
+            high_freq_factor: high,
+            pretrained_tokens,
+        })
+    }
+
+    fn yarn(&self, theta: f64, max_position_embeddings: u32, pretrained_tokens: u32) -> Result<Yarn, ModelError> {
+        if theta <= 1.0 {
+            return Err(self.broken("YaRN needs a `rope_theta` above 1".to_owned()));
+        }
+        let factor = match self.number_in("factor", 1.0, 1e6)? {
+            Some(factor) => factor,
+            None => max_position_embeddings as f64 / pretrained_tokens as f64,
+        };
+        let mscale = self.number_in("mscale", 0.0, 1e3)?;
+        let mscale_all_dim = self.number_in("mscale_all_dim", 0.0, 1e3)?;
+        // Zero counts as not given, as in the reference.
+        let beta = |name: &str, default: f64| {
+            Ok::<_, ModelError>(self.number_in(name, 0.0, 1e6)?.filter(|x| *x != 0.0).unwrap_or(default))
+        };
+        Ok(Yarn {
+            factor,
+            attention_factor: match self.number_in("attention_factor", 0.0, 1e3)? {
+                Some(x) => x,
+                None => yarn_attention_factor(factor, mscale, mscale_all_dim),
+            },
+            beta_fast: beta("beta_fast", 32.0)?,
+            beta_slow: beta("beta_slow", 1.0)?,
+            pretrained_tokens,
+            truncate: self.flag("truncate")?.unwrap_or(true),
+        })
+    }
+}

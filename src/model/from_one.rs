@@ -1,0 +1,32 @@
+//! Norms that a checkpoint stores as what they differ from 1 by (Gemma), made whole.
+
+use std::borrow::Cow;
+use std::path::Path;
+
+use crate::device::Dtype;
+use crate::model::error::ModelError;
+use crate::model::weights::{StoredTensor, WeightSource};
+
+/// A checkpoint's weights with 1 added to its norms, which are in F32 then.
+pub struct FromOne<'a>(pub &'a dyn WeightSource);
+
+impl WeightSource for FromOne<'_> {
+    fn tensor(&self, name: &str, rows: Option<usize>, columns: usize) -> Result<StoredTensor<'_>, ModelError> {
+        let tensor = self.0.tensor(name, rows, columns)?;
+        if !name.ends_with("norm.weight") {
+            return Ok(tensor);
+        }
+        let mut values = vec![0.0; columns];
+        tensor.view().read_row(0, &mut values);
+        let data: Vec<u8> = values.iter().flat_map(|x| (1.0 + x).to_le_bytes()).collect();
+        Ok(StoredTensor {
+            dtype: Dtype::F32,
+            data: Cow::Owned(data),
+            ..tensor
+        })
+    }
+
+    fn path_of(&self, name: &str) -> &Path {
+        self.0.path_of(name)
+    }
+}
