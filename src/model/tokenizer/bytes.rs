@@ -39,16 +39,16 @@ impl TokenBytes {
                 "it has token id {last}, and ids above {id_max} are not supported"
             ));
         }
-        let mut texts: Vec<Option<(&str, bool)>> = vec![None; last as usize + 1];
+        let mut texts: Vec<Option<&str>> = vec![None; last as usize + 1];
         let mut known = vec![false; texts.len()];
         for (text, &id) in &vocab {
-            texts[id as usize] = Some((text, false));
+            texts[id as usize] = Some(text);
             known[id as usize] = true;
         }
         for token in added {
             known[token.id as usize] = true;
-            // Added tokens stand for their text as it is; control tokens for nothing.
-            texts[token.id as usize] = (!token.special).then_some((token.content.as_str(), true));
+            // Control tokens stand for nothing. The others are decoded as tokens of the vocabulary are: Gemma's spaces are some of them.
+            texts[token.id as usize] = (!token.special).then_some(token.content.as_str());
         }
         let rules = rules(tokenizer)?;
         let table = byte_of_char_table();
@@ -58,10 +58,8 @@ impl TokenBytes {
             holes: (0..=last).filter(|id| !known[*id as usize]).collect(),
         };
         for text in texts {
-            match text {
-                Some((text, true)) => out.arena.extend_from_slice(text.as_bytes()),
-                Some((text, false)) => apply(&rules, text, &table, &mut out.arena),
-                None => {}
+            if let Some(text) = text {
+                apply(&rules, text, &table, &mut out.arena);
             }
             out.ends.push(out.arena.len());
         }

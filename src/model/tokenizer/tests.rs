@@ -94,6 +94,35 @@ fn sentencepiece_tokens_have_their_bytes() {
     assert_eq!(tokenizer.decode(&ids), "é");
 }
 
+/// Several spaces are added tokens in Gemma's files, written in marks as others are.
+#[test]
+fn added_tokens_are_decoded_as_others_are() {
+    let mut tokens: Vec<String> = (0..=255).map(|b| format!("<0x{b:02X}>")).collect();
+    tokens.extend(["▁", "▁▁", "a", "b"].map(String::from));
+    let vocab: serde_json::Map<String, Value> = tokens.iter().cloned().zip((0..).map(Value::from)).collect();
+    let file = json!({
+        "version": "1.0",
+        "added_tokens": [{"id": 257, "content": "▁▁", "single_word": false, "lstrip": false, "rstrip": false,
+                          "normalized": false, "special": false}],
+        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+        "decoder": {"type": "Sequence", "decoders": [
+            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]},
+        "model": {"type": "BPE", "byte_fallback": true, "vocab": vocab, "merges": [["▁", "▁"]]},
+    })
+    .to_string();
+    let tokenizer = Tokenizer::from_json(&file, None).unwrap();
+    assert_eq!(
+        (tokenizer.token_bytes(257), tokenizer.is_special(257)),
+        (&b"  "[..], false)
+    );
+    let ids = tokenizer.encode_plain("a  b");
+    assert_eq!(ids, [258, 257, 259]);
+    assert_eq!(tokenizer.decode(&ids), "a  b");
+    // As the library decodes them.
+    let inner = Inner::from_bytes(&file).unwrap();
+    assert_eq!(inner.decode(&ids, true).unwrap(), "a  b");
+}
+
 #[test]
 fn plain_text_gets_no_space_mark_in_front() {
     for scheme in [Some("first"), Some("always"), Some("never"), None] {
