@@ -11,7 +11,7 @@
 
 use super::attention::{Look, Scratch, Task, first_visible};
 use super::int8::{OFFSET, QUAD};
-use super::isa::{Isa, multiversion};
+use super::isa::Isa;
 use super::kv::{Int8Pages, padded};
 use super::math::sum16;
 use super::quantize::quantize_row_on;
@@ -226,7 +226,9 @@ unsafe fn score(isa: Isa, op: &Scores, out: &mut [[i32; SPAN_TOKENS]; ROWS_MAX])
         match isa {
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512Vnni | Isa::Avx512Bf16 | Isa::Amx => x86::score(op, out),
-            _ => portable_score_on(isa, op, out),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 | Isa::AvxVnni | Isa::Avx512 => avx2::score(op, out),
+            Isa::Portable => portable_score(op, out),
         }
     }
 }
@@ -239,7 +241,9 @@ unsafe fn add_values(isa: Isa, op: &Values) {
         match isa {
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512Vnni | Isa::Avx512Bf16 | Isa::Amx => x86::add_values(op),
-            _ => portable_values_on(isa, op),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 | Isa::AvxVnni | Isa::Avx512 => avx2::add_values(op),
+            Isa::Portable => portable_values(op),
         }
     }
 }
@@ -291,12 +295,142 @@ fn portable_values(op: &Values) {
     }
 }
 
-multiversion! {
-    fn portable_score_on(op: &Scores, out: &mut [[i32; SPAN_TOKENS]; ROWS_MAX]) = portable_score;
-}
+#[cfg(target_arch = "x86_64")]
+mod avx2 {
+    //! The kernels in intrinsics of AVX2, on bytes that are signed: the sign of one goes to the other, and its magnitude is the unsigned
+    //! side of the product.
 
-multiversion! {
-    fn portable_values_on(op: &Values) = portable_values;
+    // Registers go by number.
+    #![allow(clippy::needless_range_loop)]
+
+    use std::arch::x86_64::*;
+
+    use super::{BLOCK_TOKENS, OFFSET, PANEL, QUAD, ROWS_MAX, SPAN_TOKENS, Scores, Values};
+    use crate::device::cpu::int8::x86::add_quads;
+
+    /// Rows whose sums registers hold.
+    const ROWS: usize = 4;
+    /// Bytes of a quad of 16 positions or dims.
+    const STEP: usize = PANEL * QUAD;
+
+    /// Scores of `COUNT` rows from `first` on with a block's keys, which lie without their offset once it is taken off, and need no start.
+    #[target_feature(enable = "avx2")]
+    unsafe fn score_of<const COUNT: usize>(
+        op: &Scores,
+        (block, first): (usize, usize),
+        out: &mut [[i32; SPAN_TOKENS]; ROWS_MAX],
+    ) {
+        // SAFETY: indices stay within the bounds that `score` asks for.
+        unsafe {
+            let mut sums = [[_mm256_setzero_si256(); 2]; COUNT];
+            let offset = _mm256_set1_epi8(OFFSET as u8 as i8);
+            let stride = op.quads * QUAD;
+            let (mut keys, mut queries) = (op.keys[block], op.queries.add(first * stride));
+            for _ in 0..op.quads {
+                let load = |at: usize| _mm256_xor_si256(_mm256_loadu_si256(keys.add(at).cast()), offset);
+                let keys_here = [load(0), load(STEP / 2)];
+                let sizes = keys_here.map(|keys| _mm256_abs_epi8(keys));
+                for r in 0..COUNT {
+                    let q = _mm256_set1_epi32(queries.add(r * stride).cast::<i32>().read_unaligned());
+                    for half in 0..2 {
+                        sums[r][half] = add_quads(sums[r][half], sizes[half], _mm256_sign_epi8(q, keys_here[half]));
+                    }
+                }
+                keys = keys.add(STEP);
+                queries = queries.add(QUAD);
+            }
+            for r in 0..COUNT {
+                for half in 0..2 {
+                    let at = &mut out[first + r][block * BLOCK_TOKENS + half * BLOCK_TOKENS / 2..];
+                    _mm256_storeu_si256(at.as_mut_ptr().cast(), sums[r][half]);
+                }
+            }
+        }
+    }
+
+    /// # Safety
+    /// As [`super::score`], on a processor with AVX2.
+    pub unsafe fn score(op: &Scores, out: &mut [[i32; SPAN_TOKENS]; ROWS_MAX]) {
+        for block in 0..op.blocks {
+            for first in (0..op.rows).step_by(ROWS) {
+                // SAFETY: passed on.
+                unsafe {
+                    match op.rows - first {
+                        1 => score_of::<1>(op, (block, first), out),
+                        2 => score_of::<2>(op, (block, first), out),
+                        3 => score_of::<3>(op, (block, first), out),
+                        _ => score_of::<ROWS>(op, (block, first), out),
+                    }
+                }
+            }
+        }
+    }
+
+    /// Adds a panel's values to the sums of `COUNT` rows from `first` on. A weight less 128 is a signed byte; what that takes off, 128 times
+    /// the sum of the values, is the same for all rows.
+    #[target_feature(enable = "avx2,fma")]
+    unsafe fn values_of<const COUNT: usize>(op: &Values, (panel, first): (usize, usize)) {
+        // SAFETY: indices stay within the bounds that `add_values` asks for.
+        unsafe {
+            let wide = op.panels * PANEL;
+            let offset = _mm256_set1_epi8(OFFSET as u8 as i8);
+            let mut sums = [[_mm256_setzero_si256(); 2]; COUNT];
+            let mut of_values = [_mm256_setzero_si256(); 2];
+            for b in 0..op.blocks {
+                for quad in 0..BLOCK_TOKENS / QUAD {
+                    let from = op.values[b].add((quad * wide + panel * PANEL) * QUAD);
+                    // Where nobody has written yet may be the one byte whose sign cannot be turned.
+                    let least = _mm256_set1_epi8(-127);
+                    let load = |at: usize| _mm256_max_epi8(_mm256_loadu_si256(from.add(at).cast()), least);
+                    let values = [load(0), load(STEP / 2)];
+                    for half in 0..2 {
+                        of_values[half] = add_quads(of_values[half], _mm256_set1_epi8(1), values[half]);
+                    }
+                    for r in 0..COUNT {
+                        let at = op
+                            .weights
+                            .add(first + r)
+                            .cast::<u8>()
+                            .add(b * BLOCK_TOKENS + quad * QUAD);
+                        let w = _mm256_xor_si256(_mm256_set1_epi32(at.cast::<i32>().read_unaligned()), offset);
+                        let size = _mm256_abs_epi8(w);
+                        for half in 0..2 {
+                            sums[r][half] = add_quads(sums[r][half], size, _mm256_sign_epi8(values[half], w));
+                        }
+                    }
+                }
+            }
+            let taken_off = of_values.map(|sum| _mm256_slli_epi32::<7>(sum));
+            for r in 0..COUNT {
+                let row = first + r;
+                let (rescale, scale) = (_mm256_set1_ps(op.rescales[row]), _mm256_set1_ps(op.scales[row]));
+                for half in 0..2 {
+                    let sum = _mm256_cvtepi32_ps(_mm256_add_epi32(sums[r][half], taken_off[half]));
+                    let at = op.sums.add(row * wide + panel * PANEL + half * PANEL / 2);
+                    let before = _mm256_mul_ps(_mm256_loadu_ps(at), rescale);
+                    _mm256_storeu_ps(at, _mm256_fmadd_ps(sum, scale, before));
+                }
+            }
+        }
+    }
+
+    /// # Safety
+    /// As [`super::add_values`], on a processor with AVX2.
+    pub unsafe fn add_values(op: &Values) {
+        for panel in 0..op.panels {
+            for first in (0..op.rows).step_by(ROWS) {
+                // SAFETY: passed on.
+                unsafe {
+                    match op.rows - first {
+                        1 => values_of::<1>(op, (panel, first)),
+                        2 => values_of::<2>(op, (panel, first)),
+                        3 => values_of::<3>(op, (panel, first)),
+                        _ => values_of::<ROWS>(op, (panel, first)),
+                    }
+                }
+            }
+        }
+    }
 }
 
 #[cfg(target_arch = "x86_64")]

@@ -1,7 +1,8 @@
 //! The INT8 matrix kernel: a few quantized rows times panels of 16 columns, with scales and bias fused.
 //!
 //! `c[r][n] = (sum over k of a[r][k] * b[n][k] - offset[n]) * column_scale[n] * row_scale[r] + bias[n]`, where `a` is
-//! unsigned: a signed 8-bit activation + 128, as `vpdpbusd` wants its left side, and `offset[n]` is 128 times the sum of `b[n]`.
+//! unsigned: a signed 8-bit activation + 128, as `vpdpbusd` wants its left side, and `offset[n]` is 128 times the sum of `b[n]`, so that
+//! who takes the activations signed needs none. Activations and weights reach from -127 to 127.
 //! Sums are exact in 32 bits, so every instruction set gives the same integers, whatever the order; scaling is one order of
 //! roundings everywhere.
 
@@ -67,11 +68,7 @@ pub fn max_rows(isa: Isa) -> usize {
         Isa::Amx => 32,
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512Vnni | Isa::Avx512Bf16 => 12,
-        #[cfg(target_arch = "x86_64")]
-        Isa::AvxVnni => 4,
-        #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 | Isa::Avx2 => 2,
-        Isa::Portable => 4,
+        _ => 4,
     }
 }
 
@@ -189,7 +186,7 @@ unsafe fn portable(p: &Product, tile: Tile) {
 }
 
 #[cfg(target_arch = "x86_64")]
-mod x86 {
+pub(super) mod x86 {
     //! The kernels in intrinsics. Loops over `ROWS` and `PANELS` are unrolled, so that all sums stay in registers. Sums start
     //! at minus the offset.
 
@@ -198,7 +195,7 @@ mod x86 {
 
     use std::arch::x86_64::*;
 
-    use super::{PANEL, Product, QUAD, Tile};
+    use super::{OFFSET, PANEL, Product, QUAD, Tile};
 
     /// Bytes of a panel's quad.
     const STEP: usize = PANEL * QUAD;
@@ -329,7 +326,7 @@ mod x86 {
         }
     }
 
-    /// One panel as two halves of 8 columns: subtracts, scales, adds the bias and stores.
+    /// One panel as two halves of 8 columns: scales, adds the bias and stores.
     ///
     /// # Safety
     /// As [`super::product`], on a processor with AVX2.
@@ -339,7 +336,6 @@ mod x86 {
         unsafe {
             for (half, sum) in sums.into_iter().enumerate() {
                 let at = half * PANEL / 2;
-                let sum = _mm256_sub_epi32(sum, _mm256_loadu_si256(p.offsets.add(at).cast()));
                 let value = _mm256_mul_ps(_mm256_cvtepi32_ps(sum), _mm256_loadu_ps(p.column_scales.add(at)));
                 let (scale, bias) = (_mm256_set1_ps(*p.row_scales.add(row)), _mm256_loadu_ps(p.bias.add(at)));
                 _mm256_storeu_ps(
@@ -354,7 +350,11 @@ mod x86 {
     unsafe fn vnni_256<const ROWS: usize>(p: &Product, tile: Tile) {
         // SAFETY: indices stay within the bounds that `product` asks for.
         unsafe {
-            let mut sums = [[_mm256_setzero_si256(); 2]; ROWS];
+            let start = [0, PANEL / 2].map(|at| {
+                let offset = _mm256_loadu_si256(p.offsets.add(at).cast());
+                _mm256_sub_epi32(_mm256_setzero_si256(), offset)
+            });
+            let mut sums = [start; ROWS];
             let (mut a, mut b) = (p.a.add(tile.from * p.quads * QUAD), p.b);
             for _ in 0..p.quads {
                 let w = [_mm256_loadu_si256(b.cast()), _mm256_loadu_si256(b.add(STEP / 2).cast())];
@@ -387,34 +387,37 @@ mod x86 {
         }
     }
 
-    /// Widens to 16 bits and multiplies by `vpmaddwd`: `vpmaddubsw` would saturate.
+    /// `sums + the products of four bytes each, u * s`: `u` up to 128 and `s` from -127 to 127, or the other way about, so that two of
+    /// them fit in 16 bits, where `vpmaddubsw` would saturate.
+    #[target_feature(enable = "avx2")]
+    pub fn add_quads(sums: __m256i, u: __m256i, s: __m256i) -> __m256i {
+        let pairs = _mm256_maddubs_epi16(u, s);
+        _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))
+    }
+
+    /// Signed activations, without their offset: their signs go to the weights' magnitudes and the other way about.
     #[target_feature(enable = "avx2,fma")]
     unsafe fn avx2_rows<const ROWS: usize>(p: &Product, tile: Tile) {
         // SAFETY: indices stay within the bounds that `product` asks for.
         unsafe {
-            // Four columns a register, each as two sums of two products.
-            let mut sums = [[_mm256_setzero_si256(); 4]; ROWS];
+            let mut sums = [[_mm256_setzero_si256(); 2]; ROWS];
             let (mut a, mut b) = (p.a.add(tile.from * p.quads * QUAD), p.b);
+            let offset = _mm256_set1_epi8(OFFSET as u8 as i8);
             for _ in 0..p.quads {
-                let mut x = [_mm256_setzero_si256(); ROWS];
+                let w = [_mm256_loadu_si256(b.cast()), _mm256_loadu_si256(b.add(STEP / 2).cast())];
+                let sizes = w.map(|w| _mm256_abs_epi8(w));
                 for r in 0..ROWS {
-                    let quad = _mm_cvtsi32_si128(a.add(r * QUAD).cast::<i32>().read_unaligned());
-                    x[r] = _mm256_broadcastq_epi64(_mm_cvtepu8_epi16(quad));
-                }
-                for n in 0..4 {
-                    let w = _mm256_cvtepi8_epi16(_mm_loadu_si128(b.add(n * STEP / 4).cast()));
-                    for r in 0..ROWS {
-                        sums[r][n] = _mm256_add_epi32(sums[r][n], _mm256_madd_epi16(x[r], w));
+                    let x = _mm256_set1_epi32(a.add(r * QUAD).cast::<i32>().read_unaligned());
+                    let x = _mm256_xor_si256(x, offset);
+                    for half in 0..2 {
+                        sums[r][half] = add_quads(sums[r][half], sizes[half], _mm256_sign_epi8(x, w[half]));
                     }
                 }
                 a = a.add(ROWS * QUAD);
                 b = b.add(STEP);
             }
-            for (r, [s0, s1, s2, s3]) in sums.into_iter().enumerate() {
-                // Pairs are added within halves of a register, which leaves columns 0 1 4 5 2 3 6 7.
-                let low = _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_hadd_epi32(s0, s1));
-                let high = _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_hadd_epi32(s2, s3));
-                finish_256(p, tile.from + r, [low, high]);
+            for (r, row) in sums.into_iter().enumerate() {
+                finish_256(p, tile.from + r, row);
             }
         }
     }
@@ -426,7 +429,9 @@ mod x86 {
         unsafe {
             match tile.rows {
                 1 => avx2_rows::<1>(p, tile),
-                _ => avx2_rows::<2>(p, tile),
+                2 => avx2_rows::<2>(p, tile),
+                3 => avx2_rows::<3>(p, tile),
+                _ => avx2_rows::<4>(p, tile),
             }
         }
     }
@@ -449,8 +454,9 @@ mod tests {
         // The tile stands behind another one.
         let from = 2;
         let all = from + rows;
-        let mut a = bytes(1, all * k);
-        let mut b: Vec<i8> = bytes(2, panels * PANEL * k).into_iter().map(|x| x as i8).collect();
+        let mut a: Vec<u8> = bytes(1, all * k).into_iter().map(|x| x.max(1)).collect();
+        let b = bytes(2, panels * PANEL * k).into_iter().map(|x| (x as i8).max(-127));
+        let mut b: Vec<i8> = b.collect();
         if extreme {
             // Where 16 bits would saturate.
             a.fill(255);
@@ -460,7 +466,9 @@ mod tests {
         }
         let columns = panels * PANEL;
         let (row_scales, column_scales, bias) = (numbers(3, all), numbers(4, columns), numbers(5, columns));
-        let offsets: Vec<i32> = numbers(6, columns).into_iter().map(|x| (x * 1e6) as i32).collect();
+        let place = |n: usize, i: usize| n / PANEL * PANEL * k + i / QUAD * PANEL * QUAD + n % PANEL * QUAD + i % QUAD;
+        let sum_of = |n: usize| (0..k).map(|i| i32::from(b[place(n, i)])).sum::<i32>();
+        let offsets: Vec<i32> = (0..columns).map(|n| OFFSET * sum_of(n)).collect();
         let mut c = vec![0.0f32; all * (columns + 3)];
         let product_of = Product {
             quads,
@@ -493,9 +501,7 @@ mod tests {
                         false => a[(from + r) * k + quad * QUAD + i],
                     }
                 };
-                let weight =
-                    |i: usize| b[n / PANEL * PANEL * k + i / QUAD * PANEL * QUAD + n % PANEL * QUAD + i % QUAD];
-                let sum: i64 = (0..k).map(|i| i64::from(value(i)) * i64::from(weight(i))).sum();
+                let sum: i64 = (0..k).map(|i| i64::from(value(i)) * i64::from(b[place(n, i)])).sum();
                 let scaled = (sum - i64::from(offsets[n])) as i32 as f32 * column_scales[n];
                 let want = scaled.mul_add(row_scales[from + r], bias[n]);
                 let got = c[(from + r) * (columns + 3) + n];
