@@ -18,12 +18,12 @@ __device__ inline float norm_scale(float squares, float* scratch, float eps) {
     return 1.0f / sqrtf(reduce(squares, scratch, [](float a, float b) { return a + b; }) / WIDTH + eps);
 }
 
-// Eight numbers, whose product with the weight is not rounded yet.
+// Eight numbers, not rounded yet.
 __device__ inline void normalise(float* x, float scale, const float* weight) {
     float w[8];
     load(weight, w);
 #pragma unroll
-    for (int i = 0; i < 8; i++) x[i] = round_bf16(x[i] * scale) * w[i];
+    for (int i = 0; i < 8; i++) x[i] = x[i] * scale * w[i];
 }
 
 extern "C" __global__ void __launch_bounds__(BOUNDS)

@@ -38,8 +38,8 @@ __device__ inline void normalise(Head& head, const float* weight, float eps) {
     float scale = 1.0f / sqrtf(reduce(squares, [](float a, float b) { return a + b; }) / HEAD_DIM + eps);
 #pragma unroll
     FOR_PAIRS(p, d) {
-        head.low[p] = round_bf16(round_bf16(head.low[p] * scale) * weight[d]);
-        head.high[p] = round_bf16(round_bf16(head.high[p] * scale) * weight[HALF + d]);
+        head.low[p] = round_bf16(head.low[p] * scale * weight[d]);
+        head.high[p] = round_bf16(head.high[p] * scale * weight[HALF + d]);
     }
 }
 

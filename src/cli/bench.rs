@@ -46,7 +46,9 @@ impl Subject {
         if dir.is_dir() {
             let config = Config::load(dir).map_err(Failure::bad_job)?;
             let tokenizer = match (Tokenizer::load(dir), format) {
-                (Err(TokenizerError::Missing(_)), LoadFormat::Dummy) => Tokenizer::numbered(config.vocab_size)?,
+                (Err(TokenizerError::Missing(_) | TokenizerError::OnlySentencePiece(_)), LoadFormat::Dummy) => {
+                    Tokenizer::numbered(config.vocab_size)?
+                }
                 (tokenizer, _) => tokenizer.map_err(Failure::bad_job)?,
             };
             return Ok(Subject {

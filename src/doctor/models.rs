@@ -108,7 +108,8 @@ pub fn families() -> Result<Vec<Subject>, ModelError> {
             "gemma3, two rotations",
             sizes(
                 "Gemma3ForCausalLM",
-                serde_json::json!({"sliding_window": 40, "sliding_window_pattern": 2, "query_pre_attn_scalar": 24}),
+                serde_json::json!({"sliding_window": 40, "sliding_window_pattern": 2, "query_pre_attn_scalar": 24,
+                    "rope_local_base_freq": 50.0}),
             )?,
         ),
     ];

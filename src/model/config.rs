@@ -158,6 +158,9 @@ const REFUSED: [&str; 14] = [
     "vision_config",
 ];
 
+/// Those that a model with a part that sees images has.
+const PARTS: [&str; 2] = ["text_config", "vision_config"];
+
 /// Those that Gemma has, and no other family.
 const GEMMAS: [&str; 3] = [
     "attn_logit_softcapping",
@@ -174,8 +177,22 @@ impl Reader<'_> {
         let Some(Value::Object(map)) = self.get("text_config") else {
             return Err(self.broken("there is no `text_config`".to_owned()));
         };
-        let inner = Reader { path: self.path, map };
-        Ok(inner.text_config(family)?.with_eos_token_ids(self.eos_token_ids()?))
+        self.refuse(REFUSED.iter().filter(|name| !PARTS.contains(name)))?;
+        let config = Reader { path: self.path, map }.text_config(family)?;
+        // The reference has gone by either; where they differ, what was meant is not known.
+        let tied = self.flag("tie_word_embeddings")?.unwrap_or(true);
+        if tied != config.tied_embeddings {
+            return Err(self.unsupported(format!(
+                "`tie_word_embeddings` is {tied}, and {} in `text_config`",
+                config.tied_embeddings
+            )));
+        }
+        let config = Config {
+            // The whole model has none.
+            logit_soft_cap: None,
+            ..config
+        };
+        Ok(config.with_eos_token_ids(self.eos_token_ids()?))
     }
 
     /// A model that reads and writes text alone, or that part of another.
@@ -297,14 +314,19 @@ impl Reader<'_> {
         found.ok_or_else(|| self.broken("neither `architectures` nor `model_type` names a model".to_owned()))
     }
 
-    fn refuse_options(&self, family: Family) -> Result<(), ModelError> {
-        let others = GEMMAS.iter().filter(|_| !family.is_gemma());
-        for name in REFUSED.iter().chain(others) {
+    fn refuse<'a>(&self, names: impl Iterator<Item = &'a &'a str>) -> Result<(), ModelError> {
+        for name in names {
             let unset = |v: &Value| matches!(v, Value::Bool(false)) || v.as_u64() == Some(0);
             if let Some(value) = self.get(name).filter(|v| !unset(v)) {
                 return Err(self.unsupported(format!("option `{name}` ({}) is not supported", short(value))));
             }
         }
+        Ok(())
+    }
+
+    fn refuse_options(&self, family: Family) -> Result<(), ModelError> {
+        let others = GEMMAS.iter().filter(|_| !family.is_gemma());
+        self.refuse(REFUSED.iter().chain(others))?;
         // `swish` is another name of `silu`.
         let (field, known) = match family.is_gemma() {
             true => ("hidden_activation", ["gelu_pytorch_tanh"; 2]),
@@ -631,6 +653,26 @@ mod tests {
     }
 
     #[test]
+    fn tied_tables_must_be_tied_in_both_places() {
+        let text = json!({"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2});
+        for (outer, inner, tied) in [
+            (None, None, Some(true)),
+            (Some(false), Some(false), Some(false)),
+            (Some(false), None, None),
+            (None, Some(false), None),
+        ] {
+            let mut whole = json!({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text,
+                "tie_word_embeddings": outer});
+            whole["text_config"]["tie_word_embeddings"] = json!(inner);
+            match (gemma(whole), tied) {
+                (Ok(config), Some(tied)) => assert_eq!(config.tied_embeddings, tied),
+                (Err(error), None) => assert!(error.contains("`tie_word_embeddings` is"), "{error}"),
+                (found, _) => panic!("{outer:?} {inner:?}: {found:?}"),
+            }
+        }
+    }
+
+    #[test]
     fn what_a_gemma_must_not_have_is_refused() {
         let with = |changes: Value| {
             let mut text = json!({
@@ -661,6 +703,18 @@ mod tests {
             (
                 json!({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": []}),
                 "no `text_config`",
+            ),
+            (
+                json!({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {}, "quantization_config": {"bits": 4}}),
+                "`quantization_config`",
+            ),
+            (
+                json!({"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_parameters": {"sliding_attention": {}}}),
+                "`rope_scaling` and `rope_parameters`",
+            ),
+            (
+                json!({"rope_parameters": {"rope_type": "default"}}),
+                "`rope_parameters` without layer types",
             ),
         ] {
             let error = with(changes.clone());

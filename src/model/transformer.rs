@@ -208,7 +208,7 @@ impl<D: Device> Transformer<D> {
             .map_or(config.vocab_size, |n| n.min(config.vocab_size));
         let random = source.random().filter(|_| device.makes_random());
         let from_one = FromOne(source);
-        let source: &dyn WeightSource = match config.norms_from_one && source.random().is_none() {
+        let source: &dyn WeightSource = match config.norms_from_one && !source.has_whole_norms() {
             true => &from_one,
             false => source,
         };

@@ -35,6 +35,10 @@ pub trait WeightSource: Sync {
     fn random(&self) -> Option<&RandomWeights> {
         None
     }
+    /// Are norms as they are, whatever a family's checkpoints store?
+    fn has_whole_norms(&self) -> bool {
+        false
+    }
 }
 
 /// A tensor's bytes with their shape; see [`Tensor`].
@@ -103,7 +107,7 @@ impl Weights {
             .iter()
             .map(|name| File::open(dir.join(name)))
             .collect::<Result<Vec<_>, _>>()?;
-        let stored: Vec<(String, usize)> = match index {
+        let mut stored: Vec<(String, usize)> = match index {
             Some(index) => {
                 let number: HashMap<&str, usize> = names.iter().enumerate().map(|(i, n)| (n.as_str(), i)).collect();
                 index
@@ -113,6 +117,7 @@ impl Weights {
             }
             None => files[0].tensors.keys().map(|tensor| (tensor.clone(), 0)).collect(),
         };
+        stored.sort();
         let text_parts = stored.iter().flat_map(|(name, file)| {
             let alone = |(there, alone): &(&str, &str)| Some(format!("{alone}{}", name.strip_prefix(there)?));
             TEXT_PARTS
@@ -383,5 +388,9 @@ impl WeightSource for RandomWeights {
 
     fn random(&self) -> Option<&RandomWeights> {
         (self.dtype == Dtype::Bf16).then_some(self)
+    }
+
+    fn has_whole_norms(&self) -> bool {
+        true
     }
 }

@@ -68,7 +68,7 @@ pub fn silu(x: f32) -> f32 {
 /// `x / (1 + e^-2u)` with `u = sqrt(2 / pi) (x + 0.044715 x^3)`, which is `x (1 + tanh u) / 2`.
 #[inline(always)]
 pub fn gelu_tanh(x: f32) -> f32 {
-    const TWICE: f32 = 1.595_769_1;
+    const TWICE: f32 = 1.595_769;
     let u = TWICE * (0.044_715 * x * x).mul_add(x, x);
     x / (1.0 + exp(-u))
 }

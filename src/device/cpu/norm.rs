@@ -6,7 +6,8 @@ use super::isa::multiversion;
 use super::math::{round_bf16, sum16};
 use super::{Buffer, On, SharedMut};
 
-/// Normalises `x` in place; in BF16 both the normalised value and the product are rounded, as the reference does.
+/// Normalises `x` in place; in BF16 the product with the weight is rounded. (The reference rounds the normalised value, too, of all
+/// families but Gemma.)
 #[inline(always)]
 pub(super) fn rms_norm(x: &mut [f32], weight: &[f32], eps: f32, round: bool) {
     let mut lanes = [0.0f32; 16];
@@ -22,7 +23,7 @@ pub(super) fn rms_norm(x: &mut [f32], weight: &[f32], eps: f32, round: bool) {
     let scale = 1.0 / (sum16(lanes) / x.len() as f32 + eps).sqrt();
     if round {
         for (v, w) in x.iter_mut().zip(weight) {
-            *v = round_bf16(round_bf16(*v * scale) * w);
+            *v = round_bf16(*v * scale * w);
         }
     } else {
         for (v, w) in x.iter_mut().zip(weight) {

@@ -58,8 +58,12 @@ fn portable(op: &Weigh<'_>, scores: &[i32; SPAN_TOKENS], weights: &mut [u8; SPAN
 #[inline(always)]
 fn capped(cap: f32, op: &Weigh<'_>, scores: &[i32; SPAN_TOKENS], weights: &mut [u8; SPAN_TOKENS], out: &mut Weighed) {
     let cap = cap * std::f32::consts::LOG2_E;
-    // A query of zeros has scores of zero.
-    let inverse = if op.scale > 0.0 { 1.0 / op.scale } else { 0.0 };
+    // A query of zeros has scores of zero; where they are all but that, it is all the same.
+    let inverse = if op.scale > f32::MIN_POSITIVE {
+        1.0 / op.scale
+    } else {
+        0.0
+    };
     weigh(
         |score| soft_cap(score * op.scale, cap) * inverse,
         op,

@@ -39,6 +39,12 @@ impl Reader<'_> {
             let theta = self.theta("rope_theta", 10_000.0)?;
             return Ok((self.rope((name, map), theta, head_dim, max_positions)?, None));
         }
+        if self.get("rope_scaling").filter(set).is_some() && self.get("rope_parameters").filter(set).is_some() {
+            return Err(self.unsupported("both `rope_scaling` and `rope_parameters` are given".to_owned()));
+        }
+        if name == "rope_parameters" && !map.is_empty() && by_type.iter().all(Option::is_none) {
+            return Err(self.unsupported("`rope_parameters` without layer types is not supported".to_owned()));
+        }
         let (theta, window_theta) = (
             self.theta("rope_theta", 1e6)?,
             self.theta("rope_local_base_freq", 10_000.0)?,
