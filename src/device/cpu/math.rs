@@ -68,9 +68,9 @@ pub fn silu(x: f32) -> f32 {
 /// `x / (1 + e^-2u)` with `u = sqrt(2 / pi) (x + 0.044715 x^3)`, which is `x (1 + tanh u) / 2`.
 #[inline(always)]
 pub fn gelu_tanh(x: f32) -> f32 {
-    const TWICE: f32 = 1.595_769;
-    let u = TWICE * (0.044_715 * x * x).mul_add(x, x);
-    x / (1.0 + exp(-u))
+    const TWICE: f32 = 2.0 * std::f32::consts::FRAC_2_SQRT_PI * std::f32::consts::FRAC_1_SQRT_2;
+    let twice = TWICE * (0.044_715 * x * x).mul_add(x, x);
+    x / (1.0 + exp(-twice))
 }
 
 /// `cap * tanh(x / cap)`, within 3e-7 of `cap`. What is not finite stays what it is: it is to be seen.
