@@ -187,11 +187,10 @@ impl Reader<'_> {
                 config.tied_embeddings
             )));
         }
-        let config = Config {
-            // The whole model has none.
-            logit_soft_cap: None,
-            ..config
-        };
+        if config.logit_soft_cap.is_some() {
+            // The reference has capped them, and then not.
+            return Err(self.unsupported("`final_logit_softcapping` in `text_config` is not supported".to_owned()));
+        }
         Ok(config.with_eos_token_ids(self.eos_token_ids()?))
     }
 
@@ -715,6 +714,11 @@ mod tests {
             (
                 json!({"rope_parameters": {"rope_type": "default"}}),
                 "`rope_parameters` without layer types",
+            ),
+            (
+                json!({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {"final_logit_softcapping": 3,
+                    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}}),
+                "`final_logit_softcapping` in `text_config`",
             ),
         ] {
             let error = with(changes.clone());

@@ -39,16 +39,20 @@ impl TokenBytes {
                 "it has token id {last}, and ids above {id_max} are not supported"
             ));
         }
-        let mut texts: Vec<Option<&str>> = vec![None; last as usize + 1];
+        let own = tokenizer.get_vocab(false);
+        // Texts, and whether they stand as they are.
+        let mut texts: Vec<Option<(&str, bool)>> = vec![None; last as usize + 1];
         let mut known = vec![false; texts.len()];
         for (text, &id) in &vocab {
-            texts[id as usize] = Some(text);
+            texts[id as usize] = Some((text, false));
             known[id as usize] = true;
         }
         for token in added {
             known[token.id as usize] = true;
-            // Control tokens stand for nothing. The others are decoded as tokens of the vocabulary are: Gemma's spaces are some of them.
-            texts[token.id as usize] = (!token.special).then_some(token.content.as_str());
+            // Control tokens stand for nothing. Of the others, those of the model's own vocabulary are decoded as it is (Gemma's runs of
+            // spaces are such), and those that came later stand for their text: nothing has written it in another way.
+            let is_text = own.get(&token.content) != Some(&token.id);
+            texts[token.id as usize] = (!token.special).then_some((token.content.as_str(), is_text));
         }
         let rules = rules(tokenizer)?;
         let table = byte_of_char_table();
@@ -58,8 +62,10 @@ impl TokenBytes {
             holes: (0..=last).filter(|id| !known[*id as usize]).collect(),
         };
         for text in texts {
-            if let Some(text) = text {
-                apply(&rules, text, &table, &mut out.arena);
+            match text {
+                Some((text, true)) => out.arena.extend_from_slice(text.as_bytes()),
+                Some((text, false)) => apply(&rules, text, &table, &mut out.arena),
+                None => {}
             }
             out.ends.push(out.arena.len());
         }

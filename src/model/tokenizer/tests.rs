@@ -123,6 +123,34 @@ fn added_tokens_are_decoded_as_others_are() {
     assert_eq!(inner.decode(&ids, true).unwrap(), "a  b");
 }
 
+/// Added after the vocabulary was made, tokens are in no other writing, whatever their characters stand for there.
+#[test]
+fn tokens_that_came_later_are_their_text() {
+    let contents = ["õ", "č", "<think>", "two words"];
+    // Vocabularies lack bytes that never came, whose characters are free for others.
+    let text_of = |byte: u8| match bytes::byte_char(byte).to_string() {
+        text if contents.contains(&text.as_str()) => format!("unused{byte}"),
+        text => text,
+    };
+    let vocab: serde_json::Map<String, Value> = (0..=255u8).map(|byte| (text_of(byte), Value::from(byte))).collect();
+    let added = |(content, id): (&str, u32)| {
+        json!({"id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
+               "normalized": true, "special": false})
+    };
+    let file = json!({
+        "version": "1.0", "added_tokens": contents.into_iter().zip(256..).map(added).collect::<Vec<_>>(),
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true},
+        "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true},
+        "model": {"type": "BPE", "vocab": vocab, "merges": []},
+    });
+    let tokenizer = Tokenizer::from_json(&file.to_string(), None).unwrap();
+    for (content, id) in contents.into_iter().zip(256..) {
+        assert_eq!(tokenizer.token_bytes(id), content.as_bytes());
+        let ids = tokenizer.encode(content, false).unwrap();
+        assert_eq!((&ids[..], tokenizer.decode(&ids).as_str()), (&[id][..], content));
+    }
+}
+
 #[test]
 fn plain_text_gets_no_space_mark_in_front() {
     for scheme in [Some("first"), Some("always"), Some("never"), None] {
