@@ -6,7 +6,6 @@ use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::path::PathBuf;
 
-use gristmill::device::KvSpec;
 use gristmill::device::cuda::compile::{self, Compiler, Kernel, Target};
 use gristmill::device::cuda::nvrtc::Nvrtc;
 use gristmill::device::cuda::plan::{self, Format, Heads, Launch, LinearShape, Tile};
@@ -62,14 +61,7 @@ fn launches(config: &Config, format: Format, capability: u32, rows: usize) -> Ve
         linear(config.heads.qkv_width(), hidden, format, false),
         heads.rope_store(rows),
     ];
-    let windows: BTreeSet<u32> = config
-        .layers
-        .iter()
-        .map(|spec| match spec {
-            KvSpec::Full => 0,
-            KvSpec::Window(window) => *window,
-        })
-        .collect();
+    let windows: BTreeSet<u32> = config.layers.iter().copied().map(plan::window).collect();
     for window in windows {
         let bounds = (window, config.attention_soft_cap);
         let wide = heads.wide_warps();

@@ -278,11 +278,7 @@ fn attention_of(group: &mut BenchmarkGroup<'_, WallTime>, (name, heads): (&str, 
             .unwrap();
         let mut out = device.buffer();
         let mut next = pools.iter().cycle();
-        let whole = Attention {
-            spec: KvSpec::Full,
-            scale: 1.0 / (heads.head_dim as f32).sqrt(),
-            soft_cap: None,
-        };
+        let whole = Attention::plain(heads, KvSpec::Full);
         bencher.iter(|| {
             let pool = next.next().unwrap();
             device

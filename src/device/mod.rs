@@ -211,6 +211,17 @@ pub struct Attention {
     pub soft_cap: Option<f32>,
 }
 
+impl Attention {
+    /// As most models attend: by the square root of a head's size, without a cap.
+    pub fn plain(heads: HeadShape, spec: KvSpec) -> Attention {
+        Attention {
+            spec,
+            scale: 1.0 / (heads.head_dim as f32).sqrt(),
+            soft_cap: None,
+        }
+    }
+}
+
 /// What a gate goes through.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Activation {

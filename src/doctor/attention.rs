@@ -29,7 +29,7 @@ fn heads(heads: usize, kv_heads: usize, head_dim: usize) -> HeadShape {
 fn cases(extent: Extent) -> Vec<Case> {
     let case = |heads, spec, qk_norm, sequences: &[(u32, u32)], shared| Case {
         heads,
-        of: plain(heads, spec),
+        of: Attention::plain(heads, spec),
         qk_norm,
         sequences: sequences.to_vec(),
         shared,
@@ -73,15 +73,6 @@ fn cases(extent: Extent) -> Vec<Case> {
         )));
     }
     cases
-}
-
-/// As most models attend.
-fn plain(heads: HeadShape, spec: KvSpec) -> Attention {
-    Attention {
-        spec,
-        scale: 1.0 / (heads.head_dim as f32).sqrt(),
-        soft_cap: None,
-    }
 }
 
 fn rope(heads: HeadShape) -> RopeSpec {
@@ -251,7 +242,7 @@ fn of_first<D: Device>(
         false => sequence * blocks + at,
     };
     let mut pool = device.kv_pool(heads, 2 * blocks as usize)?;
-    let of = plain(heads, spec);
+    let of = Attention::plain(heads, spec);
     let mut on_device = device.step(heads, vec![rope(heads)], &[spec])?;
     let (mut qkv, mut out, mut workspace) = (device.buffer(), device.buffer(), device.workspace());
     let mut results = Vec::new();
@@ -315,7 +306,7 @@ pub fn deterministic<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding
                 heads.heads,
                 heads.kv_heads,
                 heads.head_dim,
-                kind(plain(heads, spec), shared)
+                kind(Attention::plain(heads, spec), shared)
             );
             let name = ("attention, deterministic", pair.kv.word(), shape);
             let width = heads.heads * heads.head_dim;

@@ -211,11 +211,10 @@ impl Reader<'_> {
             },
         };
         let attention_bias = self.flag("attention_bias")?.unwrap_or(false);
-        let vocab_size = match (self.size("vocab_size", 1 << 24)?, family) {
-            (Some(n), _) => n,
-            (None, Family::Gemma2) => 256_000,
-            (None, Family::Gemma3) => 262_208,
-            (None, _) => self.required_size("vocab_size", 1 << 24)?,
+        let default_ids = match family {
+            Family::Gemma2 => Some(256_000),
+            Family::Gemma3 => Some(262_208),
+            _ => None,
         };
         let scalar = match family.is_gemma() {
             true => self.number_in("query_pre_attn_scalar", 1e-6, 1e9)?.unwrap_or(256.0),
@@ -224,7 +223,7 @@ impl Reader<'_> {
         let (rope, window_rope) = self.ropes(family, heads.head_dim, max_position_embeddings)?;
         Ok(Config {
             family,
-            vocab_size,
+            vocab_size: self.size_or("vocab_size", 1 << 24, default_ids)?,
             hidden_size,
             intermediate_size: self.required_size("intermediate_size", 1 << 20)?,
             layers: self.layers(family, num_layers)?,
@@ -232,16 +231,14 @@ impl Reader<'_> {
             attention_scale: 1.0 / (scalar as f32).sqrt(),
             // Gemma 3's attention has none, whatever its configuration says.
             attention_soft_cap: match family {
-                Family::Gemma2 => self.number_or_none("attn_logit_softcapping", Some(50.0))?,
+                Family::Gemma2 => self.soft_cap("attn_logit_softcapping", Some(50.0))?,
                 _ => None,
-            }
-            .map(|cap| cap as f32),
+            },
             logit_soft_cap: match family {
-                Family::Gemma2 => self.number_or_none("final_logit_softcapping", Some(30.0))?,
-                Family::Gemma3 => self.number_or_none("final_logit_softcapping", None)?,
+                Family::Gemma2 => self.soft_cap("final_logit_softcapping", Some(30.0))?,
+                Family::Gemma3 => self.soft_cap("final_logit_softcapping", None)?,
                 _ => None,
-            }
-            .map(|cap| cap as f32),
+            },
             embedding_scale: if family.is_gemma() {
                 (hidden_size as f64).sqrt() as f32
             } else {
@@ -347,11 +344,7 @@ impl Reader<'_> {
     }
 
     fn heads(&self, family: Family, hidden_size: usize) -> Result<HeadShape, ModelError> {
-        let heads = match self.size("num_attention_heads", 1 << 12)? {
-            Some(n) => n,
-            None if family.is_gemma() => 8,
-            None => self.required_size("num_attention_heads", 1 << 12)?,
-        };
+        let heads = self.size_or("num_attention_heads", 1 << 12, family.is_gemma().then_some(8))?;
         let kv_heads = match self.size("num_key_value_heads", 1 << 12)? {
             Some(n) => n,
             // A missing field takes the family's default; null means one key head a query head.

@@ -118,21 +118,22 @@ impl Weights {
             None => files[0].tensors.keys().map(|tensor| (tensor.clone(), 0)).collect(),
         };
         stored.sort();
-        let text_parts = stored.iter().flat_map(|(name, file)| {
-            let alone = |(there, alone): &(&str, &str)| Some(format!("{alone}{}", name.strip_prefix(there)?));
-            TEXT_PARTS
-                .iter()
-                .filter_map(alone)
-                .map(move |alone| (alone, (name, *file)))
-        });
-        // A name that stands as it is comes last, and so first.
-        let tensors = text_parts
-            .chain(stored.iter().map(|(name, file)| (name.clone(), (name, *file))))
-            .map(|(alone, (name, file))| {
-                let name = name.clone();
-                (alone, Place { file, name })
-            })
-            .collect();
+        let mut tensors = HashMap::new();
+        let mut put = |known_as: String, name: &str, file: usize| {
+            let name = name.to_owned();
+            tensors.insert(known_as, Place { file, name });
+        };
+        for (name, file) in &stored {
+            for (there, alone) in TEXT_PARTS {
+                if let Some(rest) = name.strip_prefix(there) {
+                    put(format!("{alone}{rest}"), name, *file);
+                }
+            }
+        }
+        // Where a tensor stands under the name itself, it is that one.
+        for (name, file) in &stored {
+            put(name.clone(), name, *file);
+        }
         Ok(Weights {
             dir: dir.to_owned(),
             files,

@@ -506,21 +506,12 @@ mod tests {
         (0..out.rows).map(|i| out.row(i).to_vec()).collect()
     }
 
-    /// As most models attend.
-    fn plain(heads: HeadShape, spec: KvSpec) -> Attention {
-        Attention {
-            spec,
-            scale: 1.0 / (heads.head_dim as f32).sqrt(),
-            soft_cap: None,
-        }
-    }
-
     /// Scores that a cap bounds: some are far above it, others far below.
     fn capped(heads: HeadShape, spec: KvSpec) -> Attention {
         Attention {
             scale: 0.3,
             soft_cap: Some(4.0),
-            ..plain(heads, spec)
+            ..Attention::plain(heads, spec)
         }
     }
 
@@ -618,8 +609,8 @@ mod tests {
                 KvSpec::Window(17),
                 KvSpec::Window(70),
             ] {
-                check(heads, plain(heads, spec), KvFormat::F32, &sequences);
-                check(heads, plain(heads, spec), KvFormat::Int8, &sequences);
+                check(heads, Attention::plain(heads, spec), KvFormat::F32, &sequences);
+                check(heads, Attention::plain(heads, spec), KvFormat::Int8, &sequences);
             }
             for spec in [KvSpec::Full, KvSpec::Window(17)] {
                 check(heads, capped(heads, spec), KvFormat::F32, &sequences);
@@ -636,9 +627,9 @@ mod tests {
             head_dim: 20,
         };
         let all = [
-            plain(heads, KvSpec::Full),
-            plain(heads, KvSpec::Window(9)),
-            plain(heads, KvSpec::Window(70)),
+            Attention::plain(heads, KvSpec::Full),
+            Attention::plain(heads, KvSpec::Window(9)),
+            Attention::plain(heads, KvSpec::Window(70)),
             capped(heads, KvSpec::Window(70)),
         ];
         for (of, format) in all
@@ -678,8 +669,8 @@ mod tests {
         // 64, 128 or 192 of 9 blocks' 144 positions are whole spans; chunks begin within them and behind them.
         let sequences = [(1, 200), (1, 150), (4, 145), (1, 144), (20, 160), (3, 90), (1, 129)];
         let all = [
-            plain(heads, KvSpec::Full),
-            plain(heads, KvSpec::Window(70)),
+            Attention::plain(heads, KvSpec::Full),
+            Attention::plain(heads, KvSpec::Window(70)),
             capped(heads, KvSpec::Full),
         ];
         for (of, format) in all

@@ -2,9 +2,9 @@
 
 use super::driver::Argument;
 use super::memory::{Buffer, KvPool, Workspace, address, want};
-use super::plan::Format;
+use super::plan::{self, Format};
 use super::{Cuda, Step};
-use crate::device::{Attention, DeviceError, KvSpec};
+use crate::device::{Attention, DeviceError};
 
 impl Cuda {
     /// What [`attention`](crate::device::Device::attention) says.
@@ -41,10 +41,7 @@ impl Cuda {
             "parts of attention",
         )?;
         let (sums, states) = (address(&workspace.part_sums), address(&workspace.part_states));
-        let window = match op.spec {
-            KvSpec::Full => 0,
-            KvSpec::Window(window) => window,
-        };
+        let window = plan::window(op.spec);
         let [keys, values, key_scales, value_scales] = pool.arguments();
         for plan in &layer.plans {
             let on_card = step.plan(plan);

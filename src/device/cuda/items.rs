@@ -9,7 +9,7 @@
 
 use std::ops::Range;
 
-use super::plan::{BLOCK_TOKENS, Heads};
+use super::plan::{BLOCK_TOKENS, Heads, window};
 use crate::device::KvSpec;
 use crate::device::batch::StepBatch;
 
@@ -74,10 +74,7 @@ impl Plan {
         let mut planner = Planner {
             batch,
             heads,
-            window: match spec {
-                KvSpec::Full => 0,
-                KvSpec::Window(window) => window,
-            },
+            window: window(spec),
             done: Vec::new(),
             plan: Plan::default(),
             parts: Vec::new(),

@@ -3,7 +3,7 @@
 use std::fmt::{self, Display, Formatter};
 
 use super::compile::Kernel;
-use crate::device::{Activation, KvFormat, Precision};
+use crate::device::{Activation, KvFormat, KvSpec, Precision};
 
 /// A kernel's launch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -326,6 +326,14 @@ pub fn sample(rows: usize) -> Launch {
         grid: [rows as u32, 1],
         threads: 1024,
         shared_bytes: 0,
+    }
+}
+
+/// `WINDOW` of attention's kernels: how many positions a query sees, or 0 for all.
+pub fn window(spec: KvSpec) -> u32 {
+    match spec {
+        KvSpec::Full => 0,
+        KvSpec::Window(window) => window,
     }
 }
 

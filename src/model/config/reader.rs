@@ -55,16 +55,22 @@ impl Reader<'_> {
     }
 
     pub(super) fn required_size(&self, name: &str, max: usize) -> Result<usize, ModelError> {
+        self.size_or(name, max, None)
+    }
+
+    /// A size with the default of its family, if that has one.
+    pub(super) fn size_or(&self, name: &str, max: usize, default: Option<usize>) -> Result<usize, ModelError> {
         self.size(name, max)?
+            .or(default)
             .ok_or_else(|| self.broken(format!("`{name}` is missing")))
     }
 
-    /// A field that has a default where it does not stand; null is none.
-    pub(super) fn number_or_none(&self, name: &str, default: Option<f64>) -> Result<Option<f64>, ModelError> {
+    /// What something is bounded by, with a default where the field does not stand; null is no bound.
+    pub(super) fn soft_cap(&self, name: &str, default: Option<f32>) -> Result<Option<f32>, ModelError> {
         if !self.map.contains_key(name) {
             return Ok(default);
         }
-        self.number_in(name, 1e-6, 1e6)
+        Ok(self.number_in(name, 1e-6, 1e6)?.map(|cap| cap as f32))
     }
 
     pub(super) fn flag(&self, name: &str) -> Result<Option<bool>, ModelError> {

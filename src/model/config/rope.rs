@@ -20,8 +20,11 @@ impl Reader<'_> {
     ) -> Result<(Rope, Option<Rope>), ModelError> {
         let empty = Map::new();
         // The older name wins where both stand, as in the reference.
-        let set = |v: &&Value| v.as_object().is_none_or(|map| !map.is_empty());
-        let name = if self.get("rope_scaling").filter(set).is_some() {
+        let is_set = |name: &str| {
+            let value = self.get(name);
+            value.is_some_and(|v| v.as_object().is_none_or(|map| !map.is_empty()))
+        };
+        let name = if is_set("rope_scaling") {
             "rope_scaling"
         } else {
             "rope_parameters"
@@ -39,7 +42,7 @@ impl Reader<'_> {
             let theta = self.theta("rope_theta", 10_000.0)?;
             return Ok((self.rope((name, map), theta, head_dim, max_positions)?, None));
         }
-        if self.get("rope_scaling").filter(set).is_some() && self.get("rope_parameters").filter(set).is_some() {
+        if is_set("rope_scaling") && is_set("rope_parameters") {
             return Err(self.unsupported("both `rope_scaling` and `rope_parameters` are given".to_owned()));
         }
         if name == "rope_parameters" && !map.is_empty() && by_type.iter().all(Option::is_none) {
