@@ -108,16 +108,17 @@ def distractor(rng, category):
 
 
 def short_ticket(rng, category, held):
-    """A ticket of a few words, without any decoration."""
+    """A ticket of a few words, without any decoration; the last value is the phrase that names its problem."""
     words, facts = phrases.CATEGORY[category], draw_facts(rng)
-    body = pick(rng, words["short_held" if held else "short"], facts)
+    problem = rng.choice(words["short_held" if held else "short"])
+    body = expand(rng, problem, facts)
     subject = pick(rng, phrases.GENERIC_SUBJECT, facts)
     urgency = rng.choice(URGENCIES)
     if rng.random() < 0.5:
         subject = pick(rng, words["subject_held" if held else "subject"], facts)
     if urgency != "normal":
         body += rng.choice([". ", " - ", ", "]) + pick(rng, phrases.URGENCY[urgency]).lower()
-    return subject, body, urgency
+    return subject, body, urgency, problem
 
 
 def long_ticket(rng, category, held):
@@ -132,7 +133,8 @@ def long_ticket(rng, category, held):
     else:
         subject = pick(rng, words["subject" + suffix], facts)
 
-    sentences = [pick(rng, words["core" + suffix], facts)]
+    problem = rng.choice(words["core" + suffix])
+    sentences = [expand(rng, problem, facts)]
     if rng.random() < 0.25:
         sentences.append(pick(rng, words["core" + suffix], facts))
     details = rng.sample(words["detail"], rng.choice([0, 0, 1, 1, 2, 3]))
@@ -160,7 +162,7 @@ def long_ticket(rng, category, held):
         body += "\n\n" + pick(rng, phrases.FOOTER)
     if rng.random() < 0.15:
         body += "\n\n" + pick(rng, phrases.HISTORY)
-    return subject, body, urgency
+    return subject, body, urgency, problem
 
 
 def add_noise(rng, subject, body):
@@ -182,11 +184,17 @@ def add_noise(rng, subject, body):
 def ticket(rng, category, held):
     while True:
         make = short_ticket if rng.random() < 0.12 else long_ticket
-        subject, body, urgency = make(rng, category, held)
+        subject, body, urgency, problem = make(rng, category, held)
         subject, body = add_noise(rng, subject, body)
         # Typos can eat a whole short text.
         if subject and body and len(body.split()) <= MAX_WORDS:
-            return {"subject": subject, "body": body, "category": category, "urgency": urgency}
+            return {
+                "subject": subject,
+                "body": body,
+                "category": category,
+                "urgency": urgency,
+                "problem": problem,
+            }
 
 
 def normalised(row):

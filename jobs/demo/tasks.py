@@ -56,3 +56,33 @@ def label_user(subject, body):
 
 def write_user(category, tone):
     return f"category: {category}\ntone: {tone}"
+
+
+# The markup of the thinking variant.
+THINK, THINK_END = "<think>", "</think>"
+# What stands before a thought, after it, and in place of one where the prompt rules thoughts out.
+THINK_OPEN, THINK_CLOSE = f"{THINK}\n", f"\n{THINK_END}\n\n"
+NO_THOUGHT = f"{THINK}\n\n{THINK_END}\n\n"
+
+# Only what follows the last question keeps its thought, as models that think are mostly trained.
+THINKING_TEMPLATE = """\
+{%- set last = namespace(user=-1) -%}
+{%- for message in messages -%}
+    {%- if message.role == 'user' -%}
+        {%- set last.user = loop.index0 -%}
+    {%- endif -%}
+{%- endfor -%}
+{%- for message in messages -%}
+    {{- '<|im_start|>' + message.role + '\\n' -}}
+    {%- if message.role == 'assistant' and message.reasoning_content and loop.index0 > last.user -%}
+        {{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' -}}
+    {%- endif -%}
+    {{- message.content + '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|im_start|>assistant\\n' -}}
+    {%- if enable_thinking is defined and not enable_thinking -%}
+        {{- '<think>\\n\\n</think>\\n\\n' -}}
+    {%- endif -%}
+{%- endif -%}
+"""

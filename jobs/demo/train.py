@@ -14,6 +14,7 @@ import random
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy
 import tokenizers
@@ -35,6 +36,22 @@ PEAK_RATE = 2e-3
 WARMUP_SHARE = 0.03
 # Predicting the ticket itself teaches the language; the answer must not drown in it.
 PROMPT_WEIGHT = 0.3
+
+# What a token of a row is: the row's own text, its answer, or text that a program puts there and the model never writes.
+OWN, ANSWER, FORCED = range(3)
+
+
+class Row(NamedTuple):
+    """The tokens of a row behind the shared prefix, and what each of them is."""
+
+    ids: list
+    kinds: list
+
+    @classmethod
+    def of(cls, *parts):
+        """The row of parts (tokens, kind), in their order."""
+        ids = [token for tokens, _ in parts for token in tokens]
+        return cls(ids, [kind for tokens, kind in parts for _ in tokens])
 
 
 class Log:
@@ -96,7 +113,7 @@ def new_model(tokenizer):
 
 
 def encode_rows(tokenizer, system, pairs):
-    """Token ids of the shared prefix, and for each row those of its own text and its answer."""
+    """Token ids of the shared prefix, and the rows."""
     prefix = tokenizer.encode(tasks.prefix_text(system))
     users = tokenizer([tasks.row_text(user) for user, _ in pairs])["input_ids"]
     answers = tokenizer([answer + "<|im_end|>" for _, answer in pairs])["input_ids"]
@@ -108,17 +125,17 @@ def encode_rows(tokenizer, system, pairs):
         )
         newline = tokenizer.encode("\n")
         assert whole == prefix + own + tail + newline, "the pieces and the whole chat are tokenised differently"
-    return prefix, list(zip(users, answers))
+    return prefix, [Row.of((own, OWN), (tail, ANSWER)) for own, tail in zip(users, answers)]
 
 
 def make_batches(rows, rng):
     """Rows of similar length together, so that hardly any padding is computed."""
-    order = sorted(range(len(rows)), key=lambda i: (len(rows[i][0]) + len(rows[i][1]), rng.random()))
+    order = sorted(range(len(rows)), key=lambda i: (len(rows[i].ids), rng.random()))
     batches, start = [], 0
     while start < len(order):
         end = start
         while end < len(order):
-            longest = len(rows[order[end]][0]) + len(rows[order[end]][1])
+            longest = len(rows[order[end]].ids)
             if longest * (end + 1 - start) > TOKENS_PER_BATCH:
                 break
             end += 1
@@ -129,15 +146,13 @@ def make_batches(rows, rng):
 
 def batch_loss(model, prefix, rows, pad):
     """Mean loss of the rows' own text and of their answers, and the number of tokens computed."""
-    length = max(len(own) + len(answer) for own, answer in rows)
+    length = max(len(row.ids) for row in rows)
     ids = torch.full((len(rows), length), pad)
-    is_own = torch.zeros(len(rows), length)
-    is_answer = torch.zeros(len(rows), length)
-    for i, (own, answer) in enumerate(rows):
-        end = len(own) + len(answer)
-        ids[i, :end] = torch.tensor(own + answer)
-        is_own[i, : len(own)] = 1.0
-        is_answer[i, len(own) : end] = 1.0
+    kinds = torch.full((len(rows), length), FORCED)
+    for i, row in enumerate(rows):
+        ids[i, : len(row.ids)] = torch.tensor(row.ids)
+        kinds[i, : len(row.ids)] = torch.tensor(row.kinds)
+    is_own, is_answer = (kinds == OWN).float(), (kinds == ANSWER).float()
 
     cache = model(torch.tensor([prefix]), use_cache=True).past_key_values
     cache.batch_repeat_interleave(len(rows))
@@ -146,17 +161,17 @@ def batch_loss(model, prefix, rows, pad):
     loss = F.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
     own_loss = (loss * is_own[:, 1:]).sum() / is_own[:, 1:].sum()
     answer_loss = (loss * is_answer[:, 1:]).sum() / is_answer.sum()
-    return own_loss, answer_loss, len(prefix) + sum(len(own) + len(answer) for own, answer in rows)
+    return own_loss, answer_loss, len(prefix) + sum(len(row.ids) for row in rows)
 
 
-def rate_at(progress):
+def rate_at(progress, peak):
     if progress < WARMUP_SHARE:
-        return PEAK_RATE * progress / WARMUP_SHARE
+        return peak * progress / WARMUP_SHARE
     cosine = 0.5 * (1 + math.cos(math.pi * (progress - WARMUP_SHARE) / (1 - WARMUP_SHARE)))
-    return PEAK_RATE * (0.02 + 0.98 * cosine)
+    return peak * (0.02 + 0.98 * cosine)
 
 
-def train(model, work, pad, tokens_total, minutes, log):
+def train(model, work, pad, tokens_total, minutes, log, peak=PEAK_RATE):
     """One pass over `work`, cut short at `tokens_total` tokens or when the time is up."""
     decayed = [p for p in model.parameters() if p.dim() > 1]
     plain = [p for p in model.parameters() if p.dim() == 1]
@@ -171,7 +186,7 @@ def train(model, work, pad, tokens_total, minutes, log):
         if progress >= 1:
             break
         for group in optimizer.param_groups:
-            group["lr"] = rate_at(progress)
+            group["lr"] = rate_at(progress, peak)
         own_loss, answer_loss, count = batch_loss(model, prefix, rows, pad)
         optimizer.zero_grad(set_to_none=True)
         (answer_loss + PROMPT_WEIGHT * own_loss).backward()
@@ -183,14 +198,17 @@ def train(model, work, pad, tokens_total, minutes, log):
         if step % 100 == 0:
             losses = "  ".join(f"{name} {sum(v) / len(v):.4f}" for name, v in sorted(recent.items()))
             speed = tokens / (time.monotonic() - began)
-            log(f"step {step:5}  loss: {losses}  rate {rate_at(progress):.2e}  tokens {tokens:9}  {speed:.0f} tokens/s")
+            log(f"step {step:5}  loss: {losses}  rate {rate_at(progress, peak):.2e}  tokens {tokens:9}  {speed:.0f} tokens/s")
             recent = {}
     seconds = time.monotonic() - began
     log(f"trained {step} steps, {tokens} tokens in {seconds / 60:.1f} minutes, {tokens / seconds:.0f} tokens/s")
 
 
-def export(model, folder):
-    """Saves the weights as BF16, and the settings under the names that most programs read."""
+def export(model, folder, template_file=False):
+    """Saves the weights as BF16, and the settings under the names that most programs read.
+
+    The chat template stays in a file of its own, or becomes a setting of the tokenizer.
+    """
     model.to(torch.bfloat16).save_pretrained(folder)
 
     config = json.loads((folder / "config.json").read_text())
@@ -201,12 +219,29 @@ def export(model, folder):
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+    for name in ("is_local", "local_files_only"):
+        settings.pop(name, None)
     settings["bos_token"] = None
     settings["add_bos_token"] = False
-    settings["chat_template"] = tasks.CHAT_TEMPLATE
+    if not template_file:
+        settings["chat_template"] = tasks.CHAT_TEMPLATE
+        (folder / "chat_template.jinja").unlink()
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
-    (folder / "chat_template.jinja").unlink()
     (folder / "model.safetensors").chmod(0o644)
+
+
+def describe(task, prefix, rows):
+    lengths = sorted(row.kinds.count(OWN) for row in rows)
+    return (
+        f"{task}: {len(rows)} rows, prefix {len(prefix)} tokens, own text {lengths[0]} to {lengths[-1]} tokens, "
+        f"median {lengths[len(rows) // 2]}, longest answer {max(row.kinds.count(ANSWER) for row in rows)}"
+    )
+
+
+def log_versions(log):
+    libraries = (torch, transformers, tokenizers, numpy)
+    log(f"python {platform.python_version()}  " + "  ".join(f"{m.__name__} {m.__version__}" for m in libraries))
+    log(f"seed {SEED}  arguments {' '.join(sys.argv[1:])}")
 
 
 def main():
@@ -223,9 +258,7 @@ def main():
     torch.set_num_threads(2)
     torch.manual_seed(SEED)
     rng = random.Random(SEED)
-    libraries = (torch, transformers, tokenizers, numpy)
-    log(f"python {platform.python_version()}  " + "  ".join(f"{m.__name__} {m.__version__}" for m in libraries))
-    log(f"seed {SEED}  arguments {' '.join(sys.argv[1:])}")
+    log_versions(log)
 
     evaluation = generate.evaluation_tickets()
     label = generate.training_tickets(args.label_rows, evaluation)
@@ -243,14 +276,10 @@ def main():
     work = []
     for task, system, pairs in (("label", tasks.LABEL_SYSTEM, label), ("write", tasks.WRITE_SYSTEM, write)):
         prefix, rows = encode_rows(tokenizer, system, pairs)
-        lengths = sorted(len(own) for own, _ in rows)
-        log(
-            f"{task}: {len(rows)} rows, prefix {len(prefix)} tokens, own text {lengths[0]} to {lengths[-1]} tokens, "
-            f"median {lengths[len(rows) // 2]}, longest answer {max(len(a) for _, a in rows)}"
-        )
+        log(describe(task, prefix, rows))
         work += [(task, prefix, batch) for batch in make_batches(rows, rng)]
     rng.shuffle(work)
-    available = sum(len(own) + len(answer) for _, _, rows in work for own, answer in rows)
+    available = sum(len(row.ids) for _, _, rows in work for row in rows)
     log(f"{len(work)} batches, {available} tokens in one pass, schedule {int(args.tokens)} tokens, at most {args.minutes} minutes")
 
     train(model, work, pad, min(args.tokens, available), args.minutes, log)
