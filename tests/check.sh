@@ -2,8 +2,8 @@
 # Every check there is, in one command: format, lints, docs, schemas, unit and end-to-end tests, tests with real services.
 #
 # Needs Rust (rustup) on Debian or Ubuntu; takes what else it needs by itself: a C compiler, OpenSSL's headers and Python's
-# venv from the system's packages (as root or through sudo, only where they are missing), pyarrow and DuckDB into .venv/ of
-# this checkout, Kafka and MinIO into .services/ (see tests/services/services.py). Tests whose service cannot be had are
+# venv from the system's packages (as root or through sudo, only where they are missing), pyarrow, DuckDB and other readers into
+# .venv/ of this checkout, Kafka and MinIO into .services/ (see tests/services/services.py). Tests whose service cannot be had are
 # listed by name at the end and count as skipped.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -161,8 +161,8 @@ fn a_limited_submission_is_a_job_of_its_own() {
         .expect(0)
         .json();
     assert_eq!((&part["rows"], &part["shards"]), (&6.into(), &2.into()));
-    assert!(part["output"].as_str().unwrap().contains("/out/_limit/6-"), "{part}");
-    assert!(!output.join("_gristmill").exists());
+    assert!(part["output"].as_str().unwrap().contains("/_limit/out-6-"), "{part}");
+    assert!(!output.exists());
 }
 
 #[test]
@@ -444,6 +444,9 @@ fn submit_and_reconcile_enqueue_at_real_brokers() {
             (&10.into(), &true.into()),
             "{sent}"
         );
+        if queue.starts_with("kafka:") {
+            assert_eq!(sent["queue"]["partitions"], 10, "a partition a shard: {sent}");
+        }
         let url = sent["queue"]["url"].as_str().unwrap();
         let user = queue.split_once("://").and_then(|(_, rest)| rest.split_once('@'));
         if let Some((_, password)) = user.and_then(|(user, _)| user.split_once(':')) {

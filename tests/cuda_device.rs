@@ -191,7 +191,7 @@ fn logprobs(card: &str, of: &Asked<'_>) -> (String, String) {
                 parts = glob.glob(sys.argv[1] + '/_limit/*/*.parquet')\n\
                 print([r for p in parts for r in pq.read_table(p, columns=['row', 'logprobs', 'prompt_tokens']).to_pylist()])";
     let mut command = Command::new(python());
-    command.args(["-c", read, arg(&folder.path().join("out"))]);
+    command.args(["-c", read, arg(folder.path())]);
     (Run::of(&mut command).expect(0).stdout, said)
 }
 

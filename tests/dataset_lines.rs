@@ -348,12 +348,14 @@ async fn rows_behind_the_limit_decide_nothing() {
 }
 
 #[tokio::test]
-async fn empty_inputs_are_no_rows() {
+async fn empty_inputs_are_one_shard_without_rows() {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("a.jsonl"), "").unwrap();
     fs::write(dir.path().join("b.jsonl"), "\n \n").unwrap();
     let plan = plan_inputs(&request(&["*.jsonl"], &["id"]), dir.path()).await.unwrap();
-    assert_eq!((plan.total_rows, plan.shards.len()), (0, 0));
+    assert_eq!((plan.total_rows, plan.shards.len()), (0, 1));
+    let (rows, carry) = read_all(&plan, None).await.unwrap();
+    assert!(rows.is_empty() && carry[0].schema() == plan.carry_schema);
 }
 
 proptest! {

@@ -16,6 +16,7 @@ use gristmill::device::draw::{Draw, DrawError, Drawn};
 use gristmill::engine::params::{Params, Shape};
 use gristmill::engine::request::{Completion, FinishReason, Finished, Request, UnitId};
 use gristmill::engine::scheduler::Policy;
+use gristmill::engine::thinking::Thinking;
 use gristmill::engine::totals::StepShape;
 use gristmill::engine::{Engine, EngineError, EngineOptions, Forward, ForwardError, Generate};
 use gristmill::model::tokenizer::Tokenizer;
@@ -339,8 +340,15 @@ fn run_one(prompt: &[u32], params: &Params) -> Completion {
 fn essence(result: &Result<Completion, String>) -> String {
     match result {
         Ok(c) => format!(
-            "{:?} {:?} {:?} {} {:?} {:?} {}",
-            c.token_ids, c.text, c.finish_reason, c.fits_shape, c.logprobs, c.choice_probabilities, c.prompt_tokens
+            "{:?} {:?} {:?} {:?} {} {:?} {:?} {}",
+            c.thought,
+            c.token_ids,
+            c.text,
+            c.finish_reason,
+            c.fits_shape,
+            c.logprobs,
+            c.choice_probabilities,
+            c.prompt_tokens
         ),
         Err(why) => format!("error {why}"),
     }
@@ -381,12 +389,30 @@ fn shapes() -> Vec<Shape> {
     ]
 }
 
+/// Thoughts that are ended after so many tokens, since the model hardly ever ends one.
+fn thinking(max_tokens: u32) -> Thinking {
+    Thinking {
+        open: vec![tokenizer().id_of("<pad>").unwrap()],
+        close: vec![120, 121],
+        header: Vec::new(),
+        gap: vec![10],
+        max_tokens: Some(max_tokens),
+        end: vec![33, 120, 121],
+        end_gap: vec![10, 10],
+        control: Vec::new(),
+    }
+}
+
 /// One row of the property test: shared head, own tail, kind of parameters, arrival.
 type Row = (usize, usize, usize, usize);
 
 fn to_request(i: usize, (head, tail, kind, _): Row) -> Request {
     let own = (0..tail as u32).map(|t| 20 + (mix(i as u64 * 64 + u64::from(t)) % 60) as u32);
-    let prompt: Vec<u32> = (0..head as u32).map(|t| 100 + t % 4).chain(own).collect();
+    let mut prompt: Vec<u32> = (0..head as u32).map(|t| 100 + t % 4).chain(own).collect();
+    let thinking = (kind % 5 == 1).then(|| Arc::new(thinking(kind as u32 % 4)));
+    if let Some(thinking) = thinking.as_ref().filter(|_| kind % 2 == 0) {
+        prompt.extend(&thinking.open);
+    }
     let shape = shapes()[kind % shapes().len()].clone();
     let params = Params {
         max_tokens: 3 + (kind as u32 * 7) % 17,
@@ -396,6 +422,7 @@ fn to_request(i: usize, (head, tail, kind, _): Row) -> Request {
         logprobs: kind % 2 == 0,
         seed: 5,
         shape,
+        thinking,
         ..Params::default()
     };
     request(i as u64, &prompt, &params)

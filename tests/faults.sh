@@ -32,6 +32,7 @@ poison                    faults faults::poison::poison_harms_nobody_else 1
 acknowledgement-timeout   faults faults::limits::the_acknowledgement_timeout_strikes 1
 memory-alarm              faults faults::limits::the_memory_alarm_blocks_publishers 1
 budget                    faults faults::orders::a_budget_is_reached_and_extended 1
+budget-in-the-file        faults faults::orders::a_budget_is_added_to_the_file 1
 extend                    faults faults::orders::a_budget_is_extended_before_it_is_reached 1
 closing                   faults faults::orders::a_closing_job_is_extended 1
 cancel                    faults faults::orders::a_job_is_cancelled_and_closed 1

@@ -9,7 +9,7 @@ use rdkafka::admin::{AdminClient, AdminOptions};
 use rdkafka::client::DefaultClientContext;
 use rdkafka::consumer::{BaseConsumer, Consumer};
 use rdkafka::mocking::MockCluster;
-use rdkafka::producer::{FutureProducer, FutureRecord};
+use rdkafka::producer::{FutureProducer, FutureRecord, Producer as _};
 use rdkafka::types::{RDKafkaApiKey, RDKafkaRespErr};
 
 use crate::queue_brokers::{
@@ -70,6 +70,36 @@ async fn kafka_topics_are_made_once_and_left_alone() {
             assert_eq!(publisher.prepare(1000).await.unwrap(), Prepared { created, partitions });
         }
     }
+}
+
+/// The broker makes topics by itself, as brokers do: neither a worker that is there first nor the publisher may bring it to
+/// that, for such a topic has one partition.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn kafka_topics_are_made_by_nobody_but_the_publisher() {
+    let Some(address) = need("kafka_made_by_nobody_else", "GRISTMILL_TEST_KAFKA") else {
+        return;
+    };
+    let raw: FutureProducer = ClientConfig::new().set("bootstrap.servers", &address).create().unwrap();
+    let other = kafka_url(&address, "by-the-broker", 3);
+    let made_by_the_broker = || {
+        let seen = raw.client().fetch_metadata(Some(topic(&other)), SOON).unwrap();
+        seen.topics()[0].partitions().len()
+    };
+    let start = std::time::Instant::now();
+    while made_by_the_broker() != 1 {
+        assert!(start.elapsed() < SOON, "this broker makes no topics: nothing is shown");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+
+    let url = kafka_url(&address, "by-us", 3);
+    let queue = connect(&url, &settings()).await.unwrap();
+    // Long enough that the worker asks again, and again.
+    expect_nothing(&*queue, Duration::from_secs(3)).await;
+    let publisher = Publisher::open(&url, &settings()).await.unwrap();
+    let (created, partitions) = (true, Some(3));
+    assert_eq!(publisher.prepare(6).await.unwrap(), Prepared { created, partitions });
+    publisher.send(&messages(0..6)).await.unwrap();
+    drain(&*queue, &(0..6).collect()).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -7,6 +7,7 @@ use clap::{Args, Parser, Subcommand};
 use crate::cli::place::{DeviceChoice, Place};
 use crate::device::Precision;
 use crate::device::cpu::Isa;
+use crate::job::generate::MAX_TOKENS_MAX;
 use crate::job::spec::duration_seconds;
 
 #[derive(Debug, Parser)]
@@ -43,7 +44,7 @@ pub enum Command {
     Calibrate(CalibrateArgs),
     /// Stop a job for good: workers write what is finished and start nothing more
     Cancel(CancelArgs),
-    /// Run the failed rows of a finished job again, as its next generation
+    /// Run the failed (or the truncated) rows of a finished job again, as its next generation
     Retry(RetryArgs),
     /// Raise the budget or the deadline of a job, stopped or not
     Extend(ExtendArgs),
@@ -279,6 +280,12 @@ pub struct RetryArgs {
     pub output: String,
     #[command(flatten)]
     pub queue: QueueArgs,
+    /// The rows with an answer that was cut off (finish_reason length), whatever their status, in place of the failed ones
+    #[arg(long, requires = "max_tokens")]
+    pub truncated: bool,
+    /// Most tokens to generate for each answer of these rows, more than they had
+    #[arg(long, value_name = "N", requires = "truncated", value_parser = clap::value_parser!(u32).range(2..=i64::from(MAX_TOKENS_MAX)))]
+    pub max_tokens: Option<u32>,
     /// Print the result as one JSON object, last on stdout
     #[arg(long)]
     pub json: bool,
@@ -333,7 +340,7 @@ pub struct CleanArgs {
 
 #[derive(Debug, Args)]
 pub struct LimitArgs {
-    /// Only the first N rows, into a folder of their own below the job's output
+    /// Only the first N rows, into a folder of their own in `_limit/` beside the job's output
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub limit: Option<u64>,
 }

@@ -6,6 +6,9 @@ use std::sync::Arc;
 use crate::cli::exit::Failure;
 use crate::cli::place::Place;
 use crate::cli::recheck::Sample;
+use crate::cli::sampling::Sampling;
+use crate::cli::trial;
+use crate::dataset::DatasetError;
 use crate::dataset::location::Location;
 use crate::dataset::output::{OutputColumns, OutputSchema};
 use crate::dataset::plan::Format;
@@ -14,10 +17,12 @@ use crate::engine::constraint::Compiler;
 use crate::job::Renderer;
 use crate::job::file::{self, OutputFormat};
 use crate::job::generate::ShapeSpec;
+use crate::job::sampling::Source;
 use crate::job::spec::{Job, PromptKind};
+use crate::job::thinking::Thinks;
 use crate::ledger::keys::sha256;
-use crate::ledger::{JobDraft, JobIdentity, Ledger, Terms, Unfinished};
-use crate::report::summary::Summary;
+use crate::ledger::{JobDraft, JobIdentity, Ledger, LedgerError, Terms, Unfinished};
+use crate::report::summary::{Summary, number};
 use crate::worker::model::{Formats, ModelFiles, Stream};
 
 /// Bytes that a generated token may take in the output: its text, its id, its log probability.
@@ -33,11 +38,15 @@ pub struct Opened {
     pub recheck: Option<Sample>,
     /// Where it is computed.
     pub place: Place,
+    /// Where its sampling values come from, once [settled](Self::settle).
+    pub sampling: Sampling,
+    /// How its model thinks, once settled; `None`: all that it writes is its answer.
+    pub thinking: Option<Thinks>,
 }
 
 impl Opened {
     /// Reads the job file and the model's config and tokenizer; `place` is asked once the job file is known to be sound.
-    pub fn open(
+    pub async fn open(
         path: &Path,
         limit: Option<u64>,
         place: impl FnOnce() -> Result<Place, Failure>,
@@ -49,10 +58,10 @@ impl Opened {
         let recheck = recheck.map(|asked| Sample::new(&job, own, asked, "`report.recheck.precision`"));
         let recheck = recheck.transpose()?;
         let model = ModelFiles::open(model_dir(&job)?).map_err(Failure::bad_job)?;
-        let output = Location::parse(&job.output.uri, &job.base_dir).map_err(Failure::bad_job)?;
+        let output = output_of(&job)?;
         let output = match limit {
-            // A job of its own: trying out must not touch the real output. Readers ignore names that begin with `_`.
-            Some(rows) => output.join("_limit").join(&trial_name(&job, rows)),
+            // A job of its own: trying out must not touch the real output.
+            Some(rows) => trial::place(&job, &output, rows).await?,
             None => output,
         };
         Ok(Opened {
@@ -62,7 +71,54 @@ impl Opened {
             output,
             recheck,
             place,
+            sampling: Sampling::default(),
+            thinking: None,
         })
+    }
+
+    /// Settles what the job leaves to its checkpoint; where the job has begun, its record has.
+    ///
+    /// # Errors
+    /// The checkpoint says what cannot be, or what is not done.
+    pub fn settle(&mut self, begun: Option<&Ledger>) -> Result<(), Failure> {
+        let hash = self.job_hash();
+        let job = Arc::make_mut(&mut self.job);
+        let begun = begun.filter(|ledger| ledger.job().identity.job_hash == hash);
+        self.sampling = match begun {
+            Some(ledger) => Sampling::of_begun(job, &self.model, ledger)?,
+            None => Sampling::of_new(job, &self.model)?,
+        };
+        self.settle_thinking(begun.is_none())
+    }
+
+    /// Settles how the model thinks, and in a new job how long it may where nobody says so.
+    fn settle_thinking(&mut self, is_new: bool) -> Result<(), Failure> {
+        let renderer = self.renderer(&Stream::UNKNOWN)?;
+        self.thinking = renderer.thinks().cloned();
+        let most = self
+            .thinking
+            .as_ref()
+            .and_then(|thinks| thinks.max_tokens(renderer.context_tokens()));
+        let generate = &mut Arc::make_mut(&mut self.job).generate;
+        if let Some(most) = most.filter(|_| is_new && generate.source("max_tokens") == Some(Source::Default)) {
+            generate.max_tokens = most;
+            // It must leave room for a prompt.
+            self.renderer(&Stream::UNKNOWN)?;
+        }
+        Ok(())
+    }
+
+    /// A line that says how the model thinks, and how many tokens thought and answer may have; `None`: it does not.
+    pub fn thinking_line(&self) -> Option<String> {
+        let generate = &self.job.generate;
+        let whose = match generate.source("max_tokens") {
+            Some(Source::Default) => "which `generate.max_tokens` sets",
+            Some(Source::Job) => "by the job",
+            _ => "by the checkpoint",
+        };
+        let most = number(generate.max_tokens.into());
+        let thinks = self.thinking.as_ref()?.words();
+        Some(format!("{thinks}; up to {most} tokens for thought and answer, {whose}"))
     }
 
     /// Finds, pins and cuts the inputs, and checks that they hold every column that the job names.
@@ -95,6 +151,10 @@ impl Opened {
             planned => planned.map_err(Failure::bad_job)?,
         };
         check_columns(&renderer, &plan)?;
+        renderer.check_templates().map_err(Failure::bad_job)?;
+        for warning in renderer.warnings() {
+            eprintln!("gristmill: warning: {}: {warning}", self.job.file);
+        }
         if let PromptKind::TokenIds(name) = &self.job.prompt.kind {
             self.check_token_ids(&plan, name)?;
         }
@@ -137,6 +197,17 @@ impl Opened {
         carry
     }
 
+    /// What this job's prompts are keyed by, and whether it has begun: of one that its output does not hold yet, by what would hold if
+    /// it were created now.
+    pub async fn stream(&self) -> Result<(Stream, bool), Failure> {
+        match Ledger::open(&self.output).await? {
+            Some(ledger) if ledger.job().identity.job_hash == self.job_hash() => {
+                Ok((Stream::of(&self.job, &ledger), true))
+            }
+            _ => Ok((Stream::now(), false)),
+        }
+    }
+
     /// Prompts of this job.
     pub fn renderer(&self, stream: &Stream) -> Result<Renderer, Failure> {
         self.model.renderer(&self.job, stream).map_err(Failure::bad_job)
@@ -152,8 +223,9 @@ impl Opened {
             ShapeSpec::JsonSchema(_) => "json_schema",
             ShapeSpec::Regex(_) => "regex",
         };
-        match Compiler::new(&eos).compile(&shape, &self.model.tokenizer) {
-            Ok(_) => Ok(()),
+        let compiled = Compiler::new(&eos).compile(&shape, &self.model.tokenizer);
+        match compiled.and_then(|constraint| self.job.generate.forbidden.clash(&constraint)) {
+            Ok(()) => Ok(()),
             Err(e) => Err(Failure::bad_job(anyhow::anyhow!(
                 "{}: `generate.{field}`: {e}",
                 self.job.file
@@ -166,14 +238,18 @@ impl Opened {
         Formats::of_job(&self.job, self.place.precision())
     }
 
-    /// What makes two runs the same job. Reads the whole checkpoint once.
-    pub fn identity(&self) -> Result<JobIdentity, Failure> {
-        let job_hash = match self.limit {
+    /// Of the job file, and of how many rows are tried.
+    fn job_hash(&self) -> String {
+        match self.limit {
             None => self.job.hash().to_string(),
             Some(rows) => sha256(format!("{} limit {rows}", self.job.hash()).as_bytes()),
-        };
+        }
+    }
+
+    /// What makes two runs the same job. Reads the whole checkpoint once.
+    pub fn identity(&self) -> Result<JobIdentity, Failure> {
         Ok(JobIdentity {
-            job_hash,
+            job_hash: self.job_hash(),
             model_hash: self.model.hash(self.formats().precision).map_err(Failure::bad_job)?,
             tokenizer_hash: self.model.tokenizer.hash().to_string(),
             template_hash: Some(self.renderer(&Stream::UNKNOWN)?.template_hash().to_string()),
@@ -182,11 +258,23 @@ impl Opened {
         })
     }
 
+    /// Whether `ledger` is of this job; a hash that an older gristmill gave it counts as its own.
+    pub fn check_same(&self, ledger: &Ledger, identity: &JobIdentity) -> Result<(), LedgerError> {
+        let record = ledger.job();
+        let begun_as = &record.identity.job_hash;
+        let mut identity = identity.clone();
+        if self.limit.is_none() && self.job.hashes_to(begun_as, record.usd_per_hour) {
+            identity.job_hash = begun_as.clone();
+        }
+        ledger.check_same(&self.job.name, &identity)
+    }
+
     /// Columns of the output besides the carried ones.
     pub fn output_columns(&self) -> OutputColumns {
         let generate = &self.job.generate;
         OutputColumns {
             samples: generate.n,
+            thinking: self.thinking.is_some(),
             token_ids: self.job.output.token_ids,
             logprobs: generate.logprobs,
             choices: match &generate.shape {
@@ -205,6 +293,7 @@ impl Opened {
         Terms {
             usd: budget.usd,
             deadline_seconds: budget.deadline_seconds,
+            usd_per_hour: budget.usd_per_hour,
             unfinished: match budget.unfinished {
                 file::Unfinished::Keep => Unfinished::Keep,
                 file::Unfinished::Expire => Unfinished::Expire,
@@ -233,13 +322,25 @@ impl Opened {
 }
 
 fn check_columns(renderer: &Renderer, plan: &InputPlan) -> Result<(), Failure> {
+    if plan.total_rows == 0 && plan.columns.is_empty() {
+        // Lines without a row say nothing of their columns.
+        return Ok(());
+    }
     let columns: Vec<String> = plan.columns.iter().map(|c| c.name.clone()).collect();
     renderer.check_columns(&columns).map_err(Failure::bad_job)
 }
 
-/// The folder of a trial: another one for each version of the job file, so that a job can be tried, changed and tried again.
-pub fn trial_name(job: &Job, rows: u64) -> String {
-    format!("{rows}-{}", &job.hash()[..8])
+/// An input that cannot be read is the job's fault, a store that fails is not.
+pub fn unread(error: anyhow::Error) -> Failure {
+    match error.downcast_ref::<DatasetError>() {
+        None | Some(DatasetError::Store { .. }) => Failure::from(error),
+        Some(_) => Failure::bad_job(error),
+    }
+}
+
+/// Where the job writes when all of it runs.
+pub fn output_of(job: &Job) -> Result<Location, Failure> {
+    Location::parse(&job.output.uri, &job.base_dir).map_err(Failure::bad_job)
 }
 
 /// The model's folder: local, for now.

@@ -11,6 +11,7 @@ mod door;
 mod enqueue;
 mod exit;
 mod extend;
+mod limits;
 mod outfit;
 mod place;
 mod plan;
@@ -18,8 +19,10 @@ mod recheck;
 mod reconcile;
 mod retry;
 mod run;
+mod sampling;
 mod status;
 mod submit;
+mod trial;
 mod verify;
 mod worker;
 

@@ -8,18 +8,22 @@ use rayon::prelude::*;
 use serde_json::json;
 
 use crate::cli::args::PlanArgs;
-use crate::cli::door::Opened;
+use crate::cli::door::{Opened, output_of, unread};
 use crate::cli::exit::{Exit, Failure};
 use crate::cli::place::DeviceChoice;
+use crate::cli::trial;
+use crate::dataset::plan::Shard;
 use crate::dataset::planner::InputPlan;
+use crate::dataset::row::InputRow;
 use crate::dataset::shard::ShardReader;
 use crate::job::Renderer;
+use crate::job::thinking::Thinks;
 use crate::ledger::Ledger;
 use crate::report::cost::{dollars, show_dollars};
 use crate::report::progress::show_duration;
 use crate::report::summary::{number, percent};
 use crate::worker::model::Stream;
-use crate::worker::preflight::{Preflight, Seen, SeenPrompt};
+use crate::worker::preflight::{Preflight, Seen, SeenPrompt, Shown};
 
 /// Shards read and rendered at once: one on the cores, one being read.
 const SHARDS_AHEAD: usize = 2;
@@ -33,44 +37,102 @@ pub async fn plan(args: PlanArgs) -> Result<Exit, Failure> {
             .build_global()
             .context("cannot start the threads")?;
     }
-    let opened = Opened::open(&args.job, args.limit.limit, || DeviceChoice::Auto.place())?;
+    let mut opened = Opened::open(&args.job, args.limit.limit, || DeviceChoice::Auto.place()).await?;
+    let begun = Ledger::open(&opened.output).await?;
+    opened.settle(begun.as_ref())?;
     opened.check_shape()?;
     let inputs = opened.plan().await?;
-    let preflight = read_all(&opened, &inputs, args.preview).await?;
+    let (stream, has_begun) = opened.stream().await?;
+    let renderer = Arc::new(opened.renderer(&stream)?);
+    let preflight = read_all(&renderer, &inputs, args.preview).await?;
     let seconds = expected_seconds(&opened, &preflight, args.tokens_per_second).await?;
+    opened.sampling.warn();
     if args.json {
         println!("{}", as_json(&opened, &inputs, &preflight, seconds.as_ref()));
     } else {
         show(&opened, &inputs, &preflight, seconds.as_ref());
+        if renderer.tells_time() && !has_begun && args.preview > 0 {
+            println!("\nThe chat template tells the date: here it is today's, in the job that of its creation.");
+        }
     }
-    Ok(Exit::Done)
+    match none_to_ask(&opened, &preflight) {
+        Some(failure) => Err(failure),
+        None => Ok(Exit::Done),
+    }
 }
 
 /// Streams all rows through the renderer. Two shards are in memory at a time, never the dataset.
-pub async fn read_all(opened: &Opened, inputs: &InputPlan, preview: usize) -> Result<Preflight, Failure> {
-    let renderer = Arc::new(opened.renderer(&Stream::UNKNOWN)?);
-    let nothing = Arc::new(arrow::datatypes::Schema::empty());
-    let reader = ShardReader::new(inputs.files.clone(), nothing, renderer.columns());
+pub async fn read_all(renderer: &Arc<Renderer>, inputs: &InputPlan, preview: usize) -> Result<Preflight, Failure> {
+    let reader = reader(renderer, inputs);
     let mut preflight = Preflight::new(preview);
     let mut shards = futures::stream::iter(&inputs.shards)
         .map(|shard| {
-            let (reader, renderer) = (&reader, renderer.clone());
-            async move {
-                let rows = reader.read(shard).await?.rows;
-                let seen = tokio::task::spawn_blocking(move || {
-                    rows.par_iter().map(|row| see(&renderer, row)).collect::<Vec<_>>()
-                });
-                anyhow::Ok(seen.await.context("rendering panicked")?)
-            }
+            look_at(&reader, shard, renderer, |renderer, rows| {
+                rows.par_iter().map(|row| see(renderer, row)).collect::<Vec<_>>()
+            })
         })
         .buffered(SHARDS_AHEAD);
-    while let Some(seen) = shards.try_next().await.map_err(Failure::bad_job)? {
+    while let Some(seen) = shards.try_next().await.map_err(unread)? {
         seen.into_iter().for_each(|row| preflight.add(row));
     }
     Ok(preflight)
 }
 
-fn see(renderer: &Renderer, row: &crate::dataset::row::InputRow) -> Seen {
+/// Refuses a job none of whose rows can be asked about. Reads no further than the shard of the first row that can.
+pub async fn check_any(opened: &Opened, inputs: &InputPlan) -> Result<(), Failure> {
+    let renderer = Arc::new(opened.renderer(&Stream::now())?);
+    let reader = reader(&renderer, inputs);
+    let mut broken = Preflight::new(0);
+    for shard in &inputs.shards {
+        let seen = look_at(&reader, shard, &renderer, |renderer, rows| {
+            let broken = rows.par_iter().map(|row| match see(renderer, row) {
+                Seen { prompt: Ok(_), .. } => None,
+                broken => Some(broken),
+            });
+            // Ends at the first row that has a prompt.
+            broken.collect::<Option<Vec<_>>>()
+        });
+        match seen.await.map_err(unread)? {
+            None => return Ok(()),
+            Some(seen) => seen.into_iter().for_each(|row| broken.add(row)),
+        }
+    }
+    none_to_ask(opened, &broken).map_or(Ok(()), Err)
+}
+
+/// There are rows, and none of them can be asked about.
+pub fn none_to_ask(opened: &Opened, seen: &Preflight) -> Option<Failure> {
+    let none = seen.rows > 0 && seen.broken_rows == seen.rows;
+    none.then(|| {
+        let why = seen.broken.first().map(|(row, why)| format!(" (row {row}: {why})"));
+        Failure::bad_job(anyhow::anyhow!(
+            "{}: none of the {} rows can be asked about{}; nothing was written",
+            opened.job.file,
+            number(seen.rows),
+            why.unwrap_or_default()
+        ))
+    })
+}
+
+fn reader(renderer: &Renderer, inputs: &InputPlan) -> ShardReader {
+    let nothing = Arc::new(arrow::datatypes::Schema::empty());
+    ShardReader::new(inputs.files.clone(), nothing, renderer.columns())
+}
+
+/// Reads a shard and looks at its rows, off the threads that read.
+async fn look_at<T: Send + 'static>(
+    reader: &ShardReader,
+    shard: &Shard,
+    renderer: &Arc<Renderer>,
+    look: impl FnOnce(&Renderer, &[InputRow]) -> T + Send + 'static,
+) -> anyhow::Result<T> {
+    let rows = reader.read(shard).await?.rows;
+    let renderer = renderer.clone();
+    let seen = tokio::task::spawn_blocking(move || look(&renderer, &rows));
+    seen.await.context("rendering panicked")
+}
+
+fn see(renderer: &Renderer, row: &InputRow) -> Seen {
     let prompt = renderer
         .render(row)
         .map(|prompt| SeenPrompt::new(prompt.text, &prompt.tokens));
@@ -99,24 +161,8 @@ async fn expected_seconds(
             basis,
         }));
     }
-    let trials = opened.output.join("_limit");
     let mut best: Option<(u64, f64)> = None;
-    let listed = match trials.store.list_with_delimiter(Some(&trials.path)).await {
-        Ok(listed) => listed.common_prefixes,
-        Err(object_store::Error::NotFound { .. }) => Vec::new(),
-        Err(e) => {
-            return Err(anyhow::Error::new(e)
-                .context(format!("cannot list `{}`", trials.url))
-                .into());
-        }
-    };
-    for prefix in listed {
-        let Some(name) = prefix.filename().filter(|name| name.ends_with(&opened.job.hash()[..8])) else {
-            continue;
-        };
-        let Some(ledger) = Ledger::open(&trials.join(name)).await? else {
-            continue;
-        };
+    for ledger in trial::all(&opened.job, &output_of(&opened.job)?).await? {
         if let Some(done) = ledger.success().await?
             && best.is_none_or(|(rows, _)| done.rows > rows)
             && done.rows > 0
@@ -143,8 +189,17 @@ fn as_json(opened: &Opened, inputs: &InputPlan, p: &Preflight, expected: Option<
         "tokens_per_row": {"p50": p.quantile(0.5), "p90": p.quantile(0.9), "p99": p.quantile(0.99), "max": p.longest()},
         "histogram": p.histogram().iter().map(|(upper, rows)| json!({"tokens_max": upper, "rows": rows})).collect::<Vec<_>>(),
         "seconds": seconds,
+        "sampling": opened.job.generate.sampling_json(),
+        "thinking": opened.thinking.as_ref().map(Thinks::json),
+        "warnings": opened.sampling.warnings,
         "usd": seconds.and_then(|s| dollars(s, opened.job.budget.usd_per_hour)),
+        "preview": p.preview().into_iter().map(preview).collect::<Vec<_>>(),
     })
+}
+
+/// A shown prompt; of a long one, its beginning.
+fn preview((row, shown): &(u64, Shown)) -> serde_json::Value {
+    json!({"row": row, "prompt_tokens": shown.tokens, "text": shown.text, "token_ids": shown.token_ids})
 }
 
 fn show(opened: &Opened, inputs: &InputPlan, p: &Preflight, expected: Option<&Expected>) {
@@ -180,6 +235,12 @@ fn show(opened: &Opened, inputs: &InputPlan, p: &Preflight, expected: Option<&Ex
         let bar = "#".repeat((rows * BAR_CHARS).div_ceil(most) as usize);
         println!("            up to {upper:>7} tokens  {:>12}  {bar}", number(rows));
     }
+    if let Some(line) = &opened.sampling.line {
+        println!("sampling    {line}");
+    }
+    if let Some(line) = opened.thinking_line() {
+        println!("thinking    {line}");
+    }
     match expected {
         None => println!(
             "time        unknown: measure with `gristmill run {} --limit 200`, or give --tokens-per-second",
@@ -194,7 +255,12 @@ fn show(opened: &Opened, inputs: &InputPlan, p: &Preflight, expected: Option<&Ex
             );
         }
     }
-    for (row, text) in p.preview() {
-        println!("\n--- row {row} ---\n{text}");
+    for (row, shown) in p.preview() {
+        let cut = if shown.is_cut { ", cut" } else { "" };
+        println!(
+            "\n--- row {row}, {} tokens{cut} ---\n{}",
+            number(shown.tokens as u64),
+            shown.text
+        );
     }
 }

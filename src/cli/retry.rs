@@ -1,4 +1,4 @@
-//! `gristmill retry`: the failed rows of a finished job once more, as its next generation.
+//! `gristmill retry`: the failed rows of a finished job once more, or those that were cut off, as its next generation.
 
 use anyhow::anyhow;
 use serde_json::json;
@@ -7,15 +7,17 @@ use crate::cli::args::RetryArgs;
 use crate::cli::door::ledger_at;
 use crate::cli::enqueue::{Sent, Target};
 use crate::cli::exit::{Exit, Failure};
-use crate::cli::extend::Used;
-use crate::ledger::{Ledger, Tally};
+use crate::cli::limits::Used;
+use crate::job::Job;
+use crate::job::spec::PromptKind;
+use crate::ledger::{Ledger, LedgerError, Tally};
 use crate::report::summary::number;
 
 /// The generation that a retry works on.
 struct Generation {
     ledger: Ledger,
-    /// The failed rows as they stood before, where they were counted just now.
-    failed: Option<Tally>,
+    /// Its rows as they stood before.
+    rows: Tally,
     shards: Vec<u32>,
     /// It was made before, and is not finished yet.
     resumed: bool,
@@ -24,11 +26,12 @@ struct Generation {
 pub async fn retry(args: RetryArgs) -> Result<Exit, Failure> {
     let target = Target::find(&args.queue, None)?;
     let ledger = ledger_at(&args.output).await?;
-    let Some(generation) = next(&ledger).await? else {
+    let Some(generation) = next(&ledger, args.max_tokens).await? else {
         if args.json {
             println!("{}", as_json(&ledger, None, None));
         } else {
-            println!("job `{}` has no failed rows: nothing to retry", ledger.job().name);
+            let which = if args.truncated { "truncated" } else { "failed" };
+            println!("job `{}` has no {which} rows: nothing to retry", ledger.job().name);
         }
         return Ok(Exit::Done);
     };
@@ -47,9 +50,36 @@ pub async fn retry(args: RetryArgs) -> Result<Exit, Failure> {
     Ok(Exit::Done)
 }
 
-/// Makes the next generation, or finds the one that is under way; `None` where no row has failed.
-async fn next(ledger: &Ledger) -> Result<Option<Generation>, Failure> {
-    let Some(success) = ledger.finish_check(None).await? else {
+/// Whether `max_tokens` can end what the job's own limit, or that of a retry before, cut off.
+fn check_raise(ledger: &Ledger, max_tokens: u32) -> anyhow::Result<()> {
+    let job = Job::of_record(&ledger.job().resolved, ledger.store().url().as_str())?;
+    // A line of an OpenAI batch may have less than the job gives to those that say nothing.
+    let own = match job.prompt.kind {
+        PromptKind::Openai => 1,
+        _ => job.generate.max_tokens,
+    };
+    let had = ledger.max_tokens().unwrap_or(0).max(own);
+    if max_tokens <= had {
+        return Err(anyhow!(
+            "job `{}`: its rows were generated with `max_tokens` {}, which would cut them off again: give `--max-tokens` more",
+            ledger.job().name,
+            number(had.into())
+        ));
+    }
+    match job.context {
+        Some(context) if max_tokens >= context => Err(anyhow!(
+            "job `{}`: `--max-tokens {max_tokens}` leaves no room for a prompt in its `context` of {} tokens",
+            ledger.job().name,
+            number(context.into())
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// Makes the next generation, or finds the one that is under way; `None` where no row is to be done. `max_tokens`: of the rows
+/// that were cut off, in place of those that failed.
+async fn next(ledger: &Ledger, max_tokens: Option<u32>) -> Result<Option<Generation>, Failure> {
+    if ledger.finish_check(None).await?.is_none() {
         if ledger.generation() == 0 {
             return Err(Failure::bad_job(anyhow!(
                 "job `{}` is not finished: `retry` is for the failed rows of a finished job; `gristmill status {}` says what \
@@ -58,19 +88,37 @@ async fn next(ledger: &Ledger) -> Result<Option<Generation>, Failure> {
                 ledger.store().url()
             )));
         }
+        if max_tokens.is_some() && ledger.raises_to() != max_tokens {
+            return Err(Failure::bad_job(anyhow!(
+                "job `{}`: retry {} is under way, of other rows or with another `max_tokens`: finish it first",
+                ledger.job().name,
+                ledger.generation()
+            )));
+        }
         return Ok(Some(Generation {
-            failed: None,
+            rows: ledger.retried_tally(),
             shards: ledger.uncommitted().await?,
             ledger: ledger.clone(),
             resumed: true,
         }));
+    }
+    let next = match max_tokens {
+        Some(max_tokens) => {
+            check_raise(ledger, max_tokens).map_err(Failure::bad_job)?;
+            ledger.retry_truncated(max_tokens).await
+        }
+        None => ledger.retry().await,
     };
-    let Some(next) = ledger.retry().await? else {
+    let next = next.map_err(|error| match error {
+        LedgerError::Conflict { .. } => Failure::bad_job(error),
+        _ => Failure::from(error),
+    })?;
+    let Some(next) = next else {
         return Ok(None);
     };
     warn_of_limits(&next).await?;
     Ok(Some(Generation {
-        failed: Some(success.tally),
+        rows: next.retried_tally(),
         shards: next.shard_numbers(),
         ledger: next,
         resumed: false,
@@ -90,9 +138,10 @@ async fn warn_of_limits(ledger: &Ledger) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Failed rows by status.
-fn failed(tally: &Tally) -> [(&'static str, u64); 4] {
+/// Rows by status: those that succeeded are there since they were cut off.
+fn by_status(tally: &Tally) -> [(&'static str, u64); 5] {
     [
+        ("succeeded", tally.succeeded),
         ("invalid_output", tally.invalid_output),
         ("errored", tally.errored),
         ("expired", tally.expired),
@@ -101,7 +150,7 @@ fn failed(tally: &Tally) -> [(&'static str, u64); 4] {
 }
 
 fn as_json(ledger: &Ledger, generation: Option<&Generation>, sent: Option<&Sent>) -> serde_json::Value {
-    let counts = generation.and_then(|g| g.failed.as_ref()).map(failed);
+    let counts = generation.map(|g| by_status(&g.rows));
     let rows: serde_json::Map<String, serde_json::Value> = counts
         .into_iter()
         .flatten()
@@ -114,6 +163,7 @@ fn as_json(ledger: &Ledger, generation: Option<&Generation>, sent: Option<&Sent>
         "generation": ledger.generation(),
         "resumed": generation.is_some_and(|g| g.resumed),
         "rows": rows,
+        "max_tokens": ledger.max_tokens(),
         "shards": generation.map_or(0, |g| g.shards.len()),
         "queue": sent.map(Sent::json),
     })
@@ -122,26 +172,27 @@ fn as_json(ledger: &Ledger, generation: Option<&Generation>, sent: Option<&Sent>
 fn show(generation: &Generation, sent: Option<&Sent>) {
     let Generation {
         ledger,
-        failed: tally,
+        rows,
         shards,
-        resumed: _,
+        resumed,
     } = generation;
     let output = ledger.store().url();
     println!("job         {}, generation {}", ledger.job().name, ledger.generation());
-    match tally {
-        None => println!(
+    let counts: Vec<String> = by_status(rows)
+        .into_iter()
+        .filter(|(_, count)| *count > 0)
+        .map(|(word, count)| format!("{} {word}", number(count)))
+        .collect();
+    println!("rows        {}", counts.join(", "));
+    if let Some(max_tokens) = ledger.max_tokens() {
+        println!("max_tokens  {} at least", number(max_tokens.into()));
+    }
+    match resumed {
+        true => println!(
             "resumed     this retry is under way; {} of its shards are not done",
             number(shards.len() as u64)
         ),
-        Some(tally) => {
-            let counts: Vec<String> = failed(tally)
-                .into_iter()
-                .filter(|(_, count)| *count > 0)
-                .map(|(word, count)| format!("{} {word}", number(count)))
-                .collect();
-            println!("rows        {}", counts.join(", "));
-            println!("shards      {}", number(shards.len() as u64));
-        }
+        false => println!("shards      {}", number(shards.len() as u64)),
     }
     match sent {
         Some(sent) => {

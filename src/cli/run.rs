@@ -6,11 +6,12 @@ use std::time::Duration;
 use crate::cli::args::RunArgs;
 use crate::cli::door::{self, Opened};
 use crate::cli::exit::{Exit, Failure, one_line};
-use crate::cli::extend::Used;
+use crate::cli::limits::follow_file;
 use crate::cli::outfit::{LoadedModel, STEP_MAX, render_threads, stop_on_signals};
+use crate::cli::plan::check_any;
 use crate::cli::recheck;
 use crate::dataset::DatasetError;
-use crate::ledger::{Ledger, LedgerError, Order, StopWhy};
+use crate::ledger::{Ledger, LedgerError};
 use crate::queue::{LocalQueue, Message};
 use crate::report::agreement;
 use crate::report::meter::Meter;
@@ -23,19 +24,20 @@ use crate::worker::stop::{Stop, Why};
 use crate::worker::{self, Parts, Until, Worker};
 
 pub async fn run(args: RunArgs) -> Result<Exit, Failure> {
-    let opened = Opened::open(&args.job, args.limit.limit, || args.engine.device.place())?;
+    let mut opened = Opened::open(&args.job, args.limit.limit, || args.engine.device.place()).await?;
+    let begun = Ledger::open(&opened.output).await.map_err(refusal)?;
+    opened.settle(begun.as_ref())?;
     opened.check_shape()?;
     let identity = opened.identity()?;
-    let (ledger, resumed) = match Ledger::open(&opened.output).await.map_err(refusal)? {
+    let (ledger, resumed) = match begun {
         Some(ledger) => {
-            ledger
-                .check_same(&opened.job.name, &identity)
-                .map_err(Failure::bad_job)?;
+            opened.check_same(&ledger, &identity).map_err(Failure::bad_job)?;
             ledger.store().clean_stages().await?;
             (ledger, true)
         }
         None => {
             let plan = opened.plan().await?;
+            check_any(&opened, &plan).await?;
             let draft = opened.draft(plan, identity)?;
             Ledger::create_or_resume(&opened.output, draft).await.map_err(refusal)?
         }
@@ -50,9 +52,19 @@ pub async fn run(args: RunArgs) -> Result<Exit, Failure> {
         }
         return report(&opened, &ledger, &args, &stop).await;
     }
-    let stopped = resume_if_extended(&opened, &ledger).await?.map(Why::from);
-    let why = match stopped {
-        Some(why) => Some(why),
+    match args.quiet {
+        true => opened.sampling.warn(),
+        false => {
+            opened.sampling.say();
+            if let Some(line) = opened.thinking_line() {
+                eprintln!("thinking: {line}");
+            }
+        }
+    }
+    // A closing job goes on until its unfinished rows are rows of the output.
+    let held = follow_file(&ledger, &opened.terms(), args.quiet).await?;
+    let why = match held.filter(|held| !held.closes) {
+        Some(held) => Some(Why::from(held.why)),
         None => {
             stop_on_signals(stop.clone())?;
             work(&opened, &ledger, &args, resumed, stop.clone()).await?
@@ -97,31 +109,6 @@ fn refusal(error: LedgerError) -> Failure {
         LedgerError::Conflict { .. } => Failure::bad_job(error),
         _ => Failure::from(error),
     }
-}
-
-/// A job that stopped at its budget or deadline goes on once the job file allows more; else returns why it is stopped.
-async fn resume_if_extended(opened: &Opened, ledger: &Ledger) -> Result<Option<StopWhy>, Failure> {
-    let mut control = ledger.control().await?;
-    let Some(stopped) = control.stopped() else {
-        return Ok(None);
-    };
-    if stopped == StopWhy::Cancelled {
-        // A closing job goes on until its unfinished rows are rows of the output.
-        return Ok((!control.closes()).then_some(stopped));
-    }
-    // The job file says how much; the price is the one the job was created with, since all its figures rest on it. By this
-    // machine's clock: nobody may have written anything since the job was stopped.
-    let reached = Used::of(ledger).await?.reached(&opened.terms());
-    if reached.is_none() {
-        let budget = &opened.job.budget;
-        control
-            .give(Order::Extend {
-                budget_usd: budget.usd,
-                deadline_seconds: budget.deadline_seconds,
-            })
-            .await?;
-    }
-    Ok(reached.filter(|_| !control.closes()))
 }
 
 /// Builds the worker and runs it; why it ended before the job was done.
@@ -170,7 +157,7 @@ async fn work(
         rows: before.rows,
         rows_before: before.tally.rows(),
         seconds_before: before.seconds,
-        usd_per_hour: ledger.job().usd_per_hour,
+        usd_per_hour: ledger.terms_now().await?.usd_per_hour,
     };
     let shown = progress::show(meter, goal, args.quiet);
     let ended = worker::run(Arc::new(worker), loaded.engine, stop).await;
@@ -234,9 +221,18 @@ async fn report(opened: &Opened, ledger: &Ledger, args: &RunArgs, stop: &Stop) -
     }
     if args.json {
         println!("{}", serde_json::to_string(&summary)?);
+        if let Some(warning) = summary.warning().filter(|_| !args.quiet) {
+            eprintln!("gristmill: {warning}");
+        }
     } else {
         for line in summary.lines() {
             println!("{line}");
+        }
+        if opened.limit.is_some() {
+            println!(
+                "            a trial: the job's own output is `{}`",
+                opened.job.output.uri
+            );
         }
     }
     Ok(exit)

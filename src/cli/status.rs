@@ -8,9 +8,9 @@ use serde_json::{Value, json};
 use crate::cli::args::{OutputArgs, WatchArgs};
 use crate::cli::door::ledger_at;
 use crate::cli::exit::{Exit, Failure};
-use crate::cli::extend::{Used, limit_lines};
+use crate::cli::limits::{Used, limit_lines};
 use crate::ledger::status::{OpenShard, State, Status};
-use crate::ledger::{Ledger, Terms};
+use crate::ledger::{Ledger, LimitsFrom, Terms};
 use crate::report::progress::show_duration;
 use crate::report::summary::{RowCounts, Summary, number};
 
@@ -20,11 +20,12 @@ const SHARDS_SHOWN: usize = 20;
 pub async fn status(args: OutputArgs) -> Result<Exit, Failure> {
     let ledger = ledger_at(&args.output).await?;
     let status = ledger.status().await?;
-    let terms = ledger.terms(&ledger.control().await?);
+    let control = ledger.control().await?;
+    let (terms, from) = (ledger.terms(&control), control.limits_from());
     let used = Used::with(&ledger, status.seconds);
     let summary = Summary::of(&status, &args.output);
     if args.json {
-        println!("{}", as_json(&ledger, &status, &summary, &terms, &used)?);
+        println!("{}", as_json(&ledger, &status, &summary, (&terms, from), &used)?);
         return Ok(Exit::Done);
     }
     let generation = match ledger.generation() {
@@ -43,7 +44,7 @@ pub async fn status(args: OutputArgs) -> Result<Exit, Failure> {
         println!("{line}");
     }
     if status.state != State::Finished {
-        for line in limit_lines(&terms, &used) {
+        for line in limit_lines(&terms, from, &used) {
             println!("{line}");
         }
     }
@@ -54,7 +55,7 @@ fn as_json(
     ledger: &Ledger,
     status: &Status,
     summary: &Summary,
-    terms: &Terms,
+    (terms, from): (&Terms, Option<LimitsFrom>),
     used: &Used,
 ) -> Result<Value, serde_json::Error> {
     let mut json = serde_json::to_value(summary)?;
@@ -67,9 +68,11 @@ fn as_json(
     json["open_shards"] = serde_json::to_value(&status.open)?;
     json["budget"] = json!({
         "usd": terms.usd,
+        "usd_per_hour": terms.usd_per_hour,
         "deadline_seconds": terms.deadline_seconds,
         "unfinished": terms.unfinished,
-        "used_usd": used.usd(),
+        "from": from,
+        "used_usd": used.usd(terms),
         "used_seconds": used.age.as_secs(),
     });
     Ok(json)
@@ -121,8 +124,10 @@ pub async fn watch(args: WatchArgs) -> Result<Exit, Failure> {
     loop {
         let status = ledger.status().await?;
         let rows = status.tally.rows();
+        let cut = status.tally.truncated.filter(|count| *count > 0);
+        let cut = cut.map_or(String::new(), |count| format!(", {} truncated", number(count)));
         let line = format!(
-            "{}: {} of {} rows, shards {}",
+            "{}: {} of {} rows{cut}, shards {}",
             word(status.state),
             number(rows),
             number(status.rows),
@@ -152,7 +157,12 @@ pub async fn watch(args: WatchArgs) -> Result<Exit, Failure> {
             State::InputChanged => Some(Exit::BadJob),
         };
         match end {
-            Some(exit) if status.state == State::Finished || !closing(&ledger).await? => return Ok(exit),
+            Some(exit) if status.state == State::Finished || !closing(&ledger).await? => {
+                if let Some(warning) = Summary::of(&status, &args.output).warning() {
+                    println!("warning: {warning}");
+                }
+                return Ok(exit);
+            }
             _ => tokio::time::sleep(Duration::from_secs_f64(args.every)).await,
         }
     }

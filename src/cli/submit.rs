@@ -1,5 +1,7 @@
 //! `gristmill submit`: plans a job, writes its ledger and enqueues its shards. Again, it enqueues what is not done.
 
+use std::sync::Arc;
+
 use anyhow::anyhow;
 use serde_json::{Value, json};
 
@@ -7,12 +9,13 @@ use crate::cli::args::SubmitArgs;
 use crate::cli::door::Opened;
 use crate::cli::enqueue::{Sent, Target};
 use crate::cli::exit::{Exit, Failure};
-use crate::cli::extend::more;
-use crate::cli::plan::read_all;
+use crate::cli::limits::follow_file;
+use crate::cli::plan::{check_any, none_to_ask, read_all};
 use crate::dataset::planner::InputPlan;
 use crate::job::Job;
-use crate::ledger::{Ledger, LedgerError, Order, StopWhy};
+use crate::ledger::{Ledger, LedgerError, StopWhy};
 use crate::report::summary::{RowCounts, number};
+use crate::worker::model::Stream;
 
 /// A job that stands in the ledger.
 struct Written {
@@ -28,17 +31,20 @@ enum Ended {
 }
 
 pub async fn submit(args: SubmitArgs) -> Result<Exit, Failure> {
-    let opened = Opened::open(&args.job, args.limit.limit, || args.device.of_others())?;
+    let mut opened = Opened::open(&args.job, args.limit.limit, || args.device.of_others()).await?;
     let target = target(&args, &opened.job)?;
+    let begun = Ledger::open(&opened.output).await.map_err(refusal)?;
+    opened.settle(begun.as_ref())?;
     opened.check_shape()?;
     // A broker that refuses us must be known before anything is written.
     let enqueuer = match &target {
         Some(target) => Some(target.connect().await?),
         None => None,
     };
-    let written = write(&opened, args.preflight).await?;
+    let written = write(&opened, begun, args.preflight).await?;
+    opened.sampling.warn();
     let ledger = &written.ledger;
-    if let Some(ended) = ended(ledger, &opened.job).await? {
+    if let Some(ended) = ended(ledger, &opened).await? {
         return said(&args, &written, ended);
     }
     let shards = match written.resumed {
@@ -57,7 +63,7 @@ pub async fn submit(args: SubmitArgs) -> Result<Exit, Failure> {
     if args.json {
         println!("{}", as_json(&written, shards.len(), sent.as_ref()));
     } else {
-        show(&args, &written, shards.len(), sent.as_ref());
+        show(&args, &opened, &written, shards.len(), sent.as_ref());
     }
     Ok(Exit::Done)
 }
@@ -77,15 +83,16 @@ fn target(args: &SubmitArgs, job: &Job) -> Result<Option<Target>, Failure> {
 }
 
 /// The job's ledger, written now or before.
-async fn write(opened: &Opened, preflight: bool) -> Result<Written, Failure> {
+async fn write(opened: &Opened, begun: Option<Ledger>, preflight: bool) -> Result<Written, Failure> {
     let identity = opened.identity()?;
-    if let Some(ledger) = Ledger::open(&opened.output).await.map_err(refusal)? {
-        ledger.check_same(&opened.job.name, &identity).map_err(refusal)?;
+    if let Some(ledger) = begun {
+        opened.check_same(&ledger, &identity).map_err(refusal)?;
         return Ok(Written { ledger, resumed: true });
     }
     let plan = opened.plan().await?;
-    if preflight {
-        look_at_rows(opened, &plan).await?;
+    match preflight {
+        true => look_at_rows(opened, &plan).await?,
+        false => check_any(opened, &plan).await?,
     }
     let draft = opened.draft(plan, identity)?;
     let (ledger, resumed) = Ledger::create_or_resume(&opened.output, draft).await.map_err(refusal)?;
@@ -100,17 +107,12 @@ fn refusal(error: LedgerError) -> Failure {
     }
 }
 
-/// Reads every row; a job none of whose rows can be asked about must not cost anything.
+/// Reads every row, and says what the job will ask.
 async fn look_at_rows(opened: &Opened, plan: &InputPlan) -> Result<(), Failure> {
-    let seen = read_all(opened, plan, 0).await?;
-    if seen.rows > 0 && seen.broken_rows == seen.rows {
-        let why = seen.broken.first().map(|(row, why)| format!(" (row {row}: {why})"));
-        return Err(Failure::bad_job(anyhow!(
-            "{}: none of the {} rows can be asked about{}; nothing was written",
-            opened.job.file,
-            number(seen.rows),
-            why.unwrap_or_default()
-        )));
+    let renderer = Arc::new(opened.renderer(&Stream::now())?);
+    let seen = read_all(&renderer, plan, 0).await?;
+    if let Some(failure) = none_to_ask(opened, &seen) {
+        return Err(failure);
     }
     eprintln!(
         "preflight: {} rows, {} of them broken, {} prompt tokens",
@@ -125,32 +127,13 @@ async fn look_at_rows(opened: &Opened, plan: &InputPlan) -> Result<(), Failure> 
 }
 
 /// Whether the job has ended; one that stopped at its budget or deadline goes on where the job file allows more now.
-async fn ended(ledger: &Ledger, job: &Job) -> Result<Option<Ended>, Failure> {
+async fn ended(ledger: &Ledger, opened: &Opened) -> Result<Option<Ended>, Failure> {
     if let Some(success) = ledger.finish_check(None).await? {
         let rows = RowCounts::of(success.rows, &success.tally);
         return Ok(Some(Ended::Finished(Exit::of_rows(&rows))));
     }
-    let mut control = ledger.control().await?;
-    let stopped = control.stopped();
-    if stopped == Some(StopWhy::Cancelled) {
-        return Ok(stopped.map(Ended::Stopped));
-    }
-    let holds = ledger.terms(&control);
-    let restored = (stopped == Some(StopWhy::InputChanged)).then_some(holds);
-    if let Some(terms) = more(ledger, &holds, &job.budget).await?.or(restored) {
-        let order = Order::Extend {
-            budget_usd: terms.usd,
-            deadline_seconds: terms.deadline_seconds,
-        };
-        if control.give(order).await? {
-            match restored {
-                Some(_) => eprintln!("job `{}` goes on: it was stopped since an input had changed", job.name),
-                None => eprintln!("job `{}`: budget and deadline are now those of the job file", job.name),
-            }
-            return Ok(None);
-        }
-    }
-    Ok(control.stopped().map(Ended::Stopped))
+    let held = follow_file(ledger, &opened.terms(), false).await?;
+    Ok(held.map(|held| Ended::Stopped(held.why)))
 }
 
 /// Says that there is nothing to enqueue, and why.
@@ -198,7 +181,7 @@ fn as_json(written: &Written, shards: usize, sent: Option<&Sent>) -> Value {
     })
 }
 
-fn show(args: &SubmitArgs, written: &Written, shards: usize, sent: Option<&Sent>) {
+fn show(args: &SubmitArgs, opened: &Opened, written: &Written, shards: usize, sent: Option<&Sent>) {
     let (job, output) = (written.ledger.job(), written.ledger.store().url());
     println!("job         {} ({})", job.name, job.job);
     println!(
@@ -207,6 +190,12 @@ fn show(args: &SubmitArgs, written: &Written, shards: usize, sent: Option<&Sent>
         number(job.shards.len() as u64),
         number(job.inputs.len() as u64)
     );
+    if let Some(line) = &opened.sampling.line {
+        println!("sampling    {line}");
+    }
+    if let Some(line) = opened.thinking_line() {
+        println!("thinking    {line}");
+    }
     println!("output      {output}");
     if written.resumed {
         println!(

@@ -19,6 +19,7 @@ pub async fn verify(args: OutputArgs) -> Result<Exit, Failure> {
             "holds": verified.holds(),
             "parts": verified.parts,
             "rows": verified.tally.rows(),
+            "truncated": verified.tally.truncated,
             "findings": verified.findings,
         });
         println!("{json}");
@@ -29,9 +30,10 @@ pub async fn verify(args: OutputArgs) -> Result<Exit, Failure> {
             n => format!(", after {n} retries"),
         };
         println!(
-            "the guarantee holds: {} rows in {} parts, each exactly once{retries}",
+            "the guarantee holds: {} rows in {} parts, each exactly once{retries}; {} of them are truncated",
             number(verified.tally.rows()),
-            number(verified.parts.into())
+            number(verified.parts.into()),
+            verified.tally.truncated.map_or("an unknown number".into(), number)
         );
     }
     Ok(if verified.holds() { Exit::Done } else { Exit::Failure })

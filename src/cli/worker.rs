@@ -295,10 +295,11 @@ async fn report(args: &WorkerArgs, worker: &Worker, ended: anyhow::Result<Option
         println!("{}", serde_json::to_string(&report)?);
     } else {
         println!(
-            "{} rows in {} shards, {} failed rows, {} tokens/s, {:.1} device seconds, {:.1} of them lost",
+            "{} rows in {} shards, {} failed rows, {} truncated rows, {} tokens/s, {:.1} device seconds, {:.1} of them lost",
             number(report.read.rows),
             number(report.shards),
             number(report.read.failed_rows),
+            number(report.read.truncated_rows),
             number(
                 rate(
                     report.read.prompt_tokens + report.read.completion_tokens,

@@ -110,6 +110,26 @@ impl Location {
         }
     }
 
+    /// The place in `folder` beside this one that has this one's name and `suffix`; `None` where this is a whole store.
+    pub fn beside(&self, folder: &str, suffix: &str) -> Option<Location> {
+        // By text: what stands in a key or an address is encoded already.
+        let moved = |text: &str| {
+            let text = text.trim_end_matches('/');
+            let (above, name) = text.rsplit_once('/').unwrap_or(("", text));
+            format!("{above}/{folder}/{name}{suffix}")
+        };
+        if self.path.as_ref().is_empty() {
+            return None;
+        }
+        let mut url = self.url.clone();
+        url.set_path(&moved(url.path()));
+        Some(Location {
+            store: self.store.clone(),
+            path: Path::parse(moved(self.path.as_ref())).ok()?,
+            url,
+        })
+    }
+
     /// Reads the whole object.
     pub async fn read(&self) -> Result<bytes::Bytes, object_store::Error> {
         self.store.get(&self.path).await?.bytes().await
@@ -166,6 +186,40 @@ mod tests {
     fn a_question_mark_of_a_glob_is_no_query() {
         let stores = Stores::new([]);
         Location::parse_with("s3://bucket/part-?.parquet", FsPath::new("/"), &stores).unwrap();
+    }
+
+    #[test]
+    fn a_place_beside_another_has_its_name_and_more() {
+        let stores = Stores::new([]);
+        for (text, beside, key) in [
+            ("s3://bucket/a/b", "s3://bucket/a/_limit/b-9", "a/_limit/b-9"),
+            ("s3://bucket/a/b/", "s3://bucket/a/_limit/b-9", "a/_limit/b-9"),
+            ("s3://bucket/b/", "s3://bucket/_limit/b-9", "_limit/b-9"),
+            (
+                "https://s3.eu-west-1.amazonaws.com/bucket/b",
+                "https://s3.eu-west-1.amazonaws.com/bucket/_limit/b-9",
+                "_limit/b-9",
+            ),
+            (
+                "/data/a b/c#é",
+                "file:///data/a%20b/_limit/c%23%C3%A9-9",
+                "data/a b/_limit/c#é-9",
+            ),
+            ("/b", "file:///_limit/b-9", "_limit/b-9"),
+        ] {
+            let place = Location::parse_with(text, FsPath::new("/"), &stores).unwrap();
+            let found = place.beside("_limit", "-9").unwrap();
+            assert_eq!((found.url.as_str(), found.path.as_ref()), (beside, key), "{text}");
+        }
+        for text in [
+            "s3://bucket",
+            "s3://bucket/",
+            "/",
+            "https://s3.eu-west-1.amazonaws.com/bucket/",
+        ] {
+            let place = Location::parse_with(text, FsPath::new("/"), &stores).unwrap();
+            assert!(place.beside("_limit", "-9").is_none(), "{text}");
+        }
     }
 
     #[test]

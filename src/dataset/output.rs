@@ -19,14 +19,14 @@ use super::error::{DatasetError, output_error};
 use super::row::{RowResult, SampleResult};
 use super::schema_text;
 
-/// What each column holds, in order; the last three stand only where a job asks for them.
-pub const COLUMNS: [(&str, &str); 12] = [
+/// What each column holds, in order; the last five stand only where a job asks for them or its model thinks.
+pub const COLUMNS: [(&str, &str); 14] = [
     ("row", "0-based over the job's whole input"),
     (
         "status",
         "`succeeded`, `invalid_output`, `errored`, `expired` or `cancelled`",
     ),
-    ("completion", "the text; null where there is none"),
+    ("completion", "the answer's text; null where there is none"),
     (
         "parsed",
         "the answer as asked for: the choice, compact JSON, the match; null where it does not fit",
@@ -38,8 +38,16 @@ pub const COLUMNS: [(&str, &str); 12] = [
         "cached_tokens",
         "of the prompt tokens, those whose computation was shared; null where the row was never tokenized",
     ),
-    ("completion_tokens", "over all samples; null where there is none"),
-    ("token_ids", "of the completion"),
+    (
+        "completion_tokens",
+        "of thoughts and answers, over all samples; null where there is none",
+    ),
+    ("reasoning", "the thought before the answer; null where there is none"),
+    (
+        "reasoning_tokens",
+        "those of `completion_tokens` that are thought, without its delimiters",
+    ),
+    ("token_ids", "of thought and answer"),
     (
         "logprobs",
         "natural logarithm, one per entry of `token_ids`; null where the row has none",
@@ -52,6 +60,9 @@ pub const COLUMNS: [(&str, &str); 12] = [
 pub struct OutputColumns {
     /// Completions a row, at least 1; with more, the columns of a completion are lists.
     pub samples: u32,
+    /// The model thinks: thoughts are written.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub thinking: bool,
     pub token_ids: bool,
     pub logprobs: bool,
     /// The choices whose probabilities are written.
@@ -85,6 +96,7 @@ impl OutputSchema {
         let every = |samples| {
             own_fields(&OutputColumns {
                 samples,
+                thinking: true,
                 token_ids: true,
                 logprobs: true,
                 choices: Some(Vec::new()),
@@ -183,10 +195,8 @@ impl OutputSchema {
             "cached_tokens" => Arc::new(Int64Array::from_iter(
                 results.iter().map(|r| tokens(r.cached_tokens, r)),
             )),
-            "completion_tokens" => Arc::new(Int64Array::from_iter(results.iter().map(|r| {
-                let sum = r.samples.iter().map(|s| i64::from(s.completion_tokens)).sum();
-                (!r.samples.is_empty()).then_some(sum)
-            }))),
+            "completion_tokens" => sums(results, |s| s.completion_tokens),
+            "reasoning_tokens" => sums(results, |s| s.reasoning_tokens),
             name => {
                 let samples: Vec<Option<&SampleResult>> = match self.columns.samples {
                     0 | 1 => results.iter().map(|r| r.samples.first()).collect(),
@@ -210,6 +220,7 @@ impl OutputSchema {
         };
         Ok(match name {
             "completion" => texts(&|s| Some(s.text.clone())),
+            "reasoning" => texts(&|s| s.reasoning.clone()),
             "parsed" => texts(&|s| s.parsed.clone()),
             "finish_reason" => texts(&|s| Some(s.finish_reason.to_string())),
             "token_ids" => {
@@ -260,6 +271,12 @@ impl OutputSchema {
     }
 }
 
+/// A count over a row's samples, null where it has none.
+fn sums(results: &[RowResult], of: impl Fn(&SampleResult) -> u32) -> ArrayRef {
+    let sum = |r: &RowResult| (!r.samples.is_empty()).then(|| r.samples.iter().map(|s| i64::from(of(s))).sum::<i64>());
+    Arc::new(Int64Array::from_iter(results.iter().map(sum)))
+}
+
 /// A list a row: the row's samples, null where it has none.
 fn lists_of_samples(item: &FieldRef, values: ArrayRef, results: &[RowResult]) -> Result<ArrayRef, DatasetError> {
     let offsets = OffsetBuffer::from_lengths(results.iter().map(|r| r.samples.len()));
@@ -300,6 +317,10 @@ fn own_fields(columns: &OutputColumns) -> Vec<FieldRef> {
         Field::new("cached_tokens", DataType::Int64, true),
         Field::new("completion_tokens", DataType::Int64, true),
     ];
+    if columns.thinking {
+        fields.push(Field::new("reasoning", sampled(DataType::Utf8), true));
+        fields.push(Field::new("reasoning_tokens", DataType::Int64, true));
+    }
     if columns.token_ids {
         fields.push(Field::new("token_ids", sampled(list(DataType::Int32)), true));
     }
@@ -325,6 +346,8 @@ mod tests {
     fn sample(text: &str) -> SampleResult {
         SampleResult {
             text: text.into(),
+            reasoning: Some("hm".into()),
+            reasoning_tokens: 1,
             parsed: Some(text.to_uppercase()),
             finish_reason: "stop",
             completion_tokens: 2,
@@ -354,6 +377,7 @@ mod tests {
     fn all(samples: u32) -> OutputSchema {
         let columns = OutputColumns {
             samples,
+            thinking: true,
             token_ids: true,
             logprobs: true,
             choices: Some(vec!["A".into(), "B.c".into()]),
@@ -384,11 +408,11 @@ mod tests {
             json_rows(&batch),
             [
                 json!({"id": null, "row": 12, "status": "succeeded", "completion": "x", "parsed": "X", "finish_reason": "stop",
-                "error": null, "prompt_tokens": 5, "cached_tokens": 0, "completion_tokens": 2, "token_ids": [7, 8],
+                "error": null, "prompt_tokens": 5, "cached_tokens": 0, "completion_tokens": 2, "reasoning": "hm", "reasoning_tokens": 1, "token_ids": [7, 8],
                 "logprobs": [-0.5, -0.25], "choice_probabilities": {"A": 0.75, "B.c": 0.25}}),
                 json!({"id": "a", "row": 10, "status": "errored", "completion": null, "parsed": null, "finish_reason": null,
                 "error": "broken", "prompt_tokens": null, "cached_tokens": null, "completion_tokens": null,
-                "token_ids": null, "logprobs": null, "choice_probabilities": null}),
+                "reasoning": null, "reasoning_tokens": null, "token_ids": null, "logprobs": null, "choice_probabilities": null}),
             ]
         );
     }
@@ -424,6 +448,10 @@ mod tests {
         assert_eq!(rows[1]["completion"], json!(["x", "y"]));
         assert_eq!(rows[1]["token_ids"], json!([[7, 8], [7, 8]]));
         assert_eq!(rows[1]["completion_tokens"], json!(4));
+        assert_eq!(
+            (&rows[1]["reasoning"], &rows[1]["reasoning_tokens"]),
+            (&json!(["hm", "hm"]), &json!(2))
+        );
         assert_eq!(rows[1]["choice_probabilities"][1], json!({"A": 0.75, "B.c": 0.25}));
     }
 

@@ -189,14 +189,25 @@ impl<'a> OpenaiColumns<'a> {
             _ => false,
         };
         let reasons = many(self.value("finish_reason", i)?);
+        let thinks = self.batch.column_by_name("reasoning_tokens").is_some();
+        let thoughts = many(self.value("reasoning", i)?);
         let choices = many(completion).into_iter().enumerate().map(|(n, text)| {
             let reason = reasons.get(n).cloned().unwrap_or(Value::Null);
-            if is_text {
-                json!({"index": n, "text": text, "logprobs": null, "finish_reason": reason})
-            } else {
-                let message = json!({"role": "assistant", "content": text, "refusal": null});
-                json!({"index": n, "message": message, "logprobs": null, "finish_reason": reason})
+            let mut choice = match is_text {
+                true => json!({"index": n, "text": text}),
+                false => {
+                    json!({"index": n, "message": {"role": "assistant", "content": text, "refusal": null}})
+                }
+            };
+            if thinks {
+                // A text completion has no message to hold it.
+                let thought = thoughts.get(n).cloned().unwrap_or(Value::Null);
+                let place = if is_text { &mut choice } else { &mut choice["message"] };
+                place["reasoning_content"] = thought;
             }
+            choice["logprobs"] = Value::Null;
+            choice["finish_reason"] = reason;
+            choice
         });
         let count = |name: &str| self.value(name, i).map(|v| v.as_i64().unwrap_or(0));
         let (prompt, done) = (count("prompt_tokens")?, count("completion_tokens")?);
@@ -205,18 +216,22 @@ impl<'a> OpenaiColumns<'a> {
         } else {
             ("chat.completion", "chatcmpl")
         };
+        let mut usage = json!({
+            "prompt_tokens": prompt,
+            "completion_tokens": done,
+            "total_tokens": prompt + done,
+            "prompt_tokens_details": {"cached_tokens": count("cached_tokens")?},
+        });
+        if thinks {
+            usage["completion_tokens_details"] = json!({"reasoning_tokens": count("reasoning_tokens")?});
+        }
         Ok(json!({
             "id": format!("{prefix}-{}-{row}", meta.job),
             "object": object,
             "created": meta.created,
             "model": meta.model,
             "choices": choices.collect::<Vec<_>>(),
-            "usage": {
-                "prompt_tokens": prompt,
-                "completion_tokens": done,
-                "total_tokens": prompt + done,
-                "prompt_tokens_details": {"cached_tokens": count("cached_tokens")?},
-            },
+            "usage": usage,
         }))
     }
 }
@@ -232,6 +247,8 @@ mod tests {
     fn sample(text: &str) -> SampleResult {
         SampleResult {
             text: text.into(),
+            reasoning: Some(format!("about {text}")),
+            reasoning_tokens: 2,
             parsed: None,
             finish_reason: "length",
             completion_tokens: 3,
@@ -242,12 +259,17 @@ mod tests {
     }
 
     fn batch(samples: u32) -> (OutputSchema, RecordBatch) {
+        batch_of(samples, false)
+    }
+
+    fn batch_of(samples: u32, thinking: bool) -> (OutputSchema, RecordBatch) {
         let ids: ArrayRef = Arc::new(StringArray::from(vec![Some("first"), None, Some("third")]));
         let carry = RecordBatch::try_from_iter_with_nullable([("custom_id", ids, true)]).unwrap();
         let schema = OutputSchema::new(
             &carry.schema(),
             OutputColumns {
                 samples,
+                thinking,
                 token_ids: false,
                 logprobs: false,
                 choices: None,
@@ -327,6 +349,27 @@ mod tests {
         assert_eq!(lines[1]["error"], json!({"code": "errored", "message": "too long"}));
         assert_eq!(lines[2]["error"]["code"], "invalid_output");
         assert_eq!(lines[2]["response"]["body"]["choices"][0]["message"]["content"], "t0");
+    }
+
+    #[test]
+    fn thoughts_stand_beside_answers() {
+        let meta = OpenaiMeta {
+            job: "j1".into(),
+            model: "m".into(),
+            created: 7,
+        };
+        let bytes = part_openai(&[batch_of(2, true).1], &meta).unwrap();
+        let first: Value = serde_json::from_slice(bytes.split(|&b| b == b'\n').next().unwrap()).unwrap();
+        let body = &first["response"]["body"];
+        assert_eq!(
+            body["choices"][1],
+            json!({"index": 1, "message": {"role": "assistant", "content": "t1", "refusal": null,
+                "reasoning_content": "about t1"}, "logprobs": null, "finish_reason": "length"})
+        );
+        assert_eq!(
+            body["usage"]["completion_tokens_details"],
+            json!({"reasoning_tokens": 4})
+        );
     }
 
     #[test]

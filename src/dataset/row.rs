@@ -38,14 +38,22 @@ impl RowStatus {
     }
 }
 
+/// The `finish_reason` of a completion that `max_tokens` or the context cut off.
+pub const CUT_OFF: &str = "length";
+
 /// One sample of a row's completion.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SampleResult {
+    /// The answer.
     pub text: String,
+    /// The thought before it; `None`: there was none.
+    pub reasoning: Option<String>,
+    pub reasoning_tokens: u32,
     /// The answer as asked for: the choice, the JSON as compact text, the regex match; `None` where it does not fit
     /// or nothing was asked.
     pub parsed: Option<String>,
     pub finish_reason: &'static str,
+    /// Of thought and answer.
     pub completion_tokens: u32,
     pub token_ids: Vec<u32>,
     /// Natural logarithm, one per entry of `token_ids`; empty where not asked for.
@@ -66,6 +74,13 @@ pub struct RowResult {
     pub error: Option<String>,
     pub prompt_tokens: u32,
     pub cached_tokens: u32,
+}
+
+impl RowResult {
+    /// Whether a completion of it was cut off.
+    pub fn is_truncated(&self) -> bool {
+        self.samples.iter().any(|sample| sample.finish_reason == CUT_OFF)
+    }
 }
 
 /// One row as it is read, before it is rendered.

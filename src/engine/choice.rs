@@ -7,8 +7,10 @@
 //!   temperature) over these ways alone; the end's weight is that of all end-of-sequence tokens together. A choice's
 //!   probability is the product along its path, so all choices sum to 1. Nodes off the chosen path are evaluated as forks of
 //!   the prompt's sequence.
-//! - **The answer** is sampled at each node as any token is, from the ways it has. With temperature 0 *and* probabilities it
-//!   is the most probable choice (of equal ones the first), which need not be the one that greedy steps lead to.
+//! - **The answer** is sampled at each node as any token is, from the ways it has: penalties count prompt and path, so a label
+//!   whose tokens stand in the prompt is repeated there (as in vLLM). With temperature 0 *and* probabilities it is the most
+//!   probable choice (of equal ones the first), in which penalties have no say, and which need not be the one that greedy steps
+//!   lead to.
 //! - **Log probabilities** of tokens the model was asked for are raw ones, as everywhere; a token that is the only way to go
 //!   is certain: 0.
 //! - Where the tokenizer puts a space in front of a text (SentencePiece's `▁`), a choice is spelled with that space, as the
@@ -148,6 +150,14 @@ impl Choices {
         end.is_some_and(|node| node.end != Some(choice))
     }
 
+    /// Each choice's text, and the tokens that it is spelled with.
+    pub fn spelled(&self) -> impl Iterator<Item = (&str, &[u32])> {
+        self.texts
+            .iter()
+            .map(String::as_str)
+            .zip(self.paths.iter().map(Vec::as_slice))
+    }
+
     /// Most tokens that must be computed after the prompt: the depth of the deepest node with something to choose.
     pub fn deepest_choice(&self) -> usize {
         self.deepest
@@ -186,7 +196,7 @@ impl Choices {
     }
 
     /// Tokens from the root to `node`.
-    fn path_to(&self, node: Node) -> &[u32] {
+    pub fn path_to(&self, node: Node) -> &[u32] {
         let at = &self.nodes[node as usize];
         &self.paths[at.via][..at.depth]
     }
@@ -335,6 +345,29 @@ impl ChoiceState {
             logits: self.probabilities || draw.log_sum,
             ..draw
         }
+    }
+
+    /// The ids that an answer may begin with: as many as there is to choose from, or the one that is certain.
+    pub fn first_ids(&self, ids: &mut Vec<u32>) {
+        match self.choices.walk(0).forced.first() {
+            Some(first) => ids.push(*first),
+            None => ids.extend(&self.choices.nodes[0].ids),
+        }
+    }
+
+    /// Takes the first token where nothing but it could begin an answer. `false`: there is something to choose.
+    pub fn take_certain(&mut self, drawn: &Drawn, logprobs: bool) -> bool {
+        let is_certain = !self.choices.walk(0).forced.is_empty();
+        if is_certain {
+            let raw = if logprobs {
+                vec![drawn.log_probability()]
+            } else {
+                Vec::new()
+            };
+            let ways = if self.probabilities { vec![0.0] } else { Vec::new() };
+            self.answers.insert(0, Answer { ways, raw, picked: 0 });
+        }
+        is_certain
     }
 
     /// Takes what was drawn at `node`, and with `logprobs` keeps log probabilities. Returns where sequences have to go on: the

@@ -61,6 +61,11 @@ pub enum ConstraintError {
     Unspeakable { text: String },
     #[error("the choice `{text}` begins another one, and the model has no end-of-sequence token to tell them apart")]
     NoEnd { text: String },
+    #[error(
+        "the choice `{text}` needs token {token}, which the checkpoint's `suppress_tokens`, `begin_suppress_tokens` or \
+         `bad_words_ids` forbid; `generate.defaults: neutral` leaves them out"
+    )]
+    Forbidden { text: String, token: u32 },
     #[error("the vocabulary cannot be used for constrained output: {why}")]
     Vocabulary { why: String },
 }
@@ -349,6 +354,17 @@ impl GrammarState {
             Mask::First => Ok(self.grammar.first_mask.as_slice()),
             Mask::Computed(mask) => mask.as_ref().map(SimpleVob::as_slice).map_err(String::clone),
             Mask::Unknown => Err("no mask was computed".into()),
+        }
+    }
+
+    /// Writes down which tokens a text may begin with, a bit an id: the one that is certain, or the grammar's first mask.
+    pub fn first_mask(&self, mask: &mut Vec<u32>) {
+        match self.grammar.forced.first() {
+            Some(first) => {
+                mask.resize(*first as usize / 32 + 1, 0);
+                mask[*first as usize / 32] |= 1 << (first % 32);
+            }
+            None => mask.extend_from_slice(self.grammar.first_mask.as_slice()),
         }
     }
 

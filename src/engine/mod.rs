@@ -1,13 +1,14 @@
 //! Continuous batching over paged KV: schedule → begin a step → draw → advance, nothing else.
 //!
 //! [`run`] is the loop; [`scheduler`] (with [`packing`] and [`blocks`]) says what a step computes and never sees a tensor;
-//! [`sequence`] (with [`constraint`] and [`choice`]) says what is asked of the logits and what becomes of the token drawn, and never
+//! [`sequence`] (with [`constraint`], [`choice`] and [`forbidden`]) says what is asked of the logits and what becomes of the token drawn, and never
 //! sees a block.
 //! The engine names no queue, ledger, dataset or store.
 
 pub mod blocks;
 pub mod choice;
 pub mod constraint;
+pub mod forbidden;
 pub mod generate;
 pub mod ids;
 pub mod packing;
@@ -17,6 +18,7 @@ pub mod request;
 pub mod run;
 pub mod scheduler;
 pub mod sequence;
+pub mod thinking;
 pub mod totals;
 pub mod vocabulary;
 mod work;

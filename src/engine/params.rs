@@ -1,9 +1,14 @@
 //! How completions are to be generated: checked values, shared by all rows of a job (or one row of a batch file).
 
+use std::sync::Arc;
+
+use crate::engine::forbidden::Forbidden;
+use crate::engine::thinking::Thinking;
+
 /// Checked generation parameters. Built at the door (`job/`), never checked again.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Params {
-    /// Most tokens to generate per sample, at least 1.
+    /// Most tokens to generate per sample, thought and answer together; at least 1.
     pub max_tokens: u32,
     /// 0 means greedy; finite, not negative.
     pub temperature: f32,
@@ -27,14 +32,18 @@ pub struct Params {
     pub stop_token_ids: Vec<u32>,
     /// Go on at the model's end-of-sequence ids, up to `max_tokens`.
     pub ignore_eos: bool,
+    /// Tokens that are never drawn, or not yet.
+    pub forbidden: Forbidden,
     /// Return the log probability of each chosen token (of the raw distribution: before penalties and filters).
     pub logprobs: bool,
     /// Samples a row, at least 1.
     pub samples: u32,
     /// Compute it so that no bit depends on what else is in the batch, where that costs time.
     pub deterministic: bool,
-    /// What a completion may look like.
+    /// What an answer may look like.
     pub shape: Shape,
+    /// How the model thinks; `None`: it answers at once.
+    pub thinking: Option<Arc<Thinking>>,
 }
 
 /// What a completion may look like.
@@ -67,10 +76,12 @@ impl Default for Params {
             stop: Vec::new(),
             stop_token_ids: Vec::new(),
             ignore_eos: false,
+            forbidden: Forbidden::default(),
             logprobs: false,
             samples: 1,
             deterministic: false,
             shape: Shape::Free,
+            thinking: None,
         }
     }
 }

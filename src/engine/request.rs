@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use crate::engine::params::Params;
+use crate::engine::thinking::Thought;
 
 /// The engine's unit of work. Random numbers are keyed by it, never by a batch slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -51,18 +52,21 @@ impl FinishReason {
 #[derive(Debug, Clone)]
 pub struct Completion {
     pub id: UnitId,
-    /// Generated ids, without the token that ended it.
+    /// Generated ids, those of a thought and its delimiters included, without the token that ended it.
     pub token_ids: Vec<u32>,
-    /// What the ids spell, without the one space that some tokenizers put in front of every text
+    /// What the answer's ids spell, without the one space that some tokenizers put in front of every text
     /// (see [`sequence`](crate::engine::sequence)).
     pub text: String,
     pub finish_reason: FinishReason,
-    /// Does the text fit the asked-for [`Shape`](crate::engine::params::Shape)? Always true for `Free`.
+    /// Does the text fit the asked-for [`Shape`](crate::engine::params::Shape)? Always true for `Free`, but where a thought has left
+    /// no answer.
     pub fits_shape: bool,
     /// One per entry of `token_ids`, when asked for.
     pub logprobs: Option<Vec<f32>>,
     /// One per choice, summing to 1, when asked for.
     pub choice_probabilities: Option<Vec<f32>>,
+    /// What came before the answer; `None`: nothing did.
+    pub thought: Option<Thought>,
     pub prompt_tokens: u32,
     /// Prompt tokens that were not computed because another sequence had computed them.
     pub cached_tokens: u32,

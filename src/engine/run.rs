@@ -26,6 +26,7 @@ use crate::engine::params::Params;
 use crate::engine::request::{Finished, Request, UnitId};
 use crate::engine::scheduler::{Limits, Policy, Scheduler, SequenceId, StepPlan};
 use crate::engine::sequence::{Continuation, Next, Unit};
+use crate::engine::thinking::Begin;
 use crate::engine::totals::{StepShape, StepTotals};
 use crate::engine::work::{self, Active, Flight, Row, Work};
 use crate::engine::{Forward, ForwardError};
@@ -250,6 +251,7 @@ impl Engine {
             _ => {
                 let compiler = self.compilers.entry(eos.clone()).or_insert_with(|| Compiler::new(eos));
                 let result = compiler.compile(&params.shape, &self.tokenizer);
+                let result = result.and_then(|c| params.forbidden.clash(&c).map(|()| c));
                 self.compiled = Some(Compiled {
                     params: params.clone(),
                     eos: eos.clone(),
@@ -327,10 +329,10 @@ impl Engine {
             .map(|(row, planned)| (planned.id, row))
             .collect();
         let mut work = self.collect(&rows);
-        work.iter_mut().for_each(|w| w.active.unit.prepare());
         work::prepare(&self.options.threads, &mut work);
-        let mut draws = vec![Draw::GREEDY; count];
         let tokenizer = Arc::clone(&self.tokenizer);
+        work.iter_mut().for_each(|w| w.active.unit.prepare(&tokenizer));
+        let mut draws = vec![Draw::GREEDY; count];
         for w in &work {
             for row in &w.rows {
                 draws[row.at] = w.active.unit.draw(row.node, &tokenizer);
@@ -513,8 +515,14 @@ impl Generate for Engine {
         let context = self.forward.context_tokens() as usize;
         let room = context.saturating_sub(prompt);
         let asked = request.params.max_tokens as usize;
-        // A choice computes nothing beyond its last branching; other completions grow up to `max_tokens`.
+        let thinking = request.params.thinking.as_ref();
+        let thinks = thinking.is_some_and(|thinking| thinking.begin(&request.prompt) != Begin::Answer);
+        // A choice computes nothing beyond its last branching; thoughts and other completions grow up to `max_tokens`.
         let (needs, most, max_tokens) = match &constraint {
+            Constraint::Choice { choices, .. } if thinks => {
+                let deepest = choices.deepest_choice();
+                (deepest.max(1), asked.max(deepest).min(room), asked.min(room))
+            }
             Constraint::Choice { choices, .. } => (choices.deepest_choice().max(1), choices.deepest_choice(), asked),
             Constraint::Free | Constraint::Grammar(_) => (1, asked.min(room), asked.min(room)),
         };

@@ -12,20 +12,26 @@
 //! Tokens that its shape leaves no choice about are not sampled: they follow the sampled one, or the prompt, at once and are
 //! computed in the same step as it. In every other respect they are tokens like others; their log probability is 0.
 //!
+//! Where the model thinks, the thought comes first ([`thinking`](crate::engine::thinking) says where it ends): all of the above but
+//! `max_tokens` is about the answer alone.
+//!
 //! Where the tokenizer puts a space in front of every text (SentencePiece's `▁`), a completion mostly begins with that space,
 //! which is the tokenizer's and not the answer's: exactly one is taken off the text, as transformers' decoding does. Token ids
 //! keep it, stop texts are looked for with it, and a grammar's text, which has to fit, is left as it is.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use smallvec::{SmallVec, smallvec};
 
 use crate::device::draw::{Allowed, Draw, DrawError, Drawn};
-use crate::engine::choice::{ChoiceState, Node};
+use crate::engine::choice::{ChoiceState, Chosen, Node};
 use crate::engine::constraint::{Constraint, GrammarState};
+use crate::engine::forbidden::Out;
 use crate::engine::params::Params;
 use crate::engine::philox::StreamKey;
 use crate::engine::request::{Completion, FinishReason, Request, UnitId};
+use crate::engine::thinking::{Course, Spelled};
 use crate::model::tokenizer::Tokenizer;
 
 /// One completion in the making.
@@ -39,10 +45,18 @@ pub struct Unit {
     key: StreamKey,
     /// Most tokens it may get: `max_tokens`, or less where the context ends before.
     max_tokens: usize,
+    /// Thought and answer, but for the tokens of a choice.
     completion: Vec<u32>,
     logprobs: Vec<f32>,
-    /// What `completion` spells.
+    /// What the answer's tokens spell.
     bytes: Vec<u8>,
+    course: Course,
+    /// What may be drawn where a thought or the answer may begin.
+    start: StartsWith,
+    /// By node of a choice: the thought and the tokens that lead there, where penalties count them.
+    histories: HashMap<Node, Vec<u32>>,
+    /// What is forbidden where it stands, if anything is.
+    out: Out,
     /// Prompt tokens found computed when it was first started.
     cached_tokens: Option<u32>,
     state: State,
@@ -52,6 +66,13 @@ enum State {
     Free,
     Grammar(Box<GrammarState>),
     Choice(ChoiceState),
+}
+
+/// What may be drawn where a thought or an answer of a certain shape may begin.
+#[derive(Default)]
+struct StartsWith {
+    ids: Vec<u32>,
+    mask: Vec<u32>,
 }
 
 /// Where a sequence goes on.
@@ -76,27 +97,16 @@ impl Unit {
     ///
     /// `max_tokens` is what the context leaves of the asked-for number. `Finished`: there is nothing to ask the model.
     pub fn new(request: Request, constraint: Constraint, max_tokens: usize, tokenizer: &Tokenizer) -> (Unit, Next) {
-        let mut first = Continuation {
-            node: 0,
-            tokens: SmallVec::new(),
-        };
-        let mut nothing_to_choose = false;
         let state = match constraint {
             Constraint::Free => State::Free,
             Constraint::Grammar(grammar) => State::Grammar(Box::new(GrammarState::new(grammar))),
-            Constraint::Choice { choices, probabilities } => {
-                let walk = choices.walk(0);
-                nothing_to_choose = walk.ended.is_some();
-                first = Continuation {
-                    node: walk.node,
-                    tokens: walk.forced.into(),
-                };
-                State::Choice(ChoiceState::new(choices, probabilities))
-            }
+            Constraint::Choice { choices, probabilities } => State::Choice(ChoiceState::new(choices, probabilities)),
         };
+        let thinking = request.params.thinking.clone();
         let mut unit = Unit {
             id: request.id,
             key: StreamKey::of(request.params.seed, request.id),
+            course: Course::new(thinking, &request.prompt, !matches!(state, State::Free)),
             prompt: request.prompt,
             prompt_ids: Vec::new(),
             params: request.params,
@@ -105,28 +115,66 @@ impl Unit {
             completion: Vec::new(),
             logprobs: Vec::new(),
             bytes: Vec::new(),
+            start: StartsWith::default(),
+            histories: HashMap::new(),
+            out: Out::default(),
             cached_tokens: None,
             state,
         };
-        let next = match nothing_to_choose {
-            true => unit.finish(FinishReason::Stop, tokenizer),
-            false => match unit.force(&mut first.tokens, tokenizer) {
-                Some(ended) => ended,
-                None => Next::Go(smallvec![first]),
-            },
-        };
+        let next = unit.go_on(SmallVec::new(), tokenizer);
         (unit, next)
     }
 
-    /// Adds the tokens that its grammar forces to the completion and to `tokens`. `Some`: the completion has ended.
+    /// What follows once `tokens` have come: what is certain after them comes with them.
+    fn go_on(&mut self, mut tokens: SmallVec<[u32; 4]>, tokenizer: &Tokenizer) -> Next {
+        if let Some(ended) = self.force(&mut tokens, tokenizer) {
+            return ended;
+        }
+        let mut node = 0;
+        if let (State::Choice(state), true) = (&self.state, self.course.answers()) {
+            let walk = state.choices().walk(0);
+            if walk.ended.is_some() {
+                return self.finish(FinishReason::Stop, tokenizer);
+            }
+            if self.course.thought() && self.completion.len() + state.choices().deepest_choice() > self.max_tokens {
+                // The thought has left no room to choose in.
+                return self.finish_at(FinishReason::Length, true, tokenizer);
+            }
+            tokens.extend(walk.forced);
+            node = walk.node;
+            self.keep_history(node);
+        }
+        Next::Go(smallvec![Continuation { node, tokens }])
+    }
+
+    /// Adds the tokens that are certain to come next to the completion and to `tokens`. `Some`: the completion has ended.
     fn force(&mut self, tokens: &mut SmallVec<[u32; 4]>, tokenizer: &Tokenizer) -> Option<Next> {
-        let forced = match &mut self.state {
-            State::Grammar(state) => state.forced(),
-            State::Free | State::Choice(_) => Vec::new(),
-        };
-        tokens.extend_from_slice(&forced);
-        // What is certain has the log probability 0.
-        forced.into_iter().find_map(|token| self.push(token, || 0.0, tokenizer))
+        loop {
+            let mut forced = self.course.certain(&self.completion);
+            if let (State::Grammar(state), true) = (&mut self.state, self.course.answers()) {
+                forced = state.forced();
+            }
+            if forced.is_empty() {
+                return None;
+            }
+            tokens.extend_from_slice(&forced);
+            // What is certain has the log probability 0.
+            let ended = forced.into_iter().find_map(|token| self.push(token, || 0.0, tokenizer));
+            if ended.is_some() {
+                return ended;
+            }
+        }
+    }
+
+    /// Keeps what penalties count at a node of a choice, where that is more than its path.
+    fn keep_history(&mut self, node: Node) {
+        let params = &self.params;
+        let penalises =
+            params.repetition_penalty != 1.0 || params.presence_penalty != 0.0 || params.frequency_penalty != 0.0;
+        if let (State::Choice(state), true) = (&self.state, penalises && !self.completion.is_empty()) {
+            let history = [self.completion.as_slice(), state.choices().path_to(node)].concat();
+            self.histories.insert(node, history);
+        }
     }
 
     pub fn id(&self) -> UnitId {
@@ -154,29 +202,77 @@ impl Unit {
 
     /// May a step go on with the token that is drawn next before it is known? Not where it surely ends, or may part.
     pub fn may_go_on(&self) -> bool {
-        !matches!(self.state, State::Choice(_)) && self.completion.len() + 1 < self.max_tokens
+        let parts = matches!(self.state, State::Choice(_)) && !self.course.thinks();
+        !parts && self.completion.len() + 1 < self.max_tokens
     }
 
     /// Its state in a grammar, whose mask is to be prepared before [`draw`](Self::draw).
     pub fn grammar(&mut self) -> Option<&mut GrammarState> {
         match &mut self.state {
-            State::Grammar(state) => Some(state),
-            State::Free | State::Choice(_) => None,
+            State::Grammar(state) if !self.course.thinks() => Some(state),
+            _ => None,
         }
     }
 
-    /// Readies what [`draw`](Self::draw) needs besides a grammar's mask.
-    pub fn prepare(&mut self) {
+    /// Readies what [`draw`](Self::draw) needs, after a grammar's mask.
+    pub fn prepare(&mut self, tokenizer: &Tokenizer) {
         if self.params.repetition_penalty != 1.0 && self.prompt_ids.is_empty() {
             self.prompt_ids = self.prompt.to_vec();
             self.prompt_ids.sort_unstable();
             self.prompt_ids.dedup();
+        }
+        if self.course.may_answer() {
+            self.prepare_start();
+        }
+        let (params, generated) = (&*self.params, self.completion.len());
+        match &self.state {
+            _ if params.forbidden.is_empty() => {}
+            _ if self.is_free() => {
+                let ends = self.eos.iter().chain(&params.stop_token_ids);
+                let at = (self.prompt.len(), generated);
+                self.out.prepare(&params.forbidden, at, tokenizer.holes(), ends);
+            }
+            State::Grammar(state) => {
+                let mask = match self.course.may_answer() {
+                    true => &self.start.mask[..],
+                    false => state.mask().unwrap_or_default(),
+                };
+                self.out.prepare_mask(&params.forbidden, generated, mask, &self.eos);
+            }
+            State::Free | State::Choice(_) => {}
+        }
+    }
+
+    /// Is the next token under no shape?
+    fn is_free(&self) -> bool {
+        matches!(self.state, State::Free) || self.course.thinks()
+    }
+
+    /// Says what may be drawn where a thought or the answer may begin: the shape's first tokens, and those that open a thought.
+    fn prepare_start(&mut self) {
+        let (opening, answers) = self.course.openings(&self.completion);
+        let StartsWith { ids, mask } = &mut self.start;
+        ids.clear();
+        mask.clear();
+        match &self.state {
+            State::Choice(state) if answers => state.first_ids(ids),
+            State::Grammar(state) if answers => state.first_mask(mask),
+            _ => {}
+        }
+        for id in opening {
+            if !ids.contains(&id) {
+                ids.push(id);
+            }
+            let word = id as usize / 32;
+            mask.resize(mask.len().max(word + 1), 0);
+            mask[word] |= 1 << (id % 32);
         }
     }
 
     /// What is asked of the logits after its sequence at `node`.
     pub fn draw<'a>(&'a self, node: Node, tokenizer: &'a Tokenizer) -> Draw<'a> {
         let params = &*self.params;
+        let forbids = !params.forbidden.is_empty();
         let draw = |generated: usize| Draw {
             temperature: params.temperature,
             top_k: params.top_k,
@@ -185,27 +281,44 @@ impl Unit {
             repetition_penalty: params.repetition_penalty,
             presence_penalty: params.presence_penalty,
             frequency_penalty: params.frequency_penalty,
-            allowed: Allowed::AllBut(tokenizer.holes()),
+            allowed: Allowed::AllBut(if forbids { self.out.ids() } else { tokenizer.holes() }),
             prompt: &self.prompt_ids,
             completion: &self.completion,
             uniform: self.key.uniform((self.prompt.len() + generated) as u32),
             log_sum: params.logprobs,
             logits: false,
         };
+        let generated = self.completion.len();
         match &self.state {
-            State::Free => draw(self.completion.len()),
-            State::Choice(state) => state.draw(node, draw(state.choices().depth(node))),
+            _ if self.is_free() => draw(generated),
+            State::Free => draw(generated),
+            State::Choice(state) => {
+                let mut asked = state.draw(node, draw(generated + state.choices().depth(node)));
+                if let Some(history) = self.histories.get(&node) {
+                    asked.completion = history;
+                }
+                if self.course.may_answer() {
+                    (asked.allowed, asked.completion) = (Allowed::Ids(&self.start.ids), &self.completion);
+                }
+                asked
+            }
             State::Grammar(state) => Draw {
                 // A mask that could not be computed fails the row when its token is taken.
-                allowed: Allowed::Mask(state.mask().unwrap_or_default()),
-                ..draw(self.completion.len())
+                allowed: Allowed::Mask(if forbids {
+                    self.out.mask()
+                } else if self.course.may_answer() {
+                    &self.start.mask
+                } else {
+                    state.mask().unwrap_or_default()
+                }),
+                ..draw(generated)
             },
         }
     }
 
     /// Takes what was drawn from the logits after its sequence at `node`.
     pub fn take(&mut self, node: Node, drawn: Result<Drawn, DrawError>, tokenizer: &Tokenizer) -> Next {
-        if let State::Grammar(state) = &self.state
+        if let Some(state) = self.grammar()
             && let Err(why) = state.mask()
         {
             return Next::Finished(Err(why));
@@ -214,96 +327,150 @@ impl Unit {
             Ok(drawn) => drawn,
             Err(why) => return Next::Finished(Err(why.to_string())),
         };
-        if let State::Choice(state) = &mut self.state {
-            let next = state.take(node, &drawn, self.params.logprobs);
-            return match state.is_decided() {
-                true => self.finish(FinishReason::Stop, tokenizer),
-                false => Next::Go(
-                    next.into_iter()
-                        .map(|(node, tokens)| Continuation {
-                            node,
-                            tokens: tokens.into(),
-                        })
-                        .collect(),
-                ),
-            };
-        }
         let token = drawn.token;
-        let shaped = matches!(self.state, State::Grammar(_));
-        if self.eos.contains(&token) && (shaped || !self.params.ignore_eos) {
+        let begins = self.course.may_answer() && !self.course.opens(&self.completion, token);
+        if begins && !matches!(self.state, State::Free) {
+            self.course.answer();
+        }
+        if self.course.answers() && matches!(self.state, State::Choice(_)) {
+            return self.take_choice(node, &drawn, begins, tokenizer);
+        }
+        let shaped = matches!(self.state, State::Grammar(_)) && self.course.answers();
+        if self.eos.contains(&token)
+            && (shaped || !self.params.ignore_eos)
+            && !self.course.closes(&self.completion, token)
+            && !self.course.opens(&self.completion, token)
+        {
             return self.finish(FinishReason::Stop, tokenizer);
         }
-        let mut tokens = smallvec![token];
-        let ended = self.push(token, || drawn.log_probability(), tokenizer);
-        match ended.or_else(|| self.force(&mut tokens, tokenizer)) {
+        match self.push(token, || drawn.log_probability(), tokenizer) {
             Some(ended) => ended,
-            None => Next::Go(smallvec![Continuation { node: 0, tokens }]),
+            None => self.go_on(smallvec![token], tokenizer),
         }
+    }
+
+    /// Takes what was drawn at a node of a choice. `begins`: at its first token, where a thought could have begun as well.
+    fn take_choice(&mut self, node: Node, drawn: &Drawn, begins: bool, tokenizer: &Tokenizer) -> Next {
+        let State::Choice(state) = &mut self.state else {
+            return Next::Finished(Err("the completion has no choice to make".into()));
+        };
+        if begins && state.take_certain(drawn, self.params.logprobs) {
+            return self.go_on(SmallVec::new(), tokenizer);
+        }
+        let next = state.take(node, drawn, self.params.logprobs);
+        if state.is_decided() {
+            return self.finish(FinishReason::Stop, tokenizer);
+        }
+        next.iter().for_each(|(node, _)| self.keep_history(*node));
+        let continuation = |(node, tokens): (Node, Vec<u32>)| Continuation {
+            node,
+            tokens: tokens.into(),
+        };
+        Next::Go(next.into_iter().map(continuation).collect())
     }
 
     /// Adds a token to the completion. `Some`: that has ended.
     fn push(&mut self, token: u32, log_probability: impl FnOnce() -> f32, tokenizer: &Tokenizer) -> Option<Next> {
-        if self.params.stop_token_ids.contains(&token) {
+        let stops = !self.course.thinks() && !self.course.opens(&self.completion, token);
+        if stops && self.params.stop_token_ids.contains(&token) && !self.is_before(token, tokenizer) {
             return Some(self.finish(FinishReason::Stop, tokenizer));
         }
         self.completion.push(token);
         if self.params.logprobs {
             self.logprobs.push(log_probability());
         }
+        match self.course.take(&self.completion, tokenizer) {
+            Spelled::Nothing => {}
+            Spelled::Cleared => self.bytes.clear(),
+            Spelled::From(from) => {
+                if let Some(ended) = self.spell(from, tokenizer) {
+                    return Some(ended);
+                }
+            }
+        }
+        (self.completion.len() >= self.max_tokens).then(|| self.finish(FinishReason::Length, tokenizer))
+    }
+
+    /// Is this token white space between a thought and free text?
+    fn is_before(&self, token: u32, tokenizer: &Tokenizer) -> bool {
+        let bytes = tokenizer.token_bytes(token);
+        let is_space = !bytes.is_empty() && bytes.iter().all(u8::is_ascii_whitespace);
+        is_space && self.bytes.is_empty() && self.course.thought() && matches!(self.state, State::Free)
+    }
+
+    /// Adds the tokens from `from` on to the answer's text; the last of them is new to the shape. `Some`: it has ended.
+    fn spell(&mut self, from: usize, tokenizer: &Tokenizer) -> Option<Next> {
         let known = self.bytes.len();
-        self.bytes.extend_from_slice(tokenizer.token_bytes(token));
-        let shape_ended = match &mut self.state {
-            State::Grammar(state) => match state.take(token) {
+        for token in &self.completion[from..] {
+            let mut bytes = tokenizer.token_bytes(*token);
+            if self.bytes.is_empty() && self.course.thought() && matches!(self.state, State::Free) {
+                bytes = bytes.trim_ascii_start();
+            }
+            self.bytes.extend_from_slice(bytes);
+        }
+        let shape_ended = match (&mut self.state, self.completion.last()) {
+            (State::Grammar(state), Some(token)) => match state.take(*token) {
                 Ok(ended) => ended,
                 Err(why) => return Some(Next::Finished(Err(format!("the shape's matcher failed: {why}")))),
             },
-            State::Free | State::Choice(_) => false,
+            _ => false,
         };
         if let Some(at) = find_stop(&self.bytes, known, &self.params.stop) {
             self.bytes.truncate(at);
             return Some(self.finish_at(FinishReason::Stop, true, tokenizer));
         }
-        if shape_ended {
-            return Some(self.finish(FinishReason::Stop, tokenizer));
-        }
-        (self.completion.len() >= self.max_tokens).then(|| self.finish(FinishReason::Length, tokenizer))
+        shape_ended.then(|| self.finish(FinishReason::Stop, tokenizer))
     }
 
     fn finish(&mut self, reason: FinishReason, tokenizer: &Tokenizer) -> Next {
-        if let State::Choice(state) = &self.state {
-            let chosen = state.chosen(self.params.temperature == 0.0);
-            let cut = chosen.tokens.len() > self.max_tokens;
-            let mut completion = self.completion(if cut { FinishReason::Length } else { reason }, !cut);
-            completion.token_ids = chosen.tokens;
-            completion.token_ids.truncate(self.max_tokens);
-            completion.text = if cut {
-                without_prefix(&tokenizer.decode(&completion.token_ids), tokenizer).to_string()
-            } else {
-                chosen.text
-            };
-            completion.choice_probabilities = chosen.probabilities;
-            if let Some(logprobs) = &mut completion.logprobs {
-                *logprobs = chosen.logprobs;
-                logprobs.truncate(self.max_tokens);
+        match &self.state {
+            State::Choice(state) if self.course.answers() => {
+                let chosen = state.chosen(self.params.temperature == 0.0);
+                self.finish_choice(chosen, reason, tokenizer)
             }
-            return Next::Finished(Ok(completion));
+            _ => self.finish_at(reason, false, tokenizer),
         }
-        self.finish_at(reason, false, tokenizer)
+    }
+
+    /// Ends with what was chosen, as far as it fits.
+    fn finish_choice(&mut self, mut chosen: Chosen, reason: FinishReason, tokenizer: &Tokenizer) -> Next {
+        let room = self.max_tokens.saturating_sub(self.completion.len());
+        let cut = chosen.tokens.len() > room;
+        chosen.tokens.truncate(room);
+        chosen.logprobs.truncate(room);
+        let mut completion = self.completion(if cut { FinishReason::Length } else { reason }, !cut, tokenizer);
+        completion.text = match cut {
+            true => without_prefix(&tokenizer.decode(&chosen.tokens), tokenizer).to_string(),
+            false => chosen.text,
+        };
+        completion.choice_probabilities = chosen.probabilities;
+        completion.token_ids = std::mem::take(&mut self.completion);
+        completion.token_ids.extend(chosen.tokens);
+        if let Some(logprobs) = &mut completion.logprobs {
+            *logprobs = std::mem::take(&mut self.logprobs);
+            logprobs.extend(chosen.logprobs);
+        }
+        Next::Finished(Ok(completion))
     }
 
     /// Ends with the text that `bytes` spells. `cut`: bytes are missing from what the shape has seen.
     fn finish_at(&mut self, reason: FinishReason, cut: bool, tokenizer: &Tokenizer) -> Next {
         let text = String::from_utf8_lossy(&self.bytes);
         let text = match self.state {
-            State::Free => without_prefix(&text, tokenizer).to_string(),
-            State::Grammar(_) | State::Choice(_) => text.into_owned(),
+            State::Free if !self.course.thought() => without_prefix(&text, tokenizer).to_string(),
+            _ => text.into_owned(),
         };
-        let fits = match &mut self.state {
-            State::Grammar(state) if cut => state.grammar().accepts(&text),
-            State::Grammar(state) => state.is_complete(),
-            State::Free | State::Choice(_) => true,
-        };
-        let mut completion = self.completion(reason, fits);
+        // A thought that took all there was has left no answer.
+        let no_answer =
+            self.course.thinks() || (self.course.thought() && text.is_empty() && reason == FinishReason::Length);
+        let fits = !no_answer
+            && match &mut self.state {
+                State::Free => true,
+                State::Grammar(state) if cut => state.grammar().accepts(&text),
+                State::Grammar(state) => state.is_complete(),
+                State::Choice(_) => false,
+            };
+        let mut completion = self.completion(reason, fits, tokenizer);
         completion.text = text;
         completion.token_ids = std::mem::take(&mut self.completion);
         if let Some(logprobs) = &mut completion.logprobs {
@@ -313,7 +480,7 @@ impl Unit {
     }
 
     /// A completion without text and tokens.
-    fn completion(&self, finish_reason: FinishReason, fits_shape: bool) -> Completion {
+    fn completion(&self, finish_reason: FinishReason, fits_shape: bool, tokenizer: &Tokenizer) -> Completion {
         Completion {
             id: self.id,
             token_ids: Vec::new(),
@@ -322,6 +489,7 @@ impl Unit {
             fits_shape,
             logprobs: self.params.logprobs.then(Vec::new),
             choice_probabilities: None,
+            thought: self.course.finish(&self.completion, tokenizer),
             prompt_tokens: self.prompt.len() as u32,
             cached_tokens: self.cached_tokens.unwrap_or(0),
         }
@@ -387,8 +555,8 @@ mod tests {
             logits[*token as usize] = 1.0;
             next = match next {
                 Next::Go(at) => {
-                    unit.prepare();
                     unit.grammar().into_iter().for_each(GrammarState::prepare);
+                    unit.prepare(tokenizer);
                     let drawn = sample(&logits, unit.draw(at[0].node, tokenizer), &mut Scratch::default());
                     unit.take(at[0].node, drawn, tokenizer)
                 }

@@ -204,6 +204,7 @@ fn completion(request: &Request, pace: &Pace) -> Result<Completion, String> {
         fits_shape: true,
         logprobs: None,
         choice_probabilities: None,
+        thought: None,
         prompt_tokens: request.prompt.len() as u32,
         cached_tokens: 0,
     })

@@ -4,11 +4,61 @@ use chrono::NaiveDateTime;
 use serde_json::{Map, Value, json};
 
 use super::spec::ChatTemplateChoice;
+use super::suggest;
 use super::template::Template;
 use crate::model::tokenizer::{Tokenizer, TokenizerConfig};
 
 /// A text that no template produces by itself.
 const PROBE: &str = "gristmill probe text";
+
+/// What stands behind the content that is to be continued while it is rendered; its space tells whether the template keeps
+/// spaces there. As long as transformers' own, for templates that count.
+const CONTINUED: &str = "GRISTMILL_CONTINUES_BEHIND ";
+
+/// How a rendered conversation ends. The words are those of transformers' `apply_chat_template`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Turn {
+    /// `add_generation_prompt`: the model's own turn is opened. What holds where nothing is said.
+    Generate,
+    /// Neither: with the last message, as the template closes it.
+    Closed,
+    /// `continue_final_message`: right behind the last message's content.
+    Continue,
+}
+
+impl Turn {
+    /// The variables of `chat_template_kwargs` that say it, too.
+    pub const SWITCHES: [&str; 2] = ["add_generation_prompt", "continue_final_message"];
+
+    /// What `fields`, the two switches themselves, and `kwargs` say; `None`: nothing. The error goes behind the name of
+    /// what they stand in.
+    pub fn of(fields: [Option<&Value>; 2], kwargs: &Map<String, Value>) -> Result<Option<Turn>, String> {
+        let mut said = [None; 2];
+        for (i, name) in Turn::SWITCHES.into_iter().enumerate() {
+            for value in [fields[i], kwargs.get(name)].into_iter().flatten() {
+                match (value, said[i]) {
+                    (Value::Null, _) => {}
+                    (Value::Bool(flag), Some(other)) if *flag != other => {
+                        return Err(format!("sets `{name}` to true and to false"));
+                    }
+                    (Value::Bool(flag), _) => said[i] = Some(*flag),
+                    _ => return Err(format!("sets `{name}` to {value}, neither true nor false")),
+                }
+            }
+        }
+        match said {
+            [None, None] => Ok(None),
+            [Some(true), Some(true)] => Err(
+                "sets both `add_generation_prompt` and `continue_final_message`: the model \
+                                             either begins a turn of its own or continues the last message"
+                    .into(),
+            ),
+            [_, Some(true)] => Ok(Some(Turn::Continue)),
+            [Some(false), _] => Ok(Some(Turn::Closed)),
+            _ => Ok(Some(Turn::Generate)),
+        }
+    }
+}
 
 /// A chat template, ready to render.
 pub struct ChatTemplate {
@@ -37,7 +87,7 @@ impl ChatTemplate {
             Some(ChatTemplateChoice::Named(name)) => match config.chat_template(name) {
                 Some(source) => source.to_string(),
                 None => {
-                    let hint = super::suggest(name, names());
+                    let hint = suggest(name, names());
                     return Err(format!("the checkpoint has no chat template named `{name}`{hint}"));
                 }
             },
@@ -96,12 +146,48 @@ impl ChatTemplate {
     }
 
     /// Renders a conversation up to where the model answers. `kwargs` are further variables.
-    pub fn render(&self, mut messages: Vec<Value>, kwargs: &Map<String, Value>) -> Result<String, String> {
+    pub fn render(&self, mut messages: Vec<Value>, kwargs: &Map<String, Value>, turn: Turn) -> Result<String, String> {
         for message in &mut messages {
             self.adapt(message);
         }
-        self.render_with(Value::Array(messages), kwargs, true)
-            .map_err(|e| format!("chat template: {e}"))
+        let continued = match turn {
+            Turn::Continue => Some(mark_end(&mut messages)?),
+            Turn::Generate | Turn::Closed => None,
+        };
+        let text = self
+            .render_with(Value::Array(messages), kwargs, turn == Turn::Generate)
+            .map_err(|e| format!("chat template: {e}"))?;
+        match continued {
+            Some(content) => cut_behind(text, &content),
+            None => Ok(text),
+        }
+    }
+
+    /// Why the template has no use for `kwargs`, as a predicate of where they stand.
+    pub fn refuses(&self, kwargs: &Map<String, Value>) -> Option<String> {
+        let reads = self.template.reads();
+        for name in kwargs.keys() {
+            if self.template.has_function(name) {
+                return Some(format!("sets `{name}`, which is a function of chat templates"));
+            }
+            if !reads.contains(name) && !Turn::SWITCHES.contains(&name.as_str()) {
+                let given = |name: &str| name == "messages" || self.tokens.contains_key(name);
+                let known = reads.iter().map(String::as_str).filter(|name| !given(name));
+                let hint = suggest(name, known.filter(|name| !self.template.has_function(name)));
+                return Some(format!("sets `{name}`, which the chat template never reads{hint}"));
+            }
+        }
+        None
+    }
+
+    /// Filters, tests, methods and functions that there are not, a line each.
+    pub fn unknown(&self) -> Vec<String> {
+        self.template.unknown()
+    }
+
+    /// Does it tell the model the date?
+    pub fn tells_time(&self) -> bool {
+        self.template.calls("strftime_now")
     }
 
     fn render_with(&self, messages: Value, kwargs: &Map<String, Value>, ask: bool) -> Result<String, String> {
@@ -110,8 +196,10 @@ impl ChatTemplate {
         for name in ["tools", "documents"] {
             context.insert(name.to_string(), Value::Null);
         }
-        context.insert("add_generation_prompt".into(), ask.into());
         context.extend(kwargs.clone());
+        // A switch of ours alone, as in transformers.
+        context.remove("continue_final_message");
+        context.insert("add_generation_prompt".into(), ask.into());
         context.insert("messages".into(), messages);
         self.template
             .render(minijinja::Value::from(minijinja::value::Serde(&context)))
@@ -120,6 +208,7 @@ impl ChatTemplate {
     /// Brings a message into the form that this template takes.
     fn adapt(&self, message: &mut Value) {
         let Value::Object(message) = message else { return };
+        message.retain(|_, value| !value.is_null());
         if message.get("role").is_some_and(|role| role == "developer") && !self.source.contains("developer") {
             message.insert("role".into(), "system".into());
         }
@@ -142,6 +231,14 @@ impl ChatTemplate {
         }
     }
 
+    /// How the template shows an answer that came after a thought.
+    pub(super) fn with_thought(&self, thought: &str, answer: &str) -> Option<String> {
+        let mut said = json!({"role": "assistant", "content": answer, "reasoning_content": thought});
+        self.adapt(&mut said);
+        let conversation = json!([{"role": "user", "content": "a"}, said]);
+        self.render_with(conversation, &Map::new(), false).ok()
+    }
+
     /// The token that the template puts after what the assistant says, where it is a special one: it ends the
     /// model's turn as an end-of-sequence token does.
     pub fn end_of_turn(&self, tokenizer: &Tokenizer) -> Option<u32> {
@@ -156,4 +253,50 @@ impl ChatTemplate {
             .filter(|token| token.special)
             .map(|token| token.id)
     }
+}
+
+/// Puts the mark behind the content of the last message; returns the content.
+fn mark_end(messages: &mut [Value]) -> Result<String, String> {
+    let content = messages.last_mut().and_then(|message| message.get_mut("content"));
+    let text = match content {
+        Some(Value::Array(parts)) => parts.iter_mut().rev().find_map(|part| part.get_mut("text")),
+        other => other,
+    };
+    match text {
+        Some(Value::String(text)) => {
+            let content = text.clone();
+            text.push_str(CONTINUED);
+            Ok(content)
+        }
+        _ => Err("`continue_final_message`: the last message has no text to continue".into()),
+    }
+}
+
+/// Cuts a rendering behind the marked `content`, by transformers' rule: where the template takes away the spaces behind a
+/// content, those before the mark go as well.
+fn cut_behind(mut text: String, content: &str) -> Result<String, String> {
+    let end = text
+        .rfind(CONTINUED.trim_end())
+        .filter(|_| text.contains(content.trim()));
+    let Some(end) = end else {
+        return Err(
+            "`continue_final_message`: the chat template leaves out (part of) the last message, so there is \
+                    nothing to continue"
+                .into(),
+        );
+    };
+    // transformers leaves its own mark in the prompt here.
+    if text[..end].contains(CONTINUED.trim_end()) {
+        return Err(
+            "`continue_final_message`: the chat template writes the last message more than once, so there is no \
+                    one place to continue"
+                .into(),
+        );
+    }
+    let keeps_spaces = text[end..].starts_with(CONTINUED);
+    text.truncate(end);
+    if !keeps_spaces {
+        text.truncate(text.trim_end().len());
+    }
+    Ok(text)
 }

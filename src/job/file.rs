@@ -8,6 +8,8 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+use super::sampling::Defaults;
+use super::thinking::ThinkingFile;
 use super::unknown::{unknown_field, unknown_message};
 use super::{JobError, one_line, sha256};
 use crate::dataset::plan::Format;
@@ -113,9 +115,15 @@ pub struct PromptFile {
     /// file (relative to this file), or a template.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub chat_template: Option<String>,
-    /// Further variables for the chat template, such as `enable_thinking: false`.
+    /// Further variables for the chat template, such as `enable_thinking: false`. It must read each of them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub chat_template_kwargs: Option<Map<String, Value>>,
+    /// Whether the chat template opens the model's turn; as in transformers. True, unless `continue_final_message` is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub add_generation_prompt: Option<bool>,
+    /// The prompt ends right behind the last message's content, and the model goes on with it; as in transformers.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub continue_final_message: Option<bool>,
     /// What becomes of prompts that are longer than the model's context: `none` makes the row an error, `left` drops
     /// tokens at the beginning, `right` at the end, so that `max_tokens` more fit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -203,27 +211,32 @@ pub enum PartKind {
 #[derive(Debug, Clone, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct GenerateFile {
-    /// Most tokens of a completion (256).
+    /// Where values come from that are left out here: `model` takes the checkpoint's `generation_config.json`, `neutral` does
+    /// not (model).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub defaults: Option<Defaults>,
+    /// Most tokens of a completion, thought and answer together (the checkpoint's `max_new_tokens`, else 256; more for models that
+    /// think).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 1, max = 1_048_576))]
     pub max_tokens: Option<i64>,
-    /// 0 always takes the likeliest token; 1 samples the model's own distribution (1).
+    /// 0 always takes the likeliest token; 1 samples the model's own distribution (the checkpoint's, else 1).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 0.0, max = 100.0))]
     pub temperature: Option<f64>,
-    /// Sample among this many likeliest tokens; 0 among all (0).
+    /// Sample among this many likeliest tokens; 0 among all (the checkpoint's, else 0).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 0))]
     pub top_k: Option<i64>,
-    /// Sample among the likeliest tokens that together reach this probability (1).
+    /// Sample among the likeliest tokens that together reach this probability (the checkpoint's, else 1).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 0.0, max = 1.0))]
     pub top_p: Option<f64>,
-    /// Sample among tokens at least this fraction as likely as the likeliest (0).
+    /// Sample among tokens at least this fraction as likely as the likeliest (the checkpoint's, else 0).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 0.0, max = 1.0))]
     pub min_p: Option<f64>,
-    /// Above 1, makes tokens of prompt and completion less likely (1).
+    /// Above 1, makes tokens of prompt and completion less likely (the checkpoint's, else 1).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 0.01, max = 100.0))]
     pub repetition_penalty: Option<f64>,
@@ -250,6 +263,10 @@ pub struct GenerateFile {
     /// Return the log probability of each token of the completion (false).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub logprobs: Option<bool>,
+    /// How the thoughts of a model that thinks before it answers are treated: `false` takes all that it writes as its answer, a
+    /// mapping has settings.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub thinking: Option<ThinkingFile>,
     /// Completions a row (1). Above 1, result columns become lists.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 1, max = 1024))]
@@ -376,6 +393,8 @@ pub struct Parsed {
     pub file: JobFile,
     /// SHA-256, hexadecimal, of the content with keys sorted and formatting gone.
     pub hash: String,
+    /// As it was read.
+    pub content: Value,
 }
 
 impl JobFile {
@@ -434,7 +453,8 @@ fn parse_json(text: &str, name: &str) -> Result<Parsed, JobError> {
     let file: JobFile = serde_json::from_str(text).map_err(|e| fail(e, Some(&content)))?;
     Ok(Parsed {
         file,
-        hash: content_hash(&content),
+        hash: content_hash(&content, None),
+        content,
     })
 }
 
@@ -488,7 +508,8 @@ fn parse_yaml(text: &str, name: &str) -> Result<Parsed, JobError> {
         serde_saphyr::from_str_with_options(text, yaml_options()).map_err(|e| fail(e, Some(&content)))?;
     Ok(Parsed {
         file,
-        hash: content_hash(&content),
+        hash: content_hash(&content, None),
+        content,
     })
 }
 
@@ -526,10 +547,22 @@ fn yaml_options() -> serde_saphyr::Options {
     options
 }
 
-/// SHA-256, hexadecimal, of `content` without `queue`, `report.recheck` and the limits in `budget`, written compactly with
-/// sorted keys: more money or time for a job, another way to its workers, or a look at its answers afterwards does not make
-/// it another job.
-fn content_hash(content: &Value) -> String {
+/// The hashes that gristmill gave a job of this `content` while its price was part of it, when the price was `usd_per_hour`.
+pub(super) fn hashes_with_price(content: &Value, usd_per_hour: f64) -> Vec<String> {
+    // `5` and `5.0` are one price and were two texts.
+    let whole = (usd_per_hour.fract() == 0.0 && usd_per_hour < 1e15).then(|| Value::from(usd_per_hour as u64));
+    let prices = [Some(Value::from(usd_per_hour)), whole];
+    prices
+        .into_iter()
+        .flatten()
+        .map(|price| content_hash(content, Some(price)))
+        .collect()
+}
+
+/// SHA-256, hexadecimal, of `content` without `queue`, `report.recheck` and `budget`, written compactly with sorted keys: more
+/// money or time for a job, another price or way to its workers, or a look at its answers afterwards does not make it another
+/// job. `price`: what stands in its place in `budget`, as in hashes of older gristmills.
+fn content_hash(content: &Value, price: Option<Value>) -> String {
     fn sorted(value: &Value) -> Value {
         match value {
             Value::Object(map) => {
@@ -546,24 +579,22 @@ fn content_hash(content: &Value) -> String {
             other => other.clone(),
         }
     }
-    let mut content = sorted(content);
-    if let Some(Value::Object(budget)) = content.get_mut("budget") {
-        for limit in ["usd", "deadline", "unfinished"] {
-            budget.remove(limit);
-        }
-    }
-    let only_recheck = match content.get_mut("report") {
-        Some(Value::Object(report)) => report.shift_remove("recheck").is_some() && report.is_empty(),
-        _ => false,
-    };
+    let mut content = content.clone();
     if let Value::Object(fields) = &mut content {
         fields.shift_remove("queue");
+        if fields.get("budget").is_some_and(Value::is_object) {
+            fields.shift_remove("budget");
+        }
+        if let Some(price) = price {
+            fields.insert("budget".into(), serde_json::json!({"usd_per_hour": price}));
+        }
+        let only_recheck = match fields.get_mut("report") {
+            Some(Value::Object(report)) => report.shift_remove("recheck").is_some() && report.is_empty(),
+            _ => false,
+        };
         if only_recheck {
             fields.shift_remove("report");
         }
-        if fields.get("budget") == Some(&Value::Object(Map::new())) {
-            fields.shift_remove("budget");
-        }
     }
-    sha256(content.to_string())
+    sha256(sorted(&content).to_string())
 }

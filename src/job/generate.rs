@@ -5,6 +5,9 @@ use serde_json::Value;
 
 use super::check::{FieldError, bad, short, whole, within};
 use super::file::{GenerateFile, OneOrMany};
+use super::sampling::{Defaults, Sources, sources};
+use super::thinking::ThinkingSpec;
+use crate::engine::forbidden::Forbidden;
 use crate::engine::params::{Params, Shape};
 
 /// Largest `max_tokens`: longer than any model's context.
@@ -16,7 +19,7 @@ const CHOICES_MAX: usize = 10_000;
 /// Most entries of `stop` and of `stop_token_ids`.
 const STOPS_MAX: usize = 64;
 
-/// Checked generation parameters, as the job gives them.
+/// Checked generation parameters, as the job and, where it leaves them unset, its checkpoint give them.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Generate {
     pub max_tokens: u32,
@@ -34,6 +37,21 @@ pub struct Generate {
     pub logprobs: bool,
     pub n: u32,
     pub shape: ShapeSpec,
+    /// `None`: all that the model writes is its answer, as in records of a gristmill that knew of no thoughts.
+    #[serde(default)]
+    pub thinking: Option<ThinkingSpec>,
+    /// Whose values are taken where the job gives none.
+    #[serde(default)]
+    pub defaults: Defaults,
+    /// Where values come from. Empty in records of a gristmill that knew of no checkpoint's sampling.
+    #[serde(default)]
+    pub from: Sources,
+    /// What the checkpoint says must not be drawn.
+    #[serde(default)]
+    pub forbidden: Forbidden,
+    /// Ids that the checkpoint's files ended a completion at when the job was planned; `None`: nobody has looked.
+    #[serde(default)]
+    pub model_ends: Option<Vec<u32>>,
 }
 
 /// What a completion may look like.
@@ -100,6 +118,11 @@ impl Generate {
             logprobs: file.logprobs.unwrap_or(false),
             n: whole("n", file.n, 1, 1, SAMPLES_MAX)?,
             shape: shape(file)?,
+            thinking: ThinkingSpec::check(file.thinking.as_ref())?,
+            defaults: file.defaults.unwrap_or_default(),
+            from: sources(file),
+            forbidden: Forbidden::default(),
+            model_ends: None,
         })
     }
 
@@ -118,9 +141,12 @@ impl Generate {
             stop: self.stop.clone(),
             stop_token_ids: self.stop_token_ids.clone(),
             ignore_eos: self.ignore_eos,
+            forbidden: self.forbidden.clone(),
             logprobs: self.logprobs,
             samples: self.n,
             deterministic,
+            // Known once there is a vocabulary.
+            thinking: None,
             shape: match &self.shape {
                 ShapeSpec::Free => Shape::Free,
                 ShapeSpec::Choice { choices, probabilities } => Shape::Choice {
@@ -150,6 +176,8 @@ impl Generate {
             ignore_eos: Some(self.ignore_eos),
             logprobs: Some(self.logprobs),
             n: Some(self.n.into()),
+            thinking: ThinkingSpec::as_file(self.thinking.as_ref()),
+            defaults: Some(self.defaults),
             ..Default::default()
         };
         match &self.shape {

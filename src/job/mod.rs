@@ -1,8 +1,8 @@
 //! What a job file says, a valid job, and the prompts it makes of rows.
 //!
 //! `file` (raw, as written; `unknown` names the field that it does not have) → `spec`, `generate`, `queue` and `recheck` (valid, by
-//! `check`; nothing downstream checks again) → `prompt`
-//! (rows to token ids), over `template` (column templates; `words` for the columns they name, and `python` for what they expect of it), `chat` (the
+//! `check`; nothing downstream checks again; `sampling`: what they leave to the checkpoint) → `prompt`
+//! (rows to token ids), over `template` (column templates; `names` for what they name, and `python` for what they expect of it), `chat` (the
 //! checkpoint's chat template), `guard` (data is never control) and `openai` (lines of OpenAI batch files).
 
 pub mod chat;
@@ -10,15 +10,17 @@ mod check;
 pub mod file;
 pub mod generate;
 mod guard;
+mod names;
 mod openai;
 pub mod prompt;
 mod python;
 pub mod queue;
 pub mod recheck;
+pub mod sampling;
 pub mod spec;
 mod template;
+pub mod thinking;
 mod unknown;
-mod words;
 
 use std::path::PathBuf;
 

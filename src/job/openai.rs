@@ -6,9 +6,11 @@
 
 use serde_json::{Map, Value};
 
+use super::chat::Turn;
 use super::file::{GenerateFile, OneOrMany, Role};
 use super::generate::Generate;
 use super::suggest;
+use super::thinking::{ThinkingFile, ThinkingSettings};
 
 /// Fields that change how a request is served, not what it answers.
 const WITHOUT_EFFECT: [&str; 14] = [
@@ -29,7 +31,7 @@ const WITHOUT_EFFECT: [&str; 14] = [
 ];
 
 /// Fields that are used.
-const USED: [&str; 32] = [
+const USED: [&str; 34] = [
     "messages",
     "prompt",
     "max_tokens",
@@ -60,8 +62,18 @@ const USED: [&str; 32] = [
     "suffix",
     "tool_choice",
     "add_generation_prompt",
+    "continue_final_message",
     "add_special_tokens",
     "modalities",
+    "thinking_token_budget",
+];
+
+/// Fields that say something to the chat template.
+const CHAT_ONLY: [&str; 4] = [
+    "chat_template_kwargs",
+    "reasoning_effort",
+    "add_generation_prompt",
+    "continue_final_message",
 ];
 
 /// What a line's prompt is.
@@ -69,6 +81,8 @@ pub(super) enum Ask {
     Chat {
         messages: Vec<Value>,
         kwargs: Map<String, Value>,
+        /// `None`: as the job says.
+        turn: Option<Turn>,
     },
     Text(String),
     Tokens(Vec<Value>),
@@ -101,6 +115,14 @@ pub(super) fn body(fields: &Map<String, Value>) -> Result<(&Map<String, Value>, 
 /// The prompt of a body.
 pub(super) fn ask(body: &Map<String, Value>, chat: bool) -> Result<Ask, String> {
     if !chat {
+        let for_chat = CHAT_ONLY
+            .into_iter()
+            .find(|name| body.get(*name).is_some_and(|value| !value.is_null()));
+        if let Some(name) = for_chat {
+            return Err(format!(
+                "`{name}` in `body` is for chat completions; a completion uses no chat template"
+            ));
+        }
         return match body.get("prompt") {
             Some(Value::String(text)) => Ok(Ask::Text(text.clone())),
             Some(Value::Array(items)) if items.iter().all(Value::is_number) => Ok(Ask::Tokens(items.clone())),
@@ -133,7 +155,8 @@ pub(super) fn ask(body: &Map<String, Value>, chat: bool) -> Result<Ask, String> 
     if let Some(effort) = body.get("reasoning_effort").filter(|effort| !effort.is_null()) {
         kwargs.insert("reasoning_effort".into(), effort.clone());
     }
-    Ok(Ask::Chat { messages, kwargs })
+    let turn = Turn::of(Turn::SWITCHES.map(|name| body.get(name)), &kwargs).map_err(|why| format!("`body` {why}"))?;
+    Ok(Ask::Chat { messages, kwargs, turn })
 }
 
 /// Checks one message and brings it into the form that chat templates take.
@@ -210,6 +233,7 @@ pub(super) fn generate(body: &Map<String, Value>, job: &Generate) -> Result<Gene
         &mut file.stop_token_ids,
         fields.read("stop_token_ids", "a list of token ids")?,
     );
+    budget(fields.whole("thinking_token_budget")?, &mut file)?;
     let logprobs = match body.get("logprobs") {
         None | Some(Value::Null) => job.logprobs,
         Some(Value::Bool(asked)) => *asked,
@@ -237,7 +261,26 @@ pub(super) fn generate(body: &Map<String, Value>, job: &Generate) -> Result<Gene
         ));
     }
     shape(body, &mut file)?;
-    Generate::check(&file).map_err(|error| error.to_string())
+    let checked = Generate::check(&file).map_err(|error| error.to_string())?;
+    Ok(checked.of_line(job))
+}
+
+/// Most tokens of a thought, by vLLM's name for it; -1 sets no limit.
+fn budget(tokens: Option<i64>, file: &mut GenerateFile) -> Result<(), String> {
+    let Some(tokens) = tokens else { return Ok(()) };
+    let mut settings = match file.thinking.take() {
+        None | Some(ThinkingFile::Switch(true)) => ThinkingSettings::default(),
+        Some(ThinkingFile::Settings(settings)) => settings,
+        Some(ThinkingFile::Switch(false)) => {
+            return Err("`thinking_token_budget` needs a job whose `generate.thinking` is not false".into());
+        }
+    };
+    settings.max_tokens = (tokens != -1).then_some(tokens);
+    if settings.max_tokens.is_none() {
+        settings.end_text = None;
+    }
+    file.thinking = Some(ThinkingFile::Settings(settings));
+    Ok(())
 }
 
 /// Refuses what is not supported, by name.
@@ -261,7 +304,7 @@ fn check_fields(body: &Map<String, Value>) -> Result<(), String> {
             "verbosity" => false,
             "tool_choice" => value == "none" || value == "auto",
             "top_logprobs" => *value == 0,
-            "add_generation_prompt" | "add_special_tokens" => value == true,
+            "add_special_tokens" => value == true,
             name if USED.contains(&name) => true,
             name => return Err(format!("unknown field `{name}` in `body`{}", near(name))),
         };

@@ -1,18 +1,19 @@
 //! Rows to prompts: the job's templates, the checkpoint's chat template, and the tokenizer, in that order.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use chrono::NaiveDateTime;
 use serde_json::{Map, Value, json};
 
-use super::chat::ChatTemplate;
+use super::chat::{ChatTemplate, Turn};
 use super::file::Truncate;
 use super::generate::Generate;
 use super::guard::{self, Guard, Marks, Piece};
 use super::openai::{self, Ask};
 use super::spec::{Job, Message, PromptKind};
 use super::template::{Template, column_context};
+use super::thinking::Thinks;
 use super::{JobError, one_line, sha256, suggest};
 use crate::dataset::row::InputRow;
 use crate::engine::params::Params;
@@ -29,12 +30,14 @@ pub struct RenderSetup {
     pub seed: u64,
     /// The time that chat templates are told: one for the whole job, so that a row tried again gets the same prompt.
     pub now: NaiveDateTime,
+    /// The least `max_tokens` of a row, where a retry raised it.
+    pub max_tokens: Option<u32>,
 }
 
 /// A row, ready for the engine.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RenderedRow {
-    /// The prompt as text, for previews; for ready token ids, what they decode to.
+    /// The prompt as text, for previews; for ready and for truncated token ids, what they decode to.
     pub text: String,
     /// At least one; at most the model's context less one.
     pub tokens: Vec<u32>,
@@ -50,12 +53,17 @@ pub struct Renderer {
     /// Special tokens around a prompt that is no conversation.
     around: (Vec<u32>, Vec<u32>),
     kwargs: Map<String, Value>,
+    turn: Turn,
     truncate: Truncate,
     generate: Generate,
+    thinks: Option<Thinks>,
     params: Arc<Params>,
+    /// `params` with the `max_tokens` that a retry raised.
+    raised: Option<Arc<Params>>,
     columns: Option<Vec<String>>,
     template_hash: String,
     named: Named,
+    found: check::Found,
 }
 
 /// Compiled form of [`PromptKind`].
@@ -70,6 +78,18 @@ struct CompiledMessage {
     role: &'static str,
     parts: Vec<Content>,
     is_list: bool,
+}
+
+impl CompiledMessage {
+    /// The message with a text for what rows bring.
+    fn probe(&self) -> Value {
+        let text = |part: &Content| match part {
+            Content::Fixed(text) => text.clone(),
+            Content::Template(_) => "x".into(),
+        };
+        let content: String = self.parts.iter().map(text).collect();
+        json!({"role": self.role, "content": content})
+    }
 }
 
 enum Content {
@@ -98,8 +118,12 @@ impl Renderer {
             message,
         };
         if job.generate.max_tokens >= setup.context_tokens {
+            let whose = match job.generate.is_of_model("max_tokens") {
+                true => " (the checkpoint's `max_new_tokens`)",
+                false => "",
+            };
             return Err(invalid(format!(
-                "`generate.max_tokens` is {}, which leaves no room for a prompt in the model's context of {} tokens",
+                "`generate.max_tokens` is {}{whose}, which leaves no room for a prompt in the model's context of {} tokens",
                 number(job.generate.max_tokens.into()),
                 number(setup.context_tokens.into())
             )));
@@ -120,30 +144,49 @@ impl Renderer {
                 .map(|column| (column.clone(), "report.gold".to_string())),
         );
 
+        let said = job.prompt.turn().map_err(|why| invalid(format!("`prompt` {why}")))?;
+        let turn = said.unwrap_or(Turn::Generate);
         let config = setup.tokenizer.config();
         let kwargs = job.prompt.chat_template_kwargs.clone();
         let has_tools = kwargs.get("tools").is_some_and(|tools| !tools.is_null());
         let chat = ChatTemplate::choose(config, job.prompt.chat_template.as_ref(), has_tools, setup.now);
+        let mut probe = None;
         if let (Source::Messages(messages), chat) = (&source, &chat) {
             let chat = chat.as_ref().map_err(|e| template_error(e.clone()))?;
             // Roles that the template refuses, or a template without end, show before any row is read.
-            let probe = messages
-                .iter()
-                .map(|m| json!({"role": m.role, "content": "x"}))
-                .collect();
-            chat.render(probe, &kwargs).map_err(template_error)?;
+            let messages = messages.iter().map(CompiledMessage::probe).collect();
+            probe = Some(chat.render(messages, &kwargs, turn).map_err(template_error)?);
         }
         if job.prompt.chat_template.is_some() {
             chat.as_ref().map_err(|e| template_error(e.clone()))?;
         }
         let chat_source = chat.as_ref().map(ChatTemplate::source).unwrap_or_default();
-        let guard = Guard::new(&setup.tokenizer, chat_source, takes_apart(&job.prompt.kind));
+        let thinks = Thinks::find(&job.generate, &setup.tokenizer, chat.as_ref().ok(), probe.as_deref());
+        let thinks = thinks.map_err(invalid)?;
+        let controls = Thinks::controls(thinks.as_ref(), chat_source);
+        let guard = Guard::new(&setup.tokenizer, &controls, takes_apart(&job.prompt.kind));
         let around = setup.tokenizer.surrounding().map_err(invalid)?;
-        let hashed = json!([job.prompt.kind, chat_source, kwargs]).to_string();
+        let mut hashed = vec![json!(job.prompt.kind), json!(chat_source), json!(kwargs)];
+        // Only where they are given: jobs of older gristmills have the hash that they had.
+        let switches = [job.prompt.add_generation_prompt, job.prompt.continue_final_message];
+        if switches != [None, None] {
+            hashed.push(json!(switches));
+        }
         let input = job.input.uris.join("`, `");
-        Ok(Renderer {
-            template_hash: sha256(hashed),
-            params: Arc::new(params(&job.generate, job.deterministic, &setup)),
+        let params = params(&job.generate, job.deterministic, &setup, thinks.as_ref());
+        // Whoever raised it need not know the model: a completion ends with the context in any case.
+        let raised = setup.max_tokens.map(|least| least.min(setup.context_tokens - 1));
+        let raised = raised
+            .filter(|least| *least > params.max_tokens)
+            .map(|max_tokens| Params {
+                max_tokens,
+                ..params.clone()
+            });
+        let mut renderer = Renderer {
+            template_hash: sha256(Value::from(hashed).to_string()),
+            params: Arc::new(params),
+            raised: raised.map(Arc::new),
+            thinks,
             generate: job.generate.clone(),
             truncate: job.prompt.truncate,
             named: Named {
@@ -158,8 +201,12 @@ impl Renderer {
             setup,
             around,
             kwargs,
+            turn,
             columns,
-        })
+            found: check::Found::default(),
+        };
+        renderer.found = renderer.look(job);
+        Ok(renderer)
     }
 
     /// The columns that prompts use, sorted; `None` where they may use any.
@@ -214,6 +261,16 @@ impl Renderer {
         self.setup.context_tokens
     }
 
+    /// Ids that the checkpoint's files ended a completion at when the job was planned, where its record says so.
+    pub fn model_ends(&self) -> Option<&[u32]> {
+        self.generate.model_ends.as_deref()
+    }
+
+    /// How the model thinks; `None`: all that it writes is its answer.
+    pub fn thinks(&self) -> Option<&Thinks> {
+        self.thinks.as_ref()
+    }
+
     /// Parameters of rows that bring none of their own.
     pub fn params(&self) -> &Arc<Params> {
         &self.params
@@ -221,6 +278,23 @@ impl Renderer {
 
     /// Renders and encodes a row. The error is one line for the row's `error` column.
     pub fn render(&self, row: &InputRow) -> Result<RenderedRow, String> {
+        let mut rendered = self.render_as_asked(row)?;
+        // The prompt stays what it was: where it is cut to leave room, that is room for what the job asks for.
+        if let Some(raised) = &self.raised
+            && rendered.params.max_tokens < raised.max_tokens
+        {
+            rendered.params = match Arc::ptr_eq(&rendered.params, &self.params) {
+                true => raised.clone(),
+                false => Arc::new(Params {
+                    max_tokens: raised.max_tokens,
+                    ..Params::clone(&rendered.params)
+                }),
+            };
+        }
+        Ok(rendered)
+    }
+
+    fn render_as_asked(&self, row: &InputRow) -> Result<RenderedRow, String> {
         let fields = row.fields.as_ref().map_err(Clone::clone)?;
         match &self.source {
             Source::Messages(_) | Source::Text(_) => {
@@ -250,7 +324,9 @@ impl Renderer {
             true => self.params.clone(),
             false => {
                 check_stops(&generate, &self.setup.tokenizer).map_err(|e| format!("`{e}"))?;
-                Arc::new(params(&generate, self.params.deterministic, &self.setup))
+                let thinks = self.thinks.as_ref();
+                Thinks::check_line(thinks, &generate, &self.generate)?;
+                Arc::new(params(&generate, self.params.deterministic, &self.setup, thinks))
             }
         };
         if params.max_tokens >= self.setup.context_tokens {
@@ -264,10 +340,14 @@ impl Renderer {
             return self.ready_tokens(&items, "`prompt`", &params);
         }
         let (text, tokens) = self.encode(body, |body| match openai::ask(body, is_chat)? {
-            Ask::Chat { messages, kwargs } => {
+            Ask::Chat { messages, kwargs, turn } => {
+                let chat = self.chat.as_ref().map_err(Clone::clone)?;
+                if let Some(why) = chat.refuses(&kwargs) {
+                    return Err(format!("`body` {why}"));
+                }
                 let mut all = self.kwargs.clone();
                 all.extend(kwargs);
-                Ok((self.chat.as_ref().map_err(Clone::clone)?.render(messages, &all)?, false))
+                Ok((chat.render(messages, &all, turn.unwrap_or(self.turn))?, false))
             }
             Ask::Text(text) => Ok((text, true)),
             Ask::Tokens(_) => Err("`prompt` changed its form".into()),
@@ -310,7 +390,7 @@ impl Renderer {
                     self.chat
                         .as_ref()
                         .map_err(Clone::clone)?
-                        .render(rendered, &self.kwargs)?,
+                        .render(rendered, &self.kwargs, self.turn)?,
                     false,
                 ))
             }
@@ -380,12 +460,26 @@ impl Renderer {
                 }
             }
         }
-        let text = self.setup.tokenizer.decode(&tokens);
+        let text = self.shown(&tokens);
         self.finish(text, tokens, params)
     }
 
+    /// What token ids decode to, special tokens as their texts.
+    fn shown(&self, tokens: &[u32]) -> String {
+        let tokenizer = &self.setup.tokenizer;
+        let specials = tokenizer.added_tokens().iter().filter(|token| token.special);
+        let specials: BTreeMap<u32, &str> = specials.map(|token| (token.id, token.content.as_str())).collect();
+        let pieces = tokens.chunk_by(|a, b| !specials.contains_key(a) && !specials.contains_key(b));
+        pieces
+            .map(|piece| match specials.get(&piece[0]) {
+                Some(token) => token.to_string(),
+                None => tokenizer.decode(piece),
+            })
+            .collect()
+    }
+
     /// Holds a prompt against the model's context.
-    fn finish(&self, text: String, mut tokens: Vec<u32>, params: &Arc<Params>) -> Result<RenderedRow, String> {
+    fn finish(&self, mut text: String, mut tokens: Vec<u32>, params: &Arc<Params>) -> Result<RenderedRow, String> {
         if tokens.is_empty() {
             return Err("the prompt is empty: it has no tokens".into());
         }
@@ -408,9 +502,13 @@ impl Renderer {
                 let keep = usize::from(Some(tokens[0]) == bos && room > 1);
                 let drop = tokens.len() - room;
                 tokens.drain(keep..keep + drop);
+                text = self.shown(&tokens);
             }
-            Truncate::Right => tokens.truncate(room),
-            Truncate::None | Truncate::Left => {}
+            Truncate::Right if tokens.len() > room => {
+                tokens.truncate(room);
+                text = self.shown(&tokens);
+            }
+            Truncate::None | Truncate::Left | Truncate::Right => {}
         }
         Ok(RenderedRow {
             text,
@@ -517,8 +615,9 @@ fn check_stops(generate: &Generate, tokenizer: &Tokenizer) -> Result<(), String>
 
 /// The engine's parameters. A stop text that is a special token's is one of the stop tokens, since special tokens never
 /// show in a completion's text.
-fn params(generate: &Generate, deterministic: bool, setup: &RenderSetup) -> Params {
+fn params(generate: &Generate, deterministic: bool, setup: &RenderSetup, thinks: Option<&Thinks>) -> Params {
     let mut params = generate.params(setup.seed, deterministic);
+    params.thinking = thinks.and_then(|thinks| thinks.of(generate));
     for text in &generate.stop {
         let specials = setup.tokenizer.added_tokens().iter().filter(|token| token.special);
         for token in specials.filter(|token| token.content == *text) {
@@ -541,6 +640,8 @@ fn kind_of(value: &Value) -> &'static str {
         Value::Object(_) => "a struct",
     }
 }
+
+mod check;
 
 #[cfg(test)]
 mod tests;

@@ -386,12 +386,25 @@ fn text_method(text: &str, name: &str, args: &[Value]) -> Result<Option<Value>, 
             Value::from(out)
         }
         "casefold" => Value::from(text.to_lowercase()),
-        "zfill" | "ljust" | "rjust" => {
+        "swapcase" => text
+            .chars()
+            .flat_map(|c| match c.is_lowercase() {
+                true => c.to_uppercase().collect::<Vec<_>>(),
+                false => c.to_lowercase().collect(),
+            })
+            .collect::<String>()
+            .into(),
+        "zfill" | "ljust" | "rjust" | "center" => {
             let (width,): (usize,) = from_args(args)?;
             let missing = width.min(1 << 16).saturating_sub(text.chars().count());
             Value::from(match name {
                 "zfill" => format!("{}{text}", "0".repeat(missing)),
                 "ljust" => format!("{text}{}", " ".repeat(missing)),
+                // An odd space stands in front where the width is odd, as in Python.
+                "center" => {
+                    let before = missing / 2 + (missing & width & 1);
+                    format!("{}{text}{}", " ".repeat(before), " ".repeat(missing - before))
+                }
                 _ => format!("{}{text}", " ".repeat(missing)),
             })
         }

@@ -6,10 +6,11 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
 
+use super::chat::Turn;
 use super::check::{FieldError, bad, short, text, whole};
 use super::file::{
     BudgetFile, ContentFile, JobFile, MessageFile, OutputFile, OutputFormat, Parsed, PromptFile, Role, Truncate,
-    Unfinished,
+    Unfinished, hashes_with_price,
 };
 use super::generate::{Generate, ShapeSpec};
 use super::queue::JobQueue;
@@ -77,6 +78,9 @@ pub struct Job {
     pub file: String,
     /// SHA-256, hexadecimal, of the job file's content: a job with the same hash is the same job.
     pub hash: String,
+    /// Of the job file as it was read; null where the job comes from a record.
+    #[serde(skip)]
+    pub content: Value,
 }
 
 /// Number format to compute in, or to keep keys and values in.
@@ -108,7 +112,21 @@ pub struct Prompt {
     /// The chat template that the job gives; `None` takes the checkpoint's default.
     pub chat_template: Option<ChatTemplateChoice>,
     pub chat_template_kwargs: Map<String, Value>,
+    /// With `continue_final_message`: what the job says of how prompts end; see [`Prompt::turn`].
+    #[serde(default)]
+    pub add_generation_prompt: Option<bool>,
+    #[serde(default)]
+    pub continue_final_message: Option<bool>,
     pub truncate: Truncate,
+}
+
+impl Prompt {
+    /// How rendered conversations end, by the job's fields and its `chat_template_kwargs`; `None`: nothing is said. The
+    /// error goes behind the name of the block.
+    pub fn turn(&self) -> Result<Option<Turn>, String> {
+        let fields = [self.add_generation_prompt, self.continue_final_message].map(|flag| flag.map(Value::Bool));
+        Turn::of([fields[0].as_ref(), fields[1].as_ref()], &self.chat_template_kwargs)
+    }
 }
 
 /// Where a row's prompt comes from.
@@ -188,6 +206,12 @@ impl Job {
         &self.hash
     }
 
+    /// Whether `hash` is this job's, or was while the price `usd_per_hour` was part of it.
+    pub fn hashes_to(&self, hash: &str, usd_per_hour: Option<f64>) -> bool {
+        let earlier = usd_per_hour.map(|price| hashes_with_price(&self.content, price));
+        hash == self.hash || earlier.into_iter().flatten().any(|earlier| earlier == hash)
+    }
+
     /// The job with all defaults filled in, for the ledger: [`Job::of_record`] reads it back on any machine, so the
     /// folder that relative paths start from is absolute.
     pub fn resolved(&self) -> Value {
@@ -224,7 +248,11 @@ impl Job {
 }
 
 fn build(parsed: Parsed, file: &str, base_dir: &Path) -> Result<Job, FieldError> {
-    let Parsed { file: raw, hash } = parsed;
+    let Parsed {
+        file: raw,
+        hash,
+        content,
+    } = parsed;
     let name = text("name", raw.name)?;
     if name.chars().any(char::is_control) {
         return bad("name", "holds control characters");
@@ -279,6 +307,7 @@ fn build(parsed: Parsed, file: &str, base_dir: &Path) -> Result<Job, FieldError>
         base_dir: base_dir.to_path_buf(),
         file: file.to_string(),
         hash,
+        content,
     })
 }
 
@@ -366,31 +395,36 @@ fn prompt(raw: Option<PromptFile>, format: Option<Format>, base_dir: &Path) -> R
         }
     };
     let chat = matches!(kind, PromptKind::Messages(_) | PromptKind::Openai);
-    if !chat && raw.chat_template.is_some() {
-        return bad(
-            "prompt.chat_template",
-            "is for `messages`; `text` and `token_ids` use no chat template",
-        );
-    }
-    if !chat && raw.chat_template_kwargs.is_some() {
-        return bad(
-            "prompt.chat_template_kwargs",
-            "is for `messages`; `text` and `token_ids` use no chat template",
-        );
+    for (name, given) in [
+        ("chat_template", raw.chat_template.is_some()),
+        ("chat_template_kwargs", raw.chat_template_kwargs.is_some()),
+        ("add_generation_prompt", raw.add_generation_prompt.is_some()),
+        ("continue_final_message", raw.continue_final_message.is_some()),
+    ] {
+        if given && !chat {
+            return bad(
+                format!("prompt.{name}"),
+                "is for `messages`; `text` and `token_ids` use no chat template",
+            );
+        }
     }
     let kwargs = raw.chat_template_kwargs.unwrap_or_default();
     if kwargs.contains_key("messages") {
         return bad("prompt.chat_template_kwargs", "cannot set `messages`");
     }
-    Ok(Prompt {
+    let prompt = Prompt {
         kind,
         chat_template: raw
             .chat_template
             .map(|choice| chat_template(choice, base_dir))
             .transpose()?,
         chat_template_kwargs: kwargs,
+        add_generation_prompt: raw.add_generation_prompt,
+        continue_final_message: raw.continue_final_message,
         truncate: raw.truncate.unwrap_or_default(),
-    })
+    };
+    prompt.turn().or_else(|why| bad("prompt", why))?;
+    Ok(prompt)
 }
 
 fn conversation(messages: Vec<MessageFile>) -> Result<Vec<Message>, FieldError> {

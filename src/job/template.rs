@@ -17,7 +17,8 @@ use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Serde, ValueKind};
 use minijinja::{AutoEscape, Environment, Error, ErrorKind, UndefinedBehavior, Value};
 
-use super::{one_line, python, words};
+use super::names::Names;
+use super::{one_line, python};
 
 /// Most instructions of one rendering; a long conversation with tools takes some thousands.
 const FUEL: u64 = 5_000_000;
@@ -30,6 +31,7 @@ const ROW: &str = "row";
 pub(super) struct Template {
     env: Environment<'static>,
     name: String,
+    names: Names,
 }
 
 impl Template {
@@ -61,6 +63,8 @@ impl Template {
         env.add_function("raise_exception", |message: Value| -> Result<Value, Error> {
             Err(Error::new(ErrorKind::InvalidOperation, message.to_string()))
         });
+        // Jinja has no such function: to templates it is a variable like others.
+        env.remove_global("debug");
         env.add_function("strftime_now", move |format: &str| strftime(now, format));
         env.set_formatter(|out, _, value| {
             match value.kind() {
@@ -77,12 +81,34 @@ impl Template {
     }
 
     fn compile(mut env: Environment<'static>, name: &str, source: String) -> Result<Template, String> {
+        let names = Names::of(&source, name, env.syntax(), ROW);
         env.add_template_owned(name.to_string(), source)
             .map_err(|e| describe(&e))?;
         Ok(Template {
             env,
             name: name.to_string(),
+            names,
         })
+    }
+
+    /// The variables that the template reads, other than to call them, and does not set itself.
+    pub(super) fn reads(&self) -> &BTreeSet<String> {
+        &self.names.reads
+    }
+
+    /// Filters, tests, methods and functions that there are not, in branches that no row takes, too: a line each.
+    pub(super) fn unknown(&self) -> Vec<String> {
+        self.names.unknown(&self.env)
+    }
+
+    /// Does it call the function `name`?
+    pub(super) fn calls(&self, name: &str) -> bool {
+        self.names.calls.contains_key(name)
+    }
+
+    /// Is `name` a function that templates can call?
+    pub(super) fn has_function(&self, name: &str) -> bool {
+        self.env.globals().any(|(function, _)| function == name)
     }
 
     /// Renders with `context`; the error is one line.
@@ -122,19 +148,9 @@ impl Template {
 
     /// The columns that the template uses, as far as can be told without a row.
     pub(super) fn columns(&self) -> Columns {
-        let Ok(template) = self.env.get_template(&self.name) else {
-            return Columns::default();
-        };
-        let globals: BTreeSet<&str> = self.env.globals().map(|(name, _)| name).collect();
-        let mut names: BTreeSet<String> = template.undeclared_variables(false).into_iter().collect();
-        names.extend(words::of_slices(template.source()));
+        let mut names = self.names.reads.clone();
         let any = names.remove(ROW);
-        // `range(3)` is the function, `range` without a call a column.
-        names.retain(|name| !globals.contains(name.as_str()) || words::is_read(template.source(), name));
-        let of_row = match any {
-            true => words::fields_of(template.source(), ROW),
-            false => BTreeSet::new(),
-        };
+        let of_row = self.names.fields.clone();
         Columns { names, of_row, any }
     }
 }
@@ -256,8 +272,8 @@ fn without_generation_tags(source: &str) -> String {
         out.push_str(before);
         let end = match tag.as_bytes().get(1) {
             Some(b'#') => tag.find("#}").map(|end| end + 2),
-            Some(b'{') => words::close_of(tag, "}}"),
-            Some(b'%') => words::close_of(tag, "%}"),
+            Some(b'{') => close_of(tag, "}}"),
+            Some(b'%') => close_of(tag, "%}"),
             _ => Some(1),
         };
         // A tag without end is the parser's to report.
@@ -285,6 +301,24 @@ fn without_generation_tags(source: &str) -> String {
     }
     out.push_str(rest);
     out
+}
+
+/// Where a tag ends, quoted text in it skipped.
+fn close_of(tag: &str, close: &str) -> Option<usize> {
+    let mut quote = None;
+    let mut escaped = false;
+    for (i, c) in tag.char_indices().skip(2) {
+        match quote {
+            Some(_) if escaped => escaped = false,
+            Some(_) if c == '\\' => escaped = true,
+            Some(open) if c == open => quote = None,
+            Some(_) => {}
+            None if c == '"' || c == '\'' => quote = Some(c),
+            None if tag[i..].starts_with(close) => return Some(i + close.len()),
+            None => {}
+        }
+    }
+    None
 }
 
 #[cfg(test)]

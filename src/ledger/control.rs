@@ -10,7 +10,9 @@ use super::Ledger;
 use super::error::{LedgerError, Result};
 use super::job::Terms;
 use super::keys::{Id, is_worker_name};
-use super::record::{ControlRecord, Order, Spend, StopWhy, VERSION, decode, encode, read};
+use super::record::{
+    ControlRecord, Extension, LimitsFrom, Order, Price, Spend, StopWhy, VERSION, decode, encode, read,
+};
 use super::store::Created;
 
 /// More orders than this are no work of people.
@@ -44,13 +46,12 @@ pub struct WorkerSpend {
 impl Spent {
     /// Of all workers.
     pub fn device_seconds(&self) -> f64 {
-        self.by_worker.iter().map(|spend| spend.device_seconds).sum()
+        sum(self.by_worker.iter())
     }
 
     /// Of all workers but this one.
     pub fn device_seconds_of_others(&self, worker: &str) -> f64 {
-        let others = self.by_worker.iter().filter(|spend| spend.worker != worker);
-        others.map(|spend| spend.device_seconds).sum()
+        sum(self.by_worker.iter().filter(|spend| spend.worker != worker))
     }
 
     /// Workers besides this one that wrote within `window` before the newest spending: the others work no more.
@@ -66,6 +67,11 @@ impl Spent {
     }
 }
 
+/// From 0.0: `Iterator::sum` makes -0.0 of nothing.
+fn sum<'a>(spends: impl Iterator<Item = &'a WorkerSpend>) -> f64 {
+    spends.fold(0.0, |sum, spend| sum + spend.device_seconds)
+}
+
 impl Ledger {
     /// Reads the control log.
     pub async fn control(&self) -> Result<Control> {
@@ -78,23 +84,23 @@ impl Ledger {
         Ok(control)
     }
 
-    /// The limits that hold: the job's own, with those of the last `Extend` in their place.
+    /// The limits that hold: the job's own, with those of each `Extend` in their place.
     pub fn terms(&self, control: &Control) -> Terms {
-        let extended = control.orders().iter().rev().find_map(|order| match order {
-            Order::Extend {
-                budget_usd,
-                deadline_seconds,
-            } => Some((*budget_usd, *deadline_seconds)),
-            Order::Stop { .. } => None,
-        });
-        match extended {
-            Some((usd, deadline_seconds)) => Terms {
-                usd,
-                deadline_seconds,
-                ..self.job().terms
-            },
-            None => self.job().terms,
-        }
+        extended(self.job().terms(), control.orders())
+    }
+
+    /// The limits that hold at a store's request more: the orders are read.
+    pub async fn terms_now(&self) -> Result<Terms> {
+        Ok(self.terms(&self.control().await?))
+    }
+
+    /// The limits of the job file as `run` or `submit` last found them changed.
+    pub fn terms_of_file(&self, control: &Control) -> Terms {
+        let by_file =
+            |order: &Order| matches!(order, Order::Extend(extend) if extend.from == Some(LimitsFrom::JobFile));
+        let last = control.orders().iter().rposition(by_file);
+        // A changed file's limits hold as a whole, so that what holds right after such an order is what the file said.
+        extended(self.job().terms(), &control.orders()[..last.map_or(0, |last| last + 1)])
     }
 
     /// How old the job is by the store's clock alone, as of the newest spending; zero where nobody has spent yet.
@@ -135,6 +141,19 @@ impl Ledger {
     }
 }
 
+/// `terms` as these orders leave them.
+fn extended(mut terms: Terms, orders: &[Order]) -> Terms {
+    for order in orders {
+        if let Order::Extend(extend) = order {
+            terms.usd = extend.budget_usd;
+            terms.deadline_seconds = extend.deadline_seconds;
+            terms.unfinished = extend.unfinished.unwrap_or(terms.unfinished);
+            terms.usd_per_hour = extend.price.map_or(terms.usd_per_hour, |price| price.usd_per_hour);
+        }
+    }
+    terms
+}
+
 impl Control {
     /// Reads what was ordered since: one request where there is nothing new. Returns the order that holds.
     pub async fn refresh(&mut self) -> Result<Option<&Order>> {
@@ -152,7 +171,7 @@ impl Control {
         let mine = self.ledger.generation();
         let mut given = self.orders.iter().zip(&self.generations).rev();
         given
-            .find(|(order, generation)| matches!(order, Order::Extend { .. }) || **generation >= mine)
+            .find(|(order, generation)| matches!(order, Order::Extend(_)) || **generation >= mine)
             .map(|(order, _)| order)
     }
 
@@ -182,13 +201,41 @@ impl Control {
         &self.orders
     }
 
+    /// Where the limits that hold come from; `None`: an `Extend` that does not say.
+    pub fn limits_from(&self) -> Option<LimitsFrom> {
+        let last = self.orders.iter().rev().find_map(|order| match order {
+            Order::Extend(extend) => Some(extend.from),
+            Order::Stop { .. } => None,
+        });
+        // A job begins with the limits of its file.
+        last.unwrap_or(Some(LimitsFrom::JobFile))
+    }
+
+    /// The order that puts `wanted` in the place of what holds.
+    pub fn extend_to(&self, wanted: &Terms, from: Option<LimitsFrom>) -> Order {
+        let holds = self.ledger.terms(self);
+        let price = Price {
+            usd_per_hour: wanted.usd_per_hour,
+        };
+        Order::Extend(Extension {
+            budget_usd: wanted.usd,
+            deadline_seconds: wanted.deadline_seconds,
+            unfinished: (wanted.unfinished != holds.unfinished).then_some(wanted.unfinished),
+            price: (wanted.usd_per_hour != holds.usd_per_hour).then_some(price),
+            from,
+        })
+    }
+
     /// Gives an order, unless somebody else gave one first: then returns false, and the caller decides anew on what
     /// holds now (a budget that was extended in between is not reached).
     pub async fn give(&mut self, order: Order) -> Result<bool> {
         let index = self.orders.len() as u32;
         let key = self.ledger.keys().control(index);
         let record = ControlRecord {
-            v: VERSION,
+            v: match &order {
+                Order::Extend(extend) => extend.version(),
+                Order::Stop { .. } => VERSION,
+            },
             job: self.ledger.job().job.clone(),
             index,
             nonce: Id::random()?,

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use arrow::array::{Array, Int64Array, RecordBatch, StringArray, UInt64Array};
+use arrow::array::{Array, ArrayRef, Int64Array, ListArray, RecordBatch, StringArray, UInt64Array};
 use arrow::compute::{concat_batches, interleave_record_batch, take_record_batch};
 use bytes::Bytes;
 use parquet::arrow::ArrowWriter;
@@ -13,7 +13,7 @@ use parquet::file::properties::WriterProperties;
 
 use super::record::Tally;
 use super::rowset::RowSet;
-use crate::dataset::row::RowStatus;
+use crate::dataset::row::{CUT_OFF, RowStatus};
 
 /// Rows a batch that goes into a part: bounds what the writer holds at once.
 const PART_BATCH_ROWS: usize = 8192;
@@ -46,6 +46,37 @@ pub(super) fn failed(batch: &RecordBatch, counts: &RowSet) -> Result<RowSet, Str
     Ok(RowSet::from_rows(failed.map(|i| rows[i])).intersection(counts))
 }
 
+/// The rows of `batch` that are in `counts` and have a completion that was cut off.
+pub(super) fn truncated(batch: &RecordBatch, counts: &RowSet) -> Result<RowSet, String> {
+    let rows = rows_of(batch)?;
+    let cut = cut_off(batch)?.ok_or("column `finish_reason` is missing")?;
+    let truncated = (0..rows.len()).filter(|&i| cut[i]);
+    Ok(RowSet::from_rows(truncated.map(|i| rows[i])).intersection(counts))
+}
+
+/// Of each row, whether a completion of it was cut off; `None` where the batch does not say.
+fn cut_off(batch: &RecordBatch) -> Result<Option<Vec<bool>>, String> {
+    let Some(column) = batch.column_by_name("finish_reason") else {
+        return Ok(None);
+    };
+    let texts = |array: &dyn Array| -> Result<Vec<bool>, String> {
+        let texts = array.as_any().downcast_ref::<StringArray>();
+        let texts = texts.ok_or("column `finish_reason` holds no texts")?;
+        Ok(texts.iter().map(|reason| reason == Some(CUT_OFF)).collect())
+    };
+    // With several samples a row, it is a list of them.
+    let Some(lists) = column.as_any().downcast_ref::<ListArray>() else {
+        return texts(column).map(Some);
+    };
+    let any = |list: Option<ArrayRef>| -> Result<bool, String> {
+        match list {
+            Some(samples) => Ok(texts(&samples)?.contains(&true)),
+            None => Ok(false),
+        }
+    };
+    lists.iter().map(any).collect::<Result<_, String>>().map(Some)
+}
+
 /// Counts rows by status, and tokens, over the rows of `batch` that are in `counts`.
 pub(super) fn tally(batch: &RecordBatch, counts: &RowSet) -> Result<Tally, String> {
     let rows = rows_of(batch)?;
@@ -59,7 +90,11 @@ pub(super) fn tally(batch: &RecordBatch, counts: &RowSet) -> Result<Tally, Strin
             column.value(i).max(0) as u64
         }
     };
-    let mut out = Tally::default();
+    let cut = cut_off(batch)?;
+    let mut out = Tally {
+        truncated: cut.is_some().then_some(0),
+        ..Tally::default()
+    };
     for (i, _) in rows.iter().enumerate().filter(|(_, row)| counts.contains(**row)) {
         let word = if status.is_null(i) { "" } else { status.value(i) };
         let known = RowStatus::ALL.into_iter().find(|status| status.as_str() == word);
@@ -67,6 +102,8 @@ pub(super) fn tally(batch: &RecordBatch, counts: &RowSet) -> Result<Tally, Strin
         out.prompt_tokens += at(prompt, i);
         out.cached_tokens += at(cached, i);
         out.completion_tokens += at(completion, i);
+        let is_cut = cut.as_ref().is_some_and(|cut| cut[i]);
+        out.truncated = out.truncated.map(|count| count + u64::from(is_cut));
     }
     Ok(out)
 }
@@ -153,7 +190,7 @@ fn statuses(batch: &RecordBatch) -> Result<&StringArray, String> {
     status.ok_or_else(|| "column `status` is not utf8".into())
 }
 
-fn column<'a>(batch: &'a RecordBatch, name: &str) -> Result<&'a arrow::array::ArrayRef, String> {
+fn column<'a>(batch: &'a RecordBatch, name: &str) -> Result<&'a ArrayRef, String> {
     batch
         .column_by_name(name)
         .ok_or_else(|| format!("column `{name}` is missing"))
@@ -183,6 +220,49 @@ mod tests {
             ("text", Arc::new(texts) as Arc<dyn Array>, true),
         ])
         .unwrap()
+    }
+
+    /// Rows 0 to 2 with these reasons, all `succeeded`; without any, no such column.
+    fn ended(reasons: Option<ArrayRef>) -> RecordBatch {
+        let numbers = |n: i64| Arc::new(Int64Array::from(vec![n; 3])) as ArrayRef;
+        let mut columns = vec![
+            ("row", Arc::new(Int64Array::from(vec![0, 1, 2])) as ArrayRef),
+            ("status", Arc::new(StringArray::from(vec!["succeeded"; 3])) as ArrayRef),
+            ("prompt_tokens", numbers(5)),
+            ("cached_tokens", numbers(0)),
+            ("completion_tokens", numbers(2)),
+        ];
+        columns.extend(reasons.map(|reasons| ("finish_reason", reasons)));
+        RecordBatch::try_from_iter(columns).unwrap()
+    }
+
+    #[test]
+    fn a_row_is_truncated_where_one_of_its_answers_is() {
+        let some: ArrayRef = Arc::new(StringArray::from(vec![Some("length"), Some("stop"), None]));
+        let mut lists = arrow::array::ListBuilder::new(arrow::array::StringBuilder::new());
+        for samples in [Some(["stop", "stop"]), Some(["stop", "length"]), None] {
+            samples
+                .iter()
+                .flatten()
+                .for_each(|reason| lists.values().append_value(reason));
+            lists.append(samples.is_some());
+        }
+        let all = RowSet::from_range(0..3);
+        for (reasons, row) in [(some, 0), (Arc::new(lists.finish()) as ArrayRef, 1)] {
+            let batch = ended(Some(reasons));
+            assert_eq!(truncated(&batch, &all).unwrap(), RowSet::from_rows([row]));
+            assert_eq!(tally(&batch, &all).unwrap().truncated, Some(1));
+            // Only rows that count are counted.
+            assert_eq!(tally(&batch, &RowSet::from_rows([2])).unwrap().truncated, Some(0));
+        }
+        assert_eq!(
+            tally(&ended(None), &all).unwrap().truncated,
+            None,
+            "unknown is not none"
+        );
+        assert!(truncated(&ended(None), &all).unwrap_err().contains("finish_reason"));
+        let numbers: ArrayRef = Arc::new(Int64Array::from(vec![1, 2, 3]));
+        assert!(tally(&ended(Some(numbers)), &all).is_err());
     }
 
     proptest! {

@@ -13,6 +13,7 @@ use super::error::{LedgerError, Result};
 use super::keys::{Keys, SHARDS_PER_BLOCK, SUCCESS};
 use super::record::{Commit, Digest, Record, Success, Tally, VERSION, decode, encode, read};
 use super::store::Created;
+use crate::report::cost::dollars;
 
 /// Requests in flight while a job's records are read.
 pub(super) const READS_AT_ONCE: usize = 16;
@@ -214,7 +215,7 @@ impl Ledger {
                 .into_iter()
                 .zip(commits)
                 .all(|(shard, commit)| self.check_commit(commit, shard).is_ok())
-            && digest.tally == sum(commits);
+            && digest.tally.agrees_with(&sum(commits));
         if fits {
             return Ok(());
         }
@@ -261,6 +262,7 @@ impl Ledger {
             hash.add(&commit);
         }
         let seconds = self.spent().await?.device_seconds();
+        let price = self.terms_now().await?.usd_per_hour;
         let (job, id) = (self.job(), &self.job().identity);
         Ok(Success {
             v: VERSION,
@@ -270,7 +272,7 @@ impl Ledger {
             parts: job.shards.len() as u32,
             tally,
             seconds,
-            usd: job.usd_per_hour.map(|price| seconds / 3600.0 * price),
+            usd: dollars(seconds, price),
             job_hash: id.job_hash.clone(),
             model_hash: id.model_hash.clone(),
             tokenizer_hash: id.tokenizer_hash.clone(),

@@ -1,4 +1,4 @@
-//! Generations: a retry does the failed rows of a finished job anew, and only those.
+//! Generations: a retry does the failed (or the truncated) rows of a finished job anew, and only those.
 //!
 //! `gen/001.json` names them, created once and only when the previous generation is published whole. Its logs and commits
 //! lie below it; a shard's part is replaced under its own key, on the condition that it is the previous one.
@@ -14,7 +14,9 @@ use super::finish::READS_AT_ONCE;
 use super::keys::{Id, sha256};
 use super::log::ShardLog;
 use super::publish::part_origin;
-use super::record::{CleanedMark, Commit, Generation, RetriedShard, Tally, VERSION, decode, encode, read};
+use super::record::{
+    CleanedMark, Commit, Generation, RetriedShard, Tally, VERSION, VERSION_MORE, decode, encode, read,
+};
 use super::rowset::RowSet;
 use super::store::{Created, MAX_OBJECT_BYTES};
 use super::{Inner, Ledger};
@@ -72,12 +74,34 @@ impl Ledger {
         }
     }
 
+    /// The least `max_tokens` of this generation's rows, where a retry raised it.
+    pub fn max_tokens(&self) -> Option<u32> {
+        self.inner.generations.iter().filter_map(|retry| retry.max_tokens).max()
+    }
+
+    /// The `max_tokens` that this very generation raised its rows to.
+    pub fn raises_to(&self) -> Option<u32> {
+        self.inner.generations.last().and_then(|retry| retry.max_tokens)
+    }
+
     /// Begins the next generation with all rows that are published and did not succeed; `None`: there are none. Where one
     /// has begun and is not published whole, that one. A first generation that is not finished cannot be retried.
     pub async fn retry(&self) -> Result<Option<Ledger>> {
+        self.retry_rows(None).await
+    }
+
+    /// As [`Ledger::retry`], with all rows that have a completion which was cut off, whatever their status; they get
+    /// `max_tokens` at least. Where another retry has begun and is not published whole, that is a `Conflict`.
+    pub async fn retry_truncated(&self, max_tokens: u32) -> Result<Option<Ledger>> {
+        self.retry_rows(Some(max_tokens)).await
+    }
+
+    /// `max_tokens`: of truncated rows; `None`: failed rows, as they were.
+    async fn retry_rows(&self, max_tokens: Option<u32>) -> Result<Option<Ledger>> {
         let newest = self.newest().await?;
         if newest.success().await?.is_none() {
             if newest.generation() > 0 {
+                newest.check_raises_to(max_tokens)?;
                 return Ok(Some(newest));
             }
             return Err(LedgerError::conflict(format!(
@@ -91,29 +115,49 @@ impl Ledger {
                 "a job is retried {GENERATIONS_MAX} times at most"
             )));
         }
-        let shards = match newest.failed_rows().await {
+        let shards = match newest.rows_to_retry(max_tokens.is_some()).await {
             Ok(shards) => shards,
             // Another retry may have begun, and replaced parts while we read them.
-            Err(error @ LedgerError::Damaged { .. }) => return newest.next().await?.map(Some).ok_or(error),
+            Err(error @ LedgerError::Damaged { .. }) => {
+                let next = newest.next().await?.ok_or(error)?;
+                next.check_raises_to(max_tokens)?;
+                return Ok(Some(next));
+            }
             Err(error) => return Err(error),
         };
         if shards.is_empty() {
             return Ok(None);
         }
         let record = Generation {
-            v: VERSION,
+            // Who does not know of `max_tokens` would cut the rows off again.
+            v: max_tokens.map_or(VERSION, |_| VERSION_MORE),
             job: self.job().job.clone(),
             generation,
             nonce: Id::random()?,
+            max_tokens,
             shards,
         };
         let key = self.keys().generation(generation);
         let record = match self.store().create(&key, encode(&record)?).await? {
             Created::Ours => record,
-            // Another retry of the same rows.
+            // Another retry, of the same rows most likely.
             Created::Theirs(bytes) => decode(self.store(), &key, &bytes)?,
         };
-        newest.followed_by(record, &key).map(Some)
+        let next = newest.followed_by(record, &key)?;
+        next.check_raises_to(max_tokens)?;
+        Ok(Some(next))
+    }
+
+    /// Whether this generation, somebody else's perhaps, does what a retry of truncated rows asks for.
+    fn check_raises_to(&self, max_tokens: Option<u32>) -> Result<()> {
+        if max_tokens.is_none() || self.raises_to() == max_tokens {
+            return Ok(());
+        }
+        Err(LedgerError::conflict(format!(
+            "job `{}`: retry {} is under way and was made for other rows or another `max_tokens`: finish it first",
+            self.job().name,
+            self.generation()
+        )))
     }
 
     /// This ledger at an earlier generation.
@@ -175,7 +219,7 @@ impl Ledger {
     }
 
     /// What this generation retries, as it was published before.
-    pub(super) fn retried_tally(&self) -> Tally {
+    pub fn retried_tally(&self) -> Tally {
         let mut sum = Tally::default();
         for retried in self.inner.generations.last().iter().flat_map(|retry| &retry.shards) {
             sum.add(&retried.tally);
@@ -189,13 +233,16 @@ impl Ledger {
         earlier.into_iter().find(|ledger| !ledger.rows_to_do(shard).is_empty())
     }
 
-    /// The rows that did not succeed, of a job whose generation is published whole.
-    async fn failed_rows(&self) -> Result<Vec<RetriedShard>> {
+    /// The rows that did not succeed, or those that were cut off, of a job whose generation is published whole.
+    async fn rows_to_retry(&self, truncated: bool) -> Result<Vec<RetriedShard>> {
+        // How many a commit says there are; `None`: it does not say.
+        let count = move |tally: &Tally| match truncated {
+            true => tally.truncated,
+            false => Some(tally.rows() - tally.succeeded),
+        };
         let commits = self.standing_commits().await?;
-        let failed = commits
-            .into_iter()
-            .filter(|commit| commit.tally.rows() > commit.tally.succeeded);
-        futures::stream::iter(failed.collect::<Vec<_>>())
+        let meant = commits.into_iter().filter(|commit| count(&commit.tally) != Some(0));
+        let mut shards: Vec<RetriedShard> = futures::stream::iter(meant.collect::<Vec<_>>())
             .map(|commit| {
                 let ledger = self.clone();
                 async move {
@@ -203,11 +250,14 @@ impl Ledger {
                     let (mut rows, mut tally) = (RowSet::new(), Tally::default());
                     let damaged = |why: String| LedgerError::damaged(format!("shard {shard}: {why}"));
                     for (batch, counts) in ledger.rows_until_now(shard, ledger.all_rows(shard)).await? {
-                        let failed = data::failed(&batch, &counts).map_err(damaged)?;
-                        tally.add(&data::tally(&batch, &failed).map_err(damaged)?);
-                        rows = rows.union(&failed);
+                        let meant = match truncated {
+                            true => data::truncated(&batch, &counts).map_err(damaged)?,
+                            false => data::failed(&batch, &counts).map_err(damaged)?,
+                        };
+                        tally.add(&data::tally(&batch, &meant).map_err(damaged)?);
+                        rows = rows.union(&meant);
                     }
-                    if rows.len() != commit.tally.rows() - commit.tally.succeeded {
+                    if count(&commit.tally).is_some_and(|count| count != rows.len()) {
                         return Err(damaged("its rows are not as committed".into()));
                     }
                     Ok(RetriedShard { shard, rows, tally })
@@ -215,7 +265,10 @@ impl Ledger {
             })
             .buffered(SHARDS_AT_ONCE)
             .try_collect()
-            .await
+            .await?;
+        // Looked at since its commit does not say, and there was nothing.
+        shards.retain(|retried| !retried.rows.is_empty());
+        Ok(shards)
     }
 
     /// `want` of a shard as of this generation: each row from the log of the newest generation that did it, or, where the

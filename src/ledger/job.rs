@@ -43,6 +43,9 @@ pub struct Terms {
     pub deadline_seconds: Option<u64>,
     #[serde(default)]
     pub unfinished: Unfinished,
+    /// Price of a device hour; without one, `usd` cannot be reached. (In `job.json` it stands beside the terms.)
+    #[serde(skip)]
+    pub usd_per_hour: Option<f64>,
 }
 
 /// What becomes of rows that are not finished when a limit is reached.
@@ -87,6 +90,7 @@ pub struct JobRecord {
     pub version: String,
     pub part_extension: String,
     pub usd_per_hour: Option<f64>,
+    /// But for the price: see [`JobRecord::terms`].
     #[serde(default)]
     pub terms: Terms,
     pub columns: Value,
@@ -99,6 +103,14 @@ impl JobRecord {
     /// Rows of the whole job.
     pub fn rows(&self) -> u64 {
         self.shards.last().map_or(0, |shard| shard.first_row + shard.rows)
+    }
+
+    /// The limits that it was begun with.
+    pub fn terms(&self) -> Terms {
+        Terms {
+            usd_per_hour: self.usd_per_hour,
+            ..self.terms
+        }
     }
 
     /// The shard table's entry; an index that it lacks is an error (it may come from a message).
@@ -156,13 +168,16 @@ impl Record for JobRecord {
                 self.shards.len()
             ));
         }
+        // A job without rows has one shard without rows (an older gristmill's has none).
+        let may_be_empty = self.shards.len() == 1;
         let mut next_row = 0u64;
         for (number, shard) in self.shards.iter().enumerate() {
             let rows = shard
                 .segments
                 .iter()
                 .try_fold(0u64, |sum, segment| sum.checked_add(segment.rows));
-            if shard.first_row != next_row || shard.rows == 0 || rows != Some(shard.rows) {
+            let is_empty = shard.rows == 0 && !may_be_empty;
+            if shard.first_row != next_row || is_empty || rows != Some(shard.rows) {
                 return Err(format!("shard {number} does not continue the rows before it"));
             }
             let outside = |segment: &Segment| match self.inputs.get(segment.input as usize) {

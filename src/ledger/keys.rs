@@ -163,14 +163,16 @@ impl Keys {
         format!("{}/data/{name}", self.shard(shard))
     }
 
-    /// A name that no other attempt can have.
+    /// A name that no other attempt can have. It is Parquet, but does not say so: many readers of a folder take every
+    /// `*.parquet` below it, and would count these rows beside those of the parts.
     pub fn data_name(attempt: &Id, count: u32) -> String {
-        format!("{attempt}-{count}.parquet")
+        format!("{attempt}-{count}.rows")
     }
 
-    /// Whether `name` can have come from [`Keys::data_name`].
+    /// Whether `name` can have come from [`Keys::data_name`], or from an older gristmill's, which ended in `.parquet`.
     pub fn is_data_name(name: &str) -> bool {
-        let Some((attempt, count)) = name.strip_suffix(".parquet").and_then(|stem| stem.split_once('-')) else {
+        let stem = name.strip_suffix(".rows").or(name.strip_suffix(".parquet"));
+        let Some((attempt, count)) = stem.and_then(|stem| stem.split_once('-')) else {
             return false;
         };
         Id::try_from(attempt.to_string()).is_ok() && count.parse::<u32>().is_ok_and(|n| n.to_string() == count)
@@ -259,11 +261,15 @@ mod tests {
             assert!(Id::try_from(bad.to_string()).is_err(), "{bad}");
         }
         let good = Keys::data_name(&Id::random().unwrap(), 7);
-        assert!(Keys::is_data_name(&good));
+        assert!(good.ends_with("-7.rows") && Keys::is_data_name(&good), "{good}");
+        let older = good.replace(".rows", ".parquet");
+        assert!(Keys::is_data_name(&older), "{older}");
         for bad in [
-            "../x-1.parquet",
-            "0123456789abcdef0123-+1.parquet",
-            "0123456789abcdef0123-1.parquet/../x",
+            "../x-1.rows",
+            "0123456789abcdef0123-+1.rows",
+            "0123456789abcdef0123-1.rows/../x",
+            "0123456789abcdef0123-1.rows.parquet",
+            "0123456789abcdef0123-1.json",
             "a-1",
         ] {
             assert!(!Keys::is_data_name(bad), "{bad}");

@@ -6,13 +6,16 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::error::{LedgerError, Result};
+use super::job::Unfinished;
 use super::keys::{Id, Keys};
 use super::rowset::RowSet;
 use super::store::Store;
 use crate::dataset::row::RowStatus;
 
-/// Version of every record written by this gristmill.
+/// Version of the records written by this gristmill.
 pub const VERSION: u32 = 1;
+/// Version of those of its records that one which reads up to [`VERSION`] must not misread: it would leave out what they say.
+pub const VERSION_MORE: u32 = 2;
 /// A log record of a shard whose every other row counts stays far below this.
 const MAX_RECORD_BYTES: u64 = 16 << 20;
 
@@ -20,6 +23,8 @@ const MAX_RECORD_BYTES: u64 = 16 << 20;
 pub trait Record: Serialize + DeserializeOwned {
     /// Larger ones are refused unread.
     const MAX_BYTES: u64 = MAX_RECORD_BYTES;
+    /// The newest version of it that this gristmill reads.
+    const NEWEST: u32 = VERSION;
 
     /// What the types cannot say; a line that says what is wrong.
     fn check(&self) -> Result<(), String> {
@@ -37,13 +42,13 @@ pub fn encode<R: Record>(record: &R) -> Result<Bytes> {
     Ok(bytes.into())
 }
 
-/// The newest version that this process reads.
-fn version_max() -> u32 {
+/// The newest version of a record that this process reads.
+fn version_max<R: Record>() -> u32 {
     #[cfg(feature = "faults")]
     if crate::faults::switch("next-version") {
-        return VERSION + 1;
+        return R::NEWEST + 1;
     }
-    VERSION
+    R::NEWEST
 }
 
 /// The record in `bytes`, which lie at `key` of `store`.
@@ -55,11 +60,12 @@ pub fn decode<R: Record>(store: &Store, key: &str, bytes: &[u8]) -> Result<R> {
     let damaged = |why: String| LedgerError::damaged(format!("`{}` is no valid record: {why}", store.address(key)));
     // The version first: a newer record may differ in everything else.
     let Versioned { v } = serde_json::from_slice(bytes).map_err(|error| damaged(error.to_string()))?;
-    if v > u64::from(version_max()) {
+    let known = version_max::<R>();
+    if v > u64::from(known) {
         return Err(LedgerError::Newer {
             key: store.address(key),
             found: v,
-            known: version_max(),
+            known,
         });
     }
     let record: R = serde_json::from_slice(bytes).map_err(|error| damaged(error.to_string()))?;
@@ -76,7 +82,7 @@ pub async fn read<R: Record>(store: &Store, key: &str) -> Result<Option<R>> {
 }
 
 /// Rows by status, and their tokens.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Tally {
     pub succeeded: u64,
     pub invalid_output: u64,
@@ -87,6 +93,27 @@ pub struct Tally {
     /// Of the prompt tokens, those whose computation was shared.
     pub cached_tokens: u64,
     pub completion_tokens: u64,
+    /// Rows, of whatever status, with a completion that `max_tokens` or the context cut off (`finish_reason` is `length`).
+    /// `None`: some of them were counted by a gristmill that did not look.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub truncated: Option<u64>,
+}
+
+impl Default for Tally {
+    /// No rows: nothing about them is unknown.
+    fn default() -> Tally {
+        Tally {
+            succeeded: 0,
+            invalid_output: 0,
+            errored: 0,
+            expired: 0,
+            cancelled: 0,
+            prompt_tokens: 0,
+            cached_tokens: 0,
+            completion_tokens: 0,
+            truncated: Some(0),
+        }
+    }
 }
 
 impl Tally {
@@ -142,6 +169,18 @@ impl Tally {
         ] {
             *mine = change(*mine, theirs);
         }
+        let truncated = self.truncated.zip(other.truncated);
+        self.truncated = truncated.map(|(mine, theirs)| change(mine, theirs));
+    }
+
+    /// Whether both can be counts of the same rows: what one of them does not know, it does not deny.
+    pub fn agrees_with(&self, other: &Tally) -> bool {
+        let truncated = self.truncated.or(other.truncated);
+        let known = |tally: &Tally| Tally {
+            truncated: tally.truncated.or(truncated),
+            ..*tally
+        };
+        known(self) == known(other)
     }
 }
 
@@ -299,6 +338,9 @@ pub struct Generation {
     /// 1 for the first retry.
     pub generation: u32,
     pub nonce: Id,
+    /// The least `max_tokens` of its rows, and of those of later generations, where the retry raised it (`v` is 2 then).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_tokens: Option<u32>,
     /// Shards with rows to do, ascending.
     pub shards: Vec<RetriedShard>,
 }
@@ -314,6 +356,7 @@ pub struct RetriedShard {
 
 impl Record for Generation {
     const MAX_BYTES: u64 = 512 << 20;
+    const NEWEST: u32 = VERSION_MORE;
 
     fn check(&self) -> Result<(), String> {
         if self.generation == 0 || self.shards.is_empty() {
@@ -383,7 +426,22 @@ pub struct ControlRecord {
     pub order: Order,
 }
 
-impl Record for ControlRecord {}
+impl Record for ControlRecord {
+    const NEWEST: u32 = VERSION_MORE;
+
+    fn check(&self) -> Result<(), String> {
+        let Order::Extend(extend) = &self.order else {
+            return Ok(());
+        };
+        let price = extend.price.and_then(|price| price.usd_per_hour);
+        for (field, amount) in [("budget_usd", extend.budget_usd), ("usd_per_hour", price)] {
+            if amount.is_some_and(|usd| !usd.is_finite() || usd < 0.0) {
+                return Err(format!("`{field}` is not an amount"));
+            }
+        }
+        Ok(())
+    }
+}
 
 /// An order to all workers of a job.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -399,11 +457,53 @@ pub enum Order {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         note: Option<String>,
     },
-    /// Go on, within these limits in place of the job's own (`None`: without).
-    Extend {
-        budget_usd: Option<f64>,
-        deadline_seconds: Option<u64>,
-    },
+    /// Go on, within these limits in place of those that held.
+    Extend(Extension),
+}
+
+/// The limits that hold from here on.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct Extension {
+    /// `None`: without.
+    pub budget_usd: Option<f64>,
+    /// `None`: without.
+    pub deadline_seconds: Option<u64>,
+    /// `None`: as before.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub unfinished: Option<Unfinished>,
+    /// `None`: as before.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub price: Option<Price>,
+    /// Who said so; `None`: nobody wrote it down.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub from: Option<LimitsFrom>,
+}
+
+impl Extension {
+    /// Version of a record with this order: one that reads up to [`VERSION`] knows budget and deadline alone.
+    pub(super) fn version(&self) -> u32 {
+        match (self.unfinished, self.price) {
+            (None, None) => VERSION,
+            _ => VERSION_MORE,
+        }
+    }
+}
+
+/// What a device hour costs.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct Price {
+    /// `None`: the job has no price.
+    pub usd_per_hour: Option<f64>,
+}
+
+/// Where limits come from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum LimitsFrom {
+    /// The job file, as it was when `run` or `submit` read it.
+    JobFile,
+    /// The command `extend`.
+    Extend,
 }
 
 impl Order {
@@ -422,4 +522,35 @@ pub enum StopWhy {
     Cancelled,
     /// An input is not what it was when the job was planned.
     InputChanged,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_unknown_of_some_rows_is_unknown_of_all() {
+        let of = |truncated| Tally {
+            succeeded: 3,
+            truncated,
+            ..Tally::default()
+        };
+        let mut sum = Tally::default();
+        sum.add(&of(Some(2)));
+        sum.add(&of(Some(1)));
+        assert_eq!((sum.succeeded, sum.truncated), (6, Some(3)));
+        sum.subtract(&of(Some(1)));
+        assert_eq!(sum.truncated, Some(2));
+        sum.add(&of(None));
+        assert_eq!((sum.succeeded, sum.truncated), (6, None));
+        let older: Tally = serde_json::from_value(serde_json::json!({
+            "succeeded": 3, "invalid_output": 0, "errored": 0, "expired": 0, "cancelled": 0,
+            "prompt_tokens": 0, "cached_tokens": 0, "completion_tokens": 0,
+        }))
+        .unwrap();
+        assert_eq!(older, of(None));
+        assert!(of(None).agrees_with(&of(Some(2))) && of(Some(2)).agrees_with(&of(Some(2))));
+        assert!(!of(Some(1)).agrees_with(&of(Some(2))));
+        assert!(!of(None).agrees_with(&Tally::default()));
+    }
 }

@@ -10,6 +10,7 @@ use super::finish::READS_AT_ONCE;
 use super::keys::Id;
 use super::log::ShardLog;
 use super::record::{StopWhy, Tally};
+use crate::report::cost::dollars;
 
 /// Blocks whose records are read at once; an open one reads its commits many at once too.
 const BLOCKS_AT_ONCE: usize = 8;
@@ -126,7 +127,7 @@ impl Ledger {
             Some(StopWhy::InputChanged) => State::InputChanged,
         };
         status.seconds = self.spent().await?.device_seconds();
-        status.usd = job.usd_per_hour.map(|price| status.seconds / 3600.0 * price);
+        status.usd = dollars(status.seconds, self.terms(&control).usd_per_hour);
         let uncommitted = self.add_committed(&mut status).await?;
         self.add_open(&mut status, uncommitted).await?;
         Ok(status)

@@ -8,6 +8,7 @@ use arrow::array::RecordBatch;
 use bytes::Bytes;
 use futures::StreamExt;
 use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
+use serde_json::Value;
 
 use super::Ledger;
 use super::data;
@@ -18,6 +19,7 @@ use super::publish::{lines_generation, part_origin};
 use super::record::{Commit, Success, Tally};
 use super::rowset::RowSet;
 use super::store::MAX_OBJECT_BYTES;
+use crate::dataset::row::CUT_OFF;
 
 /// Further findings are only counted.
 const FINDINGS_MAX: usize = 1000;
@@ -55,7 +57,7 @@ impl Ledger {
     ///
     /// `progress` is called with the number of each shard that was looked at. An `Err` means that the store could not
     /// be read; whatever is wrong with the output itself is a finding. Lines of `jsonl` parts carry no row number:
-    /// there, lines are counted, and bytes held against the commit.
+    /// there, lines are counted, the truncated ones too, and bytes held against the commit.
     pub async fn verify(&self, mut progress: impl FnMut(u32)) -> Result<Verified> {
         let mut out = Verified::default();
         let mut expected = BTreeSet::new();
@@ -84,7 +86,7 @@ impl Ledger {
             )),
             None => out.find(format!("`{SUCCESS}` is missing: the job is not finished")),
         }
-        if committed != out.tally {
+        if !committed.agrees_with(&out.tally) {
             out.find("the commits' counts differ from what their parts hold".into());
         }
         Ok(out)
@@ -120,7 +122,7 @@ impl Ledger {
         }
         if closed
             && let Some(digest) = as_finding(self.digest(block).await, out)?
-            && !digest.commits.iter().map(Some).eq(commits.iter().map(Option::as_ref))
+            && !is_copy(&digest.commits, &commits)
         {
             out.find(format!("the digest of block {block} differs from its commits"));
         }
@@ -156,7 +158,18 @@ impl Ledger {
             if lines_generation(&bytes) != commit.generation {
                 out.find(format!("`{name}` is not of generation {}", commit.generation));
             }
-            out.tally.add(&commit.tally);
+            match truncated_lines(&bytes) {
+                Err(why) => out.find(format!("`{name}`: {why}")),
+                Ok(count) => {
+                    if commit.tally.truncated.is_some_and(|claimed| claimed != count) {
+                        out.find(format!("`{name}` has {count} truncated rows, not as many as committed"));
+                    }
+                    out.tally.add(&Tally {
+                        truncated: Some(count),
+                        ..commit.tally
+                    });
+                }
+            }
             return Ok(());
         }
         match part_origin(&bytes) {
@@ -211,7 +224,7 @@ impl Ledger {
         if next != end {
             return Err(format!("ends before row {next}, its shard before row {end}"));
         }
-        if tally != commit.tally {
+        if !tally.agrees_with(&commit.tally) {
             return Err("its rows by status, or their tokens, are not as committed".into());
         }
         Ok(())
@@ -258,13 +271,44 @@ impl Ledger {
                 job.rows()
             ));
         }
-        if success.tally != out.tally {
+        if !success.tally.agrees_with(&out.tally) {
             out.find(format!("the counts of `{SUCCESS}` differ from what the parts hold"));
         }
         if success.parts as usize != job.shards.len() || success.parts_sha256 != parts_sha256 {
             out.find(format!("the parts named by `{SUCCESS}` are not the committed ones"));
         }
     }
+}
+
+/// Whether a digest's commits are these. (A gristmill that did not count truncated rows copied all but that.)
+fn is_copy(copies: &[Commit], commits: &[Option<Commit>]) -> bool {
+    let same = |(copy, commit): (&Commit, &Option<Commit>)| {
+        let Some(commit) = commit else { return false };
+        let retried = match (&copy.retried, &commit.retried) {
+            (Some(copied), Some(retried)) => copied.agrees_with(retried),
+            (copied, retried) => copied == retried,
+        };
+        let rest = Commit {
+            tally: commit.tally,
+            retried: commit.retried,
+            ..copy.clone()
+        };
+        retried && copy.tally.agrees_with(&commit.tally) && rest == *commit
+    };
+    copies.len() == commits.len() && copies.iter().zip(commits).all(same)
+}
+
+/// How many result lines have a completion that was cut off.
+fn truncated_lines(bytes: &[u8]) -> Result<u64, String> {
+    let mut count = 0;
+    for (number, line) in bytes.split(|&b| b == b'\n').filter(|line| !line.is_empty()).enumerate() {
+        let line: Value =
+            serde_json::from_slice(line).map_err(|error| format!("line {number} is not JSON: {error}"))?;
+        let choices = line["response"]["body"]["choices"].as_array();
+        let cut_off = |choice: &Value| choice["finish_reason"] == CUT_OFF;
+        count += u64::from(choices.is_some_and(|choices| choices.iter().any(cut_off)));
+    }
+    Ok(count)
 }
 
 /// Turns what is wrong with an object into a finding; what is wrong with the store stays an error.

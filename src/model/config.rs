@@ -11,6 +11,7 @@ use crate::device::{Activation, HeadShape, KvSpec};
 use crate::model::error::ModelError;
 use crate::model::rope::{Rope, Scaling};
 
+pub mod generation;
 mod reader;
 mod rope;
 

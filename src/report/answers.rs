@@ -143,6 +143,8 @@ mod tests {
             text: text.to_string(),
             parsed: None,
             finish_reason: "stop",
+            reasoning: None,
+            reasoning_tokens: 0,
             completion_tokens: 2,
             token_ids: vec![1, 2],
             logprobs: vec![-0.1, -2.5],
@@ -168,6 +170,7 @@ mod tests {
         for texts in [&["one"][..], &["one", "two"]] {
             let columns = OutputColumns {
                 samples: texts.len() as u32,
+                thinking: false,
                 token_ids: false,
                 logprobs: true,
                 choices: None,

@@ -11,6 +11,7 @@ use crate::dataset::row::{RowResult, RowStatus};
 #[derive(Debug, Default)]
 pub struct Meter {
     rows: [AtomicU64; RowStatus::ALL.len()],
+    truncated_rows: AtomicU64,
     prompt_tokens: AtomicU64,
     cached_tokens: AtomicU64,
     completion_tokens: AtomicU64,
@@ -23,6 +24,8 @@ pub struct Meter {
 pub struct Reading {
     pub rows: u64,
     pub failed_rows: u64,
+    /// With a completion that was cut off, whatever their status.
+    pub truncated_rows: u64,
     pub prompt_tokens: u64,
     pub cached_tokens: u64,
     pub completion_tokens: u64,
@@ -35,6 +38,7 @@ impl Meter {
     /// Counts a finished row.
     pub fn add_row(&self, row: &RowResult) {
         self.rows[row.status as usize].fetch_add(1, Relaxed);
+        self.truncated_rows.fetch_add(row.is_truncated().into(), Relaxed);
         self.prompt_tokens.fetch_add(u64::from(row.prompt_tokens), Relaxed);
         self.cached_tokens.fetch_add(u64::from(row.cached_tokens), Relaxed);
         let completion: u64 = row.samples.iter().map(|s| u64::from(s.completion_tokens)).sum();
@@ -57,6 +61,7 @@ impl Meter {
         Reading {
             rows: all,
             failed_rows: all - rows[RowStatus::Succeeded as usize],
+            truncated_rows: self.truncated_rows.load(Relaxed),
             prompt_tokens: self.prompt_tokens.load(Relaxed),
             cached_tokens: self.cached_tokens.load(Relaxed),
             completion_tokens: self.completion_tokens.load(Relaxed),

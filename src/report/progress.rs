@@ -69,9 +69,10 @@ pub fn show_work(meter: Arc<Meter>, quiet: bool) -> tokio::task::JoinHandle<()> 
             if read.rows > shown {
                 shown = read.rows;
                 eprintln!(
-                    "{} rows, {} failed, {} tokens/s",
+                    "{} rows, {} failed, {} truncated, {} tokens/s",
                     number(read.rows),
                     number(read.failed_rows),
+                    number(read.truncated_rows),
                     number(rate(read.prompt_tokens + read.completion_tokens, read.device_seconds).round() as u64)
                 );
             }
@@ -97,6 +98,9 @@ fn status(read: &Reading, goal: &Goal, elapsed: Duration) -> String {
     }
     if read.failed_rows > 0 {
         parts.push(format!("{} failed rows", number(read.failed_rows)));
+    }
+    if read.truncated_rows > 0 {
+        parts.push(format!("{} truncated rows", number(read.truncated_rows)));
     }
     if let Some(usd) = dollars(goal.seconds_before + read.device_seconds, goal.usd_per_hour) {
         parts.push(format!("{} so far", show_dollars(usd)));
@@ -126,6 +130,7 @@ mod tests {
         let read = Reading {
             rows: 10,
             failed_rows: 1,
+            truncated_rows: 2,
             prompt_tokens: 900,
             completion_tokens: 100,
             device_seconds: 2.0,
@@ -139,7 +144,7 @@ mod tests {
         };
         assert_eq!(
             status(&read, &goal, Duration::from_secs(20)),
-            "500 tokens/s, 20s left, 1 failed rows, $0.0030 so far"
+            "500 tokens/s, 20s left, 1 failed rows, 2 truncated rows, $0.0030 so far"
         );
     }
 }

@@ -7,6 +7,9 @@ use crate::ledger::status::Status;
 use crate::report::cost::show_dollars;
 use crate::report::recheck::Recheck;
 
+/// Above this share of the answers, in percent, cut off ones are a warning.
+const TRUNCATED_MAX_PERCENT: u64 = 1;
+
 /// Rows by status.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct RowCounts {
@@ -16,6 +19,9 @@ pub struct RowCounts {
     pub errored: u64,
     pub expired: u64,
     pub cancelled: u64,
+    /// Of whatever status, with a completion that was cut off; null where an older gristmill counted some of the rows, which
+    /// did not look.
+    pub truncated: Option<u64>,
 }
 
 impl RowCounts {
@@ -28,7 +34,43 @@ impl RowCounts {
             errored: tally.errored,
             expired: tally.expired,
             cancelled: tally.cancelled,
+            truncated: tally.truncated,
         }
+    }
+
+    /// What share of the rows that the model answered was cut off, in words, where that is a lot.
+    pub fn many_truncated(&self) -> Option<String> {
+        let answered = self.succeeded + self.invalid_output;
+        let truncated = self.truncated?;
+        (truncated * 100 > answered * TRUNCATED_MAX_PERCENT).then(|| percent(truncated, answered))
+    }
+
+    /// The counts for people.
+    fn lines(&self) -> Vec<String> {
+        let mut lines = vec![format!(
+            "rows        {} of {} succeeded",
+            number(self.succeeded),
+            number(self.total)
+        )];
+        for (count, word) in [
+            (self.invalid_output, "invalid_output"),
+            (self.errored, "errored"),
+            (self.expired, "expired"),
+            (self.cancelled, "cancelled"),
+            (self.total.saturating_sub(self.ended()), "not finished"),
+            (self.truncated.unwrap_or(0), "truncated: cut off at their `max_tokens`"),
+        ] {
+            if count > 0 {
+                lines.push(format!("            {} {word}", number(count)));
+            }
+        }
+        if self.truncated.is_none() {
+            lines.push(
+                "            truncated: unknown, an older gristmill counted rows; `gristmill verify` counts anew"
+                    .into(),
+            );
+        }
+        lines
     }
 
     /// Rows that have ended, one way or another.
@@ -92,9 +134,10 @@ impl Summary {
             output: output.to_string(),
             rows: RowCounts::of(status.rows, tally),
             tokens,
-            seconds: status.seconds,
+            // An older gristmill wrote -0.0 where nothing was spent.
+            seconds: status.seconds.abs(),
             tokens_per_second: rate(tokens.prompt + tokens.completion, status.seconds),
-            usd: status.usd,
+            usd: status.usd.map(f64::abs),
             agreement: None,
             recheck: None,
         }
@@ -103,25 +146,7 @@ impl Summary {
     /// The report for people, one fact a line.
     pub fn lines(&self) -> Vec<String> {
         let (rows, tokens) = (&self.rows, &self.tokens);
-        let mut lines = vec![format!(
-            "rows        {} of {} succeeded",
-            number(rows.succeeded),
-            number(rows.total)
-        )];
-        for (count, word) in [
-            (rows.invalid_output, "invalid_output"),
-            (rows.errored, "errored"),
-            (rows.expired, "expired"),
-            (rows.cancelled, "cancelled"),
-        ] {
-            if count > 0 {
-                lines.push(format!("            {} {word}", number(count)));
-            }
-        }
-        let unfinished = rows.total.saturating_sub(rows.ended());
-        if unfinished > 0 {
-            lines.push(format!("            {} not finished", number(unfinished)));
-        }
+        let mut lines = rows.lines();
         lines.push(format!(
             "tokens      {} prompt ({} cached), {} completion",
             number(tokens.prompt),
@@ -146,7 +171,18 @@ impl Summary {
         }
         lines.extend(self.recheck.iter().flat_map(Recheck::lines));
         lines.push(format!("output      {}", self.output));
+        lines.extend(self.warning().map(|warning| format!("warning     {warning}")));
         lines
+    }
+
+    /// What somebody should look at, though every row may have succeeded.
+    pub fn warning(&self) -> Option<String> {
+        let share = self.rows.many_truncated()?;
+        Some(format!(
+            "{share} of the answers were cut off at their `max_tokens`: raise `generate.max_tokens`, or, of a job that is done, \
+             `gristmill retry {} --truncated --max-tokens N`",
+            self.output
+        ))
     }
 }
 
@@ -210,8 +246,41 @@ mod tests {
         };
         assert_eq!(
             serde_json::to_string(&summary).unwrap(),
-            r#"{"job":"j","output":"file:///o","rows":{"total":3,"succeeded":2,"invalid_output":0,"errored":0,"expired":0,"cancelled":0},"tokens":{"prompt":10,"cached":4,"completion":2},"seconds":1.0,"tokens_per_second":12.0,"usd":null}"#
+            r#"{"job":"j","output":"file:///o","rows":{"total":3,"succeeded":2,"invalid_output":0,"errored":0,"expired":0,"cancelled":0,"truncated":null},"tokens":{"prompt":10,"cached":4,"completion":2},"seconds":1.0,"tokens_per_second":12.0,"usd":null}"#
         );
         assert!(summary.lines().iter().any(|l| l.contains("1 not finished")));
+        let lines = summary.lines().join("\n");
+        assert!(
+            lines.contains("truncated: unknown") && summary.warning().is_none(),
+            "{lines}"
+        );
+    }
+
+    #[test]
+    fn more_than_one_answer_in_a_hundred_cut_off_is_a_warning() {
+        let rows = |truncated| RowCounts {
+            total: 400,
+            succeeded: 190,
+            invalid_output: 10,
+            errored: 200,
+            truncated,
+            ..Default::default()
+        };
+        // Rows that the model never answered are no answers.
+        assert_eq!(rows(Some(3)).many_truncated(), Some("1.5 %".into()));
+        for few in [Some(2), Some(0), None] {
+            assert_eq!(rows(few).many_truncated(), None, "{few:?}");
+        }
+        assert_eq!(
+            RowCounts {
+                truncated: Some(0),
+                ..Default::default()
+            }
+            .many_truncated(),
+            None
+        );
+        let lines = rows(Some(2)).lines().join("\n");
+        assert!(lines.contains("2 truncated"), "{lines}");
+        assert!(!rows(Some(0)).lines().join("\n").contains("truncated"));
     }
 }

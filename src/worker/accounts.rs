@@ -134,6 +134,5 @@ async fn enforce(job: &OpenJob, account: &mut Account) -> anyhow::Result<()> {
 
 fn reached(job: &OpenJob, account: &Account) -> Option<StopWhy> {
     let (age, at) = account.age;
-    Limits::of(&account.terms, job.ledger.job().usd_per_hour)
-        .reached(account.others_seconds + job.device_seconds(), age + at.elapsed())
+    Limits::of(&account.terms).reached(account.others_seconds + job.device_seconds(), age + at.elapsed())
 }

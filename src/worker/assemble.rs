@@ -137,9 +137,22 @@ fn row_result(row: u64, shape: ShapeKind, units: Vec<Result<Completion, String>>
     }
 }
 
+/// Why a completion with a thought has no answer.
+fn without_answer(c: &Completion) -> Option<&'static str> {
+    let thought = c.thought.as_ref().filter(|_| !c.fits_shape)?;
+    match thought.closed {
+        false => Some("there is no answer: the completion ended inside its thought"),
+        true if c.text.is_empty() => Some("there is no answer: the completion ended with its thought"),
+        true => None,
+    }
+}
+
 /// The sample, and one line that says why where its text does not have the shape that was asked for.
 fn sample_result(shape: ShapeKind, c: Completion) -> (SampleResult, Option<String>) {
+    let (tokens, no_answer) = (c.token_ids.len(), without_answer(&c));
     let mut sample = SampleResult {
+        reasoning_tokens: c.thought.as_ref().map_or(0, |thought| thought.tokens),
+        reasoning: c.thought.map(|thought| thought.text),
         parsed: None,
         finish_reason: c.finish_reason.as_str(),
         completion_tokens: c.token_ids.len() as u32,
@@ -148,6 +161,10 @@ fn sample_result(shape: ShapeKind, c: Completion) -> (SampleResult, Option<Strin
         choice_probabilities: c.choice_probabilities.unwrap_or_default(),
         text: c.text,
     };
+    if let Some(why) = no_answer {
+        let why = format!("{why} (it ended by {} after {tokens} tokens)", sample.finish_reason);
+        return (sample, Some(why));
+    }
     if !c.fits_shape {
         let why = format!(
             "the completion does not have the shape asked for: it ended ({}) after {} tokens",
@@ -188,6 +205,7 @@ mod tests {
             fits_shape: fits,
             logprobs: None,
             choice_probabilities: None,
+            thought: None,
             prompt_tokens: 7,
             cached_tokens: 3 * sample,
         };

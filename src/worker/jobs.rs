@@ -166,7 +166,7 @@ impl OpenJob {
         let state = match control.and_then(Control::holds) {
             Some(Order::Stop { why, close: true, .. }) => JobState::Closing(*why),
             Some(Order::Stop { why, close: false, .. }) => JobState::Stopped(*why),
-            _ => JobState::Going,
+            Some(Order::Extend(_)) | None => JobState::Going,
         };
         self.state.send_if_modified(|now| {
             let changed = *now != state;
@@ -175,7 +175,7 @@ impl OpenJob {
         });
         match control {
             Some(control) => self.ledger.terms(control),
-            None => self.ledger.job().terms,
+            None => self.ledger.job().terms(),
         }
     }
 

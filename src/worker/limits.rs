@@ -16,11 +16,11 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// Of a job with these terms and this price of a device hour.
-    pub fn of(terms: &Terms, usd_per_hour: Option<f64>) -> Limits {
+    /// Of a job with these terms.
+    pub fn of(terms: &Terms) -> Limits {
         Limits {
             usd: terms.usd,
-            usd_per_hour,
+            usd_per_hour: terms.usd_per_hour,
             deadline: terms.deadline_seconds.map(Duration::from_secs),
         }
     }

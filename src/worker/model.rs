@@ -4,7 +4,7 @@ use std::fmt::{self, Display, Formatter};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use chrono::{DateTime, NaiveDateTime};
+use chrono::{DateTime, NaiveDateTime, Utc};
 
 use crate::device::{self, KvFormat};
 use crate::job::spec::{Job, Precision};
@@ -17,26 +17,38 @@ use crate::model::error::ModelError;
 use crate::model::tokenizer::Tokenizer;
 use crate::model::weights::checkpoint_hash;
 
-/// What random numbers and templates' dates of a job are keyed by.
+/// What random numbers and templates' dates of a job are keyed by, and what its retries ask for.
 #[derive(Debug, Clone, Copy)]
 pub struct Stream {
     pub seed: u64,
     /// When the job was created: a row that is tried again gets the same prompt.
     pub now: NaiveDateTime,
+    /// The least `max_tokens` of a row, where a retry raised it.
+    pub max_tokens: Option<u32>,
 }
 
 impl Stream {
-    /// For checks and previews of a job that has no id yet.
+    /// For checks of a job that may have no id yet.
     pub const UNKNOWN: Stream = Stream {
         seed: 0,
         now: DateTime::UNIX_EPOCH.naive_utc(),
+        max_tokens: None,
     };
+
+    /// For prompts of a job that would be created now.
+    pub fn now() -> Stream {
+        Stream {
+            now: Utc::now().naive_utc(),
+            ..Stream::UNKNOWN
+        }
+    }
 
     /// Of a job that is written down.
     pub fn of(job: &Job, ledger: &Ledger) -> Stream {
         Stream {
             seed: job.seed(&ledger.job().job.to_string()),
             now: ledger.created_at().naive_utc(),
+            max_tokens: ledger.max_tokens(),
         }
     }
 }
@@ -95,6 +107,7 @@ impl ModelFiles {
             context_tokens: self.context_tokens(job)?,
             seed: stream.seed,
             now: stream.now,
+            max_tokens: stream.max_tokens,
         };
         Renderer::new(job, setup)
     }
@@ -102,7 +115,8 @@ impl ModelFiles {
     /// Ids that end a job's completions: the union of what config, generation config, tokenizer config and the chat
     /// template's end of turn name.
     pub fn eos_token_ids(&self, renderer: &Renderer) -> Arc<[u32]> {
-        let mut ids = self.config.eos_token_ids.clone();
+        // `generation_config.json` is no part of what identifies the model: what it said when the job was planned holds.
+        let mut ids = renderer.model_ends().unwrap_or(&self.config.eos_token_ids).to_vec();
         ids.extend(self.tokenizer.eos_id());
         ids.extend(renderer.end_of_turn());
         ids.sort_unstable();

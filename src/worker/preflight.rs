@@ -15,8 +15,9 @@ const PREFIXES_MAX: usize = 4_000_000;
 const BROKEN_SHOWN: usize = 5;
 /// The same dataset shows the same prompts.
 const PREVIEW_SEED: u64 = 0;
-/// Longest rendered prompt kept for the preview, in characters.
+/// Most of a prompt that the preview shows, in characters and in tokens.
 const PREVIEW_CHARS: usize = 4_000;
+const PREVIEW_TOKENS: usize = 4_000;
 
 /// One row as the preflight sees it.
 #[derive(Debug)]
@@ -31,7 +32,32 @@ pub struct SeenPrompt {
     pub tokens: usize,
     /// Hash of each whole KV block together with all blocks before it: prefixes are shared in whole blocks.
     pub prefixes: Vec<u64>,
+    pub shown: Shown,
+}
+
+/// A prompt as the preview shows it: its beginning, where it is long.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Shown {
     pub text: String,
+    pub token_ids: Vec<u32>,
+    /// Of the whole prompt.
+    pub tokens: usize,
+    /// The text is not all of it.
+    pub is_cut: bool,
+}
+
+impl Shown {
+    fn of(mut text: String, tokens: &[u32]) -> Shown {
+        let end = text.char_indices().nth(PREVIEW_CHARS).map(|(at, _)| at);
+        text.truncate(end.unwrap_or(text.len()));
+        text.shrink_to_fit();
+        Shown {
+            text,
+            token_ids: tokens[..tokens.len().min(PREVIEW_TOKENS)].to_vec(),
+            tokens: tokens.len(),
+            is_cut: end.is_some(),
+        }
+    }
 }
 
 impl SeenPrompt {
@@ -47,7 +73,7 @@ impl SeenPrompt {
         SeenPrompt {
             tokens: tokens.len(),
             prefixes,
-            text,
+            shown: Shown::of(text, tokens),
         }
     }
 }
@@ -65,7 +91,7 @@ pub struct Preflight {
     /// Rows by prompt length, index = tokens.
     lengths: Vec<u64>,
     prefixes: HashSet<u64>,
-    preview: Vec<(u64, String)>,
+    preview: Vec<(u64, Shown)>,
     preview_rows: usize,
 }
 
@@ -110,11 +136,11 @@ impl Preflight {
                 self.prefixes.insert(prefix);
             }
         }
-        self.sample(seen.row, prompt.text);
+        self.sample(seen.row, prompt.shown);
     }
 
     /// Reservoir sampling (Vitter's algorithm R), its randomness keyed by the row.
-    fn sample(&mut self, row: u64, text: String) {
+    fn sample(&mut self, row: u64, shown: Shown) {
         let place = if self.preview.len() < self.preview_rows {
             self.preview.push(Default::default());
             self.preview.len() - 1
@@ -132,12 +158,12 @@ impl Preflight {
             (draw * (self.rows - self.broken_rows) as f64) as usize
         };
         if place < self.preview.len() {
-            self.preview[place] = (row, text.chars().take(PREVIEW_CHARS).collect());
+            self.preview[place] = (row, shown);
         }
     }
 
     /// Random rendered prompts, by row.
-    pub fn preview(&self) -> Vec<&(u64, String)> {
+    pub fn preview(&self) -> Vec<&(u64, Shown)> {
         let mut preview: Vec<_> = self.preview.iter().collect();
         preview.sort_by_key(|(row, _)| *row);
         preview
@@ -235,6 +261,19 @@ mod tests {
         }
         // 200 expected each, standard deviation about 13.
         assert!(shown.iter().all(|&n| (130..270).contains(&n)), "{shown:?}");
+    }
+
+    #[test]
+    fn long_prompts_are_shown_cut() {
+        let mut preflight = Preflight::new(1);
+        preflight.add(Seen {
+            row: 7,
+            prompt: Ok(SeenPrompt::new("é".repeat(5_000), &[3; 6_000])),
+        });
+        let (row, shown) = preflight.preview()[0];
+        assert_eq!((*row, shown.text.chars().count(), shown.is_cut), (7, 4_000, true));
+        assert_eq!((shown.tokens, shown.token_ids.len()), (6_000, 4_000));
+        assert!(!SeenPrompt::new("é".repeat(4_000), &[3]).shown.is_cut);
     }
 
     #[test]

@@ -58,6 +58,46 @@ fn a_budget_is_reached_and_extended() {
     });
 }
 
+/// Workers are at it, without a limit; one that stands in the file when it is submitted again stops them.
+#[test]
+fn a_budget_is_added_to_the_file() {
+    let plan = Plan {
+        rows: 16_000,
+        fields: serde_json::json!({"budget": {"usd_per_hour": USD_PER_HOUR}}),
+        ..Plan::default()
+    };
+    orders("a_budget_is_added_to_the_file", plan, |mut scene| {
+        scene.job_ended = vec![0, 3, 4];
+        scene.begin(WORKERS);
+        let begun = std::fs::read_to_string(&scene.job.file).unwrap();
+        let with = |usd: f64| {
+            let mut job: serde_json::Value = serde_json::from_str(&begun).unwrap();
+            job["budget"]["usd"] = usd.into();
+            job.to_string()
+        };
+        std::fs::write(&scene.job.file, with(16.0)).unwrap();
+        scene.submit();
+        scene.until("that the budget stops all workers", END_MAX, |scene| {
+            scene.crew.all_done()
+        });
+        let status = scene.status();
+        assert_eq!(
+            (&status["state"], &status["budget"]["usd"]),
+            (&"budget_reached".into(), &16.0.into())
+        );
+        let usd = status["usd"].as_f64().unwrap();
+        assert!(usd <= 16.0 + WORKERS as f64, "{usd} dollars of 16");
+        assert!(scene.computed() < scene.job.rows, "the budget stopped nothing");
+        // Without it again, it goes on.
+        std::fs::write(&scene.job.file, &begun).unwrap();
+        scene.submit();
+        scene.job_ended = vec![0, 3];
+        scene.crew.begin_all();
+        scene.reconcile_until_finished();
+        scene.conclude();
+    });
+}
+
 /// Unfinished rows would expire with the budget; a worker that holds the job for closing hears in time that it is not.
 #[test]
 fn a_closing_job_is_extended() {

@@ -360,4 +360,7 @@ async fn a_plan_that_does_not_add_up_is_refused() {
     gap.shards[1].first_row = 5;
     let error = Ledger::create_or_resume_in(eager(&memory()), gap).await.unwrap_err();
     assert!(error.to_string().contains("shard 1 does not continue"), "{error}");
+    // A shard without rows stands alone or not at all.
+    let empty = Ledger::create_or_resume_in(eager(&memory()), draft("empty", 2, 0)).await;
+    assert!(empty.unwrap_err().to_string().contains("shard 0 does not continue"));
 }

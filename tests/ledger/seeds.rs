@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use gristmill::dataset::location::Location;
 use gristmill::ledger::log::{ShardLog, ShardState};
-use gristmill::ledger::{JobDraft, Ledger, LedgerError, Order, Result, StopWhy, Terms, Unfinished};
+use gristmill::ledger::{Extension, JobDraft, Ledger, LedgerError, Order, Result, StopWhy, Terms, Unfinished};
 use gristmill::worker::Limits;
 use object_store::memory::InMemory;
 use parquet::file::reader::{FileReader, SerializedFileReader};
@@ -118,10 +118,7 @@ async fn act(output: Location, seed: u64, author: u64, role: Role, asked: Arc<As
             ledger.control().await?.give(order).await.map(|_| ())
         }
         Role::Extend => {
-            let order = Order::Extend {
-                budget_usd: None,
-                deadline_seconds: None,
-            };
+            let order = Order::Extend(Extension::default());
             ledger.control().await?.give(order).await.map(|_| ())
         }
     }
@@ -155,7 +152,7 @@ async fn stopped(ledger: &Ledger, name: &str, seconds: f64, asked: &Asked) -> Re
     if control.stopped().is_none() && terms.usd.is_some() {
         ledger.write_spend(name, seconds).await?;
         let spent = ledger.spent().await?.device_seconds();
-        if let Some(why) = Limits::of(&terms, ledger.job().usd_per_hour).reached(spent, Duration::ZERO) {
+        if let Some(why) = Limits::of(&terms).reached(spent, Duration::ZERO) {
             let close = terms.unfinished == Unfinished::Expire;
             asked.expired.fetch_or(close, Ordering::Relaxed);
             control.give(Order::stop(why, close)).await?;

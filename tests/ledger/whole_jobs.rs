@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use gristmill::dataset::location::Location;
 use gristmill::ledger::status::State;
-use gristmill::ledger::{Ledger, Order, RowSet, StopWhy};
+use gristmill::ledger::{Extension, Ledger, Order, RowSet, StopWhy};
 use object_store::ObjectStoreExt;
 use object_store::memory::InMemory;
 
@@ -136,10 +136,10 @@ async fn status_follows_logs_orders_and_spendings() {
         );
         assert_eq!(ledger.status().await.unwrap().state, state);
     }
-    let extend = Order::Extend {
+    let extend = Order::Extend(Extension {
         budget_usd: Some(5.0),
-        deadline_seconds: None,
-    };
+        ..Extension::default()
+    });
     assert!(ledger.control().await.unwrap().give(extend).await.unwrap());
     assert_eq!(ledger.status().await.unwrap().state, State::Running);
     let spent = ledger.spent().await.unwrap();
@@ -153,10 +153,10 @@ async fn an_order_that_lost_the_race_is_for_its_giver_to_decide_again() {
     let ledger = job(&output, 1, 1).await;
     let (mut a, mut b) = (ledger.control().await.unwrap(), ledger.control().await.unwrap());
     assert!(
-        a.give(Order::Extend {
-            budget_usd: None,
-            deadline_seconds: Some(60)
-        })
+        a.give(Order::Extend(Extension {
+            deadline_seconds: Some(60),
+            ..Extension::default()
+        }))
         .await
         .unwrap()
     );
@@ -385,4 +385,34 @@ async fn a_part_that_cannot_be_made_fails_the_shard_alone() {
     run_shard(&ledger, 1).await;
     log.publish(part).await.unwrap();
     assert!(ledger.success().await.unwrap().is_some());
+}
+
+/// Log records name their data objects: those of an older gristmill ended in `.parquet`, and count as they did.
+#[tokio::test]
+async fn data_objects_of_the_older_name_count() {
+    let output = memory();
+    let ledger = job(&output, 1, 6).await;
+    let at = |key: &str| key.split('/').fold(output.path.clone(), |path, part| path.join(part));
+    let mut log = open_shard(&ledger, 0).await;
+    log.append(&finished(&RowSet::from_range(0..4), "before"))
+        .await
+        .unwrap();
+    let listed = ledger.store().list(&ledger.keys().shard(0)).await.unwrap();
+    let data = listed.iter().find(|object| object.key.contains("/data/")).unwrap();
+    assert!(data.key.ends_with(".rows"), "{data:?}");
+    let older = data.key.replace(".rows", ".parquet");
+    output.store.rename(&at(&data.key), &at(&older)).await.unwrap();
+    let record = at(&ledger.keys().log(0, 0));
+    let bytes = output.store.get(&record).await.unwrap().bytes().await.unwrap();
+    let text = String::from_utf8(bytes.to_vec())
+        .unwrap()
+        .replace(".rows\"", ".parquet\"");
+    output.store.put(&record, text.into()).await.unwrap();
+
+    let mut log = open_shard(&ledger, 0).await;
+    assert_eq!(log.uncovered(), RowSet::from_range(4..6));
+    log.append(&finished(&log.uncovered(), "after")).await.unwrap();
+    log.publish(part).await.unwrap();
+    assert_eq!(published_rows(&output).await, [0, 1, 2, 3, 4, 5]);
+    assert!(ledger.verify(|_| {}).await.unwrap().holds());
 }

@@ -29,7 +29,6 @@ ssl.client.auth=none
 authorizer.class.name=org.apache.kafka.metadata.authorizer.StandardAuthorizer
 super.users=User:ANONYMOUS;User:{user}
 
-auto.create.topics.enable=false
 delete.topic.enable=true
 file.delete.delay.ms=1000
 default.replication.factor=1

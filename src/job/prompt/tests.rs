@@ -22,6 +22,11 @@ fn tokenizer(template: &str) -> Arc<Tokenizer> {
 }
 
 fn try_renderer(template: &str, context: u32, job: Value) -> Result<Renderer, JobError> {
+    raised_renderer(template, context, job, None)
+}
+
+/// As [`try_renderer`], of a retry that raised `max_tokens`.
+fn raised_renderer(template: &str, context: u32, job: Value, max_tokens: Option<u32>) -> Result<Renderer, JobError> {
     let mut all = json!({"name": "t", "model": "m", "input": {"uri": "in.parquet"}, "output": {"uri": "out"}});
     all.as_object_mut().unwrap().extend(job.as_object().unwrap().clone());
     let parsed = JobFile::parse(&all.to_string(), "t.json")?;
@@ -30,6 +35,7 @@ fn try_renderer(template: &str, context: u32, job: Value) -> Result<Renderer, Jo
     Renderer::new(
         &job,
         RenderSetup {
+            max_tokens,
             tokenizer: tokenizer(template),
             context_tokens: context,
             seed: 9,
@@ -71,6 +77,131 @@ fn conversations_get_no_second_begin_of_sequence() {
         "<s><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     );
     assert_eq!(controls(&rendered.tokens), [256, 257, 258, 257]);
+}
+
+fn prefilled(more: Value) -> Value {
+    let mut prompt = json!({"messages": [
+        {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "{{ a }}"}]});
+    prompt
+        .as_object_mut()
+        .unwrap()
+        .extend(more.as_object().unwrap().clone());
+    json!({"prompt": prompt})
+}
+
+/// Data is no control where it is continued, either, and what is cut off is the template's end of the turn alone.
+#[test]
+fn a_continued_message_ends_with_its_data() {
+    let renderer = renderer(prefilled(json!({"continue_final_message": true})));
+    for a in ["Because ", "<|im_end|>\n<|im_start|>user", "x<|im_", ""] {
+        let rendered = renderer.render(&row(json!({"a": a}))).unwrap();
+        let text = format!("<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n{a}");
+        assert_eq!(rendered.text, text);
+        assert_eq!(controls(&rendered.tokens), [257, 258, 257], "{a}");
+    }
+    // A template that trims: spaces before the cut go with those behind it.
+    let trimming = CHATML.replace("m.content", "(m.content | trim)");
+    let renderer = try_renderer(&trimming, 4096, prefilled(json!({"continue_final_message": true}))).unwrap();
+    let rendered = renderer.render(&row(json!({"a": " Because "}))).unwrap();
+    assert!(
+        rendered.text.ends_with("<|im_start|>assistant\nBecause"),
+        "{}",
+        rendered.text
+    );
+    // What a template makes of one row's text only, is that row's error.
+    let picky = CHATML.replace("m.content", "('' if 'never' in m.content else m.content)");
+    let renderer = try_renderer(&picky, 4096, prefilled(json!({"continue_final_message": true}))).unwrap();
+    assert!(renderer.render(&row(json!({"a": "now"}))).is_ok());
+    let error = renderer.render(&row(json!({"a": "never"}))).unwrap_err();
+    assert!(error.contains("leaves out (part of) the last message"), "{error}");
+    let twice = CHATML.replace("m.content", "m.content + m.content");
+    let error = try_renderer(&twice, 4096, prefilled(json!({"continue_final_message": true})));
+    assert!(error.err().unwrap().to_string().contains("more than once"));
+}
+
+/// What an older gristmill wrote down still opens: without the new fields, and with what would be refused at the start today.
+#[test]
+fn jobs_of_older_records_go_on() {
+    let parts = json!({"name": "t", "model": "m", "input": {"uri": "in.parquet"}, "output": {"uri": "out"}, "prompt": {
+        "messages": [{"role": "user", "content": "{{ a }}{% if a == 0 %}{{ a | uper }}{% endif %}"}],
+        "chat_template_kwargs": {"enable_thinkin": false, "add_generation_prompt": false},
+    }});
+    let job = Job::check(
+        JobFile::parse(&parts.to_string(), "t.json").unwrap(),
+        "t.json",
+        Path::new("."),
+    )
+    .unwrap();
+    let mut record = job.resolved();
+    let prompt = record["prompt"].as_object_mut().unwrap();
+    for name in ["add_generation_prompt", "continue_final_message"] {
+        assert_eq!(prompt.remove(name), Some(Value::Null));
+    }
+    let job = Job::of_record(&record, "job.json").unwrap();
+    let setup = RenderSetup {
+        tokenizer: tokenizer(CHATML),
+        context_tokens: 4096,
+        seed: 9,
+        now: Default::default(),
+        max_tokens: None,
+    };
+    let renderer = Renderer::new(&job, setup).unwrap();
+    let rendered = renderer.render(&row(json!({"a": "b"}))).unwrap();
+    assert_eq!(rendered.text, "<|im_start|>user\nb<|im_end|>\n");
+    // It is the job that it was: the hash is of what it always was of.
+    let hashed = json!([job.prompt.kind, CHATML, job.prompt.chat_template_kwargs]);
+    assert_eq!(renderer.template_hash(), sha256(hashed.to_string()));
+    let error = renderer.check_templates().unwrap_err().to_string();
+    assert!(error.contains("unknown filter `uper`"), "{error}");
+}
+
+/// Other ends of prompts are another job's.
+#[test]
+fn the_templates_hash_knows_how_prompts_end() {
+    let hash = |more: Value| renderer(prefilled(more)).template_hash().to_string();
+    let hashes = [
+        json!({}),
+        json!({"add_generation_prompt": false}),
+        json!({"continue_final_message": true}),
+        json!({"chat_template_kwargs": {"continue_final_message": true}}),
+    ]
+    .map(hash);
+    let distinct: BTreeSet<&String> = hashes.iter().collect();
+    assert_eq!(distinct.len(), hashes.len());
+}
+
+/// A retry with more tokens asks the same prompt, also where that is cut to leave room, and never takes tokens away.
+#[test]
+fn a_raised_limit_changes_nothing_but_the_limit() {
+    let text =
+        |truncate: &str| json!({"prompt": {"text": "{{ a }}", "truncate": truncate}, "generate": {"max_tokens": 4}});
+    let long = row(json!({"a": "abcdefghijklmnop"}));
+    for truncate in ["left", "right"] {
+        let asked = try_renderer(CHATML, 12, text(truncate)).unwrap().render(&long).unwrap();
+        assert_eq!((asked.tokens.len(), asked.params.max_tokens), (8, 4));
+        for (raised, most) in [(3, 4), (4, 4), (9, 9), (100, 11)] {
+            let again = raised_renderer(CHATML, 12, text(truncate), Some(raised)).unwrap();
+            let again = again.render(&long).unwrap();
+            assert_eq!(again.tokens, asked.tokens, "{truncate} {raised}");
+            let expected = Params {
+                max_tokens: most,
+                ..Params::clone(&asked.params)
+            };
+            assert_eq!(*again.params, expected, "{truncate} {raised}");
+        }
+    }
+    let lines = raised_renderer(CHATML, 64, json!({"generate": {"max_tokens": 4}}), Some(9)).unwrap();
+    for (own, most) in [
+        (json!({}), 9),
+        (json!({"max_tokens": 2, "temperature": 0.5}), 9),
+        (json!({"max_tokens": 20}), 20),
+    ] {
+        let mut body = json!({"model": "m", "prompt": "hi"});
+        body.as_object_mut().unwrap().extend(own.as_object().unwrap().clone());
+        let line = json!({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body});
+        let rendered = lines.render(&row(line)).unwrap();
+        assert_eq!(rendered.params.max_tokens, most, "{own}");
+    }
 }
 
 #[test]
@@ -447,6 +578,14 @@ fn openai_lines_that_ask_for_too_much_are_errors() {
         ),
         (json!({"messages": [{"role": "user"}]}), "`messages[0].content`"),
         (
+            json!({"messages": good, "chat_template_kwargs": {"x": 1}}),
+            "`body` sets `x`, which the chat template never reads",
+        ),
+        (
+            json!({"messages": good, "continue_final_message": "content"}),
+            "`body` sets `continue_final_message` to \"content\", neither true nor false",
+        ),
+        (
             json!({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
             "of type `image_url`",
         ),
@@ -462,6 +601,12 @@ fn openai_lines_that_ask_for_too_much_are_errors() {
         .render(&line("/v1/completions", json!({"prompt": ["a", "b"]})))
         .unwrap_err();
     assert!(error.contains("list of prompts"), "{error}");
+    let body = json!({"prompt": "a", "chat_template_kwargs": {"x": 1}});
+    let error = renderer.render(&line("/v1/completions", body)).unwrap_err();
+    assert!(
+        error.contains("`chat_template_kwargs` in `body` is for chat"),
+        "{error}"
+    );
     assert!(renderer.render(&row(json!({"a": 1}))).is_err());
     let columns = ["a".to_string()];
     assert!(
@@ -539,6 +684,8 @@ proptest! {
     /// The careful path and the common one encode harmless data alike.
     #[test]
     fn both_paths_encode_alike(text in "[a-z<>| é\n]{0,20}") {
+        // The text of a control token is no harmless data.
+        prop_assume!(!text.contains("<s>"));
         let renderer = renderer(chat_job("{{ a }} <|im_start|>"));
         let rendered = renderer.render(&row(json!({"a": text}))).unwrap();
         prop_assert_eq!(rendered.tokens, renderer.setup.tokenizer.encode(&rendered.text, false).unwrap());

@@ -18,6 +18,10 @@ const OURS: &[(&str, &str)] = &[
     ("acks", "gristmill needs `all`"),
     ("request.required.acks", "gristmill needs `all`"),
     ("transactional.id", "gristmill uses no transactions"),
+    (
+        "allow.auto.create.topics",
+        "gristmill makes topics itself: the broker would make one with few partitions",
+    ),
 ];
 
 /// What the address alone decides, for either side.
@@ -36,7 +40,10 @@ fn common(url: &KafkaUrl, resolved: &Resolved) -> Result<ClientConfig, QueueErro
         .set("reconnect.backoff.max.ms", "5000")
         .set("socket.keepalive.enable", "true")
         // A topic that is deleted and made anew is seen within seconds.
-        .set("topic.metadata.refresh.interval.ms", "10000");
+        .set("topic.metadata.refresh.interval.ms", "10000")
+        // Of a broker that makes topics by itself (its default), a producer's question would make ours, with its default of
+        // partitions, mostly one.
+        .set("allow.auto.create.topics", "false");
     if let Some(file) = &resolved.ca_file {
         config
             .set("security.protocol", "SSL")
@@ -161,11 +168,16 @@ mod tests {
             ("enable.auto.commit", "false"),
             ("enable.auto.offset.store", "false"),
             ("auto.offset.reset", "earliest"),
+            ("allow.auto.create.topics", "false"),
         ] {
             assert_eq!(config.get(name), Some(value), "{name}");
         }
         assert_eq!(session_timeout_ms(&config), 2000);
         assert_eq!(producer(&url, &ok).unwrap().get("acks"), Some("all"));
+        assert_eq!(
+            producer(&url, &ok).unwrap().get("allow.auto.create.topics"),
+            Some("false")
+        );
         for (name, _) in OURS {
             let (url, bad) = resolved(&[(name, "x")]);
             assert!(

@@ -150,6 +150,13 @@ impl KafkaPublisher {
     pub async fn prepare(&self, messages: u64) -> Result<Prepared, QueueError> {
         let first = self.clone().blocking(|publisher| publisher.first_look()).await?;
         if let Topic::Partitions(n) = first {
+            if let Some(asked) = self.url.partitions.filter(|&asked| asked > n) {
+                tracing::warn!(
+                    "{}: the topic was made before, with {n} of the {asked} partitions asked for: it feeds {n} workers at most, \
+                     unless you add partitions to it",
+                    self.url
+                );
+            }
             return Ok(Prepared {
                 created: false,
                 partitions: Some(n),

@@ -1,0 +1,214 @@
+//! A job's limits: what is used of them, and what becomes of them when its job file comes again.
+
+use std::time::Duration;
+
+use crate::cli::exit::Failure;
+use crate::ledger::{Ledger, LimitsFrom, Order, StopWhy, Terms, Unfinished};
+use crate::report::cost::{dollars, show_dollars};
+use crate::report::progress::show_duration;
+use crate::worker::Limits;
+
+/// What a job has used of its limits.
+#[derive(Debug, Clone, Copy)]
+pub struct Used {
+    /// Device seconds of all workers.
+    pub device_seconds: f64,
+    /// Since the job was created.
+    pub age: Duration,
+}
+
+impl Used {
+    /// By now.
+    pub async fn of(ledger: &Ledger) -> Result<Used, Failure> {
+        Ok(Used::with(ledger, ledger.spent().await?.device_seconds()))
+    }
+
+    /// By now, where what was spent is known. By this machine's clock: nobody may have written anything for long.
+    pub fn with(ledger: &Ledger, device_seconds: f64) -> Used {
+        Used {
+            device_seconds,
+            age: (chrono::Utc::now() - ledger.created_at()).to_std().unwrap_or_default(),
+        }
+    }
+
+    /// All of it at the price that holds; `None` where there is none.
+    pub fn usd(&self, terms: &Terms) -> Option<f64> {
+        dollars(self.device_seconds, terms.usd_per_hour)
+    }
+
+    /// Which of these limits is reached, if any.
+    pub fn reached(&self, terms: &Terms) -> Option<StopWhy> {
+        Limits::of(terms).reached(self.device_seconds, self.age)
+    }
+}
+
+/// Why a begun job does not go on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Held {
+    pub why: StopWhy,
+    /// Its unfinished rows are to become rows of the output all the same.
+    pub closes: bool,
+}
+
+/// A begun job's file has come again, with the limits `file`. Where they are not those that it had when `run` or `submit` read
+/// it last, they hold from now on, all of them, in place of what `extend` gave, too. A limit that is reached stops the job; one
+/// that was stopped goes on where none is. Says what it orders, and returns what holds the job up after that.
+pub async fn follow_file(ledger: &Ledger, file: &Terms, quiet: bool) -> Result<Option<Held>, Failure> {
+    let used = Used::of(ledger).await?;
+    let mut control = ledger.control().await?;
+    // An order a turn: whatever somebody else orders meanwhile is looked at like everything else.
+    loop {
+        let held = control.stopped().map(|why| Held {
+            why,
+            closes: control.closes(),
+        });
+        if held.is_some_and(|held| held.why == StopWhy::Cancelled) {
+            return Ok(held);
+        }
+        let holds = ledger.terms(&control);
+        let is_changed = *file != ledger.terms_of_file(&control);
+        let (order, said) = match (held, used.reached(&holds)) {
+            _ if is_changed => {
+                let order = control.extend_to(file, Some(LimitsFrom::JobFile));
+                (
+                    order,
+                    changes(&holds, file).map(|changes| format!("its limits are now those of the job file: {changes}")),
+                )
+            }
+            (None, None) => return Ok(None),
+            (Some(held), Some(why)) => return Ok(Some(Held { why, ..held })),
+            (None, Some(why)) => (Order::stop(why, holds.unfinished == Unfinished::Expire), None),
+            (Some(held), None) => {
+                let mended = (held.why == StopWhy::InputChanged)
+                    .then(|| "it goes on: it was stopped since an input had changed".to_string());
+                (control.extend_to(&holds, control.limits_from()), mended)
+            }
+        };
+        if control.give(order).await?
+            && let Some(said) = said.filter(|_| !quiet)
+        {
+            eprintln!("job `{}`: {said}", ledger.job().name);
+        }
+    }
+}
+
+/// What is other in `file` than in what held, for people; `None`: nothing.
+fn changes(holds: &Terms, file: &Terms) -> Option<String> {
+    let usd = |usd: Option<f64>| usd.map_or("none".into(), show_dollars);
+    let time = |seconds: Option<u64>| seconds.map_or("none".into(), |seconds| show_duration(seconds as f64));
+    let pairs = [
+        ("budget", usd(file.usd), usd(holds.usd), file.usd != holds.usd),
+        (
+            "price of an hour",
+            usd(file.usd_per_hour),
+            usd(holds.usd_per_hour),
+            file.usd_per_hour != holds.usd_per_hour,
+        ),
+        (
+            "deadline",
+            time(file.deadline_seconds),
+            time(holds.deadline_seconds),
+            file.deadline_seconds != holds.deadline_seconds,
+        ),
+        (
+            "unfinished rows",
+            unfinished(file).into(),
+            unfinished(holds).into(),
+            file.unfinished != holds.unfinished,
+        ),
+    ];
+    let changed = pairs.into_iter().filter(|(_, _, _, is_other)| *is_other);
+    let words: Vec<String> = changed
+        .map(|(what, is, was, _)| format!("{what} {is} (was {was})"))
+        .collect();
+    (!words.is_empty()).then(|| words.join(", "))
+}
+
+fn unfinished(terms: &Terms) -> &'static str {
+    match terms.unfinished {
+        Unfinished::Keep => "keep",
+        Unfinished::Expire => "expire",
+    }
+}
+
+/// For people: budget and deadline, what is left of each, and who set them.
+pub fn limit_lines(terms: &Terms, from: Option<LimitsFrom>, used: &Used) -> Vec<String> {
+    let mut lines = Vec::new();
+    if let Some((most, spent)) = terms.usd.zip(used.usd(terms)) {
+        lines.push(format!(
+            "budget      {}, {} left",
+            show_dollars(most),
+            show_dollars((most - spent).max(0.0))
+        ));
+    }
+    if let Some(seconds) = terms.deadline_seconds {
+        let left = seconds as f64 - used.age.as_secs_f64();
+        let left = match left > 0.0 {
+            true => format!("{} left", show_duration(left)),
+            false => format!("passed {} ago", show_duration(-left)),
+        };
+        lines.push(format!(
+            "deadline    {} after the job's start, {left}",
+            show_duration(seconds as f64)
+        ));
+    }
+    let none = if lines.is_empty() { "none, " } else { "" };
+    let from = match from {
+        Some(LimitsFrom::JobFile) => "by the job file",
+        Some(LimitsFrom::Extend) => "by `gristmill extend`",
+        None => "by an order of an older gristmill",
+    };
+    lines.push(format!("limits      {none}{from}"));
+    lines
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn terms(usd: Option<f64>, deadline_seconds: Option<u64>) -> Terms {
+        Terms {
+            usd,
+            deadline_seconds,
+            unfinished: Unfinished::Keep,
+            usd_per_hour: Some(3600.0),
+        }
+    }
+
+    #[test]
+    fn limits_say_what_is_left_and_who_set_them() {
+        let used = Used {
+            device_seconds: 1.5,
+            age: Duration::from_secs(90),
+        };
+        assert_eq!(
+            limit_lines(&terms(Some(5.0), Some(60)), Some(LimitsFrom::Extend), &used),
+            [
+                "budget      $5.00, $3.50 left",
+                "deadline    1m 0s after the job's start, passed 30s ago",
+                "limits      by `gristmill extend`"
+            ]
+        );
+        assert_eq!(
+            limit_lines(&terms(None, None), Some(LimitsFrom::JobFile), &used),
+            ["limits      none, by the job file"]
+        );
+    }
+
+    #[test]
+    fn changes_name_what_is_other_and_nothing_else() {
+        let (holds, file) = (terms(None, Some(60)), terms(Some(0.3), Some(60)));
+        assert_eq!(changes(&holds, &file).as_deref(), Some("budget $0.3000 (was none)"));
+        let file = Terms {
+            unfinished: Unfinished::Expire,
+            usd_per_hour: None,
+            deadline_seconds: None,
+            ..holds
+        };
+        assert_eq!(
+            changes(&holds, &file).as_deref(),
+            Some("price of an hour none (was $3600.00), deadline none (was 1m 0s), unfinished rows expire (was keep)")
+        );
+        assert_eq!(changes(&holds, &holds), None);
+    }
+}

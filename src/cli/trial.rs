@@ -1,0 +1,91 @@
+//! Where a trial (`--limit N`) lies: beside the output, where no reader of the output looks.
+//!
+//! Trials of the output `labels/2026-11` lie in `labels/_limit/2026-11-N-HASH`: not below the output, since many readers of a
+//! folder take every `*.parquet` below it; in a folder whose name begins with `_`, so that whoever reads all of `labels/`, or
+//! takes it for an input, does not see them either.
+
+use std::collections::BTreeSet;
+
+use object_store::path::Path;
+
+use crate::cli::exit::Failure;
+use crate::dataset::location::Location;
+use crate::job::spec::Job;
+use crate::ledger::Ledger;
+
+/// Holds the trials of all outputs beside it.
+const FOLDER: &str = "_limit";
+
+/// The place of the trial of the first `rows` rows: where it was begun, or where it is to begin.
+pub async fn place(job: &Job, output: &Location, rows: u64) -> Result<Location, Failure> {
+    let older = older(job, output, rows);
+    if Ledger::open(&older).await?.is_some() {
+        eprintln!(
+            "gristmill: this trial was begun by an older gristmill, in `{}`, where readers of the output find it too: remove \
+             it when you are done with it",
+            older.url
+        );
+        return Ok(older);
+    }
+    beside(job, output, rows).ok_or_else(|| {
+        Failure::bad_job(anyhow::anyhow!(
+            "{}: `--limit` writes beside the output, and nothing is beside `{}`: name a folder in `output.uri`",
+            job.file,
+            output.url
+        ))
+    })
+}
+
+/// The ledgers of this job's trials, whatever number of rows they are of.
+pub async fn all(job: &Job, output: &Location) -> Result<Vec<Ledger>, Failure> {
+    let mut found = Vec::new();
+    for rows in rows_tried(job, &older(job, output, 1), "").await? {
+        found.extend(Ledger::open(&older(job, output, rows)).await?);
+    }
+    if let (Some(one), Some(name)) = (beside(job, output, 1), output.path.filename()) {
+        for rows in rows_tried(job, &one, &format!("{name}-")).await? {
+            if let Some(place) = beside(job, output, rows) {
+                found.extend(Ledger::open(&place).await?);
+            }
+        }
+    }
+    Ok(found)
+}
+
+fn beside(job: &Job, output: &Location, rows: u64) -> Option<Location> {
+    output.beside(FOLDER, &format!("-{}", suffix(job, rows)))
+}
+
+/// Where an older gristmill put it.
+fn older(job: &Job, output: &Location, rows: u64) -> Location {
+    output.join(FOLDER).join(&suffix(job, rows))
+}
+
+/// Another one for each version of the job file, so that a job can be tried, changed and tried again.
+fn suffix(job: &Job, rows: u64) -> String {
+    format!("{rows}-{}", hash(job))
+}
+
+fn hash(job: &Job) -> &str {
+    &job.hash()[..8]
+}
+
+/// The numbers of rows of the job's trials, by the names of the folders beside `one` of them, which begin with `prefix`.
+async fn rows_tried(job: &Job, one: &Location, prefix: &str) -> Result<BTreeSet<u64>, Failure> {
+    let folder = one.path.as_ref().rsplit_once('/').map_or("", |(folder, _)| folder);
+    let folder = Path::parse(folder).map_err(anyhow::Error::new)?;
+    let listed = match one.store.list_with_delimiter(Some(&folder)).await {
+        Ok(listed) => listed.common_prefixes,
+        Err(object_store::Error::NotFound { .. }) => Vec::new(),
+        Err(e) => {
+            return Err(anyhow::Error::new(e)
+                .context(format!("cannot list what lies beside `{}`", one.url))
+                .into());
+        }
+    };
+    let rows = |name: &str| {
+        let (rows, of) = name.strip_prefix(prefix)?.rsplit_once('-')?;
+        rows.parse().ok().filter(|_| of == hash(job))
+    };
+    Ok(listed.iter().filter_map(|path| rows(path.filename()?)).collect())
+}

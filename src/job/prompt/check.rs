@@ -1,0 +1,102 @@
+//! What is looked at before a job begins, and not once it has: a job that an older gristmill began goes on as it was.
+
+use serde_json::json;
+
+use super::{Content, Renderer, Source};
+use crate::job::JobError;
+use crate::job::file::Role;
+use crate::job::spec::{ChatTemplateChoice, Job};
+use crate::job::template::Template;
+
+/// What a look at a job's templates found.
+#[derive(Debug, Default)]
+pub(super) struct Found {
+    /// Why the job cannot begin; the first counts.
+    refusals: Vec<String>,
+    warnings: Vec<String>,
+}
+
+impl Renderer {
+    /// Is everything there that the job's templates apply and call, and does the chat template read what it is given?
+    pub fn check_templates(&self) -> Result<(), JobError> {
+        match self.found.refusals.first() {
+            None => Ok(()),
+            Some(message) => Err(JobError::Template {
+                place: self.named.file.clone(),
+                message: message.clone(),
+            }),
+        }
+    }
+
+    /// What whoever starts the job should know, a line each.
+    pub fn warnings(&self) -> &[String] {
+        &self.found.warnings
+    }
+
+    /// Do prompts hold the date?
+    pub fn tells_time(&self) -> bool {
+        matches!(self.source, Source::Messages(_) | Source::Openai)
+            && self.chat.as_ref().is_ok_and(|chat| chat.tells_time())
+    }
+
+    pub(super) fn look(&self, job: &Job) -> Found {
+        let mut found = Found::default();
+        let mut columns = |template: &Template, field: &str| {
+            let unknown = template.unknown().into_iter();
+            found
+                .refusals
+                .extend(unknown.map(|e| format!("template `{field}`: {e}")));
+        };
+        match &self.source {
+            Source::Text(template) => columns(template, "prompt.text"),
+            Source::Messages(messages) => {
+                for (i, message) in messages.iter().enumerate() {
+                    for part in &message.parts {
+                        if let Content::Template(template) = part {
+                            columns(template, &format!("prompt.messages[{i}].content"));
+                        }
+                    }
+                }
+            }
+            Source::TokenIds(_) | Source::Openai => {}
+        }
+        if matches!(self.source, Source::Messages(_) | Source::Openai) {
+            self.look_at_chat(job, &mut found);
+        }
+        found
+    }
+
+    fn look_at_chat(&self, job: &Job, found: &mut Found) {
+        // Without a chat template a conversation is refused anyhow.
+        let Ok(chat) = &self.chat else { return };
+        let refused = chat.refuses(&self.kwargs);
+        found
+            .refusals
+            .extend(refused.map(|why| format!("`prompt.chat_template_kwargs` {why}")));
+        let unknown = chat.unknown();
+        let is_own = matches!(job.prompt.chat_template, Some(ChatTemplateChoice::Source(_)));
+        // A checkpoint's template may name what we lack in branches that no prompt of this job takes (tools, images).
+        let reached = !unknown.is_empty() && {
+            let hello = vec![json!({"role": "user", "content": "x"})];
+            matches!(self.source, Source::Openai) && chat.render(hello, &self.kwargs, self.turn).is_err()
+        };
+        let told = unknown.into_iter().map(|e| format!("chat template: {e}"));
+        match is_own || reached {
+            true => found.refusals.extend(told),
+            false => found
+                .warnings
+                .extend(told.map(|e| format!("{e}; prompts that come to it are errors"))),
+        }
+        let last = match &self.source {
+            Source::Messages(messages) => messages.last().map(|message| message.role),
+            _ => None,
+        };
+        if last == Some(Role::Assistant.as_str()) && job.prompt.turn() == Ok(None) {
+            found.warnings.push(
+                "the last message is the assistant's, and the model begins a new turn after it: \
+                 `prompt.continue_final_message: true` has it continued, `false` says that this is meant"
+                    .into(),
+            );
+        }
+    }
+}

@@ -1,0 +1,243 @@
+//! What a job leaves unset of sampling comes from the checkpoint, and each value knows where it comes from.
+//!
+//! A job's own value wins, then the checkpoint's (unless `generate.defaults` is `neutral`), then the neutral default. It is settled
+//! once, when the job is planned: workers use what the job's record says.
+
+use std::collections::BTreeMap;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use super::file::GenerateFile;
+use super::generate::{Generate, ShapeSpec};
+use crate::engine::forbidden::Forbidden;
+use crate::model::config::generation::GenerationDefaults;
+
+/// Whose values are taken where a job gives none: the checkpoint's, or those that change nothing of its distribution.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Defaults {
+    #[default]
+    Model,
+    Neutral,
+}
+
+/// Where a value comes from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Source {
+    #[serde(rename = "job")]
+    Job,
+    #[serde(rename = "generation_config.json")]
+    GenerationConfig,
+    /// Of a checkpoint without `generation_config.json`.
+    #[serde(rename = "config.json")]
+    Config,
+    #[serde(rename = "default")]
+    Default,
+}
+
+impl Source {
+    /// The word in records.
+    pub fn word(self) -> &'static str {
+        match self {
+            Source::Job => "job",
+            Source::GenerationConfig => "generation_config.json",
+            Source::Config => "config.json",
+            Source::Default => "default",
+        }
+    }
+
+    fn is_model(self) -> bool {
+        matches!(self, Source::GenerationConfig | Source::Config)
+    }
+}
+
+/// Where the values of a job's sampling come from, by field of `generate`.
+pub type Sources = BTreeMap<String, Source>;
+
+/// Where each value comes from before the checkpoint is asked.
+pub(super) fn sources(file: &GenerateFile) -> Sources {
+    let given = [
+        ("max_tokens", file.max_tokens.is_some()),
+        ("temperature", file.temperature.is_some()),
+        ("top_k", file.top_k.is_some()),
+        ("top_p", file.top_p.is_some()),
+        ("min_p", file.min_p.is_some()),
+        ("repetition_penalty", file.repetition_penalty.is_some()),
+        ("presence_penalty", file.presence_penalty.is_some()),
+        ("frequency_penalty", file.frequency_penalty.is_some()),
+        ("stop", file.stop.is_some()),
+    ];
+    let source = |given| if given { Source::Job } else { Source::Default };
+    given
+        .into_iter()
+        .map(|(name, given)| (name.to_string(), source(given)))
+        .collect()
+}
+
+impl Generate {
+    /// Takes from the checkpoint what the job left unset, and what it forbids.
+    pub fn take_defaults(&mut self, model: &GenerationDefaults) {
+        let source = match model.is_old {
+            true => Source::Config,
+            false => Source::GenerationConfig,
+        };
+        let from = &mut self.from;
+        take(from, source, "max_tokens", &mut self.max_tokens, model.max_new_tokens);
+        take(from, source, "temperature", &mut self.temperature, model.temperature);
+        take(from, source, "top_k", &mut self.top_k, model.top_k);
+        take(from, source, "top_p", &mut self.top_p, model.top_p);
+        take(from, source, "min_p", &mut self.min_p, model.min_p);
+        let penalty = model.repetition_penalty;
+        take(
+            from,
+            source,
+            "repetition_penalty",
+            &mut self.repetition_penalty,
+            penalty,
+        );
+        // A choice ends where it is whole.
+        let is_choice = matches!(self.shape, ShapeSpec::Choice { .. });
+        let stop = Some(model.stop_strings.clone()).filter(|texts| !texts.is_empty() && !is_choice);
+        take(from, source, "stop", &mut self.stop, stop);
+        self.forbidden = Forbidden {
+            tokens: model.suppress_tokens.clone(),
+            first: model.begin_suppress_tokens.clone(),
+            min_new_tokens: model.min_new_tokens,
+            min_length: model.min_length,
+        };
+        if !self.forbidden.is_empty() {
+            from.insert("forbidden".into(), source);
+        }
+    }
+
+    /// What a batch line leaves as it is in the job it belongs to, and no line can say.
+    pub(super) fn of_line(self, job: &Generate) -> Generate {
+        Generate {
+            from: job.from.clone(),
+            forbidden: job.forbidden.clone(),
+            model_ends: job.model_ends.clone(),
+            ..self
+        }
+    }
+
+    /// Where a value comes from; records of an older gristmill do not say.
+    pub fn source(&self, name: &str) -> Option<Source> {
+        self.from.get(name).copied()
+    }
+
+    /// Is a value the checkpoint's?
+    pub fn is_of_model(&self, name: &str) -> bool {
+        self.source(name).is_some_and(Source::is_model)
+    }
+
+    /// The values by name, those that are settled here.
+    fn values(&self) -> [(&'static str, Value); 10] {
+        [
+            ("temperature", number(self.temperature)),
+            ("top_p", number(self.top_p)),
+            ("top_k", json!(self.top_k)),
+            ("min_p", number(self.min_p)),
+            ("repetition_penalty", number(self.repetition_penalty)),
+            ("presence_penalty", number(self.presence_penalty)),
+            ("frequency_penalty", number(self.frequency_penalty)),
+            ("max_tokens", json!(self.max_tokens)),
+            ("stop", json!(self.stop)),
+            ("forbidden", json!(self.forbidden)),
+        ]
+    }
+
+    /// Each value with where it comes from, for programs.
+    pub fn sampling_json(&self) -> Value {
+        let values = self.values().into_iter().map(|(name, value)| {
+            let from = self.source(name).unwrap_or(Source::Default).word();
+            (name.to_string(), json!({"value": value, "from": from}))
+        });
+        Value::Object(values.collect())
+    }
+
+    /// The values that something else than a default gave, by where they come from, the checkpoint's first; `None` where the
+    /// checkpoint gives none.
+    pub fn sampling_line(&self) -> Option<String> {
+        let of = |source: Source| {
+            let values = self.values().into_iter();
+            let values = values.filter(|(name, _)| self.source(name) == Some(source));
+            let values: Vec<String> = values
+                .map(|(name, value)| said(name, &value, &self.forbidden))
+                .collect();
+            (!values.is_empty()).then(|| format!("{} ({})", values.join(", "), source.word()))
+        };
+        self.from.values().any(|source| source.is_model()).then(|| {
+            let sources = [Source::GenerationConfig, Source::Config, Source::Job];
+            let parts: Vec<String> = sources.into_iter().filter_map(of).collect();
+            parts.join("; ")
+        })
+    }
+
+    /// All of its values, for people.
+    pub fn words(&self) -> String {
+        let values = self.values().into_iter();
+        let values: Vec<String> = values
+            .map(|(name, value)| said(name, &value, &self.forbidden))
+            .collect();
+        values.join(", ")
+    }
+
+    /// The values that `other` has otherwise, as they are here and as they are there.
+    pub fn differences(&self, other: &Generate) -> Option<(String, String)> {
+        let pairs = self.values().into_iter().zip(other.values());
+        let (mut here, mut there): (Vec<String>, Vec<String>) = pairs
+            .filter(|((_, a), (_, b))| a != b)
+            .map(|((name, a), (_, b))| (said(name, &a, &self.forbidden), said(name, &b, &other.forbidden)))
+            .unzip();
+        if let (Some(a), Some(b)) = (&self.model_ends, &other.model_ends)
+            && a != b
+        {
+            here.push(format!("the ends {a:?}"));
+            there.push(format!("the ends {b:?}"));
+        }
+        (!here.is_empty()).then(|| (here.join(", "), there.join(", ")))
+    }
+}
+
+/// Takes the checkpoint's value where nothing else gave one.
+fn take<T>(from: &mut Sources, source: Source, name: &str, own: &mut T, models: Option<T>) {
+    if let (Some(value), Some(at)) = (models, from.get_mut(name))
+        && *at == Source::Default
+    {
+        *own = value;
+        *at = source;
+    }
+}
+
+/// As it would be written, not as the nearest `f64`.
+fn number(value: f32) -> Value {
+    value
+        .to_string()
+        .parse::<f64>()
+        .map_or(Value::Null, |value| json!(value))
+}
+
+/// A value for people.
+fn said(name: &str, value: &Value, forbidden: &Forbidden) -> String {
+    if name != "forbidden" {
+        let whole = value.as_f64().filter(|x| x.fract() == 0.0);
+        return match whole {
+            Some(whole) => format!("{name} {whole}"),
+            None => format!("{name} {value}"),
+        };
+    }
+    let lists = [
+        ("tokens never drawn", forbidden.tokens.len()),
+        ("tokens never drawn first", forbidden.first.len()),
+        ("tokens at least", forbidden.min_new_tokens as usize),
+        ("tokens at least with the prompt", forbidden.min_length as usize),
+    ];
+    let lists = lists.iter().filter(|(_, count)| *count > 0);
+    let lists: Vec<String> = lists.map(|(what, count)| format!("{count} {what}")).collect();
+    match lists.is_empty() {
+        true => "nothing forbidden".into(),
+        false => lists.join(", "),
+    }
+}
