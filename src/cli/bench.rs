@@ -9,6 +9,7 @@ use anyhow::{Context, anyhow};
 use crate::bench::figures::{Batches, Figures, Step};
 use crate::bench::{picture, trace};
 use crate::cli::args::{BenchArgs, LoadFormat, Part};
+use crate::cli::door::say_warnings;
 use crate::cli::exit::{Exit, Failure};
 use crate::cli::outfit::{engine_options, load_model, load_options, on_device};
 use crate::cli::place::Place;
@@ -74,6 +75,7 @@ impl Subject {
 
 fn run(args: &BenchArgs) -> Result<Exit, Failure> {
     let subject = Subject::open(&args.model, args.load_format)?;
+    say_warnings(&subject.config.warnings);
     let eos: Arc<[u32]> = subject.config.eos_token_ids.clone().into();
     let vocabulary = subject.config.vocab_size.min(subject.tokenizer.vocab_size());
     let requests = match &args.trace {

@@ -6,6 +6,7 @@ use anyhow::anyhow;
 use serde::Serialize;
 
 use crate::cli::args::DoctorArgs;
+use crate::cli::door::say_warnings;
 use crate::cli::exit::{Exit, Failure};
 use crate::cli::place::Place;
 use crate::device::cpu::Threads;
@@ -91,7 +92,9 @@ fn examine(args: &DoctorArgs) -> Result<Report, Failure> {
     }
     let mut subjects = families()?;
     for dir in &args.model {
-        subjects.push(Subject::open(dir).map_err(Failure::bad_job)?);
+        let subject = Subject::open(dir).map_err(Failure::bad_job)?;
+        say_warnings(subject.warnings());
+        subjects.push(subject);
     }
     let formats = [Precision::Bf16, Precision::Int8, Precision::Fp8];
     let formats = formats.into_iter().filter(|precision| {

@@ -108,6 +108,21 @@ impl Opened {
         Ok(())
     }
 
+    /// What there is to warn of in the model's files.
+    pub fn warnings(&self) -> Vec<&String> {
+        self.model
+            .config
+            .warnings
+            .iter()
+            .chain(&self.sampling.warnings)
+            .collect()
+    }
+
+    /// Says these on stderr.
+    pub fn warn(&self) {
+        say_warnings(self.warnings());
+    }
+
     /// A line that says how the model thinks, and how many tokens thought and answer may have; `None`: it does not.
     pub fn thinking_line(&self) -> Option<String> {
         let generate = &self.job.generate;
@@ -318,6 +333,13 @@ impl Opened {
             usd_per_hour: self.job.budget.usd_per_hour,
             terms: self.terms(),
         })
+    }
+}
+
+/// Says warnings on stderr.
+pub fn say_warnings<'a>(warnings: impl IntoIterator<Item = &'a String>) {
+    for warning in warnings {
+        eprintln!("gristmill: warning: {warning}");
     }
 }
 

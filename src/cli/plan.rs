@@ -46,7 +46,7 @@ pub async fn plan(args: PlanArgs) -> Result<Exit, Failure> {
     let renderer = Arc::new(opened.renderer(&stream)?);
     let preflight = read_all(&renderer, &inputs, args.preview).await?;
     let seconds = expected_seconds(&opened, &preflight, args.tokens_per_second).await?;
-    opened.sampling.warn();
+    opened.warn();
     if args.json {
         println!("{}", as_json(&opened, &inputs, &preflight, seconds.as_ref()));
     } else {
@@ -191,7 +191,7 @@ fn as_json(opened: &Opened, inputs: &InputPlan, p: &Preflight, expected: Option<
         "seconds": seconds,
         "sampling": opened.job.generate.sampling_json(),
         "thinking": opened.thinking.as_ref().map(Thinks::json),
-        "warnings": opened.sampling.warnings,
+        "warnings": opened.warnings(),
         "usd": seconds.and_then(|s| dollars(s, opened.job.budget.usd_per_hour)),
         "preview": p.preview().into_iter().map(preview).collect::<Vec<_>>(),
     })

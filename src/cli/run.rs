@@ -52,13 +52,13 @@ pub async fn run(args: RunArgs) -> Result<Exit, Failure> {
         }
         return report(&opened, &ledger, &args, &stop).await;
     }
-    match args.quiet {
-        true => opened.sampling.warn(),
-        false => {
-            opened.sampling.say();
-            if let Some(line) = opened.thinking_line() {
-                eprintln!("thinking: {line}");
-            }
+    opened.warn();
+    if !args.quiet {
+        if let Some(line) = &opened.sampling.line {
+            eprintln!("sampling: {line}");
+        }
+        if let Some(line) = opened.thinking_line() {
+            eprintln!("thinking: {line}");
         }
     }
     // A closing job goes on until its unfinished rows are rows of the output.

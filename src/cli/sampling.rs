@@ -68,21 +68,6 @@ impl Sampling {
             warnings: warnings.into_iter().collect(),
         })
     }
-
-    /// Says warnings on stderr, and where values come from.
-    pub fn say(&self) {
-        if let Some(line) = &self.line {
-            eprintln!("sampling: {line}");
-        }
-        self.warn();
-    }
-
-    /// Says warnings on stderr.
-    pub fn warn(&self) {
-        for warning in &self.warnings {
-            eprintln!("gristmill: warning: {warning}");
-        }
-    }
 }
 
 fn warnings(generate: &Generate, defaults: &GenerationDefaults, file: &str) -> Vec<String> {

@@ -42,7 +42,7 @@ pub async fn submit(args: SubmitArgs) -> Result<Exit, Failure> {
         None => None,
     };
     let written = write(&opened, begun, args.preflight).await?;
-    opened.sampling.warn();
+    opened.warn();
     let ledger = &written.ledger;
     if let Some(ended) = ended(ledger, &opened).await? {
         return said(&args, &written, ended);

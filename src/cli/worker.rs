@@ -8,7 +8,7 @@ use anyhow::Context;
 use serde::Serialize;
 
 use crate::cli::args::WorkerArgs;
-use crate::cli::door::{model_dir, no_job};
+use crate::cli::door::{model_dir, no_job, say_warnings};
 use crate::cli::enqueue::Target;
 use crate::cli::exit::{Exit, Failure, one_line};
 use crate::cli::outfit::{LoadedModel, STEP_MAX, render_threads, stop_on_signals};
@@ -57,6 +57,7 @@ pub async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
     let Some(wanted) = wanted_model(&args, place, &queue, &mut watched, &stop).await? else {
         return ended_early(&args, &stop);
     };
+    say_warnings(&wanted.files.config.warnings);
     let hash = wanted.files.hash(wanted.formats.precision).map_err(Failure::bad_job)?;
     let loaded = LoadedModel::load(wanted.files, wanted.formats, wanted.context, hash, place, &args.engine)?;
     let meter = Arc::new(Meter::default());

@@ -67,6 +67,11 @@ impl Subject {
             weights: Box::new(Weights::open(dir)?),
         })
     }
+
+    /// What there is to warn of in its files.
+    pub fn warnings(&self) -> &[String] {
+        &self.config.warnings
+    }
 }
 
 /// Small models of every family, with random weights.

@@ -12,9 +12,11 @@ use crate::model::error::ModelError;
 use crate::model::rope::{Rope, Scaling};
 
 pub mod generation;
+mod keys;
 mod reader;
 mod rope;
 
+use keys::Unknown;
 use reader::{Reader, cut, read_json, short};
 
 /// A supported family: its defaults and its tensors.
@@ -73,6 +75,8 @@ pub struct Config {
     pub max_position_embeddings: u32,
     /// Ids that end a sequence, of `config.json` and `generation_config.json` together; ascending.
     pub eos_token_ids: Vec<u32>,
+    /// What to tell the user of keys that have no effect.
+    pub warnings: Vec<String>,
 }
 
 impl Config {
@@ -87,6 +91,7 @@ impl Config {
             map: &read_json(&path)?,
         }
         .config()?;
+        refuse_quantized(dir)?;
         let path = dir.join("generation_config.json");
         if !path.try_exists().map_err(|e| ModelError::read(&path, e))? {
             return Ok(config);
@@ -105,11 +110,7 @@ impl Config {
     /// # Errors
     /// As [`load`](Self::load).
     pub fn parse(path: &Path, text: &str) -> Result<Config, ModelError> {
-        let value: Value =
-            serde_json::from_str(text).map_err(|e| ModelError::broken(path, format!("not valid JSON: {e}")))?;
-        let Value::Object(map) = value else {
-            return Err(ModelError::broken(path, "not a JSON object"));
-        };
+        let map = reader::parse(path, text.as_bytes())?;
         Reader { path, map: &map }.config()
     }
 
@@ -140,46 +141,50 @@ impl Config {
     }
 }
 
-/// Options of other models that change results; none may be set.
-const REFUSED: [&str; 14] = [
-    // MLX's; the other is everyone else's.
-    "quantization",
-    "quantization_config",
-    "num_local_experts",
-    "num_experts",
-    "use_bidirectional_attention",
-    "attention_multiplier",
-    "residual_multiplier",
-    "embedding_multiplier",
-    "logits_scaling",
-    "logit_scale",
-    "no_rope_layers",
-    "attention_chunk_size",
-    "text_config",
-    "vision_config",
+/// Files that say how a checkpoint's weights are quantized where `config.json` need not: ModelOpt's, GPTQ's, AWQ's and AutoRound's.
+const QUANTIZATION_FILES: [&str; 4] = [
+    "hf_quant_config.json",
+    "quantize_config.json",
+    "quant_config.json",
+    "quantization_config.json",
 ];
 
-/// Those that a model with a part that sees images has.
-const PARTS: [&str; 2] = ["text_config", "vision_config"];
-
-/// Those that Gemma has, and no other family.
-const GEMMAS: [&str; 3] = [
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "query_pre_attn_scalar",
-];
+fn refuse_quantized(dir: &Path) -> Result<(), ModelError> {
+    for name in QUANTIZATION_FILES {
+        let path = dir.join(name);
+        if path.try_exists().map_err(|e| ModelError::read(&path, e))? {
+            let says =
+                read_json(&path).map_or_else(|_| String::new(), |map| format!(" ({})", short(&Value::Object(map))));
+            return Err(ModelError::unsupported(
+                &path,
+                format!(
+                    "the weights of this checkpoint are quantized{says}; take the one in BF16, F16 or F32, which a job's `precision` quantizes"
+                ),
+            ));
+        }
+    }
+    Ok(())
+}
 
 impl Reader<'_> {
     fn config(&self) -> Result<Config, ModelError> {
         let (family, is_text_part) = self.family()?;
+        let mut unknown = Unknown::default();
         if !is_text_part {
-            return self.text_config(family);
+            self.check_keys(family, "", &mut unknown)?;
+            let warnings = self.key_warnings(family, unknown);
+            return Ok(Config {
+                warnings,
+                ..self.text_config(family)?
+            });
         }
         let Some(Value::Object(map)) = self.get("text_config") else {
             return Err(self.broken("there is no `text_config`".to_owned()));
         };
-        self.refuse(REFUSED.iter().filter(|name| !PARTS.contains(name)))?;
-        let config = Reader { path: self.path, map }.text_config(family)?;
+        self.check_whole_keys(&mut unknown)?;
+        let text = Reader { path: self.path, map };
+        text.check_keys(family, "text_config.", &mut unknown)?;
+        let config = text.text_config(family)?;
         // The reference has gone by either; where they differ, what was meant is not known.
         let tied = self.flag("tie_word_embeddings")?.unwrap_or(true);
         if tied != config.tied_embeddings {
@@ -192,12 +197,14 @@ impl Reader<'_> {
             // The reference has capped them, and then not.
             return Err(self.unsupported("`final_logit_softcapping` in `text_config` is not supported".to_owned()));
         }
-        Ok(config.with_eos_token_ids(self.eos_token_ids()?))
+        let warnings = self.key_warnings(family, unknown);
+        Ok(Config { warnings, ..config }.with_eos_token_ids(self.eos_token_ids()?))
     }
 
     /// A model that reads and writes text alone, or that part of another.
     fn text_config(&self, family: Family) -> Result<Config, ModelError> {
-        self.refuse_options(family)?;
+        self.check_activation(family)?;
+        self.refuse_partial_rotation()?;
         let hidden_size = self.required_size("hidden_size", 1 << 17)?;
         let num_layers = self.required_size("num_hidden_layers", 1 << 10)?;
         let heads = self.heads(family, hidden_size)?;
@@ -266,6 +273,7 @@ impl Reader<'_> {
             tied_embeddings: self.flag("tie_word_embeddings")?.unwrap_or(family.is_gemma()),
             max_position_embeddings,
             eos_token_ids: self.eos_token_ids()?,
+            warnings: Vec::new(),
         })
     }
 
@@ -311,19 +319,7 @@ impl Reader<'_> {
         found.ok_or_else(|| self.broken("neither `architectures` nor `model_type` names a model".to_owned()))
     }
 
-    fn refuse<'a>(&self, names: impl Iterator<Item = &'a &'a str>) -> Result<(), ModelError> {
-        for name in names {
-            let unset = |v: &Value| matches!(v, Value::Bool(false)) || v.as_u64() == Some(0);
-            if let Some(value) = self.get(name).filter(|v| !unset(v)) {
-                return Err(self.unsupported(format!("option `{name}` ({}) is not supported", short(value))));
-            }
-        }
-        Ok(())
-    }
-
-    fn refuse_options(&self, family: Family) -> Result<(), ModelError> {
-        let others = GEMMAS.iter().filter(|_| !family.is_gemma());
-        self.refuse(REFUSED.iter().chain(others))?;
+    fn check_activation(&self, family: Family) -> Result<(), ModelError> {
         // `swish` is another name of `silu`.
         let (field, known) = match family.is_gemma() {
             true => ("hidden_activation", ["gelu_pytorch_tanh"; 2]),
@@ -334,7 +330,7 @@ impl Reader<'_> {
         {
             return Err(self.unsupported(format!("`{field}` `{}` is not supported; `{}` is", cut(act), known[0])));
         }
-        self.refuse_partial_rotation()
+        Ok(())
     }
 
     fn refuse_partial_rotation(&self) -> Result<(), ModelError> {

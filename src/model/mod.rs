@@ -9,6 +9,7 @@ pub mod channels;
 pub mod config;
 pub mod error;
 mod from_one;
+mod json;
 mod pool;
 pub mod rope;
 pub mod shapes;

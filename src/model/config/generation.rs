@@ -239,12 +239,14 @@ impl GenerationFile {
     }
 
     fn unknown(&self) -> Vec<String> {
-        let known = |key: &str| {
-            TAKEN.contains(&key) || HARMLESS.contains(&key) || REFUSED.iter().any(|(refused, _)| *refused == key)
-        };
         let keys = self.map.iter().filter(|(_, value)| !Neutral::Unset.is(value));
-        keys.map(|(key, _)| key.clone()).filter(|key| !known(key)).collect()
+        keys.map(|(key, _)| key.clone()).filter(|key| !is_key(key)).collect()
     }
+}
+
+/// Is it a key of this file?
+pub(super) fn is_key(key: &str) -> bool {
+    TAKEN.contains(&key) || HARMLESS.contains(&key) || REFUSED.iter().any(|(refused, _)| *refused == key)
 }
 
 impl Neutral {

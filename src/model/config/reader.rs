@@ -5,18 +5,22 @@ use std::path::Path;
 use serde_json::{Map, Value};
 
 use crate::model::error::ModelError;
-use crate::model::read_limited;
+use crate::model::{json, read_limited};
 
-/// Largest `config.json` read.
-const CONFIG_BYTES_MAX: u64 = 1 << 20;
+/// Largest `config.json` read; names of labels may take some MB.
+const CONFIG_BYTES_MAX: u64 = 32 << 20;
 
 /// A file that holds one JSON object.
 ///
 /// # Errors
 /// It cannot be read, is too large, or holds something else.
 pub(super) fn read_json(path: &Path) -> Result<Map<String, Value>, ModelError> {
-    let bytes = read_limited(path, CONFIG_BYTES_MAX)?;
-    match serde_json::from_slice(&bytes) {
+    parse(path, &read_limited(path, CONFIG_BYTES_MAX)?)
+}
+
+/// The JSON object that is `bytes`; `path` is named in errors.
+pub(super) fn parse(path: &Path, bytes: &[u8]) -> Result<Map<String, Value>, ModelError> {
+    match json::from_slice(bytes) {
         Ok(Value::Object(map)) => Ok(map),
         Ok(_) => Err(ModelError::broken(path, "not a JSON object")),
         Err(e) => Err(ModelError::broken(path, format!("not valid JSON: {e}"))),

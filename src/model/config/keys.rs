@@ -1,0 +1,401 @@
+//! The keys of `config.json`: each is used, known to change no answer, refused, or named as unknown.
+//!
+//! What a family's own class in transformers never reads has no effect here either, and is named as such where it is set. Options that
+//! come with tensors of their own (biases, norms, experts) need no entry: a tensor that nobody reads is refused by its name.
+
+use serde_json::{Map, Value};
+
+use super::reader::{Reader, short};
+use super::{Family, generation};
+use crate::model::error::ModelError;
+
+/// What a key may say besides null, false, 0 and what is empty, and change nothing.
+enum Neutral {
+    /// Nothing more.
+    Unset,
+    /// This number; 0 is not neutral.
+    Only(f64),
+    /// True; false is not neutral.
+    True,
+}
+
+use Neutral::{Only, True, Unset};
+
+/// What every family reads.
+const USED: [&str; 19] = [
+    "architectures",
+    "eos_token_id",
+    "head_dim",
+    "hidden_size",
+    "intermediate_size",
+    "layer_types",
+    "max_position_embeddings",
+    "model_type",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+    "rms_norm_eps",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "tie_word_embeddings",
+    "vocab_size",
+];
+
+/// Options of other models that change results.
+const REFUSED: [(&str, Neutral); 58] = [
+    // Weights that are quantized: MLX's, compressed-tensors', and everyone else's.
+    ("quantization", Unset),
+    ("compression_config", Unset),
+    ("quantization_config", Unset),
+    // Experts.
+    ("moe_num_experts", Unset),
+    ("n_routed_experts", Unset),
+    ("num_experts", Unset),
+    ("num_local_experts", Unset),
+    // Factors; of Falcon-H1, Granite, MiniCPM, Cohere and others.
+    ("attention_in_multiplier", Only(1.0)),
+    ("attention_multiplier", Unset),
+    ("attention_out_multiplier", Only(1.0)),
+    ("attention_value_scale", Only(1.0)),
+    ("dim_model_base", Unset),
+    ("embedding_multiplier", Only(1.0)),
+    ("embedding_scale", Only(1.0)),
+    ("key_multiplier", Only(1.0)),
+    ("lm_head_multiplier", Only(1.0)),
+    ("logit_scale", Only(1.0)),
+    ("logits_mup_width_multiplier", Only(1.0)),
+    ("logits_scaling", Only(1.0)),
+    ("mlp_multipliers", Unset),
+    ("mup_enabled", Unset),
+    ("residual_multiplier", Only(1.0)),
+    ("scale_depth", Unset),
+    ("scale_emb", Only(1.0)),
+    ("scale_embedding", Unset),
+    // What attention sees, and how.
+    ("add_cross_attention", Unset),
+    ("alibi", Unset),
+    ("attention_chunk_size", Unset),
+    ("attn_temperature_tuning", Unset),
+    ("attn_type", Unset),
+    ("clip_qkv", Unset),
+    ("cross_attention_layers", Unset),
+    ("is_causal", True),
+    ("is_encoder_decoder", Unset),
+    ("kv_lora_rank", Unset),
+    ("num_kv_shared_layers", Unset),
+    ("prefix_lm", Unset),
+    ("use_bidirectional_attention", Unset),
+    // Positions.
+    ("layer_rope_theta", Unset),
+    ("no_rope_layer_interval", Unset),
+    ("no_rope_layers", Unset),
+    ("rope_interleave", Unset),
+    ("rope_interleaved", Unset),
+    ("rope_ratio", Only(1.0)),
+    ("rotary_dim", Unset),
+    ("rotary_pct", Only(1.0)),
+    ("use_mrope", Unset),
+    ("use_rope", True),
+    // How a layer is put together.
+    ("hybrid_override_pattern", Unset),
+    ("layers_block_type", Unset),
+    ("logits_soft_cap", Unset),
+    ("parallel_attn", Unset),
+    ("per_layer_config", Unset),
+    ("swiglu_limit", Unset),
+    ("use_parallel_residual", Unset),
+    // What Gemma has, and no other family.
+    ("attn_logit_softcapping", Unset),
+    ("final_logit_softcapping", Unset),
+    ("query_pre_attn_scalar", Unset),
+];
+
+/// What a model that sees images says of itself besides what it says of its parts: of a model that reads text alone, no part may stand.
+const PARTS: [&str; 2] = ["text_config", "vision_config"];
+const OF_IMAGES: [&str; 4] = [
+    "boi_token_index",
+    "eoi_token_index",
+    "image_token_index",
+    "mm_tokens_per_image",
+];
+
+/// What changes no answer: names, dates and versions, number formats (weights tell theirs themselves), training, caches, outputs that
+/// nobody asks for, labels of other tasks. Keys of `generation_config.json` are known as well: they are looked at where that file is.
+const HARMLESS: [&str; 61] = [
+    "_attn_implementation",
+    "_attn_implementation_autoset",
+    "_attn_implementation_internal",
+    "_commit_hash",
+    "_flash_attn_2_enabled",
+    "_name_or_path",
+    // Written beside `layer_types`, and never read.
+    "_sliding_window_pattern",
+    "attention_dropout",
+    "attn_implementation",
+    "attn_pdrop",
+    // Said by a warning of its own.
+    "auto_map",
+    "bos_token_id",
+    "chunk_size_feed_forward",
+    "classifier_dropout",
+    "cross_attention_hidden_size",
+    "decoder_start_token_id",
+    "dtype",
+    "embd_pdrop",
+    "embedding_dropout",
+    "finetuning_task",
+    "gradient_checkpointing",
+    "hidden_dropout",
+    "hidden_dropout_prob",
+    "id2label",
+    "initializer_range",
+    "is_decoder",
+    "is_llama_config",
+    "keys_to_ignore_at_inference",
+    "label2id",
+    "max_sequence_length",
+    "mlp_dropout",
+    "model_max_length",
+    "neftune_noise_alpha",
+    "num_labels",
+    "num_logits_to_keep",
+    // Layers that guess tokens ahead: the model's own answers do without them.
+    "num_mtp_layers",
+    "num_nextn_predict_layers",
+    "output_attentions",
+    "output_hidden_states",
+    "pad_token_id",
+    "prefix",
+    // Splits of a product, which change no more than its rounding.
+    "pretraining_tp",
+    "problem_type",
+    "pruned_heads",
+    "resid_pdrop",
+    "residual_dropout",
+    "return_dict",
+    "sep_token_id",
+    "task_specific_params",
+    "tf_legacy_loss",
+    "tie_encoder_decoder",
+    "tokenizer_class",
+    "torch_dtype",
+    "torchscript",
+    "transformers.js_config",
+    "transformers_version",
+    "unsloth_fixed",
+    "unsloth_version",
+    "use_bfloat16",
+    "use_cache",
+    "use_return_dict",
+];
+
+/// What a rotation's own object may hold; its kind says which of it counts.
+const OF_ROPE: [&str; 17] = [
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "factor",
+    // A note that training went on with it.
+    "finetuned",
+    "full_attention",
+    "high_freq_factor",
+    "low_freq_factor",
+    "mscale",
+    "mscale_all_dim",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+    "rope_theta",
+    "rope_type",
+    "sliding_attention",
+    "truncate",
+    "type",
+];
+
+/// Of rotations that are done nowhere here.
+const OF_OTHER_ROPES: [(&str, Neutral); 8] = [
+    ("alpha", Only(1.0)),
+    ("attn_factor", Only(1.0)),
+    ("extrapolation_factor", Only(1.0)),
+    ("long_factor", Unset),
+    ("mrope_interleaved", Unset),
+    ("mrope_section", Unset),
+    ("scale", Only(1.0)),
+    ("short_factor", Unset),
+];
+
+impl Family {
+    /// What this family reads besides [`USED`].
+    fn keys(self) -> &'static [&'static str] {
+        match self {
+            Family::Llama => &["attention_bias", "hidden_act", "mlp_bias"],
+            Family::Mistral => &["hidden_act", "sliding_window"],
+            // Qwen 2 has biases of queries, keys and values whatever it says.
+            Family::Qwen2 | Family::Qwen3 => &[
+                "attention_bias",
+                "hidden_act",
+                "max_window_layers",
+                "sliding_window",
+                "use_sliding_window",
+            ],
+            Family::Gemma2 => &[
+                "attention_bias",
+                "attn_logit_softcapping",
+                "final_logit_softcapping",
+                // Names of its first release, which its class reads no more.
+                "hidden_act",
+                "sliding_window_size",
+                "hidden_activation",
+                "query_pre_attn_scalar",
+                "sliding_window",
+            ],
+            Family::Gemma3 => &[
+                "attention_bias",
+                // Its attention is not capped, whatever this says.
+                "attn_logit_softcapping",
+                "final_logit_softcapping",
+                "hidden_act",
+                "hidden_activation",
+                "query_pre_attn_scalar",
+                "rope_local_base_freq",
+                "sliding_window",
+                "sliding_window_pattern",
+            ],
+        }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Family::Llama => "Llama",
+            Family::Mistral => "Mistral",
+            Family::Qwen2 => "Qwen 2",
+            Family::Qwen3 => "Qwen 3",
+            Family::Gemma2 => "Gemma 2",
+            Family::Gemma3 => "Gemma 3",
+        }
+    }
+}
+
+impl Neutral {
+    fn is(&self, value: &Value) -> bool {
+        match value {
+            Value::Null => true,
+            Value::Bool(flag) => *flag == matches!(self, True),
+            Value::Number(x) => {
+                let neutral = if let Only(one) = self { *one } else { 0.0 };
+                x.as_f64() == Some(neutral)
+            }
+            Value::String(text) => text.is_empty(),
+            Value::Array(items) => items.is_empty(),
+            Value::Object(map) => map.is_empty(),
+        }
+    }
+}
+
+/// Keys that are not known, each with its value.
+#[derive(Default)]
+pub(super) struct Unknown(Vec<String>);
+
+impl Unknown {
+    fn add(&mut self, place: &str, key: &str, value: &Value) {
+        self.0.push(format!("`{place}{key}` ({})", short(value)));
+    }
+}
+
+impl Reader<'_> {
+    /// Looks at every key of a model of text, or of that part of another.
+    ///
+    /// # Errors
+    /// An option that changes results and is not done.
+    pub(super) fn check_keys(&self, family: Family, place: &str, unknown: &mut Unknown) -> Result<(), ModelError> {
+        let known = |key: &str| {
+            USED.contains(&key) || family.keys().contains(&key) || HARMLESS.contains(&key) || generation::is_key(key)
+        };
+        for (key, value) in self.map {
+            if known(key) {
+                continue;
+            }
+            if PARTS.contains(&key.as_str()) && !Unset.is(value) {
+                return Err(self.option(place, key, value));
+            }
+            self.check_key(place, (key, value), &REFUSED, unknown)?;
+        }
+        for name in ["rope_scaling", "rope_parameters"] {
+            if let Some(Value::Object(map)) = self.get(name) {
+                self.check_rope_keys(&format!("{place}{name}."), map, unknown)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Looks at every key of the whole of a model that sees images, but for its parts.
+    ///
+    /// # Errors
+    /// As [`check_keys`](Self::check_keys).
+    pub(super) fn check_whole_keys(&self, unknown: &mut Unknown) -> Result<(), ModelError> {
+        let known = |key: &str| {
+            let own = ["architectures", "model_type", "eos_token_id", "tie_word_embeddings"];
+            own.contains(&key)
+                || PARTS.contains(&key)
+                || OF_IMAGES.contains(&key)
+                || HARMLESS.contains(&key)
+                || generation::is_key(key)
+        };
+        let rest = self.map.iter().filter(|(key, _)| !known(key));
+        rest.into_iter()
+            .try_for_each(|(key, value)| self.check_key("", (key, value), &REFUSED, unknown))
+    }
+
+    fn check_rope_keys(&self, place: &str, map: &Map<String, Value>, unknown: &mut Unknown) -> Result<(), ModelError> {
+        for (key, value) in map {
+            match value {
+                Value::Object(inner) if ["full_attention", "sliding_attention"].contains(&key.as_str()) => {
+                    self.check_rope_keys(&format!("{place}{key}."), inner, unknown)?;
+                }
+                _ if OF_ROPE.contains(&key.as_str()) => (),
+                value => self.check_key(place, (key, value), &OF_OTHER_ROPES, unknown)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// A key that is neither used nor harmless.
+    fn check_key(
+        &self,
+        place: &str,
+        (key, value): (&String, &Value),
+        refused: &[(&str, Neutral)],
+        unknown: &mut Unknown,
+    ) -> Result<(), ModelError> {
+        match refused.iter().find(|(name, _)| name == key) {
+            Some((_, neutral)) if !neutral.is(value) => Err(self.option(place, key, value)),
+            None if !Unset.is(value) => {
+                unknown.add(place, key, value);
+                Ok(())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn option(&self, place: &str, key: &str, value: &Value) -> ModelError {
+        self.unsupported(format!("option `{place}{key}` ({}) is not supported", short(value)))
+    }
+
+    /// What there is to say of keys that have no effect.
+    pub(super) fn key_warnings(&self, family: Family, unknown: Unknown) -> Vec<String> {
+        let (file, name) = (self.path.display(), family.name());
+        let mut warnings = Vec::new();
+        if !unknown.0.is_empty() {
+            let keys = unknown.0.join(", ");
+            warnings.push(format!("{file}: not known for {name}, and without effect: {keys}"));
+        }
+        if self.get("auto_map").is_some_and(|value| !Unset.is(value)) {
+            warnings.push(format!(
+                "{file}: `auto_map` names code that comes with the checkpoint; it is not run, the model is computed as {name}"
+            ));
+        }
+        warnings
+    }
+}
