@@ -171,6 +171,7 @@ fn try_renderer(style: &Style, messages: &Value, kwargs: &Value, generate: Value
         context_tokens: 4096,
         seed: 9,
         now: chrono::DateTime::UNIX_EPOCH.naive_utc(),
+        max_tokens: None,
     };
     Renderer::new(&job, setup).map_err(|e| e.to_string())
 }
