@@ -429,15 +429,18 @@ fn a_lines_value_wins_over_the_jobs_and_that_over_the_checkpoints() {
         let ids = |row: &Value| serde_json::from_value(row["token_ids"].clone()).unwrap();
         rows.as_array().unwrap().iter().map(ids).collect()
     };
-    let written = "seed: 1, temperature: 0, repetition_penalty: 1.3, max_tokens: 5";
+    let written = "seed: 1, ignore_eos: true, temperature: 0, repetition_penalty: 1.3, max_tokens: 5";
     let plain = answers("plain", written);
     configure(
         folder,
         &json!({"repetition_penalty": 1.3, "temperature": 0.0, "max_new_tokens": 5}),
     );
-    assert_eq!(answers("of-model", "seed: 1"), plain);
+    assert_eq!(answers("of-model", "seed: 1, ignore_eos: true"), plain);
     assert_eq!((plain[0].len(), plain[2].len()), (5, 3));
-    let of_job = answers("of-job", "seed: 1, repetition_penalty: 1.0, max_tokens: 4");
+    let of_job = answers(
+        "of-job",
+        "seed: 1, ignore_eos: true, repetition_penalty: 1.0, max_tokens: 4",
+    );
     assert_eq!(of_job[0].len(), 4);
     assert_eq!(of_job[0], of_job[1], "the job's own penalty is the line's");
     assert_ne!(of_job[0], plain[0][..4], "and not the checkpoint's");

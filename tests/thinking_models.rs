@@ -209,7 +209,8 @@ fn complete(tokenizer: &Arc<Tokenizer>, prompt: &[u32], params: &Arc<Params>, wa
             Next::Go(at) => nodes.extend(at.into_iter().map(|at| at.node)),
         }
         let mut logits = vec![0.0; tokenizer.vocab_size()];
-        logits[wants[asked] as usize] = 5.0;
+        // Certain at a temperature of 1.
+        logits[wants[asked] as usize] = 100.0;
         let node = nodes.pop_front().unwrap();
         unit.grammar().into_iter().for_each(GrammarState::prepare);
         unit.prepare(tokenizer);
