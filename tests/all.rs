@@ -38,6 +38,7 @@ mod rules;
 mod schemas;
 mod services;
 mod store_s3;
+mod tensors;
 mod thinking;
 mod thinking_demo;
 mod thinking_models;

@@ -65,7 +65,7 @@ const READ: &str = "import json, sys, pyarrow.dataset as ds\n\
     ['completion', 'token_ids', 'finish_reason', 'status', 'error']).to_pylist()))";
 
 /// The rows of an output, as pyarrow reads them.
-fn rows(output: &Path) -> Value {
+pub fn rows(output: &Path) -> Value {
     Run::of(Command::new(python()).args(["-c", READ, arg(output)]))
         .expect(0)
         .json()

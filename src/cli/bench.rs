@@ -20,11 +20,11 @@ use crate::device::cuda::Cuda;
 use crate::engine::request::Request;
 use crate::engine::scheduler::Policy;
 use crate::engine::{Engine, Forward, Generate};
-use crate::model::Channels;
 use crate::model::config::Config;
 use crate::model::shapes;
 use crate::model::tokenizer::{Tokenizer, TokenizerError};
 use crate::model::weights::RandomWeights;
+use crate::model::{Channels, Checkpoint};
 use crate::worker::model::Formats;
 
 pub async fn bench(args: BenchArgs) -> Result<Exit, Failure> {
@@ -51,6 +51,16 @@ impl Subject {
                     Tokenizer::numbered(config.vocab_size)?
                 }
                 (tokenizer, _) => tokenizer.map_err(Failure::bad_job)?,
+            };
+            let config = match format {
+                LoadFormat::Auto => {
+                    let (config, warnings) = Checkpoint::check(dir, config).map_err(Failure::bad_job)?;
+                    for warning in warnings {
+                        eprintln!("gristmill: warning: {warning}");
+                    }
+                    config
+                }
+                LoadFormat::Dummy => config,
             };
             return Ok(Subject {
                 config,
@@ -144,7 +154,8 @@ fn engine(
         options.channels = channels.map_err(Failure::bad_job)?.map(Arc::new);
     }
     let mut model: Box<dyn Forward + Send> = if subject.checkpoint {
-        load_model(Path::new(&args.model), place, &options, &args.engine)?
+        let dir = Path::new(&args.model);
+        load_model(dir, subject.config.clone(), place, &options, &args.engine)?
     } else {
         let weights = RandomWeights {
             seed: args.seed,

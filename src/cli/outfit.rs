@@ -14,9 +14,10 @@ use crate::device::cuda::{Cuda, Products};
 use crate::device::{KvFormat, Precision};
 use crate::engine::scheduler::Policy;
 use crate::engine::{Engine, EngineOptions, Forward, Generate};
+use crate::model::Checkpoint;
 use crate::model::config::Config;
 use crate::model::transformer::{KvBudget, LoadOptions, Transformer, refuse_tokenizer_model_alone};
-use crate::model::weights::{WeightSource, Weights};
+use crate::model::weights::WeightSource;
 use crate::worker::model::{Formats, Model, ModelFiles};
 use crate::worker::stop::{Stop, Why};
 
@@ -63,22 +64,22 @@ fn engine(
         .channels(formats.precision)
         .map_err(Failure::bad_job)?
         .map(Arc::new);
-    let model = load_model(&files.dir, place, &options, args)?;
+    let model = load_model(&files.dir, files.config.clone(), place, &options, args)?;
     let options = engine_options(formats, &options, args.most(place));
     Ok(Box::new(Engine::new(model, files.tokenizer.clone(), options)))
 }
 
-/// Loads the checkpoint folder `dir` where it is to run.
+/// Loads the checkpoint folder `dir`, of which `config` is the configuration, where it is to run.
 pub fn load_model(
     dir: &Path,
+    config: Config,
     place: Place,
     options: &LoadOptions,
     args: &EngineArgs,
 ) -> Result<Box<dyn Forward + Send>, Failure> {
     refuse_tokenizer_model_alone(dir).map_err(Failure::bad_job)?;
-    let config = Config::load(dir).map_err(Failure::bad_job)?;
-    let weights = Weights::open(dir).map_err(Failure::bad_job)?;
-    on_device(config, &weights, place, options, args)
+    let checkpoint = Checkpoint::open(dir, config).map_err(Failure::bad_job)?;
+    on_device(checkpoint.config, &checkpoint.weights, place, options, args)
 }
 
 /// A model from any source of weights, where it is to run.

@@ -10,8 +10,8 @@ use crate::device::cpu::Threads;
 use crate::device::{Device, DeviceError, Dtype, KvFormat, Precision};
 use crate::engine::Forward;
 use crate::model::config::Config;
-use crate::model::weights::{RandomWeights, WeightSource, Weights};
-use crate::model::{KvBudget, LoadOptions, ModelError, Transformer};
+use crate::model::weights::{RandomWeights, WeightSource};
+use crate::model::{Checkpoint, KvBudget, LoadOptions, ModelError, Transformer};
 
 /// What a small model gave.
 #[derive(Debug, Clone, Serialize)]
@@ -61,10 +61,11 @@ impl Subject {
     /// # Errors
     /// It cannot be read.
     pub fn open(dir: &Path) -> Result<Subject, ModelError> {
+        let checkpoint = Checkpoint::open(dir, Config::load(dir)?)?;
         Ok(Subject {
             name: dir.display().to_string(),
-            config: Config::load(dir)?,
-            weights: Box::new(Weights::open(dir)?),
+            config: checkpoint.config,
+            weights: Box::new(checkpoint.weights),
         })
     }
 

@@ -16,10 +16,10 @@ use std::path::Path;
 use rayon::prelude::*;
 
 use crate::device::Dtype;
-use crate::model::build::mlp_norm_name;
 use crate::model::channels::{Channels, LayerChannels};
 use crate::model::config::Config;
 use crate::model::error::ModelError;
+use crate::model::tensors::mlp_norm_name;
 use crate::model::transformer::Activations;
 use crate::model::weights::{StoredTensor, WeightSource};
 

@@ -6,6 +6,7 @@ use std::path::Path;
 mod balance;
 mod build;
 pub mod channels;
+pub mod checkpoint;
 pub mod config;
 pub mod error;
 mod from_one;
@@ -13,12 +14,14 @@ mod json;
 mod pool;
 pub mod rope;
 pub mod shapes;
+mod tensors;
 mod times;
 pub mod tokenizer;
 pub mod transformer;
 pub mod weights;
 
 pub use channels::Channels;
+pub use checkpoint::Checkpoint;
 pub use error::ModelError;
 pub use transformer::{KvBudget, LoadOptions, Transformer};
 

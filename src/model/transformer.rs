@@ -18,12 +18,13 @@ use crate::engine::{Forward, ForwardError};
 use crate::model::balance::Balanced;
 use crate::model::build::{Builder, ModelWeights};
 use crate::model::channels::Channels;
+use crate::model::checkpoint::Checkpoint;
 use crate::model::config::Config;
 use crate::model::error::ModelError;
 use crate::model::from_one::FromOne;
 use crate::model::pool;
 use crate::model::times::{Operation, Times};
-use crate::model::weights::{RandomWeights, WeightSource, Weights};
+use crate::model::weights::{RandomWeights, WeightSource};
 
 /// How large the pool of keys and values is to be.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -111,9 +112,8 @@ impl Transformer<Cpu> {
     /// A file that is missing, broken or not supported (named), or options that do not fit the model.
     pub fn load(dir: &Path, options: &LoadOptions) -> Result<Transformer, ModelError> {
         refuse_tokenizer_model_alone(dir)?;
-        let config = Config::load(dir)?;
-        let weights = Weights::open(dir)?;
-        Transformer::from_weights(config, &weights, options)
+        let checkpoint = Checkpoint::open(dir, Config::load(dir)?)?;
+        Transformer::from_weights(checkpoint.config, &checkpoint.weights, options)
     }
 
     /// A model of these sizes with random weights stored as `dtype`, on the CPU.

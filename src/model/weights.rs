@@ -1,7 +1,7 @@
 //! A checkpoint's weights: safetensors, in one file or in the files that an index lists. Never pickle.
 
 use std::borrow::Cow;
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io::Read;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -62,11 +62,12 @@ impl StoredTensor<'_> {
 }
 
 /// The safetensors files of a checkpoint folder. Of a model that sees images, too, the part that reads and writes text has the names that
-/// it would have alone.
+/// it would have alone. Nothing here says that the tensors are those of a model: see [`Checkpoint`](super::Checkpoint).
 pub struct Weights {
-    dir: PathBuf,
-    files: Vec<File>,
-    /// By name.
+    headers: Headers,
+    /// Of each file.
+    maps: Vec<Mmap>,
+    /// By the name that the model has for it.
     tensors: HashMap<String, Place>,
 }
 
@@ -77,6 +78,31 @@ struct Place {
     name: String,
 }
 
+/// What a checkpoint's files hold, without the bytes of a tensor.
+#[derive(Debug)]
+pub struct Headers {
+    pub dir: PathBuf,
+    /// By name, ascending.
+    pub files: Vec<Header>,
+    /// (tensor, number of its file), where there is an index.
+    pub index: Option<Vec<(String, usize)>>,
+}
+
+/// What one file holds.
+#[derive(Debug)]
+pub struct Header {
+    pub path: PathBuf,
+    pub tensors: BTreeMap<String, Entry>,
+}
+
+/// A tensor in its file.
+#[derive(Debug)]
+pub struct Entry {
+    pub dtype: safetensors::Dtype,
+    pub shape: Vec<usize>,
+    pub bytes: Range<usize>,
+}
+
 /// What the names of the part that reads and writes text begin with in a model that sees images, too, and alone.
 const TEXT_PARTS: [(&str, &str); 3] = [
     ("language_model.model.", "model."),
@@ -84,16 +110,72 @@ const TEXT_PARTS: [(&str, &str); 3] = [
     ("model.language_model.", "model."),
 ];
 
-struct File {
-    path: PathBuf,
-    map: Mmap,
-    tensors: HashMap<String, Entry>,
+/// The name that a tensor of the part that reads and writes text would have alone, of a model that sees images, too. `None`: it has
+/// that name, or belongs to no such part.
+pub fn name_alone(name: &str) -> Option<String> {
+    TEXT_PARTS
+        .iter()
+        .find_map(|(there, alone)| Some(format!("{alone}{}", name.strip_prefix(there)?)))
 }
 
-struct Entry {
-    dtype: safetensors::Dtype,
-    shape: Vec<usize>,
-    bytes: Range<usize>,
+impl Headers {
+    /// The file that an error about all of them names.
+    pub fn path(&self) -> &Path {
+        match &self.files[..] {
+            [file] => &file.path,
+            _ => &self.dir,
+        }
+    }
+}
+
+impl Header {
+    /// The number format of the tensor `name`, which has `rows` rows (`None` for a vector) of `columns` numbers.
+    ///
+    /// # Errors
+    /// It is missing, has another shape, or a number format that is not read.
+    pub fn fits(&self, name: &str, rows: Option<usize>, columns: usize) -> Result<Dtype, ModelError> {
+        let Some(entry) = self.tensors.get(name) else {
+            return Err(missing(&self.path, name));
+        };
+        let name = in_line(name);
+        let want: Vec<usize> = rows.into_iter().chain([columns]).collect();
+        if entry.shape != want {
+            let shape = in_line(&format!("{:?}", entry.shape));
+            return Err(ModelError::broken(
+                &self.path,
+                format!("tensor `{name}` has shape {shape}; `config.json` makes it {want:?}"),
+            ));
+        }
+        match entry.dtype {
+            safetensors::Dtype::F32 => Ok(Dtype::F32),
+            safetensors::Dtype::F16 => Ok(Dtype::F16),
+            safetensors::Dtype::BF16 => Ok(Dtype::Bf16),
+            other => Err(ModelError::unsupported(
+                &self.path,
+                format!("tensor `{name}` is stored as {other:?}; F32, F16 and BF16 are read"),
+            )),
+        }
+    }
+}
+
+fn missing(path: &Path, name: &str) -> ModelError {
+    ModelError::broken(path, format!("tensor `{}` is missing", in_line(name)))
+}
+
+/// Longest name of a tensor in an error, in characters.
+const NAME_CHARS_MAX: usize = 120;
+
+/// What a file says, fit for one line.
+pub fn in_line(text: &str) -> String {
+    let text: String = text
+        .chars()
+        .take(NAME_CHARS_MAX + 1)
+        .flat_map(char::escape_debug)
+        .collect();
+    match text.char_indices().nth(NAME_CHARS_MAX) {
+        None => text,
+        Some((end, _)) => format!("{}…", &text[..end]),
+    }
 }
 
 impl Weights {
@@ -103,73 +185,50 @@ impl Weights {
     /// There are none, or a header that does not fit its file, or an index that names other than files of `dir`.
     pub fn open(dir: &Path) -> Result<Weights, ModelError> {
         let (names, index) = weight_files(dir)?;
-        let files = names
-            .iter()
-            .map(|name| File::open(dir.join(name)))
-            .collect::<Result<Vec<_>, _>>()?;
-        let mut stored: Vec<(String, usize)> = match index {
-            Some(index) => {
-                let number: HashMap<&str, usize> = names.iter().enumerate().map(|(i, n)| (n.as_str(), i)).collect();
-                index
-                    .into_iter()
-                    .map(|(tensor, file)| (tensor, number[file.as_str()]))
-                    .collect()
-            }
-            None => files[0].tensors.keys().map(|tensor| (tensor.clone(), 0)).collect(),
-        };
-        stored.sort();
-        let mut tensors = HashMap::new();
-        let mut put = |known_as: String, name: &str, file: usize| {
-            let name = name.to_owned();
-            tensors.insert(known_as, Place { file, name });
-        };
-        for (name, file) in &stored {
-            for (there, alone) in TEXT_PARTS {
-                if let Some(rest) = name.strip_prefix(there) {
-                    put(format!("{alone}{rest}"), name, *file);
-                }
-            }
+        let mut files = Vec::new();
+        let mut maps = Vec::new();
+        for name in &names {
+            let (file, map) = Header::open(dir.join(name))?;
+            files.push(file);
+            maps.push(map);
         }
+        let number: HashMap<&str, usize> = names.iter().enumerate().map(|(i, n)| (n.as_str(), i)).collect();
+        let in_index = |(tensor, file): (String, String)| (tensor, number[file.as_str()]);
+        let index: Option<Vec<_>> = index.map(|index| index.into_iter().map(in_index).collect());
+        let mut stored: Vec<(&String, usize)> = match &index {
+            Some(index) => index.iter().map(|(tensor, file)| (tensor, *file)).collect(),
+            None => files[0].tensors.keys().map(|tensor| (tensor, 0)).collect(),
+        };
         // Where a tensor stands under the name itself, it is that one.
-        for (name, file) in &stored {
-            put(name.clone(), name, *file);
-        }
+        stored.sort_by_key(|(name, _)| (name_alone(name).is_none(), *name));
+        let tensors = stored
+            .into_iter()
+            .map(|(name, file)| {
+                let known_as = name_alone(name).unwrap_or_else(|| name.clone());
+                let name = name.clone();
+                (known_as, Place { file, name })
+            })
+            .collect();
+        let dir = dir.to_owned();
         Ok(Weights {
-            dir: dir.to_owned(),
-            files,
+            headers: Headers { dir, files, index },
+            maps,
             tensors,
         })
+    }
+
+    pub fn headers(&self) -> &Headers {
+        &self.headers
     }
 }
 
 impl WeightSource for Weights {
     fn tensor(&self, name: &str, rows: Option<usize>, columns: usize) -> Result<StoredTensor<'_>, ModelError> {
-        let missing = |path: &Path| ModelError::broken(path, format!("tensor `{name}` is missing"));
-        let place = self.tensors.get(name).ok_or_else(|| missing(self.path_of(name)))?;
-        let file = &self.files[place.file];
-        let entry = file.tensors.get(&place.name).ok_or_else(|| missing(&file.path))?;
-        let want: Vec<usize> = rows.into_iter().chain([columns]).collect();
-        if entry.shape != want {
-            return Err(ModelError::broken(
-                &file.path,
-                format!(
-                    "tensor `{name}` has shape {:?}; `config.json` makes it {want:?}",
-                    entry.shape
-                ),
-            ));
-        }
-        let dtype = match entry.dtype {
-            safetensors::Dtype::F32 => Dtype::F32,
-            safetensors::Dtype::F16 => Dtype::F16,
-            safetensors::Dtype::BF16 => Dtype::Bf16,
-            other => {
-                return Err(ModelError::unsupported(
-                    &file.path,
-                    format!("tensor `{name}` is stored as {other:?}; F32, F16 and BF16 are read"),
-                ));
-            }
-        };
-        let data = Cow::Borrowed(&file.map[entry.bytes.clone()]);
+        let place = self.tensors.get(name);
+        let place = place.ok_or_else(|| missing(self.path_of(name), name))?;
+        let header = &self.headers.files[place.file];
+        let dtype = header.fits(&place.name, rows, columns)?;
+        let data = Cow::Borrowed(&self.maps[place.file][header.tensors[&place.name].bytes.clone()]);
         Ok(StoredTensor {
             dtype,
             rows: rows.unwrap_or(1),
@@ -180,43 +239,57 @@ impl WeightSource for Weights {
 
     fn path_of(&self, name: &str) -> &Path {
         match self.tensors.get(name) {
-            Some(place) => &self.files[place.file].path,
-            None if self.files.len() == 1 => &self.files[0].path,
-            None => &self.dir,
+            Some(place) => &self.headers.files[place.file].path,
+            None => self.headers.path(),
         }
     }
 }
 
-impl File {
-    fn open(path: PathBuf) -> Result<File, ModelError> {
+impl Header {
+    fn open(path: PathBuf) -> Result<(Header, Mmap), ModelError> {
         let file = std::fs::File::open(&path).map_err(|e| ModelError::read(&path, e))?;
-        // SAFETY: the mapping is read-only and lives only while weights are copied to the device. Whoever truncates
-        // the file in that time ends this process with SIGBUS, as with any program that maps it; no other change to
-        // the file can do more than change numbers, since all offsets are checked against the mapping's length.
+        // SAFETY: the mapping is read-only and lives only while weights are held against their configuration or copied to the
+        // device. Whoever truncates the file in that time ends this process with SIGBUS, as with any program that maps it; no
+        // other change to the file can do more than change numbers, since all offsets are checked against the mapping's length.
         let map = unsafe { Mmap::map(&file) }.map_err(|e| ModelError::read(&path, e))?;
         let broken = |message: String| ModelError::broken(&path, format!("not a sound safetensors file: {message}"));
         let (header, metadata) = SafeTensors::read_metadata(&map).map_err(|e| broken(e.to_string()))?;
         // The length of the header stands before it in 8 bytes.
         let start = 8 + header;
-        let mut tensors = HashMap::new();
+        let mut tensors = BTreeMap::new();
         for (name, info) in metadata.tensors() {
             let bytes = start.saturating_add(info.data_offsets.0)..start.saturating_add(info.data_offsets.1);
             if bytes.start > bytes.end || bytes.end > map.len() {
-                return Err(broken(format!("tensor `{name}` lies outside the file")));
+                return Err(broken(format!("tensor `{}` lies outside the file", in_line(&name))));
             }
-            tensors.insert(
-                name,
-                Entry {
-                    dtype: info.dtype,
-                    shape: info.shape.clone(),
-                    bytes,
-                },
-            );
+            let (dtype, shape) = (info.dtype, info.shape.clone());
+            tensors.insert(name, Entry { dtype, shape, bytes });
         }
-        Ok(File { path, map, tensors })
+        Ok((Header { path, tensors }, map))
     }
 }
 
+/// Why an index that stands beside the one file counts for nothing; `None`: there is none, or it lists that file alone.
+///
+/// # Errors
+/// The folder cannot be read.
+pub fn index_beside(dir: &Path) -> Result<Option<String>, ModelError> {
+    let (single, index) = (dir.join(SINGLE), dir.join(INDEX));
+    for path in [&single, &index] {
+        if !path.try_exists().map_err(|e| ModelError::read(path, e))? {
+            return Ok(None);
+        }
+    }
+    if index_of(dir).is_ok_and(|(files, _)| files == [SINGLE]) {
+        return Ok(None);
+    }
+    Ok(Some(format!(
+        "`{}`: both `{SINGLE}` and `{INDEX}` are there: the first alone is read, as transformers does",
+        dir.display()
+    )))
+}
+
+/// (tensor, name of its file).
 type IndexEntries = Vec<(String, String)>;
 
 /// Names of the weight files, ascending, and the index (tensor, file) where there is one.
@@ -231,6 +304,12 @@ fn weight_files(dir: &Path) -> Result<(Vec<String>, Option<IndexEntries>), Model
     if !exists(INDEX)? {
         return Err(no_weights(dir)?);
     }
+    let (files, index) = index_of(dir)?;
+    Ok((files, Some(index)))
+}
+
+/// Names of the files that the index lists, ascending, and its entries.
+fn index_of(dir: &Path) -> Result<(Vec<String>, IndexEntries), ModelError> {
     let path = dir.join(INDEX);
     let broken = |message: String| ModelError::broken(&path, message);
     let bytes = super::read_limited(&path, INDEX_BYTES_MAX)?;
@@ -244,12 +323,14 @@ fn weight_files(dir: &Path) -> Result<(Vec<String>, Option<IndexEntries>), Model
     for (tensor, file) in map.ok_or_else(|| broken("has no `weight_map`".to_owned()))? {
         let name = file
             .as_str()
-            .ok_or_else(|| broken(format!("tensor `{tensor}` names no file")))?;
+            .ok_or_else(|| broken(format!("tensor `{}` names no file", in_line(tensor))))?;
         // A plain name of this folder, so that an index cannot make us read anything else.
         let plain = name.ends_with(".safetensors") && !name.contains(['/', '\\', '\0']) && !name.starts_with('.');
         if !plain {
             return Err(broken(format!(
-                "tensor `{tensor}` names {name:?}, not a safetensors file of this folder"
+                "tensor `{}` names `{}`, not a safetensors file of this folder",
+                in_line(tensor),
+                in_line(name)
             )));
         }
         entries.push((tensor.clone(), name.to_owned()));
@@ -258,7 +339,7 @@ fn weight_files(dir: &Path) -> Result<(Vec<String>, Option<IndexEntries>), Model
     if files.len() > FILES_MAX {
         return Err(broken(format!("lists {} files, more than {FILES_MAX}", files.len())));
     }
-    Ok((files.into_iter().collect(), Some(entries)))
+    Ok((files.into_iter().collect(), entries))
 }
 
 /// Says what a folder without safetensors holds instead.

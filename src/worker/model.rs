@@ -11,11 +11,11 @@ use crate::job::spec::{Job, Precision};
 use crate::job::{JobError, RenderSetup, Renderer};
 use crate::ledger::keys::sha256;
 use crate::ledger::{JobIdentity, Ledger};
-use crate::model::Channels;
 use crate::model::config::Config;
 use crate::model::error::ModelError;
 use crate::model::tokenizer::Tokenizer;
 use crate::model::weights::checkpoint_hash;
+use crate::model::{Channels, Checkpoint};
 
 /// What random numbers and templates' dates of a job are keyed by, and what its retries ask for.
 #[derive(Debug, Clone, Copy)]
@@ -59,15 +59,21 @@ pub struct ModelFiles {
     pub dir: PathBuf,
     pub config: Config,
     pub tokenizer: Arc<Tokenizer>,
+    /// What the user of the checkpoint should know, a line each.
+    pub warnings: Vec<String>,
 }
 
 impl ModelFiles {
-    /// Reads config and tokenizer of the checkpoint in `dir`.
+    /// Reads config and tokenizer of the checkpoint in `dir`, and holds the headers of its weights against its config.
     pub fn open(dir: PathBuf) -> anyhow::Result<ModelFiles> {
+        let config = Config::load(&dir)?;
+        let tokenizer = Arc::new(Tokenizer::load(&dir)?);
+        let (config, warnings) = Checkpoint::check(&dir, config)?;
         Ok(ModelFiles {
-            config: Config::load(&dir)?,
-            tokenizer: Arc::new(Tokenizer::load(&dir)?),
             dir,
+            config,
+            tokenizer,
+            warnings,
         })
     }
 

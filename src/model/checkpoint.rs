@@ -1,0 +1,374 @@
+//! A checkpoint whose files hold the model that its configuration describes: every tensor is read, is known to be harmless, or the
+//! checkpoint is refused by the tensor's name.
+//!
+//! All of it is seen in the files' headers, before anything is loaded; of the tensors' bytes those of an output head beside a tied
+//! table alone are compared with the table's.
+
+use std::collections::{BTreeMap, HashSet};
+use std::path::Path;
+
+use rayon::prelude::*;
+
+use crate::model::config::Config;
+use crate::model::error::ModelError;
+use crate::model::tensors::{HEAD, ModelTensors, TensorSpec};
+use crate::model::weights::{Headers, StoredTensor, WeightSource, Weights, in_line, index_beside, name_alone};
+
+/// A sound checkpoint.
+pub struct Checkpoint {
+    /// What the model is; whether its output head is the embedding table is settled by what the files hold.
+    pub config: Config,
+    pub weights: Weights,
+    /// What its user should know, a line each.
+    pub warnings: Vec<String>,
+}
+
+impl Checkpoint {
+    /// Opens the checkpoint in `dir`, of which `config` is the configuration.
+    ///
+    /// # Errors
+    /// Files that cannot be read or are broken; a tensor that is missing, has another shape or format, or that no part of the model
+    /// reads.
+    pub fn open(dir: &Path, config: Config) -> Result<Checkpoint, ModelError> {
+        let weights = Weights::open(dir)?;
+        let has_head = examine(&config, weights.headers())?;
+        let mut warnings = Vec::from_iter(index_beside(dir)?);
+        let mut config = config;
+        match (config.tied_embeddings, has_head) {
+            (true, true) if !head_is_table(&config, &weights)? => {
+                config.tied_embeddings = false;
+                warnings.push(format!(
+                    "`{}`: `{HEAD}` differs from the embedding table, which `config.json` makes the output head \
+                     (`tie_word_embeddings`): `{HEAD}` is used, as transformers 5 does",
+                    weights.path_of(HEAD).display()
+                ));
+            }
+            (false, false) => {
+                config.tied_embeddings = true;
+                warnings.push(format!(
+                    "`{}`: there is no `{HEAD}`, though `config.json` asks for one (`tie_word_embeddings` is false): the \
+                     embedding table is used in its place, as vLLM does",
+                    weights.path_of(HEAD).display()
+                ));
+            }
+            _ => {}
+        }
+        Ok(Checkpoint {
+            config,
+            weights,
+            warnings,
+        })
+    }
+
+    /// Holds the checkpoint in `dir` against `config` without loading it; returns the configuration as the files settle it, and what
+    /// its user should know, a line each.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn check(dir: &Path, config: Config) -> Result<(Config, Vec<String>), ModelError> {
+        let Checkpoint { config, warnings, .. } = Checkpoint::open(dir, config)?;
+        Ok((config, warnings))
+    }
+}
+
+/// Bytes of tables that a thread compares at once.
+const COMPARED_AT_ONCE: usize = 1 << 20;
+
+/// Is the stored output head the embedding table once more?
+fn head_is_table(config: &Config, weights: &Weights) -> Result<bool, ModelError> {
+    let tensors = ModelTensors::of(&Config {
+        tied_embeddings: false,
+        layers: Vec::new(),
+        ..config.clone()
+    });
+    let stored = |spec: &TensorSpec| weights.tensor(&spec.name, spec.rows, spec.columns);
+    let table = stored(&tensors.embedding)?;
+    tensors
+        .head
+        .map_or(Ok(true), |head| Ok(same_numbers(&table, &stored(&head)?)))
+}
+
+/// Reads no further than to a place where two tensors of one shape differ.
+fn same_numbers(a: &StoredTensor<'_>, b: &StoredTensor<'_>) -> bool {
+    if a.dtype == b.dtype {
+        let parts = a.data.par_chunks(COMPARED_AT_ONCE);
+        return parts.zip(b.data.par_chunks(COMPARED_AT_ONCE)).all(|(a, b)| a == b);
+    }
+    let (a, b) = (a.view(), b.view());
+    (0..a.rows).into_par_iter().all(|row| {
+        let mut values = [vec![0.0f32; a.columns], vec![0.0f32; a.columns]];
+        a.read_row(row, &mut values[0]);
+        b.read_row(row, &mut values[1]);
+        values[0] == values[1]
+    })
+}
+
+/// Tensors that no model of ours reads and that answers do not depend on, by the end of their names.
+const HARMLESS: [&str; 3] = [
+    // Frequencies of rotations, and rotations laid out: older versions of transformers stored them. They follow from `config.json`,
+    // and transformers and vLLM skip them, too.
+    "rotary_emb.inv_freq",
+    "rotary_emb.cos_cached",
+    "rotary_emb.sin_cached",
+];
+
+/// Parts of a model that sees images, by how names begin in older and newer checkpoints. They compute what images say, and prompts
+/// have none.
+const IMAGE_PARTS: [&str; 4] = [
+    "vision_tower.",
+    "multi_modal_projector.",
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
+];
+
+/// Holds what a checkpoint's files hold against the model that `config` describes; says whether there is an output head beside the
+/// embedding table.
+///
+/// # Errors
+/// As [`Checkpoint::open`].
+pub fn examine(config: &Config, headers: &Headers) -> Result<bool, ModelError> {
+    let names = || headers.files.iter().flat_map(|file| file.tensors.keys());
+    // Where the part for text stands under names of its own, the others are parts of the same model.
+    let sees_images = names().any(|name| name_alone(name).is_some());
+    let is_harmless = |name: &str| {
+        let ends = |end: &&str| {
+            name.strip_suffix(*end)
+                .is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
+        };
+        HARMLESS.iter().any(ends) || (sees_images && IMAGE_PARTS.iter().any(|part| name.starts_with(part)))
+    };
+    hold_against_index(headers, &is_harmless)?;
+
+    let stored = stored(headers, &is_harmless)?;
+    let tensors = ModelTensors::of(&Config {
+        tied_embeddings: false,
+        ..config.clone()
+    });
+    let mut unread = stored.clone();
+    let mut missing = Vec::new();
+    for spec in tensors.all() {
+        if unread.remove(spec.name.as_str()).is_none() && spec.name != HEAD {
+            missing.push(spec.name.as_str());
+        }
+    }
+    let known: HashSet<&str> = tensors.all().map(|spec| spec.name.as_str()).collect();
+    let strangers: Vec<_> = unread
+        .into_iter()
+        .map(|(known_as, at)| (Stranger::of(&known_as, config.layers.len(), &known), at))
+        .collect();
+    // Weights in another form lack tensors, too: the form is what is wrong.
+    if let Some((stranger, at)) = strangers.iter().find(|(stranger, _)| stranger.is_other_form()) {
+        return Err(stranger.refused(headers, *at, strangers.len()));
+    }
+    if let [name, others @ ..] = &missing[..] {
+        let instead = strangers
+            .first()
+            .map(|(_, at)| format!("; `{}` is there, of which `config.json` says nothing", in_line(at.1)));
+        return Err(ModelError::broken(
+            headers.path(),
+            format!(
+                "tensor `{name}` is missing{}{}",
+                and_more(others.len()),
+                instead.unwrap_or_default()
+            ),
+        ));
+    }
+    for spec in tensors.all() {
+        if let Some((file, name)) = stored.get(&spec.name) {
+            headers.files[*file].fits(name, spec.rows, spec.columns)?;
+        }
+    }
+    match strangers.first() {
+        Some((stranger, at)) => Err(stranger.refused(headers, *at, strangers.len())),
+        None => Ok(stored.contains_key(HEAD)),
+    }
+}
+
+/// Where a tensor is stored: the number of its file, its name there.
+type Stored<'a> = (usize, &'a str);
+
+/// All tensors but harmless ones by the names that the model would have for them.
+fn stored<'a>(
+    headers: &'a Headers,
+    is_harmless: &impl Fn(&str) -> bool,
+) -> Result<BTreeMap<String, Stored<'a>>, ModelError> {
+    let mut stored: BTreeMap<String, Stored<'a>> = BTreeMap::new();
+    for (at, file) in headers.files.iter().enumerate() {
+        for name in file.tensors.keys().filter(|name| !is_harmless(name)) {
+            let known_as = name_alone(name).unwrap_or_else(|| name.clone());
+            if let Some((_, other)) = stored.insert(known_as, (at, name.as_str())) {
+                return Err(ModelError::broken(
+                    &file.path,
+                    format!(
+                        "tensors `{}` and `{}` stand for one of the model's, and which is meant is not known: take one out",
+                        in_line(other),
+                        in_line(name)
+                    ),
+                ));
+            }
+        }
+    }
+    Ok(stored)
+}
+
+/// The files hold what the index lists, each tensor where it says, and nothing else.
+///
+/// Others read all tensors of the listed files, whatever the index says of them, and of one that stands twice that of the last file.
+/// Where index and files differ they are of different checkpoints, or a file is: numbers of either could be wrong.
+fn hold_against_index(headers: &Headers, is_harmless: &impl Fn(&str) -> bool) -> Result<(), ModelError> {
+    let Some(index) = &headers.index else { return Ok(()) };
+    let gone: Vec<_> = index
+        .iter()
+        .filter(|(name, file)| !headers.files[*file].tensors.contains_key(name) && !is_harmless(name))
+        .collect();
+    if let [(name, file), others @ ..] = &gone[..] {
+        return Err(ModelError::broken(
+            &headers.files[*file].path,
+            format!(
+                "tensor `{}` is missing{}, and the index lists it here: fetch index and files again",
+                in_line(name),
+                and_more(others.len())
+            ),
+        ));
+    }
+    let listed: BTreeMap<&str, usize> = index.iter().map(|(name, file)| (name.as_str(), *file)).collect();
+    for (at, file) in headers.files.iter().enumerate() {
+        for name in file.tensors.keys().filter(|name| !is_harmless(name)) {
+            let why = match listed.get(name.as_str()) {
+                Some(there) if *there == at => continue,
+                Some(there) => format!(
+                    "stands here, and in `{}`, where the index lists it",
+                    headers.files[*there].path.display()
+                ),
+                None => "stands here, and the index does not list it".to_owned(),
+            };
+            return Err(ModelError::broken(
+                &file.path,
+                format!("tensor `{}` {why}: fetch index and files again", in_line(name)),
+            ));
+        }
+    }
+    Ok(())
+}
+
+fn and_more(others: usize) -> String {
+    match others {
+        0 => String::new(),
+        n => format!(" and {n} more"),
+    }
+}
+
+/// Why a tensor is there that the model does not read.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Stranger {
+    Quantized,
+    Adapter,
+    /// Of a layer above the last, of so many.
+    Layer(usize),
+    /// A bias of a weight that is read without one.
+    Bias(String),
+    /// A norm of queries or keys.
+    HeadNorm,
+    /// The head of a model that scores or classifies texts.
+    OtherHead,
+    Unknown,
+}
+
+/// Last words of names that only quantized weights have; beside them all scales and zero points.
+const QUANTIZED: [&str; 10] = [
+    // GPTQ and AWQ.
+    "qweight",
+    "qzeros",
+    "scales",
+    "g_idx",
+    // MLX, beside its `scales`.
+    "biases",
+    // bitsandbytes.
+    "SCB",
+    "absmax",
+    "quant_map",
+    "nested_absmax",
+    "nested_quant_map",
+];
+
+/// First words of names of heads that models for other tasks have.
+const OTHER_HEADS: [&str; 6] = [
+    "score",
+    "v_head",
+    "value_head",
+    "reward_head",
+    "classifier",
+    "regression_head",
+];
+
+impl Stranger {
+    /// `known`: names that a model of `layers` layers reads.
+    fn of(known_as: &str, layers: usize, known: &HashSet<&str>) -> Stranger {
+        let words: Vec<&str> = known_as.split('.').collect();
+        let (first, last) = (words[0], words[words.len() - 1]);
+        let is_scale = last.contains("_scale") || last.contains("zero_point") || last.ends_with("_packed");
+        if is_scale || QUANTIZED.contains(&last) || words.contains(&"quant_state") {
+            return Stranger::Quantized;
+        }
+        if first == "base_model" || words.iter().any(|word| word.starts_with("lora_")) {
+            return Stranger::Adapter;
+        }
+        if let ["model", "layers", layer, ..] = words[..]
+            && layer.parse().is_ok_and(|layer: u64| layer >= layers as u64)
+        {
+            return Stranger::Layer(layers);
+        }
+        if let ["model", "layers", _, "self_attn", "q_norm" | "k_norm", _] = words[..] {
+            return Stranger::HeadNorm;
+        }
+        let weight = known_as.strip_suffix("bias").map(|rest| format!("{rest}weight"));
+        if weight.is_some_and(|weight| known.contains(weight.as_str())) {
+            return Stranger::Bias(words[words.len().saturating_sub(2)].to_owned());
+        }
+        match OTHER_HEADS.contains(&first) {
+            true => Stranger::OtherHead,
+            false => Stranger::Unknown,
+        }
+    }
+
+    /// Is it a sign that all weights are stored in a form that is not read?
+    fn is_other_form(&self) -> bool {
+        matches!(self, Stranger::Quantized | Stranger::Adapter)
+    }
+
+    /// The error that names it, one of `all` that are not read.
+    fn refused(&self, headers: &Headers, (file, name): Stored<'_>, all: usize) -> ModelError {
+        let unread = "answers without it would be wrong: fetch weights and `config.json` of one model";
+        let why = match self {
+            Stranger::Quantized => {
+                "belongs to quantized weights, which are not supported: take the model in F32, F16 or BF16".to_owned()
+            }
+            Stranger::Adapter => {
+                "belongs to a LoRA adapter, which is not supported: merge the adapter into the weights first".to_owned()
+            }
+            Stranger::Layer(count) => format!("belongs to a layer above the {count} that `config.json` describes; {unread}"),
+            Stranger::Bias(part) => format!("is a bias of `{part}`, and `config.json` describes none; {unread}"),
+            Stranger::HeadNorm => {
+                format!("is a norm of queries or keys, and the model in `config.json` has none; {unread}")
+            }
+            Stranger::OtherHead => {
+                "is the head of a model that scores or classifies texts, which is not supported: take a model that writes".to_owned()
+            }
+            Stranger::Unknown => format!("is read by no part of the model in `config.json`; {unread}"),
+        };
+        ModelError::unsupported(
+            &headers.files[file].path,
+            format!("tensor `{}`{} {why}", in_line(name), in_brackets(all - 1)),
+        )
+    }
+}
+
+fn in_brackets(others: usize) -> String {
+    match others {
+        0 => String::new(),
+        n => format!(" (and {n} more that nothing reads)"),
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,242 @@
+//! A model's tensors as its configuration describes them, in one place: what is built from a checkpoint, and what a checkpoint is held
+//! against.
+
+use crate::model::config::Config;
+
+/// The output head where it is none of the embedding table.
+pub const HEAD: &str = "lm_head.weight";
+
+/// A tensor that the model reads.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TensorSpec {
+    pub name: String,
+    /// `None`: a vector.
+    pub rows: Option<usize>,
+    pub columns: usize,
+}
+
+impl TensorSpec {
+    fn matrix(name: String, rows: usize, columns: usize) -> TensorSpec {
+        TensorSpec {
+            name,
+            rows: Some(rows),
+            columns,
+        }
+    }
+
+    fn vector(name: String, columns: usize) -> TensorSpec {
+        TensorSpec {
+            name,
+            rows: None,
+            columns,
+        }
+    }
+}
+
+/// Tensors of a linear operation, which is one or several, one behind the other.
+#[derive(Debug)]
+pub struct LinearTensors {
+    pub weights: Vec<TensorSpec>,
+    /// As many, or none.
+    pub biases: Vec<TensorSpec>,
+}
+
+/// One layer's tensors.
+#[derive(Debug)]
+pub struct LayerTensors {
+    pub attention_norm: TensorSpec,
+    pub qkv: LinearTensors,
+    pub qk_norm: Option<(TensorSpec, TensorSpec)>,
+    pub o: LinearTensors,
+    pub post_attention_norm: Option<TensorSpec>,
+    pub mlp_norm: TensorSpec,
+    /// The gate's, then the up projection's.
+    pub gate_up: LinearTensors,
+    pub down: LinearTensors,
+    pub post_mlp_norm: Option<TensorSpec>,
+}
+
+/// A model's tensors by what they are for.
+#[derive(Debug)]
+pub struct ModelTensors {
+    pub embedding: TensorSpec,
+    pub layers: Vec<LayerTensors>,
+    pub norm: TensorSpec,
+    /// `None`: the embedding table.
+    pub head: Option<TensorSpec>,
+}
+
+/// The name of the norm before a layer's network, which some families have called by what comes before it.
+pub fn mlp_norm_name(config: &Config) -> &'static str {
+    match config.post_norms {
+        true => "pre_feedforward_layernorm",
+        false => "post_attention_layernorm",
+    }
+}
+
+impl ModelTensors {
+    /// Those of the model that `config` describes.
+    pub fn of(config: &Config) -> ModelTensors {
+        let c = config;
+        let table = |name: &str| TensorSpec::matrix(name.to_owned(), c.vocab_size, c.hidden_size);
+        ModelTensors {
+            embedding: table("model.embed_tokens.weight"),
+            layers: (0..c.layers.len()).map(|layer| LayerTensors::of(c, layer)).collect(),
+            norm: TensorSpec::vector("model.norm.weight".to_owned(), c.hidden_size),
+            head: match c.tied_embeddings {
+                true => None,
+                false => Some(table(HEAD)),
+            },
+        }
+    }
+
+    /// All of them.
+    pub fn all(&self) -> impl Iterator<Item = &TensorSpec> {
+        let layers = self.layers.iter().flat_map(LayerTensors::all);
+        [&self.embedding, &self.norm]
+            .into_iter()
+            .chain(layers)
+            .chain(&self.head)
+    }
+}
+
+impl LayerTensors {
+    fn of(c: &Config, layer: usize) -> LayerTensors {
+        let dim = c.heads.head_dim;
+        let (q, kv, mlp, hidden) = (
+            c.heads.heads * dim,
+            c.heads.kv_heads * dim,
+            c.intermediate_size,
+            c.hidden_size,
+        );
+        let name = |rest: &str, kind: &str| format!("model.layers.{layer}.{rest}.{kind}");
+        let norm = |rest: &str, width: usize| TensorSpec::vector(name(rest, "weight"), width);
+        let linear = |parts: &[(&str, usize)], columns: usize, bias: bool| LinearTensors {
+            weights: parts
+                .iter()
+                .map(|(rest, rows)| TensorSpec::matrix(name(rest, "weight"), *rows, columns))
+                .collect(),
+            biases: parts
+                .iter()
+                .filter(|_| bias)
+                .map(|(rest, rows)| TensorSpec::vector(name(rest, "bias"), *rows))
+                .collect(),
+        };
+        LayerTensors {
+            attention_norm: norm("input_layernorm", hidden),
+            qkv: linear(
+                &[
+                    ("self_attn.q_proj", q),
+                    ("self_attn.k_proj", kv),
+                    ("self_attn.v_proj", kv),
+                ],
+                hidden,
+                c.qkv_bias,
+            ),
+            qk_norm: c
+                .qk_norm
+                .then(|| (norm("self_attn.q_norm", dim), norm("self_attn.k_norm", dim))),
+            o: linear(&[("self_attn.o_proj", hidden)], q, c.o_bias),
+            post_attention_norm: c.post_norms.then(|| norm("post_attention_layernorm", hidden)),
+            mlp_norm: norm(mlp_norm_name(c), hidden),
+            gate_up: linear(&[("mlp.gate_proj", mlp), ("mlp.up_proj", mlp)], hidden, c.mlp_bias),
+            down: linear(&[("mlp.down_proj", hidden)], mlp, c.mlp_bias),
+            post_mlp_norm: c.post_norms.then(|| norm("post_feedforward_layernorm", hidden)),
+        }
+    }
+
+    fn all(&self) -> impl Iterator<Item = &TensorSpec> {
+        let linear = [&self.qkv, &self.o, &self.gate_up, &self.down];
+        let linear = linear
+            .into_iter()
+            .flat_map(|parts| parts.weights.iter().chain(&parts.biases));
+        let qk_norms = self.qk_norm.iter().flat_map(|(q, k)| [q, k]);
+        [&self.attention_norm, &self.mlp_norm]
+            .into_iter()
+            .chain(&self.post_attention_norm)
+            .chain(&self.post_mlp_norm)
+            .chain(qk_norms)
+            .chain(linear)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+    use std::path::Path;
+    use std::sync::{Arc, Mutex};
+
+    use serde_json::json;
+
+    use super::*;
+    use crate::device::cpu::Threads;
+    use crate::device::{Dtype, KvFormat, Precision};
+    use crate::model::error::ModelError;
+    use crate::model::weights::{RandomWeights, StoredTensor, WeightSource};
+    use crate::model::{KvBudget, LoadOptions, Transformer};
+
+    /// Random weights that note what is asked for.
+    struct Noted {
+        inner: RandomWeights,
+        asked: Mutex<BTreeMap<String, (Option<usize>, usize)>>,
+    }
+
+    impl WeightSource for Noted {
+        fn tensor(&self, name: &str, rows: Option<usize>, columns: usize) -> Result<StoredTensor<'_>, ModelError> {
+            self.asked.lock().unwrap().insert(name.to_owned(), (rows, columns));
+            self.inner.tensor(name, rows, columns)
+        }
+
+        fn path_of(&self, name: &str) -> &Path {
+            self.inner.path_of(name)
+        }
+    }
+
+    /// A tensor that is read and not listed would make a checkpoint be refused, one that is listed and not read would be dropped in
+    /// silence.
+    #[test]
+    fn what_is_listed_is_what_is_read() {
+        for (architecture, more) in [
+            ("LlamaForCausalLM", json!({})),
+            ("LlamaForCausalLM", json!({"attention_bias": true, "mlp_bias": true})),
+            ("MistralForCausalLM", json!({"tie_word_embeddings": true})),
+            ("Qwen2ForCausalLM", json!({})),
+            ("Qwen3ForCausalLM", json!({"attention_bias": true})),
+            ("Gemma2ForCausalLM", json!({"tie_word_embeddings": false})),
+            ("Gemma3ForCausalLM", json!({})),
+        ] {
+            let mut text = json!({
+                "architectures": [architecture], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+                "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 200
+            });
+            text.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+            let config = Config::parse(Path::new("config.json"), &text.to_string()).unwrap();
+            for precision in [Precision::F32, Precision::Int8] {
+                let source = Noted {
+                    inner: RandomWeights {
+                        seed: 1,
+                        dtype: Dtype::Bf16,
+                    },
+                    asked: Mutex::default(),
+                };
+                let options = LoadOptions {
+                    precision,
+                    kv_format: KvFormat::F32,
+                    channels: None,
+                    isa: None,
+                    kv: KvBudget::Blocks(1),
+                    threads: Arc::new(Threads::new(1).unwrap()),
+                    max_context: Some(16),
+                    vocabulary: None,
+                };
+                Transformer::from_weights(config.clone(), &source, &options).unwrap();
+                let tensors = ModelTensors::of(&config);
+                let listed: BTreeMap<_, _> = tensors
+                    .all()
+                    .map(|spec| (spec.name.clone(), (spec.rows, spec.columns)))
+                    .collect();
+                assert_eq!(*source.asked.lock().unwrap(), listed, "{architecture} {more}");
+            }
+        }
+    }
+}
