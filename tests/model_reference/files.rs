@@ -156,6 +156,14 @@ fn tensors_that_do_not_fit_are_refused_by_name() {
     assert_broken("llama-plain", file, &[tensor, "I32"], |dir| {
         change_header(&dir.join(file), |h| h[tensor]["dtype"] = serde_json::json!("I32"));
     });
+    let bias = "model.layers.0.self_attn.q_proj.bias";
+    assert_broken("llama-plain", file, &[bias, "describes none"], |dir| {
+        change_header(&dir.join(file), |h| {
+            let tensors = h.as_object().unwrap().values();
+            let end = tensors.filter_map(|t| t["data_offsets"][1].as_u64()).max();
+            h[bias] = serde_json::json!({"dtype": "F32", "shape": [0], "data_offsets": [end, end]});
+        });
+    });
     for (model, element) in [
         ("llama-plain", f32::NAN.to_le_bytes().to_vec()),
         ("llama-llama3-tied", half::bf16::INFINITY.to_le_bytes().to_vec()),

@@ -11,7 +11,7 @@ use crate::model::weights::{Entry, Header};
 fn config(changes: Value) -> Config {
     let mut text = json!({
         "architectures": ["LlamaForCausalLM"], "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "vocab_size": 20, "tie_word_embeddings": true
+        "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 20, "tie_word_embeddings": true
     });
     text.as_object_mut()
         .unwrap()

@@ -1,6 +1,7 @@
 //! Any bytes as one of a checkpoint's files: opening it never panics, and never believes a size.
 #![no_main]
 
+use gristmill::model::Checkpoint;
 use gristmill::model::config::Config;
 use gristmill::model::tokenizer::Tokenizer;
 use gristmill::model::weights::{WeightSource, Weights};
@@ -14,6 +15,10 @@ const FILES: [&str; 5] = [
     "tokenizer_config.json",
 ];
 
+/// Of a model that weights are held against.
+const CONFIG: &str = r#"{"architectures": ["LlamaForCausalLM"], "hidden_size": 2, "intermediate_size": 2, "num_hidden_layers": 1,
+    "num_attention_heads": 1, "vocab_size": 2, "tie_word_embeddings": true}"#;
+
 fuzz_target!(|data: &[u8]| {
     let Some((&which, bytes)) = data.split_first() else { return };
     let name = FILES[which as usize % FILES.len()];
@@ -21,6 +26,8 @@ fuzz_target!(|data: &[u8]| {
     std::fs::write(folder.path().join(name), bytes).unwrap();
     let _ = Config::load(folder.path());
     let _ = Tokenizer::load(folder.path());
+    let config = Config::parse(folder.path(), CONFIG).unwrap();
+    let _ = Checkpoint::check(folder.path(), config);
     if let Ok(weights) = Weights::open(folder.path()) {
         // `a`: of seeds, and soon found.
         for name in ["a", "model.norm.weight"] {
