@@ -21,8 +21,9 @@ use crate::engine::request::Request;
 use crate::engine::scheduler::Policy;
 use crate::engine::{Engine, Forward, Generate};
 use crate::model::config::Config;
+use crate::model::folder;
 use crate::model::shapes;
-use crate::model::tokenizer::{Tokenizer, TokenizerError};
+use crate::model::tokenizer::Tokenizer;
 use crate::model::weights::RandomWeights;
 use crate::model::{Channels, Checkpoint};
 use crate::worker::model::Formats;
@@ -44,12 +45,11 @@ struct Subject {
 impl Subject {
     fn open(model: &str, format: LoadFormat) -> Result<Subject, Failure> {
         let dir = Path::new(model);
-        if dir.is_dir() {
+        if dir.exists() {
+            folder::check(dir).map_err(Failure::bad_job)?;
             let config = Config::load(dir).map_err(Failure::bad_job)?;
             let tokenizer = match (Tokenizer::load(dir), format) {
-                (Err(TokenizerError::Missing(_) | TokenizerError::OnlySentencePiece(_)), LoadFormat::Dummy) => {
-                    Tokenizer::numbered(config.vocab_size)?
-                }
+                (Err(error), LoadFormat::Dummy) if error.is_absence() => Tokenizer::numbered(config.vocab_size)?,
                 (tokenizer, _) => tokenizer.map_err(Failure::bad_job)?,
             };
             let config = match format {

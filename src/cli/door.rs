@@ -22,6 +22,7 @@ use crate::job::spec::{Job, PromptKind};
 use crate::job::thinking::Thinks;
 use crate::ledger::keys::sha256;
 use crate::ledger::{JobDraft, JobIdentity, Ledger, LedgerError, Terms, Unfinished};
+use crate::model::folder;
 use crate::report::summary::{Summary, number};
 use crate::worker::model::{Formats, ModelFiles, Stream};
 
@@ -369,6 +370,9 @@ pub fn output_of(job: &Job) -> Result<Location, Failure> {
 pub fn model_dir(job: &Job) -> Result<PathBuf, Failure> {
     let bad = |why: &str| Failure::bad_job(anyhow::anyhow!("{}: `model`: {why}", job.file));
     if job.model.contains("://") && !job.model.starts_with("file://") {
+        if folder::hub_name(&job.model).is_some() {
+            return Err(bad(&format!("`{}`: {}", job.model, folder::not_there(&job.model))));
+        }
         return Err(bad(&format!(
             "`{}` cannot be loaded by this build: download the model and name its folder",
             job.model
@@ -376,8 +380,8 @@ pub fn model_dir(job: &Job) -> Result<PathBuf, Failure> {
     }
     let location = Location::parse(&job.model, &job.base_dir).map_err(Failure::bad_job)?;
     let dir = location.local_path().ok_or_else(|| bad("is not a local folder"))?;
-    if !dir.is_dir() {
-        return Err(bad(&format!("`{}` is not a folder", dir.display())));
+    if !dir.exists() {
+        return Err(bad(&format!("`{}`: {}", dir.display(), folder::not_there(&job.model))));
     }
     Ok(dir)
 }

@@ -10,6 +10,7 @@ use crate::device::cpu::Threads;
 use crate::device::{Device, DeviceError, Dtype, KvFormat, Precision};
 use crate::engine::Forward;
 use crate::model::config::Config;
+use crate::model::folder;
 use crate::model::weights::{RandomWeights, WeightSource};
 use crate::model::{Checkpoint, KvBudget, LoadOptions, ModelError, Transformer};
 
@@ -61,6 +62,8 @@ impl Subject {
     /// # Errors
     /// It cannot be read.
     pub fn open(dir: &Path) -> Result<Subject, ModelError> {
+        folder::check(dir)?;
+        folder::check_weights(dir)?;
         let checkpoint = Checkpoint::open(dir, Config::load(dir)?)?;
         Ok(Subject {
             name: dir.display().to_string(),

@@ -9,6 +9,7 @@ pub mod channels;
 pub mod checkpoint;
 pub mod config;
 pub mod error;
+pub mod folder;
 mod from_one;
 mod json;
 mod pool;

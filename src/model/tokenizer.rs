@@ -9,6 +9,7 @@
 
 mod bytes;
 mod config;
+mod fit;
 mod guarded;
 mod prefix;
 
@@ -19,6 +20,7 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use tokenizers::{AddedToken, AddedVocabulary, NormalizedString, Normalizer, PostProcessorWrapper, Tokenizer as Inner};
 
+use super::folder::other_tokenizer;
 use guarded::{THIS_TEXT, guarded};
 use prefix::{Prefix, puts_space_in_front, without_prefix};
 
@@ -40,6 +42,9 @@ pub enum TokenizerError {
         .0.display()
     )]
     OnlySentencePiece(PathBuf),
+    /// The tokenizer is there in another form than `tokenizer.json`.
+    #[error("`{}` {what}", dir.display())]
+    OtherForm { dir: PathBuf, what: String },
     #[error("cannot read `{}`: {source}", path.display())]
     Read {
         path: PathBuf,
@@ -48,6 +53,14 @@ pub enum TokenizerError {
     },
     #[error("`{}` is not a usable tokenizer: {why}", path.display())]
     Broken { path: PathBuf, why: String },
+}
+
+impl TokenizerError {
+    /// Is there no `tokenizer.json`?
+    pub fn is_absence(&self) -> bool {
+        use TokenizerError::{Missing, OnlySentencePiece, OtherForm};
+        matches!(self, Missing(_) | OnlySentencePiece(_) | OtherForm { .. })
+    }
 }
 
 /// An added token: text that stands for one token wherever it occurs.
@@ -104,9 +117,10 @@ impl Tokenizer {
         let path = dir.join("tokenizer.json");
         if !path.exists() {
             let dir = dir.to_path_buf();
-            return Err(match dir.join("tokenizer.model").exists() {
-                true => TokenizerError::OnlySentencePiece(dir),
-                false => TokenizerError::Missing(dir),
+            return Err(match other_tokenizer(&dir) {
+                Some(what) => TokenizerError::OtherForm { dir, what },
+                None if dir.join("tokenizer.model").exists() => TokenizerError::OnlySentencePiece(dir),
+                None => TokenizerError::Missing(dir),
             });
         }
         let json = config::read_limited(&path, TOKENIZER_BYTES_MAX)?;
@@ -254,6 +268,7 @@ impl Tokenizer {
                 .encode("a\u{10FFFD}", add_special)
                 .map_err(|why| format!("it cannot encode every text: {why}"))?;
         }
+        fit::check(&tokenizer)?;
         Ok(tokenizer)
     }
 

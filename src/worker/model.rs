@@ -13,6 +13,7 @@ use crate::ledger::keys::sha256;
 use crate::ledger::{JobIdentity, Ledger};
 use crate::model::config::Config;
 use crate::model::error::ModelError;
+use crate::model::folder;
 use crate::model::tokenizer::Tokenizer;
 use crate::model::weights::checkpoint_hash;
 use crate::model::{Channels, Checkpoint};
@@ -66,6 +67,8 @@ pub struct ModelFiles {
 impl ModelFiles {
     /// Reads config and tokenizer of the checkpoint in `dir`, and holds the headers of its weights against its config.
     pub fn open(dir: PathBuf) -> anyhow::Result<ModelFiles> {
+        folder::check(&dir)?;
+        folder::check_weights(&dir)?;
         let config = Config::load(&dir)?;
         let tokenizer = Arc::new(Tokenizer::load(&dir)?);
         let (config, warnings) = Checkpoint::check(&dir, config)?;

@@ -167,7 +167,7 @@ pub(super) fn byte_char(byte: u8) -> char {
 }
 
 /// The inverse of [`byte_char`], by character code.
-fn byte_of_char_table() -> Vec<Option<u8>> {
+pub(super) fn byte_of_char_table() -> Vec<Option<u8>> {
     let mut table = vec![None; 0x100 + 256];
     for byte in 0..=255u8 {
         table[byte_char(byte) as usize] = Some(byte);

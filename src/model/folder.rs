@@ -1,0 +1,484 @@
+//! What a model's folder holds, by its names and first bytes, before anything in it is read: what is no checkpoint in the Hugging Face
+//! layout is called what it is, with what to do about it.
+
+use std::collections::BTreeSet;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use super::read_limited;
+use crate::model::error::ModelError;
+
+const CONFIG: &str = "config.json";
+const WEIGHTS: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+const TOKENIZER: &str = "tokenizer.json";
+/// Most names of a folder that are looked at.
+const NAMES_MAX: usize = 10_000;
+/// Largest small file that is read for what it says.
+const SMALL_BYTES_MAX: u64 = 1 << 20;
+/// A pointer of Git LFS is smaller.
+const POINTER_BYTES_MAX: u64 = 1024;
+const POINTER: &[u8] = b"version https://git-lfs.github.com/spec/";
+
+/// Checks that `path` is a folder that may hold a checkpoint, and that its files are there themselves.
+///
+/// # Errors
+/// It is something else, which the error names.
+pub fn check(path: &Path) -> Result<(), ModelError> {
+    if !path.exists() {
+        return Err(ModelError::unsupported(path, not_there(&path.to_string_lossy())));
+    }
+    if !path.is_dir() {
+        return Err(ModelError::unsupported(path, file(path)));
+    }
+    let folder = Folder::list(path)?;
+    match folder.other() {
+        Some(message) => Err(ModelError::unsupported(path, message)),
+        None => folder.check_files(),
+    }
+}
+
+/// Checks that there are weights that can be read, and opens none of them.
+///
+/// # Errors
+/// There are none, or only others, which the error names.
+pub fn check_weights(dir: &Path) -> Result<(), ModelError> {
+    let folder = Folder::list(dir)?;
+    match folder.has(WEIGHTS) || folder.has(INDEX) {
+        true => Ok(()),
+        false => Err(folder.other_weights()),
+    }
+}
+
+/// Says of a model that is no path on this machine what it may be: a name on the hub looks like a path.
+pub fn not_there(model: &str) -> String {
+    match hub_name(model) {
+        Some(name) => format!(
+            "there is no such folder, and nothing is downloaded: if `{name}` is a model on the Hugging Face hub, fetch it with \
+             `hf download {name} --local-dir FOLDER` and give that folder"
+        ),
+        None => "there is no such folder".into(),
+    }
+}
+
+/// The `organisation/name` of a model on the hub.
+pub fn hub_name(model: &str) -> Option<&str> {
+    let prefixes = ["hf://", "https://huggingface.co/", "https://hf.co/"];
+    let name = prefixes
+        .into_iter()
+        .find_map(|prefix| model.strip_prefix(prefix))
+        .unwrap_or(model);
+    let name = name.trim_end_matches('/');
+    let is_word = |word: &str| {
+        let fits = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
+        word.starts_with(|c: char| c.is_ascii_alphanumeric()) && word.chars().all(fits)
+    };
+    let (organisation, model) = name.split_once('/')?;
+    (is_word(organisation) && is_word(model)).then_some(name)
+}
+
+/// Says what a folder has for a tokenizer where `tokenizer.json` is missing; `None`: nothing that is known, or SentencePiece's.
+pub fn other_tokenizer(dir: &Path) -> Option<String> {
+    let folder = Folder::list(dir).ok()?;
+    let convert = "transformers makes a `tokenizer.json` of it, where it knows the model: \
+                   `AutoTokenizer.from_pretrained(folder).save_pretrained(folder)`";
+    if folder.has("tokenizer.model") {
+        let is_ranks = is_tiktoken(&beginning(&dir.join("tokenizer.model")));
+        return is_ranks.then(|| format!("has its tokenizer only in tiktoken's form (`tokenizer.model`), and gristmill reads `tokenizer.json`: {convert}"));
+    }
+    if folder.has("tekken.json") {
+        return Some(
+            "has its tokenizer only in Mistral's own form (`tekken.json`), and gristmill reads `tokenizer.json`: take it from the \
+             checkpoint in the Hugging Face layout, or have transformers make it of this one"
+                .into(),
+        );
+    }
+    let by_end = |end: &str| folder.names.iter().find(|name| name.ends_with(end));
+    if let Some(name) = by_end(".tiktoken") {
+        return Some(format!(
+            "has its tokenizer only in tiktoken's form (`{name}`), and gristmill reads `tokenizer.json`: {convert}"
+        ));
+    }
+    let is_code = |name: &&String| name.starts_with("tokenization_") && name.ends_with(".py");
+    if let Some(name) = folder.names.iter().find(is_code) {
+        return Some(format!(
+            "has a tokenizer that is code of its own (`{name}`), which gristmill does not run; it reads `tokenizer.json`"
+        ));
+    }
+    (folder.has("vocab.json") && folder.has("merges.txt")).then(|| {
+        format!(
+            "has its tokenizer only as `vocab.json` and `merges.txt`, and gristmill reads `tokenizer.json`: {convert}"
+        )
+    })
+}
+
+/// Is this the beginning of tiktoken's text form: a line for each token, its bytes in Base64 and its rank? SentencePiece's is binary.
+fn is_tiktoken(beginning: &[u8]) -> bool {
+    let line = beginning.split(|byte| *byte == b'\n').next().unwrap_or_default();
+    let is_base64 = |byte: &u8| byte.is_ascii_alphanumeric() || matches!(byte, b'+' | b'/' | b'=');
+    match line.iter().position(|byte| *byte == b' ') {
+        Some(at) => {
+            let (token, rank) = (&line[..at], &line[at + 1..]);
+            let rank = rank.trim_ascii_end();
+            !token.is_empty() && token.iter().all(is_base64) && !rank.is_empty() && rank.iter().all(u8::is_ascii_digit)
+        }
+        None => false,
+    }
+}
+
+/// What a file that is given as a model is.
+fn file(path: &Path) -> String {
+    let end = path
+        .extension()
+        .map(|end| end.to_string_lossy().to_lowercase())
+        .unwrap_or_default();
+    let beginning = beginning(path);
+    if end == "gguf" || beginning.starts_with(b"GGUF") {
+        return GGUF.into();
+    }
+    let what = match end.as_str() {
+        "safetensors" => "a file of weights",
+        "bin" | "pt" | "pth" | "ckpt" => "a file of pickled weights, which can run code when it is read",
+        "onnx" => "a model in ONNX's format",
+        "json" => "a file of a model",
+        _ => "a file",
+    };
+    format!("it is {what}: give the folder that holds `{CONFIG}`, `{WEIGHTS}` and `{TOKENIZER}`")
+}
+
+const GGUF: &str =
+    "it is a GGUF file, llama.cpp's format: give the folder of the safetensors checkpoint that it was made of";
+
+/// The first bytes of a file; none where it cannot be read.
+fn beginning(path: &Path) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    if let Ok(file) = std::fs::File::open(path) {
+        // What was read before an error is enough to know it by, or too little.
+        let _ = file.take(256).read_to_end(&mut bytes);
+    }
+    bytes
+}
+
+/// A folder's names.
+struct Folder<'a> {
+    dir: &'a Path,
+    names: BTreeSet<String>,
+}
+
+impl Folder<'_> {
+    fn list(dir: &Path) -> Result<Folder<'_>, ModelError> {
+        let mut names = BTreeSet::new();
+        for entry in std::fs::read_dir(dir)
+            .map_err(|e| ModelError::read(dir, e))?
+            .take(NAMES_MAX)
+        {
+            let name = entry.map_err(|e| ModelError::read(dir, e))?.file_name();
+            names.insert(name.to_string_lossy().into_owned());
+        }
+        Ok(Folder { dir, names })
+    }
+
+    /// Is there a file, or a link to one?
+    fn has(&self, name: &str) -> bool {
+        self.names.contains(name) && self.dir.join(name).is_file()
+    }
+
+    fn has_folder(&self, name: &str) -> bool {
+        self.names.contains(name) && self.dir.join(name).is_dir()
+    }
+
+    /// A small JSON file; `null` where it is missing or none.
+    fn json(&self, name: &str) -> Value {
+        let bytes = read_limited(&self.dir.join(name), SMALL_BYTES_MAX).unwrap_or_default();
+        serde_json::from_slice(&bytes).unwrap_or_default()
+    }
+
+    fn find(&self, is_it: impl Fn(&str) -> bool) -> Option<&str> {
+        self.names.iter().map(String::as_str).find(|name| is_it(name))
+    }
+
+    fn has_weights(&self) -> bool {
+        self.has(WEIGHTS) || self.has(INDEX)
+    }
+
+    /// What it is where it is no checkpoint of a model that writes text.
+    fn other(&self) -> Option<String> {
+        if !self.has(CONFIG) && self.has_folder("snapshots") {
+            return Some(self.hub_cache());
+        }
+        if self.has("model_index.json") {
+            return Some(
+                "it is a pipeline of diffusers, which makes images: give the folder of a language model".into(),
+            );
+        }
+        if self.has("adapter_config.json") {
+            return Some(self.adapter());
+        }
+        let modules = self.json("modules.json");
+        let mut types = modules
+            .as_array()
+            .into_iter()
+            .flatten()
+            .filter_map(|module| module["type"].as_str());
+        if types.any(|kind| kind.starts_with("sentence_transformers.") && kind.ends_with("Pooling")) {
+            return Some(
+                "it is an embedding model of sentence-transformers, which writes no text: give one that generates"
+                    .into(),
+            );
+        }
+        if self.has(CONFIG) {
+            return None;
+        }
+        if let Some(message) = self.makers_own() {
+            return Some(message);
+        }
+        if let Some(name) = self.find(|name| name.ends_with(".gguf")) {
+            return Some(self.gguf(name));
+        }
+        if let Some(name) = self.find(|name| name.ends_with(".onnx")) {
+            return Some(format!(
+                "it holds a model in ONNX's format (`{name}`): give the folder of its safetensors checkpoint"
+            ));
+        }
+        if self.has("tekken.json") {
+            return Some(format!(
+                "it holds Mistral's own tokenizer (`tekken.json`) and no `{CONFIG}`: give the checkpoint in the Hugging Face layout"
+            ));
+        }
+        let inner = self
+            .names
+            .iter()
+            .filter(|name| self.dir.join(name).join(CONFIG).is_file())
+            .take(2);
+        match inner.collect::<Vec<_>>()[..] {
+            [inner] => Some(format!(
+                "it holds no `{CONFIG}`, but the folder `{inner}` in it does: give that one"
+            )),
+            [_, _] => Some(format!(
+                "it holds no `{CONFIG}`, but several folders in it do: give one of them"
+            )),
+            _ => None,
+        }
+    }
+
+    fn hub_cache(&self) -> String {
+        let snapshots = self.dir.join("snapshots");
+        let main = beginning(&self.dir.join("refs/main"));
+        let main = String::from_utf8_lossy(&main).trim().to_string();
+        let is_hash = !main.is_empty() && main.chars().all(|c| c.is_ascii_alphanumeric());
+        let there: Option<PathBuf> = match is_hash && snapshots.join(&main).is_dir() {
+            true => Some(snapshots.join(main)),
+            false => {
+                let mut all = std::fs::read_dir(&snapshots).into_iter().flatten().flatten();
+                all.next().filter(|_| all.next().is_none()).map(|one| one.path())
+            }
+        };
+        match there {
+            Some(there) => format!(
+                "it is the hub cache's folder of a model: give the snapshot in it, `{}`",
+                there.display()
+            ),
+            None => "it is the hub cache's folder of a model: give one of the folders in its `snapshots`".into(),
+        }
+    }
+
+    fn adapter(&self) -> String {
+        let base = self.json("adapter_config.json")["base_model_name_or_path"]
+            .as_str()
+            .map(|base| {
+                format!(
+                    " `{}`",
+                    base.chars().take(200).filter(|c| !c.is_control()).collect::<String>()
+                )
+            })
+            .unwrap_or_default();
+        match self.has(CONFIG) && self.has_weights() {
+            true => format!(
+                "it holds an adapter (`adapter_config.json`, of{base}) beside a model, and transformers would run the two together: merge them \
+                 with PEFT (`merge_and_unload()`, then `save_pretrained`), or take the adapter's files out"
+            ),
+            false => format!(
+                "it is an adapter (`adapter_config.json`), which is no model without its base{base}: merge the two with PEFT \
+                 (`merge_and_unload()`, then `save_pretrained`) and give the merged folder"
+            ),
+        }
+    }
+
+    /// A checkpoint in the form of Meta's or Mistral's own code.
+    fn makers_own(&self) -> Option<String> {
+        let name = self.find(is_consolidated);
+        let inner = self.has_folder("original").then_some("original");
+        let name = name.or(inner)?;
+        Some(format!(
+            "it holds a checkpoint in the form of its maker's own code (`{name}`): give the one in the Hugging Face layout, with `{CONFIG}` and \
+             `{WEIGHTS}` or its index"
+        ))
+    }
+
+    fn gguf(&self, name: &str) -> String {
+        format!(
+            "it holds weights as GGUF (`{name}`), llama.cpp's format: give the folder of the safetensors checkpoint that they were made of"
+        )
+    }
+
+    /// What it has for weights where there are none that can be read.
+    fn other_weights(&self) -> ModelError {
+        let unsupported = |message: String| ModelError::unsupported(self.dir, message);
+        if let Some(name) = self.find(is_shard) {
+            return ModelError::broken(
+                self.dir,
+                format!("`{INDEX}` is missing, which says what is in `{name}` and the others: fetch it"),
+            );
+        }
+        if self.find(is_consolidated).is_some()
+            && let Some(message) = self.makers_own()
+        {
+            return unsupported(message);
+        }
+        if let Some(name) = self.find(|name| name.ends_with(".gguf")) {
+            return unsupported(self.gguf(name));
+        }
+        if let Some(name) = self.find(|name| name.ends_with(".safetensors")) {
+            return unsupported(format!(
+                "there is neither `{WEIGHTS}` nor `{INDEX}`, only `{name}`: where that is the whole model, call it `{WEIGHTS}`"
+            ));
+        }
+        // What a trainer leaves beside weights is none.
+        let is_trainers = |name: &str| {
+            ["training_args", "optimizer", "scheduler", "rng_state"]
+                .iter()
+                .any(|s| name.starts_with(s))
+        };
+        let is_pickle = |name: &str| [".bin", ".pt", ".pth", ".ckpt"].iter().any(|end| name.ends_with(end));
+        if let Some(name) = self.find(|name| is_pickle(name) && !is_trainers(name)) {
+            return unsupported(format!(
+                "weights are there only as pickle (`{name}`), which can run code when it is read; convert them to safetensors"
+            ));
+        }
+        let is_others = |name: &str| {
+            [".onnx", ".h5", ".msgpack", ".npz", ".mlpackage", ".engine"]
+                .iter()
+                .any(|end| name.ends_with(end))
+        };
+        if let Some(name) = self.find(is_others) {
+            return unsupported(format!(
+                "weights are there only for another framework (`{name}`): fetch or save them as safetensors"
+            ));
+        }
+        ModelError::broken(self.dir, format!("there is neither `{WEIGHTS}` nor `{INDEX}`"))
+    }
+
+    /// The files of a checkpoint are there themselves: no pointers of Git LFS, no links to what was not copied along.
+    fn check_files(&self) -> Result<(), ModelError> {
+        let named = [
+            CONFIG,
+            TOKENIZER,
+            "tokenizer_config.json",
+            "generation_config.json",
+            "special_tokens_map.json",
+            "chat_template.jinja",
+            WEIGHTS,
+            INDEX,
+        ];
+        let shards = self.names.iter().map(String::as_str).filter(|name| is_shard(name));
+        // One file is taken before an index.
+        let shards = shards.filter(|_| !self.has(WEIGHTS));
+        for name in named
+            .into_iter()
+            .chain(shards)
+            .filter(|name| self.names.contains(*name))
+        {
+            let path = self.dir.join(name);
+            if let Ok(link) = std::fs::read_link(&path)
+                && !path.exists()
+            {
+                let message = format!(
+                    "a link to `{}`, which is not there: copy the folder with the files that its links name (`cp -rL`), or fetch it again",
+                    link.display()
+                );
+                return Err(ModelError::broken(&path, message));
+            }
+            let is_small = path
+                .metadata()
+                .is_ok_and(|file| file.is_file() && file.len() <= POINTER_BYTES_MAX);
+            if is_small && beginning(&path).starts_with(POINTER) {
+                return Err(ModelError::broken(
+                    &path,
+                    "a pointer of Git LFS in place of the file: run `git lfs pull` in its repository, or fetch the model again",
+                ));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// `consolidated.00.pth`, `consolidated.safetensors`: Meta's and Mistral's.
+fn is_consolidated(name: &str) -> bool {
+    name.starts_with("consolidated") && [".pth", ".pt", ".safetensors"].iter().any(|end| name.ends_with(end))
+}
+
+/// `model-00001-of-00002.safetensors`.
+fn is_shard(name: &str) -> bool {
+    let numbers = name
+        .strip_prefix("model-")
+        .and_then(|rest| rest.strip_suffix(".safetensors"));
+    let numbers = numbers.and_then(|numbers| numbers.split_once("-of-"));
+    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    numbers.is_some_and(|(number, count)| is_number(number) && is_number(count))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_on_the_hub_are_told_from_paths() {
+        for (model, name) in [
+            ("Qwen/Qwen3-8B", Some("Qwen/Qwen3-8B")),
+            ("hf://meta-llama/Llama-3.2-1B/", Some("meta-llama/Llama-3.2-1B")),
+            ("https://huggingface.co/google/gemma-2-2b", Some("google/gemma-2-2b")),
+            ("models/a/b", None),
+            ("./models", None),
+            ("../models", None),
+            ("~/models", None),
+            ("/models/a", None),
+            ("model", None),
+            ("s3://bucket/model", None),
+        ] {
+            assert_eq!(hub_name(model), name, "{model}");
+        }
+    }
+
+    #[test]
+    fn tiktokens_form_is_told_from_sentencepieces() {
+        for text in [&b"IQ== 0\nIg== 1\n"[..], b"IQ== 0\r\n", b"IQ== 12"] {
+            assert!(is_tiktoken(text), "{text:?}");
+        }
+        for text in [
+            &b"\x0a\x0e\x0a\x05<unk>\x15"[..],
+            b"",
+            b"x",
+            b" 0",
+            b"IQ== ",
+            b"IQ== a",
+            b"a b c\n",
+        ] {
+            assert!(!is_tiktoken(text), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn shards_are_told_from_other_files() {
+        assert!(is_shard("model-00001-of-00002.safetensors"));
+        for name in [
+            "model.safetensors",
+            "model-of-1.safetensors",
+            "model-1-of-x.safetensors",
+            "model-1-of-2.bin",
+        ] {
+            assert!(!is_shard(name), "{name}");
+        }
+    }
+}
