@@ -21,6 +21,7 @@ mod kernel_speed;
 mod kills;
 mod ledger;
 mod limits;
+mod model_folders;
 mod model_reference;
 mod older_layout;
 mod prompts;

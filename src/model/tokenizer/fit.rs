@@ -275,3 +275,6 @@ fn shown(text: &str) -> String {
         Some(_) => format!("{:?}…", text.chars().take(SHOWN_CHARS).collect::<String>()),
     }
 }
+
+#[cfg(test)]
+mod tests;
