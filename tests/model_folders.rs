@@ -206,6 +206,7 @@ fn the_hub_cache() {
         symlink(Path::new("../../blobs").join(&name), snapshot.join(&name)).unwrap();
     }
     refused(arg(&cache), &["hub cache", "snapshots/abc123"]);
+    refused(arg(folder.path()), &["hub cache", "models--org--name/snapshots/"]);
     with_model(folder.path(), "plan", arg(&snapshot)).expect(0);
     // Several snapshots: the one that `main` is.
     fs::create_dir(cache.join("snapshots/def456")).unwrap();

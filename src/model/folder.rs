@@ -208,6 +208,13 @@ impl Folder<'_> {
         if !self.has(CONFIG) && self.has_folder("snapshots") {
             return Some(self.hub_cache());
         }
+        if !self.has(CONFIG)
+            && let Some(name) = self.find(|name| name.starts_with("models--"))
+        {
+            return Some(format!(
+                "it is a hub cache: give a model's snapshot in it, such as `{name}/snapshots/…`"
+            ));
+        }
         if self.has("model_index.json") {
             return Some(
                 "it is a pipeline of diffusers, which makes images: give the folder of a language model".into(),

@@ -343,6 +343,15 @@ fn only_what_a_vocabulary_lacks_may_be_missing() {
 }
 
 #[test]
+fn texts_that_grow_without_bounds_are_refused() {
+    let grow = |times: usize| json!({"type": "Replace", "pattern": {"String": "7"}, "content": "7".repeat(times)});
+    let with = |times| load(&file(bytes_model(), grow(times), byte_level(), byte_level()));
+    assert_eq!(with(1000).err(), None);
+    let error = with(WRITTEN_BYTES_MAX).unwrap_err();
+    assert!(error.contains("bytes of \"The bill (no. 7)"), "{error}");
+}
+
+#[test]
 fn errors_show_a_short_line() {
     assert_eq!(shown("a\nb"), "\"a\\nb\"");
     assert_eq!(
