@@ -32,7 +32,7 @@ fn job(folder: &Path) -> PathBuf {
         "{\"text\": \"The card was charged twice.\"}\n",
     )
     .unwrap();
-    let text = "model: model\nprecision: f32\ninput: {uri: rows.jsonl}\nprompt: {text: '{{ text }}'}\n\
+    let text = "name: small\nmodel: model\nprecision: f32\ninput: {uri: rows.jsonl}\nprompt: {text: '{{ text }}'}\n\
                 generate: {max_tokens: 2}\noutput: {uri: out}\n";
     let path = folder.join("job.yaml");
     fs::write(&path, text).unwrap();

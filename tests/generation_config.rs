@@ -408,7 +408,7 @@ fn a_lines_value_wins_over_the_jobs_and_that_over_the_checkpoints() {
     let line = |id: usize, more: &str| {
         format!(
             "{{\"custom_id\": \"{id}\", \"method\": \"POST\", \"url\": \"/v1/chat/completions\", \"body\": {{\"messages\": \
-             [{{\"role\": \"user\", \"content\": \"category: billing\"}}]{more}}}}}\n"
+             [{{\"role\": \"system\", \"content\": \"{WRITE}\"}}, {{\"role\": \"user\", \"content\": \"category: billing, tone: 1\"}}]{more}}}}}\n"
         )
     };
     let lines = [
@@ -429,21 +429,18 @@ fn a_lines_value_wins_over_the_jobs_and_that_over_the_checkpoints() {
         let ids = |row: &Value| serde_json::from_value(row["token_ids"].clone()).unwrap();
         rows.as_array().unwrap().iter().map(ids).collect()
     };
-    let written = "seed: 1, ignore_eos: true, temperature: 0, repetition_penalty: 1.3, max_tokens: 5";
+    let written = "seed: 1, temperature: 0, repetition_penalty: 1.3, max_tokens: 24";
     let plain = answers("plain", written);
     configure(
         folder,
-        &json!({"repetition_penalty": 1.3, "temperature": 0.0, "max_new_tokens": 5}),
+        &json!({"repetition_penalty": 1.3, "temperature": 0.0, "max_new_tokens": 24}),
     );
-    assert_eq!(answers("of-model", "seed: 1, ignore_eos: true"), plain);
-    assert_eq!((plain[0].len(), plain[2].len()), (5, 3));
-    let of_job = answers(
-        "of-job",
-        "seed: 1, ignore_eos: true, repetition_penalty: 1.0, max_tokens: 4",
-    );
-    assert_eq!(of_job[0].len(), 4);
+    assert_eq!(answers("of-model", "seed: 1"), plain);
+    assert_eq!((plain[0].len(), plain[2].len()), (24, 3));
+    let of_job = answers("of-job", "seed: 1, repetition_penalty: 1.0, max_tokens: 16");
+    assert_eq!(of_job[0].len(), 16);
     assert_eq!(of_job[0], of_job[1], "the job's own penalty is the line's");
-    assert_ne!(of_job[0], plain[0][..4], "and not the checkpoint's");
+    assert_ne!(of_job[0], plain[0][..16], "and not the checkpoint's");
     // What no line can say holds for all of them.
     configure(folder, &json!({"temperature": 0.0, "suppress_tokens": plain[2]}));
     let held = answers("held", "seed: 1, max_tokens: 5");

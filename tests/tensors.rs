@@ -153,7 +153,7 @@ fn answers(folder: &Path) -> Value {
 fn answered(tensors: &[Stored], tied: bool) -> (Value, Vec<String>) {
     let folder = tempfile::tempdir().unwrap();
     let model = model(folder.path(), tensors, tied);
-    (answers(folder.path()), ModelFiles::open(model).unwrap().warnings)
+    (answers(folder.path()), ModelFiles::open(model).unwrap().config.warnings)
 }
 
 #[test]
@@ -280,12 +280,12 @@ fn an_index_and_its_files_must_agree() {
 
     let model = sharded(folder, |_, _| {});
     let hash = checkpoint_hash(&model).unwrap();
-    assert!(ModelFiles::open(model.clone()).unwrap().warnings.is_empty());
+    assert!(ModelFiles::open(model.clone()).unwrap().config.warnings.is_empty());
     let want = answered(&demo(), true).0;
     assert_eq!(answers(folder), want);
     // What no index lists counts for nothing.
     write(&model.join("consolidated.safetensors"), &with(ones("other", 1)));
-    assert!(ModelFiles::open(model.clone()).unwrap().warnings.is_empty());
+    assert!(ModelFiles::open(model.clone()).unwrap().config.warnings.is_empty());
     assert_eq!(checkpoint_hash(&model).unwrap(), hash);
 }
 
@@ -294,7 +294,7 @@ fn one_file_goes_before_an_index() {
     let folder = tempfile::tempdir().unwrap();
     let model = sharded(folder.path(), |files, _| files[1].clear());
     write(&model.join(SINGLE), &demo());
-    let warnings = ModelFiles::open(model.clone()).unwrap().warnings;
+    let warnings = ModelFiles::open(model.clone()).unwrap().config.warnings;
     assert!(
         matches!(&warnings[..], [warning] if warning.contains(INDEX) && warning.contains("the first alone is read")),
         "{warnings:?}"
@@ -303,7 +303,7 @@ fn one_file_goes_before_an_index() {
     // An index of the one file says the same.
     let map: serde_json::Map<String, Value> = demo().into_iter().map(|tensor| (tensor.name, json!(SINGLE))).collect();
     fs::write(model.join(INDEX), json!({"weight_map": map}).to_string()).unwrap();
-    assert!(ModelFiles::open(model).unwrap().warnings.is_empty());
+    assert!(ModelFiles::open(model).unwrap().config.warnings.is_empty());
 }
 
 #[test]

@@ -88,7 +88,7 @@ fn shapes_begin_behind_the_thought() {
 fn a_budget_ends_thoughts_at_the_same_token() {
     hold(
         "cut",
-        |text| text.replace("max_tokens: 32", "max_tokens: 12"),
+        |text| text.replace("max_tokens: 40", "max_tokens: 12"),
         |row, of| {
             is_shaped(row, of);
             // The line break that ends a thought counts with it.

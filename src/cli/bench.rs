@@ -53,13 +53,7 @@ impl Subject {
                 (tokenizer, _) => tokenizer.map_err(Failure::bad_job)?,
             };
             let config = match format {
-                LoadFormat::Auto => {
-                    let (config, warnings) = Checkpoint::check(dir, config).map_err(Failure::bad_job)?;
-                    for warning in warnings {
-                        eprintln!("gristmill: warning: {warning}");
-                    }
-                    config
-                }
+                LoadFormat::Auto => Checkpoint::check(dir, config).map_err(Failure::bad_job)?,
                 LoadFormat::Dummy => config,
             };
             return Ok(Subject {

@@ -11,6 +11,7 @@ pub mod constraint;
 pub mod forbidden;
 pub mod generate;
 pub mod ids;
+mod options;
 pub mod packing;
 pub mod params;
 pub mod philox;
@@ -24,7 +25,8 @@ pub mod vocabulary;
 mod work;
 
 pub use generate::Generate;
-pub use run::{Engine, EngineError, EngineOptions, Refused};
+pub use options::EngineOptions;
+pub use run::{Engine, EngineError, Refused};
 
 use std::time::Duration;
 

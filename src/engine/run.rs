@@ -15,7 +15,6 @@ use std::time::{Duration, Instant};
 use smallvec::{SmallVec, smallvec};
 
 use crate::device::DeviceError;
-use crate::device::cpu::Threads;
 use crate::device::draw::{Draw, DrawError};
 use crate::engine::blocks::{BlockKey, BlockPool};
 use crate::engine::choice::Node;
@@ -24,44 +23,18 @@ use crate::engine::generate::Generate;
 use crate::engine::ids::ById;
 use crate::engine::params::Params;
 use crate::engine::request::{Finished, Request, UnitId};
-use crate::engine::scheduler::{Limits, Policy, Scheduler, SequenceId, StepPlan};
+use crate::engine::scheduler::{Limits, Scheduler, SequenceId, StepPlan};
 use crate::engine::sequence::{Continuation, Next, Unit};
 use crate::engine::thinking::Begin;
 use crate::engine::totals::{StepShape, StepTotals};
 use crate::engine::work::{self, Active, Flight, Row, Work};
-use crate::engine::{Forward, ForwardError};
+use crate::engine::{EngineOptions, Forward, ForwardError};
 use crate::model::tokenizer::Tokenizer;
 
 /// Of a unit that takes its token, in elements as [`Threads::parts`] counts them: a microsecond or more each.
 const TAKE_ELEMENTS: usize = 256;
 /// [`Engine::wants_more`] until this many times `max_sequences` wait, so that packing has something to order.
 const WINDOWS_WAITING: usize = 4;
-
-/// How an engine runs.
-#[derive(Debug, Clone)]
-pub struct EngineOptions {
-    /// Most tokens computed in one step, at least 1.
-    pub max_step_tokens: usize,
-    /// Most sequences that run at once, at least 1.
-    pub max_sequences: usize,
-    /// What shapes keys and values besides token ids: model, adapter, KV format. The root of prefix keys.
-    pub prefix_root: String,
-    pub policy: Policy,
-    /// What masks are computed and tokens taken on: the model's own threads, where a step takes the cores.
-    pub threads: Arc<Threads>,
-}
-
-impl Default for EngineOptions {
-    fn default() -> Self {
-        EngineOptions {
-            max_step_tokens: 2048,
-            max_sequences: 256,
-            prefix_root: String::new(),
-            policy: Policy::default(),
-            threads: Arc::default(),
-        }
-    }
-}
 
 /// The engine cannot go on; what it was working on is lost and must be computed again by another engine.
 #[derive(Debug, thiserror::Error)]

@@ -7,7 +7,7 @@
 //!   do all others. An end of sequence ends the completion, without an answer.
 //! - Behind it the shape begins, after the text that the model's chat template puts there (`gap`), which is forced: so the model
 //!   answers in the form that it was trained in. Free text is left to the model, and the white space in front of it is taken off.
-//! - A thought of `max_tokens` tokens is ended by force: by `end`, or by the rest of it where it has begun.
+//! - A thought of `max_tokens` tokens is ended by force: by `end`, or by the rest of the closing delimiter where that has begun.
 //! - Where the model may open a thought, its first token may be the delimiter's first or one that the shape begins with. Nothing
 //!   else can be told apart by one token, so both delimiters begin with a token that no text is cut into.
 //! - Some models name the part that is the answer as well (`header`: harmony's final channel). Under a shape, these write a thought
@@ -75,17 +75,6 @@ impl Thinking {
         let most = thought.len().min(self.close.len() - 1);
         let begun = |n: &usize| thought.ends_with(&self.close[..*n]);
         (1..=most).rev().find(begun).unwrap_or(0)
-    }
-
-    /// What ends a thought of these tokens by force: of the closing delimiter, or of what stands in front of it, the rest where it has
-    /// begun (a thought that ends with a line break gets no second one).
-    fn forced_end(&self, thought: &[u32]) -> &[u32] {
-        if let begun @ 1.. = self.closing(thought) {
-            return &self.close[begun..];
-        }
-        let most = thought.len().min(self.end.len() - self.close.len());
-        let begun = |n: &usize| thought.ends_with(&self.end[..*n]);
-        &self.end[(1..=most).rev().find(begun).unwrap_or(0)..]
     }
 }
 
@@ -226,7 +215,10 @@ impl Course {
                     return Vec::new();
                 }
                 self.forced = true;
-                thinking.forced_end(tokens).to_vec()
+                match thinking.closing(tokens) {
+                    0 => thinking.end.clone(),
+                    begun => thinking.close[begun..].to_vec(),
+                }
             }
             (Phase::Gap(left), _) => {
                 let gap = self.gap();

@@ -1,6 +1,6 @@
 //! Rows to prompts: the job's templates, the checkpoint's chat template, and the tokenizer, in that order.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use chrono::NaiveDateTime;
@@ -9,16 +9,17 @@ use serde_json::{Map, Value, json};
 use super::chat::{ChatTemplate, Turn};
 use super::file::Truncate;
 use super::generate::Generate;
-use super::guard::{self, Guard, Marks, Piece};
+use super::guard::{Guard, Marks, Piece};
 use super::openai::{self, Ask};
-use super::spec::{Job, Message, PromptKind};
-use super::template::{Template, column_context};
+use super::spec::Job;
+use super::template::column_context;
 use super::thinking::Thinks;
 use super::{JobError, one_line, sha256, suggest};
 use crate::dataset::row::InputRow;
 use crate::engine::params::Params;
 use crate::model::tokenizer::Tokenizer;
 use crate::report::summary::number;
+use source::{CompiledMessage, Content, Source, compile, named_columns, takes_apart};
 
 /// What rendering needs besides the job.
 #[derive(Debug, Clone)]
@@ -64,37 +65,6 @@ pub struct Renderer {
     template_hash: String,
     named: Named,
     found: check::Found,
-}
-
-/// Compiled form of [`PromptKind`].
-enum Source {
-    Messages(Vec<CompiledMessage>),
-    Text(Box<Template>),
-    TokenIds(String),
-    Openai,
-}
-
-struct CompiledMessage {
-    role: &'static str,
-    parts: Vec<Content>,
-    is_list: bool,
-}
-
-impl CompiledMessage {
-    /// The message with a text for what rows bring.
-    fn probe(&self) -> Value {
-        let text = |part: &Content| match part {
-            Content::Fixed(text) => text.clone(),
-            Content::Template(_) => "x".into(),
-        };
-        let content: String = self.parts.iter().map(text).collect();
-        json!({"role": self.role, "content": content})
-    }
-}
-
-enum Content {
-    Fixed(String),
-    Template(Box<Template>),
 }
 
 /// Columns that the job names, with the field that names each, and what errors need to say where.
@@ -518,89 +488,6 @@ impl Renderer {
     }
 }
 
-/// Compiles the job's own templates; also lists the columns that are named outside of templates.
-fn compile(job: &Job) -> Result<(Source, Vec<(String, String)>), String> {
-    let mut named = Vec::new();
-    let source = match &job.prompt.kind {
-        PromptKind::Messages(messages) => {
-            let compile = |(i, message)| compile_message(i, message);
-            Source::Messages(messages.iter().enumerate().map(compile).collect::<Result<_, _>>()?)
-        }
-        PromptKind::Text(text) => {
-            let template = Template::for_columns("prompt.text", text);
-            Source::Text(Box::new(template.map_err(|e| format!("template `prompt.text`: {e}"))?))
-        }
-        PromptKind::TokenIds(column) => {
-            named.push((column.clone(), "prompt.token_ids".to_string()));
-            Source::TokenIds(column.clone())
-        }
-        PromptKind::Openai => Source::Openai,
-    };
-    Ok((source, named))
-}
-
-fn compile_message(i: usize, message: &Message) -> Result<CompiledMessage, String> {
-    let compile = |part: &String| {
-        // Most system messages are the same for every row.
-        if !part.contains('{') {
-            return Ok(Content::Fixed(part.clone()));
-        }
-        let field = format!("prompt.messages[{i}].content");
-        Template::for_columns(&field, part)
-            .map(|template| Content::Template(Box::new(template)))
-            .map_err(|e| format!("template `{field}`: {e}"))
-    };
-    let parts = message.parts.iter().map(compile).collect::<Result<_, _>>()?;
-    Ok(CompiledMessage {
-        role: message.role.as_str(),
-        parts,
-        is_list: message.is_list,
-    })
-}
-
-/// Adds the columns that templates name to `named`, and those that they name as fields of `row` to `of_row`; returns all that prompts use, or `None` where that may be any.
-fn named_columns(
-    source: &Source,
-    named: &mut Vec<(String, String)>,
-    of_row: &mut Vec<(String, String)>,
-) -> Option<Vec<String>> {
-    let mut any = false;
-    let mut add = |template: &Template, field: String| {
-        let columns = template.columns();
-        named.extend(columns.names.into_iter().map(|column| (column, field.clone())));
-        of_row.extend(columns.of_row.into_iter().map(|column| (column, field.clone())));
-        any |= columns.any;
-    };
-    match source {
-        Source::Messages(messages) => {
-            for (i, message) in messages.iter().enumerate() {
-                for part in &message.parts {
-                    if let Content::Template(template) = part {
-                        add(template, format!("prompt.messages[{i}].content"));
-                    }
-                }
-            }
-        }
-        Source::Text(template) => add(template, "prompt.text".to_string()),
-        Source::TokenIds(_) => {}
-        Source::Openai => return None,
-    }
-    let columns: BTreeSet<&String> = named.iter().map(|(column, _)| column).collect();
-    (!any).then(|| columns.into_iter().cloned().collect())
-}
-
-/// Do the job's templates take the texts of columns apart?
-fn takes_apart(kind: &PromptKind) -> bool {
-    match kind {
-        PromptKind::Messages(messages) => messages
-            .iter()
-            .flat_map(|m| &m.parts)
-            .any(|part| guard::takes_apart(part)),
-        PromptKind::Text(text) => guard::takes_apart(text),
-        PromptKind::TokenIds(_) | PromptKind::Openai => false,
-    }
-}
-
 /// Are all stop token ids of the vocabulary? The error begins inside the field's backticks.
 fn check_stops(generate: &Generate, tokenizer: &Tokenizer) -> Result<(), String> {
     let known = tokenizer.vocab_size();
@@ -642,6 +529,7 @@ fn kind_of(value: &Value) -> &'static str {
 }
 
 mod check;
+mod source;
 
 #[cfg(test)]
 mod tests;

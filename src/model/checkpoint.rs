@@ -16,11 +16,9 @@ use crate::model::weights::{Headers, StoredTensor, WeightSource, Weights, in_lin
 
 /// A sound checkpoint.
 pub struct Checkpoint {
-    /// What the model is; whether its output head is the embedding table is settled by what the files hold.
+    /// What the model is; whether its output head is the embedding table is settled by what the files hold, which may add warnings.
     pub config: Config,
     pub weights: Weights,
-    /// What its user should know, a line each.
-    pub warnings: Vec<String>,
 }
 
 impl Checkpoint {
@@ -32,12 +30,12 @@ impl Checkpoint {
     pub fn open(dir: &Path, config: Config) -> Result<Checkpoint, ModelError> {
         let weights = Weights::open(dir)?;
         let has_head = examine(&config, weights.headers())?;
-        let mut warnings = Vec::from_iter(index_beside(dir)?);
         let mut config = config;
+        config.warnings.extend(index_beside(dir)?);
         match (config.tied_embeddings, has_head) {
             (true, true) if !head_is_table(&config, &weights)? => {
                 config.tied_embeddings = false;
-                warnings.push(format!(
+                config.warnings.push(format!(
                     "`{}`: `{HEAD}` differs from the embedding table, which `config.json` makes the output head \
                      (`tie_word_embeddings`): `{HEAD}` is used, as transformers 5 does",
                     weights.path_of(HEAD).display()
@@ -45,7 +43,7 @@ impl Checkpoint {
             }
             (false, false) => {
                 config.tied_embeddings = true;
-                warnings.push(format!(
+                config.warnings.push(format!(
                     "`{}`: there is no `{HEAD}`, though `config.json` asks for one (`tie_word_embeddings` is false): the \
                      embedding table is used in its place, as vLLM does",
                     weights.path_of(HEAD).display()
@@ -53,21 +51,15 @@ impl Checkpoint {
             }
             _ => {}
         }
-        Ok(Checkpoint {
-            config,
-            weights,
-            warnings,
-        })
+        Ok(Checkpoint { config, weights })
     }
 
-    /// Holds the checkpoint in `dir` against `config` without loading it; returns the configuration as the files settle it, and what
-    /// its user should know, a line each.
+    /// Holds the checkpoint in `dir` against `config` without loading it; returns the configuration as the files settle it.
     ///
     /// # Errors
     /// As [`open`](Self::open).
-    pub fn check(dir: &Path, config: Config) -> Result<(Config, Vec<String>), ModelError> {
-        let Checkpoint { config, warnings, .. } = Checkpoint::open(dir, config)?;
-        Ok((config, warnings))
+    pub fn check(dir: &Path, config: Config) -> Result<Config, ModelError> {
+        Ok(Checkpoint::open(dir, config)?.config)
     }
 }
 

@@ -9,7 +9,7 @@ const WORDS: [&str; 3] = ["NaN", "Infinity", "-Infinity"];
 ///
 /// # Errors
 /// It is not JSON, or of another type.
-pub(super) fn from_slice<T: DeserializeOwned>(bytes: &[u8]) -> serde_json::Result<T> {
+pub(crate) fn from_slice<T: DeserializeOwned>(bytes: &[u8]) -> serde_json::Result<T> {
     match serde_json::from_slice(bytes) {
         Err(error) if error.is_syntax() => match quoted(bytes) {
             Some(text) => serde_json::from_slice(&text),

@@ -60,8 +60,6 @@ pub struct ModelFiles {
     pub dir: PathBuf,
     pub config: Config,
     pub tokenizer: Arc<Tokenizer>,
-    /// What the user of the checkpoint should know, a line each.
-    pub warnings: Vec<String>,
 }
 
 impl ModelFiles {
@@ -71,13 +69,8 @@ impl ModelFiles {
         folder::check_weights(&dir)?;
         let config = Config::load(&dir)?;
         let tokenizer = Arc::new(Tokenizer::load(&dir)?);
-        let (config, warnings) = Checkpoint::check(&dir, config)?;
-        Ok(ModelFiles {
-            dir,
-            config,
-            tokenizer,
-            warnings,
-        })
+        let config = Checkpoint::check(&dir, config)?;
+        Ok(ModelFiles { dir, config, tokenizer })
     }
 
     /// See [`Channels::of_model`].
@@ -88,7 +81,11 @@ impl ModelFiles {
     /// SHA-256 of the whole checkpoint, in hex, and of the measured channels where the precision has a use for them. Reads every
     /// byte of it.
     pub fn hash(&self, precision: device::Precision) -> Result<String, ModelError> {
-        let checkpoint = checkpoint_hash(&self.dir)?;
+        let mut checkpoint = checkpoint_hash(&self.dir)?;
+        // An older gristmill computed these with the table as the output head: one job must not have both.
+        if Config::load(&self.dir)?.tied_embeddings && !self.config.tied_embeddings {
+            checkpoint = sha256(format!("{checkpoint} with its own head").as_bytes());
+        }
         Ok(match self.channels(precision)? {
             None => checkpoint,
             Some(channels) => sha256(format!("{checkpoint} balanced by {}", channels.hash()).as_bytes()),

@@ -512,14 +512,6 @@ fn delimiters_may_be_several_tokens() {
     assert_eq!((direct.text.as_str(), thought(&direct)), ("ok", None));
     let other = completes(START, &free, "<|channel|>commentary<|message|>ok<eos>");
     assert_eq!((other.text.as_str(), thought(&other)), ("commentaryok", None));
-    // What ends a thought is not written twice where the model has begun it.
-    let two = Thinking {
-        max_tokens: Some(2),
-        ..thinking()
-    };
-    let (completion, _) = complete(OPENED, &params(two, labels(false)), &ids("h\nb"));
-    assert_eq!(completion.token_ids, ids("h\n</think>\n\nbilling"));
-    assert_eq!(completion.thought.unwrap().tokens, 2);
     // A closing delimiter that has begun is completed, not begun again.
     let closing = ids(close);
     for most in 1..=8 {

@@ -6,6 +6,7 @@ use std::path::Path;
 use serde_json::Value;
 
 use super::{Added, TokenizerError};
+use crate::model::json;
 
 /// Largest companion file that is read, in bytes.
 const CONFIG_BYTES_MAX: u64 = 32 << 20;
@@ -53,7 +54,7 @@ impl TokenizerConfig {
         let path = dir.join("special_tokens_map.json");
         if path.exists() {
             let text = read_text(&path)?;
-            let map: Value = serde_json::from_str(&text).map_err(|e| TokenizerError::Broken {
+            let map: Value = json::from_slice(text.as_bytes()).map_err(|e| TokenizerError::Broken {
                 path,
                 why: format!("not JSON: {e}"),
             })?;
@@ -88,7 +89,7 @@ impl TokenizerConfig {
 
     /// Reads the text of a `tokenizer_config.json`.
     pub fn parse(text: &str) -> Result<TokenizerConfig, String> {
-        let value: Value = serde_json::from_str(text).map_err(|e| format!("not JSON: {e}"))?;
+        let value: Value = json::from_slice(text.as_bytes()).map_err(|e| format!("not JSON: {e}"))?;
         let Value::Object(map) = &value else {
             return Err("not a JSON object".into());
         };

@@ -1,0 +1,123 @@
+//! The job's own templates, compiled, and the columns that they name.
+
+use std::collections::BTreeSet;
+
+use serde_json::{Value, json};
+
+use crate::job::guard;
+use crate::job::spec::{Job, Message, PromptKind};
+use crate::job::template::Template;
+
+/// Compiled form of [`PromptKind`].
+pub(super) enum Source {
+    Messages(Vec<CompiledMessage>),
+    Text(Box<Template>),
+    TokenIds(String),
+    Openai,
+}
+
+pub(super) struct CompiledMessage {
+    pub role: &'static str,
+    pub parts: Vec<Content>,
+    pub is_list: bool,
+}
+
+impl CompiledMessage {
+    /// The message with a text for what rows bring.
+    pub fn probe(&self) -> Value {
+        let text = |part: &Content| match part {
+            Content::Fixed(text) => text.clone(),
+            Content::Template(_) => "x".into(),
+        };
+        let content: String = self.parts.iter().map(text).collect();
+        json!({"role": self.role, "content": content})
+    }
+}
+
+pub(super) enum Content {
+    Fixed(String),
+    Template(Box<Template>),
+}
+
+/// Compiles the job's own templates; also lists the columns that are named outside of templates.
+pub(super) fn compile(job: &Job) -> Result<(Source, Vec<(String, String)>), String> {
+    let mut named = Vec::new();
+    let source = match &job.prompt.kind {
+        PromptKind::Messages(messages) => {
+            let compile = |(i, message)| compile_message(i, message);
+            Source::Messages(messages.iter().enumerate().map(compile).collect::<Result<_, _>>()?)
+        }
+        PromptKind::Text(text) => {
+            let template = Template::for_columns("prompt.text", text);
+            Source::Text(Box::new(template.map_err(|e| format!("template `prompt.text`: {e}"))?))
+        }
+        PromptKind::TokenIds(column) => {
+            named.push((column.clone(), "prompt.token_ids".to_string()));
+            Source::TokenIds(column.clone())
+        }
+        PromptKind::Openai => Source::Openai,
+    };
+    Ok((source, named))
+}
+
+fn compile_message(i: usize, message: &Message) -> Result<CompiledMessage, String> {
+    let compile = |part: &String| {
+        // Most system messages are the same for every row.
+        if !part.contains('{') {
+            return Ok(Content::Fixed(part.clone()));
+        }
+        let field = format!("prompt.messages[{i}].content");
+        Template::for_columns(&field, part)
+            .map(|template| Content::Template(Box::new(template)))
+            .map_err(|e| format!("template `{field}`: {e}"))
+    };
+    let parts = message.parts.iter().map(compile).collect::<Result<_, _>>()?;
+    Ok(CompiledMessage {
+        role: message.role.as_str(),
+        parts,
+        is_list: message.is_list,
+    })
+}
+
+/// Adds the columns that templates name to `named`, and those that they name as fields of `row` to `of_row`; returns all that prompts use, or `None` where that may be any.
+pub(super) fn named_columns(
+    source: &Source,
+    named: &mut Vec<(String, String)>,
+    of_row: &mut Vec<(String, String)>,
+) -> Option<Vec<String>> {
+    let mut any = false;
+    let mut add = |template: &Template, field: String| {
+        let columns = template.columns();
+        named.extend(columns.names.into_iter().map(|column| (column, field.clone())));
+        of_row.extend(columns.of_row.into_iter().map(|column| (column, field.clone())));
+        any |= columns.any;
+    };
+    match source {
+        Source::Messages(messages) => {
+            for (i, message) in messages.iter().enumerate() {
+                for part in &message.parts {
+                    if let Content::Template(template) = part {
+                        add(template, format!("prompt.messages[{i}].content"));
+                    }
+                }
+            }
+        }
+        Source::Text(template) => add(template, "prompt.text".to_string()),
+        Source::TokenIds(_) => {}
+        Source::Openai => return None,
+    }
+    let columns: BTreeSet<&String> = named.iter().map(|(column, _)| column).collect();
+    (!any).then(|| columns.into_iter().cloned().collect())
+}
+
+/// Do the job's templates take the texts of columns apart?
+pub(super) fn takes_apart(kind: &PromptKind) -> bool {
+    match kind {
+        PromptKind::Messages(messages) => messages
+            .iter()
+            .flat_map(|m| &m.parts)
+            .any(|part| guard::takes_apart(part)),
+        PromptKind::Text(text) => guard::takes_apart(text),
+        PromptKind::TokenIds(_) | PromptKind::Openai => false,
+    }
+}
