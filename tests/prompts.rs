@@ -418,3 +418,63 @@ fn jobs_of_broken_rows() {
     assert_eq!(statuses, ["errored", "errored", "errored", "errored", "succeeded"]);
     assert!(output.join("_SUCCESS").exists());
 }
+
+/// A job's own chat template: what it misspells leaves rows without their text.
+#[test]
+fn an_own_chat_template_must_show_what_messages_say() {
+    let folder = tempfile::tempdir().unwrap();
+    let lines = [json!({"t": "Refund please"})];
+    let messages = json!([{"role": "system", "content": "Sort."}, {"role": "user", "content": "{{ t }}"}]);
+    for (i, (template, words)) in [
+        (
+            "{% for m in message %}{{ m.content }}{% endfor %}assistant: ",
+            "it reads `message`, which nobody sets; did you mean `messages`?",
+        ),
+        (
+            "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_promt %}assistant: {% endif %}",
+            "it reads `add_generation_promt`, which nobody sets; did you mean `add_generation_prompt`?",
+        ),
+        (
+            "{% for m in messages %}{{ m.role }}: {{ m.contnt }}\n{% endfor %}assistant: ",
+            "leaves out what `prompt.messages[0]` says",
+        ),
+        (
+            "{{ messages[0].content }} assistant: ",
+            "leaves out what `prompt.messages[1]` says",
+        ),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let prompt = json!({"messages": messages, "chat_template": template});
+        let (path, output) = job(folder.path(), &format!("own{i}"), &lines, json!({"prompt": prompt}));
+        refused(&path, &output, &[words]);
+    }
+    // Contents may be changed; names that are nobody's may be asked for.
+    let sound =
+        "{% if enable_thinking %}x{% endif %}{% for m in messages %}{{ m.content | upper }}\n{% endfor %}assistant: ";
+    let prompt = json!({"messages": messages, "chat_template": sound});
+    let (path, _) = job(folder.path(), "sound", &lines, json!({"prompt": prompt}));
+    assert_eq!(planned(&path, &[])[0]["text"], "SORT.\nREFUND PLEASE\nassistant: ");
+}
+
+/// A tokenizer may know tokens that the model does not: `plan` counts their rows as what they are.
+#[test]
+fn tokens_beyond_the_models_vocabulary_are_broken_rows_at_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let (demo, model) = (root().join("jobs/demo"), folder.path().join("model"));
+    fs::create_dir(&model).unwrap();
+    for name in ["config.json", "model.safetensors"] {
+        fs::copy(demo.join("model").join(name), model.join(name)).unwrap();
+    }
+    for name in ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"] {
+        fs::copy(demo.join("thinking-model").join(name), model.join(name)).unwrap();
+    }
+    let more = json!({"model": model, "prompt": {"text": "<think> {{ t }}"}});
+    let (path, output) = job(folder.path(), "beyond", &[json!({"t": "a"}), json!({"t": "b"})], more);
+    refused(
+        &path,
+        &output,
+        &["none of the 2 rows", "token 2048, and the model's vocabulary has 2,048"],
+    );
+}

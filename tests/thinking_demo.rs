@@ -137,6 +137,38 @@ fn a_template_that_closes_the_thought_asks_for_the_answer_alone() {
     });
 }
 
+/// What a checkpoint forbids, a shape does not bring back: here the token that opens a thought.
+#[test]
+fn a_thought_that_may_not_begin_does_not() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = folder.path().join("model");
+    std::fs::create_dir(&model).unwrap();
+    for entry in std::fs::read_dir(root().join("jobs/demo/thinking-model")).unwrap() {
+        let path = entry.unwrap().path();
+        std::fs::copy(&path, model.join(path.file_name().unwrap())).unwrap();
+    }
+    let generation = json!({"eos_token_id": 2, "suppress_tokens": [2048]});
+    std::fs::write(model.join("generation_config.json"), generation.to_string()).unwrap();
+    let own = root().join("jobs/demo/thinking-model");
+    let (job, output) = job(folder.path(), |text| text.replace(arg(&own), arg(&model)));
+    run(&["run", arg(&job), "--quiet"]).expect(0);
+    for row in rows(&output) {
+        assert!(!ids(&row["token_ids"]).contains(&2048), "{row}");
+        assert_eq!((&row["status"], &row["reasoning"]), (&json!("succeeded"), &Value::Null));
+    }
+}
+
+/// How long a thinking model may write is settled by us, and is no change of its files.
+#[test]
+fn a_job_that_goes_on_is_not_told_of_our_own_defaults() {
+    let folder = tempfile::tempdir().unwrap();
+    let (job, output) = job(folder.path(), |text| text.replace("  max_tokens: 64\n", ""));
+    run(&["submit", arg(&job), "--no-enqueue"]).expect(0);
+    let ran = run(&["run", arg(&job), "--quiet"]).expect(0);
+    assert_eq!(ran.stderr, "");
+    assert_eq!(rows(&output).len(), 40);
+}
+
 /// The example as it stands. Without thoughts told apart, 563 of 2,000 labels were right, and all rows had succeeded.
 #[test]
 fn labels_all_tickets_with_a_thought() {

@@ -168,6 +168,7 @@ fn try_renderer(style: &Style, messages: &Value, kwargs: &Value, generate: Value
     let job = Job::check(parsed, "t.json", Path::new(".")).map_err(|e| e.to_string())?;
     let setup = RenderSetup {
         tokenizer: tokenizer(style),
+        model_vocabulary: 1 << 20,
         context_tokens: 4096,
         seed: 9,
         now: chrono::DateTime::UNIX_EPOCH.naive_utc(),

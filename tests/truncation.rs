@@ -314,3 +314,58 @@ fn lines_with_limits_of_their_own_are_raised_too() {
         6
     );
 }
+
+/// Whatever ends a retry, rows that it did not come to keep the answers that they had.
+#[test]
+fn a_retry_that_is_ended_takes_no_answer_away() {
+    let folder = tempfile::tempdir().unwrap();
+    let (job, output) = cut_job(folder.path(), "max_tokens: 6, temperature: 0");
+    run(&["run", arg(&job), "--quiet"]).expect(3);
+    let before = seen(&output);
+    let said = read(&output.join("_SUCCESS"));
+    for more in [60, 70] {
+        run(&["retry", arg(&output), "--truncated", "--max-tokens", &more.to_string()]).expect(0);
+        run(&["cancel", arg(&output), "--finish"]).expect(0);
+        run(&["run", arg(&job), "--quiet"]);
+        assert_eq!(seen(&output), before, "{more}");
+        let now = read(&output.join("_SUCCESS"));
+        assert_eq!(
+            (&now["truncated"], &now["succeeded"], &now["cancelled"]),
+            (&said["truncated"], &said["succeeded"], &said["cancelled"]),
+            "{now}"
+        );
+        run(&["verify", arg(&output)]).expect(0);
+    }
+}
+
+/// A line with a limit of its own below the job's is raised to what the retry says, be that less than the job's.
+#[test]
+fn lines_with_smaller_limits_are_raised_too() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let line = |id: usize, tokens: &str| {
+        let body = format!("{{\"messages\": [{{\"role\": \"user\", \"content\": \"My parcel is late.\"}}]{tokens}}}");
+        format!(
+            "{{\"custom_id\": \"{id}\", \"method\": \"POST\", \"url\": \"/v1/chat/completions\", \"body\": {body}}}\n"
+        )
+    };
+    let lines = [
+        line(0, ", \"max_tokens\": 2"),
+        line(1, ", \"max_tokens\": 3"),
+        line(2, ""),
+    ];
+    fs::write(folder.join("batch.jsonl"), lines.concat()).unwrap();
+    let (job, output) = (folder.join("job.yaml"), folder.join("out"));
+    let text = format!(
+        "name: lines\nmodel: {}\nprecision: f32\ninput: {{uri: batch.jsonl}}\n\
+         generate: {{max_tokens: 64, temperature: 0, ignore_eos: true}}\noutput: {{uri: out}}\n",
+        root().join("jobs/demo/model").display()
+    );
+    fs::write(&job, text).unwrap();
+    run(&["run", arg(&job), "--quiet"]).expect(0);
+    let tokens = || seen(&output).iter().map(|row| row.tokens).collect::<Vec<_>>();
+    assert_eq!(tokens(), [2, 3, 64]);
+    run(&["retry", arg(&output), "--truncated", "--max-tokens", "40"]).expect(0);
+    run(&["run", arg(&job), "--quiet"]).expect(0);
+    assert_eq!(tokens(), [40, 40, 64]);
+}

@@ -259,7 +259,10 @@ impl Unit {
             State::Grammar(state) if answers => state.first_mask(mask),
             _ => {}
         }
-        for id in opening {
+        let (forbidden, is_first) = (&self.params.forbidden, self.completion.is_empty());
+        let is_out = |id: &u32| forbidden.tokens.contains(id) || (is_first && forbidden.first.contains(id));
+        // Where nothing else may come, the model has no choice.
+        for id in opening.into_iter().filter(|id| !answers || !is_out(id)) {
             if !ids.contains(&id) {
                 ids.push(id);
             }

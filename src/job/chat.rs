@@ -180,6 +180,28 @@ impl ChatTemplate {
         None
     }
 
+    /// A variable that nobody sets and that is nearly called like one of those that there are; with `kwargs` those of the job.
+    pub fn misspells(&self, kwargs: &Map<String, Value>) -> Option<String> {
+        const GIVEN: [&str; 8] = [
+            "messages",
+            "tools",
+            "documents",
+            "add_generation_prompt",
+            "bos_token",
+            "eos_token",
+            "unk_token",
+            "pad_token",
+        ];
+        let reads = self.template.reads();
+        let is_set =
+            |name: &str| GIVEN.contains(&name) || kwargs.contains_key(name) || self.template.has_function(name);
+        reads.iter().filter(|name| !is_set(name)).find_map(|name| {
+            let hint = suggest(name, GIVEN);
+            hint.contains("did you mean")
+                .then(|| format!("it reads `{name}`, which nobody sets{hint}"))
+        })
+    }
+
     /// Filters, tests, methods and functions that there are not, a line each.
     pub fn unknown(&self) -> Vec<String> {
         self.template.unknown()

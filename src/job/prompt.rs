@@ -25,6 +25,8 @@ use source::{CompiledMessage, Content, Source, compile, named_columns, takes_apa
 #[derive(Debug, Clone)]
 pub struct RenderSetup {
     pub tokenizer: Arc<Tokenizer>,
+    /// Ids that the model knows, which may be fewer than the tokenizer's.
+    pub model_vocabulary: usize,
     /// Longest sequence (prompt + completion) in tokens.
     pub context_tokens: u32,
     /// Key of the random stream where neither job nor row gives one; see [`Job::seed`].
@@ -93,7 +95,7 @@ impl Renderer {
                 false => "",
             };
             return Err(invalid(format!(
-                "`generate.max_tokens` is {}{whose}, which leaves no room for a prompt in the model's context of {} tokens",
+                "`generate.max_tokens` is {}{whose}, which leaves no room for a prompt in the model's context of {} tokens: give less",
                 number(job.generate.max_tokens.into()),
                 number(setup.context_tokens.into())
             )));
@@ -124,7 +126,7 @@ impl Renderer {
         if let (Source::Messages(messages), chat) = (&source, &chat) {
             let chat = chat.as_ref().map_err(|e| template_error(e.clone()))?;
             // Roles that the template refuses, or a template without end, show before any row is read.
-            let messages = messages.iter().map(CompiledMessage::probe).collect();
+            let messages = messages.iter().map(|message| message.probe("x")).collect();
             probe = Some(chat.render(messages, &kwargs, turn).map_err(template_error)?);
         }
         if job.prompt.chat_template.is_some() {
@@ -146,12 +148,11 @@ impl Renderer {
         let params = params(&job.generate, job.deterministic, &setup, thinks.as_ref());
         // Whoever raised it need not know the model: a completion ends with the context in any case.
         let raised = setup.max_tokens.map(|least| least.min(setup.context_tokens - 1));
-        let raised = raised
-            .filter(|least| *least > params.max_tokens)
-            .map(|max_tokens| Params {
-                max_tokens,
-                ..params.clone()
-            });
+        // A line of a batch may have less than the job gives to those that say nothing.
+        let raised = raised.map(|max_tokens| Params {
+            max_tokens,
+            ..params.clone()
+        });
         let mut renderer = Renderer {
             template_hash: sha256(Value::from(hashed).to_string()),
             params: Arc::new(params),
@@ -452,6 +453,13 @@ impl Renderer {
     fn finish(&self, mut text: String, mut tokens: Vec<u32>, params: &Arc<Params>) -> Result<RenderedRow, String> {
         if tokens.is_empty() {
             return Err("the prompt is empty: it has no tokens".into());
+        }
+        let vocabulary = self.setup.model_vocabulary;
+        if let Some(id) = tokens.iter().find(|id| **id as usize >= vocabulary) {
+            return Err(format!(
+                "the prompt holds token {id}, and the model's vocabulary has {}",
+                number(vocabulary as u64)
+            ));
         }
         let context = self.setup.context_tokens as usize;
         // `max_tokens` was checked to be less than the context.

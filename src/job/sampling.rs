@@ -188,6 +188,8 @@ impl Generate {
     pub fn differences(&self, other: &Generate) -> Option<(String, String)> {
         let pairs = self.values().into_iter().zip(other.values());
         let (mut here, mut there): (Vec<String>, Vec<String>) = pairs
+            // A default of ours may depend on how the model thinks, which is settled later.
+            .filter(|((name, _), _)| [self, other].iter().any(|of| of.source(name) != Some(Source::Default)))
             .filter(|((_, a), (_, b))| a != b)
             .map(|((name, a), (_, b))| (said(name, &a, &self.forbidden), said(name, &b, &other.forbidden)))
             .unzip();

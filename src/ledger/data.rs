@@ -46,6 +46,15 @@ pub(super) fn failed(batch: &RecordBatch, counts: &RowSet) -> Result<RowSet, Str
     Ok(RowSet::from_rows(failed.map(|i| rows[i])).intersection(counts))
 }
 
+/// The rows of `batch` that are in `counts` and that the end of their job left without an answer.
+pub(super) fn left_undone(batch: &RecordBatch, counts: &RowSet) -> Result<RowSet, String> {
+    let rows = rows_of(batch)?;
+    let status = statuses(batch)?;
+    let ends = [RowStatus::Expired, RowStatus::Cancelled].map(|status| status.as_str());
+    let undone = (0..rows.len()).filter(|&i| !status.is_null(i) && ends.contains(&status.value(i)));
+    Ok(RowSet::from_rows(undone.map(|i| rows[i])).intersection(counts))
+}
+
 /// The rows of `batch` that are in `counts` and have a completion that was cut off.
 pub(super) fn truncated(batch: &RecordBatch, counts: &RowSet) -> Result<RowSet, String> {
     let rows = rows_of(batch)?;

@@ -272,7 +272,7 @@ impl Ledger {
     }
 
     /// `want` of a shard as of this generation: each row from the log of the newest generation that did it, or, where the
-    /// logs were cleaned, from the part that stands.
+    /// logs were cleaned, from the part that stands. A row that a retry did not come to stays what it was before.
     pub(super) async fn rows_until_now(&self, shard: u32, want: RowSet) -> Result<Rows> {
         let mut left = want;
         let mut out = Rows::new();
@@ -293,11 +293,18 @@ impl Ledger {
                 out.push((self.standing_rows(shard).await?, left));
                 return Ok(out);
             }
-            let meant = logged?
-                .into_iter()
-                .map(|(batch, rows)| (batch, rows.intersection(&mine)));
-            out.extend(meant.filter(|(_, rows)| !rows.is_empty()));
-            left = left.difference(&mine);
+            for (batch, rows) in logged? {
+                let mut rows = rows.intersection(&mine);
+                if generation > 0 {
+                    let undone = data::left_undone(&batch, &rows)
+                        .map_err(|why| LedgerError::damaged(format!("shard {shard}: {why}")))?;
+                    rows = rows.difference(&undone);
+                }
+                left = left.difference(&rows);
+                if !rows.is_empty() {
+                    out.push((batch, rows));
+                }
+            }
         }
         Ok(out)
     }

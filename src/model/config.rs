@@ -798,6 +798,14 @@ mod tests {
         refused(json!({"rms_norm_eps": "small"}), "`rms_norm_eps`");
         refused(json!({"rope_theta": 0}), "`rope_theta` is 0");
         refused(json!({"rope_scaling": {"type": "linear"}}), "no `factor`");
+        refused(
+            json!({"rope_scaling": {"factor": 2.0}}),
+            "no `rope_type` that would use it",
+        );
+        refused(
+            json!({"rope_scaling": {"rope_type": "linear", "type": "dynamic", "factor": 2.0}}),
+            "`rope_type` `linear` and `type` `dynamic`",
+        );
         refused(json!({"rope_scaling": "linear"}), "not an object");
         refused(
             json!({"rope_scaling": {"type": "llama3", "factor": 8.0}}),

@@ -110,6 +110,7 @@ impl ModelFiles {
     pub fn renderer(&self, job: &Job, stream: &Stream) -> Result<Renderer, JobError> {
         let setup = RenderSetup {
             tokenizer: self.tokenizer.clone(),
+            model_vocabulary: self.config.vocab_size,
             context_tokens: self.context_tokens(job)?,
             seed: stream.seed,
             now: stream.now,

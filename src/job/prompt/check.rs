@@ -2,8 +2,9 @@
 
 use serde_json::json;
 
-use super::{Content, Renderer, Source};
+use super::{CompiledMessage, Content, Renderer, Source};
 use crate::job::JobError;
+use crate::job::chat::ChatTemplate;
 use crate::job::file::Role;
 use crate::job::spec::{ChatTemplateChoice, Job};
 use crate::job::template::Template;
@@ -87,6 +88,18 @@ impl Renderer {
                 .warnings
                 .extend(told.map(|e| format!("{e}; prompts that come to it are errors"))),
         }
+        if let (true, Some(why)) = (is_own, chat.misspells(&self.kwargs)) {
+            found.refusals.push(format!("chat template: {why}"));
+        }
+        if let Source::Messages(messages) = &self.source {
+            for i in self.left_out(chat, messages) {
+                let why = format!("the chat template leaves out what `prompt.messages[{i}]` says");
+                match is_own {
+                    true => found.refusals.push(why),
+                    false => found.warnings.push(format!("{why}: the model does not see it")),
+                }
+            }
+        }
         let last = match &self.source {
             Source::Messages(messages) => messages.last().map(|message| message.role),
             _ => None,
@@ -99,4 +112,34 @@ impl Renderer {
             );
         }
     }
+
+    /// Messages whose content is not in the prompt.
+    fn left_out(&self, chat: &ChatTemplate, messages: &[CompiledMessage]) -> Vec<usize> {
+        let probes: Vec<_> = (0..)
+            .zip(messages)
+            .map(|(i, message)| message.probe(&probe(i)))
+            .collect();
+        let Ok(text) = chat.render(probes.clone(), &self.kwargs, self.turn) else {
+            return Vec::new();
+        };
+        let text = text.to_lowercase();
+        let is_there = |i: usize| {
+            let brings_data = messages[i]
+                .parts
+                .iter()
+                .any(|part| matches!(part, Content::Template(_)));
+            let content = probes[i]["content"].as_str().unwrap_or_default();
+            let said = match brings_data {
+                true => probe(i),
+                false => content.split_whitespace().next().unwrap_or_default().to_lowercase(),
+            };
+            text.contains(&said)
+        };
+        (0..messages.len()).filter(|i| !is_there(*i)).collect()
+    }
+}
+
+/// What stands for what rows bring to a message: in lower case, and no two alike.
+fn probe(i: usize) -> String {
+    format!("gristmill row data {i};")
 }

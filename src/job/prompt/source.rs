@@ -23,11 +23,11 @@ pub(super) struct CompiledMessage {
 }
 
 impl CompiledMessage {
-    /// The message with a text for what rows bring.
-    pub fn probe(&self) -> Value {
+    /// The message with `data` for what rows bring.
+    pub fn probe(&self, data: &str) -> Value {
         let text = |part: &Content| match part {
             Content::Fixed(text) => text.clone(),
-            Content::Template(_) => "x".into(),
+            Content::Template(_) => data.to_string(),
         };
         let content: String = self.parts.iter().map(text).collect();
         json!({"role": self.role, "content": content})

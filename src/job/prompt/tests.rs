@@ -42,6 +42,7 @@ fn raised_renderer(template: &str, context: u32, job: Value, max_tokens: Option<
         RenderSetup {
             max_tokens,
             tokenizer: tokenizer(template),
+            model_vocabulary: 1 << 20,
             context_tokens: context,
             seed: 9,
             now,
@@ -145,6 +146,7 @@ fn jobs_of_older_records_go_on() {
     let job = Job::of_record(&record, "job.json").unwrap();
     let setup = RenderSetup {
         tokenizer: tokenizer(CHATML),
+        model_vocabulary: 1 << 20,
         context_tokens: 4096,
         seed: 9,
         now: Default::default(),

@@ -82,9 +82,15 @@ impl Reader<'_> {
         let inner = Reader { path: self.path, map };
         inner.refuse_partial_rotation()?;
         let theta = inner.theta("rope_theta", theta)?;
-        let kind = match inner.text("rope_type")? {
-            Some(kind) => Some(kind),
-            None => inner.text("type")?,
+        let kind = match (inner.text("rope_type")?, inner.text("type")?) {
+            (Some(kind), Some(other)) if kind != other => {
+                return Err(self.broken(format!(
+                    "`{name}` has `rope_type` `{}` and `type` `{}`",
+                    cut(kind),
+                    cut(other)
+                )));
+            }
+            (kind, older) => kind.or(older),
         };
         let factor = || {
             let factor = inner.number_in("factor", 1.0, 1e6)?;
@@ -100,7 +106,14 @@ impl Reader<'_> {
             }
         };
         let scaling = match kind.unwrap_or("default") {
-            "default" => Scaling::None,
+            "default" => match inner.number("factor")? {
+                Some(factor) if factor != 1.0 => {
+                    return Err(self.broken(format!(
+                        "`{name}` has a `factor` of {factor}, and no `rope_type` that would use it"
+                    )));
+                }
+                _ => Scaling::None,
+            },
             "linear" => Scaling::Linear { factor: factor()? },
             "dynamic" if head_dim <= 2 => {
                 return Err(self.unsupported("dynamic RoPE scaling of heads of 2 dimensions".to_owned()));
