@@ -560,3 +560,108 @@ fn draws_are_those_of_transformers_logits_processors() {
         }
     }
 }
+
+/// Warnings are of what the checkpoint has a say in and the job did not say itself.
+#[test]
+fn what_the_job_says_itself_is_no_surprise() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    model(
+        folder,
+        &json!({"do_sample": false, "repetition_penalty": 1.3, "top_k": 20}),
+    );
+    let (path, _) = job(
+        folder,
+        "said",
+        "max_tokens: 4, temperature: 0.5, repetition_penalty: 1.2, choice: [billing, other]",
+    );
+    assert_eq!(run(&["plan", arg(&path)]).expect(0).stderr, "");
+}
+
+/// A choice ends where it is whole, whatever texts end other completions; no `max_new_tokens` is no limit of 0.
+#[test]
+fn what_has_no_say_is_not_taken() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    model(folder, &json!({"stop_strings": ["bill"], "max_new_tokens": 0}));
+    let (path, _) = job(folder, "choice", "temperature: 0, choice: [billing, other]");
+    let sampling = run(&["plan", arg(&path), "--json"]).expect(0).json()["sampling"].clone();
+    assert_eq!(sampling["stop"], json!({"value": [], "from": "default"}));
+    assert_eq!(sampling["max_tokens"]["from"], "default");
+}
+
+/// An end is out before a completion is long enough, be it the model's or the job's.
+#[test]
+fn the_jobs_own_stop_tokens_wait_as_well() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    model(folder, &json!({}));
+    let ids = |rows: &Value| -> Vec<Vec<u64>> {
+        let ids = |row: &Value| serde_json::from_value(row["token_ids"].clone()).unwrap();
+        rows.as_array().unwrap().iter().map(ids).collect()
+    };
+    let plain = ids(&answers(folder, "plain", "max_tokens: 20, temperature: 0"));
+    let stops = format!("max_tokens: 20, temperature: 0, stop_token_ids: [{}]", plain[0][3]);
+    assert!(ids(&answers(folder, "short", &stops))[0].len() <= 3);
+    configure(folder, &json!({"min_new_tokens": 12}));
+    let long = ids(&answers(folder, "long", &stops));
+    assert!(long.iter().all(|row| row.len() >= 12), "{long:?}");
+}
+
+/// Choices of a line are held against what is forbidden as those of a job are.
+#[test]
+fn a_line_whose_choice_needs_a_forbidden_token_is_an_error() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let tokenizer = Tokenizer::load(&root().join("jobs/demo/model")).unwrap();
+    let token = tokenizer.encode_plain("billing")[0];
+    model(folder, &json!({"suppress_tokens": [token]}));
+    let line = |choices: Value| {
+        let body = json!({"messages": [{"role": "user", "content": "x"}], "guided_choice": choices});
+        let line = json!({"custom_id": choices[0], "method": "POST", "url": "/v1/chat/completions", "body": body});
+        format!("{line}\n")
+    };
+    let lines = [line(json!(["billing", "other"])), line(json!(["login", "other"]))];
+    fs::write(folder.join("batch.jsonl"), lines.concat()).unwrap();
+    let path = folder.join("batch.yaml");
+    let text = "name: b\nmodel: model\nprecision: f32\ninput: {uri: batch.jsonl}\ngenerate: {max_tokens: 8}\n\
+                output: {uri: out, token_ids: true}\n";
+    fs::write(&path, text).unwrap();
+    run(&["run", arg(&path), "--quiet"]).expect(3);
+    let rows = rows(&folder.join("out"));
+    assert!(
+        rows[0]["error"]
+            .as_str()
+            .unwrap()
+            .contains("the choice `billing` needs token"),
+        "{rows}"
+    );
+    assert_eq!(rows[1]["status"], "succeeded");
+}
+
+/// A key that the whole of `config.json` leaves unset is its text part's to set.
+#[test]
+fn null_is_unset() {
+    let folder = tempfile::tempdir().unwrap();
+    let config = json!({"temperature": null, "top_k": 7, "text_config": {"temperature": 0.5, "top_k": 3}});
+    fs::write(folder.path().join("config.json"), config.to_string()).unwrap();
+    let defaults = GenerationFile::load(folder.path()).unwrap().check().unwrap();
+    assert_eq!((defaults.temperature, defaults.top_k), (Some(0.5), Some(7)));
+}
+
+/// A recheck and a calibration ask as the job does, whose `max_tokens` is the checkpoint's.
+#[test]
+fn a_recheck_knows_the_checkpoints_max_tokens() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    model(folder, &json!({"max_new_tokens": 4, "temperature": 0.0}));
+    let (path, _) = job(folder, "checked", "seed: 1");
+    // Less than what holds where nobody says how many.
+    let text = fs::read_to_string(&path)
+        .unwrap()
+        .replace("precision: f32", "precision: bf16\ncontext: 200");
+    fs::write(&path, text).unwrap();
+    run(&["run", arg(&path), "--quiet"]).expect(0);
+    run(&["recheck", arg(&path), "--precision", "f32", "--quiet"]).expect(0);
+    run(&["calibrate", arg(&path), "--rows", "4"]).expect(0);
+}

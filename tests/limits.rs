@@ -210,6 +210,9 @@ fn a_price_may_change_in_jobs_of_older_gristmills_too() {
     let ran = run(&["run", arg(&job), "--json", "--quiet"]).expect(0).json();
     let (usd, seconds) = (ran["usd"].as_f64().unwrap(), ran["seconds"].as_f64().unwrap());
     assert!((usd - seconds / 3600.0 * 7.5).abs() < 1e-12, "{ran}");
+    let success: Value = serde_json::from_slice(&fs::read(output.join("_SUCCESS")).unwrap()).unwrap();
+    let (usd, seconds) = (success["usd"].as_f64().unwrap(), success["seconds"].as_f64().unwrap());
+    assert!((usd - seconds / 3600.0 * 7.5).abs() < 1e-12, "{success}");
     // All else makes it another job, as ever.
     let text = fs::read_to_string(&job)
         .unwrap()
@@ -218,4 +221,56 @@ fn a_price_may_change_in_jobs_of_older_gristmills_too() {
     run(&["run", arg(&job), "--quiet"])
         .expect(2)
         .one_line(&["belongs to job `small`"]);
+}
+
+/// Other limits in its file do not bring a cancelled job back.
+#[test]
+fn a_cancelled_job_stays_cancelled_whatever_its_file_says() {
+    let folder = tempfile::tempdir().unwrap();
+    let (job, output) = submitted(folder.path(), "budget: {usd_per_hour: 2}");
+    run(&["cancel", arg(&output)]).expect(0);
+    again(&job, "budget: {usd_per_hour: 2, deadline: 6h}").expect(5);
+    run(&["run", arg(&job), "--quiet"]).expect(5);
+    assert_eq!(
+        (status(&output)["state"].as_str(), orders(&output).len()),
+        (Some("cancelled"), 1)
+    );
+    assert!(!output.join("part-00000.parquet").exists());
+}
+
+/// A job that an older gristmill began under a hash with its price has its sampling from its record, as any begun job.
+#[test]
+fn a_begun_job_of_an_older_hash_keeps_its_sampling() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = folder.path().join("model");
+    fs::create_dir(&model).unwrap();
+    for entry in fs::read_dir(crate::support::root().join("jobs/demo/model")).unwrap() {
+        let path = entry.unwrap().path();
+        fs::copy(&path, model.join(path.file_name().unwrap())).unwrap();
+    }
+    let (job, output) = small_job(folder.path(), &[]);
+    let text = fs::read_to_string(&job).unwrap();
+    let demo = crate::support::root().join("jobs/demo/model").display().to_string();
+    let text = text.replace(&demo, arg(&model)) + "budget: {usd_per_hour: 5}\n";
+    fs::write(&job, text).unwrap();
+    run(&["submit", arg(&job), "--no-enqueue"]).expect(0);
+    let record = output.join("_gristmill/job.json");
+    let mut job_record: Value = serde_json::from_slice(&fs::read(&record).unwrap()).unwrap();
+    let content = format!(
+        r#"{{"budget":{{"usd_per_hour":5}},"context":128,"generate":{{"max_tokens":1,"temperature":0}},"input":{{"uri":"rows.jsonl"}},"model":"{}","name":"small","output":{{"carry":["id"],"uri":"out"}},"precision":"f32","prompt":{{"text":"{{{{ text }}}} ->"}},"shards":{{"rows":4}}}}"#,
+        model.display()
+    );
+    let hash: String = Sha256::digest(content.as_bytes())
+        .iter()
+        .map(|byte| format!("{byte:02x}"))
+        .collect();
+    job_record["job_hash"] = hash.into();
+    fs::write(&record, format!("{job_record}\n")).unwrap();
+    fs::write(
+        model.join("generation_config.json"),
+        r#"{"eos_token_id": [2, 0], "num_beams": 4}"#,
+    )
+    .unwrap();
+    let ran = run(&["run", arg(&job), "--quiet"]).expect(0);
+    assert!(ran.stderr.contains("warning: job `small` began with"), "{}", ran.stderr);
 }

@@ -478,3 +478,54 @@ fn tokens_beyond_the_models_vocabulary_are_broken_rows_at_once() {
         &["none of the 2 rows", "token 2048, and the model's vocabulary has 2,048"],
     );
 }
+
+/// What only a chat template reads says nothing to a prompt that goes through none.
+#[test]
+fn plain_completions_have_no_use_for_what_chat_templates_read() {
+    let folder = tempfile::tempdir().unwrap();
+    let asked = [
+        ("reasoning_effort", json!("low")),
+        ("chat_template_kwargs", json!({"enable_thinking": false})),
+        ("add_generation_prompt", json!(true)),
+        ("continue_final_message", json!(false)),
+        ("reasoning_effort", Value::Null),
+    ];
+    let line = |(name, value): &(&str, Value)| {
+        let body = json!({"prompt": "a", *name: value});
+        json!({"custom_id": body.to_string(), "method": "POST", "url": "/v1/completions", "body": body})
+    };
+    let lines: Vec<Value> = asked.iter().map(line).collect();
+    let (path, output) = job(folder.path(), "plain", &lines, json!({}));
+    run(&["run", arg(&path), "--quiet"]).expect(3);
+    for (row, (name, value)) in rows_of(&output).iter().zip(&asked) {
+        let words = format!("`{name}` in `body` is for chat completions");
+        match value.is_null() {
+            true => assert_eq!(row["error"], Value::Null),
+            false => assert!(row["error"].as_str().unwrap().contains(&words), "{row}"),
+        }
+    }
+}
+
+/// A limit of thoughts asks for a model that has some.
+#[test]
+fn a_line_cannot_limit_thoughts_that_there_are_none_of() {
+    let folder = tempfile::tempdir().unwrap();
+    let line = |id: &str, more: Value| {
+        let mut body = json!({"messages": user("b")});
+        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        json!({"custom_id": id, "method": "POST", "url": "/v1/chat/completions", "body": body})
+    };
+    let lines = [
+        line("limited", json!({"thinking_token_budget": 2})),
+        line("other", json!({"temperature": 0.5})),
+    ];
+    let (path, output) = job(folder.path(), "thoughts", &lines, json!({}));
+    run(&["run", arg(&path), "--quiet"]).expect(3);
+    let rows = rows_of(&output);
+    let why = rows[0]["error"].as_str().unwrap();
+    assert!(
+        why.contains("`thinking_token_budget` is for a model that thinks"),
+        "{why}"
+    );
+    assert_eq!(rows[1]["status"], "succeeded");
+}

@@ -4,6 +4,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use gristmill::device::Precision;
 use gristmill::model::weights::checkpoint_hash;
 use gristmill::worker::model::ModelFiles;
 use safetensors::tensor::{Dtype, TensorView};
@@ -314,4 +315,20 @@ fn a_benchmark_of_a_checkpoint_holds_it_against_its_configuration() {
     let bench = [&["bench", "--model", arg(&model)], &size[..]].concat();
     run(&bench).expect(2).one_line(&["model.something", "read by no part"]);
     run(&[&bench[..], &["--load-format", "dummy"]].concat()).expect(0);
+}
+
+/// An older gristmill used the table where `config.json` asked for it: one job must not have answers of both heads.
+#[test]
+fn a_head_beside_a_tied_table_makes_it_another_model() {
+    for (tensors, tied, is_other) in [
+        (with(head(3)), true, true),
+        (with(head(0)), true, false),
+        (with(head(3)), false, false),
+        (demo(), false, false),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let model = model(folder.path(), &tensors, tied);
+        let hash = ModelFiles::open(model.clone()).unwrap().hash(Precision::F32).unwrap();
+        assert_eq!(hash != checkpoint_hash(&model).unwrap(), is_other, "tied {tied}");
+    }
 }

@@ -285,3 +285,43 @@ fn a_carried_column_cannot_have_a_thoughts_name() {
     fs::write(&job, without).unwrap();
     run(&["plan", arg(&job)]).expect(0);
 }
+
+/// The line that says how many tokens thought and answer may have says whose number it is.
+#[test]
+fn the_number_of_tokens_is_said_with_whose_it_is() {
+    let folder = tempfile::tempdir().unwrap();
+    let said = |generate: &str| {
+        let (job, _) = job(folder.path(), "open", generate, OUTPUT);
+        let plan = run(&["plan", arg(&job)]).expect(0).stdout;
+        let line = plan
+            .lines()
+            .find(|line| line.starts_with("thinking"))
+            .expect("a line says it");
+        line.split("up to ").nth(1).unwrap().to_string()
+    };
+    let unset = said("{temperature: 0}");
+    assert!(unset.ends_with("answer, which `generate.max_tokens` sets"), "{unset}");
+    assert_eq!(said("{max_tokens: 30}"), "30 tokens for thought and answer, by the job");
+    let config = "{\"eos_token_id\": 2, \"max_new_tokens\": 40}";
+    fs::write(folder.path().join("model/generation_config.json"), config).unwrap();
+    assert_eq!(
+        said("{temperature: 0}"),
+        "40 tokens for thought and answer, by the checkpoint"
+    );
+}
+
+/// A job that goes on says nothing of files that are as they were.
+#[test]
+fn a_begun_job_whose_files_are_as_they_were_is_not_warned_of() {
+    let folder = tempfile::tempdir().unwrap();
+    let (job, _) = job(
+        folder.path(),
+        "open",
+        "{temperature: 0, choice: [billing, other]}",
+        OUTPUT,
+    );
+    run(&["submit", arg(&job), "--no-enqueue"]).expect(0);
+    assert_eq!(run(&["plan", arg(&job)]).expect(0).stderr, "");
+    let ran = run(&["run", arg(&job), "--quiet"]);
+    assert!(!ran.stderr.contains("warning: job"), "{}", ran.stderr);
+}

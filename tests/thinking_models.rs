@@ -445,12 +445,19 @@ fn what_cannot_be_told_by_ids_is_refused() {
             json!({"thinking": {"max_tokens": 97}, "max_tokens": 100}),
             "leaves no room for an answer in `max_tokens` of 100",
         ),
+        // 96, and four that end it.
+        (
+            json!({"thinking": {"max_tokens": 96}, "max_tokens": 100}),
+            "leaves no room for an answer in `max_tokens` of 100",
+        ),
         (json!({"thinking": {"budget": 5}}), "expected `false`, or a mapping"),
         (json!({"thinking": "off"}), "expected `false`, or a mapping"),
     ] {
         let why = refused(qwen, generate.clone());
         assert!(why.contains(words) && why.lines().count() == 1, "{generate}: {why}");
     }
+    let fits = json!({"thinking": {"max_tokens": 95}, "max_tokens": 100});
+    assert!(try_renderer(qwen, &messages, &json!({}), fits).is_ok());
     // The job may name what it knows better, and say that there is nothing to know.
     let own = json!({"thinking": {"open": "<think>", "close": "</think>"}});
     assert!(renderer(qwen, &messages, &json!({}), own).thinks().is_some());
@@ -510,4 +517,49 @@ fn the_default_of_max_tokens_leaves_room() {
     );
     let small = renderer(&STYLES[2], &messages, &json!({}), json!({}));
     assert_eq!(small.thinks().unwrap().max_tokens(1024), Some(512));
+}
+
+/// DeepSeek's tokens between turns are added ones and not special: what stands before them is of another turn all the same.
+#[test]
+fn turns_may_be_parted_by_tokens_that_are_not_special() {
+    let style = Style {
+        added: &[
+            ("<|im_start|>", false),
+            ("<|im_end|>", false),
+            ("<think>", false),
+            ("</think>", false),
+        ],
+        ..chatml("qwen3", "<think>", "\n\n", [Begin::Either; 3])
+    };
+    for asked in ["what does </think> mean?", "write <think> first"] {
+        let messages = json!([{"role": "user", "content": asked}]);
+        let renderer = renderer(&style, &messages, &json!({}), json!({}));
+        let prompt = renderer.render(&row()).unwrap();
+        let thinking = prompt.params.thinking.clone().expect("it thinks");
+        assert_eq!(thinking.begin(&prompt.tokens), Begin::Either, "{asked}");
+    }
+}
+
+/// What a checkpoint forbids takes the opening delimiter from no completion of a shape.
+#[test]
+fn a_thought_may_begin_where_tokens_are_forbidden() {
+    let style = &STYLES[2];
+    let tokenizer = tokenizer(style);
+    let ids = |text: &str| tokenizer.encode(text, false).unwrap();
+    let messages = json!([{"role": "user", "content": "x"}]);
+    for shape in [json!({"regex": "(a|q)b"}), json!({"choice": ["ab", "cd"]}), json!({})] {
+        let renderer = renderer(style, &messages, &json!({}), shape.clone());
+        let prompt = renderer.render(&row()).unwrap();
+        let mut params = Params::clone(&prompt.params);
+        params.forbidden.tokens = ids("q");
+        let end = if shape == json!({}) { "b</s>" } else { "" };
+        let completion = complete(
+            &tokenizer,
+            &prompt.tokens,
+            &Arc::new(params),
+            &ids(&format!("<think>hm</think>a{end}")),
+        );
+        assert_eq!(completion.text, "ab", "{shape}");
+        assert!(completion.thought.is_some_and(|thought| thought.closed), "{shape}");
+    }
 }

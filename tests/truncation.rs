@@ -202,7 +202,9 @@ fn cut_off_answers_are_counted_everywhere_and_retried_with_more() {
 fn several_samples_are_truncated_where_one_is() {
     let folder = tempfile::tempdir().unwrap();
     let (job, output) = cut_job(folder.path(), "max_tokens: 5, n: 3, seed: 1");
-    let ran = run(&["run", arg(&job), "--json", "--quiet"]).expect(3).json();
+    let ran = run(&["run", arg(&job), "--json", "--quiet"]).expect(3);
+    assert_eq!(ran.stderr, "", "quiet is quiet");
+    let ran = ran.json();
     let cut = count(&seen(&output));
     assert!(cut > 0);
     assert_eq!(ran["rows"]["truncated"], cut);
@@ -306,6 +308,10 @@ fn lines_with_limits_of_their_own_are_raised_too() {
         run(&["verify", arg(&output), "--json"]).expect(0).json()["truncated"],
         6
     );
+    // Less than the job gives is more than some lines had, and takes nothing from the others.
+    run(&["retry", arg(&output), "--truncated", "--max-tokens", "3"]).expect(0);
+    run(&["run", arg(&job), "--quiet"]).expect(0);
+    assert_eq!(tokens(), [4, 3, 4, 3, 4, 3]);
     run(&["retry", arg(&output), "--truncated", "--max-tokens", "9"]).expect(0);
     run(&["run", arg(&job), "--quiet"]).expect(0);
     assert_eq!(tokens(), [9; 6]);
@@ -368,4 +374,75 @@ fn lines_with_smaller_limits_are_raised_too() {
     run(&["retry", arg(&output), "--truncated", "--max-tokens", "40"]).expect(0);
     run(&["run", arg(&job), "--quiet"]).expect(0);
     assert_eq!(tokens(), [40, 40, 64]);
+}
+
+#[test]
+fn lines_of_several_choices_are_truncated_where_one_is() {
+    let folder = tempfile::tempdir().unwrap();
+    let line = |row: usize| {
+        let body = json!({"model": "m", "prompt": format!("ticket {row} ->")});
+        json!({"custom_id": format!("r{row}"), "method": "POST", "url": "/v1/completions", "body": body})
+    };
+    let lines: Vec<String> = (0..40).map(|row| format!("{}\n", line(row))).collect();
+    fs::write(folder.path().join("in.jsonl"), lines.concat()).unwrap();
+    let job = folder.path().join("batch.yaml");
+    let model = root().join("jobs/demo/model");
+    let text = format!(
+        "name: batch\nmodel: {}\nprecision: f32\ncontext: 128\ninput: {{uri: in.jsonl}}\n\
+         generate: {{max_tokens: 5, n: 3, seed: 1}}\noutput: {{uri: out, format: openai}}\n",
+        model.display()
+    );
+    fs::write(&job, text).unwrap();
+    let output = folder.path().join("out");
+    run(&["run", arg(&job), "--quiet"]).expect(0);
+    let part = fs::read_to_string(output.join("part-00000.jsonl")).unwrap();
+    let cut = |line: &str| -> Vec<bool> {
+        let line: Value = serde_json::from_str(line).unwrap();
+        let choices = line["response"]["body"]["choices"].as_array().unwrap();
+        choices
+            .iter()
+            .map(|choice| choice["finish_reason"] == "length")
+            .collect()
+    };
+    let cut: Vec<Vec<bool>> = part.lines().map(cut).collect();
+    assert!(cut.iter().any(|row| !row[0] && row.contains(&true)), "{cut:?}");
+    let rows = cut.iter().filter(|row| row.contains(&true)).count();
+    let verified = run(&["verify", arg(&output), "--json"]).expect(0).json();
+    assert_eq!(
+        (&verified["holds"], &verified["truncated"]),
+        (&true.into(), &rows.into())
+    );
+}
+
+/// A retry of a job whose limits are reached is stopped at once: whoever begins it is told.
+#[test]
+fn a_retry_beyond_the_limits_is_warned_of() {
+    let folder = tempfile::tempdir().unwrap();
+    let (job, output) = cut_job(folder.path(), "max_tokens: 6, temperature: 0");
+    run(&["run", arg(&job), "--quiet"]).expect(3);
+    let path = output.join("_gristmill/job.json");
+    let mut record = read(&path);
+    record["terms"]["deadline_seconds"] = 0.into();
+    write(&path, &record);
+    run(&["retry", arg(&output), "--truncated", "--max-tokens", "60"])
+        .expect(0)
+        .one_line(&["budget or deadline of job `small` is reached", "gristmill extend"]);
+}
+
+/// What an older gristmill did not count is looked at, and there may be nothing to do.
+#[test]
+fn a_retry_of_unknown_counts_may_find_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let (job, output) = cut_job(folder.path(), "max_tokens: 8, temperature: 0, choice: [a, b]");
+    run(&["run", arg(&job), "--quiet"]).expect(3);
+    for path in records(&output) {
+        let mut record = read(&path);
+        forget(&mut record);
+        write(&path, &record);
+    }
+    let said = run(&["retry", arg(&output), "--truncated", "--max-tokens", "60"])
+        .expect(0)
+        .stdout;
+    assert!(said.contains("has no truncated rows"), "{said}");
+    assert!(!records(&output).iter().any(|path| arg(path).contains("/gen/")));
 }

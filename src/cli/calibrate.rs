@@ -20,7 +20,8 @@ use crate::report::summary::number;
 use crate::worker::model::{Formats, Stream};
 
 pub async fn calibrate(args: CalibrateArgs) -> Result<Exit, Failure> {
-    let opened = Opened::open(&args.job, None, || Ok(Place::Cpu)).await?;
+    let mut opened = Opened::open(&args.job, None, || Ok(Place::Cpu)).await?;
+    opened.settle(None)?;
     let prompts = prompts(&opened, args.rows).await?;
     let files = &opened.model;
     let vocabulary = files.tokenizer.vocab_size();

@@ -82,9 +82,8 @@ impl Opened {
     /// # Errors
     /// The checkpoint says what cannot be, or what is not done.
     pub fn settle(&mut self, begun: Option<&Ledger>) -> Result<(), Failure> {
-        let hash = self.job_hash();
+        let begun = begun.filter(|ledger| self.is_of(ledger));
         let job = Arc::make_mut(&mut self.job);
-        let begun = begun.filter(|ledger| ledger.job().identity.job_hash == hash);
         self.sampling = match begun {
             Some(ledger) => Sampling::of_begun(job, &self.model, ledger)?,
             None => Sampling::of_new(job, &self.model)?,
@@ -217,9 +216,7 @@ impl Opened {
     /// it were created now.
     pub async fn stream(&self) -> Result<(Stream, bool), Failure> {
         match Ledger::open(&self.output).await? {
-            Some(ledger) if ledger.job().identity.job_hash == self.job_hash() => {
-                Ok((Stream::of(&self.job, &ledger), true))
-            }
+            Some(ledger) if self.is_of(&ledger) => Ok((Stream::of(&self.job, &ledger), true)),
             _ => Ok((Stream::now(), false)),
         }
     }
@@ -274,13 +271,19 @@ impl Opened {
         })
     }
 
-    /// Whether `ledger` is of this job; a hash that an older gristmill gave it counts as its own.
-    pub fn check_same(&self, ledger: &Ledger, identity: &JobIdentity) -> Result<(), LedgerError> {
+    /// Is `ledger` of a job file with this content? A hash that an older gristmill gave it counts as its own.
+    fn is_of(&self, ledger: &Ledger) -> bool {
         let record = ledger.job();
         let begun_as = &record.identity.job_hash;
+        let is_older = self.limit.is_none() && self.job.hashes_to(begun_as, record.usd_per_hour);
+        is_older || *begun_as == self.job_hash()
+    }
+
+    /// Whether `ledger` is of this job; a hash that an older gristmill gave it counts as its own.
+    pub fn check_same(&self, ledger: &Ledger, identity: &JobIdentity) -> Result<(), LedgerError> {
         let mut identity = identity.clone();
-        if self.limit.is_none() && self.job.hashes_to(begun_as, record.usd_per_hour) {
-            identity.job_hash = begun_as.clone();
+        if self.is_of(ledger) {
+            identity.job_hash = ledger.job().identity.job_hash.clone();
         }
         ledger.check_same(&self.job.name, &identity)
     }

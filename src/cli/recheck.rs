@@ -28,10 +28,11 @@ use crate::worker::recheck::{self, Parts};
 use crate::worker::stop::Stop;
 
 pub async fn recheck(args: RecheckArgs) -> Result<Exit, Failure> {
-    let opened = Opened::open(&args.job, args.limit, || args.engine.device.place()).await?;
+    let mut opened = Opened::open(&args.job, args.limit, || args.engine.device.place()).await?;
     let sample = asked_sample(&opened, &args)?;
     let ledger = Ledger::open(&opened.output).await?;
     let ledger = ledger.ok_or_else(|| no_job(&opened.output))?;
+    opened.settle(Some(&ledger))?;
     opened
         .check_same(&ledger, &opened.identity()?)
         .map_err(Failure::bad_job)?;

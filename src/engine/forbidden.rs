@@ -57,8 +57,8 @@ impl Forbidden {
 /// What is out at the place that a completion has come to.
 #[derive(Debug, Default)]
 pub(super) struct Out {
-    /// Is it the first token, and may it not be an end? `ids` is for this.
-    at: Option<(bool, bool)>,
+    /// Is it the first token, may it not be an end, and is a grammar's mask without ids that no token has? `ids` is for this.
+    at: Option<(bool, bool, bool)>,
     /// Ascending; without a grammar, ids that no token has are among them.
     ids: Vec<u32>,
     /// What a grammar allows without them.
@@ -75,12 +75,12 @@ impl Out {
         ends: impl Iterator<Item = &'a u32>,
     ) {
         let keeps_on = forbidden.keeps_on(prompt, completion);
-        self.gather(forbidden, (completion == 0, keeps_on), holes, ends);
+        self.gather(forbidden, (completion == 0, keeps_on, false), holes, ends);
     }
 
     /// Readies [`mask`](Self::mask) for a completion whose grammar allows `mask`; `eos` stays in it.
     pub fn prepare_mask(&mut self, forbidden: &Forbidden, completion: usize, mask: &[u32], eos: &[u32]) {
-        self.gather(forbidden, (completion == 0, false), &[], std::iter::empty());
+        self.gather(forbidden, (completion == 0, false, true), &[], std::iter::empty());
         self.mask.clear();
         self.mask.extend(mask);
         for id in self.ids.iter().filter(|id| !eos.contains(id)) {
@@ -93,7 +93,7 @@ impl Out {
     fn gather<'a>(
         &mut self,
         forbidden: &Forbidden,
-        at: (bool, bool),
+        at: (bool, bool, bool),
         holes: &[u32],
         ends: impl Iterator<Item = &'a u32>,
     ) {
@@ -125,6 +125,21 @@ impl Out {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// The answer of a grammar may be followed by a thought, and the other way round.
+    #[test]
+    fn ids_that_no_token_has_are_out_without_a_grammar() {
+        let forbidden = Forbidden {
+            tokens: vec![5],
+            ..Forbidden::default()
+        };
+        let mut out = Out::default();
+        out.prepare_mask(&forbidden, 1, &[u32::MAX], &[2]);
+        out.prepare(&forbidden, (4, 1), &[90], std::iter::empty());
+        assert_eq!(out.ids(), [5, 90]);
+        out.prepare_mask(&forbidden, 1, &[u32::MAX], &[2]);
+        assert_eq!((out.ids(), out.mask()), (&[5][..], &[!(1 << 5)][..]));
+    }
 
     #[test]
     fn what_is_out_depends_on_the_place() {

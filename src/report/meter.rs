@@ -74,6 +74,7 @@ impl Meter {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::dataset::row::SampleResult;
 
     #[test]
     fn a_row_counts_once_under_its_status() {
@@ -100,5 +101,32 @@ mod tests {
             (10, 4, 0)
         );
         assert_eq!(read.device_seconds, 1.5);
+    }
+
+    #[test]
+    fn a_row_is_truncated_once_however_many_of_its_samples_are() {
+        let meter = Meter::default();
+        let sample = |finish_reason| SampleResult {
+            text: "x".into(),
+            reasoning: None,
+            reasoning_tokens: 0,
+            parsed: None,
+            finish_reason,
+            completion_tokens: 2,
+            token_ids: Vec::new(),
+            logprobs: Vec::new(),
+            choice_probabilities: Vec::new(),
+        };
+        for reasons in [["length", "length"], ["stop", "length"], ["stop", "stop"]] {
+            meter.add_row(&RowResult {
+                row: 3,
+                status: RowStatus::Succeeded,
+                samples: reasons.map(sample).to_vec(),
+                error: None,
+                prompt_tokens: 5,
+                cached_tokens: 2,
+            });
+        }
+        assert_eq!(meter.read().truncated_rows, 2);
     }
 }

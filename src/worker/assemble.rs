@@ -187,6 +187,7 @@ fn sample_result(shape: ShapeKind, c: Completion) -> (SampleResult, Option<Strin
 mod tests {
     use super::*;
     use crate::engine::request::{FinishReason, UnitId};
+    use crate::engine::thinking::Thought;
 
     const KEY: ShardKey = ShardKey { job: 0, shard: 3 };
 
@@ -230,6 +231,26 @@ mod tests {
         );
         assert_eq!((row.prompt_tokens, row.cached_tokens), (7, 0));
         assert!(assembler.rows.is_empty());
+    }
+
+    #[test]
+    fn a_thought_without_an_answer_says_where_it_ended() {
+        for (closed, words) in [(false, "ended inside its thought"), (true, "ended with its thought")] {
+            let mut assembler = Assembler::default();
+            assembler.expect(KEY, 4, 1, &Shape::Free);
+            let mut finished = unit(4, 0, "", false);
+            finished.result.as_mut().unwrap().thought = Some(Thought {
+                text: "hm".into(),
+                tokens: 1,
+                closed,
+            });
+            let (_, row) = assembler.add(finished).unwrap();
+            assert_eq!(
+                (row.status, row.samples[0].reasoning_tokens),
+                (RowStatus::InvalidOutput, 1)
+            );
+            assert!(row.error.as_deref().unwrap().contains(words), "{row:?}");
+        }
     }
 
     #[test]

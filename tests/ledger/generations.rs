@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use arrow::array::{ArrayRef, RecordBatch, StringArray};
 use gristmill::ledger::{Ledger, LedgerError, Order, RowSet, StopWhy};
 use object_store::memory::InMemory;
 
@@ -161,4 +162,29 @@ async fn a_shard_costs_ten_requests_at_most() {
     }
     let each = f64::from(requests() - before) / f64::from(SHARDS);
     assert!(each <= 10.0, "{each} requests a shard");
+}
+
+/// A retry of truncated rows that is under way is another's where its limit is another; the same again goes on with it.
+#[tokio::test]
+async fn a_retry_with_another_limit_is_a_conflict() {
+    let output = memory();
+    let ledger = job(&output, 1, 2).await;
+    let mut log = open_shard(&ledger, 0).await;
+    let batch = finished_as(&log.uncovered(), "r", |_| "succeeded");
+    let cut: ArrayRef = Arc::new(StringArray::from(vec!["length"; 2]));
+    let mut columns: Vec<(String, ArrayRef)> = Vec::new();
+    for (field, column) in batch.schema().fields().iter().zip(batch.columns()) {
+        columns.push((field.name().clone(), column.clone()));
+    }
+    columns.push(("finish_reason".into(), cut));
+    log.append(&RecordBatch::try_from_iter(columns).unwrap()).await.unwrap();
+    log.publish(part).await.unwrap();
+    let retry = ledger.retry_truncated(60).await.unwrap().unwrap();
+    assert_eq!((retry.generation(), retry.raises_to()), (1, Some(60)));
+    assert!(matches!(
+        ledger.retry_truncated(70).await,
+        Err(LedgerError::Conflict { .. })
+    ));
+    let again = ledger.retry_truncated(60).await.unwrap().unwrap();
+    assert_eq!((again.generation(), again.raises_to()), (1, Some(60)));
 }

@@ -564,4 +564,7 @@ fn penalties_count_thought_and_answer() {
     assert_eq!(completes(OPENED, &params, "hm</think>billing").text, "billing");
     let (repeated, _) = complete(OPENED, &params, &ids("billing</think>billing"));
     assert_eq!(repeated.text, "shipping", "`billing` stands in the thought");
+    (params.presence_penalty, params.frequency_penalty) = (0.0, 100.0);
+    let (repeated, _) = complete(OPENED, &params, &ids("billing</think>billing"));
+    assert_eq!(repeated.text, "shipping", "as often as it stands there");
 }

@@ -327,7 +327,7 @@ fn long_prompts_are_errors_or_cut() {
     let error = try_renderer(CHATML, 4, job("none")).err().unwrap().to_string();
     assert_eq!(
         error,
-        "t.json: `generate.max_tokens` is 4, which leaves no room for a prompt in the model's context of 4 tokens"
+        "t.json: `generate.max_tokens` is 4, which leaves no room for a prompt in the model's context of 4 tokens: give less"
     );
 }
 
