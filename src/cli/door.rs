@@ -212,12 +212,12 @@ impl Opened {
         carry
     }
 
-    /// What this job's prompts are keyed by, and whether it has begun: of one that its output does not hold yet, by what would hold if
-    /// it were created now.
-    pub async fn stream(&self) -> Result<(Stream, bool), Failure> {
-        match Ledger::open(&self.output).await? {
-            Some(ledger) if self.is_of(&ledger) => Ok((Stream::of(&self.job, &ledger), true)),
-            _ => Ok((Stream::now(), false)),
+    /// What this job's prompts are keyed by, and whether it has begun: of one that `begun`, the ledger in its output, is not of, by what
+    /// would hold if it were created now.
+    pub fn stream(&self, begun: Option<&Ledger>) -> (Stream, bool) {
+        match begun {
+            Some(ledger) if self.is_of(ledger) => (Stream::of(&self.job, ledger), true),
+            _ => (Stream::now(), false),
         }
     }
 

@@ -42,7 +42,7 @@ pub async fn plan(args: PlanArgs) -> Result<Exit, Failure> {
     opened.settle(begun.as_ref())?;
     opened.check_shape()?;
     let inputs = opened.plan().await?;
-    let (stream, has_begun) = opened.stream().await?;
+    let (stream, has_begun) = opened.stream(begun.as_ref());
     let renderer = Arc::new(opened.renderer(&stream)?);
     let preflight = read_all(&renderer, &inputs, args.preview).await?;
     let seconds = expected_seconds(&opened, &preflight, args.tokens_per_second).await?;

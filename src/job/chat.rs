@@ -180,7 +180,7 @@ impl ChatTemplate {
         None
     }
 
-    /// A variable that nobody sets and that is nearly called like one of those that there are; with `kwargs` those of the job.
+    /// A variable that the template reads and nobody sets, where its name is nearly that of one that is set. `kwargs` are the job's.
     pub fn misspells(&self, kwargs: &Map<String, Value>) -> Option<String> {
         const GIVEN: [&str; 8] = [
             "messages",

@@ -46,13 +46,13 @@ pub(super) fn failed(batch: &RecordBatch, counts: &RowSet) -> Result<RowSet, Str
     Ok(RowSet::from_rows(failed.map(|i| rows[i])).intersection(counts))
 }
 
-/// The rows of `batch` that are in `counts` and that the end of their job left without an answer.
-pub(super) fn left_undone(batch: &RecordBatch, counts: &RowSet) -> Result<RowSet, String> {
+/// The rows of `batch` that are in `counts`, without those that the end of their job left undone.
+pub(super) fn done(batch: &RecordBatch, counts: &RowSet) -> Result<RowSet, String> {
     let rows = rows_of(batch)?;
     let status = statuses(batch)?;
     let ends = [RowStatus::Expired, RowStatus::Cancelled].map(|status| status.as_str());
-    let undone = (0..rows.len()).filter(|&i| !status.is_null(i) && ends.contains(&status.value(i)));
-    Ok(RowSet::from_rows(undone.map(|i| rows[i])).intersection(counts))
+    let done = (0..rows.len()).filter(|&i| status.is_null(i) || !ends.contains(&status.value(i)));
+    Ok(RowSet::from_rows(done.map(|i| rows[i])).intersection(counts))
 }
 
 /// The rows of `batch` that are in `counts` and have a completion that was cut off.

@@ -296,9 +296,8 @@ impl Ledger {
             for (batch, rows) in logged? {
                 let mut rows = rows.intersection(&mine);
                 if generation > 0 {
-                    let undone = data::left_undone(&batch, &rows)
+                    rows = data::done(&batch, &rows)
                         .map_err(|why| LedgerError::damaged(format!("shard {shard}: {why}")))?;
-                    rows = rows.difference(&undone);
                 }
                 left = left.difference(&rows);
                 if !rows.is_empty() {

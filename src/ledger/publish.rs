@@ -206,12 +206,11 @@ impl ShardLog {
         let damaged = |why: &dyn Display| LedgerError::damaged(format!("shard {shard}: {why}"));
         let mut sources = self.counted().await?;
         if let Some(before) = ledger.before(shard) {
-            let mut others = ledger.all_rows(shard).difference(self.rows_to_do());
+            let mut others = ledger.all_rows(shard);
             // A row that the retry did not come to stays what it was: a completion that was cut off is more than none.
             for (batch, counts) in &mut sources {
-                let undone = data::left_undone(batch, counts).map_err(|why| damaged(&why))?;
-                *counts = counts.difference(&undone);
-                others = others.union(&undone);
+                *counts = data::done(batch, counts).map_err(|why| damaged(&why))?;
+                others = others.difference(counts);
             }
             sources.extend(before.rows_until_now(shard, others).await?);
         }
