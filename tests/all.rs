@@ -36,6 +36,7 @@ mod queue_rabbitmq;
 mod readers;
 mod recheck;
 mod rules;
+mod sampling;
 mod schemas;
 mod services;
 mod store_s3;

@@ -4,6 +4,6 @@ mod answers;
 mod bits;
 mod engine;
 mod files;
-mod harness;
+pub mod harness;
 mod perplexity;
 mod precision;
