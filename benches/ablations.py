@@ -12,8 +12,9 @@ import statistics
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "peers"))
-from common import bench, columns_of, options, run, table_head  # noqa: E402
+from common import ROOT, bench, columns_of, options, run, table_head  # noqa: E402
 from picture import bars  # noqa: E402
+from stamp import stamp  # noqa: E402
 
 INT8 = ["--precision", "int8"]
 VARIANTS = {
@@ -56,7 +57,7 @@ def main():
         args.svg.write_text(bars("Total tokens a second, of the whole engine's in INT8", list(VARIANTS), groups))
     if args.out:
         runs = [{"model": m, "workload": w, "variant": v, "runs": r} for (m, w, v), r in found.items()]
-        args.out.write_text(json.dumps(runs, indent=1) + "\n")
+        args.out.write_text(json.dumps(stamp(ROOT) | {"found": runs}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

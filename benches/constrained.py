@@ -22,6 +22,7 @@ import sys
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "peers"))
 import make  # noqa: E402
 from common import ROOT, bench, run  # noqa: E402
+from stamp import stamp  # noqa: E402
 
 ROWS = {"l30m": {"W1": 2048, "W2": 320}, "q05b": {"W1": 128, "W2": 64}}
 SCHEMA = {
@@ -88,7 +89,7 @@ def main():
                   f"| {micros['shaped']:.1f} | {ratio:.2f} |", flush=True)
             found.append({"model": name, "workload": workload, "rows": len(requests), "ratio": ratio, "runs": runs})
     if args.out:
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
+        args.out.write_text(json.dumps(stamp(ROOT) | {"found": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

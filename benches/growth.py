@@ -17,6 +17,7 @@ import sys
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "peers"))
 import make  # noqa: E402
 from common import ROOT, bench, run  # noqa: E402
+from stamp import stamp  # noqa: E402
 
 MODEL = "l30m"
 
@@ -52,7 +53,7 @@ def main():
         memory = statistics.median(figures["peak_memory_bytes"] - 4 * figures["prompt_tokens"] for figures in runs)
         print(f"| {size:,} | {rate:.1f} | {planning:.2%} | {memory / 1e6:,.0f} |")
     if args.out:
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
+        args.out.write_text(json.dumps(stamp(ROOT) | {"found": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -121,14 +121,15 @@ for section in "$@"; do
     # A skipped test passes without a result.
     [ -s "$line" ] || { failed="$failed $section(skipped)"; continue; }
     [ "$scale" = ci ] && { cat "$line"; continue; }
-    SECTION=$section COMMIT=$commit CORES=$(nproc) python3 - "$line" "$result" <<'PYTHON'
-import datetime, json, os, sys
+    SECTION=$section COMMIT=$commit PYTHONPATH=benches python3 - "$line" "$result" <<'PYTHON'
+import json, os, sys
+from stamp import stamp
 
 found = json.loads(open(sys.argv[1]).read().splitlines()[-1])
-date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
-stamp = {"section": os.environ["SECTION"], "commit": os.environ["COMMIT"], "date": date, "cores": int(os.environ["CORES"])}
+# The commit is the one that this script looks at to see what has passed.
+said = {"section": os.environ["SECTION"]} | stamp(".") | {"commit": os.environ["COMMIT"]}
 with open(sys.argv[2], "w") as target:
-    target.write(json.dumps(stamp | found, indent=2) + "\n")
+    target.write(json.dumps(said | found, indent=2) + "\n")
 print(open(sys.argv[2]).read())
 PYTHON
 done

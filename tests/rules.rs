@@ -2,8 +2,9 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
-use crate::support::root;
+use crate::support::{Run, python, root};
 
 /// All files below `folder` with this extension.
 fn files(folder: &str, extension: &str) -> Vec<PathBuf> {
@@ -160,4 +161,18 @@ fn the_demo_model_stays_small() {
         .map(|entry| entry.unwrap().metadata().unwrap().len())
         .sum();
     assert!(bytes <= 8_000_000, "{bytes} bytes");
+}
+
+/// Tables in benches/README.md and tests/README.md are made of files of results, and what the pages promise is carried by tests.
+#[test]
+fn tables_and_claims_have_what_carries_them() {
+    Run::of(Command::new(python()).arg(root().join("tests/tables.py"))).expect(0);
+}
+
+/// The mutation run itself takes too long for every run of the tests.
+#[test]
+fn the_list_of_mutations_fits_the_sources() {
+    let run = root().join("tests/mutants/run.py");
+    let listed = Run::of(Command::new(python()).arg(run).arg("--list")).expect(0);
+    assert!(listed.stdout.lines().count() >= 60);
 }

@@ -23,10 +23,13 @@ import statistics
 import subprocess
 import sys
 
-from common import bench, columns_of, options, run, table_head
+from common import ROOT, bench, columns_of, options, run, table_head
 from picture import bars
 
 HERE = pathlib.Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+from stamp import stamp  # noqa: E402
+
 PYTHON = HERE / ".venv/bin/python"
 PEERS = ("openvino", "openvino-group0", "llamacpp", "transformers")
 # These run the rows of scale 1, whatever the others run.
@@ -35,8 +38,8 @@ SLOW = ("transformers",)
 
 def install():
     wanted = (HERE / "requirements.txt").read_text()
-    stamp = HERE / ".venv/requirements.txt"
-    if stamp.exists() and stamp.read_text() == wanted:
+    installed = HERE / ".venv/requirements.txt"
+    if installed.exists() and installed.read_text() == wanted:
         return
     if not any(shutil.which(name) for name in (os.environ.get("CXX") or "c++", "g++", "clang++")):
         raise SystemExit("llama.cpp is compiled while it is installed: a C++ compiler is needed (Debian: apt-get install g++)")
@@ -44,7 +47,7 @@ def install():
     # For this machine's instructions; pip brings CMake and Ninja where they are missing.
     flags = {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"}
     subprocess.run([PYTHON, "-m", "pip", "install", "--quiet", "-r", HERE / "requirements.txt"], check=True, env=os.environ | flags)
-    stamp.write_text(wanted)
+    installed.write_text(wanted)
 
 
 def prepare(data, models, sides):
@@ -97,14 +100,6 @@ def scale_up(args, model, workload):
     return scale
 
 
-def processor():
-    info = pathlib.Path("/proc/cpuinfo").read_text()
-    flags = next(line for line in info.splitlines() if line.startswith("flags")).split()
-    name = next(line.split(":")[1].strip() for line in info.splitlines() if line.startswith("model name"))
-    sets = [f for f in ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16") if f in flags]
-    return f"{name}, {os.cpu_count()} threads, {' '.join(sets)}, load {os.getloadavg()[0]:.2f}"
-
-
 def table(title, columns, sides, cell):
     print(f"\n{title}\n")
     table_head(columns)
@@ -122,7 +117,7 @@ def main():
     install()
     args.data.mkdir(parents=True, exist_ok=True)
     prepare(args.data, args.models.split(","), sides)
-    machine = {"processor": processor(), "ceilings": ceilings(args.data)}
+    machine = stamp(ROOT) | {"load": os.getloadavg()[0], "ceilings": ceilings(args.data)}
     print(json.dumps(machine), flush=True)
     scales = {column: scale_up(args, *column) for column in columns}
     found = {}

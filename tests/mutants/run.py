@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -64,11 +65,21 @@ def changed(mutants):
             problems.append(f"{mutant['name']}: `{at}` stands {text.count(at)} times in {file}")
             continue
         texts[file] = text.replace(at, at.replace(mutant["from"], switched(mutant, number)))
+    problems += unknown_tests(mutants)
     if problems:
         sys.exit("\n".join(problems))
     lib = "src/lib.rs"
     texts[lib] = texts.get(lib, (ROOT / lib).read_text()) + MODULE
     return texts
+
+
+def unknown_tests(mutants):
+    """Names of tests that nothing in the sources has."""
+    sources = "\n".join(path.read_text() for folder in ("src", "tests") for path in (ROOT / folder).rglob("*.rs"))
+    wanted = {test for mutant in mutants for test in mutant["tests"]}
+    names = {test: [part for part in test.split(" ")[1].split("::") if part] for test in wanted}
+    return [f"no test is called `{test}`" for test, parts in sorted(names.items())
+            if not all(re.search(rf"\b(?:fn|mod) {part}", sources) for part in parts)]
 
 
 def copy_checkout(texts):
