@@ -183,7 +183,7 @@ fn failed_rows_are_retried() {
         first_generation_fails(&mut scene);
         scene.until("`_SUCCESS`", END_MAX, Scene::finished);
         scene.until("that all workers leave", IDLE_MAX, |scene| scene.crew.all_done());
-        scene.hold(&["--allow", "errored"]);
+        scene.hold_so_far(&["--allow", "errored"]);
         let before = scene.computed();
         scene
             .run(&["retry", &scene.job.output, "--queue", &scene.queue])

@@ -242,6 +242,16 @@ impl<'s> Scene<'s> {
 
     /// The guarantee, by `gristmill verify` and by the checker, with its `extra` arguments; counts what was done.
     pub fn hold(&mut self, extra: &[&str]) {
+        self.hold_so_far(extra);
+        let (computed, lives) = (self.computed(), self.crew.lives());
+        self.suite.add("jobs", 1);
+        self.suite.add("rows", self.job.rows);
+        self.suite.add("rows_computed", computed);
+        self.suite.add("worker_lives", lives);
+    }
+
+    /// The same of a job that goes on: it is counted at its end.
+    pub fn hold_so_far(&self, extra: &[&str]) {
         if let Err(found) = self.inspect(extra) {
             panic!(
                 "seed {}: the guarantee does not hold:\n{found}\n{}",
@@ -249,11 +259,6 @@ impl<'s> Scene<'s> {
                 self.crew.tails()
             );
         }
-        let (computed, lives) = (self.computed(), self.crew.lives());
-        self.suite.add("jobs", 1);
-        self.suite.add("rows", self.job.rows);
-        self.suite.add("rows_computed", computed);
-        self.suite.add("worker_lives", lives);
     }
 
     /// What `gristmill verify` and the checker find wrong with the output.
