@@ -161,6 +161,43 @@ fn a_job_runs_on_the_card() {
     }
 }
 
+/// On a card that does nothing before it is waited for, by our own kernels alone: what is read too early is what was there before.
+#[test]
+fn a_job_waits_for_what_it_reads() {
+    let folder = tempfile::tempdir().unwrap();
+    let late = |c: &mut Command| _ = c.env("EMULATOR_LATE", "1").arg("--no-cublaslt");
+    let json = label("9.0", folder.path(), "fp8", &late).expect(0).json();
+    assert_eq!(json["agreement"]["equal"], 4, "{json}");
+}
+
+/// What the assembler said of a kernel when it was made is said in one line by its name, whenever it is used.
+#[test]
+fn a_kernel_that_the_compiler_made_slower_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    label("9.0", folder.path(), "int8", &|_| ()).expect(0);
+    let cache = folder.path().join("cache/kernels");
+    std::fs::create_dir_all(&cache).unwrap();
+    for entry in std::fs::read_dir(stand_ins().join("cache/kernels")).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap().to_string_lossy().into_owned();
+        // Another test may take a file away meanwhile.
+        let Ok(mut text) = std::fs::read(&path) else { continue };
+        if name.starts_with("embed-") && name.ends_with(".log") {
+            text = b"ptxas info    : (C7510) Potential Performance Loss: products are serialized\n".to_vec();
+        }
+        std::fs::write(cache.join(name), text).unwrap();
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let other = |c: &mut Command| _ = c.env("GRISTMILL_CACHE", cache.parent().unwrap());
+    let run = label("9.0", folder.path(), "int8", &other).expect(0);
+    run.one_line(&[
+        "kernel `embed WIDTH=",
+        "is slower than it is meant to be",
+        "NVRTC 13.0",
+        "(C7510)",
+    ]);
+}
+
 /// Logprobs of the answers to a few of the demo's tickets in BF16, row by row, as text; and what the program said.
 fn logprobs(card: &str, of: &Asked<'_>) -> (String, String) {
     let folder = tempfile::tempdir().unwrap();
@@ -246,6 +283,18 @@ fn large_products_are_computed_by_whom_is_fastest() {
     assert!(
         said.contains("ways of Bf16, ") && said.contains("128 x 128: ") && said.contains("cuBLASLt: "),
         "{said}"
+    );
+    // Before the first row: on as many rows as each way serves, and on what the largest step has.
+    let measured = said
+        .match_indices("ways of Bf16, ")
+        .map(|(at, words)| &said[at + words.len()..]);
+    let rows: Vec<usize> = measured
+        .map(|text| text.split(' ').next().unwrap().parse().unwrap())
+        .collect();
+    assert!(rows.contains(&1024) && rows.contains(&512), "{rows:?}");
+    assert!(
+        rows.iter().all(|rows| rows.is_power_of_two() || *rows == 40),
+        "{rows:?}"
     );
     let (again, said) = answers(false, &[], NOTHING);
     assert_eq!(
