@@ -105,16 +105,16 @@ __device__ inline void scale_own(float (&x)[OWN], const u8* scales, int lane) {
 
 // Adds to sums what weights times values are, of COLUMNS dimensions from COLUMN on.
 template <int COLUMN, int COLUMNS>
-__device__ inline void add_values(float (&sums)[HEAD_DIM / 2], const u32 (&weights)[VALUE_STEPS][4], const u8* value_tile,
+__device__ inline void add_values(float (&sums)[HEAD_DIM / 2], u32 (&weights)[VALUE_STEPS][4], const u8* value_tile,
                                   const bool (&busy)[2], const float (&shrink)[2], const float (&back)[2]) {
     if constexpr (COLUMNS > 0) {
         Sum partial[COLUMNS / 2];
-        products_begin();
+        products_begin(partial, weights);
 #pragma unroll
         for (int k = 0; k < VALUE_STEPS; k++)
             multiply_add(partial, weights[k], tile_descriptor<VALUE_ROW>(value_tile + COLUMN * VALUE_ROW) + k * 2, k > 0);
         products_end();
-        products_wait<0>();
+        products_done(partial, weights);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             if (!busy[half]) continue;
@@ -216,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, SHARING)
         // All have brought their share of this block, and are done with the one before, whose stage is filled next.
         __syncthreads();
         Sum scores[BLOCK / 2];
-        products_begin();
+        products_begin(scores, q);
 #pragma unroll
         for (int k = 0; k < KEY_STEPS; k++) {
             const u8* panel = key_tile + k * 32 / PANEL * PANEL_BYTES;
@@ -225,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, SHARING)
         products_end();
         // While they are computed.
         fetch(block + STAGES - 1, at > 0 ? at - 1 : STAGES - 1);
-        products_wait<0>();
+        products_done(scores, q);
 
         // Weights, as the product with the values takes them; sums of the spans before shrink. In eight bits weights times the scales of
         // the values are quantized, and products are scaled `back`.
@@ -298,11 +298,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, SHARING)
         }
 
 #if STORE == 2
-        products_begin();
+        products_begin(sums, weights);
 #pragma unroll
         for (int k = 0; k < VALUE_STEPS; k++) multiply_add(sums, weights[k], tile_descriptor<VALUE_ROW>(value_tile) + k * 2, 1);
         products_end();
-        products_wait<0>();
+        products_done(sums, weights);
 #else
         add_values<0, FIRST_COLUMNS>(sums, weights, value_tile, busy, shrink, back);
         add_values<FIRST_COLUMNS, HEAD_DIM - FIRST_COLUMNS>(sums, weights, value_tile, busy, shrink, back);

@@ -103,16 +103,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
             for (int column = 0; column < COLUMNS; column += most) {
                 float partial[most / 2];
-                products_begin();
+                products_begin(partial);
                 multiply_stage(partial, a, b + column * STAGE, false);
                 products_end();
-                products_wait<0>();
+                products_done(partial);
                 if (column + most == COLUMNS && lane == 0) barrier_arrive(&empty[at]);
 #pragma unroll
                 for (int i = 0; i < most / 2; i++) sums[column / 2 + i] += partial[i];
             }
 #else
-            products_begin();
+            products_begin(sums);
             multiply_stage(sums, a, b, s > 0);
             products_end();
             // The stage before has been read once its products are done.
@@ -121,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #endif
         }
 #if FORMAT != 1
-        products_wait<0>();
+        products_done(sums);
         if (lane == 0) barrier_arrive(&empty[(turn + STAGES - 1) % STAGES]);
 #endif
         int first_row = tile % row_tiles * ROWS + part + warp * 16 + lane / 4, first_column = tile / row_tiles * COLUMNS;

@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) peak(u32* out, int roun
     unsigned long long a = tile_descriptor(shared), b = tile_descriptor(shared + 64 * 128);
     Sum sums[64] = {};
     for (int round = 0; round < rounds; round++) {
-        products_begin();
+        products_begin(sums);
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
 #if FORMAT == 0
@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) peak(u32* out, int roun
 #endif
         }
         products_end();
-        products_wait<0>();
+        products_done(sums);
     }
 #pragma unroll
     for (int i = 0; i < 64; i++) total += sums[i];

@@ -7,6 +7,9 @@
 // keys: [block][kv head][place][HEAD_DIM]; values: [block][kv head][HEAD_DIM][place], since eight-bit products want both operands
 // with what is summed over side by side, and values are summed over tokens. scales: [block][kv head][place].
 //
+// A block's tokens in the grid are one: x of it is a token of the step, and all of them. Values of tokens that lie side by side are
+// written by the first's warp, 16 bytes of a dimension at once, where they fill these; others byte by byte.
+//
 // Dimension d is paired with d + HEAD_DIM / 2: (a, b) -> (a cos - b sin, b cos + a sin).
 #include "ptx.cuh"
 #include "types.cuh"
@@ -53,15 +56,34 @@ __device__ inline u8 to_byte(float x) {
 }
 #endif
 
-// Writes a head to its place, dimension d at `d * stride`; eight bits with a scale.
-__device__ inline void store(const Head& head, void* to, u64 at, int stride, float* scale) {
 #if STORE == 2
+typedef u16 Stored;
+__device__ inline Stored stored(float x) {
+    return to_bf16(x).bits;
+}
+#else
+typedef u8 Stored;
+__device__ inline Stored stored(float x) {
+    return to_byte(x);
+}
+#endif
+
+// Tokens whose values are 16 bytes of a dimension.
+#define RUN (16 / int(sizeof(Stored)))
+
+__device__ inline Head load(const Bf16* from) {
+    Head head;
 #pragma unroll
     FOR_PAIRS(p, d) {
-        ((Bf16*)to)[at + u64(d) * stride] = to_bf16(head.low[p]);
-        ((Bf16*)to)[at + u64(HALF + d) * stride] = to_bf16(head.high[p]);
+        head.low[p] = widen(from[d]);
+        head.high[p] = widen(from[HALF + d]);
     }
-#else
+    return head;
+}
+
+// A head as it is stored; in eight bits times what its scale divides by.
+__device__ inline void scale_down(Head& head, float* scale) {
+#if STORE != 2
     const float top = STORE == 0 ? 127.0f : 448.0f;
     float most = 0, not_finite = 0;
 #pragma unroll
@@ -76,10 +98,41 @@ __device__ inline void store(const Head& head, void* to, u64 at, int stride, flo
 #pragma unroll
     FOR_PAIRS(p, d) {
         // Of a head that is not finite the scale alone tells: a byte that is not a number would outlive the block's use.
-        ((u8*)to)[at + u64(d) * stride] = to_byte(finite ? head.low[p] * inverse : 0.0f);
-        ((u8*)to)[at + u64(HALF + d) * stride] = to_byte(finite ? head.high[p] * inverse : 0.0f);
+        head.low[p] = finite ? head.low[p] * inverse : 0.0f;
+        head.high[p] = finite ? head.high[p] * inverse : 0.0f;
     }
 #endif
+}
+
+// Whether the warp's token is one of RUN that lie side by side in a block and in the step, the first of them on 16 bytes: each of their
+// warps finds the same.
+__device__ inline bool in_a_run(const u32* slots, int token, int tokens) {
+    int lane = int(threadIdx.x) % 32;
+    u32 slot = slots[token];
+    int at = token - int(slot % RUN) + lane;
+    bool follows = lane >= RUN || (at >= 0 && at < tokens && slots[at] == slot - slot % RUN + lane);
+    return reduce(follows ? 1.0f : 0.0f, [](float a, float b) { return fminf(a, b); }) > 0;
+}
+
+// Writes the values of RUN tokens from `from` on, 16 bytes of each dimension at once.
+__device__ inline void store_run(const Bf16* from, Stored* to, float* scales) {
+    Vec16 low[PAIRS] = {}, high[PAIRS] = {};
+#pragma unroll
+    for (int i = 0; i < RUN; i++) {
+        Head head = load(from + u64(i) * (HEADS + 2 * KV_HEADS) * HEAD_DIM);
+        scale_down(head, scales + i);
+        const int word = i * int(sizeof(Stored)) / 4, shift = i * int(sizeof(Stored)) % 4 * 8;
+#pragma unroll
+        FOR_PAIRS(p, d) {
+            low[p].words[word] |= u32(stored(head.low[p])) << shift;
+            high[p].words[word] |= u32(stored(head.high[p])) << shift;
+        }
+    }
+#pragma unroll
+    FOR_PAIRS(p, d) {
+        *(Vec16*)(to + d * BLOCK) = low[p];
+        *(Vec16*)(to + (HALF + d) * BLOCK) = high[p];
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 4)
@@ -88,22 +141,33 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 4)
     int token = int(blockIdx.x), at = int(blockIdx.y) * WARPS + int(threadIdx.x) / 32;
     if (at >= HEADS + 2 * KV_HEADS) return;
     Bf16* from = qkv + (u64(token) * (HEADS + 2 * KV_HEADS) + at) * HEAD_DIM;
-    Head head;
-#pragma unroll
-    FOR_PAIRS(p, d) {
-        head.low[p] = widen(from[d]);
-        head.high[p] = widen(from[HALF + d]);
-    }
-    if (at < HEADS + KV_HEADS) {
-        const float* norm = at < HEADS ? q_norm : k_norm;
-        if (norm) normalise(head, norm, eps);
-        const float* rotation = rotations + u64(positions[token]) * HEAD_DIM;
+    if (at >= HEADS + KV_HEADS) {
+        u32 place = slots[token] % BLOCK;
+        u64 first = u64(slots[token] / BLOCK) * KV_HEADS + at - HEADS - KV_HEADS;
+        Stored* to = (Stored*)values + first * HEAD_DIM * BLOCK + place;
+        float* scales = value_scales + first * BLOCK + place;
+        if (in_a_run(slots, token, int(gridDim.x))) {
+            if (place % RUN == 0) store_run(from, to, scales);
+            return;
+        }
+        Head head = load(from);
+        scale_down(head, scales);
 #pragma unroll
         FOR_PAIRS(p, d) {
-            float a = head.low[p], b = head.high[p], cos = rotation[d], sin = rotation[HALF + d];
-            head.low[p] = round_bf16(a * cos - b * sin);
-            head.high[p] = round_bf16(b * cos + a * sin);
+            to[d * BLOCK] = stored(head.low[p]);
+            to[(HALF + d) * BLOCK] = stored(head.high[p]);
         }
+        return;
+    }
+    Head head = load(from);
+    const float* norm = at < HEADS ? q_norm : k_norm;
+    if (norm) normalise(head, norm, eps);
+    const float* rotation = rotations + u64(positions[token]) * HEAD_DIM;
+#pragma unroll
+    FOR_PAIRS(p, d) {
+        float a = head.low[p], b = head.high[p], cos = rotation[d], sin = rotation[HALF + d];
+        head.low[p] = round_bf16(a * cos - b * sin);
+        head.high[p] = round_bf16(b * cos + a * sin);
     }
     if (at < HEADS) {
 #pragma unroll
@@ -113,12 +177,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 4)
         }
         return;
     }
-    u32 block = slots[token] / BLOCK, place = slots[token] % BLOCK;
-    if (at < HEADS + KV_HEADS) {
-        u64 row = (u64(block) * KV_HEADS + at - HEADS) * BLOCK + place;
-        store(head, keys, row * HEAD_DIM, 1, key_scales + row);
-    } else {
-        u64 first = u64(block) * KV_HEADS + at - HEADS - KV_HEADS;
-        store(head, values, first * HEAD_DIM * BLOCK + place, BLOCK, value_scales + first * BLOCK + place);
+    u64 row = (u64(slots[token] / BLOCK) * KV_HEADS + at - HEADS) * BLOCK + slots[token] % BLOCK;
+    scale_down(head, key_scales + row);
+    Stored* to = (Stored*)keys + row * HEAD_DIM;
+#pragma unroll
+    FOR_PAIRS(p, d) {
+        to[d] = stored(head.low[p]);
+        to[HALF + d] = stored(head.high[p]);
     }
 }

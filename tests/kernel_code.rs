@@ -9,6 +9,8 @@ use std::collections::BTreeSet;
 use std::ops::RangeInclusive;
 use std::process::Command;
 
+use crate::support::skip;
+
 /// A kernel, compiled for several numbers of rows and panels.
 struct Kernel {
     /// How the function's name ends.
@@ -179,8 +181,10 @@ fn look(code: &[Instruction], product: &str) -> Result<Loop, String> {
 #[test]
 fn inner_loops_keep_their_sums_in_registers() {
     if cfg!(debug_assertions) {
-        println!("skipped: this build is not optimized");
-        return;
+        return skip(
+            "kernel_code::inner_loops_keep_their_sums_in_registers",
+            "this build is not optimized",
+        );
     }
     let symbols = objdump(&["-t", "-C"]);
     let mut wrong = Vec::new();

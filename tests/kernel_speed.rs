@@ -6,6 +6,8 @@ use std::time::{Duration, Instant};
 use gristmill::device::cpu::{Buffer, Cpu, Isa, Matrix, Threads, Vector, Workspace};
 use gristmill::device::{Device, Dtype, Linear, Precision, Tensor};
 
+use crate::support::skip;
+
 /// Rows, and features of input and output.
 const ROWS: usize = 256;
 const FEATURES: usize = 1024;
@@ -78,11 +80,14 @@ fn gain(precision: Precision) -> f64 {
     gain
 }
 
-/// Does the best set this processor has include `name`?
-fn has(name: &str) -> bool {
+/// Does the best set this processor has include `name`? Else `test` is skipped.
+fn has(name: &str, test: &str) -> bool {
     let has = !cfg!(debug_assertions) && name.parse::<Isa>().is_ok();
     if !has {
-        println!("skipped: needs an optimized build and {name}");
+        skip(
+            &format!("kernel_speed::{test}"),
+            &format!("needs an optimized build and a processor with {name}"),
+        );
     }
     has
 }
@@ -90,7 +95,7 @@ fn has(name: &str) -> bool {
 /// About 3 on a processor with AVX-512 VNNI.
 #[test]
 fn eight_bits_are_faster_than_f32() {
-    if has("avx512-vnni") {
+    if has("avx512-vnni", "eight_bits_are_faster_than_f32") {
         assert!(gain(Precision::Int8) >= 1.5);
     }
 }
@@ -98,7 +103,7 @@ fn eight_bits_are_faster_than_f32() {
 /// About 2 on a processor with AVX-512 BF16.
 #[test]
 fn bf16_is_faster_than_f32() {
-    if has("avx512-bf16") {
+    if has("avx512-bf16", "bf16_is_faster_than_f32") {
         assert!(gain(Precision::Bf16) >= 1.2);
     }
 }

@@ -21,16 +21,54 @@ template <int WIDTH = 128> __device__ inline unsigned long long tile_descriptor(
     return address | 1ull << 16 | (unsigned long long)(WIDTH / 2) << 32 | swizzle << 62;
 }
 
-__device__ inline void products_begin() {
+// Registers that products read or write by themselves: nothing that computes with them may move to the other side. A `volatile` asm keeps
+// its place among others alone; to the compiler, arithmetic on registers that it does not name has nothing to do with it.
+template <int N> __device__ inline void pin(float (&d)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+template <int N> __device__ inline void pin(int (&d)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : "+r"(d[i])::"memory");
+}
+
+template <int N> __device__ inline void pin(unsigned int (&a)[N][4]) {
+#pragma unroll
+    for (int i = 0; i < N; i++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) asm volatile("" : "+r"(a[i][j])::"memory");
+}
+
+// Before products with sums `d`, and where the left matrix is in registers, of `a`.
+template <class Sum, int N> __device__ inline void products_begin(Sum (&d)[N]) {
+    pin(d);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+template <class Sum, int N, int M> __device__ inline void products_begin(Sum (&d)[N], unsigned int (&a)[M][4]) {
+    pin(a);
+    products_begin(d);
 }
 
 __device__ inline void products_end() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
+// Until at most `LEFT` groups are not done: whoever wants their sums waits for all.
 template <int LEFT> __device__ inline void products_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+
+// Until all are done: then sums are there, and the left matrix's registers are free.
+template <class Sum, int N> __device__ inline void products_done(Sum (&d)[N]) {
+    products_wait<0>();
+    pin(d);
+}
+
+template <class Sum, int N, int M> __device__ inline void products_done(Sum (&d)[N], unsigned int (&a)[M][4]) {
+    products_done(d);
+    pin(a);
 }
 
 // The sums of a product of so many columns, by name and as operands with constraint `c`.
@@ -144,8 +182,8 @@ __device__ inline void barrier_wait(Barrier* barrier, int parity) {
         : "memory");
 }
 
-// What the driver's cuTensorMapEncodeTiled makes, passed by value.
-struct alignas(64) TensorMap {
+// What the driver's cuTensorMapEncodeTiled makes, passed by value; CUDA 13's headers align it to 128 bytes, those before to 64.
+struct alignas(128) TensorMap {
     unsigned long long words[16];
 };
 

@@ -427,6 +427,9 @@ pub trait Device: Send + Sync {
     /// Does it compute while the host goes on? Then a step may hold tokens that the one before it draws
     /// ([`StepBatch::drawn`]), and be issued before they are taken.
     fn runs_ahead(&self) -> bool;
+    /// Does it measure how products are computed best, once for each power of two of rows? Then all of them are computed once before the
+    /// first row is, while there is memory for it.
+    fn measures(&self) -> bool;
     /// Makes a buffer of rows from the host, `[values.len() / width][width]`: what tests compute with.
     fn write(&self, values: &[f32], width: usize, out: &mut Self::Buffer) -> Result<(), DeviceError>;
     /// What a buffer holds, `[rows][width]`.

@@ -26,6 +26,9 @@ use crate::model::pool;
 use crate::model::times::{Operation, Times};
 use crate::model::weights::{RandomWeights, WeightSource};
 
+/// Products of fewer rows are computed as those of so many.
+const MEASURED_ROWS_MIN: u32 = 16;
+
 /// How large the pool of keys and values is to be.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KvBudget {
@@ -250,7 +253,8 @@ impl<D: Device> Transformer<D> {
             bytes,
         } = options.kv
         {
-            transformer.largest_step(step_tokens, sequences)?;
+            let tokens = transformer.largest_step(step_tokens, sequences)?;
+            transformer.measured_steps(tokens, sequences)?;
             transformer.pools.clear();
             transformer.kv_blocks = pool::blocks_of_the_rest(&transformer.device, &transformer.config, bytes)?;
             transformer.pools = pool::pools(&transformer.device, &transformer.config, transformer.kv_blocks)?;
@@ -259,15 +263,11 @@ impl<D: Device> Transformer<D> {
     }
 
     /// Runs the largest step that will come, so that all memory besides the pool is taken; where it does not fit, a smaller one.
-    fn largest_step(&mut self, step_tokens: u32, sequences: u32) -> Result<(), ModelError> {
+    fn largest_step(&mut self, step_tokens: u32, sequences: u32) -> Result<u32, ModelError> {
         let mut tokens = step_tokens;
         loop {
-            let step = pool::largest_step(tokens, sequences, self.context_tokens, self.device.block_tokens());
-            let draws = vec![Draw::GREEDY; step.logits_at.len()];
-            let ran = self.run(&step, |_, _, _| ());
-            let drew = ran.and_then(|()| self.device.draw(self.vocab_size, &draws, &mut self.buffers.workspace));
-            match drew.and_then(|()| self.device.drawn(&mut self.buffers.workspace)) {
-                Ok(_) => break,
+            match self.trial(tokens, sequences) {
+                Ok(()) => break,
                 Err(DeviceError::OutOfMemory(why)) if tokens > pool::STEP_TOKENS_MIN => {
                     tokens = (tokens / 2).max(pool::STEP_TOKENS_MIN);
                     tracing::warn!("a step's memory does not fit, {why}: steps have {tokens} tokens at most");
@@ -278,6 +278,36 @@ impl<D: Device> Transformer<D> {
         }
         self.times = Times::default();
         self.step_tokens_max = Some(tokens);
+        Ok(tokens)
+    }
+
+    /// Steps of each power of two of tokens, and of sequences, below the largest step's: how a device computes products best is measured on
+    /// the most rows that each way serves, and the libraries' kernels are loaded, before the pool takes the memory that this needs.
+    fn measured_steps(&mut self, step_tokens: u32, sequences: u32) -> Result<(), ModelError> {
+        if !self.device.measures() {
+            return Ok(());
+        }
+        let mut tokens = step_tokens.next_power_of_two();
+        while tokens > MEASURED_ROWS_MIN {
+            tokens /= 2;
+            self.trial(tokens, sequences.min(tokens))?;
+        }
+        let mut rows = sequences.min(step_tokens).next_power_of_two();
+        while rows > MEASURED_ROWS_MIN {
+            rows /= 2;
+            self.trial(rows.max(step_tokens.min(pool::STEP_TOKENS_MIN)), rows)?;
+        }
+        self.times = Times::default();
+        Ok(())
+    }
+
+    /// A step of so many tokens, with logits for so many rows, whose result nobody wants.
+    fn trial(&mut self, tokens: u32, rows: u32) -> Result<(), DeviceError> {
+        let step = pool::largest_step(tokens, rows, self.context_tokens, self.device.block_tokens());
+        let draws = vec![Draw::GREEDY; step.logits_at.len()];
+        self.run(&step, |_, _, _| ())?;
+        self.device.draw(self.vocab_size, &draws, &mut self.buffers.workspace)?;
+        self.device.drawn(&mut self.buffers.workspace)?;
         Ok(())
     }
 

@@ -60,6 +60,7 @@ struct Settings {
     unsigned seed = 1;
     std::string failing, trace;
     int failing_call = 0, failing_code = 0;
+    bool late = false;
 
     Settings() {
         if (const char* text = std::getenv("EMULATOR_CARD")) {
@@ -71,6 +72,7 @@ struct Settings {
         if (const char* text = std::getenv("EMULATOR_MEMORY")) memory = number("EMULATOR_MEMORY", text);
         if (const char* text = std::getenv("EMULATOR_SEED")) seed = (unsigned)number("EMULATOR_SEED", text);
         if (const char* text = std::getenv("EMULATOR_TRACE")) trace = text;
+        if (const char* text = std::getenv("EMULATOR_LATE")) late = number("EMULATOR_LATE", text) > 0;
         if (const char* text = std::getenv("EMULATOR_FAIL")) {
             char name[64];
             if (std::sscanf(text, "%63[^:]:%d:%d", name, &failing_call, &failing_code) != 3) refuse("EMULATOR_FAIL", text);

@@ -59,7 +59,7 @@ void run(void (*kernel)(P...), unsigned grid_x, unsigned grid_y, unsigned thread
     } context{kernel, {arguments...}};
     unsigned grid[] = {grid_x, grid_y, 1}, size[] = {threads, 1, 1};
     auto body = [](void* context) { std::apply(((Context*)context)->kernel, ((Context*)context)->arguments); };
-    if (emulator::launch(body, &context, grid, size, shared, seed)) expect(false, "a launch of %u x %u blocks ends", grid_x, grid_y);
+    if (emulator::launch((const void*)kernel, body, &context, grid, size, shared, seed)) expect(false, "a launch of %u x %u blocks ends", grid_x, grid_y);
 }
 
 // The worst of errors, each as a part of what is allowed.

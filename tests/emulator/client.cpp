@@ -10,6 +10,7 @@
 #include <fstream>
 #include <functional>
 #include <iterator>
+#include <sstream>
 #include <string>
 #include <vector>
 #include <dlfcn.h>
@@ -212,7 +213,10 @@ static void kernels() {
     linear(card, 130, 264, 400, 2, 256);
     linear(card, 64, 512, 512, 0);
     linear(card, 64, 512, 512, 2, 128);
-    std::string trace = read(std::getenv("EMULATOR_TRACE"));
+    std::istringstream lines(read(std::getenv("EMULATOR_TRACE")));
+    std::string trace;
+    for (std::string line; std::getline(lines, line);)
+        if (line.find("cuMemAlloc_v2 ") != 0) trace += line + "\n";
     must(trace.find("embed grid 2x1x1 block 128x1x1 shared 0\nlinear grid 1x2x1 block 256x1x1 shared 98304\n") == 0, "trace:\n" + trace);
 }
 
@@ -302,6 +306,33 @@ static void stuck() {
     must(std::string(name) == "CUDA_ERROR_LAUNCH_FAILED", name);
 }
 
+// Nothing is done before it is waited for, and what is not pinned has been taken all the same.
+static void late() {
+    Card card;
+    const size_t bytes = 4096;
+    void* pinned;
+    card.call("cuMemHostAlloc", &pinned, bytes, 0u);
+    std::memset(pinned, 1, bytes);
+    std::vector<char> plain(bytes, 1);
+    Address first = card.allocate(bytes), second = card.allocate(bytes);
+    card.call("cuMemcpyHtoDAsync_v2", first, (const void*)plain.data(), bytes, card.stream);
+    card.call("cuMemcpyHtoDAsync_v2", second, (const void*)pinned, bytes, card.stream);
+    std::memset(pinned, 2, bytes);
+    plain.assign(bytes, 2);
+    void* mark;
+    card.call("cuEventCreate", &mark, 2u);
+    card.call("cuEventRecord", mark, card.stream);
+    card.call("cuMemsetD8Async", second, 3, bytes, card.stream);
+    must(card("cuEventQuery", mark) == 600 && card("cuStreamQuery", card.stream) == 600, "something was done before it was waited for");
+    must(*(char*)second == char(0xff), "a copy was not late");
+    card.call("cuEventSynchronize", mark);
+    must(*(char*)first == 1 && *(char*)second == 2, "what is pinned is read late, the rest when it is asked for");
+    card.call("cuMemcpyDtoHAsync_v2", pinned, second, bytes, card.stream);
+    must(*(char*)pinned == 2, "a copy to pinned memory was not late");
+    card.call("cuStreamSynchronize", card.stream);
+    must(*(char*)pinned == 3, "waiting for the stream did not do what was issued to it");
+}
+
 static void no_card() {
     Library driver("libcuda.so");
     int count = -1;
@@ -357,6 +388,9 @@ int main(int count, char** arguments) {
     part({{"EMULATOR_CARD", "8.0"}}, [] { store_at(0, 2); }, "store: block 0,0,0 thread 3,0,0 touches a misaligned", 99);
     part({{"EMULATOR_CARD", "8.6"}}, stuck, "stuck: block 0: 32 threads wait for each other\n");
     part({{"EMULATOR_CARD", "none"}}, no_card);
+    part({{"EMULATOR_LATE", "1"}}, late);
+    part({{"EMULATOR_LATE", "1"}, {"EMULATOR_TRACE", folder + "/trace"}}, kernels);
+    std::filesystem::remove(folder + "/trace");
     part({{"EMULATOR_FAIL", "cuMemAlloc_v2:2:2"}}, failures);
     part({{"EMULATOR_FAIL", "cuMemsetD8Async:1:700"}}, lasting);
 }

@@ -1,11 +1,12 @@
-// Stands in for NVIDIA's libcublasLt: products as the device asks for them, by plain loops, when they are asked for (driver.cpp is done
-// with every call when it returns). It knows what gristmill uses, refuses the rest, and is as strict as the library about types,
+// Stands in for NVIDIA's libcublasLt: products as the device asks for them, by plain loops, when they are asked for, after all that the
+// driver has been asked for before. It knows what gristmill uses, refuses the rest, and is as strict as the library about types,
 // alignment and attributes.
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <map>
 #include <vector>
+#include <dlfcn.h>
 #include "card.h"
 #include "emulator.h"
 #include "ptx.cuh"
@@ -41,6 +42,13 @@ int asked(const char* name) {
     static int calls;
     const Settings& s = settings();
     return s.failing == name && ++calls == s.failing_call ? s.failing_code : DONE;
+}
+
+// Does what waits in the driver: a status of its own means that the card is lost.
+int settled() {
+    static const auto settle = (int (*)())dlsym(dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD), "emulator_settle");
+    const int EXECUTION_FAILED = 13;
+    return settle && settle() == SUCCESS ? DONE : EXECUTION_FAILED;
 }
 
 // Can it compute this?
@@ -182,6 +190,7 @@ int cublasLtMatmul(void* with, const Product* product, const void* alpha, const 
     std::memcpy(&factors[0], alpha, 4);
     std::memcpy(&factors[1], beta, 4);
     if (factors[0] != (product->scale == I32 ? 1u : float_to_bits(1.0f)) || factors[1] != 0) return UNSUPPORTED;
+    if (int status = settled()) return status;
     uint64_t m = d_layout->rows, n = d_layout->columns, k = a_layout->rows;
     std::vector<float> left = widened(a, *a_layout), right = widened(b, *b_layout);
     auto scales_a = (const float*)product->of(SCALES_A), scales_b = (const float*)product->of(SCALES_B);

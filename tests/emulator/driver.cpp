@@ -1,19 +1,25 @@
 // Stands in for NVIDIA's driver: runs what nvrtc.cpp made, in the emulator, as one card.
 //
-// Every call is done when it returns. A thread needs a current context where the driver asks for one. Memory that nobody has written is
+// Every call is done when it returns, or where EMULATOR_LATE asks for it as late as a card may: copies, fills and kernels once somebody
+// waits for the stream, or for a mark behind them; then pinned memory is read and written, too. (What is not pinned is read before a
+// copy to the card returns, and written before one from the card does, as the driver's documentation says.) A thread needs a current context where the driver asks for one. Memory that nobody has written is
 // full of 0xff, and pages that nobody may touch lie before and behind each allocation. Environment:
 //
 // EMULATOR_CARD     compute capability, `9.0` unless said; `none`: no card
 // EMULATOR_MEMORY   bytes of the card, 4 GiB unless said
 // EMULATOR_SEED     of the order in which warps go on, 1 unless said: see emulator.h
 // EMULATOR_FAIL     `CALL:N:CODE`: the Nth call of CALL returns CODE
-// EMULATOR_TRACE    a file to which each launch appends a line
+// EMULATOR_TRACE    a file to which each launch appends a line, and each allocation
+// EMULATOR_LATE     1: nothing is done before it is waited for
 #include "card.h"
 #include "emulator.h"
 #include "image.h"
 #include <algorithm>
 #include <chrono>
+#include <deque>
+#include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <string>
@@ -29,7 +35,7 @@ typedef void* Context;
 
 struct Allocation { char* mapping; size_t mapped, size, counted; };
 struct Module { void* library; int file; };
-struct Function { std::string name; void (*run)(void**); Module* module; int shared_most; };
+struct Function { std::string name; std::function<void()>* (*bind)(void**); Module* module; int shared_most; };
 struct Event { bool recorded, timed; std::chrono::steady_clock::time_point when; };
 struct Stream {};
 
@@ -115,6 +121,52 @@ Result allocate_host(void** memory, size_t size) {
     return SUCCESS;
 }
 
+// What was issued and nobody has waited for yet, of all streams; `event`: the one that it records.
+struct Issued { std::function<Result()> run; Event* event; };
+auto& issued = *new std::deque<Issued>;
+
+// Does it now, or later.
+Result issue(std::function<Result()> run, Event* event = nullptr) {
+    if (!settings().late) return run();
+    issued.push_back({std::move(run), event});
+    return SUCCESS;
+}
+
+// Does the first `count` things that were issued.
+Result settle(size_t count) {
+    for (; count > 0 && !poison; count--) {
+        auto run = std::move(issued.front().run);
+        issued.pop_front();
+        if (Result failed = run()) poison = failed;
+    }
+    return Result(poison);
+}
+
+Result settle() {
+    return settle(issued.size());
+}
+
+// How many things must be done until the event is recorded.
+size_t until(const Event* event) {
+    size_t count = issued.size();
+    while (count > 0 && issued[count - 1].event != event) count--;
+    return count;
+}
+
+bool is_pinned(const void* memory, size_t size) {
+    auto after = pinned.upper_bound((void*)memory);
+    if (after == pinned.begin()) return false;
+    auto [start, bytes] = *std::prev(after);
+    return (const char*)memory + size <= (const char*)start + bytes;
+}
+
+void note(const char* line, int length) {
+    if (settings().trace.empty()) return;
+    int file = open(settings().trace.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
+    if (file < 0 || write(file, line, length) != length) std::perror(settings().trace.c_str());
+    close(file);
+}
+
 // Whether the range lies in one allocation.
 bool ours(Address address, size_t size) {
     if (size == 0) return true;
@@ -124,16 +176,36 @@ bool ours(Address address, size_t size) {
     return address - start <= allocation.size && size <= allocation.size - (address - start);
 }
 
+// Before it returns.
 Result copy(void* to, const void* from, size_t size, bool fine) {
     if (!fine || (size > 0 && (!to || !from))) return INVALID_VALUE;
+    if (Result failed = settle()) return failed;
     std::memmove(to, from, size);
     return SUCCESS;
 }
 
+// In the stream's order.
+Result copy_async(void* to, const void* from, size_t size, bool fine) {
+    if (!fine || (size > 0 && (!to || !from))) return INVALID_VALUE;
+    bool on_card = ours((Address)from, size), to_card = ours((Address)to, size);
+    if (!to_card && !is_pinned(to, size)) return copy(to, from, size, fine);
+    if (on_card || is_pinned(from, size))
+        return issue([=] {
+            std::memmove(to, from, size);
+            return SUCCESS;
+        });
+    return issue([to, taken = std::string((const char*)from, size)] {
+        std::memcpy(to, taken.data(), taken.size());
+        return SUCCESS;
+    });
+}
+
 template <class Word> Result fill(Address to, Word word, size_t count) {
     if (to % sizeof(Word) || count > SIZE_MAX / sizeof(Word) || !ours(to, count * sizeof(Word))) return INVALID_VALUE;
-    std::fill_n((Word*)to, count, word);
-    return SUCCESS;
+    return issue([=] {
+        std::fill_n((Word*)to, count, word);
+        return SUCCESS;
+    });
 }
 
 // Null and the two that CUDA numbers are always there.
@@ -165,13 +237,10 @@ Result unload(Module* module) {
 }
 
 void trace(const Function* f, const unsigned* grid, const unsigned* block, unsigned shared) {
-    if (settings().trace.empty()) return;
     char line[256];
     int length = std::snprintf(line, sizeof line, "%s grid %ux%ux%u block %ux%ux%u shared %u\n", f->name.c_str(), grid[0], grid[1],
                                grid[2], block[0], block[1], block[2], shared);
-    int file = open(settings().trace.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
-    if (file < 0 || write(file, line, length) != length) std::perror(settings().trace.c_str());
-    close(file);
+    note(line, length);
 }
 
 }  // namespace
@@ -280,7 +349,7 @@ Result cuCtxGetCurrent(Context* context) {
 
 Result cuCtxSynchronize() {
     BEGIN(CONTEXT);
-    return SUCCESS;
+    return settle();
 }
 
 Result cuMemGetInfo_v2(size_t* free, size_t* total) {
@@ -292,6 +361,8 @@ Result cuMemGetInfo_v2(size_t* free, size_t* total) {
 
 Result cuMemAlloc_v2(Address* address, size_t size) {
     BEGIN(CONTEXT);
+    char line[64];
+    note(line, std::snprintf(line, sizeof line, "cuMemAlloc_v2 %zu\n", size));
     return allocate(address, size);
 }
 
@@ -300,6 +371,7 @@ Result cuMemFree_v2(Address address) {
     if (!address) return SUCCESS;
     auto found = allocations.find(address);
     if (found == allocations.end()) return INVALID_VALUE;
+    if (Result failed = settle()) return failed;
     munmap(found->second.mapping, found->second.mapped);
     allocated -= found->second.counted;
     allocations.erase(found);
@@ -342,17 +414,17 @@ Result cuMemcpyDtoD_v2(Address to, Address from, size_t size) {
 
 Result cuMemcpyHtoDAsync_v2(Address to, const void* from, size_t size, Stream* stream) {
     BEGIN(CONTEXT);
-    return known(stream) ? copy((void*)to, from, size, ours(to, size)) : INVALID_HANDLE;
+    return known(stream) ? copy_async((void*)to, from, size, ours(to, size)) : INVALID_HANDLE;
 }
 
 Result cuMemcpyDtoHAsync_v2(void* to, Address from, size_t size, Stream* stream) {
     BEGIN(CONTEXT);
-    return known(stream) ? copy(to, (const void*)from, size, ours(from, size)) : INVALID_HANDLE;
+    return known(stream) ? copy_async(to, (const void*)from, size, ours(from, size)) : INVALID_HANDLE;
 }
 
 Result cuMemcpyDtoDAsync_v2(Address to, Address from, size_t size, Stream* stream) {
     BEGIN(CONTEXT);
-    return known(stream) ? copy((void*)to, (const void*)from, size, ours(to, size) && ours(from, size)) : INVALID_HANDLE;
+    return known(stream) ? copy_async((void*)to, (const void*)from, size, ours(to, size) && ours(from, size)) : INVALID_HANDLE;
 }
 
 Result cuMemsetD8_v2(Address to, unsigned char value, size_t count) {
@@ -387,12 +459,12 @@ Result cuStreamDestroy_v2(Stream* stream) {
 
 Result cuStreamSynchronize(Stream* stream) {
     BEGIN(CONTEXT);
-    return known(stream) ? SUCCESS : INVALID_HANDLE;
+    return known(stream) ? settle() : INVALID_HANDLE;
 }
 
 Result cuStreamQuery(Stream* stream) {
     BEGIN(CONTEXT);
-    return known(stream) ? SUCCESS : INVALID_HANDLE;
+    return !known(stream) ? INVALID_HANDLE : issued.empty() ? SUCCESS : NOT_READY;
 }
 
 Result cuStreamWaitEvent(Stream* stream, Event* event, unsigned) {
@@ -420,18 +492,21 @@ Result cuEventRecord(Event* event, Stream* stream) {
     BEGIN(CONTEXT);
     if (!events.count(event) || !known(stream)) return INVALID_HANDLE;
     event->recorded = true;
-    event->when = std::chrono::steady_clock::now();
-    return SUCCESS;
+    return issue([event] {
+        // It may be gone by then.
+        if (events.count(event)) event->when = std::chrono::steady_clock::now();
+        return SUCCESS;
+    }, event);
 }
 
 Result cuEventSynchronize(Event* event) {
     BEGIN(CONTEXT);
-    return events.count(event) ? SUCCESS : INVALID_HANDLE;
+    return events.count(event) ? settle(until(event)) : INVALID_HANDLE;
 }
 
 Result cuEventQuery(Event* event) {
     BEGIN(CONTEXT);
-    return events.count(event) ? SUCCESS : INVALID_HANDLE;
+    return !events.count(event) ? INVALID_HANDLE : until(event) == 0 ? SUCCESS : NOT_READY;
 }
 
 Result cuEventElapsedTime(float* milliseconds, Event* from, Event* to) {
@@ -477,7 +552,9 @@ Result cuModuleLoadData(Module** module, const void* data) {
 
 Result cuModuleUnload(Module* module) {
     BEGIN(CONTEXT);
-    return modules.count(module) ? unload(module) : INVALID_HANDLE;
+    if (!modules.count(module)) return INVALID_HANDLE;
+    if (Result failed = settle()) return failed;
+    return unload(module);
 }
 
 Result cuModuleGetFunction(Function** function, Module* module, const char* name) {
@@ -485,7 +562,7 @@ Result cuModuleGetFunction(Function** function, Module* module, const char* name
     if (!modules.count(module)) return INVALID_HANDLE;
     void* found = dlsym(module->library, ("emulator_kernel_" + std::string(name)).c_str());
     if (!found) return NOT_FOUND;
-    *function = new Function{name, (void (*)(void**))found, module, SHARED_UNASKED};
+    *function = new Function{name, (std::function<void()>* (*)(void**))found, module, SHARED_UNASKED};
     functions.insert(*function);
     return SUCCESS;
 }
@@ -535,17 +612,23 @@ Result cuLaunchKernel(Function* function, unsigned grid_x, unsigned grid_y, unsi
             return INVALID_VALUE;
     if (block_x * block_y * block_z > 1024 || shared > unsigned(function->shared_most) || !arguments) return INVALID_VALUE;
     trace(function, grid, block, shared);
-    struct Launch { Function* function; void** arguments; } launch{function, arguments};
-    emulator::kernel_name = function->name.c_str();
-    auto body = [](void* context) {
-        auto [function, arguments] = *(Launch*)context;
-        function->run(arguments);
-    };
-    if (emulator::launch(body, &launch, grid, block, shared, settings().seed)) {
-        poison = LAUNCH_FAILED;
-        return LAUNCH_FAILED;
-    }
-    return SUCCESS;
+    // The arguments are taken now, whenever it runs.
+    std::shared_ptr<std::function<void()>> run(function->bind(arguments));
+    Result result = issue([=] {
+        const unsigned of_grid[] = {grid_x, grid_y, grid_z}, of_block[] = {block_x, block_y, block_z};
+        emulator::kernel_name = function->name.c_str();
+        auto body = [](void* context) { (*(std::function<void()>*)context)(); };
+        bool stuck = emulator::launch((const void*)function->bind, body, run.get(), of_grid, of_block, shared, settings().seed);
+        return stuck ? LAUNCH_FAILED : SUCCESS;
+    });
+    if (result) poison = result;
+    return result;
+}
+
+// For the stand-in for cuBLASLt, which computes when it is called.
+int emulator_settle() {
+    BEGIN(CONTEXT);
+    return settle();
 }
 
 // As copy_box of hopper.cuh reads it.

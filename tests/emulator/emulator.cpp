@@ -4,6 +4,7 @@
 #include <atomic>
 #include <csignal>
 #include <thread>
+#include <link.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -123,6 +124,38 @@ static void catch_faults() {
     for (int signal : {SIGSEGV, SIGBUS, SIGILL}) sigaction(signal, &action, &before[signal]);
 }
 
+// What an object declares as shared memory: its variables of a thread of the system, which are of nothing else in it but what lanes
+// hand to each other within a call, and in a check's program `running`.
+struct Declared { uintptr_t code; size_t object, bytes; };
+
+static Declared declared_by(const void* code) {
+    Declared of{(uintptr_t)code, 0, 0};
+    dl_iterate_phdr([](dl_phdr_info* info, size_t, void* to) {
+        Declared& of = *(Declared*)to;
+        bool holds = false;
+        size_t bytes = 0;
+        for (int i = 0; i < info->dlpi_phnum; i++) {
+            const auto& part = info->dlpi_phdr[i];
+            uintptr_t start = info->dlpi_addr + part.p_vaddr;
+            if (part.p_type == PT_LOAD && of.code - start < part.p_memsz) holds = true;
+            if (part.p_type == PT_TLS) bytes = part.p_memsz;
+        }
+        if (holds) of.object = info->dlpi_tls_modid, of.bytes = bytes;
+        return int(holds);
+    }, &of);
+    return of;
+}
+
+extern "C" void* __tls_get_addr(size_t*);
+
+static void poison(const Declared& of) {
+    if (of.bytes == 0) return;
+    Block* kept = running;
+    size_t place[2] = {of.object, 0};
+    std::memset(__tls_get_addr(place), 0xff, of.bytes);
+    running = kept;
+}
+
 // Gives each thread of block `at` a fiber that begins at the kernel's beginning.
 static void begin(Block& b, Worker& worker, unsigned at) {
     const Dim &size = b.block_size, &grid = b.grid_size;
@@ -182,8 +215,10 @@ static bool run_block(Block& b, unsigned at) {
     return true;
 }
 
-int launch(void (*body)(void*), void* context, const unsigned* grid, const unsigned* size, size_t shared, unsigned seed) {
+int launch(const void* code, void (*body)(void*), void* context, const unsigned* grid, const unsigned* size, size_t shared,
+           unsigned seed) {
     catch_faults();
+    const Declared declared = declared_by(code);
     unsigned threads = size[0] * size[1] * size[2];
     uint64_t blocks = (uint64_t)grid[0] * grid[1] * grid[2];
     std::atomic<uint64_t> next{0};
@@ -205,6 +240,7 @@ int launch(void (*body)(void*), void* context, const unsigned* grid, const unsig
         b.block_size = {size[0], size[1], size[2]};
         running = &b;
         for (uint64_t block = next++; block < blocks && !failed; block = next++) {
+            poison(declared);
             begin(b, worker, (unsigned)block);
             if (!run_block(b, (unsigned)block)) failed = true;
         }

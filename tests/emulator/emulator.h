@@ -4,7 +4,8 @@
 // a seed chooses: so a missing barrier shows as a wrong result. Copies that a thread begins arrive when it waits for them, and
 // where the seed is odd at once, too. A block in which all fibers wait for each other is reported, and so is a touch of memory that is
 // not there. Blocks run on all cores, each on one: they must not wait for each other. A warpgroup's products are computed when a thread
-// waits for them, or where the seed is odd at once. What copies have brought is for products only once the thread that copied it has
+// waits for them, or where the seed is odd at once. Their sums, which no fence may follow or no wait precede, are nonsense in between.
+// Shared memory that nobody has written is nonsense in each block, what a kernel declares as well as what its launch asks for. What copies have brought is for products only once the thread that copied it has
 // fenced it; products that read it before are reported.
 #pragma once
 #include <cmath>
@@ -13,6 +14,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -32,8 +34,16 @@ struct Dim { unsigned x, y, z; };
 struct Copy { void* to; unsigned char bytes[16]; };
 struct Copies { std::vector<Copy> open; std::vector<std::vector<Copy>> groups; std::vector<size_t> unfenced; };
 
-// Products of a warpgroup that a thread has begun.
-struct Products { std::vector<std::function<void()>> open; std::vector<std::vector<std::function<void()>>> groups; };
+// Sums of products that a thread has begun: what they are, while the registers hold nonsense; and how many products still add to them.
+struct Sums { std::vector<unsigned char> are; unsigned pending; };
+
+// Products of a warpgroup that a thread has begun, and by the registers' addresses: sums, and what was in registers at the last fence.
+struct Products {
+    std::vector<std::function<void()>> open;
+    std::vector<std::vector<std::function<void()>>> groups;
+    std::map<const void*, Sums> sums;
+    std::map<const void*, std::vector<unsigned char>> fenced;
+};
 
 struct Fiber { void* stack_pointer; Dim thread; unsigned lane, warp, turn; bool done; Copies copies; Products products; };
 
@@ -58,8 +68,8 @@ struct Block {
     unsigned char* shared_start() { return shared; }
 };
 
-// Runs all blocks of a launch. Returns 0, or 1 where threads wait for each other.
-int launch(void (*body)(void*), void* context, const unsigned* grid, const unsigned* size, size_t shared, unsigned seed);
+// Runs all blocks of a launch of the kernel at `code`. Returns 0, or 1 where threads wait for each other.
+int launch(const void* code, void (*body)(void*), void* context, const unsigned* grid, const unsigned* size, size_t shared, unsigned seed);
 // Whose launch it is, for messages.
 extern const char* kernel_name;
 
@@ -105,11 +115,13 @@ template <class T> T argument(const void* from) {
     std::memcpy(&value, from, sizeof(T));
     return value;
 }
-template <class... A, size_t... I> void call(void (*kernel)(A...), void** arguments, std::index_sequence<I...>) {
-    kernel(argument<A>(arguments[I])...);
+// A kernel and its arguments, which are the launch's from now on: what the driver runs in each thread.
+template <class... A, size_t... I>
+std::function<void()>* with_arguments(void (*kernel)(A...), void** arguments, std::index_sequence<I...>) {
+    return new std::function<void()>([kernel, all = std::tuple<A...>(argument<A>(arguments[I])...)] { std::apply(kernel, all); });
 }
-template <class... A> void call(void (*kernel)(A...), void** arguments) {
-    call(kernel, arguments, std::index_sequence_for<A...>{});
+template <class... A> std::function<void()>* with_arguments(void (*kernel)(A...), void** arguments) {
+    return with_arguments(kernel, arguments, std::index_sequence_for<A...>{});
 }
 
 }  // namespace emulator

@@ -3,6 +3,12 @@
 #include "ptx.cuh"
 #include <algorithm>
 
+namespace emulator {
+inline void fence(const void* registers, size_t bytes) {
+    self().products.fenced[registers].assign((const unsigned char*)registers, (const unsigned char*)registers + bytes);
+}
+}  // namespace emulator
+
 #if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #error "these instructions need sm_90a"
 #endif
@@ -18,7 +24,15 @@ inline void stores_before_products() {
     emulator::copies().unfenced.clear();
 }
 
-inline void products_begin() {}
+// What the next products read and write: sums, and the left matrix's registers. Whatever writes these before a wait fails there.
+template <class Sum, int N> inline void products_begin(Sum (&d)[N]) {
+    emulator::fence(d, sizeof d);
+}
+
+template <class Sum, int N, int M> inline void products_begin(Sum (&d)[N], unsigned (&a)[M][4]) {
+    for (auto& four : a) emulator::fence(four, sizeof four);
+    products_begin(d);
+}
 
 inline void products_end() {
     emulator::Products& products = emulator::self().products;
@@ -32,6 +46,22 @@ template <int LEFT> inline void products_wait() {
         for (auto& product : groups.front()) product();
         groups.erase(groups.begin());
     }
+}
+
+// Sums are there for those alone who name them here: a compiler may compute with others before it waits.
+template <class Sum, int N> inline void products_done(Sum (&d)[N]) {
+    products_wait<0>();
+    auto& products = emulator::self().products;
+    auto sums = products.sums.find(d);
+    if (sums == products.sums.end()) emulator::fail("waits for sums of which there are no products");
+    std::memcpy(d, sums->second.are.data(), sizeof d);
+    products.sums.erase(sums);
+    products.fenced.erase(d);
+}
+
+template <class Sum, int N, int M> inline void products_done(Sum (&d)[N], unsigned (&a)[M][4]) {
+    products_done(d);
+    for (auto& four : a) emulator::self().products.fenced.erase(four);
 }
 
 namespace emulator {
@@ -70,17 +100,44 @@ void multiply(Sum (&d)[N], const Rows& x, unsigned long long b, int add, Product
         }
 }
 
-// Now, or when the thread waits for it.
-template <class Compute> void begin_product(Compute compute) {
-    if (block().seed % 2 == 1)
-        compute();
-    else
-        self().products.open.push_back(compute);
+// Registers must not have changed since the fence.
+inline void check_fence(const void* registers, size_t bytes) {
+    auto& fenced = self().products.fenced;
+    auto was = fenced.find(registers);
+    if (was == fenced.end()) fail("begins a product whose registers no fence has named");
+    if (std::memcmp(was->second.data(), registers, bytes) != 0) fail("changes registers between the fence and the product");
+}
+
+// Now, or when the thread waits for it; its sums are nonsense until then.
+template <class Sum, int N, class Compute> void begin_product(Sum (&d)[N], Compute compute) {
+    Products& products = self().products;
+    auto [at, fresh] = products.sums.try_emplace(d);
+    Sums* sums = &at->second;
+    if (fresh) {
+        check_fence(d, sizeof d);
+        sums->are.assign((unsigned char*)d, (unsigned char*)(d + N));
+        std::memset(d, 0xff, sizeof d);
+    }
+    sums->pending++;
+    auto add = [sums, compute] {
+        Sum now[N];
+        std::memcpy(now, sums->are.data(), sizeof now);
+        compute(now);
+        std::memcpy(sums->are.data(), now, sizeof now);
+    };
+    bool at_once = block().seed % 2 == 1;
+    if (at_once) add();
+    products.open.push_back([&d, sums, add, at_once] {
+        for (size_t i = 0; i < sizeof d; i++)
+            if (((unsigned char*)d)[i] != 0xff) fail("changes sums that a product still adds to");
+        if (!at_once) add();
+        sums->pending--;
+    });
 }
 
 template <class Sum, int N, class Product>
 void products(Sum (&d)[N], unsigned long long a, unsigned long long b, int add, Product product) {
-    begin_product([&d, a, b, add, product] {
+    begin_product(d, [a, b, add, product](Sum (&d)[N]) {
         Rows x;
         for (int half = 0; half < 2; half++) row_of(a, self().warp % 4 * 16 + self().lane / 4 + half * 8, x[half]);
         multiply(d, x, b, add, product);
@@ -95,10 +152,11 @@ void products(Sum (&d)[N], const unsigned (&a)[4], unsigned long long b, int add
         unsigned own[4];
     } left;
     std::memcpy(left.own, a, 16);
+    check_fence(a, sizeof left.own);
     const Words<4>& all = gather<4>(a);
     for (int lane = 0; lane < 4; lane++)
         for (int i = 0; i < 4; i++) std::memcpy(left.rows[i % 2] + i / 2 * 16 + lane * 4, &all.of[self().lane / 4 * 4 + lane][i], 4);
-    begin_product([&d, &a, left, b, add, product] {
+    begin_product(d, [&a, left, b, add, product](Sum (&d)[N]) {
         if (std::memcmp(left.own, a, 16) != 0) fail("changes registers that a product still reads");
         multiply(d, left.rows, b, add, product);
     });
@@ -157,7 +215,7 @@ inline void barrier_wait(Barrier* barrier, int parity) {
 }
 
 // In words of the tests' own: data, rows, columns, bytes from row to row, the box's columns and rows, bytes of an element.
-struct alignas(64) TensorMap {
+struct alignas(128) TensorMap {
     unsigned long long words[16];
 };
 

@@ -141,8 +141,8 @@ bool compile(const std::string& folder, const std::vector<std::string>& argument
 Result build(Program& program, const std::string& folder, Target target, const std::vector<std::string>& macros) {
     std::string source = program.source + "\n";
     for (const std::string& name : kernels(program.source))
-        source += "extern \"C\" __attribute__((visibility(\"default\"))) void emulator_kernel_" + name +
-                  "(void** arguments) { emulator::call(" + name + ", arguments); }\n";
+        source += "extern \"C\" __attribute__((visibility(\"default\"))) void* emulator_kernel_" + name +
+                  "(void** arguments) { return emulator::with_arguments(" + name + ", arguments); }\n";
     bool written = write(folder + "/" + program.name, source);
     for (const auto& [name, text] : program.headers)
         if (!std::filesystem::exists(std::string(EMULATOR_HEADERS) + "/" + name)) written &= write(folder + "/" + name, text);

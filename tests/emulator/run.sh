@@ -1,5 +1,5 @@
 #!/bin/bash
-# Runs kernels in the emulator against references in doubles, in every format: tests/emulator/run.sh [PROGRAM]..., of linear, rows,
+# Runs kernels in the emulator against references in doubles, in every format: tests/emulator/run.sh [PROGRAM]..., of encodings, linear, rows,
 # attention, sample and client (the libraries that stand in for NVIDIA's). Needs a C++ compiler alone. Fails where an error is larger than its check says.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -64,6 +64,14 @@ sample() {
     run sample
 }
 
+encodings() {
+    run encodings STORE=2 HEADS=8 KV_HEADS=2 HEAD_DIM=64 BLOCK=64
+    sed '/#include "ptx.cuh"/d' kernels/common/hopper.cuh > "$built/hopper_itself.cuh"
+    echo "encodings DEVICE"
+    g++ "${flags[@]}" -DDEVICE -I "$built" tests/emulator/encodings.cpp -o "$built/program"
+    "$built/program" || failed=1
+}
+
 client() {
     echo client
     tests/emulator/build.sh "$built/lib"
@@ -71,7 +79,7 @@ client() {
     "$built/client" "$built/lib" || failed=1
 }
 
-for part in "${@:-linear rows attention sample client}"; do
+for part in "${@:-encodings linear rows attention sample client}"; do
     for name in $part; do "$name"; done
 done
 exit $failed

@@ -100,27 +100,48 @@ struct Factors {
     depth: usize,
 }
 
+/// Where the loop begins to read, and how often it goes round.
+struct Start {
+    configuration: Configuration,
+    a: *const u8,
+    a_lower: *const u8,
+    b: *const u8,
+    b_second: *const u8,
+    steps: usize,
+}
+
+impl Start {
+    fn of(f: &Factors) -> Start {
+        debug_assert!(f.rows <= 2 * ROWS && (1..=2).contains(&f.panels) && f.depth.is_multiple_of(ROW_BYTES));
+        let upper = f.rows.min(ROWS);
+        let lower = f.rows - upper;
+        Start {
+            // A tile of no rows is not allowed: where there is no lower half, its tiles take one row, which nobody looks at.
+            configuration: Configuration::new(upper as u8, lower.max(1) as u8),
+            a: f.a,
+            // Where there is no second panel or no lower half, the first stands in for it: it is read twice, and nobody looks at
+            // those sums.
+            a_lower: f.a.wrapping_add(if lower > 0 { ROWS * f.depth } else { 0 }),
+            b: f.b,
+            b_second: f.b.wrapping_add(if f.panels == 2 { f.panel_stride } else { 0 }),
+            steps: f.depth / ROW_BYTES,
+        }
+    }
+}
+
 /// Defines a function that adds up the products of [`Factors`] by the instruction `$product`.
 macro_rules! tiles {
     ($name:ident, $product:literal) => {
         /// # Safety
         /// All that [`Factors`] names is there, and [`is_available`].
         unsafe fn $name(f: &Factors) -> Sums {
-            debug_assert!(f.rows <= 2 * ROWS && (1..=2).contains(&f.panels) && f.depth.is_multiple_of(ROW_BYTES));
-            let upper = f.rows.min(ROWS);
-            let lower = f.rows - upper;
             let mut sums = Sums([[0; 2 * PANEL]; 2 * ROWS]);
-            // A tile of no rows is not allowed: where there is no lower half, its tiles take one row, which nobody looks at.
-            let configuration = Configuration::new(upper as u8, lower.max(1) as u8);
-            let steps = f.depth / ROW_BYTES;
-            if steps == 0 {
+            let start = Start::of(f);
+            if start.steps == 0 {
                 return sums;
             }
-            // SAFETY: rows and panels lie within what the caller vouches for. Where there is no second panel or no lower half,
-            // the first stands in for it: it is read twice, and nobody looks at those sums.
+            // SAFETY: rows and panels lie within what the caller vouches for.
             unsafe {
-                let a_lower = if lower > 0 { f.a.add(ROWS * f.depth) } else { f.a };
-                let b_second = if f.panels == 2 { f.b.add(f.panel_stride) } else { f.b };
                 asm!(
                     "ldtilecfg [{configuration}]",
                     "tilezero tmm0",
@@ -147,14 +168,14 @@ macro_rules! tiles {
                     "tilestored [{sums} + {sums_stride}*1 + 64], tmm2",
                     "tilestored [{sums_lower} + {sums_stride}*1 + 64], tmm3",
                     "tilerelease",
-                    configuration = in(reg) &configuration,
-                    a = inout(reg) f.a => _,
-                    a_lower = inout(reg) a_lower => _,
+                    configuration = in(reg) &start.configuration,
+                    a = inout(reg) start.a => _,
+                    a_lower = inout(reg) start.a_lower => _,
                     a_stride = in(reg) f.depth,
-                    b = inout(reg) f.b => _,
-                    b_second = inout(reg) b_second => _,
+                    b = inout(reg) start.b => _,
+                    b_second = inout(reg) start.b_second => _,
                     row = in(reg) ROW_BYTES,
-                    steps = inout(reg) steps => _,
+                    steps = inout(reg) start.steps => _,
                     sums = in(reg) sums.0.as_mut_ptr(),
                     sums_lower = in(reg) sums.0[ROWS..].as_mut_ptr(),
                     sums_stride = in(reg) 2 * PANEL * size_of::<i32>(),
@@ -245,5 +266,248 @@ unsafe fn finish(p: &int8::Product, tile: Tile, sums: &Sums) {
                 _mm512_storeu_ps(p.c.wrapping_add(row * p.c_stride + n * PANEL), value);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    //! The instructions in plain code, as Intel's manual writes their operation (Intel 64 and IA-32 Architectures Software Developer's
+    //! Manual, volume 2: LDTILECFG, TILELOADD, TDPBUSD, TDPBF16PS), over the layouts that the loop above reads: on every processor.
+
+    use super::*;
+    use crate::device::cpu::testing::{numbers, skip};
+
+    /// A tile register: 16 rows of 64 bytes.
+    type Register = [[u8; ROW_BYTES]; ROWS];
+
+    /// The eight registers, and what was configured of each.
+    struct Tiles<'a> {
+        configuration: &'a Configuration,
+        registers: [Register; 8],
+    }
+
+    impl Tiles<'_> {
+        fn new(configuration: &Configuration) -> Tiles<'_> {
+            assert_eq!(
+                (configuration.palette, configuration.start_row, configuration.reserved),
+                (1, 0, [0; 14])
+            );
+            // LDTILECFG faults on more rows and bytes than palette 1 has, and on one of them being zero.
+            for tile in 0..8 {
+                let (rows, bytes) = (configuration.rows[tile], configuration.row_bytes[tile]);
+                assert!(
+                    (1..=16).contains(&rows) && (1..=64).contains(&bytes),
+                    "tile {tile}: {rows} rows of {bytes}"
+                );
+            }
+            assert!(configuration.rows[8..].iter().all(|rows| *rows == 0));
+            Tiles {
+                configuration,
+                registers: [[[0; ROW_BYTES]; ROWS]; 8],
+            }
+        }
+
+        /// TILELOADD: each configured row from its place, zeros behind.
+        unsafe fn load(&mut self, tile: usize, from: *const u8, stride: usize) {
+            self.registers[tile] = [[0; ROW_BYTES]; ROWS];
+            for row in 0..usize::from(self.configuration.rows[tile]) {
+                for byte in 0..usize::from(self.configuration.row_bytes[tile]) {
+                    // SAFETY: what the loop reads is there.
+                    self.registers[tile][row][byte] = unsafe { *from.add(row * stride + byte) };
+                }
+            }
+        }
+
+        /// Doubleword `n` of row `m`.
+        fn word(&self, tile: usize, m: usize, n: usize) -> [u8; 4] {
+            self.registers[tile][m][n * 4..][..4].try_into().unwrap()
+        }
+
+        /// `c[m][n] = of(c[m][n], a[m][k], b[k][n])`, k after k, of doublewords.
+        fn products(&mut self, [c, a, b]: [usize; 3], of: impl Fn([u8; 4], [u8; 4], [u8; 4]) -> [u8; 4]) {
+            let rows = self.configuration.rows;
+            let words = |tile: usize| usize::from(self.configuration.row_bytes[tile]) / 4;
+            // TDP* faults unless the shapes fit.
+            assert_eq!((rows[c], words(c), usize::from(rows[b])), (rows[a], words(b), words(a)));
+            for m in 0..usize::from(rows[c]) {
+                for k in 0..words(a) {
+                    for n in 0..words(c) {
+                        let sum = of(self.word(c, m, n), self.word(a, m, k), self.word(b, k, n));
+                        self.registers[c][m][n * 4..][..4].copy_from_slice(&sum);
+                    }
+                }
+            }
+        }
+    }
+
+    /// TDPBUSD: four products of an unsigned byte of `a` and a signed one of `b`.
+    fn tdpbusd(c: [u8; 4], a: [u8; 4], b: [u8; 4]) -> [u8; 4] {
+        let products = a.into_iter().zip(b).map(|(a, b)| i32::from(a) * i32::from(b as i8));
+        products.fold(i32::from_le_bytes(c), i32::wrapping_add).to_le_bytes()
+    }
+
+    /// TDPBF16PS: two products of BF16. (The instruction rounds and flushes in its own way; these numbers have exact sums.)
+    fn tdpbf16ps(c: [u8; 4], a: [u8; 4], b: [u8; 4]) -> [u8; 4] {
+        let number =
+            |of: [u8; 4], i: usize| f32::from_bits(u32::from(u16::from_le_bytes([of[2 * i], of[2 * i + 1]])) << 16);
+        let products = [0, 1].map(|i| number(a, i) * number(b, i));
+        (f32::from_le_bytes(c) + (products[0] + products[1])).to_le_bytes()
+    }
+
+    /// The loop of [`tiles`] with a function in place of its instruction.
+    unsafe fn modelled(f: &Factors, of: impl Fn([u8; 4], [u8; 4], [u8; 4]) -> [u8; 4] + Copy) -> Sums {
+        let mut start = Start::of(f);
+        let configuration = Start::of(f).configuration;
+        let mut tiles = Tiles::new(&configuration);
+        let mut sums = Sums([[0; 2 * PANEL]; 2 * ROWS]);
+        for _ in 0..start.steps {
+            // SAFETY: as the caller vouches.
+            unsafe {
+                tiles.load(4, start.a, f.depth);
+                tiles.load(6, start.b, ROW_BYTES);
+                tiles.load(5, start.a_lower, f.depth);
+                tiles.load(7, start.b_second, ROW_BYTES);
+            }
+            for registers in [[0, 4, 6], [1, 5, 6], [2, 4, 7], [3, 5, 7]] {
+                tiles.products(registers, of);
+            }
+            for (at, bytes) in [
+                (&mut start.a, 64),
+                (&mut start.a_lower, 64),
+                (&mut start.b, 1024),
+                (&mut start.b_second, 1024),
+            ] {
+                *at = at.wrapping_add(bytes);
+            }
+        }
+        for (tile, row, column) in [(0, 0, 0), (1, ROWS, 0), (2, 0, PANEL), (3, ROWS, PANEL)] {
+            for m in 0..usize::from(configuration.rows[tile]) {
+                for n in 0..PANEL {
+                    sums.0[row + m][column + n] = i32::from_le_bytes(tiles.word(tile, m, n));
+                }
+            }
+        }
+        sums
+    }
+
+    /// Bytes that look random, of rows and of panels with room between them.
+    struct Case {
+        rows: usize,
+        panels: usize,
+        depth: usize,
+        a: Vec<u8>,
+        b: Vec<u8>,
+    }
+
+    impl Case {
+        fn factors(&self) -> Factors {
+            Factors {
+                a: self.a.as_ptr(),
+                rows: self.rows,
+                b: self.b.as_ptr(),
+                panel_stride: self.stride(),
+                panels: self.panels,
+                depth: self.depth,
+            }
+        }
+
+        fn stride(&self) -> usize {
+            self.depth * PANEL + 64
+        }
+
+        /// Where byte `i` of column `n` lies: `[k / together][16][together]` of each panel, four bytes together.
+        fn place(&self, n: usize, i: usize) -> usize {
+            n / PANEL * self.stride() + i / 4 * PANEL * 4 + n % PANEL * 4 + i % 4
+        }
+    }
+
+    fn cases(byte: impl Fn(usize) -> u8) -> impl Iterator<Item = Case> {
+        [1, 5, 15, 16, 17, 31, 32].into_iter().flat_map(move |rows| {
+            [(1, 64), (2, 64), (1, 192), (2, 320)].map(|(panels, depth)| {
+                let bytes = |seed: usize, count: usize| (0..count).map(|i| byte(i * 7 + seed)).collect();
+                Case {
+                    rows,
+                    panels,
+                    depth,
+                    a: bytes(1, rows * depth),
+                    b: bytes(5, panels * (depth * PANEL + 64)),
+                }
+            })
+        })
+    }
+
+    /// Numbers with few bits, so that sums of F32 are exact in any order: the bytes of BF16 numbers, low byte first.
+    fn few_bits(i: usize) -> u8 {
+        let number = (numbers(9, 4096)[i / 2 % 4096] * 8.0).round() / 4.0;
+        (number.to_bits() >> 16).to_le_bytes()[i % 2]
+    }
+
+    /// Holds what multiplies tiles against plain sums over the same bytes.
+    fn check(int8: impl Fn(&Factors) -> Sums, bf16: impl Fn(&Factors) -> Sums) {
+        let random = numbers(3, 8192);
+        for case in cases(|i| (random[i % 8192] * 128.0 + 128.0) as u8) {
+            let sums = int8(&case.factors());
+            for (r, n) in (0..case.rows).flat_map(|r| (0..case.panels * PANEL).map(move |n| (r, n))) {
+                let product =
+                    |i: usize| i32::from(case.a[r * case.depth + i]) * i32::from(case.b[case.place(n, i)] as i8);
+                let want: i32 = (0..case.depth).map(product).sum();
+                assert_eq!(
+                    sums.0[r][n], want,
+                    "{} rows, {} panels, {} bytes at ({r}, {n})",
+                    case.rows, case.panels, case.depth
+                );
+            }
+        }
+        // The left factor's numbers begin at even bytes of a row, the right one's at even bytes of a column's four.
+        let table: Vec<u8> = (0..8192).map(few_bits).collect();
+        for case in cases(|i| table[i % 8192]) {
+            let case = aligned(case, &table);
+            let sums = bf16(&case.factors());
+            let number =
+                |low: u8, high: u8| f64::from(f32::from_bits(u32::from(u16::from_le_bytes([low, high])) << 16));
+            for (r, n) in (0..case.rows).flat_map(|r| (0..case.panels * PANEL).map(move |n| (r, n))) {
+                let product = |i: usize| {
+                    let a = &case.a[r * case.depth + i..];
+                    number(a[0], a[1]) * number(case.b[case.place(n, i)], case.b[case.place(n, i + 1)])
+                };
+                let want: f64 = (0..case.depth).step_by(2).map(product).sum();
+                let got = f64::from(f32::from_bits(sums.0[r][n] as u32));
+                assert_eq!(
+                    got, want,
+                    "{} rows, {} panels, {} bytes at ({r}, {n})",
+                    case.rows, case.panels, case.depth
+                );
+            }
+        }
+    }
+
+    /// The case with whole numbers of `table` in place of bytes from anywhere in it.
+    fn aligned(mut case: Case, table: &[u8]) -> Case {
+        for (seed, bytes) in [(6, &mut case.a), (40, &mut case.b)] {
+            bytes
+                .iter_mut()
+                .enumerate()
+                .for_each(|(i, byte)| *byte = table[(i / 2 * 14 + seed + i % 2) % table.len()]);
+        }
+        case
+    }
+
+    #[test]
+    fn tiles_in_plain_code_give_the_plain_sums() {
+        // SAFETY: the cases are as large as they say.
+        check(
+            |f| unsafe { modelled(f, tdpbusd) },
+            |f| unsafe { modelled(f, tdpbf16ps) },
+        );
+    }
+
+    #[test]
+    fn tiles_of_the_processor_give_the_plain_sums() {
+        if !is_available() {
+            let name = "device::cpu::amx::tests::tiles_of_the_processor_give_the_plain_sums";
+            return skip(name, "the processor lacks AMX");
+        }
+        // SAFETY: the cases are as large as they say, and the processor has AMX.
+        check(|f| unsafe { int8_sums(f) }, |f| unsafe { bf16_sums(f) });
     }
 }

@@ -135,3 +135,32 @@ macro_rules! multiversion {
     };
 }
 pub(super) use multiversion;
+
+#[cfg(all(test, target_arch = "x86_64"))]
+mod tests {
+    use super::*;
+    use crate::device::cpu::testing::skip;
+
+    /// Tests of kernels go through the sets that the processor has: those that it lacks are listed.
+    #[test]
+    fn every_set_of_kernels_is_tried() {
+        let all = [
+            Isa::Avx2,
+            Isa::AvxVnni,
+            Isa::Avx512,
+            Isa::Avx512Vnni,
+            Isa::Avx512Bf16,
+            Isa::Amx,
+        ];
+        let available = Isa::available();
+        let lacking: Vec<String> = all
+            .iter()
+            .filter(|isa| !available.contains(isa))
+            .map(Isa::to_string)
+            .collect();
+        if !lacking.is_empty() {
+            let why = format!("no kernels of {} ran: the processor lacks them", lacking.join(", "));
+            skip("device::cpu::isa::tests::every_set_of_kernels_is_tried", &why);
+        }
+    }
+}

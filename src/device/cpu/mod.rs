@@ -457,6 +457,10 @@ impl Device for Cpu {
         false
     }
 
+    fn measures(&self) -> bool {
+        false
+    }
+
     fn write(&self, values: &[f32], width: usize, out: &mut Buffer) -> Result<(), DeviceError> {
         out.reshape(values.len() / width, width);
         out.data.copy_from_slice(values);

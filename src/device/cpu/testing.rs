@@ -49,6 +49,23 @@ pub fn on_threads(isa: Isa, count: usize) -> On<'static> {
     On { isa, threads }
 }
 
+/// Notes that the test `name` checked nothing, and why, as `skip` of the integration tests does.
+pub fn skip(name: &str, why: &str) {
+    use std::io::Write;
+    eprintln!("skipped: {name}: {why}");
+    if let Some(list) = std::env::var_os("GRISTMILL_TEST_SKIPS") {
+        let mut options = std::fs::OpenOptions::new();
+        let mut list = options
+            .append(true)
+            .create(true)
+            .open(list)
+            .expect("the list of skipped tests");
+        // One write a line: tests run side by side.
+        list.write_all(format!("{name}: {why}\n").as_bytes())
+            .expect("a line in the list of skipped tests");
+    }
+}
+
 /// Two threads.
 pub fn on(isa: Isa) -> On<'static> {
     on_threads(isa, 2)

@@ -138,21 +138,36 @@ impl Compiler {
         self.nvrtc.version()
     }
 
-    /// Machine code of a kernel that was made before.
-    pub fn kept(&self, kernel: &Kernel) -> Option<Vec<u8>> {
-        std::fs::read(self.place(kernel)?).ok()
+    /// A kernel that was made before, with what the assembler said of it then.
+    pub fn kept(&self, kernel: &Kernel) -> Option<Compiled> {
+        let path = self.place(kernel)?;
+        Some(Compiled {
+            log: std::fs::read_to_string(path.with_extension("log")).ok()?,
+            image: std::fs::read(path).ok()?,
+        })
     }
 
-    /// Machine code of a kernel, made now and kept.
+    /// A kernel, made now and kept.
     ///
     /// # Errors
     /// It does not compile.
-    pub fn make(&self, kernel: &Kernel) -> Result<Vec<u8>, DeviceError> {
-        let image = self.compile(kernel)?.image;
+    pub fn make(&self, kernel: &Kernel) -> Result<Compiled, DeviceError> {
+        let compiled = self.compile(kernel)?;
         if let Some(path) = self.place(kernel) {
-            keep(&path, &image);
+            keep(&path.with_extension("log"), compiled.log.as_bytes());
+            keep(&path, &compiled.image);
         }
-        Ok(image)
+        Ok(compiled)
+    }
+
+    /// Says in one line what this NVRTC made worse than it is meant to be, if anything.
+    pub fn warn_of(&self, kernel: &Kernel, log: &str) {
+        if let Some(why) = slowed(log) {
+            let (major, minor) = self.nvrtc.version();
+            tracing::warn!(
+                "kernel `{kernel}` is slower than it is meant to be: NVRTC {major}.{minor} says `{why}`: install another version of NVRTC"
+            );
+        }
     }
 
     fn place(&self, kernel: &Kernel) -> Option<PathBuf> {
@@ -202,6 +217,21 @@ impl Compiler {
     }
 }
 
+/// What the assembler says it did that costs a kernel its speed: products of warpgroups that it put one behind the other (its warnings
+/// C7500 to C7599), numbers that it keeps in memory for want of registers.
+pub fn slowed(log: &str) -> Option<&str> {
+    let is_some = |line: &str, words: &str| {
+        line.split(',').any(|part| {
+            let number = part.trim().strip_suffix(words).map(str::trim);
+            number.is_some_and(|number| number != "0" && number.bytes().all(|digit| digit.is_ascii_digit()))
+        })
+    };
+    let kept_in_memory = ["bytes stack frame", "bytes spill stores", "bytes spill loads"];
+    log.lines()
+        .find(|line| line.contains("(C75") || kept_in_memory.iter().any(|words| is_some(line, words)))
+        .map(str::trim)
+}
+
 fn source(name: &str) -> Result<&'static str, DeviceError> {
     let found = SOURCES.iter().find(|(stem, _)| *stem == name);
     found
@@ -234,5 +264,29 @@ pub(super) fn keep(path: &Path, image: &[u8]) {
     if let Err(error) = written {
         tracing::warn!("compiled kernels are not kept in `{}`: {error}", folder.display());
         let _ = std::fs::remove_file(&part);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::slowed;
+
+    #[test]
+    fn what_costs_speed_is_found_in_what_the_assembler_says() {
+        let fine = "ptxas info    : 3 bytes gmem\nptxas info    : Function properties for linear\n    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\nptxas info    : Used 168 registers, used 1 barriers";
+        assert_eq!(slowed(fine), None);
+        assert_eq!(slowed(""), None);
+        let serialized = "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to non wgmma instructions defining accumulator registers";
+        assert_eq!(slowed(&format!("{fine}\n{serialized}\n")), Some(serialized));
+        for spilled in [
+            "16 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads",
+            "0 bytes stack frame, 4 bytes spill stores, 0 bytes spill loads",
+            "0 bytes stack frame, 0 bytes spill stores, 120 bytes spill loads",
+        ] {
+            assert_eq!(
+                slowed(&format!("ptxas info    : x\n    {spilled}\nrest")),
+                Some(spilled)
+            );
+        }
     }
 }

@@ -383,7 +383,10 @@ impl Argument {
 }
 
 /// How the tensor memory accelerator finds its way in a matrix of rows.
+///
+/// On 128 bytes, as CUDA 13 asks for; the headers of CUDA 12 say 64.
 #[derive(Debug, Clone, Copy)]
+#[repr(C, align(128))]
 pub struct TensorMap(sys::CUtensorMap);
 
 /// A matrix of rows on the card: what a [`TensorMap`] is made of.

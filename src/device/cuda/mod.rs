@@ -160,11 +160,16 @@ impl Cuda {
         }
         let load = |image: &[u8]| self.context.function(image, launch.kernel.name, launch.shared_bytes);
         // What was kept and cannot be used, a damaged file, is made anew.
-        let kept = self.compiler.kept(&launch.kernel).and_then(|image| load(&image).ok());
-        let function = match kept {
-            Some(function) => function,
-            None => load(&self.compiler.make(&launch.kernel)?)?,
+        let kept = self.compiler.kept(&launch.kernel);
+        let kept = kept.and_then(|kept| Some((load(&kept.image).ok()?, kept.log)));
+        let (function, log) = match kept {
+            Some(kept) => kept,
+            None => {
+                let made = self.compiler.make(&launch.kernel)?;
+                (load(&made.image)?, made.log)
+            }
         };
+        self.compiler.warn_of(&launch.kernel, &log);
         functions.insert(launch.kernel, function);
         Ok(function)
     }
@@ -561,6 +566,10 @@ impl Device for Cuda {
     }
 
     fn runs_ahead(&self) -> bool {
+        true
+    }
+
+    fn measures(&self) -> bool {
         true
     }
 
