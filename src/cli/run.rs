@@ -136,9 +136,11 @@ async fn work(
     };
     let before = ledger.status().await?;
     let meter = Arc::new(Meter::default());
+    let queue = LocalQueue::new(messages(ledger, resumed).await?);
     let worker = Worker::new(Parts {
         name: format!("run-{}", crate::ledger::Id::random()?),
-        queue: Arc::new(LocalQueue::new(messages(ledger, resumed).await?)),
+        queue: Arc::new(queue.clone()),
+        own_queue: Some(queue),
         jobs,
         watched: Vec::new(),
         meter: meter.clone(),
@@ -183,12 +185,7 @@ async fn messages(ledger: &Ledger, resumed: bool) -> Result<Vec<Message>, Failur
         let start = u64::from_le_bytes(bytes) % shards.len() as u64;
         shards.rotate_left(start as usize);
     }
-    let job = ledger.job().job.to_string();
-    let output = ledger.store().url().to_string();
-    Ok(shards
-        .into_iter()
-        .map(|shard| Message::new(job.clone(), output.clone(), ledger.generation(), shard))
-        .collect())
+    Ok(worker::messages(ledger, &shards))
 }
 
 /// At least four, and enough that small shards fill the batch twice.

@@ -64,6 +64,7 @@ pub async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
     let worker = Arc::new(Worker::new(Parts {
         name: name(&args)?,
         queue,
+        own_queue: None,
         jobs: Jobs::new(loaded.model),
         watched,
         meter: meter.clone(),

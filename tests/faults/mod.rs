@@ -16,6 +16,7 @@ mod leaving;
 mod limits;
 mod lost_queues;
 mod membership;
+mod one_machine;
 mod orders;
 mod other_models;
 mod parts;
