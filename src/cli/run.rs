@@ -6,12 +6,12 @@ use std::time::Duration;
 use crate::cli::args::RunArgs;
 use crate::cli::door::{self, Opened};
 use crate::cli::exit::{Exit, Failure, one_line};
-use crate::cli::limits::follow_file;
-use crate::cli::outfit::{LoadedModel, STEP_MAX, render_threads, stop_on_signals};
+use crate::cli::limits::{follow_file, reached_line};
+use crate::cli::outfit::{LoadedModel, pulse, render_threads, stop_on_signals};
 use crate::cli::plan::check_any;
 use crate::cli::recheck;
 use crate::dataset::DatasetError;
-use crate::ledger::{Ledger, LedgerError};
+use crate::ledger::{Ledger, LedgerError, StopWhy};
 use crate::queue::{LocalQueue, Message};
 use crate::report::agreement;
 use crate::report::meter::Meter;
@@ -19,7 +19,6 @@ use crate::report::progress::{self, Goal};
 use crate::report::summary::Summary;
 use crate::worker::jobs::{Heard, JobState, Jobs};
 use crate::worker::patience::Patience;
-use crate::worker::pulse::Pulse;
 use crate::worker::stop::{Stop, Why};
 use crate::worker::{self, Parts, Until, Worker};
 
@@ -78,14 +77,16 @@ pub async fn run(args: RunArgs) -> Result<Exit, Failure> {
         eprintln!("gristmill: no report: {}", one_line(&failure.error));
     }
     let (exit, said) = match why {
-        Some(Why::Budget) => (
-            Exit::Stopped,
-            "the budget is reached; raise `budget.usd` and run again to go on",
-        ),
-        Some(Why::Deadline) => (
-            Exit::Stopped,
-            "the deadline is reached; raise `budget.deadline` and run again to go on",
-        ),
+        Some(Why::Budget) => {
+            let reached = reached_line(&ledger, StopWhy::Budget).await?;
+            eprintln!("gristmill: {reached}; raise `budget.usd` and run again to go on");
+            return Ok(Exit::Stopped);
+        }
+        Some(Why::Deadline) => {
+            let reached = reached_line(&ledger, StopWhy::Deadline).await?;
+            eprintln!("gristmill: {reached}; raise `budget.deadline` and run again to go on");
+            return Ok(Exit::Stopped);
+        }
         Some(Why::Cancelled) => (Exit::Cancelled, "the job was cancelled"),
         Some(Why::InputChanged) => (
             Exit::BadJob,
@@ -145,7 +146,7 @@ async fn work(
         watched: Vec::new(),
         meter: meter.clone(),
         patience: Patience::new(false),
-        pulse: Arc::new(Pulse::new(STEP_MAX)),
+        pulse: pulse(),
         render_threads: render_threads(&args.engine)?,
         options: worker::Options {
             log_interval: Duration::from_secs_f64(args.log_interval),

@@ -89,17 +89,24 @@ impl Others {
         }
     }
 
-    /// The most that all others together had spent when they wrote last, in device seconds. Exact where nothing is
-    /// [unread](Others::is_exact).
-    pub fn most_seconds(&self) -> f64 {
-        let most = |known: &Known| {
-            let since = match known.is_changed() {
-                true => seconds(known.listed.modified - known.at),
-                false => 0.0,
-            };
-            known.device_seconds + since
+    /// What all others together are known to have spent, in device seconds.
+    pub fn known_seconds(&self) -> f64 {
+        self.by_worker
+            .values()
+            .fold(0.0, |sum, known| sum + known.device_seconds)
+    }
+
+    /// The most that they can have spent by now, `since` the last listing: nobody spends more than a device second a second.
+    /// Those that are not [live](Others::live) have spent nothing since they wrote last.
+    pub fn most_seconds(&self, window: Duration, since: Duration) -> f64 {
+        let more = |known: &Known| match (self.now, self.is_live(known, window), known.is_changed()) {
+            (Some(now), true, _) => seconds(now - known.at) + since.as_secs_f64(),
+            (_, _, true) => seconds(known.listed.modified - known.at),
+            (_, _, false) => 0.0,
         };
-        self.by_worker.values().map(most).fold(0.0, |sum, more| sum + more)
+        self.by_worker
+            .values()
+            .fold(self.known_seconds(), |sum, known| sum + more(known))
     }
 
     /// Whether all spendings were read as they were listed last.
@@ -109,10 +116,14 @@ impl Others {
 
     /// Workers that wrote within `window` before the newest spending and have not left. The others work no more.
     pub fn live(&self, window: Duration) -> u32 {
-        let Some(now) = self.now else { return 0 };
+        let live = self.by_worker.values().filter(|known| self.is_live(known, window));
+        live.count() as u32
+    }
+
+    fn is_live(&self, known: &Known, window: Duration) -> bool {
         let window = TimeDelta::from_std(window).unwrap_or(TimeDelta::MAX);
-        let is_live = |known: &&Known| now - known.listed.modified <= window && (!known.ended || known.is_changed());
-        self.by_worker.values().filter(is_live).count() as u32
+        let wrote = self.now.is_some_and(|now| now - known.listed.modified <= window);
+        wrote && (!known.ended || known.is_changed())
     }
 
     /// The newest time that the store had stamped on a spending, our own included.

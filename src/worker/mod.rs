@@ -16,6 +16,7 @@
 
 mod accounts;
 pub mod assemble;
+pub mod budget;
 mod device;
 mod fate;
 pub mod idle;

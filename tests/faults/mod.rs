@@ -14,6 +14,7 @@ mod failpoints;
 mod kills;
 mod leaving;
 mod limits;
+mod liveness;
 mod lost_queues;
 mod membership;
 mod one_machine;

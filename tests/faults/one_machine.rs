@@ -35,7 +35,9 @@ fn run_on(job: &Path, ms_per_row: u64) -> Command {
 }
 
 fn status(output: &Path) -> Value {
-    Run::of(&mut gristmill(&["status", arg(output), "--json"])).expect(0).json()
+    Run::of(&mut gristmill(&["status", arg(output), "--json"]))
+        .expect(0)
+        .json()
 }
 
 #[track_caller]
@@ -75,7 +77,10 @@ fn a_run_that_is_extended_while_it_stops_goes_on() {
     // The first log record of all is written when the job stops: until then, nothing is due.
     command
         .args(["--log-interval", "60"])
-        .env("GRISTMILL_FAILPOINTS", "device.before-step=pause:1@1;keeper.before-log=pause:6000@1")
+        .env(
+            "GRISTMILL_FAILPOINTS",
+            "device.before-step=pause:1@1;keeper.before-log=pause:6000@1",
+        )
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());
     let child = command.spawn().unwrap();
@@ -137,7 +142,9 @@ impl Drop for Runs {
 }
 
 fn signal_to(child: &Child, signal: libc::c_int) {
-    let sent = Command::new("kill").args([format!("-{signal}"), child.id().to_string()]).status();
+    let sent = Command::new("kill")
+        .args([format!("-{signal}"), child.id().to_string()])
+        .status();
     assert!(sent.unwrap().success());
 }
 
@@ -197,7 +204,16 @@ fn stray_files_are_not_read() {
     let mut runs = Runs::new(job.clone(), &output);
     runs.hold(libc::SIGKILL);
     let home = runs.attempts.parent().unwrap().parent().unwrap().parent().unwrap();
-    let stray = ["spend", "control", "gen", "commits", "commits/000000", "digests", "shards", "shards/000000"];
+    let stray = [
+        "spend",
+        "control",
+        "gen",
+        "commits",
+        "commits/000000",
+        "digests",
+        "shards",
+        "shards/000000",
+    ];
     let below = ["shards/000000/log", "shards/000000/attempts", "shards/000000/data"];
     for folder in stray.iter().chain(&below) {
         fs::create_dir_all(home.join(folder)).unwrap();
