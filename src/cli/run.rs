@@ -76,14 +76,19 @@ pub async fn run(args: RunArgs) -> Result<Exit, Failure> {
     if let Err(failure) = report(&opened, &ledger, &args, &stop).await {
         eprintln!("gristmill: no report: {}", one_line(&failure.error));
     }
+    say_stopped(&ledger, why).await
+}
+
+/// Says why there is no result, and what to do.
+async fn say_stopped(ledger: &Ledger, why: Option<Why>) -> Result<Exit, Failure> {
     let (exit, said) = match why {
         Some(Why::Budget) => {
-            let reached = reached_line(&ledger, StopWhy::Budget).await?;
+            let reached = reached_line(ledger, StopWhy::Budget).await?;
             eprintln!("gristmill: {reached}; raise `budget.usd` and run again to go on");
             return Ok(Exit::Stopped);
         }
         Some(Why::Deadline) => {
-            let reached = reached_line(&ledger, StopWhy::Deadline).await?;
+            let reached = reached_line(ledger, StopWhy::Deadline).await?;
             eprintln!("gristmill: {reached}; raise `budget.deadline` and run again to go on");
             return Ok(Exit::Stopped);
         }

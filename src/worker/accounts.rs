@@ -108,11 +108,12 @@ async fn enforce(worker: &Worker, job: &OpenJob, budget: &mut Budget) -> anyhow:
         return Ok(());
     }
     // What we know may be old, and an order that gives more must not be answered with a stop.
-    if budget.is_vague() {
-        look(worker, job, budget).await?;
+    match budget.is_old() {
+        true => look(worker, job, budget).await?,
+        false => budget.set_terms(job.refresh().await?),
+    }
+    if !budget.is_exact() {
         budget.read(&job.ledger).await?;
-    } else {
-        budget.set_terms(job.refresh().await?);
     }
     match budget.reached(job.device_seconds()) {
         Some(why) if job.state() == JobState::Going => {

@@ -66,9 +66,14 @@ impl Budget {
         ledger.read_changed_spends(&mut self.others).await
     }
 
-    /// Whether more could be known: the last look is old, or not all that it found was read.
-    pub fn is_vague(&self) -> bool {
-        self.since() > self.interval || !self.others.is_exact()
+    /// Whether others may have written since the last look.
+    pub fn is_old(&self) -> bool {
+        self.since() > self.interval
+    }
+
+    /// Whether all that the last look found was read.
+    pub fn is_exact(&self) -> bool {
+        self.others.is_exact()
     }
 
     /// Which limit is reached, where we ourselves have spent `own_seconds`.

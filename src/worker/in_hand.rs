@@ -3,10 +3,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::ledger::RowSet;
 use crate::queue::Delivery;
 use crate::report::one_line;
 use crate::worker::Worker;
 use crate::worker::in_flight::ShardKey;
+use crate::worker::jobs::OpenJob;
 
 /// Between two looks at a shard whose last rows may be running elsewhere.
 const WAITING_PAUSE: Duration = Duration::from_secs(5);
@@ -34,9 +36,15 @@ impl<'a> InHand<'a> {
         self.worker.in_flight.leave(self.key)
     }
 
-    /// It stays in hand for a while, so that it does not spin, and goes back to the queue then.
-    pub fn give_back_later(mut self) {
+    /// These rows of it may be running elsewhere. It stays in hand for a while, so that it does not spin, and goes back to the
+    /// queue then.
+    pub fn give_back_later(mut self, job: &OpenJob, rows: &RowSet) {
         self.kept = false;
+        tracing::info!(
+            "shard {} of {} waits: rows {rows} may be running elsewhere, alone on a device",
+            self.key.shard,
+            job.title()
+        );
         let (worker, key) = (self.worker.clone(), self.key);
         tokio::spawn(async move {
             tokio::time::sleep(WAITING_PAUSE).await;

@@ -163,12 +163,7 @@ impl Intake {
                 })))
             }
             Ok(Opened::Waits(rows)) => {
-                tracing::info!(
-                    "shard {} of {} waits: rows {rows} may be running elsewhere, alone on a device",
-                    key.shard,
-                    job.title()
-                );
-                in_hand.give_back_later();
+                in_hand.give_back_later(&job, &rows);
                 Ok(Found::Nothing)
             }
             Ok(Opened::Committed) => {
@@ -178,19 +173,26 @@ impl Intake {
                 Ok(Found::Nothing)
             }
             Err(error) if self.worker.patience.reaction(&error) == Reaction::LeaveShard => {
-                let changed = matches!(error.downcast_ref(), Some(DatasetError::InputChanged { .. }));
-                if changed && self.stop_job(&job, &error).await? {
-                    // Who goes on with the job enqueues its shards again.
-                    for delivery in in_hand.answer() {
-                        self.worker.queue.acknowledge(&delivery).await?;
-                    }
-                } else {
-                    self.worker.leave_to_others(key.shard, &job, &error, in_hand.answer());
-                }
+                self.leave(&job, in_hand, &error).await?;
                 Ok(Found::Nothing)
             }
             Err(error) => Err(error),
         }
+    }
+
+    /// A shard that this worker cannot begin: others may, unless its input stops the job for all.
+    async fn leave(&self, job: &OpenJob, in_hand: InHand<'_>, error: &anyhow::Error) -> anyhow::Result<()> {
+        let changed = matches!(error.downcast_ref(), Some(DatasetError::InputChanged { .. }));
+        if changed && self.stop_job(job, error).await? {
+            // Who goes on with the job enqueues its shards again.
+            for delivery in in_hand.answer() {
+                self.worker.queue.acknowledge(&delivery).await?;
+            }
+        } else {
+            let shard = in_hand.key.shard;
+            self.worker.leave_to_others(shard, job, error, in_hand.answer());
+        }
+        Ok(())
     }
 
     /// An input is not what was planned: no worker may go on, until a person has seen to it. False: somebody ordered

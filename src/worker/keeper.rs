@@ -157,6 +157,7 @@ impl Keeper {
             first_error = first_error.or(self.ended(ended).err());
         }
         let jobs = self.worker.jobs.open().await;
+        // Of one that owes nothing, the others find out by themselves that it has left.
         let debts = jobs.iter().map(|job| async {
             if let Err(error) = job.end_spend(&self.worker.name).await
                 && job.owes()
