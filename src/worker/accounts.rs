@@ -59,7 +59,7 @@ async fn keep(worker: Arc<Worker>, job: Weak<OpenJob>) -> anyhow::Result<()> {
         let busy = worker.in_flight.of_job(job.number) > 0 || job.owes();
         if !looked_at || busy && (due || rested) {
             (looked_at, rested) = (true, false);
-            if let Err(error) = look(&worker, &job, &mut budget).await {
+            if let Err(error) = look(&worker, &job, &mut budget, false).await {
                 bear(&worker, &job, error)?;
             }
         }
@@ -91,10 +91,12 @@ fn ticks(every: Duration) -> Interval {
     ticks
 }
 
-/// Writes what we spent, reads the orders and, as far as a limit asks for it, what others spent.
-async fn look(worker: &Worker, job: &OpenJob, budget: &mut Budget) -> anyhow::Result<()> {
+/// Writes what we spent, reads the orders and, as far as a limit asks for it, what others spent. `anew`: also where nothing was
+/// spent, since the store's time of it says how late it is.
+async fn look(worker: &Worker, job: &OpenJob, budget: &mut Budget, anew: bool) -> anyhow::Result<()> {
     // The first look writes too: others reckon with every worker that is at it. One that works shows that it lives.
-    match worker.in_flight.of_job(job.number) > 0 && worker.pulse.is_alive() {
+    let is_at_it = worker.in_flight.of_job(job.number) > 0 && worker.pulse.is_alive();
+    match anew || is_at_it {
         true => job.sign(&worker.name).await?,
         false => job.write_spend(&worker.name).await?,
     }
@@ -109,7 +111,7 @@ async fn enforce(worker: &Worker, job: &OpenJob, budget: &mut Budget) -> anyhow:
     }
     // What we know may be old, and an order that gives more must not be answered with a stop.
     match budget.is_old() {
-        true => look(worker, job, budget).await?,
+        true => look(worker, job, budget, true).await?,
         false => budget.set_terms(job.refresh().await?),
     }
     if !budget.is_exact() {
