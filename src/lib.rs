@@ -2,6 +2,9 @@
 //!
 //! Modules in reading order: [`worker`] shows one shard from receipt to acknowledgement; the others are what it calls.
 
+#[macro_use]
+mod say;
+
 mod failpoint;
 
 pub mod worker;

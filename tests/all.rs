@@ -45,5 +45,6 @@ mod thinking;
 mod thinking_demo;
 mod thinking_models;
 mod truncation;
+mod worker_jobs;
 mod worker_waits;
 mod zero_rows;

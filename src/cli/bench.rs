@@ -114,7 +114,7 @@ fn run(args: &BenchArgs) -> Result<Exit, Failure> {
     if args.json {
         println!("{}", serde_json::to_string(&figures)?);
     } else {
-        print!("{}", figures.lines(args.explain));
+        println!("{}", figures.lines(args.explain).trim_end());
     }
     Ok(if figures.failed > 0 {
         Exit::FailedRows

@@ -9,8 +9,9 @@ use crate::cli::args::QueueArgs;
 use crate::cli::exit::Failure;
 use crate::job::queue::{JobQueue, environment_name, is_secret};
 use crate::ledger::Ledger;
-use crate::queue::{self, Message, Prepared, Publisher, Queue, QueueError, QueueUrl, Settings};
+use crate::queue::{self, Prepared, Publisher, Queue, QueueError, QueueUrl, Settings};
 use crate::report::summary::number;
+use crate::worker::messages;
 
 /// A queue, not connected yet.
 pub struct Target {
@@ -132,14 +133,6 @@ impl Sent {
             "partitions": self.prepared.partitions,
         })
     }
-}
-
-/// Pointers to these shards.
-fn messages(ledger: &Ledger, shards: &[u32]) -> Vec<Message> {
-    let job = ledger.job().job.to_string();
-    let output = ledger.store().url().to_string();
-    let message = |&shard: &u32| Message::new(job.clone(), output.clone(), ledger.generation(), shard);
-    shards.iter().map(message).collect()
 }
 
 /// What cannot be reached by these settings is the caller's to mend; all else is a failure.

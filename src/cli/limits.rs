@@ -153,13 +153,49 @@ pub fn limit_lines(terms: &Terms, from: Option<LimitsFrom>, used: &Used) -> Vec<
         ));
     }
     let none = if lines.is_empty() { "none, " } else { "" };
-    let from = match from {
+    lines.push(format!("limits      {none}{}", set_by(from)));
+    lines
+}
+
+fn set_by(from: Option<LimitsFrom>) -> &'static str {
+    match from {
         Some(LimitsFrom::JobFile) => "by the job file",
         Some(LimitsFrom::Extend) => "by `gristmill extend`",
         None => "by an order of an older gristmill",
-    };
-    lines.push(format!("limits      {none}{from}"));
-    lines
+    }
+}
+
+/// For people: the limit that stopped the job, who set it, and what is used of it.
+pub async fn reached_line(ledger: &Ledger, why: StopWhy) -> Result<String, Failure> {
+    let control = ledger.control().await?;
+    let used = Used::of(ledger).await?;
+    Ok(said_reached(
+        why,
+        &ledger.terms(&control),
+        control.limits_from(),
+        control.note(),
+        &used,
+    ))
+}
+
+/// Pure: the line. `note` is what the worker found that stopped the job.
+fn said_reached(why: StopWhy, terms: &Terms, from: Option<LimitsFrom>, note: Option<&str>, used: &Used) -> String {
+    let from = set_by(from);
+    match why {
+        StopWhy::Deadline => {
+            let most = show_duration(terms.deadline_seconds.unwrap_or_default() as f64);
+            let age = show_duration(used.age.as_secs_f64());
+            format!("the deadline is reached, {most} after the job's start (set {from}): it began {age} ago")
+        }
+        _ => {
+            let most = show_dollars(terms.usd.unwrap_or_default());
+            let spent = format!("{} are spent", show_dollars(used.usd(terms).unwrap_or_default()));
+            format!(
+                "the budget of {most} (set {from}) is reached: {}",
+                note.unwrap_or(&spent)
+            )
+        }
+    }
 }
 
 #[cfg(test)]
@@ -192,6 +228,24 @@ mod tests {
         assert_eq!(
             limit_lines(&terms(None, None), Some(LimitsFrom::JobFile), &used),
             ["limits      none, by the job file"]
+        );
+    }
+
+    #[test]
+    fn a_limit_that_is_reached_is_named_with_who_set_it() {
+        let used = Used {
+            device_seconds: 0.5,
+            age: Duration::from_secs(90),
+        };
+        let line = |why, note| said_reached(why, &terms(Some(1.5), Some(60)), Some(LimitsFrom::Extend), note, &used);
+        assert_eq!(
+            line(StopWhy::Budget, None),
+            "the budget of $1.50 (set by `gristmill extend`) is reached: $0.5000 are spent"
+        );
+        assert!(line(StopWhy::Budget, Some("$1 held")).ends_with("reached: $1 held"));
+        assert_eq!(
+            line(StopWhy::Deadline, None),
+            "the deadline is reached, 1m 0s after the job's start (set by `gristmill extend`): it began 1m 30s ago"
         );
     }
 

@@ -26,7 +26,7 @@ mod trial;
 mod verify;
 mod worker;
 
-use std::io::IsTerminal;
+use std::io::{ErrorKind, IsTerminal};
 use std::process::ExitCode;
 
 use clap::Parser;
@@ -34,6 +34,10 @@ use tracing_subscriber::EnvFilter;
 
 use crate::cli::args::{Arguments, Command};
 use crate::cli::exit::{Exit, Failure, one_line};
+use crate::say;
+
+/// 128 and the number of SIGPIPE.
+const OUTPUT_CLOSED: u8 = 141;
 
 /// Parses the arguments, runs the command and maps its outcome to an exit code.
 pub fn main() -> ExitCode {
@@ -55,10 +59,23 @@ pub fn main() -> ExitCode {
             result
         });
     match result {
+        Ok(Exit::Done) => end_of_output(),
         Ok(exit) => exit.into(),
         Err(failure) => {
             eprintln!("gristmill: {}", one_line(&failure.error));
             failure.exit.into()
+        }
+    }
+}
+
+/// A command whose work is done, as a filter ends: where nobody read its output to the end, as if SIGPIPE had ended it.
+fn end_of_output() -> ExitCode {
+    match say::closed() {
+        None => Exit::Done.into(),
+        Some(ErrorKind::BrokenPipe) => ExitCode::from(OUTPUT_CLOSED),
+        Some(error) => {
+            eprintln!("gristmill: stdout could not be written: {error}");
+            Exit::Failure.into()
         }
     }
 }

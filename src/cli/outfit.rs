@@ -19,10 +19,20 @@ use crate::model::config::Config;
 use crate::model::transformer::{KvBudget, LoadOptions, Transformer, refuse_tokenizer_model_alone};
 use crate::model::weights::WeightSource;
 use crate::worker::model::{Formats, Model, ModelFiles};
+use crate::worker::pulse::Pulse;
 use crate::worker::stop::{Stop, Why};
 
 /// A device that takes longer over one step hangs.
-pub const STEP_MAX: Duration = Duration::from_secs(600);
+const STEP_MAX: Duration = Duration::from_secs(600);
+
+/// Tells a device that computes from one that hangs.
+pub fn pulse() -> Arc<Pulse> {
+    #[cfg(feature = "faults")]
+    if let Some(step_max) = crate::faults::step_max() {
+        return Arc::new(Pulse::new(step_max));
+    }
+    Arc::new(Pulse::new(STEP_MAX))
+}
 
 /// A model and the engine that runs it.
 pub struct LoadedModel {

@@ -6,12 +6,12 @@ use std::time::Duration;
 use crate::cli::args::RunArgs;
 use crate::cli::door::{self, Opened};
 use crate::cli::exit::{Exit, Failure, one_line};
-use crate::cli::limits::follow_file;
-use crate::cli::outfit::{LoadedModel, STEP_MAX, render_threads, stop_on_signals};
+use crate::cli::limits::{follow_file, reached_line};
+use crate::cli::outfit::{LoadedModel, pulse, render_threads, stop_on_signals};
 use crate::cli::plan::check_any;
 use crate::cli::recheck;
 use crate::dataset::DatasetError;
-use crate::ledger::{Ledger, LedgerError};
+use crate::ledger::{Ledger, LedgerError, StopWhy};
 use crate::queue::{LocalQueue, Message};
 use crate::report::agreement;
 use crate::report::meter::Meter;
@@ -19,7 +19,6 @@ use crate::report::progress::{self, Goal};
 use crate::report::summary::Summary;
 use crate::worker::jobs::{Heard, JobState, Jobs};
 use crate::worker::patience::Patience;
-use crate::worker::pulse::Pulse;
 use crate::worker::stop::{Stop, Why};
 use crate::worker::{self, Parts, Until, Worker};
 
@@ -77,15 +76,22 @@ pub async fn run(args: RunArgs) -> Result<Exit, Failure> {
     if let Err(failure) = report(&opened, &ledger, &args, &stop).await {
         eprintln!("gristmill: no report: {}", one_line(&failure.error));
     }
+    say_stopped(&ledger, why).await
+}
+
+/// Says why there is no result, and what to do.
+async fn say_stopped(ledger: &Ledger, why: Option<Why>) -> Result<Exit, Failure> {
     let (exit, said) = match why {
-        Some(Why::Budget) => (
-            Exit::Stopped,
-            "the budget is reached; raise `budget.usd` and run again to go on",
-        ),
-        Some(Why::Deadline) => (
-            Exit::Stopped,
-            "the deadline is reached; raise `budget.deadline` and run again to go on",
-        ),
+        Some(Why::Budget) => {
+            let reached = reached_line(ledger, StopWhy::Budget).await?;
+            eprintln!("gristmill: {reached}; raise `budget.usd` and run again to go on");
+            return Ok(Exit::Stopped);
+        }
+        Some(Why::Deadline) => {
+            let reached = reached_line(ledger, StopWhy::Deadline).await?;
+            eprintln!("gristmill: {reached}; raise `budget.deadline` and run again to go on");
+            return Ok(Exit::Stopped);
+        }
         Some(Why::Cancelled) => (Exit::Cancelled, "the job was cancelled"),
         Some(Why::InputChanged) => (
             Exit::BadJob,
@@ -136,14 +142,16 @@ async fn work(
     };
     let before = ledger.status().await?;
     let meter = Arc::new(Meter::default());
+    let queue = LocalQueue::new(messages(ledger, resumed).await?);
     let worker = Worker::new(Parts {
         name: format!("run-{}", crate::ledger::Id::random()?),
-        queue: Arc::new(LocalQueue::new(messages(ledger, resumed).await?)),
+        queue: Arc::new(queue.clone()),
+        own_queue: Some(queue),
         jobs,
         watched: Vec::new(),
         meter: meter.clone(),
         patience: Patience::new(false),
-        pulse: Arc::new(Pulse::new(STEP_MAX)),
+        pulse: pulse(),
         render_threads: render_threads(&args.engine)?,
         options: worker::Options {
             log_interval: Duration::from_secs_f64(args.log_interval),
@@ -183,12 +191,7 @@ async fn messages(ledger: &Ledger, resumed: bool) -> Result<Vec<Message>, Failur
         let start = u64::from_le_bytes(bytes) % shards.len() as u64;
         shards.rotate_left(start as usize);
     }
-    let job = ledger.job().job.to_string();
-    let output = ledger.store().url().to_string();
-    Ok(shards
-        .into_iter()
-        .map(|shard| Message::new(job.clone(), output.clone(), ledger.generation(), shard))
-        .collect())
+    Ok(worker::messages(ledger, &shards))
 }
 
 /// At least four, and enough that small shards fill the batch twice.

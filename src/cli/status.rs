@@ -13,6 +13,7 @@ use crate::ledger::status::{OpenShard, State, Status};
 use crate::ledger::{Ledger, LimitsFrom, Terms};
 use crate::report::progress::show_duration;
 use crate::report::summary::{RowCounts, Summary, number};
+use crate::say;
 
 /// Shards that are shown one by one; `--json` has all of them.
 const SHARDS_SHOWN: usize = 20;
@@ -163,6 +164,8 @@ pub async fn watch(args: WatchArgs) -> Result<Exit, Failure> {
                 }
                 return Ok(exit);
             }
+            // Nobody reads it any more.
+            _ if say::closed().is_some() => return Ok(Exit::Done),
             _ => tokio::time::sleep(Duration::from_secs_f64(args.every)).await,
         }
     }

@@ -9,7 +9,7 @@ use crate::cli::args::SubmitArgs;
 use crate::cli::door::Opened;
 use crate::cli::enqueue::{Sent, Target};
 use crate::cli::exit::{Exit, Failure};
-use crate::cli::limits::follow_file;
+use crate::cli::limits::{follow_file, reached_line};
 use crate::cli::plan::{check_any, none_to_ask, read_all};
 use crate::dataset::planner::InputPlan;
 use crate::job::Job;
@@ -45,7 +45,7 @@ pub async fn submit(args: SubmitArgs) -> Result<Exit, Failure> {
     opened.warn();
     let ledger = &written.ledger;
     if let Some(ended) = ended(ledger, &opened).await? {
-        return said(&args, &written, ended);
+        return said(&args, &written, ended).await;
     }
     let shards = match written.resumed {
         true => ledger.uncommitted().await?,
@@ -137,18 +137,17 @@ async fn ended(ledger: &Ledger, opened: &Opened) -> Result<Option<Ended>, Failur
 }
 
 /// Says that there is nothing to enqueue, and why.
-fn said(args: &SubmitArgs, written: &Written, ended: Ended) -> Result<Exit, Failure> {
+async fn said(args: &SubmitArgs, written: &Written, ended: Ended) -> Result<Exit, Failure> {
     let name = &written.ledger.job().name;
+    let reached;
     let (exit, why) = match ended {
+        Ended::Stopped(why @ (StopWhy::Budget | StopWhy::Deadline)) => {
+            let field = if why == StopWhy::Budget { "usd" } else { "deadline" };
+            let line = reached_line(&written.ledger, why).await?;
+            reached = format!("is stopped, {line}; raise `budget.{field}` and submit again, or use `gristmill extend`");
+            (Exit::Stopped, reached.as_str())
+        }
         Ended::Finished(exit) => (exit, "is already done: nothing to enqueue"),
-        Ended::Stopped(StopWhy::Budget) => (
-            Exit::Stopped,
-            "has reached its budget: raise `budget.usd` and submit again, or use `gristmill extend`",
-        ),
-        Ended::Stopped(StopWhy::Deadline) => (
-            Exit::Stopped,
-            "has reached its deadline: raise `budget.deadline` and submit again, or use `gristmill extend`",
-        ),
         Ended::Stopped(StopWhy::InputChanged) => (
             Exit::BadJob,
             "is stopped, since an input is not what it was: restore it and submit again",

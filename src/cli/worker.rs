@@ -1,5 +1,6 @@
 //! `gristmill worker`: works on the shards that a queue names, of all jobs of one model.
 
+use std::collections::HashSet;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,7 +12,8 @@ use crate::cli::args::WorkerArgs;
 use crate::cli::door::{model_dir, no_job, say_warnings};
 use crate::cli::enqueue::Target;
 use crate::cli::exit::{Exit, Failure, one_line};
-use crate::cli::outfit::{LoadedModel, STEP_MAX, render_threads, stop_on_signals};
+use crate::cli::limits::reached_line;
+use crate::cli::outfit::{LoadedModel, pulse, render_threads, stop_on_signals};
 use crate::cli::place::Place;
 use crate::dataset::location::Location;
 use crate::device;
@@ -40,7 +42,7 @@ const NAME_MAX: usize = 40;
 pub async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
     let stop = Stop::default();
     stop_on_signals(stop.clone())?;
-    let pulse = Arc::new(Pulse::new(STEP_MAX));
+    let pulse = pulse();
     signs_of_life(&args, &pulse).await?;
     if let Some(cloud) = args.spot {
         spot::watch(cloud, stop.clone())?;
@@ -64,6 +66,7 @@ pub async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
     let worker = Arc::new(Worker::new(Parts {
         name: name(&args)?,
         queue,
+        own_queue: None,
         jobs: Jobs::new(loaded.model),
         watched,
         meter: meter.clone(),
@@ -324,6 +327,7 @@ async fn of_jobs(worker: &Worker) -> Result<Exit, Failure> {
     let jobs = worker.jobs.open().await;
     let ledgers = jobs.iter().map(|job| &job.ledger).chain(&worker.watched);
     let mut exit = Exit::Done;
+    let mut said = HashSet::new();
     for ledger in ledgers {
         let success = match ledger.success().await {
             // A newer gristmill has finished it.
@@ -344,7 +348,13 @@ async fn of_jobs(worker: &Worker) -> Result<Exit, Failure> {
                 Exit::of_rows(&rows)
             }
             (None, Some(StopWhy::Cancelled)) => Exit::Cancelled,
-            (None, Some(StopWhy::Budget | StopWhy::Deadline)) => Exit::Stopped,
+            (None, Some(why @ (StopWhy::Budget | StopWhy::Deadline))) => {
+                // A job that is watched has been heard of, too.
+                if said.insert(ledger.job().job.clone()) {
+                    eprintln!("job `{}`: {}", ledger.job().name, reached_line(ledger, why).await?);
+                }
+                Exit::Stopped
+            }
             (None, Some(StopWhy::InputChanged)) => Exit::BadJob,
             (None, None) => Exit::Done,
         };

@@ -13,6 +13,7 @@
 //! | `GRISTMILL_KNOWN_MS_PER_ROW` | milliseconds a row takes there, 1 unless given; 0 answers at once |
 //! | `GRISTMILL_KNOWN_COMPLETION_TOKENS` | completion tokens a row, 4 unless given |
 //! | `GRISTMILL_KNOWN_ERRORS_BELOW` | an id: prompts that begin with a smaller one fail, as on a device out of order |
+//! | `GRISTMILL_STEP_MAX_MS` | milliseconds after which a step of the device hangs, in place of ten minutes |
 //! | `GRISTMILL_KNOWN_TRACE` | a file to which each computed row is appended, as a line `JOB,ROW` |
 
 pub mod ids;
@@ -23,6 +24,18 @@ pub mod switches;
 pub use known::KnownDevice;
 pub use points::{Injected, point, point_blocking};
 pub use switches::switch;
+
+/// What `GRISTMILL_STEP_MAX_MS` says.
+pub fn step_max() -> Option<std::time::Duration> {
+    let text = std::env::var("GRISTMILL_STEP_MAX_MS").ok()?;
+    match text.parse() {
+        Ok(ms) => Some(std::time::Duration::from_millis(ms)),
+        Err(_) => refuse(
+            "GRISTMILL_STEP_MAX_MS",
+            &format!("`{text}` is no number of milliseconds"),
+        ),
+    }
+}
 
 /// Says on stderr what is wrong with the environment and ends the process: a fault run that is not armed as its author
 /// believes would show nothing.

@@ -1,8 +1,15 @@
 //! Poison: rows that take the process down with them, found without losing their neighbours.
 //!
 //! An attempt is written down before its rows go to the device, and its end when it ends cleanly. A row that stays
-//! uncovered after two attempts that never ended is tried in a smaller company: 4,096 → 256 → 16 → 1 rows. A row is
-//! accused only when it was alone on the device in three such attempts; rows that were covered since are out of it.
+//! uncovered after two attempts that never ended is tried in a smaller company: 4,096 → 256 → 16 → 1 rows. That costs
+//! nobody a row, so nothing need be known of those attempts. A row is accused only after three attempts in which it was alone
+//! on the device, which came one after the other, and of which each is known to be dead: an attempt names the dead ones
+//! that it came after. A process that is paused is none of them: its row is tried again, and whoever wakes late publishes
+//! nothing twice. While nobody can tell yet whether an attempt is dead, its row waits.
+
+use std::collections::HashMap;
+
+use chrono::{DateTime, Utc};
 
 use super::keys::Id;
 use super::rowset::RowSet;
@@ -11,11 +18,23 @@ use super::rowset::RowSet;
 pub const TRY_ROWS: [u64; 3] = [256, 16, 1];
 /// Attempts that never ended, until the next level.
 const STRIKES: usize = 2;
-/// Attempts that never ended until a row that was alone is accused: one more, since one may still be running elsewhere.
+/// Attempts, each after the one before had died, until a row that was alone in them is accused.
 const STRIKES_ALONE: usize = 3;
 
+/// What is known of an attempt that has not ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Fate {
+    /// Its process is there and may be paused, or nobody has looked: its rows may be tried again.
+    #[default]
+    Open,
+    /// Its worker wrote something not long ago: its rows wait.
+    Fresh,
+    /// Its process is gone, or has written nothing for so long that it counts as gone.
+    Dead,
+}
+
 /// An attempt at rows of a shard, as the ledger shows it.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct AttemptView {
     pub attempt: Id,
     pub worker: String,
@@ -23,17 +42,35 @@ pub struct AttemptView {
     pub rows: RowSet,
     /// Nothing else was on the device.
     pub alone: bool,
-    /// It ended cleanly. If not, it is running still or its process died.
+    /// It ended cleanly. If not, it is running still, paused, or its process died.
     pub ended: bool,
+    /// Which process its worker was, for others on the same machine.
+    pub process: Option<String>,
+    /// How often its worker wrote something at least, in seconds.
+    pub signs_every: Option<f64>,
+    /// When it was written down, by the store's clock; `None`: just now, by us.
+    pub begun_at: Option<DateTime<Utc>>,
+    /// Attempts at its rows that were dead when it began.
+    pub after: Vec<Id>,
+    pub fate: Fate,
+}
+
+impl AttemptView {
+    /// One row was alone on the device, and no end was written.
+    pub(super) fn is_suspect(&self) -> bool {
+        !self.ended && narrowness(self) == TRY_ROWS.len()
+    }
 }
 
 /// What to do next with a shard's uncovered rows.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Narrowing {
-    /// Each was alone on the device in three attempts that never ended: to be logged as errored, not tried again.
+    /// Each was alone on the device in three attempts that died: to be logged as errored, not tried again.
     pub accused: RowSet,
-    /// The rows of the next attempt; empty where only accused rows are left.
+    /// The rows of the next attempt; empty where only accused ones are left, and those that wait.
     pub next: RowSet,
+    /// Each may be running elsewhere, alone on a device.
+    pub waiting: RowSet,
     /// At most this many rows a try; `None`: the whole shard at once, in company.
     pub rows_per_try: Option<u64>,
 }
@@ -64,14 +101,9 @@ fn narrowness(attempt: &AttemptView) -> usize {
 pub fn narrowing(attempts: &[AttemptView], uncovered: &RowSet) -> Narrowing {
     let failed: Vec<&AttemptView> = attempts.iter().filter(|attempt| !attempt.ended).collect();
     // struck[n]: rows in enough failed attempts of narrowness n or more.
-    let struck: Vec<RowSet> = (0..=TRY_ROWS.len())
+    let struck: Vec<RowSet> = (0..TRY_ROWS.len())
         .map(|at_least| {
-            let strikes = if at_least == TRY_ROWS.len() {
-                STRIKES_ALONE
-            } else {
-                STRIKES
-            };
-            let mut in_attempts = vec![RowSet::new(); strikes];
+            let mut in_attempts = vec![RowSet::new(); STRIKES];
             for attempt in failed.iter().filter(|attempt| narrowness(attempt) >= at_least) {
                 let mut rows = attempt.rows.intersection(uncovered);
                 for held in &mut in_attempts {
@@ -83,30 +115,48 @@ pub fn narrowing(attempts: &[AttemptView], uncovered: &RowSet) -> Narrowing {
             in_attempts.pop().unwrap_or_default()
         })
         .collect();
-    let accused = struck[TRY_ROWS.len()].clone();
-    let free = uncovered.difference(&struck[0]);
-    if !free.is_empty() {
-        return Narrowing {
-            accused,
-            next: free,
-            rows_per_try: None,
-        };
-    }
-    for (level, &limit) in TRY_ROWS.iter().enumerate() {
-        let rows = uncovered.intersection(&struck[level]).difference(&struck[level + 1]);
-        if !rows.is_empty() {
-            return Narrowing {
-                accused,
-                next: rows.first(limit),
-                rows_per_try: Some(limit),
-            };
-        }
-    }
-    Narrowing {
+    let accused = accused(&failed).intersection(uncovered);
+    let fresh = failed.iter().filter(|a| a.is_suspect() && a.fate == Fate::Fresh);
+    let fresh = fresh.fold(RowSet::new(), |rows, attempt| rows.union(&attempt.rows));
+    let plan = Narrowing {
+        waiting: fresh.intersection(uncovered).difference(&accused),
         accused,
         next: RowSet::new(),
         rows_per_try: None,
+    };
+    let free = uncovered.difference(&struck[0]);
+    if !free.is_empty() {
+        return Narrowing { next: free, ..plan };
     }
+    for (level, &limit) in TRY_ROWS.iter().enumerate() {
+        let mut rows = uncovered.intersection(&struck[level]);
+        rows = match struck.get(level + 1) {
+            Some(narrower) => rows.difference(narrower),
+            None => rows.difference(&plan.accused).difference(&plan.waiting),
+        };
+        if !rows.is_empty() {
+            return Narrowing {
+                next: rows.first(limit),
+                rows_per_try: Some(limit),
+                ..plan
+            };
+        }
+    }
+    plan
+}
+
+/// Rows that were alone on the device in attempts which died one after the other. Two that ran side by side count once: what
+/// ended one of them (the machine, an operator) may have ended the other.
+fn accused(failed: &[&AttemptView]) -> RowSet {
+    let mut last: Vec<&AttemptView> = failed.iter().copied().filter(|attempt| attempt.is_suspect()).collect();
+    last.retain(|attempt| attempt.fate == Fate::Dead);
+    for _ in 1..STRIKES_ALONE {
+        let before: HashMap<&Id, &RowSet> = last.iter().map(|a| (&a.attempt, &a.rows)).collect();
+        let follows = |a: &AttemptView, id: &Id| *id != a.attempt && before.get(id) == Some(&&a.rows);
+        last.retain(|a| a.after.iter().any(|id| follows(a, id)));
+    }
+    last.iter()
+        .fold(RowSet::new(), |rows, attempt| rows.union(&attempt.rows))
 }
 
 #[cfg(test)]
@@ -122,6 +172,20 @@ mod tests {
             rows,
             alone,
             ended,
+            process: None,
+            signs_every: None,
+            begun_at: None,
+            after: Vec::new(),
+            fate: Fate::Dead,
+        }
+    }
+
+    /// An attempt that begins when all of `before` that did not end are known to be dead.
+    fn next_attempt(before: &[AttemptView], rows: RowSet, alone: bool, ended: bool) -> AttemptView {
+        let dead = before.iter().filter(|a| a.is_suspect() && a.fate == Fate::Dead);
+        AttemptView {
+            after: dead.map(|a| a.attempt.clone()).collect(),
+            ..attempt(rows, alone, ended)
         }
     }
 
@@ -146,7 +210,7 @@ mod tests {
             } else {
                 uncovered = uncovered.difference(&plan.next);
             }
-            attempts.push(attempt(plan.next.clone(), plan.alone(), !dies));
+            attempts.push(next_attempt(&attempts, plan.next.clone(), plan.alone(), !dies));
         }
         assert_eq!(sizes, [4096, 4096, 256, 256, 16, 16, 1, 1, 1]);
     }
@@ -163,8 +227,59 @@ mod tests {
             Narrowing {
                 accused: RowSet::new(),
                 next: row,
+                waiting: RowSet::new(),
                 rows_per_try: None
             }
+        );
+    }
+
+    #[test]
+    fn attempts_that_overlap_or_may_live_accuse_nobody() {
+        let row = RowSet::from_range(5..6);
+        let accused = |attempts: &[AttemptView]| !narrowing(attempts, &row).accused.is_empty();
+        // None of them knew that another had died before it: they may all have ended at once.
+        let side_by_side: Vec<AttemptView> = (0..9).map(|_| attempt(row.clone(), true, false)).collect();
+        assert!(!accused(&side_by_side));
+        let mut in_turn = Vec::new();
+        for _ in 0..3 {
+            assert!(!accused(&in_turn));
+            in_turn.push(next_attempt(&in_turn, row.clone(), true, false));
+        }
+        assert!(accused(&in_turn));
+        // One of them is paused, or may be: the row is tried again, or waits.
+        for (fate, next, waiting) in [(Fate::Open, &row, &RowSet::new()), (Fate::Fresh, &RowSet::new(), &row)] {
+            let mut attempts = in_turn.clone();
+            attempts[1].fate = fate;
+            let plan = narrowing(&attempts, &row);
+            assert_eq!(
+                (&plan.accused, &plan.next, &plan.waiting),
+                (&RowSet::new(), next, waiting)
+            );
+        }
+        // One that was not alone, or had another row, is no link of the chain.
+        for other in [
+            attempt(row.clone(), false, false),
+            attempt(RowSet::from_range(6..7), true, false),
+        ] {
+            let mut attempts = in_turn.clone();
+            attempts[0] = AttemptView {
+                attempt: attempts[0].attempt.clone(),
+                ..other
+            };
+            assert!(!accused(&attempts));
+        }
+    }
+
+    #[test]
+    fn rows_that_wait_hold_up_no_others() {
+        let rows = RowSet::from_range(0..2);
+        let mut attempts: Vec<AttemptView> = (0..2).map(|_| attempt(rows.clone(), true, false)).collect();
+        attempts.push(attempt(RowSet::from_range(0..1), true, false));
+        attempts[2].fate = Fate::Fresh;
+        let plan = narrowing(&attempts, &rows);
+        assert_eq!(
+            (plan.next, plan.waiting),
+            (RowSet::from_range(1..2), RowSet::from_range(0..1))
         );
     }
 
@@ -195,7 +310,7 @@ mod tests {
                 }
                 let dies = poison.iter().any(|&row| plan.next.contains(row)) || other_deaths.pop() == Some(true);
                 deaths += u32::from(dies);
-                attempts.push(attempt(plan.next.clone(), plan.alone(), !dies));
+                attempts.push(next_attempt(&attempts, plan.next.clone(), plan.alone(), !dies));
                 if !dies {
                     uncovered = uncovered.difference(&plan.next);
                 }

@@ -1,18 +1,10 @@
-//! Orders to all workers of a job, and what each worker has spent.
-//!
-//! Orders are create-once records of one short log; the last one holds. Spendings are cumulative, one object a worker.
-
-use std::time::Duration;
-
-use chrono::{DateTime, TimeDelta, Utc};
+//! Orders to all workers of a job: create-once records of one short log; the last one holds.
 
 use super::Ledger;
 use super::error::{LedgerError, Result};
 use super::job::Terms;
-use super::keys::{Id, is_worker_name};
-use super::record::{
-    ControlRecord, Extension, LimitsFrom, Order, Price, Spend, StopWhy, VERSION, decode, encode, read,
-};
+use super::keys::Id;
+use super::record::{ControlRecord, Extension, LimitsFrom, Order, Price, StopWhy, VERSION, decode, encode, read};
 use super::store::Created;
 
 /// More orders than this are no work of people.
@@ -25,51 +17,6 @@ pub struct Control {
     orders: Vec<Order>,
     /// Of each order, the generation that it was given to.
     generations: Vec<u32>,
-}
-
-/// What the workers of a job have spent.
-#[derive(Debug, Clone, Default, PartialEq)]
-pub struct Spent {
-    pub by_worker: Vec<WorkerSpend>,
-}
-
-/// What one worker has spent.
-#[derive(Debug, Clone, PartialEq)]
-pub struct WorkerSpend {
-    pub worker: String,
-    /// Cumulative.
-    pub device_seconds: f64,
-    /// When it was written, by the store's clock.
-    pub at: DateTime<Utc>,
-}
-
-impl Spent {
-    /// Of all workers.
-    pub fn device_seconds(&self) -> f64 {
-        sum(self.by_worker.iter())
-    }
-
-    /// Of all workers but this one.
-    pub fn device_seconds_of_others(&self, worker: &str) -> f64 {
-        sum(self.by_worker.iter().filter(|spend| spend.worker != worker))
-    }
-
-    /// Workers besides this one that wrote within `window` before the newest spending: the others work no more.
-    pub fn live_others(&self, worker: &str, window: TimeDelta) -> u32 {
-        let Some(now) = self.store_now() else { return 0 };
-        let live = |spend: &&WorkerSpend| spend.worker != worker && now - spend.at <= window;
-        self.by_worker.iter().filter(live).count() as u32
-    }
-
-    /// The latest time that the store stamped on a spending: "now" for deadlines, as soon as we have written ours.
-    pub fn store_now(&self) -> Option<DateTime<Utc>> {
-        self.by_worker.iter().map(|spend| spend.at).max()
-    }
-}
-
-/// From 0.0: `Iterator::sum` makes -0.0 of nothing.
-fn sum<'a>(spends: impl Iterator<Item = &'a WorkerSpend>) -> f64 {
-    spends.fold(0.0, |sum, spend| sum + spend.device_seconds)
 }
 
 impl Ledger {
@@ -101,43 +48,6 @@ impl Ledger {
         let last = control.orders().iter().rposition(by_file);
         // A changed file's limits hold as a whole, so that what holds right after such an order is what the file said.
         extended(self.job().terms(), &control.orders()[..last.map_or(0, |last| last + 1)])
-    }
-
-    /// How old the job is by the store's clock alone, as of the newest spending; zero where nobody has spent yet.
-    pub fn age(&self, spent: &Spent) -> Duration {
-        let age = spent.store_now().map(|now| now - self.created_at());
-        age.and_then(|age| age.to_std().ok()).unwrap_or_default()
-    }
-
-    /// Writes this worker's spending on the job: cumulative device seconds over all its shards.
-    pub async fn write_spend(&self, worker: &str, device_seconds: f64) -> Result<()> {
-        let spend = Spend {
-            v: VERSION,
-            worker: worker.to_string(),
-            device_seconds,
-        };
-        if !is_worker_name(worker) || !device_seconds.is_finite() || device_seconds < 0.0 {
-            return Err(LedgerError::stop(format!(
-                "worker `{worker}` cannot have spent {device_seconds} seconds"
-            )));
-        }
-        self.store().replace(&self.keys().spend(worker), encode(&spend)?).await
-    }
-
-    /// What all workers have spent on this job.
-    pub async fn spent(&self) -> Result<Spent> {
-        let mut spent = Spent::default();
-        for object in self.store().list(&self.keys().spends()).await? {
-            let Some(spend) = read::<Spend>(self.store(), &object.key).await? else {
-                continue;
-            };
-            spent.by_worker.push(WorkerSpend {
-                worker: spend.worker,
-                device_seconds: spend.device_seconds,
-                at: object.modified,
-            });
-        }
-        Ok(spent)
     }
 }
 

@@ -158,6 +158,12 @@ impl Keys {
         key.rsplit('/').nth(1) == Some("log")
     }
 
+    /// Whether `name` is the last part of one of [`Keys::log`]'s.
+    pub(super) fn is_log_name(name: &str) -> bool {
+        let index = name.strip_suffix(".json");
+        index.is_some_and(|digits| digits.parse::<u32>().is_ok_and(|index| format!("{index:06}") == digits))
+    }
+
     /// The data object of that name (see [`Keys::data_name`]).
     pub fn data(&self, shard: u32, name: &str) -> String {
         format!("{}/data/{name}", self.shard(shard))
@@ -220,6 +226,12 @@ impl Keys {
 
     pub fn spend(&self, worker: &str) -> String {
         format!("{}/{worker}.json", self.spends())
+    }
+
+    /// The worker whose spending lies at `key`; `None`: it is none of [`Keys::spend`]'s.
+    pub fn worker_of_spend<'a>(&self, key: &'a str) -> Option<&'a str> {
+        let name = key.strip_prefix(&self.spends())?.strip_prefix('/')?;
+        name.strip_suffix(".json").filter(|worker| is_worker_name(worker))
     }
 }
 

@@ -11,11 +11,13 @@ use bytes::Bytes;
 use chrono::{DateTime, Utc};
 
 use super::Ledger;
-use super::attempts::{AttemptView, Narrowing, narrowing};
+use super::attempts::{AttemptView, Fate, Narrowing, narrowing};
 use super::data;
 use super::error::{LedgerError, Result};
 use super::keys::{Id, Keys, is_worker_name, sha256};
-use super::record::{AttemptEnd, AttemptRecord, Commit, DataObject, LogRecord, Tally, VERSION, decode, encode, read};
+use super::record::{
+    AttemptEnd, AttemptRecord, Commit, DataObject, LogRecord, Runner, Tally, VERSION, decode, encode, read,
+};
 use super::rowset::RowSet;
 use super::store::{Created, MAX_OBJECT_BYTES};
 
@@ -94,6 +96,22 @@ impl Ledger {
     }
 }
 
+/// An attempt that has not ended.
+fn view_of(record: AttemptRecord, begun_at: Option<DateTime<Utc>>) -> AttemptView {
+    AttemptView {
+        attempt: record.attempt,
+        worker: record.worker,
+        rows: record.rows,
+        alone: record.alone,
+        ended: false,
+        process: record.process,
+        signs_every: record.signs_every,
+        begun_at,
+        after: record.after,
+        fate: Fate::default(),
+    }
+}
+
 impl ShardLog {
     /// Reads a shard's log and attempts: one listing, and one read for each record and unended attempt.
     pub async fn load(ledger: &Ledger, shard: u32) -> Result<ShardLog> {
@@ -125,7 +143,7 @@ impl ShardLog {
                 .collect()
         };
         // The listing is a hint of how many records there are; truth is what stands at each index, without a gap.
-        let listed = below("log").len();
+        let listed = below("log").iter().filter(|name| Keys::is_log_name(name)).count();
         if listed > MAX_RECORDS {
             return Err(LedgerError::damaged(format!(
                 "shard {shard} has {listed} log records, more than {MAX_RECORDS}"
@@ -143,14 +161,19 @@ impl ShardLog {
                 }
             }
         }
-        log.attempts = log.read_attempts(&below("attempts")).await?;
+        let attempts = found.iter().filter_map(|object| {
+            let name = object.key.strip_prefix(&format!("{prefix}/attempts/"))?;
+            Some((name.to_string(), object.modified))
+        });
+        log.attempts = log.read_attempts(attempts.collect()).await?;
         Ok(log)
     }
 
-    async fn read_attempts(&self, names: &[String]) -> Result<Vec<AttemptView>> {
-        let ended: HashSet<&str> = names.iter().filter_map(|name| name.strip_suffix(".end.json")).collect();
+    async fn read_attempts(&self, found: Vec<(String, DateTime<Utc>)>) -> Result<Vec<AttemptView>> {
+        let names = found.iter().map(|(name, _)| name);
+        let ended: HashSet<&str> = names.filter_map(|name| name.strip_suffix(".end.json")).collect();
         let mut out = Vec::new();
-        for name in names.iter().filter(|name| !name.ends_with(".end.json")) {
+        for (name, begun_at) in &found {
             // What ended cleanly tells nothing about poison: not worth a request.
             let id = name
                 .strip_suffix(".json")
@@ -160,21 +183,13 @@ impl ShardLog {
             };
             let key = self.ledger.keys().attempt(self.shard, &id);
             if let Some(record) = read::<AttemptRecord>(self.ledger.store(), &key).await? {
-                let AttemptRecord {
-                    attempt,
-                    worker,
-                    rows,
-                    alone,
-                    ..
-                } = record;
-                out.push(AttemptView {
-                    attempt,
-                    worker,
-                    rows,
-                    alone,
-                    ended: false,
-                });
+                out.push(view_of(record, Some(*begun_at)));
             }
+        }
+        // What somebody knew once is known.
+        let dead: HashSet<Id> = out.iter().flat_map(|attempt| attempt.after.clone()).collect();
+        for attempt in out.iter_mut().filter(|attempt| dead.contains(&attempt.attempt)) {
+            attempt.fate = Fate::Dead;
         }
         Ok(out)
     }
@@ -227,6 +242,30 @@ impl ShardLog {
         &self.attempts
     }
 
+    /// Whether an attempt at a row that was alone on the device did not end, and nobody knows yet whether it died.
+    pub fn has_suspects(&self) -> bool {
+        self.suspects().any(|attempt| attempt.fate != Fate::Dead)
+    }
+
+    fn suspects(&self) -> impl Iterator<Item = &AttemptView> {
+        let is_open = |attempt: &&AttemptView| attempt.rows.difference(&self.covered) == attempt.rows;
+        self.attempts
+            .iter()
+            .filter(|attempt| attempt.is_suspect())
+            .filter(is_open)
+    }
+
+    /// Says of each such attempt what is known of it.
+    pub fn judge(&mut self, fate: impl Fn(&AttemptView) -> Fate) {
+        for attempt in self
+            .attempts
+            .iter_mut()
+            .filter(|a| a.is_suspect() && a.fate != Fate::Dead)
+        {
+            attempt.fate = fate(attempt);
+        }
+    }
+
     /// Which rows to try next, which not at all (see [`narrowing`]).
     ///
     /// To be asked between attempts: one of our own that is under way counts as one that has not ended.
@@ -236,9 +275,14 @@ impl ShardLog {
 
     /// Writes down that `rows` are about to run; to be called before any of them is on the device.
     ///
-    /// `worker` is 1 to 64 letters, digits, `-` and `_`; `alone`: nothing else is on the device meanwhile.
-    pub async fn begin(&mut self, worker: &str, rows: &RowSet, alone: bool) -> Result<Id> {
-        if !is_worker_name(worker) {
+    /// `alone`: nothing else is on the device meanwhile.
+    pub async fn begin(&mut self, runner: impl Into<Runner>, rows: &RowSet, alone: bool) -> Result<Id> {
+        let Runner {
+            worker,
+            process,
+            signs_every,
+        } = runner.into();
+        if !is_worker_name(&worker) {
             return Err(LedgerError::stop(format!(
                 "`{worker}` cannot be a worker's name: letters, digits, `-`, `_`"
             )));
@@ -246,6 +290,8 @@ impl ShardLog {
         // After an error nobody knows whether the record stands: the same one is tried again, lest one outage look like
         // several attempts that never ended.
         let unsettled = self.beginning.take().filter(|r| r.rows == *rows && r.alone == alone);
+        let dead = self.suspects().filter(|a| a.fate == Fate::Dead && a.rows == *rows);
+        let after = dead.map(|attempt| attempt.attempt.clone()).collect();
         let record = match unsettled {
             Some(record) => record,
             None => AttemptRecord {
@@ -253,9 +299,12 @@ impl ShardLog {
                 job: self.ledger.job().job.clone(),
                 shard: self.shard,
                 attempt: Id::random()?,
-                worker: worker.to_string(),
+                worker,
                 rows: rows.clone(),
                 alone,
+                after,
+                process,
+                signs_every,
             },
         };
         let attempt = record.attempt.clone();
@@ -264,14 +313,7 @@ impl ShardLog {
         self.beginning = Some(record.clone());
         self.create_own(&key, bytes).await?;
         self.beginning = None;
-        let view = AttemptView {
-            attempt: attempt.clone(),
-            worker: record.worker,
-            rows: record.rows,
-            alone,
-            ended: false,
-        };
-        self.attempts.push(view);
+        self.attempts.push(view_of(record, None));
         self.attempt = attempt.clone();
         self.data_objects = 0;
         Ok(attempt)

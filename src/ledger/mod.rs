@@ -29,6 +29,7 @@ pub mod log;
 pub mod progress;
 pub mod publish;
 pub mod schema;
+pub mod spend;
 pub mod status;
 pub mod verify;
 
@@ -42,7 +43,7 @@ pub use error::{LedgerError, Result};
 pub use job::{JobDraft, JobIdentity, JobRecord, Terms, Unfinished};
 pub use keys::{Id, Keys};
 pub use progress::Progress;
-pub use record::{Commit, Extension, Generation, LimitsFrom, Order, Price, StopWhy, Success, Tally};
+pub use record::{Commit, Extension, Generation, LimitsFrom, Order, Price, Runner, StopWhy, Success, Tally};
 pub use rowset::RowSet;
 use store::Stamp;
 pub use store::{Retry, Store};

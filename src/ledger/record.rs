@@ -228,7 +228,7 @@ impl Record for LogRecord {
 }
 
 /// `attempts/{attempt}.json`: written before these rows go to the device.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct AttemptRecord {
     pub v: u32,
     pub job: Id,
@@ -239,6 +239,37 @@ pub struct AttemptRecord {
     pub rows: RowSet,
     /// Nothing else is on the device while they run.
     pub alone: bool,
+    /// Attempts that were alone with these rows, and were known to be dead when this one began.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub after: Vec<Id>,
+    /// Which process the worker is, in words that only programs on its machine understand.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub process: Option<String>,
+    /// How often the worker writes its spending at least while it lives, in seconds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub signs_every: Option<f64>,
+}
+
+/// Who makes an attempt.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Runner {
+    /// 1 to 64 letters, digits, `-` and `_`.
+    pub worker: String,
+    /// See [`AttemptRecord::process`].
+    pub process: Option<String>,
+    /// See [`AttemptRecord::signs_every`].
+    pub signs_every: Option<f64>,
+}
+
+impl From<&str> for Runner {
+    /// A worker of whom nothing else is known.
+    fn from(worker: &str) -> Runner {
+        Runner {
+            worker: worker.into(),
+            process: None,
+            signs_every: None,
+        }
+    }
 }
 
 impl Record for AttemptRecord {
@@ -400,6 +431,9 @@ pub struct Spend {
     pub worker: String,
     /// Seconds of device time that this job is charged with.
     pub device_seconds: f64,
+    /// The worker has left.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub ended: bool,
 }
 
 impl Record for Spend {

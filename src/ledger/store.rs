@@ -85,6 +85,8 @@ pub struct Listed {
     pub size: u64,
     /// By the store's clock.
     pub modified: DateTime<Utc>,
+    /// Where the store lists them.
+    pub etag: Option<String>,
 }
 
 /// What tells an object from another under the same key, and when it was written.
@@ -520,6 +522,7 @@ impl Store {
             key,
             size: meta.size,
             modified: meta.last_modified,
+            etag: meta.e_tag.clone(),
         })
     }
 

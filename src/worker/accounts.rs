@@ -1,33 +1,24 @@
 //! What each job costs and whether it may go on: writes this worker's spending, reads the orders and the others' spendings.
 //!
-//! Requests a job and look: its spending, the next order, the list of spendings and each other live worker's.
+//! Requests a job and look: its spending and the next order; where there is a deadline, the time of what it wrote; where there
+//! is a budget, the list of spendings instead, and close to the budget each of those that have changed.
 
 use std::collections::HashSet;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use chrono::TimeDelta;
 use tokio::task::JoinSet;
-use tokio::time::{Instant, Interval, MissedTickBehavior};
+use tokio::time::{Interval, MissedTickBehavior};
 
-use crate::ledger::{Order, StopWhy, Terms, Unfinished};
+use crate::ledger::{Order, StopWhy, Unfinished};
 use crate::worker::Worker;
+use crate::worker::budget::Budget;
 use crate::worker::jobs::{JobState, OpenJob};
-use crate::worker::limits::Limits;
 use crate::worker::patience::Reaction;
 use crate::worker::stop::Stop;
 
 /// How often budgets are looked at with this process's own counters: no request is needed for that.
 const BUDGET_EVERY: Duration = Duration::from_secs(1);
-
-/// One job's account as of the last look.
-struct Account {
-    terms: Terms,
-    /// What other workers have spent, and may spend until the next look.
-    others_seconds: f64,
-    /// The job's age at the last look, by the store's clock, and when that was.
-    age: (Duration, Instant),
-}
 
 /// Keeps an account of each job that the worker hears of, until `stop` is set. Each is a task of its own: a store that does
 /// not answer holds up no other job's budget.
@@ -53,7 +44,8 @@ pub(super) async fn run(worker: Arc<Worker>, stop: Stop) -> anyhow::Result<()> {
 /// Looks at one job each log interval, and at its limits in between, for as long as it is open.
 async fn keep(worker: Arc<Worker>, job: Weak<OpenJob>) -> anyhow::Result<()> {
     let (mut looks, mut budgets) = (ticks(worker.options.log_interval), ticks(budget_every(&worker)));
-    let (mut account, mut looked_at) = (None, false);
+    let mut budget = Budget::new(&worker.name, worker.options.log_interval);
+    let (mut looked_at, mut rested) = (false, false);
     loop {
         let due = tokio::select! {
             biased;
@@ -62,18 +54,17 @@ async fn keep(worker: Arc<Worker>, job: Weak<OpenJob>) -> anyhow::Result<()> {
         };
         // Held only while it is looked at: who else holds it decides how long it stays open.
         let Some(job) = job.upgrade() else { return Ok(()) };
-        // A job is looked at as soon as it is heard of; one that nobody here works on needs no further looks.
+        // A job is looked at as soon as it is heard of, and as soon as it is worked on again: others shall reckon with us. One
+        // that nobody here works on needs no further looks.
         let busy = worker.in_flight.of_job(job.number) > 0 || job.owes();
-        if !looked_at || due && busy {
-            looked_at = true;
-            match look(&worker, &job).await {
-                Ok(seen) => account = Some(seen),
-                Err(error) => bear(&worker, &job, error)?,
+        if !looked_at || busy && (due || rested) {
+            (looked_at, rested) = (true, false);
+            if let Err(error) = look(&worker, &job, &mut budget, false).await {
+                bear(&worker, &job, error)?;
             }
         }
-        if let Some(account) = &mut account
-            && let Err(error) = enforce(&job, account).await
-        {
+        rested |= due && !busy;
+        if let Err(error) = enforce(&worker, &job, &mut budget).await {
             bear(&worker, &job, error)?;
         }
     }
@@ -100,39 +91,41 @@ fn ticks(every: Duration) -> Interval {
     ticks
 }
 
-/// Writes what we spent, reads the orders and what others spent.
-async fn look(worker: &Worker, job: &OpenJob) -> anyhow::Result<Account> {
-    // The first look writes too: others reckon with every worker that is at it.
-    job.write_spend(&worker.name).await?;
-    let terms = job.refresh().await?;
-    let spent = job.ledger.spent().await?;
-    let interval = worker.options.log_interval;
-    let window = TimeDelta::from_std(2 * interval).unwrap_or(TimeDelta::MAX);
-    let ahead = f64::from(spent.live_others(&worker.name, window)) * interval.as_secs_f64();
-    Ok(Account {
-        terms,
-        others_seconds: spent.device_seconds_of_others(&worker.name) + ahead,
-        age: (job.ledger.age(&spent), Instant::now()),
-    })
+/// Writes what we spent, reads the orders and, as far as a limit asks for it, what others spent. `anew`: also where nothing was
+/// spent, since the store's time of it says how late it is.
+async fn look(worker: &Worker, job: &OpenJob, budget: &mut Budget, anew: bool) -> anyhow::Result<()> {
+    // The first look writes too: others reckon with every worker that is at it. One that works shows that it lives.
+    let is_at_it = worker.in_flight.of_job(job.number) > 0 && worker.pulse.is_alive();
+    match anew || is_at_it {
+        true => job.sign(&worker.name).await?,
+        false => job.write_spend(&worker.name).await?,
+    }
+    budget.set_terms(job.refresh().await?);
+    Ok(budget.look(&job.ledger).await?)
 }
 
 /// Orders a stop where budget or deadline are reached.
-async fn enforce(job: &OpenJob, account: &mut Account) -> anyhow::Result<()> {
-    if job.state() != JobState::Going || reached(job, account).is_none() {
+async fn enforce(worker: &Worker, job: &OpenJob, budget: &mut Budget) -> anyhow::Result<()> {
+    if job.state() != JobState::Going || budget.reached(job.device_seconds()).is_none() {
         return Ok(());
     }
-    // The terms that we know may be old: an order that gives more must not be answered with a stop.
-    account.terms = job.refresh().await?;
-    match reached(job, account) {
+    // What we know may be old, and an order that gives more must not be answered with a stop.
+    match budget.is_old() {
+        true => look(worker, job, budget, true).await?,
+        false => budget.set_terms(job.refresh().await?),
+    }
+    if !budget.is_exact() {
+        budget.read(&job.ledger).await?;
+    }
+    match budget.reached(job.device_seconds()) {
         Some(why) if job.state() == JobState::Going => {
-            let close = account.terms.unfinished == Unfinished::Expire;
-            job.order_stop(Order::stop(why, close)).await
+            let order = Order::Stop {
+                why,
+                close: budget.terms().unfinished == Unfinished::Expire,
+                note: (why == StopWhy::Budget).then(|| budget.bill(job.device_seconds())),
+            };
+            job.order_stop(order).await
         }
         _ => Ok(()),
     }
-}
-
-fn reached(job: &OpenJob, account: &Account) -> Option<StopWhy> {
-    let (age, at) = account.age;
-    Limits::of(&account.terms).reached(account.others_seconds + job.device_seconds(), age + at.elapsed())
 }

@@ -18,10 +18,13 @@ use crate::ledger::log::{ShardLog, ShardState};
 use crate::ledger::{Order, RowSet, StopWhy};
 use crate::queue::Delivery;
 use crate::worker::assemble::{closed, errored};
+use crate::worker::fate::fate;
 use crate::worker::idle::IdleClock;
 use crate::worker::in_flight::ShardKey;
+use crate::worker::in_hand::InHand;
 use crate::worker::jobs::{Heard, JobState, OpenJob};
 use crate::worker::patience::{Pauses, Reaction};
+use crate::worker::process::see;
 use crate::worker::shard::OpenShard;
 use crate::worker::stop::Stop;
 use crate::worker::{Kept, ReadyRow, ReadyShard, Until, Worker, one_line};
@@ -143,13 +146,9 @@ impl Intake {
         if !self.worker.in_flight.enter(key, Arc::new(delivery)) {
             return Ok(Found::Nothing);
         }
-        let in_hand = InHand {
-            worker: &self.worker,
-            key,
-            kept: true,
-        };
+        let in_hand = InHand::new(&self.worker, key);
         match self.open(&job, key, place).await {
-            Ok(Some((shard, rows, plan))) => {
+            Ok(Opened::Ready { shard, rows, plan }) => {
                 let at_device = match rows.is_empty() {
                     true => None,
                     // A place at the device first, then the attempt: rows that only wait must not be blamed for a kill.
@@ -157,32 +156,43 @@ impl Intake {
                 };
                 Ok(Found::Shard(Box::new(Begun {
                     in_hand,
-                    shard,
+                    shard: *shard,
                     rows,
                     plan,
                     at_device,
                 })))
             }
-            Ok(None) => {
+            Ok(Opened::Waits(rows)) => {
+                in_hand.give_back_later(&job, &rows);
+                Ok(Found::Nothing)
+            }
+            Ok(Opened::Committed) => {
                 for delivery in in_hand.answer() {
                     self.worker.queue.acknowledge(&delivery).await?;
                 }
                 Ok(Found::Nothing)
             }
             Err(error) if self.worker.patience.reaction(&error) == Reaction::LeaveShard => {
-                let changed = matches!(error.downcast_ref(), Some(DatasetError::InputChanged { .. }));
-                if changed && self.stop_job(&job, &error).await? {
-                    // Who goes on with the job enqueues its shards again.
-                    for delivery in in_hand.answer() {
-                        self.worker.queue.acknowledge(&delivery).await?;
-                    }
-                } else {
-                    self.worker.leave_to_others(key.shard, &job, &error, in_hand.answer());
-                }
+                self.leave(&job, in_hand, &error).await?;
                 Ok(Found::Nothing)
             }
             Err(error) => Err(error),
         }
+    }
+
+    /// A shard that this worker cannot begin: others may, unless its input stops the job for all.
+    async fn leave(&self, job: &OpenJob, in_hand: InHand<'_>, error: &anyhow::Error) -> anyhow::Result<()> {
+        let changed = matches!(error.downcast_ref(), Some(DatasetError::InputChanged { .. }));
+        if changed && self.stop_job(job, error).await? {
+            // Who goes on with the job enqueues its shards again.
+            for delivery in in_hand.answer() {
+                self.worker.queue.acknowledge(&delivery).await?;
+            }
+        } else {
+            let shard = in_hand.key.shard;
+            self.worker.leave_to_others(shard, job, error, in_hand.answer());
+        }
+        Ok(())
     }
 
     /// An input is not what was planned: no worker may go on, until a person has seen to it. False: somebody ordered
@@ -225,7 +235,11 @@ impl Intake {
             crate::failpoint!("intake.before-attempt");
             let mut pauses = Pauses::default();
             loop {
-                match shard.log.begin(&self.worker.name, &plan.next, plan.alone()).await {
+                match shard
+                    .log
+                    .begin(self.worker.runner.clone(), &plan.next, plan.alone())
+                    .await
+                {
                     Ok(attempt) => break shard.attempt = Some(attempt),
                     Err(error) => match self.worker.patience.bear(error.into(), &mut pauses, &self.stop).await {
                         Ok(()) => {}
@@ -267,8 +281,7 @@ impl Intake {
         let most = self.worker.options.log_interval.clamp(IDLE_LOOK_MIN, IDLE_LOOK_MAX);
         idle.pause = (2 * idle.pause).min(most);
         idle.next_look = Instant::now() + idle.pause;
-        let looked = self.worker.all_done().await;
-        let done = match looked {
+        let done = match self.look_around().await {
             Ok(done) => done,
             Err(error) if self.worker.patience.reaction(&error) == Reaction::Wait => {
                 self.worker.patience.say(&error);
@@ -282,6 +295,15 @@ impl Intake {
             // It has heard of no job at all.
             (_, None) => idle.clock.has_run(self.worker.options.idle_after),
         })
+    }
+
+    /// Whether all jobs are done (see [`Worker::all_done`]); where one goes on, its shards join our own queue again.
+    async fn look_around(&self) -> anyhow::Result<Option<bool>> {
+        let done = self.worker.all_done().await?;
+        if done == Some(false) {
+            self.worker.refill().await?;
+        }
+        Ok(done)
     }
 
     /// The job of a delivery; `None`: the delivery was dealt with.
@@ -344,24 +366,25 @@ impl Intake {
         Ok(job.state())
     }
 
-    /// Reads the shard's log and prepares it, or as much of it as may be tried at once: the rows for the device and the plan
-    /// that they follow. `None`: the shard is committed.
-    async fn open(
-        &self,
-        job: &Arc<OpenJob>,
-        key: ShardKey,
-        place: OwnedSemaphorePermit,
-    ) -> anyhow::Result<Option<(OpenShard, Vec<ReadyRow>, Narrowing)>> {
+    /// Reads the shard's log and prepares it, or as much of it as may be tried at once.
+    async fn open(&self, job: &Arc<OpenJob>, key: ShardKey, place: OwnedSemaphorePermit) -> anyhow::Result<Opened> {
         let mut pauses = Pauses::default();
-        let log = loop {
+        let mut log = loop {
             match job.ledger.shard(key.shard).await {
-                Ok(ShardState::Committed(_)) => return Ok(None),
+                Ok(ShardState::Committed(_)) => return Ok(Opened::Committed),
                 Ok(ShardState::Open(log)) => break *log,
                 Err(error) => self.worker.patience.bear(error.into(), &mut pauses, &self.stop).await?,
             }
         };
+        while let Err(error) = self.judge(job, &mut log).await {
+            self.worker.patience.bear(error, &mut pauses, &self.stop).await?;
+        }
         self.worker.patience.over();
         let plan = log.narrowing();
+        if plan.next.is_empty() && plan.accused.is_empty() && !plan.waiting.is_empty() && job.state() == JobState::Going
+        {
+            return Ok(Opened::Waits(plan.waiting));
+        }
         let permit = match plan.alone() {
             // A narrowed try has the device to itself: it takes every place there is.
             true => self.all_places(place).await?,
@@ -380,7 +403,11 @@ impl Intake {
         };
         if shard.log.is_complete() {
             // A worker died between the last record and the part: nothing is left to do but to publish.
-            return Ok(Some((shard, Vec::new(), plan)));
+            return Ok(Opened::Ready {
+                shard: Box::new(shard),
+                rows: Vec::new(),
+                plan,
+            });
         }
         let planned = job.ledger.job().shard(key.shard)?.clone();
         crate::failpoint!("intake.before-read");
@@ -397,7 +424,23 @@ impl Intake {
         }
         shard.pending = prepared.results;
         shard.expected = prepared.ready.iter().map(|row| row.row).collect();
-        Ok(Some((shard, prepared.ready, plan)))
+        Ok(Opened::Ready {
+            shard: Box::new(shard),
+            rows: prepared.ready,
+            plan,
+        })
+    }
+
+    /// Finds out what has become of attempts in which a row was alone on the device and which did not end.
+    async fn judge(&self, job: &OpenJob, log: &mut ShardLog) -> anyhow::Result<()> {
+        if !log.has_suspects() {
+            return Ok(());
+        }
+        // What we write now says what time it is.
+        job.sign(&self.worker.name).await?;
+        let signs = job.ledger.signs_of_life().await?;
+        log.judge(|attempt| fate(attempt, &signs, see));
+        Ok(())
     }
 
     async fn all_places(&self, mut place: OwnedSemaphorePermit) -> anyhow::Result<OwnedSemaphorePermit> {
@@ -462,6 +505,20 @@ impl Intake {
     }
 }
 
+/// A shard as it was found.
+enum Opened {
+    Committed,
+    /// These rows are left, and are not to be tried yet.
+    Waits(RowSet),
+    Ready {
+        shard: Box<OpenShard>,
+        /// For the device.
+        rows: Vec<ReadyRow>,
+        /// The plan that they follow.
+        plan: Narrowing,
+    },
+}
+
 fn accused(row: u64) -> RowResult {
     errored(
         row,
@@ -484,35 +541,6 @@ struct Begun<'a> {
     plan: Narrowing,
     /// `None`: nothing goes to the device.
     at_device: Option<mpsc::Permit<'a, ReadyShard>>,
-}
-
-/// A shard between being received and being handed on: dropped in between, it goes back to the queue.
-struct InHand<'a> {
-    worker: &'a Worker,
-    key: ShardKey,
-    kept: bool,
-}
-
-impl InHand<'_> {
-    /// The work on it ends here: the deliveries to answer.
-    fn answer(mut self) -> Vec<Arc<Delivery>> {
-        self.kept = false;
-        self.worker.in_flight.leave(self.key)
-    }
-
-    /// The keeper has it.
-    fn hand_on(mut self) {
-        self.kept = false;
-    }
-}
-
-impl Drop for InHand<'_> {
-    fn drop(&mut self) {
-        if self.kept {
-            // Dropping the deliveries gives them back.
-            drop(self.worker.in_flight.leave(self.key));
-        }
-    }
 }
 
 /// How long nothing has come, and when to look at the ledgers next.

@@ -227,9 +227,23 @@ impl OpenJob {
         if self.spending.written.load(Relaxed) > micros {
             return Ok(());
         }
-        self.ledger.write_spend(worker, micros as f64 / 1e6).await?;
+        self.sign(worker).await
+    }
+
+    /// As [`OpenJob::write_spend`], whatever stands there: it is a sign of life, too.
+    pub async fn sign(&self, worker: &str) -> anyhow::Result<()> {
+        let micros = self.spending.micros.load(Relaxed);
+        self.ledger.write_spend(worker, micros as f64 / 1e6, false).await?;
         self.spending.written.store(micros + 1, Relaxed);
         Ok(())
+    }
+
+    /// As [`OpenJob::write_spend`], for the last time: nobody need reckon with this worker any more.
+    pub async fn end_spend(&self, worker: &str) -> anyhow::Result<()> {
+        if self.spending.written.load(Relaxed) == 0 && !self.owes() {
+            return Ok(());
+        }
+        Ok(self.ledger.write_spend(worker, self.device_seconds(), true).await?)
     }
 
     /// Whether something was spent since it was written down last.

@@ -157,8 +157,11 @@ impl Keeper {
             first_error = first_error.or(self.ended(ended).err());
         }
         let jobs = self.worker.jobs.open().await;
-        let debts = jobs.iter().filter(|job| job.owes()).map(|job| async {
-            if let Err(error) = job.write_spend(&self.worker.name).await {
+        // Of one that owes nothing, the others find out by themselves that it has left.
+        let debts = jobs.iter().map(|job| async {
+            if let Err(error) = job.end_spend(&self.worker.name).await
+                && job.owes()
+            {
                 tracing::warn!(
                     "{}: {:.1} device seconds were not written down: {}",
                     job.title(),

@@ -25,6 +25,11 @@ impl Limits {
         }
     }
 
+    /// Whether what is spent can reach a limit.
+    pub fn count_money(&self) -> bool {
+        self.usd.is_some() && self.usd_per_hour.is_some_and(|price| price > 0.0)
+    }
+
     /// Which limit is reached, if any, by `device_seconds` of work and `age` of the job.
     pub fn reached(&self, device_seconds: f64, age: Duration) -> Option<StopWhy> {
         let spent = dollars(device_seconds, self.usd_per_hour);

@@ -103,6 +103,29 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn the_file_goes_stale_in_a_hang_and_at_no_other_time() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("alive");
+        let pulse = Arc::new(Pulse::new(Duration::from_millis(50)));
+        touch(path.clone(), pulse.clone()).unwrap();
+        let touched = || std::fs::metadata(&path).unwrap().modified().unwrap();
+        let wait = || tokio::time::sleep(TOUCH_EVERY + TOUCH_EVERY / 2);
+        let first = touched();
+        wait().await;
+        assert!(touched() > first, "a worker that waits is alive");
+        let (end, ended) = std::sync::mpsc::channel::<()>();
+        let hanging = std::thread::spawn(move || pulse.step(|| ended.recv()));
+        wait().await;
+        let last = touched();
+        wait().await;
+        assert_eq!(touched(), last, "it hangs");
+        end.send(()).unwrap();
+        hanging.join().unwrap().unwrap();
+        wait().await;
+        assert!(touched() > last, "it goes on");
+    }
+
+    #[tokio::test]
     async fn the_file_is_touched() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("alive");

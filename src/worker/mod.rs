@@ -16,9 +16,12 @@
 
 mod accounts;
 pub mod assemble;
+pub mod budget;
 mod device;
+mod fate;
 pub mod idle;
 pub mod in_flight;
+mod in_hand;
 mod intake;
 pub mod jobs;
 mod keeper;
@@ -27,6 +30,7 @@ pub mod liveness;
 pub mod model;
 pub mod patience;
 pub mod preflight;
+mod process;
 pub mod pulse;
 pub mod recheck;
 mod shard;
@@ -44,14 +48,15 @@ use tokio::task::JoinSet;
 use crate::dataset::row::RowResult;
 use crate::engine::Generate;
 use crate::engine::params::Params;
-use crate::ledger::Ledger;
-use crate::queue::{Delivery, Queue};
+use crate::ledger::{Ledger, Runner};
+use crate::queue::{Delivery, LocalQueue, Message, Queue};
 use crate::report::meter::Meter;
 use crate::report::one_line;
 use crate::worker::in_flight::{InFlight, ShardKey};
 use crate::worker::jobs::{JobState, Jobs, OpenJob};
 pub use crate::worker::limits::Limits;
 use crate::worker::patience::{Patience, Reaction};
+use crate::worker::process::Process;
 use crate::worker::pulse::Pulse;
 use crate::worker::stop::{Stop, Why};
 
@@ -64,7 +69,10 @@ const FINISHED_ROWS: usize = 16_384;
 pub struct Worker {
     /// Tells this process from others in attempts and spendings.
     pub name: String,
+    runner: Runner,
     pub queue: Arc<dyn Queue>,
+    /// The same queue, where it is this process's own: nobody else fills it again.
+    pub own_queue: Option<LocalQueue>,
     pub jobs: Jobs,
     /// Ledgers whose jobs must be done, too, before the worker is idle.
     pub watched: Vec<Ledger>,
@@ -108,6 +116,7 @@ pub enum Until {
 pub struct Parts {
     pub name: String,
     pub queue: Arc<dyn Queue>,
+    pub own_queue: Option<LocalQueue>,
     pub jobs: Jobs,
     pub watched: Vec<Ledger>,
     pub meter: Arc<Meter>,
@@ -155,6 +164,7 @@ impl Worker {
         let Parts {
             name,
             queue,
+            own_queue,
             jobs,
             watched,
             meter,
@@ -164,8 +174,14 @@ impl Worker {
             options,
         } = parts;
         Worker {
+            runner: Runner {
+                worker: name.clone(),
+                process: Process::own().map(|process| process.as_str().to_string()),
+                signs_every: Some(options.log_interval.as_secs_f64()),
+            },
             name,
             queue,
+            own_queue,
             jobs,
             watched,
             in_flight: InFlight::default(),
@@ -207,6 +223,21 @@ impl Worker {
         Ok((!jobs.is_empty() || !self.watched.is_empty()).then_some(true))
     }
 
+    /// Nothing is in hand, and jobs are to go on: a queue of our own gets what is not committed. A stopped job's messages are
+    /// gone; over a broker, whoever extends the job enqueues its shards again.
+    async fn refill(&self) -> anyhow::Result<()> {
+        let Some(queue) = self.own_queue.as_ref().filter(|queue| queue.unacknowledged() == 0) else {
+            return Ok(());
+        };
+        for job in self.jobs.open().await {
+            if let JobState::Going | JobState::Closing(_) = job.state() {
+                let shards = job.ledger.uncommitted().await?;
+                queue.send(messages(&job.ledger, &shards));
+            }
+        }
+        Ok(())
+    }
+
     /// Something is wrong with a shard or its job that other workers, or a person, must see to.
     fn leave_to_others(self: &Arc<Self>, shard: u32, job: &OpenJob, error: &anyhow::Error, held: Vec<Arc<Delivery>>) {
         tracing::error!(
@@ -236,6 +267,14 @@ impl Worker {
             }
         });
     }
+}
+
+/// Pointers to these shards of the ledger's generation.
+pub fn messages(ledger: &Ledger, shards: &[u32]) -> Vec<Message> {
+    let job = ledger.job().job.to_string();
+    let output = ledger.store().url().to_string();
+    let message = |&shard: &u32| Message::new(job.clone(), output.clone(), ledger.generation(), shard);
+    shards.iter().map(message).collect()
 }
 
 /// Whether a job is finished or stopped. Writes what is due.

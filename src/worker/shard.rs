@@ -98,7 +98,7 @@ pub(super) async fn tend(
             worker.shards_done.send_modify(|done| *done += 1);
             Ok(())
         }
-        Ok(Ended::JobStopped) => acknowledge(&worker, &deliveries).await,
+        Ok(Ended::JobStopped) => leave_stopped(&worker, &shard.job, &deliveries, &stop).await,
         Ok(Ended::TriedSome | Ended::GivenBack) => give_back(&worker, &deliveries).await,
         Ok(Ended::LeftToOthers) => {
             worker.pass_on_later(deliveries);
@@ -112,6 +112,30 @@ pub(super) async fn tend(
             give_back(&worker, &deliveries).await?;
             Err(error)
         }
+    }
+}
+
+/// A stopped job's messages are acknowledged: whoever extends the job enqueues its shards again. Such a message may be among
+/// these, having come while the shard was on its way out; then the job's orders say by now that it goes on.
+async fn leave_stopped(
+    worker: &Worker,
+    job: &OpenJob,
+    deliveries: &[Arc<Delivery>],
+    stop: &Stop,
+) -> anyhow::Result<()> {
+    let mut pauses = Pauses::default();
+    while let Err(error) = job.refresh().await {
+        if let Err(error) = worker.patience.bear(error, &mut pauses, stop).await {
+            give_back(worker, deliveries).await?;
+            return match worker.patience.reaction(&error) {
+                Reaction::LeaveShard => Ok(job.leave_to_others(&error)),
+                _ => Err(error),
+            };
+        }
+    }
+    match job.state() {
+        JobState::Stopped(_) => acknowledge(worker, deliveries).await,
+        _ => give_back(worker, deliveries).await,
     }
 }
 

@@ -50,8 +50,8 @@ async fn a_whole_job_leaves_parts_and_nothing_beside_them() {
     let (dir, output) = folder();
     let (ledger, resumed) = Ledger::create_or_resume(&output, draft("local", 3, 5)).await.unwrap();
     assert!(!resumed);
-    ledger.write_spend("w", 1.5).await.unwrap();
-    ledger.write_spend("w", 2.5).await.unwrap();
+    ledger.write_spend("w", 1.5, false).await.unwrap();
+    ledger.write_spend("w", 2.5, false).await.unwrap();
     for shard in 0..3 {
         run_shard(&ledger, shard).await;
     }

@@ -12,4 +12,6 @@ mod local;
 
 mod refusals;
 
+mod spendings;
+
 mod whole_jobs;

@@ -150,7 +150,7 @@ async fn stopped(ledger: &Ledger, name: &str, seconds: f64, asked: &Asked) -> Re
     let mut control = ledger.control().await?;
     let terms = ledger.terms(&control);
     if control.stopped().is_none() && terms.usd.is_some() {
-        ledger.write_spend(name, seconds).await?;
+        ledger.write_spend(name, seconds, false).await?;
         let spent = ledger.spent().await?.device_seconds();
         if let Some(why) = Limits::of(&terms).reached(spent, Duration::ZERO) {
             let close = terms.unfinished == Unfinished::Expire;
@@ -168,7 +168,7 @@ async fn work_on(ledger: &Ledger, mut log: Box<ShardLog>, author: u64, seconds: 
         if let Some((_, false)) = stopped(ledger, &name, *seconds, asked).await? {
             return Ok(());
         }
-        log.begin(&name, &rows, false).await?;
+        log.begin(name.as_str(), &rows, false).await?;
     }
     while !log.is_complete() {
         let closing = match stopped(ledger, &name, *seconds, asked).await? {

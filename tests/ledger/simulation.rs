@@ -90,7 +90,7 @@ async fn work_on(mut log: Box<ShardLog>, author: u64, habits: Habits, patience: 
     while !log.is_complete() {
         let plan = log.narrowing();
         let rows = if plan.next.is_empty() { plan.accused } else { plan.next };
-        let attempt = log.begin(&name, &rows, plan.rows_per_try.is_some()).await?;
+        let attempt = log.begin(name.as_str(), &rows, plan.rows_per_try.is_some()).await?;
         while !rows.difference(log.covered()).is_empty() {
             // Also offers rows that others may have covered since: they must be dropped.
             let left = rows.difference(log.covered()).first(habits.chunk);

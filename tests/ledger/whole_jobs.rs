@@ -21,8 +21,8 @@ async fn job(output: &Location, shards: u32, rows: u64) -> Ledger {
 async fn blocks_close_and_the_last_commit_writes_success() {
     let output = memory();
     let ledger = job(&output, 205, 2).await;
-    ledger.write_spend("a", 1800.0).await.unwrap();
-    ledger.write_spend("b", 1800.0).await.unwrap();
+    ledger.write_spend("a", 1800.0, false).await.unwrap();
+    ledger.write_spend("b", 1800.0, false).await.unwrap();
     // The last shard first, so that blocks close out of order.
     for shard in (1..205).rev() {
         run_shard(&ledger, shard).await;
@@ -111,7 +111,7 @@ async fn status_follows_logs_orders_and_spendings() {
     for _ in 0..2 {
         stuck.begin("a", &stuck.uncovered(), false).await.unwrap();
     }
-    ledger.write_spend("a", 3600.0).await.unwrap();
+    ledger.write_spend("a", 3600.0, false).await.unwrap();
     let status = ledger.status().await.unwrap();
     let shards = status.shards;
     assert_eq!((shards.total, shards.done, shards.open, shards.stuck), (4, 1, 2, 1));
@@ -144,7 +144,7 @@ async fn status_follows_logs_orders_and_spendings() {
     assert_eq!(ledger.status().await.unwrap().state, State::Running);
     let spent = ledger.spent().await.unwrap();
     assert_eq!((spent.by_worker.len(), spent.device_seconds()), (1, 3600.0));
-    assert!(spent.store_now().unwrap() >= ledger.created_at());
+    assert!(spent.by_worker[0].at >= ledger.created_at());
 }
 
 #[tokio::test]

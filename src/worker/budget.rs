@@ -1,0 +1,117 @@
+//! How much of a job's limits is used, as one of its workers knows it: by its own counter at once, by what others wrote, and by
+//! what they may have spent since. Where each of them stops, and how far all together may get, stands in `docs/job-file.md`.
+
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use crate::ledger::spend::Others;
+use crate::ledger::{Ledger, Result, StopWhy, Terms};
+use crate::report::cost::{dollars, show_dollars};
+use crate::worker::limits::Limits;
+
+/// Log intervals within which a worker that is at a job has written its spending.
+const LIVE_INTERVALS: u32 = 2;
+
+/// One worker's knowledge of one job, as of its last look.
+pub struct Budget {
+    me: String,
+    interval: Duration,
+    terms: Terms,
+    /// What other workers have spent. Kept over looks: what has not changed is not read again.
+    others: Others,
+    /// The job's age at the last look, by the store's clock, and when that was.
+    looked: Option<(Duration, Instant)>,
+}
+
+impl Budget {
+    /// Of worker `me`; all workers of the job look once an `interval`.
+    pub fn new(me: &str, interval: Duration) -> Budget {
+        Budget {
+            me: me.to_string(),
+            interval,
+            terms: Terms::default(),
+            others: Others::default(),
+            looked: None,
+        }
+    }
+
+    pub fn terms(&self) -> &Terms {
+        &self.terms
+    }
+
+    /// The terms that hold by now.
+    pub fn set_terms(&mut self, terms: Terms) {
+        self.terms = terms;
+    }
+
+    /// Sees what others have written, as far as a limit asks for it: one listing for a budget, the time of what we wrote just
+    /// now for a deadline alone, and nothing without a limit.
+    pub async fn look(&mut self, ledger: &Ledger) -> Result<()> {
+        let limits = Limits::of(&self.terms);
+        let now = if limits.count_money() {
+            ledger.list_spends(&self.me, &mut self.others).await?;
+            self.others.store_now()
+        } else if limits.deadline.is_some() {
+            ledger.spend_time(&self.me).await?
+        } else {
+            None
+        };
+        self.looked = Some((ledger.age_at(now), Instant::now()));
+        Ok(())
+    }
+
+    /// Reads what others have written since it was read last.
+    pub async fn read(&mut self, ledger: &Ledger) -> Result<()> {
+        ledger.read_changed_spends(&mut self.others).await
+    }
+
+    /// Whether others may have written since the last look.
+    pub fn is_old(&self) -> bool {
+        self.since() > self.interval
+    }
+
+    /// Whether all that the last look found was read.
+    pub fn is_exact(&self) -> bool {
+        self.others.is_exact()
+    }
+
+    /// Which limit is reached, where we ourselves have spent `own_seconds`.
+    pub fn reached(&self, own_seconds: f64) -> Option<StopWhy> {
+        // Never looked: nothing is known that could be reached.
+        let (age, _) = self.looked?;
+        let (spent, held) = self.seconds(own_seconds);
+        Limits::of(&self.terms).reached(spent + held, age + self.since())
+    }
+
+    /// What is spent, by all that we know; and what other live workers may have spent since they wrote, and may spend until they
+    /// hear of a stop.
+    fn seconds(&self, own_seconds: f64) -> (f64, f64) {
+        let window = LIVE_INTERVALS * self.interval;
+        let known = self.others.known_seconds();
+        let not_written = self.others.most_seconds(window, self.since()) - known;
+        let to_come = f64::from(self.others.live(window)) * self.interval.as_secs_f64();
+        (known + own_seconds, not_written + to_come)
+    }
+
+    fn since(&self) -> Duration {
+        self.looked.map_or(Duration::ZERO, |(_, at)| at.elapsed())
+    }
+
+    /// For people: why a budget ends work where it does.
+    pub fn bill(&self, own_seconds: f64) -> String {
+        let (spent, held) = self.seconds(own_seconds);
+        let usd = |seconds| show_dollars(dollars(seconds, self.terms.usd_per_hour).unwrap_or_default());
+        let most = show_dollars(self.terms.usd.unwrap_or_default());
+        let mut bill = format!("{} of {most} are spent", usd(spent));
+        let others = self.others.live(LIVE_INTERVALS * self.interval);
+        if others > 0 {
+            let plural = if others == 1 { "" } else { "s" };
+            bill.push_str(&format!(
+                ", and {} are held for {others} other worker{plural} at it, until each has heard of a stop",
+                usd(held)
+            ));
+        }
+        bill
+    }
+}

@@ -1,0 +1,73 @@
+//! A shard between being received and being handed on.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::ledger::RowSet;
+use crate::queue::Delivery;
+use crate::report::one_line;
+use crate::worker::Worker;
+use crate::worker::in_flight::ShardKey;
+use crate::worker::jobs::OpenJob;
+
+/// Between two looks at a shard whose last rows may be running elsewhere.
+const WAITING_PAUSE: Duration = Duration::from_secs(5);
+
+/// See the module's description. Dropped, it goes back to the queue.
+pub(super) struct InHand<'a> {
+    pub worker: &'a Arc<Worker>,
+    pub key: ShardKey,
+    kept: bool,
+}
+
+impl<'a> InHand<'a> {
+    /// Of a shard that is in flight.
+    pub fn new(worker: &'a Arc<Worker>, key: ShardKey) -> InHand<'a> {
+        InHand {
+            worker,
+            key,
+            kept: true,
+        }
+    }
+
+    /// The work on it ends here: the deliveries to answer.
+    pub fn answer(mut self) -> Vec<Arc<Delivery>> {
+        self.kept = false;
+        self.worker.in_flight.leave(self.key)
+    }
+
+    /// These rows of it may be running elsewhere. It stays in hand for a while, so that it does not spin, and goes back to the
+    /// queue then.
+    pub fn give_back_later(mut self, job: &OpenJob, rows: &RowSet) {
+        self.kept = false;
+        tracing::info!(
+            "shard {} of {} waits: rows {rows} may be running elsewhere, alone on a device",
+            self.key.shard,
+            job.title()
+        );
+        let (worker, key) = (self.worker.clone(), self.key);
+        tokio::spawn(async move {
+            tokio::time::sleep(WAITING_PAUSE).await;
+            for delivery in worker.in_flight.leave(key) {
+                if let Err(error) = worker.queue.give_back(&delivery).await {
+                    // Dropped without an answer, it comes again.
+                    tracing::warn!("a message could not be given back: {}", one_line(&error.into()));
+                }
+            }
+        });
+    }
+
+    /// The keeper has it.
+    pub fn hand_on(mut self) {
+        self.kept = false;
+    }
+}
+
+impl Drop for InHand<'_> {
+    fn drop(&mut self) {
+        if self.kept {
+            // Dropping the deliveries gives them back.
+            drop(self.worker.in_flight.leave(self.key));
+        }
+    }
+}
