@@ -4,34 +4,25 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use arrow::array::RecordBatch;
-use bytes::Bytes;
 use futures::StreamExt;
-use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
-use serde_json::Value;
 
 use super::Ledger;
-use super::data;
 use super::error::{LedgerError, Result};
 use super::finish::{PartsHash, READS_AT_ONCE};
 use super::keys::{SUCCESS, sha256};
-use super::publish::{lines_generation, part_origin};
-use super::record::{Commit, Success, Tally};
-use super::rowset::RowSet;
+use super::part::lines_generation;
+use super::record::{Commit, Success, Tally, read};
 use super::store::MAX_OBJECT_BYTES;
-use crate::dataset::row::CUT_OFF;
 
 /// Further findings are only counted.
 const FINDINGS_MAX: usize = 1000;
-/// Rows decoded at once.
-const BATCH_ROWS: usize = 8192;
 
 /// What verification found.
 #[derive(Debug, Clone, Default)]
 pub struct Verified {
     /// One line each; empty where the guarantee holds.
     pub findings: Vec<String>,
-    /// Over all parts, recounted from their rows (`jsonl`: from commits).
+    /// Over all parts, recounted from their rows.
     pub tally: Tally,
     pub parts: u32,
 }
@@ -56,8 +47,7 @@ impl Ledger {
     /// and that nothing else lies beside the parts.
     ///
     /// `progress` is called with the number of each shard that was looked at. An `Err` means that the store could not
-    /// be read; whatever is wrong with the output itself is a finding. Lines of `jsonl` parts carry no row number:
-    /// there, lines are counted, the truncated ones too, and bytes held against the commit.
+    /// be read; whatever is wrong with the output itself is a finding.
     pub async fn verify(&self, mut progress: impl FnMut(u32)) -> Result<Verified> {
         let mut out = Verified::default();
         let mut expected = BTreeSet::new();
@@ -78,8 +68,12 @@ impl Ledger {
             progress(shard);
         }
         self.verify_names(&expected, &mut out).await?;
-        let success = as_finding(self.standing_success().await, &mut out)?.flatten();
+        let success = as_finding(read::<Success>(self.store(), SUCCESS).await, &mut out)?.flatten();
         match success {
+            Some(success) if success.job != self.job().job => out.find(format!(
+                "`{SUCCESS}` is of job {}, which had this folder before: run the job again",
+                success.job
+            )),
             Some(success) => self.verify_success(&success, hash.finish(), &mut out),
             None if complete => out.find(format!(
                 "`{SUCCESS}` is missing, though every shard is committed: run the job again"
@@ -147,85 +141,28 @@ impl Ledger {
                 "`{name}` is not the part that was committed: its size or hash differs"
             ));
         }
-        if self.job().part_extension == "jsonl" {
-            let lines = bytes.split(|&b| b == b'\n').filter(|line| !line.is_empty()).count() as u64;
-            if lines != commit.tally.rows() {
-                out.find(format!(
-                    "`{name}` has {lines} lines, its shard {} rows",
-                    commit.tally.rows()
-                ));
-            }
-            if lines_generation(&bytes) != commit.generation {
-                out.find(format!("`{name}` is not of generation {}", commit.generation));
-            }
-            match truncated_lines(&bytes) {
-                Err(why) => out.find(format!("`{name}`: {why}")),
-                Ok(count) => {
-                    if commit.tally.truncated.is_some_and(|claimed| claimed != count) {
-                        out.find(format!("`{name}` has {count} truncated rows, not as many as committed"));
-                    }
-                    out.tally.add(&Tally {
-                        truncated: Some(count),
-                        ..commit.tally
-                    });
-                }
-            }
-            return Ok(());
+        let generation = match self.job().part_extension.as_str() {
+            "jsonl" => Ok(lines_generation(&bytes)),
+            _ => self.parquet_generation(commit.shard, &bytes),
+        };
+        match generation {
+            Err(why) => out.find(format!("`{name}` {why}")),
+            Ok(found) if found != commit.generation => out.find(format!(
+                "`{name}` is of generation {found}, generation {} was committed",
+                commit.generation
+            )),
+            Ok(_) => {}
         }
-        match part_origin(&bytes) {
-            Err(why) => out.find(format!("`{name}` cannot be read: {why}")),
-            Ok(origin) => {
-                let ours = origin.job.as_deref() == Some(self.job().job.as_str());
-                if !ours || origin.shard != Some(commit.shard.to_string()) {
-                    let (job, shard) = (
-                        origin.job.unwrap_or("none".into()),
-                        origin.shard.unwrap_or("none".into()),
-                    );
-                    out.find(format!("`{name}` is foreign: it names job {job}, shard {shard}"));
-                }
-                let (found, committed) = (origin.generation.unwrap_or("0".into()), commit.generation);
-                if found != committed.to_string() {
+        match self.held_rows(commit.shard, &bytes) {
+            Err(why) => out.find(format!("`{name}`: {why}")),
+            Ok((tally, _)) => {
+                out.tally.add(&tally);
+                if !tally.agrees_with(&commit.tally) {
                     out.find(format!(
-                        "`{name}` is of generation {found}, generation {committed} was committed"
+                        "`{name}`: its rows by status, or their tokens, are not as committed"
                     ));
                 }
-                if let Err(why) = self.verify_rows(commit, bytes, out) {
-                    out.find(format!("`{name}`: {why}"));
-                }
             }
-        }
-        Ok(())
-    }
-
-    /// Every row of the shard, once, in order; statuses as committed.
-    fn verify_rows(&self, commit: &Commit, bytes: Bytes, out: &mut Verified) -> Result<(), String> {
-        let shard = self.job().shard(commit.shard).map_err(|error| error.to_string())?;
-        let builder = ParquetRecordBatchReaderBuilder::try_new(bytes).map_err(|error| error.to_string())?;
-        let reader = builder
-            .with_batch_size(BATCH_ROWS)
-            .build()
-            .map_err(|error| error.to_string())?;
-        let mut next = shard.first_row;
-        let end = shard.first_row + shard.rows;
-        let mut tally = Tally::default();
-        for batch in reader {
-            let batch: RecordBatch = batch.map_err(|error| error.to_string())?;
-            let rows = data::rows_of(&batch)?;
-            tally.add(&data::tally(&batch, &RowSet::from_range(0..u64::MAX))?);
-            for row in rows {
-                if row != next || row >= end {
-                    out.tally.add(&tally);
-                    return Err(format!("row {row} stands where row {next} belongs"));
-                }
-                next += 1;
-            }
-        }
-        out.tally.add(&tally);
-        if next != end {
-            return Err(format!("ends before row {next}, its shard before row {end}"));
-        }
-        if !tally.agrees_with(&commit.tally) {
-            return Err("its rows by status, or their tokens, are not as committed".into());
         }
         Ok(())
     }
@@ -296,19 +233,6 @@ fn is_copy(copies: &[Commit], commits: &[Option<Commit>]) -> bool {
         retried && copy.tally.agrees_with(&commit.tally) && rest == *commit
     };
     copies.len() == commits.len() && copies.iter().zip(commits).all(same)
-}
-
-/// How many result lines have a completion that was cut off.
-fn truncated_lines(bytes: &[u8]) -> Result<u64, String> {
-    let mut count = 0;
-    for (number, line) in bytes.split(|&b| b == b'\n').filter(|line| !line.is_empty()).enumerate() {
-        let line: Value =
-            serde_json::from_slice(line).map_err(|error| format!("line {number} is not JSON: {error}"))?;
-        let choices = line["response"]["body"]["choices"].as_array();
-        let cut_off = |choice: &Value| choice["finish_reason"] == CUT_OFF;
-        count += u64::from(choices.is_some_and(|choices| choices.iter().any(cut_off)));
-    }
-    Ok(count)
 }
 
 /// Turns what is wrong with an object into a finding; what is wrong with the store stays an error.
