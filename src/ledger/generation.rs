@@ -15,9 +15,7 @@ use super::finish::READS_AT_ONCE;
 use super::keys::{Id, sha256};
 use super::lines;
 use super::log::{Counted, ShardLog};
-use super::record::{
-    CleanedMark, Commit, Generation, RetriedShard, Tally, VERSION, VERSION_MORE, decode, encode, read,
-};
+use super::record::{CleanedMark, Commit, Generation, RetriedShard, Tally, VERSION, VERSION_MORE, decode, read};
 use super::rowset::RowSet;
 use super::store::{Created, MAX_OBJECT_BYTES};
 use super::{Inner, Ledger};
@@ -137,12 +135,14 @@ impl Ledger {
             nonce: Id::random()?,
             max_tokens,
             shards,
+            blocks: Vec::new(),
         };
         let key = self.keys().generation(generation);
-        let record = match self.store().create(&key, encode(&record)?).await? {
+        let bytes = self.written(&record).await?;
+        let record = match self.store().create(&key, bytes).await? {
             Created::Ours => record,
             // Another retry, of the same rows most likely.
-            Created::Theirs(bytes) => decode(self.store(), &key, &bytes)?,
+            Created::Theirs(bytes) => self.whole(decode(self.store(), &key, &bytes)?).await?,
         };
         let next = newest.followed_by(record, &key)?;
         next.check_raises_to(max_tokens)?;
@@ -169,7 +169,7 @@ impl Ledger {
     async fn next(&self) -> Result<Option<Ledger>> {
         let key = self.keys().generation(self.generation() + 1);
         match read::<Generation>(self.store(), &key).await? {
-            Some(record) => self.followed_by(record, &key).map(Some),
+            Some(record) => self.followed_by(self.whole(record).await?, &key).map(Some),
             None => Ok(None),
         }
     }

@@ -32,6 +32,7 @@ pub mod log;
 mod part;
 pub mod progress;
 pub mod publish;
+mod retried;
 pub mod schema;
 pub mod status;
 pub mod verify;

@@ -1,19 +1,25 @@
 //! Proves the guarantee for a job, from what is published: every input row exactly once, keyed by row.
 //!
-//! One part at a time is in memory. Findings are lines; none means that the guarantee holds.
+//! Parts are read side by side, as many as fit into a bounded memory. Findings are lines; none means that the guarantee
+//! holds.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use futures::StreamExt;
+use futures::{StreamExt, TryStreamExt};
+use tokio::sync::Semaphore;
 
 use super::Ledger;
 use super::error::{LedgerError, Result};
 use super::finish::{PartsHash, READS_AT_ONCE};
-use super::keys::{SUCCESS, sha256};
+use super::keys::SUCCESS;
 use super::part::lines_generation;
 use super::record::{Commit, Success, Tally, read};
 use super::store::MAX_OBJECT_BYTES;
 
+/// Blocks whose commits are read at once, many of each.
+const BLOCKS_AT_ONCE: usize = 8;
+/// Of all parts in memory together, in MiB; a larger one is read alone.
+const PARTS_MIB: u32 = 1024;
 /// Further findings are only counted.
 const FINDINGS_MAX: usize = 1000;
 
@@ -31,6 +37,13 @@ impl Verified {
     /// Whether the guarantee holds.
     pub fn holds(&self) -> bool {
         self.findings.is_empty()
+    }
+
+    /// Takes in what was found of a piece of the job.
+    fn add(&mut self, other: Verified) {
+        self.tally.add(&other.tally);
+        self.parts += other.parts;
+        other.findings.into_iter().for_each(|line| self.find(line));
     }
 
     fn find(&mut self, line: String) {
@@ -54,19 +67,32 @@ impl Ledger {
         let mut hash = PartsHash::default();
         let mut committed = Tally::default();
         let mut complete = true;
-        let mut newest = self.newest_commits(&mut out).await?;
-        for shard in 0..self.job().shards.len() as u32 {
+        let newest = self.newest_commits(&mut out).await?;
+        let memory = Semaphore::new(PARTS_MIB as usize);
+        let mut parts = futures::stream::iter(0..self.job().shards.len() as u32)
+            .map(|shard| {
+                let (commit, memory) = (newest.get(&shard).and_then(Option::as_ref), &memory);
+                async move {
+                    match commit {
+                        Some(commit) => Ok((shard, Some((commit, self.verify_part(commit, memory).await?)))),
+                        None => Ok::<_, LedgerError>((shard, None)),
+                    }
+                }
+            })
+            .buffered(READS_AT_ONCE);
+        while let Some((shard, verified)) = parts.try_next().await? {
             expected.insert(self.keys().part(shard));
-            match newest.remove(&shard).flatten() {
-                Some(commit) => {
-                    hash.add(&commit);
+            match verified {
+                Some((commit, verified)) => {
+                    hash.add(commit);
                     committed.add(&commit.tally);
-                    self.verify_part(&commit, &mut out).await?;
+                    out.add(verified);
                 }
                 None => complete = false,
             }
             progress(shard);
         }
+        drop(parts);
         self.verify_names(&expected, &mut out).await?;
         let success = as_finding(read::<Success>(self.store(), SUCCESS).await, &mut out)?.flatten();
         match success {
@@ -92,9 +118,28 @@ impl Ledger {
         for generation in 0..=self.generation() {
             let ledger = self.back_to(generation);
             let closed = ledger.closed_blocks().await?;
-            for block in ledger.blocks() {
-                let commits = ledger.commits_of(block, closed.contains(&block), out).await?;
+            let mut blocks = futures::stream::iter(ledger.blocks())
+                .map(|block| {
+                    let (ledger, closed) = (&ledger, closed.contains(&block));
+                    async move {
+                        let mut found = Verified::default();
+                        let commits = ledger.commits_of(block, closed, &mut found).await?;
+                        Ok::<_, LedgerError>((block, commits, found))
+                    }
+                })
+                .buffered(BLOCKS_AT_ONCE);
+            let mut open = 0;
+            while let Some((block, commits, found)) = blocks.try_next().await? {
+                out.add(found);
+                open += commits.iter().filter(|commit| commit.is_none()).count();
                 newest.extend(ledger.block_shards(block).into_iter().zip(commits));
+            }
+            drop(blocks);
+            if generation > 0 && open > 0 {
+                out.find(format!(
+                    "retry {generation} is not finished: {open} of its {} shards are not done, and were not looked at",
+                    ledger.shard_numbers().len()
+                ));
             }
         }
         Ok(newest)
@@ -109,7 +154,10 @@ impl Ledger {
         let mut commits = Vec::new();
         for (shard, commit) in read.await {
             let commit = as_finding(commit, out)?;
-            if let Some(None) = commit {
+            // Of a retry, they are told together.
+            if let Some(None) = commit
+                && self.generation() == 0
+            {
                 out.find(format!("shard {shard} has no commit"));
             }
             commits.push(commit.flatten());
@@ -123,20 +171,22 @@ impl Ledger {
         Ok(commits)
     }
 
-    async fn verify_part(&self, commit: &Commit, out: &mut Verified) -> Result<()> {
-        let name = &commit.part.name;
-        let Some(bytes) = as_finding(self.store().get(name, MAX_OBJECT_BYTES).await, out)? else {
-            return Ok(());
-        };
-        let Some(bytes) = bytes else {
-            out.find(format!(
-                "`{name}` is missing, though shard {} is committed",
-                commit.shard
-            ));
-            return Ok(());
+    /// `memory`: of all parts that are read at once.
+    async fn verify_part(&self, commit: &Commit, memory: &Semaphore) -> Result<Verified> {
+        let (name, mut out) = (&commit.part.name, Verified::default());
+        let mib = u32::try_from(commit.part.size >> 20).unwrap_or(PARTS_MIB);
+        // Never closed.
+        let _room = memory.acquire_many(mib.saturating_add(1).min(PARTS_MIB)).await.ok();
+        let bytes = as_finding(self.store().get(name, MAX_OBJECT_BYTES).await, &mut out)?;
+        let Some(Some(bytes)) = bytes else {
+            if let Some(None) = bytes {
+                let shard = commit.shard;
+                out.find(format!("`{name}` is missing, though shard {shard} is committed"));
+            }
+            return Ok(out);
         };
         out.parts += 1;
-        if bytes.len() as u64 != commit.part.size || sha256(&bytes) != commit.part.sha256 {
+        if !commit.part.is(&bytes) {
             out.find(format!(
                 "`{name}` is not the part that was committed: its size or hash differs"
             ));
@@ -164,7 +214,7 @@ impl Ledger {
                 }
             }
         }
-        Ok(())
+        Ok(out)
     }
 
     /// Nothing but the parts may be seen by readers of the folder.
@@ -195,7 +245,8 @@ impl Ledger {
     fn verify_success(&self, success: &Success, parts_sha256: String, out: &mut Verified) {
         let job = self.job();
         if success.generation != self.generation() {
-            out.find(format!(
+            // What it counts is what stood before.
+            return out.find(format!(
                 "`{SUCCESS}` is of generation {}, the newest is {}: the retry is not finished",
                 success.generation,
                 self.generation()
