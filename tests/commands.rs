@@ -409,6 +409,158 @@ fn status_names_the_shards_that_a_dead_worker_left() {
     assert!(said.contains("last progress") && said.contains("worker run-"), "{said}");
 }
 
+#[cfg(feature = "faults")]
+/// Begins a job of ten shards and ends the process at the failpoint.
+fn begin_and_abort(job: &Path, failpoint: &str) {
+    let mut command = gristmill(&["run", arg(job), "--quiet"]);
+    let ended = Run::of(command.env("GRISTMILL_FAILPOINTS", format!("{failpoint}=abort@1")));
+    assert_ne!(ended.code, Some(0), "{}", ended.stderr);
+}
+
+#[cfg(feature = "faults")]
+/// All data objects of the job's ledger.
+fn data_objects(output: &Path) -> Vec<PathBuf> {
+    let folders = |path: &Path| -> Vec<PathBuf> {
+        let found = fs::read_dir(path).into_iter().flatten();
+        found.map(|entry| entry.unwrap().path()).collect()
+    };
+    let homes = folders(&output.join("_gristmill"));
+    let shards = homes.iter().flat_map(|home| folders(&home.join("shards")));
+    shards.flat_map(|shard| folders(&shard.join("data"))).collect()
+}
+
+#[cfg(feature = "faults")]
+#[test]
+fn finished_rows_whose_data_is_lost_are_computed_again() {
+    for format in ["carry: [id]", "format: openai"] {
+        for same_size in [false, true] {
+            let folder = tempfile::tempdir().unwrap();
+            let (job, output) = small_job(folder.path(), &[]);
+            let text = fs::read_to_string(&job).unwrap();
+            fs::write(&job, text.replace("carry: [id]", format)).unwrap();
+            begin_and_abort(&job, "keeper.before-part");
+            let lost = data_objects(&output);
+            assert!(!lost.is_empty());
+            for path in &lost {
+                match same_size {
+                    true => fs::write(path, vec![b'x'; fs::metadata(path).unwrap().len() as usize]).unwrap(),
+                    false => fs::remove_file(path).unwrap(),
+                }
+            }
+            let seen = status(&output);
+            let damaged: u64 = seen["open_shards"]
+                .as_array()
+                .unwrap()
+                .iter()
+                .map(|s| s["rows_damaged"].as_u64().unwrap())
+                .sum();
+            assert_eq!(damaged > 0, !same_size, "{seen}");
+            assert_eq!(seen["rows"]["succeeded"] == 0, !same_size, "{seen}");
+            if !same_size {
+                let said = run(&["status", arg(&output)]).expect(0).stdout;
+                assert!(said.contains("damaged: the data of 4 finished rows is lost"), "{said}");
+            }
+            let again = run(&["run", arg(&job), "--json"]).expect(0);
+            assert!(again.stderr.contains("rows are computed again"), "{}", again.stderr);
+            assert_eq!(again.json()["rows"]["succeeded"], 40);
+            let said = run(&["verify", arg(&output), "--inputs"]).expect(0).stdout;
+            assert!(
+                said.contains("40 rows as planned, each exactly once, in 10 parts, with the carried"),
+                "{said}"
+            );
+        }
+    }
+}
+
+#[cfg(feature = "faults")]
+#[test]
+fn lines_of_somebody_else_stay_what_they_are_and_are_not_counted() {
+    let folder = tempfile::tempdir().unwrap();
+    let (job, output) = small_job(folder.path(), &[]);
+    let text = fs::read_to_string(&job).unwrap();
+    fs::write(&job, text.replace("carry: [id]", "format: openai")).unwrap();
+    begin_and_abort(&job, "intake.before-read");
+    let part = output.join("part-00001.jsonl");
+    fs::write(&part, "x\n".repeat(4)).unwrap();
+    let refused = run(&["run", arg(&job), "--quiet"]);
+    assert_ne!(refused.code, Some(0));
+    refused.one_line(&["part-00001.jsonl", "is no part of job `small`", "move it away"]);
+    assert_eq!(fs::read_to_string(&part).unwrap(), "x\n".repeat(4));
+    run(&["verify", arg(&output)]).expect(1);
+    fs::remove_file(&part).unwrap();
+    run(&["run", arg(&job), "--quiet"]).expect(0);
+    run(&["verify", arg(&output), "--inputs"]).expect(0);
+    // Another job's part, of the same rows: the folder's name is all that they share.
+    let good = fs::read_to_string(&part).unwrap();
+    let job_id = record(&output)["job"].as_str().unwrap().to_string();
+    fs::write(&part, good.replace(&job_id, "00000000000000000000")).unwrap();
+    let said = run(&["verify", arg(&output)]).expect(1).stderr;
+    assert!(
+        said.contains("line 1 has id `batch_req_00000000000000000000_4` where"),
+        "{said}"
+    );
+}
+
+/// Parts are held against the inputs row by row, also where rows were done by a retry.
+#[test]
+fn carried_columns_are_those_of_the_inputs() {
+    use arrow::array::{ArrayRef, Int64Array, RecordBatch};
+    use gristmill::dataset::part::{part_parquet, read_parquet};
+
+    let folder = tempfile::tempdir().unwrap();
+    let (job, output) = small_job(folder.path(), &[5, 6]);
+    run(&["run", arg(&job), "--quiet"]).expect(3);
+    run(&["retry", arg(&output)]).expect(0);
+    run(&["run", arg(&job), "--quiet"]).expect(3);
+    let said = run(&["verify", arg(&output), "--inputs"]).expect(0).stdout;
+    assert!(
+        said.contains("after one retry, with the carried columns of their inputs"),
+        "{said}"
+    );
+    let plain = run(&["verify", arg(&output)]).expect(0).stdout;
+    assert!(
+        plain.contains("40 rows as planned, each exactly once, in 10 parts") && !plain.contains("inputs"),
+        "{plain}"
+    );
+    let path = output.join("part-00001.parquet");
+    let part = read_parquet(fs::read(&path).unwrap().into()).unwrap();
+    let batch = &part.batches[0];
+    let mut columns = batch.columns().to_vec();
+    columns[0] = std::sync::Arc::new(Int64Array::from(vec![4, 5, 7, 6])) as ArrayRef;
+    let swapped = RecordBatch::try_new(batch.schema(), columns).unwrap();
+    fs::write(&path, part_parquet(&part.schema, &[swapped], &part.metadata).unwrap()).unwrap();
+    let said = run(&["verify", arg(&output), "--inputs"]).expect(1).stderr;
+    assert!(
+        said.contains("`part-00001.parquet`: column `id` of row 6 is not its input's"),
+        "{said}"
+    );
+    assert!(!run(&["verify", arg(&output)]).expect(1).stderr.contains("input's"));
+
+    // Lines carry their `custom_id`.
+    let folder = tempfile::tempdir().unwrap();
+    let (job, output) = small_job(folder.path(), &[5]);
+    let text = fs::read_to_string(&job).unwrap();
+    let rows = fs::read_to_string(folder.path().join("rows.jsonl")).unwrap();
+    fs::write(
+        folder.path().join("rows.jsonl"),
+        rows.replace("\"id\": ", "\"custom_id\": "),
+    )
+    .unwrap();
+    fs::write(&job, text.replace("carry: [id]", "format: openai, carry: [custom_id]")).unwrap();
+    run(&["run", arg(&job), "--quiet"]).expect(3);
+    run(&["retry", arg(&output)]).expect(0);
+    run(&["run", arg(&job), "--quiet"]).expect(3);
+    run(&["verify", arg(&output), "--inputs"]).expect(0);
+    let path = output.join("part-00001.jsonl");
+    let good = fs::read_to_string(&path).unwrap();
+    fs::write(&path, good.replace("\"custom_id\":6", "\"custom_id\":66")).unwrap();
+    let said = run(&["verify", arg(&output), "--inputs"]).expect(1).stderr;
+    assert!(
+        said.contains("`part-00001.jsonl`: `custom_id` of row 6 is not its input's"),
+        "{said}"
+    );
+}
+
 #[test]
 fn help_shows_no_value_of_the_environment() {
     for flag in ["--help", "-h"] {

@@ -37,7 +37,7 @@ pub enum Command {
     /// Show a job's progress until it ends
     Watch(WatchArgs),
     /// Prove that a finished job holds every row exactly once
-    Verify(OutputArgs),
+    Verify(VerifyArgs),
     /// Run a sample of a finished job's rows again in a higher precision, and say how many answers are the same
     Recheck(RecheckArgs),
     /// Measure how large a model's channels get on a job's prompts, to balance its weights by for 8 bits
@@ -472,6 +472,18 @@ pub struct BenchArgs {
 pub struct OutputArgs {
     /// The job's output folder or URL
     pub output: String,
+    /// Print the result as one JSON object, last on stdout
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct VerifyArgs {
+    /// The job's output folder or URL
+    pub output: String,
+    /// Read the inputs, too, and compare the carried columns of every row with them
+    #[arg(long)]
+    pub inputs: bool,
     /// Print the result as one JSON object, last on stdout
     #[arg(long)]
     pub json: bool,

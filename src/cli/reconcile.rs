@@ -7,6 +7,8 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
+use futures::{StreamExt, TryStreamExt};
+
 use crate::cli::args::ReconcileArgs;
 use crate::cli::door::ledger_at;
 use crate::cli::enqueue::{Enqueuer, Target};
@@ -16,6 +18,9 @@ use crate::report::summary::{RowCounts, number};
 
 /// A shard that was enqueued again and again without effect is enqueued at every so many looks.
 const LOOKS_MAX: u32 = 64;
+
+/// Shards whose data is read at once, an object of each at a time.
+const SHARDS_AT_ONCE: usize = 8;
 
 /// One job under watch.
 struct Watched {
@@ -153,6 +158,7 @@ impl Watched {
         } else {
             format!("{first} to {last}")
         };
+        self.mend(&due).await?;
         enqueuer.send(&self.ledger, &due).await?;
         self.sent.sent(&due);
         println!(
@@ -162,6 +168,20 @@ impl Watched {
             number(open as u64)
         );
         Ok(due.len() as u64)
+    }
+
+    /// Opens finished rows of these shards again whose data is lost: whoever gets the shard would find that it cannot publish.
+    async fn mend(&self, shards: &[u32]) -> Result<(), Failure> {
+        let begun = |shard: &u32| self.seen.as_ref().is_some_and(|seen| seen.is_begun(*shard));
+        let mut mended = futures::stream::iter(shards.iter().copied().filter(begun).collect::<Vec<_>>())
+            .map(|shard| self.ledger.mend(shard))
+            .buffered(SHARDS_AT_ONCE);
+        while let Some(voided) = mended.try_next().await? {
+            for voided in voided {
+                println!("job `{}`: {voided}", self.ledger.job().name);
+            }
+        }
+        Ok(())
     }
 
     /// How the job has ended; writes what is due where all shards are committed.

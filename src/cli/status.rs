@@ -98,6 +98,18 @@ fn shard_lines(status: &Status, now: DateTime<Utc>) -> Vec<String> {
             if let Some(worker) = &shard.worker {
                 line.push_str(&format!(", worker {worker}"));
             }
+            if shard.rows_damaged > 0 {
+                let rows = number(shard.rows_damaged);
+                line.push_str(&format!(
+                    ", damaged: the data of {rows} finished rows is lost, they are to be computed again"
+                ));
+            }
+            if shard.rows_again > 0 {
+                let rows = number(shard.rows_again);
+                line.push_str(&format!(
+                    ", damaged: {rows} rows whose data was lost are computed again"
+                ));
+            }
             match shard.attempts {
                 0 | 1 if !shard.stuck => {}
                 n => line.push_str(&format!(", {n} attempts that never ended")),

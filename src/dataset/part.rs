@@ -115,6 +115,11 @@ pub fn part_openai(batches: &[RecordBatch], meta: &OpenaiMeta) -> Result<Bytes, 
     Ok(out.into())
 }
 
+/// The `id` of a row's line: it names job and row, so that a part of lines tells whose it is.
+pub fn line_id(job: &str, row: u64) -> String {
+    format!("batch_req_{job}_{row}")
+}
+
 /// The columns of a batch that a line needs.
 struct OpenaiColumns<'a> {
     batch: &'a RecordBatch,
@@ -172,7 +177,7 @@ impl<'a> OpenaiColumns<'a> {
             }
         };
         Ok(json!({
-            "id": format!("batch_req_{}_{row}", meta.job),
+            "id": line_id(&meta.job, row.cast_unsigned()),
             "custom_id": custom_id,
             "response": response,
             "error": error,

@@ -14,6 +14,9 @@ pub enum LedgerError {
     /// An object is not what it must be: this shard cannot go on until a person has looked; other shards can.
     #[error("{what}")]
     Damaged { what: String },
+    /// Finished rows' data is lost, and the log says so by now: open the shard anew, and compute them again.
+    #[error("{what}")]
+    Lost { what: String },
     /// An object was written by a newer gristmill: leave it untouched, let a newer worker have it.
     #[error("`{key}` has version {found}, this gristmill reads up to {known}: use a newer gristmill")]
     Newer { key: String, found: u64, known: u32 },

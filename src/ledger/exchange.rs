@@ -6,22 +6,24 @@ use object_store::{ObjectStoreExt, PutMode, PutOptions, UpdateVersion};
 use super::error::{LedgerError, Result};
 use super::keys::TMP;
 use super::meaning::{Meaning, meaning};
-use super::store::{Created, MAX_OBJECT_BYTES, Stamp, Store};
+use super::store::{Created, Look, MAX_OBJECT_BYTES, Stamp, Store};
 
 /// The file below `tmp/` that is locked around check and rename in a local folder. Never removed: a lock on a file that
 /// another process cannot find keeps nobody out.
 pub(super) const LOCK_NAME: &str = "lock";
 
 impl Store {
-    /// Puts `bytes` at `key` if what lies there is still what `was` describes, and says who stands there now.
+    /// Puts `bytes` at `key` if what lies there is still what `was` describes, and says who stands there now; each round
+    /// `look`s first.
     ///
     /// As with creates, no reply is trusted: every error is settled by reading the key back. `Theirs` may be the very
     /// object that `was` describes, if the store stamps it otherwise by now: look at it and decide anew. Two different
     /// contents under one key must never be equal byte for byte. An error means that nobody knows.
-    pub async fn exchange(&self, key: &str, was: &Stamp, bytes: Bytes) -> Result<Created> {
+    pub(super) async fn exchange(&self, key: &str, was: &Stamp, bytes: Bytes, look: Look<'_>) -> Result<Created> {
         let mut last = None;
         for round in 0..self.shared.retry.tries {
             self.pause(round).await;
+            look().await?;
             let error = match self.put_if_same(key, was, &bytes).await {
                 Ok(()) => return Ok(Created::Ours),
                 Err(error) => error,

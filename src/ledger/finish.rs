@@ -6,7 +6,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{MutexGuard, PoisonError};
 
-use futures::{StreamExt, TryStreamExt};
+use futures::{FutureExt, StreamExt, TryStreamExt};
 
 use super::Ledger;
 use super::error::{LedgerError, Result};
@@ -28,24 +28,15 @@ impl Ledger {
         Ok(standing.filter(|success| success.generation >= self.generation()))
     }
 
-    /// The result that stands, whichever generation it is of.
+    /// The job's result that stands, whichever generation it is of. Another job's says nothing about this one: a worker of
+    /// the job that had the folder before may have written it late.
     pub(super) async fn standing_success(&self) -> Result<Option<Success>> {
         match read::<Success>(self.store(), SUCCESS).await? {
-            Some(success) => self.own_success(success).map(Some),
+            Some(success) if success.job == self.job().job => Ok(Some(success)),
+            // Unless the folder is that other job's by now.
+            Some(_) => self.check_still_ours().await.map(|()| None),
             None => Ok(None),
         }
-    }
-
-    fn own_success(&self, success: Success) -> Result<Success> {
-        if success.job == self.job().job {
-            return Ok(success);
-        }
-        Err(LedgerError::conflict(format!(
-            "`{}` is of job {}, not of this job ({})",
-            self.store().address(SUCCESS),
-            success.job,
-            self.job().job
-        )))
     }
 
     /// Writes what is due: the digest of a full block, and `_SUCCESS` when all blocks are full.
@@ -225,14 +216,17 @@ impl Ledger {
         )))
     }
 
-    /// Sums up a generation whose every block is closed. The result of the generation before it stands until then.
+    /// Sums up a generation whose every block is closed. The result of the generation before it, or of another job that
+    /// had the folder before, stands until then.
     async fn write_success(&self) -> Result<Success> {
         let mut standing = self.store().get_stamped(SUCCESS, Success::MAX_BYTES).await?;
         let mut written: Option<Success> = None;
+        // Whoever slept meanwhile may find another job's folder.
+        let look = || self.check_still_ours().boxed();
         loop {
             if let Some((bytes, _)) = &standing {
-                let success = self.own_success(decode(self.store(), SUCCESS, bytes)?)?;
-                if success.generation >= self.generation() {
+                let success: Success = decode(self.store(), SUCCESS, bytes)?;
+                if success.job == self.job().job && success.generation >= self.generation() {
                     return Ok(success);
                 }
             }
@@ -242,8 +236,8 @@ impl Ledger {
             };
             let bytes = encode(&success)?;
             let put = match &standing {
-                None => self.store().create(SUCCESS, bytes).await?,
-                Some((_, stamp)) => self.store().exchange(SUCCESS, stamp, bytes).await?,
+                None => self.store().create_after(SUCCESS, bytes, &look).await?.created,
+                Some((_, stamp)) => self.store().exchange(SUCCESS, stamp, bytes, &look).await?,
             };
             if put == Created::Ours {
                 return Ok(success);

@@ -6,17 +6,16 @@
 use std::sync::{Arc, Mutex};
 
 use arrow::array::RecordBatch;
+use arrow::datatypes::SchemaRef;
 use futures::{StreamExt, TryStreamExt};
 
 use super::data;
 use super::error::{LedgerError, Result};
 use super::finish::READS_AT_ONCE;
 use super::keys::{Id, sha256};
-use super::log::ShardLog;
-use super::publish::part_origin;
-use super::record::{
-    CleanedMark, Commit, Generation, RetriedShard, Tally, VERSION, VERSION_MORE, decode, encode, read,
-};
+use super::lines;
+use super::log::{Counted, ShardLog};
+use super::record::{CleanedMark, Commit, Generation, RetriedShard, Tally, VERSION, VERSION_MORE, decode, read};
 use super::rowset::RowSet;
 use super::store::{Created, MAX_OBJECT_BYTES};
 use super::{Inner, Ledger};
@@ -136,12 +135,14 @@ impl Ledger {
             nonce: Id::random()?,
             max_tokens,
             shards,
+            blocks: Vec::new(),
         };
         let key = self.keys().generation(generation);
-        let record = match self.store().create(&key, encode(&record)?).await? {
+        let bytes = self.written(&record).await?;
+        let record = match self.store().create(&key, bytes).await? {
             Created::Ours => record,
             // Another retry, of the same rows most likely.
-            Created::Theirs(bytes) => decode(self.store(), &key, &bytes)?,
+            Created::Theirs(bytes) => self.whole(decode(self.store(), &key, &bytes)?).await?,
         };
         let next = newest.followed_by(record, &key)?;
         next.check_raises_to(max_tokens)?;
@@ -168,7 +169,7 @@ impl Ledger {
     async fn next(&self) -> Result<Option<Ledger>> {
         let key = self.keys().generation(self.generation() + 1);
         match read::<Generation>(self.store(), &key).await? {
-            Some(record) => self.followed_by(record, &key).map(Some),
+            Some(record) => self.followed_by(self.whole(record).await?, &key).map(Some),
             None => Ok(None),
         }
     }
@@ -242,14 +243,15 @@ impl Ledger {
         };
         let commits = self.standing_commits().await?;
         let meant = commits.into_iter().filter(|commit| count(&commit.tally) != Some(0));
+        let like = lines::counted_columns();
         let mut shards: Vec<RetriedShard> = futures::stream::iter(meant.collect::<Vec<_>>())
             .map(|commit| {
-                let ledger = self.clone();
+                let (ledger, like) = (self.clone(), like.clone());
                 async move {
                     let shard = commit.shard;
                     let (mut rows, mut tally) = (RowSet::new(), Tally::default());
                     let damaged = |why: String| LedgerError::damaged(format!("shard {shard}: {why}"));
-                    for (batch, counts) in ledger.rows_until_now(shard, ledger.all_rows(shard)).await? {
+                    for (batch, counts) in ledger.rows_until_now(shard, ledger.all_rows(shard), &like).await? {
                         let meant = match truncated {
                             true => data::truncated(&batch, &counts).map_err(damaged)?,
                             false => data::failed(&batch, &counts).map_err(damaged)?,
@@ -271,9 +273,10 @@ impl Ledger {
         Ok(shards)
     }
 
-    /// `want` of a shard as of this generation: each row from the log of the newest generation that did it, or, where the
-    /// logs were cleaned, from the part that stands. A row that a retry did not come to stays what it was before.
-    pub(super) async fn rows_until_now(&self, shard: u32, want: RowSet) -> Result<Rows> {
+    /// `want` of a shard as of this generation: each row from the log of the newest generation that did it, or, where
+    /// that log is not whole any more, from the part that stands. A row that a retry did not come to stays what it was before.
+    /// Where they come from lines, they have the columns of `like`.
+    pub(super) async fn rows_until_now(&self, shard: u32, want: RowSet, like: &SchemaRef) -> Result<Rows> {
         let mut left = want;
         let mut out = Rows::new();
         for generation in (0..=self.generation()).rev() {
@@ -282,18 +285,15 @@ impl Ledger {
             if mine.is_empty() {
                 continue;
             }
-            let logged = match ledger.logged_rows(shard).await {
-                Err(error) if !matches!(error, LedgerError::Damaged { .. }) => return Err(error),
-                logged => logged,
-            };
+            let logged = ledger.logged_rows(shard).await?;
             // Asked after the log was read, and written before anything is removed: without it, the log was whole. With it,
             // even a log that looks whole may have been begun anew by a worker that woke late.
             let cleaned = read::<CleanedMark>(self.store(), &ledger.keys().cleaned()).await?;
-            if cleaned.is_some() {
-                out.push((self.standing_rows(shard).await?, left));
+            let Some(logged) = logged.filter(|_| cleaned.is_none()) else {
+                out.push((self.standing_rows(shard, like).await?, left));
                 return Ok(out);
-            }
-            for (batch, rows) in logged? {
+            };
+            for (batch, rows) in logged {
                 let mut rows = rows.intersection(&mine);
                 if generation > 0 {
                     rows = data::done(&batch, &rows)
@@ -308,42 +308,41 @@ impl Ledger {
         Ok(out)
     }
 
-    /// The rows of this generation's own log, which is complete.
-    async fn logged_rows(&self, shard: u32) -> Result<Rows> {
-        let log = ShardLog::load(self, shard).await?;
-        if !log.is_complete() {
-            let rows = log.uncovered();
-            return Err(LedgerError::damaged(format!(
-                "shard {shard}: rows {rows} are in no log"
-            )));
+    /// The rows of this generation's own log, whose shard is committed; `None` where only the part tells them: data was lost
+    /// before it was published (then the rows of either computation may stand in it), or since.
+    async fn logged_rows(&self, shard: u32) -> Result<Option<Rows>> {
+        let log = match ShardLog::load(self, shard).await {
+            Err(LedgerError::Damaged { .. }) => return Ok(None),
+            log => log?,
+        };
+        if !log.is_complete() || !log.voided.is_empty() {
+            return Ok(None);
         }
-        log.counted().await
+        match log.counted().await? {
+            Counted::Whole(rows) => Ok(Some(rows)),
+            Counted::Damaged(_) => Ok(None),
+        }
     }
 
     /// The rows of the part that stands, which must be the one last committed, or already a later generation's.
-    async fn standing_rows(&self, shard: u32) -> Result<RecordBatch> {
+    async fn standing_rows(&self, shard: u32, like: &SchemaRef) -> Result<RecordBatch> {
         let commit = self.standing_commit(shard).await?;
         let address = self.store().address(&commit.part.name);
-        if self.job().part_extension != "parquet" {
-            return Err(LedgerError::stop(format!(
-                "`{address}` cannot be retried: its ledger data was cleaned, and lines do not tell their rows"
-            )));
-        }
         let damaged = |why: &str| LedgerError::damaged(format!("`{address}` {why}"));
         let bytes = self.store().get(&commit.part.name, MAX_OBJECT_BYTES).await?;
         let bytes = bytes.ok_or_else(|| damaged("is missing, though it was committed"))?;
-        let later = |text: &str| text.parse::<u32>().is_ok_and(|found| found > self.generation());
         let is_next = || {
-            part_origin(&bytes).is_ok_and(|origin| {
-                origin.job.as_deref() == Some(self.job().job.as_str())
-                    && origin.shard == Some(shard.to_string())
-                    && origin.generation.as_deref().is_some_and(later)
-            })
+            self.held(shard, &bytes)
+                .is_ok_and(|held| held.generation > self.generation())
         };
         if sha256(&bytes) != commit.part.sha256 && !is_next() {
             return Err(damaged("is not the part that was committed"));
         }
-        data::decode(bytes.clone()).map_err(|why| damaged(&why))
+        let rows = match self.job().part_extension.as_str() {
+            "jsonl" => lines::decode(&bytes, self.job().shard(shard)?.first_row, like),
+            _ => data::decode(bytes.clone()),
+        };
+        rows.map_err(|why| damaged(&why))
     }
 
     /// The commit that names the part which readers see: the newest generation's that holds the shard.

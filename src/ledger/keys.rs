@@ -129,6 +129,11 @@ impl Keys {
         format!("{}/gen/{generation:03}.json", self.home)
     }
 
+    /// The rows of one block that the retry of that `nonce` set out to do.
+    pub fn retried_rows(&self, generation: u32, nonce: &Id, block: u32) -> String {
+        format!("{}/gen/{generation:03}/rows/{nonce}-{block:06}.json", self.home)
+    }
+
     /// Says that the generation's logs, data and attempts may be gone.
     pub fn cleaned(&self) -> String {
         format!("{}/cleaned.json", self.generation_home)

@@ -2,8 +2,11 @@
 //!
 //! A row counts in the first record that covers it. A writer tries index n + 1 only after it has read n, and drops the
 //! rows that n covers; so however late a writer wakes, no row counts twice.
+//!
+//! A record at a later index may void one whose data object is lost ([`super::damage`]): from there on its rows are open
+//! again. All readers see records and voids in one order, so what counts is the same to all.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::ops::Range;
 
 use arrow::array::RecordBatch;
@@ -14,12 +17,14 @@ use super::Ledger;
 use super::attempts::{AttemptView, Fate, Narrowing, narrowing};
 use super::data;
 use super::error::{LedgerError, Result};
+use super::generation::Rows;
 use super::keys::{Id, Keys, is_worker_name, sha256};
 use super::record::{
-    AttemptEnd, AttemptRecord, Commit, DataObject, LogRecord, Runner, Tally, VERSION, decode, encode, read,
+    AttemptEnd, AttemptRecord, Commit, Damage, DataObject, LogEntry, LogRecord, Record, Runner, Tally, VERSION, encode,
+    read,
 };
 use super::rowset::RowSet;
-use super::store::{Created, MAX_OBJECT_BYTES};
+use super::store::{Created, Listed, MAX_OBJECT_BYTES};
 
 /// Of our own data objects, kept so that publishing need not read them back.
 const KEPT_BYTES_MAX: usize = 64 << 20;
@@ -44,7 +49,11 @@ pub struct ShardLog {
     rows: Range<u64>,
     /// Those that this generation does: the log covers no others.
     to_do: RowSet,
-    pub(super) records: Vec<LogRecord>,
+    pub(super) entries: Vec<LogEntry>,
+    /// The indices that later entries void.
+    pub(super) voided: BTreeSet<u32>,
+    /// What the listing at load showed of the data objects of records that count, by index.
+    pub(super) suspects: BTreeMap<u32, Damage>,
     covered: RowSet,
     attempts: Vec<AttemptView>,
     /// When the newest object found at load was written, by the store's clock.
@@ -68,13 +77,21 @@ struct Pending {
 
 impl Ledger {
     /// The shard's state. A committed shard's finish check runs here too, so that a kill between the last commit and
-    /// `_SUCCESS` is made good by whoever comes next.
+    /// `_SUCCESS` is made good by whoever comes next. Records whose data is lost are voided here.
     pub async fn shard(&self, shard: u32) -> Result<ShardState> {
-        if let Some(commit) = self.commit_of(shard).await? {
+        let found = self.store().list(&self.keys().shard(shard)).await?;
+        // A shard that nobody has begun has no commit: what its log holds stays for good.
+        if !found.is_empty()
+            && let Some(commit) = self.commit_of(shard).await?
+        {
             self.finish_check(Some(shard)).await?;
             return Ok(ShardState::Committed(Box::new(commit)));
         }
-        match ShardLog::load(self, shard).await {
+        let opened = match ShardLog::load_listed(self, shard, &found).await {
+            Ok(mut log) if !log.suspects.is_empty() => log.mend().await.map(|_| log),
+            loaded => loaded,
+        };
+        match opened {
             Ok(log) => Ok(ShardState::Open(Box::new(log))),
             // Published and cleaned away while we read.
             Err(error @ LedgerError::Damaged { .. }) => match self.commit_of(shard).await? {
@@ -115,13 +132,21 @@ fn view_of(record: AttemptRecord, begun_at: Option<DateTime<Utc>>) -> AttemptVie
 impl ShardLog {
     /// Reads a shard's log and attempts: one listing, and one read for each record and unended attempt.
     pub async fn load(ledger: &Ledger, shard: u32) -> Result<ShardLog> {
+        let found = ledger.store().list(&ledger.keys().shard(shard)).await?;
+        ShardLog::load_listed(ledger, shard, &found).await
+    }
+
+    /// As [`ShardLog::load`]; `found`: what was listed of the shard.
+    async fn load_listed(ledger: &Ledger, shard: u32, found: &[Listed]) -> Result<ShardLog> {
         let planned = ledger.job().shard(shard)?;
         let mut log = ShardLog {
             ledger: ledger.clone(),
             shard,
             rows: planned.first_row..planned.first_row + planned.rows,
             to_do: ledger.rows_to_do(shard),
-            records: Vec::new(),
+            entries: Vec::new(),
+            voided: BTreeSet::new(),
+            suspects: BTreeMap::new(),
             covered: RowSet::new(),
             attempts: Vec::new(),
             last_progress: None,
@@ -132,7 +157,6 @@ impl ShardLog {
             pending: None,
         };
         let prefix = ledger.keys().shard(shard);
-        let found = ledger.store().list(&prefix).await?;
         log.last_progress = found.iter().map(|object| object.modified).max();
         let below = |folder: &str| -> Vec<String> {
             let start = format!("{prefix}/{folder}/");
@@ -149,10 +173,10 @@ impl ShardLog {
                 "shard {shard} has {listed} log records, more than {MAX_RECORDS}"
             )));
         }
-        while log.records.len() < listed {
+        while log.entries.len() < listed {
             let key = ledger.keys().log(shard, log.next_index());
-            match read::<LogRecord>(ledger.store(), &key).await? {
-                Some(record) => log.take(record)?,
+            match ledger.store().get(&key, LogRecord::MAX_BYTES).await? {
+                Some(bytes) => log.take(LogEntry::decode(ledger.store(), &key, &bytes)?)?,
                 None => {
                     return Err(LedgerError::damaged(format!(
                         "`{}` is missing",
@@ -166,6 +190,7 @@ impl ShardLog {
             Some((name.to_string(), object.modified))
         });
         log.attempts = log.read_attempts(attempts.collect()).await?;
+        log.suspects = log.suspects_in(found);
         Ok(log)
     }
 
@@ -224,9 +249,20 @@ impl ShardLog {
         self.uncovered().is_empty()
     }
 
-    /// Sums over the rows that count so far.
+    /// The records that count, in order.
+    pub(super) fn records(&self) -> impl Iterator<Item = &LogRecord> {
+        self.entries.iter().filter_map(|entry| match entry {
+            LogEntry::Rows(record) if !self.voided.contains(&record.index) => Some(record),
+            _ => None,
+        })
+    }
+
+    /// Sums over the rows that count so far, without those whose data was not there at load.
     pub fn tally(&self) -> Tally {
-        self.records.iter().fold(Tally::default(), |mut sum, record| {
+        let sound = self
+            .records()
+            .filter(|record| !self.suspects.contains_key(&record.index));
+        sound.fold(Tally::default(), |mut sum, record| {
             sum.add(&record.tally);
             sum
         })
@@ -270,7 +306,17 @@ impl ShardLog {
     ///
     /// To be asked between attempts: one of our own that is under way counts as one that has not ended.
     pub fn narrowing(&self) -> Narrowing {
-        narrowing(&self.attempts, &self.uncovered())
+        let open = self.uncovered();
+        // Rows whose data was lost were finished once: it was not they that ended an attempt.
+        let harmless = self.voided_rows().intersection(&open);
+        let mut plan = narrowing(&self.attempts, &open.difference(&harmless));
+        if !harmless.is_empty() {
+            plan.next = match plan.rows_per_try.take() {
+                None => plan.next.union(&harmless),
+                Some(_) => harmless,
+            };
+        }
+        plan
     }
 
     /// Writes down that `rows` are about to run; to be called before any of them is on the device.
@@ -380,11 +426,11 @@ impl ShardLog {
             match created {
                 Ok(Created::Ours) => {
                     let counts = record.counts.clone();
-                    self.take(record)?;
+                    self.take(LogEntry::Rows(record))?;
                     return Ok(counts);
                 }
                 Ok(Created::Theirs(bytes)) => {
-                    let winner = decode(self.ledger.store(), &key, &bytes)?;
+                    let winner = LogEntry::decode(self.ledger.store(), &key, &bytes)?;
                     self.take(winner)?;
                     self.pending = self.next_try(record, batch)?;
                 }
@@ -444,8 +490,8 @@ impl ShardLog {
         }
     }
 
-    /// Takes the record that stands at the next index.
-    fn take(&mut self, record: LogRecord) -> Result<()> {
+    /// Takes the entry that stands at the next index.
+    pub(super) fn take(&mut self, entry: LogEntry) -> Result<()> {
         let key = self.ledger.keys().log(self.shard, self.next_index());
         let wrong = |why: String| {
             LedgerError::damaged(format!(
@@ -453,24 +499,33 @@ impl ShardLog {
                 self.ledger.store().address(&key)
             ))
         };
-        if record.job != self.ledger.job().job || record.shard != self.shard || record.index != self.next_index() {
-            return Err(wrong(format!(
-                "it names job {}, shard {}, index {}",
-                record.job, record.shard, record.index
-            )));
+        let (job, shard, index) = entry.place();
+        if *job != self.ledger.job().job || shard != self.shard || index != self.next_index() {
+            return Err(wrong(format!("it names job {job}, shard {shard}, index {index}")));
         }
-        let outside = record.counts.difference(&self.to_do);
-        let twice = record.counts.intersection(&self.covered);
-        if !outside.is_empty() || !twice.is_empty() {
-            return Err(wrong(format!("rows {} are not open", outside.union(&twice))));
+        match &entry {
+            LogEntry::Rows(record) => {
+                let outside = record.counts.difference(&self.to_do);
+                let twice = record.counts.intersection(&self.covered);
+                if !outside.is_empty() || !twice.is_empty() {
+                    return Err(wrong(format!("rows {} are not open", outside.union(&twice))));
+                }
+                self.covered = self.covered.union(&record.counts);
+            }
+            LogEntry::Void(void) => {
+                let voided = self.records().find(|record| record.index == void.voids);
+                let voided = voided.ok_or_else(|| wrong(format!("no record counts at index {}", void.voids)))?;
+                self.covered = self.covered.difference(&voided.counts);
+                self.voided.insert(void.voids);
+                self.suspects.remove(&void.voids);
+            }
         }
-        self.covered = self.covered.union(&record.counts);
-        self.records.push(record);
+        self.entries.push(entry);
         Ok(())
     }
 
-    fn next_index(&self) -> u32 {
-        self.records.len() as u32
+    pub(super) fn next_index(&self) -> u32 {
+        self.entries.len() as u32
     }
 
     fn bad_batch(&self, why: &str) -> LedgerError {
@@ -480,31 +535,35 @@ impl ShardLog {
         ))
     }
 
-    /// The data objects of the log with the rows that count in each, verified against their records.
-    pub(super) async fn counted(&self) -> Result<Vec<(RecordBatch, RowSet)>> {
-        // By name: one object may have several records where rows of it lost a race.
-        let mut counts: BTreeMap<&str, (&DataObject, RowSet)> = BTreeMap::new();
-        for record in &self.records {
-            let entry = counts.entry(&record.data.name).or_insert((&record.data, RowSet::new()));
-            entry.1 = entry.1.union(&record.counts);
-        }
-        let mut out = Vec::with_capacity(counts.len());
-        for (object, rows) in counts.into_values() {
-            let key = self.ledger.keys().data(self.shard, &object.name);
-            let address = self.ledger.store().address(&key);
-            let bytes = match self.kept.get(&object.name) {
+    /// The data objects of the log with the rows that count in each, held against their records.
+    pub(super) async fn counted(&self) -> Result<Counted> {
+        let (mut whole, mut damaged) = (Vec::new(), Vec::new());
+        for record in self.records() {
+            let key = self.ledger.keys().data(self.shard, &record.data.name);
+            let bytes = match self.kept.get(&record.data.name) {
                 Some(bytes) => Some(bytes.clone()),
                 None => self.ledger.store().get(&key, MAX_OBJECT_BYTES).await?,
             };
-            let bytes = bytes.ok_or_else(|| LedgerError::damaged(format!("`{address}` is missing")))?;
-            if bytes.len() as u64 != object.size || sha256(&bytes) != object.sha256 {
-                return Err(LedgerError::damaged(format!(
-                    "`{address}` is not what its log record names"
-                )));
+            match bytes.filter(|bytes| record.data.is(bytes)) {
+                None => damaged.push(record.index),
+                Some(bytes) => {
+                    let batch = data::decode(bytes).map_err(|why| {
+                        LedgerError::damaged(format!("`{}`: {why}", self.ledger.store().address(&key)))
+                    })?;
+                    whole.push((batch, record.counts.clone()));
+                }
             }
-            let batch = data::decode(bytes).map_err(|why| LedgerError::damaged(format!("`{address}`: {why}")))?;
-            out.push((batch, rows));
         }
-        Ok(out)
+        Ok(match damaged.is_empty() {
+            true => Counted::Whole(whole),
+            false => Counted::Damaged(damaged),
+        })
     }
+}
+
+/// What became of the rows that a log counts.
+pub(super) enum Counted {
+    Whole(Rows),
+    /// The data objects of the records at these indices are missing, or are not what they were.
+    Damaged(Vec<u32>),
 }

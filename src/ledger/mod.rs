@@ -5,6 +5,7 @@
 //!
 //! - `job.json` is created once and names the job that the output belongs to ([`job`]);
 //! - each shard has a log of create-once records; a row counts in the first record that covers it ([`log`]);
+//! - a record whose data object is lost is voided, and its rows are computed again ([`damage`]);
 //! - a log that covers its shard becomes a part, then a commit ([`publish`]); all commits become `_SUCCESS` ([`finish`]).
 //!
 //! A worker's path: [`Ledger::open`] or [`Ledger::create_or_resume`] → [`Ledger::shard`] → [`log::ShardLog::begin`] →
@@ -22,12 +23,16 @@ pub mod store;
 pub mod attempts;
 pub mod clean;
 pub mod control;
+pub mod damage;
 mod data;
 pub mod finish;
 pub mod generation;
+mod lines;
 pub mod log;
+mod part;
 pub mod progress;
 pub mod publish;
+mod retried;
 pub mod schema;
 pub mod spend;
 pub mod status;

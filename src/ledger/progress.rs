@@ -27,6 +27,11 @@ impl Progress {
         still.map(|(&shard, _)| shard).collect()
     }
 
+    /// Whether the shard has objects of its own: some worker has begun it.
+    pub fn is_begun(&self, shard: u32) -> bool {
+        self.objects.get(&shard).is_some_and(|count| *count > 0)
+    }
+
     /// Shards without a commit, ascending.
     pub fn open(&self) -> Vec<u32> {
         self.objects.keys().copied().collect()

@@ -5,14 +5,17 @@ use std::fmt::Display;
 
 use arrow::array::RecordBatch;
 use bytes::Bytes;
-use parquet::file::reader::{FileReader, SerializedFileReader};
+use futures::FutureExt;
 
 use super::Ledger;
 use super::data;
 use super::error::{LedgerError, Result};
 use super::keys::sha256;
-use super::log::ShardLog;
+use super::lines;
+use super::log::{Counted, ShardLog};
+use super::part::{Held, mark_lines};
 use super::record::{Commit, DataObject, Tally, VERSION, decode, encode, read};
+use super::rowset::RowSet;
 use super::store::{Created, MAX_OBJECT_BYTES};
 
 /// Metadata key of the job id in a part.
@@ -83,81 +86,6 @@ impl Ledger {
         }
         Ok(())
     }
-
-    /// Which generation made the part `bytes`: only what is not byte for byte ours comes here. An error where it cannot be a
-    /// part of `shard` at all.
-    fn generation_of(&self, shard: u32, bytes: &Bytes) -> Result<u32, String> {
-        let rows = self.job().shard(shard).map_err(|error| error.to_string())?.rows;
-        if self.job().part_extension == "jsonl" {
-            let lines = bytes.split(|&b| b == b'\n').filter(|line| !line.is_empty()).count() as u64;
-            return match lines == rows {
-                true => Ok(lines_generation(bytes)),
-                false => Err(format!("it has {lines} lines, the shard {rows} rows")),
-            };
-        }
-        let origin = part_origin(bytes)?;
-        if origin.job.as_deref() != Some(self.job().job.as_str()) || origin.shard.as_deref() != Some(&shard.to_string())
-        {
-            return Err(match (origin.job, origin.shard) {
-                (Some(job), Some(shard)) => format!("it is shard {shard} of job {job}"),
-                _ => "gristmill did not write it".into(),
-            });
-        }
-        if origin.rows != rows {
-            return Err(format!("it has {} rows, the shard {rows}", origin.rows));
-        }
-        let generation = origin.generation.unwrap_or_else(|| "0".into());
-        generation
-            .parse()
-            .map_err(|_| format!("its generation is `{generation}`"))
-    }
-}
-
-/// Lines carry no metadata: a part of generation g has g spaces before its last line end, which no JSON reader minds. So
-/// parts of two generations are never equal, and tell which they are.
-fn mark_lines(bytes: Bytes, generation: u32) -> Bytes {
-    if generation == 0 || bytes.is_empty() {
-        return bytes;
-    }
-    let mut marked = bytes.strip_suffix(b"\n").unwrap_or(&bytes).to_vec();
-    marked.resize(marked.len() + generation as usize, b' ');
-    marked.push(b'\n');
-    marked.into()
-}
-
-/// The generation that [`mark_lines`] wrote.
-pub(super) fn lines_generation(bytes: &[u8]) -> u32 {
-    let text = bytes.strip_suffix(b"\n").unwrap_or(bytes);
-    text.iter().rev().take_while(|&&b| b == b' ').count() as u32
-}
-
-/// What a Parquet part says of itself.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct PartOrigin {
-    pub job: Option<String>,
-    pub shard: Option<String>,
-    /// `None` in the first generation.
-    pub generation: Option<String>,
-    pub rows: u64,
-}
-
-/// Reads the footer of a Parquet part.
-pub(super) fn part_origin(bytes: &Bytes) -> Result<PartOrigin, String> {
-    let reader = SerializedFileReader::new(bytes.clone()).map_err(|error| error.to_string())?;
-    let meta = reader.metadata().file_metadata();
-    let value = |key: &str| {
-        let pairs = meta.key_value_metadata().map_or(&[][..], Vec::as_slice);
-        pairs
-            .iter()
-            .find(|pair| pair.key == key)
-            .and_then(|pair| pair.value.clone())
-    };
-    Ok(PartOrigin {
-        job: value(META_JOB),
-        shard: value(META_SHARD),
-        generation: value(META_GENERATION),
-        rows: meta.num_rows().max(0) as u64,
-    })
 }
 
 impl ShardLog {
@@ -204,7 +132,10 @@ impl ShardLog {
             )));
         }
         let damaged = |why: &dyn Display| LedgerError::damaged(format!("shard {shard}: {why}"));
-        let mut sources = self.counted().await?;
+        let mut sources = match self.counted().await? {
+            Counted::Whole(sources) => sources,
+            Counted::Damaged(indices) => return self.lost(indices).await,
+        };
         if let Some(before) = ledger.before(shard) {
             let mut others = ledger.all_rows(shard);
             // A row that the retry did not come to stays what it was: a completion that was cut off is more than none.
@@ -212,16 +143,25 @@ impl ShardLog {
                 *counts = data::done(batch, counts).map_err(|why| damaged(&why))?;
                 others = others.difference(counts);
             }
-            sources.extend(before.rows_until_now(shard, others).await?);
+            let like = sources
+                .first()
+                .map_or_else(lines::counted_columns, |(batch, _)| batch.schema());
+            sources.extend(before.rows_until_now(shard, others, &like).await?);
         }
         let batches = data::merge(&sources, self.rows()).map_err(|why| damaged(&why))?;
         drop(sources);
-        let all = ledger.all_rows(shard);
-        let tally = batches.iter().try_fold(Tally::default(), |mut sum, batch| {
-            sum.add(&data::tally(batch, &all)?);
-            Ok::<_, String>(sum)
-        });
-        let tally = tally.map_err(|why| damaged(&why))?;
+        let count = |rows: &RowSet| {
+            let sum = batches.iter().try_fold(Tally::default(), |mut sum, batch| {
+                sum.add(&data::tally(batch, rows)?);
+                Ok::<_, String>(sum)
+            });
+            sum.map_err(|why| damaged(&why))
+        };
+        let held = Held {
+            generation: ledger.generation(),
+            tally: count(&ledger.all_rows(shard))?,
+            to_do: count(self.rows_to_do())?,
+        };
         let mut bytes = make_part(&batches, &ledger.provenance(shard)).map_err(|why| damaged(&why))?;
         drop(batches);
         if ledger.job().part_extension == "jsonl" {
@@ -233,14 +173,23 @@ impl ShardLog {
                 bytes.len() >> 20
             );
         }
-        self.commit(bytes, tally).await
+        self.commit(bytes, held).await
     }
 
-    /// The part, then the commit that names it.
-    async fn commit(&self, bytes: Bytes, tally: Tally) -> Result<Commit> {
+    /// The part, then the commit that names it. `held`: what is in `bytes`.
+    async fn commit(&self, bytes: Bytes, held: Held) -> Result<Commit> {
         let (ledger, shard) = (&self.ledger, self.shard);
         let late = part_after_commit();
-        let Some((part, part_etag)) = self.put_part(bytes.clone(), late).await? else {
+        let ours = Standing {
+            part: self.described(&bytes),
+            etag: None,
+            held,
+        };
+        let standing = match late {
+            true => Some(ours),
+            false => self.put_part(bytes.clone(), ours).await?,
+        };
+        let Some(standing) = standing else {
             let missing = || LedgerError::damaged(format!("shard {shard} was retried before it was committed"));
             return ledger.commit_of(shard).await?.ok_or_else(missing);
         };
@@ -251,91 +200,119 @@ impl ShardLog {
             v: VERSION,
             job: ledger.job().job.clone(),
             shard,
-            part: part.clone(),
-            tally,
+            part: standing.part.clone(),
+            tally: standing.held.tally,
             generation: ledger.generation(),
-            part_etag,
-            retried: (ledger.generation() > 0).then(|| self.tally()),
+            part_etag: standing.etag.clone(),
+            retried: (ledger.generation() > 0).then_some(standing.held.to_do),
         };
         let key = ledger.keys().commit(shard);
-        let ours = encode(&commit)?;
-        let standing = match ledger.store().create(&key, ours.clone()).await? {
-            Created::Ours => ours,
+        let bytes_of_commit = encode(&commit)?;
+        let look = || ledger.check_still_ours().boxed();
+        let put = ledger
+            .store()
+            .create_after(&key, bytes_of_commit.clone(), &look)
+            .await?;
+        let found = match put.created {
+            Created::Ours => bytes_of_commit,
             Created::Theirs(bytes) => bytes,
         };
         // As everybody will read it.
-        let commit: Commit = decode(ledger.store(), &key, &standing)?;
+        let commit: Commit = decode(ledger.store(), &key, &found)?;
         let damaged = |why: String| LedgerError::damaged(format!("shard {shard}: {why}"));
         ledger.check_commit(&commit, shard).map_err(damaged)?;
         if late {
             between_part_and_commit().await?;
-            self.put_part(bytes, false).await?;
+            self.put_part(bytes, standing.clone()).await?;
         }
         ledger.keep_commit(&commit);
-        if commit.part != part {
+        if commit.part != standing.part {
             return Err(LedgerError::damaged(format!(
                 "`{}` was changed after it was committed",
-                ledger.store().address(&part.name)
+                ledger.store().address(&standing.part.name)
             )));
         }
         Ok(commit)
     }
 
-    /// Puts the part, unless one of this generation stands there, and says which one stands, with its ETag; `None` where a
-    /// later generation's does, so that ours was committed long ago. `pretend`: a control experiment; puts nothing.
-    async fn put_part(&self, bytes: Bytes, pretend: bool) -> Result<Option<(DataObject, Option<String>)>> {
-        let (ledger, name) = (&self.ledger, self.ledger.keys().part(self.shard));
-        let described = |bytes: &Bytes| DataObject {
-            name: name.clone(),
+    fn described(&self, bytes: &Bytes) -> DataObject {
+        DataObject {
+            name: self.ledger.keys().part(self.shard),
             size: bytes.len() as u64,
             sha256: sha256(bytes),
-        };
-        if pretend {
-            return Ok(Some((described(&bytes), None)));
         }
-        ledger.check_still_ours().await?;
+    }
+
+    /// Puts the part, unless one of this generation stands there, and says which one stands; `None` where a later
+    /// generation's does, so that ours was committed long ago. `ours`: what `bytes` are.
+    async fn put_part(&self, bytes: Bytes, ours: Standing) -> Result<Option<Standing>> {
+        let (ledger, name) = (&self.ledger, &ours.part.name);
+        // Before each try: whoever slept meanwhile may find another job's folder.
+        let look = || ledger.check_still_ours().boxed();
         let previous = match ledger.before(self.shard) {
             Some(before) => before.commit_of(self.shard).await?,
             None => None,
         };
         if previous.is_none() {
-            let put = ledger.store().create_stamped(&name, bytes.clone()).await?;
+            let put = ledger.store().create_after(name, bytes.clone(), &look).await?;
             if put.created == Created::Ours {
-                return Ok(Some((described(&bytes), put.etag)));
+                let etag = put.etag;
+                return Ok(Some(Standing { etag, ..ours }));
             }
         }
         loop {
-            let Some((standing, stamp)) = ledger.store().get_stamped(&name, MAX_OBJECT_BYTES).await? else {
+            let Some((found, stamp)) = ledger.store().get_stamped(name, MAX_OBJECT_BYTES).await? else {
                 return Err(LedgerError::damaged(format!(
                     "`{}` is missing, though it was published",
-                    ledger.store().address(&name)
+                    ledger.store().address(name)
                 )));
             };
-            if standing == bytes {
-                return Ok(Some((described(&bytes), stamp.etag)));
+            if found == bytes {
+                return Ok(Some(Standing {
+                    etag: stamp.etag,
+                    ..ours
+                }));
             }
-            let generation = ledger.generation_of(self.shard, &standing).map_err(|why| {
-                let address = ledger.store().address(&name);
-                LedgerError::conflict(format!(
-                    "`{address}` is not of job `{}`: {why}; move it away, nothing is overwritten",
-                    ledger.job().name
-                ))
-            })?;
-            match (generation.cmp(&ledger.generation()), &previous) {
-                (Ordering::Greater, _) => return Ok(None),
-                (Ordering::Equal, _) => return Ok(Some((described(&standing), stamp.etag))),
-                (Ordering::Less, Some(previous)) if described(&standing) == previous.part => {}
-                (Ordering::Less, _) => {
-                    return Err(LedgerError::damaged(format!(
-                        "`{}` is not the part that was committed",
-                        ledger.store().address(&name)
-                    )));
+            let part = self.described(&found);
+            if previous.as_ref().is_none_or(|previous| previous.part != part) {
+                let held = ledger
+                    .held(self.shard, &found)
+                    .map_err(|why| self.foreign(name, &why))?;
+                match held.generation.cmp(&ledger.generation()) {
+                    Ordering::Greater => return Ok(None),
+                    // What is committed is counted in what stands: the rows of another worker may differ from ours.
+                    Ordering::Equal => {
+                        let etag = stamp.etag;
+                        return Ok(Some(Standing { part, etag, held }));
+                    }
+                    Ordering::Less => {
+                        return Err(LedgerError::damaged(format!(
+                            "`{}` is not the part that was committed",
+                            ledger.store().address(name)
+                        )));
+                    }
                 }
             }
             // Whoever stands there after it is looked at once more, which also tells the part's ETag.
-            ledger.store().exchange(&name, &stamp, bytes.clone()).await?;
+            ledger.store().exchange(name, &stamp, bytes.clone(), &look).await?;
         }
     }
+
+    fn foreign(&self, name: &str, why: &str) -> LedgerError {
+        LedgerError::conflict(format!(
+            "`{}` is no part of job `{}` ({why}): move it away, nothing is overwritten",
+            self.ledger.store().address(name),
+            self.ledger.job().name
+        ))
+    }
+}
+
+/// The part that stands at a shard's key, of the generation that publishes.
+#[derive(Debug, Clone)]
+struct Standing {
+    part: DataObject,
+    etag: Option<String>,
+    held: Held,
 }
 
 /// Where a fault test may end the process, whichever of the two comes first.

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::error::{LedgerError, Result};
 use super::job::Unfinished;
-use super::keys::{Id, Keys};
+use super::keys::{Id, Keys, sha256};
 use super::rowset::RowSet;
 use super::store::Store;
 use crate::dataset::row::RowStatus;
@@ -16,6 +16,8 @@ use crate::dataset::row::RowStatus;
 pub const VERSION: u32 = 1;
 /// Version of those of its records that one which reads up to [`VERSION`] must not misread: it would leave out what they say.
 pub const VERSION_MORE: u32 = 2;
+/// Version of a retry whose rows lie in records of their own.
+pub const VERSION_BLOCKS: u32 = 3;
 /// A log record of a shard whose every other row counts stays far below this.
 const MAX_RECORD_BYTES: u64 = 16 << 20;
 
@@ -184,7 +186,84 @@ impl Tally {
     }
 }
 
-/// `log/000000.json`: one data object, and which of its rows count.
+/// `log/000000.json`: what stands at an index of a shard's log.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, JsonSchema)]
+#[serde(untagged)]
+pub enum LogEntry {
+    Rows(LogRecord),
+    Void(VoidRecord),
+}
+
+impl LogEntry {
+    /// The entry in `bytes`, which lie at `key` of `store`.
+    pub fn decode(store: &Store, key: &str, bytes: &[u8]) -> super::Result<LogEntry> {
+        #[derive(Deserialize)]
+        struct Kind {
+            voids: Option<serde::de::IgnoredAny>,
+        }
+        // What is no record at all is for the decoder below to say.
+        let is_void = serde_json::from_slice::<Kind>(bytes).is_ok_and(|kind| kind.voids.is_some());
+        match is_void {
+            true => decode(store, key, bytes).map(LogEntry::Void),
+            false => decode(store, key, bytes).map(LogEntry::Rows),
+        }
+    }
+
+    /// Which log and index it names: job, shard, index.
+    pub fn place(&self) -> (&Id, u32, u32) {
+        match self {
+            LogEntry::Rows(record) => (&record.job, record.shard, record.index),
+            LogEntry::Void(record) => (&record.job, record.shard, record.index),
+        }
+    }
+}
+
+/// A log record of version 2: an earlier one's data object is lost, so its rows count no more and are computed again.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct VoidRecord {
+    pub v: u32,
+    pub job: Id,
+    pub shard: u32,
+    pub index: u32,
+    /// Makes the bytes of two writers differ always.
+    pub nonce: Id,
+    /// The index of the record that counts no more.
+    pub voids: u32,
+    /// What was found of its data object.
+    pub found: Damage,
+}
+
+impl Record for VoidRecord {
+    const NEWEST: u32 = VERSION_MORE;
+
+    fn check(&self) -> Result<(), String> {
+        match self.v == VERSION_MORE && self.voids < self.index {
+            true => Ok(()),
+            false => Err("it voids no earlier record".into()),
+        }
+    }
+}
+
+/// How a data object is damaged.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Damage {
+    /// It is not there.
+    Missing,
+    /// Its size or hash is not what its record names.
+    Differs,
+}
+
+impl std::fmt::Display for Damage {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Damage::Missing => "is missing",
+            Damage::Differs => "is not what its log record names",
+        })
+    }
+}
+
+/// A log record of version 1: one data object, and which of its rows count.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct LogRecord {
     pub v: u32,
@@ -206,6 +285,13 @@ pub struct DataObject {
     pub name: String,
     pub size: u64,
     pub sha256: String,
+}
+
+impl DataObject {
+    /// Whether `bytes` are the object that is described.
+    pub(super) fn is(&self, bytes: &[u8]) -> bool {
+        bytes.len() as u64 == self.size && sha256(bytes) == self.sha256
+    }
 }
 
 impl Record for LogRecord {
@@ -372,8 +458,62 @@ pub struct Generation {
     /// The least `max_tokens` of its rows, and of those of later generations, where the retry raised it (`v` is 2 then).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_tokens: Option<u32>,
-    /// Shards with rows to do, ascending.
+    /// Shards with rows to do, ascending; none where `blocks` name the records that hold them.
     pub shards: Vec<RetriedShard>,
+    /// Of a retry of very many rows (`v` is 3 then): the records of its shards, a block of 100 each, ascending.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub blocks: Vec<RetriedBlock>,
+}
+
+/// Which record holds the rows of one block of shards that a retry does anew.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct RetriedBlock {
+    pub block: u32,
+    pub size: u64,
+    pub sha256: String,
+}
+
+/// `gen/001/rows/{nonce}-000000.json`: one block of a retry, under a name that no other retry can have.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct RetriedRows {
+    pub v: u32,
+    pub job: Id,
+    pub generation: u32,
+    pub block: u32,
+    /// As in the retry's own record.
+    pub shards: Vec<RetriedShard>,
+}
+
+impl Record for RetriedRows {
+    const MAX_BYTES: u64 = 512 << 20;
+
+    fn check(&self) -> Result<(), String> {
+        match self
+            .shards
+            .iter()
+            .all(|retried| Keys::block(retried.shard) == self.block)
+        {
+            true => check_shards(&self.shards),
+            false => Err(format!("it names shards that are not of block {}", self.block)),
+        }
+    }
+}
+
+/// Whether these can be the shards of a retry.
+pub(super) fn check_shards(shards: &[RetriedShard]) -> Result<(), String> {
+    if shards.is_empty() {
+        return Err("it retries nothing".into());
+    }
+    if !shards.is_sorted_by(|a, b| a.shard < b.shard) {
+        return Err("its shards are not in ascending order".into());
+    }
+    match shards
+        .iter()
+        .find(|s| s.rows.is_empty() || s.tally.rows() != s.rows.len())
+    {
+        Some(wrong) => Err(format!("the rows of shard {} do not add up", wrong.shard)),
+        None => Ok(()),
+    }
 }
 
 /// The rows of one shard that a retry does anew.
@@ -387,22 +527,19 @@ pub struct RetriedShard {
 
 impl Record for Generation {
     const MAX_BYTES: u64 = 512 << 20;
-    const NEWEST: u32 = VERSION_MORE;
+    const NEWEST: u32 = VERSION_BLOCKS;
 
     fn check(&self) -> Result<(), String> {
-        if self.generation == 0 || self.shards.is_empty() {
+        if self.generation == 0 {
             return Err("it retries nothing".into());
         }
-        if !self.shards.is_sorted_by(|a, b| a.shard < b.shard) {
-            return Err("its shards are not in ascending order".into());
-        }
-        match self
-            .shards
-            .iter()
-            .find(|s| s.rows.is_empty() || s.tally.rows() != s.rows.len())
-        {
-            Some(wrong) => Err(format!("the rows of shard {} do not add up", wrong.shard)),
-            None => Ok(()),
+        match self.blocks.is_empty() {
+            true => check_shards(&self.shards),
+            false if self.v < VERSION_BLOCKS || !self.shards.is_empty() => Err("it names shards and blocks".into()),
+            false if !self.blocks.is_sorted_by(|a, b| a.block < b.block) => {
+                Err("its blocks are not in ascending order".into())
+            }
+            false => Ok(()),
         }
     }
 }

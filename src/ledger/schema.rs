@@ -5,7 +5,8 @@ use serde_json::{Map, Value, json};
 
 use super::job::JobRecord;
 use super::record::{
-    AttemptEnd, AttemptRecord, CleanedMark, Commit, ControlRecord, Digest, Generation, LogRecord, Spend, Success,
+    AttemptEnd, AttemptRecord, CleanedMark, Commit, ControlRecord, Digest, Generation, LogEntry, RetriedRows, Spend,
+    Success,
 };
 
 /// The schema, as `schemas/ledger.schema.json` holds it. Parts, and the Parquet files below `data/`, are no records.
@@ -20,7 +21,7 @@ pub fn schema() -> Value {
         ("_gristmill/job[.]json".into(), generator.subschema_for::<JobRecord>()),
         (
             format!("{shard}/log/[0-9]{{6}}[.]json"),
-            generator.subschema_for::<LogRecord>(),
+            generator.subschema_for::<LogEntry>(),
         ),
         (
             format!("{shard}/attempts/[0-9a-f]{{20}}[.]json"),
@@ -45,6 +46,10 @@ pub fn schema() -> Value {
         (
             format!("{home}/gen/[0-9]{{3,}}[.]json"),
             generator.subschema_for::<Generation>(),
+        ),
+        (
+            format!("{home}/gen/[0-9]{{3,}}/rows/[0-9a-f]{{20}}-[0-9]{{6}}[.]json"),
+            generator.subschema_for::<RetriedRows>(),
         ),
         (
             format!("{home}/control/[0-9]{{3,}}[.]json"),

@@ -42,10 +42,14 @@ pub struct Status {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct OpenShard {
     pub shard: u32,
-    /// Rows that its log covers.
+    /// Rows that its log covers, and whose data is there.
     pub rows_done: u64,
     /// Rows to do in this generation.
     pub rows: u64,
+    /// Finished rows whose data is missing or of another size: whoever takes the shard computes them again.
+    pub rows_damaged: u64,
+    /// Rows whose data was found damaged, and that are, or were, computed again.
+    pub rows_again: u64,
     /// Attempts that never ended: running still, or dead.
     pub attempts: u32,
     /// Two attempts at its unfinished rows never ended.
@@ -188,9 +192,24 @@ impl Ledger {
             .into_iter()
             .filter(|shard| begun.binary_search(&format!("{shard:06}")).is_ok());
         let mut logs = futures::stream::iter(open)
-            .map(|shard| async move { ShardLog::load(self, shard).await })
+            .map(|shard| async move {
+                let mut log = ShardLog::load(self, shard).await?;
+                log.confirm_suspects().await?;
+                // Published and cleaned away while we read.
+                let committed = match log.damaged_rows().is_empty() {
+                    true => None,
+                    false => self.commit_of(shard).await?,
+                };
+                Ok::<_, LedgerError>((log, committed))
+            })
             .buffered(READS_AT_ONCE);
-        while let Some(log) = logs.try_next().await? {
+        while let Some((log, committed)) = logs.try_next().await? {
+            if let Some(commit) = committed {
+                status.shards.done += 1;
+                status.tally.add(&commit.retried.unwrap_or(commit.tally));
+                continue;
+            }
+            let damaged = log.damaged_rows().len();
             let narrowing = log.narrowing();
             let stuck = narrowing.alone() || !narrowing.accused.is_empty();
             status.tally.add(&log.tally());
@@ -198,7 +217,9 @@ impl Ledger {
             status.shards.stuck += u32::from(stuck);
             status.open.push(OpenShard {
                 shard: log.shard(),
-                rows_done: log.covered().len(),
+                rows_done: log.covered().len() - damaged,
+                rows_damaged: damaged,
+                rows_again: log.voided_rows().len(),
                 rows: log.rows_to_do().len(),
                 attempts: log.attempts().len() as u32,
                 stuck,

@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use chrono::{DateTime, Utc};
-use futures::future::join_all;
+use futures::future::{BoxFuture, join_all};
 use futures::{StreamExt, TryStreamExt};
 use object_store::path::Path;
 use object_store::{GetOptions, ObjectStore, ObjectStoreExt, PutMode, PutOptions};
@@ -69,6 +69,9 @@ pub enum Created {
     /// Somebody else's bytes.
     Theirs(Bytes),
 }
+
+/// Asked before each try of a put, which an error of it keeps from being made.
+pub(super) type Look<'a> = &'a (dyn Fn() -> BoxFuture<'a, Result<()>> + Send + Sync);
 
 /// What came of a create.
 pub(super) struct Stood {
@@ -221,14 +224,16 @@ impl Store {
     ///
     /// An error means that nobody knows: the bytes may still appear. Call again with the same bytes.
     pub async fn create(&self, key: &str, bytes: Bytes) -> Result<Created> {
-        Ok(self.create_stamped(key, bytes).await?.created)
+        let nothing: Look = &|| Box::pin(async { Ok(()) });
+        Ok(self.create_after(key, bytes, nothing).await?.created)
     }
 
-    /// As [`Store::create`], with the ETag of what stands there.
-    pub(super) async fn create_stamped(&self, key: &str, bytes: Bytes) -> Result<Stood> {
+    /// As [`Store::create`], with the ETag of what stands there; each round `look`s first.
+    pub(super) async fn create_after(&self, key: &str, bytes: Bytes, look: Look<'_>) -> Result<Stood> {
         let mut last = None;
         for round in 0..self.shared.retry.tries {
             self.pause(round).await;
+            look().await?;
             let error = match self.put_if_absent(key, &bytes).await {
                 Ok(etag) => {
                     let created = Created::Ours;

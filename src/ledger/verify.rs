@@ -1,37 +1,34 @@
 //! Proves the guarantee for a job, from what is published: every input row exactly once, keyed by row.
 //!
-//! One part at a time is in memory. Findings are lines; none means that the guarantee holds.
+//! Parts are read side by side, as many as fit into a bounded memory. Findings are lines; none means that the guarantee
+//! holds.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use arrow::array::RecordBatch;
-use bytes::Bytes;
-use futures::StreamExt;
-use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
-use serde_json::Value;
+use futures::{StreamExt, TryStreamExt};
+use tokio::sync::Semaphore;
 
 use super::Ledger;
-use super::data;
 use super::error::{LedgerError, Result};
 use super::finish::{PartsHash, READS_AT_ONCE};
-use super::keys::{SUCCESS, sha256};
-use super::publish::{lines_generation, part_origin};
-use super::record::{Commit, Success, Tally};
-use super::rowset::RowSet;
+use super::keys::SUCCESS;
+use super::part::lines_generation;
+use super::record::{Commit, Success, Tally, read};
 use super::store::MAX_OBJECT_BYTES;
-use crate::dataset::row::CUT_OFF;
 
+/// Blocks whose commits are read at once, many of each.
+const BLOCKS_AT_ONCE: usize = 8;
+/// Of all parts in memory together, in MiB; a larger one is read alone.
+const PARTS_MIB: u32 = 1024;
 /// Further findings are only counted.
 const FINDINGS_MAX: usize = 1000;
-/// Rows decoded at once.
-const BATCH_ROWS: usize = 8192;
 
 /// What verification found.
 #[derive(Debug, Clone, Default)]
 pub struct Verified {
     /// One line each; empty where the guarantee holds.
     pub findings: Vec<String>,
-    /// Over all parts, recounted from their rows (`jsonl`: from commits).
+    /// Over all parts, recounted from their rows.
     pub tally: Tally,
     pub parts: u32,
 }
@@ -40,6 +37,13 @@ impl Verified {
     /// Whether the guarantee holds.
     pub fn holds(&self) -> bool {
         self.findings.is_empty()
+    }
+
+    /// Takes in what was found of a piece of the job.
+    fn add(&mut self, other: Verified) {
+        self.tally.add(&other.tally);
+        self.parts += other.parts;
+        other.findings.into_iter().for_each(|line| self.find(line));
     }
 
     fn find(&mut self, line: String) {
@@ -56,30 +60,46 @@ impl Ledger {
     /// and that nothing else lies beside the parts.
     ///
     /// `progress` is called with the number of each shard that was looked at. An `Err` means that the store could not
-    /// be read; whatever is wrong with the output itself is a finding. Lines of `jsonl` parts carry no row number:
-    /// there, lines are counted, the truncated ones too, and bytes held against the commit.
+    /// be read; whatever is wrong with the output itself is a finding.
     pub async fn verify(&self, mut progress: impl FnMut(u32)) -> Result<Verified> {
         let mut out = Verified::default();
         let mut expected = BTreeSet::new();
         let mut hash = PartsHash::default();
         let mut committed = Tally::default();
         let mut complete = true;
-        let mut newest = self.newest_commits(&mut out).await?;
-        for shard in 0..self.job().shards.len() as u32 {
+        let newest = self.newest_commits(&mut out).await?;
+        let memory = Semaphore::new(PARTS_MIB as usize);
+        let mut parts = futures::stream::iter(0..self.job().shards.len() as u32)
+            .map(|shard| {
+                let (commit, memory) = (newest.get(&shard).and_then(Option::as_ref), &memory);
+                async move {
+                    match commit {
+                        Some(commit) => Ok((shard, Some((commit, self.verify_part(commit, memory).await?)))),
+                        None => Ok::<_, LedgerError>((shard, None)),
+                    }
+                }
+            })
+            .buffered(READS_AT_ONCE);
+        while let Some((shard, verified)) = parts.try_next().await? {
             expected.insert(self.keys().part(shard));
-            match newest.remove(&shard).flatten() {
-                Some(commit) => {
-                    hash.add(&commit);
+            match verified {
+                Some((commit, verified)) => {
+                    hash.add(commit);
                     committed.add(&commit.tally);
-                    self.verify_part(&commit, &mut out).await?;
+                    out.add(verified);
                 }
                 None => complete = false,
             }
             progress(shard);
         }
+        drop(parts);
         self.verify_names(&expected, &mut out).await?;
-        let success = as_finding(self.standing_success().await, &mut out)?.flatten();
+        let success = as_finding(read::<Success>(self.store(), SUCCESS).await, &mut out)?.flatten();
         match success {
+            Some(success) if success.job != self.job().job => out.find(format!(
+                "`{SUCCESS}` is of job {}, which had this folder before: run the job again",
+                success.job
+            )),
             Some(success) => self.verify_success(&success, hash.finish(), &mut out),
             None if complete => out.find(format!(
                 "`{SUCCESS}` is missing, though every shard is committed: run the job again"
@@ -98,9 +118,28 @@ impl Ledger {
         for generation in 0..=self.generation() {
             let ledger = self.back_to(generation);
             let closed = ledger.closed_blocks().await?;
-            for block in ledger.blocks() {
-                let commits = ledger.commits_of(block, closed.contains(&block), out).await?;
+            let mut blocks = futures::stream::iter(ledger.blocks())
+                .map(|block| {
+                    let (ledger, closed) = (&ledger, closed.contains(&block));
+                    async move {
+                        let mut found = Verified::default();
+                        let commits = ledger.commits_of(block, closed, &mut found).await?;
+                        Ok::<_, LedgerError>((block, commits, found))
+                    }
+                })
+                .buffered(BLOCKS_AT_ONCE);
+            let mut open = 0;
+            while let Some((block, commits, found)) = blocks.try_next().await? {
+                out.add(found);
+                open += commits.iter().filter(|commit| commit.is_none()).count();
                 newest.extend(ledger.block_shards(block).into_iter().zip(commits));
+            }
+            drop(blocks);
+            if generation > 0 && open > 0 {
+                out.find(format!(
+                    "retry {generation} is not finished: {open} of its {} shards are not done, and were not looked at",
+                    ledger.shard_numbers().len()
+                ));
             }
         }
         Ok(newest)
@@ -115,7 +154,10 @@ impl Ledger {
         let mut commits = Vec::new();
         for (shard, commit) in read.await {
             let commit = as_finding(commit, out)?;
-            if let Some(None) = commit {
+            // Of a retry, they are told together.
+            if let Some(None) = commit
+                && self.generation() == 0
+            {
                 out.find(format!("shard {shard} has no commit"));
             }
             commits.push(commit.flatten());
@@ -129,105 +171,50 @@ impl Ledger {
         Ok(commits)
     }
 
-    async fn verify_part(&self, commit: &Commit, out: &mut Verified) -> Result<()> {
-        let name = &commit.part.name;
-        let Some(bytes) = as_finding(self.store().get(name, MAX_OBJECT_BYTES).await, out)? else {
-            return Ok(());
-        };
-        let Some(bytes) = bytes else {
-            out.find(format!(
-                "`{name}` is missing, though shard {} is committed",
-                commit.shard
-            ));
-            return Ok(());
+    /// `memory`: of all parts that are read at once.
+    async fn verify_part(&self, commit: &Commit, memory: &Semaphore) -> Result<Verified> {
+        let (name, mut out) = (&commit.part.name, Verified::default());
+        let mib = u32::try_from(commit.part.size >> 20).unwrap_or(PARTS_MIB);
+        // Never closed.
+        let _room = memory.acquire_many(mib.saturating_add(1).min(PARTS_MIB)).await.ok();
+        let bytes = as_finding(self.store().get(name, MAX_OBJECT_BYTES).await, &mut out)?;
+        let Some(Some(bytes)) = bytes else {
+            if let Some(None) = bytes {
+                let shard = commit.shard;
+                out.find(format!("`{name}` is missing, though shard {shard} is committed"));
+            }
+            return Ok(out);
         };
         out.parts += 1;
-        if bytes.len() as u64 != commit.part.size || sha256(&bytes) != commit.part.sha256 {
+        if !commit.part.is(&bytes) {
             out.find(format!(
                 "`{name}` is not the part that was committed: its size or hash differs"
             ));
         }
-        if self.job().part_extension == "jsonl" {
-            let lines = bytes.split(|&b| b == b'\n').filter(|line| !line.is_empty()).count() as u64;
-            if lines != commit.tally.rows() {
-                out.find(format!(
-                    "`{name}` has {lines} lines, its shard {} rows",
-                    commit.tally.rows()
-                ));
-            }
-            if lines_generation(&bytes) != commit.generation {
-                out.find(format!("`{name}` is not of generation {}", commit.generation));
-            }
-            match truncated_lines(&bytes) {
-                Err(why) => out.find(format!("`{name}`: {why}")),
-                Ok(count) => {
-                    if commit.tally.truncated.is_some_and(|claimed| claimed != count) {
-                        out.find(format!("`{name}` has {count} truncated rows, not as many as committed"));
-                    }
-                    out.tally.add(&Tally {
-                        truncated: Some(count),
-                        ..commit.tally
-                    });
-                }
-            }
-            return Ok(());
+        let generation = match self.job().part_extension.as_str() {
+            "jsonl" => Ok(lines_generation(&bytes)),
+            _ => self.parquet_generation(commit.shard, &bytes),
+        };
+        match generation {
+            Err(why) => out.find(format!("`{name}` {why}")),
+            Ok(found) if found != commit.generation => out.find(format!(
+                "`{name}` is of generation {found}, generation {} was committed",
+                commit.generation
+            )),
+            Ok(_) => {}
         }
-        match part_origin(&bytes) {
-            Err(why) => out.find(format!("`{name}` cannot be read: {why}")),
-            Ok(origin) => {
-                let ours = origin.job.as_deref() == Some(self.job().job.as_str());
-                if !ours || origin.shard != Some(commit.shard.to_string()) {
-                    let (job, shard) = (
-                        origin.job.unwrap_or("none".into()),
-                        origin.shard.unwrap_or("none".into()),
-                    );
-                    out.find(format!("`{name}` is foreign: it names job {job}, shard {shard}"));
-                }
-                let (found, committed) = (origin.generation.unwrap_or("0".into()), commit.generation);
-                if found != committed.to_string() {
+        match self.held_rows(commit.shard, &bytes) {
+            Err(why) => out.find(format!("`{name}`: {why}")),
+            Ok((tally, _)) => {
+                out.tally.add(&tally);
+                if !tally.agrees_with(&commit.tally) {
                     out.find(format!(
-                        "`{name}` is of generation {found}, generation {committed} was committed"
+                        "`{name}`: its rows by status, or their tokens, are not as committed"
                     ));
                 }
-                if let Err(why) = self.verify_rows(commit, bytes, out) {
-                    out.find(format!("`{name}`: {why}"));
-                }
             }
         }
-        Ok(())
-    }
-
-    /// Every row of the shard, once, in order; statuses as committed.
-    fn verify_rows(&self, commit: &Commit, bytes: Bytes, out: &mut Verified) -> Result<(), String> {
-        let shard = self.job().shard(commit.shard).map_err(|error| error.to_string())?;
-        let builder = ParquetRecordBatchReaderBuilder::try_new(bytes).map_err(|error| error.to_string())?;
-        let reader = builder
-            .with_batch_size(BATCH_ROWS)
-            .build()
-            .map_err(|error| error.to_string())?;
-        let mut next = shard.first_row;
-        let end = shard.first_row + shard.rows;
-        let mut tally = Tally::default();
-        for batch in reader {
-            let batch: RecordBatch = batch.map_err(|error| error.to_string())?;
-            let rows = data::rows_of(&batch)?;
-            tally.add(&data::tally(&batch, &RowSet::from_range(0..u64::MAX))?);
-            for row in rows {
-                if row != next || row >= end {
-                    out.tally.add(&tally);
-                    return Err(format!("row {row} stands where row {next} belongs"));
-                }
-                next += 1;
-            }
-        }
-        out.tally.add(&tally);
-        if next != end {
-            return Err(format!("ends before row {next}, its shard before row {end}"));
-        }
-        if !tally.agrees_with(&commit.tally) {
-            return Err("its rows by status, or their tokens, are not as committed".into());
-        }
-        Ok(())
+        Ok(out)
     }
 
     /// Nothing but the parts may be seen by readers of the folder.
@@ -258,7 +245,8 @@ impl Ledger {
     fn verify_success(&self, success: &Success, parts_sha256: String, out: &mut Verified) {
         let job = self.job();
         if success.generation != self.generation() {
-            out.find(format!(
+            // What it counts is what stood before.
+            return out.find(format!(
                 "`{SUCCESS}` is of generation {}, the newest is {}: the retry is not finished",
                 success.generation,
                 self.generation()
@@ -296,19 +284,6 @@ fn is_copy(copies: &[Commit], commits: &[Option<Commit>]) -> bool {
         retried && copy.tally.agrees_with(&commit.tally) && rest == *commit
     };
     copies.len() == commits.len() && copies.iter().zip(commits).all(same)
-}
-
-/// How many result lines have a completion that was cut off.
-fn truncated_lines(bytes: &[u8]) -> Result<u64, String> {
-    let mut count = 0;
-    for (number, line) in bytes.split(|&b| b == b'\n').filter(|line| !line.is_empty()).enumerate() {
-        let line: Value =
-            serde_json::from_slice(line).map_err(|error| format!("line {number} is not JSON: {error}"))?;
-        let choices = line["response"]["body"]["choices"].as_array();
-        let cut_off = |choice: &Value| choice["finish_reason"] == CUT_OFF;
-        count += u64::from(choices.is_some_and(|choices| choices.iter().any(cut_off)));
-    }
-    Ok(count)
 }
 
 /// Turns what is wrong with an object into a finding; what is wrong with the store stays an error.

@@ -33,6 +33,7 @@ pub fn reaction(error: &anyhow::Error) -> Reaction {
                 LedgerError::Retryable { .. } | LedgerError::Denied { .. } => Reaction::Wait,
                 // A full disk, a store without put-if-absent: this job cannot go on here, others may.
                 LedgerError::Damaged { .. }
+                | LedgerError::Lost { .. }
                 | LedgerError::Newer { .. }
                 | LedgerError::Conflict { .. }
                 | LedgerError::Stop { .. } => Reaction::LeaveShard,

@@ -13,6 +13,7 @@ use tokio::time::{Instant, Interval, MissedTickBehavior};
 
 use crate::dataset::part::{part_openai, part_parquet};
 use crate::dataset::row::{RowResult, RowStatus};
+use crate::ledger::LedgerError;
 use crate::ledger::keys::Id;
 use crate::ledger::log::ShardLog;
 use crate::queue::Delivery;
@@ -205,8 +206,7 @@ impl Tending<'_> {
             self.end_attempt().await?;
             return Ok(Ended::TriedSome);
         }
-        self.publish().await?;
-        Ok(Ended::Committed)
+        self.publish().await
     }
 
     fn take(&mut self, row: RowResult) {
@@ -270,13 +270,17 @@ impl Tending<'_> {
     }
 
     /// Publishes the complete log.
-    async fn publish(&self) -> anyhow::Result<()> {
+    async fn publish(&self) -> anyhow::Result<Ended> {
         let mut pauses = Pauses::default();
         while let Err(error) = self.try_publish().await {
+            // Rows of it are open again.
+            if let Some(LedgerError::Lost { .. }) = error.downcast_ref() {
+                return Ok(Ended::TriedSome);
+            }
             self.worker.patience.bear(error, &mut pauses, self.stop).await?;
         }
         self.worker.patience.over();
-        Ok(())
+        Ok(Ended::Committed)
     }
 
     async fn try_publish(&self) -> anyhow::Result<()> {

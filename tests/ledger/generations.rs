@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use arrow::array::{ArrayRef, RecordBatch, StringArray};
 use gristmill::ledger::{Ledger, LedgerError, Order, RowSet, StopWhy};
+use object_store::ObjectStoreExt;
 use object_store::memory::InMemory;
 
 use super::support::*;
@@ -187,4 +188,91 @@ async fn a_retry_with_another_limit_is_a_conflict() {
     ));
     let again = ledger.retry_truncated(60).await.unwrap().unwrap();
     assert_eq!((again.generation(), again.raises_to()), (1, Some(60)));
+}
+
+/// Verifying in the middle of a retry says that it is one, and nothing that sounds like damage.
+#[tokio::test]
+async fn a_retry_that_is_under_way_is_not_taken_for_damage() {
+    let output = memory();
+    let ledger = job(&output, 3, 4).await;
+    for shard in 0..3 {
+        run_shard(&ledger, shard).await;
+    }
+    let retry = ledger.retry().await.unwrap().unwrap();
+    let mut log = open_shard(&retry, 1).await;
+    log.append(&finished_as(&log.uncovered(), "r", |_| "succeeded"))
+        .await
+        .unwrap();
+    log.publish(part).await.unwrap();
+    let verified = retry.verify(|_| ()).await.unwrap();
+    assert_eq!(
+        verified.findings,
+        [
+            "retry 1 is not finished: 2 of its 3 shards are not done, and were not looked at",
+            "`_SUCCESS` is of generation 0, the newest is 1: the retry is not finished"
+        ]
+    );
+}
+
+/// More rows than one record should name lie in a record for each block of shards; fewer in one, as older gristmills read it.
+#[tokio::test]
+async fn a_retry_of_very_many_scattered_rows_lies_in_pieces() {
+    const SHARDS: u32 = 160;
+    let output = memory();
+    let ledger = job(&output, SHARDS, 4096).await;
+    for shard in 0..SHARDS {
+        run_shard(&ledger, shard).await;
+    }
+    let retry = ledger.retry().await.unwrap().unwrap();
+    let read = async |key: &str| -> serde_json::Value {
+        let path = key.split('/').fold(output.path.clone(), |path, part| path.join(part));
+        serde_json::from_slice(&output.store.get(&path).await.unwrap().bytes().await.unwrap()).unwrap()
+    };
+    let key = ledger.keys().generation(1);
+    let record = read(&key).await;
+    assert_eq!((&record["v"], &record["shards"]), (&3.into(), &serde_json::json!([])));
+    assert_eq!(record["blocks"].as_array().unwrap().len(), 2);
+    let rows = format!("{}/rows", key.strip_suffix(".json").unwrap());
+    let pieces = ledger.store().list(&rows).await.unwrap();
+    assert_eq!(pieces.len(), 2);
+    // Whoever opens the job, or asks for the retry again, finds all of its rows.
+    let opened = Ledger::open_in(eager(&output)).await.unwrap().unwrap();
+    for found in [retry, opened, ledger.retry().await.unwrap().unwrap()] {
+        assert_eq!((found.generation(), found.shard_numbers().len()), (1, SHARDS as usize));
+        assert_eq!(found.retried_tally().errored, u64::from(SHARDS) * 2048);
+        assert!(found.rows_to_do(SHARDS - 1).contains(u64::from(SHARDS) * 4096 - 1));
+    }
+    let newest = ledger.newest().await.unwrap();
+    for shard in 0..SHARDS {
+        let mut log = open_shard(&newest, shard).await;
+        log.append(&finished_as(&log.uncovered(), "r", |row| {
+            if row == 1 { "errored" } else { "succeeded" }
+        }))
+        .await
+        .unwrap();
+        log.publish(part).await.unwrap();
+    }
+    assert!(newest.verify(|_| ()).await.unwrap().holds());
+    let small = newest.retry().await.unwrap().unwrap();
+    assert_eq!((small.generation(), small.retried_tally().errored), (2, 1));
+    let record = read(&ledger.keys().generation(2)).await;
+    assert_eq!(
+        (&record["v"], record["shards"].as_array().unwrap().len()),
+        (&1.into(), 1)
+    );
+    assert!(record.get("blocks").is_none());
+    // A piece that is gone, or another's, is damage.
+    let path = pieces[0]
+        .key
+        .split('/')
+        .fold(output.path.clone(), |path, part| path.join(part));
+    output.store.put(&path, "{}".into()).await.unwrap();
+    let error = Ledger::open_in(eager(&output)).await.unwrap_err();
+    assert!(matches!(error, LedgerError::Damaged { .. }), "{error:?}");
+    output.store.delete(&path).await.unwrap();
+    let error = Ledger::open_in(eager(&output)).await.unwrap_err();
+    assert!(
+        error.to_string().contains("is missing, though a retry names it"),
+        "{error}"
+    );
 }

@@ -6,6 +6,8 @@ mod simulation;
 
 mod seeds;
 
+mod damage;
+
 mod generations;
 
 mod local;

@@ -264,27 +264,6 @@ async fn foreign_bytes_in_a_log_are_errors_not_panics() {
 }
 
 #[tokio::test]
-async fn a_data_object_that_is_not_what_its_record_names_is_never_published() {
-    let output = memory();
-    let (ledger, _) = create(&output, "data").await.unwrap();
-    let mut log = open_shard(&ledger, 0).await;
-    log.append(&finished(&log.uncovered(), "a")).await.unwrap();
-    let name = output
-        .store
-        .list_with_delimiter(Some(&output.path.clone().join("_gristmill")))
-        .await
-        .unwrap();
-    assert!(!name.common_prefixes.is_empty());
-    let listed = ledger.store().list(&ledger.keys().shard(0)).await.unwrap();
-    let data = listed.iter().find(|object| object.key.contains("/data/")).unwrap();
-    put(&output, &data.key, "not the rows").await;
-    let error = open_shard(&ledger, 0).await.publish(part).await.unwrap_err();
-    assert!(matches!(error, LedgerError::Damaged { .. }), "{error:?}");
-    assert!(error.to_string().contains("not what its log record names"), "{error}");
-    assert_eq!(published_rows(&output).await, Vec::<i64>::new());
-}
-
-#[tokio::test]
 async fn batches_that_cannot_be_logged_are_refused_before_anything_is_uploaded() {
     let output = memory();
     let (ledger, _) = create(&output, "batches").await.unwrap();
@@ -332,6 +311,146 @@ async fn a_part_of_somebody_else_is_never_overwritten_nor_committed() {
             .await
             .unwrap();
         assert_eq!(still.bytes().await.unwrap(), standing);
+    }
+}
+
+/// Lines are held to the same: whatever lies where a part should be must name this job and the shard's rows.
+#[tokio::test]
+async fn lines_of_somebody_else_are_never_overwritten_nor_committed() {
+    let lines_job = async |name: &str, rows: u64| {
+        let output = memory();
+        let mut draft = draft(name, 2, rows);
+        draft.part_extension = "jsonl".into();
+        let (ledger, _) = Ledger::create_or_resume_in(eager(&output), draft).await.unwrap();
+        (output, ledger)
+    };
+    let made = async |ledger: &Ledger, shard: u32| {
+        let mut log = open_shard(ledger, shard).await;
+        log.append(&finished(&log.uncovered(), "a")).await.unwrap();
+        log.publish(lines).await
+    };
+    let (elsewhere, other) = lines_job("same", 4).await;
+    made(&other, 1).await.unwrap();
+    let foreign = read(&elsewhere, "part-00001.jsonl").await;
+    for (standing, why) in [
+        (foreign, "where `batch_req_"),
+        ("x\n".repeat(4), "line 1 is no result of a batch"),
+        (String::new(), "ends before row 4, its shard before row 8"),
+    ] {
+        let (output, ledger) = lines_job("same", 4).await;
+        put(&output, "part-00001.jsonl", standing.clone()).await;
+        let error = made(&ledger, 1).await.unwrap_err();
+        assert!(matches!(error, LedgerError::Conflict { .. }), "{error:?}");
+        let said = error.to_string();
+        assert!(
+            said.contains("part-00001.jsonl") && said.contains(why) && said.lines().count() == 1,
+            "{said}"
+        );
+        assert!(!ledger.is_committed(1).await.unwrap());
+        assert_eq!(read(&output, "part-00001.jsonl").await, standing);
+    }
+    // Its own shard's rows in another shard's place are no less foreign.
+    let (output, ledger) = lines_job("same", 4).await;
+    made(&ledger, 0).await.unwrap();
+    let first = read(&output, "part-00000.jsonl").await;
+    put(&output, "part-00001.jsonl", first).await;
+    assert!(matches!(
+        made(&ledger, 1).await.unwrap_err(),
+        LedgerError::Conflict { .. }
+    ));
+}
+
+/// A worker that slept while the folder was given to another job writes nothing there, wherever it slept; what its job left
+/// there as a result gives way.
+#[tokio::test]
+async fn a_job_whose_folder_is_anothers_by_now_writes_no_part_commit_or_success() {
+    let home = memory();
+    let (before, _) = create(&home, "before").await.unwrap();
+    let mut log = open_shard(&before, 0).await;
+    log.append(&finished(&log.uncovered(), "a")).await.unwrap();
+    let elsewhere = memory();
+    create(&elsewhere, "after").await.unwrap();
+    let other = read(&elsewhere, "_gristmill/job.json").await;
+    let own = read(&home, "_gristmill/job.json").await;
+    // Between part and commit, and between commit and `_SUCCESS`.
+    put(&home, "_gristmill/job.json", other.clone()).await;
+    assert!(matches!(
+        log.publish(part).await.unwrap_err(),
+        LedgerError::Conflict { .. }
+    ));
+    assert_eq!(published_rows(&home).await, Vec::<i64>::new());
+    put(&home, "_gristmill/job.json", own.clone()).await;
+    log.publish(part).await.unwrap();
+    let success = read(&home, "_SUCCESS").await;
+    home.store.delete(&home.path.clone().join("_SUCCESS")).await.unwrap();
+    put(&home, "_gristmill/job.json", other.clone()).await;
+    assert!(matches!(
+        before.finish_check(None).await.unwrap_err(),
+        LedgerError::Conflict { .. }
+    ));
+    assert!(home.store.head(&home.path.clone().join("_SUCCESS")).await.is_err());
+    let commit = before
+        .keys()
+        .commit(0)
+        .split('/')
+        .fold(home.path.clone(), |path, part| path.join(part));
+    home.store.delete(&commit).await.unwrap();
+    assert!(matches!(
+        log.publish(part).await.unwrap_err(),
+        LedgerError::Conflict { .. }
+    ));
+    assert!(home.store.head(&commit).await.is_err());
+
+    // The other job finds a result that is not its own.
+    let (after, resumed) = create(&elsewhere, "after").await.unwrap();
+    assert!(resumed);
+    put(&elsewhere, "_SUCCESS", success).await;
+    assert!(after.success().await.unwrap().is_none());
+    let findings = after.verify(|_| ()).await.unwrap().findings;
+    let foreign = format!("`_SUCCESS` is of job {}", before.job().job);
+    assert!(findings.iter().any(|line| line.starts_with(&foreign)), "{findings:?}");
+    run_shard(&after, 0).await;
+    assert_eq!(after.success().await.unwrap().unwrap().job, after.job().job);
+    assert!(after.verify(|_| ()).await.unwrap().holds());
+}
+
+/// `job.json` is looked at before each try of a put, not only before the first.
+#[tokio::test]
+async fn a_put_that_is_tried_again_looks_again() {
+    let inner = Arc::new(InMemory::new());
+    let elsewhere = memory();
+    create(&elsewhere, "after").await.unwrap();
+    let other = read(&elsewhere, "_gristmill/job.json").await;
+    for key in ["part-00000.parquet", "000000.json", "_SUCCESS"] {
+        let changes = Arc::new(std::sync::Mutex::new(Some(other.clone())));
+        let folder = inner.clone();
+        let (under, name) = (inner.clone(), format!("out-{key}"));
+        let job = Path::from(format!("{name}/_gristmill/job.json"));
+        let faulty = FaultStore::new(under, false, move |op, path| {
+            let is_it = path.filename() == Some(key) && (key != "000000.json" || path.as_ref().contains("/commits/"));
+            if op != Op::Put || !is_it {
+                return Fault::None;
+            }
+            // The first try fails, and by the second the folder is another job's.
+            let Some(other) = changes.lock().unwrap().take() else {
+                return Fault::None;
+            };
+            let put = folder.put(&job, other.into());
+            futures::FutureExt::now_or_never(put)
+                .expect("memory answers at once")
+                .unwrap();
+            Fault::Before
+        });
+        let output = Location {
+            path: Path::from(name.as_str()),
+            ..place(Arc::new(faulty))
+        };
+        let (ledger, _) = create(&output, "before").await.unwrap();
+        let mut log = open_shard(&ledger, 0).await;
+        log.append(&finished(&log.uncovered(), "a")).await.unwrap();
+        let error = log.publish(part).await.unwrap_err();
+        assert!(matches!(error, LedgerError::Conflict { .. }), "{key}: {error:?}");
+        assert!(error.to_string().contains("job.json"), "{key}: {error}");
     }
 }
 

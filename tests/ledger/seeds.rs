@@ -1,5 +1,5 @@
 //! Whole lives of a job, each from one seed: workers, budgets, retries, reconciling, cleaning, cancelling and extending,
-//! interleaved request by request over a store with every ambiguous and delayed outcome.
+//! interleaved request by request over a store with every ambiguous and delayed outcome, which also loses data.
 //!
 //! `GRISTMILL_SEED=n` plays one seed again; `GRISTMILL_FAULTS=full` plays 100,000, or from `GRISTMILL_SEEDS=from..to`.
 
@@ -66,6 +66,9 @@ struct Asked {
 /// Every other job has a budget; every other one of these ends its unfinished rows with it.
 fn draft_of(seed: u64) -> JobDraft {
     let mut draft = draft("seeded", SHARDS, ROWS);
+    if has_lines(seed) {
+        draft.part_extension = "jsonl".into();
+    }
     if seed.is_multiple_of(2) {
         let usd_per_second = draft.usd_per_hour.expect("a price") / 3600.0;
         draft.terms = Terms {
@@ -80,7 +83,20 @@ fn draft_of(seed: u64) -> JobDraft {
     draft
 }
 
+/// Whether the job's parts are lines.
+fn has_lines(seed: u64) -> bool {
+    seed % 5 >= 3
+}
+
+/// Whether data objects are lost.
+fn loses_data(seed: u64) -> bool {
+    seed % 7 >= 4
+}
+
 fn passing(patience: &mut u32, error: LedgerError) -> Result<()> {
+    if matches!(error, LedgerError::Lost { .. }) {
+        return Ok(());
+    }
     *patience -= 1;
     if error.is_retryable() && *patience > 0 {
         Ok(())
@@ -186,13 +202,16 @@ async fn work_on(ledger: &Ledger, mut log: Box<ShardLog>, author: u64, seconds: 
         *seconds += 1.0;
         log.append(&finished_as(&left, &name, status)).await?;
     }
-    let own = author.is_multiple_of(3);
+    let (own, has_lines) = (author.is_multiple_of(3), ledger.job().part_extension == "jsonl");
     let make = |batches: &[arrow::array::RecordBatch], metadata: &[(String, String)]| {
         let mut metadata = metadata.to_vec();
         if own {
             metadata.push(("author".into(), name.clone()));
         }
-        part(batches, &metadata)
+        match has_lines {
+            true => lines(batches, &metadata),
+            false => part(batches, &metadata),
+        }
     };
     log.publish(make).await.map(|_| ())
 }
@@ -228,7 +247,10 @@ impl Seen {
             if was.is_some_and(|(_, was)| *was == bytes) {
                 continue;
             }
-            let generation = part_generation(&bytes)?;
+            let generation = match name.ends_with(".jsonl") {
+                true => lines_generation(&bytes),
+                false => part_generation(&bytes)?,
+            };
             if let Some((older, _)) = was.filter(|(older, _)| *older >= generation) {
                 return Err(format!(
                     "`{name}` of generation {older} gave way to generation {generation}"
@@ -279,6 +301,12 @@ fn part_generation(bytes: &bytes::Bytes) -> std::result::Result<u32, String> {
         .map_or(0, |text| text.parse().unwrap()))
 }
 
+/// Lines tell their generation by spaces before the last line end.
+fn lines_generation(bytes: &[u8]) -> u32 {
+    let text = bytes.strip_suffix(b"\n").unwrap_or(bytes);
+    text.iter().rev().take_while(|&&b| b == b' ').count() as u32
+}
+
 fn play(seed: u64) -> std::result::Result<(), String> {
     #[cfg(feature = "faults")]
     gristmill::faults::ids::follow(seed);
@@ -286,7 +314,7 @@ fn play(seed: u64) -> std::result::Result<(), String> {
     let memory = Arc::new(InMemory::new());
     let clear = place(memory.clone());
     let (mut chance, rate) = (Random(seed ^ 0xfa17), [0, 2, 6, 12][random.below(4) as usize]);
-    let faulty = Arc::new(FaultStore::new(memory, true, move |_, _| {
+    let faulty = Arc::new(FaultStore::new(memory.clone(), true, move |_, _| {
         match chance.below(100) < rate {
             true => [Fault::Before, Fault::After, Fault::Exists, Fault::Late][chance.below(4) as usize],
             false => Fault::None,
@@ -326,6 +354,7 @@ fn play(seed: u64) -> std::result::Result<(), String> {
             0..=1 => actors[n] = hire(&mut random),
             2..=3 => asleep.push(std::mem::replace(&mut actors[n], hire(&mut random))),
             4..=7 => finish(Box::pin(faulty.arrive())),
+            8 if loses_data(seed) => finish(Box::pin(lose_data(&memory, random.below(1 << 20)))),
             _ => {
                 if let Poll::Ready(ended) = poll_once(&mut actors[n]) {
                     harmless(ended)?;

@@ -12,6 +12,7 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use futures::stream::{BoxStream, StreamExt};
 use gristmill::dataset::location::Location;
+use gristmill::dataset::part::line_id;
 use gristmill::dataset::plan::{Format, InputFile, Segment, Shard};
 use gristmill::ledger::log::{ShardLog, ShardState};
 use gristmill::ledger::{JobDraft, JobIdentity, Ledger, LedgerError, Result, Retry, RowSet, Store};
@@ -139,6 +140,81 @@ pub fn part(batches: &[RecordBatch], metadata: &[(String, String)]) -> Result<By
     Ok(writer.into_inner().unwrap().into())
 }
 
+/// A part of result lines, as the dataset writer makes it: each names job and row. An `author` in the metadata shows in it.
+pub fn lines(batches: &[RecordBatch], metadata: &[(String, String)]) -> Result<Bytes, String> {
+    let said = |key: &str| metadata.iter().find(|(k, _)| k == key).map(|(_, value)| value.clone());
+    let (job, author) = (said("gristmill.job").unwrap(), said("author"));
+    let mut out = Vec::new();
+    for batch in batches {
+        let number = |name: &str, i: usize| {
+            let column = batch.column_by_name(name).unwrap().as_any();
+            column.downcast_ref::<Int64Array>().unwrap().value(i)
+        };
+        let text = |name: &str, i: usize| {
+            let column = batch.column_by_name(name).unwrap().as_any();
+            column.downcast_ref::<StringArray>().unwrap().value(i)
+        };
+        for i in 0..batch.num_rows() {
+            let error = match text("status", i) {
+                "succeeded" => serde_json::Value::Null,
+                code => serde_json::json!({"code": code, "message": null}),
+            };
+            let row = number("row", i);
+            let line = serde_json::json!({
+                "id": line_id(&job, row as u64), "custom_id": format!("row-{row}"), "error": error, "author": author,
+                "response": {"body": {
+                    "object": "chat.completion",
+                    "choices": [{"message": {"content": text("completion", i)}, "finish_reason": "stop"}],
+                    "usage": {"prompt_tokens": number("prompt_tokens", i), "completion_tokens": number("completion_tokens", i),
+                        "prompt_tokens_details": {"cached_tokens": number("cached_tokens", i)}},
+                }},
+            });
+            out.extend_from_slice(line.to_string().as_bytes());
+            out.push(b'\n');
+        }
+    }
+    Ok(out.into())
+}
+
+/// The rows of a part of lines: what follows the last `_` of each id.
+fn rows_of_lines(bytes: &[u8]) -> Vec<i64> {
+    let lines = bytes.split(|&b| b == b'\n').filter(|line| !line.is_empty());
+    let row = |line| {
+        let line: serde_json::Value = serde_json::from_slice(line).unwrap();
+        line["id"]
+            .as_str()
+            .unwrap()
+            .rsplit('_')
+            .next()
+            .unwrap()
+            .parse()
+            .unwrap()
+    };
+    lines.map(row).collect()
+}
+
+/// Loses a data object of the store, if it has any: takes it away, or leaves other bytes in its place.
+pub async fn lose_data(store: &InMemory, chance: u64) {
+    let listed: Vec<ObjectMeta> = store.list(None).map(|meta| meta.unwrap()).collect().await;
+    let data: Vec<Path> = listed.into_iter().map(|meta| meta.location).collect();
+    let data: Vec<Path> = data
+        .into_iter()
+        .filter(|path| path.as_ref().contains("/data/"))
+        .collect();
+    let Some(path) = data.get(chance as usize % data.len().max(1)) else {
+        return;
+    };
+    match chance % 3 {
+        0 => store.delete(path).await.unwrap(),
+        1 => drop(store.put(path, "other bytes".into()).await.unwrap()),
+        _ => {
+            let was = store.get(path).await.unwrap().bytes().await.unwrap();
+            let same_size = vec![b'x'; was.len()];
+            store.put(path, same_size.into()).await.unwrap();
+        }
+    }
+}
+
 pub async fn open_shard(ledger: &Ledger, shard: u32) -> Box<ShardLog> {
     match ledger.shard(shard).await.unwrap() {
         ShardState::Open(log) => log,
@@ -169,6 +245,10 @@ pub async fn published_rows(output: &Location) -> Vec<i64> {
     let mut rows = Vec::new();
     for path in parts.values() {
         let bytes = output.store.get(path).await.unwrap().bytes().await.unwrap();
+        if path.as_ref().ends_with(".jsonl") {
+            rows.extend(rows_of_lines(&bytes));
+            continue;
+        }
         for batch in ParquetRecordBatchReaderBuilder::try_new(bytes)
             .unwrap()
             .build()

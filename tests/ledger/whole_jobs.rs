@@ -343,25 +343,51 @@ async fn verification_finds_what_is_wrong() {
 #[tokio::test]
 async fn lines_are_published_and_verified_too() {
     let output = memory();
-    let mut lines = draft("lines", 1, 3);
-    lines.part_extension = "jsonl".into();
-    let (ledger, _) = Ledger::create_or_resume_in(eager(&output), lines).await.unwrap();
+    let mut job = draft("lines", 1, 3);
+    job.part_extension = "jsonl".into();
+    let (ledger, _) = Ledger::create_or_resume_in(eager(&output), job).await.unwrap();
     let mut log = open_shard(&ledger, 0).await;
     log.append(&finished(&log.uncovered(), "a")).await.unwrap();
-    log.publish(|batches, _| {
-        let lines: usize = batches.iter().map(|batch| batch.num_rows()).sum();
-        Ok::<_, String>("{}\n".repeat(lines).into())
-    })
-    .await
-    .unwrap();
-    assert!(ledger.verify(|_| ()).await.unwrap().holds());
+    log.publish(lines).await.unwrap();
+    let verified = ledger.verify(|_| ()).await.unwrap();
+    assert!(verified.holds(), "{:?}", verified.findings);
+    assert_eq!(verified.tally, ledger.success().await.unwrap().unwrap().tally);
     let path = output.path.clone().join("part-00000.jsonl");
-    output.store.put(&path, "{}\n{}\n".into()).await.unwrap();
-    let findings = ledger.verify(|_| ()).await.unwrap().findings;
-    assert!(
-        findings.iter().any(|line| line.contains("2 lines, its shard 3 rows")),
-        "{findings:?}"
-    );
+    let good = output.store.get(&path).await.unwrap().bytes().await.unwrap();
+    let good = String::from_utf8(good.to_vec()).unwrap();
+    let all: Vec<&str> = good.lines().collect();
+    let id = ledger.job().job.as_str();
+    for (bad, want) in [
+        ("x\nx\nx\n".to_string(), "line 1 is no result of a batch"),
+        (
+            format!("{}\n{}\n", all[0], all[1]),
+            "ends before row 2, its shard before row 3",
+        ),
+        (
+            format!("{good}{}\n", all[2]),
+            "goes on after row 2, the last of its shard",
+        ),
+        (format!("{}\n{}\n{}\n", all[0], all[2], all[1]), "where `batch_req_"),
+        (
+            good.replace(id, "00000000000000000000"),
+            "line 1 has id `batch_req_00000000000000000000_0` where",
+        ),
+        (
+            good.replace("errored", "succeeded"),
+            "its rows by status, or their tokens, are not as committed",
+        ),
+        (
+            good.replacen("\"prompt_tokens\":5", "\"prompt_tokens\":6", 1),
+            "are not as committed",
+        ),
+    ] {
+        output.store.put(&path, bad.into()).await.unwrap();
+        let findings = ledger.verify(|_| ()).await.unwrap().findings;
+        assert!(
+            findings.iter().any(|line| line.contains(want)),
+            "`{want}`: {findings:?}"
+        );
+    }
 }
 
 #[tokio::test]

@@ -1,0 +1,314 @@
+//! Result lines read back: their counts, and the rows that a later generation takes from them.
+
+use std::sync::Arc;
+
+use arrow::array::{ArrayRef, Int64Array, ListBuilder, RecordBatch, StringArray, StringBuilder, new_null_array};
+use arrow::compute::cast;
+use arrow::datatypes::{DataType, Field, Schema, SchemaRef};
+use bytes::Bytes;
+use serde::Deserialize;
+use serde_json::Value;
+
+use super::record::Tally;
+use crate::dataset::row::{CUT_OFF, RowStatus};
+
+/// A result line, but for what says nothing about its row.
+#[derive(Debug, Deserialize)]
+pub(super) struct Line {
+    pub id: String,
+    custom_id: Value,
+    response: Option<Response>,
+    error: Option<LineError>,
+}
+
+#[derive(Debug, Deserialize)]
+struct LineError {
+    code: String,
+    message: Option<String>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Response {
+    body: Body,
+}
+
+#[derive(Debug, Deserialize)]
+struct Body {
+    object: String,
+    choices: Vec<Choice>,
+    usage: Usage,
+}
+
+#[derive(Debug, Deserialize)]
+struct Choice {
+    finish_reason: Option<String>,
+    /// Of a chat.
+    #[serde(default)]
+    message: Message,
+    /// Of a text completion, which has no message.
+    text: Option<String>,
+    reasoning_content: Option<String>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+struct Message {
+    content: Option<String>,
+    reasoning_content: Option<String>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Usage {
+    prompt_tokens: u64,
+    completion_tokens: u64,
+    prompt_tokens_details: PromptDetails,
+    #[serde(default)]
+    completion_tokens_details: CompletionDetails,
+}
+
+#[derive(Debug, Deserialize)]
+struct PromptDetails {
+    cached_tokens: u64,
+}
+
+#[derive(Debug, Default, Deserialize)]
+struct CompletionDetails {
+    reasoning_tokens: Option<u64>,
+}
+
+/// The lines of a part, in order; each with its number, from 1.
+pub(super) fn lines(bytes: &[u8]) -> Result<impl Iterator<Item = Result<(usize, Line), String>>, String> {
+    let text = match bytes {
+        b"" => None,
+        _ => Some(bytes.strip_suffix(b"\n").ok_or("its last line has no end")?),
+    };
+    let split = text.into_iter().flat_map(|text| text.split(|&b| b == b'\n'));
+    Ok(split.enumerate().map(|(at, line)| {
+        let line = serde_json::from_slice(line);
+        let line = line.map_err(|error| format!("line {} is no result of a batch: {error}", at + 1))?;
+        Ok((at + 1, line))
+    }))
+}
+
+impl Line {
+    fn status(&self) -> Result<RowStatus, String> {
+        let Some(LineError { code, .. }) = &self.error else {
+            return Ok(RowStatus::Succeeded);
+        };
+        let known = RowStatus::ALL.into_iter().find(|status| status.as_str() == code);
+        known.ok_or_else(|| format!("unknown status `{code}`"))
+    }
+
+    pub(super) fn tally(&self) -> Result<Tally, String> {
+        let mut tally = Tally::default();
+        tally.count(self.status()?);
+        if let Some(Response { body }) = &self.response {
+            tally.prompt_tokens = body.usage.prompt_tokens;
+            tally.cached_tokens = body.usage.prompt_tokens_details.cached_tokens;
+            tally.completion_tokens = body.usage.completion_tokens;
+            let is_cut = |choice: &Choice| choice.finish_reason.as_deref() == Some(CUT_OFF);
+            tally.truncated = Some(u64::from(body.choices.iter().any(is_cut)));
+        }
+        Ok(tally)
+    }
+
+    fn body(&self) -> Option<&Body> {
+        self.response.as_ref().map(|response| &response.body)
+    }
+
+    /// Of each sample, a text; `None` where the row has no completion.
+    fn texts(&self, of: impl Fn(&Choice) -> Option<&String>) -> Option<Vec<Option<String>>> {
+        let body = self.body()?;
+        Some(body.choices.iter().map(|choice| of(choice).cloned()).collect())
+    }
+}
+
+/// The columns of lines that tell which rows did not succeed or were cut off.
+pub(super) fn counted_columns() -> SchemaRef {
+    let number = |name: &str| Field::new(name, DataType::Int64, true);
+    let fields = vec![
+        Field::new("row", DataType::Int64, false),
+        Field::new("status", DataType::Utf8, false),
+        Field::new("finish_reason", DataType::new_list(DataType::Utf8, true), true),
+        number("prompt_tokens"),
+        number("cached_tokens"),
+        number("completion_tokens"),
+    ];
+    Arc::new(Schema::new(fields))
+}
+
+/// The rows of a part of lines whose first row is `first_row`, in the columns of `schema`. Those that a line has no place for
+/// are null: made into lines again, these rows are the same.
+pub(super) fn decode(bytes: &Bytes, first_row: u64, schema: &SchemaRef) -> Result<RecordBatch, String> {
+    let lines: Vec<Line> = lines(bytes)?
+        .map(|line| line.map(|(_, line)| line))
+        .collect::<Result<_, _>>()?;
+    let columns = schema.fields().iter().map(|field| column(field, &lines, first_row));
+    let columns = columns.collect::<Result<Vec<_>, _>>()?;
+    RecordBatch::try_new(schema.clone(), columns).map_err(|error| error.to_string())
+}
+
+fn column(field: &Field, lines: &[Line], first_row: u64) -> Result<ArrayRef, String> {
+    let numbers = |of: &dyn Fn(&Body) -> Option<u64>| -> ArrayRef {
+        let number = |line: &Line| line.body().and_then(of).map(|n| n as i64);
+        Arc::new(Int64Array::from_iter(lines.iter().map(number)))
+    };
+    let texts = |of: &dyn Fn(&Line) -> Option<String>| -> Result<ArrayRef, String> {
+        let texts: ArrayRef = Arc::new(StringArray::from_iter(lines.iter().map(of)));
+        cast(&texts, field.data_type()).map_err(|error| error.to_string())
+    };
+    let samples = |of: fn(&Choice) -> Option<&String>| -> Result<ArrayRef, String> {
+        match field.data_type() {
+            DataType::List(_) => Ok(lists(lines.iter().map(|line| line.texts(of)))),
+            _ => texts(&|line| line.texts(of)?.into_iter().next().flatten()),
+        }
+    };
+    match field.name().as_str() {
+        "row" => Ok(Arc::new(Int64Array::from_iter_values(
+            (first_row..).take(lines.len()).map(|row| row as i64),
+        ))),
+        "status" => {
+            let words = lines.iter().map(|line| line.status().map(|status| status.as_str()));
+            Ok(Arc::new(StringArray::from(words.collect::<Result<Vec<_>, _>>()?)))
+        }
+        "completion" => samples(|choice| choice.message.content.as_ref().or(choice.text.as_ref())),
+        "finish_reason" => samples(|choice| choice.finish_reason.as_ref()),
+        "reasoning" => samples(|choice| {
+            choice
+                .message
+                .reasoning_content
+                .as_ref()
+                .or(choice.reasoning_content.as_ref())
+        }),
+        "error" => texts(&|line| line.error.as_ref()?.message.clone()),
+        "prompt_tokens" => Ok(numbers(&|body| Some(body.usage.prompt_tokens))),
+        "cached_tokens" => Ok(numbers(&|body| Some(body.usage.prompt_tokens_details.cached_tokens))),
+        "completion_tokens" => Ok(numbers(&|body| Some(body.usage.completion_tokens))),
+        "reasoning_tokens" => Ok(numbers(&|body| body.usage.completion_tokens_details.reasoning_tokens)),
+        "custom_id" => texts(&|line| match &line.custom_id {
+            Value::Null => None,
+            Value::String(id) => Some(id.clone()),
+            other => Some(other.to_string()),
+        }),
+        "url" => texts(&|line| {
+            let is_text = line.body().is_some_and(|body| body.object == "text_completion");
+            Some(
+                if is_text {
+                    "/v1/completions"
+                } else {
+                    "/v1/chat/completions"
+                }
+                .into(),
+            )
+        }),
+        _ => Ok(new_null_array(field.data_type(), lines.len())),
+    }
+}
+
+fn lists(rows: impl Iterator<Item = Option<Vec<Option<String>>>>) -> ArrayRef {
+    let mut out = ListBuilder::new(StringBuilder::new());
+    for row in rows {
+        let is_there = row.is_some();
+        for text in row.into_iter().flatten() {
+            out.values().append_option(text);
+        }
+        out.append(is_there);
+    }
+    Arc::new(out.finish())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dataset::output::{OutputColumns, OutputSchema};
+    use crate::dataset::part::{OpenaiMeta, part_openai};
+    use crate::dataset::row::{RowResult, SampleResult};
+
+    /// Rows 4 to 6 of a job: one that succeeded, one without an answer, one whose answer was cut off.
+    fn rows(samples: u32, thinking: bool) -> RecordBatch {
+        let text = |texts: [Option<&str>; 3]| Arc::new(StringArray::from(texts.to_vec())) as ArrayRef;
+        let carry = RecordBatch::try_from_iter_with_nullable([
+            ("custom_id", text([Some("a"), None, Some("c")]), true),
+            (
+                "url",
+                text([Some("/v1/completions"), None, Some("/v1/chat/completions")]),
+                true,
+            ),
+        ])
+        .unwrap();
+        let columns = OutputColumns {
+            samples,
+            thinking,
+            token_ids: false,
+            logprobs: false,
+            choices: None,
+        };
+        let sample = |n: u32| SampleResult {
+            text: format!("t{n}"),
+            reasoning: (n == 0).then(|| "hm".into()),
+            reasoning_tokens: n,
+            parsed: None,
+            finish_reason: if n == 0 { "length" } else { "stop" },
+            completion_tokens: 3,
+            token_ids: vec![],
+            logprobs: vec![],
+            choice_probabilities: vec![],
+        };
+        let row = |row, status, count: u32, error: Option<&str>| RowResult {
+            row,
+            status,
+            samples: (0..count).map(sample).collect(),
+            error: error.map(String::from),
+            prompt_tokens: 4 * count,
+            cached_tokens: 1,
+        };
+        let results = [
+            row(4, RowStatus::Succeeded, samples, None),
+            row(5, RowStatus::Errored, 0, Some("too long")),
+            row(6, RowStatus::InvalidOutput, samples, None),
+        ];
+        OutputSchema::new(&carry.schema(), columns)
+            .to_batch(&carry, 4, &results)
+            .unwrap()
+    }
+
+    #[test]
+    fn rows_read_back_make_the_same_lines() {
+        let meta = OpenaiMeta {
+            job: "j".into(),
+            model: "m".into(),
+            created: 7,
+        };
+        for (samples, thinking) in [(1, false), (1, true), (2, false), (3, true)] {
+            let batch = rows(samples, thinking);
+            let bytes = part_openai(std::slice::from_ref(&batch), &meta).unwrap();
+            let back = decode(&bytes, 4, &batch.schema()).unwrap();
+            assert_eq!(part_openai(&[back], &meta).unwrap(), bytes);
+            let few = decode(&bytes, 4, &counted_columns()).unwrap();
+            let all = super::super::RowSet::from_range(4..7);
+            let counts = super::super::data::tally(&few, &all).unwrap();
+            assert_eq!(counts, super::super::data::tally(&batch, &all).unwrap());
+            let mut sum = Tally::default();
+            lines(&bytes)
+                .unwrap()
+                .for_each(|line| sum.add(&line.unwrap().1.tally().unwrap()));
+            assert_eq!(sum, counts);
+        }
+    }
+
+    #[test]
+    fn foreign_bytes_are_no_lines() {
+        for (bad, why) in [
+            (&b"x\nx\n"[..], "line 1 is no result of a batch"),
+            (b"{}\n", "line 1 is no result of a batch"),
+            (b"\n", "line 1 is no result of a batch"),
+            (
+                b"{\"id\":\"a\",\"custom_id\":1,\"response\":null,\"error\":null}",
+                "its last line has no end",
+            ),
+        ] {
+            let read = lines(bad).and_then(|lines| lines.collect::<Result<Vec<_>, _>>());
+            assert!(read.unwrap_err().starts_with(why));
+        }
+        assert_eq!(lines(b"").unwrap().count(), 0);
+    }
+}

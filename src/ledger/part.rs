@@ -1,0 +1,190 @@
+//! What a published part says of itself, and holds: whoever adopts a part or verifies one reads it here, lines as Parquet.
+//!
+//! A part is of this job's shard if it names the job and holds exactly the shard's rows, in order. Parquet names job and
+//! shard in its metadata and rows in a column; each line of a `jsonl` part names job and row in its `id`.
+
+use arrow::array::RecordBatch;
+use bytes::Bytes;
+use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
+use parquet::file::reader::{FileReader, SerializedFileReader};
+
+use super::Ledger;
+use super::data;
+use super::lines::lines;
+use super::publish::{META_GENERATION, META_JOB, META_SHARD};
+use super::record::Tally;
+use super::rowset::RowSet;
+use crate::dataset::part::line_id;
+
+/// Rows decoded at once.
+const BATCH_ROWS: usize = 8192;
+
+/// What a part of one of the job's shards holds.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Held {
+    pub generation: u32,
+    /// Over the whole part.
+    pub tally: Tally,
+    /// Over the rows that the ledger's generation does.
+    pub to_do: Tally,
+}
+
+impl Ledger {
+    /// Reads `bytes` as the part of `shard`; an error where it is none, in words that follow "it" or a name.
+    pub(super) fn held(&self, shard: u32, bytes: &Bytes) -> Result<Held, String> {
+        let generation = match self.job().part_extension.as_str() {
+            "jsonl" => lines_generation(bytes),
+            _ => self.parquet_generation(shard, bytes)?,
+        };
+        let (tally, to_do) = self.held_rows(shard, bytes)?;
+        Ok(Held {
+            generation,
+            tally,
+            to_do,
+        })
+    }
+
+    /// The generation that a Parquet part names, which must name this job and `shard`.
+    pub(super) fn parquet_generation(&self, shard: u32, bytes: &Bytes) -> Result<u32, String> {
+        let origin = part_origin(bytes)?;
+        if origin.job.as_deref() != Some(self.job().job.as_str()) || origin.shard != Some(shard.to_string()) {
+            return Err(match (origin.job, origin.shard) {
+                (Some(job), Some(shard)) => format!("is foreign: it names job {job}, shard {shard}"),
+                _ => "is foreign: gristmill did not write it".into(),
+            });
+        }
+        let generation = origin.generation.unwrap_or_else(|| "0".into());
+        generation
+            .parse()
+            .map_err(|_| format!("names no generation, but `{generation}`"))
+    }
+
+    /// Counts the rows of `bytes`, which must be the shard's, each once and in order: all of them, and those that the
+    /// ledger's generation does.
+    pub(super) fn held_rows(&self, shard: u32, bytes: &Bytes) -> Result<(Tally, Tally), String> {
+        let planned = self.job().shard(shard).map_err(|error| error.to_string())?;
+        let mut count = Count {
+            next: planned.first_row,
+            end: planned.first_row + planned.rows,
+            subset: self.rows_to_do(shard),
+            tally: Tally::default(),
+            to_do: Tally::default(),
+        };
+        match self.job().part_extension.as_str() {
+            "jsonl" => count.lines(bytes, self.job().job.as_str())?,
+            _ => count.parquet(bytes)?,
+        }
+        match count.next == count.end {
+            true => Ok((count.tally, count.to_do)),
+            false => Err(format!(
+                "ends before row {}, its shard before row {}",
+                count.next, count.end
+            )),
+        }
+    }
+}
+
+/// The rows of a part, as they are read.
+struct Count {
+    /// The row that is due.
+    next: u64,
+    end: u64,
+    subset: RowSet,
+    tally: Tally,
+    to_do: Tally,
+}
+
+impl Count {
+    fn parquet(&mut self, bytes: &Bytes) -> Result<(), String> {
+        let builder = ParquetRecordBatchReaderBuilder::try_new(bytes.clone()).map_err(unreadable)?;
+        for batch in builder.with_batch_size(BATCH_ROWS).build().map_err(unreadable)? {
+            let batch: RecordBatch = batch.map_err(unreadable)?;
+            let rows = data::rows_of(&batch)?;
+            rows.iter().try_for_each(|&row| self.expect(row))?;
+            self.tally.add(&data::tally(&batch, &RowSet::from_range(0..u64::MAX))?);
+            self.to_do.add(&data::tally(&batch, &self.subset)?);
+        }
+        Ok(())
+    }
+
+    fn lines(&mut self, bytes: &[u8], job: &str) -> Result<(), String> {
+        for line in lines(bytes)? {
+            let (number, line) = line?;
+            if self.next < self.end && line.id != line_id(job, self.next) {
+                let (id, want) = (line.id, line_id(job, self.next));
+                return Err(format!("line {number} has id `{id}` where `{want}` belongs"));
+            }
+            let row = self.next;
+            self.expect(row)?;
+            let tally = line.tally().map_err(|why| format!("line {number}: {why}"))?;
+            self.tally.add(&tally);
+            if self.subset.contains(row) {
+                self.to_do.add(&tally);
+            }
+        }
+        Ok(())
+    }
+
+    fn expect(&mut self, row: u64) -> Result<(), String> {
+        if self.next == self.end {
+            return Err(format!(
+                "goes on after row {}, the last of its shard",
+                self.end.saturating_sub(1)
+            ));
+        }
+        if row != self.next {
+            return Err(format!("row {row} stands where row {} belongs", self.next));
+        }
+        self.next += 1;
+        Ok(())
+    }
+}
+
+fn unreadable(error: impl std::fmt::Display) -> String {
+    format!("cannot be read: {error}")
+}
+
+/// Lines carry no metadata: a part of generation g has g spaces before its last line end, which no JSON reader minds. So
+/// parts of two generations are never equal, and tell which they are.
+pub(super) fn mark_lines(bytes: Bytes, generation: u32) -> Bytes {
+    if generation == 0 || bytes.is_empty() {
+        return bytes;
+    }
+    let mut marked = bytes.strip_suffix(b"\n").unwrap_or(&bytes).to_vec();
+    marked.resize(marked.len() + generation as usize, b' ');
+    marked.push(b'\n');
+    marked.into()
+}
+
+/// The generation that [`mark_lines`] wrote.
+pub(super) fn lines_generation(bytes: &[u8]) -> u32 {
+    let text = bytes.strip_suffix(b"\n").unwrap_or(bytes);
+    text.iter().rev().take_while(|&&b| b == b' ').count() as u32
+}
+
+/// What a Parquet part says of itself.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct PartOrigin {
+    job: Option<String>,
+    shard: Option<String>,
+    /// `None` in the first generation.
+    generation: Option<String>,
+}
+
+/// Reads the footer of a Parquet part.
+fn part_origin(bytes: &Bytes) -> Result<PartOrigin, String> {
+    let reader = SerializedFileReader::new(bytes.clone()).map_err(unreadable)?;
+    let meta = reader.metadata().file_metadata();
+    let value = |key: &str| {
+        let pairs = meta.key_value_metadata().map_or(&[][..], Vec::as_slice);
+        pairs
+            .iter()
+            .find(|pair| pair.key == key)
+            .and_then(|pair| pair.value.clone())
+    };
+    Ok(PartOrigin {
+        job: value(META_JOB),
+        shard: value(META_SHARD),
+        generation: value(META_GENERATION),
+    })
+}

@@ -1,0 +1,118 @@
+//! A retry's record, in one piece or a block of shards a piece: millions of scattered rows make more bytes than one record
+//! may have, or anybody wants to read at once.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use futures::{StreamExt, TryStreamExt};
+
+use super::Ledger;
+use super::error::{LedgerError, Result};
+use super::finish::READS_AT_ONCE;
+use super::keys::{Id, Keys, sha256};
+use super::record::{
+    Generation, Record, RetriedBlock, RetriedRows, RetriedShard, VERSION, VERSION_BLOCKS, check_shards, decode, encode,
+};
+use super::store::Created;
+
+/// A retry whose record is larger lies in pieces. Smaller ones are whole, as older gristmills read them.
+const WHOLE_BYTES_MAX: usize = 4 << 20;
+
+impl Ledger {
+    /// The bytes of a retry's record. Those of a large one name records of blocks, which are created here.
+    pub(super) async fn written(&self, record: &Generation) -> Result<Bytes> {
+        let whole = encode(record)?;
+        if whole.len() <= WHOLE_BYTES_MAX {
+            return Ok(whole);
+        }
+        drop(whole);
+        let by_block = record
+            .shards
+            .chunk_by(|a, b| Keys::block(a.shard) == Keys::block(b.shard));
+        let pieces: Vec<RetriedRows> = by_block
+            .map(|shards| RetriedRows {
+                v: VERSION,
+                job: record.job.clone(),
+                generation: record.generation,
+                block: Keys::block(shards[0].shard),
+                shards: shards.to_vec(),
+            })
+            .collect();
+        let blocks = futures::stream::iter(pieces)
+            .map(|rows| {
+                // Clones, not borrows: so the future is `Send` wherever it is awaited.
+                let (ledger, nonce) = (self.clone(), record.nonce.clone());
+                async move { ledger.write_block(nonce, rows).await }
+            })
+            .buffered(READS_AT_ONCE)
+            .try_collect()
+            .await?;
+        encode(&Generation {
+            v: VERSION_BLOCKS,
+            shards: Vec::new(),
+            blocks,
+            ..record.clone()
+        })
+    }
+
+    async fn write_block(&self, nonce: Id, rows: RetriedRows) -> Result<RetriedBlock> {
+        let block = rows.block;
+        let (key, bytes) = (self.keys().retried_rows(rows.generation, &nonce, block), encode(&rows)?);
+        if bytes.len() as u64 > RetriedRows::MAX_BYTES {
+            return Err(LedgerError::stop(format!(
+                "job `{}`: its retry would need a record of {} MB for shards {} and on, more than any gristmill reads: \
+                 run the failed rows as a job of their own",
+                self.job().name,
+                bytes.len() >> 20,
+                rows.shards[0].shard
+            )));
+        }
+        match self.store().create(&key, bytes.clone()).await? {
+            Created::Ours => Ok(RetriedBlock {
+                block,
+                size: bytes.len() as u64,
+                sha256: sha256(&bytes),
+            }),
+            Created::Theirs(_) => Err(LedgerError::damaged(format!(
+                "`{}` holds other bytes than this process wrote, under a name that only it knows",
+                self.store().address(&key)
+            ))),
+        }
+    }
+
+    /// A retry's record with the shards that its blocks name.
+    pub(super) async fn whole(&self, mut record: Generation) -> Result<Generation> {
+        if record.blocks.is_empty() {
+            return Ok(record);
+        }
+        let blocks = std::mem::take(&mut record.blocks);
+        let head = Arc::new(record.clone());
+        let pieces: Vec<Vec<RetriedShard>> = futures::stream::iter(blocks)
+            .map(|block| {
+                let (ledger, head) = (self.clone(), head.clone());
+                async move { ledger.read_block(&head, &block).await }
+            })
+            .buffered(READS_AT_ONCE)
+            .try_collect()
+            .await?;
+        record.shards = pieces.concat();
+        check_shards(&record.shards).map_err(LedgerError::damaged)?;
+        Ok(record)
+    }
+
+    async fn read_block(&self, record: &Generation, named: &RetriedBlock) -> Result<Vec<RetriedShard>> {
+        let key = self.keys().retried_rows(record.generation, &record.nonce, named.block);
+        let damaged = |why: &str| LedgerError::damaged(format!("`{}` {why}", self.store().address(&key)));
+        let bytes = self.store().get(&key, RetriedRows::MAX_BYTES).await?;
+        let bytes = bytes.ok_or_else(|| damaged("is missing, though a retry names it"))?;
+        if bytes.len() as u64 != named.size || sha256(&bytes) != named.sha256 {
+            return Err(damaged("is not what its retry names"));
+        }
+        let rows: RetriedRows = decode(self.store(), &key, &bytes)?;
+        let place = (&rows.job, rows.generation, rows.block);
+        match place == (&record.job, record.generation, named.block) {
+            true => Ok(rows.shards),
+            false => Err(damaged("is of another retry")),
+        }
+    }
+}

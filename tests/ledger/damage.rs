@@ -1,0 +1,285 @@
+//! Data objects that are lost: their rows are computed again, and what is published is counted as it stands.
+
+use gristmill::dataset::location::Location;
+use gristmill::ledger::log::ShardState;
+use gristmill::ledger::{Ledger, LedgerError, RowSet};
+use object_store::ObjectStoreExt;
+use object_store::path::Path;
+
+use super::support::*;
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Loss {
+    Gone,
+    Shorter,
+    SameSize,
+}
+
+async fn job(output: &Location, extension: &str) -> Ledger {
+    let mut draft = draft("damaged", 1, 6);
+    draft.part_extension = extension.into();
+    Ledger::create_or_resume_in(eager(output), draft).await.unwrap().0
+}
+
+fn at(output: &Location, key: &str) -> Path {
+    key.split('/').fold(output.path.clone(), |path, part| path.join(part))
+}
+
+async fn text(output: &Location, key: &str) -> String {
+    let bytes = output.store.get(&at(output, key)).await.unwrap().bytes().await.unwrap();
+    String::from_utf8_lossy(&bytes).into()
+}
+
+/// Loses the data object of the record at `index`.
+async fn lose(output: &Location, ledger: &Ledger, index: u32, loss: Loss) {
+    let record = text(output, &ledger.keys().log(0, index)).await;
+    let record: serde_json::Value = serde_json::from_str(&record).unwrap();
+    let key = ledger.keys().data(0, record["data"]["name"].as_str().unwrap());
+    let size = record["data"]["size"].as_u64().unwrap() as usize;
+    let bytes = match loss {
+        Loss::Gone => return output.store.delete(&at(output, &key)).await.unwrap(),
+        Loss::Shorter => vec![b'x'; size - 1],
+        Loss::SameSize => vec![b'x'; size],
+    };
+    output.store.put(&at(output, &key), bytes.into()).await.unwrap();
+}
+
+fn rows(range: std::ops::Range<u64>) -> RowSet {
+    RowSet::from_range(range)
+}
+
+fn maker(extension: &str) -> fn(&[arrow::array::RecordBatch], &[(String, String)]) -> Result<bytes::Bytes, String> {
+    match extension {
+        "jsonl" => lines,
+        _ => part,
+    }
+}
+
+/// The statuses of the rows that a job failed on, from its retry.
+async fn failed(ledger: &Ledger) -> RowSet {
+    ledger.retry().await.unwrap().unwrap().rows_to_do(0)
+}
+
+#[tokio::test]
+async fn lost_rows_are_open_again_and_computed_again() {
+    for extension in ["parquet", "jsonl"] {
+        for loss in [Loss::Gone, Loss::Shorter, Loss::SameSize] {
+            let output = memory();
+            let ledger = job(&output, extension).await;
+            let mut first = open_shard(&ledger, 0).await;
+            first.append(&finished(&rows(0..2), "a")).await.unwrap();
+            first.append(&finished(&rows(2..4), "a")).await.unwrap();
+            first.append(&finished(&rows(4..6), "a")).await.unwrap();
+            // The one in the middle: later indices exist.
+            lose(&output, &ledger, 1, loss).await;
+            let status = ledger.status().await.unwrap();
+            let seen = if loss == Loss::SameSize { 0 } else { 2 };
+            assert_eq!(status.tally.rows(), 6 - seen, "{loss:?}: what is lost is not done");
+            assert_eq!(
+                (status.open[0].rows_damaged, status.open[0].rows_done),
+                (seen, 6 - seen)
+            );
+
+            let mut log = open_shard(&ledger, 0).await;
+            if loss == Loss::SameSize {
+                assert!(log.is_complete(), "a listing does not show it");
+                let error = log.publish(maker(extension)).await.unwrap_err();
+                assert!(matches!(error, LedgerError::Lost { .. }), "{error:?}");
+                let said = error.to_string();
+                assert!(
+                    said.contains("is damaged") && said.contains("its 2 rows are computed again"),
+                    "{said}"
+                );
+                log = open_shard(&ledger, 0).await;
+            }
+            assert_eq!(log.uncovered(), rows(2..4), "{loss:?}");
+            assert_eq!(published_rows(&output).await, Vec::<i64>::new());
+            let void: serde_json::Value = serde_json::from_str(&text(&output, &ledger.keys().log(0, 3)).await).unwrap();
+            let found = if loss == Loss::Gone { "missing" } else { "differs" };
+            // Version 2: who does not know of voids would publish without these rows.
+            assert_eq!(
+                (&void["v"], &void["voids"], &void["found"]),
+                (&2.into(), &1.into(), &found.into())
+            );
+            let status = ledger.status().await.unwrap();
+            assert_eq!((status.open[0].rows_damaged, status.open[0].rows_again), (0, 2));
+            assert_eq!(status.tally.rows(), 4);
+
+            log.append(&finished(&rows(0..6), "b")).await.unwrap();
+            let commit = log.publish(maker(extension)).await.unwrap();
+            assert_eq!(commit.tally.rows(), 6);
+            assert_eq!(published_rows(&output).await, [0, 1, 2, 3, 4, 5]);
+            let verified = ledger.verify(|_| ()).await.unwrap();
+            assert!(verified.holds(), "{:?}", verified.findings);
+            // A retry takes the others' rows from the part.
+            assert_eq!(failed(&ledger).await, RowSet::from_rows([1, 3, 5]));
+            let retry = ledger.newest().await.unwrap();
+            let mut log = open_shard(&retry, 0).await;
+            log.append(&finished_as(&log.uncovered(), "c", |_| "succeeded"))
+                .await
+                .unwrap();
+            log.publish(maker(extension)).await.unwrap();
+            let verified = retry.verify(|_| ()).await.unwrap();
+            assert!(
+                verified.holds() && verified.tally.succeeded == 6,
+                "{:?}",
+                verified.findings
+            );
+        }
+    }
+}
+
+/// Who voids and who publishes the same rows, in any order: the part that stands is committed, and counted as it is.
+#[tokio::test]
+async fn the_part_that_stands_is_the_one_that_counts() {
+    for extension in ["parquet", "jsonl"] {
+        let output = memory();
+        let ledger = job(&output, extension).await;
+        // Has what it wrote in memory, so it can publish whatever is lost.
+        let mut quick = open_shard(&ledger, 0).await;
+        quick
+            .append(&finished_as(&rows(0..6), "quick", |_| "succeeded"))
+            .await
+            .unwrap();
+        lose(&output, &ledger, 0, Loss::Gone).await;
+        let mut slow = open_shard(&ledger, 0).await;
+        assert_eq!(slow.uncovered(), rows(0..6));
+        slow.append(&finished_as(&rows(0..6), "slow", |_| "errored"))
+            .await
+            .unwrap();
+        // The quick one dies between part and commit.
+        let kept = std::sync::Mutex::new(None);
+        let made = quick.publish(|batches, metadata| {
+            *kept.lock().unwrap() = Some(maker(extension)(batches, metadata)?);
+            Err::<bytes::Bytes, String>("killed".into())
+        });
+        assert!(made.await.is_err());
+        let bytes = kept.into_inner().unwrap().unwrap();
+        let name = ledger.keys().part(0);
+        output
+            .store
+            .put(&at(&output, &name), bytes.clone().into())
+            .await
+            .unwrap();
+        let commit = slow.publish(maker(extension)).await.unwrap();
+        assert_eq!((commit.tally.succeeded, commit.tally.errored), (6, 0), "{extension}");
+        assert_eq!(commit.part.size, bytes.len() as u64);
+        let verified = ledger.verify(|_| ()).await.unwrap();
+        assert!(verified.holds(), "{:?}", verified.findings);
+        // Of the log, every row failed; of the part, none: nothing is to be retried.
+        assert!(ledger.retry().await.unwrap().is_none());
+        // The quick one wakes: nothing changes.
+        assert_eq!(quick.publish(maker(extension)).await.unwrap(), commit);
+    }
+}
+
+/// What a committed shard's log has lost is nobody's loss: it voids nothing, and a retry takes the rows from the part.
+#[tokio::test]
+async fn a_committed_shard_needs_its_data_no_more() {
+    for extension in ["parquet", "jsonl"] {
+        let output = memory();
+        let ledger = job(&output, extension).await;
+        let mut log = open_shard(&ledger, 0).await;
+        log.append(&finished(&rows(0..6), "a")).await.unwrap();
+        let mut other = open_shard(&ledger, 0).await;
+        log.publish(maker(extension)).await.unwrap();
+        lose(&output, &ledger, 0, Loss::Gone).await;
+        assert!(other.append(&finished(&rows(0..6), "b")).await.unwrap().is_empty());
+        other.publish(maker(extension)).await.unwrap();
+        assert!(ledger.mend(0).await.unwrap().is_empty());
+        assert!(matches!(ledger.shard(0).await.unwrap(), ShardState::Committed(_)));
+        assert_eq!(failed(&ledger).await, RowSet::from_rows([1, 3, 5]), "{extension}");
+        let retry = ledger.newest().await.unwrap();
+        let mut log = open_shard(&retry, 0).await;
+        log.append(&finished_as(&log.uncovered(), "c", |_| "succeeded"))
+            .await
+            .unwrap();
+        // The retry's own data is lost, too: it is voided in its own log.
+        lose(&output, &retry, 0, Loss::SameSize).await;
+        let mut log = open_shard(&retry, 0).await;
+        assert!(matches!(
+            log.publish(maker(extension)).await,
+            Err(LedgerError::Lost { .. })
+        ));
+        log = open_shard(&retry, 0).await;
+        assert_eq!(log.uncovered(), RowSet::from_rows([1, 3, 5]));
+        log.append(&finished_as(&log.uncovered(), "d", |_| "succeeded"))
+            .await
+            .unwrap();
+        let commit = log.publish(maker(extension)).await.unwrap();
+        assert_eq!(commit.retried.unwrap().succeeded, 3);
+        let verified = retry.verify(|_| ()).await.unwrap();
+        assert!(
+            verified.holds() && verified.tally.succeeded == 6,
+            "{:?}",
+            verified.findings
+        );
+    }
+}
+
+/// Two that find the same loss void it once, and a writer that has not heard of it loses its index and goes on.
+#[tokio::test]
+async fn a_loss_is_voided_once_and_seen_by_all_in_one_order() {
+    let output = memory();
+    let ledger = job(&output, "parquet").await;
+    let mut writer = open_shard(&ledger, 0).await;
+    writer.append(&finished(&rows(0..2), "a")).await.unwrap();
+    lose(&output, &ledger, 0, Loss::Gone).await;
+    let (one, two) = (ledger.mend(0).await.unwrap(), ledger.mend(0).await.unwrap());
+    assert_eq!((one.len(), two.len()), (1, 0));
+    assert_eq!(one[0].rows, 2);
+    // It has the bytes still, but the rows are open to all.
+    assert_eq!(writer.append(&finished(&rows(2..6), "a")).await.unwrap(), rows(2..6));
+    assert_eq!(writer.uncovered(), rows(0..2));
+    assert_eq!(writer.append(&finished(&rows(0..2), "a")).await.unwrap(), rows(0..2));
+    writer.publish(part).await.unwrap();
+    assert!(ledger.verify(|_| ()).await.unwrap().holds());
+    // Foreign bytes as voids are errors, not panics.
+    let key = ledger.keys().log(0, 1);
+    let good = text(&output, &key).await;
+    for (from, to) in [
+        ("\"voids\":0", "\"voids\":1"),
+        ("\"voids\":0", "\"voids\":7"),
+        ("\"v\":2", "\"v\":1"),
+        ("\"missing\"", "\"eaten\""),
+    ] {
+        let bad = good.replace(from, to);
+        assert_ne!(bad, good);
+        output.store.put(&at(&output, &key), bad.clone().into()).await.unwrap();
+        let error = gristmill::ledger::log::ShardLog::load(&ledger, 0).await.unwrap_err();
+        assert!(matches!(error, LedgerError::Damaged { .. }), "{bad}: {error:?}");
+    }
+    output
+        .store
+        .put(&at(&output, &key), good.replace("\"v\":2", "\"v\":3").into())
+        .await
+        .unwrap();
+    let error = gristmill::ledger::log::ShardLog::load(&ledger, 0).await.unwrap_err();
+    assert!(
+        matches!(error, LedgerError::Newer { found: 3, known: 2, .. }),
+        "{error:?}"
+    );
+}
+
+/// Rows that were finished once are not what ended an attempt.
+#[tokio::test]
+async fn lost_rows_are_not_suspected() {
+    let output = memory();
+    let ledger = job(&output, "parquet").await;
+    for _ in 0..3 {
+        open_shard(&ledger, 0)
+            .await
+            .begin("w", &rows(0..1), true)
+            .await
+            .unwrap();
+    }
+    let mut log = open_shard(&ledger, 0).await;
+    assert_eq!(log.narrowing().accused, rows(0..1));
+    log.append(&finished(&rows(0..1), "w")).await.unwrap();
+    lose(&output, &ledger, 0, Loss::Gone).await;
+    let plan = open_shard(&ledger, 0).await.narrowing();
+    assert!(
+        plan.accused.is_empty() && plan.next == rows(0..6) && !plan.alone(),
+        "{plan:?}"
+    );
+}
