@@ -5,6 +5,7 @@ mod support;
 mod bad_input;
 mod bench_command;
 mod calibrate;
+mod changed_inputs;
 mod chat_templates;
 mod commands;
 mod configs;

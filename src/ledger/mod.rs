@@ -42,7 +42,7 @@ pub use error::{LedgerError, Result};
 pub use job::{JobDraft, JobIdentity, JobRecord, Terms, Unfinished};
 pub use keys::{Id, Keys};
 pub use progress::Progress;
-pub use record::{Commit, Extension, Generation, LimitsFrom, Order, Price, StopWhy, Success, Tally};
+pub use record::{Commit, Extension, Generation, LimitsFrom, Order, PinOrder, Price, StopWhy, Success, Tally};
 pub use rowset::RowSet;
 use store::Stamp;
 pub use store::{Retry, Store};
