@@ -13,6 +13,7 @@ mod cuda_device;
 mod cuda_kernels;
 mod dataset_lines;
 mod dataset_parquet;
+mod dataset_reads;
 mod end_to_end;
 mod engine_batching;
 mod generation_config;
