@@ -158,7 +158,8 @@ async fn a_value_without_json_form_is_one_errored_row() {
     assert_eq!(carry.num_rows(), 2);
 }
 
-/// Shards of one row group far larger than themselves read only their pages, made out by walking the page headers.
+/// Shards of one row group far larger than themselves read only their pages, made out by the file's own index or by walking
+/// the page headers.
 #[tokio::test]
 async fn large_row_groups_are_read_by_page() {
     let dir = tempfile::tempdir().unwrap();
@@ -176,11 +177,17 @@ async fn large_row_groups_are_read_by_page() {
     }
     let lists: ArrayRef = Arc::new(lists.finish());
     let batch = RecordBatch::try_from_iter([("text", texts), ("few", few), ("lists", lists)]).unwrap();
-    for (version, dictionary) in [(WriterVersion::PARQUET_1_0, true), (WriterVersion::PARQUET_2_0, false)] {
+    let writers = [
+        (WriterVersion::PARQUET_1_0, true, true),
+        (WriterVersion::PARQUET_2_0, false, true),
+        (WriterVersion::PARQUET_1_0, true, false),
+        (WriterVersion::PARQUET_2_0, false, false),
+    ];
+    for (version, dictionary, without_index) in writers {
         let properties = WriterProperties::builder()
             .set_writer_version(version)
             .set_dictionary_enabled(dictionary)
-            .set_offset_index_disabled(true)
+            .set_offset_index_disabled(without_index)
             .set_compression(Compression::SNAPPY)
             .set_data_page_size_limit(1 << 16)
             .build();

@@ -12,7 +12,7 @@ use crate::dataset::DatasetError;
 use crate::dataset::location::Location;
 use crate::dataset::output::{OutputColumns, OutputSchema};
 use crate::dataset::plan::Format;
-use crate::dataset::planner::{InputPlan, PlanRequest, plan_inputs};
+use crate::dataset::planner::{InputPlan, PlanRequest, hash_inputs, plan_inputs};
 use crate::engine::constraint::Compiler;
 use crate::job::Renderer;
 use crate::job::file::{self, OutputFormat};
@@ -28,6 +28,9 @@ use crate::worker::model::{Formats, ModelFiles, Stream};
 
 /// Bytes that a generated token may take in the output: its text, its id, its log probability.
 const BYTES_PER_TOKEN: u64 = 12;
+
+/// Hashing so many bytes takes long enough to be said.
+const SAY_HASHING_BYTES: u64 = 4 << 30;
 
 /// A job and everything about its model but the weights.
 pub struct Opened {
@@ -174,6 +177,22 @@ impl Opened {
             self.check_token_ids(&plan, name)?;
         }
         Ok(plan)
+    }
+
+    /// Keeps a hash of each input, by which a change of ETag is judged later on: Parquet files are read once more for it.
+    /// Not for a trial, which is to be quick.
+    pub async fn hash_inputs(&self, plan: &mut InputPlan) -> Result<(), Failure> {
+        if self.limit.is_some() {
+            return Ok(());
+        }
+        let bytes: u64 = plan.files.iter().filter(|f| f.sha256.is_none()).map(|f| f.size).sum();
+        if bytes >= SAY_HASHING_BYTES {
+            eprintln!(
+                "gristmill: reads {} MB of input once, for the hashes of the plan",
+                number(bytes >> 20)
+            );
+        }
+        hash_inputs(plan).await.map_err(|error| unread(error.into()))
     }
 
     /// A column of ready token ids must hold lists of whole numbers. (Lines have no types: there, each row tells.)

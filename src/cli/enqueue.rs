@@ -98,10 +98,10 @@ impl Enqueuer {
     /// generation; returns when the broker has confirmed them all.
     pub async fn send(&self, ledger: &Ledger, shards: &[u32]) -> Result<Sent, Failure> {
         let doing = || format!("enqueuing to `{}`", self.url);
-        let messages = messages(ledger, shards);
-        let count = messages.len() as u64;
+        let count = shards.len() as u64;
         let prepared = self.publisher.prepare(count).await.map_err(refusal);
         let prepared = prepared.map_err(|failure| failure.context(doing()))?;
+        let messages = messages(ledger, &in_runs(shards, prepared.partitions.unwrap_or(1)));
         let sent = self.publisher.send(&messages).await.map_err(refusal);
         sent.map_err(|failure| failure.context(doing()))?;
         Ok(Sent {
@@ -135,10 +135,45 @@ impl Sent {
     }
 }
 
+/// The order in which each of so many partitions, which messages are dealt to in turn, gets a run of neighbours: shards of one
+/// row group share pages, and a partition has one worker.
+fn in_runs(shards: &[u32], partitions: u32) -> Vec<u32> {
+    let parts = (partitions as usize).max(1);
+    let (length, longer) = (shards.len() / parts, shards.len() % parts);
+    let start = |part: usize| part * length + part.min(longer);
+    let rounds = 0..=length;
+    let turns = rounds.flat_map(|round| (0..parts).map(move |part| (round, part)));
+    let dealt = turns.filter_map(|(round, part)| shards[start(part)..start(part + 1)].get(round));
+    dealt.copied().collect()
+}
+
 /// What cannot be reached by these settings is the caller's to mend; all else is a failure.
 fn refusal(error: QueueError) -> Failure {
     match error {
         QueueError::Settings { .. } | QueueError::UnknownHost { .. } => Failure::bad_job(error),
         _ => Failure::from(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_partition_gets_neighbours() {
+        for (count, partitions) in [(0, 3), (2, 5), (6, 3), (8, 3), (7, 1), (100, 7)] {
+            let shards: Vec<u32> = (0..count).map(|n| n * 10).collect();
+            let dealt = in_runs(&shards, partitions);
+            let mut sorted = dealt.clone();
+            sorted.sort();
+            assert_eq!(sorted, shards, "each once");
+            for part in 0..partitions as usize {
+                let own: Vec<u32> = dealt.iter().skip(part).step_by(partitions as usize).copied().collect();
+                assert!(
+                    own.windows(2).all(|pair| pair[1] == pair[0] + 10),
+                    "{count} over {partitions}: {own:?}"
+                );
+            }
+        }
     }
 }

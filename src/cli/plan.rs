@@ -8,10 +8,12 @@ use rayon::prelude::*;
 use serde_json::json;
 
 use crate::cli::args::PlanArgs;
-use crate::cli::door::{Opened, output_of, unread};
+use crate::cli::door::{Opened, output_of, say_warnings, unread};
 use crate::cli::exit::{Exit, Failure};
 use crate::cli::place::DeviceChoice;
 use crate::cli::trial;
+use crate::dataset::DatasetError;
+use crate::dataset::pins::{PinnedAnew, Pins};
 use crate::dataset::plan::Shard;
 use crate::dataset::planner::InputPlan;
 use crate::dataset::row::InputRow;
@@ -44,11 +46,18 @@ pub async fn plan(args: PlanArgs) -> Result<Exit, Failure> {
     let inputs = opened.plan().await?;
     let (stream, has_begun) = opened.stream(begun.as_ref());
     let renderer = Arc::new(opened.renderer(&stream)?);
+    let refusals = match begun.as_ref().filter(|_| has_begun) {
+        Some(ledger) => refusals(ledger).await?,
+        None => Vec::new(),
+    };
     let preflight = read_all(&renderer, &inputs, args.preview).await?;
     let seconds = expected_seconds(&opened, &preflight, args.tokens_per_second).await?;
     opened.warn();
+    say_warnings(&refusals);
     if args.json {
-        println!("{}", as_json(&opened, &inputs, &preflight, seconds.as_ref()));
+        let mut json = as_json(&opened, &inputs, &preflight, seconds.as_ref());
+        json["changed_inputs"] = refusals.into();
+        println!("{json}");
     } else {
         show(&opened, &inputs, &preflight, seconds.as_ref());
         if renderer.tells_time() && !has_begun && args.preview > 0 {
@@ -112,6 +121,24 @@ pub fn none_to_ask(opened: &Opened, seen: &Preflight) -> Option<Failure> {
             why.unwrap_or_default()
         ))
     })
+}
+
+/// Inputs of a begun job that `run` will refuse to go on with, a line each. Nothing is pinned anew by looking.
+async fn refusals(ledger: &Ledger) -> Result<Vec<String>, Failure> {
+    if ledger.success().await?.is_some() {
+        return Ok(Vec::new());
+    }
+    let pins = Pins::new(ledger.job().inputs.clone());
+    pins.know(ledger.control().await?.pins().map(PinnedAnew::from));
+    let mut lines = Vec::new();
+    for input in 0..ledger.job().inputs.len() as u32 {
+        match pins.check(input).await {
+            Ok(()) => {}
+            Err(error @ DatasetError::Store { .. }) => return Err(unread(error.into())),
+            Err(error) => lines.push(format!("`run` will not go on with this job: {error}")),
+        }
+    }
+    Ok(lines)
 }
 
 fn reader(renderer: &Renderer, inputs: &InputPlan) -> ShardReader {

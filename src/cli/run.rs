@@ -35,8 +35,9 @@ pub async fn run(args: RunArgs) -> Result<Exit, Failure> {
             (ledger, true)
         }
         None => {
-            let plan = opened.plan().await?;
+            let mut plan = opened.plan().await?;
             check_any(&opened, &plan).await?;
+            opened.hash_inputs(&mut plan).await?;
             let draft = opened.draft(plan, identity)?;
             Ledger::create_or_resume(&opened.output, draft).await.map_err(refusal)?
         }

@@ -1,5 +1,6 @@
 //! `gristmill status` and `watch`: how far a job is, from its output alone.
 
+use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use chrono::{DateTime, Utc};
@@ -9,6 +10,8 @@ use crate::cli::args::{OutputArgs, WatchArgs};
 use crate::cli::door::ledger_at;
 use crate::cli::exit::{Exit, Failure};
 use crate::cli::limits::{Used, limit_lines};
+use crate::dataset::pinned::display_name;
+use crate::ledger::control::Control;
 use crate::ledger::status::{OpenShard, State, Status};
 use crate::ledger::{Ledger, LimitsFrom, Terms};
 use crate::report::progress::show_duration;
@@ -26,7 +29,9 @@ pub async fn status(args: OutputArgs) -> Result<Exit, Failure> {
     let used = Used::with(&ledger, status.seconds);
     let summary = Summary::of(&status, &args.output);
     if args.json {
-        println!("{}", as_json(&ledger, &status, &summary, (&terms, from), &used)?);
+        let mut json = as_json(&ledger, &status, &summary, (&terms, from), &used)?;
+        json["pinned_anew"] = pinned_anew(&ledger, &control).into_iter().collect();
+        println!("{json}");
         return Ok(Exit::Done);
     }
     let generation = match ledger.generation() {
@@ -40,6 +45,9 @@ pub async fn status(args: OutputArgs) -> Result<Exit, Failure> {
     println!("shards      {}", shards(&status));
     for line in shard_lines(&status, Utc::now()) {
         println!("            {line}");
+    }
+    for name in pinned_anew(&ledger, &control) {
+        println!("input       `{name}` has another ETag and the planned bytes: it was pinned anew");
     }
     for line in summary.lines() {
         println!("{line}");
@@ -77,6 +85,13 @@ fn as_json(
         "used_seconds": used.age.as_secs(),
     });
     Ok(json)
+}
+
+/// The inputs whose ETag changed while their bytes did not, each once.
+fn pinned_anew(ledger: &Ledger, control: &Control) -> BTreeSet<String> {
+    let inputs = &ledger.job().inputs;
+    let named = control.pins().filter_map(|pin| inputs.get(pin.input as usize));
+    named.map(|input| display_name(&input.url)).collect()
 }
 
 /// A line a shard that is begun and not done: the stuck ones first, then those that have not moved for longest.

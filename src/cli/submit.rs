@@ -89,11 +89,12 @@ async fn write(opened: &Opened, begun: Option<Ledger>, preflight: bool) -> Resul
         opened.check_same(&ledger, &identity).map_err(refusal)?;
         return Ok(Written { ledger, resumed: true });
     }
-    let plan = opened.plan().await?;
+    let mut plan = opened.plan().await?;
     match preflight {
         true => look_at_rows(opened, &plan).await?,
         false => check_any(opened, &plan).await?,
     }
+    opened.hash_inputs(&mut plan).await?;
     let draft = opened.draft(plan, identity)?;
     let (ledger, resumed) = Ledger::create_or_resume(&opened.output, draft).await.map_err(refusal)?;
     Ok(Written { ledger, resumed })

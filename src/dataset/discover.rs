@@ -15,7 +15,7 @@ use url::Url;
 
 use super::error::DatasetError;
 use super::location::Location;
-use super::pinned::{PinnedFile, display_name};
+use super::pinned::{Pin, PinnedFile, display_name};
 
 /// Most files of one job.
 pub const FILES_MAX: usize = 100_000;
@@ -187,6 +187,7 @@ fn pin(base: &Location, meta: ObjectMeta) -> PinnedFile {
         url
     };
     let name = display_name(url.as_str());
+    let Pin { etag, version } = Pin::of(&meta);
     let location = Location {
         store: base.store.clone(),
         path: meta.location,
@@ -195,8 +196,8 @@ fn pin(base: &Location, meta: ObjectMeta) -> PinnedFile {
     PinnedFile {
         location,
         size: meta.size,
-        etag: meta.e_tag,
-        version: meta.version,
+        etag,
+        version,
         name,
     }
 }

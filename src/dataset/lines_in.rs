@@ -8,16 +8,18 @@ use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{BuildHasher, RandomState};
 use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use bytes::Bytes;
 use futures::stream::BoxStream;
 use futures::{Stream, StreamExt, TryStreamExt, stream};
 use serde_json::{Map, Value};
+use sha2::{Digest, Sha256};
 
 use super::error::DatasetError;
 use super::kinds::{KEYS_MAX, Kinds, LineKinds};
 use super::lines::{LINE_BYTES_MAX, LineCutter, Piece, is_blank, lines_of, strip_bom};
-use super::pinned::PinnedFile;
+use super::pinned::{PinnedFile, hex};
 use super::plan::Format;
 
 /// The one column of plain text.
@@ -64,15 +66,31 @@ impl IdCheck {
     }
 }
 
+/// Hashes a file's bytes as they pass by on their way to be scanned.
+#[derive(Debug, Clone, Default)]
+pub struct LinesHash(Arc<Mutex<Sha256>>);
+
+impl LinesHash {
+    fn add(&self, bytes: &[u8]) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).update(bytes);
+    }
+
+    /// Of all bytes that came, SHA-256 in lower-case hex.
+    pub fn finish(&self) -> String {
+        hex(self.0.lock().unwrap_or_else(PoisonError::into_inner).clone())
+    }
+}
+
 /// Scans a file's lines in order, a block at a time, several blocks at once; each comes with what it was made from.
 pub fn scan(
     file: &PinnedFile,
     format: Format,
     hasher: IdHasher,
+    hash: &LinesHash,
 ) -> impl Stream<Item = Result<(Piece, BlockScan), DatasetError>> + use<> {
     let at_once = std::thread::available_parallelism().map_or(2, usize::from) + 1;
     let name = file.name.clone();
-    pieces(file.clone(), 0..file.size)
+    pieces(file.clone(), 0..file.size, Some(hash.clone()))
         .map(move |piece| {
             let (hasher, name) = (hasher.clone(), name.clone());
             async move {
@@ -86,10 +104,19 @@ pub fn scan(
 }
 
 /// The pieces of a byte range that begins with a line.
-fn pieces(file: PinnedFile, range: Range<u64>) -> BoxStream<'static, Result<Piece, DatasetError>> {
+fn pieces(
+    file: PinnedFile,
+    range: Range<u64>,
+    hash: Option<LinesHash>,
+) -> BoxStream<'static, Result<Piece, DatasetError>> {
     let start = range.start;
     stream::once(async move { file.stream(range).await })
         .try_flatten()
+        .inspect_ok(move |bytes| {
+            if let Some(hash) = &hash {
+                hash.add(bytes);
+            }
+        })
         .map(Some)
         .chain(stream::once(async { None }))
         .scan(Some(LineCutter::new(start)), |cutter, bytes| {
@@ -187,7 +214,7 @@ pub async fn read(
     first_row: u64,
 ) -> Result<Vec<Result<Map<String, Value>, String>>, DatasetError> {
     let mut rows = Vec::new();
-    let mut pieces = pieces(file.clone(), range);
+    let mut pieces = pieces(file.clone(), range, None);
     while let Some(piece) = pieces.try_next().await? {
         let (name, at) = (file.name.clone(), first_row + rows.len() as u64);
         let parsed = tokio::task::spawn_blocking(move || {

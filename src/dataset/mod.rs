@@ -20,6 +20,7 @@ pub mod parquet_pages;
 pub mod parquet_shape;
 pub mod part;
 pub mod pinned;
+pub mod pins;
 pub mod plan;
 pub mod planner;
 pub mod row;

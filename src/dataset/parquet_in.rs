@@ -6,7 +6,7 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use arrow::array::{Array, RecordBatch};
 use arrow::compute::{cast, concat_batches};
@@ -18,13 +18,13 @@ use parquet::arrow::ProjectionMask;
 use parquet::arrow::arrow_reader::{ArrowReaderMetadata, ArrowReaderOptions, RowSelection, RowSelector};
 use parquet::arrow::async_reader::{AsyncFileReader, ParquetRecordBatchStreamBuilder};
 use parquet::errors::ParquetError;
-use parquet::file::metadata::ParquetMetaData;
 use parquet::file::metadata::page_index::PageIndexBuilder;
+use parquet::file::metadata::{ColumnChunkMetaData, ParquetMetaData};
 use parquet::file::page_index::offset_index::OffsetIndexMetaData;
 
 use super::error::DatasetError;
 use super::parquet_footer::{arrow_footer, check_chunk, decode_footer, read_footer};
-use super::parquet_pages::{Chunk, check_pages, index_pages};
+use super::parquet_pages::{Chunk, check_pages, index_pages, parse_index};
 use super::pinned::PinnedFile;
 
 /// Rows decoded at once.
@@ -34,7 +34,16 @@ const BATCH_ROWS: usize = 1024;
 const READ_BYTES_MAX: usize = 1 << 30;
 
 /// Column chunks smaller than this are fetched whole.
-const INDEX_BYTES_MIN: u64 = 2 << 20;
+const INDEX_BYTES_MIN: u64 = 256 << 10;
+
+/// Largest page index that is read.
+const INDEX_BYTES_MAX: u64 = 16 << 20;
+
+/// Most bytes kept of one read for the next shard of the same row group.
+const KEPT_BYTES_MAX: usize = 4 << 20;
+
+/// Page indexes kept of one file, of about so many pages each: the rest is found again when it is wanted.
+const INDEXES_MAX: usize = 256;
 
 /// An open Parquet file.
 #[derive(Debug)]
@@ -46,6 +55,8 @@ pub struct ParquetFile {
     starts: Vec<u64>,
     /// Page indexes made so far, by row group and leaf column; `None` where there can be none.
     pages: Mutex<HashMap<(usize, usize), Option<OffsetIndexMetaData>>>,
+    /// Pages that the last read shares with the next one: see [`ChunkReader::keep`].
+    kept: Arc<Mutex<Vec<(Range<u64>, Bytes)>>>,
 }
 
 impl ParquetFile {
@@ -69,6 +80,7 @@ impl ParquetFile {
             schema: Arc::new(Schema::new(fields)),
             starts,
             pages: Mutex::default(),
+            kept: Arc::default(),
         })
     }
 
@@ -198,8 +210,8 @@ impl ParquetFile {
         let mask = self.mask(columns);
         let group_rows = self.group_rows(group);
         let whole = rows.start == 0 && rows.end == group_rows;
-        let footer = if whole {
-            self.footer.clone()
+        let (footer, page_rows) = if whole {
+            (self.footer.clone(), HashMap::new())
         } else {
             self.indexed_footer(group, &rows, &mask).await?
         };
@@ -207,6 +219,8 @@ impl ParquetFile {
             pinned: self.pinned.clone(),
             footer: footer.metadata().clone(),
             group,
+            page_rows,
+            kept: self.kept.clone(),
         };
         let mut builder = ParquetRecordBatchStreamBuilder::new_with_metadata(reader, footer)
             .with_row_groups(vec![group])
@@ -236,17 +250,19 @@ impl ParquetFile {
         Ok(())
     }
 
-    /// The footer with a page index for the large columns of `group`, where only a part of it is wanted.
+    /// The footer with a page index for the large columns of `group`, where only a part of it is wanted, and the rows of
+    /// each page by where it begins.
     async fn indexed_footer(
         &self,
         group: usize,
         rows: &Range<u64>,
         mask: &ProjectionMask,
-    ) -> Result<ArrowReaderMetadata, DatasetError> {
+    ) -> Result<(ArrowReaderMetadata, HashMap<u64, i64>), DatasetError> {
         let metadata = self.footer.metadata();
         let group_metadata = metadata.row_group(group);
+        let mut page_rows = HashMap::new();
         if (rows.end - rows.start).saturating_mul(2) >= self.group_rows(group) {
-            return Ok(self.footer.clone());
+            return Ok((self.footer.clone(), page_rows));
         }
         let mut builder = PageIndexBuilder::default();
         builder.allocate_offset_indexes(metadata.num_row_groups(), group_metadata.num_columns());
@@ -256,40 +272,79 @@ impl ParquetFile {
             if !mask.leaf_included(leaf) || length < INDEX_BYTES_MIN {
                 continue;
             }
-            let known = self
-                .pages
-                .lock()
-                .unwrap_or_else(|e| e.into_inner())
-                .get(&(group, leaf))
-                .cloned();
-            let index = match known {
-                Some(index) => index,
-                None => {
-                    let chunk = Chunk {
-                        range: start..start + length,
-                        claimed: chunk.uncompressed_size().max(0) as u64,
-                        flat: chunk.column_descr().max_rep_level() == 0,
-                        rows: self.group_rows(group),
-                    };
-                    let index = index_pages(&self.pinned, &chunk).await?;
-                    let mut pages = self.pages.lock().unwrap_or_else(|e| e.into_inner());
-                    pages.insert((group, leaf), index.clone());
-                    index
-                }
-            };
+            let index = self.page_index(group, leaf, chunk, start..start + length).await?;
             if let Some(index) = index {
+                if chunk.column_descr().max_rep_level() == 0 {
+                    let pages = index.page_locations();
+                    let ends = pages.iter().skip(1).map(|page| page.first_row_index);
+                    let ends = ends.chain([self.group_rows(group) as i64]);
+                    let rows = pages.iter().zip(ends);
+                    page_rows.extend(rows.map(|(page, end)| (page.offset as u64, end - page.first_row_index)));
+                }
                 builder.put_offset_index(index, group, leaf);
                 any = true;
             }
         }
         if !any {
-            return Ok(self.footer.clone());
+            return Ok((self.footer.clone(), page_rows));
         }
         let metadata = ParquetMetaData::clone(metadata)
             .into_builder()
             .set_page_index(Some(Arc::new(builder.build())))
             .build();
-        arrow_footer(Arc::new(metadata)).map_err(|why| DatasetError::unreadable(&self.pinned.name, why))
+        let footer = arrow_footer(Arc::new(metadata));
+        let footer = footer.map_err(|why| DatasetError::unreadable(&self.pinned.name, why))?;
+        Ok((footer, page_rows))
+    }
+
+    /// The page index of one column chunk: as it was found before, as the file has it, or by the pages' headers.
+    async fn page_index(
+        &self,
+        group: usize,
+        leaf: usize,
+        metadata: &ColumnChunkMetaData,
+        range: Range<u64>,
+    ) -> Result<Option<OffsetIndexMetaData>, DatasetError> {
+        let known = self.indexes().get(&(group, leaf)).cloned();
+        if let Some(index) = known {
+            return Ok(index);
+        }
+        let chunk = Chunk {
+            range,
+            claimed: metadata.uncompressed_size().max(0) as u64,
+            flat: metadata.column_descr().max_rep_level() == 0,
+            rows: self.group_rows(group),
+        };
+        let index = match self.index_of_file(metadata, &chunk).await? {
+            Some(index) => Some(index),
+            None => index_pages(&self.pinned, &chunk).await?,
+        };
+        let mut indexes = self.indexes();
+        if indexes.len() >= INDEXES_MAX {
+            indexes.clear();
+        }
+        indexes.insert((group, leaf), index.clone());
+        Ok(index)
+    }
+
+    async fn index_of_file(
+        &self,
+        metadata: &ColumnChunkMetaData,
+        chunk: &Chunk,
+    ) -> Result<Option<OffsetIndexMetaData>, DatasetError> {
+        let (Some(offset), Some(length)) = (metadata.offset_index_offset(), metadata.offset_index_length()) else {
+            return Ok(None);
+        };
+        let place = u64::try_from(offset).ok().zip(u64::try_from(length).ok());
+        let range = place.and_then(|(offset, length)| Some(offset..offset.checked_add(length)?));
+        match range.filter(|range| range.end <= self.pinned.size && range.end - range.start <= INDEX_BYTES_MAX) {
+            Some(range) => Ok(parse_index(&self.pinned.bytes(range).await?, chunk)),
+            None => Ok(None),
+        }
+    }
+
+    fn indexes(&self) -> MutexGuard<'_, HashMap<(usize, usize), Option<OffsetIndexMetaData>>> {
+        self.pages.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn mask(&self, columns: &[String]) -> ProjectionMask {
@@ -351,31 +406,75 @@ fn unpack(batch: &RecordBatch, schema: &SchemaRef) -> Result<RecordBatch, String
     RecordBatch::try_new(schema.clone(), columns).map_err(|e| e.to_string())
 }
 
-/// Feeds the decoder from the pinned file; whole column chunks have their page headers checked on the way.
+/// Feeds the decoder from the pinned file; pages have their headers checked on the way.
 struct ChunkReader {
     pinned: PinnedFile,
     footer: Arc<ParquetMetaData>,
     group: usize,
+    /// Rows of each page whose header tells them, by where it begins.
+    page_rows: HashMap<u64, i64>,
+    kept: Arc<Mutex<Vec<(Range<u64>, Bytes)>>>,
 }
 
 impl ChunkReader {
+    /// The column chunk that a range lies in.
+    fn chunk_of(&self, range: &Range<u64>) -> Option<&ColumnChunkMetaData> {
+        self.footer.row_group(self.group).columns().iter().find(|chunk| {
+            let (start, length) = chunk.byte_range();
+            start <= range.start && range.end <= start.saturating_add(length)
+        })
+    }
+
     fn check(&self, ranges: &[Range<u64>], bodies: &[Bytes]) -> Result<(), DatasetError> {
-        for chunk in self.footer.row_group(self.group).columns() {
-            let start = chunk
-                .dictionary_page_offset()
-                .map_or(chunk.data_page_offset(), |d| d.min(chunk.data_page_offset()));
-            let whole = start as u64..(start as u64).saturating_add(chunk.compressed_size() as u64);
-            if let Some(n) = ranges.iter().position(|range| *range == whole) {
-                check_pages(&bodies[n], chunk.uncompressed_size().max(0) as u64).map_err(|why| {
-                    let (group, column) = (self.group, chunk.column_path().string());
-                    DatasetError::unreadable(
-                        &self.pinned.name,
-                        format!("row group {group}, column `{column}`: {why}"),
-                    )
-                })?;
-            }
+        for (range, body) in ranges.iter().zip(bodies) {
+            let Some(chunk) = self.chunk_of(range) else { continue };
+            let rows = |at: usize| self.page_rows.get(&(range.start + at as u64)).copied();
+            check_pages(body, chunk.uncompressed_size().max(0) as u64, rows).map_err(|why| {
+                let (group, column) = (self.group, chunk.column_path().string());
+                DatasetError::unreadable(
+                    &self.pinned.name,
+                    format!("row group {group}, column `{column}`: {why}"),
+                )
+            })?;
         }
         Ok(())
+    }
+
+    /// Of each column the first range, which holds its dictionary, and the last, whose rows may go on in the next shard.
+    fn keep(&self, ranges: &[Range<u64>], bodies: &[Bytes]) {
+        let column = |n: usize| {
+            ranges
+                .get(n)
+                .and_then(|range| self.chunk_of(range))
+                .map(|chunk| chunk.byte_range())
+        };
+        let (mut kept, mut bytes) = (Vec::new(), 0);
+        for (n, (range, body)) in ranges.iter().zip(bodies).enumerate() {
+            let is_first = n == 0 || column(n - 1) != column(n);
+            let is_last = column(n + 1) != column(n);
+            if (is_first || is_last) && bytes + body.len() <= KEPT_BYTES_MAX {
+                bytes += body.len();
+                // A copy: a slice would keep all that came with the same request.
+                kept.push((range.clone(), Bytes::copy_from_slice(body)));
+            }
+        }
+        *self.kept.lock().unwrap_or_else(PoisonError::into_inner) = kept;
+    }
+
+    /// The ranges, from what the last read has left where they are there.
+    async fn fetch(&self, ranges: &[Range<u64>]) -> Result<Vec<Bytes>, DatasetError> {
+        let kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let known = |range: &Range<u64>| {
+            kept.iter()
+                .find(|(known, _)| known == range)
+                .map(|(_, body)| body.clone())
+        };
+        let missing: Vec<Range<u64>> = ranges.iter().filter(|range| known(range).is_none()).cloned().collect();
+        let mut fetched = self.pinned.ranges(&missing).await?.into_iter();
+        let bodies = ranges
+            .iter()
+            .filter_map(|range| known(range).or_else(|| fetched.next()));
+        Ok(bodies.collect())
     }
 }
 
@@ -390,8 +489,9 @@ impl AsyncFileReader for ChunkReader {
 
     fn get_byte_ranges(&mut self, ranges: Vec<Range<u64>>) -> BoxFuture<'_, parquet::errors::Result<Vec<Bytes>>> {
         async move {
-            let bodies = self.pinned.ranges(&ranges).await.map_err(external)?;
+            let bodies = self.fetch(&ranges).await.map_err(external)?;
             self.check(&ranges, &bodies).map_err(external)?;
+            self.keep(&ranges, &bodies);
             Ok(bodies)
         }
         .boxed()

@@ -1,8 +1,9 @@
 //! Page headers of a Parquet column chunk: where the pages lie, and whether they claim sizes that may be read.
 //!
-//! Many writers put a million rows into one row group and write no page index. Without one, each shard of such a group
-//! would fetch the whole column. So the headers are walked once, streaming, and the index is made here.
-//! (The file's own index is not read: its decoder trusts list lengths.)
+//! Many writers put a million rows into one row group. Without an index of its pages, each shard of such a group would fetch
+//! the whole column. The file's own index is taken where it has one and what it says fits the chunk; it is read here, since the
+//! decoder's reader trusts list lengths. Where there is none, the headers are walked once, large pages being passed over unread.
+//! Either way the headers of the pages that are fetched must agree with the index.
 //!
 //! A page header is a Thrift struct in compact protocol:
 //! <https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift>.
@@ -10,20 +11,28 @@
 use std::ops::Range;
 
 use bytes::BytesMut;
-use futures::TryStreamExt;
 use parquet::file::metadata::OffsetIndexBuilder;
 use parquet::file::page_index::offset_index::OffsetIndexMetaData;
 
 use super::error::DatasetError;
 use super::parquet_shape::check_page_header;
 use super::pinned::PinnedFile;
-use super::thrift::{Compact, ThriftError};
+use super::thrift::{Compact, I32, I64, LIST, STRUCT, ThriftError};
 
 /// Largest page that is decompressed, in bytes.
 pub const PAGE_BYTES_MAX: i32 = 256 << 20;
 
 /// Longest page header (it may hold statistics).
 const HEADER_BYTES_MAX: usize = 1 << 20;
+
+/// Pages of so many bytes are passed over; smaller ones are read with their headers.
+const HOP_BYTES_MIN: u64 = 64 << 10;
+
+/// Read at a header's place; most headers are far shorter.
+const HEADER_BYTES: u64 = 4 << 10;
+
+/// Read at once of small pages.
+const STREAM_BYTES: u64 = 256 << 10;
 
 const DATA_PAGE: i32 = 0;
 const DATA_PAGE_V2: i32 = 3;
@@ -75,8 +84,9 @@ pub fn parse_header(bytes: &[u8]) -> Result<(PageHeader, usize), ThriftError> {
     Ok((header, reader.position()))
 }
 
-/// Refuses a chunk whose pages claim more than may be decompressed; `claimed`: the footer's size of the chunk.
-pub fn check_pages(chunk: &[u8], claimed: u64) -> Result<(), String> {
+/// Refuses pages that claim more than may be decompressed; `claimed`: the footer's size of their chunk. `rows` says of the page
+/// that begins at a byte how many rows an index expects of it.
+pub fn check_pages(chunk: &[u8], claimed: u64, rows: impl Fn(usize) -> Option<i64>) -> Result<(), String> {
     let mut at = 0;
     let mut total = 0;
     while at < chunk.len() {
@@ -86,6 +96,11 @@ pub fn check_pages(chunk: &[u8], claimed: u64) -> Result<(), String> {
             Err(ThriftError::Bad(why)) => return Err(format!("a page header has {why}")),
         };
         check_size(&header, &mut total, claimed)?;
+        if let Some(expected) = rows(at)
+            && i64::from(header.rows.unwrap_or(header.values)) != expected
+        {
+            return Err("its page index does not say which rows its pages hold".into());
+        }
         at = at.saturating_add(length).saturating_add(header.compressed as usize);
         if at > chunk.len() {
             return Err(format!(
@@ -126,11 +141,16 @@ pub struct Chunk {
     pub rows: u64,
 }
 
-/// Streams the chunk once and indexes its data pages; `None` where the headers do not tell rows.
+/// Indexes the chunk's data pages by their headers; `None` where these do not tell rows.
 pub async fn index_pages(file: &PinnedFile, chunk: &Chunk) -> Result<Option<OffsetIndexMetaData>, DatasetError> {
     let mut walker = Walker::new(chunk.clone());
-    let mut stream = file.stream(chunk.range.clone()).await?;
-    while let Some(bytes) = stream.try_next().await? {
+    loop {
+        let from = walker.jump();
+        if from >= chunk.range.end {
+            return Ok(walker.finish());
+        }
+        let to = (from + walker.window()).min(chunk.range.end);
+        let bytes = file.bytes(from..to).await?;
         if !walker
             .push(&bytes)
             .map_err(|why| DatasetError::unreadable(&file.name, why))?
@@ -138,7 +158,55 @@ pub async fn index_pages(file: &PinnedFile, chunk: &Chunk) -> Result<Option<Offs
             return Ok(None);
         }
     }
-    Ok(walker.finish())
+}
+
+/// The index that lies in the file, if it fits the chunk.
+pub fn parse_index(bytes: &[u8], chunk: &Chunk) -> Option<OffsetIndexMetaData> {
+    let pages = page_locations(bytes).ok()?;
+    let mut index = OffsetIndexBuilder::new();
+    let mut at = i64::try_from(chunk.range.start).ok()?;
+    let end = i64::try_from(chunk.range.end).ok()?;
+    let next_rows = pages.iter().skip(1).map(|page| page.2).chain([chunk.rows as i64]);
+    if pages.first()?.2 != 0 {
+        return None;
+    }
+    for (&(offset, size, first_row), next) in pages.iter().zip(next_rows) {
+        if offset < at || size <= 0 || next <= first_row {
+            return None;
+        }
+        at = offset.checked_add(size.into())?;
+        index.append_row_count(next - first_row);
+        index.append_offset_and_size(offset, size);
+    }
+    (at <= end).then(|| index.build())
+}
+
+/// Of each page its offset, its size with its header, and its first row. The index is a struct whose field 1 lists them.
+fn page_locations(bytes: &[u8]) -> Result<Vec<(i64, i32, i64)>, ThriftError> {
+    let mut reader = Compact::new(bytes);
+    let (mut id, mut pages) = (0, Vec::new());
+    while let Some(kind) = reader.field(&mut id)? {
+        if id != 1 || kind != LIST {
+            reader.skip(kind)?;
+            continue;
+        }
+        let (STRUCT, count) = reader.list()? else {
+            return Err(ThriftError::Bad("an index of something else than pages"));
+        };
+        for _ in 0..count {
+            let (mut inner, mut page) = (0, (-1, -1, -1));
+            while let Some(kind) = reader.field(&mut inner)? {
+                match (inner, kind) {
+                    (1, I64) => page.0 = reader.long()?,
+                    (2, I32) => page.1 = reader.int()?,
+                    (3, I64) => page.2 = reader.long()?,
+                    _ => reader.skip(kind)?,
+                }
+            }
+            pages.push(page);
+        }
+    }
+    Ok(pages)
 }
 
 /// Walks the headers of a chunk that comes in pieces.
@@ -148,6 +216,8 @@ struct Walker {
     pending: BytesMut,
     /// Bytes of the current page still to come.
     skip: u64,
+    /// Bytes of the last page.
+    page: u64,
     total: u64,
     rows: u64,
     index: OffsetIndexBuilder,
@@ -161,9 +231,24 @@ impl Walker {
             at,
             pending: BytesMut::new(),
             skip: 0,
+            page: 0,
             total: 0,
             rows: 0,
             index: OffsetIndexBuilder::new(),
+        }
+    }
+
+    /// Passes over what is left of a page: where the next bytes are wanted from.
+    fn jump(&mut self) -> u64 {
+        self.at = self.at.saturating_add(std::mem::take(&mut self.skip));
+        self.at.saturating_add(self.pending.len() as u64)
+    }
+
+    /// How many bytes to ask for next: between large pages a header, else enough for many pages.
+    fn window(&self) -> u64 {
+        match self.page >= HOP_BYTES_MIN {
+            true => HEADER_BYTES.max(self.pending.len() as u64),
+            false => STREAM_BYTES,
         }
     }
 
@@ -199,6 +284,7 @@ impl Walker {
             }
             self.at += length as u64;
             self.skip = header.compressed as u64;
+            self.page = self.skip;
             rest = &rest[length..];
         }
     }
@@ -343,34 +429,110 @@ mod tests {
         assert_eq!(index(&bytes[..bytes.len() - 1], 9, true, 15), None, "cut off");
     }
 
+    /// An index in Thrift of these pages.
+    fn written(pages: &[(i64, i32, i64)]) -> Vec<u8> {
+        let zigzag = |out: &mut Vec<u8>, v: i64| {
+            let mut rest = ((v << 1) ^ (v >> 63)) as u64;
+            while rest >= 0x80 {
+                out.push(rest as u8 | 0x80);
+                rest >>= 7;
+            }
+            out.push(rest as u8);
+        };
+        assert!(pages.len() < 15);
+        let mut out = vec![0x19, (pages.len() as u8) << 4 | STRUCT];
+        for &(offset, size, row) in pages {
+            for (kind, value) in [(I64, offset), (I32, size.into()), (I64, row)] {
+                out.push(0x10 | kind);
+                zigzag(&mut out, value);
+            }
+            out.push(0);
+        }
+        out.push(0);
+        out
+    }
+
+    #[test]
+    fn an_index_that_does_not_fit_its_chunk_is_not_believed() {
+        let chunk = Chunk {
+            range: 100..200,
+            claimed: 1000,
+            flat: true,
+            rows: 30,
+        };
+        let parse = |pages: &[(i64, i32, i64)]| {
+            let index = parse_index(&written(pages), &chunk)?;
+            let pages = index.page_locations().iter();
+            Some(
+                pages
+                    .map(|p| (p.offset, p.compressed_page_size, p.first_row_index))
+                    .collect::<Vec<_>>(),
+            )
+        };
+        let right = [(110, 40, 0), (150, 50, 10)];
+        assert_eq!(parse(&right), Some(right.to_vec()));
+        for (wrong, why) in [
+            (vec![], "no page"),
+            (vec![(110, 40, 5), (150, 50, 10)], "it begins within the rows"),
+            (vec![(110, 40, 0), (150, 50, 0)], "a page without rows"),
+            (vec![(110, 40, 0), (150, 50, 30)], "a page behind the last row"),
+            (vec![(90, 40, 0), (150, 50, 10)], "a page before the chunk"),
+            (vec![(110, 41, 0), (150, 50, 10)], "pages that overlap"),
+            (vec![(110, 40, 0), (150, 51, 10)], "a page that ends behind the chunk"),
+            (vec![(110, 0, 0), (150, 50, 10)], "a page without bytes"),
+        ] {
+            assert_eq!(parse(&wrong), None, "{why}");
+        }
+        let whole = written(&right);
+        for end in 0..whole.len() {
+            assert!(parse_index(&whole[..end], &chunk).is_none(), "cut off at {end}");
+        }
+    }
+
+    #[test]
+    fn pages_that_hold_other_rows_than_their_index_says_are_refused() {
+        let bytes = chunk(&[(30, 7, None), (20, 5, Some(5))]);
+        let second = chunk(&[(30, 7, None)]).len();
+        let rows = |first: i64| move |at: usize| [(0, first), (second, 5)].iter().find(|p| p.0 == at).map(|p| p.1);
+        assert_eq!(check_pages(&bytes, 1000, rows(7)), Ok(()));
+        assert!(check_pages(&bytes, 1000, rows(8)).unwrap_err().contains("page index"));
+    }
+
     #[test]
     fn absurd_pages_are_refused() {
-        assert_eq!(check_pages(&chunk(&[(30, 1, None), (20, 1, Some(1))]), 100), Ok(()));
+        assert_eq!(
+            check_pages(&chunk(&[(30, 1, None), (20, 1, Some(1))]), 100, |_| None),
+            Ok(())
+        );
         let bomb = header(i32::MAX, 0, 1, None);
         assert!(
-            check_pages(&bomb, u64::MAX)
+            check_pages(&bomb, u64::MAX, |_| None)
                 .unwrap_err()
                 .contains("claims 2147483647 bytes uncompressed")
         );
         let many = header(PAGE_BYTES_MAX, 0, 1, None).repeat(3);
-        assert!(check_pages(&many, 1000).unwrap_err().contains("the footer claims 1000"));
         assert!(
-            check_pages(&header(1, 7, 1, None), 100)
+            check_pages(&many, 1000, |_| None)
+                .unwrap_err()
+                .contains("the footer claims 1000")
+        );
+        assert!(
+            check_pages(&header(1, 7, 1, None), 100, |_| None)
                 .unwrap_err()
                 .contains("claims 7 bytes")
         );
         assert!(
-            check_pages(&header(-1, 7, 1, None), 100)
+            check_pages(&header(-1, 7, 1, None), 100, |_| None)
                 .unwrap_err()
                 .contains("negative")
         );
-        assert!(check_pages(&[0x15], 100).unwrap_err().contains("cut off"));
+        assert!(check_pages(&[0x15], 100, |_| None).unwrap_err().contains("cut off"));
     }
 
     proptest! {
         #[test]
         fn foreign_headers_never_panic(bytes in prop::collection::vec(any::<u8>(), 0..200), step in 1usize..50) {
-            let _ = check_pages(&bytes, 1000);
+            let _ = check_pages(&bytes, 1000, |_| None);
             let _ = index(&bytes, step, true, 10);
         }
     }

@@ -8,7 +8,8 @@ use bytes::Bytes;
 use futures::future::try_join_all;
 use futures::stream::BoxStream;
 use futures::{StreamExt, TryStreamExt, stream};
-use object_store::{GetOptions, GetResult, GetResultPayload};
+use object_store::{GetOptions, GetResult, GetResultPayload, ObjectMeta, ObjectStoreExt};
+use sha2::{Digest, Sha256};
 use url::Url;
 
 use super::error::DatasetError;
@@ -26,6 +27,51 @@ const GAP_BYTES_MAX: u64 = 8 << 20;
 
 /// Requests that one read of several ranges should take at most.
 const REQUESTS_WANTED: usize = 2;
+
+/// Which state of an object is meant.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
+pub struct Pin {
+    pub etag: Option<String>,
+    pub version: Option<String>,
+}
+
+impl Pin {
+    /// The state that an answer of the store describes. A weak ETag made of `Last-Modified` stands in for one that the
+    /// store does not give.
+    pub fn of(meta: &ObjectMeta) -> Pin {
+        Pin {
+            etag: meta.e_tag.clone().or_else(|| stand_in(meta)),
+            version: meta.version.clone(),
+        }
+    }
+
+    /// Nothing tells this state from another.
+    pub fn is_blank(&self) -> bool {
+        self.etag.is_none() && self.version.is_none()
+    }
+}
+
+/// How an ETag begins that is made of `Last-Modified`.
+const STAND_IN: &str = "W/\"modified-";
+
+fn stand_in(meta: &ObjectMeta) -> Option<String> {
+    let seconds = meta.last_modified.timestamp();
+    (seconds != 0).then(|| format!("{STAND_IN}{seconds}\""))
+}
+
+/// The ETag of an answer that is other than the planned one. Servers may leave it out of some of their answers.
+fn other_etag(planned: &str, meta: &ObjectMeta) -> Option<String> {
+    let found = match planned.starts_with(STAND_IN) {
+        true => stand_in(meta),
+        false => meta.e_tag.clone(),
+    };
+    found.filter(|found| found != planned)
+}
+
+/// The digits of a finished hash.
+pub(super) fn hex(hasher: Sha256) -> String {
+    hasher.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+}
 
 /// One pinned object.
 #[derive(Debug, Clone)]
@@ -120,6 +166,40 @@ impl PinnedFile {
         }
     }
 
+    /// The same object, pinned to `pin`.
+    pub fn at(&self, pin: Pin) -> PinnedFile {
+        PinnedFile {
+            etag: pin.etag,
+            version: pin.version,
+            ..self.clone()
+        }
+    }
+
+    /// What the object is now. Refused where its size alone says that it is another one.
+    pub async fn look(&self) -> Result<Pin, DatasetError> {
+        let meta = self.location.store.head(&self.location.path).await;
+        let meta = meta.map_err(|e| self.store_error(e))?;
+        match meta.size == self.size {
+            true => Ok(Pin::of(&meta)),
+            false => Err(self.changed(format!("it had {} bytes and has {}", self.size, meta.size))),
+        }
+    }
+
+    /// SHA-256 of all bytes of this very object, in lower-case hex.
+    pub async fn sha256(&self) -> Result<String, DatasetError> {
+        let mut hasher = Sha256::new();
+        let mut bytes = self.stream(0..self.size).await?;
+        let mut read = 0;
+        while let Some(piece) = bytes.try_next().await? {
+            hasher.update(&piece);
+            read += piece.len() as u64;
+        }
+        match read == self.size {
+            true => Ok(hex(hasher)),
+            false => Err(self.changed(format!("{read} bytes came where it has {}", self.size))),
+        }
+    }
+
     async fn get(&self, range: Range<u64>) -> Result<GetResult, DatasetError> {
         // A weak ETag never matches an If-Match (RFC 9110, 13.1.1): compare it with the answer's instead.
         let strong = self.etag.clone().filter(|tag| !tag.starts_with("W/"));
@@ -138,15 +218,15 @@ impl PinnedFile {
         if result.meta.size != self.size {
             return Err(self.changed(format!("it had {} bytes and has {}", self.size, result.meta.size)));
         }
-        match (&self.etag, &result.meta.e_tag) {
-            (Some(planned), Some(found)) if planned != found => {
+        match &self.etag {
+            Some(planned) if let Some(found) = other_etag(planned, &result.meta) => {
                 Err(self.changed(format!("its ETag was {planned} and is {found}")))
             }
             _ => Ok(result),
         }
     }
 
-    fn changed(&self, why: String) -> DatasetError {
+    pub(super) fn changed(&self, why: String) -> DatasetError {
         DatasetError::InputChanged {
             file: self.name.clone(),
             why,
@@ -249,6 +329,7 @@ mod tests {
             size: 10,
             etag: meta.e_tag,
             version: None,
+            sha256: None,
             rows: 1,
         };
         let pinned = PinnedFile::open(&file).unwrap();

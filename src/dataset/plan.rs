@@ -36,11 +36,16 @@ pub struct InputFile {
     pub url: String,
     pub format: Format,
     pub size: u64,
-    /// ETag where the store has one (the local one is made of inode, size and modification time).
+    /// ETag where the store has one (the local one is made of inode, size and modification time; of a web server that
+    /// gives none it is a weak one, made of `Last-Modified`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub etag: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub version: Option<String>,
+    /// SHA-256 of all its bytes, which decides where the ETag differs. `None`: the job is a trial, or was planned by a
+    /// gristmill that kept none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sha256: Option<String>,
     /// Rows that the job takes from it (fewer than it has where the job is limited to the first N rows).
     pub rows: u64,
 }

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use super::discover::discover;
 use super::error::DatasetError;
 use super::kinds::{KEYS_MAX, Kinds};
-use super::lines_in::{BlockScan, IdCheck, IdHasher, TEXT_COLUMN, merge_kinds, scan, scan_piece};
+use super::lines_in::{BlockScan, IdCheck, IdHasher, LinesHash, TEXT_COLUMN, merge_kinds, scan, scan_piece};
 use super::parquet_in::ParquetFile;
 use super::pinned::PinnedFile;
 use super::plan::{Column, Format, InputFile, RowCost, Shard, ShardBounds, ShardBuilder};
@@ -29,6 +29,9 @@ const HEADS_AT_ONCE: usize = 32;
 
 /// Footers read at once. A wide file's footer may take 50 MB while it is decoded.
 const FOOTERS_AT_ONCE: usize = 16;
+
+/// Files hashed at once: each holds a step of its bytes.
+const HASHES_AT_ONCE: usize = 4;
 
 /// What is to be planned.
 #[derive(Debug, Clone)]
@@ -126,8 +129,26 @@ fn input_file(file: &PinnedFile, format: Format, rows: u64) -> InputFile {
         size: file.size,
         etag: file.etag.clone(),
         version: file.version.clone(),
+        sha256: None,
         rows,
     }
+}
+
+/// Reads the inputs that have no hash yet once, and gives them one: what a change of ETag is judged by later on.
+pub async fn hash_inputs(plan: &mut InputPlan) -> Result<(), DatasetError> {
+    let unhashed = plan.files.iter_mut().filter(|file| file.sha256.is_none());
+    let hashes = unhashed.map(|file| async move {
+        let pinned = PinnedFile::open(file)?;
+        let name = pinned.name.clone();
+        // A task of its own: hashing keeps a core busy.
+        let hash = tokio::spawn(async move { pinned.sha256().await }).await;
+        file.sha256 = Some(hash.map_err(|e| DatasetError::unreadable(&name, e))??);
+        Ok(())
+    });
+    stream::iter(hashes)
+        .buffer_unordered(HASHES_AT_ONCE)
+        .try_collect()
+        .await
 }
 
 fn bounds(request: &PlanRequest) -> ShardBounds {
@@ -325,7 +346,8 @@ async fn plan_lines(request: &PlanRequest, found: Vec<PinnedFile>, format: Forma
         let input = files.len() as u32;
         state.names.push(file.name.clone());
         let (mut rows, mut lines) = (0, 0);
-        let mut blocks = Box::pin(scan(&file, format, hasher.clone()));
+        let hash = LinesHash::default();
+        let mut blocks = Box::pin(scan(&file, format, hasher.clone(), &hash));
         while state.builder.rows() < limit
             && let Some((piece, mut block)) = blocks.try_next().await?
         {
@@ -340,7 +362,12 @@ async fn plan_lines(request: &PlanRequest, found: Vec<PinnedFile>, format: Forma
             rows = state.add_block(block, input, rows, lines)?;
             lines += block_lines;
         }
-        files.push(input_file(&file, format, rows));
+        drop(blocks);
+        files.push(InputFile {
+            // A trial reads no further than its last row.
+            sha256: request.limit.is_none().then(|| hash.finish()),
+            ..input_file(&file, format, rows)
+        });
         if state.builder.rows() >= limit {
             break;
         }

@@ -1,9 +1,9 @@
 //! One shard → its rows: fields for the prompt, and the carried columns as an Arrow batch.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use arrow::array::{ArrayRef, RecordBatch, RecordBatchOptions};
+use arrow::array::{ArrayRef, RecordBatch, RecordBatchOptions, new_null_array};
 use arrow::compute::{cast, concat_batches};
 use arrow::datatypes::SchemaRef;
 use serde_json::{Map, Value};
@@ -13,6 +13,7 @@ use super::kinds;
 use super::lines_in;
 use super::parquet_in::ParquetFile;
 use super::pinned::{PinnedFile, display_name};
+use super::pins::Pins;
 use super::plan::{Format, InputFile, Segment, Shard};
 use super::planner::same_type;
 use super::row::{InputRow, ShardRows};
@@ -27,7 +28,7 @@ const FOOTER_BYTES_MAX: usize = 64 << 20;
 /// Reads shards of one job.
 #[derive(Debug)]
 pub struct ShardReader {
-    files: Vec<InputFile>,
+    pins: Pins,
     carry: SchemaRef,
     /// The columns that the prompt uses; `None`: all.
     columns: Option<Vec<String>>,
@@ -45,11 +46,29 @@ impl ShardReader {
     /// A reader of the planned `files`. `carry`: the plan's carried columns. `columns`: what the prompt uses, `None` = all.
     pub fn new(files: Vec<InputFile>, carry: SchemaRef, columns: Option<Vec<String>>) -> ShardReader {
         ShardReader {
-            files,
+            pins: Pins::new(files),
             carry,
             columns,
             footers: Mutex::default(),
         }
+    }
+
+    /// The inputs and what is known of them.
+    pub fn pins(&self) -> &Pins {
+        &self.pins
+    }
+
+    /// A shard's carried columns without their values: of inputs that are gone.
+    pub fn no_carry(&self, shard: &Shard) -> Result<RecordBatch, DatasetError> {
+        let rows = shard.rows as usize;
+        let nulls = self
+            .carry
+            .fields()
+            .iter()
+            .map(|field| new_null_array(field.data_type(), rows));
+        let options = RecordBatchOptions::new().with_row_count(Some(rows));
+        RecordBatch::try_new_with_options(self.carry.clone(), nulls.collect(), &options)
+            .map_err(|e| DatasetError::Output(format!("carried columns: {e}")))
     }
 
     /// Reads a shard. A line that cannot be read is a row that says so; an input that changed stops the job.
@@ -57,17 +76,7 @@ impl ShardReader {
         let mut rows = Vec::new();
         let mut batches = Vec::new();
         for segment in &shard.segments {
-            let input = self.files.get(segment.input as usize).ok_or_else(|| {
-                DatasetError::Refused(format!(
-                    "the plan has {} inputs, its shard names {}",
-                    self.files.len(),
-                    segment.input
-                ))
-            })?;
-            let part = match input.format {
-                Format::Parquet => self.read_parquet(input, segment).await?,
-                format => self.read_lines(input, format, segment).await?,
-            };
+            let part = self.read_segment(segment).await?;
             let first = shard.first_row + rows.len() as u64;
             rows.extend(
                 part.rows
@@ -84,7 +93,8 @@ impl ShardReader {
                 rows.len(),
                 shard.rows
             );
-            let file = shard.segments.first().and_then(|s| self.files.get(s.input as usize));
+            let files = self.pins.files();
+            let file = shard.segments.first().and_then(|s| files.get(s.input as usize));
             return Err(DatasetError::unreadable(
                 &file.map_or(String::new(), |f| display_name(&f.url)),
                 why,
@@ -102,12 +112,43 @@ impl ShardReader {
         })
     }
 
+    /// Reads the rows of one input. Where it is not the object that was planned, its bytes decide.
+    async fn read_segment(&self, segment: &Segment) -> Result<SegmentRows, DatasetError> {
+        let input = self.pins.open(segment.input).await?;
+        match self.read_pinned(&input, segment).await {
+            Err(DatasetError::InputChanged { .. }) => self.read_settled(&input, segment).await,
+            // A version that was removed says nothing of what lies there now.
+            Err(DatasetError::InputMissing { .. }) if input.version.is_some() => {
+                self.read_settled(&input, segment).await
+            }
+            read => read,
+        }
+    }
+
+    async fn read_settled(&self, input: &PinnedFile, segment: &Segment) -> Result<SegmentRows, DatasetError> {
+        self.pins.settle(segment.input, input).await?;
+        self.footers().retain(|(number, _)| *number != segment.input);
+        let input = self.pins.open(segment.input).await?;
+        self.read_pinned(&input, segment).await
+    }
+
+    async fn read_pinned(&self, input: &PinnedFile, segment: &Segment) -> Result<SegmentRows, DatasetError> {
+        match self.pins.files()[segment.input as usize].format {
+            Format::Parquet => self.read_parquet(input, segment).await,
+            format => self.read_lines(input, format, segment).await,
+        }
+    }
+
+    fn footers(&self) -> MutexGuard<'_, VecDeque<(u32, Arc<ParquetFile>)>> {
+        self.footers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn empty_carry(&self, rows: usize) -> Result<RecordBatch, arrow::error::ArrowError> {
         let options = RecordBatchOptions::new().with_row_count(Some(rows));
         RecordBatch::try_new_with_options(self.carry.clone(), Vec::new(), &options)
     }
 
-    async fn read_parquet(&self, input: &InputFile, segment: &Segment) -> Result<SegmentRows, DatasetError> {
+    async fn read_parquet(&self, input: &PinnedFile, segment: &Segment) -> Result<SegmentRows, DatasetError> {
         let file = self.parquet_file(input, segment.input).await?;
         let names = file.schema().fields().iter().map(|f| f.name());
         let shown: Vec<String> = match &self.columns {
@@ -161,9 +202,9 @@ impl ShardReader {
     }
 
     /// The open file of an input, from the cache where it is there.
-    async fn parquet_file(&self, input: &InputFile, number: u32) -> Result<Arc<ParquetFile>, DatasetError> {
+    async fn parquet_file(&self, input: &PinnedFile, number: u32) -> Result<Arc<ParquetFile>, DatasetError> {
         {
-            let mut footers = self.footers.lock().unwrap_or_else(|e| e.into_inner());
+            let mut footers = self.footers();
             if let Some(at) = footers.iter().position(|(n, _)| *n == number)
                 && let Some(entry) = footers.remove(at)
             {
@@ -172,14 +213,14 @@ impl ShardReader {
                 return Ok(file);
             }
         }
-        let file = Arc::new(ParquetFile::open(PinnedFile::open(input)?).await?);
+        let file = Arc::new(ParquetFile::open(input.clone()).await?);
         let mut used: Vec<String> = self.carry.fields().iter().map(|f| f.name().clone()).collect();
         match &self.columns {
             Some(columns) => used.extend(columns.iter().cloned()),
             None => used.extend(file.schema().fields().iter().map(|f| f.name().clone())),
         }
         file.check_columns(&used)?;
-        let mut footers = self.footers.lock().unwrap_or_else(|e| e.into_inner());
+        let mut footers = self.footers();
         footers.push_back((number, file.clone()));
         let memory =
             |footers: &VecDeque<(u32, Arc<ParquetFile>)>| footers.iter().map(|(_, f)| f.memory_bytes()).sum::<usize>();
@@ -191,11 +232,10 @@ impl ShardReader {
 
     async fn read_lines(
         &self,
-        input: &InputFile,
+        file: &PinnedFile,
         format: Format,
         segment: &Segment,
     ) -> Result<SegmentRows, DatasetError> {
-        let file = PinnedFile::open(input)?;
         let unreadable = |why: String| DatasetError::unreadable(&file.name, why);
         let (start, end) = segment
             .bytes
@@ -206,7 +246,7 @@ impl ShardReader {
                 file.size
             )));
         }
-        let rows = lines_in::read(&file, format, start..end, segment.first_row).await?;
+        let rows = lines_in::read(file, format, start..end, segment.first_row).await?;
         let (carry_schema, columns) = (self.carry.clone(), self.columns.clone());
         let made = tokio::task::spawn_blocking(move || {
             let (objects, errors): (Vec<_>, Vec<_>) = rows

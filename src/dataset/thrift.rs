@@ -71,6 +71,11 @@ impl<'a> Compact<'a> {
         i32::try_from(self.zigzag()?).map_err(|_| ThriftError::Bad("a number out of range"))
     }
 
+    /// A 64-bit integer field's value.
+    pub fn long(&mut self) -> Result<i64, ThriftError> {
+        self.zigzag()
+    }
+
     /// The next field's type, `None` at the struct's end; `id` goes from the last field's id to this one's, which has 16 bits.
     pub fn field(&mut self, id: &mut i64) -> Result<Option<u8>, ThriftError> {
         let byte = self.byte()?;

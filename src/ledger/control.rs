@@ -4,7 +4,7 @@ use super::Ledger;
 use super::error::{LedgerError, Result};
 use super::job::Terms;
 use super::keys::Id;
-use super::record::{ControlRecord, Extension, LimitsFrom, Order, Price, StopWhy, VERSION, decode, encode, read};
+use super::record::{ControlRecord, Extension, LimitsFrom, Order, PinOrder, Price, StopWhy, decode, encode, read};
 use super::store::Created;
 
 /// More orders than this are no work of people.
@@ -76,12 +76,17 @@ impl Control {
         }
     }
 
-    /// The order that holds, as of the last reading: the last one, less stops that were meant for an earlier generation.
+    /// The order that holds, as of the last reading: the last one, less stops that were meant for an earlier generation and
+    /// what only says how inputs are pinned.
     pub fn holds(&self) -> Option<&Order> {
         let mine = self.ledger.generation();
         let mut given = self.orders.iter().zip(&self.generations).rev();
         given
-            .find(|(order, generation)| matches!(order, Order::Extend(_)) || **generation >= mine)
+            .find(|(order, generation)| match order {
+                Order::Extend(_) => true,
+                Order::Stop { .. } => **generation >= mine,
+                Order::Pin(_) => false,
+            })
             .map(|(order, _)| order)
     }
 
@@ -106,6 +111,22 @@ impl Control {
         }
     }
 
+    /// Inputs that were pinned anew, oldest first.
+    pub fn pins(&self) -> impl Iterator<Item = &PinOrder> {
+        self.orders.iter().filter_map(|order| match order {
+            Order::Pin(pin) => Some(pin),
+            Order::Stop { .. } | Order::Extend(_) => None,
+        })
+    }
+
+    /// Writes down that an input holds the planned bytes under another ETag, unless that stands there already.
+    pub async fn pin(&mut self, pin: PinOrder) -> Result<()> {
+        while !self.pins().any(|known| *known == pin) {
+            self.give(Order::Pin(pin.clone())).await?;
+        }
+        Ok(())
+    }
+
     /// All orders, oldest first.
     pub fn orders(&self) -> &[Order] {
         &self.orders
@@ -115,7 +136,7 @@ impl Control {
     pub fn limits_from(&self) -> Option<LimitsFrom> {
         let last = self.orders.iter().rev().find_map(|order| match order {
             Order::Extend(extend) => Some(extend.from),
-            Order::Stop { .. } => None,
+            Order::Stop { .. } | Order::Pin(_) => None,
         });
         // A job begins with the limits of its file.
         last.unwrap_or(Some(LimitsFrom::JobFile))
@@ -142,10 +163,7 @@ impl Control {
         let index = self.orders.len() as u32;
         let key = self.ledger.keys().control(index);
         let record = ControlRecord {
-            v: match &order {
-                Order::Extend(extend) => extend.version(),
-                Order::Stop { .. } => VERSION,
-            },
+            v: order.version(),
             job: self.ledger.job().job.clone(),
             index,
             nonce: Id::random()?,

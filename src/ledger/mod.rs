@@ -48,7 +48,7 @@ pub use error::{LedgerError, Result};
 pub use job::{JobDraft, JobIdentity, JobRecord, Terms, Unfinished};
 pub use keys::{Id, Keys};
 pub use progress::Progress;
-pub use record::{Commit, Extension, Generation, LimitsFrom, Order, Price, Runner, StopWhy, Success, Tally};
+pub use record::{Commit, Extension, Generation, LimitsFrom, Order, PinOrder, Price, Runner, StopWhy, Success, Tally};
 pub use rowset::RowSet;
 use store::Stamp;
 pub use store::{Retry, Store};

@@ -10,6 +10,8 @@ use super::job::Unfinished;
 use super::keys::{Id, Keys, sha256};
 use super::rowset::RowSet;
 use super::store::Store;
+use crate::dataset::pinned::Pin;
+use crate::dataset::pins::PinnedAnew;
 use crate::dataset::row::RowStatus;
 
 /// Version of the records written by this gristmill.
@@ -18,6 +20,8 @@ pub const VERSION: u32 = 1;
 pub const VERSION_MORE: u32 = 2;
 /// Version of a retry whose rows lie in records of their own.
 pub const VERSION_BLOCKS: u32 = 3;
+/// Version of those that one which reads up to [`VERSION_MORE`] does not know: it must say that they are newer, not damaged.
+pub const VERSION_PINS: u32 = 3;
 /// A log record of a shard whose every other row counts stays far below this.
 const MAX_RECORD_BYTES: u64 = 16 << 20;
 
@@ -598,7 +602,7 @@ pub struct ControlRecord {
 }
 
 impl Record for ControlRecord {
-    const NEWEST: u32 = VERSION_MORE;
+    const NEWEST: u32 = VERSION_PINS;
 
     fn check(&self) -> Result<(), String> {
         let Order::Extend(extend) = &self.order else {
@@ -630,6 +634,44 @@ pub enum Order {
     },
     /// Go on, within these limits in place of those that held.
     Extend(Extension),
+    /// No order to stop or go on: an input holds the planned bytes under another ETag.
+    Pin(PinOrder),
+}
+
+/// An input that was held against the hash of the plan, and is the same.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct PinOrder {
+    /// Index into the job's inputs.
+    pub input: u32,
+    /// As planned: the bytes are the same.
+    pub size: u64,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub etag: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub version: Option<String>,
+}
+
+impl From<&PinOrder> for PinnedAnew {
+    fn from(order: &PinOrder) -> PinnedAnew {
+        PinnedAnew {
+            input: order.input,
+            pin: Pin {
+                etag: order.etag.clone(),
+                version: order.version.clone(),
+            },
+        }
+    }
+}
+
+impl Order {
+    /// Version of a record with this order.
+    pub(super) fn version(&self) -> u32 {
+        match self {
+            Order::Stop { .. } => VERSION,
+            Order::Extend(extend) => extend.version(),
+            Order::Pin(_) => VERSION_PINS,
+        }
+    }
 }
 
 /// The limits that hold from here on.

@@ -11,7 +11,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 
 use crate::dataset::DatasetError;
 use crate::dataset::plan::Shard;
-use crate::dataset::row::{InputRow, RowResult};
+use crate::dataset::row::{InputRow, RowResult, RowStatus, ShardRows};
 use crate::job::RenderedRow;
 use crate::ledger::attempts::Narrowing;
 use crate::ledger::log::{ShardLog, ShardState};
@@ -457,16 +457,17 @@ impl Intake {
         log: &ShardLog,
         plan: &Narrowing,
     ) -> anyhow::Result<Prepared> {
-        let read = job.reader.read(shard).await?;
+        let read = job.reader.read(shard).await;
+        if let Some(status) = job.state().closes_as() {
+            return close(job, shard, log, status, read);
+        }
+        let read = read?;
+        job.write_pins().await?;
         let mut prepared = Prepared {
             carry: read.carry,
             ready: Vec::new(),
             results: Vec::new(),
         };
-        if let Some(status) = job.state().closes_as() {
-            prepared.results = log.uncovered().iter().map(|row| closed(row, status)).collect();
-            return Ok(prepared);
-        }
         prepared.results = plan.accused.iter().map(accused).collect();
         for (row, prompt) in self.render(job, read.rows, &plan.next).await? {
             match prompt {
@@ -517,6 +518,37 @@ enum Opened {
         /// The plan that they follow.
         plan: Narrowing,
     },
+}
+
+/// Ends the rows that no record covers. Those whose input nobody can read any more have no carried columns, and say why.
+fn close(
+    job: &OpenJob,
+    shard: &Shard,
+    log: &ShardLog,
+    status: RowStatus,
+    read: Result<ShardRows, DatasetError>,
+) -> anyhow::Result<Prepared> {
+    let (carry, why) = match read {
+        Ok(read) => (read.carry, None),
+        Err(
+            error @ (DatasetError::InputChanged { .. }
+            | DatasetError::InputMissing { .. }
+            | DatasetError::Unreadable { .. }),
+        ) => (job.reader.no_carry(shard)?, Some(one_line(&error.into()))),
+        Err(error) => return Err(error.into()),
+    };
+    let end = |row: u64| {
+        let mut row = closed(row, status);
+        if let (Some(error), Some(why)) = (&mut row.error, &why) {
+            error.push_str(&format!("; its columns are not there: {why}"));
+        }
+        row
+    };
+    Ok(Prepared {
+        carry,
+        ready: Vec::new(),
+        results: log.uncovered().iter().map(end).collect(),
+    })
 }
 
 fn accused(row: u64) -> RowResult {

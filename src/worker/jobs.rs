@@ -14,6 +14,8 @@ use tokio::sync::{Mutex, watch};
 use crate::dataset::location::Location;
 use crate::dataset::output::OutputSchema;
 use crate::dataset::part::OpenaiMeta;
+use crate::dataset::pinned::display_name;
+use crate::dataset::pins::PinnedAnew;
 use crate::dataset::row::RowStatus;
 use crate::dataset::shard::ShardReader;
 use crate::engine::params::Params;
@@ -21,7 +23,7 @@ use crate::engine::request::{Request, UnitId};
 use crate::job::file::OutputFormat;
 use crate::job::{Job, Renderer};
 use crate::ledger::control::Control;
-use crate::ledger::{Ledger, Order, StopWhy, Terms};
+use crate::ledger::{Ledger, Order, PinOrder, StopWhy, Terms};
 use crate::queue::Message;
 use crate::report::one_line;
 use crate::worker::model::{Model, Stream};
@@ -151,6 +153,31 @@ impl OpenJob {
         Ok(())
     }
 
+    /// Writes down which inputs were found to hold the planned bytes under another ETag, so that other workers need not look.
+    pub async fn write_pins(&self) -> anyhow::Result<()> {
+        for anew in self.reader.pins().news() {
+            let planned = &self.ledger.job().inputs[anew.input as usize];
+            let order = PinOrder {
+                input: anew.input,
+                size: planned.size,
+                etag: anew.pin.etag.clone(),
+                version: anew.pin.version.clone(),
+            };
+            let mut control = self.control.lock().await;
+            if let Some(control) = control.as_mut() {
+                control.pin(order).await?;
+            }
+            self.obey(control.as_ref());
+            self.reader.pins().told(&anew);
+            let name = display_name(&planned.url);
+            tracing::warn!(
+                "{}: `{name}` has another ETag and the planned bytes: pinned anew",
+                self.title()
+            );
+        }
+        Ok(())
+    }
+
     /// This gristmill cannot go on with it, and says why: other workers shall.
     pub fn leave_to_others(&self, error: &anyhow::Error) {
         tracing::warn!("{} is left to others: {}", self.title(), one_line(error));
@@ -163,10 +190,13 @@ impl OpenJob {
     }
 
     fn obey(&self, control: Option<&Control>) -> Terms {
+        if let Some(control) = control {
+            self.reader.pins().know(control.pins().map(PinnedAnew::from));
+        }
         let state = match control.and_then(Control::holds) {
             Some(Order::Stop { why, close: true, .. }) => JobState::Closing(*why),
             Some(Order::Stop { why, close: false, .. }) => JobState::Stopped(*why),
-            Some(Order::Extend(_)) | None => JobState::Going,
+            Some(Order::Extend(_) | Order::Pin(_)) | None => JobState::Going,
         };
         self.state.send_if_modified(|now| {
             let changed = *now != state;

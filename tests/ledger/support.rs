@@ -63,6 +63,7 @@ pub fn draft(name: &str, shards: u32, rows: u64) -> JobDraft {
             size: 1,
             etag: None,
             version: None,
+            sha256: None,
             rows: rows * u64::from(shards),
         }],
         shards: (0..u64::from(shards)).map(shard).collect(),

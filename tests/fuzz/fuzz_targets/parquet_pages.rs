@@ -8,5 +8,5 @@ fuzz_target!(|data: &[u8]| {
     if let Ok((_, length)) = parse_header(data) {
         assert!(length <= data.len());
     }
-    let _ = check_pages(data, 1 << 20);
+    let _ = check_pages(data, 1 << 20, |_| None);
 });

@@ -1,0 +1,169 @@
+//! Which states of each input are known to hold the planned bytes.
+//!
+//! A store's ETag says more than that bytes are the same: a file that is touched, restored or copied has another, an object
+//! that is uploaded in other pieces, too. Where an input's ETag is none that is known, its bytes are hashed, once for each ETag
+//! and process, and held against the hash of the plan. What holds is known from then on, and told to other workers by an
+//! order in the ledger ([`Pins::news`]).
+
+use std::collections::HashSet;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use super::error::DatasetError;
+use super::pinned::{Pin, PinnedFile};
+use super::plan::InputFile;
+
+/// An input that holds the planned bytes under another ETag.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PinnedAnew {
+    /// Index into the job's inputs.
+    pub input: u32,
+    pub pin: Pin,
+}
+
+/// The inputs of a job, and their known states.
+#[derive(Debug)]
+pub struct Pins {
+    files: Vec<InputFile>,
+    known: Mutex<Known>,
+    /// Held while an input is hashed: who meets the same change waits for the answer.
+    hashing: tokio::sync::Mutex<()>,
+}
+
+#[derive(Debug)]
+struct Known {
+    /// Of each input, the state that is read.
+    current: Vec<Pin>,
+    /// Hold the planned bytes.
+    good: HashSet<(u32, Pin)>,
+    /// Do not.
+    bad: HashSet<(u32, Pin)>,
+    news: Vec<PinnedAnew>,
+}
+
+impl Pins {
+    pub fn new(files: Vec<InputFile>) -> Pins {
+        let planned = |file: &InputFile| Pin {
+            etag: file.etag.clone(),
+            version: file.version.clone(),
+        };
+        let current: Vec<Pin> = files.iter().map(planned).collect();
+        // Where the plan has no ETag at all, only the hash can tell.
+        let vouched = |pin: &Pin, file: &InputFile| !pin.is_blank() || file.sha256.is_none();
+        let good = current.iter().zip(&files).zip(0..);
+        let good = good
+            .filter(|((pin, file), _)| vouched(pin, file))
+            .map(|((pin, _), input)| (input, pin.clone()));
+        Pins {
+            known: Mutex::new(Known {
+                good: good.collect(),
+                current,
+                bad: HashSet::new(),
+                news: Vec::new(),
+            }),
+            files,
+            hashing: tokio::sync::Mutex::default(),
+        }
+    }
+
+    pub fn files(&self) -> &[InputFile] {
+        &self.files
+    }
+
+    /// Another process has held these states against the plan's hashes.
+    pub fn know(&self, pins: impl IntoIterator<Item = PinnedAnew>) {
+        let mut known = self.lock();
+        for PinnedAnew { input, pin } in pins {
+            known.good.insert((input, pin));
+        }
+    }
+
+    /// What was found to hold and is not written down yet, for others.
+    pub fn news(&self) -> Vec<PinnedAnew> {
+        self.lock().news.clone()
+    }
+
+    /// It is written down.
+    pub fn told(&self, anew: &PinnedAnew) {
+        self.lock().news.retain(|news| news != anew);
+    }
+
+    /// The input in the state that is known to hold; where nothing tells its states apart, its bytes are looked at first.
+    pub async fn open(&self, input: u32) -> Result<PinnedFile, DatasetError> {
+        let file = self.file(input)?;
+        let pin = self.lock().current[input as usize].clone();
+        let pinned = PinnedFile::open(file)?.at(pin.clone());
+        let is_known = self.lock().good.contains(&(input, pin));
+        if is_known {
+            return Ok(pinned);
+        }
+        self.settle(input, &pinned).await?;
+        self.current(input)
+    }
+
+    /// Reading `input` met another state than the one that was opened. `Ok`: what is there now holds the planned bytes, and
+    /// is what [`Pins::open`] gives from here on.
+    pub async fn settle(&self, input: u32, opened: &PinnedFile) -> Result<(), DatasetError> {
+        let file = self.file(input)?;
+        let _one = self.hashing.lock().await;
+        let found = opened.look().await?;
+        let key = (input, found.clone());
+        {
+            let mut known = self.lock();
+            if known.good.contains(&key) {
+                known.current[input as usize] = found;
+                return Ok(());
+            }
+            if known.bad.contains(&key) && !found.is_blank() {
+                return Err(opened.changed("its bytes are others".into()));
+            }
+        }
+        let was = opened.etag.as_deref().unwrap_or("unknown");
+        let is = found.etag.as_deref().unwrap_or("unknown");
+        let Some(planned) = &file.sha256 else {
+            return Err(opened.changed(format!(
+                "its ETag was {was} and is {is}, and the plan has no hash of its bytes"
+            )));
+        };
+        let hash = opened.at(found.clone()).sha256().await?;
+        let mut known = self.lock();
+        if hash != *planned {
+            known.bad.insert(key);
+            return Err(opened.changed(format!("its SHA-256 was {planned} and is {hash}")));
+        }
+        // A state that nothing tells from others is good for this process alone.
+        if !found.is_blank() {
+            known.news.push(PinnedAnew {
+                input,
+                pin: found.clone(),
+            });
+        }
+        known.current[input as usize] = found;
+        known.good.insert(key);
+        Ok(())
+    }
+
+    /// Holds an input against the plan without reading rows of it.
+    pub async fn check(&self, input: u32) -> Result<(), DatasetError> {
+        let opened = self.current(input)?;
+        self.settle(input, &opened).await
+    }
+
+    fn current(&self, input: u32) -> Result<PinnedFile, DatasetError> {
+        let file = self.file(input)?;
+        let pin = self.lock().current[input as usize].clone();
+        Ok(PinnedFile::open(file)?.at(pin))
+    }
+
+    fn file(&self, input: u32) -> Result<&InputFile, DatasetError> {
+        self.files.get(input as usize).ok_or_else(|| {
+            DatasetError::Refused(format!(
+                "the plan has {} inputs, its shard names {input}",
+                self.files.len()
+            ))
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Known> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
