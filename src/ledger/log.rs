@@ -16,12 +16,11 @@ use chrono::{DateTime, Utc};
 use super::Ledger;
 use super::attempts::{AttemptView, Narrowing, narrowing};
 use super::data;
+use super::entry::{Damage, LogEntry, LogRecord};
 use super::error::{LedgerError, Result};
 use super::generation::Rows;
 use super::keys::{Id, Keys, is_worker_name, sha256};
-use super::record::{
-    AttemptEnd, AttemptRecord, Commit, Damage, DataObject, LogEntry, LogRecord, Record, Tally, VERSION, encode, read,
-};
+use super::record::{AttemptEnd, AttemptRecord, Commit, DataObject, Record, Tally, VERSION, encode, read};
 use super::rowset::RowSet;
 use super::store::{Created, Listed, MAX_OBJECT_BYTES};
 
