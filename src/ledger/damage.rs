@@ -8,10 +8,11 @@
 use std::collections::BTreeMap;
 
 use super::Ledger;
+use super::entry::{Damage, LogEntry, LogRecord, VoidRecord};
 use super::error::{LedgerError, Result};
 use super::keys::Id;
 use super::log::ShardLog;
-use super::record::{Commit, Damage, LogEntry, LogRecord, VERSION_MORE, VoidRecord, encode};
+use super::record::{Commit, VERSION_MORE, encode};
 use super::rowset::RowSet;
 use super::store::{Created, Listed, MAX_OBJECT_BYTES};
 

@@ -16,18 +16,18 @@ use chrono::{DateTime, Utc};
 use super::Ledger;
 use super::attempts::{AttemptView, Fate, Narrowing, narrowing};
 use super::data;
+use super::entry::{Damage, LogEntry, LogRecord};
 use super::error::{LedgerError, Result};
 use super::generation::Rows;
 use super::keys::{Id, Keys, is_worker_name, sha256};
-use super::record::{
-    AttemptEnd, AttemptRecord, Commit, Damage, DataObject, LogEntry, LogRecord, Record, Runner, Tally, VERSION, encode,
-    read,
-};
+use super::record::{AttemptEnd, AttemptRecord, Commit, DataObject, Record, Runner, Tally, VERSION, encode, read};
 use super::rowset::RowSet;
 use super::store::{Created, Listed, MAX_OBJECT_BYTES};
 
 /// Of our own data objects, kept so that publishing need not read them back.
 const KEPT_BYTES_MAX: usize = 64 << 20;
+/// Names that an upload is tried under.
+const UPLOADS_MAX: u32 = 3;
 /// More records than this in one shard are no work of ours.
 const MAX_RECORDS: usize = 1_000_000;
 
@@ -463,20 +463,31 @@ impl ShardLog {
 
     async fn upload(&mut self, batch: &RecordBatch) -> Result<DataObject> {
         let bytes = data::encode(batch).map_err(|why| self.bad_batch(&why))?;
-        let name = Keys::data_name(&self.attempt, self.data_objects);
-        // Taken even if the upload fails: a late put of these bytes must not meet others of that name.
-        self.data_objects += 1;
-        let key = self.ledger.keys().data(self.shard, &name);
-        self.create_own(&key, bytes.clone()).await?;
-        let object = DataObject {
-            name: name.clone(),
-            size: bytes.len() as u64,
-            sha256: sha256(&bytes),
-        };
-        if self.kept.values().map(Bytes::len).sum::<usize>() + bytes.len() <= KEPT_BYTES_MAX {
-            self.kept.insert(name, bytes);
+        let mut last = None;
+        for _ in 0..UPLOADS_MAX {
+            let name = Keys::data_name(&self.attempt, self.data_objects);
+            // Taken even if the upload fails: a late put of these bytes must not meet others of that name.
+            self.data_objects += 1;
+            let key = self.ledger.keys().data(self.shard, &name);
+            if let Err(error) = self.create_own(&key, bytes.clone()).await {
+                if !matches!(error, LedgerError::Damaged { .. }) {
+                    return Err(error);
+                }
+                // Put, and damaged before it was read back: no record names it, so another name does as well.
+                last = Some(error);
+                continue;
+            }
+            let object = DataObject {
+                name: name.clone(),
+                size: bytes.len() as u64,
+                sha256: sha256(&bytes),
+            };
+            if self.kept.values().map(Bytes::len).sum::<usize>() + bytes.len() <= KEPT_BYTES_MAX {
+                self.kept.insert(name, bytes);
+            }
+            return Ok(object);
         }
-        Ok(object)
+        Err(last.unwrap_or_else(|| self.bad_batch("no upload is allowed")))
     }
 
     /// Creates an object whose name nobody else can have.

@@ -11,6 +11,7 @@
 //! A worker's path: [`Ledger::open`] or [`Ledger::create_or_resume`] → [`Ledger::shard`] → [`log::ShardLog::begin`] →
 //! [`log::ShardLog::append`] … → [`log::ShardLog::publish`] → acknowledge.
 
+pub mod entry;
 pub mod error;
 mod exchange;
 pub mod job;

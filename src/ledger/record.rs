@@ -190,99 +190,6 @@ impl Tally {
     }
 }
 
-/// `log/000000.json`: what stands at an index of a shard's log.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, JsonSchema)]
-#[serde(untagged)]
-pub enum LogEntry {
-    Rows(LogRecord),
-    Void(VoidRecord),
-}
-
-impl LogEntry {
-    /// The entry in `bytes`, which lie at `key` of `store`.
-    pub fn decode(store: &Store, key: &str, bytes: &[u8]) -> super::Result<LogEntry> {
-        #[derive(Deserialize)]
-        struct Kind {
-            voids: Option<serde::de::IgnoredAny>,
-        }
-        // What is no record at all is for the decoder below to say.
-        let is_void = serde_json::from_slice::<Kind>(bytes).is_ok_and(|kind| kind.voids.is_some());
-        match is_void {
-            true => decode(store, key, bytes).map(LogEntry::Void),
-            false => decode(store, key, bytes).map(LogEntry::Rows),
-        }
-    }
-
-    /// Which log and index it names: job, shard, index.
-    pub fn place(&self) -> (&Id, u32, u32) {
-        match self {
-            LogEntry::Rows(record) => (&record.job, record.shard, record.index),
-            LogEntry::Void(record) => (&record.job, record.shard, record.index),
-        }
-    }
-}
-
-/// A log record of version 2: an earlier one's data object is lost, so its rows count no more and are computed again.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct VoidRecord {
-    pub v: u32,
-    pub job: Id,
-    pub shard: u32,
-    pub index: u32,
-    /// Makes the bytes of two writers differ always.
-    pub nonce: Id,
-    /// The index of the record that counts no more.
-    pub voids: u32,
-    /// What was found of its data object.
-    pub found: Damage,
-}
-
-impl Record for VoidRecord {
-    const NEWEST: u32 = VERSION_MORE;
-
-    fn check(&self) -> Result<(), String> {
-        match self.v == VERSION_MORE && self.voids < self.index {
-            true => Ok(()),
-            false => Err("it voids no earlier record".into()),
-        }
-    }
-}
-
-/// How a data object is damaged.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum Damage {
-    /// It is not there.
-    Missing,
-    /// Its size or hash is not what its record names.
-    Differs,
-}
-
-impl std::fmt::Display for Damage {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Damage::Missing => "is missing",
-            Damage::Differs => "is not what its log record names",
-        })
-    }
-}
-
-/// A log record of version 1: one data object, and which of its rows count.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct LogRecord {
-    pub v: u32,
-    pub job: Id,
-    pub shard: u32,
-    pub index: u32,
-    /// Makes the bytes of two writers differ always.
-    pub nonce: Id,
-    pub data: DataObject,
-    /// The rows of the data object that count: those that no earlier record covered.
-    pub counts: RowSet,
-    /// Over the rows that count.
-    pub tally: Tally,
-}
-
 /// A Parquet file of finished rows below `data/`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct DataObject {
@@ -295,25 +202,6 @@ impl DataObject {
     /// Whether `bytes` are the object that is described.
     pub(super) fn is(&self, bytes: &[u8]) -> bool {
         bytes.len() as u64 == self.size && sha256(bytes) == self.sha256
-    }
-}
-
-impl Record for LogRecord {
-    fn check(&self) -> Result<(), String> {
-        if !Keys::is_data_name(&self.data.name) {
-            return Err("`data.name` is not a data object's name".into());
-        }
-        if self.counts.is_empty() {
-            return Err("`counts` is empty".into());
-        }
-        if self.tally.rows() != self.counts.len() {
-            return Err(format!(
-                "`tally` has {} rows, `counts` has {}",
-                self.tally.rows(),
-                self.counts.len()
-            ));
-        }
-        Ok(())
     }
 }
 

@@ -3,10 +3,10 @@
 use schemars::generate::SchemaSettings;
 use serde_json::{Map, Value, json};
 
+use super::entry::LogEntry;
 use super::job::JobRecord;
 use super::record::{
-    AttemptEnd, AttemptRecord, CleanedMark, Commit, ControlRecord, Digest, Generation, LogEntry, RetriedRows, Spend,
-    Success,
+    AttemptEnd, AttemptRecord, CleanedMark, Commit, ControlRecord, Digest, Generation, RetriedRows, Spend, Success,
 };
 
 /// The schema, as `schemas/ledger.schema.json` holds it. Parts, and the Parquet files below `data/`, are no records.
