@@ -45,6 +45,9 @@ const KEPT_BYTES_MAX: usize = 4 << 20;
 /// Page indexes kept of one file, of about so many pages each: the rest is found again when it is wanted.
 const INDEXES_MAX: usize = 256;
 
+/// Bytes at hand, by where they lie in the file.
+type Kept = Arc<Mutex<Vec<(Range<u64>, Bytes)>>>;
+
 /// An open Parquet file.
 #[derive(Debug)]
 pub struct ParquetFile {
@@ -56,7 +59,7 @@ pub struct ParquetFile {
     /// Page indexes made so far, by row group and leaf column; `None` where there can be none.
     pages: Mutex<HashMap<(usize, usize), Option<OffsetIndexMetaData>>>,
     /// Pages that the last read shares with the next one: see [`ChunkReader::keep`].
-    kept: Arc<Mutex<Vec<(Range<u64>, Bytes)>>>,
+    kept: Kept,
 }
 
 impl ParquetFile {
@@ -416,7 +419,7 @@ struct ChunkReader {
     mask: ProjectionMask,
     /// Rows of each page whose header tells them, by where it begins.
     page_rows: HashMap<u64, i64>,
-    kept: Arc<Mutex<Vec<(Range<u64>, Bytes)>>>,
+    kept: Kept,
 }
 
 impl ChunkReader {
