@@ -45,6 +45,9 @@ const KEPT_BYTES_MAX: usize = 4 << 20;
 /// Page indexes kept of one file, of about so many pages each: the rest is found again when it is wanted.
 const INDEXES_MAX: usize = 256;
 
+/// Bytes at hand, by where they lie in the file.
+type Kept = Arc<Mutex<Vec<(Range<u64>, Bytes)>>>;
+
 /// An open Parquet file.
 #[derive(Debug)]
 pub struct ParquetFile {
@@ -56,7 +59,7 @@ pub struct ParquetFile {
     /// Page indexes made so far, by row group and leaf column; `None` where there can be none.
     pages: Mutex<HashMap<(usize, usize), Option<OffsetIndexMetaData>>>,
     /// Pages that the last read shares with the next one: see [`ChunkReader::keep`].
-    kept: Arc<Mutex<Vec<(Range<u64>, Bytes)>>>,
+    kept: Kept,
 }
 
 impl ParquetFile {
@@ -219,6 +222,7 @@ impl ParquetFile {
             pinned: self.pinned.clone(),
             footer: footer.metadata().clone(),
             group,
+            mask: mask.clone(),
             page_rows,
             kept: self.kept.clone(),
         };
@@ -411,23 +415,32 @@ struct ChunkReader {
     pinned: PinnedFile,
     footer: Arc<ParquetMetaData>,
     group: usize,
+    /// The columns that are read.
+    mask: ProjectionMask,
     /// Rows of each page whose header tells them, by where it begins.
     page_rows: HashMap<u64, i64>,
-    kept: Arc<Mutex<Vec<(Range<u64>, Bytes)>>>,
+    kept: Kept,
 }
 
 impl ChunkReader {
-    /// The column chunk that a range lies in.
-    fn chunk_of(&self, range: &Range<u64>) -> Option<&ColumnChunkMetaData> {
-        self.footer.row_group(self.group).columns().iter().find(|chunk| {
-            let (start, length) = chunk.byte_range();
-            start <= range.start && range.end <= start.saturating_add(length)
-        })
+    /// The column chunk that a range lies in, with its own range; of those that are read, since others may claim anything.
+    fn chunk_of(&self, range: &Range<u64>) -> Option<(&ColumnChunkMetaData, Range<u64>)> {
+        let chunks = self.footer.row_group(self.group).columns().iter();
+        let read = chunks.enumerate().filter(|(leaf, _)| self.mask.leaf_included(*leaf));
+        let mut places = read.filter_map(|(_, chunk)| {
+            let data = chunk.data_page_offset();
+            let start = u64::try_from(chunk.dictionary_page_offset().map_or(data, |d| d.min(data))).ok()?;
+            let end = start.checked_add(u64::try_from(chunk.compressed_size()).ok()?)?;
+            Some((chunk, start..end))
+        });
+        places.find(|(_, place)| place.start <= range.start && range.end <= place.end)
     }
 
     fn check(&self, ranges: &[Range<u64>], bodies: &[Bytes]) -> Result<(), DatasetError> {
         for (range, body) in ranges.iter().zip(bodies) {
-            let Some(chunk) = self.chunk_of(range) else { continue };
+            let Some((chunk, _)) = self.chunk_of(range) else {
+                continue;
+            };
             let rows = |at: usize| self.page_rows.get(&(range.start + at as u64)).copied();
             check_pages(body, chunk.uncompressed_size().max(0) as u64, rows).map_err(|why| {
                 let (group, column) = (self.group, chunk.column_path().string());
@@ -442,12 +455,7 @@ impl ChunkReader {
 
     /// Of each column the first range, which holds its dictionary, and the last, whose rows may go on in the next shard.
     fn keep(&self, ranges: &[Range<u64>], bodies: &[Bytes]) {
-        let column = |n: usize| {
-            ranges
-                .get(n)
-                .and_then(|range| self.chunk_of(range))
-                .map(|chunk| chunk.byte_range())
-        };
+        let column = |n: usize| Some(self.chunk_of(ranges.get(n)?)?.1);
         let (mut kept, mut bytes) = (Vec::new(), 0);
         for (n, (range, body)) in ranges.iter().zip(bodies).enumerate() {
             let is_first = n == 0 || column(n - 1) != column(n);
