@@ -7,8 +7,8 @@
 // keys: [block][kv head][place][HEAD_DIM]; values: [block][kv head][HEAD_DIM][place], since eight-bit products want both operands
 // with what is summed over side by side, and values are summed over tokens. scales: [block][kv head][place].
 //
-// A block's tokens in the grid are one: x of it is a token of the step, and all of them. Values of tokens that lie side by side are
-// written by the first's warp, 16 bytes of a dimension at once, where they fill these; others byte by byte.
+// The grid is one block a token and four heads. Values of tokens that fill 16 bytes of each dimension are written by the warp of the
+// first of them; others number by number.
 //
 // Dimension d is paired with d + HEAD_DIM / 2: (a, b) -> (a cos - b sin, b cos + a sin).
 #include "ptx.cuh"
