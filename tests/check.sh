@@ -36,6 +36,7 @@ cmp -s tests/requirements.txt .venv/requirements.txt || {
     .venv/bin/python -m pip install --quiet --disable-pip-version-check -r tests/requirements.txt
     cp tests/requirements.txt .venv/requirements.txt
 }
+.venv/bin/python tests/machine_code.py --install
 
 say "format"
 cargo fmt --check

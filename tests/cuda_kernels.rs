@@ -5,6 +5,7 @@
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::path::PathBuf;
+use std::process::Command;
 
 use gristmill::device::cuda::compile::{self, Compiler, Kernel, Target};
 use gristmill::device::cuda::nvrtc::Nvrtc;
@@ -13,7 +14,7 @@ use gristmill::model::config::Config;
 use gristmill::model::shapes;
 use rayon::prelude::*;
 
-use crate::support::{root, skip};
+use crate::support::{Run, python, root, skip};
 
 const FORMATS: [Format; 3] = [Format::Int8, Format::E4m3, Format::Bf16];
 /// Compute capabilities: A100; A10 and RTX 3090; L4, L40S and RTX 4090; H100 and H200; B200; RTX 5090.
@@ -230,6 +231,16 @@ fn every_kernel_compiles_for_every_card_without_spills() {
         })
         .collect();
     check("kernels.txt", &(lines.join("\n") + "\n"));
+}
+
+/// Widths of loads and stores, products and registers, by three versions of NVRTC.
+#[test]
+fn machine_code_is_as_it_was_counted() {
+    let name = "cuda_kernels::machine_code_is_as_it_was_counted";
+    if !root().join(".venv/nvrtc/nvdisasm").exists() {
+        return skip(name, "no NVRTC of other versions in .venv/: run tests/machine_code.py --install");
+    }
+    Run::of(Command::new(python()).arg(root().join("tests/machine_code.py"))).expect(0);
 }
 
 #[test]

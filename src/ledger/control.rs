@@ -4,7 +4,8 @@ use super::Ledger;
 use super::error::{LedgerError, Result};
 use super::job::Terms;
 use super::keys::Id;
-use super::record::{ControlRecord, Extension, LimitsFrom, Order, PinOrder, Price, StopWhy, decode, encode, read};
+use super::order::{ControlRecord, Extension, LimitsFrom, Order, PinOrder, Price, StopWhy};
+use super::record::{decode, encode, read};
 use super::store::Created;
 
 /// More orders than this are no work of people.

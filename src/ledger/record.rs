@@ -6,12 +6,9 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::error::{LedgerError, Result};
-use super::job::Unfinished;
 use super::keys::{Id, Keys, sha256};
 use super::rowset::RowSet;
 use super::store::Store;
-use crate::dataset::pinned::Pin;
-use crate::dataset::pins::PinnedAnew;
 use crate::dataset::row::RowStatus;
 
 /// Version of the records written by this gristmill.
@@ -20,8 +17,6 @@ pub const VERSION: u32 = 1;
 pub const VERSION_MORE: u32 = 2;
 /// Version of a retry whose rows lie in records of their own.
 pub const VERSION_BLOCKS: u32 = 3;
-/// Version of those that one which reads up to [`VERSION_MORE`] does not know: it must say that they are newer, not damaged.
-pub const VERSION_PINS: u32 = 3;
 /// A log record of a shard whose every other row counts stays far below this.
 const MAX_RECORD_BYTES: u64 = 16 << 20;
 
@@ -445,11 +440,11 @@ pub struct CleanedMark {
 
 impl Record for CleanedMark {}
 
-fn is_zero(number: &u32) -> bool {
+pub(super) fn is_zero(number: &u32) -> bool {
     *number == 0
 }
 
-fn is_false(flag: &bool) -> bool {
+pub(super) fn is_false(flag: &bool) -> bool {
     !*flag
 }
 
@@ -473,156 +468,6 @@ impl Record for Spend {
             Err("`device_seconds` is not a duration".into())
         }
     }
-}
-
-/// `control/000.json`: what somebody decided about the job; the last one holds.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct ControlRecord {
-    pub v: u32,
-    pub job: Id,
-    pub index: u32,
-    pub nonce: Id,
-    /// The generation that a stop is meant for: a later retry is not stopped by it.
-    #[serde(default, skip_serializing_if = "is_zero")]
-    pub generation: u32,
-    #[serde(flatten)]
-    pub order: Order,
-}
-
-impl Record for ControlRecord {
-    const NEWEST: u32 = VERSION_PINS;
-
-    fn check(&self) -> Result<(), String> {
-        let Order::Extend(extend) = &self.order else {
-            return Ok(());
-        };
-        let price = extend.price.and_then(|price| price.usd_per_hour);
-        for (field, amount) in [("budget_usd", extend.budget_usd), ("usd_per_hour", price)] {
-            if amount.is_some_and(|usd| !usd.is_finite() || usd < 0.0) {
-                return Err(format!("`{field}` is not an amount"));
-            }
-        }
-        Ok(())
-    }
-}
-
-/// An order to all workers of a job.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(tag = "order", rename_all = "snake_case")]
-pub enum Order {
-    /// Start no further rows.
-    Stop {
-        why: StopWhy,
-        /// Unfinished rows become `expired` or `cancelled` rows, and the job ends.
-        #[serde(default, skip_serializing_if = "is_false")]
-        close: bool,
-        /// For people: what was found, in one line.
-        #[serde(default, skip_serializing_if = "Option::is_none")]
-        note: Option<String>,
-    },
-    /// Go on, within these limits in place of those that held.
-    Extend(Extension),
-    /// No order to stop or go on: an input holds the planned bytes under another ETag.
-    Pin(PinOrder),
-}
-
-/// An input that was held against the hash of the plan, and is the same.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct PinOrder {
-    /// Index into the job's inputs.
-    pub input: u32,
-    /// As planned: the bytes are the same.
-    pub size: u64,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub etag: Option<String>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub version: Option<String>,
-}
-
-impl From<&PinOrder> for PinnedAnew {
-    fn from(order: &PinOrder) -> PinnedAnew {
-        PinnedAnew {
-            input: order.input,
-            pin: Pin {
-                etag: order.etag.clone(),
-                version: order.version.clone(),
-            },
-        }
-    }
-}
-
-impl Order {
-    /// Version of a record with this order.
-    pub(super) fn version(&self) -> u32 {
-        match self {
-            Order::Stop { .. } => VERSION,
-            Order::Extend(extend) => extend.version(),
-            Order::Pin(_) => VERSION_PINS,
-        }
-    }
-}
-
-/// The limits that hold from here on.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct Extension {
-    /// `None`: without.
-    pub budget_usd: Option<f64>,
-    /// `None`: without.
-    pub deadline_seconds: Option<u64>,
-    /// `None`: as before.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub unfinished: Option<Unfinished>,
-    /// `None`: as before.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub price: Option<Price>,
-    /// Who said so; `None`: nobody wrote it down.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub from: Option<LimitsFrom>,
-}
-
-impl Extension {
-    /// Version of a record with this order: one that reads up to [`VERSION`] knows budget and deadline alone.
-    pub(super) fn version(&self) -> u32 {
-        match (self.unfinished, self.price) {
-            (None, None) => VERSION,
-            _ => VERSION_MORE,
-        }
-    }
-}
-
-/// What a device hour costs.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct Price {
-    /// `None`: the job has no price.
-    pub usd_per_hour: Option<f64>,
-}
-
-/// Where limits come from.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum LimitsFrom {
-    /// The job file, as it was when `run` or `submit` read it.
-    JobFile,
-    /// The command `extend`.
-    Extend,
-}
-
-impl Order {
-    /// A stop that needs no further words.
-    pub fn stop(why: StopWhy, close: bool) -> Order {
-        Order::Stop { why, close, note: None }
-    }
-}
-
-/// Why a job was stopped.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum StopWhy {
-    Budget,
-    Deadline,
-    Cancelled,
-    /// An input is not what it was when the job was planned.
-    InputChanged,
 }
 
 #[cfg(test)]

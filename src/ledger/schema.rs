@@ -5,9 +5,8 @@ use serde_json::{Map, Value, json};
 
 use super::entry::LogEntry;
 use super::job::JobRecord;
-use super::record::{
-    AttemptEnd, AttemptRecord, CleanedMark, Commit, ControlRecord, Digest, Generation, RetriedRows, Spend, Success,
-};
+use super::order::ControlRecord;
+use super::record::{AttemptEnd, AttemptRecord, CleanedMark, Commit, Digest, Generation, RetriedRows, Spend, Success};
 
 /// The schema, as `schemas/ledger.schema.json` holds it. Parts, and the Parquet files below `data/`, are no records.
 pub fn schema() -> Value {

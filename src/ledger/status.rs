@@ -9,7 +9,8 @@ use super::error::{LedgerError, Result};
 use super::finish::READS_AT_ONCE;
 use super::keys::Id;
 use super::log::ShardLog;
-use super::record::{StopWhy, Tally};
+use super::order::StopWhy;
+use super::record::Tally;
 use crate::report::cost::dollars;
 
 /// Blocks whose records are read at once; an open one reads its commits many at once too.
