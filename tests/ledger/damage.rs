@@ -48,7 +48,9 @@ fn rows(range: std::ops::Range<u64>) -> RowSet {
     RowSet::from_range(range)
 }
 
-fn maker(extension: &str) -> fn(&[arrow::array::RecordBatch], &[(String, String)]) -> Result<bytes::Bytes, String> {
+type Maker = fn(&[arrow::array::RecordBatch], &[(String, String)]) -> Result<bytes::Bytes, String>;
+
+fn maker(extension: &str) -> Maker {
     match extension {
         "jsonl" => lines,
         _ => part,
