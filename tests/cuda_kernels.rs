@@ -238,7 +238,10 @@ fn every_kernel_compiles_for_every_card_without_spills() {
 fn machine_code_is_as_it_was_counted() {
     let name = "cuda_kernels::machine_code_is_as_it_was_counted";
     if !root().join(".venv/nvrtc/nvdisasm").exists() {
-        return skip(name, "no NVRTC of other versions in .venv/: run tests/machine_code.py --install");
+        return skip(
+            name,
+            "no NVRTC of other versions in .venv/: run tests/machine_code.py --install",
+        );
     }
     Run::of(Command::new(python()).arg(root().join("tests/machine_code.py"))).expect(0);
 }

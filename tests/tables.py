@@ -28,6 +28,7 @@ NOT_KEPT = (
     "| precision | keys and values | perplexity of tickets | of right categories |",
     "| command | rows | wall s | processor s | rows/s | peak memory MB |",
     "| ledger | rows | files | shards | enqueued | wall s | processor s | peak memory MB | job.json MB |",
+    "| workers | in runs | requests a shard | in turn |",
     "| job | rows | prompt tokens | cached | completion tokens | device s | tokens/s |",
     "| | sequences | steps | microseconds a step, planning | the rest | nanoseconds a token computed |",
     "| what | workers | wall s | processor s | of `tokenizers` | of `plan` | peak MB | rows computed twice |",

@@ -129,7 +129,10 @@ async fn leave_stopped(
         if let Err(error) = worker.patience.bear(error, &mut pauses, stop).await {
             give_back(worker, deliveries).await?;
             return match worker.patience.reaction(&error) {
-                Reaction::LeaveShard => Ok(job.leave_to_others(&error)),
+                Reaction::LeaveShard => {
+                    job.leave_to_others(&error);
+                    Ok(())
+                }
                 _ => Err(error),
             };
         }
