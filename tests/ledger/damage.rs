@@ -1,7 +1,8 @@
 //! Data objects that are lost: their rows are computed again, and what is published is counted as it stands.
 
 use gristmill::dataset::location::Location;
-use gristmill::ledger::log::ShardState;
+use gristmill::ledger::attempts::Fate;
+use gristmill::ledger::log::{ShardLog, ShardState};
 use gristmill::ledger::{Ledger, LedgerError, RowSet};
 use object_store::ObjectStoreExt;
 use object_store::path::Path;
@@ -263,23 +264,27 @@ async fn a_loss_is_voided_once_and_seen_by_all_in_one_order() {
     );
 }
 
+/// Shard 0, whose attempts that never ended are known to be dead.
+async fn judged(ledger: &Ledger) -> Box<ShardLog> {
+    let mut log = open_shard(ledger, 0).await;
+    log.judge(|_| Fate::Dead);
+    log
+}
+
 /// Rows that were finished once are not what ended an attempt.
 #[tokio::test]
 async fn lost_rows_are_not_suspected() {
     let output = memory();
     let ledger = job(&output, "parquet").await;
     for _ in 0..3 {
-        open_shard(&ledger, 0)
-            .await
-            .begin("w", &rows(0..1), true)
-            .await
-            .unwrap();
+        let mut log = judged(&ledger).await;
+        log.begin("w", &rows(0..1), true).await.unwrap();
     }
-    let mut log = open_shard(&ledger, 0).await;
+    let mut log = judged(&ledger).await;
     assert_eq!(log.narrowing().accused, rows(0..1));
     log.append(&finished(&rows(0..1), "w")).await.unwrap();
     lose(&output, &ledger, 0, Loss::Gone).await;
-    let plan = open_shard(&ledger, 0).await.narrowing();
+    let plan = judged(&ledger).await.narrowing();
     assert!(
         plan.accused.is_empty() && plan.next == rows(0..6) && !plan.alone(),
         "{plan:?}"
