@@ -16,7 +16,8 @@ use crate::engine::scheduler::Policy;
 use crate::engine::{Engine, EngineOptions, Forward, Generate};
 use crate::model::Checkpoint;
 use crate::model::config::Config;
-use crate::model::transformer::{KvBudget, LoadOptions, Transformer, refuse_tokenizer_model_alone};
+use crate::model::folder;
+use crate::model::transformer::{KvBudget, LoadOptions, Transformer};
 use crate::model::weights::WeightSource;
 use crate::worker::model::{Formats, Model, ModelFiles};
 use crate::worker::pulse::Pulse;
@@ -87,7 +88,7 @@ pub fn load_model(
     options: &LoadOptions,
     args: &EngineArgs,
 ) -> Result<Box<dyn Forward + Send>, Failure> {
-    refuse_tokenizer_model_alone(dir).map_err(Failure::bad_job)?;
+    folder::refuse_tokenizer_model_alone(dir).map_err(Failure::bad_job)?;
     let checkpoint = Checkpoint::open(dir, config).map_err(Failure::bad_job)?;
     on_device(checkpoint.config, &checkpoint.weights, place, options, args)
 }

@@ -22,6 +22,21 @@ const SMALL_BYTES_MAX: u64 = 1 << 20;
 const POINTER_BYTES_MAX: u64 = 1024;
 const POINTER: &[u8] = b"version https://git-lfs.github.com/spec/";
 
+/// A folder with a SentencePiece model alone cannot be used: say so before minutes of loading.
+pub fn refuse_tokenizer_model_alone(dir: &Path) -> Result<(), ModelError> {
+    let exists = |name: &str| {
+        let path = dir.join(name);
+        path.try_exists().map_err(|e| ModelError::read(&path, e))
+    };
+    if exists("tokenizer.model")? && !exists("tokenizer.json")? {
+        return Err(ModelError::unsupported(
+            dir,
+            "there is a `tokenizer.model` but no `tokenizer.json`; save the tokenizer as `tokenizer.json` first",
+        ));
+    }
+    Ok(())
+}
+
 /// Checks that `path` is a folder that may hold a checkpoint, and that its files are there themselves.
 ///
 /// # Errors

@@ -21,6 +21,7 @@ use crate::model::channels::Channels;
 use crate::model::checkpoint::Checkpoint;
 use crate::model::config::Config;
 use crate::model::error::ModelError;
+use crate::model::folder;
 use crate::model::from_one::FromOne;
 use crate::model::pool;
 use crate::model::times::{Operation, Times};
@@ -114,7 +115,7 @@ impl Transformer<Cpu> {
     /// # Errors
     /// A file that is missing, broken or not supported (named), or options that do not fit the model.
     pub fn load(dir: &Path, options: &LoadOptions) -> Result<Transformer, ModelError> {
-        refuse_tokenizer_model_alone(dir)?;
+        folder::refuse_tokenizer_model_alone(dir)?;
         let checkpoint = Checkpoint::open(dir, Config::load(dir)?)?;
         Transformer::from_weights(checkpoint.config, &checkpoint.weights, options)
     }
@@ -169,21 +170,6 @@ pub enum Activations {
     MlpNorm,
     /// Width `intermediate_size`: read by the down projection.
     Gated,
-}
-
-/// A folder with a SentencePiece model alone cannot be used: say so before minutes of loading.
-pub fn refuse_tokenizer_model_alone(dir: &Path) -> Result<(), ModelError> {
-    let exists = |name: &str| {
-        let path = dir.join(name);
-        path.try_exists().map_err(|e| ModelError::read(&path, e))
-    };
-    if exists("tokenizer.model")? && !exists("tokenizer.json")? {
-        return Err(ModelError::unsupported(
-            dir,
-            "there is a `tokenizer.model` but no `tokenizer.json`; save the tokenizer as `tokenizer.json` first",
-        ));
-    }
-    Ok(())
 }
 
 impl<D: Device> Transformer<D> {
