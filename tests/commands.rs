@@ -575,7 +575,7 @@ fn help_shows_no_value_of_the_environment() {
 }
 
 /// Addresses of queues for this test, one for each broker that runs.
-fn queues(test: &str) -> Vec<String> {
+pub fn queues(test: &str) -> Vec<String> {
     let name = format!("{test}-{}", std::process::id());
     [("GRISTMILL_TEST_KAFKA", "kafka://"), ("GRISTMILL_TEST_RABBITMQ", "")]
         .iter()

@@ -6,8 +6,7 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use crate::bad_input::rows_of;
-use crate::commands::run;
-use crate::queue_brokers::{kafka_url, need, rabbit_url};
+use crate::commands::{queues, run};
 use crate::support::{Run, arg, gristmill, root};
 
 const ROWS: u64 = 24;
@@ -64,18 +63,11 @@ fn work(url: &str, outputs: &[&Path]) -> Run {
     Run::of(&mut gristmill(&arguments))
 }
 
-/// Queues of the brokers that run.
-fn queues(test: &str) -> Vec<String> {
-    let kafka = need(test, "GRISTMILL_TEST_KAFKA").map(|address| kafka_url(&address, test, 2).to_string());
-    let rabbit = need(test, "GRISTMILL_TEST_RABBITMQ").map(|address| rabbit_url(&address, test, "").to_string());
-    kafka.into_iter().chain(rabbit).collect()
-}
-
 /// Two jobs whose prompts go through other chat templates: each has the answers that it has alone, and is billed for its own
 /// share of the worker's time.
 #[test]
 fn two_jobs_in_one_worker_have_the_answers_of_run_and_share_its_bill() {
-    for url in queues("two-jobs") {
+    for url in queues("two_jobs_in_one_worker_have_the_answers_of_run_and_share_its_bill") {
         let folder = tempfile::tempdir().unwrap();
         let folder = folder.path();
         let (first, to_first) = job(folder, "first", CHAT, 4);
@@ -108,7 +100,7 @@ fn two_jobs_in_one_worker_have_the_answers_of_run_and_share_its_bill() {
 
 #[test]
 fn one_of_two_jobs_is_cancelled_and_the_other_is_none_the_worse() {
-    for url in queues("one-cancelled") {
+    for url in queues("one_of_two_jobs_is_cancelled_and_the_other_is_none_the_worse") {
         let folder = tempfile::tempdir().unwrap();
         let folder = folder.path();
         let (first, to_first) = job(folder, "first", CHAT, 4);

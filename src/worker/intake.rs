@@ -217,7 +217,8 @@ impl Intake {
                 Err(error) => return Err(error),
             }
         }
-        Ok(job.state() != JobState::Going)
+        // One that closes instead still wants this shard's rows.
+        Ok(matches!(job.state(), JobState::Stopped(_)))
     }
 
     /// Writes the attempt down and hands the shard to keeper and device.
