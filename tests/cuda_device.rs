@@ -284,18 +284,15 @@ fn large_products_are_computed_by_whom_is_fastest() {
         said.contains("ways of Bf16, ") && said.contains("128 x 128: ") && said.contains("cuBLASLt: "),
         "{said}"
     );
-    // Before the first row: on as many rows as each way serves, and on what the largest step has.
+    // Before the first row, on as many rows as each way serves.
     let measured = said
         .match_indices("ways of Bf16, ")
         .map(|(at, words)| &said[at + words.len()..]);
     let rows: Vec<usize> = measured
         .map(|text| text.split(' ').next().unwrap().parse().unwrap())
         .collect();
-    assert!(rows.contains(&1024) && rows.contains(&512), "{rows:?}");
-    assert!(
-        rows.iter().all(|rows| rows.is_power_of_two() || *rows == 40),
-        "{rows:?}"
-    );
+    // With fewer, this model's products are too small to be worth it.
+    assert_eq!(rows, [1024]);
     let (again, said) = answers(false, &[], NOTHING);
     assert_eq!(
         (again, said.contains("ways of")),

@@ -265,6 +265,7 @@ fn a_kernel_that_does_not_compile_names_its_line() {
 fn kernels_agree_with_sums_in_doubles() {
     let run = std::process::Command::new("bash")
         .arg(root().join("tests/emulator/run.sh"))
+        .arg("--quick")
         .output()
         .unwrap();
     let text = String::from_utf8_lossy(&run.stdout);
