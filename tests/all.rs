@@ -41,6 +41,7 @@ mod rules;
 mod sampling;
 mod schemas;
 mod services;
+mod skips;
 mod store_s3;
 mod tensors;
 mod thinking;

@@ -14,7 +14,8 @@ use gristmill::model::config::Config;
 use gristmill::model::shapes;
 use rayon::prelude::*;
 
-use crate::support::{Run, python, root, skip};
+use crate::skips::skip;
+use crate::support::{Run, python, root};
 
 const FORMATS: [Format; 3] = [Format::Int8, Format::E4m3, Format::Bf16];
 /// Compute capabilities: A100; A10 and RTX 3090; L4, L40S and RTX 4090; H100 and H200; B200; RTX 5090.

@@ -7,4 +7,6 @@ mod faults;
 mod proxy;
 mod services;
 #[allow(dead_code, reason = "shared with the other test binary")]
+mod skips;
+#[allow(dead_code, reason = "shared with the other test binary")]
 mod support;

@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 use std::ops::RangeInclusive;
 use std::process::Command;
 
-use crate::support::skip;
+use crate::skips::skip;
 
 /// A kernel, compiled for several numbers of rows and panels.
 struct Kernel {

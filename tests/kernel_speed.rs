@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use gristmill::device::cpu::{Buffer, Cpu, Isa, Matrix, Threads, Vector, Workspace};
 use gristmill::device::{Device, Dtype, Linear, Precision, Tensor};
 
-use crate::support::skip;
+use crate::skips::{lacks, skip};
 
 /// Rows, and features of input and output.
 const ROWS: usize = 256;
@@ -82,12 +82,14 @@ fn gain(precision: Precision) -> f64 {
 
 /// Does the best set this processor has include `name`? Else `test` is skipped.
 fn has(name: &str, test: &str) -> bool {
-    let has = !cfg!(debug_assertions) && name.parse::<Isa>().is_ok();
+    let test = format!("kernel_speed::{test}");
+    if cfg!(debug_assertions) {
+        skip(&test, "this build is not optimized");
+        return false;
+    }
+    let has = name.parse::<Isa>().is_ok();
     if !has {
-        skip(
-            &format!("kernel_speed::{test}"),
-            &format!("needs an optimized build and a processor with {name}"),
-        );
+        lacks(&test, name);
     }
     has
 }

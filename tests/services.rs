@@ -7,7 +7,8 @@ use std::io::{BufRead, BufReader, Lines};
 use std::path::PathBuf;
 use std::process::{Child, ChildStdout, Command, Stdio};
 
-use crate::support::{Run, root, skip};
+use crate::skips::skip;
+use crate::support::{Run, root};
 
 /// The value of `variable`, one of those that `services.py env` prints; where it is missing, `test` is noted as skipped.
 pub fn need(test: &str, variable: &str) -> Option<String> {

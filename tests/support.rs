@@ -109,22 +109,6 @@ pub fn job_in(folder: &Path, name: &str, edit: impl Fn(String) -> String) -> (Pa
     (path, output)
 }
 
-/// Notes that the test `name` checked nothing, and why. `tests/check.sh` takes such tests out of those that passed and
-/// lists them before its closing line.
-pub fn skip(name: &str, why: &str) {
-    eprintln!("skipped: {name}: {why}");
-    if let Some(list) = std::env::var_os("GRISTMILL_TEST_SKIPS") {
-        let mut list = OpenOptions::new()
-            .append(true)
-            .create(true)
-            .open(list)
-            .expect("the list of skipped tests");
-        // One write a line: tests run side by side.
-        list.write_all(format!("{name}: {why}\n").as_bytes())
-            .expect("a line in the list of skipped tests");
-    }
-}
-
 /// Whether this is the full run; else the part for every CI.
 pub fn is_full() -> bool {
     match std::env::var("GRISTMILL_FAULTS").as_deref() {

@@ -275,7 +275,7 @@ mod tests {
     //! Manual, volume 2: LDTILECFG, TILELOADD, TDPBUSD, TDPBF16PS), over the layouts that the loop above reads: on every processor.
 
     use super::*;
-    use crate::device::cpu::testing::{numbers, skip};
+    use crate::device::cpu::testing::{lacks, numbers};
 
     /// A tile register: 16 rows of 64 bytes.
     type Register = [[u8; ROW_BYTES]; ROWS];
@@ -505,7 +505,7 @@ mod tests {
     fn tiles_of_the_processor_give_the_plain_sums() {
         if !is_available() {
             let name = "device::cpu::amx::tests::tiles_of_the_processor_give_the_plain_sums";
-            return skip(name, "the processor lacks AMX");
+            return lacks(name, "AMX");
         }
         // SAFETY: the cases are as large as they say, and the processor has AMX.
         check(|f| unsafe { int8_sums(f) }, |f| unsafe { bf16_sums(f) });

@@ -4,8 +4,13 @@ use std::sync::OnceLock;
 
 use half::{bf16, f16};
 
+pub use skips::lacks;
+
 use super::{Buffer, Isa, On, Threads};
 use crate::device::Dtype;
+
+#[path = "../../../tests/skips.rs"]
+mod skips;
 
 /// `n` numbers in (-1, 1), the same for the same seed.
 pub fn numbers(seed: u64, n: usize) -> Vec<f32> {
@@ -47,23 +52,6 @@ pub fn on_threads(isa: Isa, count: usize) -> On<'static> {
     static THREADS: [OnceLock<Threads>; 10] = [const { OnceLock::new() }; 10];
     let threads = THREADS[count].get_or_init(|| Threads::new(count).expect("the system gives threads"));
     On { isa, threads }
-}
-
-/// Notes that the test `name` checked nothing, and why, as `skip` of the integration tests does.
-pub fn skip(name: &str, why: &str) {
-    use std::io::Write;
-    eprintln!("skipped: {name}: {why}");
-    if let Some(list) = std::env::var_os("GRISTMILL_TEST_SKIPS") {
-        let mut options = std::fs::OpenOptions::new();
-        let mut list = options
-            .append(true)
-            .create(true)
-            .open(list)
-            .expect("the list of skipped tests");
-        // One write a line: tests run side by side.
-        list.write_all(format!("{name}: {why}\n").as_bytes())
-            .expect("a line in the list of skipped tests");
-    }
 }
 
 /// Two threads.
