@@ -178,6 +178,15 @@ pub async fn reached_line(ledger: &Ledger, why: StopWhy) -> Result<String, Failu
     ))
 }
 
+/// The same, and the field of the job file by which the job has more.
+pub async fn what_to_raise(ledger: &Ledger, why: StopWhy) -> Result<String, Failure> {
+    let field = match why {
+        StopWhy::Deadline => "deadline",
+        _ => "usd",
+    };
+    Ok(format!("{}; raise `budget.{field}`", reached_line(ledger, why).await?))
+}
+
 /// Pure: the line. `note` is what the worker found that stopped the job.
 fn said_reached(why: StopWhy, terms: &Terms, from: Option<LimitsFrom>, note: Option<&str>, used: &Used) -> String {
     let from = set_by(from);

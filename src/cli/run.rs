@@ -6,7 +6,7 @@ use std::time::Duration;
 use crate::cli::args::RunArgs;
 use crate::cli::door::{self, Opened};
 use crate::cli::exit::{Exit, Failure, one_line};
-use crate::cli::limits::{follow_file, reached_line};
+use crate::cli::limits::{follow_file, what_to_raise};
 use crate::cli::outfit::{LoadedModel, pulse, render_threads, stop_on_signals};
 use crate::cli::plan::check_any;
 use crate::cli::recheck;
@@ -82,16 +82,15 @@ pub async fn run(args: RunArgs) -> Result<Exit, Failure> {
 
 /// Says why there is no result, and what to do.
 async fn say_stopped(ledger: &Ledger, why: Option<Why>) -> Result<Exit, Failure> {
+    let raise;
     let (exit, said) = match why {
-        Some(Why::Budget) => {
-            let reached = reached_line(ledger, StopWhy::Budget).await?;
-            eprintln!("gristmill: {reached}; raise `budget.usd` and run again to go on");
-            return Ok(Exit::Stopped);
-        }
-        Some(Why::Deadline) => {
-            let reached = reached_line(ledger, StopWhy::Deadline).await?;
-            eprintln!("gristmill: {reached}; raise `budget.deadline` and run again to go on");
-            return Ok(Exit::Stopped);
+        Some(limit @ (Why::Budget | Why::Deadline)) => {
+            let why = match limit {
+                Why::Deadline => StopWhy::Deadline,
+                _ => StopWhy::Budget,
+            };
+            raise = format!("{} and run again to go on", what_to_raise(ledger, why).await?);
+            (Exit::Stopped, raise.as_str())
         }
         Some(Why::Cancelled) => (Exit::Cancelled, "the job was cancelled"),
         Some(Why::InputChanged) => (

@@ -9,7 +9,7 @@ use crate::cli::args::SubmitArgs;
 use crate::cli::door::Opened;
 use crate::cli::enqueue::{Sent, Target};
 use crate::cli::exit::{Exit, Failure};
-use crate::cli::limits::{follow_file, reached_line};
+use crate::cli::limits::{follow_file, what_to_raise};
 use crate::cli::plan::{check_any, none_to_ask, read_all};
 use crate::dataset::planner::InputPlan;
 use crate::job::Job;
@@ -140,13 +140,12 @@ async fn ended(ledger: &Ledger, opened: &Opened) -> Result<Option<Ended>, Failur
 /// Says that there is nothing to enqueue, and why.
 async fn said(args: &SubmitArgs, written: &Written, ended: Ended) -> Result<Exit, Failure> {
     let name = &written.ledger.job().name;
-    let reached;
+    let raise;
     let (exit, why) = match ended {
         Ended::Stopped(why @ (StopWhy::Budget | StopWhy::Deadline)) => {
-            let field = if why == StopWhy::Budget { "usd" } else { "deadline" };
-            let line = reached_line(&written.ledger, why).await?;
-            reached = format!("is stopped, {line}; raise `budget.{field}` and submit again, or use `gristmill extend`");
-            (Exit::Stopped, reached.as_str())
+            let line = what_to_raise(&written.ledger, why).await?;
+            raise = format!("is stopped, {line} and submit again, or use `gristmill extend`");
+            (Exit::Stopped, raise.as_str())
         }
         Ended::Finished(exit) => (exit, "is already done: nothing to enqueue"),
         Ended::Stopped(StopWhy::InputChanged) => (

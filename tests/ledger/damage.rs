@@ -122,12 +122,7 @@ async fn lost_rows_are_open_again_and_computed_again() {
                 .await
                 .unwrap();
             log.publish(maker(extension)).await.unwrap();
-            let verified = retry.verify(|_| ()).await.unwrap();
-            assert!(
-                verified.holds() && verified.tally.succeeded == 6,
-                "{:?}",
-                verified.findings
-            );
+            assert_all_succeeded(&retry).await;
         }
     }
 }
@@ -211,12 +206,7 @@ async fn a_committed_shard_needs_its_data_no_more() {
             .unwrap();
         let commit = log.publish(maker(extension)).await.unwrap();
         assert_eq!(commit.retried.unwrap().succeeded, 3);
-        let verified = retry.verify(|_| ()).await.unwrap();
-        assert!(
-            verified.holds() && verified.tally.succeeded == 6,
-            "{:?}",
-            verified.findings
-        );
+        assert_all_succeeded(&retry).await;
     }
 }
 
@@ -261,6 +251,16 @@ async fn a_loss_is_voided_once_and_seen_by_all_in_one_order() {
     assert!(
         matches!(error, LedgerError::Newer { found: 3, known: 2, .. }),
         "{error:?}"
+    );
+}
+
+/// All six rows stand in the parts, and the guarantee holds.
+async fn assert_all_succeeded(ledger: &Ledger) {
+    let verified = ledger.verify(|_| ()).await.unwrap();
+    assert!(
+        verified.holds() && verified.tally.succeeded == 6,
+        "{:?}",
+        verified.findings
     );
 }
 
