@@ -23,6 +23,7 @@ mod kernel_speed;
 mod kills;
 mod ledger;
 mod limits;
+mod lost_parts;
 mod model_folders;
 mod model_reference;
 mod older_layout;

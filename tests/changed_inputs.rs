@@ -261,3 +261,111 @@ fn lines_of_rows_nobody_can_read_have_no_made_up_id() {
         assert_eq!(line["error"]["code"], "cancelled", "{line}");
     }
 }
+
+/// A nightly job whose file and addresses stay the same must not seem to have run.
+#[test]
+fn a_job_that_is_done_is_not_done_with_other_inputs() {
+    for through_glob in [false, true] {
+        let folder = tempfile::tempdir().unwrap();
+        let (job, output) = small_job(folder.path(), &[]);
+        let input = folder.path().join("rows.jsonl");
+        if through_glob {
+            let text = fs::read_to_string(&job).unwrap().replace("rows.jsonl", "'rows*.jsonl'");
+            fs::write(&job, text).unwrap();
+        }
+        run(&["run", arg(&job), "--quiet"]).expect(0);
+        let bytes = fs::read(&input).unwrap();
+        let published = fs::read(output.join("_SUCCESS")).unwrap();
+        let commands = [&["run", arg(&job)][..], &["submit", arg(&job), "--no-enqueue"]];
+        let done = || {
+            for command in commands {
+                let said = run(command).expect(0).stderr;
+                assert!(said.contains("is already done"), "{said}");
+            }
+        };
+        let refused = |why: &str| {
+            for command in commands {
+                let said = run(command).expect(2).stderr;
+                assert!(
+                    said.contains("is done, but not of its inputs as they are now"),
+                    "{said}"
+                );
+                assert!(said.contains(why) && said.contains("another `output.uri`"), "{said}");
+            }
+        };
+        restore(&input);
+        done();
+        let mut other = bytes.clone();
+        let at = other.iter().position(|byte| byte.is_ascii_digit()).unwrap();
+        other[at] = b'7';
+        replace(&input, &other);
+        refused("its SHA-256 was ");
+        replace(&input, &bytes[..bytes.len() / 2]);
+        refused(&format!("it had {} bytes", bytes.len()));
+        replace(&input, &bytes);
+        done();
+        let more = folder.path().join("rows-2.jsonl");
+        fs::write(&more, &bytes).unwrap();
+        match through_glob {
+            true => refused("rows-2.jsonl` has come since"),
+            false => done(),
+        }
+        // Inputs are often removed when they are done with.
+        fs::remove_file(&more).unwrap();
+        fs::remove_file(&input).unwrap();
+        done();
+        assert_eq!(fs::read(output.join("_SUCCESS")).unwrap(), published);
+    }
+}
+
+/// `run` alone tells as much as workers do: the job is stopped, and whoever watches it hears why.
+#[test]
+fn run_stops_a_job_whose_input_changed() {
+    let folder = tempfile::tempdir().unwrap();
+    let (job, output) = small_job(folder.path(), &[]);
+    let input = folder.path().join("rows.jsonl");
+    run(&["submit", arg(&job), "--no-enqueue"]).expect(0);
+    let bytes = fs::read(&input).unwrap();
+    let other = String::from_utf8(bytes.clone())
+        .unwrap()
+        .replace("ticket 7", "ticket x");
+    replace(&input, other.as_bytes());
+    let said = run(&["run", arg(&job), "--quiet"]).expect(2).stderr;
+    assert!(
+        said.contains("its SHA-256 was ") && said.contains("restore it"),
+        "{said}"
+    );
+    let seen = status(&output);
+    assert_eq!(seen["state"], "input_changed", "{seen}");
+    assert!(seen["note"].as_str().unwrap().contains("rows.jsonl"), "{seen}");
+    run(&["watch", arg(&output)]).expect(2);
+    replace(&input, &bytes);
+    run(&["run", arg(&job), "--quiet"]).expect(0);
+    run(&["verify", arg(&output), "--inputs"]).expect(0);
+}
+
+/// A made-up id could be that of another row.
+#[test]
+fn lines_without_an_id_get_none() {
+    let folder = tempfile::tempdir().unwrap();
+    let body = r#"{"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}"#;
+    let line =
+        |id: &str| format!("{{{id}\"method\": \"POST\", \"url\": \"/v1/chat/completions\", \"body\": {body}}}\n");
+    let lines = [line("\"custom_id\": \"row-1\", "), line(""), "no line\n".to_string()];
+    fs::write(folder.path().join("in.jsonl"), lines.concat()).unwrap();
+    let job = folder.path().join("batch.yaml");
+    let text = format!(
+        "name: batch\nmodel: {}\nprecision: f32\ninput: {{uri: in.jsonl, format: openai_batch}}\noutput: {{uri: out, format: openai}}\n",
+        root().join("jobs/demo/model").display()
+    );
+    fs::write(&job, text).unwrap();
+    run(&["run", arg(&job), "--quiet"]).expect(3);
+    let output = folder.path().join("out");
+    run(&["verify", arg(&output), "--inputs"]).expect(0);
+    let lines = fs::read_to_string(output.join("part-00000.jsonl")).unwrap();
+    let ids: Vec<Value> = lines
+        .lines()
+        .map(|line| serde_json::from_str::<Value>(line).unwrap()["custom_id"].clone())
+        .collect();
+    assert_eq!(ids, ["row-1".into(), Value::Null, Value::Null]);
+}

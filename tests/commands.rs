@@ -2,11 +2,12 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use serde_json::Value;
 
 use crate::services::{S3, need};
-use crate::support::{Run, arg, gristmill, job_in, root};
+use crate::support::{Run, arg, gristmill, job_in, python, root};
 
 /// Runs the binary.
 pub fn run(arguments: &[&str]) -> Run {
@@ -228,7 +229,7 @@ fn commands_that_come_too_late_or_too_early_say_so() {
         run(&["extend", arg(&output), "--deadline", "6h"])
             .expect(0)
             .stdout
-            .contains("already finished")
+            .contains("it is finished: the limits hold for what `gristmill retry")
     );
     assert!(
         run(&["retry", arg(&output)])
@@ -291,6 +292,29 @@ fn extend_gives_more_and_refuses_what_is_reached() {
     );
     let left = run(&["submit", arg(&job), "--no-enqueue", "--json"]).expect(0).json();
     assert!(left["uncommitted"].as_u64() > Some(0), "{left}");
+}
+
+/// Rows that expired with their budget are given more before they are tried again.
+#[test]
+fn a_finished_job_is_extended_for_its_retry() {
+    let folder = tempfile::tempdir().unwrap();
+    let (job, output) = job_in(folder.path(), "label-tickets.yaml", |text| {
+        text.replace(
+            "usd_per_hour: 0.10",
+            "usd: 0.00001, usd_per_hour: 0.10, unfinished: expire",
+        )
+    });
+    run(&["run", arg(&job), "--quiet", "--log-interval", "0.05"]).expect(3);
+    assert!(status(&output)["rows"]["expired"].as_u64() > Some(0));
+    run(&["extend", arg(&output), "--usd", "1"]).expect(0);
+    let said = run(&["retry", arg(&output)]).expect(0);
+    assert!(
+        !said.stdout.contains("first") && !said.stderr.contains("first"),
+        "{said:?}"
+    );
+    run(&["run", arg(&job), "--quiet"]).expect(0);
+    assert_eq!(status(&output)["rows"]["succeeded"], 2000);
+    run(&["verify", arg(&output)]).expect(0);
 }
 
 #[test]
@@ -670,6 +694,14 @@ fn the_commands_work_on_an_s3_store() {
         "{retried}"
     );
     s3(&["run", arg(&job), "--quiet"]).expect(3);
+    // An object of no bytes that stands for the folder, as consoles and pyarrow make it.
+    let script = "import sys; sys.path.append('tests/faults'); import known\n\
+                  store, path = known.filesystem(sys.argv[1], sys.argv[2]); store.create_dir(path)";
+    let mut marker = Command::new(python());
+    marker
+        .args(["-c", script, &output, &store.endpoint])
+        .current_dir(root());
+    Run::of(marker.envs(store.variables(&store.endpoint))).expect(0);
     assert_eq!(s3(&["verify", &output, "--json"]).expect(0).json()["rows"], 40);
     assert!(s3(&["clean", &output, "--yes", "--json"]).expect(0).json()["objects"].as_u64() > Some(0));
     s3(&["verify", &output]).expect(0);

@@ -131,21 +131,20 @@ fn what_is_missing_is_said_in_one_line() {
 
 /// A few rows of the demo, on the emulated card.
 fn label(card: &str, folder: &Path, precision: &str, change: &dyn Fn(&mut Command)) -> Run {
+    label_at_once(card, folder, precision, 4, change)
+}
+
+/// As [`label`], so many of the four rows at a time.
+fn label_at_once(card: &str, folder: &Path, precision: &str, rows: u32, change: &dyn Fn(&mut Command)) -> Run {
     let (job, _) = job_in(folder, "label-tickets.yaml", |text| {
         text.replace("precision: f32", &format!("precision: {precision}"))
     });
-    let few = [
-        "--limit",
-        "4",
-        "--step-tokens",
-        "512",
-        "--sequences",
-        "4",
-        "--json",
-        "--quiet",
-    ];
+    let few = ["--limit", "4", "--step-tokens", "512", "--json", "--quiet"];
     let mut command = on_card(card, &["run", arg(&job)]);
-    command.args(few).args(["--device", "cuda:0", "--kv-memory", "64"]);
+    command
+        .args(few)
+        .args(["--sequences", &rows.to_string()])
+        .args(["--device", "cuda:0", "--kv-memory", "64"]);
     change(&mut command);
     Run::of(&mut command)
 }
@@ -370,15 +369,42 @@ fn memory_that_ends_makes_steps_smaller() {
 fn a_lost_card_is_said_and_the_job_goes_on() {
     let folder = tempfile::tempdir().unwrap();
     let trace = folder.path().join("trace");
-    label("9.0", folder.path(), "int8", &|c| _ = c.env("EMULATOR_TRACE", &trace)).expect(0);
+    let one_by_one = |folder: &Path, change: &dyn Fn(&mut Command)| label_at_once("9.0", folder, "int8", 1, change);
+    one_by_one(folder.path(), &|c| _ = c.env("EMULATOR_TRACE", &trace)).expect(0);
     let trace = std::fs::read_to_string(&trace).unwrap();
     let launches = trace.lines().filter(|line| !line.starts_with("cuMemAlloc")).count();
     // In the last step: those before the job measure how products are computed best.
     let fail = format!("cuLaunchKernel:{}:700", launches - 20);
     let folder = tempfile::tempdir().unwrap();
-    let run = label("9.0", folder.path(), "int8", &|c| _ = c.env("EMULATOR_FAIL", &fail)).expect(7);
+    let run = one_by_one(folder.path(), &|c| _ = c.env("EMULATOR_FAIL", &fail)).expect(7);
     run.one_line(&["the device failed", "CUDA_ERROR_ILLEGAL_ADDRESS"]);
-    label("9.0", folder.path(), "int8", &|_| ()).expect(0);
+    // The trial's output.
+    let mut trials = std::fs::read_dir(folder.path().join("_limit")).unwrap();
+    let output = trials.next().unwrap().unwrap().path();
+    let kept = Run::of(&mut gristmill(&["status", arg(&output), "--json"]))
+        .expect(0)
+        .json();
+    let rows = kept["rows"]["succeeded"].as_u64().unwrap();
+    assert!((1..4).contains(&rows), "what was finished is written: {kept}");
+    one_by_one(folder.path(), &|_| ()).expect(0);
+}
+
+/// Without `--device`, a machine whose card cannot be used computes on its CPU, and says why; one that has none says nothing.
+#[test]
+fn a_card_that_is_too_old_means_the_cpu() {
+    for (card, warns) in [("7.5", true), ("none", false)] {
+        let folder = tempfile::tempdir().unwrap();
+        let (job, _) = job_in(folder.path(), "label-tickets.yaml", |text| text);
+        let ran = Run::of(&mut on_card(
+            card,
+            &["run", arg(&job), "--limit", "4", "--json", "--quiet"],
+        ))
+        .expect(0);
+        assert_eq!(ran.json()["rows"]["succeeded"], 4);
+        for words in ["computing on the CPU", "compute capability 7.5"] {
+            assert_eq!(ran.stderr.contains(words), warns, "{card}: {}", ran.stderr);
+        }
+    }
 }
 
 #[test]

@@ -79,8 +79,14 @@ fn labels_the_demo_dataset() {
         json["agreement"]["equal"].as_u64().unwrap(),
         json["agreement"]["rows"].as_u64().unwrap(),
     );
-    assert_eq!(rows, 2000);
-    assert!(equal * 100 >= rows * 95, "{equal} of {rows} categories are right");
+    // What the README says of it: F32 gives the same on every CPU.
+    assert_eq!((equal, rows), (1903, 2000), "categories that are right");
+    let count = |name: &str| json["tokens"][name].as_f64().unwrap();
+    let rate = (count("prompt") + count("completion")) / json["seconds"].as_f64().unwrap();
+    assert!(
+        (json["tokens_per_second"].as_f64().unwrap() / rate - 1.0).abs() < 0.01,
+        "{rate}: {json}"
+    );
 
     check_output(&output, &root().join("jobs/demo/tickets.parquet"), "ticket_id");
     Run::of(Command::new(python()).args(["-c", READ_WITH_BOTH, arg(&output), "2000"])).expect(0);

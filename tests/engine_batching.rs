@@ -630,6 +630,16 @@ fn equal_greedy_requests_are_computed_once() {
     assert!(results.values().all(|r| r.as_ref().unwrap().token_ids.len() <= 9));
     let cached = |row: u64| results[&row].as_ref().unwrap().cached_tokens;
     assert!((0..4).all(|row| cached(row) < 50), "each was computed by itself");
+    // Nor are those that other tokens end: jobs of one model may differ in that.
+    let mut others: Vec<_> = (0..2).map(|row| (0, request(row, &prompt, &greedy))).collect();
+    others[1].1.eos = vec![want.token_ids[0]].into();
+    let (results, _) = run(&ROOMY, &others);
+    let of = |row: u64| results[&row].as_ref().unwrap();
+    assert_eq!(of(0).token_ids, want.token_ids);
+    assert_eq!(
+        (of(1).token_ids.as_slice(), of(1).finish_reason),
+        (&[][..], FinishReason::Stop)
+    );
 }
 
 #[test]

@@ -3,8 +3,8 @@
 #
 #   tests/faults.sh [--ci] [--again] SECTION…|all
 #
-# A full run is long, so it can be had in pieces, none longer than 25 minutes: a section that passed at this commit is
-# left out (--again runs it all the same). Results lie in tests/results/SECTION.json, stamped with the commit, the seed,
+# A full run is long, so it can be had in pieces, none longer than 25 minutes: a section that passed at this commit, or at one with
+# the same sources, is left out (--again runs it all the same). Results lie in tests/results/SECTION.json, stamped with the commit, the seed,
 # counts and seconds. With --ci: the counts of every CI, and no result files. GRISTMILL_FAULTS_SEED=N repeats a run.
 # Services are started, and stopped at the end, unless GRISTMILL_TEST_SERVICES_DIR says that they run.
 set -euo pipefail
@@ -20,6 +20,8 @@ broker-kafka-1            faults faults::brokers::kafka_dies_and_comes_back 2
 broker-kafka-2            faults faults::brokers::kafka_dies_and_comes_back 2
 broker-rabbitmq           faults faults::brokers::rabbitmq_dies_and_comes_back 1
 membership                faults faults::membership::workers_join_and_leave 1
+two-jobs                  faults faults::two_jobs::shards_of_two_jobs_go_to_a_worker_that_joins 1
+two-jobs-cancel           faults faults::two_jobs::a_cancelled_job_leaves_the_device_to_the_other 1
 store                     faults faults::stores::the_store_dies_and_comes_back 1
 proxy-1                   faults faults::proxied::the_store_fails_in_every_way 4
 proxy-2                   faults faults::proxied::the_store_fails_in_every_way 4
@@ -33,6 +35,7 @@ acknowledgement-timeout   faults faults::limits::the_acknowledgement_timeout_str
 memory-alarm              faults faults::limits::the_memory_alarm_blocks_publishers 1
 budget                    faults faults::orders::a_budget_is_reached_and_extended 1
 budget-in-the-file        faults faults::orders::a_budget_is_added_to_the_file 1
+joins-a-stopping-shard    faults faults::orders::a_message_joins_a_shard_that_stops 1
 extend                    faults faults::orders::a_budget_is_extended_before_it_is_reached 1
 closing                   faults faults::orders::a_closing_job_is_extended 1
 cancel                    faults faults::orders::a_job_is_cancelled_and_closed 1
@@ -92,9 +95,15 @@ if [ -z "${GRISTMILL_TEST_SERVICES_DIR:-}" ]; then
     eval "$(python3 tests/services/services.py env --dir "$services")"
 fi
 
-commit=$(git rev-parse HEAD)
 # What the tests are made of; results and notes about them are not.
-git diff --quiet HEAD -- src tests ':!tests/results' ':!tests/README.md' Cargo.toml Cargo.lock || commit="$commit with changes"
+same_sources() { git diff --quiet "$1" -- src tests ':!tests/results' ':!tests/README.md' ':!tests/tables.py' Cargo.toml Cargo.lock 2>/dev/null; }
+commit=$(git rev-parse HEAD)
+same_sources HEAD || commit="$commit with changes"
+passed_already() {
+    local of
+    of=$(sed -n 's/^ *"commit": "\([0-9a-f]*\)",$/\1/p' "$1" 2>/dev/null)
+    [ -n "$of" ] && same_sources "$of"
+}
 mkdir -p tests/results
 failed=""
 for section in "$@"; do
@@ -106,8 +115,8 @@ for section in "$@"; do
         ?*) [ "$scale" = ci ] || variable=$more ;;
     esac
     result="tests/results/$section.json"
-    if [ "$scale" = full ] && [ -z "$again" ] && grep -qF "\"commit\": \"$commit\"" "$result" 2>/dev/null; then
-        echo "== $section: passed at this commit already"
+    if [ "$scale" = full ] && [ -z "$again" ] && passed_already "$result"; then
+        echo "== $section: passed with these sources already"
         continue
     fi
     echo "== $section"

@@ -4,13 +4,14 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use gristmill::queue::{Prepared, Publisher, Queue, QueueError, QueueUrl, Settings, connect};
-use rdkafka::ClientConfig;
 use rdkafka::admin::{AdminClient, AdminOptions};
 use rdkafka::client::DefaultClientContext;
 use rdkafka::consumer::{BaseConsumer, Consumer};
+use rdkafka::message::{Headers, Message as _};
 use rdkafka::mocking::MockCluster;
 use rdkafka::producer::{FutureProducer, FutureRecord, Producer as _};
 use rdkafka::types::{RDKafkaApiKey, RDKafkaRespErr};
+use rdkafka::{ClientConfig, Offset};
 
 use crate::queue_brokers::{
     SOON, attached, drain, expect_nothing, fill, filled, kafka_url, messages, need, receive, settings,
@@ -43,6 +44,31 @@ fn offsets(address: &str, url: &QueueUrl, partitions: i32) -> Vec<(i64, i64)> {
             let committed = consumer.committed_offsets(list, SOON).unwrap();
             let committed = committed.elements()[0].offset().to_raw().unwrap();
             (end, committed)
+        })
+        .collect()
+}
+
+/// Messages of the topic's only partition that were passed on: their bytes, and their hops.
+fn resent(address: &str, url: &QueueUrl, which: std::ops::Range<i64>) -> Vec<(Vec<u8>, String)> {
+    let consumer: BaseConsumer = ClientConfig::new()
+        .set("bootstrap.servers", address)
+        // Of no group that works on the topic.
+        .set("group.id", "who-looks-on")
+        .set("enable.auto.commit", "false")
+        .create()
+        .unwrap();
+    let mut from = rdkafka::TopicPartitionList::new();
+    from.add_partition_offset(topic(url), 0, Offset::Offset(which.start))
+        .unwrap();
+    consumer.assign(&from).unwrap();
+    which
+        .map(|_| {
+            let message = consumer.poll(SOON).expect("it is there").unwrap();
+            let headers = message.headers().expect("it was passed on");
+            let mut hops = headers.iter().filter(|header| header.key == "gristmill-hops");
+            let hops = hops.next().and_then(|header| header.value).expect("its hops");
+            let body = message.payload().unwrap_or_default();
+            (body.to_vec(), String::from_utf8(hops.to_vec()).unwrap())
         })
         .collect()
 }
@@ -110,7 +136,9 @@ async fn kafka_messages_of_others_do_not_stop_the_queue() {
     let url = kafka_url(&address, "foreign", 1);
     fill(&url, &messages(0..1)).await;
     let producer: FutureProducer = ClientConfig::new().set("bootstrap.servers", &address).create().unwrap();
-    for body in [&b"\xffnothing of ours"[..], br#"{"v":7,"what":"ever"}"#] {
+    // Spaces and the order of fields are no business of ours.
+    let newer = br#"{ "what":"ever", "v":7 }"#;
+    for body in [&b"\xffnothing of ours"[..], newer] {
         let record: FutureRecord<'_, (), [u8]> = FutureRecord::to(topic(&url)).payload(body);
         producer.send(record, SOON).await.unwrap();
     }
@@ -121,6 +149,8 @@ async fn kafka_messages_of_others_do_not_stop_the_queue() {
     expect_nothing(&*queue, Duration::from_secs(4)).await;
     drop(queue);
     assert_eq!(offsets(&address, &url, 1), [(7, 7)]);
+    let again = resent(&address, &url, 4..7);
+    assert_eq!(again, ["1", "2", "3"].map(|hops| (newer.to_vec(), hops.to_string())));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -154,22 +184,25 @@ async fn kafka_rebalances_lose_and_repeat_nothing() {
         in_flight: 4,
         ..settings()
     };
-    fill(&url, &messages(0..60)).await;
+    // One in each partition: whichever of them go to the second, the first has a delivery of theirs.
+    fill(&url, &messages(0..4)).await;
     let first = connect(&url, &few).await.unwrap();
     let mut held = Vec::new();
     let mut acknowledged = Vec::new();
     for _ in 0..4 {
         held.push(receive(&*first).await);
     }
+    fill(&url, &messages(4..60)).await;
     expect_nothing(&*first, Duration::from_millis(500)).await;
     let out: BTreeSet<u32> = held.iter().map(|delivery| delivery.message.shard).collect();
 
     let second = connect(&url, &few).await.unwrap();
-    let waited = tokio::time::timeout(Duration::from_secs(15), first.recalled()).await;
-    // Which partitions move is the group's choice: what was held may all stay.
-    if let Ok(recall) = waited {
-        held.retain(|delivery| !recall.receipts.contains(&delivery.receipt));
-    }
+    let recall = tokio::time::timeout(SOON, first.recalled()).await.unwrap();
+    assert!(recall.why.contains("to another worker"), "{}", recall.why);
+    let before = held.len();
+    held.retain(|delivery| !recall.receipts.contains(&delivery.receipt));
+    assert_eq!(before - held.len(), recall.receipts.len(), "what is recalled was held");
+    drop(recall);
     for delivery in held.drain(..) {
         first.acknowledge(&delivery).await.unwrap();
         acknowledged.push(delivery.message.shard);

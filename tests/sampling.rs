@@ -165,14 +165,21 @@ const SAMPLES: u32 = 2;
 
 const READ: &str = "import json, sys, pyarrow.dataset as ds\n\
     print(json.dumps(ds.dataset(sys.argv[1], format='parquet').to_table(columns=\
-    ['row', 'status', 'text', 'prompt_tokens', 'token_ids', 'logprobs']).to_pylist()))";
+    ['row', 'status', 'prompt_tokens', 'token_ids', 'logprobs']).to_pylist()))";
+
+/// The prompt of a row.
+fn prompt(row: usize) -> String {
+    format!("Ticket {row}: the tone, the tone and the parcel of")
+}
 
 fn published(output: &Path, tokenizer: &Tokenizer) -> Vec<Sample> {
     let rows = Run::of(Command::new(python()).args(["-c", READ, arg(output)]))
         .expect(0)
         .json();
     let samples = rows.as_array().unwrap().iter().flat_map(|row| {
-        let prompt = tokenizer.encode(row["text"].as_str().unwrap(), true).unwrap();
+        let prompt = tokenizer
+            .encode(&prompt(row["row"].as_u64().unwrap() as usize), true)
+            .unwrap();
         assert_eq!(row["prompt_tokens"], prompt.len(), "{row}");
         (0..SAMPLES).map(move |sample| Sample {
             row: row["row"].as_u64().unwrap(),
@@ -187,16 +194,11 @@ fn published(output: &Path, tokenizer: &Tokenizer) -> Vec<Sample> {
 
 /// Runs a job over eight rows with `generate` in its file, twice each.
 fn job(folder: &Path, name: &str, generate: &str) -> std::path::PathBuf {
-    let rows = (0..8).map(|row| {
-        format!(
-            "{}\n",
-            json!({"text": format!("Ticket {row}: the tone, the tone and the parcel of")})
-        )
-    });
+    let rows = (0..8).map(|row| format!("{}\n", json!({"text": prompt(row)})));
     fs::write(folder.join("rows.jsonl"), rows.collect::<String>()).unwrap();
     let text = format!(
         "name: {name}\nmodel: {}\nprecision: f32\ninput: {{uri: rows.jsonl}}\nprompt: {{text: '{{{{ text }}}}'}}\n\
-         generate: {{{generate}, n: {SAMPLES}, logprobs: true}}\noutput: {{uri: {name}, token_ids: true, carry: [text]}}\n",
+         generate: {{{generate}, n: {SAMPLES}, logprobs: true}}\noutput: {{uri: {name}, token_ids: true}}\n",
         root().join("jobs/demo/model").display()
     );
     let path = folder.join(format!("{name}.yaml"));
@@ -311,12 +313,9 @@ fn assert_log_probabilities(samples: &[Sample], logits: &[Vec<Vec<f32>>], shape:
     }
 }
 
-#[test]
-fn each_field_of_sampling_reaches_the_device() {
-    let mut model = Model::load();
-    let folder = tempfile::tempdir().unwrap();
-    let each: Vec<(&str, Asked)> = ALL
-        .without()
+/// One field at a time, with a value that changes draws by itself.
+fn each_field() -> Vec<(&'static str, Asked)> {
+    ALL.without()
         .into_iter()
         .map(|(name, _)| {
             let mut one = Asked { seed: 13, ..PLAIN };
@@ -333,8 +332,14 @@ fn each_field_of_sampling_reaches_the_device() {
             }
             (name, one)
         })
-        .collect();
-    for (name, asked) in [&each[..], &[("all", ALL)]].concat() {
+        .collect()
+}
+
+#[test]
+fn each_field_of_sampling_reaches_the_device() {
+    let mut model = Model::load();
+    let folder = tempfile::tempdir().unwrap();
+    for (name, asked) in [&each_field()[..], &[("all", ALL)]].concat() {
         let output = job(
             folder.path(),
             name,
@@ -353,6 +358,48 @@ fn each_field_of_sampling_reaches_the_device() {
                 assert!(differ > 0, "{name}: {field} changes no draw");
             }
         }
+    }
+}
+
+/// What a line of an OpenAI batch asks for takes the place of what its job does.
+#[test]
+fn each_field_of_a_line_reaches_the_device() {
+    let mut model = Model::load();
+    let folder = tempfile::tempdir().unwrap();
+    let asked = [&each_field()[..], &[("all", ALL)]].concat();
+    let lines = asked.iter().enumerate().map(|(row, (_, asked))| {
+        let body = json!({
+            "model": "any", "prompt": prompt(row), "max_tokens": 24, "n": SAMPLES,
+            "temperature": asked.temperature, "top_k": asked.top_k, "top_p": asked.top_p, "min_p": asked.min_p,
+            "repetition_penalty": asked.repetition, "presence_penalty": asked.presence,
+            "frequency_penalty": asked.frequency, "seed": asked.seed, "ignore_eos": true,
+        });
+        let line = json!({"custom_id": format!("{row}"), "method": "POST", "url": "/v1/completions", "body": body});
+        format!("{line}\n")
+    });
+    fs::write(folder.path().join("rows.jsonl"), lines.collect::<String>()).unwrap();
+    let job = format!(
+        "name: lines\nmodel: {}\nprecision: f32\ninput: {{uri: rows.jsonl}}\n\
+         generate: {{{}, max_tokens: 3, n: {SAMPLES}, logprobs: true}}\noutput: {{uri: out, token_ids: true}}\n",
+        root().join("jobs/demo/model").display(),
+        Asked { seed: 99, ..PLAIN }.generate()
+    );
+    let path = folder.path().join("lines.yaml");
+    fs::write(&path, job).unwrap();
+    run(&["run", arg(&path), "--quiet"]).expect(0);
+    let samples = published(&folder.path().join("out"), &model.tokenizer);
+    assert_eq!(samples.len(), asked.len() * SAMPLES as usize);
+    let logits = model.logits(&samples);
+    for (at, (sample, logits)) in samples.iter().zip(logits).enumerate() {
+        let (name, asked) = &asked[sample.row as usize];
+        let one = (std::slice::from_ref(sample), &[logits][..]);
+        let (draws, differ) = replay(asked, 0, one.0, one.1, &free, &model);
+        assert_eq!((draws, differ), (24, 0), "{name}, sample {at}");
+        let job_seed = Asked { seed: 99, ..*asked };
+        assert!(
+            replay(&job_seed, 0, one.0, one.1, &free, &model).1 > 0,
+            "{name}: the job's seed draws the same"
+        );
     }
 }
 

@@ -1,8 +1,17 @@
 //! A worker with the real engine over real brokers, and two jobs in one worker: answers, bills, and the end of one of them.
+//! Without a broker: which jobs a worker opens, and what it has spent on one that it opens again.
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
 
+use gristmill::dataset::location::Location;
+use gristmill::device;
+use gristmill::job::spec::Precision;
+use gristmill::ledger::Ledger;
+use gristmill::worker::jobs::{Heard, Jobs, OpenJob};
+use gristmill::worker::model::{Formats, Model, ModelFiles};
 use serde_json::Value;
 
 use crate::bad_input::rows_of;
@@ -117,5 +126,68 @@ fn one_of_two_jobs_is_cancelled_and_the_other_is_none_the_worse() {
             (&"cancelled".into(), &0.into()),
             "{seen}"
         );
+    }
+}
+
+/// The model in `dir` as a worker has it that was started for contexts of so many tokens.
+fn model(dir: &Path, context_tokens: u32) -> Model {
+    let files = ModelFiles::open(dir.to_path_buf()).unwrap();
+    let formats = Formats::of(Precision::F32, Precision::Auto, device::Precision::F32);
+    let hash = files.hash(formats.precision).unwrap();
+    Model::new(files, formats, context_tokens, hash)
+}
+
+/// The ledger of the job in `output`, as another process finds it.
+async fn ledger(output: &Path) -> Ledger {
+    let output = Location::parse(arg(output), Path::new("/")).unwrap();
+    Ledger::open(&output).await.unwrap().unwrap()
+}
+
+/// The job, or why it is not for this worker.
+fn opened(heard: Heard) -> Result<Arc<OpenJob>, String> {
+    match heard {
+        Heard::Job(job) => Ok(job),
+        Heard::NotOurs(why) | Heard::Stale(why) => Err(why.to_string()),
+    }
+}
+
+/// Weights and tokenizer are the job's, but the prompts would be others, or the longest of them would not fit.
+#[tokio::test]
+async fn a_job_of_another_chat_template_or_a_longer_context_is_not_opened() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let (file, output) = job(folder, "job", CHAT, 4);
+    run(&["submit", arg(&file), "--no-enqueue"]).expect(0);
+    let ours = root().join("jobs/demo/model");
+    let other = folder.join("model");
+    fs::create_dir(&other).unwrap();
+    for entry in fs::read_dir(&ours).unwrap() {
+        let entry = entry.unwrap();
+        fs::copy(entry.path(), other.join(entry.file_name())).unwrap();
+    }
+    let config = other.join("tokenizer_config.json");
+    let text = fs::read_to_string(&config).unwrap();
+    assert_eq!(text.matches(">assistant").count(), 1, "{text}");
+    fs::write(&config, text.replace(">assistant", ">helper")).unwrap();
+
+    let hear = async |model: Model| opened(Jobs::new(model).add(ledger(&output).await).await).map(|_| ());
+    assert_eq!(hear(model(&ours, 256)).await, Ok(()));
+    let why = hear(model(&other, 256)).await.unwrap_err();
+    assert!(why.contains("another chat template"), "{why}");
+    let why = hear(model(&ours, 255)).await.unwrap_err();
+    assert!(why.contains("it needs a context of 256 tokens"), "{why}");
+}
+
+/// As after a retry, or when it had made room for others: the worker's record of what it spent must never say less than before.
+#[tokio::test]
+async fn a_job_that_is_opened_again_keeps_what_was_spent_on_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let (file, output) = job(folder.path(), "job", CHAT, 4);
+    run(&["submit", arg(&file), "--no-enqueue"]).expect(0);
+    let jobs = Jobs::new(model(&root().join("jobs/demo/model"), 256));
+    for seconds in [1.0, 2.0] {
+        let job = opened(jobs.add(ledger(&output).await).await).unwrap();
+        job.add_device_time(Duration::from_secs(1));
+        assert_eq!(job.device_seconds(), seconds);
     }
 }

@@ -1,21 +1,40 @@
 //! A worker before its first message: it ends where the queue is empty, and waits where the queue does not answer.
 
 use std::process::{Child, Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
+
+use tempfile::NamedTempFile;
 
 use crate::queue_brokers::{fill, need};
 use crate::support::{Run, gristmill};
 
 const ONCE: [&str; 5] = ["--once", "--idle-after", "1", "--json", "--quiet"];
-/// By then, a worker that took an absence for an empty queue has ended: connecting takes 10 s, and `--idle-after` one.
-const NOTICED: Duration = Duration::from_secs(15);
+const AWAY: &str = "does not answer";
+/// Within which a worker says so: connecting takes 10 s.
+const AWAY_MAX: Duration = Duration::from_secs(60);
+/// From then on: a worker that took an absence for an empty queue has ended by then, `--idle-after` being a second.
+const NOTICED: Duration = Duration::from_secs(5);
 
-fn start(url: &str) -> Child {
-    gristmill(&[&["worker", "--queue", url][..], &ONCE].concat())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap()
+/// A worker, and what it writes to stderr.
+struct Worker {
+    child: Child,
+    stderr: NamedTempFile,
+}
+
+impl Worker {
+    fn start(url: &str) -> Worker {
+        let stderr = NamedTempFile::new().unwrap();
+        let child = gristmill(&[&["worker", "--queue", url][..], &ONCE].concat())
+            .stdout(Stdio::piped())
+            .stderr(stderr.reopen().unwrap())
+            .spawn()
+            .unwrap();
+        Worker { child, stderr }
+    }
+
+    fn said(&self) -> String {
+        std::fs::read_to_string(self.stderr.path()).unwrap()
+    }
 }
 
 /// The report of a worker that had nothing to do.
@@ -36,24 +55,30 @@ fn has_done_nothing(report: &serde_json::Value) {
 
 /// Runs a worker for each address; all wait, and end when they are told to. What each wrote to stderr.
 fn all_wait(urls: &[String]) -> Vec<String> {
-    let mut workers: Vec<Child> = urls.iter().map(|url| start(url)).collect();
+    let mut workers: Vec<Worker> = urls.iter().map(|url| Worker::start(url)).collect();
+    let began = Instant::now();
+    // Who never says so is found by the caller, when all have ended.
+    while began.elapsed() < AWAY_MAX && !workers.iter().all(|worker| worker.said().contains(AWAY)) {
+        std::thread::sleep(Duration::from_millis(50));
+    }
     std::thread::sleep(NOTICED);
     let waiting: Vec<bool> = workers
         .iter_mut()
-        .map(|worker| worker.try_wait().unwrap().is_none())
+        .map(|worker| worker.child.try_wait().unwrap().is_none())
         .collect();
     let mut said = Vec::new();
     for worker in workers {
         // One that has ended cannot be told to.
         Command::new("kill")
-            .args(["-TERM", &worker.id().to_string()])
+            .args(["-TERM", &worker.child.id().to_string()])
             .status()
             .unwrap();
-        let output = worker.wait_with_output().unwrap();
+        let Worker { child, stderr } = worker;
+        let output = child.wait_with_output().unwrap();
         let run = Run {
             code: output.status.code(),
             stdout: String::from_utf8(output.stdout).unwrap(),
-            stderr: String::from_utf8(output.stderr).unwrap(),
+            stderr: std::fs::read_to_string(stderr.path()).unwrap(),
         };
         let run = run.expect(6);
         has_done_nothing(&run.json());
@@ -70,7 +95,7 @@ fn a_worker_waits_for_a_broker_that_is_away() {
     drop(free);
     let urls = ["kafka", "amqp"].map(|scheme| format!("{scheme}://127.0.0.1:{port}/q"));
     for said in all_wait(&urls) {
-        assert!(said.contains("does not answer"), "{said}");
+        assert!(said.contains(AWAY), "{said}");
     }
 }
 
@@ -78,10 +103,7 @@ fn a_worker_waits_for_a_broker_that_is_away() {
 fn a_worker_waits_for_a_host_that_is_unknown() {
     let urls = ["kafka", "amqp"].map(|scheme| format!("{scheme}://no-such-host.invalid/q"));
     for said in all_wait(&urls) {
-        let line = said
-            .lines()
-            .find(|line| line.contains("does not answer"))
-            .unwrap_or_default();
+        let line = said.lines().find(|line| line.contains(AWAY)).unwrap_or_default();
         assert!(
             line.contains("no-such-host.invalid") && line.contains("no such host"),
             "{said}"

@@ -14,10 +14,7 @@ use crate::report::progress::show_duration;
 pub async fn extend(args: ExtendArgs) -> Result<Exit, Failure> {
     let ledger = ledger_at(&args.output).await?;
     let name = &ledger.job().name;
-    if ledger.finish_check(None).await?.is_some() {
-        println!("job `{name}` is already finished: nothing to extend");
-        return Ok(Exit::Done);
-    }
+    let is_finished = ledger.finish_check(None).await?.is_some();
     let mut control = ledger.control().await?;
     let terms = loop {
         let stopped = control.stopped();
@@ -54,11 +51,13 @@ pub async fn extend(args: ExtendArgs) -> Result<Exit, Failure> {
     for line in limit_lines(&terms, control.limits_from(), &used) {
         println!("{line}");
     }
-    println!(
-        "next        workers that are at it go on; gristmill reconcile {} --queue URL",
-        ledger.store().url()
-    );
-    println!("            enqueues what they have given up");
+    let url = ledger.store().url();
+    if is_finished {
+        println!("next        it is finished: the limits hold for what `gristmill retry {url}` begins");
+    } else {
+        println!("next        workers that are at it go on; gristmill reconcile {url} --queue URL");
+        println!("            enqueues what they have given up");
+    }
     Ok(Exit::Done)
 }
 

@@ -11,6 +11,7 @@ mod door;
 mod enqueue;
 mod exit;
 mod extend;
+mod inputs;
 mod limits;
 mod outfit;
 mod place;
@@ -43,7 +44,7 @@ const OUTPUT_CLOSED: u8 = 141;
 pub fn main() -> ExitCode {
     let arguments = Arguments::parse();
     tracing_subscriber::fmt()
-        .with_env_filter(EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn")))
+        .with_env_filter(EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn,lapin=off")))
         .with_writer(std::io::stderr)
         .with_ansi(std::io::stderr().is_terminal())
         .without_time()

@@ -10,10 +10,10 @@ use serde_json::json;
 use crate::cli::args::PlanArgs;
 use crate::cli::door::{Opened, output_of, say_warnings, unread};
 use crate::cli::exit::{Exit, Failure};
+use crate::cli::inputs;
 use crate::cli::place::DeviceChoice;
 use crate::cli::trial;
 use crate::dataset::DatasetError;
-use crate::dataset::pins::{PinnedAnew, Pins};
 use crate::dataset::plan::Shard;
 use crate::dataset::planner::InputPlan;
 use crate::dataset::row::InputRow;
@@ -123,22 +123,16 @@ pub fn none_to_ask(opened: &Opened, seen: &Preflight) -> Option<Failure> {
     })
 }
 
-/// Inputs of a begun job that `run` will refuse to go on with, a line each. Nothing is pinned anew by looking.
+/// Inputs of a begun job that `run` will refuse to go on with, a line each.
 async fn refusals(ledger: &Ledger) -> Result<Vec<String>, Failure> {
     if ledger.success().await?.is_some() {
         return Ok(Vec::new());
     }
-    let pins = Pins::new(ledger.job().inputs.clone());
-    pins.know(ledger.control().await?.pins().map(PinnedAnew::from));
-    let mut lines = Vec::new();
-    for input in 0..ledger.job().inputs.len() as u32 {
-        match pins.check(input).await {
-            Ok(()) => {}
-            Err(error @ DatasetError::Store { .. }) => return Err(unread(error.into())),
-            Err(error) => lines.push(format!("`run` will not go on with this job: {error}")),
-        }
-    }
-    Ok(lines)
+    let found = inputs::differences(ledger).await?.into_iter().map(|error| match error {
+        DatasetError::Store { .. } => Err(unread(error.into())),
+        error => Ok(format!("`run` will not go on with this job: {error}")),
+    });
+    found.collect()
 }
 
 fn reader(renderer: &Renderer, inputs: &InputPlan) -> ShardReader {

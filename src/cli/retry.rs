@@ -97,7 +97,7 @@ async fn next(ledger: &Ledger, max_tokens: Option<u32>) -> Result<Option<Generat
         }
         return Ok(Some(Generation {
             rows: ledger.retried_tally(),
-            shards: ledger.uncommitted().await?,
+            shards: ledger.unfinished().await?,
             ledger: ledger.clone(),
             resumed: true,
         }));

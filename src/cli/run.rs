@@ -6,6 +6,7 @@ use std::time::Duration;
 use crate::cli::args::RunArgs;
 use crate::cli::door::{self, Opened};
 use crate::cli::exit::{Exit, Failure, one_line};
+use crate::cli::inputs;
 use crate::cli::limits::{follow_file, what_to_raise};
 use crate::cli::outfit::{LoadedModel, pulse, render_threads, stop_on_signals};
 use crate::cli::plan::check_any;
@@ -44,6 +45,7 @@ pub async fn run(args: RunArgs) -> Result<Exit, Failure> {
     };
     let stop = Stop::default();
     if ledger.finish_check(None).await?.is_some() {
+        inputs::check_done(&opened, &ledger).await?;
         if !args.quiet {
             eprintln!("job `{}` is already done: nothing to do", opened.job.name);
         }
@@ -82,7 +84,7 @@ pub async fn run(args: RunArgs) -> Result<Exit, Failure> {
 
 /// Says why there is no result, and what to do.
 async fn say_stopped(ledger: &Ledger, why: Option<Why>) -> Result<Exit, Failure> {
-    let raise;
+    let (raise, note);
     let (exit, said) = match why {
         Some(limit @ (Why::Budget | Why::Deadline)) => {
             let why = match limit {
@@ -93,10 +95,14 @@ async fn say_stopped(ledger: &Ledger, why: Option<Why>) -> Result<Exit, Failure>
             (Exit::Stopped, raise.as_str())
         }
         Some(Why::Cancelled) => (Exit::Cancelled, "the job was cancelled"),
-        Some(Why::InputChanged) => (
-            Exit::BadJob,
-            "an input is not what it was when the job was planned; restore it and run again to go on",
-        ),
+        Some(Why::InputChanged) => {
+            let control = ledger.control().await?;
+            let found = control
+                .note()
+                .unwrap_or("an input is not what it was when the job was planned");
+            note = format!("{found} (restored, the job goes on when it is run again)");
+            (Exit::BadJob, note.as_str())
+        }
         Some(Why::Interrupted | Why::Preempted) => {
             (Exit::Interrupted, "interrupted; run the same command again to go on")
         }
@@ -183,7 +189,7 @@ async fn work(
 
 /// The shards that are not done: the embedded queue is that list in memory.
 async fn messages(ledger: &Ledger, resumed: bool) -> Result<Vec<Message>, Failure> {
-    let mut shards = ledger.uncommitted().await?;
+    let mut shards = ledger.unfinished().await?;
     if resumed && !shards.is_empty() {
         // Another run may be at work on the same job: starting elsewhere, the two meet late.
         let mut bytes = [0; 8];

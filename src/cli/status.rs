@@ -46,6 +46,11 @@ pub async fn status(args: OutputArgs) -> Result<Exit, Failure> {
     for line in shard_lines(&status, Utc::now()) {
         println!("            {line}");
     }
+    for name in status.lost_parts.iter().take(SHARDS_SHOWN) {
+        println!(
+            "damaged     `{name}` is gone: `gristmill run` makes it again, or workers after `gristmill reconcile`"
+        );
+    }
     for name in pinned_anew(&ledger, &control) {
         println!("input       `{name}` has another ETag and the planned bytes: it was pinned anew");
     }
@@ -75,6 +80,7 @@ fn as_json(
     json["created_at"] = ledger.created_at().to_rfc3339().into();
     json["shards"] = serde_json::to_value(status.shards)?;
     json["open_shards"] = serde_json::to_value(&status.open)?;
+    json["lost_parts"] = serde_json::to_value(&status.lost_parts)?;
     json["budget"] = json!({
         "usd": terms.usd,
         "usd_per_hour": terms.usd_per_hour,
@@ -127,7 +133,7 @@ fn shard_lines(status: &Status, now: DateTime<Utc>) -> Vec<String> {
             }
             match shard.attempts {
                 0 | 1 if !shard.stuck => {}
-                n => line.push_str(&format!(", {n} attempts that never ended")),
+                n => line.push_str(&format!(", {n} attempts that have not ended")),
             }
             if shard.stuck {
                 line.push_str(": stuck, its rows are tried in smaller groups");

@@ -9,6 +9,7 @@ use crate::cli::args::SubmitArgs;
 use crate::cli::door::Opened;
 use crate::cli::enqueue::{Sent, Target};
 use crate::cli::exit::{Exit, Failure};
+use crate::cli::inputs;
 use crate::cli::limits::{follow_file, what_to_raise};
 use crate::cli::plan::{check_any, none_to_ask, read_all};
 use crate::dataset::planner::InputPlan;
@@ -48,7 +49,7 @@ pub async fn submit(args: SubmitArgs) -> Result<Exit, Failure> {
         return said(&args, &written, ended).await;
     }
     let shards = match written.resumed {
-        true => ledger.uncommitted().await?,
+        true => ledger.unfinished().await?,
         false => ledger.shard_numbers(),
     };
     let sent = match &enqueuer {
@@ -130,6 +131,7 @@ async fn look_at_rows(opened: &Opened, plan: &InputPlan) -> Result<(), Failure> 
 /// Whether the job has ended; one that stopped at its budget or deadline goes on where the job file allows more now.
 async fn ended(ledger: &Ledger, opened: &Opened) -> Result<Option<Ended>, Failure> {
     if let Some(success) = ledger.finish_check(None).await? {
+        inputs::check_done(opened, ledger).await?;
         let rows = RowCounts::of(success.rows, &success.tally);
         return Ok(Some(Ended::Finished(Exit::of_rows(&rows))));
     }

@@ -136,10 +136,9 @@ fn lines_differ(bytes: &[u8], carry: &RecordBatch, first_row: u64) -> anyhow::Re
             continue;
         }
         let line: Value = serde_json::from_slice(line)?;
-        let unnamed = || Value::String(format!("row-{row}"));
-        let wanted = match ids.map(|ids| cell(ids, at)).transpose().map_err(text_error)? {
-            None | Some(Value::Null) => unnamed(),
-            Some(id) => id,
+        let wanted = match ids {
+            Some(ids) => cell(ids, at).map_err(text_error)?,
+            None => Value::String(format!("row-{row}")),
         };
         if line["custom_id"] != wanted {
             return Ok(Some(format!("`custom_id` of row {row} is not its input's")));

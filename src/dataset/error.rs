@@ -22,7 +22,10 @@ pub enum DatasetError {
     #[error("`{file}` is not what it was when the job was planned: {why}; restore it, or run the job to a new output")]
     InputChanged { file: String, why: String },
     /// It may be out of this process's reach only: whoever reads it can go on.
-    #[error("`{file}` is not there; it was when the job was planned: restore it, or let workers reach it")]
+    #[error(
+        "`{file}` is not there; it was when the job was planned: restore it, or let workers reach it; if it is gone for good, end the job \
+         by `gristmill cancel OUTPUT --finish`"
+    )]
     InputMissing { file: String },
     /// The store failed: try again later.
     #[error("cannot read `{file}`: {}", cause(error))]

@@ -100,8 +100,8 @@ pub struct OpenaiMeta {
 
 /// OpenAI batch result lines, one a row, in the order of `batches`.
 ///
-/// `custom_id` is the carried column of that name, `row-N` where there is none, null where the row was closed and its line
-/// could not be read any more; with a carried `url` that ends in
+/// `custom_id` is the carried column of that name, null where its row has none or could not be read any more (a made-up one could be
+/// another row's), and `row-N` where there is no such column; with a carried `url` that ends in
 /// `/completions` but not in `/chat/completions`, the body is a text completion. A row without a completion has
 /// `"response": null` and an `error`; one whose output is invalid has both.
 pub fn part_openai(batches: &[RecordBatch], meta: &OpenaiMeta) -> Result<Bytes, DatasetError> {
@@ -161,12 +161,9 @@ impl<'a> OpenaiColumns<'a> {
             .map(|c| c.value(i));
         let row = row.ok_or_else(|| DatasetError::Output("column `row` is not int64".into()))?;
         let status = self.value("status", i)?;
-        let is_closed = status == "cancelled" || status == "expired";
-        let custom_id = match self.value("custom_id", i)? {
-            // Its id may not have been read: a made-up one could be another row's.
-            Value::Null if is_closed && self.batch.column_by_name("custom_id").is_some() => Value::Null,
-            Value::Null => format!("row-{row}").into(),
-            id => id,
+        let custom_id = match self.batch.column_by_name("custom_id") {
+            Some(_) => self.value("custom_id", i)?,
+            None => format!("row-{row}").into(),
         };
         let error = match self.value("error", i)? {
             Value::Null if status == "succeeded" => Value::Null,

@@ -167,3 +167,43 @@ impl Pins {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use sha2::{Digest, Sha256};
+
+    use super::*;
+    use crate::dataset::location::Location;
+    use crate::dataset::pinned::hex;
+    use crate::dataset::plan::Format;
+
+    /// A file of ten bytes as planned from a store that gives no ETag, with this hash of it.
+    fn blank_plan(path: &Path, sha256: Option<String>) -> Pins {
+        let location = Location::parse(path.to_str().unwrap(), Path::new("/")).unwrap();
+        Pins::new(vec![InputFile {
+            url: location.url.to_string(),
+            format: Format::Jsonl,
+            size: 10,
+            etag: None,
+            version: None,
+            sha256,
+            rows: 1,
+        }])
+    }
+
+    #[tokio::test]
+    async fn an_input_without_an_etag_is_held_against_the_hash_of_the_plan() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("rows.jsonl");
+        let planned = Some(hex(Sha256::new_with_prefix(b"0123456789")));
+        std::fs::write(&path, b"0123456789").unwrap();
+        assert!(blank_plan(&path, planned.clone()).open(0).await.is_ok());
+        std::fs::write(&path, b"0123456780").unwrap();
+        let error = blank_plan(&path, planned).open(0).await.unwrap_err();
+        assert!(matches!(error, DatasetError::InputChanged { .. }), "{error}");
+        // A trial has no hash: nothing can tell.
+        assert!(blank_plan(&path, None).open(0).await.is_ok());
+    }
+}

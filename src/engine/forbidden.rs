@@ -130,15 +130,16 @@ mod tests {
     #[test]
     fn ids_that_no_token_has_are_out_without_a_grammar() {
         let forbidden = Forbidden {
-            tokens: vec![5],
+            tokens: vec![2, 5],
             ..Forbidden::default()
         };
         let mut out = Out::default();
         out.prepare_mask(&forbidden, 1, &[u32::MAX], &[2]);
         out.prepare(&forbidden, (4, 1), &[90], std::iter::empty());
-        assert_eq!(out.ids(), [5, 90]);
+        assert_eq!(out.ids(), [2, 5, 90]);
         out.prepare_mask(&forbidden, 1, &[u32::MAX], &[2]);
-        assert_eq!((out.ids(), out.mask()), (&[5][..], &[!(1 << 5)][..]));
+        // A grammar says itself where a text may end: 2 ends it, and stays.
+        assert_eq!((out.ids(), out.mask()), (&[2, 5][..], &[!(1 << 5)][..]));
     }
 
     #[test]

@@ -117,6 +117,13 @@ mod tests {
     }
 
     #[test]
+    fn a_row_is_as_long_as_its_prompt_and_its_longest_answer() {
+        let waiting = |prompt: &'static [u32], max_tokens| Waiting { prompt, max_tokens };
+        let window = [waiting(&[1, 2, 3], 5), waiting(&[4], 8), waiting(&[5, 6], 2)];
+        assert_eq!(order(&window, 16), [1, 0, 2]);
+    }
+
+    #[test]
     fn less_than_a_block_is_not_a_group() {
         assert_eq!(order_of(&[&[1, 1, 5], &[2, 2, 5, 5], &[1, 1, 6, 6, 6]], 16), [2, 1, 0]);
     }

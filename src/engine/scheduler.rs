@@ -669,6 +669,26 @@ mod tests {
         assert_eq!(s.pool.available(), 8);
     }
 
+    /// A sequence that starts and is preempted by those that run has been computed for nothing.
+    #[test]
+    fn who_starts_leaves_a_block_to_each_that_runs() {
+        let mut s = scheduler(4, 64, 8);
+        submit(&mut s, 0, vec![1, 2, 3], 9);
+        s.plan();
+        s.extend(0, &[4]);
+        submit(&mut s, 1, (50..62).collect(), 9);
+        assert_eq!(
+            shares(&s.plan()),
+            [(0, 3, 1, true)],
+            "three blocks are free, and one of them is spoken for"
+        );
+        s.extend(0, &[5]);
+        let plan = s.plan();
+        assert_eq!((shares(&plan), plan.preempted), (vec![(0, 4, 1, true)], vec![]));
+        s.remove(0);
+        assert_eq!(s.plan().started, [(1, 0)]);
+    }
+
     #[test]
     fn a_guessed_token_is_planned_before_it_is_known() {
         let mut s = scheduler(32, 64, 8);
@@ -679,8 +699,8 @@ mod tests {
         let planned = &plan.sequences[0];
         assert_eq!((planned.start, planned.tokens.len(), planned.guessed), (3, 1, Some(5)));
         assert!(planned.samples && s.is_computed(0));
-        // Its block is full, but nobody finds it before it is known what is in it.
-        submit(&mut s, 1, vec![1, 2, 3, 4, 5], 9);
+        // Its block is full, but nobody finds it before it is known what is in it: until then, 0 stands there.
+        submit(&mut s, 1, vec![1, 2, 3, 0, 5], 9);
         assert_eq!(s.plan().started, [(1, 0)]);
         s.extend(0, &[4]);
         assert!(s.is_computed(0));

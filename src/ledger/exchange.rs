@@ -148,3 +148,42 @@ impl Store {
 /// How often, and how long between, a held lock is tried: 2 s.
 const LOCK_TRIES: u32 = 40;
 const LOCK_PAUSE: std::time::Duration = std::time::Duration::from_millis(50);
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path as FsPath;
+    use std::sync::Arc;
+
+    use object_store::memory::InMemory;
+
+    use super::*;
+    use crate::dataset::location::Location;
+
+    /// Who has read an object before somebody else replaced it leaves it as it is.
+    #[tokio::test]
+    async fn an_object_that_is_another_by_now_stays() {
+        let folder = tempfile::tempdir().unwrap();
+        let local = Location::parse(folder.path().to_str().unwrap(), FsPath::new("/")).unwrap();
+        let memory = Location {
+            store: Arc::new(InMemory::new()),
+            url: "memory:///exchange".parse().unwrap(),
+            ..local.clone()
+        };
+        for place in [local, memory] {
+            let store = Store::new(&place).unwrap();
+            let look: Look = &|| Box::pin(async { Ok(()) });
+            store.create("part", Bytes::from("first")).await.unwrap();
+            let (_, read) = store.get_stamped("part", MAX_OBJECT_BYTES).await.unwrap().unwrap();
+            let put = async |bytes: &'static str| store.exchange("part", &read, bytes.into(), look).await.unwrap();
+            assert_eq!(put("second, longer").await, Created::Ours, "{}", place.url);
+            assert_eq!(
+                put("third").await,
+                Created::Theirs("second, longer".into()),
+                "{}",
+                place.url
+            );
+            let (stands, _) = store.get_stamped("part", MAX_OBJECT_BYTES).await.unwrap().unwrap();
+            assert_eq!(stands, "second, longer", "{}", place.url);
+        }
+    }
+}

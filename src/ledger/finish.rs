@@ -56,7 +56,7 @@ impl Ledger {
             }
             None => {
                 if let Some(success) = self.success().await? {
-                    return Ok(Some(success));
+                    return Ok(self.has_all_parts().await?.then_some(success));
                 }
                 let closed = self.closed_blocks().await?;
                 for block in self.blocks().into_iter().filter(|block| !closed.contains(block)) {
@@ -68,6 +68,9 @@ impl Ledger {
             }
         }
         if self.closed_blocks().await?.len() < self.blocks().len() {
+            return Ok(None);
+        }
+        if !self.has_all_parts().await? {
             return Ok(None);
         }
         crate::failpoint!("keeper.between-digest-and-success");

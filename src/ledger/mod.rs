@@ -34,6 +34,7 @@ pub mod log;
 mod part;
 pub mod progress;
 pub mod publish;
+pub mod restore;
 mod retried;
 pub mod schema;
 pub mod spend;

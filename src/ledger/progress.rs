@@ -56,7 +56,7 @@ impl Ledger {
                 *counts.entry(shard).or_default() += 1;
             }
         }
-        let open = self.uncommitted().await?.into_iter();
+        let open = self.unfinished().await?.into_iter();
         Ok(Progress {
             generation: self.generation(),
             objects: open

@@ -124,6 +124,17 @@ impl ShardLog {
         &self,
         make_part: impl Fn(&[RecordBatch], &[(String, String)]) -> Result<Bytes, E>,
     ) -> Result<Commit> {
+        match self.assemble(make_part).await? {
+            Assembled::Part(bytes, held) => self.commit(bytes, held).await,
+            Assembled::Damaged(indices) => self.lost(indices).await,
+        }
+    }
+
+    /// The shard's part, as its log gives it.
+    pub(super) async fn assemble<E: Display>(
+        &self,
+        make_part: impl Fn(&[RecordBatch], &[(String, String)]) -> Result<Bytes, E>,
+    ) -> Result<Assembled> {
         let (ledger, shard) = (&self.ledger, self.shard);
         if !self.is_complete() {
             return Err(LedgerError::damaged(format!(
@@ -134,7 +145,7 @@ impl ShardLog {
         let damaged = |why: &dyn Display| LedgerError::damaged(format!("shard {shard}: {why}"));
         let mut sources = match self.counted().await? {
             Counted::Whole(sources) => sources,
-            Counted::Damaged(indices) => return self.lost(indices).await,
+            Counted::Damaged(indices) => return Ok(Assembled::Damaged(indices)),
         };
         if let Some(before) = ledger.before(shard) {
             let mut others = ledger.all_rows(shard);
@@ -173,7 +184,7 @@ impl ShardLog {
                 bytes.len() >> 20
             );
         }
-        self.commit(bytes, held).await
+        Ok(Assembled::Part(bytes, held))
     }
 
     /// The part, then the commit that names it. `held`: what is in `bytes`.
@@ -235,7 +246,7 @@ impl ShardLog {
         Ok(commit)
     }
 
-    fn described(&self, bytes: &Bytes) -> DataObject {
+    pub(super) fn described(&self, bytes: &Bytes) -> DataObject {
         DataObject {
             name: self.ledger.keys().part(self.shard),
             size: bytes.len() as u64,
@@ -253,19 +264,19 @@ impl ShardLog {
             Some(before) => before.commit_of(self.shard).await?,
             None => None,
         };
-        if previous.is_none() {
-            let put = ledger.store().create_after(name, bytes.clone(), &look).await?;
-            if put.created == Created::Ours {
-                let etag = put.etag;
-                return Ok(Some(Standing { etag, ..ours }));
-            }
-        }
+        let mut is_free = previous.is_none();
         loop {
+            if is_free {
+                let put = ledger.store().create_after(name, bytes.clone(), &look).await?;
+                if put.created == Created::Ours {
+                    let etag = put.etag;
+                    return Ok(Some(Standing { etag, ..ours }));
+                }
+            }
             let Some((found, stamp)) = ledger.store().get_stamped(name, MAX_OBJECT_BYTES).await? else {
-                return Err(LedgerError::damaged(format!(
-                    "`{}` is missing, though it was published",
-                    ledger.store().address(name)
-                )));
+                // The part of an earlier generation is gone: this one has all of its rows.
+                is_free = true;
+                continue;
             };
             if found == bytes {
                 return Ok(Some(Standing {
@@ -305,6 +316,14 @@ impl ShardLog {
             self.ledger.job().name
         ))
     }
+}
+
+/// What a log gives.
+pub(super) enum Assembled {
+    /// A part, and what is in it.
+    Part(Bytes, Held),
+    /// The records whose data is lost.
+    Damaged(Vec<u32>),
 }
 
 /// The part that stands at a shard's key, of the generation that publishes.

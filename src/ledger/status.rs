@@ -1,6 +1,6 @@
 //! How far a job is, by its ledger alone: digests of closed blocks, commits of open ones, logs of open shards.
 
-use chrono::{DateTime, Utc};
+use chrono::{DateTime, TimeDelta, Utc};
 use futures::{StreamExt, TryStreamExt};
 use serde::Serialize;
 
@@ -15,6 +15,9 @@ use crate::report::cost::dollars;
 
 /// Blocks whose records are read at once; an open one reads its commits many at once too.
 const BLOCKS_AT_ONCE: usize = 8;
+
+/// A shard with attempts that have not ended is called stuck when nothing was written for so long.
+const STILL: TimeDelta = TimeDelta::seconds(60);
 
 /// A job's progress.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -33,6 +36,8 @@ pub struct Status {
     pub generation: u32,
     /// The shards that some worker has begun and nobody has committed, ascending.
     pub open: Vec<OpenShard>,
+    /// Names of committed parts that are gone.
+    pub lost_parts: Vec<String>,
     /// Device seconds of all workers.
     pub seconds: f64,
     /// Where the job has a price.
@@ -53,7 +58,7 @@ pub struct OpenShard {
     pub rows_again: u64,
     /// Attempts that never ended: running still, or dead.
     pub attempts: u32,
-    /// Two attempts at its unfinished rows never ended.
+    /// Two attempts at its unfinished rows have not ended, and nothing was written for a minute.
     pub stuck: bool,
     /// Of the attempt begun last.
     pub worker: Option<String>,
@@ -83,7 +88,7 @@ pub struct ShardCounts {
     pub done: u32,
     /// Some worker has begun it.
     pub open: u32,
-    /// Of the open ones: two attempts at its unfinished rows never ended.
+    /// Of the open ones: see [`OpenShard::stuck`].
     pub stuck: u32,
 }
 
@@ -94,6 +99,11 @@ impl Ledger {
     /// each open shard its log. They are sent many at once. Of a retry, what is published counts, less the rows that it
     /// does anew and has not finished.
     pub async fn status(&self) -> Result<Status> {
+        self.status_at(Utc::now()).await
+    }
+
+    /// As [`Ledger::status`], by another clock.
+    pub async fn status_at(&self, now: DateTime<Utc>) -> Result<Status> {
         let job = self.job();
         let numbers = self.shard_numbers();
         let mut status = Status {
@@ -109,18 +119,24 @@ impl Ledger {
             },
             generation: self.generation(),
             open: Vec::new(),
+            lost_parts: Vec::new(),
             seconds: 0.0,
             usd: None,
         };
+        let without_part = self.without_part().await?;
         let standing = self.standing_success().await?;
         if let Some(success) = &standing {
             status.tally = success.tally;
             (status.seconds, status.usd) = (success.seconds, success.usd);
             if success.generation >= self.generation() {
-                status.shards.done = status.shards.total;
-                return Ok(status);
+                if without_part.is_empty() {
+                    status.shards.done = status.shards.total;
+                    return Ok(status);
+                }
+                status.tally = Tally::default();
+            } else {
+                status.tally.subtract(&self.retried_tally());
             }
-            status.tally.subtract(&self.retried_tally());
         }
         let control = self.control().await?;
         status.note = control.note().map(str::to_string);
@@ -134,12 +150,31 @@ impl Ledger {
         status.seconds = self.spent().await?.device_seconds();
         status.usd = dollars(status.seconds, self.terms(&control).usd_per_hour);
         let uncommitted = self.add_committed(&mut status).await?;
-        self.add_open(&mut status, uncommitted).await?;
+        let lost = without_part
+            .into_iter()
+            .filter(|shard| uncommitted.binary_search(shard).is_err());
+        status.lost_parts = lost.map(|shard| self.keys().part(shard)).collect();
+        self.add_open(&mut status, uncommitted, now).await?;
         Ok(status)
     }
 
+    /// Shards to be worked on in this generation, ascending: those without a commit, and those whose part is gone. A request for each block
+    /// that is not closed, and for a thousand parts.
+    pub async fn unfinished(&self) -> Result<Vec<u32>> {
+        let gone = self
+            .without_part()
+            .await?
+            .into_iter()
+            .filter(|&shard| !self.rows_to_do(shard).is_empty());
+        let mut shards = self.uncommitted().await?;
+        shards.extend(gone);
+        shards.sort_unstable();
+        shards.dedup();
+        Ok(shards)
+    }
+
     /// Shards without a commit in this generation, ascending: one request, and one a block that is not closed.
-    pub async fn uncommitted(&self) -> Result<Vec<u32>> {
+    async fn uncommitted(&self) -> Result<Vec<u32>> {
         let closed = self.closed_blocks().await?;
         let open = self.blocks().into_iter().filter(|block| !closed.contains(block));
         let blocks: Vec<Vec<u32>> = futures::stream::iter(open.collect::<Vec<_>>())
@@ -186,7 +221,7 @@ impl Ledger {
     }
 
     /// Adds what the logs of begun shards cover.
-    async fn add_open(&self, status: &mut Status, uncommitted: Vec<u32>) -> Result<()> {
+    async fn add_open(&self, status: &mut Status, uncommitted: Vec<u32>, now: DateTime<Utc>) -> Result<()> {
         let (_, mut begun) = self.store().list_folder(&self.keys().shards()).await?;
         begun.sort();
         let open = uncommitted
@@ -212,7 +247,10 @@ impl Ledger {
             }
             let damaged = log.damaged_rows().len();
             let narrowing = log.narrowing();
-            let stuck = narrowing.alone() || !narrowing.accused.is_empty();
+            let last_progress = log.last_progress().unwrap_or_else(|| self.created_at());
+            // Two workers that are at it side by side have ended no attempt either.
+            let is_still = now - last_progress > STILL;
+            let stuck = is_still && (narrowing.alone() || !narrowing.accused.is_empty());
             status.tally.add(&log.tally());
             status.shards.open += 1;
             status.shards.stuck += u32::from(stuck);
@@ -225,7 +263,7 @@ impl Ledger {
                 attempts: log.attempts().len() as u32,
                 stuck,
                 worker: log.attempts().last().map(|attempt| attempt.worker.clone()),
-                last_progress: log.last_progress().unwrap_or_else(|| self.created_at()),
+                last_progress,
             });
         }
         Ok(())

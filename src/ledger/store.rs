@@ -523,6 +523,10 @@ impl Store {
             .map(|part| part.as_ref().to_string())
             .collect::<Vec<_>>()
             .join("/");
+        // What consoles of S3 make for an empty folder: the output itself, as an object of no bytes.
+        if key.is_empty() {
+            return None;
+        }
         Some(Listed {
             key,
             size: meta.size,

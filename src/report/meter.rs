@@ -15,6 +15,8 @@ pub struct Meter {
     prompt_tokens: AtomicU64,
     cached_tokens: AtomicU64,
     completion_tokens: AtomicU64,
+    /// Tokens of finished rows that are logged.
+    written_tokens: AtomicU64,
     device_micros: AtomicU64,
     lost_micros: AtomicU64,
 }
@@ -41,8 +43,25 @@ impl Meter {
         self.truncated_rows.fetch_add(row.is_truncated().into(), Relaxed);
         self.prompt_tokens.fetch_add(u64::from(row.prompt_tokens), Relaxed);
         self.cached_tokens.fetch_add(u64::from(row.cached_tokens), Relaxed);
-        let completion: u64 = row.samples.iter().map(|s| u64::from(s.completion_tokens)).sum();
-        self.completion_tokens.fetch_add(completion, Relaxed);
+        self.completion_tokens.fetch_add(completion_tokens(row), Relaxed);
+    }
+
+    /// Says that finished rows are logged: nobody computes them again.
+    pub fn add_written(&self, rows: &[RowResult]) {
+        let computed =
+            |row: &RowResult| u64::from(row.prompt_tokens.saturating_sub(row.cached_tokens)) + completion_tokens(row);
+        self.written_tokens.fetch_add(rows.iter().map(computed).sum(), Relaxed);
+    }
+
+    /// Says that this process leaves without logging what it has not logged: the device time of those rows is lost, too.
+    pub fn lose_unwritten(&self) {
+        let read = self.read();
+        let finished = read.prompt_tokens.saturating_sub(read.cached_tokens) + read.completion_tokens;
+        let unwritten = finished.saturating_sub(self.written_tokens.load(Relaxed));
+        if unwritten > 0 {
+            let share = unwritten as f64 / finished as f64;
+            self.set_lost_seconds(read.lost_seconds + (read.device_seconds - read.lost_seconds) * share);
+        }
     }
 
     /// Counts time in which the device worked.
@@ -71,10 +90,47 @@ impl Meter {
     }
 }
 
+fn completion_tokens(row: &RowResult) -> u64 {
+    row.samples
+        .iter()
+        .map(|sample| u64::from(sample.completion_tokens))
+        .sum()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::dataset::row::SampleResult;
+
+    #[test]
+    fn time_of_rows_that_are_not_logged_is_lost() {
+        let meter = Meter::default();
+        let row = RowResult {
+            row: 3,
+            status: RowStatus::Succeeded,
+            samples: Vec::new(),
+            error: None,
+            prompt_tokens: 30,
+            cached_tokens: 20,
+        };
+        let rows = [
+            row.clone(),
+            RowResult {
+                cached_tokens: 0,
+                ..row
+            },
+        ];
+        rows.iter().for_each(|row| meter.add_row(row));
+        meter.add_device_time(Duration::from_secs(6));
+        meter.set_lost_seconds(2.0);
+        meter.add_written(&rows[..1]);
+        meter.lose_unwritten();
+        // Of the four seconds, three quarters of the computed tokens.
+        assert_eq!(meter.read().lost_seconds, 5.0);
+        meter.add_written(&rows[1..]);
+        meter.lose_unwritten();
+        assert_eq!(meter.read().lost_seconds, 5.0);
+    }
 
     #[test]
     fn a_row_counts_once_under_its_status() {

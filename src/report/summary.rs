@@ -249,6 +249,26 @@ mod tests {
             r#"{"job":"j","output":"file:///o","rows":{"total":3,"succeeded":2,"invalid_output":0,"errored":0,"expired":0,"cancelled":0,"truncated":null},"tokens":{"prompt":10,"cached":4,"completion":2},"seconds":1.0,"tokens_per_second":12.0,"usd":null}"#
         );
         assert!(summary.lines().iter().any(|l| l.contains("1 not finished")));
+        for rest in [
+            RowCounts {
+                cancelled: 1,
+                ..summary.rows
+            },
+            RowCounts {
+                expired: 1,
+                ..summary.rows
+            },
+            RowCounts {
+                errored: 1,
+                ..summary.rows
+            },
+            RowCounts {
+                invalid_output: 1,
+                ..summary.rows
+            },
+        ] {
+            assert_eq!(rest.ended(), rest.total, "{rest:?}");
+        }
         let lines = summary.lines().join("\n");
         assert!(
             lines.contains("truncated: unknown") && summary.warning().is_none(),

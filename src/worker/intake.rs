@@ -37,6 +37,8 @@ const IDLE_LOOK_MIN: Duration = Duration::from_secs(1);
 const IDLE_LOOK_MAX: Duration = Duration::from_secs(30);
 /// Between two looks at a device that hangs.
 const HANG_LOOK: Duration = Duration::from_secs(1);
+/// A worker for which nothing comes, of a job that is not finished, says so after this time.
+const SAY_IDLE: Duration = Duration::from_secs(60);
 
 /// Prepares shards until there is nothing more to do or `stop` is set.
 pub(super) async fn run(
@@ -144,6 +146,10 @@ impl Intake {
             shard: delivery.message.shard,
         };
         if !self.worker.in_flight.enter(key, Arc::new(delivery)) {
+            tracing::info!(
+                "shard {} is in hand already: both messages are answered together",
+                key.shard
+            );
             return Ok(Found::Nothing);
         }
         let in_hand = InHand::new(&self.worker, key);
@@ -172,7 +178,8 @@ impl Intake {
                 }
                 Ok(Found::Nothing)
             }
-            Err(error) if self.worker.patience.reaction(&error) == Reaction::LeaveShard => {
+            // Also by `run`, which leaves nothing to others: the job is stopped for all, and says why.
+            Err(error) if is_changed(&error) || self.worker.patience.reaction(&error) == Reaction::LeaveShard => {
                 self.leave(&job, in_hand, &error).await?;
                 Ok(Found::Nothing)
             }
@@ -182,8 +189,7 @@ impl Intake {
 
     /// A shard that this worker cannot begin: others may, unless its input stops the job for all.
     async fn leave(&self, job: &OpenJob, in_hand: InHand<'_>, error: &anyhow::Error) -> anyhow::Result<()> {
-        let changed = matches!(error.downcast_ref(), Some(DatasetError::InputChanged { .. }));
-        if changed && self.stop_job(job, error).await? {
+        if is_changed(error) && self.stop_job(job, error).await? {
             // Who goes on with the job enqueues its shards again.
             for delivery in in_hand.answer() {
                 self.worker.queue.acknowledge(&delivery).await?;
@@ -203,7 +209,10 @@ impl Intake {
             return Ok(false);
         }
         let note = one_line(error);
-        tracing::error!("{}: {note}", job.title());
+        // Who ends by it says it last of all.
+        if self.worker.patience.reaction(error) != Reaction::End {
+            tracing::error!("{}: {note}", job.title());
+        }
         let order = Order::Stop {
             why: StopWhy::InputChanged,
             close: false,
@@ -290,6 +299,13 @@ impl Intake {
             }
             Err(error) => return Err(error),
         };
+        if done == Some(false) && !idle.said && idle.clock.has_run(SAY_IDLE) {
+            idle.said = true;
+            tracing::warn!(
+                "nothing has come for {} s, and a job is not finished: what no other worker has is enqueued by `gristmill reconcile`",
+                SAY_IDLE.as_secs()
+            );
+        }
         Ok(match (self.worker.options.until, done) {
             (Until::Stopped, _) | (_, Some(false)) => false,
             (_, Some(true)) => true,
@@ -372,7 +388,14 @@ impl Intake {
         let mut pauses = Pauses::default();
         let mut log = loop {
             match job.ledger.shard(key.shard).await {
-                Ok(ShardState::Committed(_)) => return Ok(Opened::Committed),
+                Ok(ShardState::Committed(commit)) => {
+                    // A message of a committed shard comes again where an acknowledgement was lost, or a part.
+                    let make_part = |batches: &[_], metadata: &[_]| job.make_part(batches, metadata);
+                    while let Err(error) = job.ledger.restore_part(&commit, make_part).await {
+                        self.worker.patience.bear(error.into(), &mut pauses, &self.stop).await?;
+                    }
+                    return Ok(Opened::Committed);
+                }
                 Ok(ShardState::Open(log)) => break *log,
                 Err(error) => self.worker.patience.bear(error.into(), &mut pauses, &self.stop).await?,
             }
@@ -559,6 +582,10 @@ fn accused(row: u64) -> RowResult {
     )
 }
 
+fn is_changed(error: &anyhow::Error) -> bool {
+    matches!(error.downcast_ref(), Some(DatasetError::InputChanged { .. }))
+}
+
 /// A shard's rows, ready for the device or already done with.
 struct Prepared {
     carry: RecordBatch,
@@ -581,6 +608,8 @@ struct Idle {
     clock: IdleClock,
     pause: Duration,
     next_look: Instant,
+    /// That nothing comes, though a job is not finished.
+    said: bool,
 }
 
 impl Idle {
@@ -589,6 +618,7 @@ impl Idle {
             clock: IdleClock::default(),
             pause: IDLE_LOOK_MIN,
             next_look: Instant::now() + IDLE_LOOK_MIN,
+            said: false,
         }
     }
 }

@@ -9,11 +9,14 @@ use std::sync::atomic::{
 };
 use std::time::Duration;
 
+use arrow::array::RecordBatch;
+use bytes::Bytes;
 use tokio::sync::{Mutex, watch};
 
+use crate::dataset::DatasetError;
 use crate::dataset::location::Location;
 use crate::dataset::output::OutputSchema;
-use crate::dataset::part::OpenaiMeta;
+use crate::dataset::part::{OpenaiMeta, part_openai, part_parquet};
 use crate::dataset::pinned::display_name;
 use crate::dataset::pins::PinnedAnew;
 use crate::dataset::row::RowStatus;
@@ -92,6 +95,14 @@ pub struct OpenJob {
 }
 
 impl OpenJob {
+    /// The bytes of a part of these rows.
+    pub fn make_part(&self, batches: &[RecordBatch], metadata: &[(String, String)]) -> Result<Bytes, DatasetError> {
+        match &self.format {
+            PartFormat::Parquet => part_parquet(&self.output.schema(), batches, metadata),
+            PartFormat::Openai(meta) => part_openai(batches, meta),
+        }
+    }
+
     /// Opens the job of `ledger` for `model`.
     ///
     /// # Errors

@@ -231,7 +231,7 @@ impl Worker {
         };
         for job in self.jobs.open().await {
             if let JobState::Going | JobState::Closing(_) = job.state() {
-                let shards = job.ledger.uncommitted().await?;
+                let shards = job.ledger.unfinished().await?;
                 queue.send(messages(&job.ledger, &shards));
             }
         }
@@ -324,6 +324,7 @@ pub async fn run(worker: Arc<Worker>, engine: Box<dyn Generate>, stop: Stop) -> 
             () = &mut drained => {
                 tracing::warn!("stopping took more than {} s: what is not written yet is left", DRAIN_MAX.as_secs());
                 stages.abort_all();
+                worker.meter.lose_unwritten();
                 break;
             }
         };
@@ -343,6 +344,7 @@ pub async fn run(worker: Arc<Worker>, engine: Box<dyn Generate>, stop: Stop) -> 
                 && worker.patience.reaction(&error) == Reaction::Wait =>
         {
             tracing::warn!("left without writing everything: {}", one_line(&error));
+            worker.meter.lose_unwritten();
             Ok(stop.why())
         }
         Some(error) => Err(error),

@@ -297,16 +297,44 @@ mod tests {
         }
     }
 
-    /// Records that know of no format of keys and values mean the precision's own.
-    #[test]
-    fn a_job_in_other_formats_is_refused() {
+    /// The demo model, and what identifies a job of it in INT8. Its hash is `m`.
+    fn demo() -> (ModelFiles, JobIdentity) {
         let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("jobs/demo/model");
         let files = ModelFiles::open(dir).unwrap();
-        let identity: JobIdentity = serde_json::from_value(serde_json::json!({
+        let identity = serde_json::from_value(serde_json::json!({
             "job_hash": "j", "model_hash": "m", "template_hash": null, "precision": "int8",
             "tokenizer_hash": files.tokenizer.hash(),
         }))
         .unwrap();
+        (files, identity)
+    }
+
+    #[test]
+    fn a_job_of_another_model_or_tokenizer_is_refused() {
+        let (files, identity) = demo();
+        let formats = Formats::of(Precision::Int8, Precision::Auto, device::Precision::F32);
+        let model = Model::new(files, formats, 128, "m".into());
+        assert_eq!(model.refuses(&identity), None);
+        let other_model = JobIdentity {
+            model_hash: "n".into(),
+            ..identity.clone()
+        };
+        let why = model.refuses(&other_model).unwrap();
+        assert!(why.starts_with("it is for model n, this worker has m ("), "{why}");
+        let other_tokenizer = JobIdentity {
+            tokenizer_hash: "t".into(),
+            ..identity
+        };
+        assert_eq!(
+            model.refuses(&other_tokenizer).unwrap(),
+            "it is for another tokenizer than this worker's"
+        );
+    }
+
+    /// Records that know of no format of keys and values mean the precision's own.
+    #[test]
+    fn a_job_in_other_formats_is_refused() {
+        let (files, identity) = demo();
         let refuses = |kv_cache, recorded: Option<&str>| {
             let identity = JobIdentity {
                 kv_cache: recorded.map(String::from),

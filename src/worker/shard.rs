@@ -11,14 +11,13 @@ use arrow::array::RecordBatch;
 use tokio::sync::{OwnedSemaphorePermit, mpsc, watch};
 use tokio::time::{Instant, Interval, MissedTickBehavior};
 
-use crate::dataset::part::{part_openai, part_parquet};
 use crate::dataset::row::{RowResult, RowStatus};
 use crate::ledger::LedgerError;
 use crate::ledger::keys::Id;
 use crate::ledger::log::ShardLog;
 use crate::queue::Delivery;
 use crate::worker::in_flight::ShardKey;
-use crate::worker::jobs::{JobState, OpenJob, PartFormat, Running};
+use crate::worker::jobs::{JobState, OpenJob, Running};
 use crate::worker::patience::{Pauses, Reaction};
 use crate::worker::stop::Stop;
 use crate::worker::{Worker, assemble};
@@ -222,7 +221,7 @@ impl Tending<'_> {
 
     /// Logs what is pending, if the store answers; else it stays pending.
     async fn flush(&mut self) -> anyhow::Result<()> {
-        match append(self.shard).await {
+        match append(self.worker, self.shard).await {
             Ok(()) => self.worker.patience.over(),
             Err(error) if self.worker.patience.reaction(&error) == Reaction::Wait => self.worker.patience.say(&error),
             Err(error) => return Err(error),
@@ -265,7 +264,7 @@ impl Tending<'_> {
     /// Logs the pending rows, however long the store is away.
     async fn append(&mut self) -> anyhow::Result<()> {
         let mut pauses = Pauses::default();
-        while let Err(error) = append(self.shard).await {
+        while let Err(error) = append(self.worker, self.shard).await {
             self.worker.patience.bear(error, &mut pauses, self.stop).await?;
         }
         self.worker.patience.over();
@@ -294,12 +293,10 @@ impl Tending<'_> {
             job.write_spend(&self.worker.name).await?;
         }
         crate::failpoint!("keeper.before-part");
-        let schema = job.output.schema();
-        let make_part = |batches: &[RecordBatch], metadata: &[(String, String)]| match &job.format {
-            PartFormat::Parquet => part_parquet(&schema, batches, metadata),
-            PartFormat::Openai(meta) => part_openai(batches, meta),
-        };
-        self.shard.log.publish(make_part).await?;
+        self.shard
+            .log
+            .publish(|batches, metadata| job.make_part(batches, metadata))
+            .await?;
         crate::failpoint!("keeper.after-commit");
         Ok(())
     }
@@ -324,7 +321,7 @@ fn ticks(every: Duration) -> Interval {
 }
 
 /// Logs the shard's pending rows. After an error they stay pending: the log settles what became of them.
-async fn append(shard: &mut OpenShard) -> anyhow::Result<()> {
+async fn append(worker: &Worker, shard: &mut OpenShard) -> anyhow::Result<()> {
     if shard.pending.is_empty() {
         return Ok(());
     }
@@ -335,6 +332,7 @@ async fn append(shard: &mut OpenShard) -> anyhow::Result<()> {
     crate::failpoint!("keeper.before-log");
     shard.log.append(&batch).await?;
     crate::failpoint!("keeper.after-log");
+    worker.meter.add_written(&shard.pending);
     shard.pending.clear();
     Ok(())
 }

@@ -8,7 +8,7 @@ and the input, and shares no code with gristmill. Checks:
 
 - the parts are numbered without gaps, all of the job that `_SUCCESS` names, and nothing else lies beside them;
 - the rows of all parts together are the rows of the input, each once, in order;
-- carried columns (`id`, `note`, `number`, `tags`) are those of the input;
+- carried columns (`id`, `note`, `number`, `tags`) are those of the input; of result lines, `custom_id` is;
 - status, completion, token ids and counts are what the known function says; a row that it has no value for is `errored`
   with one line that says why, and no other row is (`--allow` names further statuses that a row may have);
 - `_SUCCESS` counts what the parts hold.
@@ -29,9 +29,22 @@ from pyarrow import fs
 
 import known
 
-CARRIED = ["id", "note", "number", "tags"]
+CARRIED = {"parquet": ["id", "note", "number", "tags"], "jsonl": ["custom_id"]}
 FINDINGS_MAX = 20
-PART = re.compile(r"part-(\d{5,})\.parquet")
+PART = re.compile(r"part-(\d{5,})\.(parquet|jsonl)")
+LINE_ID = re.compile(r"batch_req_([0-9a-f]+)_(\d+)")
+# What a line says, beside its `custom_id`.
+LINES = pa.schema(
+    [
+        ("row", pa.int64()),
+        ("custom_id", pa.string()),
+        ("status", pa.string()),
+        ("completion", pa.string()),
+        ("error", pa.string()),
+        ("prompt_tokens", pa.int64()),
+        ("completion_tokens", pa.int64()),
+    ]
+)
 
 
 class Findings:
@@ -52,27 +65,63 @@ def visible(path, root):
 
 
 def parts_of(store, root, findings):
-    """Paths of the parts in order."""
+    """Paths of the parts in order, and what they are."""
     infos = store.get_file_info(fs.FileSelector(root, recursive=True))
-    parts = {}
+    parts, kinds = {}, set()
     for info in infos:
         if info.type != fs.FileType.File or not visible(info.path, root):
             continue
         found = PART.fullmatch(info.path[len(root) :].strip("/"))
         if found:
             parts[int(found[1])] = info.path
+            kinds.add(found[2])
         else:
             findings.add(f"`{info.path}` lies beside the parts")
     if sorted(parts) != list(range(len(parts))):
         missing = sorted(set(range(max(parts))) - set(parts))
         findings.add(f"parts {missing[:10]} are missing")
-    return [parts[number] for number in sorted(parts)]
+    if len(kinds) > 1:
+        findings.add(f"there are parts of {len(kinds)} kinds: {sorted(kinds)}")
+    return [parts[number] for number in sorted(parts)], next(iter(kinds), "parquet")
+
+
+def read_lines(path, text, job, findings):
+    """The table that result lines are of."""
+    if text and not text.endswith("\n"):
+        findings.add(f"`{path}`: the last line has no end")
+    rows = []
+    for line in text.removesuffix("\n").split("\n") if text else []:
+        line = json.loads(line)
+        named = LINE_ID.fullmatch(line["id"])
+        if named is None or (job is not None and named[1] != job):
+            findings.add(f"`{path}` is foreign: a line has the id {line['id']}, the job is {job}")
+        response, error = line["response"], line["error"]
+        body = response and response["body"]
+        if body and (response["status_code"], len(body["choices"])) != (200, 1):
+            findings.add(f"`{path}`: {line['id']} has a response of another form")
+        if body and body["usage"]["total_tokens"] != body["usage"]["prompt_tokens"] + body["usage"]["completion_tokens"]:
+            findings.add(f"`{path}`: the usage of {line['id']} does not add up")
+        rows.append(
+            {
+                "row": int(named[2]) if named else -1,
+                "custom_id": line["custom_id"],
+                "status": error["code"] if error else "succeeded",
+                "completion": body and body["choices"][0]["message"]["content"],
+                "error": error and error["message"],
+                "prompt_tokens": body and body["usage"]["prompt_tokens"],
+                "completion_tokens": body and body["usage"]["completion_tokens"],
+            }
+        )
+    return pa.Table.from_pylist(rows, schema=LINES)
 
 
 def read_parts(store, paths, job, findings):
     tables = []
     for number, path in enumerate(paths):
         with store.open_input_file(path) as source:
+            if path.endswith(".jsonl"):
+                tables.append(read_lines(path, source.read().decode(), job, findings))
+                continue
             file = pq.ParquetFile(source)
             metadata = {k.decode(): v.decode() for k, v in (file.metadata.metadata or {}).items()}
             named = (metadata.get("gristmill.job"), metadata.get("gristmill.shard"))
@@ -96,9 +145,9 @@ def check_order(rows, count, findings):
             break
 
 
-def check_carried(output, given, findings):
+def check_carried(output, given, kind, findings):
     """Both tables have the same rows."""
-    for name in CARRIED:
+    for name in CARRIED[kind]:
         if name not in output.column_names:
             findings.add(f"the output has no column `{name}`")
             continue
@@ -164,7 +213,7 @@ def check(arguments):
     except FileNotFoundError:
         findings.add("`_SUCCESS` is missing")
         success = None
-    paths = parts_of(store, root, findings)
+    paths, kind = parts_of(store, root, findings)
     output = read_parts(store, paths, success and success.get("job"), findings)
     if output is None:
         findings.add("there are no parts")
@@ -173,7 +222,7 @@ def check(arguments):
     tally = collections.Counter()
     # Where rows are missing or stand elsewhere, comparing the rest place by place says nothing.
     if not findings.count:
-        check_carried(output, given, findings)
+        check_carried(output, given, kind, findings)
         tally = check_answers(output, given, set(arguments.allow.split(",")), findings)
         if success is not None:
             check_success(success, tally, len(given), len(paths), findings)

@@ -48,7 +48,7 @@ def right(folder, given):
     """A whole right output, as tables by part, and its `_SUCCESS`."""
     own = answers(given)
     table = pa.table(
-        {name: given.column(name) for name in check.CARRIED}
+        {name: given.column(name) for name in check.CARRIED["parquet"]}
         | {
             name: pa.array(values, pa.list_(pa.int32()) if name == "token_ids" else None)
             for name, values in own.items()
@@ -76,6 +76,60 @@ def write(folder, parts, success, job=JOB):
     if success is not None:
         with open(os.path.join(folder, "_SUCCESS"), "w") as target:
             json.dump(success, target)
+
+
+def lines_of(part, given, job=JOB):
+    """The result lines of a part's rows."""
+    lines = []
+    for row in part.to_pylist():
+        usage = {name: row[name] for name in ["prompt_tokens", "completion_tokens"]}
+        body = {
+            "choices": [{"index": 0, "message": {"role": "assistant", "content": row["completion"]}}],
+            "usage": usage | {"total_tokens": sum(count or 0 for count in usage.values())},
+        }
+        line = {
+            "id": f"batch_req_{job}_{row['row']}",
+            "custom_id": given.column("custom_id")[row["row"]].as_py(),
+            "response": {"status_code": 200, "body": body} if row["completion"] else None,
+            "error": {"code": row["status"], "message": row["error"]} if row["error"] else None,
+        }
+        lines.append(json.dumps(line) + "\n")
+    return lines
+
+
+def write_lines(folder, parts, success):
+    """Parts as lists of lines."""
+    os.makedirs(folder)
+    for number, lines in enumerate(parts):
+        with open(os.path.join(folder, f"part-{number:05}.jsonl"), "w") as target:
+            target.write("".join(lines))
+    with open(os.path.join(folder, "_SUCCESS"), "w") as target:
+        json.dump(success, target)
+
+
+def cases_of_lines(parts, foreign):
+    """Name, parts, words that a finding must have."""
+
+    def swap(number, part):
+        return [part if i == number else p for i, p in enumerate(parts)]
+
+    def changed_line(change):
+        at = next(at for at, line in enumerate(parts[2]) if json.loads(line)["response"])
+        line = json.loads(parts[2][at])
+        change(line)
+        return swap(2, [*parts[2][:at], json.dumps(line) + "\n", *parts[2][at + 1 :]])
+
+    yield "lines: right", parts, None
+    yield "lines: a line missing", swap(2, parts[2][1:]), "1 rows are missing: [200]"
+    yield "lines: a line twice", swap(3, parts[3] + parts[3][-1:]), "1 rows appear twice: [399]"
+    yield "lines: two exchanged", swap(0, [parts[0][1], parts[0][0], *parts[0][2:]]), "row 1 stands"
+    yield "lines: another job's", swap(1, foreign), "is foreign"
+    yield "lines: cut off", swap(6, [*parts[6][:-1], parts[6][-1][:-9]]), "the last line has no end"
+    yield "lines: another custom_id", changed_line(lambda line: line.update(custom_id="x")), "`custom_id` is 'x'"
+    answer = lambda line: line["response"]["body"]["choices"][0]["message"].update(content="k-0")  # noqa: E731
+    yield "lines: a wrong answer", changed_line(answer), "'k-0'"
+    usage = lambda line: line["response"]["body"]["usage"].update(total_tokens=1)  # noqa: E731
+    yield "lines: a wrong sum", changed_line(usage), "does not add up"
 
 
 def changed(part, name, place, value):
@@ -156,6 +210,21 @@ def main():
             found = code == 1 and words in said
             print(f"{'ok' if found else 'WRONG'}: {name}: {said.splitlines()[0] if said else ''}")
             failures += not found
+        lines = [lines_of(part, given) for part in parts]
+        for number, (name, case_parts, words) in enumerate(cases_of_lines(lines, lines_of(parts[1], given, "f" * 20))):
+            output = os.path.join(folder, f"lines-{number}")
+            write_lines(output, case_parts, success)
+            code, said = run(output, data)
+            found = code == 0 if words is None else code == 1 and words in said
+            print(f"{'ok' if found else 'WRONG'}: {name}: {said.splitlines()[0] if said else ''}")
+            failures += not found
+        write(os.path.join(folder, "mixed"), parts[:-1], success)
+        with open(os.path.join(folder, "mixed", "part-00006.jsonl"), "w") as target:
+            target.write("".join(lines[-1]))
+        code, said = run(os.path.join(folder, "mixed"), data)
+        found = code == 1 and "parts of 2 kinds" in said
+        print(f"{'ok' if found else 'WRONG'}: parts of two kinds")
+        failures += not found
         write(os.path.join(folder, "beside"), parts, success)
         open(os.path.join(folder, "beside", "part-00003.parquet#1"), "w").close()
         code, said = run(os.path.join(folder, "beside"), data)

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use gristmill::faults::points::POINTS;
 
+use super::crew::Ended;
 use super::job::{Broker, Plan};
 use super::scene::{END_MAX, LEAVE_MAX, Scene};
 use super::services::Services;
@@ -51,7 +52,7 @@ fn the_last_step_fails() {
             scene.crew.hire(&[("GRISTMILL_FAILPOINTS", &armed)]);
         }
         // The next life has nothing armed.
-        scene.tolerated = |ended| ended.log.contains("failpoint `");
+        scene.tolerated = |ended| has_struck(ended) && may_end(ended, false);
         scene.until("that the point strikes", END_MAX, |scene| {
             let struck = |seat| scene.crew.log(seat).contains("failpoint `");
             scene.crew.lives() > WORKERS as u64 || (0..WORKERS).any(struck)
@@ -131,6 +132,8 @@ fn play(scene: &mut Scene, cells: &mut Vec<Cell>) -> u64 {
         std::thread::sleep(Duration::from_millis(30));
         for (seat, place) in lives.iter_mut().enumerate() {
             let Some(life) = place else { continue };
+            // Before its log, which then is whole.
+            let ended = scene.crew.ended(seat);
             if life.struck.is_none()
                 && scene
                     .crew
@@ -140,7 +143,6 @@ fn play(scene: &mut Scene, cells: &mut Vec<Cell>) -> u64 {
                 life.struck = Some(Instant::now());
                 struck += 1;
             }
-            let ended = scene.crew.ended(seat);
             match (life.struck, &ended) {
                 (None, None) => {
                     let tail = || format!("`{}` never struck\n{}", life.cell.armed, scene.crew.tails());
@@ -153,10 +155,11 @@ fn play(scene: &mut Scene, cells: &mut Vec<Cell>) -> u64 {
                     continue;
                 }
                 (None, Some(ended)) => panic!("worker {seat} ended by itself ({}):\n{}", ended.status, ended.log),
-                (Some(_), Some(_)) => {}
+                (Some(_), Some(ended)) => life.assert_end(ended, false),
                 (Some(at), None) if at.elapsed() < AFTERMATH => continue,
                 (Some(_), None) => {
-                    scene.crew.dismiss(seat, LEAVE_MAX);
+                    let ended = scene.crew.dismiss(seat, LEAVE_MAX);
+                    life.assert_end(&ended, true);
                 }
             }
             let cell = cells.pop();
@@ -174,7 +177,7 @@ fn play(scene: &mut Scene, cells: &mut Vec<Cell>) -> u64 {
             .map(|life| life.cell),
     );
     // The armed ones may strike yet, while the job ends.
-    scene.tolerated = |ended| ended.log.contains("gristmill: failpoint `");
+    scene.tolerated = |ended| has_struck(ended) && may_end(ended, false);
     struck
 }
 
@@ -185,5 +188,34 @@ impl Life {
             began: Instant::now(),
             struck: None,
         }
+    }
+
+    #[track_caller]
+    fn assert_end(&self, ended: &Ended, told: bool) {
+        let armed = &self.cell.armed;
+        assert!(
+            may_end(ended, told),
+            "`{armed}`: the worker ended with {}:\n{}",
+            ended.status,
+            ended.log
+        );
+    }
+}
+
+fn has_struck(ended: &Ended) -> bool {
+    ended.log.contains("gristmill: failpoint `")
+}
+
+/// Whether a worker may end so after what has struck, which its log names; `told`: to leave. Only an abort is a signal's work, and
+/// only an error may be a failure.
+fn may_end(ended: &Ended, told: bool) -> bool {
+    let code = ended.status.code();
+    let in_order = ended.job_is_over() || (told && code == Some(6));
+    if ended.log.contains("`: Abort at pass") {
+        ended.aborted()
+    } else if ended.log.contains("`: Error at pass") {
+        in_order || code == Some(1)
+    } else {
+        in_order
     }
 }

@@ -49,6 +49,14 @@ impl Broker {
     }
 }
 
+/// What a job's parts are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Format {
+    Parquet,
+    /// OpenAI batch result lines.
+    Lines,
+}
+
 /// What a job is like.
 #[derive(Debug, Clone)]
 pub struct Plan {
@@ -91,12 +99,13 @@ pub struct Job {
     pub key: String,
     /// The published output.
     pub output: String,
+    pub format: Format,
     pub rows: u64,
 }
 
 impl Job {
     /// Makes the input and the job file in `dir`; rows are given by `seed`.
-    pub fn make(plan: &Plan, name: &str, seed: u64, store: &S3, dir: &Path) -> Job {
+    pub fn make(plan: &Plan, name: &str, format: Format, seed: u64, store: &S3, dir: &Path) -> Job {
         let bucket = &store.bucket;
         let key = format!("faults/{name}");
         let job = Job {
@@ -105,6 +114,7 @@ impl Job {
             file: dir.join("job.json"),
             output: format!("s3://{bucket}/{key}/out"),
             key,
+            format,
             rows: plan.rows,
         };
         let mut command = Command::new(python());
@@ -118,6 +128,10 @@ impl Job {
             .args(["--endpoint", &store.endpoint])
             .envs(store.variables(&store.endpoint));
         Run::of(&mut command).expect(0);
+        let output = match format {
+            Format::Parquet => json!({"uri": job.output, "carry": ["id", "note", "number", "tags"], "token_ids": true}),
+            Format::Lines => json!({"uri": job.output, "carry": ["custom_id"], "format": "openai"}),
+        };
         let mut text = json!({
             "name": name,
             "model": arg(&root().join("jobs/demo/model")),
@@ -125,7 +139,7 @@ impl Job {
             "input": {"uri": format!("s3://{bucket}/{}/in/*.parquet", job.key)},
             "prompt": {"token_ids": "token_ids"},
             "generate": {"max_tokens": 8, "temperature": 0},
-            "output": {"uri": job.output, "carry": ["id", "note", "number", "tags"], "token_ids": true},
+            "output": output,
             "shards": {"rows": plan.shard_rows},
         });
         for (field, value) in plan.fields.as_object().expect("fields are an object") {

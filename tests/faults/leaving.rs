@@ -75,7 +75,13 @@ fn the_machine_is_taken_away(mut scene: Scene, cloud: &str) {
 #[test]
 fn sigterm_in_mid_shard_says_what_it_lost() {
     let name = "sigterm_in_mid_shard_says_what_it_lost";
-    play(name, Broker::Rabbitmq, long_shards(), |mut scene| {
+    let plan = Plan {
+        // The known device pays no heed to it; the model writes as many tokens in as many steps.
+        fields: serde_json::json!({"generate": {"max_tokens": 64, "temperature": 0, "ignore_eos": true}}),
+        ..long_shards()
+    };
+    play(name, Broker::Rabbitmq, plan, |mut scene| {
+        rows_in_halves_are_lost(&mut scene);
         let seat = scene.crew.hire_with(&[], |arguments| add(arguments, &["--json"]));
         scene.until("some rows", END_MAX, |scene| scene.computed() > 200);
         let ended = scene.crew.dismiss(seat, LEAVE_MAX);
@@ -84,12 +90,40 @@ fn sigterm_in_mid_shard_says_what_it_lost() {
     });
 }
 
-/// A worker that was told to leave in mid-shard: what it has computed is logged, the rest is nobody's, and it says so.
-fn left_in_good_order(scene: &mut Scene, ended: &Ended) {
+/// A worker that computes with the model itself is told to leave when its rows have a few of their tokens: none is finished, so
+/// all that the device did was for nothing.
+fn rows_in_halves_are_lost(scene: &mut Scene) {
+    let env = [
+        ("GRISTMILL_KNOWN_DEVICE", "0"),
+        ("GRISTMILL_FAILPOINTS", "device.after-step=pause:3000@3"),
+    ];
+    let seat = scene.crew.hire_with(&env, |arguments| add(arguments, &["--json"]));
+    scene.until("the third step", END_MAX, |scene| {
+        scene.crew.log(seat).contains("failpoint `device.after-step`")
+    });
+    let ended = scene.crew.dismiss(seat, LEAVE_MAX);
     assert_eq!(ended.status.code(), Some(6), "{}", ended.log);
+    let (report, device, lost) = device_and_lost(&ended);
+    assert_eq!(report["rows"], 0, "{report}");
+    // Both are rounded to microseconds.
+    assert!(
+        0.0 < lost && lost <= device && device - lost < 0.001,
+        "not all is lost: {report}"
+    );
+}
+
+/// What a worker reports, and of that the device's seconds and those that were lost.
+fn device_and_lost(ended: &Ended) -> (serde_json::Value, f64, f64) {
     let report = ended.report();
     let seconds = |name: &str| report[name].as_f64().unwrap_or_else(|| panic!("no `{name}`: {report}"));
     let (device, lost) = (seconds("device_seconds"), seconds("lost_seconds"));
+    (report, device, lost)
+}
+
+/// A worker that was told to leave in mid-shard: what it has computed is logged, the rest is nobody's, and it says so.
+fn left_in_good_order(scene: &mut Scene, ended: &Ended) {
+    assert_eq!(ended.status.code(), Some(6), "{}", ended.log);
+    let (report, device, lost) = device_and_lost(ended);
     // This device has no row in halves, and one that failed is done with.
     assert!(device > 0.0 && lost == 0.0, "{report}");
     let computed = scene.computed();

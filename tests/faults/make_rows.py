@@ -3,7 +3,7 @@
 
     make_rows.py OUT --rows N [--files F] [--seed S] [--bad-percent P] [--abort A] [--upload s3://BUCKET/PREFIX]
 
-OUT gets `rows-000.parquet` and so on: `id` (string, unique), `token_ids` (list<int32>), and to carry `note` (string, some
+OUT gets `rows-000.parquet` and so on: `id` (string, unique), `custom_id` (the same), `token_ids` (list<int32>), and to carry `note` (string, some
 null, some long or not ASCII), `number` (int64, some null), `tags` (list<string>, some null or empty). The same seed makes
 the same rows.
 
@@ -27,6 +27,7 @@ ROW_GROUP_ROWS = 1000
 SCHEMA = pa.schema(
     [
         ("id", pa.string()),
+        ("custom_id", pa.string()),
         ("token_ids", pa.list_(pa.int32())),
         ("note", pa.string()),
         ("number", pa.int64()),
@@ -53,6 +54,7 @@ def rows(count, seed, bad, abort):
         tags = random_.choice([None, [], ["a"], ["b", None, "c"], [f"t{row}"] * 3])
         yield {
             "id": f"{seed:x}-{row}",
+            "custom_id": f"{seed:x}-{row}",
             "token_ids": prompt(random_, kind),
             "note": random_.choice(NOTES),
             "number": None if random_.random() < 0.1 else random_.randrange(-(1 << 63), 1 << 63),

@@ -27,3 +27,4 @@ mod proxied;
 mod requests;
 mod skew;
 mod stores;
+mod two_jobs;

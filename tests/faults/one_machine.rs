@@ -259,3 +259,25 @@ fn a_closed_stdout_ends_quietly_and_nothing_is_half_done() {
     let mut command = gristmill(&["run", arg(&job)]);
     assert_eq!(command.stderr(writer).output().unwrap().status.code(), Some(0));
 }
+
+/// Killed after a record of its only shard's log: what the record covers is not computed, nor paid for, again.
+#[test]
+fn rows_that_are_logged_are_not_computed_again() {
+    const ROWS: u64 = 400;
+    let folder = tempfile::tempdir().unwrap();
+    let (job, output) = job(folder.path(), ROWS, ROWS, "");
+    let mut first = run_on(&job, 10);
+    first
+        .args(["--log-interval", "1"])
+        .env("GRISTMILL_FAILPOINTS", "keeper.after-log=abort@1");
+    let died = Run::of(&mut first);
+    assert_eq!(died.code, None, "{died:?}");
+    let logged = status(&output)["rows"]["succeeded"].as_u64().unwrap();
+    assert!((1..ROWS).contains(&logged), "{logged}");
+    let trace = folder.path().join("trace");
+    let ended = Run::of(run_on(&job, 1).env("GRISTMILL_KNOWN_TRACE", &trace)).expect(0);
+    assert_eq!(ended.json()["rows"]["succeeded"], ROWS);
+    let computed = fs::read_to_string(&trace).unwrap().lines().count() as u64;
+    assert_eq!(computed, ROWS - logged);
+    Run::of(&mut gristmill(&["verify", arg(&output)])).expect(0);
+}

@@ -10,6 +10,9 @@ use super::services::Services;
 use super::suite::Suite;
 
 const WORKERS: usize = 3;
+/// Rows of the known device's longest step, and those that wait on it (`src/faults/known.rs`).
+const STEP_ROWS: u64 = 64;
+const WAITING_ROWS: u64 = 256;
 /// At this price a second on the device costs a dollar.
 const USD_PER_HOUR: f64 = 3600.0;
 /// A device that fails every row whose first id is below this: one in ten.
@@ -143,6 +146,35 @@ fn a_closing_job_is_extended() {
     });
 }
 
+/// The job is extended and submitted again while its shard writes its last record: the new message joins those that the shard has,
+/// and is not acknowledged with them.
+#[test]
+fn a_message_joins_a_shard_that_stops() {
+    let plan = Plan {
+        rows: 1_000,
+        shard_rows: 1_000,
+        fields: serde_json::json!({"budget": {"usd": 0.5, "usd_per_hour": USD_PER_HOUR}}),
+        log_interval: 60.0,
+        ..Plan::default()
+    };
+    orders("a_message_joins_a_shard_that_stops", plan, |mut scene| {
+        scene.job_ended = vec![0, 3, 4];
+        // A worker's first record is due when its job stops: no interval ends before.
+        scene
+            .crew
+            .hire(&[("GRISTMILL_FAILPOINTS", "keeper.before-log=pause:10000@1")]);
+        scene.until("that the budget stops it", END_MAX, |scene| {
+            scene.computed() > 0 && scene.status()["state"] == "budget_reached"
+        });
+        scene.run(&["extend", &scene.job.output, "--usd", "1000"]).expect(0);
+        scene.submit();
+        scene.until("that the worker has the message", END_MAX, |scene| {
+            scene.crew.log(0).contains("is in hand already")
+        });
+        scene.conclude();
+    });
+}
+
 #[test]
 fn a_budget_is_extended_before_it_is_reached() {
     let plan = Plan {
@@ -159,8 +191,9 @@ fn a_budget_is_extended_before_it_is_reached() {
 
 #[test]
 fn a_job_is_cancelled_and_closed() {
+    // So many that the bound on what is computed after the cancel is far from all that is left.
     let plan = Plan {
-        rows: 8_000,
+        rows: 12_000,
         ..Plan::default()
     };
     orders("a_job_is_cancelled_and_closed", plan, |mut scene| {
@@ -169,11 +202,21 @@ fn a_job_is_cancelled_and_closed() {
         let moment = scene.suite.random.ms(500..2_500);
         scene.live(moment);
         scene.run(&["cancel", &scene.job.output]).expect(0);
+        let ordered = scene.computed();
         scene.until("that all workers leave a cancelled job", IDLE_MAX, |scene| {
             scene.crew.all_done()
         });
         assert_eq!(scene.status()["state"], "cancelled");
         let computed = scene.computed();
+        // Each worker hears of it within a log interval, and ends the step that it is in; twice that, for slow machines.
+        let plan = Plan::default();
+        let interval_rows = (plan.log_interval * 1000.0 / plan.ms_per_row) as u64;
+        let most = 2 * WORKERS as u64 * (interval_rows + STEP_ROWS);
+        assert!(
+            computed - ordered <= most,
+            "{} rows were computed after the cancel, more than {most}",
+            computed - ordered
+        );
         scene.run(&["cancel", &scene.job.output, "--finish"]).expect(0);
         scene.crew.begin_all();
         scene.reconcile_until_finished();
@@ -192,6 +235,8 @@ fn failed_rows_are_retried() {
     let plan = Plan {
         rows: 8_000,
         ms_per_row: 1.0,
+        // Most of the bad ones fail before they come to the device: they are not computed, and so not counted here.
+        bad_percent: 0.0,
         ..Plan::default()
     };
     orders("failed_rows_are_retried", plan, |mut scene| {
@@ -199,6 +244,8 @@ fn failed_rows_are_retried() {
         scene.until("`_SUCCESS`", END_MAX, Scene::finished);
         scene.until("that all workers leave", IDLE_MAX, |scene| scene.crew.all_done());
         scene.hold_so_far(&["--allow", "errored"]);
+        let failed = scene.status()["rows"]["errored"].as_u64().expect("a count");
+        assert!(failed > 0, "no row has failed");
         let before = scene.computed();
         scene
             .run(&["retry", &scene.job.output, "--queue", &scene.queue])
@@ -213,9 +260,12 @@ fn failed_rows_are_retried() {
             scene.crew.all_done()
         });
         let again = scene.computed() - before;
+        // Computed twice are those that the killed worker had in hand, and steps whose shards were recalled meanwhile: less than
+        // fits on a device, for the four shards in a worker's hands have some hundred failed rows.
+        let most = failed + WAITING_ROWS + STEP_ROWS;
         assert!(
-            again < scene.job.rows / 4,
-            "{again} rows were computed again, not the failed ones alone"
+            failed <= again && again <= most,
+            "{again} rows were computed again, not the {failed} failed ones and what a worker has in hand"
         );
         scene.hold(&[]);
     });

@@ -9,7 +9,7 @@ use rdkafka::message::{Header, OwnedHeaders};
 
 use super::job::{Broker, Plan};
 use super::scene::{END_MAX, LEAVE_MAX, Scene};
-use super::services::{Services, send_to_kafka};
+use super::services::{HOPS, Services, send_to_kafka};
 use super::suite::Suite;
 use crate::support::{arg, is_full, root};
 
@@ -94,7 +94,7 @@ fn another_model(folder: &Path) -> PathBuf {
 fn send_hopped(topic: &str, message: &Message) {
     let body = message.encode().expect("it can be encoded");
     let hops = Header {
-        key: "gristmill-hops",
+        key: HOPS,
         value: Some("3"),
     };
     send_to_kafka(topic, &body, OwnedHeaders::new().insert(hops));

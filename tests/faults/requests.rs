@@ -1,6 +1,6 @@
 //! What the ledger costs: requests at the store without faults, counted by the proxy, against DESIGN's bound.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::job::{Broker, Plan};
 use super::scene::{END_MAX, LEAVE_MAX, Scene};
@@ -11,6 +11,8 @@ use crate::proxy::{Counters, Kind, Plan as Clean, Proxy};
 const WORKERS: usize = 2;
 /// `_SUCCESS`, the digests, and a block or two that are not closed.
 const REQUESTS_OF_A_LOOK: u64 = 4;
+/// Requests for `_SUCCESS` of a worker that finishes the job, or finds that it is finished, and leaves.
+const LOOKS_AT_THE_END: u64 = 8;
 /// Opening the job, the store's probe, the looks for the job's end.
 const REQUESTS_OF_A_START: u64 = 40;
 
@@ -46,13 +48,20 @@ fn a_shard(suite: &mut Suite, services: &Services, proxy: &Proxy) -> f64 {
     };
     let mut scene = Scene::open_through(suite, services, Broker::Kafka, &plan, &proxy.url());
     proxy.take_counters();
+    let began = Instant::now();
     scene.begin(WORKERS);
     scene.until("`_SUCCESS`", END_MAX, Scene::finished);
     let counters = proxy.take_counters();
+    let seconds = began.elapsed().as_secs() + 1;
     let shards = plan.rows / plan.shard_rows;
     let about = about_shards(&counters);
     // A worker that got nothing for a second looks whether the job is done.
     let looks = counters.of_kind(Kind::Success);
+    let looks_max = WORKERS as u64 * (seconds + LOOKS_AT_THE_END);
+    assert!(
+        looks <= looks_max,
+        "{looks} looks in {seconds} s, more than {looks_max}"
+    );
     let bound = 10 * shards + REQUESTS_OF_A_LOOK * looks + WORKERS as u64 * REQUESTS_OF_A_START;
     assert!(
         about <= bound,

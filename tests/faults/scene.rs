@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use super::bucket::Bucket;
 use super::crew::{Crew, Ended, Start};
-use super::job::{Broker, Job, Plan};
+use super::job::{Broker, Format, Job, Plan};
 use super::services::{Services, ask_kafka, delete_topic};
 use super::suite::Suite;
 use crate::support::{Run, arg, gristmill, python, root};
@@ -66,7 +66,8 @@ impl<'s> Scene<'s> {
         let name = format!("{}-{}-{number:06x}", suite.name, broker.name());
         let dir = suite.dir.join(&name);
         std::fs::create_dir_all(&dir).unwrap();
-        let job = Job::make(plan, &name, suite.seed ^ number, &services.store, &dir);
+        let format = suite.next_format();
+        let job = Job::make(plan, &name, format, suite.seed ^ number, &services.store, &dir);
         let (queue, trace) = (broker.url(&name), dir.join("trace"));
         let mut env = services.store.variables(endpoint);
         for (name, value) in [
@@ -227,6 +228,15 @@ impl<'s> Scene<'s> {
         self.bucket.has(&format!("{}/out/_SUCCESS", self.job.key))
     }
 
+    /// A second job on the same queue, ready to be submitted, that is published in the other format.
+    pub fn second_job(&mut self, plan: &Plan) -> Job {
+        let name = format!("{}-second", self.job.name);
+        let dir = self.suite.dir.join(&name);
+        std::fs::create_dir_all(&dir).unwrap();
+        let format = self.suite.next_format();
+        Job::make(plan, &name, format, self.suite.seed, &self.services.store, &dir)
+    }
+
     /// Waits for the job's end and for the workers to leave by themselves, then holds the output to the guarantee.
     pub fn conclude(mut self) {
         self.until("`_SUCCESS`", END_MAX, Scene::finished);
@@ -246,6 +256,9 @@ impl<'s> Scene<'s> {
         let (computed, lives) = (self.computed(), self.crew.lives());
         self.suite.add("jobs", 1);
         self.suite.add("rows", self.job.rows);
+        if self.job.format == Format::Lines {
+            self.suite.add("rows_as_lines", self.job.rows);
+        }
         self.suite.add("rows_computed", computed);
         self.suite.add("worker_lives", lives);
     }

@@ -3,13 +3,18 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use rdkafka::ClientConfig;
 use rdkafka::admin::{AdminClient, AdminOptions};
 use rdkafka::client::DefaultClientContext;
-use rdkafka::message::OwnedHeaders;
+use rdkafka::consumer::{BaseConsumer, Consumer};
+use rdkafka::message::{Headers, OwnedHeaders};
 use rdkafka::producer::{BaseProducer, BaseRecord, Producer};
+use rdkafka::{ClientConfig, Message, Offset, TopicPartitionList};
 
 use crate::services::{Action, S3, control, need, rabbitmqctl};
+
+/// The header that counts how often a message was passed on.
+pub const HOPS: &str = "gristmill-hops";
+const READ_MAX: Duration = Duration::from_secs(40);
 
 pub type Admin = AdminClient<DefaultClientContext>;
 
@@ -96,6 +101,37 @@ pub fn send_to_kafka(topic: &str, body: &[u8], headers: OwnedHeaders) {
     producer
         .flush(Duration::from_secs(10))
         .expect("the broker takes the message");
+}
+
+/// Every message that a topic holds, acknowledged or not: its bytes, and whether a worker has passed it on.
+pub fn read_kafka(topic: &str) -> Vec<(Vec<u8>, bool)> {
+    let consumer: BaseConsumer = ClientConfig::new()
+        .set("bootstrap.servers", address("kafka"))
+        // Of no group that works on the topic.
+        .set("group.id", "who-looks-on")
+        .set("enable.auto.commit", "false")
+        .create()
+        .expect("a client of the broker");
+    let metadata = consumer.fetch_metadata(Some(topic), READ_MAX);
+    let metadata = metadata.expect("the broker answers");
+    let (mut from, mut count) = (TopicPartitionList::new(), 0);
+    for partition in metadata.topics()[0].partitions() {
+        let marks = consumer.fetch_watermarks(topic, partition.id(), READ_MAX);
+        let (first, end) = marks.expect("the broker answers");
+        count += usize::try_from(end - first).expect("messages are counted up");
+        from.add_partition_offset(topic, partition.id(), Offset::Beginning)
+            .expect("an offset that there is");
+    }
+    consumer.assign(&from).expect("it can be read from its beginning");
+    let read = |_| {
+        let polled = consumer.poll(READ_MAX).expect("all messages come in time");
+        let message = polled.expect("the broker answers");
+        let passed_on = message
+            .headers()
+            .is_some_and(|headers| headers.iter().any(|header| header.key == HOPS));
+        (message.payload().unwrap_or_default().to_vec(), passed_on)
+    };
+    (0..count).map(read).collect()
 }
 
 fn variable(broker: &str) -> &'static str {

@@ -2,15 +2,19 @@
 
 use std::time::Duration;
 
+use gristmill::queue::Message;
 use rdkafka::message::OwnedHeaders;
 
 use super::job::{Broker, Plan};
 use super::scene::{END_MAX, LEAVE_MAX, Scene};
-use super::services::{Services, send_to_kafka};
+use super::services::{Services, read_kafka, send_to_kafka};
 use super::suite::Suite;
 
 /// A message and a record of a version that does not exist yet.
 const NEWER: &[u8] = b"{\"v\":99,\"what\":\"nobody here can know\"}\n";
+
+/// A message for others is passed on after 5 s, which begin anew where its partition goes to another worker.
+const PASSED_ON_MAX: Duration = Duration::from_secs(60);
 
 #[test]
 fn newer_messages_and_records_are_left_alone() {
@@ -43,6 +47,11 @@ fn newer_messages_and_records_are_left_alone() {
     scene.live(Duration::from_secs(4));
     assert_eq!(scene.crew.awake().len(), 2, "a worker has left");
     assert_eq!(scene.bucket.get(&record).as_deref(), Some(NEWER));
+    scene.until("that the newer message is passed on", PASSED_ON_MAX, |scene| {
+        let of_others = of_others(&scene.job.name);
+        assert!(of_others.iter().all(|(body, _)| body == NEWER), "{of_others:?}");
+        of_others.iter().any(|(_, passed_on)| *passed_on)
+    });
     let parts = scene.bucket.list(&format!("{}/out", scene.job.key));
     assert_eq!(parts.iter().filter(|key| key.contains("/part-")).count(), 7);
     // The newer worker's part of the story ends here: its record never was, as far as the rest goes.
@@ -50,6 +59,13 @@ fn newer_messages_and_records_are_left_alone() {
     scene.reconcile(3.0);
     scene.conclude();
     suite.end();
+}
+
+/// What lies in the topic and is no message of this gristmill, and whether it was passed on.
+fn of_others(topic: &str) -> Vec<(Vec<u8>, bool)> {
+    let mut messages = read_kafka(topic);
+    messages.retain(|(body, _)| Message::decode(body).is_err());
+    messages
 }
 
 #[test]

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use serde_json::{Map, Value};
 
+use super::job::Format;
 use crate::support::{is_full, passed, root};
 
 /// A small generator of its own (SplitMix64), so that a failing run can be repeated from the printed seed.
@@ -52,6 +53,7 @@ pub struct Suite {
     pub dir: PathBuf,
     began: Instant,
     figures: Map<String, Value>,
+    jobs: u64,
 }
 
 impl Suite {
@@ -71,6 +73,16 @@ impl Suite {
             dir,
             began: Instant::now(),
             figures: Map::new(),
+            jobs: 0,
+        }
+    }
+
+    /// Jobs publish Parquet and lines by turns; the seed says which is first.
+    pub fn next_format(&mut self) -> Format {
+        self.jobs += 1;
+        match (self.seed + self.jobs) % 2 {
+            0 => Format::Parquet,
+            _ => Format::Lines,
         }
     }
 

@@ -290,3 +290,45 @@ async fn lost_rows_are_not_suspected() {
         "{plan:?}"
     );
 }
+
+/// What its commit names is what readers may have seen: a part that is made again is the same, or is not put there.
+#[tokio::test]
+async fn a_lost_part_is_replaced_by_the_same_bytes_alone() {
+    let output = memory();
+    let ledger = job(&output, "parquet").await;
+    run_shard(&ledger, 0).await;
+    let name = ledger.keys().part(0);
+    let bytes = output
+        .store
+        .get(&at(&output, &name))
+        .await
+        .unwrap()
+        .bytes()
+        .await
+        .unwrap();
+    output.store.delete(&at(&output, &name)).await.unwrap();
+    let ShardState::Committed(commit) = ledger.shard(0).await.unwrap() else {
+        panic!("it was committed");
+    };
+    assert_eq!(ledger.unfinished().await.unwrap(), [0]);
+    let other = |_: &[_], _: &[_]| Ok::<_, String>(bytes::Bytes::from_static(b"other rows"));
+    let error = ledger.restore_part(&commit, other).await.unwrap_err();
+    assert!(error.to_string().contains("not what was committed"), "{error}");
+    assert!(
+        output.store.head(&at(&output, &name)).await.is_err(),
+        "nothing was put there"
+    );
+    assert!(ledger.restore_part(&commit, part).await.unwrap());
+    assert!(!ledger.restore_part(&commit, part).await.unwrap(), "it is there");
+    let again = output
+        .store
+        .get(&at(&output, &name))
+        .await
+        .unwrap()
+        .bytes()
+        .await
+        .unwrap();
+    assert_eq!(again, bytes);
+    assert!(ledger.unfinished().await.unwrap().is_empty());
+    assert!(ledger.finish_check(None).await.unwrap().is_some());
+}

@@ -263,6 +263,25 @@ async fn foreign_bytes_in_a_log_are_errors_not_panics() {
     ));
 }
 
+/// Rows that another worker has logged meanwhile are passed over, and a record that counts them once more is none.
+#[tokio::test]
+async fn a_row_counts_once() {
+    let output = memory();
+    let (ledger, _) = create(&output, "once").await.unwrap();
+    let mut first = open_shard(&ledger, 0).await;
+    let mut second = open_shard(&ledger, 0).await;
+    let rows = |range| finished(&RowSet::from_range(range), "a");
+    first.append(&rows(0..2)).await.unwrap();
+    assert!(second.append(&rows(1..2)).await.unwrap().is_empty());
+    assert_eq!(second.append(&rows(0..3)).await.unwrap(), RowSet::from_range(2..3));
+    assert!(second.append(&rows(0..3)).await.unwrap().is_empty());
+    let log = |index| ledger.keys().log(0, index);
+    let again = read(&output, &log(0)).await.replacen("\"index\":0", "\"index\":2", 1);
+    put(&output, &log(2), again).await;
+    let error = ledger.shard(0).await.unwrap_err();
+    assert!(error.to_string().contains("are not open"), "{error}");
+}
+
 #[tokio::test]
 async fn batches_that_cannot_be_logged_are_refused_before_anything_is_uploaded() {
     let output = memory();

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use gristmill::dataset::location::Location;
 use gristmill::ledger::status::State;
-use gristmill::ledger::{Extension, Ledger, Order, RowSet, StopWhy};
+use gristmill::ledger::{Extension, Ledger, Order, PinOrder, RowSet, StopWhy};
 use object_store::ObjectStoreExt;
 use object_store::memory::InMemory;
 
@@ -114,7 +114,10 @@ async fn status_follows_logs_orders_and_spendings() {
     ledger.write_spend("a", 3600.0, false).await.unwrap();
     let status = ledger.status().await.unwrap();
     let shards = status.shards;
-    assert_eq!((shards.total, shards.done, shards.open, shards.stuck), (4, 1, 2, 1));
+    assert_eq!((shards.total, shards.done, shards.open), (4, 1, 2));
+    assert_eq!(shards.stuck, 0, "workers may be at it side by side");
+    let later = chrono::Utc::now() + chrono::TimeDelta::seconds(61);
+    assert_eq!(ledger.status_at(later).await.unwrap().shards.stuck, 1);
     assert_eq!(
         (status.tally.rows(), status.seconds, status.usd),
         (14, 3600.0, Some(2.0))
@@ -165,6 +168,24 @@ async fn an_order_that_lost_the_race_is_for_its_giver_to_decide_again() {
     assert!(b.give(Order::stop(StopWhy::Deadline, false)).await.unwrap());
     assert_eq!(a.refresh().await.unwrap(), Some(&Order::stop(StopWhy::Deadline, false)));
     assert_eq!(a.orders(), b.orders());
+}
+
+/// A pin says nothing of whether the job goes on.
+#[tokio::test]
+async fn a_pin_after_a_stop_does_not_hide_it() {
+    let ledger = job(&memory(), 1, 1).await;
+    let mut control = ledger.control().await.unwrap();
+    assert!(control.give(Order::stop(StopWhy::Cancelled, true)).await.unwrap());
+    let pin = PinOrder {
+        input: 0,
+        size: 1,
+        etag: Some("other".into()),
+        version: None,
+    };
+    control.pin(pin).await.unwrap();
+    let control = ledger.control().await.unwrap();
+    assert_eq!((control.orders().len(), control.pins().count()), (2, 1));
+    assert_eq!((control.stopped(), control.closes()), (Some(StopWhy::Cancelled), true));
 }
 
 #[tokio::test]
@@ -338,6 +359,65 @@ async fn verification_finds_what_is_wrong() {
         .replace("\"errored\":6,", "\"errored\":7,");
     output.store.put(&at(&output, "_SUCCESS"), forged.into()).await.unwrap();
     expect(&ledger, "the counts of `_SUCCESS` differ").await;
+
+    // Records that are valid by themselves, and say something else than the others.
+    let success = |_: &Ledger| "_SUCCESS".to_string();
+    let commit = |ledger: &Ledger| ledger.keys().commit(1);
+    let digest = |ledger: &Ledger| ledger.keys().digest(0);
+    type KeyOf = fn(&Ledger) -> String;
+    for (key, from, to, want) in [
+        (
+            success as KeyOf,
+            "\"rows\":12,\"parts\":3,\"succeeded\":6,\"invalid_output\":0,\"errored\":6,",
+            "\"rows\":16,\"parts\":3,\"succeeded\":6,\"invalid_output\":0,\"errored\":10,",
+            "`_SUCCESS` counts 16 rows, the inputs have 12",
+        ),
+        (
+            success,
+            "\"parts\":3,",
+            "\"parts\":2,",
+            "the parts named by `_SUCCESS` are not",
+        ),
+        (
+            success,
+            "\"parts_sha256\":\"",
+            "\"parts_sha256\":\"0",
+            "the parts named by `_SUCCESS` are not",
+        ),
+        (digest, "\"size\":", "\"size\":1", "the digest of block 0 differs"),
+        (
+            commit,
+            "\"shard\":1,",
+            "\"shard\":0,",
+            "is no commit of shard 1: it names job",
+        ),
+        (
+            commit,
+            "\"shard\":1,",
+            "\"shard\":1,\"generation\":1,",
+            "is no commit of shard 1: it names generation 1",
+        ),
+        (
+            commit,
+            "part-00001",
+            "part-00002",
+            "is no commit of shard 1: it names part `part-00002.parquet`",
+        ),
+        (
+            commit,
+            "\"succeeded\":2,",
+            "\"succeeded\":3,",
+            "is no commit of shard 1: it has 5 rows, the shard 4",
+        ),
+    ] {
+        let (output, ledger) = finished_job().await;
+        let path = at(&output, &key(&ledger));
+        let bytes = output.store.get(&path).await.unwrap().bytes().await.unwrap();
+        let text = String::from_utf8(bytes.to_vec()).unwrap();
+        assert!(text.contains(from), "`{from}` is not in {text}");
+        output.store.put(&path, text.replace(from, to).into()).await.unwrap();
+        expect(&ledger, want).await;
+    }
 }
 
 #[tokio::test]

@@ -10,7 +10,7 @@ says in `explained` why no test can tell.
 
 A `from` is an expression, or a statement that ends in a semicolon; `at` is text around it that stands in the file once. A `test` is a
 test program (lib, all, faults) and the beginning of a test's name. --no-services leaves out tests that need a broker or a store.
-The result is written to tests/results/mutants.json.
+The result is written to tests/results/mutants.json; with --only, what other changes were found by stays there.
 """
 
 import argparse
@@ -182,12 +182,19 @@ def main():
         if services:
             subprocess.run([*script, "down", "--dir", services])
     survivors = [one for one in found if one["found_by"] is None and one["explained"] is None]
-    if not options.only and not options.no_services:
-        result = stamp(ROOT) | {"mutants": found}
-        (ROOT / "tests/results/mutants.json").write_text(json.dumps(result, indent=1) + "\n")
+    keep([mutant["name"] for mutant in mutants], found)
     explained = sum(one["found_by"] is None and one["explained"] is not None for one in found)
     print(f"\n{len(found)} changes, {len(found) - len(survivors) - explained} found, {explained} explained, {len(survivors)} survived")
     sys.exit(1 if survivors else 0)
+
+
+def keep(names, found):
+    """Writes what was found to the results; of changes that were not chosen, what an earlier run found stays. Each says its commit."""
+    path = ROOT / "tests/results/mutants.json"
+    now = stamp(ROOT)
+    before = json.loads(path.read_text())["mutants"] if path.exists() else []
+    known = {one["name"]: one for one in before} | {one["name"]: one | {"commit": now["commit"]} for one in found}
+    path.write_text(json.dumps(now | {"mutants": [known[name] for name in names if name in known]}, indent=1) + "\n")
 
 
 def hunt(programs, chosen):
@@ -201,8 +208,10 @@ def hunt(programs, chosen):
             if test not in clean:
                 passed, seconds, _ = run(programs, test)
                 if not passed:
-                    sys.exit(f"`{test}` {'runs nothing or is skipped' if passed is None else 'fails'} without any change")
-                clean[test] = seconds
+                    print(f"`{test}` {'runs nothing or is skipped' if passed is None else 'fails'} without any change", flush=True)
+                clean[test] = seconds if passed else None
+            if clean[test] is None:
+                continue
             passed, _, _ = run(programs, test, number, max(LEAST_SECONDS, TIMES_SLOWER * clean[test]))
             if passed is False:
                 by = test

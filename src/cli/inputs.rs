@@ -1,0 +1,76 @@
+//! The inputs of a job that was begun, as they are now.
+
+use std::collections::HashSet;
+
+use anyhow::anyhow;
+use futures::{StreamExt, stream};
+
+use crate::cli::door::Opened;
+use crate::cli::exit::Failure;
+use crate::dataset::DatasetError;
+use crate::dataset::discover::discover;
+use crate::dataset::pinned::PinnedFile;
+use crate::dataset::pins::{PinnedAnew, Pins};
+use crate::ledger::Ledger;
+
+/// Inputs that are looked at side by side.
+const LOOKS_AT_ONCE: usize = 32;
+
+/// Refuses to call a job done whose inputs have become others: a nightly job that keeps its names would seem to have run. Inputs that
+/// are no longer there, or that cannot be seen from here, say nothing against it.
+pub async fn check_done(opened: &Opened, ledger: &Ledger) -> Result<(), Failure> {
+    let Some(what) = what_is_new(opened, ledger).await? else {
+        return Ok(());
+    };
+    let instead = match opened.limit {
+        None => "To process what is there now, give it another `output.uri`".into(),
+        Some(_) => format!("To try what is there now, remove `{}`", ledger.store().url()),
+    };
+    Err(Failure::bad_job(anyhow!(
+        "job `{}` is done, but not of its inputs as they are now: {what}. {instead}",
+        ledger.job().name
+    )))
+}
+
+async fn what_is_new(opened: &Opened, ledger: &Ledger) -> Result<Option<String>, Failure> {
+    let mut unseen = None;
+    for found in differences(ledger).await? {
+        match found {
+            DatasetError::InputChanged { .. } => return Ok(Some(found.to_string())),
+            DatasetError::InputMissing { .. } => {}
+            other => unseen = Some(other),
+        }
+    }
+    // A trial is of the first files alone.
+    if opened.limit.is_none() && unseen.is_none() {
+        match discover(&opened.job.input.uris, &opened.job.base_dir).await {
+            Ok(found) => return Ok(new_among(&found, ledger)),
+            Err(DatasetError::NoMatch { .. }) => {}
+            Err(error) => unseen = Some(error),
+        }
+    }
+    if let Some(error) = unseen {
+        eprintln!("gristmill: warning: whether its inputs are still the same cannot be seen: {error}");
+    }
+    Ok(None)
+}
+
+fn new_among(found: &[PinnedFile], ledger: &Ledger) -> Option<String> {
+    let known: HashSet<&str> = ledger.job().inputs.iter().map(|input| input.url.as_str()).collect();
+    let mut new = found.iter().filter(|file| !known.contains(file.location.url.as_str()));
+    let first = &new.next()?.name;
+    Some(match new.count() {
+        0 => format!("`{first}` has come since"),
+        more => format!("`{first}` and {more} more have come since"),
+    })
+}
+
+/// What stands between each input and the plan, in the inputs' order; nothing for those that hold the planned bytes. Nothing is pinned
+/// anew by looking.
+pub async fn differences(ledger: &Ledger) -> Result<Vec<DatasetError>, Failure> {
+    let pins = Pins::new(ledger.job().inputs.clone());
+    pins.know(ledger.control().await?.pins().map(PinnedAnew::from));
+    let looks = (0..ledger.job().inputs.len() as u32).map(|input| pins.check(input));
+    let found: Vec<_> = stream::iter(looks).buffered(LOOKS_AT_ONCE).collect().await;
+    Ok(found.into_iter().filter_map(Result::err).collect())
+}

@@ -1,0 +1,86 @@
+//! Parts that were committed and are gone: no job is complete without them, and the log makes them again, byte for byte.
+
+use std::collections::HashSet;
+use std::fmt::Display;
+
+use arrow::array::RecordBatch;
+use bytes::Bytes;
+use futures::FutureExt;
+
+use super::Ledger;
+use super::error::{LedgerError, Result};
+use super::log::ShardLog;
+use super::publish::Assembled;
+use super::record::Commit;
+use super::store::Created;
+
+impl Ledger {
+    /// The shards of the job that have no part, ascending: a request for a thousand parts.
+    pub(super) async fn without_part(&self) -> Result<Vec<u32>> {
+        let (objects, _) = self.store().list_folder("").await?;
+        let there: HashSet<String> = objects.into_iter().map(|object| object.key).collect();
+        let shards = 0..self.job().shards.len() as u32;
+        Ok(shards
+            .filter(|&shard| !there.contains(&self.keys().part(shard)))
+            .collect())
+    }
+
+    /// Whether every shard has its part, where all are committed. Those that are gone are to be made again: until then the job is not
+    /// finished, whatever was written before.
+    pub(super) async fn has_all_parts(&self) -> Result<bool> {
+        let gone = self.without_part().await?;
+        // A retry makes no other parts again.
+        if let Some(&shard) = gone.iter().find(|&&shard| self.rows_to_do(shard).is_empty()) {
+            return Err(self.cannot_restore(shard, "the retry that is under way leaves it as it was"));
+        }
+        for shard in &gone {
+            tracing::info!(
+                "`{}` is gone, and is to be made again",
+                self.store().address(&self.keys().part(*shard))
+            );
+        }
+        Ok(gone.is_empty())
+    }
+
+    /// Puts the part of a commit there again, if it is gone; false: it is there.
+    pub async fn restore_part<E: Display>(
+        &self,
+        commit: &Commit,
+        make_part: impl Fn(&[RecordBatch], &[(String, String)]) -> Result<Bytes, E>,
+    ) -> Result<bool> {
+        let (shard, name) = (commit.shard, &commit.part.name);
+        if self.store().stamp(name).await?.is_some() {
+            return Ok(false);
+        }
+        let log = match ShardLog::load(self, shard).await {
+            Err(LedgerError::Damaged { .. }) => {
+                return Err(self.cannot_restore(shard, "its rows are no longer in the ledger"));
+            }
+            log => log?,
+        };
+        if !log.is_complete() {
+            return Err(self.cannot_restore(shard, "its rows are no longer in the ledger"));
+        }
+        let bytes = match log.assemble(make_part).await? {
+            Assembled::Part(bytes, _) => bytes,
+            Assembled::Damaged(_) => return Err(self.cannot_restore(shard, "the data of its rows is lost")),
+        };
+        if log.described(&bytes) != commit.part {
+            return Err(self.cannot_restore(shard, "what the ledger gives is not what was committed"));
+        }
+        let look = || self.check_still_ours().boxed();
+        if self.store().create_after(name, bytes, &look).await?.created == Created::Ours {
+            tracing::warn!("`{}` was gone, and was made again", self.store().address(name));
+        }
+        self.finish_check(Some(shard)).await?;
+        Ok(true)
+    }
+
+    fn cannot_restore(&self, shard: u32, why: &str) -> LedgerError {
+        LedgerError::damaged(format!(
+            "`{}` is gone and cannot be made again, since {why}: restore it from a backup or an earlier version of the object, or \
+             run the job to a new `output.uri`",
+            self.store().address(&self.keys().part(shard))
+        ))
+    }
+}

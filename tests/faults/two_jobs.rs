@@ -1,0 +1,101 @@
+//! Two jobs in one worker: what happens to one of them, and what the other notices of it.
+
+use super::job::{Broker, Job, Plan};
+use super::scene::{END_MAX, Scene};
+use super::services::Services;
+use super::suite::Suite;
+use crate::support::arg;
+
+/// A second job on the scene's queue; what workers of both are started with, holding `in_flight` shards at once.
+fn second_job(scene: &mut Scene, plan: &Plan, in_flight: u32) -> (Job, impl Fn(&mut Vec<String>) + use<>) {
+    let second = scene.second_job(plan);
+    scene
+        .run(&["submit", arg(&second.file), "--queue", &scene.queue])
+        .expect(0);
+    let output = second.output.clone();
+    let both = move |arguments: &mut Vec<String>| {
+        let in_flight = in_flight.to_string();
+        arguments.extend(["--job", &output, "--shards-in-flight", &in_flight].map(String::from));
+    };
+    (second, both)
+}
+
+/// A worker gives partitions up, with shards of both jobs in them, to one that joins.
+#[test]
+fn shards_of_two_jobs_go_to_a_worker_that_joins() {
+    let name = "shards_of_two_jobs_go_to_a_worker_that_joins";
+    let Some(services) = Services::of(name, &["kafka"]) else {
+        return;
+    };
+    let mut suite = Suite::begin(name);
+    let plan = Plan {
+        rows: 4_000,
+        shard_rows: 100,
+        ..Plan::default()
+    };
+    for _ in 0..suite.count(1, 10) {
+        let mut scene = Scene::open(&mut suite, &services, Broker::Kafka, &plan);
+        // So many in hand that some are in a partition that moves.
+        let (second, both) = second_job(&mut scene, &plan, 16);
+        scene.crew.hire_with(&[], &both);
+        scene.until("that shards of both jobs are in hand", END_MAX, |scene| {
+            scene.computed() > 3_200
+        });
+        scene.crew.hire_with(&[], &both);
+        scene.until("that the first worker gives shards up", END_MAX, |scene| {
+            scene.crew.log(0).contains("goes back to the queue")
+        });
+        conclude_both(scene, second);
+        suite.add("faults", 1);
+    }
+    suite.end();
+}
+
+/// Rows of a job that is cancelled do not stay on the device: it is the other's from then on.
+#[test]
+fn a_cancelled_job_leaves_the_device_to_the_other() {
+    let name = "a_cancelled_job_leaves_the_device_to_the_other";
+    let Some(services) = Services::of(name, &["rabbitmq"]) else {
+        return;
+    };
+    let mut suite = Suite::begin(name);
+    // The device holds 256 rows that wait: ten seconds of this job.
+    let plan = Plan {
+        rows: 400,
+        shard_rows: 100,
+        ms_per_row: 40.0,
+        bad_percent: 0.0,
+        ..Plan::default()
+    };
+    for _ in 0..suite.count(1, 5) {
+        let mut scene = Scene::open(&mut suite, &services, Broker::Rabbitmq, &plan);
+        scene.job_ended = vec![0, 5];
+        let (second, both) = second_job(&mut scene, &plan, 8);
+        scene.crew.hire_with(&[], &both);
+        scene.until("the first rows", END_MAX, |scene| scene.computed() > 0);
+        scene.run(&["cancel", &scene.job.output]).expect(0);
+        let before = scene.computed();
+        let cancelled = std::mem::replace(&mut scene.job, second);
+        scene.until("`_SUCCESS` of the other", END_MAX, Scene::finished);
+        // A log interval until the worker hears of it, the step that is under way, and one that was planned.
+        let of_first = scene.computed() - scene.job.rows;
+        assert!(
+            of_first <= before + 190,
+            "{of_first} rows of `{}` were computed, {before} when it was cancelled",
+            cancelled.name
+        );
+        scene.conclude();
+        suite.add("faults", 1);
+    }
+    suite.end();
+}
+
+/// Both are finished, and right.
+fn conclude_both(mut scene: Scene, second: Job) {
+    let first = std::mem::replace(&mut scene.job, second);
+    scene.until("`_SUCCESS` of the second job", END_MAX, Scene::finished);
+    scene.hold_so_far(&[]);
+    scene.suite.add("rows", scene.job.rows);
+    scene.job = first;
+    scene.conclude();
+}
