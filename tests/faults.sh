@@ -54,7 +54,7 @@ last-step                 faults faults::failpoints::the_last_step_fails 1
 control-acknowledge       faults faults::controls::acknowledging_before_committing_is_found 1
 control-unconditional     faults faults::controls::putting_without_the_condition_is_found 1
 control-exists            faults faults::controls::taking_already_exists_for_success_is_found 1
-control-part              faults faults::controls::publishing_the_part_after_the_commit_is_found 1
+commit-first              faults faults::controls::a_commit_without_its_part_is_made_good 1
 skew-newer                faults faults::skew::newer_messages_and_records_are_left_alone 1
 skew-both                 faults faults::skew::two_versions_finish_a_job_side_by_side 1
 seeds-1                   all    ledger::seeds::no_seed_breaks_the_guarantee 1 GRISTMILL_SEEDS=0..25000

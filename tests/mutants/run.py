@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The mutation run: each one-line change of list.toml breaks gristmill in its own way; which test fails by it?
 
-    .venv/bin/python tests/mutants/run.py [--only WORD]... [--no-services] [--list]
+    .venv/bin/python tests/mutants/run.py [--only WORD]... [--rest] [--no-services] [--list]
 
 All changes are built at once, in a copy of the checkout below target/mutants/, each behind a switch that a number in the environment
 turns on. So there is one build, and what is tested is the same program each time. Each test that list.toml names must pass while no
@@ -10,7 +10,7 @@ says in `explained` why no test can tell.
 
 A `from` is an expression, or a statement that ends in a semicolon; `at` is text around it that stands in the file once. A `test` is a
 test program (lib, all, faults) and the beginning of a test's name. --no-services leaves out tests that need a broker or a store.
-The result is written to tests/results/mutants.json; with --only, what other changes were found by stays there.
+The result is written to tests/results/mutants.json; with --only or --rest, what other changes were found by stays there.
 """
 
 import argparse
@@ -29,6 +29,7 @@ sys.path.insert(0, str(ROOT / "benches"))
 from stamp import stamp  # noqa: E402
 
 COPY = ROOT / "target/mutants/checkout"
+RESULTS = ROOT / "tests/results/mutants.json"
 SWITCH = "GRISTMILL_MUTANT"
 # A change may make a test wait for ever.
 LEAST_SECONDS = 120
@@ -153,6 +154,7 @@ def run(programs, test, number=None, limit=None):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", default=[], metavar="WORD", help="changes whose name or file holds the word")
+    parser.add_argument("--rest", action="store_true", help="changes that no test was found for yet, by tests/results/mutants.json")
     parser.add_argument("--no-services", action="store_true")
     parser.add_argument("--list", action="store_true", help="print the list, run nothing")
     options = parser.parse_args()
@@ -160,6 +162,9 @@ def main():
     texts = changed(mutants)
     chosen = [(number, mutant) for number, mutant in enumerate(mutants)
               if not options.only or any(word in mutant["name"] or word in mutant["file"] for word in options.only)]
+    if options.rest:
+        done = {one["name"] for one in results() if one["found_by"]}
+        chosen = [(number, mutant) for number, mutant in chosen if mutant["name"] not in done]
     if options.no_services:
         chosen = [(number, mutant) for number, mutant in chosen if not mutant.get("services")]
     if options.list:
@@ -188,13 +193,15 @@ def main():
     sys.exit(1 if survivors else 0)
 
 
+def results():
+    return json.loads(RESULTS.read_text())["mutants"] if RESULTS.exists() else []
+
+
 def keep(names, found):
     """Writes what was found to the results; of changes that were not chosen, what an earlier run found stays. Each says its commit."""
-    path = ROOT / "tests/results/mutants.json"
     now = stamp(ROOT)
-    before = json.loads(path.read_text())["mutants"] if path.exists() else []
-    known = {one["name"]: one for one in before} | {one["name"]: one | {"commit": now["commit"]} for one in found}
-    path.write_text(json.dumps(now | {"mutants": [known[name] for name in names if name in known]}, indent=1) + "\n")
+    known = {one["name"]: one for one in results()} | {one["name"]: one | {"commit": now["commit"]} for one in found}
+    RESULTS.write_text(json.dumps(now | {"mutants": [known[name] for name in names if name in known]}, indent=1) + "\n")
 
 
 def hunt(programs, chosen):
