@@ -17,6 +17,7 @@ use crate::ledger::{Ledger, LimitsFrom, Terms};
 use crate::report::progress::show_duration;
 use crate::report::summary::{RowCounts, Summary, number};
 use crate::say;
+use crate::worker::patience::{Patience, Reaction};
 
 /// Shards that are shown one by one; `--json` has all of them.
 const SHARDS_SHOWN: usize = 20;
@@ -155,8 +156,21 @@ pub async fn watch(args: WatchArgs) -> Result<Exit, Failure> {
     let ledger = ledger_at(&args.output).await?;
     let mut last = String::new();
     let mut began: Option<(Instant, u64)> = None;
+    // An outage of the store is none of the job's: workers wait for it, too.
+    let patience = Patience::new(true);
     loop {
-        let status = ledger.status().await?;
+        let (status, closes) = match look(&ledger).await {
+            Ok(seen) => {
+                patience.over();
+                seen
+            }
+            Err(error) if patience.reaction(&error) == Reaction::Wait => {
+                patience.say(&error);
+                tokio::time::sleep(Duration::from_secs_f64(args.every)).await;
+                continue;
+            }
+            Err(error) => return Err(error.into()),
+        };
         let rows = status.tally.rows();
         let cut = status.tally.truncated.filter(|count| *count > 0);
         let cut = cut.map_or(String::new(), |count| format!(", {} truncated", number(count)));
@@ -191,7 +205,7 @@ pub async fn watch(args: WatchArgs) -> Result<Exit, Failure> {
             State::InputChanged => Some(Exit::BadJob),
         };
         match end {
-            Some(exit) if status.state == State::Finished || !closing(&ledger).await? => {
+            Some(exit) if !closes => {
                 if let Some(warning) = Summary::of(&status, &args.output).warning() {
                     println!("warning: {warning}");
                 }
@@ -204,9 +218,14 @@ pub async fn watch(args: WatchArgs) -> Result<Exit, Failure> {
     }
 }
 
-/// Whether workers are still to publish the rows that a stopped job has left.
-async fn closing(ledger: &Ledger) -> Result<bool, Failure> {
-    Ok(ledger.control().await?.closes())
+/// The state, and whether workers are still to publish the rows that a stopped job has left.
+async fn look(ledger: &Ledger) -> anyhow::Result<(Status, bool)> {
+    let status = ledger.status().await?;
+    let closes = match status.state {
+        State::Running | State::Finished => false,
+        _ => ledger.control().await?.closes(),
+    };
+    Ok((status, closes))
 }
 
 /// At the pace seen while watching; `None` before any row was finished.

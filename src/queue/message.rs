@@ -84,7 +84,8 @@ mod tests {
             Message::decode(br#"{"v":2,"anything":[]}"#),
             Err(QueueError::Newer { found: 2, known: 1 })
         ));
-        let long = vec![b' '; MESSAGE_BYTES_MAX + 1];
+        let mut long = message.encode().unwrap().to_vec();
+        long.resize(MESSAGE_BYTES_MAX + 1, b' ');
         for bad in [
             &b""[..],
             b"{",

@@ -1,10 +1,14 @@
 //! Data objects that are lost: their rows are computed again, and what is published is counted as it stands.
 
+use std::sync::Arc;
+
+use futures::FutureExt;
 use gristmill::dataset::location::Location;
 use gristmill::ledger::attempts::Fate;
 use gristmill::ledger::log::{ShardLog, ShardState};
 use gristmill::ledger::{Ledger, LedgerError, RowSet};
 use object_store::ObjectStoreExt;
+use object_store::memory::InMemory;
 use object_store::path::Path;
 
 use super::support::*;
@@ -125,6 +129,40 @@ async fn lost_rows_are_open_again_and_computed_again() {
             assert_all_succeeded(&retry).await;
         }
     }
+}
+
+/// A listing may lack what is there: nothing is voided that was not missed twice.
+#[tokio::test]
+async fn what_was_missed_once_counts() {
+    let store = Arc::new(InMemory::new());
+    let output = place(store.clone());
+    let ledger = job(&output, "parquet").await;
+    let mut first = open_shard(&ledger, 0).await;
+    first.append(&finished(&rows(0..2), "a")).await.unwrap();
+    let record: serde_json::Value = serde_json::from_str(&text(&output, &ledger.keys().log(0, 0)).await).unwrap();
+    let data = at(
+        &output,
+        &ledger.keys().data(0, record["data"]["name"].as_str().unwrap()),
+    );
+    let bytes = store.get(&data).await.unwrap().bytes().await.unwrap();
+    store.delete(&data).await.unwrap();
+    // It is there again when it is read.
+    let comes_back = {
+        let (store, data) = (store.clone(), data.clone());
+        FaultStore::new(store.clone(), false, move |op, path| {
+            if op == Op::Get && *path == data {
+                store.put(&data, bytes.clone().into()).now_or_never().unwrap().unwrap();
+            }
+            Fault::None
+        })
+    };
+    let output = place(Arc::new(comes_back));
+    let ledger = Ledger::open_in(eager(&output)).await.unwrap().unwrap();
+    assert_eq!(open_shard(&ledger, 0).await.uncovered(), rows(2..6));
+    assert!(
+        store.head(&at(&output, &ledger.keys().log(0, 1))).await.is_err(),
+        "nothing was voided"
+    );
 }
 
 /// Who voids and who publishes the same rows, in any order: the part that stands is committed, and counted as it is.

@@ -526,6 +526,17 @@ mod tests {
         assert_eq!(tile(512, 28672, 4096), (256, 2));
     }
 
+    /// A thread of the kernel scales two sums.
+    #[test]
+    fn every_sum_is_scaled_once() {
+        for columns in [1, 511, 512, 513, 4096, 28_672] {
+            let launch = scale_sums(3, columns);
+            let scaled = 2 * launch.threads as usize;
+            assert_eq!(launch.grid[0], 3);
+            assert_eq!(launch.grid[1] as usize, columns.div_ceil(scaled), "{columns}");
+        }
+    }
+
     #[test]
     fn every_tile_fits() {
         for tile in Tile::ALL {
