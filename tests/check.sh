@@ -78,7 +78,8 @@ with() (
     eval "$(python3 tests/services/services.py env --dir "$work/$1")"
     "${@:2}"
 )
-tests() { cargo test --release --locked --features faults "$@" 2>&1; }
+# All of them, whatever fails.
+tests() { cargo test --release --locked --features faults --no-fail-fast "$@" 2>&1; }
 
 beside=()
 say "tests, kernels in the emulator beside them (shown at the end)"

@@ -330,6 +330,10 @@ mod tests {
             model: "m".into(),
             created: 7,
         };
+        let mut unnamed = batch.clone();
+        unnamed.remove_column(batch.schema().index_of("custom_id").unwrap());
+        let unnamed = part_openai(&[unnamed], &meta).unwrap();
+        assert!(String::from_utf8_lossy(&unnamed).contains(r#""custom_id":"row-2""#));
         let bytes = part_openai(&[batch], &meta).unwrap();
         let lines: Vec<Value> = bytes
             .split(|&b| b == b'\n')
@@ -350,7 +354,7 @@ mod tests {
                 }},
             })
         );
-        assert_eq!(lines[1]["custom_id"], "row-1");
+        assert_eq!(lines[1]["custom_id"], Value::Null, "its row has none");
         assert_eq!(lines[1]["response"], Value::Null);
         assert_eq!(lines[1]["error"], json!({"code": "errored", "message": "too long"}));
         assert_eq!(lines[2]["error"]["code"], "invalid_output");
