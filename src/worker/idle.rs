@@ -20,6 +20,54 @@ impl IdleClock {
     }
 }
 
+/// Between two looks at the ledgers while nothing comes; doubles up to the second, which costs about eight requests a minute,
+/// or up to the log interval: jobs that write more often end sooner, too.
+const LOOK_MIN: Duration = Duration::from_secs(1);
+const LOOK_MAX: Duration = Duration::from_secs(30);
+/// A worker for which nothing comes, of a job that is not finished, says so after this time.
+const SAY_AFTER: Duration = Duration::from_secs(60);
+
+/// How long nothing has come, and when to look at the ledgers next.
+pub struct Idle {
+    pub clock: IdleClock,
+    pause: Duration,
+    next_look: Instant,
+    /// That nothing comes, though a job is not finished.
+    said: bool,
+}
+
+impl Idle {
+    pub fn new() -> Idle {
+        Idle {
+            clock: IdleClock::default(),
+            pause: LOOK_MIN,
+            next_look: Instant::now() + LOOK_MIN,
+            said: false,
+        }
+    }
+
+    /// Whether a look is due, of a worker that writes its log in this interval; the next one is later.
+    pub fn looks_now(&mut self, log_interval: Duration) -> bool {
+        let is_due = self.next_look <= Instant::now();
+        if is_due {
+            self.pause = (2 * self.pause).min(log_interval.clamp(LOOK_MIN, LOOK_MAX));
+            self.next_look = Instant::now() + self.pause;
+        }
+        is_due
+    }
+
+    /// Says once that a job is not finished and nothing of it comes here.
+    pub fn say_unfinished(&mut self) {
+        if !self.said && self.clock.has_run(SAY_AFTER) {
+            self.said = true;
+            tracing::warn!(
+                "nothing has come for {} s, and a job is not finished: what no other worker has is enqueued by `gristmill reconcile`",
+                SAY_AFTER.as_secs()
+            );
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

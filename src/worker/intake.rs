@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::Context;
 use arrow::array::RecordBatch;
@@ -19,7 +19,7 @@ use crate::ledger::{Order, RowSet, StopWhy};
 use crate::queue::Delivery;
 use crate::worker::assemble::{closed, errored};
 use crate::worker::fate::fate;
-use crate::worker::idle::IdleClock;
+use crate::worker::idle::Idle;
 use crate::worker::in_flight::ShardKey;
 use crate::worker::in_hand::InHand;
 use crate::worker::jobs::{Heard, JobState, OpenJob};
@@ -31,14 +31,8 @@ use crate::worker::{Kept, ReadyRow, ReadyShard, Until, Worker, one_line};
 
 /// How long to wait for a message before looking around.
 const RECEIVE_WAIT: Duration = Duration::from_millis(250);
-/// Between two looks at the ledgers while nothing comes; doubles up to the second, which costs about eight requests a minute,
-/// or up to the log interval: jobs that write more often end sooner, too.
-const IDLE_LOOK_MIN: Duration = Duration::from_secs(1);
-const IDLE_LOOK_MAX: Duration = Duration::from_secs(30);
 /// Between two looks at a device that hangs.
 const HANG_LOOK: Duration = Duration::from_secs(1);
-/// A worker for which nothing comes, of a job that is not finished, says so after this time.
-const SAY_IDLE: Duration = Duration::from_secs(60);
 
 /// Prepares shards until there is nothing more to do or `stop` is set.
 pub(super) async fn run(
@@ -285,12 +279,9 @@ impl Intake {
         if self.worker.options.until == Until::Once {
             return Ok(idle.clock.has_run(self.worker.options.idle_after));
         }
-        if idle.next_look > Instant::now() {
+        if !idle.looks_now(self.worker.options.log_interval) {
             return Ok(false);
         }
-        let most = self.worker.options.log_interval.clamp(IDLE_LOOK_MIN, IDLE_LOOK_MAX);
-        idle.pause = (2 * idle.pause).min(most);
-        idle.next_look = Instant::now() + idle.pause;
         let done = match self.look_around().await {
             Ok(done) => done,
             Err(error) if self.worker.patience.reaction(&error) == Reaction::Wait => {
@@ -299,12 +290,8 @@ impl Intake {
             }
             Err(error) => return Err(error),
         };
-        if done == Some(false) && !idle.said && idle.clock.has_run(SAY_IDLE) {
-            idle.said = true;
-            tracing::warn!(
-                "nothing has come for {} s, and a job is not finished: what no other worker has is enqueued by `gristmill reconcile`",
-                SAY_IDLE.as_secs()
-            );
+        if done == Some(false) {
+            idle.say_unfinished();
         }
         Ok(match (self.worker.options.until, done) {
             (Until::Stopped, _) | (_, Some(false)) => false,
@@ -601,24 +588,4 @@ struct Begun<'a> {
     plan: Narrowing,
     /// `None`: nothing goes to the device.
     at_device: Option<mpsc::Permit<'a, ReadyShard>>,
-}
-
-/// How long nothing has come, and when to look at the ledgers next.
-struct Idle {
-    clock: IdleClock,
-    pause: Duration,
-    next_look: Instant,
-    /// That nothing comes, though a job is not finished.
-    said: bool,
-}
-
-impl Idle {
-    fn new() -> Idle {
-        Idle {
-            clock: IdleClock::default(),
-            pause: IDLE_LOOK_MIN,
-            next_look: Instant::now() + IDLE_LOOK_MIN,
-            said: false,
-        }
-    }
 }
