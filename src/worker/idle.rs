@@ -28,7 +28,7 @@ const LOOK_MAX: Duration = Duration::from_secs(30);
 const SAY_AFTER: Duration = Duration::from_secs(60);
 
 /// How long nothing has come, and when to look at the ledgers next.
-pub struct Idle {
+pub(super) struct Idle {
     pub clock: IdleClock,
     pause: Duration,
     next_look: Instant,
