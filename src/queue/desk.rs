@@ -389,3 +389,38 @@ impl<T: Clone + Send + 'static> Queue for Brokered<T> {
         state.attached && state.denied.is_none()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// After a break the broker repeats what is held: each repetition is that of its own message.
+    #[test]
+    fn a_repeated_delivery_is_adopted_by_its_own_message() {
+        let (answers, _answered) = tokio::sync::mpsc::unbounded_channel();
+        let desk = Desk::new(answers, &Settings::default());
+        let now = Instant::now();
+        let message = |shard| Message::new("a", "memory:///a", 0, shard);
+        for (receipt, token) in [(1, 10), (2, 20)] {
+            let item = Item {
+                token,
+                message: message(receipt as u32),
+                body: Vec::new(),
+                deliveries: 1,
+                hops: 0,
+                arrived: now,
+            };
+            desk.state().out.insert(receipt, Out { item, until: now });
+        }
+        let is_old = |token: &i32| *token < 100;
+        assert_eq!(desk.adopt(&message(2), now, 200, is_old), Some(20));
+        assert_eq!(
+            desk.adopt(&message(2), now, 300, is_old),
+            None,
+            "it is of the new channel"
+        );
+        assert_eq!(desk.adopt(&message(3), now, 400, is_old), None, "nobody holds it");
+        assert_eq!(desk.take_out(1).map(|item| item.token), Some(10));
+        assert_eq!(desk.take_out(2).map(|item| item.token), Some(200));
+    }
+}
