@@ -156,7 +156,7 @@ pub async fn watch(args: WatchArgs) -> Result<Exit, Failure> {
     let ledger = ledger_at(&args.output).await?;
     let mut last = String::new();
     let mut began: Option<(Instant, u64)> = None;
-    // An outage of the store is none of the job's: workers wait for it, too.
+    // An outage of the store says nothing of the job: workers wait for it, too.
     let patience = Patience::new(true);
     loop {
         let (status, closes) = match look(&ledger).await {

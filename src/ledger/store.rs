@@ -519,16 +519,10 @@ impl Store {
 
     fn listed(&self, meta: &object_store::ObjectMeta) -> Option<Listed> {
         let parts = meta.location.prefix_match(&self.shared.root)?;
-        let key = parts
-            .map(|part| part.as_ref().to_string())
-            .collect::<Vec<_>>()
-            .join("/");
-        // What consoles of S3 make for an empty folder: the output itself, as an object of no bytes.
-        if key.is_empty() {
-            return None;
-        }
-        Some(Listed {
-            key,
+        let names: Vec<String> = parts.map(|part| part.as_ref().to_string()).collect();
+        // Without a name, it is what consoles of S3 make for an empty folder: the output itself, as an object of no bytes.
+        (!names.is_empty()).then(|| Listed {
+            key: names.join("/"),
             size: meta.size,
             modified: meta.last_modified,
             etag: meta.e_tag.clone(),

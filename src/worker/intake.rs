@@ -203,7 +203,7 @@ impl Intake {
             return Ok(false);
         }
         let note = one_line(error);
-        // Who ends by it says it last of all.
+        // `run` ends by it, and prints it as its last line.
         if self.worker.patience.reaction(error) != Reaction::End {
             tracing::error!("{}: {note}", job.title());
         }
