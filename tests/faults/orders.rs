@@ -5,9 +5,7 @@ use std::time::Duration;
 
 use super::job::{Broker, Plan};
 use super::kills::random_awake;
-use super::scene::{END_MAX, IDLE_MAX, Scene};
-use super::services::Services;
-use super::suite::Suite;
+use super::scene::{END_MAX, IDLE_MAX, Scene, play_each};
 
 const WORKERS: usize = 3;
 /// Rows of the known device's longest step, and those that wait on it (`src/faults/known.rs`).
@@ -18,20 +16,8 @@ const USD_PER_HOUR: f64 = 3600.0;
 /// A device that fails every row whose first id is below this: one in ten.
 const OUT_OF_ORDER: (&str, &str) = ("GRISTMILL_KNOWN_ERRORS_BELOW", "200");
 
-/// Plays `scene` so often as the scale asks for, over the brokers in turn.
 fn orders(name: &'static str, plan: Plan, play: fn(Scene)) {
-    let Some(services) = Services::of(name, &["kafka", "rabbitmq"]) else {
-        return;
-    };
-    let mut suite = Suite::begin(name);
-    let times = suite.count(1, 10);
-    let first = suite.seed as usize % 2;
-    for time in 0..times as usize {
-        let broker = Broker::ALL[(first + time) % 2];
-        play(Scene::open(&mut suite, &services, broker, &plan));
-        suite.add("faults", 1);
-    }
-    suite.end();
+    play_each(name, &Broker::ALL, &plan, 10, play);
 }
 
 #[test]

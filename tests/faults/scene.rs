@@ -28,6 +28,22 @@ const LOOK: Duration = Duration::from_millis(50);
 /// Between two looks for `_SUCCESS`.
 const LOOK_STORE: Duration = Duration::from_millis(400);
 
+/// Plays a job so often as the scale asks for, `full` times at most, over the brokers in turn.
+pub fn play_each(name: &'static str, brokers: &[Broker], plan: &Plan, full: u64, play: impl Fn(Scene)) {
+    let needs: Vec<&str> = brokers.iter().map(|broker| broker.name()).collect();
+    let Some(services) = Services::of(name, &needs) else {
+        return;
+    };
+    let mut suite = Suite::begin(name);
+    let first = suite.seed as usize % 2;
+    for time in 0..suite.count(1, full) as usize {
+        let broker = brokers[(first + time) % brokers.len()];
+        play(Scene::open(&mut suite, &services, broker, plan));
+        suite.add("faults", 1);
+    }
+    suite.end();
+}
+
 /// See the module's description.
 pub struct Scene<'s> {
     pub suite: &'s mut Suite,

@@ -3,9 +3,7 @@
 use std::time::Duration;
 
 use super::job::{Broker, Job, Plan};
-use super::scene::{END_MAX, Scene};
-use super::services::Services;
-use super::suite::Suite;
+use super::scene::{END_MAX, Scene, play_each};
 use crate::support::arg;
 
 const JOIN_EVERY: Duration = Duration::from_millis(1_500);
@@ -28,17 +26,12 @@ fn second_job(scene: &mut Scene, plan: &Plan, in_flight: u32) -> (Job, impl Fn(&
 #[test]
 fn shards_of_two_jobs_go_to_a_worker_that_joins() {
     let name = "shards_of_two_jobs_go_to_a_worker_that_joins";
-    let Some(services) = Services::of(name, &["kafka"]) else {
-        return;
-    };
-    let mut suite = Suite::begin(name);
     let plan = Plan {
         rows: 8_000,
         shard_rows: 100,
         ..Plan::default()
     };
-    for _ in 0..suite.count(1, 10) {
-        let mut scene = Scene::open(&mut suite, &services, Broker::Kafka, &plan);
+    play_each(name, &[Broker::Kafka], &plan, 10, |mut scene| {
         let (second, both) = second_job(&mut scene, &plan, 16);
         scene.crew.hire_with(&[], &both);
         scene.until("the first rows", END_MAX, |scene| scene.computed() > 0);
@@ -53,19 +46,13 @@ fn shards_of_two_jobs_go_to_a_worker_that_joins() {
             workers += 1;
         }
         conclude_both(scene, second);
-        suite.add("faults", 1);
-    }
-    suite.end();
+    });
 }
 
 /// Rows of a job that is cancelled do not stay on the device: it is the other's from then on.
 #[test]
 fn a_cancelled_job_leaves_the_device_to_the_other() {
     let name = "a_cancelled_job_leaves_the_device_to_the_other";
-    let Some(services) = Services::of(name, &["rabbitmq"]) else {
-        return;
-    };
-    let mut suite = Suite::begin(name);
     // The device holds 256 rows that wait: ten seconds of this job.
     let plan = Plan {
         rows: 400,
@@ -75,8 +62,7 @@ fn a_cancelled_job_leaves_the_device_to_the_other() {
         log_interval: 0.2,
         ..Plan::default()
     };
-    for _ in 0..suite.count(1, 5) {
-        let mut scene = Scene::open(&mut suite, &services, Broker::Rabbitmq, &plan);
+    play_each(name, &[Broker::Rabbitmq], &plan, 5, |mut scene| {
         scene.job_ended = vec![0, 5];
         let (second, both) = second_job(&mut scene, &plan, 8);
         scene.crew.hire_with(&[], &both);
@@ -93,9 +79,7 @@ fn a_cancelled_job_leaves_the_device_to_the_other() {
             cancelled.name
         );
         scene.conclude();
-        suite.add("faults", 1);
-    }
-    suite.end();
+    });
 }
 
 /// Both are finished, and right.

@@ -30,9 +30,12 @@ fn at(output: &Location, key: &str) -> Path {
     key.split('/').fold(output.path.clone(), |path, part| path.join(part))
 }
 
+async fn bytes_at(output: &Location, key: &str) -> bytes::Bytes {
+    output.store.get(&at(output, key)).await.unwrap().bytes().await.unwrap()
+}
+
 async fn text(output: &Location, key: &str) -> String {
-    let bytes = output.store.get(&at(output, key)).await.unwrap().bytes().await.unwrap();
-    String::from_utf8_lossy(&bytes).into()
+    String::from_utf8_lossy(&bytes_at(output, key).await).into()
 }
 
 /// Loses the data object of the record at `index`.
@@ -140,11 +143,8 @@ async fn what_was_missed_once_counts() {
     let mut first = open_shard(&ledger, 0).await;
     first.append(&finished(&rows(0..2), "a")).await.unwrap();
     let record: serde_json::Value = serde_json::from_str(&text(&output, &ledger.keys().log(0, 0)).await).unwrap();
-    let data = at(
-        &output,
-        &ledger.keys().data(0, record["data"]["name"].as_str().unwrap()),
-    );
-    let bytes = store.get(&data).await.unwrap().bytes().await.unwrap();
+    let key = ledger.keys().data(0, record["data"]["name"].as_str().unwrap());
+    let (data, bytes) = (at(&output, &key), bytes_at(&output, &key).await);
     store.delete(&data).await.unwrap();
     // It is there again when it is read.
     let comes_back = {
@@ -336,14 +336,7 @@ async fn a_lost_part_is_replaced_by_the_same_bytes_alone() {
     let ledger = job(&output, "parquet").await;
     run_shard(&ledger, 0).await;
     let name = ledger.keys().part(0);
-    let bytes = output
-        .store
-        .get(&at(&output, &name))
-        .await
-        .unwrap()
-        .bytes()
-        .await
-        .unwrap();
+    let bytes = bytes_at(&output, &name).await;
     output.store.delete(&at(&output, &name)).await.unwrap();
     let ShardState::Committed(commit) = ledger.shard(0).await.unwrap() else {
         panic!("it was committed");
@@ -358,15 +351,7 @@ async fn a_lost_part_is_replaced_by_the_same_bytes_alone() {
     );
     assert!(ledger.restore_part(&commit, part).await.unwrap());
     assert!(!ledger.restore_part(&commit, part).await.unwrap(), "it is there");
-    let again = output
-        .store
-        .get(&at(&output, &name))
-        .await
-        .unwrap()
-        .bytes()
-        .await
-        .unwrap();
-    assert_eq!(again, bytes);
+    assert_eq!(bytes_at(&output, &name).await, bytes);
     assert!(ledger.unfinished().await.unwrap().is_empty());
     assert!(ledger.finish_check(None).await.unwrap().is_some());
 }
