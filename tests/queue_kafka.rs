@@ -229,7 +229,7 @@ async fn kafka_rebalances_lose_and_repeat_nothing() {
         .collect();
     assert!(
         again.is_subset(&out) && twice <= out.len(),
-        "{again:?} came twice, {out:?} were out"
+        "{again:?} came twice, {out:?} were out; in this order: {acknowledged:?}"
     );
     drop(first);
     assert!(

@@ -288,7 +288,8 @@ static void store_at(int at, int shift) {
     Card card;
     void* function = card.function(compile("small.cu", SMALL, {"--gpu-architecture=sm_80"}), "store");
     Address to = card.allocate(256) + shift;
-    must(card.launch(function, 2, 1, 32, 0, {&to, &at}) == 0, "store does not run");
+    // One block: of several, any may be the first that is named.
+    must(card.launch(function, 1, 1, 32, 0, {&to, &at}) == 0, "store does not run");
 }
 
 static void stuck() {

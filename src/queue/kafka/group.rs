@@ -217,14 +217,19 @@ impl Group {
         );
     }
 
-    /// Commits what is finished and not committed yet, of all partitions or of some.
+    /// Commits what is finished and not committed yet, of all partitions or of some. One that is waited for is the last of its
+    /// partitions: it says all that is finished.
     pub fn commit(&self, consumer: &BaseConsumer<Group>, of: Option<&BTreeSet<i32>>, mode: CommitMode) {
         let mut list = TopicPartitionList::new();
         for (&partition, held) in &mut locked(&self.book).partitions {
             if of.is_some_and(|of| !of.contains(&partition)) {
                 continue;
             }
-            if let Some(position) = held.offsets.take_due()
+            let position = match mode {
+                CommitMode::Async => held.offsets.take_due(),
+                CommitMode::Sync => held.offsets.take_last(),
+            };
+            if let Some(position) = position
                 && let Err(error) = list.add_partition_offset(&self.topic, partition, Offset::Offset(position))
             {
                 tracing::debug!("cannot name partition {partition}: {error}");

@@ -12,6 +12,8 @@ pub(crate) struct Offsets {
     pending: BTreeSet<i64>,
     /// One past the last delivered; `None` before the first.
     next: Option<i64>,
+    /// Where delivering began.
+    begun: i64,
     /// The position that was last given out to be committed; at first, where delivering began.
     given: i64,
     /// The last commit failed.
@@ -27,7 +29,7 @@ impl Offsets {
             *self = Offsets::default();
         }
         if self.next.is_none() {
-            self.given = offset;
+            (self.begun, self.given) = (offset, offset);
         }
         self.pending.insert(offset);
         self.next = Some(offset + 1);
@@ -53,6 +55,14 @@ impl Offsets {
         due.then_some(position)
     }
 
+    /// The position, where it has moved at all: for the last commit of a partition, since one before it may still be under way and
+    /// fail when nobody listens any more.
+    pub fn take_last(&mut self) -> Option<i64> {
+        let position = self.position()?;
+        self.given = position;
+        (position > self.begun).then_some(position)
+    }
+
     /// A commit failed: the position is to be given out again.
     pub fn commit_failed(&mut self) {
         self.again = true;
@@ -73,10 +83,11 @@ mod tests {
             assert!(offsets.delivered(offset));
         }
         offsets.acknowledged(4);
-        assert_eq!(offsets.take_due(), None);
+        assert_eq!((offsets.take_due(), offsets.take_last()), (None, None));
         offsets.acknowledged(3);
         assert_eq!(offsets.take_due(), Some(7));
         assert_eq!(offsets.take_due(), None);
+        assert_eq!(offsets.take_last(), Some(7));
         offsets.commit_failed();
         assert_eq!(offsets.take_due(), Some(7));
         offsets.acknowledged(7);
