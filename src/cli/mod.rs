@@ -13,6 +13,7 @@ mod exit;
 mod extend;
 mod inputs;
 mod limits;
+mod log;
 mod outfit;
 mod place;
 mod plan;
@@ -27,11 +28,10 @@ mod trial;
 mod verify;
 mod worker;
 
-use std::io::{ErrorKind, IsTerminal};
+use std::io::ErrorKind;
 use std::process::ExitCode;
 
 use clap::Parser;
-use tracing_subscriber::EnvFilter;
 
 use crate::cli::args::{Arguments, Command};
 use crate::cli::exit::{Exit, Failure, one_line};
@@ -43,12 +43,7 @@ const OUTPUT_CLOSED: u8 = 141;
 /// Parses the arguments, runs the command and maps its outcome to an exit code.
 pub fn main() -> ExitCode {
     let arguments = Arguments::parse();
-    tracing_subscriber::fmt()
-        .with_env_filter(EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn,lapin=off")))
-        .with_writer(std::io::stderr)
-        .with_ansi(std::io::stderr().is_terminal())
-        .without_time()
-        .init();
+    log::init();
     let result = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
         .build()

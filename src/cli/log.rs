@@ -1,0 +1,84 @@
+//! What is logged, and where: stderr, by `RUST_LOG`, without what holds passwords.
+
+use std::io::IsTerminal;
+
+use tracing::{Metadata, Subscriber};
+use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::filter_fn;
+use tracing_subscriber::fmt::MakeWriter;
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
+
+/// Crates that log what they send to RabbitMQ, and what comes back, which a broker may make of it: the password, as text and as bytes.
+/// What their errors mean is said by `queue/rabbitmq/`.
+const SHOW_PASSWORDS: &[&str] = &["lapin", "amq_protocol", "async_rs"];
+
+/// Sets the program's log up.
+pub fn init() {
+    let wanted = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn"));
+    subscriber(wanted, std::io::stderr, std::io::stderr().is_terminal()).init();
+}
+
+fn subscriber<W>(wanted: EnvFilter, writer: W, ansi: bool) -> impl Subscriber + Send + Sync + 'static
+where
+    W: for<'a> MakeWriter<'a> + Send + Sync + 'static,
+{
+    tracing_subscriber::fmt()
+        .with_env_filter(wanted)
+        .with_writer(writer)
+        .with_ansi(ansi)
+        .without_time()
+        .finish()
+        .with(filter_fn(keeps_secrets))
+}
+
+/// False of what may show a password, whatever the log's filter asks for.
+fn keeps_secrets(metadata: &Metadata<'_>) -> bool {
+    // Of crates whose names begin alike (`amq_protocol_tcp`), all.
+    !SHOW_PASSWORDS.iter().any(|name| metadata.target().starts_with(name))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::sync::{Arc, Mutex};
+
+    use super::*;
+
+    #[derive(Clone, Default)]
+    struct Text(Arc<Mutex<Vec<u8>>>);
+
+    impl Write for Text {
+        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+            self.0.lock().unwrap().extend(bytes);
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn no_filter_shows_what_is_sent_to_rabbitmq() {
+        for filter in [
+            "trace",
+            "warn,lapin=trace,amq_protocol_tcp=trace",
+            "lapin::io_loop=trace,warn",
+        ] {
+            let text = Text::default();
+            let writer = text.clone();
+            let subscriber = subscriber(EnvFilter::new(filter), move || writer.clone(), false);
+            tracing::subscriber::with_default(subscriber, || {
+                tracing::trace!(target: "lapin::io_loop", "will write [104, 117, 110]");
+                tracing::debug!(target: "lapin", "hunter2");
+                tracing::trace!(target: "amq_protocol_tcp", "Connecting to amqp://u:hunter2@h");
+                tracing::error!(target: "lapin::channel", "method=StartOk, hunter2");
+                tracing::warn!(target: "gristmill::queue", "still said");
+            });
+            let said = String::from_utf8(text.0.lock().unwrap().clone()).unwrap();
+            assert!(!said.contains("hunter2") && !said.contains("104"), "{filter}: {said}");
+            assert!(said.contains("still said"), "{filter}: {said}");
+        }
+    }
+}
