@@ -148,7 +148,7 @@ fn a_job_is_deterministic_where_it_says_so() {
 fn a_queue_is_read_and_takes_no_secrets() {
     let with = |queue: &str| check(&format!("{GOOD}queue: {queue}\n"), "x.yaml");
     let job = with(
-        "{url: 'kafka://h:9092,i:9092/t?group=g', kafka: {linger.ms: 5, enable.ssl.certificate.verification: true, compression.type: zstd}}",
+        "{url: 'kafka://h:9092,i:9092/t?group=g', kafka: {linger.ms: 5, socket.keepalive.enable: true, compression.type: zstd}}",
     );
     let queue = job.unwrap().queue.unwrap();
     assert_eq!(queue.url, "kafka://h:9092,i:9092/t?group=g");
@@ -157,7 +157,7 @@ fn a_queue_is_read_and_takes_no_secrets() {
         kafka,
         [
             ("linger.ms", "5"),
-            ("enable.ssl.certificate.verification", "true"),
+            ("socket.keepalive.enable", "true"),
             ("compression.type", "zstd")
         ]
     );
@@ -175,6 +175,43 @@ fn a_queue_is_read_and_takes_no_secrets() {
         (
             "{url: 'amqp://h/v/q', kafka: {linger.ms: 1}}",
             "`queue.kafka` is for a queue",
+        ),
+        (
+            "{url: 'kafka://h/t', kafka: {plugin.library.paths: /hunter2.so}}",
+            "`queue.kafka.plugin.library.paths` loads native code, which a job file may not: whoever runs gristmill may set it, by \
+             `GRISTMILL_KAFKA_PLUGIN_LIBRARY_PATHS` in the environment or `--kafka plugin.library.paths=…`",
+        ),
+        (
+            "{url: 'kafka://h/t', kafka: {ssl.engine.location: /hunter2.so}}",
+            "loads native code",
+        ),
+        (
+            "{url: 'kafka://h/t', kafka: {linger.ms: 5, security.protocol: plaintext}}",
+            "`queue.kafka.security.protocol` says how the broker is trusted",
+        ),
+        (
+            "{url: 'kafka://h/t', kafka: {sasl.mechanism: PLAIN}}",
+            "`queue.kafka.sasl.mechanism` says how the broker is trusted",
+        ),
+        (
+            "{url: 'kafka://h/t', kafka: {ssl_ca: x}}",
+            "may set it, by `--kafka ssl_ca=…`",
+        ),
+        (
+            "{url: 'kafka://h/t', kafka: {sasl.oauthbearer.assertion.file: x}}",
+            "may set it, by `--kafka sasl.oauthbearer.assertion.file=…`",
+        ),
+        (
+            "{url: 'kafka://h/t', kafka: {linger.mss: 1}}",
+            "did you mean `linger.ms`?",
+        ),
+        (
+            "{url: 'kafka://h/t', kafka: {acks: 0}}",
+            "`queue.kafka.acks` cannot be set: gristmill needs `all`",
+        ),
+        (
+            "{url: 'kafka://h/t', kafka: {\"a\\e[2Jb\": 0}}",
+            "`queue.kafka` has a name that is none of librdkafka's",
         ),
     ] {
         let error = with(queue).unwrap_err();

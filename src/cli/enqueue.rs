@@ -9,7 +9,7 @@ use crate::cli::args::QueueArgs;
 use crate::cli::exit::Failure;
 use crate::job::queue::{JobQueue, environment_name, is_secret};
 use crate::ledger::Ledger;
-use crate::queue::{self, Prepared, Publisher, Queue, QueueError, QueueUrl, Settings};
+use crate::queue::{self, Origin, Prepared, Publisher, Queue, QueueError, QueueUrl, Settings};
 use crate::report::summary::number;
 use crate::worker::messages;
 
@@ -57,20 +57,24 @@ impl Target {
         })
     }
 
-    /// `--queue`, else the job file's queue; `None` where neither names one.
+    /// `--queue`, else the job file's queue; `None` where neither names one. What the job file says of its queue holds for its own address
+    /// alone.
     ///
     /// # Errors
     /// As [`Target::new`].
     pub fn find(args: &QueueArgs, job: Option<&JobQueue>) -> Result<Option<Target>, Failure> {
-        let Some(url) = args.queue.clone().or(job.map(|job| job.url.clone())) else {
-            return Ok(None);
-        };
-        let mut kafka = job.map(|job| job.kafka.clone()).unwrap_or_default();
-        for (name, value) in &args.kafka {
-            kafka.retain(|(known, _)| known != name);
-            kafka.push((name.clone(), value.clone()));
+        let in_flight = Settings::default().in_flight;
+        match (&args.queue, job) {
+            (Some(url), _) => Target::new(url, args.kafka.clone(), in_flight).map(Some),
+            (None, None) => Ok(None),
+            (None, Some(job)) => {
+                let mut target = Target::new(&job.url, args.kafka.clone(), in_flight)?;
+                target.settings.origin = Origin::JobFile;
+                // Of one name, the last holds.
+                target.settings.kafka.splice(0..0, job.kafka.iter().cloned());
+                Ok(Some(target))
+            }
         }
-        Target::new(&url, kafka, Settings::default().in_flight).map(Some)
     }
 
     /// As [`Target::find`], where a queue must be named.
@@ -158,6 +162,33 @@ fn refusal(error: QueueError) -> Failure {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn found(queue: Option<&str>, kafka: &[(&str, &str)], job: &JobQueue) -> Settings {
+        let args = QueueArgs {
+            queue: queue.map(str::to_owned),
+            kafka: kafka.iter().map(|&(a, b)| (a.to_owned(), b.to_owned())).collect(),
+        };
+        let target = Target::find(&args, Some(job)).ok().flatten().expect("a queue");
+        target.settings
+    }
+
+    #[test]
+    fn what_a_job_file_says_of_its_queue_holds_for_its_own_address_alone() {
+        let pair = |name: &str, value: &str| (name.to_owned(), value.to_owned());
+        let job = JobQueue {
+            url: "kafka://h/t".into(),
+            kafka: vec![pair("linger.ms", "5"), pair("batch.size", "9")],
+        };
+        let own = found(None, &[("linger.ms", "7")], &job);
+        assert_eq!(own.origin, Origin::JobFile);
+        assert_eq!(
+            own.kafka,
+            [pair("linger.ms", "5"), pair("batch.size", "9"), pair("linger.ms", "7")]
+        );
+        let other = found(Some("kafka://h/t"), &[("linger.ms", "7")], &job);
+        assert_eq!(other.origin, Origin::Operator);
+        assert_eq!(other.kafka, [pair("linger.ms", "7")]);
+    }
 
     #[test]
     fn a_partition_gets_neighbours() {

@@ -356,7 +356,8 @@ pub enum Unfinished {
 pub struct QueueFile {
     /// `kafka://host:port,host:port/topic`, `amqp://host:port/vhost/queue` or `amqps://…`, without a password.
     pub url: String,
-    /// Properties of librdkafka, such as `compression.type: zstd`.
+    /// Properties of librdkafka that tune the client, such as `compression.type: zstd`; docs/queues.md lists them. What says how a broker
+    /// is trusted, or loads code, belongs to the environment or `--kafka`. They hold for `url` alone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kafka: Option<Map<String, Value>>,
 }

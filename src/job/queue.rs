@@ -5,16 +5,20 @@ use serde_json::Value;
 
 use super::check::{FieldError, bad, short, text};
 use super::file::QueueFile;
+use super::suggest;
+use crate::queue::properties::{OF_JOB_FILES, Owner, owner};
 
 /// Most properties of a client.
 const PROPERTIES_MAX: usize = 256;
+/// Longest name of one; librdkafka's longest has 49 bytes.
+const PROPERTY_BYTES_MAX: usize = 64;
 
 /// Where a job's shards are enqueued.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct JobQueue {
     /// As written, without a password.
     pub url: String,
-    /// Properties of librdkafka as it takes them, in the file's order.
+    /// Properties of librdkafka that a job file may set, as it takes them, in the file's order.
     pub kafka: Vec<(String, String)>,
 }
 
@@ -43,6 +47,41 @@ pub fn has_password(url: &str) -> bool {
     user.is_some_and(|user| user.contains(':')) || keys.into_iter().any(|(key, _)| is_secret(key))
 }
 
+fn check_name(name: &str) -> Result<(), FieldError> {
+    let legal = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
+    if !name.is_empty() && name.len() <= PROPERTY_BYTES_MAX && name.chars().all(legal) {
+        return Ok(());
+    }
+    bad(
+        "queue.kafka",
+        format!(
+            "has a name that is none of librdkafka's: those have 1 to {PROPERTY_BYTES_MAX} letters, digits, `.` and `_`"
+        ),
+    )
+}
+
+/// A job file may come from anybody: it sets what tunes the client, and nothing that reaches files, libraries or passwords.
+fn check_owner(field: &str, name: &str) -> Result<(), FieldError> {
+    let (why, near) = match owner(name) {
+        Owner::JobFile => return Ok(()),
+        Owner::Nobody(why) => return bad(field, format!("cannot be set: {why}")),
+        Owner::Operator(why) => (why, String::new()),
+        Owner::Unlisted => (
+            "is not one of the properties that a job file may set",
+            suggest(name, OF_JOB_FILES.iter().copied()),
+        ),
+    };
+    // A variable cannot name a property that has a `_` of its own, and one that ends in `_FILE` names a file that holds the value.
+    let variable = match name.contains(['_', '-']) || name.ends_with(".file") {
+        true => String::new(),
+        false => format!("`{}` in the environment or ", environment_name(name)),
+    };
+    bad(
+        field,
+        format!("{why}: whoever runs gristmill may set it, by {variable}`--kafka {name}=…`{near}"),
+    )
+}
+
 impl JobQueue {
     pub(super) fn check(raw: QueueFile) -> Result<JobQueue, FieldError> {
         let url = text("queue.url", raw.url)?;
@@ -65,6 +104,7 @@ impl JobQueue {
         }
         let mut kafka = Vec::with_capacity(raw.len());
         for (name, value) in raw {
+            check_name(&name)?;
             let field = format!("queue.kafka.{name}");
             if is_secret(&name) {
                 let (variable, why) = (
@@ -78,6 +118,7 @@ impl JobQueue {
                     ),
                 );
             }
+            check_owner(&field, &name)?;
             let value = match value {
                 Value::String(text) => text,
                 Value::Number(number) => number.to_string(),

@@ -197,7 +197,7 @@ fn encode(text: &str) -> String {
 }
 
 /// A host and its port; IPv6 addresses stand in brackets.
-fn host_port(text: &str, default: u16) -> Result<(String, u16), QueueError> {
+pub(super) fn host_port(text: &str, default: u16) -> Result<(String, u16), QueueError> {
     let (host, port) = match text.strip_prefix('[') {
         Some(rest) => {
             let (host, rest) = rest
@@ -231,7 +231,7 @@ fn host_port(text: &str, default: u16) -> Result<(String, u16), QueueError> {
     Ok((host.to_owned(), port))
 }
 
-fn joined(host: &str, port: u16) -> String {
+pub(super) fn joined(host: &str, port: u16) -> String {
     if host.contains(':') {
         format!("[{host}]:{port}")
     } else {

@@ -13,8 +13,10 @@ mod kafka;
 pub mod local;
 pub mod message;
 mod outage;
+pub(crate) mod properties;
 pub mod publisher;
 mod rabbitmq;
+mod servers;
 pub mod settings;
 
 use std::sync::Arc;
@@ -27,7 +29,7 @@ pub use address::{QueueUrl, Secret};
 pub use local::LocalQueue;
 pub use message::{MESSAGE_VERSION, Message};
 pub use publisher::{Prepared, Publisher};
-pub use settings::Settings;
+pub use settings::{Origin, Settings};
 
 /// How often a message is passed on to other workers before it is left to `reconcile`.
 pub const HOPS_MAX: u32 = 3;

@@ -4,41 +4,39 @@
 //! `GRISTMILL_QUEUE_PASSWORD`, then the file that `GRISTMILL_QUEUE_PASSWORD_FILE` names. A librdkafka property:
 //! [`Settings::kafka`] (the last of one name), then `GRISTMILL_KAFKA_SASL_MECHANISM` and its like, then the file that
 //! `GRISTMILL_KAFKA_…_FILE` names, then what the address says, then gristmill's default.
+//!
+//! What proves to a broker who we are goes to an address of a job file only where the environment names its servers (`servers.rs`).
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Once;
 use std::time::Duration;
 
 use super::QueueError;
 use super::address::{QueueUrl, Secret};
+use super::properties::{is_credential, one_name};
+use super::servers::{Servers, remote};
 
 const PROPERTY_PREFIX: &str = "GRISTMILL_KAFKA_";
 const FILE_SUFFIX: &str = "_FILE";
-/// Properties of librdkafka that have two names (its CONFIGURATION.md: "Alias for"), and the one used here: Kafka's. Each is set
-/// once and under one name: of two names, librdkafka takes whichever it is told last.
-const ALIASES: &[(&str, &str)] = &[
-    ("compression.codec", "compression.type"),
-    ("fetch.message.max.bytes", "max.partition.fetch.bytes"),
-    ("max.in.flight", "max.in.flight.requests.per.connection"),
-    ("message.send.max.retries", "retries"),
-    ("message.timeout.ms", "delivery.timeout.ms"),
-    ("queue.buffering.max.ms", "linger.ms"),
-    ("sasl.mechanisms", "sasl.mechanism"),
-    (
-        "sasl.oauthbearer.client.credentials.client.id",
-        "sasl.oauthbearer.client.id",
-    ),
-    (
-        "sasl.oauthbearer.client.credentials.client.secret",
-        "sasl.oauthbearer.client.secret",
-    ),
-];
 /// Shorter texts are no secrets worth hiding, and hiding them would garble every line.
 const SECRET_BYTES_MIN: usize = 3;
+
+/// Who named the address of a queue.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Origin {
+    /// Whoever runs gristmill: what the environment holds for brokers is meant for it.
+    #[default]
+    Operator,
+    /// A job file, which may come from anybody.
+    JobFile,
+}
 
 /// How to talk to a queue; the environment fills in what is absent.
 #[derive(Clone)]
 pub struct Settings {
+    /// Who named the address that these settings go with.
+    pub origin: Origin,
     /// librdkafka properties, passed through.
     pub kafka: Vec<(String, String)>,
     /// Deliveries that may be with the worker at once; at least 1.
@@ -58,6 +56,7 @@ pub struct Settings {
 impl Default for Settings {
     fn default() -> Settings {
         Settings {
+            origin: Origin::default(),
             kafka: Vec::new(),
             in_flight: 4,
             user: None,
@@ -75,6 +74,7 @@ impl std::fmt::Debug for Settings {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let names: Vec<&str> = self.kafka.iter().map(|(name, _)| name.as_str()).collect();
         f.debug_struct("Settings")
+            .field("origin", &self.origin)
             .field("kafka", &names)
             .field("in_flight", &self.in_flight)
             .field("user", &self.user)
@@ -97,13 +97,19 @@ pub(crate) struct Resolved {
 }
 
 impl Resolved {
-    /// Reads the environment. Fails where a file named there cannot be read, or a setting is impossible.
+    /// Reads the environment. Fails where a file named there cannot be read, a setting is impossible, or a password would go to a server
+    /// that only a job file names.
     pub fn new(url: &QueueUrl, settings: &Settings) -> Result<Resolved, QueueError> {
-        Resolved::with(
+        let resolved = Resolved::with(
             url,
             settings,
             std::env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?))),
-        )
+        )?;
+        if let Some(warning) = resolved.in_clear(url) {
+            static ONCE: Once = Once::new();
+            ONCE.call_once(|| tracing::warn!("{warning}"));
+        }
+        Ok(resolved)
     }
 
     fn with(
@@ -119,34 +125,29 @@ impl Resolved {
             QueueUrl::Kafka(url) => (url.user.clone(), url.password.clone()),
             QueueUrl::RabbitMq(url) => (url.user.clone(), url.password.clone()),
         };
-        let password_file = || -> Result<Option<Secret>, QueueError> {
-            let name = "GRISTMILL_QUEUE_PASSWORD_FILE";
-            let Some(path) = environment.get(name) else {
-                return Ok(None);
-            };
-            Ok(Some(Secret::new(read(name, Path::new(path))?)))
-        };
-        let user = url_user
-            .or_else(|| settings.user.clone())
-            .or_else(|| environment.get("GRISTMILL_QUEUE_USER").cloned());
-        let password = url_password
-            .or_else(|| settings.password.clone())
-            .or_else(|| environment.get("GRISTMILL_QUEUE_PASSWORD").map(Secret::new));
-        let password = match password {
-            None => password_file()?,
-            found => found,
-        };
         let ca_file = settings
             .ca_file
             .clone()
             .or_else(|| environment.get("GRISTMILL_QUEUE_CA_FILE").map(PathBuf::from));
-        let mut kafka = properties(&environment)?;
-        kafka.extend(
-            settings
-                .kafka
-                .iter()
-                .map(|(name, value)| (one_name(name), value.clone())),
-        );
+        let given = Given {
+            user: settings
+                .user
+                .clone()
+                .or_else(|| environment.get("GRISTMILL_QUEUE_USER").cloned())
+                .filter(|_| url_user.is_none()),
+            password: match url_password {
+                None => password(settings, &environment)?,
+                Some(_) => None,
+            },
+            kafka: kafka_properties(settings, &environment)?,
+        };
+        if settings.origin == Origin::JobFile
+            && let Some(what) = given.credential(url)
+        {
+            Servers::of(&environment)?.admit(url, &what)?;
+        }
+        let Given { user, password, kafka } = given;
+        let (user, password) = (url_user.or(user), url_password.or(password));
         let mut scrub = Scrub::default();
         scrub.hide(password.as_ref().map(Secret::reveal));
         scrub.hide(
@@ -167,11 +168,82 @@ impl Resolved {
             scrub,
         })
     }
+
+    /// The warning where a password crosses a network in clear text. Whoever runs gristmill asked for that: by an address that begins with
+    /// `amqp://`, or by `security.protocol`.
+    fn in_clear(&self, url: &QueueUrl) -> Option<String> {
+        let set = |name: &str, words: &[&str]| {
+            let value = self.kafka.get(name);
+            value.is_some_and(|value| words.iter().any(|word| value.eq_ignore_ascii_case(word)))
+        };
+        let instead = match url {
+            QueueUrl::RabbitMq(url) if !url.tls && self.password.is_some() => "`amqps://` encrypts it",
+            QueueUrl::Kafka(_)
+                if set("security.protocol", &["SASL_PLAINTEXT"])
+                    && set("sasl.mechanism", &["PLAIN", "OAUTHBEARER"]) =>
+            {
+                "`security.protocol=SASL_SSL` encrypts it"
+            }
+            _ => return None,
+        };
+        let servers = remote(url);
+        (!servers.is_empty()).then(|| {
+            let servers = servers.join(",");
+            format!("the password goes to `{servers}` over the network in clear text: {instead}")
+        })
+    }
+}
+
+/// What does not come from the address.
+struct Given {
+    user: Option<String>,
+    password: Option<Secret>,
+    kafka: BTreeMap<String, String>,
+}
+
+impl Given {
+    /// What among it proves to the broker who we are.
+    fn credential(&self, url: &QueueUrl) -> Option<String> {
+        if self.password.is_some() {
+            return Some("the password of the environment".to_owned());
+        }
+        if self.user.is_some() {
+            return Some("the user of the environment".to_owned());
+        }
+        let mut names = self.kafka.keys().filter(|name| is_credential(name));
+        match url {
+            QueueUrl::Kafka(_) => names.next().map(|name| format!("what is set as `{name}`")),
+            QueueUrl::RabbitMq(_) => None,
+        }
+    }
+}
+
+fn password(settings: &Settings, environment: &BTreeMap<String, String>) -> Result<Option<Secret>, QueueError> {
+    let set = settings
+        .password
+        .clone()
+        .or_else(|| environment.get("GRISTMILL_QUEUE_PASSWORD").map(Secret::new));
+    let name = "GRISTMILL_QUEUE_PASSWORD_FILE";
+    match (set, environment.get(name)) {
+        (None, Some(path)) => Ok(Some(Secret::new(read(name, Path::new(path))?))),
+        (set, _) => Ok(set),
+    }
+}
+
+/// librdkafka properties of the environment, and over them those of the settings.
+fn kafka_properties(
+    settings: &Settings,
+    environment: &BTreeMap<String, String>,
+) -> Result<BTreeMap<String, String>, QueueError> {
+    let mut found = properties(environment)?;
+    let own = settings.kafka.iter();
+    found.extend(own.map(|(name, value)| (one_name(name).to_owned(), value.clone())));
+    Ok(found)
 }
 
 /// librdkafka properties of the environment: `GRISTMILL_KAFKA_SASL_MECHANISM` is `sasl.mechanism`.
 fn properties(environment: &BTreeMap<String, String>) -> Result<BTreeMap<String, String>, QueueError> {
-    let name = |text: &str| one_name(&text.to_ascii_lowercase().replace('_', "."));
+    let name = |text: &str| one_name(&text.to_ascii_lowercase().replace('_', ".")).to_owned();
     let mut found = BTreeMap::new();
     for (variable, path) in environment {
         let Some(property) = variable
@@ -190,12 +262,6 @@ fn properties(environment: &BTreeMap<String, String>) -> Result<BTreeMap<String,
         }
     }
     Ok(found)
-}
-
-/// The name used here of a property that has two.
-fn one_name(property: &str) -> String {
-    let found = ALIASES.iter().find(|(alias, _)| *alias == property);
-    found.map_or(property, |(_, name)| name).to_owned()
 }
 
 /// A secret's file, without its last line break.
@@ -310,11 +376,104 @@ mod tests {
         let found = resolve("kafka://h/t", &set, &environment);
         let pairs: Vec<_> = found.kafka.iter().map(|(a, b)| (a.as_str(), b.as_str())).collect();
         assert_eq!(pairs, [("delivery.timeout.ms", "7000"), ("sasl.mechanism", "PLAIN")]);
-        for (alias, name) in ALIASES {
+    }
+
+    #[test]
+    fn what_proves_who_we_are_goes_to_servers_that_the_operator_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("secret");
+        std::fs::write(&file, "hunter2").unwrap();
+        let refused = |url: &str, origin, environment: &[(&str, &str)], kafka: &[(&str, &str)]| {
+            let settings = Settings {
+                origin,
+                kafka: kafka.iter().map(|&(a, b)| (a.to_owned(), b.to_owned())).collect(),
+                ..Settings::default()
+            };
+            let environment = environment
+                .iter()
+                .map(|&(name, value)| (name.to_owned(), value.to_owned()));
+            let found = Resolved::with(&url.parse().unwrap(), &settings, environment);
+            found.err().map(|error| error.to_string())
+        };
+        let named = ("GRISTMILL_QUEUE_HOST", "h,amqp://h");
+        for (url, variable, value) in [
+            ("kafka://h/t", "GRISTMILL_QUEUE_PASSWORD", "hunter2"),
+            ("kafka://u@h/t", "GRISTMILL_QUEUE_PASSWORD_FILE", file.to_str().unwrap()),
+            ("amqp://u@h/q", "GRISTMILL_QUEUE_PASSWORD", "hunter2"),
+            ("amqps://h/q", "GRISTMILL_QUEUE_USER", "hunter2"),
+            ("kafka://h/t", "GRISTMILL_KAFKA_SASL_PASSWORD", "hunter2"),
+            ("kafka://h/t", "GRISTMILL_KAFKA_SASL_OAUTHBEARER_CONFIG", "hunter2"),
+            ("kafka://h/t", "GRISTMILL_KAFKA_SSL_KEY_LOCATION", "hunter2"),
+            ("kafka://h/t", "GRISTMILL_KAFKA_SSL_KEYSTORE_LOCATION", "hunter2"),
+        ] {
+            let set = (variable, value);
+            let line = refused(url, Origin::JobFile, &[set], &[]).unwrap_or_else(|| panic!("{url} {variable}"));
             assert!(
-                !ALIASES.iter().any(|(other, _)| other == name),
-                "`{alias}` leads to an alias"
+                line.contains("GRISTMILL_QUEUE_HOST") && !line.contains("hunter2"),
+                "{line}"
             );
+            assert_eq!(refused(url, Origin::Operator, &[set], &[]), None, "{url} {variable}");
+            assert_eq!(
+                refused(url, Origin::JobFile, &[set, named], &[]),
+                None,
+                "{url} {variable}"
+            );
+        }
+        let line = refused("kafka://h/t", Origin::JobFile, &[], &[("sasl.username", "u")]).unwrap();
+        assert!(line.contains("`sasl.username`"), "{line}");
+        // What proves nothing holds everywhere, and an address without a password needs no more than it did.
+        for (variable, value) in [
+            ("GRISTMILL_QUEUE_CA_FILE", "ca.pem"),
+            ("GRISTMILL_KAFKA_SECURITY_PROTOCOL", "SSL"),
+            ("GRISTMILL_KAFKA_SSL_CA_LOCATION", "ca.pem"),
+            ("GRISTMILL_KAFKA_LINGER_MS", "5"),
+            ("GRISTMILL_QUEUE_HOST", "nonsense/entry"),
+            ("GRISTMILL_QUEUE_PASSWORD", ""),
+        ] {
+            assert_eq!(refused("kafka://h/t", Origin::JobFile, &[(variable, value)], &[]), None);
+            assert_eq!(
+                refused("amqp://u@h/q", Origin::JobFile, &[(variable, value)], &[]),
+                None
+            );
+        }
+        let of_kafka = [("GRISTMILL_KAFKA_SASL_PASSWORD", "hunter2")];
+        assert_eq!(
+            refused("amqp://h/q", Origin::JobFile, &of_kafka, &[]),
+            None,
+            "not sent there"
+        );
+    }
+
+    #[test]
+    fn a_password_in_clear_text_is_said() {
+        let said = |url: &str, environment: &[(&str, &str)]| {
+            let found = resolve(url, &Settings::default(), environment);
+            found.in_clear(&url.parse().unwrap())
+        };
+        let protocol = |value| ("GRISTMILL_KAFKA_SECURITY_PROTOCOL", value);
+        let mechanism = |value| ("GRISTMILL_KAFKA_SASL_MECHANISM", value);
+        let line = said("amqp://u:hunter2@10.0.0.5/q", &[]).unwrap();
+        assert!(line.contains("`10.0.0.5:5672`") && !line.contains("hunter2"), "{line}");
+        let line = said(
+            "kafka://localhost,h/t",
+            &[protocol("sasl_plaintext"), mechanism("Plain")],
+        );
+        assert!(line.is_some_and(|line| line.contains("`h:9092`")));
+        for (url, environment) in [
+            ("amqp://u:p@127.0.0.1/q", [protocol(""), mechanism("")]),
+            ("amqps://u:p@h/q", [protocol(""), mechanism("")]),
+            ("amqp://h/q", [protocol(""), mechanism("")]),
+            ("kafka://u:p@h/t", [protocol("SASL_SSL"), mechanism("PLAIN")]),
+            (
+                "kafka://u:p@h/t",
+                [protocol("SASL_PLAINTEXT"), mechanism("SCRAM-SHA-256")],
+            ),
+            (
+                "kafka://u:p@localhost/t",
+                [protocol("SASL_PLAINTEXT"), mechanism("PLAIN")],
+            ),
+        ] {
+            assert_eq!(said(url, &environment), None, "{url}");
         }
     }
 

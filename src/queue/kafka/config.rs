@@ -5,24 +5,8 @@ use rdkafka::error::KafkaError;
 
 use crate::queue::QueueError;
 use crate::queue::address::KafkaUrl;
+use crate::queue::properties::OURS;
 use crate::queue::settings::Resolved;
-
-/// Properties that the guarantee rests on, or that the address gives; nobody else sets them.
-const OURS: &[(&str, &str)] = &[
-    ("bootstrap.servers", "name the brokers in the address"),
-    ("metadata.broker.list", "name the brokers in the address"),
-    ("group.id", "name the group in the address: `?group=…`"),
-    ("enable.auto.commit", "gristmill commits what is finished"),
-    ("enable.auto.offset.store", "gristmill commits what is finished"),
-    ("enable.idempotence", "gristmill needs it on"),
-    ("acks", "gristmill needs `all`"),
-    ("request.required.acks", "gristmill needs `all`"),
-    ("transactional.id", "gristmill uses no transactions"),
-    (
-        "allow.auto.create.topics",
-        "gristmill makes topics itself: the broker would make one with few partitions",
-    ),
-];
 
 /// What the address alone decides, for either side.
 fn common(url: &KafkaUrl, resolved: &Resolved) -> Result<ClientConfig, QueueError> {

@@ -1,0 +1,247 @@
+//! Properties of librdkafka by name: which of them a job file, whoever operates gristmill, and nobody may set.
+
+/// Properties that the guarantee rests on, or that the address gives; nobody else sets them.
+pub(crate) const OURS: &[(&str, &str)] = &[
+    ("bootstrap.servers", "name the brokers in the address"),
+    ("metadata.broker.list", "name the brokers in the address"),
+    ("group.id", "name the group in the address: `?group=…`"),
+    ("enable.auto.commit", "gristmill commits what is finished"),
+    ("enable.auto.offset.store", "gristmill commits what is finished"),
+    ("enable.idempotence", "gristmill needs it on"),
+    ("acks", "gristmill needs `all`"),
+    ("request.required.acks", "gristmill needs `all`"),
+    ("transactional.id", "gristmill uses no transactions"),
+    (
+        "allow.auto.create.topics",
+        "gristmill makes topics itself: the broker would make one with few partitions",
+    ),
+];
+
+/// Properties of librdkafka that have two names (its CONFIGURATION.md: "Alias for"), and the one used here: Kafka's. Each is set
+/// once and under one name: of two names, librdkafka takes whichever it is told last.
+pub(crate) const ALIASES: &[(&str, &str)] = &[
+    ("compression.codec", "compression.type"),
+    ("fetch.message.max.bytes", "max.partition.fetch.bytes"),
+    ("max.in.flight", "max.in.flight.requests.per.connection"),
+    ("message.send.max.retries", "retries"),
+    ("message.timeout.ms", "delivery.timeout.ms"),
+    ("queue.buffering.max.ms", "linger.ms"),
+    ("sasl.mechanisms", "sasl.mechanism"),
+    (
+        "sasl.oauthbearer.client.credentials.client.id",
+        "sasl.oauthbearer.client.id",
+    ),
+    (
+        "sasl.oauthbearer.client.credentials.client.secret",
+        "sasl.oauthbearer.client.secret",
+    ),
+];
+
+/// What a job file may set: it tunes sending, fetching and waiting, and names the client. None of it names a file, a host or a library,
+/// holds a secret, or says how a broker is trusted. What is not listed, like anything that librdkafka learns later, is the operator's.
+pub(crate) const OF_JOB_FILES: &[&str] = &[
+    "batch.num.messages",
+    "batch.size",
+    "broker.address.family",
+    "broker.address.ttl",
+    "check.crcs",
+    "client.id",
+    "client.rack",
+    "compression.level",
+    "compression.type",
+    "connections.max.idle.ms",
+    "coordinator.query.interval.ms",
+    "delivery.timeout.ms",
+    "fetch.error.backoff.ms",
+    "fetch.max.bytes",
+    "fetch.min.bytes",
+    "fetch.queue.backoff.ms",
+    "fetch.wait.max.ms",
+    "heartbeat.interval.ms",
+    "linger.ms",
+    "max.in.flight.requests.per.connection",
+    "max.partition.fetch.bytes",
+    "max.poll.interval.ms",
+    "message.copy.max.bytes",
+    "message.max.bytes",
+    "metadata.max.age.ms",
+    "metadata.recovery.rebootstrap.trigger.ms",
+    "metadata.recovery.strategy",
+    "queue.buffering.backpressure.threshold",
+    "queue.buffering.max.kbytes",
+    "queue.buffering.max.messages",
+    "queued.max.messages.kbytes",
+    "queued.min.messages",
+    "receive.message.max.bytes",
+    "reconnect.backoff.max.ms",
+    "reconnect.backoff.ms",
+    "request.timeout.ms",
+    "retries",
+    "retry.backoff.max.ms",
+    "retry.backoff.ms",
+    "session.timeout.ms",
+    "socket.connection.setup.timeout.ms",
+    "socket.keepalive.enable",
+    "socket.max.fails",
+    "socket.nagle.disable",
+    "socket.receive.buffer.bytes",
+    "socket.send.buffer.bytes",
+    "socket.timeout.ms",
+    "sticky.partitioning.linger.ms",
+    "topic.metadata.propagation.max.ms",
+    "topic.metadata.refresh.fast.interval.ms",
+    "topic.metadata.refresh.interval.ms",
+    "topic.metadata.refresh.sparse",
+];
+
+/// Properties that have librdkafka or OpenSSL load a library.
+const LOAD_CODE: &[&str] = &[
+    "plugin.library.paths",
+    "interceptors",
+    "ssl.engine.id",
+    "ssl.engine.location",
+    "ssl.providers",
+    "ssl_engine_callback_data",
+];
+
+/// Who may set a property.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Owner {
+    /// A job file, and the operator.
+    JobFile,
+    /// The operator alone, by the environment or `--kafka`; what it is that a job file may not do.
+    Operator(&'static str),
+    /// The operator alone, where librdkafka knows it at all.
+    Unlisted,
+    /// Nobody: why.
+    Nobody(&'static str),
+}
+
+/// Who may set the property of this name.
+pub(crate) fn owner(property: &str) -> Owner {
+    if let Some((_, why)) = OURS.iter().find(|(ours, _)| *ours == property) {
+        return Owner::Nobody(why);
+    }
+    if OF_JOB_FILES.contains(&one_name(property)) {
+        return Owner::JobFile;
+    }
+    if LOAD_CODE.contains(&property) {
+        return Owner::Operator("loads native code, which a job file may not");
+    }
+    let security = ["sasl", "ssl", "security.", "https.", "oauth"];
+    if security.iter().any(|word| property.contains(word)) {
+        return Owner::Operator("says how the broker is trusted, which a job file may not");
+    }
+    Owner::Unlisted
+}
+
+/// Does this property prove to a broker who we are? The like is sent only where the operator wants it.
+pub(crate) fn is_credential(property: &str) -> bool {
+    ["sasl.", "ssl.key", "ssl.certificate", "ssl_key", "ssl_certificate"]
+        .iter()
+        .any(|start| property.starts_with(start))
+}
+
+/// The name used here of a property that has two.
+pub(crate) fn one_name(property: &str) -> &str {
+    let found = ALIASES.iter().find(|(alias, _)| *alias == property);
+    found.map_or(property, |(_, name)| name)
+}
+
+#[cfg(test)]
+mod tests {
+    use rdkafka::error::KafkaError;
+    use rdkafka::types::RDKafkaConfRes;
+
+    use super::*;
+
+    #[test]
+    fn no_alias_leads_to_an_alias() {
+        for (alias, name) in ALIASES {
+            assert!(
+                !ALIASES.iter().any(|(other, _)| other == name),
+                "`{alias}` leads to an alias"
+            );
+        }
+    }
+
+    #[test]
+    fn job_files_tune_and_do_nothing_else() {
+        for name in OF_JOB_FILES {
+            // No number, switch or word of librdkafka's: but for plain texts, it refuses the value of a property that it knows.
+            let native = rdkafka::ClientConfig::new().set(*name, "?").create_native_config();
+            match native.err() {
+                None => assert!(name.starts_with("client."), "`{name}` takes any text"),
+                Some(KafkaError::ClientConfig(code, ..)) => {
+                    assert_eq!(
+                        code,
+                        RDKafkaConfRes::RD_KAFKA_CONF_INVALID,
+                        "librdkafka knows no `{name}`"
+                    );
+                }
+                Some(other) => panic!("{name}: {other}"),
+            }
+            assert_eq!(one_name(name), *name, "is listed by its other name");
+            assert!(!is_credential(name), "{name}");
+            let reaching = "location path file plugin sasl ssl security pem password secret oauth url server debug log _cb offset commit \
+                            https events report";
+            for word in reaching.split_whitespace() {
+                assert!(!name.contains(word), "`{name}` holds `{word}`");
+            }
+        }
+        for alias in ["queue.buffering.max.ms", "compression.codec", "linger.ms"] {
+            assert_eq!(owner(alias), Owner::JobFile, "{alias}");
+        }
+    }
+
+    #[test]
+    fn the_page_lists_what_job_files_may_set() {
+        let page = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/queues.md")).unwrap();
+        let listed: Vec<&str> = page
+            .lines()
+            .filter_map(|line| line.strip_prefix("> "))
+            .flat_map(|line| line.split([',', ' ']))
+            .filter(|name| !name.is_empty())
+            .map(|name| name.trim_matches('`'))
+            .collect();
+        assert_eq!(listed, OF_JOB_FILES);
+    }
+
+    #[test]
+    fn code_trust_and_the_unknown_are_the_operators() {
+        for (name, why) in [
+            ("plugin.library.paths", "native code"),
+            ("ssl.engine.location", "native code"),
+            ("ssl.providers", "native code"),
+            ("ssl_engine_callback_data", "native code"),
+            ("security.protocol", "trusted"),
+            ("sasl.mechanism", "trusted"),
+            ("sasl.mechanisms", "trusted"),
+            ("sasl.kerberos.kinit.cmd", "trusted"),
+            ("sasl.oauthbearer.token.endpoint.url", "trusted"),
+            ("ssl.ca.location", "trusted"),
+            ("ssl.endpoint.identification.algorithm", "trusted"),
+            ("enable.ssl.certificate.verification", "trusted"),
+            ("enable.sasl.oauthbearer.unsecure.jwt", "trusted"),
+            ("https.ca.pem", "trusted"),
+        ] {
+            let Owner::Operator(said) = owner(name) else {
+                panic!("{name}")
+            };
+            assert!(said.contains(why), "{name}: {said}");
+        }
+        for name in [
+            "debug",
+            "offset.store.path",
+            "delivery.report.only.error",
+            "Linger.ms",
+            "linger.ms ",
+            "",
+        ] {
+            assert_eq!(owner(name), Owner::Unlisted, "{name}");
+        }
+        for (name, _) in OURS {
+            assert!(matches!(owner(name), Owner::Nobody(_)), "{name}");
+        }
+    }
+}

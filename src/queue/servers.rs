@@ -1,0 +1,229 @@
+//! The servers that the operator named, in the environment: where an address of a job file may take passwords.
+//!
+//! An address on the command line is the operator's own. One in a job file may be anybody's: it gets a password of the environment only
+//! where `GRISTMILL_QUEUE` or an entry of `GRISTMILL_QUEUE_HOST` names its servers.
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+
+use super::QueueError;
+use super::address::{QueueUrl, host_port, joined};
+
+const ADDRESS: &str = "GRISTMILL_QUEUE";
+const LIST: &str = "GRISTMILL_QUEUE_HOST";
+/// In place of a port: any.
+const ANY_PORT: u16 = 0;
+
+/// `[scheme://]host[:port]`
+#[derive(Debug, PartialEq, Eq)]
+struct Server {
+    /// Without one, every scheme but `amqp`, which sends passwords in clear text.
+    scheme: Option<String>,
+    host: String,
+    port: u16,
+}
+
+/// What the environment names.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Servers(Vec<Server>);
+
+fn wrong(what: String) -> QueueError {
+    QueueError::Settings { what }
+}
+
+impl Server {
+    fn parse(entry: &str) -> Result<Server, QueueError> {
+        // The entry itself may hold what is no server, such as a password: it is not repeated.
+        let bad = || {
+            wrong(format!(
+                "`{LIST}` takes `host`, `host:port` or `amqp://host:port`, joined by commas: an entry is none of these"
+            ))
+        };
+        let (scheme, rest) = match entry.split_once("://") {
+            None => (None, entry),
+            Some((scheme @ ("kafka" | "amqp" | "amqps"), rest)) => (Some(scheme.to_owned()), rest),
+            Some(_) => return Err(bad()),
+        };
+        let (host, port) = host_port(rest, ANY_PORT).map_err(|_| bad())?;
+        Ok(Server { scheme, host, port })
+    }
+
+    fn is_at(&self, host: &str, port: u16) -> bool {
+        self.host.eq_ignore_ascii_case(host) && (self.port == ANY_PORT || self.port == port)
+    }
+}
+
+impl Servers {
+    /// Those of these variables.
+    pub fn of(environment: &BTreeMap<String, String>) -> Result<Servers, QueueError> {
+        let mut found = Vec::new();
+        if let Some(address) = environment.get(ADDRESS) {
+            let url: QueueUrl = address
+                .parse()
+                .map_err(|error| wrong(format!("`{ADDRESS}`: {error}")))?;
+            found.extend(endpoints(&url).into_iter().map(|(host, port)| Server {
+                scheme: Some(scheme(&url).to_owned()),
+                host,
+                port,
+            }));
+        }
+        let list = environment.get(LIST).map_or("", String::as_str);
+        for entry in list.split([',', ' ']).filter(|entry| !entry.is_empty()) {
+            found.push(Server::parse(entry)?);
+        }
+        Ok(Servers(found))
+    }
+
+    /// Fails where `what` (the password, …) must not go to a server of this address of a job file.
+    pub fn admit(&self, url: &QueueUrl, what: &str) -> Result<(), QueueError> {
+        let scheme = scheme(url);
+        let mut refused = Vec::new();
+        let mut only_in_clear = true;
+        for (host, port) in endpoints(url) {
+            let in_clear = scheme == "amqp" && !is_loopback(&host);
+            let mut named = self.0.iter().filter(|server| server.is_at(&host, port)).peekable();
+            only_in_clear &= in_clear && named.peek().is_some();
+            if !named.any(|server| server.scheme.as_deref().map_or(!in_clear, |wanted| wanted == scheme)) {
+                let prefix = if in_clear { "amqp://" } else { "" };
+                refused.push(format!("{prefix}{}", joined(&host, port)));
+            }
+        }
+        if refused.is_empty() {
+            return Ok(());
+        }
+        let servers = refused.join(",");
+        let list = format!("give the address with `--queue`, or list `{servers}` in `{LIST}`");
+        Err(wrong(match only_in_clear {
+            true => format!(
+                "`queue.url` of the job file begins with `amqp://`, which would send {what} in clear text: use `amqps://`, {list}"
+            ),
+            false => format!(
+                "`queue.url` of the job file leads to `{servers}`, and {what} goes only to servers that you name: {list} in \
+                 the environment"
+            ),
+        }))
+    }
+}
+
+fn scheme(url: &QueueUrl) -> &'static str {
+    match url {
+        QueueUrl::Kafka(_) => "kafka",
+        QueueUrl::RabbitMq(url) if url.tls => "amqps",
+        QueueUrl::RabbitMq(_) => "amqp",
+    }
+}
+
+/// Hosts (IPv6 without brackets) and ports of an address.
+fn endpoints(url: &QueueUrl) -> Vec<(String, u16)> {
+    match url {
+        QueueUrl::Kafka(url) => url
+            .brokers
+            .iter()
+            .filter_map(|broker| {
+                let (host, port) = broker.rsplit_once(':')?;
+                Some((host.trim_matches(['[', ']']).to_owned(), port.parse().ok()?))
+            })
+            .collect(),
+        QueueUrl::RabbitMq(url) => vec![(url.host.clone(), url.port)],
+    }
+}
+
+/// The servers of an address that are not on this machine, `host:port` each: what is sent to them crosses a network.
+pub(crate) fn remote(url: &QueueUrl) -> Vec<String> {
+    let all = endpoints(url).into_iter();
+    let far = all.filter(|(host, _)| !is_loopback(host));
+    far.map(|(host, port)| joined(&host, port)).collect()
+}
+
+fn is_loopback(host: &str) -> bool {
+    let name = host.to_ascii_lowercase();
+    name == "localhost" || name.ends_with(".localhost") || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The refusal's line, or none.
+    fn refused(environment: &[(&str, &str)], url: &str) -> Option<String> {
+        let environment = environment
+            .iter()
+            .map(|&(name, value)| (name.to_owned(), value.to_owned()))
+            .collect();
+        let servers = match Servers::of(&environment) {
+            Ok(servers) => servers,
+            Err(error) => return Some(error.to_string()),
+        };
+        let found = servers.admit(&url.parse().unwrap(), "the password");
+        found.err().map(|error| error.to_string())
+    }
+
+    #[test]
+    fn named_servers_get_passwords() {
+        for (variable, value, url) in [
+            (LIST, "broker", "kafka://broker:1/t"),
+            (LIST, "broker:9092", "kafka://Broker/t"),
+            (LIST, "x, a:1,kafka://b", "kafka://a:1,b:2/t"),
+            (LIST, "[::1]:9092", "kafka://[::1]/t"),
+            (LIST, "mq", "amqps://u@mq/q"),
+            (LIST, "amqp://mq:5672", "amqp://u@mq/q"),
+            (LIST, "localhost", "amqp://localhost/q"),
+            (ADDRESS, "kafka://u:p@a,b:9/t?group=g", "kafka://b:9,a/other"),
+            (ADDRESS, "amqp://mq/q", "amqp://mq/other"),
+        ] {
+            assert_eq!(refused(&[(variable, value)], url), None, "{variable}={value} {url}");
+        }
+    }
+
+    #[test]
+    fn others_do_not_and_the_line_says_what_to_set() {
+        for (variable, value, url, words) in [
+            (LIST, "", "kafka://h/t", "list `h:9092` in `GRISTMILL_QUEUE_HOST`"),
+            (LIST, "broker:9092", "kafka://broker:9093/t", "`broker:9093`"),
+            (LIST, "a", "kafka://a,b,c:1/t", "leads to `b:9092,c:1`"),
+            (
+                LIST,
+                "broker",
+                "kafka://broker.evil.example/t",
+                "`broker.evil.example:9092`",
+            ),
+            (LIST, "kafka://h", "amqps://h/q", "`h:5671`"),
+            (LIST, "amqps://h", "amqp://h/q", "list `amqp://h:5672`"),
+            (LIST, "h", "amqp://h/q", "in clear text: use `amqps://`"),
+            (LIST, "", "amqp://h/q", "list `amqp://h:5672`"),
+            (LIST, "", "amqp://127.0.0.1/q", "list `127.0.0.1:5672`"),
+            (LIST, "", "kafka://[::1]/t", "list `[::1]:9092`"),
+            (ADDRESS, "amqps://mq/q", "amqp://mq:5671/q", "in clear text"),
+            (ADDRESS, "kafka://a/t", "kafka://a:1/t", "`a:1`"),
+            (
+                ADDRESS,
+                "redis://u:hunter2@a/t",
+                "kafka://a:1/t",
+                "`GRISTMILL_QUEUE`: a queue address",
+            ),
+            (LIST, "u:hunter2@h", "kafka://h/t", "an entry is none of these"),
+            (LIST, "https://h", "kafka://h/t", "an entry is none of these"),
+            (LIST, "h:9092/t", "kafka://h/t", "an entry is none of these"),
+        ] {
+            let line = refused(&[(variable, value)], url).unwrap_or_else(|| panic!("{variable}={value} {url}"));
+            assert!(
+                line.contains(words) && !line.contains("hunter2"),
+                "{variable}={value} {url}: {line}"
+            );
+        }
+    }
+
+    #[test]
+    fn this_machine_is_no_network() {
+        for (url, far) in [
+            ("amqp://localhost/q", 0),
+            ("amqp://127.9.9.9/q", 0),
+            ("kafka://[::1],a.localhost,LOCALHOST/t", 0),
+            ("kafka://localhost,10.0.0.5/t", 1),
+            ("amqp://localhost.example.com/q", 1),
+            ("amqp://0.0.0.0/q", 1),
+        ] {
+            assert_eq!(remote(&url.parse().unwrap()).len(), far, "{url}");
+        }
+    }
+}
