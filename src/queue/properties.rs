@@ -38,7 +38,8 @@ pub(crate) const ALIASES: &[(&str, &str)] = &[
 ];
 
 /// What a job file may set: it tunes sending, fetching and waiting, and names the client. None of it names a file, a host or a library,
-/// holds a secret, or says how a broker is trusted. What is not listed, like anything that librdkafka learns later, is the operator's.
+/// holds a secret, says how a broker is trusted, or lets one take gigabytes (`receive.message.max.bytes`) or for ever
+/// (`delivery.timeout.ms`: 0). What is not listed, like anything that librdkafka learns later, is the operator's.
 pub(crate) const OF_JOB_FILES: &[&str] = &[
     "batch.num.messages",
     "batch.size",
@@ -51,7 +52,6 @@ pub(crate) const OF_JOB_FILES: &[&str] = &[
     "compression.type",
     "connections.max.idle.ms",
     "coordinator.query.interval.ms",
-    "delivery.timeout.ms",
     "fetch.error.backoff.ms",
     "fetch.max.bytes",
     "fetch.min.bytes",
@@ -72,7 +72,6 @@ pub(crate) const OF_JOB_FILES: &[&str] = &[
     "queue.buffering.max.messages",
     "queued.max.messages.kbytes",
     "queued.min.messages",
-    "receive.message.max.bytes",
     "reconnect.backoff.max.ms",
     "reconnect.backoff.ms",
     "request.timeout.ms",

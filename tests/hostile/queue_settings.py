@@ -156,6 +156,8 @@ def properties():
         ("sasl.username", "root", "how the broker is trusted"),
         ("offset.store.path", "/tmp", "is not one of the properties"),
         ("delivery.report.only.error", True, "is not one of the properties"),
+        ("delivery.timeout.ms", 0, "is not one of the properties"),
+        ("receive.message.max.bytes", 2147483647, "is not one of the properties"),
         ("debug", "all", "is not one of the properties"),
         ("acks", 0, "cannot be set"),
         ("bootstrap.servers", "203.0.113.9:9092", "cannot be set"),
