@@ -19,6 +19,7 @@ use crate::dataset::location::Location;
 use crate::device;
 use crate::job::Job;
 use crate::job::spec::Precision;
+use crate::ledger::keys::JOB;
 use crate::ledger::{Id, JobIdentity, Ledger, LedgerError, StopWhy};
 use crate::queue::Queue;
 use crate::report::meter::{Meter, Reading};
@@ -151,7 +152,7 @@ async fn wanted_model(
     let Some(ledger) = watched.first() else {
         return Ok(None);
     };
-    let job: Job = serde_json::from_value(ledger.job().resolved.clone())?;
+    let job = Job::of_record(&ledger.job().resolved, &ledger.store().address(JOB))?;
     Ok(Some(Wanted {
         files: ModelFiles::open(model_dir(&job)?).map_err(Failure::bad_job)?,
         formats: recorded(&ledger.job().identity),

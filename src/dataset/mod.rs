@@ -31,6 +31,7 @@ pub mod store_error;
 pub mod stores;
 pub mod thrift;
 pub mod value;
+pub mod widths;
 
 pub use error::DatasetError;
 pub use output::{OutputColumns, OutputSchema};

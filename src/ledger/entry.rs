@@ -107,6 +107,7 @@ impl Record for LogRecord {
         if !Keys::is_data_name(&self.data.name) {
             return Err("`data.name` is not a data object's name".into());
         }
+        self.tally.check()?;
         if self.counts.is_empty() {
             return Err("`counts` is empty".into());
         }
