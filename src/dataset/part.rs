@@ -4,13 +4,13 @@ use arrow::array::{ArrayRef, AsArray, RecordBatch};
 use arrow::datatypes::{Int64Type, SchemaRef};
 use bytes::Bytes;
 use parquet::arrow::ArrowWriter;
-use parquet::arrow::arrow_reader::{ArrowReaderOptions, ParquetRecordBatchReaderBuilder};
 use parquet::basic::{Compression, ZstdLevel};
 use parquet::file::metadata::KeyValue;
 use parquet::file::properties::WriterProperties;
 use serde_json::{Value, json};
 
 use super::error::{DatasetError, output_error};
+use super::part_in;
 use super::value::cell;
 
 /// Rows of a part's row group at most: small enough to be read by several threads, large enough to compress well.
@@ -61,8 +61,7 @@ pub struct ReadPart {
 
 /// Reads a part or data object back. The bytes must be ones whose hash a record or commit names.
 pub fn read_parquet(bytes: Bytes) -> Result<ReadPart, DatasetError> {
-    let builder = ParquetRecordBatchReaderBuilder::try_new_with_options(bytes, ArrowReaderOptions::new())
-        .map_err(output_error)?;
+    let builder = part_in::open(&bytes).map_err(output_error)?;
     let pairs = builder
         .metadata()
         .file_metadata()

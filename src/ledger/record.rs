@@ -28,6 +28,9 @@ const SECONDS_MAX: f64 = 1e10;
 /// Records of fixed size, but for texts of people and of stores.
 pub(super) const SMALL_BYTES: u64 = 1 << 20;
 
+/// Largest data object: a part has a quarter of it by plan.
+pub(super) const DATA_BYTES_MAX: u64 = 1 << 30;
+
 /// An object of the ledger.
 pub trait Record: Serialize + DeserializeOwned {
     /// Larger ones are refused unread.
