@@ -185,6 +185,13 @@ impl Record for JobRecord {
                 self.shards.len()
             ));
         }
+        self.check_table()
+    }
+}
+
+impl JobRecord {
+    /// Its shards hold the rows of its inputs, each once and in order.
+    fn check_table(&self) -> Result<(), String> {
         // A job without rows has one shard without rows (an older gristmill's has none).
         let may_be_empty = self.shards.len() == 1;
         let mut next_row = 0u64;
@@ -235,9 +242,7 @@ impl Record for JobRecord {
         }
         Ok(())
     }
-}
 
-impl JobRecord {
     /// Its texts can be shown, compared and sent.
     fn check_texts(&self) -> Result<(), String> {
         let JobIdentity {
