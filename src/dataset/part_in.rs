@@ -2,6 +2,10 @@
 //! a record that names them; so what they would take in memory is known before they are decoded. A page of a hundred
 //! bytes can hold a million repetitions of one text.
 
+use std::cell::Cell;
+use std::panic::{AssertUnwindSafe, catch_unwind, set_hook, take_hook};
+use std::sync::Once;
+
 use bytes::Bytes;
 use parquet::arrow::arrow_reader::{ArrowReaderMetadata, ParquetRecordBatchReaderBuilder};
 use parquet::basic::Type;
@@ -28,6 +32,33 @@ const FRAME_BYTES: usize = 12;
 
 /// A reader of `bytes`, which take less than a bound in memory; else one line that says what is wrong with them.
 pub fn open(bytes: &Bytes) -> Result<ParquetRecordBatchReaderBuilder<Bytes>, String> {
+    quietly(|| checked(bytes))
+}
+
+/// Runs what reads such bytes: the decoder panics over some that are broken, and that is their error, not the process's. Nothing of
+/// such a panic is printed.
+pub fn quietly<T>(read: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
+    static HOOKED: Once = Once::new();
+    HOOKED.call_once(|| {
+        let before = take_hook();
+        set_hook(Box::new(move |panic| {
+            if !IS_QUIET.get() {
+                before(panic);
+            }
+        }));
+    });
+    let was = IS_QUIET.replace(true);
+    // What is read is thrown away where reading it panics.
+    let result = catch_unwind(AssertUnwindSafe(read));
+    IS_QUIET.set(was);
+    result.unwrap_or_else(|_| Err("its pages are broken: the decoder gives up on them".into()))
+}
+
+thread_local! {
+    static IS_QUIET: Cell<bool> = const { Cell::new(false) };
+}
+
+fn checked(bytes: &Bytes) -> Result<ParquetRecordBatchReaderBuilder<Bytes>, String> {
     let footer = footer(bytes)?;
     let footer = decode_footer(&footer, bytes.len() as u64)?;
     let rows = footer.metadata().file_metadata().num_rows().unsigned_abs();
@@ -232,6 +263,11 @@ mod tests {
                 bytes[at] = new;
                 if let Ok(reader) = open(&bytes.into()) {
                     assert_eq!(reader.metadata().file_metadata().num_rows(), 6);
+                    let read = |reader: ParquetRecordBatchReaderBuilder<Bytes>| -> Result<usize, String> {
+                        let batches = reader.build().map_err(|error| error.to_string())?;
+                        Ok(batches.take_while(Result::is_ok).count())
+                    };
+                    let _ = quietly(|| read(reader));
                 }
             }
             assert!(open(&good.slice(..at)).is_err(), "cut at {at}");

@@ -132,6 +132,10 @@ pub(super) fn encode(batch: &RecordBatch) -> Result<Bytes, String> {
 
 /// The rows in Parquet `bytes`, as one batch. The caller has checked their hash; what they take in memory is bounded.
 pub(super) fn decode(bytes: Bytes) -> Result<RecordBatch, String> {
+    part_in::quietly(|| decode_all(bytes))
+}
+
+fn decode_all(bytes: Bytes) -> Result<RecordBatch, String> {
     let builder = part_in::open(&bytes)?;
     // Without the metadata, which a part has and a data object has not.
     let schema = Arc::new(

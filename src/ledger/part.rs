@@ -72,7 +72,7 @@ impl Ledger {
         };
         match self.job().part_extension.as_str() {
             "jsonl" => count.lines(bytes, self.job().job.as_str())?,
-            _ => count.parquet(bytes)?,
+            _ => part_in::quietly(|| count.parquet(bytes))?,
         }
         match count.next == count.end {
             true => Ok((count.tally, count.to_do)),
