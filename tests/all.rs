@@ -16,6 +16,7 @@ mod dataset_parquet;
 mod dataset_reads;
 mod end_to_end;
 mod engine_batching;
+mod forged;
 mod generation_config;
 mod hostile;
 mod job_files;

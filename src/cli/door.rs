@@ -214,21 +214,9 @@ impl Opened {
         }
     }
 
-    /// Input columns in the output: those to carry, the gold column that the report compares with, and of OpenAI batch
-    /// lines (which always have both) the `custom_id` that tells whose a result is, and the `url` that tells a result
-    /// line's form.
+    /// Input columns in the output.
     pub fn carry(&self) -> Vec<String> {
-        let job = &self.job;
-        let mut carry = job.output.carry.clone();
-        let batch = matches!(job.prompt.kind, PromptKind::Openai);
-        let custom_id = batch.then(|| "custom_id".to_string());
-        let url = (batch && job.output.format == OutputFormat::Openai).then(|| "url".to_string());
-        for column in job.gold.iter().cloned().chain(custom_id).chain(url) {
-            if !carry.contains(&column) {
-                carry.push(column);
-            }
-        }
-        carry
+        self.job.carried()
     }
 
     /// What this job's prompts are keyed by, and whether it has begun: of one that `begun`, the ledger in its output, is not of, by what
@@ -309,20 +297,7 @@ impl Opened {
 
     /// Columns of the output besides the carried ones.
     pub fn output_columns(&self) -> OutputColumns {
-        let generate = &self.job.generate;
-        OutputColumns {
-            samples: generate.n,
-            thinking: self.thinking.is_some(),
-            token_ids: self.job.output.token_ids,
-            logprobs: generate.logprobs,
-            choices: match &generate.shape {
-                ShapeSpec::Choice {
-                    choices,
-                    probabilities: true,
-                } => Some(choices.clone()),
-                _ => None,
-            },
-        }
+        self.job.output_columns(self.thinking.is_some())
     }
 
     /// The job's limits as its file states them.

@@ -10,6 +10,7 @@ use crate::cli::exit::{Exit, Failure};
 use crate::cli::limits::Used;
 use crate::job::Job;
 use crate::job::spec::PromptKind;
+use crate::ledger::keys::JOB;
 use crate::ledger::{Ledger, LedgerError, Tally};
 use crate::report::summary::number;
 
@@ -52,7 +53,7 @@ pub async fn retry(args: RetryArgs) -> Result<Exit, Failure> {
 
 /// Whether `max_tokens` can end what the job's own limit, or that of a retry before, cut off.
 fn check_raise(ledger: &Ledger, max_tokens: u32) -> anyhow::Result<()> {
-    let job = Job::of_record(&ledger.job().resolved, ledger.store().url().as_str())?;
+    let job = Job::of_record(&ledger.job().resolved, &ledger.store().address(JOB))?;
     // A line of an OpenAI batch may have less than the job gives to those that say nothing.
     let own = match job.prompt.kind {
         PromptKind::Openai => 1,

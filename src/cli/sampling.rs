@@ -5,6 +5,7 @@ use crate::job::generate::{Generate, ShapeSpec};
 use crate::job::sampling::{Defaults, Source};
 use crate::job::spec::Job;
 use crate::ledger::Ledger;
+use crate::ledger::keys::JOB;
 use crate::model::config::generation::{GenerationDefaults, GenerationFile};
 use crate::worker::model::ModelFiles;
 
@@ -50,7 +51,7 @@ impl Sampling {
 
     /// Takes all of it from the record of the job, which has begun.
     pub fn of_begun(job: &mut Job, model: &ModelFiles, ledger: &Ledger) -> Result<Sampling, Failure> {
-        let record = Job::of_record(&ledger.job().resolved, &job.file).map_err(Failure::bad_job)?;
+        let record = Job::of_record(&ledger.job().resolved, &ledger.store().address(JOB)).map_err(Failure::bad_job)?;
         let mut now = job.clone();
         let now = match Sampling::of_new(&mut now, model) {
             Ok(_) => record.generate.differences(&now.generate),

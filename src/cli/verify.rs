@@ -2,7 +2,7 @@
 
 use std::fmt::Display;
 
-use anyhow::{Context, anyhow};
+use anyhow::anyhow;
 use arrow::array::{Array, ArrayRef, RecordBatch};
 use arrow::compute::concat_batches;
 use arrow::datatypes::SchemaRef;
@@ -13,11 +13,12 @@ use serde_json::Value;
 use crate::cli::args::VerifyArgs;
 use crate::cli::door::ledger_at;
 use crate::cli::exit::{Exit, Failure};
-use crate::dataset::output::OutputSchema;
 use crate::dataset::part::read_parquet;
 use crate::dataset::shard::ShardReader;
 use crate::dataset::value::cell;
+use crate::job::Job;
 use crate::ledger::Ledger;
+use crate::ledger::keys::JOB;
 use crate::ledger::store::MAX_OBJECT_BYTES;
 use crate::report::summary::number;
 
@@ -69,7 +70,9 @@ pub async fn verify(args: VerifyArgs) -> Result<Exit, Failure> {
 /// Compares the carried columns of every published row with the job's inputs; a line for each part that differs.
 async fn against_inputs(ledger: &Ledger) -> Result<Vec<String>, Failure> {
     let record = ledger.job();
-    let output: OutputSchema = serde_json::from_value(record.columns.clone()).context("the job's columns")?;
+    let place = ledger.store().address(JOB);
+    let job = Job::of_record(&record.resolved, &place)?;
+    let output = job.recorded_columns(&record.columns, &place)?;
     let reader = ShardReader::new(record.inputs.clone(), output.carry(), Some(Vec::new()));
     let found: Vec<Option<String>> = futures::stream::iter(0..record.shards.len() as u32)
         .map(|shard| part_against_inputs(ledger, &reader, shard))

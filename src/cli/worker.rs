@@ -19,6 +19,7 @@ use crate::dataset::location::Location;
 use crate::device;
 use crate::job::Job;
 use crate::job::spec::Precision;
+use crate::ledger::keys::JOB;
 use crate::ledger::{Id, JobIdentity, Ledger, LedgerError, StopWhy};
 use crate::queue::Queue;
 use crate::report::meter::{Meter, Reading};
@@ -36,6 +37,8 @@ use crate::worker::{self, Parts, Until, Worker, liveness, spot};
 const RECEIVE_WAIT: Duration = Duration::from_secs(1);
 /// Before a message that points at nothing is passed on.
 const PASS_ON_PAUSE: Duration = Duration::from_secs(1);
+/// How long a worker that works once waits for a store or a queue that does not answer.
+const ONCE_WAITS_MAX: Duration = Duration::from_secs(600);
 /// Letters of a host's name that fit into a worker's.
 const NAME_MAX: usize = 40;
 
@@ -70,7 +73,7 @@ pub async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
         jobs: Jobs::new(loaded.model),
         watched,
         meter: meter.clone(),
-        patience: Patience::new(true),
+        patience: patience(&args),
         pulse,
         render_threads: render_threads(&args.engine)?,
         options: options(&args),
@@ -87,6 +90,14 @@ pub async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
     let ended = worker::run(worker.clone(), loaded.engine, stop).await;
     shown.abort();
     report(&args, &worker, ended).await
+}
+
+/// Outages are waited out, however long they take; a worker that works once is waited for itself.
+fn patience(args: &WorkerArgs) -> Patience {
+    match args.once {
+        true => Patience::within(ONCE_WAITS_MAX),
+        false => Patience::new(true),
+    }
 }
 
 /// The model to load, before anything is loaded.
@@ -151,7 +162,7 @@ async fn wanted_model(
     let Some(ledger) = watched.first() else {
         return Ok(None);
     };
-    let job: Job = serde_json::from_value(ledger.job().resolved.clone())?;
+    let job = Job::of_record(&ledger.job().resolved, &ledger.store().address(JOB))?;
     Ok(Some(Wanted {
         files: ModelFiles::open(model_dir(&job)?).map_err(Failure::bad_job)?,
         formats: recorded(&ledger.job().identity),
@@ -183,15 +194,15 @@ async fn watched(args: &WorkerArgs, stop: &Stop) -> Result<Vec<Ledger>, Failure>
     let mut ledgers = Vec::new();
     for output in &args.job {
         let location = Location::parse(output, &here).map_err(Failure::bad_job)?;
-        let ledger = open_patiently(&location, stop).await?;
+        let ledger = open_patiently(&location, &patience(args), stop).await?;
         ledgers.push(ledger.ok_or_else(|| no_job(&location))?);
     }
     Ok(ledgers)
 }
 
 /// The ledger of the job at `output`, however long the store is away; `None`: there is none.
-async fn open_patiently(output: &Location, stop: &Stop) -> Result<Option<Ledger>, Failure> {
-    let (patience, mut pauses) = (Patience::new(true), Pauses::default());
+async fn open_patiently(output: &Location, patience: &Patience, stop: &Stop) -> Result<Option<Ledger>, Failure> {
+    let mut pauses = Pauses::default();
     loop {
         match Ledger::open(output).await {
             Ok(opened) => return Ok(opened),
@@ -202,7 +213,7 @@ async fn open_patiently(output: &Location, stop: &Stop) -> Result<Option<Ledger>
 
 /// The job of the first message that points at one.
 async fn first_job(args: &WorkerArgs, queue: &Arc<dyn Queue>, stop: &Stop) -> Result<Option<Ledger>, Failure> {
-    let patience = Patience::new(true);
+    let patience = patience(args);
     let mut idle = IdleClock::default();
     while !stop.is_set() {
         let received = match queue.receive(RECEIVE_WAIT).await {
@@ -222,14 +233,17 @@ async fn first_job(args: &WorkerArgs, queue: &Arc<dyn Queue>, stop: &Stop) -> Re
         };
         idle = IdleClock::default();
         let opened = match Location::parse(&delivery.message.output, Path::new("/")) {
-            Ok(output) => open_patiently(&output, stop).await,
+            Ok(output) => open_patiently(&output, &patience, stop).await,
             Err(error) => Err(Failure::from(error)),
         };
         let why = match opened {
-            Ok(Some(ledger)) => {
-                queue.give_back(&delivery).await?;
-                return Ok(Some(ledger));
-            }
+            Ok(Some(ledger)) => match Job::of_record(&ledger.job().resolved, &ledger.store().address(JOB)) {
+                Ok(_) => {
+                    queue.give_back(&delivery).await?;
+                    return Ok(Some(ledger));
+                }
+                Err(error) => error.to_string(),
+            },
             Ok(None) => "it holds no job".to_string(),
             Err(failure) => one_line(&failure.error),
         };

@@ -19,6 +19,7 @@ pub mod parquet_in;
 pub mod parquet_pages;
 pub mod parquet_shape;
 pub mod part;
+pub mod part_in;
 pub mod pinned;
 pub mod pins;
 pub mod plan;
@@ -31,6 +32,7 @@ pub mod store_error;
 pub mod stores;
 pub mod thrift;
 pub mod value;
+pub mod widths;
 
 pub use error::DatasetError;
 pub use output::{OutputColumns, OutputSchema};

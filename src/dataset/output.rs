@@ -3,6 +3,7 @@
 //! The carried columns come first, in the job's order, then [`COLUMNS`]. With more than one sample a row, the columns of a
 //! completion are lists of what they are otherwise, one entry a sample; it is still one row an input row.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use arrow::array::{
@@ -18,6 +19,7 @@ use serde_json::{Map, Value, json};
 use super::error::{DatasetError, output_error};
 use super::row::{RowResult, SampleResult};
 use super::schema_text;
+use super::widths::check_room;
 
 /// What each column holds, in order; the last five stand only where a job asks for them or its model thinks.
 pub const COLUMNS: [(&str, &str); 14] = [
@@ -84,6 +86,37 @@ impl OutputSchema {
             carry: Arc::new(carry.clone()),
             columns,
         }
+    }
+
+    /// The columns that a job's record names, held against those that the job asks for. `carried`: the columns that it may carry.
+    /// (Of thoughts, the record alone says whether they are written.)
+    ///
+    /// # Errors
+    /// One line that says what is wrong.
+    pub fn of_record(
+        columns: &Value,
+        wanted: &OutputColumns,
+        carried: impl Fn(&str) -> bool,
+    ) -> Result<OutputSchema, String> {
+        let read = OutputSchema::deserialize(columns);
+        let schema = read.map_err(|error| format!("its columns cannot be read: {error}"))?;
+        let wanted = OutputColumns {
+            thinking: schema.columns.thinking,
+            ..wanted.clone()
+        };
+        if schema.columns != wanted {
+            return Err("its columns are not those that its job asks for".into());
+        }
+        let own = OutputSchema::names(&schema.columns);
+        let mut seen = HashSet::new();
+        for field in schema.carry.fields() {
+            let name = field.name();
+            if own.contains(name) || !carried(name) || !seen.insert(name) {
+                return Err(format!("it carries a column `{name}`, which its job cannot ask for"));
+            }
+        }
+        check_room(&schema.carry, 1)?;
+        Ok(schema)
     }
 
     /// Names that a carried column cannot have.

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
+use parquet::arrow::ARROW_SCHEMA_META_KEY;
 use parquet::arrow::arrow_reader::{ArrowReaderMetadata, ArrowReaderOptions};
 use parquet::file::metadata::{
     ColumnChunkMetaData, ParquetMetaData, ParquetMetaDataOptions, ParquetMetaDataReader, ParquetStatisticsPolicy,
@@ -11,6 +12,7 @@ use parquet::file::metadata::{
 use super::error::DatasetError;
 use super::parquet_shape::check_footer;
 use super::pinned::PinnedFile;
+use super::schema_text;
 use super::thrift::{Compact, ThriftError};
 
 /// Largest footer, in bytes.
@@ -172,10 +174,21 @@ fn schema_size(footer: &[u8]) -> Result<(usize, u64), ThriftError> {
 
 /// The footer with its Arrow schema.
 pub fn arrow_footer(metadata: Arc<ParquetMetaData>) -> Result<ArrowReaderMetadata, String> {
-    // An embedded Arrow schema that does not fit its columns is dropped, not trusted.
-    ArrowReaderMetadata::try_new(metadata.clone(), ArrowReaderOptions::new())
-        .or_else(|_| ArrowReaderMetadata::try_new(metadata, ArrowReaderOptions::new().with_skip_arrow_metadata(true)))
-        .map_err(|e| format!("its schema cannot be read: {e}"))
+    // An embedded Arrow schema that does not fit its columns is dropped, not trusted, and so is one that would take far more than
+    // its size.
+    let pairs = metadata.file_metadata().key_value_metadata();
+    let embedded = pairs
+        .into_iter()
+        .flatten()
+        .find(|pair| pair.key == ARROW_SCHEMA_META_KEY);
+    let embedded = embedded.and_then(|pair| pair.value.as_deref());
+    let is_bomb = embedded.is_some_and(|text| !schema_text::is_sound(text));
+    ArrowReaderMetadata::try_new(
+        metadata.clone(),
+        ArrowReaderOptions::new().with_skip_arrow_metadata(is_bomb),
+    )
+    .or_else(|_| ArrowReaderMetadata::try_new(metadata, ArrowReaderOptions::new().with_skip_arrow_metadata(true)))
+    .map_err(|e| format!("its schema cannot be read: {e}"))
 }
 
 fn check_rows(metadata: &ParquetMetaData) -> Result<(), String> {

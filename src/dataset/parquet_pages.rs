@@ -48,6 +48,15 @@ pub struct PageHeader {
     rows: Option<i32>,
 }
 
+impl PageHeader {
+    /// Bytes uncompressed and compressed, and values (of a dictionary: none).
+    pub fn claims(&self) -> (u64, u64, u64) {
+        let [uncompressed, compressed, values] =
+            [self.uncompressed, self.compressed, self.values].map(i32::unsigned_abs);
+        (uncompressed.into(), compressed.into(), values.into())
+    }
+}
+
 /// Reads the header at the start of `bytes`; answers its length too.
 pub fn parse_header(bytes: &[u8]) -> Result<(PageHeader, usize), ThriftError> {
     check_page_header(bytes)?;

@@ -4,13 +4,13 @@ use arrow::array::{ArrayRef, AsArray, RecordBatch};
 use arrow::datatypes::{Int64Type, SchemaRef};
 use bytes::Bytes;
 use parquet::arrow::ArrowWriter;
-use parquet::arrow::arrow_reader::{ArrowReaderOptions, ParquetRecordBatchReaderBuilder};
 use parquet::basic::{Compression, ZstdLevel};
 use parquet::file::metadata::KeyValue;
 use parquet::file::properties::WriterProperties;
 use serde_json::{Value, json};
 
 use super::error::{DatasetError, output_error};
+use super::part_in;
 use super::value::cell;
 
 /// Rows of a part's row group at most: small enough to be read by several threads, large enough to compress well.
@@ -61,8 +61,11 @@ pub struct ReadPart {
 
 /// Reads a part or data object back. The bytes must be ones whose hash a record or commit names.
 pub fn read_parquet(bytes: Bytes) -> Result<ReadPart, DatasetError> {
-    let builder = ParquetRecordBatchReaderBuilder::try_new_with_options(bytes, ArrowReaderOptions::new())
-        .map_err(output_error)?;
+    part_in::quietly(|| read_all(&bytes)).map_err(output_error)
+}
+
+fn read_all(bytes: &Bytes) -> Result<ReadPart, String> {
+    let builder = part_in::open(bytes)?;
     let pairs = builder
         .metadata()
         .file_metadata()
@@ -75,10 +78,10 @@ pub fn read_parquet(bytes: Bytes) -> Result<ReadPart, DatasetError> {
         .map(|kv| (kv.key, kv.value.unwrap_or_default()))
         .collect();
     let schema = arrow::datatypes::Schema::new(builder.schema().fields().clone());
-    let reader = builder.with_batch_size(BATCH_ROWS).build().map_err(output_error)?;
+    let reader = builder.with_batch_size(BATCH_ROWS).build().map_err(|e| e.to_string())?;
     let mut batches = Vec::new();
     for batch in reader {
-        batches.push(batch.map_err(output_error)?);
+        batches.push(batch.map_err(|e| e.to_string())?);
     }
     Ok(ReadPart {
         schema: schema.into(),

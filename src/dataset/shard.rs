@@ -18,6 +18,7 @@ use super::plan::{Format, InputFile, Segment, Shard};
 use super::planner::same_type;
 use super::row::{InputRow, ShardRows};
 use super::value::rows_of;
+use super::widths::check_room;
 
 /// Most footers kept between shards.
 const FOOTERS_MAX: usize = 32;
@@ -60,6 +61,7 @@ impl ShardReader {
 
     /// A shard's carried columns without their values: of inputs that are gone.
     pub fn no_carry(&self, shard: &Shard) -> Result<RecordBatch, DatasetError> {
+        self.check_room(shard)?;
         let rows = shard.rows as usize;
         let nulls = self
             .carry
@@ -71,8 +73,14 @@ impl ShardReader {
             .map_err(|e| DatasetError::Output(format!("carried columns: {e}")))
     }
 
+    /// Types alone can ask for any amount of memory, and a record can name any of them.
+    fn check_room(&self, shard: &Shard) -> Result<(), DatasetError> {
+        check_room(&self.carry, shard.rows).map_err(|why| DatasetError::Output(format!("carried columns: {why}")))
+    }
+
     /// Reads a shard. A line that cannot be read is a row that says so; an input that changed stops the job.
     pub async fn read(&self, shard: &Shard) -> Result<ShardRows, DatasetError> {
+        self.check_room(shard)?;
         let mut rows = Vec::new();
         let mut batches = Vec::new();
         for segment in &shard.segments {

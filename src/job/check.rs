@@ -26,11 +26,16 @@ pub(super) fn bad<T>(field: impl Into<String>, why: impl Into<String>) -> Result
 
 /// A name or address: not empty, not long.
 pub(super) fn text(field: &str, value: String) -> Result<String, FieldError> {
+    filled(field, &value)?;
+    Ok(value)
+}
+
+/// As [`text`], of a value that stays where it is.
+pub(super) fn filled(field: &str, value: &str) -> Result<(), FieldError> {
     if value.trim().is_empty() {
         return bad(field, "is empty");
     }
-    short(field, &value)?;
-    Ok(value)
+    short(field, value)
 }
 
 /// Not longer than any name or phrase is.

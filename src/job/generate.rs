@@ -64,6 +64,19 @@ pub enum ShapeSpec {
     Regex(String),
 }
 
+impl ShapeSpec {
+    /// The choices whose probabilities are asked for.
+    pub fn with_probabilities(&self) -> Option<&[String]> {
+        match self {
+            ShapeSpec::Choice {
+                choices,
+                probabilities: true,
+            } => Some(choices),
+            _ => None,
+        }
+    }
+}
+
 impl Generate {
     /// Checks what a job's `generate` block, or a batch line's body, says.
     pub(super) fn check(file: &GenerateFile) -> Result<Generate, FieldError> {

@@ -1,7 +1,7 @@
 //! What a job file says, a valid job, and the prompts it makes of rows.
 //!
 //! `file` (raw, as written; `unknown` names the field that it does not have) → `spec`, `generate`, `queue` and `recheck` (valid, by
-//! `check`; nothing downstream checks again; `sampling`: what they leave to the checkpoint) → `prompt`
+//! `check`; `record` holds a job that comes back from a ledger against the same; nothing downstream checks again; `sampling`: what they leave to the checkpoint) → `prompt`
 //! (rows to token ids), over `template` (column templates; `names` for what they name, and `python` for what they expect of it), `chat` (the
 //! checkpoint's chat template), `guard` (data is never control) and `openai` (lines of OpenAI batch files).
 
@@ -17,6 +17,7 @@ pub mod prompt;
 mod python;
 pub mod queue;
 pub mod recheck;
+mod record;
 pub mod sampling;
 pub mod spec;
 mod template;

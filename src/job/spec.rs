@@ -19,12 +19,16 @@ use super::{JobError, suggest};
 use crate::dataset::plan::Format;
 
 /// Largest `chat_template` file, in bytes.
-const TEMPLATE_BYTES_MAX: u64 = 4 << 20;
+pub(super) const TEMPLATE_BYTES_MAX: u64 = 4 << 20;
 /// Rows of a shard where the job does not say.
 const SHARD_ROWS: i64 = 4096;
-const SHARD_ROWS_MAX: i64 = 1_000_000;
+pub(super) const SHARD_ROWS_MAX: i64 = 1_000_000;
 /// Largest `context`: longer than any model's.
-const CONTEXT_MAX: u32 = 1 << 26;
+pub(super) const CONTEXT_MAX: u32 = 1 << 26;
+
+/// Longest `deadline`: ten years.
+pub const SECONDS_MAX: u64 = 315_360_000;
+/// Longest `cache_salt`, in characters.
 const CACHE_SALT_CHARS_MAX: usize = 256;
 
 /// Columns that results have besides the carried ones.
@@ -228,20 +232,6 @@ impl Job {
         serde_json::to_value(&job).unwrap_or(Value::Null)
     }
 
-    /// The job that [`Job::resolved`] wrote down; `place` says where, for the message.
-    ///
-    /// # Errors
-    /// The record is no job, or one of a gristmill whose jobs can be what this one's cannot.
-    pub fn of_record(resolved: &Value, place: &str) -> Result<Job, JobError> {
-        Job::deserialize(resolved).map_err(|error| JobError::Invalid {
-            place: place.to_string(),
-            message: format!(
-                "the job in this record cannot be read: {}",
-                super::one_line(&error.to_string())
-            ),
-        })
-    }
-
     /// The key of the job's random stream: the given seed, or one derived from the job's id.
     pub fn seed(&self, job_id: &str) -> u64 {
         self.generate.seed.unwrap_or_else(|| {
@@ -258,9 +248,7 @@ fn build(parsed: Parsed, file: &str, base_dir: &Path) -> Result<Job, FieldError>
         content,
     } = parsed;
     let name = text("name", raw.name)?;
-    if name.chars().any(char::is_control) {
-        return bad("name", "holds control characters");
-    }
+    check_name(&name)?;
     let model = text("model", raw.model)?;
     let uris = raw.input.uri.into_vec();
     if uris.is_empty() {
@@ -316,8 +304,21 @@ fn build(parsed: Parsed, file: &str, base_dir: &Path) -> Result<Job, FieldError>
     })
 }
 
+/// Names are shown in lines.
+pub(super) fn check_name(name: &str) -> Result<(), FieldError> {
+    match name.chars().any(char::is_control) {
+        true => bad("name", "holds control characters"),
+        false => Ok(()),
+    }
+}
+
 /// What each is fine alone and cannot be had together.
-fn check_together(generate: &Generate, output: &Output, gold: bool, recheck: bool) -> Result<(), FieldError> {
+pub(super) fn check_together(
+    generate: &Generate,
+    output: &Output,
+    gold: bool,
+    recheck: bool,
+) -> Result<(), FieldError> {
     let openai = output.format == OutputFormat::Openai;
     // The report reads answers from Parquet parts; with a gold column it compares one a row.
     for (field, asked) in [("report.gold", gold), ("report.recheck", recheck)] {
@@ -353,7 +354,7 @@ fn check_together(generate: &Generate, output: &Output, gold: bool, recheck: boo
     Ok(())
 }
 
-fn cache_salt(salt: String) -> Result<String, FieldError> {
+pub(super) fn cache_salt(salt: String) -> Result<String, FieldError> {
     match salt.chars().count() {
         1..=CACHE_SALT_CHARS_MAX => Ok(salt),
         count => bad(
@@ -488,8 +489,18 @@ fn chat_template(choice: String, base_dir: &Path) -> Result<ChatTemplateChoice, 
 
 fn output(raw: OutputFile) -> Result<Output, FieldError> {
     let carry = raw.carry.unwrap_or_default();
+    check_carry(&carry)?;
+    Ok(Output {
+        uri: text("output.uri", raw.uri)?,
+        carry,
+        format: raw.format.unwrap_or_default(),
+        token_ids: raw.token_ids.unwrap_or(false),
+    })
+}
+
+pub(super) fn check_carry(carry: &[String]) -> Result<(), FieldError> {
     let mut seen = std::collections::HashSet::new();
-    for column in &carry {
+    for column in carry {
         if column.is_empty() {
             return bad("output.carry", "holds an empty name");
         }
@@ -504,16 +515,12 @@ fn output(raw: OutputFile) -> Result<Output, FieldError> {
             return bad("output.carry", format!("holds `{column}` twice"));
         }
     }
-    Ok(Output {
-        uri: text("output.uri", raw.uri)?,
-        carry,
-        format: raw.format.unwrap_or_default(),
-        token_ids: raw.token_ids.unwrap_or(false),
-    })
+    Ok(())
 }
 
-fn budget(raw: BudgetFile) -> Result<Budget, FieldError> {
-    for (field, value) in [("budget.usd", raw.usd), ("budget.usd_per_hour", raw.usd_per_hour)] {
+/// `budget.usd` and `budget.usd_per_hour`.
+pub(super) fn check_dollars(usd: Option<f64>, usd_per_hour: Option<f64>) -> Result<(), FieldError> {
+    for (field, value) in [("budget.usd", usd), ("budget.usd_per_hour", usd_per_hour)] {
         if value.is_some_and(|usd| !usd.is_finite() || usd < 0.0) {
             return bad(
                 field,
@@ -521,6 +528,11 @@ fn budget(raw: BudgetFile) -> Result<Budget, FieldError> {
             );
         }
     }
+    Ok(())
+}
+
+fn budget(raw: BudgetFile) -> Result<Budget, FieldError> {
+    check_dollars(raw.usd, raw.usd_per_hour)?;
     if raw.usd.is_some() && raw.usd_per_hour.is_none_or(|price| price == 0.0) {
         return bad(
             "budget.usd",
@@ -569,7 +581,7 @@ pub fn duration_seconds(text: &str) -> Result<u64, String> {
     }
     match total {
         0 => Err("it is no time at all".into()),
-        1..=315_360_000 => Ok(total),
+        1..=SECONDS_MAX => Ok(total),
         _ => Err("it is longer than ten years".into()),
     }
 }

@@ -11,6 +11,9 @@ use super::store::Created;
 /// More orders than this are no work of people.
 const MAX_ORDERS: usize = 100_000;
 
+/// Most bytes of notes and the like in all orders together.
+const MAX_ORDER_BYTES: usize = 64 << 20;
+
 /// The control log of a job, as far as it was read.
 #[derive(Debug, Clone)]
 pub struct Control {
@@ -18,6 +21,8 @@ pub struct Control {
     orders: Vec<Order>,
     /// Of each order, the generation that it was given to.
     generations: Vec<u32>,
+    /// Of all orders together, about.
+    bytes: usize,
 }
 
 impl Ledger {
@@ -27,6 +32,7 @@ impl Ledger {
             ledger: self.clone(),
             orders: Vec::new(),
             generations: Vec::new(),
+            bytes: 0,
         };
         control.refresh().await?;
         Ok(control)
@@ -187,9 +193,18 @@ impl Control {
 
     fn take(&mut self, record: ControlRecord, key: &str) -> Result<()> {
         let expected = record.job == self.ledger.job().job && record.index as usize == self.orders.len();
-        if !expected || self.orders.len() >= MAX_ORDERS {
-            let address = self.ledger.store().address(key);
-            return Err(LedgerError::damaged(format!("`{address}` is no order to this job")));
+        let address = || self.ledger.store().address(key);
+        if !expected {
+            return Err(LedgerError::damaged(format!("`{}` is no order to this job", address())));
+        }
+        self.bytes += record.order.text_bytes();
+        if self.orders.len() >= MAX_ORDERS || self.bytes > MAX_ORDER_BYTES {
+            return Err(LedgerError::damaged(format!(
+                "`{}` is one order too many: {} have {} bytes",
+                address(),
+                self.orders.len() + 1,
+                self.bytes
+            )));
         }
         self.generations.push(record.generation);
         self.orders.push(record.order);

@@ -7,12 +7,12 @@ use arrow::array::{Array, ArrayRef, Int64Array, ListArray, RecordBatch, StringAr
 use arrow::compute::{concat_batches, interleave_record_batch, take_record_batch};
 use bytes::Bytes;
 use parquet::arrow::ArrowWriter;
-use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
 use parquet::basic::{Compression, ZstdLevel};
 use parquet::file::properties::WriterProperties;
 
 use super::record::Tally;
 use super::rowset::RowSet;
+use crate::dataset::part_in;
 use crate::dataset::row::{CUT_OFF, RowStatus};
 
 /// Rows a batch that goes into a part: bounds what the writer holds at once.
@@ -108,9 +108,10 @@ pub(super) fn tally(batch: &RecordBatch, counts: &RowSet) -> Result<Tally, Strin
         let word = if status.is_null(i) { "" } else { status.value(i) };
         let known = RowStatus::ALL.into_iter().find(|status| status.as_str() == word);
         out.count(known.ok_or_else(|| format!("row {}: unknown status `{word}`", rows[i]))?);
-        out.prompt_tokens += at(prompt, i);
-        out.cached_tokens += at(cached, i);
-        out.completion_tokens += at(completion, i);
+        // Saturating: a part or data object may hold any numbers.
+        out.prompt_tokens = out.prompt_tokens.saturating_add(at(prompt, i));
+        out.cached_tokens = out.cached_tokens.saturating_add(at(cached, i));
+        out.completion_tokens = out.completion_tokens.saturating_add(at(completion, i));
         let is_cut = cut.as_ref().is_some_and(|cut| cut[i]);
         out.truncated = out.truncated.map(|count| count + u64::from(is_cut));
     }
@@ -129,9 +130,13 @@ pub(super) fn encode(batch: &RecordBatch) -> Result<Bytes, String> {
     writer.into_inner().map(Bytes::from).map_err(text)
 }
 
-/// The rows in Parquet `bytes`, as one batch. The caller has checked their hash: a worker wrote them.
+/// The rows in Parquet `bytes`, as one batch. The caller has checked their hash; what they take in memory is bounded.
 pub(super) fn decode(bytes: Bytes) -> Result<RecordBatch, String> {
-    let builder = ParquetRecordBatchReaderBuilder::try_new(bytes).map_err(|error| error.to_string())?;
+    part_in::quietly(|| decode_all(bytes))
+}
+
+fn decode_all(bytes: Bytes) -> Result<RecordBatch, String> {
+    let builder = part_in::open(&bytes)?;
     // Without the metadata, which a part has and a data object has not.
     let schema = Arc::new(
         builder

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use super::error::Result;
 use super::keys::{Id, Keys};
-use super::record::{DataObject, Record, Tally, VERSION_MORE, decode};
+use super::record::{DATA_BYTES_MAX, DataObject, Record, Tally, VERSION_MORE, decode};
 use super::rowset::RowSet;
 use super::store::Store;
 
@@ -107,6 +107,10 @@ impl Record for LogRecord {
         if !Keys::is_data_name(&self.data.name) {
             return Err("`data.name` is not a data object's name".into());
         }
+        if self.data.size > DATA_BYTES_MAX {
+            return Err(format!("`data.size` is {}, more than {DATA_BYTES_MAX}", self.data.size));
+        }
+        self.tally.check()?;
         if self.counts.is_empty() {
             return Err("`counts` is empty".into());
         }

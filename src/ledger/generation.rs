@@ -178,6 +178,7 @@ impl Ledger {
         let foreign = |retried: &RetriedShard| !retried.rows.difference(&self.all_rows(retried.shard)).is_empty();
         if record.job != self.job().job
             || record.generation != self.generation() + 1
+            || record.generation > GENERATIONS_MAX
             || record.shards.iter().any(foreign)
         {
             let address = self.store().address(key);

@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::sync::{Arc, Mutex};
 
+use super::bulk;
 use super::error::{LedgerError, Result};
 use super::keys::{Id, JOB, Keys, SUCCESS, sha256};
 use super::record::{Record, VERSION, decode, encode};
@@ -16,7 +17,15 @@ use crate::dataset::plan::{InputFile, Segment, Shard};
 /// A job record of a million shards has about 150 MB.
 const MAX_JOB_BYTES: u64 = 512 << 20;
 /// Keys have six digits for a shard.
-const MAX_SHARDS: usize = 1_000_000;
+pub(super) const MAX_SHARDS: usize = 1_000_000;
+/// Patterns of one job match fewer.
+pub(super) const MAX_INPUTS: usize = 2_000_000;
+/// A job file's `shards.rows` is no more.
+const MAX_SHARD_ROWS: u64 = 1_000_000;
+/// Longest deadline, in seconds: a job file's is ten years at most.
+pub(super) const DEADLINE_MAX: u64 = 3_153_600_000;
+/// Longest name, address or hash, in bytes.
+const TEXT_BYTES_MAX: usize = 16 << 10;
 
 /// What makes two runs the same job. All hashes are SHA-256 in lower-case hex.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -149,7 +158,12 @@ impl JobRecord {
 impl Record for JobRecord {
     const MAX_BYTES: u64 = MAX_JOB_BYTES;
 
+    fn check_bytes(bytes: &[u8]) -> Result<(), String> {
+        bulk::check(bytes)
+    }
+
     fn check(&self) -> Result<(), String> {
+        self.check_texts()?;
         if !matches!(self.part_extension.as_str(), "parquet" | "jsonl") {
             return Err(format!(
                 "`part_extension` is `{}`, not `parquet` or `jsonl`",
@@ -162,15 +176,31 @@ impl Record for JobRecord {
         if self.terms.usd.is_some_and(|usd| !usd.is_finite() || usd < 0.0) {
             return Err("`terms.usd` is not an amount".into());
         }
+        if let Some(seconds) = self.terms.deadline_seconds.filter(|&seconds| seconds > DEADLINE_MAX) {
+            return Err(format!("`terms.deadline_seconds` is {seconds}: no job waits so long"));
+        }
         if self.shards.len() > MAX_SHARDS {
             return Err(format!(
                 "{} shards, more than {MAX_SHARDS}: give `shards.rows` a larger value",
                 self.shards.len()
             ));
         }
+        self.check_table()
+    }
+}
+
+impl JobRecord {
+    /// Its shards hold the rows of its inputs, each once and in order.
+    fn check_table(&self) -> Result<(), String> {
         // A job without rows has one shard without rows (an older gristmill's has none).
         let may_be_empty = self.shards.len() == 1;
         let mut next_row = 0u64;
+        let mut read = Segment {
+            input: 0,
+            first_row: 0,
+            rows: 0,
+            bytes: None,
+        };
         for (number, shard) in self.shards.iter().enumerate() {
             let rows = shard
                 .segments
@@ -179,6 +209,12 @@ impl Record for JobRecord {
             let is_empty = shard.rows == 0 && !may_be_empty;
             if shard.first_row != next_row || is_empty || rows != Some(shard.rows) {
                 return Err(format!("shard {number} does not continue the rows before it"));
+            }
+            if shard.rows > MAX_SHARD_ROWS {
+                return Err(format!(
+                    "shard {number} has {} rows, more than {MAX_SHARD_ROWS}",
+                    shard.rows
+                ));
             }
             let outside = |segment: &Segment| match self.inputs.get(segment.input as usize) {
                 Some(input) => segment
@@ -190,12 +226,72 @@ impl Record for JobRecord {
             if shard.segments.iter().any(outside) {
                 return Err(format!("shard {number} names rows that no input of the job has"));
             }
+            for segment in &shard.segments {
+                if !follows(&read, segment) {
+                    return Err(format!(
+                        "shard {number} does not go on in input {} where the one before ended",
+                        segment.input
+                    ));
+                }
+                read = segment.clone();
+            }
             next_row = next_row
                 .checked_add(shard.rows)
                 .filter(|&end| end <= i64::MAX as u64)
                 .ok_or("too many rows")?;
         }
         Ok(())
+    }
+
+    /// Its texts can be shown, compared and sent.
+    fn check_texts(&self) -> Result<(), String> {
+        let JobIdentity {
+            job_hash,
+            model_hash,
+            tokenizer_hash,
+            template_hash,
+            precision,
+            kv_cache,
+        } = &self.identity;
+        let own = [
+            &self.name,
+            &self.version,
+            job_hash,
+            model_hash,
+            tokenizer_hash,
+            precision,
+        ];
+        fn of_input(input: &InputFile) -> [Option<&String>; 4] {
+            let InputFile {
+                url,
+                etag,
+                version,
+                sha256,
+                ..
+            } = input;
+            [Some(url), etag.as_ref(), version.as_ref(), sha256.as_ref()]
+        }
+        let mut texts = own
+            .into_iter()
+            .chain(template_hash)
+            .chain(kv_cache)
+            .chain(self.inputs.iter().flat_map(of_input).flatten());
+        match texts.find(|text| text.len() > TEXT_BYTES_MAX) {
+            Some(long) => Err(format!(
+                "it has a name, an address or a hash of {} bytes, more than {TEXT_BYTES_MAX}",
+                long.len()
+            )),
+            None if self.name.chars().any(char::is_control) => Err("`name` holds control characters".into()),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Whether `next` goes on where `last` ended: in the same input, or at the first row of a later one.
+fn follows(last: &Segment, next: &Segment) -> bool {
+    match next.input == last.input {
+        true => last.first_row.checked_add(last.rows) == Some(next.first_row),
+        false => next.input > last.input && next.first_row == 0,
     }
 }
 

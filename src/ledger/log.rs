@@ -20,12 +20,16 @@ use super::entry::{Damage, LogEntry, LogRecord};
 use super::error::{LedgerError, Result};
 use super::generation::Rows;
 use super::keys::{Id, Keys, is_worker_name, sha256};
-use super::record::{AttemptEnd, AttemptRecord, Commit, DataObject, Record, Runner, Tally, VERSION, encode, read};
+use super::record::{
+    AttemptEnd, AttemptRecord, Commit, DATA_BYTES_MAX, DataObject, Record, Runner, Tally, VERSION, encode, read,
+};
 use super::rowset::RowSet;
-use super::store::{Created, Listed, MAX_OBJECT_BYTES};
+use super::store::{Created, Listed};
 
 /// Of our own data objects, kept so that publishing need not read them back.
 const KEPT_BYTES_MAX: usize = 64 << 20;
+/// Most bytes of all data objects of one shard in memory.
+const ROWS_BYTES_MAX: usize = 1 << 30;
 /// Names that an upload is tried under.
 const UPLOADS_MAX: u32 = 3;
 /// More records than this in one shard are no work of ours.
@@ -549,11 +553,12 @@ impl ShardLog {
     /// The data objects of the log with the rows that count in each, held against their records.
     pub(super) async fn counted(&self) -> Result<Counted> {
         let (mut whole, mut damaged) = (Vec::new(), Vec::new());
+        let mut bytes_in_memory = 0;
         for record in self.records() {
             let key = self.ledger.keys().data(self.shard, &record.data.name);
             let bytes = match self.kept.get(&record.data.name) {
                 Some(bytes) => Some(bytes.clone()),
-                None => self.ledger.store().get(&key, MAX_OBJECT_BYTES).await?,
+                None => self.ledger.store().get(&key, DATA_BYTES_MAX).await?,
             };
             match bytes.filter(|bytes| record.data.is(bytes)) {
                 None => damaged.push(record.index),
@@ -561,6 +566,15 @@ impl ShardLog {
                     let batch = data::decode(bytes).map_err(|why| {
                         LedgerError::damaged(format!("`{}`: {why}", self.ledger.store().address(&key)))
                     })?;
+                    bytes_in_memory += batch.get_array_memory_size();
+                    if bytes_in_memory > ROWS_BYTES_MAX {
+                        return Err(LedgerError::damaged(format!(
+                            "`{}`: the data objects of shard {} take more than {ROWS_BYTES_MAX} bytes in memory, which no work of \
+                             gristmill does",
+                            self.ledger.store().address(&key),
+                            self.shard
+                        )));
+                    }
                     whole.push((batch, record.counts.clone()));
                 }
             }

@@ -23,6 +23,7 @@ pub mod rowset;
 pub mod store;
 
 pub mod attempts;
+mod bulk;
 pub mod clean;
 pub mod control;
 pub mod damage;

@@ -3,9 +3,9 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::job::Unfinished;
+use super::job::{DEADLINE_MAX, Unfinished};
 use super::keys::Id;
-use super::record::{Record, VERSION, VERSION_MORE, is_false, is_zero};
+use super::record::{Record, SMALL_BYTES, VERSION, VERSION_MORE, is_false, is_zero};
 use crate::dataset::pinned::Pin;
 use crate::dataset::pins::PinnedAnew;
 
@@ -27,6 +27,7 @@ pub struct ControlRecord {
 }
 
 impl Record for ControlRecord {
+    const MAX_BYTES: u64 = SMALL_BYTES;
     const NEWEST: u32 = VERSION_PINS;
 
     fn check(&self) -> Result<(), String> {
@@ -39,7 +40,12 @@ impl Record for ControlRecord {
                 return Err(format!("`{field}` is not an amount"));
             }
         }
-        Ok(())
+        match extend.deadline_seconds {
+            Some(seconds) if seconds > DEADLINE_MAX => {
+                Err(format!("`deadline_seconds` is {seconds}: no job waits so long"))
+            }
+            _ => Ok(()),
+        }
     }
 }
 
@@ -92,6 +98,16 @@ impl Order {
     /// A stop that needs no further words.
     pub fn stop(why: StopWhy, close: bool) -> Order {
         Order::Stop { why, close, note: None }
+    }
+
+    /// Bytes of its texts.
+    pub(super) fn text_bytes(&self) -> usize {
+        let length = |text: &Option<String>| text.as_ref().map_or(0, String::len);
+        match self {
+            Order::Stop { note, .. } => length(note),
+            Order::Extend(_) => 0,
+            Order::Pin(pin) => length(&pin.etag) + length(&pin.version),
+        }
     }
 
     /// Version of a record with this order.

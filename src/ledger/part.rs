@@ -5,7 +5,6 @@
 
 use arrow::array::RecordBatch;
 use bytes::Bytes;
-use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
 use parquet::file::reader::{FileReader, SerializedFileReader};
 
 use super::Ledger;
@@ -15,6 +14,7 @@ use super::publish::{META_GENERATION, META_JOB, META_SHARD};
 use super::record::Tally;
 use super::rowset::RowSet;
 use crate::dataset::part::line_id;
+use crate::dataset::part_in;
 
 /// Rows decoded at once.
 const BATCH_ROWS: usize = 8192;
@@ -72,7 +72,7 @@ impl Ledger {
         };
         match self.job().part_extension.as_str() {
             "jsonl" => count.lines(bytes, self.job().job.as_str())?,
-            _ => count.parquet(bytes)?,
+            _ => part_in::quietly(|| count.parquet(bytes))?,
         }
         match count.next == count.end {
             true => Ok((count.tally, count.to_do)),
@@ -96,7 +96,7 @@ struct Count {
 
 impl Count {
     fn parquet(&mut self, bytes: &Bytes) -> Result<(), String> {
-        let builder = ParquetRecordBatchReaderBuilder::try_new(bytes.clone()).map_err(unreadable)?;
+        let builder = part_in::open(bytes).map_err(unreadable)?;
         for batch in builder.with_batch_size(BATCH_ROWS).build().map_err(unreadable)? {
             let batch: RecordBatch = batch.map_err(unreadable)?;
             let rows = data::rows_of(&batch)?;

@@ -10,6 +10,7 @@ use super::keys::{Id, Keys, sha256};
 use super::rowset::RowSet;
 use super::store::Store;
 use crate::dataset::row::RowStatus;
+use crate::report::in_short;
 
 /// Version of the records written by this gristmill.
 pub const VERSION: u32 = 1;
@@ -20,12 +21,27 @@ pub const VERSION_BLOCKS: u32 = 3;
 /// A log record of a shard whose every other row counts stays far below this.
 const MAX_RECORD_BYTES: u64 = 16 << 20;
 
+/// No job has so many rows or tokens.
+const COUNT_MAX: u64 = 1 << 53;
+/// Longest time that a record can name, in seconds: more than three hundred years.
+const SECONDS_MAX: f64 = 1e10;
+/// Records of fixed size, but for texts of people and of stores.
+pub(super) const SMALL_BYTES: u64 = 1 << 20;
+
+/// Largest data object: a part has a quarter of it by plan.
+pub(super) const DATA_BYTES_MAX: u64 = 1 << 30;
+
 /// An object of the ledger.
 pub trait Record: Serialize + DeserializeOwned {
     /// Larger ones are refused unread.
     const MAX_BYTES: u64 = MAX_RECORD_BYTES;
     /// The newest version of it that this gristmill reads.
     const NEWEST: u32 = VERSION;
+
+    /// Looks at the bytes before anything is made of them; a line that says what is wrong.
+    fn check_bytes(_: &[u8]) -> Result<(), String> {
+        Ok(())
+    }
 
     /// What the types cannot say; a line that says what is wrong.
     fn check(&self) -> Result<(), String> {
@@ -58,7 +74,10 @@ pub fn decode<R: Record>(store: &Store, key: &str, bytes: &[u8]) -> Result<R> {
     struct Versioned {
         v: u64,
     }
-    let damaged = |why: String| LedgerError::damaged(format!("`{}` is no valid record: {why}", store.address(key)));
+    let damaged = |why: String| {
+        let why = in_short(&why);
+        LedgerError::damaged(format!("`{}` is no valid record: {why}", store.address(key)))
+    };
     // The version first: a newer record may differ in everything else.
     let Versioned { v } = serde_json::from_slice(bytes).map_err(|error| damaged(error.to_string()))?;
     let known = version_max::<R>();
@@ -69,6 +88,7 @@ pub fn decode<R: Record>(store: &Store, key: &str, bytes: &[u8]) -> Result<R> {
             known,
         });
     }
+    R::check_bytes(bytes).map_err(damaged)?;
     let record: R = serde_json::from_slice(bytes).map_err(|error| damaged(error.to_string()))?;
     record.check().map_err(damaged)?;
     Ok(record)
@@ -123,6 +143,21 @@ impl Tally {
         RowStatus::ALL
             .iter()
             .fold(0, |sum: u64, &status| sum.saturating_add(self.of(status)))
+    }
+
+    /// Whether these can be counts of rows and tokens: sums of them are formed.
+    pub(super) fn check(&self) -> Result<(), String> {
+        let counts = [
+            self.rows(),
+            self.prompt_tokens,
+            self.cached_tokens,
+            self.completion_tokens,
+            self.truncated.unwrap_or(0),
+        ];
+        match counts.into_iter().find(|count| *count > COUNT_MAX) {
+            Some(count) => Err(format!("it counts {count} rows or tokens, more than {COUNT_MAX}")),
+            None => Ok(()),
+        }
     }
 
     /// Rows of one status.
@@ -247,10 +282,12 @@ impl From<&str> for Runner {
 
 impl Record for AttemptRecord {
     fn check(&self) -> Result<(), String> {
-        if super::keys::is_worker_name(&self.worker) {
-            Ok(())
-        } else {
-            Err("`worker` is not a worker's name".into())
+        if !super::keys::is_worker_name(&self.worker) {
+            return Err("`worker` is not a worker's name".into());
+        }
+        match self.signs_every {
+            Some(seconds) if !(0.0..=SECONDS_MAX).contains(&seconds) => Err("`signs_every` is not a duration".into()),
+            _ => Ok(()),
         }
     }
 }
@@ -262,7 +299,9 @@ pub struct AttemptEnd {
     pub attempt: Id,
 }
 
-impl Record for AttemptEnd {}
+impl Record for AttemptEnd {
+    const MAX_BYTES: u64 = SMALL_BYTES;
+}
 
 /// `commits/{block}/000042.json`: the shard is done, and this is its part.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -284,7 +323,14 @@ pub struct Commit {
     pub retried: Option<Tally>,
 }
 
-impl Record for Commit {}
+impl Record for Commit {
+    const MAX_BYTES: u64 = SMALL_BYTES;
+
+    fn check(&self) -> Result<(), String> {
+        self.tally.check()?;
+        self.retried.iter().try_for_each(Tally::check)
+    }
+}
 
 /// `digests/{block}.json`: all commits of a full block.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -297,7 +343,12 @@ pub struct Digest {
     pub tally: Tally,
 }
 
-impl Record for Digest {}
+impl Record for Digest {
+    fn check(&self) -> Result<(), String> {
+        self.tally.check()?;
+        self.commits.iter().try_for_each(Record::check)
+    }
+}
 
 /// `_SUCCESS`: every row is published.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -325,12 +376,16 @@ pub struct Success {
 }
 
 impl Record for Success {
+    const MAX_BYTES: u64 = SMALL_BYTES;
+
     fn check(&self) -> Result<(), String> {
-        if self.tally.rows() == self.rows {
-            Ok(())
-        } else {
-            Err("the statuses do not add up to `rows`".into())
+        if self.tally.rows() != self.rows {
+            return Err("the statuses do not add up to `rows`".into());
         }
+        if !is_amount(self.seconds) || !self.usd.is_none_or(is_amount) {
+            return Err("`seconds` or `usd` is not an amount".into());
+        }
+        self.tally.check()
     }
 }
 
@@ -394,6 +449,7 @@ pub(super) fn check_shards(shards: &[RetriedShard]) -> Result<(), String> {
     if !shards.is_sorted_by(|a, b| a.shard < b.shard) {
         return Err("its shards are not in ascending order".into());
     }
+    shards.iter().try_for_each(|retried| retried.tally.check())?;
     match shards
         .iter()
         .find(|s| s.rows.is_empty() || s.tally.rows() != s.rows.len())
@@ -438,7 +494,14 @@ pub struct CleanedMark {
     pub job: Id,
 }
 
-impl Record for CleanedMark {}
+impl Record for CleanedMark {
+    const MAX_BYTES: u64 = SMALL_BYTES;
+}
+
+/// Money or time, of which sums are formed.
+fn is_amount(value: f64) -> bool {
+    value.is_finite() && value >= 0.0
+}
 
 pub(super) fn is_zero(number: &u32) -> bool {
     *number == 0
@@ -461,8 +524,10 @@ pub struct Spend {
 }
 
 impl Record for Spend {
+    const MAX_BYTES: u64 = SMALL_BYTES;
+
     fn check(&self) -> Result<(), String> {
-        if self.device_seconds.is_finite() && self.device_seconds >= 0.0 {
+        if (0.0..=SECONDS_MAX).contains(&self.device_seconds) {
             Ok(())
         } else {
             Err("`device_seconds` is not a duration".into())

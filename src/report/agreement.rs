@@ -4,8 +4,8 @@ use arrow::array::{Array, AsArray, RecordBatch};
 use arrow::compute::cast;
 use arrow::datatypes::DataType;
 use parquet::arrow::ProjectionMask;
-use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
 
+use crate::dataset::part_in;
 use crate::ledger::{Ledger, LedgerError};
 use crate::report::summary::Agreement;
 
@@ -35,7 +35,7 @@ pub async fn of_parts(ledger: &Ledger, gold: &str) -> Result<Agreement, Agreemen
             why,
         };
         let bytes = bytes.ok_or_else(|| bad("it is missing".into()))?;
-        let builder = ParquetRecordBatchReaderBuilder::try_new(bytes).map_err(|e| bad(e.to_string()))?;
+        let builder = part_in::open(&bytes).map_err(bad)?;
         let columns = ProjectionMask::columns(builder.parquet_schema(), ["completion", "parsed", gold]);
         let reader = builder
             .with_projection(columns)

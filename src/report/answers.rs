@@ -5,9 +5,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use arrow::array::{AsArray, RecordBatch};
 use arrow::datatypes::Int64Type;
 use parquet::arrow::ProjectionMask;
-use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
 use serde_json::Value;
 
+use crate::dataset::part_in;
 use crate::dataset::row::RowResult;
 use crate::dataset::value::cell;
 use crate::ledger::{Ledger, LedgerError};
@@ -61,7 +61,7 @@ pub async fn of_part(
         why,
     };
     let bytes = bytes.ok_or_else(|| bad("it is missing".into()))?;
-    let builder = ParquetRecordBatchReaderBuilder::try_new(bytes).map_err(|e| bad(e.to_string()))?;
+    let builder = part_in::open(&bytes).map_err(bad)?;
     let columns = ["row", "completion", "logprobs", "choice_probabilities"];
     let columns = ProjectionMask::columns(builder.parquet_schema(), columns);
     let reader = builder.with_projection(columns).build();

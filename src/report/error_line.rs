@@ -15,9 +15,31 @@ pub fn one_line(error: &anyhow::Error) -> String {
     line
 }
 
+/// Most characters of what a reader of foreign bytes says, which may quote all of them.
+const CHARS_MAX: usize = 400;
+
+/// What a reader of foreign bytes says, on one line, without control characters, and not longer than anybody reads.
+pub fn in_short(text: &str) -> String {
+    let words = text.split_whitespace().flat_map(|word| [" ", word]).skip(1);
+    let mut chars = words.flat_map(str::chars).filter(|c| !c.is_control());
+    let mut line: String = chars.by_ref().take(CHARS_MAX).collect();
+    if chars.next().is_some() {
+        line.push('…');
+    }
+    line
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_quotes_foreign_bytes_is_short() {
+        assert_eq!(in_short("no\n \t`a\u{1b}[2J`"), "no `a[2J`");
+        let long = in_short(&"x".repeat(1 << 20));
+        assert_eq!((long.chars().count(), long.ends_with("x…")), (CHARS_MAX + 1, true));
+        assert_eq!(in_short(&"x".repeat(CHARS_MAX)), "x".repeat(CHARS_MAX));
+    }
 
     #[test]
     fn an_error_chain_is_one_line_without_repeats() {

@@ -10,4 +10,4 @@ pub mod recheck;
 pub mod sample;
 pub mod summary;
 
-pub use error_line::one_line;
+pub use error_line::{in_short, one_line};

@@ -26,6 +26,7 @@ use crate::engine::request::{Request, UnitId};
 use crate::job::file::OutputFormat;
 use crate::job::{Job, Renderer};
 use crate::ledger::control::Control;
+use crate::ledger::keys::JOB;
 use crate::ledger::{Ledger, Order, PinOrder, StopWhy, Terms};
 use crate::queue::Message;
 use crate::report::one_line;
@@ -111,9 +112,20 @@ impl OpenJob {
     /// The record is not one of a job that this gristmill can read; the caller has asked [`Model::refuses`] before.
     pub fn new(number: u32, ledger: Ledger, model: &Model, spending: Arc<Spending>) -> anyhow::Result<OpenJob> {
         let record = ledger.job();
-        let job: Job = serde_json::from_value(record.resolved.clone())?;
+        let place = ledger.store().address(JOB);
+        let job = Job::of_record(&record.resolved, &place)?;
+        let output = job.recorded_columns(&record.columns, &place)?;
+        let extension = match job.output.format {
+            OutputFormat::Parquet => "parquet",
+            OutputFormat::Openai => "jsonl",
+        };
+        if record.part_extension != extension {
+            anyhow::bail!(
+                "{place}: its parts end in `{}`, and its job writes `{extension}`",
+                record.part_extension
+            );
+        }
         let renderer = model.files.renderer(&job, &Stream::of(&job, &ledger))?;
-        let output: OutputSchema = serde_json::from_value(record.columns.clone())?;
         let format = match job.output.format {
             OutputFormat::Parquet => PartFormat::Parquet,
             OutputFormat::Openai => PartFormat::Openai(OpenaiMeta {
@@ -342,13 +354,16 @@ pub enum Heard {
 
 /// The jobs that this worker has heard of. See the module's description.
 pub struct Jobs {
-    model: Model,
+    model: Arc<Model>,
     known: Mutex<Known>,
 }
 
+/// A job in one of its generations: its output, its id, the generation.
+type Key = (String, String, u32);
+
 #[derive(Default)]
 struct Known {
-    jobs: HashMap<(String, String, u32), Entry>,
+    jobs: HashMap<Key, Entry>,
     next_number: u32,
     /// By job id, over generations and re-openings.
     spendings: HashMap<String, Arc<Spending>>,
@@ -359,10 +374,19 @@ enum Entry {
     NotOurs(Arc<str>),
 }
 
+impl Entry {
+    fn heard(&self) -> Heard {
+        match self {
+            Entry::Open(job) => Heard::Job(job.clone()),
+            Entry::NotOurs(why) => Heard::NotOurs(why.clone()),
+        }
+    }
+}
+
 impl Jobs {
     pub fn new(model: Model) -> Jobs {
         Jobs {
-            model,
+            model: Arc::new(model),
             known: Mutex::default(),
         }
     }
@@ -374,10 +398,30 @@ impl Jobs {
 
     /// A job whose ledger is open already.
     pub async fn add(&self, ledger: Ledger) -> Heard {
-        let mut known = self.known.lock().await;
         let (output, job) = (ledger.store().url().to_string(), ledger.job().job.to_string());
         let key = (output, job, ledger.generation());
-        known.take(key, ledger, &self.model)
+        self.take(key, ledger).await
+    }
+
+    /// Opens the job of a ledger, and remembers what came of it.
+    async fn take(&self, key: Key, ledger: Ledger) -> Heard {
+        let opened = match self.model.refuses(&ledger.job().identity) {
+            Some(why) => Err(why),
+            None => {
+                let (number, spending) = self.known.lock().await.begin(&key.1);
+                let model = self.model.clone();
+                // A thread of its own: templates take their time, and a panic over a record that nobody could foresee ends there.
+                let opened = tokio::task::spawn_blocking(move || open(number, ledger, &model, spending)).await;
+                opened.unwrap_or_else(|error| Err(format!("this gristmill cannot open it: {error}")))
+            }
+        };
+        let entry = match opened {
+            Ok(job) => Entry::Open(Arc::new(job)),
+            Err(why) => Entry::NotOurs(why.into()),
+        };
+        let heard = entry.heard();
+        self.known.lock().await.remember(key, entry);
+        heard
     }
 
     /// The job that a message points at, from memory or from its ledger, its orders read.
@@ -430,9 +474,7 @@ impl Jobs {
         };
         // This process may reach the store in another way than the one that made the job.
         ledger.store().check().await?;
-        let mut known = self.known.lock().await;
-        let heard = known.heard(&key);
-        Ok(heard.unwrap_or_else(|| known.take(key, ledger, &self.model)))
+        Ok(self.take(key, ledger).await)
     }
 
     /// All that are open.
@@ -450,60 +492,49 @@ impl Known {
         })
     }
 
-    fn heard(&self, key: &(String, String, u32)) -> Option<Heard> {
-        self.jobs.get(key).map(|entry| match entry {
-            Entry::Open(job) => Heard::Job(job.clone()),
-            Entry::NotOurs(why) => Heard::NotOurs(why.clone()),
-        })
+    fn heard(&self, key: &Key) -> Option<Heard> {
+        self.jobs.get(key).map(Entry::heard)
     }
 
-    fn take(&mut self, key: (String, String, u32), ledger: Ledger, model: &Model) -> Heard {
+    /// A number for another job, and what was spent on it so far.
+    fn begin(&mut self, job: &str) -> (u32, Arc<Spending>) {
+        let number = self.next_number;
+        self.next_number += 1;
+        (number, self.spendings.entry(job.to_string()).or_default().clone())
+    }
+
+    fn remember(&mut self, key: Key, entry: Entry) {
         if self.jobs.len() >= OPEN_MAX {
             // What nobody holds can be opened again.
             self.jobs
                 .retain(|_, entry| matches!(entry, Entry::Open(job) if Arc::strong_count(job) > 1));
         }
-        let refused = model.refuses(&ledger.job().identity);
-        let opened = match refused {
-            Some(why) => Err(why),
-            None => {
-                let spending = self.spendings.entry(key.1.clone()).or_default().clone();
-                match OpenJob::new(self.next_number, ledger, model, spending) {
-                    Ok(job) => match self.misfit(&job, model) {
-                        Some(why) => Err(why),
-                        None => Ok(Arc::new(job)),
-                    },
-                    // Written by another version of gristmill, most likely.
-                    Err(error) => Err(format!("this gristmill cannot open it: {}", one_line(&error))),
-                }
-            }
-        };
-        match opened {
-            Ok(job) => {
-                self.next_number += 1;
-                self.jobs.insert(key, Entry::Open(job.clone()));
-                Heard::Job(job)
-            }
-            Err(why) => {
-                let why: Arc<str> = why.into();
-                self.jobs.insert(key, Entry::NotOurs(why.clone()));
-                Heard::NotOurs(why)
-            }
-        }
+        self.jobs.insert(key, entry);
     }
+}
 
-    /// What keeps an opened job from this model after all.
-    fn misfit(&self, job: &OpenJob, model: &Model) -> Option<String> {
-        let planned = job.ledger.job().identity.template_hash.as_deref();
-        if planned != Some(job.renderer.template_hash()) {
-            return Some("its prompts go through another chat template than this worker's model has".into());
-        }
-        let needs = job.renderer.context_tokens();
-        (needs > model.context_tokens).then(|| {
-            format!(
-                "it needs a context of {needs} tokens, this worker's model was loaded for {}",
-                model.context_tokens
-            )
-        })
+/// Opens a job; else says why this worker cannot have it.
+fn open(number: u32, ledger: Ledger, model: &Model, spending: Arc<Spending>) -> Result<OpenJob, String> {
+    // Written by another version of gristmill, most likely, or by nobody who runs jobs.
+    let job = OpenJob::new(number, ledger, model, spending)
+        .map_err(|error| format!("this gristmill cannot open it: {}", one_line(&error)))?;
+    match misfit(&job, model) {
+        Some(why) => Err(why),
+        None => Ok(job),
     }
+}
+
+/// What keeps an opened job from this model after all.
+fn misfit(job: &OpenJob, model: &Model) -> Option<String> {
+    let planned = job.ledger.job().identity.template_hash.as_deref();
+    if planned != Some(job.renderer.template_hash()) {
+        return Some("its prompts go through another chat template than this worker's model has".into());
+    }
+    let needs = job.renderer.context_tokens();
+    (needs > model.context_tokens).then(|| {
+        format!(
+            "it needs a context of {needs} tokens, this worker's model was loaded for {}",
+            model.context_tokens
+        )
+    })
 }

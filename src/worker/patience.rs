@@ -61,6 +61,8 @@ pub fn reaction(error: &anyhow::Error) -> Reaction {
 #[derive(Debug)]
 pub struct Patience {
     patient: bool,
+    /// The longest that one operation waits.
+    most: Option<Duration>,
     outage: Mutex<Option<Outage>>,
 }
 
@@ -74,6 +76,8 @@ struct Outage {
 #[derive(Debug, Default)]
 pub struct Pauses {
     rounds: u32,
+    /// The first of them.
+    began: Option<Instant>,
 }
 
 impl Patience {
@@ -81,7 +85,16 @@ impl Patience {
     pub fn new(patient: bool) -> Patience {
         Patience {
             patient,
+            most: None,
             outage: Mutex::new(None),
+        }
+    }
+
+    /// Waits out outages, but ends the work where one operation has to wait longer than `most`.
+    pub fn within(most: Duration) -> Patience {
+        Patience {
+            most: Some(most),
+            ..Patience::new(true)
         }
     }
 
@@ -94,6 +107,10 @@ impl Patience {
     pub async fn bear(&self, error: anyhow::Error, pauses: &mut Pauses, stop: &Stop) -> anyhow::Result<()> {
         if self.reaction(&error) != Reaction::Wait || stop.is_set() {
             return Err(error);
+        }
+        let waited = pauses.began.get_or_insert_with(Instant::now).elapsed();
+        if self.most.is_some_and(|most| waited >= most) {
+            return Err(error.context(format!("waited for {} s", waited.as_secs())));
         }
         self.say(&error);
         let pause = PAUSE_MIN.saturating_mul(1 << pauses.rounds.min(16)).min(PAUSE_MAX);
@@ -165,5 +182,24 @@ mod tests {
             "a stop ends the waiting"
         );
         assert_eq!(Patience::new(false).reaction(&away()), Reaction::End);
+    }
+
+    #[tokio::test]
+    async fn one_operation_waits_no_longer_than_it_may() {
+        let (patience, stop) = (Patience::within(2 * PAUSE_MIN), Stop::default());
+        let mut pauses = Pauses::default();
+        let began = Instant::now();
+        let error = loop {
+            if let Err(error) = patience.bear(away(), &mut pauses, &stop).await {
+                break error;
+            }
+            assert!(began.elapsed() < 20 * PAUSE_MIN);
+        };
+        assert!(
+            began.elapsed() >= 2 * PAUSE_MIN && error.to_string().starts_with("waited for "),
+            "{error}"
+        );
+        // Another one has time of its own.
+        assert!(patience.bear(away(), &mut Pauses::default(), &stop).await.is_ok());
     }
 }

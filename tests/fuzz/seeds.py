@@ -21,6 +21,7 @@ def parquet(path):
                 name, file = f"{compression}-{version}-{dictionary}", path.read_bytes()
                 length = struct.unpack("<I", file[-8:-4])[0]
                 yield "parquet_file", name, file
+                yield "part_file", name, file
                 yield "parquet_footer", name, file[-8 - length : -8]
                 group = pq.ParquetFile(path).metadata.row_group(0)
                 for number in range(group.num_columns):
@@ -38,6 +39,30 @@ def checkpoint():
         yield bytes([first]) + (ROOT / "jobs/demo/model" / name).read_bytes()
 
 
+TALLY = {"succeeded": 2, "invalid_output": 0, "errored": 0, "expired": 0, "cancelled": 0, "prompt_tokens": 9, "cached_tokens": 0,
+         "completion_tokens": 3}
+JOB = {
+    "name": "a", "model": "m", "precision": "auto", "context": None, "input": {"uris": ["x"], "format": None},
+    "prompt": {"kind": {"text": "a"}, "chat_template": None, "chat_template_kwargs": {}, "truncate": "none"},
+    "generate": {"max_tokens": 8, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
+                 "frequency_penalty": 0.0, "seed": None, "stop": [], "stop_token_ids": [], "ignore_eos": False, "logprobs": False, "n": 1,
+                 "shape": "free"},
+    "output": {"uri": "o", "carry": [], "format": "parquet", "token_ids": False}, "shard_rows": 10, "gold": None,
+    "budget": {"usd": None, "usd_per_hour": None, "deadline_seconds": None}, "base_dir": "/", "file": "x.yaml", "hash": "h",
+}
+
+
+def records():
+    part = {"name": "part-00000.parquet", "size": 10, "sha256": "ab"}
+    place = {"shard": 0, "index": 0, "nonce": "1" * 20}
+    yield "log", place | {"data": part | {"name": "0" * 20 + "-0.rows"}, "counts": [[0, 2]], "tally": TALLY}
+    yield "attempt", {"shard": 0, "attempt": "1" * 20, "worker": "w", "rows": [[0, 2]], "alone": False, "signs_every": 5.0}
+    yield "commit", {"shard": 0, "part": part, "tally": TALLY}
+    yield "order", {"index": 0, "nonce": "1" * 20, "order": "extend", "budget_usd": 1.0, "deadline_seconds": 60}
+    yield "retry", {"generation": 1, "nonce": "1" * 20, "shards": [{"shard": 0, "rows": [[0, 2]], "tally": TALLY}]}
+    yield "spend", {"worker": "w", "device_seconds": 1.5}
+
+
 def seeds(scratch):
     yield from parquet(scratch)
     yield from (("checkpoint", str(number), seed) for number, seed in enumerate(checkpoint()))
@@ -45,6 +70,9 @@ def seeds(scratch):
     request = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [{"role": "user", "content": "hi"}]}}
     lines = [json.dumps({"a": 1, "s": "x"}), json.dumps({"a": 2}), "", json.dumps(request), ""]
     yield "jsonl_lines", "lines", "\n".join(lines).encode()
+    for name, fields in records():
+        yield "ledger_records", name, json.dumps({"v": 1, "job": "0" * 20} | fields).encode()
+    yield "job_record", "job", json.dumps(JOB).encode()
     message = {"v": 1, "job": "0" * 32, "output": "s3://a/b", "generation": 0, "shard": 3}
     yield "queue_message", "message", json.dumps(message).encode()
     addresses = ("kafka://h:9092/t", "kafka://u:p@a:1,[::1]:2/t?group=g&partitions=7", "amqp://u:p@h/q", "amqps://u:p%20@h:5671/v/q?ack_timeout=60")

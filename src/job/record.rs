@@ -1,0 +1,214 @@
+//! A job as its ledger gives it back. Whoever can write to an output can have written it, so it is held against the same bounds
+//! as a job file before anything is made of it.
+
+use serde::Deserialize;
+use serde_json::Value;
+
+use super::JobError;
+use super::check::{FieldError, bad, filled, short, whole};
+use super::file::OutputFormat;
+use super::generate::{Generate, MAX_TOKENS_MAX};
+use super::spec::{
+    CONTEXT_MAX, ChatTemplateChoice, Job, Prompt, PromptKind, SECONDS_MAX, SHARD_ROWS_MAX, TEMPLATE_BYTES_MAX,
+    cache_salt, check_carry, check_dollars, check_name, check_together,
+};
+use crate::dataset::output::{OutputColumns, OutputSchema};
+use crate::engine::forbidden::Forbidden;
+use crate::report::in_short;
+
+/// Most texts that end a completion where a checkpoint names them.
+const MODEL_STOPS_MAX: usize = 4096;
+/// Most tokens that a checkpoint forbids, or ends a completion at: more than any vocabulary has.
+const MODEL_IDS_MAX: usize = 1 << 20;
+/// Longest path of a job file or its folder, in bytes.
+const PATH_BYTES_MAX: usize = 64 << 10;
+
+impl Job {
+    /// The job that [`Job::resolved`] wrote down; `place` says where, for the message.
+    ///
+    /// # Errors
+    /// The record is no job, one of a gristmill whose jobs can be what this one's cannot, or one that no job file can make.
+    pub fn of_record(resolved: &Value, place: &str) -> Result<Job, JobError> {
+        let invalid = |why: String| JobError::Invalid {
+            place: place.to_string(),
+            message: format!("the job in this record cannot be {why}"),
+        };
+        let read = Job::deserialize(resolved);
+        let job = read.map_err(|error| invalid(format!("read: {}", in_short(&error.to_string()))))?;
+        job.check_again()
+            .map_err(|error| invalid(format!("run: {}", in_short(&error.to_string()))))?;
+        Ok(job)
+    }
+
+    /// The columns of its output besides the carried ones. `thinking`: its model thinks.
+    pub fn output_columns(&self, thinking: bool) -> OutputColumns {
+        OutputColumns {
+            samples: self.generate.n,
+            thinking,
+            token_ids: self.output.token_ids,
+            logprobs: self.generate.logprobs,
+            choices: self.generate.shape.with_probabilities().map(<[String]>::to_vec),
+        }
+    }
+
+    /// Input columns in the output: those to carry, the gold column that the report compares with, and of OpenAI batch
+    /// lines (which always have both) the `custom_id` that tells whose a result is, and the `url` that tells a result
+    /// line's form.
+    pub fn carried(&self) -> Vec<String> {
+        let mut carry = self.output.carry.clone();
+        let batch = matches!(self.prompt.kind, PromptKind::Openai);
+        let custom_id = batch.then(|| "custom_id".to_string());
+        let url = (batch && self.output.format == OutputFormat::Openai).then(|| "url".to_string());
+        for column in self.gold.iter().cloned().chain(custom_id).chain(url) {
+            if !carry.contains(&column) {
+                carry.push(column);
+            }
+        }
+        carry
+    }
+
+    /// Of its record in the ledger: the columns of its output, held against what it asks for. `place` says where, for the message.
+    ///
+    /// # Errors
+    /// They are not those of this job.
+    pub fn recorded_columns(&self, columns: &Value, place: &str) -> Result<OutputSchema, JobError> {
+        let carried = self.carried();
+        // An older gristmill carried fewer of an OpenAI batch.
+        let may_carry = |name: &str| carried.iter().any(|carried| carried == name);
+        let read = OutputSchema::of_record(columns, &self.output_columns(false), may_carry);
+        read.map_err(|why| JobError::Invalid {
+            place: place.to_string(),
+            message: format!("the job in this record cannot be run: {}", in_short(&why)),
+        })
+    }
+
+    /// What a job file is checked for, of a job that does not come from one.
+    fn check_again(&self) -> Result<(), FieldError> {
+        filled("name", &self.name)?;
+        check_name(&self.name)?;
+        filled("model", &self.model)?;
+        if let Some(tokens) = self.context {
+            whole("context", Some(tokens.into()), 2, 2, CONTEXT_MAX)?;
+        }
+        self.cache_salt.clone().map(cache_salt).transpose()?;
+        if self.input.uris.is_empty() {
+            return bad("input.uri", "is an empty list");
+        }
+        self.input.uris.iter().try_for_each(|uri| filled("input.uri", uri))?;
+        self.prompt.check_again()?;
+        self.generate.check_again().map_err(|error| FieldError {
+            field: format!("generate.{}", error.field),
+            ..error
+        })?;
+        filled("output.uri", &self.output.uri)?;
+        check_carry(&self.output.carry)?;
+        self.gold.iter().try_for_each(|gold| filled("report.gold", gold))?;
+        check_together(&self.generate, &self.output, self.gold.is_some(), false)?;
+        if !(1..=SHARD_ROWS_MAX.unsigned_abs()).contains(&self.shard_rows) {
+            let why = format!("is {}; it must be from 1 to {SHARD_ROWS_MAX}", self.shard_rows);
+            return bad("shards.rows", why);
+        }
+        check_dollars(self.budget.usd, self.budget.usd_per_hour)?;
+        if let Some(seconds) = self.budget.deadline_seconds.filter(|seconds| *seconds > SECONDS_MAX) {
+            return bad(
+                "budget.deadline",
+                format!("is {seconds} s; it is longer than ten years"),
+            );
+        }
+        short("hash", &self.hash)?;
+        for (field, length) in [("file", self.file.len()), ("base_dir", self.base_dir.as_os_str().len())] {
+            if length > PATH_BYTES_MAX {
+                return bad(field, format!("has {length} bytes, more than {PATH_BYTES_MAX}"));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Prompt {
+    fn check_again(&self) -> Result<(), FieldError> {
+        match &self.kind {
+            PromptKind::Messages(messages) if messages.is_empty() => return bad("prompt.messages", "is an empty list"),
+            PromptKind::Messages(messages) => {
+                if let Some(at) = messages.iter().position(|message| message.parts.is_empty()) {
+                    return bad(format!("prompt.messages[{at}].content"), "is an empty list");
+                }
+            }
+            PromptKind::Text(template) if template.is_empty() => return bad("prompt.text", "is empty"),
+            PromptKind::TokenIds(column) => filled("prompt.token_ids", column)?,
+            PromptKind::Text(_) | PromptKind::Openai => {}
+        }
+        match &self.chat_template {
+            Some(ChatTemplateChoice::Named(name)) => filled("prompt.chat_template", name)?,
+            Some(ChatTemplateChoice::Source(source)) if source.len() as u64 > TEMPLATE_BYTES_MAX => {
+                let why = format!("has {} bytes, more than {TEMPLATE_BYTES_MAX}", source.len());
+                return bad("prompt.chat_template", why);
+            }
+            Some(ChatTemplateChoice::Source(_)) | None => {}
+        }
+        if self.chat_template_kwargs.contains_key("messages") {
+            return bad("prompt.chat_template_kwargs", "cannot set `messages`");
+        }
+        self.turn().map(|_| ()).or_else(|why| bad("prompt", why))
+    }
+}
+
+impl Generate {
+    /// Is it what a job file can say, with what a checkpoint can add?
+    fn check_again(&self) -> Result<(), FieldError> {
+        let mut file = self.as_file();
+        let of_model = self.is_of_model("stop");
+        if of_model {
+            file.stop = None;
+            check_model_stops(&self.stop)?;
+        }
+        let mut checked = Generate::check(&file)?.of_line(self);
+        if of_model {
+            checked.stop = self.stop.clone();
+        }
+        if checked.thinking != self.thinking {
+            return bad("thinking", "has settings, and nobody asked for it");
+        }
+        if checked != *self {
+            return bad("shape", "is none that a job can ask for");
+        }
+        let Forbidden {
+            tokens,
+            first,
+            min_new_tokens,
+            min_length,
+        } = &self.forbidden;
+        let ends = self.model_ends.as_ref().map_or(0, Vec::len);
+        for (field, count) in [
+            ("forbidden.tokens", tokens.len()),
+            ("forbidden.first", first.len()),
+            ("model_ends", ends),
+        ] {
+            if count > MODEL_IDS_MAX {
+                return bad(field, format!("has {count} entries, more than {MODEL_IDS_MAX}"));
+            }
+        }
+        whole(
+            "forbidden.min_new_tokens",
+            Some((*min_new_tokens).into()),
+            0,
+            0,
+            MAX_TOKENS_MAX,
+        )?;
+        whole("forbidden.min_length", Some((*min_length).into()), 0, 0, MAX_TOKENS_MAX)?;
+        Ok(())
+    }
+}
+
+fn check_model_stops(stops: &[String]) -> Result<(), FieldError> {
+    if stops.len() > MODEL_STOPS_MAX {
+        return bad(
+            "stop",
+            format!("has {} entries, more than {MODEL_STOPS_MAX}", stops.len()),
+        );
+    }
+    match stops.iter().any(String::is_empty) {
+        true => bad("stop", "holds an empty text, which would end every completion at once"),
+        false => Ok(()),
+    }
+}
