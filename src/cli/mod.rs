@@ -35,6 +35,7 @@ use tracing_subscriber::EnvFilter;
 
 use crate::cli::args::{Arguments, Command};
 use crate::cli::exit::{Exit, Failure, one_line};
+use crate::printable::Log;
 use crate::say;
 
 /// 128 and the number of SIGPIPE.
@@ -43,10 +44,11 @@ const OUTPUT_CLOSED: u8 = 141;
 /// Parses the arguments, runs the command and maps its outcome to an exit code.
 pub fn main() -> ExitCode {
     let arguments = Arguments::parse();
+    let colours = std::io::stderr().is_terminal();
     tracing_subscriber::fmt()
         .with_env_filter(EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn,lapin=off")))
-        .with_writer(std::io::stderr)
-        .with_ansi(std::io::stderr().is_terminal())
+        .with_writer(move || Log { colours })
+        .with_ansi(colours)
         .without_time()
         .init();
     let result = tokio::runtime::Builder::new_multi_thread()
