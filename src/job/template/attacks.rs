@@ -200,7 +200,7 @@ fn ordinary_templates_are_as_before() {
         ),
         (
             "{% if messages[0:0] %}some{% else %}none{% endif %}{{ messages[::-1][0] is defined }}",
-            "noneFalse",
+            "noneTrue",
         ),
         (
             "{% block a %}in a block, with some text that is long{% endblock %}{{ self.a() }}",
