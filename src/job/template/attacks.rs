@@ -61,7 +61,7 @@ fn texts_that_grow_are_refused() {
         assert!(
             limits.iter().any(|limit| error.contains(limit)),
             "{}: {error}",
-            &source[..60]
+            &source[..source.len().min(60)]
         );
     }
     refused("{{ messages|tojson(indent=text) }}", "no number of spaces");
@@ -91,8 +91,8 @@ fn lists_that_grow_are_refused() {
 
 #[test]
 fn values_that_hold_themselves_or_too_many_levels_are_refused() {
-    refused("{% set ns = namespace() %}{% set ns.a = ns %}{{ ns }}", "a namespace");
-    refused("{% set ns = namespace() %}{% set ns.a = [ns] %}{{ ns }}", "a namespace");
+    refused("{% set ns = namespace() %}{% set ns.a = ns %}", "a namespace");
+    refused("{% set ns = namespace() %}{% set ns.a = [ns] %}", "a namespace");
     refused(
         "{% set ns = namespace() %}{% set ns.a = {'b': ns} %}{{ ns }}",
         "a namespace",

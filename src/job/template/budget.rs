@@ -49,8 +49,12 @@ pub(super) struct Rendering(());
 
 impl Rendering {
     pub(super) fn begin() -> Rendering {
-        forget();
-        LOOKED.set(Some(Instant::now()));
+        MADE.set(0);
+        EMITTED.set(0);
+        REFUSED.set(false);
+        STEPS.set(0);
+        BUSY.set(Duration::ZERO);
+        LOOKED.set(None);
         Rendering(())
     }
 
@@ -62,18 +66,10 @@ impl Rendering {
 
 impl Drop for Rendering {
     fn drop(&mut self) {
-        forget();
+        if MADE.get() > LARGE_BYTES {
+            ALONE.take();
+        }
     }
-}
-
-fn forget() {
-    MADE.set(0);
-    EMITTED.set(0);
-    REFUSED.set(false);
-    STEPS.set(0);
-    BUSY.set(Duration::ZERO);
-    LOOKED.set(None);
-    ALONE.take();
 }
 
 /// An error of this budget.
@@ -132,9 +128,9 @@ fn steps(taken: u32) -> Result<(), Error> {
         return Ok(());
     }
     STEPS.set(0);
-    let Some(looked) = LOOKED.get() else { return Ok(()) };
     let now = Instant::now();
-    LOOKED.set(Some(now));
+    // A short rendering never looks at all.
+    let looked = LOOKED.replace(Some(now)).unwrap_or(now);
     BUSY.set(BUSY.get() + (now - looked).min(BUSY_A_LOOK));
     match BUSY.get() > BUSY_MAX {
         true => Err(refuse(format!("it takes more than {} s", BUSY_MAX.as_secs()))),
