@@ -10,6 +10,7 @@
 //! items and time (`budget`), which meters between its instructions charge (`meter`).
 
 use std::collections::BTreeSet;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use chrono::NaiveDateTime;
 use minijinja::syntax::SyntaxConfig;
@@ -113,7 +114,10 @@ impl Template {
     /// The error comes with whether it would be the same for all rows.
     fn run(&self, context: Value, rendering: &Rendering) -> Result<String, (String, bool)> {
         let mut text = String::new();
-        self.program.run(&self.env, context, &mut text).map_err(|error| {
+        let run = AssertUnwindSafe(|| self.program.run(&self.env, context, &mut text));
+        // A panic of minijinja is one row's error, too.
+        let done = catch_unwind(run).map_err(|_| ("it breaks the template engine".to_string(), false))?;
+        done.map_err(|error| {
             let ends = error.kind() != ErrorKind::OutOfFuel && !rendering.was_refused();
             (describe(&error), !ends)
         })?;

@@ -86,6 +86,8 @@ def cases():
     yield Case("row_doubles", of_rows(doubled, times), [run], answered({1, 3}, 5))
     multiplied = [{"times": number} for number in (1, 2_000_000_000, 2, 2**62, 3)]
     yield Case("row_multiplies", of_rows("{{ ('word ' * times)[:9] }}", multiplied), [run], answered({1, 3}, 5))
+    backwards = [{"text": text} for text in ("ab", "", "cd")]
+    yield Case("row_backwards", of_rows("a{{ text[::-1] }}", backwards), [Step(["run", "job.yaml"], (DONE,))], answered(set(), 3))
     deep = b'{"text": ' + b"[" * 120 + b"1" + b"]" * 120 + b"}"
     nested = [{"text": "a"}, deep, {"text": "b"}]
     # A row as deep as its reader allows is written out, or is the only one that is not.

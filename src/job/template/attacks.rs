@@ -110,7 +110,7 @@ fn values_that_hold_themselves_or_too_many_levels_are_refused() {
     let layers = "{% set ns = namespace(s=messages) %}{% for i in range(9000) %}{% set ns.s = ns.s[0:] %}{% endfor %}\
                   {{ ns.s|length }} {{ ns.s is sequence }} {{ ns.s == messages }}";
     assert_eq!(chat(layers).unwrap(), "2 False True");
-    let mappings = "{% set ns = namespace(s={'a': 1}) %}{% for i in range(900) %}{% set ns.s = ns.s|chain({'b': 2}) %}\
+    let mappings = "{% set ns = namespace(s={'a': 1}) %}{% for i in range(50000) %}{% set ns.s = ns.s|chain({'b': 2}) %}\
                     {% endfor %}{{ ns.s }}";
     assert_eq!(chat(mappings).unwrap(), "{'a': 1, 'b': 2}");
 }
@@ -205,6 +205,10 @@ fn ordinary_templates_are_as_before() {
         (
             "{% block a %}in a block, with some text that is long{% endblock %}{{ self.a() }}",
             "in a block, with some text that is longin a block, with some text that is long",
+        ),
+        (
+            "[{{ ''[::-1] }}{{ [][::-1]|list }}{{ messages[9:][::-1]|list }}{{ 'abc'[::-1] }}{% set n = -2 %}{{ 'abc'[::n] }}]",
+            "[[][]cbaca]",
         ),
     ];
     for (source, expected) in cases {

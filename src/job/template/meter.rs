@@ -20,13 +20,15 @@ const SUMMED: &str = "<summed>";
 const KEPT: &str = "<kept>";
 /// Before a product, over both factors.
 const TIMES: &str = "<times>";
+/// Before a slice whose step may be negative, over the value and the three numbers.
+const BACKWARDS: &str = "<backwards>";
 /// Before lists become arguments, over all of them.
 const SPREAD: &str = "<spread>";
 /// At each turn of a loop.
 const TURN: &str = "<turn>";
 
 /// Names of meters that an instruction may stand beside, for the places where minijinja remembers filters.
-const METERS: [&str; 7] = [TAKEN, BUILT, SUMMED, KEPT, TIMES, SPREAD, TURN];
+const METERS: [&str; 8] = [TAKEN, BUILT, SUMMED, KEPT, TIMES, BACKWARDS, SPREAD, TURN];
 /// Filters that minijinja remembers the places of, per list of instructions.
 const PLACES: u8 = 50;
 /// Text of a template that is repeated is charged from this length on; what is shorter is bounded by the steps.
@@ -78,6 +80,7 @@ pub(super) fn install(env: &mut Environment<'static>) {
     env.add_filter(KEPT, |value: ValueOrKwargs| kept(value.into_value()));
     env.add_filter(TURN, |value: ValueOrKwargs| budget::step().map(|()| value.into_value()));
     env.add_filter(TIMES, |factors: Value| times(&factors));
+    env.add_filter(BACKWARDS, |parts: Value| backwards(&parts));
     env.add_filter(SPREAD, |lists: Value| spread(&lists));
 }
 
@@ -135,6 +138,21 @@ fn times(factors: &Value) -> Result<Value, Error> {
         }
     }
     Ok(Value::from(Tuple::from([right, left])))
+}
+
+/// The parts of a slice, last one first. minijinja panics where it walks backwards through what is empty, so that is walked
+/// through forwards.
+fn backwards(parts: &Value) -> Result<Value, Error> {
+    let mut all = parts.try_iter()?.checked().collect::<Result<Vec<_>, _>>()?;
+    let empty = |value: &Value| value.try_iter().is_ok_and(|mut items| items.next().is_none());
+    if let [value, _, _, step] = &mut all[..]
+        && step.as_i64().is_some_and(|step| step < 0)
+        && empty(value)
+    {
+        *step = Value::from(1);
+    }
+    all.reverse();
+    Ok(Value::from(Tuple::from(all)))
 }
 
 /// Lists that become arguments, last one first.
@@ -209,6 +227,15 @@ fn with_meters<'a>(
     let metered = |name: &'static str| vec![all[at].clone(), meter(name)];
     Ok(match all[at] {
         EmitRaw(raw) if repeats && raw.len() >= RAW_BYTES => vec![LoadConst(Value::from(*raw)), Emit],
+        Slice if !steps_forwards(at.checked_sub(1).map(|before| all[before])) => {
+            vec![
+                BuildTuple(Some(4)),
+                meter(BACKWARDS),
+                UnpackList(4),
+                itself,
+                meter(TAKEN),
+            ]
+        }
         StringConcat | Slice | Add if is_charged_next(&all[at + 1..]) => vec![itself],
         StringConcat | Slice | EndCapture => metered(TAKEN),
         Add => metered(SUMMED),
@@ -233,6 +260,14 @@ fn with_meters<'a>(
         UnpackLists(lists) => vec![BuildTuple(Some(*lists)), meter(SPREAD), UnpackList(*lists), itself],
         _ => vec![itself],
     })
+}
+
+/// Is a slice's step, which is loaded last, a constant that is not negative?
+fn steps_forwards(step: Option<&Instruction>) -> bool {
+    match step {
+        Some(Instruction::LoadConst(step)) => step.is_none() || step.as_usize().is_some(),
+        _ => false,
+    }
 }
 
 /// Is what an instruction has made charged by those behind it: shown at once, or with a constant put to it?
