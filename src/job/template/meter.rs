@@ -176,7 +176,11 @@ fn in_memory(value: &Value) -> Result<Value, Error> {
     budget::charge_items(items.len())?;
     Ok(match sized {
         true => Value::make_object_iterable(items, |items| Box::new(items.iter().cloned())),
-        false => Value::make_object_iterable(items, |items| Box::new(items.iter().filter(|_| true).cloned())),
+        false => Value::make_object_iterable(items, |items| {
+            let mut items = items.iter();
+            // Unlike the items' own, this iterator does not know how many there are.
+            Box::new(std::iter::from_fn(move || items.next().cloned()))
+        }),
     })
 }
 
