@@ -6,6 +6,7 @@
 mod say;
 
 mod failpoint;
+mod printable;
 
 pub mod worker;
 

@@ -1,10 +1,12 @@
 //! Lines on stdout and stderr. `println!` and `eprintln!` of this crate are these: the standard library's panic where nobody
 //! reads any more, as in `gristmill status … | head -1`. Here what is not read is dropped, the command finishes its work, and
-//! its end says what became of its output ([`closed`]).
+//! its end says what became of its output ([`closed`]). Rows, names and errors in them are escaped here ([`printable`]).
 
 use std::fmt::Arguments;
 use std::io::{ErrorKind, Write};
 use std::sync::OnceLock;
+
+use crate::printable::printable;
 
 /// Why stdout took no more.
 static STDOUT: OnceLock<ErrorKind> = OnceLock::new();
@@ -21,14 +23,14 @@ pub(crate) fn to_stdout(line: Arguments<'_>) {
     if STDOUT.get().is_some() {
         return;
     }
-    if let Err(error) = writeln!(std::io::stdout().lock(), "{line}") {
+    if let Err(error) = writeln!(std::io::stdout().lock(), "{}", printable(line)) {
         STDOUT.get_or_init(|| error.kind());
     }
 }
 
 pub(crate) fn to_stderr(line: Arguments<'_>) {
     // There is no place left to say that it failed.
-    let _ = writeln!(std::io::stderr().lock(), "{line}");
+    let _ = writeln!(std::io::stderr().lock(), "{}", printable(line));
 }
 
 /// Why stdout takes no more, if so: `BrokenPipe` where its reader has left.

@@ -1,4 +1,4 @@
-//! What is logged, and where: stderr, by `RUST_LOG`, without what holds passwords.
+//! What is logged, and where: stderr, by `RUST_LOG`, escaped, without what holds passwords.
 
 use std::io::IsTerminal;
 
@@ -9,6 +9,8 @@ use tracing_subscriber::fmt::MakeWriter;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 
+use crate::printable::Log;
+
 /// Crates that log what they send to RabbitMQ, and what comes back, which a broker may make of it: the password, as text and as bytes.
 /// What their errors mean is said by `queue/rabbitmq/`.
 const SHOW_PASSWORDS: &[&str] = &["lapin", "amq_protocol", "async_rs"];
@@ -16,7 +18,8 @@ const SHOW_PASSWORDS: &[&str] = &["lapin", "amq_protocol", "async_rs"];
 /// Sets the program's log up.
 pub fn init() {
     let wanted = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn"));
-    subscriber(wanted, std::io::stderr, std::io::stderr().is_terminal()).init();
+    let colours = std::io::stderr().is_terminal();
+    subscriber(wanted, move || Log { colours }, colours).init();
 }
 
 fn subscriber<W>(wanted: EnvFilter, writer: W, ansi: bool) -> impl Subscriber + Send + Sync + 'static

@@ -1,7 +1,7 @@
 //! The names in a template: the variables that it reads, what it calls, and the filters, tests and methods that it applies.
 //!
 //! They are read off minijinja's own tree of the template, branches that no row takes included. minijinja has its tree in
-//! `machinery`, which may change with any of its releases; this is the only file that looks at it.
+//! `machinery`, which may change with any of its releases; this file and `template/` alone look at it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,6 +11,7 @@ use minijinja::syntax::SyntaxConfig;
 use minijinja::{Environment, ErrorKind, Value};
 
 use super::suggest;
+use super::template::is_large_constant;
 
 /// What a template uses; names that it calls or applies come with the first line where they stand.
 #[derive(Debug, Default)]
@@ -27,10 +28,12 @@ pub(super) struct Names {
     tests: BTreeMap<String, u16>,
     /// Where it wants another template, of which there is none.
     others: Option<u16>,
+    /// Where a constant comes to a large value.
+    pub large_constant: Option<u16>,
 }
 
 impl Names {
-    /// The names in `source`, which has been compiled before; `of` is the variable whose fields are told.
+    /// The names in `source`, none where it cannot be parsed; `of` is the variable whose fields are told.
     pub(super) fn of(source: &str, name: &str, syntax: &SyntaxConfig, of: &str) -> Names {
         let Ok(tree) = parse(source, name, syntax.clone()) else {
             return Names::default();
@@ -268,6 +271,9 @@ impl<'a> Walk<'a> {
             }
             Expr::UnaryOp(op) => self.expression(&op.expr),
             Expr::BinOp(op) => {
+                if is_large_constant(expression) {
+                    self.names.large_constant.get_or_insert(op.span().start_line);
+                }
                 if matches!(op.op, BinOpKind::In) {
                     self.ask_in(&op.left, &op.right);
                 }

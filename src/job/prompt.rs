@@ -21,6 +21,9 @@ use crate::model::tokenizer::Tokenizer;
 use crate::report::summary::number;
 use source::{CompiledMessage, Content, Source, compile, named_columns, takes_apart};
 
+/// Deepest nesting of a row's values; what reads JSON stops there, too.
+const ROW_DEPTH_MAX: usize = 128;
+
 /// What rendering needs besides the job.
 #[derive(Debug, Clone)]
 pub struct RenderSetup {
@@ -267,6 +270,10 @@ impl Renderer {
 
     fn render_as_asked(&self, row: &InputRow) -> Result<RenderedRow, String> {
         let fields = row.fields.as_ref().map_err(Clone::clone)?;
+        if let Some((column, _)) = fields.iter().find(|(_, value)| is_deeper(value, ROW_DEPTH_MAX)) {
+            let why = format!("column `{column}` nests values more than {ROW_DEPTH_MAX} levels deep");
+            return Err(one_line(&why));
+        }
         match &self.source {
             Source::Messages(_) | Source::Text(_) => {
                 let (text, tokens) = self.encode(fields, |fields| self.own_prompt(fields))?;
@@ -522,6 +529,16 @@ fn params(generate: &Generate, deterministic: bool, setup: &RenderSetup, thinks:
         }
     }
     params
+}
+
+/// Does it nest lists and structs in more than so many `levels`?
+fn is_deeper(value: &Value, levels: usize) -> bool {
+    let inside = |item: &Value| levels == 0 || is_deeper(item, levels - 1);
+    match value {
+        Value::Array(items) => items.iter().any(inside),
+        Value::Object(fields) => fields.values().any(inside),
+        _ => false,
+    }
 }
 
 /// What a JSON value is, in words.

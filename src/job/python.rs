@@ -9,9 +9,12 @@ use minijinja::value::{Kwargs, Rest, ValueKind, ValueOrKwargs, from_args};
 use minijinja::{Error, ErrorKind, State, Value};
 
 use super::guard;
+use super::template::{budget, sized};
 
 /// Deepest nesting that is written as JSON.
 const JSON_DEPTH_MAX: usize = 64;
+/// Longest text between two values of JSON.
+const JSON_BETWEEN_MAX: usize = 64;
 
 /// Layout of JSON text.
 struct Layout {
@@ -33,8 +36,8 @@ pub(super) fn tojson(value: &Value, args: Rest<Value>, kwargs: Kwargs) -> Result
     let ascii = option(0)?.is_some_and(|v| v.is_true());
     let indent = match option(1)? {
         Some(value) => Some(match (value.as_usize(), value.as_str()) {
-            (Some(n), _) if n <= 64 => " ".repeat(n),
-            (_, Some(text)) => text.to_string(),
+            (Some(n), _) if n <= JSON_BETWEEN_MAX => " ".repeat(n),
+            (_, Some(text)) if text.len() <= JSON_BETWEEN_MAX => text.to_string(),
             _ => {
                 return Err(Error::new(
                     ErrorKind::InvalidOperation,
@@ -47,7 +50,14 @@ pub(super) fn tojson(value: &Value, args: Rest<Value>, kwargs: Kwargs) -> Result
     let (item, key) = match option(2)? {
         Some(pair) => {
             let part = |i| pair.get_item_by_index(i).map(|value| value.to_string());
-            (part(0)?, part(1)?)
+            let (item, key) = (part(0)?, part(1)?);
+            if item.len().max(key.len()) > JSON_BETWEEN_MAX {
+                return Err(Error::new(
+                    ErrorKind::InvalidOperation,
+                    "tojson: `separators` are too long",
+                ));
+            }
+            (item, key)
         }
         None if indent.is_some() => (",".to_string(), ": ".to_string()),
         None => (", ".to_string(), ": ".to_string()),
@@ -88,6 +98,7 @@ fn write_json(value: &Value, layout: &Layout, depth: usize, out: &mut String) ->
     if depth > JSON_DEPTH_MAX {
         return Err(Error::new(ErrorKind::InvalidOperation, "tojson: nested too deeply"));
     }
+    budget::foresee(out.len())?;
     let line = |out: &mut String, depth: usize| {
         if let Some(indent) = &layout.indent {
             out.push('\n');
@@ -226,6 +237,7 @@ pub(super) fn format(state: &mut State, text: &Value, args: Rest<ValueOrKwargs>)
         let end = spec.find(|c: char| c.is_alphabetic() || c == '%').unwrap_or(spec.len());
         check_widths(&spec[..end], &values)?;
     }
+    sized::check_format(text.as_str().unwrap_or_default().matches('%').count(), &values)?;
     minijinja::filters::format(state, text, args)
 }
 
@@ -279,6 +291,7 @@ pub(super) fn indent(text: &str, width: Option<Value>, args: Rest<Value>, kwargs
     };
     let (first, blank) = (flag(0, "first")?, flag(1, "blank")?);
     kwargs.assert_all_used()?;
+    sized::check_indent(text, indent.len())?;
     let mut out = String::with_capacity(text.len() + text.len() / 8);
     for (i, line) in format!("{text}\n").lines().enumerate() {
         if i > 0 {
@@ -306,6 +319,7 @@ pub(super) fn is_sequence(value: &Value) -> bool {
 
 /// Python methods of texts, lists and mappings: those of minijinja-contrib and some that it lacks.
 pub(super) fn method(state: &mut State, value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
+    check_method(value, name, args)?;
     if let Some(text) = value.as_str()
         && let Some(result) = text_method(text, name, args)?
     {
@@ -321,6 +335,20 @@ pub(super) fn method(state: &mut State, value: &Value, name: &str, args: &[Value
         return Err(Error::new(ErrorKind::InvalidOperation, "list.index: not in list"));
     }
     minijinja_contrib::pycompat::unknown_method_callback(state, value, name, args)
+}
+
+/// Looks at what a method of a text would make, before it does.
+fn check_method(value: &Value, name: &str, args: &[Value]) -> Result<(), Error> {
+    let Some(text) = value.as_str() else { return Ok(()) };
+    match (name, args.first()) {
+        ("join", Some(list)) => sized::check_join(text, list),
+        ("replace" | "split" | "rsplit" | "splitlines", _) => {
+            let all: Vec<Value> = [value].into_iter().chain(args).cloned().collect();
+            sized::check(name, &all)
+        }
+        ("format", _) => sized::check_format(text.matches('{').count(), args),
+        _ => Ok(()),
+    }
 }
 
 fn text_method(text: &str, name: &str, args: &[Value]) -> Result<Option<Value>, Error> {

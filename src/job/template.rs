@@ -5,33 +5,38 @@
 //! texts (decimals, timestamps in ISO 8601 and binary data arrive as texts) as they are, lists and structs as compact
 //! JSON. A column that does not exist is an error, never nothing.
 //!
-//! A template is the job's own, and is held to limits against mistakes, not against malice: instructions, the length of
-//! what it renders to, repeated texts and lists, the width of formatted fields. Not limited is what it holds in between:
-//! a loop that doubles a text in a variable takes memory without bound.
+//! A template is a stranger's, a checkpoint's or a queued job's. It is held to limits: the depth of its tree before it is
+//! parsed (`program`), instructions by minijinja, and what it makes, in between and in its output, by a budget of bytes,
+//! items and time (`budget`), which meters between its instructions charge (`meter`).
 
 use std::collections::BTreeSet;
-use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use chrono::NaiveDateTime;
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Serde, ValueKind};
-use minijinja::{AutoEscape, Environment, Error, ErrorKind, UndefinedBehavior, Value};
+use minijinja::{AutoEscape, Environment, Error, ErrorKind, Output, UndefinedBehavior, Value};
 
 use super::names::Names;
 use super::{one_line, python};
+use budget::{OUTPUT_BYTES_MAX, Rendering};
+use program::Program;
+pub(super) use program::is_large_constant;
 
 /// Most instructions of one rendering; a long conversation with tools takes some thousands.
 const FUEL: u64 = 5_000_000;
-/// Longest rendered text, in bytes: several times the longest context.
-const OUTPUT_BYTES_MAX: usize = 64 << 20;
+/// Longest error of a template, in bytes: `raise_exception` takes any text.
+const ERROR_BYTES_MAX: usize = 16 << 10;
+/// Longest format of `strftime_now`, in bytes.
+const TIME_FORMAT_BYTES_MAX: usize = 1024;
 /// The variable that holds all columns.
 const ROW: &str = "row";
 
 /// A compiled template.
 pub(super) struct Template {
     env: Environment<'static>,
-    name: String,
     names: Names,
+    program: Program,
 }
 
 impl Template {
@@ -45,8 +50,8 @@ impl Template {
             match value.kind() {
                 ValueKind::None => {}
                 ValueKind::Undefined => return Err(Error::from(ErrorKind::UndefinedError)),
-                ValueKind::String => out.write_str(value.as_str().unwrap_or_default())?,
-                _ => out.write_str(&python::compact_json(value)?)?,
+                ValueKind::String => return show(out, value.as_str().unwrap_or_default()),
+                _ => return show(out, &python::compact_json(value)?),
             }
             Ok(())
         });
@@ -61,34 +66,23 @@ impl Template {
         env.set_undefined_behavior(UndefinedBehavior::Lenient);
         set_syntax(&mut env, |syntax| syntax.trim_blocks(true).lstrip_blocks(true))?;
         env.add_function("raise_exception", |message: Value| -> Result<Value, Error> {
-            Err(Error::new(ErrorKind::InvalidOperation, message.to_string()))
+            Err(Error::new(ErrorKind::InvalidOperation, written(&message)?))
         });
-        // Jinja has no such function: to templates it is a variable like others.
-        env.remove_global("debug");
         env.add_function("strftime_now", move |format: &str| strftime(now, format));
-        env.set_formatter(|out, _, value| {
-            match value.kind() {
-                ValueKind::Number if !value.is_integer() => match f64::try_from(value.clone()) {
-                    Ok(float) if float.is_finite() => out.write_str(&python::float_repr(float))?,
-                    _ => out.write_str(&value.to_string())?,
-                },
-                ValueKind::String => out.write_str(value.as_str().unwrap_or_default())?,
-                _ => out.write_str(&value.to_string())?,
-            }
-            Ok(())
+        env.set_formatter(|out, _, value| match value.kind() {
+            ValueKind::Number if !value.is_integer() => match f64::try_from(value.clone()) {
+                Ok(float) if float.is_finite() => show(out, &python::float_repr(float)),
+                _ => show(out, &value.to_string()),
+            },
+            ValueKind::String => show(out, value.as_str().unwrap_or_default()),
+            _ => show(out, &written(value)?),
         });
         Template::compile(env, name, without_generation_tags(source))
     }
 
-    fn compile(mut env: Environment<'static>, name: &str, source: String) -> Result<Template, String> {
-        let names = Names::of(&source, name, env.syntax(), ROW);
-        env.add_template_owned(name.to_string(), source)
-            .map_err(|e| describe(&e))?;
-        Ok(Template {
-            env,
-            name: name.to_string(),
-            names,
-        })
+    fn compile(env: Environment<'static>, name: &str, source: String) -> Result<Template, String> {
+        let (program, names) = Program::compile(name, source, env.syntax(), ROW)?;
+        Ok(Template { env, names, program })
     }
 
     /// The variables that the template reads, other than to call them, and does not set itself.
@@ -113,35 +107,34 @@ impl Template {
 
     /// Renders with `context`; the error is one line.
     pub(super) fn render(&self, context: Value) -> Result<String, String> {
-        let template = self.env.get_template(&self.name).map_err(|e| describe(&e))?;
-        let mut out = Bounded {
-            bytes: Vec::new(),
-            full: false,
-        };
-        let result = template
-            .render_captured_to(context, &mut out)
-            .map(|_| ())
-            .map_err(|e| describe(&e));
-        if out.full {
-            return Err(format!("it renders to more than {} MB", OUTPUT_BYTES_MAX >> 20));
-        }
-        result?;
-        String::from_utf8(out.bytes).map_err(|_| "it renders to bytes that are no UTF-8".into())
+        let rendering = Rendering::begin();
+        self.run(context, &rendering).map_err(|(why, _)| why)
     }
 
-    /// Finds a template without end before any row is read: renders it with a short text in every column. Other errors
-    /// say nothing here, since real values may be no texts.
+    /// The error comes with whether it would be the same for all rows.
+    fn run(&self, context: Value, rendering: &Rendering) -> Result<String, (String, bool)> {
+        let mut text = String::new();
+        let run = AssertUnwindSafe(|| self.program.run(&self.env, context, &mut text));
+        // A panic of minijinja is one row's error, too.
+        let done = catch_unwind(run).map_err(|_| ("it breaks the template engine".to_string(), false))?;
+        done.map_err(|error| {
+            let ends = error.kind() != ErrorKind::OutOfFuel && !rendering.was_refused();
+            (describe(&error), !ends)
+        })?;
+        // What is too short to be metered counts here.
+        match text.len() > OUTPUT_BYTES_MAX {
+            true => Err((budget::too_long(), true)),
+            false => Ok(text),
+        }
+    }
+
+    /// Finds a template that takes too much before any row is read: renders it with a short text in every column. Other
+    /// errors say nothing here, since real values may be no texts.
     fn check_ends(&self) -> Result<(), String> {
-        let template = self.env.get_template(&self.name).map_err(|e| describe(&e))?;
         let columns = self.columns().names;
         let context = Value::from_pairs(columns.into_iter().map(|name| (name, Value::from("x"))));
-        let mut out = Bounded {
-            bytes: Vec::new(),
-            full: false,
-        };
-        match template.render_captured_to(context, &mut out) {
-            Err(error) if error.kind() == ErrorKind::OutOfFuel => Err(describe(&error)),
-            _ if out.full => Err(format!("it renders to more than {} MB", OUTPUT_BYTES_MAX >> 20)),
+        match self.run(context, &Rendering::begin()) {
+            Err((why, true)) => Err(why),
             _ => Ok(()),
         }
     }
@@ -182,8 +175,13 @@ pub(super) fn column_context(fields: &serde_json::Map<String, serde_json::Value>
 /// What both kinds of template have.
 fn base() -> Environment<'static> {
     let mut env = Environment::new();
-    env.set_fuel(Some(FUEL));
+    // As many again for meters.
+    env.set_fuel(Some(2 * FUEL));
     env.set_auto_escape_callback(|_| AutoEscape::None);
+    // Jinja has no such function: to templates it is a variable like others.
+    env.remove_global("debug");
+    meter::install(&mut env);
+    sized::install(&mut env);
     env.set_unknown_method_callback(python::method);
     env.add_filter("tojson", python::tojson);
     env.add_filter("indent", python::indent);
@@ -203,8 +201,25 @@ fn set_syntax(
     Ok(())
 }
 
+/// Writes what an expression comes to.
+fn show(out: &mut Output, text: &str) -> Result<(), Error> {
+    budget::charge_emitted(text.len())?;
+    Ok(out.write_str(text)?)
+}
+
+/// A value as a text, unless that is too long.
+fn written(value: &Value) -> Result<String, Error> {
+    if budget::holds_values(value) {
+        budget::weigh(value)?;
+    }
+    Ok(value.to_string())
+}
+
 fn strftime(now: NaiveDateTime, format: &str) -> Result<String, Error> {
     use std::fmt::Write;
+    if format.len() > TIME_FORMAT_BYTES_MAX {
+        return Err(budget::refuse("strftime_now: a format of more than 1 KB"));
+    }
     let mut out = String::new();
     write!(out, "{}", now.format(format)).map_err(|_| {
         Error::new(
@@ -238,28 +253,9 @@ fn describe(error: &Error) -> String {
             None => kind.to_string(),
         },
     };
-    one_line(&format!("{line}{what}"))
-}
-
-/// Takes bytes up to the limit.
-struct Bounded {
-    bytes: Vec<u8>,
-    full: bool,
-}
-
-impl io::Write for Bounded {
-    fn write(&mut self, buf: &[u8]) -> io::Result<usize> {
-        if self.bytes.len() + buf.len() > OUTPUT_BYTES_MAX {
-            self.full = true;
-            return Err(io::Error::other("output limit"));
-        }
-        self.bytes.extend_from_slice(buf);
-        Ok(buf.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
+    let mut what = one_line(&format!("{line}{what}"));
+    what.truncate(what.floor_char_boundary(ERROR_BYTES_MAX));
+    what
 }
 
 /// Replaces `{% generation %}` … `{% endgeneration %}`, which transformers adds to Jinja to mark what the assistant
@@ -320,6 +316,14 @@ fn close_of(tag: &str, close: &str) -> Option<usize> {
     }
     None
 }
+
+pub(super) mod budget;
+mod meter;
+mod program;
+pub(super) mod sized;
+
+#[cfg(test)]
+mod attacks;
 
 #[cfg(test)]
 mod tests {

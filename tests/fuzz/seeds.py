@@ -67,6 +67,8 @@ def seeds(scratch):
     yield from parquet(scratch)
     yield from (("checkpoint", str(number), seed) for number, seed in enumerate(checkpoint()))
     yield from (("job_file", path.name, path.read_bytes()) for path in sorted((ROOT / "jobs").glob("*.yaml")))
+    templates = (ROOT / "tests/fixtures").glob("*/*.jinja")
+    yield from (("template", f"{path.parent.name}-{path.name}", path.read_bytes()) for path in sorted(templates))
     request = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [{"role": "user", "content": "hi"}]}}
     lines = [json.dumps({"a": 1, "s": "x"}), json.dumps({"a": 2}), "", json.dumps(request), ""]
     yield "jsonl_lines", "lines", "\n".join(lines).encode()

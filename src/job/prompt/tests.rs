@@ -74,6 +74,15 @@ fn controls(tokens: &[u32]) -> Vec<u32> {
 }
 
 #[test]
+fn a_row_that_nests_too_deeply_is_refused() {
+    let renderer = renderer(json!({"prompt": {"text": "{{ a|length }}"}}));
+    let nested = |levels: usize| (0..levels).fold(json!(1), |inner, _| json!([inner]));
+    assert!(renderer.render(&row(json!({"a": nested(128)}))).is_ok());
+    let error = renderer.render(&row(json!({"a": nested(130)}))).unwrap_err();
+    assert_eq!(error, "column `a` nests values more than 128 levels deep");
+}
+
+#[test]
 fn conversations_get_no_second_begin_of_sequence() {
     let with_bos = format!("{{{{ bos_token }}}}{CHATML}");
     let renderer = try_renderer(&with_bos, 4096, chat_job("{{ a }}")).unwrap();

@@ -1,0 +1,127 @@
+//! Filters and methods that make much of little: what they would make is looked at first.
+
+use minijinja::value::{Rest, ValueKind, ValueOrKwargs};
+use minijinja::{Environment, Error, State, Value, filters};
+
+use super::budget;
+
+/// Adds the filters to an environment.
+pub(super) fn install(env: &mut Environment<'static>) {
+    let listing: [(&str, Value); 19] = [
+        ("list", Value::from_function(filters::list)),
+        ("sort", Value::from_function(filters::sort)),
+        ("unique", Value::from_function(filters::unique)),
+        ("select", Value::from_function(filters::select)),
+        ("reject", Value::from_function(filters::reject)),
+        ("selectattr", Value::from_function(filters::selectattr)),
+        ("rejectattr", Value::from_function(filters::rejectattr)),
+        ("map", Value::from_function(filters::map)),
+        ("groupby", Value::from_function(filters::groupby)),
+        ("zip", Value::from_function(filters::zip)),
+        ("min", Value::from_function(filters::min)),
+        ("max", Value::from_function(filters::max)),
+        ("sum", Value::from_function(filters::sum)),
+        ("batch", Value::from_function(filters::batch)),
+        ("slice", Value::from_function(filters::slice)),
+        ("split", Value::from_function(filters::split)),
+        ("lines", Value::from_function(filters::lines)),
+        ("join", Value::from_function(filters::join)),
+        ("replace", Value::from_function(filters::replace)),
+    ];
+    for (name, filter) in listing {
+        env.add_filter(name, move |state: &mut State, args: Rest<ValueOrKwargs>| {
+            let args: Vec<Value> = args.0.into_iter().map(ValueOrKwargs::into_value).collect();
+            check(name, &args)?;
+            filter.call(state, &args)
+        });
+    }
+    let chain = Value::from_function(filters::chain);
+    env.add_filter("chain", move |state: &mut State, args: Rest<Value>| {
+        let chained = chain.call(state, &args.0)?;
+        // Mappings would be looked through one behind the other, however many there are.
+        match chained.kind() {
+            ValueKind::Map => copied(&chained),
+            _ => Ok(chained),
+        }
+    });
+}
+
+fn copied(map: &Value) -> Result<Value, Error> {
+    let keys = map.try_iter()?.checked().collect::<Result<Vec<_>, _>>()?;
+    budget::charge_items(keys.len())?;
+    let pairs = keys.into_iter().map(|key| Ok((key.clone(), map.get_item(&key)?)));
+    Ok(Value::from_pairs(pairs.collect::<Result<Vec<_>, Error>>()?))
+}
+
+/// Looks at what a filter or a method called `name` would make of `args`, the value that it is applied to first.
+pub(in crate::job) fn check(name: &str, args: &[Value]) -> Result<(), Error> {
+    let Some(value) = args.first() else { return Ok(()) };
+    let text = |at: usize| args.get(at).and_then(Value::as_str);
+    match name {
+        "replace" => {
+            if let (Some(value), Some(from), Some(to)) = (text(0), text(1), text(2)) {
+                check_replace(value, from, to)?;
+            }
+        }
+        "split" | "rsplit" | "lines" | "splitlines" => {
+            if let Some(value) = text(0) {
+                check_split(value, text(1))?;
+            }
+        }
+        "join" => check_join(text(1).unwrap_or_default(), value)?,
+        "batch" | "slice" => {
+            let count = args.get(1).and_then(Value::as_usize).unwrap_or_default();
+            budget::check_items(count)?;
+            let fill = args.get(2).map(budget::weigh).transpose()?.unwrap_or_default();
+            budget::foresee(fill.bytes.saturating_mul(count))?;
+            check_letters(value)?;
+        }
+        _ => check_letters(value)?,
+    }
+    Ok(())
+}
+
+/// Texts are lists of their letters to some filters.
+fn check_letters(value: &Value) -> Result<(), Error> {
+    budget::check_items(value.as_str().map_or(0, str::len))
+}
+
+fn check_replace(text: &str, from: &str, to: &str) -> Result<(), Error> {
+    let most = (text.len() / from.len().max(1) + 1).saturating_mul(to.len());
+    // Counted only where it might be too much.
+    if !budget::fits(most) {
+        budget::foresee(text.matches(from).count().saturating_mul(to.len()))?;
+    }
+    Ok(())
+}
+
+fn check_split(text: &str, separator: Option<&str>) -> Result<(), Error> {
+    if text.len() <= budget::ITEMS_MAX {
+        return Ok(());
+    }
+    budget::check_items(match separator {
+        Some(separator) => text.matches(separator).count(),
+        None => text.split_whitespace().count().max(text.lines().count()),
+    })
+}
+
+/// What `separator` and all items of `list` come to as one text.
+pub(in crate::job) fn check_join(separator: &str, list: &Value) -> Result<(), Error> {
+    check_letters(list)?;
+    let items = list.len().unwrap_or_default();
+    budget::foresee(items.saturating_mul(separator.len()))
+}
+
+/// A format with `fields`, each of which may show any of `args`.
+pub(in crate::job) fn check_format(fields: usize, args: &[Value]) -> Result<(), Error> {
+    let mut most = 0;
+    for arg in args {
+        most = most.max(budget::weigh(arg)?.bytes);
+    }
+    budget::foresee(fields.saturating_mul(most))
+}
+
+/// A text whose lines are indented by `indent` bytes.
+pub(in crate::job) fn check_indent(text: &str, indent: usize) -> Result<(), Error> {
+    budget::foresee((text.matches('\n').count() + 1).saturating_mul(indent))
+}

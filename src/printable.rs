@@ -1,0 +1,136 @@
+//! Text for a terminal or a log: what would move the cursor, set the title, clear the screen, or show letters in another order
+//! than they stand is written out.
+//!
+//! Rows, templates, names and other people's errors come to a person's terminal through `say` and the log, which escape here. The
+//! form is JSON's (`\u001b`), so that a line of JSON stays what it was. Line ends and tabs are left alone.
+
+use std::fmt::{self, Write as _};
+use std::io;
+
+/// Writes text on to `out`, escaped.
+pub(crate) struct Printable<W>(pub W);
+
+impl<W: fmt::Write> fmt::Write for Printable<W> {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        if !text.bytes().any(may_begin_control) {
+            return self.0.write_str(text);
+        }
+        for c in text.chars() {
+            match c {
+                '\r' => self.0.write_str("\\r")?,
+                c if is_control(c) => write!(self.0, "\\u{:04x}", c as u32)?,
+                c => self.0.write_char(c)?,
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The same of what can be shown, as a text.
+pub(crate) fn printable(text: impl fmt::Display) -> String {
+    let mut out = Printable(String::new());
+    // Writing to a string cannot fail.
+    let _ = write!(out, "{text}");
+    out.0
+}
+
+/// First bytes of characters that may have to be escaped, for a quick look at texts that have none.
+fn may_begin_control(byte: u8) -> bool {
+    (byte < 0x20 && !matches!(byte, b'\n' | b'\t')) || matches!(byte, 0x7F | 0xC2 | 0xD8 | 0xE2 | 0xEF)
+}
+
+/// Control characters (C0 without line ends and tabs, DEL, C1), marks that change the direction of writing, and separators that
+/// are line ends to some terminals.
+fn is_control(c: char) -> bool {
+    match c {
+        '\n' | '\t' => false,
+        '\u{61C}' | '\u{200E}' | '\u{200F}' | '\u{2028}'..='\u{202E}' | '\u{2066}'..='\u{2069}' | '\u{FEFF}' => true,
+        c => c.is_control(),
+    }
+}
+
+/// Log lines on stderr, escaped. With `colours`, the log's own are left in.
+pub(crate) struct Log {
+    pub colours: bool,
+}
+
+impl io::Write for Log {
+    /// The log writes whole lines.
+    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        let text = String::from_utf8_lossy(line);
+        let escaped = match self.colours {
+            true => with_colours(&text),
+            false => printable(text),
+        };
+        io::Write::write_all(&mut io::stderr().lock(), escaped.as_bytes())?;
+        Ok(line.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        io::stderr().flush()
+    }
+}
+
+/// Escapes all but sequences that set colours (`ESC [ … m`), which change nothing else.
+fn with_colours(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    let mut rest = text;
+    while let Some(at) = rest.find('\u{1b}') {
+        out.push_str(&printable(&rest[..at]));
+        rest = &rest[at..];
+        let parameters = rest.strip_prefix("\u{1b}[").unwrap_or_default();
+        let digits = parameters.find(|c: char| !c.is_ascii_digit() && c != ';');
+        let length = match digits {
+            Some(end) if parameters[end..].starts_with('m') => {
+                out.push_str(&rest[..end + 3]);
+                end + 3
+            }
+            _ => {
+                out.push_str("\\u001b");
+                1
+            }
+        };
+        rest = &rest[length..];
+    }
+    out.push_str(&printable(rest));
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_acts_on_a_terminal_is_written_out() {
+        let cases = [
+            ("plain, ä, 日本, 🙂, “quoted”", "plain, ä, 日本, 🙂, “quoted”"),
+            ("line\n\tnext", "line\n\tnext"),
+            ("\u{1b}]0;title\u{7}", "\\u001b]0;title\\u0007"),
+            ("a\rb\u{8}\u{7f}\u{9b}2J", "a\\rb\\u0008\\u007f\\u009b2J"),
+            (
+                "\u{202e}\u{2066}\u{2069}\u{200e}\u{200f}\u{61c}\u{2028}\u{2029}\u{feff}",
+                "\\u202e\\u2066\\u2069\\u200e\\u200f\\u061c\\u2028\\u2029\\ufeff",
+            ),
+        ];
+        for (text, expected) in cases {
+            assert_eq!(printable(text), expected);
+        }
+    }
+
+    #[test]
+    fn json_means_what_it_meant() {
+        let value = serde_json::json!({"text": "\u{1b}[2J\u{9b}\u{202e}\r\u{7f}"});
+        let shown = printable(&value);
+        assert!(!shown.contains(is_control), "{shown}");
+        assert_eq!(serde_json::from_str::<serde_json::Value>(&shown).unwrap(), value);
+    }
+
+    #[test]
+    fn colours_stay_and_nothing_else() {
+        assert_eq!(with_colours("\u{1b}[33m WARN\u{1b}[0m x"), "\u{1b}[33m WARN\u{1b}[0m x");
+        assert_eq!(
+            with_colours("\u{1b}[2J\u{1b}]0;t\u{7}\u{1b}[1;31"),
+            "\\u001b[2J\\u001b]0;t\\u0007\\u001b[1;31"
+        );
+    }
+}
