@@ -6,6 +6,7 @@
 mod say;
 
 mod failpoint;
+mod regular;
 
 pub mod worker;
 
