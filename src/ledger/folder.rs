@@ -3,7 +3,7 @@
 //! The output itself, and folders above it, may be links: whoever starts a job chose them. What lies below may have been put there by
 //! somebody else who can write to the folder, while a worker runs with other rights. So each name below the output is opened
 //! relative to the opened folder that holds it (`openat` with `O_NOFOLLOW`), which leaves no time between a check and its use.
-//! A link is an object of a listing; reading it, writing over it and passing through it are refused.
+//! A link, and a pipe, is an object of a listing; reading it, writing over it and passing through it are refused.
 
 use std::fmt;
 use std::fs::File;
@@ -212,10 +212,9 @@ impl Folder {
                 "" => Path::parse(name)?,
                 above => Path::parse(format!("{above}/{name}"))?,
             };
-            match FileType::from_raw_mode(stat.st_mode) {
-                FileType::Directory => folders.push(key),
-                FileType::RegularFile | FileType::Symlink => objects.push(meta(&stat, key)),
-                _ => {}
+            match FileType::from_raw_mode(stat.st_mode).is_dir() {
+                true => folders.push(key),
+                false => objects.push(meta(&stat, key)),
             }
         }
         Ok((objects, folders))

@@ -288,7 +288,12 @@ impl Store {
             }
             let stage = self.stage();
             self.shared.inner.put(&stage, bytes.clone().into()).await?;
-            self.shared.inner.rename(&stage, &path).await
+            let renamed = self.shared.inner.rename(&stage, &path).await;
+            if renamed.is_err() {
+                // What cannot be removed now is removed with old stages.
+                let _ = self.shared.inner.delete(&stage).await;
+            }
+            renamed
         })
         .await
     }

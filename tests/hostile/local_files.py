@@ -120,6 +120,11 @@ def linked_in_job(at):
     return Case(f"link_in_job_{at.replace('/', '_')}", make, steps, check)
 
 
+def part_is_a_pipe(folder):
+    reopened(folder)
+    fifo(folder / "out/part-00000.parquet")
+
+
 def part_is_a_link(folder):
     reopened(folder)
     link(folder, "part-00000.parquet", "outside/new")
@@ -270,8 +275,9 @@ def cases():
     yield after_a_job("clean_passes_no_link", shards_of_another_are_linked, Step(["clean", "out", "--yes"], (DONE,)))
     yield Case("output_is_a_link", output_is_a_link, [Step(RUN, (DONE,))], answered((), 4))
     yield Case("modes", small_job, [Step(RUN, (DONE,))], modes)
-    for at in ("_gristmill/job.json", "part-00000.parquet", "_SUCCESS"):
+    for at in ("_gristmill/job.json", "_SUCCESS"):
         yield special_in_output(at)
+    yield after_a_job("part_is_a_pipe", part_is_a_pipe, Step(RUN, REFUSALS, ("is no regular file",)))
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "model.safetensors"):
         for how in (fifo, sparse, directory, dangling):
             yield spoilt_model(name, how)
