@@ -7,6 +7,7 @@ mod say;
 
 mod failpoint;
 mod printable;
+mod regular;
 
 pub mod worker;
 

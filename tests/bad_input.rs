@@ -396,3 +396,48 @@ pub fn rows_of(output: &Path) -> Vec<serde_json::Value> {
     let run = Run::of(std::process::Command::new(python()).args(["-c", script, arg(output)])).expect(0);
     serde_json::from_str(run.stdout.trim()).unwrap()
 }
+
+/// A job file may come by a pipe; and while one is waited for, the process's own limits can be looked at.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_job_comes_by_a_pipe_and_no_core_dump_would_hold_it() {
+    use std::io::Write;
+    use std::process::Stdio;
+    let own = fs::read_to_string("/proc/self/limits").unwrap();
+    let own = own.lines().find(|line| line.starts_with("Max core file size")).unwrap();
+    let (soft, hard) = (own.split_whitespace().nth(4), own.split_whitespace().nth(5));
+    let lowered = if hard == Some("0") { "0" } else { "1" };
+    for allowed in ["", "1"] {
+        let folder = tempfile::tempdir().unwrap();
+        let (job, output) = job_in(folder.path(), "label-tickets.yaml", |text| text);
+        let mut command = gristmill(&["run", "/dev/stdin", "--quiet", "--limit", "2"]);
+        command
+            .env("GRISTMILL_CORE_DUMPS", allowed)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null());
+        let mut child = command.spawn().unwrap();
+        let core_size = || {
+            let limits = fs::read_to_string(format!("/proc/{}/limits", child.id())).unwrap();
+            let line = limits
+                .lines()
+                .find(|line| line.starts_with("Max core file size"))
+                .unwrap();
+            line.split_whitespace().nth(4).unwrap().to_string()
+        };
+        if allowed.is_empty() {
+            // The limit is lowered some time after the process began.
+            let began = std::time::Instant::now();
+            while core_size() != lowered {
+                assert!(began.elapsed().as_secs() < 20, "{}", core_size());
+                std::thread::sleep(std::time::Duration::from_millis(20));
+            }
+        } else {
+            std::thread::sleep(std::time::Duration::from_millis(500));
+            assert_eq!(Some(core_size().as_str()), soft);
+        }
+        child.stdin.take().unwrap().write_all(&fs::read(&job).unwrap()).unwrap();
+        assert!(child.wait().unwrap().success());
+        let trials = output.parent().unwrap().join("_limit");
+        assert_eq!(fs::read_dir(trials).unwrap().count(), 1);
+    }
+}

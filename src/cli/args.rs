@@ -157,9 +157,10 @@ pub struct WorkerArgs {
     /// A file that is touched each second while the worker makes progress
     #[arg(long, value_name = "PATH")]
     pub liveness_file: Option<PathBuf>,
-    /// A port that answers HTTP 200 while the worker makes progress, 503 when it hangs
-    #[arg(long, value_name = "PORT")]
-    pub liveness_port: Option<u16>,
+    /// A port that answers HTTP 200 while the worker makes progress, 503 when it hangs: of this machine alone, or at ADDRESS
+    /// (0.0.0.0 for probes from elsewhere, such as the kubelet's)
+    #[arg(long, value_name = "[ADDRESS:]PORT", value_parser = crate::worker::liveness::address)]
+    pub liveness_port: Option<std::net::SocketAddr>,
     /// Leave in good order when this cloud gives notice that it takes the spot machine away
     #[arg(long, value_name = "CLOUD", value_enum)]
     pub spot: Option<crate::worker::spot::Cloud>,

@@ -43,6 +43,7 @@ const OUTPUT_CLOSED: u8 = 141;
 /// Parses the arguments, runs the command and maps its outcome to an exit code.
 pub fn main() -> ExitCode {
     let arguments = Arguments::parse();
+    no_core_dumps();
     log::init();
     let result = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
@@ -61,6 +62,20 @@ pub fn main() -> ExitCode {
             eprintln!("gristmill: {}", one_line(&failure.error));
             failure.exit.into()
         }
+    }
+}
+
+/// Keeps this process's memory, which holds prompts and passwords, out of core dumps, unless `GRISTMILL_CORE_DUMPS` is 1.
+fn no_core_dumps() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    if std::env::var_os("GRISTMILL_CORE_DUMPS").is_some_and(|value| value == "1") {
+        return;
+    }
+    let maximum = getrlimit(Resource::Core).maximum;
+    // Too small for any file. Where dumps go to a program (`core_pattern` with `|`), Linux ignores 0, and takes 1 for "none".
+    let current = Some(maximum.map_or(1, |maximum| maximum.min(1)));
+    if let Err(error) = setrlimit(Resource::Core, Rlimit { current, maximum }) {
+        eprintln!("gristmill: core dumps stay possible, and would hold prompts: {error}");
     }
 }
 

@@ -127,10 +127,10 @@ async fn signs_of_life(args: &WorkerArgs, pulse: &Arc<Pulse>) -> Result<(), Fail
             .with_context(|| format!("`--liveness-file`: cannot write `{}`", path.display()))
             .map_err(Failure::bad_job)?;
     }
-    if let Some(port) = args.liveness_port {
-        liveness::listen(port, pulse.clone())
+    if let Some(address) = args.liveness_port {
+        liveness::listen(address, pulse.clone())
             .await
-            .with_context(|| format!("`--liveness-port`: cannot listen at port {port}"))
+            .with_context(|| format!("`--liveness-port`: cannot listen at {address}"))
             .map_err(Failure::bad_job)?;
     }
     Ok(())

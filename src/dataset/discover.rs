@@ -58,6 +58,7 @@ async fn discover_one(uri: &str, base_dir: &FsPath) -> Result<Vec<PinnedFile>, D
     if location.local_path().is_some_and(|path| path.is_dir()) || uri.ends_with('/') {
         return folder(uri, &location).await;
     }
+    regular(&location)?;
     match location.store.head(&location.path).await {
         Ok(meta) => Ok(vec![pin(&location, meta)]),
         // A local path that is no folder either; a remote one may be a prefix.
@@ -68,6 +69,15 @@ async fn discover_one(uri: &str, base_dir: &FsPath) -> Result<Vec<PinnedFile>, D
         Err(object_store::Error::NotFound { .. }) => folder(uri, &location).await,
         Err(source) => Err(DatasetError::store(&display_name(location.url.as_str()), source)),
     }
+}
+
+/// Refuses a local pipe or device: opening it may wait for ever.
+fn regular(location: &Location) -> Result<(), DatasetError> {
+    let Some(meta) = location.local_path().and_then(|path| path.metadata().ok()) else {
+        return Ok(());
+    };
+    let checked = crate::regular::check(meta.file_type());
+    checked.map_err(|why| DatasetError::unreadable(&display_name(location.url.as_str()), why))
 }
 
 /// Splits an address before its first part with a wildcard: where to list, and what to match below it.

@@ -177,6 +177,7 @@ impl PinnedFile {
 
     /// What the object is now. Refused where its size alone says that it is another one.
     pub async fn look(&self) -> Result<Pin, DatasetError> {
+        self.check_regular().await?;
         let meta = self.location.store.head(&self.location.path).await;
         let meta = meta.map_err(|e| self.store_error(e))?;
         match meta.size == self.size {
@@ -209,6 +210,7 @@ impl PinnedFile {
             version: self.version.clone(),
             ..GetOptions::default()
         };
+        self.check_regular().await?;
         let result = self
             .location
             .store
@@ -223,6 +225,18 @@ impl PinnedFile {
                 Err(self.changed(format!("its ETag was {planned} and is {found}")))
             }
             _ => Ok(result),
+        }
+    }
+
+    /// A pipe that took a local file's place would be waited for.
+    async fn check_regular(&self) -> Result<(), DatasetError> {
+        let Some(path) = self.location.local_path() else {
+            return Ok(());
+        };
+        // Where it is not there, the store says so.
+        match tokio::fs::metadata(path).await {
+            Ok(meta) => crate::regular::check(meta.file_type()).map_err(|why| self.changed(why.to_string())),
+            Err(_) => Ok(()),
         }
     }
 
@@ -356,5 +370,15 @@ mod tests {
             pinned.bytes(0..1).await,
             Err(DatasetError::InputMissing { .. })
         ));
+        assert!(
+            std::process::Command::new("mkfifo")
+                .arg(&path)
+                .status()
+                .unwrap()
+                .success()
+        );
+        for error in [pinned.bytes(0..1).await.unwrap_err(), pinned.look().await.unwrap_err()] {
+            assert!(error.to_string().contains("a pipe"), "{error}");
+        }
     }
 }

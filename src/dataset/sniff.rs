@@ -40,6 +40,12 @@ pub async fn sniff(file: &PinnedFile, told: Option<Format>) -> Result<Option<For
         match sniff_lines(&head, whole) {
             Sniffed::Is(format) => return Ok(Some(told.unwrap_or(format))),
             Sniffed::More if n + 1 < HEAD_BYTES.len() => {}
+            Sniffed::More if head.iter().all(|byte| *byte == 0) => {
+                return Err(DatasetError::unreadable(
+                    &file.name,
+                    "it begins with 16 MB of zero bytes",
+                ));
+            }
             // One line longer than may be read; the lines after it tell when they are read.
             Sniffed::More => return Ok(Some(told.unwrap_or(Format::Jsonl))),
             Sniffed::Neither(_) if told.is_some() => return Ok(told),

@@ -14,6 +14,7 @@ use super::thinking::ThinkingFile;
 use super::unknown::{unknown_field, unknown_message};
 use super::{JobError, one_line, sha256};
 use crate::dataset::plan::Format;
+use crate::regular;
 
 /// Largest job file, in bytes.
 const FILE_BYTES_MAX: u64 = 4 << 20;
@@ -398,7 +399,7 @@ impl JobFile {
             let message = format!("{size} bytes, more than the {FILE_BYTES_MAX} a job file may have");
             return Err(JobError::Invalid { place, message });
         }
-        let bytes = std::fs::read(path).map_err(read)?;
+        let bytes = regular::read(path, FILE_BYTES_MAX).map_err(read)?;
         let text = String::from_utf8(bytes).map_err(|_| JobError::Invalid {
             place: place.clone(),
             message: "not UTF-8 text".into(),

@@ -475,16 +475,8 @@ fn chat_template(choice: String, base_dir: &Path) -> Result<ChatTemplateChoice, 
         field: FIELD.into(),
         why: format!("names `{choice}`: {e}"),
     };
-    let size = std::fs::metadata(&path).map_err(unreadable)?.len();
-    if size > TEMPLATE_BYTES_MAX {
-        return bad(
-            FIELD,
-            format!("names `{choice}`, which has {size} bytes, more than {TEMPLATE_BYTES_MAX}"),
-        );
-    }
-    Ok(ChatTemplateChoice::Source(
-        std::fs::read_to_string(&path).map_err(unreadable)?,
-    ))
+    let source = crate::regular::read_text(&path, TEMPLATE_BYTES_MAX);
+    Ok(ChatTemplateChoice::Source(source.map_err(unreadable)?))
 }
 
 fn output(raw: OutputFile) -> Result<Output, FieldError> {

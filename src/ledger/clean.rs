@@ -1,16 +1,14 @@
 //! Removes what a finished job no longer needs: data objects, attempts and stages. What proves the result stays, and so do the
 //! records of the logs: small, and what keeps a worker that wakes late from beginning a log anew.
 
-use std::time::{Duration, SystemTime};
-
 use chrono::{TimeDelta, Utc};
 
 use super::Ledger;
 use super::error::{LedgerError, Result};
-use super::exchange::LOCK_NAME;
 use super::keys::{Keys, TMP};
 use super::record::{CleanedMark, VERSION, encode};
-use super::store::{Listed, STAGE_AGE_MAX, Store};
+use super::stage::{STAGE_AGE_MAX, is_ours};
+use super::store::Listed;
 
 /// What was removed, or would be.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -63,7 +61,10 @@ impl Ledger {
             TimeDelta::from_std(STAGE_AGE_MAX).unwrap_or(TimeDelta::MAX),
         );
         let mut found = store.list(TMP).await?;
-        found.retain(|object| !store.is_lock(&object.key) && Utc::now() - object.modified > age);
+        found.retain(|object| {
+            let name = object.key.strip_prefix(TMP).and_then(|rest| rest.strip_prefix('/'));
+            name.is_some_and(is_ours) && Utc::now() - object.modified > age
+        });
         self.remove(found, dry_run, cleaned).await
     }
 
@@ -75,46 +76,4 @@ impl Ledger {
         }
         self.store().delete_all(keys.into_iter().map(|object| object.key)).await
     }
-}
-
-impl Store {
-    /// Removes stages that dead runs left: by age, since a live writer needs its stage for seconds. (Would one vanish
-    /// all the same, its put fails and is staged again.)
-    pub async fn clean_stages(&self) -> Result<()> {
-        let Some(folder) = &self.shared.folder else {
-            return Ok(());
-        };
-        let folder = folder.join(TMP);
-        let cleaned = tokio::task::spawn_blocking(move || clean_old_files(&folder, STAGE_AGE_MAX)).await;
-        match cleaned {
-            Ok(Ok(())) => Ok(()),
-            Ok(Err(error)) => Err(LedgerError::stop(format!("cleaning `{}`: {error}", self.address(TMP)))),
-            Err(error) => Err(LedgerError::stop(format!("cleaning `{}`: {error}", self.address(TMP)))),
-        }
-    }
-}
-
-/// Removes the files directly in `folder` that were last written more than `age` ago.
-fn clean_old_files(folder: &std::path::Path, age: Duration) -> std::io::Result<()> {
-    let entries = match std::fs::read_dir(folder) {
-        Ok(entries) => entries,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
-        Err(error) => return Err(error),
-    };
-    let now = SystemTime::now();
-    for entry in entries {
-        let entry = entry?;
-        // Another run may be cleaning too: a file that is gone is what was wanted.
-        let Ok(meta) = entry.metadata() else { continue };
-        let old = meta
-            .modified()
-            .is_ok_and(|at| now.duration_since(at).is_ok_and(|since| since > age));
-        if meta.is_file() && old && entry.file_name() != LOCK_NAME {
-            match std::fs::remove_file(entry.path()) {
-                Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
-                _ => {}
-            }
-        }
-    }
-    Ok(())
 }

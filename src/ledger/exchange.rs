@@ -10,7 +10,7 @@ use super::store::{Created, Look, MAX_OBJECT_BYTES, Stamp, Store};
 
 /// The file below `tmp/` that is locked around check and rename in a local folder. Never removed: a lock on a file that
 /// another process cannot find keeps nobody out.
-pub(super) const LOCK_NAME: &str = "lock";
+const LOCK_NAME: &str = "lock";
 
 impl Store {
     /// Puts `bytes` at `key` if what lies there is still what `was` describes, and says who stands there now; each round
@@ -103,18 +103,10 @@ impl Store {
             store: "LocalFileSystem",
             source: Box::new(source),
         };
-        let file = self.shared.folder.clone().unwrap_or_default().join(TMP).join(LOCK_NAME);
-        let open = move || {
-            std::fs::OpenOptions::new()
-                .create(true)
-                .truncate(false)
-                .write(true)
-                .open(file)
+        let Some(folder) = &self.shared.folder else {
+            return Err(generic(std::io::Error::other("only a local folder has a lock")));
         };
-        let file = tokio::task::spawn_blocking(open)
-            .await
-            .unwrap_or_else(|error| Err(std::io::Error::other(error)))
-            .map_err(generic)?;
+        let file = folder.lock_file(&self.path(&format!("{TMP}/{LOCK_NAME}"))).await?;
         for _ in 0..LOCK_TRIES {
             match file.try_lock() {
                 Ok(()) => return Ok(file),
@@ -125,12 +117,6 @@ impl Store {
         Err(generic(std::io::Error::other(
             "another process holds the lock and does not move",
         )))
-    }
-
-    /// Whether `key` is the lock file.
-    pub(super) fn is_lock(&self, key: &str) -> bool {
-        key.strip_prefix(TMP)
-            .is_some_and(|rest| rest.strip_prefix('/') == Some(LOCK_NAME))
     }
 
     /// A control experiment of the fault build: puts without their condition.

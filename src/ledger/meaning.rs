@@ -1,5 +1,7 @@
 //! What a store's errors mean: nothing there, worth another try, or a matter for a person.
 
+use super::folder::Odd;
+
 /// What an error of the store means for the request that met it.
 pub(super) enum Meaning {
     /// Nothing lies there.
@@ -26,7 +28,16 @@ pub(super) fn meaning(error: &object_store::Error) -> Meaning {
         E::InvalidPath { .. } | E::UnknownConfigurationKey { .. } => return Meaning::Lasting("not a usable address"),
         _ => {}
     }
-    match io_kind(error) {
+    match found::<Odd>(error) {
+        Some(Odd::Link(_)) => {
+            return Meaning::Lasting(
+                "no link below an output is followed: put the file or folder itself there, or make the whole output a link",
+            );
+        }
+        Some(Odd::Special(_)) => return Meaning::Lasting("what lies there was not written by gristmill: remove it"),
+        None => {}
+    }
+    match found::<std::io::Error>(error).map(std::io::Error::kind) {
         Some(Io::PermissionDenied) => Meaning::Denied("no permission"),
         Some(Io::ReadOnlyFilesystem) => Meaning::Lasting("the file system is read-only"),
         Some(Io::StorageFull) => Meaning::Lasting("the disk is full: free space and run again to go on"),
@@ -39,12 +50,12 @@ pub(super) fn meaning(error: &object_store::Error) -> Meaning {
     }
 }
 
-/// The kind of the first I/O error in the chain.
-fn io_kind(error: &(dyn std::error::Error + 'static)) -> Option<std::io::ErrorKind> {
+/// The first error of this type in the chain.
+fn found<'a, E: std::error::Error + 'static>(error: &'a (dyn std::error::Error + 'static)) -> Option<&'a E> {
     let mut next = Some(error);
     while let Some(error) = next {
-        if let Some(io) = error.downcast_ref::<std::io::Error>() {
-            return Some(io.kind());
+        if let Some(found) = error.downcast_ref::<E>() {
+            return Some(found);
         }
         next = error.source();
     }

@@ -29,6 +29,7 @@ pub mod control;
 pub mod damage;
 mod data;
 pub mod finish;
+mod folder;
 pub mod generation;
 mod lines;
 pub mod log;
@@ -39,6 +40,7 @@ pub mod restore;
 mod retried;
 pub mod schema;
 pub mod spend;
+mod stage;
 pub mod status;
 pub mod verify;
 

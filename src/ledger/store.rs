@@ -4,11 +4,10 @@
 //! success after a retried error as "already exists". So every error is settled by reading the key back: the bytes
 //! that stand there are ours when they are identical, else the winner's.
 //!
-//! Local folders: object_store stages a put as `NAME#1` beside its target, where a kill would leave it for readers to
-//! find. Here the stage lies under `_gristmill/tmp/`, and a hard link publishes it.
+//! Local folders (`folder.rs`): a put is staged under `_gristmill/tmp/`, where a kill leaves nothing for readers to find, and a hard
+//! link publishes it (`stage.rs`).
 
 use std::collections::BTreeSet;
-use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -18,19 +17,19 @@ use chrono::{DateTime, Utc};
 use futures::future::{BoxFuture, join_all};
 use futures::{StreamExt, TryStreamExt};
 use object_store::path::Path;
-use object_store::{GetOptions, ObjectStore, ObjectStoreExt, PutMode, PutOptions};
+use object_store::{GetOptions, ObjectStore, ObjectStoreExt};
 use url::Url;
 
 use super::error::{LedgerError, Result};
-use super::keys::{Id, TMP};
+use super::folder::Folder;
+use super::keys::{Id, JOB, TMP};
 use super::meaning::{Meaning, meaning};
+use super::stage::PROBE;
 use crate::dataset::location::Location;
 use crate::dataset::store_error::cause;
 
 /// No object of the ledger is larger (a part is a single put of at most 256 MB by plan).
 pub const MAX_OBJECT_BYTES: u64 = 4 << 30;
-/// A stage older than this belongs to nobody alive: a put takes seconds.
-pub(super) const STAGE_AGE_MAX: Duration = Duration::from_secs(3600);
 /// Concurrent creates of one key by the start-up probe.
 const PROBE_WRITERS: usize = 4;
 /// What a store that honours put-if-absent makes of [`Store::race`].
@@ -126,9 +125,9 @@ pub(super) struct Shared {
     root: Path,
     url: Url,
     /// The folder, where the store is the local file system.
-    pub(super) folder: Option<PathBuf>,
+    pub(super) folder: Option<Folder>,
     /// Names this process's stages.
-    writer: Id,
+    pub(super) writer: Id,
     stages: AtomicU64,
     pub(super) retry: Retry,
 }
@@ -148,11 +147,25 @@ impl Store {
 
     /// As [`Store::new`], with its own patience.
     pub fn with_retry(output: &Location, retry: Retry) -> Result<Store> {
+        Store::through(output, Store::objects(output), retry)
+    }
+
+    /// What holds the objects of `output`: its store, or a local folder in which no link is followed.
+    pub fn objects(output: &Location) -> Arc<dyn ObjectStore> {
+        match output.local_path() {
+            Some(root) => Arc::new(Folder::new(root, output.path.clone())),
+            None => output.store.clone(),
+        }
+    }
+
+    /// As [`Store::with_retry`], by way of `inner`, which stands before [`Store::objects`].
+    pub fn through(output: &Location, inner: Arc<dyn ObjectStore>, retry: Retry) -> Result<Store> {
+        let folder = output.local_path();
         let shared = Shared {
-            inner: output.store.clone(),
+            inner,
             root: output.path.clone(),
             url: output.url.clone(),
-            folder: output.local_path(),
+            folder: folder.map(|root| Folder::new(root, output.path.clone())),
             writer: Id::random()?,
             stages: AtomicU64::new(0),
             retry,
@@ -175,7 +188,7 @@ impl Store {
     /// `key` as a person would look it up.
     pub fn address(&self, key: &str) -> String {
         match &self.shared.folder {
-            Some(folder) => folder.join(key).display().to_string(),
+            Some(folder) => folder.root().join(key).display().to_string(),
             None => format!("{}/{key}", self.shared.url.as_str().trim_end_matches('/')),
         }
     }
@@ -275,7 +288,12 @@ impl Store {
             }
             let stage = self.stage();
             self.shared.inner.put(&stage, bytes.clone().into()).await?;
-            self.shared.inner.rename(&stage, &path).await
+            let renamed = self.shared.inner.rename(&stage, &path).await;
+            if renamed.is_err() {
+                // What cannot be removed now is removed with old stages.
+                let _ = self.shared.inner.delete(&stage).await;
+            }
+            renamed
         })
         .await
     }
@@ -383,7 +401,7 @@ impl Store {
 
     async fn probe(&self) -> Result<()> {
         // One name a process: where the right to delete is missing, one key stays behind.
-        let key = format!("{TMP}/probe-{}", self.shared.writer);
+        let key = format!("{TMP}/{PROBE}{}", self.shared.writer);
         if self.shared.folder.is_some() {
             self.check_hard_links(&key).await?;
         }
@@ -463,58 +481,9 @@ impl Store {
         .await
     }
 
-    pub(super) fn stage(&self) -> Path {
-        let number = self.shared.stages.fetch_add(1, Ordering::Relaxed);
-        self.path(&format!("{TMP}/{}-{number}", self.shared.writer))
-    }
-
-    /// The ETag, where the store gives one.
-    async fn put_if_absent(&self, key: &str, bytes: &Bytes) -> Result<Option<String>, object_store::Error> {
-        let (store, path) = (&self.shared.inner, self.path(key));
-        if self.shared.folder.is_none() {
-            let options = PutOptions {
-                mode: if self.unconditional() {
-                    PutMode::Overwrite
-                } else {
-                    PutMode::Create
-                },
-                ..PutOptions::default()
-            };
-            let put = store.put_opts(&path, bytes.clone().into(), options).await?;
-            return Ok(put.e_tag);
-        }
-        let stage = self.stage();
-        let linked = match store.put(&stage, bytes.clone().into()).await {
-            Ok(_) => store.copy_if_not_exists(&stage, &path).await,
-            Err(error) => Err(error),
-        };
-        if let Err(error) = store.delete(&stage).await
-            && linked.is_ok()
-        {
-            tracing::warn!("the stage `{stage}` stays behind until a later run cleans it: {error}");
-        }
-        linked.map(|()| None)
-    }
-
-    /// A name that somebody else linked may not have reached the disk yet; what we build on it must not outlive it.
-    pub(super) async fn sync_folder_of(&self, key: &str) -> Result<()> {
-        let Some(folder) = &self.shared.folder else {
-            return Ok(());
-        };
-        let file = folder.join(key);
-        let synced = tokio::task::spawn_blocking(move || match file.parent() {
-            Some(parent) => std::fs::File::open(parent)?.sync_all(),
-            None => Ok(()),
-        })
-        .await
-        .unwrap_or_else(|error| Err(std::io::Error::other(error)));
-        synced.map_err(|source| {
-            let source = object_store::Error::Generic {
-                store: "LocalFileSystem",
-                source: Box::new(source),
-            };
-            self.gave_up(key, "syncing the folder of", Some(source))
-        })
+    /// A number that no stage of this store has.
+    pub(super) fn next_stage(&self) -> u64 {
+        self.shared.stages.fetch_add(1, Ordering::Relaxed)
     }
 
     fn listed(&self, meta: &object_store::ObjectMeta) -> Option<Listed> {
@@ -570,7 +539,15 @@ impl Store {
     }
 
     pub(super) fn denied(&self, key: &str, doing: &str, why: &str, error: &object_store::Error) -> LedgerError {
-        LedgerError::denied(format!("{doing} `{}`: {why} ({})", self.address(key), cause(error)))
+        let whose = match self.shared.folder.is_some() && key == JOB {
+            true => "; a local `job.json` is its owner's alone, who may give it to others with `chmod`",
+            false => "",
+        };
+        LedgerError::denied(format!(
+            "{doing} `{}`: {why} ({}){whose}",
+            self.address(key),
+            cause(error)
+        ))
     }
 
     pub(super) fn gave_up(&self, key: &str, doing: &str, last: Option<object_store::Error>) -> LedgerError {

@@ -169,7 +169,7 @@ const GGUF: &str =
 /// The first bytes of a file; none where it cannot be read.
 fn beginning(path: &Path) -> Vec<u8> {
     let mut bytes = Vec::new();
-    if let Ok(file) = std::fs::File::open(path) {
+    if let Ok((file, _)) = crate::regular::open(path) {
         // What was read before an error is enough to know it by, or too little.
         let _ = file.take(256).read_to_end(&mut bytes);
     }

@@ -28,7 +28,13 @@ pub use transformer::{KvBudget, LoadOptions, Transformer};
 
 /// Reads a file of at most `max` bytes.
 fn read_limited(path: &Path, max: u64) -> Result<Vec<u8>, ModelError> {
-    let file = std::fs::File::open(path).map_err(|e| ModelError::read(path, e))?;
+    let (file, size) = crate::regular::open(path).map_err(|e| ModelError::read(path, e))?;
+    if size > max {
+        return Err(ModelError::broken(
+            path,
+            format!("it has {size} bytes, more than {max}"),
+        ));
+    }
     let mut bytes = Vec::new();
     file.take(max + 1)
         .read_to_end(&mut bytes)

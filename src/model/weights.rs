@@ -247,7 +247,7 @@ impl WeightSource for Weights {
 
 impl Header {
     fn open(path: PathBuf) -> Result<(Header, Mmap), ModelError> {
-        let file = std::fs::File::open(&path).map_err(|e| ModelError::read(&path, e))?;
+        let (file, _) = crate::regular::open(&path).map_err(|e| ModelError::read(&path, e))?;
         // SAFETY: the mapping is read-only and lives only while weights are held against their configuration or copied to the
         // device. Whoever truncates the file in that time ends this process with SIGBUS, as with any program that maps it; no
         // other change to the file can do more than change numbers, since all offsets are checked against the mapping's length.
@@ -383,8 +383,7 @@ pub fn checkpoint_hash(dir: &Path) -> Result<String, ModelError> {
     let mut buffer = vec![0u8; 1 << 20];
     for name in names {
         let path = dir.join(&name);
-        let mut file = std::fs::File::open(&path).map_err(|e| ModelError::read(&path, e))?;
-        let size = file.metadata().map_err(|e| ModelError::read(&path, e))?.len();
+        let (mut file, size) = crate::regular::open(&path).map_err(|e| ModelError::read(&path, e))?;
         hash.update((name.len() as u64).to_le_bytes());
         hash.update(name.as_bytes());
         hash.update(size.to_le_bytes());

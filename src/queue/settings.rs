@@ -264,9 +264,12 @@ fn properties(environment: &BTreeMap<String, String>) -> Result<BTreeMap<String,
     Ok(found)
 }
 
+/// Largest file of a password or key.
+const SECRET_BYTES_MAX: u64 = 1 << 20;
+
 /// A secret's file, without its last line break.
 fn read(variable: &str, path: &Path) -> Result<String, QueueError> {
-    let text = std::fs::read_to_string(path).map_err(|error| QueueError::Settings {
+    let text = crate::regular::read_text(path, SECRET_BYTES_MAX).map_err(|error| QueueError::Settings {
         what: format!("cannot read `{}`, which `{variable}` names: {error}", path.display()),
     })?;
     Ok(text.trim_end_matches(['\r', '\n']).to_owned())

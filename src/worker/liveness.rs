@@ -1,18 +1,21 @@
 //! Signs of life for whoever restarts workers that hang: a file that is touched, or a port that answers.
 
-use std::net::Ipv4Addr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Semaphore;
 
 use crate::worker::pulse::Pulse;
 
 const TOUCH_EVERY: Duration = Duration::from_secs(1);
 /// A probe that says nothing for so long is let go.
 const PROBE_MAX: Duration = Duration::from_secs(5);
+/// Probes that are answered at once.
+const PROBES_MAX: usize = 64;
 
 /// Touches `path` each second while `pulse` is alive.
 ///
@@ -34,20 +37,40 @@ pub fn touch(path: PathBuf, pulse: Arc<Pulse>) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Answers HTTP requests at `port` of every address: 200 while `pulse` is alive, 503 when it is not.
+/// An address to listen at: `PORT`, which is this machine's alone (loopback), or `ADDRESS:PORT`.
+///
+/// # Errors
+/// It is neither.
+pub fn address(text: &str) -> Result<SocketAddr, String> {
+    if let Ok(port) = text.parse::<u16>() {
+        return Ok((Ipv4Addr::LOCALHOST, port).into());
+    }
+    text.parse().map_err(|_| {
+        "give a port (`8080`: probes of this machine alone) or an address and a port (`0.0.0.0:8080`, `[::]:8080`)"
+            .into()
+    })
+}
+
+/// Answers HTTP requests at `address`: 200 while `pulse` is alive, 503 when it is not.
 ///
 /// # Errors
 /// The port cannot be had.
-pub async fn listen(port: u16, pulse: Arc<Pulse>) -> std::io::Result<()> {
-    let listener = TcpListener::bind((Ipv4Addr::UNSPECIFIED, port)).await?;
+pub async fn listen(address: SocketAddr, pulse: Arc<Pulse>) -> std::io::Result<()> {
+    let listener = TcpListener::bind(address).await?;
+    let places = Arc::new(Semaphore::new(PROBES_MAX));
     tokio::spawn(async move {
         loop {
             match listener.accept().await {
                 Ok((stream, _)) => {
+                    // Where all places are taken, whoever comes next is let go at once: nothing waits without bounds.
+                    let Ok(place) = places.clone().try_acquire_owned() else {
+                        continue;
+                    };
                     let pulse = pulse.clone();
                     tokio::spawn(async move {
                         // A probe that goes away early has its answer all the same: none.
                         let _ = tokio::time::timeout(PROBE_MAX, answer(stream, &pulse)).await;
+                        drop(place);
                     });
                 }
                 // Out of file descriptors, say: those in use come free.
@@ -93,13 +116,45 @@ mod tests {
             free.local_addr().unwrap().port()
         };
         let pulse = Arc::new(Pulse::new(Duration::from_millis(50)));
-        listen(port, pulse.clone()).await.unwrap();
+        listen(address(&port.to_string()).unwrap(), pulse.clone())
+            .await
+            .unwrap();
         assert!(ask(port).await.starts_with("HTTP/1.1 200"));
         let hanging = std::thread::spawn(move || pulse.step(|| std::thread::sleep(Duration::from_millis(800))));
         tokio::time::sleep(Duration::from_millis(300)).await;
         assert!(ask(port).await.starts_with("HTTP/1.1 503"));
         hanging.join().unwrap();
         assert!(ask(port).await.starts_with("HTTP/1.1 200"));
+    }
+
+    #[test]
+    fn a_port_alone_is_of_this_machine() {
+        let shown = |text: &str| address(text).map(|address| address.to_string());
+        assert_eq!(shown("8080").unwrap(), "127.0.0.1:8080");
+        assert_eq!(shown("0.0.0.0:8080").unwrap(), "0.0.0.0:8080");
+        assert_eq!(shown("[::]:8080").unwrap(), "[::]:8080");
+        for text in ["", "x", ":8080", "70000", "host:8080", "0.0.0.0"] {
+            assert!(shown(text).unwrap_err().contains("give a port"), "{text}");
+        }
+    }
+
+    /// Who connects and says nothing keeps no place for long, and takes no more than there are.
+    #[tokio::test]
+    async fn probes_that_say_nothing_are_bounded() {
+        let free = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+        let at = free.local_addr().unwrap();
+        drop(free);
+        listen(at, Arc::new(Pulse::new(Duration::from_secs(1)))).await.unwrap();
+        let mut silent = Vec::new();
+        for _ in 0..PROBES_MAX {
+            silent.push(TcpStream::connect(at).await.unwrap());
+        }
+        let mut more = TcpStream::connect(at).await.unwrap();
+        let mut byte = [0];
+        let read = tokio::time::timeout(PROBE_MAX / 2, more.read(&mut byte)).await;
+        assert!(!matches!(read.expect("it is let go at once"), Ok(1)));
+        tokio::time::sleep(PROBE_MAX + Duration::from_millis(500)).await;
+        assert!(ask(at.port()).await.starts_with("HTTP/1.1 200"));
     }
 
     #[tokio::test]

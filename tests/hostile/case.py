@@ -28,6 +28,8 @@ class Step:
     silent: tuple[str, ...] = ()
     env: dict[str, str] = dataclasses.field(default_factory=dict)
     seconds: float = 30.0
+    # Called with the case's folder before the command.
+    before: Callable[[pathlib.Path], None] | None = None
     # Memory beyond what the same command takes for a small healthy job, in MiB.
     memory_mib: int = 1024
 

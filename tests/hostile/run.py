@@ -92,6 +92,8 @@ def outcome(program, case, root, healthy_mib):
     try:
         case.make(folder)
         for step in case.steps:
+            if step.before:
+                step.before(folder)
             if found := wrong(program, folder, step, healthy_mib):
                 return found
         if case.check:

@@ -20,11 +20,9 @@ fn folder() -> (tempfile::TempDir, Location) {
 }
 
 /// The local folder behind a store that fails as `plan` says.
-fn failing(output: &Location, plan: impl FnMut(Op, &object_store::path::Path) -> Fault + Send + 'static) -> Location {
-    Location {
-        store: Arc::new(FaultStore::new(output.store.clone(), false, plan)),
-        ..output.clone()
-    }
+fn failing(output: &Location, plan: impl FnMut(Op, &object_store::path::Path) -> Fault + Send + 'static) -> Store {
+    let store = FaultStore::new(Store::objects(output), false, plan);
+    Store::through(output, Arc::new(store), EAGER).unwrap()
 }
 
 /// Every file below `folder`, relative to it.
@@ -171,15 +169,15 @@ fn two_runs_at_once_end_with_each_row_once() {
 #[tokio::test]
 async fn stages_of_dead_runs_are_removed_when_old_and_left_when_fresh() {
     let (dir, output) = folder();
-    let tmp = dir.path().join("out/_gristmill/tmp");
+    let (tmp, writer) = (dir.path().join("out/_gristmill/tmp"), "0123456789abcdef0123");
     std::fs::create_dir_all(tmp.join("folder")).unwrap();
-    for (name, hours) in [("old", 3), ("old-0#1", 3), ("fresh", 0), ("fresh-0#1", 0)] {
-        let file = std::fs::File::create(tmp.join(name)).unwrap();
+    for (name, hours) in [("-1", 3), ("-1#1", 3), ("-2", 0), ("-2#1", 0)] {
+        let file = std::fs::File::create(tmp.join(format!("{writer}{name}"))).unwrap();
         file.set_modified(SystemTime::now() - Duration::from_secs(hours * 3600))
             .unwrap();
     }
     Store::new(&output).unwrap().check().await.unwrap();
-    assert_eq!(files(&tmp), ["fresh", "fresh-0#1"]);
+    assert_eq!(files(&tmp), [format!("{writer}-2"), format!("{writer}-2#1")]);
     assert!(tmp.join("folder").is_dir());
 }
 
@@ -197,10 +195,7 @@ async fn a_stage_that_vanishes_is_staged_again() {
         Fault::None
     });
     assert_eq!(
-        eager(&vanishing)
-            .create("_gristmill/x", Bytes::from("x"))
-            .await
-            .unwrap(),
+        vanishing.create("_gristmill/x", Bytes::from("x")).await.unwrap(),
         Created::Ours
     );
     assert_eq!(eager(&output).get("_gristmill/x", 10).await.unwrap().unwrap(), "x");
@@ -220,10 +215,7 @@ async fn what_the_disk_refuses_for_good_is_one_clear_line() {
             &output,
             move |op, _| if op == Op::Put { Fault::Io(kind) } else { Fault::None },
         );
-        let error = eager(&refusing)
-            .create("_gristmill/x", Bytes::from("x"))
-            .await
-            .unwrap_err();
+        let error = refusing.create("_gristmill/x", Bytes::from("x")).await.unwrap_err();
         let denied = kind == ErrorKind::PermissionDenied;
         let fits = match error {
             LedgerError::Denied { .. } => denied,
@@ -253,7 +245,7 @@ async fn a_full_disk_in_the_middle_of_a_shard_loses_nothing() {
             Fault::None
         }
     });
-    let cramped = Ledger::open_in(eager(&full)).await.unwrap().unwrap();
+    let cramped = Ledger::open_in(full).await.unwrap().unwrap();
     let mut log = open_shard(&cramped, 0).await;
     let rows = log.uncovered();
     log.append(&finished(&rows.first(2), "a")).await.unwrap();
@@ -280,7 +272,7 @@ async fn errors_that_may_pass_are_retried_and_then_say_so() {
         }
     });
     assert_eq!(
-        eager(&flaky).create("_gristmill/x", Bytes::from("x")).await.unwrap(),
+        flaky.create("_gristmill/x", Bytes::from("x")).await.unwrap(),
         Created::Ours
     );
     let broken = failing(&output, |op, _| {
@@ -290,10 +282,7 @@ async fn errors_that_may_pass_are_retried_and_then_say_so() {
             Fault::None
         }
     });
-    let error = eager(&broken)
-        .create("_gristmill/y", Bytes::from("y"))
-        .await
-        .unwrap_err();
+    let error = broken.create("_gristmill/y", Bytes::from("y")).await.unwrap_err();
     assert!(
         error.is_retryable() && error.to_string().contains("failed 3 times"),
         "{error}"
@@ -308,7 +297,7 @@ async fn a_file_system_without_hard_links_is_refused_at_the_start() {
             &output,
             move |op, _| if op == Op::Copy { Fault::Io(kind) } else { Fault::None },
         );
-        let error = Ledger::create_or_resume_in(eager(&plain), draft("links", 1, 1))
+        let error = Ledger::create_or_resume_in(plain, draft("links", 1, 1))
             .await
             .unwrap_err();
         assert!(matches!(error, LedgerError::Stop { .. }), "{error:?}");

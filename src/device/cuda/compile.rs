@@ -1,11 +1,11 @@
 //! Kernels' sources, what they are specialised by, and their machine code, kept on disk.
 
 use std::fmt::{self, Display, Formatter};
-use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::path::PathBuf;
 
 use sha2::{Digest, Sha256};
 
+use super::cache;
 use super::nvrtc::{Compiled, Nvrtc};
 use crate::device::DeviceError;
 
@@ -42,6 +42,9 @@ const HEADERS: [(&str, &str); 7] = [
 pub fn names() -> impl Iterator<Item = &'static str> {
     SOURCES.iter().map(|(name, _)| *name)
 }
+
+/// How files of the cache are written: an earlier version must not take one of another form for its own.
+const FORM: &str = "after a hash";
 
 /// Most macros of a kernel.
 const MACROS_MAX: usize = 9;
@@ -129,7 +132,7 @@ impl Compiler {
         Compiler {
             nvrtc,
             target,
-            cache: cache_folder(),
+            cache: cache::folder(),
         }
     }
 
@@ -142,8 +145,8 @@ impl Compiler {
     pub fn kept(&self, kernel: &Kernel) -> Option<Compiled> {
         let path = self.place(kernel)?;
         Some(Compiled {
-            log: std::fs::read_to_string(path.with_extension("log")).ok()?,
-            image: std::fs::read(path).ok()?,
+            log: String::from_utf8(cache::read(&path.with_extension("log"))?).ok()?,
+            image: cache::read(&path)?,
         })
     }
 
@@ -154,8 +157,8 @@ impl Compiler {
     pub fn make(&self, kernel: &Kernel) -> Result<Compiled, DeviceError> {
         let compiled = self.compile(kernel)?;
         if let Some(path) = self.place(kernel) {
-            keep(&path.with_extension("log"), compiled.log.as_bytes());
-            keep(&path, &compiled.image);
+            cache::keep(&path.with_extension("log"), compiled.log.as_bytes());
+            cache::keep(&path, &compiled.image);
         }
         Ok(compiled)
     }
@@ -180,7 +183,7 @@ impl Compiler {
         let (major, minor) = self.nvrtc.version();
         let version = format!("{major}.{minor}");
         let mut hash = Sha256::new();
-        let own = [source(name).ok()?, &version, of];
+        let own = [source(name).ok()?, &version, of, FORM];
         for part in own.into_iter().chain(HEADERS.iter().map(|(_, text)| *text)) {
             hash.update((part.len() as u64).to_le_bytes());
             hash.update(part);
@@ -237,34 +240,6 @@ fn source(name: &str) -> Result<&'static str, DeviceError> {
     found
         .map(|(_, text)| *text)
         .ok_or_else(|| DeviceError::Unsupported(format!("there is no kernel `{name}`")))
-}
-
-/// Where machine code is kept: `GRISTMILL_CACHE`, or `gristmill/` in the user's cache folder; `None`: there is no such folder.
-fn cache_folder() -> Option<PathBuf> {
-    let variable = |name: &str| {
-        std::env::var_os(name)
-            .filter(|value| !value.is_empty())
-            .map(PathBuf::from)
-    };
-    let folder = variable("GRISTMILL_CACHE")
-        .or_else(|| variable("XDG_CACHE_HOME").map(|cache| cache.join("gristmill")))
-        .or_else(|| variable("HOME").map(|home| home.join(".cache/gristmill")))?;
-    Some(folder.join("kernels"))
-}
-
-/// Writes a file of the cache whole or not at all. A cache that cannot be written costs time, nothing else.
-pub(super) fn keep(path: &Path, image: &[u8]) {
-    static COUNT: AtomicU64 = AtomicU64::new(0);
-    let number = COUNT.fetch_add(1, Ordering::Relaxed);
-    let part = path.with_extension(format!("{}-{number}.part", std::process::id()));
-    let folder = path.parent().unwrap_or(Path::new("."));
-    let written = std::fs::create_dir_all(folder)
-        .and_then(|()| std::fs::write(&part, image))
-        .and_then(|()| std::fs::rename(&part, path));
-    if let Err(error) = written {
-        tracing::warn!("compiled kernels are not kept in `{}`: {error}", folder.display());
-        let _ = std::fs::remove_file(&part);
-    }
 }
 
 #[cfg(test)]

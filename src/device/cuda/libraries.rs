@@ -1,13 +1,14 @@
 //! Where NVIDIA's libraries are. Nothing is linked: a machine without them gets one clear line, or computes on its CPU.
 
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 
 use crate::device::DeviceError;
 
-/// Folders to look in before all others, separated by colons.
+/// Folders to look in before all others, separated by colons. Like all variables that name folders of libraries, it counts for nothing in
+/// a process that has more rights than who started it (set-user-ID, file capabilities), as with the system's own loader.
 pub const FOLDERS_VARIABLE: &str = "GRISTMILL_CUDA_LIBRARIES";
 
 /// Functions of the driver that this device calls: where one is missing, the driver is too old.
@@ -110,8 +111,31 @@ pub fn open(path: &Path) -> Option<Library> {
     unsafe { Library::open(Some(path), RTLD_NOW | RTLD_GLOBAL) }.ok()
 }
 
+/// A variable that names a folder of libraries, where the environment may be trusted.
+fn variable(name: &str) -> Option<OsString> {
+    let value = std::env::var_os(name)?;
+    if has_more_rights() {
+        tracing::warn!(
+            "`{name}` is ignored: this process has more rights than who started it (set-user-ID or capabilities)"
+        );
+        return None;
+    }
+    Some(value)
+}
+
+/// Whether this process has rights that who started it does not have.
+fn has_more_rights() -> bool {
+    // SAFETY: it reads a number that the kernel gave the process at its start.
+    #[cfg(target_os = "linux")]
+    let is_secure = unsafe { libc::getauxval(libc::AT_SECURE) } != 0;
+    #[cfg(not(target_os = "linux"))]
+    let is_secure = false;
+    use rustix::process::{getegid, geteuid, getgid, getuid};
+    is_secure || getuid() != geteuid() || getgid() != getegid()
+}
+
 fn asked_folders() -> Vec<PathBuf> {
-    let asked = std::env::var_os(FOLDERS_VARIABLE).unwrap_or_default();
+    let asked = variable(FOLDERS_VARIABLE).unwrap_or_default();
     std::env::split_paths(&asked)
         .filter(|path| path.is_absolute())
         .collect()
@@ -121,7 +145,7 @@ fn asked_folders() -> Vec<PathBuf> {
 fn toolkit_folders() -> Vec<PathBuf> {
     let mut folders = Vec::new();
     for variable in ["CUDA_HOME", "CUDA_PATH"] {
-        folders.extend(std::env::var_os(variable).map(|home| Path::new(&home).join("lib64")));
+        folders.extend(self::variable(variable).map(|home| Path::new(&home).join("lib64")));
     }
     folders.push("/usr/local/cuda/lib64".into());
     let versions = entries(Path::new("/usr/local"));
@@ -130,8 +154,8 @@ fn toolkit_folders() -> Vec<PathBuf> {
         name.is_some_and(|name| name.starts_with("cuda-"))
     });
     folders.extend(versions.map(|path| path.join("lib64")));
-    folders.extend(std::env::var_os("CONDA_PREFIX").map(|prefix| Path::new(&prefix).join("lib")));
-    if let Some(environment) = std::env::var_os("VIRTUAL_ENV") {
+    folders.extend(variable("CONDA_PREFIX").map(|prefix| Path::new(&prefix).join("lib")));
+    if let Some(environment) = variable("VIRTUAL_ENV") {
         for python in entries(&Path::new(&environment).join("lib")) {
             for package in entries(&python.join("site-packages/nvidia")) {
                 folders.push(package.join("lib"));

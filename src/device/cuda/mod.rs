@@ -19,6 +19,7 @@ use crate::device::{
 
 mod attention;
 mod by_library;
+mod cache;
 mod ceilings;
 pub mod compile;
 mod cublaslt;

@@ -6,7 +6,8 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 
-use super::compile::{Compiler, keep};
+use super::cache;
+use super::compile::Compiler;
 use super::cublaslt::Algorithm;
 use super::driver::Card;
 use super::plan::{LinearShape, Tile};
@@ -15,8 +16,6 @@ use super::plan::{LinearShape, Tile};
 const MEASURED_FROM: usize = 1 << 28;
 /// Tiles that are measured take, by counting, at most so many times what the best does.
 const TRIED: f64 = 1.6;
-/// A file that is larger is not ours.
-const FILE_BYTES_MAX: u64 = 1 << 20;
 
 /// Products that are computed alike: format, columns, bytes of a row, whether results are F32, whether there is a bias, and rows up to a
 /// power of two.
@@ -81,10 +80,7 @@ impl Tuning {
         }
         let kernel = if card.is_hopper() { "linear_sm90" } else { "linear" };
         let path = compiler.place_of(kernel, "products", &of, "json");
-        let text = path.as_ref().and_then(|path| {
-            let size = std::fs::metadata(path).ok()?.len();
-            (size <= FILE_BYTES_MAX).then(|| std::fs::read(path).ok())?
-        });
+        let text = path.as_deref().and_then(cache::read);
         Tuning {
             path,
             known: Mutex::new(Known {
@@ -161,7 +157,7 @@ impl Tuning {
         known.measured.insert(key, best);
         let measured: Vec<_> = known.measured.iter().collect();
         if let (Some(path), Ok(text)) = (&self.path, serde_json::to_vec(&measured)) {
-            keep(path, &text);
+            cache::keep(path, &text);
         }
         Ok(best)
     }
@@ -217,7 +213,7 @@ mod tests {
     #[test]
     fn the_fastest_is_kept() {
         let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("products.json");
+        let path = folder.path().join("kernels/products.json");
         let tuning = tuning(Some(path.clone()), true);
         let mut asked = Vec::new();
         let mut best = |rows, fastest: usize| {
@@ -234,7 +230,7 @@ mod tests {
         assert!(best(65, 0).1.len() > tried.len() + 1);
         let asked = best(129, 9).1.len();
         assert_eq!(best(129, 0).1.len(), asked, "there was nothing to measure with");
-        let kept = parse(&std::fs::read(&path).unwrap()).unwrap();
+        let kept = parse(&cache::read(&path).unwrap()).unwrap();
         assert_eq!((kept.len(), kept[&key(&shape(33), false)].tile), (2, first));
     }
 

@@ -206,20 +206,20 @@ pub(super) fn read_limited(path: &Path, limit: u64) -> Result<Vec<u8>, Tokenizer
         path: path.to_path_buf(),
         source,
     };
-    let mut bytes = Vec::new();
-    std::fs::File::open(path)
-        .map_err(read)?
-        .take(limit + 1)
-        .read_to_end(&mut bytes)
-        .map_err(read)?;
-    if bytes.len() as u64 > limit {
-        let why = format!("it is larger than {} MB", limit >> 20);
-        return Err(TokenizerError::Broken {
-            path: path.to_path_buf(),
-            why,
-        });
+    let too_large = || TokenizerError::Broken {
+        path: path.to_path_buf(),
+        why: format!("it is larger than {} MB", limit >> 20),
+    };
+    let (file, size) = crate::regular::open(path).map_err(read)?;
+    if size > limit {
+        return Err(too_large());
     }
-    Ok(bytes)
+    let mut bytes = Vec::new();
+    file.take(limit + 1).read_to_end(&mut bytes).map_err(read)?;
+    match bytes.len() as u64 > limit {
+        true => Err(too_large()),
+        false => Ok(bytes),
+    }
 }
 
 fn read_text(path: &Path) -> Result<String, TokenizerError> {

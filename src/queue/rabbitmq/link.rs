@@ -62,11 +62,14 @@ pub(super) async fn within<T>(
     })
 }
 
+/// Largest file of certificates: a system's bundle has some 200 kB.
+const CERTIFICATES_BYTES_MAX: u64 = 16 << 20;
+
 fn certificates(resolved: &Resolved) -> Result<Option<String>, QueueError> {
     let Some(file) = &resolved.ca_file else {
         return Ok(None);
     };
-    match std::fs::read_to_string(file) {
+    match crate::regular::read_text(file, CERTIFICATES_BYTES_MAX) {
         Ok(text) => Ok(Some(text)),
         Err(error) => Err(QueueError::Settings {
             what: format!("cannot read the certificates in `{}`: {error}", file.display()),

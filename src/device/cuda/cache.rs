@@ -1,0 +1,228 @@
+//! The folder of compiled kernels and of what was measured: machine code that a later process loads.
+//!
+//! Whoever can write to it decides what runs on the card, in this process's context. So it is the user's alone (mode 0700), only files
+//! that this user or root owns and nobody else may write to are read, and each begins with the hash of what follows, since a file that a
+//! failing disk or a killed machine left in part must not be loaded either.
+
+use std::io::{Error, ErrorKind, Read, Result, Write};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Once;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use sha2::{Digest, Sha256};
+
+/// A file that is larger is none of ours: kernels have some 100 kB.
+const FILE_BYTES_MAX: u64 = 256 << 20;
+/// What may not be set of a file's or folder's mode: writing by its group and by others.
+const WRITABLE_BY_OTHERS: u32 = 0o022;
+const HEAD: &str = "sha256:";
+
+/// `GRISTMILL_CACHE`, or `gristmill/` in the user's cache folder; `None`: there is no such folder.
+pub(super) fn folder() -> Option<PathBuf> {
+    let variable = |name: &str| {
+        std::env::var_os(name)
+            .filter(|value| !value.is_empty())
+            .map(PathBuf::from)
+    };
+    let folder = variable("GRISTMILL_CACHE")
+        .or_else(|| variable("XDG_CACHE_HOME").map(|cache| cache.join("gristmill")))
+        .or_else(|| variable("HOME").map(|home| home.join(".cache/gristmill")))?;
+    Some(folder.join("kernels"))
+}
+
+/// What was kept at `path`; `None`: nothing, or nothing that may be loaded.
+pub(super) fn read(path: &Path) -> Option<Vec<u8>> {
+    match read_checked(path) {
+        Ok(bytes) => Some(bytes),
+        Err(error) if error.kind() == ErrorKind::NotFound => None,
+        Err(error) => {
+            said(path, &error);
+            None
+        }
+    }
+}
+
+/// Writes a file of the cache whole or not at all. A cache that cannot be written costs time, nothing else.
+pub(super) fn keep(path: &Path, bytes: &[u8]) {
+    static COUNT: AtomicU64 = AtomicU64::new(0);
+    let number = COUNT.fetch_add(1, Ordering::Relaxed);
+    let part = path.with_extension(format!("{}-{number}.part", std::process::id()));
+    let folder = path.parent().unwrap_or(Path::new("."));
+    let made = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(folder);
+    let checked = made.and_then(|()| check_folder(folder));
+    let written = checked.and_then(|()| write(&part, bytes).and_then(|()| std::fs::rename(&part, path)));
+    if let Err(error) = written {
+        said(path, &error);
+        let _ = std::fs::remove_file(&part);
+    }
+}
+
+/// Once is enough: what is true of one file of the folder mostly is of all.
+fn said(path: &Path, error: &Error) {
+    static SAID: Once = Once::new();
+    let folder = path.parent().unwrap_or(path);
+    SAID.call_once(|| {
+        tracing::warn!(
+            "compiled kernels are not kept in `{}`, and compiled anew each time: {error}",
+            folder.display()
+        );
+    });
+}
+
+fn write(part: &Path, bytes: &[u8]) -> Result<()> {
+    let mut file = std::fs::OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(part)?;
+    file.write_all(format!("{HEAD}{}\n", sha256(bytes)).as_bytes())?;
+    file.write_all(bytes)
+}
+
+fn read_checked(path: &Path) -> Result<Vec<u8>> {
+    let folder = path.parent().unwrap_or(Path::new("."));
+    if !path.exists() {
+        return Err(ErrorKind::NotFound.into());
+    }
+    check_folder(folder)?;
+    let file = std::fs::OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
+        .open(path)?;
+    let meta = file.metadata()?;
+    if !meta.is_file() || meta.len() > FILE_BYTES_MAX {
+        return refuse(format!("`{}` is no file of ours", path.display()));
+    }
+    check_owner(path, &meta)?;
+    let mut bytes = Vec::new();
+    file.take(FILE_BYTES_MAX).read_to_end(&mut bytes)?;
+    match content(&bytes) {
+        Some(content) => Ok(content.to_vec()),
+        // It is made anew, and written over.
+        None => Err(ErrorKind::NotFound.into()),
+    }
+}
+
+fn sha256(bytes: &[u8]) -> String {
+    Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// What follows the hash, where it has that hash.
+fn content(bytes: &[u8]) -> Option<&[u8]> {
+    let end = bytes.iter().position(|byte| *byte == b'\n')?;
+    let content = &bytes[end + 1..];
+    let hash = bytes[..end].strip_prefix(HEAD.as_bytes())?;
+    (hash == sha256(content).as_bytes()).then_some(content)
+}
+
+/// Makes the folder its owner's alone, where that is this user; refused is one that others may write to.
+fn check_folder(folder: &Path) -> Result<()> {
+    let meta = std::fs::metadata(folder)?;
+    if meta.uid() == user() && meta.mode() & 0o777 != 0o700 {
+        // Earlier versions made it by the umask.
+        std::fs::set_permissions(folder, std::fs::Permissions::from_mode(0o700))?;
+    }
+    check_owner(folder, &std::fs::metadata(folder)?)
+}
+
+fn check_owner(path: &Path, meta: &std::fs::Metadata) -> Result<()> {
+    if meta.uid() != user() && meta.uid() != 0 {
+        return refuse(format!(
+            "`{}` belongs to user {}, and this process is user {}: name another folder with `GRISTMILL_CACHE`",
+            path.display(),
+            meta.uid(),
+            user()
+        ));
+    }
+    if meta.mode() & WRITABLE_BY_OTHERS != 0 {
+        return refuse(format!(
+            "others than its owner may write to `{}` (mode {:o}): `chmod go-w` it",
+            path.display(),
+            meta.mode() & 0o7777
+        ));
+    }
+    Ok(())
+}
+
+fn refuse<T>(why: String) -> Result<T> {
+    Err(Error::new(ErrorKind::PermissionDenied, why))
+}
+
+fn user() -> u32 {
+    rustix::process::geteuid().as_raw()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn mode(path: &Path) -> u32 {
+        std::fs::metadata(path).unwrap().mode() & 0o777
+    }
+
+    fn chmod(path: &Path, mode: u32) {
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
+    }
+
+    #[test]
+    fn what_is_kept_is_its_owners_and_comes_back() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("cache/kernels/embed-1.cubin");
+        assert_eq!(read(&path), None);
+        keep(&path, b"image");
+        assert_eq!(read(&path).as_deref(), Some(&b"image"[..]));
+        let folder = path.parent().unwrap();
+        assert_eq!((mode(folder), mode(&path)), (0o700, 0o600));
+        // One of an earlier version.
+        chmod(folder, 0o755);
+        assert_eq!(read(&path).as_deref(), Some(&b"image"[..]));
+        assert_eq!(mode(folder), 0o700);
+    }
+
+    #[test]
+    fn what_was_changed_or_is_foreign_is_not_loaded() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("kernels/embed-1.cubin");
+        keep(&path, b"image");
+        let whole = std::fs::read(&path).unwrap();
+        for bytes in [&b""[..], b"image", b"sha256:\nimage", &whole[..whole.len() - 1]] {
+            std::fs::write(&path, bytes).unwrap();
+            assert_eq!(read(&path), None);
+        }
+        keep(&path, b"image");
+        assert!(read(&path).is_some());
+        chmod(&path, 0o666);
+        assert_eq!(read(&path), None, "others may write to it");
+        chmod(&path, 0o600);
+        assert!(read(&path).is_some());
+        let moved = dir.path().join("moved");
+        std::fs::rename(&path, &moved).unwrap();
+        std::os::unix::fs::symlink(&moved, &path).unwrap();
+        assert_eq!(read(&path), None, "a link");
+        std::fs::remove_file(&path).unwrap();
+        assert!(
+            std::process::Command::new("mkfifo")
+                .arg(&path)
+                .status()
+                .unwrap()
+                .success()
+        );
+        assert_eq!(read(&path), None, "a pipe");
+    }
+
+    /// Only the superuser can give a file away; for others there is no such folder to refuse.
+    #[test]
+    fn a_folder_of_another_user_is_not_used() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("kernels/embed-1.cubin");
+        keep(&path, b"image");
+        let folder = path.parent().unwrap();
+        if std::os::unix::fs::chown(folder, Some(12_345), None).is_ok() {
+            assert_eq!(read(&path), None);
+            let other = folder.join("embed-2.cubin");
+            keep(&other, b"image");
+            assert!(!other.exists());
+        }
+    }
+}

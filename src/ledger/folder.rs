@@ -1,0 +1,494 @@
+//! A local output folder as an object store that follows no symbolic link below it.
+//!
+//! The output itself, and folders above it, may be links: whoever starts a job chose them. What lies below may have been put there by
+//! somebody else who can write to the folder, while a worker runs with other rights. So each name below the output is opened
+//! relative to the opened folder that holds it (`openat` with `O_NOFOLLOW`), which leaves no time between a check and its use.
+//! A link, and a pipe, is an object of a listing; reading it, writing over it and passing through it are refused.
+
+use std::fmt;
+use std::fs::File;
+use std::io::{Error as IoError, ErrorKind, Write};
+use std::path::{Path as FsPath, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use async_trait::async_trait;
+use chrono::{DateTime, Utc};
+use futures::stream::BoxStream;
+use futures::{StreamExt, TryFutureExt, stream};
+use object_store::path::Path;
+use object_store::{
+    CopyMode, CopyOptions, Error, GetOptions, GetResult, GetResultPayload, ListResult, MultipartUpload, ObjectMeta,
+    ObjectStore, PutMode, PutMultipartOptions, PutOptions, PutPayload, PutResult, RenameOptions, RenameTargetMode,
+    Result,
+};
+use rustix::fd::OwnedFd;
+use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags, Stat};
+
+/// Folders in each other that are listed.
+const DEPTH_MAX: usize = 64;
+const FOLDER: OFlags = OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
+/// For files: a pipe is opened at once, and then refused.
+const FILE: OFlags = OFlags::NOFOLLOW.union(OFlags::NONBLOCK).union(OFlags::CLOEXEC);
+
+/// What lies at a name and must not be touched.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Odd {
+    #[error("`{}` is a symbolic link", .0.display())]
+    Link(PathBuf),
+    #[error("`{}` is no regular file", .0.display())]
+    Special(PathBuf),
+}
+
+/// An option of a put: the file may be read by its owner alone.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct OwnerOnly;
+
+/// See the module. Cheap to clone.
+#[derive(Debug, Clone)]
+pub(super) struct Folder {
+    root: PathBuf,
+    /// Of the output's keys.
+    prefix: Path,
+}
+
+/// An opened folder below the output, and a name in it.
+struct Place {
+    folder: OwnedFd,
+    name: String,
+    /// Of the name, for messages.
+    path: PathBuf,
+}
+
+impl Folder {
+    /// The folder at `root`, whose keys begin with `prefix`.
+    pub fn new(root: PathBuf, prefix: Path) -> Folder {
+        Folder { root, prefix }
+    }
+
+    pub fn root(&self) -> &FsPath {
+        &self.root
+    }
+
+    /// Opens the file at `location` to lock it; it is made where there is none.
+    pub async fn lock_file(&self, location: &Path) -> Result<File> {
+        let location = location.clone();
+        self.blocking(move |folder| {
+            let place = folder.place(&location, true)?;
+            let file = place.open(FILE | OFlags::CREATE | OFlags::WRONLY, 0o666)?;
+            Ok(file.0)
+        })
+        .await
+    }
+
+    /// Makes the name at `location` outlive a loss of power.
+    pub async fn sync_folder_of(&self, location: &Path) -> Result<()> {
+        let location = location.clone();
+        self.blocking(move |folder| folder.place(&location, false)?.sync())
+            .await
+    }
+
+    /// Removes the files right in `location` whose name `is_ours` and that were last written more than `age` ago.
+    pub async fn remove_old(&self, location: &Path, age: Duration, is_ours: fn(&str) -> bool) -> Result<()> {
+        let location = location.clone();
+        self.blocking(move |folder| {
+            let names = folder.names(&location)?;
+            let now = SystemTime::now();
+            for (name, _) in names.into_iter().filter(|(name, _)| is_ours(name)) {
+                let place = folder.place(&location.clone().join(name), false)?;
+                // Another run may be cleaning too: a file that is gone is what was wanted.
+                let Some(stat) = place.stat()? else { continue };
+                let written = SystemTime::from(modified(&stat));
+                let old = now.duration_since(written).is_ok_and(|since| since > age);
+                if old && FileType::from_raw_mode(stat.st_mode).is_file() {
+                    match place.remove() {
+                        Err(Error::NotFound { .. }) => {}
+                        other => other?,
+                    }
+                }
+            }
+            Ok(())
+        })
+        .await
+    }
+
+    async fn blocking<T: Send + 'static>(&self, work: impl FnOnce(&Folder) -> Result<T> + Send + 'static) -> Result<T> {
+        let folder = self.clone();
+        tokio::task::spawn_blocking(move || work(&folder))
+            .await
+            .unwrap_or_else(|error| Err(generic(IoError::other(error))))
+    }
+
+    /// The names below the output that `location` is made of.
+    fn names_of(&self, location: &Path) -> Result<Vec<String>> {
+        match location.prefix_match(&self.prefix) {
+            Some(parts) => Ok(parts.map(|part| part.as_ref().to_string()).collect()),
+            None => Err(Error::NotSupported {
+                source: format!("`{location}` is not below `{}`", self.root.display()).into(),
+            }),
+        }
+    }
+
+    /// The output itself, opened; with `make`, made where it is not there.
+    fn open_root(&self, make: bool) -> Result<OwnedFd> {
+        match rustix::fs::open(&self.root, FOLDER, Mode::empty()) {
+            Err(error) if make && error.kind() == ErrorKind::NotFound => {
+                let mut there = self.root.as_path();
+                while !there.exists() {
+                    there = there.parent().unwrap_or(FsPath::new("/"));
+                }
+                std::fs::create_dir_all(&self.root).map_err(|e| failed(e, &self.root))?;
+                let made = self.root.ancestors().take_while(|folder| *folder != there);
+                for folder in made.chain([there]) {
+                    let synced = File::open(folder).and_then(|folder| folder.sync_all());
+                    synced.map_err(|e| failed(e, folder))?;
+                }
+                rustix::fs::open(&self.root, FOLDER, Mode::empty()).map_err(|e| failed(e.into(), &self.root))
+            }
+            other => other.map_err(|e| failed(e.into(), &self.root)),
+        }
+    }
+
+    /// The folder that `names` lead to, opened.
+    fn enter(&self, names: &[String], make: bool) -> Result<(OwnedFd, PathBuf)> {
+        let (mut folder, mut path) = (self.open_root(make)?, self.root.clone());
+        for name in names {
+            path.push(name);
+            let place = Place {
+                folder,
+                name: name.clone(),
+                path: path.clone(),
+            };
+            folder = place.enter(make)?;
+        }
+        Ok((folder, path))
+    }
+
+    fn place(&self, location: &Path, make: bool) -> Result<Place> {
+        let mut names = self.names_of(location)?;
+        let name = names
+            .pop()
+            .ok_or_else(|| failed(ErrorKind::IsADirectory.into(), &self.root))?;
+        let (folder, path) = self.enter(&names, make)?;
+        let path = path.join(&name);
+        Ok(Place { folder, name, path })
+    }
+
+    /// What is right in the folder at `location`; nothing where there is none.
+    fn names(&self, location: &Path) -> Result<Vec<(String, Stat)>> {
+        let (folder, path) = match self.enter(&self.names_of(location)?, false) {
+            Err(Error::NotFound { .. }) => return Ok(Vec::new()),
+            other => other?,
+        };
+        let of = |error: rustix::io::Errno| failed(error.into(), &path);
+        let mut found = Vec::new();
+        for entry in Dir::read_from(&folder).map_err(of)? {
+            let entry = entry.map_err(of)?;
+            let name = entry.file_name();
+            if name == c"." || name == c".." {
+                continue;
+            }
+            let stat = match rustix::fs::statat(&folder, name, AtFlags::SYMLINK_NOFOLLOW) {
+                // It went meanwhile.
+                Err(error) if error.kind() == ErrorKind::NotFound => continue,
+                other => other.map_err(of)?,
+            };
+            let name = name.to_str().map_err(|_| {
+                let text = format!(
+                    "it holds the name `{}`, which is not UTF-8",
+                    name.to_string_lossy().escape_debug()
+                );
+                failed(IoError::new(ErrorKind::InvalidFilename, text), &path)
+            })?;
+            found.push((name.to_owned(), stat));
+        }
+        Ok(found)
+    }
+
+    /// The objects and the folders right in the folder at `location`.
+    fn look_into(&self, location: &Path) -> Result<(Vec<ObjectMeta>, Vec<Path>)> {
+        let (mut objects, mut folders) = (Vec::new(), Vec::new());
+        for (name, stat) in self.names(location)? {
+            let key = match location.as_ref() {
+                "" => Path::parse(name)?,
+                above => Path::parse(format!("{above}/{name}"))?,
+            };
+            match FileType::from_raw_mode(stat.st_mode).is_dir() {
+                true => folders.push(key),
+                false => objects.push(meta(&stat, key)),
+            }
+        }
+        Ok((objects, folders))
+    }
+
+    fn walk(&self, location: &Path) -> Result<Vec<ObjectMeta>> {
+        let mut found = Vec::new();
+        let mut open = vec![(location.clone(), 0)];
+        while let Some((folder, depth)) = open.pop() {
+            if depth > DEPTH_MAX {
+                let text = format!("folders are nested deeper than {DEPTH_MAX}");
+                return Err(failed(IoError::new(ErrorKind::InvalidFilename, text), &self.root));
+            }
+            let (objects, folders) = self.look_into(&folder)?;
+            found.extend(objects);
+            open.extend(folders.into_iter().map(|folder| (folder, depth + 1)));
+        }
+        Ok(found)
+    }
+
+    fn write(&self, location: &Path, payload: &PutPayload, mode: u32) -> Result<()> {
+        let place = self.place(location, true)?;
+        let flags = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | FILE;
+        let (mut file, _) = place.open(flags, mode)?;
+        let written = payload.iter().try_for_each(|piece| file.write_all(piece));
+        written.and_then(|()| file.sync_all()).map_err(|error| {
+            // What is left of it is removed with other old stages, where it cannot be removed now.
+            let _ = place.remove();
+            failed(error, &place.path)
+        })
+    }
+
+    fn read(&self, location: &Path, options: &GetOptions) -> Result<GetResult> {
+        let place = self.place(location, false)?;
+        let (file, stat) = place.open(FILE | OFlags::RDONLY, 0)?;
+        let meta = meta(&stat, location.clone());
+        options.check_preconditions(&meta)?;
+        let range = match &options.range {
+            Some(range) => range.as_range(meta.size).map_err(|e| generic(IoError::other(e)))?,
+            None => 0..meta.size,
+        };
+        Ok(GetResult {
+            payload: GetResultPayload::File(file, place.path),
+            meta,
+            range,
+            attributes: Default::default(),
+            extensions: Default::default(),
+        })
+    }
+
+    fn link(&self, from: &Path, to: &Path) -> Result<()> {
+        let (from, to) = (self.place(from, false)?, self.place(to, true)?);
+        rustix::fs::linkat(&from.folder, &from.name, &to.folder, &to.name, AtFlags::empty())
+            .map_err(|error| failed(error.into(), &to.path))?;
+        to.sync()
+    }
+
+    fn rename(&self, from: &Path, to: &Path) -> Result<()> {
+        let (from, to) = (self.place(from, false)?, self.place(to, true)?);
+        // A rename would put the file in the place of the link, which somebody made for a reason.
+        if to
+            .stat()?
+            .is_some_and(|stat| FileType::from_raw_mode(stat.st_mode).is_symlink())
+        {
+            return Err(odd(Odd::Link(to.path)));
+        }
+        rustix::fs::renameat(&from.folder, &from.name, &to.folder, &to.name)
+            .map_err(|error| failed(error.into(), &to.path))?;
+        to.sync()
+    }
+}
+
+impl Place {
+    /// The folder of this name, opened; with `make`, made where it is not there.
+    fn enter(self, make: bool) -> Result<OwnedFd> {
+        let open = || rustix::fs::openat(&self.folder, &self.name, FOLDER | OFlags::NOFOLLOW, Mode::empty());
+        let error = match open() {
+            Ok(folder) => return Ok(folder),
+            Err(error) => IoError::from(error),
+        };
+        if error.kind() != ErrorKind::NotFound || !make {
+            return Err(self.refusal(error));
+        }
+        match rustix::fs::mkdirat(&self.folder, &self.name, Mode::from_raw_mode(0o777)) {
+            Err(error) if error.kind() != ErrorKind::AlreadyExists => return Err(self.refusal(error.into())),
+            _ => self.sync()?,
+        }
+        open().map_err(|error| self.refusal(error.into()))
+    }
+
+    /// The regular file of this name, opened.
+    fn open(&self, flags: OFlags, mode: u32) -> Result<(File, Stat)> {
+        let opened = rustix::fs::openat(&self.folder, &self.name, flags, Mode::from_raw_mode(mode));
+        let file = opened.map_err(|error| self.refusal(error.into()))?;
+        let stat = rustix::fs::fstat(&file).map_err(|error| failed(error.into(), &self.path))?;
+        match FileType::from_raw_mode(stat.st_mode) {
+            FileType::RegularFile => Ok((File::from(file), stat)),
+            FileType::Directory => Err(failed(IoError::new(ErrorKind::NotFound, "it is a folder"), &self.path)),
+            _ => Err(odd(Odd::Special(self.path.clone()))),
+        }
+    }
+
+    /// Of what has this name, a link itself included.
+    fn stat(&self) -> Result<Option<Stat>> {
+        match rustix::fs::statat(&self.folder, &self.name, AtFlags::SYMLINK_NOFOLLOW) {
+            Ok(stat) => Ok(Some(stat)),
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(failed(error.into(), &self.path)),
+        }
+    }
+
+    /// Removes the name; of a link, not what it points to.
+    fn remove(&self) -> Result<()> {
+        rustix::fs::unlinkat(&self.folder, &self.name, AtFlags::empty())
+            .map_err(|error| failed(error.into(), &self.path))
+    }
+
+    fn sync(&self) -> Result<()> {
+        rustix::fs::fsync(&self.folder).map_err(|error| failed(error.into(), &self.path))
+    }
+
+    /// Why the name could not be opened: systems report a link that is not followed in several ways, and pipes and sockets, too.
+    fn refusal(&self, error: IoError) -> Error {
+        let exclusive = error.kind() == ErrorKind::AlreadyExists;
+        match self.stat() {
+            Ok(Some(stat)) if !exclusive => match FileType::from_raw_mode(stat.st_mode) {
+                FileType::Symlink => odd(Odd::Link(self.path.clone())),
+                FileType::RegularFile | FileType::Directory => failed(error, &self.path),
+                _ => odd(Odd::Special(self.path.clone())),
+            },
+            _ => failed(error, &self.path),
+        }
+    }
+}
+
+impl fmt::Display for Folder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "the folder `{}`", self.root.display())
+    }
+}
+
+#[async_trait]
+impl ObjectStore for Folder {
+    /// Writes a file that is not there yet: nothing is put over another but by a rename.
+    async fn put_opts(&self, location: &Path, payload: PutPayload, options: PutOptions) -> Result<PutResult> {
+        if matches!(options.mode, PutMode::Update(_)) {
+            return Err(self.cannot("a conditional update"));
+        }
+        let mode = options.extensions.get::<OwnerOnly>().map_or(0o666, |OwnerOnly| 0o600);
+        let location = location.clone();
+        self.blocking(move |folder| folder.write(&location, &payload, mode))
+            .await?;
+        Ok(PutResult {
+            e_tag: None,
+            version: None,
+            extensions: Default::default(),
+        })
+    }
+
+    async fn put_multipart_opts(&self, _: &Path, _: PutMultipartOptions) -> Result<Box<dyn MultipartUpload>> {
+        Err(self.cannot("a put in parts"))
+    }
+
+    async fn get_opts(&self, location: &Path, options: GetOptions) -> Result<GetResult> {
+        let location = location.clone();
+        self.blocking(move |folder| folder.read(&location, &options)).await
+    }
+
+    fn delete_stream(&self, locations: BoxStream<'static, Result<Path>>) -> BoxStream<'static, Result<Path>> {
+        let folder = self.clone();
+        let remove = move |location: Result<Path>| {
+            let folder = folder.clone();
+            async move {
+                let location = location?;
+                let gone = location.clone();
+                folder
+                    .blocking(move |folder| folder.place(&location, false)?.remove())
+                    .await
+                    .map(|()| gone)
+            }
+        };
+        locations.then(remove).boxed()
+    }
+
+    fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, Result<ObjectMeta>> {
+        let (folder, prefix) = (self.clone(), prefix.unwrap_or(&self.prefix).clone());
+        async move { folder.blocking(move |folder| folder.walk(&prefix)).await }
+            .map_ok(|found| stream::iter(found.into_iter().map(Ok)))
+            .try_flatten_stream()
+            .boxed()
+    }
+
+    async fn list_with_delimiter(&self, prefix: Option<&Path>) -> Result<ListResult> {
+        let prefix = prefix.unwrap_or(&self.prefix).clone();
+        let (objects, common_prefixes) = self.blocking(move |folder| folder.look_into(&prefix)).await?;
+        Ok(ListResult {
+            common_prefixes,
+            objects,
+            extensions: Default::default(),
+        })
+    }
+
+    async fn copy_opts(&self, from: &Path, to: &Path, options: CopyOptions) -> Result<()> {
+        if options.mode != CopyMode::Create {
+            return Err(self.cannot("a copy over another file"));
+        }
+        let (from, to) = (from.clone(), to.clone());
+        self.blocking(move |folder| folder.link(&from, &to)).await
+    }
+
+    async fn rename_opts(&self, from: &Path, to: &Path, options: RenameOptions) -> Result<()> {
+        if options.target_mode != RenameTargetMode::Overwrite {
+            return Err(self.cannot("a rename to a free name"));
+        }
+        let (from, to) = (from.clone(), to.clone());
+        self.blocking(move |folder| folder.rename(&from, &to)).await
+    }
+}
+
+impl Folder {
+    fn cannot(&self, what: &str) -> Error {
+        Error::NotImplemented {
+            operation: what.into(),
+            implementer: self.to_string(),
+        }
+    }
+}
+
+fn modified(stat: &Stat) -> DateTime<Utc> {
+    DateTime::from_timestamp(stat.st_mtime, stat.st_mtime_nsec as u32).unwrap_or_default()
+}
+
+/// The ETag has the form that object_store gives files.
+fn meta(stat: &Stat, location: Path) -> ObjectMeta {
+    let modified = modified(stat);
+    let micros = modified.timestamp_micros().max(0);
+    let size = stat.st_size as u64;
+    ObjectMeta {
+        location,
+        last_modified: modified,
+        size,
+        e_tag: Some(format!("\"{:x}-{micros:x}-{size:x}\"", stat.st_ino)),
+        version: None,
+    }
+}
+
+fn failed(source: IoError, path: &FsPath) -> Error {
+    let shown = path.display().to_string();
+    match source.kind() {
+        ErrorKind::NotFound => Error::NotFound {
+            path: shown,
+            source: source.into(),
+        },
+        ErrorKind::AlreadyExists => Error::AlreadyExists {
+            path: shown,
+            source: source.into(),
+        },
+        _ => generic(source),
+    }
+}
+
+fn generic(source: IoError) -> Error {
+    Error::Generic {
+        store: "LocalFileSystem",
+        source: source.into(),
+    }
+}
+
+fn odd(what: Odd) -> Error {
+    Error::Generic {
+        store: "LocalFileSystem",
+        source: what.into(),
+    }
+}
+
+#[cfg(test)]
+mod tests;

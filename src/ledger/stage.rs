@@ -1,0 +1,135 @@
+//! Stages of local puts: a file is written whole below `_gristmill/tmp/`, and gets its name by a hard link. Only names that are made
+//! here are ever removed there.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use object_store::path::Path;
+use object_store::{ObjectStoreExt, PutMode, PutOptions};
+
+use super::error::Result;
+use super::folder::OwnerOnly;
+use super::keys::{Id, JOB, TMP};
+use super::meaning::{Meaning, meaning};
+use super::store::Store;
+
+/// A stage older than this belongs to nobody alive: a put takes seconds.
+pub(super) const STAGE_AGE_MAX: Duration = Duration::from_secs(3600);
+
+/// Whether a name below `tmp/` is that of a stage or of the start-up probe: `ID-NUMBER`, `probe-ID`, and what earlier versions staged
+/// for these (`ID-NUMBER#1`).
+pub(super) fn is_ours(name: &str) -> bool {
+    let digits = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    let is_id = |text: &str| Id::try_from(text.to_string()).is_ok();
+    let name = match name.split_once('#') {
+        Some((name, number)) if digits(number) => name,
+        Some(_) => return false,
+        None => name,
+    };
+    if let Some(probe) = name.strip_prefix(PROBE) {
+        let ends = ["-again", ".link"];
+        return is_id(ends.iter().find_map(|end| probe.strip_suffix(end)).unwrap_or(probe));
+    }
+    name.split_once('-')
+        .is_some_and(|(writer, number)| is_id(writer) && digits(number))
+}
+
+/// How a key of the start-up probe begins.
+pub(super) const PROBE: &str = "probe-";
+
+impl Store {
+    pub(super) fn stage(&self) -> Path {
+        self.path(&format!("{TMP}/{}-{}", self.shared.writer, self.next_stage()))
+    }
+
+    /// Puts `bytes` at `key` unless something lies there. The ETag, where the store gives one.
+    pub(super) async fn put_if_absent(&self, key: &str, bytes: &Bytes) -> Result<Option<String>, object_store::Error> {
+        let (store, path) = (&self.shared.inner, self.path(key));
+        let mut options = PutOptions::default();
+        if self.shared.folder.is_none() {
+            options.mode = match self.unconditional() {
+                true => PutMode::Overwrite,
+                false => PutMode::Create,
+            };
+            let put = store.put_opts(&path, bytes.clone().into(), options).await?;
+            return Ok(put.e_tag);
+        }
+        if key == JOB {
+            // It holds the job's prompts, and whatever its author wrote into them.
+            options.extensions.insert(OwnerOnly);
+        }
+        let stage = self.stage();
+        let linked = match store.put_opts(&stage, bytes.clone().into(), options).await {
+            Ok(_) => store.copy_if_not_exists(&stage, &path).await,
+            Err(error) => Err(error),
+        };
+        if let Err(error) = store.delete(&stage).await
+            && linked.is_ok()
+        {
+            tracing::warn!("the stage `{stage}` stays behind until a later run cleans it: {error}");
+        }
+        linked.map(|()| None)
+    }
+
+    /// A name that somebody else linked may not have reached the disk yet; what we build on it must not outlive it.
+    pub(super) async fn sync_folder_of(&self, key: &str) -> Result<()> {
+        let Some(folder) = &self.shared.folder else {
+            return Ok(());
+        };
+        let synced = folder.sync_folder_of(&self.path(key)).await;
+        synced.map_err(|source| self.gave_up(key, "syncing the folder of", Some(source)))
+    }
+
+    /// Removes stages that dead runs left: by age, since a live writer needs its stage for seconds. (Would one vanish
+    /// all the same, its put fails and is staged again.)
+    pub async fn clean_stages(&self) -> Result<()> {
+        let Some(folder) = &self.shared.folder else {
+            return Ok(());
+        };
+        let cleaned = folder.remove_old(&self.path(TMP), STAGE_AGE_MAX, is_ours).await;
+        cleaned.map_err(|error| match meaning(&error) {
+            Meaning::Lasting(why) => self.lasting(TMP, "cleaning", why, &error),
+            Meaning::Denied(why) => self.denied(TMP, "cleaning", why, &error),
+            Meaning::Missing | Meaning::Transient => self.lasting(TMP, "cleaning", "it cannot be read", &error),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_names_of_stages_and_probes_are_ours() {
+        let id = "0123456789abcdef0123";
+        for name in [
+            "ID-0",
+            "ID-17",
+            "ID-0#1",
+            "probe-ID",
+            "probe-ID-again",
+            "probe-ID.link",
+            "probe-ID#2",
+        ] {
+            assert!(is_ours(&name.replace("ID", id)), "{name}");
+        }
+        for name in [
+            "",
+            "lock",
+            "ID",
+            "ID-",
+            "ID-x",
+            "ID-0#",
+            "ID-0#x",
+            "ID-0.parquet",
+            "xID-0",
+            "probe-",
+            "probe-ID-more",
+            "Probe-ID",
+            "thesis.tex",
+            "2026-11",
+        ] {
+            assert!(!is_ours(&name.replace("ID", id)), "{name}");
+        }
+    }
+}

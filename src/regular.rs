@@ -1,0 +1,136 @@
+//! Files that somebody else may have laid there: a pipe in the place of a file is never opened for its writer, and a file that says that
+//! it is larger than its kind can be is not read.
+
+use std::fs::{File, FileType};
+use std::io::{Error, ErrorKind, Read, Result};
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::path::Path;
+
+/// Opens a regular file, or a link to one; with its size.
+///
+/// # Errors
+/// It is something else, or cannot be opened.
+pub fn open(path: &Path) -> Result<(File, u64)> {
+    // Before it is opened, since opening a device may already do something.
+    check(std::fs::metadata(path)?.file_type())?;
+    let file = File::options()
+        .read(true)
+        // Should a pipe take its place meanwhile, this does not wait for a writer.
+        .custom_flags(libc::O_NONBLOCK)
+        .open(path)?;
+    let meta = file.metadata()?;
+    check(meta.file_type())?;
+    Ok((file, meta.len()))
+}
+
+/// Reads a regular file of at most `max` bytes. What this process was given as an open file (`/dev/stdin`, and `/dev/fd/63` for `<(…)`)
+/// may be a pipe.
+///
+/// # Errors
+/// As [`open`], or it is larger.
+pub fn read(path: &Path, max: u64) -> Result<Vec<u8>> {
+    let (file, size) = match is_given(path) {
+        true => (File::open(path)?, 0),
+        false => open(path)?,
+    };
+    if size > max {
+        return Err(too_large(format!("it has {size} bytes"), max));
+    }
+    read_at_most(file, max)
+}
+
+/// A pipe says no size.
+fn read_at_most(file: File, max: u64) -> Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    file.take(max + 1).read_to_end(&mut bytes)?;
+    match bytes.len() as u64 > max {
+        true => Err(too_large("it is larger".into(), max)),
+        false => Ok(bytes),
+    }
+}
+
+/// As [`read`], as text.
+///
+/// # Errors
+/// As [`read`], or it is not UTF-8.
+pub fn read_text(path: &Path, max: u64) -> Result<String> {
+    String::from_utf8(read(path, max)?).map_err(|_| Error::new(ErrorKind::InvalidData, "it is not UTF-8 text"))
+}
+
+fn too_large(what: String, max: u64) -> Error {
+    Error::new(
+        ErrorKind::FileTooLarge,
+        format!("{what}, and such a file may have at most {max} bytes"),
+    )
+}
+
+fn is_given(path: &Path) -> bool {
+    ["/dev/stdin", "/dev/fd", "/proc/self/fd"]
+        .iter()
+        .any(|given| path.starts_with(given))
+}
+
+/// Refuses what is no regular file by what it is.
+///
+/// # Errors
+/// It is something else.
+pub fn check(kind: FileType) -> Result<()> {
+    let what = match kind {
+        kind if kind.is_file() => return Ok(()),
+        kind if kind.is_dir() => "a folder",
+        kind if kind.is_fifo() => "a pipe",
+        kind if kind.is_socket() => "a socket",
+        _ => "a device",
+    };
+    Err(Error::new(
+        ErrorKind::InvalidInput,
+        format!("it is {what}, and must be a regular file"),
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_regular_files_are_read_and_only_up_to_their_limit() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        std::fs::write(at("file"), "12345").unwrap();
+        std::os::unix::fs::symlink(at("file"), at("link")).unwrap();
+        std::os::unix::fs::symlink(at("nothing"), at("dangling")).unwrap();
+        std::fs::create_dir(at("folder")).unwrap();
+        assert!(
+            std::process::Command::new("mkfifo")
+                .arg(at("pipe"))
+                .status()
+                .unwrap()
+                .success()
+        );
+        std::os::unix::net::UnixListener::bind(at("socket")).unwrap();
+        File::create(at("sparse")).unwrap().set_len(1 << 40).unwrap();
+        for name in ["file", "link"] {
+            assert_eq!(read_text(&at(name), 5).unwrap(), "12345", "{name}");
+            let error = read(&at(name), 4).unwrap_err().to_string();
+            assert!(error.contains("5 bytes") && error.contains("at most 4"), "{error}");
+        }
+        for (name, why) in [
+            ("folder", "a folder"),
+            ("pipe", "a pipe"),
+            ("socket", "a socket"),
+            ("sparse", "1099511627776 bytes"),
+        ] {
+            let error = read(&at(name), 1 << 20).unwrap_err().to_string();
+            assert!(error.contains(why), "{name}: {error}");
+        }
+        let error = read(Path::new("/dev/zero"), 10).unwrap_err().to_string();
+        assert!(error.contains("a device"), "{error}");
+        assert_eq!(read(&at("dangling"), 10).unwrap_err().kind(), ErrorKind::NotFound);
+    }
+
+    #[test]
+    fn what_has_no_size_is_read_up_to_its_limit() {
+        let error = read_at_most(File::open("/dev/zero").unwrap(), 1000).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::FileTooLarge);
+    }
+}
