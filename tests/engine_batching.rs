@@ -1003,6 +1003,36 @@ fn shapes_hold_whatever_the_model_says() {
     }
 }
 
+/// Half a second of compiling, which comes to nothing.
+#[test]
+fn a_shape_that_takes_long_holds_up_no_other_row() {
+    let (mut engine, _) = engine(&ROOMY);
+    let shaped = |row: u64, shape: Shape| {
+        let params = Params {
+            max_tokens: 4,
+            shape,
+            ..Params::default()
+        };
+        request(row, &[20, 21, 22], &params)
+    };
+    let hard = |tail: &str| Shape::Regex(format!("{}{tail}", r"\w?".repeat(1000)));
+    engine.submit(shaped(0, hard("a"))).unwrap();
+    assert!(!engine.is_idle() && engine.wants_more());
+    engine.submit(shaped(1, Shape::Free)).unwrap();
+    let mut order = Vec::new();
+    while !engine.is_idle() {
+        let ended = engine.step().unwrap();
+        order.extend(ended.into_iter().map(|unit| (unit.id.row, unit.result.map(|_| ()))));
+    }
+    assert_eq!(order.iter().map(|(row, _)| *row).collect::<Vec<_>>(), [1, 0]);
+    let why = order[1].1.as_ref().unwrap_err();
+    assert!(why.contains("`regex` cannot be compiled"), "{why}");
+    // Nobody waits for what was cancelled.
+    engine.submit(shaped(2, hard("b"))).unwrap();
+    engine.cancel(0, &|row| row == 2);
+    assert!(engine.is_idle());
+}
+
 #[test]
 fn stop_texts_cut_across_tokens() {
     let params = Params {

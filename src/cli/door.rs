@@ -13,7 +13,7 @@ use crate::dataset::location::Location;
 use crate::dataset::output::{OutputColumns, OutputSchema};
 use crate::dataset::plan::Format;
 use crate::dataset::planner::{InputPlan, PlanRequest, hash_inputs, plan_inputs};
-use crate::engine::constraint::Compiler;
+use crate::engine::constraint::Constraint;
 use crate::job::Renderer;
 use crate::job::file::{self, OutputFormat};
 use crate::job::generate::ShapeSpec;
@@ -243,7 +243,7 @@ impl Opened {
             ShapeSpec::JsonSchema(_) => "json_schema",
             ShapeSpec::Regex(_) => "regex",
         };
-        let compiled = Compiler::new(&eos).compile(&shape, &self.model.tokenizer);
+        let compiled = Constraint::compile(&shape, &self.model.tokenizer, &eos);
         match compiled.and_then(|constraint| self.job.generate.forbidden.clash(&constraint)) {
             Ok(()) => Ok(()),
             Err(e) => Err(Failure::bad_job(anyhow::anyhow!(

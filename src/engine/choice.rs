@@ -21,7 +21,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use crate::device::draw::{Allowed, Draw, Drawn};
-use crate::engine::constraint::ConstraintError;
+use crate::engine::constraint::{ConstraintError, Weight};
 use crate::model::tokenizer::Tokenizer;
 
 /// Most choices, and most bytes of all of them.
@@ -43,6 +43,8 @@ pub struct Choices {
     deepest: usize,
     nodes: Vec<TrieNode>,
     eos: Vec<u32>,
+    /// Counts it among the shapes that are there, where somebody does.
+    pub weight: Weight,
 }
 
 #[derive(Debug, Default)]
@@ -89,6 +91,7 @@ impl Choices {
             deepest: 0,
             nodes: vec![TrieNode::default()],
             eos: eos.to_vec(),
+            weight: Weight::default(),
         };
         let mut ways = HashMap::new();
         for choice in 0..texts.len() {

@@ -12,13 +12,14 @@ pub trait Generate: Send {
     /// Is nothing left to hand out?
     fn is_idle(&self) -> bool;
 
-    /// Takes a request; what becomes of it comes back with a later step. A refused one does not come back.
+    /// Takes a request; what becomes of it comes back with a later step. A refused one does not come back; what is found to be
+    /// wrong with it later (its shape is compiled meanwhile) comes back as its error.
     ///
     /// # Errors
     /// The request can never be completed here: it fails its row.
     fn submit(&mut self, request: Request) -> Result<(), Refused>;
 
-    /// Runs one step and returns what has ended. Without work it returns at once.
+    /// Runs one step and returns what has ended. Without work it returns at once, or after a moment in which a shape may be compiled.
     ///
     /// # Errors
     /// The device, not a row, is at fault: whatever was submitted must be computed again by another engine.

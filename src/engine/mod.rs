@@ -19,6 +19,7 @@ pub mod request;
 pub mod run;
 pub mod scheduler;
 pub mod sequence;
+mod shapes;
 pub mod thinking;
 pub mod totals;
 pub mod vocabulary;

@@ -18,13 +18,14 @@ use crate::device::DeviceError;
 use crate::device::draw::{Draw, DrawError};
 use crate::engine::blocks::{BlockKey, BlockPool};
 use crate::engine::choice::Node;
-use crate::engine::constraint::{Compiler, Constraint, ConstraintError};
+use crate::engine::constraint::compiler::Found;
+use crate::engine::constraint::{Constraint, ConstraintError};
 use crate::engine::generate::Generate;
 use crate::engine::ids::ById;
-use crate::engine::params::Params;
 use crate::engine::request::{Finished, Request, UnitId};
 use crate::engine::scheduler::{Limits, Scheduler, SequenceId, StepPlan};
 use crate::engine::sequence::{Continuation, Next, Unit};
+use crate::engine::shapes::Shapes;
 use crate::engine::thinking::Begin;
 use crate::engine::totals::{StepShape, StepTotals};
 use crate::engine::work::{self, Active, Flight, Row, Work};
@@ -69,23 +70,13 @@ pub enum Refused {
 /// What greedy requests with the same answer agree in, besides their parameters.
 type Question = (u32, Arc<[u32]>);
 
-/// A shape, for whom it was compiled.
-struct Compiled {
-    params: Arc<Params>,
-    eos: Arc<[u32]>,
-    result: Result<Constraint, ConstraintError>,
-}
-
 /// See the module's description.
 pub struct Engine {
     forward: Box<dyn Forward + Send>,
     tokenizer: Arc<Tokenizer>,
     options: EngineOptions,
     scheduler: Scheduler,
-    /// By end-of-sequence ids: jobs of one model may differ in theirs.
-    compilers: HashMap<Arc<[u32]>, Compiler>,
-    /// The shape compiled last: rows of a job share their parameters.
-    compiled: Option<Compiled>,
+    shapes: Shapes,
     units: ById<Box<Active>>,
     /// The unit that works at a greedy request.
     questions: HashMap<Question, u64>,
@@ -119,11 +110,10 @@ impl Engine {
         let pool = BlockPool::new(forward.kv_blocks(), forward.block_tokens().max(1));
         Engine {
             scheduler: Scheduler::new(limits, pool, BlockKey::root(&options.prefix_root)),
-            compilers: HashMap::new(),
+            shapes: Shapes::default(),
             forward,
             tokenizer,
             options,
-            compiled: None,
             units: ById::default(),
             questions: HashMap::new(),
             copies: 0,
@@ -212,23 +202,65 @@ impl Engine {
         self.next_key
     }
 
-    fn constraint(&mut self, request: &Request) -> Result<Constraint, ConstraintError> {
-        let Request { params, eos, .. } = request;
-        match &self.compiled {
-            Some(last) if Arc::ptr_eq(&last.params, params) && last.eos == *eos => last.result.clone(),
-            // The compiler knows the same shape again.
-            _ => {
-                let compiler = self.compilers.entry(eos.clone()).or_insert_with(|| Compiler::new(eos));
-                let result = compiler.compile(&params.shape, &self.tokenizer);
-                let result = result.and_then(|c| params.forbidden.clash(&c).map(|()| c));
-                self.compiled = Some(Compiled {
-                    params: params.clone(),
-                    eos: eos.clone(),
-                    result: result.clone(),
+    /// Takes in requests whose shapes have been compiled since; rows with other shapes have gone on meanwhile.
+    fn admit_compiled(&mut self) {
+        let is_idle = self.units.is_empty() && self.finished.is_empty() && self.flight.is_none();
+        for (request, shape) in self.shapes.compiled(is_idle) {
+            let id = request.id;
+            let admitted = shape
+                .map_err(Refused::from)
+                .and_then(|shape| self.admit(request, shape));
+            if let Err(refused) = admitted {
+                self.finished.push(Finished {
+                    id,
+                    result: Err(refused.to_string()),
+                    computed_tokens: 0,
                 });
-                result
             }
         }
+    }
+
+    /// Takes in a request whose shape is compiled.
+    fn admit(&mut self, request: Request, constraint: Constraint) -> Result<(), Refused> {
+        let prompt = request.prompt.len();
+        let context = self.forward.context_tokens() as usize;
+        let room = context.saturating_sub(prompt);
+        let asked = request.params.max_tokens as usize;
+        let thinking = request.params.thinking.as_ref();
+        let thinks = thinking.is_some_and(|thinking| thinking.begin(&request.prompt) != Begin::Answer);
+        // A choice computes nothing beyond its last branching; thoughts and other completions grow up to `max_tokens`.
+        let (needs, most, max_tokens) = match &constraint {
+            Constraint::Choice { choices, .. } if thinks => {
+                let deepest = choices.deepest_choice();
+                (deepest.max(1), asked.max(deepest).min(room), asked.min(room))
+            }
+            Constraint::Choice { choices, .. } => (choices.deepest_choice().max(1), choices.deepest_choice(), asked),
+            Constraint::Free | Constraint::Grammar(_) => (1, asked.min(room), asked.min(room)),
+        };
+        if needs > room {
+            return Err(Refused::Context { prompt, needs, context });
+        }
+        if !self.scheduler.fits_pool(prompt + most) {
+            return Err(Refused::Pool {
+                prompt,
+                most,
+                pool: self.scheduler.pool_tokens(),
+            });
+        }
+        if self.is_copy(&request) {
+            return Ok(());
+        }
+        let id = request.id;
+        let (unit, next) = Unit::new(request, constraint, max_tokens, &self.tokenizer);
+        match next {
+            Next::Finished(result) => self.finished.push(Finished {
+                id,
+                result,
+                computed_tokens: 0,
+            }),
+            Next::Go(first) => self.start(unit, first, most as u32),
+        }
+        Ok(())
     }
 
     /// Has the model do something, and counts the time that takes.
@@ -461,12 +493,13 @@ impl Engine {
 
 impl Generate for Engine {
     fn is_idle(&self) -> bool {
-        self.units.is_empty() && self.finished.is_empty() && self.flight.is_none()
+        self.units.is_empty() && self.finished.is_empty() && self.flight.is_none() && self.shapes.waiting() == 0
     }
 
     /// While there is room, each fill of the batch finds a window to choose from.
     fn wants_more(&self) -> bool {
-        self.scheduler.waiting() + self.copies < WINDOWS_WAITING * self.options.max_sequences.max(1)
+        self.scheduler.waiting() + self.copies + self.shapes.waiting()
+            < WINDOWS_WAITING * self.options.max_sequences.max(1)
     }
 
     /// A `max_tokens` beyond the model's context is cut to what fits; a prompt that leaves no room for a single token is
@@ -479,52 +512,20 @@ impl Generate for Engine {
         if let Some(&token) = request.prompt.iter().find(|t| **t as usize >= vocabulary) {
             return Err(Refused::UnknownToken { token, vocabulary });
         }
-        let constraint = self.constraint(&request)?;
-        let prompt = request.prompt.len();
-        let context = self.forward.context_tokens() as usize;
-        let room = context.saturating_sub(prompt);
-        let asked = request.params.max_tokens as usize;
-        let thinking = request.params.thinking.as_ref();
-        let thinks = thinking.is_some_and(|thinking| thinking.begin(&request.prompt) != Begin::Answer);
-        // A choice computes nothing beyond its last branching; thoughts and other completions grow up to `max_tokens`.
-        let (needs, most, max_tokens) = match &constraint {
-            Constraint::Choice { choices, .. } if thinks => {
-                let deepest = choices.deepest_choice();
-                (deepest.max(1), asked.max(deepest).min(room), asked.min(room))
+        match self.shapes.find(&request, &self.tokenizer) {
+            Found::Ready(constraint) => self.admit(request, constraint?),
+            Found::Underway(key) => {
+                self.shapes.wait(key, request);
+                Ok(())
             }
-            Constraint::Choice { choices, .. } => (choices.deepest_choice().max(1), choices.deepest_choice(), asked),
-            Constraint::Free | Constraint::Grammar(_) => (1, asked.min(room), asked.min(room)),
-        };
-        if needs > room {
-            return Err(Refused::Context { prompt, needs, context });
         }
-        if !self.scheduler.fits_pool(prompt + most) {
-            return Err(Refused::Pool {
-                prompt,
-                most,
-                pool: self.scheduler.pool_tokens(),
-            });
-        }
-        if self.is_copy(&request) {
-            return Ok(());
-        }
-        let id = request.id;
-        let (unit, next) = Unit::new(request, constraint, max_tokens, &self.tokenizer);
-        match next {
-            Next::Finished(result) => self.finished.push(Finished {
-                id,
-                result,
-                computed_tokens: 0,
-            }),
-            Next::Go(first) => self.start(unit, first, most as u32),
-        }
-        Ok(())
     }
 
     fn step(&mut self) -> Result<Vec<Finished>, EngineError> {
         if self.stopped {
             return Err(EngineError::Stopped);
         }
+        self.admit_compiled();
         let began = Instant::now();
         let plan = self.scheduler.plan();
         self.totals.last = StepShape::of(&plan);
@@ -570,5 +571,6 @@ impl Generate for Engine {
             !active.ids.is_empty()
         });
         self.finished.retain(|finished| !dropped(finished.id));
+        self.shapes.cancel(dropped);
     }
 }

@@ -14,10 +14,13 @@ use crate::engine::params::{Params, Shape};
 pub const MAX_TOKENS_MAX: u32 = 1 << 20;
 /// Most samples a row.
 pub const SAMPLES_MAX: u32 = 1024;
-/// Most texts in `choice`.
+/// Most texts in `choice`, and most bytes of all of them.
 const CHOICES_MAX: usize = 10_000;
+const CHOICE_BYTES_MAX: usize = 1 << 20;
 /// Most entries of `stop` and of `stop_token_ids`.
 const STOPS_MAX: usize = 64;
+/// Most bytes of all texts in `stop`: each is looked for at each token.
+const STOP_BYTES_MAX: usize = 4 << 10;
 
 /// Checked generation parameters, as the job and, where it leaves them unset, its checkpoint give them.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -92,6 +95,13 @@ impl Generate {
             if count > STOPS_MAX {
                 return bad(field, format!("has {count} entries, more than {STOPS_MAX}"));
             }
+        }
+        let bytes: usize = stop.iter().map(String::len).sum();
+        if bytes > STOP_BYTES_MAX {
+            return bad(
+                "stop",
+                format!("has {bytes} bytes together, more than {STOP_BYTES_MAX}"),
+            );
         }
         if file.choice.is_some() {
             // A choice ends where it is whole.
@@ -243,6 +253,13 @@ fn shape(file: &GenerateFile) -> Result<ShapeSpec, FieldError> {
             return bad(
                 "choice",
                 format!("has {} texts; it takes from 1 to {CHOICES_MAX}", choices.len()),
+            );
+        }
+        let bytes: usize = choices.iter().map(String::len).sum();
+        if bytes > CHOICE_BYTES_MAX {
+            return bad(
+                "choice",
+                format!("has {bytes} bytes together, more than {CHOICE_BYTES_MAX}"),
             );
         }
         let mut seen = std::collections::HashSet::new();

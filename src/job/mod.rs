@@ -61,15 +61,15 @@ pub enum JobError {
 /// `; did you mean …?` where one of `known` is near `word`, else what is known (if that is short).
 pub(crate) fn suggest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> String {
     let known: Vec<&str> = known.into_iter().collect();
+    let lower = word.to_lowercase();
+    let length = lower.chars().count();
+    let furthest = |name: &str| (name.chars().count() / 3).max(1);
     let near = known
         .iter()
-        .map(|name| {
-            (
-                strsim::damerau_levenshtein(&word.to_lowercase(), &name.to_lowercase()),
-                name,
-            )
-        })
-        .filter(|(distance, name)| *distance <= (name.chars().count() / 3).max(1))
+        // What differs by more in its length is not near, however long it is.
+        .filter(|name| name.chars().count().abs_diff(length) <= furthest(name))
+        .map(|name| (strsim::damerau_levenshtein(&lower, &name.to_lowercase()), name))
+        .filter(|(distance, name)| *distance <= furthest(name))
         .min_by_key(|(distance, _)| *distance);
     match near {
         Some((_, name)) => format!("; did you mean `{name}`?"),

@@ -472,3 +472,86 @@ impl Fields<'_> {
             .map_err(|_| format!("`{name}` is not {form}"))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    /// What stands in a line is held to what holds a job's own.
+    #[test]
+    fn a_line_is_checked_as_a_job_is() {
+        let job = Generate::check(&GenerateFile::default()).unwrap();
+        let labels = |count: usize| -> Vec<String> { (0..count).map(|i| format!("label {i}")).collect() };
+        let long =
+            |count: usize| -> Vec<String> { (0..count).map(|i| format!("{i} {}", "x".repeat(15_000))).collect() };
+        for (body, words) in [
+            (
+                json!({"n": 4_000_000_000_u64}),
+                "`n` is 4000000000, but the job's `generate.n` is 1",
+            ),
+            (json!({"n": 0}), "`n` is 0"),
+            (
+                json!({"max_tokens": 0}),
+                "`max_tokens` is 0; it must be from 1 to 1048576",
+            ),
+            (
+                json!({"max_completion_tokens": 1_u64 << 40}),
+                "must be from 1 to 1048576",
+            ),
+            (json!({"max_tokens": 1.5}), "not a whole number"),
+            (json!({"logprobs": true}), "must agree"),
+            (json!({"logprobs": 20}), "not supported"),
+            (
+                json!({"temperature": -0.1}),
+                "`temperature` is -0.1; it must be from 0 to 100",
+            ),
+            (json!({"top_p": 0}), "`top_p` is 0"),
+            (json!({"min_p": 1.1}), "`min_p` is 1.1"),
+            (json!({"top_k": -2}), "`top_k` is -2"),
+            (
+                json!({"repetition_penalty": 0}),
+                "`repetition_penalty` is 0; it must be from 0.01 to 100",
+            ),
+            (json!({"frequency_penalty": 1e300}), "`frequency_penalty`"),
+            (json!({"seed": 0.5}), "`seed` is 0.5"),
+            (json!({"stop": vec!["x"; 65]}), "`stop` has 65 entries, more than 64"),
+            (
+                json!({"stop": vec!["y".repeat(100); 41]}),
+                "`stop` has 4100 bytes together, more than 4096",
+            ),
+            (json!({"stop": ""}), "holds an empty text"),
+            (
+                json!({"stop_token_ids": vec![1; 65]}),
+                "`stop_token_ids` has 65 entries",
+            ),
+            (json!({"stop_token_ids": [-1]}), "is not a list of token ids"),
+            (json!({"guided_choice": labels(10_001)}), "`choice` has 10001 texts"),
+            (json!({"guided_choice": long(70)}), "bytes together, more than 1048576"),
+            (json!({"guided_choice": ["a", "a"]}), "holds `a` twice"),
+            (
+                json!({"guided_choice": ["a"], "stop": "b"}),
+                "cannot stand beside `choice`",
+            ),
+        ] {
+            let refused = generate(body.as_object().unwrap(), &job).unwrap_err();
+            assert!(refused.contains(words) && !refused.contains('\n'), "{words}: {refused}");
+        }
+        let stops = json!({"stop": vec!["y".repeat(64); 64], "n": 1, "logprobs": false, "top_k": -1});
+        assert!(generate(stops.as_object().unwrap(), &job).is_ok());
+    }
+
+    /// A name as long as the line is compared with no other.
+    #[test]
+    fn a_long_name_is_refused_at_once() {
+        let began = std::time::Instant::now();
+        let name = "t".repeat(4 << 20);
+        assert_eq!(
+            suggest(&name, ["tools", "temperature"]),
+            "; known are `tools`, `temperature`"
+        );
+        assert!(suggest("temprature", ["tools", "temperature"]).contains("did you mean `temperature`"));
+        assert!(message(0, &json!({"role": name, "content": ""})).is_err());
+        assert!(began.elapsed() < std::time::Duration::from_secs(5));
+    }
+}

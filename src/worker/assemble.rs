@@ -8,6 +8,9 @@ use crate::engine::params::Shape;
 use crate::engine::request::{Completion, Finished};
 use crate::worker::in_flight::ShardKey;
 
+/// Longest `error` of a row, in characters: what it quotes may be as long as the row.
+const ERROR_CHARS_MAX: usize = 2_000;
+
 /// Collects the samples of rows that are on the device.
 #[derive(Debug, Default)]
 pub struct Assembler {
@@ -81,7 +84,11 @@ impl Assembler {
 }
 
 /// A row that never reached the device.
-pub fn errored(row: u64, error: String) -> RowResult {
+pub fn errored(row: u64, mut error: String) -> RowResult {
+    if let Some((end, _)) = error.char_indices().nth(ERROR_CHARS_MAX) {
+        error.truncate(end);
+        error.push('…');
+    }
     without_completion(row, RowStatus::Errored, error)
 }
 
@@ -280,6 +287,14 @@ mod tests {
             assert_eq!(row.error.is_some(), status != RowStatus::Succeeded);
             assert_eq!(row.samples[0].text, text, "the raw text is kept");
         }
+    }
+
+    #[test]
+    fn an_error_is_no_longer_than_a_person_reads() {
+        let error = |text: String| errored(0, text).error.unwrap();
+        assert_eq!(error("é".repeat(ERROR_CHARS_MAX)).chars().count(), ERROR_CHARS_MAX);
+        let long = error("é".repeat(1 << 20));
+        assert!(long.chars().count() == ERROR_CHARS_MAX + 1 && long.ends_with('…'));
     }
 
     #[test]

@@ -79,6 +79,12 @@ def seeds(scratch):
     yield "queue_message", "message", json.dumps(message).encode()
     addresses = ("kafka://h:9092/t", "kafka://u:p@a:1,[::1]:2/t?group=g&partitions=7", "amqp://u:p@h/q", "amqps://u:p%20@h:5671/v/q?ack_timeout=60")
     yield from (("queue_address", str(number), address.encode()) for number, address in enumerate(addresses))
+    of = {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}, "b": {"enum": ["x", 1, None]}}, "required": ["a"], "$defs": {"a": {
+        "anyOf": [{"type": "array", "items": {"$ref": "#"}, "minItems": 1}, {"type": "string", "pattern": "^a+$", "maxLength": 9}]}}}
+    yield "json_schema", "object", json.dumps(of).encode()
+    yield "json_schema", "counted", json.dumps({"type": "object", "patternProperties": {"^a": {}}, "maxProperties": 3}).encode()
+    expressions = (r"\d{4}-\d{2}", r"(?:a|b)*[^c]{2,9}?", r"\p{L}+( \w)*$")
+    yield from (("regex", str(number), text.encode()) for number, text in enumerate(expressions))
 
 
 def main():

@@ -1,0 +1,166 @@
+//! Compiles one shape, on the thread that calls: what llguidance makes of it, within bounds.
+
+use std::sync::Arc;
+
+use llguidance::api::{ParserLimits, TopLevelGrammar};
+use llguidance::{Matcher, ParserFactory};
+use serde_json::{Map, Value};
+use toktrie::TokEnv;
+
+use crate::engine::choice::Choices;
+use crate::engine::constraint::grammar::Grammar;
+use crate::engine::constraint::text::one_line;
+use crate::engine::constraint::weight::{Live, Weight};
+use crate::engine::constraint::{Constraint, ConstraintError, pattern, schema};
+use crate::engine::params::Shape;
+use crate::engine::vocabulary::Vocabulary;
+use crate::model::tokenizer::Tokenizer;
+
+/// What llguidance says where no token may follow.
+const NOTHING_FOLLOWS: &str = "NoExtensionBias";
+/// What a grammar has too much of where its compiler panics over it.
+const TOO_MANY_SYMBOLS: &str = "grammar.symbols.len()";
+
+/// What a grammar may cost its compiler, and each mask; all of them are said, so that none changes with a new llguidance.
+const LIMITS: ParserLimits = ParserLimits {
+    // Ways to go on from one place: about 500 optional properties, or 2,000 objects in an `anyOf`.
+    max_items_in_row: 2_000,
+    initial_lexer_fuel: 1_000_000,
+    // Both are of one mask: some tens of milliseconds.
+    step_lexer_fuel: 200_000,
+    step_max_items: 50_000,
+    // 1 to 2 KB each, in each lane.
+    max_lexer_states: 100_000,
+    max_grammar_size: 500_000,
+    precompute_large_lexemes: true,
+    verbose_errors: false,
+};
+
+/// Bytes that a byte of a choice takes in the trie of its tokens, at most.
+const CHOICE_WEIGHT: u64 = 100;
+
+/// The field that a shape comes from.
+pub(super) fn field(shape: &Shape) -> &'static str {
+    match shape {
+        Shape::Free => "generate",
+        Shape::Choice { .. } => "choice",
+        Shape::JsonSchema(_) => "json_schema",
+        Shape::Regex(_) => "regex",
+    }
+}
+
+/// What compiles shapes for this vocabulary.
+pub(super) fn factory(tokenizer: &Arc<Tokenizer>, eos: &[u32]) -> Result<ParserFactory, ConstraintError> {
+    let env: TokEnv = Arc::new(Vocabulary::new(tokenizer, eos));
+    let mut factory = ParserFactory::new_simple(&env).map_err(|e| ConstraintError::Vocabulary {
+        why: one_line(&format!("{e:#}")),
+    })?;
+    factory.quiet();
+    *factory.limits_mut() = LIMITS;
+    Ok(factory)
+}
+
+/// Compiles a shape. `factory` is asked for where it is a grammar.
+pub(super) fn constraint<'a>(
+    shape: &Shape,
+    tokenizer: &Arc<Tokenizer>,
+    eos: &[u32],
+    live: &Live,
+    factory: impl FnOnce() -> Result<&'a ParserFactory, ConstraintError>,
+) -> Result<Constraint, ConstraintError> {
+    let (grammar, weight) = match shape {
+        Shape::Free => return Ok(Constraint::Free),
+        Shape::Choice { choices, probabilities } => {
+            let bytes: usize = choices.iter().map(String::len).sum();
+            let mut choices = Choices::new(choices, tokenizer, eos)?;
+            choices.weight = Weight::new(CHOICE_WEIGHT * bytes as u64, live);
+            return Ok(Constraint::Choice {
+                choices: Arc::new(choices),
+                probabilities: *probabilities,
+            });
+        }
+        Shape::JsonSchema(value) => {
+            let weight = schema::check_work(value)?;
+            (TopLevelGrammar::from_json_schema(compact(value)?), weight)
+        }
+        Shape::Regex(regex) => {
+            let weight = pattern::cost("regex", regex)?;
+            (TopLevelGrammar::from_regex(without_anchors(regex)), weight)
+        }
+    };
+    self::grammar(grammar, field(shape), factory()?, Weight::new(weight, live))
+}
+
+fn grammar(
+    grammar: TopLevelGrammar,
+    field: &'static str,
+    factory: &ParserFactory,
+    weight: Weight,
+) -> Result<Constraint, ConstraintError> {
+    let parser = factory.create_parser(grammar).map_err(|e| ConstraintError::Invalid {
+        field,
+        why: reason(&format!("{e:#}")),
+    })?;
+    let mut matcher = Matcher::new(Ok(parser));
+    let forced = matcher.consume_ff_tokens();
+    // The first mask also fills the caches that clones start with.
+    let mask = matcher
+        .compute_mask_or_eos()
+        .map_err(|e| match one_line(&e.to_string()) {
+            line if line == NOTHING_FOLLOWS => ConstraintError::Unsatisfiable { field },
+            why => ConstraintError::Invalid { field, why },
+        })?;
+    if mask.is_zero() {
+        return Err(ConstraintError::Unsatisfiable { field });
+    }
+    let env = factory.tok_env().clone();
+    Ok(Constraint::Grammar(Arc::new(Grammar::new(
+        matcher, forced, mask, env, weight,
+    ))))
+}
+
+/// Why a grammar cannot be compiled, in one line.
+fn reason(message: &str) -> String {
+    match one_line(message) {
+        line if line.contains(TOO_MANY_SYMBOLS) => "its grammar has more than 65,000 symbols".into(),
+        line => line,
+    }
+}
+
+/// The schema with llguidance's option against white space set, unless the schema sets its own.
+fn compact(schema: &Value) -> Result<Value, ConstraintError> {
+    let invalid = |why: &str| ConstraintError::Invalid {
+        field: "json_schema",
+        why: why.into(),
+    };
+    let mut members = match schema {
+        Value::Object(members) => members.clone(),
+        Value::Bool(true) => Map::new(),
+        Value::Bool(false) => return Err(invalid("no JSON fits `false`")),
+        _ => return Err(invalid("a JSON Schema is an object")),
+    };
+    let options = members.entry("x-guidance").or_insert_with(|| Value::Object(Map::new()));
+    let Value::Object(options) = options else {
+        return Err(invalid("`x-guidance` is not an object"));
+    };
+    // One space after a separator or none, as the model likes: it has learned one of both, and forcing the other upon it
+    // costs sense. More white space (which some models go on with for ever) only costs tokens.
+    for (name, value) in [
+        ("whitespace_flexible", Value::Bool(false)),
+        ("key_separator", Value::from(": ?")),
+        ("item_separator", Value::from(", ?")),
+    ] {
+        options.entry(name).or_insert(value);
+    }
+    Ok(Value::Object(members))
+}
+
+/// The whole text is matched anyway, so `^` at the start and `$` at the end say nothing new, and llguidance knows neither.
+pub(super) fn without_anchors(regex: &str) -> &str {
+    let regex = regex.strip_prefix('^').unwrap_or(regex);
+    match regex.strip_suffix('$') {
+        // After an odd number of backslashes it is a dollar sign.
+        Some(rest) if rest.bytes().rev().take_while(|b| *b == b'\\').count() % 2 == 0 => rest,
+        _ => regex,
+    }
+}

@@ -1,0 +1,341 @@
+//! Compiles shapes, each on a thread of its own, and remembers what became of them.
+//!
+//! Whoever asks does not wait: [`Compiler::find`] says that a shape is under way, and [`Compiler::collect`] hands out what has been
+//! compiled since. A thread cannot be killed, so bounds that are checked before keep a compilation to seconds; one that takes
+//! longer than [`TIME_MAX`] all the same is given up and its thread runs to its end, in whose place no other starts. A panic costs
+//! its shape alone. The stack is larger than any shape within the bounds needs.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::panic::AssertUnwindSafe;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use llguidance::{ParserFactory, panic_utils};
+use sha2::{Digest, Sha256};
+
+use crate::engine::constraint::text::{one_line, same_shape};
+use crate::engine::constraint::weight::Live;
+use crate::engine::constraint::{Constraint, ConstraintError, build, schema};
+use crate::engine::params::Shape;
+use crate::model::tokenizer::Tokenizer;
+
+/// Compiled shapes that are remembered, and bytes of their texts; rows of a batch file may each bring their own.
+pub(super) const CACHED_MAX: usize = 256;
+pub(super) const CACHED_BYTES_MAX: usize = 8 << 20;
+/// Stack of a thread: the largest schemas within the bounds were seen to take a quarter of it. Only what is used is ever memory.
+pub(super) const STACK_BYTES: usize = 64 << 20;
+/// Most threads at once.
+const THREADS_MAX: usize = 4;
+/// Weight of the shapes that may be there, remembered or in use, while more are compiled.
+const LIVE_MAX: u64 = 512 << 20;
+/// Longest time of a compilation; the worst that fits the bounds takes a tenth of it.
+const TIME_MAX: Duration = Duration::from_secs(30);
+/// How long [`Compiler::compile`] waits before it looks whether something takes too long.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// Tells shapes apart: a hash of what is compiled.
+pub type Key = [u8; 32];
+
+type Compiled = Result<Constraint, ConstraintError>;
+
+/// What there is of a shape.
+#[derive(Debug, Clone)]
+pub enum Found {
+    Ready(Compiled),
+    /// It is being compiled; [`Compiler::collect`] will hand it out by this key.
+    Underway(Key),
+}
+
+/// A shape to compile.
+struct Work {
+    key: Key,
+    /// Bytes of its text.
+    bytes: usize,
+    shape: Shape,
+    tokenizer: Arc<Tokenizer>,
+    eos: Arc<[u32]>,
+    factory: Arc<Factory>,
+    live: Live,
+}
+
+/// Made when the first grammar is compiled: the trie of a large vocabulary takes a while.
+type Factory = OnceLock<Result<ParserFactory, ConstraintError>>;
+
+/// A thread that compiles.
+struct Running {
+    key: Key,
+    bytes: usize,
+    field: &'static str,
+    /// When it began to compile its shape, once it has.
+    began: Arc<OnceLock<Instant>>,
+    given_up: bool,
+}
+
+/// See the module's description.
+pub struct Compiler {
+    /// By end-of-sequence ids: jobs of one model may differ in theirs.
+    factories: HashMap<Arc<[u32]>, Arc<Factory>>,
+    /// What was asked for last: rows of a job share theirs.
+    last: Option<(Shape, Arc<[u32]>, Key)>,
+    compiled: HashMap<Key, Compiled>,
+    /// Bytes of the texts of all `compiled`.
+    pub(super) compiled_bytes: usize,
+    underway: HashSet<Key>,
+    waiting: VecDeque<Work>,
+    running: Vec<Running>,
+    /// What could not be started.
+    refused: Vec<(Key, ConstraintError)>,
+    live: Live,
+    pub(super) live_max: u64,
+    threads: usize,
+    time_max: Duration,
+    sender: Sender<(Key, Compiled)>,
+    receiver: Receiver<(Key, Compiled)>,
+}
+
+impl Default for Compiler {
+    fn default() -> Self {
+        Compiler::new()
+    }
+}
+
+impl Compiler {
+    pub fn new() -> Compiler {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        Compiler::with(cores.min(THREADS_MAX), TIME_MAX)
+    }
+
+    /// One with so many threads and so much time.
+    pub(super) fn with(threads: usize, time_max: Duration) -> Compiler {
+        let (sender, receiver) = channel();
+        Compiler {
+            factories: HashMap::new(),
+            last: None,
+            compiled: HashMap::new(),
+            compiled_bytes: 0,
+            underway: HashSet::new(),
+            waiting: VecDeque::new(),
+            running: Vec::new(),
+            refused: Vec::new(),
+            live: Live::default(),
+            live_max: LIVE_MAX,
+            threads,
+            time_max,
+            sender,
+            receiver,
+        }
+    }
+
+    /// Compiles a shape, or finds it compiled, and waits for it. All calls must bring the same tokenizer.
+    pub fn compile(&mut self, shape: &Shape, tokenizer: &Arc<Tokenizer>, eos: &Arc<[u32]>) -> Compiled {
+        let key = match self.find(shape, tokenizer, eos) {
+            Found::Ready(compiled) => return compiled,
+            Found::Underway(key) => key,
+        };
+        loop {
+            let mut done = self.collect(LOOK);
+            if let Some(compiled) = done.remove(&key) {
+                return compiled;
+            }
+        }
+    }
+
+    /// Finds a shape compiled, or has it compiled. `eos`: the model's end-of-sequence ids. All calls must bring the same tokenizer.
+    pub fn find(&mut self, shape: &Shape, tokenizer: &Arc<Tokenizer>, eos: &Arc<[u32]>) -> Found {
+        if matches!(shape, Shape::Free) {
+            return Found::Ready(Ok(Constraint::Free));
+        }
+        if let Some((last, of, key)) = &self.last
+            && of == eos
+            && same_shape(last, shape)
+        {
+            if self.underway.contains(key) {
+                return Found::Underway(*key);
+            }
+            if let Some(known) = self.compiled.get(key) {
+                return Found::Ready(known.clone());
+            }
+        }
+        let (key, bytes) = match key(shape, eos) {
+            Ok(found) => found,
+            Err(refused) => return Found::Ready(Err(refused)),
+        };
+        self.last = Some((shape.clone(), eos.clone(), key));
+        if let Some(known) = self.compiled.get(&key) {
+            return Found::Ready(known.clone());
+        }
+        if self.underway.insert(key) {
+            self.waiting.push_back(Work {
+                key,
+                bytes,
+                shape: shape.clone(),
+                tokenizer: tokenizer.clone(),
+                eos: eos.clone(),
+                factory: self.factories.entry(eos.clone()).or_default().clone(),
+                live: self.live.clone(),
+            });
+            self.start();
+        }
+        Found::Underway(key)
+    }
+
+    /// What has been compiled, given up or refused since it was last asked. Waits so long for the first of them.
+    pub fn collect(&mut self, wait: Duration) -> HashMap<Key, Compiled> {
+        let mut done = HashMap::new();
+        let first = match wait.is_zero() {
+            true => self.receiver.try_recv().ok(),
+            false => self.receiver.recv_timeout(wait).ok(),
+        };
+        let mut next = first;
+        while let Some((key, compiled)) = next {
+            if let Some(at) = self.running.iter().position(|running| running.key == key) {
+                let ended = self.running.swap_remove(at);
+                if !ended.given_up {
+                    self.remember(key, ended.bytes, compiled.clone());
+                    done.insert(key, compiled);
+                }
+            }
+            next = self.receiver.try_recv().ok();
+        }
+        done.extend(self.give_up());
+        self.start();
+        done.extend(self.refused.drain(..).map(|(key, refused)| (key, Err(refused))));
+        for key in done.keys() {
+            self.underway.remove(key);
+        }
+        done
+    }
+
+    /// Gives up what takes too long.
+    fn give_up(&mut self) -> Vec<(Key, Compiled)> {
+        let seconds = self.time_max.as_secs();
+        let mut done = Vec::new();
+        for running in self.running.iter_mut().filter(|running| !running.given_up) {
+            if running.began.get().is_some_and(|began| began.elapsed() > self.time_max) {
+                running.given_up = true;
+                let field = running.field;
+                done.push((
+                    running.key,
+                    running.bytes,
+                    Err(ConstraintError::TooSlow { field, seconds }),
+                ));
+            }
+        }
+        for (key, bytes, compiled) in &done {
+            self.remember(*key, *bytes, compiled.clone());
+        }
+        done.into_iter().map(|(key, _, compiled)| (key, compiled)).collect()
+    }
+
+    /// Is there memory for more shapes? Those in use become fewer as their rows end.
+    fn has_room(&mut self) -> bool {
+        let is_full = |live: &Live| live.load(Ordering::Relaxed) > self.live_max;
+        if is_full(&self.live) {
+            // Those that are only remembered go first.
+            self.compiled.clear();
+            self.compiled_bytes = 0;
+        }
+        !is_full(&self.live)
+    }
+
+    /// Starts what waits, as far as there are threads and there is memory.
+    fn start(&mut self) {
+        while self.running.len() < self.threads
+            && !self.waiting.is_empty()
+            && self.has_room()
+            && let Some(work) = self.waiting.pop_front()
+        {
+            let began = Arc::new(OnceLock::new());
+            let running = Running {
+                key: work.key,
+                bytes: work.bytes,
+                field: build::field(&work.shape),
+                began: began.clone(),
+                given_up: false,
+            };
+            let (key, field, sender) = (work.key, running.field, self.sender.clone());
+            let thread = std::thread::Builder::new()
+                .name("grammar".into())
+                .stack_size(STACK_BYTES)
+                .spawn(move || {
+                    let compiled = compiled(&work, &began);
+                    // Gone is the compiler, and with it whoever asked.
+                    let _ = sender.send((key, compiled));
+                });
+            match thread {
+                Ok(_) => self.running.push(running),
+                Err(e) => {
+                    let why = format!("no thread can be started for it: {e}");
+                    self.refused.push((key, ConstraintError::Invalid { field, why }));
+                }
+            }
+        }
+        let threads = self.running.len();
+        if threads > 0 && self.running.iter().all(|running| running.given_up) && threads == self.threads {
+            self.refused.extend(self.waiting.drain(..).map(|work| {
+                let field = build::field(&work.shape);
+                (work.key, ConstraintError::Held { field, threads })
+            }));
+        }
+    }
+
+    fn remember(&mut self, key: Key, bytes: usize, compiled: Compiled) {
+        self.compiled_bytes += bytes;
+        if self.compiled.len() >= CACHED_MAX || self.compiled_bytes > CACHED_BYTES_MAX {
+            self.compiled.clear();
+            self.compiled_bytes = bytes;
+        }
+        self.compiled.insert(key, compiled);
+    }
+
+    /// How many are remembered.
+    #[cfg(test)]
+    pub(super) fn remembered(&self) -> usize {
+        self.compiled.len()
+    }
+}
+
+/// A shape's key, and the bytes of its text.
+fn key(shape: &Shape, eos: &[u32]) -> Result<(Key, usize), ConstraintError> {
+    let name = match shape {
+        Shape::Free => String::new(),
+        Shape::Choice { choices, probabilities } => format!("choice {probabilities} {choices:?}"),
+        Shape::JsonSchema(schema) => format!("json {}", schema::checked(schema)?),
+        Shape::Regex(regex) => format!("regex {regex}"),
+    };
+    let mut hash = Sha256::new();
+    hash.update(name.as_bytes());
+    hash.update(format!(" ends {eos:?}"));
+    Ok((hash.finalize().into(), name.len()))
+}
+
+/// Compiles a shape on this thread.
+fn compiled(work: &Work, began: &OnceLock<Instant>) -> Compiled {
+    guarded(build::field(&work.shape), || {
+        let is_grammar = matches!(work.shape, Shape::JsonSchema(_) | Shape::Regex(_));
+        // The vocabulary's time is not the shape's.
+        let factory = is_grammar.then(|| work.factory.get_or_init(|| build::factory(&work.tokenizer, &work.eos)));
+        began.get_or_init(Instant::now);
+        let factory = || match factory {
+            Some(Ok(factory)) => Ok(factory),
+            Some(Err(refused)) => Err(refused.clone()),
+            None => Err(ConstraintError::Vocabulary {
+                why: "none was made for this shape".into(),
+            }),
+        };
+        build::constraint(&work.shape, &work.tokenizer, &work.eos, &work.live, factory)
+    })
+}
+
+/// Compiles a shape; a panic is its error.
+pub(super) fn guarded(field: &'static str, compile: impl FnOnce() -> Compiled) -> Compiled {
+    let result = panic_utils::catch_unwind(AssertUnwindSafe(|| Ok(compile())));
+    result.unwrap_or_else(|panic| {
+        Err(ConstraintError::Invalid {
+            field,
+            why: one_line(&panic.to_string()),
+        })
+    })
+}

@@ -1,0 +1,452 @@
+//! What a JSON Schema may ask of its compiler, checked before it is compiled.
+//!
+//! Some bounds are of single places: levels, properties of an object, alternatives, expressions. The rest is [`Work`]: llguidance
+//! puts the target of a `$ref` in place where something stands beside it, and multiplies alternatives that must hold together, so
+//! a schema of a kilobyte can become gigabytes. The same is done here with counts in place of copies, and given up once it is too
+//! much.
+
+use std::collections::HashSet;
+
+use serde_json::{Map, Value};
+
+use crate::engine::constraint::{ConstraintError, pattern};
+
+const FIELD: &str = "json_schema";
+
+/// Largest schema, as compact JSON, in bytes.
+pub(super) const BYTES_MAX: usize = 1 << 20;
+/// Deepest nesting of a schema.
+pub(super) const LEVELS_MAX: usize = 100;
+/// Levels of all that `$ref`s name, together: a chain of definitions is compiled by recursion.
+pub(super) const REFERRED_LEVELS_MAX: usize = 3_000;
+/// Values that are looked at to count those levels.
+const REFERRED_VALUES_MAX: usize = 2_000_000;
+/// Deepest nesting once definitions are put in place.
+const PLACED_LEVELS_MAX: usize = 300;
+/// Most properties of one object.
+pub(super) const PROPERTIES_MAX: usize = 2_000;
+/// Most properties of an object that says how many it has: each number is a grammar of its own.
+pub(super) const COUNTED_PROPERTIES_MAX: usize = 100;
+/// Most `patternProperties` of one object: each is compared with each.
+pub(super) const PATTERN_PROPERTIES_MAX: usize = 64;
+/// Most entries of `enum`, `anyOf`, `oneOf`, `allOf`, `prefixItems` and the like.
+pub(super) const ALTERNATIVES_MAX: usize = 10_000;
+/// Most work: about the bytes of what is made of the schema; 16 MiB take half a second.
+pub(super) const WORK_MAX: u64 = 64 << 20;
+/// Work of a schema without anything in it.
+const NODE: u64 = 256;
+
+/// Keywords that say nothing about the answer.
+const NOTES: [&str; 15] = [
+    "$anchor",
+    "$defs",
+    "definitions",
+    "$schema",
+    "$id",
+    "id",
+    "$comment",
+    "title",
+    "description",
+    "default",
+    "readOnly",
+    "writeOnly",
+    "examples",
+    "contentMediaType",
+    "contentEncoding",
+];
+
+/// Checks a schema, and returns it as text.
+///
+/// # Errors
+/// It is larger than any that is compiled.
+pub(super) fn checked(schema: &Value) -> Result<String, ConstraintError> {
+    let mut left = usize::MAX;
+    bound(levels(schema, &mut left), LEVELS_MAX, "levels")?;
+    let text = schema.to_string();
+    bound(text.len(), BYTES_MAX, "bytes")?;
+    Ok(text)
+}
+
+/// Checks what takes longer to find than a schema's size.
+///
+/// Returns its work, which is about the bytes that it takes once it is compiled.
+///
+/// # Errors
+/// It asks for more than is compiled.
+pub(super) fn check_work(schema: &Value) -> Result<u64, ConstraintError> {
+    check_places(schema)?;
+    check_references(schema)?;
+    let mut work = Work {
+        root: schema,
+        left: WORK_MAX,
+        named: HashSet::new(),
+        to_do: Vec::new(),
+    };
+    work.meet(vec![Item::Schema(schema)], 0)?;
+    while let Some(target) = work.to_do.pop() {
+        work.meet(vec![Item::Schema(target)], 0)?;
+    }
+    Ok(WORK_MAX - work.left)
+}
+
+fn too_large(size: usize, limit: usize, unit: &'static str) -> ConstraintError {
+    ConstraintError::TooLarge {
+        field: FIELD,
+        size,
+        unit,
+        limit,
+    }
+}
+
+fn bound(size: usize, limit: usize, unit: &'static str) -> Result<(), ConstraintError> {
+    match size > limit {
+        true => Err(too_large(size, limit, unit)),
+        false => Ok(()),
+    }
+}
+
+/// Levels of nesting, without recursion; `left` counts down by the values looked at, and none is looked at once it is 0.
+fn levels(value: &Value, left: &mut usize) -> usize {
+    let mut deepest = 0;
+    let mut stack = vec![(value, 1)];
+    while let Some((value, depth)) = stack.pop() {
+        *left = left.saturating_sub(1);
+        if *left == 0 {
+            break;
+        }
+        deepest = deepest.max(depth);
+        match value {
+            Value::Array(items) => stack.extend(items.iter().map(|v| (v, depth + 1))),
+            Value::Object(members) => stack.extend(members.values().map(|v| (v, depth + 1))),
+            _ => {}
+        }
+    }
+    deepest
+}
+
+/// Checks the bounds of single places, wherever they stand.
+fn check_places(schema: &Value) -> Result<(), ConstraintError> {
+    let mut stack = vec![schema];
+    while let Some(value) = stack.pop() {
+        let members = match value {
+            Value::Object(members) => members,
+            Value::Array(items) => {
+                stack.extend(items);
+                continue;
+            }
+            _ => continue,
+        };
+        for (name, value) in members {
+            check_place(name, value)?;
+            stack.push(value);
+        }
+    }
+    Ok(())
+}
+
+fn check_place(name: &str, value: &Value) -> Result<(), ConstraintError> {
+    match (name, value) {
+        ("properties", Value::Object(of)) => bound(of.len(), PROPERTIES_MAX, "properties of one object"),
+        ("required", Value::Array(of)) => bound(of.len(), PROPERTIES_MAX, "required properties of one object"),
+        ("patternProperties", Value::Object(of)) => {
+            bound(of.len(), PATTERN_PROPERTIES_MAX, "`patternProperties` of one object")?;
+            of.keys().try_for_each(|key| pattern::cost(FIELD, key).map(drop))
+        }
+        ("pattern", Value::String(text)) => pattern::cost(FIELD, text).map(drop),
+        ("x-guidance", Value::Object(options)) => {
+            let texts = options.values().filter_map(Value::as_str);
+            texts
+                .map(|text| pattern::cost(FIELD, text))
+                .try_for_each(|cost| cost.map(drop))
+        }
+        ("enum" | "anyOf" | "oneOf" | "allOf" | "prefixItems" | "items" | "type", Value::Array(of)) => {
+            bound(of.len(), ALTERNATIVES_MAX, "entries of one `enum`, `anyOf` or the like")
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Checks how deep definitions can hang together.
+fn check_references(schema: &Value) -> Result<(), ConstraintError> {
+    let mut seen: HashSet<&str> = HashSet::new();
+    let (mut sum, mut left) = (0, REFERRED_VALUES_MAX);
+    let mut stack = vec![schema];
+    while let Some(value) = stack.pop() {
+        match value {
+            Value::Array(items) => stack.extend(items),
+            Value::Object(members) => {
+                stack.extend(members.values());
+                if let Some(Value::String(name)) = members.get("$ref")
+                    && seen.insert(name)
+                    && let Some(target) = target(schema, name)
+                {
+                    sum += levels(target, &mut left);
+                    if left == 0 {
+                        sum = sum.max(REFERRED_LEVELS_MAX + 1);
+                    }
+                    bound(sum, REFERRED_LEVELS_MAX, "levels of definitions that `$ref`s name")?;
+                }
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+/// What a `$ref` names, as llguidance looks it up.
+fn target<'a>(root: &'a Value, name: &str) -> Option<&'a Value> {
+    if name == "#" || name == "#/" {
+        return Some(root);
+    }
+    let mut at = root;
+    for segment in name.strip_prefix("#/")?.split('/') {
+        at = match at {
+            Value::Array(items) => items.get(segment.parse::<usize>().ok()?)?,
+            other => other.get(segment)?,
+        };
+    }
+    Some(at)
+}
+
+/// Something that must hold together with others.
+#[derive(Clone)]
+enum Item<'a> {
+    Schema(&'a Value),
+    /// A schema's own keywords, without those that put other schemas in its place.
+    Own(&'a Map<String, Value>),
+    /// One of these.
+    AnyOf(&'a [Value]),
+    Enum(&'a [Value]),
+    Const(&'a Value),
+}
+
+/// What the compiler would do with a schema, counted.
+struct Work<'a> {
+    root: &'a Value,
+    left: u64,
+    /// The `$ref`s whose targets are compiled once, for themselves.
+    named: HashSet<&'a str>,
+    to_do: Vec<&'a Value>,
+}
+
+impl<'a> Work<'a> {
+    fn pay(&mut self, cost: u64) -> Result<(), ConstraintError> {
+        match self.left.checked_sub(cost) {
+            Some(left) => {
+                self.left = left;
+                Ok(())
+            }
+            None => Err(ConstraintError::Work { field: FIELD }),
+        }
+    }
+
+    /// Counts what becomes of schemas that must hold together.
+    fn meet(&mut self, items: Vec<Item<'a>>, depth: usize) -> Result<(), ConstraintError> {
+        bound(depth, PLACED_LEVELS_MAX, "levels with definitions in place")?;
+        let mut flat = Vec::new();
+        let mut references = Vec::new();
+        let mut stack = items;
+        loop {
+            while let Some(item) = stack.pop() {
+                self.pay(NODE)?;
+                self.flatten(item, &mut stack, &mut flat, &mut references)?;
+            }
+            // What stands alone is compiled once, wherever it is named.
+            if let ([name], true) = (&references[..], flat.is_empty()) {
+                if let (true, Some(target)) = (self.named.insert(name), target(self.root, name)) {
+                    self.to_do.push(target);
+                }
+                return Ok(());
+            }
+            match references.pop() {
+                Some(name) => stack.extend(target(self.root, name).map(Item::Schema)),
+                None => break,
+            }
+        }
+        let choice = flat
+            .iter()
+            .position(|item| matches!(item, Item::AnyOf(_) | Item::Enum(_)));
+        let Some(choice) = choice else {
+            return self.meet_own(&flat, depth);
+        };
+        let (options, is_enum) = match flat.swap_remove(choice) {
+            Item::Enum(values) => (values, true),
+            Item::AnyOf(options) => (options, false),
+            _ => (&[][..], false),
+        };
+        for option in options {
+            let mut with = flat.clone();
+            with.push(match is_enum {
+                true => Item::Const(option),
+                false => Item::Schema(option),
+            });
+            self.meet(with, depth + 1)?;
+        }
+        Ok(())
+    }
+
+    /// Sorts what a schema says into what it consists of, what it names, and what is to be sorted still.
+    fn flatten(
+        &mut self,
+        item: Item<'a>,
+        stack: &mut Vec<Item<'a>>,
+        flat: &mut Vec<Item<'a>>,
+        references: &mut Vec<&'a str>,
+    ) -> Result<(), ConstraintError> {
+        let Item::Schema(schema) = item else {
+            flat.push(item);
+            return Ok(());
+        };
+        let Value::Object(members) = schema else {
+            return Ok(());
+        };
+        let mut owns = false;
+        for (name, value) in members {
+            match (name.as_str(), value) {
+                ("$ref", Value::String(name)) => references.push(name),
+                ("allOf", Value::Array(of)) => stack.extend(of.iter().map(Item::Schema)),
+                ("anyOf", Value::Array(of)) => flat.push(Item::AnyOf(of)),
+                ("oneOf", Value::Array(of)) => {
+                    self.pay(compared(of))?;
+                    flat.push(Item::AnyOf(of));
+                }
+                ("enum", Value::Array(of)) => flat.push(Item::Enum(of)),
+                ("const", value) => flat.push(Item::Const(value)),
+                ("x-guidance", _) => {}
+                (name, _) => owns |= !NOTES.contains(&name),
+            }
+        }
+        if owns {
+            flat.push(Item::Own(members));
+        }
+        Ok(())
+    }
+
+    /// Counts schemas that must hold together and leave no choice.
+    fn meet_own(&mut self, items: &[Item<'a>], depth: usize) -> Result<(), ConstraintError> {
+        let mut own: Vec<&'a Map<String, Value>> = Vec::new();
+        for item in items {
+            match item {
+                Item::Own(members) => own.push(members),
+                Item::Const(value) => self.pay(size(value))?,
+                _ => {}
+            }
+        }
+        for members in &own {
+            if let Some(Value::String(text)) = members.get("pattern") {
+                self.pay(pattern::cost(FIELD, text)?)?;
+            }
+        }
+        if own.is_empty() {
+            return Ok(());
+        }
+        self.meet_properties(&own, depth)?;
+        self.meet_items(&own, depth)
+    }
+
+    fn meet_properties(&mut self, own: &[&'a Map<String, Value>], depth: usize) -> Result<(), ConstraintError> {
+        let object = |members: &'a Map<String, Value>, name: &str| members.get(name).and_then(Value::as_object);
+        let mut names: HashSet<&str> = HashSet::new();
+        let mut in_order: Vec<&'a str> = Vec::new();
+        let mut patterns = 0;
+        for members in own {
+            let properties = object(members, "properties").into_iter().flat_map(|of| of.keys());
+            let required = members.get("required").and_then(Value::as_array).into_iter().flatten();
+            let all = properties.map(String::as_str).chain(required.filter_map(Value::as_str));
+            in_order.extend(all.filter(|name| names.insert(name)));
+            for (key, _) in object(members, "patternProperties").into_iter().flatten() {
+                patterns += 16 + pattern::cost(FIELD, key)? / 64;
+            }
+        }
+        let count = in_order.len();
+        bound(count, PROPERTIES_MAX, "properties of one object")?;
+        if own
+            .iter()
+            .any(|of| of.contains_key("minProperties") || of.contains_key("maxProperties"))
+        {
+            bound(
+                count,
+                COUNTED_PROPERTIES_MAX,
+                "properties of an object with `minProperties` or `maxProperties`",
+            )?;
+            self.pay(8 * (count as u64).pow(3))?;
+        }
+        self.pay(4 * (count as u64).pow(2) + 8 * (count * own.len()) as u64 + 16 * patterns * patterns)?;
+        // A property meets what each of the schemas says of it.
+        for name in in_order {
+            let of = own.iter().filter_map(|members| {
+                let named = object(members, "properties").and_then(|of| of.get(name));
+                named.or_else(|| members.get("additionalProperties"))
+            });
+            let of: Vec<Item> = of.map(Item::Schema).collect();
+            // And what one of the patterns says, if one fits.
+            for schema in own
+                .iter()
+                .filter_map(|of| object(of, "patternProperties"))
+                .flat_map(Map::values)
+            {
+                let with = of.iter().cloned().chain([Item::Schema(schema)]);
+                self.meet(with.collect(), depth + 1)?;
+            }
+            self.meet(of, depth + 1)?;
+        }
+        let others = own.iter().filter_map(|members| members.get("additionalProperties"));
+        self.meet(others.map(Item::Schema).collect(), depth + 1)?;
+        for members in own {
+            for (_, schema) in object(members, "patternProperties").into_iter().flatten() {
+                let mut of = vec![Item::Schema(schema)];
+                let others = own.iter().filter_map(|members| members.get("additionalProperties"));
+                of.extend(others.map(Item::Schema));
+                self.meet(of, depth + 1)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn meet_items(&mut self, own: &[&'a Map<String, Value>], depth: usize) -> Result<(), ConstraintError> {
+        let first = |members: &'a Map<String, Value>| -> &'a [Value] {
+            let lists = ["prefixItems", "items"].map(|name| members.get(name).and_then(Value::as_array));
+            lists.into_iter().flatten().next().map_or(&[], Vec::as_slice)
+        };
+        let rest = |members: &'a Map<String, Value>| {
+            let all = members.get("items").filter(|items| !items.is_array());
+            all.or_else(|| members.get("additionalItems"))
+        };
+        let longest = own.iter().map(|of| first(of).len()).max().unwrap_or(0);
+        for at in 0..longest {
+            let of = own.iter().filter_map(|of| first(of).get(at).or_else(|| rest(of)));
+            self.meet(of.map(Item::Schema).collect(), depth + 1)?;
+        }
+        let of: Vec<Item> = own.iter().filter_map(|of| rest(of)).map(Item::Schema).collect();
+        match of.is_empty() {
+            true => Ok(()),
+            false => self.meet(of, depth + 1),
+        }
+    }
+}
+
+/// Work of telling each of `oneOf` from each other.
+fn compared(options: &[Value]) -> u64 {
+    let required = |option: &Value| option.get("required").and_then(Value::as_array).map_or(0, Vec::len);
+    let most = options.iter().map(required).max().unwrap_or(0);
+    4 * (options.len() as u64).pow(2) * (1 + most as u64)
+}
+
+/// Work of a value that stands for itself, without recursion.
+fn size(value: &Value) -> u64 {
+    let mut sum = 0;
+    let mut stack = vec![value];
+    while let Some(value) = stack.pop() {
+        sum += NODE;
+        match value {
+            Value::String(text) => sum += 8 * text.len() as u64,
+            Value::Array(items) => stack.extend(items),
+            Value::Object(members) => {
+                sum += 4 * (members.len() as u64).pow(2) + members.keys().map(|key| key.len() as u64).sum::<u64>();
+                stack.extend(members.values());
+            }
+            _ => {}
+        }
+    }
+    sum
+}

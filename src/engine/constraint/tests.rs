@@ -1,0 +1,287 @@
+//! Shapes compiled for a small vocabulary.
+
+mod bounds;
+
+use super::build::without_anchors;
+use super::compiler::CACHED_BYTES_MAX;
+use super::grammar::{LANE_SEQUENCES, Lane, locked};
+use super::text::{QUOTED_CHARS_MAX, one_line, same_shape};
+use super::*;
+use llguidance::Matcher;
+use proptest::prelude::*;
+use serde_json::{Value, json};
+
+/// The ids that may come next.
+fn allowed(state: &mut GrammarState) -> Result<Vec<u32>, String> {
+    state.prepare();
+    let mask = state.mask()?;
+    let ids = (0..mask.len() as u32 * 32).filter(|id| mask[*id as usize / 32] >> (id % 32) & 1 == 1);
+    Ok(ids.collect())
+}
+
+fn tokenizer() -> Arc<Tokenizer> {
+    let words = ["name", "age", "{\"", "\":", "true", "12"];
+    Arc::new(Tokenizer::from_words(&words, &["<pad>", "<eos>"]).unwrap())
+}
+
+fn ends(tokenizer: &Tokenizer) -> Arc<[u32]> {
+    [tokenizer.eos_id().unwrap()].into()
+}
+
+fn grammar(shape: &Shape) -> Result<Arc<Grammar>, ConstraintError> {
+    let tokenizer = tokenizer();
+    match Constraint::compile(shape, &tokenizer, &[tokenizer.eos_id().unwrap()])? {
+        Constraint::Grammar(grammar) => Ok(grammar),
+        other => panic!("not a grammar: {other:?}"),
+    }
+}
+
+fn regex(text: &str) -> Result<Arc<Grammar>, ConstraintError> {
+    grammar(&Shape::Regex(text.into()))
+}
+
+fn schema(value: Value) -> Result<Arc<Grammar>, ConstraintError> {
+    grammar(&Shape::JsonSchema(value))
+}
+
+#[test]
+fn regexes_match_the_whole_text() {
+    for text in ["[a-c]{2,3}x", "^[a-c]{2,3}x$", "^(?:[a-c]{2,3}x)$"] {
+        let g = regex(text).unwrap();
+        assert!(g.accepts("abx") && g.accepts("abcx"), "{text}");
+        assert!(
+            !g.accepts("ax") && !g.accepts("abxx") && !g.accepts("ab") && !g.accepts(""),
+            "{text}"
+        );
+    }
+    assert_eq!(without_anchors(r"^a\$"), r"a\$");
+    assert_eq!(without_anchors(r"a\\$"), r"a\\");
+    let unicode = regex("[äöü€]+").unwrap();
+    assert!(unicode.accepts("ä€") && !unicode.accepts("a"));
+    let any = regex("(?:a/b)?").unwrap();
+    assert!(any.accepts("") && any.accepts("a/b"));
+}
+
+#[test]
+fn schemas_are_compact_json() {
+    let s = json!({"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+                   "required": ["name", "age"], "additionalProperties": false});
+    let g = schema(s).unwrap();
+    assert!(g.accepts(r#"{"name":"Ä \" x","age":12}"#));
+    assert!(
+        g.accepts(r#"{"name": "x", "age": 12}"#),
+        "one space, as most models write it"
+    );
+    for spaced in [
+        r#"{"name":  "x","age":12}"#,
+        r#"{ "name":"x","age":12}"#,
+        "{\"name\":\n\"x\",\"age\":12}",
+    ] {
+        assert!(!g.accepts(spaced), "more white space costs tokens: {spaced}");
+    }
+    assert!(!g.accepts(r#"{"name":"x"}"#) && !g.accepts(r#"{"name":"x","age":12"#) && !g.accepts(""));
+    assert!(schema(json!(true)).unwrap().accepts("[1,{\"a\":null}]"));
+}
+
+#[test]
+fn a_sequence_is_masked_and_ends_with_its_shape() {
+    let t = tokenizer();
+    let eos = t.eos_id().unwrap();
+    let mut state = GrammarState::new(regex("a[bc]d").unwrap());
+    let allowed = |state: &mut GrammarState| allowed(state).unwrap();
+    assert_eq!(state.forced(), [97]);
+    assert_eq!(state.take(97), Ok(false));
+    assert!(state.forced().is_empty() && !state.is_complete());
+    assert_eq!(allowed(&mut state), [98, 99]);
+    assert_eq!(state.take(99), Ok(false));
+    assert!(!state.is_complete());
+    assert_eq!((allowed(&mut state), state.forced()), (vec![100], vec![100]));
+    assert_eq!(state.take(100), Ok(true), "nothing can follow");
+    assert!(state.is_complete());
+    let mut open = GrammarState::new(regex("a+").unwrap());
+    assert_eq!(open.take(97), Ok(false));
+    assert_eq!(allowed(&mut open), [97, eos]);
+    assert!(open.is_complete());
+}
+
+#[test]
+fn what_cannot_work_is_refused_with_one_line() {
+    let deep = (0..200).fold(json!({}), |inner, _| json!({"items": inner}));
+    let cases = [
+        regex("a("),
+        regex("[z-a]"),
+        regex("(?=a)b"),
+        regex(&"a".repeat(pattern::BYTES_MAX + 1)),
+        schema(json!(false)),
+        schema(json!("string")),
+        schema(json!({"type": "nonsense"})),
+        schema(json!({"$ref": "http://example.com/else.json"})),
+        schema(json!({"$ref": "#/$defs/missing"})),
+        schema(json!({"type": "integer", "minimum": 5, "maximum": 4})),
+        schema(json!({"enum": []})),
+        schema(json!({"x-guidance": 3})),
+        schema(deep),
+    ];
+    for (i, case) in cases.into_iter().enumerate() {
+        let error = case.expect_err(&format!("case {i} compiles")).to_string();
+        assert!(
+            !error.contains('\n') && error.len() < 600 && !error.ends_with('.'),
+            "case {i}: {error}"
+        );
+    }
+}
+
+#[test]
+fn a_shape_that_no_token_can_begin_is_refused() {
+    // A vocabulary without the letters that the regex wants.
+    let json = json!({"version": "1.0", "added_tokens": [],
+        "model": {"type": "WordLevel", "vocab": {"x": 0, "y": 1, "[UNK]": 2}, "unk_token": "[UNK]"}});
+    let tokenizer = Arc::new(Tokenizer::from_json(&json.to_string(), None).unwrap());
+    let result = Constraint::compile(&Shape::Regex("abc".into()), &tokenizer, &[]);
+    assert!(
+        matches!(result, Err(ConstraintError::Unsatisfiable { field: "regex" })),
+        "{result:?}"
+    );
+    let other = Constraint::compile(&Shape::Regex("( x)+".into()), &tokenizer, &[]);
+    assert!(other.is_ok(), "{other:?}");
+}
+
+#[test]
+fn a_shape_is_compiled_once() {
+    let t = tokenizer();
+    let (mut compiler, eos) = (Compiler::new(), ends(&t));
+    let shape = Shape::Regex("a+".into());
+    let (a, b) = (
+        compiler.compile(&shape, &t, &eos).unwrap(),
+        compiler.compile(&shape, &t, &eos).unwrap(),
+    );
+    match (a, b) {
+        (Constraint::Grammar(a), Constraint::Grammar(b)) => assert!(Arc::ptr_eq(&a, &b)),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn the_order_of_members_makes_another_shape() {
+    let t = tokenizer();
+    let (mut compiler, eos) = (Compiler::new(), ends(&t));
+    let ordered = |text: &str| Shape::JsonSchema(serde_json::from_str(text).unwrap());
+    let a = ordered(r#"{"type":"object","properties":{"a":{},"b":{}},"required":["a","b"]}"#);
+    let b = ordered(r#"{"type":"object","properties":{"b":{},"a":{}},"required":["a","b"]}"#);
+    assert!(same_shape(&a, &a.clone()) && !same_shape(&a, &b));
+    assert!(!same_shape(&ordered("[1]"), &ordered("[1,2]")) && !same_shape(&ordered("{}"), &ordered("[]")));
+    let mut fits = |shape: &Shape, text: &str| match compiler.compile(shape, &t, &eos) {
+        Ok(Constraint::Grammar(grammar)) => grammar.accepts(text),
+        other => panic!("{other:?}"),
+    };
+    assert!(fits(&a, r#"{"a":1,"b":2}"#) && !fits(&b, r#"{"a":1,"b":2}"#));
+}
+
+#[test]
+fn remembered_shapes_are_bounded_by_their_bytes() {
+    let t = tokenizer();
+    let (mut compiler, eos) = (Compiler::new(), ends(&t));
+    let large = |i: usize| Shape::JsonSchema(json!({"title": format!("{i}{}", "x".repeat(900 << 10)), "const": 1}));
+    for i in 0..12 {
+        assert!(compiler.compile(&large(i), &t, &eos).is_ok());
+        assert!(compiler.compiled_bytes <= CACHED_BYTES_MAX && compiler.remembered() <= 9);
+    }
+    assert_eq!(compiler.remembered(), 3, "emptied once, when the tenth came");
+}
+
+/// Waiting costs nothing: no matcher before a token is sampled.
+#[test]
+fn a_waiting_sequence_has_no_matcher() {
+    let mut state = GrammarState::new(regex("ab?c").unwrap());
+    assert_eq!(state.forced(), [97]);
+    assert_eq!(state.take(97), Ok(false));
+    assert!(state.matcher.is_none() && state.forced().is_empty());
+    assert_eq!(allowed(&mut state).unwrap(), [98, 99]);
+    assert!(state.matcher.is_none());
+    assert_eq!(state.take(98), Ok(false));
+    assert!(state.matcher.is_some() && !state.is_complete());
+}
+
+/// What sequences of a lane share may break, and is thrown away when many have used it.
+#[test]
+fn lanes_begin_anew_and_decide_nothing() {
+    let grammar = regex("(?:ab?c){3}d").unwrap();
+    let all: Vec<u32> = (0..3 * LANE_SEQUENCES * GrammarState::lanes())
+        .map(|_| {
+            let mut state = GrammarState::new(grammar.clone());
+            for token in [97, 98, 99] {
+                assert_eq!(state.take(token), Ok(false));
+            }
+            assert_eq!(allowed(&mut state).unwrap(), [97]);
+            locked(&grammar.lanes[state.lane()]).sequences as u32
+        })
+        .collect();
+    assert_eq!(all.iter().max(), Some(&(LANE_SEQUENCES as u32)));
+    assert_eq!(all.iter().filter(|n| **n == 1).count(), 3 * GrammarState::lanes());
+    for lane in &grammar.lanes {
+        let broken = Matcher::new(Err(anyhow::anyhow!("it broke")));
+        *locked(lane) = Lane {
+            matcher: Some(broken),
+            sequences: 1,
+        };
+    }
+    let mut state = GrammarState::new(grammar);
+    assert_eq!((state.take(97), state.take(99)), (Ok(false), Ok(false)));
+    assert_eq!(allowed(&mut state).unwrap(), [97]);
+    assert!(state.take(98).is_err(), "alone it fails as well");
+}
+
+/// Shapes that would blow up if they were spelled out: they compile or are refused, and their first steps are quick.
+#[test]
+fn hostile_shapes_do_no_harm() {
+    let many: Vec<String> = (0..5000).map(|i| format!("value {i}")).collect();
+    let results = [
+        regex("(?:(?:a{1000}){1000}){1000}"),
+        regex("(a|b)*a(a|b){60}"),
+        schema(json!({"enum": many})),
+        schema(json!({"type": "array", "items": {"type": "integer"}, "minItems": 1_000_000_000})),
+        schema(json!({"type": "string", "minLength": 1_000_000_000})),
+        schema(json!({"$ref": "#"})),
+        schema(json!({"anyOf": [{"$ref": "#"}, {"$ref": "#"}]})),
+    ];
+    let compiled = results.each_ref().map(Result::is_ok);
+    assert_eq!(compiled, [false, true, true, true, true, false, false]);
+    // A thousand million letters, all certain.
+    let endless = results[0].as_ref().unwrap_err().to_string();
+    assert!(
+        endless.contains("cannot be compiled: lexer error: too many"),
+        "{endless}"
+    );
+    for grammar in results.into_iter().flatten() {
+        let mut state = GrammarState::new(grammar);
+        for _ in 0..10 {
+            let Some(token) = allowed(&mut state).ok().and_then(|ids| ids.first().copied()) else {
+                break;
+            };
+            if state.take(token).unwrap_or(true) {
+                break;
+            }
+        }
+    }
+}
+
+#[test]
+fn foreign_messages_become_one_line() {
+    assert_eq!(
+        one_line("regex parse error:\n    a(\n     ^\nerror: unclosed group."),
+        "regex parse error: a( error: unclosed group"
+    );
+    assert_eq!(one_line("bad token\n<state>\nTokens: 1\n</state>"), "bad token");
+    assert_eq!(one_line(" \n"), "no reason given");
+    assert_eq!(one_line(&"é".repeat(1000)).chars().count(), QUOTED_CHARS_MAX + 1);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+    #[test]
+    fn foreign_regexes_never_panic(text in "\\PC{0,24}") {
+        if let Ok(g) = regex(&text) {
+            g.accepts("a");
+        }
+    }
+}

@@ -1,0 +1,95 @@
+//! Shapes of requests: compiled ones, and requests that wait for theirs.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::engine::constraint::compiler::{Found, Key};
+use crate::engine::constraint::{Compiler, Constraint, ConstraintError};
+use crate::engine::params::Params;
+use crate::engine::request::{Request, UnitId};
+use crate::model::tokenizer::Tokenizer;
+
+/// How long an engine with nothing else to do waits for a shape at a time.
+const WAIT: Duration = Duration::from_millis(10);
+
+/// The shape asked for last: rows of a job share their parameters.
+struct Last {
+    params: Arc<Params>,
+    eos: Arc<[u32]>,
+    found: Found,
+}
+
+/// See the module's description.
+#[derive(Default)]
+pub(super) struct Shapes {
+    compiler: Compiler,
+    last: Option<Last>,
+    /// In the order in which they came.
+    waiting: VecDeque<(Key, Request)>,
+}
+
+impl Shapes {
+    /// The shape of a request, or that it is being compiled.
+    pub fn find(&mut self, request: &Request, tokenizer: &Arc<Tokenizer>) -> Found {
+        let Request { params, eos, .. } = request;
+        match &self.last {
+            Some(last) if Arc::ptr_eq(&last.params, params) && last.eos == *eos => last.found.clone(),
+            // The compiler knows the same shape again.
+            _ => {
+                let found = match self.compiler.find(&params.shape, tokenizer, eos) {
+                    Found::Ready(compiled) => Found::Ready(allowed(compiled, params)),
+                    underway => underway,
+                };
+                self.last = Some(Last {
+                    params: params.clone(),
+                    eos: eos.clone(),
+                    found: found.clone(),
+                });
+                found
+            }
+        }
+    }
+
+    /// Keeps a request whose shape is being compiled.
+    pub fn wait(&mut self, key: Key, request: Request) {
+        self.waiting.push_back((key, request));
+    }
+
+    /// Requests that wait.
+    pub fn waiting(&self) -> usize {
+        self.waiting.len()
+    }
+
+    /// Requests whose shapes have been compiled since. Waits a moment for them where there is nothing else to do.
+    pub fn compiled(&mut self, is_idle: bool) -> Vec<(Request, Result<Constraint, ConstraintError>)> {
+        if self.waiting.is_empty() {
+            return Vec::new();
+        }
+        let done = self.compiler.collect(if is_idle { WAIT } else { Duration::ZERO });
+        if done.is_empty() {
+            return Vec::new();
+        }
+        self.last = None;
+        let (ready, waiting) = std::mem::take(&mut self.waiting)
+            .into_iter()
+            .partition(|(key, _)| done.contains_key(key));
+        self.waiting = waiting;
+        let ready: VecDeque<(Key, Request)> = ready;
+        let with_shape = |(key, request): (Key, Request)| {
+            let compiled = allowed(done[&key].clone(), &request.params);
+            (request, compiled)
+        };
+        ready.into_iter().map(with_shape).collect()
+    }
+
+    /// Drops requests that wait.
+    pub fn cancel(&mut self, dropped: impl Fn(UnitId) -> bool) {
+        self.waiting.retain(|(_, request)| !dropped(request.id));
+    }
+}
+
+/// A compiled shape, where what the parameters forbid leaves it possible.
+fn allowed(compiled: Result<Constraint, ConstraintError>, params: &Params) -> Result<Constraint, ConstraintError> {
+    compiled.and_then(|constraint| params.forbidden.clash(&constraint).map(|()| constraint))
+}
