@@ -203,6 +203,7 @@ fn main() {
                             prompt: prompt.collect(),
                             params: Arc::clone(&params),
                             eos: Arc::new([]),
+                            cache_salt: Arc::default(),
                         })
                         .expect("it fits");
                     next += 1;

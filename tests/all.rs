@@ -17,6 +17,7 @@ mod dataset_reads;
 mod end_to_end;
 mod engine_batching;
 mod generation_config;
+mod hostile;
 mod job_files;
 mod kernel_code;
 mod kernel_speed;

@@ -289,6 +289,7 @@ fn request(row: u64, prompt: &[u32], params: &Params) -> Request {
         prompt: prompt.into(),
         params: Arc::new(params.clone()),
         eos: EOS.clone(),
+        cache_salt: Arc::default(),
     }
 }
 

@@ -479,6 +479,7 @@ impl Reference {
             prompt: ids("prompt").into(),
             params: Arc::new(job.generate.params(1, false)),
             eos: vec![2, 5].into(),
+            cache_salt: Arc::default(),
         };
         let (mut unit, _) = Unit::new(request, Constraint::Free, 256, tokenizer);
         for token in ids("completion") {

@@ -234,6 +234,31 @@ fn a_recheck_is_read_and_is_no_part_of_the_record() {
 }
 
 #[test]
+fn a_cache_salt_is_kept_and_bounded() {
+    let with = |salt: &str| {
+        check(
+            &GOOD.replace("model:", &format!("cache_salt: \"{salt}\"\nmodel:")),
+            "x.yaml",
+        )
+    };
+    let job = with("team-a").unwrap();
+    assert_eq!(read_back(&job).cache_salt.as_deref(), Some("team-a"));
+    let error = with("").unwrap_err();
+    assert!(
+        error.contains("`cache_salt` has 0 characters; it must have 1 to 256"),
+        "{error}"
+    );
+    assert!(with(&"x".repeat(256)).is_ok());
+    assert!(with(&"x".repeat(257)).unwrap_err().contains("has 257 characters"));
+    let without = check(GOOD, "x.yaml").unwrap().resolved();
+    assert_eq!(
+        without.get("cache_salt"),
+        None,
+        "records of jobs without one are as before"
+    );
+}
+
+#[test]
 fn the_hash_knows_content_not_form() {
     let hash = |text: &str, name: &str| JobFile::parse(text, name).unwrap().hash;
     let yaml = "name: a\nmodel: m\ninput: {uri: x}\nprompt: {text: t}\noutput: {uri: o}\n";

@@ -198,6 +198,7 @@ fn complete(tokenizer: &Arc<Tokenizer>, prompt: &[u32], params: &Arc<Params>, wa
         prompt: prompt.into(),
         params: params.clone(),
         eos: [eos].into(),
+        cache_salt: Arc::default(),
     };
     let (mut unit, mut next) = Unit::new(request, constraint, params.max_tokens as usize, tokenizer);
     let mut nodes = VecDeque::new();

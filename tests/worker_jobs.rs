@@ -1,6 +1,7 @@
 //! A worker with the real engine over real brokers, and two jobs in one worker: answers, bills, and the end of one of them.
 //! Without a broker: which jobs a worker opens, and what it has spent on one that it opens again.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -8,6 +9,7 @@ use std::time::Duration;
 
 use gristmill::dataset::location::Location;
 use gristmill::device;
+use gristmill::engine::params::Params;
 use gristmill::job::spec::Precision;
 use gristmill::ledger::Ledger;
 use gristmill::worker::jobs::{Heard, Jobs, OpenJob};
@@ -176,6 +178,36 @@ async fn a_job_of_another_chat_template_or_a_longer_context_is_not_opened() {
     assert!(why.contains("another chat template"), "{why}");
     let why = hear(model(&ours, 255)).await.unwrap_err();
     assert!(why.contains("it needs a context of 256 tokens"), "{why}");
+}
+
+/// A job's prompts are found by rows of the same job alone, unless both jobs name the same salt.
+#[tokio::test]
+async fn jobs_share_computed_prefixes_where_they_name_the_same_salt() {
+    let folder = tempfile::tempdir().unwrap();
+    let jobs = Jobs::new(model(&root().join("jobs/demo/model"), 256));
+    let mut salts = Vec::new();
+    for (name, salt) in [
+        ("plain", ""),
+        ("other", ""),
+        ("a", "cache_salt: ours\n"),
+        ("b", "cache_salt: ours\n"),
+        ("c", "cache_salt: theirs\n"),
+    ] {
+        let (file, output) = job(folder.path(), name, CHAT, 4);
+        let text = fs::read_to_string(&file).unwrap();
+        fs::write(&file, format!("{salt}{text}")).unwrap();
+        run(&["submit", arg(&file), "--no-enqueue"]).expect(0);
+        let job = opened(jobs.add(ledger(&output).await).await).unwrap();
+        let request = job
+            .requests(0, [1].into(), Arc::new(Params::default()), 0)
+            .next()
+            .unwrap();
+        salts.push(request.cache_salt);
+    }
+    assert_eq!(salts[2], salts[3]);
+    salts.remove(3);
+    let distinct: BTreeSet<_> = salts.iter().collect();
+    assert_eq!(distinct.len(), 4, "{salts:?}");
 }
 
 /// As after a retry, or when it had made room for others: the worker's record of what it spent must never say less than before.

@@ -172,6 +172,7 @@ fn unit(row: usize, prompt: Vec<u32>, params: Arc<Params>, eos: &Arc<[u32]>) -> 
         prompt: prompt.into(),
         params,
         eos: eos.clone(),
+        cache_salt: Arc::default(),
     }
 }
 

@@ -30,6 +30,12 @@ impl BlockKey {
         BlockKey::digest(Sha256::new_with_prefix(b"gristmill-kv\0").chain_update(description.as_bytes()))
     }
 
+    /// The root of prefixes that sequences of the same salt share, and no others.
+    pub fn salted(self, salt: &str) -> BlockKey {
+        let hash = Sha256::new_with_prefix(b"gristmill-salt\0").chain_update(self.0);
+        BlockKey::digest(hash.chain_update(salt.as_bytes()))
+    }
+
     /// The key of the block that holds `tokens` and follows the block `self`.
     pub fn child(self, tokens: &[u32]) -> BlockKey {
         let mut hash = Sha256::new_with_prefix(self.0);

@@ -27,6 +27,9 @@ pub struct Request {
     pub params: Arc<Params>,
     /// Token ids that end a completion unless `Params::ignore_eos`: the model's own, and the job's end of turn.
     pub eos: Arc<[u32]>,
+    /// Sequences find the computed prefixes of sequences that have the same salt, and of no others: `cached_tokens` would tell whether
+    /// somebody else's prompt begins with a guessed text.
+    pub cache_salt: Arc<str>,
 }
 
 /// Why a completion ended.

@@ -160,16 +160,12 @@ impl Engine {
     /// Hands a new unit's first sequence to the scheduler.
     fn start(&mut self, unit: Unit, first: SmallVec<[Continuation; 1]>, max_tokens: u32) {
         let key = self.new_key();
+        let sharing = self.scheduler.sharing(unit.cache_salt(), unit.params().deterministic);
         let mut sequences = SmallVec::new();
         for Continuation { node, tokens } in first {
             let sequence = self.new_key();
-            self.scheduler.submit(
-                sequence,
-                unit.prompt().clone(),
-                tokens.into_vec(),
-                max_tokens,
-                unit.params().deterministic,
-            );
+            self.scheduler
+                .submit(sequence, unit.prompt().clone(), tokens.into_vec(), max_tokens, sharing);
             self.sequences.insert(sequence, (key, node));
             sequences.push(sequence);
         }

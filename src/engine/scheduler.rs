@@ -65,6 +65,15 @@ impl Default for Policy {
 /// Who comes first: the place in the order of starting, then the order of forks.
 type Age = (u64, u64);
 
+/// With whom a sequence may share blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Sharing {
+    /// May no bit of what is computed for it depend on others?
+    pub deterministic: bool,
+    /// The parent key of its first block.
+    pub root: BlockKey,
+}
+
 /// What the scheduler knows of a sequence.
 #[derive(Debug, Clone)]
 struct Slot {
@@ -78,8 +87,7 @@ struct Slot {
     guessed: Option<u32>,
     /// Most tokens still to come; orders the window, nothing else.
     max_tokens: u32,
-    /// May no bit of what is computed for it depend on others?
-    deterministic: bool,
+    sharing: Sharing,
     /// Tokens whose keys and values stand in `blocks` once the planned step has run.
     computed: usize,
     blocks: Vec<u32>,
@@ -107,10 +115,9 @@ impl Slot {
     }
 
     /// The key of its full block `at`.
-    fn key(&mut self, at: usize, [deterministic, other]: &[BlockKey; 2], block_tokens: usize) -> BlockKey {
-        let root = if self.deterministic { deterministic } else { other };
+    fn key(&mut self, at: usize, block_tokens: usize) -> BlockKey {
         while self.keys.len() <= at {
-            let parent = self.keys.last().unwrap_or(root);
+            let parent = self.keys.last().unwrap_or(&self.sharing.root);
             let from = self.keys.len() * block_tokens;
             self.keys.push(parent.child(&self.tokens[from..from + block_tokens]));
         }
@@ -155,8 +162,7 @@ pub struct StepPlan {
 pub struct Scheduler {
     limits: Limits,
     pool: BlockPool,
-    /// Of sequences that are deterministic, and of others.
-    roots: [BlockKey; 2],
+    root: BlockKey,
     /// Came after the window was ordered.
     incoming: Vec<Slot>,
     /// The window: ordered, not started or preempted.
@@ -170,7 +176,7 @@ pub struct Scheduler {
 }
 
 impl Scheduler {
-    /// An empty scheduler. `root` is the parent key of all first blocks.
+    /// An empty scheduler. All [roots](Scheduler::sharing) follow from `root`.
     pub fn new(limits: Limits, pool: BlockPool, root: BlockKey) -> Scheduler {
         assert!(
             limits.max_step_tokens > 0 && limits.max_sequences > 0,
@@ -179,13 +185,22 @@ impl Scheduler {
         Scheduler {
             limits,
             pool,
-            roots: [root.child(&[]), root],
+            root,
             incoming: Vec::new(),
             waiting: BTreeMap::new(),
             running: Vec::new(),
             ages: ById::default(),
             next_place: 0,
             next_fork: 0,
+        }
+    }
+
+    /// What sequences of this salt share with each other. Those that are deterministic share with no others.
+    pub fn sharing(&self, salt: &str, deterministic: bool) -> Sharing {
+        let root = self.root.salted(salt);
+        Sharing {
+            deterministic,
+            root: if deterministic { root.child(&[]) } else { root },
         }
     }
 
@@ -210,15 +225,8 @@ impl Scheduler {
     }
 
     /// A new sequence of a prompt of at least one token and tokens that are to follow it for certain, to which at most
-    /// `max_tokens` will be added; all together must fit the pool. `deterministic`: no bit of what is computed for it may depend on others.
-    pub fn submit(
-        &mut self,
-        id: SequenceId,
-        prompt: Arc<[u32]>,
-        tokens: Vec<u32>,
-        max_tokens: u32,
-        deterministic: bool,
-    ) {
+    /// `max_tokens` will be added; all together must fit the pool.
+    pub fn submit(&mut self, id: SequenceId, prompt: Arc<[u32]>, tokens: Vec<u32>, max_tokens: u32, sharing: Sharing) {
         assert!(!prompt.is_empty(), "sequence {id} has no tokens");
         let (blocks, keys) = (Vec::new(), Vec::new());
         self.incoming.push(Slot {
@@ -228,7 +236,7 @@ impl Scheduler {
             tokens,
             guessed: None,
             max_tokens,
-            deterministic,
+            sharing,
             computed: 0,
             blocks,
             keys,
@@ -441,7 +449,7 @@ impl Scheduler {
             0
         };
         for at in 0..most / block_tokens {
-            let key = slot.key(at, &self.roots, block_tokens);
+            let key = slot.key(at, block_tokens);
             let Some(block) = self.pool.lookup(key, &slot.tokens[at * block_tokens..][..block_tokens]) else {
                 break;
             };
@@ -496,7 +504,7 @@ impl Scheduler {
             blocks: first_block..plan.blocks.len(),
             samples: end == slot.tokens.len(),
             guessed: slot.guessed.filter(|_| end == slot.tokens.len()),
-            deterministic: slot.deterministic,
+            deterministic: slot.sharing.deterministic,
         };
         let known = slot.known();
         self.index(at, start, end.min(known));
@@ -508,7 +516,7 @@ impl Scheduler {
         let block_tokens = self.pool.block_tokens();
         let slot = &mut self.running[at];
         for i in start / block_tokens..end / block_tokens {
-            let key = slot.key(i, &self.roots, block_tokens);
+            let key = slot.key(i, block_tokens);
             self.pool
                 .register(slot.blocks[i], key, &slot.tokens[i * block_tokens..][..block_tokens]);
         }
@@ -563,7 +571,8 @@ mod tests {
     }
 
     fn submit(s: &mut Scheduler, id: SequenceId, prompt: Vec<u32>, max_tokens: u32) {
-        s.submit(id, prompt.into(), Vec::new(), max_tokens, false);
+        let sharing = s.sharing("", false);
+        s.submit(id, prompt.into(), Vec::new(), max_tokens, sharing);
     }
 
     /// What was computed for a sequence that may depend on others is not what a deterministic one would compute.
@@ -572,7 +581,8 @@ mod tests {
         let mut s = scheduler(64, 64, 8);
         let prompt: Arc<[u32]> = (0..10).collect();
         for (id, deterministic) in [(0, false), (1, true), (2, true), (3, false)] {
-            s.submit(id, prompt.clone(), Vec::new(), 1, deterministic);
+            let sharing = s.sharing("", deterministic);
+            s.submit(id, prompt.clone(), Vec::new(), 1, sharing);
         }
         let mut plan = s.plan();
         plan.sequences.sort_by_key(|planned| planned.id);
@@ -586,12 +596,27 @@ mod tests {
         );
     }
 
+    /// Whoever guesses another's prompt finds nothing computed, which would tell that the guess is right.
+    #[test]
+    fn sequences_share_with_those_of_their_salt() {
+        let mut s = scheduler(64, 64, 8);
+        let prompt: Arc<[u32]> = (0..10).collect();
+        for (id, salt) in [(0, "a"), (1, "b"), (2, "a"), (3, "")] {
+            let sharing = s.sharing(salt, false);
+            s.submit(id, prompt.clone(), Vec::new(), 1, sharing);
+        }
+        let mut plan = s.plan();
+        plan.started.sort_unstable();
+        assert_eq!(plan.started, [(0, 0), (1, 0), (2, 8), (3, 0)]);
+    }
+
     /// Samples of a row wait with one copy of its prompt, and what must follow the prompt does when they start.
     #[test]
     fn waiting_sequences_share_their_prompt() {
         let mut s = scheduler(64, 64, 1);
         let prompt: Arc<[u32]> = (0..10).collect();
-        (0..5).for_each(|i| s.submit(i, prompt.clone(), vec![70], 4, false));
+        let sharing = s.sharing("", false);
+        (0..5).for_each(|i| s.submit(i, prompt.clone(), vec![70], 4, sharing));
         let plan = s.plan();
         assert_eq!(plan.sequences[0].tokens[..], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 70]);
         assert_eq!((s.running(), s.waiting()), (1, 4));

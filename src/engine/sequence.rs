@@ -42,6 +42,7 @@ pub struct Unit {
     prompt_ids: Vec<u32>,
     params: Arc<Params>,
     eos: Arc<[u32]>,
+    cache_salt: Arc<str>,
     key: StreamKey,
     /// Most tokens it may get: `max_tokens`, or less where the context ends before.
     max_tokens: usize,
@@ -111,6 +112,7 @@ impl Unit {
             prompt_ids: Vec::new(),
             params: request.params,
             eos: request.eos,
+            cache_salt: request.cache_salt,
             max_tokens,
             completion: Vec::new(),
             logprobs: Vec::new(),
@@ -187,6 +189,10 @@ impl Unit {
 
     pub fn params(&self) -> &Params {
         &self.params
+    }
+
+    pub fn cache_salt(&self) -> &str {
+        &self.cache_salt
     }
 
     /// Does a request with the same prompt ask for the same? Only greedy ones have the same answer then.
@@ -551,6 +557,7 @@ mod tests {
             prompt: [5, 4, 5].into(),
             params: Arc::new(params),
             eos: [2].into(),
+            cache_salt: Arc::default(),
         };
         let (mut unit, mut next) = Unit::new(request, constraint, max_tokens as usize, tokenizer);
         for token in order {

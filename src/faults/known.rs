@@ -247,6 +247,7 @@ mod tests {
             prompt: prompt.into(),
             params: Arc::new(Params::default()),
             eos: Arc::default(),
+            cache_salt: Arc::default(),
         }
     }
 

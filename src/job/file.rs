@@ -8,6 +8,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+pub use super::one_or_many::OneOrMany;
 use super::sampling::Defaults;
 use super::thinking::ThinkingFile;
 use super::unknown::{unknown_field, unknown_message};
@@ -39,6 +40,10 @@ pub struct JobFile {
     /// A row's answer does not depend, to the bit, on what is computed beside it, on a GPU either, for a little of its speed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub deterministic: Option<bool>,
+    /// Jobs with the same salt share computed prompt prefixes within a worker; without it, a job shares with itself alone. Whoever
+    /// knows the salt can find out by `cached_tokens` how another job's prompts begin, so it is a secret between tenants.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cache_salt: Option<String>,
     /// Longest sequence (prompt and completion) in tokens; by default what the checkpoint declares. More is possible as far as
     /// its RoPE scaling stretches (`dynamic` is fixed for this length over the whole job).
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -65,24 +70,6 @@ pub struct JobFile {
     /// What the final report compares.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub report: Option<ReportFile>,
-}
-
-/// One text or several.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(untagged, expecting = "expected a text or a list of texts")]
-pub enum OneOrMany {
-    One(String),
-    Many(Vec<String>),
-}
-
-impl OneOrMany {
-    /// The texts as a list.
-    pub fn into_vec(self) -> Vec<String> {
-        match self {
-            OneOrMany::One(text) => vec![text],
-            OneOrMany::Many(texts) => texts,
-        }
-    }
 }
 
 /// The rows to work on.

@@ -11,6 +11,7 @@ pub mod file;
 pub mod generate;
 mod guard;
 mod names;
+mod one_or_many;
 mod openai;
 pub mod prompt;
 mod python;

@@ -25,6 +25,7 @@ const SHARD_ROWS: i64 = 4096;
 const SHARD_ROWS_MAX: i64 = 1_000_000;
 /// Largest `context`: longer than any model's.
 const CONTEXT_MAX: u32 = 1 << 26;
+const CACHE_SALT_CHARS_MAX: usize = 256;
 
 /// Columns that results have besides the carried ones.
 pub const RESULT_COLUMNS: [&str; 12] = [
@@ -55,6 +56,9 @@ pub struct Job {
     /// No bit of a row's answer may depend on what is computed beside it.
     #[serde(default)]
     pub deterministic: bool,
+    /// Jobs with the same salt share computed prefixes; `None`: the job shares with itself alone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cache_salt: Option<String>,
     /// Longest sequence in tokens, at least 2; `None`: what the checkpoint declares.
     pub context: Option<u32>,
     pub input: Input,
@@ -288,6 +292,7 @@ fn build(parsed: Parsed, file: &str, base_dir: &Path) -> Result<Job, FieldError>
         precision: precision("precision", raw.precision.as_deref())?,
         kv_cache: precision("kv_cache", raw.kv_cache.as_deref())?,
         deterministic: raw.deterministic.unwrap_or(false),
+        cache_salt: raw.cache_salt.map(cache_salt).transpose()?,
         context: raw
             .context
             .map(|tokens| whole("context", Some(tokens), 2, 2, CONTEXT_MAX))
@@ -346,6 +351,16 @@ fn check_together(generate: &Generate, output: &Output, gold: bool, recheck: boo
         }
     }
     Ok(())
+}
+
+fn cache_salt(salt: String) -> Result<String, FieldError> {
+    match salt.chars().count() {
+        1..=CACHE_SALT_CHARS_MAX => Ok(salt),
+        count => bad(
+            "cache_salt",
+            format!("has {count} characters; it must have 1 to {CACHE_SALT_CHARS_MAX}"),
+        ),
+    }
 }
 
 fn precision(field: &str, name: Option<&str>) -> Result<Precision, FieldError> {

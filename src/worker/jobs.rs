@@ -83,6 +83,8 @@ pub struct OpenJob {
     pub renderer: Renderer,
     /// Ids that end its completions.
     pub eos: Arc<[u32]>,
+    /// Its rows share computed prefixes with those of jobs with the same salt: by default nobody else has its.
+    cache_salt: Arc<str>,
     pub output: OutputSchema,
     pub format: PartFormat,
     /// What this worker has spent on the job, in all its generations.
@@ -124,6 +126,10 @@ impl OpenJob {
             number,
             reader: ShardReader::new(record.inputs.clone(), output.carry(), renderer.columns()),
             eos: model.files.eos_token_ids(&renderer),
+            cache_salt: match &job.cache_salt {
+                Some(salt) => format!("salt {salt}").into(),
+                None => format!("job {}", record.job).into(),
+            },
             renderer,
             output,
             format,
@@ -228,7 +234,7 @@ impl OpenJob {
         params: Arc<Params>,
         attempt: u32,
     ) -> impl Iterator<Item = Request> {
-        let (job, eos) = (self.number, self.eos.clone());
+        let (job, eos, cache_salt) = (self.number, self.eos.clone(), self.cache_salt.clone());
         (0..params.samples).map(move |sample| Request {
             id: UnitId {
                 job,
@@ -239,6 +245,7 @@ impl OpenJob {
             prompt: prompt.clone(),
             params: params.clone(),
             eos: eos.clone(),
+            cache_salt: cache_salt.clone(),
         })
     }
 

@@ -115,6 +115,7 @@ fn run(name: &str, reference: &Reference, schedule: &Schedule, rows: &[u64], tem
                 prompt,
                 params: params.clone(),
                 eos: [].into(),
+                cache_salt: Arc::default(),
             })
             .unwrap();
     }

@@ -104,6 +104,7 @@ fn complete(prompt: &str, params: &Params, wants: &[u32]) -> (Completion, usize)
         prompt: ids(prompt).into(),
         params: Arc::new(params.clone()),
         eos: [eos].into(),
+        cache_salt: Arc::default(),
     };
     let (mut unit, mut next) = Unit::new(request, constraint, params.max_tokens as usize, &tokenizer);
     let mut nodes = std::collections::VecDeque::new();
@@ -262,6 +263,7 @@ fn the_first_draw_allows_the_shape_and_the_delimiter() {
             prompt: ids(PLAIN).into(),
             params: Arc::new(params),
             eos: Arc::from([]),
+            cache_salt: Arc::default(),
         };
         let (mut unit, _) = Unit::new(request, constraint, 60, &tokenizer);
         unit.grammar().into_iter().for_each(GrammarState::prepare);
