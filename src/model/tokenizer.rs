@@ -30,8 +30,6 @@ use encode::{Bounds, Streams, encode_with};
 use guarded::guarded;
 use prefix::{Prefix, puts_space_in_front, without_prefix};
 
-#[cfg(test)]
-pub(crate) use bytes::byte_char;
 pub use config::{ChatTemplateSource, TokenizerConfig};
 pub use encode::Encoded;
 
@@ -481,3 +479,5 @@ pub(crate) fn one_line(text: &str) -> String {
 
 #[cfg(test)]
 pub(crate) mod tests;
+#[cfg(test)]
+pub(crate) use bytes::byte_char;

@@ -95,10 +95,7 @@ impl Declared {
             growth,
             GROWTH_MAX,
         )?;
-        for part in [&self.normalizer, &self.pre_tokenizer, &self.decoder] {
-            check_expressions(part)?;
-        }
-        Ok(())
+        check_expressions(&[&self.normalizer, &self.pre_tokenizer, &self.decoder])
     }
 
     /// Most bytes that the normalizer makes of one.

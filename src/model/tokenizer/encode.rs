@@ -66,16 +66,15 @@ impl Tokenizer {
             return Ok(Encoded { ids, is_cut: false });
         }
         let ids = self.encode_as(Which::Full, text, limit)?;
-        if ids.len() > limit {
-            return Ok(Encoded { ids, is_cut: true });
-        }
+        let is_cut = ids.len() > limit;
         let (before, after) = match add_special {
             true => self.surrounding()?,
             false => Default::default(),
         };
+        let after = if is_cut { Vec::new() } else { after };
         Ok(Encoded {
             ids: [before, ids, after].concat(),
-            is_cut: false,
+            is_cut,
         })
     }
 

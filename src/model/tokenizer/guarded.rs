@@ -31,12 +31,8 @@ pub(super) fn guarded<T>(what: &str, run: impl FnOnce() -> tokenizers::Result<T>
                 before(panic);
             }
         }));
-        // SAFETY: they set plain numbers, before the first search; they take any.
-        unsafe {
-            onig_sys::onig_set_retry_limit_in_search(STEPS_BACK_MAX);
-            onig_sys::onig_set_match_stack_limit_size(PLACES_MAX);
-        }
     });
+    limit_searches();
     IS_GUARDED.set(true);
     // What the closure could leave half done are caches behind locks, which the library asks whether they are poisoned.
     let result = catch_unwind(AssertUnwindSafe(run));
@@ -52,4 +48,14 @@ pub(super) fn guarded<T>(what: &str, run: impl FnOnce() -> tokenizers::Result<T>
             ))
         }
     }
+}
+
+/// Sets the limits of all searches of the library's regular expressions.
+pub(super) fn limit_searches() {
+    static LIMITED: Once = Once::new();
+    // SAFETY: plain numbers, of which any is right, are set once, before the first search.
+    LIMITED.call_once(|| unsafe {
+        onig_sys::onig_set_retry_limit_in_search(STEPS_BACK_MAX);
+        onig_sys::onig_set_match_stack_limit_size(PLACES_MAX);
+    });
 }

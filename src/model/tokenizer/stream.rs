@@ -281,7 +281,10 @@ impl Run<'_> {
     }
 
     fn part(&mut self, part: &str) -> Result<(), End> {
-        fits(part.len())?;
+        fits(match self.stream.byte_level {
+            Some(_) => part.chars().count(),
+            None => part.len(),
+        })?;
         in_time(self.until)?;
         let tokens = self.model.tokenize(part).map_err(failed)?;
         self.push(tokens.iter().map(|token| token.id))

@@ -47,7 +47,9 @@ fn bpe(chars: &[String], words: &[String], more: Value) -> Value {
         let id = vocab.len();
         vocab.entry(text).or_insert(json!(id)).as_u64() == Some(id as u64)
     };
-    chars.iter().for_each(|c| drop(add(c)));
+    for c in chars {
+        add(c);
+    }
     for word in words {
         let mut ends = word.char_indices().map(|(at, c)| at + c.len_utf8());
         let mut from = ends.next().unwrap();
@@ -294,7 +296,10 @@ fn what_cannot_be_cut_and_is_too_long_is_an_error() {
         match name {
             // Cut behind each `a`.
             "behind" => assert_eq!(encoded.unwrap().len(), 1_001),
-            _ => assert!(encoded.unwrap_err().contains("2097153 bytes"), "{name}"),
+            _ => assert!(
+                encoded.unwrap_err().contains("bytes that the tokenizer cannot cut"),
+                "{name}"
+            ),
         }
         // The limit is reached before anything long comes.
         let text = format!("{}{long}", "the, ".repeat(1_000));
