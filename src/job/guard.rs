@@ -18,6 +18,7 @@ use std::borrow::Cow;
 
 use serde_json::{Map, Value};
 
+use crate::model::tokenizer::trie::{ROOT, Trie};
 use crate::model::tokenizer::{Added, Tokenizer};
 
 /// Noncharacters that may serve as mark: Unicode keeps them for a program's own use.
@@ -61,12 +62,11 @@ impl Marks {
     }
 }
 
-/// What the guard keeps of a control token.
-struct Control {
-    /// Its text (see [`fold`]).
-    folded: Vec<char>,
-    /// Marked inside, not in front.
-    inside: bool,
+/// Which control tokens a walk has met: those that end at this node of the tree, and those that pass through it.
+#[derive(Default)]
+struct Met {
+    ends: Place,
+    passes: Place,
 }
 
 /// Can this token be marked inside?
@@ -76,7 +76,8 @@ fn marked_inside(token: &Added) -> bool {
 
 /// Finds control tokens in texts.
 pub(super) struct Guard {
-    control: Vec<Control>,
+    /// The control tokens' texts (see [`fold`]).
+    control: Trie<Met>,
     /// Whether a control token begins with this ASCII character, folded, or with any other.
     begins: [bool; 128],
     begins_beyond_ascii: bool,
@@ -84,14 +85,24 @@ pub(super) struct Guard {
     eager: bool,
     /// Some control tokens match text after normalization, which may differ from the data's.
     normalized: bool,
-    /// All added tokens, longest first, and whether each is a control token.
+    /// All added tokens, and whether each is a control token.
     added: Vec<(Added, bool)>,
+    /// Numbers of added tokens, by their texts.
+    texts: Trie<Vec<u32>>,
 }
 
 /// Where a character is marked.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 struct Place {
     inside: bool,
     front: bool,
+}
+
+impl Place {
+    fn add(&mut self, other: Place) {
+        self.inside |= other.inside;
+        self.front |= other.front;
+    }
 }
 
 /// A stretch of a prompt.
@@ -107,33 +118,40 @@ impl Guard {
     /// mentions: `<tool_call>` or `</think>` are such. `eager`: templates take texts apart (see [`takes_apart`]).
     pub(super) fn new(tokenizer: &Tokenizer, template: &str, eager: bool) -> Guard {
         let mut guard = Guard {
-            control: Vec::new(),
+            control: Trie::new(),
             begins: [false; 128],
             begins_beyond_ascii: false,
             eager,
             normalized: false,
             added: Vec::new(),
+            texts: Trie::new(),
         };
-        for token in tokenizer.added_tokens() {
+        for (number, token) in (0..).zip(tokenizer.added_tokens()) {
             let mentioned = token.content.trim().len() >= 3 && template.contains(&token.content);
             let control = token.special || mentioned;
-            let folded: Vec<char> = token.content.chars().flat_map(fold).collect();
-            if let (true, Some(&first)) = (control, folded.first()) {
+            let first = token.content.chars().flat_map(fold).next();
+            if let (true, Some(first)) = (control, first) {
                 match guard.begins.get_mut(first as usize) {
                     Some(begins) => *begins = true,
                     None => guard.begins_beyond_ascii = true,
                 }
                 guard.normalized |= token.normalized;
-                guard.control.push(Control {
-                    folded,
-                    inside: marked_inside(token),
+                let inside = marked_inside(token);
+                let place = Place { inside, front: !inside };
+                guard.control.insert(token.content.chars().flat_map(fold), |met, ends| {
+                    met.passes.add(place);
+                    if ends {
+                        met.ends.add(place);
+                    }
                 });
             }
+            guard.texts.insert(token.content.chars(), |numbers, ends| {
+                if ends {
+                    numbers.push(number);
+                }
+            });
             guard.added.push((token.clone(), control));
         }
-        guard
-            .added
-            .sort_by_key(|(token, _)| std::cmp::Reverse(token.content.len()));
         guard
     }
 
@@ -141,7 +159,8 @@ impl Guard {
     pub(super) fn suspects(&self, value: &Value, tokenizer: &Tokenizer) -> bool {
         match value {
             Value::String(text) => {
-                self.suspects_text(text) || (self.normalized && self.suspects_text(&tokenizer.normalize(text)))
+                let normalized = || tokenizer.normalize(text).map_or(true, |text| self.suspects_text(&text));
+                self.suspects_text(text) || (self.normalized && normalized())
             }
             Value::Array(items) => items.iter().any(|item| self.suspects(item, tokenizer)),
             Value::Object(map) => map
@@ -212,25 +231,38 @@ impl Guard {
             if !may_begin {
                 return None;
             }
-            let rest = &text[at..];
-            let short = text.get(at..trimmed).filter(|short| !short.is_empty());
-            let mut place = Place {
-                inside: false,
-                front: false,
-            };
+            let mut place = Place::default();
             // A token may begin inside what one character becomes in another case.
             for skip in 0..fold(c).count() {
-                let first = fold(c).nth(skip);
-                for token in self.control.iter().filter(|t| t.folded.first().copied() == first) {
-                    let found = (self.eager && token.inside)
-                        || begins(rest, skip, &token.folded)
-                        || short.is_some_and(|short| begins(short, skip, &token.folded));
-                    place.inside |= found && token.inside;
-                    place.front |= found && !token.inside;
-                }
+                place.add(self.begin_at(&text[at..], trimmed.checked_sub(at), skip));
             }
             (place.inside || place.front).then_some((at, c, place))
         })
+    }
+
+    /// What to mark for the control tokens that `text`, folded and without its first `skip` characters, begins with, and for those
+    /// that begin with all of it, or with all but its last white space, which begins at `trimmed`.
+    fn begin_at(&self, text: &str, trimmed: Option<usize>, skip: usize) -> Place {
+        let mut place = Place::default();
+        let mut node = ROOT;
+        for (at, c) in text.char_indices() {
+            if at > 0 && trimmed == Some(at) {
+                place.add(self.control.value(node).passes);
+            }
+            for c in fold(c).skip(if at == 0 { skip } else { 0 }) {
+                let Some(next) = self.control.step(node, c) else {
+                    return place;
+                };
+                let met = self.control.value(next);
+                place.add(met.ends);
+                if self.eager && node == ROOT {
+                    place.inside |= met.passes.inside;
+                }
+                node = next;
+            }
+        }
+        place.add(self.control.value(node).passes);
+        place
     }
 
     /// Cuts a prompt rendered with marked data at its added tokens, and takes the marks out.
@@ -254,14 +286,8 @@ impl Guard {
 
     /// The longest added token at `at`, with the stretch that it takes, white space it swallows included.
     fn token_at(&self, text: &str, from: usize, at: usize, marks: Marks) -> Option<(u32, usize, usize)> {
-        let marked = text[..at].ends_with(marks.front);
-        let (token, end) = self.added.iter().find_map(|(token, control)| {
-            if marked && *control && !marked_inside(token) {
-                return None;
-            }
-            let end = at + length_at(&text[at..], &token.content, (!control).then_some(marks))?;
-            (!token.single_word || stands_alone(text, at, end)).then_some((token, end))
-        })?;
+        let (number, end) = self.longest_at(text, at, marks)?;
+        let (token, _) = &self.added[number as usize];
         let mut start = at;
         let mut end = end;
         if token.lstrip {
@@ -272,6 +298,33 @@ impl Guard {
         }
         Some((token.id, start, end))
     }
+
+    /// The number of the longest added token at `at`, and its end. Marks may stand between the characters of one that is no control
+    /// token.
+    fn longest_at(&self, text: &str, at: usize, marks: Marks) -> Option<(u32, usize)> {
+        let marked = text[..at].ends_with(marks.front);
+        let mut longest = None;
+        let mut node = ROOT;
+        let mut holds_mark = false;
+        for (i, c) in text[at..].char_indices() {
+            let Some(next) = self.texts.step(node, c) else {
+                if i > 0 && (c == marks.inside || c == marks.front) {
+                    holds_mark = true;
+                    continue;
+                }
+                break;
+            };
+            node = next;
+            let end = at + i + c.len_utf8();
+            let ending = self.texts.value(node).iter().find(|number| {
+                let (token, control) = &self.added[**number as usize];
+                let hidden = *control && (holds_mark || (marked && !marked_inside(token)));
+                !hidden && (!token.single_word || stands_alone(text, at, end))
+            });
+            longest = ending.map(|number| (*number, end)).or(longest);
+        }
+        longest
+    }
 }
 
 /// A character in a form that is the same for all its cases.
@@ -279,36 +332,6 @@ fn fold(c: char) -> impl Iterator<Item = char> {
     c.to_lowercase()
         .flat_map(char::to_uppercase)
         .flat_map(char::to_lowercase)
-}
-
-/// Does `text`, folded and without its first `skip` characters, begin with `token`, or `token` with it?
-fn begins(text: &str, skip: usize, token: &[char]) -> bool {
-    let mut folded = text.chars().flat_map(fold).skip(skip);
-    let mut token = token.iter();
-    loop {
-        match (token.next(), folded.next()) {
-            (Some(wanted), Some(c)) if *wanted != c => return false,
-            (Some(_), Some(_)) => {}
-            (None, _) | (_, None) => return true,
-        }
-    }
-}
-
-/// The length of `token` at the beginning of `text`, where marks (if given) may stand between its characters.
-fn length_at(text: &str, token: &str, marks: Option<Marks>) -> Option<usize> {
-    let Some(marks) = marks.filter(|_| !token.is_empty()) else {
-        return (!token.is_empty() && text.starts_with(token)).then_some(token.len());
-    };
-    let mut wanted = token.chars().peekable();
-    for (at, c) in text.char_indices() {
-        match wanted.peek() {
-            None => return Some(at),
-            Some(next) if *next == c => drop(wanted.next()),
-            Some(_) if at > 0 && (c == marks.inside || c == marks.front) => {}
-            Some(_) => return None,
-        }
-    }
-    wanted.peek().is_none().then_some(text.len())
 }
 
 /// Does a template take texts apart, so that what was not side by side in the data may be in the prompt?
@@ -351,6 +374,9 @@ fn push_text(pieces: &mut Vec<Piece>, text: &str, marks: Marks) {
         pieces.push(Piece::Text(text, pieces.is_empty()));
     }
 }
+
+#[cfg(test)]
+mod plain;
 
 #[cfg(test)]
 mod tests {

@@ -17,7 +17,7 @@ use super::thinking::Thinks;
 use super::{JobError, one_line, sha256, suggest};
 use crate::dataset::row::InputRow;
 use crate::engine::params::Params;
-use crate::model::tokenizer::Tokenizer;
+use crate::model::tokenizer::{Encoded, Tokenizer};
 use crate::report::summary::number;
 use source::{CompiledMessage, Content, Source, compile, named_columns, takes_apart};
 
@@ -276,8 +276,8 @@ impl Renderer {
         }
         match &self.source {
             Source::Messages(_) | Source::Text(_) => {
-                let (text, tokens) = self.encode(fields, |fields| self.own_prompt(fields))?;
-                self.finish(text, tokens, &self.params)
+                let (text, tokens) = self.encode(fields, &self.params, |fields| self.own_prompt(fields))?;
+                self.finish(Some(text), tokens, &self.params)
             }
             Source::TokenIds(column) => {
                 let value = fields
@@ -317,7 +317,7 @@ impl Renderer {
         if let Ask::Tokens(items) = openai::ask(body, is_chat)? {
             return self.ready_tokens(&items, "`prompt`", &params);
         }
-        let (text, tokens) = self.encode(body, |body| match openai::ask(body, is_chat)? {
+        let (text, tokens) = self.encode(body, &params, |body| match openai::ask(body, is_chat)? {
             Ask::Chat { messages, kwargs, turn } => {
                 let chat = self.chat.as_ref().map_err(Clone::clone)?;
                 if let Some(why) = chat.refuses(&kwargs) {
@@ -330,7 +330,7 @@ impl Renderer {
             Ask::Text(text) => Ok((text, true)),
             Ask::Tokens(_) => Err("`prompt` changed its form".into()),
         })?;
-        self.finish(text, tokens, &params)
+        self.finish(Some(text), tokens, &params)
     }
 
     /// The prompt of a row by the job's own templates, and whether special tokens go around it.
@@ -381,9 +381,17 @@ impl Renderer {
     fn encode(
         &self,
         fields: &Map<String, Value>,
+        params: &Params,
         prompt: impl Fn(&Map<String, Value>) -> Result<(String, bool), String>,
-    ) -> Result<(String, Vec<u32>), String> {
+    ) -> Result<(String, Encoded), String> {
         let tokenizer = &self.setup.tokenizer;
+        let context = self.setup.context_tokens as usize;
+        // What comes behind so many tokens changes nothing any more.
+        let limit = match self.truncate {
+            Truncate::None => context - 1,
+            Truncate::Right => context - params.max_tokens as usize,
+            Truncate::Left => usize::MAX,
+        };
         let used = |name: &str| match &self.columns {
             Some(columns) => columns.iter().any(|column| column == name),
             None => true,
@@ -395,7 +403,7 @@ impl Renderer {
         let names = self.columns.is_none() && fields.keys().any(|name| self.guard.suspects_text(name));
         if !suspect && !names {
             let (text, surround) = prompt(fields)?;
-            let tokens = tokenizer.encode(&text, surround)?;
+            let tokens = tokenizer.encode_within(&text, surround, limit)?;
             return Ok((text, tokens));
         }
         let marks = Marks::free(fields).ok_or("the row holds control tokens and every noncharacter of Unicode")?;
@@ -408,19 +416,27 @@ impl Renderer {
         };
         let (text, surround) = prompt(&marked)?;
         let mut tokens = Vec::new();
+        let mut is_cut = false;
         if surround {
             tokens.extend(&self.around.0);
         }
         for piece in self.guard.split(&text, marks) {
             match piece {
                 Piece::Token(id) => tokens.push(id),
-                Piece::Text(text, first) => tokens.extend(tokenizer.encode_piece(&text, first)?),
+                Piece::Text(text, first) => {
+                    let piece = tokenizer.encode_piece_within(&text, first, limit.saturating_sub(tokens.len()))?;
+                    tokens.extend(piece.ids);
+                    is_cut = piece.is_cut;
+                }
+            }
+            if is_cut {
+                break;
             }
         }
-        if surround {
+        if surround && !is_cut {
             tokens.extend(&self.around.1);
         }
-        Ok((marks.strip(&text), tokens))
+        Ok((marks.strip(&text), Encoded { ids: tokens, is_cut }))
     }
 
     fn ready_tokens(&self, items: &[Value], what: &str, params: &Arc<Params>) -> Result<RenderedRow, String> {
@@ -438,8 +454,11 @@ impl Renderer {
                 }
             }
         }
-        let text = self.shown(&tokens);
-        self.finish(text, tokens, params)
+        let tokens = Encoded {
+            ids: tokens,
+            is_cut: false,
+        };
+        self.finish(None, tokens, params)
     }
 
     /// What token ids decode to, special tokens as their texts.
@@ -456,8 +475,16 @@ impl Renderer {
             .collect()
     }
 
-    /// Holds a prompt against the model's context.
-    fn finish(&self, mut text: String, mut tokens: Vec<u32>, params: &Arc<Params>) -> Result<RenderedRow, String> {
+    /// Holds a prompt against the model's context. Without a text, it has the one that its tokens decode to.
+    fn finish(
+        &self,
+        mut text: Option<String>,
+        Encoded {
+            ids: mut tokens,
+            is_cut,
+        }: Encoded,
+        params: &Arc<Params>,
+    ) -> Result<RenderedRow, String> {
         if tokens.is_empty() {
             return Err("the prompt is empty: it has no tokens".into());
         }
@@ -473,10 +500,13 @@ impl Renderer {
         let room = context - params.max_tokens as usize;
         match self.truncate {
             Truncate::None if tokens.len() >= context => {
+                let count = match is_cut {
+                    true => format!("at least {}", number(context as u64)),
+                    false => number(tokens.len() as u64),
+                };
                 return Err(format!(
-                    "the prompt has {} tokens, and the model's context of {} must hold it and at least one more; shorten \
+                    "the prompt has {count} tokens, and the model's context of {} must hold it and at least one more; shorten \
                      it or set `prompt.truncate`",
-                    number(tokens.len() as u64),
                     number(context as u64)
                 ));
             }
@@ -487,16 +517,16 @@ impl Renderer {
                 let keep = usize::from(Some(tokens[0]) == bos && room > 1);
                 let drop = tokens.len() - room;
                 tokens.drain(keep..keep + drop);
-                text = self.shown(&tokens);
+                text = None;
             }
             Truncate::Right if tokens.len() > room => {
                 tokens.truncate(room);
-                text = self.shown(&tokens);
+                text = None;
             }
             Truncate::None | Truncate::Left | Truncate::Right => {}
         }
         Ok(RenderedRow {
-            text,
+            text: text.unwrap_or_else(|| self.shown(&tokens)),
             tokens,
             params: params.clone(),
         })

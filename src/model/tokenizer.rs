@@ -9,25 +9,32 @@
 
 mod bytes;
 mod config;
+mod declared;
+mod encode;
 mod fit;
 mod guarded;
 mod prefix;
+mod stream;
+pub(crate) mod trie;
 
 use std::collections::{BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
-use tokenizers::{AddedToken, AddedVocabulary, NormalizedString, Normalizer, PostProcessorWrapper, Tokenizer as Inner};
+use tokenizers::{AddedToken, AddedVocabulary, PostProcessorWrapper, Tokenizer as Inner};
 
 use super::folder::other_tokenizer;
-use guarded::{THIS_TEXT, guarded};
+use declared::{Declared, check_beginnings, check_templates};
+use encode::{Bounds, Streams, encode_with};
+use guarded::guarded;
 use prefix::{Prefix, puts_space_in_front, without_prefix};
 
 pub use config::{ChatTemplateSource, TokenizerConfig};
+pub use encode::Encoded;
 
 /// Largest `tokenizer.json` that is read, in bytes; the largest known one (a vocabulary of 262,144) has 34 MB.
-const TOKENIZER_BYTES_MAX: u64 = 512 << 20;
+const TOKENIZER_BYTES_MAX: u64 = 128 << 20;
 /// Ids above this are refused: tables are as long as the largest id.
 const TOKEN_ID_MAX: u32 = 1 << 24;
 
@@ -97,6 +104,9 @@ pub struct Tokenizer {
     prefixes_space: bool,
     /// The unknown token: the one special token that plain text may yield.
     unknown: Option<u32>,
+    /// How long texts are encoded.
+    streams: Streams,
+    bounds: Bounds,
     config: TokenizerConfig,
     hash: String,
 }
@@ -221,12 +231,13 @@ impl Tokenizer {
     }
 
     fn build(json: &[u8], config: TokenizerConfig) -> Result<Tokenizer, String> {
-        let declared: Declared = serde_json::from_slice(json).map_err(|e| one_line(&e.to_string()))?;
+        let declared = Declared::read(json)?;
         let mut full = guarded("it", || Inner::from_bytes(json))?;
         // Both would change prompts behind the job's back.
         full.with_truncation(None).map_err(|e| e.to_string())?;
         full.with_padding(None);
         declared.check_added_ids(&full)?;
+        check_beginnings(&full)?;
         add_missing(&mut full, &config)?;
         follow_bos_eos_flags(&mut full, &config)?;
         if let Some(processor) = full.get_post_processor() {
@@ -258,6 +269,8 @@ impl Tokenizer {
             added,
             prefixes_space,
             unknown,
+            streams: Streams::default(),
+            bounds: declared.bounds()?,
             config,
             hash,
         };
@@ -334,21 +347,6 @@ impl Tokenizer {
         &self.hash
     }
 
-    /// Encodes a whole prompt. Added tokens in it are recognised; with `add_special`, those that the tokenizer puts
-    /// around every text (such as a begin-of-sequence token) are added.
-    pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>, String> {
-        encode_with(&self.full, text, add_special)
-    }
-
-    /// Encodes a stretch of a prompt in which no added token is recognised. `first`: the prompt begins with it.
-    pub fn encode_piece(&self, text: &str, first: bool) -> Result<Vec<u32>, String> {
-        let encoder = match first {
-            true => &self.first_piece,
-            false => self.later_piece.as_ref().unwrap_or(&self.first_piece),
-        };
-        self.encode_without_specials(encoder, text)
-    }
-
     /// The special tokens that are put around a whole prompt: (before, after).
     pub fn surrounding(&self) -> Result<(Vec<u32>, Vec<u32>), String> {
         let bare = encode_with(&self.full, "a", false)?;
@@ -363,14 +361,6 @@ impl Tokenizer {
         ))
     }
 
-    /// Encodes `text` as it would stand in the middle of a prompt: no special tokens are added, none are recognised.
-    pub fn encode_plain(&self, text: &str) -> Vec<u32> {
-        let encoder = self.plain.as_ref().unwrap_or(&self.first_piece);
-        // Loading has proved that characters outside the vocabulary encode; what is left is a text at which the regex
-        // engine gives up: it has no tokens of its own, and the caller spells it from the vocabulary.
-        self.encode_without_specials(encoder, text).unwrap_or_default()
-    }
-
     /// Decodes a whole completion, leaving out special tokens: the text that it adds to its prompt.
     ///
     /// A leading space stays, and bytes that are no UTF-8 become U+FFFD.
@@ -381,51 +371,6 @@ impl Tokenizer {
             Err(error) => String::from_utf8_lossy(error.as_bytes()).into_owned(),
         }
     }
-
-    /// The text as the tokenizer's normalizer leaves it.
-    pub fn normalize(&self, text: &str) -> String {
-        let Some(normalizer) = self.full.get_normalizer() else {
-            return text.to_string();
-        };
-        let mut normalized = NormalizedString::from(text);
-        match guarded(THIS_TEXT, || normalizer.normalize(&mut normalized)) {
-            Ok(()) => normalized.get().to_string(),
-            Err(_) => text.to_string(),
-        }
-    }
-
-    /// Encodes with `encoder`, which knows no added tokens, so that no special token comes out.
-    ///
-    /// Models that match whole words (Unigram, word pieces, BPE that ignores its merges) can still find a special
-    /// token's text in their vocabulary; such text is cut after its first character until they do not.
-    fn encode_without_specials(&self, encoder: &Inner, text: &str) -> Result<Vec<u32>, String> {
-        let ids = encode_with(encoder, text, false)?;
-        let offending = |id: &u32| self.is_special(*id) && Some(*id) != self.unknown;
-        let Some(culprit) = ids.iter().find(|id| offending(id)) else {
-            return Ok(ids);
-        };
-        let content = self
-            .added
-            .iter()
-            .find(|token| token.id == *culprit)
-            .map(|token| token.content.as_str());
-        let cut = content.and_then(|content| text.find(content)).and_then(|at| {
-            let first = text[at..].chars().next()?.len_utf8();
-            (at + first < text.len()).then_some(at + first)
-        });
-        let Some(cut) = cut else {
-            return Ok(ids.into_iter().filter(|id| !offending(id)).collect());
-        };
-        let mut out = self.encode_without_specials(encoder, &text[..cut])?;
-        let rest = self.plain.as_ref().unwrap_or(&self.first_piece);
-        out.extend(self.encode_without_specials(rest, &text[cut..])?);
-        Ok(out)
-    }
-}
-
-fn encode_with(encoder: &Inner, text: &str, add_special: bool) -> Result<Vec<u32>, String> {
-    let encoding = guarded(THIS_TEXT, || encoder.encode_fast(text, add_special))?;
-    Ok(encoding.get_ids().to_vec())
 }
 
 /// The 256 bytes, as byte-level tokenizers spell them.
@@ -433,83 +378,25 @@ fn byte_vocab() -> Vec<String> {
     (0..=255).map(|byte| bytes::byte_char(byte).to_string()).collect()
 }
 
-/// Refuses templates of a post-processor that name a special token they do not define: the library would panic at a text.
-fn check_templates(processor: &Value) -> Result<(), String> {
-    for part in processor["processors"].as_array().into_iter().flatten() {
-        check_templates(part)?;
-    }
-    if processor["type"] != "TemplateProcessing" {
-        return Ok(());
-    }
-    let pieces = ["single", "pair"].map(|name| processor[name].as_array());
-    for piece in pieces.into_iter().flatten().flatten() {
-        let Some(id) = piece["SpecialToken"]["id"].as_str() else {
-            continue;
-        };
-        let token = &processor["special_tokens"][id];
-        let count = |list: &str| token[list].as_array().map(Vec::len);
-        if count("ids").is_none() || count("ids") != count("tokens") {
-            return Err(format!(
-                "its post-processor puts the special token `{id}` around texts, but does not define it"
-            ));
-        }
-    }
-    Ok(())
-}
-
-/// What the file says and the library does not tell.
-#[derive(serde::Deserialize)]
-struct Declared {
-    #[serde(default)]
-    added_tokens: Vec<DeclaredToken>,
-    model: DeclaredModel,
-}
-
-#[derive(serde::Deserialize)]
-struct DeclaredToken {
-    id: u32,
-    content: String,
-}
-
-#[derive(serde::Deserialize)]
-struct DeclaredModel {
-    #[serde(default)]
-    unk_token: Option<String>,
-    #[serde(default)]
-    unk_id: Option<u32>,
-}
-
-impl Declared {
-    /// Ids of added tokens are given by the library, not read from the file: refuse a file where the two differ.
-    fn check_added_ids(&self, full: &Inner) -> Result<(), String> {
-        for DeclaredToken { id, content } in &self.added_tokens {
-            match full.token_to_id(content) {
-                Some(actual) if actual == *id => {}
-                Some(actual) => {
-                    return Err(format!(
-                        "its added token `{content}` says id {id}, but its place is {actual}"
-                    ));
-                }
-                None => return Err(format!("its added token `{content}` cannot be added")),
-            }
-        }
-        Ok(())
-    }
-}
-
 /// Adds the tokens of `added_tokens_decoder` that `tokenizer.json` lacks, and makes special tokens of the vocabulary
 /// recognised in text, as transformers does.
 fn add_missing(full: &mut Inner, config: &TokenizerConfig) -> Result<(), String> {
-    for token in &config.added_tokens {
-        if full.get_added_vocabulary().get_vocab().contains_key(&token.content) {
-            continue;
-        }
-        let added = AddedToken::from(token.content.clone(), token.special)
+    let known = full.get_added_vocabulary().get_vocab();
+    let missing: Vec<_> = config
+        .added_tokens
+        .iter()
+        .filter(|token| !known.contains_key(&token.content))
+        .collect();
+    let added = missing.iter().map(|token| {
+        AddedToken::from(token.content.clone(), token.special)
             .single_word(token.single_word)
             .lstrip(token.lstrip)
             .rstrip(token.rstrip)
-            .normalized(token.normalized);
-        full.add_tokens([added]).map_err(|e| e.to_string())?;
+            .normalized(token.normalized)
+    });
+    // At once: each call makes the library's tables anew.
+    full.add_tokens(added.collect::<Vec<_>>()).map_err(|e| e.to_string())?;
+    for token in missing {
         if full.token_to_id(&token.content) != Some(token.id) {
             return Err(format!(
                 "`tokenizer_config.json` adds the token `{}` as id {}, which is not the next free one",
@@ -592,3 +479,5 @@ pub(crate) fn one_line(text: &str) -> String {
 
 #[cfg(test)]
 pub(crate) mod tests;
+#[cfg(test)]
+pub(crate) use bytes::byte_char;

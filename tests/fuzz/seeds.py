@@ -61,9 +61,22 @@ def records():
     yield "order", {"index": 0, "nonce": "1" * 20, "order": "extend", "budget_usd": 1.0, "deadline_seconds": 60}
     yield "retry", {"generation": 1, "nonce": "1" * 20, "shards": [{"shard": 0, "rows": [[0, 2]], "tally": TALLY}]}
     yield "spend", {"worker": "w", "device_seconds": 1.5}
+def tokenizers():
+    """Small tokenizers of three kinds, each with a text."""
+    special = {"content": "<s>", "special": True, "normalized": False, "single_word": False, "lstrip": False, "rstrip": True}
+    mark = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+    split = {"type": "Split", "pattern": {"Regex": r" ?\p{L}+|\s+(?!\S)|\s+|."}, "behavior": "Isolated", "invert": False}
+    vocab = {text: number for number, text in enumerate(["a", "b", "\u2581", "ab", "\u2581a"])}
+    bpe = {"type": "BPE", "vocab": vocab, "merges": [["a", "b"], ["\u2581", "a"]]}
+    unigram = {"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0], ["a", -1.0], ["ab", -1.5], ["\u2581", -2.0]]}
+    for model, size, normalizer, pre_tokenizer in ((bpe, 5, mark, None), (bpe, 5, None, split), (unigram, 4, mark, None)):
+        whole = {"version": "1.0", "added_tokens": [special | {"id": size}], "normalizer": normalizer, "pre_tokenizer": pre_tokenizer,
+                 "decoder": {"type": "Fuse"}, "model": model}
+        yield json.dumps(whole).encode() + b"\xffab a<s> ba b"
 
 
 def seeds(scratch):
+    yield from (("tokenizer_text", str(number), seed) for number, seed in enumerate(tokenizers()))
     yield from parquet(scratch)
     yield from (("checkpoint", str(number), seed) for number, seed in enumerate(checkpoint()))
     yield from (("job_file", path.name, path.read_bytes()) for path in sorted((ROOT / "jobs").glob("*.yaml")))

@@ -508,3 +508,44 @@ proptest! {
         prop_assert_eq!(rendered.tokens, renderer.setup.tokenizer.encode(&rendered.text, false).unwrap());
     }
 }
+
+/// A long text is encoded as far as it counts: what the row says, and what is left of it where it is cut, is as of a short one.
+#[test]
+fn long_prompts_end_with_the_context() {
+    for (data, guarded) in [("ab c ", false), ("ab c <|im_end|>", true)] {
+        let a = data.repeat(100_000 / data.len());
+        let text = |truncate: &str| json!({"prompt": {"text": "{{ a }}", "truncate": truncate}, "generate": {"max_tokens": 6}});
+        let render = |truncate: &str, a: &str| {
+            try_renderer(CHATML, 50, text(truncate))
+                .unwrap()
+                .render(&row(json!({"a": a})))
+        };
+        let error = render("none", &a).unwrap_err();
+        assert!(
+            error.contains("the prompt has at least 50 tokens, and the model's context of 50"),
+            "{error}"
+        );
+        let short = data.repeat(40);
+        assert_eq!(
+            render("right", &a).unwrap(),
+            render("right", &short).unwrap(),
+            "{guarded}"
+        );
+        let left = render("left", &a).unwrap();
+        assert_eq!(left, render("left", &short).unwrap());
+        assert_eq!((left.tokens.len(), left.tokens[0]), (44, 256));
+    }
+}
+
+#[test]
+fn long_lists_of_tokens_are_no_text_before_they_fit() {
+    let renderer = try_renderer(
+        CHATML,
+        50,
+        json!({"prompt": {"token_ids": "ids"}, "generate": {"max_tokens": 6}}),
+    )
+    .unwrap();
+    let error = renderer.render(&row(json!({"ids": vec![97; 70]}))).unwrap_err();
+    assert!(error.contains("the prompt has 70 tokens"), "{error}");
+    assert_eq!(renderer.render(&row(json!({"ids": [97, 98]}))).unwrap().text, "ab");
+}

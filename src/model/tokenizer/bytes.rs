@@ -157,7 +157,7 @@ fn apply(rules: &[Rule], token: &str, table: &[Option<u8>], out: &mut Vec<u8>) {
 
 /// The printable character that stands for `byte` in byte-level vocabularies: itself where it is printable in
 /// Latin-1, else the next one from U+0100 on.
-pub(super) fn byte_char(byte: u8) -> char {
+pub(crate) fn byte_char(byte: u8) -> char {
     let printable = |byte: u8| matches!(byte, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
     if printable(byte) {
         return byte as char;

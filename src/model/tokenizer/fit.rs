@@ -19,8 +19,6 @@ const MARKS: [char; 2] = ['Ġ', '▁'];
 const PREVAILS_PIECES: usize = 50;
 /// The other mark is then this many times rarer.
 const PREVAILS_TIMES: usize = 10;
-/// Most bytes that a sentence may have in the text that is cut; byte-level ones double.
-const WRITTEN_BYTES_MAX: usize = 1 << 14;
 /// Most characters of a text in an error.
 const SHOWN_CHARS: usize = 60;
 
@@ -178,13 +176,6 @@ impl RoundTrip<'_> {
         let Ok(text) = written(cut, sentence) else {
             return Ok(());
         };
-        if text.len() > WRITTEN_BYTES_MAX {
-            return Err(format!(
-                "its normalizer and pre-tokenizer make {} bytes of {}",
-                text.len(),
-                shown(sentence)
-            ));
-        }
         let Ok(ids) = encode_with(cut, sentence, false) else {
             return Ok(());
         };

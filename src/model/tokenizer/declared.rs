@@ -1,0 +1,222 @@
+//! What a `tokenizer.json` says before the library reads it: sizes that it must keep to, so that neither loading it nor encoding a text
+//! with it takes for ever or all of the memory.
+
+mod expressions;
+mod sizes;
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use serde_json::Value;
+use tokenizers::{ModelWrapper, Tokenizer as Inner};
+
+use super::encode::{Bounds, WRITTEN_BYTES_MAX};
+use super::one_line;
+use super::stream::{STRETCH_BYTES_MAX, flatten};
+use expressions::check_expressions;
+use sizes::Sizes;
+
+/// Most added tokens; longest text of one, and all of them together, in bytes.
+const ADDED_MAX: usize = 1 << 18;
+const ADDED_BYTES_MAX: usize = 512;
+const ADDED_BYTES_MAX_TOGETHER: usize = 4 << 20;
+/// Most steps of a normalizer or pre-tokenizer.
+const STEPS_MAX: usize = 64;
+/// Most bytes that normalizer and pre-tokenizer may make of one.
+const GROWTH_MAX: usize = 512;
+/// Longest word that a WordPiece model cuts: it holds each beginning of each rest against its vocabulary.
+const WORD_CHARS_MAX: u64 = 200;
+/// Most bytes in tokens of a Unigram vocabulary each of which begins with the one before.
+const BEGINNINGS_BYTES_MAX: usize = 32 << 10;
+/// Above this, BPE mostly puts back what it leaves out.
+const DROPOUT_MAX: f64 = 0.5;
+
+/// What the file says and the library does not tell.
+#[derive(serde::Deserialize)]
+pub(super) struct Declared {
+    #[serde(default)]
+    added_tokens: Vec<DeclaredToken>,
+    #[serde(default)]
+    normalizer: Value,
+    #[serde(default)]
+    pre_tokenizer: Value,
+    #[serde(default)]
+    decoder: Value,
+    pub(super) model: DeclaredModel,
+}
+
+#[derive(serde::Deserialize)]
+struct DeclaredToken {
+    id: u32,
+    content: String,
+}
+
+#[derive(serde::Deserialize)]
+pub(super) struct DeclaredModel {
+    #[serde(default)]
+    pub(super) unk_token: Option<String>,
+    #[serde(default)]
+    pub(super) unk_id: Option<u32>,
+    #[serde(default)]
+    max_input_chars_per_word: Option<u64>,
+    #[serde(default)]
+    dropout: Option<f64>,
+}
+
+impl Declared {
+    /// Reads and checks the file, in memory that its sizes bound.
+    pub(super) fn read(json: &[u8]) -> Result<Declared, String> {
+        let sizes: Sizes = serde_json::from_slice(json).map_err(|e| one_line(&e.to_string()))?;
+        sizes.check()?;
+        let declared: Declared = serde_json::from_slice(json).map_err(|e| one_line(&e.to_string()))?;
+        declared.check()?;
+        Ok(declared)
+    }
+
+    fn check(&self) -> Result<(), String> {
+        most("added tokens", self.added_tokens.len(), ADDED_MAX)?;
+        let lengths = || self.added_tokens.iter().map(|token| token.content.len());
+        most("bytes in an added token", lengths().max().unwrap_or(0), ADDED_BYTES_MAX)?;
+        most("bytes in its added tokens", lengths().sum(), ADDED_BYTES_MAX_TOGETHER)?;
+        if let Some(chars) = self
+            .model
+            .max_input_chars_per_word
+            .filter(|chars| *chars > WORD_CHARS_MAX)
+        {
+            return Err(format!(
+                "its `max_input_chars_per_word` is {chars}, more than {WORD_CHARS_MAX}"
+            ));
+        }
+        if let Some(dropout) = self.model.dropout.filter(|dropout| *dropout > DROPOUT_MAX) {
+            return Err(format!("its `dropout` is {dropout}, more than {DROPOUT_MAX}"));
+        }
+        let growth = self.normalizer_growth()?.saturating_mul(self.pre_tokenizer_growth()?);
+        most(
+            "bytes that its normalizer and pre-tokenizer make of one",
+            growth,
+            GROWTH_MAX,
+        )?;
+        check_expressions(&[&self.normalizer, &self.pre_tokenizer, &self.decoder])
+    }
+
+    /// Most bytes that the normalizer makes of one.
+    fn normalizer_growth(&self) -> Result<usize, String> {
+        let mut steps = Vec::new();
+        flatten(&self.normalizer, "normalizers", &mut steps);
+        most("steps in its normalizer", steps.len(), STEPS_MAX)?;
+        let growth = |step: &Value| match step["type"].as_str() {
+            Some("NFKC" | "NFKD") => 11,
+            Some("NFC" | "NFD" | "BertNormalizer") => 3,
+            Some("Lowercase" | "ByteLevel") => 2,
+            Some("Replace") => {
+                let content = step["content"].as_str().map_or(0, str::len);
+                let pattern = step["pattern"]["String"].as_str().map_or(1, str::len);
+                content.div_ceil(pattern.max(1)).max(1)
+            }
+            Some("Prepend") => 1 + step["prepend"].as_str().map_or(0, str::len) / 4,
+            Some("Precompiled") => step["precompiled_charsmap"].as_str().map_or(1, longest_replacement),
+            _ => 1,
+        };
+        Ok(steps.into_iter().map(growth).fold(1, usize::saturating_mul))
+    }
+
+    fn pre_tokenizer_growth(&self) -> Result<usize, String> {
+        let mut steps = Vec::new();
+        flatten(&self.pre_tokenizer, "pretokenizers", &mut steps);
+        most("steps in its pre-tokenizer", steps.len(), STEPS_MAX)?;
+        let growth = |step: &Value| match step["type"].as_str() {
+            Some("Metaspace") => 3,
+            Some("ByteLevel") => 2,
+            _ => 1,
+        };
+        Ok(steps.into_iter().map(growth).fold(1, usize::saturating_mul))
+    }
+
+    /// What may be encoded at once.
+    pub(super) fn bounds(&self) -> Result<Bounds, String> {
+        let pre_tokenizer_growth = self.pre_tokenizer_growth()?;
+        let growth = self.normalizer_growth()?.saturating_mul(pre_tokenizer_growth);
+        Ok(Bounds {
+            whole_bytes_max: (WRITTEN_BYTES_MAX / growth).clamp(1, STRETCH_BYTES_MAX),
+            pre_tokenizer_growth,
+        })
+    }
+
+    /// Ids of added tokens are given by the library, not read from the file: refuse a file where the two differ.
+    pub(super) fn check_added_ids(&self, full: &Inner) -> Result<(), String> {
+        for DeclaredToken { id, content } in &self.added_tokens {
+            match full.token_to_id(content) {
+                Some(actual) if actual == *id => {}
+                Some(actual) => {
+                    return Err(format!(
+                        "its added token `{content}` says id {id}, but its place is {actual}"
+                    ));
+                }
+                None => return Err(format!("its added token `{content}` cannot be added")),
+            }
+        }
+        Ok(())
+    }
+}
+/// Refuses templates of a post-processor that name a special token they do not define: the library would panic at a text.
+pub(super) fn check_templates(processor: &Value) -> Result<(), String> {
+    for part in processor["processors"].as_array().into_iter().flatten() {
+        check_templates(part)?;
+    }
+    if processor["type"] != "TemplateProcessing" {
+        return Ok(());
+    }
+    let pieces = ["single", "pair"].map(|name| processor[name].as_array());
+    for piece in pieces.into_iter().flatten().flatten() {
+        let Some(id) = piece["SpecialToken"]["id"].as_str() else {
+            continue;
+        };
+        let token = &processor["special_tokens"][id];
+        let count = |list: &str| token[list].as_array().map(Vec::len);
+        if count("ids").is_none() || count("ids") != count("tokens") {
+            return Err(format!(
+                "its post-processor puts the special token `{id}` around texts, but does not define it"
+            ));
+        }
+    }
+    Ok(())
+}
+
+fn most(what: &str, count: usize, most: usize) -> Result<(), String> {
+    match count > most {
+        true => Err(format!("{what}: {count}, more than {most}")),
+        false => Ok(()),
+    }
+}
+
+/// A Unigram model looks at each token that a place of a text begins with, and copies it: refuses those in which many begin with each other.
+pub(super) fn check_beginnings(full: &Inner) -> Result<(), String> {
+    if !matches!(full.get_model(), ModelWrapper::Unigram(_)) {
+        return Ok(());
+    }
+    let mut texts: Vec<String> = full.get_vocab(false).into_keys().collect();
+    texts.sort_unstable();
+    let mut beginnings: Vec<&str> = Vec::new();
+    let mut bytes = 0;
+    for text in &texts {
+        while let Some(before) = beginnings.pop_if(|before| !text.starts_with(*before)) {
+            bytes -= before.len();
+        }
+        beginnings.push(text);
+        bytes += text.len();
+        most(
+            "bytes in tokens of its vocabulary that begin with each other",
+            bytes,
+            BEGINNINGS_BYTES_MAX,
+        )?;
+    }
+    Ok(())
+}
+
+/// The longest text that a SentencePiece table puts in a character's place, for each of the at least one to three bytes of that.
+fn longest_replacement(table: &str) -> usize {
+    let Ok(table) = STANDARD.decode(table) else { return 1 };
+    let trie = table.first_chunk().map_or(0, |size| u32::from_le_bytes(*size) as usize);
+    let texts = table.get(trie.saturating_add(4)..).unwrap_or_default();
+    let longest = texts.split(|byte| *byte == 0).map(<[u8]>::len).max();
+    longest.unwrap_or(0).div_ceil(3).max(1)
+}

@@ -1,0 +1,95 @@
+//! Regular expressions of a tokenizer are tried on texts that make slow ones slow.
+//!
+//! An expression that takes the square of a text's length, or an exponential of it, does so where a part of it repeats. The texts repeat what
+//! expressions commonly match, and the expression's own characters. Every search has limits besides (see `guarded`).
+
+use std::time::{Duration, Instant};
+
+use onig::Regex;
+use serde_json::Value;
+
+use super::super::guarded::limit_searches;
+use super::super::stream::Matches;
+use super::most;
+
+/// Most regular expressions, and longest, in bytes.
+const EXPRESSIONS_MAX: usize = 64;
+const EXPRESSION_BYTES_MAX: usize = 16 << 10;
+/// A text of so many bytes takes well under a millisecond. One that takes longer than this is tried again at
+const SHORT: (usize, Duration) = (2 << 10, Duration::from_millis(8));
+/// eight times the length, where it must take no longer than this.
+const LONG: (usize, Duration) = (16 << 10, Duration::from_millis(400));
+/// Most texts that are repeated.
+const UNITS_MAX: usize = 32;
+
+/// Refuses expressions in these parts, at any depth, that take longer than a text is long.
+pub(super) fn check_expressions(parts: &[&Value]) -> Result<(), String> {
+    let mut expressions = Vec::new();
+    parts.iter().for_each(|part| collect(part, &mut expressions));
+    most("expressions", expressions.len(), EXPRESSIONS_MAX)?;
+    limit_searches();
+    expressions.into_iter().try_for_each(check_expression)
+}
+
+fn collect<'a>(part: &'a Value, expressions: &mut Vec<&'a str>) {
+    match part {
+        Value::Object(fields) => {
+            expressions.extend(fields.get("Regex").and_then(Value::as_str));
+            fields.values().for_each(|value| collect(value, expressions));
+        }
+        Value::Array(items) => items.iter().for_each(|item| collect(item, expressions)),
+        _ => {}
+    }
+}
+
+fn check_expression(expression: &str) -> Result<(), String> {
+    most("bytes in an expression", expression.len(), EXPRESSION_BYTES_MAX)?;
+    // What is no expression, the library says in its own words.
+    let Ok(regex) = Regex::new(expression) else {
+        return Ok(());
+    };
+    let mut units: Vec<String> = [
+        "a", "A", "0", " ", "\n", "\r\n", ".", "'", "\u{E9}", "\u{4E2D}", "\u{301}", "a ", "aB", " \n",
+    ]
+    .map(String::from)
+    .to_vec();
+    let own = expression.chars().filter(|c| !r"\()[]{}|?*+^$".contains(*c));
+    for unit in own.map(String::from) {
+        if units.len() < UNITS_MAX && !units.contains(&unit) {
+            units.push(unit);
+        }
+    }
+    for text in units.iter().flat_map(|unit| [(unit, ""), (unit, "!")]) {
+        // Twice: the machine may have had something else to do.
+        let is_slow = || Ok::<_, String>(takes(&regex, text, LONG.0)? > LONG.1);
+        let why = match takes(&regex, text, SHORT.0) {
+            Ok(time) if time > SHORT.1 => is_slow().and_then(|slow| Ok(slow && is_slow()?)),
+            done => done.map(|_| false),
+        };
+        if why != Ok(false) {
+            let shown: String = expression.chars().take(60).collect();
+            let how = why
+                .err()
+                .unwrap_or_else(|| format!("takes over {} ms for {} of them", LONG.1.as_millis(), LONG.0));
+            return Err(format!(
+                "its expression {shown:?} is too slow for texts of {:?}: it {how}",
+                text.0
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// How long the matches take in a text of so many bytes, which repeats the first of these two and ends with the other.
+fn takes(regex: &Regex, (unit, end): (&String, &str), bytes: usize) -> Result<Duration, String> {
+    let text = unit.repeat(bytes / unit.len()) + end;
+    let begin = Instant::now();
+    let mut matches = Matches::new(regex, &text);
+    loop {
+        match matches.next() {
+            Ok(Some(_)) if begin.elapsed() < 2 * LONG.1 => {}
+            Ok(_) => return Ok(begin.elapsed()),
+            Err(_) => return Err("gives up".into()),
+        }
+    }
+}

@@ -1,0 +1,197 @@
+//! How much there is in a `tokenizer.json`, counted without keeping any of it.
+
+use std::fmt;
+
+use serde::de::{Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
+
+use super::most;
+
+/// Most tokens of a vocabulary, and most merges of BPE; the largest known ones have 262,144 and 514,906.
+const VOCABULARY_MAX: u64 = 1 << 20;
+const MERGES_MAX: u64 = 1 << 21;
+/// Longest text of a token, and all of them together, in bytes.
+const TOKEN_BYTES_MAX: usize = 4 << 10;
+const VOCABULARY_BYTES_MAX: u64 = 16 << 20;
+/// Most values in the rest of the file.
+const REST_MAX: u64 = 4 << 20;
+
+/// How much there is in each part of the file. Nothing of it is kept.
+#[derive(serde::Deserialize)]
+pub(super) struct Sizes {
+    #[serde(default)]
+    added_tokens: Values,
+    #[serde(default)]
+    normalizer: Values,
+    #[serde(default)]
+    pre_tokenizer: Values,
+    #[serde(default)]
+    post_processor: Values,
+    #[serde(default)]
+    decoder: Values,
+    model: ModelSizes,
+}
+
+impl Sizes {
+    pub(super) fn check(&self) -> Result<(), String> {
+        let ModelSizes { vocab, merges, rest } = &self.model;
+        most(
+            "tokens in its vocabulary",
+            vocab.items as usize,
+            VOCABULARY_MAX as usize,
+        )?;
+        most("merges", merges.items as usize, MERGES_MAX as usize)?;
+        most("bytes in a token of its vocabulary", vocab.longest, TOKEN_BYTES_MAX)?;
+        // Unigram, which alone writes its vocabulary as a list, keeps a table for each byte.
+        let bytes = if vocab.is_list {
+            VOCABULARY_BYTES_MAX / 4
+        } else {
+            VOCABULARY_BYTES_MAX
+        };
+        most("bytes in its vocabulary", vocab.bytes as usize, bytes as usize)?;
+        let parts = [
+            &self.added_tokens,
+            &self.normalizer,
+            &self.pre_tokenizer,
+            &self.post_processor,
+            &self.decoder,
+            rest,
+        ];
+        let all: u64 = parts.iter().map(|part| part.values).sum();
+        most("values besides its vocabulary", all as usize, REST_MAX as usize)?;
+        // Texts of a vocabulary and of merges are counted above; nothing may hide between them.
+        most(
+            "values in its vocabulary",
+            vocab.values as usize,
+            4 * VOCABULARY_MAX as usize,
+        )?;
+        most("values in its merges", merges.values as usize, 4 * MERGES_MAX as usize)
+    }
+}
+
+/// What a JSON value holds.
+#[derive(Default)]
+struct Values {
+    /// At any depth, itself included.
+    values: u64,
+    /// Directly in it.
+    items: u64,
+    /// In its texts and names.
+    bytes: u64,
+    longest: usize,
+    is_list: bool,
+}
+
+impl Values {
+    fn text(&mut self, text: &str) {
+        self.bytes += text.len() as u64;
+        self.longest = self.longest.max(text.len());
+    }
+
+    fn add(&mut self, item: Values) {
+        self.items += 1;
+        self.values += item.values;
+        self.bytes += item.bytes;
+        self.longest = self.longest.max(item.longest);
+    }
+}
+
+impl<'de> Deserialize<'de> for Values {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Values, D::Error> {
+        from.deserialize_any(Counting)
+    }
+}
+
+struct Counting;
+
+const ONE: Values = Values {
+    values: 1,
+    items: 0,
+    bytes: 0,
+    longest: 0,
+    is_list: false,
+};
+
+impl<'de> Visitor<'de> for Counting {
+    type Value = Values;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("any value")
+    }
+
+    fn visit_unit<E>(self) -> Result<Values, E> {
+        Ok(ONE)
+    }
+
+    fn visit_bool<E>(self, _: bool) -> Result<Values, E> {
+        Ok(ONE)
+    }
+
+    fn visit_i64<E>(self, _: i64) -> Result<Values, E> {
+        Ok(ONE)
+    }
+
+    fn visit_u64<E>(self, _: u64) -> Result<Values, E> {
+        Ok(ONE)
+    }
+
+    fn visit_f64<E>(self, _: f64) -> Result<Values, E> {
+        Ok(ONE)
+    }
+
+    fn visit_str<E>(self, text: &str) -> Result<Values, E> {
+        let mut values = ONE;
+        values.text(text);
+        Ok(values)
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Values, A::Error> {
+        let mut values = Values { is_list: true, ..ONE };
+        while let Some(item) = seq.next_element()? {
+            values.add(item);
+        }
+        Ok(values)
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Values, A::Error> {
+        let mut values = ONE;
+        while let Some(name) = map.next_key::<String>()? {
+            values.text(&name);
+            values.add(map.next_value()?);
+        }
+        Ok(values)
+    }
+}
+
+/// The parts of a model that may be large.
+#[derive(Default)]
+struct ModelSizes {
+    vocab: Values,
+    merges: Values,
+    rest: Values,
+}
+
+impl<'de> Deserialize<'de> for ModelSizes {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<ModelSizes, D::Error> {
+        struct Model;
+        impl<'de> Visitor<'de> for Model {
+            type Value = ModelSizes;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a model")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<ModelSizes, A::Error> {
+                let mut sizes = ModelSizes::default();
+                while let Some(name) = map.next_key::<String>()? {
+                    match name.as_str() {
+                        "vocab" => sizes.vocab = map.next_value()?,
+                        "merges" => sizes.merges = map.next_value()?,
+                        _ => sizes.rest.add(map.next_value()?),
+                    }
+                }
+                Ok(sizes)
+            }
+        }
+        from.deserialize_map(Model)
+    }
+}

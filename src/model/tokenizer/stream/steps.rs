@@ -1,0 +1,193 @@
+//! A tokenizer's steps, where all of them are known.
+
+use std::collections::HashSet;
+
+use onig::Regex;
+use serde_json::Value;
+use tokenizers::{ModelWrapper, NormalizedString, Normalizer, Tokenizer as Inner};
+
+use super::super::bytes::byte_char;
+use super::super::prefix::{Prefix as Which, without_prefix};
+use super::super::trie::Trie;
+use super::{Cut, Joins, Metaspace, Prefix, Stream, Token};
+
+/// How byte-level pre-tokenizers cut where nothing else is said.
+const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
+
+impl Stream {
+    /// `None`: it has a step that is not known.
+    pub(in super::super) fn of(tokenizer: &Inner) -> Option<Stream> {
+        let normalizer = tokenizer.get_normalizer();
+        let normalizer_inside = match normalizer {
+            Some(normalizer) => {
+                is_local(&serde_json::to_value(normalizer).ok()?).then_some(())?;
+                let without = without_prefix(tokenizer, Which::Any).ok()?;
+                without.as_ref().unwrap_or(tokenizer).get_normalizer().cloned()
+            }
+            None => None,
+        };
+        let mut stream = Stream {
+            written: None,
+            normalized: None,
+            normalizer: normalizer.cloned(),
+            normalizer_inside,
+            metaspace: None,
+            cuts: Vec::new(),
+            byte_level: None,
+            joins: None,
+        };
+        if let Some(pre) = tokenizer.get_pre_tokenizer() {
+            stream.add_pre_tokenizer(&serde_json::to_value(pre).ok()?)?;
+        }
+        stream.add_tokens(tokenizer)?;
+        stream.joins = match tokenizer.get_model() {
+            ModelWrapper::BPE(bpe) if bpe.dropout.is_none_or(|dropout| dropout == 0.0) => {
+                let affixes = [&bpe.continuing_subword_prefix, &bpe.end_of_word_suffix];
+                let plain = affixes.iter().all(|affix| affix.as_ref().is_none_or(String::is_empty));
+                (plain && !bpe.ignore_merges).then(|| Joins::of(tokenizer)).flatten()
+            }
+            ModelWrapper::Unigram(unigram) if unigram.alpha.is_none() => None,
+            _ => return None,
+        };
+        Some(stream)
+    }
+
+    fn add_pre_tokenizer(&mut self, value: &Value) -> Option<()> {
+        let mut steps = Vec::new();
+        flatten(value, "pretokenizers", &mut steps);
+        let count = steps.len();
+        for (number, step) in steps.into_iter().enumerate() {
+            match step["type"].as_str()? {
+                "Split" if step["invert"] == false => self.cuts.push(split(step)?),
+                "Digits" => self.cuts.push(Cut::Digits {
+                    each: step["individual_digits"].as_bool()?,
+                }),
+                // What comes after it sees other characters, and a prefix goes before each of its pieces.
+                "ByteLevel" if number + 1 == count && step["add_prefix_space"] == false => {
+                    if step["use_regex"] != false {
+                        self.cuts.push(Cut::Around(Regex::new(GPT2).ok()?));
+                    }
+                    self.byte_level = Some(std::array::from_fn(|byte| byte_char(byte as u8)));
+                }
+                "Metaspace" if count == 1 => self.metaspace = Some(metaspace(step)?),
+                _ => return None,
+            }
+        }
+        Some(())
+    }
+
+    fn add_tokens(&mut self, tokenizer: &Inner) -> Option<()> {
+        let (mut written, mut normalized) = (Trie::new(), Trie::new());
+        let (mut any_written, mut any_normalized) = (false, false);
+        for (id, token) in tokenizer.get_added_vocabulary().get_added_tokens_decoder() {
+            if token.single_word {
+                return None;
+            }
+            let mut text = NormalizedString::from(token.content.as_str());
+            if let (true, Some(normalizer)) = (token.normalized, tokenizer.get_normalizer()) {
+                normalizer.normalize(&mut text).ok()?;
+            }
+            let (tokens, any) = match token.normalized {
+                true => (&mut normalized, &mut any_normalized),
+                false => (&mut written, &mut any_written),
+            };
+            *any = true;
+            let known = Token {
+                id: *id,
+                lstrip: token.lstrip,
+                rstrip: token.rstrip,
+            };
+            tokens.insert(text.get().chars(), |ending: &mut Vec<Token>, ends| {
+                if ends {
+                    ending.push(known);
+                }
+            });
+        }
+        // Where a normalizer moves texts, a stretch behind such a token might count as the beginning.
+        if any_normalized && self.metaspace.is_some() && self.normalizer.is_some() {
+            return None;
+        }
+        self.written = any_written.then_some(written);
+        self.normalized = any_normalized.then_some(normalized);
+        Some(())
+    }
+}
+
+impl Joins {
+    /// `None`: two texts have one id, and what is joined cannot be told.
+    fn of(tokenizer: &Inner) -> Option<Joins> {
+        let vocabulary = tokenizer.get_vocab(false);
+        let ids: HashSet<u32> = vocabulary.values().copied().collect();
+        if ids.len() != vocabulary.len() {
+            return None;
+        }
+        let mut joins = Joins {
+            known: HashSet::new(),
+            pairs: HashSet::new(),
+        };
+        for text in vocabulary.keys() {
+            let mut before = None;
+            for c in text.chars() {
+                joins.pairs.extend(before.map(|before| (before, c)));
+                before = Some(c);
+            }
+            let mut chars = text.chars();
+            if let (Some(c), None) = (chars.next(), chars.next()) {
+                joins.known.insert(c);
+            }
+        }
+        Some(joins)
+    }
+}
+
+/// The steps of nested sequences, in their order.
+pub(in super::super) fn flatten<'a>(value: &'a Value, list: &str, steps: &mut Vec<&'a Value>) {
+    match (value["type"] == "Sequence", value[list].as_array()) {
+        (true, Some(parts)) => parts.iter().for_each(|part| flatten(part, list, steps)),
+        _ => steps.push(value),
+    }
+}
+
+/// Does a normalizer make the same of a text in blocks, each of which begins with a character that no form joins with one before it?
+fn is_local(normalizer: &Value) -> bool {
+    let mut steps = Vec::new();
+    flatten(normalizer, "normalizers", &mut steps);
+    let mut replaced = false;
+    steps.into_iter().all(|step| match step["type"].as_str() {
+        Some("NFC" | "NFD" | "NFKC" | "NFKD") => !replaced,
+        Some("Lowercase") => true,
+        Some("Prepend") => {
+            replaced = true;
+            true
+        }
+        Some("Replace") => {
+            replaced = true;
+            let pattern = step["pattern"]["String"].as_str();
+            pattern.is_some_and(|text| text.chars().count() == 1) && step["content"] != ""
+        }
+        _ => false,
+    })
+}
+
+fn split(step: &Value) -> Option<Cut> {
+    let (pattern, behavior) = (&step["pattern"], step["behavior"].as_str()?);
+    match (pattern["Regex"].as_str(), pattern["String"].as_str(), behavior) {
+        (Some(regex), _, "Isolated") => Some(Cut::Around(Regex::new(regex).ok()?)),
+        (_, Some(text), "MergedWithPrevious") if !text.is_empty() => Some(Cut::Behind(text.into())),
+        _ => None,
+    }
+}
+
+fn metaspace(step: &Value) -> Option<Metaspace> {
+    let prefix = match step["prepend_scheme"].as_str()? {
+        "never" => Prefix::Never,
+        "first" => Prefix::First,
+        "always" => Prefix::Always,
+        _ => return None,
+    };
+    Some(Metaspace {
+        mark: step["replacement"].as_str()?.chars().next()?,
+        prefix,
+        splits: step["split"].as_bool()?,
+    })
+}
