@@ -12,6 +12,7 @@ mod configs;
 mod cuda_device;
 mod cuda_kernels;
 mod dataset_lines;
+mod dataset_memory;
 mod dataset_parquet;
 mod dataset_reads;
 mod end_to_end;

@@ -82,7 +82,7 @@ pub async fn read_all(renderer: &Arc<Renderer>, inputs: &InputPlan, preview: usi
         })
         .buffered(SHARDS_AHEAD);
     while let Some(seen) = shards.try_next().await.map_err(unread)? {
-        seen.into_iter().for_each(|row| preflight.add(row));
+        seen.into_iter().flatten().for_each(|row| preflight.add(row));
     }
     Ok(preflight)
 }
@@ -101,9 +101,11 @@ pub async fn check_any(opened: &Opened, inputs: &InputPlan) -> Result<(), Failur
             // Ends at the first row that has a prompt.
             broken.collect::<Option<Vec<_>>>()
         });
-        match seen.await.map_err(unread)? {
-            None => return Ok(()),
-            Some(seen) => seen.into_iter().for_each(|row| broken.add(row)),
+        for seen in seen.await.map_err(unread)? {
+            match seen {
+                None => return Ok(()),
+                Some(seen) => seen.into_iter().for_each(|row| broken.add(row)),
+            }
         }
     }
     none_to_ask(opened, &broken).map_or(Ok(()), Err)
@@ -140,17 +142,20 @@ fn reader(renderer: &Renderer, inputs: &InputPlan) -> ShardReader {
     ShardReader::new(inputs.files.clone(), nothing, renderer.columns())
 }
 
-/// Reads a shard and looks at its rows, off the threads that read.
+/// Reads a shard and looks at its rows, piece by piece, off the threads that read.
 async fn look_at<T: Send + 'static>(
     reader: &ShardReader,
     shard: &Shard,
     renderer: &Arc<Renderer>,
-    look: impl FnOnce(&Renderer, &[InputRow]) -> T + Send + 'static,
-) -> anyhow::Result<T> {
-    let rows = reader.read(shard).await?.rows;
-    let renderer = renderer.clone();
-    let seen = tokio::task::spawn_blocking(move || look(&renderer, &rows));
-    seen.await.context("rendering panicked")
+    look: impl Fn(&Renderer, &[InputRow]) -> T + Clone + Send + 'static,
+) -> anyhow::Result<Vec<T>> {
+    let (mut pieces, mut seen) = (reader.pieces(shard, None), Vec::new());
+    while let Some(piece) = pieces.next().await? {
+        let (renderer, look) = (renderer.clone(), look.clone());
+        let looked = tokio::task::spawn_blocking(move || look(&renderer, &piece.rows));
+        seen.push(looked.await.context("rendering panicked")?);
+    }
+    Ok(seen)
 }
 
 fn see(renderer: &Renderer, row: &InputRow) -> Seen {

@@ -17,10 +17,12 @@ use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
 
 use super::error::DatasetError;
+use super::json_cost::json_cost;
 use super::kinds::{KEYS_MAX, Kinds, LineKinds};
 use super::lines::{LINE_BYTES_MAX, LineCutter, Piece, is_blank, lines_of, strip_bom};
 use super::pinned::{PinnedFile, hex};
 use super::plan::Format;
+use super::row_memory::{ENTRY_BYTES, ROW_BYTES_MAX, too_large};
 
 /// The one column of plain text.
 pub const TEXT_COLUMN: &str = "text";
@@ -204,42 +206,78 @@ fn is_too_long(line_with_end: &[u8]) -> bool {
     line_with_end.strip_suffix(b"\n").unwrap_or(line_with_end).len() > LINE_BYTES_MAX
 }
 
-/// Reads the rows of a byte range: the fields of each, or one line that says why there are none.
-///
-/// `first_row` is the first row's place in the file, for messages.
-pub async fn read(
+/// Rows of one piece of lines.
+#[derive(Debug, Default)]
+pub struct LineRows {
+    /// The fields of each, or one line that says why there are none.
+    pub rows: Vec<Result<Map<String, Value>, String>>,
+    /// The most that they take in memory.
+    pub bytes: u64,
+    /// Where the piece ends in the file.
+    pub end: u64,
+}
+
+/// Reads the rows of a byte range, which begins with row `first_row` of the file, piece by piece; those outside of `wanted` only to count them.
+pub fn read(
     file: &PinnedFile,
     format: Format,
     range: Range<u64>,
     first_row: u64,
-) -> Result<Vec<Result<Map<String, Value>, String>>, DatasetError> {
-    let mut rows = Vec::new();
-    let mut pieces = pieces(file.clone(), range, None);
-    while let Some(piece) = pieces.try_next().await? {
-        let (name, at) = (file.name.clone(), first_row + rows.len() as u64);
-        let parsed = tokio::task::spawn_blocking(move || {
-            let mut out = Vec::new();
-            for row in parse_piece(&piece, format) {
-                let number = at + out.len() as u64;
-                out.push(row.map_err(|why| format!("row {number} of `{name}`: {why}")));
-            }
-            out
-        });
-        rows.extend(parsed.await.map_err(|e| DatasetError::unreadable(&file.name, e))?);
+    wanted: Vec<Range<u64>>,
+) -> BoxStream<'static, Result<LineRows, DatasetError>> {
+    let (name, wanted) = (file.name.clone(), Arc::new(wanted));
+    let pieces = pieces(file.clone(), range, None);
+    stream::try_unfold((pieces, first_row), move |(mut pieces, at)| {
+        let (name, wanted) = (name.clone(), wanted.clone());
+        async move {
+            let Some(piece) = pieces.try_next().await? else {
+                return Ok(None);
+            };
+            let of = name.clone();
+            let parsed = tokio::task::spawn_blocking(move || number_rows(&piece, format, at, &wanted, &of));
+            let read = parsed.await.map_err(|e| DatasetError::unreadable(&name, e))?;
+            let next = at + read.rows.len() as u64;
+            Ok(Some((read, (pieces, next))))
+        }
+    })
+    .boxed()
+}
+
+/// The rows of a piece whose first one is row `first`; errors name them.
+fn number_rows(piece: &Piece, format: Format, first: u64, wanted: &[Range<u64>], name: &str) -> LineRows {
+    let mut read = parse_rows(piece, format, |n| {
+        let row = first + n;
+        wanted.iter().any(|range| range.contains(&row))
+    });
+    for (row, number) in read.rows.iter_mut().zip(first..) {
+        if let Err(why) = row {
+            *why = format!("row {number} of `{name}`: {why}");
+        }
     }
-    Ok(rows)
+    read
 }
 
 /// Pure: the rows of one piece.
 pub fn parse_piece(piece: &Piece, format: Format) -> Vec<Result<Map<String, Value>, String>> {
+    parse_rows(piece, format, |_| true).rows
+}
+
+fn parse_rows(piece: &Piece, format: Format, is_wanted: impl Fn(u64) -> bool) -> LineRows {
     match piece {
-        Piece::TooLong { start, end } => vec![Err(too_long(end - start))],
-        Piece::Lines { start, bytes } => parse_lines(*start, bytes, format),
+        Piece::TooLong { start, end } => LineRows {
+            rows: vec![Err(too_long(end - start))],
+            bytes: 0,
+            end: *end,
+        },
+        Piece::Lines { start, bytes } => parse_lines(*start, bytes, format, is_wanted),
     }
 }
 
-fn parse_lines(start: u64, bytes: &Bytes, format: Format) -> Vec<Result<Map<String, Value>, String>> {
-    let mut rows = Vec::new();
+fn parse_lines(start: u64, bytes: &Bytes, format: Format, is_wanted: impl Fn(u64) -> bool) -> LineRows {
+    let mut read = LineRows {
+        end: start + bytes.len() as u64,
+        ..LineRows::default()
+    };
     for (place, line) in lines_of(bytes) {
         let line = if start == 0 && place.start == 0 {
             strip_bom(line)
@@ -247,18 +285,31 @@ fn parse_lines(start: u64, bytes: &Bytes, format: Format) -> Vec<Result<Map<Stri
             line
         };
         let whole = &bytes[place];
-        match format {
-            Format::Text if line.is_empty() && !whole.ends_with(b"\n") => {}
-            Format::Text if is_too_long(whole) => rows.push(Err(too_long(whole.len() as u64))),
-            Format::Text => {
-                rows.push(utf8(line).map(|text| [(TEXT_COLUMN.to_string(), text.into())].into_iter().collect()))
-            }
-            _ if is_blank(line) => {}
-            _ if is_too_long(whole) => rows.push(Err(too_long(whole.len() as u64))),
-            _ => rows.push(parse_object(line, format)),
+        let is_row = match format {
+            Format::Text => !line.is_empty() || whole.ends_with(b"\n"),
+            _ => !is_blank(line),
+        };
+        if !is_row {
+            continue;
         }
+        let row = match format {
+            _ if is_too_long(whole) => Err(too_long(whole.len() as u64)),
+            _ if !is_wanted(read.rows.len() as u64) => Err("it was not to be read".into()),
+            Format::Text => {
+                read.bytes += line.len() as u64 + ENTRY_BYTES;
+                utf8(line).map(|text| [(TEXT_COLUMN.to_string(), text.into())].into_iter().collect())
+            }
+            _ => match json_cost(line) {
+                cost if cost > ROW_BYTES_MAX => Err(too_large(cost)),
+                cost => {
+                    read.bytes += cost;
+                    parse_object(line, format)
+                }
+            },
+        };
+        read.rows.push(row);
     }
-    rows
+    read
 }
 
 fn too_long(bytes: u64) -> String {

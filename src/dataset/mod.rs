@@ -7,24 +7,34 @@
 //! read is a row that says so, an input that is not what was planned stops the job.
 
 pub mod aws_profile;
+mod carried;
 pub mod discover;
 pub mod error;
+mod hybrid;
+mod json_cost;
 pub mod kinds;
 pub mod lines;
 pub mod lines_in;
 pub mod location;
 pub mod output;
+mod parquet_chunks;
+mod parquet_cost;
 pub mod parquet_footer;
 pub mod parquet_in;
+mod parquet_measure;
 pub mod parquet_pages;
 pub mod parquet_shape;
+mod parquet_text;
+mod parquet_walk;
 pub mod part;
 pub mod part_in;
+mod pieces;
 pub mod pinned;
 pub mod pins;
 pub mod plan;
 pub mod planner;
 pub mod row;
+pub mod row_memory;
 pub mod schema_text;
 pub mod shard;
 pub mod sniff;
@@ -36,6 +46,7 @@ pub mod widths;
 
 pub use error::DatasetError;
 pub use output::{OutputColumns, OutputSchema};
+pub use pieces::Pieces;
 pub use planner::{InputPlan, PlanRequest, plan_inputs};
 pub use row::{InputRow, ShardRows};
 pub use shard::ShardReader;

@@ -191,6 +191,19 @@ pub fn arrow_footer(metadata: Arc<ParquetMetaData>) -> Result<ArrowReaderMetadat
     .map_err(|e| format!("its schema cannot be read: {e}"))
 }
 
+/// The footer with other metadata, whose columns have the same types.
+pub fn like_footer(
+    footer: &ArrowReaderMetadata,
+    metadata: Arc<ParquetMetaData>,
+) -> Result<ArrowReaderMetadata, String> {
+    if metadata.file_metadata().key_value_metadata().is_some() {
+        return arrow_footer(metadata);
+    }
+    // Nothing in it says how its Arrow schema was made.
+    let options = ArrowReaderOptions::new().with_schema(footer.schema().clone());
+    ArrowReaderMetadata::try_new(metadata, options).map_err(|e| format!("its schema cannot be read: {e}"))
+}
+
 fn check_rows(metadata: &ParquetMetaData) -> Result<(), String> {
     let mut total = 0i64;
     for (n, group) in metadata.row_groups().iter().enumerate() {

@@ -3,63 +3,102 @@
 //! Reads fetch the wanted column chunks of a row group with at most two requests where they lie near each other; of
 //! groups that are much larger than a shard, only the pages that hold the wanted rows (see
 //! [`parquet_pages`](super::parquet_pages)). Dictionaries are unpacked: a dictionary column reads as its value type.
+//!
+//! What rows may take is known before a page is decoded. Where that is more than may be read at once, [`ParquetFile::row_costs`] says what
+//! each row takes, and who reads goes on in smaller pieces, column by column.
 
 use std::collections::HashMap;
 use std::ops::Range;
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use arrow::array::{Array, RecordBatch};
 use arrow::compute::{cast, concat_batches};
 use arrow::datatypes::{DataType, Field, FieldRef, Schema, SchemaRef};
-use bytes::Bytes;
-use futures::future::BoxFuture;
-use futures::{FutureExt, TryStreamExt};
+use futures::TryStreamExt;
 use parquet::arrow::ProjectionMask;
-use parquet::arrow::arrow_reader::{ArrowReaderMetadata, ArrowReaderOptions, RowSelection, RowSelector};
-use parquet::arrow::async_reader::{AsyncFileReader, ParquetRecordBatchStreamBuilder};
+use parquet::arrow::arrow_reader::{ArrowReaderMetadata, RowSelection};
+use parquet::arrow::async_reader::ParquetRecordBatchStreamBuilder;
 use parquet::errors::ParquetError;
 use parquet::file::metadata::page_index::PageIndexBuilder;
 use parquet::file::metadata::{ColumnChunkMetaData, ParquetMetaData};
 use parquet::file::page_index::offset_index::OffsetIndexMetaData;
 
 use super::error::DatasetError;
-use super::parquet_footer::{arrow_footer, check_chunk, decode_footer, read_footer};
-use super::parquet_pages::{Chunk, check_pages, index_pages, parse_index};
+use super::parquet_chunks::{Budget, ChunkReader, Kept, TooMuch, Widest};
+use super::parquet_cost::{LeafCost, leaf_costs};
+use super::parquet_footer::{check_chunk, decode_footer, like_footer, read_footer};
+use super::parquet_pages::{Chunk, index_pages, parse_index};
+use super::parquet_text::{BadCell, as_bytes_footer, has_text, texts_of};
 use super::pinned::PinnedFile;
 
 /// Rows decoded at once.
 const BATCH_ROWS: usize = 1024;
 
-/// Most decoded bytes of one read; dictionaries may unfold to far more than the file's size.
-const READ_BYTES_MAX: usize = 1 << 30;
-
 /// Column chunks smaller than this are fetched whole.
-const INDEX_BYTES_MIN: u64 = 256 << 10;
+pub(super) const INDEX_BYTES_MIN: u64 = 256 << 10;
 
 /// Largest page index that is read.
 const INDEX_BYTES_MAX: u64 = 16 << 20;
 
-/// Most bytes kept of one read for the next shard of the same row group.
-const KEPT_BYTES_MAX: usize = 4 << 20;
-
 /// Page indexes kept of one file, of about so many pages each: the rest is found again when it is wanted.
 const INDEXES_MAX: usize = 256;
 
-/// Bytes at hand, by where they lie in the file.
-type Kept = Arc<Mutex<Vec<(Range<u64>, Bytes)>>>;
+/// What is read at once.
+#[derive(Debug, Clone, Default)]
+pub struct Wanted {
+    /// Rows of the file, in order.
+    pub rows: Vec<Range<u64>>,
+    pub columns: Vec<String>,
+    /// Those of the columns that become JSON.
+    pub shown: Vec<String>,
+}
+
+/// What came of reading.
+#[derive(Debug)]
+pub enum Read {
+    /// The rows that were wanted, columns in the file's order, and cells that cannot be read.
+    Rows(RecordBatch, Vec<BadCell>),
+    /// They may take more memory than they were allowed.
+    TooMuch,
+}
+
+/// Why rows were not read.
+enum Failed {
+    TooMuch,
+    /// The decoder found something wrong.
+    Decoding(DatasetError),
+    Otherwise(DatasetError),
+}
+
+impl From<DatasetError> for Failed {
+    fn from(error: DatasetError) -> Failed {
+        Failed::Otherwise(error)
+    }
+}
+
+/// How rows are read.
+struct Way {
+    /// Also says the types that come, which may be bytes in place of texts.
+    footer: ArrowReaderMetadata,
+    schema: SchemaRef,
+    /// `None`: without a limit.
+    budget: Option<Budget>,
+}
 
 /// An open Parquet file.
 #[derive(Debug)]
 pub struct ParquetFile {
-    pinned: PinnedFile,
-    footer: ArrowReaderMetadata,
+    pub(super) pinned: PinnedFile,
+    pub(super) footer: ArrowReaderMetadata,
     schema: SchemaRef,
     /// First row of each row group, and of the end.
-    starts: Vec<u64>,
+    pub(super) starts: Vec<u64>,
     /// Page indexes made so far, by row group and leaf column; `None` where there can be none.
     pages: Mutex<HashMap<(usize, usize), Option<OffsetIndexMetaData>>>,
-    /// Pages that the last read shares with the next one: see [`ChunkReader::keep`].
+    /// Pages that the last read shares with the next one: see `ChunkReader::keep`.
     kept: Kept,
+    widest: Widest,
 }
 
 impl ParquetFile {
@@ -84,6 +123,7 @@ impl ParquetFile {
             starts,
             pages: Mutex::default(),
             kept: Arc::default(),
+            widest: Arc::default(),
         })
     }
 
@@ -154,70 +194,140 @@ impl ParquetFile {
         Ok(())
     }
 
-    /// Reads rows `first..first + rows` of the named columns, in the file's column order, as one batch.
+    /// Reads rows `first..first + rows` of the named columns, in the file's column order, as one batch, whatever they take.
     pub async fn read(
         self: &Arc<Self>,
         first: u64,
         rows: u64,
         columns: &[String],
     ) -> Result<RecordBatch, DatasetError> {
+        let wanted = Wanted {
+            rows: std::iter::once(first..first.saturating_add(rows)).collect(),
+            columns: columns.to_vec(),
+            shown: Vec::new(),
+        };
+        match self.read_rows(wanted, None).await? {
+            Read::Rows(batch, bad) if bad.is_empty() => Ok(batch),
+            _ => Err(DatasetError::unreadable(&self.pinned.name, "a text is not UTF-8")),
+        }
+    }
+
+    /// Reads rows, if they take no more than `limit` bytes by what their pages' headers allow.
+    pub async fn read_rows(self: &Arc<Self>, wanted: Wanted, limit: Option<u64>) -> Result<Read, DatasetError> {
         let this = self.clone();
-        let columns = columns.to_vec();
         // A task of its own: decoding leaves this one free, and a panic over broken pages ends there.
-        let read = tokio::spawn(async move { this.read_batches(first, rows, &columns).await }).await;
+        let read = tokio::spawn(async move { this.read_wanted(&wanted, limit).await }).await;
         read.map_err(|e| DatasetError::unreadable(&self.pinned.name, e))
             .and_then(|r| r)
     }
 
-    async fn read_batches(&self, first: u64, rows: u64, columns: &[String]) -> Result<RecordBatch, DatasetError> {
-        let end = first.checked_add(rows).filter(|&end| end <= self.rows());
-        let Some(end) = end else {
-            let why = format!(
-                "rows {first} to {} are wanted, it has {}",
-                first.saturating_add(rows),
-                self.rows()
-            );
-            return Err(DatasetError::unreadable(&self.pinned.name, why));
+    async fn read_wanted(&self, wanted: &Wanted, limit: Option<u64>) -> Result<Read, DatasetError> {
+        let schema = self.projected_schema(&wanted.columns);
+        let way = |footer: &ArrowReaderMetadata, schema: &SchemaRef| Way {
+            footer: footer.clone(),
+            schema: schema.clone(),
+            budget: limit.map(|limit| self.budget(&wanted.shown, limit)),
         };
-        let schema = self.projected_schema(columns);
+        let error = match self.read_batches(wanted, &way(&self.footer, &schema)).await {
+            Ok(batch) => return Ok(Read::Rows(batch, Vec::new())),
+            Err(Failed::TooMuch) => return Ok(Read::TooMuch),
+            Err(Failed::Otherwise(error)) => return Err(error),
+            Err(Failed::Decoding(error)) => error,
+        };
+        if !schema.fields().iter().any(|field| has_text(field.data_type())) {
+            return Err(error);
+        }
+        // One text that is not UTF-8 is enough. What else is wrong is wrong once more.
+        let Ok(footer) = as_bytes_footer(&self.footer) else {
+            return Err(error);
+        };
+        let as_read = footer.schema().fields().iter();
+        let as_read = as_read.filter(|field| wanted.columns.contains(field.name())).cloned();
+        let bytes = Arc::new(Schema::new(as_read.collect::<Vec<_>>()));
+        match self.read_batches(wanted, &way(&footer, &bytes)).await {
+            Ok(batch) => {
+                let (batch, bad) =
+                    texts_of(&batch, &schema).map_err(|why| DatasetError::unreadable(&self.pinned.name, why))?;
+                Ok(Read::Rows(batch, bad))
+            }
+            Err(Failed::Otherwise(other)) => Err(other),
+            Err(_) => Err(error),
+        }
+    }
+
+    fn budget(&self, shown: &[String], limit: u64) -> Budget {
+        Budget {
+            costs: Arc::new(self.costs(shown)),
+            limit,
+            taken: Arc::new(AtomicU64::new(0)),
+            rows: 0,
+            widest: self.widest.clone(),
+        }
+    }
+
+    pub(super) fn costs(&self, shown: &[String]) -> Vec<LeafCost> {
+        leaf_costs(self.footer.parquet_schema(), self.footer.schema(), shown)
+    }
+
+    async fn read_batches(&self, wanted: &Wanted, way: &Way) -> Result<RecordBatch, Failed> {
+        let unreadable = |why: String| Failed::Otherwise(DatasetError::unreadable(&self.pinned.name, why));
+        if let Some(last) = wanted.rows.last().filter(|last| last.end > self.rows()) {
+            let why = format!("rows {} to {} are wanted, it has {}", last.start, last.end, self.rows());
+            return Err(unreadable(why));
+        }
+        if wanted.columns.is_empty() {
+            return Err(unreadable("no column is asked for".into()));
+        }
         let mut batches = Vec::new();
-        let first_group = self.starts.partition_point(|&start| start <= first).saturating_sub(1);
-        for group in first_group..self.group_count() {
-            let (from, to) = (first.max(self.starts[group]), end.min(self.starts[group + 1]));
-            if from < to {
-                let within = from - self.starts[group]..to - self.starts[group];
-                self.read_group(group, within, columns, &schema, &mut batches).await?;
-            } else if self.starts[group] >= end {
-                break;
+        for group in self.groups_of(&wanted.rows) {
+            let (start, end) = (self.starts[group], self.starts[group + 1]);
+            let within = wanted.rows.iter().map(|r| r.start.max(start)..r.end.min(end));
+            let within = within.filter(|r| !r.is_empty()).map(|r| r.start - start..r.end - start);
+            let within: Vec<Range<u64>> = within.collect();
+            if !within.is_empty() {
+                self.read_group(group, &within, &wanted.columns, way, &mut batches)
+                    .await?;
             }
         }
-        let batch = concat_batches(&schema, &batches).map_err(|e| DatasetError::unreadable(&self.pinned.name, e))?;
+        let batch = concat_batches(&way.schema, &batches).map_err(|e| unreadable(e.to_string()))?;
+        let rows: u64 = wanted.rows.iter().map(|r| r.end - r.start).sum();
         if batch.num_rows() as u64 != rows {
             let why = format!("{} rows came where {rows} were asked for", batch.num_rows());
-            return Err(DatasetError::unreadable(&self.pinned.name, why));
+            return Err(unreadable(why));
         }
         Ok(batch)
+    }
+
+    /// The row groups that rows may lie in.
+    pub(super) fn groups_of(&self, rows: &[Range<u64>]) -> Range<usize> {
+        let (Some(first), Some(last)) = (rows.first(), rows.last()) else {
+            return 0..0;
+        };
+        let from = self
+            .starts
+            .partition_point(|&start| start <= first.start)
+            .saturating_sub(1);
+        let to = self.starts.partition_point(|&start| start < last.end);
+        from..to.min(self.group_count())
     }
 
     async fn read_group(
         &self,
         group: usize,
-        rows: Range<u64>,
+        rows: &[Range<u64>],
         columns: &[String],
-        schema: &SchemaRef,
+        way: &Way,
         batches: &mut Vec<RecordBatch>,
-    ) -> Result<(), DatasetError> {
-        if columns.is_empty() {
-            return Err(DatasetError::unreadable(&self.pinned.name, "no column is asked for"));
-        }
+    ) -> Result<(), Failed> {
         let mask = self.mask(columns);
         let group_rows = self.group_rows(group);
-        let whole = rows.start == 0 && rows.end == group_rows;
+        let whole = rows.len() == 1 && rows[0] == (0..group_rows);
         let (footer, page_rows) = if whole {
-            (self.footer.clone(), HashMap::new())
+            (way.footer.clone(), HashMap::new())
         } else {
-            self.indexed_footer(group, &rows, &mask).await?
+            self.indexed_footer(&way.footer, group, rows, &mask).await?
         };
+        let count = rows.iter().map(|r| r.end - r.start).sum();
         let reader = ChunkReader {
             pinned: self.pinned.clone(),
             footer: footer.metadata().clone(),
@@ -225,30 +335,20 @@ impl ParquetFile {
             mask: mask.clone(),
             page_rows,
             kept: self.kept.clone(),
+            budget: way.budget.clone().map(|budget| Budget { rows: count, ..budget }),
         };
         let mut builder = ParquetRecordBatchStreamBuilder::new_with_metadata(reader, footer)
             .with_row_groups(vec![group])
             .with_projection(mask)
             .with_batch_size(BATCH_ROWS);
         if !whole {
-            builder = builder.with_row_selection(RowSelection::from(vec![
-                RowSelector::skip(rows.start as usize),
-                RowSelector::select((rows.end - rows.start) as usize),
-                RowSelector::skip((group_rows - rows.end) as usize),
-            ]));
+            let rows = rows.iter().map(|r| r.start as usize..r.end as usize);
+            builder = builder.with_row_selection(RowSelection::from_consecutive_ranges(rows, group_rows as usize));
         }
         let fail = |e: ParquetError| self.read_error(group, e);
         let mut stream = builder.build().map_err(fail)?;
-        let mut bytes: usize = batches.iter().map(RecordBatch::get_array_memory_size).sum();
         while let Some(batch) = stream.try_next().await.map_err(fail)? {
-            let batch = unpack(&batch, schema).map_err(|why| DatasetError::unreadable(&self.pinned.name, why))?;
-            bytes = bytes.saturating_add(batch.get_array_memory_size());
-            if bytes > READ_BYTES_MAX {
-                let why = format!(
-                    "row group {group}: the rows of one shard take more than {READ_BYTES_MAX} bytes; set fewer `shards.rows`"
-                );
-                return Err(DatasetError::unreadable(&self.pinned.name, why));
-            }
+            let batch = unpack(&batch, &way.schema).map_err(|why| DatasetError::unreadable(&self.pinned.name, why))?;
             batches.push(batch);
         }
         Ok(())
@@ -258,15 +358,17 @@ impl ParquetFile {
     /// each page by where it begins.
     async fn indexed_footer(
         &self,
+        footer: &ArrowReaderMetadata,
         group: usize,
-        rows: &Range<u64>,
+        rows: &[Range<u64>],
         mask: &ProjectionMask,
     ) -> Result<(ArrowReaderMetadata, HashMap<u64, i64>), DatasetError> {
         let metadata = self.footer.metadata();
         let group_metadata = metadata.row_group(group);
         let mut page_rows = HashMap::new();
-        if (rows.end - rows.start).saturating_mul(2) >= self.group_rows(group) {
-            return Ok((self.footer.clone(), page_rows));
+        let span = rows.last().map_or(0, |r| r.end) - rows.first().map_or(0, |r| r.start);
+        if span.saturating_mul(2) >= self.group_rows(group) {
+            return Ok((footer.clone(), page_rows));
         }
         let mut builder = PageIndexBuilder::default();
         builder.allocate_offset_indexes(metadata.num_row_groups(), group_metadata.num_columns());
@@ -290,19 +392,19 @@ impl ParquetFile {
             }
         }
         if !any {
-            return Ok((self.footer.clone(), page_rows));
+            return Ok((footer.clone(), page_rows));
         }
-        let metadata = ParquetMetaData::clone(metadata)
+        let metadata = ParquetMetaData::clone(footer.metadata())
             .into_builder()
             .set_page_index(Some(Arc::new(builder.build())))
             .build();
-        let footer = arrow_footer(Arc::new(metadata));
-        let footer = footer.map_err(|why| DatasetError::unreadable(&self.pinned.name, why))?;
-        Ok((footer, page_rows))
+        let indexed = like_footer(footer, Arc::new(metadata));
+        let indexed = indexed.map_err(|why| DatasetError::unreadable(&self.pinned.name, why))?;
+        Ok((indexed, page_rows))
     }
 
     /// The page index of one column chunk: as it was found before, as the file has it, or by the pages' headers.
-    async fn page_index(
+    pub(super) async fn page_index(
         &self,
         group: usize,
         leaf: usize,
@@ -351,7 +453,7 @@ impl ParquetFile {
         self.pages.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn mask(&self, columns: &[String]) -> ProjectionMask {
+    pub(super) fn mask(&self, columns: &[String]) -> ProjectionMask {
         let roots = self.schema.fields().iter().enumerate();
         let wanted = roots
             .filter(|(_, field)| columns.contains(field.name()))
@@ -370,13 +472,15 @@ impl ParquetFile {
     }
 
     /// An error of the store comes through the decoder as it was.
-    fn read_error(&self, group: usize, error: ParquetError) -> DatasetError {
+    fn read_error(&self, group: usize, error: ParquetError) -> Failed {
+        let unreadable = |why: String| DatasetError::unreadable(&self.pinned.name, format!("row group {group}: {why}"));
         match error {
+            ParquetError::External(source) if source.is::<TooMuch>() => Failed::TooMuch,
             ParquetError::External(source) => match source.downcast::<DatasetError>() {
-                Ok(ours) => *ours,
-                Err(other) => DatasetError::unreadable(&self.pinned.name, format!("row group {group}: {other}")),
+                Ok(ours) => Failed::Otherwise(*ours),
+                Err(other) => Failed::Otherwise(unreadable(other.to_string())),
             },
-            other => DatasetError::unreadable(&self.pinned.name, format!("row group {group}: {other}")),
+            other => Failed::Decoding(unreadable(other.to_string())),
         }
     }
 }
@@ -408,110 +512,6 @@ fn unpack(batch: &RecordBatch, schema: &SchemaRef) -> Result<RecordBatch, String
     });
     let columns = columns.collect::<Result<Vec<_>, _>>().map_err(|e| e.to_string())?;
     RecordBatch::try_new(schema.clone(), columns).map_err(|e| e.to_string())
-}
-
-/// Feeds the decoder from the pinned file; pages have their headers checked on the way.
-struct ChunkReader {
-    pinned: PinnedFile,
-    footer: Arc<ParquetMetaData>,
-    group: usize,
-    /// The columns that are read.
-    mask: ProjectionMask,
-    /// Rows of each page whose header tells them, by where it begins.
-    page_rows: HashMap<u64, i64>,
-    kept: Kept,
-}
-
-impl ChunkReader {
-    /// The column chunk that a range lies in, with its own range; of those that are read, since others may claim anything.
-    fn chunk_of(&self, range: &Range<u64>) -> Option<(&ColumnChunkMetaData, Range<u64>)> {
-        let chunks = self.footer.row_group(self.group).columns().iter();
-        let read = chunks.enumerate().filter(|(leaf, _)| self.mask.leaf_included(*leaf));
-        let mut places = read.filter_map(|(_, chunk)| {
-            let data = chunk.data_page_offset();
-            let start = u64::try_from(chunk.dictionary_page_offset().map_or(data, |d| d.min(data))).ok()?;
-            let end = start.checked_add(u64::try_from(chunk.compressed_size()).ok()?)?;
-            Some((chunk, start..end))
-        });
-        places.find(|(_, place)| place.start <= range.start && range.end <= place.end)
-    }
-
-    fn check(&self, ranges: &[Range<u64>], bodies: &[Bytes]) -> Result<(), DatasetError> {
-        for (range, body) in ranges.iter().zip(bodies) {
-            let Some((chunk, _)) = self.chunk_of(range) else {
-                continue;
-            };
-            let rows = |at: usize| self.page_rows.get(&(range.start + at as u64)).copied();
-            check_pages(body, chunk.uncompressed_size().max(0) as u64, rows).map_err(|why| {
-                let (group, column) = (self.group, chunk.column_path().string());
-                DatasetError::unreadable(
-                    &self.pinned.name,
-                    format!("row group {group}, column `{column}`: {why}"),
-                )
-            })?;
-        }
-        Ok(())
-    }
-
-    /// Of each column the first range, which holds its dictionary, and the last, whose rows may go on in the next shard.
-    fn keep(&self, ranges: &[Range<u64>], bodies: &[Bytes]) {
-        let column = |n: usize| Some(self.chunk_of(ranges.get(n)?)?.1);
-        let (mut kept, mut bytes) = (Vec::new(), 0);
-        for (n, (range, body)) in ranges.iter().zip(bodies).enumerate() {
-            let is_first = n == 0 || column(n - 1) != column(n);
-            let is_last = column(n + 1) != column(n);
-            if (is_first || is_last) && bytes + body.len() <= KEPT_BYTES_MAX {
-                bytes += body.len();
-                // A copy: a slice would keep all that came with the same request.
-                kept.push((range.clone(), Bytes::copy_from_slice(body)));
-            }
-        }
-        *self.kept.lock().unwrap_or_else(PoisonError::into_inner) = kept;
-    }
-
-    /// The ranges, from what the last read has left where they are there.
-    async fn fetch(&self, ranges: &[Range<u64>]) -> Result<Vec<Bytes>, DatasetError> {
-        let kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let known = |range: &Range<u64>| {
-            kept.iter()
-                .find(|(known, _)| known == range)
-                .map(|(_, body)| body.clone())
-        };
-        let missing: Vec<Range<u64>> = ranges.iter().filter(|range| known(range).is_none()).cloned().collect();
-        let mut fetched = self.pinned.ranges(&missing).await?.into_iter();
-        let bodies = ranges
-            .iter()
-            .filter_map(|range| known(range).or_else(|| fetched.next()));
-        Ok(bodies.collect())
-    }
-}
-
-fn external(error: DatasetError) -> ParquetError {
-    ParquetError::External(Box::new(error))
-}
-
-impl AsyncFileReader for ChunkReader {
-    fn get_bytes(&mut self, range: Range<u64>) -> BoxFuture<'_, parquet::errors::Result<Bytes>> {
-        async move { self.pinned.bytes(range).await.map_err(external) }.boxed()
-    }
-
-    fn get_byte_ranges(&mut self, ranges: Vec<Range<u64>>) -> BoxFuture<'_, parquet::errors::Result<Vec<Bytes>>> {
-        async move {
-            let bodies = self.fetch(&ranges).await.map_err(external)?;
-            self.check(&ranges, &bodies).map_err(external)?;
-            self.keep(&ranges, &bodies);
-            Ok(bodies)
-        }
-        .boxed()
-    }
-
-    fn get_metadata<'a>(
-        &'a mut self,
-        _: Option<&'a ArrowReaderOptions>,
-    ) -> BoxFuture<'a, parquet::errors::Result<Arc<ParquetMetaData>>> {
-        let footer = self.footer.clone();
-        async move { Ok(footer) }.boxed()
-    }
 }
 
 #[cfg(test)]

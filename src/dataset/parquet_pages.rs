@@ -35,15 +35,22 @@ const HEADER_BYTES: u64 = 4 << 10;
 const STREAM_BYTES: u64 = 256 << 10;
 
 const DATA_PAGE: i32 = 0;
+const DICTIONARY_PAGE: i32 = 2;
 const DATA_PAGE_V2: i32 = 3;
+
+const PLAIN_DICTIONARY: i32 = 2;
+const DELTA_BYTE_ARRAY: i32 = 7;
+const RLE_DICTIONARY: i32 = 8;
 
 /// What is needed of a page header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct PageHeader {
     kind: i32,
-    uncompressed: i32,
-    compressed: i32,
-    values: i32,
+    pub(super) uncompressed: i32,
+    pub(super) compressed: i32,
+    /// Of a dictionary, its entries.
+    pub(super) values: i32,
+    encoding: i32,
     /// Only newer data pages say how many rows they hold.
     rows: Option<i32>,
 }
@@ -54,6 +61,20 @@ impl PageHeader {
         let [uncompressed, compressed, values] =
             [self.uncompressed, self.compressed, self.values].map(i32::unsigned_abs);
         (uncompressed.into(), compressed.into(), values.into())
+    }
+
+    pub fn is_dictionary(&self) -> bool {
+        self.kind == DICTIONARY_PAGE
+    }
+
+    /// Its values name entries of the dictionary.
+    pub fn names_entries(&self) -> bool {
+        [PLAIN_DICTIONARY, RLE_DICTIONARY].contains(&self.encoding)
+    }
+
+    /// Its texts begin with what the one before began with.
+    pub fn shares_prefixes(&self) -> bool {
+        self.encoding == DELTA_BYTE_ARRAY
     }
 }
 
@@ -73,13 +94,19 @@ pub fn parse_header(bytes: &[u8]) -> Result<(PageHeader, usize), ThriftError> {
             1 => header.kind = reader.int()?,
             2 => header.uncompressed = reader.int()?,
             3 => header.compressed = reader.int()?,
-            5 | 8 => {
+            // Of another kind's header nothing is taken.
+            5 if header.kind != DATA_PAGE => reader.skip(kind)?,
+            7 if header.kind != DICTIONARY_PAGE => reader.skip(kind)?,
+            8 if header.kind != DATA_PAGE_V2 => reader.skip(kind)?,
+            5 | 7 | 8 => {
                 let is_v2 = id == 8;
                 let mut inner = 0;
                 while let Some(kind) = reader.field(&mut inner)? {
                     match inner {
                         1 => header.values = reader.int()?,
+                        2 if !is_v2 => header.encoding = reader.int()?,
                         3 if is_v2 => header.rows = Some(reader.int()?),
+                        4 if is_v2 => header.encoding = reader.int()?,
                         _ => reader.skip(kind)?,
                     }
                 }
@@ -119,6 +146,18 @@ pub fn check_pages(chunk: &[u8], claimed: u64, rows: impl Fn(usize) -> Option<i6
         }
     }
     Ok(())
+}
+
+/// The headers of a chunk's pages, one after the other, with what each page has in it (header included); of pages that
+/// [`check_pages`] has nothing against.
+pub fn pages_of(chunk: &[u8]) -> impl Iterator<Item = (PageHeader, Range<usize>)> {
+    let mut at = 0;
+    std::iter::from_fn(move || {
+        let (header, length) = parse_header(chunk.get(at..).filter(|rest| !rest.is_empty())?).ok()?;
+        let start = at;
+        at = at.saturating_add(length).saturating_add(header.compressed as usize);
+        Some((header, start..at.min(chunk.len())))
+    })
 }
 
 fn check_size(header: &PageHeader, total: &mut u64, claimed: u64) -> Result<(), String> {

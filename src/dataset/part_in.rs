@@ -216,7 +216,7 @@ mod tests {
     }
 
     fn refused(bytes: &Bytes) -> String {
-        open(bytes).err().expect("it is refused")
+        open(bytes).expect_err("it is refused")
     }
 
     #[test]

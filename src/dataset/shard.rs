@@ -1,23 +1,21 @@
 //! One shard → its rows: fields for the prompt, and the carried columns as an Arrow batch.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use arrow::array::{ArrayRef, RecordBatch, RecordBatchOptions, new_null_array};
+use arrow::array::{Array, ArrayRef, RecordBatch, RecordBatchOptions, new_null_array};
 use arrow::compute::{cast, concat_batches};
-use arrow::datatypes::SchemaRef;
-use serde_json::{Map, Value};
+use arrow::datatypes::{DataType, Field, FieldRef, SchemaRef};
 
 use super::error::DatasetError;
-use super::kinds;
-use super::lines_in;
 use super::parquet_in::ParquetFile;
-use super::pinned::{PinnedFile, display_name};
+use super::pieces::Pieces;
+use super::pinned::PinnedFile;
 use super::pins::Pins;
-use super::plan::{Format, InputFile, Segment, Shard};
+use super::plan::{InputFile, Shard};
 use super::planner::same_type;
-use super::row::{InputRow, ShardRows};
-use super::value::rows_of;
+use super::row::ShardRows;
 use super::widths::check_room;
 
 /// Most footers kept between shards.
@@ -35,12 +33,6 @@ pub struct ShardReader {
     columns: Option<Vec<String>>,
     /// Open Parquet files by input, the newest last.
     footers: Mutex<VecDeque<(u32, Arc<ParquetFile>)>>,
-}
-
-/// One segment's rows.
-struct SegmentRows {
-    rows: Vec<Result<Map<String, Value>, String>>,
-    carry: RecordBatch,
 }
 
 impl ShardReader {
@@ -74,143 +66,67 @@ impl ShardReader {
     }
 
     /// Types alone can ask for any amount of memory, and a record can name any of them.
-    fn check_room(&self, shard: &Shard) -> Result<(), DatasetError> {
+    pub(super) fn check_room(&self, shard: &Shard) -> Result<(), DatasetError> {
         check_room(&self.carry, shard.rows).map_err(|why| DatasetError::Output(format!("carried columns: {why}")))
     }
 
-    /// Reads a shard. A line that cannot be read is a row that says so; an input that changed stops the job.
+    /// The carried columns.
+    pub fn carry(&self) -> &SchemaRef {
+        &self.carry
+    }
+
+    /// The columns that the prompt uses; `None`: all.
+    pub fn columns(&self) -> Option<&[String]> {
+        self.columns.as_deref()
+    }
+
+    /// The rows of a shard, in pieces that fit in memory. `wanted`: those that are read, by their places in the job's input; the others come
+    /// as rows that were not read, their carried columns null. `None`: all of them.
+    pub fn pieces<'a>(&'a self, shard: &'a Shard, wanted: Option<Vec<Range<u64>>>) -> Pieces<'a> {
+        Pieces::new(self, shard, wanted)
+    }
+
+    /// Reads a shard whole: what it takes, its planner and whoever calls this have to answer for.
     pub async fn read(&self, shard: &Shard) -> Result<ShardRows, DatasetError> {
-        self.check_room(shard)?;
-        let mut rows = Vec::new();
-        let mut batches = Vec::new();
-        for segment in &shard.segments {
-            let part = self.read_segment(segment).await?;
-            let first = shard.first_row + rows.len() as u64;
-            rows.extend(
-                part.rows
-                    .into_iter()
-                    .zip(first..)
-                    .map(|(fields, row)| InputRow { row, fields }),
-            );
-            batches.push(part.carry);
+        let (mut rows, mut carries) = (Vec::new(), Vec::new());
+        let mut pieces = self.pieces(shard, None);
+        while let Some(piece) = pieces.next().await? {
+            rows.extend(piece.rows);
+            carries.push(piece.carry);
         }
-        if rows.len() as u64 != shard.rows {
-            let why = format!(
-                "its shard at row {} has {} rows, the plan says {}",
-                shard.first_row,
-                rows.len(),
-                shard.rows
-            );
-            let files = self.pins.files();
-            let file = shard.segments.first().and_then(|s| files.get(s.input as usize));
-            return Err(DatasetError::unreadable(
-                &file.map_or(String::new(), |f| display_name(&f.url)),
-                why,
-            ));
-        }
-        let carry = match self.carry.fields().is_empty() {
-            true => self.empty_carry(rows.len()),
-            false => concat_batches(&self.carry, &batches),
-        };
-        let carry = carry.map_err(|e| DatasetError::Output(format!("carried columns: {e}")))?;
         Ok(ShardRows {
             first_row: shard.first_row,
+            carry: self.joined(&carries, rows.len())?,
             rows,
-            carry,
         })
     }
 
-    /// Reads the rows of one input. Where it is not the object that was planned, its bytes decide.
-    async fn read_segment(&self, segment: &Segment) -> Result<SegmentRows, DatasetError> {
-        let input = self.pins.open(segment.input).await?;
-        match self.read_pinned(&input, segment).await {
-            Err(DatasetError::InputChanged { .. }) => self.read_settled(&input, segment).await,
-            // A version that was removed says nothing of what lies there now.
-            Err(DatasetError::InputMissing { .. }) if input.version.is_some() => {
-                self.read_settled(&input, segment).await
+    /// The carried columns of a shard's pieces, one behind the other.
+    pub fn joined(&self, carries: &[RecordBatch], rows: usize) -> Result<RecordBatch, DatasetError> {
+        let carry = match (self.carry.fields().is_empty(), carries) {
+            (true, _) => {
+                let options = RecordBatchOptions::new().with_row_count(Some(rows));
+                RecordBatch::try_new_with_options(self.carry.clone(), Vec::new(), &options)
             }
-            read => read,
-        }
+            (false, [one]) => Ok(one.clone()),
+            (false, _) => concat_batches(&self.carry, carries),
+        };
+        carry.map_err(|e| DatasetError::Output(format!("carried columns: {e}")))
     }
 
-    async fn read_settled(&self, input: &PinnedFile, segment: &Segment) -> Result<SegmentRows, DatasetError> {
-        self.pins.settle(segment.input, input).await?;
-        self.footers().retain(|(number, _)| *number != segment.input);
-        let input = self.pins.open(segment.input).await?;
-        self.read_pinned(&input, segment).await
-    }
-
-    async fn read_pinned(&self, input: &PinnedFile, segment: &Segment) -> Result<SegmentRows, DatasetError> {
-        match self.pins.files()[segment.input as usize].format {
-            Format::Parquet => self.read_parquet(input, segment).await,
-            format => self.read_lines(input, format, segment).await,
-        }
+    /// An input is not the object that was planned: either its bytes are, or this is the error.
+    pub(super) async fn settle(&self, number: u32, input: &PinnedFile) -> Result<(), DatasetError> {
+        self.pins.settle(number, input).await?;
+        self.footers().retain(|(of, _)| *of != number);
+        Ok(())
     }
 
     fn footers(&self) -> MutexGuard<'_, VecDeque<(u32, Arc<ParquetFile>)>> {
         self.footers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn empty_carry(&self, rows: usize) -> Result<RecordBatch, arrow::error::ArrowError> {
-        let options = RecordBatchOptions::new().with_row_count(Some(rows));
-        RecordBatch::try_new_with_options(self.carry.clone(), Vec::new(), &options)
-    }
-
-    async fn read_parquet(&self, input: &PinnedFile, segment: &Segment) -> Result<SegmentRows, DatasetError> {
-        let file = self.parquet_file(input, segment.input).await?;
-        let names = file.schema().fields().iter().map(|f| f.name());
-        let shown: Vec<String> = match &self.columns {
-            Some(columns) => names.filter(|name| columns.contains(name)).cloned().collect(),
-            None => names.cloned().collect(),
-        };
-        let mut wanted = shown.clone();
-        wanted.extend(
-            self.carry
-                .fields()
-                .iter()
-                .map(|f| f.name().clone())
-                .filter(|name| !shown.contains(name)),
-        );
-        let unreadable = |why: String| DatasetError::unreadable(file.name(), why);
-        if wanted.is_empty() {
-            let rows = (0..segment.rows).map(|_| Ok(Map::new())).collect::<Vec<_>>();
-            let carry = self.empty_carry(rows.len()).map_err(|e| unreadable(e.to_string()))?;
-            return Ok(SegmentRows { rows, carry });
-        }
-        let batch = file.read(segment.first_row, segment.rows, &wanted).await?;
-        let (schema, carry_schema) = (batch.schema(), self.carry.clone());
-        let (name, first_row) = (file.name().to_string(), segment.first_row);
-        let made = tokio::task::spawn_blocking(move || {
-            let carried = carry_schema.fields().iter().map(|field| {
-                let column = batch
-                    .column_by_name(field.name())
-                    .ok_or(format!("column `{}` is gone", field.name()))?;
-                fit(column, field.data_type()).map_err(|why| format!("column `{}`: {why}", field.name()))
-            });
-            let carried = carried.collect::<Result<Vec<ArrayRef>, String>>()?;
-            let options = RecordBatchOptions::new().with_row_count(Some(batch.num_rows()));
-            let carry =
-                RecordBatch::try_new_with_options(carry_schema, carried, &options).map_err(|e| e.to_string())?;
-            let fields = schema.fields().iter().enumerate();
-            let shown: Vec<usize> = fields
-                .filter(|(_, f)| shown.contains(f.name()))
-                .map(|(i, _)| i)
-                .collect();
-            let shown = batch.project(&shown).map_err(|e| e.to_string())?;
-            let rows = rows_of(&shown).into_iter().zip(first_row..);
-            let rows = rows
-                .map(|(row, n)| row.map_err(|why| format!("row {n} of `{name}`: {why}")))
-                .collect();
-            Ok::<_, String>(SegmentRows { rows, carry })
-        });
-        made.await
-            .map_err(|e| e.to_string())
-            .and_then(|r| r)
-            .map_err(unreadable)
-    }
-
     /// The open file of an input, from the cache where it is there.
-    async fn parquet_file(&self, input: &PinnedFile, number: u32) -> Result<Arc<ParquetFile>, DatasetError> {
+    pub(super) async fn parquet_file(&self, input: &PinnedFile, number: u32) -> Result<Arc<ParquetFile>, DatasetError> {
         {
             let mut footers = self.footers();
             if let Some(at) = footers.iter().position(|(n, _)| *n == number)
@@ -237,72 +153,36 @@ impl ShardReader {
         }
         Ok(file)
     }
+}
 
-    async fn read_lines(
-        &self,
-        file: &PinnedFile,
-        format: Format,
-        segment: &Segment,
-    ) -> Result<SegmentRows, DatasetError> {
-        let unreadable = |why: String| DatasetError::unreadable(&file.name, why);
-        let (start, end) = segment
-            .bytes
-            .ok_or_else(|| unreadable("the plan has no byte range for its lines".into()))?;
-        if start > end || end > file.size {
-            return Err(unreadable(format!(
-                "the plan names bytes {start} to {end}, it has {}",
-                file.size
-            )));
-        }
-        let rows = lines_in::read(file, format, start..end, segment.first_row).await?;
-        let (carry_schema, columns) = (self.carry.clone(), self.columns.clone());
-        let made = tokio::task::spawn_blocking(move || {
-            let (objects, errors): (Vec<_>, Vec<_>) = rows
-                .into_iter()
-                .map(|row| match row {
-                    Ok(object) => (Some(object), None),
-                    Err(why) => (None, Some(why)),
-                })
-                .unzip();
-            let carried = carry_schema.fields().iter().map(|field| kinds::column(field, &objects));
-            let carried = carried.collect::<Result<Vec<ArrayRef>, String>>()?;
-            let options = RecordBatchOptions::new().with_row_count(Some(objects.len()));
-            let carry = RecordBatch::try_new_with_options(carry_schema.clone(), carried, &options)
-                .map_err(|e| e.to_string())?;
-            let rows = objects
-                .into_iter()
-                .zip(errors)
-                .map(|(object, error)| match (object, error) {
-                    (Some(mut object), _) => {
-                        if let Some(columns) = &columns {
-                            object.retain(|key, _| columns.contains(key));
-                            // A key that other lines have is null here, not an unknown name.
-                            for column in columns {
-                                object.entry(column.clone()).or_insert(Value::Null);
-                            }
-                        }
-                        Ok(object)
-                    }
-                    (None, error) => Err(error.unwrap_or_default()),
-                });
-            Ok::<_, String>(SegmentRows {
-                rows: rows.collect(),
-                carry,
-            })
-        });
-        made.await
-            .map_err(|e| e.to_string())
-            .and_then(|r| r)
-            .map_err(unreadable)
+/// The column as it was planned, without what else its memory holds.
+pub(super) fn fit(column: &ArrayRef, to: &DataType) -> Result<ArrayRef, String> {
+    if column.data_type() != to && !same_type(column.data_type(), to) {
+        return Err(format!("planned as {to}, it is {}", column.data_type()));
+    }
+    let owned = without_views(column.data_type());
+    // Views hold on to whole pages.
+    let column = match owned == *column.data_type() {
+        true => column.clone(),
+        false => cast(column, &owned).map_err(|e| e.to_string())?,
+    };
+    match column.data_type() == to {
+        true => Ok(column),
+        false => cast(&column, to).map_err(|e| e.to_string()),
     }
 }
 
-fn fit(column: &ArrayRef, to: &arrow::datatypes::DataType) -> Result<ArrayRef, String> {
-    if column.data_type() == to {
-        return Ok(column.clone());
+/// The type whose values own their bytes.
+fn without_views(data_type: &DataType) -> DataType {
+    let field = |field: &FieldRef| Arc::new(Field::clone(field).with_data_type(without_views(field.data_type())));
+    match data_type {
+        DataType::Utf8View => DataType::LargeUtf8,
+        DataType::BinaryView => DataType::LargeBinary,
+        DataType::List(item) => DataType::List(field(item)),
+        DataType::LargeList(item) => DataType::LargeList(field(item)),
+        DataType::FixedSizeList(item, n) => DataType::FixedSizeList(field(item), *n),
+        DataType::Struct(fields) => DataType::Struct(fields.iter().map(field).collect()),
+        DataType::Map(entries, sorted) => DataType::Map(field(entries), *sorted),
+        other => other.clone(),
     }
-    if !same_type(column.data_type(), to) {
-        return Err(format!("planned as {to}, it is {}", column.data_type()));
-    }
-    cast(column, to).map_err(|e| e.to_string())
 }

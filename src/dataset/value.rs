@@ -23,17 +23,18 @@ use serde_json::{Map, Number, Value};
 
 /// The rows of `batch` as JSON objects, fields in column order; `Err`: the row has a value without JSON form.
 pub fn rows_of(batch: &RecordBatch) -> Vec<Result<Map<String, Value>, String>> {
-    let schema = batch.schema();
-    let columns: Vec<_> = schema.fields().iter().zip(batch.columns()).collect();
-    let row = |i: usize| {
-        let mut object = Map::with_capacity(columns.len());
-        for (field, column) in &columns {
-            let value = cell(column, i).map_err(|why| format!("column `{}`: {why}", field.name()))?;
-            object.insert(field.name().clone(), value);
-        }
-        Ok(object)
-    };
-    (0..batch.num_rows()).map(row).collect()
+    (0..batch.num_rows()).map(|row| row_at(batch, row)).collect()
+}
+
+/// One row of `batch`, as [`rows_of`] gives it.
+pub fn row_at(batch: &RecordBatch, row: usize) -> Result<Map<String, Value>, String> {
+    let schema = batch.schema_ref();
+    let mut object = Map::with_capacity(batch.num_columns());
+    for (field, column) in schema.fields().iter().zip(batch.columns()) {
+        let value = cell(column, row).map_err(|why| format!("column `{}`: {why}", field.name()))?;
+        object.insert(field.name().clone(), value);
+    }
+    Ok(object)
 }
 
 /// The value at `row` of `column`; see the module's table.
@@ -110,10 +111,12 @@ pub fn cell(column: &ArrayRef, row: usize) -> Result<Value, String> {
 }
 
 fn list(items: &ArrayRef) -> Result<Value, String> {
-    (0..items.len())
-        .map(|i| cell(items, i))
-        .collect::<Result<Vec<_>, _>>()
-        .map(Value::Array)
+    // As long as it is: one that grows takes twice as much.
+    let mut list = Vec::with_capacity(items.len());
+    for i in 0..items.len() {
+        list.push(cell(items, i)?);
+    }
+    Ok(Value::Array(list))
 }
 
 fn float(value: f64) -> Value {

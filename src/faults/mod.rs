@@ -14,6 +14,7 @@
 //! | `GRISTMILL_KNOWN_COMPLETION_TOKENS` | completion tokens a row, 4 unless given |
 //! | `GRISTMILL_KNOWN_ERRORS_BELOW` | an id: prompts that begin with a smaller one fail, as on a device out of order |
 //! | `GRISTMILL_STEP_MAX_MS` | milliseconds after which a step of the device hangs, in place of ten minutes |
+//! | `GRISTMILL_ABORT_AT_READING` | a row: whoever has read it aborts |
 //! | `GRISTMILL_KNOWN_TRACE` | a file to which each computed row is appended, as a line `JOB,ROW` |
 
 pub mod ids;
@@ -34,6 +35,21 @@ pub fn step_max() -> Option<std::time::Duration> {
             "GRISTMILL_STEP_MAX_MS",
             &format!("`{text}` is no number of milliseconds"),
         ),
+    }
+}
+
+/// Aborts where `GRISTMILL_ABORT_AT_READING` names a row that was just read.
+pub fn abort_at_reading(is_read: impl Fn(u64) -> bool) {
+    let Ok(text) = std::env::var("GRISTMILL_ABORT_AT_READING") else {
+        return;
+    };
+    match text.parse() {
+        Ok(row) if is_read(row) => {
+            eprintln!("gristmill: row {row} was read: Abort");
+            std::process::abort();
+        }
+        Ok(_) => {}
+        Err(_) => refuse("GRISTMILL_ABORT_AT_READING", &format!("`{text}` is no row")),
     }
 }
 

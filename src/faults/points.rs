@@ -14,10 +14,10 @@ pub const VARIABLE: &str = "GRISTMILL_FAILPOINTS";
 pub const POINTS: &[&str] = &[
     "intake.before-receive",
     "intake.after-receive",
-    "intake.before-read",
-    "intake.after-read",
     "intake.before-attempt",
     "intake.after-attempt",
+    "intake.before-read",
+    "intake.after-read",
     "device.before-submit",
     "device.before-step",
     "device.after-step",

@@ -314,7 +314,7 @@ impl ShardLog {
         // Rows whose data was lost were finished once: it was not they that ended an attempt.
         let harmless = self.voided_rows().intersection(&open);
         let mut plan = narrowing(&self.attempts, &open.difference(&harmless));
-        if !harmless.is_empty() {
+        if !harmless.is_empty() && plan.read.is_empty() {
             plan.next = match plan.rows_per_try.take() {
                 None => plan.next.union(&harmless),
                 Some(_) => harmless,
@@ -323,7 +323,7 @@ impl ShardLog {
         plan
     }
 
-    /// Writes down that `rows` are about to run; to be called before any of them is on the device.
+    /// Writes down that `rows` are about to be read and run; to be called before any of them is read.
     ///
     /// `alone`: nothing else is on the device meanwhile.
     pub async fn begin(&mut self, runner: impl Into<Runner>, rows: &RowSet, alone: bool) -> Result<Id> {

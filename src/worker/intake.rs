@@ -4,20 +4,15 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::Context;
 use arrow::array::RecordBatch;
-use rayon::prelude::*;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 
 use crate::dataset::DatasetError;
-use crate::dataset::plan::Shard;
-use crate::dataset::row::{InputRow, RowResult, RowStatus, ShardRows};
-use crate::job::RenderedRow;
+use crate::dataset::row::RowStatus;
 use crate::ledger::attempts::Narrowing;
 use crate::ledger::log::{ShardLog, ShardState};
 use crate::ledger::{Order, RowSet, StopWhy};
 use crate::queue::Delivery;
-use crate::worker::assemble::{closed, errored};
 use crate::worker::fate::fate;
 use crate::worker::idle::Idle;
 use crate::worker::in_flight::ShardKey;
@@ -25,6 +20,7 @@ use crate::worker::in_hand::InHand;
 use crate::worker::jobs::{Heard, JobState, OpenJob};
 use crate::worker::patience::{Pauses, Reaction};
 use crate::worker::process::see;
+use crate::worker::reading::{close, prepare};
 use crate::worker::shard::OpenShard;
 use crate::worker::stop::Stop;
 use crate::worker::{Kept, ReadyRow, ReadyShard, Until, Worker, one_line};
@@ -148,17 +144,20 @@ impl Intake {
         }
         let in_hand = InHand::new(&self.worker, key);
         match self.open(&job, key, place).await {
-            Ok(Opened::Ready { shard, rows, plan }) => {
-                let at_device = match rows.is_empty() {
-                    true => None,
+            Ok(Opened::Ready { shard, plan }) => {
+                // Once: a job may go on meanwhile, and rows without a place at the device must not be waited for.
+                let closes = job.state().closes_as();
+                let runs = !plan.next.is_empty() && !shard.log.is_complete() && closes.is_none();
+                let at_device = match runs {
+                    false => None,
                     // A place at the device first, then the attempt: rows that only wait must not be blamed for a kill.
-                    false => Some(self.ready.reserve().await?),
+                    true => Some(self.ready.reserve().await?),
                 };
                 Ok(Found::Shard(Box::new(Begun {
                     in_hand,
                     shard: *shard,
-                    rows,
                     plan,
+                    closes,
                     at_device,
                 })))
             }
@@ -224,45 +223,54 @@ impl Intake {
         Ok(matches!(job.state(), JobState::Stopped(_)))
     }
 
-    /// Writes the attempt down and hands the shard to keeper and device.
+    /// Writes the attempt down, reads its rows, and hands the shard to keeper and device.
     async fn begin(&self, begun: Begun<'_>) -> anyhow::Result<Handed> {
         let Begun {
             in_hand,
             mut shard,
-            rows,
             plan,
+            closes,
             at_device,
         } = begun;
         let (key, job) = (shard.key, shard.job.clone());
         let (range, unwanted) = (shard.log.rows(), shard.unwanted.clone());
-        if at_device.is_some() {
-            crate::failpoint!("intake.before-attempt");
-            let mut pauses = Pauses::default();
-            loop {
-                match shard
-                    .log
-                    .begin(self.worker.runner.clone(), &plan.next, plan.alone())
-                    .await
-                {
-                    Ok(attempt) => break shard.attempt = Some(attempt),
-                    Err(error) => match self.worker.patience.bear(error.into(), &mut pauses, &self.stop).await {
-                        Ok(()) => {}
-                        Err(error) if self.worker.patience.reaction(&error) == Reaction::LeaveShard => {
-                            self.worker.leave_to_others(key.shard, &job, &error, in_hand.answer());
-                            return Ok(Handed::Back);
-                        }
-                        Err(error) => return Err(error),
-                    },
+        // Read under an attempt, too: a row may end the process before it is on the device.
+        if let Err(error) = self.note_attempt(&mut shard, &plan).await {
+            return match self.worker.patience.reaction(&error) {
+                Reaction::LeaveShard => {
+                    self.worker.leave_to_others(key.shard, &job, &error, in_hand.answer());
+                    Ok(Handed::Back)
                 }
-            }
+                _ => Err(error),
+            };
         }
-        crate::failpoint!("intake.after-attempt");
+        let read = tokio::select! {
+            biased;
+            () = self.stop.wait() => None,
+            read = self.read(&job, &mut shard, &plan, closes) => Some(read),
+        };
+        let rows = match read {
+            Some(Ok(rows)) => rows,
+            None => {
+                self.end_unread(&mut shard).await;
+                return Ok(Handed::ToNobody);
+            }
+            Some(Err(error)) => {
+                self.end_unread(&mut shard).await;
+                if !is_changed(&error) && self.worker.patience.reaction(&error) != Reaction::LeaveShard {
+                    return Err(error);
+                }
+                // Also by `run`, which leaves nothing to others: the job is stopped for all, and says why.
+                self.leave(&job, in_hand, &error).await?;
+                return Ok(Handed::Back);
+            }
+        };
         // The keeper must know the shard before any of its rows comes.
         if self.kept.send(Kept::Opened(Box::new(shard))).await.is_err() {
             return Ok(Handed::ToNobody);
         }
         in_hand.hand_on();
-        if let Some(at_device) = at_device {
+        if let Some(at_device) = at_device.filter(|_| !rows.is_empty()) {
             at_device.send(ReadyShard {
                 key,
                 job,
@@ -272,6 +280,69 @@ impl Intake {
             });
         }
         Ok(Handed::On)
+    }
+
+    /// Writes down which rows are about to be read and run.
+    async fn note_attempt(&self, shard: &mut OpenShard, plan: &Narrowing) -> anyhow::Result<()> {
+        let reads = plan.reads();
+        if reads.is_empty() || shard.log.is_complete() {
+            return Ok(());
+        }
+        crate::failpoint!("intake.before-attempt");
+        let mut pauses = Pauses::default();
+        loop {
+            match shard.log.begin(self.worker.runner.clone(), &reads, plan.alone()).await {
+                Ok(attempt) => break shard.attempt = Some(attempt),
+                Err(error) => self.worker.patience.bear(error.into(), &mut pauses, &self.stop).await?,
+            }
+        }
+        crate::failpoint!("intake.after-attempt");
+        Ok(())
+    }
+
+    /// Nothing went to the device, and nothing died: the attempt says so, if the store takes it. If not, it counts as one that never
+    /// ended, which costs no row anything.
+    async fn end_unread(&self, shard: &mut OpenShard) {
+        if let Some(attempt) = shard.attempt.clone()
+            && let Err(error) = shard.log.end(&attempt).await
+        {
+            tracing::warn!("an attempt's end could not be written: {}", one_line(&error.into()));
+        }
+    }
+
+    /// The rows for the device; all else that is known of the shard's rows goes to `shard`.
+    async fn read(
+        &self,
+        job: &Arc<OpenJob>,
+        shard: &mut OpenShard,
+        plan: &Narrowing,
+        closes: Option<RowStatus>,
+    ) -> anyhow::Result<Vec<ReadyRow>> {
+        if shard.log.is_complete() {
+            return Ok(Vec::new());
+        }
+        let planned = job.ledger.job().shard(shard.key.shard)?.clone();
+        crate::failpoint!("intake.before-read");
+        let mut pauses = Pauses::default();
+        let prepared = loop {
+            let prepared = match closes {
+                Some(status) => close(job, &planned, &shard.log, status, plan).await,
+                None => prepare(&self.worker, job, &planned, &shard.log, plan).await,
+            };
+            match prepared {
+                Ok(prepared) => break prepared,
+                Err(error) => self.worker.patience.bear(error, &mut pauses, &self.stop).await?,
+            }
+        };
+        self.worker.patience.over();
+        crate::failpoint!("intake.after-read");
+        shard.carry = prepared.carry;
+        for row in &prepared.results {
+            self.worker.meter.add_row(row);
+        }
+        shard.pending = prepared.results;
+        shard.expected = prepared.ready.iter().map(|row| row.row).collect();
+        Ok(prepared.ready)
     }
 
     /// Nothing came and nothing is in hand. An empty queue proves nothing: the ledgers say whether the jobs are done.
@@ -370,7 +441,7 @@ impl Intake {
         Ok(job.state())
     }
 
-    /// Reads the shard's log and prepares it, or as much of it as may be tried at once.
+    /// Reads the shard's log: what is to be done, or as much of it as may be tried at once.
     async fn open(&self, job: &Arc<OpenJob>, key: ShardKey, place: OwnedSemaphorePermit) -> anyhow::Result<Opened> {
         let mut pauses = Pauses::default();
         let mut log = loop {
@@ -401,7 +472,7 @@ impl Intake {
             true => self.all_places(place).await?,
             false => place,
         };
-        let mut shard = OpenShard {
+        let shard = OpenShard {
             job: job.clone(),
             key,
             attempt: None,
@@ -412,32 +483,9 @@ impl Intake {
             unwanted: Arc::default(),
             log,
         };
-        if shard.log.is_complete() {
-            // A worker died between the last record and the part: nothing is left to do but to publish.
-            return Ok(Opened::Ready {
-                shard: Box::new(shard),
-                rows: Vec::new(),
-                plan,
-            });
-        }
-        let planned = job.ledger.job().shard(key.shard)?.clone();
-        crate::failpoint!("intake.before-read");
-        let prepared = loop {
-            match self.prepare(job, &planned, &shard.log, &plan).await {
-                Ok(prepared) => break prepared,
-                Err(error) => self.worker.patience.bear(error, &mut pauses, &self.stop).await?,
-            }
-        };
-        crate::failpoint!("intake.after-read");
-        shard.carry = prepared.carry;
-        for row in &prepared.results {
-            self.worker.meter.add_row(row);
-        }
-        shard.pending = prepared.results;
-        shard.expected = prepared.ready.iter().map(|row| row.row).collect();
+        // Where the log is complete, a worker died between the last record and the part: nothing is left to do but to publish.
         Ok(Opened::Ready {
             shard: Box::new(shard),
-            rows: prepared.ready,
             plan,
         })
     }
@@ -459,62 +507,6 @@ impl Intake {
         place.merge(self.places.clone().acquire_many_owned(others).await?);
         Ok(place)
     }
-
-    /// Reads the shard; renders and tokenizes the rows to try, or ends them where the job is closing.
-    async fn prepare(
-        &self,
-        job: &Arc<OpenJob>,
-        shard: &Shard,
-        log: &ShardLog,
-        plan: &Narrowing,
-    ) -> anyhow::Result<Prepared> {
-        let read = job.reader.read(shard).await;
-        if let Some(status) = job.state().closes_as() {
-            return close(job, shard, log, status, read);
-        }
-        let read = read?;
-        job.write_pins().await?;
-        let mut prepared = Prepared {
-            carry: read.carry,
-            ready: Vec::new(),
-            results: Vec::new(),
-        };
-        prepared.results = plan.accused.iter().map(accused).collect();
-        for (row, prompt) in self.render(job, read.rows, &plan.next).await? {
-            match prompt {
-                Ok(RenderedRow {
-                    tokens,
-                    params,
-                    text: _,
-                }) => {
-                    prepared.ready.push(ReadyRow {
-                        row,
-                        prompt: tokens.into(),
-                        params,
-                    });
-                }
-                Err(why) => prepared.results.push(errored(row, why)),
-            }
-        }
-        Ok(prepared)
-    }
-
-    async fn render(
-        &self,
-        job: &Arc<OpenJob>,
-        rows: Vec<InputRow>,
-        wanted: &RowSet,
-    ) -> anyhow::Result<Vec<(u64, Result<RenderedRow, String>)>> {
-        let rows: Vec<InputRow> = rows.into_iter().filter(|row| wanted.contains(row.row)).collect();
-        let (worker, job) = (self.worker.clone(), job.clone());
-        let rendered = tokio::task::spawn_blocking(move || {
-            let render = |row: &InputRow| (row.row, job.renderer.render(row));
-            worker
-                .render_threads
-                .install(|| rows.par_iter().map(render).collect::<Vec<_>>())
-        });
-        rendered.await.context("rendering panicked")
-    }
 }
 
 /// A shard as it was found.
@@ -524,68 +516,22 @@ enum Opened {
     Waits(RowSet),
     Ready {
         shard: Box<OpenShard>,
-        /// For the device.
-        rows: Vec<ReadyRow>,
-        /// The plan that they follow.
+        /// Which of its rows are tried.
         plan: Narrowing,
     },
-}
-
-/// Ends the rows that no record covers. Those whose input nobody can read any more have no carried columns, and say why.
-fn close(
-    job: &OpenJob,
-    shard: &Shard,
-    log: &ShardLog,
-    status: RowStatus,
-    read: Result<ShardRows, DatasetError>,
-) -> anyhow::Result<Prepared> {
-    let (carry, why) = match read {
-        Ok(read) => (read.carry, None),
-        Err(
-            error @ (DatasetError::InputChanged { .. }
-            | DatasetError::InputMissing { .. }
-            | DatasetError::Unreadable { .. }),
-        ) => (job.reader.no_carry(shard)?, Some(one_line(&error.into()))),
-        Err(error) => return Err(error.into()),
-    };
-    let end = |row: u64| {
-        let mut row = closed(row, status);
-        if let (Some(error), Some(why)) = (&mut row.error, &why) {
-            error.push_str(&format!("; its columns are not there: {why}"));
-        }
-        row
-    };
-    Ok(Prepared {
-        carry,
-        ready: Vec::new(),
-        results: log.uncovered().iter().map(end).collect(),
-    })
-}
-
-fn accused(row: u64) -> RowResult {
-    errored(
-        row,
-        "the process died three times while this row was alone on the device".into(),
-    )
 }
 
 fn is_changed(error: &anyhow::Error) -> bool {
     matches!(error.downcast_ref(), Some(DatasetError::InputChanged { .. }))
 }
 
-/// A shard's rows, ready for the device or already done with.
-struct Prepared {
-    carry: RecordBatch,
-    ready: Vec<ReadyRow>,
-    results: Vec<RowResult>,
-}
-
-/// A prepared shard.
+/// A shard that is about to be begun.
 struct Begun<'a> {
     in_hand: InHand<'a>,
     shard: OpenShard,
-    rows: Vec<ReadyRow>,
     plan: Narrowing,
+    /// The job is closing: its rows are not run any more, and end so.
+    closes: Option<RowStatus>,
     /// `None`: nothing goes to the device.
     at_device: Option<mpsc::Permit<'a, ReadyShard>>,
 }

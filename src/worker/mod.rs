@@ -32,6 +32,7 @@ pub mod patience;
 pub mod preflight;
 mod process;
 pub mod pulse;
+mod reading;
 pub mod recheck;
 mod shard;
 pub mod spot;

@@ -90,8 +90,11 @@ impl Again {
     /// Reads and renders rows of a shard, as the job did.
     async fn prepare(&mut self, shard: u32, wanted: impl Fn(u64) -> bool) -> anyhow::Result<()> {
         let job = &self.parts.job;
-        let read = job.reader.read(job.ledger.job().shard(shard)?).await?;
-        let rows: Vec<InputRow> = read.rows.into_iter().filter(|row| wanted(row.row)).collect();
+        let mut rows: Vec<InputRow> = Vec::new();
+        let mut pieces = job.reader.pieces(job.ledger.job().shard(shard)?, None);
+        while let Some(piece) = pieces.next().await? {
+            rows.extend(piece.rows.into_iter().filter(|row| wanted(row.row)));
+        }
         let attempts = attempts(&job.ledger, shard, rows.iter().map(|row| row.row)).await?;
         let rendered: Vec<_> = tokio::task::block_in_place(|| {
             let render = |row: &InputRow| (row.row, job.renderer.render(row));

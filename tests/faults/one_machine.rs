@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use crate::support::{Run, arg, gristmill, root};
+use crate::support::{Run, arg, gristmill, python, root};
 
 const WAIT_MAX: Duration = Duration::from_secs(60);
 
@@ -194,6 +194,38 @@ fn runs_that_die_together_count_once() {
     }
     let ended = Run::of(&mut run_on(&job, 10)).expect(0);
     assert_eq!(ended.json()["rows"]["succeeded"], 1);
+}
+
+/// A row that ends every process that reads it, before it is on a device.
+#[test]
+fn a_row_that_cannot_be_read_is_accused_and_its_neighbours_finish() {
+    const ROWS: u64 = 40;
+    let folder = tempfile::tempdir().unwrap();
+    let (job, output) = job(folder.path(), ROWS, ROWS, "");
+    let mut deaths = 0;
+    let ended = loop {
+        let run = Run::of(run_on(&job, 1).env("GRISTMILL_ABORT_AT_READING", "7"));
+        match run.code {
+            None => deaths += 1,
+            Some(_) => break run.expect(3),
+        }
+        assert!(deaths <= 10, "it goes on for ever");
+    };
+    // The shard twice, in company; 40, 16 and 1 twice each; three times alone in all, and once for what it carries.
+    assert_eq!(deaths, 10);
+    let rows = &ended.json()["rows"];
+    assert_eq!(
+        (&rows["succeeded"], &rows["errored"]),
+        (&Value::from(ROWS - 1), &Value::from(1))
+    );
+    let id = "import pyarrow.parquet as pq, sys; t = pq.read_table(sys.argv[1]); print([i for i in t['id'].to_pylist()][5:9])";
+    let ids = Command::new(python())
+        .args(["-c", id, arg(&output.join("part-00000.parquet"))])
+        .output()
+        .unwrap();
+    assert_eq!(String::from_utf8_lossy(&ids.stdout), "[5, 6, None, 8]\n", "{ids:?}");
+    // Nobody reads it to hold the output against its inputs, but who asks for that.
+    Run::of(&mut gristmill(&["verify", arg(&output)])).expect(0);
 }
 
 /// Files of a file browser, in every folder that gristmill lists.

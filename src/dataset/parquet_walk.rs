@@ -1,0 +1,110 @@
+//! What the rows of a Parquet file take, row by row: of a column the pages that hold them are fetched, and walked one after the other.
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+use parquet::arrow::ProjectionMask;
+
+use super::error::DatasetError;
+use super::parquet_chunks::check_chunk_pages;
+use super::parquet_cost::{Claims, LeafCost};
+use super::parquet_in::{INDEX_BYTES_MIN, ParquetFile};
+use super::parquet_measure::{Pages, add_row_costs};
+use super::parquet_pages::pages_of;
+use super::row_memory::PAGES_BYTES_MAX;
+
+impl ParquetFile {
+    /// What each of `rows` takes of the named columns, found without decoding them. Where the pages of a column take more than may be held,
+    /// that is what each of its rows takes.
+    pub async fn row_costs(
+        self: &Arc<Self>,
+        rows: Range<u64>,
+        columns: &[String],
+        shown: &[String],
+    ) -> Result<Vec<u64>, DatasetError> {
+        let (this, costs, mask) = (self.clone(), self.costs(shown), self.mask(columns));
+        let walked = tokio::spawn(async move {
+            let mut sums = vec![0; (rows.end - rows.start) as usize];
+            for group in this.groups_of(std::slice::from_ref(&rows)) {
+                let (start, end) = (this.starts[group], this.starts[group + 1]);
+                let (from, to) = (rows.start.max(start), rows.end.min(end));
+                if from < to {
+                    let sums = &mut sums[(from - rows.start) as usize..(to - rows.start) as usize];
+                    this.group_costs(group, from - start..to - start, (&costs, &mask), sums)
+                        .await?;
+                }
+            }
+            Ok(sums)
+        });
+        // As for reading: a panic over broken pages ends there.
+        walked
+            .await
+            .map_err(|e| DatasetError::unreadable(&self.pinned.name, e))
+            .and_then(|r| r)
+    }
+
+    async fn group_costs(
+        &self,
+        group: usize,
+        rows: Range<u64>,
+        (costs, mask): (&[LeafCost], &ProjectionMask),
+        sums: &mut [u64],
+    ) -> Result<(), DatasetError> {
+        // By root column, what decoding holds of its pages.
+        let mut held: HashMap<usize, u64> = HashMap::new();
+        for (leaf, cost) in costs.iter().enumerate().filter(|(leaf, _)| mask.leaf_included(*leaf)) {
+            let root = self.footer.parquet_schema().get_column_root_idx(leaf);
+            let chunk = self.footer.metadata().row_group(group).column(leaf);
+            let pages = self.pages_at(group, leaf, &rows).await?;
+            check_chunk_pages(&self.pinned.name, group, chunk, &pages.bytes, |_| None)?;
+            let mut claims = Claims::default();
+            pages_of(&pages.bytes).for_each(|(header, _)| claims.add(&header));
+            let held = held.entry(root).or_default();
+            *held = held.saturating_add(claims.held());
+            for sum in sums.iter_mut() {
+                *sum = sum.saturating_add(cost.row);
+            }
+            if *held > PAGES_BYTES_MAX {
+                sums.iter_mut().for_each(|sum| *sum = sum.saturating_add(*held));
+            } else if cost.is_flat && !cost.is_text {
+                sums.iter_mut().for_each(|sum| *sum = sum.saturating_add(cost.value));
+            } else {
+                add_row_costs(&pages, chunk, cost, &rows, sums).map_err(|why| {
+                    let why = format!("row group {group}, column `{}`: {why}", chunk.column_path().string());
+                    DatasetError::unreadable(&self.pinned.name, why)
+                })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The pages of a column that hold these rows of a group, and its dictionary.
+    async fn pages_at(&self, group: usize, leaf: usize, rows: &Range<u64>) -> Result<Pages, DatasetError> {
+        let chunk = self.footer.metadata().row_group(group).column(leaf);
+        let (start, length) = chunk.byte_range();
+        let is_part = (rows.end - rows.start).saturating_mul(2) < self.group_rows(group);
+        let index = match is_part && length >= INDEX_BYTES_MIN {
+            true => self.page_index(group, leaf, chunk, start..start + length).await?,
+            false => None,
+        };
+        let Some(index) = index else {
+            let bytes = self.pinned.bytes(start..start + length).await?;
+            return Ok(Pages { bytes, first_row: 0 });
+        };
+        let pages = index.page_locations();
+        let first_row = |n: usize| pages[n].first_row_index.max(0) as u64;
+        let from = (0..pages.len()).rfind(|n| first_row(*n) <= rows.start).unwrap_or(0);
+        let to = (from..pages.len()).rfind(|n| first_row(*n) < rows.end).unwrap_or(from);
+        let data = pages[from].offset as u64..pages[to].offset as u64 + pages[to].compressed_page_size.max(0) as u64;
+        let dictionary = start..pages[0].offset as u64;
+        let bytes = match dictionary.is_empty() || from == 0 {
+            true => self.pinned.bytes(start..data.end).await?,
+            false => self.pinned.ranges(&[dictionary, data]).await?.concat().into(),
+        };
+        Ok(Pages {
+            bytes,
+            first_row: first_row(from),
+        })
+    }
+}

@@ -1,0 +1,140 @@
+//! A shard's rows: read piece by piece, rendered, tokenized; or ended, where their job is closing.
+
+use std::sync::Arc;
+
+use anyhow::Context;
+use arrow::array::RecordBatch;
+use rayon::prelude::*;
+
+use crate::dataset::DatasetError;
+use crate::dataset::plan::Shard;
+use crate::dataset::row::{InputRow, RowResult, RowStatus};
+use crate::job::RenderedRow;
+use crate::ledger::RowSet;
+use crate::ledger::attempts::Narrowing;
+use crate::ledger::log::ShardLog;
+use crate::worker::assemble::{closed, errored};
+use crate::worker::jobs::OpenJob;
+use crate::worker::{ReadyRow, Worker, one_line};
+
+/// A shard's rows, ready for the device or already done with.
+pub(super) struct Prepared {
+    /// Of the whole shard; null where a row was not read.
+    pub carry: RecordBatch,
+    pub ready: Vec<ReadyRow>,
+    pub results: Vec<RowResult>,
+}
+
+/// Reads the shard; renders and tokenizes the rows to try.
+pub(super) async fn prepare(
+    worker: &Arc<Worker>,
+    job: &Arc<OpenJob>,
+    shard: &Shard,
+    log: &ShardLog,
+    plan: &Narrowing,
+) -> anyhow::Result<Prepared> {
+    // Nothing but the rows of this try: another may be the one that cannot be read.
+    let reads = plan.reads();
+    let wanted = (reads != RowSet::from_range(log.rows())).then(|| reads.ranges().collect());
+    let mut pieces = job.reader.pieces(shard, wanted);
+    let (mut carries, mut ready) = (Vec::new(), Vec::new());
+    let mut results: Vec<RowResult> = plan.accused.iter().map(accused).collect();
+    while let Some(piece) = pieces.next().await? {
+        #[cfg(feature = "faults")]
+        crate::faults::abort_at_reading(|row| piece.rows.iter().any(|read| read.row == row && read.fields.is_ok()));
+        carries.push(piece.carry);
+        for (row, prompt) in render(worker, job, piece.rows, &plan.next).await? {
+            match prompt {
+                Ok(RenderedRow {
+                    tokens,
+                    params,
+                    text: _,
+                }) => {
+                    ready.push(ReadyRow {
+                        row,
+                        prompt: tokens.into(),
+                        params,
+                    });
+                }
+                Err(why) => results.push(errored(row, why)),
+            }
+        }
+    }
+    job.write_pins().await?;
+    Ok(Prepared {
+        carry: job.reader.joined(&carries, shard.rows as usize)?,
+        ready,
+        results,
+    })
+}
+
+async fn render(
+    worker: &Arc<Worker>,
+    job: &Arc<OpenJob>,
+    rows: Vec<InputRow>,
+    wanted: &RowSet,
+) -> anyhow::Result<Vec<(u64, Result<RenderedRow, String>)>> {
+    let rows: Vec<InputRow> = rows.into_iter().filter(|row| wanted.contains(row.row)).collect();
+    let (worker, job) = (worker.clone(), job.clone());
+    let rendered = tokio::task::spawn_blocking(move || {
+        let render = |row: &InputRow| (row.row, job.renderer.render(row));
+        worker
+            .render_threads
+            .install(|| rows.par_iter().map(render).collect::<Vec<_>>())
+    });
+    rendered.await.context("rendering panicked")
+}
+
+/// Ends the rows that no record covers. Those whose input nobody can read any more have no carried columns, and say why.
+pub(super) async fn close(
+    job: &OpenJob,
+    shard: &Shard,
+    log: &ShardLog,
+    status: RowStatus,
+    plan: &Narrowing,
+) -> anyhow::Result<Prepared> {
+    let (carry, why) = match carry_of(job, shard, plan).await {
+        Ok(carry) => (carry, None),
+        Err(
+            error @ (DatasetError::InputChanged { .. }
+            | DatasetError::InputMissing { .. }
+            | DatasetError::Unreadable { .. }),
+        ) => (job.reader.no_carry(shard)?, Some(one_line(&error.into()))),
+        Err(error) => return Err(error.into()),
+    };
+    let end = |row: u64| {
+        let mut row = closed(row, status);
+        if let (Some(error), Some(why)) = (&mut row.error, &why) {
+            error.push_str(&format!("; its columns are not there: {why}"));
+        }
+        row
+    };
+    Ok(Prepared {
+        carry,
+        ready: Vec::new(),
+        results: log.uncovered().iter().map(end).collect(),
+    })
+}
+
+/// A shard's carried columns. Where its rows are tried in parts, one of them may end whoever reads it.
+async fn carry_of(job: &OpenJob, shard: &Shard, plan: &Narrowing) -> Result<RecordBatch, DatasetError> {
+    if plan.alone() {
+        return Err(DatasetError::unreadable(
+            "its shard",
+            "attempts at its rows ended no process cleanly",
+        ));
+    }
+    let mut carries = Vec::new();
+    let mut pieces = job.reader.pieces(shard, None);
+    while let Some(piece) = pieces.next().await? {
+        carries.push(piece.carry);
+    }
+    job.reader.joined(&carries, shard.rows as usize)
+}
+
+fn accused(row: u64) -> RowResult {
+    errored(
+        row,
+        "the process died three times while this row was alone on the device".into(),
+    )
+}
