@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Runs the hostile suite: every case of every module of this folder, each under a limit of address space and of time.
 
-    .venv/bin/python tests/hostile/run.py --program target/release/gristmill [--only WORD] [--jobs 2] [--keep DIR]
+    .venv/bin/python tests/hostile/run.py --program target/release/gristmill [--only WORD] [--jobs 2] [--slower N] [--keep DIR]
 
 A command is wrong where it ends by a signal or a panic, takes too long or too much memory, ends with another exit code than its case
 says, or does not say what it should. The last line counts cases that passed and failed; the exit code is 1 where one failed.
@@ -122,12 +122,16 @@ def main():
     arguments.add_argument("--program", required=True, type=lambda path: str(pathlib.Path(path).resolve()))
     arguments.add_argument("--only", default="", help="cases whose area or name holds this")
     arguments.add_argument("--jobs", type=int, default=2)
+    arguments.add_argument("--slower", type=float, default=1, help="factor of all limits of time, where other programs share the cores")
     arguments.add_argument("--keep", type=pathlib.Path, help="an empty folder for the cases; those that failed stay")
     chosen = arguments.parse_args()
     cases = [(area, case) for area in modules() for case in importlib.import_module(area).cases()
              if chosen.only in f"{area}/{case.name}"]
     names = [(area, case.name) for area, case in cases]
     assert len(set(names)) == len(names), "two cases of one name"
+    for _, case in cases:
+        for step in case.steps:
+            step.seconds *= chosen.slower
     failed = 0
     with tempfile.TemporaryDirectory() as temporary:
         root = chosen.keep or pathlib.Path(temporary)
