@@ -9,6 +9,7 @@
 pub mod aws_profile;
 pub mod discover;
 pub mod error;
+pub mod hosts;
 pub mod kinds;
 pub mod lines;
 pub mod lines_in;
@@ -31,6 +32,7 @@ pub mod store_error;
 pub mod stores;
 pub mod thrift;
 pub mod value;
+pub mod web;
 
 pub use error::DatasetError;
 pub use output::{OutputColumns, OutputSchema};

@@ -29,6 +29,7 @@ use crate::ledger::control::Control;
 use crate::ledger::{Ledger, Order, PinOrder, StopWhy, Terms};
 use crate::queue::Message;
 use crate::report::one_line;
+use crate::worker::access::Access;
 use crate::worker::model::{Model, Stream};
 use crate::worker::patience::{Reaction, reaction};
 
@@ -336,6 +337,7 @@ pub enum Heard {
 /// The jobs that this worker has heard of. See the module's description.
 pub struct Jobs {
     model: Model,
+    access: Access,
     known: Mutex<Known>,
 }
 
@@ -353,9 +355,16 @@ enum Entry {
 }
 
 impl Jobs {
+    /// Of a worker that takes whatever it is given: what a person named in this process.
     pub fn new(model: Model) -> Jobs {
+        Jobs::confined(model, Access::everything())
+    }
+
+    /// Of a worker that touches what `access` says alone.
+    pub fn confined(model: Model, access: Access) -> Jobs {
         Jobs {
             model,
+            access,
             known: Mutex::default(),
         }
     }
@@ -402,6 +411,9 @@ impl Jobs {
             Ok(output) => output,
             Err(error) => return Ok(Heard::Stale(one_line(&error.into()).into())),
         };
+        if let Some(why) = self.access.refuses_output(&output) {
+            return Ok(Heard::NotOurs(why.into()));
+        }
         let Some(ledger) = Ledger::open(&output).await? else {
             return Ok(Heard::Stale(format!("`{}` holds no job", message.output).into()));
         };
@@ -415,6 +427,10 @@ impl Jobs {
                 )
                 .into(),
             ));
+        }
+        let inputs = ledger.job().inputs.iter().map(|input| input.url.as_str());
+        if let Some(why) = self.access.refuses_inputs(&output, inputs) {
+            return Ok(self.known.lock().await.refuse(key, &why));
         }
         let ledger = if ledger.generation() == message.generation {
             ledger
@@ -450,12 +466,24 @@ impl Known {
         })
     }
 
-    fn take(&mut self, key: (String, String, u32), ledger: Ledger, model: &Model) -> Heard {
+    /// A job that this worker must not touch, by its record.
+    fn refuse(&mut self, key: (String, String, u32), why: &str) -> Heard {
+        self.make_room();
+        let why: Arc<str> = why.into();
+        self.jobs.insert(key, Entry::NotOurs(why.clone()));
+        Heard::NotOurs(why)
+    }
+
+    fn make_room(&mut self) {
         if self.jobs.len() >= OPEN_MAX {
             // What nobody holds can be opened again.
             self.jobs
                 .retain(|_, entry| matches!(entry, Entry::Open(job) if Arc::strong_count(job) > 1));
         }
+    }
+
+    fn take(&mut self, key: (String, String, u32), ledger: Ledger, model: &Model) -> Heard {
+        self.make_room();
         let refused = model.refuses(&ledger.job().identity);
         let opened = match refused {
             Some(why) => Err(why),
