@@ -52,6 +52,7 @@ mod thinking;
 mod thinking_demo;
 mod thinking_models;
 mod truncation;
+mod worker_access;
 mod worker_jobs;
 mod worker_waits;
 mod zero_rows;

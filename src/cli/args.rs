@@ -145,6 +145,17 @@ pub struct WorkerArgs {
     /// The output of a job that must be done, too, before --until-idle ends (repeat for more)
     #[arg(long, value_name = "OUTPUT")]
     pub job: Vec<String>,
+    /// Where outputs and inputs of queued jobs may lie, and models that they name: nowhere but below such a prefix, as
+    /// `s3://bucket/team/` or `/data/team/`; may be given several times. Without it: outputs in any bucket with inputs in the same
+    /// one, and local outputs whose record belongs to this user
+    #[arg(long, value_name = "PREFIX", env = "GRISTMILL_ACCEPT", value_delimiter = ',')]
+    pub accept: Vec<String>,
+    /// Where inputs may lie besides; web servers are read only where they are listed
+    #[arg(long, value_name = "PREFIX", env = "GRISTMILL_ACCEPT_INPUTS", value_delimiter = ',')]
+    pub accept_inputs: Vec<String>,
+    /// Where a model may lie that a job names, without --model
+    #[arg(long, value_name = "PREFIX", env = "GRISTMILL_ACCEPT_MODELS", value_delimiter = ',')]
+    pub accept_models: Vec<String>,
     /// Shards in memory at once: read ahead, running, being published
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=256))]
     pub shards_in_flight: u32,

@@ -16,6 +16,7 @@ use crate::cli::limits::reached_line;
 use crate::cli::outfit::{LoadedModel, pulse, render_threads, stop_on_signals};
 use crate::cli::place::Place;
 use crate::dataset::location::Location;
+use crate::dataset::stores::Stores;
 use crate::device;
 use crate::job::Job;
 use crate::job::spec::Precision;
@@ -25,6 +26,7 @@ use crate::queue::Queue;
 use crate::report::meter::{Meter, Reading};
 use crate::report::progress;
 use crate::report::summary::{RowCounts, number, rate};
+use crate::worker::access::{Access, Asked};
 use crate::worker::idle::IdleClock;
 use crate::worker::jobs::Jobs;
 use crate::worker::model::{Formats, ModelFiles};
@@ -45,6 +47,7 @@ const NAME_MAX: usize = 40;
 pub async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
     let stop = Stop::default();
     stop_on_signals(stop.clone())?;
+    let access = access(&args)?;
     let pulse = pulse();
     signs_of_life(&args, &pulse).await?;
     if let Some(cloud) = args.spot {
@@ -59,7 +62,18 @@ pub async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
         .await?;
     let place = args.engine.device.place()?;
     let mut watched = watched(&args, &stop).await?;
-    let Some(wanted) = wanted_model(&args, place, &queue, &mut watched, &stop).await? else {
+    let Some(wanted) = wanted_model(
+        &args,
+        place,
+        Incoming {
+            queue: &queue,
+            access: &access,
+        },
+        &mut watched,
+        &stop,
+    )
+    .await?
+    else {
         return ended_early(&args, &stop);
     };
     say_warnings(&wanted.files.config.warnings);
@@ -70,7 +84,7 @@ pub async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
         name: name(&args)?,
         queue,
         own_queue: None,
-        jobs: Jobs::new(loaded.model),
+        jobs: Jobs::confined(loaded.model, access),
         watched,
         meter: meter.clone(),
         patience: patience(&args),
@@ -98,6 +112,28 @@ fn patience(args: &WorkerArgs) -> Patience {
         true => Patience::within(ONCE_WAITS_MAX),
         false => Patience::new(true),
     }
+}
+
+/// What queued jobs may touch; from here on, web servers' redirects keep to it, too.
+fn access(args: &WorkerArgs) -> Result<Access, Failure> {
+    let asked = Asked {
+        accept: &args.accept,
+        accept_inputs: &args.accept_inputs,
+        accept_models: &args.accept_models,
+        jobs: &args.job,
+    };
+    let access =
+        Access::new(&asked, &std::env::current_dir()?).map_err(|why| Failure::bad_job(anyhow::anyhow!(why)))?;
+    let follows = access.clone();
+    Stores::of_process().confine(Arc::new(move |url| follows.may_follow(url)));
+    Ok(access)
+}
+
+/// Messages, and what they may name.
+#[derive(Clone, Copy)]
+struct Incoming<'a> {
+    queue: &'a Arc<dyn Queue>,
+    access: &'a Access,
 }
 
 /// The model to load, before anything is loaded.
@@ -140,7 +176,7 @@ async fn signs_of_life(args: &WorkerArgs, pulse: &Arc<Pulse>) -> Result<(), Fail
 async fn wanted_model(
     args: &WorkerArgs,
     place: Place,
-    queue: &Arc<dyn Queue>,
+    incoming: Incoming<'_>,
     watched: &mut Vec<Ledger>,
     stop: &Stop,
 ) -> Result<Option<Wanted>, Failure> {
@@ -157,11 +193,14 @@ async fn wanted_model(
     }
     if watched.is_empty() {
         // Heard of is heard of: another worker may have its shards, but it must be done before this one is idle.
-        watched.extend(first_job(args, queue, stop).await?);
+        watched.extend(first_job(args, incoming, stop).await?);
     }
     let Some(ledger) = watched.first() else {
         return Ok(None);
     };
+    if let Some(why) = refused_model(ledger, incoming.access) {
+        return Err(Failure::bad_job(anyhow::anyhow!(why)));
+    }
     let job = Job::of_record(&ledger.job().resolved, &ledger.store().address(JOB))?;
     Ok(Some(Wanted {
         files: ModelFiles::open(model_dir(&job)?).map_err(Failure::bad_job)?,
@@ -211,8 +250,40 @@ async fn open_patiently(output: &Location, patience: &Patience, stop: &Stop) -> 
     }
 }
 
+/// As [`open_patiently`], of a job that a message names: nothing of it is read where its output is not accepted, and it is an error
+/// where its record names what is not.
+async fn open_accepted(
+    output: &Location,
+    access: &Access,
+    patience: &Patience,
+    stop: &Stop,
+) -> Result<Option<Ledger>, Failure> {
+    let refused = |why: String| Failure::bad_job(anyhow::anyhow!(why));
+    if let Some(why) = access.refuses_output(output) {
+        return Err(refused(why));
+    }
+    let Some(ledger) = open_patiently(output, patience, stop).await? else {
+        return Ok(None);
+    };
+    let inputs = ledger.job().inputs.iter().map(|input| input.url.as_str());
+    let why = access
+        .refuses_inputs(output, inputs)
+        .or_else(|| refused_model(&ledger, access));
+    match why {
+        Some(why) => Err(refused(why)),
+        None => Ok(Some(ledger)),
+    }
+}
+
+/// Why the model that a record names must not be loaded. What else is wrong with it is said where it is opened.
+fn refused_model(ledger: &Ledger, access: &Access) -> Option<String> {
+    let job: Job = serde_json::from_value(ledger.job().resolved.clone()).ok()?;
+    access.refuses_model(&model_dir(&job).ok()?)
+}
+
 /// The job of the first message that points at one.
-async fn first_job(args: &WorkerArgs, queue: &Arc<dyn Queue>, stop: &Stop) -> Result<Option<Ledger>, Failure> {
+async fn first_job(args: &WorkerArgs, incoming: Incoming<'_>, stop: &Stop) -> Result<Option<Ledger>, Failure> {
+    let Incoming { queue, access } = incoming;
     let patience = patience(args);
     let mut idle = IdleClock::default();
     while !stop.is_set() {
@@ -233,7 +304,7 @@ async fn first_job(args: &WorkerArgs, queue: &Arc<dyn Queue>, stop: &Stop) -> Re
         };
         idle = IdleClock::default();
         let opened = match Location::parse(&delivery.message.output, Path::new("/")) {
-            Ok(output) => open_patiently(&output, &patience, stop).await,
+            Ok(output) => open_accepted(&output, access, &patience, stop).await,
             Err(error) => Err(Failure::from(error)),
         };
         let why = match opened {

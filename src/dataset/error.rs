@@ -2,6 +2,7 @@
 
 use super::location::LocationError;
 use super::store_error::cause;
+use super::web::refusal;
 
 /// An error about inputs or outputs as a whole; what is wrong with one row travels in that row.
 #[derive(Debug, thiserror::Error)]
@@ -40,6 +41,9 @@ pub enum DatasetError {
 
 impl DatasetError {
     pub(crate) fn store(file: &str, error: object_store::Error) -> DatasetError {
+        if let Some(why) = refusal(&error) {
+            return DatasetError::Refused(format!("`{file}` is not read: {why}"));
+        }
         DatasetError::Store {
             file: file.to_string(),
             error: Box::new(error),

@@ -46,39 +46,18 @@ impl Location {
 
     /// As [`Location::parse`], among these stores.
     pub fn parse_with(text: &str, base_dir: &FsPath, stores: &Stores) -> Result<Location, LocationError> {
-        let bad = |why: String| LocationError::Address {
-            text: without_secrets(text),
-            why,
-        };
-        if text.trim().is_empty() {
-            return Err(bad("it is empty".into()));
-        }
-        if let Some((scheme, _)) = text.split_once("://")
-            && scheme != "file"
-        {
-            let url = Url::parse(text).map_err(|e| bad(e.to_string()))?;
-            // Addresses stand in records and logs, where secrets must not.
-            // Elsewhere than in web addresses a `?` is a wildcard, but no file is called `sig=`.
-            let signed = |query: &str| scheme.starts_with("http") || query.contains("sig=");
-            if url.password().is_some() || url.query().is_some_and(signed) {
-                return Err(bad(
-                    "it holds a password or a query: give credentials by environment, not in addresses".into(),
-                ));
-            }
+        let url = Location::url_of(text, base_dir)?;
+        if url.scheme() != "file" {
             let (store, path) = stores
                 .open(&url)
                 .map_err(|why| LocationError::Store { url: shown(&url), why })?;
             return Ok(Location { store, path, url });
         }
-        let fs_path = match text.strip_prefix("file://") {
-            Some(_) => {
-                let url = Url::parse(text).map_err(|e| bad(e.to_string()))?;
-                url.to_file_path().map_err(|()| bad("not a local file URL".into()))?
-            }
-            None => base_dir.join(text),
+        let bad = |why: String| LocationError::Address {
+            text: without_secrets(text),
+            why,
         };
-        let fs_path = normalize(&std::path::absolute(&fs_path).map_err(|e| bad(e.to_string()))?);
-        let url = Url::from_file_path(&fs_path).map_err(|()| bad("not an absolute path".into()))?;
+        let fs_path = url.to_file_path().map_err(|()| bad("not a local file URL".into()))?;
         // Keys are the path's components as they are: object_store percent-encodes what a key cannot hold.
         let path = Path::from_absolute_path(&fs_path).map_err(|e| bad(e.to_string()))?;
         let store = LocalFileSystem::new().with_fsync(true);
@@ -87,6 +66,41 @@ impl Location {
             path,
             url,
         })
+    }
+
+    /// The whole address that `text` is: its URL, and of a path the `file://` URL of what it is from `base_dir` on, without `.` and `..`.
+    /// Opens nothing.
+    pub fn url_of(text: &str, base_dir: &FsPath) -> Result<Url, LocationError> {
+        let bad = |why: String| LocationError::Address {
+            text: without_secrets(text),
+            why,
+        };
+        if text.trim().is_empty() {
+            return Err(bad("it is empty".into()));
+        }
+        let scheme = text.split_once("://").map(|(scheme, _)| scheme.to_ascii_lowercase());
+        let is_file = scheme.as_deref() == Some("file");
+        if scheme.is_some() && !is_file {
+            let url = Url::parse(text).map_err(|e| bad(e.to_string()))?;
+            // Addresses stand in records and logs, where secrets must not.
+            // Elsewhere than in web addresses a `?` is a wildcard, but no file is called `sig=`.
+            let signed = |query: &str| url.scheme().starts_with("http") || query.contains("sig=");
+            if url.password().is_some() || url.query().is_some_and(signed) {
+                return Err(bad(
+                    "it holds a password or a query: give credentials by environment, not in addresses".into(),
+                ));
+            }
+            return Ok(url);
+        }
+        let fs_path = match is_file {
+            true => {
+                let url = Url::parse(text).map_err(|e| bad(e.to_string()))?;
+                url.to_file_path().map_err(|()| bad("not a local file URL".into()))?
+            }
+            false => base_dir.join(text),
+        };
+        let fs_path = normalize(&std::path::absolute(&fs_path).map_err(|e| bad(e.to_string()))?);
+        Url::from_file_path(&fs_path).map_err(|()| bad("not an absolute path".into()))
     }
 
     /// The local path, where it is one.

@@ -10,6 +10,7 @@ pub mod aws_profile;
 mod carried;
 pub mod discover;
 pub mod error;
+pub mod hosts;
 mod hybrid;
 mod json_cost;
 pub mod kinds;
@@ -42,6 +43,7 @@ pub mod store_error;
 pub mod stores;
 pub mod thrift;
 pub mod value;
+pub mod web;
 pub mod widths;
 
 pub use error::DatasetError;

@@ -19,6 +19,7 @@ use object_store::{
 use url::{Position, Url};
 
 use super::aws_profile::{self, Keys, ProfileCredentials};
+use super::web::{MayFollow, WebConnector};
 
 /// Seconds that one request may take, body included, unless `GRISTMILL_STORE_TIMEOUT` says otherwise. A part of 256 MB
 /// then needs 4.3 MB/s.
@@ -39,6 +40,8 @@ pub struct OpenError(pub String);
 pub struct Stores {
     variables: BTreeMap<String, String>,
     opened: Mutex<BTreeMap<String, Arc<dyn ObjectStore>>>,
+    /// Where web servers' redirects may lead, in a process that works on queued jobs.
+    may_follow: OnceLock<MayFollow>,
 }
 
 impl Stores {
@@ -56,7 +59,13 @@ impl Stores {
         Stores {
             variables: variables.into_iter().collect(),
             opened: Mutex::default(),
+            may_follow: OnceLock::new(),
         }
+    }
+
+    /// Web servers that are opened from now on redirect to where `may_follow` says alone. The first call counts.
+    pub fn confine(&self, may_follow: MayFollow) {
+        self.may_follow.get_or_init(|| may_follow);
     }
 
     /// The store that `url` lies in, and the key in it. Sends no request.
@@ -196,9 +205,17 @@ impl Stores {
     fn http(&self, url: &Url) -> Result<HttpStore, OpenError> {
         // Who writes `http://` means it.
         let client = self.client()?.with_allow_http(url.scheme() == "http");
+        let seconds = self.timeout_seconds()?;
+        let connector = WebConnector {
+            server: url.clone(),
+            timeout: Duration::from_secs_f64(seconds),
+            connect_timeout: Duration::from_secs_f64(seconds.min(CONNECT_SECONDS_MAX)),
+            may_follow: self.may_follow.get().cloned(),
+        };
         HttpBuilder::new()
             .with_retry(self.retry()?)
             .with_client_options(client)
+            .with_http_connector(connector)
             .with_url(&url[..Position::BeforePath])
             .build()
             .map_err(refused)
@@ -240,7 +257,7 @@ impl Stores {
 }
 
 /// `url` up to where keys begin: what two addresses of one client have in common.
-fn bucket_of(url: &Url, path: &Path) -> String {
+pub fn bucket_of(url: &Url, path: &Path) -> String {
     let below = path.parts().count();
     let segments: Vec<&str> = url.path().split('/').filter(|part| !part.is_empty()).collect();
     let bucket = &segments[..segments.len().saturating_sub(below)];

@@ -30,6 +30,7 @@ use crate::ledger::keys::JOB;
 use crate::ledger::{Ledger, Order, PinOrder, StopWhy, Terms};
 use crate::queue::Message;
 use crate::report::one_line;
+use crate::worker::access::Access;
 use crate::worker::model::{Model, Stream};
 use crate::worker::patience::{Reaction, reaction};
 
@@ -355,6 +356,7 @@ pub enum Heard {
 /// The jobs that this worker has heard of. See the module's description.
 pub struct Jobs {
     model: Arc<Model>,
+    access: Access,
     known: Mutex<Known>,
 }
 
@@ -384,9 +386,16 @@ impl Entry {
 }
 
 impl Jobs {
+    /// Of a worker that takes whatever it is given: what a person named in this process.
     pub fn new(model: Model) -> Jobs {
+        Jobs::confined(model, Access::everything())
+    }
+
+    /// Of a worker that touches what `access` says alone.
+    pub fn confined(model: Model, access: Access) -> Jobs {
         Jobs {
             model: Arc::new(model),
+            access,
             known: Mutex::default(),
         }
     }
@@ -453,6 +462,9 @@ impl Jobs {
             Ok(output) => output,
             Err(error) => return Ok(Heard::Stale(one_line(&error.into()).into())),
         };
+        if let Some(why) = self.access.refuses_output(&output) {
+            return Ok(Heard::NotOurs(why.into()));
+        }
         let Some(ledger) = Ledger::open(&output).await? else {
             return Ok(Heard::Stale(format!("`{}` holds no job", message.output).into()));
         };
@@ -466,6 +478,13 @@ impl Jobs {
                 )
                 .into(),
             ));
+        }
+        let inputs = ledger.job().inputs.iter().map(|input| input.url.as_str());
+        if let Some(why) = self.access.refuses_inputs(&output, inputs) {
+            let entry = Entry::NotOurs(why.into());
+            let heard = entry.heard();
+            self.known.lock().await.remember(key, entry);
+            return Ok(heard);
         }
         let ledger = if ledger.generation() == message.generation {
             ledger

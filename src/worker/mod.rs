@@ -14,6 +14,7 @@
 //! unfinished, the keeper has what is finished logged and gives the rest back. Beside the stages, `accounts` looks at each
 //! job's orders and spendings.
 
+pub mod access;
 mod accounts;
 pub mod assemble;
 pub mod budget;
@@ -28,6 +29,7 @@ mod keeper;
 mod limits;
 pub mod liveness;
 pub mod model;
+mod owner;
 pub mod patience;
 pub mod preflight;
 mod process;

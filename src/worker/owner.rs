@@ -1,0 +1,116 @@
+//! Whose a local job's record is: one that belongs to this process's own user, or to root, is the operator's own word.
+//!
+//! Others cannot have written it then, nor put it where it lies: whoever can act as that user needs no worker for it.
+
+use std::fs::Metadata;
+use std::io::ErrorKind;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+/// Permission bits: others may write, and only an entry's owner may rename it.
+const WRITABLE_BY_OTHERS: u32 = 0o002;
+const STICKY: u32 = 0o1000;
+
+/// Whether the job's record below `output`, a path without links, can only be from the worker's own user or root.
+///
+/// # Errors
+/// Why not: what comes after the output's name, to make a line.
+pub fn owns(output: &Path) -> Result<(), String> {
+    let ledger = output.join("_gristmill");
+    let record = ledger.join("job.json");
+    for (path, what) in [(output, "folder"), (&ledger, "ledger"), (&record, "record")] {
+        let found = match std::fs::symlink_metadata(path) {
+            Ok(found) => found,
+            // Nobody else can put a ledger into a folder that was found to be ours.
+            Err(error) if error.kind() == ErrorKind::NotFound && path != output => return Ok(()),
+            Err(error) => return Err(format!("has a {what} that cannot be looked at ({})", error.kind())),
+        };
+        check(&found, what)?;
+        let right_kind = match what {
+            "record" => found.is_file(),
+            _ => found.is_dir(),
+        };
+        if !right_kind {
+            return Err(format!("has a {what} that is a link, or of another kind than expected"));
+        }
+    }
+    Ok(())
+}
+
+fn check(found: &Metadata, what: &str) -> Result<(), String> {
+    let own = rustix::process::geteuid().as_raw();
+    if found.uid() != own && found.uid() != 0 {
+        return Err(format!(
+            "has a {what} of user {}, this worker runs as user {own}",
+            found.uid()
+        ));
+    }
+    let open = found.mode() & WRITABLE_BY_OTHERS != 0 && !(found.is_dir() && found.mode() & STICKY != 0);
+    match open && !found.is_symlink() {
+        true => Err(format!("has a {what} that every user of this machine may write to")),
+        false => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::{self, Permissions};
+    use std::os::unix::fs::{PermissionsExt, symlink};
+
+    use super::*;
+
+    fn mode(path: &Path, mode: u32) {
+        fs::set_permissions(path, Permissions::from_mode(mode)).unwrap();
+    }
+
+    #[test]
+    fn a_record_that_others_could_have_written_is_not_the_operators() {
+        let folder = tempfile::tempdir().unwrap();
+        let output = folder.path().join("out");
+        let (ledger, record) = (output.join("_gristmill"), output.join("_gristmill/job.json"));
+        assert!(owns(&output).unwrap_err().contains("folder"), "it is not there");
+        fs::create_dir(&output).unwrap();
+        assert_eq!(owns(&output), Ok(()), "without a ledger there is nothing to forge");
+        fs::create_dir(&ledger).unwrap();
+        fs::write(&record, "{}").unwrap();
+        // A group's members are the operator's choice (many systems give each user a group of his own).
+        for path in [&output, &ledger] {
+            mode(path, 0o775);
+        }
+        mode(&record, 0o664);
+        assert_eq!(owns(&output), Ok(()));
+        for (path, bad, good) in [
+            (&output, 0o777, 0o755),
+            (&ledger, 0o777, 0o755),
+            (&record, 0o666, 0o644),
+        ] {
+            mode(path, bad);
+            assert!(owns(&output).unwrap_err().contains("may write"), "{path:?}");
+            mode(path, good);
+        }
+        mode(&output, 0o1777);
+        assert_eq!(owns(&output), Ok(()), "nobody else can rename what lies there");
+        fs::rename(&record, folder.path().join("elsewhere")).unwrap();
+        symlink(folder.path().join("elsewhere"), &record).unwrap();
+        assert!(owns(&output).unwrap_err().contains("link"));
+        fs::remove_file(&record).unwrap();
+        fs::rename(&ledger, folder.path().join("ledger")).unwrap();
+        symlink(folder.path().join("ledger"), &ledger).unwrap();
+        assert!(owns(&output).unwrap_err().contains("link"));
+    }
+
+    /// Only root can make files of another user.
+    #[test]
+    fn a_record_of_another_user_is_a_strangers() {
+        let folder = tempfile::tempdir().unwrap();
+        let output = folder.path().join("out");
+        fs::create_dir_all(output.join("_gristmill")).unwrap();
+        let record = output.join("_gristmill/job.json");
+        fs::write(&record, "{}").unwrap();
+        if std::os::unix::fs::chown(&record, Some(12_345), None).is_err() {
+            return;
+        }
+        let why = owns(&output).unwrap_err();
+        assert!(why.contains("of user 12345"), "{why}");
+    }
+}
