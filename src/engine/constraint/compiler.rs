@@ -2,7 +2,7 @@
 //!
 //! Whoever asks does not wait: [`Compiler::find`] says that a shape is under way, and [`Compiler::collect`] hands out what has been
 //! compiled since. A thread cannot be killed, so bounds that are checked before keep a compilation to seconds; one that takes
-//! longer than [`TIME_MAX`] all the same is given up and its thread runs to its end, in whose place no other starts. A panic costs
+//! longer than `TIME_MAX` all the same is given up and its thread runs to its end, in whose place no other starts. A panic costs
 //! its shape alone. The stack is larger than any shape within the bounds needs.
 
 use std::collections::{HashMap, HashSet, VecDeque};

@@ -5,7 +5,7 @@
 //! cannot compile, or that no token can begin, is refused: the job's own before it starts, a row's with its row.
 //!
 //! Whatever a row brings as its shape, it costs that row alone: [`compiler`] compiles on threads of their own, with a stack and a time of
-//! their own, and [`schema`] and [`pattern`] refuse beforehand what would take too much of either, or of memory.
+//! their own, and `schema` and `pattern` refuse beforehand what would take too much of either, or of memory.
 //!
 //! Where a grammar leaves one way to go on, the bytes up to the next choice are spelled with the tokenizer's own tokens
 //! ([`GrammarState::forced`]) and the model is not asked. The last of them are left out where a longer token could also take
