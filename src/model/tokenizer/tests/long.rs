@@ -92,7 +92,6 @@ fn files_that_are_too_much_are_refused() {
     assert!(changed(|_| {}).is_ok());
     for (path, value, words) in [
         ("/pre_tokenizer", splitting("(x+x+)+y|a"), "too slow"),
-        ("/pre_tokenizer", splitting("a(?=a*b)|."), "too slow"),
         (
             "/pre_tokenizer",
             splitting(&"a".repeat(17_000)),
