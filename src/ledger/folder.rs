@@ -94,7 +94,8 @@ impl Folder {
             let names = folder.names(&location)?;
             let now = SystemTime::now();
             for (name, _) in names.into_iter().filter(|(name, _)| is_ours(name)) {
-                let place = folder.place(&location.clone().join(name), false)?;
+                // Not by `join`, which writes a `#` in another way.
+                let place = folder.place(&Path::parse(format!("{location}/{name}"))?, false)?;
                 // Another run may be cleaning too: a file that is gone is what was wanted.
                 let Some(stat) = place.stat()? else { continue };
                 let written = SystemTime::from(modified(&stat));
