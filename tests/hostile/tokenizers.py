@@ -70,7 +70,7 @@ def cases():
     yield expression("long_expression", "|".join(f"x{number}" for number in range(10_000)), says=("bytes in an expression",))
     # A text that loading does not try: its rows fail, or take what they take, and the process goes on.
     yield expression("own_trigger", r"QZXW(?:(?:QZXW)+)+!|\S|\s", text="QZXW" * 400, says=(), codes=(REFUSED, FAILED_ROWS, DONE))
-    yield normalizer("slow_replacement", replace("x", Regex="((?:a+)+b)"), text=run, says=slow)
+    yield normalizer("slow_replacement", replace("x", Regex="((?:a+)+b)"), text=run, says=(), codes=(REFUSED, FAILED_ROWS, DONE))
     growth = ("make of one",)
     yield normalizer("doubling", *[replace("aa", String="a")] * 30, says=growth)
     yield normalizer("one_long_replacement", replace("q" * 1_000_000, String="q"), text="q" * 1_000, says=growth)
