@@ -96,6 +96,11 @@ impl Access {
         })
     }
 
+    /// Does `--accept`, or the option of `more`, list this place?
+    fn lists(&self, more: &[Prefix], place: &Prefix) -> bool {
+        self.accepted.iter().chain(more).any(|prefix| prefix.holds(place))
+    }
+
     /// Why a job's record must not be read at `output`; asked before anything is.
     pub fn refuses_output(&self, output: &Location) -> Option<String> {
         if self.everything {
@@ -105,12 +110,7 @@ impl Access {
             Ok(place) => place,
             Err(why) => return Some(format!("its output {why}")),
         };
-        if self
-            .accepted
-            .iter()
-            .chain(&self.outputs)
-            .any(|prefix| prefix.holds(&place))
-        {
+        if self.lists(&self.outputs, &place) {
             return None;
         }
         let why = match kind(&output.url) {
@@ -146,12 +146,7 @@ impl Access {
             Ok(place) => place,
             Err(why) => return Some(format!("its input {why}")),
         };
-        if self
-            .accepted
-            .iter()
-            .chain(&self.inputs)
-            .any(|prefix| prefix.holds(&place))
-        {
+        if self.lists(&self.inputs, &place) {
             return None;
         }
         let (from, to) = (kind(&url), kind(&output.url));
@@ -182,12 +177,7 @@ impl Access {
             Ok(place) => place,
             Err(why) => return Some(format!("its model {why}")),
         };
-        if self
-            .accepted
-            .iter()
-            .chain(&self.models)
-            .any(|prefix| prefix.holds(&place))
-        {
+        if self.lists(&self.models, &place) {
             return None;
         }
         Some(format!(
