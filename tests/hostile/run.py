@@ -9,6 +9,7 @@ says, or does not say what it should. The last line counts cases that passed and
 
 import argparse
 import concurrent.futures
+import dataclasses
 import importlib
 import os
 import pathlib
@@ -85,7 +86,7 @@ def wrong(program, folder, step, healthy_mib):
     return None
 
 
-def outcome(program, case, root, healthy_mib):
+def outcome(program, case, root, healthy_mib, slower):
     """None where the case passed, else what is wrong."""
     folder = root / case.name
     folder.mkdir(parents=True)
@@ -94,6 +95,7 @@ def outcome(program, case, root, healthy_mib):
         for step in case.steps:
             if step.before:
                 step.before(folder)
+            step = dataclasses.replace(step, seconds=step.seconds * slower)
             if found := wrong(program, folder, step, healthy_mib):
                 return found
         if case.check:
@@ -129,15 +131,12 @@ def main():
              if chosen.only in f"{area}/{case.name}"]
     names = [(area, case.name) for area, case in cases]
     assert len(set(names)) == len(names), "two cases of one name"
-    for _, case in cases:
-        for step in case.steps:
-            step.seconds *= chosen.slower
     failed = 0
     with tempfile.TemporaryDirectory() as temporary:
         root = chosen.keep or pathlib.Path(temporary)
         healthy_mib = healthy(chosen.program, root)
         with concurrent.futures.ThreadPoolExecutor(chosen.jobs) as pool:
-            ends = [(area, case, pool.submit(outcome, chosen.program, case, root / area, healthy_mib)) for area, case in cases]
+            ends = [(area, case, pool.submit(outcome, chosen.program, case, root / area, healthy_mib, chosen.slower)) for area, case in cases]
             for area, case, end in ends:
                 found = end.result()
                 failed += found is not None
