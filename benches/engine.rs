@@ -13,7 +13,7 @@ use gristmill::device::draw::{Allowed, Draw, DrawError, Drawn};
 use gristmill::engine::params::{Params, Shape};
 use gristmill::engine::request::{Request, UnitId};
 use gristmill::engine::{Engine, EngineOptions, Forward, ForwardError, Generate};
-use gristmill::job::Job;
+use gristmill::job::{Job, Parameters};
 use gristmill::model::tokenizer::Tokenizer;
 
 /// As a GPU has them.
@@ -122,7 +122,7 @@ fn kinds() -> Vec<Kind> {
         ignore_eos: true,
         ..Params::default()
     };
-    let tickets = Job::load(Path::new("jobs/write-tickets.yaml")).expect("the example job");
+    let tickets = Job::load(Path::new("jobs/write-tickets.yaml"), &Parameters::default()).expect("the example job");
     let choices = (0..10).map(|i| format!("category {i}")).collect();
     vec![
         Kind {

@@ -8,6 +8,7 @@ mod say;
 mod failpoint;
 mod printable;
 mod regular;
+mod signing;
 
 pub mod worker;
 

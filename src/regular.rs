@@ -88,6 +88,13 @@ pub fn check(kind: FileType) -> Result<()> {
     ))
 }
 
+/// A pipe that nobody writes to: whoever opens it to read waits for ever.
+#[cfg(test)]
+pub(crate) fn make_pipe(path: &Path) {
+    let made = std::process::Command::new("mkfifo").arg(path).status();
+    assert!(made.is_ok_and(|status| status.success()), "{}", path.display());
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -100,13 +107,7 @@ mod tests {
         std::os::unix::fs::symlink(at("file"), at("link")).unwrap();
         std::os::unix::fs::symlink(at("nothing"), at("dangling")).unwrap();
         std::fs::create_dir(at("folder")).unwrap();
-        assert!(
-            std::process::Command::new("mkfifo")
-                .arg(at("pipe"))
-                .status()
-                .unwrap()
-                .success()
-        );
+        make_pipe(&at("pipe"));
         std::os::unix::net::UnixListener::bind(at("socket")).unwrap();
         File::create(at("sparse")).unwrap().set_len(1 << 40).unwrap();
         for name in ["file", "link"] {

@@ -179,6 +179,15 @@ fn a_trial_hashes_nothing() {
     assert!(record["inputs"][0].get("sha256").is_none(), "{}", record["inputs"]);
 }
 
+/// `verify --inputs` holds, and says that so many rows have none of their input's columns.
+fn verified_without_columns(output: &Path, rows: u64) {
+    let said = run(&["verify", arg(output), "--inputs"]).expect(0).stdout;
+    let words = format!("but for {rows}, closed when nobody could read these");
+    assert!(said.contains(&words), "{said}");
+    let json = run(&["verify", arg(output), "--inputs", "--json"]).expect(0).json();
+    assert_eq!(json["rows_without_columns"], rows, "{json}");
+}
+
 #[test]
 fn a_job_whose_input_is_gone_can_be_ended() {
     for make in [
@@ -203,6 +212,9 @@ fn a_job_whose_input_is_gone_can_be_ended() {
              assert all(r['id'] is None and r['status'] == 'cancelled' for r in rows), rows\n\
              assert all('is not there' in r['error'] for r in rows), rows[0]",
         );
+        // With inputs that are there again, null is no difference to them: the rows say why.
+        make(folder.path());
+        verified_without_columns(&output, 40);
     }
 }
 
@@ -260,6 +272,18 @@ fn lines_of_rows_nobody_can_read_have_no_made_up_id() {
         assert!(line["id"].as_str().unwrap().ends_with(&format!("_{row}")), "{line}");
         assert_eq!(line["error"]["code"], "cancelled", "{line}");
     }
+    fs::write(&input, (0..3).map(line).collect::<String>()).unwrap();
+    verified_without_columns(&output, 3);
+    // Null alone says nothing.
+    let part = output.join("part-00000.jsonl");
+    let text = fs::read_to_string(&part).unwrap();
+    fs::write(
+        &part,
+        text.replacen("its columns are not there", "its columns are there", 1),
+    )
+    .unwrap();
+    let said = run(&["verify", arg(&output), "--inputs"]).expect(1).stderr;
+    assert!(said.contains("`custom_id` of row 0 is not its input's"), "{said}");
 }
 
 /// A nightly job whose file and addresses stay the same must not seem to have run.

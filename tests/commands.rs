@@ -7,7 +7,7 @@ use std::process::Command;
 use serde_json::Value;
 
 use crate::services::{S3, need};
-use crate::support::{Run, arg, gristmill, job_in, python, root};
+use crate::support::{Run, arg, gristmill, job_in, python, record, root};
 
 /// Runs the binary.
 pub fn run(arguments: &[&str]) -> Run {
@@ -38,10 +38,6 @@ pub fn small_job(folder: &Path, long: &[usize]) -> (PathBuf, PathBuf) {
     let job = folder.join("small.yaml");
     fs::write(&job, text).unwrap();
     (job, folder.join("out"))
-}
-
-fn record(output: &Path) -> Value {
-    serde_json::from_slice(&fs::read(output.join("_gristmill/job.json")).unwrap()).unwrap()
 }
 
 fn status(output: &Path) -> Value {
@@ -403,19 +399,12 @@ fn clean_shows_first_and_removes_when_told() {
     );
 }
 
+#[cfg(feature = "faults")]
 #[test]
 fn status_names_the_shards_that_a_dead_worker_left() {
     let folder = tempfile::tempdir().unwrap();
     let (job, output) = label_job(folder.path());
-    let mut child = gristmill(&["run", arg(&job), "--quiet", "--log-interval", "0.2"])
-        .spawn()
-        .unwrap();
-    while !output.join("part-00000.parquet").exists() {
-        assert!(child.try_wait().unwrap().is_none(), "it ended before its first part");
-        std::thread::sleep(std::time::Duration::from_millis(20));
-    }
-    child.kill().unwrap();
-    child.wait().unwrap();
+    begin_and_abort(&job, "keeper.before-part=abort@1");
     let seen = status(&output);
     let open = seen["open_shards"].as_array().unwrap();
     assert!(
@@ -434,10 +423,10 @@ fn status_names_the_shards_that_a_dead_worker_left() {
 }
 
 #[cfg(feature = "faults")]
-/// Begins a job of ten shards and ends the process at the failpoint.
+/// Begins a job and ends the process at the failpoint.
 fn begin_and_abort(job: &Path, failpoint: &str) {
     let mut command = gristmill(&["run", arg(job), "--quiet"]);
-    let ended = Run::of(command.env("GRISTMILL_FAILPOINTS", format!("{failpoint}=abort@1")));
+    let ended = Run::of(command.env("GRISTMILL_FAILPOINTS", failpoint));
     assert_ne!(ended.code, Some(0), "{}", ended.stderr);
 }
 
@@ -462,7 +451,7 @@ fn finished_rows_whose_data_is_lost_are_computed_again() {
             let (job, output) = small_job(folder.path(), &[]);
             let text = fs::read_to_string(&job).unwrap();
             fs::write(&job, text.replace("carry: [id]", format)).unwrap();
-            begin_and_abort(&job, "keeper.before-part");
+            begin_and_abort(&job, "keeper.before-part=abort@1");
             let lost = data_objects(&output);
             assert!(!lost.is_empty());
             for path in &lost {
@@ -503,7 +492,7 @@ fn lines_of_somebody_else_stay_what_they_are_and_are_not_counted() {
     let (job, output) = small_job(folder.path(), &[]);
     let text = fs::read_to_string(&job).unwrap();
     fs::write(&job, text.replace("carry: [id]", "format: openai")).unwrap();
-    begin_and_abort(&job, "intake.before-read");
+    begin_and_abort(&job, "intake.before-read=abort@1");
     let part = output.join("part-00001.jsonl");
     fs::write(&part, "x\n".repeat(4)).unwrap();
     let refused = run(&["run", arg(&job), "--quiet"]);
@@ -530,6 +519,7 @@ fn lines_of_somebody_else_stay_what_they_are_and_are_not_counted() {
 fn carried_columns_are_those_of_the_inputs() {
     use arrow::array::{ArrayRef, Int64Array, RecordBatch};
     use gristmill::dataset::part::{part_parquet, read_parquet};
+    use gristmill::dataset::writing::Writing;
 
     let folder = tempfile::tempdir().unwrap();
     let (job, output) = small_job(folder.path(), &[5, 6]);
@@ -552,7 +542,11 @@ fn carried_columns_are_those_of_the_inputs() {
     let mut columns = batch.columns().to_vec();
     columns[0] = std::sync::Arc::new(Int64Array::from(vec![4, 5, 7, 6])) as ArrayRef;
     let swapped = RecordBatch::try_new(batch.schema(), columns).unwrap();
-    fs::write(&path, part_parquet(&part.schema, &[swapped], &part.metadata).unwrap()).unwrap();
+    fs::write(
+        &path,
+        part_parquet(&part.schema, &[swapped], &part.metadata, Writing::default()).unwrap(),
+    )
+    .unwrap();
     let said = run(&["verify", arg(&output), "--inputs"]).expect(1).stderr;
     assert!(
         said.contains("`part-00001.parquet`: column `id` of row 6 is not its input's"),
@@ -607,6 +601,86 @@ pub fn queues(test: &str) -> Vec<String> {
         .collect()
 }
 
+/// The messages of failed rows are counted, as `run` ends and by `status`; those that differ in numbers are one.
+#[test]
+fn why_rows_failed_is_said_with_how_many() {
+    for format in ["carry: [id]", "format: openai"] {
+        let folder = tempfile::tempdir().unwrap();
+        let (job, output) = small_job(folder.path(), &[3, 5, 30]);
+        let text = fs::read_to_string(&job).unwrap();
+        fs::write(&job, text.replace("carry: [id]", format)).unwrap();
+        let rows = folder.path().join("rows.jsonl");
+        let text = fs::read_to_string(&rows).unwrap();
+        let text = text.replace("{\"id\": 7, \"text\": \"ticket 7\"}", "{\"id\": 7, \"text\"");
+        fs::write(&rows, text.replacen("word ", "wordy ", 3)).unwrap();
+        let ran = run(&["run", arg(&job), "--quiet"]).expect(3).stdout;
+        let line = |text: &str, count: &str| text.lines().any(|line| line.contains(count));
+        assert!(
+            line(&ran, "failed      3 of 4 that were looked at: "),
+            "{format}: {ran}"
+        );
+        assert!(
+            line(&ran, "            1 of 4 that were looked at: "),
+            "{format}: {ran}"
+        );
+        assert_eq!(
+            run(&["status", arg(&output)])
+                .expect(0)
+                .stdout
+                .matches(" of 4 that were")
+                .count(),
+            2
+        );
+        let failures = &status(&output)["failures"];
+        let most = failures["most"].as_array().unwrap();
+        assert_eq!(
+            (most[0]["rows"].as_u64(), failures["looked_at"].as_u64()),
+            (Some(3), Some(4)),
+            "{failures}"
+        );
+        assert!(most[0]["message"].as_str().unwrap().contains("tokens"), "{failures}");
+    }
+}
+
+/// Shards whose carried columns do not fit beside each other are read one after the other, and all of them are.
+#[cfg(feature = "faults")]
+#[test]
+fn carried_columns_of_all_shards_share_a_bound() {
+    let folder = tempfile::tempdir().unwrap();
+    let (job, output) = small_job(folder.path(), &[]);
+    let text = fs::read_to_string(&job).unwrap();
+    fs::write(&job, text.replace("carry: [id]", "carry: [id, text]")).unwrap();
+    let waits = "waits: the carried columns";
+    let mut command = gristmill(&["run", arg(&job), "--quiet"]);
+    let said = Run::of(command.env("RUST_LOG", "info").env("GRISTMILL_ROOM_BYTES", "1")).expect(0);
+    // The first of ten never waits.
+    assert!(said.stderr.matches(waits).count() >= 4, "{}", said.stderr);
+    assert_eq!(status(&output)["rows"]["succeeded"], 40);
+}
+
+/// A store that takes connections and answers nothing: that one waits for it is said long before one gives up.
+#[test]
+fn a_store_that_does_not_answer_is_named() {
+    let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = format!("http://{}", silent.local_addr().unwrap());
+    let mut status = gristmill(&["status", "s3://labels/out"])
+        .env("AWS_ENDPOINT", &address)
+        .env("AWS_ALLOW_HTTP", "true")
+        .env("AWS_SKIP_SIGNATURE", "true")
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut first = String::new();
+    let stderr = status.stderr.take().unwrap();
+    std::io::BufRead::read_line(&mut std::io::BufReader::new(stderr), &mut first).unwrap();
+    status.kill().unwrap();
+    status.wait().unwrap();
+    assert_eq!(
+        first,
+        "gristmill: `s3://labels/out` does not answer yet, trying again for a while\n"
+    );
+}
+
 #[test]
 fn submit_and_reconcile_enqueue_at_real_brokers() {
     for queue in queues("submit_and_reconcile_enqueue_at_real_brokers") {
@@ -640,7 +714,19 @@ fn submit_and_reconcile_enqueue_at_real_brokers() {
             said.contains("enqueued    10 shards to") && said.contains("gristmill worker --queue"),
             "{said}"
         );
-        let looked = run(&["reconcile", arg(&output), "--queue", &queue, "--interval", "0.5"]).expect(0);
+        // An output without a job is named, and keeps none waiting that stands after it.
+        let none = folder.path().join("none");
+        let outputs = [
+            "reconcile",
+            arg(&none),
+            arg(&output),
+            "--queue",
+            &queue,
+            "--interval",
+            "0.5",
+        ];
+        let looked = run(&outputs).expect(2);
+        assert_eq!(looked.stderr.matches("holds no job").count(), 1, "{}", looked.stderr);
         assert!(
             looked
                 .stdout
@@ -649,6 +735,16 @@ fn submit_and_reconcile_enqueue_at_real_brokers() {
             looked.stdout
         );
         run(&["run", arg(&job), "--quiet"]).expect(3);
+        fs::remove_file(output.join("_SUCCESS")).unwrap();
+        let until = [
+            "reconcile",
+            arg(&none),
+            arg(&output),
+            "--queue",
+            &queue,
+            "--until-finished",
+        ];
+        run(&until).expect(2);
         fs::remove_file(output.join("_SUCCESS")).unwrap();
         let finished = run(&["reconcile", arg(&output), "--queue", &queue, "--until-finished"]).expect(3);
         assert!(

@@ -3,52 +3,24 @@
 use std::fs;
 use std::path::Path;
 
-use arrow::array::{Array, AsArray, RecordBatch};
+use arrow::array::{Array, AsArray};
 use arrow::datatypes::{DataType, Float64Type, Int64Type};
 use gristmill::dataset::plan::Format;
-use gristmill::dataset::{DatasetError, InputPlan, InputRow, PlanRequest, ShardReader, plan_inputs};
+use gristmill::dataset::{DatasetError, PlanRequest, plan_inputs};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
+use crate::dataset_rows::{self, fields, read_shards as read_all};
+
 fn request(uris: &[&str], carry: &[&str]) -> PlanRequest {
     PlanRequest {
-        uris: uris.iter().map(|s| s.to_string()).collect(),
-        format: None,
-        columns: None,
-        carry: carry.iter().map(|s| s.to_string()).collect(),
         reserved: vec!["row".into(), "status".into()],
-        shard_rows: 2,
-        output_row_bytes: 100,
-        limit: None,
+        ..dataset_rows::request(uris, carry)
     }
-}
-
-/// All rows and carried columns of a plan, read a shard at a time, the plan taken through its text form.
-async fn read_all(
-    plan: &InputPlan,
-    columns: Option<Vec<String>>,
-) -> Result<(Vec<InputRow>, Vec<RecordBatch>), DatasetError> {
-    let plan: InputPlan = serde_json::from_str(&serde_json::to_string(plan).unwrap()).unwrap();
-    let reader = ShardReader::new(plan.files.clone(), plan.carry_schema.clone(), columns);
-    let (mut rows, mut carry) = (Vec::new(), Vec::new());
-    for shard in &plan.shards {
-        let read = reader.read(shard).await?;
-        assert_eq!((read.first_row, read.rows.len() as u64), (shard.first_row, shard.rows));
-        assert_eq!(read.carry.num_rows(), read.rows.len());
-        rows.extend(read.rows);
-        carry.push(read.carry);
-    }
-    let numbers: Vec<u64> = rows.iter().map(|r| r.row).collect();
-    assert_eq!(numbers, (0..plan.total_rows).collect::<Vec<_>>());
-    Ok((rows, carry))
 }
 
 async fn plan_error(dir: &Path, request: &PlanRequest) -> String {
     plan_inputs(request, dir).await.unwrap_err().to_string()
-}
-
-fn fields(rows: &[InputRow]) -> Vec<Result<Value, String>> {
-    rows.iter().map(|r| r.fields.clone().map(Value::Object)).collect()
 }
 
 #[tokio::test]
@@ -116,7 +88,7 @@ async fn a_line_of_100_mb_is_one_errored_row_in_bounded_memory() {
 }
 
 /// Highest resident set of this process so far.
-fn peak_bytes() -> u64 {
+pub fn peak_bytes() -> u64 {
     let status = fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find(|l| l.starts_with("VmHWM:")).unwrap();
     line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() * 1024
@@ -249,8 +221,8 @@ async fn what_cannot_be_planned_is_one_clear_line() {
     let at = |name: &str, bytes: &[u8]| fs::write(dir.path().join(name), bytes).unwrap();
     at("ok.jsonl", b"{\"subject\":1}\n");
     at("list.json", b"[{\"a\":1}]");
-    at("x.csv", b"a,b\n1,2\n");
-    at("x.gz", b"\x1f\x8b\x08\x00rest");
+    at("x.dat", b"a,b\n1,2\n");
+    at("x.gz", b"\x1f\x8b\x08\x00rest of a header, and no data behind it");
     at("utf16.jsonl", b"\xff\xfe{\x00}\x00");
     at("text.txt", b"hello\n");
     let check = async |request: PlanRequest, expected: &str| {
@@ -263,13 +235,13 @@ async fn what_cannot_be_planned_is_one_clear_line() {
     )
     .await;
     check(
-        request(&["x.csv"], &[]),
-        "x.csv` cannot be read: it is neither Parquet nor JSON lines",
+        request(&["x.dat"], &[]),
+        "x.dat` cannot be read: it is neither Parquet nor JSON lines",
     )
     .await;
     check(
         request(&["x.gz"], &[]),
-        "it is compressed with gzip; decompress it first",
+        "x.gz` cannot be read: its gzip data is damaged near byte ",
     )
     .await;
     check(request(&["utf16.jsonl"], &[]), "it is UTF-16 text; convert it to UTF-8").await;

@@ -32,6 +32,9 @@ async fn plan(dir: &Path, carry: &[&str]) -> InputPlan {
     let request = PlanRequest {
         uris: vec!["a.*".into()],
         format: None,
+        csv: Default::default(),
+        options: Default::default(),
+        used: None,
         columns: None,
         carry: carry.iter().map(|name| name.to_string()).collect(),
         reserved: Vec::new(),
@@ -50,7 +53,7 @@ async fn read(
 ) -> (Vec<InputRow>, RecordBatch, usize) {
     let columns = columns.map(|columns| columns.iter().map(|name| name.to_string()).collect());
     let reader = ShardReader::new(plan.files.clone(), plan.carry_schema.clone(), columns);
-    let mut pieces = reader.pieces(&plan.shards[0], wanted);
+    let mut pieces = reader.pieces(&plan.shards[0], wanted).unwrap();
     let (mut rows, mut carries) = (Vec::new(), Vec::new());
     while let Some(piece) = pieces.next().await.unwrap() {
         assert_eq!(piece.first_row, rows.len() as u64);

@@ -5,9 +5,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use arrow::array::*;
-use arrow::compute::concat_batches;
 use arrow::datatypes::*;
-use gristmill::dataset::{DatasetError, InputPlan, InputRow, PlanRequest, ShardReader, plan_inputs};
+use gristmill::dataset::{DatasetError, InputRow, PlanRequest, plan_inputs};
 use parquet::arrow::ArrowWriter;
 use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
 use parquet::basic::Compression;
@@ -16,16 +15,12 @@ use parquet::file::properties::{WriterProperties, WriterVersion};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
+use crate::dataset_rows::{self, read_all};
+
 fn request(uris: &[&str], carry: &[&str]) -> PlanRequest {
     PlanRequest {
-        uris: uris.iter().map(|s| s.to_string()).collect(),
-        format: None,
-        columns: None,
-        carry: carry.iter().map(|s| s.to_string()).collect(),
-        reserved: vec!["row".into()],
         shard_rows: 100,
-        output_row_bytes: 100,
-        limit: None,
+        ..dataset_rows::request(uris, carry)
     }
 }
 
@@ -46,24 +41,6 @@ fn numbered(rows: std::ops::Range<i64>) -> RecordBatch {
     let ids: ArrayRef = Arc::new(Int64Array::from_iter_values(rows.clone()));
     let texts: ArrayRef = Arc::new(StringArray::from_iter_values(rows.map(|n| format!("text {n}"))));
     RecordBatch::try_from_iter([("id", ids), ("text", texts)]).unwrap()
-}
-
-async fn read_all(
-    plan: &InputPlan,
-    columns: Option<Vec<String>>,
-) -> Result<(Vec<InputRow>, RecordBatch), DatasetError> {
-    let plan: InputPlan = serde_json::from_str(&serde_json::to_string(plan).unwrap()).unwrap();
-    let reader = ShardReader::new(plan.files.clone(), plan.carry_schema.clone(), columns);
-    let (mut rows, mut carry) = (Vec::new(), Vec::new());
-    for shard in &plan.shards {
-        let read = reader.read(shard).await?;
-        assert_eq!((read.first_row, read.rows.len() as u64), (shard.first_row, shard.rows));
-        rows.extend(read.rows);
-        carry.push(read.carry);
-    }
-    let numbers: Vec<u64> = rows.iter().map(|r| r.row).collect();
-    assert_eq!(numbers, (0..plan.total_rows).collect::<Vec<_>>());
-    Ok((rows, concat_batches(&plan.carry_schema, &carry).unwrap()))
 }
 
 fn values(rows: &[InputRow]) -> Vec<Value> {

@@ -123,7 +123,8 @@ assert [r["completion"] for r in first] == [r["completion"] for r in second], "n
 good = [r for r in first if r["status"] == "succeeded"]
 assert len(good) >= 0.9 * len(first), (len(good), len(first))
 for row in good:
-    ticket = json.loads(row["parsed"])
+    ticket = row["parsed"]
+    assert ticket == json.loads(row["completion"]), row
     assert set(ticket) == {"subject", "body", "urgency"}, ticket
     assert ticket["urgency"] in ("low", "normal", "high"), ticket
 for row in first:

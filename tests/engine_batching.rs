@@ -29,7 +29,7 @@ const POISON: u32 = 7;
 
 /// What the model saw, for tests to look at.
 #[derive(Debug, Default, Clone)]
-struct Seen {
+pub struct Seen {
     steps: usize,
     tokens: usize,
     largest_step: usize,
@@ -208,7 +208,7 @@ fn cell(table: &[u32], position: u32, size: usize) -> usize {
 
 /// How to run the engine.
 #[derive(Debug, Clone)]
-struct Setup {
+pub struct Setup {
     blocks: usize,
     block_tokens: usize,
     budget: usize,
@@ -223,7 +223,7 @@ struct Setup {
 }
 
 /// Room for everything.
-const ROOMY: Setup = Setup {
+pub const ROOMY: Setup = Setup {
     blocks: 512,
     block_tokens: 16,
     budget: 4096,
@@ -294,7 +294,7 @@ fn request(row: u64, prompt: &[u32], params: &Params) -> Request {
 }
 
 /// Runs requests, each submitted at the step it names, and returns what came back, by row.
-fn run(setup: &Setup, requests: &[(usize, Request)]) -> (BTreeMap<u64, Result<Completion, String>>, Seen) {
+pub fn run(setup: &Setup, requests: &[(usize, Request)]) -> (BTreeMap<u64, Result<Completion, String>>, Seen) {
     let (mut engine, seen) = engine(setup);
     let mut done = BTreeMap::new();
     let (mut computed, mut finished) = (0, 0);

@@ -2,7 +2,7 @@
 //! in one line that names the record, or something that is within the bounds of a job file.
 
 use bytes::Bytes;
-use gristmill::job::{Job, JobFile};
+use gristmill::job::{Job, JobFile, Parameters};
 use gristmill::ledger::entry::{LogEntry, LogRecord, VoidRecord};
 use gristmill::ledger::keys::JOB;
 use gristmill::ledger::order::ControlRecord;
@@ -101,10 +101,15 @@ fn job_of(text: &str) -> Job {
 
 /// Jobs that have between them every field that a job can have.
 fn jobs() -> Vec<Job> {
-    let mut jobs: Vec<Job> = ["label-tickets", "label-tickets-thinking", "write-tickets"]
-        .iter()
-        .map(|name| Job::load(&root().join(format!("jobs/{name}.yaml"))).unwrap())
-        .collect();
+    let mut jobs: Vec<Job> = [
+        "label-tickets",
+        "label-tickets-csv",
+        "label-tickets-thinking",
+        "write-tickets",
+    ]
+    .iter()
+    .map(|name| Job::load(&root().join(format!("jobs/{name}.yaml")), &Parameters::default()).unwrap())
+    .collect();
     let generate = [
         "{n: 3, logprobs: true, seed: 7, stop: [a, b], stop_token_ids: [1, 2], top_k: 4, top_p: 0.5, min_p: 0.1}",
         "{choice: [a, b], choice_probabilities: true, repetition_penalty: 1.1}",

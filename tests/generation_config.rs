@@ -16,7 +16,7 @@ use gristmill::model::tokenizer::Tokenizer;
 use serde_json::{Value, json};
 
 use crate::commands::run;
-use crate::support::{Run, arg, python, root};
+use crate::support::{Run, arg, python, record, root};
 
 /// The demo model with another `generation_config.json`; without one where it is null.
 fn model(folder: &Path, generation: &Value) -> PathBuf {
@@ -77,10 +77,6 @@ fn answers(folder: &Path, name: &str, generate: &str) -> Value {
     let (job, output) = job(folder, name, generate);
     run(&["run", arg(&job), "--quiet"]).expect(0);
     rows(&output)
-}
-
-fn record(output: &Path) -> Value {
-    serde_json::from_slice(&fs::read(output.join("_gristmill/job.json")).unwrap()).unwrap()
 }
 
 #[test]

@@ -5,9 +5,9 @@ use std::path::{Path, PathBuf};
 use gristmill::engine::params::Shape;
 use gristmill::job::file::{OutputFormat, Truncate, Unfinished};
 use gristmill::job::spec::{ChatTemplateChoice, Precision, PromptKind};
-use gristmill::job::{Job, JobFile};
+use gristmill::job::{Job, JobFile, Parameters};
 
-use crate::support::{Run, arg, gristmill, root};
+use crate::support::{Run, arg, demo_job, gristmill, py, root, write_tickets};
 
 const GOOD: &str = r#"name: label-tickets
 model: hf://Qwen/Qwen3-8B
@@ -141,7 +141,10 @@ fn a_job_is_deterministic_where_it_says_so() {
     record.as_object_mut().unwrap().shift_remove("deterministic").unwrap();
     assert!(!Job::of_record(&record, "job.json").unwrap().deterministic);
     let error = check(&GOOD.replace("model:", "deterministic: 1\nmodel:"), "x.yaml").unwrap_err();
-    assert!(error.contains("x.yaml:2: invalid boolean"), "{error}");
+    assert!(
+        error.contains("x.yaml:2: `deterministic` is `1`, not `true` or `false`"),
+        "{error}"
+    );
 }
 
 #[test]
@@ -243,7 +246,7 @@ fn a_recheck_is_read_and_is_no_part_of_the_record() {
     for (recheck, expected) in [
         ("{rows: 0}", "`report.recheck.rows` is 0; it must be at least 1"),
         ("{rows: -3}", "`report.recheck.rows` is -3"),
-        ("{rows: many}", "`rows` is not a whole number"),
+        ("{rows: many}", "`report.recheck.rows` is `many`, not a whole number"),
         (
             "{precision: int8}",
             "`report.recheck.precision` is `int8`; it must be `f32` or `bf16`",
@@ -304,7 +307,40 @@ fn the_hash_knows_content_not_form() {
     assert_eq!(hash(yaml, "a.yaml"), hash(same, "a.yaml"));
     assert_eq!(hash(yaml, "a.yaml"), hash(json, "a.json"));
     assert_eq!(hash(yaml, "a.yaml"), hash(&format!("\u{FEFF}{json}"), "a.yaml"));
-    assert_ne!(hash(yaml, "a.yaml"), hash(&yaml.replace("uri: o", "uri: p"), "a.yaml"));
+    for (from, to) in [("uri: x", "uri: y"), ("text: t", "text: u")] {
+        assert_ne!(hash(yaml, "a.yaml"), hash(&yaml.replace(from, to), "a.yaml"), "{to}");
+    }
+    // They change no answer, or are compared by themselves.
+    for (from, to) in [
+        ("uri: o", "uri: p"),
+        ("name: a", "name: b"),
+        (
+            "model: m",
+            "model: n\nprecision: int8\nkv_cache: bf16\nshards: {rows: 9}",
+        ),
+    ] {
+        assert_eq!(hash(yaml, "a.yaml"), hash(&yaml.replace(from, to), "a.yaml"), "{to}");
+    }
+    // As older gristmills gave it, with all of these and with the price of the time.
+    let job = Job::check(JobFile::parse(yaml, "a.yaml").unwrap(), "a.yaml", Path::new(".")).unwrap();
+    for (content, price) in [
+        (
+            r#"{"input":{"uri":"x"},"model":"m","name":"a","output":{"uri":"o"},"prompt":{"text":"t"}}"#,
+            None,
+        ),
+        (
+            r#"{"budget":{"usd_per_hour":5},"input":{"uri":"x"},"model":"m","name":"a","output":{"uri":"o"},"prompt":{"text":"t"}}"#,
+            Some(5.0),
+        ),
+    ] {
+        use sha2::Digest;
+        let earlier: String = sha2::Sha256::digest(content)
+            .iter()
+            .map(|byte| format!("{byte:02x}"))
+            .collect();
+        assert!(job.hashes_to(&earlier, price), "{content}");
+        assert!(!job.hashes_to(&earlier.replace('a', "b"), price));
+    }
     assert_eq!(
         hash(yaml, "a.yaml"),
         hash(&format!("{yaml}budget: {{usd: 5}}\n"), "a.yaml"),
@@ -337,6 +373,24 @@ fn the_hash_knows_content_not_form() {
 }
 
 #[test]
+fn a_parameter_becomes_what_its_field_wants() {
+    let text = "name: '${one}'\nmodel: m\ninput: {uri: x}\noutput: {uri: o}\ngenerate: {max_tokens: '${one}', ignore_eos: '${yes}'}\n\
+                prompt: {text: '${one}', chat_template_kwargs: {enable_thinking: '${yes}', depth: '${one}', note: 'x ${one}'}}\n";
+    let set = [("one", "1"), ("yes", "true")].map(|(name, value)| (name.to_string(), value.to_string()));
+    let parameters = Parameters::new(&set).unwrap();
+    let file = JobFile::parse_with(text, "a.yaml", Path::new("."), &parameters)
+        .unwrap()
+        .file;
+    let generate = file.generate.unwrap();
+    assert_eq!(file.name, "1");
+    assert_eq!((generate.max_tokens, generate.ignore_eos), (Some(1), Some(true)));
+    let prompt = file.prompt.unwrap();
+    assert_eq!(prompt.text.as_deref(), Some("1"));
+    let kwargs = serde_json::json!({"enable_thinking": true, "depth": 1, "note": "x 1"});
+    assert_eq!(prompt.chat_template_kwargs.map(serde_json::Value::Object), Some(kwargs));
+}
+
+#[test]
 fn the_seed_is_given_or_derived() {
     let job = check(GOOD, "x.yaml").unwrap();
     assert_ne!(job.seed("one"), job.seed("two"));
@@ -363,6 +417,16 @@ fn unknown_fields_suggest_the_near_one() {
         message("{role: user, content", "{role: user, contents"),
         "jobs/x.yaml:7: unknown field `contents` in `prompt.messages[1]`; did you mean `content`?"
     );
+    for (to, words) in [
+        (
+            "rows: 5\nshards:",
+            "`rows`; it is a field of `input.sample`, `shards`, `report.recheck`",
+        ),
+        ("deadline: 6h\nshards:", "`deadline`; it is a field of `budget`"),
+        ("temperature: 1\nshards:", "`temperature`; it is a field of `generate`"),
+    ] {
+        assert_eq!(message("shards:", to), format!("jobs/x.yaml:10: unknown field {words}"));
+    }
     let far = message("shards:", "zzzzzz:");
     assert!(
         far.contains("unknown field `zzzzzz`; known are `") && far.contains("`budget`"),
@@ -488,7 +552,11 @@ fn bad_values_name_their_field() {
         ("1h30m", "0h", "`budget.deadline` is `0h`: it is no time at all"),
         ("1h30m", "99999999999999999999h", "`budget.deadline` is"),
         ("1h30m", "9000d", "longer than ten years"),
-        ("1h30m", "6", "`budget.deadline` is `6`"),
+        (
+            "1h30m",
+            "6",
+            "`budget.deadline` is `6`: `6` has no unit: write `6h` for hours, or `6s`, `6m`, `6d`",
+        ),
         ("[ticket_id]", "[a, a]", "`output.carry` holds `a` twice"),
         (
             "[ticket_id]",
@@ -612,12 +680,17 @@ fn batch_results_are_those_of_their_lines() {
 #[test]
 fn bad_form_names_the_line() {
     for (from, to, line, expected) in [
-        ("role: user", "role: usr", 7, "unknown variant `usr`"),
+        (
+            "role: user",
+            "role: usr",
+            7,
+            "`prompt.messages[1].role` is `usr`, not `system`",
+        ),
         (
             "max_tokens: 8",
             "max_tokens: many",
             8,
-            "`max_tokens` is not a whole number",
+            "`generate.max_tokens` is `many`, not a whole number",
         ),
         (
             "{max_tokens: 8,",
@@ -625,7 +698,12 @@ fn bad_form_names_the_line() {
             8,
             "`max_tokens` is given twice",
         ),
-        ("temperature: 0", "temperature: [0]", 8, "expected"),
+        (
+            "temperature: 0",
+            "temperature: [0]",
+            8,
+            "`generate.temperature` is a list, not a number",
+        ),
         ("name: label-tickets\n", "", 11, "missing field `name`"),
         (
             "content: \"{{ subject",
@@ -649,6 +727,246 @@ fn bad_form_names_the_line() {
     assert!(error.starts_with("x.json:1: ") && !error.contains('\n'), "{error}");
 }
 
+/// Of each field a value of another type: one line with the file, the field, and what it may be.
+#[test]
+fn each_field_of_another_type_says_what_it_may_be() {
+    let of = |fields: &[(&str, &str)]| -> Vec<(String, String)> {
+        fields
+            .iter()
+            .map(|(field, may)| (field.to_string(), may.to_string()))
+            .collect()
+    };
+    let text = "a text";
+    let flag = "`true` or `false`";
+    for (block, fields) in [
+        (
+            "",
+            of(&[
+                ("deterministic", flag),
+                ("shards", "a mapping of `rows`: write `shards: {rows: 7}`"),
+                ("budget", "a mapping of `usd`, `usd_per_hour`, `deadline`, `unfinished`"),
+                ("queue", "a mapping of `url`, `kafka`"),
+                ("report", "a mapping of `gold`, `recheck`"),
+                ("generate", "a mapping"),
+            ]),
+        ),
+        (
+            "input",
+            of(&[
+                ("uri", "expected a text or a list of texts"),
+                ("format", "`parquet`"),
+                ("columns", "a list"),
+                ("types", "a mapping"),
+                ("hive", flag),
+                ("where", "a mapping"),
+                ("missing_columns", "`error` or `nulls`"),
+                ("skip_unreadable", flag),
+                ("sample", "a mapping of `rows`, `fraction`, `seed`"),
+            ]),
+        ),
+        (
+            "prompt",
+            of(&[
+                ("messages", "a list"),
+                ("chat_template_kwargs", "a mapping"),
+                ("add_generation_prompt", flag),
+                ("continue_final_message", flag),
+                ("truncate", "`none`, `left` or `right`"),
+            ]),
+        ),
+        (
+            "generate",
+            of(&[
+                ("defaults", "`model` or `neutral`"),
+                ("stop", "expected a text or a list of texts"),
+                ("stop_token_ids", "a list"),
+                ("ignore_eos", flag),
+                ("logprobs", flag),
+                (
+                    "thinking",
+                    "expected `false`, or a mapping of `open`, `close`, `max_tokens` and `end_text`",
+                ),
+                ("choice", "a list"),
+                ("choice_probabilities", flag),
+            ]),
+        ),
+        (
+            "output",
+            of(&[
+                (
+                    "carry",
+                    "expected a list of columns, `\"*\"`, or a mapping of new names to columns",
+                ),
+                ("format", "`parquet` or `openai`"),
+                ("compression", "`zstd`, `snappy`, `gzip` or `none`"),
+                ("parsed", "`text` or `typed`"),
+                ("token_ids", flag),
+            ]),
+        ),
+        ("budget", of(&[("unfinished", "`keep` or `expire`")])),
+        ("report", of(&[("recheck", "a mapping of `rows`, `precision`")])),
+    ] {
+        for (field, may) in fields {
+            for name in ["x.yaml", "x.json"] {
+                let mut job = serde_json::json!({"name": "a", "model": "m", "input": {"uri": "x"}, "prompt": {"text": "t"}, "output": {"uri": "o"}});
+                let (path, at) = match block {
+                    "" => (field.clone(), &mut job[&field]),
+                    block => (format!("{block}.{field}"), &mut job[block][&field]),
+                };
+                *at = 7.into();
+                let error = check(&job.to_string(), name).unwrap_err();
+                let begin = format!("{name}:1: `{path}` is `7`");
+                assert!(
+                    error.starts_with(&begin) && error.contains(&may) && !error.contains('\n'),
+                    "{path}: {error}"
+                );
+            }
+        }
+    }
+    // Numbers, by a text and by one that is out of range; and where a text must be.
+    for (path, may) in [
+        ("context", "a whole number"),
+        ("generate.seed", "a whole number from 0 to 18446744073709551615"),
+        ("generate.max_tokens", "a whole number from 1 to 1048576"),
+        ("generate.temperature", "a number from 0 to 100"),
+        ("generate.n", "a whole number from 1 to 1024"),
+        ("output.compression_level", "a whole number from 1 to 22"),
+        ("output.row_group_rows", "a whole number from 100 to 1000000"),
+        ("shards.rows", "a whole number from 1 to 1000000"),
+        ("report.recheck.rows", "a whole number from 1 on"),
+        ("budget.usd", "a number"),
+        ("input.limit", "a whole number from 1 on"),
+        ("input.sample.rows", "a whole number from 0 to 18446744073709551615"),
+        ("name", text),
+        ("output.uri", text),
+        ("prompt.text", "a text or a mapping of `file`"),
+        ("queue.url", text),
+    ] {
+        let mut job = serde_json::json!({"name": "a", "model": "m", "input": {"uri": "x"}, "prompt": {"text": "t"}, "output": {"uri": "o"}});
+        let at = path.split('.').fold(&mut job, |at, field| &mut at[field]);
+        *at = serde_json::json!({"a": 1});
+        for name in ["x.yaml", "x.json"] {
+            let error = check(&job.to_string(), name).unwrap_err();
+            assert_eq!(error, format!("{name}:1: `{path}` is a mapping, not {may}"));
+        }
+    }
+    for (from, to, line) in [
+        (
+            "max_tokens: 8",
+            "seed: -1",
+            "`generate.seed` is `-1`, not a whole number from 0 to 18446744073709551615",
+        ),
+        (
+            "[ticket_id]",
+            "true",
+            "`output.carry` is `true`: expected a list of columns",
+        ),
+        ("[ticket_id]", "[a, 5]", "`output.carry[1]` is `5`, not a text"),
+        (
+            "max_tokens: 8",
+            "thinking: {max_tokens: a}",
+            "`generate.thinking.max_tokens` is `a`, not a whole number from 0 to 1048576",
+        ),
+        (
+            "{rows: 100}",
+            "100",
+            "`shards` is `100`, not a mapping of `rows`: write `shards: {rows: 100}`",
+        ),
+    ] {
+        let error = message(from, to);
+        assert!(error.contains(line), "{error}");
+    }
+}
+
+/// What this machine cannot compute must not hold the output against the job file once it is mended.
+#[test]
+fn formats_that_cannot_be_computed_here_are_refused_before_anything_is_written() {
+    let folder = tempfile::tempdir().unwrap();
+    write_tickets(folder.path(), 3);
+    let rest = "context: 128\ninput: {uri: rows.jsonl}\nprompt: {text: '{{ text }} ->'}\ngenerate: {max_tokens: 1}\noutput: {uri: out}\n";
+    for formats in ["precision: fp8", "precision: int8\nkv_cache: fp8"] {
+        let (path, output) = demo_job(folder.path(), "formats", rest);
+        let text = std::fs::read_to_string(&path).unwrap();
+        std::fs::write(&path, text.replace("precision: f32", formats)).unwrap();
+        let words = [
+            "job.yaml: in ",
+            "fp8, it cannot run here: a CPU does not compute in fp8: ask for `int8`",
+        ];
+        Run::of(&mut gristmill(&["run", arg(&path), "--device", "cpu"]))
+            .expect(2)
+            .one_line(&words);
+        assert!(!output.exists());
+        // Others may compute it: `plan` warns, here where it finds no card.
+        let planned =
+            Run::of(gristmill(&["plan", arg(&path), "--json"]).env("GRISTMILL_CUDA_LIBRARIES", folder.path()))
+                .expect(0);
+        let warnings = planned.json()["warnings"].to_string();
+        assert!(
+            words
+                .iter()
+                .all(|words| planned.stderr.contains(words) && warnings.contains(words)),
+            "{planned:?}"
+        );
+        std::fs::write(&path, text).unwrap();
+        Run::of(&mut gristmill(&["run", arg(&path), "--device", "cpu", "--quiet"])).expect(0);
+        // A part is no output.
+        let part = output.join("part-00000.parquet");
+        Run::of(&mut gristmill(&["verify", arg(&part)])).expect(2).one_line(&[
+            arg(&part),
+            "is a file: name the folder of the job's output, such as `",
+            "/out`",
+        ]);
+        std::fs::remove_dir_all(&output).unwrap();
+    }
+}
+
+/// A column `row` takes the name that templates have for all columns.
+#[test]
+fn a_column_called_row_is_not_taken_for_all_columns() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    std::fs::write(
+        folder.join("rows.jsonl"),
+        "{\"row\": 7, \"text\": \"hi\", \"two words\": \"x\"}\n",
+    )
+    .unwrap();
+    py(
+        folder,
+        "import pyarrow as pa, pyarrow.parquet as pq\npq.write_table(pa.table({'row': [{'text': 'inner'}], 'text': ['outer']}), 'rows.parquet')",
+    );
+    let plan = |input: &str, template: &str| {
+        let rest = format!(
+            "context: 128\ninput: {{uri: {input}}}\nprompt: {{text: \"{template}\"}}\ngenerate: {{max_tokens: 1}}\noutput: {{uri: out}}\n"
+        );
+        let (path, _) = demo_job(folder, "row", &rest);
+        Run::of(&mut gristmill(&["plan", arg(&path), "--json"]))
+    };
+    for (template, words) in [
+        ("{{ row.text }}", "its `text` is not the column `text`: write `text`"),
+        ("{{ row.text | default('') }}", "its `text` is not the column `text`"),
+        (
+            "{% if 'text' in row %}a{% endif %}b",
+            "its `text` is not the column `text`",
+        ),
+        (
+            "{{ row['two words'] }}",
+            "its `two words` is not the column `two words`: call that column otherwise",
+        ),
+    ] {
+        plan("rows.jsonl", template).expect(2).one_line(&[
+            "job.yaml: template `prompt.text`: the input has a column `row`, so `row` means that one",
+            words,
+        ]);
+    }
+    for (input, template, prompt) in [
+        ("rows.jsonl", "{{ row }} {{ text }}", "7 hi"),
+        ("rows.parquet", "{{ row.text }} {{ text }}", "inner outer"),
+    ] {
+        let planned = plan(input, template).expect(0).json();
+        assert_eq!(planned["preview"][0]["text"], prompt, "{planned}");
+    }
+}
+
 #[test]
 fn hostile_files_are_refused() {
     let deep = format!("name: {}{}", "[".repeat(5_000), "]".repeat(5_000));
@@ -665,18 +983,28 @@ fn hostile_files_are_refused() {
 fn files_are_read_from_disk() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("job.yaml");
-    let error = Job::load(&path).unwrap_err().to_string();
+    let error = Job::load(&path, &Parameters::default()).unwrap_err().to_string();
     assert!(error.contains("cannot read `") && error.contains("job.yaml"), "{error}");
     std::fs::write(dir.path().join("my.jinja"), "{{ messages }}").unwrap();
     std::fs::write(&path, GOOD.replace("prompt:\n", "prompt:\n  chat_template: my.jinja\n")).unwrap();
-    let job = Job::load(&path).unwrap();
+    let job = Job::load(&path, &Parameters::default()).unwrap();
     assert_eq!(job.base_dir, dir.path());
     assert_eq!(
         job.prompt.chat_template,
         Some(ChatTemplateChoice::Source("{{ messages }}".into()))
     );
     std::fs::write(&path, [0xFF, 0xFE]).unwrap();
-    assert!(Job::load(&path).unwrap_err().to_string().contains("not UTF-8"));
+    assert!(
+        Job::load(&path, &Parameters::default())
+            .unwrap_err()
+            .to_string()
+            .contains("not UTF-8")
+    );
     std::fs::write(&path, " ".repeat(5 << 20)).unwrap();
-    assert!(Job::load(&path).unwrap_err().to_string().contains("more than"));
+    assert!(
+        Job::load(&path, &Parameters::default())
+            .unwrap_err()
+            .to_string()
+            .contains("more than")
+    );
 }

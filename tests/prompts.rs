@@ -406,7 +406,11 @@ fn jobs_of_broken_rows() {
         &[json!({"t": "x y ".repeat(2_000)})],
         json!({"prompt": {"text": "{{ t }}"}}),
     );
-    refused(&path, &output, &["none of the 1 rows", "context of 1,024"]);
+    refused(
+        &path,
+        &output,
+        &["the one row there is cannot be asked about", "context of 1,024"],
+    );
 
     let mut lines = vec![broken; 5];
     lines[4] = json!({"t": "Refund"});

@@ -236,7 +236,7 @@ fn what_cannot_be_rechecked_is_said_in_a_line() {
     run(&["submit", arg(&job), "--no-enqueue"]).expect(0);
     recheck(&[])
         .expect(2)
-        .one_line(&["job `small` is not finished", "0 of its 40 rows"]);
+        .one_line(&["job `small` is not finished", "with 0 of 40 rows"]);
     run(&["run", arg(&job), "--quiet"]).expect(0);
     recheck(&["--precision", "bf16"]).expect(0);
     assert!(
@@ -402,7 +402,7 @@ async fn again(output: &Path, model: &Path, rows: u64, stop: &Stop) -> Option<Re
     );
     let sample = sample(&ledger.job().shards, rows, &ledger.job().identity.job_hash);
     let parts = Parts {
-        job: OpenJob::new(0, ledger, &loaded, Arc::default()).unwrap(),
+        job: OpenJob::new(0, ledger, &loaded, Arc::default(), Arc::default()).unwrap(),
         engine: Box::new(engine),
         precision: "f32".into(),
         tokenizer: Some(files.tokenizer.clone()),

@@ -83,6 +83,29 @@ pub fn python() -> PathBuf {
     python
 }
 
+/// Runs Python with pyarrow, pandas and DuckDB in `folder`; answers what it prints.
+#[track_caller]
+pub fn py(folder: &Path, script: &str) -> String {
+    Run::of(Command::new(python()).current_dir(folder).args(["-c", script]))
+        .expect(0)
+        .stdout
+}
+
+/// Writes a job of the demo model, whose output is `folder/out`; `rest`: the other fields.
+pub fn demo_job(folder: &Path, name: &str, rest: &str) -> (PathBuf, PathBuf) {
+    let model = root().join("jobs/demo/model");
+    let path = folder.join("job.yaml");
+    let text = format!("name: {name}\nmodel: {}\nprecision: f32\n{rest}", model.display());
+    std::fs::write(&path, text).expect("the job file is written");
+    (path, folder.join("out"))
+}
+
+/// Writes so many rows of an `id` and a short `text`, as lines.
+pub fn write_tickets(folder: &Path, count: u32) {
+    let line = |n: u32| format!("{{\"id\": {n}, \"text\": \"ticket {n}\"}}\n");
+    std::fs::write(folder.join("rows.jsonl"), (0..count).map(line).collect::<String>()).expect("the rows are written");
+}
+
 /// Runs the separate checker over published files.
 #[track_caller]
 pub fn check_output(output: &Path, input: &Path, carry: &str) {
@@ -107,6 +130,11 @@ pub fn job_in(folder: &Path, name: &str, edit: impl Fn(String) -> String) -> (Pa
     let path = folder.join(name);
     std::fs::write(&path, edit(text)).expect("the job file is written");
     (path, output)
+}
+
+/// The record of the job in `output`.
+pub fn record(output: &Path) -> Value {
+    serde_json::from_slice(&std::fs::read(output.join("_gristmill/job.json")).unwrap()).unwrap()
 }
 
 /// Whether this is the full run; else the part for every CI.

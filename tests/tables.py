@@ -6,7 +6,7 @@ against the tests that carry it.
     python3 tests/tables.py --write    writes them
 
 A table stands under `<!-- table: NAME -->`. NAME is one of MADE below, or `FILE N`: the N-th table that benches/keep.py kept in
-benches/results/FILE.json. Every table of benches/README.md has such a line, or stands in NOT_KEPT.
+benches/results/FILE.json. Every table of benches/README.md has such a line.
 """
 
 import json
@@ -19,20 +19,6 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 READMES = (ROOT / "benches/README.md", ROOT / "tests/README.md")
 # What each file of results must say of itself.
 STAMP = ("commit", "date", "processor", "cores", "memory_gib")
-# Headers of tables that were measured before results were kept. Measure them anew with benches/keep.py, and take them out here.
-NOT_KEPT = (
-    "| | linear s | head s | attention s | weights s | keys, values s | limit s | gristmill s | share | best peer's share |",
-    "| precision | shape | 1 row | 4 | 8 | 64 | 256 | 2048 |",
-    "| a part, µs | between, µs | rayon, µs over | threads, µs over |",
-    "| precision | keys and values | mean KL, nats | same top token |",
-    "| precision | keys and values | perplexity of tickets | of right categories |",
-    "| command | rows | wall s | processor s | rows/s | peak memory MB |",
-    "| ledger | rows | files | shards | enqueued | wall s | processor s | peak memory MB | job.json MB |",
-    "| job | rows | prompt tokens | cached | completion tokens | device s | tokens/s |",
-    "| | sequences | steps | microseconds a step, planning | the rest | nanoseconds a token computed |",
-    "| what | workers | wall s | processor s | of `tokenizers` | of `plan` | peak MB | rows computed twice |",
-    "| rows | shards | computed twice | wall s | first tenth MB | last tenth MB | most MB | `status` at half s | at the end s |",
-)
 
 
 def results(name):
@@ -146,6 +132,22 @@ def constrained():
     return rows_of(out)
 
 
+def precision():
+    """Smallest and largest over the models of each pair of formats."""
+    found = {}
+    for _, weights, kv, divergence, same in results("precision")["tables"][0][1:]:
+        found.setdefault((weights, kv), []).append((float(divergence), float(same.split()[0])))
+
+    def between(values, form):
+        return " to ".join(form.format(value) for value in (min(values), max(values)))
+
+    out = [["precision", "keys and values", "mean KL, nats", "same top token"]]
+    for formats, pairs in found.items():
+        nats, shares = zip(*pairs)
+        out.append([*formats, between(nats, "{:.4f}"), between(shares, "{:.1f}") + " %"])
+    return rows_of(out)
+
+
 def faults(old):
     """The full run of tests/faults.sh: what a row says of a fault stands in the README, its figures in tests/results/."""
     out = old[:2]
@@ -173,6 +175,18 @@ def faults(old):
     return out
 
 
+def fuzz():
+    """Every target, also one that has not run."""
+    file = ROOT / "tests/results/fuzz.json"
+    found = json.loads(file.read_text())["targets"] if file.exists() else {}
+    out = [["target", "hours", "inputs", "edges reached"]]
+    for target in sorted(path.stem for path in (ROOT / "tests/fuzz/fuzz_targets").glob("*.rs")):
+        one = found.get(target)
+        figures = [f"{one['seconds'] / 3600:.2f}", f"{one['inputs']:,}", f"{one['edges']:,}"] if one else ["–"] * 3
+        out.append([f"`{target}`", *figures])
+    return rows_of(out)
+
+
 def sections(cell):
     """Names in a cell like `a-1`, `-2` or `a-1` … `-4`."""
     names = re.findall(r"`([^`]*)`", cell)
@@ -194,7 +208,9 @@ MADE = {
     "growth": lambda _: growth(),
     "ablations": lambda _: ablations(),
     "constrained": lambda _: constrained(),
+    "precision": lambda _: precision(),
     "faults": faults,
+    "fuzz": lambda _: fuzz(),
 }
 
 
@@ -228,7 +244,7 @@ def check_readme(path, write):
             wrong += [f"{path.name}, table `{name}`: it says\n  {a}\nand its file gives\n  {b}" for a, b in zip(old, new) if a != b]
             if len(old) != len(new):
                 wrong.append(f"{path.name}, table `{name}`: {len(old)} lines, and its file gives {len(new)}")
-        elif path.parent.name == "benches" and old[0] not in NOT_KEPT:
+        elif path.parent.name == "benches":
             wrong.append(f"{path.name}: no file is named for the table\n  {old[0]}")
         out += new
         name = None

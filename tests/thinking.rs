@@ -87,7 +87,7 @@ fn thoughts_have_columns_of_their_own() {
     for words in [
         "`<think>` … `</think>`",
         "the prompt opens the thought",
-        "of 1 tokens at most",
+        "of 1 token at most",
     ] {
         assert!(line.contains(words), "{line}");
     }

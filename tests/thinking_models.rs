@@ -451,7 +451,10 @@ fn what_cannot_be_told_by_ids_is_refused() {
             json!({"thinking": {"max_tokens": 96}, "max_tokens": 100}),
             "leaves no room for an answer in `max_tokens` of 100",
         ),
-        (json!({"thinking": {"budget": 5}}), "expected `false`, or a mapping"),
+        (
+            json!({"thinking": {"budget": 5}}),
+            "unknown field `budget` in `generate.thinking`",
+        ),
         (json!({"thinking": "off"}), "expected `false`, or a mapping"),
     ] {
         let why = refused(qwen, generate.clone());

@@ -126,8 +126,12 @@ fn cut_off_answers_are_counted_everywhere_and_retried_with_more() {
     }
 
     // The same limit would cut them off again.
-    run(&["retry", arg(&output), "--truncated"]).expect(2);
-    run(&["retry", arg(&output), "--max-tokens", "60"]).expect(2);
+    run(&["retry", arg(&output), "--truncated"])
+        .expect(2)
+        .one_line(&["`--truncated` needs `--max-tokens N`"]);
+    run(&["retry", arg(&output), "--max-tokens", "60"])
+        .expect(2)
+        .one_line(&["give `--truncated` as well"]);
     run(&["retry", arg(&output), "--truncated", "--max-tokens", "6"])
         .expect(2)
         .one_line(&["`max_tokens` 6", "--max-tokens"]);

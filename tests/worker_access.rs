@@ -89,7 +89,7 @@ fn two_tenants_on_one_queue_reach_their_own_prefix_alone() {
             "{of_a}"
         );
         assert!(says([&at("b/out"), &format!("`--accept {}/`", at("b"))]), "{of_a}");
-        // Passed on three times, after 5 s each, and never at once.
+        // A warning a job, and another one where it takes longer than a minute.
         assert!(refused.len() <= 2 * 4, "{of_a}");
 
         run(&[
@@ -121,12 +121,18 @@ fn a_record_in_a_bucket_reads_no_file_of_the_workers_machine() {
         let output = s3.folder(test);
         let file = job(&folder, "job", arg(&folder.join("secret.jsonl")), &output);
         let submit = || Run::of(gristmill(&["submit", arg(&file), "--queue", &url]).envs(env.clone())).expect(0);
-        submit();
+        // Which is why the next command has the option.
+        let next = submit().stdout;
+        assert!(
+            next.lines().any(|line| line.contains("gristmill worker")
+                && line.ends_with(&format!(" --accept-inputs {}/", folder.display()))),
+            "{next}"
+        );
         // The model comes from the first message that this worker takes: none.
         let mut first = gristmill(&["worker", "--queue", &url, "--once", "--idle-after", "4"]);
         let said = Run::of(first.envs(env.clone())).expect(0).stderr;
         let option = format!("--accept-inputs {}/", folder.display());
-        assert!(said.contains(&option) && said.contains("nothing came"), "{said}");
+        assert!(said.contains(&option) && said.contains(" came, "), "{said}");
         submit();
         let said = worker(&url, &[], &env).expect(0).stderr;
         assert!(said.contains(REFUSED) && said.contains(&option), "{said}");
@@ -135,6 +141,15 @@ fn a_record_in_a_bucket_reads_no_file_of_the_workers_machine() {
         let allowed: Vec<&str> = option.split(' ').collect();
         worker(&url, &allowed, &env).expect(0);
         assert_eq!(succeeded(&output, &env), ROWS, "{url}");
+        // Whoever proves what came of it names the output as well, and no file of this machine.
+        let verify = |more: &[&str]| {
+            let fixed = ["verify", output.as_str(), "--inputs"];
+            Run::of(gristmill(&[&fixed[..], more].concat()).envs(env.clone()))
+        };
+        verify(&[])
+            .expect(2)
+            .one_line(&["is a file of this machine, its output is not", &option]);
+        verify(&allowed).expect(0);
     }
 }
 
@@ -237,7 +252,7 @@ async fn other_redirects_are_followed_where_a_person_named_the_server() {
     let to = format!("{files}/rows.jsonl");
     let (url, _) = server(move |_| to.clone());
     let found = discover(&[format!("{url}/rows.jsonl")], Path::new("/")).await.unwrap();
-    assert_eq!((found.len(), asked.load(Ordering::Relaxed)), (1, 1));
+    assert_eq!((found.files.len(), asked.load(Ordering::Relaxed)), (1, 1));
 }
 
 #[tokio::test]

@@ -18,6 +18,7 @@ use serde_json::Value;
 
 use crate::bad_input::rows_of;
 use crate::commands::{queues, run};
+use crate::engine_batching::{self, ROOMY};
 use crate::support::{Run, arg, gristmill, root};
 
 const ROWS: u64 = 24;
@@ -208,6 +209,48 @@ async fn jobs_share_computed_prefixes_where_they_name_the_same_salt() {
     salts.remove(3);
     let distinct: BTreeSet<_> = salts.iter().collect();
     assert_eq!(distinct.len(), 4, "{salts:?}");
+}
+
+/// What a row is said to have found computed tells nothing of another job's prompts, unless both name the same salt; of deterministic
+/// rows likewise, which share among themselves alone.
+#[tokio::test]
+async fn cached_tokens_tell_nothing_of_another_jobs_prompts() {
+    let folder = tempfile::tempdir().unwrap();
+    let jobs = Jobs::new(model(&root().join("jobs/demo/model"), 256));
+    let mut requests = Vec::new();
+    // A job's name, its salt, and whether its row is deterministic; each comes when the one before has ended.
+    let rows = [
+        ("victim", "", false),
+        ("guesses", "", false),
+        ("a", "ours", false),
+        ("b", "ours", false),
+        ("c", "theirs", false),
+        ("b-exact", "ours", true),
+        ("guesses-exact", "", true),
+        ("c-exact", "theirs", true),
+        ("a-exact", "ours", true),
+    ];
+    for (at, (name, salt, deterministic)) in rows.into_iter().enumerate() {
+        let (file, output) = job(folder.path(), name, CHAT, 4);
+        if !salt.is_empty() {
+            let text = fs::read_to_string(&file).unwrap();
+            fs::write(&file, format!("cache_salt: {salt}\n{text}")).unwrap();
+        }
+        run(&["submit", arg(&file), "--no-enqueue"]).expect(0);
+        let job = opened(jobs.add(ledger(&output).await).await).unwrap();
+        let params = Params {
+            deterministic,
+            max_tokens: 1,
+            ..Params::default()
+        };
+        let prompt: Arc<[u32]> = (10..60).collect();
+        let request = job.requests(at as u64, prompt, Arc::new(params), 0).next().unwrap();
+        requests.push((4 * at, request));
+    }
+    let (done, _) = engine_batching::run(&ROOMY, &requests);
+    let cached: Vec<u32> = done.values().map(|row| row.as_ref().unwrap().cached_tokens).collect();
+    // Three blocks of 16 tokens, for those that name the salt of one before.
+    assert_eq!(cached, [0, 0, 0, 48, 0, 0, 0, 0, 48]);
 }
 
 /// As after a retry, or when it had made room for others: the worker's record of what it spent must never say less than before.

@@ -167,7 +167,10 @@ pub fn print() {
     memory.resize(SWEPT_BYTES / size_of::<u64>(), 1);
     let sizes = [FEW_ROWS, MANY_ROWS].concat();
     let titles: String = sizes.iter().map(|rows| format!(" {rows} |")).collect();
-    println!("| {} | rows:{titles}\n|---|---|---|---|---|---|---|---|", Isa::detect());
+    println!(
+        "Rows at once, on {}:\n\n| precision | shape |{titles}\n|---|---|---|---|---|---|---|---|",
+        Isa::detect()
+    );
     for precision in [Precision::Int8, Precision::Bf16, Precision::F32] {
         let device = crate::device(precision, Isa::detect());
         // The largest head takes half a minute a cell to prepare.

@@ -1,17 +1,23 @@
 """Each column of the peers' benchmark against what the machine could do at most.
 
-    python3 benches/peers/roofline.py --found FILE.json --data DIR
+    .venv/bin/python benches/peers/roofline.py [--found FILE.json]
 
-FILE.json is what run.py wrote, DIR where its models and traces are. Arithmetic is that of all linear layers, of the head for each
-generated token, and of attention (4 operations a query head's dimension and position looked at), at the ceiling of INT8 products
-in registers. Memory is all weights once a step, and keys and values once a step and sequence, at the ceiling of reading DRAM,
-though a part of it comes from caches. The limit is the larger of the two. `prefix` tokens that a prompt shares are computed once.
+FILE.json is what run.py wrote (benches/results/peers.json); its traces are made again, by make.py. Arithmetic is that of all linear
+layers, of the head for each generated token, and of attention (4 operations a query head's dimension and position looked at), at the
+ceiling of INT8 products in registers. Memory is all weights once a step, and keys and values once a step and sequence, at the ceiling
+of reading DRAM, though a part of it comes from caches. The limit is the larger of the two. `prefix` tokens that a prompt shares are
+computed once.
 """
 
 import argparse
 import json
 import pathlib
 import statistics
+import tempfile
+
+import make
+
+FOUND = pathlib.Path(__file__).resolve().parents[1] / "results/peers.json"
 
 
 def shape(config):
@@ -49,19 +55,22 @@ def work(trace, s):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--found", type=pathlib.Path, required=True)
-    parser.add_argument("--data", type=pathlib.Path, required=True)
+    parser.add_argument("--found", type=pathlib.Path, default=FOUND)
     args = parser.parse_args()
     found = json.loads(args.found.read_text())
     peak, read = found["ceilings"]["int8_gops"] * 1e9, found["ceilings"]["read_gb_per_second"] * 1e9
-    columns = {}
+    columns, scales = {}, {}
     for entry in found["found"]:
         columns.setdefault((entry["model"], entry["workload"]), {})[entry["side"]] = entry["runs"]
+        if entry["side"] == "gristmill":
+            scales[entry["model"], entry["workload"]] = entry["scale"]
     print("| | linear s | head s | attention s | weights s | keys, values s | limit s | gristmill s | share | best peer's share |")
     print("|---" * 10 + "|")
     for (model, workload), sides in columns.items():
-        s = shape(json.loads((args.data / model / "config.json").read_text()))
-        needs = work(args.data / f"{model}-{workload}.jsonl", s)
+        s = shape(make.MODELS[model])
+        with tempfile.TemporaryDirectory() as data:
+            make.write_trace(pathlib.Path(data), model, workload, scales[model, workload])
+            needs = work(pathlib.Path(data) / f"{model}-{workload}.jsonl", s)
         own = sides["gristmill"]
         seconds = statistics.median(run["seconds"] for run in own)
         arithmetic = [needs[part] / peak for part in ("linear", "head", "attention")]
@@ -74,14 +83,6 @@ def main():
         cells = [*(f"{x:.2f}" for x in [*arithmetic, *memory, limit, seconds]), f"{limit / seconds:.0%}",
                  f"{limit / min(peers):.0%}"]
         print(f"| {model} {workload} | " + " | ".join(cells) + " |")
-    print("\nWhere gristmill's seconds went, of all:\n")
-    names = [name for name, _ in next(iter(columns.values()))["gristmill"][0]["seconds_by_operation"]]
-    print("| | " + " | ".join(names) + " |")
-    print("|---" * (len(names) + 1) + "|")
-    for (model, workload), sides in columns.items():
-        runs = sides["gristmill"]
-        share = {n: statistics.median(dict(r["seconds_by_operation"])[n] / r["seconds"] for r in runs) for n in names}
-        print(f"| {model} {workload} | " + " | ".join(f"{share[n]:.1%}" for n in names) + " |")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Makes the demo's data: support tickets with their category, and briefs for writing tickets.
 
-    python generate.py            writes tickets.parquet and briefs.parquet next to this file
+    python generate.py            writes tickets.parquet, tickets.csv (its first hundred) and briefs.parquet next to this file
 
 train.py takes its examples from `training_tickets` and `writing_examples`. Everything follows from
 the seeds. The evaluation set is drawn first; training never gets a ticket whose normalised text is
@@ -8,6 +8,7 @@ in it, and never a phrase from a `*_held` list of phrases.py.
 """
 
 import argparse
+import csv
 import datetime
 import json
 import random
@@ -25,6 +26,7 @@ BRIEFS_SEED = 20_004
 EVALUATION_ROWS = 2_000
 BRIEF_ROWS = 400
 ROWS_PER_GROUP = 250
+CSV_ROWS = 100
 MAX_WORDS = 170
 
 ALTERNATIVES = re.compile(r"\[([^\[\]]*)\]")
@@ -292,6 +294,10 @@ def main():
     fields = {name: pa.string() for name in text} | {"created_at": pa.timestamp("us", tz="UTC")}
     order = ["ticket_id", "created_at", "subject", "body", "category", "urgency"]
     write_parquet(args.out / "tickets.parquet", evaluation, pa.schema([(n, fields[n]) for n in order]))
+    with open(args.out / "tickets.csv", "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, order, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(evaluation[:CSV_ROWS])
     write_parquet(
         args.out / "briefs.parquet",
         briefs(),

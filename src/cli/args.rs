@@ -89,10 +89,46 @@ fn gpu_precision(text: &str) -> Result<Precision, String> {
     }
 }
 
+/// A job file, and what its parameters stand for.
+#[derive(Debug, Clone, Args)]
+pub struct JobArgs {
+    /// The job file (YAML or JSON); `-` reads it from standard input
+    #[arg(value_name = "JOB")]
+    pub path: PathBuf,
+    /// What `${NAME}` stands for in the job file's texts; may be given several times
+    #[arg(long, value_name = "NAME=VALUE", value_parser = parameter)]
+    pub set: Vec<(String, String)>,
+}
+
+impl JobArgs {
+    /// Arguments that name the same job again, for a shell.
+    pub fn again(&self) -> String {
+        let path = std::iter::once(self.path.display().to_string());
+        let set = self
+            .set
+            .iter()
+            .flat_map(|(name, value)| ["--set".into(), format!("{name}={value}")]);
+        let words = path.chain(set).map(|word| shell_word(&word));
+        words.collect::<Vec<_>>().join(" ")
+    }
+}
+
+/// `word` as a shell reads it back. Zero bytes, which no argument can hold, are not quoted.
+pub fn shell_word(word: &str) -> String {
+    shlex::try_quote(word).map_or_else(|_| word.to_string(), Into::into)
+}
+
+fn parameter(text: &str) -> Result<(String, String), String> {
+    match text.split_once('=') {
+        Some((name, value)) if !name.is_empty() => Ok((name.to_string(), value.to_string())),
+        _ => Err("give NAME=VALUE, such as `date=2026-11-24`".into()),
+    }
+}
+
 #[derive(Debug, Args)]
 pub struct RunArgs {
-    /// The job file (YAML or JSON)
-    pub job: PathBuf,
+    #[command(flatten)]
+    pub job: JobArgs,
     #[command(flatten)]
     pub limit: LimitArgs,
     #[command(flatten)]
@@ -185,8 +221,8 @@ pub struct WorkerArgs {
 
 #[derive(Debug, Args)]
 pub struct PlanArgs {
-    /// The job file (YAML or JSON)
-    pub job: PathBuf,
+    #[command(flatten)]
+    pub job: JobArgs,
     #[command(flatten)]
     pub limit: LimitArgs,
     /// Rendered prompts to show, picked at random
@@ -205,8 +241,9 @@ pub struct PlanArgs {
 
 #[derive(Debug, Args)]
 pub struct RecheckArgs {
-    /// The job file (YAML or JSON) of a finished job, whoever ran it
-    pub job: PathBuf,
+    /// Of a finished job, whoever ran it
+    #[command(flatten)]
+    pub job: JobArgs,
     /// The job is the trial of the first N rows that `run --limit N` made
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub limit: Option<u64>,
@@ -228,8 +265,9 @@ pub struct RecheckArgs {
 
 #[derive(Debug, Args)]
 pub struct CalibrateArgs {
-    /// The job file (YAML or JSON); what is measured is written into its model's folder
-    pub job: PathBuf,
+    /// What is measured is written into its model's folder
+    #[command(flatten)]
+    pub job: JobArgs,
     /// Rows whose prompts are run, from all over the input
     #[arg(long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u64).range(1..=65_536))]
     pub rows: u64,
@@ -242,8 +280,8 @@ pub struct CalibrateArgs {
 
 #[derive(Debug, Args)]
 pub struct SubmitArgs {
-    /// The job file (YAML or JSON)
-    pub job: PathBuf,
+    #[command(flatten)]
+    pub job: JobArgs,
     #[command(flatten)]
     pub limit: LimitArgs,
     /// Where its workers compute, which says what `precision: auto` is: `cpu`, `cuda:0`, or `auto`, as this machine would
@@ -293,10 +331,10 @@ pub struct RetryArgs {
     #[command(flatten)]
     pub queue: QueueArgs,
     /// The rows with an answer that was cut off (finish_reason length), whatever their status, in place of the failed ones
-    #[arg(long, requires = "max_tokens")]
+    #[arg(long)]
     pub truncated: bool,
     /// Most tokens to generate for each answer of these rows, more than they had
-    #[arg(long, value_name = "N", requires = "truncated", value_parser = clap::value_parser!(u32).range(2..=i64::from(MAX_TOKENS_MAX)))]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..=i64::from(MAX_TOKENS_MAX)))]
     pub max_tokens: Option<u32>,
     /// Print the result as one JSON object, last on stdout
     #[arg(long)]
@@ -496,6 +534,10 @@ pub struct VerifyArgs {
     /// Read the inputs, too, and compare the carried columns of every row with them
     #[arg(long)]
     pub inputs: bool,
+    /// With --inputs: where these may lie besides. Without it they are read as a worker reads them: those of an output in a bucket in
+    /// the same bucket, and no web server is asked
+    #[arg(long, value_name = "PREFIX", env = "GRISTMILL_ACCEPT_INPUTS", value_delimiter = ',')]
+    pub accept_inputs: Vec<String>,
     /// Print the result as one JSON object, last on stdout
     #[arg(long)]
     pub json: bool,

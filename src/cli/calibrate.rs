@@ -16,7 +16,7 @@ use crate::device;
 use crate::job::spec::Precision;
 use crate::model::{Channels, Transformer};
 use crate::report::sample::{ShardSample, sample};
-use crate::report::summary::number;
+use crate::report::summary::counted;
 use crate::worker::model::{Formats, Stream};
 
 pub async fn calibrate(args: CalibrateArgs) -> Result<Exit, Failure> {
@@ -42,9 +42,9 @@ pub async fn calibrate(args: CalibrateArgs) -> Result<Exit, Failure> {
         );
     } else {
         println!(
-            "measured    {} prompts, {} tokens",
-            number(prompts.len() as u64),
-            number(tokens as u64)
+            "measured    {}, {}",
+            counted(prompts.len() as u64, "prompt"),
+            counted(tokens as u64, "token")
         );
         println!("written     {}", path.display());
         println!(
@@ -59,7 +59,7 @@ async fn prompts(opened: &Opened, wanted: u64) -> Result<Vec<Vec<u32>>, Failure>
     let inputs = opened.plan().await?;
     let renderer = opened.renderer(&Stream::UNKNOWN)?;
     let nothing = Arc::new(arrow::datatypes::Schema::empty());
-    let reader = ShardReader::new(inputs.files.clone(), nothing, renderer.columns());
+    let reader = ShardReader::new(inputs.files.clone(), nothing, renderer.columns()).of_layout(inputs.layout.clone());
     let mut prompts = Vec::new();
     let mut broken = None;
     for ShardSample { shard, rows } in sample(&inputs.shards, wanted, opened.job.hash()) {

@@ -6,7 +6,7 @@ use serde_json::json;
 use crate::cli::args::CleanArgs;
 use crate::cli::door::ledger_at;
 use crate::cli::exit::{Exit, Failure};
-use crate::report::summary::number;
+use crate::report::summary::counted;
 
 pub async fn clean(args: CleanArgs) -> Result<Exit, Failure> {
     let ledger = ledger_at(&args.output).await?;
@@ -29,7 +29,7 @@ pub async fn clean(args: CleanArgs) -> Result<Exit, Failure> {
         println!("{json}");
         return Ok(Exit::Done);
     }
-    let amount = format!("{} objects, {}", number(cleaned.objects), size(cleaned.bytes));
+    let amount = format!("{}, {}", counted(cleaned.objects, "object"), size(cleaned.bytes));
     match args.yes {
         true => println!("job `{name}`: removed {amount}; parts, commits and `_SUCCESS` stay"),
         false => println!(

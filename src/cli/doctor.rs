@@ -6,7 +6,7 @@ use anyhow::anyhow;
 use serde::Serialize;
 
 use crate::cli::args::DoctorArgs;
-use crate::cli::door::say_warnings;
+use crate::cli::door::{say_signing, say_warnings};
 use crate::cli::exit::{Exit, Failure};
 use crate::cli::place::Place;
 use crate::device::cpu::Threads;
@@ -48,6 +48,7 @@ struct InFormat {
 }
 
 pub async fn doctor(args: DoctorArgs) -> Result<Exit, Failure> {
+    say_signing(args.json)?;
     let report = tokio::task::block_in_place(|| examine(&args))?;
     if args.json {
         println!("{}", serde_json::to_string(&report)?);

@@ -2,39 +2,57 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
+use anyhow::Context;
+
+use crate::cli::args::JobArgs;
 use crate::cli::exit::Failure;
+use crate::cli::outfit::check_formats;
 use crate::cli::place::Place;
 use crate::cli::recheck::Sample;
 use crate::cli::sampling::Sampling;
 use crate::cli::trial;
 use crate::dataset::DatasetError;
+use crate::dataset::layout::SkippedFile;
 use crate::dataset::location::Location;
 use crate::dataset::output::{OutputColumns, OutputSchema};
 use crate::dataset::plan::Format;
 use crate::dataset::planner::{InputPlan, PlanRequest, hash_inputs, plan_inputs};
+use crate::dataset::stores::shown;
 use crate::engine::constraint::Constraint;
-use crate::job::Renderer;
+use crate::job::difference::{Difference, differences};
 use crate::job::file::{self, OutputFormat};
 use crate::job::generate::ShapeSpec;
 use crate::job::sampling::Source;
 use crate::job::spec::{Job, PromptKind};
 use crate::job::thinking::Thinks;
+use crate::job::{JobError, Parameters, Renderer};
 use crate::ledger::keys::sha256;
-use crate::ledger::{JobDraft, JobIdentity, Ledger, LedgerError, Terms, Unfinished};
+use crate::ledger::status::Status;
+use crate::ledger::{self, JobDraft, JobIdentity, Ledger, LedgerError, Terms, Unfinished};
 use crate::model::folder;
+use crate::report::one_line;
 use crate::report::summary::{Summary, number};
+use crate::signing::Signing;
 use crate::worker::model::{Formats, ModelFiles, Stream};
 
 /// Bytes that a generated token may take in the output: its text, its id, its log probability.
 const BYTES_PER_TOKEN: u64 = 12;
+/// Bytes that a value of a typed answer may take in its column, be it null.
+const BYTES_PER_VALUE: u64 = 16;
 
 /// Hashing so many bytes takes long enough to be said.
 const SAY_HASHING_BYTES: u64 = 4 << 30;
 
+/// A store that has not answered for so long is said to be slow.
+const SLOW: Duration = Duration::from_secs(3);
+
 /// A job and everything about its model but the weights.
 pub struct Opened {
     pub job: Arc<Job>,
+    /// How it was asked for.
+    pub args: JobArgs,
     pub model: ModelFiles,
     pub limit: Option<u64>,
     pub output: Location,
@@ -51,11 +69,12 @@ pub struct Opened {
 impl Opened {
     /// Reads the job file and the model's config and tokenizer; `place` is asked once the job file is known to be sound.
     pub async fn open(
-        path: &Path,
+        args: &JobArgs,
         limit: Option<u64>,
         place: impl FnOnce() -> Result<Place, Failure>,
     ) -> Result<Opened, Failure> {
-        let job = Job::load(path).map_err(Failure::bad_job)?;
+        let parameters = Parameters::new(&args.set).map_err(|why| Failure::bad_job(anyhow::anyhow!(why)))?;
+        let job = Job::load(&args.path, &parameters).map_err(Failure::bad_job)?;
         let place = place()?;
         let own = Formats::of_job(&job, place.precision());
         let recheck = job.recheck.as_ref();
@@ -70,6 +89,7 @@ impl Opened {
         };
         Ok(Opened {
             job: Arc::new(job),
+            args: args.clone(),
             model,
             limit,
             output,
@@ -143,40 +163,99 @@ impl Opened {
     pub async fn plan(&self) -> Result<InputPlan, Failure> {
         let generate = &self.job.generate;
         let renderer = self.renderer(&Stream::UNKNOWN)?;
-        let request = PlanRequest {
+        let mut request = PlanRequest {
             uris: self.job.input.uris.clone(),
             format: self.job.input.format,
+            csv: self.job.input.csv.clone(),
+            options: self.job.input.options.clone(),
+            used: renderer.columns(),
             // Checked below, by the renderer, which knows the field that names a column.
             columns: None,
             carry: self.carry(),
-            reserved: OutputSchema::names(&self.output_columns()),
+            reserved: self.reserved(),
             shard_rows: self.job.shard_rows,
-            output_row_bytes: BYTES_PER_TOKEN * u64::from(generate.max_tokens) * u64::from(generate.n),
+            output_row_bytes: self.answer_bytes() * u64::from(generate.n),
             limit: self.limit,
         };
+        if self.job.output.carry_all {
+            self.carry_all(&mut request).await?;
+        }
         let planned = plan_inputs(&request, &self.job.base_dir).await;
+        let bad_input = |error: DatasetError| self.bad_input(error);
         let plan = match planned {
-            Err(_) if matches!(self.job.prompt.kind, PromptKind::Openai) => {
-                // Without a prompt, an input that is no batch lacks the columns that come with one: say that first.
+            Err(_) if matches!(self.job.prompt.kind, PromptKind::Openai) || self.job.gold.is_some() => {
+                // Without a prompt, an input that is no batch lacks the columns that come with one: say that first. And a gold column is
+                // told by the field that names it.
                 let bare = PlanRequest {
                     carry: self.job.output.carry.clone(),
                     ..request
                 };
-                let plan = plan_inputs(&bare, &self.job.base_dir).await.map_err(Failure::bad_job)?;
+                let plan = plan_inputs(&bare, &self.job.base_dir).await.map_err(bad_input)?;
                 check_columns(&renderer, &plan)?;
-                planned.map_err(Failure::bad_job)?
+                planned.map_err(bad_input)?
             }
-            planned => planned.map_err(Failure::bad_job)?,
+            planned => planned.map_err(bad_input)?,
         };
         check_columns(&renderer, &plan)?;
         renderer.check_templates().map_err(Failure::bad_job)?;
         for warning in renderer.warnings() {
             eprintln!("gristmill: warning: {}: {warning}", self.job.file);
         }
+        for note in &plan.notes {
+            eprintln!("gristmill: warning: {}: {note}", self.job.file);
+        }
         if let PromptKind::TokenIds(name) = &self.job.prompt.kind {
             self.check_token_ids(&plan, name)?;
         }
+        self.output_schema(&plan)?;
         Ok(plan)
+    }
+
+    fn bad_input(&self, error: DatasetError) -> Failure {
+        Failure::bad_job(error).context(self.job.file.clone())
+    }
+
+    /// Columns of the input whose names the output has already, and that have no other.
+    fn reserved(&self) -> Vec<String> {
+        let mut reserved = OutputSchema::names(&self.output_columns());
+        reserved.retain(|name| !self.job.output.renamed.contains_key(name));
+        reserved
+    }
+
+    /// Adds all columns of the inputs to those that are carried. It takes a look at the inputs to know them.
+    async fn carry_all(&self, request: &mut PlanRequest) -> Result<(), Failure> {
+        let bare = PlanRequest {
+            carry: Vec::new(),
+            ..request.clone()
+        };
+        let plan = plan_inputs(&bare, &self.job.base_dir).await;
+        let plan = plan.map_err(|error| self.bad_input(error))?;
+        for name in plan.columns.into_iter().map(|column| column.name) {
+            if request.carry.contains(&name) {
+                continue;
+            }
+            match request
+                .reserved
+                .iter()
+                .find(|own| own.to_lowercase() == name.to_lowercase())
+            {
+                Some(own) => eprintln!(
+                    "gristmill: warning: {}: `output.carry` leaves `{name}` out: `{own}` is the name of a result column; \
+                     `{{\"*\": \"*\", input_{name}: {name}}}` gives it another",
+                    self.job.file
+                ),
+                None => request.carry.push(name),
+            }
+        }
+        Ok(())
+    }
+
+    /// Bytes that an answer takes in the output, about.
+    fn answer_bytes(&self) -> u64 {
+        let tokens = u64::from(self.job.generate.max_tokens);
+        let columns = self.output_columns();
+        let values = columns.parsed.map_or(0, |of| of.values(tokens));
+        BYTES_PER_TOKEN * tokens + BYTES_PER_VALUE * values
     }
 
     /// Keeps a hash of each input, by which a change of ETag is judged later on: Parquet files are read once more for it.
@@ -197,7 +276,10 @@ impl Opened {
 
     /// A column of ready token ids must hold lists of whole numbers. (Lines have no types: there, each row tells.)
     fn check_token_ids(&self, plan: &InputPlan, name: &str) -> Result<(), Failure> {
-        let typed = plan.files.iter().any(|file| file.format == Format::Parquet);
+        let typed = plan
+            .files
+            .iter()
+            .any(|file| file.format.is_table() || file.format == Format::Csv);
         let kind = plan
             .columns
             .iter()
@@ -253,6 +335,13 @@ impl Opened {
         }
     }
 
+    /// Whether its number formats can be computed where it runs.
+    pub fn check_place(&self) -> anyhow::Result<()> {
+        let formats = self.formats();
+        check_formats(formats, self.place)
+            .with_context(|| format!("{}: in {formats}, it cannot run here", self.job.file))
+    }
+
     /// The number formats to compute in, resolved.
     pub fn formats(&self) -> Formats {
         Formats::of_job(&self.job, self.place.precision())
@@ -286,18 +375,48 @@ impl Opened {
         is_older || *begun_as == self.job_hash()
     }
 
-    /// Whether `ledger` is of this job; a hash that an older gristmill gave it counts as its own.
+    /// Whether `ledger` is of this job; a hash that an older gristmill gave it counts as its own. Says what of the job file holds no more
+    /// for a job that has begun.
     pub fn check_same(&self, ledger: &Ledger, identity: &JobIdentity) -> Result<(), LedgerError> {
+        let found = differences(&ledger.job().resolved, &self.job.resolved());
         let mut identity = identity.clone();
         if self.is_of(ledger) {
             identity.job_hash = ledger.job().identity.job_hash.clone();
+        } else if let Some(what) = Difference::list(found.iter().filter(|one| one.is_of_another_job())) {
+            return Err(LedgerError::conflict(format!(
+                "output `{}` belongs to job `{}` ({}), whose job file differed from this one: {what}; take that back, or choose \
+                 another `output.uri`",
+                ledger.store().url(),
+                ledger.job().name,
+                ledger.job().job,
+            )));
         }
-        ledger.check_same(&self.job.name, &identity)
+        ledger.check_same(&self.job.name, &identity)?;
+        if let Some(what) = Difference::list(found.iter().filter(|one| one.is_settled_at_the_start())) {
+            eprintln!(
+                "gristmill: warning: {}: the job goes on as it began: {what}",
+                self.job.file
+            );
+        }
+        Ok(())
     }
 
     /// Columns of the output besides the carried ones.
     pub fn output_columns(&self) -> OutputColumns {
         self.job.output_columns(self.thinking.is_some())
+    }
+
+    /// All columns of the output.
+    fn output_schema(&self, plan: &InputPlan) -> Result<OutputSchema, Failure> {
+        let columns = OutputSchema::new(&plan.carry_schema, self.output_columns());
+        let named = columns.renaming(&self.job.output.renamed).and_then(|named| {
+            // Result lines do not have the carried columns for columns.
+            match self.job.output.format {
+                OutputFormat::Parquet => named.check_case().map(|()| named),
+                OutputFormat::Openai => Ok(named),
+            }
+        });
+        named.map_err(|why| Failure::bad_job(anyhow::anyhow!("{}: `output.carry`: {why}", self.job.file)))
     }
 
     /// The job's limits as its file states them.
@@ -316,14 +435,16 @@ impl Opened {
 
     /// The planned job, ready to be written down.
     pub fn draft(&self, plan: InputPlan, identity: JobIdentity) -> Result<JobDraft, Failure> {
-        let columns = OutputSchema::new(&plan.carry_schema, self.output_columns());
+        let columns = self.output_schema(&plan)?;
         Ok(JobDraft {
             name: self.job.name.clone(),
             identity,
             resolved: self.job.resolved(),
             inputs: plan.files,
+            layout: plan.layout,
             shards: plan.shards,
             columns: serde_json::to_value(&columns)?,
+            is_newer: columns.is_newer() || self.job.output.carry_all || !self.job.output.writing.is_default(),
             part_extension: match self.job.output.format {
                 OutputFormat::Parquet => "parquet".into(),
                 OutputFormat::Openai => "jsonl".into(),
@@ -341,13 +462,47 @@ pub fn say_warnings<'a>(warnings: impl IntoIterator<Item = &'a String>) {
     }
 }
 
+/// Says at the start whether records and messages must be signed.
+pub fn say_signing(quiet: bool) -> Result<(), Failure> {
+    let signing = Signing::of_process().map_err(|why| Failure::bad_job(anyhow::anyhow!(why)))?;
+    if let Some(line) = signing.line().filter(|_| !quiet) {
+        eprintln!("gristmill: {line}");
+    }
+    Ok(())
+}
+
 fn check_columns(renderer: &Renderer, plan: &InputPlan) -> Result<(), Failure> {
     if plan.total_rows == 0 && plan.columns.is_empty() {
         // Lines without a row say nothing of their columns.
         return Ok(());
     }
     let columns: Vec<String> = plan.columns.iter().map(|c| c.name.clone()).collect();
-    renderer.check_columns(&columns).map_err(Failure::bad_job)
+    renderer.check_columns(&columns).map_err(Failure::bad_job)?;
+    // A struct has fields of its own.
+    let has_fields = |kind: &str| kind.starts_with("Struct") || kind.starts_with("Map");
+    if plan.columns.iter().any(|c| c.name == "row" && !has_fields(&c.kind)) {
+        renderer.check_row(&columns).map_err(Failure::bad_job)?;
+    }
+    let in_all: Vec<String> = columns
+        .into_iter()
+        .filter(|name| !plan.lacking.contains_key(name))
+        .collect();
+    match renderer.check_columns(&in_all) {
+        Err(JobError::Column {
+            place, column, field, ..
+        }) => {
+            let input = plan.lacking.get(&column).cloned().unwrap_or_default();
+            let hint = ", and does in others; `input.missing_columns: nulls` makes it null there".into();
+            Err(Failure::bad_job(JobError::Column {
+                place,
+                column,
+                field,
+                input,
+                hint,
+            }))
+        }
+        checked => checked.map_err(Failure::bad_job),
+    }
 }
 
 /// An input that cannot be read is the job's fault, a store that fails is not.
@@ -360,7 +515,8 @@ pub fn unread(error: anyhow::Error) -> Failure {
 
 /// Where the job writes when all of it runs.
 pub fn output_of(job: &Job) -> Result<Location, Failure> {
-    Location::parse(&job.output.uri, &job.base_dir).map_err(Failure::bad_job)
+    Location::parse(&job.output.uri, &job.base_dir)
+        .map_err(|error| Failure::bad_job(error).context(format!("{}: `output.uri`", job.file)))
 }
 
 /// The model's folder: local, for now.
@@ -387,8 +543,30 @@ pub fn model_dir(job: &Job) -> Result<PathBuf, Failure> {
 pub async fn ledger_at(output: &str) -> Result<Ledger, Failure> {
     let here = std::env::current_dir()?;
     let location = Location::parse(output, &here).map_err(Failure::bad_job)?;
-    let found = Ledger::open(&location).await?;
+    let file = location.local_path().filter(|path| path.is_file());
+    if let Some(folder) = file.as_deref().and_then(Path::parent) {
+        return Err(Failure::bad_job(anyhow::anyhow!(
+            "`{output}` is a file: name the folder of the job's output, such as `{}`",
+            folder.display()
+        )));
+    }
+    let found = open_ledger(&location).await?;
     found.ok_or_else(|| no_job(&location))
+}
+
+/// The ledger at `output`, if there is one. Says so where its store is slow to answer: it is asked again for as long as half a minute.
+pub async fn open_ledger(output: &Location) -> ledger::Result<Option<Ledger>> {
+    let mut opening = std::pin::pin!(Ledger::open(output));
+    match tokio::time::timeout(SLOW, &mut opening).await {
+        Ok(opened) => opened,
+        Err(_) => {
+            eprintln!(
+                "gristmill: `{}` does not answer yet, trying again for a while",
+                shown(&output.url)
+            );
+            opening.await
+        }
+    }
 }
 
 /// There is no job at `output`.
@@ -400,6 +578,17 @@ pub fn no_job(output: &Location) -> Failure {
 }
 
 /// The report of a job as its ledger tells it.
-pub async fn summary(ledger: &Ledger, output: &str) -> Result<Summary, Failure> {
-    Ok(Summary::of(&ledger.status().await?, output))
+pub async fn summary(ledger: &Ledger, status: &Status, output: &str) -> Summary {
+    let skipped = ledger.job().layout.skipped.iter().map(SkippedFile::line);
+    let mut summary = Summary {
+        skipped_inputs: skipped.collect(),
+        ..Summary::of(status, output)
+    };
+    if summary.rows.errored + summary.rows.invalid_output > 0 {
+        match ledger.failures().await {
+            Ok(failures) => summary.failures = Some(failures),
+            Err(error) => eprintln!("gristmill: why rows failed cannot be read: {}", one_line(&error.into())),
+        }
+    }
+    summary
 }

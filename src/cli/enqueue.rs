@@ -7,10 +7,11 @@ use serde_json::{Value, json};
 
 use crate::cli::args::QueueArgs;
 use crate::cli::exit::Failure;
-use crate::job::queue::{JobQueue, environment_name, is_secret};
+use crate::job::queue::{JobQueue, environment_name};
 use crate::ledger::Ledger;
+use crate::queue::properties::is_secret;
 use crate::queue::{self, Origin, Prepared, Publisher, Queue, QueueError, QueueUrl, Settings};
-use crate::report::summary::number;
+use crate::report::summary::{counted, number};
 use crate::worker::messages;
 
 /// A queue, not connected yet.
@@ -125,7 +126,7 @@ impl Sent {
             None => ", which feeds any number of workers".to_string(),
         };
         let made = if self.prepared.created { " (made now)" } else { "" };
-        format!("{} shards to {}{made}{feeds}", number(self.messages), self.url)
+        format!("{} to {}{made}{feeds}", counted(self.messages, "shard"), self.url)
     }
 
     /// For machines.

@@ -8,8 +8,7 @@ use futures::{StreamExt, stream};
 use crate::cli::door::Opened;
 use crate::cli::exit::Failure;
 use crate::dataset::DatasetError;
-use crate::dataset::discover::discover;
-use crate::dataset::pinned::PinnedFile;
+use crate::dataset::inputs::{Inputs, find};
 use crate::dataset::pins::{PinnedAnew, Pins};
 use crate::ledger::Ledger;
 
@@ -41,9 +40,10 @@ async fn what_is_new(opened: &Opened, ledger: &Ledger) -> Result<Option<String>,
             other => unseen = Some(other),
         }
     }
-    // A trial is of the first files alone.
-    if opened.limit.is_none() && unseen.is_none() {
-        match discover(&opened.job.input.uris, &opened.job.base_dir).await {
+    // A trial is of the first files alone, and so is a job of the first rows.
+    let input = &opened.job.input;
+    if opened.limit.is_none() && input.options.limit.is_none() && unseen.is_none() {
+        match find(&input.uris, &input.options, &opened.job.base_dir).await {
             Ok(found) => return Ok(new_among(&found, ledger)),
             Err(DatasetError::NoMatch { .. }) => {}
             Err(error) => unseen = Some(error),
@@ -55,9 +55,13 @@ async fn what_is_new(opened: &Opened, ledger: &Ledger) -> Result<Option<String>,
     Ok(None)
 }
 
-fn new_among(found: &[PinnedFile], ledger: &Ledger) -> Option<String> {
-    let known: HashSet<&str> = ledger.job().inputs.iter().map(|input| input.url.as_str()).collect();
-    let mut new = found.iter().filter(|file| !known.contains(file.location.url.as_str()));
+fn new_among(found: &Inputs, ledger: &Ledger) -> Option<String> {
+    let job = ledger.job();
+    let skipped = job.layout.skipped.iter().map(|skipped| skipped.url.as_str());
+    let planned = job.inputs.iter().map(|input| input.url.as_str());
+    let known: HashSet<&str> = planned.chain(skipped).collect();
+    let files = found.files.iter().map(|input| &input.file);
+    let mut new = files.filter(|file| !known.contains(file.location.url.as_str()));
     let first = &new.next()?.name;
     Some(match new.count() {
         0 => format!("`{first}` has come since"),

@@ -30,7 +30,6 @@ where
         .with_env_filter(wanted)
         .with_writer(writer)
         .with_ansi(ansi)
-        .without_time()
         .finish()
         .with(filter_fn(keeps_secrets))
 }

@@ -1,6 +1,7 @@
 //! The commands: arguments → command → exit code. A file a command; `door.rs` is what they share on the way in, and
 //! `enqueue.rs` where they put shards.
 
+mod answers;
 mod args;
 mod bench;
 mod calibrate;
@@ -11,6 +12,7 @@ mod door;
 mod enqueue;
 mod exit;
 mod extend;
+mod first_job;
 mod inputs;
 mod limits;
 mod log;
@@ -36,6 +38,7 @@ use clap::Parser;
 use crate::cli::args::{Arguments, Command};
 use crate::cli::exit::{Exit, Failure, one_line};
 use crate::say;
+use crate::signing::Signing;
 
 /// 128 and the number of SIGPIPE.
 const OUTPUT_CLOSED: u8 = 141;
@@ -92,6 +95,8 @@ fn end_of_output() -> ExitCode {
 }
 
 async fn command(command: Command) -> Result<Exit, Failure> {
+    // Keys that cannot be used are said before anything is read or written: by every command, since most of them open a ledger.
+    Signing::of_process().map_err(|why| Failure::bad_job(anyhow::anyhow!(why)))?;
     match command {
         Command::Run(args) => run::run(args).await,
         Command::Plan(args) => plan::plan(args).await,

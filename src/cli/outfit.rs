@@ -110,13 +110,33 @@ pub fn on_device(
         let model = Transformer::on_device(cuda, config, weights, options).map_err(Failure::bad_job)?;
         return Ok(Box::new(model));
     }
-    if options.precision == Precision::Fp8 || options.kv_format == KvFormat::Fp8 {
-        return Err(Failure::bad_job(anyhow!(
-            "a CPU does not compute in fp8: ask for `int8`, or for a GPU of compute capability 8.9 or later"
-        )));
-    }
+    check_cpu(options.precision, options.kv_format).map_err(Failure::bad_job)?;
     let model = Transformer::from_weights(config, weights, options).map_err(Failure::bad_job)?;
     Ok(Box::new(model))
+}
+
+fn check_cpu(precision: Precision, kv: KvFormat) -> anyhow::Result<()> {
+    match precision == Precision::Fp8 || kv == KvFormat::Fp8 {
+        true => Err(anyhow!(
+            "a CPU does not compute in fp8: ask for `int8`, or for a GPU of compute capability 8.9 or later"
+        )),
+        false => Ok(()),
+    }
+}
+
+/// Whether `place` computes in these formats, which loading a model finds out as well, later.
+pub fn check_formats(formats: Formats, place: Place) -> anyhow::Result<()> {
+    #[cfg(feature = "faults")]
+    if crate::faults::KnownDevice::is_wanted() {
+        return Ok(());
+    }
+    match place {
+        Place::Cpu => check_cpu(formats.precision, formats.kv),
+        Place::Cuda(ordinal) => {
+            Cuda::open(ordinal, formats.precision, formats.kv, Products::Kernels)?;
+            Ok(())
+        }
+    }
 }
 
 /// How a model is loaded; `vocabulary`: ids that its tokenizer knows.

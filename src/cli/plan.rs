@@ -8,12 +8,13 @@ use rayon::prelude::*;
 use serde_json::json;
 
 use crate::cli::args::PlanArgs;
-use crate::cli::door::{Opened, output_of, say_warnings, unread};
-use crate::cli::exit::{Exit, Failure};
+use crate::cli::door::{Opened, open_ledger, output_of, say_warnings, unread};
+use crate::cli::exit::{Exit, Failure, one_line};
 use crate::cli::inputs;
 use crate::cli::place::DeviceChoice;
 use crate::cli::trial;
 use crate::dataset::DatasetError;
+use crate::dataset::layout::SkippedFile;
 use crate::dataset::plan::Shard;
 use crate::dataset::planner::InputPlan;
 use crate::dataset::row::InputRow;
@@ -23,12 +24,14 @@ use crate::job::thinking::Thinks;
 use crate::ledger::Ledger;
 use crate::report::cost::{dollars, show_dollars};
 use crate::report::progress::show_duration;
-use crate::report::summary::{number, percent};
+use crate::report::summary::{counted, number, percent};
 use crate::worker::model::Stream;
 use crate::worker::preflight::{Preflight, Seen, SeenPrompt, Shown};
 
 /// Shards read and rendered at once: one on the cores, one being read.
 const SHARDS_AHEAD: usize = 2;
+/// Skipped files that are named.
+const SKIPPED_SHOWN: usize = 10;
 /// Widest bar of the histogram, in characters.
 const BAR_CHARS: u64 = 40;
 
@@ -40,7 +43,7 @@ pub async fn plan(args: PlanArgs) -> Result<Exit, Failure> {
             .context("cannot start the threads")?;
     }
     let mut opened = Opened::open(&args.job, args.limit.limit, || DeviceChoice::Auto.place()).await?;
-    let begun = Ledger::open(&opened.output).await?;
+    let begun = open_ledger(&opened.output).await?;
     opened.settle(begun.as_ref())?;
     opened.check_shape()?;
     let inputs = opened.plan().await?;
@@ -52,11 +55,16 @@ pub async fn plan(args: PlanArgs) -> Result<Exit, Failure> {
     };
     let preflight = read_all(&renderer, &inputs, args.preview).await?;
     let seconds = expected_seconds(&opened, &preflight, args.tokens_per_second).await?;
+    // Others may compute it: here it is a warning.
+    let misplaced = opened.check_place().err().map(|why| one_line(&why));
     opened.warn();
-    say_warnings(&refusals);
+    say_warnings(refusals.iter().chain(&misplaced));
     if args.json {
         let mut json = as_json(&opened, &inputs, &preflight, seconds.as_ref());
         json["changed_inputs"] = refusals.into();
+        if let Some(warnings) = json["warnings"].as_array_mut() {
+            warnings.extend(misplaced.map(Into::into));
+        }
         println!("{json}");
     } else {
         show(&opened, &inputs, &preflight, seconds.as_ref());
@@ -117,9 +125,12 @@ pub fn none_to_ask(opened: &Opened, seen: &Preflight) -> Option<Failure> {
     none.then(|| {
         let why = seen.broken.first().map(|(row, why)| format!(" (row {row}: {why})"));
         Failure::bad_job(anyhow::anyhow!(
-            "{}: none of the {} rows can be asked about{}; nothing was written",
+            "{}: {} be asked about{}; nothing was written",
             opened.job.file,
-            number(seen.rows),
+            match seen.rows {
+                1 => "the one row there is cannot".to_string(),
+                rows => format!("none of the {} rows can", number(rows)),
+            },
             why.unwrap_or_default()
         ))
     })
@@ -139,7 +150,7 @@ async fn refusals(ledger: &Ledger) -> Result<Vec<String>, Failure> {
 
 fn reader(renderer: &Renderer, inputs: &InputPlan) -> ShardReader {
     let nothing = Arc::new(arrow::datatypes::Schema::empty());
-    ShardReader::new(inputs.files.clone(), nothing, renderer.columns())
+    ShardReader::new(inputs.files.clone(), nothing, renderer.columns()).of_layout(inputs.layout.clone())
 }
 
 /// Reads a shard and looks at its rows, piece by piece, off the threads that read.
@@ -149,7 +160,7 @@ async fn look_at<T: Send + 'static>(
     renderer: &Arc<Renderer>,
     look: impl Fn(&Renderer, &[InputRow]) -> T + Clone + Send + 'static,
 ) -> anyhow::Result<Vec<T>> {
-    let (mut pieces, mut seen) = (reader.pieces(shard, None), Vec::new());
+    let (mut pieces, mut seen) = (reader.pieces(shard, None)?, Vec::new());
     while let Some(piece) = pieces.next().await? {
         let (renderer, look) = (renderer.clone(), look.clone());
         let looked = tokio::task::spawn_blocking(move || look(&renderer, &piece.rows));
@@ -198,7 +209,7 @@ async fn expected_seconds(
     }
     Ok(best.map(|(tried, seconds)| Expected {
         seconds: seconds / tried as f64 * rows as f64,
-        basis: format!("the run of the first {} rows", number(tried)),
+        basis: format!("the run of the first {}", counted(tried, "row")),
     }))
 }
 
@@ -217,7 +228,9 @@ fn as_json(opened: &Opened, inputs: &InputPlan, p: &Preflight, expected: Option<
         "seconds": seconds,
         "sampling": opened.job.generate.sampling_json(),
         "thinking": opened.thinking.as_ref().map(Thinks::json),
-        "warnings": opened.warnings(),
+        "parsed": opened.parsed_json(),
+        "skipped_inputs": inputs.layout.skipped.iter().map(SkippedFile::line).collect::<Vec<_>>(),
+        "warnings": opened.warnings().into_iter().chain(&inputs.notes).collect::<Vec<_>>(),
         "usd": seconds.and_then(|s| dollars(s, opened.job.budget.usd_per_hour)),
         "preview": p.preview().into_iter().map(preview).collect::<Vec<_>>(),
     })
@@ -231,10 +244,13 @@ fn preview((row, shown): &(u64, Shown)) -> serde_json::Value {
 fn show(opened: &Opened, inputs: &InputPlan, p: &Preflight, expected: Option<&Expected>) {
     println!("job         {}", opened.job.name);
     println!(
-        "inputs      {} files, {} shards",
-        number(inputs.files.len() as u64),
-        number(inputs.shards.len() as u64)
+        "inputs      {}, {}",
+        counted(inputs.files.len() as u64, "file"),
+        counted(inputs.shards.len() as u64, "shard")
     );
+    for skipped in inputs.layout.skipped.iter().take(SKIPPED_SHOWN) {
+        println!("            left out: {}", skipped.line());
+    }
     println!(
         "rows        {}, {} of them broken",
         number(p.rows),
@@ -244,8 +260,8 @@ fn show(opened: &Opened, inputs: &InputPlan, p: &Preflight, expected: Option<&Ex
         println!("            row {row}: {why}");
     }
     println!(
-        "prompts     {} tokens, {} in prefixes that rows share",
-        number(p.prompt_tokens),
+        "prompts     {}, {} in prefixes that rows share",
+        counted(p.prompt_tokens, "token"),
         percent(p.shared_tokens, p.prompt_tokens)
     );
     println!(
@@ -267,10 +283,13 @@ fn show(opened: &Opened, inputs: &InputPlan, p: &Preflight, expected: Option<&Ex
     if let Some(line) = opened.thinking_line() {
         println!("thinking    {line}");
     }
+    for (at, line) in opened.parsed_lines().iter().enumerate() {
+        println!("{:<12}{line}", if at == 0 { "parsed" } else { "" });
+    }
     match expected {
         None => println!(
             "time        unknown: measure with `gristmill run {} --limit 200`, or give --tokens-per-second",
-            opened.job.file
+            opened.args.again()
         ),
         Some(Expected { seconds, basis }) => {
             let usd = dollars(*seconds, opened.job.budget.usd_per_hour);
@@ -284,8 +303,8 @@ fn show(opened: &Opened, inputs: &InputPlan, p: &Preflight, expected: Option<&Ex
     for (row, shown) in p.preview() {
         let cut = if shown.is_cut { ", cut" } else { "" };
         println!(
-            "\n--- row {row}, {} tokens{cut} ---\n{}",
-            number(shown.tokens as u64),
+            "\n--- row {row}, {}{cut} ---\n{}",
+            counted(shown.tokens as u64, "token"),
             shown.text
         );
     }

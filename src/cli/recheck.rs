@@ -5,7 +5,7 @@ use std::sync::Arc;
 use serde_json::json;
 
 use crate::cli::args::{EngineArgs, RecheckArgs};
-use crate::cli::door::{Opened, no_job};
+use crate::cli::door::{Opened, no_job, open_ledger};
 use crate::cli::exit::{Exit, Failure};
 use crate::cli::outfit::{LoadedModel, render_threads, stop_on_signals};
 use crate::cli::place::Place;
@@ -21,7 +21,7 @@ use crate::report::meter::Meter;
 use crate::report::progress::{self, Goal};
 use crate::report::recheck::Recheck;
 use crate::report::sample::sample;
-use crate::report::summary::number;
+use crate::report::summary::{counted, number};
 use crate::worker::jobs::OpenJob;
 use crate::worker::model::Formats;
 use crate::worker::recheck::{self, Parts};
@@ -30,7 +30,7 @@ use crate::worker::stop::Stop;
 pub async fn recheck(args: RecheckArgs) -> Result<Exit, Failure> {
     let mut opened = Opened::open(&args.job, args.limit, || args.engine.device.place()).await?;
     let sample = asked_sample(&opened, &args)?;
-    let ledger = Ledger::open(&opened.output).await?;
+    let ledger = open_ledger(&opened.output).await?;
     let ledger = ledger.ok_or_else(|| no_job(&opened.output))?;
     opened.settle(Some(&ledger))?;
     opened
@@ -39,10 +39,10 @@ pub async fn recheck(args: RecheckArgs) -> Result<Exit, Failure> {
     if ledger.success().await?.is_none() {
         let status = ledger.status().await?;
         return Err(Failure::bad_job(anyhow::anyhow!(
-            "job `{}` is not finished, {} of its {} rows are: recheck it when it is",
+            "job `{}` is not finished, with {} of {}: recheck it when it is",
             status.name,
             number(status.tally.rows()),
-            number(status.rows)
+            counted(status.rows, "row")
         )));
     }
     let stop = Stop::default();
@@ -126,8 +126,8 @@ pub async fn of_job(
         usd_per_hour: None,
     };
     if !quiet {
-        let (rows, all) = (number(goal.rows), number(ledger.job().rows()));
-        eprintln!("rechecking {rows} of {all} rows in {}", wanted.formats);
+        let (rows, all) = (number(goal.rows), counted(ledger.job().rows(), "row"));
+        eprintln!("rechecking {rows} of {all} in {}", wanted.formats);
     }
     let hash = identity.model_hash.clone();
     // No GPU computes in F32.
@@ -138,7 +138,7 @@ pub async fn of_job(
     let loaded = LoadedModel::load(opened.model.clone(), wanted.formats, job.context, hash, place, args)?;
     let meter = Arc::new(Meter::default());
     let parts = Parts {
-        job: OpenJob::new(0, ledger.clone(), &loaded.model, Arc::default())?,
+        job: OpenJob::new(0, ledger.clone(), &loaded.model, Arc::default(), Arc::default())?,
         engine: loaded.engine,
         precision: wanted.formats.to_string(),
         tokenizer: match job.generate.shape {

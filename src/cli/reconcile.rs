@@ -14,7 +14,7 @@ use crate::cli::door::ledger_at;
 use crate::cli::enqueue::{Enqueuer, Target};
 use crate::cli::exit::{Exit, Failure, one_line};
 use crate::ledger::{Ledger, Order, Progress, StopWhy};
-use crate::report::summary::{RowCounts, number};
+use crate::report::summary::{RowCounts, counted, number};
 
 /// A shard that was enqueued again and again without effect is enqueued at every so many looks.
 const LOOKS_MAX: u32 = 64;
@@ -25,12 +25,15 @@ const SHARDS_AT_ONCE: usize = 8;
 /// One job under watch.
 struct Watched {
     output: String,
-    ledger: Ledger,
+    /// Once it could be opened.
+    ledger: Option<Ledger>,
     /// At the last look.
     seen: Option<Progress>,
     sent: Backoff,
     /// How it ended, where it has.
     ended: Option<Exit>,
+    /// Why the last look came to nothing.
+    failed: Option<Failure>,
 }
 
 /// Which shards were enqueued at which look, and when they may be again. Pure.
@@ -65,73 +68,103 @@ impl Backoff {
 
 pub async fn reconcile(args: ReconcileArgs) -> Result<Exit, Failure> {
     let target = Target::required(&args.queue)?;
-    let mut jobs = Vec::new();
-    for output in &args.outputs {
-        jobs.push(Watched {
-            output: output.clone(),
-            ledger: ledger_at(output).await?,
-            seen: None,
-            sent: Backoff::default(),
-            ended: None,
-        });
+    let watched = |output: &String| Watched {
+        output: output.clone(),
+        ledger: None,
+        seen: None,
+        sent: Backoff::default(),
+        ended: None,
+        failed: None,
+    };
+    let mut jobs: Vec<Watched> = args.outputs.iter().map(watched).collect();
+    // What is wrong with an output is said whether the queue answers or not.
+    for job in &mut jobs {
+        if let Err(failure) = ledger_at(&job.output).await {
+            job.fail(failure);
+        }
+    }
+    if jobs.iter().all(|job| job.failed.is_some()) && !loops(&args) {
+        return Ok(worst(&jobs));
     }
     let enqueuer = target.connect().await?;
-    let loops = args.every.is_some() || args.until_finished;
+    let loops = loops(&args);
     let pause = Duration::from_secs_f64(args.every.unwrap_or(args.interval));
-    let mut enqueued = look_at_all(&mut jobs, &enqueuer, &args, loops).await?;
+    let mut enqueued = look_at_all(&mut jobs, &enqueuer, &args, loops).await;
     loop {
-        let over = jobs.iter().all(|job| job.ended.is_some());
+        let over = jobs.iter().all(|job| job.is_over(loops));
         if over && (args.until_finished || !loops) {
             break;
         }
         tokio::time::sleep(pause).await;
-        enqueued += look_at_all(&mut jobs, &enqueuer, &args, loops).await?;
+        enqueued += look_at_all(&mut jobs, &enqueuer, &args, loops).await;
         if !loops {
             break;
         }
     }
-    if enqueued == 0 && !loops {
+    let any_failed = jobs.iter().any(|job| job.failed.is_some());
+    if enqueued == 0 && !loops && !any_failed {
         println!("nothing to enqueue");
     }
-    // A job that goes on is no failure; of those that ended, the worst tells.
-    let worst = jobs.iter().filter_map(|job| job.ended).max_by_key(|exit| *exit as u8);
-    Ok(worst.unwrap_or(Exit::Done))
+    Ok(worst(&jobs))
 }
 
-/// One look at each job; returns how many shards were enqueued. In a loop, what fails is said and tried again at the next
-/// look.
-async fn look_at_all(
-    jobs: &mut [Watched],
-    enqueuer: &Enqueuer,
-    args: &ReconcileArgs,
-    loops: bool,
-) -> Result<u64, Failure> {
+/// Whether jobs are looked at again and again.
+fn loops(args: &ReconcileArgs) -> bool {
+    args.every.is_some() || args.until_finished
+}
+
+/// The exit code over all jobs. A job that goes on is no failure; of the others, the worst tells.
+fn worst(jobs: &[Watched]) -> Exit {
+    let worst = |exit: fn(&Watched) -> Option<Exit>| jobs.iter().filter_map(exit).max_by_key(|exit| *exit as u8);
+    let failed = worst(|job| Some(job.failed.as_ref()?.exit));
+    failed.or_else(|| worst(|job| job.ended)).unwrap_or(Exit::Done)
+}
+
+/// One look at each job; returns how many shards were enqueued. What fails is said and keeps no other job waiting; in a loop, it is
+/// tried again at the next look.
+async fn look_at_all(jobs: &mut [Watched], enqueuer: &Enqueuer, args: &ReconcileArgs, loops: bool) -> u64 {
     let mut enqueued = 0;
-    for job in jobs {
+    for job in jobs.iter_mut().filter(|job| loops || job.failed.is_none()) {
         match job.look(enqueuer, args).await {
-            Ok(sent) => enqueued += sent,
-            Err(failure) if loops => eprintln!("gristmill: {}: {}", job.output, one_line(&failure.error)),
-            Err(failure) => return Err(failure),
+            Ok(sent) => {
+                enqueued += sent;
+                job.failed = None;
+            }
+            Err(failure) => job.fail(failure),
         }
     }
-    Ok(enqueued)
+    enqueued
 }
 
 impl Watched {
+    /// Says what is wrong.
+    fn fail(&mut self, failure: Failure) {
+        eprintln!("gristmill: {}: {}", self.output, one_line(&failure.error));
+        self.failed = Some(failure);
+    }
+
+    /// Whether nothing more is to come of it: it has ended, or it cannot be looked at: not now, or, in a loop, not ever.
+    fn is_over(&self, loops: bool) -> bool {
+        let is_hopeless = |failure: &Failure| !loops || failure.exit == Exit::BadJob;
+        self.ended.is_some() || self.failed.as_ref().is_some_and(is_hopeless)
+    }
+
     async fn look(&mut self, enqueuer: &Enqueuer, args: &ReconcileArgs) -> Result<u64, Failure> {
         if self.ended.is_some() && args.until_finished {
             return Ok(0);
         }
         // A retry may have begun another generation since.
         let ledger = ledger_at(&self.output).await?;
-        if ledger.generation() != self.ledger.generation() || ledger.job().job != self.ledger.job().job {
+        let which = |ledger: &Ledger| (ledger.generation(), ledger.job().job.clone());
+        if self.ledger.as_ref().map(which) != Some(which(&ledger)) {
             (self.seen, self.sent) = (None, Backoff::default());
         }
-        self.ledger = ledger;
-        let ended = self.ended().await?;
+        let ledger = &*self.ledger.insert(ledger);
+        let name = &ledger.job().name;
+        let ended = how_ended(ledger).await?;
         if ended != self.ended {
             if let Some(exit) = ended {
-                println!("job `{}` {}", self.ledger.job().name, word(exit));
+                println!("job `{name}` {}", word(exit));
             }
             self.ended = ended;
         }
@@ -139,7 +172,7 @@ impl Watched {
             self.seen = None;
             return Ok(0);
         }
-        let now = self.ledger.progress().await?;
+        let now = ledger.progress().await?;
         let open = now.open().len();
         let Some(before) = self.seen.replace(now) else {
             return Ok(0);
@@ -158,52 +191,51 @@ impl Watched {
         } else {
             format!("{first} to {last}")
         };
-        self.mend(&due).await?;
-        enqueuer.send(&self.ledger, &due).await?;
+        let begun = |shard: &u32| self.seen.as_ref().is_some_and(|seen| seen.is_begun(*shard));
+        mend(ledger, due.iter().copied().filter(begun).collect()).await?;
+        enqueuer.send(ledger, &due).await?;
         self.sent.sent(&due);
         println!(
-            "job `{}`: enqueued {} shards that nobody moved ({which}), of {} that are not done",
-            self.ledger.job().name,
-            number(due.len() as u64),
+            "job `{name}`: enqueued {} that nobody moved ({which}), of {} not done",
+            counted(due.len() as u64, "shard"),
             number(open as u64)
         );
         Ok(due.len() as u64)
     }
+}
 
-    /// Opens finished rows of these shards again whose data is lost: whoever gets the shard would find that it cannot publish.
-    async fn mend(&self, shards: &[u32]) -> Result<(), Failure> {
-        let begun = |shard: &u32| self.seen.as_ref().is_some_and(|seen| seen.is_begun(*shard));
-        let mut mended = futures::stream::iter(shards.iter().copied().filter(begun).collect::<Vec<_>>())
-            .map(|shard| self.ledger.mend(shard))
-            .buffered(SHARDS_AT_ONCE);
-        while let Some(voided) = mended.try_next().await? {
-            for voided in voided {
-                println!("job `{}`: {voided}", self.ledger.job().name);
-            }
+/// Opens finished rows of these shards again whose data is lost: whoever gets the shard would find that it cannot publish.
+async fn mend(ledger: &Ledger, shards: Vec<u32>) -> Result<(), Failure> {
+    let mut mended = futures::stream::iter(shards)
+        .map(|shard| ledger.mend(shard))
+        .buffered(SHARDS_AT_ONCE);
+    while let Some(voided) = mended.try_next().await? {
+        for voided in voided {
+            println!("job `{}`: {voided}", ledger.job().name);
         }
-        Ok(())
     }
+    Ok(())
+}
 
-    /// How the job has ended; writes what is due where all shards are committed.
-    async fn ended(&self) -> Result<Option<Exit>, Failure> {
-        if let Some(success) = self.ledger.finish_check(None).await? {
-            return Ok(Some(Exit::of_rows(&RowCounts::of(success.rows, &success.tally))));
-        }
-        Ok(match self.ledger.control().await?.holds() {
-            // The rows that are left are to be published still: that takes workers.
-            Some(Order::Stop { close: true, .. }) => None,
-            Some(Order::Stop {
-                why: StopWhy::Cancelled,
-                ..
-            }) => Some(Exit::Cancelled),
-            Some(Order::Stop {
-                why: StopWhy::InputChanged,
-                ..
-            }) => Some(Exit::BadJob),
-            Some(Order::Stop { .. }) => Some(Exit::Stopped),
-            _ => None,
-        })
+/// How the job has ended; writes what is due where all shards are committed.
+async fn how_ended(ledger: &Ledger) -> Result<Option<Exit>, Failure> {
+    if let Some(success) = ledger.finish_check(None).await? {
+        return Ok(Some(Exit::of_rows(&RowCounts::of(success.rows, &success.tally))));
     }
+    Ok(match ledger.control().await?.holds() {
+        // The rows that are left are to be published still: that takes workers.
+        Some(Order::Stop { close: true, .. }) => None,
+        Some(Order::Stop {
+            why: StopWhy::Cancelled,
+            ..
+        }) => Some(Exit::Cancelled),
+        Some(Order::Stop {
+            why: StopWhy::InputChanged,
+            ..
+        }) => Some(Exit::BadJob),
+        Some(Order::Stop { .. }) => Some(Exit::Stopped),
+        _ => None,
+    })
 }
 
 fn word(exit: Exit) -> &'static str {

@@ -25,6 +25,9 @@ struct Generation {
 }
 
 pub async fn retry(args: RetryArgs) -> Result<Exit, Failure> {
+    if let Some(why) = misses(&args) {
+        return Err(Failure::bad_job(anyhow!(why)));
+    }
     let target = Target::find(&args.queue, None)?;
     let ledger = ledger_at(&args.output).await?;
     let Some(generation) = next(&ledger, args.max_tokens).await? else {
@@ -49,6 +52,17 @@ pub async fn retry(args: RetryArgs) -> Result<Exit, Failure> {
         show(&generation, sent.as_ref());
     }
     Ok(Exit::Done)
+}
+
+/// `--truncated` and `--max-tokens` go together.
+fn misses(args: &RetryArgs) -> Option<&'static str> {
+    match (args.truncated, args.max_tokens) {
+        (true, None) => Some(
+            "`--truncated` needs `--max-tokens N`, more tokens for each answer than it had: the same limit would cut it off again",
+        ),
+        (false, Some(_)) => Some("`--max-tokens` is for rows that were cut off: give `--truncated` as well"),
+        _ => None,
+    }
 }
 
 /// Whether `max_tokens` can end what the job's own limit, or that of a retry before, cut off.

@@ -3,8 +3,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use chrono::{TimeDelta, Utc};
+
 use crate::cli::args::RunArgs;
-use crate::cli::door::{self, Opened};
+use crate::cli::door::{self, Opened, open_ledger};
 use crate::cli::exit::{Exit, Failure, one_line};
 use crate::cli::inputs;
 use crate::cli::limits::{follow_file, what_to_raise};
@@ -16,16 +18,18 @@ use crate::ledger::{Ledger, LedgerError, StopWhy};
 use crate::queue::{LocalQueue, Message};
 use crate::report::agreement;
 use crate::report::meter::Meter;
+use crate::report::progress::show_duration;
 use crate::report::progress::{self, Goal};
 use crate::report::summary::Summary;
 use crate::worker::jobs::{Heard, JobState, Jobs};
 use crate::worker::patience::Patience;
 use crate::worker::stop::{Stop, Why};
+use crate::worker::watched::Watched;
 use crate::worker::{self, Parts, Until, Worker};
 
 pub async fn run(args: RunArgs) -> Result<Exit, Failure> {
     let mut opened = Opened::open(&args.job, args.limit.limit, || args.engine.device.place()).await?;
-    let begun = Ledger::open(&opened.output).await.map_err(refusal)?;
+    let begun = open_ledger(&opened.output).await.map_err(refusal)?;
     opened.settle(begun.as_ref())?;
     opened.check_shape()?;
     let identity = opened.identity()?;
@@ -36,6 +40,8 @@ pub async fn run(args: RunArgs) -> Result<Exit, Failure> {
             (ledger, true)
         }
         None => {
+            // What this machine cannot compute must not hold the output.
+            opened.check_place().map_err(Failure::bad_job)?;
             let mut plan = opened.plan().await?;
             check_any(&opened, &plan).await?;
             opened.hash_inputs(&mut plan).await?;
@@ -61,6 +67,9 @@ pub async fn run(args: RunArgs) -> Result<Exit, Failure> {
         }
         if let Some(line) = opened.thinking_line() {
             eprintln!("thinking: {line}");
+        }
+        for line in opened.untyped_lines() {
+            eprintln!("parsed: {line}");
         }
     }
     // A closing job goes on until its unfinished rows are rows of the output.
@@ -147,6 +156,9 @@ async fn work(
         Heard::Stale(why) => return Err(Failure::from(anyhow::anyhow!(why))),
     };
     let before = ledger.status().await?;
+    if resumed && !args.quiet {
+        say_company(ledger, TimeDelta::seconds(2 * args.log_interval.ceil() as i64)).await?;
+    }
     let meter = Arc::new(Meter::default());
     let queue = LocalQueue::new(messages(ledger, resumed).await?);
     let worker = Worker::new(Parts {
@@ -154,7 +166,7 @@ async fn work(
         queue: Arc::new(queue.clone()),
         own_queue: Some(queue),
         jobs,
-        watched: Vec::new(),
+        watched: Watched::default(),
         meter: meter.clone(),
         patience: Patience::new(false),
         pulse: pulse(),
@@ -187,6 +199,22 @@ async fn work(
     }))
 }
 
+/// Says so where another process wrote to this job not longer ago than `live`: it may be a second run that nobody meant to start.
+async fn say_company(ledger: &Ledger, live: TimeDelta) -> Result<(), Failure> {
+    let now = Utc::now();
+    let spent = ledger.spent().await?.by_worker.into_iter();
+    let newest = spent.filter(|other| !other.ended).max_by_key(|other| other.at);
+    if let Some(other) = newest.filter(|other| now - other.at <= live) {
+        eprintln!(
+            "gristmill: worker {} wrote to this job {} ago: if it still runs, the two share the job, each row is published once, and \
+             what both spend is added up",
+            other.worker,
+            show_duration((now - other.at).as_seconds_f64().max(0.0))
+        );
+    }
+    Ok(())
+}
+
 /// The shards that are not done: the embedded queue is that list in memory.
 async fn messages(ledger: &Ledger, resumed: bool) -> Result<Vec<Message>, Failure> {
     let mut shards = ledger.unfinished().await?;
@@ -208,11 +236,11 @@ fn shards_in_flight(shard_rows: u64, sequences: u32) -> u32 {
 
 /// Prints the report; the exit code that the rows alone would give, unless a stop cuts the recheck short.
 async fn report(opened: &Opened, ledger: &Ledger, args: &RunArgs, stop: &Stop) -> Result<Exit, Failure> {
-    let mut summary: Summary = door::summary(ledger, opened.output.url.as_str()).await?;
+    let mut summary: Summary = door::summary(ledger, &ledger.status().await?, opened.output.url.as_str()).await;
     let mut exit = Exit::of_rows(&summary.rows);
     let is_done = ledger.success().await?.is_some();
     if let Some(gold) = opened.job.gold.as_ref().filter(|_| is_done) {
-        match agreement::of_parts(ledger, gold).await {
+        match agreement::of_parts(ledger, opened.job.output.name_of(gold)).await {
             Ok(agreement) => summary.agreement = Some(agreement),
             Err(error) => eprintln!("gristmill: no agreement: {}", one_line(&error.into())),
         }

@@ -7,7 +7,7 @@ use chrono::{DateTime, Utc};
 use serde_json::{Value, json};
 
 use crate::cli::args::{OutputArgs, WatchArgs};
-use crate::cli::door::ledger_at;
+use crate::cli::door::{ledger_at, summary};
 use crate::cli::exit::{Exit, Failure};
 use crate::cli::limits::{Used, limit_lines};
 use crate::dataset::pinned::display_name;
@@ -15,7 +15,7 @@ use crate::ledger::control::Control;
 use crate::ledger::status::{OpenShard, State, Status};
 use crate::ledger::{Ledger, LimitsFrom, Terms};
 use crate::report::progress::show_duration;
-use crate::report::summary::{RowCounts, Summary, number};
+use crate::report::summary::{RowCounts, Summary, counted, number};
 use crate::say;
 use crate::worker::patience::{Patience, Reaction};
 
@@ -28,7 +28,7 @@ pub async fn status(args: OutputArgs) -> Result<Exit, Failure> {
     let control = ledger.control().await?;
     let (terms, from) = (ledger.terms(&control), control.limits_from());
     let used = Used::with(&ledger, status.seconds);
-    let summary = Summary::of(&status, &args.output);
+    let summary = summary(&ledger, &status, &args.output).await;
     if args.json {
         let mut json = as_json(&ledger, &status, &summary, (&terms, from), &used)?;
         json["pinned_anew"] = pinned_anew(&ledger, &control).into_iter().collect();
@@ -111,26 +111,22 @@ fn shard_lines(status: &Status, now: DateTime<Utc>) -> Vec<String> {
         .map(|shard| {
             let ago = (now - shard.last_progress).to_std().unwrap_or_default();
             let mut line = format!(
-                "shard {}: {} of {} rows, last progress {} ago",
+                "shard {}: {} of {}, last progress {} ago",
                 shard.shard,
                 number(shard.rows_done),
-                number(shard.rows),
+                counted(shard.rows, "row"),
                 show_duration(ago.as_secs_f64())
             );
             if let Some(worker) = &shard.worker {
                 line.push_str(&format!(", worker {worker}"));
             }
             if shard.rows_damaged > 0 {
-                let rows = number(shard.rows_damaged);
-                line.push_str(&format!(
-                    ", damaged: the data of {rows} finished rows is lost, they are to be computed again"
-                ));
+                let rows = counted(shard.rows_damaged, "finished row");
+                line.push_str(&format!(", damaged: the data of {rows} is lost, to be computed again"));
             }
             if shard.rows_again > 0 {
-                let rows = number(shard.rows_again);
-                line.push_str(&format!(
-                    ", damaged: {rows} rows whose data was lost are computed again"
-                ));
+                let rows = counted(shard.rows_again, "row");
+                line.push_str(&format!(", damaged: data was lost, and {rows} computed again"));
             }
             match shard.attempts {
                 0 | 1 if !shard.stuck => {}
@@ -175,10 +171,10 @@ pub async fn watch(args: WatchArgs) -> Result<Exit, Failure> {
         let cut = status.tally.truncated.filter(|count| *count > 0);
         let cut = cut.map_or(String::new(), |count| format!(", {} truncated", number(count)));
         let line = format!(
-            "{}: {} of {} rows{cut}, shards {}",
+            "{}: {} of {}{cut}, shards {}",
             word(status.state),
             number(rows),
-            number(status.rows),
+            counted(status.rows, "row"),
             shards(&status)
         );
         let (at, before) = *began.get_or_insert((Instant::now(), rows));

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use anyhow::anyhow;
 use serde_json::{Value, json};
 
-use crate::cli::args::SubmitArgs;
-use crate::cli::door::Opened;
+use crate::cli::args::{SubmitArgs, shell_word};
+use crate::cli::door::{Opened, open_ledger};
 use crate::cli::enqueue::{Sent, Target};
 use crate::cli::exit::{Exit, Failure};
 use crate::cli::inputs;
@@ -15,8 +15,12 @@ use crate::cli::plan::{check_any, none_to_ask, read_all};
 use crate::dataset::planner::InputPlan;
 use crate::job::Job;
 use crate::ledger::{Ledger, LedgerError, StopWhy};
-use crate::report::summary::{RowCounts, number};
+use crate::report::summary::{RowCounts, counted, number};
+use crate::worker::access::Access;
 use crate::worker::model::Stream;
+
+/// Places of inputs that the next command names.
+const PREFIXES_SHOWN: usize = 4;
 
 /// A job that stands in the ledger.
 struct Written {
@@ -34,7 +38,7 @@ enum Ended {
 pub async fn submit(args: SubmitArgs) -> Result<Exit, Failure> {
     let mut opened = Opened::open(&args.job, args.limit.limit, || args.device.of_others()).await?;
     let target = target(&args, &opened.job)?;
-    let begun = Ledger::open(&opened.output).await.map_err(refusal)?;
+    let begun = open_ledger(&opened.output).await.map_err(refusal)?;
     opened.settle(begun.as_ref())?;
     opened.check_shape()?;
     // A broker that refuses us must be known before anything is written.
@@ -117,10 +121,10 @@ async fn look_at_rows(opened: &Opened, plan: &InputPlan) -> Result<(), Failure> 
         return Err(failure);
     }
     eprintln!(
-        "preflight: {} rows, {} of them broken, {} prompt tokens",
-        number(seen.rows),
+        "preflight: {}, {} of them broken, {}",
+        counted(seen.rows, "row"),
         number(seen.broken_rows),
-        number(seen.prompt_tokens)
+        counted(seen.prompt_tokens, "prompt token")
     );
     for (row, why) in &seen.broken {
         eprintln!("preflight: row {row}: {why}");
@@ -182,20 +186,37 @@ fn as_json(written: &Written, shards: usize, sent: Option<&Sent>) -> Value {
     })
 }
 
+/// The option that a worker needs to read `inputs`: of queued jobs it reads what lies where the output does.
+fn accepting<'a>(opened: &Opened, inputs: impl IntoIterator<Item = &'a str>) -> String {
+    let prefixes = Access::default().to_accept(&opened.output, inputs);
+    if prefixes.is_empty() {
+        return String::new();
+    }
+    let named: Vec<&str> = prefixes.iter().map(String::as_str).take(PREFIXES_SHOWN).collect();
+    let option = format!(" --accept-inputs {}", shell_word(&named.join(",")));
+    match prefixes.len() - named.len() {
+        0 => option,
+        more => format!("{option} (and {more} more places of inputs)"),
+    }
+}
+
 fn show(args: &SubmitArgs, opened: &Opened, written: &Written, shards: usize, sent: Option<&Sent>) {
     let (job, output) = (written.ledger.job(), written.ledger.store().url());
     println!("job         {} ({})", job.name, job.job);
     println!(
-        "rows        {} in {} shards, from {} files",
+        "rows        {} in {}, from {}",
         number(job.rows()),
-        number(job.shards.len() as u64),
-        number(job.inputs.len() as u64)
+        counted(job.shards.len() as u64, "shard"),
+        counted(job.inputs.len() as u64, "file")
     );
     if let Some(line) = &opened.sampling.line {
         println!("sampling    {line}");
     }
     if let Some(line) = opened.thinking_line() {
         println!("thinking    {line}");
+    }
+    for line in opened.untyped_lines() {
+        println!("parsed      {line}");
     }
     println!("output      {output}");
     if written.resumed {
@@ -207,12 +228,19 @@ fn show(args: &SubmitArgs, opened: &Opened, written: &Written, shards: usize, se
     match sent {
         Some(sent) => {
             println!("enqueued    {}", sent.line());
-            println!("next        gristmill worker --queue {}", sent.url);
-            println!("            gristmill watch {output}");
+            println!(
+                "next        gristmill worker --queue {}{}",
+                shell_word(&sent.url.to_string()),
+                accepting(opened, job.inputs.iter().map(|input| input.url.as_str()))
+            );
+            println!("            gristmill watch {}", shell_word(output.as_str()));
         }
         None => {
-            println!("next        gristmill reconcile {output} --queue URL");
-            println!("            or, on this machine: gristmill run {}", args.job.display());
+            println!(
+                "next        gristmill reconcile {} --queue URL",
+                shell_word(output.as_str())
+            );
+            println!("            or, on this machine: gristmill run {}", args.job.again());
         }
     }
 }

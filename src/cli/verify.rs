@@ -5,7 +5,6 @@ use std::fmt::Display;
 use anyhow::anyhow;
 use arrow::array::{Array, ArrayRef, RecordBatch};
 use arrow::compute::concat_batches;
-use arrow::datatypes::SchemaRef;
 use bytes::Bytes;
 use futures::{StreamExt, TryStreamExt};
 use serde_json::Value;
@@ -13,23 +12,33 @@ use serde_json::Value;
 use crate::cli::args::VerifyArgs;
 use crate::cli::door::ledger_at;
 use crate::cli::exit::{Exit, Failure};
+use crate::dataset::location::Location;
 use crate::dataset::part::read_parquet;
+use crate::dataset::row::{RowStatus, WITHOUT_COLUMNS};
 use crate::dataset::shard::ShardReader;
 use crate::dataset::value::cell;
 use crate::job::Job;
 use crate::ledger::Ledger;
 use crate::ledger::keys::JOB;
 use crate::ledger::store::MAX_OBJECT_BYTES;
-use crate::report::summary::number;
+use crate::report::summary::{counted, number};
+use crate::worker::access::{Access, Asked};
 
 /// Shards whose inputs and parts are in memory at once.
 const SHARDS_AT_ONCE: usize = 4;
 
 pub async fn verify(args: VerifyArgs) -> Result<Exit, Failure> {
     let ledger = ledger_at(&args.output).await?;
-    let mut verified = ledger.verify(|_| ()).await?;
     if args.inputs {
-        verified.findings.extend(against_inputs(&ledger).await?);
+        check_access(&args, &ledger)?;
+    }
+    let mut verified = ledger.verify(|_| ()).await?;
+    let mut without_columns = 0;
+    if args.inputs {
+        for compared in against_inputs(&ledger).await? {
+            verified.findings.extend(compared.differs);
+            without_columns += compared.without_columns;
+        }
     }
     for finding in &verified.findings {
         eprintln!("{finding}");
@@ -41,6 +50,7 @@ pub async fn verify(args: VerifyArgs) -> Result<Exit, Failure> {
             "generation": ledger.generation(),
             "holds": verified.holds(),
             "inputs": args.inputs,
+            "rows_without_columns": without_columns,
             "parts": verified.parts,
             "rows": verified.tally.rows(),
             "truncated": verified.tally.truncated,
@@ -53,56 +63,114 @@ pub async fn verify(args: VerifyArgs) -> Result<Exit, Failure> {
             1 => ", after one retry".into(),
             n => format!(", after {n} retries"),
         };
-        let inputs = match args.inputs {
-            true => ", with the carried columns of their inputs",
-            false => "",
+        let inputs = match (args.inputs, without_columns) {
+            (false, _) => String::new(),
+            (true, 0) => ", with the carried columns of their inputs".into(),
+            (true, rows) => format!(
+                ", with the carried columns of their inputs but for {}, closed when nobody could read these",
+                number(rows)
+            ),
         };
         println!(
-            "the guarantee holds: {} rows as planned, each exactly once, in {} parts{retries}{inputs}; {} of them are truncated",
-            number(verified.tally.rows()),
-            number(verified.parts.into()),
+            "the guarantee holds: {} as planned, each exactly once, in {}{retries}{inputs}; {} of them are truncated",
+            counted(verified.tally.rows(), "row"),
+            counted(verified.parts.into(), "part"),
             verified.tally.truncated.map_or("an unknown number".into(), number)
         );
     }
     Ok(if verified.holds() { Exit::Done } else { Exit::Failure })
 }
 
-/// Compares the carried columns of every published row with the job's inputs; a line for each part that differs.
-async fn against_inputs(ledger: &Ledger) -> Result<Vec<String>, Failure> {
+/// A person named the output; its inputs are named by its record, which may be somebody else's. So they are read where a worker would
+/// read them.
+fn check_access(args: &VerifyArgs, ledger: &Ledger) -> Result<(), Failure> {
+    let here = std::env::current_dir()?;
+    let asked = Asked {
+        accept_inputs: &args.accept_inputs,
+        ..Asked::default()
+    };
+    let refused = |why: String| Failure::bad_job(anyhow!(why));
+    let access = Access::new(&asked, &here).map_err(refused)?;
+    let output = Location::parse(&args.output, &here).map_err(Failure::bad_job)?;
+    let inputs = ledger.job().inputs.iter().map(|input| input.url.as_str());
+    if let Some(why) = access.refuses_inputs(&output, inputs) {
+        return Err(refused(why));
+    }
+    access.confine_redirects();
+    Ok(())
+}
+
+/// What came of holding a part against its inputs.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Compared {
+    /// A line that says what differs first.
+    differs: Option<String>,
+    /// Rows that were closed when nobody could read their inputs.
+    without_columns: u64,
+}
+
+impl Compared {
+    fn differs(why: String) -> Compared {
+        Compared {
+            differs: Some(why),
+            without_columns: 0,
+        }
+    }
+}
+
+/// Compares the carried columns of every published row with the job's inputs, part by part.
+async fn against_inputs(ledger: &Ledger) -> Result<Vec<Compared>, Failure> {
     let record = ledger.job();
     let place = ledger.store().address(JOB);
     let job = Job::of_record(&record.resolved, &place)?;
     let output = job.recorded_columns(&record.columns, &place)?;
-    let reader = ShardReader::new(record.inputs.clone(), output.carry(), Some(Vec::new()));
-    let found: Vec<Option<String>> = futures::stream::iter(0..record.shards.len() as u32)
-        .map(|shard| part_against_inputs(ledger, &reader, shard))
+    let reader =
+        ShardReader::new(record.inputs.clone(), output.carry(), Some(Vec::new())).of_layout(record.layout.clone());
+    let names: Vec<String> = output.carried_names().collect();
+    futures::stream::iter(0..record.shards.len() as u32)
+        .map(|shard| part_against_inputs(ledger, &reader, &names, shard))
         .buffered(SHARDS_AT_ONCE)
         .try_collect()
-        .await?;
-    Ok(found.into_iter().flatten().collect())
+        .await
 }
 
-async fn part_against_inputs(ledger: &Ledger, reader: &ShardReader, shard: u32) -> Result<Option<String>, Failure> {
+/// `names`: of the carried columns, in the output.
+async fn part_against_inputs(
+    ledger: &Ledger,
+    reader: &ShardReader,
+    names: &[String],
+    shard: u32,
+) -> Result<Compared, Failure> {
     let name = ledger.keys().part(shard);
     // One that is not there has been found already.
     let Some(bytes) = ledger.store().get(&name, MAX_OBJECT_BYTES).await? else {
-        return Ok(None);
+        return Ok(Compared::default());
     };
     let planned = ledger.job().shard(shard)?;
     let read = reader.read(planned).await.map_err(anyhow::Error::from)?;
-    let differs = match ledger.job().part_extension.as_str() {
-        "jsonl" => lines_differ(&bytes, &read.carry, planned.first_row),
-        _ => columns_differ(bytes, &read.carry, planned.first_row),
+    let compared = match ledger.job().part_extension.as_str() {
+        "jsonl" => compare_lines(&bytes, &read.carry, names, planned.first_row),
+        _ => compare_columns(bytes, &read.carry, names, planned.first_row),
     };
-    Ok(match differs {
-        Ok(None) => None,
-        Ok(Some(why)) => Some(format!("`{name}`: {why}")),
-        Err(error) => Some(format!("`{name}` cannot be compared with its inputs: {error}")),
+    Ok(match compared {
+        Ok(compared) => Compared {
+            differs: compared.differs.map(|why| format!("`{name}`: {why}")),
+            ..compared
+        },
+        Err(error) => Compared::differs(format!("`{name}` cannot be compared with its inputs: {error}")),
     })
 }
 
-/// The first row and column of a Parquet part that is not as in `carry`.
-fn columns_differ(bytes: Bytes, carry: &RecordBatch, first_row: u64) -> anyhow::Result<Option<String>> {
+/// Does a row say that it was closed without its columns?
+fn says_without_columns(status: &str, error: &str) -> bool {
+    let is_closed = [RowStatus::Expired, RowStatus::Cancelled]
+        .map(RowStatus::as_str)
+        .contains(&status);
+    is_closed && error.contains(WITHOUT_COLUMNS)
+}
+
+/// Holds a Parquet part against `carry`: the first row and column that are not as there.
+fn compare_columns(bytes: Bytes, carry: &RecordBatch, names: &[String], first_row: u64) -> anyhow::Result<Compared> {
     let part = read_parquet(bytes)?;
     let part = concat_batches(&part.schema, &part.batches)?;
     if part.num_rows() != carry.num_rows() {
@@ -112,26 +180,55 @@ fn columns_differ(bytes: Bytes, carry: &RecordBatch, first_row: u64) -> anyhow::
             carry.num_rows()
         ));
     }
-    let schema: SchemaRef = carry.schema();
-    for (field, wanted) in schema.fields().iter().zip(carry.columns()) {
-        let name = field.name();
-        let found = part
-            .column_by_name(name)
-            .ok_or_else(|| anyhow!("it has no column `{name}`"))?;
-        if found != wanted {
-            let same = |row: &usize| found.slice(*row, 1) == wanted.slice(*row, 1);
-            let row = (0..wanted.len()).find(|row| !same(row)).unwrap_or(0) as u64 + first_row;
-            return Ok(Some(format!("column `{name}` of row {row} is not its input's")));
-        }
+    let column = |name: &str| {
+        part.column_by_name(name)
+            .ok_or_else(|| anyhow!("it has no column `{name}`"))
+    };
+    let found = names
+        .iter()
+        .map(|name| column(name))
+        .collect::<anyhow::Result<Vec<_>>>()?;
+    if found
+        .iter()
+        .zip(carry.columns())
+        .all(|(found, wanted)| *found == wanted)
+    {
+        return Ok(Compared::default());
     }
-    Ok(None)
+    let (status, error) = (column("status")?, column("error")?);
+    let text = |of: &ArrayRef, row: usize| cell(of, row).map(|value| value.as_str().unwrap_or_default().to_string());
+    let mut without_columns = 0;
+    for row in 0..carry.num_rows() {
+        let same = |at: &usize| found[*at].slice(row, 1) == carry.column(*at).slice(row, 1);
+        let Some(other) = (0..names.len()).find(|at| !same(at)) else {
+            continue;
+        };
+        let said = (
+            text(status, row).map_err(text_error)?,
+            text(error, row).map_err(text_error)?,
+        );
+        if !found.iter().all(|column| column.is_null(row)) || !says_without_columns(&said.0, &said.1) {
+            let (name, row) = (&names[other], first_row + row as u64);
+            return Ok(Compared::differs(format!(
+                "column `{name}` of row {row} is not its input's"
+            )));
+        }
+        without_columns += 1;
+    }
+    Ok(Compared {
+        differs: None,
+        without_columns,
+    })
 }
 
-/// The first line whose `custom_id` is not as in `carry`: of the carried columns, a result line holds this one.
-fn lines_differ(bytes: &[u8], carry: &RecordBatch, first_row: u64) -> anyhow::Result<Option<String>> {
-    let ids: Option<&ArrayRef> = carry.column_by_name("custom_id");
+/// Holds result lines against `carry`: of the carried columns, a line holds `custom_id`.
+fn compare_lines(bytes: &[u8], carry: &RecordBatch, names: &[String], first_row: u64) -> anyhow::Result<Compared> {
+    let ids: Option<&ArrayRef> = names
+        .iter()
+        .position(|name| name == "custom_id")
+        .map(|at| carry.column(at));
     let lines = bytes.split(|&b| b == b'\n').filter(|line| !line.is_empty());
-    let mut count = 0;
+    let (mut count, mut without_columns) = (0, 0);
     for (at, line) in lines.enumerate() {
         count += 1;
         let row = first_row + at as u64;
@@ -143,12 +240,22 @@ fn lines_differ(bytes: &[u8], carry: &RecordBatch, first_row: u64) -> anyhow::Re
             Some(ids) => cell(ids, at).map_err(text_error)?,
             None => Value::String(format!("row-{row}")),
         };
-        if line["custom_id"] != wanted {
-            return Ok(Some(format!("`custom_id` of row {row} is not its input's")));
+        if line["custom_id"] == wanted {
+            continue;
         }
+        let said = |key: &str| line["error"][key].as_str().unwrap_or_default();
+        if !line["custom_id"].is_null() || !says_without_columns(said("code"), said("message")) {
+            return Ok(Compared::differs(format!(
+                "`custom_id` of row {row} is not its input's"
+            )));
+        }
+        without_columns += 1;
     }
     match count == carry.num_rows() {
-        true => Ok(None),
+        true => Ok(Compared {
+            differs: None,
+            without_columns,
+        }),
         false => Err(anyhow!("it has {count} lines, they have {} rows", carry.num_rows())),
     }
 }

@@ -1,7 +1,6 @@
 //! `gristmill worker`: works on the shards that a queue names, of all jobs of one model.
 
 use std::collections::HashSet;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -9,36 +8,31 @@ use anyhow::Context;
 use serde::Serialize;
 
 use crate::cli::args::WorkerArgs;
-use crate::cli::door::{model_dir, no_job, say_warnings};
+use crate::cli::door::{model_dir, say_signing, say_warnings};
 use crate::cli::enqueue::Target;
 use crate::cli::exit::{Exit, Failure, one_line};
+use crate::cli::first_job::{First, FirstJob, Search, cannot_watch, watched_job};
 use crate::cli::limits::reached_line;
 use crate::cli::outfit::{LoadedModel, pulse, render_threads, stop_on_signals};
 use crate::cli::place::Place;
 use crate::dataset::location::Location;
-use crate::dataset::stores::Stores;
 use crate::device;
-use crate::job::Job;
 use crate::job::spec::Precision;
-use crate::ledger::keys::JOB;
-use crate::ledger::{Id, JobIdentity, Ledger, LedgerError, StopWhy};
+use crate::ledger::{Id, JobIdentity, LedgerError, StopWhy};
 use crate::queue::Queue;
 use crate::report::meter::{Meter, Reading};
 use crate::report::progress;
-use crate::report::summary::{RowCounts, number, rate};
+use crate::report::summary::{RowCounts, counted, number, rate};
 use crate::worker::access::{Access, Asked};
-use crate::worker::idle::IdleClock;
 use crate::worker::jobs::Jobs;
 use crate::worker::model::{Formats, ModelFiles};
-use crate::worker::patience::{Patience, Pauses};
+use crate::worker::patience::Patience;
 use crate::worker::pulse::Pulse;
 use crate::worker::stop::{Stop, Why};
+use crate::worker::troubles::Where;
+use crate::worker::watched::Watched;
 use crate::worker::{self, Parts, Until, Worker, liveness, spot};
 
-/// How long to wait for the first message before looking around.
-const RECEIVE_WAIT: Duration = Duration::from_secs(1);
-/// Before a message that points at nothing is passed on.
-const PASS_ON_PAUSE: Duration = Duration::from_secs(1);
 /// How long a worker that works once waits for a store or a queue that does not answer.
 const ONCE_WAITS_MAX: Duration = Duration::from_secs(600);
 /// Letters of a host's name that fit into a worker's.
@@ -48,6 +42,7 @@ pub async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
     let stop = Stop::default();
     stop_on_signals(stop.clone())?;
     let access = access(&args)?;
+    say_signing(args.quiet)?;
     let pulse = pulse();
     signs_of_life(&args, &pulse).await?;
     if let Some(cloud) = args.spot {
@@ -61,20 +56,21 @@ pub async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
         .consume()
         .await?;
     let place = args.engine.device.place()?;
-    let mut watched = watched(&args, &stop).await?;
-    let Some(wanted) = wanted_model(
+    let watched = watched(&args).await?;
+    let sought = wanted_model(
         &args,
         place,
         Incoming {
             queue: &queue,
             access: &access,
         },
-        &mut watched,
+        &watched,
         &stop,
     )
-    .await?
-    else {
-        return ended_early(&args, &stop);
+    .await?;
+    let wanted = match sought {
+        Sought::Model(wanted) => *wanted,
+        Sought::Nothing { refused } => return ended_early(&args, refused, &stop),
     };
     say_warnings(&wanted.files.config.warnings);
     let hash = wanted.files.hash(wanted.formats.precision).map_err(Failure::bad_job)?;
@@ -92,6 +88,10 @@ pub async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
         render_threads: render_threads(&args.engine)?,
         options: options(&args),
     }));
+    for (output, error) in &wanted.failing {
+        // Their messages come again: until then, this worker is no idle one.
+        worker.troubles.note(Where::Output, output, error);
+    }
     if !args.quiet {
         eprintln!(
             "worker `{}` is ready, with model `{}` in {}",
@@ -124,8 +124,7 @@ fn access(args: &WorkerArgs) -> Result<Access, Failure> {
     };
     let access =
         Access::new(&asked, &std::env::current_dir()?).map_err(|why| Failure::bad_job(anyhow::anyhow!(why)))?;
-    let follows = access.clone();
-    Stores::of_process().confine(Arc::new(move |url| follows.may_follow(url)));
+    access.confine_redirects();
     Ok(access)
 }
 
@@ -141,6 +140,17 @@ struct Wanted {
     files: ModelFiles,
     formats: Formats,
     context: Option<u32>,
+    /// Outputs of jobs whose stores failed when the model was looked for.
+    failing: Vec<(String, anyhow::Error)>,
+}
+
+/// What came of looking for a model.
+enum Sought {
+    Model(Box<Wanted>),
+    /// Told to stop, or nothing came but so many messages for others.
+    Nothing {
+        refused: usize,
+    },
 }
 
 fn options(args: &WorkerArgs) -> worker::Options {
@@ -172,16 +182,16 @@ async fn signs_of_life(args: &WorkerArgs, pulse: &Arc<Pulse>) -> Result<(), Fail
     Ok(())
 }
 
-/// The model that the arguments name, or that of the first job; `None`: told to stop, or nothing came.
+/// The model that the arguments name, or that of the first job.
 async fn wanted_model(
     args: &WorkerArgs,
     place: Place,
     incoming: Incoming<'_>,
-    watched: &mut Vec<Ledger>,
+    watched: &Watched,
     stop: &Stop,
-) -> Result<Option<Wanted>, Failure> {
+) -> Result<Sought, Failure> {
     if let Some(dir) = &args.model {
-        return Ok(Some(Wanted {
+        return Ok(Sought::Model(Box::new(Wanted {
             files: ModelFiles::open(dir.clone()).map_err(Failure::bad_job)?,
             formats: Formats::of(
                 asked_precision(&args.precision),
@@ -189,24 +199,43 @@ async fn wanted_model(
                 place.precision(),
             ),
             context: args.context,
-        }));
+            failing: Vec::new(),
+        })));
     }
-    if watched.is_empty() {
-        // Heard of is heard of: another worker may have its shards, but it must be done before this one is idle.
-        watched.extend(first_job(args, incoming, stop).await?);
-    }
-    let Some(ledger) = watched.first() else {
-        return Ok(None);
+    let first = match watched.ledgers().into_iter().next() {
+        Some(ledger) => First {
+            job: watched_job(&ledger, incoming.access)?,
+            ledger,
+            is_watched: true,
+            failing: Vec::new(),
+        },
+        None => {
+            let ends = args.until_idle || args.once;
+            let search = FirstJob {
+                queue: incoming.queue,
+                access: incoming.access,
+                patience: patience(args),
+                watched,
+                ends_after: ends.then(|| Duration::from_secs_f64(args.idle_after)),
+                stop,
+            };
+            match search.find().await? {
+                Search::Found(first) => *first,
+                Search::Nothing { refused } => return Ok(Sought::Nothing { refused }),
+            }
+        }
     };
-    if let Some(why) = refused_model(ledger, incoming.access) {
-        return Err(Failure::bad_job(anyhow::anyhow!(why)));
+    let formats = recorded(&first.ledger.job().identity);
+    if !first.is_watched {
+        // Heard of is heard of: another worker may have its shards, but it must be done before this one is idle.
+        watched.push(first.ledger);
     }
-    let job = Job::of_record(&ledger.job().resolved, &ledger.store().address(JOB))?;
-    Ok(Some(Wanted {
-        files: ModelFiles::open(model_dir(&job)?).map_err(Failure::bad_job)?,
-        formats: recorded(&ledger.job().identity),
-        context: args.context.or(job.context),
-    }))
+    Ok(Sought::Model(Box::new(Wanted {
+        files: ModelFiles::open(model_dir(&first.job)?).map_err(Failure::bad_job)?,
+        formats,
+        context: args.context.or(first.job.context),
+        failing: first.failing,
+    })))
 }
 
 /// The formats that a job was submitted with.
@@ -227,108 +256,22 @@ pub fn asked_precision(word: &str) -> Precision {
     }
 }
 
-/// The ledgers of `--job`.
-async fn watched(args: &WorkerArgs, stop: &Stop) -> Result<Vec<Ledger>, Failure> {
+/// The jobs of `--job`. One whose store does not answer, or refuses access, is looked at again later.
+async fn watched(args: &WorkerArgs) -> Result<Watched, Failure> {
     let here = std::env::current_dir()?;
-    let mut ledgers = Vec::new();
-    for output in &args.job {
-        let location = Location::parse(output, &here).map_err(Failure::bad_job)?;
-        let ledger = open_patiently(&location, &patience(args), stop).await?;
-        ledgers.push(ledger.ok_or_else(|| no_job(&location))?);
+    let outputs = args.job.iter().map(|output| Location::parse(output, &here));
+    let watched = Watched::new(outputs.collect::<Result<_, _>>().map_err(Failure::bad_job)?);
+    if let Some(error) = watched.open(&patience(args)).await.map_err(cannot_watch)? {
+        tracing::warn!(
+            "`--job`: {}; the worker begins without it, and looks again later",
+            one_line(&error)
+        );
     }
-    Ok(ledgers)
-}
-
-/// The ledger of the job at `output`, however long the store is away; `None`: there is none.
-async fn open_patiently(output: &Location, patience: &Patience, stop: &Stop) -> Result<Option<Ledger>, Failure> {
-    let mut pauses = Pauses::default();
-    loop {
-        match Ledger::open(output).await {
-            Ok(opened) => return Ok(opened),
-            Err(error) => patience.bear(error.into(), &mut pauses, stop).await?,
-        }
-    }
-}
-
-/// As [`open_patiently`], of a job that a message names: nothing of it is read where its output is not accepted, and it is an error
-/// where its record names what is not.
-async fn open_accepted(
-    output: &Location,
-    access: &Access,
-    patience: &Patience,
-    stop: &Stop,
-) -> Result<Option<Ledger>, Failure> {
-    let refused = |why: String| Failure::bad_job(anyhow::anyhow!(why));
-    if let Some(why) = access.refuses_output(output) {
-        return Err(refused(why));
-    }
-    let Some(ledger) = open_patiently(output, patience, stop).await? else {
-        return Ok(None);
-    };
-    let inputs = ledger.job().inputs.iter().map(|input| input.url.as_str());
-    let why = access
-        .refuses_inputs(output, inputs)
-        .or_else(|| refused_model(&ledger, access));
-    match why {
-        Some(why) => Err(refused(why)),
-        None => Ok(Some(ledger)),
-    }
-}
-
-/// Why the model that a record names must not be loaded. What else is wrong with it is said where it is opened.
-fn refused_model(ledger: &Ledger, access: &Access) -> Option<String> {
-    let job: Job = serde_json::from_value(ledger.job().resolved.clone()).ok()?;
-    access.refuses_model(&model_dir(&job).ok()?)
-}
-
-/// The job of the first message that points at one.
-async fn first_job(args: &WorkerArgs, incoming: Incoming<'_>, stop: &Stop) -> Result<Option<Ledger>, Failure> {
-    let Incoming { queue, access } = incoming;
-    let patience = patience(args);
-    let mut idle = IdleClock::default();
-    while !stop.is_set() {
-        let received = match queue.receive(RECEIVE_WAIT).await {
-            Ok(received) => received,
-            Err(error) => {
-                patience.bear(error.into(), &mut Pauses::default(), stop).await?;
-                None
-            }
-        };
-        let Some(delivery) = received else {
-            idle.look(queue.is_attached());
-            let ends = args.until_idle || args.once;
-            if ends && idle.has_run(Duration::from_secs_f64(args.idle_after)) {
-                break;
-            }
-            continue;
-        };
-        idle = IdleClock::default();
-        let opened = match Location::parse(&delivery.message.output, Path::new("/")) {
-            Ok(output) => open_accepted(&output, access, &patience, stop).await,
-            Err(error) => Err(Failure::from(error)),
-        };
-        let why = match opened {
-            Ok(Some(ledger)) => match Job::of_record(&ledger.job().resolved, &ledger.store().address(JOB)) {
-                Ok(_) => {
-                    queue.give_back(&delivery).await?;
-                    return Ok(Some(ledger));
-                }
-                Err(error) => error.to_string(),
-            },
-            Ok(None) => "it holds no job".to_string(),
-            Err(failure) => one_line(&failure.error),
-        };
-        if !stop.is_set() {
-            tracing::warn!("a message is passed on: `{}`: {why}", delivery.message.output);
-            tokio::time::sleep(PASS_ON_PAUSE).await;
-            queue.pass_on(&delivery).await?;
-        }
-    }
-    Ok(None)
+    Ok(watched)
 }
 
 /// It ended before it had a model.
-fn ended_early(args: &WorkerArgs, stop: &Stop) -> Result<Exit, Failure> {
+fn ended_early(args: &WorkerArgs, refused: usize, stop: &Stop) -> Result<Exit, Failure> {
     if args.json {
         let report = Report {
             worker: name(args)?,
@@ -341,7 +284,11 @@ fn ended_early(args: &WorkerArgs, stop: &Stop) -> Result<Exit, Failure> {
         return Ok(Exit::Interrupted);
     }
     if !args.quiet {
-        eprintln!("nothing came: there is nothing to do");
+        match refused {
+            0 => eprintln!("nothing came: there is nothing to do"),
+            1 => eprintln!("1 message came, and it is not for this worker: a warning above says why"),
+            _ => eprintln!("{refused} messages came, none for this worker: warnings above say why"),
+        }
     }
     Ok(Exit::Done)
 }
@@ -384,11 +331,11 @@ async fn report(args: &WorkerArgs, worker: &Worker, ended: anyhow::Result<Option
         println!("{}", serde_json::to_string(&report)?);
     } else {
         println!(
-            "{} rows in {} shards, {} failed rows, {} truncated rows, {} tokens/s, {:.1} device seconds, {:.1} of them lost",
-            number(report.read.rows),
-            number(report.shards),
-            number(report.read.failed_rows),
-            number(report.read.truncated_rows),
+            "{} in {}, {}, {}, {} tokens/s, {:.1} device seconds, {:.1} of them lost",
+            counted(report.read.rows, "row"),
+            counted(report.shards, "shard"),
+            counted(report.read.failed_rows, "failed row"),
+            counted(report.read.truncated_rows, "truncated row"),
             number(
                 rate(
                     report.read.prompt_tokens + report.read.completion_tokens,
@@ -410,7 +357,11 @@ async fn report(args: &WorkerArgs, worker: &Worker, ended: anyhow::Result<Option
 /// The exit code that the jobs give together: a stopped one first, then failed rows.
 async fn of_jobs(worker: &Worker) -> Result<Exit, Failure> {
     let jobs = worker.jobs.open().await;
-    let ledgers = jobs.iter().map(|job| &job.ledger).chain(&worker.watched);
+    if let Some(error) = worker.watched.open(&worker.patience).await.map_err(cannot_watch)? {
+        return Err(error.context("a job of `--job` could not be looked at").into());
+    }
+    let watched = worker.watched.ledgers();
+    let ledgers = jobs.iter().map(|job| &job.ledger).chain(&watched);
     let mut exit = Exit::Done;
     let mut said = HashSet::new();
     for ledger in ledgers {

@@ -2,7 +2,8 @@
 //!
 //! An address is a file, a folder (its data files at any depth) or a glob (`s3://b/2026-11/*.parquet`; `**` crosses
 //! folders). Addresses keep the job file's order; what one of them matches is sorted by key. A file that is matched
-//! twice counts once. Names that begin with `_` or `.` are ignored, unless an address names that very file.
+//! twice counts once. Names that begin with `_` or `.` are ignored, unless an address names that very file; but `_x=1` is a folder of
+//! values, as Spark has it.
 
 use std::collections::HashSet;
 use std::path::Path as FsPath;
@@ -13,6 +14,7 @@ use object_store::path::Path;
 use object_store::{ObjectMeta, ObjectStoreExt};
 use url::Url;
 
+use super::compression;
 use super::error::DatasetError;
 use super::location::Location;
 use super::pinned::{Pin, PinnedFile, display_name};
@@ -21,22 +23,44 @@ use super::pinned::{Pin, PinnedFile, display_name};
 pub const FILES_MAX: usize = 100_000;
 
 /// Extensions that a folder's data files have.
-const DATA_EXTENSIONS: [&str; 5] = ["parquet", "pq", "jsonl", "ndjson", "json"];
+const DATA_EXTENSIONS: [&str; 12] = [
+    "parquet", "pq", "arrow", "feather", "ipc", "arrows", "jsonl", "ndjson", "json", "csv", "tsv", "tab",
+];
 
-/// Extensions that mean data which is not read as it is: better an error than a silently smaller dataset.
-const PACKED_EXTENSIONS: [&str; 5] = ["gz", "zst", "bz2", "xz", "zip"];
+/// Extensions that mean data which is not read: better an error than a silently smaller dataset.
+const PACKED_EXTENSIONS: [&str; 5] = ["xz", "zip", "7z", "lz4", "br"];
+
+/// The files that addresses match.
+#[derive(Debug, Default)]
+pub struct Found {
+    pub files: Vec<FoundFile>,
+    /// Names of files that lie in an address's folder and are no inputs by their names.
+    pub passed_over: Vec<String>,
+}
+
+#[derive(Debug)]
+pub struct FoundFile {
+    pub file: PinnedFile,
+    /// Parts of its key that stand before what the job file wrote: the folders around the job file are no part of an input's name.
+    pub outside: usize,
+}
 
 /// Finds the files of all `uris`, pinned to what they are now; a relative path starts at `base_dir`.
-pub async fn discover(uris: &[String], base_dir: &FsPath) -> Result<Vec<PinnedFile>, DatasetError> {
-    let mut found = Vec::new();
+pub async fn discover(uris: &[String], base_dir: &FsPath) -> Result<Found, DatasetError> {
+    let mut found = Found::default();
     let mut seen = HashSet::new();
     for uri in uris {
-        for file in discover_one(uri, base_dir).await? {
+        let outside = base_parts(uri, base_dir)?;
+        let Matched { files, passed_over } = discover_one(uri, base_dir).await?;
+        found.passed_over.extend(passed_over);
+        for file in files {
             if seen.insert(file.location.url.to_string()) {
-                found.push(file);
+                let parts = file.location.path.as_ref().split('/');
+                let outside = parts.zip(&outside).take_while(|(part, base)| part == base).count();
+                found.files.push(FoundFile { file, outside });
             }
         }
-        if found.len() > FILES_MAX {
+        if found.files.len() > FILES_MAX {
             return Err(DatasetError::Refused(format!(
                 "`{uri}` matches more than {FILES_MAX} input files"
             )));
@@ -48,19 +72,45 @@ pub async fn discover(uris: &[String], base_dir: &FsPath) -> Result<Vec<PinnedFi
     Ok(found)
 }
 
-async fn discover_one(uri: &str, base_dir: &FsPath) -> Result<Vec<PinnedFile>, DatasetError> {
+/// The parts of the key of `base_dir`, where `uri` starts from there.
+fn base_parts(uri: &str, base_dir: &FsPath) -> Result<Vec<String>, DatasetError> {
+    if uri.contains("://") || FsPath::new(uri).is_absolute() {
+        return Ok(Vec::new());
+    }
+    let base = Location::parse(".", base_dir)?;
+    Ok(base.path.as_ref().split('/').map(String::from).collect())
+}
+
+/// What one address matches.
+struct Matched {
+    files: Vec<PinnedFile>,
+    passed_over: Vec<String>,
+}
+
+impl Matched {
+    fn of(files: Vec<PinnedFile>) -> Matched {
+        Matched {
+            files,
+            passed_over: Vec::new(),
+        }
+    }
+}
+
+async fn discover_one(uri: &str, base_dir: &FsPath) -> Result<Matched, DatasetError> {
     let location = Location::parse(uri, base_dir)?;
     // A file whose name holds `[` or `*` is that file, not a glob.
     let literal_file = location.local_path().is_some_and(|path| path.is_file());
     if !literal_file && let Some((base, pattern)) = split_glob(uri) {
-        return glob(uri, &Location::parse(base, base_dir)?, pattern).await;
+        return glob(uri, &Location::parse(base, base_dir)?, pattern)
+            .await
+            .map(Matched::of);
     }
     if location.local_path().is_some_and(|path| path.is_dir()) || uri.ends_with('/') {
         return folder(uri, &location).await;
     }
     regular(&location)?;
     match location.store.head(&location.path).await {
-        Ok(meta) => Ok(vec![pin(&location, meta)]),
+        Ok(meta) => Ok(Matched::of(vec![pin(&location, meta)])),
         // A local path that is no folder either; a remote one may be a prefix.
         Err(object_store::Error::NotFound { .. }) if location.local_path().is_some() => Err(DatasetError::NoMatch {
             uri: uri.into(),
@@ -113,27 +163,47 @@ fn matcher(pattern: &str) -> Result<GlobMatcher, globset::Error> {
         .compile_matcher())
 }
 
-async fn folder(uri: &str, base: &Location) -> Result<Vec<PinnedFile>, DatasetError> {
+async fn folder(uri: &str, base: &Location) -> Result<Matched, DatasetError> {
     let all = list(base, true, &|key| !is_hidden(key)).await?;
-    let has = |file: &PinnedFile, extensions: &[&str]| {
+    let is = |file: &PinnedFile, extensions: &[&str]| {
         let name = file.location.path.filename().unwrap_or_default().to_ascii_lowercase();
-        name.rsplit_once('.').is_some_and(|(_, ext)| extensions.contains(&ext))
+        let mut parts = name.rsplit('.');
+        let last = parts.next().unwrap_or_default().to_string();
+        // What it is compressed with says nothing of what it is.
+        let kind = match compression::EXTENSIONS.contains(&last.as_str()) {
+            true => parts.next().unwrap_or_default().to_string(),
+            false => last,
+        };
+        name.contains('.') && extensions.contains(&kind.as_str())
     };
-    if let Some(packed) = all.iter().find(|file| has(file, &PACKED_EXTENSIONS)) {
-        let why = format!("`{}` is compressed as a whole; decompress it first", packed.name);
-        return Err(DatasetError::NoMatch { uri: uri.into(), why });
+    let refused = |file: &PinnedFile, why: &str| {
+        let why = format!("`{}` is compressed as a whole{why}", file.name);
+        Err(DatasetError::NoMatch { uri: uri.into(), why })
+    };
+    if let Some(packed) = all.iter().find(|file| is(file, &PACKED_EXTENSIONS)) {
+        return refused(packed, ", and no gzip, zstd or bzip2; decompress it first");
     }
-    let data: Vec<PinnedFile> = all.iter().filter(|file| has(file, &DATA_EXTENSIONS)).cloned().collect();
-    let files = if data.is_empty() {
-        all.into_iter().filter(|file| has(file, &["txt"])).collect()
-    } else {
-        data
+    let (data, others): (Vec<_>, Vec<_>) = all.into_iter().partition(|file| is(file, &DATA_EXTENSIONS));
+    let (texts, others): (Vec<_>, Vec<_>) = others.into_iter().partition(|file| is(file, &["txt"]));
+    let is_packed = |file: &&PinnedFile| {
+        let name = file.location.path.filename().unwrap_or_default().to_ascii_lowercase();
+        name.rsplit_once('.')
+            .is_some_and(|(_, last)| compression::EXTENSIONS.contains(&last))
     };
+    if let Some(packed) = others.iter().find(is_packed) {
+        return refused(
+            packed,
+            ", and its name does not say what it holds; rename it (`x.jsonl.gz`) or give its own address",
+        );
+    }
+    let (files, more) = if data.is_empty() { (texts, data) } else { (data, texts) };
     if files.is_empty() {
-        let why = "the folder is missing or holds no *.parquet, *.jsonl, *.json or *.txt".to_string();
+        let why =
+            "the folder is missing or holds no *.parquet, *.arrow, *.jsonl, *.json, *.csv, *.tsv or *.txt".to_string();
         return Err(DatasetError::NoMatch { uri: uri.into(), why });
     }
-    Ok(files)
+    let passed_over = others.iter().chain(&more).map(|file| file.name.clone()).collect();
+    Ok(Matched { files, passed_over })
 }
 
 /// The objects below `base` whose key relative to it is wanted, sorted by key; without `deep` only those right in it.
@@ -178,7 +248,8 @@ fn relative_key<'a>(prefix: &Path, key: &'a Path) -> Option<&'a str> {
 }
 
 fn is_hidden(key: &str) -> bool {
-    key.split('/').any(|part| part.starts_with(['_', '.']))
+    key.split('/')
+        .any(|part| part.starts_with('.') || (part.starts_with('_') && !part.contains('=')))
 }
 
 /// The file `meta` of the store of `base`, whose key begins with that of `base`.
@@ -223,9 +294,11 @@ mod tests {
         let files = discover(&uris, dir).await.map_err(|e| e.to_string())?;
         let root = dir.canonicalize().unwrap();
         Ok(files
+            .files
             .iter()
             .map(|f| {
-                f.name
+                f.file
+                    .name
                     .trim_start_matches(root.to_str().unwrap())
                     .trim_start_matches('/')
                     .into()
@@ -270,7 +343,7 @@ mod tests {
         let file_url = Url::from_file_path(dir.join(odd)).unwrap();
         assert_eq!(names(&dir, &[file_url.as_str()]).await.unwrap(), [odd]);
         // What was found can be opened again from its URL alone.
-        for file in discover(&["in".to_string()], &dir).await.unwrap() {
+        for FoundFile { file, .. } in discover(&["in".to_string()], &dir).await.unwrap().files {
             let again = Location::parse(file.location.url.as_str(), FsPath::new("/")).unwrap();
             assert_eq!(again.path, file.location.path);
             assert_eq!(&again.read().await.unwrap()[..], b"x");
@@ -293,12 +366,16 @@ mod tests {
         );
         assert!(names(dir.path(), &[]).await.unwrap_err().contains("names no input"));
         fs::write(dir.path().join("empty/x.jsonl.gz"), b"x").unwrap();
+        assert_eq!(names(dir.path(), &["empty"]).await.unwrap(), ["empty/x.jsonl.gz"]);
+        fs::write(dir.path().join("empty/y.gz"), b"x").unwrap();
+        let error = names(dir.path(), &["empty"]).await.unwrap_err();
         assert!(
-            names(dir.path(), &["empty"])
-                .await
-                .unwrap_err()
-                .contains("decompress it first")
+            error.contains("y.gz` is compressed as a whole, and its name does not say"),
+            "{error}"
         );
+        fs::write(dir.path().join("empty/y.jsonl.xz"), b"x").unwrap();
+        let error = names(dir.path(), &["empty"]).await.unwrap_err();
+        assert!(error.contains("decompress it first"), "{error}");
     }
 
     #[tokio::test]
@@ -319,7 +396,7 @@ mod tests {
             url,
         };
         let urls = |files: Vec<PinnedFile>| files.iter().map(|f| f.location.url.to_string()).collect::<Vec<_>>();
-        let all = folder("s3://bucket/2026-11/", &base).await.unwrap();
+        let all = folder("s3://bucket/2026-11/", &base).await.unwrap().files;
         for file in &all {
             assert_eq!(
                 Path::from_url_path(file.location.url.path()).unwrap(),

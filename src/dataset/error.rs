@@ -50,6 +50,17 @@ impl DatasetError {
         }
     }
 
+    /// Rows of the job in `output` take longer to be read than they may.
+    pub(crate) fn slow(output: &str, most: std::time::Duration) -> DatasetError {
+        DatasetError::Store {
+            file: format!("inputs of {output}"),
+            error: Box::new(object_store::Error::Generic {
+                store: "input",
+                source: format!("reading a shard takes more than {} s", most.as_secs()).into(),
+            }),
+        }
+    }
+
     pub(crate) fn unreadable(file: &str, why: impl ToString) -> DatasetError {
         DatasetError::Unreadable {
             file: file.to_string(),

@@ -42,6 +42,24 @@ impl Kinds {
         self.0 & !of.iter().fold(Kinds::NULL.0, |all, k| all | k.0) == 0
     }
 
+    /// What they are, in words, where no one type has all of them; lists and objects alone are JSON as they stand.
+    pub fn mixed(self) -> Option<String> {
+        let words = [
+            (Kinds::BOOL, "booleans"),
+            (Kinds(Kinds::INT.0 | Kinds::LONG_INT.0), "whole numbers"),
+            (Kinds::FLOAT, "fractions"),
+            (Kinds::TEXT, "texts"),
+            (Kinds::OTHER, "lists, objects or very large numbers"),
+        ];
+        let found: Vec<&str> = words
+            .iter()
+            .filter(|(kind, _)| self.0 & kind.0 != 0)
+            .map(|(_, word)| *word)
+            .collect();
+        let is_json = !self.field("").metadata().is_empty();
+        (is_json && found.len() > 1).then(|| found.join(" and "))
+    }
+
     /// The column that holds such values: int64, float64, bool or utf8; where they mix, utf8 that holds JSON text.
     pub fn field(self, name: &str) -> Field {
         let plain = |data_type| Field::new(name, data_type, true);

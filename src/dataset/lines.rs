@@ -15,11 +15,19 @@ pub const BLOCK_BYTES: usize = 1 << 20;
 pub enum Piece {
     /// Whole lines from `start` on; only the input's last line may lack its line end.
     Lines { start: u64, bytes: Bytes },
-    /// One line that is too long, its line end included.
-    TooLong { start: u64, end: u64 },
+    /// One line that is too long, its line end included; of CSV a record, which may hold several line ends.
+    TooLong { start: u64, end: u64, lines: u64 },
 }
 
 impl Piece {
+    /// Where it ends in the input.
+    pub fn end(&self) -> u64 {
+        match self {
+            Piece::Lines { start, bytes } => start + bytes.len() as u64,
+            Piece::TooLong { end, .. } => *end,
+        }
+    }
+
     /// The piece up to place `end`, where one of its lines ends.
     pub fn until(self, end: u64) -> Piece {
         match self {
@@ -80,6 +88,7 @@ impl LineCutter {
             out.push(Piece::TooLong {
                 start: long,
                 end: self.start,
+                lines: 1,
             });
             bytes = &bytes[at + 1..];
         }
@@ -102,10 +111,19 @@ impl LineCutter {
     /// Hands on what is left at the end of the input.
     pub fn finish(mut self, out: &mut Vec<Piece>) {
         if let Some(start) = self.skipping {
-            out.push(Piece::TooLong { start, end: self.start });
+            out.push(Piece::TooLong {
+                start,
+                end: self.start,
+                lines: 1,
+            });
         } else if !self.pending.is_empty() {
             self.emit(self.pending.len(), out);
         }
+    }
+
+    /// Bytes of the long line that is being skipped.
+    pub fn skipped(&self) -> u64 {
+        self.skipping.map_or(0, |start| self.start - start)
     }
 
     fn emit(&mut self, bytes: usize, out: &mut Vec<Piece>) {
@@ -191,7 +209,7 @@ mod tests {
         let mut out = Vec::new();
         for piece in pieces {
             match piece {
-                Piece::TooLong { start, end } => out.push((start, end, None)),
+                Piece::TooLong { start, end, .. } => out.push((start, end, None)),
                 Piece::Lines { start, bytes } => out.extend(lines_of(&bytes).map(|(place, text)| {
                     let whole = &bytes[place.clone()];
                     let length = whole.strip_suffix(b"\n").unwrap_or(whole).len();

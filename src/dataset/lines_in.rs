@@ -1,8 +1,8 @@
-//! JSON lines, OpenAI batch lines and plain text: scanned once at planning, then read a byte range at a time.
+//! JSON lines, OpenAI batch lines, plain text and CSV: scanned once at planning, then read a byte range at a time.
 //!
 //! A blank line is no row (in plain text it is one). A byte order mark at the file's start is skipped, `\r\n` ends a
 //! line like `\n`, and the last line needs no end. A line that cannot be read (bad UTF-8, no JSON object, nested more
-//! than 128 deep, longer than [`LINE_BYTES_MAX`]) is a row that says so.
+//! than 128 deep, longer than [`LINE_BYTES_MAX`]) is a row that says so. Of CSV, see [`super::csv_in`].
 
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
@@ -10,33 +10,61 @@ use std::hash::{BuildHasher, RandomState};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use arrow::array::{ArrayRef, RecordBatch, RecordBatchOptions};
+use arrow::datatypes::SchemaRef;
 use bytes::Bytes;
 use futures::stream::BoxStream;
 use futures::{Stream, StreamExt, TryStreamExt, stream};
 use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
 
+use super::csv::CsvTable;
+use super::csv_in::{self, CsvReading};
+use super::csv_records::CsvCutter;
 use super::error::DatasetError;
 use super::json_cost::json_cost;
-use super::kinds::{KEYS_MAX, Kinds, LineKinds};
+use super::kinds::{self, KEYS_MAX, Kinds, LineKinds};
 use super::lines::{LINE_BYTES_MAX, LineCutter, Piece, is_blank, lines_of, strip_bom};
-use super::pinned::{PinnedFile, hex};
+use super::pinned::hex;
 use super::plan::Format;
 use super::row_memory::{ENTRY_BYTES, ROW_BYTES_MAX, too_large};
+use super::text_file::TextFile;
 
 /// The one column of plain text.
 pub const TEXT_COLUMN: &str = "text";
 
+/// Longest line of a compressed file that is passed over: a few bytes of it can be a line without end.
+const PACKED_LINE_BYTES_MAX: u64 = 256 << 20;
+
 /// What a block of lines holds, for planning.
 #[derive(Debug, Default)]
 pub struct BlockScan {
-    /// Each row's place in the file.
-    pub rows: Vec<Range<u64>>,
+    pub rows: Vec<RowPlace>,
     /// Lines, blank ones included.
     pub lines: u64,
     /// Row of this block that each hash of a `custom_id` lies in, with its line in this block.
     pub custom_ids: Vec<(u128, u64)>,
     pub kinds: BTreeMap<String, Kinds>,
+}
+
+impl BlockScan {
+    /// Of a row that is too long to be read.
+    pub fn of_long(bytes: Range<u64>, lines: u64) -> BlockScan {
+        BlockScan {
+            rows: vec![RowPlace { bytes, line: 0 }],
+            lines,
+            ..BlockScan::default()
+        }
+    }
+}
+
+/// Where a row lies.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RowPlace {
+    /// In the file.
+    pub bytes: Range<u64>,
+    /// Lines of the block before it.
+    pub line: u64,
 }
 
 /// Hashes `custom_id`s of a whole job: 128 bits, keyed, so that two different ids never meet in practice.
@@ -68,12 +96,19 @@ impl IdCheck {
     }
 }
 
+impl IdCheck {
+    /// Forgets the ids of an input.
+    pub fn forget(&mut self, input: u32) {
+        self.seen.retain(|_, (of, _)| *of != input);
+    }
+}
+
 /// Hashes a file's bytes as they pass by on their way to be scanned.
 #[derive(Debug, Clone, Default)]
 pub struct LinesHash(Arc<Mutex<Sha256>>);
 
 impl LinesHash {
-    fn add(&self, bytes: &[u8]) {
+    pub(super) fn add(&self, bytes: &[u8]) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).update(bytes);
     }
 
@@ -83,21 +118,44 @@ impl LinesHash {
     }
 }
 
+/// How planning looks at lines.
+#[derive(Debug, Clone)]
+pub enum Scanner {
+    Lines(Format, IdHasher),
+    Csv { table: Arc<CsvTable>, has_header: bool },
+}
+
+impl Scanner {
+    /// What one piece holds.
+    pub fn scan(&self, piece: Piece) -> BlockScan {
+        match self {
+            Scanner::Lines(format, hasher) => scan_piece(piece, *format, hasher),
+            Scanner::Csv { table, has_header } => csv_in::scan_piece(piece, table, *has_header),
+        }
+    }
+
+    fn cutter(&self) -> Cutter {
+        match self {
+            Scanner::Lines(..) => Cutter::Lines(LineCutter::new(0)),
+            Scanner::Csv { table, .. } => Cutter::Csv(CsvCutter::new(0, 1, table.delimiter_byte())),
+        }
+    }
+}
+
 /// Scans a file's lines in order, a block at a time, several blocks at once; each comes with what it was made from.
 pub fn scan(
-    file: &PinnedFile,
-    format: Format,
-    hasher: IdHasher,
+    text: &TextFile,
+    scanner: Scanner,
     hash: &LinesHash,
 ) -> impl Stream<Item = Result<(Piece, BlockScan), DatasetError>> + use<> {
     let at_once = std::thread::available_parallelism().map_or(2, usize::from) + 1;
-    let name = file.name.clone();
-    pieces(file.clone(), 0..file.size, Some(hash.clone()))
+    let name = text.file.name.clone();
+    pieces(text, text.all(Some(hash.clone())), scanner.cutter())
         .map(move |piece| {
-            let (hasher, name) = (hasher.clone(), name.clone());
+            let (scanner, name) = (scanner.clone(), name.clone());
             async move {
                 let piece = piece?;
-                tokio::task::spawn_blocking(move || (piece.clone(), scan_piece(piece, format, &hasher)))
+                tokio::task::spawn_blocking(move || (piece.clone(), scanner.scan(piece)))
                     .await
                     .map_err(|e| DatasetError::unreadable(&name, e))
             }
@@ -105,43 +163,76 @@ pub fn scan(
         .buffered(at_once)
 }
 
-/// The pieces of a byte range that begins with a line.
-fn pieces(
-    file: PinnedFile,
-    range: Range<u64>,
-    hash: Option<LinesHash>,
-) -> BoxStream<'static, Result<Piece, DatasetError>> {
-    let start = range.start;
-    stream::once(async move { file.stream(range).await })
-        .try_flatten()
-        .inspect_ok(move |bytes| {
-            if let Some(hash) = &hash {
-                hash.add(bytes);
+/// Cuts bytes where rows end.
+pub(super) enum Cutter {
+    Lines(LineCutter),
+    Csv(CsvCutter),
+}
+
+impl Cutter {
+    fn push(&mut self, bytes: &[u8], out: &mut Vec<Piece>) -> Result<(), String> {
+        match self {
+            Cutter::Lines(cutter) => {
+                cutter.push(bytes, out);
+                Ok(())
             }
-        })
+            Cutter::Csv(cutter) => cutter.push(bytes, out),
+        }
+    }
+
+    /// Bytes of the long line that is being skipped.
+    fn skipped(&self) -> u64 {
+        match self {
+            Cutter::Lines(cutter) => cutter.skipped(),
+            Cutter::Csv(cutter) => cutter.skipped(),
+        }
+    }
+
+    fn finish(self, out: &mut Vec<Piece>) -> Result<(), String> {
+        match self {
+            Cutter::Lines(cutter) => {
+                cutter.finish(out);
+                Ok(())
+            }
+            Cutter::Csv(cutter) => cutter.finish(out),
+        }
+    }
+}
+
+/// The pieces of some bytes of a file that begin with a line.
+pub(super) fn pieces(
+    text: &TextFile,
+    bytes: BoxStream<'static, Result<Bytes, DatasetError>>,
+    cutter: Cutter,
+) -> BoxStream<'static, Result<Piece, DatasetError>> {
+    let name = text.file.name.clone();
+    let most = text.codec.map_or(u64::MAX, |_| PACKED_LINE_BYTES_MAX);
+    bytes
         .map(Some)
         .chain(stream::once(async { None }))
-        .scan(Some(LineCutter::new(start)), |cutter, bytes| {
+        .scan(Some(cutter), move |cutter, bytes| {
             let mut out = Vec::new();
-            let result = match bytes {
-                Some(Ok(bytes)) => {
-                    if let Some(cutter) = cutter {
-                        cutter.push(&bytes, &mut out);
-                    }
-                    Ok(out)
-                }
+            let cut = match bytes {
+                Some(Ok(bytes)) => match cutter {
+                    Some(cutter) => cutter
+                        .push(&bytes, &mut out)
+                        .and_then(|()| match cutter.skipped() > most {
+                            true => Err(format!("decompressed, it has a line of more than {most} bytes")),
+                            false => Ok(()),
+                        }),
+                    None => Ok(()),
+                },
                 Some(Err(e)) => {
                     *cutter = None;
-                    Err(e)
+                    return futures::future::ready(Some(Err(e)));
                 }
-                None => {
-                    if let Some(cutter) = cutter.take() {
-                        cutter.finish(&mut out);
-                    }
-                    Ok(out)
-                }
+                None => cutter.take().map_or(Ok(()), |cutter| cutter.finish(&mut out)),
             };
-            futures::future::ready(Some(result))
+            let cut = cut.map_err(|why| DatasetError::unreadable(&name, why));
+            if cut.is_err() {
+                *cutter = None;
+            }
+            futures::future::ready(Some(cut.map(|()| out)))
         })
         .map_ok(|pieces| stream::iter(pieces.into_iter().map(Ok)))
         .try_flatten()
@@ -150,20 +241,19 @@ fn pieces(
 
 /// Pure: what one piece holds.
 pub fn scan_piece(piece: Piece, format: Format, hasher: &IdHasher) -> BlockScan {
-    let mut scan = BlockScan::default();
     let (start, bytes) = match piece {
-        Piece::TooLong { start, end } => {
-            scan.lines = 1;
-            scan.rows.push(start..end);
-            return scan;
-        }
+        Piece::TooLong { start, end, lines } => return BlockScan::of_long(start..end, lines),
         Piece::Lines { start, bytes } => (start, bytes),
     };
+    let mut scan = BlockScan::default();
     for (place, line) in lines_of(&bytes) {
         let number = scan.lines;
         scan.lines += 1;
-        let row = start + place.start as u64..start + place.end as u64;
-        let line = if row.start == 0 { strip_bom(line) } else { line };
+        let row = RowPlace {
+            bytes: start + place.start as u64..start + place.end as u64,
+            line: number,
+        };
+        let line = if row.bytes.start == 0 { strip_bom(line) } else { line };
         if format == Format::Text {
             // A file that is nothing but a byte order mark has no line.
             if !line.is_empty() || bytes[place].ends_with(b"\n") {
@@ -202,54 +292,147 @@ pub fn merge_kinds(kinds: &mut BTreeMap<String, Kinds>, more: BTreeMap<String, K
     }
 }
 
-fn is_too_long(line_with_end: &[u8]) -> bool {
+pub(super) fn is_too_long(line_with_end: &[u8]) -> bool {
     line_with_end.strip_suffix(b"\n").unwrap_or(line_with_end).len() > LINE_BYTES_MAX
 }
+
+/// The fields of each row, or one line that says why there are none.
+pub type Rows = Vec<Result<Map<String, Value>, String>>;
 
 /// Rows of one piece of lines.
 #[derive(Debug, Default)]
 pub struct LineRows {
-    /// The fields of each, or one line that says why there are none.
-    pub rows: Vec<Result<Map<String, Value>, String>>,
+    pub rows: Rows,
+    /// Of rows that failed by one field, by their number in `rows`: the fields that can be read.
+    pub kept: Vec<(usize, Map<String, Value>)>,
     /// The most that they take in memory.
     pub bytes: u64,
     /// Where the piece ends in the file.
     pub end: u64,
+    /// Of CSV: its lines.
+    pub lines: u64,
 }
 
-/// Reads the rows of a byte range, which begins with row `first_row` of the file, piece by piece; those outside of `wanted` only to count them.
+impl LineRows {
+    /// The fields that are shown of each row (all, where `columns` is `None`), and the columns to carry.
+    pub fn into_columns(self, carry: SchemaRef, columns: Option<Vec<String>>) -> Result<(Rows, RecordBatch), String> {
+        let (mut objects, errors): (Vec<_>, Vec<_>) = self
+            .rows
+            .into_iter()
+            .map(|row| match row {
+                Ok(object) => (Some(object), None),
+                Err(why) => (None, Some(why)),
+            })
+            .unzip();
+        for (number, row) in self.kept {
+            objects[number] = Some(row);
+        }
+        let carried = carry.fields().iter().map(|field| kinds::column(field, &objects));
+        let carried = carried.collect::<Result<Vec<ArrayRef>, String>>()?;
+        let options = RecordBatchOptions::new().with_row_count(Some(objects.len()));
+        let carry = RecordBatch::try_new_with_options(carry, carried, &options).map_err(|e| e.to_string())?;
+        let rows = objects
+            .into_iter()
+            .zip(errors)
+            .map(|(object, error)| match (object, error) {
+                (Some(mut object), None) => {
+                    if let Some(columns) = &columns {
+                        object.retain(|key, _| columns.contains(key));
+                        // A key that other lines have is null here, not an unknown name.
+                        for column in columns {
+                            object.entry(column.clone()).or_insert(Value::Null);
+                        }
+                    }
+                    Ok(object)
+                }
+                (_, error) => Err(error.unwrap_or_default()),
+            });
+        Ok((rows.collect(), carry))
+    }
+}
+
+/// How lines become rows.
+#[derive(Debug, Clone)]
+pub enum LineReader {
+    Lines(Format),
+    Csv(Arc<CsvReading>),
+}
+
+impl LineReader {
+    fn cutter(&self, at: &LinesFrom) -> Cutter {
+        match self {
+            LineReader::Lines(_) => Cutter::Lines(LineCutter::new(at.bytes.start)),
+            LineReader::Csv(csv) => {
+                let delimiter = csv.table().delimiter_byte();
+                Cutter::Csv(CsvCutter::new(at.bytes.start, at.line, delimiter))
+            }
+        }
+    }
+
+    /// The rows of a piece whose first line is `line`.
+    fn rows(&self, piece: &Piece, line: u64, is_wanted: impl Fn(u64) -> bool) -> LineRows {
+        match self {
+            LineReader::Lines(format) => parse_rows(piece, *format, is_wanted),
+            LineReader::Csv(csv) => csv.rows(piece, line, is_wanted),
+        }
+    }
+}
+
+/// Lines that are still to be read.
+#[derive(Debug, Clone)]
+pub struct LinesFrom {
+    pub bytes: Range<u64>,
+    /// The first one's row in the file.
+    pub row: u64,
+    /// Of CSV: the line that it begins on, from 1.
+    pub line: u64,
+}
+
+impl LinesFrom {
+    /// What is left behind these rows.
+    pub fn behind(&self, read: &LineRows) -> LinesFrom {
+        LinesFrom {
+            bytes: read.end..self.bytes.end,
+            row: self.row + read.rows.len() as u64,
+            line: self.line + read.lines,
+        }
+    }
+}
+
+/// Reads the rows of a byte range piece by piece; those outside of `wanted` only to count them.
 pub fn read(
-    file: &PinnedFile,
-    format: Format,
-    range: Range<u64>,
-    first_row: u64,
+    text: &TextFile,
+    reader: LineReader,
+    from: LinesFrom,
     wanted: Vec<Range<u64>>,
 ) -> BoxStream<'static, Result<LineRows, DatasetError>> {
-    let (name, wanted) = (file.name.clone(), Arc::new(wanted));
-    let pieces = pieces(file.clone(), range, None);
-    stream::try_unfold((pieces, first_row), move |(mut pieces, at)| {
-        let (name, wanted) = (name.clone(), wanted.clone());
+    let (name, wanted) = (text.file.name.clone(), Arc::new(wanted));
+    let pieces = pieces(text, text.range(from.bytes.clone(), None), reader.cutter(&from));
+    stream::try_unfold((pieces, from), move |(mut pieces, at)| {
+        let (name, wanted, reader, from) = (name.clone(), wanted.clone(), reader.clone(), at.clone());
         async move {
             let Some(piece) = pieces.try_next().await? else {
                 return Ok(None);
             };
             let of = name.clone();
-            let parsed = tokio::task::spawn_blocking(move || number_rows(&piece, format, at, &wanted, &of));
+            let parsed = tokio::task::spawn_blocking(move || number_rows(&piece, &reader, &from, &wanted, &of));
             let read = parsed.await.map_err(|e| DatasetError::unreadable(&name, e))?;
-            let next = at + read.rows.len() as u64;
+            let next = at.behind(&read);
             Ok(Some((read, (pieces, next))))
         }
     })
     .boxed()
 }
 
-/// The rows of a piece whose first one is row `first`; errors name them.
-fn number_rows(piece: &Piece, format: Format, first: u64, wanted: &[Range<u64>], name: &str) -> LineRows {
-    let mut read = parse_rows(piece, format, |n| {
-        let row = first + n;
-        wanted.iter().any(|range| range.contains(&row))
+/// The rows of a piece that begins at `from`; errors name them.
+fn number_rows(piece: &Piece, reader: &LineReader, from: &LinesFrom, wanted: &[Range<u64>], name: &str) -> LineRows {
+    let mut read = reader.rows(piece, from.line, |n| {
+        let row = from.row + n;
+        wanted
+            .get(wanted.partition_point(|range| range.end <= row))
+            .is_some_and(|range| range.contains(&row))
     });
-    for (row, number) in read.rows.iter_mut().zip(first..) {
+    for (row, number) in read.rows.iter_mut().zip(from.row..) {
         if let Err(why) = row {
             *why = format!("row {number} of `{name}`: {why}");
         }
@@ -264,10 +447,10 @@ pub fn parse_piece(piece: &Piece, format: Format) -> Vec<Result<Map<String, Valu
 
 fn parse_rows(piece: &Piece, format: Format, is_wanted: impl Fn(u64) -> bool) -> LineRows {
     match piece {
-        Piece::TooLong { start, end } => LineRows {
+        Piece::TooLong { start, end, .. } => LineRows {
             rows: vec![Err(too_long(end - start))],
-            bytes: 0,
             end: *end,
+            ..LineRows::default()
         },
         Piece::Lines { start, bytes } => parse_lines(*start, bytes, format, is_wanted),
     }
@@ -294,7 +477,7 @@ fn parse_lines(start: u64, bytes: &Bytes, format: Format, is_wanted: impl Fn(u64
         }
         let row = match format {
             _ if is_too_long(whole) => Err(too_long(whole.len() as u64)),
-            _ if !is_wanted(read.rows.len() as u64) => Err("it was not to be read".into()),
+            _ if !is_wanted(read.rows.len() as u64) => Err(NOT_READ.into()),
             Format::Text => {
                 read.bytes += line.len() as u64 + ENTRY_BYTES;
                 utf8(line).map(|text| [(TEXT_COLUMN.to_string(), text.into())].into_iter().collect())
@@ -312,7 +495,10 @@ fn parse_lines(start: u64, bytes: &Bytes, format: Format, is_wanted: impl Fn(u64
     read
 }
 
-fn too_long(bytes: u64) -> String {
+/// The line of a row that nobody asked for.
+pub(super) const NOT_READ: &str = "it was not to be read";
+
+pub(super) fn too_long(bytes: u64) -> String {
     format!("a line of {bytes} bytes, more than {LINE_BYTES_MAX}")
 }
 
@@ -447,8 +633,8 @@ mod tests {
             prop_assert_eq!(scan.rows.len(), rows.len());
             // A row's own bytes, read alone, give that row.
             for (place, row) in scan.rows.iter().zip(rows) {
-                let bytes = Bytes::copy_from_slice(&text.as_bytes()[place.start as usize..place.end as usize]);
-                let alone = parse_piece(&Piece::Lines { start: place.start, bytes }, format);
+                let bytes = Bytes::copy_from_slice(&text.as_bytes()[place.bytes.start as usize..place.bytes.end as usize]);
+                let alone = parse_piece(&Piece::Lines { start: place.bytes.start, bytes }, format);
                 prop_assert_eq!(alone, vec![row]);
             }
         }

@@ -8,7 +8,7 @@ use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt};
 use url::Url;
 
-use super::stores::{OpenError, Stores, shown};
+use super::stores::{OpenError, Stores, names_bucket, shown};
 
 /// A place in an object store.
 #[derive(Clone)]
@@ -89,6 +89,13 @@ impl Location {
                 return Err(bad(
                     "it holds a password or a query: give credentials by environment, not in addresses".into(),
                 ));
+            }
+            let is_bucket = matches!(
+                url.scheme(),
+                "s3" | "s3a" | "gs" | "az" | "adl" | "azure" | "abfs" | "abfss"
+            );
+            if is_bucket && !names_bucket(&url) {
+                return Err(bad("it names no bucket: give `scheme://bucket/key`".into()));
             }
             return Ok(url);
         }
@@ -193,6 +200,31 @@ mod tests {
             let why = Location::parse_with(text, FsPath::new("/"), &stores).unwrap_err();
             let (shown, debug) = (why.to_string(), format!("{why:?}"));
             assert!(!shown.contains("hush") && !debug.contains("hush"), "{text}: {shown}");
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_a_bucket_is_refused() {
+        let of = |text: &str| Location::url_of(text, FsPath::new("/")).map_err(|error| error.to_string());
+        for text in [
+            "s3://../x",
+            "s3://./x",
+            "s3:///x",
+            "s3://%2e%2e/x",
+            "gs://..%2f/x",
+            "az://a..b/x",
+            "abfss://-x@account/x",
+        ] {
+            let why = of(text).unwrap_err();
+            assert!(why.contains(text) && why.contains("names no bucket"), "{why}");
+        }
+        for text in [
+            "s3://a.b-c_d/x",
+            "az://$web/x",
+            "abfss://files@account.dfs.core.windows.net/x",
+            "gs://b",
+        ] {
+            assert!(of(text).is_ok(), "{text}");
         }
     }
 

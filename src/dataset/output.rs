@@ -3,7 +3,7 @@
 //! The carried columns come first, in the job's order, then [`COLUMNS`]. With more than one sample a row, the columns of a
 //! completion are lists of what they are otherwise, one entry a sample; it is still one row an input row.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 
 use arrow::array::{
@@ -16,13 +16,15 @@ use arrow::datatypes::{DataType, Field, FieldRef, Fields, Schema, SchemaRef};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
+use super::answer::Answer;
+use super::answer_type::AnswerType;
 use super::error::{DatasetError, output_error};
 use super::row::{RowResult, SampleResult};
 use super::schema_text;
 use super::widths::check_room;
 
-/// What each column holds, in order; the last five stand only where a job asks for them or its model thinks.
-pub const COLUMNS: [(&str, &str); 14] = [
+/// What each column holds, in order; the last seven stand only where a job asks for them or its model thinks.
+pub const COLUMNS: [(&str, &str); 16] = [
     ("row", "0-based over the job's whole input"),
     (
         "status",
@@ -31,7 +33,7 @@ pub const COLUMNS: [(&str, &str); 14] = [
     ("completion", "the answer's text; null where there is none"),
     (
         "parsed",
-        "the answer as asked for: the choice, compact JSON, the match; null where it does not fit",
+        "the answer as asked for: the choice, compact JSON (or, typed, the values of the JSON Schema), the match; null where it does not fit",
     ),
     ("finish_reason", "`stop` or `length`"),
     ("error", "one line that says why; null for `succeeded`"),
@@ -55,10 +57,18 @@ pub const COLUMNS: [(&str, &str); 14] = [
         "natural logarithm, one per entry of `token_ids`; null where the row has none",
     ),
     ("choice_probabilities", "of each choice, by its name"),
+    (
+        "sample_status",
+        "of each sample, where there are several: `succeeded`, `invalid_output` or `errored`",
+    ),
+    (
+        "sample_error",
+        "of each sample, one line that says why; null for `succeeded`",
+    ),
 ];
 
 /// Which optional columns there are, and in what shape.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OutputColumns {
     /// Completions a row, at least 1; with more, the columns of a completion are lists.
     pub samples: u32,
@@ -70,13 +80,23 @@ pub struct OutputColumns {
     /// The choices whose probabilities are written.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub choices: Option<Vec<String>>,
+    /// What `parsed` holds instead of text.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parsed: Option<AnswerType>,
+    /// Of several samples, each has a status of its own.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub sample_status: bool,
 }
 
 /// The columns of a job's output; serializable, so that any process can rebuild it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct OutputSchema {
+    /// By their names in the input.
     #[serde(with = "schema_text")]
     carry: SchemaRef,
+    /// The names that some of them have in the output.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    renamed: BTreeMap<String, String>,
     columns: OutputColumns,
 }
 
@@ -84,34 +104,81 @@ impl OutputSchema {
     pub fn new(carry: &Schema, columns: OutputColumns) -> OutputSchema {
         OutputSchema {
             carry: Arc::new(carry.clone()),
+            renamed: BTreeMap::new(),
             columns,
         }
     }
 
-    /// The columns that a job's record names, held against those that the job asks for. `carried`: the columns that it may carry.
-    /// (Of thoughts, the record alone says whether they are written.)
+    /// The same, with other names for some of the carried columns.
+    ///
+    /// # Errors
+    /// Two columns would have one name: a line that says which.
+    pub fn renaming(self, renamed: &BTreeMap<String, String>) -> Result<OutputSchema, String> {
+        let schema = OutputSchema {
+            renamed: renamed.clone(),
+            ..self
+        };
+        let mut seen: HashSet<String> = OutputSchema::names(&schema.columns).into_iter().collect();
+        let twice = schema.carried_names().find(|name| !seen.insert(name.clone()));
+        match twice {
+            Some(name) => Err(format!("two columns of the output would have the name `{name}`")),
+            None => Ok(schema),
+        }
+    }
+
+    /// Engines that pass over the case of names (DuckDB, Spark) must see each column: for a job that is about to begin.
+    ///
+    /// # Errors
+    /// Two columns differ by case alone: a line that says which, and what tells them apart.
+    pub fn check_case(&self) -> Result<(), String> {
+        let own = OutputSchema::names(&self.columns).into_iter();
+        let mut seen: BTreeMap<String, (String, bool)> = own.map(|name| (name.to_lowercase(), (name, true))).collect();
+        for (field, name) in self.carry.fields().iter().zip(self.carried_names()) {
+            if let Some((other, is_own)) = seen.get(&name.to_lowercase()) {
+                let whose = if *is_own { ", the output's own," } else { "" };
+                return Err(format!(
+                    "`{name}` and `{other}`{whose} would differ by case alone, and engines that pass over it (DuckDB, Spark) would show \
+                     one of them only; a mapping gives another name: `carry: {{input_{name}: {}}}`",
+                    field.name()
+                ));
+            }
+            seen.insert(name.to_lowercase(), (name, false));
+        }
+        Ok(())
+    }
+
+    /// The carried columns' names in the output.
+    pub fn carried_names(&self) -> impl Iterator<Item = String> {
+        let fields = self.carry.fields().iter().map(|field| field.name());
+        fields.map(|name| self.renamed.get(name).unwrap_or(name).clone())
+    }
+
+    /// The columns that a job's record names, held against those that the job asks for, and the names that it gives to carried ones.
+    /// `carried`: the columns that it may carry.
+    /// (Of thoughts and of samples' statuses, the record alone says whether they are written: older ones have none.)
     ///
     /// # Errors
     /// One line that says what is wrong.
     pub fn of_record(
         columns: &Value,
-        wanted: &OutputColumns,
+        (wanted, renamed): (&OutputColumns, &BTreeMap<String, String>),
         carried: impl Fn(&str) -> bool,
     ) -> Result<OutputSchema, String> {
         let read = OutputSchema::deserialize(columns);
         let schema = read.map_err(|error| format!("its columns cannot be read: {error}"))?;
         let wanted = OutputColumns {
             thinking: schema.columns.thinking,
+            sample_status: schema.columns.sample_status && schema.columns.samples > 1,
             ..wanted.clone()
         };
-        if schema.columns != wanted {
+        if schema.columns != wanted || schema.renamed != *renamed {
             return Err("its columns are not those that its job asks for".into());
         }
         let own = OutputSchema::names(&schema.columns);
-        let mut seen = HashSet::new();
-        for field in schema.carry.fields() {
+        let (mut seen, mut names) = (HashSet::new(), HashSet::new());
+        for (field, new) in schema.carry.fields().iter().zip(schema.carried_names()) {
             let name = field.name();
-            if own.contains(name) || !carried(name) || !seen.insert(name) {
+            if own.contains(&new) || !carried(name) || !seen.insert(name) || !names.insert(new) {
                 return Err(format!("it carries a column `{name}`, which its job cannot ask for"));
             }
         }
@@ -133,6 +200,8 @@ impl OutputSchema {
                 token_ids: true,
                 logprobs: true,
                 choices: Some(Vec::new()),
+                parsed: None,
+                sample_status: true,
             })
         };
         let mut properties = Map::new();
@@ -145,7 +214,12 @@ impl OutputSchema {
             if one.is_nullable() {
                 types.push(json!({ "type": "null" }));
             }
-            properties.insert(name.into(), json!({ "description": holds, "anyOf": types }));
+            let described = match name {
+                // The job's JSON Schema has its say.
+                "parsed" => json!({ "description": holds }),
+                _ => json!({ "description": holds, "anyOf": types }),
+            };
+            properties.insert(name.into(), described);
         }
         let required: Vec<&str> = COLUMNS[..9].iter().map(|(name, _)| *name).collect();
         json!({
@@ -160,14 +234,28 @@ impl OutputSchema {
         })
     }
 
-    /// The carried columns.
+    /// Its columns besides the carried ones.
+    pub fn columns(&self) -> &OutputColumns {
+        &self.columns
+    }
+
+    /// Whether one that knows no typed answers, names of a job's own or statuses of samples would write other columns.
+    pub fn is_newer(&self) -> bool {
+        self.columns.parsed.is_some() || self.columns.sample_status || !self.renamed.is_empty()
+    }
+
+    /// The carried columns, by their names in the input.
     pub fn carry(&self) -> SchemaRef {
         self.carry.clone()
     }
 
     /// The Arrow schema of batches, data objects and parts.
     pub fn schema(&self) -> SchemaRef {
-        let carried = self.carry.fields().iter().cloned();
+        let fields = self.carry.fields().iter().zip(self.carried_names());
+        let carried = fields.map(|(field, name)| match *field.name() == name {
+            true => field.clone(),
+            false => Arc::new(field.as_ref().clone().with_name(name)),
+        });
         Arc::new(Schema::new(
             carried.chain(own_fields(&self.columns)).collect::<Vec<FieldRef>>(),
         ))
@@ -252,10 +340,15 @@ impl OutputSchema {
             Arc::new(out.finish())
         };
         Ok(match name {
-            "completion" => texts(&|s| Some(s.text.clone())),
+            "completion" => texts(&|s| s.is_there().then(|| s.text.clone())),
             "reasoning" => texts(&|s| s.reasoning.clone()),
-            "parsed" => texts(&|s| s.parsed.clone()),
-            "finish_reason" => texts(&|s| Some(s.finish_reason.to_string())),
+            "parsed" => match &self.columns.parsed {
+                Some(of) => typed(of, samples)?,
+                None => texts(&|s| s.parsed.clone()),
+            },
+            "finish_reason" => texts(&|s| s.is_there().then(|| s.finish_reason.to_string())),
+            "sample_status" => texts(&|s| Some(s.status.as_str().to_string())),
+            "sample_error" => texts(&|s| s.error.clone()),
             "token_ids" => {
                 let mut out = ListBuilder::new(Int32Builder::new());
                 for sample in samples {
@@ -264,7 +357,7 @@ impl OutputSchema {
                             .map_err(|_| DatasetError::Output(format!("token id {id} exceeds int32")))?;
                         out.values().append_value(id);
                     }
-                    out.append(sample.is_some());
+                    out.append(sample.is_some_and(SampleResult::is_there));
                 }
                 Arc::new(out.finish())
             }
@@ -272,7 +365,7 @@ impl OutputSchema {
                 let mut out = ListBuilder::new(Float32Builder::new());
                 for sample in samples {
                     // A row that asked for none has none; one whose completion is empty has an empty list.
-                    let given = sample.filter(|s| !s.logprobs.is_empty() || s.completion_tokens == 0);
+                    let given = sample.filter(|s| s.is_there() && (!s.logprobs.is_empty() || s.completion_tokens == 0));
                     out.values().append_slice(given.map_or(&[], |s| &s.logprobs));
                     out.append(given.is_some());
                 }
@@ -302,6 +395,16 @@ impl OutputSchema {
         let made = StructArray::try_new_with_length(choice_fields(choices), columns, Some(nulls), samples.len());
         Ok(Arc::new(made.map_err(output_error)?))
     }
+}
+
+/// A column of the answers themselves.
+fn typed(of: &AnswerType, samples: &[Option<&SampleResult>]) -> Result<ArrayRef, DatasetError> {
+    let read = |sample: &Option<&SampleResult>| {
+        let text = sample.and_then(|s| s.parsed.as_deref());
+        text.map(Answer::parse).transpose().map_err(DatasetError::Output)
+    };
+    let answers = samples.iter().map(read).collect::<Result<Vec<_>, _>>()?;
+    of.column(&answers.iter().map(Option::as_ref).collect::<Vec<_>>())
 }
 
 /// A count over a row's samples, null where it has none.
@@ -339,11 +442,12 @@ fn json_type(kind: &DataType) -> Value {
 fn own_fields(columns: &OutputColumns) -> Vec<FieldRef> {
     let list = |item: DataType| DataType::new_list(item, true);
     let sampled = |kind: DataType| if columns.samples > 1 { list(kind) } else { kind };
+    let parsed = columns.parsed.as_ref().map_or(DataType::Utf8, AnswerType::data_type);
     let mut fields = vec![
         Field::new("row", DataType::Int64, false),
         Field::new("status", DataType::Utf8, false),
         Field::new("completion", sampled(DataType::Utf8), true),
-        Field::new("parsed", sampled(DataType::Utf8), true),
+        Field::new("parsed", sampled(parsed), true),
         Field::new("finish_reason", sampled(DataType::Utf8), true),
         Field::new("error", DataType::Utf8, true),
         Field::new("prompt_tokens", DataType::Int64, true),
@@ -367,6 +471,10 @@ fn own_fields(columns: &OutputColumns) -> Vec<FieldRef> {
             true,
         ));
     }
+    if columns.sample_status {
+        fields.push(Field::new("sample_status", list(DataType::Utf8), true));
+        fields.push(Field::new("sample_error", list(DataType::Utf8), true));
+    }
     fields.into_iter().map(Arc::new).collect()
 }
 
@@ -378,6 +486,8 @@ mod tests {
 
     fn sample(text: &str) -> SampleResult {
         SampleResult {
+            status: RowStatus::Succeeded,
+            error: None,
             text: text.into(),
             reasoning: Some("hm".into()),
             reasoning_tokens: 1,
@@ -414,6 +524,8 @@ mod tests {
             token_ids: true,
             logprobs: true,
             choices: Some(vec!["A".into(), "B.c".into()]),
+            parsed: None,
+            sample_status: samples > 1,
         };
         OutputSchema::new(&carry().schema(), columns)
     }
@@ -427,8 +539,58 @@ mod tests {
 
     #[test]
     fn every_column_is_described() {
-        let names = OutputSchema::names(&all(1).columns);
+        let names = OutputSchema::names(&all(2).columns);
         assert_eq!(names, COLUMNS.map(|(name, _)| name));
+    }
+
+    #[test]
+    fn names_that_differ_by_case_alone_are_told() {
+        let of = |columns: &[&str], renamed: &[(&str, &str)]| {
+            let fields: Vec<Field> = columns
+                .iter()
+                .map(|name| Field::new(*name, DataType::Utf8, true))
+                .collect();
+            let renamed = renamed
+                .iter()
+                .map(|(column, new)| (column.to_string(), new.to_string()));
+            let schema = OutputSchema::new(&Schema::new(fields), OutputColumns::default());
+            schema.renaming(&renamed.collect()).unwrap().check_case()
+        };
+        for (columns, renamed, words) in [
+            (
+                &["Status"][..],
+                &[][..],
+                ["`Status` and `status`, the output's own,", "{input_Status: Status}"],
+            ),
+            (
+                &["id"],
+                &[("id", "ROW")],
+                ["`ROW` and `row`, the output's own,", "{input_ROW: id}"],
+            ),
+            (
+                &["Id", "x", "iD"],
+                &[],
+                ["`iD` and `Id` would differ", "{input_iD: iD}"],
+            ),
+            (&["É", "é"], &[], ["`é` and `É` would differ", "{input_é: é}"]),
+        ] {
+            let why = of(columns, renamed).unwrap_err();
+            assert!(words.iter().all(|words| why.contains(words)), "{why}");
+        }
+        assert_eq!(of(&["Status", "x"], &[("Status", "input_Status")]), Ok(()));
+        // Only columns that are there count.
+        assert_eq!(of(&["Reasoning"], &[]), Ok(()));
+        // Jobs that an older gristmill began go on with what they have.
+        let begun = OutputSchema::new(
+            &Schema::new(vec![Field::new("Status", DataType::Utf8, true)]),
+            OutputColumns::default(),
+        );
+        let record = serde_json::to_value(&begun).unwrap();
+        let nothing = BTreeMap::new();
+        assert_eq!(
+            OutputSchema::of_record(&record, (&OutputColumns::default(), &nothing), |_| true),
+            Ok(begun)
+        );
     }
 
     #[test]
@@ -486,6 +648,47 @@ mod tests {
             (&json!(["hm", "hm"]), &json!(2))
         );
         assert_eq!(rows[1]["choice_probabilities"][1], json!({"A": 0.75, "B.c": 0.25}));
+    }
+
+    #[test]
+    fn each_sample_has_a_status_of_its_own() {
+        let failed = SampleResult::failed("logits".into());
+        let results = [result(0, vec![]), result(1, vec![sample("x"), failed])];
+        let rows = json_rows(&all(2).to_batch(&carry(), 0, &results).unwrap());
+        assert_eq!(
+            (&rows[0]["sample_status"], &rows[0]["sample_error"]),
+            (&json!(null), &json!(null))
+        );
+        for (column, values) in [
+            ("sample_status", json!(["succeeded", "errored"])),
+            ("sample_error", json!([null, "logits"])),
+            ("completion", json!(["x", null])),
+            ("parsed", json!(["X", null])),
+            ("finish_reason", json!(["stop", null])),
+            ("token_ids", json!([[7, 8], null])),
+            ("logprobs", json!([[-0.5, -0.25], null])),
+            ("choice_probabilities", json!([{"A": 0.75, "B.c": 0.25}, null])),
+        ] {
+            assert_eq!(rows[1][column], values, "{column}");
+        }
+    }
+
+    /// Records of an older gristmill know of no statuses of samples: their parts stay as they are.
+    #[test]
+    fn records_without_statuses_of_samples_have_no_columns_for_them() {
+        let wanted = all(2).columns;
+        for (told, columns) in [(true, 16), (false, 14)] {
+            let schema = OutputSchema {
+                columns: OutputColumns {
+                    sample_status: told,
+                    ..wanted.clone()
+                },
+                ..all(2)
+            };
+            let record = serde_json::to_value(&schema).unwrap();
+            let read = OutputSchema::of_record(&record, (&wanted, &BTreeMap::new()), |_| true).unwrap();
+            assert_eq!((read.schema().fields().len(), read.is_newer()), (columns + 1, told));
+        }
     }
 
     #[test]

@@ -485,7 +485,7 @@ impl ParquetFile {
     }
 }
 
-fn unpacked_field(field: &FieldRef) -> FieldRef {
+pub(super) fn unpacked_field(field: &FieldRef) -> FieldRef {
     Arc::new(Field::clone(field).with_data_type(unpacked(field.data_type())))
 }
 

@@ -4,7 +4,6 @@ use arrow::array::{ArrayRef, AsArray, RecordBatch};
 use arrow::datatypes::{Int64Type, SchemaRef};
 use bytes::Bytes;
 use parquet::arrow::ArrowWriter;
-use parquet::basic::{Compression, ZstdLevel};
 use parquet::file::metadata::KeyValue;
 use parquet::file::properties::WriterProperties;
 use serde_json::{Value, json};
@@ -12,9 +11,7 @@ use serde_json::{Value, json};
 use super::error::{DatasetError, output_error};
 use super::part_in;
 use super::value::cell;
-
-/// Rows of a part's row group at most: small enough to be read by several threads, large enough to compress well.
-const GROUP_ROWS: usize = 65_536;
+use super::writing::Writing;
 
 /// Bytes of a part's row group, about.
 const GROUP_BYTES: usize = 64 << 20;
@@ -25,11 +22,12 @@ const BATCH_ROWS: usize = 8192;
 /// Key of the Arrow schema in Parquet metadata, which is not ours to show.
 const ARROW_KEY: &str = "ARROW:schema";
 
-/// A Parquet file of `batches`, zstd, with `metadata` as its key-value metadata.
+/// A Parquet file of `batches`, written so, with `metadata` as its key-value metadata.
 pub fn part_parquet(
     schema: &SchemaRef,
     batches: &[RecordBatch],
     metadata: &[(String, String)],
+    writing: Writing,
 ) -> Result<Bytes, DatasetError> {
     let pairs = metadata
         .iter()
@@ -37,8 +35,8 @@ pub fn part_parquet(
         .collect();
     let properties = WriterProperties::builder()
         .set_created_by(format!("gristmill version {}", env!("CARGO_PKG_VERSION")))
-        .set_compression(Compression::ZSTD(ZstdLevel::try_new(3).map_err(output_error)?))
-        .set_max_row_group_row_count(Some(GROUP_ROWS))
+        .set_compression(writing.compression().map_err(output_error)?)
+        .set_max_row_group_row_count(Some(writing.group_rows as usize))
         .set_max_row_group_bytes(Some(GROUP_BYTES))
         .set_key_value_metadata(Some(pairs))
         .build();
@@ -250,11 +248,14 @@ mod tests {
     use super::*;
     use crate::dataset::output::{OutputColumns, OutputSchema};
     use crate::dataset::row::{RowResult, RowStatus, SampleResult};
+    use crate::dataset::writing::Codec;
     use arrow::array::StringArray;
     use std::sync::Arc;
 
     fn sample(text: &str) -> SampleResult {
         SampleResult {
+            status: RowStatus::Succeeded,
+            error: None,
             text: text.into(),
             reasoning: Some(format!("about {text}")),
             reasoning_tokens: 2,
@@ -282,6 +283,8 @@ mod tests {
                 token_ids: false,
                 logprobs: false,
                 choices: None,
+                parsed: None,
+                sample_status: false,
             },
         );
         let row = |row, status, count: u32, error: Option<&str>| RowResult {
@@ -309,10 +312,22 @@ mod tests {
                 ("gristmill.job".to_string(), "j1".to_string()),
                 ("b".to_string(), "2".to_string()),
             ];
-            let bytes = part_parquet(&schema.schema(), std::slice::from_ref(&batch), &metadata).unwrap();
+            let bytes = part_parquet(
+                &schema.schema(),
+                std::slice::from_ref(&batch),
+                &metadata,
+                Writing::default(),
+            )
+            .unwrap();
             assert_eq!(
                 bytes,
-                part_parquet(&schema.schema(), std::slice::from_ref(&batch), &metadata).unwrap()
+                part_parquet(
+                    &schema.schema(),
+                    std::slice::from_ref(&batch),
+                    &metadata,
+                    Writing::default()
+                )
+                .unwrap()
             );
             let back = read_parquet(bytes).unwrap();
             assert_eq!(back.schema, schema.schema());
@@ -320,9 +335,36 @@ mod tests {
             assert_eq!(back.batches, [batch]);
         }
         let (schema, _) = batch(1);
-        let empty = read_parquet(part_parquet(&schema.schema(), &[], &[]).unwrap()).unwrap();
+        let empty = read_parquet(part_parquet(&schema.schema(), &[], &[], Writing::default()).unwrap()).unwrap();
         assert_eq!((empty.schema, empty.batches.len()), (schema.schema(), 0));
         assert!(read_parquet(Bytes::from_static(b"PAR1PAR1")).is_err());
+    }
+
+    #[test]
+    fn parts_come_back_from_every_codec() {
+        let (schema, batch) = batch(1);
+        let mut sizes = Vec::new();
+        for (codec, level) in [
+            (Codec::Zstd, None),
+            (Codec::Zstd, Some(3)),
+            (Codec::Zstd, Some(22)),
+            (Codec::Snappy, None),
+            (Codec::Gzip, None),
+            (Codec::Gzip, Some(9)),
+            (Codec::None, None),
+        ] {
+            let writing = Writing {
+                codec,
+                level,
+                group_rows: 2,
+            };
+            let bytes = part_parquet(&schema.schema(), std::slice::from_ref(&batch), &[], writing).unwrap();
+            sizes.push(bytes.len());
+            let read = read_parquet(bytes).unwrap();
+            let rows = arrow::compute::concat_batches(&read.schema, &read.batches).unwrap();
+            assert_eq!(rows, batch, "{codec:?}");
+        }
+        assert_eq!(sizes[0], sizes[1], "the usual level");
     }
 
     #[test]

@@ -192,7 +192,11 @@ fn text_bytes(group: &dyn RowGroupReader, column: usize, mut sum: u64) -> Result
 mod tests {
     use std::sync::Arc;
 
-    use arrow::array::{ArrayRef, FixedSizeBinaryArray, Int32Builder, ListBuilder, RecordBatch, StringArray};
+    use arrow::array::{
+        ArrayRef, BooleanArray, FixedSizeBinaryArray, Int32Builder, ListArray, ListBuilder, RecordBatch, StringArray,
+    };
+    use arrow::buffer::OffsetBuffer;
+    use arrow::datatypes::{DataType, Field};
     use parquet::arrow::ArrowWriter;
     use parquet::basic::{Compression, ZstdLevel};
     use parquet::file::properties::WriterProperties;
@@ -251,6 +255,23 @@ mod tests {
             error.contains("1048576 bytes a row") || error.contains("536870912"),
             "{error}"
         );
+    }
+
+    #[test]
+    fn rows_and_texts_are_counted_before_they_are_read() {
+        let none = |rows: usize| -> ArrayRef { Arc::new(BooleanArray::from(vec![None; rows])) };
+        let error = refused(&written(vec![("a", none(ROWS_MAX as usize + 1))], 1));
+        assert!(error.contains("claims 1000001 rows, more than 1000000"), "{error}");
+        assert!(open(&written(vec![("a", none(ROWS_MAX as usize))], 1)).is_ok());
+        let of = |texts: usize| {
+            let values = StringArray::from_iter_values(std::iter::repeat_n("", texts));
+            let field = Arc::new(Field::new("item", DataType::Utf8, false));
+            let list = ListArray::new(field, OffsetBuffer::from_lengths([texts]), Arc::new(values), None);
+            written(vec![("a", Arc::new(list) as ArrayRef)], 1)
+        };
+        let error = refused(&of(TEXTS_MAX as usize + 1));
+        assert!(error.contains(" texts, more than 8388608"), "{error}");
+        assert!(open(&of(1000)).is_ok());
     }
 
     #[test]

@@ -6,27 +6,27 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
-use std::sync::Arc;
 
-use arrow::array::{ArrayRef, RecordBatch, RecordBatchOptions, UInt64Array, new_null_array};
-use arrow::compute::take;
-use arrow::datatypes::{Field, Schema, SchemaRef};
+use arrow::array::{RecordBatch, RecordBatchOptions, UInt64Array};
+use arrow::compute::take_record_batch;
 use futures::StreamExt;
 use futures::stream::BoxStream;
 use serde_json::{Map, Value};
 
 use super::carried::{blank_from, fitting_rows, memory};
+use super::cells::{Cells, Columns};
 use super::error::DatasetError;
-use super::kinds;
-use super::lines_in::{self, LineRows};
-use super::parquet_in::{ParquetFile, Read, Wanted};
-use super::parquet_text::BadCell;
+use super::lines_in::{self, LineReader, LineRows, LinesFrom};
+use super::parquet_in::{Read, Wanted};
 use super::pinned::{PinnedFile, display_name};
 use super::plan::{Format, Segment, Shard};
 use super::row::{InputRow, ShardRows};
 use super::row_memory::{CARRY_BYTES_MAX, PIECE_BYTES_MAX, ROW_BYTES_MAX, carries_too_much, too_large};
-use super::shard::{ShardReader, fit};
-use super::value::row_at;
+use super::shard::ShardReader;
+use super::table::TableFile;
+
+/// Most rows between the drawn ones of a sample that are read at once.
+const SPAN_ROWS_MAX: u64 = 1 << 16;
 
 /// Reads a shard piece by piece.
 pub struct Pieces<'a> {
@@ -46,7 +46,7 @@ pub struct Pieces<'a> {
 #[derive(Debug, Clone)]
 enum Task {
     Lines(LinesAt),
-    /// Rows of a Parquet file; nobody knows yet what they take.
+    /// Rows of a table; nobody knows yet what they take.
     Rows {
         segment: usize,
         rows: Range<u64>,
@@ -59,13 +59,70 @@ enum Task {
     },
 }
 
+impl Task {
+    /// Of which segment of the shard.
+    fn segment(&self) -> usize {
+        match self {
+            Task::Lines(at) => at.segment,
+            Task::Rows { segment, .. } | Task::Fitting { segment, .. } => *segment,
+        }
+    }
+
+    /// Its first row in the file.
+    fn first_row(&self) -> u64 {
+        match self {
+            Task::Lines(at) => at.from.row,
+            Task::Rows { rows, .. } | Task::Fitting { rows, .. } => rows.start,
+        }
+    }
+}
+
+/// What there is to read of a table's segment: of a sample, no more rows at once than lie near each other.
+fn table_tasks(segment: usize, at: &Segment) -> Vec<Task> {
+    let Some(picks) = &at.picks else {
+        let rows = at.first_row..at.first_row + at.rows;
+        return vec![Task::Rows { segment, rows }];
+    };
+    let mut spans: Vec<Range<u64>> = Vec::new();
+    for row in picks.iter().map(|pick| at.first_row + u64::from(*pick)) {
+        match spans.last_mut().filter(|span| row - span.start < SPAN_ROWS_MAX) {
+            Some(span) => span.end = row + 1,
+            None => spans.push(row..row + 1),
+        }
+    }
+    spans.into_iter().map(|rows| Task::Rows { segment, rows }).collect()
+}
+
+/// The drawn ones of rows that begin at the file's row `first`, and their places in the file.
+fn picked(segment: &Segment, first: u64, rows: SegmentRows) -> Result<(Vec<u64>, SegmentRows), DatasetError> {
+    let end = first + rows.rows.len() as u64;
+    let Some(picks) = &segment.picks else {
+        return Ok(((first..end).collect(), rows));
+    };
+    let drawn = picks.iter().map(|pick| segment.first_row + u64::from(*pick));
+    let places: Vec<u64> = drawn.filter(|row| (first..end).contains(row)).collect();
+    let at = UInt64Array::from_iter_values(places.iter().map(|row| row - first));
+    let options = RecordBatchOptions::new().with_row_count(Some(places.len()));
+    let carry = match rows.carry.num_columns() {
+        0 => RecordBatch::try_new_with_options(rows.carry.schema(), Vec::new(), &options),
+        _ => take_record_batch(&rows.carry, &at),
+    };
+    let carry = carry.map_err(|e| DatasetError::Output(format!("carried columns: {e}")))?;
+    let mut wanted = places.iter().map(|row| (row - first) as usize).peekable();
+    let rows = rows
+        .rows
+        .into_iter()
+        .enumerate()
+        .filter(|(at, _)| wanted.next_if_eq(at).is_some());
+    let rows = rows.map(|(_, row)| row).collect();
+    Ok((places, SegmentRows { rows, carry }))
+}
+
 /// Lines of a segment that are still to be read.
 #[derive(Debug, Clone)]
 struct LinesAt {
     segment: usize,
-    bytes: Range<u64>,
-    /// The first one's row in the file.
-    row: u64,
+    from: LinesFrom,
 }
 
 /// Rows of a file that take too much alone, and how much: in columns that become JSON, and in carried ones.
@@ -85,30 +142,38 @@ enum Done {
 }
 
 /// Some of one input's rows.
-struct SegmentRows {
-    rows: Vec<Result<Map<String, Value>, String>>,
-    carry: RecordBatch,
+pub(super) struct SegmentRows {
+    pub(super) rows: Vec<Result<Map<String, Value>, String>>,
+    pub(super) carry: RecordBatch,
 }
 
 impl<'a> Pieces<'a> {
     pub(super) fn new(reader: &'a ShardReader, shard: &'a Shard, wanted: Option<Vec<Range<u64>>>) -> Pieces<'a> {
         let files = reader.pins().files();
         let task = |(segment, at): (usize, &Segment)| match (files[at.input as usize].format, at.bytes) {
-            (Format::Parquet, _) => Task::Rows {
+            (format, _) if format.is_table() => table_tasks(segment, at),
+            (_, bytes) => vec![Task::Lines(LinesAt {
                 segment,
-                rows: at.first_row..at.first_row + at.rows,
-            },
-            (_, bytes) => Task::Lines(LinesAt {
-                segment,
-                bytes: bytes.map_or(0..0, |(start, end)| start..end),
-                row: at.first_row,
-            }),
+                from: LinesFrom {
+                    bytes: bytes.map_or(0..0, |(start, end)| start..end),
+                    row: at.first_row,
+                    line: at.line.unwrap_or(1),
+                },
+            })],
         };
+        // What a sample draws nothing from is not opened.
+        let is_drawn_from = |(_, at): &(usize, &Segment)| at.picks.as_ref().is_none_or(|picks| !picks.is_empty());
         Pieces {
             reader,
             shard,
             wanted,
-            todo: shard.segments.iter().enumerate().map(task).collect(),
+            todo: shard
+                .segments
+                .iter()
+                .enumerate()
+                .filter(is_drawn_from)
+                .flat_map(task)
+                .collect(),
             lines: None,
             given: 0,
             carried: 0,
@@ -117,12 +182,18 @@ impl<'a> Pieces<'a> {
 
     /// The next rows; `None`: these were all. A line that cannot be read is a row that says so; an input that changed stops the job.
     pub async fn next(&mut self) -> Result<Option<ShardRows>, DatasetError> {
-        self.reader.check_room(self.shard)?;
         while let Some(task) = self.todo.pop_front() {
             match self.settled(&task).await {
                 Ok(Done::Nothing) => {}
                 Ok(Done::Split(tasks)) => tasks.into_iter().rev().for_each(|task| self.todo.push_front(task)),
-                Ok(Done::Rows(rows)) => return self.hand_out(rows).map(Some),
+                Ok(Done::Rows(rows)) => {
+                    let segment = &self.shard.segments[task.segment()];
+                    let (places, rows) = picked(segment, task.first_row(), rows)?;
+                    if !rows.rows.is_empty() {
+                        let rows = self.reader.with_added(segment.input, rows, places.into_iter())?;
+                        return self.hand_out(rows).map(Some);
+                    }
+                }
                 Err(error) => {
                     // Whoever asks again goes on where this ended.
                     self.todo.push_front(task);
@@ -173,11 +244,7 @@ impl<'a> Pieces<'a> {
 
     /// Does a task. Where the input is not the object that was planned, its bytes decide.
     async fn settled(&mut self, task: &Task) -> Result<Done, DatasetError> {
-        let segment = match task {
-            Task::Lines(at) => at.segment,
-            Task::Rows { segment, .. } | Task::Fitting { segment, .. } => *segment,
-        };
-        let number = self.shard.segments[segment].input;
+        let number = self.shard.segments[task.segment()].input;
         let input = self.reader.pins().open(number).await?;
         match self.read(&input, task).await {
             Err(DatasetError::InputChanged { .. }) => {}
@@ -200,12 +267,22 @@ impl<'a> Pieces<'a> {
 
     /// The rows of a file that are read, of `rows`.
     fn wanted_of(&self, segment: usize, rows: &Range<u64>) -> Vec<Range<u64>> {
+        let before: u64 = self.shard.segments[..segment].iter().map(Segment::taken).sum();
+        let first = self.shard.first_row + before;
+        let at = self.shard.segments[segment].first_row;
+        if let Some(picks) = &self.shard.segments[segment].picks {
+            let of_job = |row: u64| {
+                self.wanted
+                    .as_ref()
+                    .is_none_or(|wanted| wanted.iter().any(|r| r.contains(&row)))
+            };
+            let picks = (first..).zip(picks).filter(|(row, _)| of_job(*row));
+            let places = picks.map(|(_, pick)| at + u64::from(*pick));
+            return ranges(places.filter(|place| rows.contains(place)));
+        }
         let Some(wanted) = &self.wanted else {
             return vec![rows.clone()];
         };
-        let before: u64 = self.shard.segments[..segment].iter().map(|s| s.rows).sum();
-        let first = self.shard.first_row + before;
-        let at = self.shard.segments[segment].first_row;
         // A job's row `first` is the file's row `at`.
         let of_file = |row: u64| (row.max(first) - first).saturating_add(at);
         let wanted = wanted
@@ -219,7 +296,7 @@ impl<'a> Pieces<'a> {
             return Ok(Done::Nothing);
         }
         let number = self.shard.segments[segment].input;
-        let file = self.reader.parquet_file(input, number).await?;
+        let file = self.reader.table_file(input, number).await?;
         let columns = Columns::of(self.reader, &file);
         let wanted = self.wanted_of(segment, rows);
         if columns.all.is_empty() || wanted.is_empty() {
@@ -252,7 +329,7 @@ impl<'a> Pieces<'a> {
         blanks: &Blanks,
     ) -> Result<Done, DatasetError> {
         let number = self.shard.segments[segment].input;
-        let file = self.reader.parquet_file(input, number).await?;
+        let file = self.reader.table_file(input, number).await?;
         let columns = Columns::of(self.reader, &file);
         let wanted = self.wanted_of(segment, rows);
         let mut cells = Cells::none(rows);
@@ -286,7 +363,7 @@ impl<'a> Pieces<'a> {
 
     async fn finish(
         &mut self,
-        file: &Arc<ParquetFile>,
+        file: &TableFile,
         rows: &Range<u64>,
         mut cells: Cells,
         wanted: &[Range<u64>],
@@ -295,15 +372,16 @@ impl<'a> Pieces<'a> {
         for row in rows.clone() {
             if read.next_if_eq(&row).is_none() {
                 let place = (row - rows.start) as usize;
-                cells
-                    .errors
-                    .entry(place)
-                    .or_insert_with(|| "it was not to be read".into());
+                cells.errors.entry(place).or_insert_with(|| lines_in::NOT_READ.into());
             }
         }
         let columns = Columns::of(self.reader, file);
-        let (carry, name, first) = (self.reader.carry().clone(), file.name().to_string(), rows.start);
-        let made = tokio::task::spawn_blocking(move || cells.into_rows(&columns.shown, carry, &name, first));
+        let (carry, name, first) = (
+            self.reader.carry_of_files().clone(),
+            file.name().to_string(),
+            rows.start,
+        );
+        let made = tokio::task::spawn_blocking(move || cells.into_rows(&columns, carry, &name, first));
         let made = made.await.map_err(|e| e.to_string()).and_then(|r| r);
         Ok(Done::Rows(made.map_err(|why| unreadable(file, why))?))
     }
@@ -314,32 +392,43 @@ impl<'a> Pieces<'a> {
         let Some((start, end)) = segment.bytes else {
             return Err(unreadable("the plan has no byte range for its lines".into()));
         };
-        if start > end || end > file.size {
-            let why = format!("the plan names bytes {start} to {end}, it has {}", file.size);
+        let planned = &self.reader.pins().files()[segment.input as usize];
+        let size = planned
+            .compressed
+            .as_ref()
+            .map_or(file.size, |compressed| compressed.bytes);
+        if start > end || end > size {
+            let why = format!("the plan names bytes {start} to {end}, it has {size}");
             return Err(unreadable(why));
         }
         // Taken: after an error they are read from this place again.
         let mut lines = match self.lines.take() {
             Some(lines) => lines,
             None => {
-                let format = self.reader.pins().files()[segment.input as usize].format;
-                let wanted = self.wanted_of(at.segment, &(at.row..u64::MAX));
-                lines_in::read(file, format, at.bytes.clone(), at.row, wanted)
+                let reader = self.line_reader(segment.input).map_err(unreadable)?;
+                let wanted = self.wanted_of(at.segment, &(at.from.row..u64::MAX));
+                lines_in::read(&self.reader.text(file, planned), reader, at.from.clone(), wanted)
             }
         };
         let (mut piece, mut next) = (LineRows::default(), at.clone());
-        while piece.bytes <= PIECE_BYTES_MAX / 2 {
+        // Where nothing is left it is asked once more: a decoder is kept for the next shard by whoever reads to the end.
+        while (piece.bytes <= PIECE_BYTES_MAX / 2 && (piece.rows.len() as u64) < SPAN_ROWS_MAX)
+            || next.from.bytes.is_empty()
+        {
             let Some(block) = lines.next().await else {
-                next.bytes.start = next.bytes.end;
+                next.from.bytes.start = next.from.bytes.end;
                 break;
             };
             let mut block = block?;
-            next.bytes.start = block.end;
-            next.row += block.rows.len() as u64;
+            next.from = next.from.behind(&block);
             piece.bytes = piece.bytes.saturating_add(block.bytes);
+            let before = piece.rows.len();
+            piece
+                .kept
+                .extend(block.kept.into_iter().map(|(number, row)| (before + number, row)));
             piece.rows.append(&mut block.rows);
         }
-        if !next.bytes.is_empty() {
+        if !next.from.bytes.is_empty() {
             self.todo.push_front(Task::Lines(next));
             self.lines = Some(lines);
         }
@@ -347,18 +436,29 @@ impl<'a> Pieces<'a> {
             return Ok(Done::Nothing);
         }
         let (carry, columns) = (
-            self.reader.carry().clone(),
+            self.reader.carry_of_files().clone(),
             self.reader.columns().map(<[String]>::to_vec),
         );
-        let made = tokio::task::spawn_blocking(move || line_rows(piece.rows, carry, columns));
+        let made = tokio::task::spawn_blocking(move || piece.into_columns(carry, columns));
         let made = made.await.map_err(|e| e.to_string()).and_then(|r| r);
-        Ok(Done::Rows(made.map_err(unreadable)?))
+        let (rows, carry) = made.map_err(unreadable)?;
+        Ok(Done::Rows(SegmentRows { rows, carry }))
+    }
+}
+
+impl Pieces<'_> {
+    fn line_reader(&self, input: u32) -> Result<LineReader, String> {
+        match (self.reader.pins().files()[input as usize].format, self.reader.csv()) {
+            (Format::Csv, None) => Err("the plan has no columns of its CSV".into()),
+            (Format::Csv, Some(csv)) => Ok(LineReader::Csv(csv.clone())),
+            (format, _) => Ok(LineReader::Lines(format)),
+        }
     }
 }
 
 /// What each of `rows` takes of these columns.
 async fn row_costs(
-    file: &Arc<ParquetFile>,
+    file: &TableFile,
     rows: &Range<u64>,
     columns: &[String],
     shown: &[String],
@@ -409,176 +509,6 @@ fn ranges(rows: impl Iterator<Item = u64>) -> Vec<Range<u64>> {
     out
 }
 
-fn unreadable(file: &ParquetFile, why: String) -> DatasetError {
+fn unreadable(file: &TableFile, why: String) -> DatasetError {
     DatasetError::unreadable(file.name(), why)
-}
-
-/// The columns of a file that are read.
-struct Columns {
-    all: Vec<String>,
-    /// Those that the prompt uses.
-    shown: Vec<String>,
-    carried: Vec<String>,
-}
-
-impl Columns {
-    fn of(reader: &ShardReader, file: &ParquetFile) -> Columns {
-        let names = file.schema().fields().iter().map(|f| f.name());
-        let shown: Vec<String> = match reader.columns() {
-            Some(columns) => names.filter(|name| columns.contains(name)).cloned().collect(),
-            None => names.cloned().collect(),
-        };
-        let carried: Vec<String> = reader.carry().fields().iter().map(|f| f.name().clone()).collect();
-        let mut all = shown.clone();
-        all.extend(carried.iter().filter(|name| !shown.contains(name)).cloned());
-        Columns { all, shown, carried }
-    }
-}
-
-/// Cells of some rows, and why some of these have none.
-struct Cells {
-    rows: usize,
-    columns: Vec<(Field, ArrayRef)>,
-    /// By place.
-    errors: BTreeMap<usize, String>,
-    bad: Vec<BadCell>,
-}
-
-impl Cells {
-    fn none(rows: &Range<u64>) -> Cells {
-        Cells {
-            rows: (rows.end - rows.start) as usize,
-            columns: Vec::new(),
-            errors: BTreeMap::new(),
-            bad: Vec::new(),
-        }
-    }
-
-    /// A column none of whose cells is read.
-    fn nulls(file: &ParquetFile, column: &str, rows: &Range<u64>) -> Result<Cells, String> {
-        let field = file.schema().field_with_name(column).map_err(|e| e.to_string())?;
-        let mut cells = Cells::none(rows);
-        let nulls = new_null_array(field.data_type(), cells.rows);
-        cells.columns.push((field.clone().with_nullable(true), nulls));
-        Ok(cells)
-    }
-
-    /// `batch` holds the rows `read` of the `rows`; what was not read is null.
-    fn of(batch: RecordBatch, bad: Vec<BadCell>, rows: &Range<u64>, read: &[Range<u64>]) -> Result<Cells, String> {
-        let mut cells = Cells::none(rows);
-        let fields = batch.schema();
-        let all = read.len() == 1 && read[0] == *rows;
-        let places: Vec<usize> = match all {
-            true => (0..cells.rows).collect(),
-            false => read
-                .iter()
-                .cloned()
-                .flatten()
-                .map(|row| (row - rows.start) as usize)
-                .collect(),
-        };
-        let mut from: Vec<Option<u64>> = vec![None; cells.rows];
-        for (n, place) in places.iter().enumerate() {
-            *from.get_mut(*place).ok_or("rows came that were not asked for")? = Some(n as u64);
-        }
-        let from = UInt64Array::from(from);
-        for (field, column) in fields.fields().iter().zip(batch.columns()) {
-            let column = match all {
-                true => column.clone(),
-                false => take(column, &from, None).map_err(|e| e.to_string())?,
-            };
-            cells.columns.push((Field::clone(field).with_nullable(true), column));
-        }
-        let place = |cell: BadCell| BadCell {
-            row: places[cell.row],
-            ..cell
-        };
-        cells.bad = bad.into_iter().map(place).collect();
-        Ok(cells)
-    }
-
-    fn join(&mut self, other: Cells) {
-        self.columns.extend(other.columns);
-        self.bad.extend(other.bad);
-    }
-
-    /// The fields that are shown, and the carried columns; `first`: the first row's number in the file.
-    fn into_rows(mut self, shown: &[String], carry: SchemaRef, name: &str, first: u64) -> Result<SegmentRows, String> {
-        for cell in std::mem::take(&mut self.bad) {
-            let why = format!("column `{}`: {}", cell.column, cell.why);
-            self.errors.entry(cell.row).or_insert(why);
-        }
-        let options = RecordBatchOptions::new().with_row_count(Some(self.rows));
-        let carried = carry.fields().iter().map(|field| {
-            let column = self.columns.iter().find(|(f, _)| f.name() == field.name());
-            let (_, column) = column.ok_or(format!("column `{}` is gone", field.name()))?;
-            fit(column, field.data_type()).map_err(|why| format!("column `{}`: {why}", field.name()))
-        });
-        let carried = match self.columns.is_empty() {
-            true => carry
-                .fields()
-                .iter()
-                .map(|f| new_null_array(f.data_type(), self.rows))
-                .collect(),
-            false => carried.collect::<Result<Vec<ArrayRef>, String>>()?,
-        };
-        let carry = RecordBatch::try_new_with_options(carry, carried, &options).map_err(|e| e.to_string())?;
-        // In the file's order, whatever the order in which they were read.
-        let (fields, columns): (Vec<Field>, Vec<ArrayRef>) = self
-            .columns
-            .into_iter()
-            .filter(|(field, _)| shown.contains(field.name()))
-            .unzip();
-        let shown = RecordBatch::try_new_with_options(Arc::new(Schema::new(fields)), columns, &options)
-            .map_err(|e| e.to_string())?;
-        let rows = (0..self.rows).map(|place| {
-            let row = match self.errors.remove(&place) {
-                Some(why) => Err(why),
-                None => row_at(&shown, place),
-            };
-            row.map_err(|why| format!("row {} of `{name}`: {why}", first + place as u64))
-        });
-        Ok(SegmentRows {
-            rows: rows.collect(),
-            carry,
-        })
-    }
-}
-
-fn line_rows(
-    rows: Vec<Result<Map<String, Value>, String>>,
-    carry: SchemaRef,
-    columns: Option<Vec<String>>,
-) -> Result<SegmentRows, String> {
-    let (objects, errors): (Vec<_>, Vec<_>) = rows
-        .into_iter()
-        .map(|row| match row {
-            Ok(object) => (Some(object), None),
-            Err(why) => (None, Some(why)),
-        })
-        .unzip();
-    let carried = carry.fields().iter().map(|field| kinds::column(field, &objects));
-    let carried = carried.collect::<Result<Vec<ArrayRef>, String>>()?;
-    let options = RecordBatchOptions::new().with_row_count(Some(objects.len()));
-    let carry = RecordBatch::try_new_with_options(carry, carried, &options).map_err(|e| e.to_string())?;
-    let rows = objects
-        .into_iter()
-        .zip(errors)
-        .map(|(object, error)| match (object, error) {
-            (Some(mut object), _) => {
-                if let Some(columns) = &columns {
-                    object.retain(|key, _| columns.contains(key));
-                    // A key that other lines have is null here, not an unknown name.
-                    for column in columns {
-                        object.entry(column.clone()).or_insert(Value::Null);
-                    }
-                }
-                Ok(object)
-            }
-            (None, error) => Err(error.unwrap_or_default()),
-        });
-    Ok(SegmentRows {
-        rows: rows.collect(),
-        carry,
-    })
 }

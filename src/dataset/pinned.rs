@@ -344,6 +344,8 @@ mod tests {
             etag: meta.e_tag,
             version: None,
             sha256: None,
+            compressed: None,
+            partition: Vec::new(),
             rows: 1,
         };
         let pinned = PinnedFile::open(&file).unwrap();
@@ -370,13 +372,7 @@ mod tests {
             pinned.bytes(0..1).await,
             Err(DatasetError::InputMissing { .. })
         ));
-        assert!(
-            std::process::Command::new("mkfifo")
-                .arg(&path)
-                .status()
-                .unwrap()
-                .success()
-        );
+        crate::regular::make_pipe(&path);
         for error in [pinned.bytes(0..1).await.unwrap_err(), pinned.look().await.unwrap_err()] {
             assert!(error.to_string().contains("a pipe"), "{error}");
         }

@@ -189,6 +189,8 @@ mod tests {
             etag: None,
             version: None,
             sha256,
+            compressed: None,
+            partition: Vec::new(),
             rows: 1,
         }])
     }

@@ -3,28 +3,42 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use super::compression::Compressed;
+
 /// How an input's bytes are read; told apart by content, not by name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Format {
     /// Apache Parquet.
     Parquet,
+    /// An Arrow IPC file, which Feather V2 is another name of.
+    Arrow,
     /// One JSON object a line; its keys are the columns. Blank lines are no rows.
     Jsonl,
     /// JSON lines with `custom_id`, `method`, `url` and `body`. Blank lines are no rows.
     OpenaiBatch,
     /// Every line is a row with the one column `text` (blank lines too, so that row = line number − 1).
     Text,
+    /// Cells between delimiters, a record a row; the first one names the columns unless the job does. Told by the names
+    /// `.csv`, `.tsv` and `.tab`.
+    Csv,
 }
 
 impl Format {
+    /// Does a file of it know its columns?
+    pub fn is_table(self) -> bool {
+        matches!(self, Format::Parquet | Format::Arrow)
+    }
+
     /// The name in messages.
     pub fn as_str(self) -> &'static str {
         match self {
             Format::Parquet => "Parquet",
+            Format::Arrow => "Arrow",
             Format::Jsonl => "JSON lines",
             Format::OpenaiBatch => "OpenAI batch lines",
             Format::Text => "plain text",
+            Format::Csv => "CSV",
         }
     }
 }
@@ -46,6 +60,12 @@ pub struct InputFile {
     /// gristmill that kept none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sha256: Option<String>,
+    /// Of a file of lines that is compressed as a whole. `size` and the hash are those of its stored bytes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub compressed: Option<Compressed>,
+    /// Values of the columns that the job's inputs have by their folders, as the folders' names have them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub partition: Vec<Option<String>>,
     /// Rows that the job takes from it (fewer than it has where the job is limited to the first N rows).
     pub rows: u64,
 }
@@ -67,9 +87,22 @@ pub struct Segment {
     /// First row, 0-based in that input.
     pub first_row: u64,
     pub rows: u64,
-    /// Lines only: the byte range that holds exactly these rows.
+    /// Lines only: the byte range that holds exactly these rows, of a compressed file in its decompressed bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bytes: Option<(u64, u64)>,
+    /// CSV only: the line that the first row begins on, from 1.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub line: Option<u64>,
+    /// Of a sample: which of its rows are drawn, counted from the first one. `None`: all.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub picks: Option<Vec<u32>>,
+}
+
+impl Segment {
+    /// Rows that the job takes.
+    pub fn taken(&self) -> u64 {
+        self.picks.as_ref().map_or(self.rows, |picks| picks.len() as u64)
+    }
 }
 
 /// A column of the inputs, for messages and checks before the start.
@@ -102,6 +135,14 @@ pub struct RowCost {
 pub struct ShardBuilder {
     bounds: ShardBounds,
     shards: Vec<Shard>,
+    open: Shard,
+    cost: RowCost,
+}
+
+/// A state of a [`ShardBuilder`].
+#[derive(Debug)]
+pub struct Mark {
+    shards: usize,
     open: Shard,
     cost: RowCost,
 }
@@ -147,8 +188,9 @@ impl ShardBuilder {
         self.open.rows >= self.bounds.rows - self.bounds.rows / 4
     }
 
-    /// Adds `rows` rows of `input` from `first_row` on, each at `cost`; the caller keeps to [`ShardBuilder::room`].
-    pub fn push(&mut self, input: u32, first_row: u64, rows: u64, cost: RowCost, bytes: Option<(u64, u64)>) {
+    /// Adds rows of one input, each at `cost`; the caller keeps to [`ShardBuilder::room`].
+    pub fn push(&mut self, more: Segment, cost: RowCost) {
+        let rows = more.rows;
         self.open.rows += rows;
         self.cost.input_bytes = self
             .cost
@@ -159,22 +201,32 @@ impl ShardBuilder {
             .output_bytes
             .saturating_add(cost.output_bytes.saturating_mul(rows));
         match self.open.segments.last_mut() {
-            Some(last) if last.input == input && last.first_row + last.rows == first_row => {
+            Some(last) if last.input == more.input && last.first_row + last.rows == more.first_row => {
                 last.rows += rows;
-                if let (Some(have), Some(more)) = (&mut last.bytes, bytes) {
+                if let (Some(have), Some(more)) = (&mut last.bytes, more.bytes) {
                     have.1 = more.1;
                 }
             }
-            _ => self.open.segments.push(Segment {
-                input,
-                first_row,
-                rows,
-                bytes,
-            }),
+            _ => self.open.segments.push(more),
         }
         if self.open.rows >= self.bounds.rows {
             self.close();
         }
+    }
+
+    /// Where this stands, to come back to.
+    pub fn mark(&self) -> Mark {
+        Mark {
+            shards: self.shards.len(),
+            open: self.open.clone(),
+            cost: self.cost,
+        }
+    }
+
+    /// Forgets all rows since `mark`.
+    pub fn go_back(&mut self, mark: Mark) {
+        self.shards.truncate(mark.shards);
+        (self.open, self.cost) = (mark.open, mark.cost);
     }
 
     /// Ends the open shard, where it has rows.
@@ -212,7 +264,15 @@ impl ShardBuilder {
                 self.close();
                 continue;
             }
-            self.push(input, at, take, cost, None);
+            let segment = Segment {
+                input,
+                first_row: at,
+                rows: take,
+                bytes: None,
+                line: None,
+                picks: None,
+            };
+            self.push(segment, cost);
             at += take;
         }
     }

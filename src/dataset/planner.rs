@@ -4,19 +4,24 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path as FsPath;
 use std::sync::Arc;
 
-use arrow::datatypes::{DataType, Field, Schema, SchemaRef};
+use arrow::datatypes::{DataType, Field, FieldRef, Schema, SchemaRef};
 use futures::{StreamExt, TryStreamExt, stream};
 use serde::{Deserialize, Serialize};
 
-use super::discover::discover;
+use super::csv::CsvOptions;
 use super::error::DatasetError;
-use super::kinds::{KEYS_MAX, Kinds};
-use super::lines_in::{BlockScan, IdCheck, IdHasher, LinesHash, TEXT_COLUMN, merge_kinds, scan, scan_piece};
-use super::parquet_in::ParquetFile;
+use super::inputs::{Input, Inputs, find};
+use super::layout::{Layout, SkippedFile};
+use super::options::InputOptions;
+use super::partitions::PartitionColumn;
 use super::pinned::PinnedFile;
-use super::plan::{Column, Format, InputFile, RowCost, Shard, ShardBounds, ShardBuilder};
+use super::plan::{Column, Format, InputFile, Shard, ShardBounds};
+use super::plan_lines::plan_lines;
+use super::plan_tables::plan_tables;
+use super::sample::INPUT_ROW;
 use super::schema_text;
 use super::sniff::sniff;
+use super::text_file::TextFile;
 
 /// Largest part, estimated before compression: parts are single puts.
 const PART_BYTES_MAX: u64 = 256 << 20;
@@ -26,9 +31,6 @@ const SHARD_INPUT_BYTES_MAX: u64 = 64 << 20;
 
 /// Files whose first bytes are read at once: each is one small request.
 const HEADS_AT_ONCE: usize = 32;
-
-/// Footers read at once. A wide file's footer may take 50 MB while it is decoded.
-const FOOTERS_AT_ONCE: usize = 16;
 
 /// Files hashed at once: each holds a step of its bytes.
 const HASHES_AT_ONCE: usize = 4;
@@ -40,8 +42,13 @@ pub struct PlanRequest {
     pub uris: Vec<String>,
     /// The format that the job names; `None`: told by content.
     pub format: Option<Format>,
-    /// The columns that the prompt uses; each must be there. `None`: all.
+    /// What the job says of its CSV.
+    pub csv: CsvOptions,
+    pub options: InputOptions,
+    /// The columns that the prompt needs; each must be there. `None`: whoever asks looks at that.
     pub columns: Option<Vec<String>>,
+    /// The columns that the prompt uses, needed or not. `None`: all.
+    pub used: Option<Vec<String>>,
     /// The columns that are copied to the output; each must be there.
     pub carry: Vec<String>,
     /// Names of output columns, which a carried column cannot have (see `OutputSchema::names`).
@@ -50,8 +57,20 @@ pub struct PlanRequest {
     pub shard_rows: u64,
     /// Estimated bytes that a row adds to its part, besides what it carries: about 12 for each token it may generate.
     pub output_row_bytes: u64,
-    /// Only the first so many rows.
+    /// A trial of the first so many rows.
     pub limit: Option<u64>,
+}
+
+impl PlanRequest {
+    /// Most rows of the plan.
+    pub(super) fn rows_max(&self) -> u64 {
+        // A sample is drawn from all rows, a trial of it as well.
+        let limits = match self.options.sample {
+            Some(_) => [None, None],
+            None => [self.limit, self.options.limit],
+        };
+        limits.into_iter().flatten().min().unwrap_or(u64::MAX)
+    }
 }
 
 /// A planned input: plain data for the ledger.
@@ -65,25 +84,117 @@ pub struct InputPlan {
     pub carry_schema: SchemaRef,
     /// All columns of the inputs (of lines: every key seen, up to 4,096).
     pub columns: Vec<Column>,
+    #[serde(flatten)]
+    pub layout: Layout,
     pub total_rows: u64,
+    /// Columns that some file lacks, with the first that does.
+    #[serde(skip)]
+    pub lacking: BTreeMap<String, String>,
+    /// What whoever starts the job should know, a line each.
+    #[serde(skip)]
+    pub notes: Vec<String>,
+}
+
+/// A file that is to be planned.
+pub(super) struct Source {
+    pub(super) text: TextFile,
+    /// What its folders say.
+    pub(super) partition: Vec<Option<String>>,
+}
+
+/// Files that cannot be read: where the job says so, it goes without them.
+pub(super) struct Skips {
+    allowed: bool,
+    files: Vec<SkippedFile>,
+}
+
+impl Skips {
+    /// Sets `file` aside where it is not what it claims to be; any other error stays one.
+    pub(super) fn set_aside(&mut self, file: &PinnedFile, error: DatasetError) -> Result<(), DatasetError> {
+        match error {
+            DatasetError::Unreadable { why, .. } if self.allowed => {
+                self.files.push(SkippedFile::new(file, &why));
+                Ok(())
+            }
+            error => Err(error),
+        }
+    }
 }
 
 /// Plans the inputs of a job.
 pub async fn plan_inputs(request: &PlanRequest, base_dir: &FsPath) -> Result<InputPlan, DatasetError> {
-    check_names(request)?;
-    let found = discover(&request.uris, base_dir).await?;
-    let formats: Vec<Option<Format>> = stream::iter(found.iter().cloned().map(|file| {
-        let told = request.format;
-        async move { sniff(&file, told).await }
-    }))
-    .buffered(HEADS_AT_ONCE)
-    .try_collect()
-    .await?;
-    let format = one_format(&found, &formats)?;
-    match format {
-        Format::Parquet => plan_parquet(request, found).await,
-        _ => plan_lines(request, found, format).await,
+    let Some(sample) = request.options.sample else {
+        return plan_all(request, base_dir).await;
+    };
+    // The place of a row stands in no file.
+    let mut whole = request.clone();
+    whole.carry.retain(|name| name != INPUT_ROW);
+    let mut plan = plan_all(&whole, base_dir).await?;
+    if plan.columns.iter().any(|column| column.name == INPUT_ROW) {
+        return Err(DatasetError::Refused(format!(
+            "the inputs have a column `{INPUT_ROW}`, and so has the output of a sample; rename it"
+        )));
     }
+    let most = request.limit.unwrap_or(u64::MAX);
+    let drawn = sample.draw(std::mem::take(&mut plan.shards), most, request.shard_rows);
+    plan.shards = drawn.map_err(DatasetError::Refused)?;
+    plan.total_rows = plan.shards.iter().map(|shard| shard.rows).sum();
+    let place = Arc::new(Field::new(INPUT_ROW, DataType::Int64, true));
+    let fields = plan.carry_schema.fields().iter().cloned().chain([place]);
+    plan.carry_schema = Arc::new(Schema::new(fields.collect::<Vec<FieldRef>>()));
+    plan.layout.sample = Some(sample);
+    Ok(plan)
+}
+
+async fn plan_all(request: &PlanRequest, base_dir: &FsPath) -> Result<InputPlan, DatasetError> {
+    check_names(request)?;
+    let Inputs {
+        files,
+        partitions,
+        notes,
+    } = find(&request.uris, &request.options, base_dir).await?;
+    let mut skips = Skips {
+        allowed: request.options.skip_unreadable,
+        files: Vec::new(),
+    };
+    let mut sniffed = Vec::with_capacity(files.len());
+    let mut heads = stream::iter(files.into_iter().map(|input| {
+        let told = request.format;
+        async move { (sniff(&input.file, told).await, input) }
+    }))
+    .buffered(HEADS_AT_ONCE);
+    while let Some((found, Input { file, partition })) = heads.next().await {
+        match found {
+            Ok((text, format)) => sniffed.push((Source { text, partition }, format)),
+            Err(error) => skips.set_aside(&file, error)?,
+        }
+    }
+    let format = one_format(&sniffed)?;
+    let is_known = sniffed.iter().any(|(_, format)| format.is_some());
+    if is_known && format != Format::Csv && !request.csv.is_default() {
+        return Err(DatasetError::Refused(format!(
+            "`input.delimiter`, `input.columns` and `input.types` are for CSV, and the inputs are {}",
+            format.as_str()
+        )));
+    }
+    let found = sniffed.into_iter().map(|(source, _)| source).collect();
+    let mut plan = match format {
+        format if format.is_table() => plan_tables(request, found, format, &partitions, &mut skips).await?,
+        _ => plan_lines(request, found, format, &partitions, &mut skips).await?,
+    };
+    if let (true, Some(first)) = (plan.files.is_empty(), skips.files.first()) {
+        let whole = match skips.files.len() {
+            1 => "the only input cannot be read:".to_string(),
+            count => format!("none of the {count} inputs can be read; the first is"),
+        };
+        return Err(DatasetError::Refused(format!("{whole} {}", first.line())));
+    }
+    plan.notes.splice(0..0, notes);
+    plan.notes.extend(SkippedFile::summary(&skips.files));
+    plan.layout.skipped = skips.files;
+    plan.layout.partitions = partitions;
+    plan.layout.limit = request.options.limit;
+    Ok(plan)
 }
 
 fn check_names(request: &PlanRequest) -> Result<(), DatasetError> {
@@ -91,7 +202,7 @@ fn check_names(request: &PlanRequest) -> Result<(), DatasetError> {
     for name in &request.carry {
         if request.reserved.contains(name) {
             let why = format!(
-                "carried column `{name}` has the name of an output column; rename it in the input or do not carry it"
+                "carried column `{name}` has the name of an output column; a mapping gives another: `output.carry: {{input_{name}: {name}}}`"
             );
             return Err(DatasetError::Refused(why));
         }
@@ -102,11 +213,10 @@ fn check_names(request: &PlanRequest) -> Result<(), DatasetError> {
     Ok(())
 }
 
-fn one_format(found: &[PinnedFile], formats: &[Option<Format>]) -> Result<Format, DatasetError> {
-    let mut known = found
+fn one_format(sniffed: &[(Source, Option<Format>)]) -> Result<Format, DatasetError> {
+    let mut known = sniffed
         .iter()
-        .zip(formats)
-        .filter_map(|(file, format)| format.map(|f| (file, f)));
+        .filter_map(|(source, format)| format.map(|f| (&source.text.file, f)));
     let Some((first, format)) = known.next() else {
         return Ok(Format::Jsonl);
     };
@@ -122,7 +232,7 @@ fn one_format(found: &[PinnedFile], formats: &[Option<Format>]) -> Result<Format
     }
 }
 
-fn input_file(file: &PinnedFile, format: Format, rows: u64) -> InputFile {
+pub(super) fn input_file(file: &PinnedFile, partition: Vec<Option<String>>, format: Format, rows: u64) -> InputFile {
     InputFile {
         url: file.location.url.to_string(),
         format,
@@ -130,8 +240,33 @@ fn input_file(file: &PinnedFile, format: Format, rows: u64) -> InputFile {
         etag: file.etag.clone(),
         version: file.version.clone(),
         sha256: None,
+        compressed: None,
+        partition,
         rows,
     }
+}
+
+/// Refuses a column that both a file and its folders have.
+pub(super) fn check_clash<'a>(
+    name: &str,
+    partitions: &[PartitionColumn],
+    mut columns: impl Iterator<Item = &'a str>,
+) -> Result<(), DatasetError> {
+    match columns.find(|column| partitions.iter().any(|partition| partition.name == *column)) {
+        None => Ok(()),
+        Some(column) => Err(DatasetError::Refused(format!(
+            "`{name}` has a column `{column}`, and its folder `{column}=…` gives another; rename one, or set `input.hive: false`, and folders' \
+             names say nothing"
+        ))),
+    }
+}
+
+/// The columns that folders give, for messages.
+pub(super) fn folder_columns(partitions: &[PartitionColumn]) -> impl Iterator<Item = Column> {
+    partitions.iter().map(|column| Column {
+        name: column.name.clone(),
+        kind: column.field().data_type().to_string(),
+    })
 }
 
 /// Reads the inputs that have no hash yet once, and gives them one: what a change of ETag is judged by later on.
@@ -151,7 +286,7 @@ pub async fn hash_inputs(plan: &mut InputPlan) -> Result<(), DatasetError> {
         .await
 }
 
-fn bounds(request: &PlanRequest) -> ShardBounds {
+pub(super) fn bounds(request: &PlanRequest) -> ShardBounds {
     ShardBounds {
         rows: request.shard_rows,
         input_bytes: SHARD_INPUT_BYTES_MAX,
@@ -160,7 +295,7 @@ fn bounds(request: &PlanRequest) -> ShardBounds {
 }
 
 /// The error for a column that no input has, with the nearest name; `place` goes on "which …".
-fn missing_column(name: &str, wanted_by: &str, place: &str, have: &[String]) -> DatasetError {
+pub(super) fn missing_column(name: &str, wanted_by: &str, place: &str, have: &[String]) -> DatasetError {
     let distance = |other: &&String| strsim::damerau_levenshtein(&name.to_lowercase(), &other.to_lowercase());
     let near = have
         .iter()
@@ -180,7 +315,7 @@ fn missing_column(name: &str, wanted_by: &str, place: &str, have: &[String]) -> 
     DatasetError::Refused(format!("{wanted_by} column `{name}`, which {place}{hint}"))
 }
 
-fn check_present(request: &PlanRequest, have: &[String], place: &str) -> Result<(), DatasetError> {
+pub(super) fn check_present(request: &PlanRequest, have: &[String], place: &str) -> Result<(), DatasetError> {
     for name in request.columns.iter().flatten() {
         if !have.contains(name) {
             return Err(missing_column(name, "the prompt uses", place, have));
@@ -190,290 +325,4 @@ fn check_present(request: &PlanRequest, have: &[String], place: &str) -> Result<
         Some(name) => Err(missing_column(name, "`output.carry` names", place, have)),
         None => Ok(()),
     }
-}
-
-/// What planning needs of a Parquet file; its decoded footer, which may be a thousand times larger, is dropped at once.
-struct ParquetPlan {
-    pinned: PinnedFile,
-    schema: SchemaRef,
-    /// The columns that this job uses.
-    used: Vec<String>,
-    groups: Vec<GroupPlan>,
-}
-
-struct GroupPlan {
-    rows: u64,
-    /// Of each row.
-    cost: RowCost,
-}
-
-async fn plan_parquet(request: &PlanRequest, found: Vec<PinnedFile>) -> Result<InputPlan, DatasetError> {
-    let mut builder = ShardBuilder::new(bounds(request));
-    let mut files = Vec::new();
-    let mut first: Option<(String, SchemaRef)> = None;
-    let limit = request.limit.unwrap_or(u64::MAX);
-    let mut footers =
-        stream::iter(found.into_iter().map(|file| read_parquet_plan(request, file))).buffered(FOOTERS_AT_ONCE);
-    while let Some(file) = footers.try_next().await? {
-        match &first {
-            None => first = Some((file.pinned.name.clone(), file.schema.clone())),
-            Some((name, schema)) => check_same_types(schema, name, &file)?,
-        }
-        let before = builder.rows();
-        push_parquet_file(&file.groups, limit - before, files.len() as u32, &mut builder);
-        files.push(input_file(&file.pinned, Format::Parquet, builder.rows() - before));
-        if builder.rows() >= limit {
-            break;
-        }
-    }
-    let schema = first.map_or_else(|| Arc::new(Schema::empty()), |(_, schema)| schema);
-    let columns = schema.fields().iter().map(|f| Column {
-        name: f.name().clone(),
-        kind: f.data_type().to_string(),
-    });
-    let columns = columns.collect();
-    let carry: Vec<Field> = request
-        .carry
-        .iter()
-        .filter_map(|name| schema.field_with_name(name).ok())
-        .map(carried)
-        .collect();
-    let total_rows = builder.rows();
-    Ok(InputPlan {
-        files,
-        shards: builder.finish(),
-        carry_schema: Arc::new(Schema::new(carry)),
-        columns,
-        total_rows,
-    })
-}
-
-async fn read_parquet_plan(request: &PlanRequest, pinned: PinnedFile) -> Result<ParquetPlan, DatasetError> {
-    let file = ParquetFile::open(pinned).await?;
-    let used = check_parquet_columns(request, &file)?;
-    let group = |group: usize| {
-        let rows = file.group_rows(group);
-        let each = |bytes: u64| bytes / rows.max(1);
-        GroupPlan {
-            rows,
-            cost: RowCost {
-                input_bytes: each(file.group_bytes(group, &used)),
-                output_bytes: each(file.group_bytes(group, &request.carry)).saturating_add(request.output_row_bytes),
-            },
-        }
-    };
-    Ok(ParquetPlan {
-        groups: (0..file.group_count()).map(group).collect(),
-        schema: file.schema().clone(),
-        pinned: file.pinned().clone(),
-        used,
-    })
-}
-
-/// A carried column may be null in another file than the first, and where its row cannot be read.
-fn carried(field: &Field) -> Field {
-    field.clone().with_nullable(true)
-}
-
-/// The columns of `file` that this job uses, checked.
-fn check_parquet_columns(request: &PlanRequest, file: &ParquetFile) -> Result<Vec<String>, DatasetError> {
-    let have: Vec<String> = file.schema().fields().iter().map(|f| f.name().clone()).collect();
-    check_present(request, &have, &format!("`{}` does not have", file.name()))?;
-    let mut used = request.columns.clone().unwrap_or_else(|| have.clone());
-    used.extend(request.carry.iter().cloned());
-    used.sort();
-    used.dedup();
-    if let Some(name) = used.iter().find(|name| have.iter().filter(|h| h == name).count() > 1) {
-        return Err(DatasetError::Refused(format!(
-            "`{}` has two columns `{name}`; rename one",
-            file.name()
-        )));
-    }
-    file.check_columns(&used)?;
-    Ok(used)
-}
-
-/// Columns in use have one type over all files; texts may differ in how long they may be.
-fn check_same_types(schema: &Schema, name: &str, file: &ParquetPlan) -> Result<(), DatasetError> {
-    for column in &file.used {
-        let (Ok(here), Ok(there)) = (file.schema.field_with_name(column), schema.field_with_name(column)) else {
-            continue;
-        };
-        if !same_type(here.data_type(), there.data_type()) {
-            return Err(DatasetError::Refused(format!(
-                "column `{column}` is {} in `{name}` and {} in `{}`; make them one type, or run the files as separate jobs",
-                there.data_type(),
-                here.data_type(),
-                file.pinned.name
-            )));
-        }
-    }
-    Ok(())
-}
-
-/// Do the types hold the same values? Then a cast of one to the other loses nothing.
-pub fn same_type(a: &DataType, b: &DataType) -> bool {
-    let is_text = |t: &DataType| matches!(t, DataType::Utf8 | DataType::LargeUtf8 | DataType::Utf8View);
-    let is_binary = |t: &DataType| matches!(t, DataType::Binary | DataType::LargeBinary | DataType::BinaryView);
-    a.equals_datatype(b) || (is_text(a) && is_text(b)) || (is_binary(a) && is_binary(b))
-}
-
-/// Adds the first `rows` rows of a file.
-fn push_parquet_file(groups: &[GroupPlan], rows: u64, input: u32, builder: &mut ShardBuilder) {
-    let mut at = 0;
-    for group in groups {
-        let take = group.rows.min(rows - at);
-        if take == 0 {
-            continue;
-        }
-        builder.push_run(input, at, take, group.cost);
-        at += take;
-    }
-}
-
-async fn plan_lines(request: &PlanRequest, found: Vec<PinnedFile>, format: Format) -> Result<InputPlan, DatasetError> {
-    let mut state = LinesPlan {
-        request,
-        builder: ShardBuilder::new(bounds(request)),
-        kinds: BTreeMap::new(),
-        ids: IdCheck::default(),
-        names: Vec::new(),
-    };
-    let hasher = IdHasher::default();
-    let limit = request.limit.unwrap_or(u64::MAX);
-    let mut files = Vec::new();
-    for file in found {
-        let input = files.len() as u32;
-        state.names.push(file.name.clone());
-        let (mut rows, mut lines) = (0, 0);
-        let hash = LinesHash::default();
-        let mut blocks = Box::pin(scan(&file, format, hasher.clone(), &hash));
-        while state.builder.rows() < limit
-            && let Some((piece, mut block)) = blocks.try_next().await?
-        {
-            let wanted = usize::try_from(limit - state.builder.rows()).unwrap_or(usize::MAX);
-            if let Some(last) = wanted.checked_sub(1).and_then(|n| block.rows.get(n))
-                && block.rows.len() > wanted
-            {
-                // What lies behind the limit must not decide the columns' types.
-                block = scan_piece(piece.until(last.end), format, &hasher);
-            }
-            let block_lines = block.lines;
-            rows = state.add_block(block, input, rows, lines)?;
-            lines += block_lines;
-        }
-        drop(blocks);
-        files.push(InputFile {
-            // A trial reads no further than its last row.
-            sha256: request.limit.is_none().then(|| hash.finish()),
-            ..input_file(&file, format, rows)
-        });
-        if state.builder.rows() >= limit {
-            break;
-        }
-    }
-    state.finish(files, format)
-}
-
-/// Lines planned so far.
-struct LinesPlan<'a> {
-    request: &'a PlanRequest,
-    builder: ShardBuilder,
-    kinds: BTreeMap<String, Kinds>,
-    ids: IdCheck,
-    names: Vec<String>,
-}
-
-impl LinesPlan<'_> {
-    /// Adds a block's rows after `rows` rows and `lines` lines of this file; answers the rows now.
-    fn add_block(&mut self, block: BlockScan, input: u32, mut rows: u64, lines: u64) -> Result<u64, DatasetError> {
-        for (hash, line) in block.custom_ids {
-            if let Some((before, at)) = self.ids.add(hash, input, lines + line) {
-                let (here, there) = (&self.names[input as usize], &self.names[before as usize]);
-                let place = if before == input {
-                    String::new()
-                } else {
-                    format!(" of `{there}`")
-                };
-                let why = format!(
-                    "line {} of `{here}` has the `custom_id` of line {}{place}; each must be there once",
-                    lines + line + 1,
-                    at + 1
-                );
-                return Err(DatasetError::Refused(why));
-            }
-        }
-        merge_kinds(&mut self.kinds, block.kinds);
-        for place in block.rows {
-            let bytes = place.end - place.start;
-            let carried = if self.request.carry.is_empty() { 0 } else { bytes };
-            let cost = RowCost {
-                input_bytes: bytes,
-                output_bytes: carried.saturating_add(self.request.output_row_bytes),
-            };
-            if self.builder.room(cost) == 0 {
-                self.builder.close();
-            }
-            self.builder.push(input, rows, 1, cost, Some((place.start, place.end)));
-            rows += 1;
-        }
-        Ok(rows)
-    }
-
-    fn finish(self, files: Vec<InputFile>, format: Format) -> Result<InputPlan, DatasetError> {
-        let request = self.request;
-        let kinds = match format {
-            Format::Text => [(TEXT_COLUMN.to_string(), Kinds::TEXT)].into(),
-            _ => self.kinds,
-        };
-        let have: Vec<String> = kinds.keys().cloned().collect();
-        let total_rows = self.builder.rows();
-        // Without a row there is nothing to tell the columns from, and nothing to ask of them.
-        if total_rows > 0 {
-            let place = match &files[..] {
-                [one] => format!("no line of `{}` has", super::pinned::display_name(&one.url)),
-                _ => "no line of the inputs has".to_string(),
-            };
-            let missing = |name: &&String| !have.contains(name);
-            let wanted = request
-                .columns
-                .iter()
-                .flatten()
-                .find(missing)
-                .map(|name| (name, "the prompt uses"));
-            let carry = || {
-                request
-                    .carry
-                    .iter()
-                    .find(missing)
-                    .map(|name| (name, "`output.carry` names"))
-            };
-            if let Some((name, wanted_by)) = wanted.or_else(carry) {
-                return Err(missing_key(name, wanted_by, &place, &have));
-            }
-        }
-        let field = |name: &String| kinds.get(name).copied().unwrap_or_default().field(name);
-        let carry_schema = Arc::new(Schema::new(request.carry.iter().map(field).collect::<Vec<_>>()));
-        let columns = have.iter().map(|name| Column {
-            name: name.clone(),
-            kind: field(name).data_type().to_string(),
-        });
-        let columns = columns.collect();
-        Ok(InputPlan {
-            files,
-            shards: self.builder.finish(),
-            carry_schema,
-            columns,
-            total_rows,
-        })
-    }
-}
-
-fn missing_key(name: &str, wanted_by: &str, place: &str, have: &[String]) -> DatasetError {
-    if have.len() >= KEYS_MAX {
-        let why =
-            format!("{wanted_by} column `{name}`, which is not among the first {KEYS_MAX} different keys of the lines");
-        return DatasetError::Refused(why);
-    }
-    missing_column(name, wanted_by, place, have)
 }

@@ -38,12 +38,19 @@ impl RowStatus {
     }
 }
 
+/// In the error of a row that was closed when nobody could read its input any more: its carried columns are null, and why.
+pub const WITHOUT_COLUMNS: &str = "its columns are not there: ";
+
 /// The `finish_reason` of a completion that `max_tokens` or the context cut off.
 pub const CUT_OFF: &str = "length";
 
 /// One sample of a row's completion.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SampleResult {
+    /// `Succeeded`, `InvalidOutput`, or `Errored`: then there is nothing of it.
+    pub status: RowStatus,
+    /// One line that says why, for every status but `succeeded`.
+    pub error: Option<String>,
     /// The answer.
     pub text: String,
     /// The thought before it; `None`: there was none.
@@ -74,6 +81,30 @@ pub struct RowResult {
     pub error: Option<String>,
     pub prompt_tokens: u32,
     pub cached_tokens: u32,
+}
+
+impl SampleResult {
+    /// One that the model has not answered, and why.
+    pub fn failed(error: String) -> SampleResult {
+        SampleResult {
+            status: RowStatus::Errored,
+            error: Some(error),
+            text: String::new(),
+            reasoning: None,
+            reasoning_tokens: 0,
+            parsed: None,
+            finish_reason: "",
+            completion_tokens: 0,
+            token_ids: Vec::new(),
+            logprobs: Vec::new(),
+            choice_probabilities: Vec::new(),
+        }
+    }
+
+    /// Whether the model has answered at all.
+    pub fn is_there(&self) -> bool {
+        self.status != RowStatus::Errored
+    }
 }
 
 impl RowResult {

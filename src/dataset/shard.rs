@@ -4,18 +4,22 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use arrow::array::{Array, ArrayRef, RecordBatch, RecordBatchOptions, new_null_array};
+use arrow::array::{Array, ArrayRef, Int64Array, RecordBatch, RecordBatchOptions, new_null_array};
 use arrow::compute::{cast, concat_batches};
-use arrow::datatypes::{DataType, Field, FieldRef, SchemaRef};
+use arrow::datatypes::{DataType, Field, FieldRef, Schema, SchemaRef};
 
+use super::arrow_in::KeptBlock;
+use super::csv_in::CsvReading;
 use super::error::DatasetError;
-use super::parquet_in::ParquetFile;
-use super::pieces::Pieces;
+use super::layout::Layout;
+use super::pieces::{Pieces, SegmentRows};
 use super::pinned::PinnedFile;
 use super::pins::Pins;
 use super::plan::{InputFile, Shard};
-use super::planner::same_type;
+use super::plan_tables::{same_type, wider};
 use super::row::ShardRows;
+use super::table::TableFile;
+use super::text_file::{Kept, TextFile};
 use super::widths::check_room;
 
 /// Most footers kept between shards.
@@ -29,10 +33,19 @@ const FOOTER_BYTES_MAX: usize = 64 << 20;
 pub struct ShardReader {
     pins: Pins,
     carry: SchemaRef,
+    /// Those of the carried columns that stand in the files, not in their folders' names.
+    carry_of_files: SchemaRef,
+    layout: Layout,
     /// The columns that the prompt uses; `None`: all.
     columns: Option<Vec<String>>,
-    /// Open Parquet files by input, the newest last.
-    footers: Mutex<VecDeque<(u32, Arc<ParquetFile>)>>,
+    /// Of CSV inputs.
+    csv: Option<Arc<CsvReading>>,
+    /// Of compressed inputs.
+    kept: Kept,
+    /// Of Arrow inputs.
+    kept_block: KeptBlock,
+    /// Open files of tables by input, the newest last.
+    footers: Mutex<VecDeque<(u32, TableFile)>>,
 }
 
 impl ShardReader {
@@ -40,10 +53,103 @@ impl ShardReader {
     pub fn new(files: Vec<InputFile>, carry: SchemaRef, columns: Option<Vec<String>>) -> ShardReader {
         ShardReader {
             pins: Pins::new(files),
+            carry_of_files: carry.clone(),
             carry,
+            layout: Layout::default(),
             columns,
+            csv: None,
+            kept: Kept::default(),
+            kept_block: KeptBlock::default(),
             footers: Mutex::default(),
         }
+    }
+
+    /// The same reader of inputs that are laid out so.
+    pub fn of_layout(mut self, layout: Layout) -> ShardReader {
+        let is_read = |name: &str| self.is_shown(name) || self.carry.field_with_name(name).is_ok();
+        self.csv = layout
+            .csv
+            .clone()
+            .map(|table| Arc::new(CsvReading::new(table, is_read)));
+        let of_files = self
+            .carry
+            .fields()
+            .iter()
+            .filter(|field| !layout.is_added(field.name()));
+        self.carry_of_files = Arc::new(Schema::new(of_files.cloned().collect::<Vec<_>>()));
+        self.layout = layout;
+        self
+    }
+
+    /// Does the prompt use this column?
+    fn is_shown(&self, name: &str) -> bool {
+        let columns = self.columns.as_ref();
+        columns.is_none_or(|columns| columns.iter().any(|column| column == name))
+    }
+
+    /// The carried columns that stand in the files.
+    pub(super) fn carry_of_files(&self) -> &SchemaRef {
+        &self.carry_of_files
+    }
+
+    /// Columns that a file which lacks them has all the same, as nulls.
+    pub(super) fn absent(&self) -> &[String] {
+        &self.layout.absent
+    }
+
+    /// Adds the columns that stand in no file to rows of `input`, of which `places` says which ones they are.
+    pub(super) fn with_added(
+        &self,
+        input: u32,
+        mut piece: SegmentRows,
+        places: impl Iterator<Item = u64>,
+    ) -> Result<SegmentRows, DatasetError> {
+        if self.layout.partitions.is_empty() && self.layout.sample.is_none() {
+            return Ok(piece);
+        }
+        let texts = &self.pins.files()[input as usize].partition;
+        let columns = || self.layout.partitions.iter().zip(texts);
+        for (column, text) in columns().filter(|(column, _)| self.is_shown(&column.name)) {
+            let value = column.value(text.as_deref());
+            for row in piece.rows.iter_mut().flatten() {
+                row.insert(column.name.clone(), value.clone());
+            }
+        }
+        let count = piece.rows.len();
+        let before: u64 = self.pins.files()[..input as usize].iter().map(|file| file.rows).sum();
+        let place: ArrayRef = Arc::new(Int64Array::from_iter_values(places.map(|row| (before + row) as i64)));
+        let carried = self.carry.fields().iter().map(|field| {
+            let of_folder = columns().find(|(column, _)| column.name == *field.name());
+            match of_folder {
+                Some((column, text)) => Ok(column.array(text.as_deref(), count)),
+                None if self.layout.is_added(field.name()) => Ok(place.clone()),
+                None => piece.carry.column_by_name(field.name()).cloned().ok_or(field.name()),
+            }
+        });
+        let carried = carried.collect::<Result<Vec<ArrayRef>, _>>();
+        let carried = carried.map_err(|name| DatasetError::Output(format!("carried column `{name}` is gone")))?;
+        let options = RecordBatchOptions::new().with_row_count(Some(count));
+        piece.carry = RecordBatch::try_new_with_options(self.carry.clone(), carried, &options)
+            .map_err(|e| DatasetError::Output(format!("carried columns: {e}")))?;
+        Ok(piece)
+    }
+
+    /// Bytes that were decompressed to read shards of compressed inputs, those that were passed over among them.
+    pub fn decompressed(&self) -> u64 {
+        self.kept.made()
+    }
+
+    /// The bytes of an input of lines.
+    pub(super) fn text(&self, file: &PinnedFile, planned: &InputFile) -> TextFile {
+        TextFile {
+            file: file.clone(),
+            codec: planned.compressed.as_ref().map(|compressed| compressed.codec),
+            kept: Some(self.kept.clone()),
+        }
+    }
+
+    pub(super) fn csv(&self) -> Option<&Arc<CsvReading>> {
+        self.csv.as_ref()
     }
 
     /// The inputs and what is known of them.
@@ -66,7 +172,7 @@ impl ShardReader {
     }
 
     /// Types alone can ask for any amount of memory, and a record can name any of them.
-    pub(super) fn check_room(&self, shard: &Shard) -> Result<(), DatasetError> {
+    fn check_room(&self, shard: &Shard) -> Result<(), DatasetError> {
         check_room(&self.carry, shard.rows).map_err(|why| DatasetError::Output(format!("carried columns: {why}")))
     }
 
@@ -82,14 +188,18 @@ impl ShardReader {
 
     /// The rows of a shard, in pieces that fit in memory. `wanted`: those that are read, by their places in the job's input; the others come
     /// as rows that were not read, their carried columns null. `None`: all of them.
-    pub fn pieces<'a>(&'a self, shard: &'a Shard, wanted: Option<Vec<Range<u64>>>) -> Pieces<'a> {
-        Pieces::new(self, shard, wanted)
+    ///
+    /// # Errors
+    /// Its carried columns can have no room.
+    pub fn pieces<'a>(&'a self, shard: &'a Shard, wanted: Option<Vec<Range<u64>>>) -> Result<Pieces<'a>, DatasetError> {
+        self.check_room(shard)?;
+        Ok(Pieces::new(self, shard, wanted))
     }
 
     /// Reads a shard whole: what it takes, its planner and whoever calls this have to answer for.
     pub async fn read(&self, shard: &Shard) -> Result<ShardRows, DatasetError> {
         let (mut rows, mut carries) = (Vec::new(), Vec::new());
-        let mut pieces = self.pieces(shard, None);
+        let mut pieces = self.pieces(shard, None)?;
         while let Some(piece) = pieces.next().await? {
             rows.extend(piece.rows);
             carries.push(piece.carry);
@@ -121,12 +231,12 @@ impl ShardReader {
         Ok(())
     }
 
-    fn footers(&self) -> MutexGuard<'_, VecDeque<(u32, Arc<ParquetFile>)>> {
+    fn footers(&self) -> MutexGuard<'_, VecDeque<(u32, TableFile)>> {
         self.footers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The open file of an input, from the cache where it is there.
-    pub(super) async fn parquet_file(&self, input: &PinnedFile, number: u32) -> Result<Arc<ParquetFile>, DatasetError> {
+    pub(super) async fn table_file(&self, input: &PinnedFile, number: u32) -> Result<TableFile, DatasetError> {
         {
             let mut footers = self.footers();
             if let Some(at) = footers.iter().position(|(n, _)| *n == number)
@@ -137,7 +247,8 @@ impl ShardReader {
                 return Ok(file);
             }
         }
-        let file = Arc::new(ParquetFile::open(input.clone()).await?);
+        let format = self.pins.files()[number as usize].format;
+        let file = TableFile::open(input.clone(), format, self.kept_block.clone()).await?;
         let mut used: Vec<String> = self.carry.fields().iter().map(|f| f.name().clone()).collect();
         match &self.columns {
             Some(columns) => used.extend(columns.iter().cloned()),
@@ -147,7 +258,7 @@ impl ShardReader {
         let mut footers = self.footers();
         footers.push_back((number, file.clone()));
         let memory =
-            |footers: &VecDeque<(u32, Arc<ParquetFile>)>| footers.iter().map(|(_, f)| f.memory_bytes()).sum::<usize>();
+            |footers: &VecDeque<(u32, TableFile)>| footers.iter().map(|(_, f)| f.memory_bytes()).sum::<usize>();
         while footers.len() > 1 && (footers.len() > FOOTERS_MAX || memory(&footers) > FOOTER_BYTES_MAX) {
             footers.pop_front();
         }
@@ -157,7 +268,8 @@ impl ShardReader {
 
 /// The column as it was planned, without what else its memory holds.
 pub(super) fn fit(column: &ArrayRef, to: &DataType) -> Result<ArrayRef, String> {
-    if column.data_type() != to && !same_type(column.data_type(), to) {
+    let is_wider = wider(column.data_type(), to).is_some_and(|wide| same_type(&wide, to));
+    if column.data_type() != to && !is_wider {
         return Err(format!("planned as {to}, it is {}", column.data_type()));
     }
     let owned = without_views(column.data_type());

@@ -1,42 +1,97 @@
 //! Which format a file has, told by its content.
 
+use bytes::Bytes;
+
+use super::arrow_footer::MAGIC;
+use super::compression::Codec;
 use super::error::DatasetError;
 use super::lines::{LINE_BYTES_MAX, is_blank, lines_of, strip_bom};
 use super::pinned::PinnedFile;
 use super::plan::Format;
+use super::text_file::TextFile;
 use serde_json::{Map, Value};
 
 /// How much of a file's head is looked at: more only while its first line is longer.
 const HEAD_BYTES: [u64; 3] = [64 << 10, 1 << 20, LINE_BYTES_MAX as u64 + 1024];
 
-/// What a file that must be Parquet begins with: `PAR1`.
-const PARQUET_HEAD_BYTES: u64 = 4;
+/// More than the longest mark that a file of any kind begins with.
+const MAGIC_BYTES: u64 = 16;
 
 /// Lines that are looked at for one that is a JSON object.
 const LINES_MAX: usize = 64;
 
-/// The format of `file`; `None` for an empty file, which fits every format. `told`: the format that the job names.
-pub async fn sniff(file: &PinnedFile, told: Option<Format>) -> Result<Option<Format>, DatasetError> {
-    let name = file.location.path.filename().unwrap_or_default().to_ascii_lowercase();
-    let is_named = |extensions: &[&str]| name.rsplit_once('.').is_some_and(|(_, ext)| extensions.contains(&ext));
-    let wants_parquet = told == Some(Format::Parquet) || (told.is_none() && is_named(&["parquet", "pq"]));
-    if file.size == 0 && !wants_parquet {
+/// The bytes of `file` as text, and their format; `None` for an empty file, which fits every format. `told`: the format that
+/// the job names.
+pub async fn sniff(file: &PinnedFile, told: Option<Format>) -> Result<(TextFile, Option<Format>), DatasetError> {
+    let wants_parquet =
+        |text: &TextFile| told == Some(Format::Parquet) || (told.is_none() && text.is_named(&["parquet", "pq"]));
+    let mut text = TextFile::new(file.clone(), None);
+    // A Parquet file's footer tells the rest.
+    let first = if wants_parquet(&text) {
+        MAGIC_BYTES
+    } else {
+        HEAD_BYTES[0]
+    };
+    let first = file.bytes(0..first.min(file.size)).await?;
+    text.codec = Codec::of(&first);
+    let format = format_of(&text, &first, told, wants_parquet(&text)).await?;
+    Ok((text, format))
+}
+
+/// `first`: the stored bytes that the file begins with.
+async fn format_of(
+    text: &TextFile,
+    first: &Bytes,
+    told: Option<Format>,
+    wants_parquet: bool,
+) -> Result<Option<Format>, DatasetError> {
+    let file = &text.file;
+    let wants_arrow = match told {
+        Some(told) => told == Format::Arrow,
+        None => text.is_named(&["arrow", "feather", "ipc", "arrows"]),
+    };
+    // An empty file has no rows of lines; of a table it lacks the columns.
+    if file.size == 0 && !wants_parquet && !wants_arrow {
         return Ok(told);
     }
     for (n, &bytes) in HEAD_BYTES.iter().enumerate() {
-        // A Parquet file's footer tells the rest.
-        let bytes = if wants_parquet { PARQUET_HEAD_BYTES } else { bytes };
-        let head = file.bytes(0..bytes.min(file.size)).await?;
-        if wants_parquet || head.starts_with(b"PAR") {
+        let head = match n == 0 && text.codec.is_none() {
+            true => first.clone(),
+            false => text.head(bytes).await?,
+        };
+        let named = |format: Format, extensions: &[&str]| match told {
+            Some(told) => told == format,
+            None => text.is_named(extensions),
+        };
+        let format = if named(Format::Text, &["txt", "text"]) {
+            Some(Format::Text)
+        } else if named(Format::Csv, &["csv", "tsv", "tab"]) {
+            Some(Format::Csv)
+        } else {
+            None
+        };
+        if wants_arrow || head.starts_with(b"ARROW1\0\0") {
+            return arrow(text, &head, told).map(Some);
+        }
+        // A text may begin with `PARENT`.
+        let is_encrypted = format.is_none() && head.starts_with(b"PARE");
+        if wants_parquet || is_encrypted || head.starts_with(b"PAR1") {
+            if let Some(codec) = text.codec {
+                let why = format!(
+                    "it is Parquet, compressed with {} as a whole; decompress it first",
+                    codec.as_str()
+                );
+                return Err(DatasetError::unreadable(&file.name, why));
+            }
             return parquet(file, &head, told).map(Some);
         }
         if let Some(why) = unreadable_magic(&head) {
             return Err(DatasetError::unreadable(&file.name, why));
         }
-        if told == Some(Format::Text) || (told.is_none() && is_named(&["txt", "text"])) {
-            return Ok(Some(Format::Text));
+        if format.is_some() {
+            return Ok(format);
         }
-        let whole = head.len() as u64 == file.size;
+        let whole = (head.len() as u64) < bytes || (text.codec.is_none() && head.len() as u64 == file.size);
         match sniff_lines(&head, whole) {
             Sniffed::Is(format) => return Ok(Some(told.unwrap_or(format))),
             Sniffed::More if n + 1 < HEAD_BYTES.len() => {}
@@ -66,11 +121,40 @@ fn parquet(file: &PinnedFile, head: &[u8], told: Option<Format>) -> Result<Forma
     }
 }
 
+/// Where a file is Arrow by its content, by its name, or because the job says so.
+fn arrow(text: &TextFile, head: &[u8], told: Option<Format>) -> Result<Format, DatasetError> {
+    let unreadable = |why: String| Err(DatasetError::unreadable(&text.file.name, why));
+    match (text.codec, told) {
+        (Some(codec), _) => unreadable(format!(
+            "it is Arrow, compressed with {} as a whole; decompress it first",
+            codec.as_str()
+        )),
+        (None, Some(told)) if told != Format::Arrow => {
+            unreadable(format!("it is Arrow, and the job says {}", told.as_str()))
+        }
+        _ if head.starts_with(MAGIC) => Ok(Format::Arrow),
+        _ if head.is_empty() => unreadable("it is empty (0 bytes), which is no Arrow file".into()),
+        // How a message begins.
+        _ if head.starts_with(&[0xff; 4]) => unreadable(
+            "it is a stream of Arrow messages, which has no footer; write it as a file (pyarrow: `ipc.new_file` or `feather.write_feather`)".into(),
+        ),
+        _ if head.starts_with(b"FEA1") => {
+            unreadable("it is Feather V1; write it as Feather V2 (pyarrow: `write_feather`, without `version=1`)".into())
+        }
+        _ => unreadable("it is no Arrow file: it does not begin with `ARROW1`".into()),
+    }
+}
+
 fn unreadable_magic(head: &[u8]) -> Option<&'static str> {
-    const MAGIC: [(&[u8], &str); 7] = [
-        (b"\x1f\x8b", "it is compressed with gzip; decompress it first"),
-        (b"\x28\xb5\x2f\xfd", "it is compressed with zstd; decompress it first"),
-        (b"BZh", "it is compressed with bzip2; decompress it first"),
+    const MAGIC: [(&[u8], &str); 6] = [
+        (
+            b"\x1f\x8b",
+            "it is compressed with gzip, in another way or twice; decompress it first",
+        ),
+        (
+            b"\x28\xb5\x2f\xfd",
+            "it is compressed twice, with zstd last; decompress it first",
+        ),
         (b"\xfd7zXZ", "it is compressed with xz; decompress it first"),
         (b"PK\x03\x04", "it is a zip archive; unpack it first"),
         (b"\xff\xfe", "it is UTF-16 text; convert it to UTF-8"),

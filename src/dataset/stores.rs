@@ -16,6 +16,7 @@ use object_store::path::Path;
 use object_store::{
     BackoffConfig, Certificate, ClientConfigKey, ClientOptions, ObjectStore, ObjectStoreScheme, RetryConfig,
 };
+use percent_encoding::percent_decode_str;
 use url::{Position, Url};
 
 use super::aws_profile::{self, Keys, ProfileCredentials};
@@ -258,10 +259,26 @@ impl Stores {
 
 /// `url` up to where keys begin: what two addresses of one client have in common.
 pub fn bucket_of(url: &Url, path: &Path) -> String {
-    let below = path.parts().count();
-    let segments: Vec<&str> = url.path().split('/').filter(|part| !part.is_empty()).collect();
-    let bucket = &segments[..segments.len().saturating_sub(below)];
-    format!("{}/{}", &url[..Position::BeforePath], bucket.join("/"))
+    let mut segments: Vec<&str> = url.path().split('/').filter(|part| !part.is_empty()).collect();
+    let mut below = path.parts().count();
+    // A segment with an encoded `/` is several parts of a key.
+    while below > 0
+        && let Some(segment) = segments.pop()
+    {
+        let decoded = percent_decode_str(segment).decode_utf8_lossy();
+        let parts = decoded.split('/').filter(|part| !part.is_empty()).count();
+        below = below.saturating_sub(parts);
+    }
+    format!("{}/{}", &url[..Position::BeforePath], segments.join("/"))
+}
+
+/// Can the host of such an address be a bucket's name? It is put into paths and names of servers as it is written.
+pub fn names_bucket(url: &Url) -> bool {
+    let authority = &url[Position::BeforeUsername..Position::BeforePath];
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-_.$@:".contains(c);
+    authority.chars().all(plain)
+        && authority.starts_with(|c: char| c.is_ascii_alphanumeric() || c == '$')
+        && !authority.contains("..")
 }
 
 /// `url` without what may be secret in it.

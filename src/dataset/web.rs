@@ -8,6 +8,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures::future::BoxFuture;
 use object_store::ClientOptions;
 use object_store::client::{HttpClient, HttpConnector};
 use reqwest::dns::{Addrs, Name, Resolve, Resolving};
@@ -70,8 +71,7 @@ impl WebConnector {
             {
                 let host = attempt.url().origin().ascii_serialization();
                 return attempt.error(Refusal(format!(
-                    "it redirects to `{to}`, which queued jobs may not read; to let them, start the worker with \
-                     `--accept-inputs {host}/`"
+                    "it redirects to `{to}`, which this job may not read; to have it read, give `--accept-inputs {host}/`"
                 )));
             }
             if attempt.previous().len() > REDIRECTS_MAX {
@@ -88,11 +88,11 @@ impl WebConnector {
         told.then(|| self.server.host_str().map(str::to_ascii_lowercase))
             .flatten()
     }
-}
 
-impl HttpConnector for WebConnector {
-    fn connect(&self, _options: &ClientOptions) -> object_store::Result<HttpClient> {
-        let client = reqwest::Client::builder()
+    /// A client that looks names up by `lookup`.
+    fn client(&self, lookup: Lookup) -> reqwest::Result<reqwest::Client> {
+        let exempt = self.exempt();
+        reqwest::Client::builder()
             .user_agent(concat!("gristmill/", env!("CARGO_PKG_VERSION")))
             .timeout(self.timeout)
             .connect_timeout(self.connect_timeout)
@@ -100,9 +100,14 @@ impl HttpConnector for WebConnector {
             .http1_only()
             .https_only(self.server.scheme() != "http")
             .redirect(self.redirects())
-            .dns_resolver(Arc::new(Names { exempt: self.exempt() }))
-            .build();
-        let client = client.map_err(|source| object_store::Error::Generic {
+            .dns_resolver(Arc::new(Names { exempt, lookup }))
+            .build()
+    }
+}
+
+impl HttpConnector for WebConnector {
+    fn connect(&self, _options: &ClientOptions) -> object_store::Result<HttpClient> {
+        let client = self.client(by_system).map_err(|source| object_store::Error::Generic {
             store: "HTTP",
             source: Box::new(source),
         })?;
@@ -110,16 +115,25 @@ impl HttpConnector for WebConnector {
     }
 }
 
-/// Resolves names as the system does, without link-local addresses.
+/// How the addresses of a name are found.
+type Lookup = fn(String) -> BoxFuture<'static, std::io::Result<Vec<SocketAddr>>>;
+
+fn by_system(name: String) -> BoxFuture<'static, std::io::Result<Vec<SocketAddr>>> {
+    Box::pin(async move { Ok(tokio::net::lookup_host((name, 0)).await?.collect()) })
+}
+
+/// Resolves names without link-local addresses.
 struct Names {
     exempt: Option<String>,
+    lookup: Lookup,
 }
 
 impl Resolve for Names {
     fn resolve(&self, name: Name) -> Resolving {
         let exempt = self.exempt.as_deref() == Some(&name.as_str().to_ascii_lowercase());
+        let lookup = (self.lookup)(name.as_str().to_string());
         Box::pin(async move {
-            let found: Vec<SocketAddr> = tokio::net::lookup_host((name.as_str(), 0)).await?.collect();
+            let found = lookup.await?;
             let kept: Vec<SocketAddr> = match exempt {
                 true => found,
                 false => allowed(name.as_str(), found)?,
@@ -167,5 +181,64 @@ mod tests {
         assert_eq!(exempt("http://board.local/x", false).as_deref(), Some("board.local"));
         assert_eq!(exempt("http://board.local/x", true), None);
         assert!(exempt("http://metadata.google.internal/x", true).is_some());
+    }
+
+    /// Names as a stranger's name server has them.
+    fn by_stranger(name: String) -> BoxFuture<'static, std::io::Result<Vec<SocketAddr>>> {
+        let ip = match name.as_str() {
+            "rows.example" => "127.0.0.1",
+            _ => "169.254.169.254",
+        };
+        Box::pin(async move { Ok(vec![format!("{ip}:0").parse().unwrap()]) })
+    }
+
+    /// A server that redirects to `http://sneaky.example/`; its port.
+    fn redirecting() -> u16 {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        std::thread::spawn(move || {
+            use std::io::{Read, Write};
+            for stream in listener.incoming() {
+                let mut stream = stream.unwrap();
+                let _length = stream.read(&mut [0; 4096]).unwrap();
+                let answer = "HTTP/1.1 302 Found\r\nLocation: http://sneaky.example/\r\nContent-Length: 0\r\n\r\n";
+                stream.write_all(answer.as_bytes()).unwrap();
+            }
+        });
+        port
+    }
+
+    /// Named by a queued job or by a redirect, a name that resolves to a metadata service is asked nothing.
+    #[tokio::test]
+    async fn a_request_follows_no_name_to_a_metadata_service() {
+        let rows = format!("http://rows.example:{}/", redirecting());
+        for (server, queued) in [("http://sneaky.example/", true), (&rows, true), (&rows, false)] {
+            let connector = WebConnector {
+                server: Url::parse(server).unwrap(),
+                timeout: Duration::from_secs(5),
+                connect_timeout: Duration::from_secs(1),
+                may_follow: queued.then(|| Arc::new(|_: &Url| true) as MayFollow),
+            };
+            let client = connector.client(by_stranger).unwrap();
+            let error = client.get(server).send().await.unwrap_err();
+            let why = refusal(&error).unwrap_or_else(|| panic!("{server}: {error:?}"));
+            assert_eq!(
+                why.to_string(),
+                "`sneaky.example` resolves to 169.254.169.254, a link-local address or metadata service"
+            );
+        }
+    }
+
+    #[tokio::test]
+    async fn the_systems_answers_are_filtered() {
+        let names = Names {
+            exempt: None,
+            lookup: by_system,
+        };
+        // What is an address already, in whatever form, needs no name server.
+        let name = "169.254.169.254".parse().unwrap();
+        let error = names.resolve(name).await.map(|_| ()).unwrap_err();
+        assert!(refusal(&*error).is_some(), "{error}");
+        assert_eq!(names.resolve("127.0.0.1".parse().unwrap()).await.unwrap().count(), 1);
     }
 }

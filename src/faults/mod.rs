@@ -14,6 +14,7 @@
 //! | `GRISTMILL_KNOWN_COMPLETION_TOKENS` | completion tokens a row, 4 unless given |
 //! | `GRISTMILL_KNOWN_ERRORS_BELOW` | an id: prompts that begin with a smaller one fail, as on a device out of order |
 //! | `GRISTMILL_STEP_MAX_MS` | milliseconds after which a step of the device hangs, in place of ten minutes |
+//! | `GRISTMILL_ROOM_BYTES` | most bytes of carried columns in the worker's hands |
 //! | `GRISTMILL_ABORT_AT_READING` | a row: whoever has read it aborts |
 //! | `GRISTMILL_KNOWN_TRACE` | a file to which each computed row is appended, as a line `JOB,ROW` |
 
@@ -28,28 +29,25 @@ pub use switches::switch;
 
 /// What `GRISTMILL_STEP_MAX_MS` says.
 pub fn step_max() -> Option<std::time::Duration> {
-    let text = std::env::var("GRISTMILL_STEP_MAX_MS").ok()?;
-    match text.parse() {
-        Ok(ms) => Some(std::time::Duration::from_millis(ms)),
-        Err(_) => refuse(
-            "GRISTMILL_STEP_MAX_MS",
-            &format!("`{text}` is no number of milliseconds"),
-        ),
-    }
+    parsed("GRISTMILL_STEP_MAX_MS", "number of milliseconds").map(std::time::Duration::from_millis)
+}
+
+/// What `GRISTMILL_ROOM_BYTES` says.
+pub fn room_bytes() -> Option<usize> {
+    parsed("GRISTMILL_ROOM_BYTES", "number of bytes")
+}
+
+fn parsed<T: std::str::FromStr>(variable: &str, what: &str) -> Option<T> {
+    let text = std::env::var(variable).ok()?;
+    let value = text.parse();
+    Some(value.unwrap_or_else(|_| refuse(variable, &format!("`{text}` is no {what}"))))
 }
 
 /// Aborts where `GRISTMILL_ABORT_AT_READING` names a row that was just read.
 pub fn abort_at_reading(is_read: impl Fn(u64) -> bool) {
-    let Ok(text) = std::env::var("GRISTMILL_ABORT_AT_READING") else {
-        return;
-    };
-    match text.parse() {
-        Ok(row) if is_read(row) => {
-            eprintln!("gristmill: row {row} was read: Abort");
-            std::process::abort();
-        }
-        Ok(_) => {}
-        Err(_) => refuse("GRISTMILL_ABORT_AT_READING", &format!("`{text}` is no row")),
+    if let Some(row) = parsed("GRISTMILL_ABORT_AT_READING", "row").filter(|row| is_read(*row)) {
+        eprintln!("gristmill: row {row} was read: Abort");
+        std::process::abort();
     }
 }
 

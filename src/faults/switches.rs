@@ -34,12 +34,12 @@ pub fn switch(name: &str) -> bool {
     on.contains(&name)
 }
 
-/// A record's bytes, in the version after `version` where the switch `next-version` is on.
-pub fn as_next_version(bytes: Vec<u8>, version: u32) -> Vec<u8> {
+/// The bytes of a record of version `version`, in version `next` where the switch `next-version` is on.
+pub fn as_next_version(bytes: Vec<u8>, version: u32, next: u32) -> Vec<u8> {
     let begins = format!("{{\"v\":{version},");
     match bytes.strip_prefix(begins.as_bytes()) {
         Some(rest) if switch("next-version") => {
-            let mut next = format!("{{\"v\":{},", version + 1).into_bytes();
+            let mut next = format!("{{\"v\":{next},").into_bytes();
             next.extend_from_slice(rest);
             next
         }

@@ -2,24 +2,16 @@
 //!
 //! The doc comments of fields become the descriptions in `schemas/job.schema.json`, which editors show.
 
-use std::path::Path;
-
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+use super::carry::CarryFile;
+use super::input::InputFile;
 pub use super::one_or_many::OneOrMany;
 use super::sampling::Defaults;
 use super::thinking::ThinkingFile;
-use super::unknown::{unknown_field, unknown_message};
-use super::{JobError, one_line, sha256};
-use crate::dataset::plan::Format;
-use crate::regular;
-
-/// Largest job file, in bytes.
-const FILE_BYTES_MAX: u64 = 4 << 20;
-/// Deepest nesting in a job file.
-const DEPTH_MAX: usize = 64;
+use crate::dataset::writing::Codec;
 
 /// One job: a dataset, a prompt for each of its rows, and where the answers go.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
@@ -73,18 +65,6 @@ pub struct JobFile {
     pub report: Option<ReportFile>,
 }
 
-/// The rows to work on.
-#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields)]
-pub struct InputFile {
-    /// Paths (relative to this file) or URLs, with `*`, `?`, `[…]` and `**`; their rows follow one another in the
-    /// order of this list and, within a pattern, of the names.
-    pub uri: OneOrMany,
-    /// Told apart by content where it is left out.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub format: Option<Format>,
-}
-
 /// What the model is asked: exactly one of `messages`, `text` and `token_ids`.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
@@ -95,6 +75,7 @@ pub struct PromptFile {
     pub messages: Option<Vec<MessageFile>>,
     /// A template over the row's columns; no chat template is applied.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "Option<OrFile<String>>")]
     pub text: Option<String>,
     /// The column (a list of integers) that holds ready token ids.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -128,12 +109,31 @@ pub enum Truncate {
     Right,
 }
 
+/// For the schema: what may stand in a file beside the job file (`included` puts it here before anything is typed).
+#[derive(JsonSchema)]
+#[serde(untagged)]
+#[expect(dead_code, reason = "it has no values, only a schema")]
+enum OrFile<T> {
+    Here(T),
+    InFile(FileReference),
+}
+
+/// The content of a file.
+#[derive(JsonSchema)]
+#[serde(deny_unknown_fields)]
+#[expect(dead_code, reason = "it has no values, only a schema")]
+struct FileReference {
+    /// Its path, relative to the job file. A final line break is no part of a text.
+    file: String,
+}
+
 /// One message of a conversation.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct MessageFile {
     pub role: Role,
     /// A template over the row's columns, or a list of `{type: text, text: …}` parts.
+    #[schemars(with = "OrFile<ContentFile>")]
     pub content: ContentFile,
 }
 
@@ -185,6 +185,7 @@ pub enum ContentFile {
 pub struct PartFile {
     #[serde(rename = "type")]
     pub kind: PartKind,
+    #[schemars(with = "OrFile<String>")]
     pub text: String,
 }
 
@@ -265,7 +266,7 @@ pub struct GenerateFile {
     /// With `choice`: return the probability of each (false).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub choice_probabilities: Option<bool>,
-    /// The answer is JSON that fits this JSON Schema.
+    /// The answer is JSON that fits this JSON Schema; `{file: PATH}` takes it from a file.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub json_schema: Option<Value>,
     /// The whole answer fits this regular expression.
@@ -279,12 +280,26 @@ pub struct GenerateFile {
 pub struct OutputFile {
     /// A folder, relative to this file or in object storage. It belongs to this job alone.
     pub uri: String,
-    /// Input columns that results keep, under their own names.
+    /// Input columns that results keep: a list, `"*"` for all, or a mapping of new names to columns.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub carry: Option<Vec<String>>,
+    pub carry: Option<CarryFile>,
     /// `parquet`, or `openai` for OpenAI batch result lines (parquet).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format: Option<OutputFormat>,
+    /// What pages of the parts are compressed with (zstd).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub compression: Option<Codec>,
+    /// Level of the compression: 1 to 22 for zstd (3), 1 to 9 for gzip (6).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 1, max = 22))]
+    pub compression_level: Option<i64>,
+    /// Rows of a part's row group at most (65536).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 100, max = 1_000_000))]
+    pub row_group_rows: Option<i64>,
+    /// With `json_schema`: what the column `parsed` holds, `text` (the JSON) or `typed` (a column for each property) (text).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parsed: Option<ParsedForm>,
     /// Write the completions' token ids, too (false).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub token_ids: Option<bool>,
@@ -298,6 +313,23 @@ pub enum OutputFormat {
     Parquet,
     /// OpenAI batch result lines.
     Openai,
+}
+
+/// What the column `parsed` holds.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum ParsedForm {
+    #[default]
+    Text,
+    /// Values of the types of the JSON Schema.
+    Typed,
+}
+
+impl ParsedForm {
+    /// Whether it is what records of a gristmill mean that knew of no other.
+    pub fn is_text(&self) -> bool {
+        *self == ParsedForm::Text
+    }
 }
 
 /// How the input is cut up.
@@ -376,214 +408,9 @@ pub struct RecheckFile {
     pub precision: Option<String>,
 }
 
-/// A job file that was read, with what its content is known by.
-#[derive(Debug, Clone)]
-pub struct Parsed {
-    pub file: JobFile,
-    /// SHA-256, hexadecimal, of the content with keys sorted and formatting gone.
-    pub hash: String,
-    /// As it was read.
-    pub content: Value,
-}
-
 impl JobFile {
-    /// Reads a job file. `.json` is JSON, all else YAML.
-    pub fn read(path: &Path) -> Result<Parsed, JobError> {
-        let read = |source| JobError::Read {
-            path: path.to_path_buf(),
-            source,
-        };
-        let size = std::fs::metadata(path).map_err(read)?.len();
-        let place = path.display().to_string();
-        if size > FILE_BYTES_MAX {
-            let message = format!("{size} bytes, more than the {FILE_BYTES_MAX} a job file may have");
-            return Err(JobError::Invalid { place, message });
-        }
-        let bytes = regular::read(path, FILE_BYTES_MAX).map_err(read)?;
-        let text = String::from_utf8(bytes).map_err(|_| JobError::Invalid {
-            place: place.clone(),
-            message: "not UTF-8 text".into(),
-        })?;
-        JobFile::parse(&text, &place)
-    }
-
-    /// Parses a job file's text. `name` is its file name, for messages; `.json` at its end means JSON.
-    pub fn parse(text: &str, name: &str) -> Result<Parsed, JobError> {
-        let text = text.strip_prefix('\u{FEFF}').unwrap_or(text);
-        match name.ends_with(".json") {
-            true => parse_json(text, name),
-            false => parse_yaml(text, name),
-        }
-    }
-
     /// The JSON Schema of job files, as `schemas/job.schema.json` holds it.
     pub fn schema() -> Value {
         schemars::schema_for!(JobFile).to_value()
     }
-}
-
-fn parse_json(text: &str, name: &str) -> Result<Parsed, JobError> {
-    let fail = |error: serde_json::Error, content: Option<&Value>| {
-        let full = error.to_string();
-        let message = full.split(" at line ").next().unwrap_or(&full).to_string();
-        let place = format!("{name}:{}", error.line());
-        match unknown_field(&message).zip(content) {
-            Some((field, content)) => JobError::Invalid {
-                place,
-                message: unknown_message(field, content),
-            },
-            None => JobError::Invalid {
-                place,
-                message: one_line(&message),
-            },
-        }
-    };
-    let content: Value = serde_json::from_str(text).map_err(|e| fail(e, None))?;
-    let file: JobFile = serde_json::from_str(text).map_err(|e| fail(e, Some(&content)))?;
-    Ok(Parsed {
-        file,
-        hash: content_hash(&content, None),
-        content,
-    })
-}
-
-fn parse_yaml(text: &str, name: &str) -> Result<Parsed, JobError> {
-    let fail = |error: serde_saphyr::Error, content: Option<&Value>| {
-        let place = match error.location() {
-            Some(at) if at.line() > 0 => format!("{name}:{}", at.line()),
-            _ => name.to_string(),
-        };
-        let message = error
-            .without_snippet()
-            .render_with_formatter(&serde_saphyr::DefaultMessageFormatter);
-        let message = message.split(" at line ").next().unwrap_or(&message).to_string();
-        match (error.without_snippet(), content) {
-            (serde_saphyr::Error::SerdeUnknownField { field, .. }, Some(content)) => JobError::Invalid {
-                place,
-                message: unknown_message(field, content),
-            },
-            (serde_saphyr::Error::InvalidScalar { ty, .. }, _) => {
-                let wanted = match *ty {
-                    "f64" => "a number",
-                    "bool" => "`true` or `false`",
-                    _ => "a whole number",
-                };
-                let key = error.location().and_then(|at| key_before(text, at.line(), at.column()));
-                let field = key.map(|key| format!("`{key}` is")).unwrap_or("a value is".into());
-                JobError::Invalid {
-                    place,
-                    message: format!("{field} not {wanted}"),
-                }
-            }
-            (serde_saphyr::Error::DuplicateMappingKey { key: Some(key), .. }, _) => JobError::Invalid {
-                place,
-                message: format!("`{key}` is given twice"),
-            },
-            _ => JobError::Invalid {
-                place,
-                message: one_line(&message),
-            },
-        }
-    };
-    let content: Value = serde_saphyr::from_str_with_options(text, yaml_options()).map_err(|e| fail(e, None))?;
-    if !content.is_object() {
-        let message = "a job file is a mapping of fields such as `name`, `model`, `input`".into();
-        return Err(JobError::Invalid {
-            place: name.to_string(),
-            message,
-        });
-    }
-    let file: JobFile =
-        serde_saphyr::from_str_with_options(text, yaml_options()).map_err(|e| fail(e, Some(&content)))?;
-    Ok(Parsed {
-        file,
-        hash: content_hash(&content, None),
-        content,
-    })
-}
-
-/// The key that stands right before this place (both counted from 1) on the same line.
-fn key_before(text: &str, line: u64, column: u64) -> Option<&str> {
-    let line = text.lines().nth(usize::try_from(line).ok()?.checked_sub(1)?)?;
-    let at = line
-        .char_indices()
-        .nth(usize::try_from(column).ok()?.checked_sub(1)?)?
-        .0;
-    let key = line[..at].trim_end().strip_suffix(':')?;
-    let start = key
-        .rfind(|c: char| !c.is_alphanumeric() && c != '_')
-        .map_or(0, |i| i + 1);
-    key.get(start..).filter(|key| !key.is_empty())
-}
-
-/// YAML 1.2 (`yes` and `no` are texts), with bounds: job files come from anywhere.
-fn yaml_options() -> serde_saphyr::Options {
-    let mut budget = serde_saphyr::Budget::default();
-    budget.max_depth = DEPTH_MAX;
-    budget.flow_nesting_limit = DEPTH_MAX;
-    budget.max_documents = 1;
-    budget.max_nodes = 500_000;
-    budget.max_events = 1_000_000;
-    budget.max_aliases = 1_000;
-    budget.max_anchors = 1_000;
-    budget.max_total_scalar_bytes = FILE_BYTES_MAX as usize;
-    let mut options = serde_saphyr::Options::default();
-    options.budget = Some(budget);
-    options.strict_booleans = true;
-    options.with_snippet = false;
-    // Not-a-number reaches the checks, which name the field.
-    options.non_finite_float_policy = serde_saphyr::NonFiniteFloatPolicy::PassThrough;
-    options
-}
-
-/// The hashes that gristmill gave a job of this `content` while its price was part of it, when the price was `usd_per_hour`.
-pub(super) fn hashes_with_price(content: &Value, usd_per_hour: f64) -> Vec<String> {
-    // `5` and `5.0` are one price and were two texts.
-    let whole = (usd_per_hour.fract() == 0.0 && usd_per_hour < 1e15).then(|| Value::from(usd_per_hour as u64));
-    let prices = [Some(Value::from(usd_per_hour)), whole];
-    prices
-        .into_iter()
-        .flatten()
-        .map(|price| content_hash(content, Some(price)))
-        .collect()
-}
-
-/// SHA-256, hexadecimal, of `content` without `queue`, `report.recheck` and `budget`, written compactly with sorted keys: more
-/// money or time for a job, another price or way to its workers, or a look at its answers afterwards does not make it another
-/// job. `price`: what stands in its place in `budget`, as in hashes of older gristmills.
-fn content_hash(content: &Value, price: Option<Value>) -> String {
-    fn sorted(value: &Value) -> Value {
-        match value {
-            Value::Object(map) => {
-                let mut entries: Vec<_> = map.iter().collect();
-                entries.sort_by_key(|(key, _)| key.as_str());
-                Value::Object(
-                    entries
-                        .into_iter()
-                        .map(|(key, value)| (key.clone(), sorted(value)))
-                        .collect(),
-                )
-            }
-            Value::Array(items) => items.iter().map(sorted).collect(),
-            other => other.clone(),
-        }
-    }
-    let mut content = content.clone();
-    if let Value::Object(fields) = &mut content {
-        fields.shift_remove("queue");
-        if fields.get("budget").is_some_and(Value::is_object) {
-            fields.shift_remove("budget");
-        }
-        if let Some(price) = price {
-            fields.insert("budget".into(), serde_json::json!({"usd_per_hour": price}));
-        }
-        let only_recheck = match fields.get_mut("report") {
-            Some(Value::Object(report)) => report.shift_remove("recheck").is_some() && report.is_empty(),
-            _ => false,
-        };
-        if only_recheck {
-            fields.shift_remove("report");
-        }
-    }
-    sha256(sorted(&content).to_string())
 }

@@ -1,18 +1,24 @@
 //! What a job file says, a valid job, and the prompts it makes of rows.
 //!
-//! `file` (raw, as written; `unknown` names the field that it does not have) → `spec`, `generate`, `queue` and `recheck` (valid, by
+//! `file` (raw, as written; `parse` reads it, with `parameters` and `included` files filled in; `unknown` names the field that it does not have) → `spec`, `input`, `generate`, `queue` and `recheck` (valid, by
 //! `check`; `record` holds a job that comes back from a ledger against the same; nothing downstream checks again; `sampling`: what they leave to the checkpoint) → `prompt`
 //! (rows to token ids), over `template` (column templates; `names` for what they name, and `python` for what they expect of it), `chat` (the
 //! checkpoint's chat template), `guard` (data is never control) and `openai` (lines of OpenAI batch files).
 
+pub mod carry;
 pub mod chat;
 mod check;
+pub mod difference;
 pub mod file;
 pub mod generate;
 mod guard;
+mod included;
+pub mod input;
 mod names;
 mod one_or_many;
 mod openai;
+pub mod parameters;
+mod parse;
 pub mod prompt;
 mod python;
 pub mod queue;
@@ -23,11 +29,14 @@ pub mod spec;
 mod template;
 pub mod thinking;
 mod unknown;
+mod wanted;
+mod writing;
 
 use std::path::PathBuf;
 
 pub use file::JobFile;
 pub use generate::Generate;
+pub use parameters::Parameters;
 pub use prompt::{RenderSetup, RenderedRow, Renderer};
 pub use spec::Job;
 

@@ -21,6 +21,8 @@ pub(super) struct Names {
     /// Constant fields of the variable asked for (`row.a`, `row["b c"]`), without those that the template asks for first
     /// (`is defined`, `in row`, `default`); none where the template itself gives that variable a value.
     pub fields: BTreeSet<String>,
+    /// Those that it asks for first.
+    pub asked: BTreeSet<String>,
     /// Functions called that the template does not define.
     pub calls: BTreeMap<String, u16>,
     methods: BTreeMap<String, u16>,
@@ -49,9 +51,9 @@ impl Names {
         // A macro may be called by one that stands before it.
         names.calls.retain(|name, _| !bound.contains(name.as_str()));
         names.methods.retain(|name, _| !own.contains(name));
-        names.fields = match bound.contains(of) {
-            true => BTreeSet::new(),
-            false => &names.fields - &walk.asked,
+        (names.fields, names.asked) = match bound.contains(of) {
+            true => Default::default(),
+            false => (&names.fields - &walk.asked, walk.asked),
         };
         names
     }

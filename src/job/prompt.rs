@@ -19,7 +19,7 @@ use crate::dataset::row::InputRow;
 use crate::engine::params::Params;
 use crate::model::tokenizer::{Encoded, Tokenizer};
 use crate::report::summary::number;
-use source::{CompiledMessage, Content, Source, compile, named_columns, takes_apart};
+use source::{CompiledMessage, Content, OfRow, Source, compile, named_columns, takes_apart};
 
 /// Deepest nesting of a row's values; what reads JSON stops there, too.
 const ROW_DEPTH_MAX: usize = 128;
@@ -76,7 +76,7 @@ pub struct Renderer {
 struct Named {
     columns: Vec<(String, String)>,
     /// Columns as fields of `row`; they are columns unless there is one of that name.
-    of_row: Vec<(String, String)>,
+    of_row: OfRow,
     file: String,
     input: String,
 }
@@ -105,7 +105,7 @@ impl Renderer {
         }
         check_stops(&job.generate, &setup.tokenizer).map_err(|e| invalid(format!("`generate.{e}")))?;
         let (source, mut named) = compile(job).map_err(template_error)?;
-        let mut of_row = Vec::new();
+        let mut of_row = OfRow::default();
         let columns = named_columns(&source, &mut named, &mut of_row);
         named.extend(
             job.output
@@ -204,7 +204,7 @@ impl Renderer {
                 ),
             });
         }
-        let of_row = self.named.of_row.iter().filter(|_| !has("row"));
+        let of_row = self.named.of_row.needed.iter().filter(|_| !has("row"));
         match self.named.columns.iter().chain(of_row).find(|(column, _)| !has(column)) {
             None => Ok(()),
             Some((column, field)) => Err(JobError::Column {

@@ -6,7 +6,7 @@ use serde_json::Value;
 use super::check::{FieldError, bad, short, text};
 use super::file::QueueFile;
 use super::suggest;
-use crate::queue::properties::{OF_JOB_FILES, Owner, owner};
+use crate::queue::properties::{OF_JOB_FILES, Owner, is_secret, owner};
 
 /// Most properties of a client.
 const PROPERTIES_MAX: usize = 256;
@@ -20,16 +20,6 @@ pub struct JobQueue {
     pub url: String,
     /// Properties of librdkafka that a job file may set, as it takes them, in the file's order.
     pub kafka: Vec<(String, String)>,
-}
-
-/// Is the value of this librdkafka property a secret? (A path to one is none.)
-pub fn is_secret(property: &str) -> bool {
-    let name = property.to_ascii_lowercase();
-    ["password", "passphrase", "secret"]
-        .iter()
-        .any(|word| name.contains(word))
-        || name.ends_with("key.pem")
-        || matches!(name.as_str(), "sasl.oauthbearer.config" | "sasl.jaas.config")
 }
 
 /// The environment variable that sets a librdkafka property: `GRISTMILL_KAFKA_SASL_PASSWORD`.
@@ -154,26 +144,6 @@ mod tests {
             "local",
         ] {
             assert!(!has_password(url), "{url}");
-        }
-    }
-
-    #[test]
-    fn secret_properties_are_known_by_name() {
-        for name in [
-            "sasl.password",
-            "ssl.key.password",
-            "SASL.OAUTHBEARER.CLIENT.SECRET",
-            "ssl.key.pem",
-        ] {
-            assert!(is_secret(name), "{name}");
-        }
-        for name in [
-            "sasl.username",
-            "ssl.ca.location",
-            "ssl.key.location",
-            "sasl.oauthbearer.token.endpoint.url",
-        ] {
-            assert!(!is_secret(name), "{name}");
         }
     }
 }

@@ -7,12 +7,15 @@ use serde_json::Value;
 use super::JobError;
 use super::check::{FieldError, bad, filled, short, whole};
 use super::file::OutputFormat;
-use super::generate::{Generate, MAX_TOKENS_MAX};
+use super::generate::{Generate, MAX_TOKENS_MAX, ShapeSpec};
 use super::spec::{
     CONTEXT_MAX, ChatTemplateChoice, Job, Prompt, PromptKind, SECONDS_MAX, SHARD_ROWS_MAX, TEMPLATE_BYTES_MAX,
-    cache_salt, check_carry, check_dollars, check_name, check_together,
+    cache_salt, check_dollars, check_name, check_together, check_typed,
 };
+use super::writing::check_writing;
+use crate::dataset::answer_type::AnswerType;
 use crate::dataset::output::{OutputColumns, OutputSchema};
+use crate::dataset::sample::INPUT_ROW;
 use crate::engine::forbidden::Forbidden;
 use crate::report::in_short;
 
@@ -44,22 +47,28 @@ impl Job {
     pub fn output_columns(&self, thinking: bool) -> OutputColumns {
         OutputColumns {
             samples: self.generate.n,
+            sample_status: self.generate.n > 1 && self.output.format == OutputFormat::Parquet,
             thinking,
             token_ids: self.output.token_ids,
             logprobs: self.generate.logprobs,
             choices: self.generate.shape.with_probabilities().map(<[String]>::to_vec),
+            parsed: match &self.generate.shape {
+                ShapeSpec::JsonSchema(schema) if !self.output.parsed.is_text() => Some(AnswerType::of(schema).0),
+                _ => None,
+            },
         }
     }
 
     /// Input columns in the output: those to carry, the gold column that the report compares with, and of OpenAI batch
     /// lines (which always have both) the `custom_id` that tells whose a result is, and the `url` that tells a result
-    /// line's form.
+    /// line's form; and of a sample the place of each row.
     pub fn carried(&self) -> Vec<String> {
         let mut carry = self.output.carry.clone();
         let batch = matches!(self.prompt.kind, PromptKind::Openai);
         let custom_id = batch.then(|| "custom_id".to_string());
         let url = (batch && self.output.format == OutputFormat::Openai).then(|| "url".to_string());
-        for column in self.gold.iter().cloned().chain(custom_id).chain(url) {
+        let place = self.input.options.sample.map(|_| INPUT_ROW.to_string());
+        for column in self.gold.iter().cloned().chain(custom_id).chain(url).chain(place) {
             if !carry.contains(&column) {
                 carry.push(column);
             }
@@ -74,8 +83,9 @@ impl Job {
     pub fn recorded_columns(&self, columns: &Value, place: &str) -> Result<OutputSchema, JobError> {
         let carried = self.carried();
         // An older gristmill carried fewer of an OpenAI batch.
-        let may_carry = |name: &str| carried.iter().any(|carried| carried == name);
-        let read = OutputSchema::of_record(columns, &self.output_columns(false), may_carry);
+        let may_carry = |name: &str| self.output.carry_all || carried.iter().any(|carried| carried == name);
+        let wanted = (&self.output_columns(false), &self.output.renamed);
+        let read = OutputSchema::of_record(columns, wanted, may_carry);
         read.map_err(|why| JobError::Invalid {
             place: place.to_string(),
             message: format!("the job in this record cannot be run: {}", in_short(&why)),
@@ -91,19 +101,18 @@ impl Job {
             whole("context", Some(tokens.into()), 2, 2, CONTEXT_MAX)?;
         }
         self.cache_salt.clone().map(cache_salt).transpose()?;
-        if self.input.uris.is_empty() {
-            return bad("input.uri", "is an empty list");
-        }
-        self.input.uris.iter().try_for_each(|uri| filled("input.uri", uri))?;
+        self.input.check_again()?;
         self.prompt.check_again()?;
         self.generate.check_again().map_err(|error| FieldError {
             field: format!("generate.{}", error.field),
             ..error
         })?;
         filled("output.uri", &self.output.uri)?;
-        check_carry(&self.output.carry)?;
+        self.output.check_carry()?;
+        check_writing(&self.output.writing)?;
         self.gold.iter().try_for_each(|gold| filled("report.gold", gold))?;
         check_together(&self.generate, &self.output, self.gold.is_some(), false)?;
+        check_typed(&self.generate, &self.output, &self.prompt)?;
         if !(1..=SHARD_ROWS_MAX.unsigned_abs()).contains(&self.shard_rows) {
             let why = format!("is {}; it must be from 1 to {SHARD_ROWS_MAX}", self.shard_rows);
             return bad("shards.rows", why);

@@ -1,22 +1,29 @@
 //! A valid job: what the job file says, checked, with all defaults filled in. Nothing downstream checks again.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
 
+use super::carry::Carry;
 use super::chat::Turn;
-use super::check::{FieldError, bad, short, text, whole};
+use super::check::{FieldError, bad, text, whole};
 use super::file::{
-    BudgetFile, ContentFile, JobFile, MessageFile, OutputFile, OutputFormat, Parsed, PromptFile, Role, Truncate,
-    Unfinished, hashes_with_price,
+    BudgetFile, ContentFile, JobFile, MessageFile, OutputFile, OutputFormat, ParsedForm, PromptFile, Role, Truncate,
+    Unfinished,
 };
 use super::generate::{Generate, ShapeSpec};
+use super::input::Input;
+use super::parameters::Parameters;
+use super::parse::{Parsed, base_dir, earlier_hashes};
 use super::queue::JobQueue;
 use super::recheck::Recheck;
+use super::writing::writing;
 use super::{JobError, suggest};
 use crate::dataset::plan::Format;
+use crate::dataset::writing::Writing;
 
 /// Largest `chat_template` file, in bytes.
 pub(super) const TEMPLATE_BYTES_MAX: u64 = 4 << 20;
@@ -104,15 +111,6 @@ pub enum Precision {
     Fp8,
 }
 
-/// The rows to work on.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Input {
-    /// As written, at least one; may hold wildcards.
-    pub uris: Vec<String>,
-    /// `None`: told apart by content.
-    pub format: Option<Format>,
-}
-
 /// What the model is asked.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Prompt {
@@ -174,8 +172,20 @@ pub enum ChatTemplateChoice {
 pub struct Output {
     /// As written.
     pub uri: String,
+    /// Input columns.
     pub carry: Vec<String>,
+    /// The names that some of them have in the output.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub renamed: BTreeMap<String, String>,
+    /// All other columns come along as well.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub carry_all: bool,
     pub format: OutputFormat,
+    /// `Text` in records of a gristmill that knew of no other.
+    #[serde(default, skip_serializing_if = "ParsedForm::is_text")]
+    pub parsed: ParsedForm,
+    #[serde(default, skip_serializing_if = "Writing::is_default")]
+    pub writing: Writing,
     pub token_ids: bool,
 }
 
@@ -191,14 +201,10 @@ pub struct Budget {
 }
 
 impl Job {
-    /// Reads and checks a job file.
-    pub fn load(path: &Path) -> Result<Job, JobError> {
-        let parsed = JobFile::read(path)?;
-        let base_dir = match path.parent() {
-            Some(dir) if !dir.as_os_str().is_empty() => dir.to_path_buf(),
-            _ => PathBuf::from("."),
-        };
-        Job::check(parsed, &path.display().to_string(), &base_dir)
+    /// Reads and checks a job file, whose parameters have these values.
+    pub fn load(path: &Path, parameters: &Parameters) -> Result<Job, JobError> {
+        let parsed = JobFile::read(path, parameters)?;
+        Job::check(parsed, &path.display().to_string(), &base_dir(path))
     }
 
     /// Checks a parsed job file. `file` names it in messages; relative paths start from `base_dir`.
@@ -214,10 +220,12 @@ impl Job {
         &self.hash
     }
 
-    /// Whether `hash` is this job's, or was while the price `usd_per_hour` was part of it.
+    /// Whether `hash` is this job's, or was while its name, its paths and the price `usd_per_hour` were part of it.
     pub fn hashes_to(&self, hash: &str, usd_per_hour: Option<f64>) -> bool {
-        let earlier = usd_per_hour.map(|price| hashes_with_price(&self.content, price));
-        hash == self.hash || earlier.into_iter().flatten().any(|earlier| earlier == hash)
+        hash == self.hash
+            || earlier_hashes(&self.content, usd_per_hour)
+                .iter()
+                .any(|earlier| earlier == hash)
     }
 
     /// The job with all defaults filled in, for the ledger: [`Job::of_record`] reads it back on any machine, so the
@@ -250,14 +258,7 @@ fn build(parsed: Parsed, file: &str, base_dir: &Path) -> Result<Job, FieldError>
     let name = text("name", raw.name)?;
     check_name(&name)?;
     let model = text("model", raw.model)?;
-    let uris = raw.input.uri.into_vec();
-    if uris.is_empty() {
-        return bad("input.uri", "is an empty list");
-    }
-    let uris = uris
-        .into_iter()
-        .map(|uri| text("input.uri", uri))
-        .collect::<Result<Vec<_>, _>>()?;
+    let input = Input::check(raw.input)?;
     let generate = Generate::check(&raw.generate.unwrap_or_default()).map_err(|e| FieldError {
         field: format!("generate.{}", e.field),
         why: e.why,
@@ -267,6 +268,8 @@ fn build(parsed: Parsed, file: &str, base_dir: &Path) -> Result<Job, FieldError>
     let recheck = report.recheck.map(Recheck::check).transpose()?;
     let output = output(raw.output)?;
     check_together(&generate, &output, gold.is_some(), recheck.is_some())?;
+    let prompt = prompt(raw.prompt, input.format, base_dir)?;
+    check_typed(&generate, &output, &prompt)?;
     let rows = raw.shards.and_then(|shards| shards.rows).unwrap_or(SHARD_ROWS);
     if !(1..=SHARD_ROWS_MAX).contains(&rows) {
         return bad(
@@ -285,11 +288,8 @@ fn build(parsed: Parsed, file: &str, base_dir: &Path) -> Result<Job, FieldError>
             .context
             .map(|tokens| whole("context", Some(tokens), 2, 2, CONTEXT_MAX))
             .transpose()?,
-        input: Input {
-            uris,
-            format: raw.input.format,
-        },
-        prompt: prompt(raw.prompt, raw.input.format, base_dir)?,
+        prompt,
+        input,
         generate,
         output,
         shard_rows: rows.unsigned_abs(),
@@ -352,6 +352,22 @@ pub(super) fn check_together(
         }
     }
     Ok(())
+}
+
+/// Typed answers have one JSON Schema, and columns.
+pub(super) fn check_typed(generate: &Generate, output: &Output, prompt: &Prompt) -> Result<(), FieldError> {
+    let why = if output.parsed.is_text() {
+        return Ok(());
+    } else if output.format == OutputFormat::Openai {
+        "needs `output.format` to be `parquet`: result lines in OpenAI's form hold the answer's text"
+    } else if !matches!(generate.shape, ShapeSpec::JsonSchema(_)) {
+        "needs `generate.json_schema`, whose types the column has"
+    } else if matches!(prompt.kind, PromptKind::Openai) {
+        "is for prompts of the job: a line of a batch file can ask for a schema of its own"
+    } else {
+        return Ok(());
+    };
+    bad("output.parsed", format!("is `typed`, which {why}"))
 }
 
 pub(super) fn cache_salt(salt: String) -> Result<String, FieldError> {
@@ -480,34 +496,26 @@ fn chat_template(choice: String, base_dir: &Path) -> Result<ChatTemplateChoice, 
 }
 
 fn output(raw: OutputFile) -> Result<Output, FieldError> {
-    let carry = raw.carry.unwrap_or_default();
-    check_carry(&carry)?;
+    let writing = writing(&raw)?;
+    let Carry { columns, renamed, all } = Carry::check(raw.carry)?;
+    if raw.format == Some(OutputFormat::Openai)
+        && let Some(column) = ["custom_id", "url"]
+            .into_iter()
+            .find(|name| renamed.contains_key(*name))
+    {
+        let why = format!("gives `{column}` another name, and result lines are told by it");
+        return bad("output.carry", why);
+    }
     Ok(Output {
         uri: text("output.uri", raw.uri)?,
-        carry,
+        carry: columns,
+        renamed,
+        carry_all: all,
         format: raw.format.unwrap_or_default(),
+        parsed: raw.parsed.unwrap_or_default(),
+        writing,
         token_ids: raw.token_ids.unwrap_or(false),
     })
-}
-
-pub(super) fn check_carry(carry: &[String]) -> Result<(), FieldError> {
-    let mut seen = std::collections::HashSet::new();
-    for column in carry {
-        if column.is_empty() {
-            return bad("output.carry", "holds an empty name");
-        }
-        short("output.carry", column)?;
-        if RESULT_COLUMNS.contains(&column.as_str()) {
-            return bad(
-                "output.carry",
-                format!("holds `{column}`, which is the name of a result column"),
-            );
-        }
-        if !seen.insert(column) {
-            return bad("output.carry", format!("holds `{column}` twice"));
-        }
-    }
-    Ok(())
 }
 
 /// `budget.usd` and `budget.usd_per_hour`.
@@ -555,7 +563,11 @@ pub fn duration_seconds(text: &str) -> Result<u64, String> {
         return Err(FORM.into());
     }
     while !rest.is_empty() {
-        let digits = rest.find(|c: char| !c.is_ascii_digit()).ok_or(FORM)?;
+        let Some(digits) = rest.find(|c: char| !c.is_ascii_digit()) else {
+            return Err(format!(
+                "`{rest}` has no unit: write `{rest}h` for hours, or `{rest}s`, `{rest}m`, `{rest}d`"
+            ));
+        };
         let count: u64 = rest[..digits].parse().map_err(|_| FORM)?;
         let mut chars = rest[digits..].chars();
         let unit = match chars.next() {

@@ -143,8 +143,12 @@ impl Template {
     pub(super) fn columns(&self) -> Columns {
         let mut names = self.names.reads.clone();
         let any = names.remove(ROW);
-        let of_row = self.names.fields.clone();
-        Columns { names, of_row, any }
+        Columns {
+            names,
+            of_row: self.names.fields.clone(),
+            asked_of_row: self.names.asked.clone(),
+            any,
+        }
     }
 }
 
@@ -156,6 +160,8 @@ pub(super) struct Columns {
     /// Columns as constant fields of `row`, those left out that the template asks for first (`is defined`, `in row`,
     /// `default`). They are of a column called `row` where there is one.
     pub of_row: BTreeSet<String>,
+    /// Those that it asks for first.
+    pub asked_of_row: BTreeSet<String>,
     /// It mentions `row`, and so may use any column.
     pub any: bool,
 }

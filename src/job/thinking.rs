@@ -16,7 +16,7 @@ use super::generate::{Generate, MAX_TOKENS_MAX, ShapeSpec};
 use super::sampling::Source;
 use crate::engine::thinking::{Begin, Thinking};
 use crate::model::tokenizer::Tokenizer;
-use crate::report::summary::number;
+use crate::report::summary::{counted, number};
 
 /// Most tokens of thought and answer where neither the job nor the checkpoint says how many.
 const MAX_TOKENS: u32 = 8192;
@@ -334,7 +334,7 @@ impl Thinks {
             None => "each prompt says whether it opens the thought",
         };
         let most = match self.thinking.max_tokens {
-            Some(most) => format!(", of {} tokens at most", number(most.into())),
+            Some(most) => format!(", of {} at most", counted(most.into(), "token")),
             None => String::new(),
         };
         format!("`{}` … `{}`: {who}{most}", self.open, self.close)

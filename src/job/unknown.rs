@@ -4,6 +4,10 @@ use serde_json::Value;
 
 use super::file::JobFile;
 use super::suggest;
+use super::wanted::alternatives;
+
+/// Deepest nesting of mappings that is followed.
+const DEPTH_MAX: usize = 12;
 
 /// The field's name, where serde's message says that it is unknown.
 pub(super) fn unknown_field(message: &str) -> Option<&str> {
@@ -21,12 +25,41 @@ pub(super) fn unknown_message(field: &str, content: &Value) -> String {
             } else {
                 format!(" in `{place}`")
             };
-            format!(
-                "unknown field `{field}`{place}{}",
-                suggest(field, known.iter().map(String::as_str))
-            )
+            let near = suggest(field, known.iter().map(String::as_str));
+            let elsewhere = holders(field, &schema, &root, "", 0);
+            let hint = match elsewhere.is_empty() || near.contains("did you mean") {
+                true => near,
+                false => format!("; it is a field of `{}`", elsewhere.join("`, `")),
+            };
+            format!("unknown field `{field}`{place}{hint}")
         }
         None => format!("unknown field `{field}`"),
+    }
+}
+
+/// The mappings of a job file that have this field.
+fn holders(field: &str, schema: &Value, root: &Value, path: &str, depth: usize) -> Vec<String> {
+    if depth > DEPTH_MAX {
+        return Vec::new();
+    }
+    let mut found = Vec::new();
+    alternatives(schema, root, 0, &mut |schema| {
+        let fields = schema.get("properties").and_then(Value::as_object);
+        for (name, schema) in fields.into_iter().flatten() {
+            if name == field && !path.is_empty() {
+                found.push(path.to_string());
+            }
+            found.extend(holders(field, schema, root, &below(path, name), depth + 1));
+        }
+    });
+    found
+}
+
+/// The path of a field in the mapping at `path`.
+fn below(path: &str, field: &str) -> String {
+    match path {
+        "" => field.to_string(),
+        path => format!("{path}.{field}"),
     }
 }
 
@@ -54,14 +87,8 @@ fn find_unknown(
             if map.contains_key(field) && !known.contains_key(field) && schema["additionalProperties"] == false {
                 return Some((path.to_string(), known.keys().cloned().collect()));
             }
-            map.iter().find_map(|(key, value)| {
-                let below = if path.is_empty() {
-                    key.clone()
-                } else {
-                    format!("{path}.{key}")
-                };
-                find_unknown(field, value, known.get(key)?, root, &below)
-            })
+            map.iter()
+                .find_map(|(key, value)| find_unknown(field, value, known.get(key)?, root, &below(path, key)))
         }
         Value::Array(items) => {
             let schema = schema.get("items")?;

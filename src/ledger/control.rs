@@ -5,7 +5,7 @@ use super::error::{LedgerError, Result};
 use super::job::Terms;
 use super::keys::Id;
 use super::order::{ControlRecord, Extension, LimitsFrom, Order, PinOrder, Price, StopWhy};
-use super::record::{decode, encode, read};
+use super::record::{decode, read};
 use super::store::Created;
 
 /// More orders than this are no work of people.
@@ -177,7 +177,8 @@ impl Control {
             generation: self.ledger.generation(),
             order,
         };
-        match self.ledger.store().create(&key, encode(&record)?).await? {
+        let bytes = self.ledger.encode_signed(&key, &record)?;
+        match self.ledger.store().create(&key, bytes).await? {
             Created::Ours => {
                 self.generations.push(record.generation);
                 self.orders.push(record.order);

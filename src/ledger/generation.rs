@@ -138,7 +138,7 @@ impl Ledger {
             blocks: Vec::new(),
         };
         let key = self.keys().generation(generation);
-        let bytes = self.written(&record).await?;
+        let bytes = self.written(&record, &key).await?;
         let record = match self.store().create(&key, bytes).await? {
             Created::Ours => record,
             // Another retry, of the same rows most likely.
@@ -197,6 +197,7 @@ impl Ledger {
             job: was.job.clone(),
             generations,
             job_sha256: was.job_sha256.clone(),
+            job_is_signed: was.job_is_signed,
             job_stamp: was.job_stamp.clone(),
             commits: Mutex::default(),
         };

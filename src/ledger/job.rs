@@ -8,11 +8,13 @@ use std::sync::{Arc, Mutex};
 use super::bulk;
 use super::error::{LedgerError, Result};
 use super::keys::{Id, JOB, Keys, SUCCESS, sha256};
-use super::record::{Record, VERSION, decode, encode};
+use super::record::{Record, VERSION, VERSION_JOB, VERSION_MORE, decode, encode};
 use super::store::{Created, Stamp, Store};
 use super::{Inner, Ledger};
+use crate::dataset::layout::Layout;
 use crate::dataset::location::Location;
-use crate::dataset::plan::{InputFile, Segment, Shard};
+use crate::dataset::plan::{Format, InputFile, Segment, Shard};
+use crate::signing;
 
 /// A job record of a million shards has about 150 MB.
 const MAX_JOB_BYTES: u64 = 512 << 20;
@@ -76,9 +78,12 @@ pub struct JobDraft {
     /// The job with every default filled in; opaque to the ledger.
     pub resolved: Value,
     pub inputs: Vec<InputFile>,
+    pub layout: Layout,
     pub shards: Vec<Shard>,
     /// The columns of the output; opaque to the ledger.
     pub columns: Value,
+    /// A gristmill that reads up to version [`VERSION_MORE`] would write its parts in another way.
+    pub is_newer: bool,
     /// `parquet` or `jsonl`.
     pub part_extension: String,
     /// Price of a device hour, where the job names one.
@@ -88,6 +93,7 @@ pub struct JobDraft {
 
 /// `job.json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[schemars(transform = crate::signing::describe)]
 pub struct JobRecord {
     pub v: u32,
     /// Random: no two jobs share one.
@@ -105,6 +111,8 @@ pub struct JobRecord {
     pub columns: Value,
     pub resolved: Value,
     pub inputs: Vec<InputFile>,
+    #[serde(flatten)]
+    pub layout: Layout,
     pub shards: Vec<Shard>,
 }
 
@@ -134,8 +142,14 @@ impl JobRecord {
     }
 
     fn from_draft(draft: JobDraft) -> Result<JobRecord> {
+        // One that knows none of this would read other rows.
+        let is_more = |input: &InputFile| input.format == Format::Csv || input.compressed.is_some();
+        let is_more = draft.inputs.iter().any(is_more);
+        let version = if is_more { VERSION_MORE } else { VERSION };
+        let is_arrow = draft.inputs.iter().any(|input| input.format == Format::Arrow);
+        let is_newest = is_arrow || draft.layout.is_new() || draft.is_newer;
         let record = JobRecord {
-            v: VERSION,
+            v: if is_newest { VERSION_JOB } else { version },
             job: Id::random()?,
             name: draft.name,
             identity: draft.identity,
@@ -146,6 +160,7 @@ impl JobRecord {
             columns: draft.columns,
             resolved: draft.resolved,
             inputs: draft.inputs,
+            layout: draft.layout,
             shards: draft.shards,
         };
         record
@@ -157,6 +172,8 @@ impl JobRecord {
 
 impl Record for JobRecord {
     const MAX_BYTES: u64 = MAX_JOB_BYTES;
+    const SIGNED: bool = true;
+    const NEWEST: u32 = VERSION_JOB;
 
     fn check_bytes(bytes: &[u8]) -> Result<(), String> {
         bulk::check(bytes)
@@ -185,6 +202,7 @@ impl Record for JobRecord {
                 self.shards.len()
             ));
         }
+        self.layout.check(&self.inputs)?;
         self.check_table()
     }
 }
@@ -200,12 +218,14 @@ impl JobRecord {
             first_row: 0,
             rows: 0,
             bytes: None,
+            line: None,
+            picks: None,
         };
         for (number, shard) in self.shards.iter().enumerate() {
             let rows = shard
                 .segments
                 .iter()
-                .try_fold(0u64, |sum, segment| sum.checked_add(segment.rows));
+                .try_fold(0u64, |sum, segment| sum.checked_add(segment.taken()));
             let is_empty = shard.rows == 0 && !may_be_empty;
             if shard.first_row != next_row || is_empty || rows != Some(shard.rows) {
                 return Err(format!("shard {number} does not continue the rows before it"));
@@ -227,13 +247,23 @@ impl JobRecord {
                 return Err(format!("shard {number} names rows that no input of the job has"));
             }
             for segment in &shard.segments {
+                let picks = segment.picks.as_deref().unwrap_or_default();
+                let is_sorted = picks.windows(2).all(|two| two[0] < two[1]);
+                if !is_sorted || picks.last().is_some_and(|last| u64::from(*last) >= segment.rows) {
+                    return Err(format!(
+                        "shard {number} draws rows that its inputs do not have, or one twice"
+                    ));
+                }
                 if !follows(&read, segment) {
                     return Err(format!(
                         "shard {number} does not go on in input {} where the one before ended",
                         segment.input
                     ));
                 }
-                read = segment.clone();
+                read = Segment {
+                    picks: None,
+                    ..*segment
+                };
             }
             next_row = next_row
                 .checked_add(shard.rows)
@@ -318,6 +348,7 @@ impl Ledger {
             job: Arc::new(job),
             generations: Vec::new(),
             job_sha256: sha256(bytes),
+            job_is_signed: signing::is_signed(bytes),
             job_stamp,
             commits: Mutex::default(),
         };
@@ -355,7 +386,7 @@ impl Ledger {
             )));
         }
         store.check().await?;
-        let created = store.create(JOB, encode(&record)?).await?;
+        let created = store.create(JOB, store.sign(JOB, encode(&record)?)).await?;
         let ledger = Ledger::open_in(store.clone())
             .await?
             .ok_or_else(|| LedgerError::stop(format!("`{}` was removed while in use", store.address(JOB))))?;

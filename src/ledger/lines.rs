@@ -98,6 +98,12 @@ impl Line {
         known.ok_or_else(|| format!("unknown status `{code}`"))
     }
 
+    /// Its status and message, where it has no success.
+    pub(super) fn failure(&self) -> Option<(&str, &str)> {
+        let error = self.error.as_ref()?;
+        Some((&error.code, error.message.as_deref()?))
+    }
+
     pub(super) fn tally(&self) -> Result<Tally, String> {
         let mut tally = Tally::default();
         tally.count(self.status()?);
@@ -241,8 +247,12 @@ mod tests {
             token_ids: false,
             logprobs: false,
             choices: None,
+            parsed: None,
+            sample_status: false,
         };
         let sample = |n: u32| SampleResult {
+            status: RowStatus::Succeeded,
+            error: None,
             text: format!("t{n}"),
             reasoning: (n == 0).then(|| "hm".into()),
             reasoning_tokens: n,

@@ -28,6 +28,7 @@ pub mod clean;
 pub mod control;
 pub mod damage;
 mod data;
+pub mod failures;
 pub mod finish;
 mod folder;
 pub mod generation;
@@ -39,6 +40,7 @@ pub mod publish;
 pub mod restore;
 mod retried;
 pub mod schema;
+mod signed;
 pub mod spend;
 mod stage;
 pub mod status;
@@ -75,6 +77,7 @@ struct Inner {
     generations: Vec<Arc<Generation>>,
     /// Of `job.json` as it stood when the ledger was opened.
     job_sha256: String,
+    job_is_signed: bool,
     job_stamp: Stamp,
     /// Commits that this process has seen stand, by shard, until their block is closed.
     commits: Mutex<BTreeMap<u32, Commit>>,

@@ -14,6 +14,7 @@ const VERSION_PINS: u32 = 3;
 
 /// `control/000.json`: what somebody decided about the job; the last one holds.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[schemars(transform = crate::signing::describe)]
 pub struct ControlRecord {
     pub v: u32,
     pub job: Id,
@@ -29,6 +30,7 @@ pub struct ControlRecord {
 impl Record for ControlRecord {
     const MAX_BYTES: u64 = SMALL_BYTES;
     const NEWEST: u32 = VERSION_PINS;
+    const SIGNED: bool = true;
 
     fn check(&self) -> Result<(), String> {
         let Order::Extend(extend) = &self.order else {

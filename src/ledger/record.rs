@@ -16,6 +16,9 @@ use crate::report::in_short;
 pub const VERSION: u32 = 1;
 /// Version of those of its records that one which reads up to [`VERSION`] must not misread: it would leave out what they say.
 pub const VERSION_MORE: u32 = 2;
+/// Version of a job that one which reads up to [`VERSION_MORE`] would read other rows of, or write in another way: columns of folders, nulls
+/// of columns that a file lacks and what else [`crate::dataset::layout::Layout`] says besides tables of CSV; typed answers, renamed columns.
+pub const VERSION_JOB: u32 = 3;
 /// Version of a retry whose rows lie in records of their own.
 pub const VERSION_BLOCKS: u32 = 3;
 /// A log record of a shard whose every other row counts stays far below this.
@@ -37,6 +40,8 @@ pub trait Record: Serialize + DeserializeOwned {
     const MAX_BYTES: u64 = MAX_RECORD_BYTES;
     /// The newest version of it that this gristmill reads.
     const NEWEST: u32 = VERSION;
+    /// Whether it says what workers read or do, and must be signed where a key is set: see `signed.rs`.
+    const SIGNED: bool = false;
 
     /// Looks at the bytes before anything is made of them; a line that says what is wrong.
     fn check_bytes(_: &[u8]) -> Result<(), String> {
@@ -55,7 +60,7 @@ pub fn encode<R: Record>(record: &R) -> Result<Bytes> {
         serde_json::to_vec(record).map_err(|error| LedgerError::stop(format!("cannot write a record: {error}")))?;
     bytes.push(b'\n');
     #[cfg(feature = "faults")]
-    let bytes = crate::faults::switches::as_next_version(bytes, VERSION);
+    let bytes = crate::faults::switches::as_next_version(bytes, VERSION, R::NEWEST + 1);
     Ok(bytes.into())
 }
 
@@ -78,6 +83,10 @@ pub fn decode<R: Record>(store: &Store, key: &str, bytes: &[u8]) -> Result<R> {
         let why = in_short(&why);
         LedgerError::damaged(format!("`{}` is no valid record: {why}", store.address(key)))
     };
+    // Before anything else is made of bytes that somebody without the key may have written.
+    if R::SIGNED {
+        store.check_signature(key, bytes)?;
+    }
     // The version first: a newer record may differ in everything else.
     let Versioned { v } = serde_json::from_slice(bytes).map_err(|error| damaged(error.to_string()))?;
     let known = version_max::<R>();
@@ -391,6 +400,7 @@ impl Record for Success {
 
 /// `gen/001.json`: a retry, and the rows that it does anew.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[schemars(transform = crate::signing::describe)]
 pub struct Generation {
     pub v: u32,
     pub job: Id,
@@ -426,6 +436,7 @@ pub struct RetriedRows {
     pub shards: Vec<RetriedShard>,
 }
 
+/// Not signed itself: the retry names its hash, and is.
 impl Record for RetriedRows {
     const MAX_BYTES: u64 = 512 << 20;
 
@@ -471,6 +482,7 @@ pub struct RetriedShard {
 impl Record for Generation {
     const MAX_BYTES: u64 = 512 << 20;
     const NEWEST: u32 = VERSION_BLOCKS;
+    const SIGNED: bool = true;
 
     fn check(&self) -> Result<(), String> {
         if self.generation == 0 {

@@ -19,9 +19,9 @@ use super::store::Created;
 const WHOLE_BYTES_MAX: usize = 4 << 20;
 
 impl Ledger {
-    /// The bytes of a retry's record. Those of a large one name records of blocks, which are created here.
-    pub(super) async fn written(&self, record: &Generation) -> Result<Bytes> {
-        let whole = encode(record)?;
+    /// The bytes of a retry's record, for `key`. Those of a large one name records of blocks, which are created here.
+    pub(super) async fn written(&self, record: &Generation, key: &str) -> Result<Bytes> {
+        let whole = self.encode_signed(key, record)?;
         if whole.len() <= WHOLE_BYTES_MAX {
             return Ok(whole);
         }
@@ -47,12 +47,13 @@ impl Ledger {
             .buffered(READS_AT_ONCE)
             .try_collect()
             .await?;
-        encode(&Generation {
+        let named = Generation {
             v: VERSION_BLOCKS,
             shards: Vec::new(),
             blocks,
             ..record.clone()
-        })
+        };
+        self.encode_signed(key, &named)
     }
 
     async fn write_block(&self, nonce: Id, rows: RetriedRows) -> Result<RetriedBlock> {

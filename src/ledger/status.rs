@@ -1,7 +1,7 @@
 //! How far a job is, by its ledger alone: digests of closed blocks, commits of open ones, logs of open shards.
 
 use chrono::{DateTime, TimeDelta, Utc};
-use futures::{StreamExt, TryStreamExt};
+use futures::{Stream, StreamExt, TryStreamExt};
 use serde::Serialize;
 
 use super::Ledger;
@@ -10,7 +10,7 @@ use super::finish::READS_AT_ONCE;
 use super::keys::Id;
 use super::log::ShardLog;
 use super::order::StopWhy;
-use super::record::Tally;
+use super::record::{Commit, Tally};
 use crate::report::cost::dollars;
 
 /// Blocks whose records are read at once; an open one reads its commits many at once too.
@@ -192,15 +192,19 @@ impl Ledger {
         Ok(blocks.concat())
     }
 
-    /// Adds what is committed; returns the shards that are not.
-    async fn add_committed(&self, status: &mut Status) -> Result<Vec<u32>> {
+    /// The commits of this generation, and the shards that have none, block by block.
+    pub(super) async fn committed(&self) -> Result<impl Stream<Item = Result<(Vec<Commit>, Vec<u32>)>>> {
         let closed = self.closed_blocks().await?;
-        let mut blocks = futures::stream::iter(self.blocks())
-            .map(|block| {
-                let (ledger, closed) = (self.clone(), closed.contains(&block));
+        let blocks = self
+            .blocks()
+            .into_iter()
+            .map(move |block| (block, closed.contains(&block)));
+        Ok(futures::stream::iter(blocks.collect::<Vec<_>>())
+            .map(|(block, is_closed)| {
+                let ledger = self.clone();
                 async move {
-                    if closed {
-                        return Ok::<_, LedgerError>((ledger.digest(block).await?.commits, Vec::new()));
+                    if is_closed {
+                        return Ok((ledger.digest(block).await?.commits, Vec::new()));
                     }
                     let done = ledger.committed_shards(block).await?;
                     let shards = ledger.block_shards(block).into_iter();
@@ -208,7 +212,12 @@ impl Ledger {
                     Ok((ledger.read_commits(done).await?, open))
                 }
             })
-            .buffered(BLOCKS_AT_ONCE);
+            .buffered(BLOCKS_AT_ONCE))
+    }
+
+    /// Adds what is committed; returns the shards that are not.
+    async fn add_committed(&self, status: &mut Status) -> Result<Vec<u32>> {
+        let mut blocks = std::pin::pin!(self.committed().await?);
         let mut uncommitted = Vec::new();
         while let Some((commits, open)) = blocks.try_next().await? {
             uncommitted.extend(open);

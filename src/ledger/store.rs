@@ -27,6 +27,7 @@ use super::meaning::{Meaning, meaning};
 use super::stage::PROBE;
 use crate::dataset::location::Location;
 use crate::dataset::store_error::cause;
+use crate::signing::Signing;
 
 /// No object of the ledger is larger (a part is a single put of at most 256 MB by plan).
 pub const MAX_OBJECT_BYTES: u64 = 4 << 30;
@@ -118,6 +119,8 @@ impl Stamp {
 #[derive(Debug, Clone)]
 pub struct Store {
     pub(super) shared: Arc<Shared>,
+    /// See `signed.rs`.
+    pub(super) signing: Signing,
 }
 
 pub(super) struct Shared {
@@ -172,6 +175,7 @@ impl Store {
         };
         Ok(Store {
             shared: Arc::new(shared),
+            signing: Signing::of_process().map_err(LedgerError::stop)?,
         })
     }
 

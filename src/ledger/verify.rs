@@ -20,6 +20,8 @@ use super::store::MAX_OBJECT_BYTES;
 const BLOCKS_AT_ONCE: usize = 8;
 /// Of all parts in memory together, in MiB; a larger one is read alone.
 const PARTS_MIB: u32 = 1024;
+/// Shards without a commit that are named one by one.
+const SHARDS_NAMED: usize = 10;
 /// Further findings are only counted.
 const FINDINGS_MAX: usize = 1000;
 
@@ -128,17 +130,27 @@ impl Ledger {
                     }
                 })
                 .buffered(BLOCKS_AT_ONCE);
-            let mut open = 0;
+            let mut open = Vec::new();
             while let Some((block, commits, found)) = blocks.try_next().await? {
                 out.add(found);
-                open += commits.iter().filter(|commit| commit.is_none()).count();
-                newest.extend(ledger.block_shards(block).into_iter().zip(commits));
+                for (shard, commit) in ledger.block_shards(block).into_iter().zip(commits) {
+                    if commit.is_none() {
+                        open.push(shard);
+                    }
+                    newest.insert(shard, commit);
+                }
             }
             drop(blocks);
-            if generation > 0 && open > 0 {
+            if !open.is_empty() {
                 out.find(format!(
-                    "retry {generation} is not finished: {open} of its {} shards are not done, and were not looked at",
-                    ledger.shard_numbers().len()
+                    "{} is not finished: {} of its {} shards have no commit that can be read, and were not looked at: {}",
+                    match generation {
+                        0 => "the job".to_string(),
+                        n => format!("retry {n}"),
+                    },
+                    open.len(),
+                    ledger.shard_numbers().len(),
+                    first_of(&open),
                 ));
             }
         }
@@ -148,19 +160,12 @@ impl Ledger {
     /// The commits of a block, read one by one: its digest is only a copy of them.
     async fn commits_of(&self, block: u32, closed: bool, out: &mut Verified) -> Result<Vec<Option<Commit>>> {
         let read = futures::stream::iter(self.block_shards(block))
-            .map(|shard| async move { (shard, self.commit_of(shard).await) })
+            .map(|shard| self.commit_of(shard))
             .buffered(READS_AT_ONCE)
             .collect::<Vec<_>>();
         let mut commits = Vec::new();
-        for (shard, commit) in read.await {
-            let commit = as_finding(commit, out)?;
-            // Of a retry, they are told together.
-            if let Some(None) = commit
-                && self.generation() == 0
-            {
-                out.find(format!("shard {shard} has no commit"));
-            }
-            commits.push(commit.flatten());
+        for commit in read.await {
+            commits.push(as_finding(commit, out)?.flatten());
         }
         if closed
             && let Some(digest) = as_finding(self.digest(block).await, out)?
@@ -265,6 +270,15 @@ impl Ledger {
         if success.parts as usize != job.shards.len() || success.parts_sha256 != parts_sha256 {
             out.find(format!("the parts named by `{SUCCESS}` are not the committed ones"));
         }
+    }
+}
+
+/// The first of `shards`, and how many more there are.
+fn first_of(shards: &[u32]) -> String {
+    let shown: Vec<String> = shards.iter().take(SHARDS_NAMED).map(u32::to_string).collect();
+    match shards.len() - shown.len() {
+        0 => shown.join(", "),
+        more => format!("{} and {more} more", shown.join(", ")),
     }
 }
 

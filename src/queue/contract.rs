@@ -174,7 +174,8 @@ impl Checker {
             queue.give_back(&second).await.expect("giving back twice is harmless");
         }
         let again = receive(queue).await;
-        assert_eq!((again.message.shard, again.deliveries), (second.message.shard, 2));
+        // What is given back in good order accuses nobody.
+        assert_eq!((again.message.shard, again.deliveries), (second.message.shard, 1));
         // The first holder wakes late; the message is another's now.
         queue.acknowledge(&second).await.expect("a late answer is harmless");
         drop(second);

@@ -25,8 +25,11 @@ pub(crate) struct Item<T> {
     pub arrived: Instant,
 }
 
-/// A message to be sent again, one hop further; then `token` is done with.
-#[derive(Debug)]
+/// Deliveries that may be out beyond those that are worked on: set aside, or on their way to other workers.
+const ASIDE_MAX: usize = 4096;
+
+/// A message to be sent again with so many hops; then `token` is done with.
+#[derive(Debug, Clone)]
 pub(crate) struct Parcel<T> {
     pub token: T,
     pub body: Vec<u8>,
@@ -67,6 +70,8 @@ pub(crate) struct Desk<T> {
     out_max: usize,
     /// Rung when a message is ready or may go out, or access is denied.
     bell: Notify,
+    /// Rung when a receiver finds nothing.
+    pub hungry: Notify,
     recall_bell: Notify,
     /// Counts the worker's signs of life.
     signs: AtomicU64,
@@ -112,8 +117,9 @@ impl<T> Desk<T> {
             }),
             answers,
             first_lease: settings.first_lease,
-            out_max: settings.in_flight.max(1) as usize,
+            out_max: settings.in_flight.max(1) as usize + ASIDE_MAX,
             bell: Notify::new(),
+            hungry: Notify::new(),
             recall_bell: Notify::new(),
             signs: AtomicU64::new(0),
             parcels: AtomicUsize::new(0),
@@ -324,6 +330,7 @@ impl<T: Clone + Send + 'static> Queue for Brokered<T> {
                 if let Some(found) = self.desk.try_receive() {
                     return found;
                 }
+                self.desk.hungry.notify_one();
                 self.desk.bell.notified().await;
             }
         };
@@ -365,6 +372,14 @@ impl<T: Clone + Send + 'static> Queue for Brokered<T> {
             }
         });
         Ok(sent)
+    }
+
+    async fn put_off(&self, delivery: &Delivery) -> Result<(), QueueError> {
+        self.desk.answer(delivery.receipt, |item| {
+            let Item { token, body, hops, .. } = item;
+            Answer::PassOn(Parcel { token, body, hops })
+        });
+        Ok(())
     }
 
     async fn recalled(&self) -> Recall {

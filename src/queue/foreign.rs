@@ -1,6 +1,7 @@
 //! What is to become of the bytes that a broker delivered: ours, a newer gristmill's, or nobody's.
 
 use super::{HOPS_MAX, Message, QueueError};
+use crate::signing::{Signing, Unsigned};
 
 /// The header that counts how often workers passed a message on.
 pub(crate) const HOPS_HEADER: &str = "gristmill-hops";
@@ -18,9 +19,12 @@ pub(crate) enum Fate {
 }
 
 /// Decides, and says in the log what is not delivered. `place` names the queue and the position in it.
-pub(crate) fn fate(body: &[u8], hops: u32, place: &str) -> Fate {
+pub(crate) fn fate(body: &[u8], hops: u32, place: &str, signing: &Signing) -> Fate {
     match Message::decode(body) {
-        Ok(message) => Fate::Deliver(message),
+        Ok(message) => match Message::check_signature(body, signing) {
+            Ok(()) => Fate::Deliver(message),
+            Err(why) => unsigned(&message, why, hops, place),
+        },
         Err(QueueError::Newer { found, .. }) if hops < HOPS_MAX => {
             tracing::info!("{place}: a message of version {found} is passed on to a newer gristmill");
             Fate::PassOn(hops + 1)
@@ -36,6 +40,20 @@ pub(crate) fn fate(body: &[u8], hops: u32, place: &str) -> Fate {
             Fate::Drop
         }
     }
+}
+
+/// Another worker may have the key that this one lacks, or none.
+fn unsigned(message: &Message, why: Unsigned, hops: u32, place: &str) -> Fate {
+    let Message { output, shard, .. } = message;
+    let (fate, then) = match hops < HOPS_MAX {
+        true => (Fate::PassOn(hops + 1), "it is passed on"),
+        false => (
+            Fate::Drop,
+            "no worker took it, and it is left to `gristmill reconcile` with a key of this worker",
+        ),
+    };
+    tracing::warn!("{place}: the message for shard {shard} of `{output}` {why}: {then}");
+    fate
 }
 
 /// The first printable characters.
@@ -62,14 +80,51 @@ pub(crate) fn hops(header: Option<&[u8]>) -> u32 {
 mod tests {
     use super::*;
 
+    const KEY: &str = "0123456789abcdef0123456789abcdef";
+
+    #[test]
+    fn where_a_key_is_set_messages_without_it_go_on_a_few_times() {
+        let (signing, other) = (
+            Signing::with(KEY).unwrap(),
+            Signing::with(&KEY.replace('0', "x")).unwrap(),
+        );
+        let fate = |body: &[u8], hops| fate(body, hops, "here", &signing);
+        let message = Message::new("j", "memory:///o", 2, 1);
+        let signed = message.encode_signed(&signing).unwrap();
+        assert_eq!(
+            fate(&signed, HOPS_MAX),
+            Fate::Deliver(message.clone()),
+            "hops are not signed"
+        );
+        let altered = String::from_utf8(signed).unwrap().replace("\"shard\":1", "\"shard\":3");
+        for unsigned in [
+            message.encode().unwrap(),
+            message.encode_signed(&other).unwrap(),
+            altered.into_bytes(),
+        ] {
+            assert_eq!(fate(&unsigned, 0), Fate::PassOn(1));
+            assert_eq!(fate(&unsigned, HOPS_MAX), Fate::Drop);
+        }
+    }
+
     #[test]
     fn newer_messages_go_on_a_few_times_and_foreign_ones_are_dropped() {
         let newer = br#"{"v":9,"x":1}"#;
+        let fate = |body: &[u8], hops, place| fate(body, hops, place, &Signing::default());
         assert_eq!(fate(newer, 0, "here"), Fate::PassOn(1));
         assert_eq!(fate(newer, HOPS_MAX, "here"), Fate::Drop);
         assert_eq!(fate(b"\xffnot json\x07", 0, "here"), Fate::Drop);
         let message = Message::new("j", "memory:///o", 0, 1);
-        assert_eq!(fate(&message.encode().unwrap(), 3, "here"), Fate::Deliver(message));
+        assert_eq!(
+            fate(&message.encode().unwrap(), 3, "here"),
+            Fate::Deliver(message.clone())
+        );
+        let signed = message.encode_signed(&Signing::with(KEY).unwrap()).unwrap();
+        assert_eq!(
+            fate(&signed, 0, "here"),
+            Fate::Deliver(message),
+            "signed, and no key here"
+        );
         assert_eq!((hops(None), hops(Some(b"2")), hops(Some(b"x"))), (0, 2, HOPS_MAX));
         assert_eq!(shown(&[b'a'; 500]).len(), SHOWN_CHARS_MAX);
     }

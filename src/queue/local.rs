@@ -34,7 +34,7 @@ struct State {
 #[derive(Debug, Clone)]
 struct Waiting {
     message: Message,
-    /// How often it was delivered.
+    /// See [`Delivery::deliveries`].
     deliveries: u32,
     hops: u32,
 }
@@ -56,7 +56,9 @@ impl Shared {
 
     fn give_back(&self, receipt: u64) {
         let mut state = self.state();
-        if let Some(returned) = state.out.remove(&receipt) {
+        if let Some(mut returned) = state.out.remove(&receipt) {
+            // What is given back in good order does not count.
+            returned.deliveries -= 1;
             state.waiting.push_front(returned);
             drop(state);
             self.bell.notify_one();
@@ -150,6 +152,14 @@ impl Queue for LocalQueue {
         };
         self.shared.push(message, hops + 1);
         Ok(true)
+    }
+
+    async fn put_off(&self, delivery: &Delivery) -> Result<(), QueueError> {
+        let taken = self.shared.state().out.remove(&delivery.receipt);
+        if let Some(Waiting { message, hops, .. }) = taken {
+            self.shared.push(message, hops);
+        }
+        Ok(())
     }
 
     /// Nobody takes anything back in memory.

@@ -4,15 +4,18 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::QueueError;
+use crate::signing::{Signing, Unsigned, What};
 
 /// Version of the messages written by this gristmill.
 pub const MESSAGE_VERSION: u32 = 1;
+/// The place that messages are signed for: all that one says holds in every queue, and workers of another model pass it on.
+const ANY_QUEUE: &str = "";
 /// A pointer is short; more bytes are no message of ours.
 const MESSAGE_BYTES_MAX: usize = 4096;
 
 /// A pointer to one shard: never data.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[schemars(title = "gristmill message")]
+#[schemars(title = "gristmill message", transform = crate::signing::describe)]
 pub struct Message {
     /// Version of the message; readers leave a newer one untouched.
     pub v: u32,
@@ -46,6 +49,23 @@ impl Message {
     /// As a broker carries it: JSON.
     pub fn encode(&self) -> Result<Vec<u8>, QueueError> {
         serde_json::to_vec(self).map_err(|error| QueueError::Malformed { why: error.to_string() })
+    }
+
+    /// As [`Message::encode`], signed where a key is set.
+    pub(crate) fn encode_signed(&self, signing: &Signing) -> Result<Vec<u8>, QueueError> {
+        let bytes = signing.sign(What::Message, ANY_QUEUE, self.encode()?.into());
+        match bytes.len() > MESSAGE_BYTES_MAX {
+            // Nobody would take it.
+            true => Err(QueueError::Malformed {
+                why: format!("its output has a longer address than fits {MESSAGE_BYTES_MAX} bytes"),
+            }),
+            false => Ok(bytes.into()),
+        }
+    }
+
+    /// Whether `bytes` are a message as one of the keys signed it.
+    pub(crate) fn check_signature(bytes: &[u8], signing: &Signing) -> Result<(), Unsigned> {
+        signing.check(What::Message, ANY_QUEUE, bytes)
     }
 
     /// Reads what a broker delivered. A newer version is an error of its own: leave that message for a newer worker.

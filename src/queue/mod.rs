@@ -31,8 +31,9 @@ pub use message::{MESSAGE_VERSION, Message};
 pub use publisher::{Prepared, Publisher};
 pub use settings::{Origin, Settings};
 
-/// How often a message is passed on to other workers before it is left to `reconcile`.
-pub const HOPS_MAX: u32 = 3;
+/// How often a message is passed on to other workers before it is left to `reconcile`. Workers wait ever longer before they pass one
+/// on: with these hops it is offered for about 20 minutes.
+pub const HOPS_MAX: u32 = 20;
 
 /// What can go wrong with a queue, split by reaction.
 #[derive(Debug, thiserror::Error)]
@@ -61,7 +62,8 @@ pub enum QueueError {
 /// A message in somebody's hands. Dropped without an answer, it is delivered again.
 pub struct Delivery {
     pub message: Message,
-    /// How often this message was delivered, as far as the queue knows; from 1.
+    /// How often this message was delivered, as far as the queue knows; from 1. Deliveries that were given back or dropped by a process
+    /// that lived on do not count, unless the broker could not be told so.
     pub deliveries: u32,
     /// How often workers passed this message on because it was not for them.
     pub hops: u32,
@@ -164,6 +166,10 @@ pub trait Queue: Send + Sync {
     /// The message is for a worker of another kind: sends it again, one hop further, and acknowledges this delivery.
     /// After [`HOPS_MAX`] hops it is acknowledged only, left to `reconcile`. Returns whether it was sent again.
     async fn pass_on(&self, delivery: &Delivery) -> Result<bool, QueueError>;
+
+    /// The message is for later, and others come first: sends it again at the end, with the hops that it has, and acknowledges this
+    /// delivery. Harmless after an answer.
+    async fn put_off(&self, delivery: &Delivery) -> Result<(), QueueError>;
 
     /// Waits until deliveries must be given up (see [`Recall`]); never returns where that cannot happen.
     async fn recalled(&self) -> Recall;

@@ -141,6 +141,15 @@ pub(crate) fn is_credential(property: &str) -> bool {
         .any(|start| property.starts_with(start))
 }
 
+/// Is its value nobody's business: kept out of job files, command lines and messages? (A path to such a value is none.)
+pub(crate) fn is_secret(property: &str) -> bool {
+    let name = property.to_ascii_lowercase();
+    ["password", "passphrase", "secret", "key.pem", "jaas", "ssl_key"]
+        .iter()
+        .any(|word| name.contains(word))
+        || name == "sasl.oauthbearer.config"
+}
+
 /// The name used here of a property that has two.
 pub(crate) fn one_name(property: &str) -> &str {
     let found = ALIASES.iter().find(|(alias, _)| *alias == property);
@@ -241,6 +250,31 @@ mod tests {
         }
         for (name, _) in OURS {
             assert!(matches!(owner(name), Owner::Nobody(_)), "{name}");
+        }
+    }
+
+    #[test]
+    fn secret_properties_are_known_by_name() {
+        for name in [
+            "sasl.password",
+            "ssl.key.password",
+            "SASL.OAUTHBEARER.CLIENT.SECRET",
+            "ssl.key.pem",
+            "sasl.oauthbearer.assertion.private.key.passphrase",
+            "sasl.oauthbearer.assertion.private.key.pem",
+            "sasl.oauthbearer.config",
+            "sasl.jaas.config",
+        ] {
+            assert!(is_secret(name), "{name}");
+        }
+        for name in [
+            "sasl.username",
+            "ssl.ca.location",
+            "ssl.key.location",
+            "sasl.oauthbearer.method",
+            "sasl.oauthbearer.token.endpoint.url",
+        ] {
+            assert!(!is_secret(name), "{name}");
         }
     }
 }

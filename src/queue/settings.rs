@@ -14,8 +14,9 @@ use std::time::Duration;
 
 use super::QueueError;
 use super::address::{QueueUrl, Secret};
-use super::properties::{is_credential, one_name};
+use super::properties::{is_credential, is_secret, one_name};
 use super::servers::{Servers, remote};
+use crate::signing::Signing;
 
 const PROPERTY_PREFIX: &str = "GRISTMILL_KAFKA_";
 const FILE_SUFFIX: &str = "_FILE";
@@ -39,7 +40,7 @@ pub struct Settings {
     pub origin: Origin,
     /// librdkafka properties, passed through.
     pub kafka: Vec<(String, String)>,
-    /// Deliveries that may be with the worker at once; at least 1.
+    /// Deliveries that the worker works on at once, at least 1: so many come before it asks for more.
     pub in_flight: u32,
     pub user: Option<String>,
     pub password: Option<Secret>,
@@ -94,17 +95,20 @@ pub(crate) struct Resolved {
     /// librdkafka properties by name; of [`ALIASES`], the one used here.
     pub kafka: BTreeMap<String, String>,
     pub scrub: Scrub,
+    /// How messages are signed and checked.
+    pub signing: Signing,
 }
 
 impl Resolved {
     /// Reads the environment. Fails where a file named there cannot be read, a setting is impossible, or a password would go to a server
     /// that only a job file names.
     pub fn new(url: &QueueUrl, settings: &Settings) -> Result<Resolved, QueueError> {
-        let resolved = Resolved::with(
+        let mut resolved = Resolved::with(
             url,
             settings,
             std::env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?))),
         )?;
+        resolved.signing = Signing::of_process().map_err(|what| QueueError::Settings { what })?;
         if let Some(warning) = resolved.in_clear(url) {
             static ONCE: Once = Once::new();
             ONCE.call_once(|| tracing::warn!("{warning}"));
@@ -150,10 +154,12 @@ impl Resolved {
         let (user, password) = (url_user.or(user), url_password.or(password));
         let mut scrub = Scrub::default();
         scrub.hide(password.as_ref().map(Secret::reveal));
+        // An address may hold a password, too.
+        let may_hold = |value: &str| value.contains("://") && value.contains('@');
         scrub.hide(
             kafka
                 .iter()
-                .filter(|(name, _)| is_secret(name))
+                .filter(|(name, value)| is_secret(name) || may_hold(value))
                 .map(|(_, value)| &**value),
         );
         Ok(Resolved {
@@ -166,6 +172,7 @@ impl Resolved {
             ca_file,
             kafka,
             scrub,
+            signing: Signing::default(),
         })
     }
 
@@ -273,13 +280,6 @@ fn read(variable: &str, path: &Path) -> Result<String, QueueError> {
         what: format!("cannot read `{}`, which `{variable}` names: {error}", path.display()),
     })?;
     Ok(text.trim_end_matches(['\r', '\n']).to_owned())
-}
-
-/// Whether a property's value is nobody's business.
-fn is_secret(property: &str) -> bool {
-    ["password", "secret", "key.pem", "oauthbearer", "jaas", "ssl_key"]
-        .iter()
-        .any(|word| property.contains(word))
 }
 
 /// Takes secrets out of texts that others wrote.

@@ -1,10 +1,13 @@
 //! How often the answers equal a gold column, recounted from the published parts.
 
-use arrow::array::{Array, AsArray, RecordBatch};
+use std::sync::Arc;
+
+use arrow::array::{Array, ArrayRef, AsArray, RecordBatch, StringArray};
 use arrow::compute::cast;
 use arrow::datatypes::DataType;
 use parquet::arrow::ProjectionMask;
 
+use crate::dataset::answer::Answer;
 use crate::dataset::part_in;
 use crate::ledger::{Ledger, LedgerError};
 use crate::report::summary::Agreement;
@@ -58,7 +61,17 @@ fn compare(batch: &RecordBatch, gold: &str) -> Result<Agreement, String> {
             .ok_or_else(|| format!("it has no column `{name}`"))?;
         cast(column, &DataType::Utf8).map_err(|e| e.to_string())
     };
-    let (completion, parsed, gold) = (text("completion")?, text("parsed")?, text(gold)?);
+    let is_fraction = batch
+        .column_by_name(gold)
+        .is_some_and(|gold| gold.data_type().is_floating());
+    let (completion, gold) = (text("completion")?, text(gold)?);
+    let parsed = match batch.column_by_name("parsed") {
+        // Of objects, lists and fractions, the text that stands in `parsed` otherwise: `3`, where Arrow writes `3.0`.
+        Some(typed) if typed.data_type().is_nested() || typed.data_type().is_floating() && !is_fraction => {
+            compact(completion.as_string::<i32>(), typed)
+        }
+        _ => text("parsed")?,
+    };
     let (completion, parsed, gold) = (
         completion.as_string::<i32>(),
         parsed.as_string::<i32>(),
@@ -73,11 +86,19 @@ fn compare(batch: &RecordBatch, gold: &str) -> Result<Agreement, String> {
     Ok(sum)
 }
 
+/// The answers as compact JSON, where `parsed` holds something.
+fn compact(completion: &StringArray, parsed: &ArrayRef) -> ArrayRef {
+    let of = |row: usize| {
+        let answer = parsed.is_valid(row).then(|| Answer::parse(completion.value(row)));
+        answer?.ok().map(|answer| answer.compact())
+    };
+    Arc::new((0..completion.len()).map(of).collect::<StringArray>())
+}
+
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-
-    use arrow::array::{ArrayRef, StringArray};
+    use arrow::array::{Float64Array, Int64Array, StructArray};
+    use arrow::datatypes::Field;
 
     use super::*;
 
@@ -92,5 +113,31 @@ mod tests {
         .unwrap();
         assert_eq!(compare(&batch, "gold").unwrap(), Agreement { equal: 2, rows: 3 });
         assert!(compare(&batch, "other").unwrap_err().contains("other"));
+        let answers = Arc::new(Int64Array::from(vec![Some(1), None, None, Some(2)])) as ArrayRef;
+        let objects = StructArray::from(vec![(
+            Arc::new(Field::new("a", DataType::Int64, true)),
+            answers.clone(),
+        )]);
+        for (parsed, completion, gold) in [
+            (Arc::new(objects) as ArrayRef, "{\"a\": 1}", "{\"a\":1}"),
+            (answers, "1 ", "1"),
+            (
+                Arc::new(Float64Array::from(vec![Some(3.0), None, None, Some(2.5)])),
+                "3",
+                "3",
+            ),
+        ] {
+            let batch = RecordBatch::try_from_iter_with_nullable([
+                (
+                    "completion",
+                    column([Some(completion), Some("x"), None, Some("x")]),
+                    true,
+                ),
+                ("parsed", parsed, true),
+                ("gold", column([Some(gold), Some("b"), Some("c"), None]), true),
+            ])
+            .unwrap();
+            assert_eq!(compare(&batch, "gold").unwrap(), Agreement { equal: 1, rows: 3 });
+        }
     }
 }

@@ -8,7 +8,7 @@ use parquet::arrow::ProjectionMask;
 use serde_json::Value;
 
 use crate::dataset::part_in;
-use crate::dataset::row::RowResult;
+use crate::dataset::row::{RowResult, SampleResult};
 use crate::dataset::value::cell;
 use crate::ledger::{Ledger, LedgerError};
 
@@ -30,6 +30,9 @@ impl Answer {
     /// A row's answer as it comes from the device; `None`: it has none.
     pub fn of_result(row: RowResult) -> Option<Answer> {
         let mut answer = Answer::default();
+        if !row.samples.iter().all(SampleResult::is_there) {
+            return None;
+        }
         for sample in row.samples {
             answer.texts.push(sample.text);
             answer.logprobs.push(sample.logprobs);
@@ -94,6 +97,8 @@ fn of_batch(batch: &RecordBatch, rows: &BTreeSet<u64>) -> Result<Vec<(u64, Optio
         let logprobs = value("logprobs", i)?;
         let answer = match value("completion", i)? {
             Value::Null => None,
+            // A sample of it failed.
+            Value::Array(texts) if texts.iter().any(Value::is_null) => None,
             // One sample a row: its columns hold what lists of samples hold otherwise.
             Value::String(text) => Some((vec![text], vec![numbers_of(&logprobs)])),
             Value::Array(texts) => Some((
@@ -140,6 +145,8 @@ mod tests {
 
     fn row(row: u64, texts: &[&str]) -> RowResult {
         let sample = |text: &&str| SampleResult {
+            status: RowStatus::Succeeded,
+            error: None,
             text: text.to_string(),
             parsed: None,
             finish_reason: "stop",
@@ -174,6 +181,8 @@ mod tests {
                 token_ids: false,
                 logprobs: true,
                 choices: None,
+                parsed: None,
+                sample_status: false,
             };
             let schema = OutputSchema::new(&Schema::empty(), columns);
             let results = [row(4, texts), row(5, &[]), row(6, texts)];

@@ -163,6 +163,8 @@ mod tests {
     fn a_row_is_truncated_once_however_many_of_its_samples_are() {
         let meter = Meter::default();
         let sample = |finish_reason| SampleResult {
+            status: RowStatus::Succeeded,
+            error: None,
             text: "x".into(),
             reasoning: None,
             reasoning_tokens: 0,

@@ -8,7 +8,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::report::cost::{dollars, show_dollars};
 use crate::report::meter::{Meter, Reading};
-use crate::report::summary::{number, rate};
+use crate::report::summary::{counted, number, rate};
 
 const BAR_EVERY: Duration = Duration::from_millis(500);
 const LINE_EVERY: Duration = Duration::from_secs(5);
@@ -47,9 +47,9 @@ pub fn show(meter: Arc<Meter>, goal: Goal, quiet: bool) -> tokio::task::JoinHand
             let read = meter.read();
             let rows = goal.rows_before + read.rows;
             eprintln!(
-                "{} of {} rows, {}",
+                "{} of {}, {}",
                 number(rows),
-                number(goal.rows),
+                counted(goal.rows, "row"),
                 status(&read, &goal, started.elapsed())
             );
         }
@@ -69,8 +69,8 @@ pub fn show_work(meter: Arc<Meter>, quiet: bool) -> tokio::task::JoinHandle<()> 
             if read.rows > shown {
                 shown = read.rows;
                 eprintln!(
-                    "{} rows, {} failed, {} truncated, {} tokens/s",
-                    number(read.rows),
+                    "{}, {} failed, {} truncated, {} tokens/s",
+                    counted(read.rows, "row"),
                     number(read.failed_rows),
                     number(read.truncated_rows),
                     number(rate(read.prompt_tokens + read.completion_tokens, read.device_seconds).round() as u64)
@@ -81,7 +81,7 @@ pub fn show_work(meter: Arc<Meter>, quiet: bool) -> tokio::task::JoinHandle<()> 
 }
 
 fn bar_style() -> ProgressStyle {
-    ProgressStyle::with_template("{bar:32} {human_pos}/{human_len} rows, {msg}")
+    ProgressStyle::with_template("{bar:32} {human_pos}/{human_len} rows, {wide_msg}")
         .unwrap_or_else(|_| ProgressStyle::default_bar())
 }
 
@@ -97,10 +97,10 @@ fn status(read: &Reading, goal: &Goal, elapsed: Duration) -> String {
         parts.push(format!("{} left", show_duration(seconds)));
     }
     if read.failed_rows > 0 {
-        parts.push(format!("{} failed rows", number(read.failed_rows)));
+        parts.push(counted(read.failed_rows, "failed row"));
     }
     if read.truncated_rows > 0 {
-        parts.push(format!("{} truncated rows", number(read.truncated_rows)));
+        parts.push(counted(read.truncated_rows, "truncated row"));
     }
     if let Some(usd) = dollars(goal.seconds_before + read.device_seconds, goal.usd_per_hour) {
         parts.push(format!("{} so far", show_dollars(usd)));
@@ -144,7 +144,7 @@ mod tests {
         };
         assert_eq!(
             status(&read, &goal, Duration::from_secs(20)),
-            "500 tokens/s, 20s left, 1 failed rows, 2 truncated rows, $0.0030 so far"
+            "500 tokens/s, 20s left, 1 failed row, 2 truncated rows, $0.0030 so far"
         );
     }
 }

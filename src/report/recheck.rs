@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use crate::model::tokenizer::Tokenizer;
 use crate::report::answers::Answer;
-use crate::report::summary::number;
+use crate::report::summary::{counted, number};
 
 /// Rows with another answer that are shown one by one.
 const DIFFERING_SHOWN: usize = 5;
@@ -184,8 +184,8 @@ impl Recheck {
                 high * 100.0
             ),
             None => format!(
-                "recheck     none of {} rows could be compared with {to}",
-                number(self.rows)
+                "recheck     none of {} could be compared with {to}",
+                counted(self.rows, "row")
             ),
         }];
         let mut more = |line: String| lines.push(format!("            {line}"));
@@ -205,12 +205,12 @@ impl Recheck {
         }
         if self.unanswered > 0 {
             more(format!(
-                "{} more rows have no answer in the output",
-                number(self.unanswered)
+                "no answer in the output for {}",
+                counted(self.unanswered, "more row")
             ));
         }
         if self.failed > 0 {
-            more(format!("{} more rows failed in {to}", number(self.failed)));
+            more(format!("{} failed in {to}", counted(self.failed, "more row")));
         }
         for differing in &self.differing {
             more(format!(
@@ -365,7 +365,7 @@ mod tests {
         for line in [
             "2 of 10 answers are the same in f32 (20.00 %; 95 % interval 5.67 to 50.98 %)",
             "probability differs by 0.2500",
-            "1 more rows failed in f32",
+            "1 more row failed in f32",
             "row 0: `a`, in f32 `b`",
             "and 3 more",
         ] {
@@ -402,6 +402,6 @@ mod tests {
         tally.add_unanswered();
         let found = tally.finish("f32".into(), 0.0);
         assert_eq!((found.share, found.interval), (None, None));
-        assert!(found.lines()[0].contains("none of 1 rows could be compared"));
+        assert!(found.lines()[0].contains("none of 1 row could be compared"));
     }
 }

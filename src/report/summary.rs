@@ -3,6 +3,7 @@
 use serde::Serialize;
 
 use crate::ledger::Tally;
+use crate::ledger::failures::{Failures, Reason};
 use crate::ledger::status::Status;
 use crate::report::cost::show_dollars;
 use crate::report::recheck::Recheck;
@@ -109,10 +110,16 @@ pub struct Summary {
     pub tokens_per_second: f64,
     /// At the job's `usd_per_hour`; null where it names none.
     pub usd: Option<f64>,
+    /// Files that could not be read when the job was planned, and why.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub skipped_inputs: Vec<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub agreement: Option<Agreement>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub recheck: Option<Recheck>,
+    /// Why rows failed, where some did.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub failures: Option<Failures>,
 }
 
 /// Tokens per second, 0 where no time was measured.
@@ -138,8 +145,10 @@ impl Summary {
             seconds: status.seconds.abs(),
             tokens_per_second: rate(tokens.prompt + tokens.completion, status.seconds),
             usd: status.usd.map(f64::abs),
+            skipped_inputs: Vec::new(),
             agreement: None,
             recheck: None,
+            failures: None,
         }
     }
 
@@ -147,6 +156,13 @@ impl Summary {
     pub fn lines(&self) -> Vec<String> {
         let (rows, tokens) = (&self.rows, &self.tokens);
         let mut lines = rows.lines();
+        lines.extend(self.failures.iter().flat_map(failure_lines));
+        if let Some(first) = self.skipped_inputs.first() {
+            let count = counted(self.skipped_inputs.len() as u64, "input");
+            lines.push(format!(
+                "            without {count} that cannot be read; the first is {first}"
+            ));
+        }
         lines.push(format!(
             "tokens      {} prompt ({} cached), {} completion",
             number(tokens.prompt),
@@ -163,9 +179,9 @@ impl Summary {
         }
         if let Some(a) = self.agreement {
             lines.push(format!(
-                "agreement   {} of {} rows equal the gold column ({})",
+                "agreement   {} of {} equal the gold column ({})",
                 number(a.equal),
-                number(a.rows),
+                counted(a.rows, "row"),
                 percent(a.equal, a.rows)
             ));
         }
@@ -184,6 +200,24 @@ impl Summary {
             self.output
         ))
     }
+}
+
+/// Messages are cut to so many characters.
+const MESSAGE_CHARS_MAX: usize = 160;
+
+/// A line for each of the most frequent messages.
+fn failure_lines(failures: &Failures) -> Vec<String> {
+    let line = |(at, reason): (usize, &Reason)| {
+        let word = if at == 0 { "failed" } else { "" };
+        let mut message: String = reason.message.split_whitespace().collect::<Vec<_>>().join(" ");
+        if let Some((end, _)) = message.char_indices().nth(MESSAGE_CHARS_MAX) {
+            message.truncate(end);
+            message.push('…');
+        }
+        let (rows, all) = (number(reason.rows), number(failures.looked_at));
+        format!("{word:11} {rows} of {all} that were looked at: {message}")
+    };
+    failures.most.iter().enumerate().map(line).collect()
 }
 
 /// `part` of `whole` in percent, one decimal.
@@ -208,12 +242,21 @@ pub fn number(n: u64) -> String {
     out
 }
 
+/// So many of something: "1 row", "2,000 rows".
+pub fn counted(n: u64, what: &str) -> String {
+    format!("{} {what}{}", number(n), if n == 1 { "" } else { "s" })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn numbers_read_well() {
+        assert_eq!(
+            [0, 1, 2_000].map(|n| counted(n, "row")),
+            ["0 rows", "1 row", "2,000 rows"]
+        );
         assert_eq!(number(0), "0");
         assert_eq!(number(999), "999");
         assert_eq!(number(1_000), "1,000");
@@ -241,8 +284,10 @@ mod tests {
             seconds: 1.0,
             tokens_per_second: 12.0,
             usd: None,
+            skipped_inputs: Vec::new(),
             agreement: None,
             recheck: None,
+            failures: None,
         };
         assert_eq!(
             serde_json::to_string(&summary).unwrap(),

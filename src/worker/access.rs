@@ -1,4 +1,4 @@
-//! What a worker may touch for a queued job.
+//! What a worker may touch for a queued job, and `verify` of a job's inputs.
 //!
 //! Who can write to a queue names any output in a message, and who can write to that output names any inputs and model in its
 //! `job.json`. A worker has credentials and files that neither of them need have. So before it opens anything that a message or a
@@ -13,7 +13,9 @@
 //! `--accept-inputs` and `--accept-models` add prefixes for these alone. Web servers are read only where they are listed.
 //! Decisions are by the parsed address; of local paths, symbolic links are followed first.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use object_store::ObjectStoreScheme;
 use object_store::path::Path as Key;
@@ -21,7 +23,7 @@ use percent_encoding::percent_decode_str;
 use url::{Position, Url};
 
 use crate::dataset::location::Location;
-use crate::dataset::stores::{bucket_of, shown};
+use crate::dataset::stores::{Stores, bucket_of, names_bucket, shown};
 use crate::worker::owner;
 
 /// A refused address is shown up to so many characters.
@@ -134,34 +136,45 @@ impl Access {
         if self.everything {
             return None;
         }
-        inputs.into_iter().find_map(|input| self.refuses_input(output, input))
+        inputs
+            .into_iter()
+            .find_map(|input| match Location::url_of(input, Path::new("/")) {
+                Ok(url) => self.refuses_input(output, &url),
+                Err(error) => Some(format!("its input: {error}")),
+            })
     }
 
-    fn refuses_input(&self, output: &Location, input: &str) -> Option<String> {
-        let url = match Location::url_of(input, Path::new("/")) {
-            Ok(url) => url,
-            Err(error) => return Some(format!("its input: {error}")),
-        };
-        let place = match Prefix::of(&url) {
+    /// What `--accept-inputs` must list for this worker to read the `inputs` of the job at `output`.
+    pub fn to_accept<'a>(&self, output: &Location, inputs: impl IntoIterator<Item = &'a str>) -> BTreeSet<String> {
+        let urls = inputs
+            .into_iter()
+            .filter_map(|input| Location::url_of(input, Path::new("/")).ok());
+        urls.filter(|url| self.refuses_input(output, url).is_some())
+            .map(|url| folder_of(&url, kind(&url)))
+            .collect()
+    }
+
+    fn refuses_input(&self, output: &Location, url: &Url) -> Option<String> {
+        let place = match Prefix::of(url) {
             Ok(place) => place,
             Err(why) => return Some(format!("its input {why}")),
         };
         if self.lists(&self.inputs, &place) {
             return None;
         }
-        let (from, to) = (kind(&url), kind(&output.url));
+        let (from, to) = (kind(url), kind(&output.url));
         let why = match (from, to) {
             (Kind::Web, _) => "is neither in a bucket nor on this machine, so it must be listed",
             _ if !self.accepted.is_empty() => "is below no prefix of `--accept` or `--accept-inputs`",
             (Kind::Local | Kind::Bucket, Kind::Local) => return None,
-            (Kind::Bucket, Kind::Bucket) if same_bucket(&url, output) => return None,
+            (Kind::Bucket, Kind::Bucket) if same_bucket(url, output) => return None,
             (Kind::Bucket, _) => "is in another bucket than its output",
             (Kind::Local, _) => "is a file of this machine, its output is not",
         };
         Some(format!(
-            "its input `{}` {why}; to let queued jobs read it, start the worker with `--accept-inputs {}`",
-            brief(&url),
-            folder_of(&url, from)
+            "its input `{}` {why}; to have it read, give `--accept-inputs {}`",
+            brief(url),
+            folder_of(url, from)
         ))
     }
 
@@ -185,6 +198,12 @@ impl Access {
              `--accept-models {dir}`",
             dir = dir.display()
         ))
+    }
+
+    /// From here on, web servers' redirects keep to this, too.
+    pub fn confine_redirects(&self) {
+        let access = self.clone();
+        Stores::of_process().confine(Arc::new(move |url| access.may_follow(url)));
     }
 
     /// Whether an input's server may redirect to `url`.
@@ -217,6 +236,9 @@ impl Prefix {
             };
         }
         let url = Location::url_of(text, here).map_err(|error| error.to_string())?;
+        if !is_known(url.scheme()) {
+            return Err(format!("`{text}`: nothing is read from `{}://`", url.scheme()));
+        }
         Prefix::of(&url)
     }
 
@@ -249,11 +271,7 @@ impl Prefix {
         }
         let authority = &url[Position::BeforeUsername..Position::BeforePath];
         let web = matches!(url.scheme(), "http" | "https");
-        // The host of any other scheme is put into paths and names as it is written.
-        let plain = |c: char| c.is_ascii_alphanumeric() || "-_.$@:".contains(c);
-        let is_plain =
-            authority.chars().all(plain) && authority.starts_with(|c: char| c.is_ascii_alphanumeric() || c == '$');
-        if authority.is_empty() || !(web || is_plain) || authority.contains("..") {
+        if authority.is_empty() || !(web || names_bucket(url)) || authority.contains("..") {
             return bad("names no bucket");
         }
         let mut parts = Vec::new();
@@ -282,6 +300,11 @@ impl Prefix {
     fn path(&self) -> PathBuf {
         Path::new("/").join(self.parts.iter().collect::<PathBuf>())
     }
+}
+
+fn is_known(scheme: &str) -> bool {
+    let stores = ["s3", "gs", "az", "abfs", "abfss"];
+    ["file", "http", "https"].contains(&scheme) || stores.contains(&known_scheme(scheme).as_str())
 }
 
 /// One word for each kind of store.

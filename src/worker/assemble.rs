@@ -2,7 +2,11 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
+use std::sync::Arc;
 
+use crate::dataset::answer::Answer;
+use crate::dataset::answer_type::AnswerType;
+use crate::dataset::output::OutputColumns;
 use crate::dataset::row::{RowResult, RowStatus, SampleResult};
 use crate::engine::params::Shape;
 use crate::engine::request::{Completion, Finished};
@@ -22,6 +26,7 @@ pub struct Assembler {
 struct Partial {
     key: ShardKey,
     shape: ShapeKind,
+    columns: Arc<OutputColumns>,
     samples: Vec<Option<Result<Completion, String>>>,
     missing: u32,
 }
@@ -45,11 +50,12 @@ impl From<&Shape> for ShapeKind {
 }
 
 impl Assembler {
-    /// A row of shard `key` goes to the device: `samples` finished units will come back for it.
-    pub fn expect(&mut self, key: ShardKey, row: u64, samples: u32, shape: &Shape) {
+    /// A row of shard `key` goes to the device: `samples` finished units will come back for it. `columns`: where they are written to.
+    pub fn expect(&mut self, key: ShardKey, row: u64, samples: u32, shape: &Shape, columns: &Arc<OutputColumns>) {
         let partial = Partial {
             key,
             shape: shape.into(),
+            columns: columns.clone(),
             samples: vec![None; samples as usize],
             missing: samples,
         };
@@ -69,7 +75,7 @@ impl Assembler {
         }
         let partial = self.rows.remove(&(job, row))?;
         let samples = partial.samples.into_iter().flatten().collect();
-        Some((partial.key, row_result(row, partial.shape, samples)))
+        Some((partial.key, row_result(row, partial.shape, &partial.columns, samples)))
     }
 
     /// A row will not come after all.
@@ -84,12 +90,17 @@ impl Assembler {
 }
 
 /// A row that never reached the device.
-pub fn errored(row: u64, mut error: String) -> RowResult {
+pub fn errored(row: u64, error: String) -> RowResult {
+    without_completion(row, RowStatus::Errored, readable(error))
+}
+
+/// An error that is no longer than a person reads.
+fn readable(mut error: String) -> String {
     if let Some((end, _)) = error.char_indices().nth(ERROR_CHARS_MAX) {
         error.truncate(end);
         error.push('…');
     }
-    without_completion(row, RowStatus::Errored, error)
+    error
 }
 
 /// A row that the end of its job left without a completion.
@@ -112,33 +123,47 @@ fn without_completion(row: u64, status: RowStatus, error: String) -> RowResult {
     }
 }
 
-fn row_result(row: u64, shape: ShapeKind, units: Vec<Result<Completion, String>>) -> RowResult {
+fn row_result(
+    row: u64,
+    shape: ShapeKind,
+    columns: &OutputColumns,
+    units: Vec<Result<Completion, String>>,
+) -> RowResult {
     let mut samples = Vec::with_capacity(units.len());
     let (mut prompt_tokens, mut cached_tokens) = (0, 0);
-    let mut misfit: Option<String> = None;
-    for unit in units {
+    let mut failed: Option<String> = None;
+    // Without columns for it, one that failed could not be told from its neighbours.
+    let is_kept = columns.sample_status && units.iter().any(Result::is_ok);
+    for (unit, number) in units.into_iter().zip(1..) {
         let completion = match unit {
             Ok(completion) => completion,
+            Err(error) if is_kept => {
+                let error = readable(error);
+                failed = failed.or_else(|| Some(readable(format!("sample {number}: {error}"))));
+                samples.push(SampleResult::failed(error));
+                continue;
+            }
             Err(error) => return errored(row, error),
         };
-        if samples.is_empty() {
+        if prompt_tokens == 0 {
             prompt_tokens = completion.prompt_tokens;
             cached_tokens = completion.cached_tokens;
         }
-        let (sample, why) = sample_result(shape, completion);
-        samples.push(sample);
-        misfit = misfit.or(why);
+        samples.push(sample_result(shape, columns.parsed.as_ref(), completion));
     }
-    let status = if misfit.is_some() {
-        RowStatus::InvalidOutput
-    } else {
-        RowStatus::Succeeded
+    let misfit = || samples.iter().find_map(|sample| sample.error.clone());
+    let (status, error) = match failed {
+        Some(why) => (RowStatus::Errored, Some(why)),
+        None => match misfit() {
+            Some(why) => (RowStatus::InvalidOutput, Some(why)),
+            None => (RowStatus::Succeeded, None),
+        },
     };
     RowResult {
         row,
         status,
         samples,
-        error: misfit,
+        error,
         prompt_tokens,
         cached_tokens,
     }
@@ -154,10 +179,12 @@ fn without_answer(c: &Completion) -> Option<&'static str> {
     }
 }
 
-/// The sample, and one line that says why where its text does not have the shape that was asked for.
-fn sample_result(shape: ShapeKind, c: Completion) -> (SampleResult, Option<String>) {
-    let (tokens, no_answer) = (c.token_ids.len(), without_answer(&c));
+/// A sample; where its text does not have the shape that was asked for, it says why.
+fn sample_result(shape: ShapeKind, parsed: Option<&AnswerType>, c: Completion) -> SampleResult {
+    let (fits_shape, no_answer) = (c.fits_shape, without_answer(&c));
     let mut sample = SampleResult {
+        status: RowStatus::Succeeded,
+        error: None,
         reasoning_tokens: c.thought.as_ref().map_or(0, |thought| thought.tokens),
         reasoning: c.thought.map(|thought| thought.text),
         parsed: None,
@@ -168,26 +195,34 @@ fn sample_result(shape: ShapeKind, c: Completion) -> (SampleResult, Option<Strin
         choice_probabilities: c.choice_probabilities.unwrap_or_default(),
         text: c.text,
     };
-    if let Some(why) = no_answer {
-        let why = format!("{why} (it ended by {} after {tokens} tokens)", sample.finish_reason);
-        return (sample, Some(why));
+    let (reason, tokens) = (sample.finish_reason, sample.completion_tokens);
+    let answer = match (no_answer, fits_shape, shape) {
+        (Some(why), ..) => Err(format!("{why} (it ended by {reason} after {tokens} tokens)")),
+        (None, false, _) => Err(format!(
+            "the completion does not have the shape asked for: it ended ({reason}) after {tokens} tokens"
+        )),
+        (None, true, ShapeKind::Free) => Ok(None),
+        (None, true, ShapeKind::Text) => Ok(Some(sample.text.clone())),
+        (None, true, ShapeKind::Json) => json_of(&sample.text, parsed).map(Some),
+    };
+    match answer {
+        Ok(answer) => sample.parsed = answer,
+        Err(why) => {
+            sample.status = RowStatus::InvalidOutput;
+            sample.error = Some(why);
+        }
     }
-    if !c.fits_shape {
-        let why = format!(
-            "the completion does not have the shape asked for: it ended ({}) after {} tokens",
-            sample.finish_reason, sample.completion_tokens
-        );
-        return (sample, Some(why));
+    sample
+}
+
+/// The answer as compact JSON, if its column can hold it.
+fn json_of(text: &str, parsed: Option<&AnswerType>) -> Result<String, String> {
+    let answer = Answer::parse(text)?;
+    if let Some(of) = parsed {
+        of.check(&answer)
+            .map_err(|why| format!("the answer does not fit its column: {why}"))?;
     }
-    match shape {
-        ShapeKind::Free => {}
-        ShapeKind::Text => sample.parsed = Some(sample.text.clone()),
-        ShapeKind::Json => match serde_json::from_str::<serde_json::Value>(&sample.text) {
-            Ok(value) => sample.parsed = Some(value.to_string()),
-            Err(e) => return (sample, Some(format!("the completion is not JSON: {e}"))),
-        },
-    }
-    (sample, None)
+    Ok(answer.compact())
 }
 
 #[cfg(test)]
@@ -227,7 +262,7 @@ mod tests {
     #[test]
     fn a_row_is_finished_by_its_last_sample_in_any_order() {
         let mut assembler = Assembler::default();
-        assembler.expect(KEY, 4, 2, &Shape::Free);
+        assembler.expect(KEY, 4, 2, &Shape::Free, &Arc::default());
         assert_eq!(assembler.add(unit(4, 1, "b", true)), None);
         let (key, row) = assembler.add(unit(4, 0, "a", true)).unwrap();
         assert_eq!(key, KEY);
@@ -244,7 +279,7 @@ mod tests {
     fn a_thought_without_an_answer_says_where_it_ended() {
         for (closed, words) in [(false, "ended inside its thought"), (true, "ended with its thought")] {
             let mut assembler = Assembler::default();
-            assembler.expect(KEY, 4, 1, &Shape::Free);
+            assembler.expect(KEY, 4, 1, &Shape::Free, &Arc::default());
             let mut finished = unit(4, 0, "", false);
             finished.result.as_mut().unwrap().thought = Some(Thought {
                 text: "hm".into(),
@@ -277,7 +312,7 @@ mod tests {
             (json, "{\"a", false, RowStatus::InvalidOutput, None),
         ] {
             let mut assembler = Assembler::default();
-            assembler.expect(KEY, 0, 1, &shape);
+            assembler.expect(KEY, 0, 1, &shape, &Arc::default());
             let (_, row) = assembler.add(unit(0, 0, text, fits)).unwrap();
             assert_eq!(
                 (row.status, row.samples[0].parsed.as_deref()),
@@ -290,6 +325,45 @@ mod tests {
     }
 
     #[test]
+    fn a_json_answer_is_never_another_than_it_says() {
+        let (integer, text) = (serde_json::json!({"type": "integer"}), serde_json::json!({}));
+        for (schema, typed, answer, parsed, why) in [
+            (&integer, true, "9007199254740993", Some("9007199254740993"), ""),
+            (
+                &integer,
+                true,
+                "9223372036854775808",
+                None,
+                "does not fit its column: `9223372036854775808`",
+            ),
+            (
+                &integer,
+                false,
+                "92233720368547758080",
+                Some("92233720368547758080"),
+                "",
+            ),
+            (&text, false, "{\"a\": 1, \"a\": 2}", None, "has the key `a` twice"),
+            (&text, true, "1e400", None, "is not JSON: number out of range"),
+            (&text, false, "\"\\ud800\"", None, "is not JSON"),
+        ] {
+            let mut assembler = Assembler::default();
+            let columns = OutputColumns {
+                parsed: typed.then(|| AnswerType::of(schema).0),
+                ..OutputColumns::default()
+            };
+            assembler.expect(KEY, 0, 1, &Shape::JsonSchema(schema.clone()), &Arc::new(columns));
+            let (_, row) = assembler.add(unit(0, 0, answer, true)).unwrap();
+            assert_eq!(row.samples[0].parsed.as_deref(), parsed, "{answer}");
+            let is_fine = row.status == RowStatus::Succeeded;
+            assert!(
+                is_fine == parsed.is_some() && row.error.unwrap_or_default().contains(why),
+                "{answer}"
+            );
+        }
+    }
+
+    #[test]
     fn an_error_is_no_longer_than_a_person_reads() {
         let error = |text: String| errored(0, text).error.unwrap();
         assert_eq!(error("é".repeat(ERROR_CHARS_MAX)).chars().count(), ERROR_CHARS_MAX);
@@ -298,10 +372,44 @@ mod tests {
     }
 
     #[test]
+    fn a_failed_sample_is_told_from_its_neighbours_where_columns_tell_it() {
+        for told in [true, false] {
+            let mut assembler = Assembler::default();
+            let columns = OutputColumns {
+                samples: 3,
+                sample_status: told,
+                ..OutputColumns::default()
+            };
+            assembler.expect(KEY, 0, 3, &Shape::Regex("x".into()), &Arc::new(columns));
+            let mut bad = unit(0, 1, "", true);
+            bad.result = Err("logits".into());
+            assert_eq!(assembler.add(bad), None);
+            assert_eq!(assembler.add(unit(0, 0, "x", true)), None);
+            let (_, row) = assembler.add(unit(0, 2, "y", false)).unwrap();
+            if !told {
+                assert_eq!(row, errored(0, "logits".into()));
+                continue;
+            }
+            assert_eq!(
+                (row.status, row.error.as_deref()),
+                (RowStatus::Errored, Some("sample 2: logits"))
+            );
+            let statuses: Vec<RowStatus> = row.samples.iter().map(|sample| sample.status).collect();
+            assert_eq!(
+                statuses,
+                [RowStatus::Succeeded, RowStatus::Errored, RowStatus::InvalidOutput]
+            );
+            let errors: Vec<bool> = row.samples.iter().map(|sample| sample.error.is_some()).collect();
+            assert_eq!(errors, [false, true, true]);
+            assert_eq!((row.prompt_tokens, row.samples[0].parsed.as_deref()), (7, Some("x")));
+        }
+    }
+
+    #[test]
     fn one_failed_sample_fails_its_row_alone() {
         let mut assembler = Assembler::default();
-        assembler.expect(KEY, 0, 1, &Shape::Free);
-        assembler.expect(KEY, 1, 1, &Shape::Free);
+        assembler.expect(KEY, 0, 1, &Shape::Free, &Arc::default());
+        assembler.expect(KEY, 1, 1, &Shape::Free, &Arc::default());
         let bad = Finished {
             id: UnitId {
                 job: 0,

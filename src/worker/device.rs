@@ -203,7 +203,8 @@ impl Device {
         let Some(job) = self.jobs.get(&key.job).cloned() else {
             anyhow::bail!("row {row} is of a job that never came");
         };
-        self.assembler.expect(key, row, params.samples, &params.shape);
+        self.assembler
+            .expect(key, row, params.samples, &params.shape, &job.columns);
         // A row that is tried again by a retry draws other random numbers.
         for request in job.requests(row, prompt, params, job.ledger.generation()) {
             if let Err(refused) = self.engine.submit(request) {

@@ -2,6 +2,8 @@
 
 use std::time::{Duration, Instant};
 
+use crate::worker::patience::Pauses;
+
 /// Runs while nothing comes from a queue that is attached: what a broker that is away does not send proves nothing.
 #[derive(Debug, Default)]
 pub struct IdleClock {
@@ -28,22 +30,40 @@ const LOOK_MAX: Duration = Duration::from_secs(30);
 const SAY_AFTER: Duration = Duration::from_secs(60);
 
 /// How long nothing has come, and when to look at the ledgers next.
-pub(super) struct Idle {
+pub struct Idle {
     pub clock: IdleClock,
+    /// While the queue refuses us.
+    pub refused: Pauses,
+    /// Since when the queue has not been attached.
+    away: Option<Instant>,
     pause: Duration,
     next_look: Instant,
     /// That nothing comes, though a job is not finished.
     said: bool,
 }
 
-impl Idle {
-    pub fn new() -> Idle {
+impl Default for Idle {
+    fn default() -> Idle {
         Idle {
             clock: IdleClock::default(),
+            refused: Pauses::default(),
+            away: None,
             pause: LOOK_MIN,
             next_look: Instant::now() + LOOK_MIN,
             said: false,
         }
+    }
+}
+
+impl Idle {
+    /// Nothing came from a queue that is attached, or from one that is not: for how long it has not been.
+    pub fn look(&mut self, attached: bool) -> Duration {
+        self.clock.look(attached);
+        if attached {
+            (self.refused, self.away) = (Pauses::default(), None);
+            return Duration::ZERO;
+        }
+        self.away.get_or_insert_with(Instant::now).elapsed()
     }
 
     /// Whether a look is due, of a worker that writes its log in this interval; the next one is later.

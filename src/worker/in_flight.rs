@@ -7,6 +7,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::queue::Delivery;
+use crate::worker::room::Room;
 
 /// A shard within this worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -20,6 +21,8 @@ pub struct ShardKey {
 #[derive(Debug, Default)]
 pub struct InFlight {
     shards: Mutex<HashMap<ShardKey, Vec<Held>>>,
+    /// Where their carried columns are counted.
+    room: Arc<Room>,
 }
 
 #[derive(Debug)]
@@ -30,6 +33,13 @@ struct Held {
 }
 
 impl InFlight {
+    pub fn new(room: Arc<Room>) -> InFlight {
+        InFlight {
+            shards: Mutex::default(),
+            room,
+        }
+    }
+
     /// Takes a delivery. True: the shard was not in hand, and whoever asks works on it now.
     pub fn enter(&self, key: ShardKey, delivery: Arc<Delivery>) -> bool {
         let mut shards = self.shards();
@@ -44,6 +54,7 @@ impl InFlight {
     /// The work on a shard has ended: the deliveries to answer.
     pub fn leave(&self, key: ShardKey) -> Vec<Arc<Delivery>> {
         let held = self.shards().remove(&key).unwrap_or_default();
+        self.room.leave(key);
         held.into_iter().map(|held| held.delivery).collect()
     }
 
@@ -99,8 +110,11 @@ impl InFlight {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
     use crate::queue::Message;
+    use crate::worker::room::ROOM_BYTES;
 
     fn delivery(receipt: u64) -> Arc<Delivery> {
         let message = Message::new("a", "memory:///a", 0, 7);
@@ -125,5 +139,17 @@ mod tests {
         assert_eq!(in_flight.leave(key).len(), 2);
         assert!(in_flight.is_empty());
         assert!(in_flight.enter(key, delivery(3)), "it may come again");
+    }
+
+    #[tokio::test]
+    async fn who_leaves_makes_room_for_carried_columns() {
+        let room = Arc::new(Room::default());
+        let in_flight = InFlight::new(room.clone());
+        let key = |shard| ShardKey { job: 0, shard };
+        in_flight.enter(key(7), delivery(1));
+        room.hold(key(7), ROOM_BYTES).await;
+        in_flight.leave(key(7));
+        let held = tokio::time::timeout(Duration::from_secs(5), room.hold(key(8), ROOM_BYTES));
+        held.await.expect("there is room");
     }
 }

@@ -14,17 +14,17 @@ use crate::worker::jobs::OpenJob;
 const WAITING_PAUSE: Duration = Duration::from_secs(5);
 
 /// See the module's description. Dropped, it goes back to the queue.
-pub(super) struct InHand<'a> {
-    pub worker: &'a Arc<Worker>,
+pub(super) struct InHand {
+    worker: Arc<Worker>,
     pub key: ShardKey,
     kept: bool,
 }
 
-impl<'a> InHand<'a> {
+impl InHand {
     /// Of a shard that is in flight.
-    pub fn new(worker: &'a Arc<Worker>, key: ShardKey) -> InHand<'a> {
+    pub fn new(worker: &Arc<Worker>, key: ShardKey) -> InHand {
         InHand {
-            worker,
+            worker: worker.clone(),
             key,
             kept: true,
         }
@@ -57,13 +57,23 @@ impl<'a> InHand<'a> {
         });
     }
 
+    /// It is set aside: what was read of it is gone, and others may have its room.
+    pub fn holds_no_rows(&self) {
+        self.worker.jobs.room().leave(self.key);
+    }
+
+    /// Whether the queue has not taken it back.
+    pub fn is_wanted(&self) -> bool {
+        self.worker.in_flight.is_wanted(self.key)
+    }
+
     /// The keeper has it.
     pub fn hand_on(mut self) {
         self.kept = false;
     }
 }
 
-impl Drop for InHand<'_> {
+impl Drop for InHand {
     fn drop(&mut self) {
         if self.kept {
             // Dropping the deliveries gives them back.

@@ -2,27 +2,24 @@
 
 use std::collections::HashSet;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use arrow::array::RecordBatch;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 
-use crate::dataset::DatasetError;
 use crate::dataset::row::RowStatus;
 use crate::ledger::attempts::Narrowing;
-use crate::ledger::log::{ShardLog, ShardState};
-use crate::ledger::{Order, RowSet, StopWhy};
-use crate::queue::Delivery;
-use crate::worker::fate::fate;
 use crate::worker::idle::Idle;
-use crate::worker::in_flight::ShardKey;
 use crate::worker::in_hand::InHand;
-use crate::worker::jobs::{Heard, JobState, OpenJob};
+use crate::worker::jobs::OpenJob;
+use crate::worker::opening::{Opened, Openings, Taken, is_changed};
+use crate::worker::pace::Pace;
 use crate::worker::patience::{Pauses, Reaction};
-use crate::worker::process::see;
+use crate::worker::read_time::ReadTime;
 use crate::worker::reading::{close, prepare};
 use crate::worker::shard::OpenShard;
 use crate::worker::stop::Stop;
+use crate::worker::troubles::Where;
 use crate::worker::{Kept, ReadyRow, ReadyShard, Until, Worker, one_line};
 
 /// How long to wait for a message before looking around.
@@ -68,6 +65,8 @@ enum Handed {
 /// What came of looking for a shard.
 enum Found<'a> {
     Nothing,
+    /// A message that is for later went to the end of the queue.
+    PutOff,
     /// Everything there was to do is done.
     Over,
     /// Ready for keeper and device.
@@ -76,20 +75,22 @@ enum Found<'a> {
 
 impl Intake {
     async fn serve(&self) -> anyhow::Result<()> {
-        let mut idle = Idle::new();
-        let mut taken = 0;
+        let mut idle = Idle::default();
+        let mut openings = Openings::new(self.worker.clone(), self.stop.clone());
+        let (mut taken, mut pace) = (0, Pace::default());
         while self.worker.options.max_shards.is_none_or(|most| taken < most) {
             let found = tokio::select! {
                 biased;
                 () = self.stop.wait() => return Ok(()),
-                found = self.find(&mut idle) => found?,
+                found = self.find(&mut openings, &mut idle) => found?,
             };
             match found {
                 Found::Nothing => {}
+                Found::PutOff => pace.rest().await,
                 Found::Over => return Ok(()),
                 // Not to be dropped in between: a stop must not leave an attempt behind that never ends.
-                Found::Shard(begun) => match self.begin(*begun).await? {
-                    Handed::On => taken += 1,
+                Found::Shard(begun) => match self.begin(*begun, &mut openings).await? {
+                    Handed::On => (taken, pace) = (taken + 1, Pace::default()),
                     Handed::Back => {}
                     Handed::ToNobody => return Ok(()),
                 },
@@ -99,172 +100,191 @@ impl Intake {
     }
 
     /// May be dropped anywhere: a delivery in hand goes back to the queue by being dropped.
-    async fn find(&self, idle: &mut Idle) -> anyhow::Result<Found<'_>> {
+    async fn find(&self, openings: &mut Openings, idle: &mut Idle) -> anyhow::Result<Found<'_>> {
         while !self.worker.pulse.is_alive() {
             // The device hangs: others shall have what is left.
             tokio::time::sleep(HANG_LOOK).await;
         }
-        // A place first: what cannot be begun is better in another worker's hands.
-        let place = self.places.clone().acquire_owned().await?;
+        // A place first: what cannot be begun is better in another worker's hands, as is what was set aside and can be begun now.
+        let place = loop {
+            tokio::select! {
+                biased;
+                place = self.places.clone().acquire_owned() => break place?,
+                opened = openings.next() => drop(opened?),
+            }
+        };
         crate::failpoint!("intake.before-receive");
-        let received = match self.worker.queue.receive(RECEIVE_WAIT).await {
+        let received = tokio::select! {
+            biased;
+            opened = openings.next() => return self.found(openings, opened?, place).await,
+            received = self.worker.queue.receive(RECEIVE_WAIT) => received,
+        };
+        let mut refused = false;
+        let received = match received {
             Ok(received) => received,
             Err(error) => {
-                let mut pauses = Pauses::default();
-                self.worker.patience.bear(error.into(), &mut pauses, &self.stop).await?;
+                refused = true;
+                self.worker
+                    .patience
+                    .bear(error.into(), &mut idle.refused, &self.stop)
+                    .await?;
                 None
             }
         };
         let Some(delivery) = received else {
             drop(place);
-            idle.clock.look(self.worker.queue.is_attached());
-            let over = self.worker.in_flight.is_empty() && self.is_over(idle).await?;
+            let away = idle.look(self.worker.queue.is_attached());
+            if !refused {
+                self.worker.patience.still_waits_for_queue(away)?;
+            }
+            let over = self.worker.in_flight.is_empty() && openings.is_quiet() && self.is_over(idle).await?;
             return Ok(if over { Found::Over } else { Found::Nothing });
         };
-        *idle = Idle::new();
+        *idle = Idle::default();
         crate::failpoint!("intake.after-receive");
         #[cfg(feature = "faults")]
         if crate::faults::switch("ack-before-commit") {
             self.worker.queue.acknowledge(&delivery).await?;
         }
-        let Some(job) = self.job_of(delivery).await? else {
-            return Ok(Found::Nothing);
-        };
-        let (job, delivery) = job;
-        let key = ShardKey {
-            job: job.number,
-            shard: delivery.message.shard,
-        };
-        if !self.worker.in_flight.enter(key, Arc::new(delivery)) {
-            tracing::info!(
-                "shard {} is in hand already: both messages are answered together",
-                key.shard
-            );
-            return Ok(Found::Nothing);
-        }
-        let in_hand = InHand::new(&self.worker, key);
-        match self.open(&job, key, place).await {
-            Ok(Opened::Ready { shard, plan }) => {
-                // Once: a job may go on meanwhile, and rows without a place at the device must not be waited for.
-                let closes = job.state().closes_as();
-                let runs = !plan.next.is_empty() && !shard.log.is_complete() && closes.is_none();
-                let at_device = match runs {
-                    false => None,
-                    // A place at the device first, then the attempt: rows that only wait must not be blamed for a kill.
-                    true => Some(self.ready.reserve().await?),
-                };
-                Ok(Found::Shard(Box::new(Begun {
-                    in_hand,
-                    shard: *shard,
-                    plan,
-                    closes,
-                    at_device,
-                })))
-            }
-            Ok(Opened::Waits(rows)) => {
-                in_hand.give_back_later(&job, &rows);
-                Ok(Found::Nothing)
-            }
-            Ok(Opened::Committed) => {
-                for delivery in in_hand.answer() {
-                    self.worker.queue.acknowledge(&delivery).await?;
+        match openings.take(delivery).await? {
+            Taken::PutOff => Ok(Found::PutOff),
+            Taken::PassedOn => Ok(Found::Nothing),
+            Taken::Opening { output, wait } => tokio::select! {
+                biased;
+                opened = openings.next() => self.found(openings, opened?, place).await,
+                () = tokio::time::sleep(wait) => {
+                    // It goes on by itself, set aside.
+                    openings.note_slow(output);
+                    Ok(Found::Nothing)
                 }
-                Ok(Found::Nothing)
-            }
-            // Also by `run`, which leaves nothing to others: the job is stopped for all, and says why.
-            Err(error) if is_changed(&error) || self.worker.patience.reaction(&error) == Reaction::LeaveShard => {
-                self.leave(&job, in_hand, &error).await?;
-                Ok(Found::Nothing)
-            }
-            Err(error) => Err(error),
+            },
         }
     }
 
-    /// A shard that this worker cannot begin: others may, unless its input stops the job for all.
-    async fn leave(&self, job: &OpenJob, in_hand: InHand<'_>, error: &anyhow::Error) -> anyhow::Result<()> {
-        if is_changed(error) && self.stop_job(job, error).await? {
-            // Who goes on with the job enqueues its shards again.
-            for delivery in in_hand.answer() {
-                self.worker.queue.acknowledge(&delivery).await?;
-            }
-        } else {
-            let shard = in_hand.key.shard;
-            self.worker.leave_to_others(shard, job, error, in_hand.answer());
-        }
-        Ok(())
-    }
-
-    /// An input is not what was planned: no worker may go on, until a person has seen to it. False: somebody ordered
-    /// otherwise just now.
-    async fn stop_job(&self, job: &OpenJob, error: &anyhow::Error) -> anyhow::Result<bool> {
-        // A job that is stopped or cancelled already stays what it is.
-        if job.state() != JobState::Going {
-            return Ok(false);
-        }
-        let note = one_line(error);
-        // `run` ends by it, and prints it as its last line.
-        if self.worker.patience.reaction(error) != Reaction::End {
-            tracing::error!("{}: {note}", job.title());
-        }
-        let order = Order::Stop {
-            why: StopWhy::InputChanged,
-            close: false,
-            note: Some(note),
+    /// A shard that was opened: what is to be done of it, or as much of it as may be tried at once.
+    async fn found(
+        &self,
+        openings: &mut Openings,
+        opened: Option<Opened>,
+        place: OwnedSemaphorePermit,
+    ) -> anyhow::Result<Found<'_>> {
+        let Some(opened) = opened else {
+            return Ok(Found::Nothing);
         };
-        let mut pauses = Pauses::default();
-        while let Err(error) = job.order_stop(order.clone()).await {
-            match self.worker.patience.bear(error, &mut pauses, &self.stop).await {
-                Ok(()) => {}
-                Err(error) if self.worker.patience.reaction(&error) == Reaction::LeaveShard => return Ok(false),
-                Err(error) => return Err(error),
+        let plan = opened.log.narrowing();
+        let is_complete = opened.log.is_complete();
+        let troubles = &self.worker.troubles;
+        if !is_complete && !plan.reads().is_empty() && opened.pauses.waited().is_zero() {
+            let output = opened.job.ledger.store().url().to_string();
+            if troubles.holds(Where::Inputs, &output) {
+                openings.hold_up(opened).await?;
+                return Ok(Found::Nothing);
             }
         }
-        // One that closes instead still wants this shard's rows.
-        Ok(matches!(job.state(), JobState::Stopped(_)))
+        let Opened {
+            in_hand,
+            job,
+            log,
+            since,
+            pauses,
+        } = opened;
+        let permit = match plan.alone() {
+            // A narrowed try has the device to itself: it takes every place there is.
+            true => self.all_places(place).await?,
+            false => place,
+        };
+        let shard = OpenShard {
+            job: job.clone(),
+            key: in_hand.key,
+            attempt: None,
+            expected: HashSet::new(),
+            carry: RecordBatch::new_empty(job.output.schema()),
+            _permit: permit,
+            pending: Vec::new(),
+            unwanted: Arc::default(),
+            log: *log,
+        };
+        // Once: a job may go on meanwhile, and rows without a place at the device must not be waited for.
+        let closes = job.state().closes_as();
+        // Where the log is complete, a worker died between the last record and the part: nothing is left to do but to publish.
+        let runs = !plan.next.is_empty() && !is_complete && closes.is_none();
+        let at_device = match runs {
+            false => None,
+            // A place at the device first, then the attempt: rows that only wait must not be blamed for a kill.
+            true => Some(self.ready.reserve().await?),
+        };
+        Ok(Found::Shard(Box::new(Begun {
+            in_hand,
+            shard,
+            plan,
+            closes,
+            at_device,
+            since,
+            pauses,
+        })))
     }
 
     /// Writes the attempt down, reads its rows, and hands the shard to keeper and device.
-    async fn begin(&self, begun: Begun<'_>) -> anyhow::Result<Handed> {
+    async fn begin(&self, begun: Begun<'_>, openings: &mut Openings) -> anyhow::Result<Handed> {
         let Begun {
             in_hand,
             mut shard,
             plan,
             closes,
             at_device,
+            since,
+            pauses,
         } = begun;
         let (key, job) = (shard.key, shard.job.clone());
         let (range, unwanted) = (shard.log.rows(), shard.unwanted.clone());
+        let output = job.ledger.store().url().to_string();
+        let began = Instant::now();
         // Read under an attempt, too: a row may end the process before it is on the device.
-        if let Err(error) = self.note_attempt(&mut shard, &plan).await {
-            return match self.worker.patience.reaction(&error) {
-                Reaction::LeaveShard => {
-                    self.worker.leave_to_others(key.shard, &job, &error, in_hand.answer());
-                    Ok(Handed::Back)
+        let (place, error, rows) = match self.note_attempt(&mut shard, &plan).await {
+            Err(error) => (Where::Output, Some(error), Vec::new()),
+            Ok(()) => {
+                self.worker.troubles.end(Where::Output, &output);
+                let read = tokio::select! {
+                    biased;
+                    () = self.stop.wait() => None,
+                    read = self.read(&job, &mut shard, &plan, closes, pauses.rounds()) => Some(read),
+                };
+                let Some(read) = read else {
+                    self.end_unread(&mut shard).await;
+                    return Ok(Handed::ToNobody);
+                };
+                if read.is_err() {
+                    self.end_unread(&mut shard).await;
                 }
-                _ => Err(error),
-            };
+                match read {
+                    Ok(rows) => {
+                        self.worker.troubles.end(Where::Inputs, &output);
+                        (Where::Inputs, None, rows)
+                    }
+                    Err(error) => (Where::Inputs, Some(error), Vec::new()),
+                }
+            }
+        };
+        if let Some(error) = error {
+            let reaction = self.worker.patience.reaction(&error);
+            // Also by `run`, which leaves nothing to others: the job is stopped for all, and says why.
+            if is_changed(&error) || reaction == Reaction::LeaveShard {
+                openings.opener.leave(&job, in_hand, &error).await?;
+            } else if reaction == Reaction::Wait && !self.stop.is_set() {
+                let log = Box::new(shard.log);
+                let opened = Opened {
+                    in_hand,
+                    job,
+                    log,
+                    since,
+                    pauses,
+                };
+                openings.set_aside(opened, place, error, began.elapsed());
+            } else {
+                return Err(error);
+            }
+            return Ok(Handed::Back);
         }
-        let read = tokio::select! {
-            biased;
-            () = self.stop.wait() => None,
-            read = self.read(&job, &mut shard, &plan, closes) => Some(read),
-        };
-        let rows = match read {
-            Some(Ok(rows)) => rows,
-            None => {
-                self.end_unread(&mut shard).await;
-                return Ok(Handed::ToNobody);
-            }
-            Some(Err(error)) => {
-                self.end_unread(&mut shard).await;
-                if !is_changed(&error) && self.worker.patience.reaction(&error) != Reaction::LeaveShard {
-                    return Err(error);
-                }
-                // Also by `run`, which leaves nothing to others: the job is stopped for all, and says why.
-                self.leave(&job, in_hand, &error).await?;
-                return Ok(Handed::Back);
-            }
-        };
         // The keeper must know the shard before any of its rows comes.
         if self.kept.send(Kept::Opened(Box::new(shard))).await.is_err() {
             return Ok(Handed::ToNobody);
@@ -289,13 +309,11 @@ impl Intake {
             return Ok(());
         }
         crate::failpoint!("intake.before-attempt");
-        let mut pauses = Pauses::default();
-        loop {
-            match shard.log.begin(self.worker.runner.clone(), &reads, plan.alone()).await {
-                Ok(attempt) => break shard.attempt = Some(attempt),
-                Err(error) => self.worker.patience.bear(error.into(), &mut pauses, &self.stop).await?,
-            }
-        }
+        let attempt = shard
+            .log
+            .begin(self.worker.runner.clone(), &reads, plan.alone())
+            .await?;
+        shard.attempt = Some(attempt);
         crate::failpoint!("intake.after-attempt");
         Ok(())
     }
@@ -303,7 +321,7 @@ impl Intake {
     /// Nothing went to the device, and nothing died: the attempt says so, if the store takes it. If not, it counts as one that never
     /// ended, which costs no row anything.
     async fn end_unread(&self, shard: &mut OpenShard) {
-        if let Some(attempt) = shard.attempt.clone()
+        if let Some(attempt) = shard.attempt.take()
             && let Err(error) = shard.log.end(&attempt).await
         {
             tracing::warn!("an attempt's end could not be written: {}", one_line(&error.into()));
@@ -317,24 +335,23 @@ impl Intake {
         shard: &mut OpenShard,
         plan: &Narrowing,
         closes: Option<RowStatus>,
+        tries: u32,
     ) -> anyhow::Result<Vec<ReadyRow>> {
         if shard.log.is_complete() {
             return Ok(Vec::new());
         }
         let planned = job.ledger.job().shard(shard.key.shard)?.clone();
         crate::failpoint!("intake.before-read");
-        let mut pauses = Pauses::default();
-        let prepared = loop {
-            let prepared = match closes {
-                Some(status) => close(job, &planned, &shard.log, status, plan).await,
-                None => prepare(&self.worker, job, &planned, &shard.log, plan).await,
-            };
-            match prepared {
-                Ok(prepared) => break prepared,
-                Err(error) => self.worker.patience.bear(error, &mut pauses, &self.stop).await?,
-            }
+        let output = job.ledger.store().url().to_string();
+        let time = match self.worker.patience.is_patient() {
+            // Nobody else waits for anything.
+            false => ReadTime::endless(output),
+            true => ReadTime::of_try(output, tries),
         };
-        self.worker.patience.over();
+        let prepared = match closes {
+            Some(status) => close(job, &planned, &shard.log, status, plan, time).await?,
+            None => prepare(&self.worker, job, &planned, &shard.log, plan, time).await?,
+        };
         crate::failpoint!("intake.after-read");
         shard.carry = prepared.carry;
         for row in &prepared.results {
@@ -381,127 +398,6 @@ impl Intake {
         Ok(done)
     }
 
-    /// The job of a delivery; `None`: the delivery was dealt with.
-    async fn job_of(&self, delivery: Delivery) -> anyhow::Result<Option<(Arc<OpenJob>, Delivery)>> {
-        let worker = &self.worker;
-        let mut pauses = Pauses::default();
-        let heard = loop {
-            match worker.jobs.hear(&delivery.message).await {
-                Ok(heard) => break heard,
-                Err(error) if worker.patience.reaction(&error) == Reaction::LeaveShard => {
-                    break Heard::NotOurs(one_line(&error).into());
-                }
-                Err(error) => {
-                    worker.queue.extend(&delivery, worker.pulse.patience()).await?;
-                    worker.patience.bear(error, &mut pauses, &self.stop).await?;
-                }
-            }
-        };
-        match heard {
-            Heard::Job(job) => match self.fresh_state(&job).await? {
-                JobState::Unreadable => {
-                    worker.pass_on_later(vec![Arc::new(delivery)]);
-                    Ok(None)
-                }
-                JobState::Stopped(_) => {
-                    // Who extends the job enqueues its shards again.
-                    worker.queue.acknowledge(&delivery).await?;
-                    Ok(None)
-                }
-                JobState::Going | JobState::Closing(_) => Ok(Some((job, delivery))),
-            },
-            // Another worker may reach a store that this one does not: never drop what cannot be found here.
-            Heard::Stale(why) | Heard::NotOurs(why) => {
-                let Delivery { message, hops, .. } = &delivery;
-                tracing::warn!(
-                    "shard {} of `{}` is not for this worker (at hop {}): {why}",
-                    message.shard,
-                    message.output,
-                    hops + 1
-                );
-                worker.pass_on_later(vec![Arc::new(delivery)]);
-                Ok(None)
-            }
-        }
-    }
-
-    /// Whether the job's rows may run. What stopped or closed it may have been taken back since this worker heard of it.
-    async fn fresh_state(&self, job: &OpenJob) -> anyhow::Result<JobState> {
-        let mut pauses = Pauses::default();
-        while let JobState::Stopped(_) | JobState::Closing(_) = job.state() {
-            let Err(error) = job.refresh().await else { break };
-            match self.worker.patience.bear(error, &mut pauses, &self.stop).await {
-                Ok(()) => {}
-                Err(error) if self.worker.patience.reaction(&error) == Reaction::LeaveShard => {
-                    job.leave_to_others(&error);
-                }
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(job.state())
-    }
-
-    /// Reads the shard's log: what is to be done, or as much of it as may be tried at once.
-    async fn open(&self, job: &Arc<OpenJob>, key: ShardKey, place: OwnedSemaphorePermit) -> anyhow::Result<Opened> {
-        let mut pauses = Pauses::default();
-        let mut log = loop {
-            match job.ledger.shard(key.shard).await {
-                Ok(ShardState::Committed(commit)) => {
-                    // A message of a committed shard comes again where an acknowledgement was lost, or a part.
-                    let make_part = |batches: &[_], metadata: &[_]| job.make_part(batches, metadata);
-                    while let Err(error) = job.ledger.restore_part(&commit, make_part).await {
-                        self.worker.patience.bear(error.into(), &mut pauses, &self.stop).await?;
-                    }
-                    return Ok(Opened::Committed);
-                }
-                Ok(ShardState::Open(log)) => break *log,
-                Err(error) => self.worker.patience.bear(error.into(), &mut pauses, &self.stop).await?,
-            }
-        };
-        while let Err(error) = self.judge(job, &mut log).await {
-            self.worker.patience.bear(error, &mut pauses, &self.stop).await?;
-        }
-        self.worker.patience.over();
-        let plan = log.narrowing();
-        if plan.next.is_empty() && plan.accused.is_empty() && !plan.waiting.is_empty() && job.state() == JobState::Going
-        {
-            return Ok(Opened::Waits(plan.waiting));
-        }
-        let permit = match plan.alone() {
-            // A narrowed try has the device to itself: it takes every place there is.
-            true => self.all_places(place).await?,
-            false => place,
-        };
-        let shard = OpenShard {
-            job: job.clone(),
-            key,
-            attempt: None,
-            expected: HashSet::new(),
-            carry: RecordBatch::new_empty(job.output.schema()),
-            _permit: permit,
-            pending: Vec::new(),
-            unwanted: Arc::default(),
-            log,
-        };
-        // Where the log is complete, a worker died between the last record and the part: nothing is left to do but to publish.
-        Ok(Opened::Ready {
-            shard: Box::new(shard),
-            plan,
-        })
-    }
-
-    /// Finds out what has become of attempts in which a row was alone on the device and which did not end.
-    async fn judge(&self, job: &OpenJob, log: &mut ShardLog) -> anyhow::Result<()> {
-        if !log.has_suspects() {
-            return Ok(());
-        }
-        // What we write now says what time it is.
-        job.sign(&self.worker.name).await?;
-        let signs = job.ledger.signs_of_life().await?;
-        log.judge(|attempt| fate(attempt, &signs, see));
-        Ok(())
-    }
-
     async fn all_places(&self, mut place: OwnedSemaphorePermit) -> anyhow::Result<OwnedSemaphorePermit> {
         let others = self.worker.options.shards_in_flight.saturating_sub(1);
         place.merge(self.places.clone().acquire_many_owned(others).await?);
@@ -509,29 +405,17 @@ impl Intake {
     }
 }
 
-/// A shard as it was found.
-enum Opened {
-    Committed,
-    /// These rows are left, and are not to be tried yet.
-    Waits(RowSet),
-    Ready {
-        shard: Box<OpenShard>,
-        /// Which of its rows are tried.
-        plan: Narrowing,
-    },
-}
-
-fn is_changed(error: &anyhow::Error) -> bool {
-    matches!(error.downcast_ref(), Some(DatasetError::InputChanged { .. }))
-}
-
 /// A shard that is about to be begun.
 struct Begun<'a> {
-    in_hand: InHand<'a>,
+    in_hand: InHand,
     shard: OpenShard,
     plan: Narrowing,
     /// The job is closing: its rows are not run any more, and end so.
     closes: Option<RowStatus>,
     /// `None`: nothing goes to the device.
     at_device: Option<mpsc::Permit<'a, ReadyShard>>,
+    /// See [`Opened::since`].
+    since: Instant,
+    /// Of the tries to begin it.
+    pauses: Pauses,
 }

@@ -15,12 +15,13 @@ use tokio::sync::{Mutex, watch};
 
 use crate::dataset::DatasetError;
 use crate::dataset::location::Location;
-use crate::dataset::output::OutputSchema;
+use crate::dataset::output::{OutputColumns, OutputSchema};
 use crate::dataset::part::{OpenaiMeta, part_openai, part_parquet};
 use crate::dataset::pinned::display_name;
 use crate::dataset::pins::PinnedAnew;
 use crate::dataset::row::RowStatus;
 use crate::dataset::shard::ShardReader;
+use crate::dataset::writing::Writing;
 use crate::engine::params::Params;
 use crate::engine::request::{Request, UnitId};
 use crate::job::file::OutputFormat;
@@ -31,8 +32,10 @@ use crate::ledger::{Ledger, Order, PinOrder, StopWhy, Terms};
 use crate::queue::Message;
 use crate::report::one_line;
 use crate::worker::access::Access;
+use crate::worker::in_flight::ShardKey;
 use crate::worker::model::{Model, Stream};
 use crate::worker::patience::{Reaction, reaction};
+use crate::worker::room::Room;
 
 /// Jobs kept open at once; finished ones that nothing holds make room.
 const OPEN_MAX: usize = 64;
@@ -40,7 +43,7 @@ const OPEN_MAX: usize = 64;
 /// How a shard's rows become a published part.
 #[derive(Debug, Clone)]
 pub enum PartFormat {
-    Parquet,
+    Parquet(Writing),
     /// OpenAI batch result lines.
     Openai(OpenaiMeta),
 }
@@ -88,9 +91,13 @@ pub struct OpenJob {
     /// Its rows share computed prefixes with those of jobs with the same salt: by default nobody else has its.
     cache_salt: Arc<str>,
     pub output: OutputSchema,
+    /// Its columns besides the carried ones.
+    pub columns: Arc<OutputColumns>,
     pub format: PartFormat,
     /// What this worker has spent on the job, in all its generations.
     spending: Arc<Spending>,
+    /// Where the carried columns of its shards are counted.
+    room: Arc<Room>,
     /// Its shards with rows on the device.
     running: AtomicU64,
     /// The orders to the job's workers, as far as they were read.
@@ -102,7 +109,7 @@ impl OpenJob {
     /// The bytes of a part of these rows.
     pub fn make_part(&self, batches: &[RecordBatch], metadata: &[(String, String)]) -> Result<Bytes, DatasetError> {
         match &self.format {
-            PartFormat::Parquet => part_parquet(&self.output.schema(), batches, metadata),
+            PartFormat::Parquet(writing) => part_parquet(&self.output.schema(), batches, metadata, *writing),
             PartFormat::Openai(meta) => part_openai(batches, meta),
         }
     }
@@ -111,7 +118,13 @@ impl OpenJob {
     ///
     /// # Errors
     /// The record is not one of a job that this gristmill can read; the caller has asked [`Model::refuses`] before.
-    pub fn new(number: u32, ledger: Ledger, model: &Model, spending: Arc<Spending>) -> anyhow::Result<OpenJob> {
+    pub fn new(
+        number: u32,
+        ledger: Ledger,
+        model: &Model,
+        spending: Arc<Spending>,
+        room: Arc<Room>,
+    ) -> anyhow::Result<OpenJob> {
         let record = ledger.job();
         let place = ledger.store().address(JOB);
         let job = Job::of_record(&record.resolved, &place)?;
@@ -128,7 +141,7 @@ impl OpenJob {
         }
         let renderer = model.files.renderer(&job, &Stream::of(&job, &ledger))?;
         let format = match job.output.format {
-            OutputFormat::Parquet => PartFormat::Parquet,
+            OutputFormat::Parquet => PartFormat::Parquet(job.output.writing),
             OutputFormat::Openai => PartFormat::Openai(OpenaiMeta {
                 job: record.job.to_string(),
                 model: job.model.clone(),
@@ -137,17 +150,20 @@ impl OpenJob {
         };
         Ok(OpenJob {
             number,
-            reader: ShardReader::new(record.inputs.clone(), output.carry(), renderer.columns()),
+            reader: ShardReader::new(record.inputs.clone(), output.carry(), renderer.columns())
+                .of_layout(record.layout.clone()),
             eos: model.files.eos_token_ids(&renderer),
             cache_salt: match &job.cache_salt {
                 Some(salt) => format!("salt {salt}").into(),
                 None => format!("job {}", record.job).into(),
             },
             renderer,
+            columns: Arc::new(output.columns().clone()),
             output,
             format,
             ledger,
             spending,
+            room,
             running: AtomicU64::new(0),
             control: Mutex::new(None),
             state: watch::Sender::new(JobState::Going),
@@ -267,6 +283,12 @@ impl OpenJob {
         Ok(self.ledger.job().shard(shard)?.first_row)
     }
 
+    /// Waits until the carried columns of a shard that is being read, `bytes` so far, fit beside those of the shards in hand.
+    pub async fn hold_carried(&self, shard: u32, bytes: usize) {
+        let job = self.number;
+        self.room.hold(ShardKey { job, shard }, bytes).await;
+    }
+
     /// To hear of changes of [`OpenJob::state`].
     pub fn watch_state(&self) -> watch::Receiver<JobState> {
         self.state.subscribe()
@@ -357,6 +379,7 @@ pub enum Heard {
 pub struct Jobs {
     model: Arc<Model>,
     access: Access,
+    room: Arc<Room>,
     known: Mutex<Known>,
 }
 
@@ -396,6 +419,7 @@ impl Jobs {
         Jobs {
             model: Arc::new(model),
             access,
+            room: Arc::default(),
             known: Mutex::default(),
         }
     }
@@ -403,6 +427,11 @@ impl Jobs {
     /// The model that all of them are for.
     pub fn model(&self) -> &Model {
         &self.model
+    }
+
+    /// Where the carried columns of their shards are counted.
+    pub fn room(&self) -> &Arc<Room> {
+        &self.room
     }
 
     /// A job whose ledger is open already.
@@ -418,9 +447,9 @@ impl Jobs {
             Some(why) => Err(why),
             None => {
                 let (number, spending) = self.known.lock().await.begin(&key.1);
-                let model = self.model.clone();
+                let (model, room) = (self.model.clone(), self.room.clone());
                 // A thread of its own: templates take their time, and a panic over a record that nobody could foresee ends there.
-                let opened = tokio::task::spawn_blocking(move || open(number, ledger, &model, spending)).await;
+                let opened = tokio::task::spawn_blocking(move || open(number, ledger, &model, spending, room)).await;
                 opened.unwrap_or_else(|error| Err(format!("this gristmill cannot open it: {error}")))
             }
         };
@@ -450,6 +479,12 @@ impl Jobs {
             };
         }
         Ok(heard)
+    }
+
+    /// Whether this process has opened the job that a message points at.
+    pub async fn knows(&self, message: &Message) -> bool {
+        let key = (message.output.clone(), message.job.clone(), message.generation);
+        self.known.lock().await.heard(&key).is_some()
     }
 
     async fn find(&self, message: &Message) -> anyhow::Result<Heard> {
@@ -533,9 +568,15 @@ impl Known {
 }
 
 /// Opens a job; else says why this worker cannot have it.
-fn open(number: u32, ledger: Ledger, model: &Model, spending: Arc<Spending>) -> Result<OpenJob, String> {
+fn open(
+    number: u32,
+    ledger: Ledger,
+    model: &Model,
+    spending: Arc<Spending>,
+    room: Arc<Room>,
+) -> Result<OpenJob, String> {
     // Written by another version of gristmill, most likely, or by nobody who runs jobs.
-    let job = OpenJob::new(number, ledger, model, spending)
+    let job = OpenJob::new(number, ledger, model, spending, room)
         .map_err(|error| format!("this gristmill cannot open it: {}", one_line(&error)))?;
     match misfit(&job, model) {
         Some(why) => Err(why),

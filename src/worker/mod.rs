@@ -29,16 +29,23 @@ mod keeper;
 mod limits;
 pub mod liveness;
 pub mod model;
+pub mod opening;
 mod owner;
+pub mod pace;
 pub mod patience;
 pub mod preflight;
 mod process;
 pub mod pulse;
+mod read_time;
 mod reading;
 pub mod recheck;
+pub mod refusals;
+pub mod room;
 mod shard;
 pub mod spot;
 pub mod stop;
+pub mod troubles;
+pub mod watched;
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -52,7 +59,7 @@ use crate::dataset::row::RowResult;
 use crate::engine::Generate;
 use crate::engine::params::Params;
 use crate::ledger::{Ledger, Runner};
-use crate::queue::{Delivery, LocalQueue, Message, Queue};
+use crate::queue::{Delivery, HOPS_MAX, LocalQueue, Message, Queue};
 use crate::report::meter::Meter;
 use crate::report::one_line;
 use crate::worker::in_flight::{InFlight, ShardKey};
@@ -62,6 +69,8 @@ use crate::worker::patience::{Patience, Reaction};
 use crate::worker::process::Process;
 use crate::worker::pulse::Pulse;
 use crate::worker::stop::{Stop, Why};
+use crate::worker::troubles::Troubles;
+use crate::worker::watched::Watched;
 
 /// Shards read and tokenized ahead of the device: one, so that the next is ready when this one's tail runs.
 const READY_SHARDS: usize = 1;
@@ -77,11 +86,12 @@ pub struct Worker {
     /// The same queue, where it is this process's own: nobody else fills it again.
     pub own_queue: Option<LocalQueue>,
     pub jobs: Jobs,
-    /// Ledgers whose jobs must be done, too, before the worker is idle.
-    pub watched: Vec<Ledger>,
+    pub watched: Watched,
     pub in_flight: InFlight,
     pub meter: Arc<Meter>,
     pub patience: Patience,
+    /// The stores that fail.
+    pub troubles: Troubles,
     pub pulse: Arc<Pulse>,
     /// Rendering and tokenizing have threads of their own: the device's sampling must not wait for them.
     pub render_threads: rayon::ThreadPool,
@@ -121,7 +131,7 @@ pub struct Parts {
     pub queue: Arc<dyn Queue>,
     pub own_queue: Option<LocalQueue>,
     pub jobs: Jobs,
-    pub watched: Vec<Ledger>,
+    pub watched: Watched,
     pub meter: Arc<Meter>,
     pub patience: Patience,
     pub pulse: Arc<Pulse>,
@@ -156,8 +166,9 @@ enum Kept {
     DeviceLeft,
 }
 
-/// Before a message for others is passed on: it must not spin among workers that cannot use it.
+/// Before a message for others is passed on: it must not spin among workers that cannot use it. Doubles with each hop up to the second.
 const PASS_ON_PAUSE: Duration = Duration::from_secs(5);
+const PASS_ON_PAUSE_MAX: Duration = Duration::from_secs(60);
 
 /// Longest time that a stop may take; what is not written by then is computed again.
 const DRAIN_MAX: Duration = Duration::from_secs(25);
@@ -185,11 +196,12 @@ impl Worker {
             name,
             queue,
             own_queue,
+            in_flight: InFlight::new(jobs.room().clone()),
             jobs,
             watched,
-            in_flight: InFlight::default(),
             meter,
             patience,
+            troubles: Troubles::default(),
             pulse,
             render_threads,
             options,
@@ -215,7 +227,12 @@ impl Worker {
                 Err(error) => return Err(error),
             }
         }
-        for ledger in &self.watched {
+        if let Some(error) = self.watched.open(&self.patience).await? {
+            self.patience.say(&error);
+            return Ok(Some(false));
+        }
+        let watched = self.watched.ledgers();
+        for ledger in &watched {
             match is_over(ledger).await {
                 Ok(true) => {}
                 Ok(false) => return Ok(Some(false)),
@@ -223,7 +240,7 @@ impl Worker {
                 Err(error) => return Err(error),
             }
         }
-        Ok((!jobs.is_empty() || !self.watched.is_empty()).then_some(true))
+        Ok((!jobs.is_empty() || !watched.is_empty()).then_some(true))
     }
 
     /// Nothing is in hand, and jobs are to go on: a queue of our own gets what is not committed. A stopped job's messages are
@@ -242,7 +259,7 @@ impl Worker {
     }
 
     /// Something is wrong with a shard or its job that other workers, or a person, must see to.
-    fn leave_to_others(self: &Arc<Self>, shard: u32, job: &OpenJob, error: &anyhow::Error, held: Vec<Arc<Delivery>>) {
+    fn leave_to_others(&self, shard: u32, job: &OpenJob, error: &anyhow::Error, held: Vec<Arc<Delivery>>) {
         tracing::error!(
             "shard {shard} of {} is left to others: {}",
             job.title(),
@@ -252,23 +269,35 @@ impl Worker {
     }
 
     /// Sends deliveries that are not for this worker on, after a pause.
-    fn pass_on_later(self: &Arc<Self>, deliveries: Vec<Arc<Delivery>>) {
-        let queue = self.queue.clone();
-        tokio::spawn(async move {
-            tokio::time::sleep(PASS_ON_PAUSE).await;
-            for delivery in deliveries {
-                match queue.pass_on(&delivery).await {
-                    Ok(true) => {}
-                    Ok(false) => tracing::warn!(
-                        "shard {} of `{}` is left to `gristmill reconcile`: no worker here could use it",
-                        delivery.message.shard,
-                        delivery.message.output
-                    ),
-                    // Dropped without an answer, it comes again.
-                    Err(error) => tracing::warn!("a message could not be passed on: {}", one_line(&error.into())),
-                }
-            }
-        });
+    fn pass_on_later(&self, deliveries: Vec<Arc<Delivery>>) {
+        for delivery in deliveries {
+            pass_on_later(self.queue.clone(), delivery);
+        }
+    }
+}
+
+/// Sends a delivery that is not for this worker on, after a pause.
+pub fn pass_on_later(queue: Arc<dyn Queue>, delivery: Arc<Delivery>) {
+    tokio::spawn(async move {
+        tokio::time::sleep(pass_on_pause(delivery.hops)).await;
+        match queue.pass_on(&delivery).await {
+            Ok(true) => {}
+            Ok(false) => tracing::warn!(
+                "shard {} of `{}` is left to `gristmill reconcile`: no worker here could use it",
+                delivery.message.shard,
+                delivery.message.output
+            ),
+            // Dropped without an answer, it comes again.
+            Err(error) => tracing::warn!("a message could not be passed on: {}", one_line(&error.into())),
+        }
+    });
+}
+
+/// Who could use the message may be busy for long: it is offered ever more slowly.
+fn pass_on_pause(hops: u32) -> Duration {
+    match hops < HOPS_MAX {
+        true => PASS_ON_PAUSE.saturating_mul(1 << hops.min(16)).min(PASS_ON_PAUSE_MAX),
+        false => PASS_ON_PAUSE,
     }
 }
 

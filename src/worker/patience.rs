@@ -80,6 +80,22 @@ pub struct Pauses {
     began: Option<Instant>,
 }
 
+impl Pauses {
+    /// How long ago the first of them began: now, where there was none.
+    fn begin(&mut self) -> Duration {
+        self.began.get_or_insert_with(Instant::now).elapsed()
+    }
+
+    pub fn rounds(&self) -> u32 {
+        self.rounds
+    }
+
+    /// Since the first of them began.
+    pub fn waited(&self) -> Duration {
+        self.began.map_or(Duration::ZERO, |began| began.elapsed())
+    }
+}
+
 impl Patience {
     /// `patient`: wait for as long as it takes; else every error ends the work.
     pub fn new(patient: bool) -> Patience {
@@ -98,26 +114,55 @@ impl Patience {
         }
     }
 
+    /// Whether outages are waited out.
+    pub fn is_patient(&self) -> bool {
+        self.patient
+    }
+
     /// What to do about `error`.
     pub fn reaction(&self, error: &anyhow::Error) -> Reaction {
         if self.patient { reaction(error) } else { Reaction::End }
     }
 
-    /// Pauses after an error that is worth another try; gives back any other, and every one once the worker stops.
+    /// Pauses after an error that is worth another try, and says so; gives back any other, and every one once the worker stops.
     pub async fn bear(&self, error: anyhow::Error, pauses: &mut Pauses, stop: &Stop) -> anyhow::Result<()> {
+        self.wait(error, pauses, stop, |error| self.say(error)).await
+    }
+
+    /// As [`Patience::bear`]; `say` tells people, once it is known that the error is waited out.
+    pub async fn wait(
+        &self,
+        error: anyhow::Error,
+        pauses: &mut Pauses,
+        stop: &Stop,
+        say: impl FnOnce(&anyhow::Error),
+    ) -> anyhow::Result<()> {
         if self.reaction(&error) != Reaction::Wait || stop.is_set() {
             return Err(error);
         }
-        let waited = pauses.began.get_or_insert_with(Instant::now).elapsed();
-        if self.most.is_some_and(|most| waited >= most) {
+        let waited = pauses.begin();
+        if self.gives_up_after(waited) {
             return Err(error.context(format!("waited for {} s", waited.as_secs())));
         }
-        self.say(&error);
+        say(&error);
         let pause = PAUSE_MIN.saturating_mul(1 << pauses.rounds.min(16)).min(PAUSE_MAX);
         pauses.rounds += 1;
         tokio::select! {
             () = tokio::time::sleep(pause) => Ok(()),
             () = stop.wait() => Err(error),
+        }
+    }
+
+    /// Whether one operation may wait no longer.
+    pub fn gives_up_after(&self, waited: Duration) -> bool {
+        self.most.is_some_and(|most| waited >= most)
+    }
+
+    /// An error where nothing came from the queue for `away`, because it does not answer, and that is waited for no longer.
+    pub fn still_waits_for_queue(&self, away: Duration) -> anyhow::Result<()> {
+        match self.gives_up_after(away) {
+            true => Err(anyhow::anyhow!("the queue has not answered for {} s", away.as_secs())),
+            false => Ok(()),
         }
     }
 

@@ -7,14 +7,16 @@ use arrow::array::RecordBatch;
 use rayon::prelude::*;
 
 use crate::dataset::DatasetError;
+use crate::dataset::carried::memory;
 use crate::dataset::plan::Shard;
-use crate::dataset::row::{InputRow, RowResult, RowStatus};
+use crate::dataset::row::{InputRow, RowResult, RowStatus, WITHOUT_COLUMNS};
 use crate::job::RenderedRow;
 use crate::ledger::RowSet;
 use crate::ledger::attempts::Narrowing;
 use crate::ledger::log::ShardLog;
 use crate::worker::assemble::{closed, errored};
 use crate::worker::jobs::OpenJob;
+use crate::worker::read_time::ReadTime;
 use crate::worker::{ReadyRow, Worker, one_line};
 
 /// A shard's rows, ready for the device or already done with.
@@ -32,17 +34,20 @@ pub(super) async fn prepare(
     shard: &Shard,
     log: &ShardLog,
     plan: &Narrowing,
+    mut time: ReadTime,
 ) -> anyhow::Result<Prepared> {
     // Nothing but the rows of this try: another may be the one that cannot be read.
     let reads = plan.reads();
     let wanted = (reads != RowSet::from_range(log.rows())).then(|| reads.ranges().collect());
-    let mut pieces = job.reader.pieces(shard, wanted);
-    let (mut carries, mut ready) = (Vec::new(), Vec::new());
+    let mut pieces = job.reader.pieces(shard, wanted)?;
+    let (mut carries, mut carried, mut ready) = (Vec::new(), 0, Vec::new());
     let mut results: Vec<RowResult> = plan.accused.iter().map(accused).collect();
-    while let Some(piece) = pieces.next().await? {
+    while let Some(piece) = time.count(pieces.next(), || job.reader.decompressed()).await? {
         #[cfg(feature = "faults")]
         crate::faults::abort_at_reading(|row| piece.rows.iter().any(|read| read.row == row && read.fields.is_ok()));
+        carried += memory(&piece.carry);
         carries.push(piece.carry);
+        job.hold_carried(log.shard(), carried).await;
         for (row, prompt) in render(worker, job, piece.rows, &plan.next).await? {
             match prompt {
                 Ok(RenderedRow {
@@ -60,7 +65,7 @@ pub(super) async fn prepare(
             }
         }
     }
-    job.write_pins().await?;
+    time.count(job.write_pins(), || 0).await?;
     Ok(Prepared {
         carry: job.reader.joined(&carries, shard.rows as usize)?,
         ready,
@@ -92,8 +97,9 @@ pub(super) async fn close(
     log: &ShardLog,
     status: RowStatus,
     plan: &Narrowing,
+    time: ReadTime,
 ) -> anyhow::Result<Prepared> {
-    let (carry, why) = match carry_of(job, shard, plan).await {
+    let (carry, why) = match carry_of(job, shard, log, plan, time).await {
         Ok(carry) => (carry, None),
         Err(
             error @ (DatasetError::InputChanged { .. }
@@ -105,7 +111,7 @@ pub(super) async fn close(
     let end = |row: u64| {
         let mut row = closed(row, status);
         if let (Some(error), Some(why)) = (&mut row.error, &why) {
-            error.push_str(&format!("; its columns are not there: {why}"));
+            error.push_str(&format!("; {WITHOUT_COLUMNS}{why}"));
         }
         row
     };
@@ -117,17 +123,25 @@ pub(super) async fn close(
 }
 
 /// A shard's carried columns. Where its rows are tried in parts, one of them may end whoever reads it.
-async fn carry_of(job: &OpenJob, shard: &Shard, plan: &Narrowing) -> Result<RecordBatch, DatasetError> {
+async fn carry_of(
+    job: &OpenJob,
+    shard: &Shard,
+    log: &ShardLog,
+    plan: &Narrowing,
+    mut time: ReadTime,
+) -> Result<RecordBatch, DatasetError> {
     if plan.alone() {
         return Err(DatasetError::unreadable(
             "its shard",
             "attempts at its rows ended no process cleanly",
         ));
     }
-    let mut carries = Vec::new();
-    let mut pieces = job.reader.pieces(shard, None);
-    while let Some(piece) = pieces.next().await? {
+    let (mut carries, mut carried) = (Vec::new(), 0);
+    let mut pieces = job.reader.pieces(shard, None)?;
+    while let Some(piece) = time.count(pieces.next(), || job.reader.decompressed()).await? {
+        carried += memory(&piece.carry);
         carries.push(piece.carry);
+        job.hold_carried(log.shard(), carried).await;
     }
     job.reader.joined(&carries, shard.rows as usize)
 }

@@ -91,7 +91,7 @@ impl Again {
     async fn prepare(&mut self, shard: u32, wanted: impl Fn(u64) -> bool) -> anyhow::Result<()> {
         let job = &self.parts.job;
         let mut rows: Vec<InputRow> = Vec::new();
-        let mut pieces = job.reader.pieces(job.ledger.job().shard(shard)?, None);
+        let mut pieces = job.reader.pieces(job.ledger.job().shard(shard)?, None)?;
         while let Some(piece) = pieces.next().await? {
             rows.extend(piece.rows.into_iter().filter(|row| wanted(row.row)));
         }
@@ -147,7 +147,8 @@ impl Again {
             params,
             attempt,
         } = ready;
-        self.assembler.expect(key, row, params.samples, &params.shape);
+        let columns = &self.parts.job.columns;
+        self.assembler.expect(key, row, params.samples, &params.shape, columns);
         for request in self.parts.job.requests(row, prompt, params, attempt) {
             if let Err(refused) = self.parts.engine.submit(request) {
                 self.assembler.forget(key.job, row);

@@ -30,6 +30,16 @@ def parquet(path):
                     yield "parquet_pages", f"{name}-{number}", file[start : start + column.total_compressed_size]
 
 
+def arrow(path):
+    """Files of each compression, of several batches, with dictionaries."""
+    words = pa.array(["x", "yy", None]).dictionary_encode()
+    table = pa.table({"a": [1, 2, 3], "s": ["x", "yy", None], "l": [[1, 2], [], None], "w": words, "t": [{"k": 1}, None, {"k": None}]})
+    for compression in (None, "lz4", "zstd"):
+        with pa.ipc.new_file(path, table.schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as writer:
+            writer.write_table(table, max_chunksize=2)
+        yield "arrow_file", str(compression), path.read_bytes()
+
+
 def checkpoint():
     """A first byte says which file the rest is."""
     header = json.dumps({"a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}).encode()
@@ -78,12 +88,14 @@ def tokenizers():
 def seeds(scratch):
     yield from (("tokenizer_text", str(number), seed) for number, seed in enumerate(tokenizers()))
     yield from parquet(scratch)
+    yield from arrow(scratch)
     yield from (("checkpoint", str(number), seed) for number, seed in enumerate(checkpoint()))
     yield from (("job_file", path.name, path.read_bytes()) for path in sorted((ROOT / "jobs").glob("*.yaml")))
     templates = (ROOT / "tests/fixtures").glob("*/*.jinja")
     yield from (("template", f"{path.parent.name}-{path.name}", path.read_bytes()) for path in sorted(templates))
     request = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [{"role": "user", "content": "hi"}]}}
     lines = [json.dumps({"a": 1, "s": "x"}), json.dumps({"a": 2}), "", json.dumps(request), ""]
+    yield "csv_rows", "quotes", b'\xef\xbb\xbfa,"b ""c"",\r\n d"\r\n1,007\r\n\r\n,""'
     yield "jsonl_lines", "lines", "\n".join(lines).encode()
     for name, fields in records():
         yield "ledger_records", name, json.dumps({"v": 1, "job": "0" * 20} | fields).encode()

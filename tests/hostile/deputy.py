@@ -6,7 +6,7 @@ addresses that give out a machine's credentials, and prefixes for queued jobs me
 import http.server
 import threading
 
-from case import REFUSED, Case, Step, job
+from case import REFUSED, Case, Step, job, rows
 
 # Forms of 169.254.169.254 and of other metadata services, as a redirect may write them.
 LINK_LOCAL = {
@@ -55,6 +55,13 @@ def redirects(name, answer, says, command="plan"):
     return Case(name, make, [Step([command, "job.yaml"], (REFUSED,), says)])
 
 
+def place(name, argv, fields, *says):
+    def make(folder):
+        job(folder, **fields)
+        rows(folder, [{"text": "ticket"}])
+    return Case(name, make, [Step(argv, (REFUSED,), says)])
+
+
 def prefix(name, option, text, *says):
     # The broker is never asked: what cannot be a prefix is said first.
     argv = ["worker", "--queue", "amqp://127.0.0.1:1/q", "--once", option, text]
@@ -71,6 +78,10 @@ def cases():
     yield prefix("prefix-glob", "--accept", "s3://bucket/*", "wildcard")
     yield prefix("prefix-no-host", "--accept-inputs", "https://", "names no host")
     yield prefix("prefix-bucket-above", "--accept", "s3://../private/", "names no bucket")
+    for name, uri in (("above", "s3://../x"), ("dot", "gs://./x"), ("encoded", "s3://%2e%2e/x"), ("none", "az:///x")):
+        yield place(f"input-bucket-{name}", ["plan", "job.yaml"], {"input": {"uri": f"{uri}/rows.jsonl"}}, uri, "names no bucket")
+        yield place(f"output-bucket-{name}", ["run", "job.yaml"], {"output": {"uri": uri}}, uri, "names no bucket")
+        yield place(f"status-bucket-{name}", ["status", uri], {}, uri, "names no bucket")
     yield prefix("prefix-encoded-slash", "--accept", "s3://bucket/a%2f..%2fb", "no name")
     yield prefix("prefix-password", "--accept-inputs", "https://me:hush@host/", "password")
     yield prefix("prefix-empty", "--accept-models", "", "empty")

@@ -258,3 +258,6 @@ def cases():
     yield from jobs()
     yield from tables()
     yield from others()
+    for name, url in (("a_web_server", "http://127.0.0.1:9/rows.jsonl"), ("no_bucket", "s3://../rows.jsonl")):
+        forge = job_with(inputs__0__url=url)
+        yield case(f"verify_reads_{name}", forge, ["verify", "out", "--inputs"], says=(url, ), codes=(REFUSED,))

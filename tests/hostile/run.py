@@ -4,7 +4,7 @@
     .venv/bin/python tests/hostile/run.py --program target/release/gristmill [--only WORD] [--jobs 2] [--slower N] [--keep DIR]
 
 A command is wrong where it ends by a signal or a panic, takes too long or too much memory, ends with another exit code than its case
-says, or does not say what it should. The last line counts cases that passed and failed; the exit code is 1 where one failed.
+says, or does not say what it should. Failed cases are printed, and at the end how many passed and failed; the exit code is 1 where one failed.
 """
 
 import argparse
@@ -139,8 +139,9 @@ def main():
             ends = [(area, case, pool.submit(outcome, chosen.program, case, root / area, healthy_mib, chosen.slower)) for area, case in cases]
             for area, case, end in ends:
                 found = end.result()
-                failed += found is not None
-                print(f"{area}/{case.name} ... {'ok' if found is None else 'FAILED: ' + found}", flush=True)
+                if found is not None:
+                    failed += 1
+                    print(f"{area}/{case.name} FAILED: {found}", flush=True)
     print(f"hostile: {len(cases) - failed} passed, {failed} failed")
     sys.exit(failed > 0)
 

@@ -86,6 +86,8 @@ def cases():
     yield Case("row_doubles", of_rows(doubled, times), [run], answered({1, 3}, 5))
     multiplied = [{"times": number} for number in (1, 2_000_000_000, 2, 2**62, 3)]
     yield Case("row_multiplies", of_rows("{{ ('word ' * times)[:9] }}", multiplied), [run], answered({1, 3}, 5))
+    summed = [{"texts": ["x"] * number} for number in (10, 500_000, 100)]
+    yield Case("row_sums_texts", of_rows("{{ (texts|sum(start=''))[:9] }}", summed), [run], answered({1}, 3))
     backwards = [{"text": text} for text in ("ab", "", "cd")]
     yield Case("row_backwards", of_rows("a{{ text[::-1] }}", backwards), [Step(["run", "job.yaml"], (DONE,))], answered(set(), 3))
     deep = b'{"text": ' + b"[" * 120 + b"1" + b"]" * 120 + b"}"

@@ -208,7 +208,7 @@ async fn a_retry_that_is_under_way_is_not_taken_for_damage() {
     assert_eq!(
         verified.findings,
         [
-            "retry 1 is not finished: 2 of its 3 shards are not done, and were not looked at",
+            "retry 1 is not finished: 2 of its 3 shards have no commit that can be read, and were not looked at: 0, 2",
             "`_SUCCESS` is of generation 0, the newest is 1: the retry is not finished"
         ]
     );

@@ -196,6 +196,28 @@ async fn foreign_bytes_in_job_json_are_errors_not_panics() {
         with("\"part_extension\":\"parquet\"", "\"part_extension\":\"/../x\""),
         with(&id, "../../../../../etc/x"),
         with("\"usd_per_hour\":2.0", "\"usd_per_hour\":-2.0"),
+        with(
+            "\"shards\":",
+            "\"csv\":{\"delimiter\":\"\\n\",\"columns\":[]},\"shards\":",
+        ),
+        with(
+            "\"shards\":",
+            "\"csv\":{\"delimiter\":\",\",\"columns\":[]},\"shards\":",
+        ),
+        // Drawn rows that no input has, or one twice.
+        with("\"rows\":4}]}", "\"rows\":4,\"picks\":[0,1,2,4]}]}"),
+        with("\"rows\":4}]}", "\"rows\":4,\"picks\":[0,1,1,3]}]}"),
+        with("\"rows\":4}]}", "\"rows\":4,\"picks\":[0]}]}"),
+        // Columns of folders without values, and values that are none of their column's type.
+        with(
+            "\"shards\":",
+            "\"partitions\":[{\"name\":\"day\",\"type\":\"int32\"}],\"shards\":",
+        ),
+        with("\"rows\":4}],", "\"partition\":[\"1\"],\"rows\":4}],"),
+        with(
+            "\"rows\":4}],",
+            "\"partition\":[\"x\"],\"rows\":4}],\"partitions\":[{\"name\":\"day\",\"type\":\"int32\"}],",
+        ),
     ] {
         put(&output, "_gristmill/job.json", bad.clone()).await;
         let error = Ledger::open_in(eager(&output)).await.unwrap_err();
@@ -206,14 +228,14 @@ async fn foreign_bytes_in_job_json_are_errors_not_panics() {
             "{error}"
         );
     }
-    put(&output, "_gristmill/job.json", with("\"v\":1", "\"v\":2")).await;
+    put(&output, "_gristmill/job.json", with("\"v\":1", "\"v\":4")).await;
     let error = create(&output, "good").await.unwrap_err();
     assert!(
-        matches!(error, LedgerError::Newer { found: 2, known: 1, .. }),
+        matches!(error, LedgerError::Newer { found: 4, known: 3, .. }),
         "{error:?}"
     );
     // Left untouched.
-    assert_eq!(read(&output, "_gristmill/job.json").await, with("\"v\":1", "\"v\":2"));
+    assert_eq!(read(&output, "_gristmill/job.json").await, with("\"v\":1", "\"v\":4"));
 }
 
 #[tokio::test]

@@ -44,6 +44,8 @@ pub fn draft(name: &str, shards: u32, rows: u64) -> JobDraft {
             first_row: n * rows,
             rows,
             bytes: None,
+            line: None,
+            picks: None,
         }],
     };
     JobDraft {
@@ -64,10 +66,14 @@ pub fn draft(name: &str, shards: u32, rows: u64) -> JobDraft {
             etag: None,
             version: None,
             sha256: None,
+            compressed: None,
+            partition: Vec::new(),
             rows: rows * u64::from(shards),
         }],
+        layout: Default::default(),
         shards: (0..u64::from(shards)).map(shard).collect(),
         columns: serde_json::Value::Null,
+        is_newer: false,
         part_extension: "parquet".into(),
         terms: Default::default(),
         usd_per_hour: Some(2.0),

@@ -342,7 +342,11 @@ async fn verification_finds_what_is_wrong() {
         .delete(&at(&output, &ledger.keys().commit(1)))
         .await
         .unwrap();
-    expect(&ledger, "shard 1 has no commit").await;
+    expect(
+        &ledger,
+        "the job is not finished: 1 of its 3 shards have no commit that can be read, and were not looked at: 1",
+    )
+    .await;
 
     let (output, ledger) = finished_job().await;
     let success = output

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use gristmill::dataset::row::InputRow;
 use gristmill::dataset::value::rows_of;
 use gristmill::device::{KvFormat, Precision, cpu};
-use gristmill::job::Job;
+use gristmill::job::{Job, Parameters};
 use gristmill::model::{KvBudget, LoadOptions, Transformer};
 use gristmill::worker::model::{ModelFiles, Stream};
 use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
@@ -35,7 +35,7 @@ struct Ticket {
 
 /// The tickets, and how many tokens all of them begin with: the instruction, which is not scored.
 fn tickets(files: &ModelFiles) -> (Vec<Ticket>, usize) {
-    let job = Job::load(&root().join("jobs/label-tickets.yaml")).unwrap();
+    let job = Job::load(&root().join("jobs/label-tickets.yaml"), &Parameters::default()).unwrap();
     let renderer = files.renderer(&job, &Stream::UNKNOWN).unwrap();
     let file = File::open(root().join("jobs/demo/tickets.parquet")).unwrap();
     let reader = ParquetRecordBatchReaderBuilder::try_new(file).unwrap().build().unwrap();
@@ -80,7 +80,7 @@ fn score(mut model: Transformer, tickets: &[Ticket], prefix: usize) -> [(f64, us
     sums
 }
 
-/// `cargo test --release --test all perplexity -- --nocapture` prints the table of benches/README.md.
+/// Prints a table of benches/README.md.
 #[test]
 fn eight_bits_cost_little_perplexity() {
     let folder = root().join("jobs/demo/model");

@@ -86,7 +86,7 @@ fn logits(mut model: Transformer, reference: &Reference) -> Vec<Vec<f32>> {
         .collect()
 }
 
-/// `cargo test --release --test all precision -- --nocapture` prints the table of benches/README.md.
+/// Prints what a table of benches/README.md is made of.
 #[test]
 fn cheap_precisions_stay_near_f32() {
     println!("| model | precision | keys and values | mean KL, nats | same top token |");
@@ -112,6 +112,7 @@ fn cheap_precisions_stay_near_f32() {
     assert!(failed.is_empty(), "{failed:#?}");
 }
 
+/// Prints a table of benches/README.md.
 #[test]
 fn outliers_cost_precision_and_nothing_else() {
     let name = "llama-plain";
@@ -136,10 +137,12 @@ fn outliers_cost_precision_and_nothing_else() {
         divergence < 1e-9 && same > 0.999,
         "the change keeps the function: {divergence:.1e} nats, {same}"
     );
+    println!("| weights | precision | keys and values | mean KL, nats | same top token |");
+    println!("|---|---|---|---|---|");
     for (precision, kv, ..) in FORMATS {
         let (divergence, same) = distance(&want, &logits(load(precision, kv, true), &reference));
         println!(
-            "| {name}, outliers | {precision:?} | {kv:?} | {divergence:.1e} | {:.1} % |",
+            "| balanced | {precision:?} | {kv:?} | {divergence:.1e} | {:.1} % |",
             same * 100.0
         );
         assert!(
@@ -164,7 +167,7 @@ fn outliers_cost_precision_and_nothing_else() {
         };
         let (divergence, same) = distance(&want, &logits(load_with(options, true), &reference));
         println!(
-            "| {name}, outliers, calibrated | {precision:?} | {kv:?} | {divergence:.1e} | {:.1} % |",
+            "| balanced, calibrated on other prompts | {precision:?} | {kv:?} | {divergence:.1e} | {:.1} % |",
             same * 100.0
         );
         assert!(
@@ -185,7 +188,13 @@ fn outliers_cost_precision_and_nothing_else() {
         channels: Some(flat.into()),
         ..in_format(&reference, Precision::Int8, KvFormat::Bf16)
     };
-    let (divergence, _) = distance(&want, &logits(load_with(options, true), &reference));
+    let (divergence, same) = distance(&want, &logits(load_with(options, true), &reference));
+    println!(
+        "| balanced as if channels were of one size | {:?} | {:?} | {divergence:.1e} | {:.1} % |",
+        Precision::Int8,
+        KvFormat::Bf16,
+        same * 100.0
+    );
     assert!(divergence > 0.02, "{divergence:.1e} nats though the sizes are wrong");
     let other = Config::load(&folder("qwen3-tied")).unwrap();
     for (config, bytes) in [

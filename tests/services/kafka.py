@@ -89,7 +89,8 @@ def create(folder, certificates):
     cluster = base64.urlsafe_b64encode(secrets.token_bytes(16)).decode().rstrip("=")
     users = [(user, entry["password"]), (restricted, entry["restricted_password"])]
     scram = [f"SCRAM-SHA-512=[name={name},password={password}]" for name, password in users]
-    options = ["-t", cluster, "-c", str(properties), *(part for one in scram for part in ("--add-scram", one))]
+    # In one word: an id may begin with a dash.
+    options = [f"--cluster-id={cluster}", "-c", str(properties), *(part for one in scram for part in ("--add-scram", one))]
     install.run("formatting Kafka's storage", java("kafka.tools.StorageTool", "format", *options))
     return entry
 

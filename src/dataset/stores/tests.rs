@@ -38,6 +38,19 @@ fn a_bucket_has_one_client() {
 }
 
 #[test]
+fn an_encoded_slash_belongs_to_the_key() {
+    let of = |text: &str| {
+        let (_, key) = ObjectStoreScheme::parse(&url(text)).unwrap();
+        bucket_of(&url(text), &key)
+    };
+    let regional = "https://s3.eu-west-1.amazonaws.com/bucket";
+    for key in ["", "/", "/a", "/a%2Fb", "/a%2Fb/c%2fd%2Fe"] {
+        assert_eq!(of(&format!("s3://bucket{key}")), "s3://bucket/", "{key}");
+        assert_eq!(of(&format!("{regional}{key}")), regional, "{key}");
+    }
+}
+
+#[test]
 fn every_cloud_opens_by_its_own_variables() {
     let stores = stores(&[
         ("AZURE_STORAGE_ACCOUNT_NAME", "account"),

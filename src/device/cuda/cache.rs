@@ -201,13 +201,7 @@ mod tests {
         std::os::unix::fs::symlink(&moved, &path).unwrap();
         assert_eq!(read(&path), None, "a link");
         std::fs::remove_file(&path).unwrap();
-        assert!(
-            std::process::Command::new("mkfifo")
-                .arg(&path)
-                .status()
-                .unwrap()
-                .success()
-        );
+        crate::regular::make_pipe(&path);
         assert_eq!(read(&path), None, "a pipe");
     }
 

@@ -114,24 +114,47 @@ pub fn open(path: &Path) -> Option<Library> {
 /// A variable that names a folder of libraries, where the environment may be trusted.
 fn variable(name: &str) -> Option<OsString> {
     let value = std::env::var_os(name)?;
-    if has_more_rights() {
+    let trusted = Rights::own().trusted(value);
+    if trusted.is_none() {
         tracing::warn!(
             "`{name}` is ignored: this process has more rights than who started it (set-user-ID or capabilities)"
         );
-        return None;
     }
-    Some(value)
+    trusted
 }
 
-/// Whether this process has rights that who started it does not have.
-fn has_more_rights() -> bool {
-    // SAFETY: it reads a number that the kernel gave the process at its start.
-    #[cfg(target_os = "linux")]
-    let is_secure = unsafe { libc::getauxval(libc::AT_SECURE) } != 0;
-    #[cfg(not(target_os = "linux"))]
-    let is_secure = false;
-    use rustix::process::{getegid, geteuid, getgid, getuid};
-    is_secure || getuid() != geteuid() || getgid() != getegid()
+/// What tells whether a process has rights that who started it does not have.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Rights {
+    /// What the kernel says of it at its start (`AT_SECURE`): file capabilities count, too.
+    is_secure: bool,
+    /// User and group of who started it.
+    started_by: (u32, u32),
+    /// User and group that it acts as.
+    acts_as: (u32, u32),
+}
+
+impl Rights {
+    /// Of this process.
+    fn own() -> Rights {
+        // SAFETY: it reads a number that the kernel gave the process at its start.
+        #[cfg(target_os = "linux")]
+        let is_secure = unsafe { libc::getauxval(libc::AT_SECURE) } != 0;
+        #[cfg(not(target_os = "linux"))]
+        let is_secure = false;
+        use rustix::process::{getegid, geteuid, getgid, getuid};
+        Rights {
+            is_secure,
+            started_by: (getuid().as_raw(), getgid().as_raw()),
+            acts_as: (geteuid().as_raw(), getegid().as_raw()),
+        }
+    }
+
+    /// A value of the environment, where whoever set it has the rights that this process has.
+    fn trusted(self, value: OsString) -> Option<OsString> {
+        let has_more = self.is_secure || self.started_by != self.acts_as;
+        (!has_more).then_some(value)
+    }
 }
 
 fn asked_folders() -> Vec<PathBuf> {
@@ -181,4 +204,38 @@ fn entries(folder: &Path) -> Vec<PathBuf> {
     let mut found: Vec<PathBuf> = read.filter_map(|entry| Some(entry.ok()?.path())).collect();
     found.sort();
     found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_environment_counts_for_nothing_with_more_rights_than_who_set_it() {
+        let plain = Rights {
+            is_secure: false,
+            started_by: (1000, 100),
+            acts_as: (1000, 100),
+        };
+        let folder = || OsString::from("/home/me/libraries");
+        assert_eq!(plain.trusted(folder()), Some(folder()));
+        for more in [
+            Rights {
+                is_secure: true,
+                ..plain
+            },
+            Rights {
+                acts_as: (0, 100),
+                ..plain
+            },
+            Rights {
+                acts_as: (1000, 0),
+                ..plain
+            },
+        ] {
+            assert_eq!(more.trusted(folder()), None, "{more:?}");
+        }
+        // Tests run with the rights of who started them.
+        assert_eq!(Rights::own().trusted(folder()), Some(folder()));
+    }
 }

@@ -9,9 +9,10 @@ use toktrie::TokEnv;
 
 use crate::engine::choice::Choices;
 use crate::engine::constraint::grammar::Grammar;
+use crate::engine::constraint::refusal::placed;
 use crate::engine::constraint::text::one_line;
 use crate::engine::constraint::weight::{Live, Weight};
-use crate::engine::constraint::{Constraint, ConstraintError, pattern, schema};
+use crate::engine::constraint::{Constraint, ConstraintError, formats, pattern, schema};
 use crate::engine::params::Shape;
 use crate::engine::vocabulary::Vocabulary;
 use crate::model::tokenizer::Tokenizer;
@@ -88,7 +89,14 @@ pub(super) fn constraint<'a>(
             (TopLevelGrammar::from_regex(without_anchors(regex)), weight)
         }
     };
-    self::grammar(grammar, field(shape), factory()?, Weight::new(weight, live))
+    let compiled = self::grammar(grammar, field(shape), factory()?, Weight::new(weight, live));
+    compiled.map_err(|error| match (error, shape) {
+        (ConstraintError::Invalid { field, why }, Shape::JsonSchema(schema)) => ConstraintError::Invalid {
+            field,
+            why: placed(&why, schema).unwrap_or(why),
+        },
+        (error, _) => error,
+    })
 }
 
 fn grammar(
@@ -127,7 +135,7 @@ fn reason(message: &str) -> String {
     }
 }
 
-/// The schema with llguidance's option against white space set, unless the schema sets its own.
+/// The schema with llguidance's option against white space set, unless the schema sets its own, and the digits of times bounded.
 fn compact(schema: &Value) -> Result<Value, ConstraintError> {
     let invalid = |why: &str| ConstraintError::Invalid {
         field: "json_schema",
@@ -152,7 +160,9 @@ fn compact(schema: &Value) -> Result<Value, ConstraintError> {
     ] {
         options.entry(name).or_insert(value);
     }
-    Ok(Value::Object(members))
+    let mut schema = Value::Object(members);
+    formats::bound_digits(&mut schema);
+    Ok(schema)
 }
 
 /// The whole text is matched anyway, so `^` at the start and `$` at the end say nothing new, and llguidance knows neither.

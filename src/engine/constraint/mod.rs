@@ -18,8 +18,12 @@
 
 mod build;
 pub mod compiler;
+mod formats;
 mod grammar;
+mod numbers;
 mod pattern;
+mod places;
+mod refusal;
 mod schema;
 #[cfg(test)]
 mod tests;

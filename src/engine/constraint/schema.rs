@@ -9,6 +9,8 @@ use std::collections::HashSet;
 
 use serde_json::{Map, Value};
 
+use crate::engine::constraint::numbers::check_numbers;
+use crate::engine::constraint::places::Places;
 use crate::engine::constraint::{ConstraintError, pattern};
 
 const FIELD: &str = "json_schema";
@@ -126,20 +128,13 @@ fn levels(value: &Value, left: &mut usize) -> usize {
 
 /// Checks the bounds of single places, wherever they stand.
 fn check_places(schema: &Value) -> Result<(), ConstraintError> {
-    let mut stack = vec![schema];
-    while let Some(value) = stack.pop() {
-        let members = match value {
-            Value::Object(members) => members,
-            Value::Array(items) => {
-                stack.extend(items);
-                continue;
-            }
-            _ => continue,
-        };
-        for (name, value) in members {
-            check_place(name, value)?;
-            stack.push(value);
-        }
+    let places = Places::of(schema);
+    for (number, members) in places.iter() {
+        check_numbers(members).map_err(|why| ConstraintError::Invalid {
+            field: FIELD,
+            why: format!("at {}, {why}", places.shown(number)),
+        })?;
+        members.iter().try_for_each(|(name, value)| check_place(name, value))?;
     }
     Ok(())
 }
@@ -194,7 +189,7 @@ fn check_references(schema: &Value) -> Result<(), ConstraintError> {
 }
 
 /// What a `$ref` names, as llguidance looks it up.
-fn target<'a>(root: &'a Value, name: &str) -> Option<&'a Value> {
+pub(super) fn target<'a>(root: &'a Value, name: &str) -> Option<&'a Value> {
     if name == "#" || name == "#/" {
         return Some(root);
     }

@@ -84,6 +84,196 @@ fn schemas_are_compact_json() {
 }
 
 #[test]
+fn numbers_that_would_become_others_are_refused() {
+    for (value, words) in [
+        (
+            json!({"const": 9_007_199_254_740_993_u64}),
+            "9007199254740993 is no number of 64 bits",
+        ),
+        (
+            json!({"enum": ["a", {"b": [18_446_744_073_709_551_615_u64]}]}),
+            "18446744073709551615",
+        ),
+        (
+            serde_json::from_str(r#"{"const": 12345678901234567890123}"#).unwrap(),
+            "is no number of 64 bits",
+        ),
+        (
+            json!({"items": {"const": -9_007_199_254_740_993_i64}, "type": "array"}),
+            "-9007199254740993",
+        ),
+        (
+            json!({"type": "integer", "minimum": 9.3e18, "maximum": 9.4e18}),
+            "more than 64 bits",
+        ),
+        (
+            json!({"type": ["integer", "null"], "exclusiveMaximum": -1e19, "minimum": -1e20}),
+            "more than 64 bits",
+        ),
+        (
+            json!({"type": "integer", "minimum": i64::MIN, "maximum": i64::MIN}),
+            "more than 64 bits",
+        ),
+        (
+            json!({"allOf": [{"type": "integer"}, {"minimum": -1e20, "maximum": -1e19}]}),
+            "more than 64 bits",
+        ),
+    ] {
+        let error = schema(value.clone()).unwrap_err().to_string();
+        assert!(error.contains(words), "{value}: {error}");
+    }
+    // Bounds of whole numbers are those that were asked for, or refused.
+    let large = 9_007_199_254_740_993_i64;
+    for (name, bound) in [
+        ("minimum", large),
+        ("maximum", large),
+        ("minimum", -large),
+        ("maximum", i64::MAX - 1),
+        ("exclusiveMinimum", large - 1),
+        ("exclusiveMaximum", large + 1),
+        ("exclusiveMaximum", i64::MAX),
+    ] {
+        let error =
+            schema(json!({"type": "object", "properties": {"a": {"type": "integer", name: bound}}})).unwrap_err();
+        let words = format!("at `/properties/a`, its bound {bound} is no number of 64 bits in floating point");
+        assert!(error.to_string().contains(&words), "{name}: {error}");
+    }
+    let draft_4 = json!({"type": "integer", "minimum": large - 1, "exclusiveMinimum": true});
+    assert!(
+        schema(draft_4)
+            .unwrap_err()
+            .to_string()
+            .contains("its bound 9007199254740992")
+    );
+    for (name, bound, least, most) in [
+        ("minimum", large - 1, large - 1, large + 1),
+        ("maximum", large - 1, 0, large - 1),
+        ("exclusiveMinimum", large - 2, large - 1, large),
+        ("exclusiveMaximum", large - 1, 0, large - 2),
+    ] {
+        let g = schema(json!({"type": "integer", name: bound})).unwrap();
+        let accepts = |number: i64| g.accepts(&number.to_string());
+        assert!(accepts(least) && accepts(most), "{name} {bound}");
+        let out = if name.ends_with("inimum") {
+            least.checked_sub(1)
+        } else {
+            most.checked_add(1)
+        };
+        assert!(out.is_none_or(|out| !accepts(out)), "{name} {bound}");
+    }
+    // A property may have a keyword's name, and what a `$ref` names is a schema wherever it stands.
+    let named = json!({"type": "object", "properties": {"const": {"type": "number", "minimum": 0.1, "default": 9_007_199_254_740_993_i64},
+        "enum": {"type": "number", "examples": [9_007_199_254_740_993_i64]}}});
+    assert!(schema(named).is_ok());
+    let odd = json!({"$ref": "#/default", "default": {"const": 9_007_199_254_740_993_i64}});
+    assert!(
+        schema(odd)
+            .unwrap_err()
+            .to_string()
+            .contains("at `/default`, its value 9007199254740993")
+    );
+    for (value, answer) in [
+        (json!({"const": 9_007_199_254_740_992_u64}), "9007199254740992"),
+        (json!({"enum": [0.1, 7]}), "0.1"),
+        (
+            json!({"type": "integer", "maximum": 9_223_372_036_854_775_807_i64, "minimum": 0}),
+            "9223372036854775807",
+        ),
+    ] {
+        assert!(schema(value.clone()).unwrap().accepts(answer), "{value}");
+    }
+}
+
+#[test]
+fn fractions_of_seconds_have_nine_digits_at_most() {
+    let g = schema(json!({"type": "array", "items": {"type": ["string", "null"], "format": "date-time"}})).unwrap();
+    for fine in [
+        "2026-11-24T01:02:03Z",
+        "2026-11-24T01:02:03.5Z",
+        "2026-11-24T01:02:03.123456789+01:00",
+    ] {
+        assert!(g.accepts(&format!("[null,\"{fine}\"]")), "{fine}");
+    }
+    for other in ["2026-11-24T01:02:03.1234567890Z", "2026-11-24", "2026-11-24T01:02:03.Z"] {
+        assert!(!g.accepts(&format!("[\"{other}\"]")), "{other}");
+    }
+    // Beside an expression and an `allOf` of the schema's own.
+    let g = schema(json!({"type": "string", "format": "time", "pattern": "Z$", "allOf": [{"pattern": "^0"}]})).unwrap();
+    assert!(g.accepts("\"01:02:03.000000001Z\""));
+    for other in ["01:02:03.0000000001Z", "01:02:03.1+00:00", "11:02:03Z"] {
+        assert!(!g.accepts(&format!("\"{other}\"")), "{other}");
+    }
+    // A property of that name, and data, are no formats.
+    let g = schema(
+        json!({"type": "object", "properties": {"format": {"const": {"format": "time"}}}, "required": ["format"],
+        "additionalProperties": false}),
+    );
+    assert!(g.unwrap().accepts(r#"{"format":{"format":"time"}}"#));
+}
+
+#[test]
+fn numbers_of_durations_have_nine_digits_at_most() {
+    let g = schema(json!({"type": "string", "format": "duration"})).unwrap();
+    for fine in ["P1D", "PT123456789S", "P1Y2M3DT4H5M6S", "P999999999W"] {
+        assert!(g.accepts(&format!("\"{fine}\"")), "{fine}");
+    }
+    for other in ["PT1234567890S", "P1DT0000000000H", "P", "1D"] {
+        assert!(!g.accepts(&format!("\"{other}\"")), "{other}");
+    }
+}
+
+#[test]
+fn what_is_not_supported_is_named_with_its_place_and_what_to_do() {
+    for (value, words) in [
+        (
+            json!({"type": "object", "properties": {"a/b": {"type": "object", "propertyNames": {"pattern": "x"}}}}),
+            "it has `propertyNames` at `/properties/a~1b`, which is not supported: leave it out, and hold the answers against it afterwards",
+        ),
+        (
+            json!({"anyOf": [{"type": "null"}, {"if": {"type": "null"}, "then": {}}]}),
+            "it has `if` and `then` at `/anyOf/1`, which are not supported: leave them out",
+        ),
+        (
+            json!({"type": "array", "uniqueItems": true}),
+            "it has `uniqueItems` at its top, which is not supported",
+        ),
+        // A property of that name is none.
+        (
+            json!({"$ref": "#/$defs/x", "$defs": {"x": {"type": "object", "properties": {"not": {"not": {}}}}}}),
+            "it has `not` at `/$defs/x/properties/not`",
+        ),
+        (
+            json!({"type": "array", "items": {"type": "string", "format": "postcode"}}),
+            "it has the `format` `postcode` at `/items`, which is not known: leave it out, or say it by a `pattern`",
+        ),
+        (
+            json!({"type": "array", "items": {"type": ["null", "float"]}}),
+            "it has the `type` `float` at `/items`; types are `string`,",
+        ),
+        (
+            json!({"type": "array", "items": {"$ref": "#/$defs/no"}}),
+            "its `$ref` at `/items` names `#/$defs/no`, which is not there",
+        ),
+        (
+            json!({"type": "array", "items": {"$ref": "other.json"}}),
+            "its `$ref` at `/items` names `other.json`: only places of the schema itself",
+        ),
+    ] {
+        let error = schema(value.clone()).unwrap_err().to_string();
+        assert!(error.contains(words), "{value}: {error}");
+    }
+    let deep = (0..40).fold(
+        json!({"not": {}}),
+        |inner, _| json!({"type": "object", "properties": {"a property": inner}}),
+    );
+    let error = schema(deep).unwrap_err().to_string();
+    assert!(
+        error.contains("…`, which is not supported: leave it out, and hold") && error.len() < 400,
+        "{error}"
+    );
+}
+
+#[test]
 fn a_sequence_is_masked_and_ends_with_its_shape() {
     let t = tokenizer();
     let eos = t.eos_id().unwrap();

@@ -29,6 +29,28 @@ impl Renderer {
         }
     }
 
+    /// For an input among whose `columns` one is called `row`, which templates mean by that name then: do they take for all columns what is
+    /// that one?
+    pub fn check_row(&self, columns: &[String]) -> Result<(), JobError> {
+        let of_row = &self.named.of_row;
+        let mut fields = of_row.needed.iter().chain(&of_row.asked);
+        let Some((column, field)) = fields.find(|(column, _)| columns.contains(column)) else {
+            return Ok(());
+        };
+        let is_name = |c: char| c == '_' || c.is_ascii_alphanumeric();
+        let advice = match column.chars().all(is_name) && !column.starts_with(|c: char| c.is_ascii_digit()) {
+            true => format!("write `{column}`"),
+            false => "call that column otherwise in the input".to_string(),
+        };
+        Err(JobError::Template {
+            place: self.named.file.clone(),
+            message: format!(
+                "template `{field}`: the input has a column `row`, so `row` means that one, and its `{column}` is not the column `{column}`: \
+                 {advice}"
+            ),
+        })
+    }
+
     /// What whoever starts the job should know, a line each.
     pub fn warnings(&self) -> &[String] {
         &self.found.warnings

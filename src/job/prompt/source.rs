@@ -79,17 +79,27 @@ fn compile_message(i: usize, message: &Message) -> Result<CompiledMessage, Strin
     })
 }
 
+/// Fields of `row` that templates name, with the field of the job that each stands in.
+#[derive(Default)]
+pub(super) struct OfRow {
+    pub needed: Vec<(String, String)>,
+    /// Those that a template asks for first.
+    pub asked: Vec<(String, String)>,
+}
+
 /// Adds the columns that templates name to `named`, and those that they name as fields of `row` to `of_row`; returns all that prompts use, or `None` where that may be any.
 pub(super) fn named_columns(
     source: &Source,
     named: &mut Vec<(String, String)>,
-    of_row: &mut Vec<(String, String)>,
+    of_row: &mut OfRow,
 ) -> Option<Vec<String>> {
     let mut any = false;
     let mut add = |template: &Template, field: String| {
         let columns = template.columns();
-        named.extend(columns.names.into_iter().map(|column| (column, field.clone())));
-        of_row.extend(columns.of_row.into_iter().map(|column| (column, field.clone())));
+        let placed = |columns: BTreeSet<String>| columns.into_iter().map(|column| (column, field.clone()));
+        named.extend(placed(columns.names));
+        of_row.needed.extend(placed(columns.of_row));
+        of_row.asked.extend(placed(columns.asked_of_row));
         any |= columns.any;
     };
     match source {

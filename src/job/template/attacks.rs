@@ -43,6 +43,9 @@ fn texts_that_grow_are_refused() {
         "{% set s = '\\n' * 90000 %}{% set t = s|indent(text) %}",
         "{% set s = ('%s' * 100000)|format(text) %}",
         "{% set s = ('{0}' * 100000).format(text) %}",
+        "{% set s = (text|list)|sum(start='') %}",
+        "{% set s = ([(text, 2, 3)] * 90000)|sum(start=()) %}",
+        "{% set s = ([[text, 2, 3]] * 90000)|sum(start=[]) %}",
         "{% set s %}{% for i in range(90000) %}{{ i }}is written out at some length, again and again, for it to grow \
          large in the end, so large that it would not fit; and what is said here says nothing at all, for many words, until \
          it is said more than a thousand times, and then again and again, so that what comes of it grows. It goes on and on, \
@@ -215,6 +218,11 @@ fn ordinary_templates_are_as_before() {
         (
             "{{ dict(a=1)|tojson }}{{ {'a': 1}|chain({'b': 2})|tojson }}{{ 'a\nb'|indent(2) }}",
             "{\"a\": 1}{\"a\": 1, \"b\": 2}a\n  b",
+        ),
+        (
+            "{{ [1, 2.5, true]|sum }} {{ messages|sum(attribute='role', start='') }} {{ [[1], [2]]|sum(start=[]) }} \
+             {{ [(1,), (2,)]|sum(none, ()) }} {{ nothing|sum }} {{ []|sum(start='x') }}",
+            "4.5 userassistant [1, 2] (1, 2) 0 x",
         ),
         (
             "{{ ['b', 'a']|sort|first }}{{ [1, 2, 3]|batch(2)|list|length }}{{ '%s-%s'|format(1, 2) }}",

@@ -105,7 +105,8 @@ fn built(value: Value) -> Result<Value, Error> {
     }
 }
 
-fn summed(value: Value) -> Result<Value, Error> {
+/// Charges what a sum holds, those of before included.
+pub(super) fn summed(value: Value) -> Result<Value, Error> {
     match value.kind() {
         ValueKind::String => budget::charge(value.as_str().unwrap_or_default().len())?,
         _ if budget::holds_values(&value) => budget::charge_built(&value)?,

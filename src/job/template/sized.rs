@@ -1,13 +1,13 @@
 //! Filters and methods that make much of little: what they would make is looked at first.
 
-use minijinja::value::{Rest, ValueKind, ValueOrKwargs};
+use minijinja::value::{Kwargs, Rest, ValueKind, ValueOrKwargs};
 use minijinja::{Environment, Error, State, Value, filters};
 
-use super::budget;
+use super::{budget, meter};
 
 /// Adds the filters to an environment.
 pub(super) fn install(env: &mut Environment<'static>) {
-    let listing: [(&str, Value); 19] = [
+    let listing: [(&str, Value); 18] = [
         ("list", Value::from_function(filters::list)),
         ("sort", Value::from_function(filters::sort)),
         ("unique", Value::from_function(filters::unique)),
@@ -20,7 +20,6 @@ pub(super) fn install(env: &mut Environment<'static>) {
         ("zip", Value::from_function(filters::zip)),
         ("min", Value::from_function(filters::min)),
         ("max", Value::from_function(filters::max)),
-        ("sum", Value::from_function(filters::sum)),
         ("batch", Value::from_function(filters::batch)),
         ("slice", Value::from_function(filters::slice)),
         ("split", Value::from_function(filters::split)),
@@ -35,6 +34,17 @@ pub(super) fn install(env: &mut Environment<'static>) {
             filter.call(state, &args)
         });
     }
+    let sum = Value::from_function(filters::sum);
+    env.add_filter(
+        "sum",
+        move |state: &mut State, values: Value, attribute: Option<String>, start: Option<Value>, named: Kwargs| {
+            let attribute = attribute.map_or_else(|| named.get("attribute"), |attribute| Ok(Some(attribute)))?;
+            let start = start.map_or_else(|| named.get("start"), |start| Ok(Some(start)))?;
+            named.assert_all_used()?;
+            let start: Value = start.unwrap_or_else(|| Value::from(0));
+            summed(&sum, state, values, &attribute.into(), start)
+        },
+    );
     let chain = Value::from_function(filters::chain);
     env.add_filter("chain", move |state: &mut State, args: Rest<Value>| {
         let chained = chain.call(state, &args.0)?;
@@ -44,6 +54,21 @@ pub(super) fn install(env: &mut Environment<'static>) {
             _ => Ok(chained),
         }
     });
+}
+
+/// The filter `sum`. Of texts and lists each sum holds the one before, so they are made one by one, and charged as in a loop that adds them.
+fn summed(sum: &Value, state: &mut State, values: Value, attribute: &Value, start: Value) -> Result<Value, Error> {
+    // Of numbers come numbers.
+    if start.is_number() || values.is_undefined() {
+        return sum.call(state, &[values, attribute.clone(), start]);
+    }
+    check("sum", std::slice::from_ref(&values))?;
+    let mut total = start;
+    for item in values.try_iter()?.checked() {
+        let one = Value::from(vec![item?]);
+        total = meter::summed(sum.call(state, &[one, attribute.clone(), total])?)?;
+    }
+    Ok(total)
 }
 
 fn copied(map: &Value) -> Result<Value, Error> {

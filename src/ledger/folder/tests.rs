@@ -169,10 +169,7 @@ async fn pipes_and_folders_in_place_of_files_are_refused_at_once() {
     let made = scene.path("out/_gristmill/tmp");
     std::fs::create_dir_all(&made).unwrap();
     for name in ["part", "_gristmill/tmp/lock", "_SUCCESS"] {
-        let made = std::process::Command::new("mkfifo")
-            .arg(scene.path("out").join(name))
-            .status();
-        assert!(made.unwrap().success());
+        crate::regular::make_pipe(&scene.path("out").join(name));
     }
     for key in ["part", "_SUCCESS"] {
         for error in [

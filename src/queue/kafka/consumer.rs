@@ -30,7 +30,7 @@ const STANDSTILL: Duration = Duration::from_secs(2);
 /// Messages that may lie ready before fetching pauses: more than a worker takes while paused partitions begin to flow again.
 const READY_MAX: usize = 64;
 /// Messages that may wait to be passed on before fetching pauses.
-const PARCELS_MAX: usize = 256;
+const PARCELS_MAX: usize = 4096;
 
 /// What we are to the group.
 enum Mode {

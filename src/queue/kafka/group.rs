@@ -21,6 +21,7 @@ use crate::queue::address::KafkaUrl;
 use crate::queue::desk::{Answer, Desk, Item, Parcel};
 use crate::queue::foreign::{self, Fate, HOPS_HEADER};
 use crate::queue::settings::Resolved;
+use crate::signing::Signing;
 
 /// The group waits for us while we let go of partitions: at most so long, and a third of the session timeout.
 const REVOKE_WAIT_MAX: Duration = Duration::from_secs(5);
@@ -38,6 +39,8 @@ pub(crate) struct Place {
 struct Held {
     epoch: u64,
     offsets: Offsets,
+    /// On its way to another worker: nothing of it goes out any more.
+    going: bool,
 }
 
 #[derive(Default)]
@@ -59,6 +62,11 @@ impl Book {
             .is_some_and(|held| held.epoch == place.epoch)
     }
 
+    /// What is given back may go out again from here.
+    fn is_kept(&self, place: Place) -> bool {
+        self.is_current(place) && self.partitions.get(&place.partition).is_some_and(|held| !held.going)
+    }
+
     /// A message came; the deliveries it makes stale are told by their epoch.
     fn delivered(&mut self, partition: i32, offset: i64) -> (Place, Option<u64>) {
         let next_epoch = &mut self.next_epoch;
@@ -67,6 +75,7 @@ impl Book {
             Held {
                 epoch: *next_epoch,
                 offsets: Offsets::default(),
+                going: false,
             }
         });
         let mut stale = None;
@@ -97,6 +106,7 @@ pub(crate) struct Group {
     book: Arc<Mutex<Book>>,
     answers: Mutex<UnboundedReceiver<Answer<Place>>>,
     revoke_wait: Duration,
+    signing: Signing,
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -122,6 +132,7 @@ impl Group {
             book: Arc::default(),
             answers: Mutex::new(answers),
             revoke_wait: REVOKE_WAIT_MAX.min(Duration::from_millis(session / 3)),
+            signing: resolved.signing.clone(),
         }
     }
 
@@ -139,7 +150,7 @@ impl Group {
         });
         let (hops, body) = (hops.unwrap_or(0), message.payload().unwrap_or_default());
         let position = format!("{} partition {} offset {}", self.address, place.partition, place.offset);
-        match foreign::fate(body, hops, &position) {
+        match foreign::fate(body, hops, &position, &self.signing) {
             Fate::Deliver(message) => self.desk.put(Item {
                 token: place,
                 message,
@@ -189,9 +200,8 @@ impl Group {
         while let Ok(answer) = answers.try_recv() {
             match answer {
                 Answer::Done(place) => self.done(place),
-                Answer::Back(mut item) => {
-                    if locked(&self.book).is_current(item.token) {
-                        item.deliveries += 1;
+                Answer::Back(item) => {
+                    if locked(&self.book).is_kept(item.token) {
                         self.desk.put(item);
                     }
                 }
@@ -297,6 +307,12 @@ impl Group {
         } else {
             "its partition goes to another worker"
         };
+        // While deliveries are recalled, no other message of these partitions may go out: it could not be acknowledged any more, and
+        // another worker would do its work again. What is taken out of the desk here was not acknowledged: it comes to that worker.
+        for (partition, held) in &mut locked(&self.book).partitions {
+            held.going |= partitions.contains(partition);
+        }
+        self.desk.take_ready(|item| ours(&item.token));
         let mut recalling = self.desk.recall(why, |item| ours(&item.token));
         // Where the partitions are lost or we leave by our own will, nobody is waited for.
         let wait = if lost || leaving {

@@ -231,7 +231,10 @@ impl KafkaPublisher {
             self.clone().blocking(|publisher| publisher.first_look()).await?;
         }
         for window in messages.chunks(WINDOW) {
-            let bodies = window.iter().map(Message::encode).collect::<Result<Vec<_>, _>>()?;
+            let bodies = window
+                .iter()
+                .map(|message| message.encode_signed(&self.resolved.signing))
+                .collect::<Result<Vec<_>, _>>()?;
             let sends = bodies.iter().map(|body| self.send_body(body, 0));
             futures::future::try_join_all(sends).await?;
         }

@@ -83,14 +83,17 @@ impl RabbitPublisher {
 
     /// Sends and waits until the broker has confirmed all.
     pub async fn send(&self, messages: &[Message]) -> Result<(), QueueError> {
-        let bodies = messages.iter().map(Message::encode).collect::<Result<Vec<_>, _>>()?;
+        let bodies = messages
+            .iter()
+            .map(|message| message.encode_signed(&self.shared.resolved.signing))
+            .collect::<Result<Vec<_>, _>>()?;
         let shared = self.shared.clone();
         self.io.run(async move { shared.send(bodies, 0).await }).await
     }
 
-    /// Sends one message as it is; to be called on the I/O thread.
-    pub async fn send_body(&self, body: Vec<u8>, hops: u32) -> Result<(), QueueError> {
-        self.shared.send(vec![body], hops).await
+    /// Sends messages as they are; to be called on the I/O thread.
+    pub async fn send_bodies(&self, bodies: Vec<Vec<u8>>, hops: u32) -> Result<(), QueueError> {
+        self.shared.send(bodies, hops).await
     }
 }
 

@@ -2,15 +2,17 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use futures::StreamExt;
 use lapin::Acker;
 use lapin::message::Delivery;
-use lapin::options::{BasicAckOptions, BasicConsumeOptions, BasicNackOptions, BasicQosOptions};
+use lapin::options::{
+    BasicAckOptions, BasicCancelOptions, BasicConsumeOptions, BasicGetOptions, BasicNackOptions, BasicQosOptions,
+};
 use lapin::types::{AMQPValue, FieldTable};
-use lapin::{Connection, ErrorKind};
+use lapin::{Channel, Connection, ErrorKind};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender};
 
 use super::declare::declare;
@@ -33,6 +35,10 @@ const RETURN_SHARE: f64 = 0.92;
 /// its messages to the old channel, and they get lost between the two. So a channel on which nothing has come for so
 /// long, and that owes no answer, is given up for another; what it was handed goes back.
 const QUIET_MAX: Duration = Duration::from_secs(20);
+/// Until the queue is asked again for a message beyond the prefetch, where it had none.
+const ASK_EVERY: Duration = Duration::from_millis(500);
+/// How long the broker may take to confirm what is given back; then it is requeued.
+const SEND_BACK_MAX: Duration = Duration::from_secs(2);
 /// How long closing the connection may take.
 const CLOSE_WAIT: Duration = Duration::from_secs(2);
 
@@ -52,6 +58,17 @@ pub(super) struct Consumer {
     /// Reports messages that were passed on.
     pub to_self: UnboundedSender<Answer<Tag>>,
     pub publisher: RabbitPublisher,
+}
+
+/// Who sends a message, its task or the session that ends, takes its claim first: else both would.
+#[derive(Clone, Default)]
+struct Claim(Arc<AtomicBool>);
+
+impl Claim {
+    /// False: the other one has it.
+    fn take(&self) -> bool {
+        !self.0.swap(true, Ordering::SeqCst)
+    }
 }
 
 /// Why a session ended.
@@ -75,8 +92,17 @@ pub(super) enum End {
 pub(super) struct Session {
     number: u64,
     connection: Connection,
+    channel: Channel,
     stream: lapin::Consumer,
+    /// When the queue may be asked for a message beyond the prefetch.
+    next_ask: Instant,
     ackers: BTreeMap<u64, Acker>,
+    /// Messages on their way to other workers, by tag.
+    parcels: BTreeMap<u64, (Parcel<Tag>, Claim)>,
+    /// Given back, and being sent, by tag.
+    sending: BTreeSet<u64>,
+    /// The broker did not take what was given back.
+    cannot_send: Arc<AtomicBool>,
     /// Recalled for the acknowledgement timeout, by tag.
     recalled: BTreeSet<u64>,
     recalls: Vec<(Recalling, Instant)>,
@@ -95,9 +121,8 @@ impl Consumer {
     async fn consume(&self, number: u64, connection: Connection) -> Result<Session, QueueError> {
         let (channel, _) = declare(&connection, &self.url, &self.resolved).await?;
         let failed = |error: lapin::Error| failed(&self.url, &self.resolved, &error);
-        let prefetch = u16::try_from(self.resolved.settings.in_flight).unwrap_or(u16::MAX);
         channel
-            .basic_qos(prefetch, BasicQosOptions::default())
+            .basic_qos(self.prefetch(), BasicQosOptions::default())
             .await
             .map_err(failed)?;
         let stream = channel
@@ -112,13 +137,48 @@ impl Consumer {
         Ok(Session {
             number,
             connection,
+            channel,
             stream,
+            next_ask: Instant::now(),
             ackers: BTreeMap::new(),
+            parcels: BTreeMap::new(),
+            sending: BTreeSet::new(),
+            cannot_send: Arc::default(),
             recalled: BTreeSet::new(),
             recalls: Vec::new(),
             last_tick: Instant::now(),
             last_delivery: Instant::now(),
         })
+    }
+
+    fn prefetch(&self) -> u16 {
+        u16::try_from(self.resolved.settings.in_flight).unwrap_or(u16::MAX)
+    }
+
+    /// The worker asks for more, and what it has set aside, or is on its way to others, takes up the prefetch: one more is fetched. So
+    /// the broker holds none back for what is set aside, and other workers get what this one does not ask for.
+    async fn feed(&self, session: &mut Session) -> Result<(), End> {
+        let asks = Asks {
+            held: session.ackers.len(),
+            ready: self.desk.ready(),
+            prefetch: usize::from(self.prefetch()),
+        };
+        if !asks.for_one_more() || Instant::now() < session.next_ask {
+            return Ok(());
+        }
+        let asking = session
+            .channel
+            .basic_get(self.url.queue.as_str().into(), BasicGetOptions::default());
+        // Nothing else is done on this channel meanwhile, and a broker may take a question and never answer it.
+        let asked = within(&self.url, async { Ok(asking.await) }).await;
+        match asked.map_err(End::Broken)? {
+            Ok(Some(got)) => self.take_in(session, got.delivery).await,
+            Ok(None) => {
+                session.next_ask = Instant::now() + ASK_EVERY;
+                Ok(())
+            }
+            Err(error) => Err(self.broken(session, &error)),
+        }
     }
 
     /// Runs a session to its end. What the worker holds stays with it: it may finish while the broker is away.
@@ -131,6 +191,7 @@ impl Consumer {
                 () = self.desk.closed_bell.notified() => Err(End::Closed),
                 Some(answer) = self.answers.recv() => self.settle(&mut session, answer).await,
                 _ = ticks.tick() => self.tick(&mut session).await,
+                () = self.desk.hungry.notified() => self.feed(&mut session).await,
                 delivery = session.stream.next() => match delivery {
                     Some(Ok(delivery)) => self.take_in(&mut session, delivery).await,
                     Some(Err(error)) => Err(self.broken(&session, &error)),
@@ -142,11 +203,7 @@ impl Consumer {
             }
         };
         if matches!(end, End::Closed) {
-            while let Ok(answer) = self.answers.try_recv() {
-                if self.settle(&mut session, answer).await.is_err() {
-                    break;
-                }
-            }
+            self.leave(&mut session).await;
         }
         // Messages that no worker has go back to the broker with the channel.
         self.desk.take_ready(|_| true);
@@ -187,17 +244,14 @@ impl Consumer {
         let before = u32::try_from(before)
             .unwrap_or(u32::MAX - 1)
             .max(u32::from(delivery.redelivered));
-        match foreign::fate(&delivery.data, hops, &self.url.to_string()) {
+        match foreign::fate(&delivery.data, hops, &self.url.to_string(), &self.resolved.signing) {
             Fate::Deliver(message) => {
                 self.deliver(session, token, message, delivery.data, before + 1, hops);
                 Ok(())
             }
             Fate::PassOn(hops) => {
-                self.carry(Parcel {
-                    token,
-                    body: delivery.data,
-                    hops,
-                });
+                let body = delivery.data;
+                self.carry(session, Parcel { token, body, hops });
                 Ok(())
             }
             Fate::Drop => self.ack(session, token).await,
@@ -225,9 +279,9 @@ impl Consumer {
     async fn settle(&self, session: &mut Session, answer: Answer<Tag>) -> Result<(), End> {
         match answer {
             Answer::Done(token) => self.ack(session, token).await,
-            Answer::Back(item) => self.requeue(session, item.token).await,
+            Answer::Back(item) => self.send_back(session, item).await,
             Answer::PassOn(parcel) => {
-                self.carry(parcel);
+                self.carry(session, parcel);
                 Ok(())
             }
         }
@@ -238,6 +292,8 @@ impl Consumer {
             return None;
         }
         session.recalled.remove(&token.tag);
+        session.parcels.remove(&token.tag);
+        session.sending.remove(&token.tag);
         session.ackers.remove(&token.tag)
     }
 
@@ -265,23 +321,151 @@ impl Consumer {
         }
     }
 
+    /// Given back in good order: sent again, for the broker counts what it requeues as a delivery that came to nothing. Requeued
+    /// where it cannot be sent.
+    async fn send_back(&self, session: &mut Session, item: Item<Tag>) -> Result<(), End> {
+        let Item {
+            token, ref body, hops, ..
+        } = item;
+        if !session.owes(token) {
+            // The broker repeats it by itself.
+            return Ok(());
+        }
+        if session.cannot_send.load(Ordering::SeqCst) {
+            return self.requeue(session, token).await;
+        }
+        session.sending.insert(token.tag);
+        let (body, cannot_send) = (body.clone(), session.cannot_send.clone());
+        let (publisher, to_self) = (self.publisher.clone(), self.to_self.clone());
+        tokio::spawn(async move {
+            let sent = tokio::time::timeout(SEND_BACK_MAX, publisher.send_bodies(vec![body], hops)).await;
+            let answer = match sent {
+                Ok(Ok(())) => Answer::Done(token),
+                Ok(Err(_)) | Err(_) => {
+                    cannot_send.store(true, Ordering::SeqCst);
+                    Answer::Back(item)
+                }
+            };
+            // Nobody listens once the queue is closed: then the broker repeats the message, which is harmless.
+            let _ = to_self.send(answer);
+        });
+        Ok(())
+    }
+
+    /// The queue is closed: what the worker has answered is done, and all else goes to other workers, as far as there is time.
+    async fn leave(&mut self, session: &mut Session) {
+        let deadline = tokio::time::Instant::now() + SEND_BACK_MAX;
+        // Else what is sent would come here again, and be requeued as the channel closes.
+        self.stop_consuming(session, deadline).await;
+        let mut left: Vec<Parcel<Tag>> = Vec::new();
+        for (tag, (parcel, claim)) in std::mem::take(&mut session.parcels) {
+            match claim.take() {
+                true => left.push(parcel),
+                false => _ = session.sending.insert(tag),
+            }
+        }
+        let parcel = |item: Item<Tag>| {
+            let Item { token, body, hops, .. } = item;
+            Parcel { token, body, hops }
+        };
+        loop {
+            let answer = match self.answers.try_recv() {
+                Ok(answer) => answer,
+                Err(_) if session.sending.is_empty() => break,
+                // What is being sent is confirmed soon.
+                Err(_) => match tokio::time::timeout_at(deadline, self.answers.recv()).await {
+                    Ok(Some(answer)) => answer,
+                    Ok(None) | Err(_) => break,
+                },
+            };
+            let settled = match answer {
+                Answer::Done(token) => self.ack(session, token).await,
+                Answer::Back(item) => {
+                    session.sending.remove(&item.token.tag);
+                    left.push(parcel(item));
+                    Ok(())
+                }
+                Answer::PassOn(parcel) => {
+                    left.push(parcel);
+                    Ok(())
+                }
+            };
+            if settled.is_err() {
+                return;
+            }
+        }
+        left.extend(self.desk.take_ready(|_| true).into_iter().map(parcel));
+        left.retain(|parcel| session.owes(parcel.token));
+        for (hops, (tokens, bodies)) in by_hops(left) {
+            let sending = self.publisher.send_bodies(bodies, hops);
+            let is_sent = matches!(tokio::time::timeout_at(deadline, sending).await, Ok(Ok(())));
+            for token in tokens {
+                let settled = match is_sent {
+                    true => self.ack(session, token).await,
+                    false => self.requeue(session, token).await,
+                };
+                if settled.is_err() {
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Ends the consumer; what it was sent until then is taken in.
+    async fn stop_consuming(&self, session: &mut Session, deadline: tokio::time::Instant) {
+        let consumer = session.stream.tag();
+        let ending = async {
+            session
+                .channel
+                .basic_cancel(consumer, BasicCancelOptions::default())
+                .await?;
+            let mut rest = Vec::new();
+            // It ends, now that the broker has confirmed.
+            while let Some(delivery) = session.stream.next().await {
+                rest.push(delivery?);
+            }
+            Ok::<_, lapin::Error>(rest)
+        };
+        let Ok(Ok(rest)) = tokio::time::timeout_at(deadline, ending).await else {
+            tracing::debug!("{}: the broker did not confirm that this consumer ends", self.url);
+            return;
+        };
+        for delivery in rest {
+            if self.take_in(session, delivery).await.is_err() {
+                return;
+            }
+        }
+    }
+
     /// Sends the message again after a while, then acknowledges this delivery of it.
-    fn carry(&self, parcel: Parcel<Tag>) {
+    fn carry(&self, session: &mut Session, parcel: Parcel<Tag>) {
+        let claim = Claim::default();
+        if session.owes(parcel.token) {
+            let kept = (parcel.clone(), claim.clone());
+            session.parcels.insert(parcel.token.tag, kept);
+        }
         let Parcel { token, body, hops } = parcel;
         let (publisher, to_self, desk) = (self.publisher.clone(), self.to_self.clone(), self.desk.clone());
         let delay = self.resolved.settings.pass_on_delay;
         desk.parcels.fetch_add(1, Ordering::SeqCst);
         tokio::spawn(async move {
-            loop {
-                tokio::time::sleep(delay).await;
-                match publisher.send_body(body.clone(), hops).await {
-                    Ok(()) => break,
-                    Err(error) => tracing::warn!("cannot pass a message on, trying again: {error}"),
+            tokio::time::sleep(delay).await;
+            let is_ours = claim.take();
+            let mut is_due = is_ours;
+            while is_due {
+                match publisher.send_bodies(vec![body.clone()], hops).await {
+                    Ok(()) => is_due = false,
+                    Err(error) => {
+                        tracing::warn!("cannot pass a message on, trying again: {error}");
+                        tokio::time::sleep(delay).await;
+                    }
                 }
             }
             desk.parcels.fetch_sub(1, Ordering::SeqCst);
             // Nobody listens once the queue is closed: then the broker repeats the message, which is harmless.
-            let _ = to_self.send(Answer::Done(token));
+            if is_ours {
+                let _ = to_self.send(Answer::Done(token));
+            }
         });
     }
 
@@ -301,11 +485,14 @@ impl Consumer {
             );
             self.desk.recall("its worker has stopped making progress", |_| true);
             self.desk.forget(|_| true);
+            // Before the broker gives its messages to others: who asks meanwhile must not take an empty queue for the end.
+            self.desk.set_attached(false);
             return Err(End::Stuck { signs });
         }
         let recall_after = self.url.ack_timeout.mul_f64(RECALL_SHARE);
         for item in self.desk.take_ready(|item| now - item.arrived >= recall_after) {
-            self.requeue(session, item.token).await?;
+            // No worker has had it: it is given back in good order.
+            self.send_back(session, item).await?;
         }
         self.recall_overdue(session, now, recall_after);
         self.return_recalled(session, now).await?;
@@ -354,6 +541,40 @@ impl Consumer {
     }
 }
 
+impl Session {
+    /// Whether this channel has a delivery that waits for its answer.
+    fn owes(&self, token: Tag) -> bool {
+        token.session == self.number && self.ackers.contains_key(&token.tag)
+    }
+}
+
+/// The deliveries and the bodies of messages to be sent with so many hops.
+fn by_hops(parcels: Vec<Parcel<Tag>>) -> BTreeMap<u32, (Vec<Tag>, Vec<Vec<u8>>)> {
+    let mut sorted: BTreeMap<u32, (Vec<Tag>, Vec<Vec<u8>>)> = BTreeMap::new();
+    for Parcel { token, body, hops } in parcels {
+        let (tokens, bodies) = sorted.entry(hops).or_default();
+        tokens.push(token);
+        bodies.push(body);
+    }
+    sorted
+}
+
+/// What decides whether the queue is asked for a message beyond the prefetch.
+struct Asks {
+    /// Messages of this channel without an answer.
+    held: usize,
+    /// Those of them that nobody has received yet.
+    ready: usize,
+    prefetch: usize,
+}
+
+impl Asks {
+    /// The broker sends nothing by itself, and the worker has taken all that came.
+    fn for_one_more(&self) -> bool {
+        self.held >= self.prefetch && self.ready == 0
+    }
+}
+
 /// A header's number, of whatever width; 0 where it is none.
 fn number(value: &AMQPValue) -> i64 {
     match *value {
@@ -365,5 +586,45 @@ fn number(value: &AMQPValue) -> i64 {
         AMQPValue::LongUInt(n) => n.into(),
         AMQPValue::LongLongInt(n) => n,
         _ => 0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_message_beyond_the_prefetch_is_asked_for_where_none_comes_by_itself() {
+        let asks = |held, ready| {
+            let asks = Asks {
+                held,
+                ready,
+                prefetch: 4,
+            };
+            asks.for_one_more()
+        };
+        assert!(asks(4, 0) && asks(9, 0));
+        assert!(!asks(3, 0), "the broker sends it by itself");
+        assert!(
+            !asks(4, 1) && !asks(9, 2),
+            "what lies here comes first: others may have the rest"
+        );
+    }
+
+    #[test]
+    fn what_is_sent_again_keeps_its_hops() {
+        let parcel = |tag, hops| Parcel {
+            token: Tag { session: 0, tag },
+            body: vec![tag as u8],
+            hops,
+        };
+        let sorted = by_hops(vec![parcel(1, 0), parcel(2, 3), parcel(3, 0)]);
+        let tags = |hops: u32| sorted[&hops].0.iter().map(|token| token.tag).collect::<Vec<_>>();
+        assert_eq!((tags(0), tags(3)), (vec![1, 3], vec![2]));
+        assert_eq!(
+            (&sorted[&0].1, &sorted[&3].1),
+            (&vec![vec![1], vec![3]], &vec![vec![2]])
+        );
+        assert_eq!(sorted.len(), 2);
     }
 }

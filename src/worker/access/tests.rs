@@ -195,6 +195,8 @@ fn a_refusal_names_the_option_that_would_allow_it() {
         // And it does.
         let prefix = option.trim_matches('`').split(' ').nth(1).unwrap();
         assert!(reads(&access(&[], &[prefix]), "s3://b/out", input), "{prefix}");
+        let inputs = ["s3://b/in/x.parquet", input, input];
+        assert!(none.to_accept(&output, inputs).iter().eq([prefix]), "{prefix}");
     }
     let listed = access(&["s3://b/a/"], &[]);
     let why = listed.refuses_output(&output).unwrap();
@@ -309,6 +311,7 @@ fn a_prefix_that_is_none_is_refused_with_its_option() {
         ("", "empty"),
         ("s3://b/%2fx", "no name"),
         ("https://me:hush@host/", "password"),
+        ("bogus://b/x", "`bogus://`"),
     ] {
         let texts = [text.to_string()];
         let asked = Asked {

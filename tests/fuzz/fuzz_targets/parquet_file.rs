@@ -14,6 +14,9 @@ fuzz_target!(|data: &[u8]| {
         let request = PlanRequest {
             uris: vec!["a.parquet".into()],
             format: None,
+            csv: Default::default(),
+            options: Default::default(),
+            used: None,
             columns: None,
             carry: Vec::new(),
             reserved: Vec::new(),

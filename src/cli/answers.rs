@@ -1,0 +1,61 @@
+//! What `plan`, `run` and `submit` say of the column that answers to a JSON Schema lie in.
+
+use serde_json::{Value, json};
+
+use crate::cli::door::Opened;
+use crate::dataset::answer_type::{AnswerType, Untyped};
+use crate::job::file::OutputFormat;
+use crate::job::generate::ShapeSpec;
+
+/// Parts of an answer that a line names.
+const NAMED_MAX: usize = 8;
+
+impl Opened {
+    /// The type of the answers, and what of them stays JSON text; `None`: they are no JSON, or not in columns.
+    fn parsed(&self) -> Option<(AnswerType, Vec<Untyped>)> {
+        match (&self.job.generate.shape, self.job.output.format) {
+            (ShapeSpec::JsonSchema(schema), OutputFormat::Parquet) => Some(AnswerType::of(schema)),
+            _ => None,
+        }
+    }
+
+    /// Lines for a person.
+    pub fn parsed_lines(&self) -> Vec<String> {
+        let Some((of, untyped)) = self.parsed() else {
+            return Vec::new();
+        };
+        if self.job.output.parsed.is_text() {
+            return match of {
+                AnswerType::Json => Vec::new(),
+                of => vec![format!("JSON text; `output.parsed: typed` makes {of} of it")],
+            };
+        }
+        [of.to_string()].into_iter().chain(named(&untyped)).collect()
+    }
+
+    /// Of a job that asks for typed answers, lines that say what stays text all the same.
+    pub fn untyped_lines(&self) -> Vec<String> {
+        let parsed = self.parsed().filter(|_| !self.job.output.parsed.is_text());
+        parsed.map_or(Vec::new(), |(_, untyped)| named(&untyped))
+    }
+
+    /// The same for programs; null: `parsed` is text.
+    pub fn parsed_json(&self) -> Value {
+        match self.parsed().filter(|_| !self.job.output.parsed.is_text()) {
+            None => Value::Null,
+            Some((of, untyped)) => {
+                let untyped: Vec<Value> = untyped
+                    .iter()
+                    .map(|one| json!({"column": one.place, "why": one.why}))
+                    .collect();
+                json!({"type": of.to_string(), "json_text": untyped})
+            }
+        }
+    }
+}
+
+fn named(untyped: &[Untyped]) -> Vec<String> {
+    let lines = untyped.iter().take(NAMED_MAX).map(|one| format!("JSON text: {one}"));
+    let more = untyped.len().saturating_sub(NAMED_MAX);
+    lines.chain((more > 0).then(|| format!("… and {more} more"))).collect()
+}

@@ -1,0 +1,246 @@
+//! Files that are compressed as a whole: gzip, Zstandard and bzip2, also several of them one behind the other.
+
+use bytes::{Buf, Bytes};
+use flate2::{Decompress, FlushDecompress};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use zstd::stream::raw::Operation;
+
+/// Bytes that one step makes at most.
+pub const STEP_BYTES: usize = 1 << 20;
+
+/// Extensions of names that say how a file is compressed.
+pub const EXTENSIONS: [&str; 4] = ["gz", "zst", "zstd", "bz2"];
+
+/// What a file is compressed with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Codec {
+    Gzip,
+    Zstd,
+    Bzip2,
+}
+
+/// How an input is compressed: places in it, as in its shards, are those of its decompressed bytes.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Compressed {
+    pub codec: Codec,
+    /// Decompressed bytes that planning read: all, but in a trial.
+    pub bytes: u64,
+}
+
+impl Codec {
+    /// Told by a file's first bytes.
+    pub fn of(head: &[u8]) -> Option<Codec> {
+        match head {
+            [0x1f, 0x8b, 8, ..] => Some(Codec::Gzip),
+            [0x28, 0xb5, 0x2f, 0xfd, ..] => Some(Codec::Zstd),
+            // A frame that is skipped.
+            [0x50..=0x5f, 0x2a, 0x4d, 0x18, ..] => Some(Codec::Zstd),
+            // A block, or the end of an empty file.
+            [b'B', b'Z', b'h', b'1'..=b'9', 0x31, 0x41, 0x59, 0x26, 0x53, 0x59, ..]
+            | [b'B', b'Z', b'h', b'1'..=b'9', 0x17, 0x72, 0x45, 0x38, 0x50, 0x90, ..] => Some(Codec::Bzip2),
+            _ => None,
+        }
+    }
+
+    /// The name in messages.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Codec::Gzip => "gzip",
+            Codec::Zstd => "zstd",
+            Codec::Bzip2 => "bzip2",
+        }
+    }
+}
+
+/// Decompresses a file that comes in pieces, a step at a time.
+pub struct Decoder {
+    codec: Codec,
+    state: State,
+    /// Within a member (gzip), frame (zstd) or stream (bzip2).
+    open: bool,
+    /// Compressed bytes so far.
+    read: u64,
+}
+
+enum State {
+    Gzip(Decompress),
+    Zstd(zstd::stream::raw::Decoder<'static>),
+    Bzip2(bzip2::Decompress),
+}
+
+impl State {
+    fn new(codec: Codec) -> Result<State, String> {
+        Ok(match codec {
+            Codec::Gzip => State::Gzip(Decompress::new_gzip(15)),
+            Codec::Zstd => State::Zstd(zstd::stream::raw::Decoder::new().map_err(|e| e.to_string())?),
+            Codec::Bzip2 => State::Bzip2(bzip2::Decompress::new(false)),
+        })
+    }
+
+    /// Bytes that were taken and made, and whether a member ends with them.
+    fn run(&mut self, input: &[u8], output: &mut [u8]) -> Result<(usize, usize, bool), String> {
+        match self {
+            State::Gzip(state) => {
+                let (read, made) = (state.total_in(), state.total_out());
+                let status = state.decompress(input, output, FlushDecompress::None);
+                let ended = status.map_err(|e| e.to_string())? == flate2::Status::StreamEnd;
+                Ok((
+                    (state.total_in() - read) as usize,
+                    (state.total_out() - made) as usize,
+                    ended,
+                ))
+            }
+            State::Zstd(state) => {
+                let status = state.run_on_buffers(input, output).map_err(|e| e.to_string())?;
+                Ok((status.bytes_read, status.bytes_written, status.remaining == 0))
+            }
+            State::Bzip2(state) => {
+                let (read, made) = (state.total_in(), state.total_out());
+                let status = state.decompress(input, output).map_err(|e| e.to_string())?;
+                let ended = status == bzip2::Status::StreamEnd;
+                Ok((
+                    (state.total_in() - read) as usize,
+                    (state.total_out() - made) as usize,
+                    ended,
+                ))
+            }
+        }
+    }
+}
+
+impl Decoder {
+    pub fn new(codec: Codec) -> Result<Decoder, String> {
+        Ok(Decoder {
+            codec,
+            state: State::new(codec)?,
+            open: false,
+            read: 0,
+        })
+    }
+
+    /// Takes from `input` until it is used up or [`STEP_BYTES`] are made; in the latter case more may follow without input.
+    pub fn step(&mut self, input: &mut Bytes) -> Result<Bytes, String> {
+        let mut output = vec![0; STEP_BYTES];
+        let mut made = 0;
+        while made < STEP_BYTES && (self.open || !input.is_empty()) {
+            let ran = self.state.run(input, &mut output[made..]);
+            let (taken, more, ended) = ran.map_err(|why| self.damaged(&why))?;
+            input.advance(taken);
+            self.read += taken as u64;
+            made += more;
+            self.open = !ended;
+            if ended && self.codec != Codec::Zstd {
+                self.state = State::new(self.codec)?;
+            }
+            if taken == 0 && more == 0 && !ended {
+                if input.is_empty() {
+                    break;
+                }
+                return Err(self.damaged("it does not go on"));
+            }
+        }
+        output.truncate(made);
+        Ok(output.into())
+    }
+
+    /// No more bytes come.
+    pub fn finish(&self) -> Result<(), String> {
+        match self.open {
+            true => Err(format!(
+                "it ends in the middle of its {} data, behind byte {}; was it written or copied whole?",
+                self.codec.as_str(),
+                self.read
+            )),
+            false => Ok(()),
+        }
+    }
+
+    fn damaged(&self, why: &str) -> String {
+        format!(
+            "its {} data is damaged near byte {}: {why}",
+            self.codec.as_str(),
+            self.read
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+
+    fn packed(codec: Codec, text: &[u8]) -> Vec<u8> {
+        match codec {
+            Codec::Gzip => {
+                let mut writer = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+                writer.write_all(text).unwrap();
+                writer.finish().unwrap()
+            }
+            Codec::Zstd => {
+                let mut writer = zstd::Encoder::new(Vec::new(), 1).unwrap();
+                writer.include_checksum(true).unwrap();
+                writer.write_all(text).unwrap();
+                writer.finish().unwrap()
+            }
+            Codec::Bzip2 => {
+                let mut writer = bzip2::write::BzEncoder::new(Vec::new(), bzip2::Compression::fast());
+                writer.write_all(text).unwrap();
+                writer.finish().unwrap()
+            }
+        }
+    }
+
+    /// What a decoder makes of bytes that come `size` at a time.
+    fn unpacked(codec: Codec, bytes: &[u8], size: usize) -> Result<Vec<u8>, String> {
+        let mut decoder = Decoder::new(codec)?;
+        let mut out = Vec::new();
+        for piece in bytes.chunks(size) {
+            let mut piece = Bytes::copy_from_slice(piece);
+            loop {
+                let made = decoder.step(&mut piece)?;
+                out.extend_from_slice(&made);
+                if made.len() < STEP_BYTES {
+                    break;
+                }
+            }
+            assert!(piece.is_empty());
+        }
+        decoder.finish().map(|()| out)
+    }
+
+    #[test]
+    fn members_one_behind_the_other_in_pieces_of_any_size() {
+        let text: Vec<u8> = (0..400_000u32)
+            .flat_map(|n| n.wrapping_mul(2_654_435_761).to_le_bytes())
+            .collect();
+        for codec in [Codec::Gzip, Codec::Zstd, Codec::Bzip2] {
+            let parts = [&text[..], b"", &text[..10], &[7; 3 * STEP_BYTES]];
+            let bytes: Vec<u8> = parts.iter().flat_map(|part| packed(codec, part)).collect();
+            assert_eq!(Codec::of(&bytes), Some(codec));
+            assert_eq!(Codec::of(&packed(codec, b"")), Some(codec));
+            for size in [1 << 20, 4099, 17] {
+                assert!(
+                    unpacked(codec, &bytes, size).unwrap() == parts.concat(),
+                    "{codec:?} {size}"
+                );
+            }
+            let error = unpacked(codec, &bytes[..bytes.len() - 1], 1000).unwrap_err();
+            let name = codec.as_str();
+            assert!(
+                error.starts_with(&format!("it ends in the middle of its {name} data, behind byte ")),
+                "{error}"
+            );
+            let mut broken = bytes.clone();
+            broken[bytes.len() / 2] ^= 0x55;
+            let error = unpacked(codec, &broken, 1000).unwrap_err();
+            assert!(
+                error.starts_with(&format!("its {name} data is damaged near byte ")),
+                "{error}"
+            );
+            let behind = [&bytes[..], b"more text"].concat();
+            assert!(unpacked(codec, &behind, 1000).is_err(), "{codec:?}");
+        }
+    }
+}

@@ -1,0 +1,129 @@
+//! What all inputs of a job have in common, besides their files: plain data that goes into the record, and tells each reader how to read.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use super::csv::CsvTable;
+use super::partitions::{self, PartitionColumn};
+use super::pinned::{PinnedFile, display_name};
+use super::plan::InputFile;
+use super::sample::{INPUT_ROW, Sample};
+
+/// Skipped files that a line names.
+const NAMED_MAX: usize = 3;
+
+/// Longest text of a record, in bytes.
+const TEXT_BYTES_MAX: usize = 16 << 10;
+
+/// Longest text that says why a file was skipped, in characters.
+const WHY_CHARS_MAX: usize = 500;
+
+/// How the inputs of a job are read.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct Layout {
+    /// Of CSV that is not empty: the table that all inputs are parts of.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub csv: Option<CsvTable>,
+    /// Columns that the inputs' folders name; each input has its values.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub partitions: Vec<PartitionColumn>,
+    /// Columns that some of the inputs lack, and that are null there.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub absent: Vec<String>,
+    /// Files that could not be read when the job was planned, and are no inputs.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub skipped: Vec<SkippedFile>,
+    /// Of a job that takes only the first so many rows.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub limit: Option<u64>,
+    /// Of a job that takes a sample of the rows: how they were drawn. Which ones they are, its shards say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sample: Option<Sample>,
+}
+
+/// A file that could not be read.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct SkippedFile {
+    /// Full URL.
+    pub url: String,
+    pub size: u64,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub etag: Option<String>,
+    pub why: String,
+}
+
+impl SkippedFile {
+    pub(super) fn new(file: &PinnedFile, why: &str) -> SkippedFile {
+        SkippedFile {
+            url: file.location.url.to_string(),
+            size: file.size,
+            etag: file.etag.clone(),
+            why: why.chars().take(WHY_CHARS_MAX).collect(),
+        }
+    }
+
+    /// The file and what is wrong with it.
+    pub fn line(&self) -> String {
+        format!("`{}`: {}", display_name(&self.url), self.why)
+    }
+
+    /// How many there are, and the first of them; `None`: there are none.
+    pub fn summary(files: &[SkippedFile]) -> Option<String> {
+        let first: Vec<String> = files.iter().take(NAMED_MAX).map(SkippedFile::line).collect();
+        let more = match files.len() - first.len() {
+            0 => String::new(),
+            more => format!("; and {more} more"),
+        };
+        let noun = if files.len() == 1 { "input" } else { "inputs" };
+        (!first.is_empty()).then(|| {
+            format!(
+                "{} {noun} cannot be read and are left out: {}{more}",
+                files.len(),
+                first.join("; ")
+            )
+        })
+    }
+}
+
+impl Layout {
+    /// Does it say what a gristmill that knows tables of CSV alone would leave out?
+    pub fn is_new(&self) -> bool {
+        let Layout {
+            csv: _,
+            partitions,
+            absent,
+            skipped,
+            limit,
+            sample,
+        } = self;
+        !(partitions.is_empty() && absent.is_empty() && skipped.is_empty() && limit.is_none() && sample.is_none())
+    }
+
+    /// Is it a column that no file has: one that folders name, or the place of a drawn row?
+    pub fn is_added(&self, name: &str) -> bool {
+        let is_place = self.sample.is_some() && name == INPUT_ROW;
+        is_place || self.partitions.iter().any(|column| column.name == name)
+    }
+
+    /// What the types cannot say, of a record with these inputs; a line that says what is wrong.
+    pub fn check(&self, inputs: &[InputFile]) -> Result<(), String> {
+        if let Some(table) = &self.csv {
+            table.check().map_err(|why| format!("its CSV table has {why}"))?;
+        }
+        if self.partitions.len() > partitions::COLUMNS_MAX {
+            return Err(format!("it has {} columns in folders", self.partitions.len()));
+        }
+        let is_long = |file: &SkippedFile| file.url.len() > TEXT_BYTES_MAX || file.why.len() > TEXT_BYTES_MAX;
+        if self.skipped.iter().any(is_long) || self.absent.iter().any(|name| name.len() > TEXT_BYTES_MAX) {
+            return Err(format!(
+                "it names a file or a column by more than {TEXT_BYTES_MAX} bytes"
+            ));
+        }
+        let checked = inputs
+            .iter()
+            .map(|input| partitions::check(&self.partitions, &input.partition));
+        checked
+            .zip(0..)
+            .try_for_each(|(checked, number)| checked.map_err(|why: String| format!("input {number} has {why}")))
+    }
+}

@@ -1,0 +1,90 @@
+//! What a job says of its inputs, besides where they are and of which format.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use super::filter;
+use super::sample::Sample;
+
+/// Options of a job's inputs. Their names are those of the job file.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct InputOptions {
+    /// Folders named `column=value` are columns.
+    #[serde(default = "yes", skip_serializing_if = "is_yes")]
+    pub hive: bool,
+    /// Which values of such columns a file must have: see [`super::filter`].
+    #[serde(default, rename = "where", skip_serializing_if = "Map::is_empty")]
+    pub filter: Map<String, Value>,
+    #[serde(default, skip_serializing_if = "MissingColumns::is_error")]
+    pub missing_columns: MissingColumns,
+    /// Files that cannot be read are left out.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub skip_unreadable: bool,
+    /// Most rows of the job: the first ones.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub limit: Option<u64>,
+    /// Rows that are drawn from all.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sample: Option<Sample>,
+}
+
+/// What becomes of a column that the job needs and a file lacks.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum MissingColumns {
+    /// The job is refused.
+    #[default]
+    Error,
+    /// It is null in the rows of that file; one that no file has is refused all the same.
+    Nulls,
+}
+
+impl MissingColumns {
+    fn is_error(&self) -> bool {
+        *self == MissingColumns::Error
+    }
+}
+
+impl Default for InputOptions {
+    fn default() -> InputOptions {
+        InputOptions {
+            hive: true,
+            filter: Map::new(),
+            missing_columns: MissingColumns::Error,
+            skip_unreadable: false,
+            limit: None,
+            sample: None,
+        }
+    }
+}
+
+impl InputOptions {
+    /// Are these what a job can ask for? The field at fault, and what goes behind its name.
+    pub fn check(&self) -> Result<(), (String, String)> {
+        filter::check(&self.filter)?;
+        if !self.hive && !self.filter.is_empty() {
+            let why = "asks for columns that folders name, and `input.hive` is false";
+            return Err(("input.where".into(), why.into()));
+        }
+        if let Some(sample) = &self.sample {
+            sample.check().map_err(|why| ("input.sample".to_string(), why))?;
+            if self.limit.is_some() {
+                let why = "draws from all rows, and `input.limit` takes the first; give one of them";
+                return Err(("input.sample".into(), why.into()));
+            }
+        }
+        match self.limit {
+            Some(0) => Err(("input.limit".into(), "is 0; it must be at least 1".into())),
+            _ => Ok(()),
+        }
+    }
+}
+
+fn yes() -> bool {
+    true
+}
+
+fn is_yes(flag: &bool) -> bool {
+    *flag
+}

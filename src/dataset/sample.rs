@@ -1,0 +1,254 @@
+//! `input.sample`: rows drawn from the whole input, the same ones whoever plans it and on however many workers it runs.
+//!
+//! A row is drawn by a number made of the seed and its place in the whole input: by a fraction where that number is small enough, by
+//! a count where it is among the smallest. What is drawn stands in the record, row by row, as picks of the planned segments.
+
+use std::collections::BinaryHeap;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use super::plan::{Segment, Shard};
+
+/// The column that says which row of the whole input a drawn row is.
+pub const INPUT_ROW: &str = "input_row";
+
+/// Most rows that are drawn: the record names each of them.
+pub const DRAWN_MAX: u64 = 10_000_000;
+
+/// Most planned shards that one of drawn rows takes in: a worker reads over all of their rows.
+const JOINED_MAX: usize = 64;
+
+/// Rows to draw: a number of them or a fraction of all.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Sample {
+    /// So many rows; all where there are fewer.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rows: Option<u64>,
+    /// About this part of all rows, more than 0 and at most 1.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fraction: Option<f64>,
+    /// Another seed draws other rows.
+    #[serde(default)]
+    pub seed: u64,
+}
+
+impl Sample {
+    /// Is it one that can be drawn? What goes behind the field's name where it is not.
+    pub fn check(&self) -> Result<(), String> {
+        match (self.rows, self.fraction) {
+            (Some(0), None) => Err("has `rows: 0`; it must be at least 1".into()),
+            (Some(rows), None) if rows > DRAWN_MAX => Err(format!("has `rows: {rows}`, more than {DRAWN_MAX}")),
+            (Some(_), None) => Ok(()),
+            (None, Some(part)) if part > 0.0 && part <= 1.0 => Ok(()),
+            (None, Some(part)) => Err(format!("has `fraction: {part}`; it must be more than 0 and at most 1")),
+            _ => Err("needs one of `rows` and `fraction`".into()),
+        }
+    }
+
+    /// The rows that are drawn of `total`, in order.
+    fn drawn(&self, total: u64) -> Result<Vec<u64>, String> {
+        if let Some(part) = self.fraction {
+            // Of 2^64 numbers, so many are small enough.
+            let below = part * 2f64.powi(64);
+            let rows = (0..total).filter(|row| (number(self.seed, *row) as f64) < below);
+            let rows: Vec<u64> = rows.take(DRAWN_MAX as usize + 1).collect();
+            return match rows.len() as u64 > DRAWN_MAX {
+                true => Err(format!(
+                    "`input.sample` draws more than {DRAWN_MAX} rows, and the record names each of them; draw fewer"
+                )),
+                false => Ok(rows),
+            };
+        }
+        let count = self.rows.unwrap_or(0).min(total) as usize;
+        let mut smallest = BinaryHeap::with_capacity(count + 1);
+        for row in 0..total {
+            smallest.push((number(self.seed, row), row));
+            if smallest.len() > count {
+                smallest.pop();
+            }
+        }
+        let mut rows: Vec<u64> = smallest.into_iter().map(|(_, row)| row).collect();
+        rows.sort_unstable();
+        Ok(rows)
+    }
+
+    /// Shards of the drawn rows alone: the first `most` of them, at most `shard_rows` in one. `shards`: of the whole input.
+    pub fn draw(&self, shards: Vec<Shard>, most: u64, shard_rows: u64) -> Result<Vec<Shard>, String> {
+        let total = shards.last().map_or(0, |shard| shard.first_row + shard.rows);
+        let drawn = self.drawn(total)?;
+        let mut drawn = drawn
+            .into_iter()
+            .take(usize::try_from(most).unwrap_or(usize::MAX))
+            .peekable();
+        let mut joined = Joined::default();
+        for shard in shards {
+            if drawn.peek().is_none() {
+                break;
+            }
+            let mut at = shard.first_row;
+            let mut picked = Vec::with_capacity(shard.segments.len());
+            for segment in shard.segments {
+                let end = at + segment.rows;
+                let mut picks = Vec::new();
+                while let Some(row) = drawn.next_if(|row| *row < end) {
+                    picks.push(u32::try_from(row - at).map_err(|_| "a segment of too many rows")?);
+                }
+                at = end;
+                picked.push(Segment {
+                    picks: Some(picks),
+                    ..segment
+                });
+            }
+            joined.add(picked, shard_rows);
+        }
+        Ok(joined.finish())
+    }
+}
+
+/// A number for a row: that of a counter, mixed until each bit depends on all (the finalizer of SplitMix64, once for the seed and once for the row).
+fn number(seed: u64, row: u64) -> u64 {
+    fn mixed(mut x: u64) -> u64 {
+        x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        x ^ (x >> 31)
+    }
+    mixed(mixed(seed) ^ mixed(row).rotate_left(32))
+}
+
+/// Planned shards of few drawn rows, joined.
+#[derive(Default)]
+struct Joined {
+    shards: Vec<Shard>,
+    open: Vec<Segment>,
+    /// Drawn rows in the open shard, and planned shards that it takes in.
+    rows: u64,
+    parts: usize,
+    next: u64,
+}
+
+impl Joined {
+    fn add(&mut self, segments: Vec<Segment>, shard_rows: u64) {
+        let rows: u64 = segments.iter().map(Segment::taken).sum();
+        if self.rows > 0 && (self.rows + rows > shard_rows || self.parts >= JOINED_MAX) {
+            self.close();
+        }
+        self.rows += rows;
+        self.parts += 1;
+        for segment in segments {
+            match self
+                .open
+                .last_mut()
+                .filter(|last| last.input == segment.input && u32::try_from(last.rows + segment.rows).is_ok())
+            {
+                Some(last) => {
+                    let before = last.rows as u32;
+                    let picks = segment.picks.into_iter().flatten().map(|pick| before + pick);
+                    last.picks.get_or_insert_default().extend(picks);
+                    last.rows += segment.rows;
+                    if let (Some(have), Some(more)) = (&mut last.bytes, segment.bytes) {
+                        have.1 = more.1;
+                    }
+                }
+                None => self.open.push(segment),
+            }
+        }
+    }
+
+    fn close(&mut self) {
+        let shard = Shard {
+            first_row: self.next,
+            rows: self.rows,
+            segments: std::mem::take(&mut self.open),
+        };
+        self.next += self.rows;
+        (self.rows, self.parts) = (0, 0);
+        self.shards.push(shard);
+    }
+
+    fn finish(mut self) -> Vec<Shard> {
+        // Behind the last drawn row nothing is read; without any there is one shard without rows.
+        if self.rows > 0 || self.shards.is_empty() {
+            if self.rows == 0 {
+                self.open.clear();
+            }
+            self.close();
+        }
+        self.shards
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn of(rows: Option<u64>, fraction: Option<f64>, seed: u64) -> Sample {
+        Sample { rows, fraction, seed }
+    }
+
+    #[test]
+    fn rows_and_fractions_are_drawn_evenly_and_again() {
+        let thousand = of(Some(1000), None, 7).drawn(100_000).unwrap();
+        assert_eq!(thousand.len(), 1000);
+        assert_eq!(thousand, of(Some(1000), None, 7).drawn(100_000).unwrap());
+        assert_ne!(thousand, of(Some(1000), None, 8).drawn(100_000).unwrap());
+        let tenth = of(None, Some(0.1), 7).drawn(100_000).unwrap();
+        assert!((9_500..10_500).contains(&tenth.len()), "{}", tenth.len());
+        // Each tenth of the input has about its share.
+        for part in 0..10 {
+            let of_part = tenth.iter().filter(|row| **row / 10_000 == part).count();
+            assert!((850..1_150).contains(&of_part), "{part}: {of_part}");
+        }
+        assert_eq!(of(None, Some(1.0), 1).drawn(1000).unwrap().len(), 1000);
+        assert_eq!(of(Some(10), None, 1).drawn(3).unwrap(), [0, 1, 2]);
+        // These rows stand in records: they stay what they are.
+        assert_eq!(of(Some(6), None, 3).drawn(20).unwrap(), [0, 4, 6, 10, 14, 15]);
+        for bad in [
+            of(None, None, 0),
+            of(Some(1), Some(0.5), 0),
+            of(Some(0), None, 0),
+            of(None, Some(0.0), 0),
+            of(None, Some(f64::NAN), 0),
+        ] {
+            assert!(bad.check().is_err(), "{bad:?}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn shards_hold_the_drawn_rows_in_order(
+            sizes in prop::collection::vec(1u64..40, 1..60), count in 1u64..200, shard_rows in 1u64..30, most in 1u64..200, seed: u64,
+        ) {
+            // Every third shard begins another input.
+            let (mut shards, mut at, mut in_input) = (Vec::new(), 0, 0);
+            for (n, rows) in sizes.iter().enumerate() {
+                if n % 3 == 0 {
+                    in_input = 0;
+                }
+                let segment = Segment { input: (n / 3) as u32, first_row: in_input, rows: *rows, bytes: Some((in_input, in_input + rows)), line: None, picks: None };
+                shards.push(Shard { first_row: at, rows: *rows, segments: vec![segment] });
+                (at, in_input) = (at + rows, in_input + rows);
+            }
+            let sample = of(Some(count), None, seed);
+            let expected: Vec<u64> = sample.drawn(at).unwrap().into_iter().take(most as usize).collect();
+            let starts: Vec<u64> = shards.iter().filter(|s| s.segments[0].first_row == 0).map(|s| s.first_row).collect();
+            let drawn = sample.draw(shards, most, shard_rows.max(40)).unwrap();
+            let (mut next, mut found) = (0, Vec::new());
+            for shard in &drawn {
+                prop_assert_eq!(shard.first_row, next);
+                next += shard.rows;
+                prop_assert!(shard.rows > 0 && shard.rows <= shard_rows.max(40));
+                for segment in &shard.segments {
+                    prop_assert_eq!(segment.bytes.unwrap(), (segment.first_row, segment.first_row + segment.rows));
+                    let picks = segment.picks.as_ref().unwrap();
+                    prop_assert!(picks.iter().all(|pick| u64::from(*pick) < segment.rows));
+                    found.extend(picks.iter().map(|pick| starts[segment.input as usize] + segment.first_row + u64::from(*pick)));
+                }
+            }
+            prop_assert_eq!(found, expected);
+        }
+    }
+}

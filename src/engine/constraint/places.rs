@@ -1,0 +1,119 @@
+//! The schemas within a JSON Schema, each with its place: which keywords have schemas for values, which schemas by names, and which data.
+
+use std::collections::HashSet;
+
+use serde_json::{Map, Value};
+
+use crate::engine::constraint::schema::target;
+
+/// Keywords whose values are data.
+pub(super) const DATA: [&str; 4] = ["const", "enum", "default", "examples"];
+/// Keywords whose values are schemas by names, which may be a keyword's.
+pub(super) const BY_NAME: [&str; 4] = ["properties", "patternProperties", "$defs", "definitions"];
+
+/// Longest pointer that a line shows, in characters.
+const POINTER_CHARS_MAX: usize = 120;
+
+/// The schemas within one, itself first.
+pub(super) struct Places<'a>(Vec<Place<'a>>);
+
+/// A schema, and where it stands.
+struct Place<'a> {
+    members: &'a Map<String, Value>,
+    way: Way<'a>,
+}
+
+/// How a schema is come to.
+enum Way<'a> {
+    Root,
+    /// A `$ref` names it, which may be anywhere.
+    Named(&'a str),
+    /// In a keyword's value of the schema with this number.
+    Below {
+        up: usize,
+        keyword: &'a str,
+        inner: Inner<'a>,
+    },
+}
+
+enum Inner<'a> {
+    Itself,
+    Name(&'a str),
+    Item(usize),
+}
+
+impl<'a> Places<'a> {
+    /// Each schema once, however many `$ref`s name it.
+    pub fn of(root: &'a Value) -> Places<'a> {
+        let mut found: Vec<Place> = Vec::new();
+        let mut seen: HashSet<*const Map<String, Value>> = HashSet::new();
+        let mut open = vec![(root, Way::Root)];
+        while let Some((schema, way)) = open.pop() {
+            let Value::Object(members) = schema else {
+                continue;
+            };
+            if !seen.insert(members) {
+                continue;
+            }
+            let up = found.len();
+            let below = |keyword: &'a str, inner| Way::Below { up, keyword, inner };
+            for (keyword, value) in members {
+                match value {
+                    _ if DATA.contains(&keyword.as_str()) => {}
+                    Value::Object(named) if BY_NAME.contains(&keyword.as_str()) => {
+                        let named = named.iter();
+                        open.extend(named.map(|(name, schema)| (schema, below(keyword, Inner::Name(name)))));
+                    }
+                    Value::Array(items) => {
+                        let items = items.iter().enumerate();
+                        open.extend(items.map(|(at, schema)| (schema, below(keyword, Inner::Item(at)))));
+                    }
+                    Value::String(name) if keyword == "$ref" => {
+                        open.extend(target(root, name).map(|schema| (schema, Way::Named(name))));
+                    }
+                    value => open.push((value, below(keyword, Inner::Itself))),
+                }
+            }
+            found.push(Place { members, way });
+        }
+        Places(found)
+    }
+
+    /// The keywords of each schema, with its number.
+    pub fn iter(&self) -> impl Iterator<Item = (usize, &'a Map<String, Value>)> {
+        self.0.iter().map(|place| place.members).enumerate()
+    }
+
+    /// Where the schema with this number stands, for a line: a JSON pointer.
+    pub fn shown(&self, number: usize) -> String {
+        let mut parts = Vec::new();
+        let mut at = &self.0[number].way;
+        loop {
+            match at {
+                Way::Root => break,
+                Way::Named(name) => {
+                    parts.push(name.trim_start_matches("#/").to_string());
+                    break;
+                }
+                Way::Below { up, keyword, inner } => {
+                    match inner {
+                        Inner::Itself => {}
+                        Inner::Name(name) => parts.push(name.replace('~', "~0").replace('/', "~1")),
+                        Inner::Item(at) => parts.push(at.to_string()),
+                    }
+                    parts.push(keyword.replace('~', "~0").replace('/', "~1"));
+                    at = &self.0[*up].way;
+                }
+            }
+        }
+        if parts.is_empty() {
+            return "its top".into();
+        }
+        parts.reverse();
+        let pointer = format!("/{}", parts.join("/"));
+        match pointer.char_indices().nth(POINTER_CHARS_MAX) {
+            Some((end, _)) => format!("`{}…`", &pointer[..end]),
+            None => format!("`{pointer}`"),
+        }
+    }
+}

@@ -1,0 +1,354 @@
+//! Values that a job file leaves open: `${name}` by `--set name=value`, `${env:NAME}` from the environment.
+//!
+//! They are filled into texts of the parsed file, never into its source, so that no value can add a field. `$${name}` stands for the
+//! text `${name}` itself; any other `$` (such as `${{ price }}`) is left as it is.
+
+use std::collections::BTreeMap;
+
+use serde_json::Value;
+
+use super::suggest;
+
+/// Most bytes that the texts of one job file may grow to.
+const FILLED_BYTES_MAX: usize = 4 << 20;
+
+/// The values of one command.
+#[derive(Debug, Clone, Default)]
+pub struct Parameters {
+    given: BTreeMap<String, String>,
+    /// Stands in for the environment in tests.
+    environment: Option<BTreeMap<String, String>>,
+}
+
+/// What was filled in.
+#[derive(Debug, Default, PartialEq)]
+pub(super) struct Filled {
+    /// Paths of texts in which something was.
+    pub fields: Vec<String>,
+    /// Paths of texts that were one parameter and nothing else: their fields may want a number.
+    pub whole: Vec<String>,
+}
+
+impl Parameters {
+    /// # Errors
+    /// A name that is given twice, or that no `${…}` can hold.
+    pub fn new(given: &[(String, String)]) -> Result<Parameters, String> {
+        let mut parameters = Parameters::default();
+        for (name, value) in given {
+            if !is_name(name) {
+                return Err(format!(
+                    "`--set {name}=…`: a parameter's name is made of letters, digits and `_`, and begins with no digit"
+                ));
+            }
+            if value.is_empty() {
+                return Err(format!(
+                    "`--set {name}=` has no value: is a variable of the shell not set?"
+                ));
+            }
+            if parameters.given.insert(name.clone(), value.clone()).is_some() {
+                return Err(format!("`--set {name}=…` is given twice"));
+            }
+        }
+        Ok(parameters)
+    }
+
+    /// Begins to fill them into one job file.
+    pub(super) fn filling(&self) -> Filling<'_> {
+        Filling {
+            parameters: self,
+            used: Vec::new(),
+            bytes: 0,
+            filled: Filled::default(),
+        }
+    }
+
+    fn value_of(&self, name: &str) -> Result<String, String> {
+        let Some(variable) = name.strip_prefix("env:") else {
+            return self.given.get(name).cloned().ok_or_else(|| {
+                format!(
+                    "`${{{name}}}` has no value: give it with `--set {name}=…` (`$${{{name}}}` stands for the text itself){}",
+                    suggest(name, self.given.keys().map(String::as_str))
+                )
+            });
+        };
+        if may_be_secret(variable) {
+            return Err(format!(
+                "`${{{name}}}`: by its name `{variable}` may be a secret, and parameters stand in the job's record for all to read"
+            ));
+        }
+        let found = match &self.environment {
+            Some(environment) => Ok(environment.get(variable).cloned()),
+            None => match std::env::var(variable) {
+                Ok(value) => Ok(Some(value)),
+                Err(std::env::VarError::NotPresent) => Ok(None),
+                Err(std::env::VarError::NotUnicode(_)) => Err(()),
+            },
+        };
+        match found {
+            Ok(Some(value)) if value.is_empty() => {
+                Err(format!("`${{{name}}}`: the environment's `{variable}` is empty"))
+            }
+            Ok(Some(value)) => Ok(value),
+            Ok(None) => Err(format!(
+                "`${{{name}}}`: the environment has no `{variable}` (`$${{{name}}}` stands for the text itself)"
+            )),
+            Err(()) => Err(format!("`${{{name}}}`: the environment's `{variable}` is not UTF-8")),
+        }
+    }
+}
+
+/// Fills parameters into the texts of one job file.
+pub(super) struct Filling<'a> {
+    parameters: &'a Parameters,
+    /// Names that were met.
+    used: Vec<String>,
+    bytes: usize,
+    filled: Filled,
+}
+
+impl Filling<'_> {
+    /// Fills every text of `value`, which stands at `path`.
+    pub fn value(&mut self, value: &mut Value, path: &str) -> Result<(), String> {
+        match value {
+            Value::String(text) if text.contains("${") => {
+                let place = |why| match path {
+                    "" => why,
+                    path => format!("`{path}`: {why}"),
+                };
+                let (filled, is_whole) = self.text(text).map_err(place)?;
+                if filled != *text {
+                    self.filled.fields.push(path.to_string());
+                    if is_whole {
+                        self.filled.whole.push(path.to_string());
+                    }
+                }
+                *text = filled;
+                Ok(())
+            }
+            Value::Array(items) => items
+                .iter_mut()
+                .enumerate()
+                .try_for_each(|(i, item)| self.value(item, &format!("{path}[{i}]"))),
+            Value::Object(fields) => fields.iter_mut().try_for_each(|(key, field)| match path {
+                "" => self.value(field, key),
+                path => self.value(field, &format!("{path}.{key}")),
+            }),
+            _ => Ok(()),
+        }
+    }
+
+    /// What was filled in.
+    ///
+    /// # Errors
+    /// A value was given for a name that the file does not have.
+    pub fn end(self) -> Result<Filled, String> {
+        match self.parameters.given.keys().find(|name| !self.used.contains(name)) {
+            None => Ok(self.filled),
+            Some(name) => {
+                let near = suggest(name, self.used.iter().map(String::as_str));
+                Err(format!(
+                    "no text of the file has `${{{name}}}`, which `--set {name}=…` is for{near}"
+                ))
+            }
+        }
+    }
+
+    /// The text with its parameters' values, and whether it was one parameter alone.
+    pub fn text(&mut self, text: &str) -> Result<(String, bool), String> {
+        let mut out = String::new();
+        let mut rest = text;
+        let mut is_whole = false;
+        while let Some(at) = rest.find("${") {
+            let Some(name) = name_at(&rest[at..]) else {
+                out.push_str(&rest[..at + 2]);
+                rest = &rest[at + 2..];
+                continue;
+            };
+            let end = at + "${}".len() + name.len();
+            match rest[..at].strip_suffix('$') {
+                Some(before) => {
+                    out.push_str(before);
+                    out.push_str(&rest[at..end]);
+                }
+                None => {
+                    let value = self.parameters.value_of(name)?;
+                    self.bytes += value.len();
+                    if self.bytes > FILLED_BYTES_MAX {
+                        return Err(format!("parameters fill in more than {FILLED_BYTES_MAX} bytes"));
+                    }
+                    out.push_str(&rest[..at]);
+                    out.push_str(&value);
+                    is_whole = at == 0 && end == text.len();
+                    if !self.used.iter().any(|used| used == name) {
+                        self.used.push(name.to_string());
+                    }
+                }
+            }
+            rest = &rest[end..];
+        }
+        out.push_str(rest);
+        Ok((out, is_whole))
+    }
+}
+
+/// The name in `${name}` or `${env:NAME}` at the beginning of `text`.
+fn name_at(text: &str) -> Option<&str> {
+    let (inner, _) = text.strip_prefix("${")?.split_once('}')?;
+    is_name(inner.strip_prefix("env:").unwrap_or(inner)).then_some(inner)
+}
+
+/// Whether a variable's name says that it holds a secret.
+fn may_be_secret(variable: &str) -> bool {
+    let words = [
+        "PASSWORD",
+        "PASSWD",
+        "SECRET",
+        "TOKEN",
+        "KEY",
+        "KEYS",
+        "CREDENTIAL",
+        "CREDENTIALS",
+    ];
+    variable
+        .to_ascii_uppercase()
+        .split('_')
+        .any(|word| words.contains(&word))
+}
+
+fn is_name(word: &str) -> bool {
+    word.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_')
+        && word.chars().all(|c| c.is_ascii_alphanumeric() || c == '_')
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn parameters(given: &[(&str, &str)]) -> Parameters {
+        let given: Vec<_> = given.iter().map(|(n, v)| (n.to_string(), v.to_string())).collect();
+        Parameters {
+            environment: Some(
+                [("TEAM", "red"), ("NOTHING", "")]
+                    .map(|(n, v)| (n.to_string(), v.to_string()))
+                    .into(),
+            ),
+            ..Parameters::new(&given).unwrap()
+        }
+    }
+
+    fn fill(content: &mut Value, given: &[(&str, &str)]) -> Result<Filled, String> {
+        let parameters = parameters(given);
+        let mut filling = parameters.filling();
+        filling.value(content, "")?;
+        filling.end()
+    }
+
+    fn filled(text: &str, given: &[(&str, &str)]) -> Result<String, String> {
+        let mut content = json!({"output": {"uri": text}});
+        fill(&mut content, given)?;
+        Ok(content["output"]["uri"].as_str().unwrap().to_string())
+    }
+
+    #[test]
+    fn values_are_filled_into_texts() {
+        let date = [("date", "2026-11-24")];
+        for (text, want) in [
+            ("s3://labels/${date}/", "s3://labels/2026-11-24/"),
+            ("${date}${date}", "2026-11-242026-11-24"),
+            ("${env:TEAM}-${date}", "red-2026-11-24"),
+            ("$${date} ${date}", "${date} 2026-11-24"),
+            ("$${env:TEAM} ${date}", "${env:TEAM} 2026-11-24"),
+            (
+                "${date} costs ${{ price }} or ${a b} or $x ${",
+                "2026-11-24 costs ${{ price }} or ${a b} or $x ${",
+            ),
+            ("{{ date }} ${date}", "{{ date }} 2026-11-24"),
+            ("€${date}€", "€2026-11-24€"),
+        ] {
+            assert_eq!(filled(text, &date).as_deref(), Ok(want), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_value_is_not_filled_again() {
+        let given = [("a", "${b} $${b} ${env:TEAM}"), ("b", "x")];
+        assert_eq!(filled("${a}|${b}", &given).unwrap(), "${b} $${b} ${env:TEAM}|x");
+    }
+
+    #[test]
+    fn what_is_missing_or_left_over_is_named() {
+        for (text, given, want) in [
+            ("x", &[("date", "1")][..], "no text of the file has `${date}`"),
+            (
+                "${dat}",
+                &[("date", "1")],
+                "`output.uri`: `${dat}` has no value: give it with `--set dat=…`",
+            ),
+            ("${dat}", &[("date", "1")], "did you mean `date`?"),
+            ("${env:NOTHING}", &[], "the environment's `NOTHING` is empty"),
+            ("${env:NOBODY_SET}", &[], "the environment has no `NOBODY_SET`"),
+        ] {
+            let error = filled(text, given).unwrap_err();
+            assert!(error.contains(want), "{error}");
+        }
+        // Another parameter's value is no use of it.
+        let error = filled("${a}", &[("a", "${b}"), ("b", "1")]).unwrap_err();
+        assert!(error.contains("`--set b=…`"), "{error}");
+    }
+
+    #[test]
+    fn secrets_of_the_environment_are_no_parameters() {
+        for secret in [
+            "GRISTMILL_SIGNING_KEY",
+            "GRISTMILL_QUEUE_PASSWORD",
+            "AWS_SECRET_ACCESS_KEY",
+            "AWS_SESSION_TOKEN",
+            "GRISTMILL_KAFKA_SASL_PASSWORD",
+            "hf_token",
+        ] {
+            let error = filled(&format!("${{env:{secret}}}"), &[]).unwrap_err();
+            assert!(error.contains("may be a secret"), "{error}");
+        }
+        assert_eq!(filled("${env:TEAM}", &[]).unwrap(), "red");
+        assert!(!may_be_secret("MONKEY") && !may_be_secret("DATE"));
+    }
+
+    #[test]
+    fn names_are_words_and_given_once() {
+        let new = |names: &[&str]| {
+            Parameters::new(
+                &names
+                    .iter()
+                    .map(|n| (n.to_string(), "v".to_string()))
+                    .collect::<Vec<_>>(),
+            )
+        };
+        for wrong in ["", "1a", "a-b", "env:X", "a b", "ä"] {
+            assert!(new(&[wrong]).unwrap_err().contains("letters"), "{wrong}");
+        }
+        assert!(new(&["a", "a"]).unwrap_err().contains("twice"));
+        assert!(new(&["a", "_b1"]).is_ok());
+        let empty = Parameters::new(&[("date".into(), String::new())]).unwrap_err();
+        assert!(empty.contains("`--set date=` has no value"), "{empty}");
+    }
+
+    #[test]
+    fn a_text_of_one_parameter_is_told_from_others() {
+        let mut content = json!({"a": "${n}", "b": ["x${n}", "$${n}", "${n}${n}"], "c": {"d": "${n}"}, "${n}": 1});
+        let found = fill(&mut content, &[("n", "5")]).unwrap();
+        assert_eq!(found.whole, ["a", "c.d"]);
+        assert_eq!(found.fields, ["a", "b[0]", "b[1]", "b[2]", "c.d"]);
+        assert_eq!(
+            content,
+            json!({"a": "5", "b": ["x5", "${n}", "55"], "c": {"d": "5"}, "${n}": 1})
+        );
+    }
+
+    #[test]
+    fn what_is_filled_in_is_bounded() {
+        let mut content = json!(vec!["${a}"; 5000]);
+        let error = fill(&mut content, &[("a", &"x".repeat(1000))]).unwrap_err();
+        assert!(error.contains("more than"), "{error}");
+    }
+}

@@ -1,0 +1,163 @@
+//! Why rows failed: the messages that stand most often in published parts.
+
+use std::collections::{BTreeMap, HashMap};
+
+use arrow::array::{Array, AsArray, RecordBatch};
+use bytes::Bytes;
+use futures::TryStreamExt;
+use parquet::arrow::ProjectionMask;
+use serde::Serialize;
+
+use super::Ledger;
+use super::error::Result;
+use super::lines::lines;
+use super::record::Commit;
+use crate::dataset::part_in;
+use crate::dataset::row::RowStatus;
+
+/// Of the parts with the most failed rows, so many are read; larger ones than this are not.
+const PARTS_MAX: usize = 4;
+const PART_BYTES_MAX: u64 = 64 << 20;
+/// Messages that are named.
+const NAMED_MAX: usize = 3;
+
+/// The most frequent messages of rows that did not succeed.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+pub struct Failures {
+    /// Failed rows in the parts that were read.
+    pub looked_at: u64,
+    /// Most frequent first. Messages that differ in numbers alone count as one, and the first of them is shown.
+    pub most: Vec<Reason>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Reason {
+    pub message: String,
+    pub rows: u64,
+}
+
+impl Ledger {
+    /// The most frequent messages among published rows that are errored or invalid: of a few parts, so a sample of a large job.
+    pub async fn failures(&self) -> Result<Failures> {
+        let mut newest: BTreeMap<u32, Commit> = BTreeMap::new();
+        for generation in 0..=self.generation() {
+            let ledger = self.back_to(generation);
+            let mut blocks = std::pin::pin!(ledger.committed().await?);
+            while let Some((commits, _)) = blocks.try_next().await? {
+                newest.extend(commits.into_iter().map(|commit| (commit.shard, commit)));
+            }
+        }
+        let failed = |commit: &Commit| commit.tally.errored + commit.tally.invalid_output;
+        let mut parts: Vec<Commit> = newest.into_values().filter(|commit| failed(commit) > 0).collect();
+        parts.retain(|commit| commit.part.size <= PART_BYTES_MAX);
+        parts.sort_by_key(|commit| std::cmp::Reverse(failed(commit)));
+        let mut count = Count::default();
+        for commit in parts.iter().take(PARTS_MAX) {
+            let Some(bytes) = self.store().get(&commit.part.name, PART_BYTES_MAX).await? else {
+                continue;
+            };
+            // What is wrong with a part is for `verify` to say.
+            let _ = match self.job().part_extension.as_str() {
+                "jsonl" => count.lines(&bytes),
+                _ => part_in::quietly(|| count.parquet(&bytes)),
+            };
+        }
+        Ok(count.most())
+    }
+}
+
+/// Messages, by their text without its numbers. Pure.
+#[derive(Default)]
+struct Count {
+    rows: HashMap<String, Reason>,
+}
+
+impl Count {
+    fn add(&mut self, status: &str, message: &str) {
+        if ![RowStatus::Errored, RowStatus::InvalidOutput]
+            .iter()
+            .any(|one| one.as_str() == status)
+        {
+            return;
+        }
+        let mut alike: Vec<String> = message
+            .split(|c: char| c.is_ascii_digit())
+            .map(str::to_string)
+            .collect();
+        alike.dedup();
+        let first = || Reason {
+            message: message.to_string(),
+            rows: 0,
+        };
+        self.rows.entry(alike.join("0")).or_insert_with(first).rows += 1;
+    }
+
+    fn parquet(&mut self, bytes: &Bytes) -> Result<(), String> {
+        let unreadable = |error: &dyn std::fmt::Display| error.to_string();
+        let builder = part_in::open(bytes)?;
+        let mask = ProjectionMask::columns(builder.parquet_schema(), ["status", "error"]);
+        let reader = builder.with_projection(mask).build().map_err(|e| unreadable(&e))?;
+        for batch in reader {
+            let batch: RecordBatch = batch.map_err(|e| unreadable(&e))?;
+            let column = |name: &str| batch.column_by_name(name)?.as_string_opt::<i32>();
+            let (Some(status), Some(error)) = (column("status"), column("error")) else {
+                return Err("has other columns".into());
+            };
+            for row in (0..batch.num_rows()).filter(|&row| error.is_valid(row) && status.is_valid(row)) {
+                self.add(status.value(row), error.value(row));
+            }
+        }
+        Ok(())
+    }
+
+    fn lines(&mut self, bytes: &[u8]) -> Result<(), String> {
+        for line in lines(bytes)? {
+            let (_, line) = line?;
+            if let Some((status, message)) = line.failure() {
+                self.add(status, message);
+            }
+        }
+        Ok(())
+    }
+
+    fn most(self) -> Failures {
+        let mut most: Vec<Reason> = self.rows.into_values().collect();
+        most.sort_by(|a, b| b.rows.cmp(&a.rows).then_with(|| a.message.cmp(&b.message)));
+        let looked_at = most.iter().map(|reason| reason.rows).sum();
+        most.truncate(NAMED_MAX);
+        Failures { looked_at, most }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_that_differ_in_numbers_are_one() {
+        let mut count = Count::default();
+        for (status, message) in [
+            ("errored", "the prompt has 900 tokens, 512 fit"),
+            ("errored", "the prompt has 12345 tokens, 512 fit"),
+            ("errored", "column `text` is null"),
+            ("invalid_output", "no JSON"),
+            ("invalid_output", "no JSON"),
+            ("invalid_output", "no JSON"),
+            ("errored", "another"),
+            ("expired", "the job's deadline"),
+        ] {
+            count.add(status, message);
+        }
+        let found = count.most();
+        let named: Vec<(&str, u64)> = found.most.iter().map(|one| (one.message.as_str(), one.rows)).collect();
+        assert_eq!(
+            named,
+            [
+                ("no JSON", 3),
+                ("the prompt has 900 tokens, 512 fit", 2),
+                ("another", 1)
+            ]
+        );
+        assert_eq!(found.looked_at, 7);
+    }
+}

@@ -1,0 +1,240 @@
+//! Records that tell workers what to read and do: where a signing key is set they are signed for their place, and no other is taken.
+//!
+//! That is the job itself (its inputs, its model, its prompts), each retry (its rows, what it raises) and each order (stop, extend, pin).
+//! All else in a ledger is about answers, and leads a worker to objects of the same job alone: who can write there can spoil them.
+
+use bytes::Bytes;
+
+use super::Ledger;
+use super::error::{LedgerError, Result};
+use super::keys::JOB;
+use super::record::{Record, encode};
+use super::store::Store;
+use crate::signing::What;
+
+impl Ledger {
+    /// The bytes of a record that is signed for its place, `key`. Of a job that is signed, nobody who has no key writes one: who has one
+    /// would take it for a stranger's, and leave the job.
+    pub(super) fn encode_signed<R: Record>(&self, key: &str, record: &R) -> Result<Bytes> {
+        if self.inner.job_is_signed && !self.store().signing.is_on() {
+            return Err(LedgerError::stop(format!(
+                "job `{}` (`{}`) is signed, and no signing key is set here, which orders and retries of it need: set \
+                 `GRISTMILL_SIGNING_KEY` or `GRISTMILL_SIGNING_KEY_FILE`",
+                self.job().name,
+                self.store().url()
+            )));
+        }
+        Ok(self.store().sign(key, encode(record)?))
+    }
+}
+
+impl Store {
+    /// `bytes` of a record, signed for `key` of this output; as they are where no signing key is set.
+    pub(super) fn sign(&self, key: &str, bytes: Bytes) -> Bytes {
+        self.signing.sign(What::Record, &self.signed_place(key), bytes)
+    }
+
+    /// Whether the record in `bytes` was signed for `key` of this output.
+    pub(super) fn check_signature(&self, key: &str, bytes: &[u8]) -> Result<()> {
+        let Err(why) = self.signing.check(What::Record, &self.signed_place(key), bytes) else {
+            return Ok(());
+        };
+        let remedy = match key {
+            JOB => "add the key that it was signed with, or submit the job anew, to an output of its own",
+            _ => "add the key that it was signed with, or, where nobody who may give orders wrote it, remove it",
+        };
+        Err(LedgerError::damaged(format!("`{}` {why}: {remedy}", self.address(key))))
+    }
+
+    /// What a signature is bound to. The address, not a path: it is what messages call the output.
+    fn signed_place(&self, key: &str) -> String {
+        format!("{}/{key}", self.url().as_str().trim_end_matches('/'))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use object_store::ObjectStore;
+    use object_store::memory::InMemory;
+    use serde_json::json;
+
+    use super::super::order::{Order, StopWhy};
+    use super::super::record::{Generation, RetriedShard, Tally, VERSION};
+    use super::super::{Id, JobDraft, JobIdentity, Retry, RowSet};
+    use super::*;
+    use crate::dataset::location::Location;
+    use crate::dataset::plan::{Format, InputFile, Segment, Shard};
+    use crate::signing::Signing;
+
+    const KEY: &str = "0123456789abcdef0123456789abcdef";
+    const OTHER: &str = "another key, of thirty-two bytes";
+
+    /// The output `memory:///{name}` for somebody with these keys.
+    fn store(objects: &Arc<dyn ObjectStore>, name: &str, keys: &str) -> Store {
+        let location = Location {
+            store: objects.clone(),
+            path: name.into(),
+            url: format!("memory:///{name}").parse().unwrap(),
+        };
+        let mut store = Store::with_retry(&location, Retry::default()).unwrap();
+        store.signing = match keys {
+            "" => Signing::default(),
+            keys => Signing::with(keys).unwrap(),
+        };
+        store
+    }
+
+    fn draft() -> JobDraft {
+        let segment = Segment {
+            input: 0,
+            first_row: 0,
+            rows: 4,
+            bytes: None,
+            line: None,
+            picks: None,
+        };
+        JobDraft {
+            layout: Default::default(),
+            name: "signed".into(),
+            identity: JobIdentity {
+                job_hash: "job".into(),
+                model_hash: "model".into(),
+                tokenizer_hash: "tokenizer".into(),
+                template_hash: None,
+                kv_cache: None,
+                precision: "f32".into(),
+            },
+            resolved: json!({}),
+            inputs: vec![InputFile {
+                url: "memory:///in.parquet".into(),
+                format: Format::Parquet,
+                size: 1,
+                etag: None,
+                version: None,
+                sha256: None,
+                rows: 4,
+                compressed: None,
+                partition: Vec::new(),
+            }],
+            shards: vec![Shard {
+                first_row: 0,
+                rows: 4,
+                segments: vec![segment],
+            }],
+            columns: json!(null),
+            is_newer: false,
+            part_extension: "parquet".into(),
+            terms: Default::default(),
+            usd_per_hour: None,
+        }
+    }
+
+    async fn begun(store: Store) -> Ledger {
+        Ledger::create_or_resume_in(store, draft()).await.unwrap().0
+    }
+
+    /// What keeps the job at this store from being opened and its orders from being read.
+    async fn refusal(store: Store) -> Option<String> {
+        let opened = async { Ledger::open_in(store).await?.expect("a job").control().await };
+        match opened.await {
+            Ok(_) => None,
+            Err(LedgerError::Damaged { what }) => Some(what),
+            Err(other) => panic!("{other:?}"),
+        }
+    }
+
+    /// As [`refusal`], of somebody with the key, after `change` of the object at `key`.
+    async fn refusal_after(
+        objects: &Arc<dyn ObjectStore>,
+        key: &str,
+        change: impl Fn(String) -> String,
+    ) -> Option<String> {
+        let store = store(objects, "out", KEY);
+        let bytes = store.get(key, u64::MAX).await.unwrap().expect("it is there");
+        let text = String::from_utf8(bytes.to_vec()).unwrap();
+        store.replace(key, change(text).into()).await.unwrap();
+        let found = refusal(store.clone()).await;
+        store.replace(key, bytes).await.unwrap();
+        found
+    }
+
+    fn unsigned(text: String) -> String {
+        format!("{}}}\n", &text[..text.rfind(",\"signature\":").expect("it is signed")])
+    }
+
+    #[tokio::test]
+    async fn what_tells_workers_what_to_do_is_taken_from_who_has_the_key_alone() {
+        let objects: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
+        let ledger = begun(store(&objects, "out", KEY)).await;
+        let mut control = ledger.control().await.unwrap();
+        assert!(control.give(Order::stop(StopWhy::Cancelled, false)).await.unwrap());
+        let retry = Generation {
+            v: VERSION,
+            job: ledger.job().job.clone(),
+            generation: 1,
+            nonce: Id::random().unwrap(),
+            max_tokens: None,
+            shards: vec![RetriedShard {
+                shard: 0,
+                rows: RowSet::from_range(0..2),
+                tally: Tally {
+                    errored: 2,
+                    ..Tally::default()
+                },
+            }],
+            blocks: Vec::new(),
+        };
+        let key = ledger.keys().generation(1);
+        let bytes = ledger.written(&retry, &key).await.unwrap();
+        ledger.store().create(&key, bytes).await.unwrap();
+
+        for keys in [KEY, "", &format!("{OTHER}\n{KEY}")] {
+            assert_eq!(refusal(store(&objects, "out", keys)).await, None, "{keys}");
+        }
+        let why = refusal(store(&objects, "out", OTHER)).await.unwrap();
+        assert!(
+            why.contains("_gristmill/job.json") && why.contains("another key"),
+            "{why}"
+        );
+        let order = ledger.keys().control(0);
+        for (key, old, new) in [
+            (JOB, "in.parquet", "my.parquet"),
+            (&key, "\"generation\":1", "\"generation\":1,\"max_tokens\":9"),
+            (&order, "cancelled", "budget"),
+        ] {
+            let why = refusal_after(&objects, key, |text| text.replace(old, new))
+                .await
+                .expect(key);
+            assert!(why.contains(key) && why.contains("it was changed"), "{why}");
+            let why = refusal_after(&objects, key, unsigned).await.expect(key);
+            assert!(why.contains(key) && why.contains("is not signed"), "{why}");
+        }
+        // The same bytes elsewhere are another place's.
+        let (here, there) = (store(&objects, "out", KEY), store(&objects, "other", KEY));
+        let bytes = here.get(JOB, u64::MAX).await.unwrap().unwrap();
+        there.create(JOB, bytes).await.unwrap();
+        let bytes = here.get(JOB, u64::MAX).await.unwrap().unwrap();
+        assert!(
+            here.check_signature(&order, &bytes).is_err(),
+            "another key of the same output"
+        );
+        let why = refusal(there).await.unwrap();
+        assert!(why.contains("copied from another place"), "{why}");
+    }
+
+    #[tokio::test]
+    async fn who_has_no_key_gives_a_signed_job_no_order() {
+        let objects: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
+        begun(store(&objects, "out", KEY)).await;
+        let ledger = Ledger::open_in(store(&objects, "out", "")).await.unwrap().unwrap();
+        let mut control = ledger.control().await.unwrap();
+        let error = control.give(Order::stop(StopWhy::Cancelled, false)).await.unwrap_err();
+        assert!(error.to_string().contains("GRISTMILL_SIGNING_KEY"), "{error}");
+        assert_eq!(refusal(store(&objects, "out", KEY)).await, None, "nothing was written");
+        // Of a job that nobody signed, anybody gives orders.
+        let mut control = begun(store(&objects, "plain", "")).await.control().await.unwrap();
+        assert!(control.give(Order::stop(StopWhy::Cancelled, false)).await.unwrap());
+    }
+}

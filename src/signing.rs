@@ -1,0 +1,422 @@
+//! Signatures of what tells workers what to do: HMAC-SHA-256 with keys that whoever runs gristmill sets. Without a key nothing is signed,
+//! and nothing is asked for a signature.
+//!
+//! A signature is the last field of a record or message, written into the finished bytes: what is signed is every byte before that field,
+//! so nobody has to write the same JSON again to check it, and a reader without a key takes it for a field that it does not know. The
+//! place (which object of which output) is signed along, though it stands in no byte: a copy elsewhere has no signature.
+
+use std::ffi::OsString;
+use std::fmt;
+use std::path::Path;
+use std::sync::{Arc, OnceLock};
+
+use bytes::Bytes;
+use hmac::{Hmac, KeyInit, Mac};
+use schemars::Schema;
+use serde_json::json;
+use sha2::{Digest, Sha256};
+
+/// The keys themselves, one a line.
+const KEY: &str = "GRISTMILL_SIGNING_KEY";
+/// A file with the keys.
+const KEY_FILE: &str = "GRISTMILL_SIGNING_KEY_FILE";
+/// Shorter keys can be guessed: so many bytes does HMAC-SHA-256 itself have.
+const KEY_BYTES_MIN: usize = 32;
+/// More keys than this are no rotation: each costs one try.
+const KEYS_MAX: usize = 16;
+/// All keys together.
+const BYTES_MAX: u64 = 16 << 10;
+
+const FIELD: &str = ",\"signature\":\"";
+const END: &str = "\"}";
+/// Hex digits of a signature.
+const DIGITS: usize = 64;
+
+/// What a signature is for: one of a message never passes for one of a record.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum What {
+    /// An object of the ledger.
+    Record,
+    /// A message of a queue, whichever that is: all that a message means stands in it.
+    Message,
+}
+
+/// Why bytes are not taken for those of somebody who has the key; follows the name of what they are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Unsigned {
+    Missing,
+    Wrong,
+}
+
+impl fmt::Display for Unsigned {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Unsigned::Missing => "is not signed, and a signing key is set here",
+            Unsigned::Wrong => {
+                "has a signature that no signing key set here gives: it was changed, copied from another place, or signed with another key"
+            }
+        })
+    }
+}
+
+/// Keys in the order of their use: the first signs, all of them verify. Cheap to clone.
+#[derive(Clone, Default)]
+pub struct Signing {
+    keys: Arc<[Hmac<Sha256>]>,
+}
+
+impl fmt::Debug for Signing {
+    /// How many keys there are, and nothing of them.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Signing({} keys)", self.keys.len())
+    }
+}
+
+impl Signing {
+    /// By the environment of this process, as it was at the first call.
+    ///
+    /// # Errors
+    /// The keys cannot be read or used: one line, without them.
+    pub fn of_process() -> Result<Signing, String> {
+        static OF_PROCESS: OnceLock<Result<Signing, String>> = OnceLock::new();
+        let found = OF_PROCESS.get_or_init(|| Signing::of(std::env::var_os(KEY), std::env::var_os(KEY_FILE)));
+        found.clone()
+    }
+
+    /// By the values of the two variables. One that is set and empty is an error: a secret that did not arrive must not turn signing off.
+    fn of(keys: Option<OsString>, file: Option<OsString>) -> Result<Signing, String> {
+        match (keys, file) {
+            (None, None) => Ok(Signing::default()),
+            (Some(_), Some(_)) => Err(format!("`{KEY}` and `{KEY_FILE}` are both set: unset one of them")),
+            (Some(keys), None) => match keys.into_string() {
+                Ok(text) => Signing::with(&text).map_err(|why| format!("`{KEY}`: {why}")),
+                Err(_) => Err(format!("`{KEY}`: it is not UTF-8 text")),
+            },
+            (None, Some(path)) if path.is_empty() => {
+                Err(format!("`{KEY_FILE}` is set and empty: name a file, or unset it"))
+            }
+            (None, Some(path)) => {
+                let path = Path::new(&path);
+                let place = || format!("`{}`, which `{KEY_FILE}` names", path.display());
+                let text = crate::regular::read_text(path, BYTES_MAX)
+                    .map_err(|error| format!("cannot read {}: {error}", place()))?;
+                Signing::with(&text).map_err(|why| format!("{}: {why}", place()))
+            }
+        }
+    }
+
+    /// With these keys, one a line. Line ends at the end count for nothing.
+    ///
+    /// # Errors
+    /// Which line is no key, and why: without the key.
+    pub fn with(text: &str) -> Result<Signing, String> {
+        let lines: Vec<&str> = text.trim_end_matches(['\r', '\n']).lines().collect();
+        if lines.len() > KEYS_MAX {
+            return Err(format!(
+                "it has {} lines, and at most {KEYS_MAX} keys are used",
+                lines.len()
+            ));
+        }
+        let key = |(at, line): (usize, &&str)| {
+            let (number, length) = (at + 1, line.len());
+            if length < KEY_BYTES_MIN {
+                return Err(format!(
+                    "the key in line {number} has {length} bytes, and needs {KEY_BYTES_MIN} at least: `openssl rand -hex 32` makes one"
+                ));
+            }
+            if line.trim() != *line {
+                return Err(format!(
+                    "the key in line {number} begins or ends with white space: remove it"
+                ));
+            }
+            // HMAC takes keys of any length.
+            Hmac::<Sha256>::new_from_slice(line.as_bytes())
+                .map_err(|error| format!("the key in line {number}: {error}"))
+        };
+        match lines.is_empty() {
+            true => Err("it holds no key".into()),
+            false => lines
+                .iter()
+                .enumerate()
+                .map(key)
+                .collect::<Result<_, _>>()
+                .map(|keys| Signing { keys }),
+        }
+    }
+
+    pub fn is_on(&self) -> bool {
+        !self.keys.is_empty()
+    }
+
+    /// What to say of it at the start; `None`: no key is set.
+    pub fn line(&self) -> Option<String> {
+        match self.keys.len() {
+            0 => None,
+            1 => Some("signing is on: unsigned records and messages are refused".into()),
+            keys => Some(format!(
+                "signing is on, with {keys} keys: unsigned records and messages are refused"
+            )),
+        }
+    }
+
+    /// `json`, an object with fields in compact JSON and perhaps a line end, with a signature as its last field; as it is without a key.
+    pub fn sign(&self, what: What, place: &str, json: Bytes) -> Bytes {
+        let Some(key) = self.keys.first() else { return json };
+        let (body, end) = match json.strip_suffix(b"}\n") {
+            Some(body) => (body, "\n"),
+            None => (json.strip_suffix(b"}").unwrap_or(&json), ""),
+        };
+        let tag = mac(key, what, place, &Sha256::digest(body)).finalize().into_bytes();
+        let signature = crate::ledger::keys::hex(&tag);
+        [
+            body,
+            FIELD.as_bytes(),
+            signature.as_bytes(),
+            END.as_bytes(),
+            end.as_bytes(),
+        ]
+        .concat()
+        .into()
+    }
+
+    /// Whether `bytes` are as one of the keys signed them for that place. Without a key everything passes.
+    ///
+    /// # Errors
+    /// They are not.
+    pub fn check(&self, what: What, place: &str, bytes: &[u8]) -> Result<(), Unsigned> {
+        if !self.is_on() {
+            return Ok(());
+        }
+        let (body, tag) = parts(bytes).ok_or(Unsigned::Missing)?;
+        let digest = Sha256::digest(body);
+        // `verify_slice` takes the same time whichever byte differs.
+        let signed = |key| mac(key, what, place, &digest).verify_slice(&tag).is_ok();
+        match self.keys.iter().any(signed) {
+            true => Ok(()),
+            false => Err(Unsigned::Wrong),
+        }
+    }
+}
+
+/// The authenticated text: what it is for, the place, and the hash of the bytes, the first two with their lengths before them.
+fn mac(key: &Hmac<Sha256>, what: What, place: &str, digest: &[u8]) -> Hmac<Sha256> {
+    let mut mac = key.clone();
+    let kind = match what {
+        What::Record => "gristmill record 1",
+        What::Message => "gristmill message 1",
+    };
+    for text in [kind, place] {
+        mac.update(&(text.len() as u64).to_be_bytes());
+        mac.update(text.as_bytes());
+    }
+    mac.update(digest);
+    mac
+}
+
+/// What was signed, and the signature, where these bytes end in one.
+fn parts(bytes: &[u8]) -> Option<(&[u8], [u8; DIGITS / 2])> {
+    let bytes = bytes.strip_suffix(b"\n").unwrap_or(bytes);
+    let rest = bytes.strip_suffix(END.as_bytes())?;
+    let (rest, digits) = rest.split_at_checked(rest.len().checked_sub(DIGITS)?)?;
+    let body = rest.strip_suffix(FIELD.as_bytes())?;
+    let mut tag = [0; DIGITS / 2];
+    for (byte, pair) in tag.iter_mut().zip(digits.chunks_exact(2)) {
+        let pair = std::str::from_utf8(pair).ok().filter(|pair| !pair.contains('+'))?;
+        *byte = u8::from_str_radix(pair, 16).ok()?;
+    }
+    Some((body, tag))
+}
+
+/// Whether `bytes` bear a signature, whoever made it.
+pub fn is_signed(bytes: &[u8]) -> bool {
+    parts(bytes).is_some()
+}
+
+/// Adds the field to the JSON Schema of what may be signed.
+pub fn describe(schema: &mut Schema) {
+    let properties = schema.ensure_object().entry("properties").or_insert_with(|| json!({}));
+    if let Some(properties) = properties.as_object_mut() {
+        properties.insert(
+            "signature".into(),
+            json!({
+                "description": "Where a signing key was set: HMAC-SHA-256 of the place and of all bytes before this field, which is the last one.",
+                "type": "string",
+                "pattern": "^[0-9a-f]{64}$",
+            }),
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ONE: &str = "0123456789abcdef0123456789abcdef";
+    const TWO: &str = "another key, of thirty-two bytes";
+    const RECORD: &[u8] = b"{\"v\":1,\"name\":\"n\"}\n";
+
+    fn with(text: &str) -> Signing {
+        Signing::with(text).unwrap()
+    }
+
+    /// RFC 4231, test cases 1, 2 and 6.
+    #[test]
+    fn the_function_is_hmac_sha_256() {
+        let cases: [(&[u8], &[u8], &str); 3] = [
+            (
+                &[0x0b; 20],
+                b"Hi There",
+                "b0344c61d8db38535ca8afceaf0bf12b881dc200c9833da726e9376c2e32cff7",
+            ),
+            (
+                b"Jefe",
+                b"what do ya want for nothing?",
+                "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843",
+            ),
+            (
+                &[0xaa; 131],
+                b"Test Using Larger Than Block-Size Key - Hash Key First",
+                "60e431591ee0b67f0d8a26aacbf5b77f8e0bc6213728c5140546040f0ee37f54",
+            ),
+        ];
+        for (key, text, tag) in cases {
+            let mut mac = Hmac::<Sha256>::new_from_slice(key).unwrap();
+            mac.update(text);
+            assert_eq!(crate::ledger::keys::hex(&mac.finalize().into_bytes()), tag);
+        }
+    }
+
+    /// Made with Python's `hmac` and `hashlib`: what is signed must never change without another `gristmill record N`.
+    #[test]
+    fn a_signature_stays_what_it_was() {
+        let signed = with(ONE).sign(
+            What::Record,
+            "s3://b/out/_gristmill/job.json",
+            Bytes::from_static(RECORD),
+        );
+        let text = std::str::from_utf8(&signed).unwrap();
+        assert_eq!(
+            text,
+            "{\"v\":1,\"name\":\"n\",\"signature\":\"f1fc976ae5d6e8cde86c010b152ef39e933267de0b89478022ee6df42d0a5ec1\"}\n"
+        );
+        let signed = with(ONE).sign(What::Message, "", Bytes::from_static(b"{\"v\":1}"));
+        let text = std::str::from_utf8(&signed).unwrap();
+        assert_eq!(
+            text,
+            "{\"v\":1,\"signature\":\"ed8bab6eddb3b520ad4380dc6f01d266ff504b29314d102542486961769304c1\"}"
+        );
+    }
+
+    #[test]
+    fn what_is_signed_passes_in_its_place_and_nothing_else_does() {
+        let (signing, place) = (with(ONE), "s3://b/out/_gristmill/job.json");
+        let signed = signing.sign(What::Record, place, Bytes::from_static(RECORD));
+        assert_eq!(signing.check(What::Record, place, &signed), Ok(()));
+        let read: serde_json::Value = serde_json::from_slice(&signed).unwrap();
+        assert_eq!(read["name"], "n");
+        let wrong = Err(Unsigned::Wrong);
+        assert_eq!(signing.check(What::Message, place, &signed), wrong, "another purpose");
+        assert_eq!(
+            signing.check(What::Record, "s3://b/other/_gristmill/job.json", &signed),
+            wrong
+        );
+        assert_eq!(with(TWO).check(What::Record, place, &signed), wrong, "another key");
+        assert_eq!(signing.check(What::Record, place, RECORD), Err(Unsigned::Missing));
+        // No byte of it can be another one.
+        for at in 0..signed.len() {
+            let mut changed = signed.to_vec();
+            changed[at] ^= 1;
+            assert!(signing.check(What::Record, place, &changed).is_err(), "byte {at}");
+        }
+        for cut in 0..signed.len() - 1 {
+            assert!(
+                signing.check(What::Record, place, &signed[..cut]).is_err(),
+                "{cut} bytes"
+            );
+        }
+        let more = [&signed[..signed.len() - 2], b",\"name\":\"other\"}\n"].concat();
+        assert!(signing.check(What::Record, place, &more).is_err());
+    }
+
+    #[test]
+    fn where_the_place_ends_is_signed_too() {
+        let key = &with(ONE).keys[0];
+        let tag = |place: &str, digest: &[u8]| mac(key, What::Record, place, digest).finalize().into_bytes();
+        assert_ne!(tag("a", b"b"), tag("ab", b""));
+    }
+
+    #[test]
+    fn the_first_key_signs_and_all_of_them_verify() {
+        let both = with(&format!("{TWO}\n{ONE}\n"));
+        let old = with(ONE).sign(What::Record, "p", Bytes::from_static(RECORD));
+        let new = both.sign(What::Record, "p", Bytes::from_static(RECORD));
+        assert_eq!(both.check(What::Record, "p", &old), Ok(()));
+        assert_eq!(with(TWO).check(What::Record, "p", &new), Ok(()));
+        assert_eq!(with(ONE).check(What::Record, "p", &new), Err(Unsigned::Wrong));
+    }
+
+    #[test]
+    fn without_a_key_nothing_changes() {
+        let off = Signing::of(None, None).unwrap();
+        assert_eq!(
+            (off.sign(What::Record, "p", Bytes::from_static(RECORD)), off.line()),
+            (Bytes::from_static(RECORD), None)
+        );
+        assert_eq!(off.check(What::Record, "p", RECORD), Ok(()));
+        let signed = with(ONE).sign(What::Record, "p", Bytes::from_static(RECORD));
+        assert_eq!(off.check(What::Record, "p", &signed), Ok(()));
+    }
+
+    #[test]
+    fn a_key_that_cannot_be_used_is_refused_without_showing_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = |name: &str, text: &[u8]| {
+            let path = folder.path().join(name);
+            std::fs::write(&path, text).unwrap();
+            Some(path.into_os_string())
+        };
+        let pipe = folder.path().join("pipe");
+        assert!(
+            std::process::Command::new("mkfifo")
+                .arg(&pipe)
+                .status()
+                .unwrap()
+                .success()
+        );
+        let key = |text: &str| Some(OsString::from(text));
+        let many = format!("{ONE}\n").repeat(KEYS_MAX + 1);
+        for (keys, path, says) in [
+            (key(ONE), file("a", ONE.as_bytes()), "both set"),
+            (key(&ONE[1..]), None, "line 1 has 31 bytes"),
+            (key(""), None, "no key"),
+            (key("\n\n"), None, "no key"),
+            (key(&format!("{ONE}\n\n{TWO}")), None, "line 2 has 0 bytes"),
+            (key(&format!(" {ONE}")), None, "white space"),
+            (key(&many), None, "17 lines"),
+            (None, key(""), "is set and empty"),
+            (None, file("empty", b""), "no key"),
+            (None, file("short", &ONE.as_bytes()[1..]), "31 bytes"),
+            (
+                None,
+                file("large", &[b'k'; 1 + BYTES_MAX as usize]),
+                "at most 16384 bytes",
+            ),
+            (None, file("bytes", &[0xff; 64]), "not UTF-8"),
+            (None, Some(pipe.into_os_string()), "a pipe"),
+            (None, Some(folder.path().into()), "a folder"),
+            (None, key("/nowhere/key"), "/nowhere/key"),
+        ] {
+            let why = Signing::of(keys, path).unwrap_err();
+            assert!(why.contains(says) && why.contains(KEY), "{says}: {why}");
+            assert!(!why.contains(&ONE[1..]) && !why.contains('\n'), "{why}");
+        }
+        let good = Signing::of(None, file("good", format!("{ONE}\r\n{TWO}\n").as_bytes())).unwrap();
+        assert_eq!((format!("{good:?}"), good.keys.len()), ("Signing(2 keys)".into(), 2));
+        let signed = with(ONE).sign(What::Record, "p", Bytes::from_static(RECORD));
+        assert_eq!(
+            good.check(What::Record, "p", &signed),
+            Ok(()),
+            "line ends are not part of a key"
+        );
+    }
+}

@@ -1,0 +1,634 @@
+//! A delivery on its way to a shard that can be begun: its job is heard of, its orders and its log are read.
+//!
+//! Each is a task of its own. One whose store does not answer goes on alone, with pauses of its own, while the intake takes the
+//! next message: it is set aside. It needs no place, stays with this worker (the queue hears of it), and after a while
+//! is put at the end of the queue, where other workers may get it. No hop is counted for that: an outage must lose no message.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tokio::task::JoinSet;
+
+use crate::dataset::DatasetError;
+use crate::ledger::log::{ShardLog, ShardState};
+use crate::ledger::{Order, StopWhy};
+use crate::queue::{Delivery, Message};
+use crate::worker::fate::fate;
+use crate::worker::in_flight::ShardKey;
+use crate::worker::in_hand::InHand;
+use crate::worker::jobs::{Heard, JobState, OpenJob};
+use crate::worker::patience::{Pauses, Reaction};
+use crate::worker::process::see;
+use crate::worker::refusals::Refusals;
+use crate::worker::stop::Stop;
+use crate::worker::troubles::Where;
+use crate::worker::{Worker, one_line};
+
+/// How long the next message waits for what comes of the last one; less where another one of the same job was waited for in vain.
+const OPEN_WAIT: Duration = Duration::from_secs(2);
+const OPEN_WAIT_SLOW: Duration = Duration::from_millis(250);
+const SLOW_HOLDS: Duration = Duration::from_secs(60);
+/// A try that fails is followed by a pause of so many times its own length.
+const TRY_SHARE: u32 = 4;
+const TRY_PAUSE_MAX: Duration = Duration::from_secs(240);
+/// Deliveries of a message since it was sent, of a job that this process has not opened, until it is not opened at once any more:
+/// it may be what ended the processes that had it.
+const DELIVERIES_MAX: u32 = 5;
+
+/// The deliveries on their way. Dropped, they go back to the queue.
+pub(super) struct Openings {
+    pub opener: Arc<Opener>,
+    tasks: JoinSet<anyhow::Result<Option<Opened>>>,
+    /// Outputs whose deliveries were waited for in vain, and when.
+    slow: HashMap<String, Instant>,
+}
+
+/// Opens deliveries one by one.
+pub(super) struct Opener {
+    worker: Arc<Worker>,
+    stop: Stop,
+    refusals: Refusals,
+    bounds: Bounds,
+}
+
+/// What is set aside at most, and how often things are done.
+#[derive(Debug, Clone, Copy)]
+struct Bounds {
+    /// Deliveries set aside at once; more of jobs in trouble are put at the end of the queue.
+    aside: usize,
+    /// How long a delivery is set aside: shorter than a broker's patience.
+    aside_time: Duration,
+    /// Until a shard is looked at again that was set aside because another of its job had failed.
+    held_up: Duration,
+    /// How often the queue hears of a delivery on its way.
+    extend_every: Duration,
+}
+
+impl Default for Bounds {
+    fn default() -> Bounds {
+        Bounds {
+            aside: 64,
+            aside_time: Duration::from_secs(600),
+            held_up: Duration::from_secs(5),
+            extend_every: Duration::from_secs(5),
+        }
+    }
+}
+
+impl Bounds {
+    /// Whether a delivery may be set aside that has been on its way `since` then, beside `others`.
+    fn allow(&self, others: usize, since: Instant) -> bool {
+        others < self.aside && since.elapsed() < self.aside_time
+    }
+}
+
+/// A shard as it was found, with something left to do.
+pub(super) struct Opened {
+    pub in_hand: InHand,
+    pub job: Arc<OpenJob>,
+    pub log: Box<ShardLog>,
+    /// When it was opened.
+    pub since: Instant,
+    /// Of the tries to begin it.
+    pub pauses: Pauses,
+}
+
+impl Opened {
+    fn output(&self) -> String {
+        self.job.ledger.store().url().to_string()
+    }
+}
+
+/// What the intake does with a delivery.
+pub(super) enum Taken {
+    /// It is on its way. `wait`: how long to wait for what comes of it.
+    Opening { output: String, wait: Duration },
+    /// It went to others.
+    PassedOn,
+    /// It went to the end of the queue.
+    PutOff,
+}
+
+impl Openings {
+    pub fn new(worker: Arc<Worker>, stop: Stop) -> Openings {
+        Openings {
+            opener: Arc::new(Opener {
+                worker,
+                stop,
+                refusals: Refusals::default(),
+                bounds: Bounds::default(),
+            }),
+            tasks: JoinSet::new(),
+            slow: HashMap::new(),
+        }
+    }
+
+    /// Nothing is on its way, and no store failed not long ago.
+    pub fn is_quiet(&self) -> bool {
+        self.tasks.is_empty() && !self.opener.worker.troubles.any()
+    }
+
+    /// Takes a delivery that has just come.
+    pub async fn take(&mut self, delivery: Delivery) -> anyhow::Result<Taken> {
+        let (opener, message) = (self.opener.clone(), &delivery.message);
+        let output = message.output.clone();
+        let is_failing = [Where::Output, Where::Inputs]
+            .iter()
+            .any(|place| opener.worker.troubles.holds(*place, &message.output));
+        let (on_their_way, most) = (self.tasks.len(), opener.bounds.aside);
+        if is_failing && on_their_way >= most || on_their_way >= 2 * most {
+            opener.worker.queue.put_off(&delivery).await?;
+            return Ok(Taken::PutOff);
+        }
+        let delivery = Arc::new(delivery);
+        if let Some(why) = opener.refuses_unseen(&delivery).await {
+            opener.leave_message(delivery, &why);
+            return Ok(Taken::PassedOn);
+        }
+        self.tasks.spawn(async move { opener.open_and_extend(delivery).await });
+        let was_slow = self.slow.get(&output).is_some_and(|since| since.elapsed() < SLOW_HOLDS);
+        let wait = match (is_failing, was_slow) {
+            (true, _) => Duration::ZERO,
+            (false, true) => OPEN_WAIT_SLOW,
+            (false, false) => OPEN_WAIT,
+        };
+        Ok(Taken::Opening { output, wait })
+    }
+
+    /// A delivery of a job in this output was waited for in vain.
+    pub fn note_slow(&mut self, output: String) {
+        self.slow.retain(|_, since| since.elapsed() < SLOW_HOLDS);
+        self.slow.insert(output, Instant::now());
+    }
+
+    /// The next that is over: a shard to begin, or nothing, where the delivery was dealt with. Waits for ever where none is on its way.
+    /// May be dropped anywhere.
+    pub async fn next(&mut self) -> anyhow::Result<Option<Opened>> {
+        match self.tasks.join_next().await {
+            Some(Ok(opened)) => opened,
+            Some(Err(error)) => Err(anyhow::anyhow!("the task that opens a shard panicked: {error}")),
+            None => std::future::pending().await,
+        }
+    }
+
+    /// A shard that could not be begun: its store failed, after `took`, in which nothing else could be begun. Ends the worker where the error
+    /// is not waited out.
+    pub fn set_aside(&mut self, mut opened: Opened, place: Where, error: anyhow::Error, took: Duration) {
+        let opener = self.opener.clone();
+        opened.in_hand.holds_no_rows();
+        self.tasks.spawn(async move {
+            let output = opened.output();
+            match opener.bear(place, &output, error, &mut opened.pauses).await? {
+                true => {
+                    // Others have most of the intake's time.
+                    tokio::time::sleep(took.saturating_mul(TRY_SHARE).min(TRY_PAUSE_MAX)).await;
+                    Ok(opened.in_hand.is_wanted().then_some(opened))
+                }
+                false => opener.put_off(opened.in_hand.answer()).await,
+            }
+        });
+    }
+
+    /// A shard of a job whose store failed with another one: not tried for a while. At most so many are kept, and each for so long.
+    pub async fn hold_up(&mut self, opened: Opened) -> anyhow::Result<()> {
+        let bounds = self.opener.bounds;
+        if !bounds.allow(self.tasks.len(), opened.since) {
+            return self.opener.put_off(opened.in_hand.answer()).await.map(drop);
+        }
+        self.tasks.spawn(async move {
+            tokio::time::sleep(bounds.held_up).await;
+            Ok(opened.in_hand.is_wanted().then_some(opened))
+        });
+        Ok(())
+    }
+}
+
+impl Opener {
+    /// Why a message is not even looked at.
+    async fn refuses_unseen(&self, delivery: &Delivery) -> Option<Arc<str>> {
+        if let Some(why) = self.worker.troubles.not_ours(&delivery.message) {
+            return Some(why);
+        }
+        let why = is_suspect(delivery)?;
+        match self.worker.jobs.knows(&delivery.message).await {
+            true => None,
+            false => Some(why.into()),
+        }
+    }
+
+    async fn open_and_extend(&self, delivery: Arc<Delivery>) -> anyhow::Result<Option<Opened>> {
+        self.extend_during(&delivery, self.open(delivery.clone())).await
+    }
+
+    /// The queue hears meanwhile that the delivery is worked on.
+    async fn extend_during<T>(
+        &self,
+        delivery: &Delivery,
+        work: impl Future<Output = anyhow::Result<T>>,
+    ) -> anyhow::Result<T> {
+        let mut work = std::pin::pin!(work);
+        loop {
+            tokio::select! {
+                biased;
+                done = &mut work => return done,
+                () = tokio::time::sleep(self.bounds.extend_every) => if self.worker.pulse.is_alive() {
+                    self.worker.queue.extend(delivery, self.worker.pulse.patience()).await?;
+                }
+            }
+        }
+    }
+
+    async fn open(&self, delivery: Arc<Delivery>) -> anyhow::Result<Option<Opened>> {
+        let worker = &self.worker;
+        let output = delivery.message.output.clone();
+        let mut pauses = Pauses::default();
+        let job = loop {
+            let error = match self.hear(&delivery.message).await {
+                Ok(Heard::Job(job)) => break job,
+                Ok(Heard::Stale(why) | Heard::NotOurs(why)) => {
+                    self.worker.troubles.end(Where::Output, &output);
+                    self.worker.troubles.note_not_ours(&delivery.message, why.clone());
+                    self.leave_message(delivery, &why);
+                    return Ok(None);
+                }
+                Err(error) => error,
+            };
+            if !self.bear(Where::Output, &output, error, &mut pauses).await? {
+                return self.put_off(vec![delivery]).await;
+            }
+        };
+        match job.state() {
+            JobState::Unreadable => {
+                worker.pass_on_later(vec![delivery]);
+                return Ok(None);
+            }
+            JobState::Stopped(_) => {
+                self.worker.troubles.end(Where::Output, &output);
+                // Who extends the job enqueues its shards again.
+                worker.queue.acknowledge(&delivery).await?;
+                return Ok(None);
+            }
+            JobState::Going | JobState::Closing(_) => {}
+        }
+        let key = ShardKey {
+            job: job.number,
+            shard: delivery.message.shard,
+        };
+        if !worker.in_flight.enter(key, delivery) {
+            tracing::info!(
+                "shard {} is in hand already: both messages are answered together",
+                key.shard
+            );
+            return Ok(None);
+        }
+        let in_hand = InHand::new(worker, key);
+        let log = loop {
+            let error = match self.read_log(&job, key.shard).await {
+                Ok(Some(log)) => break log,
+                Ok(None) => {
+                    self.worker.troubles.end(Where::Output, &output);
+                    for delivery in in_hand.answer() {
+                        worker.queue.acknowledge(&delivery).await?;
+                    }
+                    return Ok(None);
+                }
+                Err(error) => error,
+            };
+            if worker.patience.reaction(&error) == Reaction::LeaveShard || is_changed(&error) {
+                return self.leave(&job, in_hand, &error).await.map(|()| None);
+            }
+            if !self.bear(Where::Output, &output, error, &mut pauses).await? {
+                return self.put_off(in_hand.answer()).await;
+            }
+            if !in_hand.is_wanted() {
+                return Ok(None);
+            }
+        };
+        self.worker.troubles.end(Where::Output, &output);
+        let plan = log.narrowing();
+        if plan.next.is_empty() && plan.accused.is_empty() && !plan.waiting.is_empty() && job.state() == JobState::Going
+        {
+            in_hand.give_back_later(&job, &plan.waiting);
+            return Ok(None);
+        }
+        Ok(Some(Opened {
+            in_hand,
+            job,
+            log,
+            since: Instant::now(),
+            pauses: Pauses::default(),
+        }))
+    }
+
+    /// The job of a message, its orders read: what stopped or closed it may have been taken back since this worker heard of it.
+    async fn hear(&self, message: &Message) -> anyhow::Result<Heard> {
+        let heard = match self.worker.jobs.hear(message).await {
+            Err(error) if self.worker.patience.reaction(&error) == Reaction::LeaveShard => {
+                return Ok(Heard::NotOurs(one_line(&error).into()));
+            }
+            heard => heard?,
+        };
+        if let Heard::Job(job) = &heard
+            && let JobState::Stopped(_) | JobState::Closing(_) = job.state()
+            && let Err(error) = job.refresh().await
+        {
+            match self.worker.patience.reaction(&error) {
+                Reaction::LeaveShard => job.leave_to_others(&error),
+                _ => return Err(error),
+            }
+        }
+        Ok(heard)
+    }
+
+    /// The log of a shard, and what has become of attempts in which a row was alone on the device and which did not end. `None`: it is committed.
+    async fn read_log(&self, job: &OpenJob, shard: u32) -> anyhow::Result<Option<Box<ShardLog>>> {
+        let mut log = match job.ledger.shard(shard).await? {
+            ShardState::Committed(commit) => {
+                // A message of a committed shard comes again where an acknowledgement was lost, or a part.
+                let make_part = |batches: &[_], metadata: &[_]| job.make_part(batches, metadata);
+                job.ledger.restore_part(&commit, make_part).await?;
+                return Ok(None);
+            }
+            ShardState::Open(log) => log,
+        };
+        if log.has_suspects() {
+            // What we write now says what time it is.
+            job.sign(&self.worker.name).await?;
+            let signs = job.ledger.signs_of_life().await?;
+            log.judge(|attempt| fate(attempt, &signs, see));
+        }
+        Ok(Some(log))
+    }
+
+    /// Waits before the next try; false: the delivery was set aside for long enough. Gives back an error that is not waited out.
+    async fn bear(
+        &self,
+        place: Where,
+        output: &str,
+        error: anyhow::Error,
+        pauses: &mut Pauses,
+    ) -> anyhow::Result<bool> {
+        let say = |error: &anyhow::Error| self.worker.troubles.note(place, output, error);
+        self.worker.patience.wait(error, pauses, &self.stop, say).await?;
+        Ok(pauses.waited() < self.bounds.aside_time)
+    }
+
+    async fn put_off(&self, deliveries: Vec<Arc<Delivery>>) -> anyhow::Result<Option<Opened>> {
+        for delivery in deliveries {
+            self.worker.queue.put_off(&delivery).await?;
+        }
+        Ok(None)
+    }
+
+    /// Another worker may reach a store that this one does not: what cannot be found here is never dropped at once.
+    fn leave_message(&self, delivery: Arc<Delivery>, why: &str) {
+        self.refusals.say(&delivery, why);
+        self.worker.pass_on_later(vec![delivery]);
+    }
+
+    /// A shard that this worker cannot begin: others may, unless its input stops the job for all.
+    pub async fn leave(&self, job: &OpenJob, in_hand: InHand, error: &anyhow::Error) -> anyhow::Result<()> {
+        if is_changed(error) && self.stop_job(job, error).await? {
+            // Who goes on with the job enqueues its shards again.
+            for delivery in in_hand.answer() {
+                self.worker.queue.acknowledge(&delivery).await?;
+            }
+        } else {
+            let shard = in_hand.key.shard;
+            self.worker.leave_to_others(shard, job, error, in_hand.answer());
+        }
+        Ok(())
+    }
+
+    /// An input is not what was planned: no worker may go on, until a person has seen to it. False: somebody ordered
+    /// otherwise just now.
+    async fn stop_job(&self, job: &OpenJob, error: &anyhow::Error) -> anyhow::Result<bool> {
+        // A job that is stopped or cancelled already stays what it is.
+        if job.state() != JobState::Going {
+            return Ok(false);
+        }
+        let patience = &self.worker.patience;
+        let note = one_line(error);
+        // `run` ends by it, and prints it as its last line.
+        if patience.reaction(error) != Reaction::End {
+            tracing::error!("{}: {note}", job.title());
+        }
+        let order = Order::Stop {
+            why: StopWhy::InputChanged,
+            close: false,
+            note: Some(note),
+        };
+        let mut pauses = Pauses::default();
+        while let Err(error) = job.order_stop(order.clone()).await {
+            match patience.bear(error, &mut pauses, &self.stop).await {
+                Ok(()) => {}
+                Err(error) if patience.reaction(&error) == Reaction::LeaveShard => return Ok(false),
+                Err(error) => return Err(error),
+            }
+        }
+        // One that closes instead still wants this shard's rows.
+        Ok(matches!(job.state(), JobState::Stopped(_)))
+    }
+}
+
+/// Why a message must not be opened by a process that has not opened its job before.
+pub fn is_suspect(delivery: &Delivery) -> Option<String> {
+    let times = delivery.deliveries.saturating_sub(1);
+    (times >= DELIVERIES_MAX)
+        .then(|| format!("it was in workers' hands {times} times before, and may have been the end of them"))
+}
+
+pub(super) fn is_changed(error: &anyhow::Error) -> bool {
+    matches!(error.downcast_ref(), Some(DatasetError::InputChanged { .. }))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use async_trait::async_trait;
+
+    use super::*;
+    use crate::device;
+    use crate::job::spec::Precision;
+    use crate::ledger::LedgerError;
+    use crate::queue::{LocalQueue, Queue, QueueError, Recall};
+    use crate::report::meter::Meter;
+    use crate::worker::jobs::Jobs;
+    use crate::worker::model::{Formats, Model, ModelFiles};
+    use crate::worker::patience::Patience;
+    use crate::worker::pulse::Pulse;
+    use crate::worker::watched::Watched;
+    use crate::worker::{Options, Parts, Until};
+
+    /// A queue in memory that counts.
+    #[derive(Default)]
+    struct Counting {
+        queue: LocalQueue,
+        extended: AtomicUsize,
+        put_off: AtomicUsize,
+    }
+
+    #[async_trait]
+    impl Queue for Counting {
+        async fn receive(&self, wait: Duration) -> Result<Option<Delivery>, QueueError> {
+            self.queue.receive(wait).await
+        }
+        async fn extend(&self, _: &Delivery, _: Duration) -> Result<(), QueueError> {
+            self.extended.fetch_add(1, Ordering::SeqCst);
+            Ok(())
+        }
+        async fn acknowledge(&self, delivery: &Delivery) -> Result<(), QueueError> {
+            self.queue.acknowledge(delivery).await
+        }
+        async fn give_back(&self, delivery: &Delivery) -> Result<(), QueueError> {
+            self.queue.give_back(delivery).await
+        }
+        async fn pass_on(&self, delivery: &Delivery) -> Result<bool, QueueError> {
+            self.queue.pass_on(delivery).await
+        }
+        async fn put_off(&self, delivery: &Delivery) -> Result<(), QueueError> {
+            self.put_off.fetch_add(1, Ordering::SeqCst);
+            self.queue.put_off(delivery).await
+        }
+        async fn recalled(&self) -> Recall {
+            self.queue.recalled().await
+        }
+        fn is_attached(&self) -> bool {
+            true
+        }
+    }
+
+    const NOWHERE: &str = "/nowhere/at/all";
+
+    /// Openings of a worker of the demo model, and its queue of so many messages that point nowhere.
+    fn openings(messages: u32, bounds: Bounds) -> (Openings, Arc<Counting>) {
+        let queue = Arc::new(Counting::default());
+        queue
+            .queue
+            .send((0..messages).map(|shard| Message::new("gone", NOWHERE, 0, shard)));
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("jobs/demo/model");
+        let formats = Formats::of(Precision::F32, Precision::Auto, device::Precision::F32);
+        let model = Model::new(ModelFiles::open(dir).unwrap(), formats, 128, "m".into());
+        let worker = Worker::new(Parts {
+            name: "test".into(),
+            queue: queue.clone(),
+            own_queue: None,
+            jobs: Jobs::new(model),
+            watched: Watched::default(),
+            meter: Arc::new(Meter::default()),
+            patience: Patience::new(true),
+            pulse: Arc::new(Pulse::new(Duration::from_secs(60))),
+            render_threads: rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap(),
+            options: Options {
+                log_interval: Duration::from_secs(1),
+                shards_in_flight: 4,
+                until: Until::Stopped,
+                idle_after: Duration::ZERO,
+                max_shards: None,
+            },
+        });
+        let opener = Opener {
+            worker: Arc::new(worker),
+            stop: Stop::default(),
+            refusals: Refusals::default(),
+            bounds,
+        };
+        let openings = Openings {
+            opener: Arc::new(opener),
+            tasks: JoinSet::new(),
+            slow: HashMap::new(),
+        };
+        (openings, queue)
+    }
+
+    async fn received(queue: &Counting) -> Delivery {
+        queue.receive(Duration::from_secs(5)).await.unwrap().unwrap()
+    }
+
+    fn away() -> anyhow::Error {
+        let source = object_store::Error::Generic {
+            store: "S3",
+            source: "connection refused".into(),
+        };
+        let what = "reading `x`".into();
+        LedgerError::Retryable { what, tries: 7, source }.into()
+    }
+
+    /// Each that is taken counts until it is asked for.
+    #[tokio::test]
+    async fn of_jobs_in_trouble_a_bounded_number_is_set_aside() {
+        for (is_failing, most) in [(true, 2), (false, 4)] {
+            let bounds = Bounds {
+                aside: 2,
+                ..Bounds::default()
+            };
+            let (mut openings, queue) = openings(6, bounds);
+            if is_failing {
+                openings.opener.worker.troubles.note(Where::Output, NOWHERE, &away());
+            }
+            for number in 0..6 {
+                let taken = openings.take(received(&queue).await).await.unwrap();
+                assert_eq!(matches!(taken, Taken::PutOff), number >= most, "{is_failing} {number}");
+            }
+            assert_eq!(queue.put_off.load(Ordering::SeqCst), 6 - most);
+            assert_eq!(queue.queue.unacknowledged(), 6, "none is dropped");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_delivery_is_set_aside_for_a_bounded_time() {
+        for (aside_time, stays) in [(Duration::from_secs(600), true), (Duration::ZERO, false)] {
+            let bounds = Bounds {
+                aside_time,
+                ..Bounds::default()
+            };
+            let (openings, _) = openings(0, bounds);
+            let opener = &openings.opener;
+            let mut pauses = Pauses::default();
+            let again = opener.bear(Where::Output, "s3://a/out", away(), &mut pauses).await;
+            assert_eq!(again.unwrap(), stays);
+            assert!(opener.worker.troubles.holds(Where::Output, "s3://a/out"));
+            let since = Instant::now();
+            assert_eq!(bounds.allow(0, since), stays);
+            assert!(!bounds.allow(bounds.aside, since), "there are enough");
+        }
+    }
+
+    #[tokio::test]
+    async fn the_queue_hears_of_a_delivery_on_its_way() {
+        let bounds = Bounds {
+            extend_every: Duration::from_millis(20),
+            ..Bounds::default()
+        };
+        let (openings, queue) = openings(1, bounds);
+        let delivery = received(&queue).await;
+        let work = async {
+            tokio::time::sleep(Duration::from_millis(500)).await;
+            Ok(7)
+        };
+        let done = openings.opener.extend_during(&delivery, work).await;
+        assert_eq!(done.unwrap(), 7);
+        assert!(queue.extended.load(Ordering::SeqCst) >= 2);
+    }
+
+    /// What is set aside needs no room for carried columns.
+    #[tokio::test]
+    async fn what_is_set_aside_gives_its_room_away() {
+        use crate::worker::room::ROOM_BYTES;
+        let (openings, queue) = openings(1, Bounds::default());
+        let worker = &openings.opener.worker;
+        let key = |shard| ShardKey { job: 0, shard };
+        worker.in_flight.enter(key(0), Arc::new(received(&queue).await));
+        let in_hand = InHand::new(worker, key(0));
+        worker.jobs.room().hold(key(0), ROOM_BYTES).await;
+        in_hand.holds_no_rows();
+        let held = worker.jobs.room().hold(key(1), ROOM_BYTES);
+        tokio::time::timeout(Duration::from_secs(5), held)
+            .await
+            .expect("there is room");
+        assert!(in_hand.is_wanted(), "it stays in hand");
+    }
+}
