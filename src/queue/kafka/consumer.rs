@@ -27,8 +27,9 @@ const COMMIT_EVERY: Duration = Duration::from_millis(100);
 const LOOK_EVERY: Duration = Duration::from_secs(2);
 /// The thread itself did not run for so long: the process was stopped, and the worker with it.
 const STANDSTILL: Duration = Duration::from_secs(2);
-/// Messages that may lie ready before fetching pauses: more than a worker takes while paused partitions begin to flow again.
-const READY_MAX: usize = 64;
+/// Messages that may lie ready before fetching pauses. librdkafka drops what it has fetched of a paused partition and needs about a second
+/// to fetch it again, so a pause must be rare even where a worker passes thousands of messages on. Each takes a few kilobytes.
+const READY_MAX: usize = 1024;
 /// Messages that may wait to be passed on before fetching pauses.
 const PARCELS_MAX: usize = 4096;
 
