@@ -10,7 +10,7 @@ const SHOWN_CHARS_MAX: usize = 80;
 
 /// What a broker's thread does with a message.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Fate {
+pub(crate) enum Handling {
     Deliver(Message),
     /// Send it again, byte for byte, with so many hops.
     PassOn(u32),
@@ -19,41 +19,41 @@ pub(crate) enum Fate {
 }
 
 /// Decides, and says in the log what is not delivered. `place` names the queue and the position in it.
-pub(crate) fn fate(body: &[u8], hops: u32, place: &str, signing: &Signing) -> Fate {
+pub(crate) fn handling(body: &[u8], hops: u32, place: &str, signing: &Signing) -> Handling {
     match Message::decode(body) {
         Ok(message) => match Message::check_signature(body, signing) {
-            Ok(()) => Fate::Deliver(message),
+            Ok(()) => Handling::Deliver(message),
             Err(why) => unsigned(&message, why, hops, place),
         },
         Err(QueueError::Newer { found, .. }) if hops < HOPS_MAX => {
             tracing::info!("{place}: a message of version {found} is passed on to a newer gristmill");
-            Fate::PassOn(hops + 1)
+            Handling::PassOn(hops + 1)
         }
         Err(QueueError::Newer { found, .. }) => {
             tracing::warn!(
                 "{place}: a message of version {found} met no newer gristmill and is left to `gristmill reconcile`"
             );
-            Fate::Drop
+            Handling::Drop
         }
         Err(error) => {
             tracing::warn!("{place}: {error}; acknowledged and dropped: `{}`", shown(body));
-            Fate::Drop
+            Handling::Drop
         }
     }
 }
 
 /// Another worker may have the key that this one lacks, or none.
-fn unsigned(message: &Message, why: Unsigned, hops: u32, place: &str) -> Fate {
+fn unsigned(message: &Message, why: Unsigned, hops: u32, place: &str) -> Handling {
     let Message { output, shard, .. } = message;
-    let (fate, then) = match hops < HOPS_MAX {
-        true => (Fate::PassOn(hops + 1), "it is passed on"),
+    let (handling, then) = match hops < HOPS_MAX {
+        true => (Handling::PassOn(hops + 1), "it is passed on"),
         false => (
-            Fate::Drop,
+            Handling::Drop,
             "no worker took it, and it is left to `gristmill reconcile` with a key of this worker",
         ),
     };
     tracing::warn!("{place}: the message for shard {shard} of `{output}` {why}: {then}");
-    fate
+    handling
 }
 
 /// The first printable characters.
@@ -88,12 +88,12 @@ mod tests {
             Signing::with(KEY).unwrap(),
             Signing::with(&KEY.replace('0', "x")).unwrap(),
         );
-        let fate = |body: &[u8], hops| fate(body, hops, "here", &signing);
+        let handling = |body: &[u8], hops| handling(body, hops, "here", &signing);
         let message = Message::new("j", "memory:///o", 2, 1);
         let signed = message.encode_signed(&signing).unwrap();
         assert_eq!(
-            fate(&signed, HOPS_MAX),
-            Fate::Deliver(message.clone()),
+            handling(&signed, HOPS_MAX),
+            Handling::Deliver(message.clone()),
             "hops are not signed"
         );
         let altered = String::from_utf8(signed).unwrap().replace("\"shard\":1", "\"shard\":3");
@@ -102,27 +102,27 @@ mod tests {
             message.encode_signed(&other).unwrap(),
             altered.into_bytes(),
         ] {
-            assert_eq!(fate(&unsigned, 0), Fate::PassOn(1));
-            assert_eq!(fate(&unsigned, HOPS_MAX), Fate::Drop);
+            assert_eq!(handling(&unsigned, 0), Handling::PassOn(1));
+            assert_eq!(handling(&unsigned, HOPS_MAX), Handling::Drop);
         }
     }
 
     #[test]
     fn newer_messages_go_on_a_few_times_and_foreign_ones_are_dropped() {
         let newer = br#"{"v":9,"x":1}"#;
-        let fate = |body: &[u8], hops, place| fate(body, hops, place, &Signing::default());
-        assert_eq!(fate(newer, 0, "here"), Fate::PassOn(1));
-        assert_eq!(fate(newer, HOPS_MAX, "here"), Fate::Drop);
-        assert_eq!(fate(b"\xffnot json\x07", 0, "here"), Fate::Drop);
+        let handling = |body: &[u8], hops, place| handling(body, hops, place, &Signing::default());
+        assert_eq!(handling(newer, 0, "here"), Handling::PassOn(1));
+        assert_eq!(handling(newer, HOPS_MAX, "here"), Handling::Drop);
+        assert_eq!(handling(b"\xffnot json\x07", 0, "here"), Handling::Drop);
         let message = Message::new("j", "memory:///o", 0, 1);
         assert_eq!(
-            fate(&message.encode().unwrap(), 3, "here"),
-            Fate::Deliver(message.clone())
+            handling(&message.encode().unwrap(), 3, "here"),
+            Handling::Deliver(message.clone())
         );
         let signed = message.encode_signed(&Signing::with(KEY).unwrap()).unwrap();
         assert_eq!(
-            fate(&signed, 0, "here"),
-            Fate::Deliver(message),
+            handling(&signed, 0, "here"),
+            Handling::Deliver(message),
             "signed, and no key here"
         );
         assert_eq!((hops(None), hops(Some(b"2")), hops(Some(b"x"))), (0, 2, HOPS_MAX));

@@ -18,8 +18,8 @@ pub struct LocalQueue {
 #[derive(Debug, Default)]
 struct Shared {
     state: Mutex<State>,
-    /// Rung when a message becomes available.
-    bell: Notify,
+    /// Notified when a message becomes available.
+    ready_notify: Notify,
 }
 
 #[derive(Debug, Default)]
@@ -51,7 +51,7 @@ impl Shared {
             deliveries: 0,
             hops,
         });
-        self.bell.notify_one();
+        self.ready_notify.notify_one();
     }
 
     fn give_back(&self, receipt: u64) {
@@ -61,7 +61,7 @@ impl Shared {
             returned.deliveries -= 1;
             state.waiting.push_front(returned);
             drop(state);
-            self.bell.notify_one();
+            self.ready_notify.notify_one();
         }
     }
 }
@@ -102,8 +102,8 @@ impl LocalQueue {
         let more = !state.waiting.is_empty();
         drop(state);
         if more {
-            // One ring may stand for several messages: pass it on.
-            self.shared.bell.notify_one();
+            // One notification may stand for several messages: pass it on.
+            self.shared.ready_notify.notify_one();
         }
         let shared = self.shared.clone();
         Some(Delivery::new(
@@ -124,7 +124,7 @@ impl Queue for LocalQueue {
                 if let Some(delivery) = self.try_receive() {
                     return delivery;
                 }
-                self.shared.bell.notified().await;
+                self.shared.ready_notify.notified().await;
             }
         };
         Ok(tokio::time::timeout(wait, arrival).await.ok())

@@ -6,7 +6,7 @@
 
 pub mod address;
 pub mod contract;
-mod desk;
+mod delivery_tracker;
 mod foreign;
 mod io;
 mod kafka;

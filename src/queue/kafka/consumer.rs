@@ -1,4 +1,4 @@
-//! The thread that polls Kafka: messages in, answers out, the watchdog, and coming back after every kind of absence.
+//! The thread that polls Kafka: messages in, dispositions out, the watchdog, and coming back after every kind of absence.
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -31,7 +31,7 @@ const STANDSTILL: Duration = Duration::from_secs(2);
 /// to fetch it again, so a pause must be rare even where a worker passes thousands of messages on. Each takes a few kilobytes.
 const READY_MAX: usize = 1024;
 /// Messages that may wait to be passed on before fetching pauses.
-const PARCELS_MAX: usize = 4096;
+const REPUBLISHING_MAX: usize = 4096;
 
 /// What we are to the group.
 enum Mode {
@@ -43,11 +43,11 @@ enum Mode {
     Member,
     /// No member: the worker had stopped making progress when it had given so many signs of life.
     LetGo {
-        signs: u64,
+        progress_count: u64,
     },
 }
 
-struct Poller<'a> {
+struct PollThread<'a> {
     url: &'a KafkaUrl,
     address: String,
     consumer: BaseConsumer<Group>,
@@ -60,14 +60,14 @@ struct Poller<'a> {
 
 /// Runs until the queue is closed; `opened` is told once whether there is anything to run.
 pub(crate) fn run(url: &KafkaUrl, resolved: &Resolved, group: Group, opened: oneshot::Sender<Result<(), QueueError>>) {
-    // Nobody waits for an answer where the caller has given up: then the desk is closed soon.
+    // Nobody waits for an answer where the caller has given up: then the tracker is closed soon.
     match open(url, resolved, group) {
         Err(error) => {
             let _ = opened.send(Err(error));
         }
         Ok(mut poller) => {
             if opened.send(Ok(())).is_ok() {
-                while !poller.group().desk.is_closing() {
+                while !poller.group().tracker.is_closing() {
                     poller.turn();
                 }
             }
@@ -76,11 +76,11 @@ pub(crate) fn run(url: &KafkaUrl, resolved: &Resolved, group: Group, opened: one
     }
 }
 
-fn open<'a>(url: &'a KafkaUrl, resolved: &Resolved, group: Group) -> Result<Poller<'a>, QueueError> {
+fn open<'a>(url: &'a KafkaUrl, resolved: &Resolved, group: Group) -> Result<PollThread<'a>, QueueError> {
     let consumer = BaseConsumer::from_config_and_context(&config::consumer(url, resolved)?, group)
         .map_err(|error| config::refused(error, resolved))?;
     let now = Instant::now();
-    let mut poller = Poller {
+    let mut poller = PollThread {
         url,
         address: url.to_string(),
         consumer,
@@ -96,7 +96,7 @@ fn open<'a>(url: &'a KafkaUrl, resolved: &Resolved, group: Group) -> Result<Poll
     let looked = first_look(poller.consumer.client(), url, || {
         // Serves the events that carry errors: the one that tells most may come behind many.
         while poller.consumer.poll(EVENT_WAIT).is_some() {}
-        poller.group().ear.take()
+        poller.group().listener.take()
     });
     match looked {
         Ok(topic) => poller.found(topic),
@@ -107,7 +107,7 @@ fn open<'a>(url: &'a KafkaUrl, resolved: &Resolved, group: Group) -> Result<Poll
     Ok(poller)
 }
 
-impl Poller<'_> {
+impl PollThread<'_> {
     fn group(&self) -> &Group {
         self.consumer.context()
     }
@@ -116,7 +116,7 @@ impl Poller<'_> {
         let now = Instant::now();
         let stood = now - self.last_turn;
         if stood > STANDSTILL {
-            self.group().desk.grant(stood);
+            self.group().tracker.grant(stood);
         }
         self.last_turn = now;
         self.group().settle();
@@ -128,12 +128,15 @@ impl Poller<'_> {
         let group = self.group();
         // Between the two limits it stays as it is: what was paused takes a second to flow again.
         let ready_max = if group.is_paused() { READY_MAX / 2 } else { READY_MAX };
-        let full = group.desk.ready() >= ready_max || group.desk.parcels.load(Ordering::SeqCst) >= PARCELS_MAX;
+        let full =
+            group.tracker.ready() >= ready_max || group.tracker.republishing.load(Ordering::SeqCst) >= REPUBLISHING_MAX;
         group.set_paused(&self.consumer, full);
         let polled = self.consumer.poll(POLL_WAIT);
         // Polling is when partitions come and go.
         let is_member = matches!(self.mode, Mode::Member) && !self.outage.is_down();
-        self.group().desk.set_attached(is_member && self.group().is_assigned());
+        self.group()
+            .tracker
+            .set_attached(is_member && self.group().is_assigned());
         let trouble = match polled {
             None => None,
             Some(Ok(message)) => {
@@ -150,26 +153,26 @@ impl Poller<'_> {
     /// Lets go of the group, or comes back to it.
     fn watch(&mut self, now: Instant) {
         match self.mode {
-            Mode::Member if self.group().desk.is_stuck(now) => {
+            Mode::Member if self.group().tracker.is_stuck(now) => {
                 tracing::warn!(
                     "{}: the worker has stopped making progress; leaving the group until it moves on",
                     self.address
                 );
-                let signs = self.group().desk.signs();
+                let progress_count = self.group().tracker.progress_count();
                 self.group().settle();
                 self.group().commit(&self.consumer, None, CommitMode::Async);
                 self.group().forget_all("its worker has stopped making progress");
                 self.leave();
-                self.mode = Mode::LetGo { signs };
+                self.mode = Mode::LetGo { progress_count };
             }
-            Mode::Member if (self.outage.is_down() || self.group().desk.is_denied()) && now >= self.next_check => {
+            Mode::Member if (self.outage.is_down() || self.group().tracker.is_denied()) && now >= self.next_check => {
                 self.next_check = now + LOOK_EVERY;
                 if look(self.consumer.client(), &self.url.topic).is_ok() {
                     self.outage.up();
                     self.forgive();
                 }
             }
-            Mode::LetGo { signs } if self.group().desk.signs() > signs => {
+            Mode::LetGo { progress_count } if self.group().tracker.progress_count() > progress_count => {
                 tracing::info!("{}: the worker moves on; joining the group again", self.address);
                 self.join();
             }
@@ -199,7 +202,7 @@ impl Poller<'_> {
         match look(self.consumer.client(), &self.url.topic) {
             Ok(topic) => self.found(topic),
             Err(code) if kind(code) == Kind::Denied => self.deny(denied(&self.address, code)),
-            Err(code) => match self.group().ear.take() {
+            Err(code) => match self.group().listener.take() {
                 Some(Trouble {
                     kind: Kind::Denied,
                     why,
@@ -215,10 +218,10 @@ impl Poller<'_> {
     /// A broker answered.
     fn found(&mut self, topic: Topic) {
         self.outage.up();
-        self.group().desk.set_denied(None);
+        self.group().tracker.set_denied(None);
         match topic {
             Topic::Partitions(n) => {
-                self.group().courier.publisher.learn(n);
+                self.group().republisher.publisher.learn(n);
                 self.join();
             }
             Topic::Missing => {
@@ -236,15 +239,15 @@ impl Poller<'_> {
     /// may lack the right to the group, which no answer about the topic shows: an assignment will.
     fn forgive(&self) {
         let group = self.group();
-        if group.is_assigned() && group.desk.is_denied() {
-            group.desk.set_denied(None);
+        if group.is_assigned() && group.tracker.is_denied() {
+            group.tracker.set_denied(None);
             group.fetch_anew(&self.consumer);
         }
     }
 
     fn deny(&self, why: String) {
         tracing::debug!("refused: {why}");
-        self.group().desk.set_denied(Some(why));
+        self.group().tracker.set_denied(Some(why));
     }
 
     /// librdkafka reported an error: most it deals with by itself.
@@ -258,7 +261,7 @@ impl Poller<'_> {
             Kind::Denied => {
                 let heard = self
                     .group()
-                    .ear
+                    .listener
                     .take()
                     .filter(|_| matches!(code, Code::SSL | Code::Authentication));
                 let why = heard.map_or_else(
@@ -281,7 +284,7 @@ impl Poller<'_> {
                 if let Err(code) = look(self.consumer.client(), &self.url.topic) {
                     let why = self
                         .group()
-                        .ear
+                        .listener
                         .take()
                         .map_or_else(|| code.to_string(), |trouble| trouble.why);
                     self.outage.down(&why);

@@ -15,11 +15,11 @@ use tokio::sync::mpsc::UnboundedReceiver;
 
 use super::config;
 use super::offsets::Offsets;
-use super::publisher::Courier;
-use super::trouble::Ear;
+use super::publisher::Republisher;
+use super::trouble::ErrorListener;
 use crate::queue::address::KafkaUrl;
-use crate::queue::desk::{Answer, Desk, Item, Parcel};
-use crate::queue::foreign::{self, Fate, HOPS_HEADER};
+use crate::queue::delivery_tracker::{DeliveryTracker, Disposition, ReceivedMessage, Republish};
+use crate::queue::foreign::{self, HOPS_HEADER, Handling};
 use crate::queue::settings::Resolved;
 use crate::signing::Signing;
 
@@ -29,14 +29,14 @@ const REVOKE_STEP: Duration = Duration::from_millis(20);
 
 /// Where a delivery comes from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Place {
+pub(crate) struct MessagePosition {
     pub partition: i32,
     pub offset: i64,
     /// Which assignment of the partition to us.
     epoch: u64,
 }
 
-struct Held {
+struct AssignedPartition {
     epoch: u64,
     offsets: Offsets,
     /// On its way to another worker: nothing of it goes out any more.
@@ -44,8 +44,8 @@ struct Held {
 }
 
 #[derive(Default)]
-struct Book {
-    partitions: BTreeMap<i32, Held>,
+struct Assignment {
+    partitions: BTreeMap<i32, AssignedPartition>,
     next_epoch: u64,
     /// Fetching is paused: enough is in flight.
     paused: bool,
@@ -55,38 +55,38 @@ struct Book {
     assigned: bool,
 }
 
-impl Book {
-    fn is_current(&self, place: Place) -> bool {
+impl Assignment {
+    fn is_current(&self, place: MessagePosition) -> bool {
         self.partitions
             .get(&place.partition)
-            .is_some_and(|held| held.epoch == place.epoch)
+            .is_some_and(|owned| owned.epoch == place.epoch)
     }
 
     /// What is given back may go out again from here.
-    fn is_kept(&self, place: Place) -> bool {
-        self.is_current(place) && self.partitions.get(&place.partition).is_some_and(|held| !held.going)
+    fn is_kept(&self, place: MessagePosition) -> bool {
+        self.is_current(place) && self.partitions.get(&place.partition).is_some_and(|owned| !owned.going)
     }
 
     /// A message came; the deliveries it makes stale are told by their epoch.
-    fn delivered(&mut self, partition: i32, offset: i64) -> (Place, Option<u64>) {
+    fn delivered(&mut self, partition: i32, offset: i64) -> (MessagePosition, Option<u64>) {
         let next_epoch = &mut self.next_epoch;
-        let held = self.partitions.entry(partition).or_insert_with(|| {
+        let owned = self.partitions.entry(partition).or_insert_with(|| {
             *next_epoch += 1;
-            Held {
+            AssignedPartition {
                 epoch: *next_epoch,
                 offsets: Offsets::default(),
                 going: false,
             }
         });
         let mut stale = None;
-        if !held.offsets.delivered(offset) {
-            stale = Some(held.epoch);
+        if !owned.offsets.delivered(offset) {
+            stale = Some(owned.epoch);
             *next_epoch += 1;
-            held.epoch = *next_epoch;
+            owned.epoch = *next_epoch;
         }
-        let epoch = held.epoch;
+        let epoch = owned.epoch;
         (
-            Place {
+            MessagePosition {
                 partition,
                 offset,
                 epoch,
@@ -98,13 +98,13 @@ impl Book {
 
 /// The context of the consumer.
 pub(crate) struct Group {
-    pub ear: Ear,
-    pub desk: Arc<Desk<Place>>,
-    pub courier: Courier,
+    pub listener: ErrorListener,
+    pub tracker: Arc<DeliveryTracker<MessagePosition>>,
+    pub republisher: Republisher,
     topic: String,
     address: String,
-    book: Arc<Mutex<Book>>,
-    answers: Mutex<UnboundedReceiver<Answer<Place>>>,
+    assignment: Arc<Mutex<Assignment>>,
+    dispositions: Mutex<UnboundedReceiver<Disposition<MessagePosition>>>,
     revoke_wait: Duration,
     signing: Signing,
 }
@@ -118,19 +118,19 @@ impl Group {
     pub fn new(
         url: &KafkaUrl,
         resolved: &Resolved,
-        desk: Arc<Desk<Place>>,
-        answers: UnboundedReceiver<Answer<Place>>,
-        courier: Courier,
+        tracker: Arc<DeliveryTracker<MessagePosition>>,
+        dispositions: UnboundedReceiver<Disposition<MessagePosition>>,
+        republisher: Republisher,
     ) -> Group {
         let session = config::consumer(url, resolved).map_or(0, |config| config::session_timeout_ms(&config));
         Group {
-            ear: Ear::new(resolved.scrub.clone()),
-            desk,
-            courier,
+            listener: ErrorListener::new(resolved.scrub.clone()),
+            tracker,
+            republisher,
             topic: url.topic.clone(),
             address: url.to_string(),
-            book: Arc::default(),
-            answers: Mutex::new(answers),
+            assignment: Arc::default(),
+            dispositions: Mutex::new(dispositions),
             revoke_wait: REVOKE_WAIT_MAX.min(Duration::from_millis(session / 3)),
             signing: resolved.signing.clone(),
         }
@@ -139,10 +139,10 @@ impl Group {
     /// Takes a polled message in.
     pub fn take_in(&self, message: &BorrowedMessage<'_>) {
         // Who gets messages is not refused (any more).
-        self.desk.set_denied(None);
-        let (place, stale) = locked(&self.book).delivered(message.partition(), message.offset());
+        self.tracker.set_denied(None);
+        let (place, stale) = locked(&self.assignment).delivered(message.partition(), message.offset());
         if let Some(epoch) = stale {
-            self.let_go("its topic was made anew or is read again", |held| held.epoch == epoch);
+            self.let_go("its topic was made anew or is read again", |owned| owned.epoch == epoch);
         }
         let hops = message.headers().and_then(|headers| {
             let mut found = headers.iter().filter(|header| header.key == HOPS_HEADER);
@@ -150,8 +150,8 @@ impl Group {
         });
         let (hops, body) = (hops.unwrap_or(0), message.payload().unwrap_or_default());
         let position = format!("{} partition {} offset {}", self.address, place.partition, place.offset);
-        match foreign::fate(body, hops, &position, &self.signing) {
-            Fate::Deliver(message) => self.desk.put(Item {
+        match foreign::handling(body, hops, &position, &self.signing) {
+            Handling::Deliver(message) => self.tracker.put(ReceivedMessage {
                 token: place,
                 message,
                 body: body.to_vec(),
@@ -159,67 +159,67 @@ impl Group {
                 hops,
                 arrived: Instant::now(),
             }),
-            Fate::PassOn(hops) => self.carry(Parcel {
+            Handling::PassOn(hops) => self.republish_later(Republish {
                 token: place,
                 body: body.to_vec(),
                 hops,
             }),
-            Fate::Drop => self.done(place),
+            Handling::Drop => self.done(place),
         }
     }
 
-    fn done(&self, place: Place) {
-        done(&mut locked(&self.book), place);
+    fn done(&self, place: MessagePosition) {
+        done(&mut locked(&self.assignment), place);
     }
 
     /// Recalls deliveries without waiting, and forgets them.
-    fn let_go(&self, why: &'static str, which: impl Fn(&Place) -> bool) {
-        self.desk.recall(why, |item| which(&item.token));
-        self.desk.forget(which);
+    fn let_go(&self, why: &'static str, which: impl Fn(&MessagePosition) -> bool) {
+        self.tracker.recall(why, |item| which(&item.token));
+        self.tracker.forget(which);
     }
 
     /// All partitions are gone, with what was known of them.
     pub fn forget_all(&self, why: &'static str) {
-        locked(&self.book).partitions.clear();
+        locked(&self.assignment).partitions.clear();
         self.let_go(why, |_| true);
     }
 
     pub fn set_leaving(&self, leaving: bool) {
-        let mut book = locked(&self.book);
-        book.leaving = leaving;
-        book.assigned = false;
+        let mut assignment = locked(&self.assignment);
+        assignment.leaving = leaving;
+        assignment.assigned = false;
     }
 
     pub fn is_assigned(&self) -> bool {
-        locked(&self.book).assigned
+        locked(&self.assignment).assigned
     }
 
     /// Acts on what the worker said.
     pub fn settle(&self) {
-        let mut answers = locked(&self.answers);
-        while let Ok(answer) = answers.try_recv() {
+        let mut dispositions = locked(&self.dispositions);
+        while let Ok(answer) = dispositions.try_recv() {
             match answer {
-                Answer::Done(place) => self.done(place),
-                Answer::Back(item) => {
-                    if locked(&self.book).is_kept(item.token) {
-                        self.desk.put(item);
+                Disposition::Acknowledge(place) => self.done(place),
+                Disposition::GiveBack(item) => {
+                    if locked(&self.assignment).is_kept(item.token) {
+                        self.tracker.put(item);
                     }
                 }
-                Answer::PassOn(parcel) => self.carry(parcel),
+                Disposition::Republish(republish) => self.republish_later(republish),
             }
         }
     }
 
-    fn carry(&self, parcel: Parcel<Place>) {
-        let Parcel { token, body, hops } = parcel;
-        self.desk.parcels.fetch_add(1, Ordering::SeqCst);
-        let (book, finished, desk) = (self.book.clone(), self.book.clone(), self.desk.clone());
-        self.courier.carry(
+    fn republish_later(&self, republish: Republish<MessagePosition>) {
+        let Republish { token, body, hops } = republish;
+        self.tracker.republishing.fetch_add(1, Ordering::SeqCst);
+        let (assignment, finished, tracker) = (self.assignment.clone(), self.assignment.clone(), self.tracker.clone());
+        self.republisher.republish_later(
             body,
             hops,
-            move || !locked(&book).is_current(token),
+            move || !locked(&assignment).is_current(token),
             move |sent| {
-                desk.parcels.fetch_sub(1, Ordering::SeqCst);
+                tracker.republishing.fetch_sub(1, Ordering::SeqCst);
                 if sent {
                     done(&mut locked(&finished), token);
                 }
@@ -231,13 +231,13 @@ impl Group {
     /// partitions: it says all that is finished.
     pub fn commit(&self, consumer: &BaseConsumer<Group>, of: Option<&BTreeSet<i32>>, mode: CommitMode) {
         let mut list = TopicPartitionList::new();
-        for (&partition, held) in &mut locked(&self.book).partitions {
+        for (&partition, owned) in &mut locked(&self.assignment).partitions {
             if of.is_some_and(|of| !of.contains(&partition)) {
                 continue;
             }
             let position = match mode {
-                CommitMode::Async => held.offsets.take_due(),
-                CommitMode::Sync => held.offsets.take_last(),
+                CommitMode::Async => owned.offsets.take_due(),
+                CommitMode::Sync => owned.offsets.take_last(),
             };
             if let Some(position) = position
                 && let Err(error) = list.add_partition_offset(&self.topic, partition, Offset::Offset(position))
@@ -255,21 +255,21 @@ impl Group {
     fn commit_failed(&self, error: &KafkaError, list: &TopicPartitionList) {
         // Tried again with the next commit, as long as the partition is ours.
         tracing::debug!("a commit to {} failed: {error}", self.address);
-        let mut book = locked(&self.book);
+        let mut assignment = locked(&self.assignment);
         for element in list.elements() {
-            if let Some(held) = book.partitions.get_mut(&element.partition()) {
-                held.offsets.commit_failed();
+            if let Some(owned) = assignment.partitions.get_mut(&element.partition()) {
+                owned.offsets.commit_failed();
             }
         }
     }
 
     pub fn is_paused(&self) -> bool {
-        locked(&self.book).paused
+        locked(&self.assignment).paused
     }
 
     /// Pauses or resumes fetching, where that is a change.
     pub fn set_paused(&self, consumer: &BaseConsumer<Group>, paused: bool) {
-        if locked(&self.book).paused == paused {
+        if locked(&self.assignment).paused == paused {
             return;
         }
         let assigned = match consumer.assignment() {
@@ -282,14 +282,14 @@ impl Group {
             consumer.resume(&assigned)
         };
         match changed {
-            Ok(()) => locked(&self.book).paused = paused,
+            Ok(()) => locked(&self.assignment).paused = paused,
             Err(error) => tracing::debug!("cannot pause or resume: {error}"),
         }
     }
 
     /// Has librdkafka fetch anew: of a refusal that lasts, it says nothing more otherwise.
     pub fn fetch_anew(&self, consumer: &BaseConsumer<Group>) {
-        let paused = locked(&self.book).paused;
+        let paused = locked(&self.assignment).paused;
         // What is paused is fetched anew when it is resumed.
         if !paused {
             self.set_paused(consumer, true);
@@ -299,21 +299,21 @@ impl Group {
 
     /// Partitions go to another worker: what is finished of them is committed, then they are given up.
     fn revoked(&self, consumer: &BaseConsumer<Group>, partitions: &BTreeSet<i32>) {
-        let ours = |place: &Place| partitions.contains(&place.partition);
+        let ours = |place: &MessagePosition| partitions.contains(&place.partition);
         let lost = consumer.assignment_lost();
-        let leaving = locked(&self.book).leaving;
+        let leaving = locked(&self.assignment).leaving;
         let why = if lost {
             "its partition was lost to another worker"
         } else {
             "its partition goes to another worker"
         };
         // While deliveries are recalled, no other message of these partitions may go out: it could not be acknowledged any more, and
-        // another worker would do its work again. What is taken out of the desk here was not acknowledged: it comes to that worker.
-        for (partition, held) in &mut locked(&self.book).partitions {
-            held.going |= partitions.contains(partition);
+        // another worker would do its work again. What is taken out of the tracker here was not acknowledged: it comes to that worker.
+        for (partition, owned) in &mut locked(&self.assignment).partitions {
+            owned.going |= partitions.contains(partition);
         }
-        self.desk.take_ready(|item| ours(&item.token));
-        let mut recalling = self.desk.recall(why, |item| ours(&item.token));
+        self.tracker.take_ready(|item| ours(&item.token));
+        let mut recalling = self.tracker.recall(why, |item| ours(&item.token));
         // Where the partitions are lost or we leave by our own will, nobody is waited for.
         let wait = if lost || leaving {
             Duration::ZERO
@@ -321,7 +321,7 @@ impl Group {
             self.revoke_wait
         };
         let deadline = Instant::now() + wait;
-        while !recalling.has_ended(&self.desk) && Instant::now() < deadline {
+        while !recalling.has_ended(&self.tracker) && Instant::now() < deadline {
             self.settle();
             self.commit(consumer, Some(partitions), CommitMode::Async);
             std::thread::sleep(REVOKE_STEP);
@@ -330,18 +330,18 @@ impl Group {
             self.settle();
             self.commit(consumer, Some(partitions), CommitMode::Sync);
         }
-        self.desk.forget(ours);
-        locked(&self.book)
+        self.tracker.forget(ours);
+        locked(&self.assignment)
             .partitions
             .retain(|partition, _| !partitions.contains(partition));
     }
 }
 
-fn done(book: &mut Book, place: Place) {
-    if book.is_current(place)
-        && let Some(held) = book.partitions.get_mut(&place.partition)
+fn done(assignment: &mut Assignment, place: MessagePosition) {
+    if assignment.is_current(place)
+        && let Some(owned) = assignment.partitions.get_mut(&place.partition)
     {
-        held.offsets.acknowledged(place.offset);
+        owned.offsets.acknowledged(place.offset);
     }
 }
 
@@ -351,11 +351,11 @@ fn numbers(list: &TopicPartitionList) -> BTreeSet<i32> {
 
 impl ClientContext for Group {
     fn log(&self, level: RDKafkaLogLevel, facility: &str, line: &str) {
-        self.ear.log(level, facility, line);
+        self.listener.log(level, facility, line);
     }
 
     fn error(&self, error: KafkaError, reason: &str) {
-        self.ear.error(error, reason);
+        self.listener.error(error, reason);
     }
 }
 
@@ -365,7 +365,7 @@ impl ConsumerContext for Group {
             let partitions = numbers(list);
             tracing::debug!("{}: gives up partitions {partitions:?}", self.address);
             // Who stays in the group is assigned what it keeps, at once.
-            locked(&self.book).assigned = false;
+            locked(&self.assignment).assigned = false;
             self.revoked(consumer, &partitions);
         }
     }
@@ -374,10 +374,10 @@ impl ConsumerContext for Group {
         match rebalance {
             Rebalance::Assign(list) => {
                 tracing::debug!("{}: gets partitions {:?}", self.address, numbers(list));
-                self.desk.set_denied(None);
-                locked(&self.book).assigned = true;
+                self.tracker.set_denied(None);
+                locked(&self.assignment).assigned = true;
                 // librdkafka remembers over a rebalance which partitions were paused: either state is set anew.
-                let changed = if locked(&self.book).paused {
+                let changed = if locked(&self.assignment).paused {
                     consumer.pause(list)
                 } else {
                     consumer.resume(list)

@@ -13,21 +13,21 @@ mod trouble;
 
 use std::sync::Arc;
 
-use publisher::Courier;
 pub(crate) use publisher::KafkaPublisher;
+use publisher::Republisher;
 
 use super::address::KafkaUrl;
-use super::desk::{Brokered, Desk};
+use super::delivery_tracker::{Brokered, DeliveryTracker};
 use super::settings::Resolved;
 use super::{Queue, QueueError};
 
 /// Joins the topic's consumer group. Where no broker answers in about 10 s, the queue goes on trying by itself.
 pub(crate) async fn connect(url: &KafkaUrl, resolved: &Resolved) -> Result<Arc<dyn Queue>, QueueError> {
-    let (answers, heard) = tokio::sync::mpsc::unbounded_channel();
-    let desk = Arc::new(Desk::new(answers, &resolved.settings));
+    let (dispositions, heard) = tokio::sync::mpsc::unbounded_channel();
+    let tracker = Arc::new(DeliveryTracker::new(dispositions, &resolved.settings));
     let publisher = KafkaPublisher::new(url, resolved)?;
-    let courier = Courier::new(publisher, resolved.settings.pass_on_delay)?;
-    let group = group::Group::new(url, resolved, desk.clone(), heard, courier);
+    let republisher = Republisher::new(publisher, resolved.settings.pass_on_delay)?;
+    let group = group::Group::new(url, resolved, tracker.clone(), heard, republisher);
     let (opened, open) = tokio::sync::oneshot::channel();
     let (ended, has_ended) = std::sync::mpsc::channel();
     let (url, resolved) = (url.clone(), resolved.clone());
@@ -43,5 +43,5 @@ pub(crate) async fn connect(url: &KafkaUrl, resolved: &Resolved) -> Result<Arc<d
     open.await.map_err(|_| QueueError::Unavailable {
         why: "the thread that polls Kafka ended".to_owned(),
     })??;
-    Ok(Arc::new(Brokered::new(desk, has_ended)))
+    Ok(Arc::new(Brokered::new(tracker, has_ended)))
 }

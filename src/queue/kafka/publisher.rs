@@ -12,7 +12,7 @@ use rdkafka::message::{Header, OwnedHeaders};
 use rdkafka::producer::{FutureProducer, FutureRecord, Producer};
 
 use super::config;
-use super::trouble::{Ear, Kind, Trouble, at_the_door, denied, kind};
+use super::trouble::{ErrorListener, Kind, Trouble, at_the_door, denied, kind};
 use crate::queue::address::KafkaUrl;
 use crate::queue::foreign::HOPS_HEADER;
 use crate::queue::io::IoThread;
@@ -92,8 +92,8 @@ pub(crate) fn first_look<C: rdkafka::ClientContext>(
 /// An idempotent producer for one topic.
 #[derive(Clone)]
 pub(crate) struct KafkaPublisher {
-    producer: FutureProducer<Ear>,
-    ear: Ear,
+    producer: FutureProducer<ErrorListener>,
+    listener: ErrorListener,
     url: KafkaUrl,
     resolved: Resolved,
     /// Of the topic, as last seen; 0: unknown.
@@ -105,14 +105,14 @@ pub(crate) struct KafkaPublisher {
 impl KafkaPublisher {
     /// Reaches no broker yet.
     pub fn new(url: &KafkaUrl, resolved: &Resolved) -> Result<KafkaPublisher, QueueError> {
-        let ear = Ear::new(resolved.scrub.clone());
-        let producer = FutureProducer::from_config_and_context(&config::producer(url, resolved)?, ear.clone())
+        let listener = ErrorListener::new(resolved.scrub.clone());
+        let producer = FutureProducer::from_config_and_context(&config::producer(url, resolved)?, listener.clone())
             .map_err(|error| config::refused(error, resolved))?;
         // Workers that pass messages on shall not all begin at the same partition.
         let turn = getrandom::u32().unwrap_or(0) % 65_536;
         Ok(KafkaPublisher {
             producer,
-            ear,
+            listener,
             url: url.clone(),
             resolved: resolved.clone(),
             partitions: Arc::default(),
@@ -128,7 +128,7 @@ impl KafkaPublisher {
     }
 
     fn first_look(&self) -> Result<Topic, QueueError> {
-        let topic = first_look(self.producer.client(), &self.url, || self.ear.take())?;
+        let topic = first_look(self.producer.client(), &self.url, || self.listener.take())?;
         if let Topic::Partitions(n) = topic {
             self.partitions.store(n, Ordering::SeqCst);
         }
@@ -181,7 +181,7 @@ impl KafkaPublisher {
     async fn create(&self, partitions: i32) -> Result<bool, QueueError> {
         let address = self.url.to_string();
         let config = config::producer(&self.url, &self.resolved)?;
-        let admin: AdminClient<Ear> = AdminClient::from_config_and_context(&config, self.ear.clone())
+        let admin: AdminClient<ErrorListener> = AdminClient::from_config_and_context(&config, self.listener.clone())
             .map_err(|error| config::refused(error, &self.resolved))?;
         // A replication factor of -1 is the broker's default.
         let topic = NewTopic::new(&self.url.topic, partitions, TopicReplication::Fixed(-1));
@@ -271,7 +271,7 @@ impl KafkaPublisher {
                 why: denied(&address, code),
             };
         }
-        match self.ear.take() {
+        match self.listener.take() {
             Some(trouble) if trouble.kind == Kind::Denied => at_the_door(Some(trouble), &address),
             Some(Trouble { why, .. }) => QueueError::Unavailable {
                 why: format!("{address}: {code}: {why}"),
@@ -289,15 +289,15 @@ impl KafkaPublisher {
 }
 
 /// Passes messages on after a delay, from a thread of its own.
-pub(crate) struct Courier {
+pub(crate) struct Republisher {
     io: IoThread,
     pub publisher: KafkaPublisher,
     delay: Duration,
 }
 
-impl Courier {
-    pub fn new(publisher: KafkaPublisher, delay: Duration) -> Result<Courier, QueueError> {
-        Ok(Courier {
+impl Republisher {
+    pub fn new(publisher: KafkaPublisher, delay: Duration) -> Result<Republisher, QueueError> {
+        Ok(Republisher {
             io: IoThread::start("gristmill-kafka")?,
             publisher,
             delay,
@@ -305,7 +305,7 @@ impl Courier {
     }
 
     /// Sends after the delay, again and again until the broker has it or `is_stale`; then `sent` is called.
-    pub fn carry(
+    pub fn republish_later(
         &self,
         body: Vec<u8>,
         hops: u32,

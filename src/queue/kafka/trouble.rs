@@ -63,14 +63,14 @@ impl Trouble {
 
 /// Keeps what librdkafka reports, most telling first; its log goes to the debug level.
 #[derive(Clone)]
-pub(crate) struct Ear {
+pub(crate) struct ErrorListener {
     scrub: Scrub,
     last: Arc<Mutex<Option<Trouble>>>,
 }
 
-impl Ear {
-    pub fn new(scrub: Scrub) -> Ear {
-        Ear {
+impl ErrorListener {
+    pub fn new(scrub: Scrub) -> ErrorListener {
+        ErrorListener {
             scrub,
             last: Arc::default(),
         }
@@ -109,7 +109,7 @@ impl Ear {
     }
 }
 
-impl ClientContext for Ear {
+impl ClientContext for ErrorListener {
     fn log(&self, _: RDKafkaLogLevel, facility: &str, line: &str) {
         tracing::debug!(target: "librdkafka", "{facility} {}", self.scrub.line(line));
     }

@@ -14,24 +14,24 @@ use std::sync::Arc;
 pub(crate) use publisher::RabbitPublisher;
 
 use super::address::RabbitUrl;
-use super::desk::{Brokered, Desk};
+use super::delivery_tracker::{Brokered, DeliveryTracker};
 use super::io::IoThread;
 use super::settings::Resolved;
 use super::{Queue, QueueError};
 
 /// Begins to consume. Where the broker does not answer in about 10 s, the queue goes on trying by itself.
 pub(crate) async fn connect(url: &RabbitUrl, resolved: &Resolved) -> Result<Arc<dyn Queue>, QueueError> {
-    let (answers, heard) = tokio::sync::mpsc::unbounded_channel();
-    let desk = Arc::new(Desk::new(answers.clone(), &resolved.settings));
+    let (dispositions, heard) = tokio::sync::mpsc::unbounded_channel();
+    let tracker = Arc::new(DeliveryTracker::new(dispositions.clone(), &resolved.settings));
     let io = Arc::new(IoThread::start("gristmill-amqp")?);
     let (opened, open) = tokio::sync::oneshot::channel();
     let (ended, has_ended) = std::sync::mpsc::channel();
     let consumer = session::Consumer {
         url: url.clone(),
         resolved: resolved.clone(),
-        desk: desk.clone(),
-        answers: heard,
-        to_self: answers,
+        tracker: tracker.clone(),
+        dispositions: heard,
+        to_self: dispositions,
         publisher: RabbitPublisher::new(url, resolved, io.clone()),
     };
     let keeps_thread = io.clone();
@@ -43,5 +43,5 @@ pub(crate) async fn connect(url: &RabbitUrl, resolved: &Resolved) -> Result<Arc<
     open.await.map_err(|_| QueueError::Unavailable {
         why: "the thread that talks to RabbitMQ ended".to_owned(),
     })??;
-    Ok(Arc::new(Brokered::new(desk, has_ended)))
+    Ok(Arc::new(Brokered::new(tracker, has_ended)))
 }

@@ -19,8 +19,8 @@ use super::declare::declare;
 use super::link::{failed, open, within};
 use super::publisher::RabbitPublisher;
 use crate::queue::address::RabbitUrl;
-use crate::queue::desk::{Answer, Desk, Item, Parcel, Recalling};
-use crate::queue::foreign::{self, Fate, HOPS_HEADER};
+use crate::queue::delivery_tracker::{DeliveryTracker, Disposition, Recalling, ReceivedMessage, Republish};
+use crate::queue::foreign::{self, HOPS_HEADER, Handling};
 use crate::queue::settings::Resolved;
 use crate::queue::{Message, QueueError};
 
@@ -44,7 +44,7 @@ const CLOSE_WAIT: Duration = Duration::from_secs(2);
 
 /// A delivery of one channel: acknowledgements of another's do nothing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Tag {
+pub(super) struct DeliveryTag {
     session: u64,
     tag: u64,
 }
@@ -53,10 +53,10 @@ pub(super) struct Tag {
 pub(super) struct Consumer {
     pub url: RabbitUrl,
     pub resolved: Resolved,
-    pub desk: Arc<Desk<Tag>>,
-    pub answers: UnboundedReceiver<Answer<Tag>>,
+    pub tracker: Arc<DeliveryTracker<DeliveryTag>>,
+    pub dispositions: UnboundedReceiver<Disposition<DeliveryTag>>,
     /// Reports messages that were passed on.
-    pub to_self: UnboundedSender<Answer<Tag>>,
+    pub to_self: UnboundedSender<Disposition<DeliveryTag>>,
     pub publisher: RabbitPublisher,
 }
 
@@ -77,7 +77,7 @@ pub(super) enum End {
     Closed,
     /// The worker has stopped making progress when it had given so many signs of life.
     Stuck {
-        signs: u64,
+        progress_count: u64,
     },
     /// The broker closed the channel, or the queue was deleted.
     ChannelClosed {
@@ -98,7 +98,7 @@ pub(super) struct Session {
     next_ask: Instant,
     ackers: BTreeMap<u64, Acker>,
     /// Messages on their way to other workers, by tag.
-    parcels: BTreeMap<u64, (Parcel<Tag>, Claim)>,
+    republishing: BTreeMap<u64, (Republish<DeliveryTag>, Claim)>,
     /// Given back, and being sent, by tag.
     sending: BTreeSet<u64>,
     /// The broker did not take what was given back.
@@ -141,7 +141,7 @@ impl Consumer {
             stream,
             next_ask: Instant::now(),
             ackers: BTreeMap::new(),
-            parcels: BTreeMap::new(),
+            republishing: BTreeMap::new(),
             sending: BTreeSet::new(),
             cannot_send: Arc::default(),
             recalled: BTreeSet::new(),
@@ -160,7 +160,7 @@ impl Consumer {
     async fn feed(&self, session: &mut Session) -> Result<(), End> {
         let asks = Asks {
             held: session.ackers.len(),
-            ready: self.desk.ready(),
+            ready: self.tracker.ready(),
             prefetch: usize::from(self.prefetch()),
         };
         if !asks.for_one_more() || Instant::now() < session.next_ask {
@@ -188,10 +188,10 @@ impl Consumer {
         let end = loop {
             let done = tokio::select! {
                 biased;
-                () = self.desk.closed_bell.notified() => Err(End::Closed),
-                Some(answer) = self.answers.recv() => self.settle(&mut session, answer).await,
+                () = self.tracker.closed_notify.notified() => Err(End::Closed),
+                Some(answer) = self.dispositions.recv() => self.settle(&mut session, answer).await,
                 _ = ticks.tick() => self.tick(&mut session).await,
-                () = self.desk.hungry.notified() => self.feed(&mut session).await,
+                () = self.tracker.starved_notify.notified() => self.feed(&mut session).await,
                 delivery = session.stream.next() => match delivery {
                     Some(Ok(delivery)) => self.take_in(&mut session, delivery).await,
                     Some(Err(error)) => Err(self.broken(&session, &error)),
@@ -206,7 +206,7 @@ impl Consumer {
             self.leave(&mut session).await;
         }
         // Messages that no worker has go back to the broker with the channel.
-        self.desk.take_ready(|_| true);
+        self.tracker.take_ready(|_| true);
         if session.connection.status().connected() {
             let closing = session.connection.close(200, "OK".into());
             if !matches!(tokio::time::timeout(CLOSE_WAIT, closing).await, Ok(Ok(()))) {
@@ -228,7 +228,7 @@ impl Consumer {
     }
 
     async fn take_in(&self, session: &mut Session, delivery: Delivery) -> Result<(), End> {
-        let token = Tag {
+        let token = DeliveryTag {
             session: session.number,
             tag: delivery.delivery_tag,
         };
@@ -244,28 +244,36 @@ impl Consumer {
         let before = u32::try_from(before)
             .unwrap_or(u32::MAX - 1)
             .max(u32::from(delivery.redelivered));
-        match foreign::fate(&delivery.data, hops, &self.url.to_string(), &self.resolved.signing) {
-            Fate::Deliver(message) => {
+        match foreign::handling(&delivery.data, hops, &self.url.to_string(), &self.resolved.signing) {
+            Handling::Deliver(message) => {
                 self.deliver(session, token, message, delivery.data, before + 1, hops);
                 Ok(())
             }
-            Fate::PassOn(hops) => {
+            Handling::PassOn(hops) => {
                 let body = delivery.data;
-                self.carry(session, Parcel { token, body, hops });
+                self.republish_later(session, Republish { token, body, hops });
                 Ok(())
             }
-            Fate::Drop => self.ack(session, token).await,
+            Handling::Drop => self.ack(session, token).await,
         }
     }
 
-    fn deliver(&self, session: &Session, token: Tag, message: Message, body: Vec<u8>, deliveries: u32, hops: u32) {
+    fn deliver(
+        &self,
+        session: &Session,
+        token: DeliveryTag,
+        message: Message,
+        body: Vec<u8>,
+        deliveries: u32,
+        hops: u32,
+    ) {
         let arrived = Instant::now();
         // After a break the broker repeats what the worker still holds: it goes on with it, now of this channel.
-        let of_old = |held: &Tag| held.session != session.number;
-        if self.desk.adopt(&message, arrived, token, of_old).is_some() {
+        let of_old = |held: &DeliveryTag| held.session != session.number;
+        if self.tracker.adopt(&message, arrived, token, of_old).is_some() {
             return;
         }
-        self.desk.put(Item {
+        self.tracker.put(ReceivedMessage {
             token,
             message,
             body,
@@ -276,28 +284,28 @@ impl Consumer {
     }
 
     /// Acts on what the worker said; of older channels there is nothing to say.
-    async fn settle(&self, session: &mut Session, answer: Answer<Tag>) -> Result<(), End> {
+    async fn settle(&self, session: &mut Session, answer: Disposition<DeliveryTag>) -> Result<(), End> {
         match answer {
-            Answer::Done(token) => self.ack(session, token).await,
-            Answer::Back(item) => self.send_back(session, item).await,
-            Answer::PassOn(parcel) => {
-                self.carry(session, parcel);
+            Disposition::Acknowledge(token) => self.ack(session, token).await,
+            Disposition::GiveBack(item) => self.send_back(session, item).await,
+            Disposition::Republish(republish) => {
+                self.republish_later(session, republish);
                 Ok(())
             }
         }
     }
 
-    fn acker(session: &mut Session, token: Tag) -> Option<Acker> {
+    fn acker(session: &mut Session, token: DeliveryTag) -> Option<Acker> {
         if token.session != session.number {
             return None;
         }
         session.recalled.remove(&token.tag);
-        session.parcels.remove(&token.tag);
+        session.republishing.remove(&token.tag);
         session.sending.remove(&token.tag);
         session.ackers.remove(&token.tag)
     }
 
-    async fn ack(&self, session: &mut Session, token: Tag) -> Result<(), End> {
+    async fn ack(&self, session: &mut Session, token: DeliveryTag) -> Result<(), End> {
         let Some(acker) = Consumer::acker(session, token) else {
             return Ok(());
         };
@@ -307,7 +315,7 @@ impl Consumer {
         }
     }
 
-    async fn requeue(&self, session: &mut Session, token: Tag) -> Result<(), End> {
+    async fn requeue(&self, session: &mut Session, token: DeliveryTag) -> Result<(), End> {
         let Some(acker) = Consumer::acker(session, token) else {
             return Ok(());
         };
@@ -323,8 +331,8 @@ impl Consumer {
 
     /// Given back in good order: sent again, for the broker counts what it requeues as a delivery that came to nothing. Requeued
     /// where it cannot be sent.
-    async fn send_back(&self, session: &mut Session, item: Item<Tag>) -> Result<(), End> {
-        let Item {
+    async fn send_back(&self, session: &mut Session, item: ReceivedMessage<DeliveryTag>) -> Result<(), End> {
+        let ReceivedMessage {
             token, ref body, hops, ..
         } = item;
         if !session.owes(token) {
@@ -340,10 +348,10 @@ impl Consumer {
         tokio::spawn(async move {
             let sent = tokio::time::timeout(SEND_BACK_MAX, publisher.send_bodies(vec![body], hops)).await;
             let answer = match sent {
-                Ok(Ok(())) => Answer::Done(token),
+                Ok(Ok(())) => Disposition::Acknowledge(token),
                 Ok(Err(_)) | Err(_) => {
                     cannot_send.store(true, Ordering::SeqCst);
-                    Answer::Back(item)
+                    Disposition::GiveBack(item)
                 }
             };
             // Nobody listens once the queue is closed: then the broker repeats the message, which is harmless.
@@ -357,36 +365,36 @@ impl Consumer {
         let deadline = tokio::time::Instant::now() + SEND_BACK_MAX;
         // Else what is sent would come here again, and be requeued as the channel closes.
         self.stop_consuming(session, deadline).await;
-        let mut left: Vec<Parcel<Tag>> = Vec::new();
-        for (tag, (parcel, claim)) in std::mem::take(&mut session.parcels) {
+        let mut left: Vec<Republish<DeliveryTag>> = Vec::new();
+        for (tag, (republish, claim)) in std::mem::take(&mut session.republishing) {
             match claim.take() {
-                true => left.push(parcel),
+                true => left.push(republish),
                 false => _ = session.sending.insert(tag),
             }
         }
-        let parcel = |item: Item<Tag>| {
-            let Item { token, body, hops, .. } = item;
-            Parcel { token, body, hops }
+        let republish = |item: ReceivedMessage<DeliveryTag>| {
+            let ReceivedMessage { token, body, hops, .. } = item;
+            Republish { token, body, hops }
         };
         loop {
-            let answer = match self.answers.try_recv() {
+            let answer = match self.dispositions.try_recv() {
                 Ok(answer) => answer,
                 Err(_) if session.sending.is_empty() => break,
                 // What is being sent is confirmed soon.
-                Err(_) => match tokio::time::timeout_at(deadline, self.answers.recv()).await {
+                Err(_) => match tokio::time::timeout_at(deadline, self.dispositions.recv()).await {
                     Ok(Some(answer)) => answer,
                     Ok(None) | Err(_) => break,
                 },
             };
             let settled = match answer {
-                Answer::Done(token) => self.ack(session, token).await,
-                Answer::Back(item) => {
+                Disposition::Acknowledge(token) => self.ack(session, token).await,
+                Disposition::GiveBack(item) => {
                     session.sending.remove(&item.token.tag);
-                    left.push(parcel(item));
+                    left.push(republish(item));
                     Ok(())
                 }
-                Answer::PassOn(parcel) => {
-                    left.push(parcel);
+                Disposition::Republish(republish) => {
+                    left.push(republish);
                     Ok(())
                 }
             };
@@ -394,8 +402,8 @@ impl Consumer {
                 return;
             }
         }
-        left.extend(self.desk.take_ready(|_| true).into_iter().map(parcel));
-        left.retain(|parcel| session.owes(parcel.token));
+        left.extend(self.tracker.take_ready(|_| true).into_iter().map(republish));
+        left.retain(|republish| session.owes(republish.token));
         for (hops, (tokens, bodies)) in by_hops(left) {
             let sending = self.publisher.send_bodies(bodies, hops);
             let is_sent = matches!(tokio::time::timeout_at(deadline, sending).await, Ok(Ok(())));
@@ -438,16 +446,16 @@ impl Consumer {
     }
 
     /// Sends the message again after a while, then acknowledges this delivery of it.
-    fn carry(&self, session: &mut Session, parcel: Parcel<Tag>) {
+    fn republish_later(&self, session: &mut Session, republish: Republish<DeliveryTag>) {
         let claim = Claim::default();
-        if session.owes(parcel.token) {
-            let kept = (parcel.clone(), claim.clone());
-            session.parcels.insert(parcel.token.tag, kept);
+        if session.owes(republish.token) {
+            let kept = (republish.clone(), claim.clone());
+            session.republishing.insert(republish.token.tag, kept);
         }
-        let Parcel { token, body, hops } = parcel;
-        let (publisher, to_self, desk) = (self.publisher.clone(), self.to_self.clone(), self.desk.clone());
+        let Republish { token, body, hops } = republish;
+        let (publisher, to_self, tracker) = (self.publisher.clone(), self.to_self.clone(), self.tracker.clone());
         let delay = self.resolved.settings.pass_on_delay;
-        desk.parcels.fetch_add(1, Ordering::SeqCst);
+        tracker.republishing.fetch_add(1, Ordering::SeqCst);
         tokio::spawn(async move {
             tokio::time::sleep(delay).await;
             let is_ours = claim.take();
@@ -461,10 +469,10 @@ impl Consumer {
                     }
                 }
             }
-            desk.parcels.fetch_sub(1, Ordering::SeqCst);
+            tracker.republishing.fetch_sub(1, Ordering::SeqCst);
             // Nobody listens once the queue is closed: then the broker repeats the message, which is harmless.
             if is_ours {
-                let _ = to_self.send(Answer::Done(token));
+                let _ = to_self.send(Disposition::Acknowledge(token));
             }
         });
     }
@@ -475,22 +483,22 @@ impl Consumer {
         let stood = now - session.last_tick;
         session.last_tick = now;
         if stood > STANDSTILL {
-            self.desk.grant(stood);
+            self.tracker.grant(stood);
         }
-        if self.desk.is_stuck(now) {
-            let signs = self.desk.signs();
+        if self.tracker.is_stuck(now) {
+            let progress_count = self.tracker.progress_count();
             tracing::warn!(
                 "{}: the worker has stopped making progress; leaving the queue until it moves on",
                 self.url
             );
-            self.desk.recall("its worker has stopped making progress", |_| true);
-            self.desk.forget(|_| true);
+            self.tracker.recall("its worker has stopped making progress", |_| true);
+            self.tracker.forget(|_| true);
             // Before the broker gives its messages to others: who asks meanwhile must not take an empty queue for the end.
-            self.desk.set_attached(false);
-            return Err(End::Stuck { signs });
+            self.tracker.set_attached(false);
+            return Err(End::Stuck { progress_count });
         }
         let recall_after = self.url.ack_timeout.mul_f64(RECALL_SHARE);
-        for item in self.desk.take_ready(|item| now - item.arrived >= recall_after) {
+        for item in self.tracker.take_ready(|item| now - item.arrived >= recall_after) {
             // No worker has had it: it is given back in good order.
             self.send_back(session, item).await?;
         }
@@ -507,9 +515,9 @@ impl Consumer {
         let recalled = &session.recalled;
         let overdue = std::cell::RefCell::new(&mut found);
         let recalling = self
-            .desk
+            .tracker
             .recall("the broker's acknowledgement timeout is near", |item| {
-                let Tag { session: number, tag } = item.token;
+                let DeliveryTag { session: number, tag } = item.token;
                 let is_due = number == session.number && now - item.arrived >= recall_after && !recalled.contains(&tag);
                 if is_due {
                     overdue.borrow_mut().push(tag);
@@ -526,12 +534,12 @@ impl Consumer {
     async fn return_recalled(&self, session: &mut Session, now: Instant) -> Result<(), End> {
         let mut waiting = Vec::new();
         for (mut recalling, deadline) in std::mem::take(&mut session.recalls) {
-            if !recalling.has_ended(&self.desk) && now < deadline {
+            if !recalling.has_ended(&self.tracker) && now < deadline {
                 waiting.push((recalling, deadline));
                 continue;
             }
             for &receipt in recalling.receipts() {
-                if let Some(item) = self.desk.take_out(receipt) {
+                if let Some(item) = self.tracker.take_out(receipt) {
                     self.requeue(session, item.token).await?;
                 }
             }
@@ -543,15 +551,15 @@ impl Consumer {
 
 impl Session {
     /// Whether this channel has a delivery that waits for its answer.
-    fn owes(&self, token: Tag) -> bool {
+    fn owes(&self, token: DeliveryTag) -> bool {
         token.session == self.number && self.ackers.contains_key(&token.tag)
     }
 }
 
 /// The deliveries and the bodies of messages to be sent with so many hops.
-fn by_hops(parcels: Vec<Parcel<Tag>>) -> BTreeMap<u32, (Vec<Tag>, Vec<Vec<u8>>)> {
-    let mut sorted: BTreeMap<u32, (Vec<Tag>, Vec<Vec<u8>>)> = BTreeMap::new();
-    for Parcel { token, body, hops } in parcels {
+fn by_hops(republishing: Vec<Republish<DeliveryTag>>) -> BTreeMap<u32, (Vec<DeliveryTag>, Vec<Vec<u8>>)> {
+    let mut sorted: BTreeMap<u32, (Vec<DeliveryTag>, Vec<Vec<u8>>)> = BTreeMap::new();
+    for Republish { token, body, hops } in republishing {
         let (tokens, bodies) = sorted.entry(hops).or_default();
         tokens.push(token);
         bodies.push(body);
@@ -613,12 +621,12 @@ mod tests {
 
     #[test]
     fn what_is_sent_again_keeps_its_hops() {
-        let parcel = |tag, hops| Parcel {
-            token: Tag { session: 0, tag },
+        let republish = |tag, hops| Republish {
+            token: DeliveryTag { session: 0, tag },
             body: vec![tag as u8],
             hops,
         };
-        let sorted = by_hops(vec![parcel(1, 0), parcel(2, 3), parcel(3, 0)]);
+        let sorted = by_hops(vec![republish(1, 0), republish(2, 3), republish(3, 0)]);
         let tags = |hops: u32| sorted[&hops].0.iter().map(|token| token.tag).collect::<Vec<_>>();
         assert_eq!((tags(0), tags(3)), (vec![1, 3], vec![2]));
         assert_eq!(

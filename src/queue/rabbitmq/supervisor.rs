@@ -12,7 +12,7 @@ const BACKOFF_MIN: Duration = Duration::from_millis(200);
 const BACKOFF_MAX: Duration = Duration::from_secs(10);
 /// A session that lasted so long was a good one: the next failure begins with short waits again.
 const GOOD_SESSION: Duration = Duration::from_secs(10);
-const SIGN_EVERY: Duration = Duration::from_millis(100);
+const PROGRESS_POLL: Duration = Duration::from_millis(100);
 
 /// Runs until the queue is closed; `opened` is told once how the first attempt went.
 pub(super) async fn run(mut consumer: Consumer, opened: oneshot::Sender<Result<(), QueueError>>) {
@@ -24,8 +24,8 @@ pub(super) async fn run(mut consumer: Consumer, opened: oneshot::Sender<Result<(
         let end = match consumer.begin(number).await {
             Ok(session) => {
                 outage.up();
-                consumer.desk.set_denied(None);
-                consumer.desk.set_attached(true);
+                consumer.tracker.set_denied(None);
+                consumer.tracker.set_attached(true);
                 // A caller that has given up closes the queue.
                 let _ = opened.take().map(|opened| opened.send(Ok(())));
                 consumer.live(session).await
@@ -43,12 +43,12 @@ pub(super) async fn run(mut consumer: Consumer, opened: oneshot::Sender<Result<(
         };
         // Another channel follows a quiet one at once: that is no absence.
         if !matches!(end, End::Quiet) {
-            consumer.desk.set_attached(false);
+            consumer.tracker.set_attached(false);
         }
         match end {
             End::Closed => return,
-            End::Stuck { signs } => {
-                wait_for_sign(&consumer, signs).await;
+            End::Stuck { progress_count } => {
+                wait_for_progress(&consumer, progress_count).await;
                 continue;
             }
             End::Quiet => {
@@ -66,13 +66,13 @@ pub(super) async fn run(mut consumer: Consumer, opened: oneshot::Sender<Result<(
                     QueueError::Denied { why } | QueueError::Settings { what: why } => why,
                     other => other.to_string(),
                 };
-                consumer.desk.set_denied(Some(why));
+                consumer.tracker.set_denied(Some(why));
             }
         }
         if began.elapsed() >= GOOD_SESSION {
             backoff = BACKOFF_MIN;
         }
-        if consumer.desk.is_closing() || closed_within(&consumer, backoff).await {
+        if consumer.tracker.is_closing() || closed_within(&consumer, backoff).await {
             return;
         }
         backoff = (backoff * 2).min(BACKOFF_MAX);
@@ -80,15 +80,15 @@ pub(super) async fn run(mut consumer: Consumer, opened: oneshot::Sender<Result<(
 }
 
 async fn closed_within(consumer: &Consumer, time: Duration) -> bool {
-    tokio::time::timeout(time, consumer.desk.closed_bell.notified())
+    tokio::time::timeout(time, consumer.tracker.closed_notify.notified())
         .await
         .is_ok()
 }
 
 /// The worker is to move on before it gets anything again.
-async fn wait_for_sign(consumer: &Consumer, signs: u64) {
-    while consumer.desk.signs() == signs && !consumer.desk.is_closing() {
-        tokio::time::sleep(SIGN_EVERY).await;
+async fn wait_for_progress(consumer: &Consumer, progress_count: u64) {
+    while consumer.tracker.progress_count() == progress_count && !consumer.tracker.is_closing() {
+        tokio::time::sleep(PROGRESS_POLL).await;
     }
     tracing::info!("{}: the worker moves on; consuming again", consumer.url);
 }

@@ -14,7 +14,7 @@ use super::{Delivery, HOPS_MAX, Message, Queue, QueueError, Recall, Settings};
 
 /// A message that a broker delivered.
 #[derive(Debug, Clone)]
-pub(crate) struct Item<T> {
+pub(crate) struct ReceivedMessage<T> {
     pub token: T,
     pub message: Message,
     /// As it came, to be passed on byte for byte.
@@ -30,7 +30,7 @@ const ASIDE_MAX: usize = 4096;
 
 /// A message to be sent again with so many hops; then `token` is done with.
 #[derive(Debug, Clone)]
-pub(crate) struct Parcel<T> {
+pub(crate) struct Republish<T> {
     pub token: T,
     pub body: Vec<u8>,
     pub hops: u32,
@@ -38,22 +38,22 @@ pub(crate) struct Parcel<T> {
 
 /// What the worker says about a delivery, for the broker's thread.
 #[derive(Debug)]
-pub(crate) enum Answer<T> {
-    Done(T),
-    Back(Item<T>),
-    PassOn(Parcel<T>),
+pub(crate) enum Disposition<T> {
+    Acknowledge(T),
+    GiveBack(ReceivedMessage<T>),
+    Republish(Republish<T>),
 }
 
 /// A delivery in the worker's hands.
-struct Out<T> {
-    item: Item<T>,
+struct Outstanding<T> {
+    item: ReceivedMessage<T>,
     /// When the worker counts as stuck, unless it extends.
     until: Instant,
 }
 
 struct State<T> {
-    ready: VecDeque<Item<T>>,
-    out: BTreeMap<u64, Out<T>>,
+    ready: VecDeque<ReceivedMessage<T>>,
+    out: BTreeMap<u64, Outstanding<T>>,
     next_receipt: u64,
     recalls: VecDeque<Recall>,
     /// Why the broker refuses us, while it does.
@@ -62,24 +62,24 @@ struct State<T> {
     attached: bool,
 }
 
-pub(crate) struct Desk<T> {
+pub(crate) struct DeliveryTracker<T> {
     state: Mutex<State<T>>,
-    answers: UnboundedSender<Answer<T>>,
+    dispositions: UnboundedSender<Disposition<T>>,
     first_lease: Duration,
     /// Deliveries that may be out at once.
     out_max: usize,
-    /// Rung when a message is ready or may go out, or access is denied.
-    bell: Notify,
-    /// Rung when a receiver finds nothing.
-    pub hungry: Notify,
-    recall_bell: Notify,
+    /// Notified when a message is ready or may go out, or access is denied.
+    ready_notify: Notify,
+    /// Notified when a receiver finds nothing.
+    pub starved_notify: Notify,
+    recall_notify: Notify,
     /// Counts the worker's signs of life.
-    signs: AtomicU64,
+    progress_count: AtomicU64,
     /// Messages that wait to be passed on.
-    pub parcels: AtomicUsize,
+    pub republishing: AtomicUsize,
     closing: AtomicBool,
-    /// Rung when the queue is closed.
-    pub closed_bell: Notify,
+    /// Notified when the queue is closed.
+    pub closed_notify: Notify,
 }
 
 /// A recall on its way: whether the worker has let go of its deliveries.
@@ -93,20 +93,20 @@ impl Recalling {
         &self.receipts
     }
 
-    pub fn has_ended<T>(&mut self, desk: &Desk<T>) -> bool {
+    pub fn has_ended<T>(&mut self, tracker: &DeliveryTracker<T>) -> bool {
         let dropped = !matches!(self.ended.try_recv(), Err(oneshot::error::TryRecvError::Empty));
         dropped
             || !self
                 .receipts
                 .iter()
-                .any(|receipt| desk.state().out.contains_key(receipt))
+                .any(|receipt| tracker.state().out.contains_key(receipt))
     }
 }
 
-impl<T> Desk<T> {
+impl<T> DeliveryTracker<T> {
     /// Of `settings`: how long a delivery may go without being extended for the first time, and how many may be out at once.
-    pub fn new(answers: UnboundedSender<Answer<T>>, settings: &Settings) -> Desk<T> {
-        Desk {
+    pub fn new(dispositions: UnboundedSender<Disposition<T>>, settings: &Settings) -> DeliveryTracker<T> {
+        DeliveryTracker {
             state: Mutex::new(State {
                 ready: VecDeque::new(),
                 out: BTreeMap::new(),
@@ -115,16 +115,16 @@ impl<T> Desk<T> {
                 denied: None,
                 attached: false,
             }),
-            answers,
+            dispositions,
             first_lease: settings.first_lease,
             out_max: settings.in_flight.max(1) as usize + ASIDE_MAX,
-            bell: Notify::new(),
-            hungry: Notify::new(),
-            recall_bell: Notify::new(),
-            signs: AtomicU64::new(0),
-            parcels: AtomicUsize::new(0),
+            ready_notify: Notify::new(),
+            starved_notify: Notify::new(),
+            recall_notify: Notify::new(),
+            progress_count: AtomicU64::new(0),
+            republishing: AtomicUsize::new(0),
             closing: AtomicBool::new(false),
-            closed_bell: Notify::new(),
+            closed_notify: Notify::new(),
         }
     }
 
@@ -134,9 +134,9 @@ impl<T> Desk<T> {
     }
 
     /// A message for the next receiver.
-    pub fn put(&self, item: Item<T>) {
+    pub fn put(&self, item: ReceivedMessage<T>) {
         self.state().ready.push_back(item);
-        self.bell.notify_one();
+        self.ready_notify.notify_one();
     }
 
     /// Messages that nobody has received yet.
@@ -157,12 +157,12 @@ impl<T> Desk<T> {
     }
 
     /// How many signs of life the worker has given.
-    pub fn signs(&self) -> u64 {
-        self.signs.load(Ordering::SeqCst)
+    pub fn progress_count(&self) -> u64 {
+        self.progress_count.load(Ordering::SeqCst)
     }
 
     /// Asks for the deliveries that `which` holds for.
-    pub fn recall(&self, why: &'static str, which: impl Fn(&Item<T>) -> bool) -> Recalling {
+    pub fn recall(&self, why: &'static str, which: impl Fn(&ReceivedMessage<T>) -> bool) -> Recalling {
         let mut state = self.state();
         let receipts: Vec<u64> = state
             .out
@@ -175,7 +175,7 @@ impl<T> Desk<T> {
             state
                 .recalls
                 .push_back(Recall::new(receipts.clone(), why, Some(sender)));
-            self.recall_bell.notify_one();
+            self.recall_notify.notify_one();
         }
         Recalling { receipts, ended }
     }
@@ -186,11 +186,11 @@ impl<T> Desk<T> {
         state.ready.retain(|item| !which(&item.token));
         state.out.retain(|_, out| !which(&out.item.token));
         drop(state);
-        self.bell.notify_one();
+        self.ready_notify.notify_one();
     }
 
     /// Takes out what is ready and `which` holds for.
-    pub fn take_ready(&self, which: impl Fn(&Item<T>) -> bool) -> Vec<Item<T>> {
+    pub fn take_ready(&self, which: impl Fn(&ReceivedMessage<T>) -> bool) -> Vec<ReceivedMessage<T>> {
         let mut state = self.state();
         let (taken, kept): (Vec<_>, Vec<_>) = state.ready.drain(..).partition(|item| which(item));
         state.ready = kept.into();
@@ -198,10 +198,10 @@ impl<T> Desk<T> {
     }
 
     /// Takes a delivery out of the worker's hands.
-    pub fn take_out(&self, receipt: u64) -> Option<Item<T>> {
+    pub fn take_out(&self, receipt: u64) -> Option<ReceivedMessage<T>> {
         let taken = self.state().out.remove(&receipt).map(|out| out.item);
         // The next one may go out.
-        self.bell.notify_one();
+        self.ready_notify.notify_one();
         taken
     }
 
@@ -224,7 +224,7 @@ impl<T> Desk<T> {
     /// Access is refused (`Some`) or granted.
     pub fn set_denied(&self, why: Option<String>) {
         self.state().denied = why;
-        self.bell.notify_one();
+        self.ready_notify.notify_one();
     }
 
     pub fn is_denied(&self) -> bool {
@@ -242,24 +242,24 @@ impl<T> Desk<T> {
 
     pub fn close(&self) {
         self.closing.store(true, Ordering::SeqCst);
-        self.closed_bell.notify_one();
+        self.closed_notify.notify_one();
     }
 
-    fn sign(&self) {
-        self.signs.fetch_add(1, Ordering::SeqCst);
+    fn note_progress(&self) {
+        self.progress_count.fetch_add(1, Ordering::SeqCst);
     }
 
     /// Ends a delivery, if it is out still.
-    fn answer(&self, receipt: u64, answer: impl FnOnce(Item<T>) -> Answer<T>) {
+    fn answer(&self, receipt: u64, answer: impl FnOnce(ReceivedMessage<T>) -> Disposition<T>) {
         if let Some(item) = self.take_out(receipt) {
-            self.sign();
+            self.note_progress();
             // The broker's thread is gone only when the queue is: then the broker delivers again.
-            let _ = self.answers.send(answer(item));
+            let _ = self.dispositions.send(answer(item));
         }
     }
 }
 
-impl<T: Clone + Send + 'static> Desk<T> {
+impl<T: Clone + Send + 'static> DeliveryTracker<T> {
     fn try_receive(self: &Arc<Self>) -> Option<Result<Delivery, QueueError>> {
         let mut state = self.state();
         if let Some(why) = &state.denied {
@@ -273,14 +273,14 @@ impl<T: Clone + Send + 'static> Desk<T> {
         state.next_receipt += 1;
         let (message, deliveries, hops) = (item.message.clone(), item.deliveries, item.hops);
         let until = Instant::now() + self.first_lease;
-        state.out.insert(receipt, Out { item, until });
+        state.out.insert(receipt, Outstanding { item, until });
         if !state.ready.is_empty() {
-            // One ring may stand for several messages: pass it on.
-            self.bell.notify_one();
+            // One notification may stand for several messages: pass it on.
+            self.ready_notify.notify_one();
         }
         drop(state);
-        let desk = self.clone();
-        let on_drop = move || desk.answer(receipt, Answer::Back);
+        let tracker = self.clone();
+        let on_drop = move || tracker.answer(receipt, Disposition::GiveBack);
         Some(Ok(Delivery::new(
             message,
             deliveries,
@@ -293,7 +293,7 @@ impl<T: Clone + Send + 'static> Desk<T> {
 
 /// A queue whose broker has threads of its own.
 pub(crate) struct Brokered<T> {
-    desk: Arc<Desk<T>>,
+    tracker: Arc<DeliveryTracker<T>>,
     /// Closed when the broker's thread has ended.
     ended: Mutex<std::sync::mpsc::Receiver<()>>,
 }
@@ -302,9 +302,9 @@ pub(crate) struct Brokered<T> {
 const CLOSE_WAIT: Duration = Duration::from_secs(5);
 
 impl<T> Brokered<T> {
-    pub fn new(desk: Arc<Desk<T>>, ended: std::sync::mpsc::Receiver<()>) -> Brokered<T> {
+    pub fn new(tracker: Arc<DeliveryTracker<T>>, ended: std::sync::mpsc::Receiver<()>) -> Brokered<T> {
         Brokered {
-            desk,
+            tracker,
             ended: Mutex::new(ended),
         }
     }
@@ -312,7 +312,7 @@ impl<T> Brokered<T> {
 
 impl<T> Drop for Brokered<T> {
     fn drop(&mut self) {
-        self.desk.close();
+        self.tracker.close();
         let ended = self.ended.get_mut().unwrap_or_else(PoisonError::into_inner);
         if ended.recv_timeout(CLOSE_WAIT) == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
             tracing::debug!("the queue did not close within {CLOSE_WAIT:?}");
@@ -324,60 +324,61 @@ impl<T> Drop for Brokered<T> {
 impl<T: Clone + Send + 'static> Queue for Brokered<T> {
     async fn receive(&self, wait: Duration) -> Result<Option<Delivery>, QueueError> {
         // Who asks for more makes progress; an answer to what was recalled long ago shows nothing.
-        self.desk.sign();
+        self.tracker.note_progress();
         let arrival = async {
             loop {
-                if let Some(found) = self.desk.try_receive() {
+                if let Some(found) = self.tracker.try_receive() {
                     return found;
                 }
-                self.desk.hungry.notify_one();
-                self.desk.bell.notified().await;
+                self.tracker.starved_notify.notify_one();
+                self.tracker.ready_notify.notified().await;
             }
         };
         tokio::time::timeout(wait, arrival).await.ok().transpose()
     }
 
     async fn extend(&self, delivery: &Delivery, time: Duration) -> Result<(), QueueError> {
-        self.desk.sign();
-        if let Some(out) = self.desk.state().out.get_mut(&delivery.receipt) {
+        self.tracker.note_progress();
+        if let Some(out) = self.tracker.state().out.get_mut(&delivery.receipt) {
             out.until = Instant::now() + time;
         }
         Ok(())
     }
 
     async fn acknowledge(&self, delivery: &Delivery) -> Result<(), QueueError> {
-        self.desk.answer(delivery.receipt, |item| Answer::Done(item.token));
+        self.tracker
+            .answer(delivery.receipt, |item| Disposition::Acknowledge(item.token));
         Ok(())
     }
 
     async fn give_back(&self, delivery: &Delivery) -> Result<(), QueueError> {
-        self.desk.answer(delivery.receipt, Answer::Back);
+        self.tracker.answer(delivery.receipt, Disposition::GiveBack);
         Ok(())
     }
 
     async fn pass_on(&self, delivery: &Delivery) -> Result<bool, QueueError> {
         let again = delivery.hops < HOPS_MAX;
         let mut sent = false;
-        self.desk.answer(delivery.receipt, |item| {
+        self.tracker.answer(delivery.receipt, |item| {
             sent = again;
-            let Item { token, body, hops, .. } = item;
+            let ReceivedMessage { token, body, hops, .. } = item;
             if again {
-                Answer::PassOn(Parcel {
+                Disposition::Republish(Republish {
                     token,
                     body,
                     hops: hops + 1,
                 })
             } else {
-                Answer::Done(token)
+                Disposition::Acknowledge(token)
             }
         });
         Ok(sent)
     }
 
     async fn put_off(&self, delivery: &Delivery) -> Result<(), QueueError> {
-        self.desk.answer(delivery.receipt, |item| {
-            let Item { token, body, hops, .. } = item;
-            Answer::PassOn(Parcel { token, body, hops })
+        self.tracker.answer(delivery.receipt, |item| {
+            let ReceivedMessage { token, body, hops, .. } = item;
+            Disposition::Republish(Republish { token, body, hops })
         });
         Ok(())
     }
@@ -385,22 +386,22 @@ impl<T: Clone + Send + 'static> Queue for Brokered<T> {
     async fn recalled(&self) -> Recall {
         loop {
             let recall = {
-                let mut state = self.desk.state();
+                let mut state = self.tracker.state();
                 let recall = state.recalls.pop_front();
                 if !state.recalls.is_empty() {
-                    self.desk.recall_bell.notify_one();
+                    self.tracker.recall_notify.notify_one();
                 }
                 recall
             };
             match recall {
                 Some(recall) => return recall,
-                None => self.desk.recall_bell.notified().await,
+                None => self.tracker.recall_notify.notified().await,
             }
         }
     }
 
     fn is_attached(&self) -> bool {
-        let state = self.desk.state();
+        let state = self.tracker.state();
         state.attached && state.denied.is_none()
     }
 }
@@ -412,12 +413,12 @@ mod tests {
     /// After a break the broker repeats what is held: each repetition is that of its own message.
     #[test]
     fn a_repeated_delivery_is_adopted_by_its_own_message() {
-        let (answers, _answered) = tokio::sync::mpsc::unbounded_channel();
-        let desk = Desk::new(answers, &Settings::default());
+        let (dispositions, _answered) = tokio::sync::mpsc::unbounded_channel();
+        let tracker = DeliveryTracker::new(dispositions, &Settings::default());
         let now = Instant::now();
         let message = |shard| Message::new("a", "memory:///a", 0, shard);
         for (receipt, token) in [(1, 10), (2, 20)] {
-            let item = Item {
+            let item = ReceivedMessage {
                 token,
                 message: message(receipt as u32),
                 body: Vec::new(),
@@ -425,17 +426,17 @@ mod tests {
                 hops: 0,
                 arrived: now,
             };
-            desk.state().out.insert(receipt, Out { item, until: now });
+            tracker.state().out.insert(receipt, Outstanding { item, until: now });
         }
         let is_old = |token: &i32| *token < 100;
-        assert_eq!(desk.adopt(&message(2), now, 200, is_old), Some(20));
+        assert_eq!(tracker.adopt(&message(2), now, 200, is_old), Some(20));
         assert_eq!(
-            desk.adopt(&message(2), now, 300, is_old),
+            tracker.adopt(&message(2), now, 300, is_old),
             None,
             "it is of the new channel"
         );
-        assert_eq!(desk.adopt(&message(3), now, 400, is_old), None, "nobody holds it");
-        assert_eq!(desk.take_out(1).map(|item| item.token), Some(10));
-        assert_eq!(desk.take_out(2).map(|item| item.token), Some(200));
+        assert_eq!(tracker.adopt(&message(3), now, 400, is_old), None, "nobody holds it");
+        assert_eq!(tracker.take_out(1).map(|item| item.token), Some(10));
+        assert_eq!(tracker.take_out(2).map(|item| item.token), Some(200));
     }
 }
