@@ -17,7 +17,7 @@ use gristmill::report::recheck::Recheck;
 use gristmill::report::sample::sample;
 use gristmill::worker::jobs::OpenJob;
 use gristmill::worker::model::{Formats, Model, ModelFiles};
-use gristmill::worker::recheck::{self, Parts};
+use gristmill::worker::recheck::{self, RecheckConfig};
 use gristmill::worker::stop::{Stop, Why};
 use serde_json::Value;
 
@@ -401,7 +401,7 @@ async fn again(output: &Path, model: &Path, rows: u64, stop: &Stop) -> Option<Re
         hash,
     );
     let sample = sample(&ledger.job().shards, rows, &ledger.job().identity.job_hash);
-    let parts = Parts {
+    let parts = RecheckConfig {
         job: OpenJob::new(0, ledger, &loaded, Arc::default(), Arc::default()).unwrap(),
         engine: Box::new(engine),
         precision: "f32".into(),

@@ -13,7 +13,7 @@ use gristmill::dataset::location::Location;
 use gristmill::dataset::stores::Stores;
 use gristmill::queue::Message;
 use gristmill::worker::access::{Access, Asked};
-use gristmill::worker::jobs::{Heard, Jobs};
+use gristmill::worker::jobs::{JobLookup, Jobs};
 use object_store::ObjectStoreExt;
 use serde_json::Value;
 
@@ -173,9 +173,9 @@ async fn a_record_that_others_could_have_written_is_not_opened() {
         };
         let access = Access::new(&asked, Path::new("/")).unwrap();
         let jobs = Jobs::confined(model(&root().join("jobs/demo/model"), 128), access);
-        match jobs.hear(&message).await.unwrap() {
-            Heard::Job(_) => Ok(()),
-            Heard::NotOurs(why) | Heard::Stale(why) => Err(why.to_string()),
+        match jobs.resolve(&message).await.unwrap() {
+            JobLookup::Job(_) => Ok(()),
+            JobLookup::NotOurs(why) | JobLookup::Stale(why) => Err(why.to_string()),
         }
     };
     assert_eq!(hear(&[]).await, Ok(()));

@@ -12,7 +12,7 @@ use gristmill::device;
 use gristmill::engine::params::Params;
 use gristmill::job::spec::Precision;
 use gristmill::ledger::Ledger;
-use gristmill::worker::jobs::{Heard, Jobs, OpenJob};
+use gristmill::worker::jobs::{JobLookup, Jobs, OpenJob};
 use gristmill::worker::model::{Formats, Model, ModelFiles};
 use serde_json::Value;
 
@@ -147,10 +147,10 @@ async fn ledger(output: &Path) -> Ledger {
 }
 
 /// The job, or why it is not for this worker.
-fn opened(heard: Heard) -> Result<Arc<OpenJob>, String> {
+fn opened(heard: JobLookup) -> Result<Arc<OpenJob>, String> {
     match heard {
-        Heard::Job(job) => Ok(job),
-        Heard::NotOurs(why) | Heard::Stale(why) => Err(why.to_string()),
+        JobLookup::Job(job) => Ok(job),
+        JobLookup::NotOurs(why) | JobLookup::Stale(why) => Err(why.to_string()),
     }
 }
 

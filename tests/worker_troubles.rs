@@ -15,12 +15,12 @@ use gristmill::engine::{EngineError, Generate, Refused};
 use gristmill::queue::{Delivery, LocalQueue, Message, Queue, QueueError, QueueUrl, Recall, connect};
 use gristmill::report::meter::Meter;
 use gristmill::worker::jobs::Jobs;
-use gristmill::worker::patience::Patience;
-use gristmill::worker::pulse::Pulse;
+use gristmill::worker::retry_policy::RetryPolicy;
+use gristmill::worker::step_watchdog::StepWatchdog;
 use gristmill::worker::stop::Stop;
 use gristmill::worker::troubles::Where;
 use gristmill::worker::watched::Watched;
-use gristmill::worker::{self, Options, Parts, Until, Worker};
+use gristmill::worker::{self, Options, Until, Worker, WorkerConfig};
 use tempfile::NamedTempFile;
 
 use crate::commands::{queues, run};
@@ -466,15 +466,15 @@ async fn a_worker_that_works_once_does_not_wait_for_a_queue_without_end() {
 
 /// A worker that works once, with a patience of two seconds.
 fn once(queue: Arc<dyn Queue>) -> Arc<Worker> {
-    Arc::new(Worker::new(Parts {
+    Arc::new(Worker::new(WorkerConfig {
         name: "once".into(),
         queue,
         own_queue: None,
         jobs: Jobs::new(model(&root().join("jobs/demo/model"), 128)),
         watched: Watched::default(),
         meter: Arc::new(Meter::default()),
-        patience: Patience::within(Duration::from_secs(2)),
-        pulse: Arc::new(Pulse::new(Duration::from_secs(60))),
+        retry_policy: RetryPolicy::within(Duration::from_secs(2)),
+        watchdog: Arc::new(StepWatchdog::new(Duration::from_secs(60))),
         render_threads: rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap(),
         options: Options {
             log_interval: Duration::from_secs(1),

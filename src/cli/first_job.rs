@@ -17,8 +17,8 @@ use crate::worker::idle::Idle;
 use crate::worker::opening::is_suspect;
 use crate::worker::pace::Pace;
 use crate::worker::pass_on_later;
-use crate::worker::patience::{Patience, Reaction};
 use crate::worker::refusals::Refusals;
+use crate::worker::retry_policy::{RetryDecision, RetryPolicy};
 use crate::worker::stop::Stop;
 use crate::worker::watched::{NoJob, Watched};
 
@@ -33,7 +33,7 @@ const LOOK_EVERY: Duration = Duration::from_secs(10);
 pub struct FirstJob<'a> {
     pub queue: &'a Arc<dyn Queue>,
     pub access: &'a Access,
-    pub patience: Patience,
+    pub retry_policy: RetryPolicy,
     /// Jobs that a person named, none of which could be opened yet: the first that can is found, too.
     pub watched: &'a Watched,
     /// Ends where nothing comes for so long.
@@ -146,14 +146,16 @@ impl FirstJob<'_> {
                 Ok(received) => received,
                 Err(error) => {
                     denied = true;
-                    self.patience.bear(error.into(), &mut idle.refused, self.stop).await?;
+                    self.retry_policy
+                        .backoff(error.into(), &mut idle.refused, self.stop)
+                        .await?;
                     None
                 }
             };
             let Some(delivery) = received else {
                 let away = idle.look(self.queue.is_attached());
                 if !denied {
-                    self.patience.still_waits_for_queue(away)?;
+                    self.retry_policy.still_waits_for_queue(away)?;
                 }
                 let waits = !failing.is_empty() || !self.watched.are_all_open();
                 if !waits && self.ends_after.is_some_and(|time| idle.clock.has_run(time)) {
@@ -185,7 +187,7 @@ impl FirstJob<'_> {
                     pass_on_later(self.queue.clone(), Arc::new(delivery));
                 }
                 Looked::Later(error) => {
-                    self.patience.say(&error);
+                    self.retry_policy.say(&error);
                     let why = one_line(&error);
                     let since = failing.note(output, tries + 1, error);
                     self.still_waits(since, why)?;
@@ -198,7 +200,7 @@ impl FirstJob<'_> {
 
     fn still_waits(&self, since: Instant, why: String) -> Result<(), Failure> {
         let waited = since.elapsed();
-        match self.patience.gives_up_after(waited) {
+        match self.retry_policy.gives_up_after(waited) {
             true => Err(anyhow::anyhow!("waited for {} s: {why}", waited.as_secs()).into()),
             false => Ok(()),
         }
@@ -209,14 +211,14 @@ impl FirstJob<'_> {
         if self.watched.are_all_open() || watch.last.is_some_and(|last| last.elapsed() < LOOK_EVERY) {
             return Ok(None);
         }
-        let failed = self.watched.open(&self.patience).await.map_err(cannot_watch)?;
+        let failed = self.watched.open(&self.retry_policy).await.map_err(cannot_watch)?;
         watch.last = Some(Instant::now());
         if let Some(ledger) = self.watched.ledgers().into_iter().next() {
             let job = watched_job(&ledger, self.access)?;
             return Ok(Some((ledger, job)));
         }
         if let Some(error) = failed {
-            self.patience.say(&error);
+            self.retry_policy.say(&error);
             let since = *watch.since.get_or_insert_with(Instant::now);
             self.still_waits(since, one_line(&error))?;
         }
@@ -241,9 +243,9 @@ impl FirstJob<'_> {
             Ok(Ok(None)) => return Looked::NotOurs("it holds no job".to_string()),
             Ok(Err(error)) => {
                 let error = anyhow::Error::from(error);
-                return match self.patience.reaction(&error) {
-                    Reaction::Wait => Looked::Later(error),
-                    Reaction::LeaveShard | Reaction::End => Looked::NotOurs(one_line(&error)),
+                return match self.retry_policy.decision(&error) {
+                    RetryDecision::Wait => Looked::Later(error),
+                    RetryDecision::LeaveShard | RetryDecision::End => Looked::NotOurs(one_line(&error)),
                 };
             }
             Err(_) => {
@@ -353,7 +355,7 @@ mod tests {
         let search = FirstJob {
             queue: &queue,
             access: &Access::everything(),
-            patience: Patience::within(Duration::from_secs(1)),
+            retry_policy: RetryPolicy::within(Duration::from_secs(1)),
             watched: &Watched::default(),
             ends_after: Some(Duration::from_millis(100)),
             stop: &Stop::default(),

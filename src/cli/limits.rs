@@ -6,7 +6,7 @@ use crate::cli::exit::Failure;
 use crate::ledger::{Ledger, LimitsFrom, Order, StopWhy, Terms, Unfinished};
 use crate::report::cost::{dollars, show_dollars};
 use crate::report::progress::show_duration;
-use crate::worker::Limits;
+use crate::worker::WorkerLimits;
 
 /// What a job has used of its limits.
 #[derive(Debug, Clone, Copy)]
@@ -38,7 +38,7 @@ impl Used {
 
     /// Which of these limits is reached, if any.
     pub fn reached(&self, terms: &Terms) -> Option<StopWhy> {
-        Limits::of(terms).reached(self.device_seconds, self.age)
+        WorkerLimits::of(terms).reached(self.device_seconds, self.age)
     }
 }
 

@@ -20,19 +20,19 @@ use crate::model::folder;
 use crate::model::transformer::{KvBudget, LoadOptions, Transformer};
 use crate::model::weights::WeightSource;
 use crate::worker::model::{Formats, Model, ModelFiles};
-use crate::worker::pulse::Pulse;
+use crate::worker::step_watchdog::StepWatchdog;
 use crate::worker::stop::{Stop, Why};
 
 /// A device that takes longer over one step hangs.
 const STEP_MAX: Duration = Duration::from_secs(600);
 
 /// Tells a device that computes from one that hangs.
-pub fn pulse() -> Arc<Pulse> {
+pub fn watchdog() -> Arc<StepWatchdog> {
     #[cfg(feature = "faults")]
     if let Some(step_max) = crate::faults::step_max() {
-        return Arc::new(Pulse::new(step_max));
+        return Arc::new(StepWatchdog::new(step_max));
     }
-    Arc::new(Pulse::new(STEP_MAX))
+    Arc::new(StepWatchdog::new(STEP_MAX))
 }
 
 /// A model and the engine that runs it.

@@ -24,7 +24,7 @@ use crate::report::sample::sample;
 use crate::report::summary::{counted, number};
 use crate::worker::jobs::OpenJob;
 use crate::worker::model::Formats;
-use crate::worker::recheck::{self, Parts};
+use crate::worker::recheck::{self, RecheckConfig};
 use crate::worker::stop::Stop;
 
 pub async fn recheck(args: RecheckArgs) -> Result<Exit, Failure> {
@@ -137,7 +137,7 @@ pub async fn of_job(
     };
     let loaded = LoadedModel::load(opened.model.clone(), wanted.formats, job.context, hash, place, args)?;
     let meter = Arc::new(Meter::default());
-    let parts = Parts {
+    let parts = RecheckConfig {
         job: OpenJob::new(0, ledger.clone(), &loaded.model, Arc::default(), Arc::default())?,
         engine: loaded.engine,
         precision: wanted.formats.to_string(),

@@ -10,7 +10,7 @@ use crate::cli::door::{self, Opened, open_ledger};
 use crate::cli::exit::{Exit, Failure, one_line};
 use crate::cli::inputs;
 use crate::cli::limits::{follow_file, what_to_raise};
-use crate::cli::outfit::{LoadedModel, pulse, render_threads, stop_on_signals};
+use crate::cli::outfit::{LoadedModel, render_threads, stop_on_signals, watchdog};
 use crate::cli::plan::check_any;
 use crate::cli::recheck;
 use crate::dataset::DatasetError;
@@ -21,11 +21,11 @@ use crate::report::meter::Meter;
 use crate::report::progress::show_duration;
 use crate::report::progress::{self, Goal};
 use crate::report::summary::Summary;
-use crate::worker::jobs::{Heard, JobState, Jobs};
-use crate::worker::patience::Patience;
+use crate::worker::jobs::{JobLookup, JobState, Jobs};
+use crate::worker::retry_policy::RetryPolicy;
 use crate::worker::stop::{Stop, Why};
 use crate::worker::watched::Watched;
-use crate::worker::{self, Parts, Until, Worker};
+use crate::worker::{self, Until, Worker, WorkerConfig};
 
 pub async fn run(args: RunArgs) -> Result<Exit, Failure> {
     let mut opened = Opened::open(&args.job, args.limit.limit, || args.engine.device.place()).await?;
@@ -151,9 +151,9 @@ async fn work(
     )?;
     let jobs = Jobs::new(loaded.model);
     let job = match jobs.add(ledger.clone()).await {
-        Heard::Job(job) => job,
-        Heard::NotOurs(why) => return Err(Failure::bad_job(anyhow::anyhow!("{}: {why}", opened.job.file))),
-        Heard::Stale(why) => return Err(Failure::from(anyhow::anyhow!(why))),
+        JobLookup::Job(job) => job,
+        JobLookup::NotOurs(why) => return Err(Failure::bad_job(anyhow::anyhow!("{}: {why}", opened.job.file))),
+        JobLookup::Stale(why) => return Err(Failure::from(anyhow::anyhow!(why))),
     };
     let before = ledger.status().await?;
     if resumed && !args.quiet {
@@ -161,15 +161,15 @@ async fn work(
     }
     let meter = Arc::new(Meter::default());
     let queue = LocalQueue::new(messages(ledger, resumed).await?);
-    let worker = Worker::new(Parts {
+    let worker = Worker::new(WorkerConfig {
         name: format!("run-{}", crate::ledger::Id::random()?),
         queue: Arc::new(queue.clone()),
         own_queue: Some(queue),
         jobs,
         watched: Watched::default(),
         meter: meter.clone(),
-        patience: Patience::new(false),
-        pulse: pulse(),
+        retry_policy: RetryPolicy::new(false),
+        watchdog: watchdog(),
         render_threads: render_threads(&args.engine)?,
         options: worker::Options {
             log_interval: Duration::from_secs_f64(args.log_interval),

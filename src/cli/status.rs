@@ -17,7 +17,7 @@ use crate::ledger::{Ledger, LimitsFrom, Terms};
 use crate::report::progress::show_duration;
 use crate::report::summary::{RowCounts, Summary, counted, number};
 use crate::say;
-use crate::worker::patience::{Patience, Reaction};
+use crate::worker::retry_policy::{RetryDecision, RetryPolicy};
 
 /// Shards that are shown one by one; `--json` has all of them.
 const SHARDS_SHOWN: usize = 20;
@@ -153,15 +153,15 @@ pub async fn watch(args: WatchArgs) -> Result<Exit, Failure> {
     let mut last = String::new();
     let mut began: Option<(Instant, u64)> = None;
     // An outage of the store says nothing of the job: workers wait for it, too.
-    let patience = Patience::new(true);
+    let retry_policy = RetryPolicy::new(true);
     loop {
         let (status, closes) = match look(&ledger).await {
             Ok(seen) => {
-                patience.over();
+                retry_policy.over();
                 seen
             }
-            Err(error) if patience.reaction(&error) == Reaction::Wait => {
-                patience.say(&error);
+            Err(error) if retry_policy.decision(&error) == RetryDecision::Wait => {
+                retry_policy.say(&error);
                 tokio::time::sleep(Duration::from_secs_f64(args.every)).await;
                 continue;
             }

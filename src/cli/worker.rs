@@ -13,7 +13,7 @@ use crate::cli::enqueue::Target;
 use crate::cli::exit::{Exit, Failure, one_line};
 use crate::cli::first_job::{First, FirstJob, Search, cannot_watch, watched_job};
 use crate::cli::limits::reached_line;
-use crate::cli::outfit::{LoadedModel, pulse, render_threads, stop_on_signals};
+use crate::cli::outfit::{LoadedModel, render_threads, stop_on_signals, watchdog};
 use crate::cli::place::Place;
 use crate::dataset::location::Location;
 use crate::device;
@@ -26,12 +26,12 @@ use crate::report::summary::{RowCounts, counted, number, rate};
 use crate::worker::access::{Access, Asked};
 use crate::worker::jobs::Jobs;
 use crate::worker::model::{Formats, ModelFiles};
-use crate::worker::patience::Patience;
-use crate::worker::pulse::Pulse;
+use crate::worker::retry_policy::RetryPolicy;
+use crate::worker::step_watchdog::StepWatchdog;
 use crate::worker::stop::{Stop, Why};
 use crate::worker::troubles::Where;
 use crate::worker::watched::Watched;
-use crate::worker::{self, Parts, Until, Worker, liveness, spot};
+use crate::worker::{self, Until, Worker, WorkerConfig, liveness, spot};
 
 /// How long a worker that works once waits for a store or a queue that does not answer.
 const ONCE_WAITS_MAX: Duration = Duration::from_secs(600);
@@ -43,8 +43,8 @@ pub async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
     stop_on_signals(stop.clone())?;
     let access = access(&args)?;
     say_signing(args.quiet)?;
-    let pulse = pulse();
-    signs_of_life(&args, &pulse).await?;
+    let watchdog = watchdog();
+    signs_of_life(&args, &watchdog).await?;
     if let Some(cloud) = args.spot {
         spot::watch(cloud, stop.clone())?;
     }
@@ -76,15 +76,15 @@ pub async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
     let hash = wanted.files.hash(wanted.formats.precision).map_err(Failure::bad_job)?;
     let loaded = LoadedModel::load(wanted.files, wanted.formats, wanted.context, hash, place, &args.engine)?;
     let meter = Arc::new(Meter::default());
-    let worker = Arc::new(Worker::new(Parts {
+    let worker = Arc::new(Worker::new(WorkerConfig {
         name: name(&args)?,
         queue,
         own_queue: None,
         jobs: Jobs::confined(loaded.model, access),
         watched,
         meter: meter.clone(),
-        patience: patience(&args),
-        pulse,
+        retry_policy: retry_policy(&args),
+        watchdog,
         render_threads: render_threads(&args.engine)?,
         options: options(&args),
     }));
@@ -107,10 +107,10 @@ pub async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
 }
 
 /// Outages are waited out, however long they take; a worker that works once is waited for itself.
-fn patience(args: &WorkerArgs) -> Patience {
+fn retry_policy(args: &WorkerArgs) -> RetryPolicy {
     match args.once {
-        true => Patience::within(ONCE_WAITS_MAX),
-        false => Patience::new(true),
+        true => RetryPolicy::within(ONCE_WAITS_MAX),
+        false => RetryPolicy::new(true),
     }
 }
 
@@ -167,14 +167,14 @@ fn options(args: &WorkerArgs) -> worker::Options {
     }
 }
 
-async fn signs_of_life(args: &WorkerArgs, pulse: &Arc<Pulse>) -> Result<(), Failure> {
+async fn signs_of_life(args: &WorkerArgs, watchdog: &Arc<StepWatchdog>) -> Result<(), Failure> {
     if let Some(path) = &args.liveness_file {
-        liveness::touch(path.clone(), pulse.clone())
+        liveness::touch(path.clone(), watchdog.clone())
             .with_context(|| format!("`--liveness-file`: cannot write `{}`", path.display()))
             .map_err(Failure::bad_job)?;
     }
     if let Some(address) = args.liveness_port {
-        liveness::listen(address, pulse.clone())
+        liveness::listen(address, watchdog.clone())
             .await
             .with_context(|| format!("`--liveness-port`: cannot listen at {address}"))
             .map_err(Failure::bad_job)?;
@@ -214,7 +214,7 @@ async fn wanted_model(
             let search = FirstJob {
                 queue: incoming.queue,
                 access: incoming.access,
-                patience: patience(args),
+                retry_policy: retry_policy(args),
                 watched,
                 ends_after: ends.then(|| Duration::from_secs_f64(args.idle_after)),
                 stop,
@@ -261,7 +261,7 @@ async fn watched(args: &WorkerArgs) -> Result<Watched, Failure> {
     let here = std::env::current_dir()?;
     let outputs = args.job.iter().map(|output| Location::parse(output, &here));
     let watched = Watched::new(outputs.collect::<Result<_, _>>().map_err(Failure::bad_job)?);
-    if let Some(error) = watched.open(&patience(args)).await.map_err(cannot_watch)? {
+    if let Some(error) = watched.open(&retry_policy(args)).await.map_err(cannot_watch)? {
         tracing::warn!(
             "`--job`: {}; the worker begins without it, and looks again later",
             one_line(&error)
@@ -357,7 +357,7 @@ async fn report(args: &WorkerArgs, worker: &Worker, ended: anyhow::Result<Option
 /// The exit code that the jobs give together: a stopped one first, then failed rows.
 async fn of_jobs(worker: &Worker) -> Result<Exit, Failure> {
     let jobs = worker.jobs.open().await;
-    if let Some(error) = worker.watched.open(&worker.patience).await.map_err(cannot_watch)? {
+    if let Some(error) = worker.watched.open(&worker.retry_policy).await.map_err(cannot_watch)? {
         return Err(error.context("a job of `--job` could not be looked at").into());
     }
     let watched = worker.watched.ledgers();

@@ -14,7 +14,7 @@ use crate::ledger::{Order, StopWhy, Unfinished};
 use crate::worker::Worker;
 use crate::worker::budget::Budget;
 use crate::worker::jobs::{JobState, OpenJob};
-use crate::worker::patience::Reaction;
+use crate::worker::retry_policy::RetryDecision;
 use crate::worker::stop::Stop;
 
 /// How often budgets are looked at with this process's own counters: no request is needed for that.
@@ -60,22 +60,22 @@ async fn keep(worker: Arc<Worker>, job: Weak<OpenJob>) -> anyhow::Result<()> {
         if !looked_at || busy && (due || rested) {
             (looked_at, rested) = (true, false);
             if let Err(error) = look(&worker, &job, &mut budget, false).await {
-                bear(&worker, &job, error)?;
+                backoff(&worker, &job, error)?;
             }
         }
         rested |= due && !busy;
         if let Err(error) = enforce(&worker, &job, &mut budget).await {
-            bear(&worker, &job, error)?;
+            backoff(&worker, &job, error)?;
         }
     }
 }
 
 /// Gives back what must end the worker.
-fn bear(worker: &Worker, job: &OpenJob, error: anyhow::Error) -> anyhow::Result<()> {
-    match worker.patience.reaction(&error) {
-        Reaction::Wait => worker.patience.say(&error),
-        Reaction::LeaveShard => job.leave_to_others(&error),
-        Reaction::End => return Err(error),
+fn backoff(worker: &Worker, job: &OpenJob, error: anyhow::Error) -> anyhow::Result<()> {
+    match worker.retry_policy.decision(&error) {
+        RetryDecision::Wait => worker.retry_policy.say(&error),
+        RetryDecision::LeaveShard => job.leave_to_others(&error),
+        RetryDecision::End => return Err(error),
     }
     Ok(())
 }
@@ -95,7 +95,7 @@ fn ticks(every: Duration) -> Interval {
 /// spent, since the store's time of it says how late it is.
 async fn look(worker: &Worker, job: &OpenJob, budget: &mut Budget, anew: bool) -> anyhow::Result<()> {
     // The first look writes too: others reckon with every worker that is at it. One that works shows that it lives.
-    let is_at_it = worker.in_flight.of_job(job.number) > 0 && worker.pulse.is_alive();
+    let is_at_it = worker.in_flight.of_job(job.number) > 0 && worker.watchdog.is_alive();
     match anew || is_at_it {
         true => job.sign(&worker.name).await?,
         false => job.write_spend(&worker.name).await?,

@@ -8,7 +8,7 @@ use tokio::time::Instant;
 use crate::ledger::spend::Others;
 use crate::ledger::{Ledger, Result, StopWhy, Terms};
 use crate::report::cost::{dollars, show_dollars};
-use crate::worker::limits::Limits;
+use crate::worker::limits::WorkerLimits;
 
 /// Log intervals within which a worker that is at a job has written its spending.
 const LIVE_INTERVALS: u32 = 2;
@@ -48,7 +48,7 @@ impl Budget {
     /// Sees what others have written, as far as a limit asks for it: one listing for a budget, the time of what we wrote just
     /// now for a deadline alone, and nothing without a limit.
     pub async fn look(&mut self, ledger: &Ledger) -> Result<()> {
-        let limits = Limits::of(&self.terms);
+        let limits = WorkerLimits::of(&self.terms);
         let now = if limits.count_money() {
             ledger.list_spends(&self.me, &mut self.others).await?;
             self.others.store_now()
@@ -81,7 +81,7 @@ impl Budget {
         // Never looked: nothing is known that could be reached.
         let (age, _) = self.looked?;
         let (spent, held) = self.seconds(own_seconds);
-        Limits::of(&self.terms).reached(spent + held, age + self.since())
+        WorkerLimits::of(&self.terms).reached(spent + held, age + self.since())
     }
 
     /// What is spent, by all that we know; and what other live workers may have spent since they wrote, and may spend until they

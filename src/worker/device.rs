@@ -15,14 +15,14 @@ use crate::worker::assemble::{Assembler, errored};
 use crate::worker::in_flight::ShardKey;
 use crate::worker::jobs::OpenJob;
 use crate::worker::stop::Stop;
-use crate::worker::{Kept, ReadyRow, ReadyShard, Worker};
+use crate::worker::{ReadyRow, ReadyShard, RouterEvent, Worker};
 
 /// Runs the device on a thread of its own until no more shards come, or `stop` is set.
 pub(super) async fn run(
     worker: Arc<Worker>,
     engine: Box<dyn Generate>,
     ready: mpsc::Receiver<ReadyShard>,
-    kept: mpsc::Sender<Kept>,
+    router_events: mpsc::Sender<RouterEvent>,
     stop: Stop,
 ) -> anyhow::Result<()> {
     let (done_tx, done_rx) = oneshot::channel();
@@ -32,7 +32,7 @@ pub(super) async fn run(
             let device = Device {
                 worker,
                 engine,
-                kept,
+                router_events,
                 stop,
                 assembler: Assembler::default(),
                 backlog: VecDeque::new(),
@@ -40,10 +40,10 @@ pub(super) async fn run(
                 tries: Vec::new(),
                 tokens: Tokens::default(),
             };
-            // Where the keeper has gone, its own error says why.
+            // Where the router has gone, its own error says why.
             let result = device
                 .run(ready)
-                .or_else(|error| if error.is::<KeeperGone>() { Ok(()) } else { Err(error) });
+                .or_else(|error| if error.is::<RouterGone>() { Ok(()) } else { Err(error) });
             // The receiver is gone only when the whole worker is being dropped.
             let _ = done_tx.send(result);
         })
@@ -53,13 +53,13 @@ pub(super) async fn run(
 
 /// Nobody takes finished rows any more.
 #[derive(Debug, thiserror::Error)]
-#[error("the keeper ended before the device")]
-struct KeeperGone;
+#[error("the router ended before the device")]
+struct RouterGone;
 
 struct Device {
     worker: Arc<Worker>,
     engine: Box<dyn Generate>,
-    kept: mpsc::Sender<Kept>,
+    router_events: mpsc::Sender<RouterEvent>,
     stop: Stop,
     assembler: Assembler,
     /// Rows of received shards that the engine has no room to look at yet.
@@ -98,7 +98,7 @@ impl Device {
             self.step()?;
         }
         self.report_lost_work();
-        self.hand_on(Kept::DeviceLeft)
+        self.hand_on(RouterEvent::DeviceLeft)
     }
 
     /// The next shard joins while this one's tail runs, so the batch stays full across shards and jobs.
@@ -135,7 +135,7 @@ impl Device {
         let began = Instant::now();
         let worker = self.worker.clone();
         let finished = worker
-            .pulse
+            .watchdog
             .step(|| self.engine.step())
             .context("the device cannot go on")?;
         self.charge(began.elapsed());
@@ -143,7 +143,7 @@ impl Device {
         for unit in finished {
             self.tokens.finished += unit.computed_tokens;
             if let Some((key, row)) = self.assembler.add(unit) {
-                self.hand_on(Kept::Row(key, row))?;
+                self.hand_on(RouterEvent::Row(key, row))?;
             }
         }
         Ok(())
@@ -209,7 +209,7 @@ impl Device {
         for request in job.requests(row, prompt, params, job.ledger.generation()) {
             if let Err(refused) = self.engine.submit(request) {
                 self.assembler.forget(key.job, row);
-                return self.hand_on(Kept::Row(key, errored(row, refused.to_string())));
+                return self.hand_on(RouterEvent::Row(key, errored(row, refused.to_string())));
             }
         }
         Ok(())
@@ -226,7 +226,7 @@ impl Device {
         }
     }
 
-    fn hand_on(&self, kept: Kept) -> anyhow::Result<()> {
-        Ok(self.kept.blocking_send(kept).map_err(|_| KeeperGone)?)
+    fn hand_on(&self, event: RouterEvent) -> anyhow::Result<()> {
+        Ok(self.router_events.blocking_send(event).map_err(|_| RouterGone)?)
     }
 }

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use crate::worker::patience::Pauses;
+use crate::worker::retry_policy::Pauses;
 
 /// Runs while nothing comes from a queue that is attached: what a broker that is away does not send proves nothing.
 #[derive(Debug, Default)]

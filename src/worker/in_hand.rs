@@ -67,7 +67,7 @@ impl InHand {
         self.worker.in_flight.is_wanted(self.key)
     }
 
-    /// The keeper has it.
+    /// The router has it.
     pub fn hand_on(mut self) {
         self.kept = false;
     }

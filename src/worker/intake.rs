@@ -14,13 +14,13 @@ use crate::worker::in_hand::InHand;
 use crate::worker::jobs::OpenJob;
 use crate::worker::opening::{Opened, Openings, Taken, is_changed};
 use crate::worker::pace::Pace;
-use crate::worker::patience::{Pauses, Reaction};
 use crate::worker::read_time::ReadTime;
 use crate::worker::reading::{close, prepare};
+use crate::worker::retry_policy::{Pauses, RetryDecision};
 use crate::worker::shard::OpenShard;
 use crate::worker::stop::Stop;
 use crate::worker::troubles::Where;
-use crate::worker::{Kept, ReadyRow, ReadyShard, Until, Worker, one_line};
+use crate::worker::{ReadyRow, ReadyShard, RouterEvent, Until, Worker, one_line};
 
 /// How long to wait for a message before looking around.
 const RECEIVE_WAIT: Duration = Duration::from_millis(250);
@@ -31,14 +31,14 @@ const HANG_LOOK: Duration = Duration::from_secs(1);
 pub(super) async fn run(
     worker: Arc<Worker>,
     ready: mpsc::Sender<ReadyShard>,
-    kept: mpsc::Sender<Kept>,
+    router_events: mpsc::Sender<RouterEvent>,
     stop: Stop,
 ) -> anyhow::Result<()> {
     let places = Arc::new(Semaphore::new(worker.options.shards_in_flight as usize));
     let intake = Intake {
         worker,
         ready,
-        kept,
+        router_events,
         places,
         stop,
     };
@@ -48,7 +48,7 @@ pub(super) async fn run(
 struct Intake {
     worker: Arc<Worker>,
     ready: mpsc::Sender<ReadyShard>,
-    kept: mpsc::Sender<Kept>,
+    router_events: mpsc::Sender<RouterEvent>,
     places: Arc<Semaphore>,
     stop: Stop,
 }
@@ -69,7 +69,7 @@ enum Found<'a> {
     PutOff,
     /// Everything there was to do is done.
     Over,
-    /// Ready for keeper and device.
+    /// Ready for the router and device.
     Shard(Box<Begun<'a>>),
 }
 
@@ -101,7 +101,7 @@ impl Intake {
 
     /// May be dropped anywhere: a delivery in hand goes back to the queue by being dropped.
     async fn find(&self, openings: &mut Openings, idle: &mut Idle) -> anyhow::Result<Found<'_>> {
-        while !self.worker.pulse.is_alive() {
+        while !self.worker.watchdog.is_alive() {
             // The device hangs: others shall have what is left.
             tokio::time::sleep(HANG_LOOK).await;
         }
@@ -125,8 +125,8 @@ impl Intake {
             Err(error) => {
                 refused = true;
                 self.worker
-                    .patience
-                    .bear(error.into(), &mut idle.refused, &self.stop)
+                    .retry_policy
+                    .backoff(error.into(), &mut idle.refused, &self.stop)
                     .await?;
                 None
             }
@@ -135,7 +135,7 @@ impl Intake {
             drop(place);
             let away = idle.look(self.worker.queue.is_attached());
             if !refused {
-                self.worker.patience.still_waits_for_queue(away)?;
+                self.worker.retry_policy.still_waits_for_queue(away)?;
             }
             let over = self.worker.in_flight.is_empty() && openings.is_quiet() && self.is_over(idle).await?;
             return Ok(if over { Found::Over } else { Found::Nothing });
@@ -224,7 +224,7 @@ impl Intake {
         })))
     }
 
-    /// Writes the attempt down, reads its rows, and hands the shard to keeper and device.
+    /// Writes the attempt down, reads its rows, and hands the shard to the router and device.
     async fn begin(&self, begun: Begun<'_>, openings: &mut Openings) -> anyhow::Result<Handed> {
         let Begun {
             in_hand,
@@ -266,11 +266,11 @@ impl Intake {
             }
         };
         if let Some(error) = error {
-            let reaction = self.worker.patience.reaction(&error);
+            let decision = self.worker.retry_policy.decision(&error);
             // Also by `run`, which leaves nothing to others: the job is stopped for all, and says why.
-            if is_changed(&error) || reaction == Reaction::LeaveShard {
+            if is_changed(&error) || decision == RetryDecision::LeaveShard {
                 openings.opener.leave(&job, in_hand, &error).await?;
-            } else if reaction == Reaction::Wait && !self.stop.is_set() {
+            } else if decision == RetryDecision::Wait && !self.stop.is_set() {
                 let log = Box::new(shard.log);
                 let opened = Opened {
                     in_hand,
@@ -285,8 +285,13 @@ impl Intake {
             }
             return Ok(Handed::Back);
         }
-        // The keeper must know the shard before any of its rows comes.
-        if self.kept.send(Kept::Opened(Box::new(shard))).await.is_err() {
+        // The router must know the shard before any of its rows comes.
+        if self
+            .router_events
+            .send(RouterEvent::Opened(Box::new(shard)))
+            .await
+            .is_err()
+        {
             return Ok(Handed::ToNobody);
         }
         in_hand.hand_on();
@@ -343,7 +348,7 @@ impl Intake {
         let planned = job.ledger.job().shard(shard.key.shard)?.clone();
         crate::failpoint!("intake.before-read");
         let output = job.ledger.store().url().to_string();
-        let time = match self.worker.patience.is_patient() {
+        let time = match self.worker.retry_policy.is_patient() {
             // Nobody else waits for anything.
             false => ReadTime::endless(output),
             true => ReadTime::of_try(output, tries),
@@ -372,8 +377,8 @@ impl Intake {
         }
         let done = match self.look_around().await {
             Ok(done) => done,
-            Err(error) if self.worker.patience.reaction(&error) == Reaction::Wait => {
-                self.worker.patience.say(&error);
+            Err(error) if self.worker.retry_policy.decision(&error) == RetryDecision::Wait => {
+                self.worker.retry_policy.say(&error);
                 return Ok(false);
             }
             Err(error) => return Err(error),

@@ -34,7 +34,7 @@ use crate::report::one_line;
 use crate::worker::access::Access;
 use crate::worker::in_flight::ShardKey;
 use crate::worker::model::{Model, Stream};
-use crate::worker::patience::{Reaction, reaction};
+use crate::worker::retry_policy::{RetryDecision, decision};
 use crate::worker::room::Room;
 
 /// Jobs kept open at once; finished ones that nothing holds make room.
@@ -367,7 +367,7 @@ impl Drop for Running {
 }
 
 /// What a message points at.
-pub enum Heard {
+pub enum JobLookup {
     Job(Arc<OpenJob>),
     /// A worker with another model, or a newer gristmill, must have it: why.
     NotOurs(Arc<str>),
@@ -400,10 +400,10 @@ enum Entry {
 }
 
 impl Entry {
-    fn heard(&self) -> Heard {
+    fn lookup(&self) -> JobLookup {
         match self {
-            Entry::Open(job) => Heard::Job(job.clone()),
-            Entry::NotOurs(why) => Heard::NotOurs(why.clone()),
+            Entry::Open(job) => JobLookup::Job(job.clone()),
+            Entry::NotOurs(why) => JobLookup::NotOurs(why.clone()),
         }
     }
 }
@@ -435,14 +435,14 @@ impl Jobs {
     }
 
     /// A job whose ledger is open already.
-    pub async fn add(&self, ledger: Ledger) -> Heard {
+    pub async fn add(&self, ledger: Ledger) -> JobLookup {
         let (output, job) = (ledger.store().url().to_string(), ledger.job().job.to_string());
         let key = (output, job, ledger.generation());
         self.take(key, ledger).await
     }
 
     /// Opens the job of a ledger, and remembers what came of it.
-    async fn take(&self, key: Key, ledger: Ledger) -> Heard {
+    async fn take(&self, key: Key, ledger: Ledger) -> JobLookup {
         let opened = match self.model.refuses(&ledger.job().identity) {
             Some(why) => Err(why),
             None => {
@@ -457,54 +457,54 @@ impl Jobs {
             Ok(job) => Entry::Open(Arc::new(job)),
             Err(why) => Entry::NotOurs(why.into()),
         };
-        let heard = entry.heard();
+        let lookup = entry.lookup();
         self.known.lock().await.remember(key, entry);
-        heard
+        lookup
     }
 
     /// The job that a message points at, from memory or from its ledger, its orders read.
     ///
     /// # Errors
     /// The store does not answer, or what lies there cannot be a job's record.
-    pub async fn hear(&self, message: &Message) -> anyhow::Result<Heard> {
-        let heard = self.find(message).await?;
-        if let Heard::Job(job) = &heard
+    pub async fn resolve(&self, message: &Message) -> anyhow::Result<JobLookup> {
+        let lookup = self.find(message).await?;
+        if let JobLookup::Job(job) = &lookup
             && job.control.lock().await.is_none()
             && let Err(error) = job.refresh().await
         {
-            return match reaction(&error) {
+            return match decision(&error) {
                 // No row of a job runs before its orders were read, were it only that it is cancelled.
-                Reaction::LeaveShard => Ok(Heard::NotOurs(one_line(&error).into())),
+                RetryDecision::LeaveShard => Ok(JobLookup::NotOurs(one_line(&error).into())),
                 _ => Err(error),
             };
         }
-        Ok(heard)
+        Ok(lookup)
     }
 
     /// Whether this process has opened the job that a message points at.
     pub async fn knows(&self, message: &Message) -> bool {
         let key = (message.output.clone(), message.job.clone(), message.generation);
-        self.known.lock().await.heard(&key).is_some()
+        self.known.lock().await.lookup(&key).is_some()
     }
 
-    async fn find(&self, message: &Message) -> anyhow::Result<Heard> {
+    async fn find(&self, message: &Message) -> anyhow::Result<JobLookup> {
         let key = (message.output.clone(), message.job.clone(), message.generation);
         // Not held while the record is read: a store that does not answer must not hold up the accounts of other jobs.
-        if let Some(heard) = self.known.lock().await.heard(&key) {
-            return Ok(heard);
+        if let Some(lookup) = self.known.lock().await.lookup(&key) {
+            return Ok(lookup);
         }
         let output = match Location::parse(&message.output, Path::new("/")) {
             Ok(output) => output,
-            Err(error) => return Ok(Heard::Stale(one_line(&error.into()).into())),
+            Err(error) => return Ok(JobLookup::Stale(one_line(&error.into()).into())),
         };
         if let Some(why) = self.access.refuses_output(&output) {
-            return Ok(Heard::NotOurs(why.into()));
+            return Ok(JobLookup::NotOurs(why.into()));
         }
         let Some(ledger) = Ledger::open(&output).await? else {
-            return Ok(Heard::Stale(format!("`{}` holds no job", message.output).into()));
+            return Ok(JobLookup::Stale(format!("`{}` holds no job", message.output).into()));
         };
         if ledger.job().job.as_str() != message.job {
-            return Ok(Heard::Stale(
+            return Ok(JobLookup::Stale(
                 format!(
                     "`{}` belongs to job {} now, not to {}",
                     message.output,
@@ -517,9 +517,9 @@ impl Jobs {
         let inputs = ledger.job().inputs.iter().map(|input| input.url.as_str());
         if let Some(why) = self.access.refuses_inputs(&output, inputs) {
             let entry = Entry::NotOurs(why.into());
-            let heard = entry.heard();
+            let lookup = entry.lookup();
             self.known.lock().await.remember(key, entry);
-            return Ok(heard);
+            return Ok(lookup);
         }
         let ledger = if ledger.generation() == message.generation {
             ledger
@@ -546,8 +546,8 @@ impl Known {
         })
     }
 
-    fn heard(&self, key: &Key) -> Option<Heard> {
-        self.jobs.get(key).map(Entry::heard)
+    fn lookup(&self, key: &Key) -> Option<JobLookup> {
+        self.jobs.get(key).map(Entry::lookup)
     }
 
     /// A number for another job, and what was spent on it so far.

@@ -7,7 +7,7 @@ use crate::report::cost::dollars;
 
 /// What a job may cost, and how long it may take.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct Limits {
+pub struct WorkerLimits {
     pub usd: Option<f64>,
     /// Without a price, `usd` cannot be reached.
     pub usd_per_hour: Option<f64>,
@@ -15,10 +15,10 @@ pub struct Limits {
     pub deadline: Option<Duration>,
 }
 
-impl Limits {
+impl WorkerLimits {
     /// Of a job with these terms.
-    pub fn of(terms: &Terms) -> Limits {
-        Limits {
+    pub fn of(terms: &Terms) -> WorkerLimits {
+        WorkerLimits {
             usd: terms.usd,
             usd_per_hour: terms.usd_per_hour,
             deadline: terms.deadline_seconds.map(Duration::from_secs),
@@ -48,7 +48,7 @@ mod tests {
 
     #[test]
     fn money_and_time_end_work_and_nothing_else_does() {
-        let limits = Limits {
+        let limits = WorkerLimits {
             usd: Some(1.0),
             usd_per_hour: Some(3600.0),
             deadline: Some(Duration::from_secs(60)),
@@ -59,13 +59,13 @@ mod tests {
         assert_eq!(limits.reached(0.0, minute), Some(StopWhy::Deadline));
         assert_eq!(limits.reached(9.0, minute), Some(StopWhy::Budget));
         assert_eq!(
-            Limits {
+            WorkerLimits {
                 usd_per_hour: None,
                 ..limits
             }
             .reached(1e9, Duration::ZERO),
             None
         );
-        assert_eq!(Limits::default().reached(1e9, minute), None);
+        assert_eq!(WorkerLimits::default().reached(1e9, minute), None);
     }
 }

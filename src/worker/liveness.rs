@@ -9,7 +9,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 
-use crate::worker::pulse::Pulse;
+use crate::worker::step_watchdog::StepWatchdog;
 
 const TOUCH_EVERY: Duration = Duration::from_secs(1);
 /// A probe that says nothing for so long is let go.
@@ -17,17 +17,17 @@ const PROBE_MAX: Duration = Duration::from_secs(5);
 /// Probes that are answered at once.
 const PROBES_MAX: usize = 64;
 
-/// Touches `path` each second while `pulse` is alive.
+/// Touches `path` each second while `watchdog` is alive.
 ///
 /// # Errors
 /// The file cannot be written at all.
-pub fn touch(path: PathBuf, pulse: Arc<Pulse>) -> std::io::Result<()> {
+pub fn touch(path: PathBuf, watchdog: Arc<StepWatchdog>) -> std::io::Result<()> {
     std::fs::write(&path, b"")?;
     tokio::spawn(async move {
         let mut ticks = tokio::time::interval(TOUCH_EVERY);
         loop {
             ticks.tick().await;
-            if pulse.is_alive()
+            if watchdog.is_alive()
                 && let Err(error) = tokio::fs::write(&path, b"").await
             {
                 tracing::warn!("cannot touch `{}`: {error}", path.display());
@@ -51,11 +51,11 @@ pub fn address(text: &str) -> Result<SocketAddr, String> {
     })
 }
 
-/// Answers HTTP requests at `address`: 200 while `pulse` is alive, 503 when it is not.
+/// Answers HTTP requests at `address`: 200 while `watchdog` is alive, 503 when it is not.
 ///
 /// # Errors
 /// The port cannot be had.
-pub async fn listen(address: SocketAddr, pulse: Arc<Pulse>) -> std::io::Result<()> {
+pub async fn listen(address: SocketAddr, watchdog: Arc<StepWatchdog>) -> std::io::Result<()> {
     let listener = TcpListener::bind(address).await?;
     let places = Arc::new(Semaphore::new(PROBES_MAX));
     tokio::spawn(async move {
@@ -66,10 +66,10 @@ pub async fn listen(address: SocketAddr, pulse: Arc<Pulse>) -> std::io::Result<(
                     let Ok(place) = places.clone().try_acquire_owned() else {
                         continue;
                     };
-                    let pulse = pulse.clone();
+                    let watchdog = watchdog.clone();
                     tokio::spawn(async move {
                         // A probe that goes away early has its answer all the same: none.
-                        let _ = tokio::time::timeout(PROBE_MAX, answer(stream, &pulse)).await;
+                        let _ = tokio::time::timeout(PROBE_MAX, answer(stream, &watchdog)).await;
                         drop(place);
                     });
                 }
@@ -81,11 +81,11 @@ pub async fn listen(address: SocketAddr, pulse: Arc<Pulse>) -> std::io::Result<(
     Ok(())
 }
 
-async fn answer(mut stream: TcpStream, pulse: &Pulse) -> std::io::Result<()> {
+async fn answer(mut stream: TcpStream, watchdog: &StepWatchdog) -> std::io::Result<()> {
     // Whatever is asked: the answer is the same.
     let mut request = [0; 1024];
     let _length = stream.read(&mut request).await?;
-    let (status, body) = match pulse.is_alive() {
+    let (status, body) = match watchdog.is_alive() {
         true => ("200 OK", "alive\n"),
         false => ("503 Service Unavailable", "the device hangs\n"),
     };
@@ -115,12 +115,12 @@ mod tests {
             let free = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
             free.local_addr().unwrap().port()
         };
-        let pulse = Arc::new(Pulse::new(Duration::from_millis(50)));
-        listen(address(&port.to_string()).unwrap(), pulse.clone())
+        let watchdog = Arc::new(StepWatchdog::new(Duration::from_millis(50)));
+        listen(address(&port.to_string()).unwrap(), watchdog.clone())
             .await
             .unwrap();
         assert!(ask(port).await.starts_with("HTTP/1.1 200"));
-        let hanging = std::thread::spawn(move || pulse.step(|| std::thread::sleep(Duration::from_millis(800))));
+        let hanging = std::thread::spawn(move || watchdog.step(|| std::thread::sleep(Duration::from_millis(800))));
         tokio::time::sleep(Duration::from_millis(300)).await;
         assert!(ask(port).await.starts_with("HTTP/1.1 503"));
         hanging.join().unwrap();
@@ -144,7 +144,9 @@ mod tests {
         let free = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
         let at = free.local_addr().unwrap();
         drop(free);
-        listen(at, Arc::new(Pulse::new(Duration::from_secs(1)))).await.unwrap();
+        listen(at, Arc::new(StepWatchdog::new(Duration::from_secs(1))))
+            .await
+            .unwrap();
         let mut silent = Vec::new();
         for _ in 0..PROBES_MAX {
             silent.push(TcpStream::connect(at).await.unwrap());
@@ -161,15 +163,15 @@ mod tests {
     async fn the_file_goes_stale_in_a_hang_and_at_no_other_time() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("alive");
-        let pulse = Arc::new(Pulse::new(Duration::from_millis(50)));
-        touch(path.clone(), pulse.clone()).unwrap();
+        let watchdog = Arc::new(StepWatchdog::new(Duration::from_millis(50)));
+        touch(path.clone(), watchdog.clone()).unwrap();
         let touched = || std::fs::metadata(&path).unwrap().modified().unwrap();
         let wait = || tokio::time::sleep(TOUCH_EVERY + TOUCH_EVERY / 2);
         let first = touched();
         wait().await;
         assert!(touched() > first, "a worker that waits is alive");
         let (end, ended) = std::sync::mpsc::channel::<()>();
-        let hanging = std::thread::spawn(move || pulse.step(|| ended.recv()));
+        let hanging = std::thread::spawn(move || watchdog.step(|| ended.recv()));
         wait().await;
         let last = touched();
         wait().await;
@@ -184,12 +186,12 @@ mod tests {
     async fn the_file_is_touched() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("alive");
-        touch(path.clone(), Arc::new(Pulse::new(Duration::from_secs(1)))).unwrap();
+        touch(path.clone(), Arc::new(StepWatchdog::new(Duration::from_secs(1)))).unwrap();
         assert!(path.exists());
         assert!(
             touch(
                 dir.path().join("no/alive"),
-                Arc::new(Pulse::new(Duration::from_secs(1)))
+                Arc::new(StepWatchdog::new(Duration::from_secs(1)))
             )
             .is_err()
         );

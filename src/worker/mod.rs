@@ -3,7 +3,7 @@
 //! ```text
 //!            ┌──────────────── opened shard: its job, log, carried columns ──────────────┐
 //!            │                                                                           ▼
-//! queue ─▶ intake ──(1 shard)──▶ device thread ──(FINISHED_ROWS rows)──▶ keeper ─▶ a task a shard:
+//! queue ─▶ intake ──(1 shard)──▶ device thread ──(FINISHED_ROWS rows)──▶ router ─▶ a task a shard:
 //!          read, render,         submit ▸ step ▸ assemble                          log ▸ part ▸ commit
 //!          tokenize                                                                ▸ finish check ▸ acknowledge
 //! ```
@@ -11,7 +11,7 @@
 //! Each arrow is a bounded channel of owned values (what waits for a shard's task is bounded by the shards in flight). A
 //! row's result names the row it covers, and the ledger takes nothing else. The stages live in one `JoinSet`; an error of
 //! any of them comes back through it and ends the others. Stopping means: intake ends, the device drops what is
-//! unfinished, the keeper has what is finished logged and gives the rest back. Beside the stages, `accounts` looks at each
+//! unfinished, the router has what is finished logged and gives the rest back. Beside the stages, `accounts` looks at each
 //! job's orders and spendings.
 
 pub mod access;
@@ -25,24 +25,24 @@ pub mod in_flight;
 mod in_hand;
 mod intake;
 pub mod jobs;
-mod keeper;
 mod limits;
 pub mod liveness;
 pub mod model;
 pub mod opening;
 mod owner;
 pub mod pace;
-pub mod patience;
 pub mod preflight;
 mod process;
-pub mod pulse;
 mod read_time;
 mod reading;
 pub mod recheck;
 pub mod refusals;
+pub mod retry_policy;
 pub mod room;
 mod shard;
+mod shard_router;
 pub mod spot;
+pub mod step_watchdog;
 pub mod stop;
 pub mod troubles;
 pub mod watched;
@@ -64,17 +64,17 @@ use crate::report::meter::Meter;
 use crate::report::one_line;
 use crate::worker::in_flight::{InFlight, ShardKey};
 use crate::worker::jobs::{JobState, Jobs, OpenJob};
-pub use crate::worker::limits::Limits;
-use crate::worker::patience::{Patience, Reaction};
+pub use crate::worker::limits::WorkerLimits;
 use crate::worker::process::Process;
-use crate::worker::pulse::Pulse;
+use crate::worker::retry_policy::{RetryDecision, RetryPolicy};
+use crate::worker::step_watchdog::StepWatchdog;
 use crate::worker::stop::{Stop, Why};
 use crate::worker::troubles::Troubles;
 use crate::worker::watched::Watched;
 
 /// Shards read and tokenized ahead of the device: one, so that the next is ready when this one's tail runs.
 const READY_SHARDS: usize = 1;
-/// Finished rows on their way to the log: enough that the keeper does not hold up the device.
+/// Finished rows on their way to the log: enough that the router does not hold up the device.
 const FINISHED_ROWS: usize = 16_384;
 
 /// What a worker needs, built at the door.
@@ -89,10 +89,10 @@ pub struct Worker {
     pub watched: Watched,
     pub in_flight: InFlight,
     pub meter: Arc<Meter>,
-    pub patience: Patience,
+    pub retry_policy: RetryPolicy,
     /// The stores that fail.
     pub troubles: Troubles,
-    pub pulse: Arc<Pulse>,
+    pub watchdog: Arc<StepWatchdog>,
     /// Rendering and tokenizing have threads of their own: the device's sampling must not wait for them.
     pub render_threads: rayon::ThreadPool,
     pub options: Options,
@@ -126,15 +126,15 @@ pub enum Until {
 }
 
 /// What goes into a [`Worker`] besides what it makes itself.
-pub struct Parts {
+pub struct WorkerConfig {
     pub name: String,
     pub queue: Arc<dyn Queue>,
     pub own_queue: Option<LocalQueue>,
     pub jobs: Jobs,
     pub watched: Watched,
     pub meter: Arc<Meter>,
-    pub patience: Patience,
-    pub pulse: Arc<Pulse>,
+    pub retry_policy: RetryPolicy,
+    pub watchdog: Arc<StepWatchdog>,
     pub render_threads: rayon::ThreadPool,
     pub options: Options,
 }
@@ -157,8 +157,8 @@ struct ReadyRow {
     params: Arc<Params>,
 }
 
-/// What the keeper hears of.
-enum Kept {
+/// What the router hears of.
+enum RouterEvent {
     /// Always before any row of that shard.
     Opened(Box<shard::OpenShard>),
     Row(ShardKey, RowResult),
@@ -174,19 +174,19 @@ const PASS_ON_PAUSE_MAX: Duration = Duration::from_secs(60);
 const DRAIN_MAX: Duration = Duration::from_secs(25);
 
 impl Worker {
-    pub fn new(parts: Parts) -> Worker {
-        let Parts {
+    pub fn new(config: WorkerConfig) -> Worker {
+        let WorkerConfig {
             name,
             queue,
             own_queue,
             jobs,
             watched,
             meter,
-            patience,
-            pulse,
+            retry_policy,
+            watchdog,
             render_threads,
             options,
-        } = parts;
+        } = config;
         Worker {
             runner: Runner {
                 worker: name.clone(),
@@ -200,9 +200,9 @@ impl Worker {
             jobs,
             watched,
             meter,
-            patience,
+            retry_policy,
             troubles: Troubles::default(),
-            pulse,
+            watchdog,
             render_threads,
             options,
             shards_done: watch::Sender::new(0),
@@ -223,12 +223,12 @@ impl Worker {
                 Ok(true) => {}
                 Ok(false) => return Ok(Some(false)),
                 // What a newer gristmill goes on with is done here.
-                Err(error) if self.patience.reaction(&error) == Reaction::LeaveShard => job.set_unreadable(),
+                Err(error) if self.retry_policy.decision(&error) == RetryDecision::LeaveShard => job.set_unreadable(),
                 Err(error) => return Err(error),
             }
         }
-        if let Some(error) = self.watched.open(&self.patience).await? {
-            self.patience.say(&error);
+        if let Some(error) = self.watched.open(&self.retry_policy).await? {
+            self.retry_policy.say(&error);
             return Ok(Some(false));
         }
         let watched = self.watched.ledgers();
@@ -236,7 +236,7 @@ impl Worker {
             match is_over(ledger).await {
                 Ok(true) => {}
                 Ok(false) => return Ok(Some(false)),
-                Err(error) if self.patience.reaction(&error) == Reaction::LeaveShard => {}
+                Err(error) if self.retry_policy.decision(&error) == RetryDecision::LeaveShard => {}
                 Err(error) => return Err(error),
             }
         }
@@ -331,12 +331,12 @@ async fn is_over(ledger: &Ledger) -> anyhow::Result<bool> {
 /// Works until it is told to stop, or until its options say that it is done: then `Ok(None)`.
 pub async fn run(worker: Arc<Worker>, engine: Box<dyn Generate>, stop: Stop) -> anyhow::Result<Option<Why>> {
     let (ready_tx, ready_rx) = mpsc::channel::<ReadyShard>(READY_SHARDS);
-    let (kept_tx, kept_rx) = mpsc::channel::<Kept>(FINISHED_ROWS);
+    let (kept_tx, kept_rx) = mpsc::channel::<RouterEvent>(FINISHED_ROWS);
 
     let mut stages: JoinSet<anyhow::Result<()>> = JoinSet::new();
     stages.spawn(intake::run(worker.clone(), ready_tx, kept_tx.clone(), stop.clone()));
     stages.spawn(device::run(worker.clone(), engine, ready_rx, kept_tx, stop.clone()));
-    stages.spawn(keeper::run(worker.clone(), kept_rx, stop.clone()));
+    stages.spawn(shard_router::run(worker.clone(), kept_rx, stop.clone()));
     let mut accounts = tokio::spawn(accounts::run(worker.clone(), stop.clone()));
 
     let mut accounts_over = false;
@@ -373,7 +373,7 @@ pub async fn run(worker: Arc<Worker>, engine: Box<dyn Generate>, stop: Stop) -> 
         // Told to leave while the store was away: what could not be written is computed again.
         Some(error)
             if matches!(stop.why(), Some(Why::Interrupted | Why::Preempted))
-                && worker.patience.reaction(&error) == Reaction::Wait =>
+                && worker.retry_policy.decision(&error) == RetryDecision::Wait =>
         {
             tracing::warn!("left without writing everything: {}", one_line(&error));
             worker.meter.lose_unwritten();

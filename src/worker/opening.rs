@@ -17,10 +17,10 @@ use crate::queue::{Delivery, Message};
 use crate::worker::fate::fate;
 use crate::worker::in_flight::ShardKey;
 use crate::worker::in_hand::InHand;
-use crate::worker::jobs::{Heard, JobState, OpenJob};
-use crate::worker::patience::{Pauses, Reaction};
+use crate::worker::jobs::{JobLookup, JobState, OpenJob};
 use crate::worker::process::see;
 use crate::worker::refusals::Refusals;
+use crate::worker::retry_policy::{Pauses, RetryDecision};
 use crate::worker::stop::Stop;
 use crate::worker::troubles::Where;
 use crate::worker::{Worker, one_line};
@@ -179,7 +179,7 @@ impl Openings {
         opened.in_hand.holds_no_rows();
         self.tasks.spawn(async move {
             let output = opened.output();
-            match opener.bear(place, &output, error, &mut opened.pauses).await? {
+            match opener.backoff(place, &output, error, &mut opened.pauses).await? {
                 true => {
                     // Others have most of the intake's time.
                     tokio::time::sleep(took.saturating_mul(TRY_SHARE).min(TRY_PAUSE_MAX)).await;
@@ -232,8 +232,8 @@ impl Opener {
             tokio::select! {
                 biased;
                 done = &mut work => return done,
-                () = tokio::time::sleep(self.bounds.extend_every) => if self.worker.pulse.is_alive() {
-                    self.worker.queue.extend(delivery, self.worker.pulse.patience()).await?;
+                () = tokio::time::sleep(self.bounds.extend_every) => if self.worker.watchdog.is_alive() {
+                    self.worker.queue.extend(delivery, self.worker.watchdog.limit()).await?;
                 }
             }
         }
@@ -244,9 +244,9 @@ impl Opener {
         let output = delivery.message.output.clone();
         let mut pauses = Pauses::default();
         let job = loop {
-            let error = match self.hear(&delivery.message).await {
-                Ok(Heard::Job(job)) => break job,
-                Ok(Heard::Stale(why) | Heard::NotOurs(why)) => {
+            let error = match self.resolve(&delivery.message).await {
+                Ok(JobLookup::Job(job)) => break job,
+                Ok(JobLookup::Stale(why) | JobLookup::NotOurs(why)) => {
                     self.worker.troubles.end(Where::Output, &output);
                     self.worker.troubles.note_not_ours(&delivery.message, why.clone());
                     self.leave_message(delivery, &why);
@@ -254,7 +254,7 @@ impl Opener {
                 }
                 Err(error) => error,
             };
-            if !self.bear(Where::Output, &output, error, &mut pauses).await? {
+            if !self.backoff(Where::Output, &output, error, &mut pauses).await? {
                 return self.put_off(vec![delivery]).await;
             }
         };
@@ -295,10 +295,10 @@ impl Opener {
                 }
                 Err(error) => error,
             };
-            if worker.patience.reaction(&error) == Reaction::LeaveShard || is_changed(&error) {
+            if worker.retry_policy.decision(&error) == RetryDecision::LeaveShard || is_changed(&error) {
                 return self.leave(&job, in_hand, &error).await.map(|()| None);
             }
-            if !self.bear(Where::Output, &output, error, &mut pauses).await? {
+            if !self.backoff(Where::Output, &output, error, &mut pauses).await? {
                 return self.put_off(in_hand.answer()).await;
             }
             if !in_hand.is_wanted() {
@@ -322,23 +322,23 @@ impl Opener {
     }
 
     /// The job of a message, its orders read: what stopped or closed it may have been taken back since this worker heard of it.
-    async fn hear(&self, message: &Message) -> anyhow::Result<Heard> {
-        let heard = match self.worker.jobs.hear(message).await {
-            Err(error) if self.worker.patience.reaction(&error) == Reaction::LeaveShard => {
-                return Ok(Heard::NotOurs(one_line(&error).into()));
+    async fn resolve(&self, message: &Message) -> anyhow::Result<JobLookup> {
+        let lookup = match self.worker.jobs.resolve(message).await {
+            Err(error) if self.worker.retry_policy.decision(&error) == RetryDecision::LeaveShard => {
+                return Ok(JobLookup::NotOurs(one_line(&error).into()));
             }
-            heard => heard?,
+            lookup => lookup?,
         };
-        if let Heard::Job(job) = &heard
+        if let JobLookup::Job(job) = &lookup
             && let JobState::Stopped(_) | JobState::Closing(_) = job.state()
             && let Err(error) = job.refresh().await
         {
-            match self.worker.patience.reaction(&error) {
-                Reaction::LeaveShard => job.leave_to_others(&error),
+            match self.worker.retry_policy.decision(&error) {
+                RetryDecision::LeaveShard => job.leave_to_others(&error),
                 _ => return Err(error),
             }
         }
-        Ok(heard)
+        Ok(lookup)
     }
 
     /// The log of a shard, and what has become of attempts in which a row was alone on the device and which did not end. `None`: it is committed.
@@ -362,7 +362,7 @@ impl Opener {
     }
 
     /// Waits before the next try; false: the delivery was set aside for long enough. Gives back an error that is not waited out.
-    async fn bear(
+    async fn backoff(
         &self,
         place: Where,
         output: &str,
@@ -370,7 +370,7 @@ impl Opener {
         pauses: &mut Pauses,
     ) -> anyhow::Result<bool> {
         let say = |error: &anyhow::Error| self.worker.troubles.note(place, output, error);
-        self.worker.patience.wait(error, pauses, &self.stop, say).await?;
+        self.worker.retry_policy.wait(error, pauses, &self.stop, say).await?;
         Ok(pauses.waited() < self.bounds.aside_time)
     }
 
@@ -408,10 +408,10 @@ impl Opener {
         if job.state() != JobState::Going {
             return Ok(false);
         }
-        let patience = &self.worker.patience;
+        let retry_policy = &self.worker.retry_policy;
         let note = one_line(error);
         // `run` ends by it, and prints it as its last line.
-        if patience.reaction(error) != Reaction::End {
+        if retry_policy.decision(error) != RetryDecision::End {
             tracing::error!("{}: {note}", job.title());
         }
         let order = Order::Stop {
@@ -421,9 +421,9 @@ impl Opener {
         };
         let mut pauses = Pauses::default();
         while let Err(error) = job.order_stop(order.clone()).await {
-            match patience.bear(error, &mut pauses, &self.stop).await {
+            match retry_policy.backoff(error, &mut pauses, &self.stop).await {
                 Ok(()) => {}
-                Err(error) if patience.reaction(&error) == Reaction::LeaveShard => return Ok(false),
+                Err(error) if retry_policy.decision(&error) == RetryDecision::LeaveShard => return Ok(false),
                 Err(error) => return Err(error),
             }
         }
@@ -458,10 +458,10 @@ mod tests {
     use crate::report::meter::Meter;
     use crate::worker::jobs::Jobs;
     use crate::worker::model::{Formats, Model, ModelFiles};
-    use crate::worker::patience::Patience;
-    use crate::worker::pulse::Pulse;
+    use crate::worker::retry_policy::RetryPolicy;
+    use crate::worker::step_watchdog::StepWatchdog;
     use crate::worker::watched::Watched;
-    use crate::worker::{Options, Parts, Until};
+    use crate::worker::{Options, Until, WorkerConfig};
 
     /// A queue in memory that counts.
     #[derive(Default)]
@@ -512,15 +512,15 @@ mod tests {
         let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("jobs/demo/model");
         let formats = Formats::of(Precision::F32, Precision::Auto, device::Precision::F32);
         let model = Model::new(ModelFiles::open(dir).unwrap(), formats, 128, "m".into());
-        let worker = Worker::new(Parts {
+        let worker = Worker::new(WorkerConfig {
             name: "test".into(),
             queue: queue.clone(),
             own_queue: None,
             jobs: Jobs::new(model),
             watched: Watched::default(),
             meter: Arc::new(Meter::default()),
-            patience: Patience::new(true),
-            pulse: Arc::new(Pulse::new(Duration::from_secs(60))),
+            retry_policy: RetryPolicy::new(true),
+            watchdog: Arc::new(StepWatchdog::new(Duration::from_secs(60))),
             render_threads: rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap(),
             options: Options {
                 log_interval: Duration::from_secs(1),
@@ -588,7 +588,7 @@ mod tests {
             let (openings, _) = openings(0, bounds);
             let opener = &openings.opener;
             let mut pauses = Pauses::default();
-            let again = opener.bear(Where::Output, "s3://a/out", away(), &mut pauses).await;
+            let again = opener.backoff(Where::Output, "s3://a/out", away(), &mut pauses).await;
             assert_eq!(again.unwrap(), stays);
             assert!(opener.worker.troubles.holds(Where::Output, "s3://a/out"));
             let since = Instant::now();

@@ -25,7 +25,7 @@ use crate::worker::jobs::OpenJob;
 use crate::worker::stop::Stop;
 
 /// What a recheck needs, built at the door.
-pub struct Parts {
+pub struct RecheckConfig {
     /// Finished, its output in Parquet, opened for the model that `engine` runs.
     pub job: OpenJob,
     pub engine: Box<dyn Generate>,
@@ -41,17 +41,17 @@ pub struct Parts {
 ///
 /// # Errors
 /// An input is not what it was, a part cannot be read, or the device fails.
-pub async fn run(parts: Parts, sample: &[ShardSample], stop: &Stop) -> anyhow::Result<Option<Recheck>> {
-    let mut tally = Tally::new(parts.tokenizer.clone());
+pub async fn run(config: RecheckConfig, sample: &[ShardSample], stop: &Stop) -> anyhow::Result<Option<Recheck>> {
+    let mut tally = Tally::new(config.tokenizer.clone());
     let mut answers = BTreeMap::new();
     let mut again = Again {
-        parts,
+        config,
         assembler: Assembler::default(),
         backlog: VecDeque::new(),
         finished: Vec::new(),
     };
     for ShardSample { shard, rows } in sample {
-        for (row, answer) in of_part(&again.parts.job.ledger, *shard, rows).await? {
+        for (row, answer) in of_part(&again.config.job.ledger, *shard, rows).await? {
             match answer {
                 Some(answer) => drop(answers.insert(row, answer)),
                 None => tally.add_unanswered(),
@@ -64,13 +64,13 @@ pub async fn run(parts: Parts, sample: &[ShardSample], stop: &Stop) -> anyhow::R
     }
     tokio::task::block_in_place(|| again.work(true, stop))?;
     again.count(&mut answers, &mut tally);
-    let Parts { precision, meter, .. } = again.parts;
+    let RecheckConfig { precision, meter, .. } = again.config;
     Ok((!stop.is_set()).then(|| tally.finish(precision, meter.read().device_seconds)))
 }
 
 /// Rows on their way through the engine.
 struct Again {
-    parts: Parts,
+    config: RecheckConfig,
     assembler: Assembler,
     backlog: VecDeque<Row>,
     finished: Vec<RowResult>,
@@ -89,7 +89,7 @@ struct Row {
 impl Again {
     /// Reads and renders rows of a shard, as the job did.
     async fn prepare(&mut self, shard: u32, wanted: impl Fn(u64) -> bool) -> anyhow::Result<()> {
-        let job = &self.parts.job;
+        let job = &self.config.job;
         let mut rows: Vec<InputRow> = Vec::new();
         let mut pieces = job.reader.pieces(job.ledger.job().shard(shard)?, None)?;
         while let Some(piece) = pieces.next().await? {
@@ -98,7 +98,7 @@ impl Again {
         let attempts = attempts(&job.ledger, shard, rows.iter().map(|row| row.row)).await?;
         let rendered: Vec<_> = tokio::task::block_in_place(|| {
             let render = |row: &InputRow| (row.row, job.renderer.render(row));
-            self.parts
+            self.config
                 .render_threads
                 .install(|| rows.par_iter().map(render).collect())
         });
@@ -120,17 +120,17 @@ impl Again {
     /// Steps until the engine has taken all rows; with `to_the_end` until it has answered them.
     fn work(&mut self, to_the_end: bool, stop: &Stop) -> anyhow::Result<()> {
         while !stop.is_set() {
-            while self.parts.engine.wants_more()
+            while self.config.engine.wants_more()
                 && let Some(row) = self.backlog.pop_front()
             {
                 self.submit(row);
             }
-            if self.backlog.is_empty() && (!to_the_end || self.parts.engine.is_idle()) {
+            if self.backlog.is_empty() && (!to_the_end || self.config.engine.is_idle()) {
                 return Ok(());
             }
             let began = Instant::now();
-            let units = self.parts.engine.step().context("the device cannot go on")?;
-            self.parts.meter.add_device_time(began.elapsed());
+            let units = self.config.engine.step().context("the device cannot go on")?;
+            self.config.meter.add_device_time(began.elapsed());
             for unit in units {
                 let row = self.assembler.add(unit);
                 self.finished.extend(row.map(|(_, row)| row));
@@ -147,10 +147,10 @@ impl Again {
             params,
             attempt,
         } = ready;
-        let columns = &self.parts.job.columns;
+        let columns = &self.config.job.columns;
         self.assembler.expect(key, row, params.samples, &params.shape, columns);
-        for request in self.parts.job.requests(row, prompt, params, attempt) {
-            if let Err(refused) = self.parts.engine.submit(request) {
+        for request in self.config.job.requests(row, prompt, params, attempt) {
+            if let Err(refused) = self.config.engine.submit(request) {
                 self.assembler.forget(key.job, row);
                 return self.finished.push(errored(row, refused.to_string()));
             }
@@ -160,7 +160,7 @@ impl Again {
     /// Compares what has finished with the job's answers.
     fn count(&mut self, answers: &mut BTreeMap<u64, Answer>, tally: &mut Tally) {
         for row in self.finished.drain(..) {
-            self.parts.meter.add_row(&row);
+            self.config.meter.add_row(&row);
             if let Some(answer) = answers.remove(&row.row) {
                 tally.add(row.row, &answer, Answer::of_result(row).as_ref());
             }

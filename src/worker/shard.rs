@@ -18,7 +18,7 @@ use crate::ledger::log::ShardLog;
 use crate::queue::Delivery;
 use crate::worker::in_flight::ShardKey;
 use crate::worker::jobs::{JobState, OpenJob, Running};
-use crate::worker::patience::{Pauses, Reaction};
+use crate::worker::retry_policy::{Pauses, RetryDecision};
 use crate::worker::stop::Stop;
 use crate::worker::{Worker, assemble};
 
@@ -43,7 +43,7 @@ pub(super) struct OpenShard {
 
 /// What a shard's task hears.
 #[derive(Debug)]
-pub(super) enum Tell {
+pub(super) enum ShardCommand {
     Row(RowResult),
     /// What is finished is to be logged now: the worker will end soon.
     Flush,
@@ -70,10 +70,10 @@ enum Ended {
 }
 
 /// Sees a shard through. An error is one that ends the worker.
-pub(super) async fn tend(
+pub(super) async fn run_shard(
     worker: Arc<Worker>,
     mut shard: OpenShard,
-    mut told: mpsc::UnboundedReceiver<Tell>,
+    mut told: mpsc::UnboundedReceiver<ShardCommand>,
     stop: Stop,
 ) -> anyhow::Result<()> {
     let key = shard.key;
@@ -104,7 +104,7 @@ pub(super) async fn tend(
             worker.pass_on_later(deliveries);
             Ok(())
         }
-        Err(error) if worker.patience.reaction(&error) == Reaction::LeaveShard => {
+        Err(error) if worker.retry_policy.decision(&error) == RetryDecision::LeaveShard => {
             worker.leave_to_others(key.shard, &shard.job, &error, deliveries);
             Ok(())
         }
@@ -125,10 +125,10 @@ async fn leave_stopped(
 ) -> anyhow::Result<()> {
     let mut pauses = Pauses::default();
     while let Err(error) = job.refresh().await {
-        if let Err(error) = worker.patience.bear(error, &mut pauses, stop).await {
+        if let Err(error) = worker.retry_policy.backoff(error, &mut pauses, stop).await {
             give_back(worker, deliveries).await?;
-            return match worker.patience.reaction(&error) {
-                Reaction::LeaveShard => {
+            return match worker.retry_policy.decision(&error) {
+                RetryDecision::LeaveShard => {
                     job.leave_to_others(&error);
                     Ok(())
                 }
@@ -167,22 +167,22 @@ struct Tending<'a> {
 }
 
 impl Tending<'_> {
-    async fn until_it_ends(&mut self, told: &mut mpsc::UnboundedReceiver<Tell>) -> anyhow::Result<Ended> {
+    async fn until_it_ends(&mut self, told: &mut mpsc::UnboundedReceiver<ShardCommand>) -> anyhow::Result<Ended> {
         let mut flushes = ticks(self.worker.options.log_interval);
         let mut state = self.shard.job.watch_state();
         while !self.shard.expected.is_empty() {
             tokio::select! {
                 biased;
                 tell = told.recv() => match tell {
-                    Some(Tell::Row(row)) => self.take(row),
-                    Some(Tell::Recalled(why)) => {
+                    Some(ShardCommand::Row(row)) => self.take(row),
+                    Some(ShardCommand::Recalled(why)) => {
                         tracing::info!("shard {} goes back to the queue: {why}", self.shard.key.shard);
                         // Where the device hangs, one of these rows may be why: the attempt stays without an end.
-                        let whole = self.worker.pulse.is_alive();
+                        let whole = self.worker.watchdog.is_alive();
                         return self.give_back(whole).await;
                     }
-                    Some(Tell::Flush) => self.flush().await?,
-                    Some(Tell::Leave { whole }) => return self.give_back(whole).await,
+                    Some(ShardCommand::Flush) => self.flush().await?,
+                    Some(ShardCommand::Leave { whole }) => return self.give_back(whole).await,
                     None => return Ok(Ended::GivenBack),
                 },
                 state = stopped(&mut state) => {
@@ -222,8 +222,10 @@ impl Tending<'_> {
     /// Logs what is pending, if the store answers; else it stays pending.
     async fn flush(&mut self) -> anyhow::Result<()> {
         match append(self.worker, self.shard).await {
-            Ok(()) => self.worker.patience.over(),
-            Err(error) if self.worker.patience.reaction(&error) == Reaction::Wait => self.worker.patience.say(&error),
+            Ok(()) => self.worker.retry_policy.over(),
+            Err(error) if self.worker.retry_policy.decision(&error) == RetryDecision::Wait => {
+                self.worker.retry_policy.say(&error)
+            }
             Err(error) => return Err(error),
         }
         Ok(())
@@ -246,7 +248,10 @@ impl Tending<'_> {
             return Ok(());
         };
         while let Err(error) = self.shard.log.end(&attempt).await {
-            self.worker.patience.bear(error.into(), &mut pauses, self.stop).await?;
+            self.worker
+                .retry_policy
+                .backoff(error.into(), &mut pauses, self.stop)
+                .await?;
         }
         Ok(())
     }
@@ -265,9 +270,9 @@ impl Tending<'_> {
     async fn append(&mut self) -> anyhow::Result<()> {
         let mut pauses = Pauses::default();
         while let Err(error) = append(self.worker, self.shard).await {
-            self.worker.patience.bear(error, &mut pauses, self.stop).await?;
+            self.worker.retry_policy.backoff(error, &mut pauses, self.stop).await?;
         }
-        self.worker.patience.over();
+        self.worker.retry_policy.over();
         Ok(())
     }
 
@@ -279,9 +284,9 @@ impl Tending<'_> {
             if let Some(LedgerError::Lost { .. }) = error.downcast_ref() {
                 return Ok(Ended::TriedSome);
             }
-            self.worker.patience.bear(error, &mut pauses, self.stop).await?;
+            self.worker.retry_policy.backoff(error, &mut pauses, self.stop).await?;
         }
-        self.worker.patience.over();
+        self.worker.retry_policy.over();
         Ok(Ended::Committed)
     }
 

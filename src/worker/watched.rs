@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::dataset::location::Location;
 use crate::ledger::Ledger;
-use crate::worker::patience::{Patience, Reaction};
+use crate::worker::retry_policy::{RetryDecision, RetryPolicy};
 
 /// How long a store may take over a record, while nothing else is looked at.
 const OPEN_MAX: Duration = Duration::from_secs(10);
@@ -64,7 +64,7 @@ impl Watched {
     ///
     /// # Errors
     /// An output holds no job ([`NoJob`]), or a record that nobody waits for.
-    pub async fn open(&self, patience: &Patience) -> anyhow::Result<Option<anyhow::Error>> {
+    pub async fn open(&self, retry_policy: &RetryPolicy) -> anyhow::Result<Option<anyhow::Error>> {
         let unopened = self.known().unopened.clone();
         let mut failed = None;
         for output in unopened {
@@ -86,7 +86,7 @@ impl Watched {
                     let output = output.url.to_string();
                     return Err(NoJob { output }.into());
                 }
-                Err(error) if patience.reaction(&error) == Reaction::Wait => failed = Some(error),
+                Err(error) if retry_policy.decision(&error) == RetryDecision::Wait => failed = Some(error),
                 Err(error) => return Err(error),
             }
         }
@@ -104,7 +104,7 @@ mod tests {
     async fn an_output_without_a_job_is_an_error_and_stays_unopened() {
         let location = Location::parse("/nowhere/at/all", Path::new("/")).unwrap();
         let watched = Watched::new(vec![location]);
-        let error = watched.open(&Patience::new(true)).await.unwrap_err();
+        let error = watched.open(&RetryPolicy::new(true)).await.unwrap_err();
         assert!(error.is::<NoJob>(), "{error}");
         assert!(!watched.are_all_open() && watched.ledgers().is_empty());
     }

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use gristmill::dataset::location::Location;
 use gristmill::ledger::log::{ShardLog, ShardState};
 use gristmill::ledger::{Extension, JobDraft, Ledger, LedgerError, Order, Result, StopWhy, Terms, Unfinished};
-use gristmill::worker::Limits;
+use gristmill::worker::WorkerLimits;
 use object_store::memory::InMemory;
 use parquet::file::reader::{FileReader, SerializedFileReader};
 
@@ -168,7 +168,7 @@ async fn stopped(ledger: &Ledger, name: &str, seconds: f64, asked: &Asked) -> Re
     if control.stopped().is_none() && terms.usd.is_some() {
         ledger.write_spend(name, seconds, false).await?;
         let spent = ledger.spent().await?.device_seconds();
-        if let Some(why) = Limits::of(&terms).reached(spent, Duration::ZERO) {
+        if let Some(why) = WorkerLimits::of(&terms).reached(spent, Duration::ZERO) {
             let close = terms.unfinished == Unfinished::Expire;
             asked.expired.fetch_or(close, Ordering::Relaxed);
             control.give(Order::stop(why, close)).await?;

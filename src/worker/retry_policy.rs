@@ -16,7 +16,7 @@ const SAY_EVERY: Duration = Duration::from_secs(60);
 
 /// How to go on after an error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Reaction {
+pub enum RetryDecision {
     /// The store or the queue is away, or refuses access: wait, rows are kept.
     Wait,
     /// Something is wrong with this shard or its job: other workers, or a person, must see to it.
@@ -26,40 +26,40 @@ pub enum Reaction {
 }
 
 /// The reaction of a worker that is one of many; `run` ends at every error.
-pub fn reaction(error: &anyhow::Error) -> Reaction {
+pub fn decision(error: &anyhow::Error) -> RetryDecision {
     for cause in error.chain() {
         if let Some(error) = cause.downcast_ref::<LedgerError>() {
             return match error {
-                LedgerError::Retryable { .. } | LedgerError::Denied { .. } => Reaction::Wait,
+                LedgerError::Retryable { .. } | LedgerError::Denied { .. } => RetryDecision::Wait,
                 // A full disk, a store without put-if-absent: this job cannot go on here, others may.
                 LedgerError::Damaged { .. }
                 | LedgerError::Lost { .. }
                 | LedgerError::Newer { .. }
                 | LedgerError::Conflict { .. }
-                | LedgerError::Stop { .. } => Reaction::LeaveShard,
+                | LedgerError::Stop { .. } => RetryDecision::LeaveShard,
             };
         }
         if let Some(error) = cause.downcast_ref::<DatasetError>() {
             return match error {
-                DatasetError::Store { .. } => Reaction::Wait,
-                _ => Reaction::LeaveShard,
+                DatasetError::Store { .. } => RetryDecision::Wait,
+                _ => RetryDecision::LeaveShard,
             };
         }
         if let Some(error) = cause.downcast_ref::<QueueError>() {
             return match error {
                 QueueError::Unavailable { .. } | QueueError::UnknownHost { .. } | QueueError::Denied { .. } => {
-                    Reaction::Wait
+                    RetryDecision::Wait
                 }
-                _ => Reaction::End,
+                _ => RetryDecision::End,
             };
         }
     }
-    Reaction::End
+    RetryDecision::End
 }
 
 /// Waits out outages, and says so: one line when one begins, one a minute, one when it is over.
 #[derive(Debug)]
-pub struct Patience {
+pub struct RetryPolicy {
     patient: bool,
     /// The longest that one operation waits.
     most: Option<Duration>,
@@ -96,10 +96,10 @@ impl Pauses {
     }
 }
 
-impl Patience {
+impl RetryPolicy {
     /// `patient`: wait for as long as it takes; else every error ends the work.
-    pub fn new(patient: bool) -> Patience {
-        Patience {
+    pub fn new(patient: bool) -> RetryPolicy {
+        RetryPolicy {
             patient,
             most: None,
             outage: Mutex::new(None),
@@ -107,10 +107,10 @@ impl Patience {
     }
 
     /// Waits out outages, but ends the work where one operation has to wait longer than `most`.
-    pub fn within(most: Duration) -> Patience {
-        Patience {
+    pub fn within(most: Duration) -> RetryPolicy {
+        RetryPolicy {
             most: Some(most),
-            ..Patience::new(true)
+            ..RetryPolicy::new(true)
         }
     }
 
@@ -120,16 +120,20 @@ impl Patience {
     }
 
     /// What to do about `error`.
-    pub fn reaction(&self, error: &anyhow::Error) -> Reaction {
-        if self.patient { reaction(error) } else { Reaction::End }
+    pub fn decision(&self, error: &anyhow::Error) -> RetryDecision {
+        if self.patient {
+            decision(error)
+        } else {
+            RetryDecision::End
+        }
     }
 
     /// Pauses after an error that is worth another try, and says so; gives back any other, and every one once the worker stops.
-    pub async fn bear(&self, error: anyhow::Error, pauses: &mut Pauses, stop: &Stop) -> anyhow::Result<()> {
+    pub async fn backoff(&self, error: anyhow::Error, pauses: &mut Pauses, stop: &Stop) -> anyhow::Result<()> {
         self.wait(error, pauses, stop, |error| self.say(error)).await
     }
 
-    /// As [`Patience::bear`]; `say` tells people, once it is known that the error is waited out.
+    /// As [`RetryPolicy::backoff`]; `say` tells people, once it is known that the error is waited out.
     pub async fn wait(
         &self,
         error: anyhow::Error,
@@ -137,7 +141,7 @@ impl Patience {
         stop: &Stop,
         say: impl FnOnce(&anyhow::Error),
     ) -> anyhow::Result<()> {
-        if self.reaction(&error) != Reaction::Wait || stop.is_set() {
+        if self.decision(&error) != RetryDecision::Wait || stop.is_set() {
             return Err(error);
         }
         let waited = pauses.begin();
@@ -208,34 +212,38 @@ mod tests {
 
     #[tokio::test]
     async fn outages_are_waited_out_and_everything_else_is_given_back() {
-        let (patience, stop) = (Patience::new(true), Stop::default());
+        let (retry_policy, stop) = (RetryPolicy::new(true), Stop::default());
         let mut pauses = Pauses::default();
         let began = Instant::now();
         for _ in 0..2 {
-            assert!(patience.bear(away(), &mut pauses, &stop).await.is_ok());
+            assert!(retry_policy.backoff(away(), &mut pauses, &stop).await.is_ok());
         }
         assert!(began.elapsed() >= 3 * PAUSE_MIN, "the pauses grow");
-        patience.over();
+        retry_policy.over();
         let damaged = anyhow::Error::from(LedgerError::Damaged { what: "x".into() });
-        assert_eq!(patience.reaction(&damaged), Reaction::LeaveShard);
+        assert_eq!(retry_policy.decision(&damaged), RetryDecision::LeaveShard);
         let full = anyhow::Error::from(LedgerError::stop("the disk is full"));
-        assert_eq!(patience.reaction(&full), Reaction::LeaveShard, "other jobs go on");
-        assert!(patience.bear(damaged, &mut pauses, &stop).await.is_err());
+        assert_eq!(
+            retry_policy.decision(&full),
+            RetryDecision::LeaveShard,
+            "other jobs go on"
+        );
+        assert!(retry_policy.backoff(damaged, &mut pauses, &stop).await.is_err());
         stop.set(Why::Interrupted);
         assert!(
-            patience.bear(away(), &mut pauses, &stop).await.is_err(),
+            retry_policy.backoff(away(), &mut pauses, &stop).await.is_err(),
             "a stop ends the waiting"
         );
-        assert_eq!(Patience::new(false).reaction(&away()), Reaction::End);
+        assert_eq!(RetryPolicy::new(false).decision(&away()), RetryDecision::End);
     }
 
     #[tokio::test]
     async fn one_operation_waits_no_longer_than_it_may() {
-        let (patience, stop) = (Patience::within(2 * PAUSE_MIN), Stop::default());
+        let (retry_policy, stop) = (RetryPolicy::within(2 * PAUSE_MIN), Stop::default());
         let mut pauses = Pauses::default();
         let began = Instant::now();
         let error = loop {
-            if let Err(error) = patience.bear(away(), &mut pauses, &stop).await {
+            if let Err(error) = retry_policy.backoff(away(), &mut pauses, &stop).await {
                 break error;
             }
             assert!(began.elapsed() < 20 * PAUSE_MIN);
@@ -245,6 +253,11 @@ mod tests {
             "{error}"
         );
         // Another one has time of its own.
-        assert!(patience.bear(away(), &mut Pauses::default(), &stop).await.is_ok());
+        assert!(
+            retry_policy
+                .backoff(away(), &mut Pauses::default(), &stop)
+                .await
+                .is_ok()
+        );
     }
 }

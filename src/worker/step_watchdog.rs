@@ -6,16 +6,16 @@ use std::time::{Duration, Instant};
 
 /// The device's current step, and how long it may take.
 #[derive(Debug)]
-pub struct Pulse {
+pub struct StepWatchdog {
     step_max: Duration,
     /// When the step began that has not ended.
     step_began: Mutex<Option<Instant>>,
 }
 
-impl Pulse {
+impl StepWatchdog {
     /// A device that takes longer than `step_max` over one step hangs.
-    pub fn new(step_max: Duration) -> Pulse {
-        Pulse {
+    pub fn new(step_max: Duration) -> StepWatchdog {
+        StepWatchdog {
             step_max,
             step_began: Mutex::new(None),
         }
@@ -36,7 +36,7 @@ impl Pulse {
     }
 
     /// How long the queue shall wait for a sign of life.
-    pub fn patience(&self) -> Duration {
+    pub fn limit(&self) -> Duration {
         self.step_max
     }
 
@@ -51,13 +51,13 @@ mod tests {
 
     #[test]
     fn only_a_step_that_takes_too_long_is_a_sign_of_death() {
-        let pulse = Pulse::new(Duration::from_millis(20));
-        assert!(pulse.is_alive(), "waiting is no hang");
-        pulse.step(|| {
-            assert!(pulse.is_alive());
+        let watchdog = StepWatchdog::new(Duration::from_millis(20));
+        assert!(watchdog.is_alive(), "waiting is no hang");
+        watchdog.step(|| {
+            assert!(watchdog.is_alive());
             std::thread::sleep(Duration::from_millis(30));
-            assert!(!pulse.is_alive());
+            assert!(!watchdog.is_alive());
         });
-        assert!(pulse.is_alive());
+        assert!(watchdog.is_alive());
     }
 }

@@ -11,44 +11,48 @@ use tokio::time::MissedTickBehavior;
 
 use crate::queue::Recall;
 use crate::worker::in_flight::ShardKey;
-use crate::worker::shard::{OpenShard, Tell, tend};
+use crate::worker::shard::{OpenShard, ShardCommand, run_shard};
 use crate::worker::stop::{Stop, Why};
-use crate::worker::{Kept, Worker, one_line};
+use crate::worker::{RouterEvent, Worker, one_line};
 
-/// How long the device may go on after a stop before the keeper leaves without its last word.
+/// How long the device may go on after a stop before the router leaves without its last word.
 const LAST_STEP: Duration = Duration::from_secs(15);
 /// How often the queue hears of the shards in hand.
 const EXTEND_EVERY: Duration = Duration::from_secs(2);
 
 /// Keeps rows until no stage can send any more; at the end, and after an error too, logs what is finished and gives the
 /// rest back.
-pub(super) async fn run(worker: Arc<Worker>, mut kept: mpsc::Receiver<Kept>, stop: Stop) -> anyhow::Result<()> {
-    let mut keeper = Keeper {
+pub(super) async fn run(
+    worker: Arc<Worker>,
+    mut router_events: mpsc::Receiver<RouterEvent>,
+    stop: Stop,
+) -> anyhow::Result<()> {
+    let mut router = ShardRouter {
         worker,
         stop,
         shards: HashMap::new(),
         tasks: JoinSet::new(),
         device_left: false,
     };
-    let served = keeper.serve(&mut kept).await;
+    let served = router.serve(&mut router_events).await;
     // Nobody waits for an answer of the other stages: their sends must fail at once, not fill the channel.
-    drop(kept);
-    let left = keeper.leave().await;
+    drop(router_events);
+    let left = router.leave().await;
     served.and(left)
 }
 
-struct Keeper {
+struct ShardRouter {
     worker: Arc<Worker>,
     stop: Stop,
     /// The tasks of shards in flight.
-    shards: HashMap<ShardKey, mpsc::UnboundedSender<Tell>>,
+    shards: HashMap<ShardKey, mpsc::UnboundedSender<ShardCommand>>,
     tasks: JoinSet<(ShardKey, anyhow::Result<()>)>,
     /// The device ended as it should. If not, a row may have been the end of it, and the attempts say so by having none.
     device_left: bool,
 }
 
-impl Keeper {
-    async fn serve(&mut self, kept: &mut mpsc::Receiver<Kept>) -> anyhow::Result<()> {
+impl ShardRouter {
+    async fn serve(&mut self, router_events: &mut mpsc::Receiver<RouterEvent>) -> anyhow::Result<()> {
         let mut extends = tokio::time::interval(EXTEND_EVERY);
         extends.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let queue = self.worker.queue.clone();
@@ -62,10 +66,10 @@ impl Keeper {
         tokio::pin!(last_step);
         loop {
             tokio::select! {
-                message = kept.recv() => match message {
-                    Some(Kept::Opened(shard)) => self.open(*shard),
-                    Some(Kept::Row(key, row)) => self.tell(key, Tell::Row(row)),
-                    Some(Kept::DeviceLeft) => self.device_left = true,
+                message = router_events.recv() => match message {
+                    Some(RouterEvent::Opened(shard)) => self.open(*shard),
+                    Some(RouterEvent::Row(key, row)) => self.tell(key, ShardCommand::Row(row)),
+                    Some(RouterEvent::DeviceLeft) => self.device_left = true,
                     None => break,
                 },
                 Some(ended) = self.tasks.join_next() => if let Err(error) = self.ended(ended) {
@@ -77,11 +81,11 @@ impl Keeper {
                     stopping = true;
                     // The device may be long over its step: what is finished must not wait for that.
                     for shard in self.shards.values() {
-                        let _ = shard.send(Tell::Flush);
+                        let _ = shard.send(ShardCommand::Flush);
                     }
                 }
                 () = &mut last_step => {
-                    self.device_left |= self.worker.pulse.is_alive();
+                    self.device_left |= self.worker.watchdog.is_alive();
                     break;
                 }
                 recall = queue.recalled() => self.recall(recall),
@@ -97,14 +101,14 @@ impl Keeper {
         self.shards.insert(key, tell);
         let (worker, stop) = (self.worker.clone(), self.stop.clone());
         self.tasks
-            .spawn(async move { (key, tend(worker, shard, told, stop).await) });
+            .spawn(async move { (key, run_shard(worker, shard, told, stop).await) });
         if !self.worker.in_flight.is_wanted(key) {
-            self.tell(key, Tell::Recalled("it was taken back before it began"));
+            self.tell(key, ShardCommand::Recalled("it was taken back before it began"));
         }
     }
 
     /// A shard that is gone needs nothing: its rows are dropped.
-    fn tell(&self, key: ShardKey, tell: Tell) {
+    fn tell(&self, key: ShardKey, tell: ShardCommand) {
         if let Some(shard) = self.shards.get(&key) {
             let _ = shard.send(tell);
         }
@@ -121,7 +125,7 @@ impl Keeper {
 
     fn recall(&self, recall: Recall) {
         for key in self.worker.in_flight.recall(&recall.receipts) {
-            self.tell(key, Tell::Recalled(recall.why));
+            self.tell(key, ShardCommand::Recalled(recall.why));
         }
         // The queue hears that work on them has ended when the last of their shards is no longer in hand.
         let worker = self.worker.clone();
@@ -135,10 +139,10 @@ impl Keeper {
 
     /// Says which shards are worked on still, unless the device hangs: then the queue may give them to others.
     async fn extend(&self) -> anyhow::Result<()> {
-        if !self.worker.pulse.is_alive() {
+        if !self.worker.watchdog.is_alive() {
             return Ok(());
         }
-        let time = self.worker.pulse.patience();
+        let time = self.worker.watchdog.limit();
         for delivery in self.worker.in_flight.deliveries() {
             self.worker.queue.extend(&delivery, time).await?;
         }
@@ -150,7 +154,7 @@ impl Keeper {
     async fn leave(mut self) -> anyhow::Result<()> {
         let whole = self.device_left;
         for shard in self.shards.values() {
-            let _ = shard.send(Tell::Leave { whole });
+            let _ = shard.send(ShardCommand::Leave { whole });
         }
         let mut first_error = None;
         while let Some(ended) = self.tasks.join_next().await {
