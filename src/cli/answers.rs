@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use crate::cli::door::Opened;
+use crate::cli::prepare::PreparedJob;
 use crate::dataset::answer_type::{AnswerType, Untyped};
 use crate::job::file::OutputFormat;
 use crate::job::generate::ShapeSpec;
@@ -10,7 +10,7 @@ use crate::job::generate::ShapeSpec;
 /// Parts of an answer that a line names.
 const NAMED_MAX: usize = 8;
 
-impl Opened {
+impl PreparedJob {
     /// The type of the answers, and what of them stays JSON text; `None`: they are no JSON, or not in columns.
     fn parsed(&self) -> Option<(AnswerType, Vec<Untyped>)> {
         match (&self.job.generate.shape, self.job.output.format) {

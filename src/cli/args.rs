@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 
-use crate::cli::place::{DeviceChoice, Place};
+use crate::cli::device_choice::{DeviceChoice, ResolvedDevice};
 use crate::device::Precision;
 use crate::device::cpu::Isa;
 use crate::job::generate::MAX_TOKENS_MAX;
@@ -423,12 +423,12 @@ pub struct EngineArgs {
 
 impl EngineArgs {
     /// Most tokens of a step, and most sequences: a GPU needs more at once before it, and not its memory, is what is waited for.
-    pub fn most(&self, place: Place) -> Most {
+    pub fn step_limits(&self, place: ResolvedDevice) -> StepLimitArgs {
         let (step_tokens, sequences) = match place {
-            Place::Cpu => (2048, 256),
-            Place::Cuda(_) => (8192, 512),
+            ResolvedDevice::Cpu => (2048, 256),
+            ResolvedDevice::Cuda(_) => (8192, 512),
         };
-        Most {
+        StepLimitArgs {
             step_tokens: self.step_tokens.unwrap_or(step_tokens),
             sequences: self.sequences.unwrap_or(sequences),
         }
@@ -437,7 +437,7 @@ impl EngineArgs {
 
 /// What a step is bounded by.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Most {
+pub struct StepLimitArgs {
     pub step_tokens: u32,
     pub sequences: u32,
 }

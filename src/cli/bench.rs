@@ -9,10 +9,10 @@ use anyhow::{Context, anyhow};
 use crate::bench::figures::{Batches, Figures, Step};
 use crate::bench::{picture, trace};
 use crate::cli::args::{BenchArgs, LoadFormat, Part};
-use crate::cli::door::say_warnings;
+use crate::cli::device_choice::ResolvedDevice;
 use crate::cli::exit::{Exit, Failure};
-use crate::cli::outfit::{engine_options, load_model, load_options, on_device};
-use crate::cli::place::Place;
+use crate::cli::prepare::say_warnings;
+use crate::cli::setup::{engine_options, load_model, load_options, on_device};
 use crate::cli::worker::asked_precision;
 use crate::device::Dtype;
 use crate::device::cpu::Isa;
@@ -93,7 +93,7 @@ fn run(args: &BenchArgs) -> Result<Exit, Failure> {
             &eos,
         ),
     };
-    let place = args.engine.device.place()?;
+    let place = args.engine.device.resolve()?;
     let formats = Formats::of(
         asked_precision(&args.precision),
         asked_precision(&args.kv_cache),
@@ -126,7 +126,7 @@ fn run(args: &BenchArgs) -> Result<Exit, Failure> {
 fn engine(
     args: &BenchArgs,
     subject: &Subject,
-    (place, formats): (Place, Formats),
+    (place, formats): (ResolvedDevice, Formats),
     vocabulary: usize,
     requests: &[Request],
 ) -> Result<Engine, Failure> {
@@ -160,7 +160,7 @@ fn engine(
     if args.explain {
         model.time_operations();
     }
-    let mut options = engine_options(formats, &options, args.engine.most(place));
+    let mut options = engine_options(formats, &options, args.engine.step_limits(place));
     options.policy = Policy {
         sort: !args.without.contains(&Part::Sorting),
         share: !args.without.contains(&Part::Sharing),
@@ -230,13 +230,13 @@ fn measure(
     args: &BenchArgs,
     engine: &mut Engine,
     requests: Vec<Request>,
-    (place, formats): (Place, Formats),
+    (place, formats): (ResolvedDevice, Formats),
 ) -> Result<(Figures, Vec<Step>), Failure> {
     let count = requests.len() as u64;
     let before = operations(engine);
     let served = serve(engine, requests)?;
     let seconds = served.seconds;
-    let most = args.engine.most(place);
+    let most = args.engine.step_limits(place);
     let batches = Batches::of(
         &served.steps,
         seconds,
@@ -249,10 +249,10 @@ fn measure(
         precision: formats.precision_word().into(),
         kv_cache: formats.kv_word().into(),
         isa: match place {
-            Place::Cpu => args.engine.instructions.unwrap_or_else(Isa::detect).to_string(),
-            Place::Cuda(ordinal) => Cuda::probe(ordinal)?.name,
+            ResolvedDevice::Cpu => args.engine.instructions.unwrap_or_else(Isa::detect).to_string(),
+            ResolvedDevice::Cuda(ordinal) => Cuda::probe(ordinal)?.name,
         },
-        threads: crate::cli::outfit::threads(&args.engine),
+        threads: crate::cli::setup::threads(&args.engine),
         requests: count,
         failed: served.failed,
         prompt_tokens: served.prompt,

@@ -7,10 +7,10 @@ use anyhow::Context;
 use serde_json::json;
 
 use crate::cli::args::CalibrateArgs;
-use crate::cli::door::Opened;
+use crate::cli::device_choice::ResolvedDevice;
 use crate::cli::exit::{Exit, Failure};
-use crate::cli::outfit::load_options;
-use crate::cli::place::Place;
+use crate::cli::prepare::PreparedJob;
+use crate::cli::setup::load_options;
 use crate::dataset::shard::ShardReader;
 use crate::device;
 use crate::job::spec::Precision;
@@ -20,13 +20,19 @@ use crate::report::summary::counted;
 use crate::worker::model::{Formats, Stream};
 
 pub async fn calibrate(args: CalibrateArgs) -> Result<Exit, Failure> {
-    let mut opened = Opened::open(&args.job, None, || Ok(Place::Cpu)).await?;
-    opened.settle(None)?;
-    let prompts = prompts(&opened, args.rows).await?;
-    let files = &opened.model;
+    let mut prepared = PreparedJob::prepare(&args.job, None, || Ok(ResolvedDevice::Cpu)).await?;
+    prepared.settle(None)?;
+    let prompts = prompts(&prepared, args.rows).await?;
+    let files = &prepared.model;
     let vocabulary = files.tokenizer.vocab_size();
     let formats = Formats::of(Precision::F32, Precision::Auto, device::Precision::F32);
-    let options = load_options(formats, opened.job.context, vocabulary, Place::Cpu, &args.engine)?;
+    let options = load_options(
+        formats,
+        prepared.job.context,
+        vocabulary,
+        ResolvedDevice::Cpu,
+        &args.engine,
+    )?;
     let channels = tokio::task::block_in_place(|| {
         let mut model = Transformer::load(&files.dir, &options).map_err(Failure::bad_job)?;
         Channels::measure(&mut model, prompts.iter().map(Vec::as_slice)).map_err(Failure::bad_job)
@@ -38,7 +44,7 @@ pub async fn calibrate(args: CalibrateArgs) -> Result<Exit, Failure> {
     if args.json {
         println!(
             "{}",
-            json!({"job": opened.job.name, "rows": prompts.len(), "tokens": tokens, "file": path.display().to_string()})
+            json!({"job": prepared.job.name, "rows": prompts.len(), "tokens": tokens, "file": path.display().to_string()})
         );
     } else {
         println!(
@@ -55,14 +61,14 @@ pub async fn calibrate(args: CalibrateArgs) -> Result<Exit, Failure> {
 }
 
 /// Prompts of a sample of the job's rows.
-async fn prompts(opened: &Opened, wanted: u64) -> Result<Vec<Vec<u32>>, Failure> {
-    let inputs = opened.plan().await?;
-    let renderer = opened.renderer(&Stream::UNKNOWN)?;
+async fn prompts(prepared: &PreparedJob, wanted: u64) -> Result<Vec<Vec<u32>>, Failure> {
+    let inputs = prepared.plan().await?;
+    let renderer = prepared.renderer(&Stream::UNKNOWN)?;
     let nothing = Arc::new(arrow::datatypes::Schema::empty());
     let reader = ShardReader::new(inputs.files.clone(), nothing, renderer.columns()).of_layout(inputs.layout.clone());
     let mut prompts = Vec::new();
     let mut broken = None;
-    for ShardSample { shard, rows } in sample(&inputs.shards, wanted, opened.job.hash()) {
+    for ShardSample { shard, rows } in sample(&inputs.shards, wanted, prepared.job.hash()) {
         let read = reader
             .read(&inputs.shards[shard as usize])
             .await
@@ -78,11 +84,11 @@ async fn prompts(opened: &Opened, wanted: u64) -> Result<Vec<Vec<u32>>, Failure>
         (false, _) => Ok(prompts),
         (true, Some(why)) => Err(Failure::bad_job(anyhow::anyhow!(
             "{}: no row of the sample has a prompt; {why}",
-            opened.job.file
+            prepared.job.file
         ))),
         (true, None) => Err(Failure::bad_job(anyhow::anyhow!(
             "{}: its input has no rows",
-            opened.job.file
+            prepared.job.file
         ))),
     }
 }

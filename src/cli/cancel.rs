@@ -3,9 +3,9 @@
 use serde_json::json;
 
 use crate::cli::args::CancelArgs;
-use crate::cli::door::ledger_at;
 use crate::cli::exit::{Exit, Failure};
-use crate::ledger::{Ledger, Order, StopWhy};
+use crate::cli::prepare::ledger_at;
+use crate::ledger::{JobCommand, Ledger, StopWhy};
 
 /// What a cancel met.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -53,7 +53,7 @@ async fn order(ledger: &Ledger, close: bool) -> Result<Outcome, Failure> {
     }
     let mut control = ledger.control().await?;
     loop {
-        if let Some(Order::Stop {
+        if let Some(JobCommand::Stop {
             why: StopWhy::Cancelled,
             close: closing,
             ..
@@ -63,7 +63,7 @@ async fn order(ledger: &Ledger, close: bool) -> Result<Outcome, Failure> {
             return Ok(Outcome::AlreadyCancelled);
         }
         // Somebody else's order in between is read, and this one is given after it.
-        if control.give(Order::stop(StopWhy::Cancelled, close)).await? {
+        if control.give(JobCommand::stop(StopWhy::Cancelled, close)).await? {
             return Ok(Outcome::Cancelled);
         }
     }

@@ -4,8 +4,8 @@ use anyhow::anyhow;
 use serde_json::json;
 
 use crate::cli::args::CleanArgs;
-use crate::cli::door::ledger_at;
 use crate::cli::exit::{Exit, Failure};
+use crate::cli::prepare::ledger_at;
 use crate::report::summary::counted;
 
 pub async fn clean(args: CleanArgs) -> Result<Exit, Failure> {

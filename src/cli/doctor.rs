@@ -6,9 +6,9 @@ use anyhow::anyhow;
 use serde::Serialize;
 
 use crate::cli::args::DoctorArgs;
-use crate::cli::door::{say_signing, say_warnings};
+use crate::cli::device_choice::ResolvedDevice;
 use crate::cli::exit::{Exit, Failure};
-use crate::cli::place::Place;
+use crate::cli::prepare::{say_signing, say_warnings};
 use crate::device::cpu::Threads;
 use crate::device::cuda::plan::Tile;
 use crate::device::cuda::{Ceilings, Cuda, Products};
@@ -57,9 +57,9 @@ pub async fn doctor(args: DoctorArgs) -> Result<Exit, Failure> {
 }
 
 fn examine(args: &DoctorArgs) -> Result<Report, Failure> {
-    let ordinal = match args.device.place()? {
-        Place::Cuda(ordinal) => ordinal,
-        Place::Cpu => {
+    let ordinal = match args.device.resolve()? {
+        ResolvedDevice::Cuda(ordinal) => ordinal,
+        ResolvedDevice::Cpu => {
             return Err(Failure::bad_job(anyhow!(
                 "there is no GPU to examine (the CPU is what GPUs are held against): `--device cuda:0` says what is missing"
             )));

@@ -4,10 +4,10 @@ use anyhow::anyhow;
 use serde_json::json;
 
 use crate::cli::args::ExtendArgs;
-use crate::cli::door::ledger_at;
 use crate::cli::exit::{Exit, Failure};
 use crate::cli::limits::{Used, limit_lines};
-use crate::ledger::{LimitsFrom, StopWhy, Terms};
+use crate::cli::prepare::ledger_at;
+use crate::ledger::{JobLimits, LimitsFrom, StopWhy};
 use crate::report::cost::show_dollars;
 use crate::report::progress::show_duration;
 
@@ -23,7 +23,7 @@ pub async fn extend(args: ExtendArgs) -> Result<Exit, Failure> {
             return Ok(Exit::Cancelled);
         }
         let holds = ledger.terms(&control);
-        let wanted = Terms {
+        let wanted = JobLimits {
             usd: args.usd.or(holds.usd),
             deadline_seconds: args.deadline.or(holds.deadline_seconds),
             ..holds
@@ -62,7 +62,7 @@ pub async fn extend(args: ExtendArgs) -> Result<Exit, Failure> {
 }
 
 /// Pure: may these limits take the place of those that hold?
-fn check(used: &Used, holds: &Terms, wanted: &Terms) -> Result<(), String> {
+fn check(used: &Used, holds: &JobLimits, wanted: &JobLimits) -> Result<(), String> {
     if wanted.usd.is_some() && wanted.usd != holds.usd && wanted.usd_per_hour.is_none_or(|price| price == 0.0) {
         return Err("it has no price: `--usd` needs `budget.usd_per_hour` in the job file".into());
     }
@@ -86,8 +86,8 @@ mod tests {
     use super::*;
     use crate::ledger::Unfinished;
 
-    fn terms(usd: Option<f64>, deadline_seconds: Option<u64>) -> Terms {
-        Terms {
+    fn terms(usd: Option<f64>, deadline_seconds: Option<u64>) -> JobLimits {
+        JobLimits {
             usd,
             deadline_seconds,
             unfinished: Unfinished::Keep,
@@ -119,7 +119,7 @@ mod tests {
                 .contains("1m 30s ago")
         );
         assert_eq!(check(&late, &holds, &terms(Some(6.0), Some(120))), Ok(()));
-        let priceless = |usd| Terms {
+        let priceless = |usd| JobLimits {
             usd_per_hour: None,
             ..terms(usd, None)
         };

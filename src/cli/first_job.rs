@@ -5,8 +5,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::cli::door::model_dir;
 use crate::cli::exit::{Failure, one_line};
+use crate::cli::prepare::model_dir;
 use crate::dataset::location::Location;
 use crate::job::Job;
 use crate::ledger::Ledger;

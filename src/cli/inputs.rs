@@ -5,8 +5,8 @@ use std::collections::HashSet;
 use anyhow::anyhow;
 use futures::{StreamExt, stream};
 
-use crate::cli::door::Opened;
 use crate::cli::exit::Failure;
+use crate::cli::prepare::PreparedJob;
 use crate::dataset::DatasetError;
 use crate::dataset::inputs::{Inputs, find};
 use crate::dataset::pins::{PinnedAnew, Pins};
@@ -17,11 +17,11 @@ const LOOKS_AT_ONCE: usize = 32;
 
 /// Refuses to call a job done whose inputs have become others: a nightly job that keeps its names would seem to have run. Inputs that
 /// are no longer there, or that cannot be seen from here, say nothing against it.
-pub async fn check_done(opened: &Opened, ledger: &Ledger) -> Result<(), Failure> {
-    let Some(what) = what_is_new(opened, ledger).await? else {
+pub async fn check_done(prepared: &PreparedJob, ledger: &Ledger) -> Result<(), Failure> {
+    let Some(what) = what_is_new(prepared, ledger).await? else {
         return Ok(());
     };
-    let instead = match opened.limit {
+    let instead = match prepared.limit {
         None => "To process what is there now, give it another `output.uri`".into(),
         Some(_) => format!("To try what is there now, remove `{}`", ledger.store().url()),
     };
@@ -31,7 +31,7 @@ pub async fn check_done(opened: &Opened, ledger: &Ledger) -> Result<(), Failure>
     )))
 }
 
-async fn what_is_new(opened: &Opened, ledger: &Ledger) -> Result<Option<String>, Failure> {
+async fn what_is_new(prepared: &PreparedJob, ledger: &Ledger) -> Result<Option<String>, Failure> {
     let mut unseen = None;
     for found in differences(ledger).await? {
         match found {
@@ -41,9 +41,9 @@ async fn what_is_new(opened: &Opened, ledger: &Ledger) -> Result<Option<String>,
         }
     }
     // A trial is of the first files alone, and so is a job of the first rows.
-    let input = &opened.job.input;
-    if opened.limit.is_none() && input.options.limit.is_none() && unseen.is_none() {
-        match find(&input.uris, &input.options, &opened.job.base_dir).await {
+    let input = &prepared.job.input;
+    if prepared.limit.is_none() && input.options.limit.is_none() && unseen.is_none() {
+        match find(&input.uris, &input.options, &prepared.job.base_dir).await {
             Ok(found) => return Ok(new_among(&found, ledger)),
             Err(DatasetError::NoMatch { .. }) => {}
             Err(error) => unseen = Some(error),

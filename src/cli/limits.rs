@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::cli::exit::Failure;
-use crate::ledger::{Ledger, LimitsFrom, Order, StopWhy, Terms, Unfinished};
+use crate::ledger::{JobCommand, JobLimits, Ledger, LimitsFrom, StopWhy, Unfinished};
 use crate::report::cost::{dollars, show_dollars};
 use crate::report::progress::show_duration;
 use crate::worker::WorkerLimits;
@@ -32,12 +32,12 @@ impl Used {
     }
 
     /// All of it at the price that holds; `None` where there is none.
-    pub fn usd(&self, terms: &Terms) -> Option<f64> {
+    pub fn usd(&self, terms: &JobLimits) -> Option<f64> {
         dollars(self.device_seconds, terms.usd_per_hour)
     }
 
     /// Which of these limits is reached, if any.
-    pub fn reached(&self, terms: &Terms) -> Option<StopWhy> {
+    pub fn reached(&self, terms: &JobLimits) -> Option<StopWhy> {
         WorkerLimits::of(terms).reached(self.device_seconds, self.age)
     }
 }
@@ -53,7 +53,7 @@ pub struct Held {
 /// A begun job's file has come again, with the limits `file`. Where they are not those that it had when `run` or `submit` read
 /// it last, they hold from now on, all of them, in place of what `extend` gave, too. A limit that is reached stops the job; one
 /// that was stopped goes on where none is. Says what it orders, and returns what holds the job up after that.
-pub async fn follow_file(ledger: &Ledger, file: &Terms, quiet: bool) -> Result<Option<Held>, Failure> {
+pub async fn follow_file(ledger: &Ledger, file: &JobLimits, quiet: bool) -> Result<Option<Held>, Failure> {
     let used = Used::of(ledger).await?;
     let mut control = ledger.control().await?;
     // An order a turn: whatever somebody else orders meanwhile is looked at like everything else.
@@ -77,7 +77,7 @@ pub async fn follow_file(ledger: &Ledger, file: &Terms, quiet: bool) -> Result<O
             }
             (None, None) => return Ok(None),
             (Some(held), Some(why)) => return Ok(Some(Held { why, ..held })),
-            (None, Some(why)) => (Order::stop(why, holds.unfinished == Unfinished::Expire), None),
+            (None, Some(why)) => (JobCommand::stop(why, holds.unfinished == Unfinished::Expire), None),
             (Some(held), None) => {
                 let mended = (held.why == StopWhy::InputChanged)
                     .then(|| "it goes on: it was stopped since an input had changed".to_string());
@@ -93,7 +93,7 @@ pub async fn follow_file(ledger: &Ledger, file: &Terms, quiet: bool) -> Result<O
 }
 
 /// What is other in `file` than in what held, for people; `None`: nothing.
-fn changes(holds: &Terms, file: &Terms) -> Option<String> {
+fn changes(holds: &JobLimits, file: &JobLimits) -> Option<String> {
     let usd = |usd: Option<f64>| usd.map_or("none".into(), show_dollars);
     let time = |seconds: Option<u64>| seconds.map_or("none".into(), |seconds| show_duration(seconds as f64));
     let pairs = [
@@ -124,7 +124,7 @@ fn changes(holds: &Terms, file: &Terms) -> Option<String> {
     (!words.is_empty()).then(|| words.join(", "))
 }
 
-fn unfinished(terms: &Terms) -> &'static str {
+fn unfinished(terms: &JobLimits) -> &'static str {
     match terms.unfinished {
         Unfinished::Keep => "keep",
         Unfinished::Expire => "expire",
@@ -132,7 +132,7 @@ fn unfinished(terms: &Terms) -> &'static str {
 }
 
 /// For people: budget and deadline, what is left of each, and who set them.
-pub fn limit_lines(terms: &Terms, from: Option<LimitsFrom>, used: &Used) -> Vec<String> {
+pub fn limit_lines(terms: &JobLimits, from: Option<LimitsFrom>, used: &Used) -> Vec<String> {
     let mut lines = Vec::new();
     if let Some((most, spent)) = terms.usd.zip(used.usd(terms)) {
         lines.push(format!(
@@ -188,7 +188,7 @@ pub async fn what_to_raise(ledger: &Ledger, why: StopWhy) -> Result<String, Fail
 }
 
 /// Pure: the line. `note` is what the worker found that stopped the job.
-fn said_reached(why: StopWhy, terms: &Terms, from: Option<LimitsFrom>, note: Option<&str>, used: &Used) -> String {
+fn said_reached(why: StopWhy, terms: &JobLimits, from: Option<LimitsFrom>, note: Option<&str>, used: &Used) -> String {
     let from = set_by(from);
     match why {
         StopWhy::Deadline => {
@@ -211,8 +211,8 @@ fn said_reached(why: StopWhy, terms: &Terms, from: Option<LimitsFrom>, note: Opt
 mod tests {
     use super::*;
 
-    fn terms(usd: Option<f64>, deadline_seconds: Option<u64>) -> Terms {
-        Terms {
+    fn terms(usd: Option<f64>, deadline_seconds: Option<u64>) -> JobLimits {
+        JobLimits {
             usd,
             deadline_seconds,
             unfinished: Unfinished::Keep,
@@ -262,7 +262,7 @@ mod tests {
     fn changes_name_what_is_other_and_nothing_else() {
         let (holds, file) = (terms(None, Some(60)), terms(Some(0.3), Some(60)));
         assert_eq!(changes(&holds, &file).as_deref(), Some("budget $0.3000 (was none)"));
-        let file = Terms {
+        let file = JobLimits {
             unfinished: Unfinished::Expire,
             usd_per_hour: None,
             deadline_seconds: None,

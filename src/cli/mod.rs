@@ -1,4 +1,4 @@
-//! The commands: arguments → command → exit code. A file a command; `door.rs` is what they share on the way in, and
+//! The commands: arguments → command → exit code. A file a command; `prepare.rs` is what they share on the way in, and
 //! `enqueue.rs` where they put shards.
 
 mod answers;
@@ -7,8 +7,8 @@ mod bench;
 mod calibrate;
 mod cancel;
 mod clean;
+mod device_choice;
 mod doctor;
-mod door;
 mod enqueue;
 mod exit;
 mod extend;
@@ -16,14 +16,14 @@ mod first_job;
 mod inputs;
 mod limits;
 mod log;
-mod outfit;
-mod place;
 mod plan;
+mod prepare;
 mod recheck;
 mod reconcile;
 mod retry;
 mod run;
 mod sampling;
+mod setup;
 mod status;
 mod submit;
 mod trial;

@@ -8,10 +8,10 @@ use rayon::prelude::*;
 use serde_json::json;
 
 use crate::cli::args::PlanArgs;
-use crate::cli::door::{Opened, open_ledger, output_of, say_warnings, unread};
+use crate::cli::device_choice::DeviceChoice;
 use crate::cli::exit::{Exit, Failure, one_line};
 use crate::cli::inputs;
-use crate::cli::place::DeviceChoice;
+use crate::cli::prepare::{PreparedJob, open_ledger, output_of, say_warnings, unread};
 use crate::cli::trial;
 use crate::dataset::DatasetError;
 use crate::dataset::layout::SkippedFile;
@@ -42,37 +42,37 @@ pub async fn plan(args: PlanArgs) -> Result<Exit, Failure> {
             .build_global()
             .context("cannot start the threads")?;
     }
-    let mut opened = Opened::open(&args.job, args.limit.limit, || DeviceChoice::Auto.place()).await?;
-    let begun = open_ledger(&opened.output).await?;
-    opened.settle(begun.as_ref())?;
-    opened.check_shape()?;
-    let inputs = opened.plan().await?;
-    let (stream, has_begun) = opened.stream(begun.as_ref());
-    let renderer = Arc::new(opened.renderer(&stream)?);
+    let mut prepared = PreparedJob::prepare(&args.job, args.limit.limit, || DeviceChoice::Auto.resolve()).await?;
+    let begun = open_ledger(&prepared.output).await?;
+    prepared.settle(begun.as_ref())?;
+    prepared.check_shape()?;
+    let inputs = prepared.plan().await?;
+    let (stream, has_begun) = prepared.stream(begun.as_ref());
+    let renderer = Arc::new(prepared.renderer(&stream)?);
     let refusals = match begun.as_ref().filter(|_| has_begun) {
         Some(ledger) => refusals(ledger).await?,
         None => Vec::new(),
     };
     let preflight = read_all(&renderer, &inputs, args.preview).await?;
-    let seconds = expected_seconds(&opened, &preflight, args.tokens_per_second).await?;
+    let seconds = expected_seconds(&prepared, &preflight, args.tokens_per_second).await?;
     // Others may compute it: here it is a warning.
-    let misplaced = opened.check_place().err().map(|why| one_line(&why));
-    opened.warn();
+    let misplaced = prepared.check_place().err().map(|why| one_line(&why));
+    prepared.warn();
     say_warnings(refusals.iter().chain(&misplaced));
     if args.json {
-        let mut json = as_json(&opened, &inputs, &preflight, seconds.as_ref());
+        let mut json = as_json(&prepared, &inputs, &preflight, seconds.as_ref());
         json["changed_inputs"] = refusals.into();
         if let Some(warnings) = json["warnings"].as_array_mut() {
             warnings.extend(misplaced.map(Into::into));
         }
         println!("{json}");
     } else {
-        show(&opened, &inputs, &preflight, seconds.as_ref());
+        show(&prepared, &inputs, &preflight, seconds.as_ref());
         if renderer.tells_time() && !has_begun && args.preview > 0 {
             println!("\nThe chat template tells the date: here it is today's, in the job that of its creation.");
         }
     }
-    match none_to_ask(&opened, &preflight) {
+    match none_to_ask(&prepared, &preflight) {
         Some(failure) => Err(failure),
         None => Ok(Exit::Done),
     }
@@ -96,8 +96,8 @@ pub async fn read_all(renderer: &Arc<Renderer>, inputs: &InputPlan, preview: usi
 }
 
 /// Refuses a job none of whose rows can be asked about. Reads no further than the shard of the first row that can.
-pub async fn check_any(opened: &Opened, inputs: &InputPlan) -> Result<(), Failure> {
-    let renderer = Arc::new(opened.renderer(&Stream::now())?);
+pub async fn check_any(prepared: &PreparedJob, inputs: &InputPlan) -> Result<(), Failure> {
+    let renderer = Arc::new(prepared.renderer(&Stream::now())?);
     let reader = reader(&renderer, inputs);
     let mut broken = Preflight::new(0);
     for shard in &inputs.shards {
@@ -116,17 +116,17 @@ pub async fn check_any(opened: &Opened, inputs: &InputPlan) -> Result<(), Failur
             }
         }
     }
-    none_to_ask(opened, &broken).map_or(Ok(()), Err)
+    none_to_ask(prepared, &broken).map_or(Ok(()), Err)
 }
 
 /// There are rows, and none of them can be asked about.
-pub fn none_to_ask(opened: &Opened, seen: &Preflight) -> Option<Failure> {
+pub fn none_to_ask(prepared: &PreparedJob, seen: &Preflight) -> Option<Failure> {
     let none = seen.rows > 0 && seen.broken_rows == seen.rows;
     none.then(|| {
         let why = seen.broken.first().map(|(row, why)| format!(" (row {row}: {why})"));
         Failure::bad_job(anyhow::anyhow!(
             "{}: {} be asked about{}; nothing was written",
-            opened.job.file,
+            prepared.job.file,
             match seen.rows {
                 1 => "the one row there is cannot".to_string(),
                 rows => format!("none of the {} rows can", number(rows)),
@@ -184,13 +184,13 @@ struct Expected {
 
 /// From the given rate, or from the largest `run --limit` of this output.
 async fn expected_seconds(
-    opened: &Opened,
+    prepared: &PreparedJob,
     preflight: &Preflight,
     tokens_per_second: Option<f64>,
 ) -> Result<Option<Expected>, Failure> {
     let rows = preflight.rows - preflight.broken_rows;
     if let Some(rate) = tokens_per_second.filter(|rate| *rate > 0.0) {
-        let generate = &opened.job.generate;
+        let generate = &prepared.job.generate;
         let completion = rows * u64::from(generate.max_tokens) * u64::from(generate.n);
         let basis = format!("{rate} tokens/s and every completion of `max_tokens`");
         return Ok(Some(Expected {
@@ -199,7 +199,7 @@ async fn expected_seconds(
         }));
     }
     let mut best: Option<(u64, f64)> = None;
-    for ledger in trial::all(&opened.job, &output_of(&opened.job)?).await? {
+    for ledger in trial::all(&prepared.job, &output_of(&prepared.job)?).await? {
         if let Some(done) = ledger.success().await?
             && best.is_none_or(|(rows, _)| done.rows > rows)
             && done.rows > 0
@@ -213,10 +213,15 @@ async fn expected_seconds(
     }))
 }
 
-fn as_json(opened: &Opened, inputs: &InputPlan, p: &Preflight, expected: Option<&Expected>) -> serde_json::Value {
+fn as_json(
+    prepared: &PreparedJob,
+    inputs: &InputPlan,
+    p: &Preflight,
+    expected: Option<&Expected>,
+) -> serde_json::Value {
     let seconds = expected.map(|e| e.seconds);
     json!({
-        "job": opened.job.name,
+        "job": prepared.job.name,
         "inputs": inputs.files.len(),
         "shards": inputs.shards.len(),
         "rows": p.rows,
@@ -226,12 +231,12 @@ fn as_json(opened: &Opened, inputs: &InputPlan, p: &Preflight, expected: Option<
         "tokens_per_row": {"p50": p.quantile(0.5), "p90": p.quantile(0.9), "p99": p.quantile(0.99), "max": p.longest()},
         "histogram": p.histogram().iter().map(|(upper, rows)| json!({"tokens_max": upper, "rows": rows})).collect::<Vec<_>>(),
         "seconds": seconds,
-        "sampling": opened.job.generate.sampling_json(),
-        "thinking": opened.thinking.as_ref().map(Thinks::json),
-        "parsed": opened.parsed_json(),
+        "sampling": prepared.job.generate.sampling_json(),
+        "thinking": prepared.thinking.as_ref().map(Thinks::json),
+        "parsed": prepared.parsed_json(),
         "skipped_inputs": inputs.layout.skipped.iter().map(SkippedFile::line).collect::<Vec<_>>(),
-        "warnings": opened.warnings().into_iter().chain(&inputs.notes).collect::<Vec<_>>(),
-        "usd": seconds.and_then(|s| dollars(s, opened.job.budget.usd_per_hour)),
+        "warnings": prepared.warnings().into_iter().chain(&inputs.notes).collect::<Vec<_>>(),
+        "usd": seconds.and_then(|s| dollars(s, prepared.job.budget.usd_per_hour)),
         "preview": p.preview().into_iter().map(preview).collect::<Vec<_>>(),
     })
 }
@@ -241,8 +246,8 @@ fn preview((row, shown): &(u64, Shown)) -> serde_json::Value {
     json!({"row": row, "prompt_tokens": shown.tokens, "text": shown.text, "token_ids": shown.token_ids})
 }
 
-fn show(opened: &Opened, inputs: &InputPlan, p: &Preflight, expected: Option<&Expected>) {
-    println!("job         {}", opened.job.name);
+fn show(prepared: &PreparedJob, inputs: &InputPlan, p: &Preflight, expected: Option<&Expected>) {
+    println!("job         {}", prepared.job.name);
     println!(
         "inputs      {}, {}",
         counted(inputs.files.len() as u64, "file"),
@@ -277,22 +282,22 @@ fn show(opened: &Opened, inputs: &InputPlan, p: &Preflight, expected: Option<&Ex
         let bar = "#".repeat((rows * BAR_CHARS).div_ceil(most) as usize);
         println!("            up to {upper:>7} tokens  {:>12}  {bar}", number(rows));
     }
-    if let Some(line) = &opened.sampling.line {
+    if let Some(line) = &prepared.sampling.line {
         println!("sampling    {line}");
     }
-    if let Some(line) = opened.thinking_line() {
+    if let Some(line) = prepared.thinking_line() {
         println!("thinking    {line}");
     }
-    for (at, line) in opened.parsed_lines().iter().enumerate() {
+    for (at, line) in prepared.parsed_lines().iter().enumerate() {
         println!("{:<12}{line}", if at == 0 { "parsed" } else { "" });
     }
     match expected {
         None => println!(
             "time        unknown: measure with `gristmill run {} --limit 200`, or give --tokens-per-second",
-            opened.args.again()
+            prepared.args.again()
         ),
         Some(Expected { seconds, basis }) => {
-            let usd = dollars(*seconds, opened.job.budget.usd_per_hour);
+            let usd = dollars(*seconds, prepared.job.budget.usd_per_hour);
             let usd = usd.map(|usd| format!(", {}", show_dollars(usd))).unwrap_or_default();
             println!(
                 "time        {} of device time{usd}, from {basis}",

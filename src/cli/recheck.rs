@@ -5,10 +5,10 @@ use std::sync::Arc;
 use serde_json::json;
 
 use crate::cli::args::{EngineArgs, RecheckArgs};
-use crate::cli::door::{Opened, no_job, open_ledger};
+use crate::cli::device_choice::ResolvedDevice;
 use crate::cli::exit::{Exit, Failure};
-use crate::cli::outfit::{LoadedModel, render_threads, stop_on_signals};
-use crate::cli::place::Place;
+use crate::cli::prepare::{PreparedJob, no_job, open_ledger};
+use crate::cli::setup::{LoadedModel, render_threads, stop_on_signals};
 use crate::cli::worker::asked_precision;
 use crate::dataset::DatasetError;
 use crate::device;
@@ -28,13 +28,13 @@ use crate::worker::recheck::{self, RecheckConfig};
 use crate::worker::stop::Stop;
 
 pub async fn recheck(args: RecheckArgs) -> Result<Exit, Failure> {
-    let mut opened = Opened::open(&args.job, args.limit, || args.engine.device.place()).await?;
-    let sample = asked_sample(&opened, &args)?;
-    let ledger = open_ledger(&opened.output).await?;
-    let ledger = ledger.ok_or_else(|| no_job(&opened.output))?;
-    opened.settle(Some(&ledger))?;
-    opened
-        .check_same(&ledger, &opened.identity()?)
+    let mut prepared = PreparedJob::prepare(&args.job, args.limit, || args.engine.device.resolve()).await?;
+    let sample = asked_sample(&prepared, &args)?;
+    let ledger = open_ledger(&prepared.output).await?;
+    let ledger = ledger.ok_or_else(|| no_job(&prepared.output))?;
+    prepared.settle(Some(&ledger))?;
+    prepared
+        .check_same(&ledger, &prepared.identity()?)
         .map_err(Failure::bad_job)?;
     if ledger.success().await?.is_none() {
         let status = ledger.status().await?;
@@ -47,12 +47,12 @@ pub async fn recheck(args: RecheckArgs) -> Result<Exit, Failure> {
     }
     let stop = Stop::default();
     stop_on_signals(stop.clone())?;
-    let found = of_job(&opened, &ledger, &sample, &args.engine, args.quiet, &stop).await?;
+    let found = of_job(&prepared, &ledger, &sample, &args.engine, args.quiet, &stop).await?;
     if args.json {
         let json = json!({
-            "job": opened.job.name,
-            "output": opened.output.url.as_str(),
-            "precision": opened.formats().to_string(),
+            "job": prepared.job.name,
+            "output": prepared.output.url.as_str(),
+            "precision": prepared.formats().to_string(),
             "recheck": found,
         });
         println!("{json}");
@@ -92,8 +92,8 @@ impl Sample {
 }
 
 /// What the arguments ask for, then the job file, then nobody.
-fn asked_sample(opened: &Opened, args: &RecheckArgs) -> Result<Sample, Failure> {
-    let job = &opened.job;
+fn asked_sample(prepared: &PreparedJob, args: &RecheckArgs) -> Result<Sample, Failure> {
+    let job = &prepared.job;
     if job.output.format != OutputFormat::Parquet {
         return Err(Failure::bad_job(anyhow::anyhow!(
             "{}: a recheck reads answers from Parquet parts, and `output.format` is another",
@@ -105,19 +105,19 @@ fn asked_sample(opened: &Opened, args: &RecheckArgs) -> Result<Sample, Failure> 
     if let Some(word) = &args.precision {
         asked.precision = asked_precision(word);
     }
-    Sample::new(job, opened.formats(), &asked, "`--precision`")
+    Sample::new(job, prepared.formats(), &asked, "`--precision`")
 }
 
 /// Rechecks a finished job. The model that it ran with must be gone from memory: this loads it anew.
 pub async fn of_job(
-    opened: &Opened,
+    prepared: &PreparedJob,
     ledger: &Ledger,
     wanted: &Sample,
     args: &EngineArgs,
     quiet: bool,
     stop: &Stop,
 ) -> Result<Recheck, Failure> {
-    let (job, identity) = (&opened.job, &ledger.job().identity);
+    let (job, identity) = (&prepared.job, &ledger.job().identity);
     let sample = sample(&ledger.job().shards, wanted.rows, &identity.job_hash);
     let goal = Goal {
         rows: sample.iter().map(|shard| shard.rows.len() as u64).sum(),
@@ -132,10 +132,10 @@ pub async fn of_job(
     let hash = identity.model_hash.clone();
     // No GPU computes in F32.
     let place = match wanted.formats.precision {
-        device::Precision::F32 => Place::Cpu,
-        _ => opened.place,
+        device::Precision::F32 => ResolvedDevice::Cpu,
+        _ => prepared.place,
     };
-    let loaded = LoadedModel::load(opened.model.clone(), wanted.formats, job.context, hash, place, args)?;
+    let loaded = LoadedModel::load(prepared.model.clone(), wanted.formats, job.context, hash, place, args)?;
     let meter = Arc::new(Meter::default());
     let parts = RecheckConfig {
         job: OpenJob::new(0, ledger.clone(), &loaded.model, Arc::default(), Arc::default())?,
@@ -143,7 +143,7 @@ pub async fn of_job(
         precision: wanted.formats.to_string(),
         tokenizer: match job.generate.shape {
             ShapeSpec::Choice { .. } => None,
-            _ => Some(opened.model.tokenizer.clone()),
+            _ => Some(prepared.model.tokenizer.clone()),
         },
         render_threads: render_threads(args)?,
         meter: meter.clone(),

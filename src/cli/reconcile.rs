@@ -10,10 +10,10 @@ use std::time::Duration;
 use futures::{StreamExt, TryStreamExt};
 
 use crate::cli::args::ReconcileArgs;
-use crate::cli::door::ledger_at;
 use crate::cli::enqueue::{Enqueuer, Target};
 use crate::cli::exit::{Exit, Failure, one_line};
-use crate::ledger::{Ledger, Order, Progress, StopWhy};
+use crate::cli::prepare::ledger_at;
+use crate::ledger::{JobCommand, Ledger, Progress, StopWhy};
 use crate::report::summary::{RowCounts, counted, number};
 
 /// A shard that was enqueued again and again without effect is enqueued at every so many looks.
@@ -224,16 +224,16 @@ async fn how_ended(ledger: &Ledger) -> Result<Option<Exit>, Failure> {
     }
     Ok(match ledger.control().await?.holds() {
         // The rows that are left are to be published still: that takes workers.
-        Some(Order::Stop { close: true, .. }) => None,
-        Some(Order::Stop {
+        Some(JobCommand::Stop { close: true, .. }) => None,
+        Some(JobCommand::Stop {
             why: StopWhy::Cancelled,
             ..
         }) => Some(Exit::Cancelled),
-        Some(Order::Stop {
+        Some(JobCommand::Stop {
             why: StopWhy::InputChanged,
             ..
         }) => Some(Exit::BadJob),
-        Some(Order::Stop { .. }) => Some(Exit::Stopped),
+        Some(JobCommand::Stop { .. }) => Some(Exit::Stopped),
         _ => None,
     })
 }

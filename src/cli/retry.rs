@@ -4,10 +4,10 @@ use anyhow::anyhow;
 use serde_json::json;
 
 use crate::cli::args::RetryArgs;
-use crate::cli::door::ledger_at;
 use crate::cli::enqueue::{Sent, Target};
 use crate::cli::exit::{Exit, Failure};
 use crate::cli::limits::Used;
+use crate::cli::prepare::ledger_at;
 use crate::job::Job;
 use crate::job::spec::PromptKind;
 use crate::ledger::keys::JOB;

@@ -6,13 +6,13 @@ use std::time::Duration;
 use chrono::{TimeDelta, Utc};
 
 use crate::cli::args::RunArgs;
-use crate::cli::door::{self, Opened, open_ledger};
 use crate::cli::exit::{Exit, Failure, one_line};
 use crate::cli::inputs;
 use crate::cli::limits::{follow_file, what_to_raise};
-use crate::cli::outfit::{LoadedModel, render_threads, stop_on_signals, watchdog};
 use crate::cli::plan::check_any;
+use crate::cli::prepare::{self, PreparedJob, open_ledger};
 use crate::cli::recheck;
+use crate::cli::setup::{LoadedModel, render_threads, stop_on_signals, watchdog};
 use crate::dataset::DatasetError;
 use crate::ledger::{Ledger, LedgerError, StopWhy};
 use crate::queue::{LocalQueue, Message};
@@ -28,64 +28,66 @@ use crate::worker::watched::Watched;
 use crate::worker::{self, Until, Worker, WorkerConfig};
 
 pub async fn run(args: RunArgs) -> Result<Exit, Failure> {
-    let mut opened = Opened::open(&args.job, args.limit.limit, || args.engine.device.place()).await?;
-    let begun = open_ledger(&opened.output).await.map_err(refusal)?;
-    opened.settle(begun.as_ref())?;
-    opened.check_shape()?;
-    let identity = opened.identity()?;
+    let mut prepared = PreparedJob::prepare(&args.job, args.limit.limit, || args.engine.device.resolve()).await?;
+    let begun = open_ledger(&prepared.output).await.map_err(refusal)?;
+    prepared.settle(begun.as_ref())?;
+    prepared.check_shape()?;
+    let identity = prepared.identity()?;
     let (ledger, resumed) = match begun {
         Some(ledger) => {
-            opened.check_same(&ledger, &identity).map_err(Failure::bad_job)?;
+            prepared.check_same(&ledger, &identity).map_err(Failure::bad_job)?;
             ledger.store().clean_stages().await?;
             (ledger, true)
         }
         None => {
             // What this machine cannot compute must not hold the output.
-            opened.check_place().map_err(Failure::bad_job)?;
-            let mut plan = opened.plan().await?;
-            check_any(&opened, &plan).await?;
-            opened.hash_inputs(&mut plan).await?;
-            let draft = opened.draft(plan, identity)?;
-            Ledger::create_or_resume(&opened.output, draft).await.map_err(refusal)?
+            prepared.check_place().map_err(Failure::bad_job)?;
+            let mut plan = prepared.plan().await?;
+            check_any(&prepared, &plan).await?;
+            prepared.hash_inputs(&mut plan).await?;
+            let draft = prepared.draft(plan, identity)?;
+            Ledger::create_or_resume(&prepared.output, draft)
+                .await
+                .map_err(refusal)?
         }
     };
     let stop = Stop::default();
     if ledger.finish_check(None).await?.is_some() {
-        inputs::check_done(&opened, &ledger).await?;
+        inputs::check_done(&prepared, &ledger).await?;
         if !args.quiet {
-            eprintln!("job `{}` is already done: nothing to do", opened.job.name);
+            eprintln!("job `{}` is already done: nothing to do", prepared.job.name);
         }
-        if opened.recheck.is_some() {
+        if prepared.recheck.is_some() {
             stop_on_signals(stop.clone())?;
         }
-        return report(&opened, &ledger, &args, &stop).await;
+        return report(&prepared, &ledger, &args, &stop).await;
     }
-    opened.warn();
+    prepared.warn();
     if !args.quiet {
-        if let Some(line) = &opened.sampling.line {
+        if let Some(line) = &prepared.sampling.line {
             eprintln!("sampling: {line}");
         }
-        if let Some(line) = opened.thinking_line() {
+        if let Some(line) = prepared.thinking_line() {
             eprintln!("thinking: {line}");
         }
-        for line in opened.untyped_lines() {
+        for line in prepared.untyped_lines() {
             eprintln!("parsed: {line}");
         }
     }
     // A closing job goes on until its unfinished rows are rows of the output.
-    let held = follow_file(&ledger, &opened.terms(), args.quiet).await?;
+    let held = follow_file(&ledger, &prepared.terms(), args.quiet).await?;
     let why = match held.filter(|held| !held.closes) {
         Some(held) => Some(Why::from(held.why)),
         None => {
             stop_on_signals(stop.clone())?;
-            work(&opened, &ledger, &args, resumed, stop.clone()).await?
+            work(&prepared, &ledger, &args, resumed, stop.clone()).await?
         }
     };
     // The last part may have been published while the stop was on its way.
     if why.is_none() || ledger.success().await?.is_some() {
-        return report(&opened, &ledger, &args, &stop).await;
+        return report(&prepared, &ledger, &args, &stop).await;
     }
-    if let Err(failure) = report(&opened, &ledger, &args, &stop).await {
+    if let Err(failure) = report(&prepared, &ledger, &args, &stop).await {
         eprintln!("gristmill: no report: {}", one_line(&failure.error));
     }
     say_stopped(&ledger, why).await
@@ -134,7 +136,7 @@ fn refusal(error: LedgerError) -> Failure {
 
 /// Builds the worker and runs it; why it ended before the job was done.
 async fn work(
-    opened: &Opened,
+    prepared: &PreparedJob,
     ledger: &Ledger,
     args: &RunArgs,
     resumed: bool,
@@ -142,17 +144,17 @@ async fn work(
 ) -> Result<Option<Why>, Failure> {
     let hash = ledger.job().identity.model_hash.clone();
     let loaded = LoadedModel::load(
-        opened.model.clone(),
-        opened.formats(),
-        opened.job.context,
+        prepared.model.clone(),
+        prepared.formats(),
+        prepared.job.context,
         hash,
-        opened.place,
+        prepared.place,
         &args.engine,
     )?;
     let jobs = Jobs::new(loaded.model);
     let job = match jobs.add(ledger.clone()).await {
         JobLookup::Job(job) => job,
-        JobLookup::NotOurs(why) => return Err(Failure::bad_job(anyhow::anyhow!("{}: {why}", opened.job.file))),
+        JobLookup::NotOurs(why) => return Err(Failure::bad_job(anyhow::anyhow!("{}: {why}", prepared.job.file))),
         JobLookup::Stale(why) => return Err(Failure::from(anyhow::anyhow!(why))),
     };
     let before = ledger.status().await?;
@@ -173,7 +175,10 @@ async fn work(
         render_threads: render_threads(&args.engine)?,
         options: worker::Options {
             log_interval: Duration::from_secs_f64(args.log_interval),
-            shards_in_flight: shards_in_flight(opened.job.shard_rows, args.engine.most(opened.place).sequences),
+            shards_in_flight: shards_in_flight(
+                prepared.job.shard_rows,
+                args.engine.step_limits(prepared.place).sequences,
+            ),
             until: Until::Idle,
             idle_after: Duration::ZERO,
             max_shards: None,
@@ -235,18 +240,18 @@ fn shards_in_flight(shard_rows: u64, sequences: u32) -> u32 {
 }
 
 /// Prints the report; the exit code that the rows alone would give, unless a stop cuts the recheck short.
-async fn report(opened: &Opened, ledger: &Ledger, args: &RunArgs, stop: &Stop) -> Result<Exit, Failure> {
-    let mut summary: Summary = door::summary(ledger, &ledger.status().await?, opened.output.url.as_str()).await;
+async fn report(prepared: &PreparedJob, ledger: &Ledger, args: &RunArgs, stop: &Stop) -> Result<Exit, Failure> {
+    let mut summary: Summary = prepare::summary(ledger, &ledger.status().await?, prepared.output.url.as_str()).await;
     let mut exit = Exit::of_rows(&summary.rows);
     let is_done = ledger.success().await?.is_some();
-    if let Some(gold) = opened.job.gold.as_ref().filter(|_| is_done) {
-        match agreement::of_parts(ledger, opened.job.output.name_of(gold)).await {
+    if let Some(gold) = prepared.job.gold.as_ref().filter(|_| is_done) {
+        match agreement::of_parts(ledger, prepared.job.output.name_of(gold)).await {
             Ok(agreement) => summary.agreement = Some(agreement),
             Err(error) => eprintln!("gristmill: no agreement: {}", one_line(&error.into())),
         }
     }
-    if let Some(sample) = opened.recheck.as_ref().filter(|_| is_done) {
-        match recheck::of_job(opened, ledger, sample, &args.engine, args.quiet, stop).await {
+    if let Some(sample) = prepared.recheck.as_ref().filter(|_| is_done) {
+        match recheck::of_job(prepared, ledger, sample, &args.engine, args.quiet, stop).await {
             Ok(found) => summary.recheck = Some(found),
             Err(failure) => {
                 eprintln!("gristmill: no recheck: {}", one_line(&failure.error));
@@ -265,10 +270,10 @@ async fn report(opened: &Opened, ledger: &Ledger, args: &RunArgs, stop: &Stop) -
         for line in summary.lines() {
             println!("{line}");
         }
-        if opened.limit.is_some() {
+        if prepared.limit.is_some() {
             println!(
                 "            a trial: the job's own output is `{}`",
-                opened.job.output.uri
+                prepared.job.output.uri
             );
         }
     }

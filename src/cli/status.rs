@@ -7,13 +7,13 @@ use chrono::{DateTime, Utc};
 use serde_json::{Value, json};
 
 use crate::cli::args::{OutputArgs, WatchArgs};
-use crate::cli::door::{ledger_at, summary};
 use crate::cli::exit::{Exit, Failure};
 use crate::cli::limits::{Used, limit_lines};
+use crate::cli::prepare::{ledger_at, summary};
 use crate::dataset::pinned::display_name;
 use crate::ledger::control::Control;
 use crate::ledger::status::{OpenShard, State, Status};
-use crate::ledger::{Ledger, LimitsFrom, Terms};
+use crate::ledger::{JobLimits, Ledger, LimitsFrom};
 use crate::report::progress::show_duration;
 use crate::report::summary::{RowCounts, Summary, counted, number};
 use crate::say;
@@ -70,7 +70,7 @@ fn as_json(
     ledger: &Ledger,
     status: &Status,
     summary: &Summary,
-    (terms, from): (&Terms, Option<LimitsFrom>),
+    (terms, from): (&JobLimits, Option<LimitsFrom>),
     used: &Used,
 ) -> Result<Value, serde_json::Error> {
     let mut json = serde_json::to_value(summary)?;

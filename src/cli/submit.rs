@@ -6,12 +6,12 @@ use anyhow::anyhow;
 use serde_json::{Value, json};
 
 use crate::cli::args::{SubmitArgs, shell_word};
-use crate::cli::door::{Opened, open_ledger};
 use crate::cli::enqueue::{Sent, Target};
 use crate::cli::exit::{Exit, Failure};
 use crate::cli::inputs;
 use crate::cli::limits::{follow_file, what_to_raise};
 use crate::cli::plan::{check_any, none_to_ask, read_all};
+use crate::cli::prepare::{PreparedJob, open_ledger};
 use crate::dataset::planner::InputPlan;
 use crate::job::Job;
 use crate::ledger::{Ledger, LedgerError, StopWhy};
@@ -36,20 +36,20 @@ enum Ended {
 }
 
 pub async fn submit(args: SubmitArgs) -> Result<Exit, Failure> {
-    let mut opened = Opened::open(&args.job, args.limit.limit, || args.device.of_others()).await?;
-    let target = target(&args, &opened.job)?;
-    let begun = open_ledger(&opened.output).await.map_err(refusal)?;
-    opened.settle(begun.as_ref())?;
-    opened.check_shape()?;
+    let mut prepared = PreparedJob::prepare(&args.job, args.limit.limit, || args.device.of_others()).await?;
+    let target = target(&args, &prepared.job)?;
+    let begun = open_ledger(&prepared.output).await.map_err(refusal)?;
+    prepared.settle(begun.as_ref())?;
+    prepared.check_shape()?;
     // A broker that refuses us must be known before anything is written.
     let enqueuer = match &target {
         Some(target) => Some(target.connect().await?),
         None => None,
     };
-    let written = write(&opened, begun, args.preflight).await?;
-    opened.warn();
+    let written = write(&prepared, begun, args.preflight).await?;
+    prepared.warn();
     let ledger = &written.ledger;
-    if let Some(ended) = ended(ledger, &opened).await? {
+    if let Some(ended) = ended(ledger, &prepared).await? {
         return said(&args, &written, ended).await;
     }
     let shards = match written.resumed {
@@ -60,7 +60,7 @@ pub async fn submit(args: SubmitArgs) -> Result<Exit, Failure> {
         Some(enqueuer) => Some(enqueuer.send(ledger, &shards).await.map_err(|failure| {
             failure.context(format!(
                 "job `{}` is written to `{}` but not enqueued; submit it again",
-                opened.job.name, opened.output.url
+                prepared.job.name, prepared.output.url
             ))
         })?),
         None => None,
@@ -68,7 +68,7 @@ pub async fn submit(args: SubmitArgs) -> Result<Exit, Failure> {
     if args.json {
         println!("{}", as_json(&written, shards.len(), sent.as_ref()));
     } else {
-        show(&args, &opened, &written, shards.len(), sent.as_ref());
+        show(&args, &prepared, &written, shards.len(), sent.as_ref());
     }
     Ok(Exit::Done)
 }
@@ -88,20 +88,22 @@ fn target(args: &SubmitArgs, job: &Job) -> Result<Option<Target>, Failure> {
 }
 
 /// The job's ledger, written now or before.
-async fn write(opened: &Opened, begun: Option<Ledger>, preflight: bool) -> Result<Written, Failure> {
-    let identity = opened.identity()?;
+async fn write(prepared: &PreparedJob, begun: Option<Ledger>, preflight: bool) -> Result<Written, Failure> {
+    let identity = prepared.identity()?;
     if let Some(ledger) = begun {
-        opened.check_same(&ledger, &identity).map_err(refusal)?;
+        prepared.check_same(&ledger, &identity).map_err(refusal)?;
         return Ok(Written { ledger, resumed: true });
     }
-    let mut plan = opened.plan().await?;
+    let mut plan = prepared.plan().await?;
     match preflight {
-        true => look_at_rows(opened, &plan).await?,
-        false => check_any(opened, &plan).await?,
+        true => look_at_rows(prepared, &plan).await?,
+        false => check_any(prepared, &plan).await?,
     }
-    opened.hash_inputs(&mut plan).await?;
-    let draft = opened.draft(plan, identity)?;
-    let (ledger, resumed) = Ledger::create_or_resume(&opened.output, draft).await.map_err(refusal)?;
+    prepared.hash_inputs(&mut plan).await?;
+    let draft = prepared.draft(plan, identity)?;
+    let (ledger, resumed) = Ledger::create_or_resume(&prepared.output, draft)
+        .await
+        .map_err(refusal)?;
     Ok(Written { ledger, resumed })
 }
 
@@ -114,10 +116,10 @@ fn refusal(error: LedgerError) -> Failure {
 }
 
 /// Reads every row, and says what the job will ask.
-async fn look_at_rows(opened: &Opened, plan: &InputPlan) -> Result<(), Failure> {
-    let renderer = Arc::new(opened.renderer(&Stream::now())?);
+async fn look_at_rows(prepared: &PreparedJob, plan: &InputPlan) -> Result<(), Failure> {
+    let renderer = Arc::new(prepared.renderer(&Stream::now())?);
     let seen = read_all(&renderer, plan, 0).await?;
-    if let Some(failure) = none_to_ask(opened, &seen) {
+    if let Some(failure) = none_to_ask(prepared, &seen) {
         return Err(failure);
     }
     eprintln!(
@@ -133,13 +135,13 @@ async fn look_at_rows(opened: &Opened, plan: &InputPlan) -> Result<(), Failure> 
 }
 
 /// Whether the job has ended; one that stopped at its budget or deadline goes on where the job file allows more now.
-async fn ended(ledger: &Ledger, opened: &Opened) -> Result<Option<Ended>, Failure> {
+async fn ended(ledger: &Ledger, prepared: &PreparedJob) -> Result<Option<Ended>, Failure> {
     if let Some(success) = ledger.finish_check(None).await? {
-        inputs::check_done(opened, ledger).await?;
+        inputs::check_done(prepared, ledger).await?;
         let rows = RowCounts::of(success.rows, &success.tally);
         return Ok(Some(Ended::Finished(Exit::of_rows(&rows))));
     }
-    let held = follow_file(ledger, &opened.terms(), false).await?;
+    let held = follow_file(ledger, &prepared.terms(), false).await?;
     Ok(held.map(|held| Ended::Stopped(held.why)))
 }
 
@@ -187,8 +189,8 @@ fn as_json(written: &Written, shards: usize, sent: Option<&Sent>) -> Value {
 }
 
 /// The option that a worker needs to read `inputs`: of queued jobs it reads what lies where the output does.
-fn accepting<'a>(opened: &Opened, inputs: impl IntoIterator<Item = &'a str>) -> String {
-    let prefixes = Access::default().to_accept(&opened.output, inputs);
+fn accepting<'a>(prepared: &PreparedJob, inputs: impl IntoIterator<Item = &'a str>) -> String {
+    let prefixes = Access::default().to_accept(&prepared.output, inputs);
     if prefixes.is_empty() {
         return String::new();
     }
@@ -200,7 +202,7 @@ fn accepting<'a>(opened: &Opened, inputs: impl IntoIterator<Item = &'a str>) -> 
     }
 }
 
-fn show(args: &SubmitArgs, opened: &Opened, written: &Written, shards: usize, sent: Option<&Sent>) {
+fn show(args: &SubmitArgs, prepared: &PreparedJob, written: &Written, shards: usize, sent: Option<&Sent>) {
     let (job, output) = (written.ledger.job(), written.ledger.store().url());
     println!("job         {} ({})", job.name, job.job);
     println!(
@@ -209,13 +211,13 @@ fn show(args: &SubmitArgs, opened: &Opened, written: &Written, shards: usize, se
         counted(job.shards.len() as u64, "shard"),
         counted(job.inputs.len() as u64, "file")
     );
-    if let Some(line) = &opened.sampling.line {
+    if let Some(line) = &prepared.sampling.line {
         println!("sampling    {line}");
     }
-    if let Some(line) = opened.thinking_line() {
+    if let Some(line) = prepared.thinking_line() {
         println!("thinking    {line}");
     }
-    for line in opened.untyped_lines() {
+    for line in prepared.untyped_lines() {
         println!("parsed      {line}");
     }
     println!("output      {output}");
@@ -231,7 +233,7 @@ fn show(args: &SubmitArgs, opened: &Opened, written: &Written, shards: usize, se
             println!(
                 "next        gristmill worker --queue {}{}",
                 shell_word(&sent.url.to_string()),
-                accepting(opened, job.inputs.iter().map(|input| input.url.as_str()))
+                accepting(prepared, job.inputs.iter().map(|input| input.url.as_str()))
             );
             println!("            gristmill watch {}", shell_word(output.as_str()));
         }

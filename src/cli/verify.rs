@@ -10,8 +10,8 @@ use futures::{StreamExt, TryStreamExt};
 use serde_json::Value;
 
 use crate::cli::args::VerifyArgs;
-use crate::cli::door::ledger_at;
 use crate::cli::exit::{Exit, Failure};
+use crate::cli::prepare::ledger_at;
 use crate::dataset::location::Location;
 use crate::dataset::part::read_parquet;
 use crate::dataset::row::{RowStatus, WITHOUT_COLUMNS};

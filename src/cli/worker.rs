@@ -8,13 +8,13 @@ use anyhow::Context;
 use serde::Serialize;
 
 use crate::cli::args::WorkerArgs;
-use crate::cli::door::{model_dir, say_signing, say_warnings};
+use crate::cli::device_choice::ResolvedDevice;
 use crate::cli::enqueue::Target;
 use crate::cli::exit::{Exit, Failure, one_line};
 use crate::cli::first_job::{First, FirstJob, Search, cannot_watch, watched_job};
 use crate::cli::limits::reached_line;
-use crate::cli::outfit::{LoadedModel, render_threads, stop_on_signals, watchdog};
-use crate::cli::place::Place;
+use crate::cli::prepare::{model_dir, say_signing, say_warnings};
+use crate::cli::setup::{LoadedModel, render_threads, stop_on_signals, watchdog};
 use crate::dataset::location::Location;
 use crate::device;
 use crate::job::spec::Precision;
@@ -55,7 +55,7 @@ pub async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
     let queue = Target::new(&args.queue, args.kafka.clone(), args.shards_in_flight.min(most.max(1)))?
         .consume()
         .await?;
-    let place = args.engine.device.place()?;
+    let place = args.engine.device.resolve()?;
     let watched = watched(&args).await?;
     let sought = wanted_model(
         &args,
@@ -185,7 +185,7 @@ async fn signs_of_life(args: &WorkerArgs, watchdog: &Arc<StepWatchdog>) -> Resul
 /// The model that the arguments name, or that of the first job.
 async fn wanted_model(
     args: &WorkerArgs,
-    place: Place,
+    place: ResolvedDevice,
     incoming: Incoming<'_>,
     watched: &Watched,
     stop: &Stop,

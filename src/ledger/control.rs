@@ -2,9 +2,9 @@
 
 use super::Ledger;
 use super::error::{LedgerError, Result};
-use super::job::Terms;
+use super::job::JobLimits;
 use super::keys::Id;
-use super::order::{ControlRecord, Extension, LimitsFrom, Order, PinOrder, Price, StopWhy};
+use super::order::{ControlRecord, Extension, JobCommand, LimitsFrom, PinOrder, Price, StopWhy};
 use super::record::{decode, read};
 use super::store::Created;
 
@@ -18,7 +18,7 @@ const MAX_ORDER_BYTES: usize = 64 << 20;
 #[derive(Debug, Clone)]
 pub struct Control {
     ledger: Ledger,
-    orders: Vec<Order>,
+    orders: Vec<JobCommand>,
     /// Of each order, the generation that it was given to.
     generations: Vec<u32>,
     /// Of all orders together, about.
@@ -39,19 +39,18 @@ impl Ledger {
     }
 
     /// The limits that hold: the job's own, with those of each `Extend` in their place.
-    pub fn terms(&self, control: &Control) -> Terms {
+    pub fn terms(&self, control: &Control) -> JobLimits {
         extended(self.job().terms(), control.orders())
     }
 
     /// The limits that hold at a store's request more: the orders are read.
-    pub async fn terms_now(&self) -> Result<Terms> {
+    pub async fn terms_now(&self) -> Result<JobLimits> {
         Ok(self.terms(&self.control().await?))
     }
 
     /// The limits of the job file as `run` or `submit` last found them changed.
-    pub fn terms_of_file(&self, control: &Control) -> Terms {
-        let by_file =
-            |order: &Order| matches!(order, Order::Extend(extend) if extend.from == Some(LimitsFrom::JobFile));
+    pub fn terms_of_file(&self, control: &Control) -> JobLimits {
+        let by_file = |order: &JobCommand| matches!(order, JobCommand::Extend(extend) if extend.from == Some(LimitsFrom::JobFile));
         let last = control.orders().iter().rposition(by_file);
         // A changed file's limits hold as a whole, so that what holds right after such an order is what the file said.
         extended(self.job().terms(), &control.orders()[..last.map_or(0, |last| last + 1)])
@@ -59,9 +58,9 @@ impl Ledger {
 }
 
 /// `terms` as these orders leave them.
-fn extended(mut terms: Terms, orders: &[Order]) -> Terms {
+fn extended(mut terms: JobLimits, orders: &[JobCommand]) -> JobLimits {
     for order in orders {
-        if let Order::Extend(extend) = order {
+        if let JobCommand::Extend(extend) = order {
             terms.usd = extend.budget_usd;
             terms.deadline_seconds = extend.deadline_seconds;
             terms.unfinished = extend.unfinished.unwrap_or(terms.unfinished);
@@ -73,7 +72,7 @@ fn extended(mut terms: Terms, orders: &[Order]) -> Terms {
 
 impl Control {
     /// Reads what was ordered since: one request where there is nothing new. Returns the order that holds.
-    pub async fn refresh(&mut self) -> Result<Option<&Order>> {
+    pub async fn refresh(&mut self) -> Result<Option<&JobCommand>> {
         loop {
             let key = self.ledger.keys().control(self.orders.len() as u32);
             match read::<ControlRecord>(self.ledger.store(), &key).await? {
@@ -85,27 +84,27 @@ impl Control {
 
     /// The order that holds, as of the last reading: the last one, less stops that were meant for an earlier generation and
     /// what only says how inputs are pinned.
-    pub fn holds(&self) -> Option<&Order> {
+    pub fn holds(&self) -> Option<&JobCommand> {
         let mine = self.ledger.generation();
         let mut given = self.orders.iter().zip(&self.generations).rev();
         given
             .find(|(order, generation)| match order {
-                Order::Extend(_) => true,
-                Order::Stop { .. } => **generation >= mine,
-                Order::Pin(_) => false,
+                JobCommand::Extend(_) => true,
+                JobCommand::Stop { .. } => **generation >= mine,
+                JobCommand::Pin(_) => false,
             })
             .map(|(order, _)| order)
     }
 
     /// Whether unfinished rows are to be closed: the job is stopped, and not to be gone on with.
     pub fn closes(&self) -> bool {
-        matches!(self.holds(), Some(Order::Stop { close: true, .. }))
+        matches!(self.holds(), Some(JobCommand::Stop { close: true, .. }))
     }
 
     /// Why the job is stopped, if it is.
     pub fn stopped(&self) -> Option<StopWhy> {
         match self.holds() {
-            Some(Order::Stop { why, .. }) => Some(*why),
+            Some(JobCommand::Stop { why, .. }) => Some(*why),
             _ => None,
         }
     }
@@ -113,7 +112,7 @@ impl Control {
     /// What was found, where the job is stopped and somebody said so.
     pub fn note(&self) -> Option<&str> {
         match self.holds() {
-            Some(Order::Stop { note, .. }) => note.as_deref(),
+            Some(JobCommand::Stop { note, .. }) => note.as_deref(),
             _ => None,
         }
     }
@@ -121,41 +120,41 @@ impl Control {
     /// Inputs that were pinned anew, oldest first.
     pub fn pins(&self) -> impl Iterator<Item = &PinOrder> {
         self.orders.iter().filter_map(|order| match order {
-            Order::Pin(pin) => Some(pin),
-            Order::Stop { .. } | Order::Extend(_) => None,
+            JobCommand::Pin(pin) => Some(pin),
+            JobCommand::Stop { .. } | JobCommand::Extend(_) => None,
         })
     }
 
     /// Writes down that an input holds the planned bytes under another ETag, unless that stands there already.
     pub async fn pin(&mut self, pin: PinOrder) -> Result<()> {
         while !self.pins().any(|known| *known == pin) {
-            self.give(Order::Pin(pin.clone())).await?;
+            self.give(JobCommand::Pin(pin.clone())).await?;
         }
         Ok(())
     }
 
     /// All orders, oldest first.
-    pub fn orders(&self) -> &[Order] {
+    pub fn orders(&self) -> &[JobCommand] {
         &self.orders
     }
 
     /// Where the limits that hold come from; `None`: an `Extend` that does not say.
     pub fn limits_from(&self) -> Option<LimitsFrom> {
         let last = self.orders.iter().rev().find_map(|order| match order {
-            Order::Extend(extend) => Some(extend.from),
-            Order::Stop { .. } | Order::Pin(_) => None,
+            JobCommand::Extend(extend) => Some(extend.from),
+            JobCommand::Stop { .. } | JobCommand::Pin(_) => None,
         });
         // A job begins with the limits of its file.
         last.unwrap_or(Some(LimitsFrom::JobFile))
     }
 
     /// The order that puts `wanted` in the place of what holds.
-    pub fn extend_to(&self, wanted: &Terms, from: Option<LimitsFrom>) -> Order {
+    pub fn extend_to(&self, wanted: &JobLimits, from: Option<LimitsFrom>) -> JobCommand {
         let holds = self.ledger.terms(self);
         let price = Price {
             usd_per_hour: wanted.usd_per_hour,
         };
-        Order::Extend(Extension {
+        JobCommand::Extend(Extension {
             budget_usd: wanted.usd,
             deadline_seconds: wanted.deadline_seconds,
             unfinished: (wanted.unfinished != holds.unfinished).then_some(wanted.unfinished),
@@ -166,7 +165,7 @@ impl Control {
 
     /// Gives an order, unless somebody else gave one first: then returns false, and the caller decides anew on what
     /// holds now (a budget that was extended in between is not reached).
-    pub async fn give(&mut self, order: Order) -> Result<bool> {
+    pub async fn give(&mut self, order: JobCommand) -> Result<bool> {
         let index = self.orders.len() as u32;
         let key = self.ledger.keys().control(index);
         let record = ControlRecord {

@@ -50,7 +50,7 @@ impl Ledger {
                     return Ok(None);
                 }
                 // A message that comes again must not cost a block's worth of reads.
-                if self.store().stamp(&self.keys().digest(block)).await?.is_none() {
+                if self.store().object_version(&self.keys().digest(block)).await?.is_none() {
                     self.close_block(block).await?;
                 }
             }
@@ -222,7 +222,7 @@ impl Ledger {
     /// Sums up a generation whose every block is closed. The result of the generation before it, or of another job that
     /// had the folder before, stands until then.
     async fn write_success(&self) -> Result<Success> {
-        let mut standing = self.store().get_stamped(SUCCESS, Success::MAX_BYTES).await?;
+        let mut standing = self.store().get_versioned(SUCCESS, Success::MAX_BYTES).await?;
         let mut written: Option<Success> = None;
         // Whoever slept meanwhile may find another job's folder.
         let look = || self.check_still_ours().boxed();
@@ -240,13 +240,13 @@ impl Ledger {
             let bytes = encode(&success)?;
             let put = match &standing {
                 None => self.store().create_after(SUCCESS, bytes, &look).await?.created,
-                Some((_, stamp)) => self.store().exchange(SUCCESS, stamp, bytes, &look).await?,
+                Some((_, version)) => self.store().conditional_put(SUCCESS, version, bytes, &look).await?,
             };
             if put == Created::Ours {
                 return Ok(success);
             }
             // Another worker's: of this generation (then it is the result), or of one before.
-            standing = self.store().get_stamped(SUCCESS, Success::MAX_BYTES).await?;
+            standing = self.store().get_versioned(SUCCESS, Success::MAX_BYTES).await?;
             written = Some(success);
         }
     }

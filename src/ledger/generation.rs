@@ -198,7 +198,7 @@ impl Ledger {
             generations,
             job_sha256: was.job_sha256.clone(),
             job_is_signed: was.job_is_signed,
-            job_stamp: was.job_stamp.clone(),
+            job_version: was.job_version.clone(),
             commits: Mutex::default(),
         };
         Ledger { inner: Arc::new(inner) }

@@ -9,7 +9,7 @@ use super::bulk;
 use super::error::{LedgerError, Result};
 use super::keys::{Id, JOB, Keys, SUCCESS, sha256};
 use super::record::{Record, VERSION, VERSION_JOB, VERSION_MORE, decode, encode};
-use super::store::{Created, Stamp, Store};
+use super::store::{Created, ObjectVersion, Store};
 use super::{Inner, Ledger};
 use crate::dataset::layout::Layout;
 use crate::dataset::location::Location;
@@ -47,7 +47,7 @@ pub struct JobIdentity {
 
 /// Limits of a job.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct Terms {
+pub struct JobLimits {
     /// Dollars of device time.
     pub usd: Option<f64>,
     /// Since the job was created.
@@ -88,7 +88,7 @@ pub struct JobDraft {
     pub part_extension: String,
     /// Price of a device hour, where the job names one.
     pub usd_per_hour: Option<f64>,
-    pub terms: Terms,
+    pub terms: JobLimits,
 }
 
 /// `job.json`.
@@ -107,7 +107,7 @@ pub struct JobRecord {
     pub usd_per_hour: Option<f64>,
     /// But for the price: see [`JobRecord::terms`].
     #[serde(default)]
-    pub terms: Terms,
+    pub terms: JobLimits,
     pub columns: Value,
     pub resolved: Value,
     pub inputs: Vec<InputFile>,
@@ -123,8 +123,8 @@ impl JobRecord {
     }
 
     /// The limits that it was begun with.
-    pub fn terms(&self) -> Terms {
-        Terms {
+    pub fn terms(&self) -> JobLimits {
+        JobLimits {
             usd_per_hour: self.usd_per_hour,
             ..self.terms
         }
@@ -333,13 +333,13 @@ impl Ledger {
 
     /// As [`Ledger::open`], in a store with its own patience.
     pub async fn open_in(store: Store) -> Result<Option<Ledger>> {
-        match store.get_stamped(JOB, MAX_JOB_BYTES).await? {
-            Some((bytes, stamp)) => Ledger::from_bytes(store, &bytes, stamp)?.newest().await.map(Some),
+        match store.get_versioned(JOB, MAX_JOB_BYTES).await? {
+            Some((bytes, version)) => Ledger::from_bytes(store, &bytes, version)?.newest().await.map(Some),
             None => Ok(None),
         }
     }
 
-    fn from_bytes(store: Store, bytes: &[u8], job_stamp: Stamp) -> Result<Ledger> {
+    fn from_bytes(store: Store, bytes: &[u8], job_version: ObjectVersion) -> Result<Ledger> {
         let job: JobRecord = decode(&store, JOB, bytes)?;
         let keys = Keys::new(&job.job, job.shards.len() as u32, &job.part_extension);
         let inner = Inner {
@@ -349,7 +349,7 @@ impl Ledger {
             generations: Vec::new(),
             job_sha256: sha256(bytes),
             job_is_signed: signing::is_signed(bytes),
-            job_stamp,
+            job_version,
             commits: Mutex::default(),
         };
         Ok(Ledger { inner: Arc::new(inner) })
@@ -373,7 +373,7 @@ impl Ledger {
             return Ok((ledger, true));
         }
         let record = JobRecord::from_draft(draft)?;
-        let success = store.stamp(SUCCESS).await?.map(|_| SUCCESS.to_string());
+        let success = store.object_version(SUCCESS).await?.map(|_| SUCCESS.to_string());
         if let Some(found) = store.first_visible().await?.or(success) {
             // Another run may have made the folder ours in between.
             if let Some(ledger) = Ledger::open_in(store.clone()).await? {
@@ -440,8 +440,8 @@ impl Ledger {
     /// Looks at `job.json` again: a part must never be published to an output that has become another job's. Its bytes
     /// are read only where the ETag cannot vouch for them: the record of a large job has 150 MB.
     pub(super) async fn check_still_ours(&self) -> Result<()> {
-        let was = &self.inner.job_stamp;
-        if was.etag.is_some() && self.store().stamp(JOB).await?.as_ref() == Some(was) {
+        let was = &self.inner.job_version;
+        if was.etag.is_some() && self.store().object_version(JOB).await?.as_ref() == Some(was) {
             return Ok(());
         }
         let found = self.store().get(JOB, MAX_JOB_BYTES).await?;

@@ -11,16 +11,16 @@
 //! A worker's path: [`Ledger::open`] or [`Ledger::create_or_resume`] → [`Ledger::shard`] → [`log::ShardLog::begin`] →
 //! [`log::ShardLog::append`] … → [`log::ShardLog::publish`] → acknowledge.
 
+mod conditional_put;
 pub mod entry;
 pub mod error;
-mod exchange;
 pub mod job;
 pub mod keys;
-mod meaning;
 pub mod order;
 pub mod record;
 pub mod rowset;
 pub mod store;
+mod store_error_kind;
 
 pub mod attempts;
 mod bulk;
@@ -53,13 +53,13 @@ use chrono::{DateTime, Utc};
 
 pub use clean::Cleaned;
 pub use error::{LedgerError, Result};
-pub use job::{JobDraft, JobIdentity, JobRecord, Terms, Unfinished};
+pub use job::{JobDraft, JobIdentity, JobLimits, JobRecord, Unfinished};
 pub use keys::{Id, Keys};
-pub use order::{Extension, LimitsFrom, Order, PinOrder, Price, StopWhy};
+pub use order::{Extension, JobCommand, LimitsFrom, PinOrder, Price, StopWhy};
 pub use progress::Progress;
 pub use record::{Commit, Generation, Runner, Success, Tally};
 pub use rowset::RowSet;
-use store::Stamp;
+use store::ObjectVersion;
 pub use store::{Retry, Store};
 
 /// The ledger of one job, at one generation. Cheap to clone.
@@ -78,7 +78,7 @@ struct Inner {
     /// Of `job.json` as it stood when the ledger was opened.
     job_sha256: String,
     job_is_signed: bool,
-    job_stamp: Stamp,
+    job_version: ObjectVersion,
     /// Commits that this process has seen stand, by shard, until their block is closed.
     commits: Mutex<BTreeMap<u32, Commit>>,
 }
@@ -99,6 +99,6 @@ impl Ledger {
 
     /// When the job was created, by the store's clock: deadlines count from here.
     pub fn created_at(&self) -> DateTime<Utc> {
-        self.inner.job_stamp.modified
+        self.inner.job_version.modified
     }
 }

@@ -24,7 +24,7 @@ pub struct ControlRecord {
     #[serde(default, skip_serializing_if = "is_zero")]
     pub generation: u32,
     #[serde(flatten)]
-    pub order: Order,
+    pub order: JobCommand,
 }
 
 impl Record for ControlRecord {
@@ -33,7 +33,7 @@ impl Record for ControlRecord {
     const SIGNED: bool = true;
 
     fn check(&self) -> Result<(), String> {
-        let Order::Extend(extend) = &self.order else {
+        let JobCommand::Extend(extend) = &self.order else {
             return Ok(());
         };
         let price = extend.price.and_then(|price| price.usd_per_hour);
@@ -54,7 +54,7 @@ impl Record for ControlRecord {
 /// An order to all workers of a job.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(tag = "order", rename_all = "snake_case")]
-pub enum Order {
+pub enum JobCommand {
     /// Start no further rows.
     Stop {
         why: StopWhy,
@@ -96,28 +96,28 @@ impl From<&PinOrder> for PinnedAnew {
     }
 }
 
-impl Order {
+impl JobCommand {
     /// A stop that needs no further words.
-    pub fn stop(why: StopWhy, close: bool) -> Order {
-        Order::Stop { why, close, note: None }
+    pub fn stop(why: StopWhy, close: bool) -> JobCommand {
+        JobCommand::Stop { why, close, note: None }
     }
 
     /// Bytes of its texts.
     pub(super) fn text_bytes(&self) -> usize {
         let length = |text: &Option<String>| text.as_ref().map_or(0, String::len);
         match self {
-            Order::Stop { note, .. } => length(note),
-            Order::Extend(_) => 0,
-            Order::Pin(pin) => length(&pin.etag) + length(&pin.version),
+            JobCommand::Stop { note, .. } => length(note),
+            JobCommand::Extend(_) => 0,
+            JobCommand::Pin(pin) => length(&pin.etag) + length(&pin.version),
         }
     }
 
     /// Version of a record with this order.
     pub(super) fn version(&self) -> u32 {
         match self {
-            Order::Stop { .. } => VERSION,
-            Order::Extend(extend) => extend.version(),
-            Order::Pin(_) => VERSION_PINS,
+            JobCommand::Stop { .. } => VERSION,
+            JobCommand::Extend(extend) => extend.version(),
+            JobCommand::Pin(_) => VERSION_PINS,
         }
     }
 }

@@ -273,14 +273,14 @@ impl ShardLog {
                     return Ok(Some(Standing { etag, ..ours }));
                 }
             }
-            let Some((found, stamp)) = ledger.store().get_stamped(name, MAX_OBJECT_BYTES).await? else {
+            let Some((found, version)) = ledger.store().get_versioned(name, MAX_OBJECT_BYTES).await? else {
                 // The part of an earlier generation is gone: this one has all of its rows.
                 is_free = true;
                 continue;
             };
             if found == bytes {
                 return Ok(Some(Standing {
-                    etag: stamp.etag,
+                    etag: version.etag,
                     ..ours
                 }));
             }
@@ -293,7 +293,7 @@ impl ShardLog {
                     Ordering::Greater => return Ok(None),
                     // What is committed is counted in what stands: the rows of another worker may differ from ours.
                     Ordering::Equal => {
-                        let etag = stamp.etag;
+                        let etag = version.etag;
                         return Ok(Some(Standing { part, etag, held }));
                     }
                     Ordering::Less => {
@@ -305,7 +305,10 @@ impl ShardLog {
                 }
             }
             // Whoever stands there after it is looked at once more, which also tells the part's ETag.
-            ledger.store().exchange(name, &stamp, bytes.clone(), &look).await?;
+            ledger
+                .store()
+                .conditional_put(name, &version, bytes.clone(), &look)
+                .await?;
         }
     }
 

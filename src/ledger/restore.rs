@@ -49,7 +49,7 @@ impl Ledger {
         make_part: impl Fn(&[RecordBatch], &[(String, String)]) -> Result<Bytes, E>,
     ) -> Result<bool> {
         let (shard, name) = (commit.shard, &commit.part.name);
-        if self.store().stamp(name).await?.is_some() {
+        if self.store().object_version(name).await?.is_some() {
             return Ok(false);
         }
         let log = match ShardLog::load(self, shard).await {

@@ -60,7 +60,7 @@ mod tests {
     use object_store::memory::InMemory;
     use serde_json::json;
 
-    use super::super::order::{Order, StopWhy};
+    use super::super::order::{JobCommand, StopWhy};
     use super::super::record::{Generation, RetriedShard, Tally, VERSION};
     use super::super::{Id, JobDraft, JobIdentity, Retry, RowSet};
     use super::*;
@@ -169,7 +169,7 @@ mod tests {
         let objects: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
         let ledger = begun(store(&objects, "out", KEY)).await;
         let mut control = ledger.control().await.unwrap();
-        assert!(control.give(Order::stop(StopWhy::Cancelled, false)).await.unwrap());
+        assert!(control.give(JobCommand::stop(StopWhy::Cancelled, false)).await.unwrap());
         let retry = Generation {
             v: VERSION,
             job: ledger.job().job.clone(),
@@ -230,11 +230,14 @@ mod tests {
         begun(store(&objects, "out", KEY)).await;
         let ledger = Ledger::open_in(store(&objects, "out", "")).await.unwrap().unwrap();
         let mut control = ledger.control().await.unwrap();
-        let error = control.give(Order::stop(StopWhy::Cancelled, false)).await.unwrap_err();
+        let error = control
+            .give(JobCommand::stop(StopWhy::Cancelled, false))
+            .await
+            .unwrap_err();
         assert!(error.to_string().contains("GRISTMILL_SIGNING_KEY"), "{error}");
         assert_eq!(refusal(store(&objects, "out", KEY)).await, None, "nothing was written");
         // Of a job that nobody signed, anybody gives orders.
         let mut control = begun(store(&objects, "plain", "")).await.control().await.unwrap();
-        assert!(control.give(Order::stop(StopWhy::Cancelled, false)).await.unwrap());
+        assert!(control.give(JobCommand::stop(StopWhy::Cancelled, false)).await.unwrap());
     }
 }

@@ -219,8 +219,8 @@ impl Ledger {
 
     /// When this worker wrote its spending, by the store's clock: "now", right after it did.
     pub async fn spend_time(&self, worker: &str) -> Result<Option<DateTime<Utc>>> {
-        let stamp = self.store().stamp(&self.keys().spend(worker)).await?;
-        Ok(stamp.map(|stamp| stamp.modified))
+        let version = self.store().object_version(&self.keys().spend(worker)).await?;
+        Ok(version.map(|version| version.modified))
     }
 
     /// How old the job was at `now`, both by the store's clock.
@@ -242,14 +242,14 @@ impl Ledger {
     async fn read_spends(&self, workers: impl Iterator<Item = String>) -> Result<Vec<WorkerSpend>> {
         let read_one = |worker: String| async move {
             let key = self.keys().spend(&worker);
-            let Some((bytes, stamp)) = self.store().get_stamped(&key, Spend::MAX_BYTES).await? else {
+            let Some((bytes, version)) = self.store().get_versioned(&key, Spend::MAX_BYTES).await? else {
                 return Ok(None);
             };
             let spend: Spend = decode(self.store(), &key, &bytes)?;
             Ok::<_, LedgerError>(Some(WorkerSpend {
                 worker,
                 device_seconds: spend.device_seconds,
-                at: stamp.modified,
+                at: version.modified,
                 ended: spend.ended,
             }))
         };

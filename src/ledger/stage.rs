@@ -10,8 +10,8 @@ use object_store::{ObjectStoreExt, PutMode, PutOptions};
 use super::error::Result;
 use super::folder::OwnerOnly;
 use super::keys::{Id, JOB, TMP};
-use super::meaning::{Meaning, meaning};
 use super::store::Store;
+use super::store_error_kind::{StoreErrorKind, store_error_kind};
 
 /// A stage older than this belongs to nobody alive: a put takes seconds.
 pub(super) const STAGE_AGE_MAX: Duration = Duration::from_secs(3600);
@@ -87,10 +87,12 @@ impl Store {
             return Ok(());
         };
         let cleaned = folder.remove_old(&self.path(TMP), STAGE_AGE_MAX, is_ours).await;
-        cleaned.map_err(|error| match meaning(&error) {
-            Meaning::Lasting(why) => self.lasting(TMP, "cleaning", why, &error),
-            Meaning::Denied(why) => self.denied(TMP, "cleaning", why, &error),
-            Meaning::Missing | Meaning::Transient => self.lasting(TMP, "cleaning", "it cannot be read", &error),
+        cleaned.map_err(|error| match store_error_kind(&error) {
+            StoreErrorKind::Lasting(why) => self.lasting(TMP, "cleaning", why, &error),
+            StoreErrorKind::Denied(why) => self.denied(TMP, "cleaning", why, &error),
+            StoreErrorKind::Missing | StoreErrorKind::Transient => {
+                self.lasting(TMP, "cleaning", "it cannot be read", &error)
+            }
         })
     }
 }

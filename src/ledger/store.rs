@@ -23,8 +23,8 @@ use url::Url;
 use super::error::{LedgerError, Result};
 use super::folder::Folder;
 use super::keys::{Id, JOB, TMP};
-use super::meaning::{Meaning, meaning};
 use super::stage::PROBE;
+use super::store_error_kind::{StoreErrorKind, store_error_kind};
 use crate::dataset::location::Location;
 use crate::dataset::store_error::cause;
 use crate::signing::Signing;
@@ -94,7 +94,7 @@ pub struct Listed {
 
 /// What tells an object from another under the same key, and when it was written.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Stamp {
+pub struct ObjectVersion {
     pub size: u64,
     /// By the store's clock.
     pub modified: DateTime<Utc>,
@@ -104,9 +104,9 @@ pub struct Stamp {
     pub version: Option<String>,
 }
 
-impl Stamp {
-    pub(super) fn of(meta: &object_store::ObjectMeta) -> Stamp {
-        Stamp {
+impl ObjectVersion {
+    pub(super) fn of(meta: &object_store::ObjectMeta) -> ObjectVersion {
+        ObjectVersion {
             size: meta.size,
             modified: meta.last_modified,
             etag: meta.e_tag.clone(),
@@ -199,19 +199,19 @@ impl Store {
 
     /// Reads `key`; `None` where nothing lies there. An object of more than `max_bytes` is refused unread.
     pub async fn get(&self, key: &str, max_bytes: u64) -> Result<Option<Bytes>> {
-        Ok(self.get_stamped(key, max_bytes).await?.map(|(bytes, _)| bytes))
+        Ok(self.get_versioned(key, max_bytes).await?.map(|(bytes, _)| bytes))
     }
 
     /// As [`Store::get`], with the object's stamp.
-    pub async fn get_stamped(&self, key: &str, max_bytes: u64) -> Result<Option<(Bytes, Stamp)>> {
+    pub async fn get_versioned(&self, key: &str, max_bytes: u64) -> Result<Option<(Bytes, ObjectVersion)>> {
         let path = self.path(key);
         self.retried(key, "reading", || async {
             let found = match self.shared.inner.get_opts(&path, GetOptions::default()).await {
                 Ok(found) => found,
-                Err(error) if matches!(meaning(&error), Meaning::Missing) => return Ok(Ok(None)),
+                Err(error) if matches!(store_error_kind(&error), StoreErrorKind::Missing) => return Ok(Ok(None)),
                 Err(error) => return Err(error),
             };
-            let (size, stamp) = (found.meta.size, Stamp::of(&found.meta));
+            let (size, version) = (found.meta.size, ObjectVersion::of(&found.meta));
             if size > max_bytes {
                 return Ok(Err(LedgerError::damaged(format!(
                     "`{}` has {size} bytes, more than the {max_bytes} that such an object can have: it was not \
@@ -219,18 +219,18 @@ impl Store {
                     self.address(key)
                 ))));
             }
-            Ok(Ok(Some((found.bytes().await?, stamp))))
+            Ok(Ok(Some((found.bytes().await?, version))))
         })
         .await?
     }
 
     /// The stamp of what lies at `key`, unread; `None` where nothing lies there.
-    pub async fn stamp(&self, key: &str) -> Result<Option<Stamp>> {
+    pub async fn object_version(&self, key: &str) -> Result<Option<ObjectVersion>> {
         let path = self.path(key);
         self.retried(key, "reading", || async {
             match self.shared.inner.head(&path).await {
-                Ok(meta) => Ok(Some(Stamp::of(&meta))),
-                Err(error) if matches!(meaning(&error), Meaning::Missing) => Ok(None),
+                Ok(meta) => Ok(Some(ObjectVersion::of(&meta))),
+                Err(error) if matches!(store_error_kind(&error), StoreErrorKind::Missing) => Ok(None),
                 Err(error) => Err(error),
             }
         })
@@ -263,20 +263,20 @@ impl Store {
                 return Ok(Stood { created, etag });
             }
             // The read-back alone decides, whatever the error says.
-            match self.get_stamped(key, MAX_OBJECT_BYTES).await? {
-                Some((found, stamp)) => {
+            match self.get_versioned(key, MAX_OBJECT_BYTES).await? {
+                Some((found, version)) => {
                     self.sync_folder_of(key).await?;
                     let created = match found == bytes {
                         true => Created::Ours,
                         false => Created::Theirs(found),
                     };
-                    let etag = stamp.etag;
+                    let etag = version.etag;
                     return Ok(Stood { created, etag });
                 }
-                None => match meaning(&error) {
-                    Meaning::Lasting(why) => return Err(self.lasting(key, "writing", why, &error)),
-                    Meaning::Denied(why) => return Err(self.denied(key, "writing", why, &error)),
-                    Meaning::Missing | Meaning::Transient => last = Some(error),
+                None => match store_error_kind(&error) {
+                    StoreErrorKind::Lasting(why) => return Err(self.lasting(key, "writing", why, &error)),
+                    StoreErrorKind::Denied(why) => return Err(self.denied(key, "writing", why, &error)),
+                    StoreErrorKind::Missing | StoreErrorKind::Transient => last = Some(error),
                 },
             }
         }
@@ -321,7 +321,7 @@ impl Store {
             .retried(prefix, "listing", || async {
                 match self.shared.inner.list(Some(&path)).try_collect::<Vec<_>>().await {
                     Ok(all) => Ok(all.into_iter().filter_map(|meta| self.listed(&meta)).collect()),
-                    Err(error) if matches!(meaning(&error), Meaning::Missing) => Ok(Vec::new()),
+                    Err(error) if matches!(store_error_kind(&error), StoreErrorKind::Missing) => Ok(Vec::new()),
                     Err(error) => Err(error),
                 }
             })
@@ -348,7 +348,7 @@ impl Store {
                             found.common_prefixes.iter().filter_map(names).collect::<Vec<_>>(),
                         ))
                     }
-                    Err(error) if matches!(meaning(&error), Meaning::Missing) => Ok(Default::default()),
+                    Err(error) if matches!(store_error_kind(&error), StoreErrorKind::Missing) => Ok(Default::default()),
                     Err(error) => Err(error),
                 }
             })
@@ -478,7 +478,7 @@ impl Store {
         let path = self.path(key);
         self.retried(key, "removing", || async {
             match self.shared.inner.delete(&path).await {
-                Err(error) if matches!(meaning(&error), Meaning::Missing) => Ok(()),
+                Err(error) if matches!(store_error_kind(&error), StoreErrorKind::Missing) => Ok(()),
                 other => other,
             }
         })
@@ -512,10 +512,10 @@ impl Store {
             self.pause(round).await;
             match request().await {
                 Ok(done) => return Ok(done),
-                Err(error) => match meaning(&error) {
-                    Meaning::Lasting(why) => return Err(self.lasting(key, doing, why, &error)),
-                    Meaning::Denied(why) => return Err(self.denied(key, doing, why, &error)),
-                    Meaning::Missing | Meaning::Transient => last = Some(error),
+                Err(error) => match store_error_kind(&error) {
+                    StoreErrorKind::Lasting(why) => return Err(self.lasting(key, doing, why, &error)),
+                    StoreErrorKind::Denied(why) => return Err(self.denied(key, doing, why, &error)),
+                    StoreErrorKind::Missing | StoreErrorKind::Transient => last = Some(error),
                 },
             }
         }

@@ -10,7 +10,7 @@ use std::time::Duration;
 use tokio::task::JoinSet;
 use tokio::time::{Interval, MissedTickBehavior};
 
-use crate::ledger::{Order, StopWhy, Unfinished};
+use crate::ledger::{JobCommand, StopWhy, Unfinished};
 use crate::worker::Worker;
 use crate::worker::budget::Budget;
 use crate::worker::jobs::{JobState, OpenJob};
@@ -119,7 +119,7 @@ async fn enforce(worker: &Worker, job: &OpenJob, budget: &mut Budget) -> anyhow:
     }
     match budget.reached(job.device_seconds()) {
         Some(why) if job.state() == JobState::Going => {
-            let order = Order::Stop {
+            let order = JobCommand::Stop {
                 why,
                 close: budget.terms().unfinished == Unfinished::Expire,
                 note: (why == StopWhy::Budget).then(|| budget.bill(job.device_seconds())),

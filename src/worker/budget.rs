@@ -6,7 +6,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use crate::ledger::spend::Others;
-use crate::ledger::{Ledger, Result, StopWhy, Terms};
+use crate::ledger::{JobLimits, Ledger, Result, StopWhy};
 use crate::report::cost::{dollars, show_dollars};
 use crate::worker::limits::WorkerLimits;
 
@@ -17,7 +17,7 @@ const LIVE_INTERVALS: u32 = 2;
 pub struct Budget {
     me: String,
     interval: Duration,
-    terms: Terms,
+    terms: JobLimits,
     /// What other workers have spent. Kept over looks: what has not changed is not read again.
     others: Others,
     /// The job's age at the last look, by the store's clock, and when that was.
@@ -30,18 +30,18 @@ impl Budget {
         Budget {
             me: me.to_string(),
             interval,
-            terms: Terms::default(),
+            terms: JobLimits::default(),
             others: Others::default(),
             looked: None,
         }
     }
 
-    pub fn terms(&self) -> &Terms {
+    pub fn terms(&self) -> &JobLimits {
         &self.terms
     }
 
     /// The terms that hold by now.
-    pub fn set_terms(&mut self, terms: Terms) {
+    pub fn set_terms(&mut self, terms: JobLimits) {
         self.terms = terms;
     }
 

@@ -28,7 +28,7 @@ use crate::job::file::OutputFormat;
 use crate::job::{Job, Renderer};
 use crate::ledger::control::Control;
 use crate::ledger::keys::JOB;
-use crate::ledger::{Ledger, Order, PinOrder, StopWhy, Terms};
+use crate::ledger::{JobCommand, JobLimits, Ledger, PinOrder, StopWhy};
 use crate::queue::Message;
 use crate::report::one_line;
 use crate::worker::access::Access;
@@ -176,7 +176,7 @@ impl OpenJob {
 
     /// Reads the orders that were given since the last time (one request where there are none), and tells the job's shards.
     /// Returns the terms that hold.
-    pub async fn refresh(&self) -> anyhow::Result<Terms> {
+    pub async fn refresh(&self) -> anyhow::Result<JobLimits> {
         let mut control = self.control.lock().await;
         match control.as_mut() {
             Some(control) => {
@@ -188,7 +188,7 @@ impl OpenJob {
     }
 
     /// Orders a stop, unless the job is finished or somebody else gave an order first: then that one holds.
-    pub async fn order_stop(&self, order: Order) -> anyhow::Result<()> {
+    pub async fn order_stop(&self, order: JobCommand) -> anyhow::Result<()> {
         let mut control = self.control.lock().await;
         if let Some(control) = control.as_mut()
             && self.ledger.success().await?.is_none()
@@ -235,14 +235,14 @@ impl OpenJob {
         self.state.send_replace(JobState::Unreadable);
     }
 
-    fn obey(&self, control: Option<&Control>) -> Terms {
+    fn obey(&self, control: Option<&Control>) -> JobLimits {
         if let Some(control) = control {
             self.reader.pins().know(control.pins().map(PinnedAnew::from));
         }
         let state = match control.and_then(Control::holds) {
-            Some(Order::Stop { why, close: true, .. }) => JobState::Closing(*why),
-            Some(Order::Stop { why, close: false, .. }) => JobState::Stopped(*why),
-            Some(Order::Extend(_) | Order::Pin(_)) | None => JobState::Going,
+            Some(JobCommand::Stop { why, close: true, .. }) => JobState::Closing(*why),
+            Some(JobCommand::Stop { why, close: false, .. }) => JobState::Stopped(*why),
+            Some(JobCommand::Extend(_) | JobCommand::Pin(_)) | None => JobState::Going,
         };
         self.state.send_if_modified(|now| {
             let changed = *now != state;

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::ledger::{StopWhy, Terms};
+use crate::ledger::{JobLimits, StopWhy};
 use crate::report::cost::dollars;
 
 /// What a job may cost, and how long it may take.
@@ -17,7 +17,7 @@ pub struct WorkerLimits {
 
 impl WorkerLimits {
     /// Of a job with these terms.
-    pub fn of(terms: &Terms) -> WorkerLimits {
+    pub fn of(terms: &JobLimits) -> WorkerLimits {
         WorkerLimits {
             usd: terms.usd,
             usd_per_hour: terms.usd_per_hour,

@@ -12,7 +12,7 @@ use tokio::task::JoinSet;
 
 use crate::dataset::DatasetError;
 use crate::ledger::log::{ShardLog, ShardState};
-use crate::ledger::{Order, StopWhy};
+use crate::ledger::{JobCommand, StopWhy};
 use crate::queue::{Delivery, Message};
 use crate::worker::fate::fate;
 use crate::worker::in_flight::ShardKey;
@@ -414,7 +414,7 @@ impl Opener {
         if retry_policy.decision(error) != RetryDecision::End {
             tracing::error!("{}: {note}", job.title());
         }
-        let order = Order::Stop {
+        let order = JobCommand::Stop {
             why: StopWhy::InputChanged,
             close: false,
             note: Some(note),

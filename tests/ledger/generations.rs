@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use arrow::array::{ArrayRef, RecordBatch, StringArray};
-use gristmill::ledger::{Ledger, LedgerError, Order, RowSet, StopWhy};
+use gristmill::ledger::{JobCommand, Ledger, LedgerError, RowSet, StopWhy};
 use object_store::ObjectStoreExt;
 use object_store::memory::InMemory;
 
@@ -114,7 +114,7 @@ async fn a_stop_of_one_generation_does_not_stop_the_next() {
     let output = memory();
     let ledger = job(&output, 1, 2).await;
     let mut control = ledger.control().await.unwrap();
-    let stop = |close| Order::stop(StopWhy::Cancelled, close);
+    let stop = |close| JobCommand::stop(StopWhy::Cancelled, close);
     assert!(control.give(stop(true)).await.unwrap());
     assert!(control.closes());
     let mut log = open_shard(&ledger, 0).await;

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use gristmill::dataset::location::Location;
 use gristmill::ledger::log::{ShardLog, ShardState};
-use gristmill::ledger::{Extension, JobDraft, Ledger, LedgerError, Order, Result, StopWhy, Terms, Unfinished};
+use gristmill::ledger::{Extension, JobCommand, JobDraft, JobLimits, Ledger, LedgerError, Result, StopWhy, Unfinished};
 use gristmill::worker::WorkerLimits;
 use object_store::memory::InMemory;
 use parquet::file::reader::{FileReader, SerializedFileReader};
@@ -71,13 +71,13 @@ fn draft_of(seed: u64) -> JobDraft {
     }
     if seed.is_multiple_of(2) {
         let usd_per_second = draft.usd_per_hour.expect("a price") / 3600.0;
-        draft.terms = Terms {
+        draft.terms = JobLimits {
             usd: Some(BUDGET_SECONDS as f64 * usd_per_second),
             unfinished: match seed % 4 {
                 0 => Unfinished::Expire,
                 _ => Unfinished::Keep,
             },
-            ..Terms::default()
+            ..JobLimits::default()
         };
     }
     draft
@@ -130,11 +130,11 @@ async fn act(output: Location, seed: u64, author: u64, role: Role, asked: Arc<As
         Role::Retry | Role::Clean => Ok(()),
         Role::Stop { close } => {
             asked.cancelled.fetch_or(close, Ordering::Relaxed);
-            let order = Order::stop(StopWhy::Cancelled, close);
+            let order = JobCommand::stop(StopWhy::Cancelled, close);
             ledger.control().await?.give(order).await.map(|_| ())
         }
         Role::Extend => {
-            let order = Order::Extend(Extension::default());
+            let order = JobCommand::Extend(Extension::default());
             ledger.control().await?.give(order).await.map(|_| ())
         }
     }
@@ -171,7 +171,7 @@ async fn stopped(ledger: &Ledger, name: &str, seconds: f64, asked: &Asked) -> Re
         if let Some(why) = WorkerLimits::of(&terms).reached(spent, Duration::ZERO) {
             let close = terms.unfinished == Unfinished::Expire;
             asked.expired.fetch_or(close, Ordering::Relaxed);
-            control.give(Order::stop(why, close)).await?;
+            control.give(JobCommand::stop(why, close)).await?;
         }
     }
     Ok(control.stopped().map(|why| (why, control.closes())))

@@ -4,26 +4,26 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use gristmill::ledger::{Ledger, Terms};
+use gristmill::ledger::{JobLimits, Ledger};
 use gristmill::worker::budget::Budget;
 use object_store::memory::InMemory;
 
 use super::support::*;
 
 /// As in [`draft`]; a device hour costs a dollar.
-fn terms(usd: Option<f64>, deadline_seconds: Option<u64>) -> Terms {
-    Terms {
+fn terms(usd: Option<f64>, deadline_seconds: Option<u64>) -> JobLimits {
+    JobLimits {
         usd,
         usd_per_hour: Some(1.0),
         deadline_seconds,
-        ..Terms::default()
+        ..JobLimits::default()
     }
 }
 
 const MINUTE: Duration = Duration::from_secs(60);
 
 /// Requests of each of `workers` in an interval in which all of them have spent something, the second that they look.
-async fn requests_a_worker(workers: usize, terms: Terms, spent_each: f64) -> BTreeMap<Op, u32> {
+async fn requests_a_worker(workers: usize, terms: JobLimits, spent_each: f64) -> BTreeMap<Op, u32> {
     let faulty = Arc::new(FaultStore::new(Arc::new(InMemory::new()), false, |_, _| Fault::None));
     let (ledger, _) = Ledger::create_or_resume(&place(faulty.clone()), draft("spent", 1, 8))
         .await

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use gristmill::dataset::location::Location;
 use gristmill::ledger::status::State;
-use gristmill::ledger::{Extension, Ledger, Order, PinOrder, RowSet, StopWhy};
+use gristmill::ledger::{Extension, JobCommand, Ledger, PinOrder, RowSet, StopWhy};
 use object_store::ObjectStoreExt;
 use object_store::memory::InMemory;
 
@@ -133,13 +133,13 @@ async fn status_follows_logs_orders_and_spendings() {
                 .control()
                 .await
                 .unwrap()
-                .give(Order::stop(why, false))
+                .give(JobCommand::stop(why, false))
                 .await
                 .unwrap()
         );
         assert_eq!(ledger.status().await.unwrap().state, state);
     }
-    let extend = Order::Extend(Extension {
+    let extend = JobCommand::Extend(Extension {
         budget_usd: Some(5.0),
         ..Extension::default()
     });
@@ -156,17 +156,20 @@ async fn an_order_that_lost_the_race_is_for_its_giver_to_decide_again() {
     let ledger = job(&output, 1, 1).await;
     let (mut a, mut b) = (ledger.control().await.unwrap(), ledger.control().await.unwrap());
     assert!(
-        a.give(Order::Extend(Extension {
+        a.give(JobCommand::Extend(Extension {
             deadline_seconds: Some(60),
             ..Extension::default()
         }))
         .await
         .unwrap()
     );
-    assert!(!b.give(Order::stop(StopWhy::Budget, false)).await.unwrap());
+    assert!(!b.give(JobCommand::stop(StopWhy::Budget, false)).await.unwrap());
     assert_eq!((b.stopped(), b.orders().len()), (None, 1));
-    assert!(b.give(Order::stop(StopWhy::Deadline, false)).await.unwrap());
-    assert_eq!(a.refresh().await.unwrap(), Some(&Order::stop(StopWhy::Deadline, false)));
+    assert!(b.give(JobCommand::stop(StopWhy::Deadline, false)).await.unwrap());
+    assert_eq!(
+        a.refresh().await.unwrap(),
+        Some(&JobCommand::stop(StopWhy::Deadline, false))
+    );
     assert_eq!(a.orders(), b.orders());
 }
 
@@ -175,7 +178,7 @@ async fn an_order_that_lost_the_race_is_for_its_giver_to_decide_again() {
 async fn a_pin_after_a_stop_does_not_hide_it() {
     let ledger = job(&memory(), 1, 1).await;
     let mut control = ledger.control().await.unwrap();
-    assert!(control.give(Order::stop(StopWhy::Cancelled, true)).await.unwrap());
+    assert!(control.give(JobCommand::stop(StopWhy::Cancelled, true)).await.unwrap());
     let pin = PinOrder {
         input: 0,
         size: 1,

@@ -82,7 +82,7 @@ async fn no_folder_that_is_a_link_is_passed_through() {
         let below = format!("{at}/{CANARY}");
         let store = &scene.store;
         assert_link(store.get(&below, 100).await, at);
-        assert_link(store.stamp(&below).await, at);
+        assert_link(store.object_version(&below).await, at);
         assert_link(store.list(at).await, at);
         assert_link(store.list_folder(at).await, at);
         assert_link(store.create(&format!("{at}/new"), Bytes::from("x")).await, at);
@@ -127,15 +127,18 @@ async fn an_exchange_follows_neither_its_lock_nor_its_target() {
     let scene = scene();
     let store = &scene.store;
     store.create("part", Bytes::from("first")).await.unwrap();
-    let (_, read) = store.get_stamped("part", MAX_OBJECT_BYTES).await.unwrap().unwrap();
+    let (_, read) = store.get_versioned("part", MAX_OBJECT_BYTES).await.unwrap().unwrap();
     scene.link("_gristmill/tmp/lock", "outside/new");
     let look: crate::ledger::store::Look = &|| Box::pin(async { Ok(()) });
-    assert_link(store.exchange("part", &read, Bytes::from("second"), look).await, "lock");
+    assert_link(
+        store.conditional_put("part", &read, Bytes::from("second"), look).await,
+        "lock",
+    );
     std::fs::remove_file(scene.path("out/_gristmill/tmp/lock")).unwrap();
     std::fs::remove_file(scene.path("out/part")).unwrap();
     scene.link("part", &format!("outside/{CANARY}"));
     assert_link(
-        store.exchange("part", &read, Bytes::from("second"), look).await,
+        store.conditional_put("part", &read, Bytes::from("second"), look).await,
         "target",
     );
     scene.assert_untouched("exchange");
@@ -180,10 +183,10 @@ async fn pipes_and_folders_in_place_of_files_are_refused_at_once() {
         }
     }
     store.create("whole", Bytes::from("first")).await.unwrap();
-    let (_, read) = store.get_stamped("whole", MAX_OBJECT_BYTES).await.unwrap().unwrap();
+    let (_, read) = store.get_versioned("whole", MAX_OBJECT_BYTES).await.unwrap().unwrap();
     let look: crate::ledger::store::Look = &|| Box::pin(async { Ok(()) });
     let error = store
-        .exchange("whole", &read, Bytes::from("x"), look)
+        .conditional_put("whole", &read, Bytes::from("x"), look)
         .await
         .unwrap_err();
     assert!(error.to_string().contains("lock` is no regular file"), "{error}");

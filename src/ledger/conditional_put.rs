@@ -5,8 +5,8 @@ use object_store::{ObjectStoreExt, PutMode, PutOptions, UpdateVersion};
 
 use super::error::{LedgerError, Result};
 use super::keys::TMP;
-use super::meaning::{Meaning, meaning};
-use super::store::{Created, Look, MAX_OBJECT_BYTES, Stamp, Store};
+use super::store::{Created, Look, MAX_OBJECT_BYTES, ObjectVersion, Store};
+use super::store_error_kind::{StoreErrorKind, store_error_kind};
 
 /// The file below `tmp/` that is locked around check and rename in a local folder. Never removed: a lock on a file that
 /// another process cannot find keeps nobody out.
@@ -19,7 +19,13 @@ impl Store {
     /// As with creates, no reply is trusted: every error is settled by reading the key back. `Theirs` may be the very
     /// object that `was` describes, if the store stamps it otherwise by now: look at it and decide anew. Two different
     /// contents under one key must never be equal byte for byte. An error means that nobody knows.
-    pub(super) async fn exchange(&self, key: &str, was: &Stamp, bytes: Bytes, look: Look<'_>) -> Result<Created> {
+    pub(super) async fn conditional_put(
+        &self,
+        key: &str,
+        was: &ObjectVersion,
+        bytes: Bytes,
+        look: Look<'_>,
+    ) -> Result<Created> {
         let mut last = None;
         for round in 0..self.shared.retry.tries {
             self.pause(round).await;
@@ -28,7 +34,7 @@ impl Store {
                 Ok(()) => return Ok(Created::Ours),
                 Err(error) => error,
             };
-            let Some((found, stamp)) = self.get_stamped(key, MAX_OBJECT_BYTES).await? else {
+            let Some((found, version)) = self.get_versioned(key, MAX_OBJECT_BYTES).await? else {
                 return Err(LedgerError::damaged(format!(
                     "`{}` was removed while in use",
                     self.address(key)
@@ -38,19 +44,19 @@ impl Store {
             if found == bytes {
                 return Ok(Created::Ours);
             }
-            if stamp != *was {
+            if version != *was {
                 return Ok(Created::Theirs(found));
             }
-            match meaning(&error) {
-                Meaning::Lasting(why) => return Err(self.lasting(key, "replacing", why, &error)),
-                Meaning::Denied(why) => return Err(self.denied(key, "replacing", why, &error)),
-                Meaning::Missing | Meaning::Transient => last = Some(error),
+            match store_error_kind(&error) {
+                StoreErrorKind::Lasting(why) => return Err(self.lasting(key, "replacing", why, &error)),
+                StoreErrorKind::Denied(why) => return Err(self.denied(key, "replacing", why, &error)),
+                StoreErrorKind::Missing | StoreErrorKind::Transient => last = Some(error),
             }
         }
         Err(self.gave_up(key, "replacing", last))
     }
 
-    async fn put_if_same(&self, key: &str, was: &Stamp, bytes: &Bytes) -> Result<(), object_store::Error> {
+    async fn put_if_same(&self, key: &str, was: &ObjectVersion, bytes: &Bytes) -> Result<(), object_store::Error> {
         if self.shared.folder.is_some() {
             return self.rename_if_same(key, was, bytes).await;
         }
@@ -74,12 +80,12 @@ impl Store {
     }
 
     /// Local folders know no conditional update: a lock that all processes share keeps check and rename together.
-    async fn rename_if_same(&self, key: &str, was: &Stamp, bytes: &Bytes) -> Result<(), object_store::Error> {
+    async fn rename_if_same(&self, key: &str, was: &ObjectVersion, bytes: &Bytes) -> Result<(), object_store::Error> {
         let (path, stage) = (self.path(key), self.stage());
         self.shared.inner.put(&stage, bytes.clone().into()).await?;
         let renamed = async {
             let _lock = self.lock_folder().await?;
-            let found = Stamp::of(&self.shared.inner.head(&path).await?);
+            let found = ObjectVersion::of(&self.shared.inner.head(&path).await?);
             if found != *was {
                 return Err(object_store::Error::Precondition {
                     path: path.to_string(),
@@ -159,8 +165,9 @@ mod tests {
             let store = Store::new(&place).unwrap();
             let look: Look = &|| Box::pin(async { Ok(()) });
             store.create("part", Bytes::from("first")).await.unwrap();
-            let (_, read) = store.get_stamped("part", MAX_OBJECT_BYTES).await.unwrap().unwrap();
-            let put = async |bytes: &'static str| store.exchange("part", &read, bytes.into(), look).await.unwrap();
+            let (_, read) = store.get_versioned("part", MAX_OBJECT_BYTES).await.unwrap().unwrap();
+            let put =
+                async |bytes: &'static str| store.conditional_put("part", &read, bytes.into(), look).await.unwrap();
             assert_eq!(put("second, longer").await, Created::Ours, "{}", place.url);
             assert_eq!(
                 put("third").await,
@@ -168,7 +175,7 @@ mod tests {
                 "{}",
                 place.url
             );
-            let (stands, _) = store.get_stamped("part", MAX_OBJECT_BYTES).await.unwrap().unwrap();
+            let (stands, _) = store.get_versioned("part", MAX_OBJECT_BYTES).await.unwrap().unwrap();
             assert_eq!(stands, "second, longer", "{}", place.url);
         }
     }

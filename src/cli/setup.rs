@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use anyhow::{Context, anyhow};
 
-use crate::cli::args::{EngineArgs, Most};
+use crate::cli::args::{EngineArgs, StepLimitArgs};
+use crate::cli::device_choice::ResolvedDevice;
 use crate::cli::exit::{Exit, Failure};
-use crate::cli::place::Place;
 use crate::device::cpu::Threads;
 use crate::device::cuda::{Cuda, Products};
 use crate::device::{KvFormat, Precision};
@@ -49,7 +49,7 @@ impl LoadedModel {
         formats: Formats,
         context: Option<u32>,
         hash: String,
-        place: Place,
+        place: ResolvedDevice,
         args: &EngineArgs,
     ) -> Result<LoadedModel, Failure> {
         let context_tokens = context.unwrap_or(files.config.max_position_embeddings);
@@ -63,7 +63,7 @@ fn engine(
     files: &ModelFiles,
     formats: Formats,
     context: Option<u32>,
-    place: Place,
+    place: ResolvedDevice,
     args: &EngineArgs,
 ) -> Result<Box<dyn Generate>, Failure> {
     #[cfg(feature = "faults")]
@@ -76,7 +76,7 @@ fn engine(
         .map_err(Failure::bad_job)?
         .map(Arc::new);
     let model = load_model(&files.dir, files.config.clone(), place, &options, args)?;
-    let options = engine_options(formats, &options, args.most(place));
+    let options = engine_options(formats, &options, args.step_limits(place));
     Ok(Box::new(Engine::new(model, files.tokenizer.clone(), options)))
 }
 
@@ -84,7 +84,7 @@ fn engine(
 pub fn load_model(
     dir: &Path,
     config: Config,
-    place: Place,
+    place: ResolvedDevice,
     options: &LoadOptions,
     args: &EngineArgs,
 ) -> Result<Box<dyn Forward + Send>, Failure> {
@@ -97,11 +97,11 @@ pub fn load_model(
 pub fn on_device(
     config: Config,
     weights: &dyn WeightSource,
-    place: Place,
+    place: ResolvedDevice,
     options: &LoadOptions,
     args: &EngineArgs,
 ) -> Result<Box<dyn Forward + Send>, Failure> {
-    if let Place::Cuda(ordinal) = place {
+    if let ResolvedDevice::Cuda(ordinal) = place {
         let products = match args.no_cublaslt {
             true => Products::Kernels,
             false => Products::Fastest,
@@ -125,14 +125,14 @@ fn check_cpu(precision: Precision, kv: KvFormat) -> anyhow::Result<()> {
 }
 
 /// Whether `place` computes in these formats, which loading a model finds out as well, later.
-pub fn check_formats(formats: Formats, place: Place) -> anyhow::Result<()> {
+pub fn check_formats(formats: Formats, place: ResolvedDevice) -> anyhow::Result<()> {
     #[cfg(feature = "faults")]
     if crate::faults::KnownDevice::is_wanted() {
         return Ok(());
     }
     match place {
-        Place::Cpu => check_cpu(formats.precision, formats.kv),
-        Place::Cuda(ordinal) => {
+        ResolvedDevice::Cpu => check_cpu(formats.precision, formats.kv),
+        ResolvedDevice::Cuda(ordinal) => {
             Cuda::open(ordinal, formats.precision, formats.kv, Products::Kernels)?;
             Ok(())
         }
@@ -144,18 +144,18 @@ pub fn load_options(
     formats: Formats,
     context: Option<u32>,
     vocabulary: usize,
-    place: Place,
+    place: ResolvedDevice,
     args: &EngineArgs,
 ) -> Result<LoadOptions, Failure> {
-    let Most { step_tokens, sequences } = args.most(place);
+    let StepLimitArgs { step_tokens, sequences } = args.step_limits(place);
     Ok(LoadOptions {
         precision: formats.precision,
         kv_format: formats.kv,
         channels: None,
         isa: args.instructions,
         kv: match place {
-            Place::Cpu => KvBudget::Bytes(args.kv_memory.map_or_else(default_kv_bytes, |mib| mib << 20)),
-            Place::Cuda(_) => KvBudget::AfterStep {
+            ResolvedDevice::Cpu => KvBudget::Bytes(args.kv_memory.map_or_else(default_kv_bytes, |mib| mib << 20)),
+            ResolvedDevice::Cuda(_) => KvBudget::AfterStep {
                 step_tokens,
                 sequences,
                 bytes: args.kv_memory.map(|mib| mib << 20),
@@ -168,10 +168,10 @@ pub fn load_options(
 }
 
 /// How an engine runs a model loaded so.
-pub fn engine_options(formats: Formats, loaded: &LoadOptions, most: Most) -> EngineOptions {
+pub fn engine_options(formats: Formats, loaded: &LoadOptions, step_limits: StepLimitArgs) -> EngineOptions {
     EngineOptions {
-        max_step_tokens: most.step_tokens as usize,
-        max_sequences: most.sequences as usize,
+        max_step_tokens: step_limits.step_tokens as usize,
+        max_sequences: step_limits.sequences as usize,
         prefix_root: formats.to_string(),
         policy: Policy::default(),
         threads: loaded.threads.clone(),

@@ -38,50 +38,50 @@ impl FromStr for DeviceChoice {
 
 /// Where it computes, found out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Place {
+pub enum ResolvedDevice {
     Cpu,
     Cuda(u32),
 }
 
 impl DeviceChoice {
     /// Where others compute, who will have what is named here; `auto`: as this machine does.
-    pub fn of_others(self) -> Result<Place, Failure> {
+    pub fn of_others(self) -> Result<ResolvedDevice, Failure> {
         match self {
-            DeviceChoice::Cuda(number) => Ok(Place::Cuda(number)),
-            DeviceChoice::Cpu | DeviceChoice::Auto => self.place(),
+            DeviceChoice::Cuda(number) => Ok(ResolvedDevice::Cuda(number)),
+            DeviceChoice::Cpu | DeviceChoice::Auto => self.resolve(),
         }
     }
 
     /// Looks for the GPU that is asked for; whatever keeps `auto` from one is said in the log.
-    pub fn place(self) -> Result<Place, Failure> {
+    pub fn resolve(self) -> Result<ResolvedDevice, Failure> {
         match self {
-            DeviceChoice::Cpu => Ok(Place::Cpu),
+            DeviceChoice::Cpu => Ok(ResolvedDevice::Cpu),
             DeviceChoice::Cuda(number) => {
                 Cuda::probe(number).map_err(Failure::bad_job)?;
-                Ok(Place::Cuda(number))
+                Ok(ResolvedDevice::Cuda(number))
             }
             DeviceChoice::Auto => Ok(match Cuda::probe(0) {
-                Ok(_) => Place::Cuda(0),
+                Ok(_) => ResolvedDevice::Cuda(0),
                 // No driver, no card: the machine is as its owner wants it.
                 Err(DeviceError::Absent(why)) => {
                     tracing::info!("{why}");
-                    Place::Cpu
+                    ResolvedDevice::Cpu
                 }
                 Err(error) => {
                     tracing::warn!("computing on the CPU: {error}");
-                    Place::Cpu
+                    ResolvedDevice::Cpu
                 }
             }),
         }
     }
 }
 
-impl Place {
+impl ResolvedDevice {
     /// What `precision: auto` is here. On a CPU, F32 costs no more than BF16 and rows do not depend on their batch.
     pub fn precision(self) -> Precision {
         match self {
-            Place::Cpu => Precision::F32,
-            Place::Cuda(_) => Precision::Bf16,
+            ResolvedDevice::Cpu => Precision::F32,
+            ResolvedDevice::Cuda(_) => Precision::Bf16,
         }
     }
 }

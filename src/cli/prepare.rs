@@ -7,11 +7,11 @@ use std::time::Duration;
 use anyhow::Context;
 
 use crate::cli::args::JobArgs;
+use crate::cli::device_choice::ResolvedDevice;
 use crate::cli::exit::Failure;
-use crate::cli::outfit::check_formats;
-use crate::cli::place::Place;
 use crate::cli::recheck::Sample;
 use crate::cli::sampling::Sampling;
+use crate::cli::setup::check_formats;
 use crate::cli::trial;
 use crate::dataset::DatasetError;
 use crate::dataset::layout::SkippedFile;
@@ -30,7 +30,7 @@ use crate::job::thinking::Thinks;
 use crate::job::{JobError, Parameters, Renderer};
 use crate::ledger::keys::sha256;
 use crate::ledger::status::Status;
-use crate::ledger::{self, JobDraft, JobIdentity, Ledger, LedgerError, Terms, Unfinished};
+use crate::ledger::{self, JobDraft, JobIdentity, JobLimits, Ledger, LedgerError, Unfinished};
 use crate::model::folder;
 use crate::report::one_line;
 use crate::report::summary::{Summary, number};
@@ -49,7 +49,7 @@ const SAY_HASHING_BYTES: u64 = 4 << 30;
 const SLOW: Duration = Duration::from_secs(3);
 
 /// A job and everything about its model but the weights.
-pub struct Opened {
+pub struct PreparedJob {
     pub job: Arc<Job>,
     /// How it was asked for.
     pub args: JobArgs,
@@ -59,20 +59,20 @@ pub struct Opened {
     /// What its report runs again.
     pub recheck: Option<Sample>,
     /// Where it is computed.
-    pub place: Place,
+    pub place: ResolvedDevice,
     /// Where its sampling values come from, once [settled](Self::settle).
     pub sampling: Sampling,
     /// How its model thinks, once settled; `None`: all that it writes is its answer.
     pub thinking: Option<Thinks>,
 }
 
-impl Opened {
+impl PreparedJob {
     /// Reads the job file and the model's config and tokenizer; `place` is asked once the job file is known to be sound.
-    pub async fn open(
+    pub async fn prepare(
         args: &JobArgs,
         limit: Option<u64>,
-        place: impl FnOnce() -> Result<Place, Failure>,
-    ) -> Result<Opened, Failure> {
+        place: impl FnOnce() -> Result<ResolvedDevice, Failure>,
+    ) -> Result<PreparedJob, Failure> {
         let parameters = Parameters::new(&args.set).map_err(|why| Failure::bad_job(anyhow::anyhow!(why)))?;
         let job = Job::load(&args.path, &parameters).map_err(Failure::bad_job)?;
         let place = place()?;
@@ -87,7 +87,7 @@ impl Opened {
             Some(rows) => trial::place(&job, &output, rows).await?,
             None => output,
         };
-        Ok(Opened {
+        Ok(PreparedJob {
             job: Arc::new(job),
             args: args.clone(),
             model,
@@ -420,9 +420,9 @@ impl Opened {
     }
 
     /// The job's limits as its file states them.
-    pub fn terms(&self) -> Terms {
+    pub fn terms(&self) -> JobLimits {
         let budget = &self.job.budget;
-        Terms {
+        JobLimits {
             usd: budget.usd,
             deadline_seconds: budget.deadline_seconds,
             usd_per_hour: budget.usd_per_hour,
@@ -558,7 +558,7 @@ pub async fn ledger_at(output: &str) -> Result<Ledger, Failure> {
 pub async fn open_ledger(output: &Location) -> ledger::Result<Option<Ledger>> {
     let mut opening = std::pin::pin!(Ledger::open(output));
     match tokio::time::timeout(SLOW, &mut opening).await {
-        Ok(opened) => opened,
+        Ok(prepared) => prepared,
         Err(_) => {
             eprintln!(
                 "gristmill: `{}` does not answer yet, trying again for a while",

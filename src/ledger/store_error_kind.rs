@@ -1,0 +1,71 @@
+//! What a store's errors mean: nothing there, worth another try, or a matter for a person.
+
+use super::folder::Odd;
+
+/// What an error of the store means for the request that met it.
+pub(super) enum StoreErrorKind {
+    /// Nothing lies there.
+    Missing,
+    /// May be gone at the next try.
+    Transient,
+    /// Will not be gone: why, and what to do.
+    Lasting(&'static str),
+    /// Will not be gone until a person has given permission, or credentials were renewed.
+    Denied(&'static str),
+}
+
+/// What `error` means, by its kind and, locally, by the I/O error inside.
+pub(super) fn store_error_kind(error: &object_store::Error) -> StoreErrorKind {
+    use object_store::Error as E;
+    use std::io::ErrorKind as Io;
+    match error {
+        E::NotFound { .. } => return StoreErrorKind::Missing,
+        E::PermissionDenied { .. } => return StoreErrorKind::Denied("no permission"),
+        E::Unauthenticated { .. } => return StoreErrorKind::Denied("the store does not accept the credentials"),
+        E::NotSupported { .. } | E::NotImplemented { .. } => {
+            return StoreErrorKind::Lasting(
+                "the store cannot do this, and the guarantee needs it: choose another store",
+            );
+        }
+        E::InvalidPath { .. } | E::UnknownConfigurationKey { .. } => {
+            return StoreErrorKind::Lasting("not a usable address");
+        }
+        _ => {}
+    }
+    match found::<Odd>(error) {
+        Some(Odd::Link(_)) => {
+            return StoreErrorKind::Lasting(
+                "no link below an output is followed: put the file or folder itself there, or make the whole output a link",
+            );
+        }
+        Some(Odd::Special(_)) => {
+            return StoreErrorKind::Lasting("what lies there was not written by gristmill: remove it");
+        }
+        None => {}
+    }
+    match found::<std::io::Error>(error).map(std::io::Error::kind) {
+        Some(Io::PermissionDenied) => StoreErrorKind::Denied("no permission"),
+        Some(Io::ReadOnlyFilesystem) => StoreErrorKind::Lasting("the file system is read-only"),
+        Some(Io::StorageFull) => StoreErrorKind::Lasting("the disk is full: free space and run again to go on"),
+        Some(Io::QuotaExceeded) => {
+            StoreErrorKind::Lasting("the disk quota is used up: free space and run again to go on")
+        }
+        Some(Io::FileTooLarge) => StoreErrorKind::Lasting("the file system takes no file of that size"),
+        Some(Io::NotADirectory) => StoreErrorKind::Lasting("a part of the path is a file, not a folder"),
+        Some(Io::IsADirectory) => StoreErrorKind::Lasting("a folder lies there"),
+        Some(Io::InvalidFilename) => StoreErrorKind::Lasting("not a usable file name"),
+        _ => StoreErrorKind::Transient,
+    }
+}
+
+/// The first error of this type in the chain.
+fn found<'a, E: std::error::Error + 'static>(error: &'a (dyn std::error::Error + 'static)) -> Option<&'a E> {
+    let mut next = Some(error);
+    while let Some(error) = next {
+        if let Some(found) = error.downcast_ref::<E>() {
+            return Some(found);
+        }
+        next = error.source();
+    }
+    None
+}
