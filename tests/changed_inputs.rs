@@ -93,6 +93,26 @@ fn the_same_bytes_under_another_etag_are_pinned_anew() {
     }
 }
 
+/// Planning reads nothing behind a limit, but the hash is that of the whole file.
+#[test]
+fn the_same_bytes_behind_a_limit_are_pinned_anew() {
+    let folder = tempfile::tempdir().unwrap();
+    let (job, output) = small_job(folder.path(), &[]);
+    let text = fs::read_to_string(&job).unwrap();
+    fs::write(&job, text.replace("uri: rows.jsonl", "uri: rows.jsonl, limit: 3")).unwrap();
+    let input = folder.path().join("rows.jsonl");
+    // More than planning reads at once.
+    let behind = format!("{{\"id\": 40, \"text\": \"{}\"}}\n", "word ".repeat(400)).repeat(10_000);
+    let rows = fs::read_to_string(&input).unwrap() + &behind;
+    fs::write(&input, rows).unwrap();
+    run(&["submit", arg(&job), "--no-enqueue"]).expect(0);
+    restore(&input);
+    run(&["run", arg(&job), "--quiet"]).expect(0);
+    run(&["verify", arg(&output)]).expect(0);
+    look(&output, "assert [r['id'] for r in rows] == [0, 1, 2], rows");
+    assert_eq!(orders(&output).len(), 1);
+}
+
 #[test]
 fn what_one_worker_pinned_no_other_has_to_hash() {
     let folder = tempfile::tempdir().unwrap();
