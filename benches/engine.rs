@@ -10,9 +10,9 @@ use std::sync::Arc;
 use gristmill::device::batch::StepBatch;
 use gristmill::device::cpu::Threads;
 use gristmill::device::draw::{Allowed, Draw, DrawError, Drawn};
-use gristmill::engine::params::{Params, Shape};
+use gristmill::engine::params::{GenerationParams, OutputConstraint};
 use gristmill::engine::request::{Request, UnitId};
-use gristmill::engine::{Engine, EngineOptions, Forward, ForwardError, Generate};
+use gristmill::engine::{Engine, EngineOptions, Forward, ForwardError, Generator};
 use gristmill::job::{Job, Parameters};
 use gristmill::model::tokenizer::Tokenizer;
 
@@ -113,14 +113,14 @@ impl Forward for Nothing {
 struct Kind {
     name: &'static str,
     prompt: usize,
-    params: Params,
+    params: GenerationParams,
 }
 
 fn kinds() -> Vec<Kind> {
-    let plain = |max_tokens| Params {
+    let plain = |max_tokens| GenerationParams {
         max_tokens,
         ignore_eos: true,
-        ..Params::default()
+        ..GenerationParams::default()
     };
     let tickets = Job::load(Path::new("jobs/write-tickets.yaml"), &Parameters::default()).expect("the example job");
     let choices = (0..10).map(|i| format!("category {i}")).collect();
@@ -138,12 +138,12 @@ fn kinds() -> Vec<Kind> {
         Kind {
             name: "`choice` of 10, 128 in",
             prompt: 128,
-            params: Params {
-                shape: Shape::Choice {
+            params: GenerationParams {
+                shape: OutputConstraint::Choice {
                     choices,
                     probabilities: false,
                 },
-                ..Params::default()
+                ..GenerationParams::default()
             },
         },
         Kind {

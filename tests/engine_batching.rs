@@ -13,12 +13,12 @@ use gristmill::device::batch::{StepBatch, StepSequence};
 use gristmill::device::cpu::Threads;
 use gristmill::device::cpu::sample::{Scratch, sample};
 use gristmill::device::draw::{Draw, DrawError, Drawn};
-use gristmill::engine::params::{Params, Shape};
+use gristmill::engine::params::{GenerationParams, OutputConstraint};
 use gristmill::engine::request::{Completion, FinishReason, Finished, Request, UnitId};
 use gristmill::engine::scheduler::Policy;
 use gristmill::engine::thinking::Thinking;
 use gristmill::engine::totals::StepShape;
-use gristmill::engine::{Engine, EngineError, EngineOptions, Forward, ForwardError, Generate};
+use gristmill::engine::{Engine, EngineError, EngineOptions, Forward, ForwardError, Generator};
 use gristmill::model::tokenizer::Tokenizer;
 use proptest::prelude::*;
 use serde_json::json;
@@ -278,7 +278,7 @@ fn engine(setup: &Setup) -> (Engine, Arc<Mutex<Seen>>) {
     (Engine::new(Box::new(model), tokenizer, options), seen)
 }
 
-fn request(row: u64, prompt: &[u32], params: &Params) -> Request {
+fn request(row: u64, prompt: &[u32], params: &GenerationParams) -> Request {
     Request {
         id: UnitId {
             job: 0,
@@ -329,7 +329,7 @@ pub fn run(setup: &Setup, requests: &[(usize, Request)]) -> (BTreeMap<u64, Resul
     (done, seen)
 }
 
-fn run_one(prompt: &[u32], params: &Params) -> Completion {
+fn run_one(prompt: &[u32], params: &GenerationParams) -> Completion {
     run(&ROOMY, &[(0, request(0, prompt, params))])
         .0
         .remove(&0)
@@ -369,21 +369,21 @@ const CHOICES: [&str; 10] = [
     "abx",
 ];
 
-fn shapes() -> Vec<Shape> {
+fn shapes() -> Vec<OutputConstraint> {
     let choices = CHOICES.map(String::from).to_vec();
     vec![
-        Shape::Free,
-        Shape::Free,
-        Shape::Choice {
+        OutputConstraint::Free,
+        OutputConstraint::Free,
+        OutputConstraint::Choice {
             choices: choices.clone(),
             probabilities: false,
         },
-        Shape::Choice {
+        OutputConstraint::Choice {
             choices,
             probabilities: true,
         },
-        Shape::Regex("[a-c]{3,9}(?:xy|z)".into()),
-        Shape::JsonSchema(
+        OutputConstraint::Regex("[a-c]{3,9}(?:xy|z)".into()),
+        OutputConstraint::JsonSchema(
             json!({"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"enum": ["x", "yy"]}},
             "required": ["a", "b"], "additionalProperties": false}),
         ),
@@ -415,7 +415,7 @@ fn to_request(i: usize, (head, tail, kind, _): Row) -> Request {
         prompt.extend(&thinking.open);
     }
     let shape = shapes()[kind % shapes().len()].clone();
-    let params = Params {
+    let params = GenerationParams {
         max_tokens: 3 + (kind as u32 * 7) % 17,
         temperature: if kind % 3 == 0 { 0.0 } else { 0.9 },
         top_p: if kind % 4 == 1 { 0.8 } else { 1.0 },
@@ -424,7 +424,7 @@ fn to_request(i: usize, (head, tail, kind, _): Row) -> Request {
         seed: 5,
         shape,
         thinking,
-        ..Params::default()
+        ..GenerationParams::default()
     };
     request(i as u64, &prompt, &params)
 }
@@ -463,11 +463,11 @@ proptest! {
 fn running_ahead_costs_a_token_a_row_at_most() {
     let ahead = Setup { ahead: true, ..ROOMY };
     for ignore_eos in [true, false] {
-        let params = Params {
+        let params = GenerationParams {
             max_tokens: 30,
             ignore_eos,
             stop_token_ids: (0..if ignore_eos { 0 } else { 20 }).collect(),
-            ..Params::default()
+            ..GenerationParams::default()
         };
         let requests: Vec<_> = (0..30)
             .map(|i| (0, request(i, &[40 + i as u32; 12], &params)))
@@ -498,12 +498,12 @@ fn forced_tokens_cost_no_step() {
     let schema = json!({"type": "object", "required": ["billing", "shipping"], "additionalProperties": false,
         "x-guidance": {"key_separator": ":", "item_separator": ","},
         "properties": {"billing": {"enum": [1, 2]}, "shipping": {"enum": ["defect", "other"]}}});
-    let params = Params {
+    let params = GenerationParams {
         max_tokens: 100,
         temperature: 0.9,
         logprobs: true,
-        shape: Shape::JsonSchema(schema),
-        ..Params::default()
+        shape: OutputConstraint::JsonSchema(schema),
+        ..GenerationParams::default()
     };
     let requests: Vec<_> = (0..20)
         .map(|i| (0, request(i, &[40 + i as u32; 12], &params)))
@@ -527,8 +527,8 @@ fn forced_tokens_cost_no_step() {
     }
     assert_eq!(texts.len(), 4, "{texts:?}");
     assert!(seen.steps <= 5, "{} steps", seen.steps);
-    let only = Params {
-        shape: Shape::JsonSchema(json!({"const": "billing"})),
+    let only = GenerationParams {
+        shape: OutputConstraint::JsonSchema(json!({"const": "billing"})),
         ..params
     };
     let (results, seen) = run(&ROOMY, &[(0, request(0, &[41, 42], &only))]);
@@ -541,11 +541,11 @@ fn forced_tokens_cost_no_step() {
 
 #[test]
 fn a_tiny_pool_preempts_and_recomputes() {
-    let params = Params {
+    let params = GenerationParams {
         max_tokens: 40,
         temperature: 0.7,
         ignore_eos: true,
-        ..Params::default()
+        ..GenerationParams::default()
     };
     let requests: Vec<_> = (0..6).map(|i| (0, request(i, &[i as u32 + 20; 10], &params))).collect();
     let tiny = Setup {
@@ -569,9 +569,9 @@ fn a_tiny_pool_preempts_and_recomputes() {
 
 #[test]
 fn a_shared_prefix_is_computed_once_even_when_rows_start_together() {
-    let params = Params {
+    let params = GenerationParams {
         max_tokens: 1,
-        ..Params::default()
+        ..GenerationParams::default()
     };
     let head: Vec<u32> = (0..160).map(|t| 30 + t % 50).collect();
     let prompt = |i: u32| head.iter().copied().chain([i + 1, i + 2]).collect::<Vec<u32>>();
@@ -589,16 +589,16 @@ fn a_shared_prefix_is_computed_once_even_when_rows_start_together() {
 
 #[test]
 fn equal_greedy_requests_are_computed_once() {
-    let greedy = Params {
+    let greedy = GenerationParams {
         temperature: 0.0,
         max_tokens: 6,
-        ..Params::default()
+        ..GenerationParams::default()
     };
-    let longer = Params {
+    let longer = GenerationParams {
         max_tokens: 9,
         ..greedy.clone()
     };
-    let warm = Params {
+    let warm = GenerationParams {
         temperature: 1.0,
         ..greedy.clone()
     };
@@ -645,10 +645,10 @@ fn equal_greedy_requests_are_computed_once() {
 
 #[test]
 fn a_cancelled_row_leaves_its_equals() {
-    let params = Params {
+    let params = GenerationParams {
         temperature: 0.0,
         max_tokens: 6,
-        ..Params::default()
+        ..GenerationParams::default()
     };
     let (mut engine, _) = engine(&ROOMY);
     for row in 0..3 {
@@ -686,10 +686,10 @@ fn a_policy_leaves_out_what_it_says() {
             ..ROOMY
         });
         for i in 0..6u32 {
-            let params = Params {
+            let params = GenerationParams {
                 max_tokens: 1 + 2 * i,
                 ignore_eos: true,
-                ..Params::default()
+                ..GenerationParams::default()
             };
             let prompt: Vec<u32> = head.iter().copied().chain([i + 1]).collect();
             engine.submit(request(u64::from(i), &prompt, &params)).unwrap();
@@ -721,12 +721,12 @@ fn a_policy_leaves_out_what_it_says() {
 #[test]
 fn labels_with_distinct_first_tokens_cost_one_pass() {
     let choices = ["billing", "shipping", "defect", "other"].map(String::from).to_vec();
-    let params = Params {
-        shape: Shape::Choice {
+    let params = GenerationParams {
+        shape: OutputConstraint::Choice {
             choices: choices.clone(),
             probabilities: false,
         },
-        ..Params::default()
+        ..GenerationParams::default()
     };
     let requests: Vec<_> = (0..30)
         .map(|i| (0, request(i, &[i as u32 + 20, 3, 4], &params)))
@@ -777,17 +777,17 @@ fn brute_force(prompt: &[u32], choices: &[&str], spread: f32) -> Vec<f64> {
 #[test]
 fn choice_probabilities_are_those_of_brute_force() {
     let choices = CHOICES;
-    let shape = Shape::Choice {
+    let shape = OutputConstraint::Choice {
         choices: choices.map(String::from).to_vec(),
         probabilities: true,
     };
     for row in 0..20u32 {
         let prompt: Vec<u32> = (0..6 + row / 4).map(|t| 40 + t + row).collect();
-        let greedy = Params {
+        let greedy = GenerationParams {
             temperature: 0.0,
             shape: shape.clone(),
             logprobs: true,
-            ..Params::default()
+            ..GenerationParams::default()
         };
         let setup = Setup {
             spread: 4.0,
@@ -826,16 +826,16 @@ fn sampled_choices_follow_their_probabilities() {
         expected.iter().all(|p| p * 2000.0 > 5.0),
         "too rare to count: {expected:?}"
     );
-    let shape = |probabilities| Shape::Choice {
+    let shape = |probabilities| OutputConstraint::Choice {
         choices: choices.map(String::from).to_vec(),
         probabilities,
     };
     let setup = Setup { spread: 2.0, ..ROOMY };
     let requests = |probabilities| -> Vec<_> {
-        let params = Params {
+        let params = GenerationParams {
             temperature: 1.0,
             shape: shape(probabilities),
-            ..Params::default()
+            ..GenerationParams::default()
         };
         (0..2000).map(|i| (0, request(i, &prompt, &params))).collect()
     };
@@ -864,12 +864,12 @@ fn sampled_choices_follow_their_probabilities() {
 
 #[test]
 fn max_tokens_and_context_cut() {
-    let free = Params {
+    let free = GenerationParams {
         max_tokens: 5,
         temperature: 0.0,
         ignore_eos: true,
         logprobs: true,
-        ..Params::default()
+        ..GenerationParams::default()
     };
     let c = run_one(&[20, 21], &free);
     assert_eq!(
@@ -879,7 +879,7 @@ fn max_tokens_and_context_cut() {
     assert_eq!(c.logprobs.map(|l| l.len()), Some(5));
     let small = Setup { context: 12, ..ROOMY };
     let ask = |prompt: usize, max_tokens| {
-        let params = Params {
+        let params = GenerationParams {
             max_tokens,
             ..free.clone()
         };
@@ -898,11 +898,11 @@ fn max_tokens_and_context_cut() {
     let error = ask(12, 1).unwrap_err();
     assert!(error.contains("12 prompt tokens") && !error.contains('\n'), "{error}");
     for shape in &shapes()[4..] {
-        let params = Params {
+        let params = GenerationParams {
             max_tokens: 2,
             temperature: 0.0,
             shape: shape.clone(),
-            ..Params::default()
+            ..GenerationParams::default()
         };
         let c = run_one(&[20, 21], &params);
         assert_eq!(
@@ -913,16 +913,16 @@ fn max_tokens_and_context_cut() {
         );
     }
     let choices = vec!["zzzz".to_string(), "yyyy".to_string()];
-    let shape = Shape::Choice {
+    let shape = OutputConstraint::Choice {
         choices,
         probabilities: false,
     };
     let c = run_one(
         &[20],
-        &Params {
+        &GenerationParams {
             max_tokens: 2,
             shape,
-            ..Params::default()
+            ..GenerationParams::default()
         },
     );
     assert_eq!(
@@ -933,14 +933,14 @@ fn max_tokens_and_context_cut() {
 
 #[test]
 fn what_does_not_fit_is_refused_and_the_rest_goes_on() {
-    let params = Params {
+    let params = GenerationParams {
         max_tokens: 30,
         ignore_eos: true,
-        ..Params::default()
+        ..GenerationParams::default()
     };
-    let bad_shape = Params {
-        shape: Shape::Regex("(".into()),
-        ..Params::default()
+    let bad_shape = GenerationParams {
+        shape: OutputConstraint::Regex("(".into()),
+        ..GenerationParams::default()
     };
     let tiny = Setup {
         blocks: 10,
@@ -958,7 +958,7 @@ fn what_does_not_fit_is_refused_and_the_rest_goes_on() {
             request(
                 5,
                 &[20],
-                &Params {
+                &GenerationParams {
                     max_tokens: u32::MAX,
                     ..params.clone()
                 },
@@ -976,11 +976,11 @@ fn what_does_not_fit_is_refused_and_the_rest_goes_on() {
 #[test]
 fn shapes_hold_whatever_the_model_says() {
     for row in 0..40u32 {
-        let params = |shape: &Shape, temperature| Params {
+        let params = |shape: &OutputConstraint, temperature| GenerationParams {
             max_tokens: 400,
             temperature,
             shape: shape.clone(),
-            ..Params::default()
+            ..GenerationParams::default()
         };
         let shapes = shapes();
         let c = run_one(&[row + 20], &params(&shapes[4], 1.0));
@@ -1007,18 +1007,18 @@ fn shapes_hold_whatever_the_model_says() {
 #[test]
 fn a_shape_that_takes_long_holds_up_no_other_row() {
     let (mut engine, _) = engine(&ROOMY);
-    let shaped = |row: u64, shape: Shape| {
-        let params = Params {
+    let shaped = |row: u64, shape: OutputConstraint| {
+        let params = GenerationParams {
             max_tokens: 4,
             shape,
-            ..Params::default()
+            ..GenerationParams::default()
         };
         request(row, &[20, 21, 22], &params)
     };
-    let hard = |tail: &str| Shape::Regex(format!("{}{tail}", r"\w?".repeat(1000)));
+    let hard = |tail: &str| OutputConstraint::Regex(format!("{}{tail}", r"\w?".repeat(1000)));
     engine.submit(shaped(0, hard("a"))).unwrap();
     assert!(!engine.is_idle() && engine.wants_more());
-    engine.submit(shaped(1, Shape::Free)).unwrap();
+    engine.submit(shaped(1, OutputConstraint::Free)).unwrap();
     let mut order = Vec::new();
     while !engine.is_idle() {
         let ended = engine.step().unwrap();
@@ -1035,12 +1035,12 @@ fn a_shape_that_takes_long_holds_up_no_other_row() {
 
 #[test]
 fn stop_texts_cut_across_tokens() {
-    let params = Params {
+    let params = GenerationParams {
         max_tokens: 200,
         temperature: 1.0,
         ignore_eos: true,
         seed: 3,
-        ..Params::default()
+        ..GenerationParams::default()
     };
     let whole = run_one(&[33, 34], &params);
     let tokenizer = tokenizer();
@@ -1056,7 +1056,7 @@ fn stop_texts_cut_across_tokens() {
     let stop = spelled(at + 2)[spelled(at).len()..].to_string();
     let c = run_one(
         &[33, 34],
-        &Params {
+        &GenerationParams {
             stop: vec!["never".into(), stop],
             ..params.clone()
         },
@@ -1072,7 +1072,7 @@ fn stop_texts_cut_across_tokens() {
     let first = whole.token_ids.iter().position(|t| *t == id).unwrap();
     let c = run_one(
         &[33, 34],
-        &Params {
+        &GenerationParams {
             stop_token_ids: vec![id],
             ..params
         },
@@ -1090,11 +1090,11 @@ fn the_end_of_sequence_ends_unless_ignored() {
     let setup = Setup { spread: 0.1, ..ROOMY };
     let mut ended = 0;
     for row in 0..20 {
-        let params = |ignore_eos| Params {
+        let params = |ignore_eos| GenerationParams {
             max_tokens: 400,
             ignore_eos,
             seed: 9,
-            ..Params::default()
+            ..GenerationParams::default()
         };
         let ask = |ignore| {
             run(&setup, &[(0, request(row, &[25], &params(ignore)))])
@@ -1119,13 +1119,13 @@ fn the_end_of_sequence_ends_unless_ignored() {
 
 #[test]
 fn seeds_samples_and_rows_draw_their_own() {
-    let params = Params {
+    let params = GenerationParams {
         max_tokens: 12,
         temperature: 1.0,
         ignore_eos: true,
-        ..Params::default()
+        ..GenerationParams::default()
     };
-    let ask = |id: UnitId, params: &Params| {
+    let ask = |id: UnitId, params: &GenerationParams| {
         let request = Request {
             id,
             ..request(id.row, &[20, 21], params)
@@ -1152,7 +1152,7 @@ fn seeds_samples_and_rows_draw_their_own() {
         base,
         ask(
             id,
-            &Params {
+            &GenerationParams {
                 seed: 1,
                 ..params.clone()
             }
@@ -1162,11 +1162,11 @@ fn seeds_samples_and_rows_draw_their_own() {
 
 #[test]
 fn broken_rows_fail_alone() {
-    let params = Params {
+    let params = GenerationParams {
         max_tokens: 6,
         temperature: 0.8,
         ignore_eos: true,
-        ..Params::default()
+        ..GenerationParams::default()
     };
     let setup = Setup {
         block_tokens: 4,
@@ -1193,10 +1193,10 @@ fn broken_rows_fail_alone() {
 /// Steps become smaller until they find memory; where one token finds none, the engine stops.
 #[test]
 fn steps_without_memory_become_smaller() {
-    let params = Params {
+    let params = GenerationParams {
         max_tokens: 8,
         ignore_eos: true,
-        ..Params::default()
+        ..GenerationParams::default()
     };
     let requests: Vec<_> = (0..9).map(|i| (0, request(i, &[40 + i as u32; 12], &params))).collect();
     let (want, roomy) = run(&ROOMY, &requests);
@@ -1234,9 +1234,9 @@ fn a_failed_device_stops_the_engine() {
         .submit(request(
             0,
             &[20],
-            &Params {
+            &GenerationParams {
                 ignore_eos: true,
-                ..Params::default()
+                ..GenerationParams::default()
             },
         ))
         .unwrap();

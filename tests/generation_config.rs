@@ -9,7 +9,7 @@ use gristmill::device::cpu::sample::{Scratch, sample};
 use gristmill::device::draw::{Draw, Drawn};
 use gristmill::engine::constraint::Constraint;
 use gristmill::engine::request::{Request, UnitId};
-use gristmill::engine::sequence::Unit;
+use gristmill::engine::sequence::SampleState;
 use gristmill::job::{Job, JobFile};
 use gristmill::model::config::generation::GenerationFile;
 use gristmill::model::tokenizer::Tokenizer;
@@ -445,7 +445,7 @@ fn a_lines_value_wins_over_the_jobs_and_that_over_the_checkpoints() {
 
 /// Draws as a job would, from the logits of a case of `tests/fixtures/make_generation.py`.
 struct Reference {
-    unit: Unit,
+    unit: SampleState,
     tokenizer: Arc<Tokenizer>,
     logits: Vec<f32>,
 }
@@ -477,7 +477,7 @@ impl Reference {
             eos: vec![2, 5].into(),
             cache_salt: Arc::default(),
         };
-        let (mut unit, _) = Unit::new(request, Constraint::Free, 256, tokenizer);
+        let (mut unit, _) = SampleState::new(request, Constraint::Free, 256, tokenizer);
         for token in ids("completion") {
             let drawn = Drawn {
                 token,

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use gristmill::engine::params::Shape;
+use gristmill::engine::params::OutputConstraint;
 use gristmill::job::file::{OutputFormat, Truncate, Unfinished};
 use gristmill::job::spec::{ChatTemplateChoice, Precision, PromptKind};
 use gristmill::job::{Job, JobFile, Parameters};
@@ -70,7 +70,7 @@ fn a_good_job_is_read() {
     let choices = ["billing", "shipping", "yes", "no"].map(String::from).to_vec();
     assert_eq!(
         params.shape,
-        Shape::Choice {
+        OutputConstraint::Choice {
             choices,
             probabilities: false
         }

@@ -9,9 +9,9 @@ use std::sync::Arc;
 use gristmill::dataset::row::InputRow;
 use gristmill::device::cpu::sample::{Scratch, sample};
 use gristmill::engine::constraint::{Constraint, GrammarState};
-use gristmill::engine::params::{Params, Shape};
+use gristmill::engine::params::{GenerationParams, OutputConstraint};
 use gristmill::engine::request::{Completion, FinishReason, Request, UnitId};
-use gristmill::engine::sequence::{Next, Unit};
+use gristmill::engine::sequence::{Next, SampleState};
 use gristmill::engine::thinking::Begin;
 use gristmill::job::{Job, JobFile, RenderSetup, Renderer};
 use gristmill::model::tokenizer::Tokenizer;
@@ -185,7 +185,7 @@ fn row() -> InputRow {
 }
 
 /// The completion where the model wants these tokens, one each time it is asked; all of them are to be taken.
-fn complete(tokenizer: &Arc<Tokenizer>, prompt: &[u32], params: &Arc<Params>, wants: &[u32]) -> Completion {
+fn complete(tokenizer: &Arc<Tokenizer>, prompt: &[u32], params: &Arc<GenerationParams>, wants: &[u32]) -> Completion {
     let eos = tokenizer.eos_id().unwrap();
     let constraint = Constraint::compile(&params.shape, tokenizer, &[eos]).unwrap();
     let request = Request {
@@ -200,7 +200,7 @@ fn complete(tokenizer: &Arc<Tokenizer>, prompt: &[u32], params: &Arc<Params>, wa
         eos: [eos].into(),
         cache_salt: Arc::default(),
     };
-    let (mut unit, mut next) = Unit::new(request, constraint, params.max_tokens as usize, tokenizer);
+    let (mut unit, mut next) = SampleState::new(request, constraint, params.max_tokens as usize, tokenizer);
     let mut nodes = VecDeque::new();
     for asked in 0.. {
         match next {
@@ -501,7 +501,7 @@ fn data_opens_no_thought() {
         .unwrap();
     let open = tokenizer(style).id_of("<think>").unwrap();
     assert!(!rendered.tokens.contains(&open));
-    assert!(matches!(&rendered.params.shape, Shape::Free));
+    assert!(matches!(&rendered.params.shape, OutputConstraint::Free));
 }
 
 /// Without a word of job or checkpoint, there is room for a thought, and for an answer behind a limited one.
@@ -554,7 +554,7 @@ fn a_thought_may_begin_where_tokens_are_forbidden() {
     for shape in [json!({"regex": "(a|q)b"}), json!({"choice": ["ab", "cd"]}), json!({})] {
         let renderer = renderer(style, &messages, &json!({}), shape.clone());
         let prompt = renderer.render(&row()).unwrap();
-        let mut params = Params::clone(&prompt.params);
+        let mut params = GenerationParams::clone(&prompt.params);
         params.forbidden.tokens = ids("q");
         let end = if shape == json!({}) { "b</s>" } else { "" };
         let completion = complete(

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use gristmill::dataset::location::Location;
 use gristmill::device;
-use gristmill::engine::params::Params;
+use gristmill::engine::params::GenerationParams;
 use gristmill::job::spec::Precision;
 use gristmill::ledger::Ledger;
 use gristmill::worker::jobs::{JobLookup, Jobs, OpenJob};
@@ -200,7 +200,7 @@ async fn jobs_share_computed_prefixes_where_they_name_the_same_salt() {
         run(&["submit", arg(&file), "--no-enqueue"]).expect(0);
         let job = opened(jobs.add(ledger(&output).await).await).unwrap();
         let request = job
-            .requests(0, [1].into(), Arc::new(Params::default()), 0)
+            .requests(0, [1].into(), Arc::new(GenerationParams::default()), 0)
             .next()
             .unwrap();
         salts.push(request.cache_salt);
@@ -238,10 +238,10 @@ async fn cached_tokens_tell_nothing_of_another_jobs_prompts() {
         }
         run(&["submit", arg(&file), "--no-enqueue"]).expect(0);
         let job = opened(jobs.add(ledger(&output).await).await).unwrap();
-        let params = Params {
+        let params = GenerationParams {
             deterministic,
             max_tokens: 1,
-            ..Params::default()
+            ..GenerationParams::default()
         };
         let prompt: Arc<[u32]> = (10..60).collect();
         let request = job.requests(at as u64, prompt, Arc::new(params), 0).next().unwrap();

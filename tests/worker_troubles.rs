@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use gristmill::engine::request::{Finished, Request};
-use gristmill::engine::{EngineError, Generate, Refused};
+use gristmill::engine::{EngineError, Generator, Refused};
 use gristmill::queue::{Delivery, LocalQueue, Message, Queue, QueueError, QueueUrl, Recall, connect};
 use gristmill::report::meter::Meter;
 use gristmill::worker::jobs::Jobs;
@@ -431,7 +431,7 @@ impl Queue for NoQueue {
 /// A device for a worker to which nothing comes.
 struct Unused;
 
-impl Generate for Unused {
+impl Generator for Unused {
     fn wants_more(&self) -> bool {
         true
     }

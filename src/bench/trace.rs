@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use serde::Deserialize;
 
-use crate::engine::params::{Params, Shape};
+use crate::engine::params::{GenerationParams, OutputConstraint};
 use crate::engine::request::{Request, UnitId};
 use crate::model::tokenizer::Tokenizer;
 
@@ -99,7 +99,7 @@ pub fn read(
     Ok(requests)
 }
 
-fn request(text: &str, tokenizer: &Tokenizer) -> Result<(Vec<u32>, Params), String> {
+fn request(text: &str, tokenizer: &Tokenizer) -> Result<(Vec<u32>, GenerationParams), String> {
     let line: Line = serde_json::from_str(text).map_err(|error| format!("not a request: {error}"))?;
     let prompt = match (line.prompt, line.prompt_token_ids) {
         (Some(text), None) => tokenizer.encode(&text, true)?,
@@ -108,13 +108,13 @@ fn request(text: &str, tokenizer: &Tokenizer) -> Result<(Vec<u32>, Params), Stri
         (None, None) => return Err("has neither `prompt` nor `prompt_token_ids`".into()),
     };
     let shape = match (line.choice, line.json_schema, line.regex) {
-        (None, None, None) => Shape::Free,
-        (Some(choices), None, None) => Shape::Choice {
+        (None, None, None) => OutputConstraint::Free,
+        (Some(choices), None, None) => OutputConstraint::Choice {
             choices,
             probabilities: false,
         },
-        (None, Some(schema), None) => Shape::JsonSchema(schema),
-        (None, None, Some(regex)) => Shape::Regex(regex),
+        (None, Some(schema), None) => OutputConstraint::JsonSchema(schema),
+        (None, None, Some(regex)) => OutputConstraint::Regex(regex),
         _ => return Err("has more than one of `choice`, `json_schema` and `regex`".into()),
     };
     let sound = line.max_tokens > 0
@@ -128,25 +128,25 @@ fn request(text: &str, tokenizer: &Tokenizer) -> Result<(Vec<u32>, Params), Stri
             "`max_tokens` is to be at least 1, `temperature` not negative, `top_p` in (0, 1], `min_p` in [0, 1]".into(),
         );
     }
-    let params = Params {
+    let params = GenerationParams {
         max_tokens: line.max_tokens,
         temperature: line.temperature,
         top_k: line.top_k,
         top_p: line.top_p,
         min_p: line.min_p,
         shape,
-        ..Params::default()
+        ..GenerationParams::default()
     };
     Ok((prompt, params))
 }
 
 /// `count` requests of `input` random tokens each that generate `output` tokens, greedy.
 pub fn random(count: u32, input: u32, output: u32, vocabulary: u32, seed: u64, eos: &Arc<[u32]>) -> Vec<Request> {
-    let params = Arc::new(Params {
+    let params = Arc::new(GenerationParams {
         max_tokens: output,
         temperature: 0.0,
         ignore_eos: true,
-        ..Params::default()
+        ..GenerationParams::default()
     });
     let draw = |row: u32, at: u32| {
         let drawn = crate::engine::philox::philox4x32([seed as u32, (seed >> 32) as u32], [row, at, 0, 0]);
@@ -160,7 +160,7 @@ pub fn random(count: u32, input: u32, output: u32, vocabulary: u32, seed: u64, e
         .collect()
 }
 
-fn unit(row: usize, prompt: Vec<u32>, params: Arc<Params>, eos: &Arc<[u32]>) -> Request {
+fn unit(row: usize, prompt: Vec<u32>, params: Arc<GenerationParams>, eos: &Arc<[u32]>) -> Request {
     let id = UnitId {
         job: 0,
         row: row as u64,
@@ -202,7 +202,7 @@ mod tests {
         assert_eq!((&*found[0].prompt, &*found[1].prompt), (&[256][..], &[1, 2][..]));
         assert!(Arc::ptr_eq(&found[0].params, &found[1].params) && found[0].params.ignore_eos);
         assert_eq!((found[2].params.temperature, found[2].params.top_p), (0.8, 0.95));
-        assert!(matches!(&found[2].params.shape, Shape::Choice { choices, .. } if choices.len() == 2));
+        assert!(matches!(&found[2].params.shape, OutputConstraint::Choice { choices, .. } if choices.len() == 2));
     }
 
     #[test]

@@ -19,7 +19,7 @@ use crate::device::cpu::Isa;
 use crate::device::cuda::Cuda;
 use crate::engine::request::Request;
 use crate::engine::scheduler::Policy;
-use crate::engine::{Engine, Forward, Generate};
+use crate::engine::{Engine, Forward, Generator};
 use crate::model::config::Config;
 use crate::model::folder;
 use crate::model::shapes;

@@ -13,7 +13,7 @@ use crate::device::cpu::Threads;
 use crate::device::cuda::{Cuda, Products};
 use crate::device::{KvFormat, Precision};
 use crate::engine::scheduler::Policy;
-use crate::engine::{Engine, EngineOptions, Forward, Generate};
+use crate::engine::{Engine, EngineOptions, Forward, Generator};
 use crate::model::Checkpoint;
 use crate::model::config::Config;
 use crate::model::folder;
@@ -38,7 +38,7 @@ pub fn watchdog() -> Arc<StepWatchdog> {
 /// A model and the engine that runs it.
 pub struct LoadedModel {
     pub model: Model,
-    pub engine: Box<dyn Generate>,
+    pub engine: Box<dyn Generator>,
 }
 
 impl LoadedModel {
@@ -65,7 +65,7 @@ fn engine(
     context: Option<u32>,
     place: ResolvedDevice,
     args: &EngineArgs,
-) -> Result<Box<dyn Generate>, Failure> {
+) -> Result<Box<dyn Generator>, Failure> {
     #[cfg(feature = "faults")]
     if crate::faults::KnownDevice::is_wanted() {
         return Ok(Box::new(crate::faults::KnownDevice::from_env()));

@@ -5,7 +5,7 @@ use crate::engine::run::{EngineError, Refused};
 
 /// Requests in, completions out. [`Engine`](crate::engine::Engine) is the one that computes; fault tests have one whose
 /// answers are known beforehand.
-pub trait Generate: Send {
+pub trait Generator: Send {
     /// Is there room for more requests?
     fn wants_more(&self) -> bool;
 

@@ -25,7 +25,7 @@ pub mod totals;
 pub mod vocabulary;
 mod work;
 
-pub use generate::Generate;
+pub use generate::Generator;
 pub use options::EngineOptions;
 pub use run::{Engine, EngineError, Refused};
 

@@ -7,7 +7,7 @@ use crate::engine::thinking::Thinking;
 
 /// Checked generation parameters. Built at the door (`job/`), never checked again.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Params {
+pub struct GenerationParams {
     /// Most tokens to generate per sample, thought and answer together; at least 1.
     pub max_tokens: u32,
     /// 0 means greedy; finite, not negative.
@@ -41,14 +41,14 @@ pub struct Params {
     /// Compute it so that no bit depends on what else is in the batch, where that costs time.
     pub deterministic: bool,
     /// What an answer may look like.
-    pub shape: Shape,
+    pub shape: OutputConstraint,
     /// How the model thinks; `None`: it answers at once.
     pub thinking: Option<Arc<Thinking>>,
 }
 
 /// What a completion may look like.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Shape {
+pub enum OutputConstraint {
     Free,
     /// One of these texts. With `probabilities`, the probability of each is returned as well.
     Choice {
@@ -61,9 +61,9 @@ pub enum Shape {
     Regex(String),
 }
 
-impl Default for Params {
+impl Default for GenerationParams {
     fn default() -> Self {
-        Params {
+        GenerationParams {
             max_tokens: 256,
             temperature: 1.0,
             top_k: 0,
@@ -80,7 +80,7 @@ impl Default for Params {
             logprobs: false,
             samples: 1,
             deterministic: false,
-            shape: Shape::Free,
+            shape: OutputConstraint::Free,
             thinking: None,
         }
     }

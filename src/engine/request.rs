@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::engine::params::Params;
+use crate::engine::params::GenerationParams;
 use crate::engine::thinking::Thought;
 
 /// The engine's unit of work. Random numbers are keyed by it, never by a batch slot.
@@ -24,7 +24,7 @@ pub struct Request {
     pub id: UnitId,
     /// Prompt token ids, at least one.
     pub prompt: Arc<[u32]>,
-    pub params: Arc<Params>,
+    pub params: Arc<GenerationParams>,
     /// Token ids that end a completion unless `Params::ignore_eos`: the model's own, and the job's end of turn.
     pub eos: Arc<[u32]>,
     /// Sequences find the computed prefixes of sequences that have the same salt, and of no others: `cached_tokens` would tell whether

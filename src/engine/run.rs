@@ -20,15 +20,15 @@ use crate::engine::blocks::{BlockKey, BlockPool};
 use crate::engine::choice::Node;
 use crate::engine::constraint::compiler::Found;
 use crate::engine::constraint::{Constraint, ConstraintError};
-use crate::engine::generate::Generate;
+use crate::engine::generate::Generator;
 use crate::engine::ids::ById;
 use crate::engine::request::{Finished, Request, UnitId};
 use crate::engine::scheduler::{Limits, Scheduler, SequenceId, StepPlan};
-use crate::engine::sequence::{Continuation, Next, Unit};
+use crate::engine::sequence::{Continuation, Next, SampleState};
 use crate::engine::shapes::Shapes;
 use crate::engine::thinking::Begin;
 use crate::engine::totals::{StepShape, StepTotals};
-use crate::engine::work::{self, Active, Flight, Row, Work};
+use crate::engine::work::{self, Active, PendingStep, Row, Work};
 use crate::engine::{EngineOptions, Forward, ForwardError};
 use crate::model::tokenizer::Tokenizer;
 
@@ -64,7 +64,7 @@ pub enum Refused {
     #[error("{prompt} prompt tokens and up to {most} to answer, more than the {pool} tokens that the KV pool holds")]
     Pool { prompt: usize, most: usize, pool: usize },
     #[error(transparent)]
-    Shape(#[from] ConstraintError),
+    OutputConstraint(#[from] ConstraintError),
 }
 
 /// What greedy requests with the same answer agree in, besides their parameters.
@@ -87,7 +87,7 @@ pub struct Engine {
     /// Ended without a step; handed out by the next one.
     finished: Vec<Finished>,
     /// Whose tokens have not been taken.
-    flight: Option<Flight>,
+    pending: Option<PendingStep>,
     /// Tokens by job of the step whose tokens were taken last.
     step_tokens: Vec<(u32, u64)>,
     totals: StepTotals,
@@ -119,7 +119,7 @@ impl Engine {
             copies: 0,
             sequences: ById::default(),
             finished: Vec::new(),
-            flight: None,
+            pending: None,
             step_tokens: Vec::new(),
             totals: StepTotals::default(),
             next_key: 0,
@@ -148,7 +148,7 @@ impl Engine {
     }
 
     /// Hands a new unit's first sequence to the scheduler.
-    fn start(&mut self, unit: Unit, first: SmallVec<[Continuation; 1]>, max_tokens: u32) {
+    fn start(&mut self, unit: SampleState, first: SmallVec<[Continuation; 1]>, max_tokens: u32) {
         let key = self.new_key();
         let sharing = self.scheduler.sharing(unit.cache_salt(), unit.params().deterministic);
         let mut sequences = SmallVec::new();
@@ -190,7 +190,7 @@ impl Engine {
     }
 
     /// Nobody is to wait for this unit any more.
-    fn forget(questions: &mut HashMap<Question, u64>, key: u64, unit: &Unit) {
+    fn forget(questions: &mut HashMap<Question, u64>, key: u64, unit: &SampleState) {
         let question = (unit.id().job, unit.prompt().clone());
         if questions.get(&question) == Some(&key) {
             questions.remove(&question);
@@ -204,7 +204,7 @@ impl Engine {
 
     /// Takes in requests whose shapes have been compiled since; rows with other shapes have gone on meanwhile.
     fn admit_compiled(&mut self) {
-        let is_idle = self.units.is_empty() && self.finished.is_empty() && self.flight.is_none();
+        let is_idle = self.units.is_empty() && self.finished.is_empty() && self.pending.is_none();
         for (request, shape) in self.shapes.compiled(is_idle) {
             let id = request.id;
             let admitted = shape
@@ -251,7 +251,7 @@ impl Engine {
             return Ok(());
         }
         let id = request.id;
-        let (unit, next) = Unit::new(request, constraint, max_tokens, &self.tokenizer);
+        let (unit, next) = SampleState::new(request, constraint, max_tokens, &self.tokenizer);
         match next {
             Next::Finished(result) => self.finished.push(Finished {
                 id,
@@ -281,17 +281,17 @@ impl Engine {
                 return self.start_over(error, tokens, finished);
             }
         }
-        self.land(finished)?;
+        self.collect_pending(finished)?;
         if plan.sequences.is_empty() {
             return Ok(());
         }
         match self.draw(plan) {
-            Ok((rows, count)) => self.flight = Some(Flight { rows, count, tokens }),
+            Ok((rows, count)) => self.pending = Some(PendingStep { rows, count, tokens }),
             Err(error) => return self.start_over(error, tokens, finished),
         }
         match self.forward.runs_ahead() {
             true => Ok(()),
-            false => self.land(finished),
+            false => self.collect_pending(finished),
         }
     }
 
@@ -313,7 +313,7 @@ impl Engine {
             limits.max_step_tokens,
             limits.max_sequences
         );
-        self.land(finished)?;
+        self.collect_pending(finished)?;
         self.step_tokens.extend(tokens);
         self.forward.give_back();
         Ok(())
@@ -355,18 +355,18 @@ impl Engine {
     }
 
     /// Takes the tokens that were asked for.
-    fn land(&mut self, finished: &mut Vec<Finished>) -> Result<(), EngineError> {
-        let Some(flight) = self.flight.take() else {
+    fn collect_pending(&mut self, finished: &mut Vec<Finished>) -> Result<(), EngineError> {
+        let Some(pending) = self.pending.take() else {
             return Ok(());
         };
         let mut drawn = self.forward(|model| model.drawn())?;
-        if drawn.len() != flight.count {
+        if drawn.len() != pending.count {
             return Err(EngineError::Drawn {
                 found: drawn.len(),
-                expected: flight.count,
+                expected: pending.count,
             });
         }
-        let mut work = self.collect(&flight.rows);
+        let mut work = self.collect(&pending.rows);
         for w in &mut work {
             let taken = |row: &Row| std::mem::replace(&mut drawn[row.at], Err(DrawError::NothingAllowed));
             w.drawn = w.rows.iter().map(taken).collect();
@@ -391,7 +391,7 @@ impl Engine {
         for work in work {
             self.apply(work, finished);
         }
-        self.step_tokens.extend(flight.tokens);
+        self.step_tokens.extend(pending.tokens);
         Ok(())
     }
 
@@ -491,9 +491,9 @@ impl Engine {
     }
 }
 
-impl Generate for Engine {
+impl Generator for Engine {
     fn is_idle(&self) -> bool {
-        self.units.is_empty() && self.finished.is_empty() && self.flight.is_none() && self.shapes.waiting() == 0
+        self.units.is_empty() && self.finished.is_empty() && self.pending.is_none() && self.shapes.waiting() == 0
     }
 
     /// While there is room, each fill of the batch finds a window to choose from.

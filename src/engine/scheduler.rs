@@ -76,7 +76,7 @@ pub struct Sharing {
 
 /// What the scheduler knows of a sequence.
 #[derive(Debug, Clone)]
-struct Slot {
+struct Sequence {
     id: SequenceId,
     age: Age,
     /// The head of its tokens until it is started for the first time: samples of one row share it while they wait.
@@ -97,7 +97,7 @@ struct Slot {
     started: bool,
 }
 
-impl Slot {
+impl Sequence {
     /// Puts the prompt where the tokens are.
     fn unfold(&mut self) {
         if let Some(prompt) = self.prompt.take() {
@@ -164,11 +164,11 @@ pub struct Scheduler {
     pool: BlockPool,
     root: BlockKey,
     /// Came after the window was ordered.
-    incoming: Vec<Slot>,
+    incoming: Vec<Sequence>,
     /// The window: ordered, not started or preempted.
-    waiting: BTreeMap<Age, Slot>,
+    waiting: BTreeMap<Age, Sequence>,
     /// Oldest first.
-    running: Vec<Slot>,
+    running: Vec<Sequence>,
     /// Finds sequences among those that wait or run; those of `incoming` have no age yet.
     ages: ById<Age>,
     next_place: u64,
@@ -229,7 +229,7 @@ impl Scheduler {
     pub fn submit(&mut self, id: SequenceId, prompt: Arc<[u32]>, tokens: Vec<u32>, max_tokens: u32, sharing: Sharing) {
         assert!(!prompt.is_empty(), "sequence {id} has no tokens");
         let (blocks, keys) = (Vec::new(), Vec::new());
-        self.incoming.push(Slot {
+        self.incoming.push(Sequence {
             id,
             age: (0, 0),
             prompt: Some(prompt),
@@ -248,9 +248,9 @@ impl Scheduler {
     /// likely: [`extend`](Self::extend) says what it was, or [`remove`](Self::remove) that it does not.
     pub fn guess(&mut self, id: SequenceId, row: u32) {
         if let Some(at) = self.place(id) {
-            let slot = &mut self.running[at];
-            slot.tokens.push(0);
-            slot.guessed = Some(row);
+            let sequence = &mut self.running[at];
+            sequence.tokens.push(0);
+            sequence.guessed = Some(row);
         }
     }
 
@@ -263,19 +263,19 @@ impl Scheduler {
     /// is the one that was guessed to come.
     pub fn extend(&mut self, id: SequenceId, tokens: &[u32]) {
         let at = self.place(id);
-        let slot = match at {
+        let sequence = match at {
             Some(at) => Some(&mut self.running[at]),
             None => self.ages.get(&id).and_then(|age| self.waiting.get_mut(age)),
         };
-        let Some(slot) = slot else {
+        let Some(sequence) = sequence else {
             return;
         };
-        if slot.guessed.take().is_some() {
-            slot.tokens.pop();
+        if sequence.guessed.take().is_some() {
+            sequence.tokens.pop();
         }
-        let known = slot.tokens.len();
-        slot.tokens.extend_from_slice(tokens);
-        let computed = slot.computed;
+        let known = sequence.tokens.len();
+        sequence.tokens.extend_from_slice(tokens);
+        let computed = sequence.computed;
         if let Some(at) = at
             && computed > known
         {
@@ -298,28 +298,28 @@ impl Scheduler {
             return;
         };
         self.next_fork += 1;
-        let mut slot = Slot {
+        let mut sequence = Sequence {
             id,
             age: (parent.age.0, self.next_fork),
             ..parent.clone()
         };
-        slot.tokens.extend_from_slice(tokens);
-        self.ages.insert(id, slot.age);
+        sequence.tokens.extend_from_slice(tokens);
+        self.ages.insert(id, sequence.age);
         if runs && self.running.len() < self.limits.max_sequences {
-            slot.blocks.iter().for_each(|b| self.pool.acquire(*b));
-            self.start(slot);
+            sequence.blocks.iter().for_each(|b| self.pool.acquire(*b));
+            self.start(sequence);
         } else {
-            slot.blocks.clear();
-            slot.computed = 0;
-            self.waiting.insert(slot.age, slot);
+            sequence.blocks.clear();
+            sequence.computed = 0;
+            self.waiting.insert(sequence.age, sequence);
         }
     }
 
     /// Ends a sequence wherever it is.
     pub fn remove(&mut self, id: SequenceId) {
         if let Some(at) = self.place(id) {
-            let mut slot = self.running.remove(at);
-            release_all(&mut self.pool, &mut slot);
+            let mut sequence = self.running.remove(at);
+            release_all(&mut self.pool, &mut sequence);
         }
         match self.ages.remove(&id) {
             Some(age) => {
@@ -335,7 +335,7 @@ impl Scheduler {
         if self.limits.policy.mix {
             self.fill(&mut plan, |_| true, true);
         } else {
-            self.fill(&mut plan, |slot| slot.pending() > 1, true);
+            self.fill(&mut plan, |sequence| sequence.pending() > 1, true);
             if plan.sequences.is_empty() {
                 self.fill(&mut plan, |_| true, false);
             }
@@ -350,9 +350,9 @@ impl Scheduler {
         if self.limits.max_step_tokens == 1 {
             return None;
         }
-        for mut slot in std::mem::take(&mut self.running) {
-            release_all(&mut self.pool, &mut slot);
-            self.waiting.insert(slot.age, slot);
+        for mut sequence in std::mem::take(&mut self.running) {
+            release_all(&mut self.pool, &mut sequence);
+            self.waiting.insert(sequence.age, sequence);
         }
         self.pool.forget_all();
         self.limits.max_step_tokens /= 2;
@@ -361,10 +361,10 @@ impl Scheduler {
     }
 
     /// Gives the step's tokens to running sequences that are `wanted`, then to new ones where they may start.
-    fn fill(&mut self, plan: &mut StepPlan, wanted: impl Fn(&Slot) -> bool, start: bool) {
+    fn fill(&mut self, plan: &mut StepPlan, wanted: impl Fn(&Sequence) -> bool, start: bool) {
         let mut budget = self.limits.max_step_tokens;
         // Nobody knows yet whether those go on: most have ended. They take no part in this step.
-        let awaited = self.running.iter().filter(|slot| slot.pending() == 0).count();
+        let awaited = self.running.iter().filter(|sequence| sequence.pending() == 0).count();
         let mut at = 0;
         while at < self.running.len() && budget > 0 && plan.sequences.len() < self.limits.max_sequences {
             if self.running[at].pending() == 0 || !wanted(&self.running[at]) {
@@ -396,18 +396,18 @@ impl Scheduler {
             if self.waiting.is_empty() {
                 self.order_incoming();
             }
-            let Some((_, mut slot)) = self.waiting.pop_first() else {
+            let Some((_, mut sequence)) = self.waiting.pop_first() else {
                 return;
             };
-            slot.unfold();
-            if !self.take_prefix(&mut slot) {
-                self.waiting.insert(slot.age, slot);
+            sequence.unfold();
+            if !self.take_prefix(&mut sequence) {
+                self.waiting.insert(sequence.age, sequence);
                 return;
             }
-            if !std::mem::replace(&mut slot.started, true) {
-                plan.started.push((slot.id, slot.computed));
+            if !std::mem::replace(&mut sequence.started, true) {
+                plan.started.push((sequence.id, sequence.computed));
             }
-            let at = self.start(slot);
+            let at = self.start(sequence);
             if let Some(planned) = self.grant(at, budget, plan) {
                 budget -= planned.tokens.len();
                 plan.sequences.push(planned);
@@ -429,84 +429,87 @@ impl Scheduler {
             true => packing::order(&window, self.pool.block_tokens()),
             false => (0..window.len()).collect(),
         };
-        let mut slots: Vec<Option<Slot>> = std::mem::take(&mut self.incoming).into_iter().map(Some).collect();
+        let mut sequences: Vec<Option<Sequence>> = std::mem::take(&mut self.incoming).into_iter().map(Some).collect();
         for i in order {
-            if let Some(mut slot) = slots[i].take() {
-                slot.age = (self.next_place, 0);
+            if let Some(mut sequence) = sequences[i].take() {
+                sequence.age = (self.next_place, 0);
                 self.next_place += 1;
-                self.ages.insert(slot.id, slot.age);
-                self.waiting.insert(slot.age, slot);
+                self.ages.insert(sequence.id, sequence.age);
+                self.waiting.insert(sequence.age, sequence);
             }
         }
     }
 
     /// Takes up the known blocks that a sequence begins with. `false`: the pool has no room to start it; nothing changed.
-    fn take_prefix(&mut self, slot: &mut Slot) -> bool {
+    fn take_prefix(&mut self, sequence: &mut Sequence) -> bool {
         let block_tokens = self.pool.block_tokens();
         let most = if self.limits.policy.share {
-            slot.tokens.len() - 1
+            sequence.tokens.len() - 1
         } else {
             0
         };
         for at in 0..most / block_tokens {
-            let key = slot.key(at, block_tokens);
-            let Some(block) = self.pool.lookup(key, &slot.tokens[at * block_tokens..][..block_tokens]) else {
+            let key = sequence.key(at, block_tokens);
+            let Some(block) = self
+                .pool
+                .lookup(key, &sequence.tokens[at * block_tokens..][..block_tokens])
+            else {
                 break;
             };
             self.pool.acquire(block);
-            slot.blocks.push(block);
+            sequence.blocks.push(block);
         }
-        let missing = slot.tokens.len().div_ceil(block_tokens) - slot.blocks.len();
+        let missing = sequence.tokens.len().div_ceil(block_tokens) - sequence.blocks.len();
         if self.pool.available() < missing + self.running.len() {
-            release_all(&mut self.pool, slot);
+            release_all(&mut self.pool, sequence);
             return false;
         }
-        slot.computed = slot.blocks.len() * block_tokens;
+        sequence.computed = sequence.blocks.len() * block_tokens;
         true
     }
 
     /// Puts a sequence among the running ones, by age.
-    fn start(&mut self, slot: Slot) -> usize {
-        let at = self.running.partition_point(|s| s.age < slot.age);
-        self.running.insert(at, slot);
+    fn start(&mut self, sequence: Sequence) -> usize {
+        let at = self.running.partition_point(|s| s.age < sequence.age);
+        self.running.insert(at, sequence);
         at
     }
 
     /// Gives a running sequence as many of its pending tokens as budget and blocks allow. `None`: not a single one.
     fn grant(&mut self, at: usize, budget: usize, plan: &mut StepPlan) -> Option<Planned> {
         let block_tokens = self.pool.block_tokens();
-        let slot = &mut self.running[at];
-        let wanted = slot.computed + slot.pending().min(budget);
+        let sequence = &mut self.running[at];
+        let wanted = sequence.computed + sequence.pending().min(budget);
         // Blocks that are written to and held by others as well become the sequence's own first.
-        for i in slot.computed / block_tokens..slot.blocks.len().min(wanted.div_ceil(block_tokens)) {
-            if self.pool.is_shared(slot.blocks[i]) {
-                let copy = self.pool.copy_on_write(slot.blocks[i])?;
-                plan.copies.push((slot.blocks[i], copy));
-                slot.blocks[i] = copy;
+        for i in sequence.computed / block_tokens..sequence.blocks.len().min(wanted.div_ceil(block_tokens)) {
+            if self.pool.is_shared(sequence.blocks[i]) {
+                let copy = self.pool.copy_on_write(sequence.blocks[i])?;
+                plan.copies.push((sequence.blocks[i], copy));
+                sequence.blocks[i] = copy;
             }
         }
-        while slot.blocks.len() * block_tokens < wanted {
+        while sequence.blocks.len() * block_tokens < wanted {
             let Some(block) = self.pool.allocate() else { break };
-            slot.blocks.push(block);
+            sequence.blocks.push(block);
         }
-        let end = wanted.min(slot.blocks.len() * block_tokens);
-        if end == slot.computed {
+        let end = wanted.min(sequence.blocks.len() * block_tokens);
+        if end == sequence.computed {
             return None;
         }
-        let start = std::mem::replace(&mut slot.computed, end);
+        let start = std::mem::replace(&mut sequence.computed, end);
         let first_block = plan.blocks.len();
         plan.blocks
-            .extend_from_slice(&slot.blocks[..end.div_ceil(block_tokens)]);
+            .extend_from_slice(&sequence.blocks[..end.div_ceil(block_tokens)]);
         let planned = Planned {
-            id: slot.id,
+            id: sequence.id,
             start,
-            tokens: SmallVec::from_slice(&slot.tokens[start..end]),
+            tokens: SmallVec::from_slice(&sequence.tokens[start..end]),
             blocks: first_block..plan.blocks.len(),
-            samples: end == slot.tokens.len(),
-            guessed: slot.guessed.filter(|_| end == slot.tokens.len()),
-            deterministic: slot.sharing.deterministic,
+            samples: end == sequence.tokens.len(),
+            guessed: sequence.guessed.filter(|_| end == sequence.tokens.len()),
+            deterministic: sequence.sharing.deterministic,
         };
-        let known = slot.known();
+        let known = sequence.known();
         self.index(at, start, end.min(known));
         Some(planned)
     }
@@ -514,27 +517,30 @@ impl Scheduler {
     /// Makes the blocks findable that a running sequence's tokens from `start` to `end` have filled.
     fn index(&mut self, at: usize, start: usize, end: usize) {
         let block_tokens = self.pool.block_tokens();
-        let slot = &mut self.running[at];
+        let sequence = &mut self.running[at];
         for i in start / block_tokens..end / block_tokens {
-            let key = slot.key(i, block_tokens);
-            self.pool
-                .register(slot.blocks[i], key, &slot.tokens[i * block_tokens..][..block_tokens]);
+            let key = sequence.key(i, block_tokens);
+            self.pool.register(
+                sequence.blocks[i],
+                key,
+                &sequence.tokens[i * block_tokens..][..block_tokens],
+            );
         }
     }
 
     fn preempt_youngest(&mut self, plan: &mut StepPlan) {
-        if let Some(mut slot) = self.running.pop() {
-            release_all(&mut self.pool, &mut slot);
-            plan.preempted.push(slot.id);
-            self.waiting.insert(slot.age, slot);
+        if let Some(mut sequence) = self.running.pop() {
+            release_all(&mut self.pool, &mut sequence);
+            plan.preempted.push(sequence.id);
+            self.waiting.insert(sequence.age, sequence);
         }
     }
 }
 
 /// Lets go of all blocks of a sequence, the last one first.
-fn release_all(pool: &mut BlockPool, slot: &mut Slot) {
-    slot.blocks.drain(..).rev().for_each(|b| pool.release(b));
-    slot.computed = 0;
+fn release_all(pool: &mut BlockPool, sequence: &mut Sequence) {
+    sequence.blocks.drain(..).rev().for_each(|b| pool.release(b));
+    sequence.computed = 0;
 }
 
 #[cfg(test)]

@@ -28,19 +28,19 @@ use crate::device::draw::{Allowed, Draw, DrawError, Drawn};
 use crate::engine::choice::{ChoiceState, Chosen, Node};
 use crate::engine::constraint::{Constraint, GrammarState};
 use crate::engine::forbidden::Out;
-use crate::engine::params::Params;
+use crate::engine::params::GenerationParams;
 use crate::engine::philox::StreamKey;
 use crate::engine::request::{Completion, FinishReason, Request, UnitId};
 use crate::engine::thinking::{Course, Spelled};
 use crate::model::tokenizer::Tokenizer;
 
 /// One completion in the making.
-pub struct Unit {
+pub struct SampleState {
     id: UnitId,
     prompt: Arc<[u32]>,
     /// The prompt's ids, ascending, each once; empty until a repetition penalty asks for them.
     prompt_ids: Vec<u32>,
-    params: Arc<Params>,
+    params: Arc<GenerationParams>,
     eos: Arc<[u32]>,
     cache_salt: Arc<str>,
     key: StreamKey,
@@ -93,18 +93,23 @@ pub enum Next {
     Finished(Result<Completion, String>),
 }
 
-impl Unit {
+impl SampleState {
     /// A completion with nothing in it yet, and how its first sequence continues the prompt.
     ///
     /// `max_tokens` is what the context leaves of the asked-for number. `Finished`: there is nothing to ask the model.
-    pub fn new(request: Request, constraint: Constraint, max_tokens: usize, tokenizer: &Tokenizer) -> (Unit, Next) {
+    pub fn new(
+        request: Request,
+        constraint: Constraint,
+        max_tokens: usize,
+        tokenizer: &Tokenizer,
+    ) -> (SampleState, Next) {
         let state = match constraint {
             Constraint::Free => State::Free,
             Constraint::Grammar(grammar) => State::Grammar(Box::new(GrammarState::new(grammar))),
             Constraint::Choice { choices, probabilities } => State::Choice(ChoiceState::new(choices, probabilities)),
         };
         let thinking = request.params.thinking.clone();
-        let mut unit = Unit {
+        let mut unit = SampleState {
             id: request.id,
             key: StreamKey::of(request.params.seed, request.id),
             course: Course::new(thinking, &request.prompt, !matches!(state, State::Free)),
@@ -187,7 +192,7 @@ impl Unit {
         &self.prompt
     }
 
-    pub fn params(&self) -> &Params {
+    pub fn params(&self) -> &GenerationParams {
         &self.params
     }
 
@@ -529,22 +534,22 @@ fn find_stop(bytes: &[u8], known: usize, stops: &[String]) -> Option<usize> {
 mod tests {
     use super::*;
     use crate::device::cpu::sample::{Scratch, sample};
-    use crate::engine::params::Shape;
+    use crate::engine::params::OutputConstraint;
     use proptest::prelude::*;
 
     /// The completion of a shape where the model wants these tokens.
-    fn complete(tokenizer: &Arc<Tokenizer>, shape: Shape, order: &[u32], max_tokens: u32) -> Completion {
-        let params = Params {
+    fn complete(tokenizer: &Arc<Tokenizer>, shape: OutputConstraint, order: &[u32], max_tokens: u32) -> Completion {
+        let params = GenerationParams {
             max_tokens,
             temperature: 0.0,
             repetition_penalty: 1.1,
             shape,
-            ..Params::default()
+            ..GenerationParams::default()
         };
         complete_with(tokenizer, params, order)
     }
 
-    fn complete_with(tokenizer: &Arc<Tokenizer>, params: Params, order: &[u32]) -> Completion {
+    fn complete_with(tokenizer: &Arc<Tokenizer>, params: GenerationParams, order: &[u32]) -> Completion {
         let max_tokens = params.max_tokens;
         let constraint = Constraint::compile(&params.shape, tokenizer, &[2]).unwrap();
         let request = Request {
@@ -559,7 +564,7 @@ mod tests {
             eos: [2].into(),
             cache_salt: Arc::default(),
         };
-        let (mut unit, mut next) = Unit::new(request, constraint, max_tokens as usize, tokenizer);
+        let (mut unit, mut next) = SampleState::new(request, constraint, max_tokens as usize, tokenizer);
         for token in order {
             let mut logits = vec![0.0; tokenizer.vocab_size()];
             logits[*token as usize] = 1.0;
@@ -585,19 +590,19 @@ mod tests {
         let tokenizer = Arc::new(sentencepiece(Some("always")));
         let id = |token: &str| tokenizer.id_of(token).unwrap();
         let order = [id("▁"), id("▁a"), id("b"), 2];
-        let free = complete(&tokenizer, Shape::Free, &order, 9);
+        let free = complete(&tokenizer, OutputConstraint::Free, &order, 9);
         assert_eq!(
             (free.text.as_str(), &free.token_ids[..]),
             (" ab", &order[..3]),
             "exactly one"
         );
-        assert_eq!(complete(&tokenizer, Shape::Free, &order[2..], 9).text, "b");
-        let shaped = complete(&tokenizer, Shape::Regex(" ab?".into()), &order[1..], 9);
+        assert_eq!(complete(&tokenizer, OutputConstraint::Free, &order[2..], 9).text, "b");
+        let shaped = complete(&tokenizer, OutputConstraint::Regex(" ab?".into()), &order[1..], 9);
         assert_eq!((shaped.text.as_str(), shaped.fits_shape), (" ab", true));
         let choices = ["ab", "bc"].map(String::from).to_vec();
         let choice = |max_tokens| {
             let choices = choices.clone();
-            let shape = Shape::Choice {
+            let shape = OutputConstraint::Choice {
                 choices,
                 probabilities: false,
             };
@@ -606,13 +611,13 @@ mod tests {
         assert_eq!((choice(9).text.as_str(), choice(9).token_ids.len()), ("ab", 2));
         assert_eq!((choice(1).text.as_str(), choice(1).fits_shape), ("a", false));
         let never = Arc::new(sentencepiece(Some("never")));
-        assert_eq!(complete(&never, Shape::Free, &order[1..], 9).text, " ab");
+        assert_eq!(complete(&never, OutputConstraint::Free, &order[1..], 9).text, " ab");
     }
 
     #[test]
     fn what_a_shape_forces_is_cut_like_other_tokens() {
         let tokenizer = Arc::new(Tokenizer::from_words(&["shipping", "delay"], &["<pad>", "<unk>", "<eos>"]).unwrap());
-        let shape = || Shape::Regex("shipping delay x?".into());
+        let shape = || OutputConstraint::Regex("shipping delay x?".into());
         let whole = complete(&tokenizer, shape(), &[2], 9);
         assert_eq!((whole.text.as_str(), whole.fits_shape), ("shipping delay ", true));
         let (count, reason) = (whole.token_ids.len(), whole.finish_reason);
@@ -622,7 +627,7 @@ mod tests {
             assert_eq!(cut.token_ids[..], whole.token_ids[..max_tokens as usize]);
             assert_eq!((cut.finish_reason, cut.fits_shape), (FinishReason::Length, false));
         }
-        let forced = Shape::Regex("shipping delay".into());
+        let forced = OutputConstraint::Regex("shipping delay".into());
         let all = complete(&tokenizer, forced, &[], 3);
         assert_eq!((all.text.as_str(), all.fits_shape), ("shipping delay", true));
         assert_eq!(
@@ -631,13 +636,13 @@ mod tests {
             "no step, and the last token ends it"
         );
         let stopped = |stop: &str, stop_token_ids: Vec<u32>| {
-            let params = Params {
+            let params = GenerationParams {
                 max_tokens: 9,
                 temperature: 0.0,
                 stop: vec![stop.into()],
                 stop_token_ids,
                 shape: shape(),
-                ..Params::default()
+                ..GenerationParams::default()
             };
             complete_with(&tokenizer, params, &[])
         };

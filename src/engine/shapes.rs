@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::engine::constraint::compiler::{Found, Key};
 use crate::engine::constraint::{Compiler, Constraint, ConstraintError};
-use crate::engine::params::Params;
+use crate::engine::params::GenerationParams;
 use crate::engine::request::{Request, UnitId};
 use crate::model::tokenizer::Tokenizer;
 
@@ -15,7 +15,7 @@ const WAIT: Duration = Duration::from_millis(10);
 
 /// The shape asked for last: rows of a job share their parameters.
 struct Last {
-    params: Arc<Params>,
+    params: Arc<GenerationParams>,
     eos: Arc<[u32]>,
     found: Found,
 }
@@ -90,6 +90,9 @@ impl Shapes {
 }
 
 /// A compiled shape, where what the parameters forbid leaves it possible.
-fn allowed(compiled: Result<Constraint, ConstraintError>, params: &Params) -> Result<Constraint, ConstraintError> {
+fn allowed(
+    compiled: Result<Constraint, ConstraintError>,
+    params: &GenerationParams,
+) -> Result<Constraint, ConstraintError> {
     compiled.and_then(|constraint| params.forbidden.clash(&constraint).map(|()| constraint))
 }

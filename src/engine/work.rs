@@ -9,11 +9,11 @@ use crate::engine::choice::Node;
 use crate::engine::constraint::GrammarState;
 use crate::engine::request::{Completion, Finished, UnitId};
 use crate::engine::scheduler::{SequenceId, StepPlan};
-use crate::engine::sequence::{Next, Unit};
+use crate::engine::sequence::{Next, SampleState};
 
 /// A unit and the sequences that work for it.
 pub(super) struct Active {
-    pub unit: Unit,
+    pub unit: SampleState,
     /// Who gets the result: the unit's own request and equal ones, as far as they were not cancelled.
     pub ids: Vec<UnitId>,
     pub sequences: SmallVec<[SequenceId; 2]>,
@@ -38,7 +38,7 @@ pub(super) struct Work {
 }
 
 /// A step whose tokens are being drawn.
-pub(super) struct Flight {
+pub(super) struct PendingStep {
     /// Sequences, and their rows of the logits.
     pub rows: Vec<(SequenceId, usize)>,
     /// Rows of the logits, those among them that nobody waits for.

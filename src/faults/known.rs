@@ -13,7 +13,7 @@ use std::time::Duration;
 use sha2::{Digest, Sha256};
 
 use crate::engine::request::{Completion, FinishReason, Finished, Request};
-use crate::engine::{EngineError, Generate, Refused};
+use crate::engine::{EngineError, Generator, Refused};
 
 /// A prompt that begins with it aborts the process in the step that computes it.
 pub const ABORT_ID: u32 = 2047;
@@ -126,7 +126,7 @@ impl KnownDevice {
     }
 }
 
-impl Generate for KnownDevice {
+impl Generator for KnownDevice {
     fn wants_more(&self) -> bool {
         self.waiting.len() < WAITING_ROWS
     }
@@ -227,7 +227,7 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::engine::params::Params;
+    use crate::engine::params::GenerationParams;
     use crate::engine::request::UnitId;
 
     const AT_ONCE: Pace = Pace {
@@ -245,7 +245,7 @@ mod tests {
                 attempt: 0,
             },
             prompt: prompt.into(),
-            params: Arc::new(Params::default()),
+            params: Arc::new(GenerationParams::default()),
             eos: Arc::default(),
             cache_salt: Arc::default(),
         }

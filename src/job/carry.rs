@@ -6,7 +6,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use super::check::{FieldError, bad, short};
+use super::check::{FieldError, bad, check_length};
 use super::spec::{Output, RESULT_COLUMNS};
 
 const FIELD: &str = "output.carry";
@@ -86,7 +86,7 @@ fn check_carry(columns: &[String], renamed: &BTreeMap<String, String>) -> Result
             if text.is_empty() {
                 return bad(FIELD, "holds an empty name");
             }
-            short(FIELD, text)?;
+            check_length(FIELD, text)?;
         }
         if RESULT_COLUMNS.contains(&name.as_str()) {
             return bad(

@@ -35,11 +35,11 @@ pub(super) fn filled(field: &str, value: &str) -> Result<(), FieldError> {
     if value.trim().is_empty() {
         return bad(field, "is empty");
     }
-    short(field, value)
+    check_length(field, value)
 }
 
 /// Not longer than any name or phrase is.
-pub(super) fn short(field: &str, value: &str) -> Result<(), FieldError> {
+pub(super) fn check_length(field: &str, value: &str) -> Result<(), FieldError> {
     match value.len() {
         0..=TEXT_BYTES_MAX => Ok(()),
         len => bad(
@@ -50,7 +50,13 @@ pub(super) fn short(field: &str, value: &str) -> Result<(), FieldError> {
 }
 
 /// A whole number from `low` to `high`.
-pub(super) fn whole(field: &str, value: Option<i64>, default: u32, low: u32, high: u32) -> Result<u32, FieldError> {
+pub(super) fn integer_in(
+    field: &str,
+    value: Option<i64>,
+    default: u32,
+    low: u32,
+    high: u32,
+) -> Result<u32, FieldError> {
     let value = value.unwrap_or(default.into());
     match u32::try_from(value) {
         Ok(value) if (low..=high).contains(&value) => Ok(value),

@@ -3,12 +3,12 @@
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::check::{FieldError, bad, short, whole, within};
+use super::check::{FieldError, bad, check_length, integer_in, within};
 use super::file::{GenerateFile, OneOrMany};
 use super::sampling::{Defaults, Sources, sources};
 use super::thinking::ThinkingSpec;
 use crate::engine::forbidden::Forbidden;
-use crate::engine::params::{Params, Shape};
+use crate::engine::params::{GenerationParams, OutputConstraint};
 
 /// Largest `max_tokens`: longer than any model's context.
 pub const MAX_TOKENS_MAX: u32 = 1 << 20;
@@ -88,7 +88,7 @@ impl Generate {
             if text.is_empty() {
                 return bad("stop", "holds an empty text, which would end every completion at once");
             }
-            short("stop", text)?;
+            check_length("stop", text)?;
         }
         let stop_token_ids = file.stop_token_ids.clone().unwrap_or_default();
         for (field, count) in [("stop", stop.len()), ("stop_token_ids", stop_token_ids.len())] {
@@ -126,9 +126,9 @@ impl Generate {
             );
         }
         Ok(Generate {
-            max_tokens: whole("max_tokens", file.max_tokens, 256, 1, MAX_TOKENS_MAX)?,
+            max_tokens: integer_in("max_tokens", file.max_tokens, 256, 1, MAX_TOKENS_MAX)?,
             temperature: within("temperature", file.temperature, 1.0, 0.0, 100.0)?,
-            top_k: whole("top_k", file.top_k, 0, 0, i32::MAX as u32)?,
+            top_k: integer_in("top_k", file.top_k, 0, 0, i32::MAX as u32)?,
             top_p,
             min_p: within("min_p", file.min_p, 0.0, 0.0, 1.0)?,
             repetition_penalty: within("repetition_penalty", file.repetition_penalty, 1.0, 0.01, 100.0)?,
@@ -139,7 +139,7 @@ impl Generate {
             stop_token_ids,
             ignore_eos: file.ignore_eos.unwrap_or(false),
             logprobs: file.logprobs.unwrap_or(false),
-            n: whole("n", file.n, 1, 1, SAMPLES_MAX)?,
+            n: integer_in("n", file.n, 1, 1, SAMPLES_MAX)?,
             shape: shape(file)?,
             thinking: ThinkingSpec::check(file.thinking.as_ref())?,
             defaults: file.defaults.unwrap_or_default(),
@@ -150,8 +150,8 @@ impl Generate {
     }
 
     /// The engine's parameters; `seed` is used where the job gives none. `deterministic` is the job's.
-    pub fn params(&self, seed: u64, deterministic: bool) -> Params {
-        Params {
+    pub fn params(&self, seed: u64, deterministic: bool) -> GenerationParams {
+        GenerationParams {
             max_tokens: self.max_tokens,
             temperature: self.temperature,
             top_k: self.top_k,
@@ -171,13 +171,13 @@ impl Generate {
             // Known once there is a vocabulary.
             thinking: None,
             shape: match &self.shape {
-                ShapeSpec::Free => Shape::Free,
-                ShapeSpec::Choice { choices, probabilities } => Shape::Choice {
+                ShapeSpec::Free => OutputConstraint::Free,
+                ShapeSpec::Choice { choices, probabilities } => OutputConstraint::Choice {
                     choices: choices.clone(),
                     probabilities: *probabilities,
                 },
-                ShapeSpec::JsonSchema(schema) => Shape::JsonSchema(schema.clone()),
-                ShapeSpec::Regex(regex) => Shape::Regex(regex.clone()),
+                ShapeSpec::JsonSchema(schema) => OutputConstraint::JsonSchema(schema.clone()),
+                ShapeSpec::Regex(regex) => OutputConstraint::Regex(regex.clone()),
             },
         }
     }
@@ -267,7 +267,7 @@ fn shape(file: &GenerateFile) -> Result<ShapeSpec, FieldError> {
             if choice.is_empty() {
                 return bad("choice", "holds an empty text");
             }
-            short("choice", choice)?;
+            check_length("choice", choice)?;
             if !seen.insert(choice) {
                 return bad("choice", format!("holds `{choice}` twice"));
             }

@@ -6,7 +6,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use super::check::{FieldError, bad, filled, short, text};
+use super::check::{FieldError, bad, check_length, filled, text};
 use super::one_or_many::OneOrMany;
 use crate::dataset::csv::{CsvOptions, CsvType, check_delimiter, check_names};
 use crate::dataset::kinds::KEYS_MAX;
@@ -153,7 +153,7 @@ impl Input {
                 format!("has {} entries, more than {KEYS_MAX}", types.len()),
             );
         }
-        types.keys().try_for_each(|name| short("input.types", name))?;
+        types.keys().try_for_each(|name| check_length("input.types", name))?;
         self.options.check().map_err(|(field, why)| FieldError { field, why })?;
         match self.format {
             Some(format) if format != Format::Csv && !self.csv.is_default() => bad(

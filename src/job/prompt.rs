@@ -16,7 +16,7 @@ use super::template::column_context;
 use super::thinking::Thinks;
 use super::{JobError, one_line, sha256, suggest};
 use crate::dataset::row::InputRow;
-use crate::engine::params::Params;
+use crate::engine::params::GenerationParams;
 use crate::model::tokenizer::{Encoded, Tokenizer};
 use crate::report::summary::number;
 use source::{CompiledMessage, Content, OfRow, Source, compile, named_columns, takes_apart};
@@ -47,7 +47,7 @@ pub struct RenderedRow {
     pub text: String,
     /// At least one; at most the model's context less one.
     pub tokens: Vec<u32>,
-    pub params: Arc<Params>,
+    pub params: Arc<GenerationParams>,
 }
 
 /// Turns rows into prompts; made once a job, shared by threads.
@@ -63,9 +63,9 @@ pub struct Renderer {
     truncate: Truncate,
     generate: Generate,
     thinks: Option<Thinks>,
-    params: Arc<Params>,
+    params: Arc<GenerationParams>,
     /// `params` with the `max_tokens` that a retry raised.
-    raised: Option<Arc<Params>>,
+    raised: Option<Arc<GenerationParams>>,
     columns: Option<Vec<String>>,
     template_hash: String,
     named: Named,
@@ -152,7 +152,7 @@ impl Renderer {
         // Whoever raised it need not know the model: a completion ends with the context in any case.
         let raised = setup.max_tokens.map(|least| least.min(setup.context_tokens - 1));
         // A line of a batch may have less than the job gives to those that say nothing.
-        let raised = raised.map(|max_tokens| Params {
+        let raised = raised.map(|max_tokens| GenerationParams {
             max_tokens,
             ..params.clone()
         });
@@ -246,7 +246,7 @@ impl Renderer {
     }
 
     /// Parameters of rows that bring none of their own.
-    pub fn params(&self) -> &Arc<Params> {
+    pub fn params(&self) -> &Arc<GenerationParams> {
         &self.params
     }
 
@@ -259,9 +259,9 @@ impl Renderer {
         {
             rendered.params = match Arc::ptr_eq(&rendered.params, &self.params) {
                 true => raised.clone(),
-                false => Arc::new(Params {
+                false => Arc::new(GenerationParams {
                     max_tokens: raised.max_tokens,
-                    ..Params::clone(&rendered.params)
+                    ..GenerationParams::clone(&rendered.params)
                 }),
             };
         }
@@ -381,7 +381,7 @@ impl Renderer {
     fn encode(
         &self,
         fields: &Map<String, Value>,
-        params: &Params,
+        params: &GenerationParams,
         prompt: impl Fn(&Map<String, Value>) -> Result<(String, bool), String>,
     ) -> Result<(String, Encoded), String> {
         let tokenizer = &self.setup.tokenizer;
@@ -439,7 +439,7 @@ impl Renderer {
         Ok((marks.strip(&text), Encoded { ids: tokens, is_cut }))
     }
 
-    fn ready_tokens(&self, items: &[Value], what: &str, params: &Arc<Params>) -> Result<RenderedRow, String> {
+    fn ready_tokens(&self, items: &[Value], what: &str, params: &Arc<GenerationParams>) -> Result<RenderedRow, String> {
         let known = self.setup.tokenizer.vocab_size() as u64;
         let mut tokens = Vec::with_capacity(items.len());
         for (i, item) in items.iter().enumerate() {
@@ -483,7 +483,7 @@ impl Renderer {
             ids: mut tokens,
             is_cut,
         }: Encoded,
-        params: &Arc<Params>,
+        params: &Arc<GenerationParams>,
     ) -> Result<RenderedRow, String> {
         if tokens.is_empty() {
             return Err("the prompt is empty: it has no tokens".into());
@@ -547,7 +547,7 @@ fn check_stops(generate: &Generate, tokenizer: &Tokenizer) -> Result<(), String>
 
 /// The engine's parameters. A stop text that is a special token's is one of the stop tokens, since special tokens never
 /// show in a completion's text.
-fn params(generate: &Generate, deterministic: bool, setup: &RenderSetup, thinks: Option<&Thinks>) -> Params {
+fn params(generate: &Generate, deterministic: bool, setup: &RenderSetup, thinks: Option<&Thinks>) -> GenerationParams {
     let mut params = generate.params(setup.seed, deterministic);
     params.thinking = thinks.and_then(|thinks| thinks.of(generate));
     for text in &generate.stop {

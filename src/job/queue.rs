@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::check::{FieldError, bad, short, text};
+use super::check::{FieldError, bad, check_length, text};
 use super::file::QueueFile;
 use super::suggest;
 use crate::queue::properties::{OF_JOB_FILES, Owner, is_secret, owner};
@@ -115,7 +115,7 @@ impl JobQueue {
                 Value::Bool(flag) => flag.to_string(),
                 _ => return bad(field, "must be a text, a number, `true` or `false`"),
             };
-            short(&field, &value)?;
+            check_length(&field, &value)?;
             kafka.push((name, value));
         }
         Ok(JobQueue { url, kafka })

@@ -5,7 +5,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::JobError;
-use super::check::{FieldError, bad, filled, short, whole};
+use super::check::{FieldError, bad, check_length, filled, integer_in};
 use super::file::OutputFormat;
 use super::generate::{Generate, MAX_TOKENS_MAX, ShapeSpec};
 use super::spec::{
@@ -98,7 +98,7 @@ impl Job {
         check_name(&self.name)?;
         filled("model", &self.model)?;
         if let Some(tokens) = self.context {
-            whole("context", Some(tokens.into()), 2, 2, CONTEXT_MAX)?;
+            integer_in("context", Some(tokens.into()), 2, 2, CONTEXT_MAX)?;
         }
         self.cache_salt.clone().map(cache_salt).transpose()?;
         self.input.check_again()?;
@@ -124,7 +124,7 @@ impl Job {
                 format!("is {seconds} s; it is longer than ten years"),
             );
         }
-        short("hash", &self.hash)?;
+        check_length("hash", &self.hash)?;
         for (field, length) in [("file", self.file.len()), ("base_dir", self.base_dir.as_os_str().len())] {
             if length > PATH_BYTES_MAX {
                 return bad(field, format!("has {length} bytes, more than {PATH_BYTES_MAX}"));
@@ -197,14 +197,14 @@ impl Generate {
                 return bad(field, format!("has {count} entries, more than {MODEL_IDS_MAX}"));
             }
         }
-        whole(
+        integer_in(
             "forbidden.min_new_tokens",
             Some((*min_new_tokens).into()),
             0,
             0,
             MAX_TOKENS_MAX,
         )?;
-        whole("forbidden.min_length", Some((*min_length).into()), 0, 0, MAX_TOKENS_MAX)?;
+        integer_in("forbidden.min_length", Some((*min_length).into()), 0, 0, MAX_TOKENS_MAX)?;
         Ok(())
     }
 }

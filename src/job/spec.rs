@@ -9,7 +9,7 @@ use sha2::{Digest, Sha256};
 
 use super::carry::Carry;
 use super::chat::Turn;
-use super::check::{FieldError, bad, text, whole};
+use super::check::{FieldError, bad, integer_in, text};
 use super::file::{
     BudgetFile, ContentFile, JobFile, MessageFile, OutputFile, OutputFormat, ParsedForm, PromptFile, Role, Truncate,
     Unfinished,
@@ -286,7 +286,7 @@ fn build(parsed: Parsed, file: &str, base_dir: &Path) -> Result<Job, FieldError>
         cache_salt: raw.cache_salt.map(cache_salt).transpose()?,
         context: raw
             .context
-            .map(|tokens| whole("context", Some(tokens), 2, 2, CONTEXT_MAX))
+            .map(|tokens| integer_in("context", Some(tokens), 2, 2, CONTEXT_MAX))
             .transpose()?,
         prompt,
         input,

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::chat::ChatTemplate;
-use super::check::{FieldError, bad, short, whole};
+use super::check::{FieldError, bad, check_length, integer_in};
 use super::generate::{Generate, MAX_TOKENS_MAX, ShapeSpec};
 use super::sampling::Source;
 use crate::engine::thinking::{Begin, Thinking};
@@ -90,7 +90,7 @@ impl ThinkingSpec {
             if text.is_empty() {
                 return bad(field, "is empty");
             }
-            short(field, text)?;
+            check_length(field, text)?;
         }
         let delimiters = match (settings.open, settings.close) {
             (None, None) => None,
@@ -103,7 +103,7 @@ impl ThinkingSpec {
         };
         let max_tokens = settings
             .max_tokens
-            .map(|tokens| whole("thinking.max_tokens", Some(tokens), 0, 0, MAX_TOKENS_MAX))
+            .map(|tokens| integer_in("thinking.max_tokens", Some(tokens), 0, 0, MAX_TOKENS_MAX))
             .transpose()?;
         if settings.end_text.is_some() && max_tokens.is_none() {
             return bad(

@@ -1,6 +1,6 @@
 //! How a job's parts are written, as its file says it.
 
-use super::check::{FieldError, bad, whole};
+use super::check::{FieldError, bad, integer_in};
 use super::file::{OutputFile, OutputFormat};
 use crate::dataset::writing::{Codec, Writing};
 
@@ -25,7 +25,7 @@ pub(super) fn writing(file: &OutputFile) -> Result<Writing, FieldError> {
     let writing = Writing {
         codec: file.compression.unwrap_or_default(),
         level: file.compression_level.map(|level| level.try_into().unwrap_or(u32::MAX)),
-        group_rows: whole(
+        group_rows: integer_in(
             "output.row_group_rows",
             file.row_group_rows,
             usual.group_rows,
@@ -45,7 +45,7 @@ pub(super) fn check_writing(writing: &Writing) -> Result<(), FieldError> {
         group_rows,
     } = *writing;
     let (least, most) = GROUP_ROWS;
-    whole("output.row_group_rows", Some(group_rows.into()), least, least, most)?;
+    integer_in("output.row_group_rows", Some(group_rows.into()), least, least, most)?;
     match (level, Writing::levels(codec)) {
         (None, _) => Ok(()),
         (Some(level), Some((low, high))) if (low..=high).contains(&level) => Ok(()),

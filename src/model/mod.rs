@@ -10,7 +10,6 @@ pub mod checkpoint;
 pub mod config;
 pub mod error;
 pub mod folder;
-mod from_one;
 mod json;
 mod pool;
 pub mod rope;
@@ -19,6 +18,7 @@ mod tensors;
 mod times;
 pub mod tokenizer;
 pub mod transformer;
+mod unit_offset_norm;
 pub mod weights;
 
 pub use channels::Channels;

@@ -22,9 +22,9 @@ use crate::model::checkpoint::Checkpoint;
 use crate::model::config::Config;
 use crate::model::error::ModelError;
 use crate::model::folder;
-use crate::model::from_one::FromOne;
 use crate::model::pool;
 use crate::model::times::{Operation, Times};
+use crate::model::unit_offset_norm::UnitOffsetNorm;
 use crate::model::weights::{RandomWeights, WeightSource};
 
 /// Products of fewer rows are computed as those of so many.
@@ -196,9 +196,9 @@ impl<D: Device> Transformer<D> {
             .vocabulary
             .map_or(config.vocab_size, |n| n.min(config.vocab_size));
         let random = source.random().filter(|_| device.makes_random());
-        let from_one = FromOne(source);
+        let unit_offset_norm = UnitOffsetNorm(source);
         let source: &dyn WeightSource = match config.norms_from_one && !source.has_whole_norms() {
-            true => &from_one,
+            true => &unit_offset_norm,
             false => source,
         };
         let balanced = match options.precision {

@@ -8,7 +8,7 @@ use crate::dataset::answer::Answer;
 use crate::dataset::answer_type::AnswerType;
 use crate::dataset::output::OutputColumns;
 use crate::dataset::row::{RowResult, RowStatus, SampleResult};
-use crate::engine::params::Shape;
+use crate::engine::params::OutputConstraint;
 use crate::engine::request::{Completion, Finished};
 use crate::worker::in_flight::ShardKey;
 
@@ -39,19 +39,26 @@ enum ShapeKind {
     Json,
 }
 
-impl From<&Shape> for ShapeKind {
-    fn from(shape: &Shape) -> Self {
+impl From<&OutputConstraint> for ShapeKind {
+    fn from(shape: &OutputConstraint) -> Self {
         match shape {
-            Shape::Free => ShapeKind::Free,
-            Shape::Choice { .. } | Shape::Regex(_) => ShapeKind::Text,
-            Shape::JsonSchema(_) => ShapeKind::Json,
+            OutputConstraint::Free => ShapeKind::Free,
+            OutputConstraint::Choice { .. } | OutputConstraint::Regex(_) => ShapeKind::Text,
+            OutputConstraint::JsonSchema(_) => ShapeKind::Json,
         }
     }
 }
 
 impl Assembler {
     /// A row of shard `key` goes to the device: `samples` finished units will come back for it. `columns`: where they are written to.
-    pub fn expect(&mut self, key: ShardKey, row: u64, samples: u32, shape: &Shape, columns: &Arc<OutputColumns>) {
+    pub fn expect(
+        &mut self,
+        key: ShardKey,
+        row: u64,
+        samples: u32,
+        shape: &OutputConstraint,
+        columns: &Arc<OutputColumns>,
+    ) {
         let partial = Partial {
             key,
             shape: shape.into(),
@@ -262,7 +269,7 @@ mod tests {
     #[test]
     fn a_row_is_finished_by_its_last_sample_in_any_order() {
         let mut assembler = Assembler::default();
-        assembler.expect(KEY, 4, 2, &Shape::Free, &Arc::default());
+        assembler.expect(KEY, 4, 2, &OutputConstraint::Free, &Arc::default());
         assert_eq!(assembler.add(unit(4, 1, "b", true)), None);
         let (key, row) = assembler.add(unit(4, 0, "a", true)).unwrap();
         assert_eq!(key, KEY);
@@ -279,7 +286,7 @@ mod tests {
     fn a_thought_without_an_answer_says_where_it_ended() {
         for (closed, words) in [(false, "ended inside its thought"), (true, "ended with its thought")] {
             let mut assembler = Assembler::default();
-            assembler.expect(KEY, 4, 1, &Shape::Free, &Arc::default());
+            assembler.expect(KEY, 4, 1, &OutputConstraint::Free, &Arc::default());
             let mut finished = unit(4, 0, "", false);
             finished.result.as_mut().unwrap().thought = Some(Thought {
                 text: "hm".into(),
@@ -297,11 +304,23 @@ mod tests {
 
     #[test]
     fn what_was_asked_decides_what_is_parsed() {
-        let json = Shape::JsonSchema(serde_json::json!({}));
+        let json = OutputConstraint::JsonSchema(serde_json::json!({}));
         for (shape, text, fits, status, parsed) in [
-            (Shape::Free, "x", true, RowStatus::Succeeded, None),
-            (Shape::Regex("x".into()), "x", true, RowStatus::Succeeded, Some("x")),
-            (Shape::Regex("x".into()), "y", false, RowStatus::InvalidOutput, None),
+            (OutputConstraint::Free, "x", true, RowStatus::Succeeded, None),
+            (
+                OutputConstraint::Regex("x".into()),
+                "x",
+                true,
+                RowStatus::Succeeded,
+                Some("x"),
+            ),
+            (
+                OutputConstraint::Regex("x".into()),
+                "y",
+                false,
+                RowStatus::InvalidOutput,
+                None,
+            ),
             (
                 json.clone(),
                 "{ \"a\": 1}",
@@ -352,7 +371,13 @@ mod tests {
                 parsed: typed.then(|| AnswerType::of(schema).0),
                 ..OutputColumns::default()
             };
-            assembler.expect(KEY, 0, 1, &Shape::JsonSchema(schema.clone()), &Arc::new(columns));
+            assembler.expect(
+                KEY,
+                0,
+                1,
+                &OutputConstraint::JsonSchema(schema.clone()),
+                &Arc::new(columns),
+            );
             let (_, row) = assembler.add(unit(0, 0, answer, true)).unwrap();
             assert_eq!(row.samples[0].parsed.as_deref(), parsed, "{answer}");
             let is_fine = row.status == RowStatus::Succeeded;
@@ -380,7 +405,7 @@ mod tests {
                 sample_status: told,
                 ..OutputColumns::default()
             };
-            assembler.expect(KEY, 0, 3, &Shape::Regex("x".into()), &Arc::new(columns));
+            assembler.expect(KEY, 0, 3, &OutputConstraint::Regex("x".into()), &Arc::new(columns));
             let mut bad = unit(0, 1, "", true);
             bad.result = Err("logits".into());
             assert_eq!(assembler.add(bad), None);
@@ -408,8 +433,8 @@ mod tests {
     #[test]
     fn one_failed_sample_fails_its_row_alone() {
         let mut assembler = Assembler::default();
-        assembler.expect(KEY, 0, 1, &Shape::Free, &Arc::default());
-        assembler.expect(KEY, 1, 1, &Shape::Free, &Arc::default());
+        assembler.expect(KEY, 0, 1, &OutputConstraint::Free, &Arc::default());
+        assembler.expect(KEY, 1, 1, &OutputConstraint::Free, &Arc::default());
         let bad = Finished {
             id: UnitId {
                 job: 0,

@@ -10,7 +10,7 @@ use anyhow::Context;
 use tokio::sync::mpsc::{self, error::TryRecvError};
 use tokio::sync::oneshot;
 
-use crate::engine::Generate;
+use crate::engine::Generator;
 use crate::worker::assemble::{Assembler, errored};
 use crate::worker::in_flight::ShardKey;
 use crate::worker::jobs::OpenJob;
@@ -20,7 +20,7 @@ use crate::worker::{ReadyRow, ReadyShard, RouterEvent, Worker};
 /// Runs the device on a thread of its own until no more shards come, or `stop` is set.
 pub(super) async fn run(
     worker: Arc<Worker>,
-    engine: Box<dyn Generate>,
+    engine: Box<dyn Generator>,
     ready: mpsc::Receiver<ReadyShard>,
     router_events: mpsc::Sender<RouterEvent>,
     stop: Stop,
@@ -58,7 +58,7 @@ struct RouterGone;
 
 struct Device {
     worker: Arc<Worker>,
-    engine: Box<dyn Generate>,
+    engine: Box<dyn Generator>,
     router_events: mpsc::Sender<RouterEvent>,
     stop: Stop,
     assembler: Assembler,

@@ -22,7 +22,7 @@ use crate::dataset::pins::PinnedAnew;
 use crate::dataset::row::RowStatus;
 use crate::dataset::shard::ShardReader;
 use crate::dataset::writing::Writing;
-use crate::engine::params::Params;
+use crate::engine::params::GenerationParams;
 use crate::engine::request::{Request, UnitId};
 use crate::job::file::OutputFormat;
 use crate::job::{Job, Renderer};
@@ -260,7 +260,7 @@ impl OpenJob {
         &self,
         row: u64,
         prompt: Arc<[u32]>,
-        params: Arc<Params>,
+        params: Arc<GenerationParams>,
         attempt: u32,
     ) -> impl Iterator<Item = Request> {
         let (job, eos, cache_salt) = (self.number, self.eos.clone(), self.cache_salt.clone());

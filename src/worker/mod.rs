@@ -56,8 +56,8 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 
 use crate::dataset::row::RowResult;
-use crate::engine::Generate;
-use crate::engine::params::Params;
+use crate::engine::Generator;
+use crate::engine::params::GenerationParams;
 use crate::ledger::{Ledger, Runner};
 use crate::queue::{Delivery, HOPS_MAX, LocalQueue, Message, Queue};
 use crate::report::meter::Meter;
@@ -154,7 +154,7 @@ struct ReadyShard {
 struct ReadyRow {
     row: u64,
     prompt: Arc<[u32]>,
-    params: Arc<Params>,
+    params: Arc<GenerationParams>,
 }
 
 /// What the router hears of.
@@ -329,7 +329,7 @@ async fn is_over(ledger: &Ledger) -> anyhow::Result<bool> {
 }
 
 /// Works until it is told to stop, or until its options say that it is done: then `Ok(None)`.
-pub async fn run(worker: Arc<Worker>, engine: Box<dyn Generate>, stop: Stop) -> anyhow::Result<Option<Why>> {
+pub async fn run(worker: Arc<Worker>, engine: Box<dyn Generator>, stop: Stop) -> anyhow::Result<Option<Why>> {
     let (ready_tx, ready_rx) = mpsc::channel::<ReadyShard>(READY_SHARDS);
     let (kept_tx, kept_rx) = mpsc::channel::<RouterEvent>(FINISHED_ROWS);
 

@@ -11,8 +11,8 @@ use anyhow::Context;
 use rayon::prelude::*;
 
 use crate::dataset::row::{InputRow, RowResult};
-use crate::engine::Generate;
-use crate::engine::params::Params;
+use crate::engine::Generator;
+use crate::engine::params::GenerationParams;
 use crate::ledger::Ledger;
 use crate::model::tokenizer::Tokenizer;
 use crate::report::answers::{Answer, of_part};
@@ -28,7 +28,7 @@ use crate::worker::stop::Stop;
 pub struct RecheckConfig {
     /// Finished, its output in Parquet, opened for the model that `engine` runs.
     pub job: OpenJob,
-    pub engine: Box<dyn Generate>,
+    pub engine: Box<dyn Generator>,
     /// What `engine` computes in, for the report.
     pub precision: String,
     /// Counts the tokens of answers; `None`: they are choices.
@@ -81,7 +81,7 @@ struct Row {
     key: ShardKey,
     row: u64,
     prompt: Arc<[u32]>,
-    params: Arc<Params>,
+    params: Arc<GenerationParams>,
     /// The generation that answered it.
     attempt: u32,
 }

@@ -4,9 +4,9 @@
 use std::sync::Arc;
 
 use gristmill::device::Precision;
-use gristmill::engine::params::Params;
+use gristmill::engine::params::GenerationParams;
 use gristmill::engine::request::{Request, UnitId};
-use gristmill::engine::{Engine, EngineOptions, Generate};
+use gristmill::engine::{Engine, EngineOptions, Generator};
 use gristmill::model::tokenizer::Tokenizer;
 use gristmill::model::{KvBudget, Transformer};
 
@@ -94,12 +94,12 @@ fn run(name: &str, reference: &Reference, schedule: &Schedule, rows: &[u64], tem
             ..EngineOptions::default()
         },
     );
-    let params = Arc::new(Params {
+    let params = Arc::new(GenerationParams {
         max_tokens: NEW_TOKENS,
         temperature,
         logprobs: true,
         seed: 5,
-        ..Params::default()
+        ..GenerationParams::default()
     });
     for &row in rows {
         let id = UnitId {

@@ -13,7 +13,7 @@ use crate::engine::constraint::refusal::placed;
 use crate::engine::constraint::text::one_line;
 use crate::engine::constraint::weight::{Live, Weight};
 use crate::engine::constraint::{Constraint, ConstraintError, formats, pattern, schema};
-use crate::engine::params::Shape;
+use crate::engine::params::OutputConstraint;
 use crate::engine::vocabulary::Vocabulary;
 use crate::model::tokenizer::Tokenizer;
 
@@ -41,12 +41,12 @@ const LIMITS: ParserLimits = ParserLimits {
 const CHOICE_WEIGHT: u64 = 100;
 
 /// The field that a shape comes from.
-pub(super) fn field(shape: &Shape) -> &'static str {
+pub(super) fn field(shape: &OutputConstraint) -> &'static str {
     match shape {
-        Shape::Free => "generate",
-        Shape::Choice { .. } => "choice",
-        Shape::JsonSchema(_) => "json_schema",
-        Shape::Regex(_) => "regex",
+        OutputConstraint::Free => "generate",
+        OutputConstraint::Choice { .. } => "choice",
+        OutputConstraint::JsonSchema(_) => "json_schema",
+        OutputConstraint::Regex(_) => "regex",
     }
 }
 
@@ -63,15 +63,15 @@ pub(super) fn factory(tokenizer: &Arc<Tokenizer>, eos: &[u32]) -> Result<ParserF
 
 /// Compiles a shape. `factory` is asked for where it is a grammar.
 pub(super) fn constraint<'a>(
-    shape: &Shape,
+    shape: &OutputConstraint,
     tokenizer: &Arc<Tokenizer>,
     eos: &[u32],
     live: &Live,
     factory: impl FnOnce() -> Result<&'a ParserFactory, ConstraintError>,
 ) -> Result<Constraint, ConstraintError> {
     let (grammar, weight) = match shape {
-        Shape::Free => return Ok(Constraint::Free),
-        Shape::Choice { choices, probabilities } => {
+        OutputConstraint::Free => return Ok(Constraint::Free),
+        OutputConstraint::Choice { choices, probabilities } => {
             let bytes: usize = choices.iter().map(String::len).sum();
             let mut choices = Choices::new(choices, tokenizer, eos)?;
             choices.weight = Weight::new(CHOICE_WEIGHT * bytes as u64, live);
@@ -80,18 +80,18 @@ pub(super) fn constraint<'a>(
                 probabilities: *probabilities,
             });
         }
-        Shape::JsonSchema(value) => {
+        OutputConstraint::JsonSchema(value) => {
             let weight = schema::check_work(value)?;
             (TopLevelGrammar::from_json_schema(compact(value)?), weight)
         }
-        Shape::Regex(regex) => {
+        OutputConstraint::Regex(regex) => {
             let weight = pattern::cost("regex", regex)?;
             (TopLevelGrammar::from_regex(without_anchors(regex)), weight)
         }
     };
     let compiled = self::grammar(grammar, field(shape), factory()?, Weight::new(weight, live));
     compiled.map_err(|error| match (error, shape) {
-        (ConstraintError::Invalid { field, why }, Shape::JsonSchema(schema)) => ConstraintError::Invalid {
+        (ConstraintError::Invalid { field, why }, OutputConstraint::JsonSchema(schema)) => ConstraintError::Invalid {
             field,
             why: placed(&why, schema).unwrap_or(why),
         },

@@ -18,7 +18,7 @@ use sha2::{Digest, Sha256};
 use crate::engine::constraint::text::{one_line, same_shape};
 use crate::engine::constraint::weight::Live;
 use crate::engine::constraint::{Constraint, ConstraintError, build, schema};
-use crate::engine::params::Shape;
+use crate::engine::params::OutputConstraint;
 use crate::model::tokenizer::Tokenizer;
 
 /// Compiled shapes that are remembered, and bytes of their texts; rows of a batch file may each bring their own.
@@ -53,7 +53,7 @@ struct Work {
     key: Key,
     /// Bytes of its text.
     bytes: usize,
-    shape: Shape,
+    shape: OutputConstraint,
     tokenizer: Arc<Tokenizer>,
     eos: Arc<[u32]>,
     factory: Arc<Factory>,
@@ -78,7 +78,7 @@ pub struct Compiler {
     /// By end-of-sequence ids: jobs of one model may differ in theirs.
     factories: HashMap<Arc<[u32]>, Arc<Factory>>,
     /// What was asked for last: rows of a job share theirs.
-    last: Option<(Shape, Arc<[u32]>, Key)>,
+    last: Option<(OutputConstraint, Arc<[u32]>, Key)>,
     compiled: HashMap<Key, Compiled>,
     /// Bytes of the texts of all `compiled`.
     pub(super) compiled_bytes: usize,
@@ -129,7 +129,7 @@ impl Compiler {
     }
 
     /// Compiles a shape, or finds it compiled, and waits for it. All calls must bring the same tokenizer.
-    pub fn compile(&mut self, shape: &Shape, tokenizer: &Arc<Tokenizer>, eos: &Arc<[u32]>) -> Compiled {
+    pub fn compile(&mut self, shape: &OutputConstraint, tokenizer: &Arc<Tokenizer>, eos: &Arc<[u32]>) -> Compiled {
         let key = match self.find(shape, tokenizer, eos) {
             Found::Ready(compiled) => return compiled,
             Found::Underway(key) => key,
@@ -143,8 +143,8 @@ impl Compiler {
     }
 
     /// Finds a shape compiled, or has it compiled. `eos`: the model's end-of-sequence ids. All calls must bring the same tokenizer.
-    pub fn find(&mut self, shape: &Shape, tokenizer: &Arc<Tokenizer>, eos: &Arc<[u32]>) -> Found {
-        if matches!(shape, Shape::Free) {
+    pub fn find(&mut self, shape: &OutputConstraint, tokenizer: &Arc<Tokenizer>, eos: &Arc<[u32]>) -> Found {
+        if matches!(shape, OutputConstraint::Free) {
             return Found::Ready(Ok(Constraint::Free));
         }
         if let Some((last, of, key)) = &self.last
@@ -298,12 +298,12 @@ impl Compiler {
 }
 
 /// A shape's key, and the bytes of its text.
-fn key(shape: &Shape, eos: &[u32]) -> Result<(Key, usize), ConstraintError> {
+fn key(shape: &OutputConstraint, eos: &[u32]) -> Result<(Key, usize), ConstraintError> {
     let name = match shape {
-        Shape::Free => String::new(),
-        Shape::Choice { choices, probabilities } => format!("choice {probabilities} {choices:?}"),
-        Shape::JsonSchema(schema) => format!("json {}", schema::checked(schema)?),
-        Shape::Regex(regex) => format!("regex {regex}"),
+        OutputConstraint::Free => String::new(),
+        OutputConstraint::Choice { choices, probabilities } => format!("choice {probabilities} {choices:?}"),
+        OutputConstraint::JsonSchema(schema) => format!("json {}", schema::checked(schema)?),
+        OutputConstraint::Regex(regex) => format!("regex {regex}"),
     };
     let mut hash = Sha256::new();
     hash.update(name.as_bytes());
@@ -314,7 +314,7 @@ fn key(shape: &Shape, eos: &[u32]) -> Result<(Key, usize), ConstraintError> {
 /// Compiles a shape on this thread.
 fn compiled(work: &Work, began: &OnceLock<Instant>) -> Compiled {
     guarded(build::field(&work.shape), || {
-        let is_grammar = matches!(work.shape, Shape::JsonSchema(_) | Shape::Regex(_));
+        let is_grammar = matches!(work.shape, OutputConstraint::JsonSchema(_) | OutputConstraint::Regex(_));
         // The vocabulary's time is not the shape's.
         let factory = is_grammar.then(|| work.factory.get_or_init(|| build::factory(&work.tokenizer, &work.eos)));
         began.get_or_init(Instant::now);

@@ -33,7 +33,7 @@ mod weight;
 use std::sync::Arc;
 
 use crate::engine::choice::Choices;
-use crate::engine::params::Shape;
+use crate::engine::params::OutputConstraint;
 use crate::model::tokenizer::Tokenizer;
 
 pub use compiler::Compiler;
@@ -90,7 +90,11 @@ pub enum Constraint {
 
 impl Constraint {
     /// Compiles one shape for a vocabulary. Whoever compiles several shapes keeps a [`Compiler`].
-    pub fn compile(shape: &Shape, tokenizer: &Arc<Tokenizer>, eos: &[u32]) -> Result<Constraint, ConstraintError> {
+    pub fn compile(
+        shape: &OutputConstraint,
+        tokenizer: &Arc<Tokenizer>,
+        eos: &[u32],
+    ) -> Result<Constraint, ConstraintError> {
         Compiler::new().compile(shape, tokenizer, &eos.into())
     }
 

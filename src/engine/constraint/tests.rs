@@ -28,7 +28,7 @@ fn ends(tokenizer: &Tokenizer) -> Arc<[u32]> {
     [tokenizer.eos_id().unwrap()].into()
 }
 
-fn grammar(shape: &Shape) -> Result<Arc<Grammar>, ConstraintError> {
+fn grammar(shape: &OutputConstraint) -> Result<Arc<Grammar>, ConstraintError> {
     let tokenizer = tokenizer();
     match Constraint::compile(shape, &tokenizer, &[tokenizer.eos_id().unwrap()])? {
         Constraint::Grammar(grammar) => Ok(grammar),
@@ -37,11 +37,11 @@ fn grammar(shape: &Shape) -> Result<Arc<Grammar>, ConstraintError> {
 }
 
 fn regex(text: &str) -> Result<Arc<Grammar>, ConstraintError> {
-    grammar(&Shape::Regex(text.into()))
+    grammar(&OutputConstraint::Regex(text.into()))
 }
 
 fn schema(value: Value) -> Result<Arc<Grammar>, ConstraintError> {
-    grammar(&Shape::JsonSchema(value))
+    grammar(&OutputConstraint::JsonSchema(value))
 }
 
 #[test]
@@ -327,12 +327,12 @@ fn a_shape_that_no_token_can_begin_is_refused() {
     let json = json!({"version": "1.0", "added_tokens": [],
         "model": {"type": "WordLevel", "vocab": {"x": 0, "y": 1, "[UNK]": 2}, "unk_token": "[UNK]"}});
     let tokenizer = Arc::new(Tokenizer::from_json(&json.to_string(), None).unwrap());
-    let result = Constraint::compile(&Shape::Regex("abc".into()), &tokenizer, &[]);
+    let result = Constraint::compile(&OutputConstraint::Regex("abc".into()), &tokenizer, &[]);
     assert!(
         matches!(result, Err(ConstraintError::Unsatisfiable { field: "regex" })),
         "{result:?}"
     );
-    let other = Constraint::compile(&Shape::Regex("( x)+".into()), &tokenizer, &[]);
+    let other = Constraint::compile(&OutputConstraint::Regex("( x)+".into()), &tokenizer, &[]);
     assert!(other.is_ok(), "{other:?}");
 }
 
@@ -340,7 +340,7 @@ fn a_shape_that_no_token_can_begin_is_refused() {
 fn a_shape_is_compiled_once() {
     let t = tokenizer();
     let (mut compiler, eos) = (Compiler::new(), ends(&t));
-    let shape = Shape::Regex("a+".into());
+    let shape = OutputConstraint::Regex("a+".into());
     let (a, b) = (
         compiler.compile(&shape, &t, &eos).unwrap(),
         compiler.compile(&shape, &t, &eos).unwrap(),
@@ -355,12 +355,12 @@ fn a_shape_is_compiled_once() {
 fn the_order_of_members_makes_another_shape() {
     let t = tokenizer();
     let (mut compiler, eos) = (Compiler::new(), ends(&t));
-    let ordered = |text: &str| Shape::JsonSchema(serde_json::from_str(text).unwrap());
+    let ordered = |text: &str| OutputConstraint::JsonSchema(serde_json::from_str(text).unwrap());
     let a = ordered(r#"{"type":"object","properties":{"a":{},"b":{}},"required":["a","b"]}"#);
     let b = ordered(r#"{"type":"object","properties":{"b":{},"a":{}},"required":["a","b"]}"#);
     assert!(same_shape(&a, &a.clone()) && !same_shape(&a, &b));
     assert!(!same_shape(&ordered("[1]"), &ordered("[1,2]")) && !same_shape(&ordered("{}"), &ordered("[]")));
-    let mut fits = |shape: &Shape, text: &str| match compiler.compile(shape, &t, &eos) {
+    let mut fits = |shape: &OutputConstraint, text: &str| match compiler.compile(shape, &t, &eos) {
         Ok(Constraint::Grammar(grammar)) => grammar.accepts(text),
         other => panic!("{other:?}"),
     };
@@ -371,7 +371,8 @@ fn the_order_of_members_makes_another_shape() {
 fn remembered_shapes_are_bounded_by_their_bytes() {
     let t = tokenizer();
     let (mut compiler, eos) = (Compiler::new(), ends(&t));
-    let large = |i: usize| Shape::JsonSchema(json!({"title": format!("{i}{}", "x".repeat(900 << 10)), "const": 1}));
+    let large =
+        |i: usize| OutputConstraint::JsonSchema(json!({"title": format!("{i}{}", "x".repeat(900 << 10)), "const": 1}));
     for i in 0..12 {
         assert!(compiler.compile(&large(i), &t, &eos).is_ok());
         assert!(compiler.compiled_bytes <= CACHED_BYTES_MAX && compiler.remembered() <= 9);

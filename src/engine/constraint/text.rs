@@ -2,15 +2,15 @@
 
 use serde_json::Value;
 
-use crate::engine::params::Shape;
+use crate::engine::params::OutputConstraint;
 
 /// Longest part of a foreign message or text that an error repeats, in characters.
 pub(super) const QUOTED_CHARS_MAX: usize = 300;
 
 /// Are these the same, the order of members in a schema (which is the order of the output) included?
-pub(super) fn same_shape(a: &Shape, b: &Shape) -> bool {
+pub(super) fn same_shape(a: &OutputConstraint, b: &OutputConstraint) -> bool {
     match (a, b) {
-        (Shape::JsonSchema(a), Shape::JsonSchema(b)) => same_json(a, b),
+        (OutputConstraint::JsonSchema(a), OutputConstraint::JsonSchema(b)) => same_json(a, b),
         _ => a == b,
     }
 }

@@ -6,9 +6,9 @@ use super::*;
 use crate::device::cpu::sample::{Scratch, sample};
 use crate::device::draw::Allowed;
 use crate::engine::constraint::{Constraint, GrammarState};
-use crate::engine::params::{Params, Shape};
+use crate::engine::params::{GenerationParams, OutputConstraint};
 use crate::engine::request::{Completion, FinishReason, Request, UnitId};
-use crate::engine::sequence::{Next, Unit};
+use crate::engine::sequence::{Next, SampleState};
 
 const SPECIALS: [&str; 9] = [
     "<pad>",
@@ -71,26 +71,26 @@ fn harmony() -> Thinking {
     }
 }
 
-fn params(thinking: Thinking, shape: Shape) -> Params {
-    Params {
+fn params(thinking: Thinking, shape: OutputConstraint) -> GenerationParams {
+    GenerationParams {
         max_tokens: 60,
         temperature: 0.0,
         logprobs: true,
         thinking: Some(Arc::new(thinking)),
         shape,
-        ..Params::default()
+        ..GenerationParams::default()
     }
 }
 
-fn labels(probabilities: bool) -> Shape {
-    Shape::Choice {
+fn labels(probabilities: bool) -> OutputConstraint {
+    OutputConstraint::Choice {
         choices: ["shipping", "billing"].map(String::from).to_vec(),
         probabilities,
     }
 }
 
 /// The completion of a prompt where the model wants these tokens, one each time it is asked, and how often it was.
-fn complete(prompt: &str, params: &Params, wants: &[u32]) -> (Completion, usize) {
+fn complete(prompt: &str, params: &GenerationParams, wants: &[u32]) -> (Completion, usize) {
     let (tokenizer, eos) = (tokenizer(), id("<eos>"));
     let constraint = Constraint::compile(&params.shape, &tokenizer, &[eos]).unwrap();
     let id = UnitId {
@@ -106,7 +106,7 @@ fn complete(prompt: &str, params: &Params, wants: &[u32]) -> (Completion, usize)
         eos: [eos].into(),
         cache_salt: Arc::default(),
     };
-    let (mut unit, mut next) = Unit::new(request, constraint, params.max_tokens as usize, &tokenizer);
+    let (mut unit, mut next) = SampleState::new(request, constraint, params.max_tokens as usize, &tokenizer);
     let mut nodes = std::collections::VecDeque::new();
     for asked in 0.. {
         match next {
@@ -126,7 +126,7 @@ fn complete(prompt: &str, params: &Params, wants: &[u32]) -> (Completion, usize)
 }
 
 /// Like `complete`, and holds that every token that the model wanted was taken.
-fn completes(prompt: &str, params: &Params, wants: &str) -> Completion {
+fn completes(prompt: &str, params: &GenerationParams, wants: &str) -> Completion {
     let (completion, asked) = complete(prompt, params, &ids(wants));
     assert_eq!(asked, ids(wants).len(), "{wants}: {completion:?}");
     completion
@@ -178,9 +178,9 @@ fn a_shape_begins_behind_the_thought() {
     for shape in [
         labels(false),
         labels(true),
-        Shape::Regex("(shipping|billing) ok".into()),
+        OutputConstraint::Regex("(shipping|billing) ok".into()),
     ] {
-        let is_choice = matches!(shape, Shape::Choice { .. });
+        let is_choice = matches!(shape, OutputConstraint::Choice { .. });
         let completion = completes(OPENED, &params(thinking(), shape), "shipping? no\n</think>billing");
         let text = if is_choice { "billing" } else { "billing ok" };
         assert_eq!(completion.text, text);
@@ -206,16 +206,16 @@ fn a_shape_begins_behind_the_thought() {
 /// Where the model may open the thought, its first token is the delimiter or the shape's, and nothing else.
 #[test]
 fn a_thought_may_begin_or_the_shape() {
-    let choice = |texts: &[&str]| Shape::Choice {
+    let choice = |texts: &[&str]| OutputConstraint::Choice {
         choices: texts.iter().map(|text| text.to_string()).collect(),
         probabilities: false,
     };
     for (shape, behind, direct) in [
         (labels(false), "billing", "billing"),
         (labels(true), "billing", "billing"),
-        (Shape::Regex("shipping|billing".into()), "billing", "billing"),
+        (OutputConstraint::Regex("shipping|billing".into()), "billing", "billing"),
         // All of the answer, or its beginning, is certain behind a thought.
-        (Shape::Regex("billing".into()), "", "billing"),
+        (OutputConstraint::Regex("billing".into()), "", "billing"),
         (choice(&["billing"]), "", "billing"),
         (choice(&["billing ab", "billing", "billing x"]), "<eos>", "billing<eos>"),
     ] {
@@ -249,7 +249,7 @@ fn a_thought_may_begin_or_the_shape() {
 #[test]
 fn the_first_draw_allows_the_shape_and_the_delimiter() {
     let tokenizer = tokenizer();
-    let allowed = |shape: &Shape| {
+    let allowed = |shape: &OutputConstraint| {
         let params = params(thinking(), shape.clone());
         let constraint = Constraint::compile(shape, &tokenizer, &[id("<eos>")]).unwrap();
         let id = UnitId {
@@ -265,7 +265,7 @@ fn the_first_draw_allows_the_shape_and_the_delimiter() {
             eos: Arc::from([]),
             cache_salt: Arc::default(),
         };
-        let (mut unit, _) = Unit::new(request, constraint, 60, &tokenizer);
+        let (mut unit, _) = SampleState::new(request, constraint, 60, &tokenizer);
         unit.grammar().into_iter().for_each(GrammarState::prepare);
         unit.prepare(&tokenizer);
         let mut ids = match unit.draw(0, &tokenizer).allowed {
@@ -284,14 +284,14 @@ fn the_first_draw_allows_the_shape_and_the_delimiter() {
     };
     assert_eq!(allowed(&labels(false)), sorted(ids("billing<think>shipping")));
     assert_eq!(
-        allowed(&Shape::Choice {
+        allowed(&OutputConstraint::Choice {
             choices: vec!["billing".into()],
             probabilities: false
         }),
         ids("billing<think>")
     );
-    assert_eq!(allowed(&Shape::Regex("[xy]".into())), ids("xy<think>"));
-    assert!(allowed(&Shape::Free).is_empty());
+    assert_eq!(allowed(&OutputConstraint::Regex("[xy]".into())), ids("xy<think>"));
+    assert!(allowed(&OutputConstraint::Free).is_empty());
 }
 
 /// However long a thought may be, it is ended after exactly so many tokens, and an answer follows.
@@ -310,10 +310,10 @@ fn a_thought_that_runs_over_is_ended() {
                 for shape in [
                     labels(false),
                     labels(true),
-                    Shape::Regex("shipping|billing".into()),
-                    Shape::Free,
+                    OutputConstraint::Regex("shipping|billing".into()),
+                    OutputConstraint::Free,
                 ] {
-                    let free = shape == Shape::Free;
+                    let free = shape == OutputConstraint::Free;
                     let gap = if own && free { "" } else { gap };
                     let wants = format!(
                         "{opens}{said}{}billing{}",
@@ -341,7 +341,12 @@ fn a_thought_that_runs_over_is_ended() {
 
 #[test]
 fn a_thought_that_does_not_end_leaves_no_answer() {
-    for shape in [labels(false), labels(true), Shape::Regex("a*".into()), Shape::Free] {
+    for shape in [
+        labels(false),
+        labels(true),
+        OutputConstraint::Regex("a*".into()),
+        OutputConstraint::Free,
+    ] {
         let whole = params(thinking(), shape.clone());
         let ended = completes(OPENED, &whole, "hm<eos>");
         assert_eq!((ended.text.as_str(), ended.fits_shape), ("", false));
@@ -352,13 +357,13 @@ fn a_thought_that_does_not_end_leaves_no_answer() {
         assert_eq!(ended.choice_probabilities, None);
         // Cut inside the thought, at its end, behind the closing delimiter, behind the gap.
         for (wants, tokens) in [("hmhm", 4), ("hm</think>", 3), ("h</think>x", 3)] {
-            let cut = Params {
+            let cut = GenerationParams {
                 max_tokens: tokens,
                 ..whole.clone()
             };
             let (completion, _) = complete(OPENED, &cut, &ids(wants));
             assert_eq!(completion.finish_reason, FinishReason::Length, "{shape:?} {wants}");
-            let answers = shape == Shape::Free && wants.ends_with('x');
+            let answers = shape == OutputConstraint::Free && wants.ends_with('x');
             assert_eq!(
                 (completion.text.is_empty(), completion.fits_shape),
                 (!answers, answers),
@@ -372,7 +377,7 @@ fn a_thought_that_does_not_end_leaves_no_answer() {
             ..thinking()
         };
         for tokens in 2..=5 {
-            let cut = Params {
+            let cut = GenerationParams {
                 max_tokens: tokens,
                 ..params(budget.clone(), shape.clone())
             };
@@ -388,12 +393,12 @@ fn a_thought_that_does_not_end_leaves_no_answer() {
     // A choice that does not fit behind the thought.
     let choices = vec!["abcd".to_string(), "abce".into()];
     for probabilities in [false, true] {
-        let shape = Shape::Choice {
+        let shape = OutputConstraint::Choice {
             choices: choices.clone(),
             probabilities,
         };
         for (tokens, text) in [(7, ""), (8, "abc"), (9, "abcd")] {
-            let cut = Params {
+            let cut = GenerationParams {
                 max_tokens: tokens,
                 ..params(thinking(), shape.clone())
             };
@@ -410,10 +415,10 @@ fn a_thought_that_does_not_end_leaves_no_answer() {
 
 #[test]
 fn ends_are_looked_for_in_the_answer_alone() {
-    let stops = Params {
+    let stops = GenerationParams {
         stop: vec!["\n".into(), "shipping".into()],
         stop_token_ids: ids("z"),
-        ..params(thinking(), Shape::Free)
+        ..params(thinking(), OutputConstraint::Free)
     };
     for (wants, text) in [
         ("shipping\nz</think>\n\nab\n", "ab"),
@@ -432,22 +437,22 @@ fn ends_are_looked_for_in_the_answer_alone() {
         assert!(completion.thought.unwrap().closed);
     }
     // White space that is a stop token ends nothing before the answer has begun.
-    let newline = Params {
+    let newline = GenerationParams {
         stop_token_ids: ids("\n"),
-        ..params(thinking(), Shape::Free)
+        ..params(thinking(), OutputConstraint::Free)
     };
     assert_eq!(completes(OPENED, &newline, "x</think>\n\nab\n").text, "ab");
     // Under a shape, stop texts are looked for in the answer, too.
-    let shaped = Params {
+    let shaped = GenerationParams {
         stop: vec!["pp".into()],
-        ..params(thinking(), Shape::Regex("[a-z]+".into()))
+        ..params(thinking(), OutputConstraint::Regex("[a-z]+".into()))
     };
     assert_eq!(completes(OPENED, &shaped, "pp</think>abpp").text, "ab");
     // Where ends are ignored, they are inside a thought.
-    let ignoring = Params {
+    let ignoring = GenerationParams {
         ignore_eos: true,
         max_tokens: 5,
-        ..params(thinking(), Shape::Free)
+        ..params(thinking(), OutputConstraint::Free)
     };
     assert_eq!(completes(OPENED, &ignoring, "h<eos>m</think>a").text, "a");
 }
@@ -455,25 +460,33 @@ fn ends_are_looked_for_in_the_answer_alone() {
 #[test]
 fn free_text_without_a_thought_is_as_it_was() {
     for (wants, text) in [("ab<eos>", "ab"), ("\n\nab<eos>", "\n\nab"), ("<eos>", "")] {
-        let completion = completes(PLAIN, &params(thinking(), Shape::Free), wants);
+        let completion = completes(PLAIN, &params(thinking(), OutputConstraint::Free), wants);
         assert_eq!(
             (completion.text.as_str(), thought(&completion), completion.fits_shape),
             (text, None, true)
         );
     }
-    let completion = completes(PLAIN, &params(thinking(), Shape::Free), "\n<think>hm</think>ab<eos>");
+    let completion = completes(
+        PLAIN,
+        &params(thinking(), OutputConstraint::Free),
+        "\n<think>hm</think>ab<eos>",
+    );
     assert_eq!(
         (completion.text.as_str(), thought(&completion)),
         ("ab", Some(("hm", 2, true)))
     );
     // A delimiter inside an answer opens nothing.
-    let completion = completes(PLAIN, &params(thinking(), Shape::Free), "a<think>b</think>c<eos>");
+    let completion = completes(
+        PLAIN,
+        &params(thinking(), OutputConstraint::Free),
+        "a<think>b</think>c<eos>",
+    );
     assert_eq!(thought(&completion), None);
     let closed = completes("<think>\n\n</think>\n\n", &params(thinking(), labels(false)), "billing");
     assert_eq!((closed.text.as_str(), thought(&closed)), ("billing", None));
-    let stop = Params {
+    let stop = GenerationParams {
         stop: vec!["\n".into()],
-        ..params(thinking(), Shape::Free)
+        ..params(thinking(), OutputConstraint::Free)
     };
     assert_eq!(completes(PLAIN, &stop, "\n").text, "");
 }
@@ -484,7 +497,11 @@ fn delimiters_may_be_several_tokens() {
     const START: &str = "<|turn|><|start|>assistant";
     let again = "<|end|><|start|>assistant<|channel|>analysis<|message|>";
     let close = "<|end|><|start|>assistant<|channel|>final<|message|>";
-    for shape in [labels(false), labels(true), Shape::Regex("shipping|billing".into())] {
+    for shape in [
+        labels(false),
+        labels(true),
+        OutputConstraint::Regex("shipping|billing".into()),
+    ] {
         // What is certain of the delimiters is not asked for.
         let wants = [ids("analysis"), ids(&format!("hm{close}billing"))].concat();
         let (completion, asked) = complete(START, &params(harmony(), shape.clone()), &wants);
@@ -499,7 +516,7 @@ fn delimiters_may_be_several_tokens() {
         assert_eq!(direct.token_ids, ids("<|channel|>final<|message|>billing"));
         assert_eq!((direct.text.as_str(), thought(&direct)), ("billing", None));
     }
-    let free = params(harmony(), Shape::Free);
+    let free = params(harmony(), OutputConstraint::Free);
     let completion = completes(
         START,
         &free,
@@ -546,7 +563,7 @@ fn delimiters_may_be_several_tokens() {
         ..thinking()
     };
     assert_eq!(
-        completes(OPENED, &params(eos, Shape::Free), "hm<eos><|start|>ok<eos>").text,
+        completes(OPENED, &params(eos, OutputConstraint::Free), "hm<eos><|start|>ok<eos>").text,
         "ok"
     );
 }

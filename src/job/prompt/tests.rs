@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use serde_json::{Value, json};
 
 use super::*;
-use crate::engine::params::Shape;
+use crate::engine::params::OutputConstraint;
 use crate::job::JobFile;
 
 const CHATML: &str = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}\
@@ -199,9 +199,9 @@ fn a_raised_limit_changes_nothing_but_the_limit() {
             let again = raised_renderer(CHATML, 12, text(truncate), Some(raised)).unwrap();
             let again = again.render(&long).unwrap();
             assert_eq!(again.tokens, asked.tokens, "{truncate} {raised}");
-            let expected = Params {
+            let expected = GenerationParams {
                 max_tokens: most,
-                ..Params::clone(&asked.params)
+                ..GenerationParams::clone(&asked.params)
             };
             assert_eq!(*again.params, expected, "{truncate} {raised}");
         }

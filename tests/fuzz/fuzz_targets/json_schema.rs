@@ -4,7 +4,7 @@
 use std::sync::{Arc, LazyLock};
 
 use gristmill::engine::constraint::{Constraint, GrammarState};
-use gristmill::engine::params::Shape;
+use gristmill::engine::params::OutputConstraint;
 use gristmill::model::tokenizer::Tokenizer;
 use libfuzzer_sys::fuzz_target;
 
@@ -16,7 +16,7 @@ static TOKENIZER: LazyLock<Arc<Tokenizer>> = LazyLock::new(|| {
 fuzz_target!(|text: &str| {
     let Ok(schema) = serde_json::from_str(text) else { return };
     let eos = TOKENIZER.eos_id().expect("an end");
-    match Constraint::compile(&Shape::JsonSchema(schema), &TOKENIZER, &[eos]) {
+    match Constraint::compile(&OutputConstraint::JsonSchema(schema), &TOKENIZER, &[eos]) {
         Ok(Constraint::Grammar(grammar)) => {
             let mut state = GrammarState::new(grammar);
             state.prepare();

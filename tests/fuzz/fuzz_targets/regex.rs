@@ -4,7 +4,7 @@
 use std::sync::{Arc, LazyLock};
 
 use gristmill::engine::constraint::{Constraint, GrammarState};
-use gristmill::engine::params::Shape;
+use gristmill::engine::params::OutputConstraint;
 use gristmill::model::tokenizer::Tokenizer;
 use libfuzzer_sys::fuzz_target;
 
@@ -13,7 +13,7 @@ static TOKENIZER: LazyLock<Arc<Tokenizer>> =
 
 fuzz_target!(|text: &str| {
     let eos = TOKENIZER.eos_id().expect("an end");
-    match Constraint::compile(&Shape::Regex(text.into()), &TOKENIZER, &[eos]) {
+    match Constraint::compile(&OutputConstraint::Regex(text.into()), &TOKENIZER, &[eos]) {
         Ok(Constraint::Grammar(grammar)) => {
             let mut state = GrammarState::new(grammar);
             for _ in 0..4 {

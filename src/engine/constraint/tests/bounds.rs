@@ -186,8 +186,8 @@ fn what_is_within_the_bounds_needs_neither_the_stack_nor_the_time() {
             "(ab|cd|ef|gh|)".repeat(1000),
             "(.?x?){1000}".into(),
         ];
-        let schemas = largest_schemas().into_iter().map(Shape::JsonSchema);
-        for (at, shape) in schemas.chain(regexes.map(Shape::Regex)).enumerate() {
+        let schemas = largest_schemas().into_iter().map(OutputConstraint::JsonSchema);
+        for (at, shape) in schemas.chain(regexes.map(OutputConstraint::Regex)).enumerate() {
             let began = Instant::now();
             let compiled = build::constraint(&shape, &tokenizer, &eos, &live, || Ok(&factory));
             assert!(
@@ -319,12 +319,12 @@ fn ordinary_schemas_are_taken() {
 #[test]
 fn a_shape_that_takes_too_long_is_given_up_and_its_thread_awaited() {
     let (t, slow) = (tokenizer(), |tail: &str| {
-        Shape::Regex(format!("{}{tail}", r"\w?".repeat(1000)))
+        OutputConstraint::Regex(format!("{}{tail}", r"\w?".repeat(1000)))
     });
     let eos = ends(&t);
     let mut compiler = Compiler::with(1, Duration::from_millis(1));
     // The vocabulary's time is not the shape's.
-    let none = Shape::Regex("b+".into());
+    let none = OutputConstraint::Regex("b+".into());
     assert!(
         Compiler::with(1, Duration::from_secs(60))
             .compile(&none, &t, &eos)
@@ -352,7 +352,7 @@ fn a_shape_that_takes_too_long_is_given_up_and_its_thread_awaited() {
         }
     );
     let began = Instant::now();
-    let quick = Shape::Choice {
+    let quick = OutputConstraint::Choice {
         choices: vec!["a".into()],
         probabilities: false,
     };
@@ -369,7 +369,7 @@ fn shapes_that_are_there_are_bounded_together() {
     let t = tokenizer();
     let (mut compiler, eos) = (Compiler::new(), ends(&t));
     compiler.live_max = 15_000;
-    let shape = |i: usize| Shape::Regex(format!("{}{i}", "a?".repeat(50)));
+    let shape = |i: usize| OutputConstraint::Regex(format!("{}{i}", "a?".repeat(50)));
     // Remembered alone, they make room.
     for i in 0..4 {
         assert!(compiler.compile(&shape(i), &t, &eos).is_ok());

@@ -43,7 +43,7 @@ fn openai_lines_bring_prompt_and_parameters() {
         (0, 0.1, false, 0.5)
     );
     assert_eq!(params.stop, ["\n"]);
-    assert_eq!(params.shape, Shape::JsonSchema(json!({"type": "object"})));
+    assert_eq!(params.shape, OutputConstraint::JsonSchema(json!({"type": "object"})));
 
     let text = renderer
         .render(&line("/v1/completions", json!({"prompt": "hi<s>"})))

@@ -8,9 +8,9 @@ use crate::model::error::ModelError;
 use crate::model::weights::{StoredTensor, WeightSource};
 
 /// A checkpoint's weights with 1 added to its norms, which are in F32 then.
-pub struct FromOne<'a>(pub &'a dyn WeightSource);
+pub struct UnitOffsetNorm<'a>(pub &'a dyn WeightSource);
 
-impl WeightSource for FromOne<'_> {
+impl WeightSource for UnitOffsetNorm<'_> {
     fn tensor(&self, name: &str, rows: Option<usize>, columns: usize) -> Result<StoredTensor<'_>, ModelError> {
         let tensor = self.0.tensor(name, rows, columns)?;
         if !name.ends_with("norm.weight") {
