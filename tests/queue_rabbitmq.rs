@@ -249,6 +249,26 @@ async fn rabbitmq_long_work_is_recalled_before_the_broker_loses_patience() {
     assert_eq!(ready(&address, &url).await, 0);
 }
 
+/// Work on a shard may have ended, and its answer wait for a store: what is said before the broker loses patience counts.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn rabbitmq_an_answer_after_a_recall_counts_while_there_is_time() {
+    let Some(address) = need("rabbitmq_answer_in_time", "GRISTMILL_TEST_RABBITMQ") else {
+        return;
+    };
+    let url = rabbit_url(&address, "answer-in-time", "?ack_timeout=10");
+    let queue = filled(&url, &messages(0..1)).await;
+    let held = receive(&*queue).await;
+    queue.extend(&held, Duration::from_secs(100)).await.unwrap();
+    let recall = tokio::time::timeout(SOON, queue.recalled()).await.unwrap();
+    assert_eq!(recall.receipts, [held.receipt]);
+    drop(recall);
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    queue.acknowledge(&held).await.unwrap();
+    expect_nothing(&*queue, Duration::from_secs(1)).await;
+    drop((held, queue));
+    assert_eq!(ready(&address, &url).await, 0);
+}
+
 /// What a worker was sent and does not ask for goes back before the acknowledgement timeout, and that accuses no row.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn rabbitmq_what_nobody_asks_for_is_given_back_in_good_order() {

@@ -95,11 +95,13 @@ impl Recalling {
 
     pub fn has_ended<T>(&mut self, tracker: &DeliveryTracker<T>) -> bool {
         let dropped = !matches!(self.ended.try_recv(), Err(oneshot::error::TryRecvError::Empty));
-        dropped
-            || !self
-                .receipts
-                .iter()
-                .any(|receipt| tracker.state().out.contains_key(receipt))
+        dropped || self.is_answered(tracker)
+    }
+
+    /// Whether each of its deliveries has been answered.
+    pub fn is_answered<T>(&self, tracker: &DeliveryTracker<T>) -> bool {
+        let state = tracker.state();
+        !self.receipts.iter().any(|receipt| state.out.contains_key(receipt))
     }
 }
 

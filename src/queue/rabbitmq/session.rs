@@ -533,8 +533,9 @@ impl Consumer {
 
     async fn return_recalled(&self, session: &mut Session, now: Instant) -> Result<(), End> {
         let mut waiting = Vec::new();
-        for (mut recalling, deadline) in std::mem::take(&mut session.recalls) {
-            if !recalling.has_ended(&self.tracker) && now < deadline {
+        for (recalling, deadline) in std::mem::take(&mut session.recalls) {
+            // Whoever has let go of a shard may be about to answer, once a store has: what comes in time is the answer.
+            if !recalling.is_answered(&self.tracker) && now < deadline {
                 waiting.push((recalling, deadline));
                 continue;
             }
