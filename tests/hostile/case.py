@@ -18,6 +18,10 @@ MODEL = ROOT / "jobs/demo/model"
 DONE, FAILURE, REFUSED, FAILED_ROWS = 0, 1, 2, 3
 
 
+class NotShown(Exception):
+    """Raised by a case's `make` where this machine cannot show the attack; it says why."""
+
+
 @dataclasses.dataclass
 class Step:
     """One command. `codes` are the exit codes that are right; `says` are texts that stderr or stdout must hold, `silent` texts that
@@ -28,6 +32,9 @@ class Step:
     silent: tuple[str, ...] = ()
     env: dict[str, str] = dataclasses.field(default_factory=dict)
     seconds: float = 30.0
+    # What is run in place of the program: its path is put behind, unless it runs a copy.
+    through: tuple[str, ...] = ()
+    runs_copy: bool = False
     # Called with the case's folder before the command.
     before: Callable[[pathlib.Path], None] | None = None
     # Memory beyond what the same command takes for a small healthy job, in MiB.

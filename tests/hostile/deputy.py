@@ -4,9 +4,11 @@ What messages and records lead a worker to needs a broker: tests/worker_access.r
 addresses that give out a machine's credentials, and prefixes for queued jobs mean something else than they say."""
 
 import http.server
+import shutil
+import subprocess
 import threading
 
-from case import REFUSED, Case, Step, job, rows
+from case import REFUSED, Case, NotShown, Step, job, rows
 
 # Forms of 169.254.169.254 and of other metadata services, as a redirect may write them.
 LINK_LOCAL = {
@@ -28,6 +30,17 @@ LINK_LOCAL = {
     "other-port": "http://169.254.170.2:80/v2/credentials/",
     "https": "https://169.254.169.254/latest/",
 }
+
+
+# What a stranger's name server says of its names.
+NAMES = {
+    "sneaky.example": "169.254.169.254",
+    "sneaky6.example": "fd00:ec2::254",
+    "wire.example": "168.63.129.16",
+    "rows.example": "127.0.0.1",
+}
+# In a namespace of its own the program sees a file of ours at /etc/hosts.
+WITH_NAMES = ("unshare", "--mount", "sh", "-c", 'mount --bind hosts /etc/hosts && exec "$0" "$@"')
 
 
 def server(answer):
@@ -55,6 +68,19 @@ def redirects(name, answer, says, command="plan"):
     return Case(name, make, [Step([command, "job.yaml"], (REFUSED,), says)])
 
 
+def resolves(name, host, says):
+    """A server that the job names, which redirects to a name of which a name server says what `NAMES` says."""
+    def make(folder):
+        (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(f"{ip} {known}\n" for known, ip in NAMES.items()))
+        knows = [*WITH_NAMES, "getent", "hosts", host]
+        if not shutil.which("unshare") or subprocess.run(knows, cwd=folder, capture_output=True).returncode:
+            raise NotShown("names cannot be given addresses: it needs `unshare`, and the right to mount")
+        to = f"http://{host}/rows.jsonl"
+        address = server(lambda path: to)
+        job(folder, input={"uri": address.replace("127.0.0.1", "rows.example") + "/rows.jsonl"})
+    return Case(name, make, [Step(["plan", "job.yaml"], (REFUSED,), says, env={"NO_PROXY": "*"}, through=WITH_NAMES)])
+
+
 def place(name, argv, fields, *says):
     def make(folder):
         job(folder, **fields)
@@ -74,6 +100,9 @@ def cases():
     yield redirects("redirect-second", lambda path: "/next" if path == "/rows.jsonl" else LINK_LOCAL["plain"],
                     ("redirects to", "not followed"))
     yield redirects("redirect-run", lambda path: LINK_LOCAL["plain"], ("redirects to", "not followed"), "run")
+    for name, ip in NAMES.items():
+        if name != "rows.example":
+            yield resolves(f"name-{name.split('.')[0]}", name, (f"`{name}` resolves to {ip}, a link-local address",))
     yield redirects("redirect-for-ever", lambda path: path + "x", ("redirects more than",))
     yield prefix("prefix-glob", "--accept", "s3://bucket/*", "wildcard")
     yield prefix("prefix-no-host", "--accept-inputs", "https://", "names no host")

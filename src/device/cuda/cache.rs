@@ -4,6 +4,7 @@
 //! that this user or root owns and nobody else may write to are read, and each begins with the hash of what follows, since a file that a
 //! failing disk or a killed machine left in part must not be loaded either.
 
+use std::ffi::OsString;
 use std::io::{Error, ErrorKind, Read, Result, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
@@ -12,19 +13,22 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use sha2::{Digest, Sha256};
 
+use super::libraries;
+
 /// A file that is larger is none of ours: kernels have some 100 kB.
 const FILE_BYTES_MAX: u64 = 256 << 20;
 /// What may not be set of a file's or folder's mode: writing by its group and by others.
 const WRITABLE_BY_OTHERS: u32 = 0o022;
 const HEAD: &str = "sha256:";
 
-/// `GRISTMILL_CACHE`, or `gristmill/` in the user's cache folder; `None`: there is no such folder.
+/// `GRISTMILL_CACHE`, or `gristmill/` in the user's cache folder; `None`: there is no such folder, or the process has more rights than who
+/// set these variables, and would write where that user may not.
 pub(super) fn folder() -> Option<PathBuf> {
-    let variable = |name: &str| {
-        std::env::var_os(name)
-            .filter(|value| !value.is_empty())
-            .map(PathBuf::from)
-    };
+    folder_by(libraries::variable)
+}
+
+fn folder_by(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
+    let variable = |name: &str| variable(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     let folder = variable("GRISTMILL_CACHE")
         .or_else(|| variable("XDG_CACHE_HOME").map(|cache| cache.join("gristmill")))
         .or_else(|| variable("HOME").map(|home| home.join(".cache/gristmill")))?;
@@ -178,6 +182,25 @@ mod tests {
         chmod(folder, 0o755);
         assert_eq!(read(&path).as_deref(), Some(&b"image"[..]));
         assert_eq!(mode(folder), 0o700);
+    }
+
+    #[test]
+    fn the_folder_is_named_by_what_may_be_trusted_alone() {
+        let of = |set: &[(&str, &str)]| {
+            folder_by(|name| {
+                let found = set.iter().find(|(known, _)| *known == name);
+                found.map(|(_, value)| OsString::from(value))
+            })
+        };
+        let (own, cache, home) = (("GRISTMILL_CACHE", "/g"), ("XDG_CACHE_HOME", "/x"), ("HOME", "/h"));
+        assert_eq!(of(&[own, cache, home]), Some("/g/kernels".into()));
+        assert_eq!(
+            of(&[("GRISTMILL_CACHE", ""), cache, home]),
+            Some("/x/gristmill/kernels".into())
+        );
+        assert_eq!(of(&[home]), Some("/h/.cache/gristmill/kernels".into()));
+        // With more rights than who started the process, none of them counts.
+        assert_eq!(of(&[]), None);
     }
 
     #[test]

@@ -111,8 +111,8 @@ pub fn open(path: &Path) -> Option<Library> {
     unsafe { Library::open(Some(path), RTLD_NOW | RTLD_GLOBAL) }.ok()
 }
 
-/// A variable that names a folder of libraries, where the environment may be trusted.
-fn variable(name: &str) -> Option<OsString> {
+/// A variable that names a folder of libraries or of compiled kernels, where the environment may be trusted.
+pub(super) fn variable(name: &str) -> Option<OsString> {
     let value = std::env::var_os(name)?;
     let trusted = Rights::own().trusted(value);
     if trusted.is_none() {
