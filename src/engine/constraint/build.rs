@@ -11,8 +11,8 @@ use crate::engine::choice::Choices;
 use crate::engine::constraint::grammar::Grammar;
 use crate::engine::constraint::refusal::placed;
 use crate::engine::constraint::text::one_line;
-use crate::engine::constraint::weight::{Live, Weight};
-use crate::engine::constraint::{Constraint, ConstraintError, formats, pattern, schema};
+use crate::engine::constraint::weight::Memory;
+use crate::engine::constraint::{Constraint, ConstraintError, Weight, formats, pattern, schema};
 use crate::engine::params::OutputConstraint;
 use crate::engine::vocabulary::Vocabulary;
 use crate::model::tokenizer::Tokenizer;
@@ -66,7 +66,7 @@ pub(super) fn constraint<'a>(
     shape: &OutputConstraint,
     tokenizer: &Arc<Tokenizer>,
     eos: &[u32],
-    live: &Live,
+    memory: &Memory,
     factory: impl FnOnce() -> Result<&'a ParserFactory, ConstraintError>,
 ) -> Result<Constraint, ConstraintError> {
     let (grammar, weight) = match shape {
@@ -74,7 +74,7 @@ pub(super) fn constraint<'a>(
         OutputConstraint::Choice { choices, probabilities } => {
             let bytes: usize = choices.iter().map(String::len).sum();
             let mut choices = Choices::new(choices, tokenizer, eos)?;
-            choices.weight = Weight::new(CHOICE_WEIGHT * bytes as u64, live);
+            choices.weight = Weight::new(CHOICE_WEIGHT * bytes as u64, &memory.live);
             return Ok(Constraint::Choice {
                 choices: Arc::new(choices),
                 probabilities: *probabilities,
@@ -89,7 +89,7 @@ pub(super) fn constraint<'a>(
             (TopLevelGrammar::from_regex(without_anchors(regex)), weight)
         }
     };
-    let compiled = self::grammar(grammar, field(shape), factory()?, Weight::new(weight, live));
+    let compiled = self::grammar(grammar, field(shape), factory()?, weight, memory);
     compiled.map_err(|error| match (error, shape) {
         (ConstraintError::Invalid { field, why }, OutputConstraint::JsonSchema(schema)) => ConstraintError::Invalid {
             field,
@@ -103,15 +103,16 @@ fn grammar(
     grammar: TopLevelGrammar,
     field: &'static str,
     factory: &ParserFactory,
-    weight: Weight,
+    weight: u64,
+    memory: &Memory,
 ) -> Result<Constraint, ConstraintError> {
     let parser = factory.create_parser(grammar).map_err(|e| ConstraintError::Invalid {
         field,
         why: reason(&format!("{e:#}")),
     })?;
-    let mut matcher = Matcher::new(Ok(parser));
+    let mut matcher = Matcher::new(Ok(parser.clone()));
     let forced = matcher.consume_ff_tokens();
-    // The first mask also fills the caches that clones start with.
+    // The first mask also fills the caches of the lexer that both share, with which clones start.
     let mask = matcher
         .compute_mask_or_eos()
         .map_err(|e| match one_line(&e.to_string()) {
@@ -121,10 +122,9 @@ fn grammar(
     if mask.is_zero() {
         return Err(ConstraintError::Unsatisfiable { field });
     }
-    let env = factory.tok_env().clone();
-    Ok(Constraint::Grammar(Arc::new(Grammar::new(
-        matcher, forced, mask, env, weight,
-    ))))
+    let weight = Weight::new(weight, &memory.live);
+    let grammar = Grammar::new(parser, &matcher, forced, mask, memory.growth.clone(), weight);
+    Ok(Constraint::Grammar(Arc::new(grammar)))
 }
 
 /// Why a grammar cannot be compiled, in one line.

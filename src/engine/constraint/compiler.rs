@@ -16,7 +16,7 @@ use llguidance::{ParserFactory, panic_utils};
 use sha2::{Digest, Sha256};
 
 use crate::engine::constraint::text::{one_line, same_shape};
-use crate::engine::constraint::weight::Live;
+use crate::engine::constraint::weight::{Live, Memory};
 use crate::engine::constraint::{Constraint, ConstraintError, build, schema};
 use crate::engine::params::OutputConstraint;
 use crate::model::tokenizer::Tokenizer;
@@ -57,7 +57,7 @@ struct Work {
     tokenizer: Arc<Tokenizer>,
     eos: Arc<[u32]>,
     factory: Arc<Factory>,
-    live: Live,
+    memory: Memory,
 }
 
 /// Made when the first grammar is compiled: the trie of a large vocabulary takes a while.
@@ -87,7 +87,7 @@ pub struct Compiler {
     running: Vec<Running>,
     /// What could not be started.
     refused: Vec<(Key, ConstraintError)>,
-    live: Live,
+    pub(super) memory: Memory,
     pub(super) live_max: u64,
     threads: usize,
     time_max: Duration,
@@ -119,7 +119,7 @@ impl Compiler {
             waiting: VecDeque::new(),
             running: Vec::new(),
             refused: Vec::new(),
-            live: Live::default(),
+            memory: Memory::default(),
             live_max: LIVE_MAX,
             threads,
             time_max,
@@ -174,7 +174,7 @@ impl Compiler {
                 tokenizer: tokenizer.clone(),
                 eos: eos.clone(),
                 factory: self.factories.entry(eos.clone()).or_default().clone(),
-                live: self.live.clone(),
+                memory: self.memory.clone(),
             });
             self.start();
         }
@@ -232,12 +232,12 @@ impl Compiler {
     /// Is there memory for more shapes? Those in use become fewer as their rows end.
     fn has_room(&mut self) -> bool {
         let is_full = |live: &Live| live.load(Ordering::Relaxed) > self.live_max;
-        if is_full(&self.live) {
+        if is_full(&self.memory.live) {
             // Those that are only remembered go first.
             self.compiled.clear();
             self.compiled_bytes = 0;
         }
-        !is_full(&self.live)
+        !is_full(&self.memory.live)
     }
 
     /// Starts what waits, as far as there are threads and there is memory.
@@ -325,7 +325,7 @@ fn compiled(work: &Work, began: &OnceLock<Instant>) -> Compiled {
                 why: "none was made for this shape".into(),
             }),
         };
-        build::constraint(&work.shape, &work.tokenizer, &work.eos, &work.live, factory)
+        build::constraint(&work.shape, &work.tokenizer, &work.eos, &work.memory, factory)
     })
 }
 

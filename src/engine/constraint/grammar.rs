@@ -3,10 +3,11 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
-use llguidance::Matcher;
+use llguidance::{Matcher, TokenParser};
 use toktrie::{SimpleVob, TokEnv};
 
 use crate::engine::constraint::Weight;
+use crate::engine::constraint::growth::{Growth, Lexer};
 use crate::engine::constraint::text::one_line;
 
 /// Sequences that share their lexer's states one after the other before a lane begins anew: what is kept stays bounded.
@@ -18,26 +19,42 @@ pub struct Grammar {
     forced: Vec<u32>,
     /// Can nothing follow them?
     ended: bool,
-    /// Stands after them and is only cloned.
-    prototype: Mutex<Matcher>,
+    /// Stands at the start and is only cloned.
+    prototype: Mutex<TokenParser>,
     /// What may follow them.
     first_mask: SimpleVob,
     pub(super) lanes: Vec<Mutex<Lane>>,
     next_lane: AtomicUsize,
     env: TokEnv,
+    growth: Growth,
     _weight: Weight,
 }
 
 /// Some more than there are threads, so that they balance.
-static LANES: LazyLock<usize> = LazyLock::new(|| 4 * std::thread::available_parallelism().map_or(1, usize::from));
+pub(super) static LANES: LazyLock<usize> =
+    LazyLock::new(|| 4 * std::thread::available_parallelism().map_or(1, usize::from));
 
 /// Matchers that share the states of their lexer.
 #[derive(Default)]
 pub(super) struct Lane {
-    /// Stands where the prototype does and is only cloned.
-    pub(super) matcher: Option<Matcher>,
+    /// Stands after the forced tokens and is only cloned.
+    pub(super) walk: Option<Walk>,
     /// How many have been cloned.
     pub(super) sequences: usize,
+}
+
+/// A matcher, and the lexer that it shares with its clones.
+#[derive(Clone)]
+pub(super) struct Walk {
+    pub(super) matcher: Matcher,
+    lexer: Arc<Lexer>,
+}
+
+impl Walk {
+    fn ask<T>(&mut self, what: impl Fn(&mut Matcher) -> anyhow::Result<T>) -> Result<T, String> {
+        let answer = what(&mut self.matcher).map_err(|e| one_line(&e.to_string()))?;
+        self.lexer.check().map(|()| answer)
+    }
 }
 
 /// A broken matcher says so itself.
@@ -54,16 +71,25 @@ impl std::fmt::Debug for Grammar {
 }
 
 impl Grammar {
-    /// `matcher` stands after the tokens that are `forced`, and `mask` is what may follow.
-    pub(super) fn new(matcher: Matcher, forced: Vec<u32>, mask: SimpleVob, env: TokEnv, weight: Weight) -> Grammar {
+    /// `parser` stands at the start. `matcher`, which shares its lexer, stands after the tokens that are `forced`, and `mask` is what may
+    /// follow.
+    pub(super) fn new(
+        parser: TokenParser,
+        matcher: &Matcher,
+        forced: Vec<u32>,
+        mask: SimpleVob,
+        growth: Growth,
+        weight: Weight,
+    ) -> Grammar {
         Grammar {
             ended: matcher.is_stopped(),
             lanes: (0..*LANES).map(|_| Mutex::default()).collect(),
             next_lane: AtomicUsize::new(0),
-            prototype: Mutex::new(matcher),
+            env: parser.token_env.clone(),
+            prototype: Mutex::new(parser),
             forced,
             first_mask: mask,
-            env,
+            growth,
             _weight: weight,
         }
     }
@@ -74,7 +100,7 @@ impl Grammar {
         let Some(rest) = text.as_bytes().strip_prefix(&trie.decode(&self.forced)[..]) else {
             return false;
         };
-        let mut matcher = self.matcher();
+        let mut matcher = self.alone().matcher;
         let tokens = trie.greedy_tokenize(rest);
         // The vocabulary may lack bytes of the text, which the tokens then leave out.
         if trie.decode(&tokens) != rest {
@@ -84,18 +110,25 @@ impl Grammar {
     }
 
     /// A matcher that shares with none.
-    fn matcher(&self) -> Matcher {
-        locked(&self.prototype).deep_clone()
+    fn alone(&self) -> Walk {
+        let parser = locked(&self.prototype).deep_clone();
+        let lexer = Arc::new(Lexer::new(&parser, self.growth.clone()));
+        let mut matcher = Matcher::new(Ok(parser));
+        if !self.forced.is_empty() {
+            // One that cannot take them says so itself when it is asked.
+            let _ = matcher.consume_tokens(&self.forced);
+        }
+        Walk { matcher, lexer }
     }
 
     /// A matcher that shares with others of this lane.
-    fn matcher_of(&self, lane: usize) -> Matcher {
+    fn walk_in(&self, lane: usize) -> Walk {
         let mut lane = locked(&self.lanes[lane]);
         if lane.sequences == LANE_SEQUENCES {
             *lane = Lane::default();
         }
         lane.sequences += 1;
-        lane.matcher.get_or_insert_with(|| self.matcher()).clone()
+        lane.walk.get_or_insert_with(|| self.alone()).clone()
     }
 }
 
@@ -109,10 +142,10 @@ pub struct GrammarState {
     begun: usize,
     lane: usize,
     /// `None` until a token was sampled.
-    pub(super) matcher: Option<Matcher>,
+    pub(super) walk: Option<Walk>,
     /// Does it share with others of its lane?
     shares: bool,
-    /// What `matcher` has taken.
+    /// What `walk` has taken.
     taken: Vec<u32>,
     mask: Mask,
 }
@@ -131,7 +164,7 @@ impl GrammarState {
         GrammarState {
             lane: grammar.next_lane.fetch_add(1, Ordering::Relaxed) % grammar.lanes.len(),
             begun: 0,
-            matcher: None,
+            walk: None,
             shares: true,
             taken: Vec::new(),
             grammar,
@@ -162,17 +195,19 @@ impl GrammarState {
 
     /// Asks its matcher; where that fails and shares with others, one that does not.
     fn ask<T>(&mut self, what: impl Fn(&mut Matcher) -> anyhow::Result<T>) -> Result<T, String> {
-        let matcher = self.matcher.get_or_insert_with(|| self.grammar.matcher_of(self.lane));
-        match what(matcher) {
+        let walk = self.walk.get_or_insert_with(|| self.grammar.walk_in(self.lane));
+        match walk.ask(&what) {
             Err(_) if std::mem::take(&mut self.shares) => {
                 // Those that come after it begin with sound states.
                 *locked(&self.grammar.lanes[self.lane]) = Lane::default();
-                let alone = self.matcher.insert(self.grammar.matcher());
-                alone.consume_tokens(&self.taken).and_then(|()| what(alone))
+                let alone = self.walk.insert(self.grammar.alone());
+                alone.ask(|matcher| {
+                    matcher.consume_tokens(&self.taken)?;
+                    what(matcher)
+                })
             }
             result => result,
         }
-        .map_err(|e| one_line(&e.to_string()))
     }
 
     /// Tokens that may come next, a bit an id, once [prepared](Self::prepare); end-of-sequence ids among them where the text is
@@ -198,8 +233,8 @@ impl GrammarState {
 
     /// Tokens that are certain to come next, whatever the model says; to be taken one by one. Empty where it has a choice.
     pub fn forced(&mut self) -> Vec<u32> {
-        match &mut self.matcher {
-            Some(matcher) => matcher.compute_ff_tokens(),
+        match &mut self.walk {
+            Some(walk) => walk.matcher.compute_ff_tokens(),
             None => self.grammar.forced[self.begun..].to_vec(),
         }
     }
@@ -223,7 +258,25 @@ impl GrammarState {
     pub fn is_complete(&mut self) -> bool {
         // What is forced is not the end.
         self.begun == self.grammar.forced.len()
-            && accepting(self.matcher.get_or_insert_with(|| self.grammar.matcher_of(self.lane)))
+            && accepting(&mut self.walk.get_or_insert_with(|| self.grammar.walk_in(self.lane)).matcher)
+    }
+}
+
+impl Drop for GrammarState {
+    /// Where memory is tight, a lane's lexer goes with the last sequence that uses it.
+    fn drop(&mut self) {
+        let Some(walk) = self.walk.take().filter(|walk| walk.lexer.is_tight()) else {
+            return;
+        };
+        let mut lane = locked(&self.grammar.lanes[self.lane]);
+        drop(walk);
+        if lane
+            .walk
+            .as_ref()
+            .is_some_and(|kept| Arc::strong_count(&kept.lexer) == 1)
+        {
+            *lane = Lane::default();
+        }
     }
 }
 

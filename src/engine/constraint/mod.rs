@@ -14,12 +14,13 @@
 //! Each sequence walks a matcher of its own. Matchers of one *lane* share what they find out about the grammar (the states of its
 //! lexer, which are expensive) and take turns; lanes run in parallel. What a sequence may say does not depend on its
 //! neighbours: where a matcher that shares fails, which the neighbours' states may have brought it to, one that shares with
-//! none decides.
+//! none decides. What all of them find out is bounded together ([`growth`]).
 
 mod build;
 pub mod compiler;
 mod formats;
 mod grammar;
+mod growth;
 mod numbers;
 mod pattern;
 mod places;

@@ -4,7 +4,7 @@ mod bounds;
 
 use super::build::without_anchors;
 use super::compiler::CACHED_BYTES_MAX;
-use super::grammar::{LANE_SEQUENCES, Lane, locked};
+use super::grammar::{LANE_SEQUENCES, locked};
 use super::text::{QUOTED_CHARS_MAX, one_line, same_shape};
 use super::*;
 use llguidance::Matcher;
@@ -386,11 +386,11 @@ fn a_waiting_sequence_has_no_matcher() {
     let mut state = GrammarState::new(regex("ab?c").unwrap());
     assert_eq!(state.forced(), [97]);
     assert_eq!(state.take(97), Ok(false));
-    assert!(state.matcher.is_none() && state.forced().is_empty());
+    assert!(state.walk.is_none() && state.forced().is_empty());
     assert_eq!(allowed(&mut state).unwrap(), [98, 99]);
-    assert!(state.matcher.is_none());
+    assert!(state.walk.is_none());
     assert_eq!(state.take(98), Ok(false));
-    assert!(state.matcher.is_some() && !state.is_complete());
+    assert!(state.walk.is_some() && !state.is_complete());
 }
 
 /// What sequences of a lane share may break, and is thrown away when many have used it.
@@ -410,11 +410,9 @@ fn lanes_begin_anew_and_decide_nothing() {
     assert_eq!(all.iter().max(), Some(&(LANE_SEQUENCES as u32)));
     assert_eq!(all.iter().filter(|n| **n == 1).count(), 3 * GrammarState::lanes());
     for lane in &grammar.lanes {
-        let broken = Matcher::new(Err(anyhow::anyhow!("it broke")));
-        *locked(lane) = Lane {
-            matcher: Some(broken),
-            sequences: 1,
-        };
+        let mut lane = locked(lane);
+        lane.walk.as_mut().unwrap().matcher = Matcher::new(Err(anyhow::anyhow!("it broke")));
+        lane.sequences = 1;
     }
     let mut state = GrammarState::new(grammar);
     assert_eq!((state.take(97), state.take(99)), (Ok(false), Ok(false)));

@@ -3,8 +3,17 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use crate::engine::constraint::growth::Growth;
+
 /// The sum of all weights of a compiler's shapes that are still there.
 pub(super) type Live = Arc<AtomicU64>;
+
+/// What a compiler's shapes are counted in; clones share it.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Memory {
+    pub live: Live,
+    pub growth: Growth,
+}
 
 /// A shape's part of the sum, for as long as it is there.
 #[derive(Debug, Default)]

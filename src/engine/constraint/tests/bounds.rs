@@ -179,7 +179,7 @@ fn what_is_within_the_bounds_needs_neither_the_stack_nor_the_time() {
         let tokenizer = tokenizer();
         let eos = ends(&tokenizer);
         let factory = build::factory(&tokenizer, &eos).unwrap();
-        let live = weight::Live::default();
+        let memory = weight::Memory::default();
         let regexes = [
             "a?".repeat(1000),
             r"\w?".repeat(1000),
@@ -189,7 +189,7 @@ fn what_is_within_the_bounds_needs_neither_the_stack_nor_the_time() {
         let schemas = largest_schemas().into_iter().map(OutputConstraint::JsonSchema);
         for (at, shape) in schemas.chain(regexes.map(OutputConstraint::Regex)).enumerate() {
             let began = Instant::now();
-            let compiled = build::constraint(&shape, &tokenizer, &eos, &live, || Ok(&factory));
+            let compiled = build::constraint(&shape, &tokenizer, &eos, &memory, || Ok(&factory));
             assert!(
                 !matches!(
                     compiled,
@@ -409,4 +409,64 @@ fn a_mask_that_takes_too_much_fails_its_sequence_alone() {
     assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
     let mut other = GrammarState::new(regex("a[bc]d").unwrap());
     assert_eq!((other.take(97), allowed(&mut other)), (Ok(false), Ok(vec![98, 99])));
+}
+
+/// Draws the letters `a` and `b` for a state, now so, now so; the error that ends it.
+fn walk_at_random(state: &mut GrammarState, seed: u64, steps: usize) -> Result<(), String> {
+    let mut dice = seed;
+    for _ in 0..steps {
+        let ids = allowed(state)?;
+        assert!(ids.contains(&97) && ids.contains(&98), "{ids:?}");
+        dice = dice
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        state.take(97 + (dice >> 63) as u32)?;
+    }
+    Ok(())
+}
+
+/// What texts lead lexers to is bounded over all lanes of all grammars: who has come to too much fails, and who has not goes on.
+#[test]
+fn what_rows_lead_lexers_to_is_bounded_over_all_of_them() {
+    const MOST: u64 = 4 << 20;
+    let t = tokenizer();
+    let (mut compiler, eos) = (Compiler::new(), ends(&t));
+    compiler.memory.growth = growth::Growth::of(MOST);
+    let growth = compiler.memory.growth.clone();
+    let mut state_of = |text: &str| match compiler.compile(&OutputConstraint::Regex(text.into()), &t, &eos) {
+        Ok(Constraint::Grammar(grammar)) => GrammarState::new(grammar),
+        other => panic!("no grammar: {other:?}"),
+    };
+    // Each text of 60 letters is a state of its own.
+    let mut hostile: Vec<GrammarState> = (0..40)
+        .map(|i| state_of(&format!("(a|b)*a(a|b){{60}}{}", i % 4)))
+        .collect();
+    let mut small = state_of("(a|b)*[cd]");
+    let (mut failed, mut most) = (0, 0);
+    for round in 0..40u64 {
+        let mut seed = round * 1000;
+        hostile.retain_mut(|state| {
+            seed += 1;
+            let walked = walk_at_random(state, seed, 25);
+            most = most.max(growth.bytes());
+            let Err(why) = walked else { return true };
+            assert!(
+                why.contains("take more than 4 MiB") && why.contains("a simpler shape"),
+                "{why}"
+            );
+            failed += 1;
+            assert!(growth.bytes() > MOST);
+            walk_at_random(&mut small, round, 5).unwrap();
+            false
+        });
+    }
+    assert!(failed > 0 && most < 3 * MOST, "{failed} failed, {most} bytes");
+    assert!(allowed(&mut small).unwrap().contains(&99));
+    let before = growth.bytes();
+    assert!(before > MOST / 2, "{before} bytes");
+    // Nothing is kept of what nobody uses.
+    drop((hostile, small));
+    assert!(growth.bytes() <= MOST / 2, "{} bytes", growth.bytes());
+    drop(compiler);
+    assert_eq!(growth.bytes(), 0);
 }
