@@ -1,11 +1,11 @@
 //! Arrow files in (Feather V2): rows by range, a record batch at a time, with only the columns in use.
 //!
 //! A record batch is decoded whole, so what its columns in use take is bounded, and the last one that was decoded is kept for the shard that
-//! goes on in it. Dictionaries are unpacked, of the rows that are read alone.
+//! goes on in it: one of each job, as far as all of them take no more than the largest. Dictionaries are unpacked, of the rows that are read alone.
 
 use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use arrow::array::{ArrayRef, RecordBatch, UInt64Array};
 use arrow::buffer::{Buffer, MutableBuffer};
@@ -33,6 +33,9 @@ const DELTAS_MAX: usize = 64;
 /// Compressed columns are reckoned to become so much more, until a block is read.
 const UNPACKED_TIMES: u64 = 4;
 
+/// Most bytes of the blocks that are kept, of all jobs of the process.
+const KEPT_BYTES_MAX: u64 = BLOCK_BYTES_MAX;
+
 /// The block that was decoded last, of all files of a job.
 #[derive(Debug, Clone, Default)]
 pub struct KeptBlock(Arc<Mutex<Option<Decoded>>>);
@@ -43,6 +46,41 @@ struct Decoded {
     block: usize,
     columns: Vec<usize>,
     batch: RecordBatch,
+    bytes: u64,
+}
+
+impl KeptBlock {
+    /// The columns of a block, if it is the one that is kept.
+    fn find(&self, file: &str, block: usize, columns: &[usize]) -> Option<RecordBatch> {
+        let kept = locked(&self.0);
+        let kept = kept
+            .as_ref()
+            .filter(|k| k.file == file && k.block == block && k.columns == columns);
+        kept.map(|kept| kept.batch.clone())
+    }
+
+    /// Keeps a block in the place of the one before. Where all jobs' take too much, those go that were kept first.
+    fn keep(&self, decoded: Decoded) {
+        /// Those of all jobs, the newest last.
+        static ALL: Mutex<Vec<Weak<Mutex<Option<Decoded>>>>> = Mutex::new(Vec::new());
+        let mut all = locked(&ALL);
+        *locked(&self.0) = Some(decoded);
+        all.retain(|other| other.strong_count() > 0 && !std::ptr::eq(other.as_ptr(), Arc::as_ptr(&self.0)));
+        all.push(Arc::downgrade(&self.0));
+        let mut sum = 0u64;
+        for one in all.iter().rev().filter_map(Weak::upgrade) {
+            let mut kept = locked(&one);
+            sum = sum.saturating_add(kept.as_ref().map_or(0, |kept| kept.bytes));
+            if sum > KEPT_BYTES_MAX {
+                *kept = None;
+            }
+        }
+    }
+}
+
+/// What is kept may be missing or old, and every change of it is a single step: what a panicking holder left is whole.
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// An open Arrow file.
@@ -244,14 +282,8 @@ impl ArrowFile {
     /// The columns of one block.
     async fn block(&self, block: usize, columns: &[usize]) -> Result<RecordBatch, DatasetError> {
         let file = self.pinned.location.url.as_str();
-        {
-            let kept = self.kept.0.lock().unwrap_or_else(PoisonError::into_inner);
-            if let Some(kept) = kept
-                .as_ref()
-                .filter(|k| k.file == file && k.block == block && k.columns == columns)
-            {
-                return Ok(kept.batch.clone());
-            }
+        if let Some(batch) = self.kept.find(file, block, columns) {
+            return Ok(batch);
         }
         let name = &self.pinned.name;
         let place = self.footer.batches[block];
@@ -291,13 +323,13 @@ impl ArrowFile {
             },
             error => error,
         })?;
-        let kept = Decoded {
+        self.kept.keep(Decoded {
             file: file.to_string(),
             block,
             columns: columns.to_vec(),
             batch: batch.clone(),
-        };
-        *self.kept.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(kept);
+            bytes: decoded,
+        });
         Ok(batch)
     }
 
@@ -428,4 +460,35 @@ async fn apart<T: Send + 'static>(
     done.map_err(|e| e.to_string())
         .and_then(|done| done)
         .map_err(|why| DatasetError::unreadable(name, why))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_that_are_kept_are_bounded_over_all_jobs() {
+        let decoded = |block: usize, mebibytes: u64| Decoded {
+            file: "a.arrow".into(),
+            block,
+            columns: vec![0],
+            batch: RecordBatch::new_empty(Arc::new(Schema::empty())),
+            bytes: mebibytes << 20,
+        };
+        let jobs: [KeptBlock; 3] = Default::default();
+        let kept = || {
+            jobs.each_ref()
+                .map(|job| locked(&job.0).as_ref().map(|kept| kept.block))
+        };
+        jobs[0].keep(decoded(0, 150));
+        jobs[1].keep(decoded(1, 150));
+        jobs[2].keep(decoded(2, 150));
+        assert_eq!(kept(), [Some(0), Some(1), Some(2)]);
+        jobs[0].keep(decoded(3, 300));
+        assert_eq!(kept(), [Some(3), None, Some(2)], "the oldest goes");
+        jobs[1].keep(decoded(4, 512));
+        assert_eq!(kept(), [None, Some(4), None], "the newest stays whatever it takes");
+        assert!(jobs[1].find("a.arrow", 4, &[0]).is_some());
+        assert!(jobs[1].find("a.arrow", 4, &[1]).is_none() && jobs[1].find("b.arrow", 4, &[0]).is_none());
+    }
 }
