@@ -9,6 +9,7 @@ use arrow::array::*;
 use arrow::datatypes::*;
 use gristmill::dataset::parquet_in::ParquetFile;
 use gristmill::dataset::pinned::PinnedFile;
+use gristmill::dataset::plan::{Segment, Shard};
 use gristmill::dataset::row_memory::{PIECE_BYTES_MAX, ROW_BYTES_MAX};
 use gristmill::dataset::{InputPlan, InputRow, PlanRequest, ShardReader, plan_inputs};
 use parquet::arrow::ArrowWriter;
@@ -174,6 +175,45 @@ async fn only_rows_that_are_wanted_are_read() {
         rows.iter().map(|row| row.fields.is_ok()).collect::<Vec<_>>(),
         [false, true, false]
     );
+}
+
+/// Of a sample, what lies between two drawn rows is passed over, never held beside them.
+#[tokio::test]
+async fn rows_between_drawn_ones_are_not_held() {
+    let rows = 160_000u64;
+    for name in ["a.parquet", "a.txt"] {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(name);
+        let text = |n: u64| format!("row {n:016}");
+        match name {
+            "a.parquet" => {
+                let texts: ArrayRef = Arc::new(StringArray::from_iter_values((0..rows).map(text)));
+                write(&path, vec![("text", texts)], small());
+            }
+            _ => fs::write(&path, (0..rows).map(|n| text(n) + "\n").collect::<String>()).unwrap(),
+        }
+        let mut plan = plan(dir.path(), &[]).await;
+        let segment = Segment {
+            input: 0,
+            first_row: 0,
+            rows,
+            bytes: (name == "a.txt").then(|| (0, fs::metadata(&path).unwrap().len())),
+            line: None,
+            picks: Some(vec![0, 1, 150_000]),
+        };
+        plan.shards = vec![Shard {
+            first_row: 0,
+            rows: 3,
+            segments: vec![segment],
+        }];
+        let (found, _, pieces) = read(&plan, None, None).await;
+        let texts: Vec<&str> = found
+            .iter()
+            .map(|row| row.fields.as_ref().unwrap()["text"].as_str().unwrap())
+            .collect();
+        assert_eq!(texts, [text(0), text(1), text(150_000)], "{name}");
+        assert_eq!(pieces, 2, "{name}: what is far from the others comes by itself");
+    }
 }
 
 #[tokio::test]

@@ -12,10 +12,10 @@ use arrow::ipc::{
     root_as_message_with_opts,
 };
 use bytes::Bytes;
-use flatbuffers::VerifierOptions;
 use std::sync::Arc;
 
 use super::error::DatasetError;
+use super::flatbuffer::{bounds, first_line};
 use super::pinned::PinnedFile;
 
 /// What an Arrow file begins and ends with.
@@ -27,8 +27,8 @@ const FOOTER_BYTES_MAX: u64 = 64 << 20;
 /// Read at a file's end at once, in the hope that it holds the footer.
 const TAIL_BYTES: u64 = 64 << 10;
 
-/// Largest head of a block, in bytes.
-const HEAD_BYTES_MAX: i32 = 16 << 20;
+/// Smallest head of a block, in bytes: its length and the mark before it.
+const HEAD_BYTES_MIN: i32 = 8;
 
 /// Largest heads of all blocks of a file together: what they say is kept while it is open.
 const HEADS_BYTES_MAX: u64 = 64 << 20;
@@ -36,10 +36,6 @@ const HEADS_BYTES_MAX: u64 = 64 << 20;
 /// Most rows of one file, and of one block.
 const ROWS_MAX: u64 = 1 << 32;
 const BLOCK_ROWS_MAX: i64 = 1 << 26;
-
-/// How many times its own size a message may have when everything that it names several times stands there as often.
-const UNFOLDED_MAX: usize = 32;
-const UNFOLDED_MIN: usize = 64 << 10;
 
 /// Most bytes of one block's columns in use, once they are decompressed, or of all dictionaries.
 pub const BLOCK_BYTES_MAX: u64 = 512 << 20;
@@ -97,20 +93,9 @@ pub async fn read_footer(pinned: &PinnedFile) -> Result<Bytes, DatasetError> {
     pinned.bytes(end - length..end).await
 }
 
-fn options(bytes: &[u8]) -> VerifierOptions {
-    VerifierOptions {
-        max_apparent_size: bytes.len().saturating_mul(UNFOLDED_MAX).max(UNFOLDED_MIN),
-        ..VerifierOptions::default()
-    }
-}
-
-fn first_line(error: impl ToString) -> String {
-    error.to_string().lines().next().unwrap_or_default().to_string()
-}
-
 /// Pure: the footer's bytes → what they say, held against a file of `size` bytes.
 pub fn decode_footer(bytes: &[u8], size: u64) -> Result<ArrowFooter, String> {
-    let footer = root_as_footer_with_opts(&options(bytes), bytes);
+    let footer = root_as_footer_with_opts(&bounds(bytes), bytes);
     let footer = footer.map_err(|e| format!("its footer is broken: {}", first_line(e)))?;
     check_version(footer.version())?;
     let schema = footer.schema().ok_or("its footer has no schema")?;
@@ -172,11 +157,8 @@ fn place(block: &Block, end: u64) -> Result<BlockPlace, String> {
         )
     };
     let number = |n: i64| u64::try_from(n).map_err(|_| outside());
-    if !(8..=HEAD_BYTES_MAX).contains(&block.metaDataLength()) {
-        return Err(format!(
-            "a block's head has {} bytes, more than {HEAD_BYTES_MAX} or too few",
-            block.metaDataLength()
-        ));
+    if block.metaDataLength() < HEAD_BYTES_MIN {
+        return Err(format!("a block's head has {} bytes, too few", block.metaDataLength()));
     }
     let place = BlockPlace {
         offset: number(block.offset())?,
@@ -214,7 +196,7 @@ impl BlockHead {
 pub fn message(head: &[u8]) -> Result<Message<'_>, String> {
     let start = if head.starts_with(&[0xff; 4]) { 8 } else { 4 };
     let bytes = head.get(start..).ok_or("a block's head is too short")?;
-    let message = root_as_message_with_opts(&options(bytes), bytes);
+    let message = root_as_message_with_opts(&bounds(bytes), bytes);
     let message = message.map_err(|e| format!("a block's head is broken: {}", first_line(e)))?;
     check_version(message.version())?;
     Ok(message)
@@ -398,10 +380,15 @@ pub fn starts(heads: &[BlockHead]) -> Result<Vec<u64>, String> {
 
 #[cfg(test)]
 mod tests {
+    use arrow::ipc::{FieldNode, MessageArgs, RecordBatchArgs};
+    use flatbuffers::FlatBufferBuilder;
+
     use super::*;
 
     #[test]
     fn heads_are_bounded_together() {
+        // A head of any size is one that its file has.
+        assert!(place(&Block::new(8, i32::MAX, 0), 1 << 40).is_ok());
         let block = BlockPlace {
             offset: 8,
             head: 16 << 20,
@@ -421,6 +408,7 @@ mod tests {
         for (offset, head, body) in [
             (8, 16, 101),
             (8, 4, 100),
+            (8, -16, 100),
             (-8, 16, 100),
             (8, 16, -1),
             (i64::MAX, 16, 100),
@@ -430,5 +418,50 @@ mod tests {
                 "{offset} {head} {body}"
             );
         }
+    }
+    /// The head of a block of one column without bytes, which claims so many rows.
+    fn claims(rows: i64) -> Result<BlockHead, String> {
+        let mut buffer = FlatBufferBuilder::new();
+        let nodes = buffer.create_vector(&[FieldNode::new(rows, rows)]);
+        let buffers = buffer.create_vector::<arrow::ipc::Buffer>(&[]);
+        let batch = RecordBatchArgs {
+            length: rows,
+            nodes: Some(nodes),
+            buffers: Some(buffers),
+            ..RecordBatchArgs::default()
+        };
+        let batch = RecordBatch::create(&mut buffer, &batch);
+        let message = MessageArgs {
+            version: MetadataVersion::V5,
+            header_type: MessageHeader::RecordBatch,
+            header: Some(batch.as_union_value()),
+            ..MessageArgs::default()
+        };
+        let message = Message::create(&mut buffer, &message);
+        buffer.finish(message, None);
+        let head = [&[0xff; 4], &[0; 4], buffer.finished_data()].concat();
+        let place = BlockPlace {
+            offset: 8,
+            head: head.len() as u64,
+            body: 0,
+        };
+        let schema = Schema::new(vec![Field::new("nothing", DataType::Null, true)]);
+        decode_head(&head, &place, &schema)
+    }
+
+    #[test]
+    fn rows_that_a_file_claims_are_bounded() {
+        let rows = |rows: i64| claims(rows).map(|head| head.rows);
+        assert_eq!(rows(BLOCK_ROWS_MAX), Ok(1 << 26));
+        for bad in [BLOCK_ROWS_MAX + 1, i64::MAX, -1, i64::MIN] {
+            assert!(rows(bad).unwrap_err().contains("a block claims"), "{bad}");
+        }
+        let block = claims(BLOCK_ROWS_MAX).unwrap();
+        assert_eq!(starts(&vec![block.clone(); 64]).map(|all| all.len()), Ok(65));
+        assert!(
+            starts(&vec![block; 65])
+                .unwrap_err()
+                .contains("more than 4294967296 rows")
+        );
     }
 }

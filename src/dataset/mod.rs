@@ -22,6 +22,7 @@ pub mod csv_records;
 pub mod discover;
 pub mod error;
 pub mod filter;
+mod flatbuffer;
 pub mod hosts;
 mod hybrid;
 pub mod inputs;

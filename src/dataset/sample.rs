@@ -14,9 +14,9 @@ use super::plan::{Segment, Shard};
 pub const INPUT_ROW: &str = "input_row";
 
 /// Most rows that are drawn: the record names each of them.
-pub const DRAWN_MAX: u64 = 10_000_000;
+const DRAWN_MAX: u64 = 10_000_000;
 
-/// Most planned shards that one of drawn rows takes in: a worker reads over all of their rows.
+/// Most planned shards that one of drawn rows reads over, from its first drawn row on.
 const JOINED_MAX: usize = 64;
 
 /// Rows to draw: a number of them or a fraction of all.
@@ -136,13 +136,15 @@ impl Joined {
             self.close();
         }
         self.rows += rows;
-        self.parts += 1;
+        // What lies before the first drawn row is not opened.
+        self.parts += usize::from(self.rows > 0);
         for segment in segments {
-            match self
-                .open
-                .last_mut()
-                .filter(|last| last.input == segment.input && u32::try_from(last.rows + segment.rows).is_ok())
-            {
+            let goes_on = |last: &&mut Segment| {
+                last.input == segment.input
+                    && u32::try_from(last.rows + segment.rows).is_ok()
+                    && (last.taken() > 0 || segment.taken() == 0)
+            };
+            match self.open.last_mut().filter(goes_on) {
                 Some(last) => {
                     let before = last.rows as u32;
                     let picks = segment.picks.into_iter().flatten().map(|pick| before + pick);
@@ -206,7 +208,9 @@ mod tests {
         assert_eq!(of(Some(10), None, 1).drawn(3).unwrap(), [0, 1, 2]);
         // These rows stand in records: they stay what they are.
         assert_eq!(of(Some(6), None, 3).drawn(20).unwrap(), [0, 4, 6, 10, 14, 15]);
+        assert!(of(Some(DRAWN_MAX), None, 0).check().is_ok());
         for bad in [
+            of(Some(DRAWN_MAX + 1), None, 0),
             of(None, None, 0),
             of(Some(1), Some(0.5), 0),
             of(Some(0), None, 0),
@@ -214,6 +218,53 @@ mod tests {
             of(None, Some(f64::NAN), 0),
         ] {
             assert!(bad.check().is_err(), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn a_record_names_no_more_drawn_rows_than_it_can() {
+        let most = DRAWN_MAX as usize;
+        let drawn = |total: u64| of(None, Some(1.0), 5).drawn(total).map(|rows| rows.len());
+        assert_eq!(drawn(DRAWN_MAX), Ok(most));
+        assert!(
+            drawn(DRAWN_MAX + 1)
+                .unwrap_err()
+                .contains("draws more than 10000000 rows")
+        );
+    }
+
+    /// A few rows of thousands of shards: what a worker opens for one shard of them is bounded, wherever they lie.
+    #[test]
+    fn a_shard_of_few_drawn_rows_reads_over_few_planned_ones() {
+        let planned = |n: u64| Shard {
+            first_row: n * 10,
+            rows: 10,
+            segments: vec![Segment {
+                input: 0,
+                first_row: n * 10,
+                rows: 10,
+                bytes: Some((n * 100, (n + 1) * 100)),
+                line: None,
+                picks: None,
+            }],
+        };
+        for seed in 0..20 {
+            let sample = of(Some(5), None, seed);
+            let shards = sample.draw((0..2000).map(planned).collect(), u64::MAX, 1000).unwrap();
+            assert_eq!(shards.iter().map(|shard| shard.rows).sum::<u64>(), 5);
+            let (mut found, mut next) = (Vec::new(), 0);
+            for segment in shards.iter().flat_map(|shard| &shard.segments) {
+                assert_eq!(segment.first_row, next, "the input's rows follow one another");
+                next += segment.rows;
+                let picks = segment.picks.iter().flatten();
+                found.extend(picks.map(|pick| segment.first_row + u64::from(*pick)));
+            }
+            assert_eq!(found, sample.drawn(20_000).unwrap());
+            for shard in &shards {
+                let opened = shard.segments.iter().filter(|segment| segment.taken() > 0);
+                let rows: u64 = opened.map(|segment| segment.rows).sum();
+                assert!(rows <= 10 * JOINED_MAX as u64, "seed {seed}: {rows} rows are read over");
+            }
         }
     }
 

@@ -7,17 +7,12 @@ use arrow::ipc::convert::try_schema_from_ipc_buffer;
 use arrow::ipc::root_as_message_with_opts;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
-use flatbuffers::VerifierOptions;
 use serde::{Deserialize, Deserializer, Serializer};
+
+use super::flatbuffer::{bounds, first_line};
 
 /// Longest text that is decoded, in bytes.
 const TEXT_BYTES_MAX: usize = 16 << 20;
-
-/// How many times its own size a message may have when everything that it names several times stands there as often. Of a schema
-/// that was written by Arrow, it is less than 8.
-const UNFOLDED_MAX: usize = 32;
-/// Of a message that is as small as can be.
-const UNFOLDED_MIN: usize = 64 << 10;
 
 /// The schema as one line of text.
 pub fn encode(schema: &Schema) -> String {
@@ -43,21 +38,14 @@ pub fn is_sound(text: &str) -> bool {
     text.len() <= TEXT_BYTES_MAX && bytes.is_ok_and(|bytes| check_unfolded(&bytes).is_ok())
 }
 
-/// One text or table may be named any number of times in a message, and is made as often.
+/// Whether the message takes no more than it may once it is decoded.
 fn check_unfolded(bytes: &[u8]) -> Result<(), String> {
     // Behind the mark of a continuation, where there is one, and the length, as the decoder finds it.
     let start = if bytes.starts_with(&[0xff; 4]) { 8 } else { 4 };
     let message = bytes.get(start..).ok_or("not an Arrow schema: it ends too early")?;
-    let options = VerifierOptions {
-        max_apparent_size: message.len().saturating_mul(UNFOLDED_MAX).max(UNFOLDED_MIN),
-        ..VerifierOptions::default()
-    };
-    match root_as_message_with_opts(&options, message) {
+    match root_as_message_with_opts(&bounds(message), message) {
         Ok(_) => Ok(()),
-        Err(error) => Err(format!(
-            "not an Arrow schema: {}",
-            error.to_string().lines().next().unwrap_or_default()
-        )),
+        Err(error) => Err(format!("not an Arrow schema: {}", first_line(error))),
     }
 }
 

@@ -121,6 +121,27 @@ def deep(path):
     write(path, pa.table({"text": [f"ticket {n}" for n in range(8)], "d": pa.nulls(8, kind)}))
 
 
+def dictionaries(count):
+    """A column of words, and many others that have a dictionary each."""
+    def make(path):
+        words = pa.DictionaryArray.from_arrays(pa.array(range(8), pa.int8()), pa.array([f"ticket {n}" for n in range(8)]))
+        write(path, pa.table({"text": words} | {f"c{n}": words for n in range(count - 1)}))
+    return make
+
+
+def deltas(count):
+    """A dictionary that each batch adds a word to."""
+    def make(path):
+        words = [f"ticket {n}" for n in range(count + 1)]
+        options = pa.ipc.IpcWriteOptions(emit_dictionary_deltas=True)
+        batches = [pa.record_batch({"text": pa.DictionaryArray.from_arrays(pa.array([n], pa.int16()), pa.array(words[:n + 1]))})
+                   for n in range(count + 1)]
+        with pa.ipc.new_file(path, batches[0].schema, options=options) as writer:
+            for batch in batches:
+                writer.write_batch(batch)
+    return make
+
+
 def flipped(seed):
     """Bytes here and there are others; whatever comes of it, the process ends by itself."""
     def change(data):
@@ -154,6 +175,10 @@ def cases():
     yield runs("Arrow: a word of 20 MB that a hundred rows show", words, of=100, prompt="{{ text }} {{ long | length }}")
     yield runs("Arrow: a word of 200 MB in one row", one_word_too_large, bad=(3,))
     yield runs("Arrow: a list of a billion nulls", nulls, bad=(3,), prompt="{{ text }} {{ empty }}")
+    yield runs("Arrow: as many dictionaries as may be", dictionaries(4096))
+    yield refused("Arrow: more dictionaries than may be", dictionaries(4097), "it has 4097 blocks of dictionaries, more than 4096")
+    yield runs("Arrow: a dictionary that grows as often as it may", deltas(64), of=65)
+    yield refused("Arrow: a dictionary that grows too often", deltas(65), "more than 64 dictionaries that add to others")
     for seed in range(24):
         for compression in ("lz4", "zstd"):
             yield over(f"Arrow: flipped bytes {seed}, {compression}", changed(flipped(seed), compression=compression, chunk=3), [step], prompt=both)
