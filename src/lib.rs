@@ -6,6 +6,7 @@
 mod say;
 
 mod failpoint;
+mod notice;
 mod printable;
 mod regular;
 mod signing;

@@ -27,6 +27,10 @@ const KEYS_MAX: usize = 16;
 /// All keys together.
 const BYTES_MAX: u64 = 16 << 10;
 
+/// Keys of what is posted when a job is done: who receives it has them, too, and must not be able to sign records.
+const ON_FINISH_KEY: &str = "GRISTMILL_ON_FINISH_KEY";
+const ON_FINISH_KEY_FILE: &str = "GRISTMILL_ON_FINISH_KEY_FILE";
+
 const FIELD: &str = ",\"signature\":\"";
 const END: &str = "\"}";
 /// Hex digits of a signature.
@@ -83,21 +87,34 @@ impl Signing {
         found.clone()
     }
 
-    /// By the values of the two variables. One that is set and empty is an error: a secret that did not arrive must not turn signing off.
+    /// As [`Signing::of_process`], with the keys of what is posted when a job is done.
+    ///
+    /// # Errors
+    /// The same.
+    pub fn of_posts() -> Result<Signing, String> {
+        let [keys, file] = [ON_FINISH_KEY, ON_FINISH_KEY_FILE].map(std::env::var_os);
+        Signing::of_named([ON_FINISH_KEY, ON_FINISH_KEY_FILE], keys, file)
+    }
+
     fn of(keys: Option<OsString>, file: Option<OsString>) -> Result<Signing, String> {
+        Signing::of_named([KEY, KEY_FILE], keys, file)
+    }
+
+    /// By the values of the two variables. One that is set and empty is an error: a secret that did not arrive must not turn signing off.
+    fn of_named([key, key_file]: [&str; 2], keys: Option<OsString>, file: Option<OsString>) -> Result<Signing, String> {
         match (keys, file) {
             (None, None) => Ok(Signing::default()),
-            (Some(_), Some(_)) => Err(format!("`{KEY}` and `{KEY_FILE}` are both set: unset one of them")),
+            (Some(_), Some(_)) => Err(format!("`{key}` and `{key_file}` are both set: unset one of them")),
             (Some(keys), None) => match keys.into_string() {
-                Ok(text) => Signing::with(&text).map_err(|why| format!("`{KEY}`: {why}")),
-                Err(_) => Err(format!("`{KEY}`: it is not UTF-8 text")),
+                Ok(text) => Signing::with(&text).map_err(|why| format!("`{key}`: {why}")),
+                Err(_) => Err(format!("`{key}`: it is not UTF-8 text")),
             },
             (None, Some(path)) if path.is_empty() => {
-                Err(format!("`{KEY_FILE}` is set and empty: name a file, or unset it"))
+                Err(format!("`{key_file}` is set and empty: name a file, or unset it"))
             }
             (None, Some(path)) => {
                 let path = Path::new(&path);
-                let place = || format!("`{}`, which `{KEY_FILE}` names", path.display());
+                let place = || format!("`{}`, which `{key_file}` names", path.display());
                 let text = crate::regular::read_text(path, BYTES_MAX)
                     .map_err(|error| format!("cannot read {}: {error}", place()))?;
                 Signing::with(&text).map_err(|why| format!("{}: {why}", place()))
@@ -177,6 +194,12 @@ impl Signing {
         ]
         .concat()
         .into()
+    }
+
+    /// HMAC-SHA-256 of `bytes`, by each key.
+    pub fn tags(&self, bytes: &[u8]) -> Vec<[u8; DIGITS / 2]> {
+        let tag = |key: &Hmac<Sha256>| key.clone().chain_update(bytes).finalize().into_bytes().into();
+        self.keys.iter().map(tag).collect()
     }
 
     /// Whether `bytes` are as one of the keys signed them for that place. Without a key everything passes.

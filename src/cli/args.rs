@@ -1,14 +1,19 @@
 //! The command line: what can be asked for, checked by clap.
 
+mod doctor;
+mod jobs;
+
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 
 use crate::cli::device_choice::{DeviceChoice, ResolvedDevice};
-use crate::device::Precision;
 use crate::device::cpu::Isa;
 use crate::job::generate::MAX_TOKENS_MAX;
 use crate::job::spec::duration_seconds;
+pub use crate::report::shell_word;
+pub use doctor::DoctorArgs;
+pub use jobs::JobsArgs;
 
 #[derive(Debug, Parser)]
 #[command(
@@ -34,6 +39,8 @@ pub enum Command {
     Submit(SubmitArgs),
     /// Say how far a job is, from its output alone
     Status(OutputArgs),
+    /// List the jobs below a folder or bucket: how far each is, from its output alone
+    Jobs(JobsArgs),
     /// Show a job's progress until it ends
     Watch(WatchArgs),
     /// Prove that a finished job holds every row exactly once
@@ -54,39 +61,8 @@ pub enum Command {
     Clean(CleanArgs),
     /// Measure the engine on this machine: throughput of a model over a trace or over prompts of one length
     Bench(BenchArgs),
-    /// Hold a GPU's kernels against the CPU, before it is trusted with a night's job
+    /// Hold a GPU's kernels against the CPU, before it is trusted with a night's job; or check a job's model, store and queue
     Doctor(DoctorArgs),
-}
-
-#[derive(Debug, Args)]
-pub struct DoctorArgs {
-    /// The GPU: `cuda:0` on
-    #[arg(long, value_name = "DEVICE", default_value = "cuda:0")]
-    pub device: DeviceChoice,
-    /// Small sizes only, and no times
-    #[arg(long)]
-    pub quick: bool,
-    /// A checkpoint's folder, to be held against the CPU besides the small models that are built in; may be given several times
-    #[arg(long, value_name = "DIR")]
-    pub model: Vec<PathBuf>,
-    /// A format to examine (default: all that the card computes in); may be given several times
-    #[arg(long = "precision", value_name = "FORMAT", value_parser = gpu_precision)]
-    pub formats: Vec<Precision>,
-    /// Do not examine cuBLASLt's linear operations
-    #[arg(long)]
-    pub no_cublaslt: bool,
-    /// Print the result as one JSON object on stdout; what is found goes to stderr as it is
-    #[arg(long)]
-    pub json: bool,
-}
-
-fn gpu_precision(text: &str) -> Result<Precision, String> {
-    match text {
-        "bf16" => Ok(Precision::Bf16),
-        "int8" => Ok(Precision::Int8),
-        "fp8" => Ok(Precision::Fp8),
-        _ => Err("a GPU computes in `bf16`, `int8` or `fp8`".into()),
-    }
 }
 
 /// A job file, and what its parameters stand for.
@@ -111,11 +87,6 @@ impl JobArgs {
         let words = path.chain(set).map(|word| shell_word(&word));
         words.collect::<Vec<_>>().join(" ")
     }
-}
-
-/// `word` as a shell reads it back. Zero bytes, which no argument can hold, are not quoted.
-pub fn shell_word(word: &str) -> String {
-    shlex::try_quote(word).map_or_else(|_| word.to_string(), Into::into)
 }
 
 fn parameter(text: &str) -> Result<(String, String), String> {
@@ -192,6 +163,14 @@ pub struct WorkerArgs {
     /// Where a model may lie that a job names, without --model
     #[arg(long, value_name = "PREFIX", env = "GRISTMILL_ACCEPT_MODELS", value_delimiter = ',')]
     pub accept_models: Vec<String>,
+    /// Web addresses that may be told when a job is done whose record names one (`on_finish.url`); without it, nothing is posted anywhere
+    #[arg(
+        long,
+        value_name = "PREFIX",
+        env = "GRISTMILL_ACCEPT_ON_FINISH",
+        value_delimiter = ','
+    )]
+    pub accept_on_finish: Vec<String>,
     /// Shards in memory at once: read ahead, running, being published
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=256))]
     pub shards_in_flight: u32,
@@ -343,6 +322,9 @@ pub struct RetryArgs {
 
 #[derive(Debug, Args)]
 #[group(id = "limits", args = ["usd", "deadline"], required = true, multiple = true)]
+#[command(
+    override_usage = "gristmill extend OUTPUT [--usd DOLLARS] [--deadline TIME] [--json]\n       One of `--usd` and `--deadline`, or both"
+)]
 pub struct ExtendArgs {
     /// The job's output folder or URL
     pub output: String,
@@ -374,6 +356,14 @@ pub struct ReconcileArgs {
     /// Go on looking until every job has ended
     #[arg(long)]
     pub until_finished: bool,
+    /// Web addresses that may be told when a job is done whose record names one (`on_finish.url`); without it, nothing is posted anywhere
+    #[arg(
+        long,
+        value_name = "PREFIX",
+        env = "GRISTMILL_ACCEPT_ON_FINISH",
+        value_delimiter = ','
+    )]
+    pub accept_on_finish: Vec<String>,
 }
 
 #[derive(Debug, Args)]
@@ -550,6 +540,9 @@ pub struct WatchArgs {
     /// Seconds between looks
     #[arg(long, value_name = "SECONDS", default_value_t = 2.0, value_parser = positive_seconds)]
     pub every: f64,
+    /// A JSON object a line, with the keys of `status --json`, whenever something has changed; the last one tells the end
+    #[arg(long)]
+    pub json: bool,
 }
 
 fn threads(text: &str) -> Result<usize, String> {

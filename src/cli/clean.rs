@@ -3,7 +3,7 @@
 use anyhow::anyhow;
 use serde_json::json;
 
-use crate::cli::args::CleanArgs;
+use crate::cli::args::{CleanArgs, shell_word};
 use crate::cli::exit::{Exit, Failure};
 use crate::cli::prepare::ledger_at;
 use crate::report::summary::counted;
@@ -34,7 +34,7 @@ pub async fn clean(args: CleanArgs) -> Result<Exit, Failure> {
         true => println!("job `{name}`: removed {amount}; parts, commits and `_SUCCESS` stay"),
         false => println!(
             "job `{name}`: {amount} can be removed; `gristmill clean {} --yes` does it",
-            args.output
+            shell_word(&args.output)
         ),
     }
     Ok(Exit::Done)

@@ -1,4 +1,4 @@
-//! `gristmill doctor`: holds a GPU's kernels against the CPU before it is trusted with a night's job.
+//! `gristmill doctor`: holds a GPU's kernels against the CPU before it is trusted with a night's job. Of a job file: see `checkup.rs`.
 
 use std::sync::Arc;
 
@@ -6,6 +6,7 @@ use anyhow::anyhow;
 use serde::Serialize;
 
 use crate::cli::args::DoctorArgs;
+use crate::cli::checkup::checkup;
 use crate::cli::device_choice::ResolvedDevice;
 use crate::cli::exit::{Exit, Failure};
 use crate::cli::prepare::{say_signing, say_warnings};
@@ -49,6 +50,14 @@ struct InFormat {
 
 pub async fn doctor(args: DoctorArgs) -> Result<Exit, Failure> {
     say_signing(args.json)?;
+    if let Some(job) = &args.job {
+        return checkup(&args, job).await;
+    }
+    if args.queue.queue.is_some() || !args.queue.kafka.is_empty() {
+        return Err(Failure::bad_job(anyhow!(
+            "`--queue` and `--kafka` are for a job: `gristmill doctor JOB.yaml`"
+        )));
+    }
     let report = tokio::task::block_in_place(|| examine(&args))?;
     if args.json {
         println!("{}", serde_json::to_string(&report)?);

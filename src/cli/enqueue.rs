@@ -88,6 +88,17 @@ impl Target {
         queue::connect(&self.url, &self.settings).await
     }
 
+    /// The address, without secrets.
+    pub fn url(&self) -> String {
+        self.url.to_string()
+    }
+
+    /// Reaches the broker, and says what is there; `None`: no such topic or queue. Makes nothing.
+    pub async fn look(&self) -> Result<Option<Prepared>, Failure> {
+        let publisher = Publisher::open(&self.url, &self.settings).await.map_err(refusal)?;
+        publisher.look().await.map_err(refusal)
+    }
+
     /// Connects to send.
     pub async fn connect(&self) -> Result<Enqueuer, Failure> {
         let publisher = Publisher::open(&self.url, &self.settings).await.map_err(refusal)?;
@@ -120,11 +131,7 @@ impl Enqueuer {
 impl Sent {
     /// For people: `2,442 shards to kafka://…, whose 256 partitions feed up to 256 workers`.
     pub fn line(&self) -> String {
-        let feeds = match self.prepared.partitions {
-            Some(1) => ", whose one partition feeds one worker".to_string(),
-            Some(n) => format!(", whose {0} partitions feed up to {0} workers", number(n.into())),
-            None => ", which feeds any number of workers".to_string(),
-        };
+        let feeds = feeds(&self.prepared);
         let made = if self.prepared.created { " (made now)" } else { "" };
         format!("{} to {}{made}{feeds}", counted(self.messages, "shard"), self.url)
     }
@@ -137,6 +144,15 @@ impl Sent {
             "created": self.prepared.created,
             "partitions": self.prepared.partitions,
         })
+    }
+}
+
+/// How many workers a topic or queue feeds, for people; follows its name.
+pub fn feeds(prepared: &Prepared) -> String {
+    match prepared.partitions {
+        Some(1) => ", whose one partition feeds one worker".to_string(),
+        Some(n) => format!(", whose {0} partitions feed up to {0} workers", number(n.into())),
+        None => ", which feeds any number of workers".to_string(),
     }
 }
 

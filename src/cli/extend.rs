@@ -1,15 +1,21 @@
 //! `gristmill extend`: more money or time for a job, stopped or not.
 
+use std::time::Duration;
+
 use anyhow::anyhow;
 use serde_json::json;
 
-use crate::cli::args::ExtendArgs;
+use crate::cli::args::{ExtendArgs, shell_word};
 use crate::cli::exit::{Exit, Failure};
 use crate::cli::limits::{Used, limit_lines};
 use crate::cli::prepare::ledger_at;
-use crate::ledger::{JobLimits, LimitsFrom, StopWhy};
-use crate::report::cost::show_dollars;
+use crate::ledger::spend::Others;
+use crate::ledger::{JobLimits, Ledger, LimitsFrom, StopWhy};
+use crate::report::cost::{dollars, show_dollars};
 use crate::report::progress::show_duration;
+
+/// Of workers that were not told another one.
+const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
 pub async fn extend(args: ExtendArgs) -> Result<Exit, Failure> {
     let ledger = ledger_at(&args.output).await?;
@@ -51,7 +57,10 @@ pub async fn extend(args: ExtendArgs) -> Result<Exit, Failure> {
     for line in limit_lines(&terms, control.limits_from(), &used) {
         println!("{line}");
     }
-    let url = ledger.store().url();
+    for line in lacking(&ledger, &terms, &used).await? {
+        println!("{line}");
+    }
+    let url = shell_word(ledger.store().url().as_str());
     if is_finished {
         println!("next        it is finished: the limits hold for what `gristmill retry {url}` begins");
     } else {
@@ -59,6 +68,33 @@ pub async fn extend(args: ExtendArgs) -> Result<Exit, Failure> {
         println!("            enqueues what they have given up");
     }
     Ok(Exit::Done)
+}
+
+/// Says where workers stop at once all the same: each holds back what the others may spend before they hear of a stop.
+async fn lacking(ledger: &Ledger, terms: &JobLimits, used: &Used) -> Result<Vec<String>, Failure> {
+    let mut at_it = Others::default();
+    ledger.list_spends("", &mut at_it).await?;
+    ledger.read_changed_spends(&mut at_it).await?;
+    let workers = at_it.live(2 * LOG_INTERVAL);
+    Ok(said_lacking(terms, used, workers).into_iter().collect())
+}
+
+/// Pure: the line, where so many workers share the job; `None`: it can go on.
+fn said_lacking(terms: &JobLimits, used: &Used, workers: u32) -> Option<String> {
+    let held = dollars(
+        f64::from(workers.saturating_sub(1)) * LOG_INTERVAL.as_secs_f64(),
+        terms.usd_per_hour,
+    )?;
+    let (most, spent) = terms.usd.zip(used.usd(terms))?;
+    (spent + held >= most).then(|| {
+        format!(
+            "reserve     {workers} workers were at it last, and each holds {} back for the others (a log interval of {} s each): they stop at \
+             once, unless `--usd` is more than {}",
+            show_dollars(held),
+            LOG_INTERVAL.as_secs(),
+            show_dollars(spent + held)
+        )
+    })
 }
 
 /// Pure: may these limits take the place of those that hold?
@@ -81,8 +117,6 @@ fn check(used: &Used, holds: &JobLimits, wanted: &JobLimits) -> Result<(), Strin
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
     use crate::ledger::Unfinished;
 
@@ -100,6 +134,23 @@ mod tests {
             device_seconds,
             age: Duration::from_secs(age_seconds),
         }
+    }
+
+    #[test]
+    fn what_workers_hold_back_for_each_other_is_told() {
+        // A dollar a second: two of three workers hold a minute each.
+        let (terms, at) = (terms(Some(125.0), None), used(5.0, 30));
+        let line = said_lacking(&terms, &at, 3).unwrap();
+        for words in ["3 workers", "holds $120.00 back", "more than $125.00"] {
+            assert!(line.contains(words), "{words}: {line}");
+        }
+        assert_eq!(said_lacking(&terms, &at, 2), None);
+        assert_eq!(said_lacking(&terms, &at, 1), None);
+        let priceless = JobLimits {
+            usd_per_hour: None,
+            ..terms
+        };
+        assert_eq!(said_lacking(&priceless, &at, 9), None);
     }
 
     #[test]

@@ -6,6 +6,7 @@ mod args;
 mod bench;
 mod calibrate;
 mod cancel;
+mod checkup;
 mod clean;
 mod device_choice;
 mod doctor;
@@ -14,8 +15,10 @@ mod exit;
 mod extend;
 mod first_job;
 mod inputs;
+mod jobs;
 mod limits;
 mod log;
+mod on_finish;
 mod plan;
 mod prepare;
 mod recheck;
@@ -26,6 +29,7 @@ mod sampling;
 mod setup;
 mod status;
 mod submit;
+mod summary;
 mod trial;
 mod verify;
 mod worker;
@@ -102,6 +106,7 @@ async fn command(command: Command) -> Result<Exit, Failure> {
         Command::Plan(args) => plan::plan(args).await,
         Command::Worker(args) => worker::worker(args).await,
         Command::Status(args) => status::status(args).await,
+        Command::Jobs(args) => jobs::jobs(args).await,
         Command::Watch(args) => status::watch(args).await,
         Command::Verify(args) => verify::verify(args).await,
         Command::Recheck(args) => recheck::recheck(args).await,

@@ -14,7 +14,6 @@ use crate::cli::sampling::Sampling;
 use crate::cli::setup::check_formats;
 use crate::cli::trial;
 use crate::dataset::DatasetError;
-use crate::dataset::layout::SkippedFile;
 use crate::dataset::location::Location;
 use crate::dataset::output::{OutputColumns, OutputSchema};
 use crate::dataset::plan::Format;
@@ -24,16 +23,15 @@ use crate::engine::constraint::Constraint;
 use crate::job::difference::{Difference, differences};
 use crate::job::file::{self, OutputFormat};
 use crate::job::generate::ShapeSpec;
+use crate::job::on_finish::OnFinish;
 use crate::job::sampling::Source;
 use crate::job::spec::{Job, PromptKind};
 use crate::job::thinking::Thinks;
 use crate::job::{JobError, Parameters, Renderer};
 use crate::ledger::keys::sha256;
-use crate::ledger::status::Status;
 use crate::ledger::{self, JobDraft, JobIdentity, JobLimits, Ledger, LedgerError, Unfinished};
 use crate::model::folder;
-use crate::report::one_line;
-use crate::report::summary::{Summary, number};
+use crate::report::summary::number;
 use crate::signing::Signing;
 use crate::worker::model::{Formats, ModelFiles, Stream};
 
@@ -436,10 +434,15 @@ impl PreparedJob {
     /// The planned job, ready to be written down.
     pub fn draft(&self, plan: InputPlan, identity: JobIdentity) -> Result<JobDraft, Failure> {
         let columns = self.output_schema(&plan)?;
+        let mut job = (*self.job).clone();
+        if self.limit.is_some() {
+            // Nobody waits for a trial.
+            job.on_finish = OnFinish::default();
+        }
         Ok(JobDraft {
             name: self.job.name.clone(),
             identity,
-            resolved: self.job.resolved(),
+            resolved: job.resolved(),
             inputs: plan.files,
             layout: plan.layout,
             shards: plan.shards,
@@ -575,20 +578,4 @@ pub fn no_job(output: &Location) -> Failure {
         "`{}` holds no job: there is no `_gristmill/job.json`",
         output.url
     ))
-}
-
-/// The report of a job as its ledger tells it.
-pub async fn summary(ledger: &Ledger, status: &Status, output: &str) -> Summary {
-    let skipped = ledger.job().layout.skipped.iter().map(SkippedFile::line);
-    let mut summary = Summary {
-        skipped_inputs: skipped.collect(),
-        ..Summary::of(status, output)
-    };
-    if summary.rows.errored + summary.rows.invalid_output > 0 {
-        match ledger.failures().await {
-            Ok(failures) => summary.failures = Some(failures),
-            Err(error) => eprintln!("gristmill: why rows failed cannot be read: {}", one_line(&error.into())),
-        }
-    }
-    summary
 }

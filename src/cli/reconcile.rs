@@ -7,14 +7,17 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
+use anyhow::anyhow;
 use futures::{StreamExt, TryStreamExt};
 
 use crate::cli::args::ReconcileArgs;
 use crate::cli::enqueue::{Enqueuer, Target};
 use crate::cli::exit::{Exit, Failure, one_line};
+use crate::cli::on_finish::Teller;
 use crate::cli::prepare::ledger_at;
 use crate::ledger::{JobCommand, Ledger, Progress, StopWhy};
 use crate::report::summary::{RowCounts, counted, number};
+use crate::worker::access::{Access, Asked};
 
 /// A shard that was enqueued again and again without effect is enqueued at every so many looks.
 const LOOKS_MAX: u32 = 64;
@@ -34,6 +37,13 @@ struct Watched {
     ended: Option<Exit>,
     /// Why the last look came to nothing.
     failed: Option<Failure>,
+}
+
+/// What a look may need.
+#[derive(Clone, Copy)]
+struct Means<'a> {
+    enqueuer: &'a Enqueuer,
+    teller: &'a Teller,
 }
 
 /// Which shards were enqueued at which look, and when they may be again. Pure.
@@ -68,6 +78,12 @@ impl Backoff {
 
 pub async fn reconcile(args: ReconcileArgs) -> Result<Exit, Failure> {
     let target = Target::required(&args.queue)?;
+    let asked = Asked {
+        accept_on_finish: &args.accept_on_finish,
+        ..Asked::default()
+    };
+    let access = Access::new(&asked, &std::env::current_dir()?).map_err(|why| Failure::bad_job(anyhow!(why)))?;
+    let teller = Teller::new(access)?;
     let watched = |output: &String| Watched {
         output: output.clone(),
         ledger: None,
@@ -89,14 +105,18 @@ pub async fn reconcile(args: ReconcileArgs) -> Result<Exit, Failure> {
     let enqueuer = target.connect().await?;
     let loops = loops(&args);
     let pause = Duration::from_secs_f64(args.every.unwrap_or(args.interval));
-    let mut enqueued = look_at_all(&mut jobs, &enqueuer, &args, loops).await;
+    let means = Means {
+        enqueuer: &enqueuer,
+        teller: &teller,
+    };
+    let mut enqueued = look_at_all(&mut jobs, means, &args, loops).await;
     loop {
         let over = jobs.iter().all(|job| job.is_over(loops));
         if over && (args.until_finished || !loops) {
             break;
         }
         tokio::time::sleep(pause).await;
-        enqueued += look_at_all(&mut jobs, &enqueuer, &args, loops).await;
+        enqueued += look_at_all(&mut jobs, means, &args, loops).await;
         if !loops {
             break;
         }
@@ -122,10 +142,10 @@ fn worst(jobs: &[Watched]) -> Exit {
 
 /// One look at each job; returns how many shards were enqueued. What fails is said and keeps no other job waiting; in a loop, it is
 /// tried again at the next look.
-async fn look_at_all(jobs: &mut [Watched], enqueuer: &Enqueuer, args: &ReconcileArgs, loops: bool) -> u64 {
+async fn look_at_all(jobs: &mut [Watched], means: Means<'_>, args: &ReconcileArgs, loops: bool) -> u64 {
     let mut enqueued = 0;
     for job in jobs.iter_mut().filter(|job| loops || job.failed.is_none()) {
-        match job.look(enqueuer, args).await {
+        match job.look(means, args).await {
             Ok(sent) => {
                 enqueued += sent;
                 job.failed = None;
@@ -149,7 +169,7 @@ impl Watched {
         self.ended.is_some() || self.failed.as_ref().is_some_and(is_hopeless)
     }
 
-    async fn look(&mut self, enqueuer: &Enqueuer, args: &ReconcileArgs) -> Result<u64, Failure> {
+    async fn look(&mut self, means: Means<'_>, args: &ReconcileArgs) -> Result<u64, Failure> {
         if self.ended.is_some() && args.until_finished {
             return Ok(0);
         }
@@ -169,6 +189,10 @@ impl Watched {
             self.ended = ended;
         }
         if ended.is_some() {
+            // Whoever wrote the result may have died before it could tell.
+            if matches!(ended, Some(Exit::Done | Exit::FailedRows)) {
+                means.teller.tell(ledger).await;
+            }
             self.seen = None;
             return Ok(0);
         }
@@ -193,7 +217,7 @@ impl Watched {
         };
         let begun = |shard: &u32| self.seen.as_ref().is_some_and(|seen| seen.is_begun(*shard));
         mend(ledger, due.iter().copied().filter(begun).collect()).await?;
-        enqueuer.send(ledger, &due).await?;
+        means.enqueuer.send(ledger, &due).await?;
         self.sent.sent(&due);
         println!(
             "job `{name}`: enqueued {} that nobody moved ({which}), of {} not done",

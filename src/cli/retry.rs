@@ -3,7 +3,7 @@
 use anyhow::anyhow;
 use serde_json::json;
 
-use crate::cli::args::RetryArgs;
+use crate::cli::args::{RetryArgs, shell_word};
 use crate::cli::enqueue::{Sent, Target};
 use crate::cli::exit::{Exit, Failure};
 use crate::cli::limits::Used;
@@ -100,7 +100,7 @@ async fn next(ledger: &Ledger, max_tokens: Option<u32>) -> Result<Option<Generat
                 "job `{}` is not finished: `retry` is for the failed rows of a finished job; `gristmill status {}` says what \
                  is left",
                 ledger.job().name,
-                ledger.store().url()
+                shell_word(ledger.store().url().as_str())
             )));
         }
         if max_tokens.is_some() && ledger.raises_to() != max_tokens {
@@ -147,7 +147,7 @@ async fn warn_of_limits(ledger: &Ledger) -> Result<(), Failure> {
         eprintln!(
             "gristmill: budget or deadline of job `{}` is reached: `gristmill extend {}` first, or its workers stop again",
             ledger.job().name,
-            ledger.store().url()
+            shell_word(ledger.store().url().as_str())
         );
     }
     Ok(())
@@ -191,7 +191,7 @@ fn show(generation: &Generation, sent: Option<&Sent>) {
         shards,
         resumed,
     } = generation;
-    let output = ledger.store().url();
+    let output = shell_word(ledger.store().url().as_str());
     println!("job         {}, generation {}", ledger.job().name, ledger.generation());
     let counts: Vec<String> = by_status(rows)
         .into_iter()

@@ -9,10 +9,12 @@ use crate::cli::args::RunArgs;
 use crate::cli::exit::{Exit, Failure, one_line};
 use crate::cli::inputs;
 use crate::cli::limits::{follow_file, what_to_raise};
+use crate::cli::on_finish;
 use crate::cli::plan::check_any;
-use crate::cli::prepare::{self, PreparedJob, open_ledger};
+use crate::cli::prepare::{PreparedJob, open_ledger};
 use crate::cli::recheck;
 use crate::cli::setup::{LoadedModel, render_threads, stop_on_signals, watchdog};
+use crate::cli::summary::summary;
 use crate::dataset::DatasetError;
 use crate::ledger::{Ledger, LedgerError, StopWhy};
 use crate::queue::{LocalQueue, Message};
@@ -29,6 +31,7 @@ use crate::worker::{self, Until, Worker, WorkerConfig};
 
 pub async fn run(args: RunArgs) -> Result<Exit, Failure> {
     let mut prepared = PreparedJob::prepare(&args.job, args.limit.limit, || args.engine.device.resolve()).await?;
+    on_finish::check_keys(&prepared)?;
     let begun = open_ledger(&prepared.output).await.map_err(refusal)?;
     prepared.settle(begun.as_ref())?;
     prepared.check_shape()?;
@@ -60,10 +63,13 @@ pub async fn run(args: RunArgs) -> Result<Exit, Failure> {
         if prepared.recheck.is_some() {
             stop_on_signals(stop.clone())?;
         }
-        return report(&prepared, &ledger, &args, &stop).await;
+        return finished(&prepared, &ledger, &args, &stop).await;
     }
     prepared.warn();
     if !args.quiet {
+        if let Some(line) = on_finish::line(&prepared) {
+            eprintln!("when it is done: {line}");
+        }
         if let Some(line) = &prepared.sampling.line {
             eprintln!("sampling: {line}");
         }
@@ -85,12 +91,19 @@ pub async fn run(args: RunArgs) -> Result<Exit, Failure> {
     };
     // The last part may have been published while the stop was on its way.
     if why.is_none() || ledger.success().await?.is_some() {
-        return report(&prepared, &ledger, &args, &stop).await;
+        return finished(&prepared, &ledger, &args, &stop).await;
     }
     if let Err(failure) = report(&prepared, &ledger, &args, &stop).await {
         eprintln!("gristmill: no report: {}", one_line(&failure.error));
     }
     say_stopped(&ledger, why).await
+}
+
+/// The job's report, then whoever is to hear of its end.
+async fn finished(prepared: &PreparedJob, ledger: &Ledger, args: &RunArgs, stop: &Stop) -> Result<Exit, Failure> {
+    let reported = report(prepared, ledger, args, stop).await;
+    on_finish::of_run(prepared, ledger, stop).await;
+    reported
 }
 
 /// Says why there is no result, and what to do.
@@ -241,7 +254,7 @@ fn shards_in_flight(shard_rows: u64, sequences: u32) -> u32 {
 
 /// Prints the report; the exit code that the rows alone would give, unless a stop cuts the recheck short.
 async fn report(prepared: &PreparedJob, ledger: &Ledger, args: &RunArgs, stop: &Stop) -> Result<Exit, Failure> {
-    let mut summary: Summary = prepare::summary(ledger, &ledger.status().await?, prepared.output.url.as_str()).await;
+    let mut summary: Summary = summary(ledger, &ledger.status().await?, prepared.output.url.as_str()).await;
     let mut exit = Exit::of_rows(&summary.rows);
     let is_done = ledger.success().await?.is_some();
     if let Some(gold) = prepared.job.gold.as_ref().filter(|_| is_done) {

@@ -9,11 +9,13 @@ use serde_json::{Value, json};
 use crate::cli::args::{OutputArgs, WatchArgs};
 use crate::cli::exit::{Exit, Failure};
 use crate::cli::limits::{Used, limit_lines};
-use crate::cli::prepare::{ledger_at, summary};
+use crate::cli::prepare::ledger_at;
+use crate::cli::summary::{summary, without_failures};
 use crate::dataset::pinned::display_name;
+use crate::ledger::Ledger;
 use crate::ledger::control::Control;
+use crate::ledger::failures::Failures;
 use crate::ledger::status::{OpenShard, State, Status};
-use crate::ledger::{JobLimits, Ledger, LimitsFrom};
 use crate::report::progress::show_duration;
 use crate::report::summary::{RowCounts, Summary, counted, number};
 use crate::say;
@@ -26,13 +28,9 @@ pub async fn status(args: OutputArgs) -> Result<Exit, Failure> {
     let ledger = ledger_at(&args.output).await?;
     let status = ledger.status().await?;
     let control = ledger.control().await?;
-    let (terms, from) = (ledger.terms(&control), control.limits_from());
-    let used = Used::with(&ledger, status.seconds);
     let summary = summary(&ledger, &status, &args.output).await;
     if args.json {
-        let mut json = as_json(&ledger, &status, &summary, (&terms, from), &used)?;
-        json["pinned_anew"] = pinned_anew(&ledger, &control).into_iter().collect();
-        println!("{json}");
+        println!("{}", as_json(&ledger, &status, &summary, &control)?);
         return Ok(Exit::Done);
     }
     let generation = match ledger.generation() {
@@ -59,20 +57,17 @@ pub async fn status(args: OutputArgs) -> Result<Exit, Failure> {
         println!("{line}");
     }
     if status.state != State::Finished {
-        for line in limit_lines(&terms, from, &used) {
+        let (terms, used) = (ledger.terms(&control), Used::with(&ledger, status.seconds));
+        for line in limit_lines(&terms, control.limits_from(), &used) {
             println!("{line}");
         }
     }
     Ok(Exit::Done)
 }
 
-fn as_json(
-    ledger: &Ledger,
-    status: &Status,
-    summary: &Summary,
-    (terms, from): (&JobLimits, Option<LimitsFrom>),
-    used: &Used,
-) -> Result<Value, serde_json::Error> {
+/// What `--json` says of a job.
+fn as_json(ledger: &Ledger, status: &Status, summary: &Summary, control: &Control) -> Result<Value, serde_json::Error> {
+    let (terms, used) = (ledger.terms(control), Used::with(ledger, status.seconds));
     let mut json = serde_json::to_value(summary)?;
     json["id"] = serde_json::to_value(&status.job)?;
     json["state"] = serde_json::to_value(status.state)?;
@@ -87,10 +82,11 @@ fn as_json(
         "usd_per_hour": terms.usd_per_hour,
         "deadline_seconds": terms.deadline_seconds,
         "unfinished": terms.unfinished,
-        "from": from,
-        "used_usd": used.usd(terms),
+        "from": control.limits_from(),
+        "used_usd": used.usd(&terms),
         "used_seconds": used.age.as_secs(),
     });
+    json["pinned_anew"] = pinned_anew(ledger, control).into_iter().collect();
     Ok(json)
 }
 
@@ -150,12 +146,18 @@ fn shard_lines(status: &Status, now: DateTime<Utc>) -> Vec<String> {
 /// Shows the state until the job ends; the exit code says how it ended.
 pub async fn watch(args: WatchArgs) -> Result<Exit, Failure> {
     let ledger = ledger_at(&args.output).await?;
-    let mut last = String::new();
-    let mut began: Option<(Instant, u64)> = None;
+    let mut watched = Watched::default();
     // An outage of the store says nothing of the job: workers wait for it, too.
     let retry_policy = RetryPolicy::new(true);
     loop {
-        let (status, closes) = match look(&ledger).await {
+        let seen = async {
+            let (status, closes) = look(&ledger).await?;
+            if args.json {
+                watched.tell_json(&ledger, &status, &args.output).await?;
+            }
+            Ok::<_, anyhow::Error>((status, closes))
+        };
+        let (status, closes) = match seen.await {
             Ok(seen) => {
                 retry_policy.over();
                 seen
@@ -167,31 +169,8 @@ pub async fn watch(args: WatchArgs) -> Result<Exit, Failure> {
             }
             Err(error) => return Err(error.into()),
         };
-        let rows = status.tally.rows();
-        let cut = status.tally.truncated.filter(|count| *count > 0);
-        let cut = cut.map_or(String::new(), |count| format!(", {} truncated", number(count)));
-        let line = format!(
-            "{}: {} of {}{cut}, shards {}",
-            word(status.state),
-            number(rows),
-            counted(status.rows, "row"),
-            shards(&status)
-        );
-        let (at, before) = *began.get_or_insert((Instant::now(), rows));
-        if line != last {
-            let left = match status.state {
-                State::Running => time_left(
-                    at.elapsed(),
-                    rows - before.min(rows),
-                    status.rows - rows.min(status.rows),
-                ),
-                _ => None,
-            };
-            println!(
-                "{line}{}",
-                left.map(|left| format!(", {left} left")).unwrap_or_default()
-            );
-            last = line;
+        if !args.json {
+            watched.tell(&status);
         }
         let end = match status.state {
             State::Running => None,
@@ -202,7 +181,7 @@ pub async fn watch(args: WatchArgs) -> Result<Exit, Failure> {
         };
         match end {
             Some(exit) if !closes => {
-                if let Some(warning) = Summary::of(&status, &args.output).warning() {
+                if let Some(warning) = Summary::of(&status, &args.output).warning().filter(|_| !args.json) {
                     println!("warning: {warning}");
                 }
                 return Ok(exit);
@@ -211,6 +190,71 @@ pub async fn watch(args: WatchArgs) -> Result<Exit, Failure> {
             _ if say::closed().is_some() => return Ok(Exit::Done),
             _ => tokio::time::sleep(Duration::from_secs_f64(args.every)).await,
         }
+    }
+}
+
+/// What was told of a job so far.
+#[derive(Default)]
+struct Watched {
+    line: String,
+    /// When it was looked at first, and the rows that were finished then.
+    began: Option<(Instant, u64)>,
+    /// But for the time since the job's start.
+    json: Value,
+    /// Why rows failed, and the state that it was looked up in: that reads parts.
+    failures: Option<(Value, Option<Failures>)>,
+}
+
+impl Watched {
+    /// For people: a line, where it is another than the one before.
+    fn tell(&mut self, status: &Status) {
+        let rows = status.tally.rows();
+        let cut = status.tally.truncated.filter(|count| *count > 0);
+        let cut = cut.map_or(String::new(), |count| format!(", {} truncated", number(count)));
+        let line = format!(
+            "{}: {} of {}{cut}, shards {}",
+            word(status.state),
+            number(rows),
+            counted(status.rows, "row"),
+            shards(status)
+        );
+        let (at, before) = *self.began.get_or_insert((Instant::now(), rows));
+        if line == self.line {
+            return;
+        }
+        let left = match status.state {
+            State::Running => time_left(
+                at.elapsed(),
+                rows - before.min(rows),
+                status.rows - rows.min(status.rows),
+            ),
+            _ => None,
+        };
+        let left = left.map_or(String::new(), |left| format!(", {left} left"));
+        println!("{line}{left}");
+        self.line = line;
+    }
+
+    /// For machines: an object, where it is another than the one before.
+    async fn tell_json(&mut self, ledger: &Ledger, status: &Status, output: &str) -> anyhow::Result<()> {
+        let control = ledger.control().await?;
+        let of = json!([status.shards.done, status.tally, status.lost_parts]);
+        let summary = match &self.failures {
+            Some((known, failures)) if *known == of => Summary {
+                failures: failures.clone(),
+                ..without_failures(ledger, status, output)
+            },
+            _ => summary(ledger, status, output).await,
+        };
+        self.failures = Some((of, summary.failures.clone()));
+        let object = as_json(ledger, status, &summary, &control)?;
+        let mut compared = object.clone();
+        compared["budget"]["used_seconds"] = Value::Null;
+        if compared != self.json {
+            println!("{object}");
+            self.json = compared;
+        }
+        Ok(())
     }
 }
 
@@ -240,7 +284,7 @@ fn shards(status: &Status) -> String {
     text
 }
 
-fn word(state: State) -> &'static str {
+pub fn word(state: State) -> &'static str {
     match state {
         State::Running => "unfinished",
         State::Finished => "finished",

@@ -10,6 +10,7 @@ use crate::cli::enqueue::{Sent, Target};
 use crate::cli::exit::{Exit, Failure};
 use crate::cli::inputs;
 use crate::cli::limits::{follow_file, what_to_raise};
+use crate::cli::on_finish;
 use crate::cli::plan::{check_any, none_to_ask, read_all};
 use crate::cli::prepare::{PreparedJob, open_ledger};
 use crate::dataset::planner::InputPlan;
@@ -49,6 +50,7 @@ pub async fn submit(args: SubmitArgs) -> Result<Exit, Failure> {
     let written = write(&prepared, begun, args.preflight).await?;
     prepared.warn();
     let ledger = &written.ledger;
+    on_finish::warn_submitted(&prepared, ledger);
     if let Some(ended) = ended(ledger, &prepared).await? {
         return said(&args, &written, ended).await;
     }
@@ -231,9 +233,10 @@ fn show(args: &SubmitArgs, prepared: &PreparedJob, written: &Written, shards: us
         Some(sent) => {
             println!("enqueued    {}", sent.line());
             println!(
-                "next        gristmill worker --queue {}{}",
+                "next        gristmill worker --queue {}{}{}",
                 shell_word(&sent.url.to_string()),
-                accepting(prepared, job.inputs.iter().map(|input| input.url.as_str()))
+                accepting(prepared, job.inputs.iter().map(|input| input.url.as_str())),
+                on_finish::accepting(&written.ledger)
             );
             println!("            gristmill watch {}", shell_word(output.as_str()));
         }

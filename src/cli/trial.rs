@@ -14,7 +14,7 @@ use crate::job::spec::Job;
 use crate::ledger::Ledger;
 
 /// Holds the trials of all outputs beside it.
-const FOLDER: &str = "_limit";
+pub const FOLDER: &str = "_limit";
 
 /// The place of the trial of the first `rows` rows: where it was begun, or where it is to begin.
 pub async fn place(job: &Job, output: &Location, rows: u64) -> Result<Location, Failure> {

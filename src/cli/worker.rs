@@ -13,6 +13,7 @@ use crate::cli::enqueue::Target;
 use crate::cli::exit::{Exit, Failure, one_line};
 use crate::cli::first_job::{First, FirstJob, Search, cannot_watch, watched_job};
 use crate::cli::limits::reached_line;
+use crate::cli::on_finish::{Teller, Telling};
 use crate::cli::prepare::{model_dir, say_signing, say_warnings};
 use crate::cli::setup::{LoadedModel, render_threads, stop_on_signals, watchdog};
 use crate::dataset::location::Location;
@@ -42,6 +43,7 @@ pub async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
     let stop = Stop::default();
     stop_on_signals(stop.clone())?;
     let access = access(&args)?;
+    let teller = Teller::new(access.clone())?;
     say_signing(args.quiet)?;
     let watchdog = watchdog();
     signs_of_life(&args, &watchdog).await?;
@@ -52,9 +54,16 @@ pub async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
     let most = args
         .max_shards
         .map_or(u32::MAX, |most| u32::try_from(most).unwrap_or(u32::MAX));
-    let queue = Target::new(&args.queue, args.kafka.clone(), args.shards_in_flight.min(most.max(1)))?
-        .consume()
-        .await?;
+    let target = Target::new(&args.queue, args.kafka.clone(), args.shards_in_flight.min(most.max(1)))?;
+    // One that works for longer waits for a topic that is not there yet. What keeps it from looking is told by the queue below.
+    if args.once && matches!(target.look().await, Ok(None)) {
+        eprintln!(
+            "gristmill: warning: {} is not there, so there is nothing to do: `gristmill submit` makes it",
+            target.url()
+        );
+        return ended_early(&args, None, &stop);
+    }
+    let queue = target.consume().await?;
     let place = args.engine.device.resolve()?;
     let watched = watched(&args).await?;
     let sought = wanted_model(
@@ -70,7 +79,7 @@ pub async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
     .await?;
     let wanted = match sought {
         Sought::Model(wanted) => *wanted,
-        Sought::Nothing { refused } => return ended_early(&args, refused, &stop),
+        Sought::Nothing { refused } => return ended_early(&args, Some(refused), &stop),
     };
     say_warnings(&wanted.files.config.warnings);
     let hash = wanted.files.hash(wanted.formats.precision).map_err(Failure::bad_job)?;
@@ -101,8 +110,10 @@ pub async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
         );
     }
     let shown = progress::show_work(meter.clone(), args.quiet);
-    let ended = worker::run(worker.clone(), loaded.engine, stop).await;
+    let telling = Telling::start(teller, worker.clone());
+    let ended = worker::run(worker.clone(), loaded.engine, stop.clone()).await;
     shown.abort();
+    telling.end(stop.is_set()).await;
     report(&args, &worker, ended).await
 }
 
@@ -120,6 +131,7 @@ fn access(args: &WorkerArgs) -> Result<Access, Failure> {
         accept: &args.accept,
         accept_inputs: &args.accept_inputs,
         accept_models: &args.accept_models,
+        accept_on_finish: &args.accept_on_finish,
         jobs: &args.job,
     };
     let access =
@@ -270,8 +282,8 @@ async fn watched(args: &WorkerArgs) -> Result<Watched, Failure> {
     Ok(watched)
 }
 
-/// It ended before it had a model.
-fn ended_early(args: &WorkerArgs, refused: usize, stop: &Stop) -> Result<Exit, Failure> {
+/// It ended before it had a model: after so many messages for others; `None`: that it ends was said.
+fn ended_early(args: &WorkerArgs, refused: Option<usize>, stop: &Stop) -> Result<Exit, Failure> {
     if args.json {
         let report = Report {
             worker: name(args)?,
@@ -285,9 +297,10 @@ fn ended_early(args: &WorkerArgs, refused: usize, stop: &Stop) -> Result<Exit, F
     }
     if !args.quiet {
         match refused {
-            0 => eprintln!("nothing came: there is nothing to do"),
-            1 => eprintln!("1 message came, and it is not for this worker: a warning above says why"),
-            _ => eprintln!("{refused} messages came, none for this worker: warnings above say why"),
+            None => {}
+            Some(0) => eprintln!("nothing came: there is nothing to do"),
+            Some(1) => eprintln!("1 message came, and it is not for this worker: a warning above says why"),
+            Some(refused) => eprintln!("{refused} messages came, none for this worker: warnings above say why"),
         }
     }
     Ok(Exit::Done)

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use object_store::local::LocalFileSystem;
 use object_store::path::Path;
-use object_store::{ObjectStore, ObjectStoreExt};
+use object_store::{ObjectStore, ObjectStoreExt, ObjectStoreScheme};
 use url::Url;
 
 use super::stores::{OpenError, Stores, names_bucket, shown};
@@ -129,6 +129,22 @@ impl Location {
             path,
             url,
         }
+    }
+
+    /// The place below this one that a listing has as `path`; `None`: no address names it.
+    pub fn listed(&self, path: &Path) -> Option<Location> {
+        let mut url = self.url.clone();
+        let below = path.prefix_match(&self.path)?;
+        url.path_segments_mut()
+            .ok()?
+            .pop_if_empty()
+            .extend(below.map(|part| part.as_ref().to_string()));
+        let (_, named) = ObjectStoreScheme::parse(&url).ok()?;
+        (named == *path).then(|| Location {
+            store: self.store.clone(),
+            path: path.clone(),
+            url,
+        })
     }
 
     /// The place in `folder` beside this one that has this one's name and `suffix`; `None` where this is a whole store.
@@ -265,6 +281,25 @@ mod tests {
         ] {
             let place = Location::parse_with(text, FsPath::new("/"), &stores).unwrap();
             assert!(place.beside("_limit", "-9").is_none(), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_listed_key_is_named_by_an_address_or_by_none() {
+        let stores = Stores::new([]);
+        let bucket = Location::parse_with("s3://bucket/a b/", FsPath::new("/"), &stores).unwrap();
+        for (key, address) in [
+            ("a b/c", Some("s3://bucket/a%20b/c")),
+            ("a b/day=1/é", Some("s3://bucket/a%20b/day=1/%C3%A9")),
+            ("a b/50%25 #?", Some("s3://bucket/a%20b/50%2525%20%23%3F")),
+            ("other/c", None),
+        ] {
+            let found = bucket.listed(&Path::parse(key).unwrap());
+            assert_eq!(found.as_ref().map(|place| place.url.as_str()), address, "{key}");
+            if let Some(found) = found {
+                let again = Location::parse_with(found.url.as_str(), FsPath::new("/"), &stores).unwrap();
+                assert_eq!(again.path.as_ref(), key);
+            }
         }
     }
 

@@ -23,6 +23,7 @@ pub mod discover;
 pub mod error;
 pub mod filter;
 mod flatbuffer;
+pub mod folders;
 pub mod hosts;
 mod hybrid;
 pub mod inputs;

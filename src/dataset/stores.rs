@@ -12,6 +12,7 @@ use object_store::aws::{AmazonS3, AmazonS3Builder, AmazonS3ConfigKey};
 use object_store::azure::{AzureConfigKey, MicrosoftAzure, MicrosoftAzureBuilder};
 use object_store::gcp::{GoogleCloudStorage, GoogleCloudStorageBuilder, GoogleConfigKey};
 use object_store::http::{HttpBuilder, HttpStore};
+use object_store::list::PaginatedListStore;
 use object_store::path::Path;
 use object_store::{
     BackoffConfig, Certificate, ClientConfigKey, ClientOptions, ObjectStore, ObjectStoreScheme, RetryConfig,
@@ -40,9 +41,27 @@ pub struct OpenError(pub String);
 /// The open stores of one environment.
 pub struct Stores {
     variables: BTreeMap<String, String>,
-    opened: Mutex<BTreeMap<String, Arc<dyn ObjectStore>>>,
+    opened: Mutex<BTreeMap<String, Opened>>,
     /// Where web servers' redirects may lead, in a process that works on queued jobs.
     may_follow: OnceLock<MayFollow>,
+}
+
+/// One client.
+#[derive(Clone)]
+struct Opened {
+    store: Arc<dyn ObjectStore>,
+    /// The same, where it lists page by page.
+    pages: Option<Arc<dyn PaginatedListStore>>,
+}
+
+impl Opened {
+    fn paged<Store: ObjectStore + PaginatedListStore>(store: Store) -> Opened {
+        let store = Arc::new(store);
+        Opened {
+            pages: Some(store.clone()),
+            store,
+        }
+    }
 }
 
 impl Stores {
@@ -71,24 +90,34 @@ impl Stores {
 
     /// The store that `url` lies in, and the key in it. Sends no request.
     pub fn open(&self, url: &Url) -> Result<(Arc<dyn ObjectStore>, Path), OpenError> {
+        self.opened(url).map(|(opened, path)| (opened.store, path))
+    }
+
+    /// The store that `url` lies in, where it lists page by page, as those of buckets do. Sends no request.
+    pub fn pages(&self, url: &Url) -> Option<Arc<dyn PaginatedListStore>> {
+        self.opened(url).ok()?.0.pages
+    }
+
+    fn opened(&self, url: &Url) -> Result<(Opened, Path), OpenError> {
         let (scheme, path) = ObjectStoreScheme::parse(url).map_err(|e| OpenError(e.to_string()))?;
         let bucket = bucket_of(url, &path);
         let mut opened = self.opened.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(store) = opened.get(&bucket) {
-            return Ok((store.clone(), path));
+        if let Some(found) = opened.get(&bucket) {
+            return Ok((found.clone(), path));
         }
-        let store: Arc<dyn ObjectStore> = match scheme {
-            ObjectStoreScheme::AmazonS3 => Arc::new(self.s3(url)?),
-            ObjectStoreScheme::GoogleCloudStorage => Arc::new(self.gcs(url)?),
-            ObjectStoreScheme::MicrosoftAzure => Arc::new(self.azure(url)?),
-            ObjectStoreScheme::Http => Arc::new(self.http(url)?),
+        let plain = |store: Arc<dyn ObjectStore>| Opened { store, pages: None };
+        let made = match scheme {
+            ObjectStoreScheme::AmazonS3 => Opened::paged(self.s3(url)?),
+            ObjectStoreScheme::GoogleCloudStorage => Opened::paged(self.gcs(url)?),
+            ObjectStoreScheme::MicrosoftAzure => Opened::paged(self.azure(url)?),
+            ObjectStoreScheme::Http => plain(Arc::new(self.http(url)?)),
             _ => {
                 let (store, _) = object_store::parse_url(url).map_err(|e| OpenError(e.to_string()))?;
-                Arc::from(store)
+                plain(Arc::from(store))
             }
         };
-        opened.insert(bucket, store.clone());
-        Ok((store, path))
+        opened.insert(bucket, made.clone());
+        Ok((made, path))
     }
 
     fn variable(&self, name: &str) -> Option<&str> {

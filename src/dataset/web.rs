@@ -115,6 +115,22 @@ impl HttpConnector for WebConnector {
     }
 }
 
+/// A client that posts to `url`: it follows no redirect, and no name to a link-local address. A request ends within `timeout`.
+pub fn poster(url: &Url, timeout: Duration) -> reqwest::Result<reqwest::Client> {
+    poster_by(by_system, url, timeout)
+}
+
+fn poster_by(lookup: Lookup, url: &Url, timeout: Duration) -> reqwest::Result<reqwest::Client> {
+    reqwest::Client::builder()
+        .user_agent(concat!("gristmill/", env!("CARGO_PKG_VERSION")))
+        .timeout(timeout)
+        .http1_only()
+        .https_only(url.scheme() != "http")
+        .redirect(redirect::Policy::none())
+        .dns_resolver(Arc::new(Names { exempt: None, lookup }))
+        .build()
+}
+
 /// How the addresses of a name are found.
 type Lookup = fn(String) -> BoxFuture<'static, std::io::Result<Vec<SocketAddr>>>;
 
@@ -227,6 +243,14 @@ mod tests {
                 "`sneaky.example` resolves to 169.254.169.254, a link-local address or metadata service"
             );
         }
+    }
+
+    #[tokio::test]
+    async fn nothing_is_posted_by_name_to_a_metadata_service() {
+        let url = Url::parse("http://sneaky.example/").unwrap();
+        let client = poster_by(by_stranger, &url, Duration::from_secs(5)).unwrap();
+        let error = client.post(url).send().await.unwrap_err();
+        assert!(refusal(&error).is_some(), "{error:?}");
     }
 
     #[tokio::test]

@@ -62,14 +62,14 @@ impl Difference {
     }
 }
 
-/// What `is` differs from `was` in, both as [`Job::resolved`](super::Job::resolved) makes them: budgets, and where job files lie, aside.
+/// What `is` differs from `was` in, both as [`Job::resolved`](super::Job::resolved) makes them: budgets, who is told of the end, and where job files lie, aside.
 pub fn differences(was: &Value, is: &Value) -> Vec<Difference> {
     let mut found = Vec::new();
     let [was, is] = [was, is].map(with_written_fields);
     compare(Some(&was), Some(&is), "", &mut found);
     found.retain(|one| {
         let top = one.field.split(['.', '[']).next().unwrap_or_default();
-        !["budget", "base_dir", "file", "hash"].contains(&top)
+        !["budget", "on_finish", "base_dir", "file", "hash"].contains(&top)
     });
     found
 }
@@ -192,7 +192,7 @@ mod tests {
     #[test]
     fn fields_are_named_as_the_job_file_has_them() {
         let was = json!({"input": {"uris": ["a.csv"]}, "prompt": {"kind": {"messages": [{"parts": ["x"]}]}}, "shard_rows": 5,
-            "generate": {"seed": 1}, "gold": null, "budget": {"usd": 1}, "base_dir": "/a", "file": "a.yaml", "hash": "1"});
+            "generate": {"seed": 1}, "gold": null, "budget": {"usd": 1}, "on_finish": {"url": "http://a/"}, "base_dir": "/a", "file": "a.yaml", "hash": "1"});
         let is = json!({"input": {"uris": ["b.csv"]}, "prompt": {"kind": {"messages": [{"parts": ["y"]}]}}, "shard_rows": 6,
             "generate": {}, "gold": "g", "budget": {"usd": 2}, "base_dir": "/b", "file": "b.yaml", "hash": "2"});
         let found = differences(&was, &is);

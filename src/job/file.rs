@@ -63,6 +63,9 @@ pub struct JobFile {
     /// What the final report compares.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub report: Option<ReportFile>,
+    /// What happens when the job is done. Changes no answer, so that it can change under a begun job.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub on_finish: Option<OnFinishFile>,
 }
 
 /// What the model is asked: exactly one of `messages`, `text` and `token_ids`.
@@ -380,6 +383,20 @@ pub struct QueueFile {
     /// is trusted, or loads code, belongs to the environment or `--kafka`. They hold for `url` alone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kafka: Option<Map<String, Value>>,
+}
+
+/// What happens when the job is done.
+#[derive(Debug, Clone, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct OnFinishFile {
+    /// A program and its arguments, which `gristmill run` starts without a shell, with the result as one JSON object on its standard
+    /// input. Workers start none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub command: Option<Vec<String>>,
+    /// A web address to which the result is posted as one JSON object, signed with `GRISTMILL_ON_FINISH_KEY`. Workers post to what their
+    /// `--accept-on-finish` lists.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub url: Option<String>,
 }
 
 /// What the final report compares.

@@ -1,6 +1,6 @@
 //! What a job file says, a valid job, and the prompts it makes of rows.
 //!
-//! `file` (raw, as written; `parse` reads it, with `parameters` and `included` files filled in; `unknown` names the field that it does not have) → `spec`, `input`, `generate`, `queue` and `recheck` (valid, by
+//! `file` (raw, as written; `parse` reads it, with `parameters` and `included` files filled in; `unknown` names the field that it does not have) → `spec`, `input`, `generate`, `queue`, `recheck` and `on_finish` (valid, by
 //! `check`; `record` holds a job that comes back from a ledger against the same; nothing downstream checks again; `sampling`: what they leave to the checkpoint) → `prompt`
 //! (rows to token ids), over `template` (column templates; `names` for what they name, and `python` for what they expect of it), `chat` (the
 //! checkpoint's chat template), `guard` (data is never control) and `openai` (lines of OpenAI batch files).
@@ -15,6 +15,7 @@ mod guard;
 mod included;
 pub mod input;
 mod names;
+pub mod on_finish;
 mod one_or_many;
 mod openai;
 pub mod parameters;

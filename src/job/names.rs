@@ -414,6 +414,16 @@ fn note(names: &mut BTreeMap<String, u16>, name: &str, span: Span) {
 
 #[cfg(test)]
 mod tests {
+    #[test]
+    fn the_documents_list_the_filters() {
+        let docs = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/job-file.md")).unwrap();
+        let missing: Vec<&str> = super::FILTERS
+            .split_whitespace()
+            .filter(|name| !docs.contains(&format!("`{name}`")))
+            .collect();
+        assert!(missing.is_empty(), "{missing:?}");
+    }
+
     use super::*;
 
     fn names(source: &str) -> Names {

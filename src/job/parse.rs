@@ -310,12 +310,13 @@ fn content_hash(content: &Value) -> String {
     sorted_hash(&content)
 }
 
-/// `content` without `queue`, `report.recheck` and `budget`: more money or time for a job, another price or way to its workers, or a look
-/// at its answers afterwards never made another job of it.
+/// `content` without `queue`, `on_finish`, `report.recheck` and `budget`: more money or time for a job, another price or way to its workers,
+/// a look at its answers afterwards, or who is told of its end never made another job of it.
 fn without_limits(content: &Value) -> Value {
     let mut content = content.clone();
     if let Value::Object(fields) = &mut content {
         fields.shift_remove("queue");
+        fields.shift_remove("on_finish");
         if fields.get("budget").is_some_and(Value::is_object) {
             fields.shift_remove("budget");
         }

@@ -124,6 +124,7 @@ impl Job {
                 format!("is {seconds} s; it is longer than ten years"),
             );
         }
+        self.on_finish.check_again()?;
         check_length("hash", &self.hash)?;
         for (field, length) in [("file", self.file.len()), ("base_dir", self.base_dir.as_os_str().len())] {
             if length > PATH_BYTES_MAX {

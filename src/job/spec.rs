@@ -16,6 +16,7 @@ use super::file::{
 };
 use super::generate::{Generate, ShapeSpec};
 use super::input::Input;
+use super::on_finish::OnFinish;
 use super::parameters::Parameters;
 use super::parse::{Parsed, base_dir, earlier_hashes};
 use super::queue::JobQueue;
@@ -87,6 +88,9 @@ pub struct Job {
     /// What the report runs again. No part of the job's record either: it changes no row.
     #[serde(skip)]
     pub recheck: Option<Recheck>,
+    /// What happens when it is done. Of its record only the address.
+    #[serde(default, skip_serializing_if = "OnFinish::is_unrecorded")]
+    pub on_finish: OnFinish,
     /// The job file's folder; paths without a scheme are relative to it.
     pub base_dir: PathBuf,
     /// The job file, for messages.
@@ -297,6 +301,7 @@ fn build(parsed: Parsed, file: &str, base_dir: &Path) -> Result<Job, FieldError>
         queue: raw.queue.map(JobQueue::check).transpose()?,
         gold,
         recheck,
+        on_finish: raw.on_finish.map(OnFinish::check).transpose()?.unwrap_or_default(),
         base_dir: base_dir.to_path_buf(),
         file: file.to_string(),
         hash,

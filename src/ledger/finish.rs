@@ -243,6 +243,7 @@ impl Ledger {
                 Some((_, version)) => self.store().conditional_put(SUCCESS, version, bytes, &look).await?,
             };
             if put == Created::Ours {
+                self.note_result();
                 return Ok(success);
             }
             // Another worker's: of this generation (then it is the result), or of one before.

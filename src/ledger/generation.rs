@@ -3,6 +3,7 @@
 //! `gen/001.json` names them, created once and only when the previous generation is published whole. Its logs and commits
 //! lie below it; a shard's part is replaced under its own key, on the condition that it is the previous one.
 
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
 use arrow::array::RecordBatch;
@@ -200,6 +201,7 @@ impl Ledger {
             job_is_signed: was.job_is_signed,
             job_version: was.job_version.clone(),
             commits: Mutex::default(),
+            has_result: AtomicBool::default(),
         };
         Ledger { inner: Arc::new(inner) }
     }

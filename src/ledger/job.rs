@@ -3,6 +3,7 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
 use super::bulk;
@@ -351,6 +352,7 @@ impl Ledger {
             job_is_signed: signing::is_signed(bytes),
             job_version,
             commits: Mutex::default(),
+            has_result: AtomicBool::default(),
         };
         Ok(Ledger { inner: Arc::new(inner) })
     }

@@ -139,6 +139,11 @@ impl Keys {
         format!("{}/cleaned.json", self.generation_home)
     }
 
+    /// Says that the end of the generation was told.
+    pub fn told(&self) -> String {
+        format!("{}/told.json", self.generation_home)
+    }
+
     /// `part-00042.parquet`
     pub fn part(&self, shard: u32) -> String {
         format!("part-{shard:0width$}.{}", self.part_extension, width = self.part_digits)

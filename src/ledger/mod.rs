@@ -44,9 +44,11 @@ mod signed;
 pub mod spend;
 mod stage;
 pub mod status;
+mod told;
 pub mod verify;
 
 use std::collections::BTreeMap;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
 use chrono::{DateTime, Utc};
@@ -81,6 +83,8 @@ struct Inner {
     job_version: ObjectVersion,
     /// Commits that this process has seen stand, by shard, until their block is closed.
     commits: Mutex<BTreeMap<u32, Commit>>,
+    /// This process has written the result of this generation, and nobody has asked since: see `told.rs`.
+    has_result: AtomicBool,
 }
 
 impl Ledger {

@@ -7,6 +7,7 @@ use super::entry::LogEntry;
 use super::job::JobRecord;
 use super::order::ControlRecord;
 use super::record::{AttemptEnd, AttemptRecord, CleanedMark, Commit, Digest, Generation, RetriedRows, Spend, Success};
+use super::told::ToldMark;
 
 /// The schema, as `schemas/ledger.schema.json` holds it. Parts, and the Parquet files below `data/`, are no records.
 pub fn schema() -> Value {
@@ -41,6 +42,10 @@ pub fn schema() -> Value {
         (
             format!("{generation}/cleaned[.]json"),
             generator.subschema_for::<CleanedMark>(),
+        ),
+        (
+            format!("{generation}/told[.]json"),
+            generator.subschema_for::<ToldMark>(),
         ),
         (
             format!("{home}/gen/[0-9]{{3,}}[.]json"),

@@ -16,8 +16,16 @@ use crate::report::cost::dollars;
 /// Blocks whose records are read at once; an open one reads its commits many at once too.
 const BLOCKS_AT_ONCE: usize = 8;
 
-/// A shard with attempts that have not ended is called stuck when nothing was written for so long.
+/// A shard with attempts that have not ended is called stuck when nothing was written for so long, or for two log intervals of its workers.
 const STILL: TimeDelta = TimeDelta::seconds(60);
+
+/// When silence is longer than that of workers that are well.
+fn still_after(log: &ShardLog) -> TimeDelta {
+    let attempts = log.attempts().iter();
+    let longest = attempts.filter_map(|attempt| attempt.signs_every).fold(0.0, f64::max);
+    // Records are held to less than three hundred years.
+    TimeDelta::seconds((2.0 * longest).ceil() as i64).max(STILL)
+}
 
 /// A job's progress.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -58,7 +66,7 @@ pub struct OpenShard {
     pub rows_again: u64,
     /// Attempts that never ended: running still, or dead.
     pub attempts: u32,
-    /// Two attempts at its unfinished rows have not ended, and nothing was written for a minute.
+    /// Two attempts at its unfinished rows have not ended, and nothing was written for a minute, nor for two of their log intervals.
     pub stuck: bool,
     /// Of the attempt begun last.
     pub worker: Option<String>,
@@ -104,6 +112,17 @@ impl Ledger {
 
     /// As [`Ledger::status`], by another clock.
     pub async fn status_at(&self, now: DateTime<Utc>) -> Result<Status> {
+        let without_part = self.without_part().await?;
+        self.status_but_for(without_part, now).await
+    }
+
+    /// As [`Ledger::status`], but for parts that are gone: they are taken to be there, and not listed.
+    pub async fn glance(&self) -> Result<Status> {
+        self.status_but_for(Vec::new(), Utc::now()).await
+    }
+
+    /// How far the job is, where the parts of these shards are gone.
+    async fn status_but_for(&self, without_part: Vec<u32>, now: DateTime<Utc>) -> Result<Status> {
         let job = self.job();
         let numbers = self.shard_numbers();
         let mut status = Status {
@@ -123,7 +142,6 @@ impl Ledger {
             seconds: 0.0,
             usd: None,
         };
-        let without_part = self.without_part().await?;
         let standing = self.standing_success().await?;
         if let Some(success) = &standing {
             status.tally = success.tally;
@@ -258,7 +276,7 @@ impl Ledger {
             let narrowing = log.narrowing();
             let last_progress = log.last_progress().unwrap_or_else(|| self.created_at());
             // Two workers that are at it side by side have ended no attempt either.
-            let is_still = now - last_progress > STILL;
+            let is_still = now - last_progress > still_after(&log);
             let stuck = is_still && (narrowing.alone() || !narrowing.accused.is_empty());
             status.tally.add(&log.tally());
             status.shards.open += 1;

@@ -41,6 +41,14 @@ impl Publisher {
         }
     }
 
+    /// What is there, made by nobody now; `None`: no such topic or queue.
+    pub async fn look(&self) -> Result<Option<Prepared>, QueueError> {
+        match &self.0 {
+            Broker::Kafka(publisher) => publisher.look().await,
+            Broker::RabbitMq(publisher) => publisher.look().await,
+        }
+    }
+
     /// Returns when the broker has confirmed every message. After an error some of them may be there.
     pub async fn send(&self, messages: &[Message]) -> Result<(), QueueError> {
         match &self.0 {

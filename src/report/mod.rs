@@ -8,6 +8,8 @@ pub mod meter;
 pub mod progress;
 pub mod recheck;
 pub mod sample;
+mod shell;
 pub mod summary;
 
 pub use error_line::{in_short, one_line};
+pub use shell::shell_word;

@@ -7,6 +7,7 @@ use crate::ledger::failures::{Failures, Reason};
 use crate::ledger::status::Status;
 use crate::report::cost::show_dollars;
 use crate::report::recheck::Recheck;
+use crate::report::shell_word;
 
 /// Above this share of the answers, in percent, cut off ones are a warning.
 const TRUNCATED_MAX_PERCENT: u64 = 1;
@@ -197,7 +198,7 @@ impl Summary {
         Some(format!(
             "{share} of the answers were cut off at their `max_tokens`: raise `generate.max_tokens`, or, of a job that is done, \
              `gristmill retry {} --truncated --max-tokens N`",
-            self.output
+            shell_word(&self.output)
         ))
     }
 }

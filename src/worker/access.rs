@@ -10,7 +10,8 @@
 //! | inputs | the output's own bucket; local files and buckets where the output is such a local folder | below one of the prefixes |
 //! | model, where no `--model` is given | any local folder | below one of the prefixes |
 //!
-//! `--accept-inputs` and `--accept-models` add prefixes for these alone. Web servers are read only where they are listed.
+//! `--accept-inputs` and `--accept-models` add prefixes for these alone. Web servers are read only where they are listed, and the end of a job
+//! is told only to what `--accept-on-finish` lists.
 //! Decisions are by the parsed address; of local paths, symbolic links are followed first.
 
 use std::collections::BTreeSet;
@@ -37,6 +38,8 @@ pub struct Access {
     accepted: Vec<Prefix>,
     inputs: Vec<Prefix>,
     models: Vec<Prefix>,
+    /// Where the end of a job may be told.
+    told: Vec<Prefix>,
     /// Of `--job`.
     outputs: Vec<Prefix>,
 }
@@ -47,6 +50,7 @@ pub struct Asked<'a> {
     pub accept: &'a [String],
     pub accept_inputs: &'a [String],
     pub accept_models: &'a [String],
+    pub accept_on_finish: &'a [String],
     pub jobs: &'a [String],
 }
 
@@ -94,6 +98,20 @@ impl Access {
             accepted: prefixes("--accept", asked.accept)?,
             inputs: prefixes("--accept-inputs", asked.accept_inputs)?,
             models: prefixes("--accept-models", asked.accept_models)?,
+            told: {
+                let told = prefixes("--accept-on-finish", asked.accept_on_finish)?;
+                match told
+                    .iter()
+                    .all(|prefix| matches!(prefix.scheme.as_str(), "http" | "https"))
+                {
+                    true => told,
+                    false => {
+                        return Err(
+                            "`--accept-on-finish`: give web addresses, such as `https://hooks.example/`".into(),
+                        );
+                    }
+                }
+            },
             outputs: asked.jobs.iter().map(named).collect::<Result<_, String>>()?,
         })
     }
@@ -198,6 +216,19 @@ impl Access {
              `--accept-models {dir}`",
             dir = dir.display()
         ))
+    }
+
+    /// Why the end of a job must not be told to `url`, which a record names: what is posted to is listed, always.
+    pub fn refuses_told(&self, url: &Url) -> Option<String> {
+        let listed = |place: Prefix| self.told.iter().any(|prefix| prefix.holds(&place));
+        let open = self.everything || Prefix::of(url).is_ok_and(listed);
+        (!open).then(|| {
+            format!(
+                "`on_finish.url` `{}` is not listed, so nothing is posted to it: `--accept-on-finish {}` would",
+                brief(url),
+                folder_of(url, Kind::Web)
+            )
+        })
     }
 
     /// From here on, web servers' redirects keep to this, too.

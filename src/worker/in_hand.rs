@@ -45,13 +45,17 @@ impl InHand {
             self.key.shard,
             job.title()
         );
-        let (worker, key) = (self.worker.clone(), self.key);
+        let (worker, key, title) = (self.worker.clone(), self.key, job.title());
         tokio::spawn(async move {
             tokio::time::sleep(WAITING_PAUSE).await;
             for delivery in worker.in_flight.leave(key) {
                 if let Err(error) = worker.queue.give_back(&delivery).await {
                     // Dropped without an answer, it comes again.
-                    tracing::warn!("a message could not be given back: {}", one_line(&error.into()));
+                    tracing::warn!(
+                        "the message of shard {} of {title} could not be given back: {}",
+                        key.shard,
+                        one_line(&error.into())
+                    );
                 }
             }
         });

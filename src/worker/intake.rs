@@ -329,7 +329,12 @@ impl Intake {
         if let Some(attempt) = shard.attempt.take()
             && let Err(error) = shard.log.end(&attempt).await
         {
-            tracing::warn!("an attempt's end could not be written: {}", one_line(&error.into()));
+            tracing::warn!(
+                "shard {} of {}: an attempt's end could not be written: {}",
+                shard.key.shard,
+                shard.job.title(),
+                one_line(&error.into())
+            );
         }
     }
 

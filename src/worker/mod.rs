@@ -288,7 +288,12 @@ pub fn pass_on_later(queue: Arc<dyn Queue>, delivery: Arc<Delivery>) {
                 delivery.message.output
             ),
             // Dropped without an answer, it comes again.
-            Err(error) => tracing::warn!("a message could not be passed on: {}", one_line(&error.into())),
+            Err(error) => tracing::warn!(
+                "the message of shard {} of `{}` could not be passed on: {}",
+                delivery.message.shard,
+                delivery.message.output,
+                one_line(&error.into())
+            ),
         }
     });
 }

@@ -277,8 +277,9 @@ impl Opener {
         };
         if !worker.in_flight.enter(key, delivery) {
             tracing::info!(
-                "shard {} is in hand already: both messages are answered together",
-                key.shard
+                "shard {} of {} is in hand already: both messages are answered together",
+                key.shard,
+                job.title()
             );
             return Ok(None);
         }

@@ -176,7 +176,8 @@ impl Tending<'_> {
                 tell = told.recv() => match tell {
                     Some(ShardCommand::Row(row)) => self.take(row),
                     Some(ShardCommand::Recalled(why)) => {
-                        tracing::info!("shard {} goes back to the queue: {why}", self.shard.key.shard);
+                        let (shard, title) = (self.shard.key.shard, self.shard.job.title());
+                        tracing::info!("shard {shard} of {title} goes back to the queue: {why}");
                         // Where the device hangs, one of these rows may be why: the attempt stays without an end.
                         let whole = self.worker.watchdog.is_alive();
                         return self.give_back(whole).await;

@@ -146,6 +146,18 @@ impl KafkaPublisher {
             })?
     }
 
+    /// The topic as it is.
+    pub async fn look(&self) -> Result<Option<Prepared>, QueueError> {
+        let found = self.clone().blocking(|publisher| publisher.first_look()).await?;
+        Ok(match found {
+            Topic::Partitions(n) => Some(Prepared {
+                created: false,
+                partitions: Some(n),
+            }),
+            Topic::Missing => None,
+        })
+    }
+
     /// Makes the topic where it is not there.
     pub async fn prepare(&self, messages: u64) -> Result<Prepared, QueueError> {
         let first = self.clone().blocking(|publisher| publisher.first_look()).await?;

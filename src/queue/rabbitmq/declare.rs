@@ -46,6 +46,19 @@ pub(super) async fn declare(
     }
 }
 
+/// Whether the queue exists.
+pub(super) async fn is_there(
+    connection: &Connection,
+    url: &RabbitUrl,
+    resolved: &Resolved,
+) -> Result<bool, QueueError> {
+    match attempt(connection, url, true, FieldTable::default()).await {
+        Ok(_) => Ok(true),
+        Err(error) if code(&error) == Some(NOT_FOUND) => Ok(false),
+        Err(error) => Err(failed(url, resolved, &error)),
+    }
+}
+
 /// A refusal closes the channel: each attempt has its own.
 async fn attempt(
     connection: &Connection,

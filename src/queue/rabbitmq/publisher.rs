@@ -9,7 +9,7 @@ use lapin::types::{AMQPValue, FieldTable, LongString};
 use lapin::{BasicProperties, Channel, Confirmation, Connection, Event};
 use tokio::sync::Mutex;
 
-use super::declare::declare;
+use super::declare::{declare, is_there};
 use super::link::{failed, open, within};
 use crate::queue::address::RabbitUrl;
 use crate::queue::foreign::HOPS_HEADER;
@@ -71,6 +71,16 @@ impl RabbitPublisher {
         Ok(publisher)
     }
 
+    /// The queue as it is.
+    pub async fn look(&self) -> Result<Option<Prepared>, QueueError> {
+        let shared = self.shared.clone();
+        let is_there = self.io.run(async move { shared.look().await }).await?;
+        Ok(is_there.then_some(Prepared {
+            created: false,
+            partitions: None,
+        }))
+    }
+
     /// Makes the queue where it is not there.
     pub async fn prepare(&self) -> Result<Prepared, QueueError> {
         let shared = self.shared.clone();
@@ -127,16 +137,25 @@ impl Shared {
         Ok(channel)
     }
 
+    async fn look(&self) -> Result<bool, QueueError> {
+        self.channel().await?;
+        let link = self.link.lock().await;
+        within(&self.url, is_there(self.connected(&link)?, &self.url, &self.resolved)).await
+    }
+
     async fn prepare(&self) -> Result<bool, QueueError> {
         self.channel().await?;
         let link = self.link.lock().await;
-        let Some(Link { connection, .. }) = &*link else {
-            return Err(QueueError::Unavailable {
-                why: format!("{}: the connection was lost", self.url),
-            });
-        };
-        let (_channel, created) = within(&self.url, declare(connection, &self.url, &self.resolved)).await?;
+        let declared = declare(self.connected(&link)?, &self.url, &self.resolved);
+        let (_channel, created) = within(&self.url, declared).await?;
         Ok(created)
+    }
+
+    fn connected<'a>(&self, link: &'a Option<Link>) -> Result<&'a Connection, QueueError> {
+        let lost = || QueueError::Unavailable {
+            why: format!("{}: the connection was lost", self.url),
+        };
+        link.as_ref().map(|link| &link.connection).ok_or_else(lost)
     }
 
     /// Sends until all is confirmed; a broker that is away is waited for, within bounds. A memory alarm only delays.

@@ -359,3 +359,52 @@ fn redirects_lead_to_what_is_listed() {
         assert_eq!(access.may_follow(&Url::parse(to).unwrap()), followed, "{to}");
     }
 }
+
+#[test]
+fn an_end_is_told_where_that_is_listed_and_nowhere_else() {
+    let told = |access: &Access, url: &str| access.refuses_told(&Url::parse(url).unwrap()).is_none();
+    // What may be read need not be told anything.
+    let reader = access(&["https://hooks.example/"], &["https://hooks.example/"]);
+    assert!(!told(&reader, "https://hooks.example/done"));
+    assert!(!told(&Access::default(), "https://hooks.example/done"));
+    let listed = [
+        "https://hooks.example/team-a".to_string(),
+        "http://127.0.0.1:8080/".to_string(),
+    ];
+    let asked = Asked {
+        accept_on_finish: &listed,
+        ..Asked::default()
+    };
+    let teller = Access::new(&asked, Path::new("/")).unwrap();
+    for (url, open) in [
+        ("https://hooks.example/team-a", true),
+        ("https://hooks.example/team-a/done", true),
+        ("https://HOOKS.example:443/team-a/done", true),
+        ("http://127.0.0.1:8080/x", true),
+        ("https://hooks.example/team-ab", false),
+        ("https://hooks.example/team-a/../b", false),
+        ("https://hooks.example/team-a/%2e%2e/b", false),
+        ("http://hooks.example/team-a", false),
+        ("https://hooks.example:8443/team-a", false),
+        ("https://u@hooks.example/team-a", false),
+        ("https://hooks.example.evil/team-a", false),
+        ("http://127.0.0.1:8081/x", false),
+    ] {
+        assert_eq!(told(&teller, url), open, "{url}");
+    }
+    // Nor does it open anything else.
+    assert!(!reads(&teller, "s3://b/out", "https://hooks.example/team-a/rows.jsonl"));
+    let why = teller
+        .refuses_told(&Url::parse("https://other.example/x").unwrap())
+        .unwrap();
+    assert!(why.contains("`--accept-on-finish https://other.example/`"), "{why}");
+    for bad in ["s3://", "s3://b/", "/data/", "https://h/*"] {
+        let listed = [bad.to_string()];
+        let asked = Asked {
+            accept_on_finish: &listed,
+            ..Asked::default()
+        };
+        let why = Access::new(&asked, Path::new("/")).unwrap_err();
+        assert!(why.contains("--accept-on-finish"), "{bad}: {why}");
+    }
+}

@@ -1,0 +1,51 @@
+//! Arguments of `gristmill doctor`: of a GPU, or of a job.
+
+use std::path::PathBuf;
+
+use clap::Args;
+
+use super::{QueueArgs, parameter};
+use crate::cli::place::DeviceChoice;
+use crate::device::Precision;
+
+/// What examines a GPU, and no job.
+const OF_A_GPU: [&str; 5] = ["device", "quick", "model", "formats", "no_cublaslt"];
+
+#[derive(Debug, Args)]
+pub struct DoctorArgs {
+    /// A job file: checks its model, its store and its queue, and examines no GPU
+    #[arg(value_name = "JOB", conflicts_with_all = OF_A_GPU)]
+    pub job: Option<PathBuf>,
+    /// What `${NAME}` stands for in the job file's texts; may be given several times
+    #[arg(long, value_name = "NAME=VALUE", value_parser = parameter, requires = "job")]
+    pub set: Vec<(String, String)>,
+    #[command(flatten)]
+    pub queue: QueueArgs,
+    /// The GPU: `cuda:0` on
+    #[arg(long, value_name = "DEVICE", default_value = "cuda:0")]
+    pub device: DeviceChoice,
+    /// Small sizes only, and no times
+    #[arg(long)]
+    pub quick: bool,
+    /// A checkpoint's folder, to be held against the CPU besides the small models that are built in; may be given several times
+    #[arg(long, value_name = "DIR")]
+    pub model: Vec<PathBuf>,
+    /// A format to examine (default: all that the card computes in); may be given several times
+    #[arg(long = "precision", value_name = "FORMAT", value_parser = gpu_precision)]
+    pub formats: Vec<Precision>,
+    /// Do not examine cuBLASLt's linear operations
+    #[arg(long)]
+    pub no_cublaslt: bool,
+    /// Print the result as one JSON object on stdout; what is found goes to stderr as it is
+    #[arg(long)]
+    pub json: bool,
+}
+
+fn gpu_precision(text: &str) -> Result<Precision, String> {
+    match text {
+        "bf16" => Ok(Precision::Bf16),
+        "int8" => Ok(Precision::Int8),
+        "fp8" => Ok(Precision::Fp8),
+        _ => Err("a GPU computes in `bf16`, `int8` or `fp8`".into()),
+    }
+}

@@ -1,0 +1,142 @@
+//! `gristmill doctor JOB.yaml`: whether a job's model, store and queue are what it needs, before it is begun. Asks no GPU, reads no rows,
+//! and makes neither job nor topic.
+
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+use serde_json::json;
+
+use crate::cli::args::{DoctorArgs, JobArgs};
+use crate::cli::device_choice::ResolvedDevice;
+use crate::cli::enqueue::{Target, feeds};
+use crate::cli::exit::{Exit, Failure, one_line};
+use crate::cli::prepare::{PreparedJob, output_of};
+use crate::dataset::location::Location;
+use crate::dataset::stores::shown;
+use crate::job::{Job, Parameters};
+use crate::ledger::keys::TMP;
+use crate::ledger::{Ledger, Store};
+use crate::report::summary::number;
+
+/// What was checked, and what came of it.
+#[derive(Debug, Serialize)]
+struct Check {
+    what: &'static str,
+    right: bool,
+    /// Where it is not right: what to do.
+    said: String,
+}
+
+pub async fn checkup(args: &DoctorArgs, path: &Path) -> Result<Exit, Failure> {
+    let named = JobArgs {
+        path: path.to_path_buf(),
+        set: args.set.clone(),
+    };
+    let parameters = Parameters::new(&named.set).map_err(|why| Failure::bad_job(anyhow::anyhow!(why)))?;
+    let job = Job::load(path, &parameters).map_err(Failure::bad_job)?;
+    let mut checks = Vec::new();
+    for check in [model(&named).await, store(&job).await, queue(args, &job).await] {
+        if !args.json {
+            println!("{}", check.line());
+        }
+        checks.push(check);
+    }
+    let right = checks.iter().all(|check| check.right);
+    if args.json {
+        println!("{}", json!({"job": job.name, "checks": checks, "right": right}));
+    }
+    Ok(if right { Exit::Done } else { Exit::Failure })
+}
+
+impl Check {
+    fn of(what: &'static str, found: Result<String, Failure>) -> Check {
+        let right = found.is_ok();
+        let said = found.unwrap_or_else(|failure| one_line(&failure.error));
+        Check { what, right, said }
+    }
+
+    fn line(&self) -> String {
+        let word = if self.right { "right" } else { "WRONG" };
+        format!("{:<11} {word}  {}", self.what, self.said)
+    }
+}
+
+/// Config, tokenizer, templates and the headers of the weights, and whether answers can have the shape that is asked for.
+async fn model(args: &JobArgs) -> Check {
+    let prepared = async {
+        // What a CPU computes in is no matter of the model's files.
+        let mut prepared = PreparedJob::prepare(args, None, || Ok(ResolvedDevice::Cpu)).await?;
+        prepared.settle(None)?;
+        prepared.check_shape()?;
+        prepared.warn();
+        let context = prepared.model.context_tokens(&prepared.job).map_err(Failure::bad_job)?;
+        let dir = prepared.model.dir.display();
+        Ok(format!(
+            "`{dir}`: config, tokenizer and weights fit; {} tokens of context",
+            number(context.into())
+        ))
+    };
+    Check::of("model", prepared.await)
+}
+
+/// Whether the store takes what a job writes: as `run` and `submit` try it before they write a job's record.
+async fn store(job: &Job) -> Check {
+    let checked = async {
+        let output = output_of(job)?;
+        let url = shown(&output.url);
+        let begun = Ledger::open(&output).await?;
+        let missing = missing_folders(&output);
+        let tried = Store::new(&output)?.check().await;
+        for folder in missing {
+            // One that holds something by now stays.
+            let _ = std::fs::remove_dir(folder);
+        }
+        tried?;
+        if let Some(ledger) = begun {
+            return Ok(format!(
+                "`{url}`: creates once, reads and removes (tried below `_gristmill/tmp/`); it holds job `{}`, which only its own job file goes on with",
+                ledger.job().name
+            ));
+        }
+        free(&output).await?;
+        Ok(format!(
+            "`{url}`: creates once, reads and removes (tried below `_gristmill/tmp/`)"
+        ))
+    };
+    Check::of("store", checked.await)
+}
+
+/// A new job needs a place where nothing lies.
+async fn free(output: &Location) -> Result<(), Failure> {
+    match Store::new(output)?.first_visible().await? {
+        None => Ok(()),
+        Some(found) => Err(Failure::bad_job(anyhow::anyhow!(
+            "`{}` holds `{found}`, which no job of gristmill put there: choose an empty folder as `output.uri`",
+            output.url
+        ))),
+    }
+}
+
+/// Local folders that the trial will make and leave empty, the innermost first.
+fn missing_folders(output: &Location) -> Vec<PathBuf> {
+    let innermost = output.local_path().map(|path| path.join(TMP)).unwrap_or_default();
+    let missing = innermost.ancestors().take_while(|folder| !folder.exists());
+    missing.map(Path::to_path_buf).collect()
+}
+
+/// Whether the broker answers, and what is there.
+async fn queue(args: &DoctorArgs, job: &Job) -> Check {
+    let looked = async {
+        let Some(target) = Target::find(&args.queue, job.queue.as_ref())? else {
+            return Ok("none is named; `gristmill run` needs none, `submit` and workers get `--queue URL`".to_string());
+        };
+        Ok(match target.look().await? {
+            Some(found) => format!("{} is there{}", target.url(), feeds(&found)),
+            None => format!(
+                "{} answers; the topic or queue is not there yet: `gristmill submit` makes it",
+                target.url()
+            ),
+        })
+    };
+    Check::of("queue", looked.await)
+}

@@ -1,0 +1,144 @@
+//! What happens when a job is done: a command that `run` runs, and an address that is told.
+//!
+//! The address alone is part of the job's record, for workers; who posts to it is up to whoever started them. The command is none: a record
+//! comes from whoever can write to its output, and nothing that it says is ever run.
+
+use serde::{Deserialize, Serialize};
+use url::Url;
+
+use super::check::{FieldError, bad, filled};
+use super::file::OnFinishFile;
+use crate::dataset::hosts::names_link_local;
+
+/// Most words of a command.
+const WORDS_MAX: usize = 256;
+/// Longest address, in bytes.
+const URL_BYTES_MAX: usize = 2048;
+
+/// See the module.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OnFinish {
+    /// A program and its arguments; empty: none. Never read from a record.
+    #[serde(skip)]
+    pub command: Vec<String>,
+    /// Checked to be a web address.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub url: Option<String>,
+}
+
+impl OnFinish {
+    pub(super) fn check(raw: OnFinishFile) -> Result<OnFinish, FieldError> {
+        let command = match raw.command {
+            None => Vec::new(),
+            Some(command) => {
+                check_command(&command)?;
+                command
+            }
+        };
+        let on_finish = OnFinish { command, url: raw.url };
+        on_finish.check_again()?;
+        Ok(on_finish)
+    }
+
+    /// Whether there is nothing that a record holds.
+    pub fn is_unrecorded(&self) -> bool {
+        self.url.is_none()
+    }
+
+    /// The address, where there is one. (What was checked is one.)
+    pub fn address(&self) -> Option<Url> {
+        Url::parse(self.url.as_deref()?).ok()
+    }
+
+    /// What a job file is checked for, of a record.
+    pub(super) fn check_again(&self) -> Result<(), FieldError> {
+        match &self.url {
+            Some(url) => check_url(url).or_else(|why| bad("on_finish.url", why)),
+            None => Ok(()),
+        }
+    }
+}
+
+fn check_command(command: &[String]) -> Result<(), FieldError> {
+    let field = "on_finish.command";
+    let Some(program) = command.first() else {
+        return bad(
+            field,
+            "is an empty list: give a program and its arguments, each a text of its own",
+        );
+    };
+    filled(field, program)?;
+    if command.len() > WORDS_MAX {
+        return bad(field, format!("has {} words, more than {WORDS_MAX}", command.len()));
+    }
+    match command.iter().any(|word| word.contains('\0')) {
+        true => bad(field, "holds a zero byte, which no argument can have"),
+        false => command.iter().try_for_each(|word| super::check::short(field, word)),
+    }
+}
+
+fn check_url(text: &str) -> Result<(), String> {
+    if text.len() > URL_BYTES_MAX {
+        return Err(format!("has {} bytes, more than {URL_BYTES_MAX}", text.len()));
+    }
+    let url = Url::parse(text).map_err(|error| format!("is no address: {error}"))?;
+    if !matches!(url.scheme(), "http" | "https") || url.host().is_none() {
+        return Err("is no web address: it begins with `https://` or `http://` and a host".into());
+    }
+    // It stands in the job's record, which everybody reads who reads the output.
+    let secret = !url.username().is_empty() || url.password().is_some() || url.query().is_some();
+    if secret || url.fragment().is_some() {
+        return Err(
+            "has a user, a password, a query or a `#` in it: what is posted is signed, with `GRISTMILL_ON_FINISH_KEY`"
+                .into(),
+        );
+    }
+    match names_link_local(&url) {
+        true => Err("names a link-local address or metadata service, to which nothing is posted".into()),
+        false => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn checked(command: Option<&[&str]>, url: Option<&str>) -> Result<OnFinish, String> {
+        let command = command.map(|words| words.iter().map(|word| word.to_string()).collect());
+        let url = url.map(str::to_string);
+        OnFinish::check(OnFinishFile { command, url }).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn what_cannot_be_is_refused() {
+        for (command, url, says) in [
+            (Some(&[][..]), None, "`on_finish.command` is an empty list"),
+            (Some(&[" "]), None, "is empty"),
+            (Some(&["a", "b\0"]), None, "zero byte"),
+            (None, Some("notify.example/x"), "is no address"),
+            (None, Some("file:///etc/passwd"), "is no web address"),
+            (None, Some("s3://bucket/x"), "is no web address"),
+            (None, Some("https://u@h/x"), "GRISTMILL_ON_FINISH_KEY"),
+            (None, Some("https://h/x?token=1"), "GRISTMILL_ON_FINISH_KEY"),
+            (None, Some("http://169.254.169.254/x"), "metadata service"),
+            (None, Some("http://0xa9fea9fe/x"), "metadata service"),
+            (None, Some("http://metadata.google.internal/x"), "metadata service"),
+        ] {
+            let why = checked(command, url).unwrap_err();
+            assert!(why.contains(says), "{says}: {why}");
+        }
+        let many = vec!["x"; WORDS_MAX + 1];
+        assert!(checked(Some(&many), None).unwrap_err().contains("257 words"));
+    }
+
+    #[test]
+    fn a_record_holds_no_command() {
+        let both = checked(Some(&["notify", "--all"]), Some("https://hooks.example/x")).unwrap();
+        let record = serde_json::to_value(&both).unwrap();
+        assert_eq!(record, serde_json::json!({"url": "https://hooks.example/x"}));
+        // Nor is one read that somebody put there.
+        let foreign = serde_json::json!({"command": ["rm", "-rf", "/"], "url": "https://hooks.example/x"});
+        let read: OnFinish = serde_json::from_value(foreign).unwrap();
+        assert!(read.command.is_empty() && read.url == both.url);
+    }
+}

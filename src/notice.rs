@@ -1,0 +1,238 @@
+//! Tells a web address that a job is done: one signed POST, tried again within bounds, in the form of Standard Webhooks.
+//!
+//! The address may come from a record that a stranger wrote. So a redirect is never followed, link-local addresses and metadata services are
+//! never asked, by whatever name, and nothing that comes back is read but the status.
+
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use base64::Engine;
+use base64::prelude::BASE64_STANDARD;
+use serde_json::{Value, json};
+use url::Url;
+
+use crate::dataset::hosts::names_link_local;
+use crate::dataset::store_error::cause;
+use crate::dataset::stores::shown;
+use crate::dataset::web::{poster, refusal};
+use crate::ledger::{self, Ledger};
+use crate::report::summary::Summary;
+use crate::signing::Signing;
+
+/// How often it is tried.
+const TRIES: u32 = 4;
+/// One try.
+const TRY_MAX: Duration = Duration::from_secs(5);
+/// Before the second try; doubles from there.
+const FIRST_PAUSE: Duration = Duration::from_secs(1);
+/// All tries together: a worker that is told to stop leaves within 30 s.
+const ALL_MAX: Duration = Duration::from_secs(20);
+
+/// That a job is done.
+#[derive(Debug, Clone)]
+pub struct Notice {
+    /// The same whenever the same end is told: of the job and its generation.
+    pub id: String,
+    /// What a command reads and what is posted.
+    pub body: Value,
+}
+
+/// Why one try came to nothing.
+#[derive(Debug)]
+struct Failed {
+    why: String,
+    /// Another try would not change it.
+    lasting: bool,
+}
+
+impl Notice {
+    /// Of a job that is finished.
+    ///
+    /// # Errors
+    /// Its ledger cannot be read.
+    pub async fn of(ledger: &Ledger) -> ledger::Result<Notice> {
+        let status = ledger.glance().await?;
+        let id = format!("{}-{}", status.job, ledger.generation());
+        let summary = Summary::of(&status, ledger.store().url().as_str());
+        let mut body = json!(summary);
+        body["finish_id"] = id.as_str().into();
+        body["id"] = json!(status.job);
+        body["state"] = json!(status.state);
+        body["generation"] = ledger.generation().into();
+        Ok(Notice { id, body })
+    }
+
+    /// Posts it, signed with `keys`.
+    ///
+    /// # Errors
+    /// It was not taken, in one line.
+    pub async fn post(&self, url: &Url, keys: &Signing) -> Result<(), String> {
+        if names_link_local(url) {
+            return Err("it names a link-local address or metadata service, to which nothing is posted".into());
+        }
+        let client = poster(url, TRY_MAX).map_err(|error| cause(&error))?;
+        let mut last = String::new();
+        let tries = async {
+            for round in 0..TRIES {
+                if round > 0 {
+                    tokio::time::sleep(FIRST_PAUSE * (1 << (round - 1))).await;
+                }
+                match self.try_post(&client, url, keys).await {
+                    Ok(()) => return Ok(()),
+                    Err(Failed { why, lasting: true }) => return Err(why),
+                    Err(Failed { why, .. }) => last = why,
+                }
+            }
+            Err(format!("after {TRIES} tries: {last}"))
+        };
+        let told = tokio::time::timeout(ALL_MAX, tries).await;
+        told.unwrap_or_else(|_| Err(format!("no answer within {} s", ALL_MAX.as_secs())))
+    }
+
+    async fn try_post(&self, client: &reqwest::Client, url: &Url, keys: &Signing) -> Result<(), Failed> {
+        let now = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .unwrap_or_default()
+            .as_secs();
+        let body = self.body.to_string();
+        let mut request = client
+            .post(url.clone())
+            .header("content-type", "application/json")
+            .header("webhook-id", &self.id)
+            .header("webhook-timestamp", now);
+        if keys.is_on() {
+            request = request.header("webhook-signature", signatures(keys, &self.id, now, &body));
+        }
+        let answer = request.body(body).send().await.map_err(|error| match refusal(&error) {
+            Some(refusal) => Failed {
+                why: refusal.to_string(),
+                lasting: true,
+            },
+            None => Failed {
+                why: cause(&error),
+                lasting: false,
+            },
+        })?;
+        let status = answer.status();
+        match status.as_u16() {
+            200..=299 => Ok(()),
+            300..=399 => Err(Failed {
+                why: format!("it answered {status}: redirects are not followed, so name the address itself"),
+                lasting: true,
+            }),
+            code => Err(Failed {
+                why: format!("it answered {status}"),
+                lasting: code < 500 && !matches!(code, 408 | 425 | 429),
+            }),
+        }
+    }
+}
+
+/// `v1,` and the base64 of HMAC-SHA-256 over id, time and body, for each key.
+fn signatures(keys: &Signing, id: &str, seconds: u64, body: &str) -> String {
+    let tags = keys.tags(format!("{id}.{seconds}.{body}").as_bytes());
+    let tags: Vec<String> = tags
+        .iter()
+        .map(|tag| format!("v1,{}", BASE64_STANDARD.encode(tag)))
+        .collect();
+    tags.join(" ")
+}
+
+/// What to say of a notice that was not taken.
+pub fn not_told(url: &Url, why: &str) -> String {
+    format!(
+        "`on_finish.url` `{}` was not told: {why}; the job's result stands",
+        shown(url)
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::net::TcpListener;
+    use std::sync::{Arc, Mutex};
+
+    use super::*;
+
+    /// A server that gives these answers, one a request, and the first bytes of what it was asked.
+    fn server(answers: &'static [&'static str]) -> (Url, Arc<Mutex<Vec<String>>>) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let url = format!("http://127.0.0.1:{}/done", listener.local_addr().unwrap().port());
+        let seen = Arc::new(Mutex::new(Vec::new()));
+        let heard = seen.clone();
+        std::thread::spawn(move || {
+            for (stream, answer) in listener.incoming().zip(answers) {
+                let mut stream = stream.unwrap();
+                let mut bytes = vec![0; 64 << 10];
+                let length = stream.read(&mut bytes).unwrap();
+                heard
+                    .lock()
+                    .unwrap()
+                    .push(String::from_utf8_lossy(&bytes[..length]).into_owned());
+                let head = format!("HTTP/1.1 {answer}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n");
+                stream.write_all(head.as_bytes()).unwrap();
+            }
+        });
+        (Url::parse(&url).unwrap(), seen)
+    }
+
+    fn notice() -> Notice {
+        Notice {
+            id: "0123456789abcdef0123-0".into(),
+            body: json!({"job": "j"}),
+        }
+    }
+
+    /// Made with Python's `hmac`, `hashlib` and `base64`.
+    #[test]
+    fn a_signature_is_that_of_standard_webhooks() {
+        let keys = Signing::with("0123456789abcdef0123456789abcdef\nanother key, of thirty-two bytes").unwrap();
+        assert_eq!(
+            signatures(&keys, "0123456789abcdef0123-0", 1_700_000_000, "{\"job\":\"j\"}"),
+            "v1,Yoo/9ObbsAVucHSkT1KNCikHkAlMuBH0p1S4LuNFf3A= v1,Fm/NCBOe7DUSgjxgc3VB26+WGz3pxff25fFJwcF1/Qk="
+        );
+    }
+
+    #[tokio::test]
+    async fn a_server_that_fails_is_asked_again() {
+        let (url, seen) = server(&["503 Busy", "204 Taken"]);
+        notice().post(&url, &Signing::default()).await.unwrap();
+        let seen = seen.lock().unwrap();
+        assert_eq!(seen.len(), 2);
+        assert!(
+            seen.iter()
+                .all(|request| request.contains("webhook-id: 0123456789abcdef0123-0")),
+            "{seen:?}"
+        );
+    }
+
+    #[tokio::test]
+    async fn what_will_not_change_is_not_tried_again() {
+        for (answer, says) in [
+            (&["404 Not Found", "200 OK"], "it answered 404"),
+            (
+                &["301 Moved\r\nLocation: http://127.0.0.1:1/", "200 OK"],
+                "redirects are not followed",
+            ),
+        ] {
+            let (url, seen) = server(answer);
+            let why = notice().post(&url, &Signing::default()).await.unwrap_err();
+            assert!(why.contains(says), "{why}");
+            assert_eq!(seen.lock().unwrap().len(), 1, "{why}");
+        }
+    }
+
+    #[tokio::test]
+    async fn nothing_is_posted_to_a_metadata_service() {
+        for address in [
+            "http://169.254.169.254/x",
+            "http://[fd00:ec2::254]/x",
+            "http://metadata.google.internal/x",
+        ] {
+            let why = notice()
+                .post(&Url::parse(address).unwrap(), &Signing::default())
+                .await
+                .unwrap_err();
+            assert!(why.contains("metadata service"), "{why}");
+        }
+    }
+}
