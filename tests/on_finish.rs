@@ -214,7 +214,7 @@ fn what_it_says_makes_no_other_job() {
         ("{url: 'http://169.254.169.254/latest'}", "metadata service"),
         ("{url: 'ftp://h/x'}", "no web address"),
         ("{command: []}", "empty list"),
-        ("{shell: x}", "on_finish.shell"),
+        ("{shell: x}", "in `on_finish`"),
     ] {
         fs::write(&job, format!("{none}on_finish: {bad}\n")).unwrap();
         let refused = run(&["plan", arg(&job)]).expect(2);

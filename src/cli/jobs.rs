@@ -241,11 +241,12 @@ async fn job_at(place: &Location, records: &Semaphore) -> anyhow::Result<Option<
 
 /// The prefix itself cannot be listed.
 fn unlisted(place: &Location, error: &object_store::Error) -> Failure {
-    let url = shown(&place.url);
-    match error {
-        // Of a bucket that is there, a prefix without objects is an empty listing.
-        object_store::Error::NotFound { .. } => Failure::bad_job(anyhow!("`{url}`: there is no such bucket")),
-        _ => anyhow!("cannot list `{url}`: {}", cause(error)).into(),
+    let why = cause(error);
+    let failed = anyhow!("cannot list `{}`: {why}", shown(&place.url));
+    // Of a bucket that is there, a prefix without objects is an empty listing.
+    match why.contains("answered 404") {
+        true => Failure::bad_job(failed),
+        false => failed.into(),
     }
 }
 

@@ -18,6 +18,9 @@ pub(super) enum StoreErrorKind {
 pub(super) fn store_error_kind(error: &object_store::Error) -> StoreErrorKind {
     use object_store::Error as E;
     use std::io::ErrorKind as Io;
+    if names_no_bucket(error) {
+        return StoreErrorKind::Lasting("there is no such bucket: make it, or correct the address");
+    }
     match error {
         E::NotFound { .. } => return StoreErrorKind::Missing,
         E::PermissionDenied { .. } => return StoreErrorKind::Denied("no permission"),
@@ -58,6 +61,31 @@ pub(super) fn store_error_kind(error: &object_store::Error) -> StoreErrorKind {
     }
 }
 
+/// Whether it is the bucket that is not there: stores tell that in the answer's body, which an answer to HEAD lacks.
+fn names_no_bucket(error: &object_store::Error) -> bool {
+    use object_store::Error as E;
+    let said = match error {
+        E::NotFound { source, .. } | E::Generic { source, .. } => source,
+        _ => return false,
+    };
+    let mut next: Option<&(dyn std::error::Error + 'static)> = Some(said.as_ref());
+    while let Some(error) = next {
+        let text = error.to_string();
+        if [
+            "NoSuchBucket",
+            "ContainerNotFound",
+            "The specified bucket does not exist",
+        ]
+        .iter()
+        .any(|word| text.contains(word))
+        {
+            return true;
+        }
+        next = error.source();
+    }
+    false
+}
+
 /// The first error of this type in the chain.
 fn found<'a, E: std::error::Error + 'static>(error: &'a (dyn std::error::Error + 'static)) -> Option<&'a E> {
     let mut next = Some(error);
@@ -68,4 +96,35 @@ fn found<'a, E: std::error::Error + 'static>(error: &'a (dyn std::error::Error +
         next = error.source();
     }
     None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_bucket_that_is_not_there_is_not_waited_for() {
+        let said = |text: &str| Box::new(std::io::Error::other(text.to_string()));
+        let generic = |text: &str| object_store::Error::Generic {
+            store: "S3",
+            source: said(text),
+        };
+        let missing = |text: &str| object_store::Error::NotFound {
+            path: "a".into(),
+            source: said(text),
+        };
+        let is_lasting =
+            |error| matches!(store_error_kind(&error), StoreErrorKind::Lasting(why) if why.contains("no such bucket"));
+        assert!(is_lasting(generic(
+            "404 Not Found: <Error><Code>NoSuchBucket</Code></Error>"
+        )));
+        assert!(is_lasting(missing(
+            "404 Not Found: <Error><Code>NoSuchBucket</Code></Error>"
+        )));
+        assert!(!is_lasting(generic("503 Service Unavailable")));
+        assert!(matches!(
+            store_error_kind(&missing("404: <Code>NoSuchKey</Code>")),
+            StoreErrorKind::Missing
+        ));
+    }
 }
