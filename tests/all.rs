@@ -65,6 +65,7 @@ mod thinking;
 mod thinking_demo;
 mod thinking_models;
 mod truncation;
+mod two_runs;
 mod typed_answers;
 mod worker_access;
 mod worker_jobs;

@@ -237,6 +237,42 @@ fn commands_that_come_too_late_or_too_early_say_so() {
     assert_eq!((&nothing["shards"], &nothing["generation"]), (&0.into(), &0.into()));
 }
 
+/// What is printed to be typed next means the same to a shell, whatever the output is called.
+#[test]
+fn printed_commands_are_quoted_for_a_shell() {
+    let folder = tempfile::tempdir().unwrap();
+    let own = folder.path().join("it's (one) & two");
+    fs::create_dir(&own).unwrap();
+    let (job, output) = small_job(&own, &[3]);
+    let words = |line: &str| -> Vec<String> {
+        let script = "import shlex, sys, json; print(json.dumps(shlex.split(sys.argv[1])))";
+        let split = Run::of(Command::new(python()).args(["-c", script, line])).expect(0);
+        serde_json::from_value(split.json()).unwrap()
+    };
+    let named = |text: &str, command: &str| {
+        let line = text
+            .lines()
+            .find(|line| line.contains(command))
+            .unwrap_or_else(|| panic!("{text}"));
+        words(&line[line.find("gristmill").unwrap()..])[2].clone()
+    };
+    let submitted = run(&["submit", arg(&job), "--no-enqueue"]).expect(0).stdout;
+    let url = record_url(&output);
+    assert_eq!(named(&submitted, "gristmill reconcile"), url);
+    let extended = run(&["extend", arg(&output), "--deadline", "6h"]).expect(0).stdout;
+    assert_eq!(named(&extended, "gristmill reconcile"), url);
+    run(&["run", arg(&job), "--quiet"]).expect(3);
+    let retried = run(&["retry", arg(&output)]).expect(0).stdout;
+    assert_eq!(named(&retried, "gristmill retry"), url);
+    run(&["status", &url]).expect(0);
+}
+
+/// The address of an output, as commands print it.
+fn record_url(output: &Path) -> String {
+    let listed = run(&["jobs", arg(output), "--json"]).expect(0).json();
+    listed["jobs"][0]["output"].as_str().unwrap().to_string()
+}
+
 #[test]
 fn extend_gives_more_and_refuses_what_is_reached() {
     let folder = tempfile::tempdir().unwrap();

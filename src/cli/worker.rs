@@ -55,12 +55,7 @@ pub async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
         .max_shards
         .map_or(u32::MAX, |most| u32::try_from(most).unwrap_or(u32::MAX));
     let target = Target::new(&args.queue, args.kafka.clone(), args.shards_in_flight.min(most.max(1)))?;
-    // One that works for longer waits for a topic that is not there yet. What keeps it from looking is told by the queue below.
-    if args.once && matches!(target.look().await, Ok(None)) {
-        eprintln!(
-            "gristmill: warning: {} is not there, so there is nothing to do: `gristmill submit` makes it",
-            target.url()
-        );
+    if args.once && is_missing(&target).await {
         return ended_early(&args, None, &stop);
     }
     let queue = target.consume().await?;
@@ -115,6 +110,19 @@ pub async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
     shown.abort();
     telling.end(stop.is_set()).await;
     report(&args, &worker, ended).await
+}
+
+/// Says that there is no such topic or queue: one that works once does not wait for it, as others do. What keeps it from looking is told by
+/// the queue that it then asks for messages.
+async fn is_missing(target: &Target) -> bool {
+    let is_missing = matches!(target.look().await, Ok(None));
+    if is_missing {
+        eprintln!(
+            "gristmill: warning: {} is not there, so there is nothing to do: `gristmill submit` makes it",
+            target.url()
+        );
+    }
+    is_missing
 }
 
 /// Outages are waited out, however long they take; a worker that works once is waited for itself.
