@@ -42,6 +42,7 @@ async fn plan(dir: &Path, carry: &[&str]) -> InputPlan {
         shard_rows: 4096,
         output_row_bytes: 100,
         limit: None,
+        output: None,
     };
     plan_inputs(&request, dir).await.unwrap()
 }

@@ -19,6 +19,7 @@ pub fn request(uris: &[&str], carry: &[&str]) -> PlanRequest {
         shard_rows: 2,
         output_row_bytes: 100,
         limit: None,
+        output: None,
     }
 }
 

@@ -104,6 +104,30 @@ fn labels_the_demo_dataset() {
     assert_eq!(part_times(&output), before, "no part was touched");
 }
 
+/// The tickets of the CSV file as Python reads it, cell for cell, beside their answers.
+const READ_CSV: &str = r#"
+import csv, glob, sys, duckdb, pyarrow as pa, pyarrow.parquet as pq
+folder, tickets = sys.argv[1:3]
+wanted = [row["ticket_id"] for row in csv.DictReader(open(tickets, newline="", encoding="utf-8"))]
+found = duckdb.sql(f"select ticket_id, completion, parsed, category, status from '{folder}/*.parquet' order by row").fetchall()
+assert [r[0] for r in found] == wanted and len(wanted) == 100, found
+assert all(r[1] == r[2] and r[4] == "succeeded" for r in found), found
+parts = sorted(glob.glob(folder + "/*.parquet"))
+assert len(parts) == 4 and pa.concat_tables(pq.read_table(part) for part in parts)["ticket_id"].to_pylist() == wanted
+"#;
+
+#[test]
+fn labels_the_tickets_of_a_csv_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let (job, output) = job_in(folder.path(), "label-tickets-csv.yaml", |text| text);
+    let json = Run::of(&mut gristmill(&["run", arg(&job), "--json"])).expect(0).json();
+    assert_eq!(json["rows"]["succeeded"], 100, "{json}");
+    assert!(json["agreement"]["equal"].as_u64() >= Some(90), "{json}");
+    let tickets = root().join("jobs/demo/tickets.csv");
+    Run::of(Command::new(python()).args(["-c", READ_CSV, arg(&output), arg(&tickets)])).expect(0);
+    Run::of(&mut gristmill(&["verify", arg(&output), "--inputs"])).expect(0);
+}
+
 fn part_times(output: &std::path::Path) -> Vec<(std::path::PathBuf, std::time::SystemTime)> {
     let mut times: Vec<_> = std::fs::read_dir(output)
         .unwrap()

@@ -9,7 +9,7 @@ use std::process::Stdio;
 use serde_json::Value;
 
 use crate::commands::run;
-use crate::support::{Run, arg, gristmill, record, root};
+use crate::support::{Run, arg, gristmill, py, record, root};
 
 const JOB: &str = "name: nightly-${date}
 model: MODEL
@@ -241,6 +241,18 @@ fn what_is_to_be_run_next_is_written_for_a_shell() {
     assert!(folder.path().join("out/2026-11-24/red team/_SUCCESS").exists());
 }
 
+/// Typed answers of all nights by DuckDB, beside the column that is the folder's name.
+const NIGHTS: &str = r#"
+import duckdb
+answers = duckdb.sql("from 'out/*/*.parquet'")
+types = dict(zip(answers.columns, map(str, answers.types)))
+assert types["date"] == "VARCHAR" and types["brief_id"] == "BIGINT", types
+assert types["parsed"] == "STRUCT(subject VARCHAR, body VARCHAR, urgency VARCHAR)", types
+found = duckdb.sql("select date, brief_id, parsed.urgency, parsed.subject, filename from read_parquet('out/*/*.parquet') order by 1, 2").fetchall()
+assert [r[:2] for r in found] == [(f"2026-11-{23 + n // 24}", n + 1) for n in range(48)], found
+assert all(r[2] in ("low", "normal", "high") and r[3] and f"/{r[0]}/" in r[4] for r in found), found
+"#;
+
 #[test]
 fn the_nightly_example_runs_for_two_nights() {
     let folder = tempfile::tempdir().unwrap();
@@ -249,14 +261,29 @@ fn the_nightly_example_runs_for_two_nights() {
     let text = text.replace("demo/", &demo).replace("../out/nightly/", "out/");
     let job = folder.path().join("nightly.yaml");
     fs::write(&job, text).unwrap();
-    let first = |date: &str| {
-        let set = format!("date={date}");
-        let found = run(&["run", arg(&job), "--set", &set, "--limit", "16", "--quiet", "--json"])
-            .expect(0)
-            .json();
-        assert_eq!(found["rows"]["succeeded"], 16, "{found}");
+    let night = |command: &str, date: &str| run(&[command, arg(&job), "--set", &format!("date={date}"), "--json"]);
+    for date in ["2026-11-23", "2026-11-24"] {
+        let found = night("run", date).expect(0).json();
+        assert_eq!(found["rows"]["succeeded"], 24, "{found}");
         assert_eq!(found["job"], format!("nightly-{date}"));
-        found["output"].to_string()
-    };
-    assert_ne!(first("2026-11-24"), first("2026-11-25"));
+        assert!(
+            found["output"].as_str().unwrap().ends_with(&format!("/out/{date}")),
+            "{found}"
+        );
+        let planned = night("plan", date).expect(0).json();
+        assert!(
+            planned["parsed"]["type"].as_str().unwrap().contains("urgency"),
+            "{planned}"
+        );
+        run(&["verify", arg(&folder.path().join("out").join(date)), "--inputs"]).expect(0);
+        // As a scheduler does that tries again.
+        assert!(night("run", date).expect(0).stderr.contains("already done"));
+    }
+    py(folder.path(), NIGHTS);
+    // A night without a folder is no night without tickets.
+    night("run", "2026-11-25")
+        .expect(2)
+        .one_line(&["date=2026-11-25/`: the folder is missing"]);
+    night("run", "2026-11-2/4").expect(2);
+    assert_eq!(fs::read_dir(folder.path().join("out")).unwrap().count(), 2);
 }

@@ -251,7 +251,9 @@ async fn other_redirects_are_followed_where_a_person_named_the_server() {
     let (files, asked) = server(|_| String::new());
     let to = format!("{files}/rows.jsonl");
     let (url, _) = server(move |_| to.clone());
-    let found = discover(&[format!("{url}/rows.jsonl")], Path::new("/")).await.unwrap();
+    let found = discover(&[format!("{url}/rows.jsonl")], Path::new("/"), None)
+        .await
+        .unwrap();
     assert_eq!((found.files.len(), asked.load(Ordering::Relaxed)), (1, 1));
 }
 

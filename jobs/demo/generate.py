@@ -1,6 +1,6 @@
 """Makes the demo's data: support tickets with their category, and briefs for writing tickets.
 
-    python generate.py            writes tickets.parquet, tickets.csv (its first hundred) and briefs.parquet next to this file
+    python generate.py            writes tickets.parquet, tickets.csv (its first hundred), briefs.parquet and nightly/ next to this file
 
 train.py takes its examples from `training_tickets` and `writing_examples`. Everything follows from
 the seeds. The evaluation set is drawn first; training never gets a ticket whose normalised text is
@@ -22,11 +22,14 @@ EVALUATION_SEED = 20_001
 TRAINING_SEED = 20_002
 WRITING_SEED = 20_003
 BRIEFS_SEED = 20_004
+NIGHTLY_SEED = 20_005
 
 EVALUATION_ROWS = 2_000
 BRIEF_ROWS = 400
 ROWS_PER_GROUP = 250
 CSV_ROWS = 100
+NIGHTS = ["2026-11-23", "2026-11-24"]
+NIGHTLY_ROWS = 24
 MAX_WORDS = 170
 
 ALTERNATIVES = re.compile(r"\[([^\[\]]*)\]")
@@ -271,6 +274,14 @@ def briefs():
     return [{"brief_id": i + 1, "category": c, "tone": t} for i, (c, t) in enumerate(rows)]
 
 
+def nightly_briefs():
+    """For each night the briefs that came in on that day."""
+    rng = random.Random(NIGHTLY_SEED)
+    drawn = [(rng.choice(CATEGORIES), rng.choice(TONES)) for _ in range(NIGHTLY_ROWS * len(NIGHTS))]
+    rows = [{"brief_id": i + 1, "category": c, "tone": t} for i, (c, t) in enumerate(drawn)]
+    return {night: rows[n * NIGHTLY_ROWS :][:NIGHTLY_ROWS] for n, night in enumerate(NIGHTS)}
+
+
 def write_parquet(path, rows, schema):
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -298,11 +309,12 @@ def main():
         writer = csv.DictWriter(file, order, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
         writer.writerows(evaluation[:CSV_ROWS])
-    write_parquet(
-        args.out / "briefs.parquet",
-        briefs(),
-        pa.schema([("brief_id", pa.int64()), ("category", pa.string()), ("tone", pa.string())]),
-    )
+    brief = pa.schema([("brief_id", pa.int64()), ("category", pa.string()), ("tone", pa.string())])
+    write_parquet(args.out / "briefs.parquet", briefs(), brief)
+    for night, rows in nightly_briefs().items():
+        folder = args.out / "nightly" / f"date={night}"
+        folder.mkdir(parents=True, exist_ok=True)
+        write_parquet(folder / "briefs.parquet", rows, brief)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,10 @@ use anyhow::anyhow;
 use futures::{StreamExt, stream};
 
 use crate::cli::exit::Failure;
-use crate::cli::prepare::PreparedJob;
+use crate::cli::prepare::{PreparedJob, output_of};
 use crate::dataset::DatasetError;
 use crate::dataset::inputs::{Inputs, find};
+use crate::dataset::layout::SkippedFile;
 use crate::dataset::pins::{PinnedAnew, Pins};
 use crate::ledger::Ledger;
 
@@ -43,8 +44,9 @@ async fn what_is_new(prepared: &PreparedJob, ledger: &Ledger) -> Result<Option<S
     // A trial is of the first files alone, and so is a job of the first rows.
     let input = &prepared.job.input;
     if prepared.limit.is_none() && input.options.limit.is_none() && unseen.is_none() {
-        match find(&input.uris, &input.options, &prepared.job.base_dir).await {
-            Ok(found) => return Ok(new_among(&found, ledger)),
+        let own = output_of(&prepared.job)?;
+        match find(&input.uris, &input.options, &prepared.job.base_dir, Some(&own)).await {
+            Ok(found) => return Ok(new_among(&found, ledger).or(mended(ledger).await)),
             Err(DatasetError::NoMatch { .. }) => {}
             Err(error) => unseen = Some(error),
         }
@@ -67,6 +69,40 @@ fn new_among(found: &Inputs, ledger: &Ledger) -> Option<String> {
         0 => format!("`{first}` has come since"),
         more => format!("`{first}` and {more} more have come since"),
     })
+}
+
+/// Files that were left out of a job that goes on, since they could not be read: the plan stands, whatever they hold by now.
+pub async fn left_out(ledger: &Ledger) -> Option<String> {
+    let summary = SkippedFile::summary(&ledger.job().layout.skipped)?;
+    let changed = match mended(ledger).await {
+        None => String::new(),
+        Some(which) => format!("; {which}: for its rows, run the job to another `output.uri`"),
+    };
+    Some(format!("the job goes on as it was planned: {summary}{changed}"))
+}
+
+/// Says which file that was left out is another by now; `None`: none is, as far as can be seen.
+pub async fn mended(ledger: &Ledger) -> Option<String> {
+    let skipped = &ledger.job().layout.skipped;
+    let looks = skipped.iter().map(|skipped| async move {
+        let file = skipped.open().ok()?;
+        let is_other = match file.look().await {
+            Ok(now) => now.etag != skipped.etag,
+            Err(DatasetError::InputChanged { .. }) => true,
+            Err(_) => false,
+        };
+        is_other.then_some(file.name)
+    });
+    let found: Vec<Option<String>> = stream::iter(looks).buffered(LOOKS_AT_ONCE).collect().await;
+    let mut others = found.into_iter().flatten();
+    let first = others.next()?;
+    let more = match others.count() {
+        0 => String::new(),
+        more => format!(" and {more} more"),
+    };
+    Some(format!(
+        "`{first}`{more} could not be read when the job was planned, and has changed since"
+    ))
 }
 
 /// What stands between each input and the plan, in the inputs' order; nothing for those that hold the planned bytes. Nothing is pinned

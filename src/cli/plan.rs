@@ -49,21 +49,21 @@ pub async fn plan(args: PlanArgs) -> Result<Exit, Failure> {
     let inputs = prepared.plan().await?;
     let (stream, has_begun) = prepared.stream(begun.as_ref());
     let renderer = Arc::new(prepared.renderer(&stream)?);
-    let refusals = match begun.as_ref().filter(|_| has_begun) {
-        Some(ledger) => refusals(ledger).await?,
-        None => Vec::new(),
+    let (refusals, stays_out) = match begun.as_ref().filter(|_| has_begun) {
+        Some(ledger) => (refusals(ledger).await?, stays_out(ledger).await),
+        None => (Vec::new(), None),
     };
     let preflight = read_all(&renderer, &inputs, args.preview).await?;
     let seconds = expected_seconds(&prepared, &preflight, args.tokens_per_second).await?;
     // Others may compute it: here it is a warning.
     let misplaced = prepared.check_place().err().map(|why| one_line(&why));
     prepared.warn();
-    say_warnings(refusals.iter().chain(&misplaced));
+    say_warnings(refusals.iter().chain(&misplaced).chain(&stays_out));
     if args.json {
         let mut json = as_json(&prepared, &inputs, &preflight, seconds.as_ref());
         json["changed_inputs"] = refusals.into();
         if let Some(warnings) = json["warnings"].as_array_mut() {
-            warnings.extend(misplaced.map(Into::into));
+            warnings.extend(misplaced.into_iter().chain(stays_out).map(Into::into));
         }
         println!("{json}");
     } else {
@@ -146,6 +146,12 @@ async fn refusals(ledger: &Ledger) -> Result<Vec<String>, Failure> {
         error => Ok(format!("`run` will not go on with this job: {error}")),
     });
     found.collect()
+}
+
+/// A file that is read here, and that a job which has begun goes on without.
+async fn stays_out(ledger: &Ledger) -> Option<String> {
+    let which = inputs::mended(ledger).await?;
+    Some(format!("{which}: the job has begun, and stays without its rows"))
 }
 
 fn reader(renderer: &Renderer, inputs: &InputPlan) -> ShardReader {

@@ -174,6 +174,7 @@ impl PreparedJob {
             shard_rows: self.job.shard_rows,
             output_row_bytes: self.answer_bytes() * u64::from(generate.n),
             limit: self.limit,
+            output: Some(output_of(&self.job)?),
         };
         if self.job.output.carry_all {
             self.carry_all(&mut request).await?;

@@ -66,6 +66,9 @@ pub async fn run(args: RunArgs) -> Result<Exit, Failure> {
         return finished(&prepared, &ledger, &args, &stop).await;
     }
     prepared.warn();
+    if resumed && let Some(line) = inputs::left_out(&ledger).await {
+        eprintln!("gristmill: warning: {line}");
+    }
     if !args.quiet {
         if let Some(line) = on_finish::line(&prepared) {
             eprintln!("when it is done: {line}");
@@ -207,8 +210,10 @@ async fn work(
     let ended = worker::run(Arc::new(worker), loaded.engine, stop).await;
     shown.abort();
     let why = ended.map_err(|error| match error.downcast_ref::<DatasetError>() {
-        // The inputs are not what was planned: the job's side, not ours.
-        Some(DatasetError::InputChanged { .. } | DatasetError::InputMissing { .. }) => Failure::bad_job(error),
+        // The inputs are not what was planned, or cannot be decoded: the job's side, not ours.
+        Some(
+            DatasetError::InputChanged { .. } | DatasetError::InputMissing { .. } | DatasetError::Unreadable { .. },
+        ) => Failure::bad_job(error),
         _ => Failure::from(error),
     })?;
     Ok(why.or(match job.state() {

@@ -54,6 +54,11 @@ pub async fn submit(args: SubmitArgs) -> Result<Exit, Failure> {
     if let Some(ended) = ended(ledger, &prepared).await? {
         return said(&args, &written, ended).await;
     }
+    if written.resumed
+        && let Some(line) = inputs::left_out(ledger).await
+    {
+        eprintln!("gristmill: warning: {line}");
+    }
     let shards = match written.resumed {
         true => ledger.unfinished().await?,
         false => ledger.shard_numbers(),

@@ -5,7 +5,7 @@
 //! twice counts once. Names that begin with `_` or `.` are ignored, unless an address names that very file; but `_x=1` is a folder of
 //! values, as Spark has it.
 
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 use std::path::Path as FsPath;
 
 use futures::{StreamExt, TryStreamExt, stream};
@@ -17,6 +17,7 @@ use url::Url;
 use super::compression;
 use super::error::DatasetError;
 use super::location::Location;
+use super::outputs::{self, Outputs, lies_in};
 use super::pinned::{Pin, PinnedFile, display_name};
 
 /// Most files of one job.
@@ -36,6 +37,8 @@ pub struct Found {
     pub files: Vec<FoundFile>,
     /// Names of files that lie in an address's folder and are no inputs by their names.
     pub passed_over: Vec<String>,
+    /// What is to be said of outputs among them, a line each.
+    pub of_outputs: Vec<String>,
 }
 
 #[derive(Debug)]
@@ -45,15 +48,24 @@ pub struct FoundFile {
     pub outside: usize,
 }
 
-/// Finds the files of all `uris`, pinned to what they are now; a relative path starts at `base_dir`.
-pub async fn discover(uris: &[String], base_dir: &FsPath) -> Result<Found, DatasetError> {
+/// Finds the files of all `uris`, pinned to what they are now; a relative path starts at `base_dir`. `own`: the output of the job that
+/// asks, where none of its inputs may lie.
+pub async fn discover(uris: &[String], base_dir: &FsPath, own: Option<&Location>) -> Result<Found, DatasetError> {
     let mut found = Found::default();
-    let mut seen = HashSet::new();
+    let (mut seen, mut left_out, mut taken) = (HashSet::new(), BTreeSet::new(), BTreeSet::new());
     for uri in uris {
         let outside = base_parts(uri, base_dir)?;
-        let Matched { files, passed_over } = discover_one(uri, base_dir).await?;
-        found.passed_over.extend(passed_over);
-        for file in files {
+        let matched = discover_one(uri, base_dir, own).await?;
+        found.passed_over.extend(matched.passed_over);
+        left_out.extend(matched.left_out);
+        taken.extend(matched.taken);
+        for file in matched.files {
+            if own.is_some_and(|own| lies_in(own, &file.location)) {
+                return Err(DatasetError::Refused(format!(
+                    "`{}` is an input and lies in `output.uri`, which is the job's own; give the output a folder without inputs",
+                    file.name
+                )));
+            }
             if seen.insert(file.location.url.to_string()) {
                 let parts = file.location.path.as_ref().split('/');
                 let outside = parts.zip(&outside).take_while(|(part, base)| part == base).count();
@@ -69,6 +81,10 @@ pub async fn discover(uris: &[String], base_dir: &FsPath) -> Result<Found, Datas
     if uris.is_empty() {
         return Err(DatasetError::Refused("the job names no input".into()));
     }
+    found.of_outputs = outputs::left_out(&left_out)
+        .into_iter()
+        .chain(outputs::taken(&taken))
+        .collect();
     Ok(found)
 }
 
@@ -82,28 +98,31 @@ fn base_parts(uri: &str, base_dir: &FsPath) -> Result<Vec<String>, DatasetError>
 }
 
 /// What one address matches.
+#[derive(Default)]
 struct Matched {
     files: Vec<PinnedFile>,
     passed_over: Vec<String>,
+    /// Outputs of jobs that it comes across, and whose files are none of `files`.
+    left_out: Vec<String>,
+    /// Outputs that its wildcards stand for.
+    taken: Vec<String>,
 }
 
 impl Matched {
     fn of(files: Vec<PinnedFile>) -> Matched {
         Matched {
             files,
-            passed_over: Vec::new(),
+            ..Matched::default()
         }
     }
 }
 
-async fn discover_one(uri: &str, base_dir: &FsPath) -> Result<Matched, DatasetError> {
+async fn discover_one(uri: &str, base_dir: &FsPath, own: Option<&Location>) -> Result<Matched, DatasetError> {
     let location = Location::parse(uri, base_dir)?;
     // A file whose name holds `[` or `*` is that file, not a glob.
     let literal_file = location.local_path().is_some_and(|path| path.is_file());
     if !literal_file && let Some((base, pattern)) = split_glob(uri) {
-        return glob(uri, &Location::parse(base, base_dir)?, pattern)
-            .await
-            .map(Matched::of);
+        return glob(uri, &Location::parse(base, base_dir)?, pattern, own).await;
     }
     if location.local_path().is_some_and(|path| path.is_dir()) || uri.ends_with('/') {
         return folder(uri, &location).await;
@@ -141,19 +160,37 @@ fn split_glob(uri: &str) -> Option<(&str, &str)> {
     Some((base, &uri[cut..]))
 }
 
-async fn glob(uri: &str, base: &Location, pattern: &str) -> Result<Vec<PinnedFile>, DatasetError> {
-    let matcher = matcher(pattern).map_err(|e| DatasetError::NoMatch {
-        uri: uri.into(),
-        why: format!("the pattern is not valid: {e}"),
-    })?;
+async fn glob(uri: &str, base: &Location, pattern: &str, own: Option<&Location>) -> Result<Matched, DatasetError> {
+    let no_match = |why: String| DatasetError::NoMatch { uri: uri.into(), why };
+    let matcher = matcher(pattern).map_err(|e| no_match(format!("the pattern is not valid: {e}")))?;
     // A pattern for names of one folder must not walk all that lies below it.
     let deep = pattern.contains('/') || pattern.contains("**");
-    let files = list(base, deep, &|key| !is_hidden(key) && matcher.is_match(key)).await?;
-    if files.is_empty() {
-        let why = format!("no file below `{}` fits `{pattern}`", display_name(base.url.as_str()));
-        return Err(DatasetError::NoMatch { uri: uri.into(), why });
+    let Listed { files, of_outputs } = list(base, deep, &|key| !is_hidden(key) && matcher.is_match(key)).await?;
+    let (left_out, answers): (Vec<_>, Vec<_>) = of_outputs.into_iter().partition(|(_, file)| {
+        !files.is_empty() || pattern.contains("**") || own.is_some_and(|own| lies_in(own, &file.location))
+    });
+    let (taken, answers): (Vec<String>, Vec<PinnedFile>) = answers.into_iter().unzip();
+    let left_out: Vec<String> = left_out.into_iter().map(|(output, _)| output).collect();
+    let files = if files.is_empty() { answers } else { files };
+    let name = display_name(base.url.as_str());
+    match (files.is_empty(), left_out.is_empty()) {
+        (true, true) => Err(no_match(format!("no file below `{name}` fits `{pattern}`"))),
+        (true, false) => Err(no_match(only_outputs(&left_out[0]))),
+        _ => Ok(Matched {
+            files,
+            left_out,
+            taken,
+            ..Matched::default()
+        }),
     }
-    Ok(files)
+}
+
+/// Why nothing is left where all files lie in outputs.
+fn only_outputs(one: &str) -> String {
+    format!(
+        "all that fits lies in outputs of jobs, such as `{}`; to read answers, name such an output itself",
+        display_name(one)
+    )
 }
 
 fn matcher(pattern: &str) -> Result<GlobMatcher, globset::Error> {
@@ -164,7 +201,8 @@ fn matcher(pattern: &str) -> Result<GlobMatcher, globset::Error> {
 }
 
 async fn folder(uri: &str, base: &Location) -> Result<Matched, DatasetError> {
-    let all = list(base, true, &|key| !is_hidden(key)).await?;
+    let Listed { files: all, of_outputs } = list(base, true, &|key| !is_hidden(key)).await?;
+    let left_out: Vec<String> = of_outputs.into_iter().map(|(output, _)| output).collect();
     let is = |file: &PinnedFile, extensions: &[&str]| {
         let name = file.location.path.filename().unwrap_or_default().to_ascii_lowercase();
         let mut parts = name.rsplit('.');
@@ -198,23 +236,32 @@ async fn folder(uri: &str, base: &Location) -> Result<Matched, DatasetError> {
     }
     let (files, more) = if data.is_empty() { (texts, data) } else { (data, texts) };
     if files.is_empty() {
-        let why =
-            "the folder is missing or holds no *.parquet, *.arrow, *.jsonl, *.json, *.csv, *.tsv or *.txt".to_string();
+        let missing = "the folder is missing or holds no *.parquet, *.arrow, *.jsonl, *.json, *.csv, *.tsv or *.txt";
+        let why = left_out.first().map_or(missing.into(), |one| only_outputs(one));
         return Err(DatasetError::NoMatch { uri: uri.into(), why });
     }
     let passed_over = others.iter().chain(&more).map(|file| file.name.clone()).collect();
-    Ok(Matched { files, passed_over })
+    Ok(Matched {
+        files,
+        passed_over,
+        left_out,
+        ..Matched::default()
+    })
+}
+
+/// What lies in a folder.
+#[derive(Default)]
+struct Listed {
+    files: Vec<PinnedFile>,
+    /// Files that lie in outputs of jobs below it, each with the URL of its output.
+    of_outputs: Vec<(String, PinnedFile)>,
 }
 
 /// The objects below `base` whose key relative to it is wanted, sorted by key; without `deep` only those right in it.
-async fn list(
-    base: &Location,
-    deep: bool,
-    wanted: &(dyn Fn(&str) -> bool + Sync),
-) -> Result<Vec<PinnedFile>, DatasetError> {
+async fn list(base: &Location, deep: bool, wanted: &(dyn Fn(&str) -> bool + Sync)) -> Result<Listed, DatasetError> {
     let store_error = |source| DatasetError::store(&display_name(base.url.as_str()), source);
     if base.local_path().is_some_and(|path| !path.exists()) {
-        return Ok(Vec::new());
+        return Ok(Listed::default());
     }
     let prefix = (!base.path.as_ref().is_empty()).then_some(&base.path);
     let mut listing = if deep {
@@ -223,23 +270,32 @@ async fn list(
         let found = base.store.list_with_delimiter(prefix).await.map_err(store_error)?;
         stream::iter(found.objects.into_iter().map(Ok)).boxed()
     };
-    let mut files = Vec::new();
+    let (mut metas, mut outputs) = (Vec::new(), Outputs::default());
     while let Some(meta) = listing.try_next().await.map_err(store_error)? {
         let Some(relative) = relative_key(&base.path, &meta.location) else {
             continue;
         };
+        outputs.note(relative);
         if !relative.is_empty() && wanted(relative) {
-            files.push(meta);
+            metas.push(meta);
         }
-        if files.len() > FILES_MAX {
+        if metas.len() > FILES_MAX {
             return Err(DatasetError::Refused(format!(
                 "`{}` holds more than {FILES_MAX} input files",
                 base.url
             )));
         }
     }
-    files.sort_by(|a, b| a.location.as_ref().cmp(b.location.as_ref()));
-    Ok(files.into_iter().map(|meta| pin(base, meta)).collect())
+    metas.sort_by(|a, b| a.location.as_ref().cmp(b.location.as_ref()));
+    let mut listed = Listed::default();
+    for meta in metas {
+        let output = relative_key(&base.path, &meta.location).and_then(|key| outputs.around(key));
+        match output.map(|output| base.join(output).url.to_string()) {
+            Some(output) => listed.of_outputs.push((output, pin(base, meta))),
+            None => listed.files.push(pin(base, meta)),
+        }
+    }
+    Ok(listed)
 }
 
 fn relative_key<'a>(prefix: &Path, key: &'a Path) -> Option<&'a str> {
@@ -291,7 +347,7 @@ mod tests {
 
     async fn names(dir: &FsPath, uris: &[&str]) -> Result<Vec<String>, String> {
         let uris: Vec<String> = uris.iter().map(|u| u.to_string()).collect();
-        let files = discover(&uris, dir).await.map_err(|e| e.to_string())?;
+        let files = discover(&uris, dir, None).await.map_err(|e| e.to_string())?;
         let root = dir.canonicalize().unwrap();
         Ok(files
             .files
@@ -343,7 +399,7 @@ mod tests {
         let file_url = Url::from_file_path(dir.join(odd)).unwrap();
         assert_eq!(names(&dir, &[file_url.as_str()]).await.unwrap(), [odd]);
         // What was found can be opened again from its URL alone.
-        for FoundFile { file, .. } in discover(&["in".to_string()], &dir).await.unwrap().files {
+        for FoundFile { file, .. } in discover(&["in".to_string()], &dir, None).await.unwrap().files {
             let again = Location::parse(file.location.url.as_str(), FsPath::new("/")).unwrap();
             assert_eq!(again.path, file.location.path);
             assert_eq!(&again.read().await.unwrap()[..], b"x");
@@ -410,8 +466,8 @@ mod tests {
                 "s3://bucket/2026-11/x/c%23%C3%A9.parquet"
             ]
         );
-        let flat = glob("", &base, "*.parquet").await.unwrap();
-        assert_eq!(urls(flat), ["s3://bucket/2026-11/a%20b.parquet"]);
+        let flat = glob("", &base, "*.parquet", None).await.unwrap();
+        assert_eq!(urls(flat.files), ["s3://bucket/2026-11/a%20b.parquet"]);
     }
 
     #[test]

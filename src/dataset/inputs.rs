@@ -5,6 +5,7 @@ use std::path::Path as FsPath;
 use super::discover::{FoundFile, discover};
 use super::error::DatasetError;
 use super::filter::Filter;
+use super::location::Location;
 use super::options::InputOptions;
 use super::partitions::{Folders, PartitionColumn, columns_of, folders_of};
 use super::pinned::PinnedFile;
@@ -30,10 +31,19 @@ pub struct Input {
     pub partition: Vec<Option<String>>,
 }
 
-/// Finds the files that `uris` match and `options` do not leave out.
-pub async fn find(uris: &[String], options: &InputOptions, base_dir: &FsPath) -> Result<Inputs, DatasetError> {
-    let found = discover(uris, base_dir).await?;
-    let notes = passed_over(&found.passed_over).into_iter().collect();
+/// Finds the files that `uris` match and `options` do not leave out; `own`: the output of the job that asks.
+pub async fn find(
+    uris: &[String],
+    options: &InputOptions,
+    base_dir: &FsPath,
+    own: Option<&Location>,
+) -> Result<Inputs, DatasetError> {
+    let found = discover(uris, base_dir, own).await?;
+    let notes = found
+        .of_outputs
+        .into_iter()
+        .chain(passed_over(&found.passed_over))
+        .collect();
     if !options.hive {
         let input = |FoundFile { file, .. }| Input {
             file,

@@ -1,9 +1,12 @@
 //! What all inputs of a job have in common, besides their files: plain data that goes into the record, and tells each reader how to read.
 
+use std::path::Path as FsPath;
+
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::csv::CsvTable;
+use super::location::{Location, LocationError};
 use super::partitions::{self, PartitionColumn};
 use super::pinned::{PinnedFile, display_name};
 use super::plan::InputFile;
@@ -33,6 +36,9 @@ pub struct Layout {
     /// Files that could not be read when the job was planned, and are no inputs.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub skipped: Vec<SkippedFile>,
+    /// Rows of tables that lie where a file cannot be decoded say so; without it, such a file stops the job.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub skip_unreadable: bool,
     /// Of a job that takes only the first so many rows.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub limit: Option<u64>,
@@ -62,6 +68,17 @@ impl SkippedFile {
         }
     }
 
+    /// The file as it was left out.
+    pub fn open(&self) -> Result<PinnedFile, LocationError> {
+        Ok(PinnedFile {
+            location: Location::parse(&self.url, FsPath::new("/"))?,
+            size: self.size,
+            etag: self.etag.clone(),
+            version: None,
+            name: display_name(&self.url),
+        })
+    }
+
     /// The file and what is wrong with it.
     pub fn line(&self) -> String {
         format!("`{}`: {}", display_name(&self.url), self.why)
@@ -74,10 +91,14 @@ impl SkippedFile {
             0 => String::new(),
             more => format!("; and {more} more"),
         };
-        let noun = if files.len() == 1 { "input" } else { "inputs" };
+        let (noun, are) = if files.len() == 1 {
+            ("input", "is")
+        } else {
+            ("inputs", "are")
+        };
         (!first.is_empty()).then(|| {
             format!(
-                "{} {noun} cannot be read and are left out: {}{more}",
+                "{} {noun} cannot be read and {are} left out: {}{more}",
                 files.len(),
                 first.join("; ")
             )
@@ -93,10 +114,12 @@ impl Layout {
             partitions,
             absent,
             skipped,
+            skip_unreadable,
             limit,
             sample,
         } = self;
-        !(partitions.is_empty() && absent.is_empty() && skipped.is_empty() && limit.is_none() && sample.is_none())
+        let is_old = partitions.is_empty() && absent.is_empty() && skipped.is_empty() && !skip_unreadable;
+        !(is_old && limit.is_none() && sample.is_none())
     }
 
     /// Is it a column that no file has: one that folders name, or the place of a drawn row?

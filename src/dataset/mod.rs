@@ -35,6 +35,7 @@ pub mod lines_in;
 pub mod location;
 pub mod options;
 pub mod output;
+pub mod outputs;
 mod parquet_chunks;
 mod parquet_cost;
 pub mod parquet_footer;

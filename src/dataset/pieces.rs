@@ -28,6 +28,9 @@ use super::table::TableFile;
 /// Most rows between the drawn ones of a sample that are read at once.
 const SPAN_ROWS_MAX: u64 = 1 << 16;
 
+/// What whoever has a file that cannot be decoded can do.
+const GO_ON_WITHOUT: &str = "mend the file, or give the job `input.skip_unreadable: true`: then rows that lie there end `errored`, and the others are answered";
+
 /// Reads a shard piece by piece.
 pub struct Pieces<'a> {
     reader: &'a ShardReader,
@@ -51,6 +54,11 @@ enum Task {
         segment: usize,
         rows: Range<u64>,
     },
+    /// Rows of one group that cannot all be decoded: each column for itself.
+    Apart {
+        segment: usize,
+        rows: Range<u64>,
+    },
     /// Rows that fit in one piece, but for those that fit in none.
     Fitting {
         segment: usize,
@@ -64,7 +72,7 @@ impl Task {
     fn segment(&self) -> usize {
         match self {
             Task::Lines(at) => at.segment,
-            Task::Rows { segment, .. } | Task::Fitting { segment, .. } => *segment,
+            Task::Rows { segment, .. } | Task::Apart { segment, .. } | Task::Fitting { segment, .. } => *segment,
         }
     }
 
@@ -72,7 +80,7 @@ impl Task {
     fn first_row(&self) -> u64 {
         match self {
             Task::Lines(at) => at.from.row,
-            Task::Rows { rows, .. } | Task::Fitting { rows, .. } => rows.start,
+            Task::Rows { rows, .. } | Task::Apart { rows, .. } | Task::Fitting { rows, .. } => rows.start,
         }
     }
 }
@@ -258,11 +266,74 @@ impl<'a> Pieces<'a> {
     }
 
     async fn read(&mut self, input: &PinnedFile, task: &Task) -> Result<Done, DatasetError> {
-        match task {
-            Task::Lines(at) => self.read_lines(input, at).await,
-            Task::Rows { segment, rows } => self.read_rows(input, *segment, rows).await,
-            Task::Fitting { segment, rows, blanks } => self.read_fitting(input, *segment, rows, blanks).await,
+        let (segment, rows, read) = match task {
+            Task::Lines(at) => return self.read_lines(input, at).await,
+            Task::Apart { segment, rows } => return self.read_apart(input, *segment, rows).await,
+            Task::Rows { segment, rows } => (*segment, rows, self.read_rows(input, *segment, rows).await),
+            Task::Fitting { segment, rows, blanks } => {
+                let read = self.read_fitting(input, *segment, rows, blanks).await;
+                (*segment, rows, read)
+            }
+        };
+        let Err(DatasetError::Unreadable { file, why }) = read else {
+            return read;
+        };
+        if !self.reader.skips_unreadable() {
+            let why = format!("{why}; {GO_ON_WITHOUT}");
+            return Err(DatasetError::Unreadable { file, why });
         }
+        let table = self
+            .reader
+            .table_file(input, self.shard.segments[segment].input)
+            .await?;
+        let groups = by_group(&table, rows);
+        let whole = groups.len() > 1 && matches!(task, Task::Rows { .. });
+        let task = |rows| match whole {
+            true => Task::Rows { segment, rows },
+            false => Task::Apart { segment, rows },
+        };
+        Ok(Done::Split(groups.into_iter().map(task).collect()))
+    }
+
+    /// Reads rows column by column, as far as each can be decoded: a row that lacks one of its cells says so.
+    async fn read_apart(
+        &mut self,
+        input: &PinnedFile,
+        segment: usize,
+        rows: &Range<u64>,
+    ) -> Result<Done, DatasetError> {
+        let file = self
+            .reader
+            .table_file(input, self.shard.segments[segment].input)
+            .await?;
+        let columns = Columns::of(self.reader, &file);
+        let wanted = self.wanted_of(segment, rows);
+        let mut cells = Cells::none(rows);
+        for column in columns.all.iter().filter(|_| !wanted.is_empty()) {
+            let asked = Wanted {
+                rows: wanted.clone(),
+                columns: vec![column.clone()],
+                shown: columns.shown.iter().filter(|shown| *shown == column).cloned().collect(),
+            };
+            let why = match file.read_rows(asked, Some(PIECE_BYTES_MAX)).await {
+                Ok(Read::Rows(batch, bad)) => {
+                    let read = Cells::of(batch, bad, rows, &wanted);
+                    cells.join(read.map_err(|why| unreadable(&file, why))?);
+                    continue;
+                }
+                Ok(Read::TooMuch) => "its rows take more than they may".to_string(),
+                Err(DatasetError::Unreadable { why, .. }) => why,
+                Err(error) => return Err(error),
+            };
+            let nulls = Cells::nulls(&file, column, rows);
+            cells.join(nulls.map_err(|why| unreadable(&file, why))?);
+            for row in wanted.iter().cloned().flatten() {
+                let place = (row - rows.start) as usize;
+                let why = || format!("column `{column}`: {why}");
+                cells.errors.entry(place).or_insert_with(why);
+            }
+        }
+        self.finish(&file, rows, cells, &wanted).await
     }
 
     /// The rows of a file that are read, of `rows`.
@@ -495,6 +566,17 @@ fn split(segment: usize, rows: &Range<u64>, shown: &[u64], carried: &[u64]) -> V
     }
     cut(start..rows.end, blanks);
     tasks
+}
+
+/// `rows`, cut where groups of the file begin.
+fn by_group(file: &TableFile, rows: &Range<u64>) -> Vec<Range<u64>> {
+    let mut start = 0;
+    let groups = (0..file.group_count()).map(|group| {
+        let group = start..start + file.group_rows(group);
+        start = group.end;
+        group.start.max(rows.start)..group.end.min(rows.end)
+    });
+    groups.filter(|rows| !rows.is_empty()).collect()
 }
 
 /// Sorted numbers as ranges.

@@ -12,9 +12,10 @@ use super::csv::CsvOptions;
 use super::error::DatasetError;
 use super::inputs::{Input, Inputs, find};
 use super::layout::{Layout, SkippedFile};
+use super::location::Location;
 use super::options::InputOptions;
 use super::partitions::PartitionColumn;
-use super::pinned::PinnedFile;
+use super::pinned::{PinnedFile, display_name};
 use super::plan::{Column, Format, InputFile, Shard, ShardBounds};
 use super::plan_lines::plan_lines;
 use super::plan_tables::plan_tables;
@@ -59,6 +60,8 @@ pub struct PlanRequest {
     pub output_row_bytes: u64,
     /// A trial of the first so many rows.
     pub limit: Option<u64>,
+    /// The job's output, in which no input may lie.
+    pub output: Option<Location>,
 }
 
 impl PlanRequest {
@@ -138,7 +141,11 @@ pub async fn plan_inputs(request: &PlanRequest, base_dir: &FsPath) -> Result<Inp
     let most = request.limit.unwrap_or(u64::MAX);
     let drawn = sample.draw(std::mem::take(&mut plan.shards), most, request.shard_rows);
     plan.shards = drawn.map_err(DatasetError::Refused)?;
-    plan.total_rows = plan.shards.iter().map(|shard| shard.rows).sum();
+    let whole = std::mem::replace(&mut plan.total_rows, plan.shards.iter().map(|shard| shard.rows).sum());
+    if plan.total_rows == 0 && whole > 0 {
+        plan.notes
+            .push(format!("`input.sample` draws none of {whole} rows: the job has no row"));
+    }
     let place = Arc::new(Field::new(INPUT_ROW, DataType::Int64, true));
     let fields = plan.carry_schema.fields().iter().cloned().chain([place]);
     plan.carry_schema = Arc::new(Schema::new(fields.collect::<Vec<FieldRef>>()));
@@ -152,7 +159,7 @@ async fn plan_all(request: &PlanRequest, base_dir: &FsPath) -> Result<InputPlan,
         files,
         partitions,
         notes,
-    } = find(&request.uris, &request.options, base_dir).await?;
+    } = find(&request.uris, &request.options, base_dir, request.output.as_ref()).await?;
     let mut skips = Skips {
         allowed: request.options.skip_unreadable,
         files: Vec::new(),
@@ -191,10 +198,26 @@ async fn plan_all(request: &PlanRequest, base_dir: &FsPath) -> Result<InputPlan,
     }
     plan.notes.splice(0..0, notes);
     plan.notes.extend(SkippedFile::summary(&skips.files));
+    plan.notes.extend(no_rows(&plan));
     plan.layout.skipped = skips.files;
+    plan.layout.skip_unreadable = request.options.skip_unreadable && format.is_table();
     plan.layout.partitions = partitions;
     plan.layout.limit = request.options.limit;
     Ok(plan)
+}
+
+/// Says that a job has no row: it would succeed without a word.
+fn no_rows(plan: &InputPlan) -> Option<String> {
+    let what = match &plan.files[..] {
+        [one] => format!("`{}` has no row", display_name(&one.url)),
+        [first, ..] => format!(
+            "none of {} inputs has a row, such as `{}`",
+            plan.files.len(),
+            display_name(&first.url)
+        ),
+        [] => "the inputs have no row".to_string(),
+    };
+    (plan.total_rows == 0).then(|| format!("{what}: the job writes one part without rows"))
 }
 
 fn check_names(request: &PlanRequest) -> Result<(), DatasetError> {

@@ -97,6 +97,11 @@ impl ShardReader {
         &self.layout.absent
     }
 
+    /// Do rows that cannot be decoded say so, and stop nothing?
+    pub(super) fn skips_unreadable(&self) -> bool {
+        self.layout.skip_unreadable
+    }
+
     /// Adds the columns that stand in no file to rows of `input`, of which `places` says which ones they are.
     pub(super) fn with_added(
         &self,

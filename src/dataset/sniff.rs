@@ -73,9 +73,15 @@ async fn format_of(
         if wants_arrow || head.starts_with(b"ARROW1\0\0") {
             return arrow(text, &head, told).map(Some);
         }
-        // A text may begin with `PARENT`.
-        let is_encrypted = format.is_none() && head.starts_with(b"PARE");
-        if wants_parquet || is_encrypted || head.starts_with(b"PAR1") {
+        // A text may begin with `PARENT`, and a table of lines with `PAR1`.
+        let is_text = match told {
+            Some(told) => !told.is_table(),
+            None => format.is_some() || text.is_named(&["jsonl", "ndjson", "json"]),
+        };
+        let begins = |magic: &[u8]| head.starts_with(magic);
+        let is_parquet =
+            (begins(b"PARE") && format.is_none()) || (begins(b"PAR1") && (!is_text || ends_as_parquet(text).await?));
+        if wants_parquet || is_parquet {
             if let Some(codec) = text.codec {
                 let why = format!(
                     "it is Parquet, compressed with {} as a whole; decompress it first",
@@ -86,6 +92,12 @@ async fn format_of(
             return parquet(file, &head, told).map(Some);
         }
         if let Some(why) = unreadable_magic(&head) {
+            return Err(DatasetError::unreadable(&file.name, why));
+        }
+        if let Some(codec) = text.named_codec().filter(|_| !is_text_so_far(&head)) {
+            let why = format!(
+                "its name ends in `.{codec}`, and it is neither compressed so nor text; was it written or copied whole?"
+            );
             return Err(DatasetError::unreadable(&file.name, why));
         }
         if format.is_some() {
@@ -108,6 +120,19 @@ async fn format_of(
         }
     }
     Ok(told.or(Some(Format::Jsonl)))
+}
+
+/// Does the file end as Parquet does? A text that begins so by chance does not.
+async fn ends_as_parquet(text: &TextFile) -> Result<bool, DatasetError> {
+    let file = &text.file;
+    let last = file.size.saturating_sub(4)..file.size;
+    Ok(text.codec.is_some() || &file.bytes(last).await?[..] == b"PAR1")
+}
+
+/// Nothing but UTF-8 without a zero byte, the last character of which may be cut?
+fn is_text_so_far(head: &[u8]) -> bool {
+    let valid = std::str::from_utf8(head).map_or_else(|e| e.error_len().is_none(), |_| true);
+    valid && !head.contains(&0)
 }
 
 fn parquet(file: &PinnedFile, head: &[u8], told: Option<Format>) -> Result<Format, DatasetError> {
@@ -145,6 +170,8 @@ fn arrow(text: &TextFile, head: &[u8], told: Option<Format>) -> Result<Format, D
     }
 }
 
+const UTF_16: &str = "it is UTF-16 text; convert it to UTF-8 (`iconv -f UTF-16 -t UTF-8`)";
+
 fn unreadable_magic(head: &[u8]) -> Option<&'static str> {
     const MAGIC: [(&[u8], &str); 6] = [
         (
@@ -157,13 +184,16 @@ fn unreadable_magic(head: &[u8]) -> Option<&'static str> {
         ),
         (b"\xfd7zXZ", "it is compressed with xz; decompress it first"),
         (b"PK\x03\x04", "it is a zip archive; unpack it first"),
-        (b"\xff\xfe", "it is UTF-16 text; convert it to UTF-8"),
-        (b"\xfe\xff", "it is UTF-16 text; convert it to UTF-8"),
+        (b"\xff\xfe", UTF_16),
+        (b"\xfe\xff", UTF_16),
     ];
-    MAGIC
-        .iter()
-        .find(|(magic, _)| head.starts_with(magic))
-        .map(|(_, why)| *why)
+    let known = MAGIC.iter().find(|(magic, _)| head.starts_with(magic));
+    match (known, head.first_chunk::<4>()) {
+        (Some((_, why)), _) => Some(why),
+        // Every second byte of a text's first characters.
+        (None, Some([1..=255, 0, 1..=255, 0] | [0, 1..=255, 0, 1..=255])) => Some(UTF_16),
+        _ => None,
+    }
 }
 
 /// What the first lines say.

@@ -82,7 +82,17 @@ impl TextFile {
         }
     }
 
-    /// Does its name end in one of these, behind what it is compressed with?
+    /// What its name says that it is compressed with, where it is not.
+    pub fn named_codec(&self) -> Option<&str> {
+        let name = self.file.location.path.filename().unwrap_or_default();
+        let (_, last) = name.rsplit_once('.')?;
+        let is_codec = compression::EXTENSIONS
+            .iter()
+            .any(|codec| last.eq_ignore_ascii_case(codec));
+        (is_codec && self.codec.is_none()).then_some(last)
+    }
+
+    /// Does its name end in one of these, before what it says of compression?
     pub fn is_named(&self, extensions: &[&str]) -> bool {
         let name = self
             .file
@@ -92,7 +102,7 @@ impl TextFile {
             .unwrap_or_default()
             .to_ascii_lowercase();
         let inner = match name.rsplit_once('.') {
-            Some((inner, last)) if self.codec.is_some() && compression::EXTENSIONS.contains(&last) => inner,
+            Some((inner, last)) if compression::EXTENSIONS.contains(&last) => inner,
             _ => &name,
         };
         inner.rsplit_once('.').is_some_and(|(_, ext)| extensions.contains(&ext))

@@ -46,7 +46,8 @@ pub struct InputFile {
     /// What becomes of a column that the job needs and a file lacks: `error` refuses the job, `nulls` makes it null in that file's rows.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub missing_columns: Option<MissingColumns>,
-    /// Files that cannot be read (truncated Parquet, broken gzip) are left out, counted and named. By default the job is refused.
+    /// Files that cannot be read (truncated Parquet, broken gzip) are left out, counted and named, and rows in damaged parts of tables end
+    /// `errored`. By default the job is refused.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub skip_unreadable: Option<bool>,
     /// Only the first so many rows, in the order of the inputs.

@@ -23,6 +23,7 @@ fuzz_target!(|data: &[u8]| {
             shard_rows: 100,
             output_row_bytes: 100,
             limit: Some(1000),
+            output: None,
         };
         let Ok(plan) = plan_inputs(&request, dir.path()).await else {
             return;
