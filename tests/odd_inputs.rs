@@ -164,6 +164,13 @@ fn line_ends_and_encodings() {
             planned(folder, &format!("{name}.gz"), &gzip(&utf16(text, is_big)), Err(says));
         }
     }
+    let latin = b"id,text,Stra\xdfe\n1,x,y\n";
+    planned(
+        folder,
+        "l.csv",
+        latin,
+        Err("the header: cell 3: not UTF-8 at byte 5 of the cell; convert the file to UTF-8"),
+    );
     // What stands in the file, to the byte, without the marks of either.
     fs::write(folder.join("w.csv"), "\u{feff}id,text\r\n1,\"a\r\nb\"\r\n2,ü\r\n").unwrap();
     let (path, _) = job(folder, "uri: w.csv", "{{ text }}", "id, text", 10);

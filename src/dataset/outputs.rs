@@ -29,8 +29,8 @@ impl Outputs {
 
     /// The outermost output around the file at `key`.
     pub fn around(&self, key: &str) -> Option<&str> {
-        let ends = key.match_indices('/').map(|(end, _)| &key[..end]);
-        ends.filter_map(|folder| self.0.get(folder)).next().map(String::as_str)
+        let mut folders = key.match_indices('/').map(|(end, _)| &key[..end]);
+        folders.find_map(|folder| self.0.get(folder)).map(String::as_str)
     }
 }
 
