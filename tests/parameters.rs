@@ -248,9 +248,9 @@ answers = duckdb.sql("from 'out/*/*.parquet'")
 types = dict(zip(answers.columns, map(str, answers.types)))
 assert types["date"] == "VARCHAR" and types["brief_id"] == "BIGINT", types
 assert types["parsed"] == "STRUCT(subject VARCHAR, body VARCHAR, urgency VARCHAR)", types
-found = duckdb.sql("select date, brief_id, parsed.urgency, parsed.subject, filename from read_parquet('out/*/*.parquet') order by 1, 2").fetchall()
+found = duckdb.sql("select date, brief_id, parsed.urgency, parsed.subject, filename from read_parquet('out/*/*.parquet', filename = true) order by 1, 2").fetchall()
 assert [r[:2] for r in found] == [(f"2026-11-{23 + n // 24}", n + 1) for n in range(48)], found
-assert all(r[2] in ("low", "normal", "high") and r[3] and f"/{r[0]}/" in r[4] for r in found), found
+assert all(r[2] in ("low", "normal", "high") and r[3] is not None and f"/{r[0]}/" in r[4] for r in found), found
 "#;
 
 #[test]
