@@ -73,7 +73,9 @@ fn check_command(command: &[String]) -> Result<(), FieldError> {
     }
     match command.iter().any(|word| word.contains('\0')) {
         true => bad(field, "holds a zero byte, which no argument can have"),
-        false => command.iter().try_for_each(|word| super::check::short(field, word)),
+        false => command
+            .iter()
+            .try_for_each(|word| super::check::check_length(field, word)),
     }
 }
 

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 
 use super::{QueueArgs, parameter};
-use crate::cli::place::DeviceChoice;
+use crate::cli::device_choice::DeviceChoice;
 use crate::device::Precision;
 
 /// What examines a GPU, and no job.
