@@ -27,7 +27,9 @@ fn once_begun(output: &Path) -> Value {
 #[test]
 fn two_runs_share_a_job_say_so_and_add_up() {
     let folder = tempfile::tempdir().unwrap();
-    let (job, output) = job_in(folder.path(), "label-tickets.yaml", |text| text);
+    let (job, output) = job_in(folder.path(), "label-tickets.yaml", |text| {
+        text.replace("{uri: demo/tickets.parquet}", "{uri: demo/tickets.parquet, limit: 400}")
+    });
     let mut first = gristmill(&["run", arg(&job), "--quiet", "--log-interval", "0.2"])
         .spawn()
         .unwrap();
@@ -61,8 +63,9 @@ fn two_runs_share_a_job_say_so_and_add_up() {
     let done = Run::of(&mut gristmill(&["status", arg(&output), "--json"]))
         .expect(0)
         .json();
-    assert_eq!(done["rows"]["succeeded"], 2_000);
-    // Whoever wrote the result may have read the other's time a log interval before its last word.
+    assert_eq!(done["rows"]["succeeded"], 400);
+    // Whoever wrote the result may have read the other's time a log interval and a step before its last word.
     let (sum, said) = (seconds.iter().sum::<f64>(), done["seconds"].as_f64().unwrap());
-    assert!(said > sum - 1.0 && said < sum + 0.01, "{seconds:?}, {said}");
+    let most = seconds.iter().copied().fold(0.0, f64::max);
+    assert!(said > (most + sum) / 2.0 && said < sum + 0.01, "{seconds:?}, {said}");
 }
