@@ -61,7 +61,7 @@ pub struct Completion {
     /// (see [`sequence`](crate::engine::sequence)).
     pub text: String,
     pub finish_reason: FinishReason,
-    /// Does the text fit the asked-for [`Shape`](crate::engine::params::Shape)? Always true for `Free`, but where a thought has left
+    /// Does the text fit the asked-for [`OutputConstraint`](crate::engine::params::OutputConstraint)? Always true for `Free`, but where a thought has left
     /// no answer.
     pub fits_shape: bool,
     /// One per entry of `token_ids`, when asked for.

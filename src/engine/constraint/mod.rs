@@ -14,7 +14,7 @@
 //! Each sequence walks a matcher of its own. Matchers of one *lane* share what they find out about the grammar (the states of its
 //! lexer, which are expensive) and take turns; lanes run in parallel. What a sequence may say does not depend on its
 //! neighbours: where a matcher that shares fails, which the neighbours' states may have brought it to, one that shares with
-//! none decides. What all of them find out is bounded together ([`growth`]).
+//! none decides. What all of them find out is bounded together (`growth.rs`).
 
 mod build;
 pub mod compiler;
@@ -81,7 +81,7 @@ pub enum ConstraintError {
     Vocabulary { why: String },
 }
 
-/// A compiled [`Shape`]; clones share it.
+/// A compiled [`OutputConstraint`]; clones share it.
 #[derive(Debug, Clone)]
 pub enum Constraint {
     Free,
