@@ -102,10 +102,17 @@ fn eight_bits_are_faster_than_f32() {
     }
 }
 
-/// About 2 on a processor with AVX-512 BF16.
+/// About 2 on a processor with AVX-512 BF16. Where its dot products are slower than those of F32, they are not used, and there is no gain.
 #[test]
 fn bf16_is_faster_than_f32() {
-    if has("avx512-bf16", "bf16_is_faster_than_f32") {
-        assert!(gain(Precision::Bf16) >= 1.2);
+    let test = "bf16_is_faster_than_f32";
+    if !has("avx512-bf16", test) {
+        return;
     }
+    if Isa::detect().to_string() == "avx512-vnni" {
+        lacks(&format!("kernel_speed::{test}"), "fast dot products of BF16");
+        assert!(gain(Precision::Bf16) >= 0.8);
+        return;
+    }
+    assert!(gain(Precision::Bf16) >= 1.2);
 }

@@ -28,7 +28,7 @@ fn once_begun(output: &Path) -> Value {
 fn two_runs_share_a_job_say_so_and_add_up() {
     let folder = tempfile::tempdir().unwrap();
     let (job, output) = job_in(folder.path(), "label-tickets.yaml", |text| {
-        text.replace("{uri: demo/tickets.parquet}", "{uri: demo/tickets.parquet, limit: 400}")
+        text.replace("tickets.parquet}", "tickets.parquet, limit: 400}")
     });
     let mut first = gristmill(&["run", arg(&job), "--quiet", "--log-interval", "0.2"])
         .spawn()
