@@ -1,36 +1,9 @@
 //! Any bytes as an Arrow file, planned and read. Start from a corpus of small real files.
 #![no_main]
 
-use gristmill::dataset::{PlanRequest, ShardReader, plan_inputs};
+#[path = "../table_file.rs"]
+mod table_file;
+
 use libfuzzer_sys::fuzz_target;
 
-fuzz_target!(|data: &[u8]| {
-    let dir = tempfile::tempdir().expect("a temporary folder");
-    std::fs::write(dir.path().join("a.arrow"), data).expect("a temporary file");
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .build()
-        .expect("a runtime");
-    runtime.block_on(async {
-        let request = PlanRequest {
-            uris: vec!["a.arrow".into()],
-            format: None,
-            csv: Default::default(),
-            options: Default::default(),
-            used: None,
-            columns: None,
-            carry: Vec::new(),
-            reserved: Vec::new(),
-            shard_rows: 100,
-            output_row_bytes: 100,
-            limit: Some(1000),
-            output: None,
-        };
-        let Ok(plan) = plan_inputs(&request, dir.path()).await else {
-            return;
-        };
-        let reader = ShardReader::new(plan.files.clone(), plan.carry_schema.clone(), None);
-        for shard in &plan.shards {
-            let _ = reader.read(shard).await;
-        }
-    });
-});
+fuzz_target!(|data: &[u8]| table_file::plan_and_read("a.arrow", data));
