@@ -163,14 +163,8 @@ pub struct WorkerArgs {
     /// Where a model may lie that a job names, without --model
     #[arg(long, value_name = "PREFIX", env = "GRISTMILL_ACCEPT_MODELS", value_delimiter = ',')]
     pub accept_models: Vec<String>,
-    /// Web addresses that may be told when a job is done whose record names one (`on_finish.url`); without it, nothing is posted anywhere
-    #[arg(
-        long,
-        value_name = "PREFIX",
-        env = "GRISTMILL_ACCEPT_ON_FINISH",
-        value_delimiter = ','
-    )]
-    pub accept_on_finish: Vec<String>,
+    #[command(flatten)]
+    pub on_finish: OnFinishArgs,
     /// Shards in memory at once: read ahead, running, being published
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=256))]
     pub shards_in_flight: u32,
@@ -356,6 +350,13 @@ pub struct ReconcileArgs {
     /// Go on looking until every job has ended
     #[arg(long)]
     pub until_finished: bool,
+    #[command(flatten)]
+    pub on_finish: OnFinishArgs,
+}
+
+/// Who hears of a job's end from a process that reads jobs' records.
+#[derive(Debug, Args)]
+pub struct OnFinishArgs {
     /// Web addresses that may be told when a job is done whose record names one (`on_finish.url`); without it, nothing is posted anywhere
     #[arg(
         long,

@@ -213,10 +213,10 @@ async fn look(todo: Todo, records: &Semaphore) -> (Todo, Seen) {
 /// The job whose output `place` is.
 async fn job_at(place: &Location, records: &Semaphore) -> anyhow::Result<Option<Job>> {
     let store = Store::new(place)?;
-    let Some(stamp) = store.object_version(JOB).await? else {
+    let Some(version) = store.object_version(JOB).await? else {
         return Ok(None);
     };
-    let share = if stamp.size > LARGE_BYTES { JOBS_AT_ONCE } else { 1 };
+    let share = if version.size > LARGE_BYTES { JOBS_AT_ONCE } else { 1 };
     let _held = records.acquire_many(share).await?;
     let Some(ledger) = Ledger::open_in(store).await? else {
         return Ok(None);

@@ -137,7 +137,7 @@ pub async fn of_job(
     };
     let loaded = LoadedModel::load(prepared.model.clone(), wanted.formats, job.context, hash, place, args)?;
     let meter = Arc::new(Meter::default());
-    let parts = RecheckConfig {
+    let config = RecheckConfig {
         job: OpenJob::new(0, ledger.clone(), &loaded.model, Arc::default(), Arc::default())?,
         engine: loaded.engine,
         precision: wanted.formats.to_string(),
@@ -149,7 +149,7 @@ pub async fn of_job(
         meter: meter.clone(),
     };
     let shown = progress::show(meter, goal, quiet);
-    let ended = recheck::run(parts, &sample, stop).await;
+    let ended = recheck::run(config, &sample, stop).await;
     shown.abort();
     let found = ended.map_err(|error| match error.downcast_ref::<DatasetError>() {
         Some(DatasetError::InputChanged { .. } | DatasetError::InputMissing { .. }) => Failure::bad_job(error),

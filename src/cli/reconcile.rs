@@ -79,7 +79,7 @@ impl Backoff {
 pub async fn reconcile(args: ReconcileArgs) -> Result<Exit, Failure> {
     let target = Target::required(&args.queue)?;
     let asked = Asked {
-        accept_on_finish: &args.accept_on_finish,
+        accept_on_finish: &args.on_finish.accept_on_finish,
         ..Asked::default()
     };
     let access = Access::new(&asked, &std::env::current_dir()?).map_err(|why| Failure::bad_job(anyhow!(why)))?;

@@ -139,7 +139,7 @@ fn access(args: &WorkerArgs) -> Result<Access, Failure> {
         accept: &args.accept,
         accept_inputs: &args.accept_inputs,
         accept_models: &args.accept_models,
-        accept_on_finish: &args.accept_on_finish,
+        accept_on_finish: &args.on_finish.accept_on_finish,
         jobs: &args.job,
     };
     let access =

@@ -1,4 +1,4 @@
-//! What librdkafka's errors mean for us, and the ear that hears them.
+//! What librdkafka's errors mean for us, and the listener that keeps them.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
