@@ -13,7 +13,7 @@ use lapin::{BasicProperties, Connection, ConnectionProperties};
 use crate::queue_brokers::{
     SOON, attached, drain, expect_nothing, fill, filled, messages, need, rabbit_url, receive, settings,
 };
-use crate::services::{Action, control, rabbitmqctl};
+use crate::services::{Action, MemoryAlarm, control, rabbitmqctl};
 use crate::support::passed;
 
 fn name(url: &QueueUrl) -> &str {
@@ -371,13 +371,13 @@ async fn alone_rabbitmq_memory_alarm_only_delays() {
     let url = rabbit_url(&address, "alarm", "");
     let queue = filled(&url, &messages(0..2)).await;
     let publisher = Publisher::open(&url, &settings()).await.unwrap();
-    rabbitmqctl(&["set_vm_memory_high_watermark", "0.0001"]);
+    let alarm = MemoryAlarm::raise();
     tokio::time::sleep(Duration::from_secs(1)).await;
     let sending = tokio::spawn(async move { publisher.send(&messages(2..4)).await });
     drain(&*queue, &(0..2).collect()).await;
     tokio::time::sleep(Duration::from_secs(4)).await;
     assert!(!sending.is_finished(), "publishing waits");
-    rabbitmqctl(&["set_vm_memory_high_watermark", "0.4"]);
+    drop(alarm);
     tokio::time::timeout(SOON, sending).await.unwrap().unwrap().unwrap();
     drain(&*queue, &(2..4).collect()).await;
     passed("alone_rabbitmq_alarm", None, began, serde_json::json!({"faults": 1}));

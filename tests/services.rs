@@ -93,6 +93,10 @@ pub fn control(name: &str, action: Action) {
 /// Runs `rabbitmqctl` on the test node.
 #[track_caller]
 pub fn rabbitmqctl(arguments: &[&str]) -> Run {
+    try_rabbitmqctl(arguments).expect(0)
+}
+
+fn try_rabbitmqctl(arguments: &[&str]) -> Run {
     Run::of(
         script()
             .args(["rabbitmqctl", "--dir"])
@@ -100,7 +104,29 @@ pub fn rabbitmqctl(arguments: &[&str]) -> Run {
             .arg("--")
             .args(arguments),
     )
-    .expect(0)
+}
+
+const WATERMARK: &str = "set_vm_memory_high_watermark";
+
+/// RabbitMQ's memory alarm: it blocks whoever publishes. It is lifted with this, also where a test fails: the tests behind it share the broker.
+pub struct MemoryAlarm(());
+
+impl MemoryAlarm {
+    #[track_caller]
+    pub fn raise() -> MemoryAlarm {
+        rabbitmqctl(&[WATERMARK, "0.00001"]);
+        MemoryAlarm(())
+    }
+}
+
+impl Drop for MemoryAlarm {
+    fn drop(&mut self) {
+        let lifted = try_rabbitmqctl(&[WATERMARK, "0.4"]);
+        // A second panic would end the test program.
+        if !std::thread::panicking() {
+            lifted.expect(0);
+        }
+    }
 }
 
 /// Temporary credentials of the test store, as AWS's metadata services would give them out.

@@ -341,7 +341,7 @@ async fn stale_messages_hold_up_no_shard() {
             let options = given();
             let options: Vec<&str> = options.iter().map(String::as_str).collect();
             let worker = TheWorker::start(&url, &[&options[..], &["--job", arg(&output)]].concat(), &[]);
-            let took = wait_for(&output, 4, Duration::from_secs(60), &worker);
+            let took = wait_for(&output, 4, Duration::from_secs(30), &worker);
             println!("{url}: behind 2,000 stale messages, the job was done after {took:?}");
             assert!(!worker.said().contains("is left to `gristmill reconcile`"));
         })

@@ -7,6 +7,7 @@ use super::job::{Broker, Plan};
 use super::scene::Scene;
 use super::services::Services;
 use super::suite::Suite;
+use crate::services::MemoryAlarm;
 
 const TIMED_OUT: &str = "Timeout value used";
 /// Within which the broker blocks publishing, or lets it go on.
@@ -59,7 +60,7 @@ fn the_memory_alarm_blocks_publishers() {
         let mut scene = Scene::open(&mut suite, &services, Broker::Rabbitmq, &plan);
         scene.begin(2);
         let alarms = services.rabbitmq_log().matches(ALARM).count();
-        services.rabbitmqctl(&["set_vm_memory_high_watermark", "0.00001"]);
+        let memory_alarm = MemoryAlarm::raise();
         scene.until("the alarm", BLOCKED_MAX, |scene| {
             scene.services.rabbitmq_log().matches(ALARM).count() > alarms
         });
@@ -84,7 +85,7 @@ fn the_memory_alarm_blocks_publishers() {
             "it did not wait for the alarm's end"
         );
         assert!(scene.computed() > computed, "the alarm held up the workers");
-        services.rabbitmqctl(&["set_vm_memory_high_watermark", "0.4"]);
+        drop(memory_alarm);
         scene.until("the end of the publishing that was blocked", BLOCKED_MAX, |_| {
             blocked.try_wait().unwrap().is_some()
         });
