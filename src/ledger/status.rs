@@ -149,6 +149,7 @@ impl Ledger {
             if success.generation >= self.generation() {
                 if without_part.is_empty() {
                     status.shards.done = status.shards.total;
+                    self.add_spent_since(&mut status).await?;
                     return Ok(status);
                 }
                 status.tally = Tally::default();
@@ -174,6 +175,16 @@ impl Ledger {
         status.lost_parts = lost.map(|shard| self.keys().part(shard)).collect();
         self.add_open(&mut status, uncommitted, now).await?;
         Ok(status)
+    }
+
+    /// Adds what workers wrote of their spending after the result was summed up.
+    async fn add_spent_since(&self, status: &mut Status) -> Result<()> {
+        let seconds = self.spent().await?.device_seconds();
+        if seconds > status.seconds {
+            status.seconds = seconds;
+            status.usd = dollars(seconds, self.terms_now().await?.usd_per_hour);
+        }
+        Ok(())
     }
 
     /// Shards to be worked on in this generation, ascending: those without a commit, and those whose part is gone. A request for each block
