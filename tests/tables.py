@@ -179,7 +179,7 @@ def fuzz():
     """Every target, also one that has not run."""
     file = ROOT / "tests/results/fuzz.json"
     found = json.loads(file.read_text())["targets"] if file.exists() else {}
-    out = [["target", "hours", "inputs", "edges reached"]]
+    out = [["target", "processor hours", "inputs", "edges reached"]]
     for target in sorted(path.stem for path in (ROOT / "tests/fuzz/fuzz_targets").glob("*.rs")):
         one = found.get(target)
         figures = [f"{one['seconds'] / 3600:.2f}", f"{one['inputs']:,}", f"{one['edges']:,}"] if one else ["–"] * 3

@@ -4,8 +4,9 @@
     .venv/bin/python tests/fuzz/run.py --seconds 3600 [TARGET]...      (all targets where none is named)
 
 Needs a nightly compiler and cargo-fuzz. Builds below target/fuzz/, where the corpora stay too, so that a later run goes on from what an
-earlier one found. A run that ends before its time, by a crash, a hang or too much memory, is not added: the input is kept in
-tests/fuzz/artifacts/ and this ends with an error that names it. `--jobs N` runs so many targets at a time.
+earlier one found. What is added is processor time, which says the same on a busy machine. A run that ends before its time, by a crash,
+a hang or too much memory, is not added: the input is kept in tests/fuzz/artifacts/ and this ends with an error that names it.
+`--jobs N` runs so many targets at a time.
 """
 
 import argparse
@@ -56,14 +57,16 @@ def run(target, seconds):
     command += [f"-timeout={INPUT_SECONDS_MAX}", f"-rss_limit_mb={MEMORY_MB_MAX}"]
     log = TARGET / f"{target}.log"
     with open(log, "wb") as out:
-        ended = subprocess.run(command, cwd=TARGET, stdout=out, stderr=subprocess.STDOUT)
+        child = subprocess.Popen(command, cwd=TARGET, stdout=out, stderr=subprocess.STDOUT)
+        _, status, used = os.wait4(child.pid, 0)
+    code = child.returncode = os.waitstatus_to_exitcode(status)
     text = log.read_text(errors="replace")
     done = re.search(r"^Done (\d+) runs in (\d+) second", text, re.M)
-    if ended.returncode or not done:
-        return f"{target} ended with code {ended.returncode}; its log is {log}, the input lies in {artifacts}"
+    if code or not done:
+        return f"{target} ended with code {code}; its log is {log}, the input lies in {artifacts}"
     # Edges of the program that inputs have reached.
     covered = re.findall(r"cov: (\d+)", text)
-    return {"seconds": int(done[2]), "inputs": int(done[1]), "edges": int(covered[-1]) if covered else 0}
+    return {"seconds": round(used.ru_utime + used.ru_stime), "inputs": int(done[1]), "edges": int(covered[-1]) if covered else 0}
 
 
 def add(target, found):

@@ -182,12 +182,11 @@ def main():
             name, _, value = line.removeprefix("export ").partition("=")
             os.environ[name] = value.strip("'\"")
     try:
-        found = hunt(programs, chosen)
+        found = hunt(programs, chosen, [mutant["name"] for mutant in mutants])
     finally:
         if services:
             subprocess.run([*script, "down", "--dir", services])
     survivors = [one for one in found if one["found_by"] is None and one["explained"] is None]
-    keep([mutant["name"] for mutant in mutants], found)
     explained = sum(one["found_by"] is None and one["explained"] is not None for one in found)
     print(f"\n{len(found)} changes, {len(found) - len(survivors) - explained} found, {explained} explained, {len(survivors)} survived")
     sys.exit(1 if survivors else 0)
@@ -204,8 +203,8 @@ def keep(names, found):
     RESULTS.write_text(json.dumps(now | {"mutants": [known[name] for name in names if name in known]}, indent=1) + "\n")
 
 
-def hunt(programs, chosen):
-    """For each change the test that fails by it."""
+def hunt(programs, chosen, names):
+    """For each change the test that fails by it, kept at once: a run that is ended has not worked in vain."""
     clean = {}
     found = []
     for number, mutant in chosen:
@@ -226,6 +225,7 @@ def hunt(programs, chosen):
         word = by or ("explained" if mutant.get("explained") else "SURVIVED")
         print(f"{number:3} {time.monotonic() - began:6.1f} s  {mutant['file']}: {mutant['name']}: {word}", flush=True)
         found.append({"name": mutant["name"], "file": mutant["file"], "found_by": by, "explained": mutant.get("explained")})
+        keep(names, found)
     return found
 
 
