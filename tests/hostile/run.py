@@ -37,7 +37,9 @@ def modules():
 
 
 def environment(folder):
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("GRISTMILL", "AWS_", "RUST_"))}
+    # The switch of the mutation run must reach the program.
+    ours = lambda name: name.startswith(("GRISTMILL", "AWS_", "RUST_")) and name != "GRISTMILL_MUTANT"  # noqa: E731
+    kept = {name: value for name, value in os.environ.items() if not ours(name)}
     return kept | {"GRISTMILL_CACHE": str(folder / ".cache"), "RUST_BACKTRACE": "0"}
 
 
