@@ -108,7 +108,7 @@ impl<'a> Hybrid<'a> {
 #[derive(Debug, Clone)]
 pub struct Deltas<'a> {
     bytes: &'a [u8],
-    /// Where the next block or miniblock begins.
+    /// Offset of the next block or miniblock header.
     at: usize,
     miniblocks: usize,
     miniblock_values: u64,
