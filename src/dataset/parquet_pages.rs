@@ -59,7 +59,7 @@ pub struct PageHeader {
 }
 
 impl PageHeader {
-    /// Uncompressed bytes, compressed bytes and number of values (0 for a dictionary).
+    /// Uncompressed bytes, compressed bytes and number of values (entries of a dictionary).
     pub fn claims(&self) -> (u64, u64, u64) {
         let [uncompressed, compressed, values] =
             [self.uncompressed, self.compressed, self.values].map(i32::unsigned_abs);
