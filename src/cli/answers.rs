@@ -11,8 +11,8 @@ use crate::job::generate::ShapeSpec;
 const NAMED_MAX: usize = 8;
 
 impl PreparedJob {
-    /// The type of the answers, and the parts that stay JSON text; `None` if the answers are not
-    /// JSON, or not in columns.
+    /// The type of the answers, and the parts that stay JSON text; `None` without a JSON Schema or
+    /// for an output of result lines.
     fn parsed(&self) -> Option<(AnswerType, Vec<Untyped>)> {
         match (&self.job.generate.shape, self.job.output.format) {
             (ShapeSpec::JsonSchema(schema), OutputFormat::Parquet) => Some(AnswerType::of(schema)),

@@ -413,8 +413,8 @@ pub struct EngineArgs {
 }
 
 impl EngineArgs {
-    /// Maximum tokens and sequences per step: a GPU needs more work per step until the GPU, instead
-    /// of its memory, is the bottleneck.
+    /// Maximum tokens and sequences per step. A GPU needs larger steps before compute, instead of
+    /// memory bandwidth, becomes the bottleneck.
     pub fn step_limits(&self, place: ResolvedDevice) -> StepLimitArgs {
         let (step_tokens, sequences) = match place {
             ResolvedDevice::Cpu => (2048, 256),

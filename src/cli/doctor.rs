@@ -190,8 +190,8 @@ fn line(finding: &Finding, ceilings: &Ceilings) -> String {
             seconds * 1e6,
             finding.bytes / seconds / 1e9,
             finding.operations / seconds / 1e12,
-            // Percentage of the roofline: of the bound by memory or by compute, whichever is
-            // longer.
+            // Percentage of the roofline: the larger of memory time and compute time, over the
+            // measured time.
             100.0
                 * (finding.bytes / ceilings.bytes_per_second).max(finding.operations / ceilings.operations_per_second)
                 / seconds

@@ -1,9 +1,9 @@
 //! `gristmill jobs`: lists the jobs below a prefix, each read from its own ledger.
 //!
-//! Each folder is first checked for a job's record, and listed only without one: an output's
-//! subfolders hold parts, and are not searched. Subfolders are listed page by page, and the last
-//! page is processed first. So memory grows with the depth of the folders and not with the number
-//! of objects. Records, which may be large, are read a few at a time.
+//! Each folder is first checked for a job's record. A folder with a record is an output, whose
+//! subfolders hold parts; all other folders are listed. Subfolders are listed page by page, and the
+//! last page is processed first. So memory grows with the depth of the folders and not with the
+//! number of objects. Records, which may be large, are read a few at a time.
 
 use std::collections::HashSet;
 use std::time::{Duration, Instant};

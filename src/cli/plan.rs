@@ -150,7 +150,7 @@ async fn refusals(ledger: &Ledger) -> Result<Vec<String>, Failure> {
     found.collect()
 }
 
-/// The note about a file that is readable now, but was skipped when the job began.
+/// The note about a skipped file that has changed since. A begun job continues without its rows.
 async fn stays_out(ledger: &Ledger) -> Option<String> {
     let which = inputs::mended(ledger).await?;
     Some(format!("{which}: the job has begun, and stays without its rows"))

@@ -103,7 +103,8 @@ impl PreparedJob {
     /// Fills settings that the job leaves to its checkpoint; if the job has begun, they come from
     /// its record.
     ///
-    /// # Errors The checkpoint's settings are invalid or unsupported.
+    /// # Errors
+    /// The checkpoint's settings are invalid or unsupported.
     pub fn settle(&mut self, begun: Option<&Ledger>) -> Result<(), Failure> {
         let begun = begun.filter(|ledger| self.is_of(ledger));
         let job = Arc::make_mut(&mut self.job);

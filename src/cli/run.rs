@@ -143,7 +143,7 @@ async fn say_stopped(ledger: &Ledger, why: Option<Why>) -> Result<Exit, Failure>
     Ok(exit)
 }
 
-/// The exit code for a ledger's error: a conflict means that the output belongs to another job.
+/// The exit code for a ledger's error: a conflict means that the output belongs to something else.
 fn refusal(error: LedgerError) -> Failure {
     match error {
         LedgerError::Conflict { .. } => Failure::bad_job(error),

@@ -20,7 +20,8 @@ pub struct Sampling {
 impl Sampling {
     /// Fills unset values of the job from its checkpoint.
     ///
-    /// # Errors The checkpoint's file has invalid or unsupported settings.
+    /// # Errors
+    /// The checkpoint's file has invalid or unsupported settings.
     pub fn of_new(job: &mut Job, model: &ModelFiles) -> Result<Sampling, Failure> {
         let file = GenerationFile::load(&model.dir).map_err(Failure::bad_job)?;
         job.generate.model_ends = Some(model.config.eos_token_ids.clone());

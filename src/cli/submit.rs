@@ -115,8 +115,8 @@ async fn write(prepared: &PreparedJob, begun: Option<Ledger>, preflight: bool) -
     Ok(Written { ledger, resumed })
 }
 
-/// The exit code for a ledger's error: a conflict (an output of another job, or a changed job) is
-/// the caller's error; other errors are failures.
+/// The exit code for a ledger's error. A conflict (the output belongs to something else, or the job
+/// has changed) is the caller's error; other errors are failures.
 fn refusal(error: LedgerError) -> Failure {
     match error {
         LedgerError::Conflict { .. } => Failure::bad_job(error),
@@ -198,8 +198,8 @@ fn as_json(written: &Written, shards: usize, sent: Option<&Sent>) -> Value {
     })
 }
 
-/// The option that a worker needs to read `inputs`: for queued jobs, a worker only reads inputs
-/// beside the output.
+/// The option that a worker needs to read `inputs`: by default, a worker reads inputs of queued
+/// jobs only where their output is stored.
 fn accepting<'a>(prepared: &PreparedJob, inputs: impl IntoIterator<Item = &'a str>) -> String {
     let prefixes = Access::default().to_accept(&prepared.output, inputs);
     if prefixes.is_empty() {

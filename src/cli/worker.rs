@@ -112,8 +112,8 @@ pub async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
     report(&args, &worker, ended).await
 }
 
-/// Warns that there is no such topic or queue: a `--once` worker does not wait for it, unlike
-/// others. If the check itself fails, the following receive reports the error.
+/// Warns that the topic or queue does not exist: other workers wait for it, but a `--once` worker
+/// ends. If the check itself fails, the following receive reports the error.
 async fn is_missing(target: &Target) -> bool {
     let is_missing = matches!(target.look().await, Ok(None));
     if is_missing {

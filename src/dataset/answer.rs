@@ -109,7 +109,7 @@ impl Answer {
     }
 }
 
-/// Quotes a text for an error message, cut to [`QUOTED_CHARS_MAX`] characters.
+/// Quotes a text for an error message, cut to `QUOTED_CHARS_MAX` characters.
 pub fn quoted(text: &str) -> String {
     match text.char_indices().nth(QUOTED_CHARS_MAX) {
         Some((end, _)) => format!("`{}…`", &text[..end]),

@@ -208,8 +208,8 @@ impl<'a> Reading<'a> {
         })
     }
 
-    /// All schemas that apply where `schema` stands: its own keywords, its `$ref`'s target and its
-    /// `allOf`.
+    /// All schemas that apply to the same value as `schema`: its own keywords, its `$ref`'s target
+    /// and its `allOf`.
     fn together(&mut self, schema: &'a Value) -> Result<Vec<&'a Map<String, Value>>, Why> {
         let mut all = Vec::new();
         let mut open = vec![schema];

@@ -2,9 +2,9 @@
 //!
 //! The first record is the header, unless the job names the columns. An empty line is skipped,
 //! except in a table of one column, where it is a row whose cell is null. A record that does not
-//! fit the table becomes a row with an error. Such a record has another number of cells, a cell
-//! that is not UTF-8, holds a zero byte or is not of its column's type, or more bytes than
-//! [`super::lines::LINE_BYTES_MAX`].
+//! fit the table becomes a row with an error. Such a record has the wrong number of cells, more
+//! bytes than [`super::lines::LINE_BYTES_MAX`], or an invalid cell (not UTF-8, with a zero byte, or
+//! not of its column's type).
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -167,7 +167,7 @@ fn split_glob(uri: &str) -> Option<(&str, &str)> {
 async fn glob(uri: &str, base: &Location, pattern: &str, own: Option<&Location>) -> Result<Matched, DatasetError> {
     let no_match = |why: String| DatasetError::NoMatch { uri: uri.into(), why };
     let matcher = matcher(pattern).map_err(|e| no_match(format!("the pattern is not valid: {e}")))?;
-    // A pattern without `/` or `**` must list a single folder, and must not walk the tree below it.
+    // A pattern without `/` or `**` lists a single folder instead of the tree below it.
     let deep = pattern.contains('/') || pattern.contains("**");
     let Listed { files, of_outputs } = list(base, deep, &|key| !is_hidden(key) && matcher.is_match(key)).await?;
     let (left_out, answers): (Vec<_>, Vec<_>) = of_outputs.into_iter().partition(|(_, file)| {

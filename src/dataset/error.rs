@@ -34,8 +34,7 @@ pub enum DatasetError {
         file: String,
         error: Box<object_store::Error>,
     },
-    /// Results do not fit the output, or a part's bytes are not a part: stop, since nothing can be
-    /// published.
+    /// Results do not fit the output, or a part is malformed: stop, since publishing is impossible.
     #[error("output: {0}")]
     Output(String),
 }

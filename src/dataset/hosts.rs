@@ -1,5 +1,5 @@
-//! Hosts that give out credentials or configuration of the machine that asks: link-local addresses and clouds' metadata services.
-//! Pure; no name is resolved here.
+//! Hosts that give out credentials or configuration of the requesting machine: link-local addresses
+//! and clouds' metadata services. The checks are pure and resolve no names.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 

@@ -273,7 +273,7 @@ pub fn scan_piece(piece: Piece, format: Format, hasher: &IdHasher) -> BlockScan 
         if is_too_long(&bytes[place]) {
             continue;
         }
-        // A line that is not JSON has no kinds here; it becomes a row with an error on reading.
+        // A malformed line counts as a row without kinds, and gets its error on reading.
         let Ok(found) = serde_json::from_slice::<LineKinds>(line) else {
             continue;
         };

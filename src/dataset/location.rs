@@ -151,7 +151,7 @@ impl Location {
     /// The location in `folder` beside this one, named like this one plus `suffix`; `None` if this
     /// is a whole store.
     pub fn beside(&self, folder: &str, suffix: &str) -> Option<Location> {
-        // Plain text is moved, since keys and addresses are encoded already.
+        // The string is edited directly, since keys and addresses are already encoded.
         let moved = |text: &str| {
             let text = text.trim_end_matches('/');
             let (above, name) = text.rsplit_once('/').unwrap_or(("", text));
@@ -175,8 +175,8 @@ impl Location {
     }
 }
 
-/// An address for messages, even if it is no URL: without credentials before an `@` and without a
-/// query.
+/// An address for messages, stripped of credentials before an `@` and of its query. The text may be
+/// an invalid URL.
 fn without_secrets(text: &str) -> String {
     if let Ok(url) = Url::parse(text) {
         return shown(&url);

@@ -54,7 +54,7 @@ pub fn left_out(urls: &BTreeSet<String>) -> Option<String> {
     named(urls).map(|names| format!("outputs of jobs {line}: {names}"))
 }
 
-/// The note about outputs whose answers become inputs although no address names them; `None` if
+/// The note about outputs whose answers become inputs through wildcards; `None` if
 /// there are none.
 pub fn taken(urls: &BTreeSet<String>) -> Option<String> {
     named(urls).map(|names| format!("the inputs are answers of other jobs, from their outputs: {names}"))

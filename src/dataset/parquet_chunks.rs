@@ -54,7 +54,7 @@ pub struct ChunkReader {
     pub group: usize,
     /// The projected columns.
     pub mask: ProjectionMask,
-    /// Row counts of pages, by page offset, where an index states them.
+    /// Row counts that an index expects of pages, by page offset (columns without repetition only).
     pub page_rows: HashMap<u64, i64>,
     pub kept: Kept,
     /// `None`: the cost is known already.

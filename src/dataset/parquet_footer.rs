@@ -100,8 +100,8 @@ pub fn decode_footer(footer: &[u8], size: u64) -> Result<ArrowReaderMetadata, St
     arrow_footer(Arc::new(metadata))
 }
 
-/// Checks the schema before the decoder sees it: its nesting, since the decoder recurses; its child
-/// counts, since the decoder allocates by them; and the length of its columns' paths.
+/// Checks the schema before the decoder sees it. The decoder recurses into its nesting, allocates
+/// by its child counts, and keeps its columns' paths.
 ///
 /// The schema is field 2 of the footer, a list of elements in preorder. In each element, field 4 is
 /// the name and field 5 the number of children.

@@ -325,7 +325,8 @@ mod tests {
                 "{footer:x?}"
             );
         };
-        // Before the schema; a schema that is no list, and one of numbers.
+        // A wrong type in a field before the schema, a schema that is no list, and a schema that is
+        // a list of numbers.
         check(&[0x17], "it has file metadata with a field of another type");
         check(&[0x28], "it has file metadata with a field of another type");
         check(&[0x29, 0x15, 0x02], "it has file metadata with a field of another type");

@@ -55,7 +55,7 @@ pub struct PlanRequest {
     pub carry: Vec<String>,
     /// Names of output columns, which a carried column cannot have (see `OutputSchema::names`).
     pub reserved: Vec<String>,
-    /// Most rows of a shard.
+    /// Maximum rows per shard.
     pub shard_rows: u64,
     /// Estimated bytes per row in its part, besides carried columns: about 12 for each token that
     /// the row may generate.

@@ -70,7 +70,8 @@ pub struct SampleResult {
     pub choice_probabilities: Vec<f32>,
 }
 
-/// A finished row, ready to be logged. Its row number makes progress explicit in the log itself.
+/// A finished row, ready to be logged. Progress needs no separate record, since each result names
+/// its row.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RowResult {
     /// 0-based over the job's whole input.

@@ -196,7 +196,8 @@ impl ShardReader {
     /// input to read; `None`: all. Other rows are returned as unread rows with null carried
     /// columns.
     ///
-    /// # Errors The carried columns would exceed the memory limit.
+    /// # Errors
+    /// The carried columns would exceed the memory limit.
     pub fn pieces<'a>(&'a self, shard: &'a Shard, wanted: Option<Vec<Range<u64>>>) -> Result<Pieces<'a>, DatasetError> {
         self.check_room(shard)?;
         Ok(Pieces::new(self, shard, wanted))

@@ -122,7 +122,8 @@ async fn format_of(
     Ok(told.or(Some(Format::Jsonl)))
 }
 
-/// Whether the file ends with Parquet's magic, which a text that merely begins with it does not.
+/// Whether the file ends with Parquet's magic. A text that begins with it by chance ends
+/// differently.
 async fn ends_as_parquet(text: &TextFile) -> Result<bool, DatasetError> {
     let file = &text.file;
     let last = file.size.saturating_sub(4)..file.size;

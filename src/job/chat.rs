@@ -11,8 +11,9 @@ use crate::model::tokenizer::{Tokenizer, TokenizerConfig};
 /// A text that no template produces by itself.
 const PROBE: &str = "gristmill probe text";
 
-/// Marker behind the content to be continued while it is rendered; its space shows whether the template keeps
-/// spaces there. It is as long as transformers' own, for templates that count characters.
+/// Marker behind the content to be continued while it is rendered. Its space shows whether the
+/// template keeps spaces there. It is as long as transformers' own, for templates that count
+/// characters.
 const CONTINUED: &str = "GRISTMILL_CONTINUES_BEHIND ";
 
 /// How a rendered conversation ends. The names in the variants' docs are those of transformers'

@@ -5,9 +5,9 @@
 //! could begin such a text, in any case, is marked: a noncharacter is inserted after the first
 //! character, inside the text. (Two kinds of tokens are marked in front by another noncharacter
 //! instead: tokens of one character, and non-special tokens like `</think>` that the chat template
-//! knows and may search for in the data.) The prompt is rendered with the marked data. Its added
-//! tokens are then cut out by hand, where a marked text does not match, the marks are removed, and
-//! the text between the tokens is encoded without recognising added tokens.
+//! knows and may search for in the data.) The prompt is rendered with the marked data and split at
+//! its added tokens, which marked texts do not match. Then the marks are removed, and the text
+//! between the tokens is encoded without recognising added tokens.
 //!
 //! A job's templates that split texts or remove parts of them (`replace`, slices, `split`, …) can
 //! make a special token's text out of data that does not contain it. For those templates, every

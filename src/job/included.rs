@@ -19,7 +19,8 @@ const BYTE_ORDER_MARK: char = '\u{FEFF}';
 /// Replaces references to files in `content` by the files' contents; paths are relative to
 /// `base_dir`. Returns whether there were any.
 ///
-/// # Errors A field names a file that cannot be read; the message goes behind the job file's name.
+/// # Errors
+/// A field names a file that cannot be read; the message goes behind the job file's name.
 pub(super) fn include(content: &mut Value, base_dir: &Path, filling: &mut Filling) -> Result<bool, String> {
     let mut include = Include {
         base_dir,

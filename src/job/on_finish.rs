@@ -3,7 +3,7 @@
 //!
 //! Only the address is part of the job's record, for workers; the operator of a worker decides
 //! whether it posts there. The command is not recorded: anyone who can write to the output could
-//! change the record, and its contents must never be executed.
+//! change the record, so executing its contents would be unsafe.
 
 use serde::{Deserialize, Serialize};
 use url::Url;

@@ -1,9 +1,9 @@
 //! Parameters of a job file: `${name}`, set with `--set name=value`, and `${env:NAME}` from the
 //! environment.
 //!
-//! They are filled into texts of the parsed file, never into its source, so that a value cannot add
-//! a field. `$${name}` is an escape for the literal text `${name}`; any other `$` (such as in `${{
-//! price }}`) is unchanged.
+//! They are filled into texts of the parsed file instead of its source, so that a value cannot add
+//! a field. `$${name}` is an escape for the literal text `${name}`. Any other `$` is unchanged, such
+//! as in `${{ price }}`.
 
 use std::collections::BTreeMap;
 
@@ -141,7 +141,8 @@ impl Filling<'_> {
 
     /// The filled fields.
     ///
-    /// # Errors A value was given for a name that the file does not contain.
+    /// # Errors
+    /// A value was given for a name that the file does not contain.
     pub fn end(self) -> Result<Filled, String> {
         match self.parameters.given.keys().find(|name| !self.used.contains(name)) {
             None => Ok(self.filled),

@@ -30,8 +30,9 @@ const PATH_BYTES_MAX: usize = 64 << 10;
 impl Job {
     /// Reads a job written by [`Job::resolved`]; `place` names the record in the error.
     ///
-    /// # Errors The record is no job, is of a newer gristmill whose jobs this one cannot represent,
-    /// or could not come from a job file.
+    /// # Errors
+    /// The record is malformed, uses features of a newer gristmill, or has values that a job file
+    /// could not have.
     pub fn of_record(resolved: &Value, place: &str) -> Result<Job, JobError> {
         let invalid = |why: String| JobError::Invalid {
             place: place.to_string(),
@@ -81,7 +82,8 @@ impl Job {
     /// The output's columns in its ledger's record, checked against the columns that this job
     /// requests. `place` names the record in the error.
     ///
-    /// # Errors The columns are not those of this job.
+    /// # Errors
+    /// The columns are not those of this job.
     pub fn recorded_columns(&self, columns: &Value, place: &str) -> Result<OutputSchema, JobError> {
         let carried = self.carried();
         // An older gristmill carried fewer columns of an OpenAI batch.

@@ -78,7 +78,7 @@ pub struct Job {
     pub prompt: Prompt,
     pub generate: Generate,
     pub output: Output,
-    /// Rows of a shard, at least 1.
+    /// Maximum rows per shard, at least 1.
     pub shard_rows: u64,
     pub budget: Budget,
     /// Where `submit` enqueues. Not recorded, since another queue does not make another job.
@@ -116,7 +116,7 @@ pub enum Precision {
     Fp8,
 }
 
-/// What the model is asked.
+/// The job's prompt settings.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Prompt {
     pub kind: PromptKind,

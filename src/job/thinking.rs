@@ -190,7 +190,8 @@ impl Thinks {
     /// How the model of a job thinks; `None` if it does not, or if its whole output is the answer.
     /// `probe`: a sample prompt of the job, if all prompts are alike.
     ///
-    /// # Errors One line without a place: the job's request cannot be satisfied.
+    /// # Errors
+    /// One line without a place: the job's request cannot be satisfied.
     pub(super) fn find(
         generate: &Generate,
         tokenizer: &Tokenizer,

@@ -63,8 +63,8 @@ fn below(path: &str, field: &str) -> String {
     }
 }
 
-/// Walks content and schema together to the object that has `field` although the schema does not;
-/// returns its path and the fields that it may have.
+/// Walks content and schema together to the object that has the field `field`, which its schema
+/// lacks. Returns the object's path and the fields that its schema allows.
 fn find_unknown(
     field: &str,
     content: &Value,
