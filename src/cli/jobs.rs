@@ -2,8 +2,9 @@
 //!
 //! Each folder is first checked for a job's record. A folder with a record is an output, whose
 //! subfolders hold parts; all other folders are listed. Subfolders are listed page by page, and the
-//! last page is processed first. So memory grows with the depth of the folders and not with the
-//! number of objects. Records, which may be large, are read a few at a time.
+//! folders of a page are processed before the next page is fetched. So memory grows with the depth
+//! of the folders and not with the number of objects. Records, which may be large, are read a few at
+//! a time.
 
 use std::collections::HashSet;
 use std::time::{Duration, Instant};
@@ -163,7 +164,7 @@ impl Found {
         });
     }
 
-    /// The folders to inspect next; the rest of the listing is added last.
+    /// The items to push on the stack: the next page first, since it is processed last.
     fn add_page(&mut self, of: Todo, page: Page, trials: bool) -> Vec<Todo> {
         if page.unnamed > 0 {
             let error = format!(

@@ -135,7 +135,7 @@ fn schema_size(footer: &[u8]) -> Result<(usize, u64), ThriftError> {
         }
         let (_, count) = reader.list()?;
         // Per open element, its remaining children and the length of its path; `awaited` counts the
-        // children of all elements.
+        // announced elements that are still to come.
         let mut open: Vec<(u64, u64)> = Vec::new();
         let mut awaited = 0u64;
         for at in 0..count {
@@ -147,7 +147,7 @@ fn schema_size(footer: &[u8]) -> Result<(usize, u64), ThriftError> {
                     _ => reader.skip(kind)?,
                 }
             }
-            // The element's encoded size is a bound of its name's length.
+            // The element's encoded size is an upper bound of its name's length.
             let bytes = (reader.position() - from) as u64;
             awaited = awaited.saturating_sub(1) + children;
             if awaited > count - at - 1 {
@@ -202,7 +202,7 @@ pub fn like_footer(
     if metadata.file_metadata().key_value_metadata().is_some() {
         return arrow_footer(metadata);
     }
-    // The metadata holds no embedded Arrow schema, so the footer's schema is reused.
+    // Without key-value metadata there is no embedded Arrow schema, so the footer's is reused.
     let options = ArrowReaderOptions::new().with_schema(footer.schema().clone());
     ArrowReaderMetadata::try_new(metadata, options).map_err(|e| format!("its schema cannot be read: {e}"))
 }
