@@ -296,7 +296,8 @@ impl OneTable {
         self.first.is_some()
     }
 
-    /// Checks that this file has the same table; `None` if the file is empty.
+    /// Records the first file's table, and checks that later files have the same; `None` if the
+    /// file is empty.
     pub async fn of(&mut self, text: &TextFile, options: &CsvOptions) -> Result<Option<Arc<CsvTable>>, DatasetError> {
         let Some(table) = table_of(text, options).await? else {
             return Ok(None);

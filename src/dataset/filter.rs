@@ -1,8 +1,8 @@
 //! `input.where`: selects input files by the partition columns that their folders name.
 //!
 //! A condition is a value (`month: 11`), a list of values (`month: [10, 11]`) or a range
-//! (`day: {ge: 3, lt: 9}`; also `gt` and `le`). All conditions must hold. Whole numbers are compared
-//! as numbers, texts by their bytes. Null is a value of its own, and lies in no range.
+//! (`day: {ge: 3, lt: 9}`; also `gt` and `le`). All conditions must hold. Whole numbers are
+//! compared as numbers, texts by their bytes. Null is a value of its own, and lies in no range.
 
 use std::cmp::Ordering;
 

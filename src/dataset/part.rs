@@ -59,8 +59,7 @@ pub struct ReadPart {
     pub metadata: Vec<(String, String)>,
 }
 
-/// Reads a part or data object. The caller must have checked the bytes against a hash from a record
-/// or commit.
+/// Reads a part or data object, whose hash a record or commit must name.
 pub fn read_parquet(bytes: Bytes) -> Result<ReadPart, DatasetError> {
     part_in::quietly(|| read_all(&bytes)).map_err(output_error)
 }

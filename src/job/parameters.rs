@@ -2,8 +2,8 @@
 //! environment.
 //!
 //! They are filled into texts of the parsed file instead of its source, so that a value cannot add
-//! a field. `$${name}` is an escape for the literal text `${name}`. Any other `$` is unchanged, such
-//! as in `${{ price }}`.
+//! a field. `$${name}` is an escape for the literal text `${name}`. Any other `$` is unchanged,
+//! such as in `${{ price }}`.
 
 use std::collections::BTreeMap;
 
