@@ -1,4 +1,4 @@
-//! What `plan`, `run` and `submit` say of the column that answers to a JSON Schema lie in.
+//! Messages of `plan`, `run` and `submit` about the column with the answers to a JSON Schema.
 
 use serde_json::{Value, json};
 
@@ -7,11 +7,12 @@ use crate::dataset::answer_type::{AnswerType, Untyped};
 use crate::job::file::OutputFormat;
 use crate::job::generate::ShapeSpec;
 
-/// Parts of an answer that a line names.
+/// Maximum number of an answer's parts that a message names.
 const NAMED_MAX: usize = 8;
 
 impl PreparedJob {
-    /// The type of the answers, and what of them stays JSON text; `None`: they are no JSON, or not in columns.
+    /// The type of the answers, and the parts that stay JSON text; `None` without a JSON Schema or
+    /// for an output of result lines.
     fn parsed(&self) -> Option<(AnswerType, Vec<Untyped>)> {
         match (&self.job.generate.shape, self.job.output.format) {
             (ShapeSpec::JsonSchema(schema), OutputFormat::Parquet) => Some(AnswerType::of(schema)),
@@ -19,7 +20,7 @@ impl PreparedJob {
         }
     }
 
-    /// Lines for a person.
+    /// The lines for the terminal.
     pub fn parsed_lines(&self) -> Vec<String> {
         let Some((of, untyped)) = self.parsed() else {
             return Vec::new();
@@ -33,13 +34,13 @@ impl PreparedJob {
         [of.to_string()].into_iter().chain(named(&untyped)).collect()
     }
 
-    /// Of a job that asks for typed answers, lines that say what stays text all the same.
+    /// For a job with typed answers: lines about parts that stay text.
     pub fn untyped_lines(&self) -> Vec<String> {
         let parsed = self.parsed().filter(|_| !self.job.output.parsed.is_text());
         parsed.map_or(Vec::new(), |(_, untyped)| named(&untyped))
     }
 
-    /// The same for programs; null: `parsed` is text.
+    /// The same as JSON; null if `parsed` is text.
     pub fn parsed_json(&self) -> Value {
         match self.parsed().filter(|_| !self.job.output.parsed.is_text()) {
             None => Value::Null,

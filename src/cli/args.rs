@@ -1,4 +1,4 @@
-//! The command line: what can be asked for, checked by clap.
+//! The command line, parsed and checked by clap.
 
 mod doctor;
 mod jobs;
@@ -77,7 +77,7 @@ pub struct JobArgs {
 }
 
 impl JobArgs {
-    /// Arguments that name the same job again, for a shell.
+    /// Shell arguments that name the same job again.
     pub fn again(&self) -> String {
         let path = std::iter::once(self.path.display().to_string());
         let set = self
@@ -413,7 +413,8 @@ pub struct EngineArgs {
 }
 
 impl EngineArgs {
-    /// Most tokens of a step, and most sequences: a GPU needs more at once before it, and not its memory, is what is waited for.
+    /// Maximum tokens and sequences per step. A GPU needs larger steps before compute, instead of
+    /// memory bandwidth, becomes the bottleneck.
     pub fn step_limits(&self, place: ResolvedDevice) -> StepLimitArgs {
         let (step_tokens, sequences) = match place {
             ResolvedDevice::Cpu => (2048, 256),
@@ -426,7 +427,7 @@ impl EngineArgs {
     }
 }
 
-/// What a step is bounded by.
+/// Limits of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StepLimitArgs {
     pub step_tokens: u32,

@@ -34,11 +34,11 @@ pub async fn bench(args: BenchArgs) -> Result<Exit, Failure> {
         .context("the benchmark panicked")?
 }
 
-/// A model to measure: a checkpoint, or a shape.
+/// A model to measure: a checkpoint, or a shape with random weights.
 struct Subject {
     config: Config,
     tokenizer: Arc<Tokenizer>,
-    /// Has it weights? Else they are random.
+    /// Whether it has weights; otherwise they are random.
     checkpoint: bool,
 }
 
@@ -130,7 +130,8 @@ fn engine(
     vocabulary: usize,
     requests: &[Request],
 ) -> Result<Engine, Failure> {
-    // Rotations are laid out for the whole context: what no request needs is not made.
+    // RoPE tables are allocated for the whole context, so the context is cut to the longest
+    // request.
     let longest = requests
         .iter()
         .map(|r| r.prompt.len() as u64 + u64::from(r.params.max_tokens))
@@ -170,7 +171,7 @@ fn engine(
     Ok(Engine::new(model, subject.tokenizer.clone(), options))
 }
 
-/// What became of requests.
+/// Results of serving the requests.
 #[derive(Default)]
 struct Served {
     seconds: f64,
@@ -179,11 +180,12 @@ struct Served {
     cached: u64,
     generated: u64,
     failed: u64,
-    /// Tokens that had to be computed: of each sequence the last one is sampled and never computed.
+    /// Tokens that had to be computed: the last token of each sequence is sampled, but never
+    /// computed.
     needed: u64,
 }
 
-/// Runs all requests, feeding the engine as a worker would.
+/// Runs all requests, feeding the engine like a worker.
 fn serve(engine: &mut Engine, requests: Vec<Request>) -> Result<Served, Failure> {
     let mut served = Served::default();
     let mut waiting = requests.into_iter().peekable();
@@ -201,7 +203,7 @@ fn serve(engine: &mut Engine, requests: Vec<Request>) -> Result<Served, Failure>
         let finished = engine.step()?;
         let (took, shape) = (start.elapsed() - began, engine.totals().last);
         match served.steps.last_mut() {
-            // A model that runs ahead gives its last tokens after its last step.
+            // A model that runs ahead returns its last tokens after its last step.
             Some(last) if shape.tokens() == 0 => last.took += took,
             _ => served.steps.push(Step { began, took, shape }),
         }
@@ -271,7 +273,7 @@ fn measure(
     Ok((figures, served.steps))
 }
 
-/// Seconds spent so far by what they were spent on.
+/// Seconds spent so far, by operation.
 fn operations(engine: &Engine) -> Vec<(String, f64)> {
     let totals = engine.totals();
     let mut all = vec![("plan".to_string(), totals.planning.as_secs_f64())];
@@ -292,7 +294,7 @@ fn by_operation(before: &[(String, f64)], after: Vec<(String, f64)>, seconds: f6
     all
 }
 
-/// Largest resident set of this process so far, in bytes.
+/// Peak resident set size of this process, in bytes.
 fn peak_memory() -> anyhow::Result<u64> {
     let status = std::fs::read_to_string("/proc/self/status").context("cannot read this process's memory use")?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));

@@ -93,12 +93,12 @@ async fn prompts(prepared: &PreparedJob, wanted: u64) -> Result<Vec<Vec<u32>>, F
     }
 }
 
-/// Whoever reads the file finds the old one or the new one, whole.
+/// Writes atomically: a reader finds the old file or the new one.
 fn write(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     let stage = path.with_extension(format!("{}.tmp", std::process::id()));
     let written = std::fs::write(&stage, bytes).and_then(|()| std::fs::rename(&stage, path));
     if written.is_err() {
-        // Nothing more can be done about it.
+        // The original error is reported; a failed cleanup is ignored.
         let _ = std::fs::remove_file(&stage);
     }
     written

@@ -1,4 +1,4 @@
-//! `gristmill cancel`: an order to all workers of a job to start nothing more.
+//! `gristmill cancel`: orders all workers of a job to start no more work.
 
 use serde_json::json;
 
@@ -7,7 +7,7 @@ use crate::cli::exit::{Exit, Failure};
 use crate::cli::prepare::ledger_at;
 use crate::ledger::{JobCommand, Ledger, StopWhy};
 
-/// What a cancel met.
+/// Result of a cancel.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Outcome {
     Cancelled,
@@ -46,7 +46,7 @@ pub async fn cancel(args: CancelArgs) -> Result<Exit, Failure> {
     Ok(Exit::Done)
 }
 
-/// Gives the order, unless it holds already.
+/// Gives the order, unless it is already in force.
 async fn order(ledger: &Ledger, close: bool) -> Result<Outcome, Failure> {
     if ledger.finish_check(None).await?.is_some() {
         return Ok(Outcome::AlreadyFinished);
@@ -62,7 +62,8 @@ async fn order(ledger: &Ledger, close: bool) -> Result<Outcome, Failure> {
         {
             return Ok(Outcome::AlreadyCancelled);
         }
-        // Somebody else's order in between is read, and this one is given after it.
+        // If another order was written in between, it is read first, and this one is written after
+        // it.
         if control.give(JobCommand::stop(StopWhy::Cancelled, close)).await? {
             return Ok(Outcome::Cancelled);
         }

@@ -1,5 +1,5 @@
-//! `gristmill doctor JOB.yaml`: whether a job's model, store and queue are what it needs, before it is begun. Asks no GPU, reads no rows,
-//! and makes neither job nor topic.
+//! `gristmill doctor JOB.yaml`: checks a job's model, store and queue before the job is begun. Uses
+//! no GPU, reads no rows, and creates neither job nor topic.
 
 use std::path::{Path, PathBuf};
 
@@ -18,12 +18,12 @@ use crate::ledger::keys::TMP;
 use crate::ledger::{Ledger, Store};
 use crate::report::summary::number;
 
-/// What was checked, and what came of it.
+/// A check and its result.
 #[derive(Debug, Serialize)]
 struct Check {
     what: &'static str,
     right: bool,
-    /// Where it is not right: what to do.
+    /// On failure, the advice.
     said: String,
 }
 
@@ -61,10 +61,11 @@ impl Check {
     }
 }
 
-/// Config, tokenizer, templates and the headers of the weights, and whether answers can have the shape that is asked for.
+/// Checks config, tokenizer, templates, weight headers, and whether the answers' output constraint
+/// is possible.
 async fn model(args: &JobArgs) -> Check {
     let prepared = async {
-        // What a CPU computes in is no matter of the model's files.
+        // The CPU stands in here, since the device does not affect the check of the model's files.
         let mut prepared = PreparedJob::prepare(args, None, || Ok(ResolvedDevice::Cpu)).await?;
         prepared.settle(None)?;
         prepared.check_shape()?;
@@ -79,7 +80,8 @@ async fn model(args: &JobArgs) -> Check {
     Check::of("model", prepared.await)
 }
 
-/// Whether the store takes what a job writes: as `run` and `submit` try it before they write a job's record.
+/// Checks that the store supports a job's writes, with the same trial as in `run` and `submit`
+/// before they write a record.
 async fn store(job: &Job) -> Check {
     let checked = async {
         let output = output_of(job)?;
@@ -88,7 +90,7 @@ async fn store(job: &Job) -> Check {
         let missing = missing_folders(&output);
         let tried = Store::new(&output)?.check().await;
         for folder in missing {
-            // One that holds something by now stays.
+            // `remove_dir` keeps a folder that is no longer empty.
             let _ = std::fs::remove_dir(folder);
         }
         tried?;
@@ -106,7 +108,7 @@ async fn store(job: &Job) -> Check {
     Check::of("store", checked.await)
 }
 
-/// A new job needs a place where nothing lies.
+/// Checks that a new job's output is empty.
 async fn free(output: &Location) -> Result<(), Failure> {
     match Store::new(output)?.first_visible().await? {
         None => Ok(()),
@@ -117,14 +119,14 @@ async fn free(output: &Location) -> Result<(), Failure> {
     }
 }
 
-/// Local folders that the trial will make and leave empty, the innermost first.
+/// Local folders that the trial will create and leave empty, innermost first.
 fn missing_folders(output: &Location) -> Vec<PathBuf> {
     let innermost = output.local_path().map(|path| path.join(TMP)).unwrap_or_default();
     let missing = innermost.ancestors().take_while(|folder| !folder.exists());
     missing.map(Path::to_path_buf).collect()
 }
 
-/// Whether the broker answers, and what is there.
+/// Checks that the broker responds, and reports its topic or queue.
 async fn queue(args: &DoctorArgs, job: &Job) -> Check {
     let looked = async {
         let Some(target) = Target::find(&args.queue, job.queue.as_ref())? else {

@@ -1,4 +1,5 @@
-//! `gristmill clean`: removes ledger data that a finished job no longer needs. Says what, and removes only when told to.
+//! `gristmill clean`: lists ledger data that a finished job no longer needs, and removes it with
+//! `--yes`.
 
 use anyhow::anyhow;
 use serde_json::json;
@@ -40,7 +41,7 @@ pub async fn clean(args: CleanArgs) -> Result<Exit, Failure> {
     Ok(Exit::Done)
 }
 
-/// Bytes for people.
+/// A size in bytes, for the terminal.
 fn size(bytes: u64) -> String {
     match bytes {
         0..1_000_000 => format!("{:.1} kB", bytes as f64 / 1e3),

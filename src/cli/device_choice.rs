@@ -1,4 +1,4 @@
-//! Where a command computes: `--device`.
+//! The device that a command computes on: `--device`.
 
 use std::str::FromStr;
 
@@ -6,10 +6,10 @@ use crate::cli::exit::Failure;
 use crate::device::cuda::Cuda;
 use crate::device::{DeviceError, Precision};
 
-/// What `--device` asks for.
+/// The value of `--device`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum DeviceChoice {
-    /// The first GPU where there is one that can be used, else the CPU.
+    /// The first usable GPU, else the CPU.
     #[default]
     Auto,
     Cpu,
@@ -36,7 +36,7 @@ impl FromStr for DeviceChoice {
     }
 }
 
-/// Where it computes, found out.
+/// The device after resolving `auto`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ResolvedDevice {
     Cpu,
@@ -44,7 +44,8 @@ pub enum ResolvedDevice {
 }
 
 impl DeviceChoice {
-    /// Where others compute, who will have what is named here; `auto`: as this machine does.
+    /// The device of other machines, which are assumed to have the named one; `auto` is resolved on
+    /// this machine.
     pub fn of_others(self) -> Result<ResolvedDevice, Failure> {
         match self {
             DeviceChoice::Cuda(number) => Ok(ResolvedDevice::Cuda(number)),
@@ -52,7 +53,7 @@ impl DeviceChoice {
         }
     }
 
-    /// Looks for the GPU that is asked for; whatever keeps `auto` from one is said in the log.
+    /// Checks that the named GPU is usable; for `auto`, logs why no GPU is used.
     pub fn resolve(self) -> Result<ResolvedDevice, Failure> {
         match self {
             DeviceChoice::Cpu => Ok(ResolvedDevice::Cpu),
@@ -62,7 +63,7 @@ impl DeviceChoice {
             }
             DeviceChoice::Auto => Ok(match Cuda::probe(0) {
                 Ok(_) => ResolvedDevice::Cuda(0),
-                // No driver, no card: the machine is as its owner wants it.
+                // No driver or no card is a normal setup, so it is only logged as information.
                 Err(DeviceError::Absent(why)) => {
                     tracing::info!("{why}");
                     ResolvedDevice::Cpu
@@ -77,7 +78,8 @@ impl DeviceChoice {
 }
 
 impl ResolvedDevice {
-    /// What `precision: auto` is here. On a CPU, F32 costs no more than BF16 and rows do not depend on their batch.
+    /// The meaning of `precision: auto` on this device. On a CPU, F32 costs no more than BF16, and
+    /// rows do not depend on their batch.
     pub fn precision(self) -> Precision {
         match self {
             ResolvedDevice::Cpu => Precision::F32,

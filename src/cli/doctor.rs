@@ -1,4 +1,5 @@
-//! `gristmill doctor`: holds a GPU's kernels against the CPU before it is trusted with a night's job. Of a job file: see `checkup.rs`.
+//! `gristmill doctor`: compares a GPU's kernels with the CPU before it is trusted with a night's
+//! job. For job files see `checkup.rs`.
 
 use std::sync::Arc;
 
@@ -17,14 +18,14 @@ use crate::device::{KvFormat, Precision};
 use crate::doctor::models::{ModelFinding, Subject, families};
 use crate::doctor::{ByLibrary, Extent, Finding, Pair, models};
 
-/// Everything that was found.
+/// All findings.
 #[derive(Serialize)]
 struct Report {
     card: String,
     capability: String,
     driver_cuda: String,
     nvrtc: String,
-    /// Where the library is that computes linear operations, too.
+    /// Path of the cuBLASLt library, which can also compute linear operations.
     cublaslt: Option<String>,
     ceilings: Vec<InCeilings>,
     operations: Vec<Finding>,
@@ -32,7 +33,7 @@ struct Report {
     right: bool,
 }
 
-/// What the card can do in one format.
+/// The card's peak rates in one format.
 #[derive(Serialize)]
 struct InCeilings {
     format: &'static str,
@@ -40,7 +41,7 @@ struct InCeilings {
     ceilings: Ceilings,
 }
 
-/// A small model in one format.
+/// Findings for a small model in one format.
 #[derive(Serialize)]
 struct InFormat {
     format: &'static str,
@@ -115,7 +116,7 @@ fn examine(args: &DoctorArgs) -> Result<Report, Failure> {
         let (kv, format) = (precision.kv_format(), precision.word());
         let open = |products| Cuda::open(ordinal, precision, kv, products);
         let device = open(Products::Kernels).map_err(Failure::bad_job)?;
-        // Whatever keeps it from comparing, the kernels are examined.
+        // If the library cannot be opened, the kernels are still examined without the comparison.
         let library = match args.no_cublaslt {
             true => None,
             false => open(Products::Library)
@@ -140,13 +141,13 @@ fn examine(args: &DoctorArgs) -> Result<Report, Failure> {
             report.operations.push(finding);
         };
         pair.operations(&mut tell)?;
-        // Sums of INT8 are exact in any order.
+        // INT8 sums are exact in any order, so the check is skipped for INT8.
         if card.is_hopper() && precision != Precision::Int8 {
             let mut device = open(Products::Kernels).map_err(Failure::bad_job)?;
             pair.alike(&mut device, Tile::ALL, Cuda::compute_in, &mut tell)?;
         }
         pair.attention(&mut tell)?;
-        // Logits are F32 in every format.
+        // Logits are F32 in every format, so sampling is checked once.
         if precision == Precision::Bf16 {
             pair.sampling(&mut tell)?;
         }
@@ -171,7 +172,8 @@ fn examine(args: &DoctorArgs) -> Result<Report, Failure> {
     Ok(report)
 }
 
-/// Says what was found as soon as it is: on stderr where stdout is for the report, so that it is known if the rest fails or hangs.
+/// Prints a finding immediately, so that it is known even if the rest fails or hangs. It goes to
+/// stderr if stdout is for the report.
 fn say(to_stderr: bool, line: &str) {
     match to_stderr {
         true => eprintln!("{line}"),
@@ -188,7 +190,8 @@ fn line(finding: &Finding, ceilings: &Ceilings) -> String {
             seconds * 1e6,
             finding.bytes / seconds / 1e9,
             finding.operations / seconds / 1e12,
-            // Of what takes longest where nothing is in its way.
+            // Percentage of the roofline: the larger of memory time and compute time, over the
+            // measured time.
             100.0
                 * (finding.bytes / ceilings.bytes_per_second).max(finding.operations / ceilings.operations_per_second)
                 / seconds

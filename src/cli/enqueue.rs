@@ -1,4 +1,5 @@
-//! Where commands put shards and workers get them: the queue's address and properties, from the command line or the job file.
+//! The queue's address and properties, from the command line or the job file, for commands that
+//! enqueue and workers that receive.
 
 use std::sync::Arc;
 
@@ -14,7 +15,7 @@ use crate::queue::{self, Origin, Prepared, Publisher, Queue, QueueError, QueueUr
 use crate::report::summary::{counted, number};
 use crate::worker::messages;
 
-/// A queue, not connected yet.
+/// A queue that is not connected yet.
 pub struct Target {
     url: QueueUrl,
     settings: Settings,
@@ -22,14 +23,14 @@ pub struct Target {
 
 /// A connected queue.
 pub struct Enqueuer {
-    /// Without secrets.
+    /// The address without secrets.
     pub url: String,
     publisher: Publisher,
 }
 
-/// What was enqueued.
+/// Result of enqueuing.
 pub struct Sent {
-    /// Without secrets.
+    /// The address without secrets.
     pub url: String,
     pub messages: u64,
     pub prepared: Prepared,
@@ -39,7 +40,7 @@ impl Target {
     /// The queue at `url`, with these properties of librdkafka from the command line.
     ///
     /// # Errors
-    /// An address or a property that cannot be used, or a secret on the command line.
+    /// An invalid address or property, or a secret on the command line.
     pub fn new(url: &str, kafka: Vec<(String, String)>, in_flight: u32) -> Result<Target, Failure> {
         if let Some((name, _)) = kafka.iter().find(|(name, _)| is_secret(name)) {
             let variable = environment_name(name);
@@ -58,11 +59,11 @@ impl Target {
         })
     }
 
-    /// `--queue`, else the job file's queue; `None` where neither names one. What the job file says of its queue holds for its own address
-    /// alone.
+    /// The queue of `--queue`, else of the job file; `None` if neither names one. The job file's
+    /// properties only apply to the job file's own address.
     ///
     /// # Errors
-    /// As [`Target::new`].
+    /// Like [`Target::new`].
     pub fn find(args: &QueueArgs, job: Option<&JobQueue>) -> Result<Option<Target>, Failure> {
         let in_flight = Settings::default().in_flight;
         match (&args.queue, job) {
@@ -71,35 +72,36 @@ impl Target {
             (None, Some(job)) => {
                 let mut target = Target::new(&job.url, args.kafka.clone(), in_flight)?;
                 target.settings.origin = Origin::JobFile;
-                // Of one name, the last holds.
+                // For duplicate names, the last value is used.
                 target.settings.kafka.splice(0..0, job.kafka.iter().cloned());
                 Ok(Some(target))
             }
         }
     }
 
-    /// As [`Target::find`], where a queue must be named.
+    /// Like [`Target::find`], but a queue must be named.
     pub fn required(args: &QueueArgs) -> Result<Target, Failure> {
         Target::find(args, None)?.ok_or_else(|| Failure::bad_job(anyhow!("no queue: give `--queue URL`")))
     }
 
-    /// Connects to receive.
+    /// Connects as a consumer.
     pub async fn consume(&self) -> Result<Arc<dyn Queue>, QueueError> {
         queue::connect(&self.url, &self.settings).await
     }
 
-    /// The address, without secrets.
+    /// The address without secrets.
     pub fn url(&self) -> String {
         self.url.to_string()
     }
 
-    /// Reaches the broker, and says what is there; `None`: no such topic or queue. Makes nothing.
+    /// Connects to the broker and describes the topic or queue; `None` if it does not exist.
+    /// Creates nothing.
     pub async fn look(&self) -> Result<Option<Prepared>, Failure> {
         let publisher = Publisher::open(&self.url, &self.settings).await.map_err(refusal)?;
         publisher.look().await.map_err(refusal)
     }
 
-    /// Connects to send.
+    /// Connects as a producer.
     pub async fn connect(&self) -> Result<Enqueuer, Failure> {
         let publisher = Publisher::open(&self.url, &self.settings).await.map_err(refusal)?;
         Ok(Enqueuer {
@@ -110,8 +112,8 @@ impl Target {
 }
 
 impl Enqueuer {
-    /// Makes sure that the topic or queue is there, and sends a message for each of these shards of the ledger's
-    /// generation; returns when the broker has confirmed them all.
+    /// Creates the topic or queue if necessary, and sends a message for each of these shards of the
+    /// ledger's generation. Returns when the broker has confirmed all messages.
     pub async fn send(&self, ledger: &Ledger, shards: &[u32]) -> Result<Sent, Failure> {
         let doing = || format!("enqueuing to `{}`", self.url);
         let count = shards.len() as u64;
@@ -129,14 +131,14 @@ impl Enqueuer {
 }
 
 impl Sent {
-    /// For people: `2,442 shards to kafka://…, whose 256 partitions feed up to 256 workers`.
+    /// For the terminal: `2,442 shards to kafka://…, whose 256 partitions feed up to 256 workers`.
     pub fn line(&self) -> String {
         let feeds = feeds(&self.prepared);
         let made = if self.prepared.created { " (made now)" } else { "" };
         format!("{} to {}{made}{feeds}", counted(self.messages, "shard"), self.url)
     }
 
-    /// For machines.
+    /// For `--json`.
     pub fn json(&self) -> Value {
         json!({
             "url": self.url,
@@ -147,7 +149,8 @@ impl Sent {
     }
 }
 
-/// How many workers a topic or queue feeds, for people; follows its name.
+/// The number of workers that a topic or queue can feed, in words; the text follows the queue's
+/// name.
 pub fn feeds(prepared: &Prepared) -> String {
     match prepared.partitions {
         Some(1) => ", whose one partition feeds one worker".to_string(),
@@ -156,8 +159,9 @@ pub fn feeds(prepared: &Prepared) -> String {
     }
 }
 
-/// The order in which each of so many partitions, which messages are dealt to in turn, gets a run of neighbours: shards of one
-/// row group share pages, and a partition has one worker.
+/// Orders the shards so that each partition gets a run of neighbouring shards, given that messages
+/// are distributed round-robin. Shards of one row group share pages, and a partition has one
+/// worker.
 fn in_runs(shards: &[u32], partitions: u32) -> Vec<u32> {
     let parts = (partitions as usize).max(1);
     let (length, longer) = (shards.len() / parts, shards.len() % parts);
@@ -168,7 +172,8 @@ fn in_runs(shards: &[u32], partitions: u32) -> Vec<u32> {
     dealt.copied().collect()
 }
 
-/// What cannot be reached by these settings is the caller's to mend; all else is a failure.
+/// Settings that cannot reach the broker are the caller's error (exit code 2); other errors are
+/// failures.
 fn refusal(error: QueueError) -> Failure {
     match error {
         QueueError::Settings { .. } | QueueError::UnknownHost { .. } => Failure::bad_job(error),

@@ -1,4 +1,4 @@
-//! Exit codes: one table for all commands, and how errors map to it.
+//! Exit codes, shared by all commands, and the mapping of errors to exit codes.
 
 use std::process::ExitCode;
 
@@ -6,14 +6,15 @@ use crate::device::DeviceError;
 pub use crate::report::one_line;
 use crate::report::summary::RowCounts;
 
-/// How a command ended. The README shows this table; Airflow tasks branch on it.
+/// How a command ended. The README documents these codes, and Airflow tasks branch on them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Exit {
-    /// Everything asked for is done.
+    /// All requested work is done.
     Done = 0,
-    /// Something failed that is nobody's wish: device, store, a broken guarantee.
+    /// An unexpected failure: device, store, a broken guarantee.
     Failure = 1,
-    /// The job file, its inputs or the command line are wrong; nothing was started. clap uses the same code.
+    /// The job file, its inputs or the command line are invalid; nothing was started. clap uses the
+    /// same code.
     BadJob = 2,
     /// The job is done, but some rows did not succeed.
     FailedRows = 3,
@@ -21,9 +22,10 @@ pub enum Exit {
     Stopped = 4,
     /// The job was cancelled.
     Cancelled = 5,
-    /// Ended by SIGINT or SIGTERM after writing what was finished; the job can be resumed.
+    /// Ended by SIGINT or SIGTERM after finished rows were written; the job can be resumed.
     Interrupted = 6,
-    /// The device failed, and this process cannot use it any more; what was finished is written. Start it again.
+    /// The device failed, and this process can no longer use it; finished rows are written. Restart
+    /// the process.
     Restart = 7,
 }
 
@@ -34,7 +36,7 @@ impl From<Exit> for ExitCode {
 }
 
 impl Exit {
-    /// The code of a finished job.
+    /// The exit code of a finished job.
     pub fn of_rows(rows: &RowCounts) -> Exit {
         if rows.succeeded == rows.total {
             Exit::Done
@@ -44,7 +46,7 @@ impl Exit {
     }
 }
 
-/// An error that ends a command, with the exit code it ends with.
+/// An error that ends a command, with its exit code.
 #[derive(Debug)]
 pub struct Failure {
     pub exit: Exit,
@@ -60,7 +62,7 @@ impl Failure {
         }
     }
 
-    /// The same failure, with what was being done said before it.
+    /// The same failure, prefixed with the operation in progress.
     pub fn context(self, doing: String) -> Failure {
         Failure {
             exit: self.exit,

@@ -1,4 +1,4 @@
-//! `gristmill extend`: more money or time for a job, stopped or not.
+//! `gristmill extend`: raises the budget or deadline of a job, stopped or not.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use crate::ledger::{JobLimits, Ledger, LimitsFrom, StopWhy};
 use crate::report::cost::{dollars, show_dollars};
 use crate::report::progress::show_duration;
 
-/// Of workers that were not told another one.
+/// The workers' default log interval.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
 pub async fn extend(args: ExtendArgs) -> Result<Exit, Failure> {
@@ -70,7 +70,8 @@ pub async fn extend(args: ExtendArgs) -> Result<Exit, Failure> {
     Ok(Exit::Done)
 }
 
-/// Says where workers stop at once all the same: each holds back what the others may spend before they hear of a stop.
+/// Warns if the new limits still stop the workers at once: each worker holds back what the others
+/// may spend before they read a stop.
 async fn lacking(ledger: &Ledger, terms: &JobLimits, used: &Used) -> Result<Vec<String>, Failure> {
     let mut at_it = Others::default();
     ledger.list_spends("", &mut at_it).await?;
@@ -79,7 +80,7 @@ async fn lacking(ledger: &Ledger, terms: &JobLimits, used: &Used) -> Result<Vec<
     Ok(said_lacking(terms, used, workers).into_iter().collect())
 }
 
-/// Pure: the line, where so many workers share the job; `None`: it can go on.
+/// Pure: the warning for `workers` workers; `None` if the job can continue.
 fn said_lacking(terms: &JobLimits, used: &Used, workers: u32) -> Option<String> {
     let held = dollars(
         f64::from(workers.saturating_sub(1)) * LOG_INTERVAL.as_secs_f64(),
@@ -97,7 +98,7 @@ fn said_lacking(terms: &JobLimits, used: &Used, workers: u32) -> Option<String> 
     })
 }
 
-/// Pure: may these limits take the place of those that hold?
+/// Pure: checks that these limits may replace those in force.
 fn check(used: &Used, holds: &JobLimits, wanted: &JobLimits) -> Result<(), String> {
     if wanted.usd.is_some() && wanted.usd != holds.usd && wanted.usd_per_hour.is_none_or(|price| price == 0.0) {
         return Err("it has no price: `--usd` needs `budget.usd_per_hour` in the job file".into());
@@ -138,7 +139,7 @@ mod tests {
 
     #[test]
     fn what_workers_hold_back_for_each_other_is_told() {
-        // A dollar a second: two of three workers hold a minute each.
+        // At a dollar a second, two of three workers hold back a minute each.
         let (terms, at) = (terms(Some(125.0), None), used(5.0, 30));
         let line = said_lacking(&terms, &at, 3).unwrap();
         for words in ["3 workers", "holds $120.00 back", "more than $125.00"] {

@@ -1,4 +1,5 @@
-//! The job of the first message that points at one: of a worker that is given no model, its model is loaded.
+//! Finds the first job for a worker without `--model`, whose model is then loaded: the job of the
+//! first usable message.
 
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
@@ -22,41 +23,42 @@ use crate::worker::retry_policy::{RetryDecision, RetryPolicy};
 use crate::worker::stop::Stop;
 use crate::worker::watched::{NoJob, Watched};
 
-/// How long to wait for a message before looking around.
+/// Timeout of one receive.
 const RECEIVE_WAIT: Duration = Duration::from_secs(1);
-/// How long a store may take over a record at first, while other messages wait; doubles with each try.
+/// Initial timeout for reading a record, while other messages wait; doubles with each retry.
 const OPEN_MAX: Duration = Duration::from_secs(10);
-/// Between two looks at an output whose store has failed.
+/// Minimum time between two tries of an output whose store has failed.
 const LOOK_EVERY: Duration = Duration::from_secs(10);
 
-/// Looks for a job that this worker can begin with.
+/// Searches for a job that this worker can start with.
 pub struct FirstJob<'a> {
     pub queue: &'a Arc<dyn Queue>,
     pub access: &'a Access,
     pub retry_policy: RetryPolicy,
-    /// Jobs that a person named, none of which could be opened yet: the first that can is found, too.
+    /// Jobs of `--job`, of which none could be opened yet: the first that opens is a result too.
     pub watched: &'a Watched,
-    /// Ends where nothing comes for so long.
+    /// Ends the search after this time without a message.
     pub ends_after: Option<Duration>,
     pub stop: &'a Stop,
 }
 
-/// What came of the search.
+/// Result of the search.
 pub enum Search {
     Found(Box<First>),
-    /// Told to stop, or nothing came that this worker can begin with: messages that did come.
+    /// The worker was told to stop, or no usable message arrived. `refused` counts the messages
+    /// that arrived.
     Nothing {
         refused: usize,
     },
 }
 
-/// A job to begin with.
+/// The job to start with.
 pub struct First {
     pub ledger: Ledger,
     pub job: Job,
-    /// It is one of those that a person named.
+    /// Whether it is a job of `--job`.
     pub is_watched: bool,
-    /// Outputs of other jobs whose messages come again: their stores have failed.
+    /// Outputs of other jobs whose stores have failed; their messages are delivered again.
     pub failing: Vec<(String, anyhow::Error)>,
 }
 
@@ -64,7 +66,7 @@ pub struct First {
 #[derive(Default)]
 struct Failing {
     outputs: HashMap<String, Failed>,
-    /// Since when there have been some.
+    /// Start of the period in which some output has failed.
     since: Option<Instant>,
 }
 
@@ -79,7 +81,7 @@ impl Failing {
         self.outputs.is_empty()
     }
 
-    /// How often this one was tried; `None`: that was a moment ago.
+    /// Number of tries of this output so far; `None` if the last try was too recent.
     fn tries(&self, output: &str) -> Option<u32> {
         match self.outputs.get(output) {
             Some(failed) if failed.last.elapsed() < LOOK_EVERY => None,
@@ -87,20 +89,20 @@ impl Failing {
         }
     }
 
-    /// Tried once more, in vain: since when some output has failed.
+    /// Records a failed try. Returns since when some output has failed.
     fn note(&mut self, output: String, tries: u32, error: anyhow::Error) -> Instant {
         let last = Instant::now();
         self.outputs.insert(output, Failed { tries, last, error });
         *self.since.get_or_insert(last)
     }
 
-    /// It answered.
+    /// Removes an output whose store has responded.
     fn remove(&mut self, output: &str) {
         self.outputs.remove(output);
         self.end_where_empty();
     }
 
-    /// Forgets what has not come again for so long: another worker has it.
+    /// Forgets outputs without a message for `after`: another worker has them.
     fn forget(&mut self, after: Duration) {
         self.outputs.retain(|_, failed| failed.last.elapsed() < after);
         self.end_where_empty();
@@ -118,23 +120,24 @@ impl Failing {
     }
 }
 
-/// What came of looking at a message.
+/// Result of inspecting a message.
 enum Looked {
     Found(Box<(Ledger, Job)>),
-    /// Others shall have it: why.
+    /// Other workers may take it; the reason.
     NotOurs(String),
-    /// Its store does not answer.
+    /// Its store does not respond.
     Later(anyhow::Error),
 }
 
 impl FirstJob<'_> {
     /// # Errors
-    /// The queue, or every store that messages name, has not answered for longer than the worker waits.
+    /// The queue, or every store that messages name, has been unavailable for longer than the
+    /// worker waits.
     pub async fn find(&self) -> Result<Search, Failure> {
         let (mut idle, mut pace) = (Idle::default(), Pace::default());
         let (mut failing, refusals) = (Failing::default(), Refusals::default());
         let mut watch = Watch::default();
-        // One comes several times, a hop further each.
+        // One message arrives several times, with its hop count increased each time.
         let mut refused = HashSet::new();
         while !self.stop.is_set() {
             if let Some((ledger, job)) = self.look_at_watched(&mut watch).await? {
@@ -161,7 +164,7 @@ impl FirstJob<'_> {
                 if !waits && self.ends_after.is_some_and(|time| idle.clock.has_run(time)) {
                     break;
                 }
-                // What was put off comes again, unless another worker has it.
+                // Deferred messages arrive again, unless another worker has taken them.
                 failing.forget(2 * LOOK_EVERY);
                 continue;
             };
@@ -206,7 +209,7 @@ impl FirstJob<'_> {
         }
     }
 
-    /// The first of the watched jobs, once it can be opened.
+    /// The first of the watched jobs that can be opened.
     async fn look_at_watched(&self, watch: &mut Watch) -> Result<Option<(Ledger, Job)>, Failure> {
         if self.watched.are_all_open() || watch.last.is_some_and(|last| last.elapsed() < LOOK_EVERY) {
             return Ok(None);
@@ -225,7 +228,7 @@ impl FirstJob<'_> {
         Ok(None)
     }
 
-    /// Nothing is read where the output is not accepted. A store is tried once.
+    /// Inspects a message. Reads nothing if the output is not accepted, and tries a store once.
     async fn look(&self, delivery: &Delivery, tries: u32) -> Looked {
         if let Some(why) = is_suspect(delivery) {
             return Looked::NotOurs(why);
@@ -268,11 +271,11 @@ impl FirstJob<'_> {
     }
 }
 
-/// Looks at the watched jobs.
+/// State of polling the watched jobs.
 #[derive(Default)]
 struct Watch {
     last: Option<Instant>,
-    /// When they could not be opened for the first time.
+    /// Time of the first failure to open them.
     since: Option<Instant>,
 }
 
@@ -285,7 +288,7 @@ fn found(ledger: Ledger, job: Job, is_watched: bool, failing: Vec<(String, anyho
     }))
 }
 
-/// Why a job that a person named cannot be watched: one that is not there is that person's mistake.
+/// The error for a watched job; a missing job is the caller's mistake.
 pub fn cannot_watch(error: anyhow::Error) -> Failure {
     match error.is::<NoJob>() {
         true => Failure::bad_job(error),
@@ -293,7 +296,7 @@ pub fn cannot_watch(error: anyhow::Error) -> Failure {
     }
 }
 
-/// The job of a watched ledger, whose model may be loaded.
+/// The job of a watched ledger; fails if its model must not be loaded.
 pub fn watched_job(ledger: &Ledger, access: &Access) -> Result<Job, Failure> {
     let job = Job::of_record(&ledger.job().resolved, &ledger.store().address(JOB))?;
     match refused_model(&job, access) {
@@ -302,7 +305,8 @@ pub fn watched_job(ledger: &Ledger, access: &Access) -> Result<Job, Failure> {
     }
 }
 
-/// Why the model that a job names must not be loaded. Where it is no folder at all is said when it is opened.
+/// Why the job's model must not be loaded. A path that is no folder is reported later, when it is
+/// opened.
 fn refused_model(job: &Job, access: &Access) -> Option<String> {
     access.refuses_model(&model_dir(job).ok()?)
 }
@@ -314,7 +318,7 @@ mod tests {
     use super::*;
     use crate::queue::{LocalQueue, Message, QueueError, Recall};
 
-    /// A queue that refuses, or one that is there, of messages in memory.
+    /// A queue that refuses connections, or an in-memory queue.
     struct Refusing(Option<LocalQueue>);
 
     #[async_trait]

@@ -1,4 +1,4 @@
-//! The inputs of a job that was begun, as they are now.
+//! Compares the inputs of a begun job with their current state.
 
 use std::collections::HashSet;
 
@@ -13,11 +13,11 @@ use crate::dataset::layout::SkippedFile;
 use crate::dataset::pins::{PinnedAnew, Pins};
 use crate::ledger::Ledger;
 
-/// Inputs that are looked at side by side.
+/// Number of inputs checked concurrently.
 const LOOKS_AT_ONCE: usize = 32;
 
-/// Refuses to call a job done whose inputs have become others: a nightly job that keeps its names would seem to have run. Inputs that
-/// are no longer there, or that cannot be seen from here, say nothing against it.
+/// Refuses to report a job as done if its inputs have changed: a nightly job with constant file
+/// names would seem to have run. Inputs that are gone or inaccessible are ignored.
 pub async fn check_done(prepared: &PreparedJob, ledger: &Ledger) -> Result<(), Failure> {
     let Some(what) = what_is_new(prepared, ledger).await? else {
         return Ok(());
@@ -41,7 +41,7 @@ async fn what_is_new(prepared: &PreparedJob, ledger: &Ledger) -> Result<Option<S
             other => unseen = Some(other),
         }
     }
-    // A trial is of the first files alone, and so is a job of the first rows.
+    // A trial and a job with a row limit cover only the first files, so new files do not matter.
     let input = &prepared.job.input;
     if prepared.limit.is_none() && input.options.limit.is_none() && unseen.is_none() {
         let own = output_of(&prepared.job)?;
@@ -71,7 +71,8 @@ fn new_among(found: &Inputs, ledger: &Ledger) -> Option<String> {
     })
 }
 
-/// Files that were left out of a job that goes on, since they could not be read: the plan stands, whatever they hold by now.
+/// A note about files that were skipped as unreadable, for a job that continues: the plan is
+/// unchanged, whatever the files hold now.
 pub async fn left_out(ledger: &Ledger) -> Option<String> {
     let summary = SkippedFile::summary(&ledger.job().layout.skipped)?;
     let changed = match mended(ledger).await {
@@ -81,7 +82,7 @@ pub async fn left_out(ledger: &Ledger) -> Option<String> {
     Some(format!("the job goes on as it was planned: {summary}{changed}"))
 }
 
-/// Says which file that was left out is another by now; `None`: none is, as far as can be seen.
+/// Names a skipped file that has changed since; `None` if none has, as far as can be checked.
 pub async fn mended(ledger: &Ledger) -> Option<String> {
     let skipped = &ledger.job().layout.skipped;
     let looks = skipped.iter().map(|skipped| async move {
@@ -105,8 +106,8 @@ pub async fn mended(ledger: &Ledger) -> Option<String> {
     ))
 }
 
-/// What stands between each input and the plan, in the inputs' order; nothing for those that hold the planned bytes. Nothing is pinned
-/// anew by looking.
+/// Differences between inputs and plan, in input order; inputs that still hold the planned bytes
+/// are omitted. The check itself changes no pins.
 pub async fn differences(ledger: &Ledger) -> Result<Vec<DatasetError>, Failure> {
     let pins = Pins::new(ledger.job().inputs.clone());
     pins.know(ledger.control().await?.pins().map(PinnedAnew::from));

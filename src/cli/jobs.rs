@@ -1,8 +1,10 @@
-//! `gristmill jobs`: the jobs below a prefix, each as its own ledger tells it.
+//! `gristmill jobs`: lists the jobs below a prefix, each read from its own ledger.
 //!
-//! A folder is asked for a job's record first, and listed only where it has none: below an output lie parts, and no further jobs are looked
-//! for. Of a listing the folders are kept, a page at a time, and the last page is gone through first; so memory grows with how deep the
-//! folders lie, not with how many objects there are. Records, which may be large, are read a few at a time.
+//! Each folder is first checked for a job's record. A folder with a record is an output, whose
+//! subfolders hold parts; all other folders are listed. Subfolders are listed page by page, and the
+//! folders of a page are processed before the next page is fetched. So memory grows with the depth
+//! of the folders and not with the number of objects. Records, which may be large, are read a few at
+//! a time.
 
 use std::collections::HashSet;
 use std::time::{Duration, Instant};
@@ -28,20 +30,20 @@ use crate::ledger::{Ledger, Store};
 use crate::printable::printable;
 use crate::report::summary::{RowCounts, counted, number};
 
-/// Folders that are looked at at once.
+/// Number of folders inspected concurrently.
 const LOOKS_AT_ONCE: usize = 16;
-/// Jobs that are in memory at once.
+/// Maximum number of jobs in memory.
 const JOBS_AT_ONCE: u32 = 4;
-/// While a record of more bytes is in memory, no other is.
+/// A record larger than this is read while no other record is in memory.
 const LARGE_BYTES: u64 = 16 << 20;
-/// Folders in each other that are looked into.
+/// Maximum depth of nested folders.
 const DEPTH_MAX: usize = 64;
-/// Longest name of a job in the table, in characters.
+/// Maximum length of a job's name in the table, in characters.
 const NAME_CHARS_MAX: usize = 40;
-/// Between two lines that say how far the search is.
+/// Time between two progress lines of the search.
 const SAY_EVERY: Duration = Duration::from_secs(10);
 
-/// A job, for people and for machines.
+/// A job, for the table and for `--json`.
 #[derive(Debug, Serialize)]
 struct Job {
     output: String,
@@ -50,42 +52,42 @@ struct Job {
     state: State,
     note: Option<String>,
     generation: u32,
-    /// It is one of `run --limit`.
+    /// Whether it is a trial of `run --limit`.
     trial: bool,
     created_at: String,
-    /// Rows that are finished for good.
+    /// Rows with a final result.
     rows_done: u64,
     rows: RowCounts,
     seconds: f64,
     usd: Option<f64>,
 }
 
-/// What could not be read.
+/// An output that could not be read.
 #[derive(Debug, Serialize)]
 struct Unread {
     output: String,
     error: String,
 }
 
-/// All that was found.
+/// The result of the search.
 #[derive(Debug, Default)]
 struct Found {
     jobs: Vec<Job>,
     unread: Vec<Unread>,
-    /// Folders that were looked at.
+    /// Number of inspected folders.
     folders: u64,
-    /// Folders of trials that were not looked into.
+    /// Number of skipped folders of trials.
     trials: u64,
 }
 
-/// A folder to look at, or a further page of its folders.
+/// A folder to inspect, or a further page of its subfolders.
 struct Todo {
     place: Location,
     token: Option<String>,
     depth: usize,
 }
 
-/// What came of a look.
+/// Result of inspecting a folder.
 enum Seen {
     Job(Box<Job>),
     Unread(anyhow::Error),
@@ -162,7 +164,7 @@ impl Found {
         });
     }
 
-    /// What is to be looked at next; the rest of the listing comes last.
+    /// The items to push on the stack: the next page first, since it is processed last.
     fn add_page(&mut self, of: Todo, page: Page, trials: bool) -> Vec<Todo> {
         if page.unnamed > 0 {
             let error = format!(
@@ -197,7 +199,7 @@ impl Found {
     }
 }
 
-/// The job at a folder, or the folders in it.
+/// The job in a folder, or its subfolders.
 async fn look(todo: Todo, records: &Semaphore) -> (Todo, Seen) {
     let seen = match &todo.token {
         Some(token) => Seen::Folders(page(&todo.place, Some(token.clone())).await),
@@ -210,7 +212,7 @@ async fn look(todo: Todo, records: &Semaphore) -> (Todo, Seen) {
     (todo, seen)
 }
 
-/// The job whose output `place` is.
+/// The job whose output is `place`.
 async fn job_at(place: &Location, records: &Semaphore) -> anyhow::Result<Option<Job>> {
     let store = Store::new(place)?;
     let Some(version) = store.object_version(JOB).await? else {
@@ -239,11 +241,12 @@ async fn job_at(place: &Location, records: &Semaphore) -> anyhow::Result<Option<
     }))
 }
 
-/// The prefix itself cannot be listed.
+/// The error if the prefix itself cannot be listed.
 fn unlisted(place: &Location, error: &object_store::Error) -> Failure {
     let why = cause(error);
     let failed = anyhow!("cannot list `{}`: {why}", shown(&place.url));
-    // Of a bucket that is there, a prefix without objects is an empty listing.
+    // An existing bucket gives an empty listing for a prefix without objects, so a 404 means that
+    // there is no bucket.
     match why.contains("answered 404") {
         true => Failure::bad_job(failed),
         false => failed.into(),
@@ -265,7 +268,7 @@ fn show(found: &Found, prefix: &Location) {
     }
 }
 
-/// The jobs, and what could not be read, a line each under a line of headings.
+/// The table: a heading line, then a line per job or unreadable output.
 fn table(found: &Found) -> Vec<String> {
     let heading = ["output", "job", "state", "rows done", "created"].map(String::from);
     let jobs = found.jobs.iter().map(|job| {
@@ -274,7 +277,7 @@ fn table(found: &Found) -> Vec<String> {
             cut(&printable(&job.job)),
             word(job.state).to_string(),
             format!("{} of {}", number(job.rows_done), number(job.rows.total)),
-            // Without fractions and time zone.
+            // The time is cut to minutes.
             job.created_at.chars().take(16).collect::<String>().replace('T', " "),
         ];
         (job.output.as_str(), cells)
@@ -294,7 +297,7 @@ fn table(found: &Found) -> Vec<String> {
     rows.sort_by_key(|(output, _)| *output);
     let unread: HashSet<&str> = found.unread.iter().map(|unread| unread.output.as_str()).collect();
     let width = |column: usize| {
-        // The error of what cannot be read takes the rest of its line.
+        // The error of an unreadable output extends to the end of its line.
         let counts = |output: &str| column == 0 || !unread.contains(output);
         let cells = rows.iter().filter(|(output, _)| counts(output));
         let widest = cells.map(|(_, cells)| cells[column].chars().count()).max();
@@ -309,7 +312,7 @@ fn table(found: &Found) -> Vec<String> {
     std::iter::once(line(&heading)).chain(lines).collect()
 }
 
-/// A name that leaves room for the rest of its line.
+/// A name cut to [`NAME_CHARS_MAX`] characters.
 fn cut(name: &str) -> String {
     match name.char_indices().nth(NAME_CHARS_MAX) {
         Some((end, _)) => format!("{}…", &name[..end]),

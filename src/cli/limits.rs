@@ -1,4 +1,4 @@
-//! A job's limits: what is used of them, and what becomes of them when its job file comes again.
+//! A job's limits: their use so far, and their changes when the job file is read again.
 
 use std::time::Duration;
 
@@ -8,22 +8,23 @@ use crate::report::cost::{dollars, show_dollars};
 use crate::report::progress::show_duration;
 use crate::worker::WorkerLimits;
 
-/// What a job has used of its limits.
+/// A job's use of its limits.
 #[derive(Debug, Clone, Copy)]
 pub struct Used {
-    /// Device seconds of all workers.
+    /// Device seconds of all workers together.
     pub device_seconds: f64,
-    /// Since the job was created.
+    /// Time since the job was created.
     pub age: Duration,
 }
 
 impl Used {
-    /// By now.
+    /// Current use.
     pub async fn of(ledger: &Ledger) -> Result<Used, Failure> {
         Ok(Used::with(ledger, ledger.spent().await?.device_seconds()))
     }
 
-    /// By now, where what was spent is known. By this machine's clock: nobody may have written anything for long.
+    /// Current use, given the device seconds. The age is by this machine's clock, since the
+    /// ledger's last write may be old.
     pub fn with(ledger: &Ledger, device_seconds: f64) -> Used {
         Used {
             device_seconds,
@@ -31,32 +32,34 @@ impl Used {
         }
     }
 
-    /// All of it at the price that holds; `None` where there is none.
+    /// The total cost at the current price; `None` without a price.
     pub fn usd(&self, terms: &JobLimits) -> Option<f64> {
         dollars(self.device_seconds, terms.usd_per_hour)
     }
 
-    /// Which of these limits is reached, if any.
+    /// The first of these limits that is reached, if any.
     pub fn reached(&self, terms: &JobLimits) -> Option<StopWhy> {
         WorkerLimits::of(terms).reached(self.device_seconds, self.age)
     }
 }
 
-/// Why a begun job does not go on.
+/// Why a begun job does not continue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Held {
     pub why: StopWhy,
-    /// Its unfinished rows are to become rows of the output all the same.
+    /// Whether its unfinished rows still become rows of the output.
     pub closes: bool,
 }
 
-/// A begun job's file has come again, with the limits `file`. Where they are not those that it had when `run` or `submit` read
-/// it last, they hold from now on, all of them, in place of what `extend` gave, too. A limit that is reached stops the job; one
-/// that was stopped goes on where none is. Says what it orders, and returns what holds the job up after that.
+/// Applies the limits `file` of a begun job's file. If they differ from those that `run` or
+/// `submit` last read, they replace all current limits, including those of `extend`. A reached
+/// limit stops the job; a stopped job continues if no limit is reached. Prints the orders that it
+/// gives, and returns what still holds the job.
 pub async fn follow_file(ledger: &Ledger, file: &JobLimits, quiet: bool) -> Result<Option<Held>, Failure> {
     let used = Used::of(ledger).await?;
     let mut control = ledger.control().await?;
-    // An order a turn: whatever somebody else orders meanwhile is looked at like everything else.
+    // Each iteration gives one order; orders written by others in the meantime are read like all
+    // others.
     loop {
         let held = control.stopped().map(|why| Held {
             why,
@@ -92,7 +95,7 @@ pub async fn follow_file(ledger: &Ledger, file: &JobLimits, quiet: bool) -> Resu
     }
 }
 
-/// What is other in `file` than in what held, for people; `None`: nothing.
+/// The differences of `file` from the limits in force, in words; `None` if there are none.
 fn changes(holds: &JobLimits, file: &JobLimits) -> Option<String> {
     let usd = |usd: Option<f64>| usd.map_or("none".into(), show_dollars);
     let time = |seconds: Option<u64>| seconds.map_or("none".into(), |seconds| show_duration(seconds as f64));
@@ -131,7 +134,7 @@ fn unfinished(terms: &JobLimits) -> &'static str {
     }
 }
 
-/// For people: budget and deadline, what is left of each, and who set them.
+/// Lines for the terminal: budget and deadline, the rest of each, and who set them.
 pub fn limit_lines(terms: &JobLimits, from: Option<LimitsFrom>, used: &Used) -> Vec<String> {
     let mut lines = Vec::new();
     if let Some((most, spent)) = terms.usd.zip(used.usd(terms)) {
@@ -165,7 +168,7 @@ fn set_by(from: Option<LimitsFrom>) -> &'static str {
     }
 }
 
-/// For people: the limit that stopped the job, who set it, and what is used of it.
+/// A line for the terminal: the limit that stopped the job, who set it, and its use.
 pub async fn reached_line(ledger: &Ledger, why: StopWhy) -> Result<String, Failure> {
     let control = ledger.control().await?;
     let used = Used::of(ledger).await?;
@@ -178,7 +181,7 @@ pub async fn reached_line(ledger: &Ledger, why: StopWhy) -> Result<String, Failu
     ))
 }
 
-/// The same, and the field of the job file by which the job has more.
+/// The same line, with the job file's field to raise.
 pub async fn what_to_raise(ledger: &Ledger, why: StopWhy) -> Result<String, Failure> {
     let field = match why {
         StopWhy::Deadline => "deadline",
@@ -187,7 +190,7 @@ pub async fn what_to_raise(ledger: &Ledger, why: StopWhy) -> Result<String, Fail
     Ok(format!("{}; raise `budget.{field}`", reached_line(ledger, why).await?))
 }
 
-/// Pure: the line. `note` is what the worker found that stopped the job.
+/// Pure: builds the line. `note` is the finding of the worker that stopped the job.
 fn said_reached(why: StopWhy, terms: &JobLimits, from: Option<LimitsFrom>, note: Option<&str>, used: &Used) -> String {
     let from = set_by(from);
     match why {

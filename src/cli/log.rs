@@ -1,4 +1,4 @@
-//! What is logged, and where: stderr, by `RUST_LOG`, escaped, without what holds passwords.
+//! Logging to stderr: filtered by `RUST_LOG`, escaped, without crates that log passwords.
 
 use std::io::IsTerminal;
 
@@ -11,11 +11,11 @@ use tracing_subscriber::util::SubscriberInitExt;
 
 use crate::printable::Log;
 
-/// Crates that log what they send to RabbitMQ, and what comes back, which a broker may make of it: the password, as text and as bytes.
-/// What their errors mean is said by `queue/rabbitmq/`.
+/// Crates that log data sent to RabbitMQ and data that a broker returns, both of which may contain
+/// the password as text or bytes. `queue/rabbitmq/` reports their errors.
 const SHOW_PASSWORDS: &[&str] = &["lapin", "amq_protocol", "async_rs"];
 
-/// Sets the program's log up.
+/// Initializes the program's log.
 pub fn init() {
     let wanted = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn"));
     let colours = std::io::stderr().is_terminal();
@@ -34,9 +34,9 @@ where
         .with(filter_fn(keeps_secrets))
 }
 
-/// False of what may show a password, whatever the log's filter asks for.
+/// Whether the event cannot show a password; this applies whatever the log's filter enables.
 fn keeps_secrets(metadata: &Metadata<'_>) -> bool {
-    // Of crates whose names begin alike (`amq_protocol_tcp`), all.
+    // The prefix match also covers crates like `amq_protocol_tcp`.
     !SHOW_PASSWORDS.iter().any(|name| metadata.target().starts_with(name))
 }
 

@@ -1,5 +1,5 @@
-//! The commands: arguments → command → exit code. A file a command; `prepare.rs` is what they share on the way in, and
-//! `enqueue.rs` where they put shards.
+//! The commands: arguments → command → exit code. Each command has its own file. `prepare.rs` has
+//! the shared preparation, and `enqueue.rs` the enqueuing of shards.
 
 mod answers;
 mod args;
@@ -44,7 +44,7 @@ use crate::cli::exit::{Exit, Failure, one_line};
 use crate::say;
 use crate::signing::Signing;
 
-/// 128 and the number of SIGPIPE.
+/// 128 plus the number of SIGPIPE.
 const OUTPUT_CLOSED: u8 = 141;
 
 /// Parses the arguments, runs the command and maps its outcome to an exit code.
@@ -58,7 +58,7 @@ pub fn main() -> ExitCode {
         .map_err(Failure::from)
         .and_then(|runtime| {
             let result = runtime.block_on(command(arguments.command));
-            // What still runs in the background after a stop must not hold up the end.
+            // Background tasks that still run after a stop must not delay the exit.
             runtime.shutdown_background();
             result
         });
@@ -79,14 +79,16 @@ fn no_core_dumps() {
         return;
     }
     let maximum = getrlimit(Resource::Core).maximum;
-    // Too small for any file. Where dumps go to a program (`core_pattern` with `|`), Linux ignores 0, and takes 1 for "none".
+    // Too small for any file. If dumps go to a program (`core_pattern` with `|`), Linux ignores 0,
+    // and treats 1 as "none".
     let current = Some(maximum.map_or(1, |maximum| maximum.min(1)));
     if let Err(error) = setrlimit(Resource::Core, Rlimit { current, maximum }) {
         eprintln!("gristmill: core dumps stay possible, and would hold prompts: {error}");
     }
 }
 
-/// A command whose work is done, as a filter ends: where nobody read its output to the end, as if SIGPIPE had ended it.
+/// The exit code of a finished command, by the convention of filters: if the reader closed stdout
+/// early, the code is that of SIGPIPE.
 fn end_of_output() -> ExitCode {
     match say::closed() {
         None => Exit::Done.into(),
@@ -99,7 +101,8 @@ fn end_of_output() -> ExitCode {
 }
 
 async fn command(command: Command) -> Result<Exit, Failure> {
-    // Keys that cannot be used are said before anything is read or written: by every command, since most of them open a ledger.
+    // Unusable keys are reported by every command before anything is read or written, since most
+    // commands open a ledger.
     Signing::of_process().map_err(|why| Failure::bad_job(anyhow::anyhow!(why)))?;
     match command {
         Command::Run(args) => run::run(args).await,

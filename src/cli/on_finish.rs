@@ -1,7 +1,9 @@
-//! `on_finish`: who hears of a job's end, and from whom.
+//! `on_finish`: who is notified of a job's end, and by which process.
 //!
-//! The command of a job file is run by `run` alone, whose file a person named. Workers and `reconcile` read an address from a job's record,
-//! which whoever can write to its output has written: they post only to what their operator listed. Neither changes the job's result.
+//! Only `run` executes the command of a job file, since a person named that file. Workers and
+//! `reconcile` read the address from a job's record, which anyone with write access to the output
+//! may have written. So they post only to addresses that their operator listed. The outcome never
+//! changes the job's result.
 
 use std::collections::HashSet;
 use std::io::Write;
@@ -26,16 +28,16 @@ use crate::worker::Worker;
 use crate::worker::access::Access;
 use crate::worker::stop::Stop;
 
-/// How long a command may take.
+/// Maximum runtime of the command.
 const COMMAND_MAX: Duration = Duration::from_secs(600);
-/// Between two looks at whether it has ended.
+/// Interval of polling whether the command has exited.
 const POLL_EVERY: Duration = Duration::from_millis(20);
-/// Between two looks of a worker at whether it has finished a job.
+/// Interval at which a worker checks whether it has finished a job.
 const WATCH_EVERY: Duration = Duration::from_secs(1);
-/// What a worker that was told to leave still waits.
+/// Maximum wait of a worker that was told to leave.
 const LEAVING_MAX: Duration = Duration::from_secs(4);
 
-/// What will happen at the end, for people; `None`: nothing.
+/// The configured actions in words; `None` if there are none.
 pub fn line(prepared: &PreparedJob) -> Option<String> {
     let OnFinish { command, url } = of_whole_job(prepared)?;
     let words: Vec<String> = command.iter().map(|word| shell_word(word)).collect();
@@ -45,12 +47,12 @@ pub fn line(prepared: &PreparedJob) -> Option<String> {
     (!all.is_empty()).then(|| all.join(" and "))
 }
 
-/// Nobody waits for a trial.
+/// The settings, except for a trial, which notifies nobody.
 fn of_whole_job(prepared: &PreparedJob) -> Option<&OnFinish> {
     prepared.limit.is_none().then_some(&prepared.job.on_finish)
 }
 
-/// Keys that cannot be used are said before the job begins, not at its end.
+/// Unusable keys are reported before the job begins instead of at its end.
 pub fn check_keys(prepared: &PreparedJob) -> Result<(), Failure> {
     match of_whole_job(prepared).and_then(OnFinish::address) {
         Some(_) => Signing::of_posts()
@@ -60,7 +62,7 @@ pub fn check_keys(prepared: &PreparedJob) -> Result<(), Failure> {
     }
 }
 
-/// What a person's own job file asks for, once the job is done.
+/// Performs the actions of a person's own job file after the job's end.
 pub async fn of_run(prepared: &PreparedJob, ledger: &Ledger, stop: &Stop) {
     let Some(asked) = of_whole_job(prepared) else { return };
     let is_any = !asked.command.is_empty() || asked.url.is_some();
@@ -100,12 +102,13 @@ async fn tell_of_run(asked: &OnFinish, prepared: &PreparedJob, ledger: &Ledger, 
     Ok(())
 }
 
-/// Runs a program without a shell, `object` on its standard input. What it prints goes to stderr: stdout is the report's.
+/// Runs a program without a shell, with `object` on its standard input. Its output goes to stderr,
+/// since stdout is for the report.
 fn run_command(command: &[String], folder: &Path, object: &str, stop: &Stop) -> Result<(), String> {
     let Some((program, arguments)) = command.split_first() else {
         return Ok(());
     };
-    // As other paths of a job file; a name alone is looked up in PATH.
+    // A path is relative to the job file; a bare name is looked up in PATH.
     let program = match program.contains('/') {
         true => folder.join(program),
         false => PathBuf::from(program),
@@ -121,7 +124,7 @@ fn run_command(command: &[String], folder: &Path, object: &str, stop: &Stop) -> 
         .spawn()
         .map_err(|error| format!("cannot start `{}`: {error}", program.display()))?;
     if let Some(mut input) = child.stdin.take() {
-        // One that does not read it may have ended already.
+        // The write fails if the program has exited without reading its input.
         let _ = input.write_all(object.as_bytes());
     }
     wait(&mut child, stop)
@@ -144,14 +147,14 @@ fn wait(child: &mut Child, stop: &Stop) -> Result<(), String> {
                 continue;
             }
         };
-        // It may end in this moment by itself.
+        // The program may have exited in the meantime.
         let _ = child.kill();
         let _ = child.wait();
         return Err(why);
     }
 }
 
-/// The option that a worker needs to tell this job's end.
+/// The option that a worker needs to post this job's end.
 pub fn accepting(ledger: &Ledger) -> String {
     match recorded(ledger).and_then(|asked| asked.address()) {
         Some(url) => format!(
@@ -162,7 +165,7 @@ pub fn accepting(ledger: &Ledger) -> String {
     }
 }
 
-/// Says what of a job file's `on_finish` does not reach the workers.
+/// Warns about parts of `on_finish` that workers will not perform.
 pub fn warn_submitted(prepared: &PreparedJob, ledger: &Ledger) {
     let Some(asked) = of_whole_job(prepared) else { return };
     let file = &prepared.job.file;
@@ -182,25 +185,25 @@ pub fn warn_submitted(prepared: &PreparedJob, ledger: &Ledger) {
     }
 }
 
-/// What a job's record says, where it can be read and may be.
+/// The settings in a job's record, if the record is readable and valid.
 fn recorded(ledger: &Ledger) -> Option<OnFinish> {
     let resolved = &ledger.job().resolved;
     let job = crate::job::Job::of_record(resolved, &ledger.store().address(crate::ledger::keys::JOB)).ok()?;
     Some(job.on_finish)
 }
 
-/// Tells the ends of queued jobs, as far as it may.
+/// Posts the ends of queued jobs, within the operator's permissions.
 pub struct Teller {
     access: Access,
     keys: Signing,
-    /// Of these it has told the end, or said why not.
+    /// Jobs whose end was posted, or whose refusal was reported.
     done: Mutex<HashSet<String>>,
 }
 
-/// A task that tells the end of each job whose result a worker writes.
+/// A task that posts the end of each job whose result this worker writes.
 pub struct Telling {
     task: JoinHandle<()>,
-    /// Dropped, it ends after a last look.
+    /// Dropping it ends the task after a last check.
     going: oneshot::Sender<()>,
 }
 
@@ -220,18 +223,19 @@ impl Telling {
         Telling { task, going }
     }
 
-    /// After a last look; one that was told to `leave` does not wait for slow receivers: `reconcile` tells what was not told.
+    /// Ends after a last check. A worker that was told to `leave` does not wait for slow receivers;
+    /// `reconcile` posts the rest.
     pub async fn end(self, leave: bool) {
         drop(self.going);
         let most = if leave { LEAVING_MAX } else { Duration::MAX };
-        // A panic in it was said already.
+        // A panic in the task was reported already.
         let _ = tokio::time::timeout(most, self.task).await;
     }
 }
 
 impl Teller {
     /// # Errors
-    /// The keys that posts are signed with cannot be used.
+    /// The keys that sign posts are unusable.
     pub fn new(access: Access) -> Result<Teller, Failure> {
         Ok(Teller {
             access,
@@ -240,7 +244,7 @@ impl Teller {
         })
     }
 
-    /// Tells the ends of the jobs whose result this worker has written.
+    /// Posts the ends of the jobs whose result this worker has written.
     async fn tell_finished(&self, worker: &Worker) {
         let jobs = worker.jobs.open().await;
         let watched = worker.watched.ledgers();
@@ -251,7 +255,8 @@ impl Teller {
         }
     }
 
-    /// Tells the end of a finished job, unless that was done. What keeps it from that is one line, once a process.
+    /// Posts the end of a finished job, unless that was done. A reason against posting is reported
+    /// once per process.
     pub async fn tell(&self, ledger: &Ledger) {
         let Some(url) = recorded(ledger).and_then(|asked| asked.address()) else {
             return;

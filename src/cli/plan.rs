@@ -1,4 +1,5 @@
-//! `gristmill plan`: reads, renders and tokenizes every row, and says what the job will ask of the model.
+//! `gristmill plan`: reads, renders and tokenizes every row, and reports the expected work of the
+//! model.
 
 use std::sync::Arc;
 
@@ -28,11 +29,11 @@ use crate::report::summary::{counted, number, percent};
 use crate::worker::model::Stream;
 use crate::worker::preflight::{Preflight, Seen, SeenPrompt, Shown};
 
-/// Shards read and rendered at once: one on the cores, one being read.
+/// Shards in progress: one being rendered, one being read.
 const SHARDS_AHEAD: usize = 2;
-/// Skipped files that are named.
+/// Maximum number of skipped files that are named.
 const SKIPPED_SHOWN: usize = 10;
-/// Widest bar of the histogram, in characters.
+/// Maximum width of a histogram bar, in characters.
 const BAR_CHARS: u64 = 40;
 
 pub async fn plan(args: PlanArgs) -> Result<Exit, Failure> {
@@ -55,7 +56,7 @@ pub async fn plan(args: PlanArgs) -> Result<Exit, Failure> {
     };
     let preflight = read_all(&renderer, &inputs, args.preview).await?;
     let seconds = expected_seconds(&prepared, &preflight, args.tokens_per_second).await?;
-    // Others may compute it: here it is a warning.
+    // Another machine may run the job, so this is only a warning.
     let misplaced = prepared.check_place().err().map(|why| one_line(&why));
     prepared.warn();
     say_warnings(refusals.iter().chain(&misplaced).chain(&stays_out));
@@ -78,7 +79,7 @@ pub async fn plan(args: PlanArgs) -> Result<Exit, Failure> {
     }
 }
 
-/// Streams all rows through the renderer. Two shards are in memory at a time, never the dataset.
+/// Streams all rows through the renderer. At most two shards are in memory.
 pub async fn read_all(renderer: &Arc<Renderer>, inputs: &InputPlan, preview: usize) -> Result<Preflight, Failure> {
     let reader = reader(renderer, inputs);
     let mut preflight = Preflight::new(preview);
@@ -95,7 +96,8 @@ pub async fn read_all(renderer: &Arc<Renderer>, inputs: &InputPlan, preview: usi
     Ok(preflight)
 }
 
-/// Refuses a job none of whose rows can be asked about. Reads no further than the shard of the first row that can.
+/// Refuses a job if none of its rows can be rendered. Reads up to the shard of the first row that
+/// can.
 pub async fn check_any(prepared: &PreparedJob, inputs: &InputPlan) -> Result<(), Failure> {
     let renderer = Arc::new(prepared.renderer(&Stream::now())?);
     let reader = reader(&renderer, inputs);
@@ -106,7 +108,7 @@ pub async fn check_any(prepared: &PreparedJob, inputs: &InputPlan) -> Result<(),
                 Seen { prompt: Ok(_), .. } => None,
                 broken => Some(broken),
             });
-            // Ends at the first row that has a prompt.
+            // Ends at the first row with a prompt.
             broken.collect::<Option<Vec<_>>>()
         });
         for seen in seen.await.map_err(unread)? {
@@ -119,7 +121,7 @@ pub async fn check_any(prepared: &PreparedJob, inputs: &InputPlan) -> Result<(),
     none_to_ask(prepared, &broken).map_or(Ok(()), Err)
 }
 
-/// There are rows, and none of them can be asked about.
+/// The failure if there are rows, but none of them can be rendered.
 pub fn none_to_ask(prepared: &PreparedJob, seen: &Preflight) -> Option<Failure> {
     let none = seen.rows > 0 && seen.broken_rows == seen.rows;
     none.then(|| {
@@ -136,7 +138,7 @@ pub fn none_to_ask(prepared: &PreparedJob, seen: &Preflight) -> Option<Failure> 
     })
 }
 
-/// Inputs of a begun job that `run` will refuse to go on with, a line each.
+/// Changed inputs because of which `run` will refuse to continue a begun job, a line each.
 async fn refusals(ledger: &Ledger) -> Result<Vec<String>, Failure> {
     if ledger.success().await?.is_some() {
         return Ok(Vec::new());
@@ -148,7 +150,7 @@ async fn refusals(ledger: &Ledger) -> Result<Vec<String>, Failure> {
     found.collect()
 }
 
-/// A file that is read here, and that a job which has begun goes on without.
+/// The note about a skipped file that has changed since. A begun job continues without its rows.
 async fn stays_out(ledger: &Ledger) -> Option<String> {
     let which = inputs::mended(ledger).await?;
     Some(format!("{which}: the job has begun, and stays without its rows"))
@@ -159,7 +161,7 @@ fn reader(renderer: &Renderer, inputs: &InputPlan) -> ShardReader {
     ShardReader::new(inputs.files.clone(), nothing, renderer.columns()).of_layout(inputs.layout.clone())
 }
 
-/// Reads a shard and looks at its rows, piece by piece, off the threads that read.
+/// Reads a shard and processes its rows piece by piece, outside of the threads that read.
 async fn look_at<T: Send + 'static>(
     reader: &ShardReader,
     shard: &Shard,
@@ -182,13 +184,13 @@ fn see(renderer: &Renderer, row: &InputRow) -> Seen {
     Seen { row: row.row, prompt }
 }
 
-/// Device time that the job is expected to take, and what that rests on.
+/// Expected device time of the job, and the basis of the estimate.
 struct Expected {
     seconds: f64,
     basis: String,
 }
 
-/// From the given rate, or from the largest `run --limit` of this output.
+/// Estimated from the given rate, or from the largest `run --limit` of this output.
 async fn expected_seconds(
     prepared: &PreparedJob,
     preflight: &Preflight,
@@ -247,7 +249,7 @@ fn as_json(
     })
 }
 
-/// A shown prompt; of a long one, its beginning.
+/// A prompt for the preview; a long prompt is cut.
 fn preview((row, shown): &(u64, Shown)) -> serde_json::Value {
     json!({"row": row, "prompt_tokens": shown.tokens, "text": shown.text, "token_ids": shown.token_ids})
 }

@@ -1,4 +1,5 @@
-//! What the commands share on the way in: a job file becomes a checked job, its model folder, and its place.
+//! Shared preparation of the commands: turns a job file into a checked job with its model folder
+//! and device.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -35,37 +36,38 @@ use crate::report::summary::number;
 use crate::signing::Signing;
 use crate::worker::model::{Formats, ModelFiles, Stream};
 
-/// Bytes that a generated token may take in the output: its text, its id, its log probability.
+/// Estimated output bytes per generated token: its text, id and log probability.
 const BYTES_PER_TOKEN: u64 = 12;
-/// Bytes that a value of a typed answer may take in its column, be it null.
+/// Estimated bytes per value of a typed answer, including nulls.
 const BYTES_PER_VALUE: u64 = 16;
 
-/// Hashing so many bytes takes long enough to be said.
+/// Hashing is announced from this size on.
 const SAY_HASHING_BYTES: u64 = 4 << 30;
 
-/// A store that has not answered for so long is said to be slow.
+/// A store that has not responded for this long is reported as slow.
 const SLOW: Duration = Duration::from_secs(3);
 
-/// A job and everything about its model but the weights.
+/// A job, and everything about its model except the weights.
 pub struct PreparedJob {
     pub job: Arc<Job>,
-    /// How it was asked for.
+    /// The command-line arguments that name the job.
     pub args: JobArgs,
     pub model: ModelFiles,
     pub limit: Option<u64>,
     pub output: Location,
-    /// What its report runs again.
+    /// The report's recheck settings, resolved.
     pub recheck: Option<Sample>,
-    /// Where it is computed.
+    /// The device that runs the job.
     pub place: ResolvedDevice,
-    /// Where its sampling values come from, once [settled](Self::settle).
+    /// Sources of its sampling values, once [settled](Self::settle).
     pub sampling: Sampling,
-    /// How its model thinks, once settled; `None`: all that it writes is its answer.
+    /// How its model thinks, once settled; `None`: the model's whole output is its answer.
     pub thinking: Option<Thinks>,
 }
 
 impl PreparedJob {
-    /// Reads the job file and the model's config and tokenizer; `place` is asked once the job file is known to be sound.
+    /// Reads the job file and the model's config and tokenizer; `place` is called once the job file
+    /// is known to be valid.
     pub async fn prepare(
         args: &JobArgs,
         limit: Option<u64>,
@@ -81,7 +83,7 @@ impl PreparedJob {
         let model = ModelFiles::open(model_dir(&job)?).map_err(Failure::bad_job)?;
         let output = output_of(&job)?;
         let output = match limit {
-            // A job of its own: trying out must not touch the real output.
+            // A trial is a job of its own, so that it does not touch the real output.
             Some(rows) => trial::place(&job, &output, rows).await?,
             None => output,
         };
@@ -98,10 +100,11 @@ impl PreparedJob {
         })
     }
 
-    /// Settles what the job leaves to its checkpoint; where the job has begun, its record has.
+    /// Fills settings that the job leaves to its checkpoint; if the job has begun, they come from
+    /// its record.
     ///
     /// # Errors
-    /// The checkpoint says what cannot be, or what is not done.
+    /// The checkpoint's settings are invalid or unsupported.
     pub fn settle(&mut self, begun: Option<&Ledger>) -> Result<(), Failure> {
         let begun = begun.filter(|ledger| self.is_of(ledger));
         let job = Arc::make_mut(&mut self.job);
@@ -112,7 +115,7 @@ impl PreparedJob {
         self.settle_thinking(begun.is_none())
     }
 
-    /// Settles how the model thinks, and in a new job how long it may where nobody says so.
+    /// Determines how the model thinks and, for a new job, the default `max_tokens`.
     fn settle_thinking(&mut self, is_new: bool) -> Result<(), Failure> {
         let renderer = self.renderer(&Stream::UNKNOWN)?;
         self.thinking = renderer.thinks().cloned();
@@ -123,13 +126,13 @@ impl PreparedJob {
         let generate = &mut Arc::make_mut(&mut self.job).generate;
         if let Some(most) = most.filter(|_| is_new && generate.source("max_tokens") == Some(Source::Default)) {
             generate.max_tokens = most;
-            // It must leave room for a prompt.
+            // This fails if no room for a prompt is left.
             self.renderer(&Stream::UNKNOWN)?;
         }
         Ok(())
     }
 
-    /// What there is to warn of in the model's files.
+    /// Warnings about the model's files and settings.
     pub fn warnings(&self) -> Vec<&String> {
         self.model
             .config
@@ -139,12 +142,13 @@ impl PreparedJob {
             .collect()
     }
 
-    /// Says these on stderr.
+    /// Prints the warnings to stderr.
     pub fn warn(&self) {
         say_warnings(self.warnings());
     }
 
-    /// A line that says how the model thinks, and how many tokens thought and answer may have; `None`: it does not.
+    /// A line about how the model thinks and the token limit of thought and answer; `None` if it
+    /// does not think.
     pub fn thinking_line(&self) -> Option<String> {
         let generate = &self.job.generate;
         let whose = match generate.source("max_tokens") {
@@ -157,7 +161,8 @@ impl PreparedJob {
         Some(format!("{thinks}; up to {most} tokens for thought and answer, {whose}"))
     }
 
-    /// Finds, pins and cuts the inputs, and checks that they hold every column that the job names.
+    /// Finds, pins and shards the inputs, and checks that they have every column that the job
+    /// names.
     pub async fn plan(&self) -> Result<InputPlan, Failure> {
         let generate = &self.job.generate;
         let renderer = self.renderer(&Stream::UNKNOWN)?;
@@ -167,7 +172,8 @@ impl PreparedJob {
             csv: self.job.input.csv.clone(),
             options: self.job.input.options.clone(),
             used: renderer.columns(),
-            // Checked below, by the renderer, which knows the field that names a column.
+            // The renderer checks the columns below, since it knows the field that names each
+            // column.
             columns: None,
             carry: self.carry(),
             reserved: self.reserved(),
@@ -183,8 +189,8 @@ impl PreparedJob {
         let bad_input = |error: DatasetError| self.bad_input(error);
         let plan = match planned {
             Err(_) if matches!(self.job.prompt.kind, PromptKind::Openai) || self.job.gold.is_some() => {
-                // Without a prompt, an input that is no batch lacks the columns that come with one: say that first. And a gold column is
-                // told by the field that names it.
+                // Without a prompt, a non-batch input lacks the batch columns: report that first.
+                // For a gold column, the error should name its field.
                 let bare = PlanRequest {
                     carry: self.job.output.carry.clone(),
                     ..request
@@ -214,14 +220,14 @@ impl PreparedJob {
         Failure::bad_job(error).context(self.job.file.clone())
     }
 
-    /// Columns of the input whose names the output has already, and that have no other.
+    /// Input columns whose names collide with the output's own columns and that are not renamed.
     fn reserved(&self) -> Vec<String> {
         let mut reserved = OutputSchema::names(&self.output_columns());
         reserved.retain(|name| !self.job.output.renamed.contains_key(name));
         reserved
     }
 
-    /// Adds all columns of the inputs to those that are carried. It takes a look at the inputs to know them.
+    /// Adds all input columns to the carried ones, which requires planning the inputs first.
     async fn carry_all(&self, request: &mut PlanRequest) -> Result<(), Failure> {
         let bare = PlanRequest {
             carry: Vec::new(),
@@ -249,7 +255,7 @@ impl PreparedJob {
         Ok(())
     }
 
-    /// Bytes that an answer takes in the output, about.
+    /// Estimated bytes of an answer in the output.
     fn answer_bytes(&self) -> u64 {
         let tokens = u64::from(self.job.generate.max_tokens);
         let columns = self.output_columns();
@@ -257,8 +263,8 @@ impl PreparedJob {
         BYTES_PER_TOKEN * tokens + BYTES_PER_VALUE * values
     }
 
-    /// Keeps a hash of each input, by which a change of ETag is judged later on: Parquet files are read once more for it.
-    /// Not for a trial, which is to be quick.
+    /// Hashes each input, so that a later change of ETag can be checked. Parquet files are read
+    /// once more for this. Skipped for a trial, which should be fast.
     pub async fn hash_inputs(&self, plan: &mut InputPlan) -> Result<(), Failure> {
         if self.limit.is_some() {
             return Ok(());
@@ -273,7 +279,8 @@ impl PreparedJob {
         hash_inputs(plan).await.map_err(|error| unread(error.into()))
     }
 
-    /// A column of ready token ids must hold lists of whole numbers. (Lines have no types: there, each row tells.)
+    /// Checks that a column of token ids holds lists of whole numbers. (Lines are untyped, so each
+    /// row is checked later.)
     fn check_token_ids(&self, plan: &InputPlan, name: &str) -> Result<(), Failure> {
         let typed = plan
             .files
@@ -300,8 +307,8 @@ impl PreparedJob {
         self.job.carried()
     }
 
-    /// What this job's prompts are keyed by, and whether it has begun: of one that `begun`, the ledger in its output, is not of, by what
-    /// would hold if it were created now.
+    /// The key of this job's prompts, and whether the job has begun. If the ledger `begun` is of
+    /// another job, the key is as for a job created now.
     pub fn stream(&self, begun: Option<&Ledger>) -> (Stream, bool) {
         match begun {
             Some(ledger) if self.is_of(ledger) => (Stream::of(&self.job, ledger), true),
@@ -309,12 +316,12 @@ impl PreparedJob {
         }
     }
 
-    /// Prompts of this job.
+    /// The renderer of this job's prompts.
     pub fn renderer(&self, stream: &Stream) -> Result<Renderer, Failure> {
         self.model.renderer(&self.job, stream).map_err(Failure::bad_job)
     }
 
-    /// Checks that what the answers must look like can be had from this tokenizer at all.
+    /// Checks that the answers' output constraint is possible with this tokenizer.
     pub fn check_shape(&self) -> Result<(), Failure> {
         let shape = self.job.generate.params(0, false).shape;
         let eos = self.model.eos_token_ids(&self.renderer(&Stream::UNKNOWN)?);
@@ -334,7 +341,7 @@ impl PreparedJob {
         }
     }
 
-    /// Whether its number formats can be computed where it runs.
+    /// Checks that the device supports its number formats.
     pub fn check_place(&self) -> anyhow::Result<()> {
         let formats = self.formats();
         check_formats(formats, self.place)
@@ -346,7 +353,7 @@ impl PreparedJob {
         Formats::of_job(&self.job, self.place.precision())
     }
 
-    /// Of the job file, and of how many rows are tried.
+    /// Hash of the job file and of a trial's row limit.
     fn job_hash(&self) -> String {
         match self.limit {
             None => self.job.hash().to_string(),
@@ -354,7 +361,7 @@ impl PreparedJob {
         }
     }
 
-    /// What makes two runs the same job. Reads the whole checkpoint once.
+    /// The identity that two runs of the same job share. Reads the whole checkpoint once.
     pub fn identity(&self) -> Result<JobIdentity, Failure> {
         Ok(JobIdentity {
             job_hash: self.job_hash(),
@@ -366,7 +373,7 @@ impl PreparedJob {
         })
     }
 
-    /// Is `ledger` of a job file with this content? A hash that an older gristmill gave it counts as its own.
+    /// Whether `ledger` is of a job file with this content. Hashes of older gristmills count too.
     fn is_of(&self, ledger: &Ledger) -> bool {
         let record = ledger.job();
         let begun_as = &record.identity.job_hash;
@@ -374,8 +381,8 @@ impl PreparedJob {
         is_older || *begun_as == self.job_hash()
     }
 
-    /// Whether `ledger` is of this job; a hash that an older gristmill gave it counts as its own. Says what of the job file holds no more
-    /// for a job that has begun.
+    /// Checks that `ledger` is of this job; hashes of older gristmills count too. Prints which
+    /// settings of the job file are ignored for a begun job.
     pub fn check_same(&self, ledger: &Ledger, identity: &JobIdentity) -> Result<(), LedgerError> {
         let found = differences(&ledger.job().resolved, &self.job.resolved());
         let mut identity = identity.clone();
@@ -409,7 +416,7 @@ impl PreparedJob {
     fn output_schema(&self, plan: &InputPlan) -> Result<OutputSchema, Failure> {
         let columns = OutputSchema::new(&plan.carry_schema, self.output_columns());
         let named = columns.renaming(&self.job.output.renamed).and_then(|named| {
-            // Result lines do not have the carried columns for columns.
+            // Result lines do not hold the carried columns as columns.
             match self.job.output.format {
                 OutputFormat::Parquet => named.check_case().map(|()| named),
                 OutputFormat::Openai => Ok(named),
@@ -432,12 +439,12 @@ impl PreparedJob {
         }
     }
 
-    /// The planned job, ready to be written down.
+    /// The planned job, ready to be recorded.
     pub fn draft(&self, plan: InputPlan, identity: JobIdentity) -> Result<JobDraft, Failure> {
         let columns = self.output_schema(&plan)?;
         let mut job = (*self.job).clone();
         if self.limit.is_some() {
-            // Nobody waits for a trial.
+            // A trial notifies nobody.
             job.on_finish = OnFinish::default();
         }
         Ok(JobDraft {
@@ -459,14 +466,14 @@ impl PreparedJob {
     }
 }
 
-/// Says warnings on stderr.
+/// Prints warnings to stderr.
 pub fn say_warnings<'a>(warnings: impl IntoIterator<Item = &'a String>) {
     for warning in warnings {
         eprintln!("gristmill: warning: {warning}");
     }
 }
 
-/// Says at the start whether records and messages must be signed.
+/// Prints at the start whether records and messages must be signed.
 pub fn say_signing(quiet: bool) -> Result<(), Failure> {
     let signing = Signing::of_process().map_err(|why| Failure::bad_job(anyhow::anyhow!(why)))?;
     if let Some(line) = signing.line().filter(|_| !quiet) {
@@ -477,12 +484,12 @@ pub fn say_signing(quiet: bool) -> Result<(), Failure> {
 
 fn check_columns(renderer: &Renderer, plan: &InputPlan) -> Result<(), Failure> {
     if plan.total_rows == 0 && plan.columns.is_empty() {
-        // Lines without a row say nothing of their columns.
+        // Lines without any rows have unknown columns.
         return Ok(());
     }
     let columns: Vec<String> = plan.columns.iter().map(|c| c.name.clone()).collect();
     renderer.check_columns(&columns).map_err(Failure::bad_job)?;
-    // A struct has fields of its own.
+    // If the column `row` is a struct, templates may mean its own fields.
     let has_fields = |kind: &str| kind.starts_with("Struct") || kind.starts_with("Map");
     if plan.columns.iter().any(|c| c.name == "row" && !has_fields(&c.kind)) {
         renderer.check_row(&columns).map_err(Failure::bad_job)?;
@@ -509,7 +516,7 @@ fn check_columns(renderer: &Renderer, plan: &InputPlan) -> Result<(), Failure> {
     }
 }
 
-/// An input that cannot be read is the job's fault, a store that fails is not.
+/// An unreadable input is the job's fault; a failing store is not.
 pub fn unread(error: anyhow::Error) -> Failure {
     match error.downcast_ref::<DatasetError>() {
         None | Some(DatasetError::Store { .. }) => Failure::from(error),
@@ -517,13 +524,13 @@ pub fn unread(error: anyhow::Error) -> Failure {
     }
 }
 
-/// Where the job writes when all of it runs.
+/// The output location of the full job.
 pub fn output_of(job: &Job) -> Result<Location, Failure> {
     Location::parse(&job.output.uri, &job.base_dir)
         .map_err(|error| Failure::bad_job(error).context(format!("{}: `output.uri`", job.file)))
 }
 
-/// The model's folder: local, for now.
+/// The model's folder, which must be local.
 pub fn model_dir(job: &Job) -> Result<PathBuf, Failure> {
     let bad = |why: &str| Failure::bad_job(anyhow::anyhow!("{}: `model`: {why}", job.file));
     if job.model.contains("://") && !job.model.starts_with("file://") {
@@ -543,7 +550,7 @@ pub fn model_dir(job: &Job) -> Result<PathBuf, Failure> {
     Ok(dir)
 }
 
-/// A job's ledger from its output, or one line that says that there is none.
+/// The ledger of the job at `output`; an error if there is none.
 pub async fn ledger_at(output: &str) -> Result<Ledger, Failure> {
     let here = std::env::current_dir()?;
     let location = Location::parse(output, &here).map_err(Failure::bad_job)?;
@@ -558,7 +565,7 @@ pub async fn ledger_at(output: &str) -> Result<Ledger, Failure> {
     found.ok_or_else(|| no_job(&location))
 }
 
-/// The ledger at `output`, if there is one. Says so where its store is slow to answer: it is asked again for as long as half a minute.
+/// The ledger at `output`, if any. Reports a slow store, which is retried for up to half a minute.
 pub async fn open_ledger(output: &Location) -> ledger::Result<Option<Ledger>> {
     let mut opening = std::pin::pin!(Ledger::open(output));
     match tokio::time::timeout(SLOW, &mut opening).await {
@@ -573,7 +580,7 @@ pub async fn open_ledger(output: &Location) -> ledger::Result<Option<Ledger>> {
     }
 }
 
-/// There is no job at `output`.
+/// The error if there is no job at `output`.
 pub fn no_job(output: &Location) -> Failure {
     Failure::bad_job(anyhow::anyhow!(
         "`{}` holds no job: there is no `_gristmill/job.json`",

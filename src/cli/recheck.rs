@@ -1,4 +1,5 @@
-//! `gristmill recheck`: how far a finished job's answers agree with those of a higher precision, over a sample of its rows.
+//! `gristmill recheck`: compares a sample of a finished job's answers with those of a higher
+//! precision.
 
 use std::sync::Arc;
 
@@ -64,16 +65,17 @@ pub async fn recheck(args: RecheckArgs) -> Result<Exit, Failure> {
     Ok(Exit::Done)
 }
 
-/// What to run again, checked against the job.
+/// The sample to run again, checked against the job.
 pub struct Sample {
-    /// At least 1; a job with fewer is rechecked whole.
+    /// At least 1; a job with fewer rows is rechecked completely.
     pub rows: u64,
-    /// Higher than the job's own.
+    /// Higher than the job's own formats.
     pub formats: Formats,
 }
 
 impl Sample {
-    /// What `asked` asks for, whose precision `place` says; `own`: the job's formats.
+    /// The sample for `asked`; `place` names the setting that gave its precision, for errors.
+    /// `own`: the job's formats.
     pub fn new(job: &Job, own: Formats, asked: &Asked, place: &str) -> Result<Sample, Failure> {
         if let Some(formats) = own.rechecked_in(asked.precision) {
             let rows = asked.rows;
@@ -91,7 +93,7 @@ impl Sample {
     }
 }
 
-/// What the arguments ask for, then the job file, then nobody.
+/// The sample by the arguments, else the job file, else the defaults.
 fn asked_sample(prepared: &PreparedJob, args: &RecheckArgs) -> Result<Sample, Failure> {
     let job = &prepared.job;
     if job.output.format != OutputFormat::Parquet {
@@ -108,7 +110,7 @@ fn asked_sample(prepared: &PreparedJob, args: &RecheckArgs) -> Result<Sample, Fa
     Sample::new(job, prepared.formats(), &asked, "`--precision`")
 }
 
-/// Rechecks a finished job. The model that it ran with must be gone from memory: this loads it anew.
+/// Rechecks a finished job. The job's own model must be unloaded first, since this loads it again.
 pub async fn of_job(
     prepared: &PreparedJob,
     ledger: &Ledger,
@@ -130,7 +132,7 @@ pub async fn of_job(
         eprintln!("rechecking {rows} of {all} in {}", wanted.formats);
     }
     let hash = identity.model_hash.clone();
-    // No GPU computes in F32.
+    // No GPU computes in F32, so F32 runs on the CPU.
     let place = match wanted.formats.precision {
         device::Precision::F32 => ResolvedDevice::Cpu,
         _ => prepared.place,

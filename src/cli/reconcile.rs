@@ -1,8 +1,10 @@
-//! `gristmill reconcile`: enqueues shards that nobody moves, and finishes jobs whose last step was lost.
+//! `gristmill reconcile`: enqueues shards without progress, and finishes jobs whose last step was
+//! lost.
 //!
-//! Two looks at a job's ledger: a shard without commit that saw no new object in between has lost its message or its
-//! worker, or waits in a long queue. One message too many costs a worker one look at the ledger; a loop sends a shard
-//! again only after twice as many looks each time.
+//! It compares two scans of a job's ledger. An uncommitted shard without a new object in between
+//! has lost its message or its worker, or waits in a long queue. A redundant message costs a worker
+//! only one read of the ledger. In a loop, the number of scans before a shard is sent again doubles
+//! each time.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -19,43 +21,44 @@ use crate::ledger::{JobCommand, Ledger, Progress, StopWhy};
 use crate::report::summary::{RowCounts, counted, number};
 use crate::worker::access::{Access, Asked};
 
-/// A shard that was enqueued again and again without effect is enqueued at every so many looks.
+/// Maximum backoff of a shard, in scans.
 const LOOKS_MAX: u32 = 64;
 
-/// Shards whose data is read at once, an object of each at a time.
+/// Number of shards whose data is read concurrently, one object each at a time.
 const SHARDS_AT_ONCE: usize = 8;
 
-/// One job under watch.
+/// A job under watch.
 struct Watched {
     output: String,
-    /// Once it could be opened.
+    /// `None` until it could be opened.
     ledger: Option<Ledger>,
-    /// At the last look.
+    /// Progress at the last scan.
     seen: Option<Progress>,
     sent: Backoff,
-    /// How it ended, where it has.
+    /// The exit code, once the job has ended.
     ended: Option<Exit>,
-    /// Why the last look came to nothing.
+    /// The error of the last scan, if it failed.
     failed: Option<Failure>,
 }
 
-/// What a look may need.
+/// Resources of a scan.
 #[derive(Clone, Copy)]
 struct Means<'a> {
     enqueuer: &'a Enqueuer,
     teller: &'a Teller,
 }
 
-/// Which shards were enqueued at which look, and when they may be again. Pure.
+/// Backoff of enqueued shards, counted in scans. Pure.
 #[derive(Debug, Default)]
 struct Backoff {
     look: u32,
-    /// Shard → (the next look at which it may be enqueued, looks to wait after that).
+    /// Shard → (the first scan at which it may be enqueued again, its current backoff in scans).
     shards: HashMap<u32, (u32, u32)>,
 }
 
 impl Backoff {
-    /// Begins another look: of the shards that are `still`, those that are due. All others have moved.
+    /// Starts a scan: returns the shards in `still`, which have no progress, that are due. All
+    /// other shards are dropped from the backoff.
     fn due(&mut self, still: &[u32]) -> Vec<u32> {
         self.look += 1;
         let (look, before) = (self.look, std::mem::take(&mut self.shards));
@@ -67,7 +70,7 @@ impl Backoff {
         still.iter().filter(due).copied().collect()
     }
 
-    /// These were enqueued at this look.
+    /// Records that these shards were enqueued at this scan.
     fn sent(&mut self, shards: &[u32]) {
         for shard in shards {
             let wait = self.shards.get(shard).map_or(1, |(_, wait)| (wait * 2).min(LOOKS_MAX));
@@ -93,7 +96,7 @@ pub async fn reconcile(args: ReconcileArgs) -> Result<Exit, Failure> {
         failed: None,
     };
     let mut jobs: Vec<Watched> = args.outputs.iter().map(watched).collect();
-    // What is wrong with an output is said whether the queue answers or not.
+    // Errors of outputs are reported whether or not the queue responds.
     for job in &mut jobs {
         if let Err(failure) = ledger_at(&job.output).await {
             job.fail(failure);
@@ -128,20 +131,21 @@ pub async fn reconcile(args: ReconcileArgs) -> Result<Exit, Failure> {
     Ok(worst(&jobs))
 }
 
-/// Whether jobs are looked at again and again.
+/// Whether jobs are scanned repeatedly.
 fn loops(args: &ReconcileArgs) -> bool {
     args.every.is_some() || args.until_finished
 }
 
-/// The exit code over all jobs. A job that goes on is no failure; of the others, the worst tells.
+/// The exit code over all jobs. A running job is no failure; of the other jobs, the worst code
+/// counts.
 fn worst(jobs: &[Watched]) -> Exit {
     let worst = |exit: fn(&Watched) -> Option<Exit>| jobs.iter().filter_map(exit).max_by_key(|exit| *exit as u8);
     let failed = worst(|job| Some(job.failed.as_ref()?.exit));
     failed.or_else(|| worst(|job| job.ended)).unwrap_or(Exit::Done)
 }
 
-/// One look at each job; returns how many shards were enqueued. What fails is said and keeps no other job waiting; in a loop, it is
-/// tried again at the next look.
+/// Scans each job once; returns how many shards were enqueued. An error is reported and does not
+/// affect other jobs; in a loop, the job is scanned again in the next iteration.
 async fn look_at_all(jobs: &mut [Watched], means: Means<'_>, args: &ReconcileArgs, loops: bool) -> u64 {
     let mut enqueued = 0;
     for job in jobs.iter_mut().filter(|job| loops || job.failed.is_none()) {
@@ -157,13 +161,14 @@ async fn look_at_all(jobs: &mut [Watched], means: Means<'_>, args: &ReconcileArg
 }
 
 impl Watched {
-    /// Says what is wrong.
+    /// Reports an error.
     fn fail(&mut self, failure: Failure) {
         eprintln!("gristmill: {}: {}", self.output, one_line(&failure.error));
         self.failed = Some(failure);
     }
 
-    /// Whether nothing more is to come of it: it has ended, or it cannot be looked at: not now, or, in a loop, not ever.
+    /// Whether no further scan is needed: the job has ended, or its scan failed. In a loop, only a
+    /// failure that cannot go away counts.
     fn is_over(&self, loops: bool) -> bool {
         let is_hopeless = |failure: &Failure| !loops || failure.exit == Exit::BadJob;
         self.ended.is_some() || self.failed.as_ref().is_some_and(is_hopeless)
@@ -173,7 +178,7 @@ impl Watched {
         if self.ended.is_some() && args.until_finished {
             return Ok(0);
         }
-        // A retry may have begun another generation since.
+        // A retry may have started another generation since the last scan.
         let ledger = ledger_at(&self.output).await?;
         let which = |ledger: &Ledger| (ledger.generation(), ledger.job().job.clone());
         if self.ledger.as_ref().map(which) != Some(which(&ledger)) {
@@ -189,7 +194,7 @@ impl Watched {
             self.ended = ended;
         }
         if ended.is_some() {
-            // Whoever wrote the result may have died before it could tell.
+            // The process that wrote the result may have died before it could post it.
             if matches!(ended, Some(Exit::Done | Exit::FailedRows)) {
                 means.teller.tell(ledger).await;
             }
@@ -228,7 +233,8 @@ impl Watched {
     }
 }
 
-/// Opens finished rows of these shards again whose data is lost: whoever gets the shard would find that it cannot publish.
+/// Reopens finished rows of these shards whose data is lost, since the worker that gets the shard
+/// could not publish it.
 async fn mend(ledger: &Ledger, shards: Vec<u32>) -> Result<(), Failure> {
     let mut mended = futures::stream::iter(shards)
         .map(|shard| ledger.mend(shard))
@@ -241,13 +247,13 @@ async fn mend(ledger: &Ledger, shards: Vec<u32>) -> Result<(), Failure> {
     Ok(())
 }
 
-/// How the job has ended; writes what is due where all shards are committed.
+/// The exit code of an ended job; writes the final objects if all shards are committed.
 async fn how_ended(ledger: &Ledger) -> Result<Option<Exit>, Failure> {
     if let Some(success) = ledger.finish_check(None).await? {
         return Ok(Some(Exit::of_rows(&RowCounts::of(success.rows, &success.tally))));
     }
     Ok(match ledger.control().await?.holds() {
-        // The rows that are left are to be published still: that takes workers.
+        // Workers must still publish the remaining rows.
         Some(JobCommand::Stop { close: true, .. }) => None,
         Some(JobCommand::Stop {
             why: StopWhy::Cancelled,

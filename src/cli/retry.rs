@@ -1,4 +1,5 @@
-//! `gristmill retry`: the failed rows of a finished job once more, or those that were cut off, as its next generation.
+//! `gristmill retry`: runs the failed or truncated rows of a finished job again, as its next
+//! generation.
 
 use anyhow::anyhow;
 use serde_json::json;
@@ -14,13 +15,13 @@ use crate::ledger::keys::JOB;
 use crate::ledger::{Ledger, LedgerError, Tally};
 use crate::report::summary::number;
 
-/// The generation that a retry works on.
+/// The generation created by a retry.
 struct Generation {
     ledger: Ledger,
-    /// Its rows as they stood before.
+    /// Its rows by their earlier status.
     rows: Tally,
     shards: Vec<u32>,
-    /// It was made before, and is not finished yet.
+    /// Whether it was created before and is unfinished.
     resumed: bool,
 }
 
@@ -54,7 +55,7 @@ pub async fn retry(args: RetryArgs) -> Result<Exit, Failure> {
     Ok(Exit::Done)
 }
 
-/// `--truncated` and `--max-tokens` go together.
+/// `--truncated` and `--max-tokens` require each other.
 fn misses(args: &RetryArgs) -> Option<&'static str> {
     match (args.truncated, args.max_tokens) {
         (true, None) => Some(
@@ -65,10 +66,10 @@ fn misses(args: &RetryArgs) -> Option<&'static str> {
     }
 }
 
-/// Whether `max_tokens` can end what the job's own limit, or that of a retry before, cut off.
+/// Checks that `max_tokens` exceeds the job's own limit and that of an earlier retry.
 fn check_raise(ledger: &Ledger, max_tokens: u32) -> anyhow::Result<()> {
     let job = Job::of_record(&ledger.job().resolved, &ledger.store().address(JOB))?;
-    // A line of an OpenAI batch may have less than the job gives to those that say nothing.
+    // A line of an OpenAI batch may have a smaller limit than the job's default.
     let own = match job.prompt.kind {
         PromptKind::Openai => 1,
         _ => job.generate.max_tokens,
@@ -91,8 +92,8 @@ fn check_raise(ledger: &Ledger, max_tokens: u32) -> anyhow::Result<()> {
     }
 }
 
-/// Makes the next generation, or finds the one that is under way; `None` where no row is to be done. `max_tokens`: of the rows
-/// that were cut off, in place of those that failed.
+/// Creates the next generation, or finds the one in progress; `None` if there are no rows to retry.
+/// `max_tokens`: selects truncated rows instead of failed ones.
 async fn next(ledger: &Ledger, max_tokens: Option<u32>) -> Result<Option<Generation>, Failure> {
     if ledger.finish_check(None).await?.is_none() {
         if ledger.generation() == 0 {
@@ -140,7 +141,7 @@ async fn next(ledger: &Ledger, max_tokens: Option<u32>) -> Result<Option<Generat
     }))
 }
 
-/// A stop of the generation before does not hold this one, but a limit that is reached stops its workers anew.
+/// Stops of the earlier generation do not apply, but a reached limit stops the workers again.
 async fn warn_of_limits(ledger: &Ledger) -> Result<(), Failure> {
     let terms = ledger.terms(&ledger.control().await?);
     if Used::of(ledger).await?.reached(&terms).is_some() {
@@ -153,7 +154,7 @@ async fn warn_of_limits(ledger: &Ledger) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Rows by status: those that succeeded are there since they were cut off.
+/// Rows by status; succeeded rows are included if they were truncated.
 fn by_status(tally: &Tally) -> [(&'static str, u64); 5] {
     [
         ("succeeded", tally.succeeded),

@@ -1,4 +1,5 @@
-//! `gristmill run`: the whole job on this machine. Plans, works, publishes; run again, it goes on where it stopped.
+//! `gristmill run`: runs the whole job on this machine: plans, works and publishes. A second run
+//! continues where the first stopped.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -43,7 +44,7 @@ pub async fn run(args: RunArgs) -> Result<Exit, Failure> {
             (ledger, true)
         }
         None => {
-            // What this machine cannot compute must not hold the output.
+            // A job that this machine cannot compute must not occupy the output.
             prepared.check_place().map_err(Failure::bad_job)?;
             let mut plan = prepared.plan().await?;
             check_any(&prepared, &plan).await?;
@@ -83,7 +84,7 @@ pub async fn run(args: RunArgs) -> Result<Exit, Failure> {
             eprintln!("parsed: {line}");
         }
     }
-    // A closing job goes on until its unfinished rows are rows of the output.
+    // A closing job continues until its unfinished rows are rows of the output.
     let held = follow_file(&ledger, &prepared.terms(), args.quiet).await?;
     let why = match held.filter(|held| !held.closes) {
         Some(held) => Some(Why::from(held.why)),
@@ -92,7 +93,7 @@ pub async fn run(args: RunArgs) -> Result<Exit, Failure> {
             work(&prepared, &ledger, &args, resumed, stop.clone()).await?
         }
     };
-    // The last part may have been published while the stop was on its way.
+    // The last part may have been published between the stop and this check.
     if why.is_none() || ledger.success().await?.is_some() {
         return finished(&prepared, &ledger, &args, &stop).await;
     }
@@ -102,14 +103,14 @@ pub async fn run(args: RunArgs) -> Result<Exit, Failure> {
     say_stopped(&ledger, why).await
 }
 
-/// The job's report, then whoever is to hear of its end.
+/// Prints the job's report, then performs `on_finish`.
 async fn finished(prepared: &PreparedJob, ledger: &Ledger, args: &RunArgs, stop: &Stop) -> Result<Exit, Failure> {
     let reported = report(prepared, ledger, args, stop).await;
     on_finish::of_run(prepared, ledger, stop).await;
     reported
 }
 
-/// Says why there is no result, and what to do.
+/// Reports why there is no result, and what to do.
 async fn say_stopped(ledger: &Ledger, why: Option<Why>) -> Result<Exit, Failure> {
     let (raise, note);
     let (exit, said) = match why {
@@ -142,7 +143,7 @@ async fn say_stopped(ledger: &Ledger, why: Option<Why>) -> Result<Exit, Failure>
     Ok(exit)
 }
 
-/// A ledger's refusal is the job file's fault where the output belongs to something else.
+/// The exit code for a ledger's error: a conflict means that the output belongs to something else.
 fn refusal(error: LedgerError) -> Failure {
     match error {
         LedgerError::Conflict { .. } => Failure::bad_job(error),
@@ -150,7 +151,7 @@ fn refusal(error: LedgerError) -> Failure {
     }
 }
 
-/// Builds the worker and runs it; why it ended before the job was done.
+/// Builds the worker and runs it; returns why it ended before the job was done.
 async fn work(
     prepared: &PreparedJob,
     ledger: &Ledger,
@@ -210,7 +211,7 @@ async fn work(
     let ended = worker::run(Arc::new(worker), loaded.engine, stop).await;
     shown.abort();
     let why = ended.map_err(|error| match error.downcast_ref::<DatasetError>() {
-        // The inputs are not what was planned, or cannot be decoded: the job's side, not ours.
+        // The inputs have changed or cannot be decoded, which is the job's fault.
         Some(
             DatasetError::InputChanged { .. } | DatasetError::InputMissing { .. } | DatasetError::Unreadable { .. },
         ) => Failure::bad_job(error),
@@ -222,7 +223,8 @@ async fn work(
     }))
 }
 
-/// Says so where another process wrote to this job not longer ago than `live`: it may be a second run that nobody meant to start.
+/// Warns if another process wrote to this job within the last `live`: it may be an unintended
+/// second run.
 async fn say_company(ledger: &Ledger, live: TimeDelta) -> Result<(), Failure> {
     let now = Utc::now();
     let spent = ledger.spent().await?.by_worker.into_iter();
@@ -238,11 +240,11 @@ async fn say_company(ledger: &Ledger, live: TimeDelta) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The shards that are not done: the embedded queue is that list in memory.
+/// Messages for the unfinished shards, which are the embedded queue's content.
 async fn messages(ledger: &Ledger, resumed: bool) -> Result<Vec<Message>, Failure> {
     let mut shards = ledger.unfinished().await?;
     if resumed && !shards.is_empty() {
-        // Another run may be at work on the same job: starting elsewhere, the two meet late.
+        // Another run may work on the same job: with random starting points the two overlap late.
         let mut bytes = [0; 8];
         getrandom::fill(&mut bytes).map_err(|e| anyhow::anyhow!("no random numbers: {e}"))?;
         let start = u64::from_le_bytes(bytes) % shards.len() as u64;
@@ -251,13 +253,14 @@ async fn messages(ledger: &Ledger, resumed: bool) -> Result<Vec<Message>, Failur
     Ok(worker::messages(ledger, &shards))
 }
 
-/// At least four, and enough that small shards fill the batch twice.
+/// At least four, and enough that two batches can be filled with small shards.
 fn shards_in_flight(shard_rows: u64, sequences: u32) -> u32 {
     let to_fill = (2 * u64::from(sequences)).div_ceil(shard_rows.max(1));
     to_fill.saturating_add(2).clamp(4, 64) as u32
 }
 
-/// Prints the report; the exit code that the rows alone would give, unless a stop cuts the recheck short.
+/// Prints the report; returns the exit code by the rows alone, unless a stop cuts the recheck
+/// short.
 async fn report(prepared: &PreparedJob, ledger: &Ledger, args: &RunArgs, stop: &Stop) -> Result<Exit, Failure> {
     let mut summary: Summary = summary(ledger, &ledger.status().await?, prepared.output.url.as_str()).await;
     let mut exit = Exit::of_rows(&summary.rows);

@@ -1,4 +1,4 @@
-//! Where a job's sampling values come from: settled once, before the job is planned, and said.
+//! Settles and reports the sources of a job's sampling values, before the job is planned.
 
 use crate::cli::exit::{Failure, one_line};
 use crate::job::generate::{Generate, ShapeSpec};
@@ -9,19 +9,19 @@ use crate::ledger::keys::JOB;
 use crate::model::config::generation::{GenerationDefaults, GenerationFile};
 use crate::worker::model::ModelFiles;
 
-/// What there is to say of a job's sampling.
+/// Messages about a job's sampling.
 #[derive(Debug, Default)]
 pub struct Sampling {
-    /// Where values come from, if the checkpoint has a say in them or would have.
+    /// The sources of the values, if the checkpoint provides some or would provide some.
     pub line: Option<String>,
     pub warnings: Vec<String>,
 }
 
 impl Sampling {
-    /// Takes what the job leaves unset from its checkpoint.
+    /// Fills unset values of the job from its checkpoint.
     ///
     /// # Errors
-    /// The checkpoint's file says what cannot be, or what is not done.
+    /// The checkpoint's file has invalid or unsupported settings.
     pub fn of_new(job: &mut Job, model: &ModelFiles) -> Result<Sampling, Failure> {
         let file = GenerationFile::load(&model.dir).map_err(Failure::bad_job)?;
         job.generate.model_ends = Some(model.config.eos_token_ids.clone());
@@ -49,7 +49,7 @@ impl Sampling {
         })
     }
 
-    /// Takes all of it from the record of the job, which has begun.
+    /// Takes all values from the record of the begun job.
     pub fn of_begun(job: &mut Job, model: &ModelFiles, ledger: &Ledger) -> Result<Sampling, Failure> {
         let record = Job::of_record(&ledger.job().resolved, &ledger.store().address(JOB)).map_err(Failure::bad_job)?;
         let mut now = job.clone();

@@ -1,4 +1,4 @@
-//! What `run` and `worker` equip themselves with: the model on its device, threads, signals.
+//! Shared setup of `run` and `worker`: loading the model onto its device, threads, signals.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -23,10 +23,10 @@ use crate::worker::model::{Formats, Model, ModelFiles};
 use crate::worker::step_watchdog::StepWatchdog;
 use crate::worker::stop::{Stop, Why};
 
-/// A device that takes longer over one step hangs.
+/// A device is considered hung if one step takes longer.
 const STEP_MAX: Duration = Duration::from_secs(600);
 
-/// Tells a device that computes from one that hangs.
+/// A watchdog that detects a hung device.
 pub fn watchdog() -> Arc<StepWatchdog> {
     #[cfg(feature = "faults")]
     if let Some(step_max) = crate::faults::step_max() {
@@ -42,8 +42,8 @@ pub struct LoadedModel {
 }
 
 impl LoadedModel {
-    /// Loads the weights. `context`: longest sequence in tokens; `None`: what the checkpoint declares. `hash`: the
-    /// checkpoint's.
+    /// Loads the weights. `context`: maximum sequence length in tokens; `None`: the checkpoint's.
+    /// `hash`: the checkpoint's hash.
     pub fn load(
         files: ModelFiles,
         formats: Formats,
@@ -80,7 +80,7 @@ fn engine(
     Ok(Box::new(Engine::new(model, files.tokenizer.clone(), options)))
 }
 
-/// Loads the checkpoint folder `dir`, of which `config` is the configuration, where it is to run.
+/// Loads the checkpoint folder `dir` with the configuration `config` onto the device.
 pub fn load_model(
     dir: &Path,
     config: Config,
@@ -93,7 +93,7 @@ pub fn load_model(
     on_device(checkpoint.config, &checkpoint.weights, place, options, args)
 }
 
-/// A model from any source of weights, where it is to run.
+/// Loads a model from any source of weights onto the device.
 pub fn on_device(
     config: Config,
     weights: &dyn WeightSource,
@@ -124,7 +124,7 @@ fn check_cpu(precision: Precision, kv: KvFormat) -> anyhow::Result<()> {
     }
 }
 
-/// Whether `place` computes in these formats, which loading a model finds out as well, later.
+/// Checks that `place` supports these formats, so that the error comes before the model is loaded.
 pub fn check_formats(formats: Formats, place: ResolvedDevice) -> anyhow::Result<()> {
     #[cfg(feature = "faults")]
     if crate::faults::KnownDevice::is_wanted() {
@@ -139,7 +139,7 @@ pub fn check_formats(formats: Formats, place: ResolvedDevice) -> anyhow::Result<
     }
 }
 
-/// How a model is loaded; `vocabulary`: ids that its tokenizer knows.
+/// Options for loading a model; `vocabulary`: the number of ids that its tokenizer knows.
 pub fn load_options(
     formats: Formats,
     context: Option<u32>,
@@ -167,7 +167,7 @@ pub fn load_options(
     })
 }
 
-/// How an engine runs a model loaded so.
+/// Engine options for a model that was loaded with `loaded`.
 pub fn engine_options(formats: Formats, loaded: &LoadOptions, step_limits: StepLimitArgs) -> EngineOptions {
     EngineOptions {
         max_step_tokens: step_limits.step_tokens as usize,
@@ -178,7 +178,7 @@ pub fn engine_options(formats: Formats, loaded: &LoadOptions, step_limits: StepL
     }
 }
 
-/// Threads that render and tokenize.
+/// The thread pool for rendering and tokenizing.
 pub fn render_threads(args: &EngineArgs) -> Result<rayon::ThreadPool, Failure> {
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads(args)).build();
     Ok(pool.context("cannot start the threads")?)
@@ -189,20 +189,20 @@ pub fn threads(args: &EngineArgs) -> usize {
         .unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from))
 }
 
-/// An eighth of the memory this process may use; 1 GiB where that cannot be told.
+/// An eighth of the memory available to this process; 1 GiB if unknown.
 fn default_kv_bytes() -> u64 {
     let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let total = meminfo.lines().find_map(|line| line.strip_prefix("MemTotal:"));
     let kib = total.and_then(|rest| rest.trim().trim_end_matches("kB").trim().parse::<u64>().ok());
     let machine = kib.map(|kib| kib << 10);
-    // A container's own limit, where there is one ("max" is none).
+    // A container's own limit, if any ("max" means none).
     let container = std::fs::read_to_string("/sys/fs/cgroup/memory.max")
         .ok()
         .and_then(|max| max.trim().parse().ok());
     machine.into_iter().chain(container).min().unwrap_or(8 << 30) / 8
 }
 
-/// SIGINT and SIGTERM end the work after what is finished was written.
+/// SIGINT and SIGTERM end the work once finished rows are written.
 pub fn stop_on_signals(stop: Stop) -> Result<(), Failure> {
     use tokio::signal::unix::{SignalKind, signal};
     let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
@@ -212,7 +212,7 @@ pub fn stop_on_signals(stop: Stop) -> Result<(), Failure> {
             _ = terminate.recv() => {}
         }
         stop.set(Why::Interrupted);
-        // Who asks twice does not want to wait for the store.
+        // A second signal exits at once, without waiting for the store.
         tokio::select! {
             _ = interrupt.recv() => {}
             _ = terminate.recv() => {}

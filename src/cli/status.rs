@@ -1,4 +1,4 @@
-//! `gristmill status` and `watch`: how far a job is, from its output alone.
+//! `gristmill status` and `watch`: report a job's progress from its output alone.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -21,7 +21,7 @@ use crate::report::summary::{RowCounts, Summary, counted, number};
 use crate::say;
 use crate::worker::retry_policy::{RetryDecision, RetryPolicy};
 
-/// Shards that are shown one by one; `--json` has all of them.
+/// Maximum number of shards that are listed; `--json` has all of them.
 const SHARDS_SHOWN: usize = 20;
 
 pub async fn status(args: OutputArgs) -> Result<Exit, Failure> {
@@ -65,7 +65,7 @@ pub async fn status(args: OutputArgs) -> Result<Exit, Failure> {
     Ok(Exit::Done)
 }
 
-/// What `--json` says of a job.
+/// The `--json` object of a job.
 fn as_json(ledger: &Ledger, status: &Status, summary: &Summary, control: &Control) -> Result<Value, serde_json::Error> {
     let (terms, used) = (ledger.terms(control), Used::with(ledger, status.seconds));
     let mut json = serde_json::to_value(summary)?;
@@ -90,14 +90,14 @@ fn as_json(ledger: &Ledger, status: &Status, summary: &Summary, control: &Contro
     Ok(json)
 }
 
-/// The inputs whose ETag changed while their bytes did not, each once.
+/// Names of the inputs whose ETag changed while their bytes did not, without duplicates.
 fn pinned_anew(ledger: &Ledger, control: &Control) -> BTreeSet<String> {
     let inputs = &ledger.job().inputs;
     let named = control.pins().filter_map(|pin| inputs.get(pin.input as usize));
     named.map(|input| display_name(&input.url)).collect()
 }
 
-/// A line a shard that is begun and not done: the stuck ones first, then those that have not moved for longest.
+/// A line per begun, unfinished shard: stuck ones first, then by the time of their last progress.
 fn shard_lines(status: &Status, now: DateTime<Utc>) -> Vec<String> {
     let mut open: Vec<&OpenShard> = status.open.iter().collect();
     open.sort_by_key(|shard| (!shard.stuck, shard.last_progress, shard.shard));
@@ -143,11 +143,11 @@ fn shard_lines(status: &Status, now: DateTime<Utc>) -> Vec<String> {
     lines
 }
 
-/// Shows the state until the job ends; the exit code says how it ended.
+/// Prints the state until the job ends; the exit code tells how it ended.
 pub async fn watch(args: WatchArgs) -> Result<Exit, Failure> {
     let ledger = ledger_at(&args.output).await?;
     let mut watched = Watched::default();
-    // An outage of the store says nothing of the job: workers wait for it, too.
+    // An outage of the store does not end the watch, since workers wait for it too.
     let retry_policy = RetryPolicy::new(true);
     loop {
         let seen = async {
@@ -186,27 +186,28 @@ pub async fn watch(args: WatchArgs) -> Result<Exit, Failure> {
                 }
                 return Ok(exit);
             }
-            // Nobody reads it any more.
+            // The reader has closed stdout.
             _ if say::closed().is_some() => return Ok(Exit::Done),
             _ => tokio::time::sleep(Duration::from_secs_f64(args.every)).await,
         }
     }
 }
 
-/// What was told of a job so far.
+/// State of a watch.
 #[derive(Default)]
 struct Watched {
     line: String,
-    /// When it was looked at first, and the rows that were finished then.
+    /// Time of the first scan, and the finished rows at that time.
     began: Option<(Instant, u64)>,
-    /// But for the time since the job's start.
+    /// The last object printed, without the elapsed time.
     json: Value,
-    /// Why rows failed, and the state that it was looked up in: that reads parts.
+    /// The failures of rows, and the state for which they were read: reading them again would read
+    /// parts.
     failures: Option<(Value, Option<Failures>)>,
 }
 
 impl Watched {
-    /// For people: a line, where it is another than the one before.
+    /// For the terminal: prints a line if it has changed.
     fn tell(&mut self, status: &Status) {
         let rows = status.tally.rows();
         let cut = status.tally.truncated.filter(|count| *count > 0);
@@ -235,7 +236,7 @@ impl Watched {
         self.line = line;
     }
 
-    /// For machines: an object, where it is another than the one before.
+    /// For `--json`: prints an object if it has changed.
     async fn tell_json(&mut self, ledger: &Ledger, status: &Status, output: &str) -> anyhow::Result<()> {
         let control = ledger.control().await?;
         let of = json!([status.shards.done, status.tally, status.lost_parts]);
@@ -258,7 +259,7 @@ impl Watched {
     }
 }
 
-/// The state, and whether workers are still to publish the rows that a stopped job has left.
+/// The state, and whether workers still have to publish the remaining rows of a stopped job.
 async fn look(ledger: &Ledger) -> anyhow::Result<(Status, bool)> {
     let status = ledger.status().await?;
     let closes = match status.state {
@@ -268,7 +269,7 @@ async fn look(ledger: &Ledger) -> anyhow::Result<(Status, bool)> {
     Ok((status, closes))
 }
 
-/// At the pace seen while watching; `None` before any row was finished.
+/// Estimated from the pace while watching; `None` before any row was finished.
 fn time_left(watched: Duration, rows_seen: u64, rows_left: u64) -> Option<String> {
     (rows_seen > 0 && rows_left > 0).then(|| show_duration(watched.as_secs_f64() / rows_seen as f64 * rows_left as f64))
 }

@@ -1,4 +1,5 @@
-//! `gristmill submit`: plans a job, writes its ledger and enqueues its shards. Again, it enqueues what is not done.
+//! `gristmill submit`: plans a job, writes its ledger and enqueues its shards. A second submit
+//! enqueues the unfinished shards.
 
 use std::sync::Arc;
 
@@ -20,13 +21,13 @@ use crate::report::summary::{RowCounts, counted, number};
 use crate::worker::access::Access;
 use crate::worker::model::Stream;
 
-/// Places of inputs that the next command names.
+/// Maximum number of input prefixes in the suggested next command.
 const PREFIXES_SHOWN: usize = 4;
 
-/// A job that stands in the ledger.
+/// A job whose ledger is written.
 struct Written {
     ledger: Ledger,
-    /// It stood there before.
+    /// Whether it was written before.
     resumed: bool,
 }
 
@@ -42,7 +43,7 @@ pub async fn submit(args: SubmitArgs) -> Result<Exit, Failure> {
     let begun = open_ledger(&prepared.output).await.map_err(refusal)?;
     prepared.settle(begun.as_ref())?;
     prepared.check_shape()?;
-    // A broker that refuses us must be known before anything is written.
+    // An unreachable broker must be noticed before anything is written.
     let enqueuer = match &target {
         Some(target) => Some(target.connect().await?),
         None => None,
@@ -80,7 +81,7 @@ pub async fn submit(args: SubmitArgs) -> Result<Exit, Failure> {
     Ok(Exit::Done)
 }
 
-/// The queue, which must be named somewhere unless the caller wants none.
+/// The queue; one must be named unless `--no-enqueue` is given.
 fn target(args: &SubmitArgs, job: &Job) -> Result<Option<Target>, Failure> {
     if args.no_enqueue {
         return Ok(None);
@@ -94,7 +95,7 @@ fn target(args: &SubmitArgs, job: &Job) -> Result<Option<Target>, Failure> {
     }
 }
 
-/// The job's ledger, written now or before.
+/// The job's ledger, new or existing.
 async fn write(prepared: &PreparedJob, begun: Option<Ledger>, preflight: bool) -> Result<Written, Failure> {
     let identity = prepared.identity()?;
     if let Some(ledger) = begun {
@@ -114,7 +115,8 @@ async fn write(prepared: &PreparedJob, begun: Option<Ledger>, preflight: bool) -
     Ok(Written { ledger, resumed })
 }
 
-/// An output of something else, or a job that has become another, is for its owner to mend; all else is a failure.
+/// The exit code for a ledger's error. A conflict (the output belongs to something else, or the job
+/// has changed) is the caller's error; other errors are failures.
 fn refusal(error: LedgerError) -> Failure {
     match error {
         LedgerError::Conflict { .. } => Failure::bad_job(error),
@@ -122,7 +124,7 @@ fn refusal(error: LedgerError) -> Failure {
     }
 }
 
-/// Reads every row, and says what the job will ask.
+/// Reads every row, and reports the expected work.
 async fn look_at_rows(prepared: &PreparedJob, plan: &InputPlan) -> Result<(), Failure> {
     let renderer = Arc::new(prepared.renderer(&Stream::now())?);
     let seen = read_all(&renderer, plan, 0).await?;
@@ -141,7 +143,8 @@ async fn look_at_rows(prepared: &PreparedJob, plan: &InputPlan) -> Result<(), Fa
     Ok(())
 }
 
-/// Whether the job has ended; one that stopped at its budget or deadline goes on where the job file allows more now.
+/// Whether the job has ended; a job that reached its budget or deadline continues if the job file
+/// now allows more.
 async fn ended(ledger: &Ledger, prepared: &PreparedJob) -> Result<Option<Ended>, Failure> {
     if let Some(success) = ledger.finish_check(None).await? {
         inputs::check_done(prepared, ledger).await?;
@@ -152,7 +155,7 @@ async fn ended(ledger: &Ledger, prepared: &PreparedJob) -> Result<Option<Ended>,
     Ok(held.map(|held| Ended::Stopped(held.why)))
 }
 
-/// Says that there is nothing to enqueue, and why.
+/// Reports that there is nothing to enqueue, and why.
 async fn said(args: &SubmitArgs, written: &Written, ended: Ended) -> Result<Exit, Failure> {
     let name = &written.ledger.job().name;
     let raise;
@@ -195,7 +198,8 @@ fn as_json(written: &Written, shards: usize, sent: Option<&Sent>) -> Value {
     })
 }
 
-/// The option that a worker needs to read `inputs`: of queued jobs it reads what lies where the output does.
+/// The option that a worker needs to read `inputs`: by default, a worker reads inputs of queued
+/// jobs only where their output is stored.
 fn accepting<'a>(prepared: &PreparedJob, inputs: impl IntoIterator<Item = &'a str>) -> String {
     let prefixes = Access::default().to_accept(&prepared.output, inputs);
     if prefixes.is_empty() {

@@ -1,4 +1,4 @@
-//! The report of a job, as its ledger tells it.
+//! Builds a job's report from its ledger.
 
 use crate::dataset::layout::SkippedFile;
 use crate::ledger::Ledger;
@@ -6,7 +6,7 @@ use crate::ledger::status::Status;
 use crate::report::one_line;
 use crate::report::summary::Summary;
 
-/// All of it.
+/// The full report.
 pub async fn summary(ledger: &Ledger, status: &Status, output: &str) -> Summary {
     let mut summary = without_failures(ledger, status, output);
     if summary.rows.errored + summary.rows.invalid_output > 0 {
@@ -18,7 +18,7 @@ pub async fn summary(ledger: &Ledger, status: &Status, output: &str) -> Summary 
     summary
 }
 
-/// The same, but for why rows failed, which stands in parts.
+/// The report without the failures of rows, which would require reading parts.
 pub fn without_failures(ledger: &Ledger, status: &Status, output: &str) -> Summary {
     let skipped = ledger.job().layout.skipped.iter().map(SkippedFile::line);
     Summary {

@@ -1,8 +1,10 @@
-//! Where a trial (`--limit N`) lies: beside the output, where no reader of the output looks.
+//! The location of a trial (`--limit N`): beside the output, where readers of the output do not
+//! find it.
 //!
-//! Trials of the output `labels/2026-11` lie in `labels/_limit/2026-11-N-HASH`: not below the output, since many readers of a
-//! folder take every `*.parquet` below it; in a folder whose name begins with `_`, so that whoever reads all of `labels/`, or
-//! takes it for an input, does not see them either.
+//! Trials of the output `labels/2026-11` are in `labels/_limit/2026-11-N-HASH`. They are not below
+//! the output, since many readers of a folder read every `*.parquet` below it. They are in a folder
+//! whose name begins with `_`, so that readers of all of `labels/`, and jobs that use it as input,
+//! skip them too.
 
 use std::collections::BTreeSet;
 
@@ -13,10 +15,10 @@ use crate::dataset::location::Location;
 use crate::job::spec::Job;
 use crate::ledger::Ledger;
 
-/// Holds the trials of all outputs beside it.
+/// Folder of the trials of all outputs beside it.
 pub const FOLDER: &str = "_limit";
 
-/// The place of the trial of the first `rows` rows: where it was begun, or where it is to begin.
+/// The location of the trial of the first `rows` rows: an existing one, or the new one.
 pub async fn place(job: &Job, output: &Location, rows: u64) -> Result<Location, Failure> {
     let older = older(job, output, rows);
     if Ledger::open(&older).await?.is_some() {
@@ -36,7 +38,7 @@ pub async fn place(job: &Job, output: &Location, rows: u64) -> Result<Location, 
     })
 }
 
-/// The ledgers of this job's trials, whatever number of rows they are of.
+/// The ledgers of all of this job's trials, for any number of rows.
 pub async fn all(job: &Job, output: &Location) -> Result<Vec<Ledger>, Failure> {
     let mut found = Vec::new();
     for rows in rows_tried(job, &older(job, output, 1), "").await? {
@@ -56,12 +58,13 @@ fn beside(job: &Job, output: &Location, rows: u64) -> Option<Location> {
     output.beside(FOLDER, &format!("-{}", suffix(job, rows)))
 }
 
-/// Where an older gristmill put it.
+/// The location that older gristmills used.
 fn older(job: &Job, output: &Location, rows: u64) -> Location {
     output.join(FOLDER).join(&suffix(job, rows))
 }
 
-/// Another one for each version of the job file, so that a job can be tried, changed and tried again.
+/// The name differs for each version of the job file, so that a job can be tried, changed and tried
+/// again.
 fn suffix(job: &Job, rows: u64) -> String {
     format!("{rows}-{}", hash(job))
 }
@@ -70,7 +73,8 @@ fn hash(job: &Job) -> &str {
     &job.hash()[..8]
 }
 
-/// The numbers of rows of the job's trials, by the names of the folders beside `one` of them, which begin with `prefix`.
+/// The row counts of the job's trials, from the names of folders beside `one` that begin with
+/// `prefix`.
 async fn rows_tried(job: &Job, one: &Location, prefix: &str) -> Result<BTreeSet<u64>, Failure> {
     let folder = one.path.as_ref().rsplit_once('/').map_or("", |(folder, _)| folder);
     let folder = Path::parse(folder).map_err(anyhow::Error::new)?;

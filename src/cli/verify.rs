@@ -1,4 +1,4 @@
-//! `gristmill verify`: proves the guarantee for a finished job.
+//! `gristmill verify`: proves for a finished job that its output holds every row exactly once.
 
 use std::fmt::Display;
 
@@ -24,7 +24,7 @@ use crate::ledger::store::MAX_OBJECT_BYTES;
 use crate::report::summary::{counted, number};
 use crate::worker::access::{Access, Asked};
 
-/// Shards whose inputs and parts are in memory at once.
+/// Number of shards whose inputs and parts are in memory concurrently.
 const SHARDS_AT_ONCE: usize = 4;
 
 pub async fn verify(args: VerifyArgs) -> Result<Exit, Failure> {
@@ -81,8 +81,8 @@ pub async fn verify(args: VerifyArgs) -> Result<Exit, Failure> {
     Ok(if verified.holds() { Exit::Done } else { Exit::Failure })
 }
 
-/// A person named the output; its inputs are named by its record, which may be somebody else's. So they are read where a worker would
-/// read them.
+/// Checks access to the inputs. A person named the output, but its record, which may be another
+/// person's, names the inputs. So only inputs that a worker could read are read.
 fn check_access(args: &VerifyArgs, ledger: &Ledger) -> Result<(), Failure> {
     let here = std::env::current_dir()?;
     let asked = Asked {
@@ -100,12 +100,12 @@ fn check_access(args: &VerifyArgs, ledger: &Ledger) -> Result<(), Failure> {
     Ok(())
 }
 
-/// What came of holding a part against its inputs.
+/// Result of comparing a part with its inputs.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Compared {
-    /// A line that says what differs first.
+    /// The first difference, in one line.
     differs: Option<String>,
-    /// Rows that were closed when nobody could read their inputs.
+    /// Rows that were closed when their inputs were unreadable.
     without_columns: u64,
 }
 
@@ -134,7 +134,7 @@ async fn against_inputs(ledger: &Ledger) -> Result<Vec<Compared>, Failure> {
         .await
 }
 
-/// `names`: of the carried columns, in the output.
+/// Compares one part. `names`: the carried columns' names in the output.
 async fn part_against_inputs(
     ledger: &Ledger,
     reader: &ShardReader,
@@ -142,7 +142,7 @@ async fn part_against_inputs(
     shard: u32,
 ) -> Result<Compared, Failure> {
     let name = ledger.keys().part(shard);
-    // One that is not there has been found already.
+    // A missing part was reported already.
     let Some(bytes) = ledger.store().get(&name, MAX_OBJECT_BYTES).await? else {
         return Ok(Compared::default());
     };
@@ -161,7 +161,7 @@ async fn part_against_inputs(
     })
 }
 
-/// Does a row say that it was closed without its columns?
+/// Whether a row's error says that it was closed without its columns.
 fn says_without_columns(status: &str, error: &str) -> bool {
     let is_closed = [RowStatus::Expired, RowStatus::Cancelled]
         .map(RowStatus::as_str)
@@ -169,7 +169,7 @@ fn says_without_columns(status: &str, error: &str) -> bool {
     is_closed && error.contains(WITHOUT_COLUMNS)
 }
 
-/// Holds a Parquet part against `carry`: the first row and column that are not as there.
+/// Compares a Parquet part with `carry`; reports the first row and column that differ.
 fn compare_columns(bytes: Bytes, carry: &RecordBatch, names: &[String], first_row: u64) -> anyhow::Result<Compared> {
     let part = read_parquet(bytes)?;
     let part = concat_batches(&part.schema, &part.batches)?;
@@ -221,7 +221,7 @@ fn compare_columns(bytes: Bytes, carry: &RecordBatch, names: &[String], first_ro
     })
 }
 
-/// Holds result lines against `carry`: of the carried columns, a line holds `custom_id`.
+/// Compares result lines with `carry`: of the carried columns, a line only holds `custom_id`.
 fn compare_lines(bytes: &[u8], carry: &RecordBatch, names: &[String], first_row: u64) -> anyhow::Result<Compared> {
     let ids: Option<&ArrayRef> = names
         .iter()

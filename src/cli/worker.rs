@@ -1,4 +1,4 @@
-//! `gristmill worker`: works on the shards that a queue names, of all jobs of one model.
+//! `gristmill worker`: works on the shards in a queue, for all jobs of one model.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -34,9 +34,9 @@ use crate::worker::troubles::Where;
 use crate::worker::watched::Watched;
 use crate::worker::{self, Until, Worker, WorkerConfig, liveness, spot};
 
-/// How long a worker that works once waits for a store or a queue that does not answer.
+/// Maximum wait of a `--once` worker for an unavailable store or queue.
 const ONCE_WAITS_MAX: Duration = Duration::from_secs(600);
-/// Letters of a host's name that fit into a worker's.
+/// Maximum number of characters of a host's name in a worker's name.
 const NAME_MAX: usize = 40;
 
 pub async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
@@ -50,7 +50,7 @@ pub async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
     if let Some(cloud) = args.spot {
         spot::watch(cloud, stop.clone())?;
     }
-    // What it will not begin is better in another worker's hands.
+    // Prefetched messages that this worker would never start are better left to other workers.
     let most = args
         .max_shards
         .map_or(u32::MAX, |most| u32::try_from(most).unwrap_or(u32::MAX));
@@ -93,7 +93,7 @@ pub async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
         options: options(&args),
     }));
     for (output, error) in &wanted.failing {
-        // Their messages come again: until then, this worker is no idle one.
+        // Their messages will be delivered again, so until then this worker is not idle.
         worker.troubles.note(Where::Output, output, error);
     }
     if !args.quiet {
@@ -112,8 +112,8 @@ pub async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
     report(&args, &worker, ended).await
 }
 
-/// Says that there is no such topic or queue: one that works once does not wait for it, as others do. What keeps it from looking is told by
-/// the queue that it then asks for messages.
+/// Warns that the topic or queue does not exist: other workers wait for it, but a `--once` worker
+/// ends. If the check itself fails, the following receive reports the error.
 async fn is_missing(target: &Target) -> bool {
     let is_missing = matches!(target.look().await, Ok(None));
     if is_missing {
@@ -125,7 +125,8 @@ async fn is_missing(target: &Target) -> bool {
     is_missing
 }
 
-/// Outages are waited out, however long they take; a worker that works once is waited for itself.
+/// Outages are waited out without a limit, except with `--once`, where the caller waits for the
+/// worker.
 fn retry_policy(args: &WorkerArgs) -> RetryPolicy {
     match args.once {
         true => RetryPolicy::within(ONCE_WAITS_MAX),
@@ -133,7 +134,7 @@ fn retry_policy(args: &WorkerArgs) -> RetryPolicy {
     }
 }
 
-/// What queued jobs may touch; from here on, web servers' redirects keep to it, too.
+/// The permissions of queued jobs; from here on, web servers' redirects are restricted by them too.
 fn access(args: &WorkerArgs) -> Result<Access, Failure> {
     let asked = Asked {
         accept: &args.accept,
@@ -148,7 +149,7 @@ fn access(args: &WorkerArgs) -> Result<Access, Failure> {
     Ok(access)
 }
 
-/// Messages, and what they may name.
+/// The queue of messages, and their permissions.
 #[derive(Clone, Copy)]
 struct Incoming<'a> {
     queue: &'a Arc<dyn Queue>,
@@ -160,14 +161,15 @@ struct Wanted {
     files: ModelFiles,
     formats: Formats,
     context: Option<u32>,
-    /// Outputs of jobs whose stores failed when the model was looked for.
+    /// Outputs of jobs whose stores failed during the search for a model.
     failing: Vec<(String, anyhow::Error)>,
 }
 
-/// What came of looking for a model.
+/// Result of the search for a model.
 enum Sought {
     Model(Box<Wanted>),
-    /// Told to stop, or nothing came but so many messages for others.
+    /// The worker was told to stop, or no usable message arrived. `refused` counts messages for
+    /// other workers.
     Nothing {
         refused: usize,
     },
@@ -202,7 +204,7 @@ async fn signs_of_life(args: &WorkerArgs, watchdog: &Arc<StepWatchdog>) -> Resul
     Ok(())
 }
 
-/// The model that the arguments name, or that of the first job.
+/// The model that the arguments name, or the model of the first job.
 async fn wanted_model(
     args: &WorkerArgs,
     place: ResolvedDevice,
@@ -247,7 +249,8 @@ async fn wanted_model(
     };
     let formats = recorded(&first.ledger.job().identity);
     if !first.is_watched {
-        // Heard of is heard of: another worker may have its shards, but it must be done before this one is idle.
+        // The job counts as heard of: even if another worker has its shards, it must be done before
+        // this worker is idle.
         watched.push(first.ledger);
     }
     Ok(Sought::Model(Box::new(Wanted {
@@ -271,12 +274,13 @@ pub fn asked_precision(word: &str) -> Precision {
         "bf16" => Precision::Bf16,
         "int8" => Precision::Int8,
         "fp8" => Precision::Fp8,
-        // clap lets nothing else through.
+        // clap admits no other value.
         _ => Precision::Auto,
     }
 }
 
-/// The jobs of `--job`. One whose store does not answer, or refuses access, is looked at again later.
+/// The jobs of `--job`. A job whose store does not respond, or refuses access, is tried again
+/// later.
 async fn watched(args: &WorkerArgs) -> Result<Watched, Failure> {
     let here = std::env::current_dir()?;
     let outputs = args.job.iter().map(|output| Location::parse(output, &here));
@@ -290,7 +294,8 @@ async fn watched(args: &WorkerArgs) -> Result<Watched, Failure> {
     Ok(watched)
 }
 
-/// It ended before it had a model: after so many messages for others; `None`: that it ends was said.
+/// Reports that the worker ended before it had a model; `refused`: the number of messages for other
+/// workers. `None` if the reason was reported already.
 fn ended_early(args: &WorkerArgs, refused: Option<usize>, stop: &Stop) -> Result<Exit, Failure> {
     if args.json {
         let report = Report {
@@ -314,7 +319,7 @@ fn ended_early(args: &WorkerArgs, refused: Option<usize>, stop: &Stop) -> Result
     Ok(Exit::Done)
 }
 
-/// Unique among workers, and telling people where it runs.
+/// A unique worker name that tells people where the worker runs.
 fn name(args: &WorkerArgs) -> Result<String, Failure> {
     let host = || std::fs::read_to_string("/etc/hostname").ok();
     let given = args
@@ -332,11 +337,11 @@ fn name(args: &WorkerArgs) -> Result<String, Failure> {
     Ok(format!("{word}-{}", Id::random()?))
 }
 
-/// What `--json` prints as the last line of stdout.
+/// The object that `--json` prints as the last line of stdout.
 #[derive(Debug, Serialize)]
 struct Report {
     worker: String,
-    /// Shards committed.
+    /// Number of committed shards.
     shards: u64,
     #[serde(flatten)]
     read: Reading,
@@ -375,7 +380,7 @@ async fn report(args: &WorkerArgs, worker: &Worker, ended: anyhow::Result<Option
     }
 }
 
-/// The exit code that the jobs give together: a stopped one first, then failed rows.
+/// The common exit code of the jobs: a stopped job takes precedence over failed rows.
 async fn of_jobs(worker: &Worker) -> Result<Exit, Failure> {
     let jobs = worker.jobs.open().await;
     if let Some(error) = worker.watched.open(&worker.retry_policy).await.map_err(cannot_watch)? {
@@ -387,7 +392,7 @@ async fn of_jobs(worker: &Worker) -> Result<Exit, Failure> {
     let mut said = HashSet::new();
     for ledger in ledgers {
         let success = match ledger.success().await {
-            // A newer gristmill has finished it.
+            // The job was finished by a newer gristmill.
             Err(LedgerError::Newer { .. }) => continue,
             success => success?,
         };
@@ -406,7 +411,7 @@ async fn of_jobs(worker: &Worker) -> Result<Exit, Failure> {
             }
             (None, Some(StopWhy::Cancelled)) => Exit::Cancelled,
             (None, Some(why @ (StopWhy::Budget | StopWhy::Deadline))) => {
-                // A job that is watched has been heard of, too.
+                // A watched job may also be among the jobs heard of, so it is reported once.
                 if said.insert(ledger.job().job.clone()) {
                     eprintln!("job `{}`: {}", ledger.job().name, reached_line(ledger, why).await?);
                 }

@@ -1,7 +1,8 @@
-//! An answer's JSON as it was written: numbers keep all of their digits, and no key of an object counts twice.
+//! An answer's JSON as it was written: numbers keep all of their digits, and an object with a
+//! duplicate key is refused.
 //!
-//! A parser that makes numbers of numbers gives 9007199254740992 for 9007199254740993, and one that makes a map of an object takes the last
-//! of two members; both look right.
+//! A usual parser reads 9007199254740993 as the float 9007199254740992, and keeps the last of two
+//! members with the same key. Both results look right.
 
 use std::collections::HashSet;
 use std::fmt::Write;
@@ -18,11 +19,11 @@ const INT64_DIGITS: i64 = 19;
 pub enum Answer {
     Null,
     Bool(bool),
-    /// As it was written.
+    /// The number's text, as written.
     Number(String),
     Text(String),
     List(Vec<Answer>),
-    /// In the order written; no key stands twice.
+    /// In the order written; keys are unique.
     Object(Vec<(String, Answer)>),
 }
 
@@ -30,14 +31,16 @@ impl Answer {
     /// Reads JSON.
     ///
     /// # Errors
-    /// One line that says what is wrong with it: it is no JSON, or an object has a key twice.
+    /// One line with the reason: the text is not JSON, or an object has a duplicate key.
     pub fn parse(text: &str) -> Result<Answer, String> {
-        // Whatever is no JSON shows here, numbers that no float64 can be and halves of surrogates among it.
+        // This parser refuses all text that is not JSON, including numbers out of float64's range
+        // and lone surrogates.
         serde_json::from_str::<Value>(text).map_err(|e| format!("the completion is not JSON: {e}"))?;
         Walk { text, at: 0 }.value()
     }
 
-    /// As compact JSON. Numbers have the form that other parsers write them in, unless that were another number.
+    /// Compact JSON. Numbers have serde_json's usual form, unless that form would change their
+    /// value.
     pub fn compact(&self) -> String {
         let mut out = String::new();
         self.write(&mut out);
@@ -75,7 +78,8 @@ impl Answer {
         }
     }
 
-    /// The whole number that this is, however it is written (`1e3`, `1.0`); `None`: it is none, or none of 64 bits.
+    /// The value as an int64, however it is written (`1e3`, `1.0`); `None` if it is not a whole
+    /// number of 64 bits.
     pub fn int64(&self) -> Option<i64> {
         let Answer::Number(number) = self else { return None };
         let Decimal {
@@ -88,12 +92,12 @@ impl Answer {
         }
         let sign = if negative { "-" } else { "" };
         let zeros = "0".repeat(exponent as usize);
-        // Without a digit it is 0.
+        // The leading `0` makes an empty digit string parse as 0.
         format!("{sign}0{digits}{zeros}").parse().ok()
     }
 
-    /// The number of 64 bits that is nearest to this one; `None`: it is no number, too large, too small to be told from 0, or a whole number
-    /// that is written in full and would become another.
+    /// The nearest float64. `None` if this is not a number, is too large, underflows to 0, or is a
+    /// whole number in plain digits that float64 cannot represent exactly.
     pub fn float64(&self) -> Option<f64> {
         let Answer::Number(number) = self else { return None };
         let float: f64 = number.parse().ok()?;
@@ -105,7 +109,7 @@ impl Answer {
     }
 }
 
-/// A text for an error: its beginning, if it is long.
+/// Quotes a text for an error message, cut to `QUOTED_CHARS_MAX` characters.
 pub fn quoted(text: &str) -> String {
     match text.char_indices().nth(QUOTED_CHARS_MAX) {
         Some((end, _)) => format!("`{}…`", &text[..end]),
@@ -114,11 +118,11 @@ pub fn quoted(text: &str) -> String {
 }
 
 fn write_text(text: &str, out: &mut String) {
-    // Whatever is a text has a form as JSON, and a `String` takes it.
+    // Neither step fails: every text has a JSON form, and writing to a `String` cannot fail.
     let _ = write!(out, "{}", Value::from(text));
 }
 
-/// A number as other parsers write it, unless that were another number.
+/// A number in serde_json's usual form, or as written where that form would change its value.
 fn shown(number: &str) -> String {
     match serde_json::from_str::<Value>(number).map(|value| value.to_string()) {
         Ok(usual) if Decimal::of(&usual) == Decimal::of(number) => usual,
@@ -126,18 +130,18 @@ fn shown(number: &str) -> String {
     }
 }
 
-/// A number by its digits: equal where the numbers are.
+/// A number as decimal digits and exponent. Two values are equal where their numbers are.
 #[derive(Debug, PartialEq)]
 struct Decimal {
     negative: bool,
-    /// Without zeros at either end; none of 0.
+    /// Without zeros at either end; empty for 0.
     digits: String,
-    /// Of the last digit.
+    /// The power of ten of the last digit.
     exponent: i64,
 }
 
 impl Decimal {
-    /// Of a number in JSON's form.
+    /// Parses a number in JSON's form.
     fn of(number: &str) -> Decimal {
         let (negative, number) = match number.strip_prefix('-') {
             Some(rest) => (true, rest),
@@ -146,7 +150,7 @@ impl Decimal {
         let (mantissa, power) = number.split_once(['e', 'E']).unwrap_or((number, "0"));
         let power: i64 = match power.parse() {
             Ok(power) if i64::abs(power) < i64::from(i32::MAX) => power,
-            // Further than any number's length from all numbers that there are.
+            // An exponent beyond every representable number, whatever the mantissa's length.
             _ if power.starts_with('-') => -(1 << 40),
             _ => 1 << 40,
         };
@@ -166,7 +170,8 @@ impl Decimal {
     }
 }
 
-/// Goes through a text that is known to be JSON, no deeper than the parser that knows it.
+/// Parses a text that is known to be valid JSON. The nesting depth is bounded by the parser that
+/// validated it.
 struct Walk<'a> {
     text: &'a str,
     at: usize,
@@ -193,14 +198,14 @@ impl Walk<'_> {
         }
     }
 
-    /// The byte that comes next, white space aside; 0 at the end.
+    /// The next byte after white space; 0 at the end.
     fn next(&mut self) -> u8 {
         let rest = &self.text[self.at..];
         self.at += rest.len() - rest.trim_start_matches([' ', '\n', '\r', '\t']).len();
         self.text.as_bytes().get(self.at).copied().unwrap_or(0)
     }
 
-    /// Takes this byte if it comes next.
+    /// Consumes `byte` if it comes next, and returns whether it did.
     fn takes(&mut self, byte: u8) -> bool {
         let comes = self.next() == byte;
         self.at += usize::from(comes);
@@ -364,7 +369,7 @@ mod tests {
     }
 
     proptest! {
-        /// What another parser reads and writes is what stands in the text column, as it always has.
+        /// The text column holds serde_json's output, as in earlier versions.
         #[test]
         fn compact_json_is_that_of_another_parser(value in any_value()) {
             for text in [value.to_string(), format!("{value:#}")] {

@@ -30,7 +30,7 @@ impl AnswerType {
     /// A column of these answers; `None` is null.
     ///
     /// # Errors
-    /// One of them does not fit: [`AnswerType::check`] says so beforehand.
+    /// An answer does not fit the type; [`AnswerType::check`] finds this beforehand.
     pub fn column(&self, answers: &[Option<&Answer>]) -> Result<ArrayRef, DatasetError> {
         let given = |at: usize| answers[at].filter(|answer| **answer != Answer::Null);
         let count = answers.len();
@@ -106,7 +106,7 @@ impl AnswerType {
     }
 }
 
-/// What `of` gives for each answer that is not null; it must give something.
+/// Applies `of` to each answer that is not null; `of` must return a value.
 fn each<'a, T>(
     answers: &[Option<&'a Answer>],
     of: impl Fn(&'a Answer) -> Option<T>,
@@ -161,7 +161,7 @@ mod tests {
     use crate::dataset::value::cell;
     use crate::dataset::writing::Writing;
 
-    /// The column of these answers, through a Parquet file and back, cell by cell.
+    /// The cells of the answers' column after a round trip through a Parquet file.
     fn column(schema: &Value, answers: &[Option<&str>]) -> Vec<Value> {
         let (of, _) = AnswerType::of(schema);
         let read: Vec<Option<Answer>> = answers

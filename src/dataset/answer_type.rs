@@ -1,8 +1,10 @@
-//! The type of a column that holds the answers to a JSON Schema: as much of the schema as Arrow has types for, the rest as JSON text.
+//! The Arrow type of the column for answers to a JSON Schema; parts without an Arrow type become
+//! JSON text.
 //!
-//! A type admits every answer that its schema does, but for numbers that no int64 or float64 holds: what narrows an answer further (bounds,
-//! patterns, formats, what is required) is left aside, and what may be of several types stays text. Whatever is null or left out is null,
-//! so every part of a column may be.
+//! A type admits every answer that its schema does, except numbers that fit neither int64 nor
+//! float64. Keywords that narrow an answer further (bounds, patterns, formats, required members)
+//! are ignored, and a value that may have several types stays text. Null and missing values are
+//! both null, so every part of a column is nullable.
 
 use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
@@ -15,12 +17,14 @@ use super::answer::{Answer, quoted};
 
 /// Deepest nesting of a type.
 const LEVELS_MAX: usize = 16;
-/// Most schemas that are looked at: a schema of a kilobyte can name another one a million times.
+/// Maximum number of schemas visited: a schema of a kilobyte can refer to another one a million
+/// times.
 const SCHEMAS_MAX: usize = 4_000;
-/// The field of a struct that holds, as a JSON object, the members that the schema allows without naming them; the keyword's own name.
+/// The field of a struct that holds, as a JSON object, the members that the schema allows without
+/// naming them. Its name is the keyword's.
 pub const OTHERS: &str = "additionalProperties";
 
-/// Of a column, or of a part of its values.
+/// The type of a column, or of a part of its values.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum AnswerType {
@@ -36,18 +40,18 @@ pub enum AnswerType {
     Struct {
         /// In the schema's order.
         fields: Vec<(String, AnswerType)>,
-        /// The schema allows members that it does not name: they are in [`OTHERS`].
+        /// Whether the schema allows members that it does not name; these go to [`OTHERS`].
         others: bool,
     },
 }
 
-/// Why a part of an answer has no type; what follows its place.
+/// Why a part of an answer has no type. Messages show it after the part's path.
 type Why = Cow<'static, str>;
 
 /// A part of an answer that stays JSON text.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Untyped {
-    /// As a query would name it: `parsed.tags[]`.
+    /// Path as a query would name it: `parsed.tags[]`.
     pub place: String,
     pub why: Why,
 }
@@ -84,7 +88,7 @@ impl fmt::Display for AnswerType {
 }
 
 impl AnswerType {
-    /// The type for a JSON Schema, and what of it stays text.
+    /// The type for a JSON Schema, and the parts that stay text.
     pub fn of(schema: &Value) -> (AnswerType, Vec<Untyped>) {
         let mut reading = Reading {
             root: schema,
@@ -96,14 +100,15 @@ impl AnswerType {
         (of, reading.untyped)
     }
 
-    /// The most values that an answer of so many tokens has in the columns of this type, about: an item of a list takes a token, and has
-    /// a value in each column below, be it null.
+    /// Approximate maximum number of values that an answer of `tokens` tokens has in this type's
+    /// columns. A list item takes at least a token, and has a value (possibly null) in each column
+    /// below the list.
     pub fn values(&self, tokens: u64) -> u64 {
         let (own, of_an_item) = self.places();
         own.saturating_add(tokens.saturating_mul(of_an_item))
     }
 
-    /// Columns outside of lists, and the most of an item of a list.
+    /// The number of columns outside of lists, and the maximum number of columns per list item.
     fn places(&self) -> (u64, u64) {
         match self {
             AnswerType::List(item) | AnswerType::Map(item) => {
@@ -120,10 +125,10 @@ impl AnswerType {
         }
     }
 
-    /// Can a column of this type hold the answer?
+    /// Checks that a column of this type can hold the answer.
     ///
     /// # Errors
-    /// One line that says which part of it does not fit, and why.
+    /// One line that names the part that does not fit, and why.
     pub fn check(&self, answer: &Answer) -> Result<(), String> {
         self.check_at(answer, "")
     }
@@ -177,9 +182,9 @@ fn below(place: &str, key: &str) -> String {
 /// A schema being read.
 struct Reading<'a> {
     root: &'a Value,
-    /// Schemas that may still be looked at.
+    /// Number of schemas that may still be visited.
     left: usize,
-    /// The `$ref`s that are being followed: one that is among them is recursive.
+    /// The `$ref`s being followed; a `$ref` that is already in the list is recursive.
     within: Vec<&'a str>,
     untyped: Vec<Untyped>,
 }
@@ -193,7 +198,7 @@ impl<'a> Reading<'a> {
         };
         self.within.truncate(following);
         read.unwrap_or_else(|why| {
-            // What is text as a whole is not told in parts.
+            // A part that is text as a whole is reported once, without its own parts.
             self.untyped.truncate(noted);
             self.untyped.push(Untyped {
                 place: place.into(),
@@ -203,7 +208,8 @@ impl<'a> Reading<'a> {
         })
     }
 
-    /// The schemas that must hold together where `schema` stands: its own keywords, what it refers to, and its `allOf`.
+    /// All schemas that apply to the same value as `schema`: its own keywords, its `$ref`'s target
+    /// and its `allOf`.
     fn together(&mut self, schema: &'a Value) -> Result<Vec<&'a Map<String, Value>>, Why> {
         let mut all = Vec::new();
         let mut open = vec![schema];
@@ -230,7 +236,7 @@ impl<'a> Reading<'a> {
         Ok(all)
     }
 
-    /// What a `$ref` names below the root, where it needs no escapes.
+    /// The schema that a `$ref` names below the root; references with escapes are not resolved.
     fn target(&self, name: &str) -> Option<&'a Value> {
         let mut at = self.root;
         for segment in name.strip_prefix("#/")?.split('/') {
@@ -242,7 +248,8 @@ impl<'a> Reading<'a> {
         Some(at)
     }
 
-    /// The type of what all of these schemas admit. Each of them narrows it, so any one of them that gives a type will do.
+    /// The type for values that satisfy all of these schemas. Each schema only narrows the values,
+    /// so the type of any one of them is valid.
     fn all(&mut self, all: &[&'a Map<String, Value>], place: &str, level: usize) -> Result<AnswerType, Why> {
         for members in all {
             if let Some(value) = members.get("const") {
@@ -275,7 +282,7 @@ impl<'a> Reading<'a> {
         }
     }
 
-    /// The type of all of these; there is one where they agree.
+    /// The common type of all options, if they agree.
     fn one_of(
         &mut self,
         options: impl Iterator<Item = &'a Value>,
@@ -334,7 +341,7 @@ impl<'a> Reading<'a> {
             if !known.insert(name) {
                 continue;
             }
-            // Engines that read columns by name pass over its case, and their texts end at a zero byte.
+            // Engines that read columns by name ignore case, and their strings end at a zero byte.
             if name.is_empty() || name.chars().any(char::is_control) {
                 let name = quoted(&name.escape_debug().to_string());
                 return Err(format!("has the property {name}, a name that no column can have").into());
@@ -367,7 +374,7 @@ impl<'a> Reading<'a> {
         Ok(AnswerType::Struct { fields, others })
     }
 
-    /// An object without named members.
+    /// The type of an object without named members.
     fn map(&mut self, all: &[&'a Map<String, Value>], place: &str, level: usize) -> Result<AnswerType, Why> {
         const FREE: &str = "is an object of any members";
         let by_pattern = all.iter().any(|members| members.contains_key("patternProperties"));
@@ -400,7 +407,7 @@ fn is_number(of: &AnswerType) -> bool {
     matches!(of, AnswerType::Int64 | AnswerType::Float64)
 }
 
-/// The type of values that are listed.
+/// The common type of an enum's values.
 fn of_values<'a>(values: impl IntoIterator<Item = &'a Value>) -> Result<AnswerType, Why> {
     let mut found: Option<AnswerType> = None;
     for value in values.into_iter().filter(|value| !value.is_null()) {
@@ -429,7 +436,7 @@ mod tests {
 
     use super::*;
 
-    /// The type as a person reads it, and what stays text.
+    /// The type's display text, and the parts that stay text.
     fn typed(schema: Value) -> (String, Vec<String>) {
         let (of, untyped) = AnswerType::of(&schema);
         (of.to_string(), untyped.iter().map(Untyped::to_string).collect())
@@ -584,7 +591,7 @@ mod tests {
             "{of}"
         );
         assert!(untyped[0].ends_with("is nested too deep for a type"), "{untyped:?}");
-        // Each definition names the next one twice.
+        // Each definition refers to the next one twice.
         let defs: Map<String, Value> = (0..30)
             .map(|n| {
                 let next = json!({"$ref": format!("#/$defs/d{}", n + 1)});

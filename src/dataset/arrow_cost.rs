@@ -1,6 +1,8 @@
-//! What rows of decoded Arrow columns take, as columns of their own and as the JSON that templates see.
+//! Memory cost of rows of decoded Arrow columns, both as columns of their own and as the JSON that
+//! templates see.
 //!
-//! A dictionary's value may be a megabyte that each row names, and a list a run of nulls: so it is counted before a row is made.
+//! Small files can hold huge rows: each row may refer to the same dictionary value of a megabyte,
+//! and a list may be a long run of nulls. So the cost is counted before a row is built.
 
 use arrow::array::{Array, ArrayRef, AsArray};
 use arrow::datatypes::{ArrowDictionaryKeyType, DataType};
@@ -8,13 +10,14 @@ use arrow::downcast_dictionary_array;
 
 use super::row_memory::{ENTRY_BYTES, ROW_BYTES_MAX, VALUE_BYTES};
 
-/// Offsets, views, the bits that say what is null.
+/// Overhead per value: offsets, views and validity bits.
 const PLACE_BYTES: u64 = 17;
 
-/// Dates, times and decimals are texts in JSON.
+/// JSON text of a date, time or decimal.
 const TEXT_BYTES: u64 = 80;
 
-/// Can a column of this type be read? Else why not; it goes behind the column's name.
+/// Checks that a column of this type can be read. The error is the reason, which goes behind the
+/// column's name.
 pub fn check_type(data_type: &DataType, within_dictionary: bool) -> Result<(), String> {
     let nested = || match within_dictionary {
         true => Err(format!("is a dictionary of {data_type}, which is not supported")),
@@ -40,7 +43,8 @@ pub fn check_type(data_type: &DataType, within_dictionary: bool) -> Result<(), S
     }
 }
 
-/// Bytes of one value; `shown`: it becomes JSON, too. More than a row may take ends the count.
+/// Bytes of one value; `shown`: including its JSON form. Counting stops once the sum exceeds a
+/// row's maximum.
 pub fn cost(column: &ArrayRef, row: usize, shown: bool) -> u64 {
     let json = if shown { VALUE_BYTES } else { 0 };
     let text = |bytes: usize| PLACE_BYTES + (bytes as u64).saturating_mul(if shown { 3 } else { 1 });
@@ -67,7 +71,7 @@ pub fn cost(column: &ArrayRef, row: usize, shown: bool) -> u64 {
             let length = usize::try_from(*length).unwrap_or(0);
             items_cost(items.values(), items.value_offset_at(row), length, shown)
         }
-        // A null takes its place, but no items.
+        // A null costs its overhead, but has no items.
         _ if column.is_null(row) => PLACE_BYTES,
         DataType::Utf8 => text(column.as_string::<i32>().value_length(row) as usize),
         DataType::LargeUtf8 => text(column.as_string::<i64>().value_length(row) as usize),
@@ -119,10 +123,10 @@ fn of_dictionary(column: &ArrayRef, row: usize, shown: bool) -> u64 {
     )
 }
 
-/// Of `count` items from `from` on.
+/// Bytes of `count` items from index `from` on.
 fn items_cost(items: &ArrayRef, from: usize, count: usize, shown: bool) -> u64 {
     let json = if shown { VALUE_BYTES + TEXT_BYTES } else { 0 };
-    // A value of these takes the same whatever it is.
+    // Fixed-width types cost the same per item.
     let fixed = match items.data_type() {
         DataType::Null => Some(1),
         other => other.primitive_width().map(|width| width as u64),

@@ -1,7 +1,7 @@
-//! An Arrow file's footer and the heads of its blocks, and the limits on what they may claim.
+//! An Arrow file's footer and the heads of its blocks, with limits on their claims.
 //!
-//! Everything is looked at before memory is taken for it: tables that name one another, places outside of the file, and what
-//! compressed buffers say that they become.
+//! Claims are checked before memory is allocated for them: tables that refer to one another, ranges
+//! outside of the file, and the decompressed lengths that buffers claim.
 
 use std::ops::Range;
 
@@ -18,32 +18,33 @@ use super::error::DatasetError;
 use super::flatbuffer::{bounds, first_line};
 use super::pinned::PinnedFile;
 
-/// What an Arrow file begins and ends with.
+/// Magic bytes at both ends of an Arrow file.
 pub const MAGIC: &[u8] = b"ARROW1";
 
 /// Largest footer, in bytes.
 const FOOTER_BYTES_MAX: u64 = 64 << 20;
 
-/// Read at a file's end at once, in the hope that it holds the footer.
+/// Bytes read at a file's end in one request; usually they include the footer.
 const TAIL_BYTES: u64 = 64 << 10;
 
-/// Smallest head of a block, in bytes: its length and the mark before it.
+/// Smallest head of a block, in bytes: its length and the marker before it.
 const HEAD_BYTES_MIN: i32 = 8;
 
-/// Largest heads of all blocks of a file together: what they say is kept while it is open.
+/// Maximum total size of a file's block heads, in bytes: decoded heads are kept while the file is
+/// open.
 const HEADS_BYTES_MAX: u64 = 64 << 20;
 
-/// Most rows of one file, and of one block.
+/// Maximum rows of one file, and of one block.
 const ROWS_MAX: u64 = 1 << 32;
 const BLOCK_ROWS_MAX: i64 = 1 << 26;
 
-/// Most bytes of one block's columns in use, once they are decompressed, or of all dictionaries.
+/// Maximum decompressed bytes of one block's columns in use, or of all dictionaries.
 pub const BLOCK_BYTES_MAX: u64 = 512 << 20;
 
-/// Behind the footer: its length and the mark.
+/// Bytes behind the footer: its length and the magic.
 const FRAME_BYTES: u64 = 10;
 
-/// Where a block lies.
+/// Position of a block in the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BlockPlace {
     pub offset: u64,
@@ -52,7 +53,7 @@ pub struct BlockPlace {
 }
 
 impl BlockPlace {
-    /// The bytes of its head.
+    /// The byte range of its head.
     pub fn head_range(&self) -> Range<u64> {
         self.offset..self.offset + self.head
     }
@@ -61,7 +62,7 @@ impl BlockPlace {
 /// A decoded footer.
 #[derive(Debug, Clone)]
 pub struct ArrowFooter {
-    /// As the file has it, dictionaries among them.
+    /// The file's own schema, with dictionary types.
     pub schema: SchemaRef,
     pub batches: Vec<BlockPlace>,
     pub dictionaries: Vec<BlockPlace>,
@@ -93,7 +94,7 @@ pub async fn read_footer(pinned: &PinnedFile) -> Result<Bytes, DatasetError> {
     pinned.bytes(end - length..end).await
 }
 
-/// Pure: the footer's bytes → what they say, held against a file of `size` bytes.
+/// Pure: decodes the footer's bytes and checks them against a file of `size` bytes.
 pub fn decode_footer(bytes: &[u8], size: u64) -> Result<ArrowFooter, String> {
     let footer = root_as_footer_with_opts(&bounds(bytes), bytes);
     let footer = footer.map_err(|e| format!("its footer is broken: {}", first_line(e)))?;
@@ -129,7 +130,8 @@ pub fn decode_footer(bytes: &[u8], size: u64) -> Result<ArrowFooter, String> {
     Ok(found)
 }
 
-/// Blocks may name the same bytes again and again, and each head that is decoded is kept.
+/// Bounds the heads' total size: blocks may name the same bytes repeatedly, and each decoded head
+/// is kept.
 fn check_heads<'a>(blocks: impl Iterator<Item = &'a BlockPlace>) -> Result<(), String> {
     let heads = blocks.fold(0u64, |sum, block| sum.saturating_add(block.head));
     match heads <= HEADS_BYTES_MAX {
@@ -175,11 +177,11 @@ fn place(block: &Block, end: u64) -> Result<BlockPlace, String> {
     }
 }
 
-/// What the head of a block says of the columns in it.
+/// The column layout that a block's head states.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BlockHead {
     pub rows: u64,
-    /// Of each root column, its buffers in the body.
+    /// The buffers in the body, per root column.
     pub columns: Vec<Vec<Range<u64>>>,
     pub is_compressed: bool,
 }
@@ -202,7 +204,7 @@ pub fn message(head: &[u8]) -> Result<Message<'_>, String> {
     Ok(message)
 }
 
-/// Pure: the head of a record batch at `place`, whose columns are `schema`'s.
+/// Pure: decodes the head of the record batch at `place`, whose columns are those of `schema`.
 pub fn decode_head(head: &[u8], place: &BlockPlace, schema: &Schema) -> Result<BlockHead, String> {
     let message = message(head)?;
     let batch = match message.header_type() {
@@ -213,7 +215,8 @@ pub fn decode_head(head: &[u8], place: &BlockPlace, schema: &Schema) -> Result<B
     check_batch(&batch, place, schema.fields().iter().map(|field| &**field))
 }
 
-/// Pure: the head of a dictionary's values, which have the type `values`; the dictionary's number, whether its values go behind those before.
+/// Pure: decodes the head of a dictionary batch. `values` gives a dictionary's value type by its
+/// id. The returned flag is true for a delta, whose values are appended to the existing ones.
 pub fn decode_dictionary(
     head: &[u8],
     place: &BlockPlace,
@@ -295,7 +298,7 @@ fn check_batch<'a>(
     })
 }
 
-/// How many nodes and buffers a column has in each block.
+/// The number of nodes and buffers that a column has in each block.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Shape {
     nodes: usize,
@@ -303,7 +306,7 @@ struct Shape {
 }
 
 impl Shape {
-    /// Adds a column of this type; `views`: how many buffers each column of views has besides the usual.
+    /// Adds a column of this type; `views`: the number of variadic buffers of each view column.
     fn add(&mut self, data_type: &DataType, views: &mut impl Iterator<Item = i64>) -> Result<(), String> {
         self.nodes += 1;
         match data_type {
@@ -343,7 +346,8 @@ impl Shape {
     }
 }
 
-/// What `buffers` become once they are decompressed, by what they say themselves; `body` holds them.
+/// Decompressed size of the buffers of `columns`, as the buffers themselves claim; `body` holds the
+/// buffers.
 pub fn decoded_bytes(head: &BlockHead, columns: &[usize], body: &[u8]) -> Result<u64, String> {
     let mut sum = 0u64;
     for buffer in columns.iter().filter_map(|column| head.columns.get(*column)).flatten() {
@@ -365,7 +369,7 @@ pub fn decoded_bytes(head: &BlockHead, columns: &[usize], body: &[u8]) -> Result
     Ok(sum)
 }
 
-/// First rows of the blocks, and of the end.
+/// The first row of each block, followed by the total row count.
 pub fn starts(heads: &[BlockHead]) -> Result<Vec<u64>, String> {
     let mut starts = vec![0u64];
     for head in heads {
@@ -387,7 +391,7 @@ mod tests {
 
     #[test]
     fn heads_are_bounded_together() {
-        // A head of any size is one that its file has.
+        // A single head may have any size that its file has room for.
         assert!(place(&Block::new(8, i32::MAX, 0), 1 << 40).is_ok());
         let block = BlockPlace {
             offset: 8,
@@ -419,7 +423,7 @@ mod tests {
             );
         }
     }
-    /// The head of a block of one column without bytes, which claims so many rows.
+    /// The head of a block of one column without bytes, which claims `rows` rows.
     fn claims(rows: i64) -> Result<BlockHead, String> {
         let mut buffer = FlatBufferBuilder::new();
         let nodes = buffer.create_vector(&[FieldNode::new(rows, rows)]);

@@ -1,7 +1,9 @@
-//! Arrow files in (Feather V2): rows by range, a record batch at a time, with only the columns in use.
+//! Reads Arrow files (Feather V2): rows by range, a record batch at a time, with only the columns
+//! in use.
 //!
-//! A record batch is decoded whole, so what its columns in use take is bounded, and the last one that was decoded is kept for the shard that
-//! goes on in it: one of each job, as far as all of them take no more than the largest. Dictionaries are unpacked, of the rows that are read alone.
+//! A record batch is decoded whole, so the memory of its columns in use is bounded. Each job keeps
+//! its last decoded batch for the next shard that continues in it; together, all jobs keep no more
+//! than the limit of a single batch. Dictionaries are unpacked only for the rows that are read.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -23,20 +25,21 @@ use super::error::DatasetError;
 use super::parquet_in::{Read, Wanted, unpacked_field};
 use super::pinned::PinnedFile;
 
-/// Heads of blocks that are fetched with one call.
+/// Number of block heads fetched per call.
 const HEADS_AT_ONCE: usize = 32;
 
-/// Most blocks of dictionaries, and of those that add to others: each copies what was there.
+/// Maximum number of dictionary blocks, and of delta dictionaries: each delta copies the values
+/// before it.
 const DICTIONARIES_MAX: usize = 4096;
 const DELTAS_MAX: usize = 64;
 
-/// Compressed columns are reckoned to become so much more, until a block is read.
+/// Estimated ratio of decompressed to compressed size, until a block is read.
 const UNPACKED_TIMES: u64 = 4;
 
-/// Most bytes of the blocks that are kept, of all jobs of the process.
+/// Maximum bytes of kept blocks over all jobs of the process.
 const KEPT_BYTES_MAX: u64 = BLOCK_BYTES_MAX;
 
-/// The block that was decoded last, of all files of a job.
+/// The last decoded block over all files of a job.
 #[derive(Debug, Clone, Default)]
 pub struct KeptBlock(Arc<Mutex<Option<Decoded>>>);
 
@@ -50,7 +53,7 @@ struct Decoded {
 }
 
 impl KeptBlock {
-    /// The columns of a block, if it is the one that is kept.
+    /// The columns of a block, if it is the kept block.
     fn find(&self, file: &str, block: usize, columns: &[usize]) -> Option<RecordBatch> {
         let kept = locked(&self.0);
         let kept = kept
@@ -59,9 +62,10 @@ impl KeptBlock {
         kept.map(|kept| kept.batch.clone())
     }
 
-    /// Keeps a block in the place of the one before. Where all jobs' take too much, those go that were kept first.
+    /// Replaces the kept block. If the blocks of all jobs exceed the limit together, the oldest are
+    /// dropped.
     fn keep(&self, decoded: Decoded) {
-        /// Those of all jobs, the newest last.
+        /// The kept blocks of all jobs, newest last.
         static ALL: Mutex<Vec<Weak<Mutex<Option<Decoded>>>>> = Mutex::new(Vec::new());
         let mut all = locked(&ALL);
         *locked(&self.0) = Some(decoded);
@@ -78,7 +82,8 @@ impl KeptBlock {
     }
 }
 
-/// What is kept may be missing or old, and every change of it is a single step: what a panicking holder left is whole.
+/// Locks and ignores poisoning: a kept block may be missing or old, and every change is a single
+/// step, so a holder that panicked left a consistent value.
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -88,11 +93,11 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 pub struct ArrowFile {
     pinned: PinnedFile,
     footer: ArrowFooter,
-    /// The columns as they are read: dictionaries unpacked.
+    /// The columns as they are read, with dictionaries unpacked.
     schema: SchemaRef,
     heads: Vec<BlockHead>,
     starts: Vec<u64>,
-    /// Read once one of them is needed.
+    /// Loaded on first use.
     dictionaries: tokio::sync::OnceCell<Arc<HashMap<i64, ArrayRef>>>,
     kept: KeptBlock,
 }
@@ -140,7 +145,7 @@ impl ArrowFile {
         &self.pinned
     }
 
-    /// Memory that is held while it is open, in bytes.
+    /// Memory held while the file is open, in bytes.
     pub fn memory_bytes(&self) -> usize {
         let heads: usize = self.heads.iter().map(|head| 64 + head.columns.len() * 64).sum();
         let dictionaries = self.dictionaries.get().into_iter().flat_map(|all| all.values());
@@ -155,7 +160,7 @@ impl ArrowFile {
         self.heads[group].rows
     }
 
-    /// About the bytes of the named columns in a block once they are decompressed.
+    /// Approximate decompressed bytes of the named columns in a block.
     pub fn group_bytes(&self, group: usize, columns: &[String]) -> u64 {
         let head = &self.heads[group];
         let stored = self.places(columns).into_iter().map(|column| head.bytes(column));
@@ -163,7 +168,7 @@ impl ArrowFile {
         stored.fold(0u64, u64::saturating_add).saturating_mul(times)
     }
 
-    /// Can the named columns be read?
+    /// Checks that the named columns can be read.
     pub fn check_columns(&self, columns: &[String]) -> Result<(), DatasetError> {
         let unreadable = |why: String| Err(DatasetError::unreadable(&self.pinned.name, why));
         for column in self.places(columns) {
@@ -185,7 +190,7 @@ impl ArrowFile {
         Ok(())
     }
 
-    /// The places of the named columns.
+    /// The indices of the named columns.
     fn places(&self, columns: &[String]) -> Vec<usize> {
         let fields = self.footer.schema.fields().iter().enumerate();
         fields
@@ -194,7 +199,7 @@ impl ArrowFile {
             .collect()
     }
 
-    /// Reads rows, if they take no more than `limit` bytes.
+    /// Reads rows, unless they cost more than `limit` bytes.
     pub async fn read_rows(&self, wanted: Wanted, limit: Option<u64>) -> Result<Read, DatasetError> {
         let name = &self.pinned.name;
         let end = self.starts.last().copied().unwrap_or(0);
@@ -232,7 +237,7 @@ impl ArrowFile {
         Ok(Read::Rows(batch, Vec::new()))
     }
 
-    /// What each of `rows` takes of these columns.
+    /// The cost of each of `rows` in these columns, in bytes.
     pub async fn row_costs(
         &self,
         rows: Range<u64>,
@@ -255,7 +260,7 @@ impl ArrowFile {
         Ok(costs)
     }
 
-    /// The blocks that hold these rows, and which of their own rows.
+    /// The blocks that hold these rows, each with the row ranges within it.
     fn blocks_of(&self, rows: &[Range<u64>]) -> Vec<(usize, Vec<Range<u64>>)> {
         let (Some(first), Some(last)) = (rows.first(), rows.last()) else {
             return Vec::new();
@@ -279,7 +284,7 @@ impl ArrowFile {
         (from..to).map(within).filter(|(_, rows)| !rows.is_empty()).collect()
     }
 
-    /// The columns of one block.
+    /// The given columns of one block, from the kept block or decoded.
     async fn block(&self, block: usize, columns: &[usize]) -> Result<RecordBatch, DatasetError> {
         let file = self.pinned.location.url.as_str();
         if let Some(batch) = self.kept.find(file, block, columns) {
@@ -333,7 +338,8 @@ impl ArrowFile {
         Ok(batch)
     }
 
-    /// A block's head, and its body with these buffers in it: what lies between them stays zero, and takes no memory.
+    /// A block's head, and its body with only these buffers filled in. The gaps stay zeroed, so
+    /// they take no physical memory.
     async fn fetch(&self, place: &BlockPlace, buffers: Vec<Range<u64>>) -> Result<(Bytes, Buffer), DatasetError> {
         let start = place.offset + place.head;
         let buffers: Vec<Range<u64>> = buffers.into_iter().filter(|buffer| !buffer.is_empty()).collect();
@@ -436,7 +442,8 @@ fn row_cost(batch: &RecordBatch, row: usize, shown: &[String]) -> u64 {
     })
 }
 
-/// Rows of a block with their dictionaries unpacked, in memory of their own: a slice would hold on to the whole block.
+/// Copies rows of a block with their dictionaries unpacked; a slice would keep the whole block
+/// alive.
 fn unpack(batch: &RecordBatch, rows: Vec<Range<u64>>, schema: &SchemaRef) -> Result<RecordBatch, String> {
     let rows = UInt64Array::from_iter_values(rows.into_iter().flatten());
     let columns = batch.columns().iter().zip(schema.fields());
@@ -451,7 +458,7 @@ fn unpack(batch: &RecordBatch, rows: Vec<Range<u64>>, schema: &SchemaRef) -> Res
     RecordBatch::try_new(schema.clone(), columns).map_err(|e| e.to_string())
 }
 
-/// Does this on a thread of its own: what foreign bytes make a decoder panic about ends there.
+/// Runs `work` on a blocking thread, so that a decoder's panic on foreign bytes becomes an error.
 async fn apart<T: Send + 'static>(
     name: &str,
     work: impl FnOnce() -> Result<T, String> + Send + 'static,

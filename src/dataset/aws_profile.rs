@@ -1,8 +1,8 @@
 //! AWS profiles: `~/.aws/credentials` and `~/.aws/config`.
 //!
-//! Keys (with a session token), region and endpoint are taken from them, and read again when the files change, so that
-//! keys that something else renews stay good during a long job. What needs a login of its own is refused with a line
-//! that says how to get keys.
+//! Keys (with a session token), region and endpoint are taken from these files. The files are read
+//! again when they change, so a long job picks up keys that another tool renews. Profiles that need
+//! a login are refused with a line that says how to get keys.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -15,7 +15,7 @@ use object_store::aws::AwsCredential;
 
 type Variables = BTreeMap<String, String>;
 
-/// One profile, as the files have it.
+/// One profile's settings.
 #[derive(Clone, Default)]
 pub struct Profile {
     name: String,
@@ -26,7 +26,7 @@ pub struct Profile {
 
 /// How a profile gets its keys.
 pub enum Keys {
-    /// Not at all: it only has settings.
+    /// The profile has settings only.
     None,
     Static(AwsCredential),
     WebIdentity {
@@ -35,7 +35,7 @@ pub enum Keys {
     },
 }
 
-/// The profile that `AWS_PROFILE` names, or `default` where there is one. An error is one line.
+/// The profile that `AWS_PROFILE` names, else `default` if it exists. An error is one line.
 pub fn find(variables: &Variables) -> Result<Option<Profile>, String> {
     let asked = variables.get("AWS_PROFILE").filter(|name| !name.is_empty());
     let name = asked.map_or("default", String::as_str);
@@ -77,7 +77,7 @@ impl Profile {
         if let (Some(role), Some(token_file)) = (get("role_arn"), get("web_identity_token_file")) {
             return Ok(Keys::WebIdentity { token_file, role });
         }
-        // As with Amazon's own tools, a role comes before keys of the same profile.
+        // A role takes precedence over keys of the same profile, as in Amazon's own tools.
         if get("role_arn").is_some() {
             return Err(login(name, "assumes a role"));
         }
@@ -115,7 +115,7 @@ pub struct ProfileCredentials {
 type Stamps = [Option<SystemTime>; 2];
 
 impl ProfileCredentials {
-    /// The credentials of `profile`, which `variables` led to and which has keys of its own.
+    /// The credentials of `profile`, which was found with `variables` and must have static keys.
     pub fn new(variables: &Variables, profile: Profile) -> Result<ProfileCredentials, String> {
         let stamps = Files::of(variables).stamps();
         let Keys::Static(keys) = profile.keys()? else {
@@ -133,7 +133,8 @@ impl ProfileCredentials {
         if stamps != last.0 {
             match find(&self.variables).and_then(|found| found.map(|profile| profile.keys()).transpose()) {
                 Ok(Some(Keys::Static(keys))) => *last = (stamps, Arc::new(keys)),
-                // The old keys may hold for a while, and a file that is being written is whole a moment later.
+                // The old keys may still be valid, and a file may be read while it is being
+                // written.
                 Ok(_) => tracing::warn!("the AWS profile has no keys any more: going on with the last ones"),
                 Err(why) => tracing::warn!("{why}: going on with the last keys"),
             }
@@ -157,7 +158,7 @@ impl CredentialProvider for ProfileCredentials {
     }
 }
 
-/// Where the two files lie; none where neither a variable nor a home folder says so.
+/// Paths of the two files; `None` where neither a variable nor a home folder gives one.
 struct Files {
     credentials: Option<PathBuf>,
     config: Option<PathBuf>,
@@ -202,13 +203,13 @@ fn section_in_config(name: &str) -> String {
     }
 }
 
-/// The settings of one section, keys in lower case; `None` where there is no such section.
+/// The settings of one section, with keys in lower case; `None` if the section is missing.
 fn section_of(text: &str, wanted: &str) -> Option<BTreeMap<String, String>> {
     let mut found: Option<BTreeMap<String, String>> = None;
     let mut inside = false;
     for line in text.lines() {
         let trimmed = line.trim();
-        // Indented lines are settings below a setting: none that matters here.
+        // Indented lines are nested settings, which are not used here.
         if trimmed.is_empty() || line.starts_with([' ', '\t', '#', ';']) {
             continue;
         }

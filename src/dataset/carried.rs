@@ -1,9 +1,9 @@
-//! Carried columns within their bound.
+//! Size limits on carried columns.
 
 use arrow::array::{ArrayRef, RecordBatch, new_null_array};
 use arrow::compute::concat;
 
-/// Bytes of the rows of a batch, which may be a part of a larger one.
+/// Memory of a batch's rows; the batch may be a slice of a larger one.
 pub fn memory(batch: &RecordBatch) -> usize {
     let columns = batch.columns().iter();
     columns
@@ -16,7 +16,7 @@ pub fn memory(batch: &RecordBatch) -> usize {
         .sum()
 }
 
-/// How many of the first rows take no more than `bytes`.
+/// The maximum number of leading rows that fit into `bytes`.
 pub fn fitting_rows(batch: &RecordBatch, bytes: usize) -> usize {
     if batch.num_columns() == 0 || memory(batch) <= bytes {
         return batch.num_rows();

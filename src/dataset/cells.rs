@@ -1,4 +1,4 @@
-//! Cells of rows of tables, as they come column by column, and the rows that become of them.
+//! Cells of a table's rows, read column by column, and the rows built from them.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -18,12 +18,12 @@ use super::value::row_at;
 /// The columns of a file that are read.
 pub(super) struct Columns {
     pub(super) all: Vec<String>,
-    /// Those that the prompt uses.
+    /// Columns that the prompt uses.
     pub(super) shown: Vec<String>,
     pub(super) carried: Vec<String>,
-    /// Those of either that this file lacks, and that are null there.
+    /// Shown or carried columns that this file lacks; their values are null.
     absent: Vec<String>,
-    /// Those of them that the prompt uses.
+    /// The subset of `absent` that the prompt uses.
     absent_shown: Vec<String>,
 }
 
@@ -51,11 +51,11 @@ impl Columns {
     }
 }
 
-/// Cells of some rows, and why some of these have none.
+/// Cells of a range of rows, and the errors of rows without cells.
 pub(super) struct Cells {
     rows: usize,
     columns: Vec<(Field, ArrayRef)>,
-    /// By place.
+    /// By index within the range.
     pub(super) errors: BTreeMap<usize, String>,
     bad: Vec<BadCell>,
 }
@@ -70,7 +70,7 @@ impl Cells {
         }
     }
 
-    /// A column none of whose cells is read.
+    /// A column of nulls, for a column of which no cell is read.
     pub(super) fn nulls(file: &TableFile, column: &str, rows: &Range<u64>) -> Result<Cells, String> {
         let field = file.schema().field_with_name(column).map_err(|e| e.to_string())?;
         let mut cells = Cells::none(rows);
@@ -79,7 +79,7 @@ impl Cells {
         Ok(cells)
     }
 
-    /// `batch` holds the rows `read` of the `rows`; what was not read is null.
+    /// `batch` holds the rows `read` out of `rows`; the other rows become null.
     pub(super) fn of(
         batch: RecordBatch,
         bad: Vec<BadCell>,
@@ -123,7 +123,8 @@ impl Cells {
         self.bad.extend(other.bad);
     }
 
-    /// The fields that are shown, and the carried columns; `first`: the first row's number in the file.
+    /// Builds the shown fields and the carried columns; `first`: the first row's number in the
+    /// file.
     pub(super) fn into_rows(
         mut self,
         of: &Columns,
@@ -153,7 +154,7 @@ impl Cells {
             false => carried.collect::<Result<Vec<ArrayRef>, String>>()?,
         };
         let carry = RecordBatch::try_new_with_options(carry, carried, &options).map_err(|e| e.to_string())?;
-        // In the file's order, whatever the order in which they were read.
+        // The file's column order, whatever the order of reading.
         let (fields, columns): (Vec<Field>, Vec<ArrayRef>) = self
             .columns
             .into_iter()

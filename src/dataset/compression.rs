@@ -1,4 +1,4 @@
-//! Files that are compressed as a whole: gzip, Zstandard and bzip2, also several of them one behind the other.
+//! Files that are compressed as a whole (gzip, Zstandard, bzip2), including concatenated members.
 
 use bytes::{Buf, Bytes};
 use flate2::{Decompress, FlushDecompress};
@@ -6,10 +6,10 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use zstd::stream::raw::Operation;
 
-/// Bytes that one step makes at most.
+/// Maximum decompressed bytes per step.
 pub const STEP_BYTES: usize = 1 << 20;
 
-/// Extensions of names that say how a file is compressed.
+/// File extensions of compressed files.
 pub const EXTENSIONS: [&str; 4] = ["gz", "zst", "zstd", "bz2"];
 
 /// What a file is compressed with.
@@ -30,14 +30,14 @@ pub struct Compressed {
 }
 
 impl Codec {
-    /// Told by a file's first bytes.
+    /// Detects the codec by a file's first bytes.
     pub fn of(head: &[u8]) -> Option<Codec> {
         match head {
             [0x1f, 0x8b, 8, ..] => Some(Codec::Gzip),
             [0x28, 0xb5, 0x2f, 0xfd, ..] => Some(Codec::Zstd),
-            // A frame that is skipped.
+            // A skippable frame.
             [0x50..=0x5f, 0x2a, 0x4d, 0x18, ..] => Some(Codec::Zstd),
-            // A block, or the end of an empty file.
+            // A block header, or the footer of an empty file.
             [b'B', b'Z', b'h', b'1'..=b'9', 0x31, 0x41, 0x59, 0x26, 0x53, 0x59, ..]
             | [b'B', b'Z', b'h', b'1'..=b'9', 0x17, 0x72, 0x45, 0x38, 0x50, 0x90, ..] => Some(Codec::Bzip2),
             _ => None,
@@ -54,11 +54,11 @@ impl Codec {
     }
 }
 
-/// Decompresses a file that comes in pieces, a step at a time.
+/// Decompresses a file that arrives in chunks, a step at a time.
 pub struct Decoder {
     codec: Codec,
     state: State,
-    /// Within a member (gzip), frame (zstd) or stream (bzip2).
+    /// Whether decoding is within a member (gzip), frame (zstd) or stream (bzip2).
     open: bool,
     /// Compressed bytes so far.
     read: u64,
@@ -79,7 +79,7 @@ impl State {
         })
     }
 
-    /// Bytes that were taken and made, and whether a member ends with them.
+    /// Bytes consumed and produced, and whether a member ends there.
     fn run(&mut self, input: &[u8], output: &mut [u8]) -> Result<(usize, usize, bool), String> {
         match self {
             State::Gzip(state) => {
@@ -120,7 +120,8 @@ impl Decoder {
         })
     }
 
-    /// Takes from `input` until it is used up or [`STEP_BYTES`] are made; in the latter case more may follow without input.
+    /// Consumes `input` until it is empty or [`STEP_BYTES`] bytes are produced. In the latter case,
+    /// further calls may produce more without input.
     pub fn step(&mut self, input: &mut Bytes) -> Result<Bytes, String> {
         let mut output = vec![0; STEP_BYTES];
         let mut made = 0;
@@ -145,7 +146,7 @@ impl Decoder {
         Ok(output.into())
     }
 
-    /// No more bytes come.
+    /// Checks at the end of the input that no member is incomplete.
     pub fn finish(&self) -> Result<(), String> {
         match self.open {
             true => Err(format!(
@@ -192,7 +193,7 @@ mod tests {
         }
     }
 
-    /// What a decoder makes of bytes that come `size` at a time.
+    /// The decompressed bytes, with the input split into chunks of `size` bytes.
     fn unpacked(codec: Codec, bytes: &[u8], size: usize) -> Result<Vec<u8>, String> {
         let mut decoder = Decoder::new(codec)?;
         let mut out = Vec::new();

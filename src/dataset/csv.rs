@@ -1,7 +1,9 @@
-//! What a table of CSV looks like: its delimiter, its columns and their types, as a job asks for them and as they are planned.
+//! The layout of a CSV table: its delimiter, columns and column types, as a job requests them and
+//! as they are planned.
 //!
-//! A type is either given by the job or kept by every cell of the column in all inputs: a cell counts as a number only
-//! where the number, written down, is that very text. So what a prompt shows is what stands in the file, `007` and `1e5` too.
+//! A column's type is either given by the job or inferred from every cell of the column in all
+//! inputs. A cell counts as a number only if the number's usual text is exactly the cell's text. So
+//! a prompt shows the cell as it is in the file, including `007` and `1e5`.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -15,13 +17,13 @@ use super::kinds::{KEYS_MAX, Kinds};
 /// Longest name of a column, in bytes.
 const NAME_BYTES_MAX: usize = 16 << 10;
 
-/// Most significant digits of a decimal that every way of writing numbers writes back.
+/// Maximum number of significant digits for which every formatter writes a decimal back unchanged.
 const DIGITS_MAX: usize = 15;
 
 /// Integers up to this are exact as 64-bit floats.
 const EXACT_IN_F64: u64 = 1 << 53;
 
-/// What a job says of its CSV.
+/// The CSV settings of a job.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CsvOptions {
     /// `None`: a tab where the file's name ends in `.tsv` or `.tab`, else a comma.
@@ -30,13 +32,13 @@ pub struct CsvOptions {
     /// The columns' names, where the files have no header.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub columns: Option<Vec<String>>,
-    /// Of some columns.
+    /// Types given by the job, by column.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub types: BTreeMap<String, CsvType>,
 }
 
 impl CsvOptions {
-    /// Is nothing said?
+    /// Whether all settings are the defaults.
     pub fn is_default(&self) -> bool {
         *self == CsvOptions::default()
     }
@@ -71,19 +73,19 @@ pub struct CsvTable {
 }
 
 impl CsvTable {
-    /// The delimiter as the byte that it is in the files.
+    /// The delimiter as a byte.
     pub fn delimiter_byte(&self) -> u8 {
-        // Checked to be ASCII.
+        // `check_delimiter` admits ASCII only.
         self.delimiter as u8
     }
 
-    /// What the types cannot say; a line that says what is wrong.
+    /// Checks constraints that the types do not express. The error is one line.
     pub fn check(&self) -> Result<(), String> {
         check_delimiter(self.delimiter)?;
         check_names(self.columns.iter().map(|column| column.name.as_str()))
     }
 
-    /// The columns with the types that the job gives or, where it gives none, that `kinds` allow.
+    /// The columns with the types given by the job, else with the types that `kinds` allow.
     pub fn typed(self, given: &BTreeMap<String, CsvType>, kinds: &BTreeMap<String, Kinds>) -> CsvTable {
         let typed = |column: CsvColumn| {
             let found = kinds.get(&column.name).copied().unwrap_or_default();
@@ -100,7 +102,7 @@ impl CsvTable {
     }
 }
 
-/// One ASCII character that means nothing else in CSV.
+/// Checks that the delimiter is an ASCII character without another meaning in CSV.
 pub fn check_delimiter(delimiter: char) -> Result<(), String> {
     match delimiter {
         '"' | '\r' | '\n' | '\0' => Err(format!("{delimiter:?} cannot separate cells")),
@@ -109,7 +111,7 @@ pub fn check_delimiter(delimiter: char) -> Result<(), String> {
     }
 }
 
-/// Names of a table's columns: some, each once, none without text.
+/// Checks the column names: at least one, all distinct and non-empty.
 pub fn check_names<'a>(names: impl ExactSizeIterator<Item = &'a str>) -> Result<(), String> {
     if names.len() == 0 || names.len() > KEYS_MAX {
         return Err(format!("{} columns; a table has 1 to {KEYS_MAX}", names.len()));
@@ -133,7 +135,7 @@ pub fn check_names<'a>(names: impl ExactSizeIterator<Item = &'a str>) -> Result<
 }
 
 impl CsvType {
-    /// The type whose values, written down, are the very texts that these kinds were found in.
+    /// The type whose values have exactly the texts that these kinds were inferred from.
     fn of(kinds: Kinds) -> CsvType {
         match kinds.field("").data_type() {
             DataType::Int64 => CsvType::Int64,
@@ -142,7 +144,7 @@ impl CsvType {
         }
     }
 
-    /// The word in job files and messages.
+    /// The type's name in job files and messages.
     pub fn as_str(self) -> &'static str {
         match self {
             CsvType::String => "string",
@@ -152,7 +154,7 @@ impl CsvType {
         }
     }
 
-    /// The column that is carried.
+    /// The field of the carried column.
     pub fn field(self, name: &str) -> Field {
         let data_type = match self {
             CsvType::String => DataType::Utf8,
@@ -163,7 +165,8 @@ impl CsvType {
         Field::new(name, data_type, true)
     }
 
-    /// The value of a cell; `None`: it has none of this type. An empty cell is null, but for a text in quotes.
+    /// The value of a cell; `None` if the cell is no value of this type. An empty cell is null,
+    /// except a quoted cell of type string.
     pub fn value(self, text: &str, quoted: bool) -> Option<Value> {
         if text.is_empty() && !(quoted && self == CsvType::String) {
             return Some(Value::Null);
@@ -171,7 +174,7 @@ impl CsvType {
         match self {
             CsvType::String => Some(text.into()),
             CsvType::Int64 => text.parse::<i64>().ok().map(Value::from),
-            // An integer stays one, so that it is shown as it stands.
+            // An integer stays an integer, so that prompts show the cell's own text.
             CsvType::Float64 => match canonical_integer(text) {
                 Some(number) if number.unsigned_abs() <= EXACT_IN_F64 => Some(number.into()),
                 _ => text.parse::<f64>().ok().and_then(Number::from_f64).map(Value::Number),
@@ -183,14 +186,14 @@ impl CsvType {
     }
 }
 
-/// What a cell is beyond doubt; what stands in quotes is text.
+/// The kind of a cell, where the text is unambiguous; a quoted cell is text.
 pub fn cell_kind(text: &[u8], quoted: bool) -> Kinds {
     if quoted {
         return Kinds::TEXT;
     }
     match text {
         b"" => Kinds::NULL,
-        // A glance that spares most texts the look of a number.
+        // This cheap check of the first byte spares most texts the parse as a number.
         [b'-' | b'0'..=b'9', ..] => std::str::from_utf8(text).map_or(Kinds::TEXT, number_kind),
         _ => Kinds::TEXT,
     }
@@ -205,7 +208,7 @@ fn number_kind(text: &str) -> Kinds {
     }
 }
 
-/// The integer whose digits are exactly this text.
+/// The integer whose decimal form is exactly this text.
 fn canonical_integer(text: &str) -> Option<i64> {
     let digits = text.strip_prefix('-').unwrap_or(text);
     let is_canonical = match digits.as_bytes() {
@@ -216,7 +219,7 @@ fn canonical_integer(text: &str) -> Option<i64> {
     is_canonical.then(|| text.parse().ok()).flatten()
 }
 
-/// Is it a decimal that, as a float, is written as exactly this text?
+/// Whether this is a decimal that a float writes back as exactly this text.
 fn is_canonical_decimal(text: &str) -> bool {
     let is_plain = text
         .bytes()
@@ -225,7 +228,7 @@ fn is_canonical_decimal(text: &str) -> bool {
         .trim_start_matches(['-', '0', '.'])
         .bytes()
         .filter(u8::is_ascii_digit);
-    // Small ones are written with an exponent.
+    // Small decimals are written with an exponent.
     if !is_plain || digits.count() > DIGITS_MAX || text.trim_start_matches('-').starts_with("0.0000") {
         return false;
     }
@@ -247,7 +250,7 @@ mod tests {
     fn a_column_is_of_numbers_only_where_their_digits_are_its_text() {
         assert_eq!(kind(&["1", "-20", "", "9223372036854775807"]), CsvType::Int64);
         assert_eq!(kind(&["1", "2.5", "-0.001", "3.0"]), CsvType::Float64);
-        // Templates write them in another way.
+        // Templates write booleans differently.
         assert_eq!(kind(&["true", "", "false"]), CsvType::String);
         for text in [
             "007",

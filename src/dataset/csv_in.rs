@@ -1,8 +1,10 @@
-//! CSV rows: the header, what planning finds in a block, and the values of a block's rows.
+//! CSV rows: the header, planning's scan of a block, and the values of a block's rows.
 //!
-//! The first record is the header, unless the job names the columns. An empty line is no row; in a table of one column it is a
-//! row whose cell is null. A record that does not fit the table (another number of cells, a cell that is not UTF-8, holds a
-//! zero byte or is none of its column's type, more than [`super::lines::LINE_BYTES_MAX`]) is a row that says so.
+//! The first record is the header, unless the job names the columns. An empty line is skipped,
+//! except in a table of one column, where it is a row whose cell is null. A record that does not
+//! fit the table becomes a row with an error. Such a record has the wrong number of cells, more
+//! bytes than [`super::lines::LINE_BYTES_MAX`], or an invalid cell (not UTF-8, with a zero byte, or
+//! not of its column's type).
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -19,10 +21,11 @@ use super::lines_in::{BlockScan, Cutter, LineRows, NOT_READ, RowPlace, is_too_lo
 use super::row_memory::{ENTRY_BYTES, VALUE_BYTES};
 use super::text_file::TextFile;
 
-/// Characters of a cell that an error shows.
+/// Maximum characters of a cell that an error shows.
 const SHOWN_CHARS: usize = 60;
 
-/// The table that `file` begins, its columns without types; `None`: the file is empty.
+/// The table at the start of `file`, with columns that have no types yet; `None` if the file is
+/// empty.
 async fn table_of(text: &TextFile, options: &CsvOptions) -> Result<Option<CsvTable>, DatasetError> {
     let delimiter = options.delimiter.unwrap_or_else(|| usual_delimiter(text));
     let cutter = Cutter::Csv(CsvCutter::new(0, 1, delimiter as u8));
@@ -54,7 +57,8 @@ async fn table_of(text: &TextFile, options: &CsvOptions) -> Result<Option<CsvTab
     }))
 }
 
-/// The first record's cells, up to one more than a table may have; `None`: there is nothing but a byte order mark.
+/// The first record's cells, at most one more than a table may have; `None` if the file is empty
+/// except for a byte order mark.
 fn first_cells(piece: &Piece, delimiter: u8) -> Result<Option<Vec<String>>, String> {
     let bytes = match piece {
         Piece::TooLong { start, end, .. } => return Err(too_long(end - start)),
@@ -90,7 +94,7 @@ fn usual_delimiter(text: &TextFile) -> char {
     }
 }
 
-/// The columns' names; one without a name is called by its place.
+/// The columns' names; an empty name is replaced by the column's position.
 fn header(names: Vec<String>, is_usual: bool) -> Result<Vec<String>, String> {
     if let [one] = &names[..]
         && is_usual
@@ -112,7 +116,7 @@ fn header(names: Vec<String>, is_usual: bool) -> Result<Vec<String>, String> {
     Ok(names)
 }
 
-/// Pure: what one piece of the table's file holds. The header, where there is one, is no row.
+/// Pure: scans one piece of the table's file. A header is not counted as a row.
 pub fn scan_piece(piece: Piece, table: &CsvTable, has_header: bool) -> BlockScan {
     let (start, bytes) = match piece {
         Piece::TooLong { start, end, lines } => return BlockScan::of_long(start..end, lines),
@@ -144,12 +148,12 @@ pub fn scan_piece(piece: Piece, table: &CsvTable, has_header: bool) -> BlockScan
     scan
 }
 
-/// An empty line is a row only where a row of the table can look like one.
+/// An empty line is a row only in a table of one column.
 fn is_row(text: &[u8], table: &CsvTable) -> bool {
     !text.is_empty() || table.columns.len() == 1
 }
 
-/// A table, and which of its columns are read.
+/// A table, with the set of columns to read.
 #[derive(Debug)]
 pub struct CsvReading {
     table: CsvTable,
@@ -157,7 +161,7 @@ pub struct CsvReading {
 }
 
 impl CsvReading {
-    /// Reads the columns that `is_read` says.
+    /// A reader of the columns for which `is_read` is true.
     pub fn new(table: CsvTable, is_read: impl Fn(&str) -> bool) -> CsvReading {
         CsvReading {
             is_read: table.columns.iter().map(|column| is_read(&column.name)).collect(),
@@ -205,7 +209,8 @@ impl CsvReading {
         read
     }
 
-    /// The fields of a row. Of one that has a cell which cannot be read, the others are kept beside: they may be carried.
+    /// The fields of a row. If a cell is unreadable, the other fields are kept in `read`, since
+    /// they may be carried.
     fn row(&self, text: &[u8], read: &mut LineRows) -> Result<Map<String, Value>, String> {
         let columns = &self.table.columns;
         let found = cells(text, self.table.delimiter_byte()).count();
@@ -265,7 +270,7 @@ fn text_of<'a>(cell: &'a Cell<'_>) -> Result<&'a str, String> {
     }
 }
 
-/// The beginning of a text, in one line.
+/// The beginning of a text, on one line.
 fn shorten(text: &str) -> String {
     let mut shown = String::new();
     for (n, c) in text.chars().enumerate() {
@@ -278,20 +283,21 @@ fn shorten(text: &str) -> String {
     shown
 }
 
-/// The table that all files of a job must begin with.
+/// The table that all files of a job must share.
 #[derive(Debug, Default)]
 pub struct OneTable {
-    /// With the name of the file that it was found in.
+    /// The table, with the name of the file that it was found in.
     first: Option<(String, Arc<CsvTable>)>,
 }
 
 impl OneTable {
-    /// Did a file have one?
+    /// Whether some file had a table.
     pub fn is_found(&self) -> bool {
         self.first.is_some()
     }
 
-    /// Of this file, too; `None`: the file is empty.
+    /// Records the first file's table, and checks that later files have the same; `None` if the
+    /// file is empty.
     pub async fn of(&mut self, text: &TextFile, options: &CsvOptions) -> Result<Option<Arc<CsvTable>>, DatasetError> {
         let Some(table) = table_of(text, options).await? else {
             return Ok(None);
@@ -316,7 +322,7 @@ impl OneTable {
         Err(DatasetError::Refused(why))
     }
 
-    /// With the types that hold over all files.
+    /// The table with the types that hold over all files.
     pub fn typed(self, options: &CsvOptions, kinds: &BTreeMap<String, Kinds>) -> Option<CsvTable> {
         let (_, table) = self.first?;
         Some(CsvTable::clone(&table).typed(&options.types, kinds))

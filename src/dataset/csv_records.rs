@@ -1,8 +1,10 @@
-//! CSV bytes that come in pieces → whole records with their places, in bounded memory; and a record → its cells.
+//! Cuts streamed CSV bytes into whole records with their offsets, in bounded memory, and splits a
+//! record into cells.
 //!
-//! As RFC 4180 has it: a cell may stand in quotes, which may hold delimiters and line ends, and a quote within is written twice.
-//! A quote inside of a cell without quotes is a character like any other. What leaves it open where a record ends (text
-//! behind a closing quote, a quote that is never closed, a carriage return alone) is refused, since all that follows could be misread.
+//! Quoting follows RFC 4180: a quoted cell may hold delimiters and line ends, and a quote within it
+//! is doubled. A quote inside an unquoted cell is an ordinary character. Input is refused where the
+//! end of a record is ambiguous, since everything after it could be misread: text behind a closing
+//! quote, a quote that is never closed, a lone carriage return.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -11,22 +13,24 @@ use bytes::BytesMut;
 
 use super::lines::{BLOCK_BYTES, LINE_BYTES_MAX, Piece, strip_bom};
 
-/// A block ends with the record that brings it to so many cells: each may become a value of much more than its bytes.
+/// A block ends with the record that brings it to this many cells: a cell's value may take much
+/// more memory than its bytes.
 const BLOCK_CELLS: usize = 128 << 10;
 
 const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
-/// Where between two bytes.
+/// Parser state between two bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum At {
     /// Before a record.
     Record,
-    /// Before a cell that is not its record's first.
+    /// Before a cell other than the record's first.
     Cell,
     /// In a cell without quotes.
     Plain,
     Quoted,
-    /// Behind a quote in a quoted cell: it ends the cell, or is the first of two.
+    /// Behind a quote in a quoted cell: the quote ends the cell, or is the first of a doubled
+    /// quote.
     Closing,
     /// Behind a carriage return outside of quotes.
     Return,
@@ -53,17 +57,19 @@ const LONE_RETURN: &str = "a carriage return that no line feed follows; end line
 const AFTER_QUOTE: &str =
     "a quote that ends a cell is followed by more text; a quote within a quoted cell is written twice (\"\")";
 
-/// Cuts pushed bytes into [`Piece`]s of whole records. Holds at most one block, one record of the greatest length and one push.
+/// Cuts pushed bytes into [`Piece`]s of whole records. Holds at most one block, one record of the
+/// maximum length and one push.
 #[derive(Debug)]
 pub struct CsvCutter {
     delimiter: u8,
     at: At,
     pending: BytesMut,
-    /// Place of the first pending byte, or of the next one to come where a long record is skipped.
+    /// Offset of the first pending byte, or of the next byte to arrive while a long record is
+    /// skipped.
     start: u64,
     /// Pending bytes that are whole records.
     whole: usize,
-    /// Cells of the pending bytes.
+    /// Number of cells in the pending bytes.
     cells: usize,
     /// Line of the next byte, from 1.
     line: u64,
@@ -71,7 +77,7 @@ pub struct CsvCutter {
     opened: u64,
     /// Line of the open record.
     record: u64,
-    /// Bytes of a byte order mark at the file's start that have come.
+    /// Number of bytes matched so far of a byte order mark at the file's start.
     mark: u64,
     /// Start of the long record that is being skipped.
     skipping: Option<u64>,
@@ -103,10 +109,10 @@ impl CsvCutter {
         }
     }
 
-    /// Takes the next bytes; finished pieces go to `out`.
+    /// Processes the next bytes; finished pieces go to `out`.
     ///
     /// # Errors
-    /// It cannot be told where a record ends; the line says where and why.
+    /// The end of a record is ambiguous; the error line says where and why.
     pub fn push(&mut self, bytes: &[u8], out: &mut Vec<Piece>) -> Result<(), String> {
         let mut taken = 0;
         let mut place = self.start + self.pending.len() as u64;
@@ -119,7 +125,7 @@ impl CsvCutter {
                 continue;
             }
             if is_next && (1..BYTE_ORDER_MARK.len() as u64).contains(&self.mark) {
-                // What began like a mark is text.
+                // The partial match was no byte order mark, so it is text.
                 self.at = At::Plain;
             }
             let next = self.at.step(byte, self.delimiter).map_err(|why| self.refused(why))?;
@@ -174,10 +180,10 @@ impl CsvCutter {
         Ok(())
     }
 
-    /// Hands on what is left at the end of the input.
+    /// Emits the remaining bytes at the end of the input.
     ///
     /// # Errors
-    /// The last record does not end.
+    /// The last record is incomplete.
     pub fn finish(mut self, out: &mut Vec<Piece>) -> Result<(), String> {
         match self.at {
             At::Quoted => return Err(format!("line {}: a quote that is never closed", self.opened)),
@@ -225,15 +231,15 @@ impl CsvCutter {
 /// A record of a block.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Record<'a> {
-    /// Where it lies in the block, its line end included.
+    /// Byte range in the block, including the line end.
     pub place: Range<usize>,
-    /// Lines of the block before it.
+    /// Number of the block's lines before the record.
     pub line: u64,
-    /// Without the line end, and without the byte order mark of the file's start.
+    /// The record's bytes without its line end and without a byte order mark at the file's start.
     pub text: &'a [u8],
 }
 
-/// The records of a block of whole ones that begins at byte `start` of the file.
+/// The records of a block of whole records that begins at byte `start` of the file.
 pub fn records(block: &[u8], start: u64, delimiter: u8) -> impl Iterator<Item = Record<'_>> {
     let (mut at, mut line) = (0, 0);
     std::iter::from_fn(move || {
@@ -262,7 +268,7 @@ pub fn records(block: &[u8], start: u64, delimiter: u8) -> impl Iterator<Item = 
 fn record_length(bytes: &[u8], delimiter: u8) -> usize {
     let mut at = At::Record;
     for (n, &byte) in bytes.iter().enumerate() {
-        // A cutter has let pass what is well-formed alone.
+        // The cutter lets only well-formed records through, so this step succeeds.
         at = at.step(byte, delimiter).unwrap_or(At::Plain);
         if at == At::Record {
             return n + 1;
@@ -302,7 +308,8 @@ pub fn cells(text: &[u8], delimiter: u8) -> impl Iterator<Item = Cell<'_>> {
     })
 }
 
-/// The cell whose opening quote `inner` follows, and its bytes with both quotes.
+/// The cell after the opening quote (`inner` starts behind it), and its length including both
+/// quotes.
 fn quoted(inner: &[u8]) -> (Cell<'_>, usize) {
     let (mut text, mut from, mut at) = (Cow::Borrowed(&[][..]), 0, 0);
     loop {
@@ -315,7 +322,7 @@ fn quoted(inner: &[u8]) -> (Cell<'_>, usize) {
             join(&mut text, &inner[from..at - 1]);
             return (Cell { text, quoted: true }, at + 1);
         }
-        // The first of two belongs to the text.
+        // The first quote of a doubled one belongs to the text.
         join(&mut text, &inner[from..at]);
         at += 1;
         from = at;
@@ -335,7 +342,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// The pieces of an input that comes in steps of `sizes` bytes.
+    /// The pieces of an input that arrives in chunks of `sizes` bytes.
     fn cut(input: &[u8], sizes: &[usize], record_max: usize, block: usize) -> Result<Vec<Piece>, String> {
         let mut cutter = CsvCutter::with_limits(0, 1, b',', record_max, block);
         let (mut pieces, mut at) = (Vec::new(), 0);
@@ -352,7 +359,7 @@ mod tests {
         Ok(pieces)
     }
 
-    /// Place, first line and cells of every record; no cells of those that are skipped.
+    /// Offset, first line and cells of every record; `None` for skipped records.
     type Rows = Vec<(u64, u64, Option<Vec<String>>)>;
 
     fn rows(pieces: &[Piece]) -> Rows {
@@ -444,7 +451,7 @@ mod tests {
             block in 1usize..40,
             bom: bool, ended: bool, windows: bool,
         ) {
-            // What the csv module of Python would write.
+            // Quotes like Python's csv module.
             let end = if windows { "\r\n" } else { "\n" };
             let quote = |cell: &String| match cell.contains(['"', ',', '\n', '\r']) || cell.is_empty() {
                 true => format!("\"{}\"", cell.replace('"', "\"\"")),
@@ -458,7 +465,7 @@ mod tests {
             }
             let found = cut(text.as_bytes(), &sizes, 1000, block).map(|pieces| rows(&pieces)).unwrap();
             let found: Vec<Vec<String>> = found.into_iter().map(|(_, _, cells)| cells.unwrap()).collect();
-            // A mark alone is a record without text.
+            // A lone byte order mark is parsed as a record without text.
             let found = if cells.is_empty() { Vec::new() } else { found };
             prop_assert_eq!(found, cells);
         }

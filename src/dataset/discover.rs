@@ -1,9 +1,10 @@
-//! Addresses → the input files they name, in a stable order.
+//! Resolves addresses to the input files they name, in a stable order.
 //!
-//! An address is a file, a folder (its data files at any depth) or a glob (`s3://b/2026-11/*.parquet`; `**` crosses
-//! folders). Addresses keep the job file's order; what one of them matches is sorted by key. A file that is matched
-//! twice counts once. Names that begin with `_` or `.` are ignored, unless an address names that very file; but `_x=1` is a folder of
-//! values, as Spark has it.
+//! An address is a file, a folder (its data files at any depth) or a glob
+//! (`s3://b/2026-11/*.parquet`; `**` crosses folders). Addresses keep the job file's order; the
+//! matches of one address are sorted by key. A file that is matched twice counts once. Names that
+//! begin with `_` or `.` are ignored, unless an address names that very file. A folder such as
+//! `_x=1` is still a partition column, as in Spark.
 
 use std::collections::{BTreeSet, HashSet};
 use std::path::Path as FsPath;
@@ -20,36 +21,38 @@ use super::location::Location;
 use super::outputs::{self, Outputs, lies_in};
 use super::pinned::{Pin, PinnedFile, display_name};
 
-/// Most files of one job.
+/// Maximum number of files of a job.
 pub const FILES_MAX: usize = 100_000;
 
-/// Extensions that a folder's data files have.
+/// Extensions of data files in a folder.
 const DATA_EXTENSIONS: [&str; 12] = [
     "parquet", "pq", "arrow", "feather", "ipc", "arrows", "jsonl", "ndjson", "json", "csv", "tsv", "tab",
 ];
 
-/// Extensions that mean data which is not read: better an error than a silently smaller dataset.
+/// Extensions of data files in unsupported formats: an error is better than a silently smaller
+/// dataset.
 const PACKED_EXTENSIONS: [&str; 5] = ["xz", "zip", "7z", "lz4", "br"];
 
 /// The files that addresses match.
 #[derive(Debug, Default)]
 pub struct Found {
     pub files: Vec<FoundFile>,
-    /// Names of files that lie in an address's folder and are no inputs by their names.
+    /// Names of files in an address's folder whose names are not those of inputs.
     pub passed_over: Vec<String>,
-    /// What is to be said of outputs among them, a line each.
+    /// Notes about outputs of jobs among the matches, a line each.
     pub of_outputs: Vec<String>,
 }
 
 #[derive(Debug)]
 pub struct FoundFile {
     pub file: PinnedFile,
-    /// Parts of its key that stand before what the job file wrote: the folders around the job file are no part of an input's name.
+    /// Number of leading parts of the key that the job file did not write: the folders around the
+    /// job file are no part of an input's name.
     pub outside: usize,
 }
 
-/// Finds the files of all `uris`, pinned to what they are now; a relative path starts at `base_dir`. `own`: the output of the job that
-/// asks, where none of its inputs may lie.
+/// Finds the files of all `uris`, pinned to their current state; a relative path starts at
+/// `base_dir`. `own` is the output of the requesting job, in which no input may lie.
 pub async fn discover(uris: &[String], base_dir: &FsPath, own: Option<&Location>) -> Result<Found, DatasetError> {
     let mut found = Found::default();
     let (mut seen, mut left_out, mut taken) = (HashSet::new(), BTreeSet::new(), BTreeSet::new());
@@ -88,7 +91,7 @@ pub async fn discover(uris: &[String], base_dir: &FsPath, own: Option<&Location>
     Ok(found)
 }
 
-/// The parts of the key of `base_dir`, where `uri` starts from there.
+/// The key parts of `base_dir`, if `uri` is relative to it.
 fn base_parts(uri: &str, base_dir: &FsPath) -> Result<Vec<String>, DatasetError> {
     if uri.contains("://") || FsPath::new(uri).is_absolute() {
         return Ok(Vec::new());
@@ -97,14 +100,14 @@ fn base_parts(uri: &str, base_dir: &FsPath) -> Result<Vec<String>, DatasetError>
     Ok(base.path.as_ref().split('/').map(String::from).collect())
 }
 
-/// What one address matches.
+/// The matches of one address.
 #[derive(Default)]
 struct Matched {
     files: Vec<PinnedFile>,
     passed_over: Vec<String>,
-    /// Outputs of jobs that it comes across, and whose files are none of `files`.
+    /// Outputs of jobs that the address only comes across; their files are excluded from `files`.
     left_out: Vec<String>,
-    /// Outputs that its wildcards stand for.
+    /// Outputs matched by the address's wildcards; their files are in `files`.
     taken: Vec<String>,
 }
 
@@ -119,7 +122,7 @@ impl Matched {
 
 async fn discover_one(uri: &str, base_dir: &FsPath, own: Option<&Location>) -> Result<Matched, DatasetError> {
     let location = Location::parse(uri, base_dir)?;
-    // A file whose name holds `[` or `*` is that file, not a glob.
+    // A file whose literal name holds `[` or `*` takes precedence over a glob.
     let literal_file = location.local_path().is_some_and(|path| path.is_file());
     if !literal_file && let Some((base, pattern)) = split_glob(uri) {
         return glob(uri, &Location::parse(base, base_dir)?, pattern, own).await;
@@ -130,7 +133,7 @@ async fn discover_one(uri: &str, base_dir: &FsPath, own: Option<&Location>) -> R
     regular(&location)?;
     match location.store.head(&location.path).await {
         Ok(meta) => Ok(Matched::of(vec![pin(&location, meta)])),
-        // A local path that is no folder either; a remote one may be a prefix.
+        // A missing local path is an error; a remote one may be a prefix.
         Err(object_store::Error::NotFound { .. }) if location.local_path().is_some() => Err(DatasetError::NoMatch {
             uri: uri.into(),
             why: "there is no such file or folder".into(),
@@ -140,7 +143,7 @@ async fn discover_one(uri: &str, base_dir: &FsPath, own: Option<&Location>) -> R
     }
 }
 
-/// Refuses a local pipe or device: opening it may wait for ever.
+/// Refuses a local pipe or device, since opening it may block forever.
 fn regular(location: &Location) -> Result<(), DatasetError> {
     let Some(meta) = location.local_path().and_then(|path| path.metadata().ok()) else {
         return Ok(());
@@ -149,7 +152,8 @@ fn regular(location: &Location) -> Result<(), DatasetError> {
     checked.map_err(|why| DatasetError::unreadable(&display_name(location.url.as_str()), why))
 }
 
-/// Splits an address before its first part with a wildcard: where to list, and what to match below it.
+/// Splits an address before its first part with a wildcard: the folder to list, and the pattern
+/// below it.
 fn split_glob(uri: &str) -> Option<(&str, &str)> {
     if uri.starts_with("http://") || uri.starts_with("https://") {
         return None; // `?` begins a query there, and web servers cannot list.
@@ -163,7 +167,7 @@ fn split_glob(uri: &str) -> Option<(&str, &str)> {
 async fn glob(uri: &str, base: &Location, pattern: &str, own: Option<&Location>) -> Result<Matched, DatasetError> {
     let no_match = |why: String| DatasetError::NoMatch { uri: uri.into(), why };
     let matcher = matcher(pattern).map_err(|e| no_match(format!("the pattern is not valid: {e}")))?;
-    // A pattern for names of one folder must not walk all that lies below it.
+    // A pattern without `/` or `**` lists a single folder instead of the tree below it.
     let deep = pattern.contains('/') || pattern.contains("**");
     let Listed { files, of_outputs } = list(base, deep, &|key| !is_hidden(key) && matcher.is_match(key)).await?;
     let (left_out, answers): (Vec<_>, Vec<_>) = of_outputs.into_iter().partition(|(_, file)| {
@@ -185,7 +189,7 @@ async fn glob(uri: &str, base: &Location, pattern: &str, own: Option<&Location>)
     }
 }
 
-/// Why nothing is left where all files lie in outputs.
+/// The error where all matches lie in outputs of jobs.
 fn only_outputs(one: &str) -> String {
     format!(
         "all that fits lies in outputs of jobs, such as `{}`; to read answers, name such an output itself",
@@ -207,7 +211,7 @@ async fn folder(uri: &str, base: &Location) -> Result<Matched, DatasetError> {
         let name = file.location.path.filename().unwrap_or_default().to_ascii_lowercase();
         let mut parts = name.rsplit('.');
         let last = parts.next().unwrap_or_default().to_string();
-        // What it is compressed with says nothing of what it is.
+        // A compression extension is stripped; the extension before it tells the format.
         let kind = match compression::EXTENSIONS.contains(&last.as_str()) {
             true => parts.next().unwrap_or_default().to_string(),
             false => last,
@@ -249,15 +253,16 @@ async fn folder(uri: &str, base: &Location) -> Result<Matched, DatasetError> {
     })
 }
 
-/// What lies in a folder.
+/// The listed contents of a folder.
 #[derive(Default)]
 struct Listed {
     files: Vec<PinnedFile>,
-    /// Files that lie in outputs of jobs below it, each with the URL of its output.
+    /// Files within outputs of jobs below the folder, each with the URL of its output.
     of_outputs: Vec<(String, PinnedFile)>,
 }
 
-/// The objects below `base` whose key relative to it is wanted, sorted by key; without `deep` only those right in it.
+/// The objects below `base` whose relative key is wanted, sorted by key; without `deep`, only its
+/// direct children.
 async fn list(base: &Location, deep: bool, wanted: &(dyn Fn(&str) -> bool + Sync)) -> Result<Listed, DatasetError> {
     let store_error = |source| DatasetError::store(&display_name(base.url.as_str()), source);
     if base.local_path().is_some_and(|path| !path.exists()) {
@@ -308,7 +313,7 @@ fn is_hidden(key: &str) -> bool {
         .any(|part| part.starts_with('.') || (part.starts_with('_') && !part.contains('=')))
 }
 
-/// The file `meta` of the store of `base`, whose key begins with that of `base`.
+/// The object `meta` as a pinned file; its key begins with the key of `base`.
 fn pin(base: &Location, meta: ObjectMeta) -> PinnedFile {
     let url = if base.local_path().is_some() {
         Url::from_file_path(format!("/{}", meta.location)).unwrap_or_else(|()| base.url.clone())
@@ -398,7 +403,7 @@ mod tests {
         assert_eq!(names(&dir, &[odd]).await.unwrap(), [odd]);
         let file_url = Url::from_file_path(dir.join(odd)).unwrap();
         assert_eq!(names(&dir, &[file_url.as_str()]).await.unwrap(), [odd]);
-        // What was found can be opened again from its URL alone.
+        // Every file found can be opened again by its URL alone.
         for FoundFile { file, .. } in discover(&["in".to_string()], &dir, None).await.unwrap().files {
             let again = Location::parse(file.location.url.as_str(), FsPath::new("/")).unwrap();
             assert_eq!(again.path, file.location.path);

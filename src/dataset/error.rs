@@ -1,10 +1,10 @@
-//! What can go wrong with a dataset, split by what the caller does about it.
+//! Dataset errors, split by how the caller reacts to them.
 
 use super::location::LocationError;
 use super::store_error::cause;
 use super::web::refusal;
 
-/// An error about inputs or outputs as a whole; what is wrong with one row travels in that row.
+/// An error about inputs or outputs as a whole; an error of a single row is stored in that row.
 #[derive(Debug, thiserror::Error)]
 pub enum DatasetError {
     /// The job file is at fault: the job must not start.
@@ -13,16 +13,16 @@ pub enum DatasetError {
     /// The job file is at fault: the job must not start.
     #[error("no input matches `{uri}`: {why}")]
     NoMatch { uri: String, why: String },
-    /// The inputs and what the job asks of them do not fit: the job must not start.
+    /// The inputs do not fit the job's settings: the job must not start.
     #[error("{0}")]
     Refused(String),
-    /// The file is broken or not what it claims: stop the job.
+    /// The file is broken or is not of its claimed format: stop the job.
     #[error("`{file}` cannot be read: {why}")]
     Unreadable { file: String, why: String },
-    /// Stop the job; it was planned over other data.
+    /// The file has changed since planning: stop the job.
     #[error("`{file}` is not what it was when the job was planned: {why}; restore it, or run the job to a new output")]
     InputChanged { file: String, why: String },
-    /// It may be out of this process's reach only: whoever reads it can go on.
+    /// The file may be out of reach for this process only, so another worker may continue.
     #[error(
         "`{file}` is not there; it was when the job was planned: restore it, or let workers reach it; if it is gone for good, end the job \
          by `gristmill cancel OUTPUT --finish`"
@@ -34,7 +34,7 @@ pub enum DatasetError {
         file: String,
         error: Box<object_store::Error>,
     },
-    /// Results do not fit the output, or a part's bytes are not one: stop, nothing can be published.
+    /// Results do not fit the output, or a part is malformed: stop, since publishing is impossible.
     #[error("output: {0}")]
     Output(String),
 }
@@ -50,7 +50,7 @@ impl DatasetError {
         }
     }
 
-    /// Rows of the job in `output` take longer to be read than they may.
+    /// Reading rows of the job in `output` takes longer than `most`.
     pub(crate) fn slow(output: &str, most: std::time::Duration) -> DatasetError {
         DatasetError::Store {
             file: format!("inputs of {output}"),
@@ -68,7 +68,7 @@ impl DatasetError {
         }
     }
 
-    /// Could the same call succeed later, with nothing changed by hand?
+    /// Whether the same call could succeed later without manual changes.
     pub fn is_transient(&self) -> bool {
         use object_store::Error::*;
         match self {

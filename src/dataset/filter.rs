@@ -1,7 +1,8 @@
-//! `input.where`: which files are inputs at all, by the columns that their folders name.
+//! `input.where`: selects input files by the partition columns that their folders name.
 //!
-//! A column has a value (`month: 11`), some (`month: [10, 11]`), or a range (`day: {ge: 3, lt: 9}`; `gt` and `le`, too). All conditions
-//! hold. Whole numbers are compared as numbers, texts by their bytes. Null is a value of its own, and in no range.
+//! A condition is a value (`month: 11`), a list of values (`month: [10, 11]`) or a range
+//! (`day: {ge: 3, lt: 9}`; also `gt` and `le`). All conditions must hold. Whole numbers are
+//! compared as numbers, texts by their bytes. Null is a value of its own, and lies in no range.
 
 use std::cmp::Ordering;
 
@@ -10,13 +11,13 @@ use serde_json::{Map, Value};
 use super::error::DatasetError;
 use super::partitions::{PartitionColumn, PartitionType};
 
-/// Most values that a column is asked for.
+/// Maximum number of values in a condition.
 const VALUES_MAX: usize = 10_000;
 
-/// The comparisons of a range.
+/// The comparison operators of a range.
 const COMPARISONS: [&str; 4] = ["ge", "gt", "le", "lt"];
 
-/// Whether these are conditions; a line that goes behind the name of the field at fault.
+/// Checks the conditions. The error is the field at fault, and the line that goes behind its name.
 pub fn check(conditions: &Map<String, Value>) -> Result<(), (String, String)> {
     for (column, condition) in conditions {
         let bad = |why: String| Err((format!("input.where.{column}"), why));
@@ -58,7 +59,7 @@ fn not_a_value(odd: &Value) -> String {
     format!("is {odd}; a folder's value is a whole number, a text (in quotes) or null")
 }
 
-/// Conditions on columns that there are.
+/// Conditions on existing partition columns.
 #[derive(Debug)]
 pub struct Filter {
     conditions: Vec<Condition>,
@@ -66,7 +67,7 @@ pub struct Filter {
 
 #[derive(Debug)]
 struct Condition {
-    /// Which of the columns.
+    /// Index of the column.
     at: usize,
     column: PartitionColumn,
     asked: Asked,
@@ -82,7 +83,7 @@ impl Filter {
     /// The checked `conditions` over `columns`.
     ///
     /// # Errors
-    /// A column is none of them, or a value is of another type than its column.
+    /// A column does not exist, or a value is of another type than its column.
     pub fn new(conditions: &Map<String, Value>, columns: &[PartitionColumn]) -> Result<Filter, DatasetError> {
         let condition = |(name, asked): (&String, &Value)| {
             let at = columns.iter().position(|column| column.name == *name);
@@ -107,7 +108,7 @@ impl Filter {
         Ok(Filter { conditions })
     }
 
-    /// Whether a file with these texts in its folders is an input.
+    /// Whether a file with these partition texts is an input.
     pub fn takes(&self, texts: &[Option<String>]) -> bool {
         self.conditions.iter().all(|condition| {
             let value = condition.column.value(texts[condition.at].as_deref());
@@ -128,7 +129,7 @@ fn unknown(name: &str, columns: &[PartitionColumn]) -> String {
     format!("`input.where` asks for column `{name}`, and {which}; rows cannot be chosen by columns in the files")
 }
 
-/// The value as its column's type has it.
+/// The value in its column's type.
 fn typed(value: &Value, column: &PartitionColumn) -> Result<Value, DatasetError> {
     let refused = |what: &str| {
         let why = format!(
@@ -144,7 +145,7 @@ fn typed(value: &Value, column: &PartitionColumn) -> Result<Value, DatasetError>
             refused(" (some folder's value is more than digits); put it in quotes, as it stands in the folder's name")
         }
         (_, Value::Number(_)) => Ok(value.clone()),
-        // A parameter's value is a text.
+        // Values from parameters are texts.
         (_, Value::String(text)) => match text.parse::<i64>() {
             Ok(number) => Ok(number.into()),
             Err(_) => refused(""),
@@ -183,7 +184,7 @@ mod tests {
         ]
     }
 
-    /// Which of these files a filter takes.
+    /// The indices of the files that the filter admits.
     fn taken(conditions: Value) -> Result<Vec<usize>, String> {
         let Value::Object(conditions) = conditions else {
             panic!()

@@ -1,14 +1,15 @@
-//! What a message of Arrow's may say: a text or a table in it may be named any number of times, and whoever decodes it makes it as often.
+//! Limits on Arrow's flatbuffer messages: a text or table may be referenced any number of times,
+//! and the decoder copies it each time.
 
 use flatbuffers::VerifierOptions;
 
-/// How many times its own size a message may have when everything that it names several times stands there as often. Of a schema that
-/// was written by Arrow, it is less than 8.
+/// Maximum size of a message with all references unfolded, as a multiple of its own size. Schemas
+/// that Arrow wrote stay below 8.
 const UNFOLDED_MAX: usize = 32;
-/// Of a message that is as small as can be.
+/// Lower limit of that maximum, for small messages.
 const UNFOLDED_MIN: usize = 64 << 10;
 
-/// What a message of these bytes is checked by before it is decoded.
+/// Verifier options with which a message of these bytes is checked before it is decoded.
 pub(super) fn bounds(message: &[u8]) -> VerifierOptions {
     VerifierOptions {
         max_apparent_size: message.len().saturating_mul(UNFOLDED_MAX).max(UNFOLDED_MIN),
@@ -16,7 +17,8 @@ pub(super) fn bounds(message: &[u8]) -> VerifierOptions {
     }
 }
 
-/// The line that says what is wrong; those behind it say where in the library it was found.
+/// The first line of an error, which says what is wrong. The following lines name places in the
+/// library.
 pub(super) fn first_line(error: impl ToString) -> String {
     error.to_string().lines().next().unwrap_or_default().to_string()
 }
@@ -31,7 +33,7 @@ mod tests {
 
     use super::super::{arrow_footer, schema_text};
 
-    /// A schema that names one column so many times.
+    /// A schema that refers to one column `times` times.
     fn schema<'a>(buffer: &mut FlatBufferBuilder<'a>, name: &str, times: usize) -> WIPOffset<Schema<'a>> {
         let name = buffer.create_string(name);
         let int = IntArgs {
@@ -85,7 +87,7 @@ mod tests {
         STANDARD.encode(framed)
     }
 
-    /// Eight kilobytes that name a column of four kilobytes a thousand times.
+    /// Eight kilobytes that refer to a column of four kilobytes a thousand times.
     #[test]
     fn what_is_named_again_and_again_is_refused_before_it_is_made() {
         let long = "x".repeat(4096);

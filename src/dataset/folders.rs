@@ -1,4 +1,5 @@
-//! The folders right below a place, a page at a time. What lies between them is passed over and not kept: an output may have a million parts.
+//! Lists the direct subfolders of a location page by page. Objects beside them are skipped and not
+//! kept: an output may have a million parts.
 
 use std::path::Path as FsPath;
 
@@ -7,13 +8,13 @@ use object_store::list::PaginatedListOptions;
 use super::location::Location;
 use super::stores::Stores;
 
-/// Folders below a place.
+/// A page of subfolders.
 #[derive(Debug, Default)]
 pub struct Page {
     pub folders: Vec<Location>,
-    /// Folders that no address can name.
+    /// Number of folders that no address can name.
     pub unnamed: u64,
-    /// What the next page is asked for by; `None`: this is the last one.
+    /// Token of the next page; `None` on the last page.
     pub next: Option<String>,
 }
 
@@ -26,7 +27,8 @@ impl Page {
     }
 }
 
-/// The page that `token` asks for; the first one without. Links of a local folder are none of its folders.
+/// The page for `token`, or the first page without one. Symbolic links in a local folder are
+/// skipped.
 pub async fn page(place: &Location, token: Option<String>) -> object_store::Result<Page> {
     if let Some(folder) = place.local_path() {
         let read = tokio::task::spawn_blocking(move || local(&folder)).await?;

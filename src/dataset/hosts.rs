@@ -1,5 +1,5 @@
-//! Hosts that give out credentials or configuration of the machine that asks: link-local addresses and clouds' metadata services.
-//! Pure; no name is resolved here.
+//! Hosts that give out credentials or configuration of the requesting machine: link-local addresses
+//! and clouds' metadata services. The checks are pure and resolve no names.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -25,7 +25,7 @@ const METADATA_V6: [Ipv6Addr; 2] = [
     Ipv6Addr::new(0xfd20, 0xce, 0, 0, 0, 0, 0, 0x254),
 ];
 
-/// Whether requests to `ip` stay on the link, or reach a metadata service.
+/// Whether `ip` is a link-local address or a metadata service.
 pub fn is_link_local(ip: IpAddr) -> bool {
     match ip {
         IpAddr::V4(ip) => ip.is_link_local() || METADATA_V4.contains(&ip),
@@ -37,7 +37,7 @@ pub fn is_link_local(ip: IpAddr) -> bool {
     }
 }
 
-/// The IPv4 address that an IPv6 address stands for: mapped, compatible, by NAT64 or by 6to4.
+/// The IPv4 address embedded in an IPv6 address: mapped, compatible, NAT64 or 6to4.
 fn embedded(ip: Ipv6Addr) -> Option<Ipv4Addr> {
     let v4 = |high: u16, low: u16| Ipv4Addr::from((u32::from(high) << 16) | u32::from(low));
     match ip.segments() {
@@ -47,7 +47,8 @@ fn embedded(ip: Ipv6Addr) -> Option<Ipv4Addr> {
     }
 }
 
-/// Whether a web address names such a host. (Decimal, octal and hexadecimal forms of an address are one once it is parsed.)
+/// Whether a URL's host is link-local or a metadata service. (URL parsing already turns decimal,
+/// octal and hexadecimal forms into addresses.)
 pub fn names_link_local(url: &Url) -> bool {
     match url.host() {
         Some(Host::Ipv4(ip)) => is_link_local(ip.into()),

@@ -1,8 +1,9 @@
-//! Parquet's encodings of small integers, value by value: none of them takes memory, however many values a few bytes stand for.
+//! Parquet's encodings of small integers, decoded value by value without allocation, however many
+//! values a few bytes stand for.
 //!
 //! <https://github.com/apache/parquet-format/blob/master/Encodings.md>
 
-/// Why values cannot be told.
+/// Why values cannot be decoded.
 pub type Broken = &'static str;
 
 const CUT_OFF: Broken = "a page ends within its levels or lengths";
@@ -20,7 +21,7 @@ fn varint(bytes: &[u8], at: &mut usize) -> Result<u64, Broken> {
     Err("a page has a number of more than 64 bits")
 }
 
-/// The `width` bits at `bit`, least significant first; bits behind the end are 0.
+/// The `width` bits at bit offset `bit`, least significant first; bits beyond the end are 0.
 fn bits(bytes: &[u8], bit: usize, width: u32) -> u64 {
     let mut window = [0u8; 16];
     let from = bit / 8;
@@ -31,7 +32,7 @@ fn bits(bytes: &[u8], bit: usize, width: u32) -> u64 {
     (value & ((1u128 << width) - 1)) as u64
 }
 
-/// Runs of one value, and values packed in bits, in turn.
+/// The RLE/bit-packing hybrid: runs of one value alternate with bit-packed values.
 #[derive(Debug, Clone)]
 pub struct Hybrid<'a> {
     bytes: &'a [u8],
@@ -39,13 +40,13 @@ pub struct Hybrid<'a> {
     width: u32,
     /// Values left of the current run.
     left: u64,
-    /// `Some`: the run's one value; `None`: they are packed from this bit on.
+    /// `Some`: the value of an RLE run; `None`: the values are bit-packed from bit `bit` on.
     same: Option<u32>,
     bit: usize,
 }
 
 impl<'a> Hybrid<'a> {
-    /// Values of `width` bits, 32 at most.
+    /// A reader of values of `width` bits, at most 32.
     pub fn new(bytes: &'a [u8], width: u32) -> Result<Hybrid<'a>, Broken> {
         if width > 32 {
             return Err("a page has values of more than 32 bits");
@@ -107,16 +108,16 @@ impl<'a> Hybrid<'a> {
 #[derive(Debug, Clone)]
 pub struct Deltas<'a> {
     bytes: &'a [u8],
-    /// Where the next block or miniblock begins.
+    /// Offset of the next block or miniblock header.
     at: usize,
     miniblocks: usize,
     miniblock_values: u64,
-    /// Values that are still to come.
+    /// Number of values still to come.
     left: u64,
     value: i64,
     is_first: bool,
     min_delta: i64,
-    /// Where the widths of the block's miniblocks lie, and which of them is next.
+    /// Offset of the block's miniblock widths, and the index of the next miniblock.
     widths: usize,
     next_miniblock: usize,
     width: u32,
@@ -124,7 +125,7 @@ pub struct Deltas<'a> {
     left_in_miniblock: u64,
 }
 
-/// Most values of a block; writers make 128.
+/// Maximum values per block; writers use 128.
 const BLOCK_VALUES_MAX: u64 = 1 << 20;
 
 impl<'a> Deltas<'a> {
@@ -154,7 +155,7 @@ impl<'a> Deltas<'a> {
         })
     }
 
-    /// Values that are still to come, as the page claims.
+    /// Number of values still to come, as the page claims.
     pub fn left(&self) -> u64 {
         self.left
     }
@@ -177,7 +178,7 @@ impl<'a> Deltas<'a> {
         Ok(self.value)
     }
 
-    /// Goes past all values: where the bytes behind them begin.
+    /// Skips all values, and returns the offset of the bytes behind them.
     pub fn end(mut self) -> Result<usize, Broken> {
         while self.left > 0 {
             self.next_value()?;
@@ -230,7 +231,8 @@ mod tests {
 
     #[test]
     fn deltas_are_added_up() {
-        // Blocks of 128 in 4: 7, then 100 times 2 more: all deltas are the least one, in no bits.
+        // Blocks of 128 values in 4 miniblocks: 7, then 100 deltas of 2. All deltas equal the
+        // minimum, so they take no bits.
         let mut bytes = vec![0x80, 1, 4, 101, 14];
         bytes.extend([4, 0, 0, 0, 0, 0xaa]);
         let mut deltas = Deltas::new(&bytes).unwrap();

@@ -1,4 +1,4 @@
-//! Addresses → the files that are a job's inputs, with the columns that their folders name. No file is opened for it.
+//! Resolves addresses to a job's input files, with their partition columns. Opens no file.
 
 use std::path::Path as FsPath;
 
@@ -10,16 +10,16 @@ use super::options::InputOptions;
 use super::partitions::{Folders, PartitionColumn, columns_of, folders_of};
 use super::pinned::PinnedFile;
 
-/// Files that a line names.
+/// Maximum number of files that a message names.
 const NAMED_MAX: usize = 3;
 
 /// A job's inputs.
 #[derive(Debug, Default)]
 pub struct Inputs {
     pub files: Vec<Input>,
-    /// Columns that their folders name.
+    /// The partition columns that folders name.
     pub partitions: Vec<PartitionColumn>,
-    /// What whoever starts the job should know, a line each.
+    /// Notes for the person who starts the job, a line each.
     pub notes: Vec<String>,
 }
 
@@ -27,11 +27,11 @@ pub struct Inputs {
 #[derive(Debug, Clone)]
 pub struct Input {
     pub file: PinnedFile,
-    /// What its folders say, in the order of the columns.
+    /// The partition values from its folders, in column order.
     pub partition: Vec<Option<String>>,
 }
 
-/// Finds the files that `uris` match and `options` do not leave out; `own`: the output of the job that asks.
+/// Finds the files that `uris` match and `options` admit; `own`: the output of the requesting job.
 pub async fn find(
     uris: &[String],
     options: &InputOptions,
@@ -80,7 +80,7 @@ pub async fn find(
     })
 }
 
-/// Says which files of folders are no inputs.
+/// The note about files in folders that are no inputs.
 fn passed_over(names: &[String]) -> Option<String> {
     let first: Vec<&str> = names.iter().take(NAMED_MAX).map(String::as_str).collect();
     let more = match names.len() - first.len() {

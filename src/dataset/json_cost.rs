@@ -1,14 +1,16 @@
-//! What a line of JSON takes in memory once it is parsed, counted before it is: a list of two bytes an item takes seventy times as much.
+//! Memory cost of a JSON line, counted before it is parsed: list items of two bytes take seventy
+//! times as much once parsed.
 
 use super::row_memory::{ENTRY_BYTES, VALUE_BYTES};
 
-/// An item of a list, which may have grown to twice its length.
+/// Bytes per list item; the list's capacity may be twice its length.
 const ITEM_BYTES: u64 = 2 * VALUE_BYTES;
 
-/// An entry of an object, whose table may have grown to twice its length.
+/// Bytes per object entry; the table's capacity may be twice its length.
 const NAMED_BYTES: u64 = VALUE_BYTES + ENTRY_BYTES;
 
-/// The most that the values of `line` take. Of a line that is not JSON it says something, too, in one pass over its bytes.
+/// Upper bound of the memory of `line`'s values, in one pass over the bytes. Lines that are not
+/// JSON also get a number.
 pub fn json_cost(line: &[u8]) -> u64 {
     let (mut items, mut entries, mut groups) = (0u64, 0u64, 1u64);
     let mut at = 0;
@@ -34,7 +36,7 @@ fn string_length(rest: &[u8]) -> usize {
         if rest[at] == b'"' {
             return at + 1;
         }
-        // Whatever is escaped is no quote.
+        // An escaped character never ends the string.
         at += 2;
     }
     rest.len()
@@ -56,7 +58,7 @@ mod tests {
 
     #[test]
     fn what_is_parsed_takes_no_more() {
-        // A list of a million: its values alone.
+        // A list of a million numbers: its values alone.
         let line = format!("[{}0]", "0,".repeat(1_000_000));
         let value: serde_json::Value = serde_json::from_str(&line).unwrap();
         let items = value.as_array().unwrap();

@@ -1,4 +1,4 @@
-//! What the values of a JSON column are, and the Arrow type that holds all of them.
+//! Kinds of the values in a JSON column, and the Arrow type that holds all of them.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -9,13 +9,14 @@ use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, SeqAccess, Vis
 use serde_json::{Map, Value};
 use std::sync::Arc;
 
-/// Most different keys that are told apart in a job's lines (further ones cannot be carried), and most keys of a line.
+/// Maximum number of distinct keys tracked over a job's lines (further keys cannot be carried), and
+/// maximum keys per line.
 pub const KEYS_MAX: usize = 4096;
 
 /// Integers up to this are exact as 64-bit floats.
 const EXACT_IN_F64: u64 = 1 << 53;
 
-/// Marks a column whose text is JSON, so that text and numbers in one column stay apart.
+/// Marks a column whose text is JSON, so that text and numbers in one column stay distinct.
 const JSON_MARK: (&str, &str) = ("gristmill:content", "json");
 
 /// A set of kinds of JSON value.
@@ -33,7 +34,7 @@ impl Kinds {
     /// Lists, objects, and integers beyond int64.
     pub const OTHER: Kinds = Kinds(64);
 
-    /// Either set's kinds.
+    /// The union of both sets.
     pub fn with(self, other: Kinds) -> Kinds {
         Kinds(self.0 | other.0)
     }
@@ -42,7 +43,8 @@ impl Kinds {
         self.0 & !of.iter().fold(Kinds::NULL.0, |all, k| all | k.0) == 0
     }
 
-    /// What they are, in words, where no one type has all of them; lists and objects alone are JSON as they stand.
+    /// The kinds in words, if no single type holds all of them. `None` for lists and objects alone,
+    /// which are JSON text.
     pub fn mixed(self) -> Option<String> {
         let words = [
             (Kinds::BOOL, "booleans"),
@@ -60,7 +62,8 @@ impl Kinds {
         (is_json && found.len() > 1).then(|| found.join(" and "))
     }
 
-    /// The column that holds such values: int64, float64, bool or utf8; where they mix, utf8 that holds JSON text.
+    /// The column for such values: int64, float64, bool or utf8; for mixed kinds, utf8 that holds
+    /// JSON text.
     pub fn field(self, name: &str) -> Field {
         let plain = |data_type| Field::new(name, data_type, true);
         if self.only(&[Kinds::TEXT]) {
@@ -77,8 +80,8 @@ impl Kinds {
     }
 }
 
-/// The kinds of one line's fields, and its `custom_id`, without building the values. Takes every line that reading takes
-/// (and a few more: nested values are only skipped).
+/// The kinds of one line's fields, and its `custom_id`, found without building the values. Accepts
+/// every line that the reader accepts, and a few more, since nested values are only skipped.
 #[derive(Debug, Default, PartialEq)]
 pub struct LineKinds {
     pub kinds: BTreeMap<String, Kinds>,
@@ -116,7 +119,7 @@ impl<'de> Deserialize<'de> for LineKinds {
     }
 }
 
-/// One value's kind; its text where it is short text.
+/// The kind of one value, and its text if it is a short text.
 struct Seen {
     kinds: Kinds,
     text: Option<String>,

@@ -1,4 +1,5 @@
-//! What all inputs of a job have in common, besides their files: plain data that goes into the record, and tells each reader how to read.
+//! Common properties of all inputs of a job: plain data in the job's record, which tells each
+//! reader how to read.
 
 use std::path::Path as FsPath;
 
@@ -12,7 +13,7 @@ use super::pinned::{PinnedFile, display_name};
 use super::plan::InputFile;
 use super::sample::{INPUT_ROW, Sample};
 
-/// Skipped files that a line names.
+/// Maximum number of skipped files that a message names.
 const NAMED_MAX: usize = 3;
 
 /// Longest text of a record, in bytes.
@@ -68,7 +69,7 @@ impl SkippedFile {
         }
     }
 
-    /// The file as it was left out.
+    /// The file as it was when it was skipped.
     pub fn open(&self) -> Result<PinnedFile, LocationError> {
         Ok(PinnedFile {
             location: Location::parse(&self.url, FsPath::new("/"))?,
@@ -79,12 +80,12 @@ impl SkippedFile {
         })
     }
 
-    /// The file and what is wrong with it.
+    /// The file's name and the reason.
     pub fn line(&self) -> String {
         format!("`{}`: {}", display_name(&self.url), self.why)
     }
 
-    /// How many there are, and the first of them; `None`: there are none.
+    /// The number of skipped files and the first of them; `None` if there are none.
     pub fn summary(files: &[SkippedFile]) -> Option<String> {
         let first: Vec<String> = files.iter().take(NAMED_MAX).map(SkippedFile::line).collect();
         let more = match files.len() - first.len() {
@@ -107,7 +108,7 @@ impl SkippedFile {
 }
 
 impl Layout {
-    /// Does it say what a gristmill that knows tables of CSV alone would leave out?
+    /// Whether the layout holds anything that a gristmill which knows only CSV tables would drop.
     pub fn is_new(&self) -> bool {
         let Layout {
             csv: _,
@@ -122,13 +123,15 @@ impl Layout {
         !(is_old && limit.is_none() && sample.is_none())
     }
 
-    /// Is it a column that no file has: one that folders name, or the place of a drawn row?
+    /// Whether this is a column that no file has: a partition column, or the row number of a
+    /// sampled row.
     pub fn is_added(&self, name: &str) -> bool {
         let is_place = self.sample.is_some() && name == INPUT_ROW;
         is_place || self.partitions.iter().any(|column| column.name == name)
     }
 
-    /// What the types cannot say, of a record with these inputs; a line that says what is wrong.
+    /// Checks constraints that the types do not express, for a record with these inputs. The error
+    /// is one line.
     pub fn check(&self, inputs: &[InputFile]) -> Result<(), String> {
         if let Some(table) = &self.csv {
             table.check().map_err(|why| format!("its CSV table has {why}"))?;

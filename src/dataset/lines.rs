@@ -1,26 +1,27 @@
-//! Bytes that come in pieces → whole lines with their places, in bounded memory.
+//! Cuts streamed bytes into whole lines with their offsets, in bounded memory.
 
 use std::ops::Range;
 
 use bytes::{Bytes, BytesMut};
 
-/// Longest line in bytes, without its line end; a longer one is a row that says so.
+/// Maximum line length in bytes, without its line end; a longer line becomes a row with an error.
 pub const LINE_BYTES_MAX: usize = 16 << 20;
 
-/// Lines are handed on in blocks of about this many bytes.
+/// Approximate size of the blocks in which lines are emitted.
 pub const BLOCK_BYTES: usize = 1 << 20;
 
 /// A run of input.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Piece {
-    /// Whole lines from `start` on; only the input's last line may lack its line end.
+    /// Whole lines from offset `start` on; only the input's last line may lack its line end.
     Lines { start: u64, bytes: Bytes },
-    /// One line that is too long, its line end included; of CSV a record, which may hold several line ends.
+    /// One line that is too long, including its line end. In CSV it is a record, which may hold
+    /// several line ends.
     TooLong { start: u64, end: u64, lines: u64 },
 }
 
 impl Piece {
-    /// Where it ends in the input.
+    /// End offset in the input.
     pub fn end(&self) -> u64 {
         match self {
             Piece::Lines { start, bytes } => start + bytes.len() as u64,
@@ -28,7 +29,7 @@ impl Piece {
         }
     }
 
-    /// The piece up to place `end`, where one of its lines ends.
+    /// The part of the piece up to offset `end`, which must be the end of a line.
     pub fn until(self, end: u64) -> Piece {
         match self {
             Piece::Lines { start, bytes } => {
@@ -45,11 +46,12 @@ impl Piece {
     }
 }
 
-/// Cuts pushed bytes into [`Piece`]s. Holds at most one block, one line of the greatest length and one push.
+/// Cuts pushed bytes into [`Piece`]s. Holds at most one block, one line of the maximum length and
+/// one push.
 #[derive(Debug)]
 pub struct LineCutter {
     pending: BytesMut,
-    /// Place of the first pending byte.
+    /// Offset of the first pending byte.
     start: u64,
     /// Pending bytes that are whole lines.
     whole: usize,
@@ -76,7 +78,7 @@ impl LineCutter {
         }
     }
 
-    /// Takes the next bytes; finished pieces go to `out`.
+    /// Processes the next bytes; finished pieces go to `out`.
     pub fn push(&mut self, mut bytes: &[u8], out: &mut Vec<Piece>) {
         if let Some(long) = self.skipping {
             let Some(at) = find_newline(bytes) else {
@@ -108,7 +110,7 @@ impl LineCutter {
         }
     }
 
-    /// Hands on what is left at the end of the input.
+    /// Emits the remaining bytes at the end of the input.
     pub fn finish(mut self, out: &mut Vec<Piece>) {
         if let Some(start) = self.skipping {
             out.push(Piece::TooLong {
@@ -137,7 +139,8 @@ impl LineCutter {
     }
 }
 
-/// The lines of a block: where each lies in it (line end included), and its text without `\n` or `\r\n`.
+/// The lines of a block: each line's byte range (including the line end), and its text without `\n`
+/// or `\r\n`.
 pub fn lines_of(block: &[u8]) -> impl Iterator<Item = (Range<usize>, &[u8])> {
     let mut at = 0;
     std::iter::from_fn(move || {
@@ -150,7 +153,7 @@ pub fn lines_of(block: &[u8]) -> impl Iterator<Item = (Range<usize>, &[u8])> {
 }
 
 fn find_newline(bytes: &[u8]) -> Option<usize> {
-    // In steps, so that the comparison of a step's bytes has no early exit and vectorizes.
+    // Within a step the comparison has no early exit, so it vectorizes.
     const STEP: usize = 64;
     for (n, step) in bytes.chunks(STEP).enumerate() {
         if step.iter().fold(false, |any, &b| any | (b == b'\n')) {
@@ -160,7 +163,7 @@ fn find_newline(bytes: &[u8]) -> Option<usize> {
     None
 }
 
-/// Nothing but white space?
+/// Whether the line holds only white space.
 pub fn is_blank(line: &[u8]) -> bool {
     line.iter().all(|b| b.is_ascii_whitespace())
 }
@@ -175,7 +178,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Every line's place, `None` for its text where it is too long.
+    /// Every line's byte range and text; the text is `None` if the line is too long.
     fn naive(input: &[u8], line_max: usize) -> Vec<(u64, u64, Option<Vec<u8>>)> {
         let mut out = Vec::new();
         let mut at = 0;

@@ -1,8 +1,10 @@
-//! JSON lines, OpenAI batch lines, plain text and CSV: scanned once at planning, then read a byte range at a time.
+//! JSON lines, OpenAI batch lines, plain text and CSV: scanned once at planning, then read a byte
+//! range at a time.
 //!
-//! A blank line is no row (in plain text it is one). A byte order mark at the file's start is skipped, `\r\n` ends a
-//! line like `\n`, and the last line needs no end. A line that cannot be read (bad UTF-8, no JSON object, nested more
-//! than 128 deep, longer than [`LINE_BYTES_MAX`]) is a row that says so. Of CSV, see [`super::csv_in`].
+//! A blank line is skipped, except in plain text, where it is a row. A byte order mark at the
+//! file's start is skipped, `\r\n` ends a line like `\n`, and the last line needs no end. An
+//! unreadable line (bad UTF-8, no JSON object, nested deeper than 128, longer than
+//! [`LINE_BYTES_MAX`]) becomes a row with an error. For CSV, see [`super::csv_in`].
 
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
@@ -33,22 +35,23 @@ use super::text_file::TextFile;
 /// The one column of plain text.
 pub const TEXT_COLUMN: &str = "text";
 
-/// Longest line of a compressed file that is passed over: a few bytes of it can be a line without end.
+/// Maximum length of a skipped line in a compressed file, since a few compressed bytes can
+/// decompress to an endless line.
 const PACKED_LINE_BYTES_MAX: u64 = 256 << 20;
 
-/// What a block of lines holds, for planning.
+/// Planning's scan of a block of lines.
 #[derive(Debug, Default)]
 pub struct BlockScan {
     pub rows: Vec<RowPlace>,
-    /// Lines, blank ones included.
+    /// Number of lines, including blank ones.
     pub lines: u64,
-    /// Row of this block that each hash of a `custom_id` lies in, with its line in this block.
+    /// Hashes of the `custom_id`s, each with its line in this block.
     pub custom_ids: Vec<(u128, u64)>,
     pub kinds: BTreeMap<String, Kinds>,
 }
 
 impl BlockScan {
-    /// Of a row that is too long to be read.
+    /// The scan of a row that is too long to be read.
     pub fn of_long(bytes: Range<u64>, lines: u64) -> BlockScan {
         BlockScan {
             rows: vec![RowPlace { bytes, line: 0 }],
@@ -58,16 +61,17 @@ impl BlockScan {
     }
 }
 
-/// Where a row lies.
+/// Location of a row.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RowPlace {
-    /// In the file.
+    /// Byte range in the file.
     pub bytes: Range<u64>,
-    /// Lines of the block before it.
+    /// Number of the block's lines before the row.
     pub line: u64,
 }
 
-/// Hashes `custom_id`s of a whole job: 128 bits, keyed, so that two different ids never meet in practice.
+/// Hashes the `custom_id`s of a whole job: 128 bits with random keys, so that collisions do not
+/// happen in practice.
 #[derive(Debug, Clone, Default)]
 pub struct IdHasher(RandomState, RandomState);
 
@@ -77,14 +81,14 @@ impl IdHasher {
     }
 }
 
-/// Finds `custom_id`s that two lines share. Holds about 40 bytes a row.
+/// Finds duplicate `custom_id`s. Takes about 40 bytes per row.
 #[derive(Debug, Default)]
 pub struct IdCheck {
     seen: HashMap<u128, (u32, u64)>,
 }
 
 impl IdCheck {
-    /// Adds an id at (input, 0-based line); answers where it was before.
+    /// Adds an id at (input, 0-based line). Returns the earlier position of a duplicate.
     pub fn add(&mut self, hash: u128, input: u32, line: u64) -> Option<(u32, u64)> {
         match self.seen.entry(hash) {
             Entry::Occupied(entry) => Some(*entry.get()),
@@ -103,7 +107,7 @@ impl IdCheck {
     }
 }
 
-/// Hashes a file's bytes as they pass by on their way to be scanned.
+/// Hashes a file's bytes as they are read for the scan.
 #[derive(Debug, Clone, Default)]
 pub struct LinesHash(Arc<Mutex<Sha256>>);
 
@@ -112,13 +116,13 @@ impl LinesHash {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).update(bytes);
     }
 
-    /// Of all bytes that came, SHA-256 in lower-case hex.
+    /// SHA-256 of all bytes, in lower-case hex.
     pub fn finish(&self) -> String {
         hex(self.0.lock().unwrap_or_else(PoisonError::into_inner).clone())
     }
 }
 
-/// How planning looks at lines.
+/// How planning scans lines.
 #[derive(Debug, Clone)]
 pub enum Scanner {
     Lines(Format, IdHasher),
@@ -126,7 +130,7 @@ pub enum Scanner {
 }
 
 impl Scanner {
-    /// What one piece holds.
+    /// Scans one piece.
     pub fn scan(&self, piece: Piece) -> BlockScan {
         match self {
             Scanner::Lines(format, hasher) => scan_piece(piece, *format, hasher),
@@ -142,7 +146,8 @@ impl Scanner {
     }
 }
 
-/// Scans a file's lines in order, a block at a time, several blocks at once; each comes with what it was made from.
+/// Scans a file's lines in order, several blocks in parallel; each result comes with the piece that
+/// was scanned.
 pub fn scan(
     text: &TextFile,
     scanner: Scanner,
@@ -163,7 +168,7 @@ pub fn scan(
         .buffered(at_once)
 }
 
-/// Cuts bytes where rows end.
+/// Cuts bytes at row boundaries.
 pub(super) enum Cutter {
     Lines(LineCutter),
     Csv(CsvCutter),
@@ -199,7 +204,7 @@ impl Cutter {
     }
 }
 
-/// The pieces of some bytes of a file that begin with a line.
+/// The pieces of a stream of a file's bytes that begins at the start of a line.
 pub(super) fn pieces(
     text: &TextFile,
     bytes: BoxStream<'static, Result<Bytes, DatasetError>>,
@@ -239,7 +244,7 @@ pub(super) fn pieces(
         .boxed()
 }
 
-/// Pure: what one piece holds.
+/// Pure: scans one piece.
 pub fn scan_piece(piece: Piece, format: Format, hasher: &IdHasher) -> BlockScan {
     let (start, bytes) = match piece {
         Piece::TooLong { start, end, lines } => return BlockScan::of_long(start..end, lines),
@@ -255,7 +260,7 @@ pub fn scan_piece(piece: Piece, format: Format, hasher: &IdHasher) -> BlockScan 
         };
         let line = if row.bytes.start == 0 { strip_bom(line) } else { line };
         if format == Format::Text {
-            // A file that is nothing but a byte order mark has no line.
+            // A file that holds only a byte order mark has no line.
             if !line.is_empty() || bytes[place].ends_with(b"\n") {
                 scan.rows.push(row);
             }
@@ -268,7 +273,7 @@ pub fn scan_piece(piece: Piece, format: Format, hasher: &IdHasher) -> BlockScan 
         if is_too_long(&bytes[place]) {
             continue;
         }
-        // A line that is not JSON ends as an errored row when it is read; it has no kinds.
+        // A malformed line counts as a row without kinds, and gets its error on reading.
         let Ok(found) = serde_json::from_slice::<LineKinds>(line) else {
             continue;
         };
@@ -303,18 +308,18 @@ pub type Rows = Vec<Result<Map<String, Value>, String>>;
 #[derive(Debug, Default)]
 pub struct LineRows {
     pub rows: Rows,
-    /// Of rows that failed by one field, by their number in `rows`: the fields that can be read.
+    /// The readable fields of rows that failed by one field, by index in `rows`.
     pub kept: Vec<(usize, Map<String, Value>)>,
-    /// The most that they take in memory.
+    /// Upper bound of the rows' memory.
     pub bytes: u64,
-    /// Where the piece ends in the file.
+    /// End offset of the piece in the file.
     pub end: u64,
-    /// Of CSV: its lines.
+    /// Number of lines (CSV only).
     pub lines: u64,
 }
 
 impl LineRows {
-    /// The fields that are shown of each row (all, where `columns` is `None`), and the columns to carry.
+    /// The shown fields of each row (all fields if `columns` is `None`), and the carried columns.
     pub fn into_columns(self, carry: SchemaRef, columns: Option<Vec<String>>) -> Result<(Rows, RecordBatch), String> {
         let (mut objects, errors): (Vec<_>, Vec<_>) = self
             .rows
@@ -338,7 +343,7 @@ impl LineRows {
                 (Some(mut object), None) => {
                     if let Some(columns) = &columns {
                         object.retain(|key, _| columns.contains(key));
-                        // A key that other lines have is null here, not an unknown name.
+                        // A key that only other lines have is null here instead of an unknown name.
                         for column in columns {
                             object.entry(column.clone()).or_insert(Value::Null);
                         }
@@ -369,7 +374,7 @@ impl LineReader {
         }
     }
 
-    /// The rows of a piece whose first line is `line`.
+    /// The rows of a piece whose first line is number `line`.
     fn rows(&self, piece: &Piece, line: u64, is_wanted: impl Fn(u64) -> bool) -> LineRows {
         match self {
             LineReader::Lines(format) => parse_rows(piece, *format, is_wanted),
@@ -378,18 +383,18 @@ impl LineReader {
     }
 }
 
-/// Lines that are still to be read.
+/// Position from which lines are still to be read.
 #[derive(Debug, Clone)]
 pub struct LinesFrom {
     pub bytes: Range<u64>,
-    /// The first one's row in the file.
+    /// The first line's row number in the file.
     pub row: u64,
-    /// Of CSV: the line that it begins on, from 1.
+    /// The first line's number, from 1 (CSV only).
     pub line: u64,
 }
 
 impl LinesFrom {
-    /// What is left behind these rows.
+    /// The position behind these rows.
     pub fn behind(&self, read: &LineRows) -> LinesFrom {
         LinesFrom {
             bytes: read.end..self.bytes.end,
@@ -399,7 +404,7 @@ impl LinesFrom {
     }
 }
 
-/// Reads the rows of a byte range piece by piece; those outside of `wanted` only to count them.
+/// Reads the rows of a byte range piece by piece. Rows outside of `wanted` are only counted.
 pub fn read(
     text: &TextFile,
     reader: LineReader,
@@ -424,7 +429,7 @@ pub fn read(
     .boxed()
 }
 
-/// The rows of a piece that begins at `from`; errors name them.
+/// The rows of a piece that begins at `from`; errors name their row or line.
 fn number_rows(piece: &Piece, reader: &LineReader, from: &LinesFrom, wanted: &[Range<u64>], name: &str) -> LineRows {
     let mut read = reader.rows(piece, from.line, |n| {
         let row = from.row + n;
@@ -495,7 +500,7 @@ fn parse_lines(start: u64, bytes: &Bytes, format: Format, is_wanted: impl Fn(u64
     read
 }
 
-/// The line of a row that nobody asked for.
+/// The error of a row outside of the wanted ranges.
 pub(super) const NOT_READ: &str = "it was not to be read";
 
 pub(super) fn too_long(bytes: u64) -> String {

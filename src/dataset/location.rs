@@ -1,4 +1,4 @@
-//! Where something lies: a path or URL, and the object store that holds it.
+//! The location of an object: a path or URL, and the object store that holds it.
 
 use std::path::{Path as FsPath, PathBuf};
 use std::sync::Arc;
@@ -10,17 +10,17 @@ use url::Url;
 
 use super::stores::{OpenError, Stores, names_bucket, shown};
 
-/// A place in an object store.
+/// A location in an object store.
 #[derive(Clone)]
 pub struct Location {
     pub store: Arc<dyn ObjectStore>,
     /// Key within the store.
     pub path: Path,
-    /// The whole address, for messages and records.
+    /// The full address, for messages and records.
     pub url: Url,
 }
 
-/// An address that names no place.
+/// An address that cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum LocationError {
     #[error("`{text}` is not a usable address: {why}")]
@@ -30,7 +30,7 @@ pub enum LocationError {
 }
 
 impl std::fmt::Debug for Location {
-    /// The address alone: clients carry their credentials.
+    /// Only the address: clients hold credentials.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_tuple("Location").field(&self.url.as_str()).finish()
     }
@@ -44,7 +44,7 @@ impl Location {
         Location::parse_with(text, base_dir, Stores::of_process())
     }
 
-    /// As [`Location::parse`], among these stores.
+    /// Like [`Location::parse`], with these stores.
     pub fn parse_with(text: &str, base_dir: &FsPath, stores: &Stores) -> Result<Location, LocationError> {
         let url = Location::url_of(text, base_dir)?;
         if url.scheme() != "file" {
@@ -58,7 +58,8 @@ impl Location {
             why,
         };
         let fs_path = url.to_file_path().map_err(|()| bad("not a local file URL".into()))?;
-        // Keys are the path's components as they are: object_store percent-encodes what a key cannot hold.
+        // Keys are the path's components; object_store percent-encodes characters that a key cannot
+        // hold.
         let path = Path::from_absolute_path(&fs_path).map_err(|e| bad(e.to_string()))?;
         let store = LocalFileSystem::new().with_fsync(true);
         Ok(Location {
@@ -68,8 +69,8 @@ impl Location {
         })
     }
 
-    /// The whole address that `text` is: its URL, and of a path the `file://` URL of what it is from `base_dir` on, without `.` and `..`.
-    /// Opens nothing.
+    /// The full URL of `text`. For a path, this is the `file://` URL relative to `base_dir`,
+    /// without `.` and `..`. Opens nothing.
     pub fn url_of(text: &str, base_dir: &FsPath) -> Result<Url, LocationError> {
         let bad = |why: String| LocationError::Address {
             text: without_secrets(text),
@@ -82,8 +83,8 @@ impl Location {
         let is_file = scheme.as_deref() == Some("file");
         if scheme.is_some() && !is_file {
             let url = Url::parse(text).map_err(|e| bad(e.to_string()))?;
-            // Addresses stand in records and logs, where secrets must not.
-            // Elsewhere than in web addresses a `?` is a wildcard, but no file is called `sig=`.
+            // Addresses appear in records and logs, where secrets must not. Outside of web
+            // addresses a `?` is a wildcard, but no file name contains `sig=`.
             let signed = |query: &str| url.scheme().starts_with("http") || query.contains("sig=");
             if url.password().is_some() || url.query().is_some_and(signed) {
                 return Err(bad(
@@ -110,14 +111,14 @@ impl Location {
         Url::from_file_path(&fs_path).map_err(|()| bad("not an absolute path".into()))
     }
 
-    /// The local path, where it is one.
+    /// The local path, if the location is local.
     pub fn local_path(&self) -> Option<PathBuf> {
         (self.url.scheme() == "file")
             .then(|| self.url.to_file_path().ok())
             .flatten()
     }
 
-    /// The place of `name` below this one.
+    /// The location of `name` below this one.
     pub fn join(&self, name: &str) -> Location {
         let mut url = self.url.clone();
         if let Ok(mut segments) = url.path_segments_mut() {
@@ -131,7 +132,7 @@ impl Location {
         }
     }
 
-    /// The place below this one that a listing has as `path`; `None`: no address names it.
+    /// The location with the key `path` from a listing of this one; `None` if no address names it.
     pub fn listed(&self, path: &Path) -> Option<Location> {
         let mut url = self.url.clone();
         let below = path.prefix_match(&self.path)?;
@@ -147,9 +148,10 @@ impl Location {
         })
     }
 
-    /// The place in `folder` beside this one that has this one's name and `suffix`; `None` where this is a whole store.
+    /// The location in `folder` beside this one, named like this one plus `suffix`; `None` if this
+    /// is a whole store.
     pub fn beside(&self, folder: &str, suffix: &str) -> Option<Location> {
-        // By text: what stands in a key or an address is encoded already.
+        // The string is edited directly, since keys and addresses are already encoded.
         let moved = |text: &str| {
             let text = text.trim_end_matches('/');
             let (above, name) = text.rsplit_once('/').unwrap_or(("", text));
@@ -173,7 +175,8 @@ impl Location {
     }
 }
 
-/// An address as it may be shown, also where it is no URL: nothing of what stands before an `@` or after a `?`.
+/// An address for messages, stripped of credentials before an `@` and of its query. The text may be
+/// an invalid URL.
 fn without_secrets(text: &str) -> String {
     if let Ok(url) = Url::parse(text) {
         return shown(&url);

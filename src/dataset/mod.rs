@@ -1,10 +1,12 @@
 //! Rows in and rows out: Parquet, Arrow files, JSONL, OpenAI batch lines, plain text and CSV.
 //!
-//! Reading order: [`discover`] (addresses → files), [`inputs`] (those of them that are read), [`planner`] (files → shards), [`shard`] (one shard → rows),
-//! [`output`] (results → record batches), [`part`] (record batches → the bytes that are published).
+//! Reading order: [`discover`] (addresses → files), [`inputs`] (the files that are read),
+//! [`planner`] (files → shards), [`shard`] (one shard → rows), [`output`] (results → record
+//! batches), [`part`] (record batches → the bytes that are published).
 //!
-//! Foreign bytes are limited in size, depth and count, and nothing here holds a whole dataset: a row that cannot be
-//! read is a row that says so, an input that is not what was planned stops the job.
+//! Foreign bytes are limited in size, depth and count, and nothing here holds a whole dataset. An
+//! unreadable row is returned as a row with an error; an input that differs from the plan stops the
+//! job.
 
 pub mod answer;
 mod answer_column;

@@ -1,4 +1,4 @@
-//! What a job says of its inputs, besides where they are and of which format.
+//! Options of a job's inputs, besides their addresses and format.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -10,21 +10,21 @@ use super::sample::Sample;
 /// Options of a job's inputs. Their names are those of the job file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct InputOptions {
-    /// Folders named `column=value` are columns.
+    /// Whether folders named `column=value` are partition columns.
     #[serde(default = "yes", skip_serializing_if = "is_yes")]
     pub hive: bool,
-    /// Which values of such columns a file must have: see [`super::filter`].
+    /// Conditions on the partition columns: see [`super::filter`].
     #[serde(default, rename = "where", skip_serializing_if = "Map::is_empty")]
     pub filter: Map<String, Value>,
     #[serde(default, skip_serializing_if = "MissingColumns::is_error")]
     pub missing_columns: MissingColumns,
-    /// Files that cannot be read are left out.
+    /// Whether unreadable files are skipped.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub skip_unreadable: bool,
-    /// Most rows of the job: the first ones.
+    /// Maximum number of rows of the job, from the first row on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub limit: Option<u64>,
-    /// Rows that are drawn from all.
+    /// A sample drawn from all rows.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sample: Option<Sample>,
 }
@@ -60,7 +60,7 @@ impl Default for InputOptions {
 }
 
 impl InputOptions {
-    /// Are these what a job can ask for? The field at fault, and what goes behind its name.
+    /// Checks the options. The error is the field at fault, and the line that goes behind its name.
     pub fn check(&self) -> Result<(), (String, String)> {
         filter::check(&self.filter)?;
         if !self.hive && !self.filter.is_empty() {

@@ -1,7 +1,8 @@
-//! Results → record batches, in the columns that every part has.
+//! Builds record batches from results, in the columns that every part has.
 //!
-//! The carried columns come first, in the job's order, then [`COLUMNS`]. With more than one sample a row, the columns of a
-//! completion are lists of what they are otherwise, one entry a sample; it is still one row an input row.
+//! The carried columns come first, in the job's order, then [`COLUMNS`]. With more than one sample
+//! per row, the completion's columns become lists with one entry per sample. There is still one
+//! output row per input row.
 
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
@@ -23,7 +24,8 @@ use super::row::{RowResult, SampleResult};
 use super::schema_text;
 use super::widths::check_room;
 
-/// What each column holds, in order; the last seven stand only where a job asks for them or its model thinks.
+/// Each column's description, in order. The last seven exist only if the job requests them or its
+/// model thinks.
 pub const COLUMNS: [(&str, &str); 16] = [
     ("row", "0-based over the job's whole input"),
     (
@@ -67,12 +69,12 @@ pub const COLUMNS: [(&str, &str); 16] = [
     ),
 ];
 
-/// Which optional columns there are, and in what shape.
+/// Which optional columns exist, and their shape.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OutputColumns {
-    /// Completions a row, at least 1; with more, the columns of a completion are lists.
+    /// Completions per row, at least 1; with more than one, the completion's columns are lists.
     pub samples: u32,
-    /// The model thinks: thoughts are written.
+    /// Whether the model thinks, and its thoughts are written.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub thinking: bool,
     pub token_ids: bool,
@@ -80,21 +82,21 @@ pub struct OutputColumns {
     /// The choices whose probabilities are written.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub choices: Option<Vec<String>>,
-    /// What `parsed` holds instead of text.
+    /// The type of `parsed`, if it holds typed values instead of text.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parsed: Option<AnswerType>,
-    /// Of several samples, each has a status of its own.
+    /// Whether each of several samples has a status of its own.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub sample_status: bool,
 }
 
-/// The columns of a job's output; serializable, so that any process can rebuild it.
+/// The columns of a job's output; serializable, so that any process can rebuild the schema.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct OutputSchema {
-    /// By their names in the input.
+    /// The carried columns, by their names in the input.
     #[serde(with = "schema_text")]
     carry: SchemaRef,
-    /// The names that some of them have in the output.
+    /// Output names of renamed carried columns.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     renamed: BTreeMap<String, String>,
     columns: OutputColumns,
@@ -109,10 +111,10 @@ impl OutputSchema {
         }
     }
 
-    /// The same, with other names for some of the carried columns.
+    /// The same schema, with other names for some of the carried columns.
     ///
     /// # Errors
-    /// Two columns would have one name: a line that says which.
+    /// Two columns would have the same name; the line says which.
     pub fn renaming(self, renamed: &BTreeMap<String, String>) -> Result<OutputSchema, String> {
         let schema = OutputSchema {
             renamed: renamed.clone(),
@@ -126,10 +128,11 @@ impl OutputSchema {
         }
     }
 
-    /// Engines that pass over the case of names (DuckDB, Spark) must see each column: for a job that is about to begin.
+    /// For a job that is about to begin: checks that engines with case-insensitive names (DuckDB,
+    /// Spark) can see each column.
     ///
     /// # Errors
-    /// Two columns differ by case alone: a line that says which, and what tells them apart.
+    /// Two columns differ by case alone; the line says which, and how to tell them apart.
     pub fn check_case(&self) -> Result<(), String> {
         let own = OutputSchema::names(&self.columns).into_iter();
         let mut seen: BTreeMap<String, (String, bool)> = own.map(|name| (name.to_lowercase(), (name, true))).collect();
@@ -153,9 +156,9 @@ impl OutputSchema {
         fields.map(|name| self.renamed.get(name).unwrap_or(name).clone())
     }
 
-    /// The columns that a job's record names, held against those that the job asks for, and the names that it gives to carried ones.
-    /// `carried`: the columns that it may carry.
-    /// (Of thoughts and of samples' statuses, the record alone says whether they are written: older ones have none.)
+    /// The schema in a job's record, checked against the columns that the job requests and its
+    /// names for carried columns. `carried`: whether the job may carry a column. (The record alone
+    /// tells whether thoughts and sample statuses are written, since older records have none.)
     ///
     /// # Errors
     /// One line that says what is wrong.
@@ -186,12 +189,12 @@ impl OutputSchema {
         Ok(schema)
     }
 
-    /// Names that a carried column cannot have.
+    /// The output's own column names, which a carried column cannot have.
     pub fn names(columns: &OutputColumns) -> Vec<String> {
         own_fields(columns).iter().map(|f| f.name().clone()).collect()
     }
 
-    /// A row of any job's output as a JSON Schema, as `schemas/output.schema.json` holds it.
+    /// The JSON Schema of an output row of any job, as in `schemas/output.schema.json`.
     pub fn json_schema() -> Value {
         let every = |samples| {
             own_fields(&OutputColumns {
@@ -215,7 +218,7 @@ impl OutputSchema {
                 types.push(json!({ "type": "null" }));
             }
             let described = match name {
-                // The job's JSON Schema has its say.
+                // The type of `parsed` depends on the job's JSON Schema.
                 "parsed" => json!({ "description": holds }),
                 _ => json!({ "description": holds, "anyOf": types }),
             };
@@ -234,12 +237,13 @@ impl OutputSchema {
         })
     }
 
-    /// Its columns besides the carried ones.
+    /// The columns besides the carried ones.
     pub fn columns(&self) -> &OutputColumns {
         &self.columns
     }
 
-    /// Whether one that knows no typed answers, names of a job's own or statuses of samples would write other columns.
+    /// Whether a gristmill that knows no typed answers, renamed columns or sample statuses would
+    /// write other columns.
     pub fn is_newer(&self) -> bool {
         self.columns.parsed.is_some() || self.columns.sample_status || !self.renamed.is_empty()
     }
@@ -261,7 +265,8 @@ impl OutputSchema {
         ))
     }
 
-    /// The rows of `results` as a batch, in the order given; any of the shard's rows.
+    /// The rows of `results` as a batch, in the given order; `results` may be any subset of the
+    /// shard's rows.
     ///
     /// `carry`: the carried columns of the whole shard, whose first row is `first_row`.
     pub fn to_batch(
@@ -332,7 +337,7 @@ impl OutputSchema {
         })
     }
 
-    /// A column of one entry a sample; `None`: a row without one.
+    /// A column with one entry per sample; `None`: a row without samples.
     fn sample_column(&self, name: &str, samples: &[Option<&SampleResult>]) -> Result<ArrayRef, DatasetError> {
         let texts = |of: &dyn Fn(&SampleResult) -> Option<String>| -> ArrayRef {
             let mut out = StringBuilder::new();
@@ -364,7 +369,8 @@ impl OutputSchema {
             "logprobs" => {
                 let mut out = ListBuilder::new(Float32Builder::new());
                 for sample in samples {
-                    // A row that asked for none has none; one whose completion is empty has an empty list.
+                    // A sample without requested logprobs is null; one whose completion is empty
+                    // has an empty list.
                     let given = sample.filter(|s| s.is_there() && (!s.logprobs.is_empty() || s.completion_tokens == 0));
                     out.values().append_slice(given.map_or(&[], |s| &s.logprobs));
                     out.append(given.is_some());
@@ -397,7 +403,7 @@ impl OutputSchema {
     }
 }
 
-/// A column of the answers themselves.
+/// A column of typed answers.
 fn typed(of: &AnswerType, samples: &[Option<&SampleResult>]) -> Result<ArrayRef, DatasetError> {
     let read = |sample: &Option<&SampleResult>| {
         let text = sample.and_then(|s| s.parsed.as_deref());
@@ -407,13 +413,13 @@ fn typed(of: &AnswerType, samples: &[Option<&SampleResult>]) -> Result<ArrayRef,
     of.column(&answers.iter().map(Option::as_ref).collect::<Vec<_>>())
 }
 
-/// A count over a row's samples, null where it has none.
+/// A count summed over a row's samples, null if the row has none.
 fn sums(results: &[RowResult], of: impl Fn(&SampleResult) -> u32) -> ArrayRef {
     let sum = |r: &RowResult| (!r.samples.is_empty()).then(|| r.samples.iter().map(|s| i64::from(of(s))).sum::<i64>());
     Arc::new(Int64Array::from_iter(results.iter().map(sum)))
 }
 
-/// A list a row: the row's samples, null where it has none.
+/// One list per row with the row's samples, null if the row has none.
 fn lists_of_samples(item: &FieldRef, values: ArrayRef, results: &[RowResult]) -> Result<ArrayRef, DatasetError> {
     let offsets = OffsetBuffer::from_lengths(results.iter().map(|r| r.samples.len()));
     let nulls = NullBuffer::from_iter(results.iter().map(|r| !r.samples.is_empty()));
@@ -578,9 +584,9 @@ mod tests {
             assert!(words.iter().all(|words| why.contains(words)), "{why}");
         }
         assert_eq!(of(&["Status", "x"], &[("Status", "input_Status")]), Ok(()));
-        // Only columns that are there count.
+        // Only existing columns count.
         assert_eq!(of(&["Reasoning"], &[]), Ok(()));
-        // Jobs that an older gristmill began go on with what they have.
+        // Jobs that an older gristmill began keep their columns.
         let begun = OutputSchema::new(
             &Schema::new(vec![Field::new("Status", DataType::Utf8, true)]),
             OutputColumns::default(),
@@ -673,7 +679,8 @@ mod tests {
         }
     }
 
-    /// Records of an older gristmill know of no statuses of samples: their parts stay as they are.
+    /// Records of an older gristmill have no sample statuses, and the columns of their parts stay
+    /// unchanged.
     #[test]
     fn records_without_statuses_of_samples_have_no_columns_for_them() {
         let wanted = all(2).columns;

@@ -1,18 +1,20 @@
-//! Outputs of jobs that lie where inputs are looked for: answers must not become prompts because a folder holds both.
+//! Outputs of jobs within input folders: answers must not become prompts because a folder holds
+//! both.
 //!
-//! An output is a folder with a job's record in it. An address that names an output, or a file in one, means its answers. A folder or a
-//! `**` that only comes across outputs leaves them out. A glob whose wildcards stand for outputs' names (`out/*/*.parquet`) means them
-//! where it matches nothing else.
+//! An output is a folder that holds a job's record. An address that names an output, or a file in
+//! one, selects its answers. A folder or `**` that only comes across outputs leaves them out. A
+//! glob whose wildcards match outputs' names (`out/*/*.parquet`) selects their files if it matches
+//! nothing else.
 
 use std::collections::BTreeSet;
 
 use super::location::Location;
 use super::pinned::display_name;
 
-/// Where the job's record lies in an output.
+/// Path of the job's record within an output.
 const RECORD: &str = "_gristmill/job.json";
 
-/// Outputs that a line names.
+/// Maximum number of outputs that a message names.
 const NAMED_MAX: usize = 3;
 
 /// Outputs below a folder, by their keys relative to it.
@@ -20,21 +22,22 @@ const NAMED_MAX: usize = 3;
 pub struct Outputs(BTreeSet<String>);
 
 impl Outputs {
-    /// Takes note of an output where `key` is its record. The folder itself is none: its address names it.
+    /// Records an output if `key` is the key of its job record. The listed folder itself is
+    /// ignored, since its address names it.
     pub fn note(&mut self, key: &str) {
         if let Some(output) = key.strip_suffix(RECORD).and_then(|output| output.strip_suffix('/')) {
             self.0.insert(output.to_string());
         }
     }
 
-    /// The outermost output around the file at `key`.
+    /// The outermost output that contains the file at `key`.
     pub fn around(&self, key: &str) -> Option<&str> {
         let mut folders = key.match_indices('/').map(|(end, _)| &key[..end]);
         folders.find_map(|folder| self.0.get(folder)).map(String::as_str)
     }
 }
 
-/// Whether `file` lies in `output`, whatever their stores' clients.
+/// Whether `file` lies in `output`, even if their store clients differ.
 pub fn lies_in(output: &Location, file: &Location) -> bool {
     let store = |location: &Location| {
         (
@@ -45,13 +48,14 @@ pub fn lies_in(output: &Location, file: &Location) -> bool {
     store(output) == store(file) && file.path.prefix_matches(&output.path)
 }
 
-/// Says which outputs are left out; `None`: there are none.
+/// The note about excluded outputs; `None` if there are none.
 pub fn left_out(urls: &BTreeSet<String>) -> Option<String> {
     let line = "lie where the inputs do, and what they hold is no input; to read answers, name such an output itself";
     named(urls).map(|names| format!("outputs of jobs {line}: {names}"))
 }
 
-/// Says of which outputs the answers are inputs, where no address names them; `None`: there are none.
+/// The note about outputs whose answers become inputs through wildcards; `None` if
+/// there are none.
 pub fn taken(urls: &BTreeSet<String>) -> Option<String> {
     named(urls).map(|names| format!("the inputs are answers of other jobs, from their outputs: {names}"))
 }

@@ -1,4 +1,5 @@
-//! Column chunks on their way to the decoder: fetched in few requests, their pages' headers checked, their price known.
+//! Feeds column chunks to the decoder: fetches them in few requests, checks their page headers, and
+//! bounds their memory cost.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
@@ -21,27 +22,27 @@ use super::parquet_pages::{check_pages, pages_of};
 use super::pinned::PinnedFile;
 use super::row_memory::PAGES_BYTES_MAX;
 
-/// Most bytes kept of one read for the next shard of the same row group.
+/// Maximum bytes of one read that are kept for the next shard of the same row group.
 const KEPT_BYTES_MAX: usize = 4 << 20;
 
-/// Bytes at hand, by where they lie in the file.
+/// Cached bytes, by their ranges in the file.
 pub type Kept = Arc<Mutex<Vec<(Range<u64>, Bytes)>>>;
 
-/// The longest entries of dictionaries that were looked up, by row group and leaf column.
+/// The longest dictionary entries found so far, by row group and leaf column.
 pub type Widest = Arc<Mutex<HashMap<(usize, usize), Option<u64>>>>;
 
-/// The rows would take more memory than they may.
+/// The rows would take more memory than the limit.
 #[derive(Debug, thiserror::Error)]
 #[error("the rows take more memory than may be read at once")]
 pub struct TooMuch;
 
-/// What the rows may take, and what they take so far.
+/// The memory limit of a read, and the cost so far.
 #[derive(Debug, Clone)]
 pub struct Budget {
     pub costs: Arc<Vec<LeafCost>>,
     pub limit: u64,
     pub taken: Arc<AtomicU64>,
-    /// Rows that are read of this row group.
+    /// Number of rows read from this row group.
     pub rows: u64,
     pub widest: Widest,
 }
@@ -51,17 +52,18 @@ pub struct ChunkReader {
     pub pinned: PinnedFile,
     pub footer: Arc<ParquetMetaData>,
     pub group: usize,
-    /// The columns that are read.
+    /// The projected columns.
     pub mask: ProjectionMask,
-    /// Rows of each page whose header tells them, by where it begins.
+    /// Row counts that an index expects of pages, by page offset (columns without repetition only).
     pub page_rows: HashMap<u64, i64>,
     pub kept: Kept,
-    /// `None`: what they take is known already.
+    /// `None`: the cost is known already.
     pub budget: Option<Budget>,
 }
 
 impl ChunkReader {
-    /// The leaf and the chunk that a range lies in, with its own range; of those that are read, since others may claim anything.
+    /// The leaf, chunk and byte range of the chunk that contains `range`. Only projected chunks are
+    /// searched, since the others' claims are unchecked.
     fn chunk_of(&self, range: &Range<u64>) -> Option<(usize, &ColumnChunkMetaData, Range<u64>)> {
         let chunks = self.footer.row_group(self.group).columns().iter();
         let read = chunks.enumerate().filter(|(leaf, _)| self.mask.leaf_included(*leaf));
@@ -85,7 +87,7 @@ impl ChunkReader {
         Ok(())
     }
 
-    /// Whether the rows of these pages fit the budget, going by the most that their headers allow.
+    /// Whether the rows of these pages fit the budget, by the upper bound from their headers.
     fn fits(&self, budget: &Budget, ranges: &[Range<u64>], bodies: &[Bytes]) -> Result<bool, DatasetError> {
         let mut leaves: BTreeMap<usize, (Claims, &Bytes)> = BTreeMap::new();
         for (range, body) in ranges.iter().zip(bodies) {
@@ -116,7 +118,7 @@ impl ChunkReader {
         Ok(sum <= budget.limit)
     }
 
-    /// The longest entry of a dictionary, where `first` begins with it.
+    /// The length of the longest dictionary entry, if `first` begins with a dictionary.
     fn widest(&self, budget: &Budget, leaf: usize, first: &Bytes) -> Result<Option<u64>, DatasetError> {
         let key = (self.group, leaf);
         let lock = || budget.widest.lock().unwrap_or_else(PoisonError::into_inner);
@@ -133,7 +135,8 @@ impl ChunkReader {
         Ok(widest)
     }
 
-    /// Of each column the first range, which holds its dictionary, and the last, whose rows may go on in the next shard.
+    /// Keeps each column's first range, which holds its dictionary, and its last range, whose rows
+    /// may continue in the next shard.
     fn keep(&self, ranges: &[Range<u64>], bodies: &[Bytes]) {
         let column = |n: usize| Some(self.chunk_of(ranges.get(n)?)?.2);
         let (mut kept, mut bytes) = (Vec::new(), 0);
@@ -142,14 +145,14 @@ impl ChunkReader {
             let is_last = column(n + 1) != column(n);
             if (is_first || is_last) && bytes + body.len() <= KEPT_BYTES_MAX {
                 bytes += body.len();
-                // A copy: a slice would keep all that came with the same request.
+                // This is a copy: a slice would keep the whole response alive.
                 kept.push((range.clone(), Bytes::copy_from_slice(body)));
             }
         }
         *self.kept.lock().unwrap_or_else(PoisonError::into_inner) = kept;
     }
 
-    /// The ranges, from what the last read has left where they are there.
+    /// The bytes of the ranges, from those kept by the last read where possible.
     async fn fetch(&self, ranges: &[Range<u64>]) -> Result<Vec<Bytes>, DatasetError> {
         let kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let known = |range: &Range<u64>| {
@@ -166,7 +169,7 @@ impl ChunkReader {
     }
 }
 
-/// The pages' headers in the bytes of a column chunk; `rows` as [`check_pages`] takes it.
+/// Checks the page headers in the bytes of a column chunk; `rows` as in [`check_pages`].
 pub fn check_chunk_pages(
     name: &str,
     group: usize,

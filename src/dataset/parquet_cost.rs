@@ -1,8 +1,9 @@
-//! What the values of a Parquet column take in memory once they are decoded, as far as their types and the headers of their pages tell.
+//! Upper bounds of the decoded memory of Parquet values, from their types and page headers.
 //!
-//! A few bytes of a file may stand for gigabytes: a run of thirty million items, an entry of a dictionary that each row names, a list of a
-//! fixed size that is null. The footer's sizes know nothing of that. Page headers say how many values a page has, and a value of each
-//! type has its price; only what texts share (dictionaries, common prefixes) has to be looked up, by
+//! A few bytes of a file may decode to gigabytes: a run of thirty million items, a dictionary entry
+//! that each row refers to, a null in a column of fixed-size lists. The footer's sizes do not
+//! include that. Page headers state the number of values in a page, and each type has a cost per
+//! value. Only texts that share bytes (dictionaries, common prefixes) must be measured, by
 //! [`parquet_measure`](super::parquet_measure).
 
 use arrow::datatypes::{DataType, Schema};
@@ -12,29 +13,29 @@ use parquet::schema::types::SchemaDescriptor;
 use super::parquet_pages::PageHeader;
 use super::row_memory::{ENTRY_BYTES, VALUE_BYTES};
 
-/// Levels of nesting, and the bits that say what is null.
+/// Repetition and definition levels, and validity bits.
 const LEVEL_BYTES: u64 = 5;
 
-/// Dates, times and decimals are texts in JSON.
+/// JSON text of a date, time or decimal.
 const TEXT_BYTES: u64 = 80;
 
-/// Prices of a leaf column, in bytes.
+/// Memory costs of a leaf column, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LeafCost {
-    /// Of each value, nulls included.
+    /// Per value, including nulls.
     pub value: u64,
-    /// Of each row, whatever it holds.
+    /// Per row, whatever it holds.
     pub row: u64,
-    /// Of each byte of a text.
+    /// Per byte of text.
     pub byte: u64,
-    /// Values have lengths of their own.
+    /// Whether values have individual lengths.
     pub is_text: bool,
-    /// A row is a value.
+    /// Whether each row is one value.
     pub is_flat: bool,
 }
 
 impl LeafCost {
-    /// Of `values` in `rows` whose texts have `bytes` together.
+    /// The cost of `values` values in `rows` rows, with `bytes` bytes of text in total.
     pub fn of(&self, rows: u64, values: u64, bytes: u64) -> u64 {
         let texts = if self.is_text { bytes } else { 0 };
         let values = values.saturating_mul(self.value);
@@ -45,7 +46,7 @@ impl LeafCost {
     }
 }
 
-/// The prices of all leaf columns; `shown`: the columns that become JSON, too.
+/// The costs of all leaf columns; `shown`: columns that also become JSON.
 pub fn leaf_costs(columns: &SchemaDescriptor, arrow: &Schema, shown: &[String]) -> Vec<LeafCost> {
     let cost = |leaf: usize| {
         let column = columns.column(leaf);
@@ -78,7 +79,7 @@ pub fn leaf_costs(columns: &SchemaDescriptor, arrow: &Schema, shown: &[String]) 
         LeafCost {
             value: value.saturating_add(value_slots.saturating_mul(width)),
             row: row_slots.saturating_mul(width),
-            // As it is; and in JSON as text, or in base64.
+            // A text's own bytes; with JSON, the text or its base64 form besides.
             byte: if json { 3 } else { 1 },
             is_text,
             is_flat: column.max_rep_level() == 0,
@@ -87,7 +88,7 @@ pub fn leaf_costs(columns: &SchemaDescriptor, arrow: &Schema, shown: &[String]) 
     (0..columns.num_columns()).map(cost).collect()
 }
 
-/// Items that lists of a fixed size have where they are null, a row and a value that is in another list.
+/// Items that null fixed-size lists are padded with: per row, and per value within another list.
 fn padding(data_type: &DataType, in_list: bool) -> (u64, u64) {
     match data_type {
         DataType::FixedSizeList(item, size) => {
@@ -112,10 +113,10 @@ fn padding(data_type: &DataType, in_list: bool) -> (u64, u64) {
     }
 }
 
-/// What is padded below a list of a fixed size whose own items are counted by the row.
+/// Padding within a fixed-size list whose own items are already counted per row.
 fn nested_only(data_type: &DataType) -> u64 {
     match data_type {
-        // Part of the same row's items.
+        // These items are part of the same row's count.
         DataType::FixedSizeList(item, _) => nested_only(item.data_type()),
         DataType::Struct(fields) => fields
             .iter()
@@ -126,7 +127,7 @@ fn nested_only(data_type: &DataType) -> u64 {
     }
 }
 
-/// Items of one value where it is null, through all lists of a fixed size.
+/// Number of items that a null takes, through all levels of fixed-size lists.
 fn slots(data_type: &DataType) -> u64 {
     match data_type {
         DataType::FixedSizeList(item, size) => u64::try_from(*size)
@@ -137,13 +138,13 @@ fn slots(data_type: &DataType) -> u64 {
     }
 }
 
-/// What the headers of a leaf column's pages claim together.
+/// Sums of the claims in the headers of a leaf column's pages.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Claims {
     values: u64,
-    /// Values that name an entry of the dictionary.
+    /// Values that are indices into the dictionary.
     named: u64,
-    /// Most bytes of the texts that lie in the pages themselves.
+    /// Maximum bytes of the texts that are stored in the pages themselves.
     bytes: u64,
     dictionary_bytes: u64,
     dictionaries: u64,
@@ -152,7 +153,7 @@ pub struct Claims {
 
 impl Claims {
     pub fn add(&mut self, header: &PageHeader) {
-        // Pages that are not compressed are as long as they are, whatever else they claim.
+        // An uncompressed page has its stored size, whatever uncompressed size it claims.
         let uncompressed = header.uncompressed.max(header.compressed).max(0) as u64;
         let values = header.values.max(0) as u64;
         if header.is_dictionary() {
@@ -165,34 +166,36 @@ impl Claims {
         if header.names_entries() {
             self.named += values;
         } else if header.shares_prefixes() {
-            // Each text may begin with all that stands before it.
+            // Each text may share a prefix as long as all bytes before it.
             self.bytes = self.bytes.saturating_add(uncompressed.saturating_mul(values));
         } else {
             self.bytes = self.bytes.saturating_add(uncompressed);
         }
     }
 
-    /// Uncompressed bytes that are held while one page is decoded: it, and the dictionary with its decoded entries.
+    /// Uncompressed bytes held while one page is decoded: the page, and the dictionary together
+    /// with its decoded entries.
     pub fn held(&self) -> u64 {
         self.largest.saturating_add(self.dictionary_bytes.saturating_mul(2))
     }
 
-    /// Whether how long the longest entry of the dictionary is decides about the price.
+    /// Whether the cost depends on the length of the longest dictionary entry.
     pub fn names_texts(&self, cost: &LeafCost) -> bool {
         cost.is_text && self.named > 0
     }
 
-    /// Whether there is one dictionary, as there should be.
+    /// Whether there is exactly one dictionary, as the format requires.
     pub fn has_one_dictionary(&self) -> bool {
         self.dictionaries == 1
     }
 
-    /// Most bytes that an entry of the dictionary can have, however many it claims to have.
+    /// Maximum bytes of a dictionary entry, whatever number of entries the page claims.
     pub fn widest(&self) -> u64 {
         self.dictionary_bytes.saturating_sub(4)
     }
 
-    /// Most bytes that `rows` of these pages can take, with entries of `widest` bytes at most.
+    /// Upper bound of the cost of `rows` rows of these pages, with dictionary entries of at most
+    /// `widest` bytes.
     pub fn price(&self, cost: &LeafCost, rows: u64, widest: u64) -> u64 {
         let most = |values: u64| if cost.is_flat { values.min(rows) } else { values };
         let bytes = self.bytes.saturating_add(most(self.named).saturating_mul(widest));

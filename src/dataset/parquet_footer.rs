@@ -1,4 +1,4 @@
-//! A Parquet file's footer, and the limits on what it may claim.
+//! A Parquet file's footer, and the limits on its claims.
 
 use std::sync::Arc;
 
@@ -18,22 +18,23 @@ use super::thrift::{Compact, ThriftError};
 /// Largest footer, in bytes.
 const FOOTER_BYTES_MAX: u64 = 64 << 20;
 
-/// Read at a file's end at once, in the hope that it holds the footer.
+/// Bytes read at a file's end in one request; usually they include the footer.
 const TAIL_BYTES: u64 = 64 << 10;
 
-/// Most rows of one file.
+/// Maximum rows of one file.
 const ROWS_MAX: i64 = 1 << 40;
 
-/// Most uncompressed bytes of one column chunk.
+/// Maximum uncompressed bytes of one column chunk.
 const CHUNK_BYTES_MAX: i64 = 8 << 30;
 
 /// Deepest nesting of a schema.
 const SCHEMA_DEPTH_MAX: usize = 64;
 
-/// Most bytes of the paths of all its columns together: the decoder keeps each with the names of all groups around it.
+/// Maximum bytes of the paths of all columns together: the decoder keeps each path with the names
+/// of all enclosing groups.
 const SCHEMA_PATHS_MAX: u64 = 64 << 20;
 
-/// The bytes at either end of a file that are no data: `PAR1`, and the footer's length with `PAR1`.
+/// Framing bytes of a file besides its data: `PAR1`, and the footer's length with `PAR1`.
 const FRAME_BYTES: u64 = 12;
 
 /// The footer's bytes.
@@ -73,7 +74,7 @@ pub async fn read_footer(pinned: &PinnedFile) -> Result<Bytes, DatasetError> {
     pinned.bytes(from..size - 8).await
 }
 
-/// Pure: the footer's bytes → metadata whose claims hold for a file of `size` bytes.
+/// Pure: decodes the footer's bytes and checks their claims against a file of `size` bytes.
 pub fn decode_footer(footer: &[u8], size: u64) -> Result<ArrowReaderMetadata, String> {
     check_footer(footer)?;
     check_schema(footer)?;
@@ -99,10 +100,11 @@ pub fn decode_footer(footer: &[u8], size: u64) -> Result<ArrowReaderMetadata, St
     arrow_footer(Arc::new(metadata))
 }
 
-/// The schema's nesting, before the decoder recurses into it, its elements' numbers of children, before it takes memory for them, and the
-/// length of its columns' paths.
+/// Checks the schema before the decoder sees it. The decoder recurses into its nesting, allocates
+/// by its child counts, and keeps its columns' paths.
 ///
-/// It is field 2 of the footer, a list of elements in preorder; field 4 of each is its name, field 5 its number of children.
+/// The schema is field 2 of the footer, a list of elements in preorder. In each element, field 4 is
+/// the name and field 5 the number of children.
 fn check_schema(footer: &[u8]) -> Result<(), String> {
     let (depth, paths) = schema_size(footer).map_err(|e| match e {
         ThriftError::Short => "its footer is broken: it ends within its schema".to_string(),
@@ -121,8 +123,8 @@ fn check_schema(footer: &[u8]) -> Result<(), String> {
     Ok(())
 }
 
-/// How deep the schema of a footer is nested whose fields have their types, and the bytes of its columns' paths together; a depth above the
-/// limit stands for all that is deeper.
+/// The nesting depth of a footer's schema, and the total bytes of its columns' paths. The footer
+/// must have passed [`check_footer`]. Counting stops above the depth limit.
 fn schema_size(footer: &[u8]) -> Result<(usize, u64), ThriftError> {
     let mut reader = Compact::new(footer);
     let (mut id, mut deepest, mut paths) = (0, 0, 0u64);
@@ -132,7 +134,8 @@ fn schema_size(footer: &[u8]) -> Result<(usize, u64), ThriftError> {
             continue;
         }
         let (_, count) = reader.list()?;
-        // Of each open element the children still to come and the length of its path; and the children of all of them.
+        // Per open element, its remaining children and the length of its path; `awaited` counts the
+        // announced elements that are still to come.
         let mut open: Vec<(u64, u64)> = Vec::new();
         let mut awaited = 0u64;
         for at in 0..count {
@@ -144,7 +147,7 @@ fn schema_size(footer: &[u8]) -> Result<(usize, u64), ThriftError> {
                     _ => reader.skip(kind)?,
                 }
             }
-            // An element is little more than its name.
+            // The element's encoded size is an upper bound of its name's length.
             let bytes = (reader.position() - from) as u64;
             awaited = awaited.saturating_sub(1) + children;
             if awaited > count - at - 1 {
@@ -174,8 +177,8 @@ fn schema_size(footer: &[u8]) -> Result<(usize, u64), ThriftError> {
 
 /// The footer with its Arrow schema.
 pub fn arrow_footer(metadata: Arc<ParquetMetaData>) -> Result<ArrowReaderMetadata, String> {
-    // An embedded Arrow schema that does not fit its columns is dropped, not trusted, and so is one that would take far more than
-    // its size.
+    // An embedded Arrow schema is dropped if it does not fit its columns, or if it would take far
+    // more memory than its size.
     let pairs = metadata.file_metadata().key_value_metadata();
     let embedded = pairs
         .into_iter()
@@ -191,7 +194,7 @@ pub fn arrow_footer(metadata: Arc<ParquetMetaData>) -> Result<ArrowReaderMetadat
     .map_err(|e| format!("its schema cannot be read: {e}"))
 }
 
-/// The footer with other metadata, whose columns have the same types.
+/// The footer with other metadata whose columns have the same types.
 pub fn like_footer(
     footer: &ArrowReaderMetadata,
     metadata: Arc<ParquetMetaData>,
@@ -199,7 +202,7 @@ pub fn like_footer(
     if metadata.file_metadata().key_value_metadata().is_some() {
         return arrow_footer(metadata);
     }
-    // Nothing in it says how its Arrow schema was made.
+    // Without key-value metadata there is no embedded Arrow schema, so the footer's is reused.
     let options = ArrowReaderOptions::new().with_schema(footer.schema().clone());
     ArrowReaderMetadata::try_new(metadata, options).map_err(|e| format!("its schema cannot be read: {e}"))
 }
@@ -222,7 +225,7 @@ fn check_rows(metadata: &ParquetMetaData) -> Result<(), String> {
     Ok(())
 }
 
-/// One column chunk's claims against its file; the text goes on "column `x` …".
+/// Checks one column chunk's claims against its file. The error continues the text "column `x` …".
 pub fn check_chunk(chunk: &ColumnChunkMetaData, rows: i64, size: u64) -> Result<(), String> {
     let start = chunk
         .dictionary_page_offset()

@@ -1,11 +1,13 @@
-//! Parquet in: footers with limits, and rows by range with only the columns in use.
+//! Reads Parquet: footers with limits, and rows by range with only the columns in use.
 //!
-//! Reads fetch the wanted column chunks of a row group with at most two requests where they lie near each other; of
-//! groups that are much larger than a shard, only the pages that hold the wanted rows (see
-//! [`parquet_pages`](super::parquet_pages)). Dictionaries are unpacked: a dictionary column reads as its value type.
+//! Reads fetch the wanted column chunks of a row group, with at most two requests if the chunks lie
+//! close together. From row groups much larger than a shard, they fetch only the pages that hold
+//! the wanted rows (see [`parquet_pages`](super::parquet_pages)). Dictionaries are unpacked: a
+//! dictionary column reads as its value type.
 //!
-//! What rows may take is known before a page is decoded. Where that is more than may be read at once, [`ParquetFile::row_costs`] says what
-//! each row takes, and who reads goes on in smaller pieces, column by column.
+//! The memory cost of rows is bounded before a page is decoded. If it exceeds the limit,
+//! [`ParquetFile::row_costs`] gives the cost of each row, and the caller continues in smaller
+//! pieces, column by column.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -32,41 +34,42 @@ use super::parquet_pages::{Chunk, index_pages, parse_index};
 use super::parquet_text::{BadCell, as_bytes_footer, has_text, texts_of};
 use super::pinned::PinnedFile;
 
-/// Rows decoded at once.
+/// Rows per decoded batch.
 const BATCH_ROWS: usize = 1024;
 
 /// Column chunks smaller than this are fetched whole.
 pub(super) const INDEX_BYTES_MIN: u64 = 256 << 10;
 
-/// Largest page index that is read.
+/// Maximum size of a page index that is read.
 const INDEX_BYTES_MAX: u64 = 16 << 20;
 
-/// Page indexes kept of one file, of about so many pages each: the rest is found again when it is wanted.
+/// Maximum number of page indexes kept per file, and about the maximum pages per index. Others are
+/// computed again on demand.
 const INDEXES_MAX: usize = 256;
 
-/// What is read at once.
+/// The rows and columns of one read.
 #[derive(Debug, Clone, Default)]
 pub struct Wanted {
-    /// Rows of the file, in order.
+    /// Row ranges of the file, in order.
     pub rows: Vec<Range<u64>>,
     pub columns: Vec<String>,
-    /// Those of the columns that become JSON.
+    /// The subset of the columns that becomes JSON.
     pub shown: Vec<String>,
 }
 
-/// What came of reading.
+/// Result of a read.
 #[derive(Debug)]
 pub enum Read {
-    /// The rows that were wanted, columns in the file's order, and cells that cannot be read.
+    /// The wanted rows, with columns in the file's order, and the unreadable cells.
     Rows(RecordBatch, Vec<BadCell>),
-    /// They may take more memory than they were allowed.
+    /// The rows may take more memory than the limit.
     TooMuch,
 }
 
 /// Why rows were not read.
 enum Failed {
     TooMuch,
-    /// The decoder found something wrong.
+    /// The decoder reported an error.
     Decoding(DatasetError),
     Otherwise(DatasetError),
 }
@@ -77,12 +80,12 @@ impl From<DatasetError> for Failed {
     }
 }
 
-/// How rows are read.
+/// Parameters of a read.
 struct Way {
-    /// Also says the types that come, which may be bytes in place of texts.
+    /// The footer for decoding; its schema may have bytes in place of texts.
     footer: ArrowReaderMetadata,
     schema: SchemaRef,
-    /// `None`: without a limit.
+    /// `None`: no limit.
     budget: Option<Budget>,
 }
 
@@ -92,9 +95,10 @@ pub struct ParquetFile {
     pub(super) pinned: PinnedFile,
     pub(super) footer: ArrowReaderMetadata,
     schema: SchemaRef,
-    /// First row of each row group, and of the end.
+    /// The first row of each row group, followed by the total row count.
     pub(super) starts: Vec<u64>,
-    /// Page indexes made so far, by row group and leaf column; `None` where there can be none.
+    /// Page indexes computed so far, by row group and leaf column; `None` if the column has no
+    /// usable one.
     pages: Mutex<HashMap<(usize, usize), Option<OffsetIndexMetaData>>>,
     /// Pages that the last read shares with the next one: see `ChunkReader::keep`.
     kept: Kept,
@@ -107,7 +111,8 @@ impl ParquetFile {
         let footer = read_footer(&pinned).await?;
         let name = pinned.name.clone();
         let size = pinned.size;
-        // A thread of its own: what a hostile footer makes the decoder panic about ends there.
+        // This runs on a blocking thread, so that the decoder's panic on a hostile footer becomes
+        // an error.
         let decoded = tokio::task::spawn_blocking(move || decode_footer(&footer, size)).await;
         let footer = decoded.map_err(|e| e.to_string()).and_then(|r| r);
         let footer = footer.map_err(|why| DatasetError::unreadable(&name, why))?;
@@ -127,7 +132,7 @@ impl ParquetFile {
         })
     }
 
-    /// The columns as they are read: dictionaries unpacked.
+    /// The columns as they are read, with dictionaries unpacked.
     pub fn schema(&self) -> &SchemaRef {
         &self.schema
     }
@@ -144,12 +149,12 @@ impl ParquetFile {
         &self.pinned
     }
 
-    /// Memory that the footer holds, in bytes.
+    /// Memory of the footer, in bytes.
     pub fn memory_bytes(&self) -> usize {
         self.footer.metadata().memory_size()
     }
 
-    /// Row groups in order.
+    /// Number of row groups.
     pub fn group_count(&self) -> usize {
         self.footer.metadata().num_row_groups()
     }
@@ -167,14 +172,15 @@ impl ParquetFile {
         chunks
             .filter(|(leaf, _)| mask.leaf_included(*leaf))
             .map(|(_, chunk)| {
-                // Where the writer says what the values take without their dictionary, that is what reading costs.
+                // If the writer states the size of the values without their dictionary, that size
+                // is the cost of reading.
                 let unencoded = chunk.unencoded_byte_array_data_bytes().unwrap_or(0);
                 chunk.uncompressed_size().max(unencoded).max(0) as u64
             })
             .sum()
     }
 
-    /// Checks what the footer claims of the named columns; one line per fault.
+    /// Checks the footer's claims about the named columns; one line per error.
     pub fn check_columns(&self, columns: &[String]) -> Result<(), DatasetError> {
         let metadata = self.footer.metadata();
         let mask = self.mask(columns);
@@ -194,7 +200,8 @@ impl ParquetFile {
         Ok(())
     }
 
-    /// Reads rows `first..first + rows` of the named columns, in the file's column order, as one batch, whatever they take.
+    /// Reads rows `first..first + rows` of the named columns, in the file's column order, as one
+    /// batch without a memory limit.
     pub async fn read(
         self: &Arc<Self>,
         first: u64,
@@ -212,10 +219,11 @@ impl ParquetFile {
         }
     }
 
-    /// Reads rows, if they take no more than `limit` bytes by what their pages' headers allow.
+    /// Reads rows, unless the upper bound from their page headers exceeds `limit` bytes.
     pub async fn read_rows(self: &Arc<Self>, wanted: Wanted, limit: Option<u64>) -> Result<Read, DatasetError> {
         let this = self.clone();
-        // A task of its own: decoding leaves this one free, and a panic over broken pages ends there.
+        // This is a separate task, so that decoding does not block the caller's task, and a panic
+        // on broken pages becomes an error.
         let read = tokio::spawn(async move { this.read_wanted(&wanted, limit).await }).await;
         read.map_err(|e| DatasetError::unreadable(&self.pinned.name, e))
             .and_then(|r| r)
@@ -237,7 +245,8 @@ impl ParquetFile {
         if !schema.fields().iter().any(|field| has_text(field.data_type())) {
             return Err(error);
         }
-        // One text that is not UTF-8 is enough. What else is wrong is wrong once more.
+        // The cause may be a single text that is not UTF-8. Any other error occurs again on the
+        // second read.
         let Ok(footer) = as_bytes_footer(&self.footer) else {
             return Err(error);
         };
@@ -298,7 +307,7 @@ impl ParquetFile {
         Ok(batch)
     }
 
-    /// The row groups that rows may lie in.
+    /// The row groups that may contain these rows.
     pub(super) fn groups_of(&self, rows: &[Range<u64>]) -> Range<usize> {
         let (Some(first), Some(last)) = (rows.first(), rows.last()) else {
             return 0..0;
@@ -354,8 +363,8 @@ impl ParquetFile {
         Ok(())
     }
 
-    /// The footer with a page index for the large columns of `group`, where only a part of it is wanted, and the rows of
-    /// each page by where it begins.
+    /// The footer with a page index for the large columns of `group`, if only part of the group is
+    /// wanted, and the row count of each page by its offset.
     async fn indexed_footer(
         &self,
         footer: &ArrowReaderMetadata,
@@ -403,7 +412,7 @@ impl ParquetFile {
         Ok((indexed, page_rows))
     }
 
-    /// The page index of one column chunk: as it was found before, as the file has it, or by the pages' headers.
+    /// The page index of one column chunk: cached, from the file, or built from the pages' headers.
     pub(super) async fn page_index(
         &self,
         group: usize,
@@ -471,7 +480,7 @@ impl ParquetFile {
         Arc::new(Schema::new(fields.collect::<Vec<_>>()))
     }
 
-    /// An error of the store comes through the decoder as it was.
+    /// Maps a decoder error. A store error that passed through the decoder is returned unchanged.
     fn read_error(&self, group: usize, error: ParquetError) -> Failed {
         let unreadable = |why: String| DatasetError::unreadable(&self.pinned.name, format!("row group {group}: {why}"));
         match error {

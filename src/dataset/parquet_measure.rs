@@ -1,6 +1,8 @@
-//! What each row of a Parquet column takes in memory, found by walking its pages' levels and lengths without decoding a value.
+//! Memory cost of each row of a Parquet column, measured by walking the pages' levels and lengths
+//! without decoding values.
 //!
-//! One page is decompressed at a time. Runs are walked, not unfolded, so that what a bomb would take is known for the price of counting.
+//! One page is decompressed at a time. Runs are counted value by value and never expanded, so
+//! measuring a decompression bomb costs only time.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -14,15 +16,16 @@ use parquet::file::serialized_reader::SerializedPageReader;
 use super::hybrid::{Deltas, Hybrid};
 use super::parquet_cost::LeafCost;
 
-/// Pages of a column chunk, one behind the other: its dictionary, if it has one, and then data pages of which the first begins with a row.
+/// Consecutive pages of a column chunk: its dictionary page, if any, and then data pages, the first
+/// of which begins with a new row.
 #[derive(Debug, Clone)]
 pub struct Pages {
     pub bytes: Bytes,
-    /// Of the row group.
+    /// First row of the data pages, within the row group.
     pub first_row: u64,
 }
 
-/// Adds to `sums`, which has an entry for each of `rows`, what they take of this column.
+/// Adds to `sums`, which has an entry per row of `rows`, the rows' costs in this column.
 pub fn add_row_costs(
     pages: &Pages,
     chunk: &ColumnChunkMetaData,
@@ -50,7 +53,8 @@ pub fn add_row_costs(
     Ok(())
 }
 
-/// Bytes of the longest entry of the dictionary that `bytes` begin with; `None`: they begin with none.
+/// Bytes of the longest entry of the dictionary at the start of `bytes`; `None` if there is no
+/// dictionary.
 pub fn widest_entry(bytes: &Bytes, chunk: &ColumnChunkMetaData) -> Result<Option<u64>, String> {
     if chunk.column_type() != Physical::BYTE_ARRAY {
         return Ok(None);
@@ -79,13 +83,13 @@ fn page_reader(bytes: &Bytes, chunk: &ColumnChunkMetaData) -> Result<SerializedP
 
 /// The lengths of a dictionary's entries.
 fn entries(bytes: &[u8], count: u32) -> Result<Vec<u32>, String> {
-    // Each entry has four bytes at least, so that the claim is bounded by what is there.
+    // Each entry takes at least four bytes, so the claimed count is bounded by the available bytes.
     let count = usize::try_from(count).unwrap_or(usize::MAX).min(bytes.len() / 4);
     let mut plain = Plain { bytes, at: 0 };
     (0..count).map(|_| Ok(plain.next_length()? as u32)).collect()
 }
 
-/// Texts, each behind its length in four bytes.
+/// PLAIN texts, each behind its length in four bytes.
 struct Plain<'a> {
     bytes: &'a [u8],
     at: usize,
@@ -106,12 +110,12 @@ impl Plain<'_> {
 
 /// The lengths of a page's texts, in order.
 enum Lengths<'a> {
-    /// They have none of their own.
+    /// Values have no individual lengths.
     None,
     Plain(Plain<'a>),
     Named(Hybrid<'a>, &'a [u32]),
     Own(Deltas<'a>),
-    /// What they share with the one before, and what follows.
+    /// Lengths of the prefix shared with the previous text, and of the suffix.
     Shared(Deltas<'a>, Deltas<'a>),
 }
 
@@ -126,7 +130,7 @@ impl<'a> Lengths<'a> {
         };
         let lengths = match encoding {
             Encoding::PLAIN => Lengths::Plain(Plain { bytes, at: 0 }),
-            // Nothing but nulls.
+            // The page holds only nulls.
             _ if bytes.is_empty() => Lengths::Plain(Plain { bytes, at: 0 }),
             Encoding::PLAIN_DICTIONARY | Encoding::RLE_DICTIONARY => {
                 Lengths::Named(Hybrid::new(&bytes[1..], bytes[0].into())?, entries)
@@ -166,7 +170,7 @@ impl<'a> Lengths<'a> {
 struct Walk<'c> {
     cost: &'c LeafCost,
     is_text: bool,
-    /// The highest levels.
+    /// The maximum levels.
     rep: u32,
     def: u32,
     /// The lengths of the dictionary's entries.
@@ -178,7 +182,7 @@ struct Walk<'c> {
 }
 
 impl Walk<'_> {
-    /// False: all rows that are wanted have been seen.
+    /// Processes a page; false if all wanted rows have been counted.
     fn page(&mut self, page: &Page, sums: &mut [u64]) -> Result<bool, String> {
         match page {
             Page::DictionaryPage { buf, num_values, .. } => {
@@ -237,7 +241,7 @@ impl Walk<'_> {
                 None => self.first_row,
             };
             self.at = Some(row);
-            // The rest of the page is for other rows.
+            // The rest of the page belongs to later rows.
             if row >= self.rows.end {
                 return Ok(false);
             }
@@ -260,7 +264,7 @@ fn width(highest: u32) -> u32 {
     u32::BITS - highest.leading_zeros()
 }
 
-/// The levels at the start of a page of the older kind: behind their length in four bytes.
+/// The levels at the start of a version 1 data page, which have a length prefix of four bytes.
 fn first_levels<'a>(rest: &mut &'a [u8], highest: u32, encoding: Encoding) -> Result<Hybrid<'a>, String> {
     if highest == 0 {
         return Ok(Hybrid::new(&[], 0)?);

@@ -1,9 +1,11 @@
-//! Page headers of a Parquet column chunk: where the pages lie, and whether they claim sizes that may be read.
+//! Page headers of a Parquet column chunk: the pages' positions, and checks of the sizes that they
+//! claim.
 //!
-//! Many writers put a million rows into one row group. Without an index of its pages, each shard of such a group would fetch
-//! the whole column. The file's own index is taken where it has one and what it says fits the chunk; it is read here, since the
-//! decoder's reader trusts list lengths. Where there is none, the headers are walked once, large pages being passed over unread.
-//! Either way the headers of the pages that are fetched must agree with the index.
+//! Many writers put a million rows into one row group. Without a page index, each shard of such a
+//! group would fetch the whole column. The file's own offset index is used if it exists and fits
+//! the chunk; it is parsed here, since the decoder's parser trusts list lengths. Without an index,
+//! the headers are walked once, and the bodies of large pages are skipped without being fetched. In
+//! both cases the headers of the fetched pages must agree with the index.
 //!
 //! A page header is a Thrift struct in compact protocol:
 //! <https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift>.
@@ -19,19 +21,20 @@ use super::parquet_shape::check_page_header;
 use super::pinned::PinnedFile;
 use super::thrift::{Compact, I32, I64, LIST, STRUCT, ThriftError};
 
-/// Largest page that is decompressed, in bytes.
+/// Maximum uncompressed size of a page, in bytes.
 pub const PAGE_BYTES_MAX: i32 = 256 << 20;
 
 /// Longest page header (it may hold statistics).
 const HEADER_BYTES_MAX: usize = 1 << 20;
 
-/// Pages of so many bytes are passed over; smaller ones are read with their headers.
+/// Pages of at least this size are skipped without being fetched; smaller ones are read together
+/// with their headers.
 const HOP_BYTES_MIN: u64 = 64 << 10;
 
-/// Read at a header's place; most headers are far shorter.
+/// Bytes fetched for a header; most headers are far shorter.
 const HEADER_BYTES: u64 = 4 << 10;
 
-/// Read at once of small pages.
+/// Bytes fetched per request where pages are small.
 const STREAM_BYTES: u64 = 256 << 10;
 
 const DATA_PAGE: i32 = 0;
@@ -42,21 +45,21 @@ const PLAIN_DICTIONARY: i32 = 2;
 const DELTA_BYTE_ARRAY: i32 = 7;
 const RLE_DICTIONARY: i32 = 8;
 
-/// What is needed of a page header.
+/// The fields in use of a page header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct PageHeader {
     kind: i32,
     pub(super) uncompressed: i32,
     pub(super) compressed: i32,
-    /// Of a dictionary, its entries.
+    /// Number of values; for a dictionary page, its entries.
     pub(super) values: i32,
     encoding: i32,
-    /// Only newer data pages say how many rows they hold.
+    /// The row count, which only version 2 data pages state.
     rows: Option<i32>,
 }
 
 impl PageHeader {
-    /// Bytes uncompressed and compressed, and values (of a dictionary: none).
+    /// Uncompressed bytes, compressed bytes and number of values (entries of a dictionary).
     pub fn claims(&self) -> (u64, u64, u64) {
         let [uncompressed, compressed, values] =
             [self.uncompressed, self.compressed, self.values].map(i32::unsigned_abs);
@@ -67,18 +70,18 @@ impl PageHeader {
         self.kind == DICTIONARY_PAGE
     }
 
-    /// Its values name entries of the dictionary.
+    /// Whether its values are indices into the dictionary.
     pub fn names_entries(&self) -> bool {
         [PLAIN_DICTIONARY, RLE_DICTIONARY].contains(&self.encoding)
     }
 
-    /// Its texts begin with what the one before began with.
+    /// Whether its texts share prefixes with the text before.
     pub fn shares_prefixes(&self) -> bool {
         self.encoding == DELTA_BYTE_ARRAY
     }
 }
 
-/// Reads the header at the start of `bytes`; answers its length too.
+/// Parses the header at the start of `bytes`; also returns the header's length.
 pub fn parse_header(bytes: &[u8]) -> Result<(PageHeader, usize), ThriftError> {
     check_page_header(bytes)?;
     let mut reader = Compact::new(bytes);
@@ -94,7 +97,7 @@ pub fn parse_header(bytes: &[u8]) -> Result<(PageHeader, usize), ThriftError> {
             1 => header.kind = reader.int()?,
             2 => header.uncompressed = reader.int()?,
             3 => header.compressed = reader.int()?,
-            // Of another kind's header nothing is taken.
+            // The nested headers of other page types are skipped.
             5 if header.kind != DATA_PAGE => reader.skip(kind)?,
             7 if header.kind != DICTIONARY_PAGE => reader.skip(kind)?,
             8 if header.kind != DATA_PAGE_V2 => reader.skip(kind)?,
@@ -120,8 +123,8 @@ pub fn parse_header(bytes: &[u8]) -> Result<(PageHeader, usize), ThriftError> {
     Ok((header, reader.position()))
 }
 
-/// Refuses pages that claim more than may be decompressed; `claimed`: the footer's size of their chunk. `rows` says of the page
-/// that begins at a byte how many rows an index expects of it.
+/// Refuses pages that claim more than the decompression limits; `claimed`: the chunk's size by the
+/// footer. `rows` gives the row count that an index expects of the page at an offset.
 pub fn check_pages(chunk: &[u8], claimed: u64, rows: impl Fn(usize) -> Option<i64>) -> Result<(), String> {
     let mut at = 0;
     let mut total = 0;
@@ -148,8 +151,8 @@ pub fn check_pages(chunk: &[u8], claimed: u64, rows: impl Fn(usize) -> Option<i6
     Ok(())
 }
 
-/// The headers of a chunk's pages, one after the other, with what each page has in it (header included); of pages that
-/// [`check_pages`] has nothing against.
+/// The headers of a chunk's pages in order, each with its page's byte range (header included). The
+/// chunk must have passed [`check_pages`].
 pub fn pages_of(chunk: &[u8]) -> impl Iterator<Item = (PageHeader, Range<usize>)> {
     let mut at = 0;
     std::iter::from_fn(move || {
@@ -168,7 +171,7 @@ fn check_size(header: &PageHeader, total: &mut u64, claimed: u64) -> Result<(), 
         ));
     }
     *total += header.uncompressed as u64;
-    // Some writers count a little differently; a bomb is far beyond that.
+    // Some writers count a little differently; a decompression bomb is far beyond this margin.
     if *total > claimed.saturating_mul(4).saturating_add(16 << 20) {
         return Err(format!(
             "the pages of a column claim {total} bytes uncompressed where the footer claims {claimed}"
@@ -177,19 +180,19 @@ fn check_size(header: &PageHeader, total: &mut u64, claimed: u64) -> Result<(), 
     Ok(())
 }
 
-/// What [`index_pages`] needs to know of a column chunk.
+/// The properties of a column chunk that [`index_pages`] needs.
 #[derive(Debug, Clone)]
 pub struct Chunk {
     pub range: Range<u64>,
-    /// Uncompressed bytes as the footer claims them.
+    /// Uncompressed bytes by the footer.
     pub claimed: u64,
-    /// No repetition: a value is a row.
+    /// Whether the column is not repeated, so that each value is a row.
     pub flat: bool,
     /// Rows of the row group.
     pub rows: u64,
 }
 
-/// Indexes the chunk's data pages by their headers; `None` where these do not tell rows.
+/// Indexes the chunk's data pages by their headers; `None` if the headers do not give row counts.
 pub async fn index_pages(file: &PinnedFile, chunk: &Chunk) -> Result<Option<OffsetIndexMetaData>, DatasetError> {
     let mut walker = Walker::new(chunk.clone());
     loop {
@@ -208,7 +211,7 @@ pub async fn index_pages(file: &PinnedFile, chunk: &Chunk) -> Result<Option<Offs
     }
 }
 
-/// The index that lies in the file, if it fits the chunk.
+/// The offset index in the file, if it fits the chunk.
 pub fn parse_index(bytes: &[u8], chunk: &Chunk) -> Option<OffsetIndexMetaData> {
     let pages = page_locations(bytes).ok()?;
     let mut index = OffsetIndexBuilder::new();
@@ -229,7 +232,8 @@ pub fn parse_index(bytes: &[u8], chunk: &Chunk) -> Option<OffsetIndexMetaData> {
     (at <= end).then(|| index.build())
 }
 
-/// Of each page its offset, its size with its header, and its first row. The index is a struct whose field 1 lists them.
+/// Per page its offset, its size including the header, and its first row. The index is a struct
+/// whose field 1 lists the pages.
 fn page_locations(bytes: &[u8]) -> Result<Vec<(i64, i32, i64)>, ThriftError> {
     let mut reader = Compact::new(bytes);
     let (mut id, mut pages) = (0, Vec::new());
@@ -257,14 +261,14 @@ fn page_locations(bytes: &[u8]) -> Result<Vec<(i64, i32, i64)>, ThriftError> {
     Ok(pages)
 }
 
-/// Walks the headers of a chunk that comes in pieces.
+/// Walks the headers of a chunk that arrives in pieces.
 struct Walker {
     chunk: Chunk,
     at: u64,
     pending: BytesMut,
-    /// Bytes of the current page still to come.
+    /// Remaining bytes of the current page.
     skip: u64,
-    /// Bytes of the last page.
+    /// Size of the last page.
     page: u64,
     total: u64,
     rows: u64,
@@ -286,13 +290,14 @@ impl Walker {
         }
     }
 
-    /// Passes over what is left of a page: where the next bytes are wanted from.
+    /// Skips the rest of the current page, and returns the offset of the next bytes to fetch.
     fn jump(&mut self) -> u64 {
         self.at = self.at.saturating_add(std::mem::take(&mut self.skip));
         self.at.saturating_add(self.pending.len() as u64)
     }
 
-    /// How many bytes to ask for next: between large pages a header, else enough for many pages.
+    /// Number of bytes to fetch next: a header between large pages, else enough for many small
+    /// pages.
     fn window(&self) -> u64 {
         match self.page >= HOP_BYTES_MIN {
             true => HEADER_BYTES.max(self.pending.len() as u64),
@@ -300,7 +305,7 @@ impl Walker {
         }
     }
 
-    /// False: this chunk cannot be indexed.
+    /// Processes the next bytes; false if this chunk cannot be indexed.
     fn push(&mut self, bytes: &[u8]) -> Result<bool, String> {
         let joined;
         let mut rest = if self.pending.is_empty() {
@@ -369,7 +374,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// A data page header: type 0, sizes, and `num_values` (and `num_rows` in the newer kind).
+    /// A data page header: type 0, sizes, `num_values`, and `num_rows` in version 2.
     fn header(uncompressed: i32, compressed: i32, values: i32, rows: Option<i32>) -> Vec<u8> {
         let zigzag = |v: i32| {
             let mut out = Vec::new();
@@ -434,7 +439,8 @@ mod tests {
     fn a_field_of_another_type_is_refused() {
         let right = header(100, 50, 7, None);
         assert_eq!(parse_header(&right).unwrap().0.uncompressed, 100);
-        // The uncompressed size as a double: eight bytes to us, a number of few bytes to who goes by the field's number.
+        // The uncompressed size as a double: a parser that follows the type skips eight bytes, one
+        // that follows the field's number reads a short integer.
         let mut wrong = right.clone();
         assert_eq!(wrong[2], 0x15);
         wrong[2] = 0x17;
@@ -477,7 +483,7 @@ mod tests {
         assert_eq!(index(&bytes[..bytes.len() - 1], 9, true, 15), None, "cut off");
     }
 
-    /// An index in Thrift of these pages.
+    /// A Thrift offset index of these pages.
     fn written(pages: &[(i64, i32, i64)]) -> Vec<u8> {
         let zigzag = |out: &mut Vec<u8>, v: i64| {
             let mut rest = ((v << 1) ^ (v >> 63)) as u64;

@@ -1,26 +1,32 @@
-//! The types of the fields of a Parquet file's footer and page headers, which their bytes must have before the decoder sees them.
+//! The field types of a Parquet footer and of page headers, which are checked before the decoder
+//! sees the bytes.
 //!
-//! The decoder goes by a field's number and takes its type for granted. It reads a field of another type as something that is not
-//! there, and all that follows with it, up to a schema that claims gigabytes. [`check_footer`] and [`check_page_header`] refuse such bytes:
-//! what passes has the same fields in the same places for the decoder as for whoever checks what they claim.
+//! The decoder goes by a field's number and assumes its type. It misreads a field of another type,
+//! and everything after it, up to a schema that claims gigabytes. [`check_footer`] and
+//! [`check_page_header`] refuse such bytes, so the decoder and the checks here see the same fields
+//! at the same offsets.
 //!
-//! The table follows <https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift>. Each field that the decoder
-//! knows must be in it, whether it is read or not; other fields are skipped by the type that their bytes give, as the decoder does.
+//! The table follows
+//! <https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift>. It must
+//! hold each field that the decoder knows, even unused ones; unknown fields are skipped by their
+//! encoded type, as in the decoder.
 
 use self::Type::{Binary, Bool, Byte, Double, Int, List, Struct};
 use super::thrift::{BINARY, BOOL_FALSE, BOOL_TRUE, BYTE, Compact, DOUBLE, I16, I32, I64, LIST, STRUCT, ThriftError};
 
-/// A type of the format; none holds itself, so a walk goes no deeper than the table.
+/// A type of the format. No type contains itself, so recursion is bounded by the table.
 enum Type {
     Bool,
     Byte,
-    /// Of 16, 32 or 64 bits, which are written alike. fastparquet makes all of them 64 where it changes another writer's footer.
+    /// 16, 32 or 64 bits, which are encoded alike. fastparquet changes all of them to 64 bits when
+    /// it edits another writer's footer.
     Int,
     Double,
-    /// Text, too.
+    /// Bytes or text.
     Binary,
     List(&'static Type),
-    /// What errors call it, and its fields. A union is a struct with one of them; that there are not more, the decoder checks.
+    /// The name for errors, and the fields. A union is a struct with a single field; the decoder
+    /// checks that there is only one.
     Struct(&'static str, &'static [(i64, Type)]),
 }
 
@@ -170,7 +176,7 @@ const SIZE_STATISTICS: Type = Struct("size statistics", &[(1, Int), (2, List(&In
 /// bbox, geospatial_types.
 const GEOSPATIAL_STATISTICS: Type = Struct("geospatial statistics", &[(1, BOUNDING_BOX), (2, List(&Int))]);
 
-/// Least and greatest x, y, z and m.
+/// Minimum and maximum of x, y, z and m.
 const BOUNDING_BOX: Type = Struct(
     "a bounding box",
     &[
@@ -237,7 +243,7 @@ const DATA_PAGE_V2: Type = Struct(
     ],
 );
 
-/// Refuses a footer whose fields are not of their types or not in the order of their numbers, up to the end of its struct.
+/// Refuses a footer with a field of another type, or with fields that are not in ascending order.
 pub fn check_footer(footer: &[u8]) -> Result<(), String> {
     walk(&mut Compact::new(footer), STRUCT, &FILE, "").map_err(|(within, error)| match error {
         ThriftError::Short => format!("its footer is broken: it ends within {within}"),
@@ -245,12 +251,13 @@ pub fn check_footer(footer: &[u8]) -> Result<(), String> {
     })
 }
 
-/// As [`check_footer`], of the page header at the start of `bytes`.
+/// Like [`check_footer`], for the page header at the start of `bytes`.
 pub fn check_page_header(bytes: &[u8]) -> Result<(), ThriftError> {
     walk(&mut Compact::new(bytes), STRUCT, &PAGE_HEADER, "").map_err(|(_, error)| error)
 }
 
-/// Reads past a value in struct `within` that is to be of type `wanted`, and by its bytes is of `kind`. Errors say in which struct.
+/// Skips a value in struct `within` that must be of type `wanted` and is encoded as `kind`. Errors
+/// name the struct.
 fn walk(
     reader: &mut Compact,
     kind: u8,
@@ -261,7 +268,8 @@ fn walk(
         (Struct(name, fields), STRUCT) => {
             let (mut id, mut last) = (0, 0);
             while let Some(kind) = reader.field(&mut id).map_err(|e| (*name, e))? {
-                // All writers go up. A field that came twice would be checked as one value and decoded as another.
+                // All writers use ascending order. The check could see one value of a duplicate
+                // field, and the decoder the other.
                 if id <= last {
                     return Err((name, ThriftError::Bad("fields out of order")));
                 }
@@ -273,8 +281,8 @@ fn walk(
             }
             Ok(())
         }
-        // An empty list may be of any type: there are writers that give none. An element has a byte at least, so that no count takes
-        // longer than the bytes last.
+        // An empty list may have any element type, since some writers give none. Each element takes
+        // at least a byte, so the loop is bounded by the input's length.
         (List(element), LIST) => {
             let (kind, count) = reader.list().map_err(|e| (within, e))?;
             (0..count).try_for_each(|_| walk(reader, kind, element, within))
@@ -317,7 +325,8 @@ mod tests {
                 "{footer:x?}"
             );
         };
-        // Before the schema; a schema that is no list, and one of numbers.
+        // A wrong type in a field before the schema, a schema that is no list, and a schema that is
+        // a list of numbers.
         check(&[0x17], "it has file metadata with a field of another type");
         check(&[0x28], "it has file metadata with a field of another type");
         check(&[0x29, 0x15, 0x02], "it has file metadata with a field of another type");
@@ -367,7 +376,8 @@ mod tests {
 
     #[test]
     fn what_both_read_alike_passes() {
-        // A version of 64 bits, an empty list without a type, field 10 (text) and field 32767 (a list of numbers), and bytes behind.
+        // A version of 64 bits, an empty list without a type, field 10 (text), field 32767 (a list
+        // of numbers), and trailing bytes.
         let version = [0x16, 0x02];
         let list = [0x19, 0x00];
         let text = [0x88, 0x01, 0x61];
@@ -439,7 +449,8 @@ mod tests {
         Arc::new(SchemaDescriptor::new(Arc::new(root)))
     }
 
-    /// A row group in which everything is said that can be; `old`: with least and greatest values as they were first said.
+    /// A row group with all optional fields set; `old`: with the deprecated minimum and maximum
+    /// statistics.
     fn row_group(schema: &Arc<SchemaDescriptor>, old: bool) -> RowGroupMetaData {
         let value = || Some(ByteArray::from(vec![0; 16]));
         let bounds = BoundingBox::new(0.0, 1.0, 2.0, 3.0)

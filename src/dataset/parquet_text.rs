@@ -1,7 +1,7 @@
-//! Texts that are not UTF-8: they fail their row, not all rows that are decoded with it.
+//! Texts that are not UTF-8: only their own row fails, and the rows decoded with it are kept.
 //!
-//! The decoder checks texts a batch at a time, and whole dictionaries. Where that fails, the rows are read once more as bytes, and each cell
-//! is looked at alone.
+//! The decoder checks texts by batch, and whole dictionaries. If that fails, the rows are read
+//! again as bytes, and each cell is checked by itself.
 
 use std::sync::Arc;
 
@@ -16,21 +16,21 @@ use parquet::file::metadata::{
 };
 use parquet::schema::types::{SchemaDescPtr, SchemaDescriptor, Type, TypePtr};
 
-/// A cell that cannot be read: it is null where it stands, and its row says why.
+/// An unreadable cell: its value is null, and its row gets the reason as error.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BadCell {
-    /// In its batch.
+    /// Row index in the batch.
     pub row: usize,
     pub column: String,
     pub why: String,
 }
 
-/// Whether a column has texts.
+/// Whether a column holds texts, at any depth.
 pub fn has_text(data_type: &DataType) -> bool {
     as_bytes(data_type) != *data_type
 }
 
-/// The footer of the same file, for reading its texts as bytes.
+/// The footer of the same file with its texts as bytes.
 pub fn as_bytes_footer(footer: &ArrowReaderMetadata) -> Result<ArrowReaderMetadata, ParquetError> {
     let metadata = footer.metadata();
     let file = metadata.file_metadata();
@@ -46,7 +46,7 @@ pub fn as_bytes_footer(footer: &ArrowReaderMetadata) -> Result<ArrowReaderMetada
     ArrowReaderMetadata::try_new(Arc::new(metadata), options)
 }
 
-/// The batch with its texts as texts, and the cells that have none.
+/// The batch with its bytes converted to texts, and the cells where that failed.
 pub fn texts_of(batch: &RecordBatch, schema: &SchemaRef) -> Result<(RecordBatch, Vec<BadCell>), String> {
     let mut bad = Vec::new();
     let mut columns = Vec::new();
@@ -92,7 +92,7 @@ fn text_column(column: &ArrayRef, field: &FieldRef, bad: &mut Vec<BadCell>) -> R
     cast(&kept)
 }
 
-/// Says where the text of a cell ends to be UTF-8.
+/// Tells at which byte a cell's text is not UTF-8.
 fn why(column: &ArrayRef, row: usize) -> String {
     let bytes = match column.data_type() {
         DataType::Binary => Some(column.as_binary::<i32>().value(row)),
@@ -126,7 +126,8 @@ fn as_bytes(data_type: &DataType) -> DataType {
     }
 }
 
-/// The type with nothing that says that bytes are text. The footer's schema is no deeper than the footer's check allows.
+/// The type without text annotations. The recursion is bounded by the footer's check of the
+/// schema's depth.
 fn without_text(of: &Type) -> Result<Type, ParquetError> {
     let info = of.get_basic_info();
     let id = info.has_id().then(|| info.id());

@@ -1,4 +1,5 @@
-//! What the rows of a Parquet file take, row by row: of a column the pages that hold them are fetched, and walked one after the other.
+//! Memory cost of a Parquet file's rows: the pages that hold the rows are fetched and walked column
+//! by column.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -15,8 +16,8 @@ use super::parquet_pages::pages_of;
 use super::row_memory::PAGES_BYTES_MAX;
 
 impl ParquetFile {
-    /// What each of `rows` takes of the named columns, found without decoding them. Where the pages of a column take more than may be held,
-    /// that is what each of its rows takes.
+    /// The cost of each of `rows` in the named columns, found without decoding. If a column's pages
+    /// exceed the decompression limit together, their whole size is added to the cost of each row.
     pub async fn row_costs(
         self: &Arc<Self>,
         rows: Range<u64>,
@@ -37,7 +38,7 @@ impl ParquetFile {
             }
             Ok(sums)
         });
-        // As for reading: a panic over broken pages ends there.
+        // As on reading, a panic on broken pages becomes an error.
         walked
             .await
             .map_err(|e| DatasetError::unreadable(&self.pinned.name, e))
@@ -51,7 +52,7 @@ impl ParquetFile {
         (costs, mask): (&[LeafCost], &ProjectionMask),
         sums: &mut [u64],
     ) -> Result<(), DatasetError> {
-        // By root column, what decoding holds of its pages.
+        // Bytes held while decoding, by root column.
         let mut held: HashMap<usize, u64> = HashMap::new();
         for (leaf, cost) in costs.iter().enumerate().filter(|(leaf, _)| mask.leaf_included(*leaf)) {
             let root = self.footer.parquet_schema().get_column_root_idx(leaf);
@@ -79,7 +80,7 @@ impl ParquetFile {
         Ok(())
     }
 
-    /// The pages of a column that hold these rows of a group, and its dictionary.
+    /// The pages of a leaf column that hold these rows of a group, with the dictionary.
     async fn pages_at(&self, group: usize, leaf: usize, rows: &Range<u64>) -> Result<Pages, DatasetError> {
         let chunk = self.footer.metadata().row_group(group).column(leaf);
         let (start, length) = chunk.byte_range();

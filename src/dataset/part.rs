@@ -1,4 +1,5 @@
-//! Record batches ↔ the bytes of parts and data objects. The same batches always give the same bytes.
+//! Converts record batches to the bytes of parts and data objects, and back. Equal batches always
+//! give equal bytes.
 
 use arrow::array::{ArrayRef, AsArray, RecordBatch};
 use arrow::datatypes::{Int64Type, SchemaRef};
@@ -13,16 +14,17 @@ use super::part_in;
 use super::value::cell;
 use super::writing::Writing;
 
-/// Bytes of a part's row group, about.
+/// Approximate size of a part's row group, in bytes.
 const GROUP_BYTES: usize = 64 << 20;
 
-/// Rows of a batch that is read back.
+/// Rows per batch on reading.
 const BATCH_ROWS: usize = 8192;
 
-/// Key of the Arrow schema in Parquet metadata, which is not ours to show.
+/// Key of the Arrow schema in Parquet metadata, which is hidden from callers.
 const ARROW_KEY: &str = "ARROW:schema";
 
-/// A Parquet file of `batches`, written so, with `metadata` as its key-value metadata.
+/// Writes `batches` as a Parquet file with the options `writing`, and `metadata` as its key-value
+/// metadata.
 pub fn part_parquet(
     schema: &SchemaRef,
     batches: &[RecordBatch],
@@ -49,7 +51,7 @@ pub fn part_parquet(
     Ok(bytes.into())
 }
 
-/// The batches and key-value metadata of a file that [`part_parquet`] made.
+/// The batches and key-value metadata of a file written by [`part_parquet`].
 #[derive(Debug, Clone)]
 pub struct ReadPart {
     pub schema: SchemaRef,
@@ -57,7 +59,7 @@ pub struct ReadPart {
     pub metadata: Vec<(String, String)>,
 }
 
-/// Reads a part or data object back. The bytes must be ones whose hash a record or commit names.
+/// Reads a part or data object, whose hash a record or commit must name.
 pub fn read_parquet(bytes: Bytes) -> Result<ReadPart, DatasetError> {
     part_in::quietly(|| read_all(&bytes)).map_err(output_error)
 }
@@ -88,23 +90,25 @@ fn read_all(bytes: &Bytes) -> Result<ReadPart, String> {
     })
 }
 
-/// What the lines of an OpenAI batch result say besides their rows.
+/// Fields of OpenAI batch result lines that do not come from their rows.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OpenaiMeta {
-    /// The job's id: with the row it makes the ids of lines.
+    /// The job's id; line ids consist of it and the row number.
     pub job: String,
     /// The model's name as the job gives it.
     pub model: String,
-    /// When the job was created, seconds since 1970 (not when the row was done: the same rows give the same bytes).
+    /// Creation time of the job in seconds since 1970. The row's completion time is not used, so
+    /// that equal rows give equal bytes.
     pub created: i64,
 }
 
-/// OpenAI batch result lines, one a row, in the order of `batches`.
+/// OpenAI batch result lines, one per row, in the order of `batches`.
 ///
-/// `custom_id` is the carried column of that name, null where its row has none or could not be read any more (a made-up one could be
-/// another row's), and `row-N` where there is no such column; with a carried `url` that ends in
-/// `/completions` but not in `/chat/completions`, the body is a text completion. A row without a completion has
-/// `"response": null` and an `error`; one whose output is invalid has both.
+/// `custom_id` is the carried column of that name, or `row-N` if there is no such column. It is
+/// null if its row has none or has become unreadable, since a made-up id could belong to another
+/// row. With a carried `url` that ends in `/completions` but not in `/chat/completions`, the body
+/// is a text completion. A row without a completion has `"response": null` and an `error`; a row
+/// with invalid output has both.
 pub fn part_openai(batches: &[RecordBatch], meta: &OpenaiMeta) -> Result<Bytes, DatasetError> {
     let mut out = Vec::new();
     for batch in batches {
@@ -117,7 +121,7 @@ pub fn part_openai(batches: &[RecordBatch], meta: &OpenaiMeta) -> Result<Bytes, 
     Ok(out.into())
 }
 
-/// The `id` of a row's line: it names job and row, so that a part of lines tells whose it is.
+/// The `id` of a row's line, made of job and row, so that a JSONL part identifies its job.
 pub fn line_id(job: &str, row: u64) -> String {
     format!("batch_req_{job}_{row}")
 }
@@ -207,7 +211,7 @@ impl<'a> OpenaiColumns<'a> {
                 }
             };
             if thinks {
-                // A text completion has no message to hold it.
+                // A text completion has no message to hold the thought.
                 let thought = thoughts.get(n).cloned().unwrap_or(Value::Null);
                 let place = if is_text { &mut choice } else { &mut choice["message"] };
                 place["reasoning_content"] = thought;

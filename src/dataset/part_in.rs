@@ -1,6 +1,6 @@
-//! Parquet of gristmill's own read back: parts and data objects. Whoever can write to an output can have put other bytes there, and
-//! a record that names them; so what they would take in memory is known before they are decoded. A page of a hundred
-//! bytes can hold a million repetitions of one text.
+//! Reads gristmill's own Parquet: parts and data objects. A writer to an output can place other
+//! bytes there, and a record that names them. So the memory cost is bounded before decoding: a page
+//! of a hundred bytes can hold a million repetitions of one text.
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, set_hook, take_hook};
@@ -17,26 +17,26 @@ use super::parquet_footer::{check_chunk, decode_footer};
 use super::parquet_pages::{check_pages, parse_header};
 use super::widths::check_room;
 
-/// Most bytes of the values of one file. A shard is planned with an eighth of it.
+/// Maximum bytes of the values of one file. Shards are planned with an eighth of it.
 const VALUES_BYTES_MAX: u64 = 512 << 20;
-/// Most rows of one file: no shard has more.
+/// Maximum rows of one file, which is also the maximum of a shard.
 const ROWS_MAX: u64 = 1_000_000;
-/// Most texts of one column: each takes a place while it is measured.
+/// Maximum number of texts in one column: measuring allocates an entry for each.
 const TEXTS_MAX: u64 = 8 << 20;
 /// Rows whose texts are measured at once.
 const MEASURED_ROWS: usize = 1024;
-/// Bytes beside its own that a text takes in a column.
+/// Overhead of a text in a column, besides its own bytes.
 const TEXT_PLACE_BYTES: u64 = 8;
-/// What stands at either end of a file: `PAR1`, and the footer's length with `PAR1`.
+/// Framing bytes of a file: `PAR1`, and the footer's length with `PAR1`.
 const FRAME_BYTES: usize = 12;
 
-/// A reader of `bytes`, which take less than a bound in memory; else one line that says what is wrong with them.
+/// A reader of `bytes` if their decoded size is within the limits; an error is one line.
 pub fn open(bytes: &Bytes) -> Result<ParquetRecordBatchReaderBuilder<Bytes>, String> {
     quietly(|| checked(bytes))
 }
 
-/// Runs what reads such bytes: the decoder panics over some that are broken, and that is their error, not the process's. Nothing of
-/// such a panic is printed.
+/// Runs `read`, which decodes such bytes, and turns a panic into an error: the decoder panics on
+/// some broken files. The panic message is not printed.
 pub fn quietly<T>(read: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
     static HOOKED: Once = Once::new();
     HOOKED.call_once(|| {
@@ -48,7 +48,7 @@ pub fn quietly<T>(read: impl FnOnce() -> Result<T, String>) -> Result<T, String>
         }));
     });
     let was = IS_QUIET.replace(true);
-    // What is read is thrown away where reading it panics.
+    // Unwind safety: partial results are dropped after a panic.
     let result = catch_unwind(AssertUnwindSafe(read));
     IS_QUIET.set(was);
     result.unwrap_or_else(|_| Err("its pages are broken: the decoder gives up on them".into()))
@@ -88,7 +88,8 @@ fn footer(bytes: &Bytes) -> Result<Bytes, String> {
     }
 }
 
-/// Adds up what its values take: by pages' headers alone where each has a fixed size, of texts one by one.
+/// Sums the decoded size of all values: from page headers for fixed-size values, one by one for
+/// texts.
 fn measure(bytes: &Bytes, footer: &ArrowReaderMetadata) -> Result<(), String> {
     let mut pages = 0u64;
     let mut values = 0u64;
@@ -129,9 +130,9 @@ fn within(bytes: u64) -> Result<(), String> {
     }
 }
 
-/// What a column chunk's pages claim together.
+/// Sums of the claims of a column chunk's pages.
 struct Claims {
-    /// Of all pages, decompressed.
+    /// Decompressed bytes of all pages.
     bytes: u64,
     values: u64,
 }
@@ -160,7 +161,8 @@ fn claims(bytes: &Bytes, group: &RowGroupMetaData, chunk: &ColumnChunkMetaData) 
     }
 }
 
-/// `sum` and the bytes of a column's texts. None is copied: those of a dictionary are named, however often they stand there.
+/// `sum` plus the bytes of a column's texts. Texts are not copied: dictionary entries are shared,
+/// however often rows refer to them.
 fn text_bytes(group: &dyn RowGroupReader, column: usize, mut sum: u64) -> Result<u64, String> {
     let text = |error: parquet::errors::ParquetError| error.to_string();
     let ColumnReader::ByteArrayColumnReader(mut reader) = group.get_column_reader(column).map_err(text)? else {

@@ -1,8 +1,10 @@
-//! Folders named `column=value`, as Hive, Spark and pyarrow write them: columns that a file's path holds in place of its bytes.
+//! Folders named `column=value`, as Hive, Spark and pyarrow write them: partition columns that are
+//! part of a file's path instead of its contents.
 //!
-//! Names and values are percent-decoded once; `__HIVE_DEFAULT_PARTITION__` is null. A column is a whole number where its value in every
-//! file is nothing but digits (so `month=01` is 1, as pyarrow and Spark read it), and else text. That is decided over all files that the
-//! addresses match, before `input.where`, and stands in the job's record: every worker reads the same.
+//! Names and values are percent-decoded once; `__HIVE_DEFAULT_PARTITION__` is null. A column is a
+//! whole number if its value in every file consists of digits (so `month=01` is 1, as in pyarrow
+//! and Spark), and else text. The type is decided over all files that the addresses match, before
+//! `input.where`, and recorded in the job's record, so that every worker reads the same type.
 
 use std::sync::Arc;
 
@@ -15,16 +17,16 @@ use serde_json::Value;
 
 use super::error::DatasetError;
 
-/// What stands for null, since a folder's name cannot be without a value.
+/// Stands for null, since a folder's name must have a value.
 const NULL: &str = "__HIVE_DEFAULT_PARTITION__";
 
-/// Most columns that a path may hold.
+/// Maximum number of partition columns in a path.
 pub const COLUMNS_MAX: usize = 64;
 
-/// What folders around a file say: each column's name and its text, the outermost first.
+/// The partition columns in a file's path: each column's name and text, outermost first.
 pub type Folders = Vec<(String, Option<String>)>;
 
-/// A file's values, as its folders' names have them, in the order of the columns.
+/// A file's partition texts, in column order.
 pub type Texts = Vec<Option<String>>;
 
 /// The type of a column.
@@ -45,7 +47,7 @@ pub struct PartitionColumn {
 }
 
 impl PartitionType {
-    /// The narrowest type that holds all of these; nulls say nothing.
+    /// The narrowest type that holds all values; nulls are ignored.
     fn of<'a>(values: impl Iterator<Item = &'a str>) -> PartitionType {
         let (mut kind, mut any) = (PartitionType::Int32, false);
         for value in values {
@@ -60,7 +62,7 @@ impl PartitionType {
         if any { kind } else { PartitionType::String }
     }
 
-    /// The word in messages.
+    /// The type's name in messages.
     pub fn as_str(self) -> &'static str {
         match self {
             PartitionType::String => "text",
@@ -68,7 +70,7 @@ impl PartitionType {
         }
     }
 
-    /// Is this text a value of the type?
+    /// Whether this text is a value of the type.
     fn holds(self, text: &str) -> bool {
         match self {
             PartitionType::String => true,
@@ -83,7 +85,7 @@ fn is_digits(text: &str) -> bool {
 }
 
 impl PartitionColumn {
-    /// The column that is carried.
+    /// The field of the carried column.
     pub fn field(&self) -> Field {
         let data_type = match self.kind {
             PartitionType::String => DataType::Utf8,
@@ -93,7 +95,7 @@ impl PartitionColumn {
         Field::new(&self.name, data_type, true)
     }
 
-    /// What a template sees of a file whose folder says `text`.
+    /// The value that a template sees for a file whose folder holds `text`.
     pub fn value(&self, text: Option<&str>) -> Value {
         match (text, self.kind) {
             (None, _) => Value::Null,
@@ -102,7 +104,7 @@ impl PartitionColumn {
         }
     }
 
-    /// The same of `rows` rows, as the carried column.
+    /// The same value for `rows` rows, as the carried column.
     pub fn array(&self, text: Option<&str>, rows: usize) -> ArrayRef {
         match self.kind {
             PartitionType::String => Arc::new(StringArray::from(vec![text; rows])),
@@ -112,7 +114,8 @@ impl PartitionColumn {
     }
 }
 
-/// The columns in the folders of `key`; the first `outside` of its parts say nothing. A line that says what is wrong.
+/// The partition columns in the folders of `key`, without the first `outside` parts. An error is
+/// one line.
 pub fn folders_of(key: &str, outside: usize) -> Result<Folders, String> {
     let mut found = Folders::new();
     let parts: Vec<&str> = key.split('/').collect();
@@ -140,10 +143,10 @@ pub fn folders_of(key: &str, outside: usize) -> Result<Folders, String> {
     }
 }
 
-/// The columns that all files have by their folders, and each file's texts in the columns' order.
+/// The partition columns that all files share, and each file's texts in column order.
 ///
 /// # Errors
-/// One file lies in folders of other columns than another.
+/// Two files lie in folders of different columns.
 pub fn columns_of(files: &[(String, Folders)]) -> Result<(Vec<PartitionColumn>, Vec<Texts>), DatasetError> {
     let Some((first, folders)) = files.first() else {
         return Ok((Vec::new(), Vec::new()));
@@ -179,7 +182,7 @@ pub fn columns_of(files: &[(String, Folders)]) -> Result<(Vec<PartitionColumn>, 
     Ok((names.iter().enumerate().map(column).collect(), rows))
 }
 
-/// Whether `texts`, a file's, are values of `columns`: what a record may hold.
+/// Checks that a file's `texts` are values of `columns`, for records.
 pub fn check(columns: &[PartitionColumn], texts: &[Option<String>]) -> Result<(), String> {
     if texts.len() != columns.len() {
         return Err(format!(

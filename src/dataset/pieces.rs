@@ -1,8 +1,10 @@
-//! The rows of one shard, in pieces that fit in memory.
+//! Reads the rows of one shard in pieces that fit in memory.
 //!
-//! Ordinary rows come in one piece. Where they may take more than [`PIECE_BYTES_MAX`], it is found out what each of them takes, and they come
-//! in pieces of so many rows as fit; a row that fits alone in none is not read and says so. Of a shard that is tried in parts, only the rows
-//! that are tried are read: one that ends the process must not end it for its neighbours.
+//! Ordinary shards are read in one piece. If the rows may take more than [`PIECE_BYTES_MAX`], the
+//! cost of each row is measured, and the rows are read in pieces of as many rows as fit. A row that
+//! alone exceeds the limit is not read and becomes a row with an error. If a shard is retried in
+//! parts, only the rows of the current part are read, so that a row that crashes the process does
+//! not take its neighbours down.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
@@ -25,41 +27,41 @@ use super::row_memory::{CARRY_BYTES_MAX, PIECE_BYTES_MAX, ROW_BYTES_MAX, carries
 use super::shard::ShardReader;
 use super::table::TableFile;
 
-/// Most rows between the drawn ones of a sample that are read at once.
+/// Maximum rows between a sample's drawn rows that are read in one span.
 const SPAN_ROWS_MAX: u64 = 1 << 16;
 
-/// What whoever has a file that cannot be decoded can do.
+/// Advice for a file that cannot be decoded.
 const GO_ON_WITHOUT: &str = "mend the file, or give the job `input.skip_unreadable: true`: then rows that lie there end `errored`, and the others are answered";
 
 /// Reads a shard piece by piece.
 pub struct Pieces<'a> {
     reader: &'a ShardReader,
     shard: &'a Shard,
-    /// The rows that are read, by their places in the job's input; `None`: all.
+    /// The rows to read, as row ranges of the job's input; `None`: all.
     wanted: Option<Vec<Range<u64>>>,
     todo: VecDeque<Task>,
-    /// Of the lines that are being read.
+    /// The stream of the lines task in progress.
     lines: Option<BoxStream<'static, Result<LineRows, DatasetError>>>,
-    /// Rows that have been handed out.
+    /// Number of rows returned so far.
     given: u64,
-    /// Bytes of their carried columns.
+    /// Bytes of the carried columns of those rows.
     carried: usize,
 }
 
 #[derive(Debug, Clone)]
 enum Task {
     Lines(LinesAt),
-    /// Rows of a table; nobody knows yet what they take.
+    /// Rows of a table, of unknown cost.
     Rows {
         segment: usize,
         rows: Range<u64>,
     },
-    /// Rows of one group that cannot all be decoded: each column for itself.
+    /// Rows of one row group that cannot all be decoded: read each column by itself.
     Apart {
         segment: usize,
         rows: Range<u64>,
     },
-    /// Rows that fit in one piece, but for those that fit in none.
+    /// Rows that fit in one piece, except the blank ones.
     Fitting {
         segment: usize,
         rows: Range<u64>,
@@ -68,7 +70,7 @@ enum Task {
 }
 
 impl Task {
-    /// Of which segment of the shard.
+    /// Index of the shard's segment.
     fn segment(&self) -> usize {
         match self {
             Task::Lines(at) => at.segment,
@@ -76,7 +78,7 @@ impl Task {
         }
     }
 
-    /// Its first row in the file.
+    /// First row in the file.
     fn first_row(&self) -> u64 {
         match self {
             Task::Lines(at) => at.from.row,
@@ -85,7 +87,7 @@ impl Task {
     }
 }
 
-/// What there is to read of a table's segment: of a sample, no more rows at once than lie near each other.
+/// The read tasks for a table's segment; for a sample, one task per span of nearby drawn rows.
 fn table_tasks(segment: usize, at: &Segment) -> Vec<Task> {
     let Some(picks) = &at.picks else {
         let rows = at.first_row..at.first_row + at.rows;
@@ -101,7 +103,7 @@ fn table_tasks(segment: usize, at: &Segment) -> Vec<Task> {
     spans.into_iter().map(|rows| Task::Rows { segment, rows }).collect()
 }
 
-/// The drawn ones of rows that begin at the file's row `first`, and their places in the file.
+/// The drawn rows of `rows`, with their numbers in the file; `first`: the first row's number.
 fn picked(segment: &Segment, first: u64, rows: SegmentRows) -> Result<(Vec<u64>, SegmentRows), DatasetError> {
     let end = first + rows.rows.len() as u64;
     let Some(picks) = &segment.picks else {
@@ -126,30 +128,30 @@ fn picked(segment: &Segment, first: u64, rows: SegmentRows) -> Result<(Vec<u64>,
     Ok((places, SegmentRows { rows, carry }))
 }
 
-/// Lines of a segment that are still to be read.
+/// The remaining lines of a segment.
 #[derive(Debug, Clone)]
 struct LinesAt {
     segment: usize,
     from: LinesFrom,
 }
 
-/// Rows of a file that take too much alone, and how much: in columns that become JSON, and in carried ones.
+/// Rows that alone exceed the memory limit, with their cost: in shown columns, and in carried ones.
 #[derive(Debug, Clone, Default)]
 struct Blanks {
     shown: BTreeMap<u64, u64>,
     carried: BTreeMap<u64, u64>,
 }
 
-/// What came of a task.
+/// Result of a task.
 enum Done {
     Rows(SegmentRows),
-    /// They are to be read in other pieces.
+    /// The rows must be read as these smaller tasks.
     Split(Vec<Task>),
-    /// There were none.
+    /// There were no rows.
     Nothing,
 }
 
-/// Some of one input's rows.
+/// Rows of one input.
 pub(super) struct SegmentRows {
     pub(super) rows: Vec<Result<Map<String, Value>, String>>,
     pub(super) carry: RecordBatch,
@@ -169,7 +171,7 @@ impl<'a> Pieces<'a> {
                 },
             })],
         };
-        // What a sample draws nothing from is not opened.
+        // Segments without drawn rows are skipped, so their files are not opened.
         let is_drawn_from = |(_, at): &(usize, &Segment)| at.picks.as_ref().is_none_or(|picks| !picks.is_empty());
         Pieces {
             reader,
@@ -188,7 +190,8 @@ impl<'a> Pieces<'a> {
         }
     }
 
-    /// The next rows; `None`: these were all. A line that cannot be read is a row that says so; an input that changed stops the job.
+    /// The next rows; `None` at the end. An unreadable line becomes a row with an error; a changed
+    /// input stops the job.
     pub async fn next(&mut self) -> Result<Option<ShardRows>, DatasetError> {
         while let Some(task) = self.todo.pop_front() {
             match self.settled(&task).await {
@@ -203,7 +206,7 @@ impl<'a> Pieces<'a> {
                     }
                 }
                 Err(error) => {
-                    // Whoever asks again goes on where this ended.
+                    // The task stays queued, so that a retry continues here.
                     self.todo.push_front(task);
                     return Err(error);
                 }
@@ -250,13 +253,13 @@ impl<'a> Pieces<'a> {
         })
     }
 
-    /// Does a task. Where the input is not the object that was planned, its bytes decide.
+    /// Runs a task. If the input's ETag or version differs from the plan, its hash decides.
     async fn settled(&mut self, task: &Task) -> Result<Done, DatasetError> {
         let number = self.shard.segments[task.segment()].input;
         let input = self.reader.pins().open(number).await?;
         match self.read(&input, task).await {
             Err(DatasetError::InputChanged { .. }) => {}
-            // A version that was removed says nothing of what lies there now.
+            // If the planned version was removed, the current one may still hold the planned bytes.
             Err(DatasetError::InputMissing { .. }) if input.version.is_some() => {}
             read => return read,
         }
@@ -295,7 +298,7 @@ impl<'a> Pieces<'a> {
         Ok(Done::Split(groups.into_iter().map(task).collect()))
     }
 
-    /// Reads rows column by column, as far as each can be decoded: a row that lacks one of its cells says so.
+    /// Reads rows column by column; a row with an undecodable cell becomes a row with an error.
     async fn read_apart(
         &mut self,
         input: &PinnedFile,
@@ -336,7 +339,7 @@ impl<'a> Pieces<'a> {
         self.finish(&file, rows, cells, &wanted).await
     }
 
-    /// The rows of a file that are read, of `rows`.
+    /// The wanted rows among `rows`, as row ranges of the file.
     fn wanted_of(&self, segment: usize, rows: &Range<u64>) -> Vec<Range<u64>> {
         let before: u64 = self.shard.segments[..segment].iter().map(Segment::taken).sum();
         let first = self.shard.first_row + before;
@@ -354,7 +357,7 @@ impl<'a> Pieces<'a> {
         let Some(wanted) = &self.wanted else {
             return vec![rows.clone()];
         };
-        // A job's row `first` is the file's row `at`.
+        // The job's row `first` is the file's row `at`.
         let of_file = |row: u64| (row.max(first) - first).saturating_add(at);
         let wanted = wanted
             .iter()
@@ -391,7 +394,7 @@ impl<'a> Pieces<'a> {
         }
     }
 
-    /// Reads rows column by column: pages of different columns are not held side by side.
+    /// Reads rows column by column, so that only one column's pages are held at a time.
     async fn read_fitting(
         &mut self,
         input: &PinnedFile,
@@ -472,7 +475,7 @@ impl<'a> Pieces<'a> {
             let why = format!("the plan names bytes {start} to {end}, it has {size}");
             return Err(unreadable(why));
         }
-        // Taken: after an error they are read from this place again.
+        // The stream is taken out, so that a retry after an error opens it again at this position.
         let mut lines = match self.lines.take() {
             Some(lines) => lines,
             None => {
@@ -482,7 +485,8 @@ impl<'a> Pieces<'a> {
             }
         };
         let (mut piece, mut next) = (LineRows::default(), at.clone());
-        // Where nothing is left it is asked once more: a decoder is kept for the next shard by whoever reads to the end.
+        // At the end of the bytes the stream is polled once more: only a stream that is read to its
+        // end keeps its decoder for the next shard.
         while (piece.bytes <= PIECE_BYTES_MAX / 2 && (piece.rows.len() as u64) < SPAN_ROWS_MAX)
             || next.from.bytes.is_empty()
         {
@@ -527,7 +531,7 @@ impl Pieces<'_> {
     }
 }
 
-/// What each of `rows` takes of these columns.
+/// The cost of each of `rows` in these columns.
 async fn row_costs(
     file: &TableFile,
     rows: &Range<u64>,
@@ -540,7 +544,7 @@ async fn row_costs(
     }
 }
 
-/// `rows`, cut where they fill a piece.
+/// Splits `rows` into tasks that each fill a piece.
 fn split(segment: usize, rows: &Range<u64>, shown: &[u64], carried: &[u64]) -> Vec<Task> {
     let (mut tasks, mut blanks) = (Vec::new(), Blanks::default());
     let (mut start, mut sum) = (rows.start, 0u64);
@@ -568,7 +572,7 @@ fn split(segment: usize, rows: &Range<u64>, shown: &[u64], carried: &[u64]) -> V
     tasks
 }
 
-/// `rows`, cut where groups of the file begin.
+/// Splits `rows` at the boundaries of row groups.
 fn by_group(file: &TableFile, rows: &Range<u64>) -> Vec<Range<u64>> {
     let mut start = 0;
     let groups = (0..file.group_count()).map(|group| {

@@ -1,4 +1,5 @@
-//! An input object read as it was planned: every request carries the planned ETag or version, every answer is compared.
+//! Reads an input object as it was planned: every request carries the planned ETag or version, and
+//! every response is checked against it.
 
 use std::io::{Read, Seek, SeekFrom};
 use std::ops::Range;
@@ -16,19 +17,19 @@ use super::error::DatasetError;
 use super::location::Location;
 use super::plan::InputFile;
 
-/// Bytes a step when a local file is streamed.
+/// Bytes per step when a local file is streamed.
 const LOCAL_STEP_BYTES: u64 = 1 << 20;
 
-/// Ranges closer than this are one request.
+/// Ranges separated by smaller gaps are fetched with one request.
 const GAP_BYTES: u64 = 1 << 20;
 
-/// Where more than [`REQUESTS_WANTED`] ranges would remain, gaps up to this are read as well.
+/// If more than [`REQUESTS_WANTED`] requests would remain, gaps up to this size are read as well.
 const GAP_BYTES_MAX: u64 = 8 << 20;
 
-/// Requests that one read of several ranges should take at most.
+/// Target for the number of requests of one read.
 const REQUESTS_WANTED: usize = 2;
 
-/// Which state of an object is meant.
+/// The identity of an object's state.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 pub struct Pin {
     pub etag: Option<String>,
@@ -36,8 +37,8 @@ pub struct Pin {
 }
 
 impl Pin {
-    /// The state that an answer of the store describes. A weak ETag made of `Last-Modified` stands in for one that the
-    /// store does not give.
+    /// The state that a store's response describes. If the store gives no ETag, a weak ETag made of
+    /// `Last-Modified` replaces it.
     pub fn of(meta: &ObjectMeta) -> Pin {
         Pin {
             etag: meta.e_tag.clone().or_else(|| stand_in(meta)),
@@ -45,13 +46,13 @@ impl Pin {
         }
     }
 
-    /// Nothing tells this state from another.
+    /// Whether the pin cannot tell two states apart.
     pub fn is_blank(&self) -> bool {
         self.etag.is_none() && self.version.is_none()
     }
 }
 
-/// How an ETag begins that is made of `Last-Modified`.
+/// Prefix of an ETag made of `Last-Modified`.
 const STAND_IN: &str = "W/\"modified-";
 
 fn stand_in(meta: &ObjectMeta) -> Option<String> {
@@ -59,7 +60,8 @@ fn stand_in(meta: &ObjectMeta) -> Option<String> {
     (seconds != 0).then(|| format!("{STAND_IN}{seconds}\""))
 }
 
-/// The ETag of an answer that is other than the planned one. Servers may leave it out of some of their answers.
+/// The ETag of a response if it differs from the planned one. Servers may omit the ETag in some
+/// responses.
 fn other_etag(planned: &str, meta: &ObjectMeta) -> Option<String> {
     let found = match planned.starts_with(STAND_IN) {
         true => stand_in(meta),
@@ -110,7 +112,7 @@ impl PinnedFile {
         Ok(bytes)
     }
 
-    /// Reads several ranges, near ones with one request; answers in the order asked.
+    /// Reads several ranges, combining near ones into one request; returns them in the given order.
     pub async fn ranges(&self, ranges: &[Range<u64>]) -> Result<Vec<Bytes>, DatasetError> {
         let fetched = coalesce(ranges);
         let bodies = try_join_all(fetched.iter().map(|range| self.bytes(range.clone()))).await?;
@@ -175,7 +177,7 @@ impl PinnedFile {
         }
     }
 
-    /// What the object is now. Refused where its size alone says that it is another one.
+    /// The object's current pin. Fails if the size alone shows that the object has changed.
     pub async fn look(&self) -> Result<Pin, DatasetError> {
         self.check_regular().await?;
         let meta = self.location.store.head(&self.location.path).await;
@@ -186,7 +188,7 @@ impl PinnedFile {
         }
     }
 
-    /// SHA-256 of all bytes of this very object, in lower-case hex.
+    /// SHA-256 of all bytes of the pinned object, in lower-case hex.
     pub async fn sha256(&self) -> Result<String, DatasetError> {
         let mut hasher = Sha256::new();
         let mut bytes = self.stream(0..self.size).await?;
@@ -202,7 +204,8 @@ impl PinnedFile {
     }
 
     async fn get(&self, range: Range<u64>) -> Result<GetResult, DatasetError> {
-        // A weak ETag never matches an If-Match (RFC 9110, 13.1.1): compare it with the answer's instead.
+        // A weak ETag never matches an If-Match (RFC 9110, 13.1.1), so it is compared with the
+        // response's ETag instead.
         let strong = self.etag.clone().filter(|tag| !tag.starts_with("W/"));
         let options = GetOptions {
             range: Some(range.into()),
@@ -228,12 +231,12 @@ impl PinnedFile {
         }
     }
 
-    /// A pipe that took a local file's place would be waited for.
+    /// Refuses a pipe that has replaced a local file: opening it would block.
     async fn check_regular(&self) -> Result<(), DatasetError> {
         let Some(path) = self.location.local_path() else {
             return Ok(());
         };
-        // Where it is not there, the store says so.
+        // A missing file is reported by the store.
         match tokio::fs::metadata(path).await {
             Ok(meta) => crate::regular::check(meta.file_type()).map_err(|why| self.changed(why.to_string())),
             Err(_) => Ok(()),
@@ -265,7 +268,7 @@ fn read_at(mut file: std::fs::File, at: u64, bytes: u64) -> std::io::Result<(std
     Ok((file, buffer.into()))
 }
 
-/// A local path where the URL is one, else the URL without credentials or query.
+/// The local path, if the URL is one, else the URL without credentials and query.
 pub fn display_name(url: &str) -> String {
     let Ok(parsed) = Url::parse(url) else {
         return url.to_string();
@@ -279,7 +282,7 @@ pub fn display_name(url: &str) -> String {
     format!("{}://{host}{}", parsed.scheme(), parsed.path())
 }
 
-/// Sorted, disjoint ranges that cover `ranges`, few of them.
+/// A few sorted, disjoint ranges that cover `ranges`.
 fn coalesce(ranges: &[Range<u64>]) -> Vec<Range<u64>> {
     let mut sorted: Vec<_> = ranges.iter().filter(|r| r.start < r.end).cloned().collect();
     sorted.sort_by_key(|r| (r.start, r.end));

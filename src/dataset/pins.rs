@@ -1,9 +1,9 @@
-//! Which states of each input are known to hold the planned bytes.
+//! Tracks the states of each input that are known to hold the planned bytes.
 //!
-//! A store's ETag says more than that bytes are the same: a file that is touched, restored or copied has another, an object
-//! that is uploaded in other pieces, too. Where an input's ETag is none that is known, its bytes are hashed, once for each ETag
-//! and process, and held against the hash of the plan. What holds is known from then on, and told to other workers by an
-//! order in the ledger ([`Pins::news`]).
+//! An ETag may change although the bytes are the same: when a file is touched, restored or copied,
+//! or an object is uploaded in other pieces. If an input's ETag is unknown, its bytes are hashed,
+//! once per ETag and process, and compared with the hash of the plan. A matching state is known
+//! from then on, and is told to other workers by an order in the ledger ([`Pins::news`]).
 
 use std::collections::HashSet;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -25,17 +25,17 @@ pub struct PinnedAnew {
 pub struct Pins {
     files: Vec<InputFile>,
     known: Mutex<Known>,
-    /// Held while an input is hashed: who meets the same change waits for the answer.
+    /// Held while an input is hashed, so that other readers of the same change wait for the result.
     hashing: tokio::sync::Mutex<()>,
 }
 
 #[derive(Debug)]
 struct Known {
-    /// Of each input, the state that is read.
+    /// The current pin of each input.
     current: Vec<Pin>,
-    /// Hold the planned bytes.
+    /// States that hold the planned bytes.
     good: HashSet<(u32, Pin)>,
-    /// Do not.
+    /// States that do not.
     bad: HashSet<(u32, Pin)>,
     news: Vec<PinnedAnew>,
 }
@@ -47,7 +47,7 @@ impl Pins {
             version: file.version.clone(),
         };
         let current: Vec<Pin> = files.iter().map(planned).collect();
-        // Where the plan has no ETag at all, only the hash can tell.
+        // If the plan has no ETag and no version, only the hash can tell.
         let vouched = |pin: &Pin, file: &InputFile| !pin.is_blank() || file.sha256.is_none();
         let good = current.iter().zip(&files).zip(0..);
         let good = good
@@ -69,7 +69,7 @@ impl Pins {
         &self.files
     }
 
-    /// Another process has held these states against the plan's hashes.
+    /// Adds states that another process has verified by hash.
     pub fn know(&self, pins: impl IntoIterator<Item = PinnedAnew>) {
         let mut known = self.lock();
         for PinnedAnew { input, pin } in pins {
@@ -77,17 +77,18 @@ impl Pins {
         }
     }
 
-    /// What was found to hold and is not written down yet, for others.
+    /// States verified here that are not yet in the ledger.
     pub fn news(&self) -> Vec<PinnedAnew> {
         self.lock().news.clone()
     }
 
-    /// It is written down.
+    /// Removes an entry of [`Pins::news`] that is now in the ledger.
     pub fn told(&self, anew: &PinnedAnew) {
         self.lock().news.retain(|news| news != anew);
     }
 
-    /// The input in the state that is known to hold; where nothing tells its states apart, its bytes are looked at first.
+    /// The input, pinned to a verified state. If its states cannot be told apart, its bytes are
+    /// hashed first.
     pub async fn open(&self, input: u32) -> Result<PinnedFile, DatasetError> {
         let file = self.file(input)?;
         let pin = self.lock().current[input as usize].clone();
@@ -100,8 +101,8 @@ impl Pins {
         self.current(input)
     }
 
-    /// Reading `input` met another state than the one that was opened. `Ok`: what is there now holds the planned bytes, and
-    /// is what [`Pins::open`] gives from here on.
+    /// Handles a read of `input` that found another state than the opened one. On `Ok`, the current
+    /// state holds the planned bytes, and [`Pins::open`] uses it from here on.
     pub async fn settle(&self, input: u32, opened: &PinnedFile) -> Result<(), DatasetError> {
         let file = self.file(input)?;
         let _one = self.hashing.lock().await;
@@ -130,7 +131,7 @@ impl Pins {
             known.bad.insert(key);
             return Err(opened.changed(format!("its SHA-256 was {planned} and is {hash}")));
         }
-        // A state that nothing tells from others is good for this process alone.
+        // A state without ETag and version is verified for this process only.
         if !found.is_blank() {
             known.news.push(PinnedAnew {
                 input,
@@ -142,7 +143,7 @@ impl Pins {
         Ok(())
     }
 
-    /// Holds an input against the plan without reading rows of it.
+    /// Compares an input with the plan without reading rows.
     pub async fn check(&self, input: u32) -> Result<(), DatasetError> {
         let opened = self.current(input)?;
         self.settle(input, &opened).await
@@ -179,7 +180,7 @@ mod tests {
     use crate::dataset::pinned::hex;
     use crate::dataset::plan::Format;
 
-    /// A file of ten bytes as planned from a store that gives no ETag, with this hash of it.
+    /// A file of ten bytes, planned from a store without ETags, with this hash.
     fn blank_plan(path: &Path, sha256: Option<String>) -> Pins {
         let location = Location::parse(path.to_str().unwrap(), Path::new("/")).unwrap();
         Pins::new(vec![InputFile {
@@ -205,7 +206,7 @@ mod tests {
         std::fs::write(&path, b"0123456780").unwrap();
         let error = blank_plan(&path, planned).open(0).await.unwrap_err();
         assert!(matches!(error, DatasetError::InputChanged { .. }), "{error}");
-        // A trial has no hash: nothing can tell.
+        // A trial has no hash, so a change goes unnoticed.
         assert!(blank_plan(&path, None).open(0).await.is_ok());
     }
 }

@@ -25,12 +25,12 @@ pub enum Format {
 }
 
 impl Format {
-    /// Does a file of it know its columns?
+    /// Whether files of this format state their columns.
     pub fn is_table(self) -> bool {
         matches!(self, Format::Parquet | Format::Arrow)
     }
 
-    /// The name in messages.
+    /// The format's name in messages.
     pub fn as_str(self) -> &'static str {
         match self {
             Format::Parquet => "Parquet",
@@ -99,7 +99,7 @@ pub struct Segment {
 }
 
 impl Segment {
-    /// Rows that the job takes.
+    /// Number of rows that the job takes.
     pub fn taken(&self) -> u64 {
         self.picks.as_ref().map_or(self.rows, |picks| picks.len() as u64)
     }
@@ -113,17 +113,17 @@ pub struct Column {
     pub kind: String,
 }
 
-/// What one shard may hold at most. The first bound that is reached closes a shard; one row always fits.
+/// Limits of one shard. The first limit that is reached closes a shard; a single row always fits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ShardBounds {
     pub rows: u64,
-    /// Bytes that are read and held to work on the shard (uncompressed).
+    /// Uncompressed bytes that are read and held to process the shard.
     pub input_bytes: u64,
     /// Estimated bytes of the published part (uncompressed).
     pub output_bytes: u64,
 }
 
-/// What the next run of rows costs; see [`ShardBuilder::push`].
+/// Cost per row of a run; see [`ShardBuilder::push`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct RowCost {
     pub input_bytes: u64,
@@ -139,7 +139,7 @@ pub struct ShardBuilder {
     cost: RowCost,
 }
 
-/// A state of a [`ShardBuilder`].
+/// A saved state of a [`ShardBuilder`].
 #[derive(Debug)]
 pub struct Mark {
     shards: usize,
@@ -165,12 +165,12 @@ impl ShardBuilder {
         }
     }
 
-    /// Rows so far.
+    /// Number of rows added so far.
     pub fn rows(&self) -> u64 {
         self.open.first_row + self.open.rows
     }
 
-    /// Rows that the open shard still takes at this cost a row, at least 1 where it is empty.
+    /// Number of rows at this cost per row that fit into the open shard, at least 1 if it is empty.
     pub fn room(&self, cost: RowCost) -> u64 {
         let fits = |bound: u64, used: u64, each: u64| bound.saturating_sub(used).checked_div(each).unwrap_or(u64::MAX);
         let room = (self.bounds.rows - self.open.rows)
@@ -183,12 +183,13 @@ impl ShardBuilder {
         if self.open.rows == 0 { room.max(1) } else { room }
     }
 
-    /// Is the open shard at least three quarters full by rows? Then a boundary of the input is a good place to end it.
+    /// Whether the open shard is at least three quarters full by rows. Then it should end at the
+    /// next boundary of the input.
     pub fn nearly_full(&self) -> bool {
         self.open.rows >= self.bounds.rows - self.bounds.rows / 4
     }
 
-    /// Adds rows of one input, each at `cost`; the caller keeps to [`ShardBuilder::room`].
+    /// Adds rows of one input, each at `cost`; the caller must stay within [`ShardBuilder::room`].
     pub fn push(&mut self, more: Segment, cost: RowCost) {
         let rows = more.rows;
         self.open.rows += rows;
@@ -214,7 +215,7 @@ impl ShardBuilder {
         }
     }
 
-    /// Where this stands, to come back to.
+    /// Saves the current state for [`ShardBuilder::go_back`].
     pub fn mark(&self) -> Mark {
         Mark {
             shards: self.shards.len(),
@@ -223,13 +224,13 @@ impl ShardBuilder {
         }
     }
 
-    /// Forgets all rows since `mark`.
+    /// Drops all rows added since `mark`.
     pub fn go_back(&mut self, mark: Mark) {
         self.shards.truncate(mark.shards);
         (self.open, self.cost) = (mark.open, mark.cost);
     }
 
-    /// Ends the open shard, where it has rows.
+    /// Closes the open shard if it has rows.
     pub fn close(&mut self) {
         if self.open.rows > 0 {
             let next = Shard {
@@ -242,7 +243,8 @@ impl ShardBuilder {
         }
     }
 
-    /// All shards. Without a row there is one that has none: its part holds the columns, which readers of the folder need.
+    /// All shards. Without any rows there is one empty shard: its part holds the columns, which
+    /// readers of the folder need.
     pub fn finish(mut self) -> Vec<Shard> {
         self.close();
         if self.shards.is_empty() {
@@ -251,8 +253,9 @@ impl ShardBuilder {
         self.shards
     }
 
-    /// Adds a run of rows of one input (a row group) that all cost the same, cutting shards where they are full; a
-    /// shard that is nearly full ends with the run before, so that it touches no group for a few rows only.
+    /// Adds a run of rows of one input (a row group) that all have the same cost, closing shards
+    /// where they are full. A nearly full shard is closed before the run, so that it does not read
+    /// a group for a few rows only.
     pub fn push_run(&mut self, input: u32, first_row: u64, rows: u64, cost: RowCost) {
         if self.nearly_full() && self.room(cost) < rows {
             self.close();

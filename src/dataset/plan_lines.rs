@@ -1,4 +1,5 @@
-//! Planning of lines and CSV: every byte is read once, for where rows lie and what their columns hold.
+//! Planning of lines and CSV: every byte is read once, to find the rows' positions and the columns'
+//! kinds.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -47,7 +48,7 @@ pub(super) async fn plan_lines(
             Ok(file) => files.push(file),
             Err(error) => {
                 skips.set_aside(&source.text.file, error)?;
-                // As if it had not been there.
+                // The file's rows are removed from the plan.
                 state.builder.go_back(before);
                 state.ids.forget(input);
                 state.names.pop();
@@ -60,7 +61,7 @@ pub(super) async fn plan_lines(
     state.finish(files)
 }
 
-/// Lines planned so far.
+/// State of planning lines.
 struct LinesPlan<'a> {
     request: &'a PlanRequest,
     partitions: &'a [PartitionColumn],
@@ -69,13 +70,13 @@ struct LinesPlan<'a> {
     builder: ShardBuilder,
     kinds: BTreeMap<String, Kinds>,
     ids: IdCheck,
-    /// Of CSV.
+    /// The common table (CSV only).
     table: OneTable,
     names: Vec<String>,
 }
 
 impl LinesPlan<'_> {
-    /// Plans the lines of the next file, which is number `input`.
+    /// Plans the lines of the next file, whose index is `input`.
     async fn add_file(&mut self, source: &Source, input: u32) -> Result<InputFile, DatasetError> {
         let Source { text, partition } = source;
         let limit = self.request.rows_max();
@@ -97,7 +98,7 @@ impl LinesPlan<'_> {
             if let Some(last) = wanted.checked_sub(1).and_then(|n| block.rows.get(n))
                 && block.rows.len() > wanted
             {
-                // What lies behind the limit must not decide the columns' types.
+                // Rows beyond the limit must not affect the columns' types.
                 block = scanner.scan(piece.until(last.bytes.end));
             }
             let block_lines = block.lines;
@@ -110,7 +111,7 @@ impl LinesPlan<'_> {
         drop(blocks);
         merge_kinds(&mut self.kinds, kinds);
         Ok(InputFile {
-            // Behind a limit nothing was read.
+            // With a limit the file is not read to its end, so there is no hash.
             sha256: (limit == u64::MAX).then(|| hash.finish()),
             compressed: text.codec.map(|codec| Compressed { codec, bytes }),
             ..input_file(&text.file, partition.clone(), self.format, rows)
@@ -121,7 +122,7 @@ impl LinesPlan<'_> {
         let options = &self.request.csv;
         let table = self.table.of(text, options).await?;
         let Some(table) = table else {
-            // It is empty.
+            // The file is empty.
             return Ok(Scanner::Lines(Format::Text, IdHasher::default()));
         };
         let have: Vec<String> = table.columns.iter().map(|column| column.name.clone()).collect();
@@ -139,7 +140,8 @@ impl LinesPlan<'_> {
         })
     }
 
-    /// Adds a block's rows after `rows` rows and `lines` lines of this file; answers the rows now.
+    /// Adds a block's rows after `rows` rows and `lines` lines of this file; returns the new row
+    /// count.
     fn add_block(&mut self, block: BlockScan, input: u32, mut rows: u64, lines: u64) -> Result<u64, DatasetError> {
         for (hash, line) in block.custom_ids {
             if let Some((before, at)) = self.ids.add(hash, input, lines + line) {
@@ -200,7 +202,7 @@ impl LinesPlan<'_> {
             .collect();
         let have: Vec<String> = fields.iter().map(|field| field.name().clone()).collect();
         let total_rows = self.builder.rows();
-        // Without a row there is nothing to tell the columns from, and nothing to ask of them.
+        // Inputs without rows have no columns, so nothing is required of them.
         if total_rows > 0 {
             let place = match &files[..] {
                 [one] => format!("no line of `{}` has", super::pinned::display_name(&one.url)),
@@ -226,7 +228,7 @@ impl LinesPlan<'_> {
         }
         let carried = |name: &String| match fields.iter().find(|field| field.name() == name) {
             Some(field) => field.clone(),
-            // Of inputs without a row.
+            // This is for inputs without rows.
             None => Kinds::default().field(name),
         };
         let carry_schema = Arc::new(Schema::new(request.carry.iter().map(carried).collect::<Vec<_>>()));

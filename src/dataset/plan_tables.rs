@@ -1,7 +1,8 @@
-//! Planning of files that know their columns: what their footers say, cut into shards.
+//! Planning of files that state their columns: cuts the rows that their footers state into shards.
 //!
-//! All files need not have the same columns. A column that the job needs and a file lacks is refused, or null in that file where the job
-//! says so. A column has one type in all files, the widest where its values lose nothing by it.
+//! Files may differ in their columns. If a file lacks a column that the job needs, the job is
+//! refused, or the column is null in that file if the job allows it. A column has one type in all
+//! files: the widest one, if the conversion loses nothing.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -23,7 +24,8 @@ use super::table::TableFile;
 /// Footers read at once. A wide file's footer may take 50 MB while it is decoded.
 const FOOTERS_AT_ONCE: usize = 16;
 
-/// What planning needs of a file; its decoded footer, which may be a thousand times larger, is dropped at once.
+/// The parts of a file that planning needs; its decoded footer, which may be a thousand times
+/// larger, is dropped at once.
 struct TablePlan {
     pinned: PinnedFile,
     schema: SchemaRef,
@@ -32,7 +34,7 @@ struct TablePlan {
 
 struct GroupPlan {
     rows: u64,
-    /// Of each row.
+    /// Cost per row.
     cost: RowCost,
 }
 
@@ -82,7 +84,7 @@ pub(super) async fn plan_tables(
     }
     let field = |name: &String| match partitions.iter().find(|column| column.name == *name) {
         Some(column) => Some(column.field()),
-        // It may be null in another file than the first, and where its row cannot be read.
+        // The column may be null in another file than the first, and in unreadable rows.
         None => columns.field(name).map(|field| field.clone().with_nullable(true)),
     };
     let carry: Vec<Field> = request.carry.iter().filter_map(field).collect();
@@ -107,7 +109,7 @@ pub(super) async fn plan_tables(
     Ok(plan)
 }
 
-/// Does the job read this column?
+/// Whether the job reads this column.
 fn is_used(request: &PlanRequest, name: &str) -> bool {
     let used = request.used.as_ref().or(request.columns.as_ref());
     used.is_none_or(|used| used.iter().any(|used| used == name)) || request.carry.iter().any(|carried| carried == name)
@@ -141,7 +143,7 @@ async fn read_plan(
     })
 }
 
-/// The columns of a file that this job uses, checked; `have`: those of the file `name`.
+/// The columns of the file `name` that this job uses, checked; `have`: all of the file's columns.
 fn check_columns(
     request: &PlanRequest,
     have: &[String],
@@ -177,15 +179,15 @@ fn push_file(groups: &[GroupPlan], rows: u64, input: u32, builder: &mut ShardBui
     }
 }
 
-/// The columns of all files.
+/// The union of all files' columns.
 #[derive(Default)]
 struct OneSchema {
-    /// In the order in which files have them first.
+    /// In order of first appearance.
     fields: Vec<Field>,
-    /// Of each name, its place, and the file that gave it its type.
+    /// Per name, the index in `fields`, and the file that determined the type.
     places: HashMap<String, (usize, String)>,
     first: Option<String>,
-    /// The file before.
+    /// The previous file's schema.
     last: Option<SchemaRef>,
     lacking: BTreeMap<String, String>,
     notes: Vec<String>,
@@ -248,16 +250,17 @@ impl OneSchema {
     }
 }
 
-/// Do the types hold the same values? Then a cast of one to the other loses nothing.
+/// Whether both types hold the same values, so that a cast between them is lossless.
 pub fn same_type(a: &DataType, b: &DataType) -> bool {
     let is_text = |t: &DataType| matches!(t, DataType::Utf8 | DataType::LargeUtf8 | DataType::Utf8View);
     let is_binary = |t: &DataType| matches!(t, DataType::Binary | DataType::LargeBinary | DataType::BinaryView);
     a.equals_datatype(b) || (is_text(a) && is_text(b)) || (is_binary(a) && is_binary(b))
 }
 
-/// The type that holds the values of both as they are: of whole numbers the wider one, and of a column without values the other's.
+/// The type that holds the values of both types unchanged: the wider of two integer types, or the
+/// other type if one column is all null.
 pub fn wider(a: &DataType, b: &DataType) -> Option<DataType> {
-    /// Whether it has a sign, and its bits.
+    /// Whether the type is signed, and its bits.
     fn whole(t: &DataType) -> Option<(bool, u32)> {
         match t {
             DataType::Int8 => Some((true, 8)),

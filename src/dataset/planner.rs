@@ -1,4 +1,5 @@
-//! Planning: addresses → pinned files → shards, streaming, with everything checked that can be checked before the start.
+//! Planning: resolves addresses to pinned files and cuts them into shards, streaming, with all
+//! checks that are possible before the start.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path as FsPath;
@@ -24,50 +25,51 @@ use super::schema_text;
 use super::sniff::sniff;
 use super::text_file::TextFile;
 
-/// Largest part, estimated before compression: parts are single puts.
+/// Maximum estimated size of a part before compression: a part is written with a single put.
 const PART_BYTES_MAX: u64 = 256 << 20;
 
-/// Most uncompressed input of one shard, which is held in memory while it is worked on.
+/// Maximum uncompressed input of one shard, which is held in memory while the shard is processed.
 const SHARD_INPUT_BYTES_MAX: u64 = 64 << 20;
 
-/// Files whose first bytes are read at once: each is one small request.
+/// Number of files whose heads are read concurrently; each read is one small request.
 const HEADS_AT_ONCE: usize = 32;
 
-/// Files hashed at once: each holds a step of its bytes.
+/// Number of files hashed concurrently; each holds one step of its bytes.
 const HASHES_AT_ONCE: usize = 4;
 
-/// What is to be planned.
+/// Parameters of planning.
 #[derive(Debug, Clone)]
 pub struct PlanRequest {
     /// Files, folders and globs.
     pub uris: Vec<String>,
-    /// The format that the job names; `None`: told by content.
+    /// The format that the job names; `None`: detected by content.
     pub format: Option<Format>,
-    /// What the job says of its CSV.
+    /// The CSV settings of the job.
     pub csv: CsvOptions,
     pub options: InputOptions,
-    /// The columns that the prompt needs; each must be there. `None`: whoever asks looks at that.
+    /// The columns that the prompt needs; each must exist. `None`: the caller checks them.
     pub columns: Option<Vec<String>>,
-    /// The columns that the prompt uses, needed or not. `None`: all.
+    /// All columns that the prompt uses, required or optional. `None`: all.
     pub used: Option<Vec<String>>,
-    /// The columns that are copied to the output; each must be there.
+    /// The columns that are copied to the output; each must exist.
     pub carry: Vec<String>,
     /// Names of output columns, which a carried column cannot have (see `OutputSchema::names`).
     pub reserved: Vec<String>,
-    /// Most rows of a shard.
+    /// Maximum rows per shard.
     pub shard_rows: u64,
-    /// Estimated bytes that a row adds to its part, besides what it carries: about 12 for each token it may generate.
+    /// Estimated bytes per row in its part, besides carried columns: about 12 for each token that
+    /// the row may generate.
     pub output_row_bytes: u64,
-    /// A trial of the first so many rows.
+    /// Row limit of a trial.
     pub limit: Option<u64>,
     /// The job's output, in which no input may lie.
     pub output: Option<Location>,
 }
 
 impl PlanRequest {
-    /// Most rows of the plan.
+    /// Maximum rows of the plan.
     pub(super) fn rows_max(&self) -> u64 {
-        // A sample is drawn from all rows, a trial of it as well.
+        // A sample is drawn from all rows, even in a trial.
         let limits = match self.options.sample {
             Some(_) => [None, None],
             None => [self.limit, self.options.limit],
@@ -90,29 +92,29 @@ pub struct InputPlan {
     #[serde(flatten)]
     pub layout: Layout,
     pub total_rows: u64,
-    /// Columns that some file lacks, with the first that does.
+    /// Columns that some file lacks, with the first such file.
     #[serde(skip)]
     pub lacking: BTreeMap<String, String>,
-    /// What whoever starts the job should know, a line each.
+    /// Notes for the person who starts the job, a line each.
     #[serde(skip)]
     pub notes: Vec<String>,
 }
 
-/// A file that is to be planned.
+/// A file to plan.
 pub(super) struct Source {
     pub(super) text: TextFile,
-    /// What its folders say.
+    /// The partition texts from its folders.
     pub(super) partition: Vec<Option<String>>,
 }
 
-/// Files that cannot be read: where the job says so, it goes without them.
+/// Unreadable files, which are skipped if the job allows it.
 pub(super) struct Skips {
     allowed: bool,
     files: Vec<SkippedFile>,
 }
 
 impl Skips {
-    /// Sets `file` aside where it is not what it claims to be; any other error stays one.
+    /// Skips `file` if it is unreadable and the job allows it; any other error is returned.
     pub(super) fn set_aside(&mut self, file: &PinnedFile, error: DatasetError) -> Result<(), DatasetError> {
         match error {
             DatasetError::Unreadable { why, .. } if self.allowed => {
@@ -129,7 +131,7 @@ pub async fn plan_inputs(request: &PlanRequest, base_dir: &FsPath) -> Result<Inp
     let Some(sample) = request.options.sample else {
         return plan_all(request, base_dir).await;
     };
-    // The place of a row stands in no file.
+    // No file holds the column with a row's number in the whole input.
     let mut whole = request.clone();
     whole.carry.retain(|name| name != INPUT_ROW);
     let mut plan = plan_all(&whole, base_dir).await?;
@@ -206,7 +208,7 @@ async fn plan_all(request: &PlanRequest, base_dir: &FsPath) -> Result<InputPlan,
     Ok(plan)
 }
 
-/// Says that a job has no row: it would succeed without a word.
+/// The note about a job without rows, which would otherwise succeed silently.
 fn no_rows(plan: &InputPlan) -> Option<String> {
     let what = match &plan.files[..] {
         [one] => format!("`{}` has no row", display_name(&one.url)),
@@ -269,7 +271,7 @@ pub(super) fn input_file(file: &PinnedFile, partition: Vec<Option<String>>, form
     }
 }
 
-/// Refuses a column that both a file and its folders have.
+/// Refuses a column that exists both in a file and in its folders.
 pub(super) fn check_clash<'a>(
     name: &str,
     partitions: &[PartitionColumn],
@@ -284,7 +286,7 @@ pub(super) fn check_clash<'a>(
     }
 }
 
-/// The columns that folders give, for messages.
+/// The partition columns, for messages.
 pub(super) fn folder_columns(partitions: &[PartitionColumn]) -> impl Iterator<Item = Column> {
     partitions.iter().map(|column| Column {
         name: column.name.clone(),
@@ -292,13 +294,14 @@ pub(super) fn folder_columns(partitions: &[PartitionColumn]) -> impl Iterator<It
     })
 }
 
-/// Reads the inputs that have no hash yet once, and gives them one: what a change of ETag is judged by later on.
+/// Reads each input without a hash once, and adds its hash. Later changes of the ETag are judged by
+/// the hash.
 pub async fn hash_inputs(plan: &mut InputPlan) -> Result<(), DatasetError> {
     let unhashed = plan.files.iter_mut().filter(|file| file.sha256.is_none());
     let hashes = unhashed.map(|file| async move {
         let pinned = PinnedFile::open(file)?;
         let name = pinned.name.clone();
-        // A task of its own: hashing keeps a core busy.
+        // This is a separate task, since hashing keeps a core busy.
         let hash = tokio::spawn(async move { pinned.sha256().await }).await;
         file.sha256 = Some(hash.map_err(|e| DatasetError::unreadable(&name, e))??);
         Ok(())
@@ -317,7 +320,8 @@ pub(super) fn bounds(request: &PlanRequest) -> ShardBounds {
     }
 }
 
-/// The error for a column that no input has, with the nearest name; `place` goes on "which …".
+/// The error for a column that no input has, with the most similar name; `place` continues "which
+/// …".
 pub(super) fn missing_column(name: &str, wanted_by: &str, place: &str, have: &[String]) -> DatasetError {
     let distance = |other: &&String| strsim::damerau_levenshtein(&name.to_lowercase(), &other.to_lowercase());
     let near = have

@@ -1,15 +1,15 @@
-//! A row as it comes in, and its outcome: the same words everywhere.
+//! An input row and its result, with the same statuses everywhere.
 
 use arrow::array::RecordBatch;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-/// What became of a row.
+/// Result status of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RowStatus {
     Succeeded,
-    /// The model answered, but not as asked; its raw text is kept.
+    /// The model answered, but not in the requested form; the raw text is kept.
     InvalidOutput,
     Errored,
     Expired,
@@ -26,7 +26,7 @@ impl RowStatus {
         RowStatus::Cancelled,
     ];
 
-    /// The word in outputs, reports and records.
+    /// The status's name in outputs, reports and records.
     pub fn as_str(self) -> &'static str {
         match self {
             RowStatus::Succeeded => "succeeded",
@@ -38,7 +38,8 @@ impl RowStatus {
     }
 }
 
-/// In the error of a row that was closed when nobody could read its input any more: its carried columns are null, and why.
+/// Error prefix of a row that was closed when its input had become unreadable: the carried columns
+/// are null. The reason follows.
 pub const WITHOUT_COLUMNS: &str = "its columns are not there: ";
 
 /// The `finish_reason` of a completion that `max_tokens` or the context cut off.
@@ -47,44 +48,45 @@ pub const CUT_OFF: &str = "length";
 /// One sample of a row's completion.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SampleResult {
-    /// `Succeeded`, `InvalidOutput`, or `Errored`: then there is nothing of it.
+    /// `Succeeded`, `InvalidOutput`, or `Errored`, where the sample has no completion.
     pub status: RowStatus,
-    /// One line that says why, for every status but `succeeded`.
+    /// The reason in one line, for every status except `succeeded`.
     pub error: Option<String>,
     /// The answer.
     pub text: String,
-    /// The thought before it; `None`: there was none.
+    /// The thought before the answer, if any.
     pub reasoning: Option<String>,
     pub reasoning_tokens: u32,
-    /// The answer as asked for: the choice, the JSON as compact text, the regex match; `None` where it does not fit
-    /// or nothing was asked.
+    /// The answer in the requested form: the choice, the JSON as compact text, the regex match.
+    /// `None` if the answer does not fit, or if no form was requested.
     pub parsed: Option<String>,
     pub finish_reason: &'static str,
-    /// Of thought and answer.
+    /// Tokens of thought and answer together.
     pub completion_tokens: u32,
     pub token_ids: Vec<u32>,
-    /// Natural logarithm, one per entry of `token_ids`; empty where not asked for.
+    /// Natural logarithm, one per entry of `token_ids`; empty if not requested.
     pub logprobs: Vec<f32>,
-    /// One per choice; empty where not asked for.
+    /// One per choice; empty if not requested.
     pub choice_probabilities: Vec<f32>,
 }
 
-/// A finished row, ready to be logged. Progress travels with it: it names the row that it covers.
+/// A finished row, ready to be logged. Progress needs no separate record, since each result names
+/// its row.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RowResult {
     /// 0-based over the job's whole input.
     pub row: u64,
     pub status: RowStatus,
-    /// Empty where there is no completion, else one per asked-for sample.
+    /// Empty if there is no completion, else one per requested sample.
     pub samples: Vec<SampleResult>,
-    /// One line that says why, for every status but `succeeded`.
+    /// The reason in one line, for every status except `succeeded`.
     pub error: Option<String>,
     pub prompt_tokens: u32,
     pub cached_tokens: u32,
 }
 
 impl SampleResult {
-    /// One that the model has not answered, and why.
+    /// A sample that the model has not answered, and the reason.
     pub fn failed(error: String) -> SampleResult {
         SampleResult {
             status: RowStatus::Errored,
@@ -101,35 +103,35 @@ impl SampleResult {
         }
     }
 
-    /// Whether the model has answered at all.
+    /// Whether the sample has a completion.
     pub fn is_there(&self) -> bool {
         self.status != RowStatus::Errored
     }
 }
 
 impl RowResult {
-    /// Whether a completion of it was cut off.
+    /// Whether one of its completions was cut off.
     pub fn is_truncated(&self) -> bool {
         self.samples.iter().any(|sample| sample.finish_reason == CUT_OFF)
     }
 }
 
-/// One row as it is read, before it is rendered.
+/// An input row before rendering.
 #[derive(Debug, Clone, PartialEq)]
 pub struct InputRow {
     /// 0-based over the job's whole input.
     pub row: u64,
-    /// The columns that the prompt uses; `Err`: this row cannot be read, one line why. The row ends `errored`, its
-    /// neighbours live.
+    /// The columns that the prompt uses, or the reason in one line why this row is unreadable. An
+    /// unreadable row ends `errored`; its neighbours are unaffected.
     pub fields: Result<Map<String, Value>, String>,
 }
 
 /// The rows of one shard.
 #[derive(Debug, Clone)]
 pub struct ShardRows {
-    /// Of the first entry of `rows`, 0-based over the job's whole input.
+    /// Row number of the first entry of `rows`, 0-based over the job's whole input.
     pub first_row: u64,
     pub rows: Vec<InputRow>,
-    /// The carried columns, one row per entry of `rows` (null where the row cannot be read).
+    /// The carried columns, one row per entry of `rows` (null where the row is unreadable).
     pub carry: RecordBatch,
 }

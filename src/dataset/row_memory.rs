@@ -1,33 +1,35 @@
-//! How much memory rows may take while they are read.
+//! Memory limits of rows while they are read.
 //!
-//! Rows are read in pieces: what the next piece takes is known before it is decoded (of Parquet by its pages' headers, or by a walk
-//! through their levels and lengths; of lines by their nodes), and a piece is dropped before the next one is read. A row that is more than
-//! [`ROW_BYTES_MAX`] alone is not read at all and says so; its neighbours are.
+//! Rows are read in pieces. The cost of the next piece is bounded before it is decoded: for Parquet
+//! by page headers or a walk through levels and lengths, for lines by their JSON nodes. A piece is
+//! dropped before the next one is read. A row that alone exceeds [`ROW_BYTES_MAX`] is not read and
+//! becomes a row with an error; its neighbours are read.
 
-/// Most bytes of one row, as columns and as the JSON that templates see.
+/// Maximum bytes of one row, as columns and as the JSON that templates see.
 pub const ROW_BYTES_MAX: u64 = 160 << 20;
 
-/// Most bytes of the rows that are read at once.
+/// Maximum bytes of the rows in one piece.
 pub const PIECE_BYTES_MAX: u64 = 192 << 20;
 
-/// Most bytes of the carried columns of one shard, which are held until it is published.
+/// Maximum bytes of the carried columns of one shard, which are held until it is published.
 pub const CARRY_BYTES_MAX: usize = 256 << 20;
 
-/// Most uncompressed bytes of the pages that are decoded side by side, dictionaries counted twice: as they are, and decoded.
+/// Maximum uncompressed bytes of the pages that are decoded at the same time, with dictionaries
+/// counted twice: encoded and decoded.
 pub const PAGES_BYTES_MAX: u64 = 448 << 20;
 
-/// A value of JSON, with what the allocator adds.
+/// Bytes of a JSON value, including the allocator's overhead.
 pub const VALUE_BYTES: u64 = 88;
 
-/// An entry of a JSON object, without the bytes of its name.
+/// Bytes of a JSON object's entry, without its name's bytes.
 pub const ENTRY_BYTES: u64 = 224;
 
-/// The line of a row that is not read.
+/// The error of a row that is too large to be read.
 pub fn too_large(bytes: u64) -> String {
     format!("the row takes {bytes} bytes in memory, more than {ROW_BYTES_MAX}")
 }
 
-/// The line of a row whose carried columns do not fit beside those of the rows before it.
+/// The error of a row whose carried columns do not fit beside those of the rows before it.
 pub fn carries_too_much(before: usize) -> String {
     format!(
         "its carried columns and those of the rows before it in its shard, which take {before} bytes, take more than {CARRY_BYTES_MAX}; carry \

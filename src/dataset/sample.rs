@@ -1,7 +1,9 @@
-//! `input.sample`: rows drawn from the whole input, the same ones whoever plans it and on however many workers it runs.
+//! `input.sample`: draws rows from the whole input. The drawn rows do not depend on the planning
+//! process or the number of workers.
 //!
-//! A row is drawn by a number made of the seed and its place in the whole input: by a fraction where that number is small enough, by
-//! a count where it is among the smallest. What is drawn stands in the record, row by row, as picks of the planned segments.
+//! Each row gets a number, hashed from the seed and its row number in the whole input. With a
+//! fraction, rows below a threshold are drawn; with a count, the rows with the smallest numbers.
+//! The drawn rows are stored in the record, as picks of the planned segments.
 
 use std::collections::BinaryHeap;
 
@@ -10,13 +12,14 @@ use serde::{Deserialize, Serialize};
 
 use super::plan::{Segment, Shard};
 
-/// The column that says which row of the whole input a drawn row is.
+/// The column with a drawn row's number in the whole input.
 pub const INPUT_ROW: &str = "input_row";
 
-/// Most rows that are drawn: the record names each of them.
+/// Maximum number of drawn rows: the record names each of them.
 const DRAWN_MAX: u64 = 10_000_000;
 
-/// Most planned shards that one of drawn rows reads over, from its first drawn row on.
+/// Maximum number of planned shards that one shard of drawn rows spans, from its first drawn row
+/// on.
 const JOINED_MAX: usize = 64;
 
 /// Rows to draw: a number of them or a fraction of all.
@@ -35,7 +38,7 @@ pub struct Sample {
 }
 
 impl Sample {
-    /// Is it one that can be drawn? What goes behind the field's name where it is not.
+    /// Checks that the sample can be drawn. The error goes behind the field's name.
     pub fn check(&self) -> Result<(), String> {
         match (self.rows, self.fraction) {
             (Some(0), None) => Err("has `rows: 0`; it must be at least 1".into()),
@@ -47,10 +50,10 @@ impl Sample {
         }
     }
 
-    /// The rows that are drawn of `total`, in order.
+    /// The drawn ones of `total` rows, in order.
     fn drawn(&self, total: u64) -> Result<Vec<u64>, String> {
         if let Some(part) = self.fraction {
-            // Of 2^64 numbers, so many are small enough.
+            // The fraction as a threshold for 64-bit numbers.
             let below = part * 2f64.powi(64);
             let rows = (0..total).filter(|row| (number(self.seed, *row) as f64) < below);
             let rows: Vec<u64> = rows.take(DRAWN_MAX as usize + 1).collect();
@@ -74,7 +77,8 @@ impl Sample {
         Ok(rows)
     }
 
-    /// Shards of the drawn rows alone: the first `most` of them, at most `shard_rows` in one. `shards`: of the whole input.
+    /// Shards of the first `most` drawn rows, with at most `shard_rows` rows each. `shards`: those
+    /// of the whole input.
     pub fn draw(&self, shards: Vec<Shard>, most: u64, shard_rows: u64) -> Result<Vec<Shard>, String> {
         let total = shards.last().map_or(0, |shard| shard.first_row + shard.rows);
         let drawn = self.drawn(total)?;
@@ -107,7 +111,8 @@ impl Sample {
     }
 }
 
-/// A number for a row: that of a counter, mixed until each bit depends on all (the finalizer of SplitMix64, once for the seed and once for the row).
+/// A hash for a row: a counter mixed until each bit depends on all bits (the finalizer of
+/// SplitMix64, applied once for the seed and once for the row).
 fn number(seed: u64, row: u64) -> u64 {
     fn mixed(mut x: u64) -> u64 {
         x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -118,12 +123,12 @@ fn number(seed: u64, row: u64) -> u64 {
     mixed(mixed(seed) ^ mixed(row).rotate_left(32))
 }
 
-/// Planned shards of few drawn rows, joined.
+/// Planned shards with few drawn rows, joined into larger ones.
 #[derive(Default)]
 struct Joined {
     shards: Vec<Shard>,
     open: Vec<Segment>,
-    /// Drawn rows in the open shard, and planned shards that it takes in.
+    /// Drawn rows in the open shard, and the number of planned shards that it spans.
     rows: u64,
     parts: usize,
     next: u64,
@@ -136,7 +141,7 @@ impl Joined {
             self.close();
         }
         self.rows += rows;
-        // What lies before the first drawn row is not opened.
+        // Shards before the first drawn row are not counted, since they are not opened.
         self.parts += usize::from(self.rows > 0);
         for segment in segments {
             let goes_on = |last: &&mut Segment| {
@@ -171,7 +176,8 @@ impl Joined {
     }
 
     fn finish(mut self) -> Vec<Shard> {
-        // Behind the last drawn row nothing is read; without any there is one shard without rows.
+        // Segments behind the last drawn row are dropped; without any drawn row there is one empty
+        // shard.
         if self.rows > 0 || self.shards.is_empty() {
             if self.rows == 0 {
                 self.open.clear();
@@ -206,7 +212,7 @@ mod tests {
         }
         assert_eq!(of(None, Some(1.0), 1).drawn(1000).unwrap().len(), 1000);
         assert_eq!(of(Some(10), None, 1).drawn(3).unwrap(), [0, 1, 2]);
-        // These rows stand in records: they stay what they are.
+        // Records hold these rows, so the function must not change.
         assert_eq!(of(Some(6), None, 3).drawn(20).unwrap(), [0, 4, 6, 10, 14, 15]);
         assert!(of(Some(DRAWN_MAX), None, 0).check().is_ok());
         for bad in [
@@ -233,7 +239,8 @@ mod tests {
         );
     }
 
-    /// A few rows of thousands of shards: what a worker opens for one shard of them is bounded, wherever they lie.
+    /// Draws a few rows from thousands of shards: the number of files that a worker opens for one
+    /// shard is bounded.
     #[test]
     fn a_shard_of_few_drawn_rows_reads_over_few_planned_ones() {
         let planned = |n: u64| Shard {

@@ -38,9 +38,9 @@ pub fn is_sound(text: &str) -> bool {
     text.len() <= TEXT_BYTES_MAX && bytes.is_ok_and(|bytes| check_unfolded(&bytes).is_ok())
 }
 
-/// Whether the message takes no more than it may once it is decoded.
+/// Checks that the decoded message stays within the memory limit.
 fn check_unfolded(bytes: &[u8]) -> Result<(), String> {
-    // Behind the mark of a continuation, where there is one, and the length, as the decoder finds it.
+    // The message begins behind the continuation marker, if any, and the length, as in the decoder.
     let start = if bytes.starts_with(&[0xff; 4]) { 8 } else { 4 };
     let message = bytes.get(start..).ok_or("not an Arrow schema: it ends too early")?;
     match root_as_message_with_opts(&bounds(message), message) {

@@ -22,10 +22,10 @@ use super::table::TableFile;
 use super::text_file::{Kept, TextFile};
 use super::widths::check_room;
 
-/// Most footers kept between shards.
+/// Maximum number of open files kept between shards.
 const FOOTERS_MAX: usize = 32;
 
-/// Most memory of footers kept between shards; the newest is always kept.
+/// Maximum memory of open files kept between shards; the newest is always kept.
 const FOOTER_BYTES_MAX: usize = 64 << 20;
 
 /// Reads shards of one job.
@@ -33,23 +33,24 @@ const FOOTER_BYTES_MAX: usize = 64 << 20;
 pub struct ShardReader {
     pins: Pins,
     carry: SchemaRef,
-    /// Those of the carried columns that stand in the files, not in their folders' names.
+    /// The carried columns that come from the files, without partition columns.
     carry_of_files: SchemaRef,
     layout: Layout,
     /// The columns that the prompt uses; `None`: all.
     columns: Option<Vec<String>>,
-    /// Of CSV inputs.
+    /// The CSV columns to read, for CSV inputs.
     csv: Option<Arc<CsvReading>>,
-    /// Of compressed inputs.
+    /// Decoders of compressed inputs.
     kept: Kept,
-    /// Of Arrow inputs.
+    /// The last decoded block of Arrow inputs.
     kept_block: KeptBlock,
-    /// Open files of tables by input, the newest last.
+    /// Open table files by input index, newest last.
     footers: Mutex<VecDeque<(u32, TableFile)>>,
 }
 
 impl ShardReader {
-    /// A reader of the planned `files`. `carry`: the plan's carried columns. `columns`: what the prompt uses, `None` = all.
+    /// A reader of the planned `files`. `carry`: the plan's carried columns. `columns`: the columns
+    /// that the prompt uses; `None`: all.
     pub fn new(files: Vec<InputFile>, carry: SchemaRef, columns: Option<Vec<String>>) -> ShardReader {
         ShardReader {
             pins: Pins::new(files),
@@ -64,7 +65,7 @@ impl ShardReader {
         }
     }
 
-    /// The same reader of inputs that are laid out so.
+    /// The same reader, for inputs with this layout.
     pub fn of_layout(mut self, layout: Layout) -> ShardReader {
         let is_read = |name: &str| self.is_shown(name) || self.carry.field_with_name(name).is_ok();
         self.csv = layout
@@ -81,28 +82,28 @@ impl ShardReader {
         self
     }
 
-    /// Does the prompt use this column?
+    /// Whether the prompt uses this column.
     fn is_shown(&self, name: &str) -> bool {
         let columns = self.columns.as_ref();
         columns.is_none_or(|columns| columns.iter().any(|column| column == name))
     }
 
-    /// The carried columns that stand in the files.
+    /// The carried columns that come from the files.
     pub(super) fn carry_of_files(&self) -> &SchemaRef {
         &self.carry_of_files
     }
 
-    /// Columns that a file which lacks them has all the same, as nulls.
+    /// Columns that are null in the files that lack them.
     pub(super) fn absent(&self) -> &[String] {
         &self.layout.absent
     }
 
-    /// Do rows that cannot be decoded say so, and stop nothing?
+    /// Whether undecodable rows become rows with an error instead of stopping the job.
     pub(super) fn skips_unreadable(&self) -> bool {
         self.layout.skip_unreadable
     }
 
-    /// Adds the columns that stand in no file to rows of `input`, of which `places` says which ones they are.
+    /// Adds the columns that no file holds to rows of `input`; `places` gives their row numbers.
     pub(super) fn with_added(
         &self,
         input: u32,
@@ -139,12 +140,12 @@ impl ShardReader {
         Ok(piece)
     }
 
-    /// Bytes that were decompressed to read shards of compressed inputs, those that were passed over among them.
+    /// Bytes decompressed so far for compressed inputs, including skipped ones.
     pub fn decompressed(&self) -> u64 {
         self.kept.made()
     }
 
-    /// The bytes of an input of lines.
+    /// The bytes of a text input.
     pub(super) fn text(&self, file: &PinnedFile, planned: &InputFile) -> TextFile {
         TextFile {
             file: file.clone(),
@@ -157,12 +158,12 @@ impl ShardReader {
         self.csv.as_ref()
     }
 
-    /// The inputs and what is known of them.
+    /// The inputs and their known states.
     pub fn pins(&self) -> &Pins {
         &self.pins
     }
 
-    /// A shard's carried columns without their values: of inputs that are gone.
+    /// A shard's carried columns as nulls, for inputs that are gone.
     pub fn no_carry(&self, shard: &Shard) -> Result<RecordBatch, DatasetError> {
         self.check_room(shard)?;
         let rows = shard.rows as usize;
@@ -176,7 +177,7 @@ impl ShardReader {
             .map_err(|e| DatasetError::Output(format!("carried columns: {e}")))
     }
 
-    /// Types alone can ask for any amount of memory, and a record can name any of them.
+    /// Bounds the memory that column types alone can require, since a record can name any type.
     fn check_room(&self, shard: &Shard) -> Result<(), DatasetError> {
         check_room(&self.carry, shard.rows).map_err(|why| DatasetError::Output(format!("carried columns: {why}")))
     }
@@ -191,17 +192,18 @@ impl ShardReader {
         self.columns.as_deref()
     }
 
-    /// The rows of a shard, in pieces that fit in memory. `wanted`: those that are read, by their places in the job's input; the others come
-    /// as rows that were not read, their carried columns null. `None`: all of them.
+    /// The rows of a shard, in pieces that fit in memory. `wanted`: the row ranges of the job's
+    /// input to read; `None`: all. Other rows are returned as unread rows with null carried
+    /// columns.
     ///
     /// # Errors
-    /// Its carried columns can have no room.
+    /// The carried columns would exceed the memory limit.
     pub fn pieces<'a>(&'a self, shard: &'a Shard, wanted: Option<Vec<Range<u64>>>) -> Result<Pieces<'a>, DatasetError> {
         self.check_room(shard)?;
         Ok(Pieces::new(self, shard, wanted))
     }
 
-    /// Reads a shard whole: what it takes, its planner and whoever calls this have to answer for.
+    /// Reads a whole shard at once; the caller is responsible for its memory.
     pub async fn read(&self, shard: &Shard) -> Result<ShardRows, DatasetError> {
         let (mut rows, mut carries) = (Vec::new(), Vec::new());
         let mut pieces = self.pieces(shard, None)?;
@@ -216,7 +218,7 @@ impl ShardReader {
         })
     }
 
-    /// The carried columns of a shard's pieces, one behind the other.
+    /// Concatenates the carried columns of a shard's pieces.
     pub fn joined(&self, carries: &[RecordBatch], rows: usize) -> Result<RecordBatch, DatasetError> {
         let carry = match (self.carry.fields().is_empty(), carries) {
             (true, _) => {
@@ -229,7 +231,8 @@ impl ShardReader {
         carry.map_err(|e| DatasetError::Output(format!("carried columns: {e}")))
     }
 
-    /// An input is not the object that was planned: either its bytes are, or this is the error.
+    /// Handles an input whose state differs from the plan: succeeds if its bytes are the planned
+    /// ones.
     pub(super) async fn settle(&self, number: u32, input: &PinnedFile) -> Result<(), DatasetError> {
         self.pins.settle(number, input).await?;
         self.footers().retain(|(of, _)| *of != number);
@@ -240,7 +243,7 @@ impl ShardReader {
         self.footers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The open file of an input, from the cache where it is there.
+    /// The open file of an input, from the cache if possible.
     pub(super) async fn table_file(&self, input: &PinnedFile, number: u32) -> Result<TableFile, DatasetError> {
         {
             let mut footers = self.footers();
@@ -271,14 +274,14 @@ impl ShardReader {
     }
 }
 
-/// The column as it was planned, without what else its memory holds.
+/// The column in its planned type, without other data that its buffers hold.
 pub(super) fn fit(column: &ArrayRef, to: &DataType) -> Result<ArrayRef, String> {
     let is_wider = wider(column.data_type(), to).is_some_and(|wide| same_type(&wide, to));
     if column.data_type() != to && !is_wider {
         return Err(format!("planned as {to}, it is {}", column.data_type()));
     }
     let owned = without_views(column.data_type());
-    // Views hold on to whole pages.
+    // Views keep whole pages alive.
     let column = match owned == *column.data_type() {
         true => column.clone(),
         false => cast(column, &owned).map_err(|e| e.to_string())?,

@@ -1,4 +1,4 @@
-//! Which format a file has, told by its content.
+//! Detects a file's format by its content.
 
 use bytes::Bytes;
 
@@ -11,22 +11,22 @@ use super::plan::Format;
 use super::text_file::TextFile;
 use serde_json::{Map, Value};
 
-/// How much of a file's head is looked at: more only while its first line is longer.
+/// Bytes of a file's head that are read, in steps: more only if the first line is longer.
 const HEAD_BYTES: [u64; 3] = [64 << 10, 1 << 20, LINE_BYTES_MAX as u64 + 1024];
 
-/// More than the longest mark that a file of any kind begins with.
+/// More than the longest magic number of any format.
 const MAGIC_BYTES: u64 = 16;
 
-/// Lines that are looked at for one that is a JSON object.
+/// Maximum number of lines searched for a JSON object.
 const LINES_MAX: usize = 64;
 
-/// The bytes of `file` as text, and their format; `None` for an empty file, which fits every format. `told`: the format that
-/// the job names.
+/// The bytes of `file` as text, and their format; `None` for an empty file, which fits every
+/// format. `told`: the format that the job names.
 pub async fn sniff(file: &PinnedFile, told: Option<Format>) -> Result<(TextFile, Option<Format>), DatasetError> {
     let wants_parquet =
         |text: &TextFile| told == Some(Format::Parquet) || (told.is_none() && text.is_named(&["parquet", "pq"]));
     let mut text = TextFile::new(file.clone(), None);
-    // A Parquet file's footer tells the rest.
+    // The footer decides about a Parquet file.
     let first = if wants_parquet(&text) {
         MAGIC_BYTES
     } else {
@@ -50,7 +50,7 @@ async fn format_of(
         Some(told) => told == Format::Arrow,
         None => text.is_named(&["arrow", "feather", "ipc", "arrows"]),
     };
-    // An empty file has no rows of lines; of a table it lacks the columns.
+    // An empty text file has no rows; an empty table file lacks its columns, which is an error.
     if file.size == 0 && !wants_parquet && !wants_arrow {
         return Ok(told);
     }
@@ -73,7 +73,7 @@ async fn format_of(
         if wants_arrow || head.starts_with(b"ARROW1\0\0") {
             return arrow(text, &head, told).map(Some);
         }
-        // A text may begin with `PARENT`, and a table of lines with `PAR1`.
+        // A text may begin with `PARENT`, and JSON lines or CSV with `PAR1`.
         let is_text = match told {
             Some(told) => !told.is_table(),
             None => format.is_some() || text.is_named(&["jsonl", "ndjson", "json"]),
@@ -113,7 +113,7 @@ async fn format_of(
                     "it begins with 16 MB of zero bytes",
                 ));
             }
-            // One line longer than may be read; the lines after it tell when they are read.
+            // The first line is longer than the limit; later lines are checked when they are read.
             Sniffed::More => return Ok(Some(told.unwrap_or(Format::Jsonl))),
             Sniffed::Neither(_) if told.is_some() => return Ok(told),
             Sniffed::Neither(why) => return Err(DatasetError::unreadable(&file.name, why)),
@@ -122,14 +122,15 @@ async fn format_of(
     Ok(told.or(Some(Format::Jsonl)))
 }
 
-/// Does the file end as Parquet does? A text that begins so by chance does not.
+/// Whether the file ends with Parquet's magic. A text that begins with it by chance ends
+/// differently.
 async fn ends_as_parquet(text: &TextFile) -> Result<bool, DatasetError> {
     let file = &text.file;
     let last = file.size.saturating_sub(4)..file.size;
     Ok(text.codec.is_some() || &file.bytes(last).await?[..] == b"PAR1")
 }
 
-/// Nothing but UTF-8 without a zero byte, the last character of which may be cut?
+/// Whether the head is UTF-8 without zero bytes; its last character may be cut.
 fn is_text_so_far(head: &[u8]) -> bool {
     let valid = std::str::from_utf8(head).map_or_else(|e| e.error_len().is_none(), |_| true);
     valid && !head.contains(&0)
@@ -146,7 +147,7 @@ fn parquet(file: &PinnedFile, head: &[u8], told: Option<Format>) -> Result<Forma
     }
 }
 
-/// Where a file is Arrow by its content, by its name, or because the job says so.
+/// Handles a file that is Arrow by content, by name or by the job's settings.
 fn arrow(text: &TextFile, head: &[u8], told: Option<Format>) -> Result<Format, DatasetError> {
     let unreadable = |why: String| Err(DatasetError::unreadable(&text.file.name, why));
     match (text.codec, told) {
@@ -159,7 +160,7 @@ fn arrow(text: &TextFile, head: &[u8], told: Option<Format>) -> Result<Format, D
         }
         _ if head.starts_with(MAGIC) => Ok(Format::Arrow),
         _ if head.is_empty() => unreadable("it is empty (0 bytes), which is no Arrow file".into()),
-        // How a message begins.
+        // An Arrow stream begins with a continuation marker.
         _ if head.starts_with(&[0xff; 4]) => unreadable(
             "it is a stream of Arrow messages, which has no footer; write it as a file (pyarrow: `ipc.new_file` or `feather.write_feather`)".into(),
         ),
@@ -190,13 +191,13 @@ fn unreadable_magic(head: &[u8]) -> Option<&'static str> {
     let known = MAGIC.iter().find(|(magic, _)| head.starts_with(magic));
     match (known, head.first_chunk::<4>()) {
         (Some((_, why)), _) => Some(why),
-        // Every second byte of a text's first characters.
+        // Every second byte of the first characters is zero.
         (None, Some([1..=255, 0, 1..=255, 0] | [0, 1..=255, 0, 1..=255])) => Some(UTF_16),
         _ => None,
     }
 }
 
-/// What the first lines say.
+/// Result of inspecting the first lines.
 #[derive(Debug, PartialEq, Eq)]
 enum Sniffed {
     Is(Format),

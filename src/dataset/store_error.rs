@@ -1,12 +1,13 @@
-//! What a store answered, in one line.
+//! A store's error response, in one line.
 
 use std::error::Error;
 
-/// Longest line made of a store's answer, in characters.
+/// Maximum length of that line, in characters.
 const LENGTH_MAX: usize = 300;
 
-/// The cause of an object_store error: the last of its chain, since the others repeat it. Of an XML answer only its code
-/// and message: what else it holds may be long, and tell more than a log should.
+/// The root cause of an object_store error, since the errors above it repeat its text. Of an XML
+/// response only the code and message are kept: the rest may be long, and may hold data that does
+/// not belong in a log.
 pub fn cause(error: &(dyn Error + 'static)) -> String {
     let mut last = error;
     while let Some(source) = last.source() {

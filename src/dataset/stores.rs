@@ -1,7 +1,9 @@
-//! Opens object stores: one client a bucket and process; credentials and options by each cloud's own conventions.
+//! Opens object stores with one client per bucket and process; credentials and options follow each
+//! cloud's own conventions.
 //!
-//! What a client takes from the environment stands in `docs/stores.md`. Only variables with a cloud's prefix count: the
-//! names that object_store also knows without one (`TOKEN`, `REGION`, `ENDPOINT`) may mean anything on a machine.
+//! `docs/stores.md` lists the environment variables in use. Only variables with a cloud's prefix
+//! count: object_store also accepts names without one (`TOKEN`, `REGION`, `ENDPOINT`), which may
+//! have another meaning on a machine.
 
 use std::collections::BTreeMap;
 use std::str::FromStr;
@@ -23,14 +25,15 @@ use url::{Position, Url};
 use super::aws_profile::{self, Keys, ProfileCredentials};
 use super::web::{MayFollow, WebConnector};
 
-/// Seconds that one request may take, body included, unless `GRISTMILL_STORE_TIMEOUT` says otherwise. A part of 256 MB
-/// then needs 4.3 MB/s.
+/// Timeout of one request in seconds, including the body, unless `GRISTMILL_STORE_TIMEOUT` is set.
+/// A part of 256 MB then needs 4.3 MB/s.
 const TIMEOUT_SECONDS: f64 = 60.0;
-/// A connection is there within this, or never.
+/// Maximum connect timeout in seconds.
 const CONNECT_SECONDS_MAX: f64 = 5.0;
-/// Tries of one request after the first. Callers that write have their own rounds above these.
+/// Maximum retries of one request. Callers that write have their own retry loops above these.
 const RETRIES_MAX: usize = 8;
-/// Credentials and signatures of a request are not renewed between its tries: well below their 5 minutes.
+/// Maximum time for retries in seconds. A request's credentials and signature are not renewed
+/// between its retries, so this stays well below their 5 minutes.
 const RETRY_SECONDS_MAX: u64 = 120;
 
 /// Why a store cannot be opened; one line, without secrets.
@@ -42,7 +45,7 @@ pub struct OpenError(pub String);
 pub struct Stores {
     variables: BTreeMap<String, String>,
     opened: Mutex<BTreeMap<String, Opened>>,
-    /// Where web servers' redirects may lead, in a process that works on queued jobs.
+    /// The allowed targets of web servers' redirects, in a process that works on queued jobs.
     may_follow: OnceLock<MayFollow>,
 }
 
@@ -50,7 +53,7 @@ pub struct Stores {
 #[derive(Clone)]
 struct Opened {
     store: Arc<dyn ObjectStore>,
-    /// The same, where it lists page by page.
+    /// The same client, if it supports paginated listing.
     pages: Option<Arc<dyn PaginatedListStore>>,
 }
 
@@ -65,7 +68,7 @@ impl Opened {
 }
 
 impl Stores {
-    /// The stores of this process, by its environment as it was at the first call.
+    /// The stores of this process. The environment is read on the first call.
     pub fn of_process() -> &'static Stores {
         static OF_PROCESS: OnceLock<Stores> = OnceLock::new();
         OF_PROCESS.get_or_init(|| {
@@ -74,7 +77,7 @@ impl Stores {
         })
     }
 
-    /// Stores by these variables instead of the process's.
+    /// Stores that use these variables instead of the process's environment.
     pub fn new(variables: impl IntoIterator<Item = (String, String)>) -> Stores {
         Stores {
             variables: variables.into_iter().collect(),
@@ -83,17 +86,18 @@ impl Stores {
         }
     }
 
-    /// Web servers that are opened from now on redirect to where `may_follow` says alone. The first call counts.
+    /// Restricts redirects of web servers that are opened from now on to targets that `may_follow`
+    /// allows. Only the first call has an effect.
     pub fn confine(&self, may_follow: MayFollow) {
         self.may_follow.get_or_init(|| may_follow);
     }
 
-    /// The store that `url` lies in, and the key in it. Sends no request.
+    /// The store of `url`, and the key in it. Sends no request.
     pub fn open(&self, url: &Url) -> Result<(Arc<dyn ObjectStore>, Path), OpenError> {
         self.opened(url).map(|(opened, path)| (opened.store, path))
     }
 
-    /// The store that `url` lies in, where it lists page by page, as those of buckets do. Sends no request.
+    /// The store of `url`, if it supports paginated listing, as bucket stores do. Sends no request.
     pub fn pages(&self, url: &Url) -> Option<Arc<dyn PaginatedListStore>> {
         self.opened(url).ok()?.0.pages
     }
@@ -145,7 +149,7 @@ impl Stores {
         let mut builder = AmazonS3Builder::new()
             .with_retry(self.retry()?)
             .with_client_options(client);
-        // The name that Amazon's own tools read.
+        // Amazon's own tools read this variable.
         if let Some(endpoint) = self.variable("AWS_EC2_METADATA_SERVICE_ENDPOINT") {
             builder = builder.with_metadata_endpoint(endpoint.trim_end_matches('/'));
         }
@@ -165,7 +169,7 @@ impl Stores {
         builder.with_url(url.as_str()).build().map_err(refused)
     }
 
-    /// What the AWS profile says, where the environment does not say it.
+    /// Applies the AWS profile's settings where the environment sets none.
     fn with_profile(&self, mut builder: AmazonS3Builder) -> Result<AmazonS3Builder, OpenError> {
         let Some(profile) = aws_profile::find(&self.variables).map_err(OpenError)? else {
             return Ok(builder);
@@ -181,7 +185,7 @@ impl Stores {
         {
             builder = builder.with_endpoint(endpoint);
         }
-        // Keys in the environment come first, as with Amazon's own tools.
+        // Keys in the environment take precedence, as in Amazon's own tools.
         if set(&builder, AmazonS3ConfigKey::AccessKeyId)
             || builder
                 .get_config_value(&AmazonS3ConfigKey::SkipSignature)
@@ -221,7 +225,7 @@ impl Stores {
         let mut builder = MicrosoftAzureBuilder::new()
             .with_retry(self.retry()?)
             .with_client_options(self.client()?);
-        // Where Azure's own hosts (functions, app services) give out identities.
+        // Azure's hosts (functions, app services) provide identities at this endpoint.
         if let Some(endpoint) = self.variable("IDENTITY_ENDPOINT") {
             builder = builder.with_msi_endpoint(endpoint);
         }
@@ -233,7 +237,7 @@ impl Stores {
     }
 
     fn http(&self, url: &Url) -> Result<HttpStore, OpenError> {
-        // Who writes `http://` means it.
+        // Plain HTTP is allowed if the address says `http://`.
         let client = self.client()?.with_allow_http(url.scheme() == "http");
         let seconds = self.timeout_seconds()?;
         let connector = WebConnector {
@@ -258,7 +262,7 @@ impl Stores {
             .with_connect_timeout(Duration::from_secs_f64(seconds.min(CONNECT_SECONDS_MAX))))
     }
 
-    /// Waits of 0.1 s and more, half as long again each time on average: about 8 s until the last try.
+    /// Backoff from 0.1 s on, growing by half on average: about 8 s until the last retry.
     fn retry(&self) -> Result<RetryConfig, OpenError> {
         let backoff = BackoffConfig {
             init_backoff: Duration::from_millis(100),
@@ -286,7 +290,7 @@ impl Stores {
     }
 }
 
-/// `url` up to where keys begin: what two addresses of one client have in common.
+/// `url` without its key: the part that all addresses of one client share.
 pub fn bucket_of(url: &Url, path: &Path) -> String {
     let mut segments: Vec<&str> = url.path().split('/').filter(|part| !part.is_empty()).collect();
     let mut below = path.parts().count();
@@ -301,7 +305,8 @@ pub fn bucket_of(url: &Url, path: &Path) -> String {
     format!("{}/{}", &url[..Position::BeforePath], segments.join("/"))
 }
 
-/// Can the host of such an address be a bucket's name? It is put into paths and names of servers as it is written.
+/// Whether the URL's host can be a bucket's name, which is inserted unescaped into paths and host
+/// names.
 pub fn names_bucket(url: &Url) -> bool {
     let authority = &url[Position::BeforeUsername..Position::BeforePath];
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_.$@:".contains(c);
@@ -310,7 +315,7 @@ pub fn names_bucket(url: &Url) -> bool {
         && !authority.contains("..")
 }
 
-/// `url` without what may be secret in it.
+/// `url` without its secrets.
 pub fn shown(url: &Url) -> String {
     let mut url = url.clone();
     if url.password().is_some() {
@@ -329,7 +334,7 @@ fn certificates(file: &str) -> Result<Vec<Certificate>, OpenError> {
     Certificate::from_pem_bundle(&bytes).map_err(|e| OpenError(format!("`AWS_CA_BUNDLE` names `{file}`: {e}")))
 }
 
-/// A builder's own refusal, without its store's name twice.
+/// A builder's error, without repeating its store's name.
 fn refused(error: object_store::Error) -> OpenError {
     OpenError(super::store_error::cause(&error))
 }

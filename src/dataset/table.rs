@@ -1,4 +1,5 @@
-//! A file that knows its columns, of whichever format: its groups of rows at planning, and rows by range.
+//! A file that states its columns, in any such format: its row groups for planning, and rows by
+//! range.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -19,7 +20,7 @@ pub enum TableFile {
 }
 
 impl TableFile {
-    /// Opens a file of `format`; `kept`: of the job's Arrow files.
+    /// Opens a file of `format`; `kept`: the job's last decoded block of Arrow files.
     pub async fn open(pinned: PinnedFile, format: Format, kept: KeptBlock) -> Result<TableFile, DatasetError> {
         Ok(match format {
             Format::Arrow => TableFile::Arrow(Arc::new(ArrowFile::open(pinned, kept).await?)),
@@ -27,7 +28,7 @@ impl TableFile {
         })
     }
 
-    /// The columns as they are read: dictionaries unpacked.
+    /// The columns as they are read, with dictionaries unpacked.
     pub fn schema(&self) -> &SchemaRef {
         match self {
             TableFile::Parquet(file) => file.schema(),
@@ -42,7 +43,7 @@ impl TableFile {
         }
     }
 
-    /// Memory that is held while it is open, in bytes.
+    /// Memory held while the file is open, in bytes.
     pub fn memory_bytes(&self) -> usize {
         match self {
             TableFile::Parquet(file) => file.memory_bytes(),
@@ -50,7 +51,7 @@ impl TableFile {
         }
     }
 
-    /// Checks what the file claims of the named columns.
+    /// Checks the file's claims about the named columns.
     pub fn check_columns(&self, columns: &[String]) -> Result<(), DatasetError> {
         match self {
             TableFile::Parquet(file) => file.check_columns(columns),
@@ -73,7 +74,7 @@ impl TableFile {
         }
     }
 
-    /// Uncompressed bytes of the named columns in a group, as far as they are known.
+    /// Uncompressed bytes of the named columns in a group, as far as known.
     pub fn group_bytes(&self, group: usize, columns: &[String]) -> u64 {
         match self {
             TableFile::Parquet(file) => file.group_bytes(group, columns),
@@ -81,7 +82,7 @@ impl TableFile {
         }
     }
 
-    /// Reads rows, if they take no more than `limit` bytes.
+    /// Reads rows, unless they cost more than `limit` bytes.
     pub async fn read_rows(&self, wanted: Wanted, limit: Option<u64>) -> Result<Read, DatasetError> {
         match self {
             TableFile::Parquet(file) => file.read_rows(wanted, limit).await,
@@ -89,7 +90,7 @@ impl TableFile {
         }
     }
 
-    /// What each of `rows` takes of these columns; `shown`: those that become JSON.
+    /// The cost of each of `rows` in these columns; `shown`: columns that become JSON.
     pub async fn row_costs(
         &self,
         rows: Range<u64>,

@@ -1,7 +1,8 @@
-//! The bytes of a file of lines, decompressed where it is compressed.
+//! The bytes of a text file, decompressed if the file is compressed.
 //!
-//! Compressed bytes can only be read from the start. So whoever reads one range after another keeps its decoder and goes on
-//! where it stands; what lies before it begins anew. A worker reads its shards in order, and so decompresses a file about once.
+//! A compressed file can only be read from its start. So the decoder is kept between reads and
+//! continues from its position; a read before that position starts again. A worker reads its shards
+//! in order, and so decompresses a file about once.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -17,26 +18,28 @@ use super::error::DatasetError;
 use super::lines_in::LinesHash;
 use super::pinned::PinnedFile;
 
-/// Decoders that are kept: as many shards are read side by side. Each holds a window of its format, 128 MiB at most.
+/// Maximum number of kept decoders, which is the number of shards read concurrently. Each holds its
+/// format's window, at most 128 MiB.
 const KEPT_MAX: usize = 4;
 
-/// Stored bytes of a request: at first few, since some want no more than a file's beginning.
+/// Stored bytes per request (first, maximum): the first is small, since some readers need only the
+/// file's head.
 const STORED_STEP_BYTES: (u64, u64) = (128 << 10, 4 << 20);
 
-/// A file, and how its bytes become text.
+/// A file, and its compression.
 #[derive(Debug, Clone)]
 pub struct TextFile {
     pub file: PinnedFile,
     pub codec: Option<Codec>,
-    /// Where decoders are kept; `None`: they are not.
+    /// The pool of kept decoders; `None`: decoders are not kept.
     pub kept: Option<Kept>,
 }
 
-/// Decoders that stand somewhere in their files, for who reads on from there.
+/// Decoders at positions in their files, for reads that continue there.
 #[derive(Clone, Default)]
 pub struct Kept {
     decoders: Arc<Mutex<VecDeque<Unpacking>>>,
-    /// What all of them have made.
+    /// Bytes decompressed so far by all decoders.
     made: Arc<AtomicU64>,
 }
 
@@ -47,12 +50,12 @@ impl std::fmt::Debug for Kept {
 }
 
 impl Kept {
-    /// Bytes that were made by all decoders together, those that were passed over among them.
+    /// Bytes decompressed so far by all decoders, including skipped ones.
     pub fn made(&self) -> u64 {
         self.made.load(Relaxed)
     }
 
-    /// The decoder of `file` that stands nearest before `place`.
+    /// Takes the decoder of `file` with the nearest position at or before `place`.
     fn take(&self, file: &PinnedFile, place: u64) -> Option<Unpacking> {
         let mut kept = self.decoders.lock().unwrap_or_else(PoisonError::into_inner);
         let fitting = kept
@@ -73,7 +76,7 @@ impl Kept {
 }
 
 impl TextFile {
-    /// A file that is read for itself, not shard by shard.
+    /// A file that is read on its own, without kept decoders.
     pub fn new(file: PinnedFile, codec: Option<Codec>) -> TextFile {
         TextFile {
             file,
@@ -82,7 +85,7 @@ impl TextFile {
         }
     }
 
-    /// What its name says that it is compressed with, where it is not.
+    /// The compression extension in its name, if it is not detected as compressed.
     pub fn named_codec(&self) -> Option<&str> {
         let name = self.file.location.path.filename().unwrap_or_default();
         let (_, last) = name.rsplit_once('.')?;
@@ -92,7 +95,7 @@ impl TextFile {
         (is_codec && self.codec.is_none()).then_some(last)
     }
 
-    /// Does its name end in one of these, before what it says of compression?
+    /// Whether its name has one of these extensions, before any compression extension.
     pub fn is_named(&self, extensions: &[&str]) -> bool {
         let name = self
             .file
@@ -108,7 +111,7 @@ impl TextFile {
         inner.rsplit_once('.').is_some_and(|(_, ext)| extensions.contains(&ext))
     }
 
-    /// The file's beginning, up to `bytes` bytes.
+    /// The first `bytes` bytes of the file.
     pub async fn head(&self, bytes: u64) -> Result<Bytes, DatasetError> {
         if self.codec.is_none() {
             return self.file.bytes(0..bytes.min(self.file.size)).await;
@@ -121,13 +124,13 @@ impl TextFile {
         Ok(head.into())
     }
 
-    /// All bytes; `hash` sees those that are stored.
+    /// All bytes; `hash` receives the stored bytes.
     pub fn all(&self, hash: Option<LinesHash>) -> BoxStream<'static, Result<Bytes, DatasetError>> {
         let end = self.codec.map_or(self.file.size, |_| u64::MAX);
         self.range(0..end, hash)
     }
 
-    /// The bytes of `range`, or up to the end.
+    /// The bytes of `range`, or fewer at the end of the file.
     pub fn range(&self, range: Range<u64>, hash: Option<LinesHash>) -> BoxStream<'static, Result<Bytes, DatasetError>> {
         let Some(codec) = self.codec else {
             return stored(self.file.clone(), range, hash);
@@ -144,7 +147,7 @@ impl TextFile {
     }
 }
 
-/// The bytes as they are stored.
+/// The stored bytes of `range`.
 fn stored(
     file: PinnedFile,
     range: Range<u64>,
@@ -160,22 +163,22 @@ fn stored(
         .boxed()
 }
 
-/// A file that is being decompressed.
+/// A file during decompression.
 struct Unpacking {
     file: PinnedFile,
-    /// Of the stored bytes.
+    /// Hash of the stored bytes.
     hash: Option<LinesHash>,
-    /// Stored bytes that have been read.
+    /// Number of stored bytes read so far.
     read: u64,
-    /// Those of them that are not decompressed yet.
+    /// Stored bytes that are not decompressed yet.
     input: Bytes,
-    /// `None`: a step of it failed.
+    /// `None` after a failed step.
     decoder: Option<Decoder>,
-    /// The decoder may hold more than it has given.
+    /// Whether the decoder may hold more output.
     is_full: bool,
-    /// Decompressed bytes that nobody has taken yet.
+    /// Decompressed bytes that are not returned yet.
     rest: Bytes,
-    /// Their place in the decompressed file.
+    /// Offset of `rest` in the decompressed file.
     at: u64,
 }
 
@@ -200,7 +203,7 @@ impl Unpacking {
             && (&ours.etag, &ours.version, ours.size) == (&file.etag, &file.version, file.size)
     }
 
-    /// Takes the next bytes; none: these were all.
+    /// Returns the next bytes; empty at the end.
     async fn next(&mut self, kept: Option<&Kept>) -> Result<Bytes, DatasetError> {
         let name = self.file.name.clone();
         let unreadable = |why: String| DatasetError::unreadable(&name, why);
@@ -215,7 +218,8 @@ impl Unpacking {
                     self.decoder = Some(decoder);
                     return Ok(Bytes::new());
                 }
-                // A request a step: a connection that waits for the next shard would be closed.
+                // Each step is a separate request, since a server would close a connection that
+                // waits for the next shard.
                 let length = self.read.clamp(STORED_STEP_BYTES.0, STORED_STEP_BYTES.1);
                 let step = self.read..self.file.size.min(self.read + length);
                 self.input = self.file.bytes(step.clone()).await?;
@@ -224,7 +228,7 @@ impl Unpacking {
                     hash.add(&self.input);
                 }
             }
-            // Off the threads that read; what it needs comes back with what it made.
+            // Decompression runs on a blocking thread; the decoder is moved there and back.
             let mut input = std::mem::take(&mut self.input);
             let step = tokio::task::spawn_blocking(move || {
                 let made = decoder.step(&mut input);
@@ -243,7 +247,8 @@ impl Unpacking {
         Ok(bytes)
     }
 
-    /// The bytes of `range`, which begins no earlier than where this stands; then it is kept for who reads on.
+    /// The bytes of `range`, which must not begin before the current position. Afterwards the
+    /// decoder is kept for reads that continue there.
     fn range(self, range: Range<u64>, kept: Option<Kept>) -> BoxStream<'static, Result<Bytes, DatasetError>> {
         let steps = stream::try_unfold(Some(self), move |unpacking| {
             let (range, kept) = (range.clone(), kept.clone());

@@ -1,17 +1,18 @@
-//! Thrift's compact protocol, as far as limits must be checked before Parquet's decoder sees foreign bytes.
+//! Thrift's compact protocol, to the extent that limits must be checked before Parquet's decoder
+//! sees foreign bytes.
 //!
 //! <https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md>
 
 /// Why a struct could not be read.
 #[derive(Debug, PartialEq, Eq)]
 pub enum ThriftError {
-    /// The bytes end within it.
+    /// The bytes end within the struct.
     Short,
-    /// It has …
+    /// The struct has this defect; the text continues "it has …".
     Bad(&'static str),
 }
 
-/// Deepest nesting of skipped values.
+/// Maximum nesting of skipped values.
 const DEPTH_MAX: u32 = 16;
 
 pub const BOOL_TRUE: u8 = 1;
@@ -76,7 +77,8 @@ impl<'a> Compact<'a> {
         self.zigzag()
     }
 
-    /// The next field's type, `None` at the struct's end; `id` goes from the last field's id to this one's, which has 16 bits.
+    /// The next field's type, `None` at the struct's end; `id` is advanced from the last field's id
+    /// to this one's, which has 16 bits.
     pub fn field(&mut self, id: &mut i64) -> Result<Option<u8>, ThriftError> {
         let byte = self.byte()?;
         if byte == 0 {
@@ -154,13 +156,14 @@ impl<'a> Compact<'a> {
     }
 
     fn skip_elements(&mut self, count: u64, kinds: &[u8], depth: u32) -> Result<(), ThriftError> {
-        // An element takes at least a byte.
+        // An element takes at least one byte.
         if count > self.bytes.len() as u64 {
             return Err(ThriftError::Short);
         }
         for _ in 0..count {
             for &kind in kinds {
-                // Parquet's decoder takes no byte for a boolean that it skips in a collection. The format has none there.
+                // Parquet's decoder consumes no byte for a boolean that it skips in a collection.
+                // The format has no such collections.
                 if matches!(kind, BOOL_TRUE | BOOL_FALSE) {
                     return Err(ThriftError::Bad("booleans in a list"));
                 }

@@ -21,7 +21,8 @@ use base64::engine::general_purpose::STANDARD;
 use chrono::NaiveDateTime;
 use serde_json::{Map, Number, Value};
 
-/// The rows of `batch` as JSON objects, fields in column order; `Err`: the row has a value without JSON form.
+/// The rows of `batch` as JSON objects, fields in column order; `Err`: the row has a value without
+/// a JSON form.
 pub fn rows_of(batch: &RecordBatch) -> Vec<Result<Map<String, Value>, String>> {
     (0..batch.num_rows()).map(|row| row_at(batch, row)).collect()
 }
@@ -111,7 +112,7 @@ pub fn cell(column: &ArrayRef, row: usize) -> Result<Value, String> {
 }
 
 fn list(items: &ArrayRef) -> Result<Value, String> {
-    // As long as it is: one that grows takes twice as much.
+    // The exact capacity is reserved, since a growing vector may take twice as much.
     let mut list = Vec::with_capacity(items.len());
     for i in 0..items.len() {
         list.push(cell(items, i)?);
@@ -128,7 +129,7 @@ fn float(value: f64) -> Value {
     }
 }
 
-/// The shortest decimal that means this number: 0.1, not 0.10000000149011612.
+/// The float64 with the same shortest decimal form: 0.1, not 0.10000000149011612.
 fn narrow_float(value: f32) -> Value {
     float(value.to_string().parse().unwrap_or(f64::from(value)))
 }
@@ -176,7 +177,7 @@ fn moment(column: &ArrayRef, row: usize) -> Result<Value, String> {
         .into())
 }
 
-/// Seconds with as many decimals as there are, no trailing zeros.
+/// Seconds in exact decimal form, without trailing zeros.
 fn duration(column: &ArrayRef, row: usize, unit: TimeUnit) -> String {
     let (count, digits) = match unit {
         TimeUnit::Second => (column.as_primitive::<DurationSecondType>().value(row), 0),

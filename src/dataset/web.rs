@@ -1,8 +1,10 @@
-//! How web servers (`http://`, `https://`) are reached: redirects and names are looked at before a request follows them.
+//! Access to web servers (`http://`, `https://`): redirects and resolved names are checked before a
+//! request follows them.
 //!
-//! A server may answer with a redirect, and a name may resolve to any address. Neither may lead a request to a link-local address or a
-//! metadata service (see [`super::hosts`]) that nobody named. In a process that works on queued jobs, redirects lead only to where
-//! those jobs may read.
+//! A server may send a redirect, and a name may resolve to any address. Neither may lead a request
+//! to a link-local address or metadata service (see [`super::hosts`]) that the user did not name.
+//! In a process that works on queued jobs, redirects may lead only to addresses that those jobs may
+//! read.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -17,18 +19,19 @@ use url::Url;
 
 use super::hosts::{is_link_local, names_link_local};
 
-/// Redirects of one request, as browsers and reqwest itself have it, more or less.
+/// Maximum redirects per request, about as many as in browsers and in reqwest itself.
 const REDIRECTS_MAX: usize = 10;
 
 /// Whether a redirect may lead to an address.
 pub type MayFollow = Arc<dyn Fn(&Url) -> bool + Send + Sync>;
 
-/// Something that a request must not do, though a server or a name asks for it. Another try would not change that.
+/// A request that was refused although a server or a name leads to it. A retry would not change
+/// that.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct Refusal(String);
 
-/// The refusal in a chain of errors, where there is one.
+/// The refusal in a chain of errors, if there is one.
 pub fn refusal<'e>(error: &'e (dyn std::error::Error + 'static)) -> Option<&'e Refusal> {
     let mut next = Some(error);
     while let Some(error) = next {
@@ -40,13 +43,13 @@ pub fn refusal<'e>(error: &'e (dyn std::error::Error + 'static)) -> Option<&'e R
     None
 }
 
-/// Makes the client for one web server.
+/// Builds the client for one web server.
 pub struct WebConnector {
-    /// The server's own address, as somebody named it.
+    /// The server's own address, as configured.
     pub server: Url,
     pub timeout: Duration,
     pub connect_timeout: Duration,
-    /// `None`: wherever is not link-local.
+    /// `None`: any address that is not link-local.
     pub may_follow: Option<MayFollow>,
 }
 
@@ -81,22 +84,23 @@ impl WebConnector {
         })
     }
 
-    /// The name that may resolve to a link-local address: that of the server, where a person at the command line named it, or where a
-    /// worker was told to accept it by a name that means nothing else.
+    /// The name that may resolve to a link-local address: the server's own, if a person gave it at
+    /// the command line, or if the worker accepts it and it is by itself a metadata service's name.
     fn exempt(&self) -> Option<String> {
         let told = self.may_follow.is_none() || names_link_local(&self.server);
         told.then(|| self.server.host_str().map(str::to_ascii_lowercase))
             .flatten()
     }
 
-    /// A client that looks names up by `lookup`.
+    /// A client that resolves names with `lookup`.
     fn client(&self, lookup: Lookup) -> reqwest::Result<reqwest::Client> {
         let exempt = self.exempt();
         reqwest::Client::builder()
             .user_agent(concat!("gristmill/", env!("CARGO_PKG_VERSION")))
             .timeout(self.timeout)
             .connect_timeout(self.connect_timeout)
-            // Who writes `http://` means it; from `https://` no redirect leads to an unencrypted answer.
+            // Plain HTTP is allowed if the address says `http://`; a redirect from `https://` must
+            // not lead to an unencrypted response.
             .http1_only()
             .https_only(self.server.scheme() != "http")
             .redirect(self.redirects())
@@ -115,7 +119,8 @@ impl HttpConnector for WebConnector {
     }
 }
 
-/// A client that posts to `url`: it follows no redirect, and no name to a link-local address. A request ends within `timeout`.
+/// A client that posts to `url`. It follows no redirect, and no name that resolves to a link-local
+/// address. A request ends within `timeout`.
 pub fn poster(url: &Url, timeout: Duration) -> reqwest::Result<reqwest::Client> {
     poster_by(by_system, url, timeout)
 }
@@ -131,14 +136,14 @@ fn poster_by(lookup: Lookup, url: &Url, timeout: Duration) -> reqwest::Result<re
         .build()
 }
 
-/// How the addresses of a name are found.
+/// Resolves a name to its addresses.
 type Lookup = fn(String) -> BoxFuture<'static, std::io::Result<Vec<SocketAddr>>>;
 
 fn by_system(name: String) -> BoxFuture<'static, std::io::Result<Vec<SocketAddr>>> {
     Box::pin(async move { Ok(tokio::net::lookup_host((name, 0)).await?.collect()) })
 }
 
-/// Resolves names without link-local addresses.
+/// A resolver that filters out link-local addresses.
 struct Names {
     exempt: Option<String>,
     lookup: Lookup,
@@ -199,7 +204,7 @@ mod tests {
         assert!(exempt("http://metadata.google.internal/x", true).is_some());
     }
 
-    /// Names as a stranger's name server has them.
+    /// Names as a hostile name server resolves them.
     fn by_stranger(name: String) -> BoxFuture<'static, std::io::Result<Vec<SocketAddr>>> {
         let ip = match name.as_str() {
             "rows.example" => "127.0.0.1",
@@ -224,7 +229,8 @@ mod tests {
         port
     }
 
-    /// Named by a queued job or by a redirect, a name that resolves to a metadata service is asked nothing.
+    /// No request is sent to a name that resolves to a metadata service, whether a queued job or a
+    /// redirect gives it.
     #[tokio::test]
     async fn a_request_follows_no_name_to_a_metadata_service() {
         let rows = format!("http://rows.example:{}/", redirecting());
@@ -259,7 +265,7 @@ mod tests {
             exempt: None,
             lookup: by_system,
         };
-        // What is an address already, in whatever form, needs no name server.
+        // An address in any form needs no name server.
         let name = "169.254.169.254".parse().unwrap();
         let error = names.resolve(name).await.map(|_| ()).unwrap_err();
         assert!(refusal(&*error).is_some(), "{error}");

@@ -1,13 +1,14 @@
-//! How many bytes a value takes whatever it holds: what a column's type alone can make a batch of rows take.
+//! Bytes that a value takes whatever it holds, which bounds the memory that column types alone can
+//! require.
 
 use arrow::datatypes::{DataType, Schema};
 
-/// Most bytes of a batch's carried columns that their types alone ask for.
+/// Maximum bytes of a batch's carried columns that their types alone require.
 const BATCH_BYTES_MAX: u64 = 1 << 30;
-/// Of a value that is no fixed number of bytes: about its place in the column.
+/// Approximate overhead of a variable-size value in its column.
 const PLACE_BYTES: u64 = 16;
 
-/// Can `rows` rows of these columns be held? Else one line that says why not.
+/// Checks that `rows` rows of these columns can be held. An error is one line.
 pub fn check_room(schema: &Schema, rows: u64) -> Result<(), String> {
     let mut sum = 0u64;
     for field in schema.fields() {
@@ -22,7 +23,8 @@ pub fn check_room(schema: &Schema, rows: u64) -> Result<(), String> {
     }
 }
 
-/// Bytes of a value, or one line that says why there can be none; it goes behind a column's name.
+/// Bytes of a value, or one line with the reason why the type has no values; it goes behind a
+/// column's name.
 fn width(kind: &DataType) -> Result<u64, String> {
     let size = |n: i32| u64::try_from(n).map_err(|_| format!("has values of {n} entries"));
     Ok(match kind {

@@ -1,14 +1,15 @@
-//! How a part is written: its compression, and the rows of its row groups.
+//! How a part is written: compression, and rows per row group.
 
 use parquet::basic::{Compression, GzipLevel, ZstdLevel};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// Rows of a row group at most, where the job does not say: small enough to be read by several threads, large enough to compress well.
+/// Default maximum rows per row group: small enough for parallel reads, large enough to compress
+/// well.
 const GROUP_ROWS: u32 = 65_536;
-/// Level of zstd where the job does not say.
+/// Default level of zstd.
 const ZSTD_LEVEL: u32 = 3;
-/// Level of gzip where the job does not say, as elsewhere.
+/// Default level of gzip, as in other tools.
 const GZIP_LEVEL: u32 = 6;
 
 /// What pages are compressed with.
@@ -26,9 +27,9 @@ pub enum Codec {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Writing {
     pub codec: Codec,
-    /// `None`: the codec's usual one.
+    /// `None`: the codec's default level.
     pub level: Option<u32>,
-    /// Rows of a row group at most.
+    /// Maximum rows per row group.
     pub group_rows: u32,
 }
 
@@ -43,12 +44,12 @@ impl Default for Writing {
 }
 
 impl Writing {
-    /// Whether it is what a gristmill writes that knows no other.
+    /// Whether this is how a gristmill without these settings writes.
     pub fn is_default(&self) -> bool {
         *self == Writing::default()
     }
 
-    /// The levels of this codec; `None`: it has none.
+    /// The levels of this codec; `None` if it has none.
     pub fn levels(codec: Codec) -> Option<(u32, u32)> {
         match codec {
             Codec::Zstd => Some((1, 22)),

@@ -1,4 +1,4 @@
-//! `output.carry`: which input columns come along, and under which names.
+//! `output.carry`: the input columns that are carried to the output, and their names there.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -10,7 +10,7 @@ use super::check::{FieldError, bad, check_length};
 use super::spec::{Output, RESULT_COLUMNS};
 
 const FIELD: &str = "output.carry";
-/// Stands for all columns that are not named.
+/// Stands for all columns that are not listed.
 pub(super) const ALL: &str = "*";
 
 /// As a job file has it.
@@ -28,7 +28,7 @@ pub enum CarryFile {
     Renamed(#[schemars(with = "BTreeMap<String, String>")] Map<String, Value>),
 }
 
-/// What is carried, checked.
+/// The carried columns, checked.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct Carry {
     pub columns: Vec<String>,
@@ -77,7 +77,7 @@ impl Carry {
     }
 }
 
-/// Names that can be carried together.
+/// Checks that these columns can be carried together under these names.
 fn check_carry(columns: &[String], renamed: &BTreeMap<String, String>) -> Result<(), FieldError> {
     let (mut seen, mut names) = (HashSet::new(), HashSet::new());
     for column in columns {
@@ -110,7 +110,7 @@ fn check_carry(columns: &[String], renamed: &BTreeMap<String, String>) -> Result
 }
 
 impl Output {
-    /// Is what it carries what a job file can say?
+    /// Checks that a job file can carry these columns.
     pub(super) fn check_carry(&self) -> Result<(), FieldError> {
         check_carry(&self.carry, &self.renamed)
     }
@@ -146,7 +146,7 @@ mod tests {
                 ..Carry::default()
             }
         );
-        // Names may change places.
+        // Columns may swap their names.
         assert_eq!(check(json!({"a": "b", "b": "a"})).unwrap().columns, ["b", "a"]);
     }
 

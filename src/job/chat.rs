@@ -1,4 +1,4 @@
-//! The checkpoint's chat template: which one, and how a conversation goes through it.
+//! The checkpoint's chat template: its selection, and the rendering of conversations.
 
 use chrono::NaiveDateTime;
 use serde_json::{Map, Value, json};
@@ -11,27 +11,29 @@ use crate::model::tokenizer::{Tokenizer, TokenizerConfig};
 /// A text that no template produces by itself.
 const PROBE: &str = "gristmill probe text";
 
-/// What stands behind the content that is to be continued while it is rendered; its space tells whether the template keeps
-/// spaces there. As long as transformers' own, for templates that count.
+/// Marker behind the content to be continued while it is rendered. Its space shows whether the
+/// template keeps spaces there. It is as long as transformers' own, for templates that count
+/// characters.
 const CONTINUED: &str = "GRISTMILL_CONTINUES_BEHIND ";
 
-/// How a rendered conversation ends. The words are those of transformers' `apply_chat_template`.
+/// How a rendered conversation ends. The names in the variants' docs are those of transformers'
+/// `apply_chat_template`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Turn {
-    /// `add_generation_prompt`: the model's own turn is opened. What holds where nothing is said.
+    /// `add_generation_prompt`: opens the model's turn. This is the default.
     Generate,
-    /// Neither: with the last message, as the template closes it.
+    /// Neither flag: ends with the last message, as the template closes it.
     Closed,
-    /// `continue_final_message`: right behind the last message's content.
+    /// `continue_final_message`: ends right behind the last message's content.
     Continue,
 }
 
 impl Turn {
-    /// The variables of `chat_template_kwargs` that say it, too.
+    /// The variables of `chat_template_kwargs` that also set the turn.
     pub const SWITCHES: [&str; 2] = ["add_generation_prompt", "continue_final_message"];
 
-    /// What `fields`, the two switches themselves, and `kwargs` say; `None`: nothing. The error goes behind the name of
-    /// what they stand in.
+    /// The turn set by `fields` (the two switches themselves) and by `kwargs`; `None` if neither
+    /// sets it. The error goes behind the name of the enclosing block.
     pub fn of(fields: [Option<&Value>; 2], kwargs: &Map<String, Value>) -> Result<Option<Turn>, String> {
         let mut said = [None; 2];
         for (i, name) in Turn::SWITCHES.into_iter().enumerate() {
@@ -66,15 +68,15 @@ pub struct ChatTemplate {
     source: String,
     /// `bos_token`, `eos_token`, …: the variables that transformers sets.
     tokens: Map<String, Value>,
-    /// Takes contents that are lists of parts; else they are joined to one text.
+    /// Whether contents may be lists of parts; otherwise parts are joined to one text.
     takes_parts: bool,
 }
 
 impl ChatTemplate {
-    /// Picks and compiles the template: the job's choice, else `tool_use` where the checkpoint has one and there are
-    /// tools, else `default`. `now` is the time that `strftime_now` tells.
+    /// Selects and compiles the template: the job's choice, else `tool_use` if the checkpoint has
+    /// it and there are tools, else `default`. `now` is the time that `strftime_now` returns.
     ///
-    /// The error is one line without place.
+    /// The error is one line without a place.
     pub fn choose(
         config: &TokenizerConfig,
         choice: Option<&ChatTemplateChoice>,
@@ -134,7 +136,7 @@ impl ChatTemplate {
         };
         let parts = json!([{"role": "user", "content": [{"type": "text", "text": PROBE}]}]);
         chat.takes_parts = chat.render_with(parts, &Map::new(), true).is_ok_and(|text| {
-            // A template that knows only texts prints the list itself, or nothing.
+            // A template that expects texts prints the list itself, or nothing.
             text.contains(PROBE) && !text.contains("'type'") && !text.contains("\"type\"")
         });
         Ok(chat)
@@ -145,7 +147,7 @@ impl ChatTemplate {
         &self.source
     }
 
-    /// Renders a conversation up to where the model answers. `kwargs` are further variables.
+    /// Renders a conversation up to the model's answer. `kwargs` are further variables.
     pub fn render(&self, mut messages: Vec<Value>, kwargs: &Map<String, Value>, turn: Turn) -> Result<String, String> {
         for message in &mut messages {
             self.adapt(message);
@@ -163,7 +165,7 @@ impl ChatTemplate {
         }
     }
 
-    /// Why the template has no use for `kwargs`, as a predicate of where they stand.
+    /// Why the template cannot use `kwargs`; the text continues the name of their field.
     pub fn refuses(&self, kwargs: &Map<String, Value>) -> Option<String> {
         let reads = self.template.reads();
         for name in kwargs.keys() {
@@ -180,7 +182,8 @@ impl ChatTemplate {
         None
     }
 
-    /// A variable that the template reads and nobody sets, where its name is nearly that of one that is set. `kwargs` are the job's.
+    /// A variable that the template reads and nothing sets, if its name is similar to a variable
+    /// that is set. `kwargs` are the job's.
     pub fn misspells(&self, kwargs: &Map<String, Value>) -> Option<String> {
         const GIVEN: [&str; 8] = [
             "messages",
@@ -202,24 +205,24 @@ impl ChatTemplate {
         })
     }
 
-    /// Filters, tests, methods and functions that there are not, a line each.
+    /// Unknown filters, tests, methods and functions, a line each.
     pub fn unknown(&self) -> Vec<String> {
         self.template.unknown()
     }
 
-    /// Does it tell the model the date?
+    /// Whether the template tells the model the date.
     pub fn tells_time(&self) -> bool {
         self.template.calls("strftime_now")
     }
 
     fn render_with(&self, messages: Value, kwargs: &Map<String, Value>, ask: bool) -> Result<String, String> {
         let mut context = self.tokens.clone();
-        // Set to nothing, as transformers does: templates ask whether they are none.
+        // These are set to none, as in transformers: templates test them for none.
         for name in ["tools", "documents"] {
             context.insert(name.to_string(), Value::Null);
         }
         context.extend(kwargs.clone());
-        // A switch of ours alone, as in transformers.
+        // This switch is not a template variable, as in transformers.
         context.remove("continue_final_message");
         context.insert("add_generation_prompt".into(), ask.into());
         context.insert("messages".into(), messages);
@@ -227,14 +230,14 @@ impl ChatTemplate {
             .render(minijinja::Value::from(minijinja::value::Serde(&context)))
     }
 
-    /// Brings a message into the form that this template takes.
+    /// Converts a message into the form that this template expects.
     fn adapt(&self, message: &mut Value) {
         let Value::Object(message) = message else { return };
         message.retain(|_, value| !value.is_null());
         if message.get("role").is_some_and(|role| role == "developer") && !self.source.contains("developer") {
             message.insert("role".into(), "system".into());
         }
-        // What the assistant thought has several names; templates read one or the other.
+        // The assistant's thought has several names; each template reads one of them.
         let names = ["reasoning_content", "thinking", "reasoning"];
         let thought = names
             .iter()
@@ -253,7 +256,7 @@ impl ChatTemplate {
         }
     }
 
-    /// How the template shows an answer that came after a thought.
+    /// How the template renders an answer with a thought before it.
     pub(super) fn with_thought(&self, thought: &str, answer: &str) -> Option<String> {
         let mut said = json!({"role": "assistant", "content": answer, "reasoning_content": thought});
         self.adapt(&mut said);
@@ -261,8 +264,8 @@ impl ChatTemplate {
         self.render_with(conversation, &Map::new(), false).ok()
     }
 
-    /// The token that the template puts after what the assistant says, where it is a special one: it ends the
-    /// model's turn as an end-of-sequence token does.
+    /// The token that the template puts after the assistant's content, if it is a special token: it
+    /// ends the model's turn like an end-of-sequence token.
     pub fn end_of_turn(&self, tokenizer: &Tokenizer) -> Option<u32> {
         let conversation = json!([{"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE}]);
         let text = self.render_with(conversation, &Map::new(), false).ok()?;
@@ -277,7 +280,7 @@ impl ChatTemplate {
     }
 }
 
-/// Puts the mark behind the content of the last message; returns the content.
+/// Puts the marker behind the content of the last message; returns the content.
 fn mark_end(messages: &mut [Value]) -> Result<String, String> {
     let content = messages.last_mut().and_then(|message| message.get_mut("content"));
     let text = match content {
@@ -294,8 +297,8 @@ fn mark_end(messages: &mut [Value]) -> Result<String, String> {
     }
 }
 
-/// Cuts a rendering behind the marked `content`, by transformers' rule: where the template takes away the spaces behind a
-/// content, those before the mark go as well.
+/// Cuts a rendering behind the marked `content`, by transformers' rule: if the template trims
+/// spaces behind a content, spaces before the marker are cut as well.
 fn cut_behind(mut text: String, content: &str) -> Result<String, String> {
     let end = text
         .rfind(CONTINUED.trim_end())
@@ -307,7 +310,7 @@ fn cut_behind(mut text: String, content: &str) -> Result<String, String> {
                 .into(),
         );
     };
-    // transformers leaves its own mark in the prompt here.
+    // In this case transformers leaves its own marker in the prompt.
     if text[..end].contains(CONTINUED.trim_end()) {
         return Err(
             "`continue_final_message`: the chat template writes the last message more than once, so there is no \

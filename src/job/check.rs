@@ -1,9 +1,10 @@
-//! What checks of a job file share: a field that cannot have its value, and the bounds of texts and numbers.
+//! Helpers for checks of a job file: the error for a field's value, and limits of texts and
+//! numbers.
 
-/// Longest text among names, columns, stops and choices, in bytes.
+/// Maximum length of names, columns, stops and choices, in bytes.
 const TEXT_BYTES_MAX: usize = 16 << 10;
 
-/// A value that a field cannot have; `field` is its path in the file.
+/// An invalid value of a field; `field` is its path in the file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct FieldError {
     pub field: String,
@@ -16,7 +17,7 @@ impl std::fmt::Display for FieldError {
     }
 }
 
-/// Fails with a value that `field` cannot have.
+/// Fails with an invalid value of `field`.
 pub(super) fn bad<T>(field: impl Into<String>, why: impl Into<String>) -> Result<T, FieldError> {
     Err(FieldError {
         field: field.into(),
@@ -24,13 +25,13 @@ pub(super) fn bad<T>(field: impl Into<String>, why: impl Into<String>) -> Result
     })
 }
 
-/// A name or address: not empty, not long.
+/// Checks a name or address: not empty, and within the length limit.
 pub(super) fn text(field: &str, value: String) -> Result<String, FieldError> {
     filled(field, &value)?;
     Ok(value)
 }
 
-/// As [`text`], of a value that stays where it is.
+/// Like [`text`], for a borrowed value.
 pub(super) fn filled(field: &str, value: &str) -> Result<(), FieldError> {
     if value.trim().is_empty() {
         return bad(field, "is empty");
@@ -38,7 +39,7 @@ pub(super) fn filled(field: &str, value: &str) -> Result<(), FieldError> {
     check_length(field, value)
 }
 
-/// Not longer than any name or phrase is.
+/// Checks the length limit of names and phrases.
 pub(super) fn check_length(field: &str, value: &str) -> Result<(), FieldError> {
     match value.len() {
         0..=TEXT_BYTES_MAX => Ok(()),
@@ -67,7 +68,7 @@ pub(super) fn integer_in(
 /// A number from `low` to `high`.
 pub(super) fn within(field: &str, value: Option<f64>, default: f64, low: f64, high: f64) -> Result<f32, FieldError> {
     let value = value.unwrap_or(default);
-    // Not-a-number is in no range.
+    // NaN is in no range.
     match (low..=high).contains(&value) {
         true => Ok(value as f32),
         false => bad(field, format!("is {value}; it must be from {low} to {high}")),

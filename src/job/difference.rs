@@ -1,4 +1,4 @@
-//! What two jobs differ in, field by field, for people.
+//! Differences between two jobs, field by field, for messages.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -6,33 +6,33 @@ use serde_json::{Map, Value};
 
 use super::carry::ALL;
 
-/// Differences that a line names.
+/// Maximum number of differences that a line names.
 const NAMED_MAX: usize = 3;
 /// Longest value in a line, in characters.
 const VALUE_CHARS_MAX: usize = 60;
 
-/// A field that two jobs differ in.
+/// A field with different values in two jobs.
 #[derive(Debug, PartialEq)]
 pub struct Difference {
-    /// As the job file has it.
+    /// The field's path in the job file.
     field: String,
     was: Option<Value>,
     is: Option<Value>,
 }
 
 impl Difference {
-    /// Whether a job that differs so is another one.
+    /// Whether this difference makes it another job.
     pub fn is_of_another_job(&self) -> bool {
         let harmless = ["name", "model", "precision", "kv_cache", "shards.rows", "output.uri"];
         !harmless.contains(&self.field.as_str())
     }
 
-    /// Whether it was settled when the job began, and holds as it was.
+    /// Whether the field was fixed when the job began, so that its new value is ignored.
     pub fn is_settled_at_the_start(&self) -> bool {
         ["name", "shards.rows"].contains(&self.field.as_str())
     }
 
-    /// These in a line; `None`: there are none.
+    /// The differences in one line; `None` if there are none.
     pub fn list<'a>(found: impl Iterator<Item = &'a Difference>) -> Option<String> {
         let lines: Vec<String> = found.map(Difference::line).collect();
         match lines.len() {
@@ -48,7 +48,7 @@ impl Difference {
 
     fn line(&self) -> String {
         let [was, is] = [&self.was, &self.is].map(|value| value.as_ref().map(Value::to_string));
-        // Long values are shown from shortly before the place where they differ.
+        // Long values are shown from shortly before the first difference.
         let alike = match (&was, &is) {
             (Some(was), Some(is)) => was.chars().zip(is.chars()).take_while(|(a, b)| a == b).count(),
             _ => 0,
@@ -62,7 +62,8 @@ impl Difference {
     }
 }
 
-/// What `is` differs from `was` in, both as [`Job::resolved`](super::Job::resolved) makes them: budgets, who is told of the end, and where job files lie, aside.
+/// The differences of `is` from `was`, both made by [`Job::resolved`](super::Job::resolved).
+/// Budgets, `on_finish` and the job files' locations are ignored.
 pub fn differences(was: &Value, is: &Value) -> Vec<Difference> {
     let mut found = Vec::new();
     let [was, is] = [was, is].map(with_written_fields);
@@ -74,7 +75,7 @@ pub fn differences(was: &Value, is: &Value) -> Vec<Difference> {
     found
 }
 
-/// A resolved job with the fields of a job file where it has others.
+/// A resolved job with the fields that a job file has in place of the resolved ones.
 fn with_written_fields(job: &Value) -> Value {
     let mut job = job.clone();
     if let Some(Value::Object(output)) = job.get_mut("output") {
@@ -104,7 +105,7 @@ fn with_written_fields(job: &Value) -> Value {
     job
 }
 
-/// What a job file would say of the columns that `output` carries.
+/// The `output.carry` that a job file would have for the columns of `output`.
 fn written_carry(output: &mut Map<String, Value>) -> Value {
     let [columns, renamed, all] = ["carry", "renamed", "carry_all"].map(|name| output.shift_remove(name));
     let columns: Vec<String> = serde_json::from_value(columns.unwrap_or_default()).unwrap_or_default();
@@ -125,7 +126,7 @@ fn written_carry(output: &mut Map<String, Value>) -> Value {
 }
 
 fn compare(was: Option<&Value>, is: Option<&Value>, path: &str, found: &mut Vec<Difference>) {
-    // A field that is null and one that is left out are one.
+    // A null field equals a missing field.
     let [was, is] = [was, is].map(|value| value.filter(|value| !value.is_null()));
     match (was, is) {
         (was, is) if was == is => {}
@@ -152,7 +153,7 @@ fn compare(was: Option<&Value>, is: Option<&Value>, path: &str, found: &mut Vec<
     }
 }
 
-/// The field of the job file that stands at `path` of a resolved job.
+/// The job file's field for `path` of a resolved job.
 fn as_written(path: &str) -> String {
     let path = match path {
         "shard_rows" => "shards.rows",
@@ -167,7 +168,7 @@ fn as_written(path: &str) -> String {
         .replace(".parts", ".content")
 }
 
-/// A value in a line: of a long one the part around its `at`-th character.
+/// A value for a line; a long value is cut to the part around its `at`-th character.
 fn short(text: &str, at: usize) -> String {
     let length = text.chars().count();
     if length <= VALUE_CHARS_MAX {
@@ -258,7 +259,7 @@ mod tests {
             .as_deref(),
             Some(r#"`input.delimiter` was ";" and is left out, `prompt.chat_template` was "x" and is "{{ a }}""#)
         );
-        // As records have it that know of nothing else.
+        // The record is of a gristmill without the newer fields.
         assert_eq!(
             list(
                 json!({"output": {"carry": ["a"]}}),

@@ -152,7 +152,7 @@ pub enum Role {
 }
 
 impl Role {
-    /// The word that chat templates know.
+    /// The role's name in chat templates.
     pub fn as_str(self) -> &'static str {
         match self {
             Role::System => "system",
@@ -329,7 +329,7 @@ pub enum ParsedForm {
 }
 
 impl ParsedForm {
-    /// Whether it is what records of a gristmill mean that knew of no other.
+    /// Whether this is the default, which older records imply.
     pub fn is_text(&self) -> bool {
         *self == ParsedForm::Text
     }

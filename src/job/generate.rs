@@ -1,4 +1,5 @@
-//! Checked generation parameters: from a job's `generate` block or a batch line's body to the engine's.
+//! Checks generation parameters and converts a job's `generate` block or a batch line's body to the
+//! engine's parameters.
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -10,19 +11,19 @@ use super::thinking::ThinkingSpec;
 use crate::engine::forbidden::Forbidden;
 use crate::engine::params::{GenerationParams, OutputConstraint};
 
-/// Largest `max_tokens`: longer than any model's context.
+/// Maximum `max_tokens`, which exceeds any model's context.
 pub const MAX_TOKENS_MAX: u32 = 1 << 20;
-/// Most samples a row.
+/// Maximum samples per row.
 pub const SAMPLES_MAX: u32 = 1024;
-/// Most texts in `choice`, and most bytes of all of them.
+/// Maximum number of texts in `choice`, and maximum bytes of all of them.
 const CHOICES_MAX: usize = 10_000;
 const CHOICE_BYTES_MAX: usize = 1 << 20;
-/// Most entries of `stop` and of `stop_token_ids`.
+/// Maximum number of entries of `stop` and of `stop_token_ids`.
 const STOPS_MAX: usize = 64;
-/// Most bytes of all texts in `stop`: each is looked for at each token.
+/// Maximum bytes of all texts in `stop`: each text is searched for at each token.
 const STOP_BYTES_MAX: usize = 4 << 10;
 
-/// Checked generation parameters, as the job and, where it leaves them unset, its checkpoint give them.
+/// Checked generation parameters, from the job and, for unset ones, from its checkpoint.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Generate {
     pub max_tokens: u32,
@@ -40,24 +41,26 @@ pub struct Generate {
     pub logprobs: bool,
     pub n: u32,
     pub shape: ShapeSpec,
-    /// `None`: all that the model writes is its answer, as in records of a gristmill that knew of no thoughts.
+    /// `None`: the model's whole output is its answer, as in records of a gristmill without support
+    /// for thoughts.
     #[serde(default)]
     pub thinking: Option<ThinkingSpec>,
-    /// Whose values are taken where the job gives none.
+    /// Where unset values are taken from.
     #[serde(default)]
     pub defaults: Defaults,
-    /// Where values come from. Empty in records of a gristmill that knew of no checkpoint's sampling.
+    /// The source of each value. Empty in records of a gristmill that did not use the checkpoint's
+    /// sampling settings.
     #[serde(default)]
     pub from: Sources,
-    /// What the checkpoint says must not be drawn.
+    /// Tokens that the checkpoint forbids.
     #[serde(default)]
     pub forbidden: Forbidden,
-    /// Ids that the checkpoint's files ended a completion at when the job was planned; `None`: nobody has looked.
+    /// End-of-sequence ids in the checkpoint's files at planning; `None`: the files were not read.
     #[serde(default)]
     pub model_ends: Option<Vec<u32>>,
 }
 
-/// What a completion may look like.
+/// Constraint on a completion's form.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ShapeSpec {
@@ -68,7 +71,7 @@ pub enum ShapeSpec {
 }
 
 impl ShapeSpec {
-    /// The choices whose probabilities are asked for.
+    /// The choices whose probabilities are requested.
     pub fn with_probabilities(&self) -> Option<&[String]> {
         match self {
             ShapeSpec::Choice {
@@ -81,7 +84,7 @@ impl ShapeSpec {
 }
 
 impl Generate {
-    /// Checks what a job's `generate` block, or a batch line's body, says.
+    /// Checks a job's `generate` block, or a batch line's body.
     pub(super) fn check(file: &GenerateFile) -> Result<Generate, FieldError> {
         let stop = file.stop.clone().map(|stop| stop.into_vec()).unwrap_or_default();
         for text in &stop {
@@ -104,7 +107,7 @@ impl Generate {
             );
         }
         if file.choice.is_some() {
-            // A choice ends where it is whole.
+            // A choice ends by itself.
             for (field, given) in [
                 ("stop", !stop.is_empty()),
                 ("stop_token_ids", !stop_token_ids.is_empty()),
@@ -149,7 +152,7 @@ impl Generate {
         })
     }
 
-    /// The engine's parameters; `seed` is used where the job gives none. `deterministic` is the job's.
+    /// The engine's parameters; `seed` is the default seed. `deterministic` is the job's setting.
     pub fn params(&self, seed: u64, deterministic: bool) -> GenerationParams {
         GenerationParams {
             max_tokens: self.max_tokens,
@@ -168,7 +171,7 @@ impl Generate {
             logprobs: self.logprobs,
             samples: self.n,
             deterministic,
-            // Known once there is a vocabulary.
+            // Set once the vocabulary is known.
             thinking: None,
             shape: match &self.shape {
                 ShapeSpec::Free => OutputConstraint::Free,
@@ -182,7 +185,8 @@ impl Generate {
         }
     }
 
-    /// Back to the form that [`Generate::check`] takes, so that a batch line can override parts of it.
+    /// Converts back to the input of [`Generate::check`], so that a batch line can override parts
+    /// of it.
     pub(super) fn as_file(&self) -> GenerateFile {
         let mut file = GenerateFile {
             max_tokens: Some(self.max_tokens.into()),
@@ -216,7 +220,7 @@ impl Generate {
     }
 }
 
-/// A checked `f32` as the `f64` that a file would give; bounds are compared in `f64`.
+/// A checked `f32` as the `f64` that the file has; limits are compared in `f64`.
 fn exact(value: f32) -> f64 {
     value.to_string().parse().unwrap_or(f64::from(value))
 }

@@ -1,18 +1,20 @@
-//! Text of control tokens inside a row's data never becomes a control token.
+//! Prevents a control token's text in a row's data from becoming a control token.
 //!
-//! The common case costs one scan: where no data could be part of a control token's text, the rendered prompt is
-//! encoded as a whole, exactly as transformers does. Else each place where data could begin such a text, in lower or
-//! upper case too, is marked: a noncharacter goes in after the first character, inside the text that must not become a
-//! token. (Tokens of one character, and those like `</think>` that are not special but that the chat template knows and
-//! may look for in the data, are marked in front by another noncharacter.) The prompt is rendered with the marked data,
-//! its added tokens are cut out by hand (a marked text is none), the marks are taken out, and the stretches between are
-//! encoded without recognising added tokens.
+//! The common case costs one scan: if no data could be part of a control token's text, the rendered
+//! prompt is encoded as a whole, exactly as in transformers. Otherwise each position where data
+//! could begin such a text, in any case, is marked: a noncharacter is inserted after the first
+//! character, inside the text. (Two kinds of tokens are marked in front by another noncharacter
+//! instead: tokens of one character, and non-special tokens like `</think>` that the chat template
+//! knows and may search for in the data.) The prompt is rendered with the marked data and split at
+//! its added tokens, which marked texts do not match. Then the marks are removed, and the text
+//! between the tokens is encoded without recognising added tokens.
 //!
-//! A job's templates that take texts apart or remove pieces of them (`replace`, slices, `split`, …) can make a special
-//! token's text of data that holds none. For those, every character that one begins with counts as its beginning.
+//! A job's templates that split texts or remove parts of them (`replace`, slices, `split`, …) can
+//! make a special token's text out of data that does not contain it. For those templates, every
+//! first character of a special token is marked.
 //!
-//! Not guarded against: templates that pick characters one by one and so drop a mark by itself, and templates that
-//! write the beginning of a control token themselves and leave its end to the data.
+//! Two cases are not covered: templates that pick single characters and thereby drop a mark, and
+//! templates that write the beginning of a control token themselves and take its end from the data.
 
 use std::borrow::Cow;
 
@@ -21,10 +23,10 @@ use serde_json::{Map, Value};
 use crate::model::tokenizer::trie::{ROOT, Trie};
 use crate::model::tokenizer::{Added, Tokenizer};
 
-/// Noncharacters that may serve as mark: Unicode keeps them for a program's own use.
+/// Noncharacters used as marks: Unicode reserves them for internal use.
 const MARKS: std::ops::RangeInclusive<char> = '\u{FDD0}'..='\u{FDEF}';
 
-/// Could this be a mark?
+/// Whether `c` may be a mark.
 pub(super) fn is_mark(c: char) -> bool {
     MARKS.contains(&c)
 }
@@ -32,14 +34,14 @@ pub(super) fn is_mark(c: char) -> bool {
 /// The marks of one row.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Marks {
-    /// Behind the first character of what would be a token.
+    /// Inserted behind the first character of a token's text.
     inside: char,
-    /// In front of it.
+    /// Inserted in front of a token's text.
     front: char,
 }
 
 impl Marks {
-    /// Two marks that occur nowhere in the row.
+    /// Two marks that do not occur in the row.
     pub(super) fn free(fields: &Map<String, Value>) -> Option<Marks> {
         fn holds(value: &Value, mark: char) -> bool {
             match value {
@@ -62,36 +64,37 @@ impl Marks {
     }
 }
 
-/// Which control tokens a walk has met: those that end at this node of the tree, and those that pass through it.
+/// Control tokens at a trie node: those that end at the node, and those that pass through it.
 #[derive(Default)]
 struct Met {
     ends: Place,
     passes: Place,
 }
 
-/// Can this token be marked inside?
+/// Whether this token's text can be marked inside.
 fn marked_inside(token: &Added) -> bool {
     token.special && token.content.chars().nth(1).is_some()
 }
 
-/// Finds control tokens in texts.
+/// Finds control tokens' texts in data.
 pub(super) struct Guard {
     /// The control tokens' texts (see [`fold`]).
     control: Trie<Met>,
-    /// Whether a control token begins with this ASCII character, folded, or with any other.
+    /// Whether a control token begins with this ASCII character after folding; the second field:
+    /// with any other character.
     begins: [bool; 128],
     begins_beyond_ascii: bool,
-    /// Templates take texts apart: the first character alone is suspicious.
+    /// Templates split texts, so the first character alone is marked.
     eager: bool,
-    /// Some control tokens match text after normalization, which may differ from the data's.
+    /// Whether some control tokens match the normalized text, which may differ from the data.
     normalized: bool,
     /// All added tokens, and whether each is a control token.
     added: Vec<(Added, bool)>,
-    /// Numbers of added tokens, by their texts.
+    /// Indices into `added`, by the tokens' texts.
     texts: Trie<Vec<u32>>,
 }
 
-/// Where a character is marked.
+/// Which marks a character gets.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 struct Place {
     inside: bool,
@@ -105,17 +108,18 @@ impl Place {
     }
 }
 
-/// A stretch of a prompt.
+/// A piece of a prompt.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Piece {
     Token(u32),
-    /// Text, and whether it stands at the very beginning.
+    /// Text, and whether it is at the very beginning of the prompt.
     Text(String, bool),
 }
 
 impl Guard {
-    /// Control tokens are the special ones, and any other added token that `template` (the chat template's source)
-    /// mentions: `<tool_call>` or `</think>` are such. `eager`: templates take texts apart (see [`takes_apart`]).
+    /// Control tokens are the special tokens, and added tokens that `template` (the chat template's
+    /// source) mentions, such as `<tool_call>` or `</think>`. `eager`: templates split texts (see
+    /// [`takes_apart`]).
     pub(super) fn new(tokenizer: &Tokenizer, template: &str, eager: bool) -> Guard {
         let mut guard = Guard {
             control: Trie::new(),
@@ -155,7 +159,7 @@ impl Guard {
         guard
     }
 
-    /// Could `value`, put into a prompt, become part of a control token?
+    /// Whether `value`, put into a prompt, could become part of a control token.
     pub(super) fn suspects(&self, value: &Value, tokenizer: &Tokenizer) -> bool {
         match value {
             Value::String(text) => {
@@ -170,12 +174,12 @@ impl Guard {
         }
     }
 
-    /// Like `suspects`, for a text as it stands.
+    /// Like `suspects`, for a text without normalization.
     pub(super) fn suspects_text(&self, text: &str) -> bool {
         self.places(text).next().is_some()
     }
 
-    /// A copy of `value` with marks; object keys inside it are marked as well.
+    /// A copy of `value` with marks, also in nested object keys.
     pub(super) fn mark(&self, value: &Value, marks: Marks) -> Value {
         match value {
             Value::String(text) => Value::String(self.mark_text(text, marks).into_owned()),
@@ -215,14 +219,15 @@ impl Guard {
         Cow::Owned(out)
     }
 
-    /// The characters to mark: the first of each text that is a control token's in some case, or would be, were more
-    /// text to follow (white space at the end may be trimmed by a template).
+    /// The characters to mark: the first of each text that equals a control token in some case, or
+    /// would after more text (a template may trim white space at the end).
     fn places<'a>(&'a self, text: &'a str) -> impl Iterator<Item = (usize, char, Place)> + 'a {
         let trimmed = text.trim_end().len();
         text.char_indices().filter_map(move |(at, c)| {
             let may_begin = match self.begins.get(c.to_ascii_lowercase() as usize) {
                 Some(begins) => *begins,
-                // Folding may make an ASCII character of another, or several.
+                // Folding may produce an ASCII character from another character, or several
+                // characters.
                 None => {
                     self.begins_beyond_ascii
                         || fold(c).any(|c| self.begins.get(c as usize).is_some_and(|begins| *begins))
@@ -232,7 +237,7 @@ impl Guard {
                 return None;
             }
             let mut place = Place::default();
-            // A token may begin inside what one character becomes in another case.
+            // A token may begin inside a character's folded form.
             for skip in 0..fold(c).count() {
                 place.add(self.begin_at(&text[at..], trimmed.checked_sub(at), skip));
             }
@@ -240,8 +245,9 @@ impl Guard {
         })
     }
 
-    /// What to mark for the control tokens that `text`, folded and without its first `skip` characters, begins with, and for those
-    /// that begin with all of it, or with all but its last white space, which begins at `trimmed`.
+    /// The marks for control tokens at the start of `text`, which is folded and loses its first
+    /// `skip` characters. Also covers tokens that begin with the whole text, or with the text up to
+    /// `trimmed`, where its trailing white space begins.
     fn begin_at(&self, text: &str, trimmed: Option<usize>, skip: usize) -> Place {
         let mut place = Place::default();
         let mut node = ROOT;
@@ -265,7 +271,7 @@ impl Guard {
         place
     }
 
-    /// Cuts a prompt rendered with marked data at its added tokens, and takes the marks out.
+    /// Splits a prompt rendered with marked data at its added tokens, and removes the marks.
     pub(super) fn split(&self, text: &str, marks: Marks) -> Vec<Piece> {
         let mut pieces = Vec::new();
         let mut from = 0;
@@ -284,7 +290,8 @@ impl Guard {
         pieces
     }
 
-    /// The longest added token at `at`, with the stretch that it takes, white space it swallows included.
+    /// The longest added token at `at`, and its byte range, including white space that the token
+    /// absorbs.
     fn token_at(&self, text: &str, from: usize, at: usize, marks: Marks) -> Option<(u32, usize, usize)> {
         let (number, end) = self.longest_at(text, at, marks)?;
         let (token, _) = &self.added[number as usize];
@@ -299,8 +306,8 @@ impl Guard {
         Some((token.id, start, end))
     }
 
-    /// The number of the longest added token at `at`, and its end. Marks may stand between the characters of one that is no control
-    /// token.
+    /// The number of the longest added token at `at`, and its end. For non-control tokens, marks
+    /// between the characters are ignored.
     fn longest_at(&self, text: &str, at: usize, marks: Marks) -> Option<(u32, usize)> {
         let marked = text[..at].ends_with(marks.front);
         let mut longest = None;
@@ -327,14 +334,15 @@ impl Guard {
     }
 }
 
-/// A character in a form that is the same for all its cases.
+/// A character in a form that is equal for all its cases.
 fn fold(c: char) -> impl Iterator<Item = char> {
     c.to_lowercase()
         .flat_map(char::to_uppercase)
         .flat_map(char::to_lowercase)
 }
 
-/// Does a template take texts apart, so that what was not side by side in the data may be in the prompt?
+/// Whether a template splits texts, so that characters that were not adjacent in the data may
+/// become adjacent in the prompt.
 pub(super) fn takes_apart(source: &str) -> bool {
     const WORDS: [&str; 17] = [
         "replace",
@@ -435,7 +443,7 @@ mod tests {
         assert_eq!(guard.mark_text("a<b", MARKS), "a<b");
         let eager = Guard::new(&tokenizer(), "", true);
         assert_eq!(eager.mark_text("a<b", MARKS), format!("a<{MARK}b"));
-        // Two columns that form a control token only together.
+        // Two columns form a control token only together.
         let (left, right) = (guard.mark_text("<|im_", MARKS), guard.mark_text("end|>", MARKS));
         assert_eq!(
             guard.split(&format!("{left}{right}"), MARKS),
@@ -466,7 +474,7 @@ mod tests {
         let data = guard.mark_text("<plain>", MARKS);
         assert_eq!(data, format!("<{MARK}plain>"));
         assert_eq!(guard.split(&data, MARKS), [Piece::Token(plain)]);
-        // A token that the chat template knows stays findable for it.
+        // The chat template can still find a token that it knows.
         let mentioned = Guard::new(&tokenizer, "{{ '<plain>' }}", false);
         let data = mentioned.mark_text("<plain>", MARKS);
         assert_eq!(data, format!("{FRONT}<plain>"));
@@ -479,7 +487,8 @@ mod tests {
         assert_eq!(guard.split(&control, MARKS), [Piece::Text("<control>".into(), true)]);
     }
 
-    /// A vocabulary of bytes with a special token `<control>` and one that is not, `<plain>`.
+    /// A vocabulary of bytes with the special token `<control>` and the non-special token
+    /// `<plain>`.
     fn tokenizer_json_with_plain_token() -> String {
         let vocab: Map<String, Value> = (b'!'..=b'~')
             .zip(0..)

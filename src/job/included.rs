@@ -1,6 +1,8 @@
-//! Texts and schemas that a job file takes from files beside it: `{file: PATH}` in place of a prompt's text or of `json_schema`.
+//! Texts and schemas that a job file includes from other files: `{file: PATH}` in place of a
+//! prompt's text or of `json_schema`.
 //!
-//! What stands in the file counts as if it stood in the job file: parameters are filled in, and the job's hash changes with it.
+//! The included content is treated like the job file's own: parameters are filled in, and the
+//! content is part of the job's hash.
 
 use std::path::Path;
 
@@ -14,10 +16,11 @@ const FILE_BYTES_MAX: u64 = 4 << 20;
 
 const BYTE_ORDER_MARK: char = '\u{FEFF}';
 
-/// Puts files' contents where `content` names them; paths start from `base_dir`. Returns whether there were any.
+/// Replaces references to files in `content` by the files' contents; paths are relative to
+/// `base_dir`. Returns whether there were any.
 ///
 /// # Errors
-/// Behind the job file's name: which field names a file that cannot be read.
+/// A field names a file that cannot be read; the message goes behind the job file's name.
 pub(super) fn include(content: &mut Value, base_dir: &Path, filling: &mut Filling) -> Result<bool, String> {
     let mut include = Include {
         base_dir,
@@ -62,7 +65,7 @@ impl Include<'_, '_> {
     fn text(&mut self, value: &mut Value, field: &str) -> Result<(), String> {
         if let Some((_, text)) = self.read(value, field)? {
             let mut text = text.strip_prefix(BYTE_ORDER_MARK).unwrap_or(&text).to_string();
-            // Editors end a file with a line break; it is no part of the text.
+            // Editors end a file with a line break, which is removed.
             let end = text
                 .strip_suffix('\n')
                 .map(|text| text.strip_suffix('\r').unwrap_or(text));
@@ -82,7 +85,7 @@ impl Include<'_, '_> {
         Ok(())
     }
 
-    /// Path and text of the file that `value` names; `None`: it names none.
+    /// Path and text of the file that `value` names; `None` if it is no file reference.
     fn read(&mut self, value: &Value, field: &str) -> Result<Option<(String, String)>, String> {
         let Some(named) = value
             .as_object()

@@ -1,4 +1,4 @@
-//! `input` of a job file: which files hold the rows, and how they are read.
+//! `input` of a job file: the files that hold the rows, and how they are read.
 
 use std::collections::BTreeMap;
 
@@ -85,12 +85,12 @@ enum FolderValue {
     Null(()),
 }
 
-/// The rows to work on, checked.
+/// The checked `input` block.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Input {
-    /// As written, at least one; may hold wildcards.
+    /// As written, at least one; may contain wildcards.
     pub uris: Vec<String>,
-    /// `None`: told apart by content.
+    /// `None`: detected by content.
     pub format: Option<Format>,
     #[serde(default, skip_serializing_if = "CsvOptions::is_default")]
     pub csv: CsvOptions,
@@ -130,7 +130,7 @@ impl Input {
         Ok(input)
     }
 
-    /// What a job file is checked for, of an input that may not come from one.
+    /// Applies the checks of a job file to an input that may come from elsewhere.
     pub(super) fn check_again(&self) -> Result<(), FieldError> {
         if self.uris.is_empty() {
             return bad("input.uri", "is an empty list");

@@ -1,9 +1,13 @@
-//! What a job file says, a valid job, and the prompts it makes of rows.
+//! The job file, the checked job, and the prompts that it makes of rows.
 //!
-//! `file` (raw, as written; `parse` reads it, with `parameters` and `included` files filled in; `unknown` names the field that it does not have) → `spec`, `input`, `generate`, `queue`, `recheck` and `on_finish` (valid, by
-//! `check`; `record` holds a job that comes back from a ledger against the same; nothing downstream checks again; `sampling`: what they leave to the checkpoint) → `prompt`
-//! (rows to token ids), over `template` (column templates; `names` for what they name, and `python` for what they expect of it), `chat` (the
-//! checkpoint's chat template), `guard` (data is never control) and `openai` (lines of OpenAI batch files).
+//! * `file`: the raw job file, read by `parse`, which fills in `parameters` and `included` files;
+//!   `unknown` locates an unknown field.
+//! * `spec`, `input`, `generate`, `queue`, `recheck`, `on_finish`: the valid job, checked with
+//!   `check`. `record` applies the same checks to a job read back from a ledger; nothing downstream
+//!   checks again. `sampling` fills unset values from the checkpoint.
+//! * `prompt`: rows to token ids, using `template` (column templates; `names` finds the names in
+//!   them, `python` provides Python's behaviour), `chat` (the checkpoint's chat template), `guard`
+//!   (data never becomes a control token) and `openai` (lines of OpenAI batch files).
 
 pub mod carry;
 pub mod chat;
@@ -43,7 +47,7 @@ pub use spec::Job;
 
 use crate::model::tokenizer::one_line;
 
-/// A job that cannot start; somebody has to edit it (or give it another model).
+/// A job that cannot start until someone edits it (or gives it another model).
 #[derive(Debug, thiserror::Error)]
 pub enum JobError {
     #[error("cannot read `{}`: {source}", path.display())]
@@ -52,7 +56,7 @@ pub enum JobError {
         #[source]
         source: std::io::Error,
     },
-    /// `place` is the file, with the line where one is known.
+    /// `place` is the file, with the line if known.
     #[error("{place}: {message}")]
     Invalid { place: String, message: String },
     #[error("{place}: {message}")]
@@ -68,7 +72,8 @@ pub enum JobError {
     },
 }
 
-/// `; did you mean …?` where one of `known` is near `word`, else what is known (if that is short).
+/// `; did you mean …?` if one of `known` is similar to `word`, else the list of `known` if it is
+/// short.
 pub(crate) fn suggest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> String {
     let known: Vec<&str> = known.into_iter().collect();
     let lower = word.to_lowercase();
@@ -76,7 +81,8 @@ pub(crate) fn suggest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) 
     let furthest = |name: &str| (name.chars().count() / 3).max(1);
     let near = known
         .iter()
-        // What differs by more in its length is not near, however long it is.
+        // This skips the distance computation for long words: a larger difference in length already
+        // rules the name out.
         .filter(|name| name.chars().count().abs_diff(length) <= furthest(name))
         .map(|name| (strsim::damerau_levenshtein(&lower, &name.to_lowercase()), name))
         .filter(|(distance, name)| *distance <= furthest(name))

@@ -1,7 +1,9 @@
-//! The names in a template: the variables that it reads, what it calls, and the filters, tests and methods that it applies.
+//! The names in a template: its variables, its calls, and the filters, tests and methods that it
+//! applies.
 //!
-//! They are read off minijinja's own tree of the template, branches that no row takes included. minijinja has its tree in
-//! `machinery`, which may change with any of its releases; this file and `template/` alone look at it.
+//! They are read from minijinja's syntax tree, including branches that no row reaches. The tree is
+//! in minijinja's `machinery` module, which may change with any release; only this file and
+//! `template/` use it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,29 +15,31 @@ use minijinja::{Environment, ErrorKind, Value};
 use super::suggest;
 use super::template::is_large_constant;
 
-/// What a template uses; names that it calls or applies come with the first line where they stand.
+/// The names that a template uses; calls and filters are stored with the first line of their use.
 #[derive(Debug, Default)]
 pub(super) struct Names {
-    /// Variables read, other than to call them, where the template has not given them a value itself.
+    /// Variables that are read (besides calls) and that the template does not set before.
     pub reads: BTreeSet<String>,
-    /// Constant fields of the variable asked for (`row.a`, `row["b c"]`), without those that the template asks for first
-    /// (`is defined`, `in row`, `default`); none where the template itself gives that variable a value.
+    /// Constant fields of the given variable (`row.a`, `row["b c"]`), except fields whose existence
+    /// the template tests (`is defined`, `in row`, `default`). Empty if the template sets the
+    /// variable itself.
     pub fields: BTreeSet<String>,
-    /// Those that it asks for first.
+    /// Fields whose existence the template tests.
     pub asked: BTreeSet<String>,
     /// Functions called that the template does not define.
     pub calls: BTreeMap<String, u16>,
     methods: BTreeMap<String, u16>,
     filters: BTreeMap<String, u16>,
     tests: BTreeMap<String, u16>,
-    /// Where it wants another template, of which there is none.
+    /// First line with an import or include of another template, which does not exist.
     others: Option<u16>,
-    /// Where a constant comes to a large value.
+    /// First line with a constant expression that evaluates to a large value.
     pub large_constant: Option<u16>,
 }
 
 impl Names {
-    /// The names in `source`, none where it cannot be parsed; `of` is the variable whose fields are told.
+    /// The names in `source`, or none if it cannot be parsed; `of` is the variable whose fields are
+    /// collected.
     pub(super) fn of(source: &str, name: &str, syntax: &SyntaxConfig, of: &str) -> Names {
         let Ok(tree) = parse(source, name, syntax.clone()) else {
             return Names::default();
@@ -48,7 +52,7 @@ impl Names {
         walk.statement(&tree);
         let (bound, own) = (walk.bound, walk.own);
         let mut names = walk.names;
-        // A macro may be called by one that stands before it.
+        // A macro may be called before its definition.
         names.calls.retain(|name, _| !bound.contains(name.as_str()));
         names.methods.retain(|name, _| !own.contains(name));
         (names.fields, names.asked) = match bound.contains(of) {
@@ -58,7 +62,7 @@ impl Names {
         names
     }
 
-    /// What `env` does not have of what the template calls and applies, a line each with the nearest known name.
+    /// Calls and filters that `env` lacks, a line each with the most similar known name.
     pub(super) fn unknown(&self, env: &Environment) -> Vec<String> {
         let functions: Vec<&str> = env.globals().map(|(name, _)| name).collect();
         let mut found = Vec::new();
@@ -85,7 +89,8 @@ impl Names {
     }
 }
 
-/// Has the environment a `kind` (`filter`, `test`) of this name? It tells templates, and so us.
+/// Whether the environment has a `kind` (`filter`, `test`) of this name, determined by an
+/// expression that tests for it.
 fn is_known(env: &Environment, kind: &str, name: &str) -> bool {
     let asked = env.compile_expression(if kind == "filter" {
         "name is filter"
@@ -97,7 +102,7 @@ fn is_known(env: &Environment, kind: &str, name: &str) -> bool {
         .is_ok_and(|answer| answer.is_true())
 }
 
-/// Has any value that a template can meet a method of this name?
+/// Whether any type of value in templates has a method of this name.
 fn has_method(env: &Environment, name: &str) -> bool {
     let values = [
         Value::from(""),
@@ -105,12 +110,12 @@ fn has_method(env: &Environment, name: &str) -> bool {
         Value::from_pairs([("", "")]),
     ];
     values.iter().any(|value| {
-        // Called without arguments, a known one has something else to say.
+        // A known method called without arguments fails with another error kind.
         !matches!(value.call_method(&mut env.empty_state(), name, &[]), Err(e) if e.kind() == ErrorKind::UnknownMethod)
     })
 }
 
-/// Names to suggest, for minijinja does not list what it has.
+/// Names for suggestions, since minijinja does not list its own.
 const FILTERS: &str = "abs attr batch bool capitalize chain count d default dictsort e escape first float format groupby indent int items \
     join last length lines list lower map max min pprint reject rejectattr replace reverse round safe select \
     selectattr slice sort split string sum title tojson trim unique upper zip";
@@ -121,15 +126,16 @@ const METHODS: &str = "capitalize casefold center count endswith find format get
     isupper items join keys ljust lower lstrip partition removeprefix removesuffix replace rfind rjust rpartition \
     rsplit rstrip split splitlines startswith strip swapcase title upper values zfill";
 
-/// A walk through the tree in the order in which it runs.
+/// Walks the tree in execution order.
 #[derive(Default)]
 struct Walk<'a> {
     of: &'a str,
-    /// What has a value here, the innermost scope last.
+    /// Variables set here by scope, innermost last.
     scopes: Vec<BTreeSet<&'a str>>,
-    /// What the template gives a value anywhere.
+    /// Variables that the template sets anywhere.
     bound: BTreeSet<&'a str>,
-    /// Attributes that the template itself makes (`namespace(f=…)`, `{"f": …}`): they may hold what can be called.
+    /// Attributes that the template itself creates (`namespace(f=…)`, `{"f": …}`), which may hold
+    /// callables.
     own: BTreeSet<String>,
     asked: BTreeSet<String>,
     names: Names,
@@ -162,7 +168,7 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// Walks in a scope of its own, and returns what got a value there.
+    /// Walks in a nested scope, and returns the variables set there.
     fn scope(&mut self, walk: impl FnOnce(&mut Self)) -> BTreeSet<&'a str> {
         self.scopes.push(BTreeSet::new());
         walk(self);
@@ -192,7 +198,7 @@ impl<'a> Walk<'a> {
                 self.expression(&cond.expr);
                 let yes = self.scope(|walk| walk.body(&cond.true_body));
                 let no = self.scope(|walk| walk.body(&cond.false_body));
-                // What only one branch gives a value may still have none.
+                // A variable set in only one branch may still be undefined.
                 yes.intersection(&no).for_each(|name| self.bind_name(name));
             }
             Stmt::WithBlock(with) => {
@@ -356,7 +362,7 @@ impl<'a> Walk<'a> {
         match call.identify_call() {
             CallType::Function(name) => note(&mut self.names.calls, name, span),
             CallType::Method(value, name) => {
-                // `loop.cycle()` is the loop's.
+                // `loop.cycle()` is a method of the loop object.
                 if !matches!(value, Expr::Var(var) if var.id == "loop") {
                     note(&mut self.names.methods, name, span);
                 }
@@ -382,7 +388,7 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// The constant field of the variable asked for that `expression` is.
+    /// The constant field of the given variable, if `expression` is one.
     fn field(&self, expression: &Expr<'a>) -> Option<String> {
         let is_of = |value: &Expr| matches!(value, Expr::Var(var) if var.id == self.of);
         match expression {
@@ -392,7 +398,7 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// `"field" in row` asks whether there is one.
+    /// `"field" in row` tests a field's existence.
     fn ask_in(&mut self, field: &Expr<'a>, whole: &Expr<'a>) {
         if matches!(whole, Expr::Var(var) if var.id == self.of) {
             self.asked.extend(text(field));
@@ -400,7 +406,7 @@ impl<'a> Walk<'a> {
     }
 }
 
-/// A text that is written out.
+/// A text literal.
 fn text(expression: &Expr) -> Option<String> {
     match expression {
         Expr::Const(constant) => constant.value.as_str().map(String::from),
@@ -475,7 +481,7 @@ mod tests {
             ),
             ("{% set y = a.b[::2] %}{{ f(y[1:], z=row['c'][:2]) }}", vec!["a", "row"]),
             ("{{ {'a': b}['a'] }}{{ '[:]' ~ c }}", vec!["b", "c"]),
-            // A default of its own still asks first.
+            // A default for the same name still tests its existence first.
             ("{% set k = k | default(true) %}{{ k }}", vec!["k"]),
             ("{% if k is not defined %}{% set k = 1 %}{% endif %}{{ k }}", vec!["k"]),
             (

@@ -1,7 +1,9 @@
-//! What happens when a job is done: a command that `run` runs, and an address that is told.
+//! Actions at the end of a job: a command that `run` starts, and an address that receives the
+//! result.
 //!
-//! The address alone is part of the job's record, for workers; who posts to it is up to whoever started them. The command is none: a record
-//! comes from whoever can write to its output, and nothing that it says is ever run.
+//! Only the address is part of the job's record, for workers; the operator of a worker decides
+//! whether it posts there. The command is not recorded: anyone who can write to the output could
+//! change the record, so executing its contents would be unsafe.
 
 use serde::{Deserialize, Serialize};
 use url::Url;
@@ -10,15 +12,15 @@ use super::check::{FieldError, bad, filled};
 use super::file::OnFinishFile;
 use crate::dataset::hosts::names_link_local;
 
-/// Most words of a command.
+/// Maximum number of words in a command.
 const WORDS_MAX: usize = 256;
 /// Longest address, in bytes.
 const URL_BYTES_MAX: usize = 2048;
 
-/// See the module.
+/// The `on_finish` block; see the module.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OnFinish {
-    /// A program and its arguments; empty: none. Never read from a record.
+    /// A program and its arguments; empty if there is no command. Never read from a record.
     #[serde(skip)]
     pub command: Vec<String>,
     /// Checked to be a web address.
@@ -40,17 +42,17 @@ impl OnFinish {
         Ok(on_finish)
     }
 
-    /// Whether there is nothing that a record holds.
+    /// Whether a record of this block would be empty.
     pub fn is_unrecorded(&self) -> bool {
         self.url.is_none()
     }
 
-    /// The address, where there is one. (What was checked is one.)
+    /// The address, if any. (A checked address always parses.)
     pub fn address(&self) -> Option<Url> {
         Url::parse(self.url.as_deref()?).ok()
     }
 
-    /// What a job file is checked for, of a record.
+    /// Applies the checks of a job file to a record.
     pub(super) fn check_again(&self) -> Result<(), FieldError> {
         match &self.url {
             Some(url) => check_url(url).or_else(|why| bad("on_finish.url", why)),
@@ -87,7 +89,7 @@ fn check_url(text: &str) -> Result<(), String> {
     if !matches!(url.scheme(), "http" | "https") || url.host().is_none() {
         return Err("is no web address: it begins with `https://` or `http://` and a host".into());
     }
-    // It stands in the job's record, which everybody reads who reads the output.
+    // The address is stored in the job's record, which every reader of the output can read.
     let secret = !url.username().is_empty() || url.password().is_some() || url.query().is_some();
     if secret || url.fragment().is_some() {
         return Err(
@@ -138,7 +140,7 @@ mod tests {
         let both = checked(Some(&["notify", "--all"]), Some("https://hooks.example/x")).unwrap();
         let record = serde_json::to_value(&both).unwrap();
         assert_eq!(record, serde_json::json!({"url": "https://hooks.example/x"}));
-        // Nor is one read that somebody put there.
+        // A command that someone put into the record is ignored too.
         let foreign = serde_json::json!({"command": ["rm", "-rf", "/"], "url": "https://hooks.example/x"});
         let read: OnFinish = serde_json::from_value(foreign).unwrap();
         assert!(read.command.is_empty() && read.url == both.url);

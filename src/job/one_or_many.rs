@@ -1,4 +1,4 @@
-//! A field of a job file that is one text or a list of them.
+//! A field of a job file that holds one text or a list of texts.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};

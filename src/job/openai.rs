@@ -1,8 +1,8 @@
-//! Lines of OpenAI batch files: what a line's body asks for.
+//! Lines of OpenAI batch files: the requests in their bodies.
 //!
-//! Every field of a body is either used, known to change nothing in the answer, or an error of that row by name.
-//! `model` is not looked at: the job's model answers. `n` and `logprobs` must be the job's, since results have the same
-//! columns in all rows.
+//! Every field of a body is either used, known to have no effect on the answer, or reported by name
+//! as the row's error. `model` is ignored, since the job's model answers. `n` and `logprobs` must
+//! equal the job's, since results have the same columns in all rows.
 
 use serde_json::{Map, Value};
 
@@ -12,7 +12,7 @@ use super::generate::Generate;
 use super::suggest;
 use super::thinking::{ThinkingFile, ThinkingSettings};
 
-/// Fields that change how a request is served, not what it answers.
+/// Fields that affect how a request is served, but not its answer.
 const WITHOUT_EFFECT: [&str; 14] = [
     "model",
     "user",
@@ -68,7 +68,7 @@ const USED: [&str; 34] = [
     "thinking_token_budget",
 ];
 
-/// Fields that say something to the chat template.
+/// Fields for the chat template.
 const CHAT_ONLY: [&str; 4] = [
     "chat_template_kwargs",
     "reasoning_effort",
@@ -76,19 +76,19 @@ const CHAT_ONLY: [&str; 4] = [
     "continue_final_message",
 ];
 
-/// What a line's prompt is.
+/// The prompt of a line.
 pub(super) enum Ask {
     Chat {
         messages: Vec<Value>,
         kwargs: Map<String, Value>,
-        /// `None`: as the job says.
+        /// `None`: the job's setting.
         turn: Option<Turn>,
     },
     Text(String),
     Tokens(Vec<Value>),
 }
 
-/// The body of a line, after a look at what surrounds it.
+/// The body of a line, after checks of the fields around it, and whether it is a chat request.
 pub(super) fn body(fields: &Map<String, Value>) -> Result<(&Map<String, Value>, bool), String> {
     if let Some(method) = fields
         .get("method")
@@ -159,7 +159,7 @@ pub(super) fn ask(body: &Map<String, Value>, chat: bool) -> Result<Ask, String> 
     Ok(Ask::Chat { messages, kwargs, turn })
 }
 
-/// Checks one message and brings it into the form that chat templates take.
+/// Checks one message and converts it to the form that chat templates expect.
 fn message(i: usize, item: &Value) -> Result<Value, String> {
     let Value::Object(item) = item else {
         return Err(format!("`messages[{i}]` is no object"));
@@ -186,7 +186,7 @@ fn message(i: usize, item: &Value) -> Result<Value, String> {
         _ => return Err(format!("`messages[{i}].content` is neither a text nor a list of parts")),
     }
     let mut item = item.clone();
-    // Chat templates expect the arguments of a call as an object, not as JSON in a text.
+    // Chat templates expect a call's arguments as an object instead of as JSON text.
     for call in item
         .get_mut("tool_calls")
         .and_then(Value::as_array_mut)
@@ -205,7 +205,7 @@ fn message(i: usize, item: &Value) -> Result<Value, String> {
     Ok(Value::Object(item))
 }
 
-/// The generation parameters of a body; `job` gives what it leaves out.
+/// The generation parameters of a body; `job` gives the defaults.
 pub(super) fn generate(body: &Map<String, Value>, job: &Generate) -> Result<Generate, String> {
     let fields = Fields(body);
     check_fields(body)?;
@@ -218,7 +218,7 @@ pub(super) fn generate(body: &Map<String, Value>, job: &Generate) -> Result<Gene
     replace(&mut file.repetition_penalty, fields.number("repetition_penalty")?);
     replace(&mut file.presence_penalty, fields.number("presence_penalty")?);
     replace(&mut file.frequency_penalty, fields.number("frequency_penalty")?);
-    // -1 keeps all tokens in some servers' dialect.
+    // In some servers' dialect, -1 keeps all tokens.
     replace(
         &mut file.top_k,
         fields.whole("top_k")?.map(|k| if k == -1 { 0 } else { k }),
@@ -237,7 +237,8 @@ pub(super) fn generate(body: &Map<String, Value>, job: &Generate) -> Result<Gene
     let logprobs = match body.get("logprobs") {
         None | Some(Value::Null) => job.logprobs,
         Some(Value::Bool(asked)) => *asked,
-        // Completions ask for a number of alternatives; the chosen token's is what there is.
+        // Completions request a number of alternatives; only the chosen token's logprob is
+        // available.
         Some(Value::Number(count)) if count.as_u64().is_some_and(|n| n <= 1) => true,
         Some(other) => {
             return Err(format!(
@@ -245,7 +246,7 @@ pub(super) fn generate(body: &Map<String, Value>, job: &Generate) -> Result<Gene
             ));
         }
     };
-    // Results have a column for them in all rows or in none; the same for lists of samples.
+    // Results have this column in all rows or in none; the same holds for lists of samples.
     if logprobs != job.logprobs {
         return Err(format!(
             "`logprobs` is {}, but the job's `generate.logprobs` is {}; they must agree",
@@ -265,7 +266,7 @@ pub(super) fn generate(body: &Map<String, Value>, job: &Generate) -> Result<Gene
     Ok(checked.of_line(job))
 }
 
-/// Most tokens of a thought, by vLLM's name for it; -1 sets no limit.
+/// Maximum tokens of a thought, by vLLM's field name; -1 means no limit.
 fn budget(tokens: Option<i64>, file: &mut GenerateFile) -> Result<(), String> {
     let Some(tokens) = tokens else { return Ok(()) };
     let mut settings = match file.thinking.take() {
@@ -283,7 +284,7 @@ fn budget(tokens: Option<i64>, file: &mut GenerateFile) -> Result<(), String> {
     Ok(())
 }
 
-/// Refuses what is not supported, by name.
+/// Refuses unsupported fields by name.
 fn check_fields(body: &Map<String, Value>) -> Result<(), String> {
     for (name, value) in body {
         let nothing = match value {
@@ -315,12 +316,12 @@ fn check_fields(body: &Map<String, Value>) -> Result<(), String> {
     Ok(())
 }
 
-/// The near known field, if there is one.
+/// The suggestion of a similar known field, if any.
 fn near(name: &str) -> String {
     suggest(name, USED.iter().chain(&WITHOUT_EFFECT).copied())
 }
 
-/// The shape that a body asks for takes the place of the job's.
+/// A body's output constraint replaces the job's.
 fn shape(body: &Map<String, Value>, file: &mut GenerateFile) -> Result<(), String> {
     let mut asked: Vec<(&str, GenerateFile)> = Vec::new();
     match body.get("response_format").filter(|format| !format.is_null()) {
@@ -401,7 +402,8 @@ fn shape(body: &Map<String, Value>, file: &mut GenerateFile) -> Result<(), Strin
     }
     if let Some((_, one)) = asked.pop() {
         if one.choice.is_some() {
-            // What would end the job's free answers has no say in a choice; the line's own stops are refused beside it.
+            // The job's stops for free answers do not apply to a choice; a line's own stops beside
+            // a choice are refused.
             let given = |name: &str| body.get(name).is_some_and(|value| !value.is_null());
             file.stop.take_if(|_| !given("stop"));
             file.stop_token_ids.take_if(|_| !given("stop_token_ids"));
@@ -421,7 +423,7 @@ fn replace<T>(slot: &mut Option<T>, value: Option<T>) {
     }
 }
 
-/// Typed access to a body; null counts as left out.
+/// Typed access to a body; null counts as missing.
 struct Fields<'a>(&'a Map<String, Value>);
 
 impl Fields<'_> {
@@ -441,7 +443,8 @@ impl Fields<'_> {
         }
     }
 
-    /// Any 64-bit whole number; a negative one stands for the number of the same bits.
+    /// Any 64-bit whole number; a negative one is reinterpreted as the unsigned number with the
+    /// same bits.
     fn seed(&self) -> Result<Option<u64>, String> {
         match self.get("seed").and_then(Value::as_u64) {
             Some(seed) => Ok(Some(seed)),
@@ -478,7 +481,7 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    /// What stands in a line is held to what holds a job's own.
+    /// A line is checked like a job's own `generate` block.
     #[test]
     fn a_line_is_checked_as_a_job_is() {
         let job = Generate::check(&GenerateFile::default()).unwrap();
@@ -541,7 +544,7 @@ mod tests {
         assert!(generate(stops.as_object().unwrap(), &job).is_ok());
     }
 
-    /// A name as long as the line is compared with no other.
+    /// A name as long as the whole line is not compared with known names.
     #[test]
     fn a_long_name_is_refused_at_once() {
         let began = std::time::Instant::now();

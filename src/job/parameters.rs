@@ -1,7 +1,9 @@
-//! Values that a job file leaves open: `${name}` by `--set name=value`, `${env:NAME}` from the environment.
+//! Parameters of a job file: `${name}`, set with `--set name=value`, and `${env:NAME}` from the
+//! environment.
 //!
-//! They are filled into texts of the parsed file, never into its source, so that no value can add a field. `$${name}` stands for the
-//! text `${name}` itself; any other `$` (such as `${{ price }}`) is left as it is.
+//! They are filled into texts of the parsed file instead of its source, so that a value cannot add
+//! a field. `$${name}` is an escape for the literal text `${name}`. Any other `$` is unchanged,
+//! such as in `${{ price }}`.
 
 use std::collections::BTreeMap;
 
@@ -9,29 +11,29 @@ use serde_json::Value;
 
 use super::suggest;
 
-/// Most bytes that the texts of one job file may grow to.
+/// Maximum total bytes of a job file's texts after filling.
 const FILLED_BYTES_MAX: usize = 4 << 20;
 
-/// The values of one command.
+/// The parameter values of one command.
 #[derive(Debug, Clone, Default)]
 pub struct Parameters {
     given: BTreeMap<String, String>,
-    /// Stands in for the environment in tests.
+    /// Replaces the environment in tests.
     environment: Option<BTreeMap<String, String>>,
 }
 
-/// What was filled in.
+/// The fields with filled parameters.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct Filled {
-    /// Paths of texts in which something was.
+    /// Paths of texts with at least one parameter.
     pub fields: Vec<String>,
-    /// Paths of texts that were one parameter and nothing else: their fields may want a number.
+    /// Paths of texts that consisted of a single parameter: their fields may expect a number.
     pub whole: Vec<String>,
 }
 
 impl Parameters {
     /// # Errors
-    /// A name that is given twice, or that no `${…}` can hold.
+    /// A name is given twice, or is not valid in `${…}`.
     pub fn new(given: &[(String, String)]) -> Result<Parameters, String> {
         let mut parameters = Parameters::default();
         for (name, value) in given {
@@ -52,7 +54,7 @@ impl Parameters {
         Ok(parameters)
     }
 
-    /// Begins to fill them into one job file.
+    /// Starts filling the parameters into one job file.
     pub(super) fn filling(&self) -> Filling<'_> {
         Filling {
             parameters: self,
@@ -100,14 +102,14 @@ impl Parameters {
 /// Fills parameters into the texts of one job file.
 pub(super) struct Filling<'a> {
     parameters: &'a Parameters,
-    /// Names that were met.
+    /// Names found so far.
     used: Vec<String>,
     bytes: usize,
     filled: Filled,
 }
 
 impl Filling<'_> {
-    /// Fills every text of `value`, which stands at `path`.
+    /// Fills every text of `value`, whose path is `path`.
     pub fn value(&mut self, value: &mut Value, path: &str) -> Result<(), String> {
         match value {
             Value::String(text) if text.contains("${") => {
@@ -137,10 +139,10 @@ impl Filling<'_> {
         }
     }
 
-    /// What was filled in.
+    /// The filled fields.
     ///
     /// # Errors
-    /// A value was given for a name that the file does not have.
+    /// A value was given for a name that the file does not contain.
     pub fn end(self) -> Result<Filled, String> {
         match self.parameters.given.keys().find(|name| !self.used.contains(name)) {
             None => Ok(self.filled),
@@ -153,7 +155,7 @@ impl Filling<'_> {
         }
     }
 
-    /// The text with its parameters' values, and whether it was one parameter alone.
+    /// The text with its parameters filled in, and whether it consisted of a single parameter.
     pub fn text(&mut self, text: &str) -> Result<(String, bool), String> {
         let mut out = String::new();
         let mut rest = text;
@@ -197,7 +199,7 @@ fn name_at(text: &str) -> Option<&str> {
     is_name(inner.strip_prefix("env:").unwrap_or(inner)).then_some(inner)
 }
 
-/// Whether a variable's name says that it holds a secret.
+/// Whether a variable's name suggests that its value is a secret.
 fn may_be_secret(variable: &str) -> bool {
     let words = [
         "PASSWORD",
@@ -292,7 +294,7 @@ mod tests {
             let error = filled(text, given).unwrap_err();
             assert!(error.contains(want), "{error}");
         }
-        // Another parameter's value is no use of it.
+        // A parameter's name in another parameter's value does not count as a use.
         let error = filled("${a}", &[("a", "${b}"), ("b", "1")]).unwrap_err();
         assert!(error.contains("`--set b=…`"), "{error}");
     }

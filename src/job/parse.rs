@@ -1,4 +1,4 @@
-//! Reading a job file: from its text, with parameters and files filled in, to the types of `file`.
+//! Parses a job file's text into the types of `file`, with parameters and included files filled in.
 
 use std::path::{Path, PathBuf};
 
@@ -14,25 +14,26 @@ use crate::regular;
 
 /// Largest job file, in bytes.
 const FILE_BYTES_MAX: u64 = 4 << 20;
-/// The path of a job file that comes on standard input.
+/// The path that stands for standard input.
 const STDIN: &str = "-";
 /// Deepest nesting in a job file.
 const DEPTH_MAX: usize = 64;
-/// How types with alternatives say what they are where a value fits none.
+/// Prefix of the messages of types with alternatives, for a value that fits none of them.
 const EXPECTED: &str = "expected ";
 
-/// A job file that was read, with what its content is known by.
+/// A parsed job file, with the hash of its content.
 #[derive(Debug, Clone)]
 pub struct Parsed {
     pub file: JobFile,
-    /// What the job is known by, hexadecimal.
+    /// The hash that identifies the job, hexadecimal.
     pub hash: String,
-    /// As it was read, with parameters and files filled in.
+    /// The content as read, with parameters and files filled in.
     pub content: Value,
 }
 
 impl JobFile {
-    /// Reads a job file, and fills `parameters` in. `.json` is JSON, all else YAML; `-` is standard input.
+    /// Reads a job file, and fills in `parameters`. `.json` files are JSON, all others YAML; `-` is
+    /// standard input.
     pub fn read(path: &Path, parameters: &Parameters) -> Result<Parsed, JobError> {
         let place = path.display().to_string();
         let path = if path == Path::new(STDIN) {
@@ -63,7 +64,8 @@ impl JobFile {
         JobFile::parse_with(text, name, Path::new("."), &Parameters::default())
     }
 
-    /// As [`JobFile::parse`], with values for its parameters. Files that it names lie in `base_dir`.
+    /// Like [`JobFile::parse`], with parameter values. Paths of included files are relative to
+    /// `base_dir`.
     pub fn parse_with(text: &str, name: &str, base_dir: &Path, parameters: &Parameters) -> Result<Parsed, JobError> {
         let text = text.strip_prefix('\u{FEFF}').unwrap_or(text);
         let is_json = name.ends_with(".json");
@@ -77,7 +79,7 @@ impl JobFile {
             message,
         })?;
         let file = match (filled, is_json) {
-            // Typed from the text itself, errors know their line.
+            // Errors then have line numbers, since the types are parsed from the text itself.
             (None, true) => typed_json(text, name, &content),
             (None, false) => typed_yaml(text, name, &content),
             (Some(filled), _) => typed_filled(&mut content, filled, name),
@@ -90,7 +92,8 @@ impl JobFile {
     }
 }
 
-/// The folder that paths of a job file start from: its own, or the working directory's for one on standard input.
+/// The base folder of a job file's relative paths: its own folder, or the working directory for
+/// standard input.
 pub(super) fn base_dir(path: &Path) -> PathBuf {
     match path.parent() {
         Some(folder) if !folder.as_os_str().is_empty() && path != Path::new("/dev/stdin") => folder.to_path_buf(),
@@ -98,15 +101,15 @@ pub(super) fn base_dir(path: &Path) -> PathBuf {
     }
 }
 
-/// Where in a content that is sound JSON or YAML something is wrong.
+/// The location of an error in a content that is well-formed JSON or YAML.
 struct In<'a> {
     content: &'a Value,
-    /// As `generate.stop[0]`; `.` where it is the whole.
+    /// Such as `generate.stop[0]`; `.` for the whole content.
     path: String,
 }
 
 impl In<'_> {
-    /// Of a message that says what is wrong with a value: the same with its place; `None`: it has none.
+    /// A message about a value, with the value's path added; `None` if the path does not exist.
     fn at(&self, message: &str) -> Option<String> {
         self.content.pointer(&pointer(&self.path))?;
         match message.starts_with(EXPECTED) {
@@ -115,7 +118,7 @@ impl In<'_> {
         }
     }
 
-    /// What a user is told of serde's `message` about this place.
+    /// The user's message for serde's `message` about this path.
     fn said(&self, message: &str) -> String {
         let told = match unknown_field(message) {
             Some(field) => return unknown_message(field, self.content),
@@ -126,9 +129,9 @@ impl In<'_> {
     }
 }
 
-/// Whether serde's message is about a value of another type than its field's.
+/// Whether serde's message is about a value of the wrong type.
 fn is_of_type(message: &str) -> bool {
-    // The last is what serde_json says of an enum: the text as a whole is JSON by then.
+    // serde_json reports an enum in the last form: the text is known to be JSON at this point.
     let words = ["invalid type", "invalid value", "unknown variant", "expected value"];
     words.iter().any(|word| message.starts_with(word))
 }
@@ -205,7 +208,7 @@ fn typed_yaml(text: &str, name: &str, content: &Value) -> Result<JobFile, JobErr
     read.map_err(|error| yaml_error(&error, name, Some(&In { content, path })))
 }
 
-/// Fills files and parameters into `content`; `None`: there were none.
+/// Fills files and parameters into `content`; `None` if there are none.
 fn fill(content: &mut Value, base_dir: &Path, parameters: &Parameters) -> Result<Option<Filled>, String> {
     let mut filling = parameters.filling();
     let any = include(content, base_dir, &mut filling)?;
@@ -214,8 +217,8 @@ fn fill(content: &mut Value, base_dir: &Path, parameters: &Parameters) -> Result
     Ok((any || !filled.fields.is_empty()).then_some(filled))
 }
 
-/// The job file of a content that no longer is its text. A text that was one parameter becomes a number or a truth value where its field
-/// wants one, and where the field takes any value.
+/// Parses a filled content, which no longer has a text. A text that consisted of a single parameter
+/// becomes a number or boolean if its field requires one, or if the field accepts any value.
 fn typed_filled(content: &mut Value, filled: Filled, name: &str) -> Result<JobFile, JobError> {
     let mut whole = filled.whole;
     whole.retain(|path| !(path.starts_with("prompt.chat_template_kwargs.") && read_scalar(content, path)));
@@ -238,7 +241,7 @@ fn typed_filled(content: &mut Value, filled: Filled, name: &str) -> Result<JobFi
     }
 }
 
-/// Makes the text at `path` the number or truth value that it spells; false: it spells none.
+/// Replaces the text at `path` by the number or boolean that it spells; false if it spells neither.
 fn read_scalar(content: &mut Value, path: &str) -> bool {
     let Some(value) = content.pointer_mut(&pointer(path)) else {
         return false;
@@ -253,7 +256,7 @@ fn read_scalar(content: &mut Value, path: &str) -> bool {
     }
 }
 
-/// YAML 1.2 (`yes` and `no` are texts), with bounds: job files come from anywhere.
+/// YAML 1.2 (`yes` and `no` are texts), with resource limits, since job files may be untrusted.
 fn yaml_options() -> serde_saphyr::Options {
     let mut budget = serde_saphyr::Budget::default();
     budget.max_depth = DEPTH_MAX;
@@ -268,17 +271,18 @@ fn yaml_options() -> serde_saphyr::Options {
     options.budget = Some(budget);
     options.strict_booleans = true;
     options.with_snippet = false;
-    // Not-a-number reaches the checks, which name the field.
+    // NaN is passed on to the checks, which name the field.
     options.non_finite_float_policy = serde_saphyr::NonFiniteFloatPolicy::PassThrough;
     options
 }
 
-/// The hashes that older gristmills gave a job of this `content`: with all that makes no other job now, and, where the job was begun at
-/// a price of `usd_per_hour`, with that in `budget`.
+/// The hashes that older gristmills gave a job of this `content`. They include fields that no
+/// longer make it another job and, if the job was begun at a price of `usd_per_hour`, that price in
+/// `budget`.
 pub(super) fn earlier_hashes(content: &Value, usd_per_hour: Option<f64>) -> Vec<String> {
     let content = without_limits(content);
     let price = usd_per_hour.into_iter().flat_map(|price| {
-        // `5` and `5.0` are one price and were two texts.
+        // `5` and `5.0` are the same price with different texts.
         let whole = (price.fract() == 0.0 && price < 1e15).then(|| Value::from(price as u64));
         [Some(Value::from(price)), whole].into_iter().flatten()
     });
@@ -292,8 +296,9 @@ pub(super) fn earlier_hashes(content: &Value, usd_per_hour: Option<f64>) -> Vec<
     [sorted_hash(&content)].into_iter().chain(priced).collect()
 }
 
-/// What a job of this `content` is known by: SHA-256, hexadecimal, of all that can change an answer. Its name, the rows of a shard and the
-/// place of its output can not; model and number formats are compared by themselves, wherever the model lies.
+/// The hash that identifies a job: SHA-256, hexadecimal, of all fields that can change an answer.
+/// The name, the rows per shard and the output's location are excluded. The model and the number
+/// formats are excluded too, since they are compared separately, wherever the model is stored.
 fn content_hash(content: &Value) -> String {
     let mut content = without_limits(content);
     if let Value::Object(fields) = &mut content {
@@ -310,8 +315,8 @@ fn content_hash(content: &Value) -> String {
     sorted_hash(&content)
 }
 
-/// `content` without `queue`, `on_finish`, `report.recheck` and `budget`: more money or time for a job, another price or way to its workers,
-/// a look at its answers afterwards, or who is told of its end never made another job of it.
+/// `content` without `queue`, `on_finish`, `report.recheck` and `budget`. Another limit, price,
+/// queue, recheck or receiver of the result never made it another job.
 fn without_limits(content: &Value) -> Value {
     let mut content = content.clone();
     if let Value::Object(fields) = &mut content {
@@ -331,7 +336,7 @@ fn without_limits(content: &Value) -> Value {
     content
 }
 
-/// Of `content`, written compactly with sorted keys.
+/// SHA-256 of `content`, written compactly with sorted keys.
 fn sorted_hash(content: &Value) -> String {
     fn sorted(value: &Value) -> Value {
         match value {

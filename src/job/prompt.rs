@@ -21,42 +21,44 @@ use crate::model::tokenizer::{Encoded, Tokenizer};
 use crate::report::summary::number;
 use source::{CompiledMessage, Content, OfRow, Source, compile, named_columns, takes_apart};
 
-/// Deepest nesting of a row's values; what reads JSON stops there, too.
+/// Maximum nesting of a row's values, which is also the JSON reader's limit.
 const ROW_DEPTH_MAX: usize = 128;
 
-/// What rendering needs besides the job.
+/// Inputs of rendering besides the job.
 #[derive(Debug, Clone)]
 pub struct RenderSetup {
     pub tokenizer: Arc<Tokenizer>,
-    /// Ids that the model knows, which may be fewer than the tokenizer's.
+    /// Number of token ids that the model knows, which may be fewer than the tokenizer's.
     pub model_vocabulary: usize,
     /// Longest sequence (prompt + completion) in tokens.
     pub context_tokens: u32,
-    /// Key of the random stream where neither job nor row gives one; see [`Job::seed`].
+    /// Default key of the random stream, if neither job nor row gives a seed; see [`Job::seed`].
     pub seed: u64,
-    /// The time that chat templates are told: one for the whole job, so that a row tried again gets the same prompt.
+    /// The time that chat templates see: the same for the whole job, so that a retried row gets the
+    /// same prompt.
     pub now: NaiveDateTime,
-    /// The least `max_tokens` of a row, where a retry raised it.
+    /// Minimum `max_tokens` of a row, if a retry raised it.
     pub max_tokens: Option<u32>,
 }
 
 /// A row, ready for the engine.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RenderedRow {
-    /// The prompt as text, for previews; for ready and for truncated token ids, what they decode to.
+    /// The prompt as text, for previews. For given or truncated token ids, the text that they
+    /// decode to.
     pub text: String,
-    /// At least one; at most the model's context less one.
+    /// At least one token, and at most the context less one.
     pub tokens: Vec<u32>,
     pub params: Arc<GenerationParams>,
 }
 
-/// Turns rows into prompts; made once a job, shared by threads.
+/// Turns rows into prompts; created once per job, shared by threads.
 pub struct Renderer {
     source: Source,
     chat: Result<ChatTemplate, String>,
     guard: Guard,
     setup: RenderSetup,
-    /// Special tokens around a prompt that is no conversation.
+    /// Special tokens around a prompt that is not a conversation.
     around: (Vec<u32>, Vec<u32>),
     kwargs: Map<String, Value>,
     turn: Turn,
@@ -72,10 +74,11 @@ pub struct Renderer {
     found: check::Found,
 }
 
-/// Columns that the job names, with the field that names each, and what errors need to say where.
+/// Columns that the job names, each with its field, and the names of files for error messages.
 struct Named {
     columns: Vec<(String, String)>,
-    /// Columns as fields of `row`; they are columns unless there is one of that name.
+    /// Columns accessed as fields of `row`, which are columns unless a column is itself named
+    /// `row`.
     of_row: OfRow,
     file: String,
     input: String,
@@ -128,7 +131,8 @@ impl Renderer {
         let mut probe = None;
         if let (Source::Messages(messages), chat) = (&source, &chat) {
             let chat = chat.as_ref().map_err(|e| template_error(e.clone()))?;
-            // Roles that the template refuses, or a template without end, show before any row is read.
+            // Roles that the template refuses, and endless templates, are found here, before any
+            // row is read.
             let messages = messages.iter().map(|message| message.probe("x")).collect();
             probe = Some(chat.render(messages, &kwargs, turn).map_err(template_error)?);
         }
@@ -142,16 +146,16 @@ impl Renderer {
         let guard = Guard::new(&setup.tokenizer, &controls, takes_apart(&job.prompt.kind));
         let around = setup.tokenizer.surrounding().map_err(invalid)?;
         let mut hashed = vec![json!(job.prompt.kind), json!(chat_source), json!(kwargs)];
-        // Only where they are given: jobs of older gristmills have the hash that they had.
+        // Only set fields are hashed, so that jobs of older gristmills keep their hash.
         let switches = [job.prompt.add_generation_prompt, job.prompt.continue_final_message];
         if switches != [None, None] {
             hashed.push(json!(switches));
         }
         let input = job.input.uris.join("`, `");
         let params = params(&job.generate, job.deterministic, &setup, thinks.as_ref());
-        // Whoever raised it need not know the model: a completion ends with the context in any case.
+        // A retry's limit may exceed the context, which ends completions anyway.
         let raised = setup.max_tokens.map(|least| least.min(setup.context_tokens - 1));
-        // A line of a batch may have less than the job gives to those that say nothing.
+        // A batch line may have a smaller limit than the job's default.
         let raised = raised.map(|max_tokens| GenerationParams {
             max_tokens,
             ..params.clone()
@@ -183,12 +187,13 @@ impl Renderer {
         Ok(renderer)
     }
 
-    /// The columns that prompts use, sorted; `None` where they may use any.
+    /// The columns that prompts use, sorted; `None` if they may use any column.
     pub fn columns(&self) -> Option<Vec<String>> {
         self.columns.clone()
     }
 
-    /// Are all columns that the job names (in prompts, `carry` and `gold`) among those of its input?
+    /// Checks that all columns that the job names (in prompts, `carry` and `gold`) are among the
+    /// input's columns.
     pub fn check_columns(&self, columns: &[String]) -> Result<(), JobError> {
         let has = |name: &str| columns.iter().any(|column| column == name);
         let lacking = ["custom_id", "method", "url", "body"]
@@ -217,7 +222,7 @@ impl Renderer {
         }
     }
 
-    /// SHA-256, hexadecimal, of all templates that prompts go through, for provenance.
+    /// SHA-256, hexadecimal, of all templates that prompts use, for provenance.
     pub fn template_hash(&self) -> &str {
         &self.template_hash
     }
@@ -230,22 +235,22 @@ impl Renderer {
         }
     }
 
-    /// Longest sequence that its prompts count on, in tokens.
+    /// Maximum sequence length that its prompts assume, in tokens.
     pub fn context_tokens(&self) -> u32 {
         self.setup.context_tokens
     }
 
-    /// Ids that the checkpoint's files ended a completion at when the job was planned, where its record says so.
+    /// End-of-sequence ids of the checkpoint at planning, if the record has them.
     pub fn model_ends(&self) -> Option<&[u32]> {
         self.generate.model_ends.as_deref()
     }
 
-    /// How the model thinks; `None`: all that it writes is its answer.
+    /// How the model thinks; `None`: its whole output is the answer.
     pub fn thinks(&self) -> Option<&Thinks> {
         self.thinks.as_ref()
     }
 
-    /// Parameters of rows that bring none of their own.
+    /// Parameters of rows without settings of their own.
     pub fn params(&self) -> &Arc<GenerationParams> {
         &self.params
     }
@@ -253,7 +258,7 @@ impl Renderer {
     /// Renders and encodes a row. The error is one line for the row's `error` column.
     pub fn render(&self, row: &InputRow) -> Result<RenderedRow, String> {
         let mut rendered = self.render_as_asked(row)?;
-        // The prompt stays what it was: where it is cut to leave room, that is room for what the job asks for.
+        // The prompt is unchanged: truncation leaves room for the job's own `max_tokens`.
         if let Some(raised) = &self.raised
             && rendered.params.max_tokens < raised.max_tokens
         {
@@ -333,7 +338,8 @@ impl Renderer {
         self.finish(Some(text), tokens, &params)
     }
 
-    /// The prompt of a row by the job's own templates, and whether special tokens go around it.
+    /// The prompt of a row by the job's own templates, and whether special tokens are added around
+    /// it.
     fn own_prompt(&self, fields: &Map<String, Value>) -> Result<(String, bool), String> {
         let context = column_context(fields);
         match &self.source {
@@ -372,7 +378,7 @@ impl Renderer {
                     false,
                 ))
             }
-            // Rows with prompts of their own do not come here.
+            // Rows of these kinds have their own prompts, and are handled elsewhere.
             Source::TokenIds(_) | Source::Openai => Err("the job has no template".into()),
         }
     }
@@ -386,7 +392,7 @@ impl Renderer {
     ) -> Result<(String, Encoded), String> {
         let tokenizer = &self.setup.tokenizer;
         let context = self.setup.context_tokens as usize;
-        // What comes behind so many tokens changes nothing any more.
+        // Tokens beyond this limit have no effect.
         let limit = match self.truncate {
             Truncate::None => context - 1,
             Truncate::Right => context - params.max_tokens as usize,
@@ -399,7 +405,7 @@ impl Renderer {
         let suspect = fields
             .iter()
             .any(|(name, value)| used(name) && self.guard.suspects(value, tokenizer));
-        // Where templates may use the whole row, its names can come into the prompt as well.
+        // Templates that may use the whole row can also put column names into the prompt.
         let names = self.columns.is_none() && fields.keys().any(|name| self.guard.suspects_text(name));
         if !suspect && !names {
             let (text, surround) = prompt(fields)?;
@@ -461,7 +467,7 @@ impl Renderer {
         self.finish(None, tokens, params)
     }
 
-    /// What token ids decode to, special tokens as their texts.
+    /// The text that token ids decode to, including the texts of special tokens.
     fn shown(&self, tokens: &[u32]) -> String {
         let tokenizer = &self.setup.tokenizer;
         let specials = tokenizer.added_tokens().iter().filter(|token| token.special);
@@ -475,7 +481,7 @@ impl Renderer {
             .collect()
     }
 
-    /// Holds a prompt against the model's context. Without a text, it has the one that its tokens decode to.
+    /// Checks a prompt against the model's context. Without a text, its tokens are decoded.
     fn finish(
         &self,
         mut text: Option<String>,
@@ -513,7 +519,7 @@ impl Renderer {
             Truncate::Left if tokens.len() > room => {
                 let bos = self.setup.tokenizer.config().bos_token.as_deref();
                 let bos = bos.and_then(|bos| self.setup.tokenizer.id_of(bos));
-                // A model that was trained with a begin-of-sequence token keeps it.
+                // The begin-of-sequence token is kept for models that were trained with one.
                 let keep = usize::from(Some(tokens[0]) == bos && room > 1);
                 let drop = tokens.len() - room;
                 tokens.drain(keep..keep + drop);
@@ -533,7 +539,8 @@ impl Renderer {
     }
 }
 
-/// Are all stop token ids of the vocabulary? The error begins inside the field's backticks.
+/// Checks that all stop token ids are in the vocabulary. The error begins inside the field's
+/// backticks.
 fn check_stops(generate: &Generate, tokenizer: &Tokenizer) -> Result<(), String> {
     let known = tokenizer.vocab_size();
     match generate.stop_token_ids.iter().find(|id| **id as usize >= known) {
@@ -545,8 +552,8 @@ fn check_stops(generate: &Generate, tokenizer: &Tokenizer) -> Result<(), String>
     }
 }
 
-/// The engine's parameters. A stop text that is a special token's is one of the stop tokens, since special tokens never
-/// show in a completion's text.
+/// The engine's parameters. A stop text that is a special token's text becomes a stop token, since
+/// special tokens never appear in a completion's text.
 fn params(generate: &Generate, deterministic: bool, setup: &RenderSetup, thinks: Option<&Thinks>) -> GenerationParams {
     let mut params = generate.params(setup.seed, deterministic);
     params.thinking = thinks.and_then(|thinks| thinks.of(generate));
@@ -561,7 +568,7 @@ fn params(generate: &Generate, deterministic: bool, setup: &RenderSetup, thinks:
     params
 }
 
-/// Does it nest lists and structs in more than so many `levels`?
+/// Whether lists and structs nest deeper than `levels`.
 fn is_deeper(value: &Value, levels: usize) -> bool {
     let inside = |item: &Value| levels == 0 || is_deeper(item, levels - 1);
     match value {
@@ -571,7 +578,7 @@ fn is_deeper(value: &Value, levels: usize) -> bool {
     }
 }
 
-/// What a JSON value is, in words.
+/// The kind of a JSON value, in words.
 fn kind_of(value: &Value) -> &'static str {
     match value {
         Value::Null => "null",

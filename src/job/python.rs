@@ -1,6 +1,8 @@
-//! What chat templates take for granted of Python and of transformers: filters, tests, methods, and how values print.
+//! Behaviour that chat templates expect from Python and transformers: filters, tests, methods, and
+//! the printed form of values.
 //!
-//! Chat templates are written for Jinja in Python; minijinja is close, and this closes the rest of the gap.
+//! Chat templates are written for Python's Jinja. minijinja is close to it, and this module adds
+//! the differences.
 
 use std::fmt::Write;
 use std::sync::Arc;
@@ -11,14 +13,14 @@ use minijinja::{Error, ErrorKind, State, Value};
 use super::guard;
 use super::template::{budget, sized};
 
-/// Deepest nesting that is written as JSON.
+/// Maximum nesting of values written as JSON.
 const JSON_DEPTH_MAX: usize = 64;
-/// Longest text between two values of JSON.
+/// Maximum length of a separator between JSON values.
 const JSON_BETWEEN_MAX: usize = 64;
 
 /// Layout of JSON text.
 struct Layout {
-    /// One item a line, each level indented by this.
+    /// One item per line, with this indent per level.
     indent: Option<String>,
     item: String,
     key: String,
@@ -26,7 +28,7 @@ struct Layout {
     sort_keys: bool,
 }
 
-/// `tojson` as transformers defines it: Python's `json.dumps` that leaves `<`, `>` and non-ASCII text as they are.
+/// `tojson` as in transformers: Python's `json.dumps` with `<`, `>` and non-ASCII text unescaped.
 pub(super) fn tojson(value: &Value, args: Rest<Value>, kwargs: Kwargs) -> Result<Value, Error> {
     let names = ["ensure_ascii", "indent", "separators", "sort_keys"];
     let option = |i: usize| -> Result<Option<Value>, Error> {
@@ -168,7 +170,7 @@ fn write_json_text(text: &str, ascii: bool, out: &mut String) {
             '\u{8}' => out.push_str("\\b"),
             '\u{C}' => out.push_str("\\f"),
             c if (c as u32) < 0x20 => push_escape(c as u32, out),
-            // The guard's marks must stay findable.
+            // The guard's marks are not escaped, since they must be found afterwards.
             c if ascii && (c as u32) > 0x7E && !guard::is_mark(c) => {
                 let mut units = [0; 2];
                 for unit in c.encode_utf16(&mut units) {
@@ -197,8 +199,8 @@ fn number(value: &Value) -> String {
     }
 }
 
-/// A float as Python's `repr` writes it: the shortest digits that read back as the same number, with an exponent
-/// from 1e16 on and below 1e-4.
+/// A float as Python's `repr` writes it: the shortest digits that parse to the same number, with an
+/// exponent from 1e16 on and below 1e-4.
 pub(super) fn float_repr(value: f64) -> String {
     if value.is_nan() {
         return "NaN".into();
@@ -224,14 +226,14 @@ pub(super) fn float_repr(value: f64) -> String {
     if text.contains('.') { text } else { format!("{text}.0") }
 }
 
-/// Widest field that `format` fills, in characters.
+/// Maximum width of a `format` field, in characters.
 const FORMAT_WIDTH_MAX: u64 = 4096;
 
-/// The `format` filter, its fields' widths bounded: `"%9999999999d"` would take the memory there is.
+/// The `format` filter with bounded field widths: `"%9999999999d"` would use up all memory.
 pub(super) fn format(state: &mut State, text: &Value, args: Rest<ValueOrKwargs>) -> Result<Value, Error> {
     let values: Vec<Value> = args.iter().map(|arg| Value::clone(arg)).collect();
     for spec in text.as_str().unwrap_or_default().split('%').skip(1) {
-        // The name of a named argument says nothing of the width.
+        // Digits in a named argument's name are not a width.
         let named = spec.strip_prefix('(').and_then(|name| name.split_once(')'));
         let spec = named.map_or(spec, |(_, spec)| spec);
         let end = spec.find(|c: char| c.is_alphabetic() || c == '%').unwrap_or(spec.len());
@@ -241,7 +243,7 @@ pub(super) fn format(state: &mut State, text: &Value, args: Rest<ValueOrKwargs>)
     minijinja::filters::format(state, text, args)
 }
 
-/// Refuses a format's field where it, or an argument that it takes a width from, is too wide.
+/// Refuses a format field if its width, or an argument that gives its width, is too large.
 fn check_widths(spec: &str, args: &[Value]) -> Result<(), Error> {
     let wide = |width: u64| width > FORMAT_WIDTH_MAX;
     let mut numbers = spec
@@ -266,7 +268,7 @@ fn check_widths(spec: &str, args: &[Value]) -> Result<(), Error> {
     Ok(())
 }
 
-/// Jinja's `indent` filter: unlike minijinja's, a line break at the end stays.
+/// Jinja's `indent` filter; unlike in minijinja, a trailing line break is kept.
 pub(super) fn indent(text: &str, width: Option<Value>, args: Rest<Value>, kwargs: Kwargs) -> Result<String, Error> {
     let width = match width {
         Some(width) => Some(width),
@@ -305,13 +307,13 @@ pub(super) fn indent(text: &str, width: Option<Value>, args: Rest<Value>, kwargs
     Ok(out)
 }
 
-/// Is it iterable in Python's sense? Texts and mappings are.
+/// Whether the value is iterable in Python's sense, as texts and mappings are.
 pub(super) fn is_iterable(value: &Value) -> bool {
     use ValueKind::{Iterable, Map, Seq, String, Undefined};
     matches!(value.kind(), String | Seq | Map | Iterable | Undefined)
 }
 
-/// Jinja's `sequence` test: has a length and items, as texts and mappings do.
+/// Jinja's `sequence` test: the value has a length and items, as texts and mappings do.
 pub(super) fn is_sequence(value: &Value) -> bool {
     use ValueKind::{Map, Seq, String, Undefined};
     matches!(value.kind(), String | Seq | Map | Undefined)
@@ -337,7 +339,7 @@ pub(super) fn method(state: &mut State, value: &Value, name: &str, args: &[Value
     minijinja_contrib::pycompat::unknown_method_callback(state, value, name, args)
 }
 
-/// Looks at what a method of a text would make, before it does.
+/// Checks the size of a text method's result before it is computed.
 fn check_method(value: &Value, name: &str, args: &[Value]) -> Result<(), Error> {
     let Some(text) = value.as_str() else { return Ok(()) };
     match (name, args.first()) {
@@ -392,7 +394,7 @@ fn text_method(text: &str, name: &str, args: &[Value]) -> Result<Option<Value>, 
                 None => return Err(Error::new(ErrorKind::InvalidOperation, "str.index: not found")),
             }
         }
-        // Checked, then done by minijinja-contrib.
+        // minijinja-contrib does the formatting after this check.
         "format" => {
             for spec in text.split(':').skip(1) {
                 let end = spec.find('}').unwrap_or(spec.len());
@@ -400,7 +402,7 @@ fn text_method(text: &str, name: &str, args: &[Value]) -> Result<Option<Value>, 
             }
             return Ok(None);
         }
-        // A capital after everything that is no letter, unlike Jinja's filter of that name.
+        // Capitalizes after every non-letter, unlike Jinja's filter of the same name.
         "title" => {
             let mut inside = false;
             let mut out = String::with_capacity(text.len());
@@ -428,7 +430,7 @@ fn text_method(text: &str, name: &str, args: &[Value]) -> Result<Option<Value>, 
             Value::from(match name {
                 "zfill" => format!("{}{text}", "0".repeat(missing)),
                 "ljust" => format!("{text}{}", " ".repeat(missing)),
-                // An odd space stands in front where the width is odd, as in Python.
+                // With an odd width, an odd space goes in front, as in Python.
                 "center" => {
                     let before = missing / 2 + (missing & width & 1);
                     format!("{}{text}{}", " ".repeat(before), " ".repeat(missing - before))

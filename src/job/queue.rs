@@ -1,4 +1,4 @@
-//! The queue that a job file names: an address and properties, and no secret among them.
+//! The queue in a job file: its address and properties, without secrets.
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -8,9 +8,9 @@ use super::file::QueueFile;
 use super::suggest;
 use crate::queue::properties::{OF_JOB_FILES, Owner, is_secret, owner};
 
-/// Most properties of a client.
+/// Maximum number of client properties.
 const PROPERTIES_MAX: usize = 256;
-/// Longest name of one; librdkafka's longest has 49 bytes.
+/// Maximum length of a property's name; librdkafka's longest has 49 bytes.
 const PROPERTY_BYTES_MAX: usize = 64;
 
 /// Where a job's shards are enqueued.
@@ -18,7 +18,8 @@ const PROPERTY_BYTES_MAX: usize = 64;
 pub struct JobQueue {
     /// As written, without a password.
     pub url: String,
-    /// Properties of librdkafka that a job file may set, as it takes them, in the file's order.
+    /// librdkafka properties that a job file may set, converted to librdkafka's form, in the file's
+    /// order.
     pub kafka: Vec<(String, String)>,
 }
 
@@ -27,7 +28,7 @@ pub fn environment_name(property: &str) -> String {
     format!("GRISTMILL_KAFKA_{}", property.to_ascii_uppercase().replace('.', "_"))
 }
 
-/// Does this address hold a password (`scheme://user:password@…`)?
+/// Whether this address contains a password (`scheme://user:password@…`).
 pub fn has_password(url: &str) -> bool {
     let rest = url.split_once("://").map_or(url, |(_, rest)| rest);
     let authority = rest.split(['/', '?', '#']).next().unwrap_or_default();
@@ -50,7 +51,8 @@ fn check_name(name: &str) -> Result<(), FieldError> {
     )
 }
 
-/// A job file may come from anybody: it sets what tunes the client, and nothing that reaches files, libraries or passwords.
+/// Job files may be untrusted: they may set tuning properties, but none that access files,
+/// libraries or passwords.
 fn check_owner(field: &str, name: &str) -> Result<(), FieldError> {
     let (why, near) = match owner(name) {
         Owner::JobFile => return Ok(()),
@@ -61,7 +63,8 @@ fn check_owner(field: &str, name: &str) -> Result<(), FieldError> {
             suggest(name, OF_JOB_FILES.iter().copied()),
         ),
     };
-    // A variable cannot name a property that has a `_` of its own, and one that ends in `_FILE` names a file that holds the value.
+    // No variable exists for a property with a `_` in its name, and a variable that ends in `_FILE`
+    // names a file with the value.
     let variable = match name.contains(['_', '-']) || name.ends_with(".file") {
         true => String::new(),
         false => format!("`{}` in the environment or ", environment_name(name)),

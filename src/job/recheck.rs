@@ -1,14 +1,14 @@
-//! The sample of a finished job's rows that is run again, and the precision that it is run in.
+//! The sample of a finished job's rows that is run again, and its precision.
 
 use super::check::{FieldError, bad};
 use super::file::RecheckFile;
 use super::spec::Precision;
 use super::suggest;
 
-/// What a job's `report.recheck` asks for.
+/// A job's `report.recheck` settings.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Recheck {
-    /// At least 1; a job with fewer is rechecked whole.
+    /// At least 1; a job with fewer rows is rechecked completely.
     pub rows: u64,
     /// `F32` or `Bf16`.
     pub precision: Precision,

@@ -1,5 +1,5 @@
-//! A job as its ledger gives it back. Whoever can write to an output can have written it, so it is held against the same bounds
-//! as a job file before anything is made of it.
+//! A job read back from its ledger. Anyone who can write to an output can change the record, so it
+//! is checked against the same limits as a job file before it is used.
 
 use serde::Deserialize;
 use serde_json::Value;
@@ -19,18 +19,20 @@ use crate::dataset::sample::INPUT_ROW;
 use crate::engine::forbidden::Forbidden;
 use crate::report::in_short;
 
-/// Most texts that end a completion where a checkpoint names them.
+/// Maximum number of stop texts from a checkpoint.
 const MODEL_STOPS_MAX: usize = 4096;
-/// Most tokens that a checkpoint forbids, or ends a completion at: more than any vocabulary has.
+/// Maximum number of tokens that a checkpoint forbids or ends a completion at: more than any
+/// vocabulary has.
 const MODEL_IDS_MAX: usize = 1 << 20;
 /// Longest path of a job file or its folder, in bytes.
 const PATH_BYTES_MAX: usize = 64 << 10;
 
 impl Job {
-    /// The job that [`Job::resolved`] wrote down; `place` says where, for the message.
+    /// Reads a job written by [`Job::resolved`]; `place` names the record in the error.
     ///
     /// # Errors
-    /// The record is no job, one of a gristmill whose jobs can be what this one's cannot, or one that no job file can make.
+    /// The record is malformed, uses features of a newer gristmill, or has values that a job file
+    /// could not have.
     pub fn of_record(resolved: &Value, place: &str) -> Result<Job, JobError> {
         let invalid = |why: String| JobError::Invalid {
             place: place.to_string(),
@@ -43,7 +45,7 @@ impl Job {
         Ok(job)
     }
 
-    /// The columns of its output besides the carried ones. `thinking`: its model thinks.
+    /// The output's columns besides the carried ones. `thinking`: whether its model thinks.
     pub fn output_columns(&self, thinking: bool) -> OutputColumns {
         OutputColumns {
             samples: self.generate.n,
@@ -59,9 +61,10 @@ impl Job {
         }
     }
 
-    /// Input columns in the output: those to carry, the gold column that the report compares with, and of OpenAI batch
-    /// lines (which always have both) the `custom_id` that tells whose a result is, and the `url` that tells a result
-    /// line's form; and of a sample the place of each row.
+    /// Input columns in the output: the carried columns and the gold column of the report. For
+    /// OpenAI batch lines, which always have both columns, also `custom_id`, which identifies a
+    /// result's line, and `url`, which determines a result line's form. For a sample, also each
+    /// row's number.
     pub fn carried(&self) -> Vec<String> {
         let mut carry = self.output.carry.clone();
         let batch = matches!(self.prompt.kind, PromptKind::Openai);
@@ -76,13 +79,14 @@ impl Job {
         carry
     }
 
-    /// Of its record in the ledger: the columns of its output, held against what it asks for. `place` says where, for the message.
+    /// The output's columns in its ledger's record, checked against the columns that this job
+    /// requests. `place` names the record in the error.
     ///
     /// # Errors
-    /// They are not those of this job.
+    /// The columns are not those of this job.
     pub fn recorded_columns(&self, columns: &Value, place: &str) -> Result<OutputSchema, JobError> {
         let carried = self.carried();
-        // An older gristmill carried fewer of an OpenAI batch.
+        // An older gristmill carried fewer columns of an OpenAI batch.
         let may_carry = |name: &str| self.output.carry_all || carried.iter().any(|carried| carried == name);
         let wanted = (&self.output_columns(false), &self.output.renamed);
         let read = OutputSchema::of_record(columns, wanted, may_carry);
@@ -92,7 +96,7 @@ impl Job {
         })
     }
 
-    /// What a job file is checked for, of a job that does not come from one.
+    /// Applies the checks of a job file to a job from a record.
     fn check_again(&self) -> Result<(), FieldError> {
         filled("name", &self.name)?;
         check_name(&self.name)?;
@@ -164,7 +168,7 @@ impl Prompt {
 }
 
 impl Generate {
-    /// Is it what a job file can say, with what a checkpoint can add?
+    /// Checks that a job file, with additions from a checkpoint, can have these values.
     fn check_again(&self) -> Result<(), FieldError> {
         let mut file = self.as_file();
         let of_model = self.is_of_model("stop");

@@ -1,7 +1,9 @@
-//! What a job leaves unset of sampling comes from the checkpoint, and each value knows where it comes from.
+//! Fills sampling settings that a job leaves unset from its checkpoint, and records each value's
+//! source.
 //!
-//! A job's own value wins, then the checkpoint's (unless `generate.defaults` is `neutral`), then the neutral default. It is settled
-//! once, when the job is planned: workers use what the job's record says.
+//! A job's own value takes precedence, then the checkpoint's (unless `generate.defaults` is
+//! `neutral`), then the neutral default. This happens once, when the job is planned: workers use
+//! the values in the job's record.
 
 use std::collections::BTreeMap;
 
@@ -23,14 +25,14 @@ pub enum Defaults {
     Neutral,
 }
 
-/// Where a value comes from.
+/// The source of a value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Source {
     #[serde(rename = "job")]
     Job,
     #[serde(rename = "generation_config.json")]
     GenerationConfig,
-    /// Of a checkpoint without `generation_config.json`.
+    /// For a checkpoint without `generation_config.json`.
     #[serde(rename = "config.json")]
     Config,
     #[serde(rename = "default")]
@@ -38,7 +40,7 @@ pub enum Source {
 }
 
 impl Source {
-    /// The word in records.
+    /// The source's name in records.
     pub fn word(self) -> &'static str {
         match self {
             Source::Job => "job",
@@ -53,10 +55,10 @@ impl Source {
     }
 }
 
-/// Where the values of a job's sampling come from, by field of `generate`.
+/// The source of each sampling value, by field of `generate`.
 pub type Sources = BTreeMap<String, Source>;
 
-/// Where each value comes from before the checkpoint is asked.
+/// The source of each value before the checkpoint is read.
 pub(super) fn sources(file: &GenerateFile) -> Sources {
     let given = [
         ("max_tokens", file.max_tokens.is_some()),
@@ -77,7 +79,7 @@ pub(super) fn sources(file: &GenerateFile) -> Sources {
 }
 
 impl Generate {
-    /// Takes from the checkpoint what the job left unset, and what it forbids.
+    /// Takes values that the job left unset, and forbidden tokens, from the checkpoint.
     pub fn take_defaults(&mut self, model: &GenerationDefaults) {
         let source = match model.is_old {
             true => Source::Config,
@@ -97,7 +99,7 @@ impl Generate {
             &mut self.repetition_penalty,
             penalty,
         );
-        // A choice ends where it is whole.
+        // A choice ends by itself.
         let is_choice = matches!(self.shape, ShapeSpec::Choice { .. });
         let stop = Some(model.stop_strings.clone()).filter(|texts| !texts.is_empty() && !is_choice);
         take(from, source, "stop", &mut self.stop, stop);
@@ -112,7 +114,7 @@ impl Generate {
         }
     }
 
-    /// What a batch line leaves as it is in the job it belongs to, and no line can say.
+    /// Copies from the job the settings that a batch line cannot change.
     pub(super) fn of_line(self, job: &Generate) -> Generate {
         Generate {
             from: job.from.clone(),
@@ -122,17 +124,17 @@ impl Generate {
         }
     }
 
-    /// Where a value comes from; records of an older gristmill do not say.
+    /// The source of a value; records of an older gristmill have none.
     pub fn source(&self, name: &str) -> Option<Source> {
         self.from.get(name).copied()
     }
 
-    /// Is a value the checkpoint's?
+    /// Whether a value comes from the checkpoint.
     pub fn is_of_model(&self, name: &str) -> bool {
         self.source(name).is_some_and(Source::is_model)
     }
 
-    /// The values by name, those that are settled here.
+    /// The values filled in here, by name.
     fn values(&self) -> [(&'static str, Value); 10] {
         [
             ("temperature", number(self.temperature)),
@@ -148,7 +150,7 @@ impl Generate {
         ]
     }
 
-    /// Each value with where it comes from, for programs.
+    /// Each value with its source, for programs.
     pub fn sampling_json(&self) -> Value {
         let values = self.values().into_iter().map(|(name, value)| {
             let from = self.source(name).unwrap_or(Source::Default).word();
@@ -157,7 +159,7 @@ impl Generate {
         Value::Object(values.collect())
     }
 
-    /// The values that something else than a default gave, by where they come from, the checkpoint's first; `None` where the
+    /// The values that are not defaults, grouped by source, the checkpoint's first; `None` if the
     /// checkpoint gives none.
     pub fn sampling_line(&self) -> Option<String> {
         let of = |source: Source| {
@@ -175,7 +177,7 @@ impl Generate {
         })
     }
 
-    /// All of its values, for people.
+    /// All values in words.
     pub fn words(&self) -> String {
         let values = self.values().into_iter();
         let values: Vec<String> = values
@@ -184,11 +186,12 @@ impl Generate {
         values.join(", ")
     }
 
-    /// The values that `other` has otherwise, as they are here and as they are there.
+    /// The values that differ between `self` and `other`, in words for each of the two.
     pub fn differences(&self, other: &Generate) -> Option<(String, String)> {
         let pairs = self.values().into_iter().zip(other.values());
         let (mut here, mut there): (Vec<String>, Vec<String>) = pairs
-            // A default of ours may depend on how the model thinks, which is settled later.
+            // A default is skipped if both sides have it: it may depend on how the model thinks,
+            // which is settled later.
             .filter(|((name, _), _)| [self, other].iter().any(|of| of.source(name) != Some(Source::Default)))
             .filter(|((_, a), (_, b))| a != b)
             .map(|((name, a), (_, b))| (said(name, &a, &self.forbidden), said(name, &b, &other.forbidden)))
@@ -203,7 +206,7 @@ impl Generate {
     }
 }
 
-/// Takes the checkpoint's value where nothing else gave one.
+/// Takes the checkpoint's value if the current one is a default.
 fn take<T>(from: &mut Sources, source: Source, name: &str, own: &mut T, models: Option<T>) {
     if let (Some(value), Some(at)) = (models, from.get_mut(name))
         && *at == Source::Default
@@ -213,7 +216,7 @@ fn take<T>(from: &mut Sources, source: Source, name: &str, own: &mut T, models: 
     }
 }
 
-/// As it would be written, not as the nearest `f64`.
+/// The number's shortest decimal form instead of the nearest `f64`.
 fn number(value: f32) -> Value {
     value
         .to_string()
@@ -221,7 +224,7 @@ fn number(value: f32) -> Value {
         .map_or(Value::Null, |value| json!(value))
 }
 
-/// A value for people.
+/// A value in words.
 fn said(name: &str, value: &Value, forbidden: &Forbidden) -> String {
     if name != "forbidden" {
         let whole = value.as_f64().filter(|x| x.fract() == 0.0);

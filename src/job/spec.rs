@@ -1,4 +1,5 @@
-//! A valid job: what the job file says, checked, with all defaults filled in. Nothing downstream checks again.
+//! A valid job: the job file's content, checked, with all defaults filled in. Nothing downstream
+//! checks again.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -28,18 +29,18 @@ use crate::dataset::writing::Writing;
 
 /// Largest `chat_template` file, in bytes.
 pub(super) const TEMPLATE_BYTES_MAX: u64 = 4 << 20;
-/// Rows of a shard where the job does not say.
+/// Default rows per shard.
 const SHARD_ROWS: i64 = 4096;
 pub(super) const SHARD_ROWS_MAX: i64 = 1_000_000;
-/// Largest `context`: longer than any model's.
+/// Maximum `context`, which exceeds any model's.
 pub(super) const CONTEXT_MAX: u32 = 1 << 26;
 
-/// Longest `deadline`: ten years.
+/// Maximum `deadline`: ten years.
 pub const SECONDS_MAX: u64 = 315_360_000;
-/// Longest `cache_salt`, in characters.
+/// Maximum length of `cache_salt`, in characters.
 const CACHE_SALT_CHARS_MAX: usize = 256;
 
-/// Columns that results have besides the carried ones.
+/// Result columns besides the carried ones.
 pub const RESULT_COLUMNS: [&str; 12] = [
     "row",
     "status",
@@ -62,33 +63,33 @@ pub struct Job {
     /// As written: a path relative to `base_dir`, `hf://…` or a URL.
     pub model: String,
     pub precision: Precision,
-    /// Of keys and values; `Auto`: the precision's own.
+    /// Format of keys and values; `Auto`: the precision's own.
     #[serde(default)]
     pub kv_cache: Precision,
-    /// No bit of a row's answer may depend on what is computed beside it.
+    /// Whether a row's answer must be bit-identical whatever else is in its batch.
     #[serde(default)]
     pub deterministic: bool,
-    /// Jobs with the same salt share computed prefixes; `None`: the job shares with itself alone.
+    /// Jobs with the same salt share cached prefixes; `None`: only within this job.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cache_salt: Option<String>,
-    /// Longest sequence in tokens, at least 2; `None`: what the checkpoint declares.
+    /// Maximum sequence length in tokens, at least 2; `None`: the checkpoint's.
     pub context: Option<u32>,
     pub input: Input,
     pub prompt: Prompt,
     pub generate: Generate,
     pub output: Output,
-    /// Rows of a shard, at least 1.
+    /// Maximum rows per shard, at least 1.
     pub shard_rows: u64,
     pub budget: Budget,
-    /// Where `submit` enqueues. No part of the job's record: another queue does not make another job.
+    /// Where `submit` enqueues. Not recorded, since another queue does not make another job.
     #[serde(skip)]
     pub queue: Option<JobQueue>,
-    /// The input column with right answers, for the report.
+    /// The input column with the correct answers, for the report.
     pub gold: Option<String>,
-    /// What the report runs again. No part of the job's record either: it changes no row.
+    /// The report's recheck settings. Not recorded either, since they change no row.
     #[serde(skip)]
     pub recheck: Option<Recheck>,
-    /// What happens when it is done. Of its record only the address.
+    /// Actions at the end of the job. Only the address is recorded.
     #[serde(default, skip_serializing_if = "OnFinish::is_unrecorded")]
     pub on_finish: OnFinish,
     /// The job file's folder; paths without a scheme are relative to it.
@@ -97,7 +98,7 @@ pub struct Job {
     pub file: String,
     /// SHA-256, hexadecimal, of the job file's content: a job with the same hash is the same job.
     pub hash: String,
-    /// Of the job file as it was read; null where the job comes from a record.
+    /// The job file's content as read; null if the job comes from a record.
     #[serde(skip)]
     pub content: Value,
 }
@@ -111,18 +112,18 @@ pub enum Precision {
     F32,
     Bf16,
     Int8,
-    /// On a GPU alone.
+    /// GPU only.
     Fp8,
 }
 
-/// What the model is asked.
+/// The job's prompt settings.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Prompt {
     pub kind: PromptKind,
     /// The chat template that the job gives; `None` takes the checkpoint's default.
     pub chat_template: Option<ChatTemplateChoice>,
     pub chat_template_kwargs: Map<String, Value>,
-    /// With `continue_final_message`: what the job says of how prompts end; see [`Prompt::turn`].
+    /// With `continue_final_message`, determines how prompts end; see [`Prompt::turn`].
     #[serde(default)]
     pub add_generation_prompt: Option<bool>,
     #[serde(default)]
@@ -131,15 +132,15 @@ pub struct Prompt {
 }
 
 impl Prompt {
-    /// How rendered conversations end, by the job's fields and its `chat_template_kwargs`; `None`: nothing is said. The
-    /// error goes behind the name of the block.
+    /// How rendered conversations end, by the job's fields and its `chat_template_kwargs`; `None`
+    /// if unset. The error goes behind the name of the block.
     pub fn turn(&self) -> Result<Option<Turn>, String> {
         let fields = [self.add_generation_prompt, self.continue_final_message].map(|flag| flag.map(Value::Bool));
         Turn::of([fields[0].as_ref(), fields[1].as_ref()], &self.chat_template_kwargs)
     }
 }
 
-/// Where a row's prompt comes from.
+/// The source of a row's prompt.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum PromptKind {
@@ -157,7 +158,7 @@ pub enum PromptKind {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Message {
     pub role: Role,
-    /// One template; or several, for content that is written as a list of parts.
+    /// One template, or several for content written as a list of parts.
     pub parts: Vec<String>,
     pub is_list: bool,
 }
@@ -171,21 +172,21 @@ pub enum ChatTemplateChoice {
     Source(String),
 }
 
-/// Where results go.
+/// The job's output settings.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Output {
     /// As written.
     pub uri: String,
     /// Input columns.
     pub carry: Vec<String>,
-    /// The names that some of them have in the output.
+    /// Output names of renamed columns.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub renamed: BTreeMap<String, String>,
-    /// All other columns come along as well.
+    /// Whether all other columns are carried as well.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub carry_all: bool,
     pub format: OutputFormat,
-    /// `Text` in records of a gristmill that knew of no other.
+    /// `Text` in records of a gristmill without typed answers.
     #[serde(default, skip_serializing_if = "ParsedForm::is_text")]
     pub parsed: ParsedForm,
     #[serde(default, skip_serializing_if = "Writing::is_default")]
@@ -193,19 +194,19 @@ pub struct Output {
     pub token_ids: bool,
 }
 
-/// What the job may cost.
+/// The job's budget.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Budget {
     pub usd: Option<f64>,
     pub usd_per_hour: Option<f64>,
     pub deadline_seconds: Option<u64>,
-    /// What becomes of the rows that are left when a limit is reached.
+    /// Handling of the remaining rows when a limit is reached.
     #[serde(default)]
     pub unfinished: Unfinished,
 }
 
 impl Job {
-    /// Reads and checks a job file, whose parameters have these values.
+    /// Reads and checks a job file with these parameter values.
     pub fn load(path: &Path, parameters: &Parameters) -> Result<Job, JobError> {
         let parsed = JobFile::read(path, parameters)?;
         Job::check(parsed, &path.display().to_string(), &base_dir(path))
@@ -224,7 +225,8 @@ impl Job {
         &self.hash
     }
 
-    /// Whether `hash` is this job's, or was while its name, its paths and the price `usd_per_hour` were part of it.
+    /// Whether `hash` is this job's, or was when its name, paths and price `usd_per_hour` were
+    /// hashed too.
     pub fn hashes_to(&self, hash: &str, usd_per_hour: Option<f64>) -> bool {
         hash == self.hash
             || earlier_hashes(&self.content, usd_per_hour)
@@ -232,15 +234,15 @@ impl Job {
                 .any(|earlier| earlier == hash)
     }
 
-    /// The job with all defaults filled in, for the ledger: [`Job::of_record`] reads it back on any machine, so the
-    /// folder that relative paths start from is absolute.
+    /// The job with all defaults filled in, for the ledger. `base_dir` is made absolute, so that
+    /// [`Job::of_record`] can read the job on any machine.
     pub fn resolved(&self) -> Value {
         let base_dir = std::path::absolute(&self.base_dir).unwrap_or_else(|_| self.base_dir.clone());
         let job = Job {
             base_dir,
             ..self.clone()
         };
-        // A job holds only what JSON can: numbers were checked to be finite.
+        // Serialization succeeds, since all numbers were checked to be finite.
         serde_json::to_value(&job).unwrap_or(Value::Null)
     }
 
@@ -309,7 +311,7 @@ fn build(parsed: Parsed, file: &str, base_dir: &Path) -> Result<Job, FieldError>
     })
 }
 
-/// Names are shown in lines.
+/// Names are printed in single lines, so they must not hold control characters.
 pub(super) fn check_name(name: &str) -> Result<(), FieldError> {
     match name.chars().any(char::is_control) {
         true => bad("name", "holds control characters"),
@@ -317,7 +319,7 @@ pub(super) fn check_name(name: &str) -> Result<(), FieldError> {
     }
 }
 
-/// What each is fine alone and cannot be had together.
+/// Checks combinations of settings that are valid alone but not together.
 pub(super) fn check_together(
     generate: &Generate,
     output: &Output,
@@ -325,7 +327,8 @@ pub(super) fn check_together(
     recheck: bool,
 ) -> Result<(), FieldError> {
     let openai = output.format == OutputFormat::Openai;
-    // The report reads answers from Parquet parts; with a gold column it compares one a row.
+    // The report reads answers from Parquet parts; with a gold column it compares one answer per
+    // row.
     for (field, asked) in [("report.gold", gold), ("report.recheck", recheck)] {
         if asked && openai {
             return bad(field, "needs `output.format` to be `parquet`");
@@ -359,7 +362,7 @@ pub(super) fn check_together(
     Ok(())
 }
 
-/// Typed answers have one JSON Schema, and columns.
+/// Typed answers need a JSON Schema and an output with columns.
 pub(super) fn check_typed(generate: &Generate, output: &Output, prompt: &Prompt) -> Result<(), FieldError> {
     let why = if output.parsed.is_text() {
         return Ok(());
@@ -409,7 +412,8 @@ fn prompt(raw: Option<PromptFile>, format: Option<Format>, base_dir: &Path) -> R
     let raw = raw.unwrap_or_default();
     let given = [raw.messages.is_some(), raw.text.is_some(), raw.token_ids.is_some()];
     let kind = match given.iter().filter(|given| **given).count() {
-        // An OpenAI batch file brings its own prompts; the block may still set a chat template or truncation.
+        // An OpenAI batch file has its own prompts; the block may still set a chat template or
+        // truncation.
         0 if openai_possible => PromptKind::Openai,
         0 if missing => return bad("prompt", "is missing; only OpenAI batch input goes without"),
         0 => {
@@ -482,7 +486,7 @@ fn conversation(messages: Vec<MessageFile>) -> Result<Vec<Message>, FieldError> 
     Ok(out)
 }
 
-/// A template's source, a file that holds one, or the name of one of the checkpoint's.
+/// A template's source, a file with a template, or the name of a template of the checkpoint.
 fn chat_template(choice: String, base_dir: &Path) -> Result<ChatTemplateChoice, FieldError> {
     const FIELD: &str = "prompt.chat_template";
     if choice.contains("{{") || choice.contains("{%") {
@@ -559,7 +563,7 @@ fn budget(raw: BudgetFile) -> Result<Budget, FieldError> {
     })
 }
 
-/// Seconds of `6h`, `90m`, `45s`, `2d` and their sums (`1h30m`); else one line that says what is wrong.
+/// Parses `6h`, `90m`, `45s`, `2d` and their sums (`1h30m`) to seconds. The error is one line.
 pub fn duration_seconds(text: &str) -> Result<u64, String> {
     const FORM: &str = "a time looks like `6h`, `90m` or `1h30m`";
     let mut total: u64 = 0;

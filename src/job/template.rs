@@ -1,13 +1,15 @@
-//! Templates over minijinja: the two environments, their limits, and column templates.
+//! Templates based on minijinja: the two environments, their limits, and column templates.
 //!
-//! A column template names columns (`{{ subject }}`; `{{ row["two words"] }}` for names that are no identifiers).
-//! Values are rendered so: null as nothing, booleans as `true` and `false`, numbers in their shortest exact form,
-//! texts (decimals, timestamps in ISO 8601 and binary data arrive as texts) as they are, lists and structs as compact
-//! JSON. A column that does not exist is an error, never nothing.
+//! A column template refers to columns (`{{ subject }}`; `{{ row["two words"] }}` for names that
+//! are no identifiers). Values are rendered as follows: null as nothing, booleans as `true` and
+//! `false`, numbers in their shortest exact form, texts unchanged (decimals, ISO 8601 timestamps
+//! and binary data arrive as texts), lists and structs as compact JSON. A missing column is an
+//! error, and is never rendered as nothing.
 //!
-//! A template is a stranger's, a checkpoint's or a queued job's. It is held to limits: the depth of its tree before it is
-//! parsed (`program`), instructions by minijinja, and what it makes, in between and in its output, by a budget of bytes,
-//! items and time (`budget`), which meters between its instructions charge (`meter`).
+//! A template may be untrusted: it comes from a checkpoint or a queued job. The depth of its tree
+//! is checked before it is parsed (`program`). minijinja limits its instructions. A budget of
+//! bytes, items and time (`budget`) limits its intermediate values and its output; meters between
+//! its instructions charge the budget (`meter`).
 
 use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -23,11 +25,11 @@ use budget::{OUTPUT_BYTES_MAX, Rendering};
 use program::Program;
 pub(super) use program::is_large_constant;
 
-/// Most instructions of one rendering; a long conversation with tools takes some thousands.
+/// Maximum instructions per rendering; a long conversation with tools takes some thousands.
 const FUEL: u64 = 5_000_000;
-/// Longest error of a template, in bytes: `raise_exception` takes any text.
+/// Maximum length of a template's error, in bytes: `raise_exception` accepts any text.
 const ERROR_BYTES_MAX: usize = 16 << 10;
-/// Longest format of `strftime_now`, in bytes.
+/// Maximum length of a format for `strftime_now`, in bytes.
 const TIME_FORMAT_BYTES_MAX: usize = 1024;
 /// The variable that holds all columns.
 const ROW: &str = "row";
@@ -40,11 +42,11 @@ pub(super) struct Template {
 }
 
 impl Template {
-    /// A template over the columns of a row; `name` is the field that it stands in.
+    /// A template over a row's columns; `name` is the job's field that holds it.
     pub(super) fn for_columns(name: &str, source: &str) -> Result<Template, String> {
         let mut env = base();
         env.set_undefined_behavior(UndefinedBehavior::Strict);
-        // A template is taken as it is written, final newline included.
+        // Column templates are used exactly as written, including a final newline.
         set_syntax(&mut env, |syntax| syntax.keep_trailing_newline(true))?;
         env.set_formatter(|out, _, value| {
             match value.kind() {
@@ -60,7 +62,8 @@ impl Template {
         Ok(template)
     }
 
-    /// A chat template, in an environment like transformers'. `now` is the time that `strftime_now` tells.
+    /// A chat template, in an environment like transformers'. `now` is the time that `strftime_now`
+    /// returns.
     pub(super) fn for_chat(name: &str, source: &str, now: NaiveDateTime) -> Result<Template, String> {
         let mut env = base();
         env.set_undefined_behavior(UndefinedBehavior::Lenient);
@@ -85,22 +88,23 @@ impl Template {
         Ok(Template { env, names, program })
     }
 
-    /// The variables that the template reads, other than to call them, and does not set itself.
+    /// The variables that the template reads (besides calls) and does not set itself.
     pub(super) fn reads(&self) -> &BTreeSet<String> {
         &self.names.reads
     }
 
-    /// Filters, tests, methods and functions that there are not, in branches that no row takes, too: a line each.
+    /// Unknown filters, tests, methods and functions, a line each, including those in branches that
+    /// no row reaches.
     pub(super) fn unknown(&self) -> Vec<String> {
         self.names.unknown(&self.env)
     }
 
-    /// Does it call the function `name`?
+    /// Whether it calls the function `name`.
     pub(super) fn calls(&self, name: &str) -> bool {
         self.names.calls.contains_key(name)
     }
 
-    /// Is `name` a function that templates can call?
+    /// Whether `name` is a function that templates can call.
     pub(super) fn has_function(&self, name: &str) -> bool {
         self.env.globals().any(|(function, _)| function == name)
     }
@@ -111,25 +115,26 @@ impl Template {
         self.run(context, &rendering).map_err(|(why, _)| why)
     }
 
-    /// The error comes with whether it would be the same for all rows.
+    /// Runs the template. The error comes with a flag: whether it would be the same for all rows.
     fn run(&self, context: Value, rendering: &Rendering) -> Result<String, (String, bool)> {
         let mut text = String::new();
         let run = AssertUnwindSafe(|| self.program.run(&self.env, context, &mut text));
-        // A panic of minijinja is one row's error, too.
+        // A panic of minijinja is an error of this row only.
         let done = catch_unwind(run).map_err(|_| ("it breaks the template engine".to_string(), false))?;
         done.map_err(|error| {
             let ends = error.kind() != ErrorKind::OutOfFuel && !rendering.was_refused();
             (describe(&error), !ends)
         })?;
-        // What is too short to be metered counts here.
+        // Texts too short for the meters are counted here.
         match text.len() > OUTPUT_BYTES_MAX {
             true => Err((budget::too_long(), true)),
             false => Ok(text),
         }
     }
 
-    /// Finds a template that takes too much before any row is read: renders it with a short text in every column. Other
-    /// errors say nothing here, since real values may be no texts.
+    /// Finds a template that exceeds its limits before any row is read, by rendering it with a
+    /// short text in every column. Other errors are ignored here, since real values may not be
+    /// texts.
     fn check_ends(&self) -> Result<(), String> {
         let columns = self.columns().names;
         let context = Value::from_pairs(columns.into_iter().map(|name| (name, Value::from("x"))));
@@ -139,7 +144,7 @@ impl Template {
         }
     }
 
-    /// The columns that the template uses, as far as can be told without a row.
+    /// The columns that the template uses, as far as known without a row.
     pub(super) fn columns(&self) -> Columns {
         let mut names = self.names.reads.clone();
         let any = names.remove(ROW);
@@ -152,21 +157,23 @@ impl Template {
     }
 }
 
-/// What a template uses of a row.
+/// The columns that a template uses.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Columns {
-    /// Columns by their own names.
+    /// Columns accessed by their own names.
     pub names: BTreeSet<String>,
-    /// Columns as constant fields of `row`, those left out that the template asks for first (`is defined`, `in row`,
-    /// `default`). They are of a column called `row` where there is one.
+    /// Columns accessed as constant fields of `row`, except those whose existence the template
+    /// tests (`is defined`, `in row`, `default`). If a column is itself named `row`, they are its
+    /// fields instead.
     pub of_row: BTreeSet<String>,
-    /// Those that it asks for first.
+    /// Columns whose existence the template tests.
     pub asked_of_row: BTreeSet<String>,
-    /// It mentions `row`, and so may use any column.
+    /// Whether it mentions `row`, and so may use any column.
     pub any: bool,
 }
 
-/// The context of a column template: the row's columns, and `row`, all of them, unless a column has that name.
+/// The context of a column template: the row's columns, and `row` with all of them, unless a column
+/// is named `row`.
 pub(super) fn column_context(fields: &serde_json::Map<String, serde_json::Value>) -> Value {
     let columns = Value::from(Serde(fields));
     if fields.contains_key(ROW) {
@@ -178,13 +185,13 @@ pub(super) fn column_context(fields: &serde_json::Map<String, serde_json::Value>
     Value::from_pairs(names.chain([(ROW.to_string(), columns.clone())]))
 }
 
-/// What both kinds of template have.
+/// The common base of both environments.
 fn base() -> Environment<'static> {
     let mut env = Environment::new();
-    // As many again for meters.
+    // The fuel is doubled for the meters' instructions.
     env.set_fuel(Some(2 * FUEL));
     env.set_auto_escape_callback(|_| AutoEscape::None);
-    // Jinja has no such function: to templates it is a variable like others.
+    // Jinja has no such function, so templates may use the name as a variable.
     env.remove_global("debug");
     meter::install(&mut env);
     sized::install(&mut env);
@@ -207,13 +214,13 @@ fn set_syntax(
     Ok(())
 }
 
-/// Writes what an expression comes to.
+/// Writes an expression's text.
 fn show(out: &mut Output, text: &str) -> Result<(), Error> {
     budget::charge_emitted(text.len())?;
     Ok(out.write_str(text)?)
 }
 
-/// A value as a text, unless that is too long.
+/// A value as text, with a check of its size.
 fn written(value: &Value) -> Result<String, Error> {
     if budget::holds_values(value) {
         budget::weigh(value)?;
@@ -264,8 +271,8 @@ fn describe(error: &Error) -> String {
     what
 }
 
-/// Replaces `{% generation %}` … `{% endgeneration %}`, which transformers adds to Jinja to mark what the assistant
-/// says, by a block without effect that scopes variables the same way.
+/// Replaces `{% generation %}` … `{% endgeneration %}`, which transformers adds to Jinja to mark
+/// the assistant's content, by a block without effect that scopes variables the same way.
 fn without_generation_tags(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
@@ -278,7 +285,7 @@ fn without_generation_tags(source: &str) -> String {
             Some(b'%') => close_of(tag, "%}"),
             _ => Some(1),
         };
-        // A tag without end is the parser's to report.
+        // The parser reports an unclosed tag.
         let (tag, after) = tag.split_at(end.unwrap_or(tag.len()));
         rest = after;
         let word = tag.strip_prefix("{%").map(|inner| {
@@ -292,7 +299,7 @@ fn without_generation_tags(source: &str) -> String {
             Some("generation") => out.push_str(&tag.replace("generation", "with")),
             Some("endgeneration") => out.push_str(&tag.replace("endgeneration", "endwith")),
             Some("raw") => {
-                // Text up to the end of a raw block is no template.
+                // The content of a raw block is not parsed as a template.
                 out.push_str(tag);
                 let end = rest.find("endraw").unwrap_or(rest.len());
                 out.push_str(&rest[..end]);
@@ -305,7 +312,7 @@ fn without_generation_tags(source: &str) -> String {
     out
 }
 
-/// Where a tag ends, quoted text in it skipped.
+/// The end of a tag, ignoring quoted text in it.
 fn close_of(tag: &str, close: &str) -> Option<usize> {
     let mut quote = None;
     let mut escaped = false;
@@ -384,7 +391,7 @@ mod tests {
         );
         assert_eq!(columns("{{ text[:5] }}").names, names(&["text"]));
         assert!(columns("{{ row.a[:5] }}").any);
-        // Functions are none, columns of their names are.
+        // Calls of functions are no columns, but uses of their names as variables are.
         assert_eq!(columns("{{ range(3) }}{{ namespace(a=1).a }}").names, names(&[]));
         assert_eq!(
             columns("{{ range }}{{ dict.a }}{{ debug | upper }}").names,

@@ -1,8 +1,10 @@
-//! How a model thinks: what its job says, its vocabulary and its chat template.
+//! How a model thinks: the job's settings, its vocabulary and its chat template.
 //!
-//! Thoughts are told from answers by token ids, so delimiters must begin with tokens that no text is cut into: added tokens of the
-//! vocabulary. A pair that is known counts where the vocabulary has it as such tokens and the chat template mentions it, any other
-//! where the job names it. Delimiters that a vocabulary spells by ordinary pieces (Granite's `<think>`) cannot be told from text.
+//! Thoughts are separated from answers by token ids, so a delimiter must begin with an added token
+//! of the vocabulary, which ordinary text is never split into. A known pair of delimiters counts if
+//! the vocabulary has it as such tokens and the chat template mentions it; any other pair counts if
+//! the job names it. Delimiters that a vocabulary spells with ordinary tokens (Granite's `<think>`)
+//! cannot be told from text.
 
 use std::sync::Arc;
 
@@ -18,9 +20,10 @@ use crate::engine::thinking::{Begin, Thinking};
 use crate::model::tokenizer::Tokenizer;
 use crate::report::summary::{counted, number};
 
-/// Most tokens of thought and answer where neither the job nor the checkpoint says how many.
+/// Default maximum of tokens for thought and answer, if neither the job nor the checkpoint sets
+/// one.
 const MAX_TOKENS: u32 = 8192;
-/// Most tokens of the answer where the job limits the thought alone.
+/// Default maximum of tokens for the answer, if the job limits only the thought.
 const ANSWER_TOKENS: u32 = 256;
 /// Texts that no template produces by itself.
 const THOUGHT_PROBE: &str = "gristmill probe thought";
@@ -56,21 +59,21 @@ pub struct ThinkingSettings {
     pub end_text: Option<String>,
 }
 
-/// How a job says that its model thinks.
+/// A job's settings for thoughts.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ThinkingSpec {
-    /// The job asks for it: a model that does not think is refused.
+    /// Whether the job requires thoughts: then a model that does not think is refused.
     pub asked: bool,
-    /// Its own delimiters.
+    /// The job's own delimiters.
     pub delimiters: Option<(String, String)>,
-    /// Most tokens of a thought.
+    /// Maximum tokens of a thought.
     pub max_tokens: Option<u32>,
-    /// What ends a longer one.
+    /// The text that ends a longer thought.
     pub end_text: Option<String>,
 }
 
 impl ThinkingSpec {
-    /// Checks what a job says; `None`: all that its model writes is the answer.
+    /// Checks a job's settings; `None`: the model's whole output is its answer.
     pub(super) fn check(file: Option<&ThinkingFile>) -> Result<Option<ThinkingSpec>, FieldError> {
         let settings = match file {
             None => return Ok(Some(ThinkingSpec::default())),
@@ -119,7 +122,7 @@ impl ThinkingSpec {
         }))
     }
 
-    /// Back to the form that [`ThinkingSpec::check`] takes.
+    /// Converts back to the input of [`ThinkingSpec::check`].
     pub(super) fn as_file(spec: Option<&ThinkingSpec>) -> Option<ThinkingFile> {
         let Some(spec) = spec else {
             return Some(ThinkingFile::Switch(false));
@@ -136,14 +139,15 @@ impl ThinkingSpec {
     }
 }
 
-/// Delimiters as they are written.
+/// A pair of delimiters as text.
 #[derive(Debug, Clone, Copy)]
 struct Pair<'a> {
     open: &'a str,
     close: &'a str,
-    /// What an answer without a thought begins with.
+    /// The start of an answer without a thought.
     header: &'a str,
-    /// What models put between the thought and the closing delimiter, and between that and the answer.
+    /// Text that models put between the thought and the closing delimiter, and between that and the
+    /// answer.
     around: (&'a str, &'a str),
 }
 
@@ -156,7 +160,7 @@ const fn pair(open: &'static str, close: &'static str, around: (&'static str, &'
     }
 }
 
-/// Pairs that are known.
+/// The known pairs.
 const KNOWN: [Pair<'static>; 5] = [
     pair("<think>", "</think>", ("\n", "\n\n")),
     pair("[THINK]", "[/THINK]", ("", "")),
@@ -173,21 +177,21 @@ const KNOWN: [Pair<'static>; 5] = [
 /// How the model of a job thinks.
 #[derive(Debug, Clone)]
 pub struct Thinks {
-    /// Of rows that bring no settings of their own.
+    /// Settings of rows without settings of their own.
     thinking: Arc<Thinking>,
     /// The delimiters' texts.
     pub open: String,
     pub close: String,
-    /// How the job's prompts begin its completions; `None`: each says so itself.
+    /// How the job's prompts begin completions; `None`: it differs between prompts.
     pub begin: Option<Begin>,
 }
 
 impl Thinks {
-    /// How the model of a job thinks; `None`: it does not, or all it writes is to be its answer. `probe`: a prompt of the job, where
-    /// they are all alike.
+    /// How the model of a job thinks; `None` if it does not, or if its whole output is the answer.
+    /// `probe`: a sample prompt of the job, if all prompts are alike.
     ///
     /// # Errors
-    /// One line, without place: what the job asks for cannot be had.
+    /// One line without a place: the job's request cannot be satisfied.
     pub(super) fn find(
         generate: &Generate,
         tokenizer: &Tokenizer,
@@ -206,7 +210,7 @@ impl Thinks {
             header: "",
             around: ("", ""),
         });
-        // The job may name a pair that is known.
+        // The job may name a known pair.
         let own = own.map(|own| {
             let same = |pair: &&Pair<'_>| (pair.open, pair.close) == (own.open, own.close);
             KNOWN.iter().find(same).copied().unwrap_or(own)
@@ -254,14 +258,15 @@ impl Thinks {
             close: pair.close.to_string(),
             begin,
         };
-        // What nobody has set yet will leave room.
+        // An unset `max_tokens` is chosen later, with enough room.
         if generate.source("max_tokens") != Some(Source::Default) {
             thinks.check_room(generate).map_err(|e| format!("`generate.{e}"))?;
         }
         Ok(Some(thinks))
     }
 
-    /// Texts that hold all control tokens besides the special ones: the chat template's source, and delimiters of the job's own.
+    /// Text that mentions all control tokens besides the special ones: the chat template's source,
+    /// and the delimiters.
     pub(super) fn controls(thinks: Option<&Thinks>, source: &str) -> String {
         match thinks {
             Some(thinks) => format!("{source} {} {}", thinks.open, thinks.close),
@@ -269,7 +274,7 @@ impl Thinks {
         }
     }
 
-    /// Checks what a line of a batch file asks for beside the job's own.
+    /// Checks the settings of a batch line that differ from the job's own.
     pub(super) fn check_line(thinks: Option<&Thinks>, line: &Generate, job: &Generate) -> Result<(), String> {
         match thinks {
             Some(thinks) => thinks.check_room(line).map_err(|e| format!("`{e}")),
@@ -280,7 +285,7 @@ impl Thinks {
         }
     }
 
-    /// Of a row with these parameters.
+    /// The settings of a row with these parameters.
     pub(super) fn of(&self, generate: &Generate) -> Option<Arc<Thinking>> {
         let max_tokens = generate.thinking.as_ref()?.max_tokens;
         if max_tokens == self.thinking.max_tokens {
@@ -292,7 +297,8 @@ impl Thinks {
         }))
     }
 
-    /// Most tokens of thought and answer in a context of so many where nobody says how many; `None`: prompts leave no room for a thought.
+    /// Default maximum of tokens for thought and answer in a context of this size; `None` if
+    /// prompts leave no room for a thought.
     pub fn max_tokens(&self, context: u32) -> Option<u32> {
         if self.begin == Some(Begin::Answer) {
             return None;
@@ -303,12 +309,13 @@ impl Thinks {
         })
     }
 
-    /// Tokens that end a thought by force.
+    /// Number of tokens that end a thought by force.
     fn end_tokens(&self) -> u32 {
         (self.thinking.end.len() + self.thinking.end_gap.len()) as u32
     }
 
-    /// Do thoughts leave room for an answer? The error names the fields, the first without its first backtick.
+    /// Checks that thoughts leave room for an answer. The error names the fields, the first without
+    /// its opening backtick.
     fn check_room(&self, generate: &Generate) -> Result<(), String> {
         let Some(most) = generate.thinking.as_ref().and_then(|spec| spec.max_tokens) else {
             return Ok(());
@@ -325,7 +332,7 @@ impl Thinks {
         }
     }
 
-    /// For people: with which delimiters it thinks, and who opens a thought.
+    /// In words: the delimiters, and whether the prompt or the model opens a thought.
     pub fn words(&self) -> String {
         let who = match self.begin {
             Some(Begin::Thought) => "the prompt opens the thought",
@@ -340,7 +347,7 @@ impl Thinks {
         format!("`{}` … `{}`: {who}{most}", self.open, self.close)
     }
 
-    /// For programs.
+    /// As JSON, for programs.
     pub fn json(&self) -> Value {
         json!({
             "open": self.open,
@@ -355,7 +362,8 @@ impl Thinks {
     }
 }
 
-/// There are no delimiters that could be told by ids. `spelled`: a pair that prompts mention and the vocabulary cuts up like text.
+/// Handles delimiters that cannot be detected by ids. `spelled`: a pair that prompts mention and
+/// the vocabulary splits like text.
 fn without_ids(generate: &Generate, asked: bool, spelled: Option<Pair<'_>>) -> Result<Option<Thinks>, String> {
     match spelled {
         Some(pair) if asked || generate.shape != ShapeSpec::Free => Err(format!(
@@ -372,7 +380,8 @@ fn without_ids(generate: &Generate, asked: bool, spelled: Option<Pair<'_>>) -> R
     }
 }
 
-/// The ids of open, close and header. The error begins inside the field's backticks.
+/// The ids of the opening and closing delimiters and of the header. The error begins inside the
+/// field's backticks.
 fn ids_of_pair(pair: &Pair<'_>, tokenizer: &Tokenizer) -> Result<[Vec<u32>; 3], String> {
     let ids = |field: &str, text: &str| {
         let ids = tokenizer.encode(text, false)?;
@@ -395,8 +404,8 @@ fn ids_of_pair(pair: &Pair<'_>, tokenizer: &Tokenizer) -> Result<[Vec<u32>; 3], 
     Ok([ids("open", pair.open)?, ids("close", pair.close)?, header])
 }
 
-/// What the chat template puts between a thought and the closing delimiter, and between that and the answer; `None`: it shows no
-/// thoughts, or something else than white space.
+/// The text that the chat template puts between a thought and the closing delimiter, and between
+/// that and the answer. `None` if it shows no thoughts, or if the text is more than white space.
 fn around(chat: &ChatTemplate, pair: &Pair<'_>) -> Option<(String, String)> {
     let text = chat.with_thought(THOUGHT_PROBE, ANSWER_PROBE)?;
     let (_, after) = text.split_once(THOUGHT_PROBE)?;
@@ -406,7 +415,8 @@ fn around(chat: &ChatTemplate, pair: &Pair<'_>) -> Option<(String, String)> {
     blank.then(|| (before.to_string(), gap.to_string()))
 }
 
-/// The line breaks that a template's source writes behind a closing delimiter, where prompts may close a thought.
+/// The line breaks behind a closing delimiter in a template's source, for prompts that close a
+/// thought.
 fn breaks_behind(source: &str, close: &str) -> Option<String> {
     let breaks = |(at, _): (usize, &str)| {
         let mut rest = &source[at + close.len()..];
@@ -420,7 +430,7 @@ fn breaks_behind(source: &str, close: &str) -> Option<String> {
     (most > 0).then(|| "\n".repeat(most))
 }
 
-/// The ids of what ends a thought by force, up to the closing delimiter, and behind it.
+/// The ids that end a thought by force: up to and including the closing delimiter, and behind it.
 fn end(
     spec: &ThinkingSpec,
     pair: &Pair<'_>,
@@ -444,7 +454,8 @@ fn end(
     Ok((end, tokenizer.encode_plain(gap)))
 }
 
-/// Ids of tokens that part turns and their like, ascending: control tokens, and other added ones that the template mentions.
+/// Ids of control tokens, ascending: special tokens, and other added tokens that the template
+/// mentions.
 fn control(source: &str, tokenizer: &Tokenizer) -> Vec<u32> {
     let added = tokenizer.added_tokens().iter();
     let is_control =

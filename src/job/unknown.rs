@@ -1,4 +1,4 @@
-//! An unknown field of a job file: where it stands, and which known one is near.
+//! An unknown field of a job file: its path, and a similar known field.
 
 use serde_json::Value;
 
@@ -6,15 +6,15 @@ use super::file::JobFile;
 use super::suggest;
 use super::wanted::alternatives;
 
-/// Deepest nesting of mappings that is followed.
+/// Maximum nesting of mappings that is searched.
 const DEPTH_MAX: usize = 12;
 
-/// The field's name, where serde's message says that it is unknown.
+/// The field's name in serde's message about an unknown field.
 pub(super) fn unknown_field(message: &str) -> Option<&str> {
     message.strip_prefix("unknown field `")?.split('`').next()
 }
 
-/// Says where an unknown field stands and which known one is near.
+/// The message with an unknown field's path and a similar known field.
 pub(super) fn unknown_message(field: &str, content: &Value) -> String {
     let schema = JobFile::schema();
     let root = schema.clone();
@@ -37,7 +37,7 @@ pub(super) fn unknown_message(field: &str, content: &Value) -> String {
     }
 }
 
-/// The mappings of a job file that have this field.
+/// Paths of the job file's mappings that have this field.
 fn holders(field: &str, schema: &Value, root: &Value, path: &str, depth: usize) -> Vec<String> {
     if depth > DEPTH_MAX {
         return Vec::new();
@@ -63,8 +63,8 @@ fn below(path: &str, field: &str) -> String {
     }
 }
 
-/// Walks content and schema together to the object that has `field` where the schema does not; returns its path and
-/// the fields it may have.
+/// Walks content and schema together to the object that has the field `field`, which its schema
+/// lacks. Returns the object's path and the fields that its schema allows.
 fn find_unknown(
     field: &str,
     content: &Value,

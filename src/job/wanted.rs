@@ -1,18 +1,19 @@
-//! A value of the wrong type in a job file: where it stands, what it is, and what may stand there by the schema.
+//! A value of the wrong type in a job file: its path, its type, and the types that the schema
+//! allows.
 
 use serde_json::Value;
 
 use super::file::JobFile;
 use super::unknown::unknown_message;
 
-/// Longest value that a message shows, in characters.
+/// Maximum length of a value in a message, in characters.
 const SHOWN_CHARS_MAX: usize = 40;
-/// Deepest nesting of alternatives that is followed.
+/// Maximum nesting of alternatives that is searched.
 const DEPTH_MAX: usize = 8;
-/// Fields of a mapping that a message lists.
+/// Maximum number of a mapping's fields that a message lists.
 const FIELDS_MAX: usize = 8;
 
-/// One line, or `None` where the schema has nothing to say of this place: no such field, or whatever stands there will do.
+/// The message in one line; `None` if the schema has no such field, or allows any value there.
 pub(super) fn wrong_type(path: &str, content: &Value) -> Option<String> {
     let schema = JobFile::schema();
     let mut wanted = Vec::new();
@@ -34,8 +35,8 @@ pub(super) fn wrong_type(path: &str, content: &Value) -> Option<String> {
     Some(format!("`{path}` is {found}, not {wanted}{advice}"))
 }
 
-/// Of a value at `path` that fits none of its alternatives, whose types say what they are by `expecting`: the line of a part of it that is
-/// wrong wherever it stands, else that the value is.
+/// The message for a value at `path` that fits none of its alternatives; `expecting` describes
+/// them. If a part of the value is wrong in every alternative, the message is about that part.
 pub(super) fn no_alternative(path: &str, content: &Value, expecting: &str) -> Option<String> {
     let value = content.pointer(&pointer(path))?;
     let parts: Vec<String> = match value {
@@ -58,7 +59,8 @@ pub(super) fn no_alternative(path: &str, content: &Value, expecting: &str) -> Op
     Some(format!("`{path}` is {}: {expecting}", shown(value)))
 }
 
-/// Whether the schema at a place, or one of its alternatives, is of the value's type; one without a type is of any.
+/// Whether the schema at a path, or one of its alternatives, has the value's type; a schema without
+/// a type allows any.
 fn is_of_type(value: &Value, schema: &Value, root: &Value) -> bool {
     let mut types = Vec::new();
     alternatives(schema, root, 0, &mut |schema| match schema.get("type") {
@@ -78,7 +80,7 @@ fn is_of_type(value: &Value, schema: &Value, root: &Value) -> bool {
     types.is_empty() || types.into_iter().any(fits)
 }
 
-/// The field of a place that takes nothing but a mapping with this one.
+/// The field's name, if a path allows only a mapping with a single field.
 fn only_field(path: &str, root: &Value) -> Option<String> {
     let mut fields = Vec::new();
     for place in places(path, root) {
@@ -115,7 +117,7 @@ fn shown(value: &Value) -> String {
     }
 }
 
-/// The schemas of a place: several where a field has alternatives.
+/// The schemas of a path: several if a field has alternatives.
 fn places<'a>(path: &str, root: &'a Value) -> Vec<&'a Value> {
     let pointer = pointer(path);
     let mut found = vec![root];
@@ -128,7 +130,7 @@ fn places<'a>(path: &str, root: &'a Value) -> Vec<&'a Value> {
                     Err(_) => schema.get("properties").and_then(|fields| fields.get(part)),
                 };
                 let next = next.or(schema.get("additionalProperties"));
-                // `false` and `true` describe nothing.
+                // `false` and `true` are not descriptions.
                 below.extend(next.filter(|next| next.is_object()));
             });
         }
@@ -137,7 +139,7 @@ fn places<'a>(path: &str, root: &'a Value) -> Vec<&'a Value> {
     found
 }
 
-/// Calls `each` for `schema` and all that it refers to or is one of.
+/// Calls `each` for `schema`, its references and its alternatives.
 pub(super) fn alternatives<'a>(schema: &'a Value, root: &'a Value, depth: usize, each: &mut dyn FnMut(&'a Value)) {
     if depth > DEPTH_MAX {
         return;
@@ -151,7 +153,7 @@ pub(super) fn alternatives<'a>(schema: &'a Value, root: &'a Value, depth: usize,
     }
 }
 
-/// In words, the numbers that a schema allows.
+/// The numbers that a schema allows, in words.
 fn range(schema: &Value) -> String {
     let [low, high] = ["minimum", "maximum"].map(|name| schema.get(name).and_then(Value::as_f64));
     let high = high.map(|high| high.to_string());
@@ -167,7 +169,7 @@ fn range(schema: &Value) -> String {
     }
 }
 
-/// In words, the fields that a mapping may have, unless they are many.
+/// The fields that a mapping may have, in words, unless there are many.
 fn listed(schema: &Value) -> String {
     let fields: Vec<String> = fields_of(schema).map(|field| format!("`{field}`")).collect();
     match fields.len() {
@@ -176,7 +178,7 @@ fn listed(schema: &Value) -> String {
     }
 }
 
-/// Adds in words what `schema` allows.
+/// Adds the types that `schema` allows, in words.
 fn kinds(schema: &Value, root: &Value, depth: usize, out: &mut Vec<String>) {
     let mut found = Vec::new();
     alternatives(schema, root, depth, &mut |schema| {

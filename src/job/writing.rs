@@ -1,10 +1,11 @@
-//! How a job's parts are written, as its file says it.
+//! A job file's settings for writing parts.
 
 use super::check::{FieldError, bad, integer_in};
 use super::file::{OutputFile, OutputFormat};
 use crate::dataset::writing::{Codec, Writing};
 
-/// Fewest and most rows of a row group: a footer has an entry for each, and no part has more rows.
+/// Minimum and maximum rows of a row group: a footer has an entry for each group, and no part has
+/// more rows.
 const GROUP_ROWS: (u32, u32) = (100, 1_000_000);
 
 pub(super) fn writing(file: &OutputFile) -> Result<Writing, FieldError> {
@@ -37,7 +38,7 @@ pub(super) fn writing(file: &OutputFile) -> Result<Writing, FieldError> {
     Ok(writing)
 }
 
-/// Is it what a job file can say?
+/// Checks that a job file can have these settings.
 pub(super) fn check_writing(writing: &Writing) -> Result<(), FieldError> {
     let Writing {
         codec,

@@ -1,4 +1,4 @@
-//! Arguments of `gristmill doctor`: of a GPU, or of a job.
+//! Arguments of `gristmill doctor`, for a GPU or for a job.
 
 use std::path::PathBuf;
 
@@ -8,7 +8,7 @@ use super::{QueueArgs, parameter};
 use crate::cli::device_choice::DeviceChoice;
 use crate::device::Precision;
 
-/// What examines a GPU, and no job.
+/// Arguments for a GPU, which conflict with a job.
 const OF_A_GPU: [&str; 5] = ["device", "quick", "model", "formats", "no_cublaslt"];
 
 #[derive(Debug, Args)]

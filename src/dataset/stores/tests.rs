@@ -1,4 +1,4 @@
-//! Clients are shared, plain HTTP wants a word, and no error shows a secret.
+//! Clients are shared, plain HTTP must be allowed explicitly, and no error shows a secret.
 
 use super::*;
 
@@ -109,7 +109,7 @@ fn wrong_settings_are_one_line_without_secrets() {
 
 #[test]
 fn names_without_a_prefix_mean_nothing() {
-    // A machine's own `ENDPOINT` or `REGION` must not move a client.
+    // A machine's own `ENDPOINT` or `REGION` must not redirect a client.
     let stores = stores(&[
         KEYS[0],
         KEYS[1],

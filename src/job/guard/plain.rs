@@ -1,4 +1,4 @@
-//! The guard in its plain form, which holds each place of a text against each token: its decisions are the reference.
+//! The guard's reference implementation, which compares each position of a text with each token.
 
 use proptest::prelude::*;
 use serde_json::json;
@@ -11,7 +11,8 @@ const MARKS: Marks = Marks {
     front: '\u{FDD1}',
 };
 
-/// Does `text`, folded and without its first `skip` characters, begin with `token`, or `token` with it?
+/// Whether `text` (folded, without its first `skip` characters) begins with `token`, or is a prefix
+/// of it.
 fn begins(text: &str, skip: usize, token: &[char]) -> bool {
     let mut folded = text.chars().flat_map(fold).skip(skip);
     let mut token = token.iter();
@@ -48,7 +49,8 @@ fn places(guard: &Guard, text: &str) -> Vec<(usize, char, Place)> {
     text.char_indices().filter_map(place).collect()
 }
 
-/// The length of `token` at the beginning of `text`, where marks (if given) may stand between its characters.
+/// The length of `token` at the beginning of `text`; marks, if given, are allowed between its
+/// characters.
 fn length_at(text: &str, token: &str, marks: Option<Marks>) -> Option<usize> {
     let Some(marks) = marks else {
         return text.starts_with(token).then_some(token.len());
@@ -98,7 +100,8 @@ fn split(guard: &Guard, text: &str, marks: Marks) -> Vec<Piece> {
     pieces
 }
 
-/// Bytes, and these tokens; of each whether it is special, a word of its own, and takes white space on its sides.
+/// A tokenizer of bytes and these tokens; the flags of each token are special, single word, lstrip
+/// and rstrip.
 fn tokenizer(tokens: &[(String, [bool; 4])]) -> Tokenizer {
     let vocab: serde_json::Map<_, _> = (0..=255u8)
         .map(|byte| (byte_char(byte).to_string(), json!(byte)))
@@ -133,7 +136,7 @@ proptest! {
         let template: String = tokens.iter().step_by(2).map(|(token, _)| token.as_str()).collect();
         let guard = Guard::new(&tokenizer, &template, eager);
         let mut marked = String::new();
-        // Tokens' own texts, too, whole and without their ends.
+        // The tokens' own texts are tested too, whole and without their ends.
         let cut = |text: &str| text.chars().take(2).collect::<String>();
         let own = tokens.iter().flat_map(|(token, _)| [token.clone(), cut(token), format!("{} ", cut(token))]);
         for text in texts.into_iter().chain(own) {

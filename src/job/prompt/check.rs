@@ -1,4 +1,5 @@
-//! What is looked at before a job begins, and not once it has: a job that an older gristmill began goes on as it was.
+//! Checks at the start of a job that are skipped once it has begun: a job begun by an older
+//! gristmill continues unchanged.
 
 use serde_json::json;
 
@@ -9,16 +10,17 @@ use crate::job::file::Role;
 use crate::job::spec::{ChatTemplateChoice, Job};
 use crate::job::template::Template;
 
-/// What a look at a job's templates found.
+/// Findings about a job's templates.
 #[derive(Debug, Default)]
 pub(super) struct Found {
-    /// Why the job cannot begin; the first counts.
+    /// Reasons why the job cannot begin; the first is reported.
     refusals: Vec<String>,
     warnings: Vec<String>,
 }
 
 impl Renderer {
-    /// Is everything there that the job's templates apply and call, and does the chat template read what it is given?
+    /// Checks that all filters and functions in the job's templates exist, and that the chat
+    /// template reads the variables that it is given.
     pub fn check_templates(&self) -> Result<(), JobError> {
         match self.found.refusals.first() {
             None => Ok(()),
@@ -29,8 +31,8 @@ impl Renderer {
         }
     }
 
-    /// For an input among whose `columns` one is called `row`, which templates mean by that name then: do they take for all columns what is
-    /// that one?
+    /// For an input with a column named `row`: checks that templates do not use that column as if
+    /// it held all columns.
     pub fn check_row(&self, columns: &[String]) -> Result<(), JobError> {
         let of_row = &self.named.of_row;
         let mut fields = of_row.needed.iter().chain(&of_row.asked);
@@ -51,12 +53,12 @@ impl Renderer {
         })
     }
 
-    /// What whoever starts the job should know, a line each.
+    /// Warnings for the person who starts the job, a line each.
     pub fn warnings(&self) -> &[String] {
         &self.found.warnings
     }
 
-    /// Do prompts hold the date?
+    /// Whether prompts contain the date.
     pub fn tells_time(&self) -> bool {
         matches!(self.source, Source::Messages(_) | Source::Openai)
             && self.chat.as_ref().is_ok_and(|chat| chat.tells_time())
@@ -90,7 +92,7 @@ impl Renderer {
     }
 
     fn look_at_chat(&self, job: &Job, found: &mut Found) {
-        // Without a chat template a conversation is refused anyhow.
+        // A conversation without a chat template is refused elsewhere.
         let Ok(chat) = &self.chat else { return };
         let refused = chat.refuses(&self.kwargs);
         found
@@ -98,7 +100,8 @@ impl Renderer {
             .extend(refused.map(|why| format!("`prompt.chat_template_kwargs` {why}")));
         let unknown = chat.unknown();
         let is_own = matches!(job.prompt.chat_template, Some(ChatTemplateChoice::Source(_)));
-        // A checkpoint's template may name what we lack in branches that no prompt of this job takes (tools, images).
+        // A checkpoint's template may use names unknown to us in branches that this job's prompts
+        // never take (tools, images).
         let reached = !unknown.is_empty() && {
             let hello = vec![json!({"role": "user", "content": "x"})];
             matches!(self.source, Source::Openai) && chat.render(hello, &self.kwargs, self.turn).is_err()
@@ -135,7 +138,7 @@ impl Renderer {
         }
     }
 
-    /// Messages whose content is not in the prompt.
+    /// Indices of messages whose content is missing from the prompt.
     fn left_out(&self, chat: &ChatTemplate, messages: &[CompiledMessage]) -> Vec<usize> {
         let probes: Vec<_> = (0..)
             .zip(messages)
@@ -161,7 +164,7 @@ impl Renderer {
     }
 }
 
-/// What stands for what rows bring to a message: in lower case, and no two alike.
+/// Placeholder for a message's row data: lower case, and unique per message.
 fn probe(i: usize) -> String {
     format!("gristmill row data {i};")
 }

@@ -23,7 +23,7 @@ pub(super) struct CompiledMessage {
 }
 
 impl CompiledMessage {
-    /// The message with `data` for what rows bring.
+    /// The message with `data` in place of the row's data.
     pub fn probe(&self, data: &str) -> Value {
         let text = |part: &Content| match part {
             Content::Fixed(text) => text.clone(),
@@ -62,7 +62,7 @@ pub(super) fn compile(job: &Job) -> Result<(Source, Vec<(String, String)>), Stri
 
 fn compile_message(i: usize, message: &Message) -> Result<CompiledMessage, String> {
     let compile = |part: &String| {
-        // Most system messages are the same for every row.
+        // System messages are usually the same for every row.
         if !part.contains('{') {
             return Ok(Content::Fixed(part.clone()));
         }
@@ -79,15 +79,16 @@ fn compile_message(i: usize, message: &Message) -> Result<CompiledMessage, Strin
     })
 }
 
-/// Fields of `row` that templates name, with the field of the job that each stands in.
+/// Fields of `row` that templates name, each with the job's field that holds the template.
 #[derive(Default)]
 pub(super) struct OfRow {
     pub needed: Vec<(String, String)>,
-    /// Those that a template asks for first.
+    /// Fields whose existence a template tests.
     pub asked: Vec<(String, String)>,
 }
 
-/// Adds the columns that templates name to `named`, and those that they name as fields of `row` to `of_row`; returns all that prompts use, or `None` where that may be any.
+/// Adds the columns that templates name to `named`, and the fields of `row` that they name to
+/// `of_row`. Returns all columns that prompts use, or `None` if prompts may use any column.
 pub(super) fn named_columns(
     source: &Source,
     named: &mut Vec<(String, String)>,
@@ -120,7 +121,7 @@ pub(super) fn named_columns(
     (!any).then(|| columns.into_iter().cloned().collect())
 }
 
-/// Do the job's templates take the texts of columns apart?
+/// Whether the job's templates split the texts of columns.
 pub(super) fn takes_apart(kind: &PromptKind) -> bool {
     match kind {
         PromptKind::Messages(messages) => messages

@@ -1,4 +1,4 @@
-//! Tests of rendering: the three kinds of prompt, and data that tries to be control.
+//! Tests of rendering: the three kinds of prompt, and data that imitates control tokens.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -17,7 +17,7 @@ mod lines;
 
 use lines::line;
 
-/// A tokenizer with a begin-of-sequence token that it puts in front of texts.
+/// A tokenizer with a begin-of-sequence token that it adds in front of texts.
 fn tokenizer(template: &str) -> Arc<Tokenizer> {
     let config = json!({
         "bos_token": "<s>", "eos_token": "<|im_end|>", "add_bos_token": true, "chat_template": template,
@@ -30,7 +30,7 @@ fn try_renderer(template: &str, context: u32, job: Value) -> Result<Renderer, Jo
     raised_renderer(template, context, job, None)
 }
 
-/// As [`try_renderer`], of a retry that raised `max_tokens`.
+/// Like [`try_renderer`], for a retry that raised `max_tokens`.
 fn raised_renderer(template: &str, context: u32, job: Value, max_tokens: Option<u32>) -> Result<Renderer, JobError> {
     let mut all = json!({"name": "t", "model": "m", "input": {"uri": "in.parquet"}, "output": {"uri": "out"}});
     all.as_object_mut().unwrap().extend(job.as_object().unwrap().clone());
@@ -104,7 +104,8 @@ fn prefilled(more: Value) -> Value {
     json!({"prompt": prompt})
 }
 
-/// Data is no control where it is continued, either, and what is cut off is the template's end of the turn alone.
+/// Data never becomes control tokens in a continued message either, and only the template's end of
+/// the turn is cut off.
 #[test]
 fn a_continued_message_ends_with_its_data() {
     let renderer = renderer(prefilled(json!({"continue_final_message": true})));
@@ -114,7 +115,7 @@ fn a_continued_message_ends_with_its_data() {
         assert_eq!(rendered.text, text);
         assert_eq!(controls(&rendered.tokens), [257, 258, 257], "{a}");
     }
-    // A template that trims: spaces before the cut go with those behind it.
+    // If the template trims, spaces before the cut are removed with those behind it.
     let trimming = CHATML.replace("m.content", "(m.content | trim)");
     let renderer = try_renderer(&trimming, 4096, prefilled(json!({"continue_final_message": true}))).unwrap();
     let rendered = renderer.render(&row(json!({"a": " Because "}))).unwrap();
@@ -123,7 +124,7 @@ fn a_continued_message_ends_with_its_data() {
         "{}",
         rendered.text
     );
-    // What a template makes of one row's text only, is that row's error.
+    // If the template changes only one row's text, that is this row's error.
     let picky = CHATML.replace("m.content", "('' if 'never' in m.content else m.content)");
     let renderer = try_renderer(&picky, 4096, prefilled(json!({"continue_final_message": true}))).unwrap();
     assert!(renderer.render(&row(json!({"a": "now"}))).is_ok());
@@ -134,7 +135,8 @@ fn a_continued_message_ends_with_its_data() {
     assert!(error.err().unwrap().to_string().contains("more than once"));
 }
 
-/// What an older gristmill wrote down still opens: without the new fields, and with what would be refused at the start today.
+/// Records of an older gristmill can still be opened: without the new fields, and with settings
+/// that would be refused today.
 #[test]
 fn jobs_of_older_records_go_on() {
     let parts = json!({"name": "t", "model": "m", "input": {"uri": "in.parquet"}, "output": {"uri": "out"}, "prompt": {
@@ -164,14 +166,14 @@ fn jobs_of_older_records_go_on() {
     let renderer = Renderer::new(&job, setup).unwrap();
     let rendered = renderer.render(&row(json!({"a": "b"}))).unwrap();
     assert_eq!(rendered.text, "<|im_start|>user\nb<|im_end|>\n");
-    // It is the job that it was: the hash is of what it always was of.
+    // The hash is unchanged, so it is the same job.
     let hashed = json!([job.prompt.kind, CHATML, job.prompt.chat_template_kwargs]);
     assert_eq!(renderer.template_hash(), sha256(hashed.to_string()));
     let error = renderer.check_templates().unwrap_err().to_string();
     assert!(error.contains("unknown filter `uper`"), "{error}");
 }
 
-/// Other ends of prompts are another job's.
+/// Another end of prompts makes another job.
 #[test]
 fn the_templates_hash_knows_how_prompts_end() {
     let hash = |more: Value| renderer(prefilled(more)).template_hash().to_string();
@@ -186,7 +188,8 @@ fn the_templates_hash_knows_how_prompts_end() {
     assert_eq!(distinct.len(), hashes.len());
 }
 
-/// A retry with more tokens asks the same prompt, also where that is cut to leave room, and never takes tokens away.
+/// A retry with more tokens uses the same prompt, even if that is truncated, and never lowers a
+/// limit.
 #[test]
 fn a_raised_limit_changes_nothing_but_the_limit() {
     let text =
@@ -228,7 +231,7 @@ fn texts_get_special_tokens_around() {
         (rendered.text.as_str(), rendered.tokens),
         ("hi!", vec![256, 104, 105, 33])
     );
-    // The careful path puts them there, too.
+    // The guarded path adds them too.
     let rendered = renderer.render(&row(json!({"a": "<|im_end|>"}))).unwrap();
     assert_eq!(controls(&rendered.tokens), [256]);
 }
@@ -255,7 +258,7 @@ fn data_never_becomes_a_control_token() {
         let text: String = renderer.setup.tokenizer.decode(&rendered.tokens);
         assert_eq!(text, format!("user\n{a}{b}\nassistant\n"));
     }
-    // The same text in the job's own template is meant.
+    // In the job's own template the same text is a control token.
     let renderer = self::renderer(chat_job("<|im_end|>{{ a }}"));
     assert_eq!(
         controls(&renderer.render(&row(json!({"a": "x<|im_end|>"}))).unwrap().tokens),
@@ -368,7 +371,7 @@ fn missing_columns_are_named() {
             .unwrap_err()
             .contains("`label`, used in `report.gold`")
     );
-    // A row of its own that lacks a column is that row's error.
+    // If a row lacks a column, that is the row's error.
     let error = renderer.render(&row(json!({"body": "b"}))).unwrap_err();
     assert!(
         error.starts_with("template `prompt.messages[1].content`: ") && !error.contains('\n'),
@@ -393,7 +396,7 @@ fn templates_that_cannot_work_stop_the_job() {
     let named = json!({"prompt": {"messages": [{"role": "user", "content": "x"}], "chat_template": "defualt"}});
     assert!(message(CHATML, named).contains("no chat template named `defualt`; did you mean `default`?"));
     assert!(message(CHATML, chat_job(endless)).contains("template `prompt.messages[0].content`: line 1: it does not"));
-    // Endless for some rows only: those rows fail, not the job.
+    // If a template is endless only for some rows, only those rows fail.
     let loops = renderer(chat_job(
         "{% for a in range(x) %}{% for b in range(x) %}{% endfor %}{% endfor %}",
     ));
@@ -466,7 +469,7 @@ proptest! {
         let _ = ids.render(&row(json!({"a": a})));
     }
 
-    /// Whatever templates do to whole texts, what comes of data is never a control token.
+    /// Whatever templates do to whole texts, data never becomes a control token.
     #[test]
     fn changed_data_never_controls(
         parts in proptest::collection::vec("<\\|IM_END\\|>|<\\|im_end\\|>|<x\\|im_x?end\\|x?>|<\\|İm_|[<|imEND_x>S/ sſ]{0,8}", 1..5),
@@ -498,10 +501,10 @@ proptest! {
         }
     }
 
-    /// The careful path and the common one encode harmless data alike.
+    /// The guarded path and the common path encode harmless data alike.
     #[test]
     fn both_paths_encode_alike(text in "[a-z<>| é\n]{0,20}") {
-        // The text of a control token is no harmless data.
+        // A control token's text is not harmless data.
         prop_assume!(!text.contains("<s>"));
         let renderer = renderer(chat_job("{{ a }} <|im_start|>"));
         let rendered = renderer.render(&row(json!({"a": text}))).unwrap();
@@ -509,7 +512,8 @@ proptest! {
     }
 }
 
-/// A long text is encoded as far as it counts: what the row says, and what is left of it where it is cut, is as of a short one.
+/// A long text is encoded only as far as it counts: its error and its truncated prompt are the same
+/// as for a short text.
 #[test]
 fn long_prompts_end_with_the_context() {
     for (data, guarded) in [("ab c ", false), ("ab c <|im_end|>", true)] {

@@ -1,4 +1,5 @@
-//! Templates that ended the process, or would: each must end in one line, with little memory and in little time.
+//! Templates that crashed the process, or would: each must end in a one-line error, with little
+//! memory and time.
 
 use minijinja::value::{Serde, Value};
 use serde_json::json;
@@ -109,7 +110,7 @@ fn values_that_hold_themselves_or_too_many_levels_are_refused() {
     let grouped =
         "{% set ns = namespace(s=messages) %}{% for i in range(9000) %}{% set ns.s = ns.s|groupby(0) %}{% endfor %}";
     assert!(chat(grouped).is_err());
-    // Layers of what is computed when it is walked through.
+    // Nested layers of lazily computed values.
     let layers = "{% set ns = namespace(s=messages) %}{% for i in range(9000) %}{% set ns.s = ns.s[0:] %}{% endfor %}\
                   {{ ns.s|length }} {{ ns.s is sequence }} {{ ns.s == messages }}";
     assert_eq!(chat(layers).unwrap(), "2 False True");
@@ -157,7 +158,7 @@ fn sources_just_within_the_limits_are_parsed() {
         format!("{{% if not text %}}{}{{% endif %}}", many("{% elif not text %}x", 900)),
     ];
     for source in cases {
-        // Parsed and run: what is refused is refused for its values.
+        // The templates must be parsed and run, so that only their values can be refused.
         let parsed = chat(&source);
         assert!(
             parsed.is_ok() || parsed.as_ref().is_err_and(|e| !e.contains("a tag")),

@@ -1,7 +1,8 @@
-//! What one rendering may take: the text and the values that it makes, and its time.
+//! The budget of one rendering: text and values that it creates, and its time.
 //!
-//! minijinja counts instructions, and one instruction may double a text or a list. So whatever makes a value says here how
-//! large it is ([`charge`], [`weigh`]), before it makes it where the size follows from a product.
+//! minijinja counts instructions, but one instruction may double a text or a list. So every
+//! operation that creates a value reports its size here ([`charge`], [`weigh`]). If the size
+//! follows from a product, it is reported before the value is created.
 
 use std::cell::{Cell, RefCell};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -10,26 +11,29 @@ use std::time::{Duration, Instant};
 use minijinja::value::ValueKind;
 use minijinja::{Error, ErrorKind, Value};
 
-/// Most bytes that one rendering makes, in between and in its output: many times the longest context.
+/// Maximum bytes that one rendering creates, as intermediate values and as output: many times the
+/// longest context.
 pub(super) const BYTES_MAX: usize = 128 << 20;
-/// Longest rendered text, in bytes: several times the longest context.
+/// Maximum length of the rendered text, in bytes: several times the longest context.
 pub(super) const OUTPUT_BYTES_MAX: usize = 64 << 20;
-/// Most items of a list, and most values in a nested one.
+/// Maximum number of items of a list, and of values in a nested list.
 pub(super) const ITEMS_MAX: usize = 1_000_000;
-/// Deepest nesting of values: rows have 128 levels at most, and templates may put them into lists of their own.
+/// Maximum nesting of values: rows have at most 128 levels, and templates may wrap them in lists of
+/// their own.
 const DEPTH_MAX: usize = 200;
-/// What an item of a list is charged.
+/// Bytes charged per list item.
 const ITEM_BYTES: usize = 24;
-/// A rendering that has made this much goes on when no other such is under way, so that memory does not grow with the
-/// number of threads.
+/// A rendering that has created this many bytes waits until no other such rendering is in progress,
+/// so that memory does not grow with the number of threads.
 const LARGE_BYTES: usize = 16 << 20;
-/// Longest time that a rendering may compute.
+/// Maximum compute time of a rendering.
 const BUSY_MAX: Duration = Duration::from_secs(10);
-/// Steps between two looks at the clock.
+/// Steps between two reads of the clock.
 const STEPS_A_LOOK: u32 = 64;
-/// Bytes that count as a step.
+/// Number of bytes that counts as a step.
 const STEP_BYTES: usize = 64 << 10;
-/// What counts of the time between two looks: a process that was stopped for an hour has not computed for an hour.
+/// Maximum time counted between two reads of the clock: a process that was suspended for an hour
+/// has not computed for an hour.
 const BUSY_A_LOOK: Duration = Duration::from_secs(1);
 
 static LARGE_ONE: Mutex<()> = Mutex::new(());
@@ -44,7 +48,7 @@ thread_local! {
     static ALONE: RefCell<Option<MutexGuard<'static, ()>>> = const { RefCell::new(None) };
 }
 
-/// A rendering on this thread, from its start to its end.
+/// Scope of a rendering on this thread.
 pub(super) struct Rendering(());
 
 impl Rendering {
@@ -58,7 +62,7 @@ impl Rendering {
         Rendering(())
     }
 
-    /// Was something refused for its size or its time?
+    /// Whether a value was refused for its size or time.
     pub(super) fn was_refused(&self) -> bool {
         REFUSED.get()
     }
@@ -78,7 +82,7 @@ pub(super) fn refuse(why: impl Into<String>) -> Error {
     Error::new(ErrorKind::InvalidOperation, why.into())
 }
 
-/// Takes `bytes` off the rendering's budget.
+/// Charges `bytes` to the rendering's budget.
 pub(super) fn charge(bytes: usize) -> Result<(), Error> {
     let made = MADE.get().saturating_add(bytes);
     MADE.set(made);
@@ -93,7 +97,7 @@ pub(super) fn charge(bytes: usize) -> Result<(), Error> {
     steps(1 + (bytes / STEP_BYTES) as u32)
 }
 
-/// Takes what an expression shows off the budget, and off the length of what is rendered.
+/// Charges an expression's output to the budget and to the length of the rendered text.
 pub(super) fn charge_emitted(bytes: usize) -> Result<(), Error> {
     let emitted = EMITTED.get().saturating_add(bytes);
     EMITTED.set(emitted);
@@ -103,12 +107,12 @@ pub(super) fn charge_emitted(bytes: usize) -> Result<(), Error> {
     charge(bytes)
 }
 
-/// Is there room for `bytes` more?
+/// Whether the budget has room for `bytes` more.
 pub(super) fn fits(bytes: usize) -> bool {
     MADE.get().saturating_add(bytes) <= BYTES_MAX
 }
 
-/// Refuses `bytes` more where there is no room for them: for products, before they are made.
+/// Refuses `bytes` more if the budget has no room: for products, before they are created.
 pub(in crate::job) fn foresee(bytes: usize) -> Result<(), Error> {
     match fits(bytes) {
         true => Ok(()),
@@ -116,7 +120,7 @@ pub(in crate::job) fn foresee(bytes: usize) -> Result<(), Error> {
     }
 }
 
-/// One step; looks at the clock now and then.
+/// Counts one step; reads the clock now and then.
 pub(super) fn step() -> Result<(), Error> {
     steps(1)
 }
@@ -129,7 +133,7 @@ fn steps(taken: u32) -> Result<(), Error> {
     }
     STEPS.set(0);
     let now = Instant::now();
-    // A short rendering never looks at all.
+    // A short rendering never reads the clock.
     let looked = LOOKED.replace(Some(now)).unwrap_or(now);
     BUSY.set(BUSY.get() + (now - looked).min(BUSY_A_LOOK));
     match BUSY.get() > BUSY_MAX {
@@ -142,12 +146,12 @@ fn too_much() -> Error {
     refuse(format!("it makes more than {} MB of text and values", BYTES_MAX >> 20))
 }
 
-/// Why a text is too long to be a prompt.
+/// The error for a text that is too long to be a prompt.
 pub(super) fn too_long() -> String {
     format!("it renders to more than {} MB", OUTPUT_BYTES_MAX >> 20)
 }
 
-/// Holds `items` against the longest list.
+/// Checks `items` against the maximum list length.
 pub(super) fn check_items(items: usize) -> Result<(), Error> {
     match items > ITEMS_MAX {
         true => Err(refuse(format!("it makes a list of more than {ITEMS_MAX} items"))),
@@ -155,32 +159,33 @@ pub(super) fn check_items(items: usize) -> Result<(), Error> {
     }
 }
 
-/// Is it a list, a mapping or what can be walked through?
+/// Whether it is a list, a mapping or another iterable.
 pub(super) fn holds_values(value: &Value) -> bool {
     matches!(value.kind(), ValueKind::Seq | ValueKind::Map | ValueKind::Iterable)
 }
 
-/// What a value comes to when all in it is written out, shared parts as often as they stand there.
+/// The size of a value with everything in it written out; shared parts count once per occurrence.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Weight {
     pub values: usize,
     pub bytes: usize,
 }
 
-/// Weighs a value. What is too large or too deep to be written out, compared or freed is refused, and so is what may hold
-/// itself: a namespace in a list, a mapping or another namespace.
+/// Weighs a value. Refuses values that are too large or too deep to be written, compared or freed.
+/// Also refuses values that may contain themselves: a namespace in a list, a mapping or another
+/// namespace.
 pub(super) fn weigh(value: &Value) -> Result<Weight, Error> {
     let mut weight = Weight::default();
     weight.add(value, 0)?;
     Ok(weight)
 }
 
-/// Weighs and charges a value that a template has put together.
+/// Weighs and charges a value that a template has built.
 pub(super) fn charge_built(value: &Value) -> Result<(), Error> {
     charge(weigh(value)?.values.saturating_mul(ITEM_BYTES))
 }
 
-/// Charges a list for its items alone.
+/// Charges a list by its number of items only.
 pub(super) fn charge_items(items: usize) -> Result<(), Error> {
     check_items(items)?;
     charge(items.saturating_mul(ITEM_BYTES))
@@ -224,7 +229,7 @@ impl Weight {
     }
 }
 
-/// Can it change after it was made, so that it may come to hold itself?
+/// Whether the value is mutable, so that it may come to contain itself.
 pub(super) fn changes(value: &Value) -> bool {
     value.as_object().is_some_and(|object| {
         let name = object.type_name();
@@ -262,7 +267,7 @@ mod tests {
     fn a_rendering_ends_where_it_takes_too_long() {
         let _rendering = Rendering::begin();
         for _ in 0..11 {
-            // What a process slept counts for little.
+            // Time in which the process slept is capped.
             LOOKED.set(Instant::now().checked_sub(Duration::from_secs(3600)));
             let ended = (0..STEPS_A_LOOK).map(|_| step()).find_map(Result::err);
             if let Some(error) = ended {

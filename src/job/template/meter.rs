@@ -1,8 +1,9 @@
-//! A template's instructions with meters between them: behind each that makes a value stands one that charges it to the
-//! rendering's budget.
+//! Inserts meters between a template's instructions: a meter behind each instruction that creates a
+//! value charges the value to the rendering's budget.
 //!
-//! A meter is a filter that returns what it is given. Its name is none that a template can write as a filter's. The product
-//! of a text or a list and a number, and lists that are spread into arguments, are looked at before they are made.
+//! A meter is a filter that returns its input. Templates cannot write its name. The product of a
+//! text or list with a number, and lists spread into arguments, are checked before they are
+//! created.
 
 use minijinja::machinery::{Instruction, Instructions};
 use minijinja::value::{Tuple, ValueKind, ValueOrKwargs};
@@ -10,35 +11,35 @@ use minijinja::{Environment, Error, Value};
 
 use super::budget;
 
-/// Behind what takes its items from values that there were before.
+/// Behind instructions whose result has its items from existing values.
 const TAKEN: &str = "<taken>";
-/// Behind what may hold more, or deeper, than the values it was made of.
+/// Behind instructions whose result may be larger or deeper than their inputs.
 const BUILT: &str = "<built>";
-/// The same behind sums of lists, which minijinja keeps lazy, and behind ranges.
+/// Like BUILT, behind sums of lists, which minijinja keeps lazy, and behind ranges.
 const SUMMED: &str = "<summed>";
-/// Before a namespace takes a value.
+/// Before a value is stored in a namespace.
 const KEPT: &str = "<kept>";
-/// Before a product, over both factors.
+/// Before a product, applied to both factors.
 const TIMES: &str = "<times>";
-/// Before a slice whose step may be negative, over the value and the three numbers.
+/// Before a slice whose step may be negative, applied to the value and the three numbers.
 const BACKWARDS: &str = "<backwards>";
-/// Before lists become arguments, over all of them.
+/// Before lists are spread into arguments, applied to all of them.
 const SPREAD: &str = "<spread>";
-/// At each turn of a loop.
+/// At each iteration of a loop.
 const TURN: &str = "<turn>";
 
-/// Names of meters that an instruction may stand beside, for the places where minijinja remembers filters.
+/// Names of meters in the order of their slots in minijinja's cache of filters.
 const METERS: [&str; 8] = [TAKEN, BUILT, SUMMED, KEPT, TIMES, BACKWARDS, SPREAD, TURN];
-/// Filters that minijinja remembers the places of, per list of instructions.
+/// Size of minijinja's cache of filters per list of instructions.
 const PLACES: u8 = 50;
-/// Text of a template that is repeated is charged from this length on; what is shorter is bounded by the steps.
+/// Repeated template text is charged from this length on; shorter text is bounded by the steps.
 const RAW_BYTES: usize = 24;
-/// Most lists that one call spreads into its arguments.
+/// Maximum number of lists that one call spreads into its arguments.
 const SPREADS_MAX: usize = 8;
 
 /// Filters that return numbers or booleans.
 const SCALAR: [&str; 7] = ["length", "count", "int", "float", "abs", "round", "bool"];
-/// Filters whose result is a part of what they get, or a text.
+/// Filters whose result is a part of their input, or a text.
 const PARTS: [&str; 30] = [
     "first",
     "last",
@@ -105,7 +106,7 @@ fn built(value: Value) -> Result<Value, Error> {
     }
 }
 
-/// Charges what a sum holds, those of before included.
+/// Charges a sum's content, including that of earlier sums.
 pub(super) fn summed(value: Value) -> Result<Value, Error> {
     match value.kind() {
         ValueKind::String => budget::charge(value.as_str().unwrap_or_default().len())?,
@@ -125,7 +126,8 @@ fn kept(value: Value) -> Result<Value, Error> {
     Ok(value)
 }
 
-/// The factors of a product, which must not be too large, last one first: that is how they are unpacked.
+/// Checks the size of a product, and returns its factors last one first, the order in which they
+/// are unpacked.
 fn times(factors: &Value) -> Result<Value, Error> {
     let (left, right) = (factors.get_item_by_index(0)?, factors.get_item_by_index(1)?);
     for (value, times) in [(&left, &right), (&right, &left)] {
@@ -141,8 +143,8 @@ fn times(factors: &Value) -> Result<Value, Error> {
     Ok(Value::from(Tuple::from([right, left])))
 }
 
-/// The parts of a slice, last one first. minijinja panics where it walks backwards through what is empty, so that is walked
-/// through forwards.
+/// The parts of a slice, last one first. minijinja panics on walking backwards through an empty
+/// value, so an empty value is walked forwards.
 fn backwards(parts: &Value) -> Result<Value, Error> {
     let mut all = parts.try_iter()?.checked().collect::<Result<Vec<_>, _>>()?;
     let empty = |value: &Value| value.try_iter().is_ok_and(|mut items| items.next().is_none());
@@ -156,7 +158,7 @@ fn backwards(parts: &Value) -> Result<Value, Error> {
     Ok(Value::from(Tuple::from(all)))
 }
 
-/// Lists that become arguments, last one first.
+/// The lists to spread into arguments, last one first.
 fn spread(lists: &Value) -> Result<Value, Error> {
     let mut all = lists.try_iter()?.checked().collect::<Result<Vec<_>, _>>()?;
     let items = all.iter().map(|list| list.len().unwrap_or_default());
@@ -165,8 +167,8 @@ fn spread(lists: &Value) -> Result<Value, Error> {
     Ok(Value::from(Tuple::from(all)))
 }
 
-/// What is computed when it is walked through, computed now: walking through one of many layers of it would take a stack as
-/// deep as they are. It stays what it was to templates, of unknown length as well.
+/// Materializes a lazily computed value: iterating over many nested lazy layers would need a stack
+/// as deep as the layers. For templates the value stays the same, even its unknown length.
 fn in_memory(value: &Value) -> Result<Value, Error> {
     let sized = value.len().is_some();
     let mut items = Vec::new();
@@ -179,13 +181,14 @@ fn in_memory(value: &Value) -> Result<Value, Error> {
         true => Value::make_object_iterable(items, |items| Box::new(items.iter().cloned())),
         false => Value::make_object_iterable(items, |items| {
             let mut items = items.iter();
-            // Unlike the items' own, this iterator does not know how many there are.
+            // Unlike the vector's iterator, this one has no known length.
             Box::new(std::iter::from_fn(move || items.next().cloned()))
         }),
     })
 }
 
-/// The instructions with their meters; the error is one line. `repeats`: may they run more than once?
+/// The instructions with their meters; the error is one line. `repeats`: whether they may run more
+/// than once.
 pub(super) fn metered<'a>(plain: &Instructions<'a>, repeats: bool) -> Result<Instructions<'a>, String> {
     let all: Vec<&Instruction<'a>> = (0..).map_while(|at| plain.get(at)).collect();
     let places = Places::of(&all);
@@ -212,7 +215,7 @@ pub(super) fn metered<'a>(plain: &Instructions<'a>, repeats: bool) -> Result<Ins
     Ok(metered)
 }
 
-/// Does a template with these instructions run any of them more than once?
+/// Whether a template with these instructions runs any of them more than once.
 pub(super) fn repeats(plain: &Instructions) -> bool {
     (0..)
         .map_while(|at| plain.get(at))
@@ -253,7 +256,7 @@ fn with_meters<'a>(
             false => metered(TAKEN),
         },
         ApplyFilter(..) => metered(BUILT),
-        // The two factors become one value, and two again.
+        // The two factors are packed into one value for the meter, and unpacked again.
         Mul => vec![BuildTuple(Some(2)), meter(TIMES), UnpackList(2), itself, meter(BUILT)],
         SetAttr(_) => vec![Swap, meter(KEPT), Swap, itself],
         Iterate(end) if looks_at_values(all.get(at..*end as usize).unwrap_or_default()) => metered(TURN),
@@ -267,7 +270,7 @@ fn with_meters<'a>(
     })
 }
 
-/// Is a slice's step, which is loaded last, a constant that is not negative?
+/// Whether a slice's step, which is loaded last, is a constant that is not negative.
 fn steps_forwards(step: Option<&Instruction>) -> bool {
     match step {
         Some(Instruction::LoadConst(step)) => step.is_none() || step.as_usize().is_some(),
@@ -275,14 +278,15 @@ fn steps_forwards(step: Option<&Instruction>) -> bool {
     }
 }
 
-/// Is what an instruction has made charged by those behind it: shown at once, or with a constant put to it?
+/// Whether the following instructions charge the result: it is emitted at once, or concatenated
+/// with a constant.
 fn is_charged_next(behind: &[&Instruction]) -> bool {
     use Instruction::*;
     matches!(behind, [Emit, ..] | [LoadConst(_), Add | StringConcat, ..])
 }
 
-/// May a turn of a loop with these instructions take long without a meter? Comparisons with constants do not, nor do tests of
-/// a value's kind.
+/// Whether an iteration of a loop with these instructions may take long without a meter.
+/// Comparisons with constants and tests of a value's kind are short.
 fn looks_at_values(body: &[&Instruction]) -> bool {
     use Instruction::*;
     const KINDS: [&str; 10] = [
@@ -307,7 +311,7 @@ fn looks_at_values(body: &[&Instruction]) -> bool {
     })
 }
 
-/// Where an instruction jumps to.
+/// The jump target of an instruction.
 fn target<'i>(instruction: &'i mut Instruction) -> Option<&'i mut u32> {
     use Instruction::*;
     match instruction {
@@ -317,7 +321,7 @@ fn target<'i>(instruction: &'i mut Instruction) -> Option<&'i mut u32> {
     }
 }
 
-/// Where minijinja remembers filters that it has looked up by their names: the first places are the template's own.
+/// Slots in minijinja's cache of filters; the first slots belong to the template's own filters.
 struct Places {
     free: u8,
 }
@@ -333,7 +337,7 @@ impl Places {
         }
     }
 
-    /// The place of a meter; `!0`: it is looked up each time.
+    /// The slot of a meter; `!0`: no slot, so the filter is looked up each time.
     fn of_meter(&self, name: &str) -> u8 {
         let at = METERS.iter().position(|meter| *meter == name);
         let place = at.map(|at| u8::try_from(at).unwrap_or(u8::MAX).saturating_add(self.free));

@@ -1,8 +1,9 @@
-//! A template's way from its source to instructions with meters, on a stack of its own.
+//! Compiles a template's source to instructions with meters, on a thread with a large stack.
 //!
-//! The parser bounds how deep it goes into brackets and blocks, but not how long a chain of operators, filters or attributes
-//! grows, and each of those is a level of the tree. So tags are measured before they are parsed, and parsing, whose depth is
-//! bounded then, runs on a thread whose stack is large enough for it.
+//! The parser bounds the nesting of brackets and blocks, but not the length of a chain of
+//! operators, filters or attributes, and each link of a chain is a level of the tree. So tags are
+//! measured before parsing. The depth is then bounded, and the parser runs on a thread whose stack
+//! is large enough for it.
 
 use std::collections::BTreeMap;
 use std::thread;
@@ -16,15 +17,16 @@ use self_cell::self_cell;
 use super::super::names::Names;
 use super::{describe, meter};
 
-/// Longest source; the longest template of a published model is under 100 KB.
+/// Maximum length of a source; the longest template of a published model is under 100 KB.
 const SOURCE_BYTES_MAX: usize = 1 << 20;
-/// Most operators, names and brackets of one tag. Items of a list that are written out are not counted.
+/// Maximum number of operators, names and brackets in one tag. Items of a list literal are not
+/// counted.
 const TAG_LINKS_MAX: usize = 2_000;
-/// Most `elif` in a template: each stands inside the one before it.
+/// Maximum number of `elif` in a template: each is nested in the one before it.
 const ELIF_MAX: usize = 1_000;
-/// Largest value that a template's constants come to before it runs.
+/// Maximum size of a value that is computed from constants at compile time.
 const CONSTANT_MAX: u64 = 1 << 20;
-/// Stack of the thread that parses: several kilobytes for each level that the limits allow.
+/// Stack size of the parser's thread: several kilobytes for each level that the limits allow.
 const STACK_BYTES: usize = 64 << 20;
 
 struct Source {
@@ -47,7 +49,8 @@ self_cell!(
 );
 
 impl Program {
-    /// Compiles a template, and finds the names in it; `of` is the variable whose fields are told. The error is one line.
+    /// Compiles a template, and finds the names in it; `of` is the variable whose fields are
+    /// collected. The error is one line.
     pub(super) fn compile(
         name: &str,
         text: String,
@@ -76,7 +79,7 @@ impl Program {
         })
     }
 
-    /// Runs the template; what it shows goes into `text`.
+    /// Runs the template; its output is appended to `text`.
     pub(super) fn run(&self, env: &Environment<'static>, context: Value, text: &mut String) -> Result<(), Error> {
         let code = self.borrow_dependent();
         let mut out = minijinja::machinery::make_string_output(text);
@@ -102,13 +105,13 @@ impl<'a> Code<'a> {
     }
 }
 
-/// Holds a source against the limits that keep its tree flat.
+/// Checks a source against the limits that bound its tree's depth.
 fn check_source(text: &str, syntax: &SyntaxConfig) -> Result<(), String> {
     if text.len() > SOURCE_BYTES_MAX {
         return Err(format!("it is longer than {} MB", SOURCE_BYTES_MAX >> 20));
     }
     let (mut links, mut elifs) = (0, 0);
-    // What is no token ends this: the parser reports it.
+    // The scan stops at an invalid token, which the parser reports.
     for (token, span) in tokenize(text, false, syntax.clone()).map_while(Result::ok) {
         match token {
             Token::BlockStart | Token::VariableStart => links = 0,
@@ -131,15 +134,16 @@ fn check_source(text: &str, syntax: &SyntaxConfig) -> Result<(), String> {
     Ok(())
 }
 
-/// Does it come to a large value when the template is compiled, before anything runs?
+/// Whether the expression becomes a large value when the template is compiled, before anything
+/// runs.
 pub(in crate::job) fn is_large_constant(expression: &Expr) -> bool {
     constant(expression).is_some_and(|size| size.bytes > CONSTANT_MAX)
 }
 
-/// At most what a constant expression comes to.
+/// Upper bounds of a constant expression's value.
 struct Size {
     bytes: u64,
-    /// As a number.
+    /// Its value as a number.
     times: u64,
 }
 

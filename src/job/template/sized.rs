@@ -1,4 +1,5 @@
-//! Filters and methods that make much of little: what they would make is looked at first.
+//! Filters and methods whose result may be much larger than their input: the result's size is
+//! checked first.
 
 use minijinja::value::{Kwargs, Rest, ValueKind, ValueOrKwargs};
 use minijinja::{Environment, Error, State, Value, filters};
@@ -48,7 +49,7 @@ pub(super) fn install(env: &mut Environment<'static>) {
     let chain = Value::from_function(filters::chain);
     env.add_filter("chain", move |state: &mut State, args: Rest<Value>| {
         let chained = chain.call(state, &args.0)?;
-        // Mappings would be looked through one behind the other, however many there are.
+        // A chain of mappings would be searched one by one for each lookup, so it is copied.
         match chained.kind() {
             ValueKind::Map => copied(&chained),
             _ => Ok(chained),
@@ -56,9 +57,10 @@ pub(super) fn install(env: &mut Environment<'static>) {
     });
 }
 
-/// The filter `sum`. Of texts and lists each sum holds the one before, so they are made one by one, and charged as in a loop that adds them.
+/// The filter `sum`. With texts and lists each partial sum contains the one before, so the sums are
+/// computed one by one and charged like in a loop.
 fn summed(sum: &Value, state: &mut State, values: Value, attribute: &Value, start: Value) -> Result<Value, Error> {
-    // Of numbers come numbers.
+    // Sums of numbers are numbers.
     if start.is_number() || values.is_undefined() {
         return sum.call(state, &[values, attribute.clone(), start]);
     }
@@ -78,7 +80,8 @@ fn copied(map: &Value) -> Result<Value, Error> {
     Ok(Value::from_pairs(pairs.collect::<Result<Vec<_>, Error>>()?))
 }
 
-/// Looks at what a filter or a method called `name` would make of `args`, the value that it is applied to first.
+/// Checks the size of the result of a filter or method `name` for `args`, of which the first is the
+/// value itself.
 pub(in crate::job) fn check(name: &str, args: &[Value]) -> Result<(), Error> {
     let Some(value) = args.first() else { return Ok(()) };
     let text = |at: usize| args.get(at).and_then(Value::as_str);
@@ -106,14 +109,14 @@ pub(in crate::job) fn check(name: &str, args: &[Value]) -> Result<(), Error> {
     Ok(())
 }
 
-/// Texts are lists of their letters to some filters.
+/// Some filters treat texts as lists of their characters.
 fn check_letters(value: &Value) -> Result<(), Error> {
     budget::check_items(value.as_str().map_or(0, str::len))
 }
 
 fn check_replace(text: &str, from: &str, to: &str) -> Result<(), Error> {
     let most = (text.len() / from.len().max(1) + 1).saturating_mul(to.len());
-    // Counted only where it might be too much.
+    // Occurrences are counted only if the upper bound does not fit.
     if !budget::fits(most) {
         budget::foresee(text.matches(from).count().saturating_mul(to.len()))?;
     }
@@ -130,14 +133,14 @@ fn check_split(text: &str, separator: Option<&str>) -> Result<(), Error> {
     })
 }
 
-/// What `separator` and all items of `list` come to as one text.
+/// Checks the size of the text of all items of `list` with `separator` between them.
 pub(in crate::job) fn check_join(separator: &str, list: &Value) -> Result<(), Error> {
     check_letters(list)?;
     let items = list.len().unwrap_or_default();
     budget::foresee(items.saturating_mul(separator.len()))
 }
 
-/// A format with `fields`, each of which may show any of `args`.
+/// Checks the size of a format with `fields` fields, each of which may hold any of `args`.
 pub(in crate::job) fn check_format(fields: usize, args: &[Value]) -> Result<(), Error> {
     let mut most = 0;
     for arg in args {
@@ -146,7 +149,7 @@ pub(in crate::job) fn check_format(fields: usize, args: &[Value]) -> Result<(), 
     budget::foresee(fields.saturating_mul(most))
 }
 
-/// A text whose lines are indented by `indent` bytes.
+/// Checks the size of a text whose lines are indented by `indent` bytes.
 pub(in crate::job) fn check_indent(text: &str, indent: usize) -> Result<(), Error> {
     budget::foresee((text.matches('\n').count() + 1).saturating_mul(indent))
 }

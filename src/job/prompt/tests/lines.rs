@@ -76,7 +76,8 @@ fn openai_lines_use_all_of_a_field() {
     assert!(chat(json!({})).unwrap().logprobs);
     let error = chat(json!({"logprobs": false})).unwrap_err();
     assert!(error.contains("they must agree"), "{error}");
-    // A text that is a special token's ends as that token; the line's stops take the place of the job's.
+    // A stop text that is a special token's text becomes that stop token; a line's stops replace
+    // the job's.
     assert_eq!(chat(json!({})).unwrap().stop_token_ids, [257]);
     assert_eq!(
         chat(json!({"stop": ["<|im_end|>"], "stop_token_ids": [7]}))
@@ -84,7 +85,7 @@ fn openai_lines_use_all_of_a_field() {
             .stop_token_ids,
         [7, 258]
     );
-    // The job's stops are for free answers.
+    // The job's stops apply only to free answers.
     let choice = chat(json!({"guided_choice": ["a"]})).unwrap();
     assert_eq!(
         (choice.stop.len(), choice.stop_token_ids.len(), choice.ignore_eos),
