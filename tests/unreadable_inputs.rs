@@ -47,9 +47,11 @@ open("data/1.parquet", "wb").write(whole[:-9])
             .expect(2)
             .one_line(&["is done, but not of its inputs as they are now", changed]);
     }
-    // A job that is not done is planned anew in the preview alone.
+    // A job that is not done is planned anew in the preview alone. The damaged file is as long as the whole one.
     fs::remove_dir_all(&output).unwrap();
-    fs::write(folder.join("data/1.parquet"), "no Parquet").unwrap();
+    let mut damaged = fs::read(folder.join("whole")).unwrap();
+    damaged.splice(damaged.len() - 4.., *b"1RAP");
+    fs::write(folder.join("data/1.parquet"), damaged).unwrap();
     run(&["submit", arg(&path), "--no-enqueue"]).expect(0);
     fs::copy(folder.join("whole"), folder.join("data/1.parquet")).unwrap();
     run(&["plan", arg(&path)])
