@@ -117,8 +117,7 @@ impl OpenJob {
     /// Opens the job of `ledger` for `model`.
     ///
     /// # Errors
-    /// The record cannot be read as a job by this gristmill. The caller has asked
-    /// [`Model::refuses`] before.
+    /// This gristmill cannot read the record. The caller has asked [`Model::refuses`] before.
     pub fn new(
         number: u32,
         ledger: Ledger,
@@ -200,8 +199,7 @@ impl OpenJob {
         Ok(())
     }
 
-    /// Records inputs with the planned bytes under another ETag, so that other workers need not
-    /// check.
+    /// Records inputs with the planned bytes under another ETag, to save other workers the check.
     pub async fn write_pins(&self) -> anyhow::Result<()> {
         for anew in self.reader.pins().news() {
             let planned = &self.ledger.job().inputs[anew.input as usize];
@@ -257,8 +255,7 @@ impl OpenJob {
         }
     }
 
-    /// A row's requests to the engine, one per sample. `attempt`: the generation that the row is
-    /// of.
+    /// A row's requests to the engine, one per sample. `attempt`: the row's generation.
     pub fn requests(
         &self,
         row: u64,
@@ -286,8 +283,7 @@ impl OpenJob {
         Ok(self.ledger.job().shard(shard)?.first_row)
     }
 
-    /// Waits until `bytes`, the shard's carried columns so far, fit beside the other shards in
-    /// hand.
+    /// Waits until the shard's carried columns, `bytes` so far, fit beside the other shards'.
     pub async fn hold_carried(&self, shard: u32, bytes: usize) {
         let job = self.number;
         self.room.hold(ShardKey { job, shard }, bytes).await;
@@ -452,8 +448,7 @@ impl Jobs {
             None => {
                 let (number, spending) = self.known.lock().await.begin(&key.1);
                 let (model, room) = (self.model.clone(), self.room.clone());
-                // In a thread of its own: templates are slow, and a panic over a record is
-                // contained there.
+                // A thread of its own: templates are slow, and it contains a panic over a record.
                 let opened = tokio::task::spawn_blocking(move || open(number, ledger, &model, spending, room)).await;
                 opened.unwrap_or_else(|error| Err(format!("this gristmill cannot open it: {error}")))
             }
