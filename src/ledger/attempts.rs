@@ -1,12 +1,15 @@
-//! Poison: rows that take the process down with them, found without losing their neighbours.
+//! Finds poison rows, which end the process that runs them, without losing their neighbours.
 //!
-//! An attempt is written down before its rows are read, and its end when it ends cleanly. A row that stays
-//! uncovered after two attempts that never ended is tried in a smaller company: 4,096 → 256 → 16 → 1 rows. That costs
-//! nobody a row, so nothing need be known of those attempts. A row is accused only after three attempts in which it was alone
-//! on the device, which came one after the other, and of which each is known to be dead: an attempt names the dead ones
-//! that it came after. A process that is paused is none of them: its row is tried again, and whoever wakes late publishes
-//! nothing twice. An accused row is read once more, in an attempt of its own, for what is copied to the output; where that one died, too, it
-//! is not read again. While nobody can tell yet whether an attempt is dead, its row waits.
+//! An attempt is recorded before its rows are read; its end is recorded when it ends cleanly. A row
+//! that stays uncovered after two attempts without an end is tried in a smaller group: 4,096 → 256
+//! → 16 → 1 rows. This loses no row, so the cause of those attempts' end may stay unknown.
+//!
+//! A row is accused only after three consecutive attempts in which it was alone on the device and
+//! which are all known to be dead; each attempt names the dead attempts before it. A paused process
+//! is not dead: its row is tried again, and a worker that wakes late publishes nothing twice. While
+//! it is unknown whether an attempt is dead, its row waits. An accused row is read once more, in an
+//! attempt of its own, for its carried columns; if that attempt dies too, the row is not read
+//! again.
 
 use std::collections::HashMap;
 
@@ -15,22 +18,23 @@ use chrono::{DateTime, Utc};
 use super::keys::Id;
 use super::rowset::RowSet;
 
-/// Rows a try at each level of narrowing below the shard itself.
+/// Rows per try at each level of narrowing below the shard itself.
 pub const TRY_ROWS: [u64; 3] = [256, 16, 1];
-/// Attempts that never ended, until the next level.
+/// Number of attempts without an end before the next level.
 const STRIKES: usize = 2;
-/// Attempts, each after the one before had died, until a row that was alone in them is accused.
+/// Number of consecutive dead attempts after which a row that was alone in them is accused.
 const STRIKES_ALONE: usize = 3;
 
 /// What is known of an attempt that has not ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Fate {
-    /// Its process is there and may be paused, or nobody has looked: its rows may be tried again.
+    /// The process exists and may be paused, or its fate was not checked: its rows may be tried
+    /// again.
     #[default]
     Open,
-    /// Its worker wrote something not long ago: its rows wait.
+    /// The worker has written something lately: its rows wait.
     Fresh,
-    /// Its process is gone, or has written nothing for so long that it counts as gone.
+    /// The process is gone, or has written nothing for so long that it counts as gone.
     Dead,
 }
 
@@ -39,25 +43,25 @@ pub enum Fate {
 pub struct AttemptView {
     pub attempt: Id,
     pub worker: String,
-    /// The rows that it set out to run.
+    /// The rows that the attempt set out to run.
     pub rows: RowSet,
-    /// Nothing else was on the device.
+    /// Whether no other row was on the device.
     pub alone: bool,
-    /// It ended cleanly. If not, it is running still, paused, or its process died.
+    /// Whether the attempt ended cleanly. If not, it is running, it is paused, or its process died.
     pub ended: bool,
-    /// Which process its worker was, for others on the same machine.
+    /// The worker's process, for others on the same machine.
     pub process: Option<String>,
-    /// How often its worker wrote something at least, in seconds.
+    /// Maximum time in seconds between two writes of the worker.
     pub signs_every: Option<f64>,
-    /// When it was written down, by the store's clock; `None`: just now, by us.
+    /// When the attempt was recorded, by the store's clock; `None`: just now, by this process.
     pub begun_at: Option<DateTime<Utc>>,
-    /// Attempts at its rows that were dead when it began.
+    /// Attempts at the same rows that were dead when this one began.
     pub after: Vec<Id>,
     pub fate: Fate,
 }
 
 impl AttemptView {
-    /// One row was alone on the device, and no end was written.
+    /// Whether one row was alone on the device, and no end was recorded.
     pub(super) fn is_suspect(&self) -> bool {
         !self.ended && narrowness(self) == TRY_ROWS.len()
     }
@@ -66,15 +70,17 @@ impl AttemptView {
 /// What to do next with a shard's uncovered rows.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Narrowing {
-    /// Each was alone on the device in three attempts that died: to be logged as errored, not tried again.
+    /// Rows that were each alone on the device in three attempts that died: logged as errored
+    /// instead of tried again.
     pub accused: RowSet,
-    /// The one of them whose carried columns this try reads, alone; the others are not read any more.
+    /// The accused row whose carried columns this try reads, alone. Empty where no accused row is
+    /// read any more.
     pub read: RowSet,
-    /// The rows of the next attempt; empty where only accused ones are left, and those that wait.
+    /// The rows of the next attempt; empty where only accused and waiting rows are left.
     pub next: RowSet,
-    /// Each may be running elsewhere, alone on a device.
+    /// Rows that may be running elsewhere, each alone on a device.
     pub waiting: RowSet,
-    /// At most this many rows a try; `None`: the whole shard at once, in company.
+    /// Maximum rows per try; `None`: the whole shard at once, beside other shards.
     pub rows_per_try: Option<u64>,
 }
 
@@ -90,10 +96,12 @@ impl Narrowing {
     }
 }
 
-/// How narrow an attempt was: 0 in company or with more than 256 rows, up to 3 for one row alone on the device.
+/// How narrow an attempt was: 0 beside other shards or with more than 256 rows, up to 3 for one row
+/// alone on the device.
 fn narrowness(attempt: &AttemptView) -> usize {
     match attempt.rows.len() {
-        // A small shard in company says nothing about its rows: any of the others may have been the end.
+        // A small shard beside others proves nothing about its rows: a row of another shard may
+        // have ended the process.
         _ if !attempt.alone => 0,
         0 | 1 => 3,
         2..=16 => 2,
@@ -102,7 +110,8 @@ fn narrowness(attempt: &AttemptView) -> usize {
     }
 }
 
-/// Decides from what stands in the ledger which of the `uncovered` rows are accused and which to try next.
+/// Decides from the recorded attempts which of the `uncovered` rows are accused and which to try
+/// next.
 ///
 /// A row's level is the number of narrownesses at which (or narrower) enough attempts that held it never ended. Rows of
 /// the lowest level go first, so that innocent rows finish before anything dangerous is tried again.
@@ -165,8 +174,8 @@ pub fn narrowing(attempts: &[AttemptView], uncovered: &RowSet) -> Narrowing {
     plan
 }
 
-/// Rows that were alone on the device in attempts which died one after the other. Two that ran side by side count once: what
-/// ended one of them (the machine, an operator) may have ended the other.
+/// Rows that were alone on the device in consecutive dead attempts. Attempts that ran side by side
+/// count once: the same cause (the machine, an operator) may have ended all of them.
 fn accused(failed: &[&AttemptView], strikes: usize) -> RowSet {
     let mut last: Vec<&AttemptView> = failed.iter().copied().filter(|attempt| attempt.is_suspect()).collect();
     last.retain(|attempt| attempt.fate == Fate::Dead);

@@ -1,4 +1,5 @@
-//! Which shards nobody works on: those without a commit that saw no new ledger object between two looks.
+//! Finds shards without a worker: shards without a commit that gained no ledger object between two
+//! looks.
 
 use std::collections::BTreeMap;
 

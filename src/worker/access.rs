@@ -1,8 +1,9 @@
-//! What a worker may touch for a queued job, and `verify` of a job's inputs.
+//! What a worker may touch for a queued job, and `verify` for a job's inputs.
 //!
-//! Who can write to a queue names any output in a message, and who can write to that output names any inputs and model in its
-//! `job.json`. A worker has credentials and files that neither of them need have. So before it opens anything that a message or a
-//! record names, it asks here:
+//! Anyone who can write to a queue can name any output in a message, and anyone who can write to
+//! that output can name any inputs and model in its `job.json`. The worker's credentials and files
+//! are out of their reach. So the worker asks here before it opens any address that a message or a
+//! record names:
 //!
 //! | | without options | with `--accept` |
 //! |---|---|---|
@@ -10,9 +11,10 @@
 //! | inputs | the output's own bucket; local files and buckets where the output is such a local folder | below one of the prefixes |
 //! | model, where no `--model` is given | any local folder | below one of the prefixes |
 //!
-//! `--accept-inputs` and `--accept-models` add prefixes for these alone. Web servers are read only where they are listed, and the end of a job
-//! is told only to what `--accept-on-finish` lists.
-//! Decisions are by the parsed address; of local paths, symbolic links are followed first.
+//! `--accept-inputs` and `--accept-models` add prefixes for inputs and models only. Web servers are
+//! read only where they are listed, and the end of a job is posted only to addresses that
+//! `--accept-on-finish` lists. Decisions are by the parsed address; in local paths, symbolic links
+//! are followed first.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -27,24 +29,24 @@ use crate::dataset::location::Location;
 use crate::dataset::stores::{Stores, bucket_of, names_bucket, shown};
 use crate::worker::owner;
 
-/// A refused address is shown up to so many characters.
+/// Maximum length of a shown address, in characters.
 const SHOWN_MAX: usize = 200;
 
 /// Which outputs, inputs and models the operator of a worker accepts.
 #[derive(Debug, Clone, Default)]
 pub struct Access {
-    /// `run` works on what a person named: nothing is refused.
+    /// `run` works on jobs that a person named: everything is accepted.
     everything: bool,
     accepted: Vec<Prefix>,
     inputs: Vec<Prefix>,
     models: Vec<Prefix>,
-    /// Where the end of a job may be told.
+    /// Addresses to which the end of a job may be posted.
     told: Vec<Prefix>,
-    /// Of `--job`.
+    /// The outputs of `--job`.
     outputs: Vec<Prefix>,
 }
 
-/// What the options of `gristmill worker` say.
+/// The access options of `gristmill worker`.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Asked<'a> {
     pub accept: &'a [String],
@@ -54,11 +56,11 @@ pub struct Asked<'a> {
     pub jobs: &'a [String],
 }
 
-/// Addresses that begin alike, by whole parts of their paths.
+/// Addresses with a common prefix, by whole parts of their paths.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Prefix {
     scheme: String,
-    /// User, host and port; `None`: whichever (`s3://`).
+    /// User, host and port; `None`: any (`s3://`).
     authority: Option<String>,
     parts: Vec<String>,
 }
@@ -72,7 +74,7 @@ enum Kind {
 }
 
 impl Access {
-    /// Whatever is named: for jobs that a person gave to this process.
+    /// Accepts everything: for jobs that a person gave to this process.
     pub fn everything() -> Access {
         Access {
             everything: true,
@@ -80,10 +82,10 @@ impl Access {
         }
     }
 
-    /// What these options accept; relative paths start `here`.
+    /// The access that these options accept; relative paths start at `here`.
     ///
     /// # Errors
-    /// A prefix that cannot be one, with the option that gives it.
+    /// A text that cannot be a prefix, with its option.
     pub fn new(asked: &Asked<'_>, here: &Path) -> Result<Access, String> {
         let prefixes = |option: &str, texts: &[String]| -> Result<Vec<Prefix>, String> {
             let parse = |text: &String| Prefix::parse(text, here).map_err(|why| format!("`{option}`: {why}"));
@@ -116,12 +118,12 @@ impl Access {
         })
     }
 
-    /// Does `--accept`, or the option of `more`, list this place?
+    /// Whether `--accept`, or the option of `more`, lists this place.
     fn lists(&self, more: &[Prefix], place: &Prefix) -> bool {
         self.accepted.iter().chain(more).any(|prefix| prefix.holds(place))
     }
 
-    /// Why a job's record must not be read at `output`; asked before anything is.
+    /// Why a job's record must not be read at `output`; call this before any other check.
     pub fn refuses_output(&self, output: &Location) -> Option<String> {
         if self.everything {
             return None;
@@ -149,7 +151,7 @@ impl Access {
         ))
     }
 
-    /// Why this worker must not read the `inputs` of the job at `output`, which it may work on.
+    /// Why this worker must not read the `inputs` of the job at `output`, whose output it accepts.
     pub fn refuses_inputs<'a>(&self, output: &Location, inputs: impl IntoIterator<Item = &'a str>) -> Option<String> {
         if self.everything {
             return None;
@@ -202,7 +204,7 @@ impl Access {
         if open {
             return None;
         }
-        // Without `..`, as it is opened.
+        // Normalized without `..`, as it is opened.
         let url = Location::url_of(&dir.to_string_lossy(), Path::new("/")).map_err(|error| error.to_string());
         let place = match url.and_then(|url| Prefix::of(&url)) {
             Ok(place) => place,
@@ -218,7 +220,8 @@ impl Access {
         ))
     }
 
-    /// Why the end of a job must not be told to `url`, which a record names: what is posted to is listed, always.
+    /// Why the end of a job must not be posted to `url`, which a record names. Every such address
+    /// must be listed.
     pub fn refuses_told(&self, url: &Url) -> Option<String> {
         let listed = |place: Prefix| self.told.iter().any(|prefix| prefix.holds(&place));
         let open = self.everything || Prefix::of(url).is_ok_and(listed);
@@ -231,7 +234,7 @@ impl Access {
         })
     }
 
-    /// From here on, web servers' redirects keep to this, too.
+    /// From here on, web servers' redirects are held to this access, too.
     pub fn confine_redirects(&self) {
         let access = self.clone();
         Stores::of_process().confine(Arc::new(move |url| access.may_follow(url)));
@@ -250,7 +253,8 @@ impl Access {
 }
 
 impl Prefix {
-    /// A prefix as an operator writes it: an address, a path, or the scheme of buckets alone (`s3://`).
+    /// Parses a prefix as an operator writes it: an address, a path, or the scheme of buckets alone
+    /// (`s3://`).
     fn parse(text: &str, here: &Path) -> Result<Prefix, String> {
         if text.contains(['*', '?']) {
             return Err(format!("`{text}` has a wildcard: give the part before it"));
@@ -273,10 +277,10 @@ impl Prefix {
         Prefix::of(&url)
     }
 
-    /// The place that `url` is.
+    /// The place that `url` names.
     ///
     /// # Errors
-    /// It could mean another place to a store than it does here, in one line.
+    /// The store could read this URL as another place; holds one line with the reason.
     fn of(url: &Url) -> Result<Prefix, String> {
         let bad = |why: &str| Err(format!("`{}` {why}", brief(url)));
         if url.scheme() == "file" {
@@ -327,7 +331,7 @@ impl Prefix {
             && place.parts.starts_with(&self.parts)
     }
 
-    /// As a local path.
+    /// The prefix as a local path.
     fn path(&self) -> PathBuf {
         Path::new("/").join(self.parts.iter().collect::<PathBuf>())
     }
@@ -338,7 +342,7 @@ fn is_known(scheme: &str) -> bool {
     ["file", "http", "https"].contains(&scheme) || stores.contains(&known_scheme(scheme).as_str())
 }
 
-/// One word for each kind of store.
+/// Maps alternative schemes of a store to one.
 fn known_scheme(scheme: &str) -> String {
     match scheme {
         "s3a" => "s3",
@@ -355,7 +359,7 @@ fn kind(url: &Url) -> Kind {
             _,
         )) => Kind::Bucket,
         Ok((ObjectStoreScheme::Local, _)) => Kind::Local,
-        // What nobody knows is listed, or refused.
+        // An unknown store must be listed like a web server.
         _ => Kind::Web,
     }
 }
@@ -369,7 +373,7 @@ fn same_bucket(url: &Url, output: &Location) -> bool {
     of_output.is_some() && bucket(url) == of_output
 }
 
-/// What to accept so that `url` is: its bucket, its server, or the folder it lies in.
+/// The prefix to accept for `url`: its bucket, its server, or its folder.
 fn folder_of(url: &Url, kind: Kind) -> String {
     let text = match kind {
         Kind::Local => {
@@ -389,7 +393,7 @@ fn folder_of(url: &Url, kind: Kind) -> String {
     text
 }
 
-/// Of a path that need not exist: what it is once the links in it are followed, as far as it is there.
+/// Resolves the links in a path as far as the path exists.
 fn real(path: &Path) -> PathBuf {
     for above in path.ancestors() {
         if let Ok(found) = above.canonicalize() {

@@ -1,7 +1,9 @@
-//! What each job costs and whether it may go on: writes this worker's spending, reads the orders and the others' spendings.
+//! What each job costs and whether it may go on: records this worker's spending, reads the orders
+//! and the other workers' spendings.
 //!
-//! Requests a job and look: its spending and the next order; where there is a deadline, the time of what it wrote; where there
-//! is a budget, the list of spendings instead, and close to the budget each of those that have changed.
+//! Requests per job and look: this worker's spending and the next order. A deadline adds the
+//! timestamp of the spending. A budget adds the list of spendings instead and, close to the budget,
+//! each changed spending.
 
 use std::collections::HashSet;
 use std::sync::{Arc, Weak};
@@ -17,11 +19,11 @@ use crate::worker::jobs::{JobState, OpenJob};
 use crate::worker::retry_policy::RetryDecision;
 use crate::worker::stop::Stop;
 
-/// How often budgets are looked at with this process's own counters: no request is needed for that.
+/// How often budgets are checked with this process's own counters, which needs no request.
 const BUDGET_EVERY: Duration = Duration::from_secs(1);
 
-/// Keeps an account of each job that the worker hears of, until `stop` is set. Each is a task of its own: a store that does
-/// not answer holds up no other job's budget.
+/// Keeps an account of each job that the worker hears of, until `stop` is set. Each account is a
+/// task of its own: a store that does not answer holds up no other job's budget.
 pub(super) async fn run(worker: Arc<Worker>, stop: Stop) -> anyhow::Result<()> {
     let mut accounts = JoinSet::new();
     let mut known = HashSet::new();
@@ -41,7 +43,8 @@ pub(super) async fn run(worker: Arc<Worker>, stop: Stop) -> anyhow::Result<()> {
     }
 }
 
-/// Looks at one job each log interval, and at its limits in between, for as long as it is open.
+/// Looks at one job each log interval, and at its limits in between, for as long as the job is
+/// open.
 async fn keep(worker: Arc<Worker>, job: Weak<OpenJob>) -> anyhow::Result<()> {
     let (mut looks, mut budgets) = (ticks(worker.options.log_interval), ticks(budget_every(&worker)));
     let mut budget = Budget::new(&worker.name, worker.options.log_interval);
@@ -52,10 +55,10 @@ async fn keep(worker: Arc<Worker>, job: Weak<OpenJob>) -> anyhow::Result<()> {
             _ = looks.tick() => true,
             _ = budgets.tick() => false,
         };
-        // Held only while it is looked at: who else holds it decides how long it stays open.
+        // Hold the job only during a look: its other holders decide how long it stays open.
         let Some(job) = job.upgrade() else { return Ok(()) };
-        // A job is looked at as soon as it is heard of, and as soon as it is worked on again: others shall reckon with us. One
-        // that nobody here works on needs no further looks.
+        // Look at a job as soon as it is heard of, and as soon as work on it resumes: other workers
+        // must reckon with this one. A job without work here needs no further looks.
         let busy = worker.in_flight.of_job(job.number) > 0 || job.owes();
         if !looked_at || busy && (due || rested) {
             (looked_at, rested) = (true, false);
@@ -70,7 +73,7 @@ async fn keep(worker: Arc<Worker>, job: Weak<OpenJob>) -> anyhow::Result<()> {
     }
 }
 
-/// Gives back what must end the worker.
+/// Waits out or logs the error; returns an error that must end the worker.
 fn backoff(worker: &Worker, job: &OpenJob, error: anyhow::Error) -> anyhow::Result<()> {
     match worker.retry_policy.decision(&error) {
         RetryDecision::Wait => worker.retry_policy.say(&error),
@@ -91,10 +94,12 @@ fn ticks(every: Duration) -> Interval {
     ticks
 }
 
-/// Writes what we spent, reads the orders and, as far as a limit asks for it, what others spent. `anew`: also where nothing was
-/// spent, since the store's time of it says how late it is.
+/// Records this worker's spending and reads the orders and, as far as a limit needs them, the other
+/// workers' spendings. `anew`: write even if nothing was spent, since the store's timestamp tells
+/// the current time.
 async fn look(worker: &Worker, job: &OpenJob, budget: &mut Budget, anew: bool) -> anyhow::Result<()> {
-    // The first look writes too: others reckon with every worker that is at it. One that works shows that it lives.
+    // The first look writes too: others reckon with every worker on the job. A worker at work shows
+    // that it lives.
     let is_at_it = worker.in_flight.of_job(job.number) > 0 && worker.watchdog.is_alive();
     match anew || is_at_it {
         true => job.sign(&worker.name).await?,
@@ -109,7 +114,8 @@ async fn enforce(worker: &Worker, job: &OpenJob, budget: &mut Budget) -> anyhow:
     if job.state() != JobState::Going || budget.reached(job.device_seconds()).is_none() {
         return Ok(());
     }
-    // What we know may be old, and an order that gives more must not be answered with a stop.
+    // The known spendings may be old, and an order that extends the limits must not be answered
+    // with a stop.
     match budget.is_old() {
         true => look(worker, job, budget, true).await?,
         false => budget.set_terms(job.refresh().await?),

@@ -1,4 +1,4 @@
-//! Samples of a row, as they finish, become the row's result.
+//! Collects the finished samples of a row into the row's result.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -12,13 +12,13 @@ use crate::engine::params::OutputConstraint;
 use crate::engine::request::{Completion, Finished};
 use crate::worker::in_flight::ShardKey;
 
-/// Longest `error` of a row, in characters: what it quotes may be as long as the row.
+/// Maximum length of a row's `error` in characters: it may quote text as long as the row.
 const ERROR_CHARS_MAX: usize = 2_000;
 
 /// Collects the samples of rows that are on the device.
 #[derive(Debug, Default)]
 pub struct Assembler {
-    /// By job (its number within the worker) and row.
+    /// Key: job (its number within the worker) and row.
     rows: HashMap<(u32, u64), Partial>,
 }
 
@@ -50,7 +50,8 @@ impl From<&OutputConstraint> for ShapeKind {
 }
 
 impl Assembler {
-    /// A row of shard `key` goes to the device: `samples` finished units will come back for it. `columns`: where they are written to.
+    /// Registers a row of shard `key` that goes to the device and will return `samples` finished
+    /// units. `columns`: its output columns.
     pub fn expect(
         &mut self,
         key: ShardKey,
@@ -69,7 +70,7 @@ impl Assembler {
         self.rows.insert((key.job, row), partial);
     }
 
-    /// Takes one finished unit; the row's result once it was the last one missing.
+    /// Adds one finished unit; returns the row's result once its last unit has come.
     pub fn add(&mut self, finished: Finished) -> Option<(ShardKey, RowResult)> {
         let (job, row) = (finished.id.job, finished.id.row);
         let partial = self.rows.get_mut(&(job, row))?;
@@ -85,23 +86,23 @@ impl Assembler {
         Some((partial.key, row_result(row, partial.shape, &partial.columns, samples)))
     }
 
-    /// A row will not come after all.
+    /// Drops a row that will not come after all.
     pub fn forget(&mut self, job: u32, row: u64) {
         self.rows.remove(&(job, row));
     }
 
-    /// Rows of a job will not come after all.
+    /// Drops rows of a job that will not come after all.
     pub fn forget_rows(&mut self, job: u32, rows: &Range<u64>) {
         self.rows.retain(|(of, row), _| *of != job || !rows.contains(row));
     }
 }
 
-/// A row that never reached the device.
+/// The result of a row that never reached the device.
 pub fn errored(row: u64, error: String) -> RowResult {
     without_completion(row, RowStatus::Errored, readable(error))
 }
 
-/// An error that is no longer than a person reads.
+/// Cuts an error to a readable length.
 fn readable(mut error: String) -> String {
     if let Some((end, _)) = error.char_indices().nth(ERROR_CHARS_MAX) {
         error.truncate(end);
@@ -110,7 +111,7 @@ fn readable(mut error: String) -> String {
     error
 }
 
-/// A row that the end of its job left without a completion.
+/// The result of a row that the end of its job left without a completion.
 pub fn closed(row: u64, status: RowStatus) -> RowResult {
     let why = match status {
         RowStatus::Cancelled => "the job was cancelled before this row was finished",
@@ -139,7 +140,7 @@ fn row_result(
     let mut samples = Vec::with_capacity(units.len());
     let (mut prompt_tokens, mut cached_tokens) = (0, 0);
     let mut failed: Option<String> = None;
-    // Without columns for it, one that failed could not be told from its neighbours.
+    // Without the sample columns, a failed sample could not be told from its neighbours.
     let is_kept = columns.sample_status && units.iter().any(Result::is_ok);
     for (unit, number) in units.into_iter().zip(1..) {
         let completion = match unit {
@@ -176,7 +177,7 @@ fn row_result(
     }
 }
 
-/// Why a completion with a thought has no answer.
+/// Why a completion with a thought lacks an answer.
 fn without_answer(c: &Completion) -> Option<&'static str> {
     let thought = c.thought.as_ref().filter(|_| !c.fits_shape)?;
     match thought.closed {
@@ -186,7 +187,7 @@ fn without_answer(c: &Completion) -> Option<&'static str> {
     }
 }
 
-/// A sample; where its text does not have the shape that was asked for, it says why.
+/// A sample; its `error` says why where its text lacks the requested shape.
 fn sample_result(shape: ShapeKind, parsed: Option<&AnswerType>, c: Completion) -> SampleResult {
     let (fits_shape, no_answer) = (c.fits_shape, without_answer(&c));
     let mut sample = SampleResult {

@@ -1,5 +1,6 @@
-//! How much of a job's limits is used, as one of its workers knows it: by its own counter at once, by what others wrote, and by
-//! what they may have spent since. Where each of them stops, and how far all together may get, stands in `docs/job-file.md`.
+//! How much of a job's limits is used, as one of its workers knows it: by its own counter at once,
+//! by the records of other workers, and by what they may have spent since. `docs/job-file.md` says
+//! where each of them stops, and how far all together may exceed the budget.
 
 use std::time::Duration;
 
@@ -10,7 +11,7 @@ use crate::ledger::{JobLimits, Ledger, Result, StopWhy};
 use crate::report::cost::{dollars, show_dollars};
 use crate::worker::limits::WorkerLimits;
 
-/// Log intervals within which a worker that is at a job has written its spending.
+/// A worker on a job has written its spending within this many log intervals.
 const LIVE_INTERVALS: u32 = 2;
 
 /// One worker's knowledge of one job, as of its last look.
@@ -18,14 +19,15 @@ pub struct Budget {
     me: String,
     interval: Duration,
     terms: JobLimits,
-    /// What other workers have spent. Kept over looks: what has not changed is not read again.
+    /// Spendings of other workers. Kept between looks, so that unchanged records are not read
+    /// again.
     others: Others,
-    /// The job's age at the last look, by the store's clock, and when that was.
+    /// The job's age at the last look, by the store's clock, and the instant of that look.
     looked: Option<(Duration, Instant)>,
 }
 
 impl Budget {
-    /// Of worker `me`; all workers of the job look once an `interval`.
+    /// The budget as worker `me` sees it; all workers of the job look once per `interval`.
     pub fn new(me: &str, interval: Duration) -> Budget {
         Budget {
             me: me.to_string(),
@@ -40,13 +42,14 @@ impl Budget {
         &self.terms
     }
 
-    /// The terms that hold by now.
+    /// Replaces the terms by the current ones.
     pub fn set_terms(&mut self, terms: JobLimits) {
         self.terms = terms;
     }
 
-    /// Sees what others have written, as far as a limit asks for it: one listing for a budget, the time of what we wrote just
-    /// now for a deadline alone, and nothing without a limit.
+    /// Looks at the records of other workers as far as a limit needs them: one listing for a
+    /// budget, the timestamp of this worker's last write for a deadline alone, and nothing without
+    /// a limit.
     pub async fn look(&mut self, ledger: &Ledger) -> Result<()> {
         let limits = WorkerLimits::of(&self.terms);
         let now = if limits.count_money() {
@@ -61,7 +64,7 @@ impl Budget {
         Ok(())
     }
 
-    /// Reads what others have written since it was read last.
+    /// Reads the records of other workers that have changed since they were last read.
     pub async fn read(&mut self, ledger: &Ledger) -> Result<()> {
         ledger.read_changed_spends(&mut self.others).await
     }
@@ -71,21 +74,22 @@ impl Budget {
         self.since() > self.interval
     }
 
-    /// Whether all that the last look found was read.
+    /// Whether every record that the last look found was read.
     pub fn is_exact(&self) -> bool {
         self.others.is_exact()
     }
 
-    /// Which limit is reached, where we ourselves have spent `own_seconds`.
+    /// Which limit is reached, where this worker has spent `own_seconds`.
     pub fn reached(&self, own_seconds: f64) -> Option<StopWhy> {
-        // Never looked: nothing is known that could be reached.
+        // Without a look, no limit is known to be reached.
         let (age, _) = self.looked?;
         let (spent, held) = self.seconds(own_seconds);
         WorkerLimits::of(&self.terms).reached(spent + held, age + self.since())
     }
 
-    /// What is spent, by all that we know; and what other live workers may have spent since they wrote, and may spend until they
-    /// hear of a stop.
+    /// Device seconds: first the known spending of all workers, then an allowance for other live
+    /// workers. The allowance covers what they may have spent since their last records and may
+    /// spend until they hear of a stop.
     fn seconds(&self, own_seconds: f64) -> (f64, f64) {
         let window = LIVE_INTERVALS * self.interval;
         let known = self.others.known_seconds();
@@ -98,7 +102,7 @@ impl Budget {
         self.looked.map_or(Duration::ZERO, |(_, at)| at.elapsed())
     }
 
-    /// For people: why a budget ends work where it does.
+    /// Explains to people why a budget ends work where it does.
     pub fn bill(&self, own_seconds: f64) -> String {
         let (spent, held) = self.seconds(own_seconds);
         let usd = |seconds| show_dollars(dollars(seconds, self.terms.usd_per_hour).unwrap_or_default());

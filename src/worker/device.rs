@@ -40,7 +40,7 @@ pub(super) async fn run(
                 tries: Vec::new(),
                 tokens: Tokens::default(),
             };
-            // Where the router has gone, its own error says why.
+            // If the router has ended, its own error gives the cause.
             let result = device
                 .run(ready)
                 .or_else(|error| if error.is::<RouterGone>() { Ok(()) } else { Err(error) });
@@ -51,7 +51,7 @@ pub(super) async fn run(
     done_rx.await.context("the device thread panicked")?
 }
 
-/// Nobody takes finished rows any more.
+/// The router no longer takes finished rows.
 #[derive(Debug, thiserror::Error)]
 #[error("the router ended before the device")]
 struct RouterGone;
@@ -62,11 +62,11 @@ struct Device {
     router_events: mpsc::Sender<RouterEvent>,
     stop: Stop,
     assembler: Assembler,
-    /// Rows of received shards that the engine has no room to look at yet.
+    /// Rows of received shards that the engine has no room for yet.
     backlog: VecDeque<(ShardKey, ReadyRow)>,
-    /// Jobs with rows here, by number.
+    /// Jobs with rows on the device, by number.
     jobs: HashMap<u32, Arc<OpenJob>>,
-    /// Tries whose rows may be here.
+    /// Tries whose rows may be on the device.
     tries: Vec<Try>,
     tokens: Tokens,
 }
@@ -79,7 +79,7 @@ struct Try {
     unwanted: Arc<AtomicBool>,
 }
 
-/// Tokens that were computed, and those of them that went into finished rows.
+/// Tokens that were computed, and the share of them in finished rows.
 #[derive(Debug, Default)]
 struct Tokens {
     computed: u64,
@@ -115,7 +115,7 @@ impl Device {
                 Ok(shard) => Some(shard),
                 Err(TryRecvError::Disconnected) => None,
                 Err(TryRecvError::Empty) if self.engine.is_idle() => {
-                    // Nothing is here: finished jobs need not be kept open for our sake.
+                    // The device is empty: it must not keep finished jobs open.
                     self.tries.clear();
                     self.jobs.clear();
                     ready.blocking_recv()
@@ -163,7 +163,7 @@ impl Device {
     }
 
     fn take(&mut self, shard: ReadyShard) {
-        // Rows of an earlier try at the same shard go first.
+        // Drop rows of an earlier try at the same shard first.
         self.cancel();
         let ReadyShard {
             key,
@@ -184,7 +184,7 @@ impl Device {
         self.backlog.extend(rows.into_iter().map(|row| (key, row)));
     }
 
-    /// Drops rows that nobody wants any more.
+    /// Drops rows that are not needed any more.
     fn cancel(&mut self) {
         let dropped = self
             .tries
@@ -205,7 +205,7 @@ impl Device {
         };
         self.assembler
             .expect(key, row, params.samples, &params.shape, &job.columns);
-        // A row that is tried again by a retry draws other random numbers.
+        // A row of a retry draws other random numbers.
         for request in job.requests(row, prompt, params, job.ledger.generation()) {
             if let Err(refused) = self.engine.submit(request) {
                 self.assembler.forget(key.job, row);
@@ -215,7 +215,8 @@ impl Device {
         Ok(())
     }
 
-    /// Device time that went into rows which are not finished: it is spent again by whoever goes on with them.
+    /// Reports the device time spent on unfinished rows: the worker that continues them spends it
+    /// again.
     fn report_lost_work(&self) {
         let lost = self.tokens.computed.saturating_sub(self.tokens.finished);
         if self.tokens.computed > 0 && !self.engine.is_idle() {

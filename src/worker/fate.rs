@@ -1,5 +1,6 @@
-//! Whether an attempt that never ended is dead. Of a process on this machine the operating system tells; of any other, only
-//! that it has written nothing for long, by the store's timestamps. A worker at work rewrites its spending each log interval.
+//! Whether an attempt that never ended is dead. The operating system tells this of processes on
+//! this machine. Any other process counts as dead after a long time without writes, by the store's
+//! timestamps; a worker at work rewrites its spending each log interval.
 
 use chrono::TimeDelta;
 
@@ -7,13 +8,14 @@ use crate::ledger::attempts::{AttemptView, Fate};
 use crate::ledger::spend::Signs;
 use crate::worker::process::Seen;
 
-/// Log intervals without a sign of life after which a worker that nobody sees counts as dead, and the least such time.
+/// Log intervals without a sign of life after which a worker on another machine counts as dead, and
+/// the minimum time.
 const STILL_INTERVALS: f64 = 5.0;
 const STILL_SECONDS_MIN: f64 = 60.0;
-/// Of workers that do not say how often they write.
+/// Assumed interval, in seconds, of workers that do not record their log interval.
 const SIGNS_EVERY: f64 = 60.0;
 
-/// What is known of `attempt`, whose worker showed `signs` of life.
+/// The fate of `attempt`, whose worker showed `signs` of life; `see` looks for its process.
 pub fn fate(attempt: &AttemptView, signs: &Signs, see: impl Fn(&str) -> Seen) -> Fate {
     match attempt.process.as_deref().map_or(Seen::Elsewhere, see) {
         Seen::Here => Fate::Open,

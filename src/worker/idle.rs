@@ -4,41 +4,43 @@ use std::time::{Duration, Instant};
 
 use crate::worker::retry_policy::Pauses;
 
-/// Runs while nothing comes from a queue that is attached: what a broker that is away does not send proves nothing.
+/// Runs while an attached queue delivers nothing. The silence of a broker that is away proves
+/// nothing.
 #[derive(Debug, Default)]
 pub struct IdleClock {
     since: Option<Instant>,
 }
 
 impl IdleClock {
-    /// Nothing came from a queue that is attached, or from one that is not.
+    /// Notes that the queue delivered nothing; `attached`: whether it was attached.
     pub fn look(&mut self, attached: bool) {
         self.since = attached.then(|| self.since.unwrap_or_else(Instant::now));
     }
 
-    /// Whether it has run for so long.
+    /// Whether the clock has run for this time.
     pub fn has_run(&self, time: Duration) -> bool {
         self.since.is_some_and(|since| since.elapsed() >= time)
     }
 }
 
-/// Between two looks at the ledgers while nothing comes; doubles up to the second, which costs about eight requests a minute,
-/// or up to the log interval: jobs that write more often end sooner, too.
+/// Pause between two looks at the ledgers while the queue delivers nothing. Doubles from `LOOK_MIN`
+/// up to `LOOK_MAX` (about eight requests a minute) or the log interval, so that jobs with a short
+/// log interval also end sooner.
 const LOOK_MIN: Duration = Duration::from_secs(1);
 const LOOK_MAX: Duration = Duration::from_secs(30);
-/// A worker for which nothing comes, of a job that is not finished, says so after this time.
+/// Time after which a worker reports that a job is unfinished and the queue delivers nothing.
 const SAY_AFTER: Duration = Duration::from_secs(60);
 
-/// How long nothing has come, and when to look at the ledgers next.
+/// How long the queue has delivered nothing, and when to look at the ledgers next.
 pub struct Idle {
     pub clock: IdleClock,
-    /// While the queue refuses us.
+    /// Pauses while the queue refuses this worker.
     pub refused: Pauses,
     /// Since when the queue has not been attached.
     away: Option<Instant>,
     pause: Duration,
     next_look: Instant,
-    /// That nothing comes, though a job is not finished.
+    /// Whether the worker has reported that a job is unfinished and the queue delivers nothing.
     said: bool,
 }
 
@@ -56,7 +58,8 @@ impl Default for Idle {
 }
 
 impl Idle {
-    /// Nothing came from a queue that is attached, or from one that is not: for how long it has not been.
+    /// Notes that the queue delivered nothing. Returns for how long the queue has not been
+    /// attached.
     pub fn look(&mut self, attached: bool) -> Duration {
         self.clock.look(attached);
         if attached {
@@ -66,7 +69,8 @@ impl Idle {
         self.away.get_or_insert_with(Instant::now).elapsed()
     }
 
-    /// Whether a look is due, of a worker that writes its log in this interval; the next one is later.
+    /// Whether a look at the ledgers is due, for a worker with this log interval. If so, schedules
+    /// the next look.
     pub fn looks_now(&mut self, log_interval: Duration) -> bool {
         let is_due = self.next_look <= Instant::now();
         if is_due {
@@ -76,7 +80,7 @@ impl Idle {
         is_due
     }
 
-    /// Says once that a job is not finished and nothing of it comes here.
+    /// Reports once that a job is unfinished and none of its messages comes here.
     pub fn say_unfinished(&mut self) {
         if !self.said && self.clock.has_run(SAY_AFTER) {
             self.said = true;

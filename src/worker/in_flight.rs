@@ -1,4 +1,4 @@
-//! The shards in this worker's hands, with the deliveries that brought them.
+//! The shards in hand at this worker, with their deliveries.
 //!
 //! A queue may deliver one shard twice (a broker that restarted, a `reconcile`): the second delivery joins the first, and
 //! both are answered when the work on the shard ends.
@@ -21,14 +21,14 @@ pub struct ShardKey {
 #[derive(Debug, Default)]
 pub struct InFlight {
     shards: Mutex<HashMap<ShardKey, Vec<Held>>>,
-    /// Where their carried columns are counted.
+    /// Accounts for the carried columns of the shards.
     room: Arc<Room>,
 }
 
 #[derive(Debug)]
 struct Held {
     delivery: Arc<Delivery>,
-    /// The queue took it back.
+    /// Whether the queue took the delivery back.
     recalled: bool,
 }
 
@@ -40,7 +40,7 @@ impl InFlight {
         }
     }
 
-    /// Takes a delivery. True: the shard was not in hand, and whoever asks works on it now.
+    /// Adds a delivery. True: the shard was not in hand, and the caller works on it now.
     pub fn enter(&self, key: ShardKey, delivery: Arc<Delivery>) -> bool {
         let mut shards = self.shards();
         let held = shards.entry(key).or_default();
@@ -51,15 +51,15 @@ impl InFlight {
         held.len() == 1
     }
 
-    /// The work on a shard has ended: the deliveries to answer.
+    /// Ends the work on a shard and returns the deliveries to acknowledge or give back.
     pub fn leave(&self, key: ShardKey) -> Vec<Arc<Delivery>> {
         let held = self.shards().remove(&key).unwrap_or_default();
         self.room.leave(key);
         held.into_iter().map(|held| held.delivery).collect()
     }
 
-    /// The queue takes deliveries back: the shards that no other delivery stands for. They stay in hand until their
-    /// work ends.
+    /// Marks deliveries that the queue takes back. Returns the shards without any other delivery;
+    /// they stay in hand until their work ends.
     pub fn recall(&self, receipts: &[u64]) -> Vec<ShardKey> {
         let mut lost = Vec::new();
         for (key, held) in self.shards().iter_mut() {
@@ -72,7 +72,7 @@ impl InFlight {
         lost
     }
 
-    /// Does a delivery stand for the shard that the queue has not taken back?
+    /// Whether the shard has a delivery that the queue has not taken back.
     pub fn is_wanted(&self, key: ShardKey) -> bool {
         let shards = self.shards();
         shards
@@ -80,14 +80,14 @@ impl InFlight {
             .is_some_and(|held| held.iter().any(|held| !held.recalled))
     }
 
-    /// Is one of these deliveries in hand still?
+    /// Whether one of these deliveries is still in hand.
     pub fn holds_any(&self, receipts: &[u64]) -> bool {
         let shards = self.shards();
         let mut held = shards.values().flatten();
         held.any(|held| receipts.contains(&held.delivery.receipt))
     }
 
-    /// Shards of one job in hand.
+    /// Number of one job's shards in hand.
     pub fn of_job(&self, job: u32) -> usize {
         self.shards().keys().filter(|key| key.job == job).count()
     }
@@ -103,7 +103,8 @@ impl InFlight {
     }
 
     fn shards(&self) -> MutexGuard<'_, HashMap<ShardKey, Vec<Held>>> {
-        // Every change is a single step: what a panicking holder left is whole.
+        // Every change is a single step, so the state is consistent even after a panic of its
+        // holder.
         self.shards.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -1,4 +1,4 @@
-//! A shard between being received and being handed on.
+//! A shard between receipt and handover to the router.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,10 +10,10 @@ use crate::worker::Worker;
 use crate::worker::in_flight::ShardKey;
 use crate::worker::jobs::OpenJob;
 
-/// Between two looks at a shard whose last rows may be running elsewhere.
+/// Pause before another look at a shard whose last rows may be running elsewhere.
 const WAITING_PAUSE: Duration = Duration::from_secs(5);
 
-/// See the module's description. Dropped, it goes back to the queue.
+/// See the module's description. When dropped, the shard goes back to the queue.
 pub(super) struct InHand {
     worker: Arc<Worker>,
     pub key: ShardKey,
@@ -21,7 +21,7 @@ pub(super) struct InHand {
 }
 
 impl InHand {
-    /// Of a shard that is in flight.
+    /// Guards a shard that is in flight.
     pub fn new(worker: &Arc<Worker>, key: ShardKey) -> InHand {
         InHand {
             worker: worker.clone(),
@@ -30,14 +30,14 @@ impl InHand {
         }
     }
 
-    /// The work on it ends here: the deliveries to answer.
+    /// Ends the work on the shard and returns the deliveries to answer.
     pub fn answer(mut self) -> Vec<Arc<Delivery>> {
         self.kept = false;
         self.worker.in_flight.leave(self.key)
     }
 
-    /// These rows of it may be running elsewhere. It stays in hand for a while, so that it does not spin, and goes back to the
-    /// queue then.
+    /// Keeps the shard in hand for a while and then gives it back to the queue, so that it does not
+    /// spin. These rows of it may be running elsewhere.
     pub fn give_back_later(mut self, job: &OpenJob, rows: &RowSet) {
         self.kept = false;
         tracing::info!(
@@ -50,7 +50,8 @@ impl InHand {
             tokio::time::sleep(WAITING_PAUSE).await;
             for delivery in worker.in_flight.leave(key) {
                 if let Err(error) = worker.queue.give_back(&delivery).await {
-                    // Dropped without an answer, it comes again.
+                    // The delivery is dropped without an acknowledgement, so the queue delivers it
+                    // again.
                     tracing::warn!(
                         "the message of shard {} of {title} could not be given back: {}",
                         key.shard,
@@ -61,17 +62,17 @@ impl InHand {
         });
     }
 
-    /// It is set aside: what was read of it is gone, and others may have its room.
+    /// Releases the shard's memory: it is set aside, and its columns are dropped.
     pub fn holds_no_rows(&self) {
         self.worker.jobs.room().leave(self.key);
     }
 
-    /// Whether the queue has not taken it back.
+    /// Whether the queue still wants this worker to do the shard.
     pub fn is_wanted(&self) -> bool {
         self.worker.in_flight.is_wanted(self.key)
     }
 
-    /// The router has it.
+    /// The router takes over the shard.
     pub fn hand_on(mut self) {
         self.kept = false;
     }

@@ -1,4 +1,4 @@
-//! Receive → read → render → tokenize: everything that can be done before the device has room.
+//! Receive → read → render → tokenize: all work on a shard before the device has room.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -22,9 +22,9 @@ use crate::worker::stop::Stop;
 use crate::worker::troubles::Where;
 use crate::worker::{ReadyRow, ReadyShard, RouterEvent, Until, Worker, one_line};
 
-/// How long to wait for a message before looking around.
+/// How long to wait for a message before other checks.
 const RECEIVE_WAIT: Duration = Duration::from_millis(250);
-/// Between two looks at a device that hangs.
+/// Time between two looks at a device that hangs.
 const HANG_LOOK: Duration = Duration::from_secs(1);
 
 /// Prepares shards until there is nothing more to do or `stop` is set.
@@ -58,18 +58,18 @@ enum Handed {
     On,
     /// This worker cannot begin it: it is left to others.
     Back,
-    /// The other stages have ended; their own errors say why.
+    /// The other stages have ended; their own errors give the cause.
     ToNobody,
 }
 
-/// What came of looking for a shard.
+/// What the search for the next shard found.
 enum Found<'a> {
     Nothing,
-    /// A message that is for later went to the end of the queue.
+    /// The message goes to the end of the queue, to be tried later.
     PutOff,
-    /// Everything there was to do is done.
+    /// All jobs are done.
     Over,
-    /// Ready for the router and device.
+    /// A shard that is ready for the router and the device.
     Shard(Box<Begun<'a>>),
 }
 
@@ -88,7 +88,8 @@ impl Intake {
                 Found::Nothing => {}
                 Found::PutOff => pace.rest().await,
                 Found::Over => return Ok(()),
-                // Not to be dropped in between: a stop must not leave an attempt behind that never ends.
+                // This future must not be dropped midway: a stop would leave an attempt that never
+                // ends.
                 Found::Shard(begun) => match self.begin(*begun, &mut openings).await? {
                     Handed::On => (taken, pace) = (taken + 1, Pace::default()),
                     Handed::Back => {}
@@ -99,13 +100,14 @@ impl Intake {
         Ok(())
     }
 
-    /// May be dropped anywhere: a delivery in hand goes back to the queue by being dropped.
+    /// Cancel-safe: a delivery in hand goes back to the queue when it is dropped.
     async fn find(&self, openings: &mut Openings, idle: &mut Idle) -> anyhow::Result<Found<'_>> {
         while !self.worker.watchdog.is_alive() {
-            // The device hangs: others shall have what is left.
+            // The device hangs: other workers should take the remaining messages.
             tokio::time::sleep(HANG_LOOK).await;
         }
-        // A place first: what cannot be begun is better in another worker's hands, as is what was set aside and can be begun now.
+        // Reserve a place among the shards in flight first. Until one is free, another worker
+        // should have the messages, and shards that were set aside and could begin now.
         let place = loop {
             tokio::select! {
                 biased;
@@ -153,7 +155,7 @@ impl Intake {
                 biased;
                 opened = openings.next() => self.found(openings, opened?, place).await,
                 () = tokio::time::sleep(wait) => {
-                    // It goes on by itself, set aside.
+                    // The opening goes on by itself, set aside.
                     openings.note_slow(output);
                     Ok(Found::Nothing)
                 }
@@ -161,7 +163,7 @@ impl Intake {
         }
     }
 
-    /// A shard that was opened: what is to be done of it, or as much of it as may be tried at once.
+    /// Plans an opened shard: all of its open rows, or those that may be tried at once.
     async fn found(
         &self,
         openings: &mut Openings,
@@ -189,7 +191,7 @@ impl Intake {
             pauses,
         } = opened;
         let permit = match plan.alone() {
-            // A narrowed try has the device to itself: it takes every place there is.
+            // A narrowed try has the device to itself, so it takes all places.
             true => self.all_places(place).await?,
             false => place,
         };
@@ -204,13 +206,16 @@ impl Intake {
             unwanted: Arc::default(),
             log: *log,
         };
-        // Once: a job may go on meanwhile, and rows without a place at the device must not be waited for.
+        // Read the state once: the job may be resumed meanwhile, and rows that were not sent to the
+        // device must not be waited for.
         let closes = job.state().closes_as();
-        // Where the log is complete, a worker died between the last record and the part: nothing is left to do but to publish.
+        // A complete log means that a worker died between the last record and the part: only
+        // publishing is left.
         let runs = !plan.next.is_empty() && !is_complete && closes.is_none();
         let at_device = match runs {
             false => None,
-            // A place at the device first, then the attempt: rows that only wait must not be blamed for a kill.
+            // Reserve the device's slot before the attempt is written: rows that only wait must not
+            // be blamed for a kill.
             true => Some(self.ready.reserve().await?),
         };
         Ok(Found::Shard(Box::new(Begun {
@@ -224,7 +229,7 @@ impl Intake {
         })))
     }
 
-    /// Writes the attempt down, reads its rows, and hands the shard to the router and device.
+    /// Writes the attempt record, reads its rows, and hands the shard to the router and the device.
     async fn begin(&self, begun: Begun<'_>, openings: &mut Openings) -> anyhow::Result<Handed> {
         let Begun {
             in_hand,
@@ -239,7 +244,8 @@ impl Intake {
         let (range, unwanted) = (shard.log.rows(), shard.unwanted.clone());
         let output = job.ledger.store().url().to_string();
         let began = Instant::now();
-        // Read under an attempt, too: a row may end the process before it is on the device.
+        // Rows are read under the attempt, too: a row may end the process before it is on the
+        // device.
         let (place, error, rows) = match self.note_attempt(&mut shard, &plan).await {
             Err(error) => (Where::Output, Some(error), Vec::new()),
             Ok(()) => {
@@ -267,7 +273,8 @@ impl Intake {
         };
         if let Some(error) = error {
             let decision = self.worker.retry_policy.decision(&error);
-            // Also by `run`, which leaves nothing to others: the job is stopped for all, and says why.
+            // This holds for `run`, too, which has no other workers: the job is stopped for all,
+            // with the reason.
             if is_changed(&error) || decision == RetryDecision::LeaveShard {
                 openings.opener.leave(&job, in_hand, &error).await?;
             } else if decision == RetryDecision::Wait && !self.stop.is_set() {
@@ -285,7 +292,7 @@ impl Intake {
             }
             return Ok(Handed::Back);
         }
-        // The router must know the shard before any of its rows comes.
+        // The router must know the shard before any of its rows arrives.
         if self
             .router_events
             .send(RouterEvent::Opened(Box::new(shard)))
@@ -307,7 +314,7 @@ impl Intake {
         Ok(Handed::On)
     }
 
-    /// Writes down which rows are about to be read and run.
+    /// Records which rows are about to be read and run.
     async fn note_attempt(&self, shard: &mut OpenShard, plan: &Narrowing) -> anyhow::Result<()> {
         let reads = plan.reads();
         if reads.is_empty() || shard.log.is_complete() {
@@ -323,8 +330,8 @@ impl Intake {
         Ok(())
     }
 
-    /// Nothing went to the device, and nothing died: the attempt says so, if the store takes it. If not, it counts as one that never
-    /// ended, which costs no row anything.
+    /// Records the end of an attempt of which no row went to the device. If the store refuses, the
+    /// attempt counts as one that never ended, which alone makes no row errored.
     async fn end_unread(&self, shard: &mut OpenShard) {
         if let Some(attempt) = shard.attempt.take()
             && let Err(error) = shard.log.end(&attempt).await
@@ -338,7 +345,7 @@ impl Intake {
         }
     }
 
-    /// The rows for the device; all else that is known of the shard's rows goes to `shard`.
+    /// Reads the rows for the device; results that are already known go to `shard`.
     async fn read(
         &self,
         job: &Arc<OpenJob>,
@@ -354,7 +361,7 @@ impl Intake {
         crate::failpoint!("intake.before-read");
         let output = job.ledger.store().url().to_string();
         let time = match self.worker.retry_policy.is_patient() {
-            // Nobody else waits for anything.
+            // No other shard waits.
             false => ReadTime::endless(output),
             true => ReadTime::of_try(output, tries),
         };
@@ -372,7 +379,8 @@ impl Intake {
         Ok(prepared.ready)
     }
 
-    /// Nothing came and nothing is in hand. An empty queue proves nothing: the ledgers say whether the jobs are done.
+    /// Whether the worker is done, while the queue delivers nothing and nothing is in hand. An
+    /// empty queue proves nothing, so the ledgers decide.
     async fn is_over(&self, idle: &mut Idle) -> anyhow::Result<bool> {
         if self.worker.options.until == Until::Once {
             return Ok(idle.clock.has_run(self.worker.options.idle_after));
@@ -394,12 +402,13 @@ impl Intake {
         Ok(match (self.worker.options.until, done) {
             (Until::Stopped, _) | (_, Some(false)) => false,
             (_, Some(true)) => true,
-            // It has heard of no job at all.
+            // The worker has heard of no job.
             (_, None) => idle.clock.has_run(self.worker.options.idle_after),
         })
     }
 
-    /// Whether all jobs are done (see [`Worker::all_done`]); where one goes on, its shards join our own queue again.
+    /// Whether all jobs are done (see [`Worker::all_done`]). If one goes on, its shards are sent to
+    /// the process's own queue again.
     async fn look_around(&self) -> anyhow::Result<Option<bool>> {
         let done = self.worker.all_done().await?;
         if done == Some(false) {
@@ -415,17 +424,17 @@ impl Intake {
     }
 }
 
-/// A shard that is about to be begun.
+/// A shard that is about to begin.
 struct Begun<'a> {
     in_hand: InHand,
     shard: OpenShard,
     plan: Narrowing,
-    /// The job is closing: its rows are not run any more, and end so.
+    /// Status of the unfinished rows where the job is closing: they do not run any more.
     closes: Option<RowStatus>,
-    /// `None`: nothing goes to the device.
+    /// `None`: no row goes to the device.
     at_device: Option<mpsc::Permit<'a, ReadyShard>>,
     /// See [`Opened::since`].
     since: Instant,
-    /// Of the tries to begin it.
+    /// The pauses between tries to begin the shard.
     pauses: Pauses,
 }

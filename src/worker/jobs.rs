@@ -37,7 +37,7 @@ use crate::worker::model::{Model, Stream};
 use crate::worker::retry_policy::{RetryDecision, decision};
 use crate::worker::room::Room;
 
-/// Jobs kept open at once; finished ones that nothing holds make room.
+/// Maximum number of open jobs; beyond it, jobs without a holder are dropped.
 const OPEN_MAX: usize = 64;
 
 /// How a shard's rows become a published part.
@@ -52,16 +52,16 @@ pub enum PartFormat {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum JobState {
     Going,
-    /// No further rows run; what is unfinished stays open.
+    /// No further rows run; unfinished rows stay open.
     Stopped(StopWhy),
-    /// No further rows run; what is unfinished is published as `cancelled` or `expired`.
+    /// No further rows run; unfinished rows are published as `cancelled` or `expired`.
     Closing(StopWhy),
-    /// Its orders cannot be read by this gristmill: other workers shall go on with it.
+    /// This gristmill cannot read its orders: other workers should continue it.
     Unreadable,
 }
 
 impl JobState {
-    /// What becomes of unfinished rows; `None`: they stay open.
+    /// Status of unfinished rows at the close; `None`: they stay open.
     pub fn closes_as(self) -> Option<RowStatus> {
         match self {
             JobState::Closing(StopWhy::Cancelled) => Some(RowStatus::Cancelled),
@@ -75,32 +75,32 @@ impl JobState {
 #[derive(Debug, Default)]
 pub struct Spending {
     micros: AtomicU64,
-    /// One more than what is written down; 0: nothing is.
+    /// One more than the microseconds that are recorded; 0: none are recorded.
     written: AtomicU64,
 }
 
 /// A job (in one of its generations), ready to be worked on.
 pub struct OpenJob {
-    /// Tells it from others within this worker.
+    /// Distinguishes the job from others within this worker.
     pub number: u32,
     pub ledger: Ledger,
     pub reader: ShardReader,
     pub renderer: Renderer,
     /// Ids that end its completions.
     pub eos: Arc<[u32]>,
-    /// Its rows share computed prefixes with those of jobs with the same salt: by default nobody else has its.
+    /// Rows share computed prefixes with jobs of the same salt; the default salt is the job's own.
     cache_salt: Arc<str>,
     pub output: OutputSchema,
-    /// Its columns besides the carried ones.
+    /// The output columns besides the carried columns.
     pub columns: Arc<OutputColumns>,
     pub format: PartFormat,
     /// What this worker has spent on the job, in all its generations.
     spending: Arc<Spending>,
-    /// Where the carried columns of its shards are counted.
+    /// Accounts for the carried columns of its shards.
     room: Arc<Room>,
-    /// Its shards with rows on the device.
+    /// Number of its shards with rows on the device.
     running: AtomicU64,
-    /// The orders to the job's workers, as far as they were read.
+    /// The orders to the job's workers that were read so far.
     control: Mutex<Option<Control>>,
     state: watch::Sender<JobState>,
 }
@@ -117,7 +117,7 @@ impl OpenJob {
     /// Opens the job of `ledger` for `model`.
     ///
     /// # Errors
-    /// The record is not one of a job that this gristmill can read; the caller has asked [`Model::refuses`] before.
+    /// This gristmill cannot read the record. The caller has asked [`Model::refuses`] before.
     pub fn new(
         number: u32,
         ledger: Ledger,
@@ -174,8 +174,8 @@ impl OpenJob {
         *self.state.borrow()
     }
 
-    /// Reads the orders that were given since the last time (one request where there are none), and tells the job's shards.
-    /// Returns the terms that hold.
+    /// Reads the orders since the last call (one request if there are none) and notifies the job's
+    /// shards. Returns the current terms.
     pub async fn refresh(&self) -> anyhow::Result<JobLimits> {
         let mut control = self.control.lock().await;
         match control.as_mut() {
@@ -187,7 +187,7 @@ impl OpenJob {
         Ok(self.obey(control.as_ref()))
     }
 
-    /// Orders a stop, unless the job is finished or somebody else gave an order first: then that one holds.
+    /// Orders a stop, unless the job is finished or another order came first: that order holds.
     pub async fn order_stop(&self, order: JobCommand) -> anyhow::Result<()> {
         let mut control = self.control.lock().await;
         if let Some(control) = control.as_mut()
@@ -199,7 +199,7 @@ impl OpenJob {
         Ok(())
     }
 
-    /// Writes down which inputs were found to hold the planned bytes under another ETag, so that other workers need not look.
+    /// Records inputs with the planned bytes under another ETag, to save other workers the check.
     pub async fn write_pins(&self) -> anyhow::Result<()> {
         for anew in self.reader.pins().news() {
             let planned = &self.ledger.job().inputs[anew.input as usize];
@@ -224,13 +224,13 @@ impl OpenJob {
         Ok(())
     }
 
-    /// This gristmill cannot go on with it, and says why: other workers shall.
+    /// Leaves the job to other workers, because this gristmill cannot continue it. Logs the error.
     pub fn leave_to_others(&self, error: &anyhow::Error) {
         tracing::warn!("{} is left to others: {}", self.title(), one_line(error));
         self.set_unreadable();
     }
 
-    /// Its orders cannot be read.
+    /// Marks the job's orders as unreadable.
     pub fn set_unreadable(&self) {
         self.state.send_replace(JobState::Unreadable);
     }
@@ -255,7 +255,7 @@ impl OpenJob {
         }
     }
 
-    /// What a row asks of the engine, a request for each of its samples. `attempt`: the generation that the row is of.
+    /// A row's requests to the engine, one per sample. `attempt`: the row's generation.
     pub fn requests(
         &self,
         row: u64,
@@ -283,13 +283,13 @@ impl OpenJob {
         Ok(self.ledger.job().shard(shard)?.first_row)
     }
 
-    /// Waits until the carried columns of a shard that is being read, `bytes` so far, fit beside those of the shards in hand.
+    /// Waits until the shard's carried columns, `bytes` so far, fit beside the other shards'.
     pub async fn hold_carried(&self, shard: u32, bytes: usize) {
         let job = self.number;
         self.room.hold(ShardKey { job, shard }, bytes).await;
     }
 
-    /// To hear of changes of [`OpenJob::state`].
+    /// Notifies of changes of [`OpenJob::state`].
     pub fn watch_state(&self) -> watch::Receiver<JobState> {
         self.state.subscribe()
     }
@@ -304,7 +304,7 @@ impl OpenJob {
         self.spending.micros.load(Relaxed) as f64 / 1e6
     }
 
-    /// Writes what this worker has spent on the job down, unless that stands already or (but for the first time) nothing was.
+    /// Records this worker's spending on the job if it changed, and at the first call in any case.
     pub async fn write_spend(&self, worker: &str) -> anyhow::Result<()> {
         let micros = self.spending.micros.load(Relaxed);
         if self.spending.written.load(Relaxed) > micros {
@@ -313,7 +313,7 @@ impl OpenJob {
         self.sign(worker).await
     }
 
-    /// As [`OpenJob::write_spend`], whatever stands there: it is a sign of life, too.
+    /// As [`OpenJob::write_spend`], but always writes: the record is also a sign of life.
     pub async fn sign(&self, worker: &str) -> anyhow::Result<()> {
         let micros = self.spending.micros.load(Relaxed);
         self.ledger.write_spend(worker, micros as f64 / 1e6, false).await?;
@@ -321,7 +321,7 @@ impl OpenJob {
         Ok(())
     }
 
-    /// As [`OpenJob::write_spend`], for the last time: nobody need reckon with this worker any more.
+    /// As [`OpenJob::write_spend`], for the last time: others stop counting this worker as live.
     pub async fn end_spend(&self, worker: &str) -> anyhow::Result<()> {
         if self.spending.written.load(Relaxed) == 0 && !self.owes() {
             return Ok(());
@@ -329,13 +329,13 @@ impl OpenJob {
         Ok(self.ledger.write_spend(worker, self.device_seconds(), true).await?)
     }
 
-    /// Whether something was spent since it was written down last.
+    /// Whether some spending is not recorded yet.
     pub fn owes(&self) -> bool {
         let micros = self.spending.micros.load(Relaxed);
         micros > 0 && self.spending.written.load(Relaxed) <= micros
     }
 
-    /// For messages: its name and output.
+    /// Name and output, for messages.
     pub fn title(&self) -> String {
         format!("job `{}` ({})", self.ledger.job().name, self.ledger.store().url())
     }
@@ -352,7 +352,7 @@ impl Running {
         Running { job: Some(job) }
     }
 
-    /// All its rows have come; true: no other shard of the job has rows on the device.
+    /// Ends it: all rows have come. True: no other shard of the job has rows on the device.
     pub fn end(mut self) -> bool {
         self.job.take().is_some_and(|job| job.running.fetch_sub(1, AcqRel) == 1)
     }
@@ -366,12 +366,12 @@ impl Drop for Running {
     }
 }
 
-/// What a message points at.
+/// The target of a message.
 pub enum JobLookup {
     Job(Arc<OpenJob>),
-    /// A worker with another model, or a newer gristmill, must have it: why.
+    /// The job needs a worker with another model, or a newer gristmill; holds the reason.
     NotOurs(Arc<str>),
-    /// There is no such job (any more), as far as this worker can see: why.
+    /// This worker finds no such job (any more); holds the reason.
     Stale(Arc<str>),
 }
 
@@ -409,12 +409,12 @@ impl Entry {
 }
 
 impl Jobs {
-    /// Of a worker that takes whatever it is given: what a person named in this process.
+    /// For a worker that accepts every job: a person named them in this process.
     pub fn new(model: Model) -> Jobs {
         Jobs::confined(model, Access::everything())
     }
 
-    /// Of a worker that touches what `access` says alone.
+    /// For a worker that is confined to what `access` accepts.
     pub fn confined(model: Model, access: Access) -> Jobs {
         Jobs {
             model: Arc::new(model),
@@ -424,31 +424,31 @@ impl Jobs {
         }
     }
 
-    /// The model that all of them are for.
+    /// The model of all these jobs.
     pub fn model(&self) -> &Model {
         &self.model
     }
 
-    /// Where the carried columns of their shards are counted.
+    /// Accounts for the carried columns of all shards.
     pub fn room(&self) -> &Arc<Room> {
         &self.room
     }
 
-    /// A job whose ledger is open already.
+    /// Adds a job whose ledger is open already.
     pub async fn add(&self, ledger: Ledger) -> JobLookup {
         let (output, job) = (ledger.store().url().to_string(), ledger.job().job.to_string());
         let key = (output, job, ledger.generation());
         self.take(key, ledger).await
     }
 
-    /// Opens the job of a ledger, and remembers what came of it.
+    /// Opens the job of a ledger, and remembers the result.
     async fn take(&self, key: Key, ledger: Ledger) -> JobLookup {
         let opened = match self.model.refuses(&ledger.job().identity) {
             Some(why) => Err(why),
             None => {
                 let (number, spending) = self.known.lock().await.begin(&key.1);
                 let (model, room) = (self.model.clone(), self.room.clone());
-                // A thread of its own: templates take their time, and a panic over a record that nobody could foresee ends there.
+                // A thread of its own: templates are slow, and it contains a panic over a record.
                 let opened = tokio::task::spawn_blocking(move || open(number, ledger, &model, spending, room)).await;
                 opened.unwrap_or_else(|error| Err(format!("this gristmill cannot open it: {error}")))
             }
@@ -462,10 +462,10 @@ impl Jobs {
         lookup
     }
 
-    /// The job that a message points at, from memory or from its ledger, its orders read.
+    /// The job that a message points at, with its orders, from memory or from its ledger.
     ///
     /// # Errors
-    /// The store does not answer, or what lies there cannot be a job's record.
+    /// The store does not answer, or the record cannot be one of a job.
     pub async fn resolve(&self, message: &Message) -> anyhow::Result<JobLookup> {
         let lookup = self.find(message).await?;
         if let JobLookup::Job(job) = &lookup
@@ -473,7 +473,7 @@ impl Jobs {
             && let Err(error) = job.refresh().await
         {
             return match decision(&error) {
-                // No row of a job runs before its orders were read, were it only that it is cancelled.
+                // Read orders before running rows; the job may be cancelled.
                 RetryDecision::LeaveShard => Ok(JobLookup::NotOurs(one_line(&error).into())),
                 _ => Err(error),
             };
@@ -489,7 +489,7 @@ impl Jobs {
 
     async fn find(&self, message: &Message) -> anyhow::Result<JobLookup> {
         let key = (message.output.clone(), message.job.clone(), message.generation);
-        // Not held while the record is read: a store that does not answer must not hold up the accounts of other jobs.
+        // Release the lock before the record is read: a slow store must not hold up other jobs.
         if let Some(lookup) = self.known.lock().await.lookup(&key) {
             return Ok(lookup);
         }
@@ -526,12 +526,12 @@ impl Jobs {
         } else {
             ledger.at(message.generation).await?
         };
-        // This process may reach the store in another way than the one that made the job.
+        // This process may reach the store by another route than the process that made the job.
         ledger.store().check().await?;
         Ok(self.take(key, ledger).await)
     }
 
-    /// All that are open.
+    /// All open jobs.
     pub async fn open(&self) -> Vec<Arc<OpenJob>> {
         let known = self.known.lock().await;
         known.open().cloned().collect()
@@ -550,7 +550,7 @@ impl Known {
         self.jobs.get(key).map(Entry::lookup)
     }
 
-    /// A number for another job, and what was spent on it so far.
+    /// A number for another job, and the spending on it so far.
     fn begin(&mut self, job: &str) -> (u32, Arc<Spending>) {
         let number = self.next_number;
         self.next_number += 1;
@@ -559,7 +559,7 @@ impl Known {
 
     fn remember(&mut self, key: Key, entry: Entry) {
         if self.jobs.len() >= OPEN_MAX {
-            // What nobody holds can be opened again.
+            // Jobs without another holder can be opened again.
             self.jobs
                 .retain(|_, entry| matches!(entry, Entry::Open(job) if Arc::strong_count(job) > 1));
         }
@@ -567,7 +567,7 @@ impl Known {
     }
 }
 
-/// Opens a job; else says why this worker cannot have it.
+/// Opens a job; the error says why this worker must leave it.
 fn open(
     number: u32,
     ledger: Ledger,
@@ -575,7 +575,7 @@ fn open(
     spending: Arc<Spending>,
     room: Arc<Room>,
 ) -> Result<OpenJob, String> {
-    // Written by another version of gristmill, most likely, or by nobody who runs jobs.
+    // The record was most likely written by another version of gristmill.
     let job = OpenJob::new(number, ledger, model, spending, room)
         .map_err(|error| format!("this gristmill cannot open it: {}", one_line(&error)))?;
     match misfit(&job, model) {
@@ -584,7 +584,7 @@ fn open(
     }
 }
 
-/// What keeps an opened job from this model after all.
+/// Why an opened job does not suit this model after all.
 fn misfit(job: &OpenJob, model: &Model) -> Option<String> {
     let planned = job.ledger.job().identity.template_hash.as_deref();
     if planned != Some(job.renderer.template_hash()) {

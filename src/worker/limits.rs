@@ -1,4 +1,5 @@
-//! When a job has had all the money or time it may have. Pure: the same rule decides about stopping and about going on.
+//! When a job has used up its money or time. Pure: the same rule decides about stopping and about
+//! going on.
 
 use std::time::Duration;
 
@@ -11,12 +12,12 @@ pub struct WorkerLimits {
     pub usd: Option<f64>,
     /// Without a price, `usd` cannot be reached.
     pub usd_per_hour: Option<f64>,
-    /// Since the job was created.
+    /// Time since the job was created.
     pub deadline: Option<Duration>,
 }
 
 impl WorkerLimits {
-    /// Of a job with these terms.
+    /// The limits in these terms.
     pub fn of(terms: &JobLimits) -> WorkerLimits {
         WorkerLimits {
             usd: terms.usd,
@@ -25,7 +26,7 @@ impl WorkerLimits {
         }
     }
 
-    /// Whether what is spent can reach a limit.
+    /// Whether spending can reach a limit.
     pub fn count_money(&self) -> bool {
         self.usd.is_some() && self.usd_per_hour.is_some_and(|price| price > 0.0)
     }

@@ -1,4 +1,5 @@
-//! Signs of life for whoever restarts workers that hang: a file that is touched, or a port that answers.
+//! Signs of life for the supervisor that restarts hanging workers: a file that is touched, or a
+//! port that answers.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
@@ -12,9 +13,9 @@ use tokio::sync::Semaphore;
 use crate::worker::step_watchdog::StepWatchdog;
 
 const TOUCH_EVERY: Duration = Duration::from_secs(1);
-/// A probe that says nothing for so long is let go.
+/// A probe that sends nothing for this long is disconnected.
 const PROBE_MAX: Duration = Duration::from_secs(5);
-/// Probes that are answered at once.
+/// Maximum number of concurrent probes.
 const PROBES_MAX: usize = 64;
 
 /// Touches `path` each second while `watchdog` is alive.
@@ -37,7 +38,7 @@ pub fn touch(path: PathBuf, watchdog: Arc<StepWatchdog>) -> std::io::Result<()> 
     Ok(())
 }
 
-/// An address to listen at: `PORT`, which is this machine's alone (loopback), or `ADDRESS:PORT`.
+/// Parses an address to listen at: `PORT` on loopback, or `ADDRESS:PORT`.
 ///
 /// # Errors
 /// It is neither.
@@ -54,7 +55,7 @@ pub fn address(text: &str) -> Result<SocketAddr, String> {
 /// Answers HTTP requests at `address`: 200 while `watchdog` is alive, 503 when it is not.
 ///
 /// # Errors
-/// The port cannot be had.
+/// The port cannot be bound.
 pub async fn listen(address: SocketAddr, watchdog: Arc<StepWatchdog>) -> std::io::Result<()> {
     let listener = TcpListener::bind(address).await?;
     let places = Arc::new(Semaphore::new(PROBES_MAX));
@@ -62,18 +63,19 @@ pub async fn listen(address: SocketAddr, watchdog: Arc<StepWatchdog>) -> std::io
         loop {
             match listener.accept().await {
                 Ok((stream, _)) => {
-                    // Where all places are taken, whoever comes next is let go at once: nothing waits without bounds.
+                    // Where all places are taken, further connections are dropped at once, so the
+                    // wait stays bounded.
                     let Ok(place) = places.clone().try_acquire_owned() else {
                         continue;
                     };
                     let watchdog = watchdog.clone();
                     tokio::spawn(async move {
-                        // A probe that goes away early has its answer all the same: none.
+                        // A probe that disconnects early simply gets no answer.
                         let _ = tokio::time::timeout(PROBE_MAX, answer(stream, &watchdog)).await;
                         drop(place);
                     });
                 }
-                // Out of file descriptors, say: those in use come free.
+                // For example no free file descriptors; running probes release theirs.
                 Err(_) => tokio::time::sleep(TOUCH_EVERY).await,
             }
         }
@@ -82,7 +84,7 @@ pub async fn listen(address: SocketAddr, watchdog: Arc<StepWatchdog>) -> std::io
 }
 
 async fn answer(mut stream: TcpStream, watchdog: &StepWatchdog) -> std::io::Result<()> {
-    // Whatever is asked: the answer is the same.
+    // The answer is the same for every request.
     let mut request = [0; 1024];
     let _length = stream.read(&mut request).await?;
     let (status, body) = match watchdog.is_alive() {
@@ -138,7 +140,7 @@ mod tests {
         }
     }
 
-    /// Who connects and says nothing keeps no place for long, and takes no more than there are.
+    /// Silent connections keep their places for a bounded time, and their number is bounded.
     #[tokio::test]
     async fn probes_that_say_nothing_are_bounded() {
         let free = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();

@@ -1,4 +1,5 @@
-//! **Open this first.** A worker: shards from receipt to acknowledgement, of all jobs of one model.
+//! **Open this first.** The worker takes shards of all jobs of one model from the queue and sees
+//! each through to its acknowledgement.
 //!
 //! ```text
 //!            ┌──────────────── opened shard: its job, log, carried columns ──────────────┐
@@ -8,11 +9,12 @@
 //!          tokenize                                                                ▸ finish check ▸ acknowledge
 //! ```
 //!
-//! Each arrow is a bounded channel of owned values (what waits for a shard's task is bounded by the shards in flight). A
-//! row's result names the row it covers, and the ledger takes nothing else. The stages live in one `JoinSet`; an error of
-//! any of them comes back through it and ends the others. Stopping means: intake ends, the device drops what is
-//! unfinished, the router has what is finished logged and gives the rest back. Beside the stages, `accounts` looks at each
-//! job's orders and spendings.
+//! Each arrow is a bounded channel of owned values. (The number of shards in flight bounds the rows
+//! that wait for a shard's task.) A row's result names its row, and the ledger accepts rows only in
+//! this form. The stages live in one `JoinSet`, which returns an error of any stage and ends the
+//! others. On a stop the intake ends, the device drops unfinished rows, and the router logs
+//! finished rows and gives unfinished shards back. Beside the stages, `accounts` reads each job's
+//! orders and spendings.
 
 pub mod access;
 mod accounts;
@@ -72,45 +74,49 @@ use crate::worker::stop::{Stop, Why};
 use crate::worker::troubles::Troubles;
 use crate::worker::watched::Watched;
 
-/// Shards read and tokenized ahead of the device: one, so that the next is ready when this one's tail runs.
+/// Shards that are read and tokenized ahead of the device. One is enough: it is ready when the
+/// current shard's tail runs.
 const READY_SHARDS: usize = 1;
-/// Finished rows on their way to the log: enough that the router does not hold up the device.
+/// Capacity for finished rows on their way to the log: enough that the router does not hold up the
+/// device.
 const FINISHED_ROWS: usize = 16_384;
 
-/// What a worker needs, built at the door.
+/// The parts of a worker, built at its start.
 pub struct Worker {
-    /// Tells this process from others in attempts and spendings.
+    /// Distinguishes this process from others in attempts and spendings.
     pub name: String,
     runner: Runner,
     pub queue: Arc<dyn Queue>,
-    /// The same queue, where it is this process's own: nobody else fills it again.
+    /// The same queue where it is embedded in this process: no other process refills it.
     pub own_queue: Option<LocalQueue>,
     pub jobs: Jobs,
     pub watched: Watched,
     pub in_flight: InFlight,
     pub meter: Arc<Meter>,
     pub retry_policy: RetryPolicy,
-    /// The stores that fail.
+    /// Stores that fail, and jobs that other workers must take.
     pub troubles: Troubles,
     pub watchdog: Arc<StepWatchdog>,
-    /// Rendering and tokenizing have threads of their own: the device's sampling must not wait for them.
+    /// Threads for rendering and tokenizing, so that the device's sampling does not wait for them.
     pub render_threads: rayon::ThreadPool,
     pub options: Options,
     shards_done: watch::Sender<u64>,
 }
 
-/// When to write, and when to end.
+/// When a worker writes its log, and when it ends.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// Time between writes of finished rows to the log: the most work that a kill can cost.
+    /// Time between writes of finished rows to the log: the maximum work that a kill can cost.
     pub log_interval: Duration,
-    /// Shards (or narrowed tries) between intake and acknowledgement, at least 1: one running, one whose tail runs, one
-    /// ready, one being published, and more where shards are small. Bounds the memory for rows.
+    /// Shards (or narrowed tries) between intake and acknowledgement, at least 1: one running, one
+    /// whose tail runs, one ready, one being published, and more where shards are small. Bounds the
+    /// memory for rows.
     pub shards_in_flight: u32,
     pub until: Until,
-    /// How long nothing must come before a worker that has heard of no job, or works once, ends.
+    /// How long the queue must deliver nothing before a worker ends that has heard of no job, or
+    /// that works once.
     pub idle_after: Duration,
-    /// End after so many shards (or narrowed tries).
+    /// Number of shards (or narrowed tries) after which the worker ends.
     pub max_shards: Option<u64>,
 }
 
@@ -119,13 +125,13 @@ pub struct Options {
 pub enum Until {
     /// Never.
     Stopped,
-    /// When the ledgers of all jobs it has heard of say that they are done.
+    /// When the ledgers of all jobs that the worker has heard of say that they are done.
     Idle,
-    /// When the queue has nothing more.
+    /// When the queue is empty.
     Once,
 }
 
-/// What goes into a [`Worker`] besides what it makes itself.
+/// The parameters of [`Worker::new`].
 pub struct WorkerConfig {
     pub name: String,
     pub queue: Arc<dyn Queue>,
@@ -143,10 +149,10 @@ pub struct WorkerConfig {
 struct ReadyShard {
     key: ShardKey,
     job: Arc<OpenJob>,
-    /// The shard's rows, all of them.
+    /// All rows of the shard.
     range: Range<u64>,
     rows: Vec<ReadyRow>,
-    /// Set when nobody wants the rows any more: the shard was given back, stopped or closed.
+    /// Set when the rows are not needed any more: the shard was given back, stopped or closed.
     unwanted: Arc<AtomicBool>,
 }
 
@@ -157,20 +163,21 @@ struct ReadyRow {
     params: Arc<GenerationParams>,
 }
 
-/// What the router hears of.
+/// The router's input.
 enum RouterEvent {
-    /// Always before any row of that shard.
+    /// Always sent before any row of that shard.
     Opened(Box<shard::OpenShard>),
     Row(ShardKey, RowResult),
-    /// The device's last word, unless it failed.
+    /// The device's last event, unless the device failed.
     DeviceLeft,
 }
 
-/// Before a message for others is passed on: it must not spin among workers that cannot use it. Doubles with each hop up to the second.
+/// Pause before a message for other workers is passed on, so that it does not spin among workers
+/// that cannot use it. Doubles with each hop up to `PASS_ON_PAUSE_MAX`.
 const PASS_ON_PAUSE: Duration = Duration::from_secs(5);
 const PASS_ON_PAUSE_MAX: Duration = Duration::from_secs(60);
 
-/// Longest time that a stop may take; what is not written by then is computed again.
+/// Maximum time for a stop; rows that are not written by then are computed again.
 const DRAIN_MAX: Duration = Duration::from_secs(25);
 
 impl Worker {
@@ -214,15 +221,16 @@ impl Worker {
         *self.shards_done.borrow()
     }
 
-    /// Whether all jobs that it has heard of are done or stopped; `None`: it has heard of none. Writes what is due where
-    /// the last worker died before it could.
+    /// Whether all jobs that this worker has heard of are done or stopped; `None`: it has heard of
+    /// no job. Also writes the records that are due where the last worker died before it could
+    /// write them.
     async fn all_done(&self) -> anyhow::Result<Option<bool>> {
         let jobs = self.jobs.open().await;
         for job in &jobs {
             match is_done(job).await {
                 Ok(true) => {}
                 Ok(false) => return Ok(Some(false)),
-                // What a newer gristmill goes on with is done here.
+                // This worker is done with a job that only a newer gristmill can continue.
                 Err(error) if self.retry_policy.decision(&error) == RetryDecision::LeaveShard => job.set_unreadable(),
                 Err(error) => return Err(error),
             }
@@ -243,8 +251,9 @@ impl Worker {
         Ok((!jobs.is_empty() || !watched.is_empty()).then_some(true))
     }
 
-    /// Nothing is in hand, and jobs are to go on: a queue of our own gets what is not committed. A stopped job's messages are
-    /// gone; over a broker, whoever extends the job enqueues its shards again.
+    /// Nothing is in hand and some jobs go on, so the process's own queue gets the shards that are
+    /// not committed. The messages of a stopped job are gone; over a broker, whoever extends the
+    /// job enqueues its shards again.
     async fn refill(&self) -> anyhow::Result<()> {
         let Some(queue) = self.own_queue.as_ref().filter(|queue| queue.unacknowledged() == 0) else {
             return Ok(());
@@ -258,7 +267,8 @@ impl Worker {
         Ok(())
     }
 
-    /// Something is wrong with a shard or its job that other workers, or a person, must see to.
+    /// Leaves a shard to other workers, or to a person, because something is wrong with the shard
+    /// or its job.
     fn leave_to_others(&self, shard: u32, job: &OpenJob, error: &anyhow::Error, held: Vec<Arc<Delivery>>) {
         tracing::error!(
             "shard {shard} of {} is left to others: {}",
@@ -268,7 +278,7 @@ impl Worker {
         self.pass_on_later(held);
     }
 
-    /// Sends deliveries that are not for this worker on, after a pause.
+    /// Passes deliveries that are not for this worker on, after a pause.
     fn pass_on_later(&self, deliveries: Vec<Arc<Delivery>>) {
         for delivery in deliveries {
             pass_on_later(self.queue.clone(), delivery);
@@ -276,7 +286,7 @@ impl Worker {
     }
 }
 
-/// Sends a delivery that is not for this worker on, after a pause.
+/// Passes a delivery that is not for this worker on, after a pause.
 pub fn pass_on_later(queue: Arc<dyn Queue>, delivery: Arc<Delivery>) {
     tokio::spawn(async move {
         tokio::time::sleep(pass_on_pause(delivery.hops)).await;
@@ -287,7 +297,7 @@ pub fn pass_on_later(queue: Arc<dyn Queue>, delivery: Arc<Delivery>) {
                 delivery.message.shard,
                 delivery.message.output
             ),
-            // Dropped without an answer, it comes again.
+            // The delivery is dropped without an acknowledgement, so the queue delivers it again.
             Err(error) => tracing::warn!(
                 "the message of shard {} of `{}` could not be passed on: {}",
                 delivery.message.shard,
@@ -298,7 +308,8 @@ pub fn pass_on_later(queue: Arc<dyn Queue>, delivery: Arc<Delivery>) {
     });
 }
 
-/// Who could use the message may be busy for long: it is offered ever more slowly.
+/// The worker that can use the message may be busy for long, so the message is offered ever more
+/// slowly.
 fn pass_on_pause(hops: u32) -> Duration {
     match hops < HOPS_MAX {
         true => PASS_ON_PAUSE.saturating_mul(1 << hops.min(16)).min(PASS_ON_PAUSE_MAX),
@@ -306,7 +317,7 @@ fn pass_on_pause(hops: u32) -> Duration {
     }
 }
 
-/// Pointers to these shards of the ledger's generation.
+/// Messages that point to these shards of the ledger's generation.
 pub fn messages(ledger: &Ledger, shards: &[u32]) -> Vec<Message> {
     let job = ledger.job().job.to_string();
     let output = ledger.store().url().to_string();
@@ -314,17 +325,17 @@ pub fn messages(ledger: &Ledger, shards: &[u32]) -> Vec<Message> {
     shards.iter().map(message).collect()
 }
 
-/// Whether a job is finished or stopped. Writes what is due.
+/// Whether a job is finished or stopped. Also writes the records that are due.
 async fn is_done(job: &OpenJob) -> anyhow::Result<bool> {
     if job.ledger.finish_check(None).await?.is_some() {
         return Ok(true);
     }
-    // Somebody else may have stopped it while nothing of it was here.
+    // Another process may have stopped the job while none of its shards was here.
     job.refresh().await?;
     Ok(matches!(job.state(), JobState::Stopped(_)))
 }
 
-/// As [`is_done`], of a job that may be another model's.
+/// Like [`is_done`], for a job that may be of another model.
 async fn is_over(ledger: &Ledger) -> anyhow::Result<bool> {
     if ledger.finish_check(None).await?.is_some() {
         return Ok(true);
@@ -333,7 +344,8 @@ async fn is_over(ledger: &Ledger) -> anyhow::Result<bool> {
     Ok(control.stopped().is_some() && !control.closes())
 }
 
-/// Works until it is told to stop, or until its options say that it is done: then `Ok(None)`.
+/// Works until it is told to stop, or until its options say that it is done: then returns
+/// `Ok(None)`.
 pub async fn run(worker: Arc<Worker>, engine: Box<dyn Generator>, stop: Stop) -> anyhow::Result<Option<Why>> {
     let (ready_tx, ready_rx) = mpsc::channel::<ReadyShard>(READY_SHARDS);
     let (kept_tx, kept_rx) = mpsc::channel::<RouterEvent>(FINISHED_ROWS);
@@ -368,14 +380,16 @@ pub async fn run(worker: Arc<Worker>, engine: Box<dyn Generator>, stop: Stop) ->
         let Some(joined) = joined else { break };
         let result = joined.unwrap_or_else(|e| Err(anyhow::anyhow!("a stage of the worker panicked: {e}")));
         if let Err(error) = result {
-            // The others end by themselves: they see the stop, or their channel closes. Only the first error is the cause.
+            // The other stages end by themselves: they see the stop, or their channel closes. Only
+            // the first error is the cause.
             stop.set(Why::Failed);
             first_error.get_or_insert(error);
         }
     }
     accounts.abort();
     match first_error {
-        // Told to leave while the store was away: what could not be written is computed again.
+        // The worker was told to leave during an outage of the store: rows that could not be
+        // written are computed again.
         Some(error)
             if matches!(stop.why(), Some(Why::Interrupted | Why::Preempted))
                 && worker.retry_policy.decision(&error) == RetryDecision::Wait =>

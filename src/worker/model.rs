@@ -1,4 +1,5 @@
-//! The one model that a worker serves: its files, what identifies it, and what a job's prompts need of it.
+//! The one model that a worker serves: its files, its identity, and the settings of a job's
+//! prompts.
 
 use std::fmt::{self, Display, Formatter};
 use std::path::{Path, PathBuf};
@@ -18,13 +19,13 @@ use crate::model::tokenizer::Tokenizer;
 use crate::model::weights::checkpoint_hash;
 use crate::model::{Channels, Checkpoint};
 
-/// What random numbers and templates' dates of a job are keyed by, and what its retries ask for.
+/// The keys of a job's random numbers and template dates, and the `max_tokens` of its retries.
 #[derive(Debug, Clone, Copy)]
 pub struct Stream {
     pub seed: u64,
-    /// When the job was created: a row that is tried again gets the same prompt.
+    /// Creation time of the job: a row that is tried again gets the same prompt.
     pub now: NaiveDateTime,
-    /// The least `max_tokens` of a row, where a retry raised it.
+    /// The minimum `max_tokens` of a row, where a retry raised it.
     pub max_tokens: Option<u32>,
 }
 
@@ -44,7 +45,7 @@ impl Stream {
         }
     }
 
-    /// Of a job that is written down.
+    /// The stream of a job with a ledger.
     pub fn of(job: &Job, ledger: &Ledger) -> Stream {
         Stream {
             seed: job.seed(&ledger.job().job.to_string()),
@@ -54,7 +55,7 @@ impl Stream {
     }
 }
 
-/// Everything about a model but its weights.
+/// Everything about a model except its weights.
 #[derive(Clone)]
 pub struct ModelFiles {
     pub dir: PathBuf,
@@ -63,7 +64,8 @@ pub struct ModelFiles {
 }
 
 impl ModelFiles {
-    /// Reads config and tokenizer of the checkpoint in `dir`, and holds the headers of its weights against its config.
+    /// Reads config and tokenizer of the checkpoint in `dir`, and checks the headers of its weights
+    /// against its config.
     pub fn open(dir: PathBuf) -> anyhow::Result<ModelFiles> {
         folder::check(&dir)?;
         folder::check_weights(&dir)?;
@@ -78,11 +80,12 @@ impl ModelFiles {
         Channels::of_model(&self.dir, &self.config, precision)
     }
 
-    /// SHA-256 of the whole checkpoint, in hex, and of the measured channels where the precision has a use for them. Reads every
-    /// byte of it.
+    /// SHA-256 in hex of the whole checkpoint, and of the measured channels where the precision
+    /// uses them. Reads every byte of the checkpoint.
     pub fn hash(&self, precision: device::Precision) -> Result<String, ModelError> {
         let mut checkpoint = checkpoint_hash(&self.dir)?;
-        // An older gristmill computed these with the table as the output head: one job must not have both.
+        // An older gristmill used the embedding table as the output head of such a model. The
+        // changed hash keeps one job from mixing both.
         if Config::load(&self.dir)?.tied_embeddings && !self.config.tied_embeddings {
             checkpoint = sha256(format!("{checkpoint} with its own head").as_bytes());
         }
@@ -92,8 +95,8 @@ impl ModelFiles {
         })
     }
 
-    /// Longest sequence of a job in tokens: what it says, within what the checkpoint can do, or what the checkpoint
-    /// declares.
+    /// Maximum sequence length of a job in tokens: the job's own value, within the limit of the
+    /// checkpoint, or the length that the checkpoint declares.
     pub fn context_tokens(&self, job: &Job) -> Result<u32, JobError> {
         let most = self.config.context_limit();
         match job.context {
@@ -106,7 +109,7 @@ impl ModelFiles {
         }
     }
 
-    /// Prompts of a job.
+    /// The renderer of a job's prompts.
     pub fn renderer(&self, job: &Job, stream: &Stream) -> Result<Renderer, JobError> {
         let setup = RenderSetup {
             tokenizer: self.tokenizer.clone(),
@@ -119,10 +122,11 @@ impl ModelFiles {
         Renderer::new(job, setup)
     }
 
-    /// Ids that end a job's completions: the union of what config, generation config, tokenizer config and the chat
-    /// template's end of turn name.
+    /// Ids that end a job's completions: the union of the ids in config, generation config and
+    /// tokenizer config, and the chat template's end of turn.
     pub fn eos_token_ids(&self, renderer: &Renderer) -> Arc<[u32]> {
-        // `generation_config.json` is no part of what identifies the model: what it said when the job was planned holds.
+        // `generation_config.json` is outside the model's identity, so its ids as of the job's
+        // planning hold.
         let mut ids = renderer.model_ends().unwrap_or(&self.config.eos_token_ids).to_vec();
         ids.extend(self.tokenizer.eos_id());
         ids.extend(renderer.end_of_turn());
@@ -136,12 +140,12 @@ impl ModelFiles {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Formats {
     pub precision: device::Precision,
-    /// Of keys and values.
+    /// Format of keys and values.
     pub kv: KvFormat,
 }
 
 impl Formats {
-    /// What was asked for; `auto`: what the device computes in where nothing is.
+    /// The requested formats; `auto`: the device's default for `Precision::Auto`.
     pub fn of(precision: Precision, kv_cache: Precision, auto: device::Precision) -> Formats {
         let precision = match precision {
             Precision::Auto => auto,
@@ -164,8 +168,8 @@ impl Formats {
         Formats::of(job.precision, job.kv_cache, auto)
     }
 
-    /// What a job in these is rechecked in where `precision` is asked for; its keys and values are no worse than the job's.
-    /// `None`: that is not higher.
+    /// Formats for a recheck in `precision` of a job in these formats; keys and values have at
+    /// least the job's bits. `None`: the formats are not higher.
     pub fn rechecked_in(self, precision: Precision) -> Option<Formats> {
         let mut to = Formats::of(precision, Precision::Auto, device::Precision::F32);
         if self.kv.bits() > to.kv.bits() {
@@ -174,17 +178,18 @@ impl Formats {
         (to.precision.bits() >= self.precision.bits() && to != self).then_some(to)
     }
 
-    /// The word for the precision in records.
+    /// The name of the precision in records.
     pub fn precision_word(self) -> &'static str {
         self.precision.word()
     }
 
-    /// The word for keys and values.
+    /// The name of the format of keys and values.
     pub fn kv_word(self) -> &'static str {
         self.kv.word()
     }
 
-    /// The word for keys and values in records; `None`: the precision's own, as in records that know of no other.
+    /// The name of the format of keys and values in records. `None`: the precision's default, as in
+    /// older records.
     pub fn recorded_kv(self) -> Option<String> {
         (self.kv != self.precision.kv_format()).then(|| self.kv_word().into())
     }
@@ -196,7 +201,7 @@ impl Display for Formats {
     }
 }
 
-/// Recorded formats for people.
+/// Recorded formats as text for people.
 fn in_words(precision: &str, kv: Option<&str>) -> String {
     match kv {
         None => precision.into(),
@@ -209,7 +214,7 @@ fn in_words(precision: &str, kv: Option<&str>) -> String {
 pub struct Model {
     pub files: ModelFiles,
     pub formats: Formats,
-    /// Longest sequence that the loaded model takes, in tokens.
+    /// Maximum sequence length of the loaded model, in tokens.
     pub context_tokens: u32,
     hash: String,
 }
@@ -297,7 +302,7 @@ mod tests {
         }
     }
 
-    /// The demo model, and what identifies a job of it in INT8. Its hash is `m`.
+    /// The demo model, and the identity of an INT8 job of it. Its hash is `m`.
     fn demo() -> (ModelFiles, JobIdentity) {
         let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("jobs/demo/model");
         let files = ModelFiles::open(dir).unwrap();
@@ -331,7 +336,7 @@ mod tests {
         );
     }
 
-    /// Records that know of no format of keys and values mean the precision's own.
+    /// Records without a format of keys and values mean the precision's default.
     #[test]
     fn a_job_in_other_formats_is_refused() {
         let (files, identity) = demo();

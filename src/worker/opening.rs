@@ -1,8 +1,11 @@
-//! A delivery on its way to a shard that can be begun: its job is heard of, its orders and its log are read.
+//! Opens deliveries: finds the job of each message and reads its orders and the shard's log, so
+//! that the shard can begin.
 //!
-//! Each is a task of its own. One whose store does not answer goes on alone, with pauses of its own, while the intake takes the
-//! next message: it is set aside. It needs no place, stays with this worker (the queue hears of it), and after a while
-//! is put at the end of the queue, where other workers may get it. No hop is counted for that: an outage must lose no message.
+//! Each delivery is opened in a task of its own. If its store does not answer, the delivery is set
+//! aside: the task goes on alone, with its own pauses, while the intake takes the next message. A
+//! delivery that is set aside needs none of the places for shards in flight and stays with this
+//! worker, which extends it at the queue. After a while it is put at the end of the queue, where
+//! other workers may get it. That counts as no hop: an outage must lose no message.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -25,22 +28,24 @@ use crate::worker::stop::Stop;
 use crate::worker::troubles::Where;
 use crate::worker::{Worker, one_line};
 
-/// How long the next message waits for what comes of the last one; less where another one of the same job was waited for in vain.
+/// How long the intake waits for an opening before it takes the next message. The wait is shorter
+/// (`OPEN_WAIT_SLOW`) where the intake has waited for a delivery of the same output in vain less
+/// than `SLOW_HOLDS` ago.
 const OPEN_WAIT: Duration = Duration::from_secs(2);
 const OPEN_WAIT_SLOW: Duration = Duration::from_millis(250);
 const SLOW_HOLDS: Duration = Duration::from_secs(60);
-/// A try that fails is followed by a pause of so many times its own length.
+/// A try that fails is followed by a pause of this many times its own length.
 const TRY_SHARE: u32 = 4;
 const TRY_PAUSE_MAX: Duration = Duration::from_secs(240);
-/// Deliveries of a message since it was sent, of a job that this process has not opened, until it is not opened at once any more:
-/// it may be what ended the processes that had it.
+/// A process does not open a message of an unknown job after this many deliveries since the message
+/// was sent: it may have ended the processes that had it.
 const DELIVERIES_MAX: u32 = 5;
 
-/// The deliveries on their way. Dropped, they go back to the queue.
+/// The deliveries that are being opened. When dropped, they go back to the queue.
 pub(super) struct Openings {
     pub opener: Arc<Opener>,
     tasks: JoinSet<anyhow::Result<Option<Opened>>>,
-    /// Outputs whose deliveries were waited for in vain, and when.
+    /// Outputs for whose deliveries the intake waited in vain, and when.
     slow: HashMap<String, Instant>,
 }
 
@@ -52,16 +57,18 @@ pub(super) struct Opener {
     bounds: Bounds,
 }
 
-/// What is set aside at most, and how often things are done.
+/// Bounds on deliveries that are set aside, and intervals.
 #[derive(Debug, Clone, Copy)]
 struct Bounds {
-    /// Deliveries set aside at once; more of jobs in trouble are put at the end of the queue.
+    /// Maximum number of deliveries set aside; further deliveries of failing jobs go to the end of
+    /// the queue.
     aside: usize,
-    /// How long a delivery is set aside: shorter than a broker's patience.
+    /// How long a delivery stays set aside: shorter than a broker's own timeout.
     aside_time: Duration,
-    /// Until a shard is looked at again that was set aside because another of its job had failed.
+    /// Pause before the next look at a shard that was set aside because another shard of its job
+    /// had failed.
     held_up: Duration,
-    /// How often the queue hears of a delivery on its way.
+    /// How often the queue is told that a delivery is still being opened.
     extend_every: Duration,
 }
 
@@ -77,20 +84,20 @@ impl Default for Bounds {
 }
 
 impl Bounds {
-    /// Whether a delivery may be set aside that has been on its way `since` then, beside `others`.
+    /// Whether a delivery that came at `since` may be set aside beside `others`.
     fn allow(&self, others: usize, since: Instant) -> bool {
         others < self.aside && since.elapsed() < self.aside_time
     }
 }
 
-/// A shard as it was found, with something left to do.
+/// A shard that was opened and has something left to do.
 pub(super) struct Opened {
     pub in_hand: InHand,
     pub job: Arc<OpenJob>,
     pub log: Box<ShardLog>,
-    /// When it was opened.
+    /// When the shard was opened.
     pub since: Instant,
-    /// Of the tries to begin it.
+    /// The pauses between tries to begin the shard.
     pub pauses: Pauses,
 }
 
@@ -100,13 +107,13 @@ impl Opened {
     }
 }
 
-/// What the intake does with a delivery.
+/// What became of a delivery that the intake handed over.
 pub(super) enum Taken {
-    /// It is on its way. `wait`: how long to wait for what comes of it.
+    /// The delivery is being opened. `wait`: how long the intake waits for the result.
     Opening { output: String, wait: Duration },
-    /// It went to others.
+    /// The delivery was passed on to other workers.
     PassedOn,
-    /// It went to the end of the queue.
+    /// The delivery went to the end of the queue.
     PutOff,
 }
 
@@ -124,12 +131,12 @@ impl Openings {
         }
     }
 
-    /// Nothing is on its way, and no store failed not long ago.
+    /// Whether nothing is being opened and no store has failed lately.
     pub fn is_quiet(&self) -> bool {
         self.tasks.is_empty() && !self.opener.worker.troubles.any()
     }
 
-    /// Takes a delivery that has just come.
+    /// Begins to open a delivery that was just received.
     pub async fn take(&mut self, delivery: Delivery) -> anyhow::Result<Taken> {
         let (opener, message) = (self.opener.clone(), &delivery.message);
         let output = message.output.clone();
@@ -156,14 +163,14 @@ impl Openings {
         Ok(Taken::Opening { output, wait })
     }
 
-    /// A delivery of a job in this output was waited for in vain.
+    /// Remembers that the intake waited for a delivery of this output in vain.
     pub fn note_slow(&mut self, output: String) {
         self.slow.retain(|_, since| since.elapsed() < SLOW_HOLDS);
         self.slow.insert(output, Instant::now());
     }
 
-    /// The next that is over: a shard to begin, or nothing, where the delivery was dealt with. Waits for ever where none is on its way.
-    /// May be dropped anywhere.
+    /// The next opening that ends: a shard to begin, or `None` where the delivery was dealt with.
+    /// Waits for ever where nothing is being opened. Cancel-safe.
     pub async fn next(&mut self) -> anyhow::Result<Option<Opened>> {
         match self.tasks.join_next().await {
             Some(Ok(opened)) => opened,
@@ -172,8 +179,8 @@ impl Openings {
         }
     }
 
-    /// A shard that could not be begun: its store failed, after `took`, in which nothing else could be begun. Ends the worker where the error
-    /// is not waited out.
+    /// Sets a shard aside whose store failed while the shard began. Nothing else could begin during
+    /// that try, which lasted `took`. An error that is not waited out ends the worker.
     pub fn set_aside(&mut self, mut opened: Opened, place: Where, error: anyhow::Error, took: Duration) {
         let opener = self.opener.clone();
         opened.in_hand.holds_no_rows();
@@ -181,7 +188,7 @@ impl Openings {
             let output = opened.output();
             match opener.backoff(place, &output, error, &mut opened.pauses).await? {
                 true => {
-                    // Others have most of the intake's time.
+                    // The pause leaves most of the intake's time to other shards.
                     tokio::time::sleep(took.saturating_mul(TRY_SHARE).min(TRY_PAUSE_MAX)).await;
                     Ok(opened.in_hand.is_wanted().then_some(opened))
                 }
@@ -190,7 +197,8 @@ impl Openings {
         });
     }
 
-    /// A shard of a job whose store failed with another one: not tried for a while. At most so many are kept, and each for so long.
+    /// Holds up a shard of a job whose store failed with another shard: the next try comes after a
+    /// pause. The number of such shards and the time of each are bounded.
     pub async fn hold_up(&mut self, opened: Opened) -> anyhow::Result<()> {
         let bounds = self.opener.bounds;
         if !bounds.allow(self.tasks.len(), opened.since) {
@@ -205,7 +213,7 @@ impl Openings {
 }
 
 impl Opener {
-    /// Why a message is not even looked at.
+    /// Why a message is refused before its job is opened.
     async fn refuses_unseen(&self, delivery: &Delivery) -> Option<Arc<str>> {
         if let Some(why) = self.worker.troubles.not_ours(&delivery.message) {
             return Some(why);
@@ -221,7 +229,7 @@ impl Opener {
         self.extend_during(&delivery, self.open(delivery.clone())).await
     }
 
-    /// The queue hears meanwhile that the delivery is worked on.
+    /// Extends the delivery at the queue while `work` runs.
     async fn extend_during<T>(
         &self,
         delivery: &Delivery,
@@ -265,7 +273,7 @@ impl Opener {
             }
             JobState::Stopped(_) => {
                 self.worker.troubles.end(Where::Output, &output);
-                // Who extends the job enqueues its shards again.
+                // Whoever extends the job enqueues its shards again.
                 worker.queue.acknowledge(&delivery).await?;
                 return Ok(None);
             }
@@ -322,7 +330,8 @@ impl Opener {
         }))
     }
 
-    /// The job of a message, its orders read: what stopped or closed it may have been taken back since this worker heard of it.
+    /// The job of a message, with its orders. Orders are read again where they stopped or closed
+    /// the job: they may have been revoked since.
     async fn resolve(&self, message: &Message) -> anyhow::Result<JobLookup> {
         let lookup = match self.worker.jobs.resolve(message).await {
             Err(error) if self.worker.retry_policy.decision(&error) == RetryDecision::LeaveShard => {
@@ -342,11 +351,13 @@ impl Opener {
         Ok(lookup)
     }
 
-    /// The log of a shard, and what has become of attempts in which a row was alone on the device and which did not end. `None`: it is committed.
+    /// The log of a shard; `None`: the shard is committed. Also judges attempts that have no end
+    /// and in which a row was alone on the device.
     async fn read_log(&self, job: &OpenJob, shard: u32) -> anyhow::Result<Option<Box<ShardLog>>> {
         let mut log = match job.ledger.shard(shard).await? {
             ShardState::Committed(commit) => {
-                // A message of a committed shard comes again where an acknowledgement was lost, or a part.
+                // A message of a committed shard comes again where an acknowledgement or a part was
+                // lost.
                 let make_part = |batches: &[_], metadata: &[_]| job.make_part(batches, metadata);
                 job.ledger.restore_part(&commit, make_part).await?;
                 return Ok(None);
@@ -354,7 +365,7 @@ impl Opener {
             ShardState::Open(log) => log,
         };
         if log.has_suspects() {
-            // What we write now says what time it is.
+            // The store's timestamp of this write tells the current time.
             job.sign(&self.worker.name).await?;
             let signs = job.ledger.signs_of_life().await?;
             log.judge(|attempt| fate(attempt, &signs, see));
@@ -362,7 +373,8 @@ impl Opener {
         Ok(Some(log))
     }
 
-    /// Waits before the next try; false: the delivery was set aside for long enough. Gives back an error that is not waited out.
+    /// Waits before the next try. False: the delivery was set aside for long enough. Returns an
+    /// error that is not waited out.
     async fn backoff(
         &self,
         place: Where,
@@ -382,16 +394,18 @@ impl Opener {
         Ok(None)
     }
 
-    /// Another worker may reach a store that this one does not: what cannot be found here is never dropped at once.
+    /// Passes a message on that this worker cannot use. It is never dropped at once: another worker
+    /// may reach a store that this one cannot.
     fn leave_message(&self, delivery: Arc<Delivery>, why: &str) {
         self.refusals.say(&delivery, why);
         self.worker.pass_on_later(vec![delivery]);
     }
 
-    /// A shard that this worker cannot begin: others may, unless its input stops the job for all.
+    /// Leaves a shard that this worker cannot begin to other workers, unless its input stops the
+    /// job for all.
     pub async fn leave(&self, job: &OpenJob, in_hand: InHand, error: &anyhow::Error) -> anyhow::Result<()> {
         if is_changed(error) && self.stop_job(job, error).await? {
-            // Who goes on with the job enqueues its shards again.
+            // Whoever continues the job enqueues its shards again.
             for delivery in in_hand.answer() {
                 self.worker.queue.acknowledge(&delivery).await?;
             }
@@ -402,16 +416,16 @@ impl Opener {
         Ok(())
     }
 
-    /// An input is not what was planned: no worker may go on, until a person has seen to it. False: somebody ordered
-    /// otherwise just now.
+    /// Stops the job because an input differs from the planned one: a person must act before any
+    /// worker goes on. False: another order came first.
     async fn stop_job(&self, job: &OpenJob, error: &anyhow::Error) -> anyhow::Result<bool> {
-        // A job that is stopped or cancelled already stays what it is.
+        // A job that is stopped or cancelled already keeps its state.
         if job.state() != JobState::Going {
             return Ok(false);
         }
         let retry_policy = &self.worker.retry_policy;
         let note = one_line(error);
-        // `run` ends by it, and prints it as its last line.
+        // `run` ends with this error and prints it as its last line.
         if retry_policy.decision(error) != RetryDecision::End {
             tracing::error!("{}: {note}", job.title());
         }
@@ -428,12 +442,12 @@ impl Opener {
                 Err(error) => return Err(error),
             }
         }
-        // One that closes instead still wants this shard's rows.
+        // A job that closes instead still needs this shard's rows.
         Ok(matches!(job.state(), JobState::Stopped(_)))
     }
 }
 
-/// Why a message must not be opened by a process that has not opened its job before.
+/// Why a process that has not opened the message's job before must not open the message.
 pub fn is_suspect(delivery: &Delivery) -> Option<String> {
     let times = delivery.deliveries.saturating_sub(1);
     (times >= DELIVERIES_MAX)
@@ -464,7 +478,7 @@ mod tests {
     use crate::worker::watched::Watched;
     use crate::worker::{Options, Until, WorkerConfig};
 
-    /// A queue in memory that counts.
+    /// An in-memory queue that counts calls.
     #[derive(Default)]
     struct Counting {
         queue: LocalQueue,
@@ -504,7 +518,8 @@ mod tests {
 
     const NOWHERE: &str = "/nowhere/at/all";
 
-    /// Openings of a worker of the demo model, and its queue of so many messages that point nowhere.
+    /// The openings of a worker of the demo model, and its queue with `messages` messages that
+    /// point nowhere.
     fn openings(messages: u32, bounds: Bounds) -> (Openings, Arc<Counting>) {
         let queue = Arc::new(Counting::default());
         queue
@@ -558,7 +573,7 @@ mod tests {
         LedgerError::Retryable { what, tries: 7, source }.into()
     }
 
-    /// Each that is taken counts until it is asked for.
+    /// Each delivery that is taken counts until `next` returns it.
     #[tokio::test]
     async fn of_jobs_in_trouble_a_bounded_number_is_set_aside() {
         for (is_failing, most) in [(true, 2), (false, 4)] {
@@ -615,7 +630,7 @@ mod tests {
         assert!(queue.extended.load(Ordering::SeqCst) >= 2);
     }
 
-    /// What is set aside needs no room for carried columns.
+    /// A shard that is set aside needs no room for carried columns.
     #[tokio::test]
     async fn what_is_set_aside_gives_its_room_away() {
         use crate::worker::room::ROOM_BYTES;

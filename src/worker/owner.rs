@@ -1,6 +1,8 @@
-//! Whose a local job's record is: one that belongs to this process's own user, or to root, is the operator's own word.
+//! Whether a local job's record belongs to this process's own user, or to root, and so is as good
+//! as the operator's word.
 //!
-//! Others cannot have written it then, nor put it where it lies: whoever can act as that user needs no worker for it.
+//! Other users can neither have written nor placed such a record. Anyone who can act as that user
+//! needs no worker for it.
 
 use std::fs::Metadata;
 use std::io::ErrorKind;
@@ -14,14 +16,14 @@ const STICKY: u32 = 0o1000;
 /// Whether the job's record below `output`, a path without links, can only be from the worker's own user or root.
 ///
 /// # Errors
-/// Why not: what comes after the output's name, to make a line.
+/// The reason, as the end of a line that begins with the output's name.
 pub fn owns(output: &Path) -> Result<(), String> {
     let ledger = output.join("_gristmill");
     let record = ledger.join("job.json");
     for (path, what) in [(output, "folder"), (&ledger, "ledger"), (&record, "record")] {
         let found = match std::fs::symlink_metadata(path) {
             Ok(found) => found,
-            // Nobody else can put a ledger into a folder that was found to be ours.
+            // Other users cannot put a ledger into a folder that belongs to this user.
             Err(error) if error.kind() == ErrorKind::NotFound && path != output => return Ok(()),
             Err(error) => return Err(format!("has a {what} that cannot be looked at ({})", error.kind())),
         };

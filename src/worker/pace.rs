@@ -1,21 +1,22 @@
-//! How fast messages that are for later go to the end of their queue: fast at first, to reach what lies behind them.
+//! How fast messages that are set for later go to the end of their queue: fast at first, to reach
+//! the messages behind them.
 
 use std::time::Duration;
 
-/// As many as a long queue holds.
+/// Number of fast messages: the length of a long queue.
 const FAST_MAX: u32 = 4096;
 const FAST: Duration = Duration::from_millis(4);
-/// Nothing else seems to lie there: the broker is left in peace.
+/// No other message seems to be in the queue, so the broker is spared.
 const SLOW: Duration = Duration::from_millis(250);
 
-/// See the module's description. To be made anew when something else has come.
+/// See the module's description. Create a new one when another kind of message has come.
 #[derive(Debug, Default)]
 pub struct Pace {
     messages: u32,
 }
 
 impl Pace {
-    /// After each message.
+    /// Sleeps after a message.
     pub async fn rest(&mut self) {
         self.messages = self.messages.saturating_add(1);
         tokio::time::sleep(if self.messages < FAST_MAX { FAST } else { SLOW }).await;

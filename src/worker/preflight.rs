@@ -1,4 +1,5 @@
-//! What a job will ask of the model, found by reading, rendering and tokenizing every row once, without running it.
+//! The load that a job will put on the model: every row is read, rendered and tokenized once,
+//! without running it.
 //!
 //! [`Preflight`] is a pure tally: rows go in, counts come out. Memory does not grow with the dataset.
 
@@ -11,11 +12,11 @@ use crate::engine::request::UnitId;
 
 /// Distinct prefix blocks remembered (8 bytes each). Blocks beyond count as not shared, so the share is a lower bound.
 const PREFIXES_MAX: usize = 4_000_000;
-/// Broken rows shown one by one.
+/// Number of broken rows shown individually.
 const BROKEN_SHOWN: usize = 5;
-/// The same dataset shows the same prompts.
+/// A fixed seed, so that the same dataset shows the same prompts.
 const PREVIEW_SEED: u64 = 0;
-/// Most of a prompt that the preview shows, in characters and in tokens.
+/// Maximum length of a shown prompt, in characters and in tokens.
 const PREVIEW_CHARS: usize = 4_000;
 const PREVIEW_TOKENS: usize = 4_000;
 
@@ -35,14 +36,14 @@ pub struct SeenPrompt {
     pub shown: Shown,
 }
 
-/// A prompt as the preview shows it: its beginning, where it is long.
+/// A prompt as the preview shows it; a long prompt is cut.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Shown {
     pub text: String,
     pub token_ids: Vec<u32>,
-    /// Of the whole prompt.
+    /// Tokens of the whole prompt.
     pub tokens: usize,
-    /// The text is not all of it.
+    /// Whether the text is cut.
     pub is_cut: bool,
 }
 
@@ -86,7 +87,7 @@ pub struct Preflight {
     /// The first few broken rows and why.
     pub broken: Vec<(u64, String)>,
     pub prompt_tokens: u64,
-    /// Prompt tokens in blocks that an earlier row has too.
+    /// Prompt tokens in blocks that an earlier row shares.
     pub shared_tokens: u64,
     /// Rows by prompt length, index = tokens.
     lengths: Vec<u64>,
@@ -187,7 +188,8 @@ impl Preflight {
         self.longest()
     }
 
-    /// Rows by prompt length in buckets whose upper bounds double: (most tokens, rows). Empty buckets at both ends are left out.
+    /// Rows by prompt length in buckets whose upper bounds double: (maximum tokens, rows). Leading
+    /// empty buckets are left out.
     pub fn histogram(&self) -> Vec<(usize, u64)> {
         let mut buckets: Vec<(usize, u64)> = Vec::new();
         let mut upper = 8;
@@ -252,7 +254,7 @@ mod tests {
         for shift in 0..2_000 {
             let mut preflight = Preflight::new(2);
             for i in 0..20 {
-                // Other row numbers each time: the randomness is keyed by them.
+                // Each round uses other row numbers, because the randomness is keyed by them.
                 preflight.add(row(shift * 20 + i, &[1]));
             }
             for (row, _) in preflight.preview() {

@@ -1,27 +1,28 @@
-//! Which process this is, and whether another one of this machine is gone: so that a paused process is not taken for a dead one.
+//! Identifies this process, and tells whether another process of this machine is gone, so that a
+//! paused process does not count as dead.
 
 use std::fs;
 use std::io::ErrorKind;
 
-/// `BOOT NAMESPACE PID START`: the machine since it was started, the namespace that the number is from, the number, and the
+/// `BOOT NAMESPACE PID START`: the boot id of the machine, the PID namespace, the PID, and the
 /// clock tick at which the process began. No other process has all four.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Process {
     name: String,
 }
 
-/// What can be said of a process.
+/// What is known of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Seen {
-    /// It is there, at work or paused.
+    /// The process exists, running or paused.
     Here,
     Gone,
-    /// It is of another machine or container, or nothing tells.
+    /// The process is of another machine or container, or its state cannot be found.
     Elsewhere,
 }
 
 impl Process {
-    /// This one; `None` where the operating system does not tell.
+    /// This process; `None` where the operating system does not provide the fields.
     pub fn own() -> Option<Process> {
         let pid = std::process::id();
         let name = format!("{} {pid} {}", machine()?, Stat::of(pid).ok()?.start);
@@ -33,12 +34,12 @@ impl Process {
     }
 }
 
-/// Looks for the process of that name.
+/// Looks for the process of this name.
 pub fn see(name: &str) -> Seen {
     let found = || {
         let mut words = name.rsplitn(3, ' ');
         let (start, pid, of) = (words.next()?, words.next()?, words.next()?);
-        // Where others' processes are hidden, one that is not seen may be there.
+        // Where other users' processes are hidden, an invisible process may still exist.
         let (own, first) = (machine()?, Stat::of(1));
         if of != own || first.is_err() {
             return None;
@@ -53,18 +54,18 @@ pub fn see(name: &str) -> Seen {
     found().unwrap_or(Seen::Elsewhere)
 }
 
-/// The machine since it was started, and our namespace of process numbers.
+/// The boot id of the machine, and this process's PID namespace.
 fn machine() -> Option<String> {
     let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
     let namespace = fs::read_link("/proc/self/ns/pid").ok()?;
     Some(format!("{} {}", boot.trim(), namespace.to_str()?))
 }
 
-/// Of `/proc/PID/stat`.
+/// Fields of `/proc/PID/stat`.
 struct Stat {
-    /// The clock tick since boot at which it began.
+    /// The clock tick since boot at which the process began.
     start: String,
-    /// It has ended, and its parent has not asked for its exit code yet.
+    /// The process has ended, and its parent has not waited for it yet.
     is_dead: bool,
 }
 

@@ -1,29 +1,31 @@
-//! How long a shard's inputs may take to answer. Only time in which they are asked counts: neither waiting for room in memory nor
-//! rendering makes an input slow, nor does decompressing what lies before the shard.
+//! How long a shard's inputs may take to answer. Only the time in which they are asked counts,
+//! without waits for memory, rendering, and decompression of the rows before the shard.
 
 use std::time::{Duration, Instant};
 
 use crate::dataset::DatasetError;
 
-/// How long they may take at first; doubles with each try. Meanwhile nothing else is begun.
+/// Maximum time at the first try; doubles with each try. The intake begins no other shard
+/// meanwhile.
 const READ_MAX: Duration = Duration::from_secs(60);
 
-/// Decompression that makes so many bytes a second is work of this machine, not slowness of the input.
+/// Bytes per second. Decompression at this rate or above is work of this machine, not slowness of
+/// the input.
 const UNPACKED_A_SECOND: f64 = 4.0 * 1024.0 * 1024.0;
-/// Shortest wait between two looks at what was decompressed.
+/// Shortest wait between two looks at the number of decompressed bytes.
 const LOOK_MIN: Duration = Duration::from_millis(100);
 
 /// See the module's description.
 #[derive(Debug)]
 pub(super) struct ReadTime {
     output: String,
-    /// `None`: nobody else waits for anything.
+    /// `None`: without a bound, where no other shard waits.
     most: Option<Duration>,
     taken: Duration,
 }
 
 impl ReadTime {
-    /// For a shard of the job in `output`, without a bound.
+    /// Unbounded time for a shard of the job in `output`.
     pub fn endless(output: String) -> ReadTime {
         ReadTime {
             output,
@@ -32,7 +34,7 @@ impl ReadTime {
         }
     }
 
-    /// For a shard of the job in `output` that was tried so often before.
+    /// Time for a shard of the job in `output` after `before` earlier tries.
     pub fn of_try(output: String, before: u32) -> ReadTime {
         ReadTime {
             most: Some(READ_MAX.saturating_mul(1 << before.min(10))),
@@ -40,7 +42,8 @@ impl ReadTime {
         }
     }
 
-    /// Waits for an answer as long as there is time left; `unpacked`: bytes that were decompressed so far.
+    /// Waits for an answer as long as time is left. `unpacked`: bytes that were decompressed so
+    /// far.
     pub async fn count<T, E: From<DatasetError>>(
         &mut self,
         asked: impl Future<Output = Result<T, E>>,
@@ -87,7 +90,7 @@ mod tests {
     async fn only_time_in_which_the_inputs_are_asked_counts() {
         let mut time = short();
         for _ in 0..3 {
-            // The wait for room, say.
+            // For example the wait for room.
             tokio::time::sleep(SHORT).await;
             assert_eq!(time.count(answer_after(20), || 0).await.unwrap(), 20);
         }
@@ -103,7 +106,8 @@ mod tests {
         assert!(endless.count(answer_after(1), || 0).await.is_ok());
     }
 
-    /// A shard far behind in a compressed file is read to its end, however long what lies before it takes.
+    /// A shard far behind in a compressed file is read to its end, however long decompressing the
+    /// rows before it takes.
     #[tokio::test]
     async fn decompressing_is_no_slowness() {
         let made = std::cell::Cell::new(0);
@@ -115,7 +119,7 @@ mod tests {
             Ok::<_, DatasetError>(1)
         };
         assert_eq!(short().count(unpacks, || made.get()).await.unwrap(), 1);
-        // A trickle is.
+        // A trickle is slowness.
         let trickles = async {
             for _ in 0..20 {
                 tokio::time::sleep(SHORT / 10).await;

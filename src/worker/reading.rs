@@ -1,4 +1,5 @@
-//! A shard's rows: read piece by piece, rendered, tokenized; or ended, where their job is closing.
+//! Reads a shard's rows piece by piece, renders and tokenizes them; or ends them, where their job
+//! is closing.
 
 use std::sync::Arc;
 
@@ -19,9 +20,9 @@ use crate::worker::jobs::OpenJob;
 use crate::worker::read_time::ReadTime;
 use crate::worker::{ReadyRow, Worker, one_line};
 
-/// A shard's rows, ready for the device or already done with.
+/// A shard's rows: ready for the device, or with a result already.
 pub(super) struct Prepared {
-    /// Of the whole shard; null where a row was not read.
+    /// Carried columns of the whole shard; null where a row was not read.
     pub carry: RecordBatch,
     pub ready: Vec<ReadyRow>,
     pub results: Vec<RowResult>,
@@ -36,7 +37,7 @@ pub(super) async fn prepare(
     plan: &Narrowing,
     mut time: ReadTime,
 ) -> anyhow::Result<Prepared> {
-    // Nothing but the rows of this try: another may be the one that cannot be read.
+    // Read only the rows of this try: another row may be the unreadable one.
     let reads = plan.reads();
     let wanted = (reads != RowSet::from_range(log.rows())).then(|| reads.ranges().collect());
     let mut pieces = job.reader.pieces(shard, wanted)?;
@@ -90,7 +91,8 @@ async fn render(
     rendered.await.context("rendering panicked")
 }
 
-/// Ends the rows that no record covers. Those whose input nobody can read any more have no carried columns, and say why.
+/// Ends the rows that no record covers. Rows whose input cannot be read any more have no carried
+/// columns, and their error says why.
 pub(super) async fn close(
     job: &OpenJob,
     shard: &Shard,
@@ -122,7 +124,8 @@ pub(super) async fn close(
     })
 }
 
-/// A shard's carried columns. Where its rows are tried in parts, one of them may end whoever reads it.
+/// A shard's carried columns. Where its rows are tried in parts, any one of them may end the
+/// process that reads it.
 async fn carry_of(
     job: &OpenJob,
     shard: &Shard,

@@ -1,7 +1,8 @@
-//! A sample of a finished job's rows, run once more by another engine than the one that answered them.
+//! Runs a sample of a finished job's rows again with another engine.
 //!
-//! Prompts, parameters and random numbers are the job's own, so that what differs is the engine's doing. One shard at a time is
-//! read, its input and its part; rows that the engine has not finished stay in it meanwhile, so that its batch stays full.
+//! Prompts, parameters and random numbers are the job's own, so that only the engine makes a
+//! difference. Shards are read one at a time, input and part. Unfinished rows of earlier shards
+//! stay in the engine meanwhile, so that its batch stays full.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -24,23 +25,23 @@ use crate::worker::in_flight::ShardKey;
 use crate::worker::jobs::OpenJob;
 use crate::worker::stop::Stop;
 
-/// What a recheck needs, built at the door.
+/// The parts of a recheck, built by the caller.
 pub struct RecheckConfig {
-    /// Finished, its output in Parquet, opened for the model that `engine` runs.
+    /// A finished job with its output in Parquet, opened for the model that `engine` runs.
     pub job: OpenJob,
     pub engine: Box<dyn Generator>,
-    /// What `engine` computes in, for the report.
+    /// The engine's precision, for the report.
     pub precision: String,
-    /// Counts the tokens of answers; `None`: they are choices.
+    /// Counts the tokens of answers; `None`: the answers are choices.
     pub tokenizer: Option<Arc<Tokenizer>>,
     pub render_threads: rayon::ThreadPool,
     pub meter: Arc<Meter>,
 }
 
-/// Runs the rows of `sample` again and compares. `None`: told to stop before it was done.
+/// Runs the rows of `sample` again and compares. `None`: told to stop before the end.
 ///
 /// # Errors
-/// An input is not what it was, a part cannot be read, or the device fails.
+/// An input has changed, a part cannot be read, or the device fails.
 pub async fn run(config: RecheckConfig, sample: &[ShardSample], stop: &Stop) -> anyhow::Result<Option<Recheck>> {
     let mut tally = Tally::new(config.tokenizer.clone());
     let mut answers = BTreeMap::new();
@@ -82,7 +83,7 @@ struct Row {
     row: u64,
     prompt: Arc<[u32]>,
     params: Arc<GenerationParams>,
-    /// The generation that answered it.
+    /// The generation that computed the row.
     attempt: u32,
 }
 
@@ -117,7 +118,7 @@ impl Again {
         Ok(())
     }
 
-    /// Steps until the engine has taken all rows; with `to_the_end` until it has answered them.
+    /// Steps until the engine has taken all rows; with `to_the_end` until it has finished them.
     fn work(&mut self, to_the_end: bool, stop: &Stop) -> anyhow::Result<()> {
         while !stop.is_set() {
             while self.config.engine.wants_more()
@@ -157,7 +158,7 @@ impl Again {
         }
     }
 
-    /// Compares what has finished with the job's answers.
+    /// Compares finished rows with the job's answers.
     fn count(&mut self, answers: &mut BTreeMap<u64, Answer>, tally: &mut Tally) {
         for row in self.finished.drain(..) {
             self.config.meter.add_row(&row);
@@ -168,7 +169,8 @@ impl Again {
     }
 }
 
-/// The generation that computed each of these rows of a shard last: its random numbers are keyed by it.
+/// The last generation that computed each of these rows of a shard; it keys the row's random
+/// numbers.
 async fn attempts(ledger: &Ledger, shard: u32, rows: impl Iterator<Item = u64>) -> anyhow::Result<Vec<u32>> {
     let mut retried = Vec::new();
     for generation in (1..=ledger.generation()).rev() {

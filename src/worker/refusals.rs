@@ -1,4 +1,5 @@
-//! Messages that are not for this worker: a warning a job, and one a minute while more of its messages come. A queue may hold thousands.
+//! Warnings about messages that are not for this worker: one per job, and one per minute while more
+//! of the job's messages come. A queue may hold thousands of them.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
@@ -8,7 +9,7 @@ use crate::queue::Delivery;
 
 /// Time between two warnings about one job.
 const SAY_EVERY: Duration = Duration::from_secs(60);
-/// Jobs that are remembered; of more, each is new again.
+/// Maximum number of remembered jobs; beyond it, all are forgotten.
 const JOBS_MAX: usize = 1024;
 
 /// Output and job.
@@ -23,12 +24,12 @@ pub struct Refusals {
 #[derive(Debug)]
 struct Refused {
     said: Instant,
-    /// Since then.
+    /// Messages since the last warning.
     unsaid: u64,
 }
 
 impl Refusals {
-    /// This delivery is not for us.
+    /// Reports a delivery that is not for this worker.
     pub fn say(&self, delivery: &Delivery, why: &str) {
         let message = &delivery.message;
         let line = format!(
@@ -45,9 +46,10 @@ impl Refusals {
         }
     }
 
-    /// How many went unsaid, where a warning is due.
+    /// Number of unreported messages, where a warning is due.
     fn note(&self, key: JobKey, now: Instant) -> Option<u64> {
-        // Every change is a single step: what a panicking holder left is whole.
+        // Every change is a single step, so the state is consistent even after a panic of its
+        // holder.
         let mut jobs = self.jobs.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(refused) = jobs.get_mut(&key) {
             if now.saturating_duration_since(refused.said) < SAY_EVERY {

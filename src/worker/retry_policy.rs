@@ -1,4 +1,4 @@
-//! What a worker does about an error: wait, leave the shard to others, or end.
+//! The reaction of a worker to an error: wait, leave the shard to others, or end.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -11,17 +11,17 @@ use crate::worker::stop::Stop;
 /// First pause of an outage; doubles from there.
 const PAUSE_MIN: Duration = Duration::from_millis(500);
 const PAUSE_MAX: Duration = Duration::from_secs(30);
-/// Time between two lines about the same outage.
+/// Time between two log lines about the same outage.
 const SAY_EVERY: Duration = Duration::from_secs(60);
 
 /// How to go on after an error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RetryDecision {
-    /// The store or the queue is away, or refuses access: wait, rows are kept.
+    /// The store or the queue is away, or refuses access: wait and keep the rows.
     Wait,
     /// Something is wrong with this shard or its job: other workers, or a person, must see to it.
     LeaveShard,
-    /// Nothing can go on here.
+    /// The worker cannot go on.
     End,
 }
 
@@ -31,7 +31,8 @@ pub fn decision(error: &anyhow::Error) -> RetryDecision {
         if let Some(error) = cause.downcast_ref::<LedgerError>() {
             return match error {
                 LedgerError::Retryable { .. } | LedgerError::Denied { .. } => RetryDecision::Wait,
-                // A full disk, a store without put-if-absent: this job cannot go on here, others may.
+                // A full disk, or a store without put-if-absent: this job cannot go on here, but
+                // other jobs may.
                 LedgerError::Damaged { .. }
                 | LedgerError::Lost { .. }
                 | LedgerError::Newer { .. }
@@ -57,11 +58,11 @@ pub fn decision(error: &anyhow::Error) -> RetryDecision {
     RetryDecision::End
 }
 
-/// Waits out outages, and says so: one line when one begins, one a minute, one when it is over.
+/// Waits out outages, and logs one line at the beginning, one per minute, and one at the end.
 #[derive(Debug)]
 pub struct RetryPolicy {
     patient: bool,
-    /// The longest that one operation waits.
+    /// Maximum time that one operation waits.
     most: Option<Duration>,
     outage: Mutex<Option<Outage>>,
 }
@@ -76,12 +77,12 @@ struct Outage {
 #[derive(Debug, Default)]
 pub struct Pauses {
     rounds: u32,
-    /// The first of them.
+    /// Start of the first pause.
     began: Option<Instant>,
 }
 
 impl Pauses {
-    /// How long ago the first of them began: now, where there was none.
+    /// Time since the first pause began; begins it if there was none.
     fn begin(&mut self) -> Duration {
         self.began.get_or_insert_with(Instant::now).elapsed()
     }
@@ -90,7 +91,7 @@ impl Pauses {
         self.rounds
     }
 
-    /// Since the first of them began.
+    /// Time since the first pause began.
     pub fn waited(&self) -> Duration {
         self.began.map_or(Duration::ZERO, |began| began.elapsed())
     }
@@ -119,7 +120,7 @@ impl RetryPolicy {
         self.patient
     }
 
-    /// What to do about `error`.
+    /// The reaction to `error`.
     pub fn decision(&self, error: &anyhow::Error) -> RetryDecision {
         if self.patient {
             decision(error)
@@ -128,12 +129,13 @@ impl RetryPolicy {
         }
     }
 
-    /// Pauses after an error that is worth another try, and says so; gives back any other, and every one once the worker stops.
+    /// Pauses after an error that is waited out, and logs it; returns any other error, and every
+    /// error once the worker stops.
     pub async fn backoff(&self, error: anyhow::Error, pauses: &mut Pauses, stop: &Stop) -> anyhow::Result<()> {
         self.wait(error, pauses, stop, |error| self.say(error)).await
     }
 
-    /// As [`RetryPolicy::backoff`]; `say` tells people, once it is known that the error is waited out.
+    /// As [`RetryPolicy::backoff`]; `say` reports the error once it is known to be waited out.
     pub async fn wait(
         &self,
         error: anyhow::Error,
@@ -157,12 +159,12 @@ impl RetryPolicy {
         }
     }
 
-    /// Whether one operation may wait no longer.
+    /// Whether one operation has waited for the maximum time.
     pub fn gives_up_after(&self, waited: Duration) -> bool {
         self.most.is_some_and(|most| waited >= most)
     }
 
-    /// An error where nothing came from the queue for `away`, because it does not answer, and that is waited for no longer.
+    /// Returns an error where the queue has been away for the maximum time.
     pub fn still_waits_for_queue(&self, away: Duration) -> anyhow::Result<()> {
         match self.gives_up_after(away) {
             true => Err(anyhow::anyhow!("the queue has not answered for {} s", away.as_secs())),
@@ -170,7 +172,7 @@ impl RetryPolicy {
         }
     }
 
-    /// The store answered.
+    /// Notes that the store answered.
     pub fn over(&self) {
         let ended = self.outage.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(outage) = ended {
@@ -179,7 +181,7 @@ impl RetryPolicy {
         }
     }
 
-    /// Says what it waits for, unless that was said a moment ago.
+    /// Logs the cause of the wait, unless it was logged within `SAY_EVERY`.
     pub fn say(&self, error: &anyhow::Error) {
         let now = Instant::now();
         let mut outage = self.outage.lock().unwrap_or_else(PoisonError::into_inner);
@@ -252,7 +254,7 @@ mod tests {
             began.elapsed() >= 2 * PAUSE_MIN && error.to_string().starts_with("waited for "),
             "{error}"
         );
-        // Another one has time of its own.
+        // Another operation has its own maximum.
         assert!(
             retry_policy
                 .backoff(away(), &mut Pauses::default(), &stop)

@@ -1,8 +1,9 @@
-//! Room for the carried columns of all shards in this worker's hands, which are kept until their parts are published.
+//! Memory for the carried columns of all shards in hand, which are kept until their parts are
+//! published.
 //!
-//! A shard's own are bounded (`dataset/row_memory.rs`); here is the bound of their sum. A shard that is being read waits until the
-//! columns of its next rows fit beside those of the others. The one that has held some for the longest time never waits, so that one
-//! always goes on.
+//! `dataset/row_memory.rs` bounds the columns of one shard; this module bounds their sum. A shard
+//! that is being read waits until the columns of its next rows fit beside those of the others. The
+//! shard that has held columns for the longest time never waits, so that one shard always goes on.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -11,7 +12,8 @@ use tokio::sync::Notify;
 
 use crate::worker::in_flight::ShardKey;
 
-/// Most bytes of all carried columns, but for the last piece of a shard that waits: two shards of the largest.
+/// Maximum bytes of all carried columns, except the last piece of a waiting shard: two shards of
+/// the largest size.
 pub const ROOM_BYTES: usize = 512 << 20;
 
 /// See the module's description.
@@ -25,7 +27,7 @@ pub struct Room {
 #[derive(Debug, Clone, Copy)]
 struct Held {
     bytes: usize,
-    /// In which order they came.
+    /// Order of arrival.
     turn: u64,
 }
 
@@ -44,7 +46,7 @@ impl Default for Room {
 }
 
 impl Room {
-    /// Waits until a shard may hold `bytes` in all, those of before included.
+    /// Waits until a shard may hold `bytes` in total, earlier bytes included.
     pub async fn hold(&self, key: ShardKey, bytes: usize) {
         if self.try_hold(key, bytes) {
             return;
@@ -57,7 +59,7 @@ impl Room {
         loop {
             let freed = self.freed.notified();
             tokio::pin!(freed);
-            // From here on nothing that is freed is missed.
+            // From here on no notification is missed.
             freed.as_mut().enable();
             if self.try_hold(key, bytes) {
                 return;
@@ -79,14 +81,14 @@ impl Room {
         if may {
             let before = shards.insert(key, Held { bytes, turn });
             if before.is_some_and(|before| before.bytes > bytes) {
-                // It is read once more.
+                // The shard is being read again.
                 self.freed.notify_waiters();
             }
         }
         may
     }
 
-    /// Nothing of a shard is held any more.
+    /// Releases all bytes of a shard.
     pub fn leave(&self, key: ShardKey) {
         if self.shards().remove(&key).is_some() {
             self.freed.notify_waiters();
@@ -94,7 +96,8 @@ impl Room {
     }
 
     fn shards(&self) -> MutexGuard<'_, HashMap<ShardKey, Held>> {
-        // Every change is a single step: what a panicking holder left is whole.
+        // Every change is a single step, so the state is consistent even after a panic of its
+        // holder.
         self.shards.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -122,7 +125,7 @@ mod tests {
         room.leave(key(1));
         assert!(room.try_hold(key(3), SHARD), "what was freed is there");
         assert!(room.try_hold(key(2), 3 * SHARD), "the second is the first now");
-        // Read once more, it holds nothing of before.
+        // A shard that is read again releases its earlier bytes.
         assert!(room.try_hold(key(2), 0) && room.try_hold(key(3), 2 * SHARD));
     }
 

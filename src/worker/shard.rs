@@ -1,6 +1,6 @@
-//! One shard in this worker's hands: finished rows → log → part → commit → finish check → acknowledge.
+//! One shard in hand: finished rows → log → part → commit → finish check → acknowledge.
 //!
-//! Each shard in flight is a task of its own, so that a slow store holds up nobody else.
+//! Each shard in flight is a task of its own, so that a slow store holds up no other shard.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -27,30 +27,30 @@ pub(super) struct OpenShard {
     pub job: Arc<OpenJob>,
     pub key: ShardKey,
     pub log: ShardLog,
-    /// The attempt written down for it; `None` where nothing goes to the device.
+    /// The attempt recorded for the shard; `None` where no row goes to the device.
     pub attempt: Option<Id>,
     /// Rows that will come from the device.
     pub expected: HashSet<u64>,
     /// Carried columns of the whole shard.
     pub carry: RecordBatch,
-    /// Its place among the shards in flight; free again when this is dropped.
+    /// Its place among the shards in flight; released when dropped.
     pub _permit: OwnedSemaphorePermit,
     /// Finished rows that no record covers yet.
     pub pending: Vec<RowResult>,
-    /// Tells the device that its rows are not wanted any more.
+    /// Tells the device that these rows are not needed any more.
     pub unwanted: Arc<AtomicBool>,
 }
 
-/// What a shard's task hears.
+/// Commands to a shard's task.
 #[derive(Debug)]
 pub(super) enum ShardCommand {
     Row(RowResult),
-    /// What is finished is to be logged now: the worker will end soon.
+    /// Log finished rows now: the worker will end soon.
     Flush,
     /// The queue takes the shard back.
     Recalled(&'static str),
-    /// No more rows will come: the worker ends. `whole`: the device ended as it should; if not, a row may have been the end
-    /// of it, and the attempt says so by having no end.
+    /// No more rows will come: the worker ends. `whole`: the device ended cleanly. If not, a row
+    /// may have ended it, so the attempt stays without an end.
     Leave {
         whole: bool,
     },
@@ -59,17 +59,17 @@ pub(super) enum ShardCommand {
 /// How work on a shard ended.
 enum Ended {
     Committed,
-    /// A narrowed try: the rest of the shard comes round again.
+    /// A narrowed try has ended: the rest of the shard comes round again.
     TriedSome,
-    /// Somebody else shall go on with it.
+    /// Another worker should continue the shard.
     GivenBack,
     /// This gristmill cannot go on with the job.
     LeftToOthers,
-    /// The job is stopped: its messages mean nothing any more.
+    /// The job is stopped: its messages are obsolete.
     JobStopped,
 }
 
-/// Sees a shard through. An error is one that ends the worker.
+/// Sees a shard through. Returns only an error that ends the worker.
 pub(super) async fn run_shard(
     worker: Arc<Worker>,
     mut shard: OpenShard,
@@ -115,8 +115,8 @@ pub(super) async fn run_shard(
     }
 }
 
-/// A stopped job's messages are acknowledged: whoever extends the job enqueues its shards again. Such a message may be among
-/// these, having come while the shard was on its way out; then the job's orders say by now that it goes on.
+/// Acknowledges a stopped job's messages: whoever extends the job enqueues its shards again. Such a
+/// new message may already be among these deliveries; then the job's orders say that it goes on.
 async fn leave_stopped(
     worker: &Worker,
     job: &OpenJob,
@@ -158,9 +158,9 @@ async fn give_back(worker: &Worker, deliveries: &[Arc<Delivery>]) -> anyhow::Res
 
 struct Tending<'a> {
     worker: &'a Worker,
-    /// While rows may come.
+    /// Present while rows may come.
     running: Option<Running>,
-    /// When its last row had come, no other shard of the job had rows on the device.
+    /// Whether no other shard of the job had rows on the device when the last row of this one came.
     is_last: bool,
     shard: &'a mut OpenShard,
     stop: &'a Stop,
@@ -178,7 +178,8 @@ impl Tending<'_> {
                     Some(ShardCommand::Recalled(why)) => {
                         let (shard, title) = (self.shard.key.shard, self.shard.job.title());
                         tracing::info!("shard {shard} of {title} goes back to the queue: {why}");
-                        // Where the device hangs, one of these rows may be why: the attempt stays without an end.
+                        // If the device hangs, one of these rows may be the cause: the attempt
+                        // stays without an end.
                         let whole = self.worker.watchdog.is_alive();
                         return self.give_back(whole).await;
                     }
@@ -213,14 +214,14 @@ impl Tending<'_> {
     }
 
     fn take(&mut self, row: RowResult) {
-        // A row of an earlier try may come late: its result is not waited for.
+        // A row of an earlier try may come late; it is ignored.
         if self.shard.expected.remove(&row.row) {
             self.worker.meter.add_row(&row);
             self.shard.pending.push(row);
         }
     }
 
-    /// Logs what is pending, if the store answers; else it stays pending.
+    /// Logs pending rows, if the store answers; otherwise they stay pending.
     async fn flush(&mut self) -> anyhow::Result<()> {
         match append(self.worker, self.shard).await {
             Ok(()) => self.worker.retry_policy.over(),
@@ -232,9 +233,9 @@ impl Tending<'_> {
         Ok(())
     }
 
-    /// Somebody else shall go on. `whole`: the device is sound, and the attempt ends.
+    /// Prepares the shard for another worker. `whole`: the device is sound, and the attempt ends.
     async fn give_back(&mut self, whole: bool) -> anyhow::Result<Ended> {
-        // First of all: what the device does from now on for these rows is for nothing.
+        // First stop the device: its further work on these rows would be wasted.
         self.shard.unwanted.store(true, Ordering::Release);
         self.append().await?;
         if whole {
@@ -257,7 +258,7 @@ impl Tending<'_> {
         Ok(())
     }
 
-    /// What has not come is not waited for.
+    /// Ends the rows that have not come with `status`.
     fn close(&mut self, status: RowStatus) {
         self.shard.unwanted.store(true, Ordering::Release);
         for row in std::mem::take(&mut self.shard.expected) {
@@ -267,7 +268,7 @@ impl Tending<'_> {
         }
     }
 
-    /// Logs the pending rows, however long the store is away.
+    /// Logs the pending rows, waiting out outages of the store.
     async fn append(&mut self) -> anyhow::Result<()> {
         let mut pauses = Pauses::default();
         while let Err(error) = append(self.worker, self.shard).await {
@@ -281,7 +282,7 @@ impl Tending<'_> {
     async fn publish(&self) -> anyhow::Result<Ended> {
         let mut pauses = Pauses::default();
         while let Err(error) = self.try_publish().await {
-            // Rows of it are open again.
+            // Lost rows are open again.
             if let Some(LedgerError::Lost { .. }) = error.downcast_ref() {
                 return Ok(Ended::TriedSome);
             }
@@ -293,9 +294,9 @@ impl Tending<'_> {
 
     async fn try_publish(&self) -> anyhow::Result<()> {
         let job = &self.shard.job;
-        // No end is written for the attempt: strikes on rows that are covered never count.
+        // The attempt needs no end: strikes on rows that are covered never count.
         if self.is_last {
-            // `_SUCCESS` may follow at once, and it sums up what was spent.
+            // `_SUCCESS` may follow at once, and it sums up the spending.
             job.write_spend(&self.worker.name).await?;
         }
         crate::failpoint!("keeper.before-part");
@@ -314,7 +315,7 @@ async fn stopped(state: &mut watch::Receiver<JobState>) -> JobState {
     let state = changed.ok().map(|state| *state);
     match state {
         Some(state) => state,
-        // The job, which sends, is held by its shard.
+        // The shard holds the job, which is the sender.
         None => std::future::pending().await,
     }
 }
@@ -326,7 +327,8 @@ fn ticks(every: Duration) -> Interval {
     ticks
 }
 
-/// Logs the shard's pending rows. After an error they stay pending: the log settles what became of them.
+/// Logs the shard's pending rows. After an error they stay pending: the log settles which of them
+/// count.
 async fn append(worker: &Worker, shard: &mut OpenShard) -> anyhow::Result<()> {
     if shard.pending.is_empty() {
         return Ok(());

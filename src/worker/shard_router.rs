@@ -1,5 +1,5 @@
-//! Routes finished rows to the tasks of their shards, tells the queue which shards are worked on still, and at the end has
-//! every shard logged and given back.
+//! Routes finished rows to the tasks of their shards, and tells the queue which shards are still in
+//! progress. At the end it has every shard logged and given back.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -15,13 +15,13 @@ use crate::worker::shard::{OpenShard, ShardCommand, run_shard};
 use crate::worker::stop::{Stop, Why};
 use crate::worker::{RouterEvent, Worker, one_line};
 
-/// How long the device may go on after a stop before the router leaves without its last word.
+/// How long the router waits after a stop for [`RouterEvent::DeviceLeft`].
 const LAST_STEP: Duration = Duration::from_secs(15);
-/// How often the queue hears of the shards in hand.
+/// How often the shards in hand are extended at the queue.
 const EXTEND_EVERY: Duration = Duration::from_secs(2);
 
-/// Keeps rows until no stage can send any more; at the end, and after an error too, logs what is finished and gives the
-/// rest back.
+/// Collects rows until all stages have closed their channel. At the end, and also after an error,
+/// logs finished rows and gives unfinished shards back.
 pub(super) async fn run(
     worker: Arc<Worker>,
     mut router_events: mpsc::Receiver<RouterEvent>,
@@ -35,7 +35,7 @@ pub(super) async fn run(
         device_left: false,
     };
     let served = router.serve(&mut router_events).await;
-    // Nobody waits for an answer of the other stages: their sends must fail at once, not fill the channel.
+    // The other stages' sends must fail at once instead of filling a channel without a reader.
     drop(router_events);
     let left = router.leave().await;
     served.and(left)
@@ -47,7 +47,8 @@ struct ShardRouter {
     /// The tasks of shards in flight.
     shards: HashMap<ShardKey, mpsc::UnboundedSender<ShardCommand>>,
     tasks: JoinSet<(ShardKey, anyhow::Result<()>)>,
-    /// The device ended as it should. If not, a row may have been the end of it, and the attempts say so by having none.
+    /// The device ended cleanly. If not, a row may have ended it: the attempts then stay without an
+    /// end.
     device_left: bool,
 }
 
@@ -73,13 +74,14 @@ impl ShardRouter {
                     None => break,
                 },
                 Some(ended) = self.tasks.join_next() => if let Err(error) = self.ended(ended) {
-                    // The others' rows are sound: they are logged and given back in good order.
+                    // The other shards' rows are sound: they are logged and given back in good
+                    // order.
                     first_error.get_or_insert(error);
                     self.stop.set(Why::Failed);
                 },
                 () = stop.wait(), if !stopping => {
                     stopping = true;
-                    // The device may be long over its step: what is finished must not wait for that.
+                    // The device's step may take long, and finished rows must not wait for it.
                     for shard in self.shards.values() {
                         let _ = shard.send(ShardCommand::Flush);
                     }
@@ -107,7 +109,7 @@ impl ShardRouter {
         }
     }
 
-    /// A shard that is gone needs nothing: its rows are dropped.
+    /// Sends a command to a shard's task; a shard that has ended drops it.
     fn tell(&self, key: ShardKey, tell: ShardCommand) {
         if let Some(shard) = self.shards.get(&key) {
             let _ = shard.send(tell);
@@ -116,7 +118,8 @@ impl ShardRouter {
 
     fn ended(&mut self, ended: Result<(ShardKey, anyhow::Result<()>), tokio::task::JoinError>) -> anyhow::Result<()> {
         let (key, result) = ended.map_err(|e| anyhow::anyhow!("the task of a shard panicked: {e}"))?;
-        // The same shard may have been opened again in between: its channel is another, and open.
+        // The same shard may have been opened again in between: its channel is then a new, open
+        // one.
         if self.shards.get(&key).is_some_and(mpsc::UnboundedSender::is_closed) {
             self.shards.remove(&key);
         }
@@ -127,7 +130,8 @@ impl ShardRouter {
         for key in self.worker.in_flight.recall(&recall.receipts) {
             self.tell(key, ShardCommand::Recalled(recall.why));
         }
-        // The queue hears that work on them has ended when the last of their shards is no longer in hand.
+        // The recall ends, and with it the queue's wait, when none of these deliveries is in hand
+        // any more.
         let worker = self.worker.clone();
         tokio::spawn(async move {
             while worker.in_flight.holds_any(&recall.receipts) {
@@ -137,7 +141,8 @@ impl ShardRouter {
         });
     }
 
-    /// Says which shards are worked on still, unless the device hangs: then the queue may give them to others.
+    /// Extends the shards in hand at the queue. If the device hangs, the queue may give them to
+    /// other workers.
     async fn extend(&self) -> anyhow::Result<()> {
         if !self.worker.watchdog.is_alive() {
             return Ok(());
@@ -149,8 +154,8 @@ impl ShardRouter {
         Ok(())
     }
 
-    /// The last act: logs what is finished, ends the attempts, gives unfinished shards back. A shard that fails does not keep
-    /// the others from it; the first error is returned.
+    /// Ends all shards: logs finished rows, ends the attempts, gives unfinished shards back. All
+    /// shards are handled even if one fails; the first error is returned.
     async fn leave(mut self) -> anyhow::Result<()> {
         let whole = self.device_left;
         for shard in self.shards.values() {
@@ -161,7 +166,8 @@ impl ShardRouter {
             first_error = first_error.or(self.ended(ended).err());
         }
         let jobs = self.worker.jobs.open().await;
-        // Of one that owes nothing, the others find out by themselves that it has left.
+        // Workers that owe nothing may fail here silently: the others notice by themselves that
+        // they have left.
         let debts = jobs.iter().map(|job| async {
             if let Err(error) = job.end_spend(&self.worker.name).await
                 && job.owes()

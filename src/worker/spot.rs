@@ -1,4 +1,5 @@
-//! Notice of a cloud that it takes a spot machine away: the worker leaves in good order while there is time.
+//! A cloud's notice that it takes a spot machine away: the worker leaves in good order while there
+//! is time.
 //!
 //! - AWS: `latest/meta-data/spot/instance-action` answers 404 until two minutes before the end, behind a session token
 //!   (IMDSv2). <https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html>
@@ -9,12 +10,12 @@ use std::time::Duration;
 
 use crate::worker::stop::{Stop, Why};
 
-/// The address of the metadata service is taken from here, where it is set.
+/// Environment variable that overrides the address of the metadata service.
 pub const ADDRESS: &str = "GRISTMILL_METADATA_URL";
 
 const AWS: &str = "http://169.254.169.254";
 const GCP: &str = "http://metadata.google.internal";
-/// AWS asks for at most one look every five seconds.
+/// AWS asks for at most one request every five seconds.
 const LOOK_EVERY: Duration = Duration::from_secs(5);
 const ANSWER_MAX: Duration = Duration::from_secs(2);
 const TOKEN_SECONDS: &str = "21600";

@@ -1,4 +1,4 @@
-//! Whether the worker makes progress: what liveness checks and the queue's watchdog ask.
+//! Whether the worker makes progress, for liveness checks and for the queue's timeouts.
 
 use std::sync::Mutex;
 use std::sync::PoisonError;
@@ -8,12 +8,12 @@ use std::time::{Duration, Instant};
 #[derive(Debug)]
 pub struct StepWatchdog {
     step_max: Duration,
-    /// When the step began that has not ended.
+    /// Start of the step that is running.
     step_began: Mutex<Option<Instant>>,
 }
 
 impl StepWatchdog {
-    /// A device that takes longer than `step_max` over one step hangs.
+    /// A device that spends more than `step_max` on one step counts as hanging.
     pub fn new(step_max: Duration) -> StepWatchdog {
         StepWatchdog {
             step_max,
@@ -29,13 +29,14 @@ impl StepWatchdog {
         done
     }
 
-    /// False: the device has been at one step for too long. A worker that waits (for work, for the store) is alive.
+    /// False: the device has spent too long on one step. A worker that waits (for work, for the
+    /// store) is alive.
     pub fn is_alive(&self) -> bool {
         let began = *self.step_began.lock().unwrap_or_else(PoisonError::into_inner);
         began.is_none_or(|began| began.elapsed() <= self.step_max)
     }
 
-    /// How long the queue shall wait for a sign of life.
+    /// How long the queue should wait for a sign of life.
     pub fn limit(&self) -> Duration {
         self.step_max
     }

@@ -16,7 +16,7 @@ pub enum Why {
     Budget,
     Deadline,
     Cancelled,
-    /// An input is not what it was when the job was planned.
+    /// An input differs from the planned one.
     InputChanged,
     /// A stage failed; its error says why.
     Failed,
@@ -33,7 +33,7 @@ impl From<StopWhy> for Why {
     }
 }
 
-/// A stop signal that many hold; the first reason stays.
+/// A stop signal with many holders; the first reason stays.
 #[derive(Debug, Clone)]
 pub struct Stop {
     sender: Arc<watch::Sender<Option<Why>>>,

@@ -1,4 +1,5 @@
-//! What this worker has met lately and need not find out again with each message: stores that fail, and jobs that are not for it.
+//! Recent findings that this worker need not repeat for each message: stores that fail, and jobs
+//! that are not for it.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -7,19 +8,20 @@ use std::time::{Duration, Instant};
 use crate::queue::Message;
 use crate::report::one_line;
 
-/// From a failure on, for so long, shards of the same job are set aside without a try that the intake waits for.
+/// Time after a failure in which the intake does not wait for tries of shards of the same job; they
+/// are set aside at once.
 const HOLDS: Duration = Duration::from_secs(60);
-/// From the last failure on, for so long, a worker does not take itself for idle.
+/// Time after the last failure in which a worker does not count as idle.
 const REMEMBERED: Duration = Duration::from_secs(120);
-/// What was found of a job that is not for this worker holds for so long: a queue may hold thousands of its messages.
+/// How long a job stays known as not for this worker: a queue may hold thousands of its messages.
 const NOT_OURS_HOLDS: Duration = Duration::from_secs(10);
-/// Time between two lines about the same trouble.
+/// Time between two log lines about the same trouble.
 const SAY_EVERY: Duration = Duration::from_secs(60);
 
 /// Which of a job's stores fails.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Where {
-    /// Where its record, its ledger and its parts lie.
+    /// The store of the job's record, ledger and parts.
     Output,
     Inputs,
 }
@@ -27,7 +29,7 @@ pub enum Where {
 /// See the module's description.
 #[derive(Debug, Default)]
 pub struct Troubles {
-    /// By the job's output.
+    /// Key: the job's output.
     stores: Mutex<HashMap<(Where, String), Trouble>>,
     not_ours: Mutex<HashMap<JobKey, (Instant, Arc<str>)>>,
 }
@@ -43,7 +45,7 @@ struct Trouble {
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Every change is a single step: what a panicking holder left is whole.
+    // Every change is a single step, so the state is consistent even after a panic of its holder.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -52,7 +54,7 @@ fn key(message: &Message) -> JobKey {
 }
 
 impl Troubles {
-    /// A store failed: said at once, and every minute while it lasts.
+    /// Notes that a store failed. Reported at once, and every minute while it lasts.
     pub fn note(&self, place: Where, output: &str, error: &anyhow::Error) {
         let now = Instant::now();
         let mut stores = locked(&self.stores);
@@ -73,7 +75,7 @@ impl Troubles {
         }
     }
 
-    /// The store answered.
+    /// Notes that the store answered.
     pub fn end(&self, place: Where, output: &str) {
         let ended = locked(&self.stores).remove(&(place, output.to_string()));
         if let Some(trouble) = ended {
@@ -82,20 +84,20 @@ impl Troubles {
         }
     }
 
-    /// Whether a store of this job failed a moment ago.
+    /// Whether this store of the job failed within `HOLDS`.
     pub fn holds(&self, place: Where, output: &str) -> bool {
         let stores = locked(&self.stores);
         let trouble = stores.get(&(place, output.to_string()));
         trouble.is_some_and(|trouble| trouble.last.elapsed() < HOLDS)
     }
 
-    /// Whether a store failed not long ago and has not answered since.
+    /// Whether a store failed within `REMEMBERED` and has not answered since.
     pub fn any(&self) -> bool {
         let stores = locked(&self.stores);
         stores.values().any(|trouble| trouble.last.elapsed() < REMEMBERED)
     }
 
-    /// The job that a message points at is not for this worker.
+    /// Notes that the message's job is not for this worker.
     pub fn note_not_ours(&self, message: &Message, why: Arc<str>) {
         let now = Instant::now();
         let mut jobs = locked(&self.not_ours);
@@ -103,7 +105,7 @@ impl Troubles {
         jobs.insert(key(message), (now, why));
     }
 
-    /// Why it is not, where that was found out a moment ago.
+    /// Why the message's job is not for this worker, where that was found within `NOT_OURS_HOLDS`.
     pub fn not_ours(&self, message: &Message) -> Option<Arc<str>> {
         let jobs = locked(&self.not_ours);
         let (since, why) = jobs.get(&key(message))?;

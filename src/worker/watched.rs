@@ -1,5 +1,6 @@
-//! The jobs that must be done before a worker is idle, whatever comes from its queue: those that a person named, and the one whose
-//! model was loaded. One whose store does not answer holds up no other: it is opened later.
+//! The jobs that must be done before a worker is idle, whatever its queue delivers: the jobs that a
+//! person named, and the job whose model was loaded. A job whose store does not answer is opened
+//! later and holds up no other job.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -8,7 +9,7 @@ use crate::dataset::location::Location;
 use crate::ledger::Ledger;
 use crate::worker::retry_policy::{RetryDecision, RetryPolicy};
 
-/// How long a store may take over a record, while nothing else is looked at.
+/// Maximum time to read one record; no other record is read meanwhile.
 const OPEN_MAX: Duration = Duration::from_secs(10);
 
 /// See the module's description.
@@ -17,7 +18,7 @@ pub struct Watched {
     known: Mutex<Known>,
 }
 
-/// An output that a person named is none of a job.
+/// An output that a person named holds no job.
 #[derive(Debug, thiserror::Error)]
 #[error("`{output}` holds no job: there is no `_gristmill/job.json`")]
 pub struct NoJob {
@@ -31,7 +32,7 @@ struct Known {
 }
 
 impl Watched {
-    /// The jobs in these outputs, none of them opened yet.
+    /// The jobs in these outputs, all still unopened.
     pub fn new(outputs: Vec<Location>) -> Watched {
         let known = Known {
             ledgers: Vec::new(),
@@ -43,7 +44,8 @@ impl Watched {
     }
 
     fn known(&self) -> MutexGuard<'_, Known> {
-        // Every change is a single step: what a panicking holder left is whole.
+        // Every change is a single step, so the state is consistent even after a panic of its
+        // holder.
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -51,7 +53,7 @@ impl Watched {
         self.known().ledgers.push(ledger);
     }
 
-    /// Those that are open.
+    /// The jobs that are open.
     pub fn ledgers(&self) -> Vec<Ledger> {
         self.known().ledgers.clone()
     }
@@ -60,10 +62,11 @@ impl Watched {
         self.known().unopened.is_empty()
     }
 
-    /// Tries to open those that are not. `Some`: why the last of those could not be opened that are tried again.
+    /// Tries to open the unopened jobs. `Some`: the error of the last job that failed and will be
+    /// tried again.
     ///
     /// # Errors
-    /// An output holds no job ([`NoJob`]), or a record that nobody waits for.
+    /// An output holds no job ([`NoJob`]), or opening failed with an error that is not waited out.
     pub async fn open(&self, retry_policy: &RetryPolicy) -> anyhow::Result<Option<anyhow::Error>> {
         let unopened = self.known().unopened.clone();
         let mut failed = None;

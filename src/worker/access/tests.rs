@@ -1,4 +1,4 @@
-//! Which addresses are accepted, by tables: attacks beside what an ordinary setup has.
+//! Which addresses are accepted, by tables: attacks beside ordinary setups.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -17,7 +17,7 @@ fn access(accept: &[&str], inputs: &[&str]) -> Access {
     Access::new(&asked, Path::new("/")).unwrap()
 }
 
-/// What a worker makes of an output that a message names: the place, if it can be one at all.
+/// The location of an output that a message names; `None`: the text cannot be a location.
 fn place(text: &str) -> Option<Location> {
     let options = [("AWS_SKIP_SIGNATURE", "true"), ("AZURE_STORAGE_SKIP_SIGNATURE", "true")];
     let stores = Stores::new(options.map(|(name, value)| (name.to_string(), value.to_string())));
@@ -101,7 +101,7 @@ fn a_prefix_ends_where_a_part_of_the_path_does() {
         ),
     ] {
         let access = access(&[prefix], &[]);
-        // As an input, where addresses need not be opened to be refused.
+        // The same as an input, which is refused without being opened.
         assert_eq!(
             reads(&access, "s3://out/o", address),
             accepted,
@@ -154,7 +154,8 @@ fn without_options_inputs_come_from_the_outputs_own_bucket() {
             "https://s3.eu-west-1.amazonaws.com/private/a%2Fb%2Fc",
             false,
         ),
-        // A local output that may be worked on is its user's own: so are files and buckets that it names.
+        // An accepted local output belongs to the worker's user, so files and buckets that it names
+        // are accepted.
         ("/data/out", "/data/in/x.parquet", true),
         ("/data/out", "s3://b/in/x.parquet", true),
         ("/data/out", "http://localhost/x.jsonl", false),
@@ -192,7 +193,7 @@ fn a_refusal_names_the_option_that_would_allow_it() {
     ] {
         let why = none.refuses_inputs(&output, [input]).unwrap();
         assert!(why.contains(option) && why.contains(input), "{why}");
-        // And it does.
+        // And the suggested prefix works.
         let prefix = option.trim_matches('`').split(' ').nth(1).unwrap();
         assert!(reads(&access(&[], &[prefix]), "s3://b/out", input), "{prefix}");
         let inputs = ["s3://b/in/x.parquet", input, input];
@@ -327,7 +328,7 @@ fn a_prefix_that_is_none_is_refused_with_its_option() {
     }
 }
 
-/// Two teams in one bucket, on one queue: neither's worker touches what is the other's.
+/// Two teams share one bucket and one queue: neither's worker touches the other's objects.
 #[test]
 fn tenants_reach_their_own_prefix_alone() {
     for (mine, others) in [("a", "b"), ("b", "a")] {
@@ -363,7 +364,7 @@ fn redirects_lead_to_what_is_listed() {
 #[test]
 fn an_end_is_told_where_that_is_listed_and_nowhere_else() {
     let told = |access: &Access, url: &str| access.refuses_told(&Url::parse(url).unwrap()).is_none();
-    // What may be read need not be told anything.
+    // A prefix for reading does not permit posting.
     let reader = access(&["https://hooks.example/"], &["https://hooks.example/"]);
     assert!(!told(&reader, "https://hooks.example/done"));
     assert!(!told(&Access::default(), "https://hooks.example/done"));
@@ -392,7 +393,7 @@ fn an_end_is_told_where_that_is_listed_and_nowhere_else() {
     ] {
         assert_eq!(told(&teller, url), open, "{url}");
     }
-    // Nor does it open anything else.
+    // Nor does a prefix for posting permit reading.
     assert!(!reads(&teller, "s3://b/out", "https://hooks.example/team-a/rows.jsonl"));
     let why = teller
         .refuses_told(&Url::parse("https://other.example/x").unwrap())
