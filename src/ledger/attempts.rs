@@ -7,6 +7,9 @@
 //! that it came after. A process that is paused is none of them: its row is tried again, and whoever wakes late publishes
 //! nothing twice. An accused row is read once more, in an attempt of its own, for what is copied to the output; where that one died, too, it
 //! is not read again. While nobody can tell yet whether an attempt is dead, its row waits.
+//!
+//! See docs/decisions/013-a-row-is-accused-after-three-deaths-alone.md and
+//! docs/decisions/014-attempts-precede-their-rows.md.
 
 use std::collections::HashMap;
 

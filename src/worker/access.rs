@@ -13,6 +13,8 @@
 //! `--accept-inputs` and `--accept-models` add prefixes for these alone. Web servers are read only where they are listed, and the end of a job
 //! is told only to what `--accept-on-finish` lists.
 //! Decisions are by the parsed address; of local paths, symbolic links are followed first.
+//!
+//! See docs/decisions/019-a-queues-word-is-a-strangers.md.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};

@@ -2,6 +2,8 @@
 //!
 //! Requests a job and look: its spending and the next order; where there is a deadline, the time of what it wrote; where there
 //! is a budget, the list of spendings instead, and close to the budget each of those that have changed.
+//!
+//! See docs/decisions/024-each-job-has-an-account.md.
 
 use std::collections::HashSet;
 use std::sync::{Arc, Weak};

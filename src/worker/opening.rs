@@ -3,6 +3,9 @@
 //! Each is a task of its own. One whose store does not answer goes on alone, with pauses of its own, while the intake takes the
 //! next message: it is set aside. It needs no place, stays with this worker (the queue hears of it), and after a while
 //! is put at the end of the queue, where other workers may get it. No hop is counted for that: an outage must lose no message.
+//!
+//! See docs/decisions/018-stopped-jobs-messages-are-acknowledged.md and
+//! docs/decisions/021-each-delivery-is-a-task.md.
 
 use std::collections::HashMap;
 use std::sync::Arc;

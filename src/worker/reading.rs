@@ -1,4 +1,6 @@
 //! A shard's rows: read piece by piece, rendered, tokenized; or ended, where their job is closing.
+//!
+//! See docs/decisions/027-closing-asks-little-of-inputs.md.
 
 use std::sync::Arc;
 

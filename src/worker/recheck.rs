@@ -2,6 +2,8 @@
 //!
 //! Prompts, parameters and random numbers are the job's own, so that what differs is the engine's doing. One shard at a time is
 //! read, its input and its part; rows that the engine has not finished stay in it meanwhile, so that its batch stays full.
+//!
+//! See docs/decisions/029-recheck-draws-rows-by-hash.md.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;

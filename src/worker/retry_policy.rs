@@ -1,4 +1,6 @@
 //! What a worker does about an error: wait, leave the shard to others, or end.
+//!
+//! See docs/decisions/023-a-jobs-ledger-error-ends-no-worker.md.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};

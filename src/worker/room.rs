@@ -3,6 +3,8 @@
 //! A shard's own are bounded (`dataset/row_memory.rs`); here is the bound of their sum. A shard that is being read waits until the
 //! columns of its next rows fit beside those of the others. The one that has held some for the longest time never waits, so that one
 //! always goes on.
+//!
+//! See docs/decisions/028-carried-columns-are-bounded.md.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
