@@ -3,6 +3,8 @@
 //!
 //! Rows, templates, names and other people's errors come to a person's terminal through `say` and the log, which escape here. The
 //! form is JSON's (`\u001b`), so that a line of JSON stays what it was. Line ends and tabs are left alone.
+//!
+//! See docs/decisions/032-printed-text-is-escaped-at-one-place.md.
 
 use std::fmt::{self, Write as _};
 use std::io;

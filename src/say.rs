@@ -1,6 +1,8 @@
 //! Lines on stdout and stderr. `println!` and `eprintln!` of this crate are these: the standard library's panic where nobody
 //! reads any more, as in `gristmill status … | head -1`. Here what is not read is dropped, the command finishes its work, and
 //! its end says what became of its output ([`closed`]). Rows, names and errors in them are escaped here ([`printable`]).
+//!
+//! See docs/decisions/031-a-closed-stdout-ends-quietly.md.
 
 use std::fmt::Arguments;
 use std::io::{ErrorKind, Write};

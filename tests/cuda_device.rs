@@ -1,5 +1,7 @@
 //! The CUDA device without a GPU: libraries that stand in for NVIDIA's (tests/emulator) run the kernels' own sources on a CPU,
 //! and the built program uses them as it would use a card.
+//!
+//! See docs/decisions/070-kernels-run-in-an-emulator.md.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

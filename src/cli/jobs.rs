@@ -5,6 +5,8 @@
 //! folders of a page are processed before the next page is fetched. So memory grows with the depth
 //! of the folders and not with the number of objects. Records, which may be large, are read a few at
 //! a time.
+//!
+//! See docs/decisions/015-jobs-asks-a-folder-before-it-lists.md.
 
 use std::collections::HashSet;
 use std::time::{Duration, Instant};

@@ -5,6 +5,8 @@
 //! the output, since many readers of a folder read every `*.parquet` below it. They are in a folder
 //! whose name begins with `_`, so that readers of all of `labels/`, and jobs that use it as input,
 //! skip them too.
+//!
+//! See docs/decisions/010-a-limited-run-is-its-own-job.md.
 
 use std::collections::BTreeSet;
 

@@ -3,6 +3,8 @@
 //!
 //! A usual parser reads 9007199254740993 as the float 9007199254740992, and keeps the last of two
 //! members with the same key. Both results look right.
+//!
+//! See docs/decisions/043-answers-are-read-stricter-than-parsers-do.md.
 
 use std::collections::HashSet;
 use std::fmt::Write;

@@ -2,6 +2,8 @@
 //!
 //! Claims are checked before memory is allocated for them: tables that refer to one another, ranges
 //! outside of the file, and the decompressed lengths that buffers claim.
+//!
+//! See docs/decisions/034-an-arrow-batch-is-measured-first.md.
 
 use std::ops::Range;
 

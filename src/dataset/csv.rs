@@ -4,6 +4,8 @@
 //! A column's type is either given by the job or inferred from every cell of the column in all
 //! inputs. A cell counts as a number only if the number's usual text is exactly the cell's text. So
 //! a prompt shows the cell as it is in the file, including `007` and `1e5`.
+//!
+//! See docs/decisions/036-csv-columns-are-numbers-only-without-loss.md.
 
 use std::collections::{BTreeMap, HashSet};
 

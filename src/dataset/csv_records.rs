@@ -5,6 +5,8 @@
 //! is doubled. A quote inside an unquoted cell is an ordinary character. Input is refused where the
 //! end of a record is ambiguous, since everything after it could be misread: text behind a closing
 //! quote, a quote that is never closed, a lone carriage return.
+//!
+//! See docs/decisions/035-one-state-machine-for-quotes.md.
 
 use std::borrow::Cow;
 use std::ops::Range;

@@ -9,6 +9,8 @@
 //!
 //! A page header is a Thrift struct in compact protocol:
 //! <https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift>.
+//!
+//! See docs/decisions/041-a-shard-reads-its-own-pages.md.
 
 use std::ops::Range;
 

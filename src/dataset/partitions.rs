@@ -5,6 +5,8 @@
 //! whole number if its value in every file consists of digits (so `month=01` is 1, as in pyarrow
 //! and Spark), and else text. The type is decided over all files that the addresses match, before
 //! `input.where`, and recorded in the job's record, so that every worker reads the same type.
+//!
+//! See docs/decisions/037-folder-columns-are-settled-over-all-files.md.
 
 use std::sync::Arc;
 

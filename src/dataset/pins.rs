@@ -4,6 +4,8 @@
 //! or an object is uploaded in other pieces. If an input's ETag is unknown, its bytes are hashed,
 //! once per ETag and process, and compared with the hash of the plan. A matching state is known
 //! from then on, and is told to other workers by an order in the ledger ([`Pins::news`]).
+//!
+//! See docs/decisions/026-a-changed-input-stops-its-job.md.
 
 use std::collections::HashSet;
 use std::sync::{Mutex, MutexGuard, PoisonError};

@@ -1,5 +1,7 @@
 //! Planning of lines and CSV: every byte is read once, to find the rows' positions and the columns'
 //! kinds.
+//!
+//! See docs/decisions/039-a-skipped-file-leaves-nothing-behind.md.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -1,5 +1,7 @@
 //! Planning: resolves addresses to pinned files and cuts them into shards, streaming, with all
 //! checks that are possible before the start.
+//!
+//! See docs/decisions/042-a-job-without-rows-has-one-shard.md.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path as FsPath;

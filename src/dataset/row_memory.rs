@@ -4,6 +4,8 @@
 //! by page headers or a walk through levels and lengths, for lines by their JSON nodes. A piece is
 //! dropped before the next one is read. A row that alone exceeds [`ROW_BYTES_MAX`] is not read and
 //! becomes a row with an error; its neighbours are read.
+//!
+//! See docs/decisions/033-memory-of-rows-is-known-before-decoding.md.
 
 /// Maximum bytes of one row, as columns and as the JSON that templates see.
 pub const ROW_BYTES_MAX: u64 = 160 << 20;

@@ -4,6 +4,8 @@
 //! Each row gets a number, hashed from the seed and its row number in the whole input. With a
 //! fraction, rows below a threshold are drawn; with a count, the rows with the smallest numbers.
 //! The drawn rows are stored in the record, as picks of the planned segments.
+//!
+//! See docs/decisions/038-a-sample-is-picks-in-planned-segments.md.
 
 use std::collections::BinaryHeap;
 

@@ -3,6 +3,8 @@
 //! A compressed file can only be read from its start. So the decoder is kept between reads and
 //! continues from its position; a read before that position starts again. A worker reads its shards
 //! in order, and so decompresses a file about once.
+//!
+//! See docs/decisions/040-compressed-lines-are-read-forward.md.
 
 use std::collections::VecDeque;
 use std::ops::Range;

@@ -16,6 +16,8 @@
 //! 9. a token is drawn in proportion to probability, in order of ids, with the number that [`Draw::uniform`] gives.
 //!
 //! A token depends on its own row of logits and its own history alone.
+//!
+//! See docs/decisions/078-drawing-is-an-operation-of-the-device.md.
 
 /// Which tokens may be drawn.
 #[derive(Debug, Clone, Copy)]

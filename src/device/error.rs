@@ -1,4 +1,6 @@
 //! What goes wrong on a device, split by what can be done about it.
+//!
+//! See docs/decisions/071-a-device-error-is-a-value.md.
 
 /// A device that could not do what it was asked for.
 #[derive(Debug, Clone, thiserror::Error, PartialEq, Eq)]

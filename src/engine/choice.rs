@@ -16,6 +16,8 @@
 //! - Where the tokenizer puts a space in front of a text (SentencePiece's `▁`), a choice is spelled with that space, as the
 //!   model has learned to begin an answer; the choice's text is the one asked for all the same.
 //! - Stop texts, stop tokens and `ignore_eos` have no say; `max_tokens` cuts.
+//!
+//! See docs/decisions/047-a-choice-is-a-walk-through-a-trie.md.
 
 use std::collections::HashMap;
 use std::sync::Arc;

@@ -4,6 +4,8 @@
 //! `min_length`. They are out before anything else happens to the logits. Under a grammar the ends stay allowed, since the grammar
 //! says where a text may end, and so do tokens that it leaves no choice about. A choice is left as it is: one that would need
 //! a forbidden token is refused ([`Forbidden::clash`]).
+//!
+//! See docs/decisions/053-forbidden-tokens-are-a-mask.md.
 
 use serde::{Deserialize, Serialize};
 

@@ -1,5 +1,7 @@
 //! Maps by numbers that we count up ourselves: each step looks every sequence up some ten times, and what SipHash guards against, keys that
 //! somebody chose to collide, cannot be.
+//!
+//! See docs/decisions/058-per-token-work-uses-flat-memory.md.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};

@@ -1,4 +1,6 @@
 //! What goes into the engine and what comes out of it: one (row, sample, attempt) at a time.
+//!
+//! See docs/decisions/054-end-ids-belong-to-a-request.md.
 
 use std::sync::Arc;
 

@@ -7,6 +7,9 @@
 //!
 //! Greedy requests of one job with the same prompt and parameters have the same answer: those that come while the first is
 //! waiting or running are not computed, but get a copy of what becomes of it.
+//!
+//! See docs/decisions/055-equal-greedy-rows-are-computed-once.md and
+//! docs/decisions/057-a-gpu-step-begins-before-the-last-tokens-are-taken.md.
 
 use std::collections::HashMap;
 use std::sync::Arc;

@@ -14,6 +14,8 @@
 //! - Where no block is to be had, the youngest running sequence is preempted: its blocks are released (and may still be found
 //!   when it resumes), its tokens kept. A sequence that finds no younger one waits for a step. The oldest always finds its
 //!   blocks, because no sequence is accepted that could outgrow the pool alone.
+//!
+//! See docs/decisions/056-prefixes-are-shared-within-a-step.md.
 
 use std::collections::BTreeMap;
 use std::ops::Range;

@@ -12,6 +12,8 @@
 //!   else can be told apart by one token, so both delimiters begin with a token that no text is cut into.
 //! - Some models name the part that is the answer as well (`header`: harmony's final channel). Under a shape, these write a thought
 //!   or the header; free text may be anything.
+//!
+//! See docs/decisions/048-thoughts-end-by-token-ids.md.
 
 use std::ops::Range;
 use std::sync::Arc;

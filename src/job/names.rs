@@ -4,6 +4,8 @@
 //! They are read from minijinja's syntax tree, including branches that no row reaches. The tree is
 //! in minijinja's `machinery` module, which may change with any release; only this file and
 //! `template/` use it.
+//!
+//! See docs/decisions/046-names-in-templates-are-read-off-the-tree.md.
 
 use std::collections::{BTreeMap, BTreeSet};
 

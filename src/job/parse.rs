@@ -1,4 +1,6 @@
 //! Parses a job file's text into the types of `file`, with parameters and included files filled in.
+//!
+//! See docs/decisions/011-the-job-hash-leaves-out-the-budget.md.
 
 use std::path::{Path, PathBuf};
 

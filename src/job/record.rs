@@ -1,5 +1,7 @@
 //! A job read back from its ledger. Anyone who can write to an output can change the record, so it
 //! is checked against the same limits as a job file before it is used.
+//!
+//! See docs/decisions/007-a-ledger-is-foreign-input.md.
 
 use serde::Deserialize;
 use serde_json::Value;

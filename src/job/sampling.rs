@@ -4,6 +4,8 @@
 //! A job's own value takes precedence, then the checkpoint's (unless `generate.defaults` is
 //! `neutral`), then the neutral default. This happens once, when the job is planned: workers use
 //! the values in the job's record.
+//!
+//! See docs/decisions/044-sampling-is-settled-when-a-job-is-planned.md.
 
 use std::collections::BTreeMap;
 

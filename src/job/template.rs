@@ -10,6 +10,8 @@
 //! is checked before it is parsed (`program`). minijinja limits its instructions. A budget of
 //! bytes, items and time (`budget`) limits its intermediate values and its output; meters between
 //! its instructions charge the budget (`meter`).
+//!
+//! See docs/decisions/045-template-instructions-are-metered.md.
 
 use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -10,6 +10,9 @@
 //! it is unknown whether an attempt is dead, its row waits. An accused row is read once more, in an
 //! attempt of its own, for its carried columns; if that attempt dies too, the row is not read
 //! again.
+//!
+//! See docs/decisions/013-a-row-is-accused-after-three-deaths-alone.md and
+//! docs/decisions/014-attempts-precede-their-rows.md.
 
 use std::collections::HashMap;
 

@@ -1,4 +1,6 @@
 //! Replacing an object on the condition that it is still the one that was read: parts and `_SUCCESS` of a retry.
+//!
+//! See docs/decisions/001-records-are-created-never-changed.md.
 
 use bytes::Bytes;
 use object_store::{ObjectStoreExt, PutMode, PutOptions, UpdateVersion};

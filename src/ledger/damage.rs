@@ -4,6 +4,8 @@
 //! Nothing is voided that was not found damaged twice, nor anything of a shard that is committed: its rows are in its part,
 //! and `clean` may have removed the rest. A worker that read an object before it was lost may publish its rows all the
 //! same: then its part stands, and the one that voided commits it.
+//!
+//! See docs/decisions/003-lost-data-is-voided-in-the-log.md.
 
 use std::collections::BTreeMap;
 

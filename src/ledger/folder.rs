@@ -4,6 +4,8 @@
 //! somebody else who can write to the folder, while a worker runs with other rights. So each name below the output is opened
 //! relative to the opened folder that holds it (`openat` with `O_NOFOLLOW`), which leaves no time between a check and its use.
 //! A link, and a pipe, is an object of a listing; reading it, writing over it and passing through it are refused.
+//!
+//! See docs/decisions/008-no-links-below-a-local-output.md.
 
 use std::fmt;
 use std::fs::File;

@@ -1,4 +1,6 @@
 //! `_gristmill/job.json`: created once, says which job an output belongs to.
+//!
+//! See docs/decisions/005-job-record-is-checked-before-writes.md.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};

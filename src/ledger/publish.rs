@@ -1,4 +1,6 @@
 //! A complete log becomes a part, the part a commit.
+//!
+//! See docs/decisions/004-a-part-gives-way-by-conditional-update.md.
 
 use std::cmp::Ordering;
 use std::fmt::Display;

@@ -1,4 +1,6 @@
 //! What the ledger's objects say: one serde type each, with a version, checked as it is read.
+//!
+//! See docs/decisions/002-lowest-version-that-reads-right.md.
 
 use bytes::Bytes;
 use schemars::JsonSchema;

@@ -1,4 +1,6 @@
 //! Parts that were committed and are gone: no job is complete without them, and the log makes them again, byte for byte.
+//!
+//! See docs/decisions/006-no-job-is-complete-without-its-parts.md.
 
 use std::collections::HashSet;
 use std::fmt::Display;

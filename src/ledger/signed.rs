@@ -2,6 +2,8 @@
 //!
 //! That is the job itself (its inputs, its model, its prompts), each retry (its rows, what it raises) and each order (stop, extend, pin).
 //! All else in a ledger is about answers, and leads a worker to objects of the same job alone: who can write there can spoil them.
+//!
+//! See docs/decisions/009-signature-is-the-last-field.md.
 
 use bytes::Bytes;
 

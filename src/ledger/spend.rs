@@ -2,6 +2,8 @@
 //!
 //! A worker that must keep a budget lists them at each look, and reads one only where what it may hold could matter: the
 //! listing says when each was written, and nobody spends more than a device second a second.
+//!
+//! See docs/decisions/012-spendings-are-read-where-they-matter.md.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

@@ -1,5 +1,7 @@
 //! Who tells that a job is done: whoever has written its result, and, where that process ended before it could, whoever looks next. A mark
 //! says that it is done with. Between the two the end may be told twice, never not at all.
+//!
+//! See docs/decisions/030-who-lists-an-address-is-told.md.
 
 use std::sync::atomic::Ordering::{AcqRel, Release};
 

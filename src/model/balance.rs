@@ -8,6 +8,8 @@
 //!
 //! Balanced are the norms before attention and network with what reads them, values with the output projection, and the up with
 //! the down projection.
+//!
+//! See docs/decisions/083-weights-are-balanced-before-quantizing.md.
 
 use std::borrow::Cow;
 use std::collections::HashMap;

@@ -3,6 +3,8 @@
 //!
 //! Kept in a file of its own: safetensors with the vectors `layers.N.attention_norm`, `.attended`, `.mlp_norm` and `.gated` of each
 //! layer in F32, largest magnitudes by channel.
+//!
+//! See docs/decisions/082-calibration-lies-in-the-model-folder.md.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};

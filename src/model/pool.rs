@@ -1,4 +1,6 @@
 //! How many KV blocks a model has: as its options say, or what its device has left.
+//!
+//! See docs/decisions/059-memory-is-taken-before-the-first-row.md.
 
 use crate::device::batch::StepBatch;
 use crate::device::{Device, DeviceError, Precision};

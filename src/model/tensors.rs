@@ -1,5 +1,7 @@
 //! A model's tensors as its configuration describes them, in one place: what is built from a checkpoint, and what a checkpoint is held
 //! against.
+//!
+//! See docs/decisions/087-tensors-stand-in-one-list.md.
 
 use crate::model::config::Config;
 

@@ -1,4 +1,6 @@
 //! Norms that a checkpoint stores as what they differ from 1 by (Gemma), made whole.
+//!
+//! See docs/decisions/088-family-differences-end-where-weights-are-read.md.
 
 use std::borrow::Cow;
 use std::path::Path;

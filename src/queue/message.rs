@@ -1,4 +1,6 @@
 //! What travels through a queue: pointers to shards, as JSON with a version.
+//!
+//! See docs/decisions/016-a-message-names-output-generation-and-shard.md.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};

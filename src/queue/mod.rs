@@ -3,6 +3,8 @@
 //! The queue is a hint. It may lose or repeat any message; the ledger alone decides what is done. A message is
 //! acknowledged after its shard is committed, never before. Implementations reconnect by themselves: while a broker is
 //! away, nothing comes, and answers to deliveries that it will repeat anyway do nothing.
+//!
+//! See docs/decisions/017-deliveries-are-taken-back-by-recall.md.
 
 pub mod address;
 pub mod contract;

@@ -1,4 +1,6 @@
 //! Properties of librdkafka by name: which of them a job file, whoever operates gristmill, and nobody may set.
+//!
+//! See docs/decisions/020-a-job-file-is-not-its-operator.md.
 
 /// Properties that the guarantee rests on, or that the address gives; nobody else sets them.
 pub(crate) const OURS: &[(&str, &str)] = &[

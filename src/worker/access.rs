@@ -15,6 +15,8 @@
 //! read only where they are listed, and the end of a job is posted only to addresses that
 //! `--accept-on-finish` lists. Decisions are by the parsed address; in local paths, symbolic links
 //! are followed first.
+//!
+//! See docs/decisions/019-a-queues-word-is-a-strangers.md.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};

@@ -4,6 +4,8 @@
 //! Requests per job and look: this worker's spending and the next order. A deadline adds the
 //! timestamp of the spending. A budget adds the list of spendings instead and, close to the budget,
 //! each changed spending.
+//!
+//! See docs/decisions/024-each-job-has-an-account.md.
 
 use std::collections::HashSet;
 use std::sync::{Arc, Weak};

@@ -2,6 +2,8 @@
 //!
 //! A queue may deliver one shard twice (a broker that restarted, a `reconcile`): the second delivery joins the first, and
 //! both are answered when the work on the shard ends.
+//!
+//! See docs/decisions/025-an-extended-job-goes-on-by-itself.md.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

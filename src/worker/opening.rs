@@ -6,6 +6,9 @@
 //! delivery that is set aside needs none of the places for shards in flight and stays with this
 //! worker, which extends it at the queue. After a while it is put at the end of the queue, where
 //! other workers may get it. That counts as no hop: an outage must lose no message.
+//!
+//! See docs/decisions/018-stopped-jobs-messages-are-acknowledged.md and
+//! docs/decisions/021-each-delivery-is-a-task.md.
 
 use std::collections::HashMap;
 use std::sync::Arc;

@@ -1,5 +1,7 @@
 //! Reads a shard's rows piece by piece, renders and tokenizes them; or ends them, where their job
 //! is closing.
+//!
+//! See docs/decisions/027-closing-asks-little-of-inputs.md.
 
 use std::sync::Arc;
 

@@ -3,6 +3,8 @@
 //! Prompts, parameters and random numbers are the job's own, so that only the engine makes a
 //! difference. Shards are read one at a time, input and part. Unfinished rows of earlier shards
 //! stay in the engine meanwhile, so that its batch stays full.
+//!
+//! See docs/decisions/029-recheck-draws-rows-by-hash.md.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;

@@ -1,4 +1,6 @@
 //! The reaction of a worker to an error: wait, leave the shard to others, or end.
+//!
+//! See docs/decisions/023-a-jobs-ledger-error-ends-no-worker.md.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};

@@ -4,6 +4,8 @@
 //! `dataset/row_memory.rs` bounds the columns of one shard; this module bounds their sum. A shard
 //! that is being read waits until the columns of its next rows fit beside those of the others. The
 //! shard that has held columns for the longest time never waits, so that one shard always goes on.
+//!
+//! See docs/decisions/028-carried-columns-are-bounded.md.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};

@@ -1,6 +1,8 @@
 //! One shard in hand: finished rows → log → part → commit → finish check → acknowledge.
 //!
 //! Each shard in flight is a task of its own, so that a slow store holds up no other shard.
+//!
+//! See docs/decisions/022-each-shard-is-a-task.md.
 
 use std::collections::HashSet;
 use std::sync::Arc;

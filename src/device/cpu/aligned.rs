@@ -2,6 +2,8 @@
 //!
 //! With small pages, reading weights waits for address translations, and the processor's prefetching ends at each page. A model's
 //! matrices are often smaller than a huge page, or end in the middle of one: so they lie one behind the other in chunks.
+//!
+//! See docs/decisions/067-weights-and-kv-lie-on-huge-pages.md.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::marker::PhantomData;

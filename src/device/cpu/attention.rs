@@ -7,6 +7,8 @@
 //! not on how its sequence was cut into chunks, what it shares, or what else is in the batch.
 //!
 //! Keys and values in 8 bits are [`attention_int8`](super::attention_int8)'s: it walks the same way in spans of 64 positions.
+//!
+//! See docs/decisions/065-common-prefixes-are-attended-once.md.
 
 use std::ops::Range;
 use std::sync::Mutex;

@@ -8,6 +8,8 @@
 //!
 //! Sums in integers are exact, and the rest has one order of roundings: every instruction set gives the same bits. And a row's
 //! result depends on what it sees alone, not on what else stands in its last span by then.
+//!
+//! See docs/decisions/064-int8-attention-walks-spans-of-64.md.
 
 use super::attention::{Look, Scratch, Task, first_visible};
 use super::int8::{OFFSET, QUAD};

@@ -5,6 +5,8 @@
 //! F32; numbers that are not normal count as zero, and so do such sums. Pairs go in the order of k: a row's sum does not depend on
 //! the other rows nor on threads. AMX (`tdpbf16ps`) adds up even and odd values apart within 32 values of k: there all rows go to
 //! tiles, however few. So BF16 gives the same bits on one machine, but not on all of them.
+//!
+//! See docs/decisions/062-bf16-depends-on-the-processor.md.
 
 use super::int8::Tile;
 use super::isa::{Isa, multiversion};

@@ -5,6 +5,8 @@
 //! who takes the activations signed needs none. Activations and weights reach from -127 to 127.
 //! Sums are exact in 32 bits, so every instruction set gives the same integers, whatever the order; scaling is one order of
 //! roundings everywhere.
+//!
+//! See docs/decisions/061-int8-does-not-depend-on-the-batch.md.
 
 use super::isa::Isa;
 use super::tile::PANEL;

@@ -5,6 +5,8 @@
 //!
 //! Attention multiplies whole blocks, unused positions by zero. Those must hold finite values, so whoever begins a
 //! block clears the rest of its values: what an earlier owner left there (NaN, at worst) cannot reach a neighbour.
+//!
+//! See docs/decisions/072-values-lie-token-by-token.md.
 
 use super::aligned::Aligned;
 use super::int8::{OFFSET, QUAD};

@@ -2,6 +2,8 @@
 //!
 //! Rows are packed into tiles of up to 12 (`[k][rows of the tile]`); threads take ranges of weight panels (and, where
 //! there are too few panels, ranges of tiles). Work is never split over k: see [`tile`](super::tile).
+//!
+//! See docs/decisions/063-few-rows-stream-weights.md.
 
 use std::ops::Range;
 

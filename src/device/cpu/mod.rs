@@ -4,6 +4,8 @@
 //! else is in the batch, however the work is shared out to threads, and on every instruction set.
 //! `unsafe` stands only in kernels and where they are called: `tile.rs`, `int8.rs`, `bf16.rs`, `amx.rs`, `linear.rs`,
 //! `attention.rs`, `attention_int8.rs`, `softmax_int8.rs`, `gated.rs`, `aligned.rs`, `isa.rs`, `threads.rs` and `SharedMut`.
+//!
+//! See docs/decisions/060-f32-does-not-depend-on-the-batch.md.
 
 use std::sync::Arc;
 

@@ -1,6 +1,8 @@
 //! RMS normalisation (Zhang and Sennrich 2019), with the residual addition before it.
 //!
 //! `y = x / sqrt(mean(x^2) + eps) * weight`. Squares are summed in 16 interleaved lanes, then the lanes in one order.
+//!
+//! See docs/decisions/069-normalised-rows-are-written-in-int8.md.
 
 use super::isa::multiversion;
 use super::math::{round_bf16, sum16};

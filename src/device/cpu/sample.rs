@@ -1,4 +1,6 @@
 //! Draws tokens on the host: see [`draw`](crate::device::draw) for what is done in which order.
+//!
+//! See docs/decisions/066-logits-are-checked-by-sampling.md.
 
 use std::cmp::Ordering;
 

@@ -4,6 +4,8 @@
 //! have nothing to do, and waking one takes longer than such a region; these look for the next region for a while, then let others
 //! go first on their core, and sleep only when no region has come for [`PATIENCE`].
 //! ("Threads" in `benches/README.md` has both side by side.)
+//!
+//! See docs/decisions/068-cpu-steps-have-their-own-threads.md.
 
 use std::any::Any;
 use std::cell::{Cell, UnsafeCell};

@@ -1,4 +1,7 @@
 //! Attention over paged keys and values: wide items, narrow ones, then the merge of parts.
+//!
+//! See docs/decisions/076-hopper-attention-has-its-own-kernel.md and
+//! docs/decisions/077-attention-parts-take-only-their-rows.md.
 
 use super::driver::Argument;
 use super::memory::{Buffer, KvPool, Workspace, address, want};

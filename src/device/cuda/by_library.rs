@@ -1,5 +1,7 @@
 //! Products by NVIDIA's library: those that it computes faster than our kernels do, or all of them, which `gristmill doctor` holds ours
 //! against. Which of its kernels it takes follows the number of rows, and with it the order of sums: deterministic steps take none.
+//!
+//! See docs/decisions/080-cublaslt-serves-and-is-a-yardstick.md.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};

@@ -6,6 +6,9 @@
 //!
 //! In a deterministic step prompts' items walk such pieces, too, and sequences share whole ones: then what is added up in which order
 //! follows from a query's position alone. A piece in which a query sees nothing adds nothing to it.
+//!
+//! See docs/decisions/074-gpu-attention-is-cut-at-fixed-positions.md and
+//! docs/decisions/075-a-deterministic-step-walks-fixed-pieces.md.
 
 use std::ops::Range;
 

@@ -1,4 +1,6 @@
 //! Linear operations: by `mma.sync`, on Hopper by products of warpgroups, or by a library where it is faster; and the logits.
+//!
+//! See docs/decisions/081-embedding-and-head-stay-bf16.md.
 
 use std::sync::Arc;
 

@@ -1,4 +1,6 @@
 //! What lies on the card: activations, scratch memory, keys and values.
+//!
+//! See docs/decisions/073-kv-scales-are-per-token-and-head.md.
 
 use std::sync::Arc;
 

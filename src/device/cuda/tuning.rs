@@ -1,6 +1,8 @@
 //! How a product is computed: in the tile, or in the library's way, that took least time on this card, kept from run to run.
 //!
 //! Tiles add up in the same order, so which of them is taken changes no bit of a result; the library's ways do not promise that.
+//!
+//! See docs/decisions/079-product-kernels-are-chosen-by-measuring.md.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;

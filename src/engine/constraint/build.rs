@@ -1,4 +1,6 @@
 //! Compiles one shape, on the thread that calls: what llguidance makes of it, within bounds.
+//!
+//! See docs/decisions/052-json-may-have-one-space.md.
 
 use std::sync::Arc;
 

@@ -4,6 +4,8 @@
 //! compiled since. A thread cannot be killed, so bounds that are checked before keep a compilation to seconds; one that takes
 //! longer than `TIME_MAX` all the same is given up and its thread runs to its end, in whose place no other starts. A panic costs
 //! its shape alone. The stack is larger than any shape within the bounds needs.
+//!
+//! See docs/decisions/051-shapes-are-compiled-on-their-own-threads.md.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::panic::AssertUnwindSafe;

@@ -1,4 +1,6 @@
 //! A compiled grammar, and where a sequence stands in it.
+//!
+//! See docs/decisions/050-grammars-share-lexer-states-in-lanes.md.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};

@@ -1,7 +1,7 @@
 //! What a completion may look like, compiled once per distinct shape and shared by all sequences that ask for it.
 //!
 //! JSON Schemas and regular expressions go through llguidance: a grammar over bytes walks the trie of the vocabulary's bytes
-//! and yields the mask of tokens that may come next. JSON is written without white space between its parts. A shape that
+//! and yields the mask of tokens that may come next. JSON has at most one space after a separator. A shape that
 //! cannot compile, or that no token can begin, is refused: the job's own before it starts, a row's with its row.
 //!
 //! Whatever a row brings as its shape, it costs that row alone: [`compiler`] compiles on threads of their own, with a stack and a time of
@@ -15,6 +15,8 @@
 //! lexer, which are expensive) and take turns; lanes run in parallel. What a sequence may say does not depend on its
 //! neighbours: where a matcher that shares fails, which the neighbours' states may have brought it to, one that shares with
 //! none decides. What all of them find out is bounded together (`growth.rs`).
+//!
+//! See docs/decisions/049-forced-text-is-not-asked-for.md.
 
 mod build;
 pub mod compiler;

@@ -2,6 +2,8 @@
 //!
 //! What a family's own class in transformers never reads has no effect here either, and is named as such where it is set. Options that
 //! come with tensors of their own (biases, norms, experts) need no entry: a tensor that nobody reads is refused by its name.
+//!
+//! See docs/decisions/086-config-keys-stand-in-one-table.md.
 
 use serde_json::{Map, Value};
 

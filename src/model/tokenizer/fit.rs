@@ -4,6 +4,8 @@
 //! Two things are held against each other: what stands for a space in the vocabulary, in the text that is cut into pieces and in the decoder;
 //! and what a few sentences come back as. What is changed on purpose is no fault: by a normalizer, by white space that only parts words, by
 //! unknown tokens, by characters that the vocabulary lacks.
+//!
+//! See docs/decisions/084-a-tokenizer-is-checked-when-it-is-loaded.md.
 
 use tokenizers::{Decoder, Model, Normalizer, PreTokenizer};
 use tokenizers::{NormalizedString, OffsetReferential, OffsetType, PreTokenizedString, Tokenizer as Inner};

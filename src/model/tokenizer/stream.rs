@@ -10,6 +10,8 @@
 //! - a pre-tokenizer whose pieces make up the whole text;
 //! - BPE or Unigram. A piece of many kilobytes (a vocabulary without a pre-tokenizer makes one of each text) is cut where BPE can join
 //!   nothing: between two characters that stand side by side in no token.
+//!
+//! See docs/decisions/085-long-texts-are-tokenized-in-parts.md.
 
 mod steps;
 
