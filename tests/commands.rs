@@ -289,7 +289,8 @@ fn extend_gives_more_and_refuses_what_is_reached() {
     run(&["submit", arg(&job), "--no-enqueue"])
         .expect(4)
         .one_line(&["budget", "gristmill extend"]);
-    assert!(run(&["extend", arg(&output)]).expect(2).stderr.contains("--usd"));
+    let no_limit = "neither `--usd` nor `--deadline` is given";
+    run(&["extend", arg(&output)]).expect(2).one_line(&[no_limit]);
     run(&["extend", arg(&output), "--usd", "0.000001"])
         .expect(2)
         .one_line(&["spent already", "--usd"]);
@@ -312,6 +313,7 @@ fn extend_gives_more_and_refuses_what_is_reached() {
         (&1.0.into(), &Value::Null)
     );
     assert!(extended["used"]["usd"].as_f64() > Some(0.0), "{extended}");
+    run(&["extend", arg(&output)]).expect(2).one_line(&[no_limit]);
     let said = run(&["extend", arg(&output), "--deadline", "6h"]).expect(0).stdout;
     assert!(
         said.contains("$1.00, ") && said.contains("6h 0m after the job's start"),

@@ -18,6 +18,11 @@ use crate::report::progress::show_duration;
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
 pub async fn extend(args: ExtendArgs) -> Result<Exit, Failure> {
+    if args.usd.is_none() && args.deadline.is_none() {
+        return Err(Failure::bad_job(anyhow!(
+            "neither `--usd` nor `--deadline` is given: name the limit to raise, or both"
+        )));
+    }
     let ledger = ledger_at(&args.output).await?;
     let name = &ledger.job().name;
     let is_finished = ledger.finish_check(None).await?.is_some();
