@@ -1,36 +1,48 @@
-//! The pool of KV blocks: who holds which, which hold a prefix that others can share, and which may be evicted.
+//! The pool of KV blocks: which sequences hold each block, which blocks hold a prefix that can be
+//! shared, and which may be evicted.
 //!
-//! Bookkeeping only: it never touches keys, values or the model. A block is in one of three states: *held* (by one or
-//! more sequences), *cached* (held by none, but its contents are indexed and may be taken up again) or *free*. A new block
-//! is a free one that was in use before; else, where more than a bound are cached, the cached one that was released longest
-//! ago, which is evicted; else one that was never in use; else the oldest cached one again. So the pool's memory comes into
-//! use as it is needed, and a long job does not fill all of it with prefixes that nobody will ask for.
+//! Bookkeeping only: it never touches keys, values or the model. A block is in one of three states:
+//! *held* (by one or more sequences), *cached* (held by none, but indexed and reusable) or *free*.
+//! A new block is, in this order of preference:
 //!
-//! Sequences release their tail first, and whoever holds a block holds all blocks before it, so a block is always evicted
-//! before the blocks it continues: the index never holds a block whose beginning is gone.
+//! 1. a free block that was in use before;
+//! 2. the cached block that was released longest ago, which is evicted, if more than a bound are
+//!    cached;
+//! 3. a block that was never in use;
+//! 4. the cached block that was released longest ago.
+//!
+//! So the pool's memory comes into use as it is needed, and a long job does not fill all of it with
+//! prefixes that no later sequence shares.
+//!
+//! Sequences release their last block first, and a sequence that holds a block holds all blocks
+//! before it. A block is therefore always evicted before the blocks it continues, and every indexed
+//! block has its whole prefix in the index.
 
 use std::collections::{BTreeMap, HashMap};
 
 use sha2::{Digest, Sha256};
 
-/// Blocks that are cached before one is evicted though others were never in use: this many, or this part of the pool.
+/// Once more blocks are cached than `CACHED_FIRST` and than the pool's blocks / `CACHED_PART`, a
+/// cached block is evicted before a never-used block is taken.
 const CACHED_FIRST: usize = 1024;
 const CACHED_PART: usize = 16;
 
-/// Names the contents of a full block: all tokens from the start of the sequence, and what they were computed with.
+/// Names the contents of a full block: all tokens from the start of the sequence to the block's
+/// end, and the model and settings that computed them.
 ///
-/// The first 16 bytes of SHA-256 over the parent's key and the block's token ids (little endian), so that the key means the
-/// same on every machine. The index compares the token ids as well.
+/// The first 16 bytes of SHA-256 over the parent's key and the block's token ids (little endian),
+/// so that the key means the same on every machine. A lookup compares the token ids as well.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct BlockKey([u8; 16]);
 
 impl BlockKey {
-    /// The parent of every first block: hashes all that shapes keys and values besides token ids (model, KV format, …).
+    /// The parent of every first block: a hash of everything besides token ids that determines keys
+    /// and values (model, KV format, …).
     pub fn root(description: &str) -> BlockKey {
         BlockKey::digest(Sha256::new_with_prefix(b"gristmill-kv\0").chain_update(description.as_bytes()))
     }
 
-    /// The root of prefixes that sequences of the same salt share, and no others.
+    /// The root of prefixes that are shared only among sequences of the same salt.
     pub fn salted(self, salt: &str) -> BlockKey {
         let hash = Sha256::new_with_prefix(b"gristmill-salt\0").chain_update(self.0);
         BlockKey::digest(hash.chain_update(salt.as_bytes()))
@@ -53,16 +65,17 @@ impl BlockKey {
     }
 }
 
-/// What is known of one block.
+/// The state of one block.
 #[derive(Debug, Clone, Default)]
 struct Block {
     /// Sequences that hold it.
     holders: u32,
-    /// Its place in the index, with the tokens it holds.
+    /// Its key in the index, with the tokens it holds.
     indexed: Option<(BlockKey, Box<[u32]>)>,
-    /// When it was released last; the key into `cached` while nobody holds it.
+    /// Counter value of its last release; its key in `cached` while no sequence holds it.
     released_at: u64,
-    /// It is the source of a copy in the step being planned and must not be given away before the step's end.
+    /// Whether it is the source of a copy in the step being planned; it must not be reallocated
+    /// before the plan ends.
     copy_source: bool,
 }
 
@@ -71,11 +84,12 @@ struct Block {
 pub struct BlockPool {
     block_tokens: usize,
     blocks: Vec<Block>,
-    /// Free blocks, the next one to give away last; those that were never in use come after all others.
+    /// Free blocks; the last is allocated next. Blocks that were never in use are allocated after
+    /// all others.
     free: Vec<u32>,
-    /// Blocks from this one on were never in use.
+    /// Blocks with this index or a higher one were never in use.
     untouched: u32,
-    /// Blocks that nobody holds but the index knows, by the time of their release.
+    /// Indexed blocks that no sequence holds, by the time of their release.
     cached: BTreeMap<u64, u32>,
     index: HashMap<BlockKey, u32>,
     copy_sources: Vec<u32>,
@@ -98,7 +112,7 @@ impl BlockPool {
         }
     }
 
-    /// Tokens a block holds.
+    /// Tokens per block.
     pub fn block_tokens(&self) -> usize {
         self.block_tokens
     }
@@ -108,7 +122,7 @@ impl BlockPool {
         self.blocks.len()
     }
 
-    /// Blocks that can be had now: the free and the cached ones.
+    /// Blocks that can be allocated now: the free and the cached ones.
     pub fn available(&self) -> usize {
         self.free.len() + self.cached.len()
     }
@@ -118,7 +132,8 @@ impl BlockPool {
         self.untouched as usize
     }
 
-    /// Takes a block, evicting a cached one where the module's description says so. `None`: all are held.
+    /// Allocates a block, evicting a cached one where the module's description says so. `None`: all
+    /// blocks are held.
     pub fn allocate(&mut self) -> Option<u32> {
         let many = self.cached.len() > CACHED_FIRST.max(self.blocks.len() / CACHED_PART);
         let block = match self.free.last() {
@@ -134,7 +149,7 @@ impl BlockPool {
         Some(block)
     }
 
-    /// One more sequence holds this held or cached block.
+    /// Adds a holder to a held or cached block.
     pub fn acquire(&mut self, block: u32) {
         let entry = &mut self.blocks[block as usize];
         if entry.holders == 0 {
@@ -143,7 +158,8 @@ impl BlockPool {
         entry.holders += 1;
     }
 
-    /// One sequence less holds this block. A sequence that lets go of several releases its last one first.
+    /// Removes one holder of this block. A sequence that releases several blocks releases its last
+    /// block first.
     pub fn release(&mut self, block: u32) {
         let entry = &mut self.blocks[block as usize];
         assert!(
@@ -163,7 +179,7 @@ impl BlockPool {
         }
     }
 
-    /// Do several sequences hold it? Then it must be copied before it is written to.
+    /// Whether several sequences hold the block, which must then be copied before it is written to.
     pub fn is_shared(&self, block: u32) -> bool {
         self.blocks[block as usize].holders > 1
     }
@@ -175,7 +191,8 @@ impl BlockPool {
         (**held == *tokens).then_some(block)
     }
 
-    /// Makes a full held block findable. Where another block of the same contents is known already, that one stays.
+    /// Indexes a full held block. If a block of the same contents is indexed already, that block
+    /// stays in the index.
     pub fn register(&mut self, block: u32, key: BlockKey, tokens: &[u32]) {
         assert_eq!(tokens.len(), self.block_tokens, "only full blocks are indexed");
         let entry = &mut self.blocks[block as usize];
@@ -186,10 +203,11 @@ impl BlockPool {
         }
     }
 
-    /// Exchanges a shared block for one of the caller's own, whose contents are to be copied from it before the step runs.
+    /// Replaces a shared block by a new one for the caller alone; the contents must be copied
+    /// before the step runs.
     ///
-    /// The old one is not given away before [`BlockPool::end_plan`], so copies of one step may run in any order.
-    /// `None`: no block is to be had; nothing changed.
+    /// The old block is not reallocated before [`BlockPool::end_plan`], so copies of one step may
+    /// run in any order. `None`: no block is available, and nothing changed.
     pub fn copy_on_write(&mut self, block: u32) -> Option<u32> {
         let copy = self.allocate()?;
         let entry = &mut self.blocks[block as usize];
@@ -199,7 +217,7 @@ impl BlockPool {
         Some(copy)
     }
 
-    /// The step is planned: sources of copies that nobody holds become free.
+    /// Ends the plan: sources of copies that no sequence holds become free.
     pub fn end_plan(&mut self) {
         for block in std::mem::take(&mut self.copy_sources) {
             let entry = &mut self.blocks[block as usize];
@@ -209,14 +227,14 @@ impl BlockPool {
         }
     }
 
-    /// Nothing is findable any more: what the blocks hold is worth nothing.
+    /// Empties the index, because the contents of the blocks are invalid.
     pub fn forget_all(&mut self) {
         self.index.clear();
         self.blocks.iter_mut().for_each(|block| block.indexed = None);
         self.free.extend(std::mem::take(&mut self.cached).into_values());
     }
 
-    /// Takes an evicted block out of the index.
+    /// Removes an evicted block from the index.
     fn forget(&mut self, block: u32) {
         if let Some((key, _)) = self.blocks[block as usize].indexed.take() {
             self.index.remove(&key);
@@ -316,7 +334,8 @@ mod tests {
         assert_eq!(pool.allocate(), Some(held[1]), "the one used longest ago goes first");
     }
 
-    /// Rows come and go, each with its own prefix: the cache of old ones stays bounded, and the newest are still found.
+    /// Rows come and go, each with its own prefix. The cache of old prefixes stays bounded, and the
+    /// newest prefixes are still found.
     #[test]
     fn finished_rows_do_not_fill_the_pool() {
         let mut pool = BlockPool::new(100_000, 1);

@@ -1,9 +1,11 @@
-//! Tokens that a completion must not hold: everywhere, at its beginning, or (those that would end it) before it is long enough.
+//! Tokens that a completion must not contain: anywhere, at its beginning, or (tokens that would end
+//! it) before it is long enough.
 //!
-//! They are what checkpoints ask for in `suppress_tokens`, `begin_suppress_tokens`, `bad_words_ids`, `min_new_tokens` and
-//! `min_length`. They are out before anything else happens to the logits. Under a grammar the ends stay allowed, since the grammar
-//! says where a text may end, and so do tokens that it leaves no choice about. A choice is left as it is: one that would need
-//! a forbidden token is refused ([`Forbidden::clash`]).
+//! Checkpoints ask for them by `suppress_tokens`, `begin_suppress_tokens`, `bad_words_ids`,
+//! `min_new_tokens` and `min_length`. They are masked out before any other processing of the
+//! logits. Two kinds stay allowed under a grammar: tokens that end the text, since the grammar
+//! decides where it may end, and forced tokens. A choice is never masked; one that would need a
+//! forbidden token is refused ([`Forbidden::clash`]).
 //!
 //! See docs/decisions/053-forbidden-tokens-are-a-mask.md.
 
@@ -11,34 +13,34 @@ use serde::{Deserialize, Serialize};
 
 use crate::engine::constraint::{Constraint, ConstraintError};
 
-/// What must not be drawn. The default forbids nothing.
+/// Tokens that must not be drawn. The default forbids nothing.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Forbidden {
-    /// Nowhere.
+    /// Forbidden everywhere.
     pub tokens: Vec<u32>,
-    /// Not as the first token of a completion.
+    /// Forbidden as the first token of a completion.
     pub first: Vec<u32>,
-    /// No end before the completion has so many tokens.
+    /// Minimum tokens of a completion before it may end.
     pub min_new_tokens: u32,
-    /// No end before prompt and completion have so many tokens together.
+    /// Minimum tokens of prompt and completion together before the completion may end.
     pub min_length: u32,
 }
 
 impl Forbidden {
-    /// Is nothing forbidden?
+    /// Whether nothing is forbidden.
     pub fn is_empty(&self) -> bool {
         *self == Forbidden::default()
     }
 
-    /// May a completion of so many tokens not end yet?
+    /// Whether a completion of this length must go on.
     fn keeps_on(&self, prompt: usize, completion: usize) -> bool {
         completion < self.min_new_tokens as usize || prompt + completion < self.min_length as usize
     }
 
-    /// Does one of the choices need a token that is forbidden where it stands?
+    /// Checks that each choice can be spelled without tokens that are forbidden at their position.
     ///
     /// # Errors
-    /// The choice, and the token.
+    /// The first choice that needs a forbidden token, and that token.
     pub fn clash(&self, constraint: &Constraint) -> Result<(), ConstraintError> {
         let Constraint::Choice { choices, .. } = constraint else {
             return Ok(());
@@ -56,19 +58,22 @@ impl Forbidden {
     }
 }
 
-/// What is out at the place that a completion has come to.
+/// The tokens that are masked out at a completion's current position.
 #[derive(Debug, Default)]
 pub(super) struct Out {
-    /// Is it the first token, may it not be an end, and is a grammar's mask without ids that no token has? `ids` is for this.
+    /// The position that `ids` was computed for: whether it is the first token, whether tokens that
+    /// end the completion are masked out, and whether a grammar applies (whose mask omits ids
+    /// without a token).
     at: Option<(bool, bool, bool)>,
-    /// Ascending; without a grammar, ids that no token has are among them.
+    /// Ascending. Without a grammar, ids without a token are included.
     ids: Vec<u32>,
-    /// What a grammar allows without them.
+    /// The grammar's mask without `ids`.
     mask: Vec<u32>,
 }
 
 impl Out {
-    /// Readies [`ids`](Self::ids) for a completion without a grammar. `holes`: ids that no token has; `ends`: those that end it.
+    /// Computes [`ids`](Self::ids) for a completion without a grammar. `holes`: ids without a
+    /// token. `ends`: tokens that end the completion.
     pub fn prepare<'a>(
         &mut self,
         forbidden: &Forbidden,
@@ -80,7 +85,8 @@ impl Out {
         self.gather(forbidden, (completion == 0, keeps_on, false), holes, ends);
     }
 
-    /// Readies [`mask`](Self::mask) for a completion whose grammar allows `mask`; `eos` stays in it.
+    /// Computes [`mask`](Self::mask) for a completion whose grammar allows `mask`; `eos` stays in
+    /// it.
     pub fn prepare_mask(&mut self, forbidden: &Forbidden, completion: usize, mask: &[u32], eos: &[u32]) {
         self.gather(forbidden, (completion == 0, false, true), &[], std::iter::empty());
         self.mask.clear();
@@ -99,7 +105,7 @@ impl Out {
         holes: &[u32],
         ends: impl Iterator<Item = &'a u32>,
     ) {
-        // It changes after the first token and where the completion is long enough, and at no other place.
+        // The ids change only after the first token and where the completion becomes long enough.
         if self.at.replace(at) == Some(at) {
             return;
         }
@@ -128,7 +134,7 @@ impl Out {
 mod tests {
     use super::*;
 
-    /// The answer of a grammar may be followed by a thought, and the other way round.
+    /// A thought may follow a grammar's answer, and the other way round.
     #[test]
     fn ids_that_no_token_has_are_out_without_a_grammar() {
         let forbidden = Forbidden {
@@ -140,7 +146,7 @@ mod tests {
         out.prepare(&forbidden, (4, 1), &[90], std::iter::empty());
         assert_eq!(out.ids(), [2, 5, 90]);
         out.prepare_mask(&forbidden, 1, &[u32::MAX], &[2]);
-        // A grammar says itself where a text may end: 2 ends it, and stays.
+        // The grammar decides where a text may end: 2 ends it, and stays allowed.
         assert_eq!((out.ids(), out.mask()), (&[2, 5][..], &[!(1 << 5)][..]));
     }
 

@@ -1,33 +1,36 @@
-//! What a worker needs of an engine.
+//! The engine as the worker sees it.
 
 use crate::engine::request::{Finished, Request};
 use crate::engine::run::{EngineError, Refused};
 
-/// Requests in, completions out. [`Engine`](crate::engine::Engine) is the one that computes; fault tests have one whose
-/// answers are known beforehand.
+/// Requests in, completions out. [`Engine`](crate::engine::Engine) computes them; fault tests use a
+/// generator whose answers are known beforehand.
 pub trait Generator: Send {
-    /// Is there room for more requests?
+    /// Whether there is room for more requests.
     fn wants_more(&self) -> bool;
 
-    /// Is nothing left to hand out?
+    /// Whether no request is pending and no result is left to hand out.
     fn is_idle(&self) -> bool;
 
-    /// Takes a request; what becomes of it comes back with a later step. A refused one does not come back; what is found to be
-    /// wrong with it later (its shape is compiled meanwhile) comes back as its error.
+    /// Accepts a request, whose result comes with a later step. A refused request gets no result.
+    /// An error found later (its shape is compiled meanwhile) comes back as its result.
     ///
     /// # Errors
-    /// The request can never be completed here: it fails its row.
+    /// This engine can never complete the request: its row fails.
     fn submit(&mut self, request: Request) -> Result<(), Refused>;
 
-    /// Runs one step and returns what has ended. Without work it returns at once, or after a moment in which a shape may be compiled.
+    /// Runs one step and returns the requests that have ended. Without work it returns at once, or
+    /// waits a moment for a shape that is being compiled.
     ///
     /// # Errors
-    /// The device, not a row, is at fault: whatever was submitted must be computed again by another engine.
+    /// The device has failed, and no row is at fault: another engine must compute all submitted
+    /// requests again.
     fn step(&mut self) -> Result<Vec<Finished>, EngineError>;
 
-    /// Tokens that the step computed whose results came last, by `UnitId::job`: how a step's time is split among jobs.
+    /// Tokens computed, by `UnitId::job`, in the step whose results came last; the step's time is
+    /// split among jobs by them.
     fn step_tokens(&self) -> &[(u32, u64)];
 
-    /// Drops the units of `job` whose row is in `rows`: they never come back.
+    /// Drops the units of `job` whose row is in `rows`. They get no result.
     fn cancel(&mut self, job: u32, rows: &dyn Fn(u64) -> bool);
 }

@@ -1,9 +1,9 @@
-//! Continuous batching over paged KV: schedule → begin a step → draw → advance, nothing else.
+//! Continuous batching over paged KV: schedule → begin a step → draw → advance.
 //!
-//! [`run`] is the loop; [`scheduler`] (with [`packing`] and [`blocks`]) says what a step computes and never sees a tensor;
-//! [`sequence`] (with [`constraint`], [`choice`] and [`forbidden`]) says what is asked of the logits and what becomes of the token drawn, and never
-//! sees a block.
-//! The engine names no queue, ledger, dataset or store.
+//! [`run`] is the loop. [`scheduler`] (with [`packing`] and [`blocks`]) plans which tokens a step
+//! computes and never sees a tensor. [`sequence`] (with [`constraint`], [`choice`] and
+//! [`forbidden`]) turns a completion's state into sampling settings and takes the drawn token; it
+//! never sees a block. The engine names no queue, ledger, dataset or store.
 
 pub mod blocks;
 pub mod choice;
@@ -35,7 +35,7 @@ use crate::device::DeviceError;
 use crate::device::batch::StepBatch;
 use crate::device::draw::{Draw, DrawError, Drawn};
 
-/// What the engine needs of a model. Implemented by `model::Transformer`; tests use a fake one.
+/// The model as the engine sees it. Implemented by `model::Transformer`; tests use a fake one.
 ///
 /// Keys and values of all tokens of a step are stored (layer by layer) before any of that step's attention
 /// runs, so a sequence may attend to blocks that another sequence of the same step fills.
@@ -43,18 +43,20 @@ pub trait Forward {
     /// Begins one step. Its logits are those of `batch.logits_at`.
     ///
     /// # Errors
-    /// Out of memory, here or in [`draw`](Self::draw): the step is worth nothing, what was drawn before it can still be taken, and
-    /// smaller steps may run. Anything else: nothing more can be asked of the model.
+    /// After out of memory, here or in [`draw`](Self::draw), the step's results are lost. Tokens
+    /// drawn before it can still be taken, and smaller steps may run. After any other error the
+    /// model is unusable.
     fn begin(&mut self, batch: &StepBatch) -> Result<(), ForwardError>;
-    /// Begins to draw a token from each row of the logits of the step last begun, as `draws` ask in the rows' order, of ids below
-    /// `ids`.
+    /// Begins to draw one token from each row of the last step's logits. `draws` holds the sampling
+    /// settings in the order of the rows; only ids below `ids` are drawn.
     ///
-    /// A row that the model cannot compute holds NaN or infinity, and the others are sound: drawing sees it.
+    /// A row that the model cannot compute holds NaN or infinity, which drawing reports; the other
+    /// rows are sound.
     fn draw(&mut self, ids: usize, draws: &[Draw<'_>]) -> Result<(), ForwardError>;
-    /// What was drawn last, once.
+    /// The tokens drawn last. They can be taken once.
     fn drawn(&mut self) -> Result<Vec<Result<Drawn, DrawError>>, ForwardError>;
-    /// May the next step begin before [`drawn`](Self::drawn) is asked for, with tokens that are not known yet
-    /// ([`StepBatch::drawn`])?
+    /// Whether the next step may begin before [`drawn`](Self::drawn) is called, with tokens that
+    /// are still unknown ([`StepBatch::drawn`]).
     fn runs_ahead(&self) -> bool {
         false
     }
@@ -64,23 +66,24 @@ pub trait Forward {
     fn context_tokens(&self) -> u32;
     /// KV blocks in the pool.
     fn kv_blocks(&self) -> u32;
-    /// Tokens a KV block holds.
+    /// Tokens per KV block.
     fn block_tokens(&self) -> u32;
-    /// Most tokens of a step, where the device has memory for no more.
+    /// Maximum tokens per step, where the device's memory limits them.
     fn step_tokens_max(&self) -> Option<u32> {
         None
     }
-    /// Gives back the memory that steps have taken: smaller ones are to come. What was drawn has been taken.
+    /// Frees the memory that earlier steps allocated, because smaller steps follow. All drawn
+    /// tokens have been taken by then.
     fn give_back(&mut self) {}
-    /// Has operations timed from now on, where that costs waiting for each of them.
+    /// Times each operation from now on. Where timing needs it, the model waits for each operation.
     fn time_operations(&mut self) {}
-    /// Time spent so far by kind of operation; empty where it is not known.
+    /// Time spent so far by kind of operation; empty where it is unknown.
     fn operation_times(&self) -> Vec<(&'static str, Duration)> {
         Vec::new()
     }
 }
 
-/// A step that could not be run: the device or the caller, not a row, is at fault.
+/// A step that could not be run, because of the device or the caller; single rows never cause it.
 #[derive(Debug, thiserror::Error)]
 pub enum ForwardError {
     #[error("the model's step cannot be run: {0}")]

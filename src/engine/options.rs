@@ -1,21 +1,23 @@
-//! How an engine runs.
+//! Options of an engine.
 
 use std::sync::Arc;
 
 use crate::device::cpu::Threads;
 use crate::engine::scheduler::Policy;
 
-/// How an engine runs.
+/// Options of an engine.
 #[derive(Debug, Clone)]
 pub struct EngineOptions {
-    /// Most tokens computed in one step, at least 1.
+    /// Maximum tokens computed in one step, at least 1.
     pub max_step_tokens: usize,
-    /// Most sequences that run at once, at least 1.
+    /// Maximum sequences that run at once, at least 1.
     pub max_sequences: usize,
-    /// What shapes keys and values besides token ids: model, adapter, KV format. The root of prefix keys.
+    /// Everything besides token ids that determines keys and values: model, adapter, KV format. The
+    /// root of prefix keys.
     pub prefix_root: String,
     pub policy: Policy,
-    /// What masks are computed and tokens taken on: the model's own threads, where a step takes the cores.
+    /// Threads that compute masks and take tokens: the model's own threads where a step runs on the
+    /// CPU.
     pub threads: Arc<Threads>,
 }
 

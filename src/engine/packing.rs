@@ -1,24 +1,25 @@
 //! The order in which waiting prompts are started.
 //!
-//! Prompts that begin with the same blocks are put next to each other, so that the blocks they share are computed once and
-//! are not evicted in between; within that, what takes longest comes first, so that a window does not end with one long row
-//! running alone. The window is a tree (prompts that agree in their first blocks are a branch) walked depth first; at each
-//! node the branch or prompt with the longest row goes first, and ties go to the earlier prompt.
+//! Prompts that begin with the same blocks are adjacent, so that their shared blocks are computed
+//! once and are not evicted in between. Among these groups the longest row comes first, so that a
+//! window does not end with one long row running alone. The window is a tree (prompts that agree in
+//! their first blocks form a branch), walked depth first. At each node the branch or prompt with
+//! the longest row goes first, and ties go to the earlier prompt.
 //!
-//! Bins are not made here: the scheduler fills each step up to its token budget in this order, cutting prompts into chunks.
+//! The scheduler fills each step up to its token budget in this order, cutting prompts into chunks.
 
 use std::cmp::Reverse;
 
-/// What is known of a waiting prompt.
+/// The properties of a waiting prompt that decide its position.
 #[derive(Debug, Clone, Copy)]
 pub struct Waiting<'a> {
     pub prompt: &'a [u32],
-    /// Most tokens that its completion can take.
+    /// Maximum tokens of its completion.
     pub max_tokens: u32,
 }
 
 impl Waiting<'_> {
-    /// Tokens from first to last: what it can cost.
+    /// Maximum tokens of prompt and completion together.
     fn length(&self) -> usize {
         self.prompt.len() + self.max_tokens as usize
     }
@@ -30,7 +31,8 @@ struct Branch {
     to: usize,
 }
 
-/// The order to start `window` in: a permutation of its indices. Only agreement in whole blocks counts as shared.
+/// The order in which to start `window`: a permutation of its indices. Only agreement in whole
+/// blocks counts as shared.
 ///
 /// A pure function of its inputs.
 pub fn order(window: &[Waiting], block_tokens: usize) -> Vec<usize> {
@@ -53,7 +55,8 @@ pub fn order(window: &[Waiting], block_tokens: usize) -> Vec<usize> {
             ordered.extend(&sorted[from..to]);
             continue;
         }
-        // Part where the least is shared: that cuts at least once, and never within a deeper prefix.
+        // Split where neighbours share the fewest blocks: this cuts at least once, and never inside
+        // a group that shares more.
         let depth = shared[from + 1..to].iter().copied().min().unwrap_or(0);
         let mut parts = split(&shared, from, to, depth);
         parts.sort_by_key(|part| {
@@ -66,7 +69,7 @@ pub fn order(window: &[Waiting], block_tokens: usize) -> Vec<usize> {
     ordered
 }
 
-/// Cuts a branch where neighbours share no more than `depth` blocks.
+/// Cuts a branch where neighbours share at most `depth` blocks.
 fn split(shared: &[usize], from: usize, to: usize, depth: usize) -> Vec<Branch> {
     let mut parts = Vec::new();
     let mut start = from;

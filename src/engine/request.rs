@@ -1,4 +1,4 @@
-//! What goes into the engine and what comes out of it: one (row, sample, attempt) at a time.
+//! The engine's requests and results, one per (row, sample, attempt).
 //!
 //! See docs/decisions/054-end-ids-belong-to-a-request.md.
 
@@ -10,13 +10,14 @@ use crate::engine::thinking::Thought;
 /// The engine's unit of work. Random numbers are keyed by it, never by a batch slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct UnitId {
-    /// Tells the jobs of one engine apart; whoever submits numbers them. Not part of the random stream: the job's seed is.
+    /// Tells the jobs of one engine apart; the caller assigns it. The random stream depends on the
+    /// job's seed instead.
     pub job: u32,
     /// 0-based over the job's whole input.
     pub row: u64,
     /// 0-based, below `Params::samples`.
     pub sample: u32,
-    /// 0 unless a row is tried again on purpose (a `retry` generation).
+    /// 0 for the first attempt; higher where a row is generated again on request (`retry`).
     pub attempt: u32,
 }
 
@@ -29,8 +30,8 @@ pub struct Request {
     pub params: Arc<GenerationParams>,
     /// Token ids that end a completion unless `Params::ignore_eos`: the model's own, and the job's end of turn.
     pub eos: Arc<[u32]>,
-    /// Sequences find the computed prefixes of sequences that have the same salt, and of no others: `cached_tokens` would tell whether
-    /// somebody else's prompt begins with a guessed text.
+    /// Prefix caching is limited to sequences of the same salt: otherwise, `cached_tokens` would
+    /// reveal whether another user's prompt begins with a guessed text.
     pub cache_salt: Arc<str>,
 }
 
@@ -57,32 +58,35 @@ impl FinishReason {
 #[derive(Debug, Clone)]
 pub struct Completion {
     pub id: UnitId,
-    /// Generated ids, those of a thought and its delimiters included, without the token that ended it.
+    /// Generated ids, including a thought and its delimiters, without the token that ended the
+    /// completion.
     pub token_ids: Vec<u32>,
-    /// What the answer's ids spell, without the one space that some tokenizers put in front of every text
-    /// (see [`sequence`](crate::engine::sequence)).
+    /// The text of the answer's ids, without the one space that some tokenizers put in front of
+    /// every text (see [`sequence`](crate::engine::sequence)).
     pub text: String,
     pub finish_reason: FinishReason,
-    /// Does the text fit the asked-for [`OutputConstraint`](crate::engine::params::OutputConstraint)? Always true for `Free`, but where a thought has left
-    /// no answer.
+    /// Whether the text fits the requested
+    /// [`OutputConstraint`](crate::engine::params::OutputConstraint). Always true for `Free`,
+    /// unless the thought left no room for an answer.
     pub fits_shape: bool,
-    /// One per entry of `token_ids`, when asked for.
+    /// One per entry of `token_ids`, if requested.
     pub logprobs: Option<Vec<f32>>,
-    /// One per choice, summing to 1, when asked for.
+    /// One per choice, summing to 1, if requested.
     pub choice_probabilities: Option<Vec<f32>>,
-    /// What came before the answer; `None`: nothing did.
+    /// The thought before the answer; `None` if there was none.
     pub thought: Option<Thought>,
     pub prompt_tokens: u32,
-    /// Prompt tokens that were not computed because another sequence had computed them.
+    /// Prompt tokens whose keys and values another sequence had computed already.
     pub cached_tokens: u32,
 }
 
-/// What the engine hands back for a [`Request`].
+/// The engine's result for a [`Request`].
 #[derive(Debug, Clone)]
 pub struct Finished {
     pub id: UnitId,
-    /// `Err`: this row cannot be completed; one line for the row's `error` column.
+    /// `Err`: this row cannot be completed; the text is one line for the row's `error` column.
     pub result: Result<Completion, String>,
-    /// What the device computed for it, prompt and completion, as often as it did.
+    /// Tokens that the device computed for it, prompt and completion; recomputed tokens count each
+    /// time.
     pub computed_tokens: u64,
 }

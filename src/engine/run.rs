@@ -1,12 +1,14 @@
 //! The engine: requests in, completions out, one step at a time.
 //!
-//! A step is: plan (scheduler) → begin it → prepare masks of constrained sequences → draw tokens → see what becomes of the
-//! sequences. Where the model runs ahead, the next step begins before the tokens of this one are taken: sequences are guessed to go
-//! on, the model finds their tokens where it drew them, and what a sequence that has ended after all computed is worth nothing. Every
-//! accepted request comes back exactly once, as a completion or as one line that says why there is none.
+//! A step is: plan (scheduler) → begin it → prepare masks of constrained sequences → draw tokens →
+//! apply them to the sequences. Where the model runs ahead, the next step begins before the tokens
+//! of this one are taken. The scheduler then guesses that each sequence goes on, and the model
+//! reads the drawn tokens from the device. If a sequence has ended after all, its part of the next
+//! step is discarded. Every accepted request gets exactly one result, unless it is cancelled: a
+//! completion, or one line that says why there is none.
 //!
-//! Greedy requests of one job with the same prompt and parameters have the same answer: those that come while the first is
-//! waiting or running are not computed, but get a copy of what becomes of it.
+//! Greedy requests of one job with the same prompt and parameters have the same answer. Requests
+//! that arrive while an equal one waits or runs are not computed; they get a copy of its result.
 //!
 //! See docs/decisions/055-equal-greedy-rows-are-computed-once.md and
 //! docs/decisions/057-a-gpu-step-begins-before-the-last-tokens-are-taken.md.
@@ -35,12 +37,14 @@ use crate::engine::work::{self, Active, PendingStep, Row, Work};
 use crate::engine::{EngineOptions, Forward, ForwardError};
 use crate::model::tokenizer::Tokenizer;
 
-/// Of a unit that takes its token, in elements as [`Threads::parts`] counts them: a microsecond or more each.
+/// Cost of a unit that takes its token, in elements as [`Threads::parts`] counts them: a
+/// microsecond or more per unit.
 const TAKE_ELEMENTS: usize = 256;
-/// [`Engine::wants_more`] until this many times `max_sequences` wait, so that packing has something to order.
+/// [`Engine::wants_more`] until this many times `max_sequences` requests wait, so that packing has
+/// a window to order.
 const WINDOWS_WAITING: usize = 4;
 
-/// The engine cannot go on; what it was working on is lost and must be computed again by another engine.
+/// The engine cannot go on. Another engine must compute its pending requests again.
 #[derive(Debug, thiserror::Error)]
 pub enum EngineError {
     #[error(transparent)]
@@ -70,7 +74,8 @@ pub enum Refused {
     OutputConstraint(#[from] ConstraintError),
 }
 
-/// What greedy requests with the same answer agree in, besides their parameters.
+/// Job and prompt of a greedy request. Requests that agree in these and in their parameters have
+/// the same answer.
 type Question = (u32, Arc<[u32]>);
 
 /// See the module's description.
@@ -81,20 +86,20 @@ pub struct Engine {
     scheduler: Scheduler,
     shapes: Shapes,
     units: ById<Box<Active>>,
-    /// The unit that works at a greedy request.
+    /// The unit that computes each greedy request.
     questions: HashMap<Question, u64>,
-    /// Requests that wait for another's result.
+    /// Requests that wait for the result of an equal one.
     copies: usize,
-    /// The unit of each sequence, and the node of a choice that it works at.
+    /// The unit of each sequence, and the node of a choice that the sequence has reached.
     sequences: ById<(u64, Node)>,
-    /// Ended without a step; handed out by the next one.
+    /// Requests that ended without a step; the next step returns them.
     finished: Vec<Finished>,
-    /// Whose tokens have not been taken.
+    /// The step whose tokens have not been taken.
     pending: Option<PendingStep>,
-    /// Tokens by job of the step whose tokens were taken last.
+    /// Tokens per job of the step whose tokens were taken last.
     step_tokens: Vec<(u32, u64)>,
     totals: StepTotals,
-    /// Counts units and sequences.
+    /// The last key given to a unit or sequence.
     next_key: u64,
     stopped: bool,
 }
@@ -135,17 +140,17 @@ impl Engine {
         self.scheduler.running()
     }
 
-    /// What its steps held so far, and where their time went.
+    /// Sizes of the steps so far, and time spent in each phase.
     pub fn totals(&self) -> &StepTotals {
         &self.totals
     }
 
-    /// Time spent in the model so far by kind of operation; empty where it is not known.
+    /// Time spent in the model so far by kind of operation; empty where it is unknown.
     pub fn operation_times(&self) -> Vec<(&'static str, Duration)> {
         self.forward.operation_times()
     }
 
-    /// Sequences that wait for room.
+    /// Sequences that wait to be started or resumed.
     pub fn waiting(&self) -> usize {
         self.scheduler.waiting()
     }
@@ -174,7 +179,8 @@ impl Engine {
         self.units.insert(key, Box::new(active));
     }
 
-    /// Lets a request wait for the result of an equal one, where there is one.
+    /// Whether an equal request is waiting or running; if so, this request gets a copy of its
+    /// result.
     fn is_copy(&mut self, request: &Request) -> bool {
         if request.params.temperature != 0.0 {
             return false;
@@ -192,7 +198,7 @@ impl Engine {
         is_equal
     }
 
-    /// Nobody is to wait for this unit any more.
+    /// Ends the matching of new requests to this unit.
     fn forget(questions: &mut HashMap<Question, u64>, key: u64, unit: &SampleState) {
         let question = (unit.id().job, unit.prompt().clone());
         if questions.get(&question) == Some(&key) {
@@ -205,7 +211,7 @@ impl Engine {
         self.next_key
     }
 
-    /// Takes in requests whose shapes have been compiled since; rows with other shapes have gone on meanwhile.
+    /// Admits requests whose shapes have been compiled since the last step.
     fn admit_compiled(&mut self) {
         let is_idle = self.units.is_empty() && self.finished.is_empty() && self.pending.is_none();
         for (request, shape) in self.shapes.compiled(is_idle) {
@@ -223,7 +229,7 @@ impl Engine {
         }
     }
 
-    /// Takes in a request whose shape is compiled.
+    /// Admits a request whose shape is compiled.
     fn admit(&mut self, request: Request, constraint: Constraint) -> Result<(), Refused> {
         let prompt = request.prompt.len();
         let context = self.forward.context_tokens() as usize;
@@ -231,7 +237,8 @@ impl Engine {
         let asked = request.params.max_tokens as usize;
         let thinking = request.params.thinking.as_ref();
         let thinks = thinking.is_some_and(|thinking| thinking.begin(&request.prompt) != Begin::Answer);
-        // A choice computes nothing beyond its last branching; thoughts and other completions grow up to `max_tokens`.
+        // A choice needs no tokens beyond its deepest branching; thoughts and other completions
+        // grow up to `max_tokens`.
         let (needs, most, max_tokens) = match &constraint {
             Constraint::Choice { choices, .. } if thinks => {
                 let deepest = choices.deepest_choice();
@@ -266,7 +273,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Has the model do something, and counts the time that takes.
+    /// Calls the model and adds the time to the totals.
     fn forward<T>(&mut self, what: impl FnOnce(&mut dyn Forward) -> Result<T, ForwardError>) -> Result<T, EngineError> {
         let began = Instant::now();
         let result = what(&mut *self.forward);
@@ -274,7 +281,8 @@ impl Engine {
         result.map_err(EngineError::Forward)
     }
 
-    /// Begins a planned step, takes the tokens of the one before, and asks for this one's.
+    /// Begins a planned step, takes the tokens of the step before, and starts drawing this step's
+    /// tokens.
     fn advance(&mut self, plan: &StepPlan, finished: &mut Vec<Finished>) -> Result<(), EngineError> {
         self.step_tokens.clear();
         let tokens = self.count_tokens(plan);
@@ -298,7 +306,8 @@ impl Engine {
         }
     }
 
-    /// A step that the device has no memory for is worth nothing: what runs is computed again, in smaller steps.
+    /// Handles a step that did not fit the device's memory: its results are discarded, and all
+    /// running sequences are computed again in smaller steps.
     fn start_over(
         &mut self,
         error: EngineError,
@@ -322,11 +331,13 @@ impl Engine {
         Ok(())
     }
 
-    /// Asks for a token for each sequence that has come to its end in a step: their rows of its logits, and of how many.
+    /// Starts drawing a token for each sequence whose tokens the step has all computed. Returns
+    /// these sequences with their rows of the logits, and the number of all rows.
     fn draw(&mut self, plan: &StepPlan) -> Result<(Vec<(SequenceId, usize)>, usize), EngineError> {
         let sampled = plan.sequences.iter().filter(|planned| planned.samples);
         let count = sampled.clone().count();
-        // Since the step was planned, sequences have ended, or gone on with more tokens than were guessed.
+        // Since the step was planned, sequences have ended, or gone on with more tokens than
+        // guessed.
         let rows: Vec<(SequenceId, usize)> = sampled
             .enumerate()
             .filter(|(_, planned)| self.scheduler.is_computed(planned.id))
@@ -357,7 +368,7 @@ impl Engine {
         drawing.map(|()| (rows, count))
     }
 
-    /// Takes the tokens that were asked for.
+    /// Takes the tokens of the pending step.
     fn collect_pending(&mut self, finished: &mut Vec<Finished>) -> Result<(), EngineError> {
         let Some(pending) = self.pending.take() else {
             return Ok(());
@@ -398,10 +409,10 @@ impl Engine {
         Ok(())
     }
 
-    /// Takes the units of sequences that are still there, with their rows.
+    /// Takes the units of the sequences that still exist, with their rows.
     fn collect(&mut self, rows: &[(SequenceId, usize)]) -> Vec<Work> {
         let mut work: Vec<Work> = Vec::with_capacity(rows.len());
-        // Of units that several sequences work for.
+        // Index in `work`, for units with several sequences.
         let mut place: ById<usize> = ById::default();
         for &(sequence, at) in rows {
             let Some((key, node)) = self.sequences.get(&sequence).copied() else {
@@ -426,7 +437,7 @@ impl Engine {
         work
     }
 
-    /// Does what follows from a unit's tokens: its sequences go on, part or end.
+    /// Applies a unit's drawn tokens: its sequences go on, fork or end.
     fn apply(&mut self, work: Work, finished: &mut Vec<Finished>) {
         let Work {
             key,
@@ -474,7 +485,7 @@ impl Engine {
         self.sequences.remove(&sequence);
     }
 
-    /// What a step computes, by job; units are told.
+    /// Tokens that a step computes, by job; also adds them to their units.
     fn count_tokens(&mut self, plan: &StepPlan) -> Vec<(u32, u64)> {
         let mut by_job: Vec<(u32, u64)> = Vec::new();
         for planned in &plan.sequences {
@@ -499,14 +510,15 @@ impl Generator for Engine {
         self.units.is_empty() && self.finished.is_empty() && self.pending.is_none() && self.shapes.waiting() == 0
     }
 
-    /// While there is room, each fill of the batch finds a window to choose from.
+    /// True until enough requests wait that each refill of the batch has a window to choose from.
     fn wants_more(&self) -> bool {
         self.scheduler.waiting() + self.copies + self.shapes.waiting()
             < WINDOWS_WAITING * self.options.max_sequences.max(1)
     }
 
-    /// A `max_tokens` beyond the model's context is cut to what fits; a prompt that leaves no room for a single token is
-    /// refused, and so is one that with its `max_tokens` is more than the whole KV pool holds.
+    /// A `max_tokens` beyond the model's context is cut to the tokens that fit. A prompt that
+    /// leaves no room for a single token is refused, and so is a prompt that together with its
+    /// `max_tokens` exceeds the whole KV pool.
     fn submit(&mut self, request: Request) -> Result<(), Refused> {
         let vocabulary = self.forward.vocab_size();
         if request.prompt.is_empty() {

@@ -1,19 +1,24 @@
-//! Which tokens of which sequences the next step computes.
+//! Plans which tokens of which sequences the next step computes.
 //!
-//! Plain data in, plain data out: no clock, no channel, no model; the same calls give the same plans.
+//! Plain data in, plain data out, without clock, channel or model; the same calls give the same
+//! plans.
 //!
-//! - Sequences run in order of age. A step is filled oldest first up to its token budget; a prompt that does not fit is cut
-//!   and goes on in the next step, mixed with the single tokens of sequences that are generating.
-//! - New requests gather while a window of earlier ones is being started; when that is empty, [`packing`] orders them, and
-//!   they are the next window. So no request waits for ever behind ones that came later.
-//! - A sequence is started when the pool can hold all tokens it has so far, with a block to spare for each running one. Its
-//!   first blocks are taken from the prefix index where they are known, those that older sequences compute *in the same step*
-//!   included. It always computes its last token itself. Deterministic sequences find those of deterministic ones alone.
-//! - Where steps run ahead, a sequence's next token may be [guessed](Scheduler::guess) to come: it is planned before it is known,
-//!   and its block is found by others once it is.
-//! - Where no block is to be had, the youngest running sequence is preempted: its blocks are released (and may still be found
-//!   when it resumes), its tokens kept. A sequence that finds no younger one waits for a step. The oldest always finds its
-//!   blocks, because no sequence is accepted that could outgrow the pool alone.
+//! - Sequences run in order of age. A step is filled oldest first up to its token budget. A prompt
+//!   that exceeds the budget is cut and goes on in the next step, mixed with the single tokens of
+//!   decoding sequences.
+//! - New requests gather while a window of earlier ones is being started. When the window is empty,
+//!   [`packing`] orders the gathered requests, and they become the next window. So no request waits
+//!   for ever behind later ones.
+//! - A sequence is started when the pool can hold all its tokens so far, with one spare block for
+//!   each running sequence. Its first blocks are taken from the prefix index where they are known,
+//!   including blocks that older sequences compute *in the same step*. It always computes its last
+//!   token itself. Deterministic sequences share blocks only with deterministic ones.
+//! - Where steps run ahead, a sequence's next token may be [guessed](Scheduler::guess): it is
+//!   planned before it is known. Its block is indexed once it is known.
+//! - Where no block is available, the youngest running sequence is preempted: its blocks are
+//!   released (and may still be found when it resumes), and its tokens are kept. A sequence without
+//!   a younger one waits for the next step. The oldest always gets its blocks, because only
+//!   sequences that fit the pool alone are accepted.
 //!
 //! See docs/decisions/056-prefixes-are-shared-within-a-step.md.
 
@@ -27,29 +32,31 @@ use crate::engine::blocks::{BlockKey, BlockPool};
 use crate::engine::ids::ById;
 use crate::engine::packing::{self, Waiting};
 
-/// Names a sequence for as long as the scheduler knows it.
+/// Identifies a sequence for as long as the scheduler knows it.
 pub type SequenceId = u64;
 
-/// How much a step may take.
+/// Limits of a step.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
-    /// Most tokens computed in one step.
+    /// Maximum tokens computed in one step.
     pub max_step_tokens: usize,
-    /// Most sequences in one step. Those whose tokens are being drawn while the next step is planned run besides.
+    /// Maximum sequences in one step. Sequences whose tokens are being drawn while the next step is
+    /// planned do not count.
     pub max_sequences: usize,
     pub policy: Policy,
 }
 
-/// What the scheduler does to fill steps well. All of it, but where a measurement wants to know what a part is worth.
+/// The techniques by which the scheduler fills steps. All are on, except in measurements of a
+/// single technique.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Policy {
-    /// Orders the window; else first come, first started.
+    /// Orders the window; otherwise sequences start in order of arrival.
     pub sort: bool,
-    /// Finds computed blocks that prompts begin with.
+    /// Shares computed blocks that prompts begin with.
     pub share: bool,
-    /// Computes prompts in the same steps as the tokens of sequences that are generating; else in steps of their own, first.
+    /// Mixes prefill and decode in one step; otherwise prefill runs first, in steps of its own.
     pub mix: bool,
-    /// Starts sequences as others end; else when all have ended.
+    /// Starts sequences as others end; otherwise only when all have ended.
     pub refill: bool,
 }
 
@@ -64,43 +71,45 @@ impl Default for Policy {
     }
 }
 
-/// Who comes first: the place in the order of starting, then the order of forks.
+/// Order of sequences, oldest first: the position in the order of starting, then the order of
+/// forks.
 type Age = (u64, u64);
 
-/// With whom a sequence may share blocks.
+/// Which sequences a sequence may share blocks with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sharing {
-    /// May no bit of what is computed for it depend on others?
+    /// Whether its results must be bitwise independent of other sequences.
     pub deterministic: bool,
     /// The parent key of its first block.
     pub root: BlockKey,
 }
 
-/// What the scheduler knows of a sequence.
+/// The scheduler's state of a sequence.
 #[derive(Debug, Clone)]
 struct Sequence {
     id: SequenceId,
     age: Age,
-    /// The head of its tokens until it is started for the first time: samples of one row share it while they wait.
+    /// The prompt, until the sequence is started for the first time: samples of one row share it
+    /// while they wait.
     prompt: Option<Arc<[u32]>>,
-    /// Prompt (unless it stands in `prompt`) and completion so far.
+    /// Prompt (unless it is in `prompt`) and completion so far.
     tokens: Vec<u32>,
-    /// The last of `tokens` is not known yet: what is drawn from this row of the step's logits.
+    /// The last of `tokens` is not known yet: it is drawn from this row of the step's logits.
     guessed: Option<u32>,
-    /// Most tokens still to come; orders the window, nothing else.
+    /// Maximum tokens still to come; only used to order the window.
     max_tokens: u32,
     sharing: Sharing,
-    /// Tokens whose keys and values stand in `blocks` once the planned step has run.
+    /// Tokens whose keys and values are in `blocks` once the planned step has run.
     computed: usize,
     blocks: Vec<u32>,
-    /// Keys of its first full blocks, as far as they were needed.
+    /// Keys of its first full blocks, as far as they have been needed.
     keys: Vec<BlockKey>,
-    /// Has it been started before (and been preempted since)?
+    /// Whether it has been started before (and preempted since).
     started: bool,
 }
 
 impl Sequence {
-    /// Puts the prompt where the tokens are.
+    /// Moves the prompt into `tokens`.
     fn unfold(&mut self) {
         if let Some(prompt) = self.prompt.take() {
             self.tokens.splice(0..0, prompt.iter().copied());
@@ -111,12 +120,12 @@ impl Sequence {
         self.tokens.len() - self.computed
     }
 
-    /// Tokens from the first that are known.
+    /// Number of leading tokens that are known.
     fn known(&self) -> usize {
         self.tokens.len() - usize::from(self.guessed.is_some())
     }
 
-    /// The key of its full block `at`.
+    /// The key of its full block at index `at`.
     fn key(&mut self, at: usize, block_tokens: usize) -> BlockKey {
         while self.keys.len() <= at {
             let parent = self.keys.last().unwrap_or(&self.sharing.root);
@@ -135,13 +144,16 @@ pub struct Planned {
     pub start: usize,
     /// The tokens computed.
     pub tokens: SmallVec<[u32; 4]>,
-    /// In [`StepPlan::blocks`]: what holds all tokens up to the last one computed.
+    /// Range in [`StepPlan::blocks`] of the blocks that hold all tokens up to the last one
+    /// computed.
     pub blocks: Range<usize>,
-    /// Is the last of them the sequence's last token, so that the next one can be sampled?
+    /// Whether the last token computed is the sequence's last, so that the next token can be
+    /// sampled.
     pub samples: bool,
-    /// The last of them is not known yet: what is drawn from this row of the logits of the step before.
+    /// The last token computed is not known yet: it is drawn from this row of the previous step's
+    /// logits.
     pub guessed: Option<u32>,
-    /// May no bit of what is computed for it depend on others?
+    /// Whether its results must be bitwise independent of other sequences.
     pub deterministic: bool,
 }
 
@@ -149,11 +161,11 @@ pub struct Planned {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct StepPlan {
     pub sequences: Vec<Planned>,
-    /// Of all sequences, one after the other.
+    /// Blocks of all sequences, one sequence after the other.
     pub blocks: Vec<u32>,
     /// Blocks to copy before anything is computed: (from, to).
     pub copies: Vec<(u32, u32)>,
-    /// Sequences started for the first time, and how many of their tokens were found computed.
+    /// Sequences started for the first time, and how many of their tokens the prefix index held.
     pub started: Vec<(SequenceId, usize)>,
     /// Sequences that lost their blocks.
     pub preempted: Vec<SequenceId>,
@@ -165,20 +177,20 @@ pub struct Scheduler {
     limits: Limits,
     pool: BlockPool,
     root: BlockKey,
-    /// Came after the window was ordered.
+    /// Sequences that arrived after the window was ordered.
     incoming: Vec<Sequence>,
-    /// The window: ordered, not started or preempted.
+    /// The window: ordered sequences that are not started, and preempted ones.
     waiting: BTreeMap<Age, Sequence>,
     /// Oldest first.
     running: Vec<Sequence>,
-    /// Finds sequences among those that wait or run; those of `incoming` have no age yet.
+    /// The age of each waiting or running sequence; sequences in `incoming` have none yet.
     ages: ById<Age>,
     next_place: u64,
     next_fork: u64,
 }
 
 impl Scheduler {
-    /// An empty scheduler. All [roots](Scheduler::sharing) follow from `root`.
+    /// An empty scheduler. All [roots](Scheduler::sharing) are derived from `root`.
     pub fn new(limits: Limits, pool: BlockPool, root: BlockKey) -> Scheduler {
         assert!(
             limits.max_step_tokens > 0 && limits.max_sequences > 0,
@@ -197,7 +209,8 @@ impl Scheduler {
         }
     }
 
-    /// What sequences of this salt share with each other. Those that are deterministic share with no others.
+    /// The sharing of sequences with this salt. Deterministic sequences share blocks only with each
+    /// other.
     pub fn sharing(&self, salt: &str, deterministic: bool) -> Sharing {
         let root = self.root.salted(salt);
         Sharing {
@@ -216,18 +229,18 @@ impl Scheduler {
         self.waiting.len() + self.incoming.len()
     }
 
-    /// Can a sequence of this many tokens run alone?
+    /// Whether a sequence of this many tokens can run alone.
     pub fn fits_pool(&self, tokens: usize) -> bool {
         tokens.div_ceil(self.pool.block_tokens()) <= self.pool.total()
     }
 
-    /// Tokens the whole pool holds.
+    /// Tokens that the whole pool can hold.
     pub fn pool_tokens(&self) -> usize {
         self.pool.total() * self.pool.block_tokens()
     }
 
-    /// A new sequence of a prompt of at least one token and tokens that are to follow it for certain, to which at most
-    /// `max_tokens` will be added; all together must fit the pool.
+    /// Adds a sequence: a prompt of at least one token, and `tokens` that are certain to follow it.
+    /// At most `max_tokens` will be added later; all together must fit the pool.
     pub fn submit(&mut self, id: SequenceId, prompt: Arc<[u32]>, tokens: Vec<u32>, max_tokens: u32, sharing: Sharing) {
         assert!(!prompt.is_empty(), "sequence {id} has no tokens");
         let (blocks, keys) = (Vec::new(), Vec::new());
@@ -246,8 +259,9 @@ impl Scheduler {
         });
     }
 
-    /// Says that a running sequence goes on with what is drawn from this row of the logits of the step that was planned last, most
-    /// likely: [`extend`](Self::extend) says what it was, or [`remove`](Self::remove) that it does not.
+    /// Guesses that a running sequence goes on with the token drawn from this row of the logits of
+    /// the last planned step. [`extend`](Self::extend) later provides the token, or
+    /// [`remove`](Self::remove) ends the sequence.
     pub fn guess(&mut self, id: SequenceId, row: u32) {
         if let Some(at) = self.place(id) {
             let sequence = &mut self.running[at];
@@ -256,13 +270,13 @@ impl Scheduler {
         }
     }
 
-    /// Does it run, and has the planned step computed all its tokens?
+    /// Whether it runs and the planned step has computed all its tokens.
     pub fn is_computed(&self, id: SequenceId) -> bool {
         self.place(id).is_some_and(|at| self.running[at].pending() == 0)
     }
 
-    /// Adds tokens to a sequence that has been running: sampled or forced ones, to be computed in the next steps. The first of them
-    /// is the one that was guessed to come.
+    /// Adds tokens, sampled or forced, to a sequence that has been running; the next steps compute
+    /// them. If a token was guessed, the first of them replaces it.
     pub fn extend(&mut self, id: SequenceId, tokens: &[u32]) {
         let at = self.place(id);
         let sequence = match at {
@@ -285,14 +299,15 @@ impl Scheduler {
         }
     }
 
-    /// Where a sequence stands among the running ones, which are in order of age.
+    /// Index of a sequence in `running`, which is in order of age.
     fn place(&self, id: SequenceId) -> Option<usize> {
         let age = self.ages.get(&id)?;
         self.running.binary_search_by_key(age, |s| s.age).ok()
     }
 
-    /// A new sequence that continues the tokens of one that has been running with `tokens`. It shares the blocks, or waits without any where
-    /// no more sequences may run or the parent has lost its own meanwhile.
+    /// Adds a sequence that continues the tokens of `parent`, which has been running, with
+    /// `tokens`. It shares the parent's blocks. If no more sequences may run or the parent has been
+    /// preempted, it waits without blocks.
     pub fn fork(&mut self, parent: SequenceId, id: SequenceId, tokens: &[u32]) {
         let running = self.place(parent).map(|at| &self.running[at]);
         let runs = running.is_some();
@@ -317,7 +332,7 @@ impl Scheduler {
         }
     }
 
-    /// Ends a sequence wherever it is.
+    /// Ends a sequence, whether it runs or waits.
     pub fn remove(&mut self, id: SequenceId) {
         if let Some(at) = self.place(id) {
             let mut sequence = self.running.remove(at);
@@ -331,7 +346,7 @@ impl Scheduler {
         }
     }
 
-    /// Plans the next step and takes it as done. An empty plan: there is nothing to do.
+    /// Plans the next step and treats it as done. The plan is empty if there is nothing to compute.
     pub fn plan(&mut self) -> StepPlan {
         let mut plan = StepPlan::default();
         if self.limits.policy.mix {
@@ -346,8 +361,9 @@ impl Scheduler {
         plan
     }
 
-    /// The planned step did not run: what stands in blocks is worth nothing, and all running sequences wait to be computed from their
-    /// beginning, in steps of half as many tokens and sequences from now on. `None`: a step holds one token alone; nothing changed.
+    /// Undoes a planned step that did not run: the contents of all blocks are discarded, and all
+    /// running sequences wait to be computed from their beginning. From now on, steps have half as
+    /// many tokens and sequences. `None`: a step is limited to one token already; nothing changed.
     pub fn start_over(&mut self) -> Option<Limits> {
         if self.limits.max_step_tokens == 1 {
             return None;
@@ -362,10 +378,12 @@ impl Scheduler {
         Some(self.limits)
     }
 
-    /// Gives the step's tokens to running sequences that are `wanted`, then to new ones where they may start.
+    /// Gives the step's tokens to running sequences that are `wanted`, then to new ones if `start`
+    /// is set and they may start.
     fn fill(&mut self, plan: &mut StepPlan, wanted: impl Fn(&Sequence) -> bool, start: bool) {
         let mut budget = self.limits.max_step_tokens;
-        // Nobody knows yet whether those go on: most have ended. They take no part in this step.
+        // Sequences whose last token is being drawn: it is unknown whether they go on, and most
+        // have ended. They take no part in this step.
         let awaited = self.running.iter().filter(|sequence| sequence.pending() == 0).count();
         let mut at = 0;
         while at < self.running.len() && budget > 0 && plan.sequences.len() < self.limits.max_sequences {
@@ -391,7 +409,8 @@ impl Scheduler {
         }
     }
 
-    /// Starts sequences of the window, in its order, while there is room beside the `awaited` ones.
+    /// Starts sequences of the window, in its order, while there is room. The `awaited` sequences
+    /// take no room.
     fn start_waiting(&mut self, plan: &mut StepPlan, mut budget: usize, awaited: usize) {
         let most = self.limits.max_sequences;
         while budget > 0 && self.running.len() - awaited < most && plan.sequences.len() < most {
@@ -417,7 +436,7 @@ impl Scheduler {
         }
     }
 
-    /// Makes the requests that have come in the next window.
+    /// Orders the requests that have arrived into the next window.
     fn order_incoming(&mut self) {
         let window: Vec<Waiting> = self
             .incoming
@@ -442,7 +461,8 @@ impl Scheduler {
         }
     }
 
-    /// Takes up the known blocks that a sequence begins with. `false`: the pool has no room to start it; nothing changed.
+    /// Shares the indexed blocks that a sequence begins with. `false`: the pool has no room to
+    /// start it; nothing changed.
     fn take_prefix(&mut self, sequence: &mut Sequence) -> bool {
         let block_tokens = self.pool.block_tokens();
         let most = if self.limits.policy.share {
@@ -470,19 +490,20 @@ impl Scheduler {
         true
     }
 
-    /// Puts a sequence among the running ones, by age.
+    /// Inserts a sequence among the running ones, by age.
     fn start(&mut self, sequence: Sequence) -> usize {
         let at = self.running.partition_point(|s| s.age < sequence.age);
         self.running.insert(at, sequence);
         at
     }
 
-    /// Gives a running sequence as many of its pending tokens as budget and blocks allow. `None`: not a single one.
+    /// Gives a running sequence as many of its pending tokens as budget and blocks allow. `None`:
+    /// none at all.
     fn grant(&mut self, at: usize, budget: usize, plan: &mut StepPlan) -> Option<Planned> {
         let block_tokens = self.pool.block_tokens();
         let sequence = &mut self.running[at];
         let wanted = sequence.computed + sequence.pending().min(budget);
-        // Blocks that are written to and held by others as well become the sequence's own first.
+        // Shared blocks are copied before they are written to.
         for i in sequence.computed / block_tokens..sequence.blocks.len().min(wanted.div_ceil(block_tokens)) {
             if self.pool.is_shared(sequence.blocks[i]) {
                 let copy = self.pool.copy_on_write(sequence.blocks[i])?;
@@ -516,7 +537,7 @@ impl Scheduler {
         Some(planned)
     }
 
-    /// Makes the blocks findable that a running sequence's tokens from `start` to `end` have filled.
+    /// Indexes the blocks that a running sequence's tokens from `start` to `end` have filled.
     fn index(&mut self, at: usize, start: usize, end: usize) {
         let block_tokens = self.pool.block_tokens();
         let sequence = &mut self.running[at];
@@ -539,7 +560,7 @@ impl Scheduler {
     }
 }
 
-/// Lets go of all blocks of a sequence, the last one first.
+/// Releases all blocks of a sequence, the last one first.
 fn release_all(pool: &mut BlockPool, sequence: &mut Sequence) {
     sequence.blocks.drain(..).rev().for_each(|b| pool.release(b));
     sequence.computed = 0;
@@ -583,7 +604,8 @@ mod tests {
         s.submit(id, prompt.into(), Vec::new(), max_tokens, sharing);
     }
 
-    /// What was computed for a sequence that may depend on others is not what a deterministic one would compute.
+    /// Blocks of an ordinary sequence may depend on other sequences, so a deterministic sequence
+    /// computes its own.
     #[test]
     fn deterministic_sequences_share_among_themselves() {
         let mut s = scheduler(64, 64, 8);
@@ -604,7 +626,8 @@ mod tests {
         );
     }
 
-    /// Whoever guesses another's prompt finds nothing computed, which would tell that the guess is right.
+    /// A sequence with another salt finds no cached prefix, which would reveal that a guessed
+    /// prompt is right.
     #[test]
     fn sequences_share_with_those_of_their_salt() {
         let mut s = scheduler(64, 64, 8);
@@ -618,7 +641,8 @@ mod tests {
         assert_eq!(plan.started, [(0, 0), (1, 0), (2, 8), (3, 0)]);
     }
 
-    /// Samples of a row wait with one copy of its prompt, and what must follow the prompt does when they start.
+    /// Samples of a row wait with one copy of its prompt. When they start, the tokens that must
+    /// follow the prompt come after it.
     #[test]
     fn waiting_sequences_share_their_prompt() {
         let mut s = scheduler(64, 64, 1);
@@ -702,7 +726,7 @@ mod tests {
         assert_eq!(s.pool.available(), 8);
     }
 
-    /// A sequence that starts and is preempted by those that run has been computed for nothing.
+    /// Starting a sequence that the running ones would soon preempt wastes its computation.
     #[test]
     fn who_starts_leaves_a_block_to_each_that_runs() {
         let mut s = scheduler(4, 64, 8);
@@ -732,14 +756,15 @@ mod tests {
         let planned = &plan.sequences[0];
         assert_eq!((planned.start, planned.tokens.len(), planned.guessed), (3, 1, Some(5)));
         assert!(planned.samples && s.is_computed(0));
-        // Its block is full, but nobody finds it before it is known what is in it: until then, 0 stands there.
+        // Its block is full, but is not indexed before its last token is known: until then, 0
+        // stands there.
         submit(&mut s, 1, vec![1, 2, 3, 0, 5], 9);
         assert_eq!(s.plan().started, [(1, 0)]);
         s.extend(0, &[4]);
         assert!(s.is_computed(0));
         submit(&mut s, 2, vec![1, 2, 3, 4, 6], 9);
         assert_eq!(s.plan().started, [(2, 4)]);
-        // More than was guessed: what was computed of it stands.
+        // More tokens than guessed follow: the guessed one is computed already.
         s.guess(0, 1);
         s.plan();
         s.extend(0, &[70, 71]);
@@ -750,8 +775,8 @@ mod tests {
         assert_eq!(s.pool.available(), 32);
     }
 
-    /// Those that have most likely ended do not keep others from starting; where they go on after all, a step takes no more of them
-    /// than it may.
+    /// Sequences that have most likely ended leave room for others to start. If they go on after
+    /// all, a step still takes no more sequences than its limit.
     #[test]
     fn awaited_sequences_leave_room_for_others() {
         let mut s = scheduler(32, 64, 2);
@@ -772,7 +797,8 @@ mod tests {
         assert_eq!(s.pool.available(), 32);
     }
 
-    /// The step after has been planned when a sequence's token becomes known: it may have lost its blocks to it.
+    /// The next step has been planned before a sequence's token becomes known, and may have
+    /// preempted the sequence.
     #[test]
     fn what_was_preempted_meanwhile_keeps_its_tokens() {
         let mut s = scheduler(4, 64, 8);
@@ -793,13 +819,14 @@ mod tests {
             .iter()
             .map(|p| (p.id, p.guessed, p.tokens.to_vec()))
             .collect();
-        // Its own block was given away; what it computes in this step is found by the other.
+        // The parent's own block was given away; the fork shares the block that the parent computes
+        // in this step.
         assert_eq!(tokens, [(1, None, vec![90, 91, 92, 93, 94]), (2, None, vec![94, 95])]);
         (1..3).for_each(|id| s.remove(id));
         s.pool.check(std::iter::empty());
     }
 
-    /// A step that did not run leaves nothing behind, a token that was guessed to come included.
+    /// A step that did not run leaves nothing behind, not even a guessed token.
     #[test]
     fn a_step_that_did_not_run_is_planned_again_in_halves() {
         let mut s = scheduler(8, 9, 2);
@@ -824,7 +851,8 @@ mod tests {
         assert_eq!(s.pool.available(), 8);
     }
 
-    /// A sequence to simulate: a shared head, its own tail, tokens to generate, tokens that come at once, the step it arrives.
+    /// A sequence to simulate: length of a shared head, length of its own tail, tokens to generate,
+    /// tokens per extension, step of arrival.
     type Case = (usize, usize, usize, usize, usize);
 
     /// Runs all sequences to their end and returns the plans.

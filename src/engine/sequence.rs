@@ -1,23 +1,27 @@
-//! One completion in the making: what it holds so far, what it asks of a row of logits, and what the token drawn makes of it.
+//! One completion while it is generated: its tokens so far, its sampling settings, and the effect
+//! of each drawn token.
 //!
 //! A completion ends
 //!
-//! - at an end-of-sequence id (unless `ignore_eos`) or a stop token: that token is not part of it;
-//! - at a stop text, wherever in its bytes, across tokens: text before it is kept, token ids are those up to and including the
-//!   token that completed it;
-//! - where its shape is complete and nothing can follow, whether or not the model would end there. Under a shape an
-//!   end-of-sequence id, which only a complete text allows, always ends it;
+//! - at an end-of-sequence id (unless `ignore_eos`) or a stop token, which the completion does not
+//!   include;
+//! - at a stop text, which may begin inside a token and span several. The text before it is kept;
+//!   token ids are kept up to and including the token that completed it;
+//! - where its shape is complete and nothing can follow, even if the model would go on. Under a
+//!   shape, an end-of-sequence id always ends it, since only a complete text allows one;
 //! - at `max_tokens`, or where the model's context is full.
 //!
-//! Tokens that its shape leaves no choice about are not sampled: they follow the sampled one, or the prompt, at once and are
-//! computed in the same step as it. In every other respect they are tokens like others; their log probability is 0.
+//! Tokens that the shape forces are not sampled: they are appended to the sampled token, or to the
+//! prompt, and computed in the same step. Otherwise they are like sampled tokens; their log
+//! probability is 0.
 //!
-//! Where the model thinks, the thought comes first ([`thinking`](crate::engine::thinking) says where it ends): all of the above but
-//! `max_tokens` is about the answer alone.
+//! Where the model thinks, the thought comes first ([`thinking`](crate::engine::thinking) says
+//! where it ends). All rules above except `max_tokens` then apply to the answer alone.
 //!
-//! Where the tokenizer puts a space in front of every text (SentencePiece's `▁`), a completion mostly begins with that space,
-//! which is the tokenizer's and not the answer's: exactly one is taken off the text, as transformers' decoding does. Token ids
-//! keep it, stop texts are looked for with it, and a grammar's text, which has to fit, is left as it is.
+//! Where the tokenizer puts a space in front of every text (SentencePiece's `▁`), a completion
+//! usually begins with that space. It comes from the tokenizer, so exactly one space is removed
+//! from the text, as transformers' decoding does. Token ids keep it, stop texts are searched with
+//! it, and a grammar's text keeps it, because it has to fit the grammar.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -34,31 +38,31 @@ use crate::engine::request::{Completion, FinishReason, Request, UnitId};
 use crate::engine::thinking::{Course, Spelled};
 use crate::model::tokenizer::Tokenizer;
 
-/// One completion in the making.
+/// One completion while it is generated.
 pub struct SampleState {
     id: UnitId,
     prompt: Arc<[u32]>,
-    /// The prompt's ids, ascending, each once; empty until a repetition penalty asks for them.
+    /// The prompt's distinct ids, ascending; empty until a repetition penalty needs them.
     prompt_ids: Vec<u32>,
     params: Arc<GenerationParams>,
     eos: Arc<[u32]>,
     cache_salt: Arc<str>,
     key: StreamKey,
-    /// Most tokens it may get: `max_tokens`, or less where the context ends before.
+    /// Maximum tokens of the completion: `max_tokens`, or fewer where the context ends earlier.
     max_tokens: usize,
-    /// Thought and answer, but for the tokens of a choice.
+    /// Tokens of thought and answer, except the tokens of a choice.
     completion: Vec<u32>,
     logprobs: Vec<f32>,
-    /// What the answer's tokens spell.
+    /// Bytes of the answer's tokens.
     bytes: Vec<u8>,
     course: Course,
-    /// What may be drawn where a thought or the answer may begin.
+    /// Tokens that may be drawn where a thought or the answer may begin.
     start: StartsWith,
-    /// By node of a choice: the thought and the tokens that lead there, where penalties count them.
+    /// Per node of a choice: the tokens that penalties count there, if a thought precedes them.
     histories: HashMap<Node, Vec<u32>>,
-    /// What is forbidden where it stands, if anything is.
+    /// Tokens that are forbidden at the current position, if any.
     out: Out,
-    /// Prompt tokens found computed when it was first started.
+    /// Prompt tokens that were found in the prefix cache when it first started.
     cached_tokens: Option<u32>,
     state: State,
 }
@@ -69,34 +73,35 @@ enum State {
     Choice(ChoiceState),
 }
 
-/// What may be drawn where a thought or an answer of a certain shape may begin.
+/// Tokens that may be drawn where a thought, or an answer with a shape, may begin.
 #[derive(Default)]
 struct StartsWith {
     ids: Vec<u32>,
     mask: Vec<u32>,
 }
 
-/// Where a sequence goes on.
+/// How a sequence goes on.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Continuation {
-    /// The node of a choice that its logits will be for; 0 for other shapes.
+    /// The node of a choice whose logits the sequence computes next; 0 for other shapes.
     pub node: Node,
-    /// Tokens that come after those it has.
+    /// Tokens to append to the sequence.
     pub tokens: SmallVec<[u32; 4]>,
 }
 
-/// What follows from a token.
+/// The effect of a token.
 pub enum Next {
-    /// The sequence goes on as the first of these; each further one is a fork of it. None: it ends, others of the unit go on.
+    /// The sequence goes on as the first entry; each further entry is a fork of it. If there is
+    /// none, the sequence ends and the unit's other sequences go on.
     Go(SmallVec<[Continuation; 1]>),
     /// The unit has ended; all its sequences end.
     Finished(Result<Completion, String>),
 }
 
 impl SampleState {
-    /// A completion with nothing in it yet, and how its first sequence continues the prompt.
+    /// An empty completion, and how its first sequence continues the prompt.
     ///
-    /// `max_tokens` is what the context leaves of the asked-for number. `Finished`: there is nothing to ask the model.
+    /// `max_tokens` is already cut to the model's context. `Finished`: there is nothing to compute.
     pub fn new(
         request: Request,
         constraint: Constraint,
@@ -132,7 +137,7 @@ impl SampleState {
         (unit, next)
     }
 
-    /// What follows once `tokens` have come: what is certain after them comes with them.
+    /// How the sequence goes on after `tokens`, with the tokens that are certain to follow them.
     fn go_on(&mut self, mut tokens: SmallVec<[u32; 4]>, tokenizer: &Tokenizer) -> Next {
         if let Some(ended) = self.force(&mut tokens, tokenizer) {
             return ended;
@@ -144,7 +149,7 @@ impl SampleState {
                 return self.finish(FinishReason::Stop, tokenizer);
             }
             if self.course.thought() && self.completion.len() + state.choices().deepest_choice() > self.max_tokens {
-                // The thought has left no room to choose in.
+                // The thought has left too little room for a choice.
                 return self.finish_at(FinishReason::Length, true, tokenizer);
             }
             tokens.extend(walk.forced);
@@ -154,7 +159,7 @@ impl SampleState {
         Next::Go(smallvec![Continuation { node, tokens }])
     }
 
-    /// Adds the tokens that are certain to come next to the completion and to `tokens`. `Some`: the completion has ended.
+    /// Appends forced tokens to the completion and to `tokens`. `Some`: the completion has ended.
     fn force(&mut self, tokens: &mut SmallVec<[u32; 4]>, tokenizer: &Tokenizer) -> Option<Next> {
         loop {
             let mut forced = self.course.certain(&self.completion);
@@ -165,7 +170,7 @@ impl SampleState {
                 return None;
             }
             tokens.extend_from_slice(&forced);
-            // What is certain has the log probability 0.
+            // Forced tokens have the log probability 0.
             let ended = forced.into_iter().find_map(|token| self.push(token, || 0.0, tokenizer));
             if ended.is_some() {
                 return ended;
@@ -173,7 +178,8 @@ impl SampleState {
         }
     }
 
-    /// Keeps what penalties count at a node of a choice, where that is more than its path.
+    /// Stores the tokens that penalties count at a node of a choice, if they include more than the
+    /// node's path.
     fn keep_history(&mut self, node: Node) {
         let params = &self.params;
         let penalises =
@@ -200,24 +206,26 @@ impl SampleState {
         &self.cache_salt
     }
 
-    /// Does a request with the same prompt ask for the same? Only greedy ones have the same answer then.
+    /// Whether a request with the same prompt also has the same parameters and end ids. Only greedy
+    /// requests then have the same answer.
     pub fn asks(&self, request: &Request) -> bool {
         let same_params = Arc::ptr_eq(&self.params, &request.params) || self.params == request.params;
         same_params && self.eos == request.eos
     }
 
-    /// Its first sequence was started with this many tokens found computed.
+    /// Records the prompt tokens found in the prefix cache when its first sequence started.
     pub fn started(&mut self, cached: usize) {
         self.cached_tokens.get_or_insert(cached.min(self.prompt.len()) as u32);
     }
 
-    /// May a step go on with the token that is drawn next before it is known? Not where it surely ends, or may part.
+    /// Whether a step may be planned with the next token before it is known. False where the
+    /// completion surely ends, or where a choice may fork.
     pub fn may_go_on(&self) -> bool {
         let parts = matches!(self.state, State::Choice(_)) && !self.course.thinks();
         !parts && self.completion.len() + 1 < self.max_tokens
     }
 
-    /// Its state in a grammar, whose mask is to be prepared before [`draw`](Self::draw).
+    /// Its grammar's state, whose mask must be prepared before [`draw`](Self::draw).
     pub fn grammar(&mut self) -> Option<&mut GrammarState> {
         match &mut self.state {
             State::Grammar(state) if !self.course.thinks() => Some(state),
@@ -225,7 +233,7 @@ impl SampleState {
         }
     }
 
-    /// Readies what [`draw`](Self::draw) needs, after a grammar's mask.
+    /// Prepares the data for [`draw`](Self::draw); the grammar's mask must be prepared before.
     pub fn prepare(&mut self, tokenizer: &Tokenizer) {
         if self.params.repetition_penalty != 1.0 && self.prompt_ids.is_empty() {
             self.prompt_ids = self.prompt.to_vec();
@@ -254,12 +262,13 @@ impl SampleState {
         }
     }
 
-    /// Is the next token under no shape?
+    /// Whether the next token is unconstrained.
     fn is_free(&self) -> bool {
         matches!(self.state, State::Free) || self.course.thinks()
     }
 
-    /// Says what may be drawn where a thought or the answer may begin: the shape's first tokens, and those that open a thought.
+    /// Computes the tokens that may be drawn where a thought or the answer may begin: the shape's
+    /// first tokens, and tokens that open a thought.
     fn prepare_start(&mut self) {
         let (opening, answers) = self.course.openings(&self.completion);
         let StartsWith { ids, mask } = &mut self.start;
@@ -272,7 +281,7 @@ impl SampleState {
         }
         let (forbidden, is_first) = (&self.params.forbidden, self.completion.is_empty());
         let is_out = |id: &u32| forbidden.tokens.contains(id) || (is_first && forbidden.first.contains(id));
-        // Where nothing else may come, the model has no choice.
+        // Opening tokens that are the only way to go on stay allowed even if they are forbidden.
         for id in opening.into_iter().filter(|id| !answers || !is_out(id)) {
             if !ids.contains(&id) {
                 ids.push(id);
@@ -283,7 +292,7 @@ impl SampleState {
         }
     }
 
-    /// What is asked of the logits after its sequence at `node`.
+    /// The sampling settings for the logits of its sequence at `node`.
     pub fn draw<'a>(&'a self, node: Node, tokenizer: &'a Tokenizer) -> Draw<'a> {
         let params = &*self.params;
         let forbids = !params.forbidden.is_empty();
@@ -317,7 +326,7 @@ impl SampleState {
                 asked
             }
             State::Grammar(state) => Draw {
-                // A mask that could not be computed fails the row when its token is taken.
+                // If the mask could not be computed, the row fails when its token is taken.
                 allowed: Allowed::Mask(if forbids {
                     self.out.mask()
                 } else if self.course.may_answer() {
@@ -330,7 +339,7 @@ impl SampleState {
         }
     }
 
-    /// Takes what was drawn from the logits after its sequence at `node`.
+    /// Takes the token drawn from the logits of its sequence at `node`.
     pub fn take(&mut self, node: Node, drawn: Result<Drawn, DrawError>, tokenizer: &Tokenizer) -> Next {
         if let Some(state) = self.grammar()
             && let Err(why) = state.mask()
@@ -363,7 +372,8 @@ impl SampleState {
         }
     }
 
-    /// Takes what was drawn at a node of a choice. `begins`: at its first token, where a thought could have begun as well.
+    /// Takes the token drawn at a node of a choice. `begins`: the token is the answer's first,
+    /// where a thought could have begun instead.
     fn take_choice(&mut self, node: Node, drawn: &Drawn, begins: bool, tokenizer: &Tokenizer) -> Next {
         let State::Choice(state) = &mut self.state else {
             return Next::Finished(Err("the completion has no choice to make".into()));
@@ -383,7 +393,7 @@ impl SampleState {
         Next::Go(next.into_iter().map(continuation).collect())
     }
 
-    /// Adds a token to the completion. `Some`: that has ended.
+    /// Appends a token to the completion. `Some`: the completion has ended.
     fn push(&mut self, token: u32, log_probability: impl FnOnce() -> f32, tokenizer: &Tokenizer) -> Option<Next> {
         let stops = !self.course.thinks() && !self.course.opens(&self.completion, token);
         if stops && self.params.stop_token_ids.contains(&token) && !self.is_before(token, tokenizer) {
@@ -405,14 +415,15 @@ impl SampleState {
         (self.completion.len() >= self.max_tokens).then(|| self.finish(FinishReason::Length, tokenizer))
     }
 
-    /// Is this token white space between a thought and free text?
+    /// Whether this token is white space between a thought and free text.
     fn is_before(&self, token: u32, tokenizer: &Tokenizer) -> bool {
         let bytes = tokenizer.token_bytes(token);
         let is_space = !bytes.is_empty() && bytes.iter().all(u8::is_ascii_whitespace);
         is_space && self.bytes.is_empty() && self.course.thought() && matches!(self.state, State::Free)
     }
 
-    /// Adds the tokens from `from` on to the answer's text; the last of them is new to the shape. `Some`: it has ended.
+    /// Appends the text of the tokens from index `from` to the answer; only the last of them is new
+    /// to the shape. `Some`: the completion has ended.
     fn spell(&mut self, from: usize, tokenizer: &Tokenizer) -> Option<Next> {
         let known = self.bytes.len();
         for token in &self.completion[from..] {
@@ -446,7 +457,7 @@ impl SampleState {
         }
     }
 
-    /// Ends with what was chosen, as far as it fits.
+    /// Ends with the chosen text, cut to the remaining tokens.
     fn finish_choice(&mut self, mut chosen: Chosen, reason: FinishReason, tokenizer: &Tokenizer) -> Next {
         let room = self.max_tokens.saturating_sub(self.completion.len());
         let cut = chosen.tokens.len() > room;
@@ -467,14 +478,15 @@ impl SampleState {
         Next::Finished(Ok(completion))
     }
 
-    /// Ends with the text that `bytes` spells. `cut`: bytes are missing from what the shape has seen.
+    /// Ends with the text of `bytes`. `cut`: a stop text was removed, so `bytes` lacks text that
+    /// the shape's matcher has seen.
     fn finish_at(&mut self, reason: FinishReason, cut: bool, tokenizer: &Tokenizer) -> Next {
         let text = String::from_utf8_lossy(&self.bytes);
         let text = match self.state {
             State::Free if !self.course.thought() => without_prefix(&text, tokenizer).to_string(),
             _ => text.into_owned(),
         };
-        // A thought that took all there was has left no answer.
+        // A thought that used up `max_tokens` has left no answer.
         let no_answer =
             self.course.thinks() || (self.course.thought() && text.is_empty() && reason == FinishReason::Length);
         let fits = !no_answer
@@ -518,7 +530,8 @@ fn without_prefix<'a>(text: &'a str, tokenizer: &Tokenizer) -> &'a str {
     }
 }
 
-/// Where the first stop text begins that ends after `known` bytes, which held none.
+/// Start of the first stop text that ends after `known` bytes; the first `known` bytes contain
+/// none.
 fn find_stop(bytes: &[u8], known: usize, stops: &[String]) -> Option<usize> {
     let starts = stops.iter().filter(|s| !s.is_empty()).filter_map(|stop| {
         let from = known.saturating_sub(stop.len() - 1);
@@ -651,7 +664,8 @@ mod tests {
     }
 
     proptest! {
-        /// Bytes come in pieces; the stop is found with the piece that completes it, where searching all would find it.
+        /// Bytes come in pieces. The stop text is found with the piece that completes it, at the
+        /// same place as in a search over all bytes.
         #[test]
         fn stops_are_found_across_pieces(
             pieces in prop::collection::vec(prop::collection::vec(97u8..100, 0..4), 1..12),

@@ -1,4 +1,5 @@
-//! Shapes of requests: compiled ones, and requests that wait for theirs.
+//! The output shapes of requests: compiled shapes, and requests whose shape is still being
+//! compiled.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -10,10 +11,10 @@ use crate::engine::params::GenerationParams;
 use crate::engine::request::{Request, UnitId};
 use crate::model::tokenizer::Tokenizer;
 
-/// How long an engine with nothing else to do waits for a shape at a time.
+/// Time that an otherwise idle engine waits for a shape per call.
 const WAIT: Duration = Duration::from_millis(10);
 
-/// The shape asked for last: rows of a job share their parameters.
+/// The shape requested last. Rows of a job share their parameters.
 struct Last {
     params: Arc<GenerationParams>,
     eos: Arc<[u32]>,
@@ -25,12 +26,12 @@ struct Last {
 pub(super) struct Shapes {
     compiler: Compiler,
     last: Option<Last>,
-    /// In the order in which they came.
+    /// In order of arrival.
     waiting: VecDeque<(Key, Request)>,
 }
 
 impl Shapes {
-    /// The shape of a request, or that it is being compiled.
+    /// The shape of a request, or the key under which it is being compiled.
     pub fn find(&mut self, request: &Request, tokenizer: &Arc<Tokenizer>) -> Found {
         let Request { params, eos, .. } = request;
         match &self.last {
@@ -56,12 +57,13 @@ impl Shapes {
         self.waiting.push_back((key, request));
     }
 
-    /// Requests that wait.
+    /// Number of requests that wait for their shape.
     pub fn waiting(&self) -> usize {
         self.waiting.len()
     }
 
-    /// Requests whose shapes have been compiled since. Waits a moment for them where there is nothing else to do.
+    /// Requests whose shapes have been compiled since the last call. An idle engine waits a moment
+    /// for them.
     pub fn compiled(&mut self, is_idle: bool) -> Vec<(Request, Result<Constraint, ConstraintError>)> {
         if self.waiting.is_empty() {
             return Vec::new();
@@ -89,7 +91,7 @@ impl Shapes {
     }
 }
 
-/// A compiled shape, where what the parameters forbid leaves it possible.
+/// The compiled shape, or an error where it needs a token that the parameters forbid.
 fn allowed(
     compiled: Result<Constraint, ConstraintError>,
     params: &GenerationParams,

@@ -1,24 +1,25 @@
-//! What an engine's steps held, and where their time went.
+//! Sizes of an engine's steps, and time spent in each phase.
 
 use std::time::Duration;
 
 use crate::engine::scheduler::StepPlan;
 
-/// One step in numbers.
+/// The size of one step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct StepShape {
-    /// Tokens of sequences that compute more than one, or one that is not their last: prefill.
+    /// Tokens of sequences that compute more than one token, or one that is not their last:
+    /// prefill.
     pub prefill_tokens: usize,
-    /// Sequences that compute their last token alone: decode.
+    /// Sequences that compute only their last token: decode.
     pub decode_tokens: usize,
     /// Sequences in the step.
     pub sequences: usize,
-    /// Sequences that lost their blocks before it.
+    /// Sequences that lost their blocks before the step.
     pub preempted: usize,
 }
 
 impl StepShape {
-    /// A plan in numbers.
+    /// The size of a plan.
     pub fn of(plan: &StepPlan) -> StepShape {
         let decodes = |planned: &&crate::engine::scheduler::Planned| planned.samples && planned.tokens.len() == 1;
         let decode_tokens = plan.sequences.iter().filter(decodes).count();
@@ -41,11 +42,13 @@ impl StepShape {
 #[derive(Debug, Clone, Copy, Default)]
 pub struct StepTotals {
     pub steps: u64,
-    /// Saying what a step computes.
+    /// Time spent planning steps.
     pub planning: Duration,
-    /// The model, from tokens to the tokens that it draws; waiting for it where it computes on a device of its own.
+    /// Time in the model, from input tokens to drawn tokens. On a device of its own, the time spent
+    /// waiting for it.
     pub forward: Duration,
-    /// Masks of constrained sequences, and what becomes of sequences with the tokens drawn.
+    /// Time spent on masks of constrained sequences, and on applying drawn tokens to their
+    /// sequences.
     pub advance: Duration,
     pub last: StepShape,
 }

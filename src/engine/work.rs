@@ -1,4 +1,4 @@
-//! A step's work between the scheduler's plan and what becomes of units.
+//! A step's work, from the scheduler's plan to the results of its units.
 
 use smallvec::SmallVec;
 
@@ -14,7 +14,7 @@ use crate::engine::sequence::{Next, SampleState};
 /// A unit and the sequences that work for it.
 pub(super) struct Active {
     pub unit: SampleState,
-    /// Who gets the result: the unit's own request and equal ones, as far as they were not cancelled.
+    /// Requests that get the result: the unit's own and equal ones, without those cancelled since.
     pub ids: Vec<UnitId>,
     pub sequences: SmallVec<[SequenceId; 2]>,
     pub computed_tokens: u64,
@@ -33,21 +33,21 @@ pub(super) struct Work {
     pub active: Box<Active>,
     pub rows: SmallVec<[Row; 1]>,
     pub drawn: SmallVec<[Result<Drawn, DrawError>; 1]>,
-    /// What becomes of sequences, by row.
+    /// How each row's sequence goes on, in the order of `rows`.
     pub next: SmallVec<[Next; 1]>,
 }
 
 /// A step whose tokens are being drawn.
 pub(super) struct PendingStep {
-    /// Sequences, and their rows of the logits.
+    /// Sequences, and the index of each one's row of the logits.
     pub rows: Vec<(SequenceId, usize)>,
-    /// Rows of the logits, those among them that nobody waits for.
+    /// Rows of the logits, including rows whose token nobody waits for.
     pub count: usize,
     /// Tokens computed, by job.
     pub tokens: Vec<(u32, u64)>,
 }
 
-/// Readies grammars for their masks. Those of a lane take turns.
+/// Computes the masks of grammars. Grammars of one lane run one after the other.
 pub(super) fn prepare(threads: &Threads, work: &mut [Work]) {
     let mut lanes: Vec<Vec<&mut GrammarState>> = Vec::new();
     for state in work.iter_mut().filter_map(|w| w.active.unit.grammar()) {
@@ -59,7 +59,8 @@ pub(super) fn prepare(threads: &Threads, work: &mut [Work]) {
     });
 }
 
-/// One result for all who wait for it. The first of them is said to have cost what it did.
+/// One result per request that waits for it. The first one carries the computed tokens; the prompts
+/// of the others count as cached.
 pub(super) fn results(
     ids: Vec<UnitId>,
     result: Result<Completion, String>,
@@ -80,7 +81,7 @@ pub(super) fn results(
     })
 }
 
-/// Flattens a plan into what a device takes.
+/// Flattens a plan into a batch for the device.
 pub(super) fn batch(plan: &StepPlan) -> StepBatch {
     let mut batch = StepBatch {
         block_copies: plan.copies.clone(),
