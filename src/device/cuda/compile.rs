@@ -223,7 +223,7 @@ impl Compiler {
 }
 
 /// The first line of the assembler's log that reports a loss of speed: serialised warpgroup
-/// products (warnings C7500 to C7599), or register spills.
+/// products (warnings C7500 to C7599), stack frames, or register spills.
 pub fn slowed(log: &str) -> Option<&str> {
     let is_some = |line: &str, words: &str| {
         line.split(',').any(|part| {

@@ -19,7 +19,7 @@ use crate::device::batch::StepBatch;
 /// Maximum positions that a decode item walks. It is fixed, so that the cuts of a sequence do not
 /// depend on the batch.
 pub const PART_TOKENS: u32 = 1024;
-/// Maximum F32 values of partial sums per plan of deterministic prefill: 128 MiB.
+/// F32 values of partial sums after which a plan takes no more deterministic prefill: 128 MiB.
 const PART_NUMBERS: u32 = 32 << 20;
 /// Minimum blocks that sequences walk together: sharing fewer does not pay for the merge.
 const SHARED_BLOCKS_MIN: u32 = 4;

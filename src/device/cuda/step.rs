@@ -254,7 +254,7 @@ impl Rotations {
         let mut table: Vec<u8> = Vec::with_capacity(positions * self.rope.inverse_frequencies.len() * 8);
         for position in 0..positions {
             // The angle is rounded to F32, as in the reference. Its sine and cosine are computed in
-            // F64.
+            // F64, so they are exact to F32.
             let angle = |f: &f32| f64::from(*f * position as f32);
             for part in [f64::cos, f64::sin] {
                 for frequency in &self.rope.inverse_frequencies {
