@@ -2,19 +2,19 @@
 //!
 //! In this order:
 //!
-//! 1. the log probability of every token is taken from the raw distribution: softmax over all ids that
-//!    both model and tokenizer know, before any step below;
+//! 1. the log probability of every token is taken from the raw distribution: softmax over all ids
+//!    that both model and tokenizer know, before any step below;
 //! 2. tokens that the shape does not allow are removed;
 //! 3. repetition penalty: the logit of each token that occurs in the *prompt or the completion* is
 //!    divided by the penalty where positive, and multiplied where negative (once, however often the
 //!    token occurs; as transformers does);
-//! 4. presence and frequency penalty: for tokens that occur in the *completion*, the presence penalty is
-//!    subtracted once, the frequency penalty once per occurrence (as OpenAI and vLLM do);
+//! 4. presence and frequency penalty: for tokens that occur in the *completion*, the presence penalty
+//!    is subtracted once, the frequency penalty once per occurrence (as OpenAI and vLLM do);
 //! 5. temperature 0: the largest logit wins, among equal logits the lowest id. Otherwise logits are
 //!    divided by the temperature;
 //! 6. top-k keeps the k largest, among equal logits those with the lowest ids;
-//! 7. top-p keeps the smallest set of the most probable tokens whose share of the probability that top-k
-//!    left reaches p;
+//! 7. top-p keeps the smallest set of the most probable tokens whose share of the probability that
+//!    top-k left reaches p;
 //! 8. min-p keeps tokens at least that fraction as probable as the most probable;
 //! 9. a token is drawn in proportion to its probability, in order of ids, with [`Draw::uniform`].
 //!
