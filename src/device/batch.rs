@@ -1,4 +1,4 @@
-//! One step as data: what the scheduler hands to the model.
+//! One step as data, passed from the scheduler to the model.
 
 /// Tokens of one step, packed one sequence after the other without padding.
 ///
@@ -9,23 +9,26 @@ pub struct StepBatch {
     pub tokens: Vec<u32>,
     /// Absolute position of each token in its sequence, `[tokens]`.
     pub positions: Vec<u32>,
-    /// One entry a sequence, in the order of `tokens`.
+    /// One entry per sequence, in the order of `tokens`.
     pub sequences: Vec<StepSequence>,
     /// Block tables of all sequences, one after the other.
     pub block_tables: Vec<u32>,
     /// Indices into `tokens` whose logits are wanted, ascending.
     pub logits_at: Vec<u32>,
-    /// Tokens that are not known yet, as (index into `tokens`, index into the `logits_at` of the step before, whose draw it is);
-    /// ascending. What stands in `tokens` counts for nothing. Only for devices that [run ahead](super::Device::runs_ahead).
+    /// Tokens that are not known yet, as (index into `tokens`, row of `logits_at` in the step
+    /// before that draws the token), ascending. Their entries in `tokens` are ignored. Only for
+    /// devices that [run ahead](super::Device::runs_ahead).
     pub drawn: Vec<(u32, u32)>,
     /// KV blocks to copy before anything is computed: (from, to), for copy on write.
     pub block_copies: Vec<(u32, u32)>,
-    /// No bit of a sequence's result may depend on which others the step has, nor on how its own tokens are spread over steps.
+    /// Whether every bit of a sequence's result must be independent of the step's other sequences
+    /// and of how the sequence's own tokens are spread over steps.
     pub deterministic: bool,
 }
 
 impl StepBatch {
-    /// Adds a sequence: its last tokens, which are computed, how many it has with them, and its block table.
+    /// Adds a sequence. `tokens` are its last tokens, which the step computes; `kv_len` is its
+    /// length including them; `blocks` is its block table.
     pub fn push(&mut self, tokens: impl IntoIterator<Item = u32>, kv_len: u32, blocks: impl IntoIterator<Item = u32>) {
         let first_token = self.tokens.len() as u32;
         self.tokens.extend(tokens);
@@ -48,7 +51,7 @@ pub struct StepSequence {
     pub first_token: u32,
     /// Tokens computed in this step, at least 1. Their positions are `kv_len - q_len .. kv_len`.
     pub q_len: u32,
-    /// Tokens whose keys and values stand in the KV pool once this step has run.
+    /// Tokens with keys and values in the KV pool after this step.
     pub kv_len: u32,
     /// Index of its first entry in `block_tables`; it has `kv_len.div_ceil(block_tokens)` entries.
     pub first_block: u32,

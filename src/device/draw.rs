@@ -1,30 +1,33 @@
-//! What is asked of a row of logits, and what it gives: how one token is drawn, on any device.
+//! Inputs and results of drawing one token from a row of logits, on any device.
 //!
 //! In this order:
 //!
-//! 1. the log probability of every token is that of the raw distribution: softmax over all ids that model and tokenizer know,
-//!    before anything below;
-//! 2. what the shape allows: other tokens are out;
-//! 3. repetition penalty: the logit of each token that occurs in the *prompt or the completion* is divided by it where
-//!    positive, multiplied where negative (once, however often it occurs; as transformers does);
-//! 4. presence and frequency penalty: subtracted once, and once per occurrence, for tokens that occur in the *completion*
-//!    (as OpenAI and vLLM do);
-//! 5. temperature 0: the largest logit wins, of equal ones the lowest id. Else logits are divided by the temperature;
-//! 6. top-k keeps the k largest, of equal ones those with the lowest ids;
-//! 7. top-p keeps the smallest set of the largest whose probability, of what top-k left, reaches p;
+//! 1. the log probability of every token is taken from the raw distribution: softmax over all ids
+//!    that both model and tokenizer know, before any step below;
+//! 2. tokens that the shape does not allow are removed;
+//! 3. repetition penalty: the logit of each token that occurs in the *prompt or the completion* is
+//!    divided by the penalty where positive, and multiplied where negative (once, however often the
+//!    token occurs; as transformers does);
+//! 4. presence and frequency penalty: for tokens that occur in the *completion*, the presence penalty
+//!    is subtracted once, the frequency penalty once per occurrence (as OpenAI and vLLM do);
+//! 5. temperature 0: the largest logit wins, among equal logits the lowest id. Otherwise logits are
+//!    divided by the temperature;
+//! 6. top-k keeps the k largest, among equal logits those with the lowest ids;
+//! 7. top-p keeps the smallest set of the most probable tokens whose share of the probability that
+//!    top-k left reaches p;
 //! 8. min-p keeps tokens at least that fraction as probable as the most probable;
-//! 9. a token is drawn in proportion to probability, in order of ids, with the number that [`Draw::uniform`] gives.
+//! 9. a token is drawn in proportion to its probability, in order of ids, with [`Draw::uniform`].
 //!
-//! A token depends on its own row of logits and its own history alone.
+//! A draw depends only on its own row of logits and its own history.
 //!
 //! See docs/decisions/078-drawing-is-an-operation-of-the-device.md.
 
 /// Which tokens may be drawn.
 #[derive(Debug, Clone, Copy)]
 pub enum Allowed<'a> {
-    /// All but these ids, which no token has.
+    /// All but these ids, which belong to no token.
     AllBut(&'a [u32]),
-    /// A bit an id, 32 to a word, zero beyond its end.
+    /// One bit per id, 32 to a word; ids beyond its end are not allowed.
     Mask(&'a [u32]),
     /// These ids, without repetition.
     Ids(&'a [u32]),
@@ -50,14 +53,14 @@ pub struct Draw<'a> {
     pub completion: &'a [u32],
     /// In [0, 1).
     pub uniform: f64,
-    /// Is [`Drawn::log_sum`] wanted?
+    /// Whether [`Drawn::log_sum`] is requested.
     pub log_sum: bool,
-    /// Are [`Drawn::logits`] wanted?
+    /// Whether [`Drawn::logits`] are requested.
     pub logits: bool,
 }
 
 impl Draw<'static> {
-    /// The most probable of all.
+    /// The most probable token, without penalties.
     pub const GREEDY: Self = Draw {
         temperature: 0.0,
         top_k: 0,
@@ -76,12 +79,12 @@ impl Draw<'static> {
 }
 
 impl Draw<'_> {
-    /// Does any penalty change logits?
+    /// Whether any penalty changes logits.
     pub fn penalises(&self) -> bool {
         self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
     }
 
-    /// The temperature as a factor; that of one near zero is finite, too.
+    /// The temperature's inverse, clamped to a finite value.
     pub fn inverse_temperature(&self) -> f32 {
         (1.0 / self.temperature).min(f32::MAX)
     }
@@ -93,9 +96,10 @@ pub struct Drawn {
     pub token: u32,
     /// The token's raw logit.
     pub logit: f32,
-    /// Natural logarithm of the sum of the exponentials of all raw logits, where it was wanted; else 0.
+    /// Natural logarithm of the sum of the exponentials of all raw logits if requested, else 0.
     pub log_sum: f64,
-    /// Raw logits of [`Allowed::Ids`], minus infinity of those that the model does not know, where they were wanted.
+    /// Raw logits of [`Allowed::Ids`] if requested; minus infinity for ids that the model does not
+    /// have.
     pub logits: Vec<f32>,
 }
 
@@ -105,13 +109,13 @@ impl Drawn {
         (f64::from(logit) - self.log_sum) as f32
     }
 
-    /// That of the token drawn.
+    /// Natural logarithm of the probability of the drawn token, in the raw distribution.
     pub fn log_probability(&self) -> f32 {
         self.log_probability_of(self.logit)
     }
 }
 
-/// Why no token can be drawn; fails the row.
+/// Why no token can be drawn. The error fails the row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum DrawError {
     #[error("the model's logits are not finite")]

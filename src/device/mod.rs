@@ -19,33 +19,35 @@ pub mod random;
 
 pub use error::{DeviceError, TensorError};
 
-/// What a device computes in.
+/// Precision of a device's computations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Precision {
     /// Activations, keys and values in F32; weights as stored (widening F16 and BF16 to F32 is exact).
     F32,
     /// Weights, activations, keys and values rounded to BF16 where an operation ends; sums in F32.
     Bf16,
-    /// Linear weights and the activations that they multiply in 8 bits, scaled by output feature and by token; sums exact.
-    /// On a CPU all else is in F32, on a GPU in BF16; keys and values as [`KvFormat`] says.
+    /// Linear weights and activations in 8 bits, with one scale per output feature and per token;
+    /// sums are exact. Everything else is in F32 on a CPU and in BF16 on a GPU; keys and values
+    /// follow [`KvFormat`].
     Int8,
-    /// As [`Int8`](Self::Int8), in E4M3 and with sums in F32; on a GPU alone.
+    /// As [`Int8`](Self::Int8), in E4M3 and with sums in F32; GPU only.
     Fp8,
 }
 
-/// What keys and values are kept in.
+/// Storage format of keys and values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KvFormat {
     F32,
     Bf16,
-    /// 8 bits, scaled by token and head; attention multiplies queries and weights in 8 bits, too.
+    /// 8 bits, with one scale per token and head; attention multiplies queries and weights in 8
+    /// bits, too.
     Int8,
-    /// As [`Int8`](Self::Int8), in E4M3; on a GPU alone.
+    /// As [`Int8`](Self::Int8), in E4M3; GPU only.
     Fp8,
 }
 
 impl KvFormat {
-    /// As job files and records write it.
+    /// The name in job files and records.
     pub fn word(self) -> &'static str {
         match self {
             KvFormat::F32 => "f32",
@@ -55,7 +57,7 @@ impl KvFormat {
         }
     }
 
-    /// Of a number: more are the higher precision.
+    /// Bits per value.
     pub fn bits(self) -> u32 {
         match self {
             KvFormat::F32 => 32,
@@ -66,7 +68,7 @@ impl KvFormat {
 }
 
 impl Precision {
-    /// As job files and records write it.
+    /// The name in job files and records.
     pub fn word(self) -> &'static str {
         match self {
             Precision::F32 => "f32",
@@ -76,7 +78,7 @@ impl Precision {
         }
     }
 
-    /// Of the numbers that linear layers multiply: more are the higher precision.
+    /// Bits per value of the operands of linear layers.
     pub fn bits(self) -> u32 {
         match self {
             Precision::F32 => 32,
@@ -85,7 +87,7 @@ impl Precision {
         }
     }
 
-    /// What keys and values are kept in where nothing else is asked for.
+    /// Default format of keys and values at this precision.
     pub fn kv_format(self) -> KvFormat {
         match self {
             Precision::F32 => KvFormat::F32,
@@ -105,7 +107,7 @@ pub enum Dtype {
 }
 
 impl Dtype {
-    /// Bytes an element takes.
+    /// Bytes per element.
     pub fn bytes(self) -> usize {
         match self {
             Dtype::F32 => 4,
@@ -127,7 +129,7 @@ pub struct Tensor<'a> {
 }
 
 impl Tensor<'_> {
-    /// Writes row `row` to `out`, widened, which is exact.
+    /// Writes row `row` to `out`, converted to F32 exactly.
     pub fn read_row(&self, row: usize, out: &mut [f32]) {
         let bytes = self.columns * self.dtype.bytes();
         let data = &self.data[row * bytes..(row + 1) * bytes];
@@ -151,13 +153,13 @@ impl Tensor<'_> {
     }
 }
 
-/// How heads lie in one token's `[q heads][k heads][v heads]` row of the fused projection.
+/// Layout of one token's `[q heads][k heads][v heads]` row of the fused projection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HeadShape {
     pub heads: usize,
     /// Divides `heads`: `heads / kv_heads` query heads share a key and value head.
     pub kv_heads: usize,
-    /// Even.
+    /// Head dimension; even.
     pub head_dim: usize,
 }
 
@@ -168,7 +170,7 @@ impl HeadShape {
     }
 }
 
-/// Which keys a layer's queries see, and so which it must keep.
+/// Keys that a layer's queries see, and that its cache must keep.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KvSpec {
     /// Every key up to the query's own position.
@@ -177,7 +179,8 @@ pub enum KvSpec {
     Window(u32),
 }
 
-/// Rotary embedding as numbers: pair `d` of a head turns by `position * inverse_frequencies[d]`.
+/// Rotary embedding: at `position`, pair `d` of a head is rotated by `position *
+/// inverse_frequencies[d]`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RopeSpec {
     /// `[head_dim / 2]`, radians per position.
@@ -193,26 +196,27 @@ pub struct QkNorm<'a, N> {
     pub eps: f32,
 }
 
-/// What [`Device::rope_store`] needs of a layer besides its buffers.
+/// Parameters of [`Device::rope_store`].
 pub struct RopeStore<'a, N> {
     pub heads: HeadShape,
     pub qk_norm: Option<QkNorm<'a, N>>,
-    /// Which of the step's rotations.
+    /// Index into the step's rotations.
     pub rope: usize,
 }
 
-/// What [`Device::attention`] needs of a layer besides its buffers.
+/// Parameters of [`Device::attention`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Attention {
     pub spec: KvSpec,
-    /// What a product of query and key is multiplied by.
+    /// Factor of the products of query and key.
     pub scale: f32,
-    /// What then bounds it, before the softmax: `cap * tanh(x / cap)`.
+    /// Bound of the scaled products before the softmax: `cap * tanh(x / cap)`.
     pub soft_cap: Option<f32>,
 }
 
 impl Attention {
-    /// As most models attend: by the square root of a head's size, without a cap.
+    /// Attention of most models: scaled by one over the square root of the head dimension, without
+    /// a cap.
     pub fn plain(heads: HeadShape, spec: KvSpec) -> Attention {
         Attention {
             spec,
@@ -222,7 +226,7 @@ impl Attention {
     }
 }
 
-/// What a gate goes through.
+/// Activation function of a gate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Activation {
     /// `x / (1 + e^-x)`.
@@ -241,46 +245,48 @@ pub struct Linear<M, V> {
 
 /// The output head.
 pub struct Head<'a, M> {
-    /// A table.
+    /// An embedding table.
     pub weight: &'a M,
-    /// How many of its first rows there are logits of.
+    /// Number of leading rows that logits are computed for.
     pub ids: usize,
-    /// What bounds logits: `cap * tanh(x / cap)`.
+    /// Bound of the logits: `cap * tanh(x / cap)`.
     pub soft_cap: Option<f32>,
 }
 
-/// What a residual stream takes up.
+/// Rows to add to a residual stream.
 pub struct Delta<'a, B, N> {
     pub rows: &'a B,
-    /// Of a norm that the rows go through first.
+    /// Weights of a norm that the rows go through first.
     pub norm: Option<&'a N>,
 }
 
-/// A residual stream's normalisation: the stream takes up `delta`, then is normalised.
+/// Adds `delta` to a residual stream, then normalises the stream.
 pub struct AddNorm<'a, B, N> {
     /// Added to the residual stream first; `None` for the first norm.
     pub delta: Option<Delta<'a, B, N>>,
     pub weight: &'a N,
-    /// Of both norms.
+    /// Epsilon of both norms.
     pub eps: f32,
 }
 
-/// A device: memory of its own and the fused operations a transformer is made of.
+/// A device: its own memory and the fused operations of a transformer.
 ///
-/// Shapes are `[rows][width]`, one row a token of the step unless said otherwise. Buffers take the shape of what is
-/// written to them and keep their memory from step to step.
+/// Shapes are `[rows][width]`, one row per token of the step unless stated otherwise. Buffers take
+/// the shape of the values written to them and keep their memory from step to step.
 pub trait Device: Send + Sync {
-    /// Linear weights (or an embedding table) in the layout that the device multiplies with.
+    /// Linear weights (or an embedding table) in the device's layout.
     type Matrix: Send + Sync;
     /// Biases.
     type Vector: Send + Sync;
-    /// A norm's weights, in F32 whatever the precision: some are near 1, and what they differ from it by is what was learned.
+    /// A norm's weights, in F32 at every precision: some are near 1, and training learned the
+    /// difference.
     type Norm: Send + Sync;
     /// Activations.
     type Buffer: Send + Sync;
     /// One layer's keys and values, paged.
     type KvPool: Send + Sync;
-    /// A [`StepBatch`] in device form, with what its operations share (rotations, the attention plan).
+    /// A [`StepBatch`] in device form, with the data that its operations share (rotations,
+    /// attention plan).
     type Step: Send + Sync;
     /// Scratch memory of operations.
     type Workspace: Send + Sync;
@@ -288,20 +294,24 @@ pub trait Device: Send + Sync {
     /// Takes over matrices of equal width, stacked by rows.
     ///
     /// # Errors
-    /// A weight that is NaN or infinite, or becomes so in the computing precision; a device that has no room for it.
+    /// A weight is NaN or infinite, or becomes so in the computing precision; the device has no
+    /// room.
     fn matrix(&self, parts: &[Tensor<'_>]) -> Result<Self::Matrix, TensorError>;
-    /// As [`matrix`](Self::matrix), of a gate's rows and as many of an up projection, for [`gated_linear`](Self::gated_linear).
+    /// As [`matrix`](Self::matrix), for the rows of a gate followed by as many rows of an up
+    /// projection, for [`gated_linear`](Self::gated_linear).
     fn gated_matrix(&self, parts: &[Tensor<'_>]) -> Result<Self::Matrix, TensorError>;
-    /// As [`matrix`](Self::matrix), of rows that [`embed`](Self::embed) and [`logits`](Self::logits) read.
+    /// As [`matrix`](Self::matrix), for rows that [`embed`](Self::embed) and
+    /// [`logits`](Self::logits) read.
     fn table(&self, part: Tensor<'_>) -> Result<Self::Matrix, TensorError>;
-    /// Does it make random weights itself? Else they are taken over from the host as others are.
+    /// Whether the device makes random weights itself. Otherwise the host makes and uploads them.
     fn makes_random(&self) -> bool {
         false
     }
-    /// Random matrices of equal width, stacked, made on the device: for linear operations, gated or not, or as a table.
+    /// Makes random matrices of equal width on the device, stacked by rows: for linear operations,
+    /// gated or not, or as a table.
     ///
     /// # Errors
-    /// No room for them, or it [makes none](Self::makes_random).
+    /// The device has no room for them, or [makes none](Self::makes_random).
     fn random_matrix(&self, _parts: &[RandomMatrix], _is_table: bool) -> Result<Self::Matrix, DeviceError> {
         Err(DeviceError::Unsupported("this device makes no random weights".into()))
     }
@@ -313,36 +323,38 @@ pub trait Device: Send + Sync {
     fn buffer(&self) -> Self::Buffer;
     /// An empty workspace.
     fn workspace(&self) -> Self::Workspace;
-    /// An empty step for a model with these heads, these rotations and layers of these kinds.
+    /// An empty step for a model with these heads, these rotations and these kinds of layers.
     ///
     /// # Errors
-    /// Heads that this device does not compute.
+    /// The device does not support these heads.
     fn step(&self, heads: HeadShape, ropes: Vec<RopeSpec>, specs: &[KvSpec]) -> Result<Self::Step, DeviceError>;
-    /// Positions that one KV block holds.
+    /// Positions per KV block.
     fn block_tokens(&self) -> u32;
     /// One layer's pool of `blocks` blocks.
     ///
     /// # Errors
-    /// No room for it.
+    /// The device has no room for the pool.
     fn kv_pool(&self, heads: HeadShape, blocks: usize) -> Result<Self::KvPool, DeviceError>;
-    /// Bytes one block of one layer takes in a pool.
+    /// Bytes per KV block of one layer.
     fn kv_block_bytes(&self, heads: HeadShape) -> usize;
 
-    /// Memory of its own that nobody uses, in bytes; `None`: it computes in the host's.
+    /// Free bytes of the device's own memory; `None` for a device that computes in the host's
+    /// memory.
     ///
     /// # Errors
     /// The device failed.
     fn free_bytes(&self) -> Result<Option<u64>, DeviceError>;
-    /// Waits until all that was issued is done.
+    /// Waits until all issued work is done.
     ///
     /// # Errors
-    /// It failed.
+    /// The issued work failed.
     fn wait(&self) -> Result<(), DeviceError>;
 
-    /// Brings a checked batch to the device, for the operations that are given this step and this workspace.
+    /// Uploads a checked batch, for operations that are given this step and this workspace.
     ///
     /// # Errors
-    /// Here and in all that follow: the device is out of memory or failed. What was computed of the step is then worth nothing.
+    /// Here and in all methods below: the device is out of memory or failed. Results of the step
+    /// are then invalid.
     fn upload(
         &self,
         batch: &StepBatch,
@@ -351,7 +363,8 @@ pub trait Device: Send + Sync {
     ) -> Result<(), DeviceError>;
     /// Copies the step's `block_copies` within a pool. Runs before the step's first [`rope_store`](Self::rope_store).
     fn copy_blocks(&self, step: &Self::Step, pool: &mut Self::KvPool) -> Result<(), DeviceError>;
-    /// Rows of `table` for the step's tokens, times `scale`; tokens that are drawn are in the workspace.
+    /// Rows of `table` for the step's tokens, times `scale`. Ids of tokens that the step before
+    /// draws are read from the workspace.
     fn embed(
         &self,
         table: &Self::Matrix,
@@ -360,15 +373,16 @@ pub trait Device: Send + Sync {
         out: &mut Self::Buffer,
         workspace: &Self::Workspace,
     ) -> Result<(), DeviceError>;
-    /// `residual += delta`, which may be normalised first, then `out = rms_norm(residual) * weight`.
+    /// `residual += delta`, where `delta` may be normalised first, then `out = rms_norm(residual) *
+    /// weight`.
     fn add_norm(
         &self,
         op: AddNorm<'_, Self::Buffer, Self::Norm>,
         residual: &mut Self::Buffer,
         out: &mut Self::Buffer,
     ) -> Result<(), DeviceError>;
-    /// As [`add_norm`](Self::add_norm), but only of the rows in the step's `logits_at`, which become `out`'s rows;
-    /// `residual` is left undefined.
+    /// As [`add_norm`](Self::add_norm), but only for the rows in the step's `logits_at`, which
+    /// become `out`'s rows; `residual` is left undefined.
     fn add_norm_logits_rows(
         &self,
         op: AddNorm<'_, Self::Buffer, Self::Norm>,
@@ -402,7 +416,7 @@ pub trait Device: Send + Sync {
         out: &mut Self::Buffer,
         workspace: &mut Self::Workspace,
     ) -> Result<(), DeviceError>;
-    /// `out = activation(gate) * up`, where `[gate][up]` is what [`linear`](Self::linear) would give.
+    /// `out = activation(gate) * up`, where `[gate][up]` is the result of [`linear`](Self::linear).
     fn gated_linear(
         &self,
         linear: &Linear<Self::Matrix, Self::Vector>,
@@ -418,20 +432,23 @@ pub trait Device: Send + Sync {
         x: &Self::Buffer,
         workspace: &mut Self::Workspace,
     ) -> Result<(), DeviceError>;
-    /// The workspace's logits on the host. All that was issued is done then.
+    /// Copies the workspace's logits to the host, after all issued work.
     fn read_logits<'w>(&self, workspace: &'w mut Self::Workspace) -> Result<&'w [f32], DeviceError>;
-    /// Draws a token from each row of the workspace's logits, one for each of `draws`, of ids below `ids` alone. Logits are lost.
+    /// Draws a token from each row of the workspace's logits, one per entry of `draws`, among ids
+    /// below `ids`. The logits are overwritten.
     fn draw(&self, ids: usize, draws: &[Draw<'_>], workspace: &mut Self::Workspace) -> Result<(), DeviceError>;
-    /// What the last [`draw`](Self::draw) drew, once.
+    /// Results of the last [`draw`](Self::draw); they can be taken once.
     fn drawn(&self, workspace: &mut Self::Workspace) -> Result<Vec<Result<Drawn, DrawError>>, DeviceError>;
-    /// Does it compute while the host goes on? Then a step may hold tokens that the one before it draws
-    /// ([`StepBatch::drawn`]), and be issued before they are taken.
+    /// Whether the device computes while the host goes on. If so, a step may contain tokens that
+    /// the step before draws ([`StepBatch::drawn`]), and may be issued before those tokens are
+    /// taken.
     fn runs_ahead(&self) -> bool;
-    /// Does it measure how products are computed best, once for each power of two of rows? Then all of them are computed once before the
-    /// first row is, while there is memory for it.
+    /// Whether the device measures how products are computed best, once for each power of two of
+    /// rows. If so, all products are computed once before the first job row, while there is memory
+    /// for it.
     fn measures(&self) -> bool;
-    /// Makes a buffer of rows from the host, `[values.len() / width][width]`: what tests compute with.
+    /// Writes rows from the host to a buffer, `[values.len() / width][width]`; used by tests.
     fn write(&self, values: &[f32], width: usize, out: &mut Self::Buffer) -> Result<(), DeviceError>;
-    /// What a buffer holds, `[rows][width]`.
+    /// A buffer's contents, `[rows][width]`.
     fn read(&self, buffer: &Self::Buffer) -> Result<Vec<f32>, DeviceError>;
 }

@@ -1,4 +1,5 @@
-//! Attention over paged keys and values: wide items, narrow ones, then the merge of parts.
+//! Attention over paged keys and values: wide items, then narrow items, then the merge of partial
+//! results.
 //!
 //! See docs/decisions/076-hopper-attention-has-its-own-kernel.md and
 //! docs/decisions/077-attention-parts-take-only-their-rows.md.
@@ -10,7 +11,7 @@ use super::{Cuda, Step};
 use crate::device::{Attention, DeviceError};
 
 impl Cuda {
-    /// What [`attention`](crate::device::Device::attention) says.
+    /// Implements [`attention`](crate::device::Device::attention).
     pub(super) fn attend(
         &self,
         op: Attention,
@@ -28,7 +29,8 @@ impl Cuda {
                 op.spec
             )));
         };
-        // With room to grow: sequences get longer from step to step, and what is replaced waits for the card.
+        // Rounded up, because sequences grow from step to step and freeing the old memory waits for
+        // the card.
         let rows = layer.plans.iter().map(|plan| plan.part_rows).max().unwrap_or(0);
         let rows = (rows * step.shape.kv_heads).next_power_of_two();
         want(

@@ -1,5 +1,6 @@
-//! Products by NVIDIA's library: those that it computes faster than our kernels do, or all of them, which `gristmill doctor` holds ours
-//! against. Which of its kernels it takes follows the number of rows, and with it the order of sums: deterministic steps take none.
+//! Matrix products by cuBLASLt: those that it computes faster than gristmill's kernels, or all of
+//! them, which `gristmill doctor` uses as a reference. The library chooses a kernel by the number
+//! of rows, and the order of sums with it, so deterministic steps use gristmill's kernels alone.
 //!
 //! See docs/decisions/080-cublaslt-serves-and-is-a-yardstick.md.
 
@@ -13,36 +14,39 @@ use super::memory::want;
 use super::plan::{self, Format, LinearShape};
 use crate::device::DeviceError;
 
-/// Who computes products.
+/// Which implementation computes matrix products.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Products {
-    /// Our kernels.
+    /// gristmill's kernels.
     Kernels,
-    /// For each shape our kernel or cuBLASLt, whichever was measured to be faster; our kernels where there is no such library.
+    /// For each shape the one that was measured to be faster, gristmill's kernel or cuBLASLt; the
+    /// kernels where there is no such library.
     Fastest,
     /// cuBLASLt.
     Library,
 }
 
-/// INT8's sums are memory that grows with rows and columns. Where both compute, the library is given so much of it before weights are
-/// loaded, or as large a part of the card's: products with more are ours.
+/// INT8 sums need memory that grows with rows and columns. With [`Products::Fastest`] this memory
+/// is allocated before the weights: at most `SUMS_BYTES`, and at most 1 / `SUMS_PART` of the card's
+/// memory. Larger products go to gristmill's kernels.
 const SUMS_BYTES: usize = 256 << 20;
 const SUMS_PART: u64 = 64;
 
-/// The library, and what was found of it.
+/// The library, and the algorithms that were found.
 pub(super) struct ByLibrary {
     library: CublasLt,
-    /// Are all products its?
+    /// Whether every matrix product goes to cuBLASLt.
     pub all: bool,
-    /// Where they are: the fastest way for each shape, with a bias or without; `None`: it does not compute it.
+    /// With `all`: the fastest algorithm for each shape, with or without a bias; `None`:
+    /// unsupported.
     fastest: Mutex<HashMap<(LinearShape, bool), Option<Algorithm>>>,
-    /// Of INT8, before they are scaled.
+    /// INT8 sums before they are scaled.
     sums: Mutex<Option<Memory>>,
 }
 
 impl ByLibrary {
     /// # Errors
-    /// There is no such library, or it cannot be used, and all products are to be its.
+    /// The library is missing or unusable, and `products` is [`Products::Library`].
     pub fn open(context: &Arc<Context>, format: Format, products: Products) -> Result<Option<ByLibrary>, DeviceError> {
         let mut sums = None;
         let mut both = || {
@@ -61,7 +65,7 @@ impl ByLibrary {
                 Ok(library) => library,
                 Err(why) => {
                     match &why {
-                        // A card that is full of weights says so itself.
+                        // A card whose memory is full of weights reports that itself.
                         DeviceError::Missing(_) | DeviceError::OutOfMemory(_) => tracing::debug!("{why}"),
                         _ => tracing::warn!("products by gristmill's own kernels alone: {why}"),
                     }
@@ -83,21 +87,21 @@ impl ByLibrary {
 }
 
 impl Cuda {
-    /// Where the library is that computes products here.
+    /// Path of the library, where one computes products here.
     pub fn library_path(&self) -> Option<String> {
         let by = self.by_library.as_ref()?;
         Some(by.library.path().display().to_string())
     }
 
-    /// Ways in which the library computes a product, the most promising first.
+    /// The library's algorithms for a product, the most promising first.
     pub(super) fn ways(&self, by: &ByLibrary, of: &Matrices) -> Result<Vec<Algorithm>, DeviceError> {
         by.library.algorithms(&by_itself(of, 0))
     }
 
-    /// A product in one of these ways.
+    /// Computes a product by one of these algorithms.
     ///
     /// # Errors
-    /// As `Unsupported`: it does not fit these rows.
+    /// `Unsupported`: the algorithm does not support these rows.
     pub(super) fn multiply_in(&self, by: &ByLibrary, of: &Matrices, way: &Algorithm) -> Result<(), DeviceError> {
         let LinearShape {
             format, rows, columns, ..
@@ -128,7 +132,8 @@ impl Cuda {
         )
     }
 
-    /// A product by the library that computes all, in the way that is fastest here.
+    /// Computes a product by the library, where it computes all, with the fastest algorithm on this
+    /// card.
     pub(super) fn multiply_by_library(&self, by: &ByLibrary, of: &Matrices) -> Result<(), DeviceError> {
         let mut fastest = by.fastest.lock().unwrap_or_else(PoisonError::into_inner);
         let key = (of.shape, of.bias != 0);
@@ -151,7 +156,7 @@ impl Cuda {
         }
     }
 
-    /// The way that takes least time; one that fails is none.
+    /// The fastest algorithm; those that are unsupported are skipped.
     fn fastest_of(
         &self,
         ways: &[Algorithm],
@@ -171,7 +176,7 @@ impl Cuda {
     }
 }
 
-/// The product as the library computes it: INT8's sums are scaled, and take up the bias, in a step of their own.
+/// The product in the library's terms: for INT8, a later launch scales the sums and adds the bias.
 fn by_itself(of: &Matrices, sums: u64) -> Matrices {
     match of.shape.format {
         Format::Int8 => Matrices {

@@ -1,8 +1,9 @@
-//! The folder of compiled kernels and of what was measured: machine code that a later process loads.
+//! The folder of compiled kernels (machine code that later processes load) and of measurements.
 //!
-//! Whoever can write to it decides what runs on the card, in this process's context. So it is the user's alone (mode 0700), only files
-//! that this user or root owns and nobody else may write to are read, and each begins with the hash of what follows, since a file that a
-//! failing disk or a killed machine left in part must not be loaded either.
+//! Whoever can write to the folder controls the code that runs on the card in this process's
+//! context. So the folder is the user's alone (mode 0700), and a file is read only if this user or
+//! root owns it and nobody else may write to it. Each file begins with the hash of its content, so
+//! that a file that a failing disk or a killed machine left incomplete is never loaded.
 
 use std::ffi::OsString;
 use std::io::{Error, ErrorKind, Read, Result, Write};
@@ -15,14 +16,15 @@ use sha2::{Digest, Sha256};
 
 use super::libraries;
 
-/// A file that is larger is none of ours: kernels have some 100 kB.
+/// Maximum file size; kernels have some 100 kB.
 const FILE_BYTES_MAX: u64 = 256 << 20;
-/// What may not be set of a file's or folder's mode: writing by its group and by others.
+/// Mode bits that must be unset: write access of the group and of others.
 const WRITABLE_BY_OTHERS: u32 = 0o022;
 const HEAD: &str = "sha256:";
 
-/// `GRISTMILL_CACHE`, or `gristmill/` in the user's cache folder; `None`: there is no such folder, or the process has more rights than who
-/// set these variables, and would write where that user may not.
+/// `GRISTMILL_CACHE`, or `gristmill/` in the user's cache folder. `None`: there is no such folder,
+/// or the process has more rights than the user who set these variables, and would write where that
+/// user may not.
 pub(super) fn folder() -> Option<PathBuf> {
     folder_by(libraries::variable)
 }
@@ -35,7 +37,7 @@ fn folder_by(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
     Some(folder.join("kernels"))
 }
 
-/// What was kept at `path`; `None`: nothing, or nothing that may be loaded.
+/// Content of the file at `path`; `None`: there is no file, or none that may be loaded.
 pub(super) fn read(path: &Path) -> Option<Vec<u8>> {
     match read_checked(path) {
         Ok(bytes) => Some(bytes),
@@ -47,7 +49,7 @@ pub(super) fn read(path: &Path) -> Option<Vec<u8>> {
     }
 }
 
-/// Writes a file of the cache whole or not at all. A cache that cannot be written costs time, nothing else.
+/// Writes a file of the cache atomically. A cache that cannot be written only costs time.
 pub(super) fn keep(path: &Path, bytes: &[u8]) {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     let number = COUNT.fetch_add(1, Ordering::Relaxed);
@@ -62,7 +64,7 @@ pub(super) fn keep(path: &Path, bytes: &[u8]) {
     }
 }
 
-/// Once is enough: what is true of one file of the folder mostly is of all.
+/// Warns once: the cause usually is the same for every file of the folder.
 fn said(path: &Path, error: &Error) {
     static SAID: Once = Once::new();
     let folder = path.parent().unwrap_or(path);
@@ -103,7 +105,7 @@ fn read_checked(path: &Path) -> Result<Vec<u8>> {
     file.take(FILE_BYTES_MAX).read_to_end(&mut bytes)?;
     match content(&bytes) {
         Some(content) => Ok(content.to_vec()),
-        // It is made anew, and written over.
+        // The file is made again, and overwritten.
         None => Err(ErrorKind::NotFound.into()),
     }
 }
@@ -112,7 +114,7 @@ fn sha256(bytes: &[u8]) -> String {
     Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// What follows the hash, where it has that hash.
+/// The content after the hash, if the hash matches.
 fn content(bytes: &[u8]) -> Option<&[u8]> {
     let end = bytes.iter().position(|byte| *byte == b'\n')?;
     let content = &bytes[end + 1..];
@@ -120,11 +122,11 @@ fn content(bytes: &[u8]) -> Option<&[u8]> {
     (hash == sha256(content).as_bytes()).then_some(content)
 }
 
-/// Makes the folder its owner's alone, where that is this user; refused is one that others may write to.
+/// Sets the folder's mode to 0700 if this user owns it; fails if others may write to it.
 fn check_folder(folder: &Path) -> Result<()> {
     let meta = std::fs::metadata(folder)?;
     if meta.uid() == user() && meta.mode() & 0o777 != 0o700 {
-        // Earlier versions made it by the umask.
+        // Earlier versions created the folder with the umask's mode.
         std::fs::set_permissions(folder, std::fs::Permissions::from_mode(0o700))?;
     }
     check_owner(folder, &std::fs::metadata(folder)?)
@@ -178,7 +180,7 @@ mod tests {
         assert_eq!(read(&path).as_deref(), Some(&b"image"[..]));
         let folder = path.parent().unwrap();
         assert_eq!((mode(folder), mode(&path)), (0o700, 0o600));
-        // One of an earlier version.
+        // The mode that an earlier version set.
         chmod(folder, 0o755);
         assert_eq!(read(&path).as_deref(), Some(&b"image"[..]));
         assert_eq!(mode(folder), 0o700);
@@ -199,7 +201,7 @@ mod tests {
             Some("/x/gristmill/kernels".into())
         );
         assert_eq!(of(&[home]), Some("/h/.cache/gristmill/kernels".into()));
-        // With more rights than who started the process, none of them counts.
+        // In a process with more rights than its starter, all of these variables are ignored.
         assert_eq!(of(&[]), None);
     }
 
@@ -228,7 +230,7 @@ mod tests {
         assert_eq!(read(&path), None, "a pipe");
     }
 
-    /// Only the superuser can give a file away; for others there is no such folder to refuse.
+    /// Only the superuser can give a file away; other users have no such folder to refuse.
     #[test]
     fn a_folder_of_another_user_is_not_used() {
         let dir = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! What a card can do at most, measured: what its kernels are held against; and how long they take.
+//! A card's measured ceilings, with which its kernels are compared, and how long kernels take.
 
 use std::time::Instant;
 
@@ -6,17 +6,18 @@ use super::driver::Argument;
 use super::{Cuda, plan};
 use crate::device::DeviceError;
 
-/// What a card was measured to do.
+/// Measured ceilings of a card.
 #[derive(Debug, Clone, Copy, serde::Serialize)]
 pub struct Ceilings {
-    /// Copying within its memory, read and written.
+    /// Copy bandwidth within the card's memory, counting reads and writes.
     pub bytes_per_second: f64,
-    /// Products in registers and shared memory, a multiplication and an addition being two.
+    /// Matrix products from registers and shared memory; a multiply-add counts as two operations.
     pub operations_per_second: f64,
 }
 
 impl Cuda {
-    /// What the card can do: bytes that it moves in a second, and operations of the linear layers' format that it computes.
+    /// Measures the card: bytes moved per second, and operations per second in the linear layers'
+    /// format.
     ///
     /// # Errors
     /// The card failed.
@@ -30,14 +31,14 @@ impl Cuda {
         let arguments = [Argument::Address(to.address()), Argument::Int(rounds as i32)];
         let computing = self.best_of_three(|| self.launch(&launch, &arguments))?;
         Ok(Ceilings {
-            // Read and written.
+            // Each byte is read and written.
             bytes_per_second: 2.0 * bytes as f64 / seconds,
             operations_per_second: operations / computing,
         })
     }
 
-    /// Seconds of what `run` issues after something else has filled the card's caches, that filling included; `None`: there is no memory
-    /// to fill them from.
+    /// Seconds that the work issued by `run` takes with cold caches, including the copy that evicts
+    /// them. `None`: there is no memory for that copy.
     ///
     /// # Errors
     /// The card failed.
@@ -47,7 +48,7 @@ impl Cuda {
     ) -> Result<Option<f64>, DeviceError> {
         const BYTES: usize = 64 << 20;
         const RUNS: u32 = 8;
-        // So long a time is known well enough, of one run or of several.
+        // Runs that together take this many seconds are measured precisely enough.
         const LONG: f64 = 5e-3;
         let Ok(memory) = self.context.take(2 * BYTES, "what fills caches") else {
             return Ok(None);
@@ -65,7 +66,7 @@ impl Cuda {
         Ok(Some(seconds / f64::from(runs)))
     }
 
-    /// Seconds of the fastest of three runs, after one that does not count.
+    /// Seconds of the fastest of three runs, after one warm-up run.
     fn best_of_three(&self, run: impl Fn() -> Result<(), DeviceError>) -> Result<f64, DeviceError> {
         let mut best = f64::INFINITY;
         for round in 0..4 {

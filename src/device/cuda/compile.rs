@@ -1,4 +1,4 @@
-//! Kernels' sources, what they are specialised by, and their machine code, kept on disk.
+//! Kernels' sources, their specialisation by macros, and their machine code, cached on disk.
 
 use std::fmt::{self, Display, Formatter};
 use std::path::PathBuf;
@@ -9,7 +9,7 @@ use super::cache;
 use super::nvrtc::{Compiled, Nvrtc};
 use crate::device::DeviceError;
 
-/// Sources by stem, which is the name of the function, too.
+/// Sources by stem; the stem is also the name of the kernel function.
 const SOURCES: [(&str, &str); 15] = [
     ("embed", include_str!("../../../kernels/embed.cu")),
     ("add_norm", include_str!("../../../kernels/add_norm.cu")),
@@ -43,10 +43,10 @@ pub fn names() -> impl Iterator<Item = &'static str> {
     SOURCES.iter().map(|(name, _)| *name)
 }
 
-/// How files of the cache are written: an earlier version must not take one of another form for its own.
+/// Version of the cache's file format: files of another format get other names.
 const FORM: &str = "after a hash";
 
-/// Most macros of a kernel.
+/// Maximum number of macros of a kernel.
 const MACROS_MAX: usize = 9;
 
 /// A kernel, specialised.
@@ -59,7 +59,7 @@ pub struct Kernel {
 impl Kernel {
     /// The kernel `name` with these macros.
     ///
-    /// # Panics
+    /// `macros` has more than nine entries.
     /// More than nine macros.
     pub fn new(name: &'static str, macros: &[(&'static str, u32)]) -> Kernel {
         let mut all = [("", 0); MACROS_MAX];
@@ -80,17 +80,18 @@ impl Display for Kernel {
     }
 }
 
-/// What machine code is for.
+/// Target of a compilation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Target {
-    /// Machine code of a compute capability, as 80; for 90 with what only Hopper has (sm_90a).
+    /// Machine code of a compute capability, such as 80; for 90 with the features of Hopper alone
+    /// (sm_90a).
     Card(u32),
-    /// PTX for cards that NVRTC does not know yet: the driver makes the machine code.
+    /// PTX for cards that NVRTC does not know yet; the driver makes the machine code.
     Later(u32),
 }
 
 impl Target {
-    /// For a card of `capability` (as 89), with an NVRTC that knows `known`.
+    /// Target for a card of `capability` (such as 89), with an NVRTC that supports `known`.
     ///
     /// # Errors
     /// The card is older than 8.0.
@@ -118,11 +119,11 @@ impl Target {
     }
 }
 
-/// Compiles kernels for one card, or takes what was compiled before.
+/// Compiles kernels for one card, or takes them from the cache.
 pub struct Compiler {
     nvrtc: Nvrtc,
     target: Target,
-    /// `None`: nothing is kept.
+    /// `None`: nothing is cached.
     cache: Option<PathBuf>,
 }
 
@@ -141,7 +142,7 @@ impl Compiler {
         self.nvrtc.version()
     }
 
-    /// A kernel that was made before, with what the assembler said of it then.
+    /// A cached kernel, with the assembler's log.
     pub fn kept(&self, kernel: &Kernel) -> Option<Compiled> {
         let path = self.place(kernel)?;
         Some(Compiled {
@@ -150,10 +151,10 @@ impl Compiler {
         })
     }
 
-    /// A kernel, made now and kept.
+    /// Compiles a kernel and caches it.
     ///
     /// # Errors
-    /// It does not compile.
+    /// The kernel does not compile.
     pub fn make(&self, kernel: &Kernel) -> Result<Compiled, DeviceError> {
         let compiled = self.compile(kernel)?;
         if let Some(path) = self.place(kernel) {
@@ -163,7 +164,7 @@ impl Compiler {
         Ok(compiled)
     }
 
-    /// Says in one line what this NVRTC made worse than it is meant to be, if anything.
+    /// Warns in one line where this NVRTC made a kernel slower than intended.
     pub fn warn_of(&self, kernel: &Kernel, log: &str) {
         if let Some(why) = slowed(log) {
             let (major, minor) = self.nvrtc.version();
@@ -177,7 +178,8 @@ impl Compiler {
         self.place_of(kernel.name, kernel.name, &self.options(kernel).join(" "), "cubin")
     }
 
-    /// Where something called `what` of a kernel is kept: by all that the kernel is made of, and by `of`.
+    /// Path of a cached file named `what`: by a hash of the kernel's source, the headers, NVRTC's
+    /// version and `of`.
     pub(super) fn place_of(&self, name: &str, what: &str, of: &str, extension: &str) -> Option<PathBuf> {
         let folder = self.cache.as_ref()?;
         let (major, minor) = self.nvrtc.version();
@@ -192,10 +194,10 @@ impl Compiler {
         Some(folder.join(format!("{what}-{}.{extension}", &hash[..32])))
     }
 
-    /// Compiles a kernel now, with what the assembler says of it.
+    /// Compiles a kernel, with the assembler's log.
     ///
     /// # Errors
-    /// It does not compile.
+    /// The kernel does not compile.
     pub fn compile(&self, kernel: &Kernel) -> Result<Compiled, DeviceError> {
         let name = format!("{}.cu", kernel.name);
         let compiled = self
@@ -220,8 +222,8 @@ impl Compiler {
     }
 }
 
-/// What the assembler says it did that costs a kernel its speed: products of warpgroups that it put one behind the other (its warnings
-/// C7500 to C7599), numbers that it keeps in memory for want of registers.
+/// The first line of the assembler's log that reports a loss of speed: serialised warpgroup
+/// products (warnings C7500 to C7599), stack frames, or register spills.
 pub fn slowed(log: &str) -> Option<&str> {
     let is_some = |line: &str, words: &str| {
         line.split(',').any(|part| {

@@ -1,7 +1,8 @@
-//! NVIDIA's matrix products.
+//! Matrix products by cuBLASLt.
 //!
-//! `y = x W^T` of rows is, in the library's columns, `y = op(W) x` with W transposed: all three matrices lie as they are. It scales
-//! E4M3 by row and column on Hopper alone, from CUDA 12.9 on, and INT8 not at all: its sums are scaled in a step of their own.
+//! The library is column-major: `y = x W^T` over rows is `op(W) x` with W transposed in its terms,
+//! so all three matrices are used without a copy. Scales of E4M3 by row and column need Hopper and
+//! CUDA 12.9. INT8 products are unscaled: a kernel of their own scales the sums.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::marker::PhantomData;
@@ -15,14 +16,14 @@ use super::libraries;
 use super::plan::{Format, LinearShape};
 use crate::device::DeviceError;
 
-/// The library, on one card.
+/// cuBLASLt, opened for one card.
 pub struct CublasLt {
     context: Arc<Context>,
     functions: Functions,
     path: PathBuf,
     version: usize,
     handle: Handle,
-    /// What its products may use besides.
+    /// Scratch memory of its products.
     workspace: Memory,
 }
 
@@ -63,7 +64,8 @@ type Multiply = unsafe extern "C" fn(
     *mut c_void,
 ) -> Status;
 
-/// What is called of the library, by cublasLt.h's signatures: a step multiplies some hundred times, and looks up no names.
+/// Functions of the library, with the signatures of cublasLt.h. They are looked up once, since a
+/// step computes some hundred products.
 struct Functions {
     version: unsafe extern "C" fn() -> usize,
     status: unsafe extern "C" fn(Status) -> *const c_char,
@@ -79,14 +81,14 @@ struct Functions {
     set_of_preference: SetAttribute,
     choose: Choose,
     multiply: Multiply,
-    /// Open for as long as they are.
+    /// Keeps the library open as long as its functions are used.
     _library: Library,
 }
 
 impl Functions {
-    /// `Err`: the name that it lacks.
+    /// Looks up all functions; `Err` is the name of a missing one.
     fn of(library: Library) -> Result<Functions, &'static str> {
-        // SAFETY: signatures are cublasLt.h's; the library stays open beside what is taken from it.
+        // SAFETY: signatures are cublasLt.h's; the library stays open beside its functions.
         unsafe {
             Ok(Functions {
                 version: function(&library, "cublasLtGetVersion")?,
@@ -110,26 +112,26 @@ impl Functions {
 }
 
 /// # Safety
-/// `T` is the function's signature, and is not called when the library is closed.
+/// `T` is the function's signature, and `T` is not called after the library is closed.
 unsafe fn function<T: Copy>(library: &Library, name: &'static str) -> Result<T, &'static str> {
-    // SAFETY: as the caller vouches.
+    // SAFETY: by the caller's contract.
     let found: Result<Symbol<T>, _> = unsafe { library.get(name.as_bytes()) };
     found.map(|symbol| *symbol).map_err(|_| name)
 }
 
 struct Handle(Object);
 
-// SAFETY: the library's handles may be used from any thread; each call makes the card the thread's own first.
+// SAFETY: the library's handles may be used from any thread; each call makes the context current.
 unsafe impl Send for Handle {}
 // SAFETY: as above.
 unsafe impl Sync for Handle {}
 
-/// Least bytes that NVIDIA advises for Hopper.
+/// Minimum that NVIDIA advises for Hopper.
 const WORKSPACE_BYTES: usize = 32 << 20;
-/// Ways to compute a product that are looked at.
+/// Maximum number of algorithms per product.
 const ALGORITHMS: usize = 8;
 
-// Numbers of cublasLt.h, cublas_api.h and library_types.h.
+// Constants of cublasLt.h, cublas_api.h and library_types.h.
 const F32: u32 = 0;
 const I8: u32 = 3;
 const I32: u32 = 10;
@@ -145,7 +147,7 @@ const INVALID_VALUE: Status = 7;
 const ARCH_MISMATCH: Status = 8;
 const NOT_SUPPORTED: Status = 15;
 
-/// Attributes of a product.
+/// Attributes of a matmul descriptor.
 #[derive(Clone, Copy)]
 enum Attribute {
     TransposeA = 3,
@@ -157,7 +159,7 @@ enum Attribute {
     ScaleModeB = 32,
 }
 
-/// Of an attribute.
+/// An attribute's value.
 enum Value {
     Word(u32),
     Long(u64),
@@ -167,31 +169,33 @@ impl Value {
     /// Sets an attribute of `object` by `set`.
     ///
     /// # Safety
-    /// The object is one of those that `set` takes, and alive; the attribute has a value of this size.
+    /// `set` accepts objects of this kind, the object is alive, and the attribute's value has this
+    /// size.
     unsafe fn set(&self, set: SetAttribute, object: Object, attribute: u32) -> Status {
         let (at, size): (*const c_void, usize) = match self {
             Value::Word(word) => (std::ptr::from_ref(word).cast(), size_of_val(word)),
             Value::Long(long) => (std::ptr::from_ref(long).cast(), size_of_val(long)),
         };
-        // SAFETY: as the caller vouches; the value is read before it returns.
+        // SAFETY: by the caller's contract. The library copies the value before it returns.
         unsafe { set(object, attribute, at, size) }
     }
 }
 
-/// Of what a choice of algorithms depends on: how much workspace they may use, and what parts of sums may be kept in.
+/// Attributes of an algorithm preference: maximum workspace, and allowed types of partial sums.
 const PREFERENCE_WORKSPACE: u32 = 1;
 const PREFERENCE_REDUCTION: u32 = 3;
-/// Parts of sums in F32 (or INT32), never in what the result is rounded to.
+/// Partial sums in F32 (or INT32), never in the type that the result is rounded to.
 const IN_COMPUTE_TYPE: u32 = 2;
-/// The first version that scales E4M3 by row and column.
+/// First version that scales E4M3 by row and column.
 const SCALES_ROWS_FROM: usize = 120_900;
 
-/// One way to compute a product; the library's own content, which its version takes back from a file.
+/// An algorithm of a product. The content is opaque; the same version of the library accepts it
+/// again from a file.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Algorithm([u64; 8]);
 
-/// What the library says of one; `cublasLtMatmulHeuristicResult_t`.
+/// The library's description of an algorithm; `cublasLtMatmulHeuristicResult_t`.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 struct Found {
@@ -202,24 +206,24 @@ struct Found {
     reserved: [c_int; 4],
 }
 
-/// `y = x W^T`, addresses on the card. Sums of INT8 are integers of 32 bits.
+/// Operands of `y = x W^T`, as addresses on the card. Sums of INT8 are 32-bit integers.
 #[derive(Clone, Copy)]
 pub struct Matrices {
     pub shape: LinearShape,
     pub x: u64,
     pub weight: u64,
-    /// Of x's rows and of W's; E4M3 alone.
+    /// Scales of x's rows and of W's rows; E4M3 only.
     pub scales: Option<(u64, u64)>,
-    /// BF16; 0: none. Not with INT8.
+    /// BF16, or 0 for none; must be 0 with INT8.
     pub bias: u64,
     pub y: u64,
-    /// Numbers from one row of y to the next.
+    /// Stride between rows of y, in values.
     pub stride: usize,
 }
 
-/// An object of the library, destroyed at the end.
+/// An object of the library, destroyed on drop.
 struct Owned<'a> {
-    /// The library outlives them.
+    /// The library outlives its objects.
     of: PhantomData<&'a CublasLt>,
     object: Object,
     destroy: Destroy,
@@ -232,7 +236,7 @@ impl Drop for Owned<'_> {
     }
 }
 
-/// A product's description, and those of its matrices.
+/// Descriptors of a product and of its matrices.
 struct Description<'a> {
     product: Owned<'a>,
     weight: Owned<'a>,
@@ -241,10 +245,10 @@ struct Description<'a> {
 }
 
 impl CublasLt {
-    /// The newest copy of the library that the card's driver takes.
+    /// Opens the newest copy of the library that the card's driver supports.
     ///
     /// # Errors
-    /// There is none, or no memory for what it needs.
+    /// No such copy was found, or memory for its workspace is lacking.
     pub fn open(context: &Arc<Context>) -> Result<CublasLt, DeviceError> {
         let major_max = context.card().driver as usize / 1000;
         let mut lacking = String::new();
@@ -255,7 +259,7 @@ impl CublasLt {
             };
             match Functions::of(library) {
                 Ok(functions) => {
-                    // SAFETY: it has no conditions.
+                    // SAFETY: the call has no preconditions.
                     let version = unsafe { (functions.version)() };
                     let newest = found.as_ref().map_or(0, |(_, version, _)| *version);
                     if version / 10_000 <= major_max && version > newest {
@@ -288,20 +292,21 @@ impl CublasLt {
         Ok(found)
     }
 
-    /// Its version: 120901 is 12.9.1.
+    /// The library's version: 120901 is 12.9.1.
     pub fn version(&self) -> usize {
         self.version
     }
 
-    /// Where it was found.
+    /// The library's path.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Ways to compute a product, the most promising first; none: the library does not compute it.
+    /// Algorithms for a product, the most promising first; empty where the library does not support
+    /// it.
     ///
     /// # Errors
-    /// It failed.
+    /// The library failed.
     pub fn algorithms(&self, of: &Matrices) -> Result<Vec<Algorithm>, DeviceError> {
         self.context.enter()?;
         let Some(description) = self.describe(of)? else {
@@ -316,7 +321,7 @@ impl CublasLt {
             ..
         } = self.functions;
         let mut object: Object = std::ptr::null_mut();
-        // SAFETY: all objects are alive, and the array is as long as is said.
+        // SAFETY: all objects are alive, and the array has the given length.
         let status = unsafe {
             self.check(create_preference(&mut object), "cublasLtMatmulPreferenceCreate")?;
             let preference = self.own(object, self.functions.destroy_preference);
@@ -351,10 +356,11 @@ impl CublasLt {
         Ok(found.map(|found| found.algorithm).collect())
     }
 
-    /// Begins to compute a product in one of [its ways](Self::algorithms), over memory as large as its shapes say.
+    /// Begins to compute a product by one of its [algorithms](Self::algorithms). Memory must be as
+    /// large as the shapes say.
     ///
     /// # Errors
-    /// It failed.
+    /// The library failed.
     pub fn multiply(&self, of: &Matrices, algorithm: &Algorithm) -> Result<(), DeviceError> {
         self.context.enter()?;
         let Some(description) = self.describe(of)? else {
@@ -362,12 +368,13 @@ impl CublasLt {
                 "cuBLASLt does not compute this product".into(),
             ));
         };
-        // One and zero in either type: nothing is added to the product.
+        // Alpha is one and beta is zero, in the type of the sums.
         let (one, zero) = match of.shape.format {
             Format::Int8 => (1u32, 0u32),
             _ => (1f32.to_bits(), 0),
         };
-        // SAFETY: addresses of the card are words; the factors are read before it returns; memory is as large as the caller says.
+        // SAFETY: addresses of the card are words; the library reads the factors before it returns;
+        // the caller vouches for the sizes.
         let status = unsafe {
             (self.functions.multiply)(
                 self.handle.0,
@@ -391,7 +398,8 @@ impl CublasLt {
         self.check(status, "cublasLtMatmul")
     }
 
-    /// `None`: the library does not know such products, an older one without scales of rows, say.
+    /// `None`: the library does not support such products, for instance an older one without row
+    /// scales.
     fn describe(&self, of: &Matrices) -> Result<Option<Description<'_>>, DeviceError> {
         let LinearShape {
             format,
@@ -410,7 +418,7 @@ impl CublasLt {
         if of.scales.is_some() && !scales_rows {
             return Ok(None);
         }
-        // Numbers of a row of x and of W.
+        // Values per row of x and of W.
         let width = bytes / format.bytes();
         let mut object: Object = std::ptr::null_mut();
         // SAFETY: the object is written before it returns.
@@ -442,7 +450,7 @@ impl CublasLt {
         }))
     }
 
-    /// A matrix of columns, so many numbers apart.
+    /// Layout of a column-major matrix with `stride` values between columns.
     fn matrix(&self, kind: u32, rows: usize, columns: usize, stride: usize) -> Result<Owned<'_>, DeviceError> {
         let mut object: Object = std::ptr::null_mut();
         // SAFETY: the object is written before it returns.
@@ -464,13 +472,14 @@ impl CublasLt {
         if status == 0 {
             return Ok(());
         }
-        // SAFETY: it returns a text that lives as long as the library.
+        // SAFETY: the returned text lives as long as the library.
         let why = unsafe { CStr::from_ptr((self.functions.status)(status)) }.to_string_lossy();
         let why = format!("`{doing}` of `{}`: {why}", self.path.display());
         Err(match status {
             ALLOC_FAILED => DeviceError::OutOfMemory(why),
             INVALID_VALUE | ARCH_MISMATCH | NOT_SUPPORTED => DeviceError::Unsupported(why),
-            // An algorithm that does not fit has been seen to say that something went wrong inside: a card that still answers is not lost.
+            // For an algorithm that does not fit, the library has been seen to report an internal
+            // error. A card that still answers is therefore not lost.
             _ => match self.context.wait() {
                 Ok(()) => DeviceError::Unsupported(why),
                 Err(_) => DeviceError::Lost(why),
@@ -481,7 +490,7 @@ impl CublasLt {
 
 impl Drop for CublasLt {
     fn drop(&mut self) {
-        // Products may still run. Where waiting fails, they do not.
+        // Products may still run; after a failed wait none does.
         let _ = self.context.wait();
         if !self.handle.0.is_null() {
             // SAFETY: the handle was made and is destroyed once.

@@ -1,4 +1,4 @@
-//! Tokens drawn on the card from rows of logits: what `kernels/sample.cu` does, and is asked for.
+//! Drawing tokens on the card from rows of logits: inputs and outputs of `kernels/sample.cu`.
 
 use std::collections::HashMap;
 
@@ -8,29 +8,29 @@ use super::{Cuda, plan};
 use crate::device::DeviceError;
 use crate::device::draw::{Allowed, Draw, DrawError, Drawn};
 
-/// No mask; what the kernel calls `NONE`.
+/// No mask; the kernel's `NONE`.
 const NO_MASK: u32 = u32::MAX;
-/// Words of the kernel's `Draw` and `Drawn`.
+/// Sizes of the kernel's `Draw` and `Drawn`, in words.
 const DRAW_WORDS: usize = 14;
 const DRAWN_WORDS: usize = 5;
 
-/// What is asked of rows of logits, as the kernel reads it.
+/// The kernel's inputs, one draw per row of logits.
 #[derive(Debug)]
 struct Asked<'a> {
-    /// Tokens are below it.
+    /// Token ids are below this number.
     ids: usize,
     draws: Vec<[u32; DRAW_WORDS]>,
-    /// Tokens that were seen, how often in the completion, and room for the kernel.
+    /// (token id, count in the completion, scratch word of the kernel).
     penalties: Vec<[u32; 3]>,
-    /// A mask each. Of rows under a grammar, each has one of its own, and in a vocabulary of 128,256 ids it is 16 KB: they are
-    /// written where the card reads them, and nowhere before.
+    /// Distinct masks. Rows under a grammar have one each, 16 KB in a vocabulary of 128,256 ids, so
+    /// masks are written straight into pinned memory.
     masks: Vec<Allowed<'a>>,
-    /// Ids whose logits are wanted.
+    /// Ids whose logits are requested.
     wanted: Vec<u32>,
 }
 
 impl<'a> Asked<'a> {
-    /// For ids below `ids`.
+    /// Collects draws of ids below `ids`.
     fn new(draws: &[Draw<'a>], ids: usize) -> Asked<'a> {
         let mut asked = Asked {
             ids,
@@ -39,7 +39,8 @@ impl<'a> Asked<'a> {
             masks: Vec::new(),
             wanted: Vec::new(),
         };
-        // Rows of a job share what they may say. What is shared lies at one address as long as `draws` borrows it.
+        // Rows of a job share their masks. A shared list has one address as long as `draws` borrows
+        // it.
         let mut known = HashMap::new();
         let mut counts = Vec::new();
         for draw in draws {
@@ -78,7 +79,7 @@ impl<'a> Asked<'a> {
         asked
     }
 
-    /// Where the mask of what is allowed begins.
+    /// Offset of the mask of `allowed`, in words.
     fn mask(&mut self, allowed: Allowed<'a>, known: &mut HashMap<(u8, *const u32, usize), u32>) -> u32 {
         let (kind, list) = match allowed {
             Allowed::AllBut([]) => return NO_MASK,
@@ -92,7 +93,8 @@ impl<'a> Asked<'a> {
         })
     }
 
-    /// Tokens of the prompt or the completion that a penalty is for, each once. `counts`: zeros, one for each id, and so again afterwards.
+    /// Adds the tokens of prompt or completion that a penalty applies to, each once. `counts` has a
+    /// zero for each id, on entry and on return.
     fn add_penalties(&mut self, draw: &Draw<'_>, counts: &mut [u32]) {
         let first = self.penalties.len();
         for id in draw.completion {
@@ -114,7 +116,7 @@ impl<'a> Asked<'a> {
         }
     }
 
-    /// Where draws, penalties, masks and wanted ids begin, and where all of it ends, in bytes.
+    /// Offsets of draws, penalties, masks and wanted ids, and the total size, in bytes.
     fn places(&self) -> ([usize; 4], usize) {
         let words = [
             self.draws.as_flattened().len(),
@@ -124,7 +126,7 @@ impl<'a> Asked<'a> {
         ];
         let mut end = 0;
         let places = words.map(|words| {
-            // The first number of a draw is one of eight bytes.
+            // A draw begins with an 8-byte number.
             let place = end;
             end += (words * 4).next_multiple_of(16);
             place
@@ -132,7 +134,7 @@ impl<'a> Asked<'a> {
         (places, end)
     }
 
-    /// All of it, at its places.
+    /// Writes all arrays at their offsets.
     fn write(&self, to: &mut [u8]) {
         let ([draws, penalties, masks, wanted], _) = self.places();
         write_words(&mut to[draws..], self.draws.as_flattened());
@@ -148,12 +150,12 @@ impl<'a> Asked<'a> {
     }
 }
 
-/// Of a mask of so many ids, a bit each.
+/// Words of a mask of `ids` ids, one bit per id.
 fn mask_words(ids: usize) -> usize {
     ids.div_ceil(32)
 }
 
-/// What is allowed among so many ids.
+/// The mask of the allowed ids among `ids` ids.
 fn mask_of(allowed: Allowed<'_>, ids: usize) -> Vec<u32> {
     let words = mask_words(ids);
     let below = |list: &[u32]| {
@@ -183,35 +185,35 @@ fn write_words(to: &mut [u8], words: &[u32]) {
     }
 }
 
-/// Rows whose tokens are being drawn.
+/// Draws in progress on the card.
 #[derive(Default)]
 pub(super) struct Drawing {
     asked: Option<Memory>,
     staging: Option<Busy>,
-    /// The kernel's `Drawn` of each row, then the logits that are wanted.
+    /// The kernel's `Drawn` of each row, then the requested logits.
     drawn: Option<Memory>,
-    /// Their copy on its way to the host, and where it came the last time.
+    /// Their copy on its way to the host, and the pinned memory of the last copy.
     coming: Option<Busy>,
     host: Option<Pinned>,
-    /// Of each row that is on its way.
+    /// One entry per row that is on its way.
     rows: Vec<Wanted>,
 }
 
-/// What is wanted of a row besides its token.
+/// Requested results of a row besides its token.
 #[derive(Debug, Clone)]
 struct Wanted {
     log_sum: bool,
-    /// Of the ids whose logits are wanted, in order: does the model know it?
+    /// For each id whose logit is requested, in order: whether the model has this id.
     known: Vec<bool>,
 }
 
 impl Drawing {
-    /// Where the tokens drawn last lie, as the kernel's `Drawn`.
+    /// Address of the tokens drawn last, as the kernel's `Drawn`.
     pub(super) fn drawn(&self) -> Argument {
         address(&self.drawn)
     }
 
-    /// Waits for what was drawn.
+    /// Waits for the drawn tokens.
     pub(super) fn take(&mut self) -> Result<Vec<Result<Drawn, DrawError>>, DeviceError> {
         let rows = std::mem::take(&mut self.rows);
         let Some(coming) = self.coming.take() else {
@@ -224,7 +226,7 @@ impl Drawing {
     }
 }
 
-/// What the kernel wrote.
+/// Decodes the kernel's results.
 fn read(
     rows: &[Wanted],
     mut words: impl Iterator<Item = u32>,
@@ -257,7 +259,7 @@ fn read(
 }
 
 impl Cuda {
-    /// Begins to draw from rows of logits, which are lost.
+    /// Begins to draw from rows of logits, which are overwritten.
     pub(super) fn draw_from(
         &self,
         ids: usize,
@@ -301,7 +303,7 @@ impl Cuda {
                 Argument::Word(logits.stride as u32),
             ],
         )?;
-        // What nobody took is not waited for in vain: its place is used again.
+        // Results that nobody took are waited for, so that their pinned memory can be used again.
         if let Some(coming) = drawing.coming.take() {
             drawing.host = Some(coming.wait()?);
         }

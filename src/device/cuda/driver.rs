@@ -1,6 +1,8 @@
-//! The driver's calls, made safe: a card's context with one stream, memory that frees itself, functions and launches.
+//! Safe wrappers of the driver's calls: a card's context with one stream, memory that frees itself,
+//! functions and launches.
 //!
-//! Everything is issued to the one stream, in order. A context may be used from any thread: each call makes it the thread's own.
+//! All work is issued in order to the one stream. A context may be used from any thread: each call
+//! makes it current first.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -15,7 +17,7 @@ use super::libraries;
 use super::plan::Launch;
 use crate::device::DeviceError;
 
-/// What a card is.
+/// A card's description.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Card {
     pub name: String,
@@ -28,13 +30,13 @@ pub struct Card {
 }
 
 impl Card {
-    /// Does it have what only Hopper has (sm_90a)?
+    /// Whether the card has the features of Hopper alone (sm_90a).
     pub fn is_hopper(&self) -> bool {
         self.capability == 90
     }
 }
 
-/// Cards that this process can see.
+/// Number of cards that this process can see.
 ///
 /// # Errors
 /// There is no driver, or it is too old or broken.
@@ -63,7 +65,8 @@ impl Context {
     /// Opens card `ordinal`.
     ///
     /// # Errors
-    /// There is none of this number, the driver is older than CUDA 12.0, or the card cannot be used.
+    /// There is no card with this number, the driver is older than CUDA 12.0, or the card is
+    /// unusable.
     pub fn open(ordinal: u32) -> Result<Context, DeviceError> {
         let count = cards()?;
         if count == 0 {
@@ -125,24 +128,24 @@ impl Context {
         &self.card
     }
 
-    /// Makes the card the thread's own; every call here does.
+    /// Makes the context current on this thread; every call here does so.
     pub(super) fn enter(&self) -> Result<(), DeviceError> {
         // SAFETY: the context lives as long as the process.
         check(unsafe { result::ctx::set_current(self.context) }, "using the card")
     }
 
-    /// The stream, for libraries that issue to it.
+    /// The stream, for libraries that issue work to it.
     pub(super) fn stream(&self) -> *mut c_void {
         self.stream.cast()
     }
 
-    /// Memory of the card that nobody uses, in bytes.
+    /// Free memory of the card, in bytes.
     pub fn free_bytes(&self) -> Result<u64, DeviceError> {
         self.enter()?;
         Ok(check(result::mem_get_info(), "asking for free memory")?.0 as u64)
     }
 
-    /// Takes memory, `what` for messages; its content is undefined.
+    /// Allocates memory with undefined content; `what` names it in messages.
     pub fn take(self: &Arc<Self>, bytes: usize, what: &str) -> Result<Memory, DeviceError> {
         self.enter()?;
         // SAFETY: a size of at least 1; the content is written before it is read.
@@ -174,7 +177,8 @@ impl Context {
         Ok(memory)
     }
 
-    /// Begins to copy `from` to `to`, from byte `at` on. What is pinned must stay as it is until the stream has been waited for.
+    /// Begins to copy `from` to `to`, starting at byte `at`. A pinned source must stay unchanged
+    /// until the stream has been waited for.
     pub fn upload(&self, from: &[u8], to: &Memory, at: usize) -> Result<(), DeviceError> {
         assert!(
             at + from.len() <= to.bytes,
@@ -186,12 +190,13 @@ impl Context {
             return Ok(());
         }
         self.enter()?;
-        // SAFETY: within the memory, as asserted. The driver copies what is not pinned before it returns.
+        // SAFETY: within the memory, as asserted. The driver copies pageable memory before it
+        // returns.
         let copied = unsafe { result::memcpy_htod_async(to.address + at as u64, from, self.stream) };
         check(copied, "copying to the card")
     }
 
-    /// Copies bytes from byte `at` of `from` on to the host, after all that was issued.
+    /// Copies bytes of `from`, starting at byte `at`, to the host after all issued work.
     pub fn download(&self, from: &Memory, at: usize, to: &mut [u8]) -> Result<(), DeviceError> {
         assert!(
             at + to.len() <= from.bytes,
@@ -208,7 +213,7 @@ impl Context {
         self.wait()
     }
 
-    /// Begins to copy the first `bytes` of a memory to another, from byte `at` of it on.
+    /// Begins to copy the first `bytes` of `from` into `to`, starting at byte `at` of `to`.
     pub fn copy(&self, from: &Memory, to: &Memory, at: usize, bytes: usize) -> Result<(), DeviceError> {
         assert!(bytes <= from.bytes && at + bytes <= to.bytes);
         self.enter()?;
@@ -217,7 +222,7 @@ impl Context {
         check(copied, "copying on the card")
     }
 
-    /// Begins to copy within a memory.
+    /// Begins to copy `bytes` bytes within one allocation.
     pub fn copy_within(&self, memory: &Memory, from: usize, to: usize, bytes: usize) -> Result<(), DeviceError> {
         assert!(from + bytes <= memory.bytes && to + bytes <= memory.bytes);
         self.enter()?;
@@ -227,7 +232,7 @@ impl Context {
         check(copied, "copying on the card")
     }
 
-    /// Waits until all that was issued is done.
+    /// Waits until all issued work is done.
     pub fn wait(&self) -> Result<(), DeviceError> {
         self.enter()?;
         // SAFETY: the stream lives as long as the context.
@@ -255,7 +260,7 @@ impl Context {
         Ok(Busy { pinned: from, mark })
     }
 
-    /// Begins to copy the first `bytes` of a memory to pinned memory, after all that was issued.
+    /// Begins to copy the first `bytes` of `from` to pinned memory, after all issued work.
     pub fn fetch(self: &Arc<Self>, from: &Memory, bytes: usize, mut to: Pinned) -> Result<Busy, DeviceError> {
         assert!(bytes <= from.bytes);
         if bytes > 0 {
@@ -268,7 +273,7 @@ impl Context {
         Ok(Busy { pinned: to, mark })
     }
 
-    /// A mark in the stream that can be waited for.
+    /// Records an event in the stream that can be waited for.
     pub fn mark(self: &Arc<Self>) -> Result<Mark, DeviceError> {
         self.enter()?;
         let event = result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING);
@@ -281,19 +286,20 @@ impl Context {
         Ok(mark)
     }
 
-    /// How a matrix on the card is found.
+    /// Tensor map of a matrix on the card.
     ///
     /// # Errors
-    /// The driver does not take the shape.
+    /// The driver rejects the shape.
     pub fn tensor_map(&self, shape: &MapShape) -> Result<TensorMap, DeviceError> {
         self.enter()?;
         TensorMap::new(shape)
     }
 
-    /// The function `name` of machine code, to be run with so much dynamic shared memory.
+    /// Loads the function `name` from machine code, to be run with `shared_bytes` of dynamic shared
+    /// memory.
     ///
     /// # Errors
-    /// The driver does not take the image.
+    /// The driver rejects the image.
     pub fn function(&self, image: &[u8], name: &str, shared_bytes: u32) -> Result<Function, DeviceError> {
         self.enter()?;
         let refused = |error: DriverError| match error.0 {
@@ -304,7 +310,7 @@ impl Context {
         };
         let named = std::ffi::CString::new(name)
             .map_err(|_| DeviceError::Unsupported(format!("kernel `{name}` has a zero in its name")))?;
-        // PTX is read up to a zero.
+        // The driver reads PTX up to a zero byte.
         let mut image = image.to_vec();
         image.push(0);
         // SAFETY: the image is an ELF file or ends with a zero; the module is never unloaded.
@@ -317,13 +323,13 @@ impl Context {
             let set = unsafe { result::function::set_function_attribute(function, attribute, value) };
             check(set, "allowing shared memory")
         };
-        // What a block gets without asking.
+        // 48 KiB is the default maximum per block.
         if shared_bytes > 48 << 10 {
             set(
                 FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
                 shared_bytes as i32,
             )?;
-            // In percent: as many blocks are to share a multiprocessor as its memory has room for.
+            // In percent: as many blocks as fit in shared memory are to share a multiprocessor.
             set(
                 FunctionAttribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT,
                 100,
@@ -335,7 +341,8 @@ impl Context {
     /// Begins to run a function.
     ///
     /// # Safety
-    /// The arguments are those of the function, and the memory they point to is as large as it reads and writes.
+    /// The arguments match the function, and the memory that they point to is as large as it
+    /// accesses.
     pub unsafe fn launch(
         &self,
         function: &Function,
@@ -344,7 +351,7 @@ impl Context {
     ) -> Result<(), DeviceError> {
         self.enter()?;
         let mut pointers: Vec<*mut c_void> = arguments.iter().map(Argument::pointer).collect();
-        // SAFETY: as the caller vouches; the arguments live until the driver has copied them, before it returns.
+        // SAFETY: by the caller's contract. The driver copies the arguments before it returns.
         let launched = unsafe {
             let [x, y] = launch.grid;
             let (grid, block) = ((x, y, 1), (launch.threads, 1, 1));
@@ -382,23 +389,23 @@ impl Argument {
     }
 }
 
-/// How the tensor memory accelerator finds its way in a matrix of rows.
+/// Tensor map: how the tensor memory accelerator addresses a row-major matrix.
 ///
-/// On 128 bytes, as CUDA 13 asks for; the headers of CUDA 12 say 64.
+/// Aligned to 128 bytes, as CUDA 13 requires; the headers of CUDA 12 say 64.
 #[derive(Debug, Clone, Copy)]
 #[repr(C, align(128))]
 pub struct TensorMap(sys::CUtensorMap);
 
-/// A matrix of rows on the card: what a [`TensorMap`] is made of.
+/// A row-major matrix on the card, from which a [`TensorMap`] is made.
 #[derive(Debug, Clone, Copy)]
 pub struct MapShape {
     pub address: u64,
     pub rows: usize,
-    /// Elements of a row.
+    /// Elements per row.
     pub columns: usize,
-    /// Of an element: 1, or 2 for BF16.
+    /// Bytes per element: 1, or 2 for BF16.
     pub element_bytes: usize,
-    /// Rows of a box; each is 128 bytes wide.
+    /// Rows per box; each row of a box has 128 bytes.
     pub box_rows: u32,
 }
 
@@ -439,7 +446,7 @@ impl TensorMap {
 #[derive(Clone, Copy)]
 pub struct Function(sys::CUfunction);
 
-// SAFETY: a handle that the driver takes from any thread.
+// SAFETY: a handle that the driver accepts from any thread.
 unsafe impl Send for Function {}
 // SAFETY: as above.
 unsafe impl Sync for Function {}
@@ -463,7 +470,8 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // What still runs may use it. Where the card has failed there is nothing to give back.
+        // Issued work may still use the memory. After a failure of the card there is nothing to
+        // free.
         if self.context.wait().is_ok() {
             // SAFETY: taken from this context, and freed once.
             let _ = unsafe { result::free_sync(self.address) };
@@ -500,7 +508,7 @@ impl std::ops::DerefMut for Pinned {
 }
 
 impl Pinned {
-    /// Its whole words as numbers.
+    /// The contents as whole F32 words.
     pub fn as_floats_mut(&mut self) -> &mut [f32] {
         // SAFETY: the driver gives whole pages, all bits make a number, and nobody else has them.
         unsafe { std::slice::from_raw_parts_mut(self.start.cast(), self.bytes / 4) }
@@ -518,35 +526,35 @@ impl Drop for Pinned {
 
 /// Pinned memory that the card reads or writes.
 pub struct Busy {
-    // Given back before the mark is, and not before the stream has been waited for.
+    // Dropped before the mark: `Pinned` waits for the stream before it frees the memory.
     pinned: Pinned,
     mark: Mark,
 }
 
 impl Busy {
-    /// Waits until the card has done with it.
+    /// Waits until the card has finished with the memory.
     ///
     /// # Errors
-    /// Something that was issued before failed.
+    /// Earlier issued work failed.
     pub fn wait(self) -> Result<Pinned, DeviceError> {
         self.mark.wait()?;
         Ok(self.pinned)
     }
 }
 
-/// A mark in the stream.
+/// An event in the stream.
 pub struct Mark {
     context: Arc<Context>,
     event: sys::CUevent,
 }
 
-// SAFETY: a handle that the driver takes from any thread.
+// SAFETY: a handle that the driver accepts from any thread.
 unsafe impl Send for Mark {}
 // SAFETY: as above.
 unsafe impl Sync for Mark {}
 
 impl Mark {
-    /// Waits until all that was issued before it is done.
+    /// Waits until all work issued before the event is done.
     pub fn wait(&self) -> Result<(), DeviceError> {
         self.context.enter()?;
         // SAFETY: the event lives as long as this value.
@@ -577,7 +585,7 @@ fn failed(error: DriverError, doing: &str) -> DeviceError {
     }
 }
 
-/// The driver's name of an error, and what it says of it.
+/// Name and description of an error, from the driver.
 fn words(error: DriverError) -> String {
     let text = |text: Result<&std::ffi::CStr, DriverError>| {
         text.map_or_else(|_| "unknown".into(), |t| t.to_string_lossy().into_owned())

@@ -1,11 +1,14 @@
-//! Attention as a plan: which queries walk which positions together, and whose parts are merged. Pure.
+//! Attention as a plan: which queries walk which positions together, and which partial results are
+//! merged. Pure.
 //!
-//! A sequence's queries are cut into items of as many as fit a block's rows: wide blocks for prompts, narrow ones where those do. An item
-//! of single tokens walks at most [`PART_TOKENS`] positions; longer sequences have several, merged afterwards. Sequences of single
-//! tokens that begin with the same blocks walk those together, once.
+//! A sequence's queries are cut into items of as many queries as fit a block's rows: wide blocks
+//! for prefill, narrow blocks where the queries fit in them. An item of a decoding sequence walks
+//! at most [`PART_TOKENS`] positions; a longer sequence has several items, merged afterwards.
+//! Decoding sequences that begin with the same KV blocks walk those blocks together, once.
 //!
-//! In a deterministic step prompts' items walk such pieces, too, and sequences share whole ones: then what is added up in which order
-//! follows from a query's position alone. A piece in which a query sees nothing adds nothing to it.
+//! In a deterministic step, prefill items are cut into the same pieces, and sequences share only
+//! whole pieces. The order of every sum then follows from the query's position alone. A piece in
+//! which a query sees no position adds nothing to its result.
 //!
 //! See docs/decisions/074-gpu-attention-is-cut-at-fixed-positions.md and
 //! docs/decisions/075-a-deterministic-step-walks-fixed-pieces.md.
@@ -16,18 +19,20 @@ use super::plan::{BLOCK_TOKENS, Heads, window};
 use crate::device::KvSpec;
 use crate::device::batch::StepBatch;
 
-/// Positions that an item of single tokens walks: fixed, so that how a sequence is cut does not depend on the batch.
+/// Maximum positions that a decode item walks. It is fixed, so that the cuts of a sequence do not
+/// depend on the batch.
 pub const PART_TOKENS: u32 = 1024;
-/// Numbers of parts' sums, 4 bytes each, with which a plan has enough prompts: 128 MiB.
+/// F32 values of partial sums after which a plan takes no more deterministic prefill: 128 MiB.
 const PART_NUMBERS: u32 = 32 << 20;
-/// Least blocks that sequences walk together: fewer are not worth a merge.
+/// Minimum blocks that sequences walk together: sharing fewer does not pay for the merge.
 const SHARED_BLOCKS_MIN: u32 = 4;
-/// A sequence that computes no more rows than these, queries times the heads of a group, is one of single tokens.
+/// A sequence with at most this many rows (queries times the heads of a group) is planned as
+/// decode.
 const SINGLE_ROWS: u32 = 16;
-/// Where an item's result is whole.
+/// `Item::part` of an item whose result is complete and needs no merge.
 pub const WHOLE: u32 = u32::MAX;
 
-/// Queries that walk the same positions; what `Item` in `kernels/attention.cu` says.
+/// Queries that walk the same positions; the layout of `Item` in `kernels/attention.cu`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Item {
@@ -36,43 +41,45 @@ pub struct Item {
     pub table: u32,
     pub from: u32,
     pub to: u32,
-    /// First row of its part, of all key-value heads of one, or [`WHOLE`].
+    /// First row of the item's partial result, counted for one key-value head, or [`WHOLE`].
     pub part: u32,
 }
 
-/// A part of a token's result; what `Part` in `kernels/merge.cu` says.
+/// A partial result of a token; the layout of `Part` in `kernels/merge.cu`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Part {
-    /// The item's.
+    /// The item's `part`.
     pub part: u32,
-    /// Which of the item's queries the token is.
+    /// Index of the token among the item's queries.
     pub query: u32,
-    /// The item's: queries times the heads of a group.
+    /// The item's rows: queries times the heads of a group.
     pub rows: u32,
 }
 
-/// What attention launches in one step, for all layers of one kind.
+/// Attention's launches in one step, for all layers of one kind.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Plan {
     /// Items for wide blocks, and for narrow ones.
     pub wide: Vec<Item>,
     pub narrow: Vec<Item>,
-    /// Tokens of the step, by item.
+    /// Tokens of the step, grouped by item.
     pub queries: Vec<u32>,
-    /// Tokens that have several parts; those of the i-th are `parts[first[i]..first[i + 1]]`.
+    /// Tokens with partial results; those of the i-th token are `parts[first[i]..first[i + 1]]`.
     pub merged: Vec<u32>,
     pub first: Vec<u32>,
     pub parts: Vec<Part>,
-    /// Rows of all parts, of all key-value heads of one: what part sums and states have room for.
+    /// Rows of all partial results, counted for one key-value head: the size of part sums and
+    /// states.
     pub part_rows: u32,
 }
 
 impl Plan {
-    /// The plans of a step, launched one after the other: one, but where a deterministic step's parts would take too much memory.
+    /// The plans of a step, launched one after the other. There is one plan, except where a
+    /// deterministic step's partial results would take too much memory.
     ///
     /// # Panics
-    /// The batch is not one that a model checked.
+    /// The batch has not been checked by a model.
     pub fn of(batch: &StepBatch, heads: &Heads, spec: KvSpec) -> Vec<Plan> {
         let mut planner = Planner {
             batch,
@@ -97,7 +104,7 @@ impl Plan {
     }
 }
 
-/// A sequence that computes few tokens, and the first position they see, rounded down to a block.
+/// A decoding sequence, and the first position that its tokens see, rounded down to a block.
 #[derive(Debug, Clone, Copy)]
 struct Single {
     sequence: usize,
@@ -110,7 +117,7 @@ struct Planner<'a> {
     /// 0: all positions are seen.
     window: u32,
     done: Vec<Plan>,
-    /// The one that is being made, and what each token has in it so far: (token, part).
+    /// The plan in progress, and its partial results so far as (token, part).
     plan: Plan,
     parts: Vec<(u32, Part)>,
 }
@@ -124,7 +131,8 @@ impl Planner<'_> {
         }
     }
 
-    /// Items of a sequence's queries: whole ones, or where bits must not depend on how many queries there are, in pieces as single tokens.
+    /// Items of a prefilling sequence's queries. An item walks its whole range, or pieces in a
+    /// deterministic step, where bits must not depend on the number of queries.
     fn prompt(&mut self, sequence: usize) {
         let s = self.batch.sequences[sequence];
         let most = self.heads.queries(self.heads.wide_warps());
@@ -146,7 +154,8 @@ impl Planner<'_> {
         }
     }
 
-    /// Items of tokens that walk ranges of one table, one for each range; `alone`: they walk nothing else.
+    /// Adds items of `tokens` that walk `ranges` of one block table, one item per range. `alone`:
+    /// these tokens have no other items.
     fn walk(
         &mut self,
         tokens: impl ExactSizeIterator<Item = u32> + Clone,
@@ -174,7 +183,7 @@ impl Planner<'_> {
                 to: range.end,
                 part,
             };
-            // A block as narrow as can be.
+            // The narrowest block that fits.
             match queries <= self.heads.queries(self.heads.narrow_warps()) {
                 true => self.plan.narrow.push(item),
                 false => self.plan.wide.push(item),
@@ -182,7 +191,7 @@ impl Planner<'_> {
         }
     }
 
-    /// Lists the parts of each token, in the order of their positions.
+    /// Closes the plan: lists the partial results of each token in the order of their positions.
     fn end_plan(&mut self) {
         let mut plan = std::mem::take(&mut self.plan);
         self.parts.sort_by_key(|(token, _)| *token);
@@ -197,12 +206,14 @@ impl Planner<'_> {
         self.done.push(plan);
     }
 
-    /// Blocks from position 0 on that two sequences have in common and both may walk whole.
+    /// Number of leading blocks that two sequences have in common and that both may walk as a
+    /// whole.
     fn shared_blocks(&self, a: Single, b: Single) -> u32 {
         if a.from > 0 || b.from > 0 {
             return 0;
         }
-        // Positions before the first query: what a sequence walks for itself holds its own token at least.
+        // Positions before the first query: the range that a sequence walks alone keeps at least
+        // its own token.
         let before = |single: Single| {
             let s = self.batch.sequences[single.sequence];
             let blocks = (s.kv_len - s.q_len) / BLOCK_TOKENS;
@@ -210,7 +221,7 @@ impl Planner<'_> {
         };
         let blocks = before(a).iter().zip(before(b)).take_while(|(a, b)| a == b).count() as u32;
         match self.batch.deterministic {
-            // Pieces that each would walk for itself, too.
+            // Only whole pieces, which each sequence would also walk alone.
             true => blocks - blocks % (PART_TOKENS / BLOCK_TOKENS),
             false => blocks,
         }
@@ -233,13 +244,14 @@ impl Planner<'_> {
         }
     }
 
-    /// Sequences from `at` on that walk their first blocks together: the end of their range, and how many blocks; 0: alone.
+    /// Finds the sequences from `at` on that walk their first blocks together. Returns the end of
+    /// their range and the number of shared blocks; 0: the sequence walks alone.
     fn run(&self, singles: &[Single], at: usize) -> (usize, u32) {
         let mut blocks = u32::MAX;
         let mut end = at + 1;
         while end < singles.len() {
             let common = self.shared_blocks(singles[at], singles[end]).min(blocks);
-            // One that has much less in common begins a run of its own.
+            // A sequence that shares much less begins a run of its own.
             if common < SHARED_BLOCKS_MIN || (blocks != u32::MAX && common * 2 < blocks) {
                 break;
             }
@@ -265,7 +277,7 @@ impl Planner<'_> {
     }
 }
 
-/// Positions in pieces that end at multiples of [`PART_TOKENS`].
+/// Cuts positions into pieces that end at multiples of [`PART_TOKENS`].
 fn pieces(range: Range<u32>) -> impl ExactSizeIterator<Item = Range<u32>> {
     let (first, last) = (range.start / PART_TOKENS, range.end.div_ceil(PART_TOKENS));
     (first..last).map(move |i| range.start.max(i * PART_TOKENS)..range.end.min((i + 1) * PART_TOKENS))
@@ -288,14 +300,15 @@ mod tests {
         hopper: false,
     };
 
-    /// Sequences of (computed, stored) tokens; all begin with `shared` blocks of one prompt, as far as they go.
+    /// Sequences of (computed, stored) tokens. All begin with `shared` blocks of one prompt, as far
+    /// as their lengths reach.
     fn batch(sequences: &[(u32, u32)], shared: u32) -> StepBatch {
         let mut batch = StepBatch::default();
         let mut fresh = 1000;
         for &(q_len, kv_len) in sequences {
             let table = (0..kv_len.div_ceil(BLOCK_TOKENS)).map(|block| {
                 fresh += 1;
-                // A block that is being filled is a sequence's own.
+                // A block that is still being filled belongs to one sequence.
                 let whole = (block + 1) * BLOCK_TOKENS <= kv_len - q_len;
                 if block < shared && whole { block } else { fresh }
             });
@@ -304,7 +317,8 @@ mod tests {
         batch
     }
 
-    /// Every token walks each position that it sees once, through its own blocks, and items are of the size that blocks have.
+    /// Checks that every token walks each position that it sees exactly once, through its own
+    /// blocks, and that items fit their blocks.
     fn check(batch: &StepBatch, heads: &Heads, spec: KvSpec) {
         let mut seen: HashMap<u32, Vec<(u32, u32)>> = HashMap::new();
         for plan in Plan::of(batch, heads, spec) {
@@ -324,7 +338,7 @@ mod tests {
             );
             assert!(ranges.windows(2).all(|pair| pair[0].1 == pair[1].0), "{ranges:?}");
             if batch.deterministic {
-                // One range for each piece, so that all queries at a position add up alike.
+                // One range per piece, so that all queries at a position add up in the same order.
                 let piece = |(from, to): &(u32, u32)| (from / PART_TOKENS, (to - 1) / PART_TOKENS);
                 assert!(ranges.iter().all(|r| piece(r).0 == piece(r).1), "{ranges:?}");
                 assert!(ranges.windows(2).all(|r| piece(&r[0]) != piece(&r[1])), "{ranges:?}");
@@ -332,7 +346,7 @@ mod tests {
         }
     }
 
-    /// What tokens walk in a plan goes to `seen`.
+    /// Checks one plan, and adds the ranges that its tokens walk to `seen`.
     fn check_plan(plan: &Plan, batch: &StepBatch, heads: &Heads, seen: &mut HashMap<u32, Vec<(u32, u32)>>) {
         let mut part_rows = vec![false; plan.part_rows as usize];
         let wide = plan.wide.iter().map(|item| (item, heads.wide_warps()));
@@ -370,7 +384,7 @@ mod tests {
             }
         }
         assert!(part_rows.iter().all(|taken| *taken));
-        // Where a token has several parts, they come in the order of their positions.
+        // The parts of a token are in the order of their positions.
         let position_of: HashMap<u32, u32> = plan.wide.iter().chain(&plan.narrow).map(|i| (i.part, i.from)).collect();
         for i in 0..plan.merged.len() {
             let parts = &plan.parts[plan.first[i] as usize..plan.first[i + 1] as usize];
@@ -403,7 +417,7 @@ mod tests {
         step.block_tables[last..].iter_mut().for_each(|block| *block += 5000);
         let [plan] = Plan::of(&step, &HEADS, KvSpec::Full).try_into().unwrap();
         let ranges = |items: &[Item]| items.iter().map(|i| (i.queries, i.from, i.to)).collect::<Vec<_>>();
-        // Twelve rows are narrow.
+        // The twelve rows fit a narrow block.
         assert!(plan.wide.is_empty());
         assert_eq!(
             ranges(&plan.narrow),
@@ -418,7 +432,7 @@ mod tests {
         );
         assert_eq!((plan.merged, plan.first), (vec![0, 1, 2], vec![0, 2, 4, 7]));
         check(&step, &HEADS, KvSpec::Full);
-        // No piece is whole in what they have in common.
+        // The shared range contains no whole piece.
         step.deterministic = true;
         let [plan] = Plan::of(&step, &HEADS, KvSpec::Full).try_into().unwrap();
         let alone = [(1, 0, 700), (1, 0, 650), (1, 0, 1024), (1, 1024, 1025), (1, 0, 700)];

@@ -1,4 +1,5 @@
-//! Where NVIDIA's libraries are. Nothing is linked: a machine without them gets one clear line, or computes on its CPU.
+//! Finds NVIDIA's libraries. They are loaded at run time: without them gristmill prints one clear
+//! message, or computes on the CPU.
 
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
@@ -7,11 +8,12 @@ use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 
 use crate::device::DeviceError;
 
-/// Folders to look in before all others, separated by colons. Like all variables that name folders of libraries, it counts for nothing in
-/// a process that has more rights than who started it (set-user-ID, file capabilities), as with the system's own loader.
+/// Folders that are searched first, separated by colons. Like all variables that name folders of
+/// libraries, it is ignored in a process that has more rights than the user who started it
+/// (set-user-ID, file capabilities), as the system's own loader does.
 pub const FOLDERS_VARIABLE: &str = "GRISTMILL_CUDA_LIBRARIES";
 
-/// Functions of the driver that this device calls: where one is missing, the driver is too old.
+/// Functions of the driver that this device calls. A driver that lacks one is too old.
 const DRIVER_FUNCTIONS: [&str; 26] = [
     "cuInit",
     "cuDriverGetVersion",
@@ -41,7 +43,8 @@ const DRIVER_FUNCTIONS: [&str; 26] = [
     "cuTensorMapEncodeTiled",
 ];
 
-/// Makes sure of the driver: cudarc, which loads it by name, panics where it or a function is missing.
+/// Checks the driver first, because cudarc, which loads it by name, panics where the driver or a
+/// function is missing.
 ///
 /// # Errors
 /// There is no driver, or it is too old.
@@ -64,7 +67,7 @@ pub fn driver() -> Result<(), DeviceError> {
         // SAFETY: the symbol is looked up and not used.
         unsafe { library.get::<*const ()>(name.as_bytes()) }.is_err()
     });
-    // Kept open: cudarc, which knows its name alone, is then given this copy.
+    // The library stays open, so that cudarc, which knows only its name, gets this copy.
     std::mem::forget(library);
     if let Some(name) = found {
         return Err(DeviceError::Missing(format!(
@@ -74,12 +77,12 @@ pub fn driver() -> Result<(), DeviceError> {
     Ok(())
 }
 
-/// All copies of NVRTC that can be found, by folder; each is yet to be opened.
+/// Paths of all copies of NVRTC that were found, by folder; none has been opened yet.
 pub fn nvrtc_candidates() -> Vec<PathBuf> {
     candidates("libnvrtc.so")
 }
 
-/// As [`nvrtc_candidates`], of cuBLASLt.
+/// As [`nvrtc_candidates`], for cuBLASLt.
 pub fn cublaslt_candidates() -> Vec<PathBuf> {
     candidates("libcublasLt.so")
 }
@@ -94,24 +97,26 @@ fn candidates(name: &str) -> Vec<PathBuf> {
     found
 }
 
-/// Opens NVRTC at `path`. Its wheel's copy looks for its builtins by name alone: they are opened before it.
+/// Opens NVRTC at `path`. The copy of its wheel looks for its builtins by name alone, so they are
+/// opened first.
 pub fn open_nvrtc(path: &Path) -> Option<Library> {
     if let Some(folder) = path.parent().filter(|folder| folder.is_absolute()) {
         for builtins in named_in(folder, "libnvrtc-builtins.so") {
-            // Kept open for as long as the process runs.
+            // The builtins stay open until the process ends.
             std::mem::forget(open(&builtins));
         }
     }
     open(path)
 }
 
-/// Opens a library, if it can be.
+/// Opens a library; `None` on any error.
 pub fn open(path: &Path) -> Option<Library> {
     // SAFETY: NVIDIA's libraries run no code on loading that relies on us.
     unsafe { Library::open(Some(path), RTLD_NOW | RTLD_GLOBAL) }.ok()
 }
 
-/// A variable that names a folder of libraries or of compiled kernels, where the environment may be trusted.
+/// Value of a variable that names a folder of libraries or of compiled kernels, if the environment
+/// can be trusted.
 pub(super) fn variable(name: &str) -> Option<OsString> {
     let value = std::env::var_os(name)?;
     let trusted = Rights::own().trusted(value);
@@ -123,21 +128,21 @@ pub(super) fn variable(name: &str) -> Option<OsString> {
     trusted
 }
 
-/// What tells whether a process has rights that who started it does not have.
+/// Tells whether a process has rights that the user who started it lacks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Rights {
-    /// What the kernel says of it at its start (`AT_SECURE`): file capabilities count, too.
+    /// The kernel's `AT_SECURE` flag, which also covers file capabilities.
     is_secure: bool,
-    /// User and group of who started it.
+    /// Real user and group.
     started_by: (u32, u32),
-    /// User and group that it acts as.
+    /// Effective user and group.
     acts_as: (u32, u32),
 }
 
 impl Rights {
-    /// Of this process.
+    /// Rights of this process.
     fn own() -> Rights {
-        // SAFETY: it reads a number that the kernel gave the process at its start.
+        // SAFETY: the call reads a number that the kernel set at the start of the process.
         #[cfg(target_os = "linux")]
         let is_secure = unsafe { libc::getauxval(libc::AT_SECURE) } != 0;
         #[cfg(not(target_os = "linux"))]
@@ -150,7 +155,7 @@ impl Rights {
         }
     }
 
-    /// A value of the environment, where whoever set it has the rights that this process has.
+    /// The value, if this process has no more rights than the user who set it.
     fn trusted(self, value: OsString) -> Option<OsString> {
         let has_more = self.is_secure || self.started_by != self.acts_as;
         (!has_more).then_some(value)
@@ -164,7 +169,7 @@ fn asked_folders() -> Vec<PathBuf> {
         .collect()
 }
 
-/// Where toolkits, conda and pip put NVIDIA's libraries.
+/// Folders in which toolkits, conda and pip install NVIDIA's libraries.
 fn toolkit_folders() -> Vec<PathBuf> {
     let mut folders = Vec::new();
     for variable in ["CUDA_HOME", "CUDA_PATH"] {
@@ -188,7 +193,7 @@ fn toolkit_folders() -> Vec<PathBuf> {
     folders
 }
 
-/// Files of a folder whose names begin so.
+/// Files of a folder whose names start with `begin`.
 fn named_in(folder: &Path, begin: &str) -> Vec<PathBuf> {
     let mut found = entries(folder);
     found.retain(|path| {
@@ -198,7 +203,7 @@ fn named_in(folder: &Path, begin: &str) -> Vec<PathBuf> {
     found
 }
 
-/// What is in a folder, by name; nothing where it cannot be read.
+/// Entries of a folder, sorted by name; empty if it cannot be read.
 fn entries(folder: &Path) -> Vec<PathBuf> {
     let read = std::fs::read_dir(folder).into_iter().flatten();
     let mut found: Vec<PathBuf> = read.filter_map(|entry| Some(entry.ok()?.path())).collect();
@@ -235,7 +240,7 @@ mod tests {
         ] {
             assert_eq!(more.trusted(folder()), None, "{more:?}");
         }
-        // Tests run with the rights of who started them.
+        // Tests run with the rights of the user who started them.
         assert_eq!(Rights::own().trusted(folder()), Some(folder()));
     }
 }

@@ -1,4 +1,5 @@
-//! Linear operations: by `mma.sync`, on Hopper by products of warpgroups, or by a library where it is faster; and the logits.
+//! Linear operations: by `mma.sync`, on Hopper by warpgroup products, or by cuBLASLt where it is
+//! faster. Also the logits.
 //!
 //! See docs/decisions/081-embedding-and-head-stay-bf16.md.
 
@@ -12,7 +13,7 @@ use super::tuning::Way;
 use super::{Cuda, Matrix, Vector};
 use crate::device::{DeviceError, Head, Linear};
 
-/// A product to be computed.
+/// A matrix product to compute.
 #[derive(Clone, Copy)]
 pub(super) struct Product<'a> {
     x: &'a Buffer,
@@ -27,7 +28,7 @@ pub(super) struct Product<'a> {
 }
 
 impl Cuda {
-    /// `x` in `format`: as it is, or quantized into `quantized`.
+    /// `x` in `format`: `x` itself, or its copy quantized into `quantized`.
     fn in_format<'a>(
         &self,
         x: &'a Buffer,
@@ -45,7 +46,8 @@ impl Cuda {
         Ok(quantized)
     }
 
-    /// `y = x W^T + b` of the first `rows` rows of `x`; `columns` of W, rows of `y` being `stride` numbers apart.
+    /// `y = x W^T + b` over the first `rows` rows of `x` and the first `columns` rows of W. Rows of
+    /// `y` are `stride` values apart.
     fn multiply(&self, product: &Product<'_>) -> Result<(), DeviceError> {
         let Product { x, weight, .. } = *product;
         let shape = LinearShape {
@@ -114,7 +116,7 @@ impl Cuda {
         if let Some(tile) = self.tile {
             return by_kernel(tile);
         }
-        // Whatever keeps the library from a product, there is a kernel for it.
+        // Errors of the library are only logged: the kernel can compute every product.
         let offered = || {
             let ways = library.map_or(Ok(vec![]), |library| self.ways(library, &matrices));
             ways.unwrap_or_else(|why| {
@@ -136,7 +138,7 @@ impl Cuda {
         let best = self.tuning.best(&shape, bias != 0, offered, measure)?;
         if let (Some(library), Some(algorithm), false) = (library, &best.library, product.deterministic) {
             match self.multiply_in(library, &matrices, algorithm) {
-                // It was measured with other rows, or there was more memory then.
+                // The algorithm was measured with other rows, or more memory was free then.
                 Err(why @ (DeviceError::Unsupported(_) | DeviceError::OutOfMemory(_))) => {
                     tracing::debug!("{why}");
                     self.tuning.without_library(&shape, bias != 0);
@@ -170,7 +172,7 @@ impl Cuda {
         })
     }
 
-    /// Logits of all rows of `x`.
+    /// Computes the logits of all rows of `x`.
     pub(super) fn logits_into(
         &self,
         head: &Head<'_, Matrix>,
@@ -211,7 +213,7 @@ impl Cuda {
 }
 
 impl Logits {
-    /// On the host, without what pads rows.
+    /// The logits on the host, without the padding of rows.
     pub(super) fn read(&mut self, on: &Arc<Context>) -> Result<&[f32], DeviceError> {
         let Logits { rows, ids, stride, .. } = *self;
         let bytes = rows * stride * 4;

@@ -1,4 +1,4 @@
-//! What lies on the card: activations, scratch memory, keys and values.
+//! Memory on the card: activations, scratch memory, keys and values.
 //!
 //! See docs/decisions/073-kv-scales-are-per-token-and-head.md.
 
@@ -17,7 +17,7 @@ pub struct Buffer {
     pub(super) width: usize,
     pub(super) format: Format,
     pub(super) data: Option<Memory>,
-    /// `[rows]`, in 8 bits.
+    /// `[rows]`; 8-bit formats only.
     pub(super) scales: Option<Memory>,
 }
 
@@ -32,7 +32,8 @@ impl Buffer {
         }
     }
 
-    /// Takes a shape; contents are undefined, memory is kept where it is large enough.
+    /// Sets the shape. Contents become undefined; the allocation is reused where it is large
+    /// enough.
     pub(super) fn reshape(
         &mut self,
         on: &Arc<Context>,
@@ -60,7 +61,7 @@ impl Buffer {
     }
 }
 
-/// Makes sure of a memory of so many bytes; what was in it is lost where it grows.
+/// Grows `memory` to at least `bytes`. Growing loses the contents.
 pub(super) fn want(
     on: &Arc<Context>,
     memory: &mut Option<Memory>,
@@ -74,7 +75,7 @@ pub(super) fn want(
     Ok(())
 }
 
-/// Pinned memory of at least so many bytes: that which was used before, or a larger one.
+/// Pinned memory of at least `bytes` bytes: `before` where it is large enough, or a new allocation.
 pub(super) fn pinned(on: &Arc<Context>, before: Option<Pinned>, bytes: usize) -> Result<Pinned, DeviceError> {
     match before {
         Some(pinned) if pinned.len() >= bytes => Ok(pinned),
@@ -82,7 +83,7 @@ pub(super) fn pinned(on: &Arc<Context>, before: Option<Pinned>, bytes: usize) ->
     }
 }
 
-/// As [`pinned`], once the card has done with it.
+/// As [`pinned`], after the card has finished with `before`.
 pub(super) fn staged(on: &Arc<Context>, before: Option<Busy>, bytes: usize) -> Result<Pinned, DeviceError> {
     pinned(on, before.map(Busy::wait).transpose()?, bytes)
 }
@@ -93,15 +94,15 @@ pub(super) fn address(memory: &Option<Memory>) -> Argument {
 
 /// Scratch memory of operations.
 pub struct Workspace {
-    /// What a linear layer reads, where its input was not quantized when it was made.
+    /// Input of a linear layer, where it has to be quantized first.
     pub(super) quantized: Buffer,
     pub(super) gate_up: Buffer,
-    /// Parts of attention's results: sums, then (largest, total).
+    /// Parts of attention's results: unnormalised sums, then (maximum, total) pairs.
     pub(super) part_sums: Option<Memory>,
     pub(super) part_states: Option<Memory>,
     pub(super) logits: Logits,
     pub(super) drawing: Drawing,
-    /// Are the step's products computed in an order of sums that its other rows do not change?
+    /// Whether the step's products are summed in an order that its other rows do not change.
     pub(super) deterministic: bool,
 }
 
@@ -109,25 +110,25 @@ pub struct Workspace {
 #[derive(Default)]
 pub(super) struct Logits {
     pub(super) rows: usize,
-    /// Numbers of a row, and from one row to the next.
+    /// Logits per row, and the stride between rows.
     pub(super) ids: usize,
     pub(super) stride: usize,
     pub(super) memory: Option<Memory>,
     pub(super) host: Option<Pinned>,
 }
 
-/// One layer's keys and values; see `kernels/rope_store.cu`.
+/// One layer's keys and values; the layout is described in `kernels/rope_store.cu`.
 pub struct KvPool {
     pub(super) keys: Memory,
     pub(super) values: Memory,
-    /// In 8 bits.
+    /// 8-bit formats only.
     pub(super) scales: Option<(Memory, Memory)>,
-    /// Of a block: keys (as much as values), and scales.
+    /// Bytes per KV block of keys (values have the same size), and of their scales.
     pub(super) block_bytes: (usize, usize),
 }
 
 impl KvPool {
-    /// Keys, values and the scales of each, as kernels take them.
+    /// Keys, values, key scales and value scales, in the kernels' argument order.
     pub(super) fn arguments(&self) -> [Argument; 4] {
         let (keys, values) = match &self.scales {
             Some((keys, values)) => (keys.address(), values.address()),
@@ -137,14 +138,14 @@ impl KvPool {
     }
 }
 
-/// Bytes of a block's keys (as much as its values), and of their scales.
+/// Bytes per KV block of keys (values have the same size), and of their scales.
 pub(super) fn block_bytes(heads: HeadShape, format: Format) -> (usize, usize) {
     let tokens = heads.kv_heads * BLOCK_TOKENS as usize;
     let scales = if format.is_scaled() { tokens * 4 } else { 0 };
     (tokens * heads.head_dim * format.bytes(), scales)
 }
 
-/// A buffer's rows on the host, what is quantized multiplied by its scales.
+/// A buffer's rows on the host; quantized values are multiplied by their scales.
 pub(super) fn widened(on: &Context, buffer: &Buffer) -> Result<Vec<f32>, DeviceError> {
     let count = buffer.rows * buffer.width;
     let mut bytes = vec![0u8; count * buffer.format.bytes()];
@@ -173,7 +174,8 @@ pub(super) fn widened(on: &Context, buffer: &Buffer) -> Result<Vec<f32>, DeviceE
         .collect())
 }
 
-/// An E4M3 number (OCP 8-bit floating point specification, revision 1.0): no infinities, NaN where all bits but the sign are set.
+/// Decodes an E4M3 number (OCP 8-bit floating point specification, revision 1.0). The format has no
+/// infinities; NaN has all bits but the sign set.
 fn e4m3(byte: u8) -> f32 {
     let (exponent, mantissa) = (i32::from(byte >> 3 & 15), f32::from(byte & 7));
     let size = match (exponent, byte & 0x7f) {

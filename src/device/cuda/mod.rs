@@ -1,8 +1,11 @@
 //! The CUDA device: the operations of [`Device`] as kernels on one card.
 //!
-//! Activations lie in BF16; what linear layers multiply in BF16, INT8 or E4M3 with a scale for each row; sums are exact or in F32.
-//! [`driver`] is the only file that calls NVIDIA's driver, [`nvrtc`] the only one that calls its compiler, `cublaslt` its products;
-//! [`plan`] and [`items`] say what is launched, as plain values. Kernels are in `kernels/`.
+//! Activations are stored in BF16. Linear layers multiply in BF16, INT8 or E4M3, with one scale per
+//! row for the 8-bit formats. Sums are exact (INT8) or in F32.
+//!
+//! [`driver`] is the only file that calls NVIDIA's driver, [`nvrtc`] the only one that calls the
+//! run-time compiler, `cublaslt` the only one that calls cuBLASLt. [`plan`] and [`items`] describe
+//! launches as plain values. The kernels are in `kernels/`.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -60,11 +63,11 @@ pub struct Cuda {
     functions: Mutex<HashMap<Kernel, Function>>,
     loader: Mutex<Option<Loader>>,
     tuning: Tuning,
-    /// What all products are computed in, where that is not to be measured.
+    /// Tile of all products, where it is fixed instead of measured.
     tile: Option<Tile>,
-    /// What computes products besides the kernels, or instead of them.
+    /// cuBLASLt, which computes all products or those that it is faster at.
     by_library: Option<ByLibrary>,
-    /// Of linear layers.
+    /// Format of linear layers.
     format: Format,
     kv: Format,
 }
@@ -76,7 +79,7 @@ pub struct Vector(Memory);
 pub struct Norm(Memory);
 
 impl Cuda {
-    /// What card `ordinal` is, where all that is needed to compute on it is there.
+    /// Checks that card `ordinal` can compute (driver, NVRTC) and returns its description.
     ///
     /// # Errors
     /// Something is missing, or the card is too old.
@@ -85,11 +88,12 @@ impl Cuda {
         Ok(cuda.card().clone())
     }
 
-    /// Card `ordinal`, computing in `precision` with keys and values in `kv`, and products by `products`. FP8 needs compute
-    /// capability 8.9 (Ada).
+    /// Opens card `ordinal`: linear layers in `precision`, keys and values in `kv`, matrix products
+    /// by `products`. FP8 needs compute capability 8.9 (Ada).
     ///
     /// # Errors
-    /// There is no such card, something that it needs is missing, or it does not compute in these formats.
+    /// There is no such card, a library that it needs is missing, or it does not support these
+    /// formats.
     pub fn open(ordinal: u32, precision: Precision, kv: KvFormat, products: Products) -> Result<Cuda, DeviceError> {
         let unsupported = |what: &str, name: &str| {
             DeviceError::Unsupported(format!(
@@ -134,12 +138,13 @@ impl Cuda {
         })
     }
 
-    /// What the card is.
+    /// The card's description.
     pub fn card(&self) -> &Card {
         self.context.card()
     }
 
-    /// Computes all products in this tile from now on, on Hopper: they are the same to the bit in each.
+    /// Computes all products in this tile from now on, on Hopper. Results are bit-identical in
+    /// every tile.
     pub fn compute_in(&mut self, tile: Tile) {
         self.tile = Some(tile);
     }
@@ -149,7 +154,7 @@ impl Cuda {
         self.compiler.version()
     }
 
-    /// Weights have been taken over: gives back what they were staged in.
+    /// All weights are loaded: frees the staging memory.
     fn end_loading(&self) {
         *self.loader.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
@@ -160,7 +165,7 @@ impl Cuda {
             return Ok(*function);
         }
         let load = |image: &[u8]| self.context.function(image, launch.kernel.name, launch.shared_bytes);
-        // What was kept and cannot be used, a damaged file, is made anew.
+        // A kept image that cannot be loaded, such as a damaged file, is compiled again.
         let kept = self.compiler.kept(&launch.kernel);
         let kept = kept.and_then(|kept| Some((load(&kept.image).ok()?, kept.log)));
         let (function, log) = match kept {
@@ -175,13 +180,14 @@ impl Cuda {
         Ok(function)
     }
 
-    /// Issues a launch; one without blocks is none.
+    /// Issues a launch; a launch with an empty grid is skipped.
     fn launch(&self, launch: &Launch, arguments: &[Argument]) -> Result<(), DeviceError> {
         if launch.grid.contains(&0) {
             return Ok(());
         }
         let function = self.function(launch)?;
-        // SAFETY: each operation below passes its kernel's arguments, over memory of the shapes that the plan was made for.
+        // SAFETY: each operation below passes its kernel's arguments, over memory of the planned
+        // shapes.
         unsafe { self.context.launch(&function, launch, arguments) }
     }
 
@@ -195,7 +201,8 @@ impl Cuda {
         }
     }
 
-    /// Weights in `format`, stacked: `rows` in all, which `bring` has a loader bring to the card in BF16, part by part.
+    /// A matrix of `rows` rows in `format`. `bring` has a loader copy the stacked parts to the card
+    /// in BF16, piece by piece.
     fn load<E: From<DeviceError>>(
         &self,
         (rows, columns): (usize, usize),
@@ -267,7 +274,7 @@ impl Cuda {
         self.load((rows, columns), format, |loader, take| loader.make(parts, make, take))
     }
 
-    /// Norm of all rows, or of those that are picked.
+    /// Norm of all rows, or of the picked rows.
     fn norm(
         &self,
         op: &AddNorm<'_, Buffer, Norm>,
@@ -313,7 +320,8 @@ impl Device for Cuda {
         self.take(parts, self.format)
     }
 
-    /// In BF16 whatever the precision: rounding the logits' weights costs most, and the table is read by rows.
+    /// BF16 at every precision: rounding the logits' weights costs the most accuracy, and embedding
+    /// reads the table by rows.
     fn table(&self, part: Tensor<'_>) -> Result<Matrix, TensorError> {
         self.take(&[part], Format::Bf16)
     }
@@ -447,7 +455,7 @@ impl Device for Cuda {
                 workspace.drawing.drawn(),
                 out.data(),
                 Argument::Int(step.tokens as i32),
-                // In BF16, as in the reference.
+                // Rounded to BF16, as in the reference.
                 Argument::Float(bf16::from_f32(scale).to_f32()),
             ],
         )

@@ -1,4 +1,4 @@
-//! NVIDIA's run-time compiler: kernels' sources to machine code for the card that is there.
+//! NVIDIA's run-time compiler: compiles kernels' sources to machine code for the card in use.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::path::PathBuf;
@@ -19,24 +19,24 @@ pub struct Nvrtc {
 type Status = c_int;
 type Program = *mut c_void;
 
-/// What was compiled.
+/// Result of a compilation.
 pub struct Compiled {
     /// A cubin, or PTX where NVRTC knows no machine code for the card.
     pub image: Vec<u8>,
-    /// What the assembler says: registers, stack, spills.
+    /// The assembler's messages: registers, stack, spills.
     pub log: String,
 }
 
 impl Nvrtc {
-    /// The newest copy that is no newer than the driver; where there is none, one of the driver's major version, whose machine code
-    /// it takes, too.
+    /// The newest copy that is no newer than the driver. Where there is none, a copy of the
+    /// driver's major version, whose machine code the driver accepts, too.
     ///
     /// # Errors
-    /// There is none.
+    /// There is no such copy.
     pub fn find(driver: (u32, u32)) -> Result<Nvrtc, DeviceError> {
         let major_max = driver.0;
         let mut best: Option<Nvrtc> = None;
-        // A newer one counts less than any that is not.
+        // A copy that is newer than the driver ranks below every other.
         let rank = |version: (u32, u32)| (version <= driver, version);
         let mut newer = None;
         for path in libraries::nvrtc_candidates() {
@@ -65,7 +65,7 @@ impl Nvrtc {
         })
     }
 
-    /// The copy at `path`; `None`: it is none.
+    /// Opens the copy at `path`; `None`: the file is no NVRTC.
     pub fn open(path: PathBuf) -> Option<Nvrtc> {
         let library = libraries::open_nvrtc(&path)?;
         let (mut major, mut minor) = (0, 0);
@@ -87,13 +87,13 @@ impl Nvrtc {
         self.version
     }
 
-    /// Compute capabilities that it has machine code for, ascending, as 80 or 90.
+    /// Compute capabilities that this NVRTC has machine code for, ascending, such as 80 or 90.
     ///
     /// # Errors
-    /// It does not say.
+    /// NVRTC does not answer.
     pub fn architectures(&self) -> Result<Vec<u32>, DeviceError> {
         let mut count: c_int = 0;
-        // SAFETY: the signatures are NVRTC's; the array has the length that it asked for.
+        // SAFETY: the signatures are NVRTC's; the array has the length that NVRTC returned.
         unsafe {
             let number: Symbol<unsafe extern "C" fn(*mut c_int) -> Status> =
                 self.function("nvrtcGetNumSupportedArchs")?;
@@ -154,9 +154,9 @@ impl Nvrtc {
     }
 
     /// # Safety
-    /// `program` is one that was created and not destroyed; `options` point to texts.
+    /// `program` has been created and not yet destroyed; `options` point to texts.
     unsafe fn run(&self, program: Program, name: &str, options: &[*const c_char]) -> Result<Compiled, DeviceError> {
-        // SAFETY: signatures are NVRTC's, the program the caller's.
+        // SAFETY: signatures are NVRTC's; the caller vouches for the program.
         unsafe {
             let compile: Symbol<unsafe extern "C" fn(Program, c_int, *const *const c_char) -> Status> =
                 self.function("nvrtcCompileProgram")?;
@@ -179,9 +179,9 @@ impl Nvrtc {
     }
 
     /// # Safety
-    /// As [`run`](Self::run); the functions are a pair for a size and for bytes.
+    /// As [`run`](Self::run); `size` and `bytes` name a matching pair of functions.
     unsafe fn output(&self, program: Program, size: &str, bytes: &str) -> Result<Vec<u8>, DeviceError> {
-        // SAFETY: signatures are NVRTC's; the buffer has the size that it asked for.
+        // SAFETY: signatures are NVRTC's; the buffer has the size that NVRTC returned.
         unsafe {
             let size_of: Symbol<unsafe extern "C" fn(Program, *mut usize) -> Status> = self.function(size)?;
             let mut length = 0usize;
@@ -198,7 +198,7 @@ impl Nvrtc {
     /// # Safety
     /// `T` is the function's signature.
     unsafe fn function<T>(&self, name: &str) -> Result<Symbol<T>, DeviceError> {
-        // SAFETY: as the caller vouches.
+        // SAFETY: by the caller's contract.
         unsafe { self.library.get(name.as_bytes()) }.map_err(|_| {
             DeviceError::Missing(format!(
                 "`{}` has no `{name}`: install NVRTC of CUDA 12.0 or later",
@@ -218,7 +218,7 @@ impl Nvrtc {
     }
 
     fn describe(&self, status: Status) -> String {
-        // SAFETY: the signature is NVRTC's; it returns a text that lives as long as the library.
+        // SAFETY: the signature is NVRTC's; the returned text lives as long as the library.
         unsafe {
             match self.function::<unsafe extern "C" fn(Status) -> *const c_char>("nvrtcGetErrorString") {
                 Ok(text) => CStr::from_ptr(text(status)).to_string_lossy().into_owned(),

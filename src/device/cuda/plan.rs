@@ -1,4 +1,5 @@
-//! What a launch is: a kernel, a grid, a block, shared memory. Plans are plain values, so that they can be held against a snapshot.
+//! Launches: kernel, grid, block, shared memory. Plans are plain values, so that tests can compare
+//! them with a snapshot.
 
 use std::fmt::{self, Display, Formatter};
 
@@ -11,9 +12,9 @@ pub struct Launch {
     pub kernel: Kernel,
     /// Blocks: x, y.
     pub grid: [u32; 2],
-    /// Of a block.
+    /// Threads per block.
     pub threads: u32,
-    /// Dynamic shared memory of a block.
+    /// Dynamic shared memory per block.
     pub shared_bytes: u32,
 }
 
@@ -28,7 +29,7 @@ impl Display for Launch {
     }
 }
 
-/// Number format on the card; the number is the kernels' `FORMAT`, `OUTPUT` and `STORE`.
+/// Number format on the card. The discriminant is the kernels' `FORMAT`, `OUTPUT` and `STORE`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Format {
     Int8 = 0,
@@ -37,7 +38,7 @@ pub enum Format {
 }
 
 impl Format {
-    /// Of linear layers' weights and activations; `None`: not on a card.
+    /// Format of linear layers' weights and activations; `None` where the card does not support it.
     pub fn of(precision: Precision) -> Option<Format> {
         match precision {
             Precision::F32 => None,
@@ -47,7 +48,7 @@ impl Format {
         }
     }
 
-    /// Of keys and values; `None`: not on a card.
+    /// Format of keys and values; `None` where the card does not support it.
     pub fn of_kv(format: KvFormat) -> Option<Format> {
         match format {
             KvFormat::F32 => None,
@@ -57,7 +58,7 @@ impl Format {
         }
     }
 
-    /// Of a number.
+    /// Bytes per value.
     pub fn bytes(self) -> usize {
         match self {
             Format::Int8 | Format::E4m3 => 1,
@@ -70,7 +71,8 @@ impl Format {
     }
 }
 
-/// Threads of a block of the kernels that take rows: each holds at most four vectors of eight numbers up to rows of 32,768.
+/// Threads per block of the kernels with one row per block: up to rows of 32,768, each thread holds
+/// at most four vectors of eight values.
 pub fn row_threads(width: usize) -> u32 {
     match width {
         0..=4096 => 128,
@@ -98,23 +100,23 @@ fn row_kernel(
     }
 }
 
-/// Of `rows` rows; does what is added go through a norm first?
+/// Launch over `rows` rows; `delta_norm`: whether the delta is normalised before it is added.
 pub fn add_norm(width: usize, output: Format, delta_norm: bool, rows: usize) -> Launch {
     row_kernel("add_norm", width, output, Some(("DELTA_NORM", delta_norm.into())), rows)
 }
 
-/// Of `rows` rows of twice `width`.
+/// Launch over `rows` rows of `2 * width` values (gate and up).
 pub fn gated(width: usize, output: Format, activation: Activation, rows: usize) -> Launch {
     let gelu = activation == Activation::GeluTanh;
     row_kernel("gated", width, output, Some(("GELU", gelu.into())), rows)
 }
 
-/// Of `rows` rows, activations or weights.
+/// Launch over `rows` rows of activations or weights.
 pub fn quantize(width: usize, output: Format, rows: usize) -> Launch {
     row_kernel("quantize", width, output, None, rows)
 }
 
-/// Of `rows` rows of `ids` logits: 1024 of a row a block.
+/// Launch over `rows` rows of `ids` logits, 1024 logits per block.
 pub fn soft_cap(rows: usize, ids: usize) -> Launch {
     Launch {
         kernel: Kernel::new("soft_cap", &[]),
@@ -124,7 +126,7 @@ pub fn soft_cap(rows: usize, ids: usize) -> Launch {
     }
 }
 
-/// Of `rows` tokens: a warp a row.
+/// Launch over `rows` tokens, one warp per row.
 pub fn embed(width: usize, rows: usize) -> Launch {
     Launch {
         kernel: Kernel::new("embed", &[("WIDTH", width as u32)]),
@@ -134,7 +136,7 @@ pub fn embed(width: usize, rows: usize) -> Launch {
     }
 }
 
-/// Of `count` numbers, eight a thread.
+/// Launch for `count` values, eight per thread.
 pub fn random_weights(count: usize) -> Launch {
     Launch {
         kernel: Kernel::new("random_weights", &[]),
@@ -151,13 +153,13 @@ pub struct LinearShape {
     pub rows: usize,
     /// Output features.
     pub columns: usize,
-    /// Bytes of a row of activations, and of weights.
+    /// Bytes per row of activations, and per row of weights.
     pub bytes: usize,
-    /// Is the result F32?
+    /// Whether the result is F32.
     pub wide: bool,
 }
 
-/// Of INT8's sums, `rows` rows of `columns`: 512 of a row a block.
+/// Launch over INT8 sums, `rows` rows of `columns`: 512 sums per block.
 pub fn scale_sums(rows: usize, columns: usize) -> Launch {
     Launch {
         kernel: Kernel::new("scale_sums", &[]),
@@ -167,10 +169,10 @@ pub fn scale_sums(rows: usize, columns: usize) -> Launch {
     }
 }
 
-/// Bytes of a row that are staged at once.
+/// Bytes per row in one pipeline stage.
 const STAGE: u32 = 128;
 
-/// By `mma.sync`: a block a [tile](Tile::SYNC), three stages of it in shared memory.
+/// Product by `mma.sync`: one [tile](Tile::SYNC) per block, three stages in shared memory.
 pub fn linear(shape: &LinearShape) -> Launch {
     let tile = Tile::SYNC;
     Launch {
@@ -187,11 +189,11 @@ pub fn linear(shape: &LinearShape) -> Launch {
     }
 }
 
-/// What a block of a product's kernel computes at once; on Hopper there are several.
+/// Output tile of one block of a product's kernel; on Hopper there are several to choose from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Tile {
     pub columns: u32,
-    /// Warpgroups that multiply, each 64 rows.
+    /// Warpgroups that multiply, 64 rows each.
     pub consumers: u32,
 }
 
@@ -202,7 +204,7 @@ impl Display for Tile {
 }
 
 impl Tile {
-    /// All that `linear_sm90` is made for.
+    /// All tiles that `linear_sm90` supports.
     pub const ALL: [Tile; 8] = {
         let mut all = [Tile {
             columns: 0,
@@ -219,7 +221,7 @@ impl Tile {
         all
     };
 
-    /// What a block of `linear` computes at once.
+    /// Tile of a block of `linear`.
     pub const SYNC: Tile = Tile {
         columns: 128,
         consumers: 2,
@@ -229,26 +231,27 @@ impl Tile {
         self.consumers * 64
     }
 
-    /// The tile that a product of this shape takes least time in, of equal ones the largest.
+    /// The tile with the lowest estimated time for this shape; among equals, the largest.
     pub fn of(shape: &LinearShape, multiprocessors: u32) -> Tile {
         let cost = |tile: &Tile| tile.cycles(shape, multiprocessors);
         let best = Self::ALL.into_iter().min_by(|a, b| cost(a).total_cmp(&cost(b)));
         best.unwrap_or(Self::ALL[0])
     }
 
-    /// Tiles that take at most `times` as long as the best, by counting.
+    /// Tiles whose estimated time is at most `times` the best tile's.
     pub fn within(shape: &LinearShape, multiprocessors: u32, times: f64) -> impl Iterator<Item = Tile> {
         let cost = move |tile: &Tile| tile.cycles(shape, multiprocessors);
         let most = times * cost(&Tile::of(shape, multiprocessors));
         Self::ALL.into_iter().filter(move |tile| cost(tile) <= most)
     }
 
-    /// Cycles of a product, by counting; see `kernels/linear_sm90.cu`.
+    /// Estimated cycles of a product; see `kernels/linear_sm90.cu`.
     fn cycles(self, shape: &LinearShape, multiprocessors: u32) -> f64 {
-        // What a multiprocessor takes in in a cycle, and what all of them do from the second-level cache: to be fitted on a card.
+        // Bytes per cycle into one multiprocessor, and out of the L2 cache to all of them. To be
+        // fitted on a card.
         const BYTES_IN: f64 = 56.0;
         const BYTES_IN_ALL: f64 = 4400.0;
-        // To begin a tile and to write its results.
+        // Cycles to start a tile and to write its results.
         const AROUND: f64 = 1500.0;
         let (rows, columns, groups) = (
             f64::from(self.rows()),
@@ -257,7 +260,7 @@ impl Tile {
         );
         let tiles = (shape.rows as f64 / rows).ceil() * (shape.columns as f64 / columns).ceil();
         let multiprocessors = f64::from(multiprocessors);
-        // Of a stage.
+        // Tensor core cycles per stage.
         let products = rows * columns / 32.0;
         // E4M3 reads its rows again for every 128 columns.
         let again = if shape.format == Format::E4m3 && self.columns > 128 {
@@ -276,13 +279,13 @@ impl Tile {
         (self.rows() + self.columns) * STAGE
     }
 
-    /// As the kernel says.
+    /// Pipeline stages, by the same formula as the kernel.
     fn stages(self) -> u32 {
         ((225 << 10) / self.stage_bytes()).min(16)
     }
 }
 
-/// On Hopper: blocks that stay, at most one a multiprocessor.
+/// Product on Hopper, with persistent blocks: at most one per multiprocessor.
 pub fn linear_sm90(shape: &LinearShape, tile: Tile, multiprocessors: u32) -> Launch {
     let tiles = (shape.rows as u32).div_ceil(tile.rows()) * (shape.columns as u32).div_ceil(tile.columns);
     Launch {
@@ -297,20 +300,21 @@ pub fn linear_sm90(shape: &LinearShape, tile: Tile, multiprocessors: u32) -> Lau
         ),
         grid: [tiles.min(multiprocessors), 1],
         threads: 128 + tile.consumers * 128,
-        // Tiles begin on 1024 bytes.
+        // Tiles are aligned to 1024 bytes.
         shared_bytes: tile.stages() * tile.stage_bytes() + 1024,
     }
 }
 
-/// Of one multiprocessor's worth of products on each of `multiprocessors`, and what they compute in `rounds` rounds.
+/// Launch that keeps the tensor cores of all `multiprocessors` busy for `rounds` rounds, and its
+/// number of operations.
 pub fn peak(format: Format, hopper: bool, multiprocessors: u32, rounds: u32) -> (Launch, f64) {
     let macros = [("FORMAT", format as u32), ("WARPGROUPS", hopper.into())];
-    // Rows, columns and bytes of a product; products of a block at once.
+    // Rows and columns of one instruction's product; products in flight per block.
     let (rows, columns, at_once) = if hopper { (64, 128, 2 * 8) } else { (16, 8, 8 * 8) };
     let depth = 32 / format.bytes() as u32;
     let launch = Launch {
         kernel: Kernel::new("peak", &macros),
-        // Blocks of `mma.sync` share a multiprocessor.
+        // Two blocks of `mma.sync` share a multiprocessor.
         grid: [multiprocessors * if hopper { 1 } else { 2 }, 1],
         threads: 256,
         shared_bytes: if hopper { 192 * STAGE + 1024 } else { 0 },
@@ -319,7 +323,7 @@ pub fn peak(format: Format, hopper: bool, multiprocessors: u32, rounds: u32) -> 
     (launch, products * f64::from(2 * rows * columns * depth))
 }
 
-/// Of one token from each of `rows` rows of logits.
+/// Launch that draws one token from each of `rows` rows of logits.
 pub fn sample(rows: usize) -> Launch {
     Launch {
         kernel: Kernel::new("sample", &[]),
@@ -329,7 +333,7 @@ pub fn sample(rows: usize) -> Launch {
     }
 }
 
-/// `WINDOW` of attention's kernels: how many positions a query sees, or 0 for all.
+/// `WINDOW` of attention's kernels: the number of positions that a query sees, or 0 for all.
 pub fn window(spec: KvSpec) -> u32 {
     match spec {
         KvSpec::Full => 0,
@@ -337,21 +341,21 @@ pub fn window(spec: KvSpec) -> u32 {
     }
 }
 
-/// Heads as the kernels know them.
+/// Heads, as the kernels take them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Heads {
     pub heads: u32,
     pub kv_heads: u32,
     pub dim: u32,
     pub store: Format,
-    /// Are they computed on Hopper?
+    /// Whether attention runs on Hopper.
     pub hopper: bool,
 }
 
-/// Shared memory of a block that every card has.
+/// Shared memory per block that every supported card has.
 const SHARED_BYTES: u32 = 99 << 10;
 
-/// Tokens of a KV block.
+/// Tokens per KV block.
 pub const BLOCK_TOKENS: u32 = 64;
 
 impl Heads {
@@ -360,32 +364,32 @@ impl Heads {
         self.heads / self.kv_heads
     }
 
-    /// Does attention multiply by warpgroups?
+    /// Whether attention multiplies by warpgroups.
     fn by_warpgroups(&self) -> bool {
         self.hopper && self.dim <= 128
     }
 
-    /// Warps of a wide block of attention, each with 16 rows.
+    /// Warps per wide block of attention, 16 rows each.
     pub fn wide_warps(&self) -> u32 {
         match self.by_warpgroups() {
             false => 4,
-            // Registers hold no more rows of such heads.
+            // Registers hold only eight warps' rows of such heads.
             true if self.store == Format::Bf16 && self.dim > 112 => 8,
             true => 12,
         }
     }
 
-    /// Warps of a narrow one.
+    /// Warps per narrow block.
     pub fn narrow_warps(&self) -> u32 {
         if self.by_warpgroups() { 4 } else { 1 }
     }
 
-    /// Queries of an item of attention with so many warps.
+    /// Maximum queries per item for a block of `warps` warps.
     pub fn queries(&self, warps: u32) -> u32 {
         warps * 16 / self.group()
     }
 
-    /// Of `tokens` tokens: a warp a head.
+    /// Launch over `tokens` tokens, one warp per head.
     pub fn rope_store(&self, tokens: usize) -> Launch {
         Launch {
             kernel: Kernel::new(
@@ -404,7 +408,8 @@ impl Heads {
         }
     }
 
-    /// Of `items` items with `warps` warps each; `window`: 0, or how many positions a query sees; `soft_cap`: what bounds scores.
+    /// Launch over `items` items with `warps` warps each. `window`: positions that a query sees, or
+    /// 0 for all. `soft_cap`: bound of the scores.
     pub fn attention(&self, warps: u32, (window, soft_cap): (u32, Option<f32>), items: usize) -> Launch {
         let mut macros = vec![
             ("HEADS", self.heads),
@@ -432,12 +437,12 @@ impl Heads {
         }
     }
 
-    /// Bytes of a block's keys, as much as its values.
+    /// Bytes of a KV block's keys for one head; its values have the same size.
     fn tile_bytes(&self) -> u32 {
         BLOCK_TOKENS * self.dim * self.store.bytes() as u32
     }
 
-    /// Of the scales of both.
+    /// Bytes of the scales of keys and values.
     fn scale_bytes(&self) -> u32 {
         if self.store.is_scaled() {
             2 * BLOCK_TOKENS * 4
@@ -450,7 +455,7 @@ impl Heads {
         2 * self.tile_bytes() + self.scale_bytes()
     }
 
-    /// Queries of wide heads lie in shared memory, too.
+    /// Queries of heads above 128 are kept in shared memory, too.
     fn query_bytes(&self, warps: u32) -> u32 {
         if self.dim > 128 {
             warps * 16 * self.dim * self.store.bytes() as u32
@@ -459,7 +464,7 @@ impl Heads {
         }
     }
 
-    /// Two, but where two of the widest heads are more than every card has.
+    /// Pipeline stages: two, or one where two do not fit in [`SHARED_BYTES`].
     fn stages(&self, warps: u32) -> u32 {
         if 2 * self.stage_bytes() + self.query_bytes(warps) <= SHARED_BYTES {
             2
@@ -468,22 +473,22 @@ impl Heads {
         }
     }
 
-    /// Shared memory of a block on Hopper, as the kernel says.
+    /// Shared memory per block on Hopper, by the same formula as the kernel.
     fn shared_by_warpgroups(&self, warps: u32) -> u32 {
         let key_row = (self.dim * self.store.bytes() as u32).next_multiple_of(32);
         let stage = BLOCK_TOKENS * key_row + self.tile_bytes() + self.scale_bytes();
-        // Blocks that share a multiprocessor.
+        // Blocks per multiprocessor.
         let sharing = match warps {
             4 if self.store == Format::Bf16 && self.dim > 112 => 2,
             4 => 3,
             _ => 1,
         };
         let stages = (((228 / sharing - 2) << 10) / stage).min(6);
-        // Tiles begin on 1024 bytes.
+        // Tiles are aligned to 1024 bytes.
         stages * stage + 1024
     }
 
-    /// Of `tokens` tokens.
+    /// Launch over `tokens` tokens.
     pub fn merge(&self, tokens: usize) -> Launch {
         Launch {
             kernel: Kernel::new(
@@ -518,10 +523,10 @@ mod tests {
             let tile = Tile::of(&shape, 132);
             (tile.columns, tile.consumers)
         };
-        // Few rows: as many multiprocessors as there are read weights.
+        // Few rows: as many multiprocessors as possible read weights.
         assert_eq!(tile(1, 4096, 4096), (32, 1));
         assert_eq!(tile(64, 6144, 4096), (64, 1));
-        // Many: each byte brought in is used as often as can be.
+        // Many rows: large tiles reuse each byte that is loaded.
         assert_eq!(tile(2048, 4096, 4096), (256, 2));
         assert_eq!(tile(512, 28672, 4096), (256, 2));
     }

@@ -1,4 +1,5 @@
-//! A step on the card: one piece of memory with everything that its operations share, brought over in one copy.
+//! A step on the card: the arrays that its operations share lie in one allocation, uploaded in one
+//! copy.
 
 use std::sync::Arc;
 
@@ -9,26 +10,26 @@ use super::plan::{BLOCK_TOKENS, Heads};
 use crate::device::batch::StepBatch;
 use crate::device::{DeviceError, HeadShape, KvSpec, RopeSpec};
 
-/// Each array begins on so many bytes.
+/// Alignment of each array, in bytes.
 const ALIGN: usize = 16;
 
-/// A [`StepBatch`] with what its operations share.
+/// A [`StepBatch`] with the arrays that its operations share.
 pub struct Step {
     pub(super) shape: HeadShape,
     pub(super) tokens: usize,
     pub(super) logits: usize,
     pub(super) block_copies: Vec<(u32, u32)>,
-    /// One for each kind of layer.
+    /// One per kind of layer.
     pub(super) attention: Vec<AttentionStep>,
     places: Places,
     memory: Option<Memory>,
-    /// What was brought over last.
+    /// Pinned memory of the last upload.
     staging: Option<Busy>,
     bytes: Vec<u8>,
     rotations: Vec<Rotations>,
 }
 
-/// Where arrays of a step lie, in bytes from its memory's beginning.
+/// Offsets of a step's arrays, in bytes from the start of its memory.
 #[derive(Debug, Clone, Copy, Default)]
 struct Places {
     tokens: usize,
@@ -38,7 +39,7 @@ struct Places {
     tables: usize,
 }
 
-/// Attention of layers of one kind: plans, one after the other.
+/// Attention of layers of one kind: its plans, run one after the other.
 pub(super) struct AttentionStep {
     pub spec: KvSpec,
     pub plans: Vec<PlanStep>,
@@ -63,7 +64,7 @@ struct PlanPlaces {
     parts: usize,
 }
 
-/// Addresses of attention's plan on the card.
+/// Addresses of an attention plan's arrays on the card.
 pub(super) struct PlanAddresses {
     pub wide: u64,
     pub narrow: u64,
@@ -73,7 +74,7 @@ pub(super) struct PlanAddresses {
     pub parts: u64,
 }
 
-/// Cosines and sines of all positions so far.
+/// Cosines and sines of all positions up to the longest seen so far.
 struct Rotations {
     rope: RopeSpec,
     positions: usize,
@@ -117,7 +118,7 @@ impl Step {
         heads: &Heads,
         batch: &StepBatch,
     ) -> Result<(), DeviceError> {
-        // The step before may still run: what it reads is replaced in the stream's order.
+        // The step before may still run. The copy follows it in the stream's order.
         self.tokens = batch.tokens.len();
         self.logits = batch.logits_at.len();
         self.block_copies.clone_from(&batch.block_copies);
@@ -204,7 +205,7 @@ impl Step {
     }
 }
 
-/// Appends an array; where it begins.
+/// Appends an aligned array and returns its offset.
 fn put(bytes: &mut Vec<u8>, array: &[u32]) -> usize {
     bytes.resize(bytes.len().next_multiple_of(ALIGN), 0);
     let at = bytes.len();
@@ -212,15 +213,16 @@ fn put(bytes: &mut Vec<u8>, array: &[u32]) -> usize {
     at
 }
 
-/// Records as the words that they are on the card.
+/// Records as the words of their layout on the card.
 fn words<T, const N: usize>(records: &[T], of: impl Fn(&T) -> [u32; N]) -> Vec<u32> {
     records.iter().flat_map(of).collect()
 }
 
-/// Of a token that the step before draws: the rest is its row. What `kernels/common/drawn.cuh` calls `IS_DRAWN`.
+/// Marks a token that the step before draws: the other bits are its row. `IS_DRAWN` in
+/// `kernels/common/drawn.cuh`.
 const IS_DRAWN: u32 = 1 << 31;
 
-/// Ids, or where they are drawn.
+/// Token ids, or [`IS_DRAWN`] with the row that draws the token.
 fn tokens(batch: &StepBatch) -> Vec<u32> {
     let mut tokens = batch.tokens.clone();
     for &(token, row) in &batch.drawn {
@@ -229,7 +231,8 @@ fn tokens(batch: &StepBatch) -> Vec<u32> {
     tokens
 }
 
-/// Where each token's key and value go: block times its tokens, and the place in it.
+/// KV slot of each token's key and value: block index times tokens per block, plus the offset in
+/// the block.
 fn slots(batch: &StepBatch) -> Vec<u32> {
     let mut slots = Vec::with_capacity(batch.tokens.len());
     for s in &batch.sequences {
@@ -242,7 +245,7 @@ fn slots(batch: &StepBatch) -> Vec<u32> {
 }
 
 impl Rotations {
-    /// Makes sure of the first `positions` positions.
+    /// Grows the table to at least the first `positions` positions.
     fn cover(&mut self, context: &Arc<Context>, positions: usize) -> Result<(), DeviceError> {
         if positions <= self.positions {
             return Ok(());
@@ -250,7 +253,8 @@ impl Rotations {
         let positions = positions.next_power_of_two().max(1024);
         let mut table: Vec<u8> = Vec::with_capacity(positions * self.rope.inverse_frequencies.len() * 8);
         for position in 0..positions {
-            // The angle is rounded to F32, as in the reference; sine and cosine of it are exact to F32.
+            // The angle is rounded to F32, as in the reference. Its sine and cosine are computed in
+            // F64, so they are exact to F32.
             let angle = |f: &f32| f64::from(*f * position as f32);
             for part in [f64::cos, f64::sin] {
                 for frequency in &self.rope.inverse_frequencies {

@@ -1,6 +1,8 @@
-//! How a product is computed: in the tile, or in the library's way, that took least time on this card, kept from run to run.
+//! Tuning of matrix products: the tile, or the library's algorithm, that was fastest on this card,
+//! kept from run to run.
 //!
-//! Tiles add up in the same order, so which of them is taken changes no bit of a result; the library's ways do not promise that.
+//! All tiles add up in the same order, so the choice of a tile changes no bit of a result. The
+//! library's algorithms do not promise that.
 //!
 //! See docs/decisions/079-product-kernels-are-chosen-by-measuring.md.
 
@@ -14,13 +16,14 @@ use super::cublaslt::Algorithm;
 use super::driver::Card;
 use super::plan::{LinearShape, Tile};
 
-/// Of a product's rows, columns and bytes of a row, multiplied: less is not worth measuring, and counting chooses a tile.
+/// Minimum of rows times columns times bytes per row that is worth a measurement. Below it, the
+/// tile is chosen by estimate.
 const MEASURED_FROM: usize = 1 << 28;
-/// Tiles that are measured take, by counting, at most so many times what the best does.
+/// Only tiles whose estimated time is at most this many times the best estimate are measured.
 const TRIED: f64 = 1.6;
 
-/// Products that are computed alike: format, columns, bytes of a row, whether results are F32, whether there is a bias, and rows up to a
-/// power of two.
+/// Products that share one choice: format, columns, bytes per row, whether results are F32, whether
+/// there is a bias, and rows rounded up to a power of two.
 type Key = (u32, u32, u32, bool, bool, u32);
 
 fn key(shape: &LinearShape, biased: bool) -> Key {
@@ -37,17 +40,17 @@ fn key(shape: &LinearShape, biased: bool) -> Key {
 /// A way to compute a product.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Way {
-    /// By our kernel.
+    /// gristmill's kernel with this tile.
     Tile(Tile),
     Library(Algorithm),
 }
 
-/// What products of one kind are computed best by.
+/// The best way to compute products of one key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(super) struct Best {
-    /// Of our kernel's.
+    /// The fastest tile of gristmill's kernel.
     pub tile: Tile,
-    /// Where it is faster than our kernel.
+    /// The library's algorithm, where it is faster than the kernel.
     pub library: Option<Algorithm>,
 }
 
@@ -57,7 +60,7 @@ impl Best {
     }
 }
 
-/// What was found best.
+/// The best ways that were found.
 pub(super) struct Tuning {
     path: Option<PathBuf>,
     known: Mutex<Known>,
@@ -67,14 +70,16 @@ pub(super) struct Tuning {
 
 #[derive(Default)]
 struct Known {
-    /// As in the file.
+    /// Measurements, as in the file.
     measured: BTreeMap<Key, Best>,
-    /// What this process takes instead: there was nothing to measure or to measure with, or the library refused other rows.
+    /// Choices of this process that override the measurements: there was only one way or nothing to
+    /// measure with, or the library refused other rows.
     settled: BTreeMap<Key, Best>,
 }
 
 impl Tuning {
-    /// What was found on a card like this by kernels like these, and by this version of the library if there is one.
+    /// Loads the results for cards, kernels and a version of the library that are the same as
+    /// these.
     pub fn open(compiler: &Compiler, card: &Card, library: Option<usize>) -> Tuning {
         let mut of = format!("{} {} {}", card.name, card.multiprocessors, card.driver);
         if let Some(version) = library {
@@ -94,8 +99,9 @@ impl Tuning {
         }
     }
 
-    /// What a product is computed best by. Where it is not known and worth it, `offered` says in which ways the library would, and
-    /// `measure` how long it takes in one, in seconds, infinitely long in one that it cannot be computed in; `None`: nothing can be measured now.
+    /// The best way to compute a product. For a product that is large enough and has no entry yet,
+    /// `offered` lists the library's algorithms, and `measure` returns the seconds that one way
+    /// takes: infinity where the way does not work, `None` where nothing can be measured now.
     pub fn best<E>(
         &self,
         shape: &LinearShape,
@@ -111,7 +117,7 @@ impl Tuning {
             return Ok(counted);
         }
         let key = key(shape, biased);
-        // Whoever else asks waits: a card is not measured while it does something else.
+        // Other callers wait, so that the card does nothing else during a measurement.
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(best) = known.settled.get(&key).or(known.measured.get(&key)) {
             return Ok(*best);
@@ -164,7 +170,7 @@ impl Tuning {
         Ok(best)
     }
 
-    /// The library has refused such a product: this process computes it by the kernel.
+    /// Computes such products by the kernel from now on, because the library has refused one.
     pub fn without_library(&self, shape: &LinearShape, biased: bool) {
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         let key = key(shape, biased);
@@ -175,7 +181,7 @@ impl Tuning {
     }
 }
 
-/// What was found, from a file; `None`: it is not one of ours.
+/// Decodes a file of measurements; `None`: the file is not valid.
 fn parse(text: &[u8]) -> Option<BTreeMap<Key, Best>> {
     let known: Vec<(Key, Best)> = serde_json::from_slice(text).ok()?;
     known
@@ -236,7 +242,8 @@ mod tests {
         assert_eq!((kept.len(), kept[&key(&shape(33), false)].tile), (2, first));
     }
 
-    /// The library is taken where it is faster than the best tile, whatever comes first; the best tile is known besides.
+    /// The library is chosen where it is faster than the best tile, in any order of measurements;
+    /// the best tile is recorded in either case.
     #[test]
     fn the_library_is_taken_where_it_is_faster() {
         for (tiles, library, taken) in [
@@ -259,7 +266,7 @@ mod tests {
             };
             assert_eq!(best().library, taken.map(way));
             assert_ne!(best().tile.columns, 256);
-            // It refuses other rows.
+            // The library refuses other rows.
             let tile = best().tile;
             tuning.without_library(&shape(1500), true);
             assert_eq!(best(), Best::of_kernel(tile));

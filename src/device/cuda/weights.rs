@@ -1,5 +1,5 @@
-//! Weights on their way to the card: read, rounded to BF16 and checked by the host's threads while the part before is copied, then
-//! quantized on the card.
+//! Loading of weights: the host's threads read, round to BF16 and check one piece while the piece
+//! before it is copied. The card then quantizes.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -12,7 +12,7 @@ use super::plan::Format;
 use crate::device::random::RandomMatrix;
 use crate::device::{DeviceError, Dtype, Tensor, TensorError};
 
-/// Bytes that are on their way at once; there are two of these.
+/// Bytes per staging buffer; there are two.
 const STAGING_BYTES: usize = 32 << 20;
 
 /// A matrix on the card.
@@ -22,11 +22,11 @@ pub struct Matrix {
     pub(super) format: Format,
     /// `[rows][columns]`.
     pub(super) data: Memory,
-    /// `[rows]`, in 8 bits.
+    /// `[rows]`; 8-bit formats only.
     pub(super) scales: Option<Memory>,
 }
 
-/// Takes rows to the card.
+/// Copies rows to the card.
 pub(super) struct Loader {
     context: Arc<Context>,
     stages: [Stage; 2],
@@ -35,17 +35,17 @@ pub(super) struct Loader {
 
 struct Stage {
     host: Pinned,
-    /// The same rows in BF16 on the card, where they are quantized from.
+    /// The same rows in BF16 on the card, the source of quantization.
     card: Memory,
-    /// When the stage may be filled again.
+    /// Event after which the stage may be filled again.
     free: Option<Mark>,
 }
 
-/// Rows that are on the card in BF16.
+/// Rows in BF16 in the card's staging memory.
 pub(super) struct Staged<'a> {
     pub card: &'a Memory,
     pub rows: usize,
-    /// Of the matrix.
+    /// First row, counted over the stacked matrix.
     pub first_row: usize,
 }
 
@@ -65,10 +65,11 @@ impl Loader {
         })
     }
 
-    /// Brings matrices of equal width over in BF16, part by part: `take` issues what is done with each.
+    /// Copies matrices of equal width to the card in BF16, piece by piece; `take` issues the work
+    /// on each piece.
     ///
     /// # Errors
-    /// A value that is not finite in BF16; what `take` says; a row that is wider than a stage.
+    /// A value that is not finite in BF16; an error of `take`; a row that is wider than a stage.
     pub(super) fn load(
         &mut self,
         parts: &[Tensor<'_>],
@@ -92,14 +93,15 @@ impl Loader {
         Ok(())
     }
 
-    /// As [`load`](Self::load), of numbers that `make` makes: it is told where, of which matrix, from which number on, and how many.
+    /// As [`load`](Self::load), with values that `make` makes on the card. Its arguments are the
+    /// destination, the matrix, the first value and the number of values.
     pub(super) fn make(
         &mut self,
         parts: &[RandomMatrix],
         make: impl Fn(&Memory, &RandomMatrix, usize, usize) -> Result<(), DeviceError>,
         mut take: impl FnMut(Staged<'_>) -> Result<(), DeviceError>,
     ) -> Result<(), DeviceError> {
-        // All of it is in the stream's order: one stage is enough.
+        // All work follows the stream's order, so one stage is enough.
         let card = &self.stages[0].card;
         for piece in pieces(parts.iter().map(|matrix| (matrix.rows, matrix.columns)))? {
             let matrix = &parts[piece.part];
@@ -110,12 +112,12 @@ impl Loader {
     }
 }
 
-/// As many rows of one matrix of several as a stage holds.
+/// Rows of one of several matrices, as many as a stage holds.
 struct Piece {
     part: usize,
     from: usize,
     rows: usize,
-    /// Of all matrices, one behind the other.
+    /// First row, counted over all matrices, stacked.
     first_row: usize,
 }
 
@@ -129,7 +131,7 @@ impl Piece {
     }
 }
 
-/// Matrices of these rows and columns in pieces, in order.
+/// Cuts matrices of these shapes into pieces, in order.
 fn pieces(shapes: impl Iterator<Item = (usize, usize)>) -> Result<Vec<Piece>, DeviceError> {
     let (mut pieces, mut before) = (Vec::new(), 0);
     for (part, (rows, columns)) in shapes.enumerate() {
@@ -152,7 +154,8 @@ fn too_wide(columns: usize) -> DeviceError {
     DeviceError::Unsupported(format!("a matrix has {columns} columns, more than the kernels take"))
 }
 
-/// Rows of a tensor from `first` on, rounded to BF16; the first row that is not finite then.
+/// Rounds a tensor's rows from `first` on to BF16. Returns the first row that is not finite in
+/// BF16.
 pub(super) fn to_bf16(tensor: &Tensor<'_>, first: usize, out: &mut [u8]) -> Option<usize> {
     let columns = tensor.columns;
     let bad = AtomicUsize::new(usize::MAX);
@@ -169,7 +172,7 @@ pub(super) fn to_bf16(tensor: &Tensor<'_>, first: usize, out: &mut [u8]) -> Opti
                 let finite = match tensor.dtype {
                     Dtype::Bf16 => {
                         out.as_flattened_mut().copy_from_slice(data);
-                        // All bits of the exponent are set.
+                        // All exponent bits set: infinite or NaN.
                         data.as_chunks::<2>()
                             .0
                             .iter()
@@ -193,7 +196,7 @@ pub(super) fn to_bf16(tensor: &Tensor<'_>, first: usize, out: &mut [u8]) -> Opti
     (bad != usize::MAX).then_some(bad)
 }
 
-/// Rounds a row; whether all of it is finite.
+/// Rounds a row; returns whether all of it is finite.
 fn round_row(values: impl Iterator<Item = f32>, out: &mut [[u8; 2]]) -> bool {
     let mut finite = true;
     for (out, value) in out.iter_mut().zip(values) {
