@@ -4,7 +4,7 @@ use serde_json::json;
 
 use crate::cli::args::CancelArgs;
 use crate::cli::exit::{Exit, Failure};
-use crate::cli::prepare::ledger_at;
+use crate::cli::output::ledger_at;
 use crate::ledger::{JobCommand, Ledger, StopWhy};
 
 /// Result of a cancel.

@@ -6,7 +6,7 @@ use serde_json::json;
 
 use crate::cli::args::{CleanArgs, shell_word};
 use crate::cli::exit::{Exit, Failure};
-use crate::cli::prepare::ledger_at;
+use crate::cli::output::ledger_at;
 use crate::report::summary::counted;
 
 pub async fn clean(args: CleanArgs) -> Result<Exit, Failure> {

@@ -8,7 +8,7 @@ use serde_json::json;
 use crate::cli::args::{ExtendArgs, shell_word};
 use crate::cli::exit::{Exit, Failure};
 use crate::cli::limits::{Used, limit_lines};
-use crate::cli::prepare::ledger_at;
+use crate::cli::output::ledger_at;
 use crate::ledger::spend::Others;
 use crate::ledger::{JobLimits, Ledger, LimitsFrom, StopWhy};
 use crate::report::cost::{dollars, show_dollars};

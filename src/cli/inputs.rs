@@ -6,7 +6,8 @@ use anyhow::anyhow;
 use futures::{StreamExt, stream};
 
 use crate::cli::exit::Failure;
-use crate::cli::prepare::{PreparedJob, output_of};
+use crate::cli::output::output_of;
+use crate::cli::prepare::PreparedJob;
 use crate::dataset::DatasetError;
 use crate::dataset::inputs::{Inputs, find};
 use crate::dataset::layout::SkippedFile;

@@ -19,6 +19,7 @@ mod jobs;
 mod limits;
 mod log;
 mod on_finish;
+mod output;
 mod plan;
 mod prepare;
 mod recheck;

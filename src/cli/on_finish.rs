@@ -62,6 +62,33 @@ pub fn check_keys(prepared: &PreparedJob) -> Result<(), Failure> {
     }
 }
 
+/// A missing command is reported before the job begins instead of at its end.
+pub fn check_command(prepared: &PreparedJob) -> Result<(), Failure> {
+    let asked = of_whole_job(prepared).and_then(|asked| asked.command.first());
+    match asked.map(|program| (program, is_there(program, &prepared.job.base_dir))) {
+        Some((program, false)) => Err(Failure::bad_job(anyhow!(
+            "{}: `on_finish.command`: there is no program `{program}`{}",
+            prepared.job.file,
+            match program.contains('/') {
+                true => " (a path is relative to the job file)",
+                false => " in `PATH`",
+            }
+        ))),
+        _ => Ok(()),
+    }
+}
+
+/// Whether there is a file that [`run_command`] would start.
+fn is_there(program: &str, folder: &Path) -> bool {
+    match program.contains('/') {
+        true => folder.join(program).is_file(),
+        false => {
+            let folders = std::env::var_os("PATH").unwrap_or_default();
+            std::env::split_paths(&folders).any(|folder| folder.join(program).is_file())
+        }
+    }
+}
+
 /// Performs the actions of a person's own job file after the job's end.
 pub async fn of_run(prepared: &PreparedJob, ledger: &Ledger, stop: &Stop) {
     let Some(asked) = of_whole_job(prepared) else { return };

@@ -12,7 +12,9 @@ use crate::cli::args::PlanArgs;
 use crate::cli::device_choice::DeviceChoice;
 use crate::cli::exit::{Exit, Failure, one_line};
 use crate::cli::inputs;
-use crate::cli::prepare::{PreparedJob, open_ledger, output_of, say_warnings, unread};
+use crate::cli::on_finish;
+use crate::cli::output::{open_ledger, output_of};
+use crate::cli::prepare::{PreparedJob, say_warnings, unread};
 use crate::cli::trial;
 use crate::dataset::DatasetError;
 use crate::dataset::layout::SkippedFile;
@@ -58,13 +60,16 @@ pub async fn plan(args: PlanArgs) -> Result<Exit, Failure> {
     let seconds = expected_seconds(&prepared, &preflight, args.tokens_per_second).await?;
     // Another machine may run the job, so this is only a warning.
     let misplaced = prepared.check_place().err().map(|why| one_line(&why));
+    let no_command = on_finish::check_command(&prepared)
+        .err()
+        .map(|failure| one_line(&failure.error));
     prepared.warn();
-    say_warnings(refusals.iter().chain(&misplaced).chain(&stays_out));
+    say_warnings(refusals.iter().chain(&misplaced).chain(&no_command).chain(&stays_out));
     if args.json {
         let mut json = as_json(&prepared, &inputs, &preflight, seconds.as_ref());
         json["changed_inputs"] = refusals.into();
         if let Some(warnings) = json["warnings"].as_array_mut() {
-            warnings.extend(misplaced.into_iter().chain(stays_out).map(Into::into));
+            warnings.extend(misplaced.into_iter().chain(no_command).chain(stays_out).map(Into::into));
         }
         println!("{json}");
     } else {

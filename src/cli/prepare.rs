@@ -1,15 +1,15 @@
 //! Shared preparation of the commands: turns a job file into a checked job with its model folder
 //! and device.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
 
 use anyhow::Context;
 
 use crate::cli::args::JobArgs;
 use crate::cli::device_choice::ResolvedDevice;
 use crate::cli::exit::Failure;
+use crate::cli::output::output_of;
 use crate::cli::recheck::Sample;
 use crate::cli::sampling::Sampling;
 use crate::cli::setup::check_formats;
@@ -19,7 +19,6 @@ use crate::dataset::location::Location;
 use crate::dataset::output::{OutputColumns, OutputSchema};
 use crate::dataset::plan::Format;
 use crate::dataset::planner::{InputPlan, PlanRequest, hash_inputs, plan_inputs};
-use crate::dataset::stores::shown;
 use crate::engine::constraint::Constraint;
 use crate::job::difference::{Difference, differences};
 use crate::job::file::{self, OutputFormat};
@@ -30,7 +29,7 @@ use crate::job::spec::{Job, PromptKind};
 use crate::job::thinking::Thinks;
 use crate::job::{JobError, Parameters, Renderer};
 use crate::ledger::keys::sha256;
-use crate::ledger::{self, JobDraft, JobIdentity, JobLimits, Ledger, LedgerError, Unfinished};
+use crate::ledger::{JobDraft, JobIdentity, JobLimits, Ledger, LedgerError, Unfinished};
 use crate::model::folder;
 use crate::report::summary::number;
 use crate::signing::Signing;
@@ -43,9 +42,6 @@ const BYTES_PER_VALUE: u64 = 16;
 
 /// Hashing is announced from this size on.
 const SAY_HASHING_BYTES: u64 = 4 << 30;
-
-/// A store that has not responded for this long is reported as slow.
-const SLOW: Duration = Duration::from_secs(3);
 
 /// A job, and everything about its model except the weights.
 pub struct PreparedJob {
@@ -63,6 +59,8 @@ pub struct PreparedJob {
     pub sampling: Sampling,
     /// How its model thinks, once settled; `None`: the model's whole output is its answer.
     pub thinking: Option<Thinks>,
+    /// A warning about prompts that use no column.
+    same_prompt: Option<String>,
 }
 
 impl PreparedJob {
@@ -97,6 +95,7 @@ impl PreparedJob {
             place,
             sampling: Sampling::default(),
             thinking: None,
+            same_prompt: None,
         })
     }
 
@@ -119,6 +118,9 @@ impl PreparedJob {
     fn settle_thinking(&mut self, is_new: bool) -> Result<(), Failure> {
         let renderer = self.renderer(&Stream::UNKNOWN)?;
         self.thinking = renderer.thinks().cloned();
+        self.same_prompt = renderer.columns().filter(Vec::is_empty).map(|_| {
+            "`prompt` uses no column, so all rows have the same prompt; a column is written `{{ name }}`".to_string()
+        });
         let most = self
             .thinking
             .as_ref()
@@ -139,6 +141,7 @@ impl PreparedJob {
             .warnings
             .iter()
             .chain(&self.sampling.warnings)
+            .chain(&self.same_prompt)
             .collect()
     }
 
@@ -524,12 +527,6 @@ pub fn unread(error: anyhow::Error) -> Failure {
     }
 }
 
-/// The output location of the full job.
-pub fn output_of(job: &Job) -> Result<Location, Failure> {
-    Location::parse(&job.output.uri, &job.base_dir)
-        .map_err(|error| Failure::bad_job(error).context(format!("{}: `output.uri`", job.file)))
-}
-
 /// The model's folder, which must be local.
 pub fn model_dir(job: &Job) -> Result<PathBuf, Failure> {
     let bad = |why: &str| Failure::bad_job(anyhow::anyhow!("{}: `model`: {why}", job.file));
@@ -548,42 +545,4 @@ pub fn model_dir(job: &Job) -> Result<PathBuf, Failure> {
         return Err(bad(&format!("`{}`: {}", dir.display(), folder::not_there(&job.model))));
     }
     Ok(dir)
-}
-
-/// The ledger of the job at `output`; an error if there is none.
-pub async fn ledger_at(output: &str) -> Result<Ledger, Failure> {
-    let here = std::env::current_dir()?;
-    let location = Location::parse(output, &here).map_err(Failure::bad_job)?;
-    let file = location.local_path().filter(|path| path.is_file());
-    if let Some(folder) = file.as_deref().and_then(Path::parent) {
-        return Err(Failure::bad_job(anyhow::anyhow!(
-            "`{output}` is a file: name the folder of the job's output, such as `{}`",
-            folder.display()
-        )));
-    }
-    let found = open_ledger(&location).await?;
-    found.ok_or_else(|| no_job(&location))
-}
-
-/// The ledger at `output`, if any. Reports a slow store, which is retried for up to half a minute.
-pub async fn open_ledger(output: &Location) -> ledger::Result<Option<Ledger>> {
-    let mut opening = std::pin::pin!(Ledger::open(output));
-    match tokio::time::timeout(SLOW, &mut opening).await {
-        Ok(prepared) => prepared,
-        Err(_) => {
-            eprintln!(
-                "gristmill: `{}` does not answer yet, trying again for a while",
-                shown(&output.url)
-            );
-            opening.await
-        }
-    }
-}
-
-/// The error if there is no job at `output`.
-pub fn no_job(output: &Location) -> Failure {
-    Failure::bad_job(anyhow::anyhow!(
-        "`{}` holds no job: there is no `_gristmill/job.json`",
-        output.url
-    ))
 }

@@ -16,7 +16,7 @@ use crate::cli::args::ReconcileArgs;
 use crate::cli::enqueue::{Enqueuer, Target};
 use crate::cli::exit::{Exit, Failure, one_line};
 use crate::cli::on_finish::Teller;
-use crate::cli::prepare::ledger_at;
+use crate::cli::output::ledger_at;
 use crate::ledger::{JobCommand, Ledger, Progress, StopWhy};
 use crate::report::summary::{RowCounts, counted, number};
 use crate::worker::access::{Access, Asked};

@@ -8,7 +8,7 @@ use crate::cli::args::{RetryArgs, shell_word};
 use crate::cli::enqueue::{Sent, Target};
 use crate::cli::exit::{Exit, Failure};
 use crate::cli::limits::Used;
-use crate::cli::prepare::ledger_at;
+use crate::cli::output::ledger_at;
 use crate::job::Job;
 use crate::job::spec::PromptKind;
 use crate::ledger::keys::JOB;

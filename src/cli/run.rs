@@ -11,8 +11,9 @@ use crate::cli::exit::{Exit, Failure, one_line};
 use crate::cli::inputs;
 use crate::cli::limits::{follow_file, what_to_raise};
 use crate::cli::on_finish;
+use crate::cli::output::open_ledger;
 use crate::cli::plan::check_any;
-use crate::cli::prepare::{PreparedJob, open_ledger};
+use crate::cli::prepare::PreparedJob;
 use crate::cli::recheck;
 use crate::cli::setup::{LoadedModel, render_threads, stop_on_signals, watchdog};
 use crate::cli::summary::summary;
@@ -33,6 +34,7 @@ use crate::worker::{self, Until, Worker, WorkerConfig};
 pub async fn run(args: RunArgs) -> Result<Exit, Failure> {
     let mut prepared = PreparedJob::prepare(&args.job, args.limit.limit, || args.engine.device.resolve()).await?;
     on_finish::check_keys(&prepared)?;
+    on_finish::check_command(&prepared)?;
     let begun = open_ledger(&prepared.output).await.map_err(refusal)?;
     prepared.settle(begun.as_ref())?;
     prepared.check_shape()?;

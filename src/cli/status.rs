@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use crate::cli::args::{OutputArgs, WatchArgs};
 use crate::cli::exit::{Exit, Failure};
 use crate::cli::limits::{Used, limit_lines};
-use crate::cli::prepare::ledger_at;
+use crate::cli::output::ledger_at;
 use crate::cli::summary::{summary, without_failures};
 use crate::dataset::pinned::display_name;
 use crate::ledger::Ledger;

@@ -11,7 +11,7 @@ use serde_json::Value;
 
 use crate::cli::args::VerifyArgs;
 use crate::cli::exit::{Exit, Failure};
-use crate::cli::prepare::ledger_at;
+use crate::cli::output::ledger_at;
 use crate::dataset::location::Location;
 use crate::dataset::part::read_parquet;
 use crate::dataset::row::{RowStatus, WITHOUT_COLUMNS};

@@ -79,6 +79,11 @@ impl Location {
         if text.trim().is_empty() {
             return Err(bad("it is empty".into()));
         }
+        if text == "~" || text.starts_with("~/") {
+            return Err(bad(
+                "`~` is not expanded: write the folder's full path, or `${env:HOME}/…` in a job file".into(),
+            ));
+        }
         let scheme = text.split_once("://").map(|(scheme, _)| scheme.to_ascii_lowercase());
         let is_file = scheme.as_deref() == Some("file");
         if scheme.is_some() && !is_file {
@@ -116,6 +121,11 @@ impl Location {
         (self.url.scheme() == "file")
             .then(|| self.url.to_file_path().ok())
             .flatten()
+    }
+
+    /// Whether a web server holds it, which can only be read.
+    pub fn is_web(&self) -> bool {
+        matches!(ObjectStoreScheme::parse(&self.url), Ok((ObjectStoreScheme::Http, _)))
     }
 
     /// The location of `name` below this one.

@@ -18,6 +18,7 @@ pub mod aws_profile;
 pub mod carried;
 mod cells;
 pub mod compression;
+pub mod credentials;
 pub mod csv;
 pub mod csv_in;
 pub mod csv_records;

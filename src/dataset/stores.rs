@@ -23,6 +23,7 @@ use percent_encoding::percent_decode_str;
 use url::{Position, Url};
 
 use super::aws_profile::{self, Keys, ProfileCredentials};
+use super::credentials::{Cloud, FirstCredentials};
 use super::web::{MayFollow, WebConnector};
 
 /// Timeout of one request in seconds, including the body, unless `GRISTMILL_STORE_TIMEOUT` is set.
@@ -103,7 +104,12 @@ impl Stores {
     }
 
     fn opened(&self, url: &Url) -> Result<(Opened, Path), OpenError> {
-        let (scheme, path) = ObjectStoreScheme::parse(url).map_err(|e| OpenError(e.to_string()))?;
+        let (scheme, path) = ObjectStoreScheme::parse(url).map_err(|_| {
+            OpenError(format!(
+                "`{}` is no scheme of a store: give a path, or an address with `s3://`, `gs://`, `az://`, `abfss://` or `https://`",
+                url.scheme()
+            ))
+        })?;
         let bucket = bucket_of(url, &path);
         let mut opened = self.opened.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(found) = opened.get(&bucket) {
@@ -166,7 +172,10 @@ impl Stores {
                 "the endpoint `{endpoint}` is not encrypted: set `AWS_ALLOW_HTTP=true` to use it all the same"
             )));
         }
-        builder.with_url(url.as_str()).build().map_err(refused)
+        builder = builder.with_url(url.as_str());
+        let store = builder.clone().build().map_err(refused)?;
+        let first = FirstCredentials::new(store.credentials().clone(), Cloud::Aws);
+        builder.with_credentials(Arc::new(first)).build().map_err(refused)
     }
 
     /// Applies the AWS profile's settings where the environment sets none.
@@ -214,11 +223,13 @@ impl Stores {
         let builder = GoogleCloudStorageBuilder::new()
             .with_retry(self.retry()?)
             .with_client_options(client);
-        self.options::<GoogleConfigKey>("GOOGLE_")
+        let builder = self
+            .options::<GoogleConfigKey>("GOOGLE_")
             .fold(builder, |builder, (key, value)| builder.with_config(key, value))
-            .with_url(url.as_str())
-            .build()
-            .map_err(refused)
+            .with_url(url.as_str());
+        let store = builder.clone().build().map_err(refused)?;
+        let first = FirstCredentials::new(store.credentials().clone(), Cloud::Google);
+        builder.with_credentials(Arc::new(first)).build().map_err(refused)
     }
 
     fn azure(&self, url: &Url) -> Result<MicrosoftAzure, OpenError> {
@@ -229,11 +240,13 @@ impl Stores {
         if let Some(endpoint) = self.variable("IDENTITY_ENDPOINT") {
             builder = builder.with_msi_endpoint(endpoint);
         }
-        self.options::<AzureConfigKey>("AZURE_")
+        let builder = self
+            .options::<AzureConfigKey>("AZURE_")
             .fold(builder, |builder, (key, value)| builder.with_config(key, value))
-            .with_url(url.as_str())
-            .build()
-            .map_err(refused)
+            .with_url(url.as_str());
+        let store = builder.clone().build().map_err(without_account)?;
+        let first = FirstCredentials::new(store.credentials().clone(), Cloud::Azure);
+        builder.with_credentials(Arc::new(first)).build().map_err(refused)
     }
 
     fn http(&self, url: &Url) -> Result<HttpStore, OpenError> {
@@ -332,6 +345,18 @@ pub fn shown(url: &Url) -> String {
 fn certificates(file: &str) -> Result<Vec<Certificate>, OpenError> {
     let bytes = std::fs::read(file).map_err(|e| OpenError(format!("`AWS_CA_BUNDLE` names `{file}`: {e}")))?;
     Certificate::from_pem_bundle(&bytes).map_err(|e| OpenError(format!("`AWS_CA_BUNDLE` names `{file}`: {e}")))
+}
+
+/// The error of Azure's builder. Its own text about a missing account names no variable.
+fn without_account(error: object_store::Error) -> OpenError {
+    match refused(error) {
+        OpenError(why) if why == "Account must be specified" => OpenError(
+            "it names no storage account: set `AZURE_STORAGE_ACCOUNT_NAME`, or write \
+             `abfss://container@account.dfs.core.windows.net/key`"
+                .into(),
+        ),
+        error => error,
+    }
 }
 
 /// A builder's error, without repeating its store's name.

@@ -85,10 +85,13 @@ fn check_url(text: &str) -> Result<(), String> {
     if text.len() > URL_BYTES_MAX {
         return Err(format!("has {} bytes, more than {URL_BYTES_MAX}", text.len()));
     }
-    let url = Url::parse(text).map_err(|error| format!("is no address: {error}"))?;
-    if !matches!(url.scheme(), "http" | "https") || url.host().is_none() {
-        return Err("is no web address: it begins with `https://` or `http://` and a host".into());
-    }
+    let url = Url::parse(text).ok();
+    let is_web = |url: &Url| matches!(url.scheme(), "http" | "https") && url.host().is_some();
+    let Some(url) = url.filter(is_web) else {
+        return Err(format!(
+            "is `{text}`, which is no web address: write it as `https://host/path`"
+        ));
+    };
     // The address is stored in the job's record, which every reader of the output can read.
     let secret = !url.username().is_empty() || url.password().is_some() || url.query().is_some();
     if secret || url.fragment().is_some() {

@@ -6,7 +6,8 @@ use serde_json::Value;
 use super::check::{FieldError, bad, check_length, text};
 use super::file::QueueFile;
 use super::suggest;
-use crate::queue::properties::{OF_JOB_FILES, Owner, is_secret, owner};
+use crate::queue::QueueUrl;
+use crate::queue::properties::{OF_JOB_FILES, Owner, accepts, is_secret, owner};
 
 /// Maximum number of client properties.
 const PROPERTIES_MAX: usize = 256;
@@ -85,6 +86,9 @@ impl JobQueue {
                  environment, or in a file that `GRISTMILL_QUEUE_PASSWORD_FILE` names",
             );
         }
+        if let Err(error) = url.parse::<QueueUrl>() {
+            return bad("queue.url", format!("cannot be used: {error}"));
+        }
         let raw = raw.kafka.unwrap_or_default();
         if !raw.is_empty() && !url.starts_with("kafka://") {
             return bad("queue.kafka", "is for a queue whose `url` begins with `kafka://`");
@@ -119,6 +123,9 @@ impl JobQueue {
                 _ => return bad(field, "must be a text, a number, `true` or `false`"),
             };
             check_length(&field, &value)?;
+            if !accepts(&name, &value) {
+                return bad(field, format!("is `{value}`, which librdkafka does not accept"));
+            }
             kafka.push((name, value));
         }
         Ok(JobQueue { url, kafka })

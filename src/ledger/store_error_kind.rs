@@ -1,6 +1,7 @@
 //! What a store's errors mean: nothing there, worth another try, or a matter for a person.
 
 use super::folder::Odd;
+use crate::dataset::credentials::NoCredentials;
 
 /// What an error of the store means for the request that met it.
 pub(super) enum StoreErrorKind {
@@ -20,6 +21,9 @@ pub(super) fn store_error_kind(error: &object_store::Error) -> StoreErrorKind {
     use std::io::ErrorKind as Io;
     if names_no_bucket(error) {
         return StoreErrorKind::Lasting("there is no such bucket: make it, or correct the address");
+    }
+    if found::<NoCredentials>(error).is_some() {
+        return StoreErrorKind::Denied("no access");
     }
     match error {
         E::NotFound { .. } => return StoreErrorKind::Missing,

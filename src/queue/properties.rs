@@ -152,6 +152,14 @@ pub(crate) fn is_secret(property: &str) -> bool {
         || name == "sasl.oauthbearer.config"
 }
 
+/// Whether librdkafka accepts this value of a property.
+pub(crate) fn accepts(property: &str, value: &str) -> bool {
+    rdkafka::ClientConfig::new()
+        .set(property, value)
+        .create_native_config()
+        .is_ok()
+}
+
 /// The name used here of a property that has two.
 pub(crate) fn one_name(property: &str) -> &str {
     let found = ALIASES.iter().find(|(alias, _)| *alias == property);

@@ -1,0 +1,71 @@
+//! The output of a job: its location, and the ledger in it.
+
+use std::path::Path;
+use std::time::Duration;
+
+use crate::cli::exit::Failure;
+use crate::dataset::location::Location;
+use crate::dataset::stores::shown;
+use crate::job::Job;
+use crate::ledger::{self, Ledger};
+
+/// A store that has not responded for this long is reported as slow.
+const SLOW: Duration = Duration::from_secs(3);
+
+/// The output location of the full job.
+pub fn output_of(job: &Job) -> Result<Location, Failure> {
+    let field = format!("{}: `output.uri`", job.file);
+    let output = Location::parse(&job.output.uri, &job.base_dir)
+        .map_err(|error| Failure::bad_job(error).context(field.clone()))?;
+    let bad = |why: &str| {
+        Err(Failure::bad_job(anyhow::anyhow!(
+            "{field}: `{}` {why}",
+            shown(&output.url)
+        )))
+    };
+    if output.is_web() {
+        return bad("is on a web server, which takes no files: give a folder, or a bucket (`s3://`, `gs://`, `az://`)");
+    }
+    if output.local_path().is_some_and(|path| path.is_file()) {
+        return bad("is a file: give a folder, which the job fills with files");
+    }
+    Ok(output)
+}
+
+/// The ledger of the job at `output`; an error if there is none.
+pub async fn ledger_at(output: &str) -> Result<Ledger, Failure> {
+    let here = std::env::current_dir()?;
+    let location = Location::parse(output, &here).map_err(Failure::bad_job)?;
+    let file = location.local_path().filter(|path| path.is_file());
+    if let Some(folder) = file.as_deref().and_then(Path::parent) {
+        return Err(Failure::bad_job(anyhow::anyhow!(
+            "`{output}` is a file: name the folder of the job's output, such as `{}`",
+            folder.display()
+        )));
+    }
+    let found = open_ledger(&location).await?;
+    found.ok_or_else(|| no_job(&location))
+}
+
+/// The ledger at `output`, if any. Reports a slow store, which is retried for up to half a minute.
+pub async fn open_ledger(output: &Location) -> ledger::Result<Option<Ledger>> {
+    let mut opening = std::pin::pin!(Ledger::open(output));
+    match tokio::time::timeout(SLOW, &mut opening).await {
+        Ok(prepared) => prepared,
+        Err(_) => {
+            eprintln!(
+                "gristmill: `{}` does not answer yet, trying again for a while",
+                shown(&output.url)
+            );
+            opening.await
+        }
+    }
+}
+
+/// The error if there is no job at `output`.
+pub fn no_job(output: &Location) -> Failure {
+    Failure::bad_job(anyhow::anyhow!(
+        "`{}` holds no job: there is no `_gristmill/job.json`",
+        output.url
+    ))
+}
