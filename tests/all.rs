@@ -21,6 +21,7 @@ mod dataset_reads;
 mod dataset_rows;
 mod end_to_end;
 mod engine_batching;
+mod first_slips;
 mod forged;
 mod generation_config;
 mod hostile;

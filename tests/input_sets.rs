@@ -308,7 +308,10 @@ fn files_with_other_columns_are_refused_or_have_nulls() {
         said.contains("column `id` is Int32 in `") && said.contains("it is read as Int64"),
         "{said}"
     );
-    assert_eq!(plan["warnings"].as_array().unwrap().len(), 2, "{plan}");
+    assert_eq!(plan["warnings"].as_array().unwrap().len(), 4, "{plan}");
+    for column in ["extra", "note"] {
+        assert!(said.contains(&format!("column `{column}` is not in `")), "{said}");
+    }
     let shown: Vec<&str> = (0..4).map(|n| plan["preview"][n]["text"].as_str().unwrap()).collect();
     assert_eq!(shown, ["x||a|1 ->", "||b|2 ->", "|7|c|1099511627776 ->", "y||d| ->"]);
     run(&["run", arg(&path), "--quiet"]).expect(0);

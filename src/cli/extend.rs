@@ -69,7 +69,8 @@ pub async fn extend(args: ExtendArgs) -> Result<Exit, Failure> {
     if is_finished {
         println!("next        it is finished: the limits hold for what `gristmill retry {url}` begins");
     } else {
-        println!("next        workers that are at it go on; gristmill reconcile {url} --queue URL");
+        println!("next        a job of `gristmill run`: run its job file again");
+        println!("            a job of workers: those at it go on; gristmill reconcile {url} --queue URL");
         println!("            enqueues what they have given up");
     }
     Ok(Exit::Done)

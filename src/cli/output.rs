@@ -65,7 +65,7 @@ pub async fn open_ledger(output: &Location) -> ledger::Result<Option<Ledger>> {
 /// The error if there is no job at `output`.
 pub fn no_job(output: &Location) -> Failure {
     Failure::bad_job(anyhow::anyhow!(
-        "`{}` holds no job: there is no `_gristmill/job.json`",
+        "`{}` holds no job: there is no `_gristmill/job.json`; `gristmill jobs` lists the jobs below a folder",
         output.url
     ))
 }

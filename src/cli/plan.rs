@@ -126,11 +126,22 @@ pub async fn check_any(prepared: &PreparedJob, inputs: &InputPlan) -> Result<(),
     none_to_ask(prepared, &broken).map_or(Ok(()), Err)
 }
 
+/// A row's number and error. Errors of reading begin with the row's number within its file.
+fn row_line(row: u64, why: &str) -> String {
+    match why.starts_with(&format!("row {row} of ")) {
+        true => why.to_string(),
+        false => format!("row {row}: {why}"),
+    }
+}
+
 /// The failure if there are rows, but none of them can be rendered.
 pub fn none_to_ask(prepared: &PreparedJob, seen: &Preflight) -> Option<Failure> {
     let none = seen.rows > 0 && seen.broken_rows == seen.rows;
     none.then(|| {
-        let why = seen.broken.first().map(|(row, why)| format!(" (row {row}: {why})"));
+        let why = seen
+            .broken
+            .first()
+            .map(|(row, why)| format!(" ({})", row_line(*row, why)));
         Failure::bad_job(anyhow::anyhow!(
             "{}: {} be asked about{}; nothing was written",
             prepared.job.file,
@@ -275,7 +286,7 @@ fn show(prepared: &PreparedJob, inputs: &InputPlan, p: &Preflight, expected: Opt
         number(p.broken_rows)
     );
     for (row, why) in &p.broken {
-        println!("            row {row}: {why}");
+        println!("            {}", row_line(*row, why));
     }
     println!(
         "prompts     {}, {} in prefixes that rows share",

@@ -31,7 +31,7 @@ use crate::job::{JobError, Parameters, Renderer};
 use crate::ledger::keys::sha256;
 use crate::ledger::{JobDraft, JobIdentity, JobLimits, Ledger, LedgerError, Unfinished};
 use crate::model::folder;
-use crate::report::summary::number;
+use crate::report::summary::{counted, number};
 use crate::signing::Signing;
 use crate::worker::model::{Formats, ModelFiles, Stream};
 
@@ -199,12 +199,12 @@ impl PreparedJob {
                     ..request
                 };
                 let plan = plan_inputs(&bare, &self.job.base_dir).await.map_err(bad_input)?;
-                check_columns(&renderer, &plan)?;
+                self.check_columns(&renderer, &plan)?;
                 planned.map_err(bad_input)?
             }
             planned => planned.map_err(bad_input)?,
         };
-        check_columns(&renderer, &plan)?;
+        self.check_columns(&renderer, &plan)?;
         renderer.check_templates().map_err(Failure::bad_job)?;
         for warning in renderer.warnings() {
             eprintln!("gristmill: warning: {}: {warning}", self.job.file);
@@ -467,6 +467,49 @@ impl PreparedJob {
             terms: self.terms(),
         })
     }
+
+    /// Checks that the inputs have every column that the job names.
+    fn check_columns(&self, renderer: &Renderer, plan: &InputPlan) -> Result<(), Failure> {
+        if plan.total_rows == 0 && plan.columns.is_empty() {
+            // Lines without any rows have unknown columns.
+            return Ok(());
+        }
+        if let (true, Some(format)) = (plan.columns.is_empty(), self.job.input.format) {
+            return Err(Failure::bad_job(anyhow::anyhow!(
+                "{}: `input.format` is `{}`, and no row of {} can be read so: leave it out to have the format found",
+                self.job.file,
+                format.as_str(),
+                counted(plan.files.len() as u64, "file")
+            )));
+        }
+        let columns: Vec<String> = plan.columns.iter().map(|c| c.name.clone()).collect();
+        renderer.check_columns(&columns).map_err(Failure::bad_job)?;
+        // If the column `row` is a struct, templates may mean its own fields.
+        let has_fields = |kind: &str| kind.starts_with("Struct") || kind.starts_with("Map");
+        if plan.columns.iter().any(|c| c.name == "row" && !has_fields(&c.kind)) {
+            renderer.check_row(&columns).map_err(Failure::bad_job)?;
+        }
+        let in_all: Vec<String> = columns
+            .into_iter()
+            .filter(|name| !plan.lacking.contains_key(name))
+            .collect();
+        match renderer.check_columns(&in_all) {
+            Err(JobError::Column {
+                place, column, field, ..
+            }) => {
+                let input = plan.lacking.get(&column).cloned().unwrap_or_default();
+                let hint = ", and does in others; `input.missing_columns: nulls` makes it null there".into();
+                Err(Failure::bad_job(JobError::Column {
+                    place,
+                    column,
+                    field,
+                    input,
+                    hint,
+                }))
+            }
+            checked => checked.map_err(Failure::bad_job),
+        }
+    }
 }
 
 /// Prints warnings to stderr.
@@ -483,40 +526,6 @@ pub fn say_signing(quiet: bool) -> Result<(), Failure> {
         eprintln!("gristmill: {line}");
     }
     Ok(())
-}
-
-fn check_columns(renderer: &Renderer, plan: &InputPlan) -> Result<(), Failure> {
-    if plan.total_rows == 0 && plan.columns.is_empty() {
-        // Lines without any rows have unknown columns.
-        return Ok(());
-    }
-    let columns: Vec<String> = plan.columns.iter().map(|c| c.name.clone()).collect();
-    renderer.check_columns(&columns).map_err(Failure::bad_job)?;
-    // If the column `row` is a struct, templates may mean its own fields.
-    let has_fields = |kind: &str| kind.starts_with("Struct") || kind.starts_with("Map");
-    if plan.columns.iter().any(|c| c.name == "row" && !has_fields(&c.kind)) {
-        renderer.check_row(&columns).map_err(Failure::bad_job)?;
-    }
-    let in_all: Vec<String> = columns
-        .into_iter()
-        .filter(|name| !plan.lacking.contains_key(name))
-        .collect();
-    match renderer.check_columns(&in_all) {
-        Err(JobError::Column {
-            place, column, field, ..
-        }) => {
-            let input = plan.lacking.get(&column).cloned().unwrap_or_default();
-            let hint = ", and does in others; `input.missing_columns: nulls` makes it null there".into();
-            Err(Failure::bad_job(JobError::Column {
-                place,
-                column,
-                field,
-                input,
-                hint,
-            }))
-        }
-        checked => checked.map_err(Failure::bad_job),
-    }
 }
 
 /// An unreadable input is the job's fault; a failing store is not.

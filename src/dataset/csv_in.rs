@@ -79,9 +79,7 @@ fn first_cells(piece: &Piece, delimiter: u8) -> Result<Option<Vec<String>>, Stri
     let cells = cells(record.text, delimiter).take(KEYS_MAX + 1).zip(1..);
     let text = |(cell, place): (Cell, usize)| match text_of(&cell) {
         Ok(text) => Ok(text.to_string()),
-        Err(why) if std::str::from_utf8(&cell.text).is_err() => Err(format!(
-            "cell {place}: {why}; convert the file to UTF-8, which CSV is read as"
-        )),
+        Err(why) if std::str::from_utf8(&cell.text).is_err() => Err(format!("cell {place}: {why}")),
         Err(why) => Err(format!("cell {place}: {why}")),
     };
     cells.map(text).collect::<Result<_, _>>().map(Some)
@@ -263,7 +261,12 @@ fn counted(cells: usize) -> String {
 
 fn text_of<'a>(cell: &'a Cell<'_>) -> Result<&'a str, String> {
     let text = std::str::from_utf8(&cell.text);
-    let text = text.map_err(|e| format!("not UTF-8 at byte {} of the cell", e.valid_up_to() + 1))?;
+    let text = text.map_err(|e| {
+        format!(
+            "not UTF-8 at byte {} of the cell; convert the file, as with `iconv -f LATIN1 -t UTF-8`",
+            e.valid_up_to() + 1
+        )
+    })?;
     match text.find('\0') {
         Some(at) => Err(format!("a zero byte at byte {} of the cell", at + 1)),
         None => Ok(text),

@@ -11,7 +11,7 @@ use futures::stream::BoxStream;
 use futures::{StreamExt, TryStreamExt, stream};
 use object_store::{GetOptions, GetResult, GetResultPayload, ObjectMeta, ObjectStoreExt};
 use sha2::{Digest, Sha256};
-use url::Url;
+use url::{Position, Url};
 
 use super::error::DatasetError;
 use super::location::Location;
@@ -278,7 +278,7 @@ pub fn display_name(url: &str) -> String {
             .to_file_path()
             .map_or(url.to_string(), |path| path.display().to_string());
     }
-    let host = parsed.host_str().unwrap_or_default();
+    let host = &parsed[Position::BeforeHost..Position::AfterPort];
     format!("{}://{host}{}", parsed.scheme(), parsed.path())
 }
 

@@ -104,6 +104,11 @@ pub(super) async fn plan_tables(
     };
     if request.options.missing_columns == MissingColumns::Nulls {
         let lacking = std::mem::take(&mut plan.lacking);
+        let read = lacking.iter().filter(|(column, _)| is_used(request, column));
+        let note = |(column, file): (&String, &String)| {
+            format!("column `{column}` is not in `{file}`: it is null in such files")
+        };
+        plan.notes.extend(read.map(note));
         plan.layout.absent = lacking.into_keys().collect();
     }
     Ok(plan)

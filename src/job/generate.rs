@@ -8,6 +8,7 @@ use super::check::{FieldError, bad, check_length, integer_in, within};
 use super::file::{GenerateFile, OneOrMany};
 use super::sampling::{Defaults, Sources, sources};
 use super::thinking::ThinkingSpec;
+use crate::engine::constraint::misspelt::misspelt;
 use crate::engine::forbidden::Forbidden;
 use crate::engine::params::{GenerationParams, OutputConstraint};
 
@@ -282,8 +283,18 @@ fn shape(file: &GenerateFile) -> Result<ShapeSpec, FieldError> {
         });
     }
     if let Some(schema) = &file.json_schema {
-        if !schema.is_object() {
-            return bad("json_schema", "is no JSON Schema: it must be a mapping");
+        match schema {
+            Value::Object(_) => {}
+            Value::String(path) if path.ends_with(".json") => {
+                return bad(
+                    "json_schema",
+                    format!("is a text; a schema in a file is `json_schema: {{file: {path}}}`"),
+                );
+            }
+            _ => return bad("json_schema", "is no JSON Schema: it must be a mapping"),
+        }
+        if let Some(why) = misspelt(schema) {
+            return bad("json_schema", why);
         }
         return Ok(ShapeSpec::JsonSchema(schema.clone()));
     }

@@ -36,6 +36,7 @@ pub mod thinking;
 mod unknown;
 mod wanted;
 mod writing;
+mod yaml_hint;
 
 use std::path::PathBuf;
 

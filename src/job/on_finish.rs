@@ -122,7 +122,7 @@ mod tests {
             (Some(&[][..]), None, "`on_finish.command` is an empty list"),
             (Some(&[" "]), None, "is empty"),
             (Some(&["a", "b\0"]), None, "zero byte"),
-            (None, Some("notify.example/x"), "is no address"),
+            (None, Some("notify.example/x"), "write it as `https://host/path`"),
             (None, Some("file:///etc/passwd"), "is no web address"),
             (None, Some("s3://bucket/x"), "is no web address"),
             (None, Some("https://u@h/x"), "GRISTMILL_ON_FINISH_KEY"),

@@ -11,6 +11,7 @@ use super::included::include;
 use super::parameters::{Filled, Parameters};
 use super::unknown::{unknown_field, unknown_message};
 use super::wanted::{no_alternative, pointer, wrong_type};
+use super::yaml_hint::advice;
 use super::{JobError, one_line, sha256};
 use crate::regular;
 
@@ -22,6 +23,8 @@ const STDIN: &str = "-";
 const DEPTH_MAX: usize = 64;
 /// Prefix of the messages of types with alternatives, for a value that fits none of them.
 const EXPECTED: &str = "expected ";
+/// Part of the message for a mapping in place of one of several words.
+const OF_ENUM: &str = "externally tagged enum";
 
 /// A parsed job file, with the hash of its content.
 #[derive(Debug, Clone)]
@@ -170,6 +173,7 @@ fn yaml_error(error: &serde_saphyr::Error, name: &str, within: Option<&In>) -> J
     let message = match (error.without_snippet(), within) {
         (serde_saphyr::Error::SerdeUnknownField { field, .. }, Some(within)) => unknown_message(field, within.content),
         (serde_saphyr::Error::DuplicateMappingKey { key: Some(key), .. }, _) => format!("`{key}` is given twice"),
+        (_, Some(within)) if message.contains(OF_ENUM) => wrong_type(&within.path, within.content).unwrap_or(message),
         (
             serde_saphyr::Error::InvalidScalar { .. }
             | serde_saphyr::Error::InvalidBooleanStrict { .. }
@@ -187,8 +191,14 @@ fn yaml_error(error: &serde_saphyr::Error, name: &str, within: Option<&In>) -> J
 }
 
 fn yaml_content(text: &str, name: &str) -> Result<Value, JobError> {
-    let content: Value =
-        serde_saphyr::from_str_with_options(text, yaml_options()).map_err(|error| yaml_error(&error, name, None))?;
+    let content: Value = serde_saphyr::from_str_with_options(text, yaml_options()).map_err(|error| {
+        let line = error.location().map_or(0, |at| at.line() as usize);
+        let advice = line.checked_sub(1).and_then(|at| advice(text.lines().nth(at)?));
+        match (yaml_error(&error, name, None), advice) {
+            (JobError::Invalid { place, .. }, Some(message)) => JobError::Invalid { place, message },
+            (error, _) => error,
+        }
+    })?;
     if !content.is_object() {
         let message = "a job file is a mapping of fields such as `name`, `model`, `input`".into();
         return Err(JobError::Invalid {

@@ -36,6 +36,23 @@ const TIME_FORMAT_BYTES_MAX: usize = 1024;
 /// The variable that holds all columns.
 const ROW: &str = "row";
 
+/// The text between `{{` and `}}` if it is several words, as a column's name with spaces is.
+fn two_words(source: &str) -> Option<&str> {
+    const OPERATORS: [&str; 7] = ["and", "else", "if", "in", "is", "not", "or"];
+    let mut rest = source;
+    while let Some((_, inside)) = rest.split_once("{{") {
+        let (name, after) = inside.split_once("}}")?;
+        let name = name.trim();
+        let plain = |c: char| c.is_alphanumeric() || c == '_' || c == ' ';
+        let has_operator = name.split(' ').any(|word| OPERATORS.contains(&word));
+        if name.contains(' ') && name.chars().all(plain) && !has_operator {
+            return Some(name);
+        }
+        rest = after;
+    }
+    None
+}
+
 /// A compiled template.
 pub(super) struct Template {
     env: Environment<'static>,
@@ -59,7 +76,10 @@ impl Template {
             }
             Ok(())
         });
-        let template = Template::compile(env, name, source.to_string())?;
+        let template = Template::compile(env, name, source.to_string()).map_err(|why| match two_words(source) {
+            Some(words) => format!("{why}; a column with such a name is written `{{{{ row[\"{words}\"] }}}}`"),
+            None => why,
+        })?;
         template.check_ends()?;
         Ok(template)
     }

@@ -129,12 +129,27 @@ fn grammar(
     Ok(Constraint::Grammar(Arc::new(grammar)))
 }
 
+/// How llguidance begins its reason why no answer fits a schema.
+const UNSATISFIABLE: &str = "Unsatisfiable schema: ";
+
 /// Why a grammar cannot be compiled, in one line.
 fn reason(message: &str) -> String {
     match one_line(message) {
         line if line.contains(TOO_MANY_SYMBOLS) => "its grammar has more than 65,000 symbols".into(),
-        line => line,
+        line => match line.split_once("regex parse error: ") {
+            Some((_, error)) => of_regex(error).unwrap_or(line),
+            None => line
+                .replacen(UNSATISFIABLE, "no answer fits it: ", 1)
+                .replace(UNSATISFIABLE, ""),
+        },
     }
+}
+
+/// The reason in an error of regex-syntax: `(a error: unclosed group 1 | start: …`.
+fn of_regex(error: &str) -> Option<String> {
+    let (_, why) = error.split_once("error: ")?;
+    let why = why.split(" 1 | start: ").next()?;
+    Some(format!("in a regular expression, {why}"))
 }
 
 /// The schema with llguidance's option against white space set, unless the schema sets its own, and the digits of times bounded.

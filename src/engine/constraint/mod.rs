@@ -23,6 +23,7 @@ pub mod compiler;
 mod formats;
 mod grammar;
 mod growth;
+pub mod misspelt;
 mod numbers;
 mod pattern;
 mod places;
