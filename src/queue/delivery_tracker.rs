@@ -333,8 +333,8 @@ impl<T> Drop for Brokered<T> {
 #[async_trait]
 impl<T: Clone + Send + 'static> Queue for Brokered<T> {
     async fn receive(&self, wait: Duration) -> Result<Option<Delivery>, QueueError> {
-        // Only a call to `receive` proves progress; a late answer to a recalled delivery proves
-        // none.
+        // A worker that asks for more makes progress. A late answer to a recalled delivery does not
+        // count.
         self.tracker.note_progress();
         let arrival = async {
             loop {

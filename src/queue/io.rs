@@ -37,7 +37,7 @@ impl IoThread {
         self.handle.spawn(future);
     }
 
-    /// Runs the future on the I/O thread and waits for its result on the caller's.
+    /// Runs the future on the I/O thread and waits for its result.
     pub async fn run<R: Send + 'static>(
         &self,
         future: impl Future<Output = Result<R, QueueError>> + Send + 'static,
