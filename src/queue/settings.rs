@@ -4,12 +4,12 @@
 //! Precedence, the first wins:
 //!
 //! - User and password: the address, then [`Settings`], then `GRISTMILL_QUEUE_USER` and
-//! `GRISTMILL_QUEUE_PASSWORD`, then the file named by `GRISTMILL_QUEUE_PASSWORD_FILE`.
+//!   `GRISTMILL_QUEUE_PASSWORD`, then the file named by `GRISTMILL_QUEUE_PASSWORD_FILE`.
 //! - A librdkafka property: [`Settings::kafka`] (its last entry of the name), then variables such
-//! as `GRISTMILL_KAFKA_SASL_MECHANISM`, then the file named by `GRISTMILL_KAFKA_…_FILE`, then the
-//! address, then gristmill's default.
+//!   as `GRISTMILL_KAFKA_SASL_MECHANISM`, then the file named by `GRISTMILL_KAFKA_…_FILE`, then the
+//!   address, then gristmill's default.
 //!
-//! Credentials go to a server that only a job file names if the environment lists that server
+//! A server that only a job file names gets credentials only if the environment lists it
 //! (`servers.rs`).
 
 use std::collections::BTreeMap;
