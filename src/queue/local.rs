@@ -168,7 +168,7 @@ impl Queue for LocalQueue {
         std::future::pending().await
     }
 
-    /// Memory is always attached.
+    /// The queue in memory is always attached.
     fn is_attached(&self) -> bool {
         true
     }

@@ -67,9 +67,9 @@ pub enum QueueError {
 /// A message that a worker holds. It is delivered again if it is dropped without an answer.
 pub struct Delivery {
     pub message: Message,
-    /// How often this message was delivered, as far as the queue knows, from 1. Deliveries that
-    /// were given back, or dropped by a process that kept running, are not counted, unless the
-    /// broker could not be told.
+    /// How often this message was delivered, as far as the queue knows, from 1. A delivery that was
+    /// given back, or dropped by a process that kept running, counts only if the broker could not
+    /// be told.
     pub deliveries: u32,
     /// How often workers passed this message on because it was for another kind of worker.
     pub hops: u32,
@@ -167,7 +167,7 @@ pub trait Queue: Send + Sync {
     /// Acknowledges the message: its work is done. A repeated or late acknowledgement is harmless.
     async fn acknowledge(&self, delivery: &Delivery) -> Result<(), QueueError>;
 
-    /// Returns the message, so that another worker gets it soon. Harmless after an answer.
+    /// Gives the message back, so that another worker gets it soon. Harmless after an answer.
     async fn give_back(&self, delivery: &Delivery) -> Result<(), QueueError>;
 
     /// The message is for another kind of worker: sends it again with one hop more, and

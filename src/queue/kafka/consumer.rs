@@ -25,7 +25,7 @@ const POLL_WAIT: Duration = Duration::from_millis(25);
 const EVENT_WAIT: Duration = Duration::from_millis(10);
 /// Interval between commits.
 const COMMIT_EVERY: Duration = Duration::from_millis(100);
-/// How often a missing topic or an absent broker is asked for.
+/// How often a missing topic or an absent broker is tried again.
 const LOOK_EVERY: Duration = Duration::from_secs(2);
 /// A longer gap between two turns means that the whole process was stopped, the worker included.
 const STANDSTILL: Duration = Duration::from_secs(2);
