@@ -39,7 +39,7 @@ fn one() -> f32 {
     1.0
 }
 
-/// An error in a trace, and where.
+/// An error in a trace, with its line.
 #[derive(Debug, thiserror::Error)]
 pub enum TraceError {
     #[error("cannot read the trace `{path}`: {error}")]

@@ -53,7 +53,7 @@ impl From<Injected> for LedgerError {
     }
 }
 
-/// What an armed point does.
+/// The action of an armed point.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Action {
     Abort,

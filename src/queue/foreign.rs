@@ -9,7 +9,7 @@ pub(crate) const HOPS_HEADER: &str = "gristmill-hops";
 /// Maximum number of characters of a foreign message in the log.
 const SHOWN_CHARS_MAX: usize = 80;
 
-/// What a broker's thread does with a message.
+/// The action of the broker's thread on a message.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Handling {
     Deliver(Message),

@@ -1,5 +1,5 @@
-//! The servers that the operator named in the environment: queue addresses of a job file may send
-//! passwords to these.
+//! The servers that the operator named in the environment. Only these may get passwords through a
+//! queue address of a job file.
 //!
 //! An address on the command line comes from the operator. An address in a job file may come from
 //! anybody: it gets a password of the environment only where `GRISTMILL_QUEUE` or an entry of

@@ -46,8 +46,7 @@ pub struct Settings {
     pub origin: Origin,
     /// librdkafka properties, passed through.
     pub kafka: Vec<(String, String)>,
-    /// Number of deliveries that the worker works on at once, at least 1. The broker sends this
-    /// many in advance.
+    /// Number of deliveries that the worker works on at once, at least 1; RabbitMQ's prefetch.
     pub in_flight: u32,
     pub user: Option<String>,
     pub password: Option<Secret>,

@@ -5,7 +5,7 @@ pub fn dollars(seconds: f64, usd_per_hour: Option<f64>) -> Option<f64> {
     usd_per_hour.map(|price| seconds / 3600.0 * price)
 }
 
-/// Formats dollars for people: four decimals below one dollar, two from there.
+/// Formats dollars for people: four decimals below one dollar, otherwise two.
 pub fn show_dollars(usd: f64) -> String {
     if usd < 1.0 {
         format!("${usd:.4}")

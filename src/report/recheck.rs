@@ -132,7 +132,7 @@ impl Tally {
         if job.texts == again.texts {
             self.same += 1;
             for (a, b) in job.logprobs.iter().zip(&again.logprobs) {
-                // Equal texts of different length in tokens have log probabilities that are not
+                // The same text may consist of other tokens, whose log probabilities are not
                 // comparable.
                 if a.len() == b.len() {
                     a.iter()

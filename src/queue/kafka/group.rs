@@ -33,7 +33,7 @@ const REVOKE_STEP: Duration = Duration::from_millis(20);
 pub(crate) struct MessagePosition {
     pub partition: i32,
     pub offset: i64,
-    /// Numbers the assignments of the partition to us.
+    /// Number of this assignment of the partition to us. A recreated log gets a new number too.
     epoch: u64,
 }
 
@@ -48,7 +48,7 @@ struct AssignedPartition {
 struct Assignment {
     partitions: BTreeMap<i32, AssignedPartition>,
     next_epoch: u64,
-    /// Whether fetching is paused because enough messages are ready.
+    /// Whether fetching is paused because enough messages are in memory.
     paused: bool,
     /// Whether we leave on our own initiative: a revocation then waits for no worker.
     leaving: bool,

@@ -22,7 +22,7 @@ use crate::queue::{Message, QueueError};
 
 /// Timeout for the first answer of a broker, and for creating a topic.
 pub(crate) const DOOR_WAIT: Duration = Duration::from_secs(10);
-/// How long an unknown host name is tried again before it is reported.
+/// How long an unknown host name is retried before it is reported.
 pub(crate) const RESOLVE_WAIT: Duration = Duration::from_secs(3);
 const METADATA_WAIT: Duration = Duration::from_secs(2);
 /// Default maximum of partitions of a new topic, and so of workers that share it. Each partition

@@ -354,13 +354,13 @@ impl Consumer {
                     Disposition::GiveBack(item)
                 }
             };
-            // Fails only once the queue is closed; the broker then repeats the message.
+            // Fails only once the queue is closed; the broker then repeats the message, harmlessly.
             let _ = to_self.send(answer);
         });
         Ok(())
     }
 
-    /// Before closing: acknowledges answered deliveries and sends the others to other workers.
+    /// Acknowledges answered deliveries and sends the others to other workers, before closing.
     async fn leave(&mut self, session: &mut Session) {
         let deadline = tokio::time::Instant::now() + SEND_BACK_MAX;
         // Otherwise messages sent now would come back here and be requeued on closing.
@@ -470,7 +470,7 @@ impl Consumer {
                 }
             }
             tracker.republishing.fetch_sub(1, Ordering::SeqCst);
-            // Fails only once the queue is closed; the broker then repeats the message.
+            // Fails only once the queue is closed; the broker then repeats the message, harmlessly.
             if is_ours {
                 let _ = to_self.send(Disposition::Acknowledge(token));
             }
