@@ -1,7 +1,8 @@
-//! Marks of places where fault tests stop, fail or hold up the process; in normal builds they are nothing.
+//! Marks places where fault tests abort, fail or pause the process. Normal builds contain no marks.
 
-/// Marks a place by its name in `faults::points::POINTS`. In builds with feature `faults` the process may abort there,
-/// wait, or return an error through `?`; in others this expands to nothing.
+/// Marks a place by its name in `faults::points::POINTS`. In builds with feature `faults` the
+/// process may abort or pause there, or return an error through `?`. In other builds this expands
+/// to nothing.
 ///
 /// `failpoint!("keeper.before-log")` in async code, `failpoint!(blocking "device.before-step")` elsewhere.
 #[cfg(feature = "faults")]
@@ -16,7 +17,7 @@ macro_rules! failpoint {
     };
 }
 
-/// Nothing: this build has no feature `faults`.
+/// Expands to nothing, because this build lacks the feature `faults`.
 #[cfg(not(feature = "faults"))]
 #[doc(hidden)]
 #[macro_export]

@@ -1,6 +1,8 @@
-//! gristmill grinds whole datasets through a language model: one job file in, one Parquet part a shard out.
+//! gristmill grinds whole datasets through a language model: one job file in, one Parquet part per
+//! shard out.
 //!
-//! Modules in reading order: [`worker`] shows one shard from receipt to acknowledgement; the others are what it calls.
+//! Start reading at [`worker`], which processes a shard from receipt to acknowledgement and calls
+//! the other modules.
 
 #[macro_use]
 mod say;

@@ -1,4 +1,4 @@
-//! Arguments → command → exit code.
+//! The entry point: it runs `gristmill::cli::main`.
 
 fn main() -> std::process::ExitCode {
     gristmill::cli::main()

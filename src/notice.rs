@@ -1,7 +1,9 @@
-//! Tells a web address that a job is done: one signed POST, tried again within bounds, in the form of Standard Webhooks.
+//! Notifies a web address that a job is done: one signed POST in the form of Standard Webhooks,
+//! with bounded retries.
 //!
-//! The address may come from a record that a stranger wrote. So a redirect is never followed, link-local addresses and metadata services are
-//! never asked, by whatever name, and nothing that comes back is read but the status.
+//! The address may come from a record that a stranger wrote. So redirects are not followed, and
+//! nothing is sent to link-local addresses and metadata services, whatever name leads there. Only
+//! the status of a response is read.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -18,37 +20,37 @@ use crate::ledger::{self, Ledger};
 use crate::report::summary::Summary;
 use crate::signing::Signing;
 
-/// How often it is tried.
+/// Maximum number of attempts.
 const TRIES: u32 = 4;
-/// One try.
+/// Timeout of one attempt.
 const TRY_MAX: Duration = Duration::from_secs(5);
-/// Before the second try; doubles from there.
+/// Pause before the second attempt; it doubles with each further one.
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
-/// All tries together: a worker that is told to stop leaves within 30 s.
+/// Timeout of all attempts together: a worker that is told to stop must leave within 30 s.
 const ALL_MAX: Duration = Duration::from_secs(20);
 
-/// That a job is done.
+/// The notice that a job is done.
 #[derive(Debug, Clone)]
 pub struct Notice {
-    /// The same whenever the same end is told: of the job and its generation.
+    /// `JOB-GENERATION`: a repeated notice has the same id.
     pub id: String,
-    /// What a command reads and what is posted.
+    /// JSON that an `on_finish` command reads on stdin, or that is posted.
     pub body: Value,
 }
 
-/// Why one try came to nothing.
+/// Why an attempt failed.
 #[derive(Debug)]
 struct Failed {
     why: String,
-    /// Another try would not change it.
+    /// Whether another attempt would fail the same way.
     lasting: bool,
 }
 
 impl Notice {
-    /// Of a job that is finished.
+    /// Builds the notice of a finished job.
     ///
     /// # Errors
-    /// Its ledger cannot be read.
+    /// The ledger cannot be read.
     pub async fn of(ledger: &Ledger) -> ledger::Result<Notice> {
         let status = ledger.glance().await?;
         let id = format!("{}-{}", status.job, ledger.generation());
@@ -61,10 +63,10 @@ impl Notice {
         Ok(Notice { id, body })
     }
 
-    /// Posts it, signed with `keys`.
+    /// Posts the notice, signed with `keys`.
     ///
     /// # Errors
-    /// It was not taken, in one line.
+    /// The notice was not accepted; the error is one line.
     pub async fn post(&self, url: &Url, keys: &Signing) -> Result<(), String> {
         if names_link_local(url) {
             return Err("it names a link-local address or metadata service, to which nothing is posted".into());
@@ -127,7 +129,7 @@ impl Notice {
     }
 }
 
-/// `v1,` and the base64 of HMAC-SHA-256 over id, time and body, for each key.
+/// For each key, `v1,` and the base64 of HMAC-SHA-256 over id, time and body.
 fn signatures(keys: &Signing, id: &str, seconds: u64, body: &str) -> String {
     let tags = keys.tags(format!("{id}.{seconds}.{body}").as_bytes());
     let tags: Vec<String> = tags
@@ -137,7 +139,7 @@ fn signatures(keys: &Signing, id: &str, seconds: u64, body: &str) -> String {
     tags.join(" ")
 }
 
-/// What to say of a notice that was not taken.
+/// The message for a notice that was not accepted.
 pub fn not_told(url: &Url, why: &str) -> String {
     format!(
         "`on_finish.url` `{}` was not told: {why}; the job's result stands",
@@ -153,7 +155,8 @@ mod tests {
 
     use super::*;
 
-    /// A server that gives these answers, one a request, and the first bytes of what it was asked.
+    /// A server that sends these answers, one per request, and records the first bytes of each
+    /// request.
     fn server(answers: &'static [&'static str]) -> (Url, Arc<Mutex<Vec<String>>>) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let url = format!("http://127.0.0.1:{}/done", listener.local_addr().unwrap().port());
@@ -182,7 +185,7 @@ mod tests {
         }
     }
 
-    /// Made with Python's `hmac`, `hashlib` and `base64`.
+    /// The expected signatures were made with Python's `hmac`, `hashlib` and `base64`.
     #[test]
     fn a_signature_is_that_of_standard_webhooks() {
         let keys = Signing::with("0123456789abcdef0123456789abcdef\nanother key, of thirty-two bytes").unwrap();

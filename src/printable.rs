@@ -1,15 +1,16 @@
-//! Text for a terminal or a log: what would move the cursor, set the title, clear the screen, or show letters in another order
-//! than they stand is written out.
+//! Escapes text for a terminal or a log: characters that would move the cursor, set the title,
+//! clear the screen, or show letters in another order than stored.
 //!
-//! Rows, templates, names and other people's errors come to a person's terminal through `say` and the log, which escape here. The
-//! form is JSON's (`\u001b`), so that a line of JSON stays what it was. Line ends and tabs are left alone.
+//! Rows, templates, names and foreign errors reach a person's terminal through `say` and the log,
+//! and both escape them here. The form is JSON's (`\u001b`), so an escaped line of JSON has the
+//! same meaning. Line ends and tabs are kept.
 //!
 //! See docs/decisions/032-printed-text-is-escaped-at-one-place.md.
 
 use std::fmt::{self, Write as _};
 use std::io;
 
-/// Writes text on to `out`, escaped.
+/// Writes text to the inner writer, escaped.
 pub(crate) struct Printable<W>(pub W);
 
 impl<W: fmt::Write> fmt::Write for Printable<W> {
@@ -28,21 +29,21 @@ impl<W: fmt::Write> fmt::Write for Printable<W> {
     }
 }
 
-/// The same of what can be shown, as a text.
+/// The displayed value as escaped text.
 pub(crate) fn printable(text: impl fmt::Display) -> String {
     let mut out = Printable(String::new());
-    // Writing to a string cannot fail.
+    // Writing to a string never fails.
     let _ = write!(out, "{text}");
     out.0
 }
 
-/// First bytes of characters that may have to be escaped, for a quick look at texts that have none.
+/// First bytes of characters that may need escaping: a fast check for texts without any.
 fn may_begin_control(byte: u8) -> bool {
     (byte < 0x20 && !matches!(byte, b'\n' | b'\t')) || matches!(byte, 0x7F | 0xC2 | 0xD8 | 0xE2 | 0xEF)
 }
 
-/// Control characters (C0 without line ends and tabs, DEL, C1), marks that change the direction of writing, and separators that
-/// are line ends to some terminals.
+/// Whether to escape `c`: control characters (C0 without line ends and tabs, DEL, C1), marks that
+/// change the writing direction, and separators that some terminals take for line ends.
 fn is_control(c: char) -> bool {
     match c {
         '\n' | '\t' => false,
@@ -51,13 +52,13 @@ fn is_control(c: char) -> bool {
     }
 }
 
-/// Log lines on stderr, escaped. With `colours`, the log's own are left in.
+/// Writes log lines to stderr, escaped. With `colours`, colour sequences are kept.
 pub(crate) struct Log {
     pub colours: bool,
 }
 
 impl io::Write for Log {
-    /// The log writes whole lines.
+    /// The log passes whole lines.
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         let text = String::from_utf8_lossy(line);
         let escaped = match self.colours {
@@ -73,7 +74,7 @@ impl io::Write for Log {
     }
 }
 
-/// Escapes all but sequences that set colours (`ESC [ … m`), which change nothing else.
+/// Escapes everything except colour sequences (`ESC [ … m`), which only change colours.
 fn with_colours(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let mut rest = text;

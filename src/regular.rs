@@ -1,21 +1,21 @@
-//! Files that somebody else may have laid there: a pipe in the place of a file is never opened for its writer, and a file that says that
-//! it is larger than its kind can be is not read.
+//! Reads files that a stranger may have placed. A pipe in place of a file is rejected, because
+//! opening it would wait for a writer. A file larger than its limit is not read.
 
 use std::fs::{File, FileType};
 use std::io::{Error, ErrorKind, Read, Result};
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::Path;
 
-/// Opens a regular file, or a link to one; with its size.
+/// Opens a regular file, or a link to one. Returns the file and its size.
 ///
 /// # Errors
-/// It is something else, or cannot be opened.
+/// The path leads to something else, or cannot be opened.
 pub fn open(path: &Path) -> Result<(File, u64)> {
-    // Before it is opened, since opening a device may already do something.
+    // Checked before opening, because opening a device may already have an effect.
     check(std::fs::metadata(path)?.file_type())?;
     let file = File::options()
         .read(true)
-        // Should a pipe take its place meanwhile, this does not wait for a writer.
+        // Opening must not wait for a writer if a pipe has replaced the file since the check.
         .custom_flags(libc::O_NONBLOCK)
         .open(path)?;
     let meta = file.metadata()?;
@@ -23,11 +23,11 @@ pub fn open(path: &Path) -> Result<(File, u64)> {
     Ok((file, meta.len()))
 }
 
-/// Reads a regular file of at most `max` bytes. What this process was given as an open file (`/dev/stdin`, and `/dev/fd/63` for `<(…)`)
-/// may be a pipe.
+/// Reads a regular file of at most `max` bytes. A file that this process got as an open descriptor
+/// (`/dev/stdin`, and `/dev/fd/63` for `<(…)`) may be a pipe.
 ///
 /// # Errors
-/// As [`open`], or it is larger.
+/// As for [`open`], or the file is larger than `max`.
 pub fn read(path: &Path, max: u64) -> Result<Vec<u8>> {
     let (file, size) = match is_given(path) {
         true => (File::open(path)?, 0),
@@ -39,7 +39,7 @@ pub fn read(path: &Path, max: u64) -> Result<Vec<u8>> {
     read_at_most(file, max)
 }
 
-/// A pipe says no size.
+/// Reads at most `max` bytes, because a pipe has no size to check.
 fn read_at_most(file: File, max: u64) -> Result<Vec<u8>> {
     let mut bytes = Vec::new();
     file.take(max + 1).read_to_end(&mut bytes)?;
@@ -49,10 +49,10 @@ fn read_at_most(file: File, max: u64) -> Result<Vec<u8>> {
     }
 }
 
-/// As [`read`], as text.
+/// Reads a file as [`read`] does, and returns text.
 ///
 /// # Errors
-/// As [`read`], or it is not UTF-8.
+/// As for [`read`], or the file is not UTF-8.
 pub fn read_text(path: &Path, max: u64) -> Result<String> {
     String::from_utf8(read(path, max)?).map_err(|_| Error::new(ErrorKind::InvalidData, "it is not UTF-8 text"))
 }
@@ -70,10 +70,10 @@ fn is_given(path: &Path) -> bool {
         .any(|given| path.starts_with(given))
 }
 
-/// Refuses what is no regular file by what it is.
+/// Refuses a file that is not regular, and names its type.
 ///
 /// # Errors
-/// It is something else.
+/// The file is of another type.
 pub fn check(kind: FileType) -> Result<()> {
     let what = match kind {
         kind if kind.is_file() => return Ok(()),
@@ -88,7 +88,7 @@ pub fn check(kind: FileType) -> Result<()> {
     ))
 }
 
-/// A pipe that nobody writes to: whoever opens it to read waits for ever.
+/// Creates a pipe without a writer: opening it for reading blocks.
 #[cfg(test)]
 pub(crate) fn make_pipe(path: &Path) {
     let made = std::process::Command::new("mkfifo").arg(path).status();

@@ -1,6 +1,8 @@
-//! Lines on stdout and stderr. `println!` and `eprintln!` of this crate are these: the standard library's panic where nobody
-//! reads any more, as in `gristmill status … | head -1`. Here what is not read is dropped, the command finishes its work, and
-//! its end says what became of its output ([`closed`]). Rows, names and errors in them are escaped here ([`printable`]).
+//! Writes lines to stdout and stderr. This crate defines its own `println!` and `eprintln!`, because
+//! the standard macros panic once the reader has closed the pipe, as in
+//! `gristmill status … | head -1`. Here unread output is dropped, the command finishes its work, and
+//! then it reports how its output ended ([`closed`]). Rows, names and errors are escaped
+//! ([`printable`]).
 //!
 //! See docs/decisions/031-a-closed-stdout-ends-quietly.md.
 
@@ -10,7 +12,7 @@ use std::sync::OnceLock;
 
 use crate::printable::printable;
 
-/// Why stdout took no more.
+/// The error that closed stdout.
 static STDOUT: OnceLock<ErrorKind> = OnceLock::new();
 
 macro_rules! println {
@@ -31,11 +33,11 @@ pub(crate) fn to_stdout(line: Arguments<'_>) {
 }
 
 pub(crate) fn to_stderr(line: Arguments<'_>) {
-    // There is no place left to say that it failed.
+    // A failure is ignored, because stderr is the last place to report one.
     let _ = writeln!(std::io::stderr().lock(), "{}", printable(line));
 }
 
-/// Why stdout takes no more, if so: `BrokenPipe` where its reader has left.
+/// The error that closed stdout, if any: `BrokenPipe` if its reader has left.
 pub(crate) fn closed() -> Option<ErrorKind> {
     STDOUT.get().copied()
 }

@@ -1,9 +1,10 @@
-//! Signatures of what tells workers what to do: HMAC-SHA-256 with keys that whoever runs gristmill sets. Without a key nothing is signed,
-//! and nothing is asked for a signature.
+//! Signs records and messages, which tell workers what to do: HMAC-SHA-256 with the operator's
+//! keys. Without a key, nothing is signed and no signature is required.
 //!
-//! A signature is the last field of a record or message, written into the finished bytes: what is signed is every byte before that field,
-//! so nobody has to write the same JSON again to check it, and a reader without a key takes it for a field that it does not know. The
-//! place (which object of which output) is signed along, though it stands in no byte: a copy elsewhere has no signature.
+//! A signature is the last field of a record or message, inserted into the finished JSON. It covers
+//! every byte before that field, so checking it needs no re-serialization. A reader without a key
+//! ignores the field as unknown. The signature also covers the place (which object of which
+//! output), although the bytes do not contain it: a copy at another place fails the check.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -16,36 +17,38 @@ use schemars::Schema;
 use serde_json::json;
 use sha2::{Digest, Sha256};
 
-/// The keys themselves, one a line.
+/// Variable with the keys, one per line.
 const KEY: &str = "GRISTMILL_SIGNING_KEY";
-/// A file with the keys.
+/// Variable with the path of a file of keys.
 const KEY_FILE: &str = "GRISTMILL_SIGNING_KEY_FILE";
-/// Shorter keys can be guessed: so many bytes does HMAC-SHA-256 itself have.
+/// Minimum length of a key: the output length of HMAC-SHA-256. Shorter keys can be guessed.
 const KEY_BYTES_MIN: usize = 32;
-/// More keys than this are no rotation: each costs one try.
+/// Maximum number of keys: a rotation needs few, and each key costs one try.
 const KEYS_MAX: usize = 16;
-/// All keys together.
+/// Maximum size of all keys together.
 const BYTES_MAX: u64 = 16 << 10;
 
-/// Keys of what is posted when a job is done: who receives it has them, too, and must not be able to sign records.
+/// Keys for posts at the end of a job. The recipient has these keys too, and must not be able to
+/// sign records with them.
 const ON_FINISH_KEY: &str = "GRISTMILL_ON_FINISH_KEY";
 const ON_FINISH_KEY_FILE: &str = "GRISTMILL_ON_FINISH_KEY_FILE";
 
 const FIELD: &str = ",\"signature\":\"";
 const END: &str = "\"}";
-/// Hex digits of a signature.
+/// Number of hex digits of a signature.
 const DIGITS: usize = 64;
 
-/// What a signature is for: one of a message never passes for one of a record.
+/// The kind of signed data: a signature of a message is invalid for a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum What {
-    /// An object of the ledger.
+    /// A record in the ledger.
     Record,
-    /// A message of a queue, whichever that is: all that a message means stands in it.
+    /// A message of any queue: its meaning does not depend on the queue.
     Message,
 }
 
-/// Why bytes are not taken for those of somebody who has the key; follows the name of what they are.
+/// Why the signature of some bytes is not accepted. Its text follows the name of the record or
+/// message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Unsigned {
     Missing,
@@ -63,34 +66,34 @@ impl fmt::Display for Unsigned {
     }
 }
 
-/// Keys in the order of their use: the first signs, all of them verify. Cheap to clone.
+/// Keys in the order of use: the first one signs, all of them verify. Cheap to clone.
 #[derive(Clone, Default)]
 pub struct Signing {
     keys: Arc<[Hmac<Sha256>]>,
 }
 
 impl fmt::Debug for Signing {
-    /// How many keys there are, and nothing of them.
+    /// Shows only the number of keys.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Signing({} keys)", self.keys.len())
     }
 }
 
 impl Signing {
-    /// By the environment of this process, as it was at the first call.
+    /// Reads the keys from this process's environment, once; later calls return the same.
     ///
     /// # Errors
-    /// The keys cannot be read or used: one line, without them.
+    /// The keys cannot be read or used. The error is one line without the keys.
     pub fn of_process() -> Result<Signing, String> {
         static OF_PROCESS: OnceLock<Result<Signing, String>> = OnceLock::new();
         let found = OF_PROCESS.get_or_init(|| Signing::of(std::env::var_os(KEY), std::env::var_os(KEY_FILE)));
         found.clone()
     }
 
-    /// As [`Signing::of_process`], with the keys of what is posted when a job is done.
+    /// Reads the keys for posts at the end of a job, as [`Signing::of_process`] reads its keys.
     ///
     /// # Errors
-    /// The same.
+    /// As for [`Signing::of_process`].
     pub fn of_posts() -> Result<Signing, String> {
         let [keys, file] = [ON_FINISH_KEY, ON_FINISH_KEY_FILE].map(std::env::var_os);
         Signing::of_named([ON_FINISH_KEY, ON_FINISH_KEY_FILE], keys, file)
@@ -100,7 +103,8 @@ impl Signing {
         Signing::of_named([KEY, KEY_FILE], keys, file)
     }
 
-    /// By the values of the two variables. One that is set and empty is an error: a secret that did not arrive must not turn signing off.
+    /// Reads the keys from the values of the two variables. A variable that is set but empty is an
+    /// error: a secret that failed to arrive must not turn signing off.
     fn of_named([key, key_file]: [&str; 2], keys: Option<OsString>, file: Option<OsString>) -> Result<Signing, String> {
         match (keys, file) {
             (None, None) => Ok(Signing::default()),
@@ -122,10 +126,10 @@ impl Signing {
         }
     }
 
-    /// With these keys, one a line. Line ends at the end count for nothing.
+    /// Parses keys, one per line. Trailing line ends are ignored.
     ///
     /// # Errors
-    /// Which line is no key, and why: without the key.
+    /// A line is not a valid key. The error names the line, not the key.
     pub fn with(text: &str) -> Result<Signing, String> {
         let lines: Vec<&str> = text.trim_end_matches(['\r', '\n']).lines().collect();
         if lines.len() > KEYS_MAX {
@@ -146,7 +150,7 @@ impl Signing {
                     "the key in line {number} begins or ends with white space: remove it"
                 ));
             }
-            // HMAC takes keys of any length.
+            // HMAC accepts keys of any length.
             Hmac::<Sha256>::new_from_slice(line.as_bytes())
                 .map_err(|error| format!("the key in line {number}: {error}"))
         };
@@ -165,7 +169,7 @@ impl Signing {
         !self.keys.is_empty()
     }
 
-    /// What to say of it at the start; `None`: no key is set.
+    /// The line about signing to print at the start; `None` if no key is set.
     pub fn line(&self) -> Option<String> {
         match self.keys.len() {
             0 => None,
@@ -176,7 +180,8 @@ impl Signing {
         }
     }
 
-    /// `json`, an object with fields in compact JSON and perhaps a line end, with a signature as its last field; as it is without a key.
+    /// Adds a signature as the last field of `json`, a non-empty object in compact JSON that may
+    /// end in a line end. Returns `json` unchanged if no key is set.
     pub fn sign(&self, what: What, place: &str, json: Bytes) -> Bytes {
         let Some(key) = self.keys.first() else { return json };
         let (body, end) = match json.strip_suffix(b"}\n") {
@@ -196,23 +201,24 @@ impl Signing {
         .into()
     }
 
-    /// HMAC-SHA-256 of `bytes`, by each key.
+    /// HMAC-SHA-256 of `bytes` with each key.
     pub fn tags(&self, bytes: &[u8]) -> Vec<[u8; DIGITS / 2]> {
         let tag = |key: &Hmac<Sha256>| key.clone().chain_update(bytes).finalize().into_bytes().into();
         self.keys.iter().map(tag).collect()
     }
 
-    /// Whether `bytes` are as one of the keys signed them for that place. Without a key everything passes.
+    /// Checks that one of the keys signed `bytes` for this kind and place. Without a key,
+    /// everything passes.
     ///
     /// # Errors
-    /// They are not.
+    /// The signature is missing or wrong.
     pub fn check(&self, what: What, place: &str, bytes: &[u8]) -> Result<(), Unsigned> {
         if !self.is_on() {
             return Ok(());
         }
         let (body, tag) = parts(bytes).ok_or(Unsigned::Missing)?;
         let digest = Sha256::digest(body);
-        // `verify_slice` takes the same time whichever byte differs.
+        // `verify_slice` takes constant time, whichever byte differs.
         let signed = |key| mac(key, what, place, &digest).verify_slice(&tag).is_ok();
         match self.keys.iter().any(signed) {
             true => Ok(()),
@@ -221,7 +227,8 @@ impl Signing {
     }
 }
 
-/// The authenticated text: what it is for, the place, and the hash of the bytes, the first two with their lengths before them.
+/// Authenticates kind, place, and the hash of the bytes. The length of kind and place precedes
+/// each.
 fn mac(key: &Hmac<Sha256>, what: What, place: &str, digest: &[u8]) -> Hmac<Sha256> {
     let mut mac = key.clone();
     let kind = match what {
@@ -236,7 +243,7 @@ fn mac(key: &Hmac<Sha256>, what: What, place: &str, digest: &[u8]) -> Hmac<Sha25
     mac
 }
 
-/// What was signed, and the signature, where these bytes end in one.
+/// Splits bytes that end in a signature into the signed bytes and the signature.
 fn parts(bytes: &[u8]) -> Option<(&[u8], [u8; DIGITS / 2])> {
     let bytes = bytes.strip_suffix(b"\n").unwrap_or(bytes);
     let rest = bytes.strip_suffix(END.as_bytes())?;
@@ -250,12 +257,12 @@ fn parts(bytes: &[u8]) -> Option<(&[u8], [u8; DIGITS / 2])> {
     Some((body, tag))
 }
 
-/// Whether `bytes` bear a signature, whoever made it.
+/// Whether `bytes` end in a signature, valid or not.
 pub fn is_signed(bytes: &[u8]) -> bool {
     parts(bytes).is_some()
 }
 
-/// Adds the field to the JSON Schema of what may be signed.
+/// Adds the field `signature` to the JSON Schema of a record or message.
 pub fn describe(schema: &mut Schema) {
     let properties = schema.ensure_object().entry("properties").or_insert_with(|| json!({}));
     if let Some(properties) = properties.as_object_mut() {
@@ -282,7 +289,7 @@ mod tests {
         Signing::with(text).unwrap()
     }
 
-    /// RFC 4231, test cases 1, 2 and 6.
+    /// Source: RFC 4231, test cases 1, 2 and 6.
     #[test]
     fn the_function_is_hmac_sha_256() {
         let cases: [(&[u8], &[u8], &str); 3] = [
@@ -309,7 +316,8 @@ mod tests {
         }
     }
 
-    /// Made with Python's `hmac` and `hashlib`: what is signed must never change without another `gristmill record N`.
+    /// The expected values were made with Python's `hmac` and `hashlib`. The signed bytes must
+    /// never change without a new `gristmill record N`.
     #[test]
     fn a_signature_stays_what_it_was() {
         let signed = with(ONE).sign(
@@ -345,7 +353,7 @@ mod tests {
         );
         assert_eq!(with(TWO).check(What::Record, place, &signed), wrong, "another key");
         assert_eq!(signing.check(What::Record, place, RECORD), Err(Unsigned::Missing));
-        // No byte of it can be another one.
+        // Changing any byte invalidates the signature.
         for at in 0..signed.len() {
             let mut changed = signed.to_vec();
             changed[at] ^= 1;

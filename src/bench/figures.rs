@@ -1,4 +1,4 @@
-//! What a benchmark found: one JSON object for machines, a few lines for people.
+//! The figures of a benchmark: one JSON object for machines, a few lines for people.
 
 use std::time::Duration;
 
@@ -7,35 +7,35 @@ use serde::Serialize;
 use crate::engine::totals::StepShape;
 use crate::report::summary::{number, percent};
 
-/// A benchmark's result. Rates are over `seconds`, from the first request's submission to the last one's end; loading the
-/// model and tokenizing the trace are not in it.
+/// A benchmark's result. Rates are over `seconds`, which last from the first request's submission
+/// to the last request's end. Loading the model and tokenizing the trace are excluded.
 #[derive(Debug, Clone, Serialize)]
 pub struct Figures {
     pub model: String,
     pub precision: String,
-    /// What keys and values are kept in.
+    /// Type of the KV cache.
     pub kv_cache: String,
-    /// Instructions that the CPU's kernels use, or the GPU's name.
+    /// Instruction set of the CPU's kernels, or the GPU's name.
     pub isa: String,
     pub threads: usize,
     pub requests: u64,
     /// Requests that ended with an error.
     pub failed: u64,
     pub prompt_tokens: u64,
-    /// Prompt tokens that were not computed because another request had computed them.
+    /// Prompt tokens that were reused from another request instead of computed.
     pub cached_tokens: u64,
     pub generated_tokens: u64,
-    /// Tokens that went through the model, those computed twice as often as they were.
+    /// Tokens that went through the model. A recomputed token counts each time.
     pub computed_tokens: u64,
     pub seconds: f64,
     pub requests_per_second: f64,
     pub prompt_tokens_per_second: f64,
     pub generated_tokens_per_second: f64,
-    /// Prompt and generated tokens.
+    /// Prompt and generated tokens per second.
     pub total_tokens_per_second: f64,
-    /// Of the whole process, weights among it.
+    /// Peak memory of the whole process, including the weights.
     pub peak_memory_bytes: u64,
-    /// Where the seconds went: `plan`, the model's operations, `sample`, and `other`.
+    /// Seconds per operation: `plan`, the model's operations, `sample`, and `other`.
     pub seconds_by_operation: Vec<(String, f64)>,
     pub batches: Batches,
 }
@@ -46,39 +46,40 @@ pub struct Batches {
     pub steps: u64,
     pub prefill_tokens: u64,
     pub decode_tokens: u64,
-    /// Steps that held both.
+    /// Steps with both prefill and decode.
     pub mixed_steps: u64,
-    /// Prefill alone.
+    /// Steps with prefill only.
     pub prefill_steps: u64,
-    /// Decode alone.
+    /// Steps with decode only.
     pub decode_steps: u64,
     pub sequences_a_step: f64,
     pub tokens_a_step: f64,
-    /// Of the step's token budget.
+    /// Mean share of the step's token budget.
     pub budget_used: f64,
-    /// Of the sequences that may run at once.
+    /// Mean share of the maximum number of running sequences.
     pub slots_used: f64,
-    /// Times that a sequence lost its blocks.
+    /// Number of times that a sequence lost its KV blocks.
     pub preempted: u64,
-    /// Computed again after that.
+    /// Tokens computed again after preemptions.
     pub recomputed_tokens: u64,
-    /// Tokens of nobody: batches are packed flat, there are none.
+    /// Always 0, because batches are packed without padding.
     pub padding_tokens: u64,
-    /// Time that no step took, of all.
+    /// Share of the time in which no step ran.
     pub idle: f64,
 }
 
 /// A step that was run.
 #[derive(Debug, Clone, Copy)]
 pub struct Step {
-    /// Since the first request.
+    /// Time since the first request.
     pub began: Duration,
     pub took: Duration,
     pub shape: StepShape,
 }
 
 impl Batches {
-    /// Sums over steps. `needed`: tokens that had to be computed at least.
+    /// Sums up the steps. `needed` is the minimum number of tokens to compute, without
+    /// recomputation.
     pub fn of(steps: &[Step], seconds: f64, needed: u64, budget: usize, slots: usize) -> Batches {
         let sum = |of: fn(&StepShape) -> usize| steps.iter().map(|step| of(&step.shape) as u64).sum::<u64>();
         let count = |of: fn(&StepShape) -> bool| steps.iter().filter(|step| of(&step.shape)).count() as u64;
@@ -162,7 +163,7 @@ impl Batches {
 }
 
 impl Figures {
-    /// Lines for people; with how requests were batched where `explain` says so.
+    /// Formats the figures for people; `explain` adds how requests were batched.
     pub fn lines(&self, explain: bool) -> String {
         let rate = |value: f64| number(value.round() as u64);
         let mut rows = vec![

@@ -1,4 +1,4 @@
-//! `gristmill bench`: requests of a trace through the engine, and what that says.
+//! `gristmill bench`: runs the requests of a trace through the engine and reports figures.
 
 pub mod figures;
 pub mod picture;

@@ -1,4 +1,4 @@
-//! The steps of a benchmark as an SVG: tokens a step over time, prefill on top of decode.
+//! Draws the steps of a benchmark as an SVG: tokens per step over time, prefill stacked on decode.
 
 use std::fmt::Write;
 
@@ -6,14 +6,14 @@ use super::figures::Step;
 
 const WIDTH: f64 = 960.0;
 const HEIGHT: f64 = 320.0;
-/// Around the plot: left and below, for its labels; above and right.
+/// Left margin (for the axis labels) and top margin of the plot.
 const MARGIN: (f64, f64) = (64.0, 24.0);
-/// Columns that the time is cut into at most.
+/// Maximum number of time slices.
 const COLUMNS: usize = 480;
 const PREFILL: &str = "#c9743a";
 const DECODE: &str = "#3a6ea5";
 
-/// Mean tokens a step in each slice of time, as (prefill, decode).
+/// Mean tokens per step in each time slice, as (prefill, decode).
 fn columns(steps: &[Step], seconds: f64) -> Vec<(f64, f64)> {
     let count = COLUMNS.min(steps.len()).max(1);
     let mut sums = vec![(0.0, 0.0, 0.0); count];
@@ -29,7 +29,7 @@ fn columns(steps: &[Step], seconds: f64) -> Vec<(f64, f64)> {
         .collect()
 }
 
-/// The picture, with `title` above it.
+/// Returns the SVG, with `title` above the plot.
 pub fn picture(steps: &[Step], seconds: f64, title: &str) -> String {
     let columns = columns(steps, seconds);
     let most = columns.iter().map(|(p, d)| p + d).fold(1.0, f64::max);

@@ -1,4 +1,4 @@
-//! The requests that a benchmark runs: a trace's lines, or random prompts of one length.
+//! The requests of a benchmark: lines of a trace, or random prompts of one length.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
@@ -11,10 +11,11 @@ use crate::engine::params::{GenerationParams, OutputConstraint};
 use crate::engine::request::{Request, UnitId};
 use crate::model::tokenizer::Tokenizer;
 
-/// Longest line of a trace.
+/// Upper bound on the length of a line.
 const LINE_BYTES_MAX: u64 = 16 << 20;
 
-/// A line of a trace. Whatever else a line holds is an error: a misspelt option would be measured as if it were not there.
+/// A line of a trace. Unknown fields are errors, because a misspelt option would be ignored
+/// silently.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Line {
@@ -38,7 +39,7 @@ fn one() -> f32 {
     1.0
 }
 
-/// What is wrong with a trace, and where.
+/// An error in a trace, with its line.
 #[derive(Debug, thiserror::Error)]
 pub enum TraceError {
     #[error("cannot read the trace `{path}`: {error}")]
@@ -49,10 +50,10 @@ pub enum TraceError {
     Empty { path: String },
 }
 
-/// Reads a trace: a JSON object a line, empty lines between them are passed over.
+/// Reads a trace: one JSON object per line. Empty lines are skipped.
 ///
 /// # Errors
-/// A file that cannot be read, or the first line that is not a request.
+/// The file is unreadable, or a line is not a request (the first such line is reported).
 pub fn read(
     path: &Path,
     tokenizer: &Tokenizer,
@@ -86,7 +87,7 @@ pub fn read(
         }
         let (prompt, mut params) = request(&text, tokenizer).map_err(wrong)?;
         params.ignore_eos = ignore_eos;
-        // Requests of equal parameters share them, as rows of a job do.
+        // Requests with equal parameters share them, as rows of a job do.
         let params = match requests.last() {
             Some(last) if *last.params == params => last.params.clone(),
             _ => Arc::new(params),
@@ -140,7 +141,8 @@ fn request(text: &str, tokenizer: &Tokenizer) -> Result<(Vec<u32>, GenerationPar
     Ok((prompt, params))
 }
 
-/// `count` requests of `input` random tokens each that generate `output` tokens, greedy.
+/// Generates `count` greedy requests, each with `input` random prompt tokens and `output` generated
+/// tokens.
 pub fn random(count: u32, input: u32, output: u32, vocabulary: u32, seed: u64, eos: &Arc<[u32]>) -> Vec<Request> {
     let params = Arc::new(GenerationParams {
         max_tokens: output,

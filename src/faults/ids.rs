@@ -1,20 +1,20 @@
-//! Ids that follow from a seed, so that a simulation can be played again to the letter.
+//! Derives ids from a seed, so that a simulation can be replayed exactly.
 
 use std::cell::Cell;
 
 use crate::engine::philox::philox4x32;
 
 thread_local! {
-    /// The seed, and how many ids were made.
+    /// The seed, and the number of ids made.
     static STATE: Cell<Option<(u64, u64)>> = const { Cell::new(None) };
 }
 
-/// From now on, the ids that this thread makes follow from `seed`.
+/// Derives all further ids of this thread from `seed`.
 pub fn follow(seed: u64) {
     STATE.set(Some((seed, 0)));
 }
 
-/// The next id's bytes, at most 16, where this thread's ids follow from a seed.
+/// The next id's bytes, at most 16; `None` if this thread has no seed.
 pub fn next<const N: usize>() -> Option<[u8; N]> {
     let (seed, made) = STATE.get()?;
     STATE.set(Some((seed, made + 1)));

@@ -1,9 +1,10 @@
-//! A device that computes a known function of each row's prompt, in steps that take time as a real one's would.
+//! A device that computes a known function of each row's prompt, in steps that take time as a real
+//! device's do.
 //!
-//! Of the prompt's token ids, each as four little-endian bytes, it takes the SHA-256. The text is `k-` and the first 8
-//! bytes in hex; completion token i is the little-endian number in bytes 2i and 2i + 1 (modulo 32), modulo 2000. Two
-//! first ids are no data: [`ABORT_ID`] ends the process, as a row would that brings the device down, and [`ERROR_ID`]
-//! makes the row an error.
+//! The function is the SHA-256 of the prompt's token ids, each as four little-endian bytes. The
+//! text is `k-` and the first 8 bytes in hex. Completion token i is the little-endian number in
+//! bytes 2i and 2i + 1 (modulo 32), modulo 2000. Two first ids have a special meaning: [`ABORT_ID`]
+//! ends the process, like a row that crashes the device, and [`ERROR_ID`] makes the row an error.
 
 use std::collections::VecDeque;
 use std::fs::{File, OpenOptions};
@@ -15,24 +16,24 @@ use sha2::{Digest, Sha256};
 use crate::engine::request::{Completion, FinishReason, Finished, Request};
 use crate::engine::{EngineError, Generator, Refused};
 
-/// A prompt that begins with it aborts the process in the step that computes it.
+/// A prompt with this first id aborts the process in the step that computes it.
 pub const ABORT_ID: u32 = 2047;
-/// A prompt that begins with it fails its row.
+/// A prompt with this first id fails its row.
 pub const ERROR_ID: u32 = 2046;
-/// Completion token ids are below this.
+/// Exclusive upper bound of completion token ids.
 const COMPLETION_IDS: u32 = 2000;
-/// Rows of a step: they grow and shrink between these.
+/// Rows per step, which vary within this range.
 const STEP_ROWS: std::ops::RangeInclusive<usize> = 16..=64;
-/// [`KnownDevice::wants_more`] until so many rows wait.
+/// [`KnownDevice::wants_more`] is true until this many rows wait.
 const WAITING_ROWS: usize = 256;
 
-/// How long a row takes, and what it yields.
+/// Time and completion tokens per row, and rows to fail.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Pace {
-    /// 0: at once.
+    /// Milliseconds per row; 0 answers at once.
     pub ms_per_row: f64,
     pub completion_tokens: usize,
-    /// A device out of order: prompts whose first id is below this fail their rows.
+    /// Simulates a broken device: prompts whose first id is below this fail their rows.
     pub errors_below: u32,
 }
 
@@ -47,13 +48,13 @@ impl Default for Pace {
 }
 
 impl Pace {
-    /// What a row counts for, an answer or not.
+    /// Tokens that a row counts for, even if it fails.
     fn tokens_of(&self, request: &Request) -> u64 {
         (request.prompt.len() + self.completion_tokens) as u64
     }
 }
 
-/// See the module's description.
+/// A known device (see the module's description).
 #[derive(Debug)]
 pub struct KnownDevice {
     pace: Pace,
@@ -69,7 +70,7 @@ impl KnownDevice {
         std::env::var("GRISTMILL_KNOWN_DEVICE").is_ok_and(|value| value == "1")
     }
 
-    /// As the environment says; what it says wrong ends the process.
+    /// Builds the device from the environment; an invalid value ends the process.
     pub fn from_env() -> KnownDevice {
         let default = Pace::default();
         let pace = Pace {
@@ -95,7 +96,7 @@ impl KnownDevice {
         KnownDevice::new(pace, trace)
     }
 
-    /// A device at `pace` that appends a line `JOB,ROW` for each row that it computes to `trace`.
+    /// Creates a device at `pace`. It appends a line `JOB,ROW` to `trace` for each computed row.
     pub fn new(pace: Pace, trace: Option<File>) -> KnownDevice {
         KnownDevice {
             pace,
@@ -106,14 +107,14 @@ impl KnownDevice {
         }
     }
 
-    /// Rows of the next step.
+    /// Number of rows of the next step.
     fn step_rows(&self) -> usize {
         let (least, most) = (*STEP_ROWS.start(), *STEP_ROWS.end());
-        // A stride that is no divisor, so that steps and shards do not keep in step.
+        // 29 has no common divisor with the number of sizes, so steps do not align with shards.
         least + self.steps * 29 % (most - least + 1)
     }
 
-    /// Appends the step's rows in one write: lines of several processes do not mix.
+    /// Appends the step's rows in a single write, so that lines of several processes do not mix.
     fn write_trace(&mut self, rows: &[Request]) {
         let Some(trace) = &mut self.trace else { return };
         let lines: String = rows
@@ -210,7 +211,7 @@ fn completion(request: &Request, pace: &Pace) -> Result<Completion, String> {
     })
 }
 
-/// The number in `variable`, or `default` without it.
+/// The number in `variable`, or `default` if it is unset.
 fn number<T: std::str::FromStr>(variable: &str, default: T, fits: impl Fn(&T) -> bool) -> T {
     let Ok(text) = std::env::var(variable) else {
         return default;

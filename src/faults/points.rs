@@ -1,4 +1,4 @@
-//! Failpoints: marked places where this process aborts, fails or waits, at the n-th time that it passes them.
+//! Failpoints: marked places where this process aborts, fails or pauses at the n-th pass.
 
 use std::collections::HashMap;
 use std::sync::OnceLock;
@@ -7,10 +7,11 @@ use std::time::Duration;
 
 use crate::ledger::LedgerError;
 
-/// The variable that arms points.
+/// The variable that arms failpoints.
 pub const VARIABLE: &str = "GRISTMILL_FAILPOINTS";
 
-/// All points: before and after each boundary between stages of a worker, in the order in which a shard passes them.
+/// All points, before and after each boundary between a worker's stages, in the order of a shard's
+/// processing.
 pub const POINTS: &[&str] = &[
     "intake.before-receive",
     "intake.after-receive",
@@ -33,12 +34,12 @@ pub const POINTS: &[&str] = &[
     "keeper.after-acknowledge",
 ];
 
-/// The error of an armed point.
+/// The error returned by a point that is armed with `error`.
 #[derive(Debug, thiserror::Error)]
 #[error("failpoint `{0}`: an error, as armed")]
 pub struct Injected(&'static str);
 
-/// Within the ledger: what a store that does not answer would be.
+/// In the ledger, the error looks like a store that does not answer.
 impl From<Injected> for LedgerError {
     fn from(injected: Injected) -> LedgerError {
         LedgerError::Retryable {
@@ -52,7 +53,7 @@ impl From<Injected> for LedgerError {
     }
 }
 
-/// What an armed point does.
+/// The action of an armed point.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Action {
     Abort,
@@ -63,12 +64,12 @@ enum Action {
 #[derive(Debug)]
 struct Armed {
     action: Action,
-    /// The pass that it acts at, from 1.
+    /// The number of the pass at which it acts, from 1.
     at: u64,
     passes: AtomicU64,
 }
 
-/// Passes the point `name` in async code. A pause does not hold up other tasks.
+/// Passes the point `name` in async code. A pause blocks only this task.
 ///
 /// # Errors
 /// The point is armed with `error`, and this is its pass.
@@ -82,10 +83,10 @@ pub async fn point(name: &'static str) -> Result<(), Injected> {
     }
 }
 
-/// Passes the point `name` on a thread of its own. A pause holds it up.
+/// Passes the point `name` on a blocking thread. A pause blocks the thread.
 ///
 /// # Errors
-/// As [`point`].
+/// See [`point`].
 pub fn point_blocking(name: &'static str) -> Result<(), Injected> {
     act(name, due(name))
 }
@@ -102,7 +103,8 @@ fn act(name: &'static str, due: Option<Action>) -> Result<(), Injected> {
     }
 }
 
-/// What is to happen at this pass; said on stderr first, so that a test can tell that it did.
+/// The action due at this pass. It is reported on stderr first, so that a test can see that it
+/// happened.
 fn due(name: &'static str) -> Option<Action> {
     static ARMED: OnceLock<HashMap<&'static str, Armed>> = OnceLock::new();
     let armed = ARMED.get_or_init(|| {

@@ -5,7 +5,7 @@ use std::sync::OnceLock;
 /// The variable that turns switches on.
 pub const VARIABLE: &str = "GRISTMILL_FAULT_SWITCHES";
 
-/// All switches, and what each does.
+/// All switches, with the effect of each.
 pub const SWITCHES: &[(&str, &str)] = &[
     (
         "ack-before-commit",
@@ -34,7 +34,8 @@ pub fn switch(name: &str) -> bool {
     on.contains(&name)
 }
 
-/// The bytes of a record of version `version`, in version `next` where the switch `next-version` is on.
+/// The bytes of a record of version `version`. If the switch `next-version` is on, their version is
+/// `next`.
 pub fn as_next_version(bytes: Vec<u8>, version: u32, next: u32) -> Vec<u8> {
     let begins = format!("{{\"v\":{version},");
     match bytes.strip_prefix(begins.as_bytes()) {

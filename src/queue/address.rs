@@ -1,4 +1,4 @@
-//! Queue addresses: `kafka://…` and `amqp://…`, read once, shown without their secrets.
+//! Queue addresses: `kafka://…` and `amqp://…`, parsed once and displayed without their secrets.
 
 use std::fmt;
 use std::str::FromStr;
@@ -6,22 +6,23 @@ use std::time::Duration;
 
 use super::QueueError;
 
-/// RabbitMQ closes a channel whose delivery nobody answers for this long, unless its node is told otherwise.
+/// RabbitMQ's default acknowledgement timeout: it closes a channel with a delivery that is
+/// unacknowledged for longer.
 pub const ACK_TIMEOUT_DEFAULT: Duration = Duration::from_secs(30 * 60);
 const KAFKA_PORT: u16 = 9092;
 const AMQP_PORT: u16 = 5672;
 const AMQPS_PORT: u16 = 5671;
 /// Kafka's own bound on topic names, in bytes.
 const TOPIC_BYTES_MAX: usize = 249;
-/// What a consumer group is called by default: this and its topic.
+/// Prefix of the default name of a consumer group; the topic follows.
 const GROUP_OF: &str = "gristmill-";
-/// A group's name, in bytes: that of any topic fits.
+/// Maximum length of a group's name in bytes: the default name of any topic fits.
 const GROUP_BYTES_MAX: usize = GROUP_OF.len() + TOPIC_BYTES_MAX;
-/// AMQP's short string, in bytes.
+/// Maximum length of an AMQP short string, in bytes.
 const NAME_BYTES_MAX: usize = 255;
 const PARTITIONS_MAX: u32 = 10_000;
 
-/// A text that is never shown.
+/// A text that is never displayed.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Secret(String);
 
@@ -30,7 +31,7 @@ impl Secret {
         Secret(text.into())
     }
 
-    /// The text itself, for the broker alone.
+    /// The text itself, to be sent to the broker only.
     pub fn reveal(&self) -> &str {
         &self.0
     }
@@ -42,7 +43,7 @@ impl fmt::Debug for Secret {
     }
 }
 
-/// Where a queue is. Its `Display` and `Debug` hide the password.
+/// The address of a queue. Its `Display` and `Debug` hide the password.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum QueueUrl {
     Kafka(KafkaUrl),
@@ -54,12 +55,12 @@ pub enum QueueUrl {
 pub struct KafkaUrl {
     pub user: Option<String>,
     pub password: Option<Secret>,
-    /// `host:port` each.
+    /// Brokers as `host:port`.
     pub brokers: Vec<String>,
     pub topic: String,
     /// The consumer group that workers share.
     pub group: String,
-    /// How many partitions a new topic gets, where somebody chose.
+    /// Number of partitions of a new topic, where the address sets it.
     pub partitions: Option<u32>,
 }
 
@@ -69,7 +70,7 @@ pub struct RabbitUrl {
     pub tls: bool,
     pub user: Option<String>,
     pub password: Option<Secret>,
-    /// A name or an address; an IPv6 address without its brackets.
+    /// A host name or an IP address; an IPv6 address has no brackets here.
     pub host: String,
     pub port: u16,
     pub vhost: String,
@@ -78,7 +79,7 @@ pub struct RabbitUrl {
     pub ack_timeout: Duration,
 }
 
-/// What stands between `://` and the first `/`, and what comes after.
+/// The components of an address after `://`.
 struct Parts<'a> {
     user: Option<String>,
     password: Option<Secret>,
@@ -94,7 +95,7 @@ fn wrong(what: impl Into<String>) -> QueueError {
 impl FromStr for QueueUrl {
     type Err = QueueError;
 
-    /// Errors never repeat what may be a secret: only what comes after the last `@`.
+    /// Errors never repeat text that may be a secret: they quote only text after the last `@`.
     fn from_str(text: &str) -> Result<QueueUrl, QueueError> {
         let (scheme, rest) = text
             .split_once("://")
@@ -166,7 +167,7 @@ fn pairs(query: &str) -> Result<Vec<(String, String)>, QueueError> {
     Ok(found)
 }
 
-/// Percent-decoding; `+` is a plus.
+/// Decodes percent-encoding; `+` remains a plus.
 fn decode(text: &str, part: &str) -> Result<String, QueueError> {
     let bad = || {
         wrong(format!(
@@ -196,7 +197,7 @@ fn encode(text: &str) -> String {
         .collect()
 }
 
-/// A host and its port; IPv6 addresses stand in brackets.
+/// Parses a host and an optional port; IPv6 addresses are in brackets.
 pub(super) fn host_port(text: &str, default: u16) -> Result<(String, u16), QueueError> {
     let (host, port) = match text.strip_prefix('[') {
         Some(rest) => {
@@ -221,7 +222,8 @@ pub(super) fn host_port(text: &str, default: u16) -> Result<(String, u16), Queue
     }
     let port = match port {
         None => default,
-        // What stands here may be the start of a password with an unencoded `/`: it is not repeated.
+        // The text may be the start of a password with an unencoded `/`, so the error does not
+        // repeat it.
         Some(port) => port.parse().ok().filter(|&port| port > 0).ok_or_else(|| {
             wrong(
                 "the queue address has a port that is no number from 1 to 65535 (a `/` or `@` in a password is to be percent-encoded)",

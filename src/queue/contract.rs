@@ -1,4 +1,5 @@
-//! What every queue must do, as checks that panic where it does not. Tests run them on each implementation.
+//! The contract of every queue as checks that panic on a violation. Tests run them on each
+//! implementation.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
@@ -6,11 +7,12 @@ use std::time::{Duration, Instant};
 
 use super::{Delivery, HOPS_MAX, Message, Queue};
 
-/// Long enough for a message that is there.
+/// Timeout for a message that is in the queue.
 const SOON: Duration = Duration::from_secs(30);
 
-/// Runs every check. `fill` makes a fresh queue that holds the messages given and lets at least [`IN_FLIGHT`] deliveries
-/// be out at once; `never` is how long a check waits for a message that must not come.
+/// Runs every check. `fill` creates a fresh queue that holds the given messages and allows at least
+/// [`IN_FLIGHT`] outstanding deliveries. `never` is how long a check waits for a message that must
+/// not come.
 pub async fn check<F, Fut>(never: Duration, fill: F)
 where
     F: Fn(Vec<Message>) -> Fut,
@@ -43,11 +45,11 @@ where
         .await;
 }
 
-/// How many deliveries the checks hold at once.
+/// Number of deliveries that the checks hold at once.
 pub const IN_FLIGHT: u32 = 10;
 
 struct Checker {
-    /// How long a message that must not come is waited for.
+    /// How long to wait for a message that must not come.
     never: Duration,
 }
 
@@ -71,7 +73,8 @@ impl Checker {
         assert!(found.is_none(), "nothing may come, {found:?} came");
     }
 
-    /// Receives and acknowledges until nothing comes; the shards in order of arrival.
+    /// Receives and acknowledges until no message comes, and returns the shards in order of
+    /// arrival.
     async fn drain(&self, queue: &dyn Queue) -> Vec<u32> {
         let mut shards = Vec::new();
         while let Some(delivery) = queue.receive(self.never).await.expect("receive works") {
@@ -81,7 +84,7 @@ impl Checker {
         shards
     }
 
-    /// Having nothing is no absence: an empty queue gets attached and stays so.
+    /// An empty queue becomes attached and stays so.
     async fn an_empty_queue_gives_nothing(&self, queue: &dyn Queue) {
         let start = Instant::now();
         while !queue.is_attached() {
@@ -143,7 +146,8 @@ impl Checker {
         for _ in 0..10 {
             held.push(receive(queue).await);
         }
-        // The later half is acknowledged, the earlier half is lost: every lost one must come again.
+        // The later half is acknowledged and the earlier half is lost: every lost message must come
+        // again.
         let lost: BTreeSet<u32> = held.drain(..5).map(|delivery| delivery.message.shard).collect();
         for delivery in held.iter().rev() {
             queue.acknowledge(delivery).await.expect("acknowledge works");
@@ -174,9 +178,9 @@ impl Checker {
             queue.give_back(&second).await.expect("giving back twice is harmless");
         }
         let again = receive(queue).await;
-        // What is given back in good order accuses nobody.
+        // A delivery that was given back is not counted.
         assert_eq!((again.message.shard, again.deliveries), (second.message.shard, 1));
-        // The first holder wakes late; the message is another's now.
+        // The first holder answers late, when another holds the message.
         queue.acknowledge(&second).await.expect("a late answer is harmless");
         drop(second);
         self.expect_nothing(queue).await;

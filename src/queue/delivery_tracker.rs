@@ -1,5 +1,6 @@
-//! What lies between a broker's thread and the worker: messages that are ready, deliveries that are out, their leases,
-//! and recalls. It never does I/O and knows no broker; `T` is how the broker knows a delivery.
+//! State between a broker's thread and the worker: ready messages, outstanding deliveries with
+//! their leases, and recalls. It does no I/O and is independent of the broker. `T` is the broker's
+//! identifier of a delivery.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -17,7 +18,7 @@ use super::{Delivery, HOPS_MAX, Message, Queue, QueueError, Recall, Settings};
 pub(crate) struct ReceivedMessage<T> {
     pub token: T,
     pub message: Message,
-    /// As it came, to be passed on byte for byte.
+    /// The received bytes, to be passed on unchanged.
     pub body: Vec<u8>,
     pub deliveries: u32,
     pub hops: u32,
@@ -25,10 +26,11 @@ pub(crate) struct ReceivedMessage<T> {
     pub arrived: Instant,
 }
 
-/// Deliveries that may be out beyond those that are worked on: set aside, or on their way to other workers.
+/// Maximum number of outstanding deliveries beyond those being worked on: deliveries set aside, or
+/// on their way to other workers.
 const ASIDE_MAX: usize = 4096;
 
-/// A message to be sent again with so many hops; then `token` is done with.
+/// A message to be sent again with this number of hops. Once it is sent, `token` is acknowledged.
 #[derive(Debug, Clone)]
 pub(crate) struct Republish<T> {
     pub token: T,
@@ -36,7 +38,7 @@ pub(crate) struct Republish<T> {
     pub hops: u32,
 }
 
-/// What the worker says about a delivery, for the broker's thread.
+/// The worker's answer to a delivery, for the broker's thread.
 #[derive(Debug)]
 pub(crate) enum Disposition<T> {
     Acknowledge(T),
@@ -44,10 +46,10 @@ pub(crate) enum Disposition<T> {
     Republish(Republish<T>),
 }
 
-/// A delivery in the worker's hands.
+/// A delivery that the worker holds.
 struct Outstanding<T> {
     item: ReceivedMessage<T>,
-    /// When the worker counts as stuck, unless it extends.
+    /// End of the lease: the worker counts as stuck from then on, unless it extends the delivery.
     until: Instant,
 }
 
@@ -56,9 +58,9 @@ struct State<T> {
     out: BTreeMap<u64, Outstanding<T>>,
     next_receipt: u64,
     recalls: VecDeque<Recall>,
-    /// Why the broker refuses us, while it does.
+    /// Why the broker refuses access; `None` while it grants access.
     denied: Option<String>,
-    /// Whether the broker counts us among its consumers.
+    /// Whether the broker has registered this consumer.
     attached: bool,
 }
 
@@ -66,14 +68,15 @@ pub(crate) struct DeliveryTracker<T> {
     state: Mutex<State<T>>,
     dispositions: UnboundedSender<Disposition<T>>,
     first_lease: Duration,
-    /// Deliveries that may be out at once.
+    /// Maximum number of outstanding deliveries.
     out_max: usize,
-    /// Notified when a message is ready or may go out, or access is denied.
+    /// Notified when a message is ready, when another delivery is allowed, or when access is
+    /// denied.
     ready_notify: Notify,
-    /// Notified when a receiver finds nothing.
+    /// Notified when a receiver finds no ready message.
     pub starved_notify: Notify,
     recall_notify: Notify,
-    /// Counts the worker's signs of life.
+    /// Counts the worker's calls that show progress.
     progress_count: AtomicU64,
     /// Messages that wait to be passed on.
     pub republishing: AtomicUsize,
@@ -82,7 +85,7 @@ pub(crate) struct DeliveryTracker<T> {
     pub closed_notify: Notify,
 }
 
-/// A recall on its way: whether the worker has let go of its deliveries.
+/// A recall in progress, which ends when the worker has let go of its deliveries.
 pub(crate) struct Recalling {
     receipts: Vec<u64>,
     ended: oneshot::Receiver<()>,
@@ -98,7 +101,7 @@ impl Recalling {
         dropped || self.is_answered(tracker)
     }
 
-    /// Whether each of its deliveries has been answered.
+    /// Whether each of the recalled deliveries has been answered.
     pub fn is_answered<T>(&self, tracker: &DeliveryTracker<T>) -> bool {
         let state = tracker.state();
         !self.receipts.iter().any(|receipt| state.out.contains_key(receipt))
@@ -106,7 +109,8 @@ impl Recalling {
 }
 
 impl<T> DeliveryTracker<T> {
-    /// Of `settings`: how long a delivery may go without being extended for the first time, and how many may be out at once.
+    /// `settings` gives the length of the first lease and the maximum number of outstanding
+    /// deliveries.
     pub fn new(dispositions: UnboundedSender<Disposition<T>>, settings: &Settings) -> DeliveryTracker<T> {
         DeliveryTracker {
             state: Mutex::new(State {
@@ -131,39 +135,41 @@ impl<T> DeliveryTracker<T> {
     }
 
     fn state(&self) -> MutexGuard<'_, State<T>> {
-        // Every change is a single step: what a panicking holder left is whole.
+        // Every change is a single step, so the state is consistent even after a panic under the
+        // lock.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A message for the next receiver.
+    /// Adds a message for the next receiver.
     pub fn put(&self, item: ReceivedMessage<T>) {
         self.state().ready.push_back(item);
         self.ready_notify.notify_one();
     }
 
-    /// Messages that nobody has received yet.
+    /// Number of messages that no receiver has taken yet.
     pub fn ready(&self) -> usize {
         self.state().ready.len()
     }
 
-    /// Whether a delivery went unextended for too long.
+    /// Whether the lease of a delivery has expired.
     pub fn is_stuck(&self, now: Instant) -> bool {
         self.state().out.values().any(|out| out.until <= now)
     }
 
-    /// The process itself stood still for so long: nobody could extend.
+    /// Extends all leases by the time in which the process itself was stopped: the worker could not
+    /// extend.
     pub fn grant(&self, time: Duration) {
         for out in self.state().out.values_mut() {
             out.until += time;
         }
     }
 
-    /// How many signs of life the worker has given.
+    /// How many calls of the worker have shown progress so far.
     pub fn progress_count(&self) -> u64 {
         self.progress_count.load(Ordering::SeqCst)
     }
 
-    /// Asks for the deliveries that `which` holds for.
+    /// Recalls the outstanding deliveries that match `which`.
     pub fn recall(&self, why: &'static str, which: impl Fn(&ReceivedMessage<T>) -> bool) -> Recalling {
         let mut state = self.state();
         let receipts: Vec<u64> = state
@@ -182,7 +188,7 @@ impl<T> DeliveryTracker<T> {
         Recalling { receipts, ended }
     }
 
-    /// Forgets what `which` holds for: answers to it do nothing from now on.
+    /// Forgets messages and deliveries that match `which`. Later answers to them do nothing.
     pub fn forget(&self, which: impl Fn(&T) -> bool) {
         let mut state = self.state();
         state.ready.retain(|item| !which(&item.token));
@@ -191,7 +197,7 @@ impl<T> DeliveryTracker<T> {
         self.ready_notify.notify_one();
     }
 
-    /// Takes out what is ready and `which` holds for.
+    /// Removes and returns the ready messages that match `which`.
     pub fn take_ready(&self, which: impl Fn(&ReceivedMessage<T>) -> bool) -> Vec<ReceivedMessage<T>> {
         let mut state = self.state();
         let (taken, kept): (Vec<_>, Vec<_>) = state.ready.drain(..).partition(|item| which(item));
@@ -199,15 +205,16 @@ impl<T> DeliveryTracker<T> {
         taken
     }
 
-    /// Takes a delivery out of the worker's hands.
+    /// Removes a delivery from those that the worker holds.
     pub fn take_out(&self, receipt: u64) -> Option<ReceivedMessage<T>> {
         let taken = self.state().out.remove(&receipt).map(|out| out.item);
-        // The next one may go out.
+        // Another delivery is allowed now.
         self.ready_notify.notify_one();
         taken
     }
 
-    /// The delivery of this very message that `which` holds for becomes the delivery `token`; `None` where there is none.
+    /// Replaces the token of the outstanding delivery of `message` that matches `which` by `token`,
+    /// and returns the old token. `None` where there is no such delivery.
     pub fn adopt(&self, message: &Message, arrived: Instant, token: T, which: impl Fn(&T) -> bool) -> Option<T> {
         let mut state = self.state();
         let held = state
@@ -223,7 +230,7 @@ impl<T> DeliveryTracker<T> {
         }
     }
 
-    /// Access is refused (`Some`) or granted.
+    /// Sets why access is refused; `None` where it is granted.
     pub fn set_denied(&self, why: Option<String>) {
         self.state().denied = why;
         self.ready_notify.notify_one();
@@ -233,7 +240,7 @@ impl<T> DeliveryTracker<T> {
         self.state().denied.is_some()
     }
 
-    /// The broker counts us among its consumers, or not (any more).
+    /// Sets whether the broker has registered this consumer.
     pub fn set_attached(&self, attached: bool) {
         self.state().attached = attached;
     }
@@ -251,11 +258,12 @@ impl<T> DeliveryTracker<T> {
         self.progress_count.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// Ends a delivery, if it is out still.
+    /// Ends an outstanding delivery. Does nothing if the delivery has ended already.
     fn answer(&self, receipt: u64, answer: impl FnOnce(ReceivedMessage<T>) -> Disposition<T>) {
         if let Some(item) = self.take_out(receipt) {
             self.note_progress();
-            // The broker's thread is gone only when the queue is: then the broker delivers again.
+            // The broker's thread ends only with the queue; the broker then delivers the message
+            // again.
             let _ = self.dispositions.send(answer(item));
         }
     }
@@ -277,7 +285,7 @@ impl<T: Clone + Send + 'static> DeliveryTracker<T> {
         let until = Instant::now() + self.first_lease;
         state.out.insert(receipt, Outstanding { item, until });
         if !state.ready.is_empty() {
-            // One notification may stand for several messages: pass it on.
+            // One notification may represent several messages: notify the next receiver.
             self.ready_notify.notify_one();
         }
         drop(state);
@@ -325,7 +333,8 @@ impl<T> Drop for Brokered<T> {
 #[async_trait]
 impl<T: Clone + Send + 'static> Queue for Brokered<T> {
     async fn receive(&self, wait: Duration) -> Result<Option<Delivery>, QueueError> {
-        // Who asks for more makes progress; an answer to what was recalled long ago shows nothing.
+        // A worker that asks for more makes progress. A late answer to a recalled delivery does not
+        // count.
         self.tracker.note_progress();
         let arrival = async {
             loop {
@@ -412,7 +421,8 @@ impl<T: Clone + Send + 'static> Queue for Brokered<T> {
 mod tests {
     use super::*;
 
-    /// After a break the broker repeats what is held: each repetition is that of its own message.
+    /// After a reconnect the broker repeats unacknowledged messages: a repetition replaces only the
+    /// delivery of its own message.
     #[test]
     fn a_repeated_delivery_is_adopted_by_its_own_message() {
         let (dispositions, _answered) = tokio::sync::mpsc::unbounded_channel();

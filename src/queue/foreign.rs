@@ -1,24 +1,26 @@
-//! What is to become of the bytes that a broker delivered: ours, a newer gristmill's, or nobody's.
+//! Decides how the bytes of a delivery are handled: as our message, a newer gristmill's, or foreign
+//! bytes.
 
 use super::{HOPS_MAX, Message, QueueError};
 use crate::signing::{Signing, Unsigned};
 
 /// The header that counts how often workers passed a message on.
 pub(crate) const HOPS_HEADER: &str = "gristmill-hops";
-/// Printable characters of a foreign message that may stand in a log.
+/// Maximum number of characters of a foreign message in the log.
 const SHOWN_CHARS_MAX: usize = 80;
 
-/// What a broker's thread does with a message.
+/// The action of the broker's thread on a message.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Handling {
     Deliver(Message),
-    /// Send it again, byte for byte, with so many hops.
+    /// Send the message again unchanged, with this number of hops.
     PassOn(u32),
-    /// Acknowledge it: it can never be worked on, or is left to reconcile.
+    /// Acknowledge the message: no worker can process it, or it is left to `reconcile`.
     Drop,
 }
 
-/// Decides, and says in the log what is not delivered. `place` names the queue and the position in it.
+/// Decides, and logs why a message is not delivered. `place` names the queue and the position in
+/// it.
 pub(crate) fn handling(body: &[u8], hops: u32, place: &str, signing: &Signing) -> Handling {
     match Message::decode(body) {
         Ok(message) => match Message::check_signature(body, signing) {
@@ -42,7 +44,7 @@ pub(crate) fn handling(body: &[u8], hops: u32, place: &str, signing: &Signing) -
     }
 }
 
-/// Another worker may have the key that this one lacks, or none.
+/// Handles a message without a valid signature: another worker may have the right key, or no key.
 fn unsigned(message: &Message, why: Unsigned, hops: u32, place: &str) -> Handling {
     let Message { output, shard, .. } = message;
     let (handling, then) = match hops < HOPS_MAX {
@@ -56,7 +58,7 @@ fn unsigned(message: &Message, why: Unsigned, hops: u32, place: &str) -> Handlin
     handling
 }
 
-/// The first printable characters.
+/// The first printable characters of the body.
 fn shown(body: &[u8]) -> String {
     String::from_utf8_lossy(&body[..body.len().min(4 * SHOWN_CHARS_MAX)])
         .chars()
@@ -65,7 +67,7 @@ fn shown(body: &[u8]) -> String {
         .collect()
 }
 
-/// A header's text as hops; what cannot be read counts as passed on often enough.
+/// Parses the header that counts hops. An unreadable header counts as the maximum.
 pub(crate) fn hops(header: Option<&[u8]>) -> u32 {
     match header {
         None => 0,

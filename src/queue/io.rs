@@ -1,4 +1,5 @@
-//! A thread for talking to brokers, with a runtime of its own: computing on every core cannot starve it of wake-ups.
+//! A thread for talking to brokers with its own runtime, so that computing on every core cannot
+//! delay its wake-ups.
 
 use tokio::runtime::{Builder, Handle};
 use tokio::sync::oneshot;
@@ -13,7 +14,7 @@ pub(crate) struct IoThread {
 }
 
 impl IoThread {
-    /// `name`: of the thread, at most 15 bytes.
+    /// `name` is the thread's name, at most 15 bytes.
     pub fn start(name: &str) -> Result<IoThread, QueueError> {
         let failed = |error: std::io::Error| QueueError::Unavailable {
             why: format!("cannot start a thread for the queue: {error}"),
@@ -24,7 +25,7 @@ impl IoThread {
         std::thread::Builder::new()
             .name(name.to_owned())
             .spawn(move || {
-                // Ends with the sender.
+                // Returns when the sender is dropped.
                 let _ = runtime.block_on(stopped);
                 runtime.shutdown_background();
             })
@@ -36,7 +37,7 @@ impl IoThread {
         self.handle.spawn(future);
     }
 
-    /// Runs the future there and waits for it here.
+    /// Runs the future on the I/O thread and waits for its result.
     pub async fn run<R: Send + 'static>(
         &self,
         future: impl Future<Output = Result<R, QueueError>> + Send + 'static,

@@ -9,7 +9,7 @@ use tokio::sync::Notify;
 
 use super::{Delivery, HOPS_MAX, Message, Queue, QueueError, Recall};
 
-/// Messages in memory, delivered in order; what is given back goes first again.
+/// Messages in memory, delivered in order. A message that is given back is delivered next.
 #[derive(Debug, Clone, Default)]
 pub struct LocalQueue {
     shared: Arc<Shared>,
@@ -25,12 +25,12 @@ struct Shared {
 #[derive(Debug, Default)]
 struct State {
     waiting: VecDeque<Waiting>,
-    /// Delivered and not answered, by receipt.
+    /// Deliveries without an answer, by receipt.
     out: HashMap<u64, Waiting>,
     next_receipt: u64,
 }
 
-/// A message and its history.
+/// A message with its counters.
 #[derive(Debug, Clone)]
 struct Waiting {
     message: Message,
@@ -41,7 +41,8 @@ struct Waiting {
 
 impl Shared {
     fn state(&self) -> MutexGuard<'_, State> {
-        // Every change is a single step: what a panicking holder left is whole.
+        // Every change is a single step, so the state is consistent even after a panic under the
+        // lock.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -57,7 +58,7 @@ impl Shared {
     fn give_back(&self, receipt: u64) {
         let mut state = self.state();
         if let Some(mut returned) = state.out.remove(&receipt) {
-            // What is given back in good order does not count.
+            // A delivery that is given back is not counted.
             returned.deliveries -= 1;
             state.waiting.push_front(returned);
             drop(state);
@@ -81,7 +82,7 @@ impl LocalQueue {
         }
     }
 
-    /// Messages that nobody has acknowledged, waiting and delivered.
+    /// Messages that are not acknowledged, waiting and delivered.
     pub fn unacknowledged(&self) -> usize {
         let state = self.shared.state();
         state.waiting.len() + state.out.len()
@@ -102,7 +103,7 @@ impl LocalQueue {
         let more = !state.waiting.is_empty();
         drop(state);
         if more {
-            // One notification may stand for several messages: pass it on.
+            // One notification may represent several messages: notify the next receiver.
             self.shared.ready_notify.notify_one();
         }
         let shared = self.shared.clone();
@@ -162,12 +163,12 @@ impl Queue for LocalQueue {
         Ok(())
     }
 
-    /// Nobody takes anything back in memory.
+    /// Deliveries in memory are never recalled.
     async fn recalled(&self) -> Recall {
         std::future::pending().await
     }
 
-    /// Memory is never away.
+    /// The queue in memory is always attached.
     fn is_attached(&self) -> bool {
         true
     }

@@ -1,4 +1,4 @@
-//! What travels through a queue: pointers to shards, as JSON with a version.
+//! The messages of a queue: pointers to shards, as JSON with a version.
 //!
 //! See docs/decisions/016-a-message-names-output-generation-and-shard.md.
 
@@ -10,9 +10,10 @@ use crate::signing::{Signing, Unsigned, What};
 
 /// Version of the messages written by this gristmill.
 pub const MESSAGE_VERSION: u32 = 1;
-/// The place that messages are signed for: all that one says holds in every queue, and workers of another model pass it on.
+/// Messages are signed without a place: their content means the same in every queue, and workers of
+/// another model pass them on.
 const ANY_QUEUE: &str = "";
-/// A pointer is short; more bytes are no message of ours.
+/// Maximum size of a message: a pointer is short, so longer bytes are not a message of gristmill.
 const MESSAGE_BYTES_MAX: usize = 4096;
 
 /// A pointer to one shard: never data.
@@ -32,7 +33,7 @@ pub struct Message {
 }
 
 impl Message {
-    /// A message of this version.
+    /// Creates a message of the current version.
     pub fn new(job: impl Into<String>, output: impl Into<String>, generation: u32, shard: u32) -> Message {
         Message {
             v: MESSAGE_VERSION,
@@ -48,16 +49,16 @@ impl Message {
         schemars::schema_for!(Message).to_value()
     }
 
-    /// As a broker carries it: JSON.
+    /// Encodes the message as JSON for a broker.
     pub fn encode(&self) -> Result<Vec<u8>, QueueError> {
         serde_json::to_vec(self).map_err(|error| QueueError::Malformed { why: error.to_string() })
     }
 
-    /// As [`Message::encode`], signed where a key is set.
+    /// Encodes the message as [`Message::encode`] does, and signs it where a key is set.
     pub(crate) fn encode_signed(&self, signing: &Signing) -> Result<Vec<u8>, QueueError> {
         let bytes = signing.sign(What::Message, ANY_QUEUE, self.encode()?.into());
         match bytes.len() > MESSAGE_BYTES_MAX {
-            // Nobody would take it.
+            // Every reader would reject a longer message.
             true => Err(QueueError::Malformed {
                 why: format!("its output has a longer address than fits {MESSAGE_BYTES_MAX} bytes"),
             }),
@@ -65,12 +66,13 @@ impl Message {
         }
     }
 
-    /// Whether `bytes` are a message as one of the keys signed it.
+    /// Checks that one of the keys signed `bytes` as a message.
     pub(crate) fn check_signature(bytes: &[u8], signing: &Signing) -> Result<(), Unsigned> {
         signing.check(What::Message, ANY_QUEUE, bytes)
     }
 
-    /// Reads what a broker delivered. A newer version is an error of its own: leave that message for a newer worker.
+    /// Decodes the bytes that a broker delivered. A newer version has its own error: leave that
+    /// message to a newer worker.
     pub fn decode(bytes: &[u8]) -> Result<Message, QueueError> {
         #[derive(Deserialize)]
         struct Versioned {

@@ -1,8 +1,10 @@
-//! Which shard next: messages that point at shards, received, extended, acknowledged or given back.
+//! The queue of open shards: messages that name shards are received, extended, acknowledged or
+//! given back.
 //!
-//! The queue is a hint. It may lose or repeat any message; the ledger alone decides what is done. A message is
-//! acknowledged after its shard is committed, never before. Implementations reconnect by themselves: while a broker is
-//! away, nothing comes, and answers to deliveries that it will repeat anyway do nothing.
+//! The queue is a hint: it may lose or repeat any message, and the ledger alone decides which
+//! shards are done. A message is acknowledged only after its shard is committed. Implementations
+//! reconnect by themselves. While a broker is away, `receive` returns no message, and answers to
+//! deliveries that the broker will repeat do nothing.
 //!
 //! See docs/decisions/017-deliveries-are-taken-back-by-recall.md.
 
@@ -33,50 +35,52 @@ pub use message::{MESSAGE_VERSION, Message};
 pub use publisher::{Prepared, Publisher};
 pub use settings::{Origin, Settings};
 
-/// How often a message is passed on to other workers before it is left to `reconcile`. Workers wait ever longer before they pass one
-/// on: with these hops it is offered for about 20 minutes.
+/// Maximum number of times that workers pass a message on before it is left to `reconcile`. The
+/// pause before each hop grows, so that all hops together take about 20 minutes.
 pub const HOPS_MAX: u32 = 20;
 
-/// What can go wrong with a queue, split by reaction.
+/// Errors of a queue, split by the caller's reaction.
 #[derive(Debug, thiserror::Error)]
 pub enum QueueError {
     /// The broker does not answer: try again later.
     #[error("the queue does not answer: {why}")]
     Unavailable { why: String },
-    /// The broker's name means nothing to the resolver. Who sends should know at once, for it may be misspelt; who receives waits:
-    /// names come and go with the processes behind them.
+    /// The resolver does not know the broker's name. A sender should fail at once, because the name
+    /// may be misspelt. A receiver waits, because names appear and disappear with the processes
+    /// behind them.
     #[error("{why}")]
     UnknownHost { why: String },
-    /// The broker refuses us (password, certificate, right): somebody must act.
+    /// The broker refuses access (password, certificate or permission): the operator must act.
     #[error("the queue refuses access: {why}")]
     Denied { why: String },
-    /// An address or a setting that no broker can be reached with.
+    /// An address or a setting with which no broker can be reached.
     #[error("{what}")]
     Settings { what: String },
-    /// Not a message of gristmill: it can never be worked on.
+    /// The bytes are not a message of gristmill: no worker can ever process them.
     #[error("a message that is no pointer to a shard: {why}")]
     Malformed { why: String },
-    /// Written by a newer gristmill: give it back untouched.
+    /// The message was written by a newer gristmill: give it back unchanged.
     #[error("a message of version {found}, this gristmill reads up to {known}: use a newer gristmill")]
     Newer { found: u64, known: u32 },
 }
 
-/// A message in somebody's hands. Dropped without an answer, it is delivered again.
+/// A message that a worker holds. It is delivered again if it is dropped without an answer.
 pub struct Delivery {
     pub message: Message,
-    /// How often this message was delivered, as far as the queue knows; from 1. Deliveries that were given back or dropped by a process
-    /// that lived on do not count, unless the broker could not be told so.
+    /// How often this message was delivered, as far as the queue knows, from 1. A delivery that was
+    /// given back, or dropped by a process that kept running, counts only if the broker could not
+    /// be told.
     pub deliveries: u32,
-    /// How often workers passed this message on because it was not for them.
+    /// How often workers passed this message on because it was for another kind of worker.
     pub hops: u32,
-    /// Tells this delivery from others of the same message.
+    /// Distinguishes this delivery from others of the same message.
     pub receipt: u64,
     /// Called when the delivery is dropped.
     on_drop: Option<Box<dyn FnOnce() + Send + Sync>>,
 }
 
 impl Delivery {
-    /// For implementations of [`Queue`]; `on_drop` gives back what was not answered.
+    /// For implementations of [`Queue`]; `on_drop` gives back a delivery that was not answered.
     pub fn new(
         message: Message,
         deliveries: u32,
@@ -95,7 +99,7 @@ impl Delivery {
 }
 
 impl QueueError {
-    /// Whether time alone may mend it.
+    /// Whether the error may go away with time.
     pub(crate) fn is_passing(&self) -> bool {
         matches!(self, QueueError::Unavailable { .. } | QueueError::UnknownHost { .. })
     }
@@ -125,12 +129,13 @@ impl std::fmt::Debug for Delivery {
     }
 }
 
-/// The broker takes deliveries back: their partitions go to another worker, or their time runs out. What is finished of
-/// them is to be logged now and the rest dropped; dropping this tells the queue that work on them has ended. Answers to
-/// them are harmless.
+/// The broker takes deliveries back, because their partitions go to another worker or their time
+/// runs out. The worker logs the finished rows of these deliveries now and drops the rest. Dropping
+/// the `Recall` tells the queue that work on the deliveries has ended. Later answers to them are
+/// harmless.
 #[derive(Debug)]
 pub struct Recall {
-    /// Of deliveries in somebody's hands.
+    /// Receipts of the recalled deliveries.
     pub receipts: Vec<u64>,
     /// For the log: "its partition goes to another worker".
     pub why: &'static str,
@@ -149,40 +154,44 @@ impl Recall {
     }
 }
 
-/// Where messages come from. Every implementation passes [`contract::check`].
+/// A source of messages. Every implementation passes [`contract::check`].
 #[async_trait]
 pub trait Queue: Send + Sync {
-    /// The next message, waiting for one at most `wait`; `None` where none came.
+    /// Returns the next message, or `None` where none came within `wait`.
     async fn receive(&self, wait: Duration) -> Result<Option<Delivery>, QueueError>;
 
-    /// Says that the delivery is being worked on still, for at least `time` from now. A queue may recall deliveries
-    /// that nobody extends: their worker has stopped making progress.
+    /// Says that the delivery is still being worked on, for at least `time` from now. A queue may
+    /// recall deliveries that are not extended: their worker has stopped making progress.
     async fn extend(&self, delivery: &Delivery, time: Duration) -> Result<(), QueueError>;
 
-    /// The message is done with. Acknowledging again, or too late, is harmless and does nothing.
+    /// Acknowledges the message: its work is done. A repeated or late acknowledgement is harmless.
     async fn acknowledge(&self, delivery: &Delivery) -> Result<(), QueueError>;
 
-    /// Somebody else shall have the message, soon. Harmless after an answer.
+    /// Gives the message back, so that another worker gets it soon. Harmless after an answer.
     async fn give_back(&self, delivery: &Delivery) -> Result<(), QueueError>;
 
-    /// The message is for a worker of another kind: sends it again, one hop further, and acknowledges this delivery.
-    /// After [`HOPS_MAX`] hops it is acknowledged only, left to `reconcile`. Returns whether it was sent again.
+    /// The message is for another kind of worker: sends it again with one hop more, and
+    /// acknowledges this delivery. After [`HOPS_MAX`] hops it is only acknowledged and left to
+    /// `reconcile`. Returns whether the message was sent again.
     async fn pass_on(&self, delivery: &Delivery) -> Result<bool, QueueError>;
 
-    /// The message is for later, and others come first: sends it again at the end, with the hops that it has, and acknowledges this
-    /// delivery. Harmless after an answer.
+    /// Defers the message behind all others: sends it again at the end of the queue with the same
+    /// number of hops, and acknowledges this delivery. Harmless after an answer.
     async fn put_off(&self, delivery: &Delivery) -> Result<(), QueueError>;
 
-    /// Waits until deliveries must be given up (see [`Recall`]); never returns where that cannot happen.
+    /// Waits until deliveries must be given up (see [`Recall`]). Never returns for queues that
+    /// recall nothing.
     async fn recalled(&self) -> Recall;
 
-    /// Whether what lies there would come: only then does it mean anything that nothing comes. Not so while the broker is
-    /// away or refuses us, and until it has made us one of its consumers; an outage counts from when it is noticed.
+    /// Whether messages in the queue would reach this worker. Only then does an empty `receive`
+    /// mean that the queue is empty. False while the broker is away or refuses access, and until it
+    /// has registered this consumer. An outage counts from when it is noticed.
     fn is_attached(&self) -> bool;
 }
 
-/// Connects to receive. A broker that refuses us is an error, within about 15 s; one that does not answer, or whose name is
-/// unknown, is not: the queue says so in the log, goes on trying, and gives nothing meanwhile.
+/// Connects to receive. A broker that refuses access is an error, within about 15 s. If the broker
+/// does not answer, or its name is unknown, the queue is returned all the same: it logs the outage,
+/// retries, and delivers nothing meanwhile.
 pub async fn connect(url: &QueueUrl, settings: &Settings) -> Result<Arc<dyn Queue>, QueueError> {
     let resolved = settings::Resolved::new(url, settings)?;
     match url {

@@ -1,8 +1,8 @@
-//! One line when a broker goes, one when it is back.
+//! Logs one line when a broker goes away and one when it is back.
 
 use std::time::Instant;
 
-/// Whether a broker is away, since when, and that it was said.
+/// Whether a broker is away, and since when. An outage is logged once.
 #[derive(Debug)]
 pub(crate) struct Outage {
     /// The address, without secrets.
@@ -22,7 +22,8 @@ impl Outage {
         self.since.is_some()
     }
 
-    /// The broker does not answer; said once. The address is said once in that line, where `why` begins with it too.
+    /// Notes that the broker does not answer; only the first call logs. An address at the beginning
+    /// of `why` is removed, because the line names it already.
     pub fn down(&mut self, why: &str) {
         if self.since.is_none() {
             self.since = Some(Instant::now());
@@ -31,7 +32,7 @@ impl Outage {
         }
     }
 
-    /// The broker answers.
+    /// Notes that the broker answers.
     pub fn up(&mut self) {
         if let Some(since) = self.since.take() {
             tracing::warn!("{} is back after {} s", self.address, since.elapsed().as_secs());

@@ -1,8 +1,10 @@
-//! Properties of librdkafka by name: which of them a job file, whoever operates gristmill, and nobody may set.
+//! Properties of librdkafka by name, and who may set each: a job file, only the operator, or
+//! nobody.
 //!
 //! See docs/decisions/020-a-job-file-is-not-its-operator.md.
 
-/// Properties that the guarantee rests on, or that the address gives; nobody else sets them.
+/// Properties that gristmill alone sets, with the reason: its guarantee depends on them, or the
+/// address gives them.
 pub(crate) const OURS: &[(&str, &str)] = &[
     ("bootstrap.servers", "name the brokers in the address"),
     ("metadata.broker.list", "name the brokers in the address"),
@@ -19,8 +21,9 @@ pub(crate) const OURS: &[(&str, &str)] = &[
     ),
 ];
 
-/// Properties of librdkafka that have two names (its CONFIGURATION.md: "Alias for"), and the one used here: Kafka's. Each is set
-/// once and under one name: of two names, librdkafka takes whichever it is told last.
+/// Properties of librdkafka with two names ("Alias for" in its CONFIGURATION.md), as (alias,
+/// Kafka's name). Only Kafka's name is used here, and each property is set once: librdkafka would
+/// take whichever of two names is set last.
 pub(crate) const ALIASES: &[(&str, &str)] = &[
     ("compression.codec", "compression.type"),
     ("fetch.message.max.bytes", "max.partition.fetch.bytes"),
@@ -39,9 +42,11 @@ pub(crate) const ALIASES: &[(&str, &str)] = &[
     ),
 ];
 
-/// What a job file may set: it tunes sending, fetching and waiting, and names the client. None of it names a file, a host or a library,
-/// holds a secret, says how a broker is trusted, or lets one take gigabytes (`receive.message.max.bytes`) or for ever
-/// (`delivery.timeout.ms`: 0). What is not listed, like anything that librdkafka learns later, is the operator's.
+/// Properties that a job file may set: they tune sending, fetching and timeouts, and name the
+/// client. Properties are left out if they name a file, a host or a library, hold a secret, change
+/// how a broker is trusted, or allow gigabytes of memory (`receive.message.max.bytes`) or an
+/// endless wait (`delivery.timeout.ms`: 0). Unlisted properties, such as those of later librdkafka
+/// versions, are left to the operator.
 pub(crate) const OF_JOB_FILES: &[&str] = &[
     "batch.num.messages",
     "batch.size",
@@ -95,7 +100,7 @@ pub(crate) const OF_JOB_FILES: &[&str] = &[
     "topic.metadata.refresh.sparse",
 ];
 
-/// Properties that have librdkafka or OpenSSL load a library.
+/// Properties that make librdkafka or OpenSSL load a library.
 const LOAD_CODE: &[&str] = &[
     "plugin.library.paths",
     "interceptors",
@@ -108,13 +113,14 @@ const LOAD_CODE: &[&str] = &[
 /// Who may set a property.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Owner {
-    /// A job file, and the operator.
+    /// A job file or the operator.
     JobFile,
-    /// The operator alone, by the environment or `--kafka`; what it is that a job file may not do.
+    /// Only the operator, by the environment or `--kafka`. The text says what a job file may not
+    /// do.
     Operator(&'static str),
-    /// The operator alone, where librdkafka knows it at all.
+    /// Only the operator. The property is in no list here, and librdkafka may not know it.
     Unlisted,
-    /// Nobody: why.
+    /// Nobody; the text says why.
     Nobody(&'static str),
 }
 
@@ -136,14 +142,16 @@ pub(crate) fn owner(property: &str) -> Owner {
     Owner::Unlisted
 }
 
-/// Does this property prove to a broker who we are? The like is sent only where the operator wants it.
+/// Whether the property authenticates us to a broker. Such properties go only to servers that the
+/// operator chose.
 pub(crate) fn is_credential(property: &str) -> bool {
     ["sasl.", "ssl.key", "ssl.certificate", "ssl_key", "ssl_certificate"]
         .iter()
         .any(|start| property.starts_with(start))
 }
 
-/// Is its value nobody's business: kept out of job files, command lines and messages? (A path to such a value is none.)
+/// Whether the property's value is a secret, to be kept out of job files, command lines and
+/// messages. The path of a secret's file is not secret.
 pub(crate) fn is_secret(property: &str) -> bool {
     let name = property.to_ascii_lowercase();
     ["password", "passphrase", "secret", "key.pem", "jaas", "ssl_key"]
@@ -160,7 +168,7 @@ pub(crate) fn accepts(property: &str, value: &str) -> bool {
         .is_ok()
 }
 
-/// The name used here of a property that has two.
+/// The name under which a property is set here: Kafka's name if `property` is an alias.
 pub(crate) fn one_name(property: &str) -> &str {
     let found = ALIASES.iter().find(|(alias, _)| *alias == property);
     found.map_or(property, |(_, name)| name)
@@ -186,7 +194,8 @@ mod tests {
     #[test]
     fn job_files_tune_and_do_nothing_else() {
         for name in OF_JOB_FILES {
-            // No number, switch or word of librdkafka's: but for plain texts, it refuses the value of a property that it knows.
+            // `?` is an invalid number, switch and keyword: librdkafka rejects it for every known
+            // property but plain texts.
             let native = rdkafka::ClientConfig::new().set(*name, "?").create_native_config();
             match native.err() {
                 None => assert!(name.starts_with("client."), "`{name}` takes any text"),

@@ -1,4 +1,4 @@
-//! Filling a queue: `submit`'s and `reconcile`'s side.
+//! Sending messages to a queue, for `submit` and `reconcile`.
 
 use super::address::QueueUrl;
 use super::kafka::KafkaPublisher;
@@ -6,12 +6,12 @@ use super::rabbitmq::RabbitPublisher;
 use super::settings::{Resolved, Settings};
 use super::{Message, QueueError};
 
-/// What [`Publisher::prepare`] found or made.
+/// The topic or queue that [`Publisher::prepare`] found or created.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Prepared {
-    /// Whether the topic or queue was made by this call.
+    /// Whether this call created the topic or queue.
     pub created: bool,
-    /// How many workers can share the topic; `None` where any number can.
+    /// Maximum number of workers that can share the topic; `None` where any number can.
     pub partitions: Option<u32>,
 }
 
@@ -33,7 +33,8 @@ impl Publisher {
         }))
     }
 
-    /// Makes the topic or queue for so many messages, where it is not there yet; what exists is left as it is.
+    /// Creates the topic or queue, sized for this number of messages. An existing one is left
+    /// unchanged.
     pub async fn prepare(&self, messages: u64) -> Result<Prepared, QueueError> {
         match &self.0 {
             Broker::Kafka(publisher) => publisher.prepare(messages).await,
@@ -41,7 +42,7 @@ impl Publisher {
         }
     }
 
-    /// What is there, made by nobody now; `None`: no such topic or queue.
+    /// Returns the existing topic or queue without creating one; `None` where there is none.
     pub async fn look(&self) -> Result<Option<Prepared>, QueueError> {
         match &self.0 {
             Broker::Kafka(publisher) => publisher.look().await,
@@ -49,7 +50,8 @@ impl Publisher {
         }
     }
 
-    /// Returns when the broker has confirmed every message. After an error some of them may be there.
+    /// Returns when the broker has confirmed every message. After an error the broker may have
+    /// stored some of them.
     pub async fn send(&self, messages: &[Message]) -> Result<(), QueueError> {
         match &self.0 {
             Broker::Kafka(publisher) => publisher.send(messages).await,

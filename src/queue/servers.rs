@@ -1,7 +1,9 @@
-//! The servers that the operator named, in the environment: where an address of a job file may take passwords.
+//! The servers that the operator named in the environment. Only these may get passwords through a
+//! queue address of a job file.
 //!
-//! An address on the command line is the operator's own. One in a job file may be anybody's: it gets a password of the environment only
-//! where `GRISTMILL_QUEUE` or an entry of `GRISTMILL_QUEUE_HOST` names its servers.
+//! An address on the command line comes from the operator. An address in a job file may come from
+//! anybody: it gets a password of the environment only where `GRISTMILL_QUEUE` or an entry of
+//! `GRISTMILL_QUEUE_HOST` names its servers.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -11,19 +13,20 @@ use super::address::{QueueUrl, host_port, joined};
 
 const ADDRESS: &str = "GRISTMILL_QUEUE";
 const LIST: &str = "GRISTMILL_QUEUE_HOST";
-/// In place of a port: any.
+/// Matches any port.
 const ANY_PORT: u16 = 0;
 
 /// `[scheme://]host[:port]`
 #[derive(Debug, PartialEq, Eq)]
 struct Server {
-    /// Without one, every scheme but `amqp`, which sends passwords in clear text.
+    /// `None` matches every scheme except `amqp` to a remote host, which sends passwords in clear
+    /// text.
     scheme: Option<String>,
     host: String,
     port: u16,
 }
 
-/// What the environment names.
+/// The servers named in the environment.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Servers(Vec<Server>);
 
@@ -33,7 +36,7 @@ fn wrong(what: String) -> QueueError {
 
 impl Server {
     fn parse(entry: &str) -> Result<Server, QueueError> {
-        // The entry itself may hold what is no server, such as a password: it is not repeated.
+        // The entry may hold a password by mistake, so the error does not repeat it.
         let bad = || {
             wrong(format!(
                 "`{LIST}` takes `host`, `host:port` or `amqp://host:port`, joined by commas: an entry is none of these"
@@ -54,7 +57,7 @@ impl Server {
 }
 
 impl Servers {
-    /// Those of these variables.
+    /// Reads the servers from the two variables.
     pub fn of(environment: &BTreeMap<String, String>) -> Result<Servers, QueueError> {
         let mut found = Vec::new();
         if let Some(address) = environment.get(ADDRESS) {
@@ -74,7 +77,8 @@ impl Servers {
         Ok(Servers(found))
     }
 
-    /// Fails where `what` (the password, …) must not go to a server of this address of a job file.
+    /// Fails where the operator has not named every server of `url`, which comes from a job file.
+    /// `what` is the credential for the message ("the password", …).
     pub fn admit(&self, url: &QueueUrl, what: &str) -> Result<(), QueueError> {
         let scheme = scheme(url);
         let mut refused = Vec::new();
@@ -128,7 +132,7 @@ fn endpoints(url: &QueueUrl) -> Vec<(String, u16)> {
     }
 }
 
-/// The servers of an address that are not on this machine, `host:port` each: what is sent to them crosses a network.
+/// The servers of an address on other machines, as `host:port`: traffic to them crosses a network.
 pub(crate) fn remote(url: &QueueUrl) -> Vec<String> {
     let all = endpoints(url).into_iter();
     let far = all.filter(|(host, _)| !is_loopback(host));
@@ -144,7 +148,7 @@ fn is_loopback(host: &str) -> bool {
 mod tests {
     use super::*;
 
-    /// The refusal's line, or none.
+    /// The line of the refusal, if there is one.
     fn refused(environment: &[(&str, &str)], url: &str) -> Option<String> {
         let environment = environment
             .iter()

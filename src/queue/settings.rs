@@ -1,11 +1,16 @@
-//! What a queue needs besides its address: librdkafka properties, limits, and secrets from the environment or files.
+//! Settings of a queue besides its address: librdkafka properties, limits, and secrets from the
+//! environment or files.
 //!
-//! Precedence, first wins. User and password: the address, then [`Settings`], then `GRISTMILL_QUEUE_USER`,
-//! `GRISTMILL_QUEUE_PASSWORD`, then the file that `GRISTMILL_QUEUE_PASSWORD_FILE` names. A librdkafka property:
-//! [`Settings::kafka`] (the last of one name), then `GRISTMILL_KAFKA_SASL_MECHANISM` and its like, then the file that
-//! `GRISTMILL_KAFKA_…_FILE` names, then what the address says, then gristmill's default.
+//! Precedence, the first wins:
 //!
-//! What proves to a broker who we are goes to an address of a job file only where the environment names its servers (`servers.rs`).
+//! - User and password: the address, then [`Settings`], then `GRISTMILL_QUEUE_USER` and
+//!   `GRISTMILL_QUEUE_PASSWORD`, then the file named by `GRISTMILL_QUEUE_PASSWORD_FILE`.
+//! - A librdkafka property: [`Settings::kafka`] (its last entry of the name), then variables such
+//!   as `GRISTMILL_KAFKA_SASL_MECHANISM`, then the file named by `GRISTMILL_KAFKA_…_FILE`, then the
+//!   address, then gristmill's default.
+//!
+//! A server that only a job file names gets credentials only if the environment lists it
+//! (`servers.rs`).
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -20,37 +25,38 @@ use crate::signing::Signing;
 
 const PROPERTY_PREFIX: &str = "GRISTMILL_KAFKA_";
 const FILE_SUFFIX: &str = "_FILE";
-/// Shorter texts are no secrets worth hiding, and hiding them would garble every line.
+/// Shorter texts are not hidden: a secret of that length protects nothing, and hiding it would
+/// garble every line.
 const SECRET_BYTES_MIN: usize = 3;
 
 /// Who named the address of a queue.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Origin {
-    /// Whoever runs gristmill: what the environment holds for brokers is meant for it.
+    /// The operator, who runs gristmill: credentials in the environment are meant for this address.
     #[default]
     Operator,
     /// A job file, which may come from anybody.
     JobFile,
 }
 
-/// How to talk to a queue; the environment fills in what is absent.
+/// Settings for a connection to a queue; the environment supplies absent ones.
 #[derive(Clone)]
 pub struct Settings {
-    /// Who named the address that these settings go with.
+    /// Who named the address that these settings are used with.
     pub origin: Origin,
     /// librdkafka properties, passed through.
     pub kafka: Vec<(String, String)>,
-    /// Deliveries that the worker works on at once, at least 1: so many come before it asks for more.
+    /// Number of deliveries that the worker works on at once, at least 1; RabbitMQ's prefetch.
     pub in_flight: u32,
     pub user: Option<String>,
     pub password: Option<Secret>,
-    /// Certificates that are trusted besides the system's, PEM.
+    /// PEM file of certificates that are trusted in addition to the system's.
     pub ca_file: Option<PathBuf>,
-    /// How long a message that is for another worker is held before it is sent again.
+    /// How long a message for another worker is held before it is sent again.
     pub pass_on_delay: Duration,
-    /// How long a delivery may go without a first [`super::Queue::extend`].
+    /// Length of a delivery's lease until the first [`super::Queue::extend`].
     pub first_lease: Duration,
-    /// How long a send may wait for a broker that is away.
+    /// How long a send waits for a broker that is away.
     pub send_timeout: Duration,
 }
 
@@ -71,7 +77,7 @@ impl Default for Settings {
 }
 
 impl std::fmt::Debug for Settings {
-    /// Names of properties, never their values.
+    /// Shows the names of properties, never their values.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let names: Vec<&str> = self.kafka.iter().map(|(name, _)| name.as_str()).collect();
         f.debug_struct("Settings")
@@ -85,14 +91,14 @@ impl std::fmt::Debug for Settings {
     }
 }
 
-/// Address, settings and environment, put together.
+/// Address, settings and environment combined.
 #[derive(Clone)]
 pub(crate) struct Resolved {
     pub settings: Settings,
     pub user: Option<String>,
     pub password: Option<Secret>,
     pub ca_file: Option<PathBuf>,
-    /// librdkafka properties by name; of [`ALIASES`], the one used here.
+    /// librdkafka properties by name; a property of [`ALIASES`] has Kafka's name.
     pub kafka: BTreeMap<String, String>,
     pub scrub: Scrub,
     /// How messages are signed and checked.
@@ -100,8 +106,8 @@ pub(crate) struct Resolved {
 }
 
 impl Resolved {
-    /// Reads the environment. Fails where a file named there cannot be read, a setting is impossible, or a password would go to a server
-    /// that only a job file names.
+    /// Reads the environment. Fails where a file named there is unreadable, a setting is invalid,
+    /// or a password would go to a server that only a job file names.
     pub fn new(url: &QueueUrl, settings: &Settings) -> Result<Resolved, QueueError> {
         let mut resolved = Resolved::with(
             url,
@@ -154,7 +160,7 @@ impl Resolved {
         let (user, password) = (url_user.or(user), url_password.or(password));
         let mut scrub = Scrub::default();
         scrub.hide(password.as_ref().map(Secret::reveal));
-        // An address may hold a password, too.
+        // The value may be an address with a password in it.
         let may_hold = |value: &str| value.contains("://") && value.contains('@');
         scrub.hide(
             kafka
@@ -176,8 +182,8 @@ impl Resolved {
         })
     }
 
-    /// The warning where a password crosses a network in clear text. Whoever runs gristmill asked for that: by an address that begins with
-    /// `amqp://`, or by `security.protocol`.
+    /// The warning where a password crosses a network in clear text. The operator asked for that
+    /// with an address that begins with `amqp://`, or with `security.protocol`.
     fn in_clear(&self, url: &QueueUrl) -> Option<String> {
         let set = |name: &str, words: &[&str]| {
             let value = self.kafka.get(name);
@@ -201,7 +207,7 @@ impl Resolved {
     }
 }
 
-/// What does not come from the address.
+/// User, password and properties that do not come from the address.
 struct Given {
     user: Option<String>,
     password: Option<Secret>,
@@ -209,7 +215,7 @@ struct Given {
 }
 
 impl Given {
-    /// What among it proves to the broker who we are.
+    /// Names a setting among these that authenticates us to the broker, if there is one.
     fn credential(&self, url: &QueueUrl) -> Option<String> {
         if self.password.is_some() {
             return Some("the password of the environment".to_owned());
@@ -237,7 +243,7 @@ fn password(settings: &Settings, environment: &BTreeMap<String, String>) -> Resu
     }
 }
 
-/// librdkafka properties of the environment, and over them those of the settings.
+/// librdkafka properties of the environment, overridden by those of the settings.
 fn kafka_properties(
     settings: &Settings,
     environment: &BTreeMap<String, String>,
@@ -248,7 +254,8 @@ fn kafka_properties(
     Ok(found)
 }
 
-/// librdkafka properties of the environment: `GRISTMILL_KAFKA_SASL_MECHANISM` is `sasl.mechanism`.
+/// librdkafka properties of the environment: `GRISTMILL_KAFKA_SASL_MECHANISM` sets
+/// `sasl.mechanism`.
 fn properties(environment: &BTreeMap<String, String>) -> Result<BTreeMap<String, String>, QueueError> {
     let name = |text: &str| one_name(&text.to_ascii_lowercase().replace('_', ".")).to_owned();
     let mut found = BTreeMap::new();
@@ -271,10 +278,10 @@ fn properties(environment: &BTreeMap<String, String>) -> Result<BTreeMap<String,
     Ok(found)
 }
 
-/// Largest file of a password or key.
+/// Maximum size of a file with a password or key.
 const SECRET_BYTES_MAX: u64 = 1 << 20;
 
-/// A secret's file, without its last line break.
+/// Reads a secret from a file and removes trailing line breaks.
 fn read(variable: &str, path: &Path) -> Result<String, QueueError> {
     let text = crate::regular::read_text(path, SECRET_BYTES_MAX).map_err(|error| QueueError::Settings {
         what: format!("cannot read `{}`, which `{variable}` names: {error}", path.display()),
@@ -282,7 +289,7 @@ fn read(variable: &str, path: &Path) -> Result<String, QueueError> {
     Ok(text.trim_end_matches(['\r', '\n']).to_owned())
 }
 
-/// Takes secrets out of texts that others wrote.
+/// Removes secrets from texts written by others, such as errors of librdkafka.
 #[derive(Clone, Default)]
 pub(crate) struct Scrub(Vec<String>);
 
@@ -297,7 +304,7 @@ impl Scrub {
         self.0.sort_by_key(|secret| std::cmp::Reverse(secret.len()));
     }
 
-    /// The text on one line, without any secret.
+    /// The text on one line, with every secret replaced by `***`.
     pub fn line(&self, text: &str) -> String {
         let mut line = text.split_whitespace().collect::<Vec<_>>().join(" ");
         for secret in &self.0 {
@@ -424,7 +431,8 @@ mod tests {
         }
         let line = refused("kafka://h/t", Origin::JobFile, &[], &[("sasl.username", "u")]).unwrap();
         assert!(line.contains("`sasl.username`"), "{line}");
-        // What proves nothing holds everywhere, and an address without a password needs no more than it did.
+        // Settings that are not credentials go to any server, and an address without a password
+        // needs no entry.
         for (variable, value) in [
             ("GRISTMILL_QUEUE_CA_FILE", "ca.pem"),
             ("GRISTMILL_KAFKA_SECURITY_PROTOCOL", "SSL"),

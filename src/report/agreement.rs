@@ -1,4 +1,4 @@
-//! How often the answers equal a gold column, recounted from the published parts.
+//! Counts how often answers equal a gold column, from the published parts.
 
 use std::sync::Arc;
 
@@ -12,10 +12,10 @@ use crate::dataset::part_in;
 use crate::ledger::{Ledger, LedgerError};
 use crate::report::summary::Agreement;
 
-/// Parts are single puts; larger ones are not ours.
+/// Maximum size of a part. Gristmill writes a part in a single put; a larger object is foreign.
 const PART_BYTES_MAX: u64 = 1 << 30;
 
-/// A part in which answers and gold column cannot be compared.
+/// A part whose answers and gold column are not comparable.
 #[derive(Debug, thiserror::Error)]
 pub enum AgreementError {
     #[error(transparent)]
@@ -24,9 +24,10 @@ pub enum AgreementError {
     Part { part: String, gold: String, why: String },
 }
 
-/// Compares `parsed` (where there is one, else `completion`) with the carried column `gold`, both as text.
+/// Compares the carried column `gold` with `parsed`, or with `completion` in rows without `parsed`;
+/// both are compared as text.
 ///
-/// Rows without a gold value do not count; rows without an answer count as different.
+/// Rows without a gold value are not counted. Rows without an answer count as different.
 pub async fn of_parts(ledger: &Ledger, gold: &str) -> Result<Agreement, AgreementError> {
     let mut sum = Agreement { equal: 0, rows: 0 };
     for shard in 0..ledger.job().shards.len() as u32 {
@@ -66,7 +67,8 @@ fn compare(batch: &RecordBatch, gold: &str) -> Result<Agreement, String> {
         .is_some_and(|gold| gold.data_type().is_floating());
     let (completion, gold) = (text("completion")?, text(gold)?);
     let parsed = match batch.column_by_name("parsed") {
-        // Of objects, lists and fractions, the text that stands in `parsed` otherwise: `3`, where Arrow writes `3.0`.
+        // Objects, lists and fractions are compared as the answer's compact JSON: it has `3` where
+        // Arrow would write `3.0`.
         Some(typed) if typed.data_type().is_nested() || typed.data_type().is_floating() && !is_fraction => {
             compact(completion.as_string::<i32>(), typed)
         }
@@ -86,7 +88,7 @@ fn compare(batch: &RecordBatch, gold: &str) -> Result<Agreement, String> {
     Ok(sum)
 }
 
-/// The answers as compact JSON, where `parsed` holds something.
+/// The answers as compact JSON, in the rows where `parsed` has a value.
 fn compact(completion: &StringArray, parsed: &ArrayRef) -> ArrayRef {
     let of = |row: usize| {
         let answer = parsed.is_valid(row).then(|| Answer::parse(completion.value(row)));

@@ -1,4 +1,4 @@
-//! Answers of single rows, read back from the published parts.
+//! Reads the answers of single rows back from the published parts.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,22 +12,22 @@ use crate::dataset::row::{RowResult, SampleResult};
 use crate::dataset::value::cell;
 use crate::ledger::{Ledger, LedgerError};
 
-/// Parts are single puts; larger ones are not ours.
+/// Maximum size of a part. Gristmill writes a part in a single put; a larger object is foreign.
 const PART_BYTES_MAX: u64 = 1 << 30;
 
-/// What a row was answered, a text for each of its samples.
+/// The answer to a row, with one text per sample.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Answer {
     /// At least one.
     pub texts: Vec<String>,
-    /// Of each sample's tokens; empty where the job writes none.
+    /// Log probabilities of each sample's tokens; empty if the job writes none.
     pub logprobs: Vec<Vec<f32>>,
-    /// Of the choices, in the job's order; empty where the job writes none.
+    /// Probabilities of the choices in the job's order; empty if the job writes none.
     pub probabilities: Vec<f32>,
 }
 
 impl Answer {
-    /// A row's answer as it comes from the device; `None`: it has none.
+    /// Converts a result of the device; `None` if the row has no answer.
     pub fn of_result(row: RowResult) -> Option<Answer> {
         let mut answer = Answer::default();
         if !row.samples.iter().all(SampleResult::is_there) {
@@ -42,7 +42,7 @@ impl Answer {
     }
 }
 
-/// A part from which answers cannot be read.
+/// A part whose answers cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum AnswersError {
     #[error(transparent)]
@@ -51,7 +51,7 @@ pub enum AnswersError {
     Part { part: String, why: String },
 }
 
-/// The answers to these rows of a shard (`None`: a row that has none, since it failed).
+/// Reads the answers to these rows of a shard; `None` for a row that failed.
 pub async fn of_part(
     ledger: &Ledger,
     shard: u32,
@@ -97,9 +97,10 @@ fn of_batch(batch: &RecordBatch, rows: &BTreeSet<u64>) -> Result<Vec<(u64, Optio
         let logprobs = value("logprobs", i)?;
         let answer = match value("completion", i)? {
             Value::Null => None,
-            // A sample of it failed.
+            // One of the row's samples failed.
             Value::Array(texts) if texts.iter().any(Value::is_null) => None,
-            // One sample a row: its columns hold what lists of samples hold otherwise.
+            // With one sample per row, each column holds the value itself instead of a list of
+            // samples.
             Value::String(text) => Some((vec![text], vec![numbers_of(&logprobs)])),
             Value::Array(texts) => Some((
                 texts
@@ -128,7 +129,7 @@ fn numbers_of(list: &Value) -> Vec<f32> {
     list.as_array().into_iter().flatten().map(number_of).collect()
 }
 
-/// Not-a-number where it is none, which spoils a mean and is seen.
+/// Converts to a number, or to NaN, which makes the mean visibly wrong.
 fn number_of(value: &Value) -> f32 {
     value.as_f64().map_or(f32::NAN, |number| number as f32)
 }
@@ -171,7 +172,7 @@ mod tests {
         }
     }
 
-    /// What comes from the device and what is read back of it are the same, with one sample and with several.
+    /// Answers read back equal the device's results, with one sample per row and with several.
     #[test]
     fn answers_come_back_as_they_were() {
         for texts in [&["one"][..], &["one", "two"]] {

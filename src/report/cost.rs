@@ -1,11 +1,11 @@
-//! Device time as money.
+//! Converts device time to money.
 
 /// Dollars for `seconds` of a device at `usd_per_hour`; `None` where the job names no price.
 pub fn dollars(seconds: f64, usd_per_hour: Option<f64>) -> Option<f64> {
     usd_per_hour.map(|price| seconds / 3600.0 * price)
 }
 
-/// Dollars for people: four digits below a dollar, cents above.
+/// Formats dollars for people: four decimals below one dollar, otherwise two.
 pub fn show_dollars(usd: f64) -> String {
     if usd < 1.0 {
         format!("${usd:.4}")

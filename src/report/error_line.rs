@@ -1,6 +1,6 @@
-//! An error and its causes on one line.
+//! Formats an error and its causes on one line.
 
-/// The causes of an error on one line, each said once even where a cause repeats its source.
+/// The causes of an error on one line. A cause that the line already contains is left out.
 pub fn one_line(error: &anyhow::Error) -> String {
     let mut line = String::new();
     for cause in error.chain() {
@@ -15,10 +15,11 @@ pub fn one_line(error: &anyhow::Error) -> String {
     line
 }
 
-/// Most characters of what a reader of foreign bytes says, which may quote all of them.
+/// Maximum length of a parser's message in characters, because the message may quote all its input.
 const CHARS_MAX: usize = 400;
 
-/// What a reader of foreign bytes says, on one line, without control characters, and not longer than anybody reads.
+/// A parser's message on one line, shortened and without control characters. The message may quote
+/// foreign bytes.
 pub fn in_short(text: &str) -> String {
     let words = text.split_whitespace().flat_map(|word| [" ", word]).skip(1);
     let mut chars = words.flat_map(str::chars).filter(|c| !c.is_control());

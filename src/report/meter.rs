@@ -1,4 +1,4 @@
-//! Counters that the stages of a worker add to and that progress, budget and the summary read.
+//! Counters that a worker's stages update, and that progress, budget and summary read.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
@@ -7,7 +7,8 @@ use serde::Serialize;
 
 use crate::dataset::row::{RowResult, RowStatus};
 
-/// What one process has done so far. Statistics only: nothing is decided by their order, so relaxed is enough.
+/// Counters of one process. No decision depends on the order of updates, so relaxed atomics
+/// suffice.
 #[derive(Debug, Default)]
 pub struct Meter {
     rows: [AtomicU64; RowStatus::ALL.len()],
@@ -15,24 +16,24 @@ pub struct Meter {
     prompt_tokens: AtomicU64,
     cached_tokens: AtomicU64,
     completion_tokens: AtomicU64,
-    /// Tokens of finished rows that are logged.
+    /// Computed tokens of finished rows that are logged.
     written_tokens: AtomicU64,
     device_micros: AtomicU64,
     lost_micros: AtomicU64,
 }
 
-/// A [`Meter`] read once.
+/// A snapshot of a [`Meter`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct Reading {
     pub rows: u64,
     pub failed_rows: u64,
-    /// With a completion that was cut off, whatever their status.
+    /// Rows with a truncated completion, whatever their status.
     pub truncated_rows: u64,
     pub prompt_tokens: u64,
     pub cached_tokens: u64,
     pub completion_tokens: u64,
     pub device_seconds: f64,
-    /// Of the device seconds, those that went into rows which this process did not finish.
+    /// Device seconds spent on rows that this process did not finish, or finished without logging.
     pub lost_seconds: f64,
 }
 
@@ -46,14 +47,15 @@ impl Meter {
         self.completion_tokens.fetch_add(completion_tokens(row), Relaxed);
     }
 
-    /// Says that finished rows are logged: nobody computes them again.
+    /// Counts finished rows that are logged, so they are never computed again.
     pub fn add_written(&self, rows: &[RowResult]) {
         let computed =
             |row: &RowResult| u64::from(row.prompt_tokens.saturating_sub(row.cached_tokens)) + completion_tokens(row);
         self.written_tokens.fetch_add(rows.iter().map(computed).sum(), Relaxed);
     }
 
-    /// Says that this process leaves without logging what it has not logged: the device time of those rows is lost, too.
+    /// Counts the device time of unlogged rows as lost, because this process leaves without logging
+    /// them.
     pub fn lose_unwritten(&self) {
         let read = self.read();
         let finished = read.prompt_tokens.saturating_sub(read.cached_tokens) + read.completion_tokens;
@@ -64,12 +66,12 @@ impl Meter {
         }
     }
 
-    /// Counts time in which the device worked.
+    /// Adds time during which the device worked.
     pub fn add_device_time(&self, time: Duration) {
         self.device_micros.fetch_add(time.as_micros() as u64, Relaxed);
     }
 
-    /// Says how much device time went into rows that were not finished.
+    /// Sets the device time spent on unfinished rows.
     pub fn set_lost_seconds(&self, seconds: f64) {
         self.lost_micros.store((seconds * 1e6) as u64, Relaxed);
     }
@@ -125,7 +127,7 @@ mod tests {
         meter.set_lost_seconds(2.0);
         meter.add_written(&rows[..1]);
         meter.lose_unwritten();
-        // Of the four seconds, three quarters of the computed tokens.
+        // Unlogged rows have three quarters of the computed tokens, and so 3 s of the 4 s left.
         assert_eq!(meter.read().lost_seconds, 5.0);
         meter.add_written(&rows[1..]);
         meter.lose_unwritten();

@@ -1,4 +1,4 @@
-//! What a person or a machine is told: progress while a job runs, its summary at the end, and what it costs.
+//! Reports for people and machines: progress of a running job, its summary, and its cost.
 
 pub mod agreement;
 pub mod answers;

@@ -1,4 +1,4 @@
-//! Progress of a running job: a bar on a terminal, one plain line every few seconds where there is none.
+//! Progress of a running job: a bar on a terminal, otherwise one plain line every few seconds.
 
 use std::io::IsTerminal;
 use std::sync::Arc;
@@ -14,14 +14,14 @@ const BAR_EVERY: Duration = Duration::from_millis(500);
 const LINE_EVERY: Duration = Duration::from_secs(5);
 const WORK_EVERY: Duration = Duration::from_secs(10);
 
-/// What progress is measured against.
+/// The job's size, and what was done before this process began.
 #[derive(Debug, Clone)]
 pub struct Goal {
     /// Rows of the job.
     pub rows: u64,
     /// Rows that were finished before this process began.
     pub rows_before: u64,
-    /// Device seconds that were spent before this process began.
+    /// Device seconds spent before this process began.
     pub seconds_before: f64,
     pub usd_per_hour: Option<f64>,
 }
@@ -56,7 +56,8 @@ pub fn show(meter: Arc<Meter>, goal: Goal, quiet: bool) -> tokio::task::JoinHand
     })
 }
 
-/// Shows what a worker does, as a line every ten seconds in which rows were finished, until the returned task is aborted.
+/// Shows a worker's progress until the returned task is aborted: a line every ten seconds if rows
+/// were finished in that time.
 pub fn show_work(meter: Arc<Meter>, quiet: bool) -> tokio::task::JoinHandle<()> {
     tokio::spawn(async move {
         if quiet {
@@ -85,7 +86,7 @@ fn bar_style() -> ProgressStyle {
         .unwrap_or_else(|_| ProgressStyle::default_bar())
 }
 
-/// "1,234 tokens/s, 2m 10s left, $0.0123 so far".
+/// Formats progress, as in "1,234 tokens/s, 2m 10s left, $0.0123 so far".
 fn status(read: &Reading, goal: &Goal, elapsed: Duration) -> String {
     let mut parts = vec![format!(
         "{} tokens/s",
@@ -108,7 +109,7 @@ fn status(read: &Reading, goal: &Goal, elapsed: Duration) -> String {
     parts.join(", ")
 }
 
-/// A duration for people, two units.
+/// Formats a duration for people, in at most two units.
 pub fn show_duration(seconds: f64) -> String {
     let s = seconds.round() as u64;
     match s {

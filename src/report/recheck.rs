@@ -1,4 +1,4 @@
-//! How far the answers of a job agree with those of a higher precision, over a sample of its rows.
+//! Compares a sample of a job's answers with answers computed in a higher precision.
 
 use std::sync::Arc;
 
@@ -8,61 +8,62 @@ use crate::model::tokenizer::Tokenizer;
 use crate::report::answers::Answer;
 use crate::report::summary::{counted, number};
 
-/// Rows with another answer that are shown one by one.
+/// Maximum number of differing rows that are listed.
 const DIFFERING_SHOWN: usize = 5;
-/// Characters of an answer that are shown, and how many of them may stand before the first difference.
+/// Maximum length of a listed answer, and maximum text before its first difference, in characters.
 const SHOWN_CHARS: usize = 60;
 const SHOWN_BEFORE: usize = 20;
-/// The normal distribution's 97.5 % quantile: 95 % lie within so many standard deviations.
+/// The 97.5 % quantile of the normal distribution: 95 % lie within this many standard deviations.
 const DEVIATIONS: f64 = 1.959_964;
 
-/// What a recheck found; `--json` prints it as it is.
+/// The result of a recheck, as `--json` prints it.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Recheck {
-    /// What the answers are compared with.
+    /// The precision that the rows were run again in.
     pub precision: String,
     /// Rows of the sample.
     pub rows: u64,
-    /// Those that have an answer both times.
+    /// Rows that have an answer in both runs.
     pub compared: u64,
-    /// Those whose answer is the same text (or choice), in each of its samples.
+    /// Rows whose text (or choice) is the same in each sample.
     pub same: u64,
-    /// `same / compared`; null where nothing could be compared.
+    /// `same / compared`; null if no row was compared.
     pub share: Option<f64>,
-    /// Within which the share over all rows lies, with 95 % confidence (Wilson's score interval).
+    /// 95 % confidence interval of the share over all rows of the job (Wilson's score interval).
     pub interval: Option<[f64; 2]>,
-    /// Mean share of an answer's tokens before its first difference; not of choices.
+    /// Mean share of an answer's tokens before its first difference; absent for choices.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub leading_tokens: Option<f64>,
-    /// Mean absolute difference of a choice's probability, where the job writes them.
+    /// Mean absolute difference of a choice's probability, if the job writes probabilities.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub probability_difference: Option<f64>,
-    /// Mean absolute difference of a token's log probability, where the job writes them, over answers that are the same.
+    /// Mean absolute difference of a token's log probability over the answers that are the same, if
+    /// the job writes log probabilities.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub logprob_difference: Option<f64>,
-    /// Rows that failed in the job: there is nothing to compare.
+    /// Rows that failed in the job, so there is no answer to compare.
     pub unanswered: u64,
-    /// Rows that failed when they were run again.
+    /// Rows that failed in the recheck.
     pub failed: u64,
-    /// Device seconds that it took; no part of the job's.
+    /// Device seconds of the recheck; the job's seconds exclude them.
     pub seconds: f64,
-    /// The first rows with another answer.
+    /// The first rows whose answers differ.
     pub differing: Vec<Differing>,
 }
 
-/// A row with another answer, both shortened around their first difference.
+/// A row whose answers differ, both shortened around their first difference.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Differing {
     pub row: u64,
-    /// In the job's output.
+    /// The answer in the job's output.
     pub job: String,
-    /// In the higher precision.
+    /// The answer in the higher precision.
     pub recheck: String,
 }
 
-/// Counts rows as they are run again.
+/// Counts the rows of a recheck.
 pub struct Tally {
-    /// Counts tokens of texts; `None`: answers are choices, which are the same or not.
+    /// Tokenizes answers; `None` if answers are choices, which are only compared as a whole.
     tokenizer: Option<Arc<Tokenizer>>,
     compared: u64,
     same: u64,
@@ -92,7 +93,7 @@ impl Mean {
 }
 
 impl Tally {
-    /// `tokenizer`: what texts are counted in; `None` where answers are choices.
+    /// `tokenizer` tokenizes answers; it is `None` if answers are choices.
     pub fn new(tokenizer: Option<Arc<Tokenizer>>) -> Tally {
         Tally {
             tokenizer,
@@ -107,12 +108,12 @@ impl Tally {
         }
     }
 
-    /// A row that the job has no answer to.
+    /// Counts a row without an answer in the job's output.
     pub fn add_unanswered(&mut self) {
         self.unanswered += 1;
     }
 
-    /// A row that was run again; `again` is `None` where it failed. Rows may come in any order.
+    /// Counts a row that was run again; `again` is `None` if it failed. Rows may come in any order.
     pub fn add(&mut self, row: u64, job: &Answer, again: Option<&Answer>) {
         let Some(again) = again else {
             self.failed += 1;
@@ -131,7 +132,8 @@ impl Tally {
         if job.texts == again.texts {
             self.same += 1;
             for (a, b) in job.logprobs.iter().zip(&again.logprobs) {
-                // The same text may be spelled in other tokens, whose probabilities are those of something else.
+                // The same text may consist of other tokens, whose log probabilities are not
+                // comparable.
                 if a.len() == b.len() {
                     a.iter()
                         .zip(b)
@@ -149,7 +151,8 @@ impl Tally {
         }
     }
 
-    /// The result; `precision` names what was computed in, `seconds` are the device's.
+    /// Returns the result; `precision` names the recheck's precision, and `seconds` are device
+    /// seconds.
     pub fn finish(self, precision: String, seconds: f64) -> Recheck {
         let (same, compared) = (self.same, self.compared);
         Recheck {
@@ -171,7 +174,7 @@ impl Tally {
 }
 
 impl Recheck {
-    /// The report for people, under the heading that summaries use.
+    /// Formats the report for people, in the layout of summaries.
     pub fn lines(&self) -> Vec<String> {
         let to = &self.precision;
         let mut lines = vec![match self.interval {
@@ -226,10 +229,11 @@ impl Recheck {
     }
 }
 
-/// Wilson's score interval for a share of `hits` in `all`, 95 %; `None` where nothing was drawn.
+/// Wilson's 95 % score interval for the share of `hits` in `all`; `None` if `all` is 0.
 ///
-/// E. B. Wilson, "Probable Inference, the Law of Succession, and Statistical Inference", Journal of the American Statistical
-/// Association 22 (1927), 209–212. Unlike the normal approximation it stays within 0 and 1, and has a width at 0 and at 1.
+/// E. B. Wilson, "Probable Inference, the Law of Succession, and Statistical Inference", Journal of
+/// the American Statistical Association 22 (1927), 209–212. Unlike the normal approximation, the
+/// interval stays within 0 and 1, and has a positive width at shares of 0 and 1.
 fn wilson(hits: u64, all: u64) -> Option<[f64; 2]> {
     if all == 0 {
         return None;
@@ -239,13 +243,14 @@ fn wilson(hits: u64, all: u64) -> Option<[f64; 2]> {
     let z2 = DEVIATIONS * DEVIATIONS;
     let middle = (share + z2 / (2.0 * n)) / (1.0 + z2 / n);
     let half = DEVIATIONS / (1.0 + z2 / n) * (share * (1.0 - share) / n + z2 / (4.0 * n * n)).sqrt();
-    // Exactly 0 and 1 at the ends, where rounding may miss them.
+    // Exactly 0 and 1 at the ends, which rounding may miss.
     let low = if hits == 0 { 0.0 } else { middle - half };
     let high = if hits == all { 1.0 } else { middle + half };
     Some([low, high])
 }
 
-/// The share of the longer answer's tokens that both begin with; 1 for two empty ones.
+/// The length of the common prefix as a share of the longer answer's tokens; 1 for two empty
+/// answers.
 fn leading_share(a: &[u32], b: &[u32]) -> f64 {
     let leading = a.iter().zip(b).take_while(|(a, b)| a == b).count();
     match a.len().max(b.len()) {
@@ -254,7 +259,7 @@ fn leading_share(a: &[u32], b: &[u32]) -> f64 {
     }
 }
 
-/// Two texts on a line each, cut so that their first difference is seen.
+/// Formats two texts on one line each, cut so that their first difference is visible.
 fn shortened(a: &str, b: &str) -> (String, String) {
     let common = a.chars().zip(b.chars()).take_while(|(a, b)| a == b).count();
     let from = match common {
@@ -298,8 +303,8 @@ mod tests {
         );
     }
 
-    /// Against the published table of Newcombe, "Two-Sided Confidence Intervals for the Single Proportion", Statistics in
-    /// Medicine 17 (1998), table I, method 3; the last is the third from its other side.
+    /// Compares with Newcombe, "Two-Sided Confidence Intervals for the Single Proportion",
+    /// Statistics in Medicine 17 (1998), table I, method 3. The last case mirrors the third.
     #[test]
     fn intervals_are_those_of_the_literature() {
         near(wilson(81, 263), [0.2553, 0.3662]);
@@ -388,7 +393,7 @@ mod tests {
         tally.add(1, &many(["one", "two"]), Some(&many(["one", "two"])));
         let found = tally.finish("bf16".into(), 0.0);
         assert_eq!((found.same, found.compared), (1, 2));
-        // Of the first row one sample is the same and one has nothing in common.
+        // In the first row, one sample is the same and the other shares no token.
         assert_eq!(found.leading_tokens, Some(0.75));
         assert_eq!(
             (found.differing[0].job.as_str(), found.differing[0].recheck.as_str()),

@@ -1,4 +1,4 @@
-//! Which rows of a job a recheck looks at: the same each time, spread over the whole job.
+//! Chooses the rows of a job for a recheck: deterministic, and spread over the whole job.
 
 use std::collections::BTreeSet;
 
@@ -10,18 +10,21 @@ use crate::dataset::plan::Shard;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ShardSample {
     pub shard: u32,
-    /// Over the job's whole input; at least one.
+    /// Row numbers in the job's whole input; at least one.
     pub rows: BTreeSet<u64>,
 }
 
-/// `wanted` rows of a job, or all where it has no more, by shard. `job_hash`: of the job as written.
+/// Draws `wanted` rows of a job, or all if there are fewer, grouped by shard. `job_hash` is the
+/// hash of the job as written.
 ///
-/// Each shard gives its share of rows, to within one; where there are more shards than rows, those that give one lie at equal
-/// distances. Which rows of a shard is up to a hash of job and row: nothing about their order in the input decides.
+/// Each shard gives its proportional share of rows, to within one. If there are more shards than
+/// rows, the shards that give a row are evenly spaced. A hash of job and row selects the rows
+/// within a shard, so their order in the input does not matter.
 pub fn sample(shards: &[Shard], wanted: u64, job_hash: &str) -> Vec<ShardSample> {
     let all: u128 = shards.iter().map(|shard| u128::from(shard.rows)).sum();
     let wanted = u128::from(wanted).min(all);
-    // Where the count begins: else the last shard would always, and the first never, give the odd row.
+    // Offset of the running count. At 0, the last shard would always give the extra row, the first
+    // never.
     let start = match all {
         0 => 0,
         _ => u128::from(place(job_hash, u64::MAX)) % all,
@@ -46,7 +49,7 @@ pub fn sample(shards: &[Shard], wanted: u64, job_hash: &str) -> Vec<ShardSample>
     shards.iter().enumerate().filter_map(of_shard).collect()
 }
 
-/// Where a row stands in the order in which its shard gives rows.
+/// The row's rank key: a shard gives its rows with the lowest keys.
 fn place(job_hash: &str, row: u64) -> u64 {
     let digest = Sha256::new_with_prefix(b"gristmill-recheck\0")
         .chain_update(job_hash)
@@ -103,7 +106,7 @@ mod tests {
         );
     }
 
-    /// A row's place in its shard does not decide whether it is drawn: over 400 jobs each of ten places is drawn some 160 times.
+    /// Each position in a shard is drawn equally often: over 400 jobs, each of ten about 160 times.
     #[test]
     fn every_place_in_a_shard_is_drawn_alike() {
         let shards = shards(&[10; 4]);

@@ -1,6 +1,7 @@
-//! Commands that are printed to be typed again.
+//! Quotes words of commands that are printed to be copied into a shell.
 
-/// `word` as a shell reads it back. Zero bytes, which no argument can hold, are not quoted.
+/// Quotes `word` for a shell. A word with a zero byte, which no argument can hold, is returned
+/// unquoted.
 pub fn shell_word(word: &str) -> String {
     shlex::try_quote(word).map_or_else(|_| word.to_string(), Into::into)
 }

@@ -9,7 +9,7 @@ use crate::report::cost::show_dollars;
 use crate::report::recheck::Recheck;
 use crate::report::shell_word;
 
-/// Above this share of the answers, in percent, cut off ones are a warning.
+/// Percentage of truncated answers above which the summary warns.
 const TRUNCATED_MAX_PERCENT: u64 = 1;
 
 /// Rows by status.
@@ -21,13 +21,13 @@ pub struct RowCounts {
     pub errored: u64,
     pub expired: u64,
     pub cancelled: u64,
-    /// Of whatever status, with a completion that was cut off; null where an older gristmill counted some of the rows, which
-    /// did not look.
+    /// Rows with a truncated completion, whatever their status. Null if an older gristmill, which
+    /// did not count them, finished some of the rows.
     pub truncated: Option<u64>,
 }
 
 impl RowCounts {
-    /// Of a job of `total` rows.
+    /// Counts for a job of `total` rows.
     pub fn of(total: u64, tally: &Tally) -> RowCounts {
         RowCounts {
             total,
@@ -40,14 +40,14 @@ impl RowCounts {
         }
     }
 
-    /// What share of the rows that the model answered was cut off, in words, where that is a lot.
+    /// The share of answered rows that were truncated, if it is above `TRUNCATED_MAX_PERCENT`.
     pub fn many_truncated(&self) -> Option<String> {
         let answered = self.succeeded + self.invalid_output;
         let truncated = self.truncated?;
         (truncated * 100 > answered * TRUNCATED_MAX_PERCENT).then(|| percent(truncated, answered))
     }
 
-    /// The counts for people.
+    /// Formats the counts for people.
     fn lines(&self) -> Vec<String> {
         let mut lines = vec![format!(
             "rows        {} of {} succeeded",
@@ -75,7 +75,7 @@ impl RowCounts {
         lines
     }
 
-    /// Rows that have ended, one way or another.
+    /// Number of rows that have ended, whatever their status.
     pub fn ended(&self) -> u64 {
         self.succeeded + self.invalid_output + self.errored + self.expired + self.cancelled
     }
@@ -85,7 +85,7 @@ impl RowCounts {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct TokenCounts {
     pub prompt: u64,
-    /// Prompt tokens that were not computed because another row had computed them.
+    /// Prompt tokens that were reused from another row instead of computed.
     pub cached: u64,
     pub completion: u64,
 }
@@ -98,7 +98,7 @@ pub struct Agreement {
     pub rows: u64,
 }
 
-/// What `--json` prints as the last line of stdout.
+/// The summary that `--json` prints as the last line of stdout.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Summary {
     pub job: String,
@@ -109,27 +109,27 @@ pub struct Summary {
     pub seconds: f64,
     /// Prompt and completion tokens per device second.
     pub tokens_per_second: f64,
-    /// At the job's `usd_per_hour`; null where it names none.
+    /// Cost at the job's `usd_per_hour`; null if the job names no price.
     pub usd: Option<f64>,
-    /// Files that could not be read when the job was planned, and why.
+    /// Files that were unreadable when the job was planned, with the reasons.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub skipped_inputs: Vec<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub agreement: Option<Agreement>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub recheck: Option<Recheck>,
-    /// Why rows failed, where some did.
+    /// Why rows failed; absent if none did.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub failures: Option<Failures>,
 }
 
-/// Tokens per second, 0 where no time was measured.
+/// Tokens per second; 0 if no time was measured.
 pub fn rate(tokens: u64, seconds: f64) -> f64 {
     if seconds > 0.0 { tokens as f64 / seconds } else { 0.0 }
 }
 
 impl Summary {
-    /// Of a job at `output`, as its ledger tells it.
+    /// Builds the summary of a job at `output` from its ledger's status.
     pub fn of(status: &Status, output: &str) -> Summary {
         let tally = &status.tally;
         let tokens = TokenCounts {
@@ -142,7 +142,7 @@ impl Summary {
             output: output.to_string(),
             rows: RowCounts::of(status.rows, tally),
             tokens,
-            // An older gristmill wrote -0.0 where nothing was spent.
+            // An older gristmill wrote -0.0 for zero seconds.
             seconds: status.seconds.abs(),
             tokens_per_second: rate(tokens.prompt + tokens.completion, status.seconds),
             usd: status.usd.map(f64::abs),
@@ -153,7 +153,7 @@ impl Summary {
         }
     }
 
-    /// The report for people, one fact a line.
+    /// Formats the report for people, one fact per line.
     pub fn lines(&self) -> Vec<String> {
         let (rows, tokens) = (&self.rows, &self.tokens);
         let mut lines = rows.lines();
@@ -192,7 +192,7 @@ impl Summary {
         lines
     }
 
-    /// What somebody should look at, though every row may have succeeded.
+    /// A warning that the user should see even if every row succeeded.
     pub fn warning(&self) -> Option<String> {
         let share = self.rows.many_truncated()?;
         Some(format!(
@@ -203,10 +203,10 @@ impl Summary {
     }
 }
 
-/// Messages are cut to so many characters.
+/// Maximum length of a failure message, in characters.
 const MESSAGE_CHARS_MAX: usize = 160;
 
-/// A line for each of the most frequent messages.
+/// Formats the most frequent failure messages, one per line.
 fn failure_lines(failures: &Failures) -> Vec<String> {
     let line = |(at, reason): (usize, &Reason)| {
         let word = if at == 0 { "failed" } else { "" };
@@ -221,7 +221,7 @@ fn failure_lines(failures: &Failures) -> Vec<String> {
     failures.most.iter().enumerate().map(line).collect()
 }
 
-/// `part` of `whole` in percent, one decimal.
+/// Formats `part` of `whole` in percent, with one decimal.
 pub fn percent(part: u64, whole: u64) -> String {
     if whole == 0 {
         "0.0 %".into()
@@ -230,7 +230,7 @@ pub fn percent(part: u64, whole: u64) -> String {
     }
 }
 
-/// A count with commas between thousands.
+/// Formats a count with commas between thousands.
 pub fn number(n: u64) -> String {
     let digits = n.to_string();
     let mut out = String::new();
@@ -243,7 +243,7 @@ pub fn number(n: u64) -> String {
     out
 }
 
-/// So many of something: "1 row", "2,000 rows".
+/// Formats a count with its noun: "1 row", "2,000 rows".
 pub fn counted(n: u64, what: &str) -> String {
     format!("{} {what}{}", number(n), if n == 1 { "" } else { "s" })
 }
@@ -332,7 +332,7 @@ mod tests {
             truncated,
             ..Default::default()
         };
-        // Rows that the model never answered are no answers.
+        // Rows that the model never answered are not counted as answers.
         assert_eq!(rows(Some(3)).many_truncated(), Some("1.5 %".into()));
         for few in [Some(2), Some(0), None] {
             assert_eq!(rows(few).many_truncated(), None, "{few:?}");

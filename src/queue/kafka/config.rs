@@ -1,4 +1,4 @@
-//! From address, settings and environment to librdkafka properties.
+//! librdkafka properties from the address, the settings and the environment.
 
 use rdkafka::ClientConfig;
 use rdkafka::error::KafkaError;
@@ -8,7 +8,8 @@ use crate::queue::address::KafkaUrl;
 use crate::queue::properties::OURS;
 use crate::queue::settings::Resolved;
 
-/// What the address alone decides, for either side.
+/// Properties that consumer and producer share: brokers, gristmill's defaults, TLS and SASL. Fails
+/// on a property of `OURS`.
 fn common(url: &KafkaUrl, resolved: &Resolved) -> Result<ClientConfig, QueueError> {
     for name in resolved.kafka.keys() {
         if let Some((_, why)) = OURS.iter().find(|(ours, _)| ours == name) {
@@ -23,10 +24,10 @@ fn common(url: &KafkaUrl, resolved: &Resolved) -> Result<ClientConfig, QueueErro
         .set("bootstrap.servers", url.brokers.join(","))
         .set("reconnect.backoff.max.ms", "5000")
         .set("socket.keepalive.enable", "true")
-        // A topic that is deleted and made anew is seen within seconds.
+        // A topic that is deleted and created again is noticed within seconds.
         .set("topic.metadata.refresh.interval.ms", "10000")
-        // Of a broker that makes topics by itself (its default), a producer's question would make ours, with its default of
-        // partitions, mostly one.
+        // Brokers create topics by default: the producer's metadata request would create ours, with
+        // the broker's default number of partitions, mostly 1.
         .set("allow.auto.create.topics", "false");
     if let Some(file) = &resolved.ca_file {
         config
@@ -58,9 +59,10 @@ pub(crate) fn consumer(url: &KafkaUrl, resolved: &Resolved) -> Result<ClientConf
         .set("group.id", &url.group)
         .set("partition.assignment.strategy", "cooperative-sticky")
         .set("auto.offset.reset", "earliest")
-        // For so long a topic that is not there counts as one on its way: asking again is our own business.
+        // Short, so that a missing topic is reported soon: `consumer.rs` itself asks for it again.
         .set("topic.metadata.propagation.max.ms", "1000")
-        // A message is a pointer: a few are enough at hand, and a resumed partition must not wait behind a long poll.
+        // Messages are pointers, so few are fetched ahead, and a resumed partition must not wait
+        // behind a long poll.
         .set("fetch.wait.max.ms", "100")
         .set("max.partition.fetch.bytes", "32768")
         .set("queued.min.messages", "16");
@@ -71,7 +73,7 @@ pub(crate) fn consumer(url: &KafkaUrl, resolved: &Resolved) -> Result<ClientConf
     Ok(config)
 }
 
-/// The producer's properties; they serve for making topics too.
+/// The producer's properties, also used to create topics.
 pub(crate) fn producer(url: &KafkaUrl, resolved: &Resolved) -> Result<ClientConfig, QueueError> {
     let mut config = common(url, resolved)?;
     let timeout_ms = resolved.settings.send_timeout.as_millis().max(1000);
@@ -81,7 +83,7 @@ pub(crate) fn producer(url: &KafkaUrl, resolved: &Resolved) -> Result<ClientConf
     Ok(config)
 }
 
-/// A property that librdkafka does not take; its value stays out of the line.
+/// The error for a property that librdkafka rejects; it never shows the value.
 pub(crate) fn refused(error: KafkaError, resolved: &Resolved) -> QueueError {
     let what = match error {
         KafkaError::ClientConfig(_, _, name, _) => {
@@ -95,7 +97,7 @@ pub(crate) fn refused(error: KafkaError, resolved: &Resolved) -> QueueError {
     QueueError::Settings { what }
 }
 
-/// How long other members of the group may at most be made to wait for us, in milliseconds.
+/// The consumer's `session.timeout.ms`: the maximum time for which the group waits for this member.
 pub(crate) fn session_timeout_ms(config: &ClientConfig) -> u64 {
     const LIBRDKAFKA_DEFAULT: u64 = 45_000;
     config

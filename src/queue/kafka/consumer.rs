@@ -1,4 +1,5 @@
-//! The thread that polls Kafka: messages in, dispositions out, the watchdog, and coming back after every kind of absence.
+//! The thread that polls Kafka: it takes messages in, handles the worker's answers, watches the
+//! worker's progress, and reconnects after every kind of outage.
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -17,31 +18,35 @@ use crate::queue::address::KafkaUrl;
 use crate::queue::outage::Outage;
 use crate::queue::settings::Resolved;
 
-/// How long one poll waits: answers of the worker wait as long at most.
+/// Timeout of one poll, and so the maximum delay of the worker's answers.
 const POLL_WAIT: Duration = Duration::from_millis(25);
-/// How long the next event is waited for where all are wanted: without a wait, one line of librdkafka's log ends a poll.
+/// Timeout of a poll that drains all queued events. It is not 0, because a single log event of
+/// librdkafka would then end the draining.
 const EVENT_WAIT: Duration = Duration::from_millis(10);
-/// Commits are gathered for so long.
+/// Interval between commits.
 const COMMIT_EVERY: Duration = Duration::from_millis(100);
-/// How often an absent topic or broker is asked for.
+/// How often a missing topic or an absent broker is tried again.
 const LOOK_EVERY: Duration = Duration::from_secs(2);
-/// The thread itself did not run for so long: the process was stopped, and the worker with it.
+/// A longer gap between two turns means that the whole process was stopped, the worker included.
 const STANDSTILL: Duration = Duration::from_secs(2);
-/// Messages that may lie ready before fetching pauses. librdkafka drops what it has fetched of a paused partition and needs about a second
-/// to fetch it again, so a pause must be rare even where a worker passes thousands of messages on. Each takes a few kilobytes.
+/// Number of ready messages at which fetching pauses; a message takes a few kilobytes. Pauses must
+/// be rare, even where a worker passes thousands of messages on: librdkafka drops the fetched
+/// messages of a paused partition and needs about a second to fetch them again.
 const READY_MAX: usize = 1024;
-/// Messages that may wait to be passed on before fetching pauses.
+/// Number of messages waiting to be passed on at which fetching pauses.
 const REPUBLISHING_MAX: usize = 4096;
 
-/// What we are to the group.
+/// Our membership in the consumer group.
 enum Mode {
-    /// No member: the topic or every broker is absent, asked for again at the instant.
+    /// Not a member: the topic is missing or no broker answers. Both are checked again at
+    /// `next_look`.
     Waiting {
         next_look: Instant,
         said_missing: bool,
     },
     Member,
-    /// No member: the worker had stopped making progress when it had given so many signs of life.
+    /// Not a member: the worker had stopped making progress at this `progress_count`. A higher
+    /// count makes us rejoin.
     LetGo {
         progress_count: u64,
     },
@@ -58,9 +63,10 @@ struct PollThread<'a> {
     next_check: Instant,
 }
 
-/// Runs until the queue is closed; `opened` is told once whether there is anything to run.
+/// Runs until the queue is closed. `opened` gets the result of opening, once.
 pub(crate) fn run(url: &KafkaUrl, resolved: &Resolved, group: Group, opened: oneshot::Sender<Result<(), QueueError>>) {
-    // Nobody waits for an answer where the caller has given up: then the tracker is closed soon.
+    // A send to `opened` fails only if the caller has given up, and then the tracker is closed
+    // soon.
     match open(url, resolved, group) {
         Err(error) => {
             let _ = opened.send(Err(error));
@@ -94,7 +100,8 @@ fn open<'a>(url: &'a KafkaUrl, resolved: &Resolved, group: Group) -> Result<Poll
         next_check: now,
     };
     let looked = first_look(poller.consumer.client(), url, || {
-        // Serves the events that carry errors: the one that tells most may come behind many.
+        // Serves the events that carry errors: the most telling one may be queued behind many
+        // others.
         while poller.consumer.poll(EVENT_WAIT).is_some() {}
         poller.group().listener.take()
     });
@@ -126,13 +133,14 @@ impl PollThread<'_> {
         }
         self.watch(now);
         let group = self.group();
-        // Between the two limits it stays as it is: what was paused takes a second to flow again.
+        // Hysteresis: a paused partition takes a second to deliver again, so it resumes only at
+        // half the limit.
         let ready_max = if group.is_paused() { READY_MAX / 2 } else { READY_MAX };
         let full =
             group.tracker.ready() >= ready_max || group.tracker.republishing.load(Ordering::SeqCst) >= REPUBLISHING_MAX;
         group.set_paused(&self.consumer, full);
         let polled = self.consumer.poll(POLL_WAIT);
-        // Polling is when partitions come and go.
+        // Assignments change only within `poll`, so this check follows it.
         let is_member = matches!(self.mode, Mode::Member) && !self.outage.is_down();
         self.group()
             .tracker
@@ -150,7 +158,7 @@ impl PollThread<'_> {
         }
     }
 
-    /// Lets go of the group, or comes back to it.
+    /// Leaves the group or rejoins it, and checks whether an absent broker is back.
     fn watch(&mut self, now: Instant) {
         match self.mode {
             Mode::Member if self.group().tracker.is_stuck(now) => {
@@ -194,7 +202,7 @@ impl PollThread<'_> {
         self.consumer.unsubscribe();
     }
 
-    /// Asks for the topic that was not there.
+    /// Asks the broker for the missing topic.
     fn look(&mut self, now: Instant) {
         if let Mode::Waiting { next_look, .. } = &mut self.mode {
             *next_look = now + LOOK_EVERY;
@@ -211,11 +219,11 @@ impl PollThread<'_> {
                 None => self.outage.down(&code.to_string()),
             },
         }
-        // Asking may take long: that is no standstill of the process.
+        // Asking may take long, and must not count as a stop of the process.
         self.last_turn = Instant::now();
     }
 
-    /// A broker answered.
+    /// Handles an answer of the broker.
     fn found(&mut self, topic: Topic) {
         self.outage.up();
         self.group().tracker.set_denied(None);
@@ -235,8 +243,9 @@ impl PollThread<'_> {
         }
     }
 
-    /// A broker answered a member: a refusal may have passed. One that lasts is met again at once. Who has no assignment
-    /// may lack the right to the group, which no answer about the topic shows: an assignment will.
+    /// Clears a refusal after the broker has answered; a refusal that persists is reported again at
+    /// once. Applies only to a member with an assignment: without one, the member may lack the
+    /// right to the group, and answers about the topic say nothing about that right.
     fn forgive(&self) {
         let group = self.group();
         if group.is_assigned() && group.tracker.is_denied() {
@@ -250,7 +259,7 @@ impl PollThread<'_> {
         self.group().tracker.set_denied(Some(why));
     }
 
-    /// librdkafka reported an error: most it deals with by itself.
+    /// Handles an error of librdkafka, which recovers from most of them by itself.
     fn failed(&mut self, error: &KafkaError) {
         let code = error.rdkafka_error_code().unwrap_or(Code::Unknown);
         if matches!(error, KafkaError::MessageConsumptionFatal(_)) {
@@ -271,7 +280,7 @@ impl PollThread<'_> {
                 self.deny(why);
             }
             Kind::NoTopic if is_member => {
-                // What is known of the old topic says nothing about a new one of its name.
+                // Offsets of the old topic say nothing about a new topic of the same name.
                 self.group().forget_all("its topic was deleted");
                 self.leave();
                 self.mode = Mode::Waiting {
@@ -280,7 +289,7 @@ impl PollThread<'_> {
                 };
             }
             Kind::Away if is_member && code == Code::AllBrokersDown && !self.outage.is_down() => {
-                // Idle connections close too: one question tells.
+                // Idle connections close too, so ask the broker once before reporting an outage.
                 if let Err(code) = look(self.consumer.client(), &self.url.topic) {
                     let why = self
                         .group()
@@ -295,7 +304,7 @@ impl PollThread<'_> {
         }
     }
 
-    /// Says what is finished, and leaves the group.
+    /// Commits finished messages and leaves the group.
     fn close(self) {
         self.group().settle();
         self.group().set_leaving(true);

@@ -1,5 +1,5 @@
-//! Our part of the consumer group: which partitions are ours, what of them may be committed, and what happens when they
-//! come and go. librdkafka calls this from within `poll`.
+//! Our membership in the consumer group: assigned partitions, their offsets to commit, and
+//! rebalances. librdkafka calls the callbacks here from within `poll`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::Ordering;
@@ -23,23 +23,24 @@ use crate::queue::foreign::{self, HOPS_HEADER, Handling};
 use crate::queue::settings::Resolved;
 use crate::signing::Signing;
 
-/// The group waits for us while we let go of partitions: at most so long, and a third of the session timeout.
+/// Maximum time for which a rebalance waits while the worker lets go of revoked partitions. A third
+/// of the session timeout is a bound too.
 const REVOKE_WAIT_MAX: Duration = Duration::from_secs(5);
 const REVOKE_STEP: Duration = Duration::from_millis(20);
 
-/// Where a delivery comes from.
+/// Partition and offset of a delivery.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct MessagePosition {
     pub partition: i32,
     pub offset: i64,
-    /// Which assignment of the partition to us.
+    /// Number of this assignment of the partition to us. A recreated log gets a new number too.
     epoch: u64,
 }
 
 struct AssignedPartition {
     epoch: u64,
     offsets: Offsets,
-    /// On its way to another worker: nothing of it goes out any more.
+    /// Whether the partition is being revoked: its messages are no longer delivered here.
     going: bool,
 }
 
@@ -47,11 +48,11 @@ struct AssignedPartition {
 struct Assignment {
     partitions: BTreeMap<i32, AssignedPartition>,
     next_epoch: u64,
-    /// Fetching is paused: enough is in flight.
+    /// Whether fetching is paused because enough messages are in memory.
     paused: bool,
-    /// We leave by our own will: nobody is waited for.
+    /// Whether we leave on our own initiative: a revocation then waits for no worker.
     leaving: bool,
-    /// The group has dealt its partitions out with us in it, be it that there was none for us.
+    /// Whether the group has given us an assignment, which may be empty.
     assigned: bool,
 }
 
@@ -62,12 +63,13 @@ impl Assignment {
             .is_some_and(|owned| owned.epoch == place.epoch)
     }
 
-    /// What is given back may go out again from here.
+    /// Whether a message that is given back may be delivered again by this process.
     fn is_kept(&self, place: MessagePosition) -> bool {
         self.is_current(place) && self.partitions.get(&place.partition).is_some_and(|owned| !owned.going)
     }
 
-    /// A message came; the deliveries it makes stale are told by their epoch.
+    /// Records a message. Returns its position and, if the partition's log was recreated or is read
+    /// again, the epoch of the deliveries that became stale.
     fn delivered(&mut self, partition: i32, offset: i64) -> (MessagePosition, Option<u64>) {
         let next_epoch = &mut self.next_epoch;
         let owned = self.partitions.entry(partition).or_insert_with(|| {
@@ -96,7 +98,7 @@ impl Assignment {
     }
 }
 
-/// The context of the consumer.
+/// The consumer's context, whose callbacks librdkafka calls.
 pub(crate) struct Group {
     pub listener: ErrorListener,
     pub tracker: Arc<DeliveryTracker<MessagePosition>>,
@@ -110,7 +112,7 @@ pub(crate) struct Group {
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Every change is a single step: what a panicking holder left is whole.
+    // Every change is a single step, so the state is consistent even after a panic under the lock.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -136,9 +138,9 @@ impl Group {
         }
     }
 
-    /// Takes a polled message in.
+    /// Handles a polled message.
     pub fn take_in(&self, message: &BorrowedMessage<'_>) {
-        // Who gets messages is not refused (any more).
+        // A consumer that gets messages has access (again).
         self.tracker.set_denied(None);
         let (place, stale) = locked(&self.assignment).delivered(message.partition(), message.offset());
         if let Some(epoch) = stale {
@@ -172,13 +174,13 @@ impl Group {
         done(&mut locked(&self.assignment), place);
     }
 
-    /// Recalls deliveries without waiting, and forgets them.
+    /// Recalls deliveries without waiting for the worker, and forgets them.
     fn let_go(&self, why: &'static str, which: impl Fn(&MessagePosition) -> bool) {
         self.tracker.recall(why, |item| which(&item.token));
         self.tracker.forget(which);
     }
 
-    /// All partitions are gone, with what was known of them.
+    /// Drops all partitions with their offsets and deliveries.
     pub fn forget_all(&self, why: &'static str) {
         locked(&self.assignment).partitions.clear();
         self.let_go(why, |_| true);
@@ -194,7 +196,7 @@ impl Group {
         locked(&self.assignment).assigned
     }
 
-    /// Acts on what the worker said.
+    /// Handles the worker's answers.
     pub fn settle(&self) {
         let mut dispositions = locked(&self.dispositions);
         while let Ok(answer) = dispositions.try_recv() {
@@ -227,8 +229,9 @@ impl Group {
         );
     }
 
-    /// Commits what is finished and not committed yet, of all partitions or of some. One that is waited for is the last of its
-    /// partitions: it says all that is finished.
+    /// Commits finished offsets that are not committed yet: of the partitions in `of`, or of all. A
+    /// synchronous commit is the last one of its partitions, so it repeats positions that may still
+    /// be in flight.
     pub fn commit(&self, consumer: &BaseConsumer<Group>, of: Option<&BTreeSet<i32>>, mode: CommitMode) {
         let mut list = TopicPartitionList::new();
         for (&partition, owned) in &mut locked(&self.assignment).partitions {
@@ -253,7 +256,7 @@ impl Group {
     }
 
     fn commit_failed(&self, error: &KafkaError, list: &TopicPartitionList) {
-        // Tried again with the next commit, as long as the partition is ours.
+        // The next commit retries, as long as the partition is ours.
         tracing::debug!("a commit to {} failed: {error}", self.address);
         let mut assignment = locked(&self.assignment);
         for element in list.elements() {
@@ -267,7 +270,7 @@ impl Group {
         locked(&self.assignment).paused
     }
 
-    /// Pauses or resumes fetching, where that is a change.
+    /// Pauses or resumes fetching; does nothing if the state is already the desired one.
     pub fn set_paused(&self, consumer: &BaseConsumer<Group>, paused: bool) {
         if locked(&self.assignment).paused == paused {
             return;
@@ -287,17 +290,17 @@ impl Group {
         }
     }
 
-    /// Has librdkafka fetch anew: of a refusal that lasts, it says nothing more otherwise.
+    /// Restarts fetching: without a restart, librdkafka does not report a persistent refusal again.
     pub fn fetch_anew(&self, consumer: &BaseConsumer<Group>) {
         let paused = locked(&self.assignment).paused;
-        // What is paused is fetched anew when it is resumed.
+        // Paused partitions are fetched anew when they resume.
         if !paused {
             self.set_paused(consumer, true);
             self.set_paused(consumer, false);
         }
     }
 
-    /// Partitions go to another worker: what is finished of them is committed, then they are given up.
+    /// Handles a revocation: commits the finished offsets of the partitions, then drops them.
     fn revoked(&self, consumer: &BaseConsumer<Group>, partitions: &BTreeSet<i32>) {
         let ours = |place: &MessagePosition| partitions.contains(&place.partition);
         let lost = consumer.assignment_lost();
@@ -307,14 +310,15 @@ impl Group {
         } else {
             "its partition goes to another worker"
         };
-        // While deliveries are recalled, no other message of these partitions may go out: it could not be acknowledged any more, and
-        // another worker would do its work again. What is taken out of the tracker here was not acknowledged: it comes to that worker.
+        // While deliveries are recalled, further messages of these partitions are held back: their
+        // acknowledgements would come too late, and another worker would repeat the work. The ready
+        // messages removed here are unacknowledged, so the next owner of the partition gets them.
         for (partition, owned) in &mut locked(&self.assignment).partitions {
             owned.going |= partitions.contains(partition);
         }
         self.tracker.take_ready(|item| ours(&item.token));
         let mut recalling = self.tracker.recall(why, |item| ours(&item.token));
-        // Where the partitions are lost or we leave by our own will, nobody is waited for.
+        // Lost partitions, or our own leaving, leave nothing to wait for.
         let wait = if lost || leaving {
             Duration::ZERO
         } else {
@@ -364,7 +368,7 @@ impl ConsumerContext for Group {
         if let Rebalance::Revoke(list) = rebalance {
             let partitions = numbers(list);
             tracing::debug!("{}: gives up partitions {partitions:?}", self.address);
-            // Who stays in the group is assigned what it keeps, at once.
+            // A member that stays in the group gets its remaining assignment right after this.
             locked(&self.assignment).assigned = false;
             self.revoked(consumer, &partitions);
         }
@@ -376,7 +380,8 @@ impl ConsumerContext for Group {
                 tracing::debug!("{}: gets partitions {:?}", self.address, numbers(list));
                 self.tracker.set_denied(None);
                 locked(&self.assignment).assigned = true;
-                // librdkafka remembers over a rebalance which partitions were paused: either state is set anew.
+                // librdkafka keeps the pause state of partitions across a rebalance, so it is set
+                // explicitly.
                 let changed = if locked(&self.assignment).paused {
                     consumer.pause(list)
                 } else {

@@ -1,8 +1,8 @@
 //! Kafka: a topic that workers share as one consumer group.
 //!
-//! A thread of its own polls (`consumer.rs`), librdkafka's threads do the I/O. What is finished is committed as the
-//! contiguous prefix of each partition (`offsets.rs`); what is given back is delivered again here, its offset
-//! uncommitted, until the partition goes elsewhere.
+//! One thread polls (`consumer.rs`) and librdkafka's threads do the I/O. The contiguous prefix of
+//! finished messages is committed per partition (`offsets.rs`). A message that is given back stays
+//! uncommitted and is delivered again by this process, until its partition moves to another worker.
 
 mod config;
 mod consumer;
@@ -21,7 +21,8 @@ use super::delivery_tracker::{Brokered, DeliveryTracker};
 use super::settings::Resolved;
 use super::{Queue, QueueError};
 
-/// Joins the topic's consumer group. Where no broker answers in about 10 s, the queue goes on trying by itself.
+/// Joins the topic's consumer group. If no broker answers within about 10 s, the queue is returned
+/// and keeps trying.
 pub(crate) async fn connect(url: &KafkaUrl, resolved: &Resolved) -> Result<Arc<dyn Queue>, QueueError> {
     let (dispositions, heard) = tokio::sync::mpsc::unbounded_channel();
     let tracker = Arc::new(DeliveryTracker::new(dispositions, &resolved.settings));

@@ -1,28 +1,30 @@
-//! Which offset of a partition may be committed: pure, property-tested.
+//! Computes which offset of a partition may be committed. No I/O; tested by property.
 //!
-//! Acknowledgements come in any order; a commit says "everything before". So the position is the first delivered offset
-//! that nobody has acknowledged, or the one after the last delivered. Offsets need not be contiguous in the log.
+//! Acknowledgements come in any order, but a commit covers every earlier offset. So the position is
+//! the first delivered offset that is unacknowledged, or one past the last delivered offset.
+//! Offsets in the log may have gaps.
 
 use std::collections::BTreeSet;
 
-/// One partition for as long as it is assigned to us.
+/// Offsets of one partition while it is assigned to us.
 #[derive(Debug, Default)]
 pub(crate) struct Offsets {
-    /// Delivered and not acknowledged.
+    /// Delivered offsets without an acknowledgement.
     pending: BTreeSet<i64>,
-    /// One past the last delivered; `None` before the first.
+    /// One past the last delivered offset; `None` before the first delivery.
     next: Option<i64>,
-    /// Where delivering began.
+    /// The first delivered offset.
     begun: i64,
-    /// The position that was last given out to be committed; at first, where delivering began.
+    /// The position last returned for a commit; at first equal to `begun`.
     given: i64,
-    /// The last commit failed.
+    /// Whether the last commit failed.
     again: bool,
 }
 
 impl Offsets {
-    /// A message came. False where it lies before others that came: then the log was made anew or read again from an
-    /// earlier place, what was known of it is forgotten, and this is its first message.
+    /// Records a delivered message. Returns false where its offset lies before earlier deliveries:
+    /// the log was recreated or is read again, so all older state is dropped and this message is
+    /// the first.
     pub fn delivered(&mut self, offset: i64) -> bool {
         let forward = self.next.is_none_or(|next| offset >= next);
         if !forward {
@@ -36,17 +38,17 @@ impl Offsets {
         forward
     }
 
-    /// A message is done with. Unknown offsets change nothing.
+    /// Records an acknowledgement. Unknown offsets change nothing.
     pub fn acknowledged(&mut self, offset: i64) {
         self.pending.remove(&offset);
     }
 
-    /// What may be committed: every message before it is done with.
+    /// The offset that may be committed: every message before it is acknowledged.
     pub fn position(&self) -> Option<i64> {
         self.pending.first().copied().or(self.next)
     }
 
-    /// The position, where it has moved since this gave it last, or the commit of that failed.
+    /// Returns the position if it has moved since the last call, or if the last commit failed.
     pub fn take_due(&mut self) -> Option<i64> {
         let position = self.position()?;
         let due = self.again || position > self.given;
@@ -55,15 +57,16 @@ impl Offsets {
         due.then_some(position)
     }
 
-    /// The position, where it has moved at all: for the last commit of a partition, since one before it may still be under way and
-    /// fail when nobody listens any more.
+    /// Returns the position if it has moved at all. Meant for the last commit of a partition: an
+    /// earlier commit of the same position may still be in flight, and its failure would go
+    /// unnoticed.
     pub fn take_last(&mut self) -> Option<i64> {
         let position = self.position()?;
         self.given = position;
         (position > self.begun).then_some(position)
     }
 
-    /// A commit failed: the position is to be given out again.
+    /// Records that a commit failed: the next `take_due` returns the position again.
     pub fn commit_failed(&mut self) {
         self.again = true;
     }
@@ -98,7 +101,7 @@ mod tests {
     }
 
     proptest! {
-        /// Any gaps, any order of acknowledgements, any number of them lost.
+        /// Covers gaps in the offsets, any order of acknowledgements, and missing acknowledgements.
         #[test]
         fn nothing_unacknowledged_is_ever_committed(
             gaps in prop::collection::vec(1i64..4, 1..40), order in prop::collection::vec(any::<prop::sample::Index>(), 0..80),

@@ -1,4 +1,4 @@
-//! Sending to Kafka, and making the topic.
+//! Sends messages to Kafka and creates the topic.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -20,23 +20,24 @@ use crate::queue::publisher::Prepared;
 use crate::queue::settings::Resolved;
 use crate::queue::{Message, QueueError};
 
-/// How long a door waits for the first answer of a broker.
+/// Timeout for the first answer of a broker, and for creating a topic.
 pub(crate) const DOOR_WAIT: Duration = Duration::from_secs(10);
-/// A name that cannot be resolved is given a second chance, then reported.
+/// How long an unknown host name is retried before it is reported.
 pub(crate) const RESOLVE_WAIT: Duration = Duration::from_secs(3);
 const METADATA_WAIT: Duration = Duration::from_secs(2);
-/// A new topic feeds at most so many workers unless the address says otherwise: each partition costs the broker files.
+/// Default maximum of partitions of a new topic, and so of workers that share it. Each partition
+/// costs the broker files.
 const PARTITIONS_MAX: u64 = 96;
-/// Messages that wait for their confirmation at once.
+/// Maximum number of messages that wait for their confirmation at once.
 const WINDOW: usize = 1000;
 
-/// What a topic looks like from here.
+/// The state of a topic.
 pub(crate) enum Topic {
     Partitions(u32),
     Missing,
 }
 
-/// Asks the broker once. Errors tell what was heard meanwhile.
+/// Requests the topic's metadata once. The error is the code of the request or of the topic.
 pub(crate) fn look<C: rdkafka::ClientContext>(client: &Client<C>, topic: &str) -> Result<Topic, Code> {
     let metadata = client
         .fetch_metadata(Some(topic), METADATA_WAIT)
@@ -55,7 +56,8 @@ pub(crate) fn look<C: rdkafka::ClientContext>(client: &Client<C>, topic: &str) -
     }
 }
 
-/// Asks until a broker answers, refuses, or the time is up. `heard` gives what librdkafka reported meanwhile.
+/// Requests the topic's metadata until a broker answers or refuses, or the timeout expires. `heard`
+/// returns the error that librdkafka has reported since its last call.
 pub(crate) fn first_look<C: rdkafka::ClientContext>(
     client: &Client<C>,
     url: &KafkaUrl,
@@ -96,19 +98,19 @@ pub(crate) struct KafkaPublisher {
     listener: ErrorListener,
     url: KafkaUrl,
     resolved: Resolved,
-    /// Of the topic, as last seen; 0: unknown.
+    /// Number of partitions of the topic, as last seen; 0 if unknown.
     partitions: Arc<AtomicU32>,
-    /// The partition of the next message: they are dealt out in turn.
+    /// Number of the next message, which selects its partition round-robin.
     turn: Arc<AtomicU32>,
 }
 
 impl KafkaPublisher {
-    /// Reaches no broker yet.
+    /// Creates a publisher without connecting.
     pub fn new(url: &KafkaUrl, resolved: &Resolved) -> Result<KafkaPublisher, QueueError> {
         let listener = ErrorListener::new(resolved.scrub.clone());
         let producer = FutureProducer::from_config_and_context(&config::producer(url, resolved)?, listener.clone())
             .map_err(|error| config::refused(error, resolved))?;
-        // Workers that pass messages on shall not all begin at the same partition.
+        // A random start: workers that pass messages on must not all begin at the same partition.
         let turn = getrandom::u32().unwrap_or(0) % 65_536;
         Ok(KafkaPublisher {
             producer,
@@ -120,7 +122,7 @@ impl KafkaPublisher {
         })
     }
 
-    /// A publisher whose broker has answered.
+    /// Creates a publisher and waits for an answer of the broker.
     pub async fn open(url: &KafkaUrl, resolved: &Resolved) -> Result<KafkaPublisher, QueueError> {
         let publisher = KafkaPublisher::new(url, resolved)?;
         publisher.clone().blocking(|publisher| publisher.first_look()).await?;
@@ -146,7 +148,7 @@ impl KafkaPublisher {
             })?
     }
 
-    /// The topic as it is.
+    /// Returns the existing topic, if there is one.
     pub async fn look(&self) -> Result<Option<Prepared>, QueueError> {
         let found = self.clone().blocking(|publisher| publisher.first_look()).await?;
         Ok(match found {
@@ -158,7 +160,7 @@ impl KafkaPublisher {
         })
     }
 
-    /// Makes the topic where it is not there.
+    /// Creates the topic if it does not exist.
     pub async fn prepare(&self, messages: u64) -> Result<Prepared, QueueError> {
         let first = self.clone().blocking(|publisher| publisher.first_look()).await?;
         if let Topic::Partitions(n) = first {
@@ -189,13 +191,13 @@ impl KafkaPublisher {
         })
     }
 
-    /// Whether this call made the topic; false where another was faster.
+    /// Returns whether this call created the topic; false if another process was faster.
     async fn create(&self, partitions: i32) -> Result<bool, QueueError> {
         let address = self.url.to_string();
         let config = config::producer(&self.url, &self.resolved)?;
         let admin: AdminClient<ErrorListener> = AdminClient::from_config_and_context(&config, self.listener.clone())
             .map_err(|error| config::refused(error, &self.resolved))?;
-        // A replication factor of -1 is the broker's default.
+        // A replication factor of -1 selects the broker's default.
         let topic = NewTopic::new(&self.url.topic, partitions, TopicReplication::Fixed(-1));
         let options = AdminOptions::new()
             .request_timeout(Some(DOOR_WAIT))
@@ -237,7 +239,7 @@ impl KafkaPublisher {
         }
     }
 
-    /// Sends and waits until the broker has confirmed all.
+    /// Sends the messages and waits until the broker has confirmed all.
     pub async fn send(&self, messages: &[Message]) -> Result<(), QueueError> {
         if self.partitions.load(Ordering::SeqCst) == 0 {
             self.clone().blocking(|publisher| publisher.first_look()).await?;
@@ -253,7 +255,7 @@ impl KafkaPublisher {
         Ok(())
     }
 
-    /// Sends one message as it is.
+    /// Sends one message unchanged.
     pub async fn send_body(&self, body: &[u8], hops: u32) -> Result<(), QueueError> {
         let hops = hops.to_string();
         let mut record: FutureRecord<'_, (), [u8]> = FutureRecord::to(&self.url.topic).payload(body);
@@ -265,7 +267,7 @@ impl KafkaPublisher {
         }
         let partitions = self.partitions.load(Ordering::SeqCst);
         if partitions > 0 {
-            // Dealt out in turn: the partitioner would fill one partition for a while.
+            // Round-robin by hand: the default partitioner sticks to one partition for a while.
             let turn = self.turn.fetch_add(1, Ordering::SeqCst) % partitions;
             record = record.partition(i32::try_from(turn).unwrap_or(0));
         }
@@ -294,13 +296,13 @@ impl KafkaPublisher {
         }
     }
 
-    /// Learns the partitions, for passing messages on; a failure is retried by the next call.
+    /// Sets the number of partitions over which messages are spread.
     pub fn learn(&self, partitions: u32) {
         self.partitions.store(partitions, Ordering::SeqCst);
     }
 }
 
-/// Passes messages on after a delay, from a thread of its own.
+/// Passes messages on after a delay, on its own thread.
 pub(crate) struct Republisher {
     io: IoThread,
     pub publisher: KafkaPublisher,
@@ -316,7 +318,8 @@ impl Republisher {
         })
     }
 
-    /// Sends after the delay, again and again until the broker has it or `is_stale`; then `sent` is called.
+    /// Sends the message after the delay, and retries until the broker has confirmed it or
+    /// `is_stale` returns true. Then calls `sent` with whether the message was sent.
     pub fn republish_later(
         &self,
         body: Vec<u8>,

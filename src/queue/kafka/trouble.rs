@@ -1,4 +1,4 @@
-//! What librdkafka's errors mean for us, and the listener that keeps them.
+//! Classifies librdkafka's errors, and listens for them.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -9,18 +9,18 @@ use rdkafka::error::{KafkaError, RDKafkaErrorCode as Code};
 use crate::queue::QueueError;
 use crate::queue::settings::Scrub;
 
-/// Split by reaction.
+/// Classes of errors, by our reaction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
-    /// Password, certificate, right: somebody must act.
+    /// Password, certificate or permission: the operator must act.
     Denied,
-    /// No such host.
+    /// The resolver does not know the host.
     UnknownHost,
     /// No broker answers.
     Away,
-    /// The topic, or a partition of it, is not there.
+    /// The topic, or a partition of it, does not exist.
     NoTopic,
-    /// librdkafka deals with it.
+    /// Any other error: librdkafka retries by itself.
     Passing,
 }
 
@@ -41,7 +41,7 @@ pub(crate) fn kind(code: Code) -> Kind {
     }
 }
 
-/// The last thing that went wrong, of the kinds that somebody at the door wants to know.
+/// The last error that concerns a caller who is waiting for the broker.
 #[derive(Debug, Clone)]
 pub(crate) struct Trouble {
     pub kind: Kind,
@@ -50,7 +50,8 @@ pub(crate) struct Trouble {
 }
 
 impl Trouble {
-    /// The newer of the two, unless the older says more about what somebody must do.
+    /// Returns the newer of two errors, unless the older tells more about what the operator must
+    /// do.
     pub fn or_more_telling(self, newer: Trouble) -> Trouble {
         let telling = |trouble: &Trouble| match trouble.kind {
             Kind::Denied => 0,
@@ -61,7 +62,7 @@ impl Trouble {
     }
 }
 
-/// Keeps what librdkafka reports, most telling first; its log goes to the debug level.
+/// Keeps the most telling error that librdkafka reports. librdkafka's log goes to the debug level.
 #[derive(Clone)]
 pub(crate) struct ErrorListener {
     scrub: Scrub,
@@ -76,7 +77,7 @@ impl ErrorListener {
         }
     }
 
-    /// What was heard since the last call.
+    /// Takes the error kept since the last call.
     pub fn take(&self) -> Option<Trouble> {
         self.last.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
@@ -86,7 +87,7 @@ impl ErrorListener {
             kind: kind(code),
             why: self.line(code, reason),
         };
-        // That every broker is down is what follows from what was said before, and says less.
+        // `AllBrokersDown` only follows from errors reported before it, and says less.
         if new.kind == Kind::Passing || code == Code::AllBrokersDown {
             return;
         }
@@ -97,7 +98,7 @@ impl ErrorListener {
         });
     }
 
-    /// librdkafka's `thread:instance/broker: reason (after 3ms in state …)`, as far as it helps.
+    /// The helpful part of librdkafka's `thread:instance/broker: reason (after 3ms in state …)`.
     pub fn line(&self, code: Code, reason: &str) -> String {
         let line = self.scrub.line(reason);
         let line = line.split(" (after ").next().unwrap_or(&line);
@@ -122,7 +123,7 @@ impl ClientContext for ErrorListener {
     }
 }
 
-/// The error that a door reports.
+/// The error reported to the caller who opens the queue or sends to it.
 pub(crate) fn at_the_door(trouble: Option<Trouble>, address: &str) -> QueueError {
     match trouble {
         Some(Trouble {
@@ -146,7 +147,7 @@ pub(crate) fn at_the_door(trouble: Option<Trouble>, address: &str) -> QueueError
     }
 }
 
-/// A refusal of this topic or group, in words.
+/// The message for a refused topic or group.
 pub(crate) fn denied(address: &str, code: Code) -> String {
     match code {
         Code::TopicAuthorizationFailed => {

@@ -1,4 +1,4 @@
-//! The queue itself: used as it is where it exists, made where it does not.
+//! Declares the queue: an existing one is used unchanged, a missing one is created.
 
 use lapin::options::QueueDeclareOptions;
 use lapin::types::{AMQPValue, FieldTable, LongString};
@@ -9,11 +9,12 @@ use crate::queue::QueueError;
 use crate::queue::address::RabbitUrl;
 use crate::queue::settings::Resolved;
 
-/// As good as no delivery limit: kills must not dead-letter healthy shards. RabbitMQ 4 has a limit of 20 unless told
-/// otherwise; its -1 for "none" is taken by 3.10 too, but there every message that comes back is dropped at once.
+/// Effectively no delivery limit: killed workers must not dead-letter healthy shards. RabbitMQ 4
+/// defaults to a limit of 20. Its value -1 for "none" is accepted by 3.10 too, which then drops
+/// every redelivered message at once.
 const DELIVERY_LIMIT: (&str, i32) = ("x-delivery-limit", i32::MAX);
 
-/// A channel on which the queue is known to exist, and whether it was made now.
+/// Returns a channel on which the queue is known to exist, and whether this call created the queue.
 pub(super) async fn declare(
     connection: &Connection,
     url: &RabbitUrl,
@@ -32,7 +33,7 @@ pub(super) async fn declare(
     let made = attempt(connection, url, false, arguments).await;
     match made {
         Ok(channel) => Ok((channel, true)),
-        // Another made it otherwise in this moment.
+        // Another process has just created the queue with other arguments.
         Err(error) if code(&error) == Some(PRECONDITION_FAILED) => {
             let found = attempt(connection, url, true, FieldTable::default()).await;
             found.map(|channel| (channel, false)).map_err(|error| asked(&error))
@@ -59,7 +60,7 @@ pub(super) async fn is_there(
     }
 }
 
-/// A refusal closes the channel: each attempt has its own.
+/// Declares the queue on a new channel, because a refusal closes the channel.
 async fn attempt(
     connection: &Connection,
     url: &RabbitUrl,

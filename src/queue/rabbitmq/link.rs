@@ -1,4 +1,4 @@
-//! Connecting, and what lapin's errors mean for us.
+//! Opens connections and classifies lapin's errors.
 
 use std::time::Duration;
 
@@ -10,18 +10,18 @@ use crate::queue::QueueError;
 use crate::queue::address::{RabbitUrl, Secret};
 use crate::queue::settings::Resolved;
 
-/// How long connecting may take, handshakes included; and a question after it.
+/// Timeout for connecting, handshakes included, and for each request after it.
 const OPEN_WAIT: Duration = Duration::from_secs(10);
-/// RabbitMQ gives a silent client up after two of these.
+/// RabbitMQ drops a client that has been silent for two of these intervals.
 const HEARTBEAT_SECONDS: u16 = 20;
 
-/// AMQP's reply codes that we act on.
+/// AMQP reply codes that we act on.
 pub(super) const ACCESS_REFUSED: u16 = 403;
 pub(super) const NOT_FOUND: u16 = 404;
 pub(super) const PRECONDITION_FAILED: u16 = 406;
 const NOT_ALLOWED: u16 = 530;
 
-/// Opens a connection; `purpose` names it in the management interface.
+/// Opens a connection; `purpose` is part of its name in RabbitMQ's management interface.
 pub(super) async fn open(url: &RabbitUrl, resolved: &Resolved, purpose: &str) -> Result<Connection, QueueError> {
     let uri = AMQPUri {
         scheme: if url.tls { AMQPScheme::AMQPS } else { AMQPScheme::AMQP },
@@ -50,7 +50,7 @@ pub(super) async fn open(url: &RabbitUrl, resolved: &Resolved, purpose: &str) ->
     within(url, connecting).await
 }
 
-/// Gives a broker up that takes too long to answer.
+/// Runs a request, and fails if the broker takes longer than `OPEN_WAIT`.
 pub(super) async fn within<T>(
     url: &RabbitUrl,
     asking: impl Future<Output = Result<T, QueueError>>,
@@ -62,7 +62,7 @@ pub(super) async fn within<T>(
     })
 }
 
-/// Largest file of certificates: a system's bundle has some 200 kB.
+/// Maximum size of a file of certificates; a system's bundle has about 200 kB.
 const CERTIFICATES_BYTES_MAX: u64 = 16 << 20;
 
 fn certificates(resolved: &Resolved) -> Result<Option<String>, QueueError> {
@@ -77,7 +77,7 @@ fn certificates(resolved: &Resolved) -> Result<Option<String>, QueueError> {
     }
 }
 
-/// The reply code of the broker, where it was the broker that refused.
+/// The broker's reply code, if the broker refused the request.
 pub(super) fn code(error: &lapin::Error) -> Option<u16> {
     match error.kind() {
         ErrorKind::ProtocolError(error) => Some(error.get_id()),
@@ -85,7 +85,7 @@ pub(super) fn code(error: &lapin::Error) -> Option<u16> {
     }
 }
 
-/// Splits by reaction; one line, without secrets.
+/// Maps the error to a [`QueueError`] by our reaction, as one line without secrets.
 pub(super) fn failed(url: &RabbitUrl, resolved: &Resolved, error: &lapin::Error) -> QueueError {
     let text = resolved.scrub.line(&error.to_string());
     let text = [
@@ -100,7 +100,7 @@ pub(super) fn failed(url: &RabbitUrl, resolved: &Resolved, error: &lapin::Error)
     if let Some(ACCESS_REFUSED | NOT_ALLOWED) = code(error) {
         return QueueError::Denied { why: line };
     }
-    // rustls and the resolver report through io::Error without kinds of their own.
+    // rustls and the resolver report through io::Error without specific kinds, so the text decides.
     let is_io = error.is_io_error();
     if is_io && (text.contains("certificate") || text.contains("TLS") || text.contains("handshake")) {
         return QueueError::Denied { why: line };

@@ -1,7 +1,9 @@
 //! RabbitMQ: a durable quorum queue without a delivery limit.
 //!
-//! All I/O runs on a thread of its own. `session.rs` is one life of a channel, `supervisor.rs` begins the next; messages
-//! are published over a second connection (`publisher.rs`), so that a memory alarm never holds up acknowledgements.
+//! All I/O runs on one thread. `session.rs` runs one channel from opening to its end, and
+//! `supervisor.rs` opens the next. Messages are published over a second connection
+//! (`publisher.rs`), so that a memory alarm, which blocks publishing connections, never delays
+//! acknowledgements.
 
 mod declare;
 mod link;
@@ -19,7 +21,8 @@ use super::io::IoThread;
 use super::settings::Resolved;
 use super::{Queue, QueueError};
 
-/// Begins to consume. Where the broker does not answer in about 10 s, the queue goes on trying by itself.
+/// Begins to consume. If the broker does not answer within about 10 s, the queue is returned and
+/// keeps trying.
 pub(crate) async fn connect(url: &RabbitUrl, resolved: &Resolved) -> Result<Arc<dyn Queue>, QueueError> {
     let (dispositions, heard) = tokio::sync::mpsc::unbounded_channel();
     let tracker = Arc::new(DeliveryTracker::new(dispositions.clone(), &resolved.settings));

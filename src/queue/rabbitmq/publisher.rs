@@ -1,4 +1,4 @@
-//! Publishing: persistent messages, confirmed by the broker, and never to a queue that is not there.
+//! Publishes persistent messages with confirms, and only to a queue that exists.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -18,13 +18,13 @@ use crate::queue::publisher::Prepared;
 use crate::queue::settings::Resolved;
 use crate::queue::{Message, QueueError};
 
-/// Messages that wait for their confirmation at once.
+/// Maximum number of messages that wait for their confirmation at once.
 const WINDOW: usize = 500;
 const PERSISTENT: u8 = 2;
 const BACKOFF_MIN: Duration = Duration::from_millis(500);
 const BACKOFF_MAX: Duration = Duration::from_secs(5);
 
-/// Publishes over a connection of its own, opened when it is first needed.
+/// Publishes over its own connection, which is opened on first use.
 #[derive(Clone)]
 pub(crate) struct RabbitPublisher {
     io: Arc<IoThread>,
@@ -44,13 +44,13 @@ struct Link {
 
 /// Why a round of publishing ended early.
 enum Stop {
-    /// The broker returned a message: its queue is gone.
+    /// The broker returned a message as unroutable: the queue is gone.
     NoQueue,
     Failed(QueueError),
 }
 
 impl RabbitPublisher {
-    /// Reaches no broker yet.
+    /// Creates a publisher without connecting.
     pub fn new(url: &RabbitUrl, resolved: &Resolved, io: Arc<IoThread>) -> RabbitPublisher {
         RabbitPublisher {
             io,
@@ -62,7 +62,7 @@ impl RabbitPublisher {
         }
     }
 
-    /// A publisher whose broker has answered.
+    /// Creates a publisher and waits until it is connected.
     pub async fn open(url: &RabbitUrl, resolved: &Resolved) -> Result<RabbitPublisher, QueueError> {
         let io = Arc::new(IoThread::start("gristmill-amqp")?);
         let publisher = RabbitPublisher::new(url, resolved, io.clone());
@@ -71,7 +71,7 @@ impl RabbitPublisher {
         Ok(publisher)
     }
 
-    /// The queue as it is.
+    /// Returns the existing queue, if there is one.
     pub async fn look(&self) -> Result<Option<Prepared>, QueueError> {
         let shared = self.shared.clone();
         let is_there = self.io.run(async move { shared.look().await }).await?;
@@ -81,7 +81,7 @@ impl RabbitPublisher {
         }))
     }
 
-    /// Makes the queue where it is not there.
+    /// Creates the queue if it does not exist.
     pub async fn prepare(&self) -> Result<Prepared, QueueError> {
         let shared = self.shared.clone();
         let created = self.io.run(async move { shared.prepare().await }).await?;
@@ -91,7 +91,7 @@ impl RabbitPublisher {
         })
     }
 
-    /// Sends and waits until the broker has confirmed all.
+    /// Sends the messages and waits until the broker has confirmed all.
     pub async fn send(&self, messages: &[Message]) -> Result<(), QueueError> {
         let bodies = messages
             .iter()
@@ -101,14 +101,14 @@ impl RabbitPublisher {
         self.io.run(async move { shared.send(bodies, 0).await }).await
     }
 
-    /// Sends messages as they are; to be called on the I/O thread.
+    /// Sends bodies unchanged. Must be called on the I/O thread.
     pub async fn send_bodies(&self, bodies: Vec<Vec<u8>>, hops: u32) -> Result<(), QueueError> {
         self.shared.send(bodies, hops).await
     }
 }
 
 impl Shared {
-    /// The channel for publishing; connects where there is none.
+    /// Returns the channel for publishing, and connects if there is none.
     async fn channel(&self) -> Result<Channel, QueueError> {
         let mut link = self.link.lock().await;
         if let Some(Link { connection, channel }) = &*link
@@ -158,7 +158,8 @@ impl Shared {
         link.as_ref().map(|link| &link.connection).ok_or_else(lost)
     }
 
-    /// Sends until all is confirmed; a broker that is away is waited for, within bounds. A memory alarm only delays.
+    /// Sends the bodies and returns when all are confirmed. Retries for up to `send_timeout`
+    /// without progress while the broker is away. A memory alarm only delays the confirms.
     async fn send(&self, bodies: Vec<Vec<u8>>, hops: u32) -> Result<(), QueueError> {
         let mut confirmed = 0;
         let mut backoff = BACKOFF_MIN;
@@ -193,7 +194,7 @@ impl Shared {
         }
     }
 
-    /// Publishes what is not confirmed yet, window by window.
+    /// Publishes the unconfirmed bodies, window by window.
     async fn round(&self, bodies: &[Vec<u8>], hops: u32, confirmed: &mut usize) -> Result<(), Stop> {
         let failed = |error: lapin::Error| Stop::Failed(failed(&self.url, &self.resolved, &error));
         let channel = self.channel().await.map_err(Stop::Failed)?;

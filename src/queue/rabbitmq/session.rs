@@ -1,4 +1,4 @@
-//! One life of a channel: messages in, acknowledgements out, until it breaks or is closed.
+//! One session: a channel that takes messages in and acknowledges them until it ends.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -25,47 +25,47 @@ use crate::queue::settings::Resolved;
 use crate::queue::{Message, QueueError};
 
 const TICK: Duration = Duration::from_millis(200);
-/// No tick for so long: the process was stopped, and the worker with it.
+/// A longer gap between two ticks means that the whole process was stopped, the worker included.
 const STANDSTILL: Duration = Duration::from_secs(2);
 /// A delivery is recalled after this share of the acknowledgement timeout …
 const RECALL_SHARE: f64 = 0.8;
-/// … and given back after this share, whether its worker has let go or not.
+/// … and requeued after this share, even if its worker has not let go.
 const RETURN_SHARE: f64 = 0.92;
-/// RabbitMQ does not tell every consumer that its queue was deleted: where it is made anew at once, the new queue hands
-/// its messages to the old channel, and they get lost between the two. So a channel on which nothing has come for so
-/// long, and that owes no answer, is given up for another; what it was handed goes back.
+/// A channel with no delivery for this long, and none unacknowledged, is replaced: RabbitMQ may not
+/// tell a consumer that its queue was deleted and created again. The new queue then delivers
+/// messages to the old channel, and they get lost between the two. Closing the channel requeues
+/// them.
 const QUIET_MAX: Duration = Duration::from_secs(20);
-/// Until the queue is asked again for a message beyond the prefetch, where it had none.
+/// Pause before the queue is asked again for a message beyond the prefetch, after it had none.
 const ASK_EVERY: Duration = Duration::from_millis(500);
-/// How long the broker may take to confirm what is given back; then it is requeued.
+/// Timeout for publishing a message that is given back; on timeout it is requeued.
 const SEND_BACK_MAX: Duration = Duration::from_secs(2);
-/// How long closing the connection may take.
 const CLOSE_WAIT: Duration = Duration::from_secs(2);
 
-/// A delivery of one channel: acknowledgements of another's do nothing.
+/// A delivery tag with its session: acknowledgements of another session's tags do nothing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct DeliveryTag {
     session: u64,
     tag: u64,
 }
 
-/// What outlives a session.
+/// State that outlives a session.
 pub(super) struct Consumer {
     pub url: RabbitUrl,
     pub resolved: Resolved,
     pub tracker: Arc<DeliveryTracker<DeliveryTag>>,
     pub dispositions: UnboundedReceiver<Disposition<DeliveryTag>>,
-    /// Reports messages that were passed on.
+    /// Sends answers to `dispositions` from tasks here, such as for messages that were passed on.
     pub to_self: UnboundedSender<Disposition<DeliveryTag>>,
     pub publisher: RabbitPublisher,
 }
 
-/// Who sends a message, its task or the session that ends, takes its claim first: else both would.
+/// The right to send a message again: its own task or the session that ends takes it, never both.
 #[derive(Clone, Default)]
 struct Claim(Arc<AtomicBool>);
 
 impl Claim {
-    /// False: the other one has it.
+    /// Returns false if the other side has taken the claim.
     fn take(&self) -> bool {
         !self.0.swap(true, Ordering::SeqCst)
     }
@@ -73,9 +73,8 @@ impl Claim {
 
 /// Why a session ended.
 pub(super) enum End {
-    /// The queue is closed.
     Closed,
-    /// The worker has stopped making progress when it had given so many signs of life.
+    /// The worker had stopped making progress at this count.
     Stuck {
         progress_count: u64,
     },
@@ -83,7 +82,7 @@ pub(super) enum End {
     ChannelClosed {
         why: String,
     },
-    /// Nothing has come for long.
+    /// The channel has had no delivery for `QUIET_MAX`.
     Quiet,
     Broken(QueueError),
 }
@@ -94,16 +93,16 @@ pub(super) struct Session {
     connection: Connection,
     channel: Channel,
     stream: lapin::Consumer,
-    /// When the queue may be asked for a message beyond the prefetch.
+    /// When the queue may next be asked for a message beyond the prefetch.
     next_ask: Instant,
     ackers: BTreeMap<u64, Acker>,
     /// Messages on their way to other workers, by tag.
     republishing: BTreeMap<u64, (Republish<DeliveryTag>, Claim)>,
-    /// Given back, and being sent, by tag.
+    /// Tags of messages that were given back and are being published again.
     sending: BTreeSet<u64>,
-    /// The broker did not take what was given back.
+    /// Whether publishing a message that was given back has failed.
     cannot_send: Arc<AtomicBool>,
-    /// Recalled for the acknowledgement timeout, by tag.
+    /// Tags of deliveries recalled because of the acknowledgement timeout.
     recalled: BTreeSet<u64>,
     recalls: Vec<(Recalling, Instant)>,
     last_tick: Instant,
@@ -111,10 +110,10 @@ pub(super) struct Session {
 }
 
 impl Consumer {
-    /// Connects, declares, consumes.
+    /// Connects, declares the queue, and starts consuming.
     pub async fn begin(&self, number: u64) -> Result<Session, QueueError> {
         let connection = open(&self.url, &self.resolved, "consuming").await?;
-        // A broker that has just started may take a question and never answer it.
+        // A broker that has just started may accept a request and never answer it.
         within(&self.url, self.consume(number, connection)).await
     }
 
@@ -155,8 +154,9 @@ impl Consumer {
         u16::try_from(self.resolved.settings.in_flight).unwrap_or(u16::MAX)
     }
 
-    /// The worker asks for more, and what it has set aside, or is on its way to others, takes up the prefetch: one more is fetched. So
-    /// the broker holds none back for what is set aside, and other workers get what this one does not ask for.
+    /// Gets one message beyond the prefetch if the worker asks for more while deliveries set aside,
+    /// or on their way to other workers, fill the prefetch. Messages that this worker does not ask
+    /// for remain for others.
     async fn feed(&self, session: &mut Session) -> Result<(), End> {
         let asks = Asks {
             held: session.ackers.len(),
@@ -169,7 +169,7 @@ impl Consumer {
         let asking = session
             .channel
             .basic_get(self.url.queue.as_str().into(), BasicGetOptions::default());
-        // Nothing else is done on this channel meanwhile, and a broker may take a question and never answer it.
+        // The request blocks this session, and a broker may accept a request and never answer it.
         let asked = within(&self.url, async { Ok(asking.await) }).await;
         match asked.map_err(End::Broken)? {
             Ok(Some(got)) => self.take_in(session, got.delivery).await,
@@ -181,7 +181,7 @@ impl Consumer {
         }
     }
 
-    /// Runs a session to its end. What the worker holds stays with it: it may finish while the broker is away.
+    /// Runs a session to its end. The worker keeps its deliveries beyond that, and may finish them.
     pub async fn live(&mut self, mut session: Session) -> End {
         let mut ticks = tokio::time::interval(TICK);
         ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
@@ -205,7 +205,7 @@ impl Consumer {
         if matches!(end, End::Closed) {
             self.leave(&mut session).await;
         }
-        // Messages that no worker has go back to the broker with the channel.
+        // Closing the channel requeues the messages that no worker has received.
         self.tracker.take_ready(|_| true);
         if session.connection.status().connected() {
             let closing = session.connection.close(200, "OK".into());
@@ -268,7 +268,7 @@ impl Consumer {
         hops: u32,
     ) {
         let arrived = Instant::now();
-        // After a break the broker repeats what the worker still holds: it goes on with it, now of this channel.
+        // The broker repeats a delivery that the worker still holds: it gets this channel's tag.
         let of_old = |held: &DeliveryTag| held.session != session.number;
         if self.tracker.adopt(&message, arrived, token, of_old).is_some() {
             return;
@@ -283,7 +283,7 @@ impl Consumer {
         });
     }
 
-    /// Acts on what the worker said; of older channels there is nothing to say.
+    /// Handles an answer of the worker. Answers to deliveries of older channels do nothing.
     async fn settle(&self, session: &mut Session, answer: Disposition<DeliveryTag>) -> Result<(), End> {
         match answer {
             Disposition::Acknowledge(token) => self.ack(session, token).await,
@@ -329,14 +329,14 @@ impl Consumer {
         }
     }
 
-    /// Given back in good order: sent again, for the broker counts what it requeues as a delivery that came to nothing. Requeued
-    /// where it cannot be sent.
+    /// Gives a message back by publishing it again: a requeue would raise the broker's delivery
+    /// count, as a failed delivery does. Requeues it if publishing fails.
     async fn send_back(&self, session: &mut Session, item: ReceivedMessage<DeliveryTag>) -> Result<(), End> {
         let ReceivedMessage {
             token, ref body, hops, ..
         } = item;
         if !session.owes(token) {
-            // The broker repeats it by itself.
+            // The delivery is of an older channel: the broker repeats it by itself.
             return Ok(());
         }
         if session.cannot_send.load(Ordering::SeqCst) {
@@ -354,16 +354,16 @@ impl Consumer {
                     Disposition::GiveBack(item)
                 }
             };
-            // Nobody listens once the queue is closed: then the broker repeats the message, which is harmless.
+            // Fails only once the queue is closed; the broker then repeats the message, harmlessly.
             let _ = to_self.send(answer);
         });
         Ok(())
     }
 
-    /// The queue is closed: what the worker has answered is done, and all else goes to other workers, as far as there is time.
+    /// Acknowledges answered deliveries and sends the others to other workers, before closing.
     async fn leave(&mut self, session: &mut Session) {
         let deadline = tokio::time::Instant::now() + SEND_BACK_MAX;
-        // Else what is sent would come here again, and be requeued as the channel closes.
+        // Otherwise messages sent now would come back here and be requeued on closing.
         self.stop_consuming(session, deadline).await;
         let mut left: Vec<Republish<DeliveryTag>> = Vec::new();
         for (tag, (republish, claim)) in std::mem::take(&mut session.republishing) {
@@ -380,7 +380,7 @@ impl Consumer {
             let answer = match self.dispositions.try_recv() {
                 Ok(answer) => answer,
                 Err(_) if session.sending.is_empty() => break,
-                // What is being sent is confirmed soon.
+                // Messages that are being published are confirmed soon.
                 Err(_) => match tokio::time::timeout_at(deadline, self.dispositions.recv()).await {
                     Ok(Some(answer)) => answer,
                     Ok(None) | Err(_) => break,
@@ -419,7 +419,7 @@ impl Consumer {
         }
     }
 
-    /// Ends the consumer; what it was sent until then is taken in.
+    /// Cancels the consumer, and takes in the messages that the broker had sent before.
     async fn stop_consuming(&self, session: &mut Session, deadline: tokio::time::Instant) {
         let consumer = session.stream.tag();
         let ending = async {
@@ -428,7 +428,7 @@ impl Consumer {
                 .basic_cancel(consumer, BasicCancelOptions::default())
                 .await?;
             let mut rest = Vec::new();
-            // It ends, now that the broker has confirmed.
+            // The stream ends because the broker has confirmed the cancellation.
             while let Some(delivery) = session.stream.next().await {
                 rest.push(delivery?);
             }
@@ -445,7 +445,7 @@ impl Consumer {
         }
     }
 
-    /// Sends the message again after a while, then acknowledges this delivery of it.
+    /// Sends the message again after the delay, then acknowledges its delivery.
     fn republish_later(&self, session: &mut Session, republish: Republish<DeliveryTag>) {
         let claim = Claim::default();
         if session.owes(republish.token) {
@@ -470,14 +470,14 @@ impl Consumer {
                 }
             }
             tracker.republishing.fetch_sub(1, Ordering::SeqCst);
-            // Nobody listens once the queue is closed: then the broker repeats the message, which is harmless.
+            // Fails only once the queue is closed; the broker then repeats the message, harmlessly.
             if is_ours {
                 let _ = to_self.send(Disposition::Acknowledge(token));
             }
         });
     }
 
-    /// The watchdog, and the acknowledgement timeout.
+    /// Checks the worker's progress and the acknowledgement timeout.
     async fn tick(&self, session: &mut Session) -> Result<(), End> {
         let now = Instant::now();
         let stood = now - session.last_tick;
@@ -493,7 +493,7 @@ impl Consumer {
             );
             self.tracker.recall("its worker has stopped making progress", |_| true);
             self.tracker.forget(|_| true);
-            // Before the broker gives its messages to others: who asks meanwhile must not take an empty queue for the end.
+            // Before the broker requeues: an observer must not take an empty queue for the end.
             self.tracker.set_attached(false);
             return Err(End::Stuck { progress_count });
         }
@@ -534,7 +534,7 @@ impl Consumer {
     async fn return_recalled(&self, session: &mut Session, now: Instant) -> Result<(), End> {
         let mut waiting = Vec::new();
         for (recalling, deadline) in std::mem::take(&mut session.recalls) {
-            // Whoever has let go of a shard may be about to answer, once a store has: what comes in time is the answer.
+            // A worker that has let go may still answer in time, once its writes return.
             if !recalling.is_answered(&self.tracker) && now < deadline {
                 waiting.push((recalling, deadline));
                 continue;
@@ -551,13 +551,13 @@ impl Consumer {
 }
 
 impl Session {
-    /// Whether this channel has a delivery that waits for its answer.
+    /// Whether this channel has an unacknowledged delivery of this tag.
     fn owes(&self, token: DeliveryTag) -> bool {
         token.session == self.number && self.ackers.contains_key(&token.tag)
     }
 }
 
-/// The deliveries and the bodies of messages to be sent with so many hops.
+/// Groups messages by hops: their delivery tags and bodies.
 fn by_hops(republishing: Vec<Republish<DeliveryTag>>) -> BTreeMap<u32, (Vec<DeliveryTag>, Vec<Vec<u8>>)> {
     let mut sorted: BTreeMap<u32, (Vec<DeliveryTag>, Vec<Vec<u8>>)> = BTreeMap::new();
     for Republish { token, body, hops } in republishing {
@@ -568,23 +568,23 @@ fn by_hops(republishing: Vec<Republish<DeliveryTag>>) -> BTreeMap<u32, (Vec<Deli
     sorted
 }
 
-/// What decides whether the queue is asked for a message beyond the prefetch.
+/// Decides whether the queue is asked for a message beyond the prefetch.
 struct Asks {
-    /// Messages of this channel without an answer.
+    /// Unacknowledged messages of this channel.
     held: usize,
-    /// Those of them that nobody has received yet.
+    /// Messages among them that the worker has not received yet.
     ready: usize,
     prefetch: usize,
 }
 
 impl Asks {
-    /// The broker sends nothing by itself, and the worker has taken all that came.
+    /// Whether the prefetch is full and the worker has received every message.
     fn for_one_more(&self) -> bool {
         self.held >= self.prefetch && self.ready == 0
     }
 }
 
-/// A header's number, of whatever width; 0 where it is none.
+/// The integer in a header of any width; 0 for other types.
 fn number(value: &AMQPValue) -> i64 {
     match *value {
         AMQPValue::ShortShortInt(n) => n.into(),

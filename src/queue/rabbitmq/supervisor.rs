@@ -1,4 +1,5 @@
-//! Session after session: connection, channel and queue come back by themselves, for as long as it takes.
+//! Runs session after session: reopens connection, channel and queue with backoff until the queue
+//! is closed.
 
 use std::time::{Duration, Instant};
 
@@ -10,11 +11,11 @@ use crate::queue::outage::Outage;
 
 const BACKOFF_MIN: Duration = Duration::from_millis(200);
 const BACKOFF_MAX: Duration = Duration::from_secs(10);
-/// A session that lasted so long was a good one: the next failure begins with short waits again.
+/// A session that lasted at least this long resets the backoff.
 const GOOD_SESSION: Duration = Duration::from_secs(10);
 const PROGRESS_POLL: Duration = Duration::from_millis(100);
 
-/// Runs until the queue is closed; `opened` is told once how the first attempt went.
+/// Runs until the queue is closed. `opened` gets the result of the first attempt, once.
 pub(super) async fn run(mut consumer: Consumer, opened: oneshot::Sender<Result<(), QueueError>>) {
     let mut opened = Some(opened);
     let mut outage = Outage::new(&consumer.url);
@@ -26,7 +27,7 @@ pub(super) async fn run(mut consumer: Consumer, opened: oneshot::Sender<Result<(
                 outage.up();
                 consumer.tracker.set_denied(None);
                 consumer.tracker.set_attached(true);
-                // A caller that has given up closes the queue.
+                // The send fails only if the caller has given up; the caller then closes the queue.
                 let _ = opened.take().map(|opened| opened.send(Ok(())));
                 consumer.live(session).await
             }
@@ -41,7 +42,7 @@ pub(super) async fn run(mut consumer: Consumer, opened: oneshot::Sender<Result<(
                 End::Broken(error)
             }
         };
-        // Another channel follows a quiet one at once: that is no absence.
+        // A quiet channel is replaced at once, so the consumer stays attached.
         if !matches!(end, End::Quiet) {
             consumer.tracker.set_attached(false);
         }
@@ -85,7 +86,7 @@ async fn closed_within(consumer: &Consumer, time: Duration) -> bool {
         .is_ok()
 }
 
-/// The worker is to move on before it gets anything again.
+/// Waits until the worker makes progress: it gets no messages before.
 async fn wait_for_progress(consumer: &Consumer, progress_count: u64) {
     while consumer.tracker.progress_count() == progress_count && !consumer.tracker.is_closing() {
         tokio::time::sleep(PROGRESS_POLL).await;
