@@ -90,8 +90,8 @@ fn labels(probabilities: bool) -> OutputConstraint {
     }
 }
 
-/// The completion of a prompt by a model that prefers these tokens, one per forward pass, and the
-/// number of forward passes.
+/// The completion of a prompt by a model that prefers these tokens, one per draw, and the number of
+/// draws.
 fn complete(prompt: &str, params: &GenerationParams, wants: &[u32]) -> (Completion, usize) {
     let (tokenizer, eos) = (tokenizer(), id("<eos>"));
     let constraint = Constraint::compile(&params.shape, &tokenizer, &[eos]).unwrap();
