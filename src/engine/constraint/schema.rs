@@ -373,14 +373,15 @@ impl<'a> Work<'a> {
             self.pay(8 * (count as u64).pow(3))?;
         }
         self.pay(4 * (count as u64).pow(2) + 8 * (count * own.len()) as u64 + 16 * patterns * patterns)?;
-        // A property combines the schemas that each of the objects has for it.
+        // A property must satisfy every schema that the objects have for it.
         for name in in_order {
             let of = own.iter().filter_map(|members| {
                 let named = object(members, "properties").and_then(|of| of.get(name));
                 named.or_else(|| members.get("additionalProperties"))
             });
             let of: Vec<Item> = of.map(Item::Schema).collect();
-            // It also combines with a `patternProperties` schema, if its pattern matches.
+            // It must also satisfy the schema of a `patternProperties` entry whose pattern matches
+            // its name.
             for schema in own
                 .iter()
                 .filter_map(|of| object(of, "patternProperties"))

@@ -437,7 +437,7 @@ fn hostile_shapes_do_no_harm() {
     ];
     let compiled = results.each_ref().map(Result::is_ok);
     assert_eq!(compiled, [false, true, true, true, true, false, false]);
-    // A thousand million letters, all of them forced.
+    // 10^9 letters, all of them forced.
     let endless = results[0].as_ref().unwrap_err().to_string();
     assert!(
         endless.contains("cannot be compiled: lexer error: too many"),
