@@ -62,7 +62,7 @@ impl Subject {
     /// The checkpoint in `dir`.
     ///
     /// # Errors
-    /// It cannot be read.
+    /// The checkpoint cannot be read.
     pub fn open(dir: &Path) -> Result<Subject, ModelError> {
         folder::check(dir)?;
         folder::check_weights(dir)?;

@@ -1,22 +1,22 @@
 //! Output that is one of a closed set of texts: a walk through a trie of the choices' canonical
 //! tokens.
 //!
-//! At a node, only the tokens of its children may follow, and the end of the sequence where a
-//! choice ends there. Where only one token may follow, it is taken without asking the model, so
-//! labels whose first tokens differ cost one forward pass per row.
+//! The *ways* from a node are its children and, where a choice ends there, the end of the sequence.
+//! A single way is taken without asking the model, so labels whose first tokens differ cost one
+//! forward pass per row.
 //!
-//! - **Probabilities.** At a node with several ways on, each way's probability is the softmax of
-//!   the raw logits (before penalties and temperature) over these ways alone. The end's weight is
-//!   the sum over all end-of-sequence tokens. A choice's probability is the product along its path,
-//!   so all choices sum to 1. Nodes off the chosen path are evaluated as forks of the prompt's
+//! - **Probabilities.** At a node with several ways, each way's probability is the softmax of the
+//!   raw logits (before penalties and temperature) over these ways alone. The end's weight is the
+//!   sum over all end-of-sequence tokens. A choice's probability is the product along its path, so
+//!   all choices sum to 1. Nodes off the chosen path are evaluated as forks of the prompt's
 //!   sequence.
-//! - **The answer** is sampled at each node like any token, among the ways on from that node.
-//!   Penalties count prompt and path, so a label whose tokens occur in the prompt is penalized for
-//!   them (as in vLLM). With temperature 0 *and* probabilities the answer is the most probable
-//!   choice (among equal ones the first). Penalties do not affect it, and it may differ from the
-//!   choice that greedy steps lead to.
+//! - **The answer** is sampled at each node like any token, among the node's ways. Penalties count
+//!   prompt and path, so a label whose tokens occur in the prompt is penalized for them (as in
+//!   vLLM). With temperature 0 *and* probabilities the answer is the most probable choice (among
+//!   equal ones the first). Penalties do not affect this answer, and it may differ from the choice
+//!   that greedy steps lead to.
 //! - **Log probabilities** of tokens that the model was asked for are raw, as everywhere. A token
-//!   that is the only one that may follow is certain: its log probability is 0.
+//!   that was the single way is certain: its log probability is 0.
 //! - Some tokenizers put a space in front of a text (SentencePiece's `▁`). With these, a choice is
 //!   tokenized with that space, as the model has learned to begin an answer. The returned text is
 //!   the choice as requested, without the space.
@@ -66,12 +66,12 @@ struct TrieNode {
     depth: usize,
     /// A choice whose path leads through or to this node.
     via: usize,
-    /// Ids that may be drawn, at a node with several ways on: the children's tokens, then, if a
-    /// choice ends here, the end-of-sequence ids that are not among them.
+    /// Ids that may be drawn at a node with several ways: the children's tokens, then, if a choice
+    /// ends here, the end-of-sequence ids that are not among them.
     ids: Vec<u32>,
 }
 
-/// The next node that has several ways on or none, and the forced tokens up to it.
+/// The next node with several ways or no child, and the forced tokens up to it.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Walk {
     /// Tokens up to `node`.
@@ -170,8 +170,7 @@ impl Choices {
             .zip(self.paths.iter().map(Vec::as_slice))
     }
 
-    /// Maximum tokens to compute after the prompt: the depth of the deepest node with several ways
-    /// on.
+    /// Maximum tokens to compute after the prompt: the depth of the deepest node with several ways.
     pub fn deepest_choice(&self) -> usize {
         self.deepest
     }
@@ -214,7 +213,7 @@ impl Choices {
         &self.paths[at.via][..at.depth]
     }
 
-    /// Log probability of each way on from `node`: those of its children, then that of the end if a
+    /// Log probability of each way from `node`: those of its children, then that of the end if a
     /// choice ends there. `logits` are those of the node's ids, in their order.
     fn ways(&self, node: Node, logits: &[f32]) -> Vec<f64> {
         let at = &self.nodes[node as usize];

@@ -1,5 +1,5 @@
-//! Constraints on a completion's text, compiled once per distinct shape and shared by all sequences
-//! that request the shape.
+//! Constraints on a completion's text (*shapes*: choices, JSON Schemas, regular expressions),
+//! compiled once per distinct shape and shared by all sequences that request the shape.
 //!
 //! llguidance compiles JSON Schemas and regular expressions: a grammar over bytes walks the trie of
 //! the vocabulary's bytes and yields the mask of tokens that may come next. JSON has at most one
