@@ -1,4 +1,5 @@
-//! Rotation, keys and values in their blocks, and attention over them, together: a device lays blocks out as it likes.
+//! Checks rotation, the storage of keys and values, and attention together, since each device
+//! chooses its own layout of blocks.
 
 use super::inputs::{Stored, numbers};
 use super::operations::taken;
@@ -7,14 +8,16 @@ use super::{Extent, Finding, Pair, compare};
 use crate::device::batch::StepBatch;
 use crate::device::{Attention, Device, DeviceError, HeadShape, KvSpec, QkNorm, RopeSpec, RopeStore};
 
-/// What is attended to: heads, kinds of layers, and sequences in steps.
+/// One case: heads, kind of attention, and the sequences of two steps.
 struct Case {
     heads: HeadShape,
     of: Attention,
     qk_norm: bool,
-    /// Sequences as (tokens in the first step, tokens in the second); those of the second step may be single ones.
+    /// Sequences as (tokens in the first step, tokens in the second). One token in the second step
+    /// is a decode.
     sequences: Vec<(u32, u32)>,
-    /// Tokens of the first sequence's first step that all others begin with, too, in the same blocks: whole blocks.
+    /// Length of the prefix of the first sequence that all others share, in the same blocks: a
+    /// multiple of the block size.
     shared: u32,
 }
 
@@ -34,7 +37,7 @@ fn cases(extent: Extent) -> Vec<Case> {
         sequences: sequences.to_vec(),
         shared,
     };
-    // Scores far above the cap, and far below it.
+    // Some scores are far above the cap, others far below it.
     let capped = |case: Case| Case {
         of: Attention {
             scale: 0.5,
@@ -82,7 +85,7 @@ fn rope(heads: HeadShape) -> RopeSpec {
     }
 }
 
-/// In words, after the sizes.
+/// The case's kind in words, for the end of its name.
 fn kind(of: Attention, shared: u32) -> String {
     let capped = if of.soft_cap.is_some() { ", capped" } else { "" };
     match (of.spec, shared) {
@@ -92,15 +95,16 @@ fn kind(of: Attention, shared: u32) -> String {
     }
 }
 
-/// What attention gave for a step's tokens, and seconds, where times are asked for.
+/// Output of attention for a step's tokens, and seconds of one run if it is timed.
 type Ran = (Vec<f32>, Option<f64>);
 
 impl Case {
-    /// The two steps on a device with blocks of this size, dealt out in a scattered order; how many blocks there are.
+    /// The two steps on a device with blocks of this size, and the number of blocks. Blocks are
+    /// assigned in a scattered order.
     fn steps(&self, block_tokens: u32) -> ([StepBatch; 2], u32) {
         let blocks_of = |tokens: u32| tokens.div_ceil(block_tokens);
         let all: u32 = self.sequences.iter().map(|(a, b)| blocks_of(a + b) + 1).sum();
-        // A number that has no divisor in common with the count scatters them.
+        // A stride that is coprime to the number of blocks visits each block once.
         let step = (3..)
             .find(|n| !all.is_multiple_of(*n) && (2..*n).all(|d| !n.is_multiple_of(d)))
             .unwrap_or(1);
@@ -117,7 +121,7 @@ impl Case {
         let mut steps = [StepBatch::default(), StepBatch::default()];
         for (number, step) in steps.iter_mut().enumerate() {
             for (i, ((first, second), table)) in self.sequences.iter().zip(&tables).enumerate() {
-                // What is shared is stored by the first sequence alone.
+                // Only the first sequence stores the shared tokens.
                 let stored = if i > 0 { self.shared } else { 0 };
                 let (from, to) = if number == 0 {
                     (stored, *first)
@@ -130,7 +134,7 @@ impl Case {
         (steps, all)
     }
 
-    /// What attention gives for each step's tokens, and seconds as `time` says.
+    /// Output of attention for each step's tokens, and the seconds that `time` returns.
     fn run<D: Device>(
         &self,
         device: &D,
@@ -138,7 +142,7 @@ impl Case {
     ) -> Result<Vec<Ran>, DeviceError> {
         let (steps, blocks) = self.steps(device.block_tokens());
         let mut pool = device.kv_pool(self.heads, blocks as usize)?;
-        // The second is taken.
+        // The first rotation must stay unused: the operation below selects the second.
         let other = RopeSpec {
             inverse_frequencies: vec![0.0; self.heads.head_dim / 2],
             scale: 1.0,
@@ -151,7 +155,7 @@ impl Case {
         let mut all = Vec::new();
         for (number, batch) in steps.iter().enumerate() {
             device.upload(batch, &mut step, &mut workspace)?;
-            // A shared token's numbers do not depend on its sequence.
+            // Shared tokens occur once in the batch, as rows of the first sequence.
             device.write(
                 &numbers(12 + number as u64, batch.tokens.len() * width),
                 width,
@@ -175,7 +179,8 @@ impl Case {
         Ok(all)
     }
 
-    /// Keys that queries of a step see, all together, and those that must be read.
+    /// The number of keys that each query of a step sees, summed over the queries, and the number
+    /// of keys that must be read from memory.
     fn keys(&self, step: &StepBatch) -> (f64, f64) {
         let window = match self.of.spec {
             KvSpec::Full => u32::MAX,
@@ -192,7 +197,8 @@ impl Case {
     }
 }
 
-/// Each step of a case is a finding: prompts in the first, single tokens, or few, in the second.
+/// Reports each step of a case as a finding. The first step is a prefill; the second has one token
+/// or a few tokens per sequence.
 pub fn all<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> Result<(), DeviceError> {
     for case in cases(pair.extent) {
         let want = case.run(&pair.reference, |_| Ok(None))?;
@@ -212,7 +218,7 @@ pub fn all<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> Resu
             );
             let name = ("rope_store, attention", pair.kv.word(), shape);
             let mut finding = compare(name, Tolerance::attention(pair.kv), heads * head_dim, want, &got);
-            // Of attention alone.
+            // Seconds, operations and bytes are those of attention alone.
             let (seen, read) = case.keys(step);
             finding.seconds = seconds;
             finding.operations = 4.0 * seen * (heads * head_dim) as f64;
@@ -224,11 +230,12 @@ pub fn all<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> Resu
     Ok(())
 }
 
-/// Sequences of a step as (which, its first token, before which it ends).
+/// Sequences of a step as (sequence, first token, end of its tokens).
 type Spread = Vec<(u32, u32, u32)>;
 
-/// The results of the first sequence's tokens, one after the other, in deterministic steps. Two sequences have their first `shared` tokens in
-/// common, blocks and all; a token's numbers follow from its position.
+/// Attention's output for the tokens of sequence 0, concatenated over deterministic steps. The two
+/// sequences share their first `shared` tokens and the blocks of these tokens. A token's input
+/// depends only on its position.
 fn of_first<D: Device>(
     device: &D,
     (heads, spec): (HeadShape, KvSpec),
@@ -276,13 +283,16 @@ fn of_first<D: Device>(
     Ok(results)
 }
 
-/// Deterministic steps give the same bits however a sequence is spread over them and whatever is beside it.
+/// Checks that deterministic steps give the same bits for a sequence, however its tokens are split
+/// into steps and whatever else is in the batch.
 pub fn deterministic<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> Result<(), DeviceError> {
     let (heads, end) = match pair.extent {
         Extent::Quick => (heads(4, 2, 32), 1200),
         Extent::Full => (heads(32, 8, 128), 4200),
     };
-    // Cut where no block and no piece ends, few tokens at once, beside another; and its last tokens beside one that begins alike.
+    // `cut` splits the sequence inside a block and inside a piece (see docs/decisions/075), ends
+    // with few tokens, and has another sequence in the batch. `alike` computes the last tokens
+    // beside a sequence with the same prefix.
     let cut = vec![
         vec![(0, 0, 1000), (1, 0, 300)],
         vec![(0, 1000, end - 3)],

@@ -6,7 +6,7 @@ use rayon::prelude::*;
 use crate::device::random::uniform;
 use crate::device::{Dtype, Precision, Tensor};
 
-/// Numbers in [-1, 1).
+/// Uniform random numbers in [-1, 1).
 pub fn numbers(seed: u64, count: usize) -> Vec<f32> {
     (0..count)
         .into_par_iter()
@@ -15,15 +15,16 @@ pub fn numbers(seed: u64, count: usize) -> Vec<f32> {
         .collect()
 }
 
-/// Rows that `precision` holds exactly, scales being powers of two: what is multiplied is then what was given, and a product is right
-/// to the rounding of its result.
+/// Rows that `precision` holds exactly, with scales that are powers of two. Quantization leaves
+/// such operands unchanged, so a product is exact up to the rounding of its result.
 pub fn exact(precision: Precision, seed: u64, rows: usize, width: usize) -> Vec<f32> {
     let mut values = numbers(seed, rows * width);
     if !matches!(precision, Precision::Int8 | Precision::Fp8) {
         return values;
     }
     let int8 = precision == Precision::Int8;
-    // The largest magnitude of a row, which its scale is made of: 127 or 448 times a power of two.
+    // The largest magnitude of a row, which determines the row's scale: 127 or 448 times a power of
+    // two.
     let most = if int8 { 127.0 / 128.0 } else { 448.0 / 512.0 };
     values
         .par_chunks_exact_mut(width)
@@ -42,7 +43,7 @@ pub fn exact(precision: Precision, seed: u64, rows: usize, width: usize) -> Vec<
     values
 }
 
-/// Rounded to four significant bits, as E4M3 keeps them; what is too small for it becomes zero.
+/// Rounded to four significant bits, as E4M3 keeps them; magnitudes below 2^-10 become zero.
 fn four_bits(x: f32) -> f32 {
     if x.abs() < 1.0 / 1024.0 {
         return 0.0;
@@ -51,7 +52,7 @@ fn four_bits(x: f32) -> f32 {
     f32::from_bits((x.to_bits() + half) & !((1 << 20) - 1))
 }
 
-/// A matrix of numbers as a checkpoint would store it, in BF16.
+/// A matrix as a checkpoint would store it, in BF16.
 pub struct Stored {
     rows: usize,
     columns: usize,
@@ -59,12 +60,12 @@ pub struct Stored {
 }
 
 impl Stored {
-    /// Numbers times `scale`, a power of two.
+    /// A matrix of random numbers times `scale`, a power of two.
     pub fn new(seed: u64, rows: usize, columns: usize, scale: f32) -> Stored {
         Stored::of(&numbers(seed, rows * columns), rows, columns, scale)
     }
 
-    /// These numbers times `scale`.
+    /// A matrix of `values` times `scale`.
     pub fn of(values: &[f32], rows: usize, columns: usize, scale: f32) -> Stored {
         let mut data = vec![0; values.len() * 2];
         data.par_chunks_exact_mut(2)
@@ -103,7 +104,7 @@ mod tests {
                     let step = x / scale;
                     let held = match precision {
                         Precision::Int8 => step.fract() == 0.0,
-                        // Four bits of it, none below 2^-9.
+                        // Four significant bits, none below 2^-9.
                         _ => step.to_bits() & 0xfffff == 0 && (step * 512.0).fract() == 0.0,
                     };
                     assert!(held, "{step} in {precision:?}");

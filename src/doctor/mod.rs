@@ -1,6 +1,8 @@
-//! Holds a device against the CPU in F32: every operation on seeded random inputs, then whole small models.
+//! Compares a device with the CPU in F32: every operation on seeded random inputs, then whole small
+//! models.
 //!
-//! The device is asked through [`Device`] alone, as a model asks it. Tolerances belong to formats; see [`tolerance`].
+//! The checks use the device through [`Device`] only, as a model does. Tolerances belong to
+//! formats; see [`tolerance`].
 
 mod attention;
 mod inputs;
@@ -17,59 +19,60 @@ use crate::device::cpu::{Cpu, Threads};
 use crate::device::{Device, DeviceError, KvFormat, Precision};
 use tolerance::Tolerance;
 
-/// How much is looked at.
+/// Extent of the checks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Extent {
     /// Sizes around the kernels' tiles.
     Quick,
-    /// And those of published models, timed.
+    /// The sizes of `Quick` and those of published models, timed.
     Full,
 }
 
-/// What came of one operation in one shape.
+/// Result of one operation in one shape.
 #[derive(Debug, Clone, serde::Serialize)]
 pub struct Finding {
     pub operation: &'static str,
-    /// Of what is multiplied, or of keys and values.
+    /// Format of the operands, or of keys and values.
     pub format: &'static str,
     pub shape: String,
     /// Root mean square of the differences over that of the right values.
     pub error: f64,
-    /// The largest difference over the same.
+    /// Largest difference, relative to the same root mean square.
     pub worst: f64,
     pub tolerance: Tolerance,
     /// Seconds of one run, where it was timed.
     pub seconds: Option<f64>,
-    /// Of one run: bytes that must be moved, and operations that must be computed.
+    /// Bytes that one run must move, and arithmetic operations that it must compute.
     pub bytes: f64,
     pub operations: f64,
-    /// The first coordinate that is too far off, with both values.
+    /// The first value that is too far off: its row and column, and both values.
     pub mismatch: Option<String>,
-    /// The same by a library, where it computes it.
+    /// The same operation by a library, if the library supports it.
     pub by_library: Option<ByLibrary>,
 }
 
-/// What came of an operation by a library.
+/// Result of an operation computed by a library.
 #[derive(Debug, Clone, serde::Serialize)]
 pub struct ByLibrary {
-    /// Of one run, where it was timed and is right.
+    /// Seconds of one run, where the operation was timed and the result is right.
     pub seconds: Option<f64>,
     pub error: f64,
     pub right: bool,
 }
 
 impl Finding {
-    /// By the library, too, where it computes it.
+    /// Whether the result is within the tolerance, the library's result included.
     pub fn is_right(&self) -> bool {
         let ours = self.mismatch.is_none() && self.error <= self.tolerance.error && self.worst <= self.tolerance.worst;
         ours && self.by_library.as_ref().is_none_or(|theirs| theirs.right)
     }
 }
 
-/// A device and what it is held against.
+/// A device and the reference that it is compared with.
 pub struct Pair<'a, D: Device> {
     pub device: &'a D,
-    /// The same device with linear operations by a library, which jobs use where it is faster.
+    /// The same device with a library for linear operations, which jobs use where the library is
+    /// faster.
     pub library: Option<&'a D>,
     pub reference: Cpu,
     pub precision: Precision,
@@ -78,7 +81,7 @@ pub struct Pair<'a, D: Device> {
 }
 
 impl<'a, D: Device> Pair<'a, D> {
-    /// `device` computes in these formats; the reference on `threads`.
+    /// `device` computes in these formats, the reference in F32 on `threads`.
     pub fn new(
         device: &'a D,
         (precision, kv): (Precision, KvFormat),
@@ -95,7 +98,8 @@ impl<'a, D: Device> Pair<'a, D> {
         }
     }
 
-    /// Every operation; `tell` is given each finding as it is made.
+    /// Checks every operation but attention and sampling; `tell` receives each finding as it is
+    /// made.
     ///
     /// # Errors
     /// The device failed.
@@ -106,7 +110,8 @@ impl<'a, D: Device> Pair<'a, D> {
         operations::logits(self, tell)
     }
 
-    /// A product on `device`, which is of the same kind, in `ways` that `set` has it compute in and that must not differ by a bit; `tell` as in
+    /// Checks that a product on `device` gives the same bits in each of `ways`. `set` selects a way
+    /// on `device`, which is of the same kind as the pair's; `tell` as in
     /// [`operations`](Self::operations).
     ///
     /// # Errors
@@ -121,7 +126,8 @@ impl<'a, D: Device> Pair<'a, D> {
         operations::alike(self, device, ways, set, tell)
     }
 
-    /// Rotation, keys and values, and attention; `tell` as in [`operations`](Self::operations).
+    /// Checks rotation, the storage of keys and values, and attention; `tell` as in
+    /// [`operations`](Self::operations).
     ///
     /// # Errors
     /// The device failed.
@@ -130,7 +136,7 @@ impl<'a, D: Device> Pair<'a, D> {
         attention::deterministic(self, tell)
     }
 
-    /// Every way of drawing a token; `tell` as in [`operations`](Self::operations).
+    /// Checks every way of drawing a token; `tell` as in [`operations`](Self::operations).
     ///
     /// # Errors
     /// The device failed.
@@ -138,7 +144,8 @@ impl<'a, D: Device> Pair<'a, D> {
         sampling::sampling(self, tell)
     }
 
-    /// Seconds of one of `run`s in a row `on` a device, where times are asked for.
+    /// Seconds of one `run`, averaged over consecutive runs `on` a device; `None` for
+    /// [`Extent::Quick`].
     fn time(&self, on: &D, mut run: impl FnMut() -> Result<(), DeviceError>) -> Result<Option<f64>, DeviceError> {
         if self.extent == Extent::Quick {
             return Ok(None);
@@ -183,7 +190,7 @@ fn compare(
         let difference = f64::from((want - got).abs());
         sum += difference * difference;
         worst = worst.max(difference / unit);
-        // Not a number is no number that is near.
+        // A NaN is never near, since its comparison is false.
         let near = difference / unit <= tolerance.worst;
         if mismatch.is_none() && !near {
             let (row, column) = (i / width.max(1), i % width.max(1));

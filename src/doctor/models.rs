@@ -1,4 +1,4 @@
-//! Whole small models with random weights, of every family, against the CPU in F32.
+//! Compares whole small models with random weights, of every family, with the CPU in F32.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -14,19 +14,20 @@ use crate::model::folder;
 use crate::model::weights::{RandomWeights, WeightSource};
 use crate::model::{Checkpoint, KvBudget, LoadOptions, ModelError, Transformer};
 
-/// What a small model gave.
+/// Result of one small model.
 #[derive(Debug, Clone, Serialize)]
 pub struct ModelFinding {
     pub model: String,
     /// Mean Kullback-Leibler divergence from F32, in nats.
     pub divergence: f64,
     pub divergence_max: f64,
-    /// Rows of logits whose largest is the same token's.
+    /// Number of rows of logits whose largest logit belongs to the same token as in F32.
     pub same: usize,
-    /// Rows whose largest is another token's though it stands out by more than eight times the logits' mean error.
+    /// Number of rows whose largest logit belongs to another token than in F32, although the F32
+    /// logits of these two tokens differ by more than eight times the RMS error of all logits.
     pub wrong: usize,
     pub rows: usize,
-    /// Do a sequence's logits depend on what else is in the batch?
+    /// Whether a sequence's logits are the same bits when it is alone in the batch.
     pub alone_alike: bool,
 }
 
@@ -36,8 +37,9 @@ impl ModelFinding {
     }
 }
 
-/// Most divergence of these formats on such models: what the CPU's own INT8 and BF16 stay within on them, twice over, and for
-/// E4M3, whose steps are some three times those of INT8, ten times (divergence grows with the square).
+/// Maximum divergence of these formats on such models. For BF16 and INT8 it is twice the maximum of
+/// the CPU's own formats. For E4M3 it is ten times that of INT8: E4M3's steps are some three times
+/// those of INT8, and divergence grows with the square.
 fn divergence_max(precision: Precision, kv: KvFormat) -> f64 {
     let of = |int8: bool, fp8: bool| -> f64 {
         match (fp8, int8) {
@@ -49,7 +51,7 @@ fn divergence_max(precision: Precision, kv: KvFormat) -> f64 {
     of(precision == Precision::Int8, precision == Precision::Fp8).max(of(kv == KvFormat::Int8, kv == KvFormat::Fp8))
 }
 
-/// A model to look at.
+/// A model to check.
 pub struct Subject {
     name: String,
     config: Config,
@@ -60,7 +62,7 @@ impl Subject {
     /// The checkpoint in `dir`.
     ///
     /// # Errors
-    /// It cannot be read.
+    /// The checkpoint cannot be read.
     pub fn open(dir: &Path) -> Result<Subject, ModelError> {
         folder::check(dir)?;
         folder::check_weights(dir)?;
@@ -72,7 +74,7 @@ impl Subject {
         })
     }
 
-    /// What there is to warn of in its files.
+    /// Warnings about the model's files.
     pub fn warnings(&self) -> &[String] {
         &self.config.warnings
     }
@@ -81,7 +83,7 @@ impl Subject {
 /// Small models of every family, with random weights.
 ///
 /// # Errors
-/// None that their sizes could bring about.
+/// None with the sizes given here.
 pub fn families() -> Result<Vec<Subject>, ModelError> {
     let sizes = |architecture: &str, more: serde_json::Value| {
         let mut map = serde_json::json!({
@@ -133,7 +135,7 @@ pub fn families() -> Result<Vec<Subject>, ModelError> {
     Ok(shapes.into_iter().map(subject).collect())
 }
 
-/// Every model, on a device that `make` makes for it in these formats.
+/// Checks every model in these formats, on a device that `make` creates for it.
 ///
 /// # Errors
 /// The device failed.
@@ -176,10 +178,11 @@ pub fn models<D: Device + 'static>(
     Ok(())
 }
 
-/// Tokens of the sequences in a batch.
+/// Number of tokens of each sequence in the batch.
 const LENGTHS: [u32; 3] = [70, 33, 5];
 
-/// Logits of all tokens of the sequences together, or of one of them alone: all but their last in a first step, the last in a second.
+/// Logits of all tokens of all sequences together, or of sequence `only` alone. The first step
+/// computes all tokens but the last of each sequence, the second step the last.
 fn logits<D: Device>(model: &mut Transformer<D>, only: Option<usize>) -> Result<Vec<Vec<f32>>, ModelError> {
     let chosen: Vec<usize> = (0..LENGTHS.len())
         .filter(|i| only.is_none_or(|only| only == *i))
@@ -190,7 +193,7 @@ fn logits<D: Device>(model: &mut Transformer<D>, only: Option<usize>) -> Result<
         for &i in &chosen {
             let length = LENGTHS[i];
             let (from, to) = if last { (length - 1, length) } else { (0, length - 1) };
-            // Each has eight blocks of its own.
+            // Each sequence has eight blocks of its own.
             let table = (0..to.div_ceil(model.block_tokens())).map(|b| i as u32 * 8 + b);
             batch.push((from..to).map(|p| (p * 37 + i as u32 * 11) % 200), to, table);
         }
@@ -212,7 +215,7 @@ fn largest(row: &[f32]) -> Option<usize> {
     (0..row.len()).max_by(|a, b| row[*a].total_cmp(&row[*b]))
 }
 
-/// Rows whose largest is another token's though it stands out.
+/// Counts [`ModelFinding::wrong`].
 fn wrong(want: &[Vec<f32>], got: &[Vec<f32>]) -> usize {
     let pairs = || want.iter().flatten().zip(got.iter().flatten());
     let error = (pairs().map(|(p, q)| f64::from(p - q).powi(2)).sum::<f64>() / pairs().count().max(1) as f64).sqrt();
@@ -225,7 +228,7 @@ fn wrong(want: &[Vec<f32>], got: &[Vec<f32>]) -> usize {
     want.iter().zip(got).filter(is_wrong).count()
 }
 
-/// Of the second distribution from the first, in nats. Not a number where a logit is none.
+/// Kullback-Leibler divergence of `q` from `p`, in nats; NaN if a logit is NaN.
 fn divergence(p: &[f32], q: &[f32]) -> f64 {
     let log_softmax = |row: &[f32]| -> Vec<f64> {
         let most = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);

@@ -1,4 +1,4 @@
-//! Operations by rows and linear operations.
+//! Checks row-wise operations (embedding, norms) and linear operations.
 
 use std::fmt::Display;
 
@@ -12,7 +12,8 @@ use crate::device::{
 
 const EPS: f32 = 1e-5;
 
-/// Weights are finite here: only the device can refuse them.
+/// Converts the error to a device error. The weights of these checks are finite, so only the device
+/// can refuse them.
 pub fn taken<T>(result: Result<T, TensorError>) -> Result<T, DeviceError> {
     result.map_err(|error| match error {
         TensorError::Device(error) => error,
@@ -20,7 +21,7 @@ pub fn taken<T>(result: Result<T, TensorError>) -> Result<T, DeviceError> {
     })
 }
 
-/// A step of one sequence without anything to attend to but itself.
+/// A step of one sequence that has no earlier tokens.
 fn step_of(tokens: Vec<u32>, logits_at: Vec<u32>, block_tokens: u32) -> StepBatch {
     let length = tokens.len() as u32;
     let mut batch = StepBatch {
@@ -51,7 +52,7 @@ fn uploaded<D: Device>(
     Ok(step)
 }
 
-/// Widths of rows: a vector, around a block's vectors, those of models.
+/// Row widths: one vector, sizes around one thread block's vectors, and sizes of models.
 fn widths(extent: Extent) -> &'static [usize] {
     match extent {
         Extent::Quick => &[16, 1008, 1024, 1040, 4096],
@@ -82,19 +83,20 @@ pub fn embed<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> Re
     Ok(())
 }
 
-/// What a norm takes.
+/// Inputs of a norm.
 struct NormInput {
     residual: Vec<f32>,
     delta: Vec<f32>,
-    /// Of a norm that the delta goes through first.
+    /// Weight of the norm that is applied to the delta first, if any.
     delta_weight: Option<Stored>,
     weight: Stored,
     width: usize,
-    /// `None`: all rows.
+    /// Rows to normalize; `None`: all rows.
     picked: Option<Vec<u32>>,
 }
 
-/// The normalised rows, and the residual stream after it where that is defined.
+/// The normalised rows, and the residual stream afterwards (empty with `picked`, which leaves it
+/// undefined).
 fn normed<D: Device>(device: &D, input: &NormInput) -> Result<(Vec<f32>, Vec<f32>), DeviceError> {
     let (mut residual, mut delta, mut out) = (device.buffer(), device.buffer(), device.buffer());
     device.write(&input.residual, input.width, &mut residual)?;
@@ -135,7 +137,8 @@ pub fn norms<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> Re
     Ok(())
 }
 
-/// Of rows of `width`; `delta_norm`: what is added goes through a norm first, which rounds it once more.
+/// Checks norms of rows of `width`. With `delta_norm`, a norm is applied to the delta first, which
+/// rounds it once more.
 fn norms_of<D: Device>(
     pair: &Pair<'_, D>,
     width: usize,
@@ -170,7 +173,7 @@ fn norms_of<D: Device>(
     Ok(())
 }
 
-/// Rows, output features, input features.
+/// Shapes as (rows, output features, input features).
 fn linear_shapes(extent: Extent) -> Vec<(usize, usize, usize)> {
     let mut shapes = vec![
         (1, 16, 16),
@@ -180,7 +183,7 @@ fn linear_shapes(extent: Extent) -> Vec<(usize, usize, usize)> {
         (65, 272, 112),
         (127, 128, 400),
         (129, 400, 64),
-        // Large enough for a device to measure how it is best computed.
+        // Large enough that a device measures which way of computing it is fastest.
         (256, 1024, 1024),
     ];
     if extent == Extent::Full {
@@ -193,7 +196,7 @@ fn linear_shapes(extent: Extent) -> Vec<(usize, usize, usize)> {
     shapes
 }
 
-/// A linear operation's input.
+/// Inputs of a linear operation.
 struct LinearInput {
     x: Vec<f32>,
     weight: Stored,
@@ -257,7 +260,8 @@ pub fn linears<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> 
             ("gated_linear", Some(Activation::Silu)),
             ("gated_linear by GELU", Some(Activation::GeluTanh)),
         ] {
-            // What a layer has: one that is not gated of any width, one that is of two equal halves of multiples of 8.
+            // Gated operations are checked at widths that split into two halves of a multiple of
+            // 16. Above 1000 only 28672 is checked: the gate and up matrices of a published model.
             if gated.is_some() && (!n.is_multiple_of(32) || n > 1000 && n != 28672) {
                 continue;
             }
@@ -276,7 +280,7 @@ pub fn linears<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> 
             let got = pair.device.read(&ready.out)?;
             let tolerance = match gated {
                 Some(_) => Tolerance::gated(pair.precision),
-                // Nothing is lost in 8 bits.
+                // The operands are exact in 8 bits.
                 None => Tolerance::products(),
             };
             let width = if gated.is_some() { n / 2 } else { n };
@@ -297,7 +301,8 @@ pub fn linears<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> 
     Ok(())
 }
 
-/// A product that rounds at each step, in `ways` that `set` has a device compute in and that must not differ by a bit.
+/// Checks that a product gives the same bits in each of `ways`; `set` selects a way on the device.
+/// With these inputs every addition rounds.
 pub fn alike<D: Device, W: Display>(
     pair: &Pair<'_, D>,
     device: &mut D,
@@ -317,7 +322,8 @@ pub fn alike<D: Device, W: Display>(
     for way in ways {
         let shape = format!("{m} x {n} x {k} in {way}");
         set(device, way);
-        // In F32 every sum's last bit shows. In 8 bits, sums that are added up in another order differ by more.
+        // Logits are F32, so every sum's last bit is visible. In 8 bits, another order of additions
+        // changes a sum by more.
         let (operation, got) = match pair.precision {
             Precision::Bf16 => (
                 "logits, the same bits",
@@ -336,8 +342,8 @@ pub fn alike<D: Device, W: Display>(
     Ok(())
 }
 
-/// What `library` makes of the operation of a finding; `None`: it does not compute it, or fails. Where it has lost the card, what comes
-/// next says so.
+/// The library's result for the operation of a finding. `None`: the library does not support the
+/// operation, or fails. If the failure lost the GPU, the next operation reports it.
 fn measured<D: Device>(
     pair: &Pair<'_, D>,
     library: &D,
@@ -364,7 +370,7 @@ fn measured<D: Device>(
     }))
 }
 
-/// Logits of the first ids of a head.
+/// Logits of the first `ids` ids of a head.
 fn logits_of<D: Device>(
     device: &D,
     head: &Stored,
@@ -389,7 +395,7 @@ pub fn logits<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> R
         (1, 128, 127, 64, None),
         (5, 400, 389, 192, None),
         (66, 144, 144, 48, None),
-        // Some of them far beyond it, others far from it.
+        // Some logits are far above the cap, others far below it.
         (5, 1040, 1029, 64, Some(0.25)),
     ];
     if pair.extent == Extent::Full {

@@ -1,4 +1,4 @@
-//! Drawing tokens, held against the CPU's.
+//! Compares drawn tokens with those that the CPU draws.
 
 use super::inputs::{Stored, numbers};
 use super::operations::taken;
@@ -8,21 +8,24 @@ use crate::device::draw::{Allowed, Draw, DrawError, Drawn};
 use crate::device::random::uniform;
 use crate::device::{Device, DeviceError, Head};
 
-/// Of the activations that logits are made from: a row of logits is a column of the head.
+/// Width of the activations that logits are computed from. Each activation row is a unit vector, so
+/// a row of logits is a column of the head.
 const WIDTH: usize = 16;
-/// Where a number falls so near the end of one token's share, or a token's probability so near the bound of those that are drawn, the other
-/// side is as good: sums of a hundred thousand F32 numbers in another order differ by less.
+/// Distance within which a draw is ambiguous: either neighbour is right if the uniform number is
+/// this near to the end of a token's share, or a token's probability this near to the bound of
+/// top-p or min-p. Sums of a hundred thousand F32 numbers in another order differ by less.
 const NEAR: f64 = 1.0 / (1 << 18) as f64;
-/// Of log probabilities: three roundings of 2^-24 of numbers up to 20, and what adding up a hundred thousand makes of their sum.
+/// Maximum difference of log probabilities: three roundings of 2^-24 of numbers up to 20, and the
+/// error of a sum of a hundred thousand numbers.
 const LOG_PROBABILITY_MAX: f64 = 1e-4;
 
-/// A way of drawing, by name.
+/// Name and settings of a way of drawing.
 type Way<'a> = (&'static str, Draw<'a>);
 
 /// Shapes and histories that ways of drawing refer to.
 struct Lists {
     mask: Vec<u32>,
-    /// Ids among which to choose, and ids that no token has.
+    /// Ids to choose among (`few`), and ids without a token (`holes`).
     few: Vec<u32>,
     holes: Vec<u32>,
     prompt: Vec<u32>,
@@ -112,7 +115,8 @@ impl Lists {
     }
 }
 
-/// What a device draws from logits that are the head's columns, over and over; and seconds, where times are asked for.
+/// A device's draws, and seconds of one run if it is timed. The rows of logits are the head's
+/// columns, repeated cyclically.
 type Tried = (Vec<Result<Drawn, DrawError>>, Option<f64>);
 
 fn tried<D: Device>(
@@ -139,7 +143,7 @@ fn tried<D: Device>(
     Ok((drawn, seconds))
 }
 
-/// Every way of drawing; `tell` is given each finding as it is made.
+/// Checks every way of drawing; `tell` receives each finding as it is made.
 pub fn sampling<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> Result<(), DeviceError> {
     let vocabularies: &[usize] = match pair.extent {
         Extent::Quick => &[33, 1024, 5003],
@@ -162,7 +166,7 @@ fn one<D: Device>(
     let rows = if ids < 32_000 { WIDTH } else { 16 * WIDTH };
     let draws: Vec<Draw<'_>> = (0..rows as u64)
         .map(|row| Draw {
-            // In [0, 1), as uniform numbers in [-1, 1) say.
+            // Maps the random number from [-1, 1) to [0, 1).
             uniform: f64::from(uniform(31, row)) / 2.0 + 0.5,
             ..draw
         })
@@ -207,7 +211,9 @@ fn one<D: Device>(
     })
 }
 
-/// What the reference draws instead where a device has drawn another token and rounding may have, from the same logits.
+/// The reference's result with the device's token, if a change of the uniform number, top-p or
+/// min-p by `NEAR` makes the reference draw that token. `None` otherwise, if both drew the same
+/// token, and for greedy draws.
 fn as_good<D: Device>(
     pair: &Pair<'_, D>,
     (head, ids): (&Stored, usize),
@@ -240,7 +246,8 @@ fn as_good<D: Device>(
             ..*draw
         })
         .collect();
-    // The row's own logits: a row of logits is a column of the head.
+    // Each draw is made from every column of the head, and only the results of the row's own column
+    // are kept.
     let all: Vec<Draw<'_>> = draws.iter().flat_map(|draw| [*draw; WIDTH]).collect();
     let (drawn, _) = tried(&pair.reference, (head, ids), &all, |_| Ok(None))?;
     let of_row = drawn.into_iter().skip(row % WIDTH).step_by(WIDTH);

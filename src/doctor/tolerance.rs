@@ -1,45 +1,53 @@
-//! How far a format may be from F32. A tolerance belongs to the format, never to a test.
+//! Maximum errors of each format, compared with F32. A tolerance belongs to the format: a test
+//! cannot choose its own.
 //!
-//! Errors are measured against the root mean square of the right values. With values uniform in [-1, 1):
+//! Errors are relative to the root mean square (RMS) of the right values. With values uniform in
+//! [-1, 1):
 //!
-//! - BF16 keeps 8 bits: a value is off by at most 2^-8 of itself, on average by less than 2^-9, and every operation rounds its result.
-//! - INT8 in steps of max / 127: off by step / sqrt(12) on average, 1 / (127 * 2) of the root mean square of values that fill
-//!   [-max, max] evenly, 0.004. Rows that are bell-shaped
-//!   reach some four times their root mean square: 4 / (127 * sqrt(12)) = 0.009.
-//! - E4M3 keeps 4 bits: steps of 2^-3 at the lower end of a power of two, 2^-4 at its upper end, of the value; off by
-//!   step / sqrt(12), 0.026 on average.
+//! - BF16 keeps 8 significant bits. A value's error is at most 2^-8 of the value, and below 2^-9 on
+//!   average. Every operation rounds its result.
+//! - INT8 rounds to steps of max / 127, with an RMS error of step / sqrt(12). Values that fill
+//!   [-max, max] evenly have an RMS of max / sqrt(3), so the relative error is 1 / (127 * 2) =
+//!   0.004. Bell-shaped rows reach about four times their RMS: 4 / (127 * sqrt(12)) = 0.009.
+//! - E4M3 keeps 4 significant bits. Its step is 2^-3 of a value at the lower end of a power of two,
+//!   and 2^-4 at the upper end. The error is step / sqrt(12), which is 0.026 of the value on
+//!   average.
 //!
-//! Linear operations are given rows that their format holds exactly, so that their products may be off by the result's rounding alone. Of
-//! millions of such sums the largest lies almost six times the root mean square out.
+//! The inputs of linear operations are rows that the format holds exactly, so that only the
+//! rounding of the result makes products differ. Among millions of such sums, the largest is almost
+//! six times their RMS.
 //!
-//! The allowed error is twice what is expected. Of single values, those are furthest off that are largest, some four times the root
-//! mean square (products of two such values: sixteen times): by 2^-8 of themselves for each time that they are rounded to BF16, in
-//! E4M3 by 2^-4, two and a half times what is expected; and of many sums of errors, one lies some six standard deviations out.
+//! The allowed RMS error is twice the expected one. The largest single differences occur at the
+//! largest values, which reach about four times the RMS (products of two such values: sixteen
+//! times). There each rounding to BF16 adds at most 2^-8 of the value. A rounding to E4M3 adds at
+//! most 2^-4 of the value, two and a half times the expected error. Among many sums of errors, one
+//! is about six standard deviations off.
 
 use crate::device::{KvFormat, Precision};
 
-/// What is allowed.
+/// Maximum errors of a result, relative to the RMS of the right values.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
 pub struct Tolerance {
-    /// Of the root mean square.
+    /// Maximum RMS of the differences.
     pub error: f64,
-    /// Of the largest difference.
+    /// Maximum of a single difference.
     pub worst: f64,
 }
 
-/// Of one rounding to BF16, on average.
+/// Expected error of one rounding to BF16.
 const BF16: f64 = 1.0 / 512.0;
-/// Of one rounding of bell-shaped rows, as derived above.
+/// Expected error of one rounding of bell-shaped rows to INT8, as derived above.
 const INT8: f64 = 4.0 / (127.0 * 3.4641);
 const E4M3: f64 = 0.026;
 
 impl Tolerance {
-    /// Of what is rounded to BF16 so often, and to 8 bits, each of whose roundings is expected to cost `eight`, so often.
+    /// Tolerance of values that are rounded `roundings` times to BF16 and `times` times to 8 bits.
+    /// `eight` is the expected error of one rounding to 8 bits.
     fn of(roundings: f64, eight: f64, times: f64) -> Tolerance {
         Tolerance::reaching(4.0, roundings, eight, times)
     }
 
-    /// As [`of`](Self::of), where the largest values are `reach` times their root mean square.
+    /// Like [`of`](Self::of), where the largest values are `reach` times their RMS.
     fn reaching(reach: f64, roundings: f64, eight: f64, times: f64) -> Tolerance {
         Tolerance {
             error: 2.0 * (BF16 * roundings.sqrt() + eight * times.sqrt()),
@@ -47,27 +55,29 @@ impl Tolerance {
         }
     }
 
-    /// Of values that are copied: none.
+    /// Values that are copied: no error is allowed.
     pub fn exact() -> Tolerance {
         Tolerance { error: 0.0, worst: 0.0 }
     }
 
-    /// Of rows that are rounded to BF16 so often and then quantized.
+    /// Rows that are rounded `roundings` times to BF16 and then quantized.
     pub fn rows(precision: Precision, roundings: u32) -> Tolerance {
         Tolerance::of(f64::from(roundings), eight(precision), 1.0)
     }
 
-    /// Of products of what the format holds exactly, rounded to BF16 at the end.
+    /// Products of operands that the format holds exactly, rounded to BF16 at the end.
     pub fn products() -> Tolerance {
         Tolerance::reaching(6.0, 1.0, 0.0, 0.0)
     }
 
-    /// Of activation(gate) * up of such products: each is rounded, the activation too, and the product, which is quantized.
+    /// activation(gate) * up of such products. The two products, the activation and the result are
+    /// rounded to BF16, and the result is quantized.
     pub fn gated(precision: Precision) -> Tolerance {
         Tolerance::reaching(16.0, 5.0, eight(precision), 1.0)
     }
 
-    /// Of attention: queries (twice, with their rotation), keys, weights and values are rounded, and the result.
+    /// Attention: queries (twice, with their rotation), keys, weights and values are rounded, and
+    /// the result.
     pub fn attention(kv: KvFormat) -> Tolerance {
         let eight = match kv {
             KvFormat::F32 | KvFormat::Bf16 => 0.0,

@@ -1,21 +1,26 @@
-//! One of a closed set of texts: a trie of the choices' canonical tokens.
+//! Output that is one of a closed set of texts: a walk through a trie of the choices' canonical
+//! tokens.
 //!
-//! At a node, only its children may follow, and the end where a choice ends there. Where there is one way to go, it is
-//! taken without asking the model, so labels whose first tokens differ cost one forward pass a row.
+//! The *ways* from a node are its children and, where a choice ends there, the end of the sequence.
+//! A single way is taken without asking the model, so labels whose first tokens differ cost one
+//! forward pass per row.
 //!
-//! - **Probabilities.** At a node with several ways, each has the softmax of the raw logits (before penalties and
-//!   temperature) over these ways alone; the end's weight is that of all end-of-sequence tokens together. A choice's
-//!   probability is the product along its path, so all choices sum to 1. Nodes off the chosen path are evaluated as forks of
-//!   the prompt's sequence.
-//! - **The answer** is sampled at each node as any token is, from the ways it has: penalties count prompt and path, so a label
-//!   whose tokens stand in the prompt is repeated there (as in vLLM). With temperature 0 *and* probabilities it is the most
-//!   probable choice (of equal ones the first), in which penalties have no say, and which need not be the one that greedy steps
-//!   lead to.
-//! - **Log probabilities** of tokens the model was asked for are raw ones, as everywhere; a token that is the only way to go
-//!   is certain: 0.
-//! - Where the tokenizer puts a space in front of a text (SentencePiece's `▁`), a choice is spelled with that space, as the
-//!   model has learned to begin an answer; the choice's text is the one asked for all the same.
-//! - Stop texts, stop tokens and `ignore_eos` have no say; `max_tokens` cuts.
+//! - **Probabilities.** At a node with several ways, each way's probability is the softmax of the
+//!   raw logits (before penalties and temperature) over these ways alone. The end's weight is the
+//!   sum over all end-of-sequence tokens. A choice's probability is the product along its path, so
+//!   all choices sum to 1. Nodes off the chosen path are evaluated as forks of the prompt's
+//!   sequence.
+//! - **The answer** is sampled at each node like any token, among the node's ways. Penalties count
+//!   prompt and path, so a label whose tokens occur in the prompt is penalized for them (as in
+//!   vLLM). With temperature 0 *and* probabilities the answer is the most probable choice (among
+//!   equal ones the first). Penalties do not affect this answer, and it may differ from the choice
+//!   that greedy steps lead to.
+//! - **Log probabilities** of tokens that the model was asked for are raw, as everywhere. A token
+//!   that was the single way is certain: its log probability is 0.
+//! - Some tokenizers put a space in front of a text (SentencePiece's `▁`). With these, a choice is
+//!   tokenized with that space, as the model has learned to begin an answer. The returned text is
+//!   the choice as requested, without the space.
+//! - Stop texts, stop tokens and `ignore_eos` have no effect; `max_tokens` truncates.
 //!
 //! See docs/decisions/047-a-choice-is-a-walk-through-a-trie.md.
 
@@ -26,11 +31,11 @@ use crate::device::draw::{Allowed, Draw, Drawn};
 use crate::engine::constraint::{ConstraintError, Weight};
 use crate::model::tokenizer::Tokenizer;
 
-/// Most choices, and most bytes of all of them.
+/// Maximum number of choices, and maximum bytes of all choices together.
 const CHOICES_MAX: usize = 10_000;
 const CHOICE_BYTES_MAX: usize = 1 << 20;
 
-/// A place in the trie; 0 is the root.
+/// Index of a node in the trie; 0 is the root.
 pub type Node = u32;
 
 /// The trie.
@@ -39,43 +44,45 @@ pub struct Choices {
     texts: Vec<String>,
     /// Canonical tokens of each choice.
     paths: Vec<Vec<u32>>,
-    /// The nodes on each choice's path, and which way it goes on from each: one per token, then the end.
+    /// For each choice, the nodes on its path with the index of the way taken from each: one entry
+    /// per token, then one for the end.
     steps: Vec<Vec<(Node, u32)>>,
     /// See [`Choices::deepest_choice`].
     deepest: usize,
     nodes: Vec<TrieNode>,
     eos: Vec<u32>,
-    /// Counts it among the shapes that are there, where somebody does.
+    /// Counts the trie's memory among the compiled shapes. Zero unless a
+    /// [`Compiler`](crate::engine::constraint::Compiler) built it.
     pub weight: Weight,
 }
 
 #[derive(Debug, Default)]
 struct TrieNode {
-    /// By token, in the order in which choices brought them.
+    /// Child nodes by token, in the order in which choices added them.
     children: Vec<(u32, Node)>,
     /// The choice that ends here.
     end: Option<usize>,
-    /// Tokens that lead here.
+    /// Number of tokens from the root to this node.
     depth: usize,
-    /// A choice whose path leads here.
+    /// A choice whose path leads through or to this node.
     via: usize,
-    /// Where there is something to choose: the children's tokens, then the end-of-sequence ids that are none of them, where a
-    /// choice ends here.
+    /// Ids that may be drawn at a node with several ways: the children's tokens, then, if a choice
+    /// ends here, the end-of-sequence ids that are not among them.
     ids: Vec<u32>,
 }
 
-/// Where one comes to from a node before there is something to choose.
+/// The next node with several ways or no child, and the forced tokens up to it.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Walk {
-    /// The tokens on the way.
+    /// Tokens up to `node`.
     pub forced: Vec<u32>,
     pub node: Node,
-    /// The choice that ends there, where nothing is left to choose.
+    /// The choice that ends at `node`, if `node` has no children.
     pub ended: Option<usize>,
 }
 
 impl Choices {
-    /// Builds the trie. Repeated choices are never answered but the first.
+    /// Builds the trie. Of repeated choices only the first is ever the answer.
     pub fn new(texts: &[String], tokenizer: &Tokenizer, eos: &[u32]) -> Result<Choices, ConstraintError> {
         let bytes: usize = texts.iter().map(String::len).sum();
         if texts.is_empty() || texts.len() > CHOICES_MAX || bytes > CHOICE_BYTES_MAX {
@@ -99,7 +106,7 @@ impl Choices {
         for choice in 0..texts.len() {
             choices.insert(choice, &mut ways);
         }
-        // Ways have been counted: the end is the one after all children.
+        // The number of children is known now: the end is the way after all children.
         for step in choices.steps.iter_mut().filter_map(|steps| steps.last_mut()) {
             step.1 = choices.nodes[step.0 as usize].children.len() as u32;
         }
@@ -121,7 +128,7 @@ impl Choices {
         }
     }
 
-    /// Adds a choice's path. `ways` finds the child of a node by its token.
+    /// Adds a choice's path. `ways` maps a node and a token to the child's index.
     fn insert(&mut self, choice: usize, ways: &mut HashMap<(Node, u32), u32>) {
         let mut node: Node = 0;
         let mut steps = Vec::with_capacity(self.paths[choice].len() + 1);
@@ -149,13 +156,13 @@ impl Choices {
         }
     }
 
-    /// Does an earlier choice have the same tokens?
+    /// Whether an earlier choice has the same tokens.
     fn is_repeated(&self, choice: usize) -> bool {
         let end = self.steps[choice].last().map(|(node, _)| &self.nodes[*node as usize]);
         end.is_some_and(|node| node.end != Some(choice))
     }
 
-    /// Each choice's text, and the tokens that it is spelled with.
+    /// Each choice's text, and the tokens that spell it.
     pub fn spelled(&self) -> impl Iterator<Item = (&str, &[u32])> {
         self.texts
             .iter()
@@ -163,22 +170,22 @@ impl Choices {
             .zip(self.paths.iter().map(Vec::as_slice))
     }
 
-    /// Most tokens that must be computed after the prompt: the depth of the deepest node with something to choose.
+    /// Maximum tokens to compute after the prompt: the depth of the deepest node with several ways.
     pub fn deepest_choice(&self) -> usize {
         self.deepest
     }
 
-    /// Tokens of the longest choice.
+    /// Number of tokens of the longest choice.
     pub fn longest(&self) -> usize {
         self.paths.iter().map(Vec::len).max().unwrap_or(0)
     }
 
-    /// Tokens that lead to `node`.
+    /// Number of tokens from the root to `node`.
     pub fn depth(&self, node: Node) -> usize {
         self.nodes[node as usize].depth
     }
 
-    /// Goes on from `node` while there is one way.
+    /// Goes on from `node` while there is only one way.
     pub fn walk(&self, mut node: Node) -> Walk {
         let mut forced = Vec::new();
         loop {
@@ -206,7 +213,8 @@ impl Choices {
         &self.paths[at.via][..at.depth]
     }
 
-    /// Log probability of each way on from `node`, its children's, then the end's where it has one, given the logits of its ids.
+    /// Log probability of each way from `node`: those of its children, then that of the end if a
+    /// choice ends there. `logits` are those of the node's ids, in their order.
     fn ways(&self, node: Node, logits: &[f32]) -> Vec<f64> {
         let at = &self.nodes[node as usize];
         let logit = |place: usize| logits.get(place).map_or(f64::NEG_INFINITY, |l| f64::from(*l));
@@ -238,10 +246,11 @@ fn log_sum(values: impl Iterator<Item = f64> + Clone) -> f64 {
     max + values.map(|v| (v - max).exp()).sum::<f64>().ln()
 }
 
-/// Finds the tokens of choices.
+/// Tokenizes choices.
 struct Speller<'a> {
     tokenizer: &'a Tokenizer,
-    /// Ids by bytes, and the most bytes of any; made for the first choice that the tokenizer would change.
+    /// Ids by their bytes, and the byte length of the longest token. Built for the first choice
+    /// that the tokenizer would change.
     vocabulary: Option<(HashMap<&'a [u8], u32>, usize)>,
 }
 
@@ -253,7 +262,8 @@ impl<'a> Speller<'a> {
         }
     }
 
-    /// The tokens of a choice, after the space that the tokenizer puts in front of a text, if it does and has one.
+    /// The tokens of a choice. Where the tokenizer puts a space in front of a text, they begin with
+    /// that space if the vocabulary can spell it.
     fn canonical(&mut self, text: &str) -> Result<Vec<u32>, ConstraintError> {
         let prefixed = match self.tokenizer.prefixes_space() && !text.is_empty() {
             true => self.spell(&format!(" {text}")),
@@ -264,8 +274,8 @@ impl<'a> Speller<'a> {
             .ok_or_else(|| ConstraintError::Unspeakable { text: text.to_string() })
     }
 
-    /// The tokenizer's own tokens, or, where they spell another text (a normalizer may change it), the longest tokens from
-    /// left to right that do.
+    /// The tokenizer's own tokens. Where these spell another text (a normalizer may change it), the
+    /// longest matching tokens from left to right.
     fn spell(&mut self, text: &str) -> Option<Vec<u32>> {
         let tokenizer = self.tokenizer;
         let tokens = tokenizer.encode_plain(text);
@@ -297,14 +307,14 @@ impl<'a> Speller<'a> {
     }
 }
 
-/// What the model said at one node.
+/// The model's answer at one node.
 #[derive(Debug)]
 struct Answer {
-    /// Log probability of each way under the constraint; empty unless probabilities are asked for.
+    /// Log probability of each way under the constraint; empty unless probabilities are requested.
     ways: Vec<f64>,
-    /// Raw log probability of each child; empty unless log probabilities are asked for.
+    /// Raw log probability of each child; empty unless log probabilities are requested.
     raw: Vec<f32>,
-    /// The way that was sampled.
+    /// Index of the sampled way.
     picked: usize,
 }
 
@@ -314,11 +324,11 @@ pub struct ChoiceState {
     choices: Arc<Choices>,
     probabilities: bool,
     answers: HashMap<Node, Answer>,
-    /// Nodes that sequences are still computing.
+    /// Number of nodes that sequences are still computing.
     outstanding: usize,
 }
 
-/// The chosen one.
+/// The chosen choice.
 #[derive(Debug)]
 pub struct Chosen {
     pub text: String,
@@ -328,7 +338,7 @@ pub struct Chosen {
 }
 
 impl ChoiceState {
-    /// Starts at the root, where one sequence is.
+    /// Starts at the root, with one sequence to compute.
     pub fn new(choices: Arc<Choices>, probabilities: bool) -> ChoiceState {
         ChoiceState {
             choices,
@@ -342,7 +352,7 @@ impl ChoiceState {
         &self.choices
     }
 
-    /// What is asked of the logits at `node`; all else as in `draw`.
+    /// How to draw at `node`; all other settings are those of `draw`.
     pub fn draw<'a>(&'a self, node: Node, draw: Draw<'a>) -> Draw<'a> {
         Draw {
             allowed: Allowed::Ids(&self.choices.nodes[node as usize].ids),
@@ -352,7 +362,7 @@ impl ChoiceState {
         }
     }
 
-    /// The ids that an answer may begin with: as many as there is to choose from, or the one that is certain.
+    /// Appends the ids that an answer may begin with: the one certain id, or all ids of the root.
     pub fn first_ids(&self, ids: &mut Vec<u32>) {
         match self.choices.walk(0).forced.first() {
             Some(first) => ids.push(*first),
@@ -360,7 +370,8 @@ impl ChoiceState {
         }
     }
 
-    /// Takes the first token where nothing but it could begin an answer. `false`: there is something to choose.
+    /// Takes the first token if the choices allow only one. Returns `false`, without any change, if
+    /// they allow several.
     pub fn take_certain(&mut self, drawn: &Drawn, logprobs: bool) -> bool {
         let is_certain = !self.choices.walk(0).forced.is_empty();
         if is_certain {
@@ -375,8 +386,9 @@ impl ChoiceState {
         is_certain
     }
 
-    /// Takes what was drawn at `node`, and with `logprobs` keeps log probabilities. Returns where sequences have to go on: the
-    /// node, and the tokens between. None, and [`ChoiceState::is_decided`]: the choice is made.
+    /// Takes the token drawn at `node`; with `logprobs`, keeps log probabilities. Returns the nodes
+    /// that must be computed next, each with the tokens up to it. [`ChoiceState::is_decided`] says
+    /// when the choice is made.
     pub fn take(&mut self, node: Node, drawn: &Drawn, logprobs: bool) -> Vec<(Node, Vec<u32>)> {
         let choices = &self.choices;
         let at = &choices.nodes[node as usize];
@@ -407,12 +419,12 @@ impl ChoiceState {
         next
     }
 
-    /// Is no node left to compute?
+    /// Whether no node is left to compute.
     pub fn is_decided(&self) -> bool {
         self.outstanding == 0
     }
 
-    /// The choice made, once nothing is left to compute (or where there never was anything to choose).
+    /// The chosen choice, once no node is left to compute (or if there was only one choice).
     pub fn chosen(&self, greedy: bool) -> Chosen {
         let probabilities = self.probabilities.then(|| self.probabilities());
         let choice = match &probabilities {
@@ -445,13 +457,14 @@ impl ChoiceState {
         }
     }
 
-    /// The answer and the way taken at each node of a choice's path: a node per token, then the one where it ends.
+    /// The answer and the way taken at each node of a choice's path: one entry per token, then one
+    /// for the end.
     fn along(&self, choice: usize) -> impl Iterator<Item = (Option<&Answer>, usize)> {
         let steps = self.choices.steps[choice].iter();
         steps.map(|(node, way)| (self.answers.get(node), *way as usize))
     }
 
-    /// The probability of each choice; of repeated ones the first has it all.
+    /// The probability of each choice. Of repeated choices the first has all of it.
     fn probabilities(&self) -> Vec<f64> {
         let probability = |choice| {
             if self.choices.is_repeated(choice) {
@@ -500,7 +513,7 @@ mod tests {
         assert_eq!(chosen.logprobs, vec![0.0; chosen.tokens.len()]);
     }
 
-    /// This tokenizer writes everything in small letters, so its own tokens would spell another text.
+    /// The tokenizer converts everything to lower case, so its own tokens would spell another text.
     #[test]
     fn a_choice_that_the_tokenizer_would_change_is_spelled_by_longest_tokens() {
         let json = serde_json::json!({"version": "1.0", "added_tokens": [], "normalizer": {"type": "Lowercase"},
@@ -513,7 +526,7 @@ mod tests {
         assert_eq!(spelled("x"), Err(ConstraintError::Unspeakable { text: "x".into() }));
     }
 
-    /// The model begins an answer with the space that its tokenizer puts there; the choice's text has none.
+    /// The path begins with the space that the tokenizer adds; the choice's text is without it.
     #[test]
     fn choices_begin_with_the_tokenizers_space() {
         let sentencepiece = crate::model::tokenizer::tests::sentencepiece;
@@ -536,7 +549,8 @@ mod tests {
         }
     }
 
-    /// 5,000 choices over 150,000 tokens: one pass over the logits a node, whatever the number of its children.
+    /// 5,000 choices over 150,000 tokens: one pass over the logits per node, whatever the number of
+    /// its children.
     #[test]
     fn many_choices_are_cheap() {
         let texts: Vec<String> = (0..5000).map(|i| format!("choice {i:04}")).collect();

@@ -1,5 +1,5 @@
-//! Tokens that a completion must not contain: anywhere, at its beginning, or (tokens that would end
-//! it) before it is long enough.
+//! Tokens that a completion must not contain: anywhere, as its first token, or (tokens that would
+//! end it) before it reaches a minimum length.
 //!
 //! Checkpoints ask for them by `suppress_tokens`, `begin_suppress_tokens`, `bad_words_ids`,
 //! `min_new_tokens` and `min_length`. They are masked out before any other processing of the
@@ -134,7 +134,7 @@ impl Out {
 mod tests {
     use super::*;
 
-    /// A thought may follow a grammar's answer, and the other way round.
+    /// The mask is reused between a grammar's answer and a thought, in either order.
     #[test]
     fn ids_that_no_token_has_are_out_without_a_grammar() {
         let forbidden = Forbidden {
@@ -146,7 +146,7 @@ mod tests {
         out.prepare(&forbidden, (4, 1), &[90], std::iter::empty());
         assert_eq!(out.ids(), [2, 5, 90]);
         out.prepare_mask(&forbidden, 1, &[u32::MAX], &[2]);
-        // The grammar decides where a text may end: 2 ends it, and stays allowed.
+        // The grammar decides where a text may end: token 2 ends it and stays allowed.
         assert_eq!((out.ids(), out.mask()), (&[2, 5][..], &[!(1 << 5)][..]));
     }
 

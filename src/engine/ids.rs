@@ -1,15 +1,17 @@
-//! Maps by numbers that we count up ourselves: each step looks every sequence up some ten times, and what SipHash guards against, keys that
-//! somebody chose to collide, cannot be.
+//! Hash maps keyed by ids that the engine counts up itself, with a cheap hash. Each step looks up
+//! every sequence some ten times. SipHash protects against keys that an attacker chose to collide,
+//! and nobody can choose these ids.
 //!
 //! See docs/decisions/058-per-token-work-uses-flat-memory.md.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
-/// A map by unit or sequence.
+/// A map keyed by the id of a unit or a sequence.
 pub type ById<V> = HashMap<u64, V, BuildHasherDefault<IdHasher>>;
 
-/// Spreads a counter over all bits: tables take a bucket from the low ones and a tag from the high ones.
+/// Spreads a counter over all bits: hash tables take the bucket from the low bits and a tag from
+/// the high bits.
 #[derive(Debug, Default, Clone, Copy)]
 pub struct IdHasher(u64);
 
@@ -19,7 +21,8 @@ impl Hasher for IdHasher {
     }
 
     fn write_u64(&mut self, id: u64) {
-        // 2^64 divided by the golden ratio (Knuth, The Art of Computer Programming, 6.4); its high bits go to the low ones, too.
+        // 2^64 divided by the golden ratio (Knuth, The Art of Computer Programming, 6.4). The shift
+        // mixes the high bits into the low ones.
         let spread = id.wrapping_mul(0x9e37_79b9_7f4a_7c15);
         self.0 = spread ^ spread >> 32;
     }
@@ -42,7 +45,7 @@ mod tests {
             hasher.write_u64(id);
             hasher.finish()
         };
-        // 4,096 ids in as many buckets: as random ones would, few of them meet; and tags differ.
+        // 4,096 ids in 4,096 buckets: collisions are as rare as with random ids, and tags differ.
         let mut buckets = vec![0; 4096];
         let mut tags = [0; 128];
         for id in 1_000_000..1_004_096 {

@@ -1,14 +1,14 @@
-//! How completions are to be generated: checked values, shared by all rows of a job (or one row of a batch file).
+//! Checked generation parameters, shared by all rows of a job (or of one row of a batch file).
 
 use std::sync::Arc;
 
 use crate::engine::forbidden::Forbidden;
 use crate::engine::thinking::Thinking;
 
-/// Checked generation parameters. Built at the door (`job/`), never checked again.
+/// Checked generation parameters. `job/` validates them once, when it reads the job.
 #[derive(Debug, Clone, PartialEq)]
 pub struct GenerationParams {
-    /// Most tokens to generate per sample, thought and answer together; at least 1.
+    /// Maximum tokens to generate per sample, thought and answer together; at least 1.
     pub max_tokens: u32,
     /// 0 means greedy; finite, not negative.
     pub temperature: f32,
@@ -16,48 +16,52 @@ pub struct GenerationParams {
     pub top_k: u32,
     /// Keep the smallest set of tokens whose probability reaches this; in (0, 1], 1 keeps all.
     pub top_p: f32,
-    /// Keep tokens at least this fraction as likely as the likeliest; in [0, 1], 0 keeps all.
+    /// Keep tokens whose probability is at least this fraction of the highest; in [0, 1], 0 keeps
+    /// all.
     pub min_p: f32,
-    /// Divides (multiplies, where negative) the logits of tokens seen in prompt or completion; 1 is off.
+    /// Divides positive logits, and multiplies negative ones, of tokens that occur in prompt or
+    /// completion; 1 is off.
     pub repetition_penalty: f32,
-    /// Subtracted once from the logits of tokens that the completion holds; 0 is off.
+    /// Subtracted once from the logits of tokens that occur in the completion; 0 is off.
     pub presence_penalty: f32,
-    /// Subtracted per occurrence from the logits of tokens that the completion holds; 0 is off.
+    /// Subtracted per occurrence from the logits of tokens that occur in the completion; 0 is off.
     pub frequency_penalty: f32,
-    /// Key of the random stream; the job's seed, or derived from the job id when the job names none.
+    /// Seed of the random streams; derived from the job id when the job gives none.
     pub seed: u64,
     /// Texts that end a completion; the text before them is kept.
     pub stop: Vec<String>,
     /// Token ids that end a completion, besides the model's own end-of-sequence ids.
     pub stop_token_ids: Vec<u32>,
-    /// Go on at the model's end-of-sequence ids, up to `max_tokens`.
+    /// Whether to continue past the model's end-of-sequence ids, up to `max_tokens`.
     pub ignore_eos: bool,
-    /// Tokens that are never drawn, or not yet.
+    /// Tokens that must not be drawn: anywhere, as the first token, or before a minimum length.
     pub forbidden: Forbidden,
-    /// Return the log probability of each chosen token (of the raw distribution: before penalties and filters).
+    /// Whether to return the log probability of each chosen token (of the raw distribution, before
+    /// penalties and filters).
     pub logprobs: bool,
-    /// Samples a row, at least 1.
+    /// Samples per row, at least 1.
     pub samples: u32,
-    /// Compute it so that no bit depends on what else is in the batch, where that costs time.
+    /// Whether every bit of the result must be independent of the rest of the batch, at the cost of
+    /// speed.
     pub deterministic: bool,
-    /// What an answer may look like.
+    /// Constraint on the answer's text.
     pub shape: OutputConstraint,
-    /// How the model thinks; `None`: it answers at once.
+    /// Delimiters and limits of thoughts; `None`: the model does not think.
     pub thinking: Option<Arc<Thinking>>,
 }
 
-/// What a completion may look like.
+/// Constraint on a completion's text.
 #[derive(Debug, Clone, PartialEq)]
 pub enum OutputConstraint {
     Free,
-    /// One of these texts. With `probabilities`, the probability of each is returned as well.
+    /// One of these texts. With `probabilities`, the probability of each text is returned as well.
     Choice {
         choices: Vec<String>,
         probabilities: bool,
     },
-    /// JSON that fits this JSON Schema.
+    /// JSON that is valid under this JSON Schema.
     JsonSchema(serde_json::Value),
-    /// Text that fits this regular expression (Rust `regex` syntax), whole.
+    /// Text that this regular expression (Rust `regex` syntax) matches as a whole.
     Regex(String),
 }
 

@@ -1,14 +1,15 @@
 //! Philox4x32-10, the counter-based random numbers of Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (SC11).
 //!
-//! A number is a pure function of key and counter, so a draw does not depend on what was drawn before, in which batch
-//! slot, or on which machine.
+//! A number is a pure function of key and counter, so a draw is independent of earlier draws, of
+//! its batch slot and of the machine.
 
 use sha2::{Digest, Sha256};
 
 use crate::engine::request::UnitId;
 
 const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
-/// Added to the key before each round but the first: the golden ratio and √3 − 1, in 32 bits.
+/// Added to the key before each round but the first: the golden ratio and √3 − 1, as 32-bit
+/// fractions.
 const KEY_STEPS: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
 const ROUNDS: usize = 10;
 
@@ -17,7 +18,8 @@ const ROUNDS: usize = 10;
 pub struct StreamKey([u32; 2]);
 
 impl StreamKey {
-    /// The stream of one unit of a job: the first eight bytes of SHA-256 over seed, row, sample and attempt.
+    /// The stream of one unit of a job. Its key is the first eight bytes of SHA-256 over seed, row,
+    /// sample and attempt.
     pub fn of(seed: u64, id: UnitId) -> StreamKey {
         let hash = Sha256::new_with_prefix(b"gristmill-draw\0")
             .chain_update(seed.to_le_bytes())
@@ -29,7 +31,8 @@ impl StreamKey {
         StreamKey([word(0), word(4)])
     }
 
-    /// A number in [0, 1) with 53 random bits, for the token at this position of its sequence.
+    /// A number in [0, 1) with 53 random bits, for the token at this position of the unit's
+    /// sequence.
     pub fn uniform(self, position: u32) -> f64 {
         let [a, b, ..] = philox4x32(self.0, [position, 0, 0, 0]);
         let bits = (u64::from(a) << 32 | u64::from(b)) >> 11;

@@ -1,17 +1,24 @@
-//! Where a thought ends and the answer begins, told by token ids.
+//! Tells thoughts from answers by token ids.
 //!
-//! A model that thinks writes its thought between two delimiters, each one token or several, and answers behind the second. A
-//! prompt may have opened the thought already, may have closed it, or leave it to the model ([`Thinking::begin`]).
+//! A model that thinks writes its thought between two delimiters of one or more tokens each, and
+//! writes its answer after the second. The prompt may already have opened the thought, may have
+//! closed it, or may leave the decision to the model ([`Thinking::begin`]).
 //!
-//! - Inside a thought there is no shape, and neither stop texts nor stop tokens are looked for; penalties count its tokens as they
-//!   do all others. An end of sequence ends the completion, without an answer.
-//! - Behind it the shape begins, after the text that the model's chat template puts there (`gap`), which is forced: so the model
-//!   answers in the form that it was trained in. Free text is left to the model, and the white space in front of it is taken off.
-//! - A thought of `max_tokens` tokens is ended by force: by `end`, or by the rest of the closing delimiter where that has begun.
-//! - Where the model may open a thought, its first token may be the delimiter's first or one that the shape begins with. Nothing
-//!   else can be told apart by one token, so both delimiters begin with a token that no text is cut into.
-//! - Some models name the part that is the answer as well (`header`: harmony's final channel). Under a shape, these write a thought
-//!   or the header; free text may be anything.
+//! - Inside a thought, the shape does not apply, and stop texts and stop tokens are ignored.
+//!   Penalties count the thought's tokens like all others. An end-of-sequence token ends the
+//!   completion without an answer.
+//! - After the thought, the text that the model's chat template puts there (`gap`) is forced, and
+//!   then the shape applies. So the model answers in the form that it was trained on. If the answer
+//!   is free text, the model writes the gap itself, and white space in front of the answer is
+//!   removed.
+//! - A thought of `max_tokens` tokens is ended by force: by `end`, or, if the closing delimiter has
+//!   begun, by the rest of it. `end_gap` follows.
+//! - Where the model may open a thought, its first token is either the first of the opening
+//!   delimiter or one that the shape may begin with. One token must be enough to distinguish a
+//!   thought from an answer. So both delimiters begin with a token that tokenized text never
+//!   contains.
+//! - Some models also mark the answer (`header`: harmony's final channel). Under a shape, these
+//!   models write a thought or the header. Free text is unrestricted.
 //!
 //! See docs/decisions/048-thoughts-end-by-token-ids.md.
 
@@ -22,24 +29,25 @@ use smallvec::SmallVec;
 
 use crate::model::tokenizer::Tokenizer;
 
-/// How a model's thoughts are told from its answers, and how long they may be.
+/// Delimiters and limits of a model's thoughts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Thinking {
-    /// At least one id.
+    /// Opening delimiter; at least one id.
     pub open: Vec<u32>,
-    /// At least one id.
+    /// Closing delimiter; at least one id.
     pub close: Vec<u32>,
-    /// What an answer without a thought begins with; mostly nothing.
+    /// Tokens that an answer without a thought begins with; empty for most models.
     pub header: Vec<u32>,
-    /// What stands between a thought and an answer of a certain shape.
+    /// Tokens forced between a thought and an answer under a shape.
     pub gap: Vec<u32>,
-    /// Most tokens of a thought, delimiters not counted.
+    /// Maximum tokens of a thought, delimiters not counted.
     pub max_tokens: Option<u32>,
-    /// What ends a longer thought: `close` is its end.
+    /// Tokens that end a thought of `max_tokens` tokens; the last of them are `close`.
     pub end: Vec<u32>,
-    /// What follows `end`.
+    /// Tokens forced after a thought that was ended by force.
     pub end_gap: Vec<u32>,
-    /// Control tokens, ascending: behind one of them a thought of the prompt is no longer the last word.
+    /// Control tokens, ascending. A thought of the prompt before one of them belongs to an earlier
+    /// turn.
     pub control: Vec<u32>,
 }
 
@@ -48,7 +56,7 @@ pub struct Thinking {
 pub enum Begin {
     /// The prompt has opened a thought.
     Thought,
-    /// The prompt has closed its thought.
+    /// The prompt has closed its thought, or has begun the answer with its header.
     Answer,
     /// The model may open a thought.
     Either,
@@ -72,7 +80,8 @@ impl Thinking {
         Begin::Either
     }
 
-    /// How many of the closing delimiter's tokens a thought ends with, short of all.
+    /// Number of the closing delimiter's tokens that `thought` ends with, if the delimiter is
+    /// incomplete.
     fn closing(&self, thought: &[u32]) -> usize {
         let most = thought.len().min(self.close.len() - 1);
         let begun = |n: &usize| thought.ends_with(&self.close[..*n]);
@@ -80,52 +89,54 @@ impl Thinking {
     }
 }
 
-/// What a completion's thought was.
+/// The thought of a completion.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Thought {
-    /// Without the white space around it.
+    /// Decoded text, without white space at either end.
     pub text: String,
-    /// Without its delimiters.
+    /// Number of tokens, without the delimiters.
     pub tokens: u32,
-    /// Did it come to its end?
+    /// Whether the closing delimiter was reached.
     pub closed: bool,
 }
 
-/// Where a completion stands.
+/// Phase of a completion.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Phase {
-    /// It holds white space at most and tokens that a thought or an answer is opened with: it may think.
+    /// The completion holds at most white space and the beginning of a delimiter or a header: a
+    /// thought may still be opened.
     Start,
     Thought,
-    /// So many tokens are to be forced before the answer.
+    /// Number of tokens still to be forced before the answer.
     Gap(usize),
     Answer,
 }
 
-/// What a token has done to the answer's text.
+/// Effect of a token on the answer's text.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Spelled {
-    /// It is no part of it, so far.
+    /// The token is not part of the answer's text, so far.
     Nothing,
-    /// The completion's tokens from here on are.
+    /// The completion's tokens from this index on are part of the answer's text.
     From(usize),
-    /// What there was is none.
+    /// The text so far was not part of the answer: discard it.
     Cleared,
 }
 
-/// The way of one completion through thought and answer. The default has no thought.
+/// State machine that leads one completion through thought and answer.
 #[derive(Debug)]
 pub(super) struct Course {
     /// `None`: the model does not think.
     thinking: Option<Arc<Thinking>>,
-    /// Has the answer a shape?
+    /// Whether the answer has a shape.
     shaped: bool,
     phase: Phase,
-    /// While in `Start`: the completion's first token that may belong to a delimiter.
+    /// In `Start`: index of the first token of the completion that may belong to a delimiter.
     from: usize,
-    /// The thought's tokens in the completion; its end is known once it is closed.
+    /// Range of the thought's tokens in the completion; `end` is `usize::MAX` until the thought is
+    /// closed.
     thought: Option<Range<usize>>,
-    /// Was it ended by force?
+    /// Whether the thought was ended by force.
     forced: bool,
 }
 
@@ -146,32 +157,33 @@ impl Course {
         }
     }
 
-    /// Is what comes next the answer, whatever it is?
+    /// Whether the next token belongs to the answer.
     pub fn answers(&self) -> bool {
         self.phase == Phase::Answer
     }
 
-    /// May the next token, but need not, be the answer's first?
+    /// Whether the next token may be the answer's first, or may open a thought instead.
     pub fn may_answer(&self) -> bool {
         self.phase == Phase::Start
     }
 
-    /// Is it inside a thought, or between it and the answer?
+    /// Whether the completion is inside a thought, or between thought and answer.
     pub fn thinks(&self) -> bool {
         matches!(self.phase, Phase::Thought | Phase::Gap(_))
     }
 
-    /// Has there been a thought, or is there one?
+    /// Whether a thought has begun; it may have ended since.
     pub fn thought(&self) -> bool {
         self.thought.is_some()
     }
 
-    /// The answer begins with the token that comes next.
+    /// Lets the answer begin with the next token.
     pub fn answer(&mut self) {
         self.phase = Phase::Answer;
     }
 
-    /// At the start of a completion with a shape: the tokens that delimiters go on with, and may the answer itself begin instead?
+    /// At the start of a completion with a shape: the tokens that continue a delimiter or the
+    /// header, and whether the answer itself may begin instead.
     pub fn openings(&self, completion: &[u32]) -> (SmallVec<[u32; 2]>, bool) {
         let mut next = SmallVec::new();
         let Some(thinking) = &self.thinking else {
@@ -188,12 +200,12 @@ impl Course {
         (next, begun.is_empty() && thinking.header.is_empty())
     }
 
-    /// Does this token go on with what opens a thought or an answer?
+    /// Whether this token continues an opening delimiter or a header.
     pub fn opens(&self, completion: &[u32], token: u32) -> bool {
         self.phase == Phase::Start && self.openings(completion).0.contains(&token)
     }
 
-    /// Does this token go on with what ends the thought?
+    /// Whether this token continues the closing delimiter.
     pub fn closes(&self, completion: &[u32], token: u32) -> bool {
         let (Phase::Thought, Some(thinking), Some(thought)) = (self.phase, &self.thinking, &self.thought) else {
             return false;
@@ -201,7 +213,8 @@ impl Course {
         thinking.close[thinking.closing(&completion[thought.start..])] == token
     }
 
-    /// Tokens that are certain to come next; none where the model has a say, or the answer has begun.
+    /// Tokens that are certain to come next; empty where the model decides, or once the answer has
+    /// begun.
     pub fn certain(&mut self, completion: &[u32]) -> Vec<u32> {
         let Some(thinking) = &self.thinking else {
             return Vec::new();
@@ -230,7 +243,7 @@ impl Course {
         }
     }
 
-    /// What stands between thought and answer for certain.
+    /// Tokens that are forced between thought and answer.
     fn gap(&self) -> &[u32] {
         match &self.thinking {
             Some(thinking) if self.forced => &thinking.end_gap,
@@ -239,7 +252,7 @@ impl Course {
         }
     }
 
-    /// Takes the last token of `completion`, which has come before the answer or at its beginning.
+    /// Advances by the last token of `completion`, which came before the answer or begins it.
     pub fn take(&mut self, completion: &[u32], tokenizer: &Tokenizer) -> Spelled {
         let last = completion.len() - 1;
         let Some(thinking) = &self.thinking else {
@@ -288,7 +301,7 @@ impl Course {
         Spelled::Nothing
     }
 
-    /// The thought of a completion that has ended; `None`: it had none.
+    /// The thought of a completion that has ended; `None`: the completion had no thought.
     pub fn finish(&self, completion: &[u32], tokenizer: &Tokenizer) -> Option<Thought> {
         let Range { start, end } = self.thought.clone()?;
         let closed = end <= completion.len();

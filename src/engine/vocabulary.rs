@@ -1,5 +1,5 @@
-//! A model's vocabulary as grammars walk it: the bytes of each token in a trie, end-of-sequence ids apart, and the tokens that
-//! spell bytes which a grammar forces.
+//! A model's vocabulary in the form that grammars need: a trie of each token's bytes with the
+//! end-of-sequence ids marked, and the tokenization of bytes that a grammar forces.
 
 use std::sync::Arc;
 
@@ -7,7 +7,8 @@ use toktrie::{INVALID_TOKEN, TokRxInfo, TokTrie, TokenId, TokenizerEnv};
 
 use crate::model::tokenizer::Tokenizer;
 
-/// Longer tokens (runs of white space) are not used under a grammar: the trie counts depth in a byte.
+/// Maximum bytes of a token under a grammar: the trie stores a depth in one byte. Longer tokens
+/// (runs of white space) are not used.
 const TOKEN_BYTES_MAX: usize = 255;
 
 /// See the module's description.
@@ -17,14 +18,15 @@ pub struct Vocabulary {
 }
 
 impl Vocabulary {
-    /// `eos`: the model's end-of-sequence ids; those that the tokenizer does not have are left out.
+    /// `eos`: the model's end-of-sequence ids. Ids that the tokenizer does not have are ignored.
     pub fn new(tokenizer: &Arc<Tokenizer>, eos: &[u32]) -> Vocabulary {
         let size = tokenizer.vocab_size() as u32;
         let words: Vec<Vec<u8>> = (0..size)
             .map(|id| {
                 let bytes = tokenizer.token_bytes(id);
                 if tokenizer.is_special(id) || eos.contains(&id) {
-                    // The trie tells special tokens by a first byte that UTF-8 never has.
+                    // The trie recognizes special tokens by a first byte that never occurs in
+                    // UTF-8.
                     [&[TokTrie::SPECIAL_TOKEN_MARKER], format!("<|{id}|>").as_bytes()].concat()
                 } else if bytes.first() == Some(&TokTrie::SPECIAL_TOKEN_MARKER) || bytes.len() > TOKEN_BYTES_MAX {
                     Vec::new()
@@ -53,8 +55,9 @@ impl TokenizerEnv for Vocabulary {
         &self.trie
     }
 
-    /// The tokenizer's own tokens, as in the middle of a text; where they spell something else (a normalizer may change it,
-    /// bytes may be no whole characters) the longest tokens from left to right, as far as the vocabulary has the bytes.
+    /// The tokenizer's own tokens, as in the middle of a text. A normalizer may change the text,
+    /// and the bytes may end inside a character. Then the result is the longest matching tokens
+    /// from left to right, as far as the vocabulary has the bytes.
     fn tokenize_bytes(&self, bytes: &[u8]) -> Vec<TokenId> {
         let spelled = |tokens: &[TokenId]| self.trie.decode_raw(tokens);
         if let Ok(text) = str::from_utf8(bytes) {

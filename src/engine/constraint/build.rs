@@ -1,4 +1,4 @@
-//! Compiles one shape, on the thread that calls: what llguidance makes of it, within bounds.
+//! Compiles one shape on the calling thread, within the limits given to llguidance.
 //!
 //! See docs/decisions/052-json-may-have-one-space.md.
 
@@ -19,30 +19,31 @@ use crate::engine::params::OutputConstraint;
 use crate::engine::vocabulary::Vocabulary;
 use crate::model::tokenizer::Tokenizer;
 
-/// What llguidance says where no token may follow.
+/// llguidance's message where no token may follow.
 const NOTHING_FOLLOWS: &str = "NoExtensionBias";
-/// What a grammar has too much of where its compiler panics over it.
+/// Part of llguidance's panic message for a grammar with too many symbols.
 const TOO_MANY_SYMBOLS: &str = "grammar.symbols.len()";
 
-/// What a grammar may cost its compiler, and each mask; all of them are said, so that none changes with a new llguidance.
+/// Limits on the compilation of a grammar and on each mask. All of them are set, so that an update
+/// of llguidance changes none.
 const LIMITS: ParserLimits = ParserLimits {
-    // Ways to go on from one place: about 500 optional properties, or 2,000 objects in an `anyOf`.
+    // Grammar items at one position: about 500 optional properties, or 2,000 objects in an `anyOf`.
     max_items_in_row: 2_000,
     initial_lexer_fuel: 1_000_000,
-    // Both are of one mask: some tens of milliseconds.
+    // Both limits are per mask: some tens of milliseconds.
     step_lexer_fuel: 200_000,
     step_max_items: 50_000,
-    // 1 to 2 KB each, in each lane.
+    // 1 to 2 KB per state, in each lane.
     max_lexer_states: 100_000,
     max_grammar_size: 500_000,
     precompute_large_lexemes: true,
     verbose_errors: false,
 };
 
-/// Bytes that a byte of a choice takes in the trie of its tokens, at most.
+/// Maximum bytes of the trie per byte of a choice's text.
 const CHOICE_WEIGHT: u64 = 100;
 
-/// The field that a shape comes from.
+/// The job's field that a shape comes from.
 pub(super) fn field(shape: &OutputConstraint) -> &'static str {
     match shape {
         OutputConstraint::Free => "generate",
@@ -52,7 +53,7 @@ pub(super) fn field(shape: &OutputConstraint) -> &'static str {
     }
 }
 
-/// What compiles shapes for this vocabulary.
+/// llguidance's compiler for this vocabulary.
 pub(super) fn factory(tokenizer: &Arc<Tokenizer>, eos: &[u32]) -> Result<ParserFactory, ConstraintError> {
     let env: TokEnv = Arc::new(Vocabulary::new(tokenizer, eos));
     let mut factory = ParserFactory::new_simple(&env).map_err(|e| ConstraintError::Vocabulary {
@@ -63,7 +64,7 @@ pub(super) fn factory(tokenizer: &Arc<Tokenizer>, eos: &[u32]) -> Result<ParserF
     Ok(factory)
 }
 
-/// Compiles a shape. `factory` is asked for where it is a grammar.
+/// Compiles a shape. `factory` is called only for shapes that need a grammar.
 pub(super) fn constraint<'a>(
     shape: &OutputConstraint,
     tokenizer: &Arc<Tokenizer>,
@@ -114,7 +115,8 @@ fn grammar(
     })?;
     let mut matcher = Matcher::new(Ok(parser.clone()));
     let forced = matcher.consume_ff_tokens();
-    // The first mask also fills the caches of the lexer that both share, with which clones start.
+    // Computing the first mask also fills the lexer's caches, which the parser and the matcher
+    // share and which clones start with.
     let mask = matcher
         .compute_mask_or_eos()
         .map_err(|e| match one_line(&e.to_string()) {
@@ -132,7 +134,7 @@ fn grammar(
 /// How llguidance begins its reason why no answer fits a schema.
 const UNSATISFIABLE: &str = "Unsatisfiable schema: ";
 
-/// Why a grammar cannot be compiled, in one line.
+/// The reason why a grammar cannot be compiled, in one line.
 fn reason(message: &str) -> String {
     match one_line(message) {
         line if line.contains(TOO_MANY_SYMBOLS) => "its grammar has more than 65,000 symbols".into(),
@@ -152,7 +154,8 @@ fn of_regex(error: &str) -> Option<String> {
     Some(format!("in a regular expression, {why}"))
 }
 
-/// The schema with llguidance's option against white space set, unless the schema sets its own, and the digits of times bounded.
+/// The schema with bounded digits of times, and with llguidance's options for white space set where
+/// the schema leaves them open.
 fn compact(schema: &Value) -> Result<Value, ConstraintError> {
     let invalid = |why: &str| ConstraintError::Invalid {
         field: "json_schema",
@@ -168,8 +171,9 @@ fn compact(schema: &Value) -> Result<Value, ConstraintError> {
     let Value::Object(options) = options else {
         return Err(invalid("`x-guidance` is not an object"));
     };
-    // One space after a separator or none, as the model likes: it has learned one of both, and forcing the other upon it
-    // costs sense. More white space (which some models go on with for ever) only costs tokens.
+    // Allow one space or none after a separator, as the model prefers. It has learned one of the
+    // two forms, and forcing the other makes its answers worse. More white space only costs tokens,
+    // and some models would continue it without end.
     for (name, value) in [
         ("whitespace_flexible", Value::Bool(false)),
         ("key_separator", Value::from(": ?")),
@@ -182,11 +186,12 @@ fn compact(schema: &Value) -> Result<Value, ConstraintError> {
     Ok(schema)
 }
 
-/// The whole text is matched anyway, so `^` at the start and `$` at the end say nothing new, and llguidance knows neither.
+/// Removes `^` at the start and `$` at the end: the whole text is matched anyway, and llguidance
+/// does not support them.
 pub(super) fn without_anchors(regex: &str) -> &str {
     let regex = regex.strip_prefix('^').unwrap_or(regex);
     match regex.strip_suffix('$') {
-        // After an odd number of backslashes it is a dollar sign.
+        // After an odd number of backslashes, `$` is a literal dollar sign.
         Some(rest) if rest.bytes().rev().take_while(|b| *b == b'\\').count() % 2 == 0 => rest,
         _ => regex,
     }

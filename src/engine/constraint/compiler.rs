@@ -1,9 +1,11 @@
-//! Compiles shapes, each on a thread of its own, and remembers what became of them.
+//! Compiles shapes, each on a thread of its own, and caches the results.
 //!
-//! Whoever asks does not wait: [`Compiler::find`] says that a shape is under way, and [`Compiler::collect`] hands out what has been
-//! compiled since. A thread cannot be killed, so bounds that are checked before keep a compilation to seconds; one that takes
-//! longer than `TIME_MAX` all the same is given up and its thread runs to its end, in whose place no other starts. A panic costs
-//! its shape alone. The stack is larger than any shape within the bounds needs.
+//! Callers do not wait: [`Compiler::find`] says that a shape is being compiled, and
+//! [`Compiler::collect`] returns what has been compiled since. A thread cannot be killed, so bounds
+//! that are checked beforehand keep a compilation to seconds. A compilation that still takes longer
+//! than `TIME_MAX` is given up. Its thread runs to its end and counts as one of the compiler's
+//! threads until then. A panic fails its shape alone. The stack is larger than any shape within the
+//! bounds needs.
 //!
 //! See docs/decisions/051-shapes-are-compiled-on-their-own-threads.md.
 
@@ -23,37 +25,39 @@ use crate::engine::constraint::{Constraint, ConstraintError, build, schema};
 use crate::engine::params::OutputConstraint;
 use crate::model::tokenizer::Tokenizer;
 
-/// Compiled shapes that are remembered, and bytes of their texts; rows of a batch file may each bring their own.
+/// Maximum number of cached results, and maximum bytes of their shapes' texts; each row of a batch
+/// file may bring its own shape.
 pub(super) const CACHED_MAX: usize = 256;
 pub(super) const CACHED_BYTES_MAX: usize = 8 << 20;
-/// Stack of a thread: the largest schemas within the bounds were seen to take a quarter of it. Only what is used is ever memory.
+/// Stack of a thread. The largest schemas within the bounds were measured to use a quarter of it.
+/// Only the used part is ever resident.
 pub(super) const STACK_BYTES: usize = 64 << 20;
-/// Most threads at once.
+/// Maximum threads at once.
 const THREADS_MAX: usize = 4;
-/// Weight of the shapes that may be there, remembered or in use, while more are compiled.
+/// Total weight of the shapes, cached or in use, above which no further shape is compiled.
 const LIVE_MAX: u64 = 512 << 20;
-/// Longest time of a compilation; the worst that fits the bounds takes a tenth of it.
+/// Maximum time of a compilation; the worst shape within the bounds takes a tenth of it.
 const TIME_MAX: Duration = Duration::from_secs(30);
-/// How long [`Compiler::compile`] waits before it looks whether something takes too long.
+/// How often [`Compiler::compile`] checks for compilations that take too long.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// Tells shapes apart: a hash of what is compiled.
+/// Identifies a shape with its end-of-sequence ids: a hash of both.
 pub type Key = [u8; 32];
 
 type Compiled = Result<Constraint, ConstraintError>;
 
-/// What there is of a shape.
+/// State of a shape.
 #[derive(Debug, Clone)]
 pub enum Found {
     Ready(Compiled),
-    /// It is being compiled; [`Compiler::collect`] will hand it out by this key.
+    /// The shape is being compiled; [`Compiler::collect`] will return it under this key.
     Underway(Key),
 }
 
 /// A shape to compile.
 struct Work {
     key: Key,
-    /// Bytes of its text.
+    /// Bytes of the shape's text.
     bytes: usize,
     shape: OutputConstraint,
     tokenizer: Arc<Tokenizer>,
@@ -62,7 +66,7 @@ struct Work {
     memory: Memory,
 }
 
-/// Made when the first grammar is compiled: the trie of a large vocabulary takes a while.
+/// Built when the first grammar is compiled: the trie of a large vocabulary takes a while.
 type Factory = OnceLock<Result<ParserFactory, ConstraintError>>;
 
 /// A thread that compiles.
@@ -70,24 +74,25 @@ struct Running {
     key: Key,
     bytes: usize,
     field: &'static str,
-    /// When it began to compile its shape, once it has.
+    /// Time at which the thread began to compile its shape.
     began: Arc<OnceLock<Instant>>,
     given_up: bool,
 }
 
 /// See the module's description.
 pub struct Compiler {
-    /// By end-of-sequence ids: jobs of one model may differ in theirs.
+    /// Keyed by end-of-sequence ids: jobs of one model may differ in them.
     factories: HashMap<Arc<[u32]>, Arc<Factory>>,
-    /// What was asked for last: rows of a job share theirs.
+    /// The last shape requested, with its end-of-sequence ids and key: rows of a job share their
+    /// shape.
     last: Option<(OutputConstraint, Arc<[u32]>, Key)>,
     compiled: HashMap<Key, Compiled>,
-    /// Bytes of the texts of all `compiled`.
+    /// Bytes of the texts of all shapes in `compiled`.
     pub(super) compiled_bytes: usize,
     underway: HashSet<Key>,
     waiting: VecDeque<Work>,
     running: Vec<Running>,
-    /// What could not be started.
+    /// Shapes that could not be started.
     refused: Vec<(Key, ConstraintError)>,
     pub(super) memory: Memory,
     pub(super) live_max: u64,
@@ -109,7 +114,7 @@ impl Compiler {
         Compiler::with(cores.min(THREADS_MAX), TIME_MAX)
     }
 
-    /// One with so many threads and so much time.
+    /// A compiler with this number of threads and this time limit per shape.
     pub(super) fn with(threads: usize, time_max: Duration) -> Compiler {
         let (sender, receiver) = channel();
         Compiler {
@@ -130,7 +135,8 @@ impl Compiler {
         }
     }
 
-    /// Compiles a shape, or finds it compiled, and waits for it. All calls must bring the same tokenizer.
+    /// Returns a shape from the cache, or compiles it and waits. All calls must pass the same
+    /// tokenizer.
     pub fn compile(&mut self, shape: &OutputConstraint, tokenizer: &Arc<Tokenizer>, eos: &Arc<[u32]>) -> Compiled {
         let key = match self.find(shape, tokenizer, eos) {
             Found::Ready(compiled) => return compiled,
@@ -144,7 +150,8 @@ impl Compiler {
         }
     }
 
-    /// Finds a shape compiled, or has it compiled. `eos`: the model's end-of-sequence ids. All calls must bring the same tokenizer.
+    /// Returns a shape from the cache, or starts to compile it. `eos`: the model's end-of-sequence
+    /// ids. All calls must pass the same tokenizer.
     pub fn find(&mut self, shape: &OutputConstraint, tokenizer: &Arc<Tokenizer>, eos: &Arc<[u32]>) -> Found {
         if matches!(shape, OutputConstraint::Free) {
             return Found::Ready(Ok(Constraint::Free));
@@ -183,7 +190,8 @@ impl Compiler {
         Found::Underway(key)
     }
 
-    /// What has been compiled, given up or refused since it was last asked. Waits so long for the first of them.
+    /// The results since the last call: shapes compiled, given up or refused. Waits at most `wait`
+    /// for the first compilation to finish.
     pub fn collect(&mut self, wait: Duration) -> HashMap<Key, Compiled> {
         let mut done = HashMap::new();
         let first = match wait.is_zero() {
@@ -210,7 +218,7 @@ impl Compiler {
         done
     }
 
-    /// Gives up what takes too long.
+    /// Gives up compilations that take too long.
     fn give_up(&mut self) -> Vec<(Key, Compiled)> {
         let seconds = self.time_max.as_secs();
         let mut done = Vec::new();
@@ -231,18 +239,18 @@ impl Compiler {
         done.into_iter().map(|(key, _, compiled)| (key, compiled)).collect()
     }
 
-    /// Is there memory for more shapes? Those in use become fewer as their rows end.
+    /// Whether there is memory for more shapes. Shapes in use are freed as their rows end.
     fn has_room(&mut self) -> bool {
         let is_full = |live: &Live| live.load(Ordering::Relaxed) > self.live_max;
         if is_full(&self.memory.live) {
-            // Those that are only remembered go first.
+            // Shapes that are only cached are dropped first.
             self.compiled.clear();
             self.compiled_bytes = 0;
         }
         !is_full(&self.memory.live)
     }
 
-    /// Starts what waits, as far as there are threads and there is memory.
+    /// Starts waiting compilations, as far as threads and memory allow.
     fn start(&mut self) {
         while self.running.len() < self.threads
             && !self.waiting.is_empty()
@@ -263,7 +271,7 @@ impl Compiler {
                 .stack_size(STACK_BYTES)
                 .spawn(move || {
                     let compiled = compiled(&work, &began);
-                    // Gone is the compiler, and with it whoever asked.
+                    // The send fails only after the compiler, and so every caller, is gone.
                     let _ = sender.send((key, compiled));
                 });
             match thread {
@@ -292,14 +300,14 @@ impl Compiler {
         self.compiled.insert(key, compiled);
     }
 
-    /// How many are remembered.
+    /// Number of cached results.
     #[cfg(test)]
     pub(super) fn remembered(&self) -> usize {
         self.compiled.len()
     }
 }
 
-/// A shape's key, and the bytes of its text.
+/// A shape's key, and the bytes of the shape's text.
 fn key(shape: &OutputConstraint, eos: &[u32]) -> Result<(Key, usize), ConstraintError> {
     let name = match shape {
         OutputConstraint::Free => String::new(),
@@ -317,7 +325,7 @@ fn key(shape: &OutputConstraint, eos: &[u32]) -> Result<(Key, usize), Constraint
 fn compiled(work: &Work, began: &OnceLock<Instant>) -> Compiled {
     guarded(build::field(&work.shape), || {
         let is_grammar = matches!(work.shape, OutputConstraint::JsonSchema(_) | OutputConstraint::Regex(_));
-        // The vocabulary's time is not the shape's.
+        // Building the vocabulary's trie must not count against the shape's time.
         let factory = is_grammar.then(|| work.factory.get_or_init(|| build::factory(&work.tokenizer, &work.eos)));
         began.get_or_init(Instant::now);
         let factory = || match factory {
@@ -331,7 +339,7 @@ fn compiled(work: &Work, began: &OnceLock<Instant>) -> Compiled {
     })
 }
 
-/// Compiles a shape; a panic is its error.
+/// Compiles a shape, and turns a panic into its error.
 pub(super) fn guarded(field: &'static str, compile: impl FnOnce() -> Compiled) -> Compiled {
     let result = panic_utils::catch_unwind(AssertUnwindSafe(|| Ok(compile())));
     result.unwrap_or_else(|panic| {

@@ -1,18 +1,19 @@
-//! Formats whose texts would have no end: fractions of seconds, and the numbers of durations.
+//! Bounds the digits of formats that allow any number of them: fractions of seconds, and the
+//! numbers of durations.
 //!
-//! RFC 3339 sets no bound to their digits, and a model that has begun with `.000` may go on with them to the end of its tokens. What reads
-//! times reads nine digits at most.
+//! RFC 3339 sets no bound on these digits, and a model that has begun with `.000` may continue with
+//! zeros until its tokens run out. Programs that read times read at most nine digits.
 
 use serde_json::{Value, json};
 
 use crate::engine::constraint::places::{BY_NAME, DATA};
 
-/// No more than nine digits behind a point.
+/// At most nine digits after a point.
 const FRACTION: &str = r"^[^.]*(\.[0-9]{1,9}[^0-9.][^.]*)?$";
-/// No more than nine digits in a row, and none at the end.
+/// At most nine digits in a row, and some other character at the end.
 const NUMBERS: &str = r"^[^0-9]*([0-9]{1,9}[^0-9]+)*$";
 
-/// Bounds the digits of times and durations, wherever a schema asks for some.
+/// Bounds the digits of times and durations, wherever a schema asks for these formats.
 pub(super) fn bound_digits(schema: &mut Value) {
     match schema {
         Value::Array(items) => items.iter_mut().for_each(bound_digits),

@@ -1,4 +1,4 @@
-//! A compiled grammar, and where a sequence stands in it.
+//! A compiled grammar, and the state of one sequence in it.
 //!
 //! See docs/decisions/050-grammars-share-lexer-states-in-lanes.md.
 
@@ -12,18 +12,19 @@ use crate::engine::constraint::Weight;
 use crate::engine::constraint::growth::{Growth, Lexer};
 use crate::engine::constraint::text::one_line;
 
-/// Sequences that share their lexer's states one after the other before a lane begins anew: what is kept stays bounded.
+/// Number of sequences after which a lane starts with a new lexer: this bounds the states that it
+/// keeps.
 pub(super) const LANE_SEQUENCES: usize = 256;
 
 /// A compiled grammar.
 pub struct Grammar {
     /// Tokens that every text begins with.
     forced: Vec<u32>,
-    /// Can nothing follow them?
+    /// Whether nothing can follow the forced tokens.
     ended: bool,
-    /// Stands at the start and is only cloned.
+    /// Parser at the start of the text; only cloned.
     prototype: Mutex<TokenParser>,
-    /// What may follow them.
+    /// Mask of the tokens that may follow the forced tokens.
     first_mask: SimpleVob,
     pub(super) lanes: Vec<Mutex<Lane>>,
     next_lane: AtomicUsize,
@@ -32,16 +33,16 @@ pub struct Grammar {
     _weight: Weight,
 }
 
-/// Some more than there are threads, so that they balance.
+/// Number of lanes: several per thread, so that their load balances.
 pub(super) static LANES: LazyLock<usize> =
     LazyLock::new(|| 4 * std::thread::available_parallelism().map_or(1, usize::from));
 
 /// Matchers that share the states of their lexer.
 #[derive(Default)]
 pub(super) struct Lane {
-    /// Stands after the forced tokens and is only cloned.
+    /// Matcher after the forced tokens; only cloned.
     pub(super) walk: Option<Walk>,
-    /// How many have been cloned.
+    /// Number of clones made of `walk`.
     pub(super) sequences: usize,
 }
 
@@ -59,7 +60,7 @@ impl Walk {
     }
 }
 
-/// A broken matcher says so itself.
+/// Locks a mutex, poisoned or not: a broken matcher reports its own error.
 pub(super) fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -73,8 +74,8 @@ impl std::fmt::Debug for Grammar {
 }
 
 impl Grammar {
-    /// `parser` stands at the start. `matcher`, which shares its lexer, stands after the tokens that are `forced`, and `mask` is what may
-    /// follow.
+    /// `parser` is at the start of the text. `matcher`, which shares its lexer, is after the tokens
+    /// `forced`. `mask` is the mask of the tokens that may follow.
     pub(super) fn new(
         parser: TokenParser,
         matcher: &Matcher,
@@ -96,7 +97,7 @@ impl Grammar {
         }
     }
 
-    /// Does the whole text fit?
+    /// Whether the text as a whole fits the grammar.
     pub fn accepts(&self, text: &str) -> bool {
         let trie = self.env.tok_trie();
         let Some(rest) = text.as_bytes().strip_prefix(&trie.decode(&self.forced)[..]) else {
@@ -104,26 +105,26 @@ impl Grammar {
         };
         let mut matcher = self.alone().matcher;
         let tokens = trie.greedy_tokenize(rest);
-        // The vocabulary may lack bytes of the text, which the tokens then leave out.
+        // The vocabulary may lack bytes of the text; the tokens then leave these bytes out.
         if trie.decode(&tokens) != rest {
             return false;
         }
         (tokens.is_empty() || matcher.consume_tokens(&tokens).is_ok()) && accepting(&mut matcher)
     }
 
-    /// A matcher that shares with none.
+    /// A matcher with a lexer of its own, after the forced tokens.
     fn alone(&self) -> Walk {
         let parser = locked(&self.prototype).deep_clone();
         let lexer = Arc::new(Lexer::new(&parser, self.growth.clone()));
         let mut matcher = Matcher::new(Ok(parser));
         if !self.forced.is_empty() {
-            // One that cannot take them says so itself when it is asked.
+            // A matcher that cannot take the tokens reports the error at its next use.
             let _ = matcher.consume_tokens(&self.forced);
         }
         Walk { matcher, lexer }
     }
 
-    /// A matcher that shares with others of this lane.
+    /// A matcher that shares the lexer of this lane.
     fn walk_in(&self, lane: usize) -> Walk {
         let mut lane = locked(&self.lanes[lane]);
         if lane.sequences == LANE_SEQUENCES {
@@ -134,25 +135,25 @@ impl Grammar {
     }
 }
 
-/// Where one sequence stands in a grammar.
+/// State of one sequence in a grammar.
 ///
-/// While it has nothing but the tokens that every text begins with, it is the shared grammar and nothing else, so thousands may
-/// wait.
+/// Until its first sampled token, the state holds no matcher of its own, so thousands of sequences
+/// may wait cheaply.
 pub struct GrammarState {
     grammar: Arc<Grammar>,
-    /// How many of [`Grammar::forced`] it has taken.
+    /// Number of tokens of [`Grammar::forced`] that the sequence has taken.
     begun: usize,
     lane: usize,
     /// `None` until a token was sampled.
     pub(super) walk: Option<Walk>,
-    /// Does it share with others of its lane?
+    /// Whether `walk` shares its lane's lexer.
     shares: bool,
-    /// What `walk` has taken.
+    /// Tokens that `walk` has taken after the forced tokens.
     taken: Vec<u32>,
     mask: Mask,
 }
 
-/// What may come next.
+/// Mask of the tokens that may come next.
 enum Mask {
     /// The grammar's first mask.
     First,
@@ -161,7 +162,7 @@ enum Mask {
 }
 
 impl GrammarState {
-    /// Stands at the start.
+    /// The state before the first token.
     pub fn new(grammar: Arc<Grammar>) -> GrammarState {
         GrammarState {
             lane: grammar.next_lane.fetch_add(1, Ordering::Relaxed) % grammar.lanes.len(),
@@ -178,7 +179,8 @@ impl GrammarState {
         &self.grammar
     }
 
-    /// Sequences of different lanes do not wait for each other; there are as many as [`GrammarState::lanes`] says.
+    /// The sequence's lane, below [`GrammarState::lanes`]. Sequences of different lanes do not wait
+    /// for each other.
     pub fn lane(&self) -> usize {
         self.lane
     }
@@ -187,7 +189,8 @@ impl GrammarState {
         *LANES
     }
 
-    /// Computes the mask of the next token, where that has not been done. Takes from microseconds to milliseconds.
+    /// Computes the mask of the next token, unless it is known already. Takes from microseconds to
+    /// milliseconds.
     pub fn prepare(&mut self) {
         if matches!(self.mask, Mask::Unknown) {
             let mask = self.ask(Matcher::compute_mask_or_eos);
@@ -195,12 +198,13 @@ impl GrammarState {
         }
     }
 
-    /// Asks its matcher; where that fails and shares with others, one that does not.
+    /// Queries the sequence's matcher. If it fails and shares its lane's lexer, a matcher with a
+    /// lexer of its own replaces it.
     fn ask<T>(&mut self, what: impl Fn(&mut Matcher) -> anyhow::Result<T>) -> Result<T, String> {
         let walk = self.walk.get_or_insert_with(|| self.grammar.walk_in(self.lane));
         match walk.ask(&what) {
             Err(_) if std::mem::take(&mut self.shares) => {
-                // Those that come after it begin with sound states.
+                // Later sequences of the lane start with new, sound states.
                 *locked(&self.grammar.lanes[self.lane]) = Lane::default();
                 let alone = self.walk.insert(self.grammar.alone());
                 alone.ask(|matcher| {
@@ -212,8 +216,8 @@ impl GrammarState {
         }
     }
 
-    /// Tokens that may come next, a bit an id, once [prepared](Self::prepare); end-of-sequence ids among them where the text is
-    /// complete.
+    /// Tokens that may come next, one bit per id, once [prepared](Self::prepare). End-of-sequence
+    /// ids are included where the text is complete.
     pub fn mask(&self) -> Result<&[u32], String> {
         match &self.mask {
             Mask::First => Ok(self.grammar.first_mask.as_slice()),
@@ -222,7 +226,8 @@ impl GrammarState {
         }
     }
 
-    /// Writes down which tokens a text may begin with, a bit an id: the one that is certain, or the grammar's first mask.
+    /// Writes the tokens that a text may begin with, one bit per id: the first forced token, or the
+    /// grammar's first mask.
     pub fn first_mask(&self, mask: &mut Vec<u32>) {
         match self.grammar.forced.first() {
             Some(first) => {
@@ -233,7 +238,8 @@ impl GrammarState {
         }
     }
 
-    /// Tokens that are certain to come next, whatever the model says; to be taken one by one. Empty where it has a choice.
+    /// Tokens that are certain to come next, to be taken one by one. Empty where the model has a
+    /// choice.
     pub fn forced(&mut self) -> Vec<u32> {
         match &mut self.walk {
             Some(walk) => walk.matcher.compute_ff_tokens(),
@@ -241,7 +247,8 @@ impl GrammarState {
         }
     }
 
-    /// Takes a token that the mask allowed, or the next forced one. `true`: the text is complete and nothing can follow.
+    /// Advances by a token that the mask allowed, or by the next forced token. `true`: the text is
+    /// complete and nothing can follow.
     pub fn take(&mut self, token: u32) -> Result<bool, String> {
         if self.begun < self.grammar.forced.len() {
             self.begun += 1;
@@ -256,16 +263,16 @@ impl GrammarState {
         Ok(ended)
     }
 
-    /// Is the text complete (though more may be allowed to follow)?
+    /// Whether the text is complete, though more may be allowed to follow.
     pub fn is_complete(&mut self) -> bool {
-        // What is forced is not the end.
+        // A text that lacks forced tokens is incomplete.
         self.begun == self.grammar.forced.len()
             && accepting(&mut self.walk.get_or_insert_with(|| self.grammar.walk_in(self.lane)).matcher)
     }
 }
 
 impl Drop for GrammarState {
-    /// Where memory is tight, a lane's lexer goes with the last sequence that uses it.
+    /// If memory is tight, a lane's lexer is dropped with the last sequence that uses it.
     fn drop(&mut self) {
         let Some(walk) = self.walk.take().filter(|walk| walk.lexer.is_tight()) else {
             return;

@@ -1,9 +1,12 @@
-//! What lexers take beyond their compiled grammars while rows run, bounded over all lanes of all grammars of a worker.
+//! Bounds the memory that lexers take beyond their compiled grammars, over all lanes of all
+//! grammars of a worker.
 //!
-//! A lexer keeps each state that a text leads it to, one or two kilobytes each, and nobody can foresee which states a model's texts reach.
-//! While all together are beyond the bound, one that has more than its part of it gives way: a sequence that shares it begins anew with
-//! one of its own, and a sequence whose own has more than its part fails. Who has less goes on, so the sum stays below twice the bound,
-//! give or take what one step adds.
+//! A lexer keeps each state that a text leads to, one or two kilobytes per state, and nobody can
+//! foresee which states a model's texts reach. While the sum is above the bound, a lexer with more
+//! than its share (the bound divided by the number of lexers) gives way. A sequence that shares
+//! this lexer gets a new lexer of its own, and a sequence that already has its own fails. Sequences
+//! whose lexer is within its share go on. So the sum stays below about twice the bound, plus the
+//! growth of one step.
 
 use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -15,11 +18,11 @@ use llguidance::{TokenParser, panic_utils};
 use crate::engine::constraint::grammar::{LANES, locked};
 use crate::engine::constraint::text::one_line;
 
-/// Bytes that lexers may take beyond their grammars: of each lane of one grammar, and at least.
+/// The bound in bytes is `LANE_BYTES` for each lane of one grammar, and at least `LEAST_BYTES`.
 const LANE_BYTES: u64 = 32 << 20;
 const LEAST_BYTES: u64 = 512 << 20;
 
-/// The bound, and what all lexers take; clones share it.
+/// The bound, and the sum over all lexers; clones share both.
 #[derive(Debug, Clone)]
 pub(super) struct Growth(Arc<Sum>);
 
@@ -38,7 +41,7 @@ impl Default for Growth {
 }
 
 impl Growth {
-    /// One with this bound.
+    /// A sum with this bound in bytes.
     pub fn of(most: u64) -> Growth {
         Growth(Arc::new(Sum {
             most,
@@ -47,29 +50,29 @@ impl Growth {
         }))
     }
 
-    /// What all lexers take.
+    /// Bytes that all lexers take beyond their grammars.
     pub fn bytes(&self) -> u64 {
         self.0.bytes.load(Ordering::Relaxed)
     }
 
-    /// Is more than half of it taken? Then no lexer is kept that nobody uses.
+    /// Whether more than half of the bound is used. Then a lexer is dropped with its last sequence.
     pub fn is_tight(&self) -> bool {
         self.bytes() > self.0.most / 2
     }
 }
 
-/// The lexer of matchers that share it, counted for as long as one of them is there.
+/// A lexer that matchers share, counted in the sum until the last of them is dropped.
 pub(super) struct Lexer {
-    /// Shares it, too; asked for its size alone.
+    /// A parser that shares the lexer; used only to read the lexer's size.
     parser: Mutex<Parser>,
-    /// What it took at first.
+    /// Bytes of the lexer at its start.
     first: u64,
     grown: AtomicU64,
     growth: Growth,
 }
 
 impl Lexer {
-    /// That of `parser`.
+    /// The lexer of `parser`.
     pub fn new(parser: &TokenParser, growth: Growth) -> Lexer {
         growth.0.lexers.fetch_add(1, Ordering::Relaxed);
         Lexer {
@@ -80,9 +83,12 @@ impl Lexer {
         }
     }
 
-    /// Counts what it has come to. An error: it has to give way.
+    /// Adds the lexer's growth to the sum.
+    ///
+    /// # Errors
+    /// The lexer must give way: the sum is above the bound, and this lexer above its share.
     pub fn check(&self) -> Result<(), String> {
-        // A lexer that panicked once says nothing more.
+        // A lexer that has panicked panics again when its size is read.
         let size = panic_utils::catch_unwind(AssertUnwindSafe(|| Ok(bytes(&locked(&self.parser)))));
         let grown = size.map_err(|e| one_line(&e.to_string()))?.saturating_sub(self.first);
         let before = self.grown.fetch_max(grown, Ordering::Relaxed);
@@ -112,7 +118,7 @@ impl Drop for Lexer {
     }
 }
 
-/// About what a parser's lexer takes.
+/// Approximate bytes of a parser's lexer.
 fn bytes(parser: &Parser) -> u64 {
     parser.lexer_stats().num_bytes as u64
 }

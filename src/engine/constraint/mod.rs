@@ -1,20 +1,25 @@
-//! What a completion may look like, compiled once per distinct shape and shared by all sequences that ask for it.
+//! Constraints on a completion's text (*shapes*: choices, JSON Schemas, regular expressions),
+//! compiled once per distinct shape and shared by all sequences that request the shape.
 //!
-//! JSON Schemas and regular expressions go through llguidance: a grammar over bytes walks the trie of the vocabulary's bytes
-//! and yields the mask of tokens that may come next. JSON has at most one space after a separator. A shape that
-//! cannot compile, or that no token can begin, is refused: the job's own before it starts, a row's with its row.
+//! llguidance compiles JSON Schemas and regular expressions: a grammar over bytes walks the trie of
+//! the vocabulary's bytes and yields the mask of tokens that may come next. JSON has at most one
+//! space after a separator. A shape that cannot compile, or that no token can begin, is refused: a
+//! job's shape before the job starts, a row's shape together with its row.
 //!
-//! Whatever a row brings as its shape, it costs that row alone: [`compiler`] compiles on threads of their own, with a stack and a time of
-//! their own, and `schema` and `pattern` refuse beforehand what would take too much of either, or of memory.
+//! An expensive shape costs only the row that brought it. [`compiler`] compiles each shape on a
+//! thread of its own, with a stack and a time limit of its own. `schema` and `pattern` refuse
+//! beforehand shapes that would need too much stack, time or memory.
 //!
-//! Where a grammar leaves one way to go on, the bytes up to the next choice are spelled with the tokenizer's own tokens
-//! ([`GrammarState::forced`]) and the model is not asked. The last of them are left out where a longer token could also take
-//! in what comes next: that is the model's choice.
+//! Where a grammar allows only one continuation, the bytes up to the next choice are tokenized with
+//! the tokenizer's own tokens ([`GrammarState::forced`]) and the model is not asked. The last of
+//! these tokens are left out where a longer token could also cover the bytes that follow: that
+//! decision is the model's.
 //!
-//! Each sequence walks a matcher of its own. Matchers of one *lane* share what they find out about the grammar (the states of its
-//! lexer, which are expensive) and take turns; lanes run in parallel. What a sequence may say does not depend on its
-//! neighbours: where a matcher that shares fails, which the neighbours' states may have brought it to, one that shares with
-//! none decides. What all of them find out is bounded together (`growth.rs`).
+//! Each sequence has its own matcher. The matchers of one *lane* share the states of the grammar's
+//! lexer, which are expensive to compute, and take turns; lanes run in parallel. What a sequence
+//! may say must not depend on its neighbours, whose states may make a shared matcher fail. So after
+//! such a failure a matcher that shares nothing decides. `growth.rs` bounds the memory of all lexer
+//! states together.
 //!
 //! See docs/decisions/049-forced-text-is-not-asked-for.md.
 
@@ -44,7 +49,7 @@ pub use compiler::Compiler;
 pub use grammar::{Grammar, GrammarState};
 pub use weight::Weight;
 
-/// A shape that no completion can be held to: the job (or the row that brought it) is refused.
+/// Why a shape cannot be applied: the job (or the row that brought the shape) is refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ConstraintError {
     #[error("`{field}` is too large: {size} {unit}, at most {limit} are read")]
@@ -84,7 +89,7 @@ pub enum ConstraintError {
     Vocabulary { why: String },
 }
 
-/// A compiled [`OutputConstraint`]; clones share it.
+/// A compiled [`OutputConstraint`]; clones share the compiled shape.
 #[derive(Debug, Clone)]
 pub enum Constraint {
     Free,
@@ -93,7 +98,7 @@ pub enum Constraint {
 }
 
 impl Constraint {
-    /// Compiles one shape for a vocabulary. Whoever compiles several shapes keeps a [`Compiler`].
+    /// Compiles one shape for a vocabulary. To compile several shapes, keep a [`Compiler`].
     pub fn compile(
         shape: &OutputConstraint,
         tokenizer: &Arc<Tokenizer>,
@@ -102,7 +107,7 @@ impl Constraint {
         Compiler::new().compile(shape, tokenizer, &eos.into())
     }
 
-    /// Tokens of the longest text it allows, where that is known.
+    /// Number of tokens of the longest text that the constraint allows, where it is known.
     pub fn longest(&self) -> Option<usize> {
         match self {
             Constraint::Choice { choices, .. } => Some(choices.longest()),

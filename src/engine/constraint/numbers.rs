@@ -1,16 +1,18 @@
-//! Numbers that a grammar cannot ask for: llguidance reads them as float64, and the bounds of integers as int64.
+//! Refuses numbers that llguidance would change: it reads numbers as float64, and the bounds of
+//! integers as int64.
 //!
-//! A constant of 9007199254740993 would make every answer 9007199254740992, which looks as right as the other.
+//! A constant of 9007199254740993 would make every answer 9007199254740992, and nothing in the
+//! output would show the error.
 
 use serde_json::{Map, Number, Value};
 
-/// 2 to the power of 63: the first number above int64.
+/// 2^63: the first number above int64.
 const ABOVE_INT64: f64 = 9_223_372_036_854_775_808.0;
 
 /// Checks the numbers of one schema's own keywords.
 ///
 /// # Errors
-/// One of them would be another in the answers: which one, and what to do.
+/// A number would be another in the answers. The error names the number and says what to do.
 pub(super) fn check_numbers(members: &Map<String, Value>) -> Result<(), String> {
     let values = [members.get("const"), members.get("enum")];
     let mut stack: Vec<&Value> = values.into_iter().flatten().collect();
@@ -34,9 +36,11 @@ pub(super) fn check_numbers(members: &Map<String, Value>) -> Result<(), String> 
     })
 }
 
-/// Checks a bound, and the one that its number is no part of, from which the next whole number is a `step` away.
+/// Checks an inclusive and an exclusive bound. `step` is the distance from the exclusive bound to
+/// the nearest whole number that it allows: 1 or −1.
 ///
-/// Which schemas meet, and which of them asks for integers, is known to the compiler alone: so each bound is taken for one of integers.
+/// Only the compiler knows which schemas are combined, and which of them asks for integers. So
+/// every bound is checked as a bound of integers.
 fn check_bounds(
     members: &Map<String, Value>,
     names: [&str; 2],
@@ -44,7 +48,7 @@ fn check_bounds(
     leaves_none: fn(f64) -> bool,
 ) -> Result<(), String> {
     let [bound, beyond] = names.map(|name| members.get(name));
-    // In draft 4, it says of the other bound that its number is out.
+    // In draft 4, `"exclusiveMinimum": true` makes `minimum` exclusive; likewise for the maximum.
     let (bound, beyond) = match beyond {
         Some(Value::Bool(true)) => (None, bound),
         _ => (bound, beyond),
@@ -53,11 +57,12 @@ fn check_bounds(
         let (Some(bound), Some(float)) = (bound, bound.and_then(Value::as_f64)) else {
             continue;
         };
-        // Of integers they would be cut to int64; and the smallest of these as the one that is left makes the compiler overflow its stack.
+        // For integers, the compiler would clamp these bounds to int64. If only the smallest int64
+        // is left, the compiler overflows its stack.
         if leaves_none(float) {
             return Err("its bounds leave numbers of more than 64 bits alone".into());
         }
-        // As the compiler reckons, to the bit; what it makes of a fraction is right.
+        // The compiler's own computation, bit for bit. The compiler handles fractions correctly.
         let reckoned = (float + step) as i64;
         if bound
             .as_i64()
@@ -72,15 +77,16 @@ fn check_bounds(
     Ok(())
 }
 
-/// Below it, each whole number is a float64.
+/// 2^53: each whole number below it is exact as a float64.
 const EXACT_BELOW: f64 = 9_007_199_254_740_992.0;
 
-/// Whether a number stays itself as a float64.
+/// Whether a number is unchanged as a float64.
 fn is_exact(number: &Number) -> bool {
     let whole = number.as_i64().map(i128::from).or(number.as_u64().map(i128::from));
     match whole {
         Some(whole) => whole as f64 as i128 == whole,
-        // A whole number beyond 64 bits has become a float64 while it was read, and nobody knows from which one.
+        // A whole number beyond 64 bits became a float64 when the schema was parsed, and its
+        // original value is lost.
         None => number
             .as_f64()
             .is_some_and(|float| float.fract() != 0.0 || float.abs() < EXACT_BELOW),

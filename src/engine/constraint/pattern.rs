@@ -1,24 +1,26 @@
-//! What a regular expression may ask of its compiler, found without parsing it.
+//! Estimates what a regular expression costs to compile, without parsing it.
 //!
-//! The derivative of a sequence of parts that may be empty (`a?a?a?…`) holds every rest of it, and is made before anybody counts what
-//! that costs: 32,000 of them took 19 s and 4 GB. Repetitions by number (`{1,60000}`) cost nothing, and neither do the branches of
-//! an alternation; so what is counted is what can make a part empty, and classes of characters, each of which is a tree over UTF-8.
+//! The derivative of a sequence of parts that may be empty (`a?a?a?…`) contains every suffix of the
+//! sequence, and is built before any limit applies: 32,000 such parts took 19 s and 4 GB. Counted
+//! repetitions (`{1,60000}`) and the branches of an alternation cost nothing. So two numbers are
+//! counted: the operators that can make a part empty, and the character classes, each of which is a
+//! tree over UTF-8.
 
 use crate::engine::constraint::ConstraintError;
 
 /// Longest regular expression, in bytes.
 pub(super) const BYTES_MAX: usize = 64 << 10;
-/// Most operators, and most classes of characters.
+/// Maximum operators, and maximum character classes.
 pub(super) const OPERATORS_MAX: usize = 1_000;
 pub(super) const CLASSES_MAX: usize = 1_000;
 
-/// What a regular expression consists of.
+/// Counts of a regular expression's parts.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 struct Parts {
     bytes: usize,
-    /// `?`, `*`, `+`, `{` and `(`, those inside of brackets among them.
+    /// Number of `?`, `*`, `+`, `{` and `(`, including those inside of brackets.
     operators: usize,
-    /// `[`, and escapes such as `\w` and `\p{L}`.
+    /// Number of `[`, and of escapes such as `\w` and `\p{L}`.
     classes: usize,
 }
 
@@ -43,10 +45,10 @@ impl Parts {
     }
 }
 
-/// What it costs to compile an expression, in the units of [`schema`](super::schema)'s work.
+/// Estimated cost of compiling an expression, in the units of [`schema`](super::schema)'s work.
 ///
 /// # Errors
-/// It is longer, or has more parts, than any that is compiled.
+/// The expression exceeds a bound.
 pub(super) fn cost(field: &'static str, pattern: &str) -> Result<u64, ConstraintError> {
     let parts = Parts::of(pattern);
     for (size, limit, unit) in [

@@ -1,4 +1,5 @@
-//! The schemas within a JSON Schema, each with its place: which keywords have schemas for values, which schemas by names, and which data.
+//! Finds the schemas within a JSON Schema, each with its location. Defines which keywords hold
+//! schemas by name, and which hold data.
 
 use std::collections::HashSet;
 
@@ -8,27 +9,27 @@ use crate::engine::constraint::schema::target;
 
 /// Keywords whose values are data.
 pub(super) const DATA: [&str; 4] = ["const", "enum", "default", "examples"];
-/// Keywords whose values are schemas by names, which may be a keyword's.
+/// Keywords whose values map names to schemas; such a name may equal a keyword.
 pub(super) const BY_NAME: [&str; 4] = ["properties", "patternProperties", "$defs", "definitions"];
 
-/// Longest pointer that a line shows, in characters.
+/// Maximum characters of a pointer in a message.
 const POINTER_CHARS_MAX: usize = 120;
 
-/// The schemas within one, itself first.
+/// All schemas within a schema, the outermost first.
 pub(super) struct Places<'a>(Vec<Place<'a>>);
 
-/// A schema, and where it stands.
+/// A schema and its location.
 struct Place<'a> {
     members: &'a Map<String, Value>,
     way: Way<'a>,
 }
 
-/// How a schema is come to.
+/// How a schema is reached.
 enum Way<'a> {
     Root,
-    /// A `$ref` names it, which may be anywhere.
+    /// By a `$ref` with this target, which may be anywhere in the schema.
     Named(&'a str),
-    /// In a keyword's value of the schema with this number.
+    /// In the value of a keyword of the schema with number `up`.
     Below {
         up: usize,
         keyword: &'a str,
@@ -43,7 +44,7 @@ enum Inner<'a> {
 }
 
 impl<'a> Places<'a> {
-    /// Each schema once, however many `$ref`s name it.
+    /// Finds each schema once, however many `$ref`s name it.
     pub fn of(root: &'a Value) -> Places<'a> {
         let mut found: Vec<Place> = Vec::new();
         let mut seen: HashSet<*const Map<String, Value>> = HashSet::new();
@@ -79,12 +80,12 @@ impl<'a> Places<'a> {
         Places(found)
     }
 
-    /// The keywords of each schema, with its number.
+    /// The keywords of each schema, with the schema's number.
     pub fn iter(&self) -> impl Iterator<Item = (usize, &'a Map<String, Value>)> {
         self.0.iter().map(|place| place.members).enumerate()
     }
 
-    /// Where the schema with this number stands, for a line: a JSON pointer.
+    /// Location of the schema with this number, for a message: a JSON pointer, shortened.
     pub fn shown(&self, number: usize) -> String {
         let mut parts = Vec::new();
         let mut at = &self.0[number].way;

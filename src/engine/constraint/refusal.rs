@@ -1,10 +1,11 @@
-//! What llguidance refuses in a JSON Schema, in the schema's words: which keyword, where, and what to do.
+//! Rewrites llguidance's refusals of a JSON Schema in the schema's terms: the keyword, its
+//! location, and what to do.
 
 use serde_json::{Map, Value};
 
 use crate::engine::constraint::places::Places;
 
-/// The line for llguidance's `message` about `schema`; `None`: it is not about a place that can be told.
+/// The message for llguidance's `message` about `schema`; `None` if the refusal cannot be located.
 pub(super) fn placed(message: &str, schema: &Value) -> Option<String> {
     let places = Places::of(schema);
     let find = |fits: &dyn Fn(&Map<String, Value>) -> bool| {

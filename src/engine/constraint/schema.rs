@@ -1,9 +1,10 @@
-//! What a JSON Schema may ask of its compiler, checked before it is compiled.
+//! Checks what a JSON Schema costs to compile, before it is compiled.
 //!
-//! Some bounds are of single places: levels, properties of an object, alternatives, expressions. The rest is [`Work`]: llguidance
-//! puts the target of a `$ref` in place where something stands beside it, and multiplies alternatives that must hold together, so
-//! a schema of a kilobyte can become gigabytes. The same is done here with counts in place of copies, and given up once it is too
-//! much.
+//! Some bounds are local: levels, properties of an object, alternatives, expressions. The rest is
+//! [`Work`]: llguidance inlines the target of a `$ref` that has other keywords beside it, and
+//! multiplies alternatives that must hold together. So a schema of a kilobyte can become gigabytes.
+//! `Work` follows the same steps, counts where llguidance copies, and refuses the schema once the
+//! count exceeds the bound.
 
 use std::collections::HashSet;
 
@@ -15,30 +16,33 @@ use crate::engine::constraint::{ConstraintError, pattern};
 
 const FIELD: &str = "json_schema";
 
-/// Largest schema, as compact JSON, in bytes.
+/// Maximum bytes of a schema, as compact JSON.
 pub(super) const BYTES_MAX: usize = 1 << 20;
-/// Deepest nesting of a schema.
+/// Maximum nesting of a schema.
 pub(super) const LEVELS_MAX: usize = 100;
-/// Levels of all that `$ref`s name, together: a chain of definitions is compiled by recursion.
+/// Maximum sum of the levels of all targets of `$ref`s: a chain of definitions is compiled by
+/// recursion.
 pub(super) const REFERRED_LEVELS_MAX: usize = 3_000;
-/// Values that are looked at to count those levels.
+/// Maximum values visited to count those levels.
 const REFERRED_VALUES_MAX: usize = 2_000_000;
-/// Deepest nesting once definitions are put in place.
+/// Maximum nesting after definitions are inlined.
 const PLACED_LEVELS_MAX: usize = 300;
-/// Most properties of one object.
+/// Maximum properties of one object.
 pub(super) const PROPERTIES_MAX: usize = 2_000;
-/// Most properties of an object that says how many it has: each number is a grammar of its own.
+/// Maximum properties of an object with `minProperties` or `maxProperties`: each possible number of
+/// properties is a grammar of its own.
 pub(super) const COUNTED_PROPERTIES_MAX: usize = 100;
-/// Most `patternProperties` of one object: each is compared with each.
+/// Maximum `patternProperties` of one object: each is compared with each.
 pub(super) const PATTERN_PROPERTIES_MAX: usize = 64;
-/// Most entries of `enum`, `anyOf`, `oneOf`, `allOf`, `prefixItems` and the like.
+/// Maximum entries of `enum`, `anyOf`, `oneOf`, `allOf`, `prefixItems` and the like.
 pub(super) const ALTERNATIVES_MAX: usize = 10_000;
-/// Most work: about the bytes of what is made of the schema; 16 MiB take half a second.
+/// Maximum work. The unit is about one byte of the compiled schema; 16 MiB take half a second to
+/// compile.
 pub(super) const WORK_MAX: u64 = 64 << 20;
-/// Work of a schema without anything in it.
+/// Work of an empty schema.
 const NODE: u64 = 256;
 
-/// Keywords that say nothing about the answer.
+/// Keywords without effect on the answer.
 const NOTES: [&str; 15] = [
     "$anchor",
     "$defs",
@@ -57,10 +61,10 @@ const NOTES: [&str; 15] = [
     "contentEncoding",
 ];
 
-/// Checks a schema, and returns it as text.
+/// Checks the size and nesting of a schema, and returns it as text.
 ///
 /// # Errors
-/// It is larger than any that is compiled.
+/// The schema exceeds a bound.
 pub(super) fn checked(schema: &Value) -> Result<String, ConstraintError> {
     let mut left = usize::MAX;
     bound(levels(schema, &mut left), LEVELS_MAX, "levels")?;
@@ -69,12 +73,12 @@ pub(super) fn checked(schema: &Value) -> Result<String, ConstraintError> {
     Ok(text)
 }
 
-/// Checks what takes longer to find than a schema's size.
+/// Checks the bounds that take long to check; called on the thread that compiles the schema.
 ///
-/// Returns its work, which is about the bytes that it takes once it is compiled.
+/// Returns the schema's work, which is about its bytes once it is compiled.
 ///
 /// # Errors
-/// It asks for more than is compiled.
+/// The schema exceeds a bound.
 pub(super) fn check_work(schema: &Value) -> Result<u64, ConstraintError> {
     check_places(schema)?;
     check_references(schema)?;
@@ -107,7 +111,8 @@ fn bound(size: usize, limit: usize, unit: &'static str) -> Result<(), Constraint
     }
 }
 
-/// Levels of nesting, without recursion; `left` counts down by the values looked at, and none is looked at once it is 0.
+/// Levels of nesting, computed without recursion. `left` is decremented per value, and the walk
+/// stops once it is 0.
 fn levels(value: &Value, left: &mut usize) -> usize {
     let mut deepest = 0;
     let mut stack = vec![(value, 1)];
@@ -126,7 +131,7 @@ fn levels(value: &Value, left: &mut usize) -> usize {
     deepest
 }
 
-/// Checks the bounds of single places, wherever they stand.
+/// Checks the local bounds of every schema within `schema`.
 fn check_places(schema: &Value) -> Result<(), ConstraintError> {
     let places = Places::of(schema);
     for (number, members) in places.iter() {
@@ -161,7 +166,7 @@ fn check_place(name: &str, value: &Value) -> Result<(), ConstraintError> {
     }
 }
 
-/// Checks how deep definitions can hang together.
+/// Checks how deep a chain of definitions can become.
 fn check_references(schema: &Value) -> Result<(), ConstraintError> {
     let mut seen: HashSet<&str> = HashSet::new();
     let (mut sum, mut left) = (0, REFERRED_VALUES_MAX);
@@ -188,7 +193,7 @@ fn check_references(schema: &Value) -> Result<(), ConstraintError> {
     Ok(())
 }
 
-/// What a `$ref` names, as llguidance looks it up.
+/// The target of a `$ref`, resolved as llguidance resolves it.
 pub(super) fn target<'a>(root: &'a Value, name: &str) -> Option<&'a Value> {
     if name == "#" || name == "#/" {
         return Some(root);
@@ -203,23 +208,23 @@ pub(super) fn target<'a>(root: &'a Value, name: &str) -> Option<&'a Value> {
     Some(at)
 }
 
-/// Something that must hold together with others.
+/// A requirement that must hold together with others.
 #[derive(Clone)]
 enum Item<'a> {
     Schema(&'a Value),
-    /// A schema's own keywords, without those that put other schemas in its place.
+    /// A schema's own keywords, apart from `$ref`, `allOf`, `anyOf`, `oneOf`, `enum` and `const`.
     Own(&'a Map<String, Value>),
-    /// One of these.
+    /// At least one of these schemas.
     AnyOf(&'a [Value]),
     Enum(&'a [Value]),
     Const(&'a Value),
 }
 
-/// What the compiler would do with a schema, counted.
+/// Counts the compiler's work on a schema.
 struct Work<'a> {
     root: &'a Value,
     left: u64,
-    /// The `$ref`s whose targets are compiled once, for themselves.
+    /// The `$ref`s whose targets are compiled once, on their own.
     named: HashSet<&'a str>,
     to_do: Vec<&'a Value>,
 }
@@ -235,7 +240,7 @@ impl<'a> Work<'a> {
         }
     }
 
-    /// Counts what becomes of schemas that must hold together.
+    /// Counts the work of schemas that must hold together.
     fn meet(&mut self, items: Vec<Item<'a>>, depth: usize) -> Result<(), ConstraintError> {
         bound(depth, PLACED_LEVELS_MAX, "levels with definitions in place")?;
         let mut flat = Vec::new();
@@ -246,7 +251,7 @@ impl<'a> Work<'a> {
                 self.pay(NODE)?;
                 self.flatten(item, &mut stack, &mut flat, &mut references)?;
             }
-            // What stands alone is compiled once, wherever it is named.
+            // A `$ref` without keywords beside it is compiled once, wherever it is named.
             if let ([name], true) = (&references[..], flat.is_empty()) {
                 if let (true, Some(target)) = (self.named.insert(name), target(self.root, name)) {
                     self.to_do.push(target);
@@ -280,7 +285,8 @@ impl<'a> Work<'a> {
         Ok(())
     }
 
-    /// Sorts what a schema says into what it consists of, what it names, and what is to be sorted still.
+    /// Splits a schema into its own requirements (`flat`), the `$ref`s that it names (`references`)
+    /// and schemas that are still to be split (`stack`).
     fn flatten(
         &mut self,
         item: Item<'a>,
@@ -317,7 +323,7 @@ impl<'a> Work<'a> {
         Ok(())
     }
 
-    /// Counts schemas that must hold together and leave no choice.
+    /// Counts schemas that must hold together and that leave no alternatives.
     fn meet_own(&mut self, items: &[Item<'a>], depth: usize) -> Result<(), ConstraintError> {
         let mut own: Vec<&'a Map<String, Value>> = Vec::new();
         for item in items {
@@ -367,14 +373,15 @@ impl<'a> Work<'a> {
             self.pay(8 * (count as u64).pow(3))?;
         }
         self.pay(4 * (count as u64).pow(2) + 8 * (count * own.len()) as u64 + 16 * patterns * patterns)?;
-        // A property meets what each of the schemas says of it.
+        // A property must satisfy every schema that the objects have for it.
         for name in in_order {
             let of = own.iter().filter_map(|members| {
                 let named = object(members, "properties").and_then(|of| of.get(name));
                 named.or_else(|| members.get("additionalProperties"))
             });
             let of: Vec<Item> = of.map(Item::Schema).collect();
-            // And what one of the patterns says, if one fits.
+            // It must also satisfy the schema of a `patternProperties` entry whose pattern matches
+            // its name.
             for schema in own
                 .iter()
                 .filter_map(|of| object(of, "patternProperties"))
@@ -420,14 +427,14 @@ impl<'a> Work<'a> {
     }
 }
 
-/// Work of telling each of `oneOf` from each other.
+/// Work of comparing each schema of a `oneOf` with each other.
 fn compared(options: &[Value]) -> u64 {
     let required = |option: &Value| option.get("required").and_then(Value::as_array).map_or(0, Vec::len);
     let most = options.iter().map(required).max().unwrap_or(0);
     4 * (options.len() as u64).pow(2) * (1 + most as u64)
 }
 
-/// Work of a value that stands for itself, without recursion.
+/// Work of a constant value, computed without recursion.
 fn size(value: &Value) -> u64 {
     let mut sum = 0;
     let mut stack = vec![value];

@@ -1,4 +1,4 @@
-//! Shapes compiled for a small vocabulary.
+//! Tests of shapes, compiled for a small vocabulary.
 
 mod bounds;
 
@@ -122,7 +122,7 @@ fn numbers_that_would_become_others_are_refused() {
         let error = schema(value.clone()).unwrap_err().to_string();
         assert!(error.contains(words), "{value}: {error}");
     }
-    // Bounds of whole numbers are those that were asked for, or refused.
+    // Bounds of integers are exactly those of the schema, or the schema is refused.
     let large = 9_007_199_254_740_993_i64;
     for (name, bound) in [
         ("minimum", large),
@@ -161,7 +161,7 @@ fn numbers_that_would_become_others_are_refused() {
         };
         assert!(out.is_none_or(|out| !accepts(out)), "{name} {bound}");
     }
-    // A property may have a keyword's name, and what a `$ref` names is a schema wherever it stands.
+    // A property may have a keyword's name, and the target of a `$ref` is a schema wherever it is.
     let named = json!({"type": "object", "properties": {"const": {"type": "number", "minimum": 0.1, "default": 9_007_199_254_740_993_i64},
         "enum": {"type": "number", "examples": [9_007_199_254_740_993_i64]}}});
     assert!(schema(named).is_ok());
@@ -197,13 +197,13 @@ fn fractions_of_seconds_have_nine_digits_at_most() {
     for other in ["2026-11-24T01:02:03.1234567890Z", "2026-11-24", "2026-11-24T01:02:03.Z"] {
         assert!(!g.accepts(&format!("[\"{other}\"]")), "{other}");
     }
-    // Beside an expression and an `allOf` of the schema's own.
+    // Together with the schema's own `pattern` and `allOf`.
     let g = schema(json!({"type": "string", "format": "time", "pattern": "Z$", "allOf": [{"pattern": "^0"}]})).unwrap();
     assert!(g.accepts("\"01:02:03.000000001Z\""));
     for other in ["01:02:03.0000000001Z", "01:02:03.1+00:00", "11:02:03Z"] {
         assert!(!g.accepts(&format!("\"{other}\"")), "{other}");
     }
-    // A property of that name, and data, are no formats.
+    // A property named `format`, and data, are ignored.
     let g = schema(
         json!({"type": "object", "properties": {"format": {"const": {"format": "time"}}}, "required": ["format"],
         "additionalProperties": false}),
@@ -237,7 +237,7 @@ fn what_is_not_supported_is_named_with_its_place_and_what_to_do() {
             json!({"type": "array", "uniqueItems": true}),
             "it has `uniqueItems` at its top, which is not supported",
         ),
-        // A property of that name is none.
+        // A property named `not` is no keyword.
         (
             json!({"$ref": "#/$defs/x", "$defs": {"x": {"type": "object", "properties": {"not": {"not": {}}}}}}),
             "it has `not` at `/$defs/x/properties/not`",
@@ -323,7 +323,7 @@ fn what_cannot_work_is_refused_with_one_line() {
 
 #[test]
 fn a_shape_that_no_token_can_begin_is_refused() {
-    // A vocabulary without the letters that the regex wants.
+    // A vocabulary that lacks the letters of the regex.
     let json = json!({"version": "1.0", "added_tokens": [],
         "model": {"type": "WordLevel", "vocab": {"x": 0, "y": 1, "[UNK]": 2}, "unk_token": "[UNK]"}});
     let tokenizer = Arc::new(Tokenizer::from_json(&json.to_string(), None).unwrap());
@@ -380,7 +380,7 @@ fn remembered_shapes_are_bounded_by_their_bytes() {
     assert_eq!(compiler.remembered(), 3, "emptied once, when the tenth came");
 }
 
-/// Waiting costs nothing: no matcher before a token is sampled.
+/// A waiting sequence has no matcher before a token is sampled.
 #[test]
 fn a_waiting_sequence_has_no_matcher() {
     let mut state = GrammarState::new(regex("ab?c").unwrap());
@@ -393,7 +393,8 @@ fn a_waiting_sequence_has_no_matcher() {
     assert!(state.walk.is_some() && !state.is_complete());
 }
 
-/// What sequences of a lane share may break, and is thrown away when many have used it.
+/// The lexer states that sequences of a lane share may break, and are discarded after many
+/// sequences.
 #[test]
 fn lanes_begin_anew_and_decide_nothing() {
     let grammar = regex("(?:ab?c){3}d").unwrap();
@@ -420,7 +421,8 @@ fn lanes_begin_anew_and_decide_nothing() {
     assert!(state.take(98).is_err(), "alone it fails as well");
 }
 
-/// Shapes that would blow up if they were spelled out: they compile or are refused, and their first steps are quick.
+/// Shapes that would be huge if expanded: they compile or are refused, and their first steps are
+/// quick.
 #[test]
 fn hostile_shapes_do_no_harm() {
     let many: Vec<String> = (0..5000).map(|i| format!("value {i}")).collect();
@@ -435,7 +437,7 @@ fn hostile_shapes_do_no_harm() {
     ];
     let compiled = results.each_ref().map(Result::is_ok);
     assert_eq!(compiled, [false, true, true, true, true, false, false]);
-    // A thousand million letters, all certain.
+    // 10^9 letters, all of them forced.
     let endless = results[0].as_ref().unwrap_err().to_string();
     assert!(
         endless.contains("cannot be compiled: lexer error: too many"),

@@ -1,13 +1,14 @@
-//! Shapes and messages as texts.
+//! Comparison of shapes, and shortening of messages.
 
 use serde_json::Value;
 
 use crate::engine::params::OutputConstraint;
 
-/// Longest part of a foreign message or text that an error repeats, in characters.
+/// Maximum characters of an external message or text that an error repeats.
 pub(super) const QUOTED_CHARS_MAX: usize = 300;
 
-/// Are these the same, the order of members in a schema (which is the order of the output) included?
+/// Whether two shapes are the same. The order of a schema's members counts, since it is the order
+/// of the output.
 pub(super) fn same_shape(a: &OutputConstraint, b: &OutputConstraint) -> bool {
     match (a, b) {
         (OutputConstraint::JsonSchema(a), OutputConstraint::JsonSchema(b)) => same_json(a, b),
@@ -15,7 +16,7 @@ pub(super) fn same_shape(a: &OutputConstraint, b: &OutputConstraint) -> bool {
     }
 }
 
-/// Equality that minds the order of members, without recursion.
+/// Equality that includes the order of members, without recursion.
 fn same_json(a: &Value, b: &Value) -> bool {
     let mut stack = vec![(a, b)];
     while let Some(pair) = stack.pop() {
@@ -32,7 +33,8 @@ fn same_json(a: &Value, b: &Value) -> bool {
     true
 }
 
-/// A foreign message on one line and not too long, without the state dumps that llguidance puts between angle brackets.
+/// An external message on one line, shortened, without the state dumps that llguidance puts between
+/// angle brackets.
 pub(super) fn one_line(message: &str) -> String {
     let lines = message.lines().map(str::trim).take_while(|line| !line.starts_with('<'));
     let words: Vec<&str> = lines

@@ -1,21 +1,21 @@
-//! How much memory compiled shapes hold together, about: rows may each bring a large one.
+//! Approximate memory of all compiled shapes together: each row may bring a large shape.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::engine::constraint::growth::Growth;
 
-/// The sum of all weights of a compiler's shapes that are still there.
+/// The sum of the weights of all shapes of a compiler that still exist, in bytes.
 pub(super) type Live = Arc<AtomicU64>;
 
-/// What a compiler's shapes are counted in; clones share it.
+/// Memory counters of a compiler's shapes; clones share them.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Memory {
     pub live: Live,
     pub growth: Growth,
 }
 
-/// A shape's part of the sum, for as long as it is there.
+/// A shape's share of the sum; dropping it subtracts the share.
 #[derive(Debug, Default)]
 pub struct Weight {
     bytes: u64,

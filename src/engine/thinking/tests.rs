@@ -1,4 +1,5 @@
-//! Whole completions with thoughts, token by token, where the model wants what a test says.
+//! Whole completions with thoughts, token by token. Each test fixes the tokens that the model
+//! prefers.
 
 use std::sync::Arc;
 
@@ -35,7 +36,7 @@ fn tokenizer() -> Arc<Tokenizer> {
     Arc::new(Tokenizer::from_words(&words, &SPECIALS).unwrap())
 }
 
-/// Ids of a text with control tokens.
+/// Ids of a text that may contain control tokens.
 fn ids(text: &str) -> Vec<u32> {
     tokenizer().encode(text, false).unwrap()
 }
@@ -89,7 +90,8 @@ fn labels(probabilities: bool) -> OutputConstraint {
     }
 }
 
-/// The completion of a prompt where the model wants these tokens, one each time it is asked, and how often it was.
+/// The completion of a prompt by a model that prefers these tokens, one per draw, and the number of
+/// draws.
 fn complete(prompt: &str, params: &GenerationParams, wants: &[u32]) -> (Completion, usize) {
     let (tokenizer, eos) = (tokenizer(), id("<eos>"));
     let constraint = Constraint::compile(&params.shape, &tokenizer, &[eos]).unwrap();
@@ -125,7 +127,7 @@ fn complete(prompt: &str, params: &GenerationParams, wants: &[u32]) -> (Completi
     unreachable!()
 }
 
-/// Like `complete`, and holds that every token that the model wanted was taken.
+/// Like `complete`, and asserts that every token of `wants` was taken.
 fn completes(prompt: &str, params: &GenerationParams, wants: &str) -> Completion {
     let (completion, asked) = complete(prompt, params, &ids(wants));
     assert_eq!(asked, ids(wants).len(), "{wants}: {completion:?}");
@@ -153,7 +155,7 @@ fn a_prompt_says_how_its_completion_begins() {
         (PLAIN, Begin::Either),
         ("", Begin::Either),
         ("a", Begin::Either),
-        // Thoughts of earlier turns, and delimiters that are talked about.
+        // Thoughts of earlier turns, and delimiters that are mentioned in a text.
         ("<|turn|><think>x</think>y<|turn|>z<|turn|>", Begin::Either),
         ("write <think> first<|turn|>", Begin::Either),
         ("</think><think>", Begin::Thought),
@@ -203,7 +205,7 @@ fn a_shape_begins_behind_the_thought() {
     }
 }
 
-/// Where the model may open the thought, its first token is the delimiter or the shape's, and nothing else.
+/// Where the model may open a thought, its first token is the delimiter's or the shape's.
 #[test]
 fn a_thought_may_begin_or_the_shape() {
     let choice = |texts: &[&str]| OutputConstraint::Choice {
@@ -214,7 +216,7 @@ fn a_thought_may_begin_or_the_shape() {
         (labels(false), "billing", "billing"),
         (labels(true), "billing", "billing"),
         (OutputConstraint::Regex("shipping|billing".into()), "billing", "billing"),
-        // All of the answer, or its beginning, is certain behind a thought.
+        // The whole answer, or its beginning, is certain after a thought.
         (OutputConstraint::Regex("billing".into()), "", "billing"),
         (choice(&["billing"]), "", "billing"),
         (choice(&["billing ab", "billing", "billing x"]), "<eos>", "billing<eos>"),
@@ -237,7 +239,7 @@ fn a_thought_may_begin_or_the_shape() {
         // The first token was drawn, so it is not certain.
         let logprobs = without.logprobs.unwrap();
         assert!(logprobs.len() == 1 && logprobs[0] < 0.0, "{shape:?} {logprobs:?}");
-        // What neither opens a thought nor begins the shape is out, at the first token as later.
+        // Tokens that neither open a thought nor begin the shape are masked out, at every position.
         let (other, _) = complete(PLAIN, &params, &ids("xxxxxxxxxx"));
         assert!(
             ["billing", "shipping", "billing ab", "billing x"].contains(&other.text.as_str()),
@@ -294,7 +296,7 @@ fn the_first_draw_allows_the_shape_and_the_delimiter() {
     assert!(allowed(&OutputConstraint::Free).is_empty());
 }
 
-/// However long a thought may be, it is ended after exactly so many tokens, and an answer follows.
+/// Whatever the maximum, a thought is ended after exactly that many tokens, and an answer follows.
 #[test]
 fn a_thought_that_runs_over_is_ended() {
     let text = "abcdef";
@@ -355,7 +357,7 @@ fn a_thought_that_does_not_end_leaves_no_answer() {
             (Some(("hm", 2, false)), FinishReason::Stop)
         );
         assert_eq!(ended.choice_probabilities, None);
-        // Cut inside the thought, at its end, behind the closing delimiter, behind the gap.
+        // Truncated inside the thought, at its end, after the closing delimiter, after the gap.
         for (wants, tokens) in [("hmhm", 4), ("hm</think>", 3), ("h</think>x", 3)] {
             let cut = GenerationParams {
                 max_tokens: tokens,
@@ -371,7 +373,7 @@ fn a_thought_that_does_not_end_leaves_no_answer() {
             );
             assert_eq!(completion.token_ids.len(), tokens as usize);
         }
-        // The end that is forced is cut as well.
+        // A forced end is truncated as well.
         let budget = Thinking {
             max_tokens: Some(2),
             ..thinking()
@@ -390,7 +392,7 @@ fn a_thought_that_does_not_end_leaves_no_answer() {
             );
         }
     }
-    // A choice that does not fit behind the thought.
+    // A choice that exceeds the tokens left after the thought.
     let choices = vec!["abcd".to_string(), "abce".into()];
     for probabilities in [false, true] {
         let shape = OutputConstraint::Choice {
@@ -436,19 +438,19 @@ fn ends_are_looked_for_in_the_answer_alone() {
         assert_eq!(completion.finish_reason, FinishReason::Stop);
         assert!(completion.thought.unwrap().closed);
     }
-    // White space that is a stop token ends nothing before the answer has begun.
+    // A stop token of white space is ignored before the answer has begun.
     let newline = GenerationParams {
         stop_token_ids: ids("\n"),
         ..params(thinking(), OutputConstraint::Free)
     };
     assert_eq!(completes(OPENED, &newline, "x</think>\n\nab\n").text, "ab");
-    // Under a shape, stop texts are looked for in the answer, too.
+    // Stop texts apply to an answer under a shape, too.
     let shaped = GenerationParams {
         stop: vec!["pp".into()],
         ..params(thinking(), OutputConstraint::Regex("[a-z]+".into()))
     };
     assert_eq!(completes(OPENED, &shaped, "pp</think>abpp").text, "ab");
-    // Where ends are ignored, they are inside a thought.
+    // With `ignore_eos`, end-of-sequence tokens are ignored inside a thought.
     let ignoring = GenerationParams {
         ignore_eos: true,
         max_tokens: 5,
@@ -475,7 +477,7 @@ fn free_text_without_a_thought_is_as_it_was() {
         (completion.text.as_str(), thought(&completion)),
         ("ab", Some(("hm", 2, true)))
     );
-    // A delimiter inside an answer opens nothing.
+    // A delimiter inside an answer is plain text.
     let completion = completes(
         PLAIN,
         &params(thinking(), OutputConstraint::Free),
@@ -491,7 +493,7 @@ fn free_text_without_a_thought_is_as_it_was() {
     assert_eq!(completes(PLAIN, &stop, "\n").text, "");
 }
 
-/// Delimiters of several tokens, parts of which a thought may hold.
+/// Delimiters of several tokens; a thought may contain parts of them.
 #[test]
 fn delimiters_may_be_several_tokens() {
     const START: &str = "<|turn|><|start|>assistant";
@@ -502,7 +504,7 @@ fn delimiters_may_be_several_tokens() {
         labels(true),
         OutputConstraint::Regex("shipping|billing".into()),
     ] {
-        // What is certain of the delimiters is not asked for.
+        // Certain tokens of the delimiters cost no forward pass.
         let wants = [ids("analysis"), ids(&format!("hm{close}billing"))].concat();
         let (completion, asked) = complete(START, &params(harmony(), shape.clone()), &wants);
         assert_eq!(asked, wants.len());
@@ -531,7 +533,7 @@ fn delimiters_may_be_several_tokens() {
     assert_eq!((direct.text.as_str(), thought(&direct)), ("ok", None));
     let other = completes(START, &free, "<|channel|>commentary<|message|>ok<eos>");
     assert_eq!((other.text.as_str(), thought(&other)), ("commentaryok", None));
-    // A closing delimiter that has begun is completed, not begun again.
+    // A closing delimiter that has begun is completed, rather than begun again.
     let closing = ids(close);
     for most in 1..=8 {
         let budget = Thinking {
@@ -557,7 +559,7 @@ fn delimiters_may_be_several_tokens() {
         );
         assert_eq!(completion.thought.unwrap().tokens, thought.len() as u32);
     }
-    // An end of sequence that the delimiter begins with ends nothing.
+    // An end-of-sequence token that begins the delimiter ends nothing.
     let eos = Thinking {
         close: ids("<eos><|start|>"),
         ..thinking()
@@ -568,7 +570,7 @@ fn delimiters_may_be_several_tokens() {
     );
 }
 
-/// Penalties count the thought, at each node of a choice as well.
+/// Penalties count the thought's tokens, at each node of a choice as well.
 #[test]
 fn penalties_count_thought_and_answer() {
     let mut params = params(thinking(), labels(true));

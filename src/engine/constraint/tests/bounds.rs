@@ -1,11 +1,11 @@
-//! Bounds of what rows may bring: what is beyond them, what is just within, and what people ordinarily ask for.
+//! Bounds on shapes: shapes beyond them, shapes just within, and ordinary shapes.
 
 use std::time::{Duration, Instant};
 
 use super::*;
 use crate::engine::constraint::compiler::{Found, STACK_BYTES};
 
-/// A schema, and words of the line that refuses it.
+/// Schemas that are refused, each with words of the error.
 fn refused_schemas() -> Vec<(Value, &'static str)> {
     let properties = |count: usize| -> Value { (0..count).map(|i| (format!("p{i}"), json!({}))).collect() };
     let names = |count: usize| -> Vec<String> { (0..count).map(|i| format!("p{i}")).collect() };
@@ -121,7 +121,7 @@ fn what_would_take_too_much_is_refused_before_it_is_compiled() {
     }
 }
 
-/// Schemas as large as they may be: each of these uses the stack or the time of its thread in another way.
+/// Schemas at the bounds. Each uses its thread's stack or time in another way.
 fn largest_schemas() -> Vec<Value> {
     let properties = |count: usize| -> Value {
         (0..count)
@@ -171,8 +171,8 @@ fn largest_schemas() -> Vec<Value> {
     ]
 }
 
-/// With half of the stack that a thread has, nothing within the bounds overflows it (which would end this process); and no case comes
-/// near the time that one may take.
+/// With half of a thread's stack, nothing within the bounds overflows it (an overflow would abort
+/// the test process), and each case stays well below the time limit.
 #[test]
 fn what_is_within_the_bounds_needs_neither_the_stack_nor_the_time() {
     let bounded = std::thread::Builder::new().stack_size(STACK_BYTES / 2).spawn(|| {
@@ -266,7 +266,8 @@ fn ordinary_schemas_are_taken() {
             json!({"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 1000}),
             "[1,2.5]",
         ),
-        // As pydantic writes it: optional members, a definition in several places, a tree.
+        // As pydantic writes schemas: optional members, one definition used in several places, a
+        // tree.
         (
             json!({"$defs": {"Node": {"properties": {"name": {"title": "Name", "type": "string"}, "children": {"default": [], "items": {"$ref": "#/$defs/Node"}, "type": "array"}}, "required": ["name"], "title": "Node", "type": "object"}}, "$ref": "#/$defs/Node"}),
             r#"{"name":"a","children":[{"name":"b"}]}"#,
@@ -300,7 +301,7 @@ fn ordinary_schemas_are_taken() {
             json!({"type": "array", "prefixItems": [{"type": "string"}, {"type": "integer"}], "items": false, "minItems": 2}),
             r#"["a",1]"#,
         ),
-        // What is noted beside a `$ref` does not put its target in place.
+        // A `title` or `description` beside a `$ref` does not cause its target to be inlined.
         (
             json!({"$ref": "#/$defs/N", "$defs": {"N": {"type": "object", "properties": {"n": {"$ref": "#/$defs/N", "description": "the next", "title": "N"}}}}}),
             r#"{"n":{"n":{}}}"#,
@@ -323,7 +324,7 @@ fn a_shape_that_takes_too_long_is_given_up_and_its_thread_awaited() {
     });
     let eos = ends(&t);
     let mut compiler = Compiler::with(1, Duration::from_millis(1));
-    // The vocabulary's time is not the shape's.
+    // Building the vocabulary's trie does not count against the shape's time.
     let none = OutputConstraint::Regex("b+".into());
     assert!(
         Compiler::with(1, Duration::from_secs(60))
@@ -338,7 +339,7 @@ fn a_shape_that_takes_too_long_is_given_up_and_its_thread_awaited() {
             seconds: 0
         }
     );
-    // It is remembered, and while its thread runs nothing else is compiled.
+    // The refusal is cached, and no other shape is compiled while the thread runs.
     assert!(matches!(
         compiler.find(&slow("a"), &t, &eos),
         Found::Ready(Err(ConstraintError::TooSlow { .. }))
@@ -363,14 +364,14 @@ fn a_shape_that_takes_too_long_is_given_up_and_its_thread_awaited() {
     }
 }
 
-/// Shapes that are in use hold up those that come after them, and none is held up for ever.
+/// Shapes in use delay those that come after them, but only until they are dropped.
 #[test]
 fn shapes_that_are_there_are_bounded_together() {
     let t = tokenizer();
     let (mut compiler, eos) = (Compiler::new(), ends(&t));
     compiler.live_max = 15_000;
     let shape = |i: usize| OutputConstraint::Regex(format!("{}{i}", "a?".repeat(50)));
-    // Remembered alone, they make room.
+    // Shapes that are only cached make room.
     for i in 0..4 {
         assert!(compiler.compile(&shape(i), &t, &eos).is_ok());
     }
@@ -389,13 +390,13 @@ fn shapes_that_are_there_are_bounded_together() {
 fn a_panic_is_the_error_of_its_shape() {
     let error = compiler::guarded("regex", || panic!("it broke\nhere")).unwrap_err();
     assert_eq!(error.to_string(), "`regex` cannot be compiled: panic: it broke here");
-    // Of llguidance itself, which cuts a text in the middle of a character.
+    // A panic of llguidance itself, which cuts a text in the middle of a character.
     let cut = json!({"type": "string", "minLength": {"x": format!("{}{}", "a".repeat(93), "é".repeat(50))}});
     let error = schema(cut).unwrap_err().to_string();
     assert!(error.contains("cannot be compiled") && !error.contains('\n'), "{error}");
 }
 
-/// Masks that would take for ever fail their sequence, and a neighbour in the same grammar goes on.
+/// A mask that would take too long fails its sequence, and a sequence of another grammar goes on.
 #[test]
 fn a_mask_that_takes_too_much_fails_its_sequence_alone() {
     let hard = regex(&"(x{0,99}y?z{0,999}){0,50}".repeat(190)).unwrap();
@@ -411,7 +412,8 @@ fn a_mask_that_takes_too_much_fails_its_sequence_alone() {
     assert_eq!((other.take(97), allowed(&mut other)), (Ok(false), Ok(vec![98, 99])));
 }
 
-/// Draws the letters `a` and `b` for a state, now so, now so; the error that ends it.
+/// Feeds a pseudorandom sequence of the letters `a` and `b` to a state. Returns the error that ends
+/// it.
 fn walk_at_random(state: &mut GrammarState, seed: u64, steps: usize) -> Result<(), String> {
     let mut dice = seed;
     for _ in 0..steps {
@@ -425,7 +427,8 @@ fn walk_at_random(state: &mut GrammarState, seed: u64, steps: usize) -> Result<(
     Ok(())
 }
 
-/// What texts lead lexers to is bounded over all lanes of all grammars: who has come to too much fails, and who has not goes on.
+/// The growth of lexers is bounded over all lanes of all grammars: a sequence whose lexer has grown
+/// too large fails, and the others go on.
 #[test]
 fn what_rows_lead_lexers_to_is_bounded_over_all_of_them() {
     const MOST: u64 = 4 << 20;
@@ -437,7 +440,7 @@ fn what_rows_lead_lexers_to_is_bounded_over_all_of_them() {
         Ok(Constraint::Grammar(grammar)) => GrammarState::new(grammar),
         other => panic!("no grammar: {other:?}"),
     };
-    // Each text of 60 letters is a state of its own.
+    // Each text of 60 letters reaches a state of its own.
     let mut hostile: Vec<GrammarState> = (0..40)
         .map(|i| state_of(&format!("(a|b)*a(a|b){{60}}{}", i % 4)))
         .collect();
@@ -466,7 +469,7 @@ fn what_rows_lead_lexers_to_is_bounded_over_all_of_them() {
     assert_eq!(growth.bytes(), 0);
 }
 
-/// What a text led a lexer to is kept for the next sequence of its lane, and not where memory is tight.
+/// A lane keeps its lexer's states for its next sequence, unless memory is tight.
 #[test]
 fn a_lexer_that_nobody_uses_goes_where_memory_is_tight() {
     const MOST: u64 = 1 << 20;
