@@ -25,8 +25,7 @@ impl LogEntry {
         struct Kind {
             voids: Option<serde::de::IgnoredAny>,
         }
-        // Bytes that are no JSON object are rejected by the decoder below, which has the better
-        // message.
+        // Bytes that are no JSON object are rejected by the decoder below.
         let is_void = serde_json::from_slice::<Kind>(bytes).is_ok_and(|kind| kind.voids.is_some());
         match is_void {
             true => decode(store, key, bytes).map(LogEntry::Void),
