@@ -41,7 +41,7 @@ const MAX_RECORDS: usize = 1_000_000;
 /// The state of a shard when a worker opens it.
 #[derive(Debug)]
 pub enum ShardState {
-    /// The shard is done, and the finish check may have written `_SUCCESS`.
+    /// The shard is committed.
     Committed(Box<Commit>),
     /// Rows or the part are missing.
     Open(Box<ShardLog>),
@@ -287,7 +287,7 @@ impl ShardLog {
         self.last_progress
     }
 
-    /// Attempts that had not ended at load, and all attempts of this worker.
+    /// Attempts that had not ended at load, and all attempts begun since through this log.
     pub fn attempts(&self) -> &[AttemptView] {
         &self.attempts
     }
