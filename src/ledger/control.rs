@@ -98,8 +98,8 @@ impl Control {
             .map(|(order, _)| order)
     }
 
-    /// Whether unfinished rows are to be closed as expired or cancelled, because the job is stopped
-    /// for good.
+    /// Whether the order that holds is a stop that closes the job: unfinished rows become expired
+    /// or cancelled.
     pub fn closes(&self) -> bool {
         matches!(self.holds(), Some(JobCommand::Stop { close: true, .. }))
     }

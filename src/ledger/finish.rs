@@ -1,5 +1,5 @@
-//! Finishes a job: block digests are written when their block is committed, then `_SUCCESS` when
-//! every shard is.
+//! Finishes a job: writes the digest of each block whose shards are all committed, and `_SUCCESS`
+//! when all blocks have a digest.
 //!
 //! The check is cheap enough to run after every commit: it lists the commits of the shard's own
 //! block. Only the commit that fills a block reads more. Each worker checks after its own commit or

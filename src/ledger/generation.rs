@@ -94,7 +94,8 @@ impl Ledger {
     }
 
     /// As [`Ledger::retry`], for all rows with a truncated completion, whatever their status. They
-    /// run with at least `max_tokens`. If another kind of retry is under way, returns a `Conflict`.
+    /// run with at least `max_tokens`. If a retry of failed rows or with another `max_tokens` is
+    /// under way, returns a `Conflict`.
     pub async fn retry_truncated(&self, max_tokens: u32) -> Result<Option<Ledger>> {
         self.retry_rows(Some(max_tokens)).await
     }
@@ -322,8 +323,8 @@ impl Ledger {
     }
 
     /// The rows of a committed shard from this generation's own log. `None`: only the part has
-    /// them. Then data was lost since, or was voided before publishing: after a void the part may
-    /// hold the rows of either computation.
+    /// them, because the log has voids or has lost data. After a void the part may hold the rows of
+    /// either computation.
     async fn logged_rows(&self, shard: u32) -> Result<Option<Rows>> {
         let log = match ShardLog::load(self, shard).await {
             Err(LedgerError::Damaged { .. }) => return Ok(None),

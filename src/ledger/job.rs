@@ -363,8 +363,9 @@ impl Ledger {
     /// Creates the job at `output`, or opens it if it exists. The flag says whether the job existed
     /// before.
     ///
-    /// Refused: an output of another job (`Conflict`), a folder that holds other files (`Conflict`), the same job with
-    /// another model, tokenizer, template or number format (`Stop`), a store that cannot keep the guarantee (`Stop`).
+    /// Fails with `Conflict` for an output of another job and for a folder that holds other files.
+    /// Fails with `Stop` if the same job has another model, tokenizer, template or number format,
+    /// and if the store cannot keep the guarantee.
     pub async fn create_or_resume(output: &Location, draft: JobDraft) -> Result<(Ledger, bool)> {
         Ledger::create_or_resume_in(Store::new(output)?, draft).await
     }

@@ -141,7 +141,8 @@ fn view_of(record: AttemptRecord, begun_at: Option<DateTime<Utc>>) -> AttemptVie
 }
 
 impl ShardLog {
-    /// Reads a shard's log and attempts: one listing, and one read for each record and unended attempt.
+    /// Reads a shard's log and attempts: one listing, and one read per log record and per attempt
+    /// that has not ended.
     pub async fn load(ledger: &Ledger, shard: u32) -> Result<ShardLog> {
         let found = ledger.store().list(&ledger.keys().shard(shard)).await?;
         ShardLog::load_listed(ledger, shard, &found).await

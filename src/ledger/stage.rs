@@ -83,8 +83,8 @@ impl Store {
         synced.map_err(|source| self.gave_up(key, "syncing the folder of", Some(source)))
     }
 
-    /// Removes stages that dead runs left, by their age: a live writer needs its stage for seconds.
-    /// If a stage in use is removed nevertheless, its put fails and is tried again.
+    /// Removes stages that dead runs left, recognized by their age: a live writer needs its stage
+    /// for seconds. If a stage in use is removed nevertheless, its put fails and is tried again.
     pub async fn clean_stages(&self) -> Result<()> {
         let Some(folder) = &self.shared.folder else {
             return Ok(());

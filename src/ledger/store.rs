@@ -335,7 +335,8 @@ impl Store {
         Ok(found)
     }
 
-    /// Names directly below `prefix` (`""`: the output): objects, and folders that hold objects. Sorted.
+    /// Objects and folders directly below `prefix` (`""`: the output), sorted. A local folder that
+    /// is listed may be empty.
     pub async fn list_folder(&self, prefix: &str) -> Result<(Vec<Listed>, Vec<String>)> {
         let path = if prefix.is_empty() {
             self.shared.root.clone()
@@ -419,8 +420,8 @@ impl Store {
         if self.race(&key).await? == ONE_WINNER {
             return Ok(());
         }
-        // An earlier check that failed may have left the key, and a late delete may have removed it
-        // only now. So a second race on an unused key decides.
+        // An earlier check that failed may have left the key, and its late delete may have taken
+        // effect only now. So a second race, on an unused key, decides.
         match self.race(&format!("{key}-again")).await? {
             ONE_WINNER => Ok(()),
             (winners, late_won) => Err(LedgerError::stop(format!(
