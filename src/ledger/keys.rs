@@ -182,7 +182,7 @@ impl Keys {
 
     /// The name of a data object, unique to its attempt. The object is Parquet, but its name does
     /// not end in `.parquet`: many readers of a folder read every `*.parquet` below it, and would
-    /// count these rows besides those of the parts.
+    /// count these rows in addition to those of the parts.
     pub fn data_name(attempt: &Id, count: u32) -> String {
         format!("{attempt}-{count}.rows")
     }

@@ -28,8 +28,7 @@ use super::record::{
 use super::rowset::RowSet;
 use super::store::{Created, Listed};
 
-/// Maximum bytes of this worker's own data objects kept in memory, so that publishing need not read
-/// them back.
+/// Maximum bytes of own data objects kept in memory, so that publishing need not read them back.
 const KEPT_BYTES_MAX: usize = 64 << 20;
 /// Maximum bytes of all decoded data objects of one shard in memory.
 const ROWS_BYTES_MAX: usize = 1 << 30;
@@ -59,8 +58,7 @@ pub struct ShardLog {
     pub(super) entries: Vec<LogEntry>,
     /// Indices of records that later entries void.
     pub(super) voided: BTreeSet<u32>,
-    /// Damage of data objects that the listing at load showed, by index of the record. Only for
-    /// records that count.
+    /// Damaged data objects of records that count, as listed at load, by index of the record.
     pub(super) suspects: BTreeMap<u32, Damage>,
     covered: RowSet,
     attempts: Vec<AttemptView>,
@@ -73,8 +71,7 @@ pub struct ShardLog {
     beginning: Option<AttemptRecord>,
     /// Data objects that this worker uploaded, by name.
     pub(super) kept: HashMap<String, Bytes>,
-    /// The record whose create has an unknown outcome. It must not change until an object exists at
-    /// its index.
+    /// The record whose create has an unknown outcome: it must be tried again unchanged.
     pending: Option<Pending>,
 }
 
@@ -90,8 +87,7 @@ impl Ledger {
     /// thus writes `_SUCCESS`.
     pub async fn shard(&self, shard: u32) -> Result<ShardState> {
         let found = self.store().list(&self.keys().shard(shard)).await?;
-        // A shard without objects has not been begun, so it has no commit: its log records are
-        // never removed.
+        // A shard without objects was never begun: its log records are never removed.
         if !found.is_empty()
             && let Some(commit) = self.commit_of(shard).await?
         {
@@ -141,8 +137,7 @@ fn view_of(record: AttemptRecord, begun_at: Option<DateTime<Utc>>) -> AttemptVie
 }
 
 impl ShardLog {
-    /// Reads a shard's log and attempts: one listing, and one read per log record and per attempt
-    /// that has not ended.
+    /// Reads a shard's log and attempts: one listing, one read per log record and unended attempt.
     pub async fn load(ledger: &Ledger, shard: u32) -> Result<ShardLog> {
         let found = ledger.store().list(&ledger.keys().shard(shard)).await?;
         ShardLog::load_listed(ledger, shard, &found).await
@@ -178,8 +173,7 @@ impl ShardLog {
                 .map(str::to_string)
                 .collect()
         };
-        // The listing only hints at the number of records. Each index is read, and a gap is an
-        // error.
+        // The listing only gives the number of records. A missing index is an error.
         let listed = below("log").iter().filter(|name| Keys::is_log_name(name)).count();
         if listed > MAX_RECORDS {
             return Err(LedgerError::damaged(format!(
@@ -212,8 +206,7 @@ impl ShardLog {
         let ended: HashSet<&str> = names.filter_map(|name| name.strip_suffix(".end.json")).collect();
         let mut out = Vec::new();
         for (name, begun_at) in &found {
-            // An attempt that ended cleanly is no evidence of poison rows, so it is not worth a
-            // request.
+            // An attempt that ended cleanly is no evidence of poison rows: skip the request.
             let id = name
                 .strip_suffix(".json")
                 .and_then(|id| Id::try_from(id.to_string()).ok());
@@ -233,7 +226,6 @@ impl ShardLog {
         Ok(out)
     }
 
-    /// The shard's number.
     pub fn shard(&self) -> u32 {
         self.shard
     }
@@ -271,8 +263,7 @@ impl ShardLog {
         })
     }
 
-    /// Counts over the rows that count so far, except those whose data was missing or had another
-    /// size at load.
+    /// Counts over the rows that count so far, without records suspected of damage.
     pub fn tally(&self) -> Tally {
         let sound = self
             .records()
@@ -293,8 +284,7 @@ impl ShardLog {
         &self.attempts
     }
 
-    /// Whether an attempt at a row that was alone on the device has not ended and is not known to
-    /// be dead.
+    /// Whether an attempt with one row alone on the device is neither ended nor known to be dead.
     pub fn has_suspects(&self) -> bool {
         self.suspects().any(|attempt| attempt.fate != Fate::Dead)
     }
@@ -320,8 +310,7 @@ impl ShardLog {
 
     /// The rows to try next, and the rows to try no more (see [`narrowing`]).
     ///
-    /// Call this between attempts: an attempt of this worker that is running counts as one that has
-    /// not ended.
+    /// Call this between attempts: a running attempt counts as one that has not ended.
     pub fn narrowing(&self) -> Narrowing {
         let open = self.uncovered();
         // Rows whose data was lost were finished once, so they are not poison.
@@ -396,8 +385,7 @@ impl ShardLog {
         Ok(())
     }
 
-    /// Logs finished rows, in any order. Returns the rows that count by this call; other rows of
-    /// `batch` were covered before.
+    /// Logs finished rows, in any order. Returns the rows that count by this call.
     ///
     /// After an error the rows may or may not be covered: call [`ShardLog::settle`] or `append`
     /// again, or load the log again.
@@ -567,8 +555,7 @@ impl ShardLog {
         ))
     }
 
-    /// The data objects of the log with the rows that count in each, verified by size and hash
-    /// against their records.
+    /// The data objects of the log with their rows that count, verified against the records.
     pub(super) async fn counted(&self) -> Result<Counted> {
         let (mut whole, mut damaged) = (Vec::new(), Vec::new());
         let mut bytes_in_memory = 0;

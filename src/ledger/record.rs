@@ -21,7 +21,7 @@ pub const VERSION: u32 = 1;
 pub const VERSION_MORE: u32 = 2;
 /// Version of a job for which a gristmill that reads up to [`VERSION_MORE`] would read other rows
 /// or write other parts. Such jobs have Arrow inputs, typed answers, renamed columns, or a
-/// [`crate::dataset::layout::Layout`] with more than CSV tables: for example columns from folder
+/// [`crate::dataset::layout::Layout`] with any setting besides CSV: for example columns from folder
 /// names, or nulls for columns that a file lacks.
 pub const VERSION_JOB: u32 = 3;
 /// Version of a retry whose rows are in records of their own.

@@ -116,7 +116,7 @@ impl Others {
             .fold(self.known_seconds(), |sum, known| sum + more(known))
     }
 
-    /// Whether every spending was read since it last changed, by the last listing.
+    /// Whether, by the last listing, every spending has been read since its last change.
     pub fn is_exact(&self) -> bool {
         !self.by_worker.values().any(Known::is_changed)
     }

@@ -185,7 +185,7 @@ impl Ledger {
         Ok(status)
     }
 
-    /// Adds spendings that were written after `_SUCCESS` was.
+    /// Updates the device seconds, which workers may have raised after `_SUCCESS` was written.
     async fn add_spent_since(&self, status: &mut Status) -> Result<()> {
         let seconds = self.spent().await?.device_seconds();
         if seconds > status.seconds {

@@ -385,7 +385,7 @@ impl Store {
     /// several creates of one key have exactly one winner, and a local file system has hard links.
     /// Also removes stages that dead runs left.
     ///
-    /// Runs once per process and store after it has passed.
+    /// After the probe has passed, later calls in this process skip it for the same store.
     pub async fn check(&self) -> Result<()> {
         self.clean_stages().await?;
         if self.unconditional() || exists_is_success() {
