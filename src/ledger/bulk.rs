@@ -1,4 +1,5 @@
-//! What a job's record would be in memory, counted before anything is made of it: a few bytes of JSON can be a hundred in memory.
+//! Bounds the memory of a job record before it is deserialized: a few bytes of JSON can become a
+//! hundred bytes in memory.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -7,12 +8,13 @@ use serde::de::{Deserialize, Deserializer, Error, IgnoredAny, MapAccess, SeqAcce
 
 use super::job::{MAX_INPUTS, MAX_SHARDS};
 
-/// Most values of a record besides its shards and inputs. A job file has fewer than half a million, and a vocabulary as many.
+/// Maximum number of JSON values in a record, besides its shards and inputs. A job file has fewer
+/// than half a million values, and a vocabulary about as many.
 const VALUES_MAX: usize = 4 << 20;
-/// Smaller records cannot be much in memory.
+/// Size in bytes up to which records are not counted: they stay small in memory.
 const SMALL_BYTES: usize = 4 << 20;
 
-/// Refuses the record in `bytes` where it is no job's, in words that follow its name.
+/// Refuses a record that is too large for a job. The error text follows the name of the record.
 pub(super) fn check(bytes: &[u8]) -> Result<(), String> {
     if bytes.len() <= SMALL_BYTES {
         return Ok(());
@@ -56,7 +58,7 @@ impl<'de> Visitor<'de> for BulkVisitor {
     }
 }
 
-/// A list of at most `MOST` entries, whatever they are.
+/// A list of at most `MOST` entries of any type.
 struct Entries<const MOST: usize>;
 
 impl<'de, const MOST: usize> Deserialize<'de> for Entries<MOST> {
@@ -84,7 +86,7 @@ impl<'de, const MOST: usize> Visitor<'de> for Entries<MOST> {
     }
 }
 
-/// How many values there are in one.
+/// Number of JSON values in one value, itself included.
 struct Values(usize);
 
 impl<'de> Deserialize<'de> for Values {

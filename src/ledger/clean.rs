@@ -1,5 +1,6 @@
-//! Removes what a finished job no longer needs: data objects, attempts and stages. What proves the result stays, and so do the
-//! records of the logs: small, and what keeps a worker that wakes late from beginning a log anew.
+//! Removes the objects that a finished job no longer needs: data objects, attempts and stages.
+//! Objects that prove the result stay. Log records stay too: they are small, and they keep a worker
+//! that wakes late from beginning a log anew.
 
 use chrono::{TimeDelta, Utc};
 
@@ -10,7 +11,7 @@ use super::record::{CleanedMark, VERSION, encode};
 use super::stage::{STAGE_AGE_MAX, is_ours};
 use super::store::Listed;
 
-/// What was removed, or would be.
+/// Number and size of the objects that were removed, or with `dry_run` would be.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Cleaned {
     pub objects: u64,
@@ -18,10 +19,12 @@ pub struct Cleaned {
 }
 
 impl Ledger {
-    /// Removes data and attempts of every generation, and stages; only after `_SUCCESS` of the newest generation.
-    /// With `dry_run`, only counts them. Parts, `job.json`, log records, commits, digests, retries, orders and spendings always stay.
+    /// Removes data objects and attempts of every generation, and stages. Refused before `_SUCCESS`
+    /// of the newest generation exists. With `dry_run`, only counts the objects. Parts, `job.json`,
+    /// log records, commits, digests, retries, orders and spendings always stay.
     ///
-    /// A mark is written first, so that a retry takes its rows from the parts. Needs the right to delete.
+    /// Writes a mark first, so that a later retry reads the rows from the parts. Needs the
+    /// permission to delete.
     pub async fn clean(&self, dry_run: bool) -> Result<Cleaned> {
         let newest = self.newest().await?;
         if newest.success().await?.is_none() {
@@ -54,7 +57,8 @@ impl Ledger {
         self.remove(found, dry_run, cleaned).await
     }
 
-    /// Those of the living stay: another process may be about to try the store.
+    /// Removes only stages older than [`STAGE_AGE_MAX`]: another process may be probing the store
+    /// now.
     async fn remove_stages(&self, dry_run: bool, cleaned: &mut Cleaned) -> Result<()> {
         let (store, age) = (
             self.store(),

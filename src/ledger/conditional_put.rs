@@ -1,4 +1,5 @@
-//! Replacing an object on the condition that it is still the one that was read: parts and `_SUCCESS` of a retry.
+//! Replaces an object if it is still the version that was read. Used for the parts and `_SUCCESS`
+//! of a retry.
 //!
 //! See docs/decisions/001-records-are-created-never-changed.md.
 
@@ -10,17 +11,18 @@ use super::keys::TMP;
 use super::store::{Created, Look, MAX_OBJECT_BYTES, ObjectVersion, Store};
 use super::store_error_kind::{StoreErrorKind, store_error_kind};
 
-/// The file below `tmp/` that is locked around check and rename in a local folder. Never removed: a lock on a file that
-/// another process cannot find keeps nobody out.
+/// The file below `tmp/` that is locked around check and rename in a local folder. It is never
+/// removed: a lock on an unlinked file would exclude nobody.
 const LOCK_NAME: &str = "lock";
 
 impl Store {
-    /// Puts `bytes` at `key` if what lies there is still what `was` describes, and says who stands there now; each round
-    /// `look`s first.
+    /// Puts `bytes` at `key` if the object there still has the version `was`, and returns whose
+    /// bytes are at `key` now. Calls `look` before each try.
     ///
-    /// As with creates, no reply is trusted: every error is settled by reading the key back. `Theirs` may be the very
-    /// object that `was` describes, if the store stamps it otherwise by now: look at it and decide anew. Two different
-    /// contents under one key must never be equal byte for byte. An error means that nobody knows.
+    /// As with creates, no reply is trusted: every error is settled by reading the key back.
+    /// `Theirs` may hold the very object that `was` describes, if the store reports another version
+    /// for it by now: the caller must inspect it and decide anew. Two writers must never put equal
+    /// bytes with different meanings under one key. After an error the outcome is unknown.
     pub(super) async fn conditional_put(
         &self,
         key: &str,
@@ -81,7 +83,8 @@ impl Store {
             .map(|_| ())
     }
 
-    /// Local folders know no conditional update: a lock that all processes share keeps check and rename together.
+    /// Local folders have no conditional update, so check and rename happen under a lock that all
+    /// processes share.
     async fn rename_if_same(&self, key: &str, was: &ObjectVersion, bytes: &Bytes) -> Result<(), object_store::Error> {
         let (path, stage) = (self.path(key), self.stage());
         self.shared.inner.put(&stage, bytes.clone().into()).await?;
@@ -105,7 +108,8 @@ impl Store {
         renamed
     }
 
-    /// Locks the folder's lock file; it is free again when the file is dropped. A holder that sleeps fails the try.
+    /// Locks the folder's lock file until the returned file is dropped. Fails if another holder
+    /// keeps the lock for all tries.
     async fn lock_folder(&self) -> Result<std::fs::File, object_store::Error> {
         let generic = |source: std::io::Error| object_store::Error::Generic {
             store: "LocalFileSystem",
@@ -127,7 +131,7 @@ impl Store {
         )))
     }
 
-    /// A control experiment of the fault build: puts without their condition.
+    /// A control experiment of the fault build: puts without their precondition.
     #[cfg(feature = "faults")]
     pub(super) fn unconditional(&self) -> bool {
         crate::faults::switch("put-unconditional")
@@ -139,7 +143,7 @@ impl Store {
     }
 }
 
-/// How often, and how long between, a held lock is tried: 2 s.
+/// Number of tries for a held lock, and the pause between two tries: 2 s in all.
 const LOCK_TRIES: u32 = 40;
 const LOCK_PAUSE: std::time::Duration = std::time::Duration::from_millis(50);
 
@@ -153,7 +157,7 @@ mod tests {
     use super::*;
     use crate::dataset::location::Location;
 
-    /// Who has read an object before somebody else replaced it leaves it as it is.
+    /// A writer whose version is out of date leaves the object unchanged.
     #[tokio::test]
     async fn an_object_that_is_another_by_now_stays() {
         let folder = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! Orders to all workers of a job: create-once records of one short log; the last one holds.
+//! The control log: orders to all workers of a job, as create-once records. The last order holds.
 
 use super::Ledger;
 use super::error::{LedgerError, Result};
@@ -8,10 +8,10 @@ use super::order::{ControlRecord, Extension, JobCommand, LimitsFrom, PinOrder, P
 use super::record::{decode, read};
 use super::store::Created;
 
-/// More orders than this are no work of people.
+/// Maximum number of orders: people do not give more.
 const MAX_ORDERS: usize = 100_000;
 
-/// Most bytes of notes and the like in all orders together.
+/// Maximum bytes of notes and other texts in all orders together.
 const MAX_ORDER_BYTES: usize = 64 << 20;
 
 /// The control log of a job, as far as it was read.
@@ -19,9 +19,9 @@ const MAX_ORDER_BYTES: usize = 64 << 20;
 pub struct Control {
     ledger: Ledger,
     orders: Vec<JobCommand>,
-    /// Of each order, the generation that it was given to.
+    /// The generation that each order was given to.
     generations: Vec<u32>,
-    /// Of all orders together, about.
+    /// Bytes of text in all orders together, as bounded by [`MAX_ORDER_BYTES`].
     bytes: usize,
 }
 
@@ -38,26 +38,27 @@ impl Ledger {
         Ok(control)
     }
 
-    /// The limits that hold: the job's own, with those of each `Extend` in their place.
+    /// The limits that hold: those of the job, overridden by each `Extend` in turn.
     pub fn terms(&self, control: &Control) -> JobLimits {
         extended(self.job().terms(), control.orders())
     }
 
-    /// The limits that hold at a store's request more: the orders are read.
+    /// The limits that hold now. Reads all orders again: one request per order and one more.
     pub async fn terms_now(&self) -> Result<JobLimits> {
         Ok(self.terms(&self.control().await?))
     }
 
-    /// The limits of the job file as `run` or `submit` last found them changed.
+    /// The limits of the job file, as of the last time `run` or `submit` found them changed.
     pub fn terms_of_file(&self, control: &Control) -> JobLimits {
         let by_file = |order: &JobCommand| matches!(order, JobCommand::Extend(extend) if extend.from == Some(LimitsFrom::JobFile));
         let last = control.orders().iter().rposition(by_file);
-        // A changed file's limits hold as a whole, so that what holds right after such an order is what the file said.
+        // The limits of a changed file hold as a whole, so the limits right after that order are
+        // the file's.
         extended(self.job().terms(), &control.orders()[..last.map_or(0, |last| last + 1)])
     }
 }
 
-/// `terms` as these orders leave them.
+/// `terms` overridden by these orders.
 fn extended(mut terms: JobLimits, orders: &[JobCommand]) -> JobLimits {
     for order in orders {
         if let JobCommand::Extend(extend) = order {
@@ -71,7 +72,8 @@ fn extended(mut terms: JobLimits, orders: &[JobCommand]) -> JobLimits {
 }
 
 impl Control {
-    /// Reads what was ordered since: one request where there is nothing new. Returns the order that holds.
+    /// Reads the orders given since the last reading: one request if there are none. Returns the
+    /// order that holds.
     pub async fn refresh(&mut self) -> Result<Option<&JobCommand>> {
         loop {
             let key = self.ledger.keys().control(self.orders.len() as u32);
@@ -82,8 +84,8 @@ impl Control {
         }
     }
 
-    /// The order that holds, as of the last reading: the last one, less stops that were meant for an earlier generation and
-    /// what only says how inputs are pinned.
+    /// The order that holds, as of the last reading: the last one, skipping stops that were meant
+    /// for an earlier generation and orders that only pin an input.
     pub fn holds(&self) -> Option<&JobCommand> {
         let mine = self.ledger.generation();
         let mut given = self.orders.iter().zip(&self.generations).rev();
@@ -96,7 +98,8 @@ impl Control {
             .map(|(order, _)| order)
     }
 
-    /// Whether unfinished rows are to be closed: the job is stopped, and not to be gone on with.
+    /// Whether the order that holds is a stop that closes the job: unfinished rows become expired
+    /// or cancelled.
     pub fn closes(&self) -> bool {
         matches!(self.holds(), Some(JobCommand::Stop { close: true, .. }))
     }
@@ -109,7 +112,7 @@ impl Control {
         }
     }
 
-    /// What was found, where the job is stopped and somebody said so.
+    /// The note of the stop that holds, if it has one.
     pub fn note(&self) -> Option<&str> {
         match self.holds() {
             Some(JobCommand::Stop { note, .. }) => note.as_deref(),
@@ -117,7 +120,7 @@ impl Control {
         }
     }
 
-    /// Inputs that were pinned anew, oldest first.
+    /// Inputs that were pinned to a new ETag, oldest first.
     pub fn pins(&self) -> impl Iterator<Item = &PinOrder> {
         self.orders.iter().filter_map(|order| match order {
             JobCommand::Pin(pin) => Some(pin),
@@ -125,7 +128,8 @@ impl Control {
         })
     }
 
-    /// Writes down that an input holds the planned bytes under another ETag, unless that stands there already.
+    /// Records that an input holds the planned bytes under another ETag, unless that is recorded
+    /// already.
     pub async fn pin(&mut self, pin: PinOrder) -> Result<()> {
         while !self.pins().any(|known| *known == pin) {
             self.give(JobCommand::Pin(pin.clone())).await?;
@@ -138,7 +142,7 @@ impl Control {
         &self.orders
     }
 
-    /// Where the limits that hold come from; `None`: an `Extend` that does not say.
+    /// The source of the limits that hold. `None`: the last `Extend` names none.
     pub fn limits_from(&self) -> Option<LimitsFrom> {
         let last = self.orders.iter().rev().find_map(|order| match order {
             JobCommand::Extend(extend) => Some(extend.from),
@@ -148,7 +152,7 @@ impl Control {
         last.unwrap_or(Some(LimitsFrom::JobFile))
     }
 
-    /// The order that puts `wanted` in the place of what holds.
+    /// The order that replaces the limits that hold by `wanted`.
     pub fn extend_to(&self, wanted: &JobLimits, from: Option<LimitsFrom>) -> JobCommand {
         let holds = self.ledger.terms(self);
         let price = Price {
@@ -163,8 +167,8 @@ impl Control {
         })
     }
 
-    /// Gives an order, unless somebody else gave one first: then returns false, and the caller decides anew on what
-    /// holds now (a budget that was extended in between is not reached).
+    /// Appends an order. Returns false if another process appended one first: the caller must then
+    /// decide anew from the order that holds now (the budget may have been extended in between).
     pub async fn give(&mut self, order: JobCommand) -> Result<bool> {
         let index = self.orders.len() as u32;
         let key = self.ledger.keys().control(index);

@@ -1,9 +1,11 @@
-//! Data objects that are lost or damaged: the record that counts their rows is voided, and the rows are computed again.
+//! Lost or damaged data objects: the record that counts their rows is voided, and the rows are
+//! computed again.
 //!
-//! A void is an entry of the log like any other, created once at the next index, so that all readers agree on what counts.
-//! Nothing is voided that was not found damaged twice, nor anything of a shard that is committed: its rows are in its part,
-//! and `clean` may have removed the rest. A worker that read an object before it was lost may publish its rows all the
-//! same: then its part stands, and the one that voided commits it.
+//! A void is an entry of the log, created once at the next index, so that all readers agree on
+//! which rows count. A record is voided only if its data was found damaged twice, and only while
+//! its shard has no commit: a committed shard has its rows in its part, and `clean` may have
+//! removed its data objects. A worker that read an object before it was lost may still publish the
+//! rows. Its part then stays, and the worker that voided the record commits that part.
 //!
 //! See docs/decisions/003-lost-data-is-voided-in-the-log.md.
 
@@ -18,7 +20,7 @@ use super::record::{Commit, VERSION_MORE, encode};
 use super::rowset::RowSet;
 use super::store::{Created, Listed, MAX_OBJECT_BYTES};
 
-/// Finished rows that were lost, and are open again.
+/// Finished rows whose data was lost, and which are open again.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Voided {
     pub shard: u32,
@@ -39,10 +41,10 @@ impl std::fmt::Display for Voided {
 }
 
 impl Ledger {
-    /// Looks at the data of an uncommitted shard's finished rows, all of it, and opens again what is lost.
+    /// Reads all data objects of an uncommitted shard, and opens the rows of lost objects again.
     pub async fn mend(&self, shard: u32) -> Result<Vec<Voided>> {
         match self.mend_log(shard).await {
-            // It may have been published and cleaned away while we read.
+            // The shard may have been published and cleaned while it was read.
             Err(LedgerError::Damaged { .. }) if self.is_committed(shard).await? => Ok(Vec::new()),
             mended => mended,
         }
@@ -60,7 +62,7 @@ impl Ledger {
 }
 
 impl ShardLog {
-    /// Rows that were finished, and whose data was found lost: finished again since, or open.
+    /// Rows of voided records, whether finished again since or still open.
     pub fn voided_rows(&self) -> RowSet {
         let voided = self.entries.iter().filter_map(|entry| match entry {
             LogEntry::Rows(record) if self.voided.contains(&record.index) => Some(&record.counts),
@@ -69,7 +71,8 @@ impl ShardLog {
         voided.fold(RowSet::new(), |all, rows| all.union(rows))
     }
 
-    /// Rows that count and whose data object was not there, or of another size, when the log was loaded.
+    /// Rows that count, but whose data object was missing or had another size when the log was
+    /// loaded.
     pub fn damaged_rows(&self) -> RowSet {
         let damaged = self
             .records()
@@ -77,7 +80,8 @@ impl ShardLog {
         damaged.fold(RowSet::new(), |all, record| all.union(&record.counts))
     }
 
-    /// The records that count and whose data object `found`, a listing of the shard, lacks or has in another size.
+    /// The records that count, but whose data object is missing from `found`, a listing of the
+    /// shard, or has another size there.
     pub(super) fn suspects_in(&self, found: &[Listed]) -> BTreeMap<u32, Damage> {
         let suspect = |record: &LogRecord| {
             let key = self.ledger.keys().data(self.shard, &record.data.name);
@@ -89,7 +93,7 @@ impl ShardLog {
         self.records().filter_map(suspect).collect()
     }
 
-    /// Looks again at what is suspected of damage.
+    /// Reads the suspected data objects again.
     pub(super) async fn confirm_suspects(&mut self) -> Result<()> {
         for index in self.suspects.keys().copied().collect::<Vec<_>>() {
             match self.damage_at(index).await? {
@@ -100,11 +104,11 @@ impl ShardLog {
         Ok(())
     }
 
-    /// Looks again at what is suspected of damage, and voids the records whose data is lost.
+    /// Reads the suspected data objects again, and voids the records whose data is lost.
     pub(super) async fn mend(&mut self) -> Result<Vec<Voided>> {
         self.settle().await?;
         self.confirm_suspects().await?;
-        // Of a shard that is committed, the data may be cleaned away.
+        // The data objects of a committed shard may have been cleaned away.
         if !self.suspects.is_empty() && self.ledger.is_committed(self.shard).await? {
             let shard = self.shard;
             return Err(LedgerError::damaged(format!(
@@ -119,7 +123,8 @@ impl ShardLog {
         Ok(out)
     }
 
-    /// How the data object of the record at `index` is damaged; `None` where it is whole, or the record counts no more.
+    /// How the data object of the record at `index` is damaged. `None`: the object is whole, or the
+    /// record no longer counts.
     async fn damage_at(&self, index: u32) -> Result<Option<Damage>> {
         let Some(record) = self.record_at(index) else {
             return Ok(None);
@@ -136,7 +141,7 @@ impl ShardLog {
         self.records().find(|record| record.index == index)
     }
 
-    /// Voids the record at `index`, unless somebody else does so first.
+    /// Voids the record at `index`, unless another process does so first.
     async fn void(&mut self, index: u32, found: Damage) -> Result<Option<Voided>> {
         while let Some(record) = self.record_at(index) {
             let (shard, rows) = (self.shard, record.counts.len());
@@ -170,8 +175,8 @@ impl ShardLog {
         Ok(None)
     }
 
-    /// The end of a publishing that found the data of the records at `indices` damaged: they are voided, unless the shard
-    /// is committed by now.
+    /// Handles a publish that found the data of the records at `indices` damaged. Returns the
+    /// commit if the shard is committed by now, otherwise voids the records and returns an error.
     pub(super) async fn lost(&self, indices: Vec<u32>) -> Result<Commit> {
         if let Some(commit) = self.ledger.commit_of(self.shard).await? {
             return Ok(commit);
@@ -185,7 +190,7 @@ impl ShardLog {
             Err(error) => Err(error),
         };
         let what = match mended {
-            // Published and cleaned away while we looked.
+            // The shard was published and cleaned while its log was read.
             Err(error @ LedgerError::Damaged { .. }) => return self.ledger.commit_of(self.shard).await?.ok_or(error),
             mended => match &mended?[..] {
                 [] => format!("shard {} is damaged: its log is to be read anew", self.shard),

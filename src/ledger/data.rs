@@ -1,4 +1,4 @@
-//! Finished rows as Parquet bytes, and back: the data objects that log records point to.
+//! Encodes finished rows as Parquet and decodes them: the data objects that log records point to.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -15,10 +15,10 @@ use super::rowset::RowSet;
 use crate::dataset::part_in;
 use crate::dataset::row::{CUT_OFF, RowStatus};
 
-/// Rows a batch that goes into a part: bounds what the writer holds at once.
+/// Rows per batch that is written into a part. Bounds the memory of the writer.
 const PART_BATCH_ROWS: usize = 8192;
 
-/// The `row` column of a batch: each row's number over the job's whole input.
+/// The `row` column of a batch: the number of each row, counted over the whole input of the job.
 pub(super) fn rows_of(batch: &RecordBatch) -> Result<Vec<u64>, String> {
     let column = int64(batch, "row")?;
     if column.null_count() > 0 {
@@ -46,7 +46,8 @@ pub(super) fn failed(batch: &RecordBatch, counts: &RowSet) -> Result<RowSet, Str
     Ok(RowSet::from_rows(failed.map(|i| rows[i])).intersection(counts))
 }
 
-/// The rows of `batch` that are in `counts`, without those that the end of their job left undone.
+/// The rows of `batch` that are in `counts`, except expired and cancelled rows, which the end of
+/// their job left undone.
 pub(super) fn done(batch: &RecordBatch, counts: &RowSet) -> Result<RowSet, String> {
     let rows = rows_of(batch)?;
     let status = statuses(batch)?;
@@ -55,7 +56,7 @@ pub(super) fn done(batch: &RecordBatch, counts: &RowSet) -> Result<RowSet, Strin
     Ok(RowSet::from_rows(done.map(|i| rows[i])).intersection(counts))
 }
 
-/// The rows of `batch` that are in `counts` and have a completion that was cut off.
+/// The rows of `batch` that are in `counts` and have a truncated completion.
 pub(super) fn truncated(batch: &RecordBatch, counts: &RowSet) -> Result<RowSet, String> {
     let rows = rows_of(batch)?;
     let cut = cut_off(batch)?.ok_or("column `finish_reason` is missing")?;
@@ -63,7 +64,8 @@ pub(super) fn truncated(batch: &RecordBatch, counts: &RowSet) -> Result<RowSet, 
     Ok(RowSet::from_rows(truncated.map(|i| rows[i])).intersection(counts))
 }
 
-/// Of each row, whether a completion of it was cut off; `None` where the batch does not say.
+/// For each row, whether one of its completions was truncated. `None`: the batch lacks the column
+/// `finish_reason`.
 fn cut_off(batch: &RecordBatch) -> Result<Option<Vec<bool>>, String> {
     let Some(column) = batch.column_by_name("finish_reason") else {
         return Ok(None);
@@ -73,7 +75,7 @@ fn cut_off(batch: &RecordBatch) -> Result<Option<Vec<bool>>, String> {
         let texts = texts.ok_or("column `finish_reason` holds no texts")?;
         Ok(texts.iter().map(|reason| reason == Some(CUT_OFF)).collect())
     };
-    // With several samples a row, it is a list of them.
+    // With several samples per row, the column holds a list of reasons for each row.
     let Some(lists) = column.as_any().downcast_ref::<ListArray>() else {
         return texts(column).map(Some);
     };
@@ -108,7 +110,7 @@ pub(super) fn tally(batch: &RecordBatch, counts: &RowSet) -> Result<Tally, Strin
         let word = if status.is_null(i) { "" } else { status.value(i) };
         let known = RowStatus::ALL.into_iter().find(|status| status.as_str() == word);
         out.count(known.ok_or_else(|| format!("row {}: unknown status `{word}`", rows[i]))?);
-        // Saturating: a part or data object may hold any numbers.
+        // Saturating, because a foreign part or data object may hold any numbers.
         out.prompt_tokens = out.prompt_tokens.saturating_add(at(prompt, i));
         out.cached_tokens = out.cached_tokens.saturating_add(at(cached, i));
         out.completion_tokens = out.completion_tokens.saturating_add(at(completion, i));
@@ -130,14 +132,16 @@ pub(super) fn encode(batch: &RecordBatch) -> Result<Bytes, String> {
     writer.into_inner().map(Bytes::from).map_err(text)
 }
 
-/// The rows in Parquet `bytes`, as one batch. The caller has checked their hash; what they take in memory is bounded.
+/// The rows in Parquet `bytes`, as one batch. The caller has checked the hash of `bytes`. The
+/// memory of the rows is bounded.
 pub(super) fn decode(bytes: Bytes) -> Result<RecordBatch, String> {
     part_in::quietly(|| decode_all(bytes))
 }
 
 fn decode_all(bytes: Bytes) -> Result<RecordBatch, String> {
     let builder = part_in::open(&bytes)?;
-    // Without the metadata, which a part has and a data object has not.
+    // Data objects carry no schema metadata, so it is dropped from parts: then their batches have
+    // equal schemas.
     let schema = Arc::new(
         builder
             .schema()
@@ -157,9 +161,9 @@ fn decode_all(bytes: Bytes) -> Result<RecordBatch, String> {
     concat_batches(&schema, &batches).map_err(|error| error.to_string())
 }
 
-/// Brings the rows that count into row order: exactly the rows of `want`, each once.
+/// Merges the rows that count into row order: exactly the rows of `want`, each once.
 ///
-/// The batches that come out depend on the rows alone, so that two publishers make identical parts.
+/// The resulting batches depend only on the rows, so that two publishers make identical parts.
 pub(super) fn merge(sources: &[(RecordBatch, RowSet)], want: std::ops::Range<u64>) -> Result<Vec<RecordBatch>, String> {
     let mut places = Vec::new();
     for (source, (batch, counts)) in sources.iter().enumerate() {
@@ -236,7 +240,7 @@ mod tests {
         .unwrap()
     }
 
-    /// Rows 0 to 2 with these reasons, all `succeeded`; without any, no such column.
+    /// Rows 0 to 2, all `succeeded`, with these finish reasons. `None` omits the column.
     fn ended(reasons: Option<ArrayRef>) -> RecordBatch {
         let numbers = |n: i64| Arc::new(Int64Array::from(vec![n; 3])) as ArrayRef;
         let mut columns = vec![
@@ -280,7 +284,7 @@ mod tests {
     }
 
     proptest! {
-        /// However the rows lie in data objects, whichever of them count: the part gets the same batches.
+        /// The part gets the same batches, however the rows are spread over data objects.
         #[test]
         fn merged_rows_depend_on_the_rows_alone(
             order in Just((10i64..40).collect::<Vec<_>>()).prop_shuffle(),
@@ -293,7 +297,7 @@ mod tests {
             let again = decode(encode(&second).unwrap()).unwrap();
             let merged = merge(&[(first, counted_first.clone()), (again, counted_second)], 10..40).unwrap();
             prop_assert_eq!(merged, vec![rows(&(10..40).collect::<Vec<_>>())]);
-            // A row that counts and is not there, or is wanted and does not count, is an error.
+            // Both a row that counts but is absent and a wanted row that does not count are errors.
             prop_assert!(merge(&[(rows(&order[1..]), counted_first.clone())], 10..40).is_err());
             prop_assert!(merge(&[(rows(&order), counted_first)], 10..40).is_err());
         }

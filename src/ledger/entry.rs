@@ -1,4 +1,5 @@
-//! The entries of a shard's log: records that say which rows count, and voids of those whose data is lost.
+//! The entries of a shard's log: records that name the rows that count, and voids of records whose
+//! data is lost.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -18,13 +19,13 @@ pub enum LogEntry {
 }
 
 impl LogEntry {
-    /// The entry in `bytes`, which lie at `key` of `store`.
+    /// Decodes the entry in `bytes`, which were read from `key` of `store`.
     pub fn decode(store: &Store, key: &str, bytes: &[u8]) -> Result<LogEntry> {
         #[derive(Deserialize)]
         struct Kind {
             voids: Option<serde::de::IgnoredAny>,
         }
-        // What is no record at all is for the decoder below to say.
+        // Bytes that are no JSON object are rejected by the decoder below.
         let is_void = serde_json::from_slice::<Kind>(bytes).is_ok_and(|kind| kind.voids.is_some());
         match is_void {
             true => decode(store, key, bytes).map(LogEntry::Void),
@@ -32,7 +33,7 @@ impl LogEntry {
         }
     }
 
-    /// Which log and index it names: job, shard, index.
+    /// The position that the entry names: job, shard, index.
     pub fn place(&self) -> (&Id, u32, u32) {
         match self {
             LogEntry::Rows(record) => (&record.job, record.shard, record.index),

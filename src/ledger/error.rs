@@ -1,9 +1,10 @@
-//! What can go wrong with the ledger, split by what the caller does about it.
+//! Errors of the ledger, one variant per reaction of the caller.
 
-/// An error of the ledger. The variant is the reaction; the text says what, where, and what to do.
+/// An error of the ledger. The variant determines the reaction of the caller. The text names the
+/// failure, the place and the remedy.
 #[derive(Debug, thiserror::Error)]
 pub enum LedgerError {
-    /// The store did not answer as it should, `tries` times in a row: give the shard back, try again later.
+    /// The store failed `tries` times in a row: give the shard back and retry later.
     #[error("{what} failed {tries} times in a row")]
     Retryable {
         what: String,
@@ -11,27 +12,30 @@ pub enum LedgerError {
         #[source]
         source: object_store::Error,
     },
-    /// An object is not what it must be: this shard cannot go on until a person has looked; other shards can.
+    /// An object has unexpected content: this shard is blocked until a person has looked at it.
+    /// Other shards can go on.
     #[error("{what}")]
     Damaged { what: String },
-    /// Finished rows' data is lost, and the log says so by now: open the shard anew, and compute them again.
+    /// The data of finished rows is lost, and their records are voided: open the shard anew and
+    /// compute the rows again.
     #[error("{what}")]
     Lost { what: String },
-    /// An object was written by a newer gristmill: leave it untouched, let a newer worker have it.
+    /// An object was written by a newer gristmill: leave it untouched for a newer worker.
     #[error("`{key}` has version {found}, this gristmill reads up to {known}: use a newer gristmill")]
     Newer { key: String, found: u64, known: u32 },
-    /// The output belongs to something else: never overwrite, refuse the job.
+    /// The output belongs to another job or program: refuse the job, and never overwrite.
     #[error("{what}")]
     Conflict { what: String },
-    /// The store refuses this process: no permission, or credentials that it does not accept. Pause, say so, try again.
+    /// The store refuses this process for lack of permission or valid credentials: pause, report
+    /// it, retry.
     #[error("{what}")]
     Denied { what: String },
-    /// Nothing can go on until a person has acted: full disk, a store that cannot keep the guarantee.
+    /// The job is blocked until a person has acted, for example because the disk is full or the
+    /// store cannot keep the guarantee.
     #[error("{what}")]
     Stop { what: String },
 }
 
-/// Shorthand of this folder.
 pub type Result<T, E = LedgerError> = std::result::Result<T, E>;
 
 impl LedgerError {

@@ -1,4 +1,4 @@
-//! Why rows failed: the messages that stand most often in published parts.
+//! The most frequent error messages of failed rows, from published parts.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -15,10 +15,10 @@ use super::record::Commit;
 use crate::dataset::part_in;
 use crate::dataset::row::RowStatus;
 
-/// Of the parts with the most failed rows, so many are read; larger ones than this are not.
+/// Maximum number of parts that are read: the parts with the most failed rows.
 const PARTS_MAX: usize = 4;
 const PART_BYTES_MAX: u64 = 64 << 20;
-/// Messages that are named.
+/// Maximum number of messages that are returned.
 const NAMED_MAX: usize = 3;
 
 /// The most frequent messages of rows that did not succeed.
@@ -26,7 +26,8 @@ const NAMED_MAX: usize = 3;
 pub struct Failures {
     /// Failed rows in the parts that were read.
     pub looked_at: u64,
-    /// Most frequent first. Messages that differ in numbers alone count as one, and the first of them is shown.
+    /// Most frequent first. Messages that differ only in numbers count as one, and the first of
+    /// them is shown.
     pub most: Vec<Reason>,
 }
 
@@ -37,7 +38,8 @@ pub struct Reason {
 }
 
 impl Ledger {
-    /// The most frequent messages among published rows that are errored or invalid: of a few parts, so a sample of a large job.
+    /// The most frequent messages of published rows that are errored or invalid. Reads only a few
+    /// parts, so a large job is sampled.
     pub async fn failures(&self) -> Result<Failures> {
         let mut newest: BTreeMap<u32, Commit> = BTreeMap::new();
         for generation in 0..=self.generation() {
@@ -56,7 +58,7 @@ impl Ledger {
             let Some(bytes) = self.store().get(&commit.part.name, PART_BYTES_MAX).await? else {
                 continue;
             };
-            // What is wrong with a part is for `verify` to say.
+            // Damaged parts are skipped here: `verify` reports them.
             let _ = match self.job().part_extension.as_str() {
                 "jsonl" => count.lines(&bytes),
                 _ => part_in::quietly(|| count.parquet(&bytes)),
@@ -66,7 +68,7 @@ impl Ledger {
     }
 }
 
-/// Messages, by their text without its numbers. Pure.
+/// Messages with their number of rows, keyed by the message text with every number replaced by 0.
 #[derive(Default)]
 struct Count {
     rows: HashMap<String, Reason>,

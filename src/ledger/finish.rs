@@ -1,7 +1,9 @@
-//! When every shard is committed: block digests, then `_SUCCESS`.
+//! Finishes a job: writes the digest of each block whose shards are all committed, and `_SUCCESS`
+//! when all blocks have a digest.
 //!
-//! The check is cheap enough for every commit: one listing of the shard's own block. Only the commit that fills a block
-//! looks further. Each looks after its own commit or digest stands, so the last one sees all.
+//! The check is cheap enough to run after every commit: it lists the commits of the shard's own
+//! block. Only the commit that fills a block reads more. Each worker checks after its own commit or
+//! digest is written, so the last one sees all of them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{MutexGuard, PoisonError};
@@ -15,33 +17,34 @@ use super::record::{Commit, Digest, Record, Success, Tally, VERSION, decode, enc
 use super::store::Created;
 use crate::report::cost::dollars;
 
-/// Requests in flight while a job's records are read.
+/// Maximum concurrent requests while a job's records are read.
 pub(super) const READS_AT_ONCE: usize = 16;
 
-/// Commits kept in memory.
+/// Maximum number of commits kept in memory.
 const SEEN_MAX: usize = 10_000;
 
 impl Ledger {
-    /// The result of a job whose generation is finished (or a later one).
+    /// The result of the job, if this generation or a later one is finished.
     pub async fn success(&self) -> Result<Option<Success>> {
         let standing = self.standing_success().await?;
         Ok(standing.filter(|success| success.generation >= self.generation()))
     }
 
-    /// The job's result that stands, whichever generation it is of. Another job's says nothing about this one: a worker of
-    /// the job that had the folder before may have written it late.
+    /// The current result of the job, of any generation. A `_SUCCESS` of another job is ignored: a
+    /// worker of the job that had the folder before may have written it late.
     pub(super) async fn standing_success(&self) -> Result<Option<Success>> {
         match read::<Success>(self.store(), SUCCESS).await? {
             Some(success) if success.job == self.job().job => Ok(Some(success)),
-            // Unless the folder is that other job's by now.
+            // The folder may belong to that other job by now: then this fails.
             Some(_) => self.check_still_ours().await.map(|()| None),
             None => Ok(None),
         }
     }
 
-    /// Writes what is due: the digest of a full block, and `_SUCCESS` when all blocks are full.
+    /// Writes the digest of a full block, and `_SUCCESS` when all blocks have a digest.
     ///
-    /// `committed` names a shard that has just been committed; `None` checks every block (at idle, on resume).
+    /// `committed`: a shard that has just been committed. `None`: check every block (when idle, on
+    /// resume).
     pub async fn finish_check(&self, committed: Option<u32>) -> Result<Option<Success>> {
         match committed {
             Some(shard) => {
@@ -49,7 +52,7 @@ impl Ledger {
                 if self.committed_shards(block).await?.len() < self.block_shards(block).len() {
                     return Ok(None);
                 }
-                // A message that comes again must not cost a block's worth of reads.
+                // A redelivered message must not cost the reads of a whole block.
                 if self.store().object_version(&self.keys().digest(block)).await?.is_none() {
                     self.close_block(block).await?;
                 }
@@ -125,12 +128,12 @@ impl Ledger {
             .collect())
     }
 
-    /// Reads the commits of `shards`, which all have one.
+    /// Reads the commits of `shards`; a missing commit is an error.
     pub(super) async fn read_commits(&self, shards: impl IntoIterator<Item = u32>) -> Result<Vec<Commit>> {
         let shards: Vec<u32> = shards.into_iter().collect();
         futures::stream::iter(shards)
             .map(|shard| {
-                // A clone, not a borrow: so the future is `Send` wherever it is awaited.
+                // Clones the ledger so that the future is `Send` wherever it is awaited.
                 let ledger = self.clone();
                 async move {
                     let missing = || LedgerError::damaged(format!("the commit of shard {shard} has gone"));
@@ -156,17 +159,19 @@ impl Ledger {
         let key = self.keys().digest(block);
         match self.store().create(&key, encode(&digest)?).await? {
             Created::Ours => Ok(()),
-            // Made from the same commits by another version, at most.
+            // Another process made it from the same commits, perhaps with another version of
+            // gristmill.
             Created::Theirs(bytes) => self.check_digest(block, &decode(self.store(), &key, &bytes)?),
         }
     }
 
-    /// Remembers a commit that this process has seen stand, until its block is closed.
+    /// Keeps a commit in memory until its block is closed.
     pub(super) fn keep_commit(&self, commit: &Commit) {
         let mut seen = self.seen_commits();
         seen.insert(commit.shard, commit.clone());
         if seen.len() > SEEN_MAX {
-            // Of a block that another worker has closed, most likely; else it is read again.
+            // Its block was most likely closed by another worker. Otherwise the commit is read
+            // again.
             seen.pop_first();
         }
     }
@@ -175,7 +180,7 @@ impl Ledger {
         self.inner.commits.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The commits of a full block: those that this process has not seen are read.
+    /// The commits of a full block, from memory or else from the store.
     async fn commits_to_close(&self, block: u32) -> Result<Vec<Commit>> {
         let shards = self.block_shards(block);
         let mut commits: BTreeMap<u32, Commit> = {
@@ -219,12 +224,12 @@ impl Ledger {
         )))
     }
 
-    /// Sums up a generation whose every block is closed. The result of the generation before it, or of another job that
-    /// had the folder before, stands until then.
+    /// Writes `_SUCCESS` for a generation whose blocks are all closed. Until then the key may hold
+    /// the result of the previous generation, or of another job that had the folder before.
     async fn write_success(&self) -> Result<Success> {
         let mut standing = self.store().get_versioned(SUCCESS, Success::MAX_BYTES).await?;
         let mut written: Option<Success> = None;
-        // Whoever slept meanwhile may find another job's folder.
+        // A worker that was paused meanwhile may find another job's folder.
         let look = || self.check_still_ours().boxed();
         loop {
             if let Some((bytes, _)) = &standing {
@@ -246,7 +251,8 @@ impl Ledger {
                 self.note_result();
                 return Ok(success);
             }
-            // Another worker's: of this generation (then it is the result), or of one before.
+            // Another worker was first. If its result is of this generation, it is the result of
+            // the job; an earlier one is replaced.
             standing = self.store().get_versioned(SUCCESS, Success::MAX_BYTES).await?;
             written = Some(success);
         }
@@ -288,7 +294,7 @@ fn sum(commits: &[Commit]) -> Tally {
     })
 }
 
-/// One hash over all parts, in order.
+/// One hash over the names, sizes and hashes of all parts, in order.
 #[derive(Debug, Default)]
 pub(super) struct PartsHash {
     lines: sha2::Sha256,

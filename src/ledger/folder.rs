@@ -1,9 +1,11 @@
-//! A local output folder as an object store that follows no symbolic link below it.
+//! A local output folder as an object store that follows no symbolic links below the output.
 //!
-//! The output itself, and folders above it, may be links: whoever starts a job chose them. What lies below may have been put there by
-//! somebody else who can write to the folder, while a worker runs with other rights. So each name below the output is opened
-//! relative to the opened folder that holds it (`openat` with `O_NOFOLLOW`), which leaves no time between a check and its use.
-//! A link, and a pipe, is an object of a listing; reading it, writing over it and passing through it are refused.
+//! The output itself and the folders above it may be links, because the person who starts the job
+//! chose them. Names below the output may have been created by anybody who can write to the folder,
+//! while a worker runs with other rights. So each name below the output is opened relative to the
+//! opened folder that holds it (`openat` with `O_NOFOLLOW`), which leaves no time between check and
+//! use. Listings include links and pipes as objects. Reading them, writing over them and passing
+//! through them are refused.
 //!
 //! See docs/decisions/008-no-links-below-a-local-output.md.
 
@@ -26,13 +28,13 @@ use object_store::{
 use rustix::fd::OwnedFd;
 use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags, Stat};
 
-/// Folders in each other that are listed.
+/// Maximum depth of nested folders in a listing.
 const DEPTH_MAX: usize = 64;
 const FOLDER: OFlags = OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
-/// For files: a pipe is opened at once, and then refused.
+/// Flags for files. With `NONBLOCK`, opening a pipe returns at once, and the pipe is then refused.
 const FILE: OFlags = OFlags::NOFOLLOW.union(OFlags::NONBLOCK).union(OFlags::CLOEXEC);
 
-/// What lies at a name and must not be touched.
+/// A file type that must not be read or written.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Odd {
     #[error("`{}` is a symbolic link", .0.display())]
@@ -41,15 +43,15 @@ pub(super) enum Odd {
     Special(PathBuf),
 }
 
-/// An option of a put: the file may be read by its owner alone.
+/// A put option: only the owner may read the file.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct OwnerOnly;
 
-/// See the module. Cheap to clone.
+/// A local folder as an object store, see the module. Cheap to clone.
 #[derive(Debug, Clone)]
 pub(super) struct Folder {
     root: PathBuf,
-    /// Of the output's keys.
+    /// Prefix of the output's keys.
     prefix: Path,
 }
 
@@ -57,7 +59,7 @@ pub(super) struct Folder {
 struct Place {
     folder: OwnedFd,
     name: String,
-    /// Of the name, for messages.
+    /// Path of the name, for messages.
     path: PathBuf,
 }
 
@@ -71,7 +73,7 @@ impl Folder {
         &self.root
     }
 
-    /// Opens the file at `location` to lock it; it is made where there is none.
+    /// Opens the file at `location` for locking; creates it if it does not exist.
     pub async fn lock_file(&self, location: &Path) -> Result<File> {
         let location = location.clone();
         self.blocking(move |folder| {
@@ -82,23 +84,24 @@ impl Folder {
         .await
     }
 
-    /// Makes the name at `location` outlive a loss of power.
+    /// Syncs the folder of `location`, so that the name survives a power loss.
     pub async fn sync_folder_of(&self, location: &Path) -> Result<()> {
         let location = location.clone();
         self.blocking(move |folder| folder.place(&location, false)?.sync())
             .await
     }
 
-    /// Removes the files right in `location` whose name `is_ours` and that were last written more than `age` ago.
+    /// Removes the files directly in `location` whose name satisfies `is_ours` and that were last
+    /// written more than `age` ago.
     pub async fn remove_old(&self, location: &Path, age: Duration, is_ours: fn(&str) -> bool) -> Result<()> {
         let location = location.clone();
         self.blocking(move |folder| {
             let names = folder.names(&location)?;
             let now = SystemTime::now();
             for (name, _) in names.into_iter().filter(|(name, _)| is_ours(name)) {
-                // Not by `join`, which writes a `#` in another way.
+                // `Path::join` would escape a `#`.
                 let place = folder.place(&Path::parse(format!("{location}/{name}"))?, false)?;
-                // Another run may be cleaning too: a file that is gone is what was wanted.
+                // Another run may be cleaning too, so a file that is gone is no error.
                 let Some(stat) = place.stat()? else { continue };
                 let written = SystemTime::from(modified(&stat));
                 let old = now.duration_since(written).is_ok_and(|since| since > age);
@@ -121,7 +124,7 @@ impl Folder {
             .unwrap_or_else(|error| Err(generic(IoError::other(error))))
     }
 
-    /// The names below the output that `location` is made of.
+    /// The components of `location` below the output.
     fn names_of(&self, location: &Path) -> Result<Vec<String>> {
         match location.prefix_match(&self.prefix) {
             Some(parts) => Ok(parts.map(|part| part.as_ref().to_string()).collect()),
@@ -131,7 +134,7 @@ impl Folder {
         }
     }
 
-    /// The output itself, opened; with `make`, made where it is not there.
+    /// Opens the output folder; with `make`, creates it if it does not exist.
     fn open_root(&self, make: bool) -> Result<OwnedFd> {
         match rustix::fs::open(&self.root, FOLDER, Mode::empty()) {
             Err(error) if make && error.kind() == ErrorKind::NotFound => {
@@ -151,7 +154,7 @@ impl Folder {
         }
     }
 
-    /// The folder that `names` lead to, opened.
+    /// Opens the folder at the path `names` below the output.
     fn enter(&self, names: &[String], make: bool) -> Result<(OwnedFd, PathBuf)> {
         let (mut folder, mut path) = (self.open_root(make)?, self.root.clone());
         for name in names {
@@ -176,7 +179,7 @@ impl Folder {
         Ok(Place { folder, name, path })
     }
 
-    /// What is right in the folder at `location`; nothing where there is none.
+    /// The entries directly in the folder at `location`; none if there is no such folder.
     fn names(&self, location: &Path) -> Result<Vec<(String, Stat)>> {
         let (folder, path) = match self.enter(&self.names_of(location)?, false) {
             Err(Error::NotFound { .. }) => return Ok(Vec::new()),
@@ -191,7 +194,7 @@ impl Folder {
                 continue;
             }
             let stat = match rustix::fs::statat(&folder, name, AtFlags::SYMLINK_NOFOLLOW) {
-                // It went meanwhile.
+                // It was removed after the folder was read.
                 Err(error) if error.kind() == ErrorKind::NotFound => continue,
                 other => other.map_err(of)?,
             };
@@ -207,7 +210,7 @@ impl Folder {
         Ok(found)
     }
 
-    /// The objects and the folders right in the folder at `location`.
+    /// The objects and the folders directly in the folder at `location`.
     fn look_into(&self, location: &Path) -> Result<(Vec<ObjectMeta>, Vec<Path>)> {
         let (mut objects, mut folders) = (Vec::new(), Vec::new());
         for (name, stat) in self.names(location)? {
@@ -244,7 +247,7 @@ impl Folder {
         let (mut file, _) = place.open(flags, mode)?;
         let written = payload.iter().try_for_each(|piece| file.write_all(piece));
         written.and_then(|()| file.sync_all()).map_err(|error| {
-            // What is left of it is removed with other old stages, where it cannot be removed now.
+            // If the removal fails, the file is removed later with other old stages.
             let _ = place.remove();
             failed(error, &place.path)
         })
@@ -277,7 +280,7 @@ impl Folder {
 
     fn rename(&self, from: &Path, to: &Path) -> Result<()> {
         let (from, to) = (self.place(from, false)?, self.place(to, true)?);
-        // A rename would put the file in the place of the link, which somebody made for a reason.
+        // A rename would replace the link, which somebody made for a reason.
         if to
             .stat()?
             .is_some_and(|stat| FileType::from_raw_mode(stat.st_mode).is_symlink())
@@ -291,7 +294,7 @@ impl Folder {
 }
 
 impl Place {
-    /// The folder of this name, opened; with `make`, made where it is not there.
+    /// Opens the folder of this name; with `make`, creates it if it does not exist.
     fn enter(self, make: bool) -> Result<OwnedFd> {
         let open = || rustix::fs::openat(&self.folder, &self.name, FOLDER | OFlags::NOFOLLOW, Mode::empty());
         let error = match open() {
@@ -308,7 +311,7 @@ impl Place {
         open().map_err(|error| self.refusal(error.into()))
     }
 
-    /// The regular file of this name, opened.
+    /// Opens the regular file of this name.
     fn open(&self, flags: OFlags, mode: u32) -> Result<(File, Stat)> {
         let opened = rustix::fs::openat(&self.folder, &self.name, flags, Mode::from_raw_mode(mode));
         let file = opened.map_err(|error| self.refusal(error.into()))?;
@@ -320,7 +323,7 @@ impl Place {
         }
     }
 
-    /// Of what has this name, a link itself included.
+    /// Metadata of the entry with this name. Does not follow a link.
     fn stat(&self) -> Result<Option<Stat>> {
         match rustix::fs::statat(&self.folder, &self.name, AtFlags::SYMLINK_NOFOLLOW) {
             Ok(stat) => Ok(Some(stat)),
@@ -329,7 +332,7 @@ impl Place {
         }
     }
 
-    /// Removes the name; of a link, not what it points to.
+    /// Removes the name. For a link, its target stays.
     fn remove(&self) -> Result<()> {
         rustix::fs::unlinkat(&self.folder, &self.name, AtFlags::empty())
             .map_err(|error| failed(error.into(), &self.path))
@@ -339,7 +342,8 @@ impl Place {
         rustix::fs::fsync(&self.folder).map_err(|error| failed(error.into(), &self.path))
     }
 
-    /// Why the name could not be opened: systems report a link that is not followed in several ways, and pipes and sockets, too.
+    /// The error for a name that could not be opened: systems report links that are not followed,
+    /// pipes and sockets in several ways.
     fn refusal(&self, error: IoError) -> Error {
         let exclusive = error.kind() == ErrorKind::AlreadyExists;
         match self.stat() {
@@ -361,7 +365,7 @@ impl fmt::Display for Folder {
 
 #[async_trait]
 impl ObjectStore for Folder {
-    /// Writes a file that is not there yet: nothing is put over another but by a rename.
+    /// Writes a new file. Only a rename replaces an existing file.
     async fn put_opts(&self, location: &Path, payload: PutPayload, options: PutOptions) -> Result<PutResult> {
         if matches!(options.mode, PutMode::Update(_)) {
             return Err(self.cannot("a conditional update"));
@@ -450,7 +454,7 @@ fn modified(stat: &Stat) -> DateTime<Utc> {
     DateTime::from_timestamp(stat.st_mtime, stat.st_mtime_nsec as u32).unwrap_or_default()
 }
 
-/// The ETag has the form that object_store gives files.
+/// Metadata with an ETag in the format that object_store gives files.
 fn meta(stat: &Stat, location: Path) -> ObjectMeta {
     let modified = modified(stat);
     let micros = modified.timestamp_micros().max(0);

@@ -1,7 +1,8 @@
-//! Generations: a retry does the failed (or the truncated) rows of a finished job anew, and only those.
+//! Generations: a retry runs only the failed (or the truncated) rows of a finished job again.
 //!
-//! `gen/001.json` names them, created once and only when the previous generation is published whole. Its logs and commits
-//! lie below it; a shard's part is replaced under its own key, on the condition that it is the previous one.
+//! `gen/001.json` names these rows. It is created once, and only after the previous generation is
+//! published completely. The logs and commits of the retry have keys below `gen/001/`. The part of
+//! a shard keeps its key: it is replaced on the condition that the previous part is still there.
 
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
@@ -21,21 +22,22 @@ use super::rowset::RowSet;
 use super::store::{Created, MAX_OBJECT_BYTES};
 use super::{Inner, Ledger};
 
-/// Shards whose rows are in memory while a retry is planned.
+/// Maximum number of shards whose rows are in memory while a retry is planned.
 const SHARDS_AT_ONCE: usize = 4;
-/// Keys have three digits for a generation.
+/// Maximum number of retries: keys have three digits for a generation.
 const GENERATIONS_MAX: u32 = 999;
 
-/// Rows, and which of them are meant.
+/// Batches, each with the subset of its rows that is selected.
 pub(super) type Rows = Vec<(RecordBatch, RowSet)>;
 
 impl Ledger {
-    /// 0, or the number of the retry that this ledger is about.
+    /// 0 for the first run, else the number of the retry.
     pub fn generation(&self) -> u32 {
         self.inner.generations.len() as u32
     }
 
-    /// The same job at another generation. One that the job does not have is an error: it may come from a message.
+    /// The ledger of the same job at another generation. An unknown generation is an error, because
+    /// the number may come from a message.
     pub async fn at(&self, generation: u32) -> Result<Ledger> {
         let mut ledger = self.back_to(generation.min(self.generation()));
         while ledger.generation() < generation {
@@ -47,7 +49,7 @@ impl Ledger {
         Ok(ledger)
     }
 
-    /// The same job at its newest generation: one request where there is no newer one.
+    /// The ledger of the same job at its newest generation: one request if there is no newer one.
     pub async fn newest(&self) -> Result<Ledger> {
         let mut ledger = self.clone();
         while let Some(next) = ledger.next().await? {
@@ -74,29 +76,32 @@ impl Ledger {
         }
     }
 
-    /// The least `max_tokens` of this generation's rows, where a retry raised it.
+    /// The minimum `max_tokens` for rows of this generation, if this or an earlier retry raised it.
     pub fn max_tokens(&self) -> Option<u32> {
         self.inner.generations.iter().filter_map(|retry| retry.max_tokens).max()
     }
 
-    /// The `max_tokens` that this very generation raised its rows to.
+    /// The minimum `max_tokens` that this very generation set, if it retries truncated rows.
     pub fn raises_to(&self) -> Option<u32> {
         self.inner.generations.last().and_then(|retry| retry.max_tokens)
     }
 
-    /// Begins the next generation with all rows that are published and did not succeed; `None`: there are none. Where one
-    /// has begun and is not published whole, that one. A first generation that is not finished cannot be retried.
+    /// Begins the next generation with all published rows that did not succeed. `None`: there are
+    /// no such rows. If a retry is under way, returns that retry. It is an error if the first
+    /// generation is not finished.
     pub async fn retry(&self) -> Result<Option<Ledger>> {
         self.retry_rows(None).await
     }
 
-    /// As [`Ledger::retry`], with all rows that have a completion which was cut off, whatever their status; they get
-    /// `max_tokens` at least. Where another retry has begun and is not published whole, that is a `Conflict`.
+    /// As [`Ledger::retry`], for all rows with a truncated completion, whatever their status. They
+    /// run with at least `max_tokens`. If a retry of failed rows or with another `max_tokens` is
+    /// under way, returns a `Conflict`.
     pub async fn retry_truncated(&self, max_tokens: u32) -> Result<Option<Ledger>> {
         self.retry_rows(Some(max_tokens)).await
     }
 
-    /// `max_tokens`: of truncated rows; `None`: failed rows, as they were.
+    /// `max_tokens`: retry truncated rows with this minimum. `None`: retry failed rows with
+    /// unchanged limits.
     async fn retry_rows(&self, max_tokens: Option<u32>) -> Result<Option<Ledger>> {
         let newest = self.newest().await?;
         if newest.success().await?.is_none() {
@@ -117,7 +122,7 @@ impl Ledger {
         }
         let shards = match newest.rows_to_retry(max_tokens.is_some()).await {
             Ok(shards) => shards,
-            // Another retry may have begun, and replaced parts while we read them.
+            // Another retry may have begun and replaced parts during these reads.
             Err(error @ LedgerError::Damaged { .. }) => {
                 let next = newest.next().await?.ok_or(error)?;
                 next.check_raises_to(max_tokens)?;
@@ -129,7 +134,8 @@ impl Ledger {
             return Ok(None);
         }
         let record = Generation {
-            // Who does not know of `max_tokens` would cut the rows off again.
+            // A gristmill that does not know `max_tokens` would truncate the rows again, so it must
+            // refuse the record.
             v: max_tokens.map_or(VERSION, |_| VERSION_MORE),
             job: self.job().job.clone(),
             generation,
@@ -142,7 +148,7 @@ impl Ledger {
         let bytes = self.written(&record, &key).await?;
         let record = match self.store().create(&key, bytes).await? {
             Created::Ours => record,
-            // Another retry, of the same rows most likely.
+            // Another process began a retry, most likely of the same rows.
             Created::Theirs(bytes) => self.whole(decode(self.store(), &key, &bytes)?).await?,
         };
         let next = newest.followed_by(record, &key)?;
@@ -150,7 +156,8 @@ impl Ledger {
         Ok(Some(next))
     }
 
-    /// Whether this generation, somebody else's perhaps, does what a retry of truncated rows asks for.
+    /// With `max_tokens`, checks that this generation, perhaps begun by another process, is a retry
+    /// of truncated rows with the same value.
     fn check_raises_to(&self, max_tokens: Option<u32>) -> Result<()> {
         if max_tokens.is_none() || self.raises_to() == max_tokens {
             return Ok(());
@@ -206,7 +213,7 @@ impl Ledger {
         Ledger { inner: Arc::new(inner) }
     }
 
-    /// All rows of a shard; none of one that the job lacks.
+    /// All rows of a shard; empty if the job has no such shard.
     pub(super) fn all_rows(&self, shard: u32) -> RowSet {
         self.job()
             .shards
@@ -216,14 +223,14 @@ impl Ledger {
             })
     }
 
-    /// What this generation retries of a shard.
+    /// The rows of a shard that this generation retries.
     pub(super) fn retried(&self, shard: u32) -> Option<&RetriedShard> {
         let shards = &self.inner.generations.last()?.shards;
         let at = shards.binary_search_by_key(&shard, |retried| retried.shard).ok()?;
         Some(&shards[at])
     }
 
-    /// What this generation retries, as it was published before.
+    /// Counts of the rows that this generation retries, as they were published before.
     pub fn retried_tally(&self) -> Tally {
         let mut sum = Tally::default();
         for retried in self.inner.generations.last().iter().flat_map(|retry| &retry.shards) {
@@ -232,15 +239,16 @@ impl Ledger {
         sum
     }
 
-    /// The newest generation before this one that holds the shard.
+    /// The newest earlier generation that has rows of the shard.
     pub(super) fn before(&self, shard: u32) -> Option<Ledger> {
         let earlier = (0..self.generation()).rev().map(|generation| self.back_to(generation));
         earlier.into_iter().find(|ledger| !ledger.rows_to_do(shard).is_empty())
     }
 
-    /// The rows that did not succeed, or those that were cut off, of a job whose generation is published whole.
+    /// The rows to retry, by shard: failed rows, or with `truncated` those with a truncated
+    /// completion. This generation must be published completely.
     async fn rows_to_retry(&self, truncated: bool) -> Result<Vec<RetriedShard>> {
-        // How many a commit says there are; `None`: it does not say.
+        // Number of such rows by the commit. `None`: the commit does not record it.
         let count = move |tally: &Tally| match truncated {
             true => tally.truncated,
             false => Some(tally.rows() - tally.succeeded),
@@ -272,14 +280,15 @@ impl Ledger {
             .buffered(SHARDS_AT_ONCE)
             .try_collect()
             .await?;
-        // Looked at since its commit does not say, and there was nothing.
+        // A shard whose commit has no count may turn out to have no such rows.
         shards.retain(|retried| !retried.rows.is_empty());
         Ok(shards)
     }
 
-    /// `want` of a shard as of this generation: each row from the log of the newest generation that did it, or, where
-    /// that log is not whole any more, from the part that stands. A row that a retry did not come to stays what it was before.
-    /// Where they come from lines, they have the columns of `like`.
+    /// The rows `want` of a shard as of this generation. Each row comes from the log of the newest
+    /// generation that finished it, or from the published part if that log is incomplete. A row
+    /// that a retry left unfinished keeps its earlier result. Rows read from JSON lines get the
+    /// columns of `like`.
     pub(super) async fn rows_until_now(&self, shard: u32, want: RowSet, like: &SchemaRef) -> Result<Rows> {
         let mut left = want;
         let mut out = Rows::new();
@@ -290,8 +299,9 @@ impl Ledger {
                 continue;
             }
             let logged = ledger.logged_rows(shard).await?;
-            // Asked after the log was read, and written before anything is removed: without it, the log was whole. With it,
-            // even a log that looks whole may have been begun anew by a worker that woke late.
+            // Read the mark after the log: `clean` writes it before it removes anything, so without
+            // the mark the log was complete. With the mark, even a log that looks complete may have
+            // been begun anew by a worker that woke late.
             let cleaned = read::<CleanedMark>(self.store(), &ledger.keys().cleaned()).await?;
             let Some(logged) = logged.filter(|_| cleaned.is_none()) else {
                 out.push((self.standing_rows(shard, like).await?, left));
@@ -312,8 +322,9 @@ impl Ledger {
         Ok(out)
     }
 
-    /// The rows of this generation's own log, whose shard is committed; `None` where only the part tells them: data was lost
-    /// before it was published (then the rows of either computation may stand in it), or since.
+    /// The rows of a committed shard from this generation's own log. `None`: only the part has
+    /// them, because the log has voids or has lost data. After a void the part may hold the rows of
+    /// either computation.
     async fn logged_rows(&self, shard: u32) -> Result<Option<Rows>> {
         let log = match ShardLog::load(self, shard).await {
             Err(LedgerError::Damaged { .. }) => return Ok(None),
@@ -328,7 +339,8 @@ impl Ledger {
         }
     }
 
-    /// The rows of the part that stands, which must be the one last committed, or already a later generation's.
+    /// The rows of the published part, which must be the one committed last, or one of a later
+    /// generation.
     async fn standing_rows(&self, shard: u32, like: &SchemaRef) -> Result<RecordBatch> {
         let commit = self.standing_commit(shard).await?;
         let address = self.store().address(&commit.part.name);
@@ -349,7 +361,8 @@ impl Ledger {
         rows.map_err(|why| damaged(&why))
     }
 
-    /// The commit that names the part which readers see: the newest generation's that holds the shard.
+    /// The commit of the part that readers see: from the newest generation that has rows of the
+    /// shard.
     async fn standing_commit(&self, shard: u32) -> Result<Commit> {
         let missing = || LedgerError::damaged(format!("the commit of shard {shard} has gone"));
         let ledger = match self.rows_to_do(shard).is_empty() {
@@ -359,7 +372,7 @@ impl Ledger {
         ledger.commit_of(shard).await?.ok_or_else(missing)
     }
 
-    /// The newest commit of every shard, in order: one request a closed block of each generation.
+    /// The newest commit of every shard, in order: one request per closed block of each generation.
     pub(super) async fn standing_commits(&self) -> Result<Vec<Commit>> {
         let mut newest: Vec<Option<Commit>> = vec![None; self.job().shards.len()];
         for generation in 0..=self.generation() {

@@ -1,4 +1,4 @@
-//! `_gristmill/job.json`: created once, says which job an output belongs to.
+//! `_gristmill/job.json`: the record, created once, of the job that an output belongs to.
 //!
 //! See docs/decisions/005-job-record-is-checked-before-writes.md.
 
@@ -19,17 +19,17 @@ use crate::dataset::location::Location;
 use crate::dataset::plan::{Format, InputFile, Segment, Shard};
 use crate::signing;
 
-/// A job record of a million shards has about 150 MB.
+/// Maximum size of a job record: one of a million shards has about 150 MB.
 const MAX_JOB_BYTES: u64 = 512 << 20;
-/// Keys have six digits for a shard.
+/// Maximum number of shards: keys have six digits for a shard.
 pub(super) const MAX_SHARDS: usize = 1_000_000;
-/// Patterns of one job match fewer.
+/// Maximum number of input files: the patterns of one job match fewer.
 pub(super) const MAX_INPUTS: usize = 2_000_000;
-/// A job file's `shards.rows` is no more.
+/// Maximum rows per shard, as for `shards.rows` in a job file.
 const MAX_SHARD_ROWS: u64 = 1_000_000;
-/// Longest deadline, in seconds: a job file's is ten years at most.
+/// Maximum deadline in seconds (100 years). A job file allows at most ten years.
 pub(super) const DEADLINE_MAX: u64 = 3_153_600_000;
-/// Longest name, address or hash, in bytes.
+/// Maximum length of a name, an address or a hash, in bytes.
 const TEXT_BYTES_MAX: usize = 16 << 10;
 
 /// What makes two runs the same job. All hashes are SHA-256 in lower-case hex.
@@ -85,7 +85,7 @@ pub struct JobDraft {
     pub shards: Vec<Shard>,
     /// The columns of the output; opaque to the ledger.
     pub columns: Value,
-    /// A gristmill that reads up to version [`VERSION_MORE`] would write its parts in another way.
+    /// Whether a gristmill that reads up to version [`VERSION_MORE`] would write different parts.
     pub is_newer: bool,
     /// `parquet` or `jsonl`.
     pub part_extension: String,
@@ -125,7 +125,7 @@ impl JobRecord {
         self.shards.last().map_or(0, |shard| shard.first_row + shard.rows)
     }
 
-    /// The limits that it was begun with.
+    /// The limits that the job began with.
     pub fn terms(&self) -> JobLimits {
         JobLimits {
             usd_per_hour: self.usd_per_hour,
@@ -133,7 +133,7 @@ impl JobRecord {
         }
     }
 
-    /// The shard table's entry; an index that it lacks is an error (it may come from a message).
+    /// The shard table's entry; an unknown index is an error, because it may come from a message.
     pub fn shard(&self, shard: u32) -> Result<&Shard> {
         self.shards.get(shard as usize).ok_or_else(|| {
             LedgerError::damaged(format!(
@@ -145,7 +145,7 @@ impl JobRecord {
     }
 
     fn from_draft(draft: JobDraft) -> Result<JobRecord> {
-        // One that knows none of this would read other rows.
+        // A gristmill that does not know these inputs would read other rows.
         let is_more = |input: &InputFile| input.format == Format::Csv || input.compressed.is_some();
         let is_more = draft.inputs.iter().any(is_more);
         let version = if is_more { VERSION_MORE } else { VERSION };
@@ -211,9 +211,9 @@ impl Record for JobRecord {
 }
 
 impl JobRecord {
-    /// Its shards hold the rows of its inputs, each once and in order.
+    /// Checks that the shards hold the rows of the inputs, each once and in order.
     fn check_table(&self) -> Result<(), String> {
-        // A job without rows has one shard without rows (an older gristmill's has none).
+        // A job without rows has one empty shard (in an older gristmill, no shard at all).
         let may_be_empty = self.shards.len() == 1;
         let mut next_row = 0u64;
         let mut read = Segment {
@@ -276,7 +276,7 @@ impl JobRecord {
         Ok(())
     }
 
-    /// Its texts can be shown, compared and sent.
+    /// Checks that the texts are short enough, and that the name has no control characters.
     fn check_texts(&self) -> Result<(), String> {
         let JobIdentity {
             job_hash,
@@ -320,7 +320,7 @@ impl JobRecord {
     }
 }
 
-/// Whether `next` goes on where `last` ended: in the same input, or at the first row of a later one.
+/// Whether `next` begins where `last` ended: in the same input, or at the first row of a later one.
 fn follows(last: &Segment, next: &Segment) -> bool {
     match next.input == last.input {
         true => last.first_row.checked_add(last.rows) == Some(next.first_row),
@@ -329,12 +329,13 @@ fn follows(last: &Segment, next: &Segment) -> bool {
 }
 
 impl Ledger {
-    /// The ledger of the job that `output` belongs to, at its newest generation; `None` where it belongs to none yet.
+    /// The ledger of the job that `output` belongs to, at its newest generation. `None`: the output
+    /// has no job yet.
     pub async fn open(output: &Location) -> Result<Option<Ledger>> {
         Ledger::open_in(Store::new(output)?).await
     }
 
-    /// As [`Ledger::open`], in a store with its own patience.
+    /// As [`Ledger::open`], with the retry policy of `store`.
     pub async fn open_in(store: Store) -> Result<Option<Ledger>> {
         match store.get_versioned(JOB, MAX_JOB_BYTES).await? {
             Some((bytes, version)) => Ledger::from_bytes(store, &bytes, version)?.newest().await.map(Some),
@@ -359,15 +360,17 @@ impl Ledger {
         Ok(Ledger { inner: Arc::new(inner) })
     }
 
-    /// Makes `output` the place of the job, or finds that it is already; says whether the job was there before.
+    /// Creates the job at `output`, or opens it if it exists. The flag says whether the job existed
+    /// before.
     ///
-    /// Refused: an output of another job (`Conflict`), a folder that holds other files (`Conflict`), the same job with
-    /// another model, tokenizer, template or number format (`Stop`), a store that cannot keep the guarantee (`Stop`).
+    /// Fails with `Conflict` for an output of another job and for a folder that holds other files.
+    /// Fails with `Stop` if the same job has another model, tokenizer, template or number format,
+    /// and if the store cannot keep the guarantee.
     pub async fn create_or_resume(output: &Location, draft: JobDraft) -> Result<(Ledger, bool)> {
         Ledger::create_or_resume_in(Store::new(output)?, draft).await
     }
 
-    /// As [`Ledger::create_or_resume`], in a store with its own patience.
+    /// As [`Ledger::create_or_resume`], with the retry policy of `store`.
     pub async fn create_or_resume_in(store: Store, draft: JobDraft) -> Result<(Ledger, bool)> {
         let identity = draft.identity.clone();
         let name = draft.name.clone();
@@ -379,7 +382,7 @@ impl Ledger {
         let record = JobRecord::from_draft(draft)?;
         let success = store.object_version(SUCCESS).await?.map(|_| SUCCESS.to_string());
         if let Some(found) = store.first_visible().await?.or(success) {
-            // Another run may have made the folder ours in between.
+            // Another run may have created the job in between.
             if let Some(ledger) = Ledger::open_in(store.clone()).await? {
                 ledger.check_same(&name, &identity)?;
                 return Ok((ledger, true));
@@ -398,7 +401,7 @@ impl Ledger {
         Ok((ledger, created != Created::Ours))
     }
 
-    /// Whether a job of that `name` and `identity` is the one that this output belongs to.
+    /// Checks that the output belongs to the job with this `name` and `identity`.
     pub fn check_same(&self, name: &str, identity: &JobIdentity) -> Result<()> {
         let (job, url) = (self.job(), self.store().url());
         if job.identity.job_hash != identity.job_hash {
@@ -441,8 +444,9 @@ impl Ledger {
         }
     }
 
-    /// Looks at `job.json` again: a part must never be published to an output that has become another job's. Its bytes
-    /// are read only where the ETag cannot vouch for them: the record of a large job has 150 MB.
+    /// Checks that `job.json` is unchanged, so that no part is published to an output that belongs
+    /// to another job by now. Reads its bytes only if the ETag is missing or has changed: the
+    /// record of a large job has 150 MB.
     pub(super) async fn check_still_ours(&self) -> Result<()> {
         let was = &self.inner.job_version;
         if was.etag.is_some() && self.store().object_version(JOB).await?.as_ref() == Some(was) {

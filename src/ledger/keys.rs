@@ -1,4 +1,4 @@
-//! Where everything lies below the output: the only place that spells a key.
+//! The layout of keys below the output. Only this module builds keys.
 
 use std::fmt;
 
@@ -7,13 +7,13 @@ use serde::{Deserialize, Serialize};
 
 use super::error::{LedgerError, Result};
 
-/// Created once; says which job the output belongs to.
+/// The job record, created once: names the job that the output belongs to.
 pub const JOB: &str = "_gristmill/job.json";
-/// Written last, when every row is published.
+/// The result of the job, written last, when every row is published.
 pub const SUCCESS: &str = "_SUCCESS";
-/// Stages of local puts and the start-up probe; nothing here is ever read as truth.
+/// Stages of local puts and keys of the start-up probe. The ledger never reads its state from here.
 pub const TMP: &str = "_gristmill/tmp";
-/// Commits that one digest closes.
+/// Number of commits in one digest.
 pub const SHARDS_PER_BLOCK: u32 = 100;
 
 /// A random identifier in lower-case hex: of a job, an attempt, a nonce.
@@ -43,7 +43,7 @@ impl Id {
     }
 }
 
-/// Ids come from foreign bytes and become parts of keys: nothing but hex digits passes.
+/// Ids are read from foreign bytes and become parts of keys, so only hex digits are accepted.
 impl TryFrom<String> for Id {
     type Error = String;
 
@@ -80,7 +80,7 @@ pub fn sha256(bytes: &[u8]) -> String {
     hex(&sha2::Sha256::digest(bytes))
 }
 
-/// Whether `text` may be a worker's name: it becomes part of a key.
+/// Whether `text` is a valid worker name, which becomes part of a key.
 pub(crate) fn is_worker_name(text: &str) -> bool {
     (1..=64).contains(&text.len())
         && text
@@ -91,9 +91,9 @@ pub(crate) fn is_worker_name(text: &str) -> bool {
 /// The keys of one job.
 #[derive(Debug, Clone)]
 pub struct Keys {
-    /// Of the job.
+    /// Prefix of the keys of the job.
     home: String,
-    /// Of the generation: the job's own for the first one.
+    /// Prefix of the keys of the generation; equal to `home` for generation 0.
     generation_home: String,
     part_digits: usize,
     part_extension: String,
@@ -102,7 +102,7 @@ pub struct Keys {
 impl Keys {
     /// Keys of `job` with `shards` shards whose parts end in `part_extension` (no dot).
     pub fn new(job: &Id, shards: u32, part_extension: &str) -> Keys {
-        // Names of one job have one width, so that sorting names is sorting rows.
+        // All part names of a job have equal length, so that name order is row order.
         let part_digits = shards.saturating_sub(1).to_string().len().max(5);
         let home = format!("_gristmill/{job}");
         Keys {
@@ -113,7 +113,8 @@ impl Keys {
         }
     }
 
-    /// The keys of the same job's `generation`: parts, orders and spendings are the job's, all else lies apart.
+    /// The keys of the same job at `generation`. Parts, orders and spendings are shared by all
+    /// generations.
     pub fn of_generation(&self, generation: u32) -> Keys {
         Keys {
             generation_home: match generation {
@@ -124,22 +125,22 @@ impl Keys {
         }
     }
 
-    /// What a retry set out to do.
+    /// The record of a retry.
     pub fn generation(&self, generation: u32) -> String {
         format!("{}/gen/{generation:03}.json", self.home)
     }
 
-    /// The rows of one block that the retry of that `nonce` set out to do.
+    /// The rows of one block of shards in the retry with that `nonce`.
     pub fn retried_rows(&self, generation: u32, nonce: &Id, block: u32) -> String {
         format!("{}/gen/{generation:03}/rows/{nonce}-{block:06}.json", self.home)
     }
 
-    /// Says that the generation's logs, data and attempts may be gone.
+    /// Mark: the logs, data and attempts of the generation may be gone.
     pub fn cleaned(&self) -> String {
         format!("{}/cleaned.json", self.generation_home)
     }
 
-    /// Says that the end of the generation was told.
+    /// Mark: the end of the generation was announced (see `told.rs`).
     pub fn told(&self) -> String {
         format!("{}/told.json", self.generation_home)
     }
@@ -149,12 +150,12 @@ impl Keys {
         format!("part-{shard:0width$}.{}", self.part_extension, width = self.part_digits)
     }
 
-    /// Everything of one shard lies below this.
+    /// Prefix of all keys of one shard.
     pub fn shard(&self, shard: u32) -> String {
         format!("{}/shards/{shard:06}", self.generation_home)
     }
 
-    /// Below this lie all shards.
+    /// Prefix of the keys of all shards.
     pub fn shards(&self) -> String {
         format!("{}/shards", self.generation_home)
     }
@@ -168,24 +169,26 @@ impl Keys {
         key.rsplit('/').nth(1) == Some("log")
     }
 
-    /// Whether `name` is the last part of one of [`Keys::log`]'s.
+    /// Whether `name` is the file name of one of [`Keys::log`]'s keys.
     pub(super) fn is_log_name(name: &str) -> bool {
         let index = name.strip_suffix(".json");
         index.is_some_and(|digits| digits.parse::<u32>().is_ok_and(|index| format!("{index:06}") == digits))
     }
 
-    /// The data object of that name (see [`Keys::data_name`]).
+    /// The key of the data object of that name (see [`Keys::data_name`]).
     pub fn data(&self, shard: u32, name: &str) -> String {
         format!("{}/data/{name}", self.shard(shard))
     }
 
-    /// A name that no other attempt can have. It is Parquet, but does not say so: many readers of a folder take every
-    /// `*.parquet` below it, and would count these rows beside those of the parts.
+    /// The name of a data object, unique to its attempt. The object is Parquet, but its name does
+    /// not end in `.parquet`: many readers of a folder read every `*.parquet` below it, and would
+    /// count these rows in addition to those of the parts.
     pub fn data_name(attempt: &Id, count: u32) -> String {
         format!("{attempt}-{count}.rows")
     }
 
-    /// Whether `name` can have come from [`Keys::data_name`], or from an older gristmill's, which ended in `.parquet`.
+    /// Whether `name` can have come from [`Keys::data_name`], or from an older gristmill, whose
+    /// names ended in `.parquet`.
     pub fn is_data_name(name: &str) -> bool {
         let stem = name.strip_suffix(".rows").or(name.strip_suffix(".parquet"));
         let Some((attempt, count)) = stem.and_then(|stem| stem.split_once('-')) else {
@@ -198,7 +201,8 @@ impl Keys {
         format!("{}/attempts/{attempt}.json", self.shard(shard))
     }
 
-    /// Written beside the attempt when it ends cleanly: a key of its own, so that no late put can undo it.
+    /// The record of an attempt that ended cleanly. It has a key of its own, so that no late put
+    /// can undo it.
     pub fn attempt_end(&self, shard: u32, attempt: &Id) -> String {
         format!("{}/attempts/{attempt}.end.json", self.shard(shard))
     }
@@ -207,7 +211,7 @@ impl Keys {
         shard / SHARDS_PER_BLOCK
     }
 
-    /// Below this lie the commits of one block.
+    /// Prefix of the commits of one block.
     pub fn commits(&self, block: u32) -> String {
         format!("{}/commits/{block:06}", self.generation_home)
     }
@@ -216,7 +220,7 @@ impl Keys {
         format!("{}/{shard:06}.json", self.commits(Keys::block(shard)))
     }
 
-    /// Below this lie the digests of all closed blocks.
+    /// Prefix of the digests of all closed blocks.
     pub fn digests(&self) -> String {
         format!("{}/digests", self.generation_home)
     }
@@ -229,7 +233,7 @@ impl Keys {
         format!("{}/control/{index:03}.json", self.home)
     }
 
-    /// Below this lie all workers' spendings.
+    /// Prefix of the spendings of all workers.
     pub fn spends(&self) -> String {
         format!("{}/spend", self.home)
     }
@@ -238,7 +242,7 @@ impl Keys {
         format!("{}/{worker}.json", self.spends())
     }
 
-    /// The worker whose spending lies at `key`; `None`: it is none of [`Keys::spend`]'s.
+    /// The worker whose spending has this `key`. `None`: the key is no spending.
     pub fn worker_of_spend<'a>(&self, key: &'a str) -> Option<&'a str> {
         let name = key.strip_prefix(&self.spends())?.strip_prefix('/')?;
         name.strip_suffix(".json").filter(|worker| is_worker_name(worker))

@@ -1,4 +1,5 @@
-//! Result lines read back: their counts, and the rows that a later generation takes from them.
+//! Decodes result lines (JSON): their counts, and the rows that a later generation copies from
+//! them.
 
 use std::sync::Arc;
 
@@ -12,7 +13,7 @@ use serde_json::Value;
 use super::record::Tally;
 use crate::dataset::row::{CUT_OFF, RowStatus};
 
-/// A result line, but for what says nothing about its row.
+/// The fields of a result line that depend on its row.
 #[derive(Debug, Deserialize)]
 pub(super) struct Line {
     pub id: String,
@@ -42,10 +43,10 @@ struct Body {
 #[derive(Debug, Deserialize)]
 struct Choice {
     finish_reason: Option<String>,
-    /// Of a chat.
+    /// Present in chat completions.
     #[serde(default)]
     message: Message,
-    /// Of a text completion, which has no message.
+    /// Present in text completions, which have no message.
     text: Option<String>,
     reasoning_content: Option<String>,
 }
@@ -75,7 +76,7 @@ struct CompletionDetails {
     reasoning_tokens: Option<u64>,
 }
 
-/// The lines of a part, in order; each with its number, from 1.
+/// The lines of a part in order, each with its line number from 1.
 pub(super) fn lines(bytes: &[u8]) -> Result<impl Iterator<Item = Result<(usize, Line), String>>, String> {
     let text = match bytes {
         b"" => None,
@@ -98,7 +99,7 @@ impl Line {
         known.ok_or_else(|| format!("unknown status `{code}`"))
     }
 
-    /// Its status and message, where it has no success.
+    /// Status and message of a row that did not succeed.
     pub(super) fn failure(&self) -> Option<(&str, &str)> {
         let error = self.error.as_ref()?;
         Some((&error.code, error.message.as_deref()?))
@@ -121,14 +122,14 @@ impl Line {
         self.response.as_ref().map(|response| &response.body)
     }
 
-    /// Of each sample, a text; `None` where the row has no completion.
+    /// One text per sample. `None`: the row has no completion.
     fn texts(&self, of: impl Fn(&Choice) -> Option<&String>) -> Option<Vec<Option<String>>> {
         let body = self.body()?;
         Some(body.choices.iter().map(|choice| of(choice).cloned()).collect())
     }
 }
 
-/// The columns of lines that tell which rows did not succeed or were cut off.
+/// The columns that tell which rows failed or were truncated.
 pub(super) fn counted_columns() -> SchemaRef {
     let number = |name: &str| Field::new(name, DataType::Int64, true);
     let fields = vec![
@@ -142,8 +143,9 @@ pub(super) fn counted_columns() -> SchemaRef {
     Arc::new(Schema::new(fields))
 }
 
-/// The rows of a part of lines whose first row is `first_row`, in the columns of `schema`. Those that a line has no place for
-/// are null: made into lines again, these rows are the same.
+/// The rows of a `jsonl` part whose first row is `first_row`, in the columns of `schema`. Columns
+/// that result lines cannot hold are null. When such rows are encoded as lines again, they give the
+/// same lines.
 pub(super) fn decode(bytes: &Bytes, first_row: u64, schema: &SchemaRef) -> Result<RecordBatch, String> {
     let lines: Vec<Line> = lines(bytes)?
         .map(|line| line.map(|(_, line)| line))
@@ -229,7 +231,7 @@ mod tests {
     use crate::dataset::part::{OpenaiMeta, part_openai};
     use crate::dataset::row::{RowResult, SampleResult};
 
-    /// Rows 4 to 6 of a job: one that succeeded, one without an answer, one whose answer was cut off.
+    /// Rows 4 to 6 of a job: one succeeded, one has no answer, and one has a truncated answer.
     fn rows(samples: u32, thinking: bool) -> RecordBatch {
         let text = |texts: [Option<&str>; 3]| Arc::new(StringArray::from(texts.to_vec())) as ArrayRef;
         let carry = RecordBatch::try_from_iter_with_nullable([

@@ -1,10 +1,12 @@
-//! One shard's log: create-once records, each of which says which rows of one data object count.
+//! The log of one shard: create-once records, each of which names the rows of one data object that
+//! count.
 //!
-//! A row counts in the first record that covers it. A writer tries index n + 1 only after it has read n, and drops the
-//! rows that n covers; so however late a writer wakes, no row counts twice.
+//! A row counts in the first record that covers it. A writer tries index n + 1 only after it has
+//! read n, and drops the rows that n covers. So no row counts twice, however late a writer wakes.
 //!
-//! A record at a later index may void one whose data object is lost ([`super::damage`]): from there on its rows are open
-//! again. All readers see records and voids in one order, so what counts is the same to all.
+//! A record at a later index may void one whose data object is lost ([`super::damage`]). From that
+//! index on, the rows of the voided record are open again. All readers see records and voids in one
+//! order, so they agree on which rows count.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::ops::Range;
@@ -26,50 +28,50 @@ use super::record::{
 use super::rowset::RowSet;
 use super::store::{Created, Listed};
 
-/// Of our own data objects, kept so that publishing need not read them back.
+/// Maximum bytes of own data objects kept in memory, so that publishing need not read them back.
 const KEPT_BYTES_MAX: usize = 64 << 20;
-/// Most bytes of all data objects of one shard in memory.
+/// Maximum bytes of all decoded data objects of one shard in memory.
 const ROWS_BYTES_MAX: usize = 1 << 30;
-/// Names that an upload is tried under.
+/// Maximum number of names tried for one upload.
 const UPLOADS_MAX: u32 = 3;
-/// More records than this in one shard are no work of ours.
+/// Maximum number of records in one shard; gristmill writes fewer.
 const MAX_RECORDS: usize = 1_000_000;
 
-/// A shard as a worker finds it.
+/// The state of a shard when a worker opens it.
 #[derive(Debug)]
 pub enum ShardState {
-    /// Done; the finish check has run.
+    /// The shard is committed.
     Committed(Box<Commit>),
-    /// Rows are missing, or the part is.
+    /// Rows or the part are missing.
     Open(Box<ShardLog>),
 }
 
-/// The log of one uncommitted shard, and this worker's place in it.
+/// The log of one uncommitted shard, with this worker's position in it.
 #[derive(Debug)]
 pub struct ShardLog {
     pub(super) ledger: Ledger,
     pub(super) shard: u32,
     /// The shard's rows.
     rows: Range<u64>,
-    /// Those that this generation does: the log covers no others.
+    /// The rows that this generation does: its log covers no other rows.
     to_do: RowSet,
     pub(super) entries: Vec<LogEntry>,
-    /// The indices that later entries void.
+    /// Indices of records that later entries void.
     pub(super) voided: BTreeSet<u32>,
-    /// What the listing at load showed of the data objects of records that count, by index.
+    /// Damaged data objects of records that count, as listed at load, by index of the record.
     pub(super) suspects: BTreeMap<u32, Damage>,
     covered: RowSet,
     attempts: Vec<AttemptView>,
     /// When the newest object found at load was written, by the store's clock.
     last_progress: Option<DateTime<Utc>>,
-    /// Names this worker's data objects: the attempt begun last.
+    /// The attempt begun last. Data objects of this worker are named after it.
     attempt: Id,
     data_objects: u32,
-    /// An attempt whose create was never settled.
+    /// The attempt whose create has an unknown outcome, to be tried again.
     beginning: Option<AttemptRecord>,
-    /// What this worker uploaded, by name.
+    /// Data objects that this worker uploaded, by name.
     pub(super) kept: HashMap<String, Bytes>,
-    /// A record whose create was never settled: frozen until something stands at its index.
+    /// The record whose create has an unknown outcome: it must be tried again unchanged.
     pending: Option<Pending>,
 }
 
@@ -80,11 +82,12 @@ struct Pending {
 }
 
 impl Ledger {
-    /// The shard's state. A committed shard's finish check runs here too, so that a kill between the last commit and
-    /// `_SUCCESS` is made good by whoever comes next. Records whose data is lost are voided here.
+    /// The shard's state. Voids records whose data is lost. For a committed shard this also runs
+    /// the finish check: if a worker died between the last commit and `_SUCCESS`, the next worker
+    /// thus writes `_SUCCESS`.
     pub async fn shard(&self, shard: u32) -> Result<ShardState> {
         let found = self.store().list(&self.keys().shard(shard)).await?;
-        // A shard that nobody has begun has no commit: what its log holds stays for good.
+        // A shard without objects was never begun: its log records are never removed.
         if !found.is_empty()
             && let Some(commit) = self.commit_of(shard).await?
         {
@@ -97,7 +100,7 @@ impl Ledger {
         };
         match opened {
             Ok(log) => Ok(ShardState::Open(Box::new(log))),
-            // Published and cleaned away while we read.
+            // The shard was published and cleaned while it was read.
             Err(error @ LedgerError::Damaged { .. }) => match self.commit_of(shard).await? {
                 Some(commit) => Ok(ShardState::Committed(Box::new(commit))),
                 None => Err(error),
@@ -111,7 +114,7 @@ impl Ledger {
         Ok(self.commit_of(shard).await?.is_some())
     }
 
-    /// The attempts at a shard, as far as the ledger shows them.
+    /// The attempts at a shard that have not ended, as far as the ledger shows them.
     pub async fn shard_attempts(&self, shard: u32) -> Result<Vec<AttemptView>> {
         Ok(ShardLog::load(self, shard).await?.attempts)
     }
@@ -134,13 +137,13 @@ fn view_of(record: AttemptRecord, begun_at: Option<DateTime<Utc>>) -> AttemptVie
 }
 
 impl ShardLog {
-    /// Reads a shard's log and attempts: one listing, and one read for each record and unended attempt.
+    /// Reads a shard's log and attempts: one listing, one read per log record and unended attempt.
     pub async fn load(ledger: &Ledger, shard: u32) -> Result<ShardLog> {
         let found = ledger.store().list(&ledger.keys().shard(shard)).await?;
         ShardLog::load_listed(ledger, shard, &found).await
     }
 
-    /// As [`ShardLog::load`]; `found`: what was listed of the shard.
+    /// As [`ShardLog::load`], with a listing `found` of the shard.
     async fn load_listed(ledger: &Ledger, shard: u32, found: &[Listed]) -> Result<ShardLog> {
         let planned = ledger.job().shard(shard)?;
         let mut log = ShardLog {
@@ -170,7 +173,7 @@ impl ShardLog {
                 .map(str::to_string)
                 .collect()
         };
-        // The listing is a hint of how many records there are; truth is what stands at each index, without a gap.
+        // The listing only gives the number of records. A missing index is an error.
         let listed = below("log").iter().filter(|name| Keys::is_log_name(name)).count();
         if listed > MAX_RECORDS {
             return Err(LedgerError::damaged(format!(
@@ -203,7 +206,7 @@ impl ShardLog {
         let ended: HashSet<&str> = names.filter_map(|name| name.strip_suffix(".end.json")).collect();
         let mut out = Vec::new();
         for (name, begun_at) in &found {
-            // What ended cleanly tells nothing about poison: not worth a request.
+            // An attempt that ended cleanly is no evidence of poison rows: skip the request.
             let id = name
                 .strip_suffix(".json")
                 .and_then(|id| Id::try_from(id.to_string()).ok());
@@ -215,7 +218,7 @@ impl ShardLog {
                 out.push(view_of(record, Some(*begun_at)));
             }
         }
-        // What somebody knew once is known.
+        // An attempt that a later one names as dead is dead.
         let dead: HashSet<Id> = out.iter().flat_map(|attempt| attempt.after.clone()).collect();
         for attempt in out.iter_mut().filter(|attempt| dead.contains(&attempt.attempt)) {
             attempt.fate = Fate::Dead;
@@ -223,7 +226,6 @@ impl ShardLog {
         Ok(out)
     }
 
-    /// The shard's number.
     pub fn shard(&self) -> u32 {
         self.shard
     }
@@ -233,12 +235,12 @@ impl ShardLog {
         self.rows.clone()
     }
 
-    /// Rows that records cover: finished for good.
+    /// Rows that records cover. They are finished, unless their record is voided later.
     pub fn covered(&self) -> &RowSet {
         &self.covered
     }
 
-    /// The rows that this generation does; all in the first.
+    /// The rows that this generation does; all rows in the first generation.
     pub fn rows_to_do(&self) -> &RowSet {
         &self.to_do
     }
@@ -248,7 +250,7 @@ impl ShardLog {
         self.to_do.difference(&self.covered)
     }
 
-    /// Whether every row is covered: time to publish.
+    /// Whether every row is covered, so that the shard can be published.
     pub fn is_complete(&self) -> bool {
         self.uncovered().is_empty()
     }
@@ -261,7 +263,7 @@ impl ShardLog {
         })
     }
 
-    /// Sums over the rows that count so far, without those whose data was not there at load.
+    /// Counts over the rows that count so far, without records suspected of damage.
     pub fn tally(&self) -> Tally {
         let sound = self
             .records()
@@ -277,12 +279,12 @@ impl ShardLog {
         self.last_progress
     }
 
-    /// Attempts that have not ended (here: those found at load, and our own).
+    /// Attempts that had not ended at load, and all attempts begun since through this log.
     pub fn attempts(&self) -> &[AttemptView] {
         &self.attempts
     }
 
-    /// Whether an attempt at a row that was alone on the device did not end, and nobody knows yet whether it died.
+    /// Whether an attempt with one row alone on the device is neither ended nor known to be dead.
     pub fn has_suspects(&self) -> bool {
         self.suspects().any(|attempt| attempt.fate != Fate::Dead)
     }
@@ -295,7 +297,7 @@ impl ShardLog {
             .filter(is_open)
     }
 
-    /// Says of each such attempt what is known of it.
+    /// Sets the fate of each such attempt (see [`ShardLog::has_suspects`]).
     pub fn judge(&mut self, fate: impl Fn(&AttemptView) -> Fate) {
         for attempt in self
             .attempts
@@ -306,12 +308,12 @@ impl ShardLog {
         }
     }
 
-    /// Which rows to try next, which not at all (see [`narrowing`]).
+    /// The rows to try next, and the rows to try no more (see [`narrowing`]).
     ///
-    /// To be asked between attempts: one of our own that is under way counts as one that has not ended.
+    /// Call this between attempts: a running attempt counts as one that has not ended.
     pub fn narrowing(&self) -> Narrowing {
         let open = self.uncovered();
-        // Rows whose data was lost were finished once: it was not they that ended an attempt.
+        // Rows whose data was lost were finished once, so they are not poison.
         let harmless = self.voided_rows().intersection(&open);
         let mut plan = narrowing(&self.attempts, &open.difference(&harmless));
         if !harmless.is_empty() && plan.read.is_empty() {
@@ -323,9 +325,9 @@ impl ShardLog {
         plan
     }
 
-    /// Writes down that `rows` are about to be read and run; to be called before any of them is read.
+    /// Records that `rows` are about to be read and run. Call this before any of them is read.
     ///
-    /// `alone`: nothing else is on the device meanwhile.
+    /// `alone`: no other rows are on the device during the attempt.
     pub async fn begin(&mut self, runner: impl Into<Runner>, rows: &RowSet, alone: bool) -> Result<Id> {
         let Runner {
             worker,
@@ -337,8 +339,8 @@ impl ShardLog {
                 "`{worker}` cannot be a worker's name: letters, digits, `-`, `_`"
             )));
         }
-        // After an error nobody knows whether the record stands: the same one is tried again, lest one outage look like
-        // several attempts that never ended.
+        // After an error the record may exist, so the same record is tried again. Otherwise one
+        // outage would look like several attempts that never ended.
         let unsettled = self.beginning.take().filter(|r| r.rows == *rows && r.alone == alone);
         let dead = self.suspects().filter(|a| a.fate == Fate::Dead && a.rows == *rows);
         let after = dead.map(|attempt| attempt.attempt.clone()).collect();
@@ -369,7 +371,7 @@ impl ShardLog {
         Ok(attempt)
     }
 
-    /// Writes down that the attempt ended cleanly, finished or not.
+    /// Records that the attempt ended cleanly, whether its rows are finished or not.
     pub async fn end(&mut self, attempt: &Id) -> Result<()> {
         let record = AttemptEnd {
             v: VERSION,
@@ -383,9 +385,10 @@ impl ShardLog {
         Ok(())
     }
 
-    /// Logs finished rows, in any order; returns those that now count by this call (others were covered before).
+    /// Logs finished rows, in any order. Returns the rows that count by this call.
     ///
-    /// After an error the rows may or may not be covered: call [`ShardLog::settle`] or `append` again, or load anew.
+    /// After an error the rows may or may not be covered: call [`ShardLog::settle`] or `append`
+    /// again, or load the log again.
     pub async fn append(&mut self, batch: &RecordBatch) -> Result<RowSet> {
         let mut counted = self.settle().await?;
         let rows = data::rows_of(batch).map_err(|why| self.bad_batch(&why))?;
@@ -400,7 +403,7 @@ impl ShardLog {
             return Ok(counted);
         }
         let batch = data::select(batch, &fresh).map_err(|why| self.bad_batch(&why))?;
-        // Counted before anything is uploaded: a batch that no record can describe must not get that far.
+        // Count before the upload: a batch that no record can describe must be rejected first.
         let tally = data::tally(&batch, &fresh).map_err(|why| self.bad_batch(&why))?;
         let data = self.upload(&batch).await?;
         crate::failpoint!("keeper.between-data-and-record");
@@ -419,7 +422,7 @@ impl ShardLog {
         Ok(counted)
     }
 
-    /// Brings the record in flight, if any, to its end; returns the rows that now count by it.
+    /// Completes the pending record, if any. Returns the rows that now count by it.
     pub async fn settle(&mut self) -> Result<RowSet> {
         while let Some(Pending { record, batch }) = self.pending.take() {
             let key = self.ledger.keys().log(self.shard, record.index);
@@ -439,7 +442,7 @@ impl ShardLog {
                     self.pending = self.next_try(record, batch)?;
                 }
                 Err(error) => {
-                    // Nobody knows whether it stands: these very bytes must be tried again.
+                    // The record may exist, so the same bytes must be tried again.
                     self.pending = Some(Pending { record, batch });
                     return Err(error);
                 }
@@ -448,7 +451,7 @@ impl ShardLog {
         Ok(RowSet::new())
     }
 
-    /// The record for the next index, without the rows that were covered meanwhile.
+    /// The record for the next index, without rows that were covered meanwhile.
     fn next_try(&self, lost: LogRecord, batch: RecordBatch) -> Result<Option<Pending>> {
         let counts = lost.counts.difference(&self.covered);
         if counts.is_empty() {
@@ -470,14 +473,16 @@ impl ShardLog {
         let mut last = None;
         for _ in 0..UPLOADS_MAX {
             let name = Keys::data_name(&self.attempt, self.data_objects);
-            // Taken even if the upload fails: a late put of these bytes must not meet others of that name.
+            // Increment even if the upload fails: a late put of these bytes must not meet other
+            // bytes under the same name.
             self.data_objects += 1;
             let key = self.ledger.keys().data(self.shard, &name);
             if let Err(error) = self.create_own(&key, bytes.clone()).await {
                 if !matches!(error, LedgerError::Damaged { .. }) {
                     return Err(error);
                 }
-                // Put, and damaged before it was read back: no record names it, so another name does as well.
+                // The object was damaged before it was read back. No record names it yet, so the
+                // bytes are uploaded under another name.
                 last = Some(error);
                 continue;
             }
@@ -494,7 +499,7 @@ impl ShardLog {
         Err(last.unwrap_or_else(|| self.bad_batch("no upload is allowed")))
     }
 
-    /// Creates an object whose name nobody else can have.
+    /// Creates an object under a name that only this worker knows.
     async fn create_own(&self, key: &str, bytes: Bytes) -> Result<()> {
         match self.ledger.store().create(key, bytes).await? {
             Created::Ours => Ok(()),
@@ -505,7 +510,7 @@ impl ShardLog {
         }
     }
 
-    /// Takes the entry that stands at the next index.
+    /// Appends the entry that was read or created at the next index, after checking it.
     pub(super) fn take(&mut self, entry: LogEntry) -> Result<()> {
         let key = self.ledger.keys().log(self.shard, self.next_index());
         let wrong = |why: String| {
@@ -550,7 +555,7 @@ impl ShardLog {
         ))
     }
 
-    /// The data objects of the log with the rows that count in each, held against their records.
+    /// The data objects of the log with their rows that count, verified against the records.
     pub(super) async fn counted(&self) -> Result<Counted> {
         let (mut whole, mut damaged) = (Vec::new(), Vec::new());
         let mut bytes_in_memory = 0;
@@ -586,9 +591,9 @@ impl ShardLog {
     }
 }
 
-/// What became of the rows that a log counts.
+/// The data of the rows that a log counts.
 pub(super) enum Counted {
     Whole(Rows),
-    /// The data objects of the records at these indices are missing, or are not what they were.
+    /// The data objects of the records at these indices are missing or have other bytes.
     Damaged(Vec<u32>),
 }

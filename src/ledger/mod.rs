@@ -1,15 +1,19 @@
-//! The ledger in object storage: the only truth about a job.
+//! The ledger in object storage: the single source of truth about a job.
 //!
-//! Every row of a job is published exactly once, under any number of kills, pauses and redeliveries, given a store that
-//! is strongly consistent and honours put-if-absent. No lock, no clock, no database:
+//! Every row of a job is published exactly once, under any number of kills, pauses and
+//! redeliveries. The store must be strongly consistent and honour put-if-absent. The ledger uses
+//! neither locks nor clocks nor a database for this:
 //!
 //! - `job.json` is created once and names the job that the output belongs to ([`job`]);
-//! - each shard has a log of create-once records; a row counts in the first record that covers it ([`log`]);
+//! - each shard has a log of create-once records; a row counts in the first record that covers it
+//!   ([`log`]);
 //! - a record whose data object is lost is voided, and its rows are computed again ([`damage`]);
-//! - a log that covers its shard becomes a part, then a commit ([`publish`]); all commits become `_SUCCESS` ([`finish`]).
+//! - a complete log becomes a part, then a commit ([`publish`]); when every shard has its commit,
+//!   `_SUCCESS` is written ([`finish`]).
 //!
-//! A worker's path: [`Ledger::open`] or [`Ledger::create_or_resume`] → [`Ledger::shard`] → [`log::ShardLog::begin`] →
-//! [`log::ShardLog::append`] … → [`log::ShardLog::publish`] → acknowledge.
+//! The calls of a worker, in order: [`Ledger::open`] or [`Ledger::create_or_resume`] →
+//! [`Ledger::shard`] → [`log::ShardLog::begin`] → [`log::ShardLog::append`] … →
+//! [`log::ShardLog::publish`] → acknowledge the queue's message.
 
 mod conditional_put;
 pub mod entry;
@@ -64,7 +68,7 @@ pub use rowset::RowSet;
 use store::ObjectVersion;
 pub use store::{Retry, Store};
 
-/// The ledger of one job, at one generation. Cheap to clone.
+/// The ledger of one job at one generation. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Ledger {
     inner: Arc<Inner>,
@@ -75,15 +79,17 @@ struct Inner {
     store: Store,
     keys: Keys,
     job: Arc<JobRecord>,
-    /// The retries up to the generation that this ledger is about, the first one first.
+    /// The retries up to this generation, the first retry first.
     generations: Vec<Arc<Generation>>,
-    /// Of `job.json` as it stood when the ledger was opened.
+    /// SHA-256 of `job.json` when the ledger was opened.
     job_sha256: String,
     job_is_signed: bool,
     job_version: ObjectVersion,
-    /// Commits that this process has seen stand, by shard, until their block is closed.
+    /// Commits that this process wrote or found when it published, by shard, until their block is
+    /// closed.
     commits: Mutex<BTreeMap<u32, Commit>>,
-    /// This process has written the result of this generation, and nobody has asked since: see `told.rs`.
+    /// Whether this process has written the result of this generation and `takes_result` has not
+    /// been called since: see `told.rs`.
     has_result: AtomicBool,
 }
 
@@ -101,7 +107,7 @@ impl Ledger {
         &self.inner.keys
     }
 
-    /// When the job was created, by the store's clock: deadlines count from here.
+    /// When the job was created, by the store's clock. Deadlines count from this time.
     pub fn created_at(&self) -> DateTime<Utc> {
         self.inner.job_version.modified
     }

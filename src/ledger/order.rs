@@ -1,4 +1,4 @@
-//! What somebody decided about a job: the records of its control log.
+//! Orders to a job: the records of its control log.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -9,7 +9,8 @@ use super::record::{Record, SMALL_BYTES, VERSION, VERSION_MORE, is_false, is_zer
 use crate::dataset::pinned::Pin;
 use crate::dataset::pins::PinnedAnew;
 
-/// Version of an order that one which reads up to [`VERSION_MORE`] does not know: it must say that it is newer, not damaged.
+/// Version of an order that a gristmill which reads up to [`VERSION_MORE`] does not know. Such a
+/// gristmill must report the record as newer, and not as damaged.
 const VERSION_PINS: u32 = 3;
 
 /// `control/000.json`: what somebody decided about the job; the last one holds.
@@ -97,12 +98,12 @@ impl From<&PinOrder> for PinnedAnew {
 }
 
 impl JobCommand {
-    /// A stop that needs no further words.
+    /// A stop without a note.
     pub fn stop(why: StopWhy, close: bool) -> JobCommand {
         JobCommand::Stop { why, close, note: None }
     }
 
-    /// Bytes of its texts.
+    /// Size of the texts of the order in bytes.
     pub(super) fn text_bytes(&self) -> usize {
         let length = |text: &Option<String>| text.as_ref().map_or(0, String::len);
         match self {
@@ -112,7 +113,7 @@ impl JobCommand {
         }
     }
 
-    /// Version of a record with this order.
+    /// Lowest record version that can hold this order.
     pub(super) fn version(&self) -> u32 {
         match self {
             JobCommand::Stop { .. } => VERSION,
@@ -141,7 +142,8 @@ pub struct Extension {
 }
 
 impl Extension {
-    /// Version of a record with this order: one that reads up to [`VERSION`] knows budget and deadline alone.
+    /// Lowest record version that can hold this order. A gristmill that reads up to [`VERSION`]
+    /// knows only budget and deadline.
     pub(super) fn version(&self) -> u32 {
         match (self.unfinished, self.price) {
             (None, None) => VERSION,

@@ -1,7 +1,9 @@
-//! What a published part says of itself, and holds: whoever adopts a part or verifies one reads it here, lines as Parquet.
+//! Reads a published part, Parquet or JSON lines: its origin and its counts. Used to adopt a part
+//! and to verify one.
 //!
-//! A part is of this job's shard if it names the job and holds exactly the shard's rows, in order. Parquet names job and
-//! shard in its metadata and rows in a column; each line of a `jsonl` part names job and row in its `id`.
+//! A part belongs to a shard of this job if it names the job and holds exactly the shard's rows, in
+//! order. A Parquet part names job and shard in its metadata and the rows in a column. Each line of
+//! a `jsonl` part names job and row in its `id`.
 
 use arrow::array::RecordBatch;
 use bytes::Bytes;
@@ -16,21 +18,21 @@ use super::rowset::RowSet;
 use crate::dataset::part::line_id;
 use crate::dataset::part_in;
 
-/// Rows decoded at once.
+/// Rows per decoded batch.
 const BATCH_ROWS: usize = 8192;
 
-/// What a part of one of the job's shards holds.
+/// Generation and counts of a part.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Held {
     pub generation: u32,
-    /// Over the whole part.
+    /// Counts over the whole part.
     pub tally: Tally,
-    /// Over the rows that the ledger's generation does.
+    /// Counts over the rows that the ledger's generation does.
     pub to_do: Tally,
 }
 
 impl Ledger {
-    /// Reads `bytes` as the part of `shard`; an error where it is none, in words that follow "it" or a name.
+    /// Reads `bytes` as the part of `shard`. The text of an error follows "it" or a name.
     pub(super) fn held(&self, shard: u32, bytes: &Bytes) -> Result<Held, String> {
         let generation = match self.job().part_extension.as_str() {
             "jsonl" => lines_generation(bytes),
@@ -44,7 +46,7 @@ impl Ledger {
         })
     }
 
-    /// The generation that a Parquet part names, which must name this job and `shard`.
+    /// The generation that a Parquet part names. The part must name this job and `shard`.
     pub(super) fn parquet_generation(&self, shard: u32, bytes: &Bytes) -> Result<u32, String> {
         let origin = part_origin(bytes)?;
         if origin.job.as_deref() != Some(self.job().job.as_str()) || origin.shard != Some(shard.to_string()) {
@@ -59,8 +61,8 @@ impl Ledger {
             .map_err(|_| format!("names no generation, but `{generation}`"))
     }
 
-    /// Counts the rows of `bytes`, which must be the shard's, each once and in order: all of them, and those that the
-    /// ledger's generation does.
+    /// Counts the rows of `bytes`, which must be the shard's rows, each once and in order. Returns
+    /// the counts of all rows and of those that the ledger's generation does.
     pub(super) fn held_rows(&self, shard: u32, bytes: &Bytes) -> Result<(Tally, Tally), String> {
         let planned = self.job().shard(shard).map_err(|error| error.to_string())?;
         let mut count = Count {
@@ -84,9 +86,9 @@ impl Ledger {
     }
 }
 
-/// The rows of a part, as they are read.
+/// Counts of a part while it is read.
 struct Count {
-    /// The row that is due.
+    /// The row that must come next.
     next: u64,
     end: u64,
     subset: RowSet,
@@ -144,8 +146,8 @@ fn unreadable(error: impl std::fmt::Display) -> String {
     format!("cannot be read: {error}")
 }
 
-/// Lines carry no metadata: a part of generation g has g spaces before its last line end, which no JSON reader minds. So
-/// parts of two generations are never equal, and tell which they are.
+/// Marks the generation in a `jsonl` part, which has no metadata: generation g has g spaces before
+/// the last line end, which JSON readers ignore. So parts of two generations always differ.
 pub(super) fn mark_lines(bytes: Bytes, generation: u32) -> Bytes {
     if generation == 0 || bytes.is_empty() {
         return bytes;
@@ -162,7 +164,7 @@ pub(super) fn lines_generation(bytes: &[u8]) -> u32 {
     text.iter().rev().take_while(|&&b| b == b' ').count() as u32
 }
 
-/// What a Parquet part says of itself.
+/// The origin that a Parquet part names in its metadata.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct PartOrigin {
     job: Option<String>,

@@ -6,17 +6,19 @@ use std::collections::BTreeMap;
 use super::Ledger;
 use super::error::Result;
 
-/// What one look at the ledger found of every shard without a commit.
+/// The number of ledger objects of every shard without a commit, from one look at the ledger.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Progress {
     generation: u32,
-    /// Of each shard without a commit, how many objects its log, data and attempts have. They are created once and stay
-    /// as long as the shard is not committed, so that an equal number means that nothing is new.
+    /// Number of log, data and attempt objects of each shard without a commit. These objects are
+    /// created once and stay until the shard is committed, so an equal number means that no object
+    /// is new.
     objects: BTreeMap<u32, u64>,
 }
 
 impl Progress {
-    /// Shards without a commit that saw no new object since `earlier`, ascending; none where a retry began in between.
+    /// Shards without a commit that gained no object since `earlier`, ascending. Empty if a retry
+    /// began in between.
     pub fn still_since(&self, earlier: &Progress) -> Vec<u32> {
         if self.generation != earlier.generation {
             return Vec::new();
@@ -28,7 +30,7 @@ impl Progress {
         still.map(|(&shard, _)| shard).collect()
     }
 
-    /// Whether the shard has objects of its own: some worker has begun it.
+    /// Whether some worker has begun the shard: it has objects of its own.
     pub fn is_begun(&self, shard: u32) -> bool {
         self.objects.get(&shard).is_some_and(|count| *count > 0)
     }
@@ -40,12 +42,13 @@ impl Progress {
 }
 
 impl Ledger {
-    /// Looks at every shard without a commit.
+    /// Counts the objects of every shard without a commit.
     ///
-    /// Requests: one listing of the digests and one a block that is not closed, then one listing of all shards' objects (a
-    /// store answers it in pages of 1,000): for a job of S shards with K objects each, about 2 + S/100 + S*K/1000.
+    /// Requests: one listing of the digests, one listing per open block, and one listing of all
+    /// shards' objects, which a store answers in pages of 1,000. For a job of S shards with K
+    /// objects each, these are about 2 + S/100 + S*K/1000 requests.
     pub async fn progress(&self) -> Result<Progress> {
-        // The objects first: a shard committed in between is simply not looked at.
+        // List the objects first: a shard that is committed in between is then left out.
         let prefix = self.keys().shards();
         let mut counts: BTreeMap<u32, u64> = BTreeMap::new();
         for object in self.store().list(&prefix).await? {

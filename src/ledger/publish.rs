@@ -1,4 +1,4 @@
-//! A complete log becomes a part, the part a commit.
+//! Publishing: a complete log becomes a part, and the part gets a commit.
 //!
 //! See docs/decisions/004-a-part-gives-way-by-conditional-update.md.
 
@@ -26,11 +26,12 @@ pub const META_JOB: &str = "gristmill.job";
 pub const META_GENERATION: &str = "gristmill.generation";
 /// Metadata key of the shard number in a part.
 pub const META_SHARD: &str = "gristmill.shard";
-/// Parts are planned to stay below this: they are single puts.
+/// Planned maximum size of a part in bytes, because parts are single puts. A larger part gives a
+/// warning.
 const PART_BYTES_PLANNED: usize = 256 << 20;
 
 impl Ledger {
-    /// What every part says of its origin, as key/value metadata.
+    /// The origin of a part, as key/value metadata.
     pub fn provenance(&self, shard: u32) -> Vec<(String, String)> {
         let (job, id) = (self.job(), &self.job().identity);
         let mut out = vec![
@@ -41,7 +42,8 @@ impl Ledger {
             ("gristmill.model_hash", id.model_hash.clone()),
             ("gristmill.tokenizer_hash", id.tokenizer_hash.clone()),
             ("gristmill.precision", id.precision.clone()),
-            // Of the version that planned the job: workers of two versions must make identical parts.
+            // The version that planned the job, and not that of the worker: workers of two versions
+            // must make identical parts.
             ("gristmill.version", job.version.clone()),
         ];
         if self.generation() > 0 {
@@ -71,7 +73,7 @@ impl Ledger {
         Ok(Some(commit))
     }
 
-    /// Whether `commit` can be the one of `shard`.
+    /// Checks that `commit` can be the commit of `shard`.
     pub(super) fn check_commit(&self, commit: &Commit, shard: u32) -> Result<(), String> {
         let rows = self.job().shards.get(shard as usize).map_or(0, |shard| shard.rows);
         if commit.job != self.job().job || commit.shard != shard {
@@ -91,11 +93,13 @@ impl Ledger {
 }
 
 impl ShardLog {
-    /// Publishes the shard: its part, its commit, and (where it was the last one) `_SUCCESS`.
+    /// Publishes the shard: its part, its commit, and `_SUCCESS` if it was the last shard.
     ///
-    /// `make_part` turns the rows that count, in row order, and the key/value metadata to embed into the part's bytes.
-    /// It must be deterministic, so that two publishers make the same part; where they do not (say, two versions of
-    /// gristmill), the part that stands is the one that is committed. Acknowledge only after this has returned.
+    /// `make_part` makes the bytes of the part from the rows that count, in row order, and the
+    /// key/value metadata to embed. It must be deterministic, so that two publishers make the same
+    /// part. If they differ (for example, because of two versions of gristmill), the part that was
+    /// put first is the one that is committed. Acknowledge the message only after this has
+    /// returned.
     pub async fn publish<E: Display>(
         &self,
         make_part: impl Fn(&[RecordBatch], &[(String, String)]) -> Result<Bytes, E>,
@@ -106,7 +110,9 @@ impl ShardLog {
                 self.ledger.finish_check(Some(self.shard)).await?;
                 Ok(commit)
             }
-            // Whoever wakes late may find a newer generation's part, or the log cleaned away. Our commit says that all is well.
+            // A worker that wakes late may find a part of a newer generation, or a log that was
+            // cleaned away. If this generation is published and the shard has a commit, that is no
+            // error.
             Err(error @ (LedgerError::Damaged { .. } | LedgerError::Conflict { .. })) => {
                 match self.ledger.commit_of(self.shard).await {
                     Ok(Some(commit)) if self.is_superseded().await? => Ok(commit),
@@ -117,7 +123,8 @@ impl ShardLog {
         }
     }
 
-    /// Whether this generation is over: published whole, so that its log and its part may be gone.
+    /// Whether this generation is published completely, so that its logs may be gone and its parts
+    /// replaced.
     async fn is_superseded(&self) -> Result<bool> {
         Ok(self.ledger.success().await?.is_some())
     }
@@ -132,7 +139,7 @@ impl ShardLog {
         }
     }
 
-    /// The shard's part, as its log gives it.
+    /// Builds the shard's part from its log, and from earlier generations in a retry.
     pub(super) async fn assemble<E: Display>(
         &self,
         make_part: impl Fn(&[RecordBatch], &[(String, String)]) -> Result<Bytes, E>,
@@ -151,7 +158,8 @@ impl ShardLog {
         };
         if let Some(before) = ledger.before(shard) {
             let mut others = ledger.all_rows(shard);
-            // A row that the retry did not come to stays what it was: a completion that was cut off is more than none.
+            // A row that the retry left unfinished keeps its earlier result: a truncated completion
+            // is better than none.
             for (batch, counts) in &mut sources {
                 *counts = data::done(batch, counts).map_err(|why| damaged(&why))?;
                 others = others.difference(counts);
@@ -189,7 +197,8 @@ impl ShardLog {
         Ok(Assembled::Part(bytes, held))
     }
 
-    /// The part, then the commit that names it. `held`: what is in `bytes`.
+    /// Puts the part, then creates the commit that names it. `held`: generation and counts of
+    /// `bytes`.
     async fn commit(&self, bytes: Bytes, held: Held) -> Result<Commit> {
         let (ledger, shard) = (&self.ledger, self.shard);
         let late = part_after_commit();
@@ -230,7 +239,7 @@ impl ShardLog {
             Created::Ours => bytes_of_commit,
             Created::Theirs(bytes) => bytes,
         };
-        // As everybody will read it.
+        // Decode the commit as all readers will.
         let commit: Commit = decode(ledger.store(), &key, &found)?;
         let damaged = |why: String| LedgerError::damaged(format!("shard {shard}: {why}"));
         ledger.check_commit(&commit, shard).map_err(damaged)?;
@@ -256,11 +265,13 @@ impl ShardLog {
         }
     }
 
-    /// Puts the part, unless one of this generation stands there, and says which one stands; `None` where a later
-    /// generation's does, so that ours was committed long ago. `ours`: what `bytes` are.
+    /// Puts the part unless one of this generation exists, and returns the part at the key. `None`:
+    /// the part is of a later generation, so this shard was committed long ago. `ours` describes
+    /// `bytes`.
     async fn put_part(&self, bytes: Bytes, ours: Standing) -> Result<Option<Standing>> {
         let (ledger, name) = (&self.ledger, &ours.part.name);
-        // Before each try: whoever slept meanwhile may find another job's folder.
+        // Checked before each try, because a worker that was paused meanwhile may find another
+        // job's folder.
         let look = || ledger.check_still_ours().boxed();
         let previous = match ledger.before(self.shard) {
             Some(before) => before.commit_of(self.shard).await?,
@@ -276,7 +287,7 @@ impl ShardLog {
                 }
             }
             let Some((found, version)) = ledger.store().get_versioned(name, MAX_OBJECT_BYTES).await? else {
-                // The part of an earlier generation is gone: this one has all of its rows.
+                // The part of the earlier generation is gone, but the new part has all of its rows.
                 is_free = true;
                 continue;
             };
@@ -293,7 +304,8 @@ impl ShardLog {
                     .map_err(|why| self.foreign(name, &why))?;
                 match held.generation.cmp(&ledger.generation()) {
                     Ordering::Greater => return Ok(None),
-                    // What is committed is counted in what stands: the rows of another worker may differ from ours.
+                    // The commit gets the counts of the existing part: another worker may have
+                    // computed other rows.
                     Ordering::Equal => {
                         let etag = version.etag;
                         return Ok(Some(Standing { part, etag, held }));
@@ -306,7 +318,7 @@ impl ShardLog {
                     }
                 }
             }
-            // Whoever stands there after it is looked at once more, which also tells the part's ETag.
+            // The loop reads the key again, whoever won. This also gives the ETag of the part.
             ledger
                 .store()
                 .conditional_put(name, &version, bytes.clone(), &look)
@@ -323,15 +335,15 @@ impl ShardLog {
     }
 }
 
-/// What a log gives.
+/// Result of assembling a part.
 pub(super) enum Assembled {
-    /// A part, and what is in it.
+    /// The bytes of the part, with its generation and counts.
     Part(Bytes, Held),
-    /// The records whose data is lost.
+    /// Indices of the records whose data is lost.
     Damaged(Vec<u32>),
 }
 
-/// The part that stands at a shard's key, of the generation that publishes.
+/// The part at a shard's key, of the generation that is being published.
 #[derive(Debug, Clone)]
 struct Standing {
     part: DataObject,
@@ -339,13 +351,13 @@ struct Standing {
     held: Held,
 }
 
-/// Where a fault test may end the process, whichever of the two comes first.
+/// A fault test may end the process between the puts of part and commit, in either order.
 async fn between_part_and_commit() -> Result<()> {
     crate::failpoint!("keeper.between-part-and-commit");
     Ok(())
 }
 
-/// A control experiment of the fault build: the commit goes before its part.
+/// A control experiment of the fault build: the commit is created before its part.
 #[cfg(feature = "faults")]
 fn part_after_commit() -> bool {
     crate::faults::switch("part-after-commit")

@@ -1,4 +1,4 @@
-//! What the ledger's objects say: one serde type each, with a version, checked as it is read.
+//! The ledger's records: one serde type each, with a version, checked when read.
 //!
 //! See docs/decisions/002-lowest-version-that-reads-right.md.
 
@@ -16,47 +16,52 @@ use crate::report::in_short;
 
 /// Version of the records written by this gristmill.
 pub const VERSION: u32 = 1;
-/// Version of those of its records that one which reads up to [`VERSION`] must not misread: it would leave out what they say.
+/// Version of records that a gristmill which reads up to [`VERSION`] must refuse, because it would
+/// ignore some of their fields.
 pub const VERSION_MORE: u32 = 2;
-/// Version of a job that one which reads up to [`VERSION_MORE`] would read other rows of, or write in another way: columns of folders, nulls
-/// of columns that a file lacks and what else [`crate::dataset::layout::Layout`] says besides tables of CSV; typed answers, renamed columns.
+/// Version of a job for which a gristmill that reads up to [`VERSION_MORE`] would read other rows
+/// or write other parts. Such jobs have Arrow inputs, typed answers, renamed columns, or a
+/// [`crate::dataset::layout::Layout`] with any setting besides CSV: for example columns from folder
+/// names, or nulls for columns that a file lacks.
 pub const VERSION_JOB: u32 = 3;
-/// Version of a retry whose rows lie in records of their own.
+/// Version of a retry whose rows are in records of their own.
 pub const VERSION_BLOCKS: u32 = 3;
-/// A log record of a shard whose every other row counts stays far below this.
+/// Default maximum size of a record. A log record in which every other row of the shard counts is
+/// far smaller.
 const MAX_RECORD_BYTES: u64 = 16 << 20;
 
-/// No job has so many rows or tokens.
+/// Upper bound of a count: no job has so many rows or tokens.
 const COUNT_MAX: u64 = 1 << 53;
-/// Longest time that a record can name, in seconds: more than three hundred years.
+/// Maximum duration in a record, in seconds (more than 300 years).
 const SECONDS_MAX: f64 = 1e10;
-/// Records of fixed size, but for texts of people and of stores.
+/// Maximum size of records whose size is fixed except for texts of people and of stores.
 pub(super) const SMALL_BYTES: u64 = 1 << 20;
 
-/// Largest data object: a part has a quarter of it by plan.
+/// Maximum size of a data object. The planned size of a part is a quarter of it.
 pub(super) const DATA_BYTES_MAX: u64 = 1 << 30;
 
-/// An object of the ledger.
+/// A record of the ledger.
 pub trait Record: Serialize + DeserializeOwned {
-    /// Larger ones are refused unread.
+    /// Maximum size in bytes. A larger object is refused unread.
     const MAX_BYTES: u64 = MAX_RECORD_BYTES;
-    /// The newest version of it that this gristmill reads.
+    /// The newest version of the record that this gristmill reads.
     const NEWEST: u32 = VERSION;
-    /// Whether it says what workers read or do, and must be signed where a key is set: see `signed.rs`.
+    /// Whether the record directs workers, so that it must be signed where a key is set: see
+    /// `signed.rs`.
     const SIGNED: bool = false;
 
-    /// Looks at the bytes before anything is made of them; a line that says what is wrong.
+    /// Checks the bytes before they are deserialized. The error is one line.
     fn check_bytes(_: &[u8]) -> Result<(), String> {
         Ok(())
     }
 
-    /// What the types cannot say; a line that says what is wrong.
+    /// Checks the constraints that the types do not express. The error is one line.
     fn check(&self) -> Result<(), String> {
         Ok(())
     }
 }
 
-/// The bytes of `record`: compact JSON and a line end.
+/// Encodes `record` as compact JSON and a line end.
 pub fn encode<R: Record>(record: &R) -> Result<Bytes> {
     let mut bytes =
         serde_json::to_vec(record).map_err(|error| LedgerError::stop(format!("cannot write a record: {error}")))?;
@@ -66,7 +71,7 @@ pub fn encode<R: Record>(record: &R) -> Result<Bytes> {
     Ok(bytes.into())
 }
 
-/// The newest version of a record that this process reads.
+/// The newest version of a record that this process reads, with the fault switch applied.
 fn version_max<R: Record>() -> u32 {
     #[cfg(feature = "faults")]
     if crate::faults::switch("next-version") {
@@ -75,7 +80,7 @@ fn version_max<R: Record>() -> u32 {
     R::NEWEST
 }
 
-/// The record in `bytes`, which lie at `key` of `store`.
+/// Decodes and checks the record in `bytes`, which were read from `key` of `store`.
 pub fn decode<R: Record>(store: &Store, key: &str, bytes: &[u8]) -> Result<R> {
     #[derive(Deserialize)]
     struct Versioned {
@@ -85,11 +90,11 @@ pub fn decode<R: Record>(store: &Store, key: &str, bytes: &[u8]) -> Result<R> {
         let why = in_short(&why);
         LedgerError::damaged(format!("`{}` is no valid record: {why}", store.address(key)))
     };
-    // Before anything else is made of bytes that somebody without the key may have written.
+    // Check the signature before any parsing: somebody without the key may have written the bytes.
     if R::SIGNED {
         store.check_signature(key, bytes)?;
     }
-    // The version first: a newer record may differ in everything else.
+    // Check the version before the rest: a newer record may differ in all other fields.
     let Versioned { v } = serde_json::from_slice(bytes).map_err(|error| damaged(error.to_string()))?;
     let known = version_max::<R>();
     if v > u64::from(known) {
@@ -132,7 +137,7 @@ pub struct Tally {
 }
 
 impl Default for Tally {
-    /// No rows: nothing about them is unknown.
+    /// The counts of no rows. Their truncated count is known to be 0.
     fn default() -> Tally {
         Tally {
             succeeded: 0,
@@ -156,7 +161,7 @@ impl Tally {
             .fold(0, |sum: u64, &status| sum.saturating_add(self.of(status)))
     }
 
-    /// Whether these can be counts of rows and tokens: sums of them are formed.
+    /// Checks that the counts are small enough to be added up.
     pub(super) fn check(&self) -> Result<(), String> {
         let counts = [
             self.rows(),
@@ -193,12 +198,12 @@ impl Tally {
         }
     }
 
-    /// Adds `other`; saturating, since it may come from foreign bytes.
+    /// Adds `other`, saturating because it may come from foreign bytes.
     pub fn add(&mut self, other: &Tally) {
         self.each(other, u64::saturating_add);
     }
 
-    /// Takes `other` away; saturating.
+    /// Subtracts `other`, saturating.
     pub fn subtract(&mut self, other: &Tally) {
         self.each(other, u64::saturating_sub);
     }
@@ -220,7 +225,7 @@ impl Tally {
         self.truncated = truncated.map(|(mine, theirs)| change(mine, theirs));
     }
 
-    /// Whether both can be counts of the same rows: what one of them does not know, it does not deny.
+    /// Whether both can be counts of the same rows. An unknown `truncated` agrees with any value.
     pub fn agrees_with(&self, other: &Tally) -> bool {
         let truncated = self.truncated.or(other.truncated);
         let known = |tally: &Tally| Tally {
@@ -240,7 +245,7 @@ pub struct DataObject {
 }
 
 impl DataObject {
-    /// Whether `bytes` are the object that is described.
+    /// Whether `bytes` have the recorded size and hash.
     pub(super) fn is(&self, bytes: &[u8]) -> bool {
         bytes.len() as u64 == self.size && sha256(bytes) == self.sha256
     }
@@ -269,7 +274,7 @@ pub struct AttemptRecord {
     pub signs_every: Option<f64>,
 }
 
-/// Who makes an attempt.
+/// The worker that makes an attempt.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Runner {
     /// 1 to 64 letters, digits, `-` and `_`.
@@ -281,7 +286,7 @@ pub struct Runner {
 }
 
 impl From<&str> for Runner {
-    /// A worker of whom nothing else is known.
+    /// A worker with a name only.
     fn from(worker: &str) -> Runner {
         Runner {
             worker: worker.into(),
@@ -438,7 +443,7 @@ pub struct RetriedRows {
     pub shards: Vec<RetriedShard>,
 }
 
-/// Not signed itself: the retry names its hash, and is.
+/// Unsigned, because the signed record of the retry names its hash.
 impl Record for RetriedRows {
     const MAX_BYTES: u64 = 512 << 20;
 
@@ -454,7 +459,7 @@ impl Record for RetriedRows {
     }
 }
 
-/// Whether these can be the shards of a retry.
+/// Checks that these can be the shards of a retry.
 pub(super) fn check_shards(shards: &[RetriedShard]) -> Result<(), String> {
     if shards.is_empty() {
         return Err("it retries nothing".into());
@@ -512,7 +517,7 @@ impl Record for CleanedMark {
     const MAX_BYTES: u64 = SMALL_BYTES;
 }
 
-/// Money or time, of which sums are formed.
+/// Whether `value` is a finite amount of money or time, at least 0, that can be summed.
 fn is_amount(value: f64) -> bool {
     value.is_finite() && value >= 0.0
 }

@@ -1,4 +1,5 @@
-//! Parts that were committed and are gone: no job is complete without them, and the log makes them again, byte for byte.
+//! Restores committed parts that are gone: a job is complete only with all of its parts, and the
+//! log gives the same bytes again.
 //!
 //! See docs/decisions/006-no-job-is-complete-without-its-parts.md.
 
@@ -17,7 +18,7 @@ use super::record::Commit;
 use super::store::Created;
 
 impl Ledger {
-    /// The shards of the job that have no part, ascending: a request for a thousand parts.
+    /// The shards of the job that have no part, ascending: one request per thousand parts.
     pub(super) async fn without_part(&self) -> Result<Vec<u32>> {
         let (objects, _) = self.store().list_folder("").await?;
         let there: HashSet<String> = objects.into_iter().map(|object| object.key).collect();
@@ -27,11 +28,11 @@ impl Ledger {
             .collect())
     }
 
-    /// Whether every shard has its part, where all are committed. Those that are gone are to be made again: until then the job is not
-    /// finished, whatever was written before.
+    /// Whether every shard has its part. Call this when all shards are committed. Missing parts
+    /// must be restored: until then the job is unfinished, even if `_SUCCESS` was written.
     pub(super) async fn has_all_parts(&self) -> Result<bool> {
         let gone = self.without_part().await?;
-        // A retry makes no other parts again.
+        // A retry only publishes parts of its own shards.
         if let Some(&shard) = gone.iter().find(|&&shard| self.rows_to_do(shard).is_empty()) {
             return Err(self.cannot_restore(shard, "the retry that is under way leaves it as it was"));
         }
@@ -44,7 +45,7 @@ impl Ledger {
         Ok(gone.is_empty())
     }
 
-    /// Puts the part of a commit there again, if it is gone; false: it is there.
+    /// Puts the part of a commit again if it is gone. Returns false if the part exists.
     pub async fn restore_part<E: Display>(
         &self,
         commit: &Commit,

@@ -1,5 +1,5 @@
-//! A retry's record, in one piece or a block of shards a piece: millions of scattered rows make more bytes than one record
-//! may have, or anybody wants to read at once.
+//! A retry's record, in one object or with one object per block of shards: millions of scattered
+//! rows exceed the size of one record.
 
 use std::sync::Arc;
 
@@ -15,11 +15,12 @@ use super::record::{
 };
 use super::store::Created;
 
-/// A retry whose record is larger lies in pieces. Smaller ones are whole, as older gristmills read them.
+/// Maximum size of a retry's record in one object. Older gristmills read only this form.
 const WHOLE_BYTES_MAX: usize = 4 << 20;
 
 impl Ledger {
-    /// The bytes of a retry's record, for `key`. Those of a large one name records of blocks, which are created here.
+    /// Encodes a retry's record for `key`. For a large retry, this also creates the records of its
+    /// blocks, which the encoded record names.
     pub(super) async fn written(&self, record: &Generation, key: &str) -> Result<Bytes> {
         let whole = self.encode_signed(key, record)?;
         if whole.len() <= WHOLE_BYTES_MAX {
@@ -40,7 +41,7 @@ impl Ledger {
             .collect();
         let blocks = futures::stream::iter(pieces)
             .map(|rows| {
-                // Clones, not borrows: so the future is `Send` wherever it is awaited.
+                // Clones these so that the future is `Send` wherever it is awaited.
                 let (ledger, nonce) = (self.clone(), record.nonce.clone());
                 async move { ledger.write_block(nonce, rows).await }
             })
@@ -81,7 +82,7 @@ impl Ledger {
         }
     }
 
-    /// A retry's record with the shards that its blocks name.
+    /// Completes a retry's record with the shards from its block records.
     pub(super) async fn whole(&self, mut record: Generation) -> Result<Generation> {
         if record.blocks.is_empty() {
             return Ok(record);

@@ -1,4 +1,5 @@
-//! A set of row numbers, kept as ranges: which rows a log covers, which rows of a data object count.
+//! A set of row numbers, stored as ranges. Used for the rows that a log covers and the rows of a
+//! data object that count.
 
 use std::fmt;
 use std::ops::Range;
@@ -30,7 +31,7 @@ impl RowSet {
         }
     }
 
-    /// The set of `rows`, in any order, repetitions allowed.
+    /// The set of `rows`, which may be in any order and contain repetitions.
     pub fn from_rows(rows: impl IntoIterator<Item = u64>) -> RowSet {
         let mut rows: Vec<u64> = rows.into_iter().filter(|&row| row < u64::MAX).collect();
         rows.sort_unstable();
@@ -41,7 +42,8 @@ impl RowSet {
         out
     }
 
-    /// Appends a range that starts at or after every range so far, joining where they touch or overlap.
+    /// Appends a range that starts at or after the start of every existing range. Joins it with the
+    /// last range if they touch or overlap.
     fn push(&mut self, start: u64, end: u64) {
         match self.ranges.last_mut() {
             Some(last) if start <= last.1 => last.1 = last.1.max(end),
@@ -157,7 +159,7 @@ impl From<RowSet> for Vec<(u64, u64)> {
     }
 }
 
-/// `0-4, 7` (both ends included), shortened after eight ranges: for messages.
+/// Prints `0-4, 7` (both ends included) for messages, at most eight ranges.
 impl fmt::Display for RowSet {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (i, &(start, end)) in self.ranges.iter().take(8).enumerate() {

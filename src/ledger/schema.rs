@@ -1,4 +1,4 @@
-//! The ledger as one JSON Schema: an object whose names are keys below the output, and whose values are the records there.
+//! The ledger as one JSON Schema: an object that maps keys below the output to the records there.
 
 use schemars::generate::SchemaSettings;
 use serde_json::{Map, Value, json};
@@ -9,10 +9,12 @@ use super::order::ControlRecord;
 use super::record::{AttemptEnd, AttemptRecord, CleanedMark, Commit, Digest, Generation, RetriedRows, Spend, Success};
 use super::told::ToldMark;
 
-/// The schema, as `schemas/ledger.schema.json` holds it. Parts, and the Parquet files below `data/`, are no records.
+/// The schema in `schemas/ledger.schema.json`. It excludes parts and the Parquet files below
+/// `data/`, which are no records.
 pub fn schema() -> Value {
     let home = "_gristmill/[0-9a-f]{20}";
-    // The first generation lies at home, each retry in a folder of its own.
+    // The keys of the first generation are directly below `home`, and each retry has a folder of
+    // its own.
     let generation = format!("{home}(/gen/[0-9]{{3,}})?");
     let shard = format!("{generation}/shards/[0-9]{{6}}");
     let mut generator = SchemaSettings::draft2020_12().into_generator();

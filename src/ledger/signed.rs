@@ -1,7 +1,9 @@
-//! Records that tell workers what to read and do: where a signing key is set they are signed for their place, and no other is taken.
+//! Signed records: with a signing key set, records that direct workers must carry a signature for
+//! their place.
 //!
-//! That is the job itself (its inputs, its model, its prompts), each retry (its rows, what it raises) and each order (stop, extend, pin).
-//! All else in a ledger is about answers, and leads a worker to objects of the same job alone: who can write there can spoil them.
+//! These records are the job itself (inputs, model, prompts), each retry (rows, `max_tokens`) and
+//! each order (stop, extend, pin). All other records are about results and only lead a worker to
+//! objects of the same job: anybody who can write to the output can damage these.
 //!
 //! See docs/decisions/009-signature-is-the-last-field.md.
 
@@ -15,8 +17,9 @@ use super::store::Store;
 use crate::signing::What;
 
 impl Ledger {
-    /// The bytes of a record that is signed for its place, `key`. Of a job that is signed, nobody who has no key writes one: who has one
-    /// would take it for a stranger's, and leave the job.
+    /// Encodes a record and signs it for its place, `key`. Without a signing key this fails for a
+    /// signed job: workers with the key would reject the unsigned record as foreign, and leave the
+    /// job.
     pub(super) fn encode_signed<R: Record>(&self, key: &str, record: &R) -> Result<Bytes> {
         if self.inner.job_is_signed && !self.store().signing.is_on() {
             return Err(LedgerError::stop(format!(
@@ -31,12 +34,13 @@ impl Ledger {
 }
 
 impl Store {
-    /// `bytes` of a record, signed for `key` of this output; as they are where no signing key is set.
+    /// Signs the `bytes` of a record for `key` of this output. Without a signing key, returns them
+    /// unchanged.
     pub(super) fn sign(&self, key: &str, bytes: Bytes) -> Bytes {
         self.signing.sign(What::Record, &self.signed_place(key), bytes)
     }
 
-    /// Whether the record in `bytes` was signed for `key` of this output.
+    /// Checks that the record in `bytes` was signed for `key` of this output.
     pub(super) fn check_signature(&self, key: &str, bytes: &[u8]) -> Result<()> {
         let Err(why) = self.signing.check(What::Record, &self.signed_place(key), bytes) else {
             return Ok(());
@@ -48,7 +52,8 @@ impl Store {
         Err(LedgerError::damaged(format!("`{}` {why}: {remedy}", self.address(key))))
     }
 
-    /// What a signature is bound to. The address, not a path: it is what messages call the output.
+    /// The place that a signature is bound to. It is the address instead of a path, because
+    /// messages name the output by its address.
     fn signed_place(&self, key: &str) -> String {
         format!("{}/{key}", self.url().as_str().trim_end_matches('/'))
     }
@@ -73,7 +78,7 @@ mod tests {
     const KEY: &str = "0123456789abcdef0123456789abcdef";
     const OTHER: &str = "another key, of thirty-two bytes";
 
-    /// The output `memory:///{name}` for somebody with these keys.
+    /// The output `memory:///{name}` of a process with these keys.
     fn store(objects: &Arc<dyn ObjectStore>, name: &str, keys: &str) -> Store {
         let location = Location {
             store: objects.clone(),
@@ -137,7 +142,7 @@ mod tests {
         Ledger::create_or_resume_in(store, draft()).await.unwrap().0
     }
 
-    /// What keeps the job at this store from being opened and its orders from being read.
+    /// The error from opening the job and reading its orders at this store, if any.
     async fn refusal(store: Store) -> Option<String> {
         let opened = async { Ledger::open_in(store).await?.expect("a job").control().await };
         match opened.await {
@@ -147,7 +152,7 @@ mod tests {
         }
     }
 
-    /// As [`refusal`], of somebody with the key, after `change` of the object at `key`.
+    /// As [`refusal`], with the key, after `change` of the object at `key`.
     async fn refusal_after(
         objects: &Arc<dyn ObjectStore>,
         key: &str,
@@ -213,7 +218,7 @@ mod tests {
             let why = refusal_after(&objects, key, unsigned).await.expect(key);
             assert!(why.contains(key) && why.contains("is not signed"), "{why}");
         }
-        // The same bytes elsewhere are another place's.
+        // The same bytes in another place carry a signature for the first place.
         let (here, there) = (store(&objects, "out", KEY), store(&objects, "other", KEY));
         let bytes = here.get(JOB, u64::MAX).await.unwrap().unwrap();
         there.create(JOB, bytes).await.unwrap();
@@ -238,7 +243,7 @@ mod tests {
             .unwrap_err();
         assert!(error.to_string().contains("GRISTMILL_SIGNING_KEY"), "{error}");
         assert_eq!(refusal(store(&objects, "out", KEY)).await, None, "nothing was written");
-        // Of a job that nobody signed, anybody gives orders.
+        // A job without a signature takes orders from anybody.
         let mut control = begun(store(&objects, "plain", "")).await.control().await.unwrap();
         assert!(control.give(JobCommand::stop(StopWhy::Cancelled, false)).await.unwrap());
     }

@@ -1,7 +1,9 @@
-//! What workers have spent: cumulative, one object a worker, which that worker alone rewrites.
+//! Spendings of workers: cumulative device seconds, one object per worker, which only that worker
+//! rewrites.
 //!
-//! A worker that must keep a budget lists them at each look, and reads one only where what it may hold could matter: the
-//! listing says when each was written, and nobody spends more than a device second a second.
+//! A worker that must keep a budget lists the spendings at each check. It reads a spending only if
+//! its new value could matter: the listing gives the time of each write, and a worker spends at
+//! most one device second per second.
 //!
 //! See docs/decisions/012-spendings-are-read-where-they-matter.md.
 
@@ -18,16 +20,16 @@ use super::keys::is_worker_name;
 use super::record::{Record, Spend, VERSION, decode, encode};
 use super::store::Listed;
 
-/// A worker at a job has written its spending within this, were it only that it is there.
+/// Time within which a new worker writes its first spending, even if it is 0.
 const FIRST_WRITE: TimeDelta = TimeDelta::seconds(2);
 
-/// What the workers of a job have spent.
+/// The spendings of all workers of a job.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Spent {
     pub by_worker: Vec<WorkerSpend>,
 }
 
-/// What one worker has spent.
+/// The spending of one worker.
 #[derive(Debug, Clone, PartialEq)]
 pub struct WorkerSpend {
     pub worker: String,
@@ -35,34 +37,34 @@ pub struct WorkerSpend {
     pub device_seconds: f64,
     /// When it was written, by the store's clock.
     pub at: DateTime<Utc>,
-    /// The worker has left: it spends no more.
+    /// Whether the worker has left, so that it spends no more.
     pub ended: bool,
 }
 
 impl Spent {
-    /// Of all workers.
+    /// Device seconds of all workers.
     pub fn device_seconds(&self) -> f64 {
-        // From 0.0: `Iterator::sum` makes -0.0 of nothing.
+        // Starts at 0.0, because `Iterator::sum` of no values is -0.0.
         self.by_worker.iter().fold(0.0, |sum, spend| sum + spend.device_seconds)
     }
 }
 
-/// What one worker knows of the spendings of all others: as much as it needs for its budget.
+/// The spendings of all other workers, as far as one worker needs them for its budget.
 #[derive(Debug, Clone, Default)]
 pub struct Others {
     by_worker: BTreeMap<String, Known>,
-    /// The newest time that the store had stamped at the last listing.
+    /// The newest time that the store has stamped on a spending, as of the last listing.
     now: Option<DateTime<Utc>>,
 }
 
-/// One worker's spending: as it was known last, and as it is listed now.
+/// The spending of one worker: the value read last, and the entry of the last listing.
 #[derive(Debug, Clone)]
 struct Known {
     device_seconds: f64,
-    /// When that was all that it had spent.
+    /// The time for which `device_seconds` holds, by the store's clock.
     at: DateTime<Utc>,
     ended: bool,
-    /// What was read; `None`: nothing yet.
+    /// The listed entry of the value read last. `None`: nothing was read yet.
     read: Option<Listed>,
     listed: Listed,
 }
@@ -74,14 +76,16 @@ impl Known {
 }
 
 impl Others {
-    /// Takes a listing of all spendings in, that of `me` aside, of a job that was created at `created`.
+    /// Updates from a listing of all spendings except that of `me`. The job was created at
+    /// `created`.
     fn list(&mut self, me: &str, created: DateTime<Utc>, found: Vec<(String, Listed)>) {
         let before = self.now;
         self.now = found.iter().map(|(_, listed)| listed.modified).max();
         for (worker, listed) in found.into_iter().filter(|(worker, _)| worker != me) {
             let known = self.by_worker.entry(worker).or_insert_with(|| Known {
                 device_seconds: 0.0,
-                // It had spent next to nothing when it was not listed yet.
+                // The worker was absent from the previous listing, so it had spent almost nothing
+                // by then.
                 at: before.map_or(created, |before| before - FIRST_WRITE),
                 ended: false,
                 read: None,
@@ -91,15 +95,16 @@ impl Others {
         }
     }
 
-    /// What all others together are known to have spent, in device seconds.
+    /// Device seconds of all other workers, as read last.
     pub fn known_seconds(&self) -> f64 {
         self.by_worker
             .values()
             .fold(0.0, |sum, known| sum + known.device_seconds)
     }
 
-    /// The most that they can have spent by now, `since` the last listing: nobody spends more than a device second a second.
-    /// Those that are not [live](Others::live) have spent nothing since they wrote last.
+    /// Upper bound of the device seconds of all other workers now, `since` after the last listing:
+    /// a worker spends at most one device second per second. Workers that are not
+    /// [live](Others::live) have spent nothing since their last write.
     pub fn most_seconds(&self, window: Duration, since: Duration) -> f64 {
         let more = |known: &Known| match (self.now, self.is_live(known, window), known.is_changed()) {
             (Some(now), true, _) => seconds(now - known.at) + since.as_secs_f64(),
@@ -111,12 +116,13 @@ impl Others {
             .fold(self.known_seconds(), |sum, known| sum + more(known))
     }
 
-    /// Whether all spendings were read as they were listed last.
+    /// Whether, by the last listing, every spending has been read since its last change.
     pub fn is_exact(&self) -> bool {
         !self.by_worker.values().any(Known::is_changed)
     }
 
-    /// Workers that wrote within `window` before the newest spending and have not left. The others work no more.
+    /// Number of other workers that wrote within `window` before the newest spending and have not
+    /// left. Only these still work.
     pub fn live(&self, window: Duration) -> u32 {
         let live = self.by_worker.values().filter(|known| self.is_live(known, window));
         live.count() as u32
@@ -128,7 +134,7 @@ impl Others {
         wrote && (!known.ended || known.is_changed())
     }
 
-    /// The newest time that the store had stamped on a spending, our own included.
+    /// The newest time that the store has stamped on a spending, including this worker's own.
     pub fn store_now(&self) -> Option<DateTime<Utc>> {
         self.now
     }
@@ -137,7 +143,7 @@ impl Others {
 /// When each worker wrote its spending last, by the store's clock.
 #[derive(Debug, Clone, Default)]
 pub struct Signs {
-    /// The newest of them: "now", right after one of them was written.
+    /// The newest write time. Right after a spending was written, this is the current time.
     pub now: Option<DateTime<Utc>>,
     by_worker: BTreeMap<String, DateTime<Utc>>,
 }
@@ -160,8 +166,8 @@ fn seconds(time: TimeDelta) -> f64 {
 }
 
 impl Ledger {
-    /// Writes this worker's spending on the job: cumulative device seconds over all its shards. `ended`: the worker leaves,
-    /// and nobody need reckon with it any more.
+    /// Writes this worker's spending on the job: cumulative device seconds over all its shards.
+    /// `ended`: the worker leaves and spends no more.
     pub async fn write_spend(&self, worker: &str, device_seconds: f64, ended: bool) -> Result<()> {
         let spend = Spend {
             v: VERSION,
@@ -177,7 +183,7 @@ impl Ledger {
         self.store().replace(&self.keys().spend(worker), encode(&spend)?).await
     }
 
-    /// What all workers have spent on this job: a listing, and a read each.
+    /// The spendings of all workers on this job: one listing, and one read per worker.
     pub async fn spent(&self) -> Result<Spent> {
         let listed = self.listed_spends().await?;
         let read = self.read_spends(listed.into_iter().map(|(worker, _)| worker));
@@ -186,20 +192,21 @@ impl Ledger {
         Ok(Spent { by_worker })
     }
 
-    /// One listing: which workers have spent something new since the last one.
+    /// Lists the spendings to find those that have changed. One listing.
     pub async fn list_spends(&self, me: &str, others: &mut Others) -> Result<()> {
         let found = self.listed_spends().await?;
         others.list(me, self.created_at(), found);
         Ok(())
     }
 
-    /// Reads what has changed, many at once.
+    /// Reads the spendings that have changed, concurrently.
     pub async fn read_changed_spends(&self, others: &mut Others) -> Result<()> {
         let changed = others.by_worker.iter().filter(|(_, known)| known.is_changed());
         let changed: Vec<String> = changed.map(|(worker, _)| worker.clone()).collect();
         for spend in self.read_spends(changed.into_iter()).await? {
             if let Some(known) = others.by_worker.get_mut(&spend.worker) {
-                // Written again since it was listed, it holds more, never less: the next listing says so.
+                // If the spending was written again since the listing, its value is higher, and the
+                // next listing shows the change.
                 known.device_seconds = spend.device_seconds;
                 known.at = known.listed.modified;
                 known.ended = spend.ended;
@@ -209,7 +216,7 @@ impl Ledger {
         Ok(())
     }
 
-    /// One listing: which workers have shown when that they live.
+    /// Write times of all spendings, which show that their workers live. One listing.
     pub async fn signs_of_life(&self) -> Result<Signs> {
         let found = self.listed_spends().await?;
         let now = found.iter().map(|(_, listed)| listed.modified).max();
@@ -219,19 +226,20 @@ impl Ledger {
         ))
     }
 
-    /// When this worker wrote its spending, by the store's clock: "now", right after it did.
+    /// When this worker wrote its spending, by the store's clock. Right after a write, this is the
+    /// current time.
     pub async fn spend_time(&self, worker: &str) -> Result<Option<DateTime<Utc>>> {
         let version = self.store().object_version(&self.keys().spend(worker)).await?;
         Ok(version.map(|version| version.modified))
     }
 
-    /// How old the job was at `now`, both by the store's clock.
+    /// The age of the job at `now`, a time by the store's clock.
     pub fn age_at(&self, now: Option<DateTime<Utc>>) -> Duration {
         let age = now.map(|now| now - self.created_at());
         age.and_then(|age| age.to_std().ok()).unwrap_or_default()
     }
 
-    /// Names of workers, each with its spending as it is listed; what else lies there is none of ours.
+    /// Names of workers with the listed entry of their spending. Skips other objects.
     async fn listed_spends(&self) -> Result<Vec<(String, Listed)>> {
         let found = self.store().list(&self.keys().spends()).await?;
         let of_worker = |object: Listed| {

@@ -1,5 +1,5 @@
-//! Stages of local puts: a file is written whole below `_gristmill/tmp/`, and gets its name by a hard link. Only names that are made
-//! here are ever removed there.
+//! Stages of local puts: a file is written completely below `_gristmill/tmp/`, and gets its final
+//! name by a hard link. Below `tmp/`, only names of the form made here are ever removed.
 
 use std::time::Duration;
 
@@ -13,11 +13,11 @@ use super::keys::{Id, JOB, TMP};
 use super::store::Store;
 use super::store_error_kind::{StoreErrorKind, store_error_kind};
 
-/// A stage older than this belongs to nobody alive: a put takes seconds.
+/// Age above which a stage belongs to no live process: a put takes seconds.
 pub(super) const STAGE_AGE_MAX: Duration = Duration::from_secs(3600);
 
-/// Whether a name below `tmp/` is that of a stage or of the start-up probe: `ID-NUMBER`, `probe-ID`, and what earlier versions staged
-/// for these (`ID-NUMBER#1`).
+/// Whether a name below `tmp/` is that of a stage (`ID-NUMBER`), of the start-up probe
+/// (`probe-ID`), or of a stage of either by an earlier version (`ID-NUMBER#1`).
 pub(super) fn is_ours(name: &str) -> bool {
     let digits = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     let is_id = |text: &str| Id::try_from(text.to_string()).is_ok();
@@ -34,7 +34,7 @@ pub(super) fn is_ours(name: &str) -> bool {
         .is_some_and(|(writer, number)| is_id(writer) && digits(number))
 }
 
-/// How a key of the start-up probe begins.
+/// Prefix of the names of the start-up probe.
 pub(super) const PROBE: &str = "probe-";
 
 impl Store {
@@ -42,7 +42,8 @@ impl Store {
         self.path(&format!("{TMP}/{}-{}", self.shared.writer, self.next_stage()))
     }
 
-    /// Puts `bytes` at `key` unless something lies there. The ETag, where the store gives one.
+    /// Puts `bytes` at `key` unless an object exists there. Returns the ETag, if the store gives
+    /// one.
     pub(super) async fn put_if_absent(&self, key: &str, bytes: &Bytes) -> Result<Option<String>, object_store::Error> {
         let (store, path) = (&self.shared.inner, self.path(key));
         let mut options = PutOptions::default();
@@ -55,7 +56,8 @@ impl Store {
             return Ok(put.e_tag);
         }
         if key == JOB {
-            // It holds the job's prompts, and whatever its author wrote into them.
+            // The job record holds the job's prompts, with any secrets that its author wrote into
+            // them.
             options.extensions.insert(OwnerOnly);
         }
         let stage = self.stage();
@@ -71,7 +73,8 @@ impl Store {
         linked.map(|()| None)
     }
 
-    /// A name that somebody else linked may not have reached the disk yet; what we build on it must not outlive it.
+    /// Syncs the folder of `key`. A name linked by another process may not be on disk yet, and the
+    /// objects written after it must not outlive it.
     pub(super) async fn sync_folder_of(&self, key: &str) -> Result<()> {
         let Some(folder) = &self.shared.folder else {
             return Ok(());
@@ -80,8 +83,8 @@ impl Store {
         synced.map_err(|source| self.gave_up(key, "syncing the folder of", Some(source)))
     }
 
-    /// Removes stages that dead runs left: by age, since a live writer needs its stage for seconds. (Would one vanish
-    /// all the same, its put fails and is staged again.)
+    /// Removes stages that dead runs left, recognized by their age: a live writer needs its stage
+    /// for seconds. If a stage in use is removed nevertheless, its put fails and is tried again.
     pub async fn clean_stages(&self) -> Result<()> {
         let Some(folder) = &self.shared.folder else {
             return Ok(());

@@ -1,4 +1,5 @@
-//! How far a job is, by its ledger alone: digests of closed blocks, commits of open ones, logs of open shards.
+//! The progress of a job, from its ledger alone: digests of closed blocks, commits of open blocks,
+//! and logs of open shards.
 
 use chrono::{DateTime, TimeDelta, Utc};
 use futures::{Stream, StreamExt, TryStreamExt};
@@ -13,17 +14,19 @@ use super::order::StopWhy;
 use super::record::{Commit, Tally};
 use crate::report::cost::dollars;
 
-/// Blocks whose records are read at once; an open one reads its commits many at once too.
+/// Maximum number of blocks that are read concurrently. The commits of an open block are read
+/// concurrently too.
 const BLOCKS_AT_ONCE: usize = 8;
 
-/// A shard with attempts that have not ended is called stuck when nothing was written for so long, or for two log intervals of its workers.
+/// Minimum silence after which a shard with attempts that have not ended is called stuck. For
+/// workers with a long log interval it is two log intervals.
 const STILL: TimeDelta = TimeDelta::seconds(60);
 
-/// When silence is longer than that of workers that are well.
+/// The silence after which the shard of `log` is called stuck.
 fn still_after(log: &ShardLog) -> TimeDelta {
     let attempts = log.attempts().iter();
     let longest = attempts.filter_map(|attempt| attempt.signs_every).fold(0.0, f64::max);
-    // Records are held to less than three hundred years.
+    // No overflow: records bound this to 1e10 s.
     TimeDelta::seconds((2.0 * longest).ceil() as i64).max(STILL)
 }
 
@@ -33,22 +36,22 @@ pub struct Status {
     pub job: Id,
     pub name: String,
     pub state: State,
-    /// What was found, where the job is stopped and somebody said so.
+    /// The note of the stop that holds, if it has one.
     pub note: Option<String>,
     /// Rows of the whole job.
     pub rows: u64,
-    /// Rows that are finished for good, published or not, by status, with their tokens.
+    /// Counts of finished rows, published or logged, by status, with their tokens.
     pub tally: Tally,
     pub shards: ShardCounts,
-    /// The generation that the job is at.
+    /// The current generation of the job.
     pub generation: u32,
-    /// The shards that some worker has begun and nobody has committed, ascending.
+    /// Shards that some worker has begun and that have no commit, ascending.
     pub open: Vec<OpenShard>,
     /// Names of committed parts that are gone.
     pub lost_parts: Vec<String>,
     /// Device seconds of all workers.
     pub seconds: f64,
-    /// Where the job has a price.
+    /// Cost in dollars, if the job has a price.
     pub usd: Option<f64>,
 }
 
@@ -56,29 +59,33 @@ pub struct Status {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct OpenShard {
     pub shard: u32,
-    /// Rows that its log covers, and whose data is there.
+    /// Rows that its log covers, without those in `rows_damaged`.
     pub rows_done: u64,
     /// Rows to do in this generation.
     pub rows: u64,
-    /// Finished rows whose data is missing or of another size: whoever takes the shard computes them again.
+    /// Finished rows whose data object is missing or damaged: the next worker of the shard computes
+    /// them again.
     pub rows_damaged: u64,
-    /// Rows whose data was found damaged, and that are, or were, computed again.
+    /// Rows whose record was voided because its data was damaged. They are, or were, computed
+    /// again.
     pub rows_again: u64,
-    /// Attempts that never ended: running still, or dead.
+    /// Attempts that have not ended: running or dead.
     pub attempts: u32,
-    /// Two attempts at its unfinished rows have not ended, and nothing was written for a minute, nor for two of their log intervals.
+    /// Whether two attempts at its unfinished rows have not ended, and nothing was written for a
+    /// minute or two log intervals, whichever is longer.
     pub stuck: bool,
-    /// Of the attempt begun last.
+    /// Worker of one of these attempts (the last one by id).
     pub worker: Option<String>,
     /// When its newest ledger object was written, by the store's clock.
     pub last_progress: DateTime<Utc>,
 }
 
-/// Where a job stands.
+/// State of a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum State {
-    /// Rows are left and nothing forbids to run them. (Whether a worker is at it, the ledger cannot know.)
+    /// Rows are left, and the job is not stopped. The ledger cannot tell whether a worker is
+    /// running.
     Running,
     /// Every row is published.
     Finished,
@@ -88,40 +95,41 @@ pub enum State {
     InputChanged,
 }
 
-/// Shards by what has become of them.
+/// Number of shards by state.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct ShardCounts {
     pub total: u32,
-    /// Committed.
+    /// Shards with a commit.
     pub done: u32,
-    /// Some worker has begun it.
+    /// Shards that some worker has begun and that have no commit.
     pub open: u32,
-    /// Of the open ones: see [`OpenShard::stuck`].
+    /// Open shards that are stuck: see [`OpenShard::stuck`].
     pub stuck: u32,
 }
 
 impl Ledger {
-    /// Reads how far the job is.
+    /// Reads the progress of the job.
     ///
-    /// Requests: one a closed block, one and one a commit for each open block, a listing of the shards' folders, and for
-    /// each open shard its log. They are sent many at once. Of a retry, what is published counts, less the rows that it
-    /// does anew and has not finished.
+    /// Requests: one per closed block, one per open block and one per commit in it, a listing of
+    /// the shards' folders, and for each open shard its log. They are sent concurrently. For a
+    /// retry, the counts start from the published rows, without the rows of the retry, and its
+    /// finished rows are added.
     pub async fn status(&self) -> Result<Status> {
         self.status_at(Utc::now()).await
     }
 
-    /// As [`Ledger::status`], by another clock.
+    /// As [`Ledger::status`], with `now` in place of the local clock.
     pub async fn status_at(&self, now: DateTime<Utc>) -> Result<Status> {
         let without_part = self.without_part().await?;
         self.status_but_for(without_part, now).await
     }
 
-    /// As [`Ledger::status`], but for parts that are gone: they are taken to be there, and not listed.
+    /// As [`Ledger::status`], without listing the parts: all are assumed to exist.
     pub async fn glance(&self) -> Result<Status> {
         self.status_but_for(Vec::new(), Utc::now()).await
     }
 
-    /// How far the job is, where the parts of these shards are gone.
+    /// The progress of the job, given the shards `without_part` whose parts are gone.
     async fn status_but_for(&self, without_part: Vec<u32>, now: DateTime<Utc>) -> Result<Status> {
         let job = self.job();
         let numbers = self.shard_numbers();
@@ -177,7 +185,7 @@ impl Ledger {
         Ok(status)
     }
 
-    /// Adds what workers wrote of their spending after the result was summed up.
+    /// Updates the device seconds, which workers may have raised after `_SUCCESS` was written.
     async fn add_spent_since(&self, status: &mut Status) -> Result<()> {
         let seconds = self.spent().await?.device_seconds();
         if seconds > status.seconds {
@@ -187,8 +195,9 @@ impl Ledger {
         Ok(())
     }
 
-    /// Shards to be worked on in this generation, ascending: those without a commit, and those whose part is gone. A request for each block
-    /// that is not closed, and for a thousand parts.
+    /// Shards to be worked on in this generation, ascending: those without a commit, and those
+    /// whose part is gone. Requests: one per open block, one for the digests, and one per thousand
+    /// parts.
     pub async fn unfinished(&self) -> Result<Vec<u32>> {
         let gone = self
             .without_part()
@@ -202,7 +211,8 @@ impl Ledger {
         Ok(shards)
     }
 
-    /// Shards without a commit in this generation, ascending: one request, and one a block that is not closed.
+    /// Shards without a commit in this generation, ascending. Requests: one for the digests, and
+    /// one per open block.
     async fn uncommitted(&self) -> Result<Vec<u32>> {
         let closed = self.closed_blocks().await?;
         let open = self.blocks().into_iter().filter(|block| !closed.contains(block));
@@ -221,7 +231,7 @@ impl Ledger {
         Ok(blocks.concat())
     }
 
-    /// The commits of this generation, and the shards that have none, block by block.
+    /// The commits of this generation and the shards without a commit, block by block.
     pub(super) async fn committed(&self) -> Result<impl Stream<Item = Result<(Vec<Commit>, Vec<u32>)>>> {
         let closed = self.closed_blocks().await?;
         let blocks = self
@@ -244,7 +254,7 @@ impl Ledger {
             .buffered(BLOCKS_AT_ONCE))
     }
 
-    /// Adds what is committed; returns the shards that are not.
+    /// Adds the counts of the commits. Returns the shards without a commit.
     async fn add_committed(&self, status: &mut Status) -> Result<Vec<u32>> {
         let mut blocks = std::pin::pin!(self.committed().await?);
         let mut uncommitted = Vec::new();
@@ -258,7 +268,7 @@ impl Ledger {
         Ok(uncommitted)
     }
 
-    /// Adds what the logs of begun shards cover.
+    /// Adds the rows that the logs of begun shards cover.
     async fn add_open(&self, status: &mut Status, uncommitted: Vec<u32>, now: DateTime<Utc>) -> Result<()> {
         let (_, mut begun) = self.store().list_folder(&self.keys().shards()).await?;
         begun.sort();
@@ -269,7 +279,7 @@ impl Ledger {
             .map(|shard| async move {
                 let mut log = ShardLog::load(self, shard).await?;
                 log.confirm_suspects().await?;
-                // Published and cleaned away while we read.
+                // The shard may have been published and cleaned while its log was read.
                 let committed = match log.damaged_rows().is_empty() {
                     true => None,
                     false => self.commit_of(shard).await?,
@@ -286,7 +296,8 @@ impl Ledger {
             let damaged = log.damaged_rows().len();
             let narrowing = log.narrowing();
             let last_progress = log.last_progress().unwrap_or_else(|| self.created_at());
-            // Two workers that are at it side by side have ended no attempt either.
+            // Silence is required too: two workers that run the shard side by side have not ended
+            // their attempts either.
             let is_still = now - last_progress > still_after(&log);
             let stuck = is_still && (narrowing.alone() || !narrowing.accused.is_empty());
             status.tally.add(&log.tally());

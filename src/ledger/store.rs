@@ -1,11 +1,12 @@
-//! The object store under the ledger: put-if-absent whose answer can be trusted.
+//! The object store under the ledger, with a put-if-absent whose result is reliable.
 //!
-//! No reply of a store settles a create. A timed-out put may have taken effect, and object_store reports our own
-//! success after a retried error as "already exists". So every error is settled by reading the key back: the bytes
-//! that stand there are ours when they are identical, else the winner's.
+//! The reply of the store does not settle a create. A timed-out put may have taken effect, and
+//! object_store reports our own success after a retried error as "already exists". So every error
+//! is settled by reading the key back: if the bytes there are identical to ours, the create
+//! succeeded. Otherwise another writer won.
 //!
-//! Local folders (`folder.rs`): a put is staged under `_gristmill/tmp/`, where a kill leaves nothing for readers to find, and a hard
-//! link publishes it (`stage.rs`).
+//! Local folders (`folder.rs`): a put is staged under `_gristmill/tmp/`, where readers do not see
+//! the remains of a killed process, and a hard link publishes it (`stage.rs`).
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -29,29 +30,30 @@ use crate::dataset::location::Location;
 use crate::dataset::store_error::cause;
 use crate::signing::Signing;
 
-/// No object of the ledger is larger (a part is a single put of at most 256 MB by plan).
+/// Maximum size of any ledger object. (A part is a single put of at most 256 MB by plan.)
 pub const MAX_OBJECT_BYTES: u64 = 4 << 30;
-/// Concurrent creates of one key by the start-up probe.
+/// Number of concurrent creates of one key by the start-up probe.
 const PROBE_WRITERS: usize = 4;
-/// What a store that honours put-if-absent makes of [`Store::race`].
+/// Result of [`Store::race`] at a store that honours put-if-absent.
 const ONE_WINNER: (u32, bool) = (1, false);
 
-/// Requests in flight while a job is cleaned.
+/// Maximum concurrent requests while a job is cleaned.
 const DELETES_AT_ONCE: usize = 16;
-/// The stores (on this machine: the folders) that this process has checked.
+/// The stores (local: the folders) that this process has checked.
 static CHECKED: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
 
-/// How often a failed request is tried, and how long between.
+/// Number of tries of a request, and the delays between them.
 #[derive(Debug, Clone, Copy)]
 pub struct Retry {
     pub tries: u32,
-    /// Before the second try; doubles from there.
+    /// Delay before the second try. It doubles with each further try.
     pub first_delay: Duration,
     pub max_delay: Duration,
 }
 
 impl Default for Retry {
-    /// About 13 s in all; remote stores retry each request by themselves below this.
+    /// About 13 s in all. For remote stores, object_store also retries each request below this
+    /// level.
     fn default() -> Retry {
         Retry {
             tries: 7,
@@ -61,46 +63,46 @@ impl Default for Retry {
     }
 }
 
-/// Who stands at a key after a create.
+/// Whose bytes are at a key after a create.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Created {
-    /// Our bytes (also where somebody else put identical ones first).
+    /// Our bytes, even if another process put identical ones first.
     Ours,
-    /// Somebody else's bytes.
+    /// The bytes of another writer.
     Theirs(Bytes),
 }
 
-/// Asked before each try of a put, which an error of it keeps from being made.
+/// Called before each try of a put. An error cancels the put.
 pub(super) type Look<'a> = &'a (dyn Fn() -> BoxFuture<'a, Result<()>> + Send + Sync);
 
-/// What came of a create.
+/// Result of a create.
 pub(super) struct Stood {
     pub created: Created,
-    /// Of the object that stands, where the store gave one.
+    /// ETag of the object at the key, if known.
     pub etag: Option<String>,
 }
 
-/// One object's name and times, from a listing.
+/// The key, size, time and ETag of an object in a listing.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Listed {
-    /// Below the output, no leading slash.
+    /// Key below the output, without a leading slash.
     pub key: String,
     pub size: u64,
-    /// By the store's clock.
+    /// Time of the last write, by the store's clock.
     pub modified: DateTime<Utc>,
-    /// Where the store lists them.
+    /// ETag, if the store lists it.
     pub etag: Option<String>,
 }
 
-/// What tells an object from another under the same key, and when it was written.
+/// Distinguishes two objects under the same key, and gives the write time.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ObjectVersion {
     pub size: u64,
-    /// By the store's clock.
+    /// Time of the last write, by the store's clock.
     pub modified: DateTime<Utc>,
-    /// Where the store has one.
+    /// ETag, if the store has one.
     pub etag: Option<String>,
-    /// Where the store keeps versions.
+    /// Version, if the store keeps versions.
     pub version: Option<String>,
 }
 
@@ -127,16 +129,16 @@ pub(super) struct Shared {
     pub(super) inner: Arc<dyn ObjectStore>,
     root: Path,
     url: Url,
-    /// The folder, where the store is the local file system.
+    /// The folder, if the store is the local file system.
     pub(super) folder: Option<Folder>,
-    /// Names this process's stages.
+    /// Prefix of the names of this process's stages.
     pub(super) writer: Id,
     stages: AtomicU64,
     pub(super) retry: Retry,
 }
 
 impl std::fmt::Debug for Shared {
-    /// The address alone: the client inside may hold credentials.
+    /// Prints only the address: the client inside may hold credentials.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_tuple("Store").field(&self.url.as_str()).finish()
     }
@@ -148,12 +150,12 @@ impl Store {
         Store::with_retry(output, Retry::default())
     }
 
-    /// As [`Store::new`], with its own patience.
+    /// As [`Store::new`], with another retry policy.
     pub fn with_retry(output: &Location, retry: Retry) -> Result<Store> {
         Store::through(output, Store::objects(output), retry)
     }
 
-    /// What holds the objects of `output`: its store, or a local folder in which no link is followed.
+    /// The object store of `output`; for a local folder, one that follows no links.
     pub fn objects(output: &Location) -> Arc<dyn ObjectStore> {
         match output.local_path() {
             Some(root) => Arc::new(Folder::new(root, output.path.clone())),
@@ -161,7 +163,8 @@ impl Store {
         }
     }
 
-    /// As [`Store::with_retry`], by way of `inner`, which stands before [`Store::objects`].
+    /// As [`Store::with_retry`], with requests going to `inner`, a wrapper around
+    /// [`Store::objects`].
     pub fn through(output: &Location, inner: Arc<dyn ObjectStore>, retry: Retry) -> Result<Store> {
         let folder = output.local_path();
         let shared = Shared {
@@ -189,7 +192,7 @@ impl Store {
             .fold(self.shared.root.clone(), |path, part| path.join(part))
     }
 
-    /// `key` as a person would look it up.
+    /// The address of `key` for messages: a path, or a URL.
     pub fn address(&self, key: &str) -> String {
         match &self.shared.folder {
             Some(folder) => folder.root().join(key).display().to_string(),
@@ -197,12 +200,13 @@ impl Store {
         }
     }
 
-    /// Reads `key`; `None` where nothing lies there. An object of more than `max_bytes` is refused unread.
+    /// Reads `key`. `None`: there is no object. An object of more than `max_bytes` is refused
+    /// unread.
     pub async fn get(&self, key: &str, max_bytes: u64) -> Result<Option<Bytes>> {
         Ok(self.get_versioned(key, max_bytes).await?.map(|(bytes, _)| bytes))
     }
 
-    /// As [`Store::get`], with the object's stamp.
+    /// As [`Store::get`], with the object's version.
     pub async fn get_versioned(&self, key: &str, max_bytes: u64) -> Result<Option<(Bytes, ObjectVersion)>> {
         let path = self.path(key);
         self.retried(key, "reading", || async {
@@ -224,7 +228,7 @@ impl Store {
         .await?
     }
 
-    /// The stamp of what lies at `key`, unread; `None` where nothing lies there.
+    /// The version of the object at `key`, without reading it. `None`: there is no object.
     pub async fn object_version(&self, key: &str) -> Result<Option<ObjectVersion>> {
         let path = self.path(key);
         self.retried(key, "reading", || async {
@@ -237,15 +241,16 @@ impl Store {
         .await
     }
 
-    /// Puts `bytes` at `key` if nothing lies there, and says who stands there now.
+    /// Puts `bytes` at `key` if there is no object yet, and returns whose bytes are at `key` now.
     ///
-    /// An error means that nobody knows: the bytes may still appear. Call again with the same bytes.
+    /// After an error the outcome is unknown: the bytes may still appear. Call again with the same
+    /// bytes.
     pub async fn create(&self, key: &str, bytes: Bytes) -> Result<Created> {
         let nothing: Look = &|| Box::pin(async { Ok(()) });
         Ok(self.create_after(key, bytes, nothing).await?.created)
     }
 
-    /// As [`Store::create`], with the ETag of what stands there; each round `look`s first.
+    /// As [`Store::create`], with the ETag of the object at `key`. Calls `look` before each try.
     pub(super) async fn create_after(&self, key: &str, bytes: Bytes, look: Look<'_>) -> Result<Stood> {
         let mut last = None;
         for round in 0..self.shared.retry.tries {
@@ -283,7 +288,7 @@ impl Store {
         Err(self.gave_up(key, "writing", last))
     }
 
-    /// Puts `bytes` at `key`, over what lies there. Only for keys with a single writer.
+    /// Puts `bytes` at `key` unconditionally. Only for keys with a single writer.
     pub async fn replace(&self, key: &str, bytes: Bytes) -> Result<()> {
         let path = self.path(key);
         self.retried(key, "writing", || async {
@@ -294,7 +299,7 @@ impl Store {
             self.shared.inner.put(&stage, bytes.clone().into()).await?;
             let renamed = self.shared.inner.rename(&stage, &path).await;
             if renamed.is_err() {
-                // What cannot be removed now is removed with old stages.
+                // If this fails, the stage is removed later with other old stages.
                 let _ = self.shared.inner.delete(&stage).await;
             }
             renamed
@@ -302,7 +307,7 @@ impl Store {
         .await
     }
 
-    /// Removes `keys`; those that are gone already are no error.
+    /// Removes `keys`. Missing keys are no error.
     pub(super) async fn delete_all(&self, keys: impl Iterator<Item = String>) -> Result<()> {
         futures::stream::iter(keys)
             .map(|key| {
@@ -314,7 +319,7 @@ impl Store {
             .await
     }
 
-    /// Everything below `prefix`, sorted by key.
+    /// All objects below `prefix`, sorted by key.
     pub async fn list(&self, prefix: &str) -> Result<Vec<Listed>> {
         let path = self.path(prefix);
         let mut found: Vec<Listed> = self
@@ -330,7 +335,8 @@ impl Store {
         Ok(found)
     }
 
-    /// Names directly below `prefix` (`""`: the output): objects, and folders that hold objects. Sorted.
+    /// Objects and folders directly below `prefix` (`""`: the output), sorted. A local folder that
+    /// is listed may be empty.
     pub async fn list_folder(&self, prefix: &str) -> Result<(Vec<Listed>, Vec<String>)> {
         let path = if prefix.is_empty() {
             self.shared.root.clone()
@@ -358,7 +364,8 @@ impl Store {
         Ok((objects, folders))
     }
 
-    /// The first object of the output that readers of the folder would see: no part of its key starts with `_` or `.`.
+    /// The first object of the output that readers of the folder see: no component of its key
+    /// starts with `_` or `.`.
     pub async fn first_visible(&self) -> Result<Option<String>> {
         let hidden = |name: &str| name.starts_with('_') || name.starts_with('.');
         let (objects, folders) = self.list_folder("").await?;
@@ -374,21 +381,22 @@ impl Store {
         Ok(None)
     }
 
-    /// Checks, before anything is written, that the store can keep the guarantee: it can be written to, several
-    /// creates of one key have exactly one winner, and (locally) the file system has hard links. Removes stages that
-    /// dead runs left.
+    /// Checks, before the job writes, that the store can keep the guarantee: it is writable,
+    /// several creates of one key have exactly one winner, and a local file system has hard links.
+    /// Also removes stages that dead runs left.
     ///
-    /// Once per process and store: what has passed is not asked again.
+    /// After the probe has passed, later calls in this process skip it for the same store.
     pub async fn check(&self) -> Result<()> {
         self.clean_stages().await?;
         if self.unconditional() || exists_is_success() {
-            // Control experiments: this check would be the first to notice.
+            // Control experiments must pass this check, which would detect them first.
             return Ok(());
         }
         let passed = || CHECKED.lock().unwrap_or_else(PoisonError::into_inner);
         // Two stores in memory can have one address.
         let lasting = self.shared.url.scheme() != "memory";
-        // Of a bucket, every folder is in one store; of a machine, each may be on a file system of its own.
+        // All folders of a bucket are in one store, but local folders may be on different file
+        // systems.
         let store = match &self.shared.folder {
             Some(_) => self.shared.url.to_string(),
             None => format!("{}://{}", self.shared.url.scheme(), self.shared.url.authority()),
@@ -404,7 +412,7 @@ impl Store {
     }
 
     async fn probe(&self) -> Result<()> {
-        // One name a process: where the right to delete is missing, one key stays behind.
+        // One name per process: without the permission to delete, only one key remains.
         let key = format!("{TMP}/{PROBE}{}", self.shared.writer);
         if self.shared.folder.is_some() {
             self.check_hard_links(&key).await?;
@@ -412,8 +420,8 @@ impl Store {
         if self.race(&key).await? == ONE_WINNER {
             return Ok(());
         }
-        // The key of an earlier check that failed may have been removed only now, by a request that was thought lost: what
-        // counts is a key that nobody has used.
+        // An earlier check that failed may have left the key, and its late delete may have taken
+        // effect only now. So a second race, on an unused key, decides.
         match self.race(&format!("{key}-again")).await? {
             ONE_WINNER => Ok(()),
             (winners, late_won) => Err(LedgerError::stop(format!(
@@ -425,7 +433,8 @@ impl Store {
         }
     }
 
-    /// Lets several writers create one key, then one more, and removes it. How many of the several won, and did the late one?
+    /// Lets several writers create one key concurrently, then one more, and removes the key.
+    /// Returns the number of concurrent winners, and whether the late writer won.
     async fn race(&self, key: &str) -> Result<(u32, bool)> {
         let writers =
             (0..PROBE_WRITERS).map(|n| async move { self.create(key, Bytes::from(format!("writer {n}"))).await });
@@ -466,7 +475,7 @@ impl Store {
         }
     }
 
-    /// Removes `key` where that is allowed: deleting needs a right that only `clean` asks for.
+    /// Removes `key` if permitted: only `clean` requires the permission to delete.
     async fn forget(&self, key: &str) -> Result<()> {
         match self.delete(key).await {
             Err(LedgerError::Denied { .. }) => Ok(()),
@@ -485,7 +494,7 @@ impl Store {
         .await
     }
 
-    /// A number that no stage of this store has.
+    /// A number that is unique among the stages of this store.
     pub(super) fn next_stage(&self) -> u64 {
         self.shared.stages.fetch_add(1, Ordering::Relaxed)
     }
@@ -493,7 +502,8 @@ impl Store {
     fn listed(&self, meta: &object_store::ObjectMeta) -> Option<Listed> {
         let parts = meta.location.prefix_match(&self.shared.root)?;
         let names: Vec<String> = parts.map(|part| part.as_ref().to_string()).collect();
-        // Without a name, it is what consoles of S3 make for an empty folder: the output itself, as an object of no bytes.
+        // An object without a name is the output itself: S3 consoles create such empty objects for
+        // folders.
         (!names.is_empty()).then(|| Listed {
             key: names.join("/"),
             size: meta.size,
@@ -502,7 +512,7 @@ impl Store {
         })
     }
 
-    /// Runs `request` until it succeeds, meets a lasting error, or was tried often enough.
+    /// Runs `request` until it succeeds, fails with a lasting error, or has used up its tries.
     async fn retried<T, Request>(&self, key: &str, doing: &str, request: impl Fn() -> Request) -> Result<T>
     where
         Request: Future<Output = Result<T, object_store::Error>> + Send,
@@ -529,7 +539,8 @@ impl Store {
         let delay = first_delay
             .saturating_mul(1 << round.saturating_sub(1).min(16))
             .min(max_delay);
-        // Between half and all of it, so that workers which failed together do not come back together.
+        // Use a random delay from half of `delay` to all of it, so that workers which failed
+        // together retry at different times.
         let mut random = [0u8; 1];
         let share = getrandom::fill(&mut random).map_or(0.0, |()| f64::from(random[0]) / 256.0);
         let delay = delay.mul_f64(0.5 + share / 2.0);
@@ -567,7 +578,7 @@ impl Store {
     }
 }
 
-/// A control experiment of the fault build: takes "already exists" for success.
+/// A control experiment of the fault build: treats "already exists" as success.
 #[cfg(feature = "faults")]
 fn exists_is_success() -> bool {
     crate::faults::switch("exists-is-success")

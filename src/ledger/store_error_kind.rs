@@ -1,21 +1,21 @@
-//! What a store's errors mean: nothing there, worth another try, or a matter for a person.
+//! Classifies the errors of a store: missing object, retryable, or in need of a person.
 
 use super::folder::Odd;
 use crate::dataset::credentials::NoCredentials;
 
-/// What an error of the store means for the request that met it.
+/// The consequence of a store error for its request.
 pub(super) enum StoreErrorKind {
-    /// Nothing lies there.
+    /// There is no object.
     Missing,
-    /// May be gone at the next try.
+    /// A retry may succeed.
     Transient,
-    /// Will not be gone: why, and what to do.
+    /// A retry will fail too. The text gives the cause and the remedy.
     Lasting(&'static str),
-    /// Will not be gone until a person has given permission, or credentials were renewed.
+    /// A retry will fail until a person has given permission or the credentials were renewed.
     Denied(&'static str),
 }
 
-/// What `error` means, by its kind and, locally, by the I/O error inside.
+/// Classifies `error` by its variant and by the I/O error inside (local folders).
 pub(super) fn store_error_kind(error: &object_store::Error) -> StoreErrorKind {
     use object_store::Error as E;
     use std::io::ErrorKind as Io;
@@ -65,7 +65,8 @@ pub(super) fn store_error_kind(error: &object_store::Error) -> StoreErrorKind {
     }
 }
 
-/// Whether it is the bucket that is not there: stores tell that in the answer's body, which an answer to HEAD lacks.
+/// Whether the bucket is missing. Stores tell this in the body of the response, which a response to
+/// HEAD lacks.
 fn names_no_bucket(error: &object_store::Error) -> bool {
     use object_store::Error as E;
     let said = match error {

@@ -1,5 +1,7 @@
-//! Who tells that a job is done: whoever has written its result, and, where that process ended before it could, whoever looks next. A mark
-//! says that it is done with. Between the two the end may be told twice, never not at all.
+//! Announces the end of a job (`on_finish`). The process that wrote the result announces it. If
+//! that process died first, the next process that looks does. A mark records the announcement. If a
+//! process dies between announcement and mark, the end is announced again, so it is announced at
+//! least once.
 //!
 //! See docs/decisions/030-who-lists-an-address-is-told.md.
 
@@ -30,24 +32,24 @@ impl Ledger {
         self.inner.has_result.store(true, Release);
     }
 
-    /// Whether this process has written the generation's result since it was asked last.
+    /// Whether this process has written the result of the generation since the last call.
     pub fn takes_result(&self) -> bool {
         self.inner.has_result.swap(false, AcqRel)
     }
 
-    /// Whether the generation's end was told. A mark says so by being there.
+    /// Whether the generation's end was announced, which the existence of a mark shows.
     pub async fn is_told(&self) -> Result<bool> {
         Ok(self.store().object_version(&self.keys().told()).await?.is_some())
     }
 
-    /// Marks the generation's end as told.
+    /// Marks the generation's end as announced.
     pub async fn mark_told(&self) -> Result<()> {
         let mark = ToldMark {
             v: VERSION,
             job: self.job().job.clone(),
             generation: self.generation(),
         };
-        // Another's mark says the same.
+        // The mark of another process has the same content.
         self.store().create(&self.keys().told(), encode(&mark)?).await.map(drop)
     }
 }

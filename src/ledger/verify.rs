@@ -1,7 +1,8 @@
-//! Proves the guarantee for a job, from what is published: every input row exactly once, keyed by row.
+//! Verifies the guarantee for a job from its published parts: every input row exactly once,
+//! identified by row number.
 //!
-//! Parts are read side by side, as many as fit into a bounded memory. Findings are lines; none means that the guarantee
-//! holds.
+//! Parts are read concurrently within a memory bound. Each finding is a line, and no findings mean
+//! that the guarantee holds.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -16,21 +17,21 @@ use super::part::lines_generation;
 use super::record::{Commit, Success, Tally, read};
 use super::store::MAX_OBJECT_BYTES;
 
-/// Blocks whose commits are read at once, many of each.
+/// Maximum number of blocks whose commits are read concurrently.
 const BLOCKS_AT_ONCE: usize = 8;
-/// Of all parts in memory together, in MiB; a larger one is read alone.
+/// Maximum memory of all parts being read, in MiB. A larger part is read alone.
 const PARTS_MIB: u32 = 1024;
-/// Shards without a commit that are named one by one.
+/// Maximum number of shards without a commit that a finding lists.
 const SHARDS_NAMED: usize = 10;
-/// Further findings are only counted.
+/// Maximum number of findings. Further ones are dropped, and one last line says so.
 const FINDINGS_MAX: usize = 1000;
 
-/// What verification found.
+/// The result of a verification.
 #[derive(Debug, Clone, Default)]
 pub struct Verified {
-    /// One line each; empty where the guarantee holds.
+    /// One line per finding. Empty if the guarantee holds.
     pub findings: Vec<String>,
-    /// Over all parts, recounted from their rows.
+    /// Counts over all parts, recounted from their rows.
     pub tally: Tally,
     pub parts: u32,
 }
@@ -41,7 +42,7 @@ impl Verified {
         self.findings.is_empty()
     }
 
-    /// Takes in what was found of a piece of the job.
+    /// Adds the result for a piece of the job.
     fn add(&mut self, other: Verified) {
         self.tally.add(&other.tally);
         self.parts += other.parts;
@@ -58,11 +59,11 @@ impl Verified {
 }
 
 impl Ledger {
-    /// Verifies the job's output: parts against commits, rows against the shard table, counts against `_SUCCESS`,
-    /// and that nothing else lies beside the parts.
+    /// Verifies the job's output: parts against commits, rows against the shard table, counts
+    /// against `_SUCCESS`. Other visible objects beside the parts are findings too.
     ///
-    /// `progress` is called with the number of each shard that was looked at. An `Err` means that the store could not
-    /// be read; whatever is wrong with the output itself is a finding.
+    /// `progress` is called with the number of each shard that was verified. An `Err` means that
+    /// the store could not be read. Any fault of the output itself is a finding.
     pub async fn verify(&self, mut progress: impl FnMut(u32)) -> Result<Verified> {
         let mut out = Verified::default();
         let mut expected = BTreeSet::new();
@@ -114,7 +115,8 @@ impl Ledger {
         Ok(out)
     }
 
-    /// The commit of each shard in the newest generation that holds it; none where that one is not committed yet.
+    /// The commit of each shard in the newest generation that has rows of it; `None` if that
+    /// generation has not committed it yet.
     async fn newest_commits(&self, out: &mut Verified) -> Result<BTreeMap<u32, Option<Commit>>> {
         let mut newest = BTreeMap::new();
         for generation in 0..=self.generation() {
@@ -157,7 +159,7 @@ impl Ledger {
         Ok(newest)
     }
 
-    /// The commits of a block, read one by one: its digest is only a copy of them.
+    /// The commits of a block, read one by one, because its digest is only a copy of them.
     async fn commits_of(&self, block: u32, closed: bool, out: &mut Verified) -> Result<Vec<Option<Commit>>> {
         let read = futures::stream::iter(self.block_shards(block))
             .map(|shard| self.commit_of(shard))
@@ -176,11 +178,11 @@ impl Ledger {
         Ok(commits)
     }
 
-    /// `memory`: of all parts that are read at once.
+    /// Verifies one part. `memory` bounds all parts that are read at once.
     async fn verify_part(&self, commit: &Commit, memory: &Semaphore) -> Result<Verified> {
         let (name, mut out) = (&commit.part.name, Verified::default());
         let mib = u32::try_from(commit.part.size >> 20).unwrap_or(PARTS_MIB);
-        // Never closed.
+        // The semaphore is never closed, so this always acquires.
         let _room = memory.acquire_many(mib.saturating_add(1).min(PARTS_MIB)).await.ok();
         let bytes = as_finding(self.store().get(name, MAX_OBJECT_BYTES).await, &mut out)?;
         let Some(Some(bytes)) = bytes else {
@@ -222,7 +224,7 @@ impl Ledger {
         Ok(out)
     }
 
-    /// Nothing but the parts may be seen by readers of the folder.
+    /// Finds visible objects of the output that are not its parts.
     async fn verify_names(&self, expected: &BTreeSet<String>, out: &mut Verified) -> Result<()> {
         let hidden = |name: &str| name.starts_with('_') || name.starts_with('.');
         let (objects, folders) = self.store().list_folder("").await?;
@@ -250,7 +252,7 @@ impl Ledger {
     fn verify_success(&self, success: &Success, parts_sha256: String, out: &mut Verified) {
         let job = self.job();
         if success.generation != self.generation() {
-            // What it counts is what stood before.
+            // Its counts are those of an earlier generation, so they are not compared.
             return out.find(format!(
                 "`{SUCCESS}` is of generation {}, the newest is {}: the retry is not finished",
                 success.generation,
@@ -273,7 +275,7 @@ impl Ledger {
     }
 }
 
-/// The first of `shards`, and how many more there are.
+/// The first of `shards`, and the number of the others, for a finding.
 fn first_of(shards: &[u32]) -> String {
     let shown: Vec<String> = shards.iter().take(SHARDS_NAMED).map(u32::to_string).collect();
     match shards.len() - shown.len() {
@@ -282,7 +284,8 @@ fn first_of(shards: &[u32]) -> String {
     }
 }
 
-/// Whether a digest's commits are these. (A gristmill that did not count truncated rows copied all but that.)
+/// Whether a digest holds copies of these commits. An older gristmill copied them without the count
+/// of truncated rows.
 fn is_copy(copies: &[Commit], commits: &[Option<Commit>]) -> bool {
     let same = |(copy, commit): (&Commit, &Option<Commit>)| {
         let Some(commit) = commit else { return false };
@@ -300,7 +303,7 @@ fn is_copy(copies: &[Commit], commits: &[Option<Commit>]) -> bool {
     copies.len() == commits.len() && copies.iter().zip(commits).all(same)
 }
 
-/// Turns what is wrong with an object into a finding; what is wrong with the store stays an error.
+/// Turns faults of an object into a finding. Faults of the store stay errors.
 fn as_finding<T>(read: Result<T>, out: &mut Verified) -> Result<Option<T>> {
     match read {
         Ok(found) => Ok(Some(found)),

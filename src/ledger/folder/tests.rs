@@ -115,7 +115,7 @@ async fn no_file_that_is_a_link_is_read_written_or_replaced() {
             .await
             .unwrap();
         assert!(listed.0.iter().any(|object| object.key == at), "{at}");
-        // Removed is the link alone.
+        // Only the link is removed.
         store.delete_all([at.to_string()].into_iter()).await.unwrap();
         assert!(!scene.path("out").join(at).is_symlink(), "{at}");
         scene.assert_untouched(at);
@@ -144,7 +144,7 @@ async fn an_exchange_follows_neither_its_lock_nor_its_target() {
     scene.assert_untouched("exchange");
 }
 
-/// What people do with large disks.
+/// People often link an output to a large disk.
 #[tokio::test]
 async fn the_output_itself_and_folders_above_it_may_be_links() {
     let scene = scene();
@@ -224,7 +224,7 @@ async fn files_have_the_mode_that_the_umask_leaves_and_job_json_is_its_owners() 
     assert_eq!(mode("_gristmill"), 0o777 & !umask);
 }
 
-/// Records of earlier versions hold ETags.
+/// The ETags must not change, because records of earlier versions hold them.
 #[tokio::test]
 async fn an_object_is_described_as_object_store_describes_files() {
     let scene = scene();
