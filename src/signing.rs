@@ -60,7 +60,7 @@ impl fmt::Display for Unsigned {
         f.write_str(match self {
             Unsigned::Missing => "is not signed, and a signing key is set here",
             Unsigned::Wrong => {
-                "has a signature that no signing key set here gives: it was changed, copied from another place, or signed with another key"
+                "has a signature that matches no signing key set here: it was changed, copied from another place, or signed with another key"
             }
         })
     }

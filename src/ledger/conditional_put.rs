@@ -94,7 +94,7 @@ impl Store {
             if found != *was {
                 return Err(object_store::Error::Precondition {
                     path: path.to_string(),
-                    source: "it is another object by now".into(),
+                    source: "another writer has changed the object".into(),
                 });
             }
             self.shared.inner.rename(&stage, &path).await
@@ -103,7 +103,7 @@ impl Store {
         if renamed.is_err()
             && let Err(error) = self.shared.inner.delete(&stage).await
         {
-            tracing::warn!("the stage `{stage}` stays behind until a later run cleans it: {error}");
+            tracing::warn!("the temporary file `{stage}` could not be removed; a later run removes it: {error}");
         }
         renamed
     }
@@ -127,7 +127,7 @@ impl Store {
             }
         }
         Err(generic(std::io::Error::other(
-            "another process holds the lock and does not move",
+            "another process has held the lock for 2 s",
         )))
     }
 

@@ -199,7 +199,10 @@ impl Control {
         let expected = record.job == self.ledger.job().job && record.index as usize == self.orders.len();
         let address = || self.ledger.store().address(key);
         if !expected {
-            return Err(LedgerError::damaged(format!("`{}` is no order to this job", address())));
+            return Err(LedgerError::damaged(format!(
+                "`{}` is not an order for this job",
+                address()
+            )));
         }
         self.bytes += record.order.text_bytes();
         if self.orders.len() >= MAX_ORDERS || self.bytes > MAX_ORDER_BYTES {

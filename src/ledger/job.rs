@@ -436,7 +436,7 @@ impl Ledger {
         match was_is.into_iter().find(|(_, was, is)| was != is) {
             None => Ok(()),
             Some((what, was, is)) => Err(LedgerError::stop(format!(
-                "job `{name}` began with another {what} ({}, now {}): bring that one back, or choose another \
+                "job `{name}` began with another {what} ({}, now {}): use the original one, or choose another \
                  `output.uri`",
                 was.map_or("none", |hash| short(hash)),
                 is.map_or("none", |hash| short(hash))

@@ -80,7 +80,7 @@ struct CompletionDetails {
 pub(super) fn lines(bytes: &[u8]) -> Result<impl Iterator<Item = Result<(usize, Line), String>>, String> {
     let text = match bytes {
         b"" => None,
-        _ => Some(bytes.strip_suffix(b"\n").ok_or("its last line has no end")?),
+        _ => Some(bytes.strip_suffix(b"\n").ok_or("its last line has no newline")?),
     };
     let split = text.into_iter().flat_map(|text| text.split(|&b| b == b'\n'));
     Ok(split.enumerate().map(|(at, line)| {
@@ -315,7 +315,7 @@ mod tests {
             (b"\n", "line 1 is no result of a batch"),
             (
                 b"{\"id\":\"a\",\"custom_id\":1,\"response\":null,\"error\":null}",
-                "its last line has no end",
+                "its last line has no newline",
             ),
         ] {
             let read = lines(bad).and_then(|lines| lines.collect::<Result<Vec<_>, _>>());

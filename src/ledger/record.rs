@@ -472,7 +472,7 @@ pub(super) fn check_shards(shards: &[RetriedShard]) -> Result<(), String> {
         .iter()
         .find(|s| s.rows.is_empty() || s.tally.rows() != s.rows.len())
     {
-        Some(wrong) => Err(format!("the rows of shard {} do not add up", wrong.shard)),
+        Some(wrong) => Err(format!("the counts of shard {} do not match its rows", wrong.shard)),
         None => Ok(()),
     }
 }
@@ -497,7 +497,9 @@ impl Record for Generation {
         }
         match self.blocks.is_empty() {
             true => check_shards(&self.shards),
-            false if self.v < VERSION_BLOCKS || !self.shards.is_empty() => Err("it names shards and blocks".into()),
+            false if self.v < VERSION_BLOCKS || !self.shards.is_empty() => {
+                Err("it must name either shards or, from version 3 on, blocks".into())
+            }
             false if !self.blocks.is_sorted_by(|a, b| a.block < b.block) => {
                 Err("its blocks are not in ascending order".into())
             }

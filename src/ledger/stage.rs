@@ -68,7 +68,7 @@ impl Store {
         if let Err(error) = store.delete(&stage).await
             && linked.is_ok()
         {
-            tracing::warn!("the stage `{stage}` stays behind until a later run cleans it: {error}");
+            tracing::warn!("the temporary file `{stage}` could not be removed; a later run removes it: {error}");
         }
         linked.map(|()| None)
     }

@@ -160,7 +160,7 @@ fn pairs(query: &str) -> Result<Vec<(String, String)>, QueueError> {
             .ok_or_else(|| wrong("after `?` the queue address takes `name=value`, joined by `&`"))?;
         let name = decode(name, "name after `?`")?;
         if found.iter().any(|(other, _)| *other == name) {
-            return Err(wrong("the queue address gives one name after `?` twice"));
+            return Err(wrong("the queue address sets a parameter after `?` twice"));
         }
         found.push((name, decode(value, "value after `?`")?));
     }
@@ -205,7 +205,7 @@ pub(super) fn host_port(text: &str, default: u16) -> Result<(String, u16), Queue
                 .split_once(']')
                 .ok_or_else(|| wrong("an IPv6 address in the queue address lacks its `]`"))?;
             if host.parse::<std::net::Ipv6Addr>().is_err() || !(rest.is_empty() || rest.starts_with(':')) {
-                return Err(wrong("what stands in `[…]` of the queue address is no IPv6 address"));
+                return Err(wrong("the text in `[…]` of the queue address is not an IPv6 address"));
             }
             (host, rest.strip_prefix(':'))
         }

@@ -60,7 +60,7 @@ impl Message {
         match bytes.len() > MESSAGE_BYTES_MAX {
             // Every reader would reject a longer message.
             true => Err(QueueError::Malformed {
-                why: format!("its output has a longer address than fits {MESSAGE_BYTES_MAX} bytes"),
+                why: format!("the output's address is too long: a message has at most {MESSAGE_BYTES_MAX} bytes"),
             }),
             false => Ok(bytes.into()),
         }

@@ -68,7 +68,7 @@ impl RowCounts {
         }
         if self.truncated.is_none() {
             lines.push(
-                "            truncated: unknown, an older gristmill counted rows; `gristmill verify` counts anew"
+                "            truncated: unknown, since an older gristmill did not count it; `gristmill verify` counts again"
                     .into(),
             );
         }
@@ -196,7 +196,7 @@ impl Summary {
     pub fn warning(&self) -> Option<String> {
         let share = self.rows.many_truncated()?;
         Some(format!(
-            "{share} of the answers were cut off at their `max_tokens`: raise `generate.max_tokens`, or, of a job that is done, \
+            "{share} of the answers were cut off at their `max_tokens`: raise `generate.max_tokens`; for a finished job, run \
              `gristmill retry {} --truncated --max-tokens N`",
             shell_word(&self.output)
         ))

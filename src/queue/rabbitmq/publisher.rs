@@ -178,7 +178,7 @@ impl Shared {
                     tracing::warn!("{}: the queue is gone; making it again", self.url);
                     match self.prepare().await {
                         Ok(_) => QueueError::Unavailable {
-                            why: format!("{}: the queue was deleted again and again", self.url),
+                            why: format!("{}: the queue was deleted repeatedly", self.url),
                         },
                         Err(error) => error,
                     }
@@ -248,7 +248,7 @@ async fn say_when_blocked(events: impl futures::Stream<Item = Event>, address: S
             Event::ConnectionBlocked(reason) => {
                 tracing::warn!("{address}: the broker holds publishing back ({reason}); waiting");
             }
-            Event::ConnectionUnblocked => tracing::warn!("{address}: publishing goes on"),
+            Event::ConnectionUnblocked => tracing::warn!("{address}: the broker accepts messages again"),
             _ => {}
         }
     }
