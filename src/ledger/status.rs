@@ -74,7 +74,7 @@ pub struct OpenShard {
     /// Whether two attempts at its unfinished rows have not ended, and nothing was written for a
     /// minute or two log intervals, whichever is longer.
     pub stuck: bool,
-    /// Worker of one of these attempts (the last one by id).
+    /// Worker of the newest of these attempts.
     pub worker: Option<String>,
     /// When its newest ledger object was written, by the store's clock.
     pub last_progress: DateTime<Utc>,
@@ -300,6 +300,8 @@ impl Ledger {
             // their attempts either.
             let is_still = now - last_progress > still_after(&log);
             let stuck = is_still && (narrowing.alone() || !narrowing.accused.is_empty());
+            // Attempts are listed by their ids, which are random.
+            let newest = log.attempts().iter().max_by_key(|attempt| attempt.begun_at);
             status.tally.add(&log.tally());
             status.shards.open += 1;
             status.shards.stuck += u32::from(stuck);
@@ -311,7 +313,7 @@ impl Ledger {
                 rows: log.rows_to_do().len(),
                 attempts: log.attempts().len() as u32,
                 stuck,
-                worker: log.attempts().last().map(|attempt| attempt.worker.clone()),
+                worker: newest.map(|attempt| attempt.worker.clone()),
                 last_progress,
             });
         }

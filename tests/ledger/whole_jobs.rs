@@ -94,6 +94,20 @@ async fn a_job_without_rows_is_finished_at_once() {
 }
 
 #[tokio::test]
+async fn status_names_the_worker_that_began_last() {
+    let output = memory();
+    let ledger = job(&output, 1, 10).await;
+    for number in 0..8 {
+        let mut log = open_shard(&ledger, 0).await;
+        log.begin(format!("w{number}").as_str(), &log.uncovered(), false)
+            .await
+            .unwrap();
+    }
+    let open = &ledger.status().await.unwrap().open[0];
+    assert_eq!((open.attempts, open.worker.as_deref()), (8, Some("w7")));
+}
+
+#[tokio::test]
 async fn status_follows_logs_orders_and_spendings() {
     let output = memory();
     let ledger = job(&output, 4, 10).await;
