@@ -88,7 +88,8 @@ set -m   # jobs beside have process groups of their own, so that all of each can
 (renice -n 19 $BASHPID > /dev/null && tests --test all cuda_ > "$work/kernels") &
 beside+=($!)
 set +m
-with first tests --lib --bins --test all -- --skip cuda_ | tee "$log" || status=$?
+# Most tests wait for programs and timers, so one more than the two cores runs at a time.
+with first tests --lib --bins --test all -- --test-threads=3 --skip cuda_ | tee "$log" || status=$?
 # Fault tests kill and stop the services that they share, so they run one at a time: in two halves, each with services of its own.
 say "fault tests in two halves (shown when they are done)"
 half=(failpoints kills limits lost_queues membership orders pauses)
