@@ -39,8 +39,8 @@ pub fn refuse_tokenizer_model_alone(dir: &Path) -> Result<(), ModelError> {
     Ok(())
 }
 
-/// Checks that `path` is a folder that may hold a checkpoint, and that each file is present itself
-/// (no LFS pointer, no dangling link).
+/// Checks that `path` is a folder that may hold a checkpoint, and that its files are complete: no
+/// Git LFS pointers, no broken links.
 ///
 /// # Errors
 /// `path` is something else, which the error names, or a file is an LFS pointer or a dangling link.
@@ -82,7 +82,7 @@ pub fn not_there(model: &str) -> String {
     }
 }
 
-/// The `organisation/name` of a model on the hub, if `model` has the form of one.
+/// The `organisation/name` of a model on the hub; `None` if `model` has another form.
 pub fn hub_name(model: &str) -> Option<&str> {
     let prefixes = ["hf://", "https://huggingface.co/", "https://hf.co/"];
     let name = prefixes

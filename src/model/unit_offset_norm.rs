@@ -9,7 +9,7 @@ use crate::device::Dtype;
 use crate::model::error::ModelError;
 use crate::model::weights::{StoredTensor, WeightSource};
 
-/// A checkpoint's weights with 1 added to each norm weight. The norms become F32.
+/// A checkpoint's weights with 1 added to its norm weights, which become F32.
 pub struct UnitOffsetNorm<'a>(pub &'a dyn WeightSource);
 
 impl WeightSource for UnitOffsetNorm<'_> {
