@@ -86,7 +86,7 @@ impl Channels {
     /// Serializes the magnitudes as safetensors.
     ///
     /// # Errors
-    /// The magnitudes were measured on no prompt.
+    /// The vectors cannot be serialized.
     pub fn to_bytes(&self) -> Result<Vec<u8>, SafeTensorError> {
         let mut tensors = Vec::new();
         for (at, layer) in self.layers.iter().enumerate() {

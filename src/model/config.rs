@@ -77,7 +77,7 @@ pub struct Config {
     /// Ids that end a sequence, from `config.json` and `generation_config.json` together,
     /// ascending.
     pub eos_token_ids: Vec<u32>,
-    /// Warnings for the user about keys that have no effect.
+    /// Warnings for the user, for example about keys that have no effect.
     pub warnings: Vec<String>,
 }
 
@@ -349,7 +349,8 @@ impl Reader<'_> {
         let heads = self.size_or("num_attention_heads", 1 << 12, family.is_gemma().then_some(8))?;
         let kv_heads = match self.size("num_key_value_heads", 1 << 12)? {
             Some(n) => n,
-            // An absent field takes the family's default. Null means one KV head per query head.
+            // An absent field takes the family's default. Null means one KV head per query head,
+            // except for Gemma, which takes its default.
             None if family.is_gemma() => 4,
             None if family == Family::Mistral && !self.map.contains_key("num_key_value_heads") => 8,
             None => heads,

@@ -43,7 +43,7 @@ pub fn refuse_tokenizer_model_alone(dir: &Path) -> Result<(), ModelError> {
 /// Git LFS pointers, no broken links.
 ///
 /// # Errors
-/// `path` is something else, which the error names, or a file is an LFS pointer or a dangling link.
+/// `path` holds something else, which the error names, or its files are incomplete.
 pub fn check(path: &Path) -> Result<(), ModelError> {
     if !path.exists() {
         return Err(ModelError::unsupported(path, not_there(&path.to_string_lossy())));
@@ -176,7 +176,7 @@ const GGUF: &str =
 fn beginning(path: &Path) -> Vec<u8> {
     let mut bytes = Vec::new();
     if let Ok((file, _)) = crate::regular::open(path) {
-        // Bytes read before an error suffice to recognise the format, or recognition fails.
+        // After an error, the bytes read so far are used as they are.
         let _ = file.take(256).read_to_end(&mut bytes);
     }
     bytes
@@ -400,8 +400,7 @@ impl Folder<'_> {
         ModelError::broken(self.dir, format!("there is neither `{WEIGHTS}` nor `{INDEX}`"))
     }
 
-    /// Checks that the checkpoint's files are present themselves: no Git LFS pointers, no links
-    /// whose target was not copied along.
+    /// Refuses Git LFS pointers in place of files, and links whose target is missing.
     fn check_files(&self) -> Result<(), ModelError> {
         let named = [
             CONFIG,
@@ -414,7 +413,7 @@ impl Folder<'_> {
             INDEX,
         ];
         let shards = self.names.iter().map(String::as_str).filter(|name| is_shard(name));
-        // The single file is preferred to an index, so shards beside it are ignored.
+        // A single weight file takes precedence over an index and its shards.
         let shards = shards.filter(|_| !self.has(WEIGHTS));
         for name in named
             .into_iter()

@@ -104,7 +104,8 @@ fn weights_bytes(config: &Config, precision: Precision) -> (u64, u64) {
     (linear, tables * config.vocab_size as u64 * hidden * 2)
 }
 
-/// The number of whole blocks that fit into `bytes`, or into all memory that a device has left.
+/// The number of whole blocks that fit into `bytes`. `None`: into the memory that the device has
+/// left, less `MARGIN_BYTES`.
 pub fn blocks_of_the_rest<D: Device>(device: &D, config: &Config, bytes: Option<u64>) -> Result<u32, ModelError> {
     if let Some(bytes) = bytes {
         return blocks_of(device, config, bytes);

@@ -5,7 +5,7 @@
 
 use crate::model::config::Config;
 
-/// The output head, unless it is the embedding table.
+/// Name of the output head, if it is separate from the embedding table.
 pub const HEAD: &str = "lm_head.weight";
 
 /// A tensor that the model reads.

@@ -66,8 +66,8 @@ pub struct LoadOptions {
     /// Maximum sequence length in tokens. `None`: the length that the checkpoint declares. Dynamic
     /// RoPE scaling is computed for this length.
     pub max_context: Option<u32>,
-    /// Number of ids that the tokenizer knows. Ids above are padding and never get logits. `None`:
-    /// all ids of the model.
+    /// Number of ids that the tokenizer knows. Ids from this number on are padding and never get
+    /// logits. `None`: all ids of the model.
     pub vocabulary: Option<usize>,
 }
 

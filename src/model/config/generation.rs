@@ -13,7 +13,7 @@ use serde_json::{Map, Value};
 use super::reader::{Reader, read_json, short};
 use crate::model::error::ModelError;
 
-/// The file, and its substitute in old checkpoints.
+/// The file, and the file that replaces it in old checkpoints.
 const OWN: &str = "generation_config.json";
 const OLD: &str = "config.json";
 /// Maximum of `max_new_tokens` and other token counts. It exceeds any model's context.
@@ -149,7 +149,7 @@ const HARMLESS: [&str; 38] = [
 
 impl GenerationFile {
     /// Reads `generation_config.json` in `dir`. Without that file the same keys of `config.json`
-    /// are read; its own keys precede those of its `text_config`.
+    /// are read; its top-level keys take precedence over those of its `text_config`.
     ///
     /// # Errors
     /// A file cannot be read or parsed.

@@ -23,7 +23,7 @@ const AGAIN_BYTES: usize = 1 << 20;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Encoded {
     pub ids: Vec<u32>,
-    /// Whether `ids` are cut. They are then more than the limit, and the text continues.
+    /// If true, `ids` are more than the limit and may cover only the beginning of the text.
     pub is_cut: bool,
 }
 
