@@ -18,7 +18,7 @@ use super::bytes::byte_of_char_table;
 use super::guarded::{THIS_TEXT, guarded};
 use super::{Tokenizer, encode_with};
 
-/// The characters that vocabularies write for a space: byte-level ones, and SentencePiece's.
+/// The characters for a space in byte-level vocabularies, and in SentencePiece's.
 const MARKS: [char; 2] = ['Ġ', '▁'];
 /// A mark prevails in a vocabulary if at least one in this many pieces begins with it. Published
 /// vocabularies have one in two to ten. A rarer mark may be a letter: `Ġ` is one in Maltese.
@@ -94,8 +94,8 @@ fn in_words(mark: char) -> &'static str {
     }
 }
 
-/// The mark with which most of the vocabulary's own pieces begin, and whether it prevails. A mark
-/// that does not prevail is returned only if the other mark is absent.
+/// The space mark with which more of the vocabulary's own pieces begin, and whether it prevails. A
+/// mark that does not prevail is returned only if the other mark is absent.
 fn mark_of_pieces(tokenizer: &Tokenizer) -> Option<(char, bool)> {
     let vocabulary = tokenizer.first_piece.get_vocab(false);
     let is_added = |id: &u32| tokenizer.added.binary_search_by_key(id, |token| token.id).is_ok();

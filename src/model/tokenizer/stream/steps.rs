@@ -150,8 +150,8 @@ pub(in super::super) fn flatten<'a>(value: &'a Value, list: &str, steps: &mut Ve
     }
 }
 
-/// Whether a normalizer gives the same text when it runs on blocks, each of which begins with a
-/// character that no form joins with one before it.
+/// Whether a normalizer gives the same text when it runs on blocks. Each block begins with a
+/// character that no Unicode form joins with a preceding one.
 fn is_local(normalizer: &Value) -> bool {
     let mut steps = Vec::new();
     flatten(normalizer, "normalizers", &mut steps);
