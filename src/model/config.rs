@@ -123,8 +123,8 @@ impl Config {
         self
     }
 
-    /// Maximum context that a job may ask for: the declared length, or the length that RoPE scaling
-    /// stretches it to if that is longer.
+    /// Maximum context that a job may ask for: the larger of the declared length and the length
+    /// that RoPE scaling allows.
     pub fn context_limit(&self) -> u32 {
         let stretched = |factor: f64, tokens: u32| (tokens as f64 * factor).min(u32::MAX as f64) as u32;
         let scaled = match &self.rope.scaling {

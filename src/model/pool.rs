@@ -53,7 +53,7 @@ pub fn pools<D: Device>(device: &D, config: &Config, blocks: u32) -> Result<Vec<
 }
 
 /// A step of `tokens` tokens in sequences of the maximum length, with logits for `sequences` rows,
-/// or for all tokens if there are fewer. Its block numbers begin at 0.
+/// or for every token if the step has fewer tokens. Its block numbers begin at 0.
 pub fn largest_step(tokens: u32, sequences: u32, context: u32, block_tokens: u32) -> StepBatch {
     let mut batch = StepBatch::default();
     // Sequences whose length is no multiple of the block size share blocks. That is harmless,

@@ -59,7 +59,7 @@ pub fn names() -> impl Iterator<Item = &'static str> {
 /// The configuration of a published model. `None`: the name is unknown.
 ///
 /// # Errors
-/// None for the names of [`names`]: their sizes are a valid configuration.
+/// Names from [`names`] cause no error, because their sizes are a valid configuration.
 pub fn named(name: &str) -> Result<Option<Config>, ModelError> {
     let Some(shape) = SHAPES.iter().find(|shape| shape.name == name) else {
         return Ok(None);

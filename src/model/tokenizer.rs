@@ -3,12 +3,13 @@
 //! Three encodings of a text are distinguished, because confusing them silently gives wrong
 //! prompts:
 //!
-//! - [`Tokenizer::encode`]: a whole prompt, as Hugging Face transformers encodes it. Added tokens in
-//!   it are recognised.
+//! - [`Tokenizer::encode`]: a whole prompt, as Hugging Face transformers encodes it. Added tokens
+//!   in it are recognised.
 //! - [`Tokenizer::encode_piece`]: a section of a prompt between two added tokens. No added token is
 //!   recognised in it.
 //! - [`Tokenizer::encode_plain`]: text in the middle of a prompt or completion. No added token is
-//!   recognised, and the text gets no prefix (some vocabularies put a space mark before every text).
+//!   recognised, and the text gets no prefix (some vocabularies put a space mark before every
+//!   text).
 
 mod bytes;
 mod config;

@@ -277,9 +277,9 @@ impl<D: Device> Transformer<D> {
         Ok(tokens)
     }
 
-    /// Runs trial steps at each power of two of tokens, and of sequences, below the largest step. A
-    /// device measures how it computes products fastest on the maximum number of rows that each
-    /// choice covers, and libraries load their kernels. Both need memory before the pool takes it.
+    /// Runs trial steps at each power of two of tokens, and of sequences, below the largest step.
+    /// At each size the device measures how it computes products fastest, and libraries load their
+    /// kernels. Both need memory, so this precedes the allocation of the pool.
     fn measured_steps(&mut self, step_tokens: u32, sequences: u32) -> Result<(), ModelError> {
         if !self.device.measures() {
             return Ok(());

@@ -88,7 +88,7 @@ pub struct Headers {
     pub dir: PathBuf,
     /// Ascending by file name.
     pub files: Vec<Header>,
-    /// (tensor, index of its file in `files`). `None` where the checkpoint has no index file.
+    /// (tensor, index of its file in `files`). `None` where no index is used.
     pub index: Option<Vec<(String, usize)>>,
 }
 

@@ -24,7 +24,7 @@ const STEPS_MAX: usize = 64;
 /// Maximum bytes that normalizer and pre-tokenizer together may make from one byte.
 const GROWTH_MAX: usize = 512;
 /// Maximum length of a word that a WordPiece model cuts. The model looks up each prefix of each
-/// remainder in its vocabulary, so its time grows with the square of this length.
+/// remainder in its vocabulary, so the lookups grow with the square of this length.
 const WORD_CHARS_MAX: u64 = 200;
 /// Maximum total bytes of a chain of Unigram tokens, each of which is a prefix of the next.
 const BEGINNINGS_BYTES_MAX: usize = 32 << 10;

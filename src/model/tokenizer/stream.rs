@@ -1,16 +1,17 @@
 //! Encodes long texts in parts, up to a limit of tokens.
 //!
 //! The tokenizers library builds a structure of 150 to 300 bytes per byte of text before it returns
-//! the first token. Here its steps run one after the other on small parts. Added tokens are cut out.
-//! The text between them is normalized in blocks and cut by the pre-tokenizer's own regular
-//! expressions, which run over all of it. The model then encodes one piece after the other. The token
-//! ids are the same as the library's. This needs a tokenizer whose steps are all of these kinds:
+//! the first token. Here its steps run one after the other on small parts. Added tokens are cut
+//! out. The text between them is normalized in blocks and cut by the pre-tokenizer's own regular
+//! expressions, which run over all of it. The model then encodes one piece after the other. The
+//! token ids are the same as the library's. This needs a tokenizer whose steps are all of these
+//! kinds:
 //!
 //! - A normalizer that works on one character after the other, or a Unicode normalization form. Its
 //!   text is cut before a character that no form joins with the characters before it.
 //! - A pre-tokenizer whose pieces together are the whole text.
-//! - BPE or Unigram. A piece of many kilobytes (without a pre-tokenizer each text is one piece) is cut
-//!   where BPE can join nothing: between two characters that are adjacent in no token.
+//! - BPE or Unigram. A piece of many kilobytes (without a pre-tokenizer each text is one piece) is
+//!   cut where BPE can join nothing: between two characters that are adjacent in no token.
 //!
 //! See docs/decisions/085-long-texts-are-tokenized-in-parts.md.
 

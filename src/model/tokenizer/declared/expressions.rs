@@ -1,8 +1,8 @@
-//! Tests a tokenizer's regular expressions on texts on which slow expressions are slow.
+//! Tests a tokenizer's regular expressions on texts that provoke slow matching.
 //!
-//! An expression whose time grows with the square of a text's length, or exponentially, does so
-//! where a part of it repeats. The test texts repeat characters that expressions commonly match,
-//! and the expression's own characters. All searches have limits besides (see `guarded`).
+//! An expression whose time grows with the square of a text's length, or exponentially, shows this
+//! on repetitive texts. The test texts repeat characters that expressions commonly match, and the
+//! expression's own characters. All searches have limits besides (see `guarded`).
 
 use std::time::{Duration, Instant};
 

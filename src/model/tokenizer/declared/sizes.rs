@@ -42,8 +42,8 @@ impl Sizes {
         )?;
         most("merges", merges.items as usize, MERGES_MAX as usize)?;
         most("bytes in a token of its vocabulary", vocab.longest, TOKEN_BYTES_MAX)?;
-        // Unigram keeps a table entry per byte. It is the only model that writes its vocabulary as
-        // a list.
+        // Unigram keeps a table per byte, so its limit is a quarter. It is the only model that
+        // writes its vocabulary as a list.
         let bytes = if vocab.is_list {
             VOCABULARY_BYTES_MAX / 4
         } else {
