@@ -1,13 +1,17 @@
-//! Weights balanced for 8 bits: the same function, with channels of like size.
+//! Balances weights for 8 bits: the function stays the same, and its channels get similar sizes.
 //!
-//! Activations in 8 bits share one scale a token, so a channel that is much larger than the others leaves few steps for them.
-//! As SmoothQuant does (Xiao et al. 2023, at strength one half), a channel is divided by `sqrt(a / w)` and the weights that
-//! read it are multiplied by it, where `a` is how large the channel gets and `w` the largest weight that reads it. Where `a` was not
-//! measured ([`Channels`]), it is read off the weights that write the channel: of a norm its weight, of a projection the length
-//! of the row (times the norm before it). Factors are powers of two, so nothing is rounded.
+//! Activations in 8 bits share one scale per token, so a channel that is much larger than the
+//! others leaves few quantization steps for them. As in SmoothQuant (Xiao et al. 2023, at strength
+//! one half), a channel is divided by `sqrt(a / w)`, and the weights that read the channel are
+//! multiplied by the same factor. Here `a` is the channel's maximum magnitude and `w` the largest
+//! weight that reads the channel. If `a` was not measured ([`Channels`]), it is estimated from the
+//! weights that write the channel: for a norm its weight, for a projection the L2 norm of its row,
+//! multiplied by the weights of the norm before it. Factors are powers of two, so nothing is
+//! rounded.
 //!
-//! Balanced are the norms before attention and network with what reads them, values with the output projection, and the up with
-//! the down projection.
+//! Three kinds of channels are balanced: the outputs of the norms before attention and MLP with the
+//! weights that read them, values with the output projection, and the up projection with the down
+//! projection.
 //!
 //! See docs/decisions/083-weights-are-balanced-before-quantizing.md.
 
@@ -25,13 +29,13 @@ use crate::model::tensors::mlp_norm_name;
 use crate::model::transformer::Activations;
 use crate::model::weights::{StoredTensor, WeightSource};
 
-/// A factor is at most 2 to this power, and at least 2 to minus it.
+/// Factors lie between 2 to minus this power and 2 to this power.
 const MOST_POWER: f32 = 20.0;
 
-/// What a tensor is multiplied by.
+/// Factors of a tensor.
 #[derive(Debug, Clone, Default)]
 struct Factors {
-    /// Of its rows; of a vector's elements.
+    /// One factor per row, or per element of a vector.
     rows: Option<Vec<f32>>,
     columns: Option<Vec<f32>>,
 }
@@ -43,7 +47,8 @@ pub struct Balanced<'a> {
 }
 
 impl<'a> Balanced<'a> {
-    /// Reads all weights once to find the factors. `channels`: how large they get, of a model of this shape.
+    /// Reads all weights once to find the factors. `channels` holds measured magnitudes of a model
+    /// of this shape.
     ///
     /// # Errors
     /// As [`WeightSource::tensor`].
@@ -112,7 +117,7 @@ impl WeightSource for Balanced<'_> {
     }
 }
 
-/// A layer whose factors are sought.
+/// A layer for which factors are computed.
 struct Layer<'a> {
     inner: &'a dyn WeightSource,
     config: &'a Config,
@@ -148,7 +153,7 @@ impl Layer<'_> {
             add(self.name(part), None, Some(of_norm.clone()));
         }
 
-        // A value's channel is read by each query head of its group.
+        // Each query head of a group reads the same value channels.
         let by_query_head = self.largest_by_column(&[("self_attn.o_proj", hidden)], q)?;
         let value_of = |at: usize| at / dim / group * dim + at % dim;
         let mut reads = vec![0.0f32; kv];
@@ -235,7 +240,7 @@ impl Layer<'_> {
         Ok(largest)
     }
 
-    /// The length of each row times the norm's weights.
+    /// The L2 norm of each row after multiplication by the norm's weights.
     fn lengths(&self, part: &str, rows: usize, norm: &[f32]) -> Result<Vec<f32>, ModelError> {
         let mut lengths = Vec::with_capacity(rows);
         self.rows(part, rows, norm.len(), |row| {
@@ -246,8 +251,8 @@ impl Layer<'_> {
     }
 }
 
-/// What channels are divided by: see the module's description. They are about 1 in the mean; channels that nothing writes or
-/// reads keep a factor of 1.
+/// The factors by which channels are divided; see the module's description. Their geometric mean is
+/// about 1. Channels that no weight writes or reads keep a factor of 1.
 fn factors(written: &[f32], read: &[f32]) -> Vec<f32> {
     let power = |(a, w): (&f32, &f32)| {
         let power = 0.5 * (a.abs() / w).log2();
@@ -275,7 +280,7 @@ mod tests {
     #[test]
     fn factors_are_powers_of_two_about_one_and_share_out_the_size() {
         let found = factors(&[1.0, 100.0, 1.0, 0.0, -1.0], &[1.0, 0.01, 1.0, 1.0, 0.0]);
-        // What is zero on one side is left alone.
+        // A channel that is zero on either side keeps a factor of 1.
         assert_eq!(found[3..], [1.0, 1.0]);
         assert_eq!(found[0], found[2]);
         assert!((64.0..=128.0).contains(&(found[1] / found[0])), "{found:?}");

@@ -1,4 +1,4 @@
-//! A model's weights: from a source, tensor by tensor, to a device.
+//! Moves a model's weights from a source to a device, tensor by tensor.
 
 use crate::device::{Device, KvSpec, Linear, Tensor, TensorError};
 use crate::model::config::Config;
@@ -9,13 +9,13 @@ use crate::model::weights::{RandomWeights, StoredTensor, WeightSource};
 /// A model's weights on a device.
 pub(super) struct ModelWeights<D: Device> {
     pub embedding: D::Matrix,
-    /// `None`: the embedding table.
+    /// The output head. `None` where the embedding table serves as the head.
     pub head: Option<D::Matrix>,
     pub norm: D::Norm,
     pub layers: Vec<Layer<D>>,
 }
 
-/// One layer's.
+/// One layer's weights on a device.
 pub(super) struct Layer<D: Device> {
     pub spec: KvSpec,
     pub attention_norm: D::Norm,
@@ -29,11 +29,11 @@ pub(super) struct Layer<D: Device> {
     pub post_mlp_norm: Option<D::Norm>,
 }
 
-/// Takes a model's tensors from a source to a device.
+/// Copies a model's tensors from a source to a device.
 pub(super) struct Builder<'a, D: Device> {
     pub device: &'a D,
     pub source: &'a dyn WeightSource,
-    /// Where they are random and the device makes them.
+    /// `Some` where the weights are random and the device generates them itself.
     pub random: Option<&'a RandomWeights>,
     pub config: &'a Config,
 }
@@ -79,7 +79,7 @@ impl<D: Device> Builder<'_, D> {
         self.with_bias(tensors, |views| self.device.matrix(views))
     }
 
-    /// A linear operation whose matrix is taken over as `take` says.
+    /// A linear operation. `take` uploads its matrix.
     fn with_bias(
         &self,
         tensors: &LinearTensors,
@@ -94,7 +94,8 @@ impl<D: Device> Builder<'_, D> {
         })
     }
 
-    /// Matrices of equal width, stacked: made by the device, or taken over as `take` says.
+    /// Matrices of equal width, stacked. The device generates them if they are random, else `take`
+    /// uploads them.
     fn taken(
         &self,
         parts: &[TensorSpec],
@@ -119,7 +120,7 @@ impl<D: Device> Builder<'_, D> {
         self.taken(part, true, |views| self.device.table(views[0]))
     }
 
-    /// Vectors, one after the other.
+    /// Vectors, concatenated.
     fn vector(&self, parts: &[TensorSpec]) -> Result<D::Vector, ModelError> {
         let stored = self.stored(parts)?;
         let views: Vec<_> = stored.iter().map(StoredTensor::view).collect();

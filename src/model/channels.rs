@@ -1,8 +1,9 @@
-//! How large a model's channels get on given prompts, which says how to balance its weights for 8 bits (SmoothQuant calls the
-//! prompts a calibration set).
+//! Maximum magnitudes of a model's activation channels on given prompts. They decide how weights
+//! are balanced for 8 bits (SmoothQuant calls the prompts a calibration set).
 //!
-//! Kept in a file of its own: safetensors with the vectors `layers.N.attention_norm`, `.attended`, `.mlp_norm` and `.gated` of each
-//! layer in F32, largest magnitudes by channel.
+//! The magnitudes are kept in their own safetensors file. It has the vectors
+//! `layers.N.attention_norm`, `.attended`, `.mlp_norm` and `.gated` of each layer in F32, with one
+//! magnitude per channel.
 //!
 //! See docs/decisions/082-calibration-lies-in-the-model-folder.md.
 
@@ -22,9 +23,9 @@ use crate::model::error::ModelError;
 use crate::model::read_limited;
 use crate::model::transformer::{Activations, Transformer};
 
-/// Largest file that is read: 100 layers of a million channels.
+/// Maximum size of the file: 100 layers of a million channels.
 const BYTES_MAX: u64 = 400 << 20;
-/// Most tokens of a prompt that are computed in one step.
+/// Maximum tokens of a prompt per step.
 const STEP_TOKENS: usize = 2048;
 const KINDS: [(Activations, &str); 4] = [
     (Activations::AttentionNorm, "attention_norm"),
@@ -33,31 +34,31 @@ const KINDS: [(Activations, &str); 4] = [
     (Activations::Gated, "gated"),
 ];
 
-/// Largest magnitudes by channel of what a layer's linear operations read.
+/// Maximum magnitude per channel of the activations that a layer's linear operations read.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct LayerChannels {
     each: [Vec<f32>; KINDS.len()],
 }
 
 impl LayerChannels {
-    /// `[width]` of these activations.
+    /// The magnitudes of `activations`, `[width]`.
     pub fn of(&self, activations: Activations) -> &[f32] {
         &self.each[activations as usize]
     }
 }
 
-/// See the module's description.
+/// Maximum magnitudes per layer; see the module's description.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Channels {
     pub layers: Vec<LayerChannels>,
 }
 
 impl Channels {
-    /// Runs prompts (token ids) through a model and keeps the largest magnitudes. What a prompt has beyond the model's context or
-    /// its pool of keys and values is left out.
+    /// Runs prompts (token ids) through a model and keeps the maximum magnitudes. A prompt is cut
+    /// at the model's context or the capacity of its KV pool.
     ///
     /// # Errors
-    /// A token that the model does not have.
+    /// A token id is not below the model's vocabulary size.
     pub fn measure<'a>(
         model: &mut Transformer,
         prompts: impl IntoIterator<Item = &'a [u32]>,
@@ -82,10 +83,10 @@ impl Channels {
         Ok(Channels { layers })
     }
 
-    /// The file's bytes.
+    /// Serializes the magnitudes as safetensors.
     ///
     /// # Errors
-    /// Sizes that were measured on no prompt.
+    /// The vectors cannot be serialized.
     pub fn to_bytes(&self) -> Result<Vec<u8>, SafeTensorError> {
         let mut tensors = Vec::new();
         for (at, layer) in self.layers.iter().enumerate() {
@@ -102,12 +103,13 @@ impl Channels {
         safetensors::serialize(views?, Some(kept))
     }
 
-    /// Where `gristmill calibrate` writes what it measured of the checkpoint in `dir`.
+    /// The file that `gristmill calibrate` writes for the checkpoint in `dir`.
     pub fn path(dir: &Path) -> PathBuf {
         dir.join("channels.safetensors")
     }
 
-    /// What was measured of the checkpoint in `dir`; `None` where nothing was, or `precision` has no use for it.
+    /// Loads the magnitudes of the checkpoint in `dir`. `None` where there is no such file, or
+    /// `precision` does not use it.
     ///
     /// # Errors
     /// As [`load`](Self::load).
@@ -120,7 +122,7 @@ impl Channels {
         }
     }
 
-    /// SHA-256 of all sizes in order, in hex.
+    /// SHA-256 of all magnitudes in order, in hex.
     pub fn hash(&self) -> String {
         let mut hash = Sha256::new();
         for values in self.layers.iter().flat_map(|layer| &layer.each) {
@@ -129,10 +131,11 @@ impl Channels {
         hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
     }
 
-    /// Reads a file that was made for this model.
+    /// Reads a file of magnitudes and checks that it fits the model.
     ///
     /// # Errors
-    /// A file that cannot be read, is no such file, or was made for a model of another shape.
+    /// The file cannot be read, is not a file of magnitudes, or was made for a model of another
+    /// shape.
     pub fn load(path: &Path, config: &Config) -> Result<Channels, ModelError> {
         let bytes = read_limited(path, BYTES_MAX)?;
         let broken = |what: String| ModelError::broken(path, what);

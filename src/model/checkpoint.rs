@@ -1,8 +1,9 @@
-//! A checkpoint whose files hold the model that its configuration describes: every tensor is read, is known to be harmless, or the
-//! checkpoint is refused by the tensor's name.
+//! Checks that a checkpoint's files hold exactly the model that its configuration describes. Every
+//! tensor is read or known to be harmless; otherwise the checkpoint is refused by the tensor's
+//! name.
 //!
-//! All of it is seen in the files' headers, before anything is loaded; of the tensors' bytes those of an output head beside a tied
-//! table alone are compared with the table's.
+//! The files' headers suffice for this check, which precedes loading. Tensor bytes are compared in
+//! one case: an output head beside a tied embedding table is compared with that table.
 
 use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
@@ -14,19 +15,20 @@ use crate::model::error::ModelError;
 use crate::model::tensors::{HEAD, ModelTensors, TensorSpec};
 use crate::model::weights::{Headers, StoredTensor, WeightSource, Weights, in_line, index_beside, name_alone};
 
-/// A sound checkpoint.
+/// A checked checkpoint.
 pub struct Checkpoint {
-    /// What the model is; whether its output head is the embedding table is settled by what the files hold, which may add warnings.
+    /// The configuration. The stored tensors decide whether the output head is the embedding table,
+    /// which may add warnings.
     pub config: Config,
     pub weights: Weights,
 }
 
 impl Checkpoint {
-    /// Opens the checkpoint in `dir`, of which `config` is the configuration.
+    /// Opens the checkpoint in `dir` and checks it against `config`.
     ///
     /// # Errors
-    /// Files that cannot be read or are broken; a tensor that is missing, has another shape or format, or that no part of the model
-    /// reads.
+    /// A file cannot be read or is broken. Or a tensor is missing, has another shape or format, or
+    /// is read by no part of the model.
     pub fn open(dir: &Path, config: Config) -> Result<Checkpoint, ModelError> {
         let weights = Weights::open(dir)?;
         let has_head = examine(&config, weights.headers())?;
@@ -54,7 +56,8 @@ impl Checkpoint {
         Ok(Checkpoint { config, weights })
     }
 
-    /// Holds the checkpoint in `dir` against `config` without loading it; returns the configuration as the files settle it.
+    /// Checks the checkpoint in `dir` against `config` without loading it. Returns the
+    /// configuration as the stored tensors settle it.
     ///
     /// # Errors
     /// As [`open`](Self::open).
@@ -63,10 +66,10 @@ impl Checkpoint {
     }
 }
 
-/// Bytes of tables that a thread compares at once.
+/// Bytes of both tables that a thread compares per task.
 const COMPARED_AT_ONCE: usize = 1 << 20;
 
-/// Is the stored output head the embedding table once more?
+/// Whether the stored output head is a copy of the embedding table.
 fn head_is_table(config: &Config, weights: &Weights) -> Result<bool, ModelError> {
     let tensors = ModelTensors::of(&Config {
         tied_embeddings: false,
@@ -80,7 +83,7 @@ fn head_is_table(config: &Config, weights: &Weights) -> Result<bool, ModelError>
         .map_or(Ok(true), |head| Ok(same_numbers(&table, &stored(&head)?)))
 }
 
-/// Reads no further than to a place where two tensors of one shape differ.
+/// Whether two tensors of one shape hold the same numbers. Stops at the first difference.
 fn same_numbers(a: &StoredTensor<'_>, b: &StoredTensor<'_>) -> bool {
     if a.dtype == b.dtype {
         let parts = a.data.par_chunks(COMPARED_AT_ONCE);
@@ -95,17 +98,17 @@ fn same_numbers(a: &StoredTensor<'_>, b: &StoredTensor<'_>) -> bool {
     })
 }
 
-/// Tensors that no model of ours reads and that answers do not depend on, by the end of their names.
+/// Ends of names of tensors that no supported model reads and that answers do not depend on.
 const HARMLESS: [&str; 3] = [
-    // Frequencies of rotations, and rotations laid out: older versions of transformers stored them. They follow from `config.json`,
-    // and transformers and vLLM skip them, too.
+    // RoPE frequencies and precomputed cosines and sines, which older versions of transformers
+    // stored. They follow from `config.json`, and transformers and vLLM skip them, too.
     "rotary_emb.inv_freq",
     "rotary_emb.cos_cached",
     "rotary_emb.sin_cached",
 ];
 
-/// Parts of a model that sees images, by how names begin in older and newer checkpoints. They compute what images say, and prompts
-/// have none.
+/// Name prefixes of the image parts of multimodal models, in older and newer checkpoints. Prompts
+/// contain no images, so these parts are unused.
 const IMAGE_PARTS: [&str; 4] = [
     "vision_tower.",
     "multi_modal_projector.",
@@ -113,14 +116,15 @@ const IMAGE_PARTS: [&str; 4] = [
     "model.multi_modal_projector.",
 ];
 
-/// Holds what a checkpoint's files hold against the model that `config` describes; says whether there is an output head beside the
-/// embedding table.
+/// Checks the files' headers against the model that `config` describes. Returns whether an output
+/// head is stored beside the embedding table.
 ///
 /// # Errors
 /// As [`Checkpoint::open`].
 pub fn examine(config: &Config, headers: &Headers) -> Result<bool, ModelError> {
     let names = || headers.files.iter().flat_map(|file| file.tensors.keys());
-    // Where the part for text stands under names of its own, the others are parts of the same model.
+    // Prefixed names of a text part show that the model is multimodal, so image parts may be
+    // present.
     let sees_images = names().any(|name| name_alone(name).is_some());
     let is_harmless = |name: &str| {
         let ends = |end: &&str| {
@@ -148,7 +152,8 @@ pub fn examine(config: &Config, headers: &Headers) -> Result<bool, ModelError> {
         .into_iter()
         .map(|(known_as, at)| (Stranger::of(&known_as, config.layers.len(), &known), at))
         .collect();
-    // Weights in another form lack tensors, too: the form is what is wrong.
+    // Quantized weights and adapters lack tensors, too. Report their form first, because it is the
+    // cause.
     if let Some((stranger, at)) = strangers.iter().find(|(stranger, _)| stranger.is_other_form()) {
         return Err(stranger.refused(headers, *at, strangers.len()));
     }
@@ -176,10 +181,10 @@ pub fn examine(config: &Config, headers: &Headers) -> Result<bool, ModelError> {
     }
 }
 
-/// Where a tensor is stored: the number of its file, its name there.
+/// The location of a tensor: the index of its file, and its name in that file.
 type Stored<'a> = (usize, &'a str);
 
-/// All tensors but harmless ones by the names that the model would have for them.
+/// All tensors except harmless ones, by the names that a text-only model has for them.
 fn stored<'a>(
     headers: &'a Headers,
     is_harmless: &impl Fn(&str) -> bool,
@@ -203,10 +208,12 @@ fn stored<'a>(
     Ok(stored)
 }
 
-/// The files hold what the index lists, each tensor where it says, and nothing else.
+/// Checks that the files hold exactly the tensors that the index lists, each in the file that it
+/// names.
 ///
-/// Others read all tensors of the listed files, whatever the index says of them, and of one that stands twice that of the last file.
-/// Where index and files differ they are of different checkpoints, or a file is: numbers of either could be wrong.
+/// Other programs read all tensors of the listed files, whatever the index says, and take the last
+/// file's copy of a duplicate. An index that differs from its files means that files of different
+/// checkpoints are mixed, and either copy could be wrong.
 fn hold_against_index(headers: &Headers, is_harmless: &impl Fn(&str) -> bool) -> Result<(), ModelError> {
     let Some(index) = &headers.index else { return Ok(()) };
     let gone: Vec<_> = index
@@ -250,23 +257,24 @@ fn and_more(others: usize) -> String {
     }
 }
 
-/// Why a tensor is there that the model does not read.
+/// The reason why a stored tensor is unknown to the model.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Stranger {
     Quantized,
     Adapter,
-    /// Of a layer above the last, of so many.
+    /// The tensor belongs to a layer beyond the last; the number is the number of layers.
     Layer(usize),
-    /// A bias of a weight that is read without one.
+    /// A bias for a weight that the model reads without bias.
     Bias(String),
-    /// A norm of queries or keys.
+    /// A norm of queries or keys, in a model without such norms.
     HeadNorm,
     /// The head of a model that scores or classifies texts.
     OtherHead,
     Unknown,
 }
 
-/// Last words of names that only quantized weights have; beside them all scales and zero points.
+/// Last components of names that only quantized weights have. Scales and zero points are recognised
+/// besides.
 const QUANTIZED: [&str; 10] = [
     // GPTQ and AWQ.
     "qweight",
@@ -283,7 +291,7 @@ const QUANTIZED: [&str; 10] = [
     "nested_quant_map",
 ];
 
-/// First words of names of heads that models for other tasks have.
+/// First components of names of heads for other tasks.
 const OTHER_HEADS: [&str; 6] = [
     "score",
     "v_head",
@@ -294,7 +302,8 @@ const OTHER_HEADS: [&str; 6] = [
 ];
 
 impl Stranger {
-    /// `known`: names that a model of `layers` layers reads.
+    /// Classifies the tensor `known_as`. `known` holds the names that a model of `layers` layers
+    /// reads.
     fn of(known_as: &str, layers: usize, known: &HashSet<&str>) -> Stranger {
         let words: Vec<&str> = known_as.split('.').collect();
         let (first, last) = (words[0], words[words.len() - 1]);
@@ -323,12 +332,12 @@ impl Stranger {
         }
     }
 
-    /// Is it a sign that all weights are stored in a form that is not read?
+    /// Whether the tensor shows that all weights are stored in an unsupported form.
     fn is_other_form(&self) -> bool {
         matches!(self, Stranger::Quantized | Stranger::Adapter)
     }
 
-    /// The error that names it, one of `all` that are not read.
+    /// The error that names this tensor. `all` counts the unread tensors, this one included.
     fn refused(&self, headers: &Headers, (file, name): Stored<'_>, all: usize) -> ModelError {
         let unread = "answers without it would be wrong: fetch weights and `config.json` of one model";
         let why = match self {

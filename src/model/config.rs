@@ -1,7 +1,8 @@
-//! `config.json` and `generation_config.json`: what a checkpoint's model is, as one value.
+//! `config.json` and `generation_config.json` of a checkpoint, read into one value.
 //!
-//! Families (Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3) differ only in the fields of [`Config`]. What is not supported
-//! is refused by name; what the reference ignores is ignored.
+//! Families (Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3) differ only in the fields of
+//! [`Config`]. Unsupported options are refused by name. Options that the reference (transformers)
+//! ignores are ignored.
 
 use std::path::Path;
 
@@ -19,7 +20,7 @@ mod rope;
 use keys::Unknown;
 use reader::{Reader, cut, read_json, short};
 
-/// A supported family: its defaults and its tensors.
+/// A supported model family. It decides defaults and tensors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Family {
     Llama,
@@ -36,7 +37,7 @@ impl Family {
     }
 }
 
-/// A decoder-only transformer with RMS norms before attention and network, which is gated.
+/// A decoder-only transformer with RMS norms before attention and before a gated MLP.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
     pub family: Family,
@@ -44,22 +45,22 @@ pub struct Config {
     pub vocab_size: usize,
     pub hidden_size: usize,
     pub intermediate_size: usize,
-    /// Attention of each layer: full or a window.
+    /// Each layer's attention: full, or a sliding window.
     pub layers: Vec<KvSpec>,
     pub heads: HeadShape,
-    /// What products of query and key are multiplied by.
+    /// Factor of the products of queries and keys.
     pub attention_scale: f32,
-    /// What then bounds them: `cap * tanh(x / cap)`.
+    /// Soft cap of the scaled products: `cap * tanh(x / cap)`.
     pub attention_soft_cap: Option<f32>,
-    /// What bounds logits.
+    /// Soft cap of the logits, by the same formula.
     pub logit_soft_cap: Option<f32>,
-    /// What rows of the embedding table are multiplied by.
+    /// Factor of the rows of the embedding table.
     pub embedding_scale: f32,
     pub activation: Activation,
     pub norm_eps: f32,
-    /// Norms are stored as what they differ from 1 by.
+    /// Whether the checkpoint stores norm weights as w − 1.
     pub norms_from_one: bool,
-    /// What attention and network give is normalised, too, before it is added.
+    /// Whether the outputs of attention and MLP are normalised, too, before the residual addition.
     pub post_norms: bool,
     pub qkv_bias: bool,
     pub o_bias: bool,
@@ -67,15 +68,16 @@ pub struct Config {
     /// RMS norm of each query and key head.
     pub qk_norm: bool,
     pub rope: Rope,
-    /// Of layers with a window, where it is another.
+    /// RoPE of sliding-window layers, where it differs from the other layers'.
     pub window_rope: Option<Rope>,
-    /// The output head is the embedding table.
+    /// Whether the output head is the embedding table.
     pub tied_embeddings: bool,
-    /// Longest sequence the checkpoint declares.
+    /// Maximum sequence length that the checkpoint declares, in tokens.
     pub max_position_embeddings: u32,
-    /// Ids that end a sequence, of `config.json` and `generation_config.json` together; ascending.
+    /// Ids that end a sequence, from `config.json` and `generation_config.json` together,
+    /// ascending.
     pub eos_token_ids: Vec<u32>,
-    /// What to tell the user of keys that have no effect.
+    /// Warnings for the user, for example about keys that have no effect.
     pub warnings: Vec<String>,
 }
 
@@ -105,7 +107,7 @@ impl Config {
         Ok(config.with_eos_token_ids(more))
     }
 
-    /// The sizes of a model as `config.json` text gives them; `path` is named in errors.
+    /// Parses the text of a `config.json`. Errors name `path`.
     ///
     /// # Errors
     /// As [`load`](Self::load).
@@ -121,7 +123,8 @@ impl Config {
         self
     }
 
-    /// Longest context the model can be asked for: what it declares, or what its RoPE scaling stretches that to.
+    /// Maximum context that a job may ask for: the larger of the declared length and the length
+    /// that RoPE scaling allows.
     pub fn context_limit(&self) -> u32 {
         let stretched = |factor: f64, tokens: u32| (tokens as f64 * factor).min(u32::MAX as f64) as u32;
         let scaled = match &self.rope.scaling {
@@ -141,7 +144,8 @@ impl Config {
     }
 }
 
-/// Files that say how a checkpoint's weights are quantized where `config.json` need not: ModelOpt's, GPTQ's, AWQ's and AutoRound's.
+/// Files of ModelOpt, GPTQ, AWQ and AutoRound that describe quantized weights. `config.json` may be
+/// silent about the quantization.
 const QUANTIZATION_FILES: [&str; 4] = [
     "hf_quant_config.json",
     "quantize_config.json",
@@ -185,7 +189,8 @@ impl Reader<'_> {
         let text = Reader { path: self.path, map };
         text.check_keys(family, "text_config.", &mut unknown)?;
         let config = text.text_config(family)?;
-        // The reference has gone by either; where they differ, what was meant is not known.
+        // Versions of the reference read one flag or the other. Where the two differ, the intent is
+        // unknown.
         let tied = self.flag("tie_word_embeddings")?.unwrap_or(true);
         if tied != config.tied_embeddings {
             return Err(self.unsupported(format!(
@@ -194,14 +199,14 @@ impl Reader<'_> {
             )));
         }
         if config.logit_soft_cap.is_some() {
-            // The reference has capped them, and then not.
+            // Some versions of the reference apply this cap, others do not.
             return Err(self.unsupported("`final_logit_softcapping` in `text_config` is not supported".to_owned()));
         }
         let warnings = self.key_warnings(family, unknown);
         Ok(Config { warnings, ..config }.with_eos_token_ids(self.eos_token_ids()?))
     }
 
-    /// A model that reads and writes text alone, or that part of another.
+    /// The configuration of a text-only model, or of the text part of a multimodal model.
     fn text_config(&self, family: Family) -> Result<Config, ModelError> {
         self.check_activation(family)?;
         self.refuse_partial_rotation()?;
@@ -237,7 +242,7 @@ impl Reader<'_> {
             layers: self.layers(family, num_layers)?,
             heads,
             attention_scale: 1.0 / (scalar as f32).sqrt(),
-            // Gemma 3's attention has none, whatever its configuration says.
+            // Gemma 3's attention has no soft cap, even if its configuration sets one.
             attention_soft_cap: match family {
                 Family::Gemma2 => self.soft_cap("attn_logit_softcapping", Some(50.0))?,
                 _ => None,
@@ -277,7 +282,7 @@ impl Reader<'_> {
         })
     }
 
-    /// The family, and whether it is that of the part of a model that reads and writes text.
+    /// The family, and whether the model is multimodal and its configuration is in `text_config`.
     fn family(&self) -> Result<(Family, bool), ModelError> {
         let of_type = |name: &str| match name {
             "llama" | "LlamaForCausalLM" => Some((Family::Llama, false)),
@@ -344,7 +349,8 @@ impl Reader<'_> {
         let heads = self.size_or("num_attention_heads", 1 << 12, family.is_gemma().then_some(8))?;
         let kv_heads = match self.size("num_key_value_heads", 1 << 12)? {
             Some(n) => n,
-            // A missing field takes the family's default; null means one key head a query head.
+            // An absent field takes the family's default. Null means one KV head per query head,
+            // except for Gemma, which takes its default.
             None if family.is_gemma() => 4,
             None if family == Family::Mistral && !self.map.contains_key("num_key_value_heads") => 8,
             None => heads,
@@ -378,7 +384,7 @@ impl Reader<'_> {
         })
     }
 
-    /// Which layers attend through a window, as each family decides it.
+    /// The attention of each layer, by the rules of its family.
     fn layers(&self, family: Family, count: usize) -> Result<Vec<KvSpec>, ModelError> {
         let window = || -> Result<Option<u32>, ModelError> {
             match self.size("sliding_window", 1 << 30)? {
@@ -423,7 +429,7 @@ impl Reader<'_> {
                 self.specs((0..count).map(sliding), window)
             }
             Family::Gemma2 | Family::Gemma3 => {
-                // Every so many layers, one sees everything.
+                // Every `pattern`-th layer has full attention.
                 let pattern = match (family, self.size("sliding_window_pattern", 1 << 10)?) {
                     (Family::Gemma3, Some(n)) => n,
                     (Family::Gemma3, None) => 6,
@@ -450,7 +456,7 @@ impl Reader<'_> {
         sliding.map(spec).collect()
     }
 
-    /// `layer_types`: for each layer, does it slide?
+    /// `layer_types`: whether each layer has a sliding window.
     fn layer_types(&self, count: usize) -> Result<Option<Vec<bool>>, ModelError> {
         let Some(value) = self.get("layer_types") else {
             return Ok(None);
@@ -571,7 +577,8 @@ mod tests {
         assert_eq!(qwen3.heads.head_dim, 128);
     }
 
-    /// As published: with few fields, those of a part of a model that sees images with fewest.
+    /// Parses a published Gemma configuration. These have few fields, and a multimodal model's text
+    /// part has the fewest.
     fn gemma(text: Value) -> Result<Config, String> {
         Config::parse(Path::new("config.json"), &text.to_string()).map_err(|e| e.to_string())
     }

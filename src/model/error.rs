@@ -1,4 +1,4 @@
-//! What can be wrong with a checkpoint, split by what the reader can do about it.
+//! Errors of a checkpoint, split by what the user can do about them.
 
 use std::path::{Path, PathBuf};
 
@@ -13,13 +13,13 @@ pub enum ModelError {
     /// A file is broken or does not fit the others: fetch the checkpoint again.
     #[error("`{}`: {message}", path.display())]
     Broken { path: PathBuf, message: String },
-    /// The checkpoint is sound but asks for what gristmill does not do: choose another checkpoint.
+    /// The checkpoint is sound but needs a feature that gristmill lacks: choose another checkpoint.
     #[error("`{}`: {message}", path.display())]
     Unsupported { path: PathBuf, message: String },
     /// The options do not fit the model: change the job.
     #[error("{0}")]
     Options(String),
-    /// The device cannot take it: another device, or other options.
+    /// The device cannot run the model: choose another device, or other options.
     #[error(transparent)]
     Device(#[from] DeviceError),
 }

@@ -1,5 +1,7 @@
-//! What a model's folder holds, by its names and first bytes, before anything in it is read: what is no checkpoint in the Hugging Face
-//! layout is called what it is, with what to do about it.
+//! Recognises a model's folder by its file names and first bytes, before anything is parsed.
+//!
+//! A folder or file that is no checkpoint in the Hugging Face layout gets an error that names its
+//! format and says what to do.
 
 use std::collections::BTreeSet;
 use std::io::Read;
@@ -14,15 +16,15 @@ const CONFIG: &str = "config.json";
 const WEIGHTS: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 const TOKENIZER: &str = "tokenizer.json";
-/// Most names of a folder that are looked at.
+/// Maximum number of names read from a folder.
 const NAMES_MAX: usize = 10_000;
-/// Largest small file that is read for what it says.
+/// Maximum size of the small JSON files that are parsed here.
 const SMALL_BYTES_MAX: u64 = 1 << 20;
-/// A pointer of Git LFS is smaller.
+/// Git LFS pointer files are smaller.
 const POINTER_BYTES_MAX: u64 = 1024;
 const POINTER: &[u8] = b"version https://git-lfs.github.com/spec/";
 
-/// A folder with a SentencePiece model alone cannot be used: say so before minutes of loading.
+/// Refuses a folder whose only tokenizer is a SentencePiece model, before minutes of loading.
 pub fn refuse_tokenizer_model_alone(dir: &Path) -> Result<(), ModelError> {
     let exists = |name: &str| {
         let path = dir.join(name);
@@ -37,10 +39,11 @@ pub fn refuse_tokenizer_model_alone(dir: &Path) -> Result<(), ModelError> {
     Ok(())
 }
 
-/// Checks that `path` is a folder that may hold a checkpoint, and that its files are there themselves.
+/// Checks that `path` is a folder that may hold a checkpoint, and that its files are complete: no
+/// Git LFS pointers, no broken links.
 ///
 /// # Errors
-/// It is something else, which the error names.
+/// `path` holds something else, which the error names, or its files are incomplete.
 pub fn check(path: &Path) -> Result<(), ModelError> {
     if !path.exists() {
         return Err(ModelError::unsupported(path, not_there(&path.to_string_lossy())));
@@ -55,10 +58,10 @@ pub fn check(path: &Path) -> Result<(), ModelError> {
     }
 }
 
-/// Checks that there are weights that can be read, and opens none of them.
+/// Checks that weights in a supported format exist, without opening them.
 ///
 /// # Errors
-/// There are none, or only others, which the error names.
+/// There are no weights, or only weights in another format, which the error names.
 pub fn check_weights(dir: &Path) -> Result<(), ModelError> {
     let folder = Folder::list(dir)?;
     match folder.has(WEIGHTS) || folder.has(INDEX) {
@@ -67,7 +70,8 @@ pub fn check_weights(dir: &Path) -> Result<(), ModelError> {
     }
 }
 
-/// Says of a model that is no path on this machine what it may be: a name on the hub looks like a path.
+/// The error message for a model that is no path on this machine. Names on the hub look like paths,
+/// so the message says how to download such a model.
 pub fn not_there(model: &str) -> String {
     match hub_name(model) {
         Some(name) => format!(
@@ -78,7 +82,7 @@ pub fn not_there(model: &str) -> String {
     }
 }
 
-/// The `organisation/name` of a model on the hub.
+/// The `organisation/name` of a model on the hub; `None` if `model` has another form.
 pub fn hub_name(model: &str) -> Option<&str> {
     let prefixes = ["hf://", "https://huggingface.co/", "https://hf.co/"];
     let name = prefixes
@@ -94,7 +98,8 @@ pub fn hub_name(model: &str) -> Option<&str> {
     (is_word(organisation) && is_word(model)).then_some(name)
 }
 
-/// Says what a folder has for a tokenizer where `tokenizer.json` is missing; `None`: nothing that is known, or SentencePiece's.
+/// Names the tokenizer that a folder without `tokenizer.json` has. `None`: no known tokenizer, or
+/// SentencePiece's.
 pub fn other_tokenizer(dir: &Path) -> Option<String> {
     let folder = Folder::list(dir).ok()?;
     let convert = "transformers makes a `tokenizer.json` of it, where it knows the model: \
@@ -129,7 +134,8 @@ pub fn other_tokenizer(dir: &Path) -> Option<String> {
     })
 }
 
-/// Is this the beginning of tiktoken's text form: a line for each token, its bytes in Base64 and its rank? SentencePiece's is binary.
+/// Whether a file begins like tiktoken's text format: one line per token, with the token's bytes in
+/// Base64 and its rank. SentencePiece's format is binary.
 fn is_tiktoken(beginning: &[u8]) -> bool {
     let line = beginning.split(|byte| *byte == b'\n').next().unwrap_or_default();
     let is_base64 = |byte: &u8| byte.is_ascii_alphanumeric() || matches!(byte, b'+' | b'/' | b'=');
@@ -143,7 +149,7 @@ fn is_tiktoken(beginning: &[u8]) -> bool {
     }
 }
 
-/// What a file that is given as a model is.
+/// The error message for a file that was given as a model.
 fn file(path: &Path) -> String {
     let end = path
         .extension()
@@ -166,17 +172,17 @@ fn file(path: &Path) -> String {
 const GGUF: &str =
     "it is a GGUF file, llama.cpp's format: give the folder of the safetensors checkpoint that it was made of";
 
-/// The first bytes of a file; none where it cannot be read.
+/// The first bytes of a file. Empty where the file cannot be read.
 fn beginning(path: &Path) -> Vec<u8> {
     let mut bytes = Vec::new();
     if let Ok((file, _)) = crate::regular::open(path) {
-        // What was read before an error is enough to know it by, or too little.
+        // After an error, the bytes read so far are used as they are.
         let _ = file.take(256).read_to_end(&mut bytes);
     }
     bytes
 }
 
-/// A folder's names.
+/// A folder and the names in it.
 struct Folder<'a> {
     dir: &'a Path,
     names: BTreeSet<String>,
@@ -195,7 +201,7 @@ impl Folder<'_> {
         Ok(Folder { dir, names })
     }
 
-    /// Is there a file, or a link to one?
+    /// Whether the folder holds a file, or a link to a file, of this name.
     fn has(&self, name: &str) -> bool {
         self.names.contains(name) && self.dir.join(name).is_file()
     }
@@ -204,7 +210,7 @@ impl Folder<'_> {
         self.names.contains(name) && self.dir.join(name).is_dir()
     }
 
-    /// A small JSON file; `null` where it is missing or none.
+    /// A small JSON file. `null` where the file is missing or is not JSON.
     fn json(&self, name: &str) -> Value {
         let bytes = read_limited(&self.dir.join(name), SMALL_BYTES_MAX).unwrap_or_default();
         serde_json::from_slice(&bytes).unwrap_or_default()
@@ -218,7 +224,8 @@ impl Folder<'_> {
         self.has(WEIGHTS) || self.has(INDEX)
     }
 
-    /// What it is where it is no checkpoint of a model that writes text.
+    /// The error message for a folder that is no checkpoint of a text-generating model; else
+    /// `None`.
     fn other(&self) -> Option<String> {
         if !self.has(CONFIG) && self.has_folder("snapshots") {
             return Some(self.hub_cache());
@@ -328,7 +335,7 @@ impl Folder<'_> {
         }
     }
 
-    /// A checkpoint in the form of Meta's or Mistral's own code.
+    /// The error message for a checkpoint in the format of Meta's or Mistral's own code.
     fn makers_own(&self) -> Option<String> {
         let name = self.find(is_consolidated);
         let inner = self.has_folder("original").then_some("original");
@@ -345,7 +352,8 @@ impl Folder<'_> {
         )
     }
 
-    /// What it has for weights where there are none that can be read.
+    /// The error for a folder without weights in a supported format. It names the weights that
+    /// exist.
     fn other_weights(&self) -> ModelError {
         let unsupported = |message: String| ModelError::unsupported(self.dir, message);
         if let Some(name) = self.find(is_shard) {
@@ -367,7 +375,7 @@ impl Folder<'_> {
                 "there is neither `{WEIGHTS}` nor `{INDEX}`, only `{name}`: where that is the whole model, call it `{WEIGHTS}`"
             ));
         }
-        // What a trainer leaves beside weights is none.
+        // A trainer's files beside the weights hold no weights.
         let is_trainers = |name: &str| {
             ["training_args", "optimizer", "scheduler", "rng_state"]
                 .iter()
@@ -392,7 +400,7 @@ impl Folder<'_> {
         ModelError::broken(self.dir, format!("there is neither `{WEIGHTS}` nor `{INDEX}`"))
     }
 
-    /// The files of a checkpoint are there themselves: no pointers of Git LFS, no links to what was not copied along.
+    /// Refuses Git LFS pointers in place of files, and links whose target is missing.
     fn check_files(&self) -> Result<(), ModelError> {
         let named = [
             CONFIG,
@@ -405,7 +413,7 @@ impl Folder<'_> {
             INDEX,
         ];
         let shards = self.names.iter().map(String::as_str).filter(|name| is_shard(name));
-        // One file is taken before an index.
+        // A single weight file takes precedence over an index and its shards.
         let shards = shards.filter(|_| !self.has(WEIGHTS));
         for name in named
             .into_iter()
@@ -436,12 +444,13 @@ impl Folder<'_> {
     }
 }
 
-/// `consolidated.00.pth`, `consolidated.safetensors`: Meta's and Mistral's.
+/// Whether a file is in Meta's or Mistral's own format (`consolidated.00.pth`,
+/// `consolidated.safetensors`).
 fn is_consolidated(name: &str) -> bool {
     name.starts_with("consolidated") && [".pth", ".pt", ".safetensors"].iter().any(|end| name.ends_with(end))
 }
 
-/// `model-00001-of-00002.safetensors`.
+/// Whether a name has the form `model-00001-of-00002.safetensors`.
 fn is_shard(name: &str) -> bool {
     let numbers = name
         .strip_prefix("model-")

@@ -1,14 +1,17 @@
-//! JSON as Python writes it: with `NaN`, `Infinity` and `-Infinity`, which no other parser takes.
+//! JSON as Python writes it: with `NaN`, `Infinity` and `-Infinity`, which standard JSON parsers
+//! refuse.
 
 use serde::de::DeserializeOwned;
 
-/// What such a number is where a value stands that nothing needs to be a number; where one is needed, it is refused as a text.
+/// Number words of Python that become strings. A field that must be a number then refuses the
+/// string by its type.
 const WORDS: [&str; 3] = ["NaN", "Infinity", "-Infinity"];
 
-/// Parses JSON of a checkpoint's file. Numbers that are none become texts: `Infinity` is `"Infinity"`.
+/// Parses the JSON of a checkpoint's file. `NaN` and infinities become strings: `Infinity` is
+/// `"Infinity"`.
 ///
 /// # Errors
-/// It is not JSON, or of another type.
+/// The bytes are not JSON, or the JSON has another type than `T`.
 pub(crate) fn from_slice<T: DeserializeOwned>(bytes: &[u8]) -> serde_json::Result<T> {
     match serde_json::from_slice(bytes) {
         Err(error) if error.is_syntax() => match quoted(bytes) {
@@ -19,7 +22,7 @@ pub(crate) fn from_slice<T: DeserializeOwned>(bytes: &[u8]) -> serde_json::Resul
     }
 }
 
-/// `bytes` with quotes around those words where they stand outside texts; `None`: there are none.
+/// `bytes` with quotes around each of [`WORDS`] outside strings. `None`: there is no such word.
 fn quoted(bytes: &[u8]) -> Option<Vec<u8>> {
     let mut out = Vec::with_capacity(bytes.len() + 16);
     let (mut at, mut in_text, mut found) = (0, false, false);
@@ -39,7 +42,7 @@ fn quoted(bytes: &[u8]) -> Option<Vec<u8>> {
                 in_text = !in_text;
                 1
             }
-            // What follows a backslash ends no text.
+            // A character after a backslash is escaped and does not end the string.
             (None, b'\\') if in_text => 2,
             _ => 1,
         };

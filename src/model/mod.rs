@@ -1,4 +1,4 @@
-//! What a checkpoint says (config, weights, tokenizer) and the one transformer that runs it.
+//! A checkpoint (config, weights, tokenizer) and the one transformer that runs all families.
 
 use std::io::Read;
 use std::path::Path;

@@ -1,4 +1,5 @@
-//! How many KV blocks a model has: as its options say, or what its device has left.
+//! The number of KV blocks of a model: from its options, or from the memory that its device has
+//! left.
 //!
 //! See docs/decisions/059-memory-is-taken-before-the-first-row.md.
 
@@ -7,24 +8,26 @@ use crate::device::{Device, DeviceError, Precision};
 use crate::model::config::Config;
 use crate::model::error::ModelError;
 
-/// Of a device's memory, what is left free for what nobody can foresee: kernels that are loaded later, fragmentation.
+/// Device memory that stays free for allocations that cannot be foreseen: kernels that load later,
+/// and fragmentation.
 const MARGIN_BYTES: u64 = 512 << 20;
 
-/// Fewer tokens a step are not tried where memory is short: it is the model that is too large, not the step.
+/// Minimum tokens per step that is tried where memory is short. If even these do not fit, the model
+/// is too large for the device.
 pub const STEP_TOKENS_MIN: u32 = 128;
 
-/// Bytes of a block over all layers.
+/// Bytes per block over all layers.
 fn block_bytes<D: Device>(device: &D, config: &Config) -> u64 {
     (device.kv_block_bytes(config.heads) * config.layers.len()) as u64
 }
 
-/// As many whole blocks as fit.
+/// The number of whole blocks that fit into `bytes`.
 pub fn blocks_of<D: Device>(device: &D, config: &Config, bytes: u64) -> Result<u32, ModelError> {
     let blocks = bytes / block_bytes(device, config);
     checked(device, config, blocks.min(u64::from(u32::MAX)) as u32)
 }
 
-/// A pool of at least one block, of a size that can be.
+/// Checks that a pool has at least one block and a size that can be allocated.
 pub fn checked<D: Device>(device: &D, config: &Config, blocks: u32) -> Result<u32, ModelError> {
     let block = block_bytes(device, config);
     if blocks == 0 {
@@ -49,11 +52,12 @@ pub fn pools<D: Device>(device: &D, config: &Config, blocks: u32) -> Result<Vec<
     config.layers.iter().map(pool).collect()
 }
 
-/// A step of so many tokens, in sequences as long as they may be, with logits for as many rows as sequences may run. Its blocks are
-/// numbered from 0 on.
+/// A step of `tokens` tokens in sequences of the maximum length, with logits for `sequences` rows,
+/// or for every token if the step has fewer tokens. Its block numbers begin at 0.
 pub fn largest_step(tokens: u32, sequences: u32, context: u32, block_tokens: u32) -> StepBatch {
     let mut batch = StepBatch::default();
-    // Where sequences are shorter than blocks, they share what no one reads.
+    // Sequences whose length is no multiple of the block size share blocks. That is harmless,
+    // because nobody reads this step's results.
     let last_block = tokens / block_tokens;
     while (batch.tokens.len() as u32) < tokens {
         let first_token = batch.tokens.len() as u32;
@@ -66,8 +70,8 @@ pub fn largest_step(tokens: u32, sequences: u32, context: u32, block_tokens: u32
     batch
 }
 
-/// Refuses a model whose weights alone are more than the device has free. Linear layers are in the precision's format; the embedding
-/// table and the output head in BF16.
+/// Refuses a model whose weights alone exceed the device's free memory. Linear layers count in the
+/// precision's format, the embedding table and the output head in BF16.
 pub fn check_fits<D: Device>(device: &D, config: &Config, precision: Precision) -> Result<(), ModelError> {
     let Some(free) = device.free_bytes()? else {
         return Ok(());
@@ -89,7 +93,7 @@ pub fn check_fits<D: Device>(device: &D, config: &Config, precision: Precision) 
     .into())
 }
 
-/// Bytes of the linear layers' weights, and of the tables'.
+/// Bytes of the linear layers' weights, and bytes of the embedding table and output head.
 fn weights_bytes(config: &Config, precision: Precision) -> (u64, u64) {
     let (hidden, mlp) = (config.hidden_size as u64, config.intermediate_size as u64);
     let heads = config.heads;
@@ -100,7 +104,8 @@ fn weights_bytes(config: &Config, precision: Precision) -> (u64, u64) {
     (linear, tables * config.vocab_size as u64 * hidden * 2)
 }
 
-/// Whole blocks in what a device has left, or in `bytes` of it.
+/// The number of whole blocks that fit into `bytes`. `None`: into the memory that the device has
+/// left, less `MARGIN_BYTES`.
 pub fn blocks_of_the_rest<D: Device>(device: &D, config: &Config, bytes: Option<u64>) -> Result<u32, ModelError> {
     if let Some(bytes) = bytes {
         return blocks_of(device, config, bytes);

@@ -1,7 +1,8 @@
 //! Rotary embedding's inverse frequencies and their scalings.
 //!
-//! Pair `d` of a head of `n` dimensions turns by `base^(-2d/n)` per position. Scalings stretch those for contexts
-//! longer than the model was pretrained on. Arithmetic is in F32 where the Hugging Face reference's is.
+//! Pair `d` of a head of `n` dimensions turns by `base^(-2d/n)` per position. Scalings stretch
+//! these frequencies for contexts longer than the pretrained one. Arithmetic is in F32 wherever the
+//! Hugging Face reference computes in F32.
 
 use std::f64::consts::PI;
 
@@ -23,14 +24,16 @@ pub enum Scaling {
     Linear {
         factor: f64,
     },
-    /// The base grows with the context (NTK-aware). The reference takes the length that a sequence has reached, so a
-    /// token would depend on how far its batch has come; here the length is the job's context, fixed for all rows.
-    /// A context within `pretrained_tokens` leaves the base as it is.
+    /// The base grows with the context (NTK-aware). The reference uses the length that a sequence
+    /// has reached, so a token would depend on the progress of its batch. Here the length is the
+    /// job's context, fixed for all rows. The base stays unchanged for a context within
+    /// `pretrained_tokens`.
     Dynamic {
         factor: f64,
         pretrained_tokens: u32,
     },
-    /// Long wavelengths divided by `factor`, short ones kept, smooth between (Llama 3.1).
+    /// Frequencies of long wavelengths are divided by `factor`, those of short ones are kept, with
+    /// a smooth transition between them (Llama 3.1).
     Llama3 {
         factor: f64,
         low_freq_factor: f64,
@@ -40,23 +43,24 @@ pub enum Scaling {
     Yarn(Yarn),
 }
 
-/// YaRN (Peng et al. 2023): interpolated and original frequencies mixed by how often a pair turns in the pretrained
-/// context; sine and cosine scaled.
+/// YaRN (Peng et al. 2023). Interpolated and original frequencies are mixed by the number of turns
+/// of a pair in the pretrained context. Sine and cosine are scaled.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Yarn {
     pub factor: f64,
-    /// Scale of sine and cosine; inferred where the checkpoint does not give it.
+    /// Scale of sine and cosine. It is computed from `factor` where the checkpoint gives none.
     pub attention_factor: f64,
-    /// Turns in the pretrained context from which a pair keeps its frequency.
+    /// A pair with at least this many turns in the pretrained context keeps its frequency.
     pub beta_fast: f64,
-    /// Turns up to which a pair is interpolated in full.
+    /// A pair with at most this many turns is fully interpolated.
     pub beta_slow: f64,
     pub pretrained_tokens: u32,
-    /// Round the range of mixed pairs outwards to whole pairs.
+    /// Whether the range of mixed pairs is rounded outwards to whole pairs.
     pub truncate: bool,
 }
 
-/// YaRN's attention factor where the checkpoint does not give one: `0.1 m ln(factor) + 1`, or the ratio of two such.
+/// YaRN's attention factor where the checkpoint gives none: `0.1 m ln(factor) + 1` with m = 1, or
+/// the ratio of that for `mscale` and for `mscale_all_dim`.
 pub fn yarn_attention_factor(factor: f64, mscale: Option<f64>, mscale_all_dim: Option<f64>) -> f64 {
     let grow = |m: f64| {
         if factor <= 1.0 {
@@ -72,7 +76,8 @@ pub fn yarn_attention_factor(factor: f64, mscale: Option<f64>, mscale_all_dim: O
 }
 
 impl Rope {
-    /// Frequencies for heads of `head_dim` dimensions and a job whose longest sequence is `context` tokens.
+    /// Frequencies for heads of `head_dim` dimensions and a maximum sequence length of `context`
+    /// tokens.
     pub fn spec(&self, head_dim: usize, context: u32) -> RopeSpec {
         let plain = |theta: f64| -> Vec<f32> { turns(theta, head_dim).map(|t| 1.0 / t).collect() };
         let (inverse_frequencies, scale) = match &self.scaling {
@@ -116,16 +121,16 @@ impl Rope {
     }
 }
 
-/// `theta^(2d/n)` for each pair.
+/// `theta^(2d/n)` for each pair `d`.
 fn turns(theta: f64, head_dim: usize) -> impl Iterator<Item = f32> {
-    // The exponent is rounded to F32 first, as in the reference; the power is exact to F32.
+    // The exponent is rounded to F32 first, as in the reference. The power is then exact to F32.
     (0..head_dim / 2).map(move |d| (theta as f32 as f64).powf(((2 * d) as f32 / head_dim as f32) as f64) as f32)
 }
 
 impl Yarn {
     fn frequencies(&self, theta: f64, head_dim: usize) -> Vec<f32> {
         let n = head_dim as f64;
-        // The pair that turns `rotations` times in the pretrained context.
+        // Index of the pair that turns `rotations` times in the pretrained context.
         let pair =
             |rotations: f64| n * (self.pretrained_tokens as f64 / (rotations * 2.0 * PI)).ln() / (2.0 * theta.ln());
         let (mut low, mut high) = (pair(self.beta_fast), pair(self.beta_slow));

@@ -1,4 +1,5 @@
-//! Published model shapes by name, for benchmarks without a checkpoint: sizes only, weights are random.
+//! Published model shapes by name, for benchmarks without a checkpoint. Only sizes are real;
+//! weights are random.
 //!
 //! Sizes are those of each model's published `config.json`.
 
@@ -9,7 +10,7 @@ use serde_json::json;
 use crate::model::config::Config;
 use crate::model::error::ModelError;
 
-/// What a shape's `config.json` says.
+/// The fields of a shape's `config.json`.
 struct Shape {
     name: &'static str,
     architecture: &'static str,
@@ -24,7 +25,7 @@ struct Shape {
     norm_eps: f64,
     tied: bool,
     context: u32,
-    /// Where the family's layers have one, and it is not the family's default.
+    /// Attention window in tokens, where it differs from the family's default.
     window: Option<u32>,
 }
 
@@ -55,10 +56,10 @@ pub fn names() -> impl Iterator<Item = &'static str> {
     SHAPES.iter().map(|shape| shape.name)
 }
 
-/// The sizes of a published model; `None`: no such name.
+/// The configuration of a published model. `None`: the name is unknown.
 ///
 /// # Errors
-/// None that a name of [`names`] could bring about.
+/// Names from [`names`] cause no error, because their sizes are a valid configuration.
 pub fn named(name: &str) -> Result<Option<Config>, ModelError> {
     let Some(shape) = SHAPES.iter().find(|shape| shape.name == name) else {
         return Ok(None);
@@ -87,7 +88,7 @@ pub fn named(name: &str) -> Result<Option<Config>, ModelError> {
 mod tests {
     use super::*;
 
-    /// Parameters of a model, as its publishers count them.
+    /// Number of parameters, counted as the publishers do.
     fn parameters(config: &Config) -> usize {
         let heads = config.heads;
         let attention = config.hidden_size * (heads.qkv_width() + heads.heads * heads.head_dim);

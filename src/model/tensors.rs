@@ -1,18 +1,18 @@
-//! A model's tensors as its configuration describes them, in one place: what is built from a checkpoint, and what a checkpoint is held
-//! against.
+//! The one list of a model's tensors, derived from its configuration. Models are built by this
+//! list, and checkpoints are checked against it.
 //!
 //! See docs/decisions/087-tensors-stand-in-one-list.md.
 
 use crate::model::config::Config;
 
-/// The output head where it is none of the embedding table.
+/// Name of the output head, if it is separate from the embedding table.
 pub const HEAD: &str = "lm_head.weight";
 
 /// A tensor that the model reads.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorSpec {
     pub name: String,
-    /// `None`: a vector.
+    /// `None` for a vector.
     pub rows: Option<usize>,
     pub columns: usize,
 }
@@ -35,11 +35,11 @@ impl TensorSpec {
     }
 }
 
-/// Tensors of a linear operation, which is one or several, one behind the other.
+/// Tensors of a linear operation. Several parts are concatenated by rows.
 #[derive(Debug)]
 pub struct LinearTensors {
     pub weights: Vec<TensorSpec>,
-    /// As many, or none.
+    /// One bias per weight, or none.
     pub biases: Vec<TensorSpec>,
 }
 
@@ -52,23 +52,24 @@ pub struct LayerTensors {
     pub o: LinearTensors,
     pub post_attention_norm: Option<TensorSpec>,
     pub mlp_norm: TensorSpec,
-    /// The gate's, then the up projection's.
+    /// The gate projection, then the up projection.
     pub gate_up: LinearTensors,
     pub down: LinearTensors,
     pub post_mlp_norm: Option<TensorSpec>,
 }
 
-/// A model's tensors by what they are for.
+/// A model's tensors by purpose.
 #[derive(Debug)]
 pub struct ModelTensors {
     pub embedding: TensorSpec,
     pub layers: Vec<LayerTensors>,
     pub norm: TensorSpec,
-    /// `None`: the embedding table.
+    /// `None` where the embedding table is the output head.
     pub head: Option<TensorSpec>,
 }
 
-/// The name of the norm before a layer's network, which some families have called by what comes before it.
+/// Name of the norm before a layer's MLP. Families without post-norms call it
+/// `post_attention_layernorm`.
 pub fn mlp_norm_name(config: &Config) -> &'static str {
     match config.post_norms {
         true => "pre_feedforward_layernorm",
@@ -77,7 +78,7 @@ pub fn mlp_norm_name(config: &Config) -> &'static str {
 }
 
 impl ModelTensors {
-    /// Those of the model that `config` describes.
+    /// The tensors of the model that `config` describes.
     pub fn of(config: &Config) -> ModelTensors {
         let c = config;
         let table = |name: &str| TensorSpec::matrix(name.to_owned(), c.vocab_size, c.hidden_size);
@@ -92,7 +93,7 @@ impl ModelTensors {
         }
     }
 
-    /// All of them.
+    /// All tensors of the model.
     pub fn all(&self) -> impl Iterator<Item = &TensorSpec> {
         let layers = self.layers.iter().flat_map(LayerTensors::all);
         [&self.embedding, &self.norm]
@@ -177,7 +178,7 @@ mod tests {
     use crate::model::weights::{RandomWeights, StoredTensor, WeightSource};
     use crate::model::{KvBudget, LoadOptions, Transformer};
 
-    /// Random weights that note what is asked for.
+    /// Random weights that record which tensors are requested.
     struct Noted {
         inner: RandomWeights,
         asked: Mutex<BTreeMap<String, (Option<usize>, usize)>>,
@@ -194,8 +195,8 @@ mod tests {
         }
     }
 
-    /// A tensor that is read and not listed would make a checkpoint be refused, one that is listed and not read would be dropped in
-    /// silence.
+    /// A tensor that is read but not listed would make a valid checkpoint be refused. A tensor that
+    /// is listed but not read would be ignored silently.
     #[test]
     fn what_is_listed_is_what_is_read() {
         for (architecture, more) in [

@@ -1,4 +1,4 @@
-//! Where a model's time goes, by kind of operation.
+//! Time that a model spends, by kind of operation.
 
 use std::time::{Duration, Instant};
 
@@ -33,7 +33,8 @@ impl Operation {
 pub struct Times([Duration; Operation::ALL.len()]);
 
 impl Times {
-    /// Begins a step: what is returned takes the time since it was last called, or since now.
+    /// Begins a step. Each call of the returned function adds the time since its last call, or
+    /// since `laps`, to an operation.
     pub fn laps(&mut self) -> impl FnMut(Operation) {
         let mut last = Instant::now();
         move |operation| {
@@ -43,7 +44,7 @@ impl Times {
         }
     }
 
-    /// By name.
+    /// The sums, each with its operation's name.
     pub fn read(&self) -> Vec<(&'static str, Duration)> {
         Operation::ALL
             .iter()

@@ -1,11 +1,15 @@
-//! The checkpoint's tokenizer (`tokenizer.json`) and what the rest needs of it.
+//! The checkpoint's tokenizer (`tokenizer.json`), and the facts about it that other modules need.
 //!
-//! Three encodings of a text are told apart, because mixing them up is how prompts go wrong silently:
+//! Three encodings of a text are distinguished, because confusing them silently gives wrong
+//! prompts:
 //!
-//! - [`Tokenizer::encode`]: a whole prompt, as Hugging Face transformers encodes it; added tokens in it are recognised.
-//! - [`Tokenizer::encode_piece`]: a stretch of a prompt between two added tokens; none is recognised in it.
-//! - [`Tokenizer::encode_plain`]: text in the middle of a prompt or completion; besides, nothing is put in front of it
-//!   (some vocabularies prepend a space mark to every text).
+//! - [`Tokenizer::encode`]: a whole prompt, as Hugging Face transformers encodes it. Added tokens
+//!   in it are recognised.
+//! - [`Tokenizer::encode_piece`]: a section of a prompt between two added tokens. No added token is
+//!   recognised in it.
+//! - [`Tokenizer::encode_plain`]: text in the middle of a prompt or completion. No added token is
+//!   recognised, and the text gets no prefix (some vocabularies put a space mark before every
+//!   text).
 
 mod bytes;
 mod config;
@@ -33,12 +37,13 @@ use prefix::{Prefix, puts_space_in_front, without_prefix};
 pub use config::{ChatTemplateSource, TokenizerConfig};
 pub use encode::Encoded;
 
-/// Largest `tokenizer.json` that is read, in bytes; the largest known one (a vocabulary of 262,144) has 34 MB.
+/// Maximum size of `tokenizer.json` in bytes. The largest known file has 34 MB (a vocabulary of
+/// 262,144 tokens).
 const TOKENIZER_BYTES_MAX: u64 = 128 << 20;
-/// Ids above this are refused: tables are as long as the largest id.
+/// Maximum token id. Tables are as long as the largest id.
 const TOKEN_ID_MAX: u32 = 1 << 24;
 
-/// A tokenizer that cannot be used: the job stops before it starts.
+/// An unusable tokenizer. The job stops before it starts.
 #[derive(Debug, thiserror::Error)]
 pub enum TokenizerError {
     #[error("`{}` holds no `tokenizer.json`", .0.display())]
@@ -49,7 +54,7 @@ pub enum TokenizerError {
         .0.display()
     )]
     OnlySentencePiece(PathBuf),
-    /// The tokenizer is there in another form than `tokenizer.json`.
+    /// The tokenizer exists in another format than `tokenizer.json`.
     #[error("`{}` {what}", dir.display())]
     OtherForm { dir: PathBuf, what: String },
     #[error("cannot read `{}`: {source}", path.display())]
@@ -63,48 +68,48 @@ pub enum TokenizerError {
 }
 
 impl TokenizerError {
-    /// Is there no `tokenizer.json`?
+    /// Whether `tokenizer.json` is absent.
     pub fn is_absence(&self) -> bool {
         use TokenizerError::{Missing, OnlySentencePiece, OtherForm};
         matches!(self, Missing(_) | OnlySentencePiece(_) | OtherForm { .. })
     }
 }
 
-/// An added token: text that stands for one token wherever it occurs.
+/// An added token: a text that becomes one token wherever it occurs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Added {
     pub id: u32,
     pub content: String,
-    /// A control token: never shows in a completion's text.
+    /// Whether this is a control token, which never appears in a completion's text.
     pub special: bool,
     /// Matches only between non-word characters.
     pub single_word: bool,
-    /// Swallows white space on its left (right).
+    /// Includes white space on its left (`rstrip`: on its right) in the match.
     pub lstrip: bool,
     pub rstrip: bool,
-    /// Matches the text as it is after normalization, not as it is written.
+    /// Matches in the normalized text rather than in the original text.
     pub normalized: bool,
 }
 
-/// A loaded tokenizer: encodes prompts, decodes completions, knows every token's bytes.
+/// A loaded tokenizer. It encodes prompts, decodes completions, and knows every token's bytes.
 pub struct Tokenizer {
-    /// As transformers would use it.
+    /// The tokenizer as transformers uses it.
     full: Inner,
-    /// Without added tokens; puts in front of every text what `full` does.
+    /// Without added tokens. It puts the same prefix before a text as `full`.
     first_piece: Inner,
-    /// Like `first_piece`, for text after the first piece; `None` where the two are the same.
+    /// Like `first_piece`, for text after the first piece. `None` where the two are equal.
     later_piece: Option<Inner>,
-    /// Without added tokens, and nothing is put in front; `None` where `first_piece` is that already.
+    /// Without added tokens and without any prefix. `None` where `first_piece` has no prefix.
     plain: Option<Inner>,
     bytes: bytes::TokenBytes,
-    /// By id; true for control tokens.
+    /// By token id. True for control tokens.
     special: Vec<bool>,
     added: Vec<Added>,
-    /// Does it put a space mark in front of a text, as SentencePiece does?
+    /// Whether the tokenizer puts a space mark before a text, as SentencePiece does.
     prefixes_space: bool,
-    /// The unknown token: the one special token that plain text may yield.
+    /// The unknown token, the only special token that plain text may yield.
     unknown: Option<u32>,
-    /// How long texts are encoded.
+    /// Encoders for long texts.
     streams: Streams,
     bounds: Bounds,
     config: TokenizerConfig,
@@ -138,7 +143,8 @@ impl Tokenizer {
         Tokenizer::build(&json, config).map_err(|why| TokenizerError::Broken { path, why })
     }
 
-    /// Makes a tokenizer of the text of a `tokenizer.json` and, optionally, of a `tokenizer_config.json`.
+    /// Builds a tokenizer from the text of a `tokenizer.json` and, optionally, of a
+    /// `tokenizer_config.json`.
     pub fn from_json(tokenizer: &str, tokenizer_config: Option<&str>) -> Result<Tokenizer, TokenizerError> {
         let broken = |file: &str, why: String| TokenizerError::Broken {
             path: PathBuf::from(file),
@@ -153,8 +159,8 @@ impl Tokenizer {
 
     /// A small byte-level tokenizer, for tests and for benchmarks without a checkpoint.
     ///
-    /// Ids 0 to 255 are the bytes; then each of `words` (with the beginnings that lead to it) as it would be merged
-    /// from left to right; then `specials`, the last of which is the end-of-sequence token.
+    /// Ids 0 to 255 are the bytes. Then come the `words` and their prefixes, merged from left to
+    /// right. Last are the `specials`, the last of which is the end-of-sequence token.
     pub fn from_words(words: &[&str], specials: &[&str]) -> Result<Tokenizer, TokenizerError> {
         let eos_token = specials.last().map(|token| token.to_string());
         Tokenizer::from_words_with(
@@ -167,7 +173,7 @@ impl Tokenizer {
         )
     }
 
-    /// Like [`Tokenizer::from_words`], with a config of its own.
+    /// Like [`Tokenizer::from_words`], with the given config.
     pub fn from_words_with(
         words: &[&str],
         specials: &[&str],
@@ -193,8 +199,8 @@ impl Tokenizer {
         Tokenizer::byte_level(&vocab, &merges, specials, config)
     }
 
-    /// A byte-level tokenizer of `size` ids (at least 256), for benchmarks without a checkpoint: those above 255 stand for
-    /// words that no text is cut into.
+    /// A byte-level tokenizer of `size` ids (at least 256), for benchmarks without a checkpoint.
+    /// Encoding never yields ids above 255, which are names without merges.
     pub fn numbered(size: usize) -> Result<Tokenizer, TokenizerError> {
         let mut vocab = byte_vocab();
         vocab.extend((vocab.len()..size).map(|id| format!("w{id}")));
@@ -233,7 +239,7 @@ impl Tokenizer {
     fn build(json: &[u8], config: TokenizerConfig) -> Result<Tokenizer, String> {
         let declared = Declared::read(json)?;
         let mut full = guarded("it", || Inner::from_bytes(json))?;
-        // Both would change prompts behind the job's back.
+        // Truncation and padding would change prompts without the job asking for it.
         full.with_truncation(None).map_err(|e| e.to_string())?;
         full.with_padding(None);
         declared.check_added_ids(&full)?;
@@ -274,8 +280,8 @@ impl Tokenizer {
             config,
             hash,
         };
-        // Some models fail at characters that their vocabulary lacks when it has no unknown token, some post-processors at
-        // any text: find out now.
+        // Some models fail at characters outside their vocabulary if they have no unknown token.
+        // Some post-processors fail at any text. Detect both now.
         for add_special in [false, true] {
             tokenizer
                 .encode("a\u{10FFFD}", add_special)
@@ -285,34 +291,35 @@ impl Tokenizer {
         Ok(tokenizer)
     }
 
-    /// Number of token ids the tokenizer knows (ids `0..vocab_size()`); a model's padded vocabulary may be larger.
+    /// Number of token ids (ids `0..vocab_size()`). A model's padded vocabulary may be larger.
     pub fn vocab_size(&self) -> usize {
         self.bytes.len()
     }
 
-    /// The bytes a token stands for when it is decoded in the middle of a text; empty for special tokens.
+    /// The bytes that a token adds to a text when it is decoded after other tokens.
     ///
-    /// Empty for ids that the vocabulary skips or that lie beyond it, too.
+    /// Empty for special tokens, for ids that the vocabulary skips, and for ids beyond it.
     pub fn token_bytes(&self, id: u32) -> &[u8] {
         self.bytes.get(id)
     }
 
-    /// Ids below [`vocab_size`](Self::vocab_size) that no token has, ascending.
+    /// Ids below [`vocab_size`](Self::vocab_size) without a token, ascending.
     pub fn holes(&self) -> &[u32] {
         self.bytes.holes()
     }
 
-    /// Does the tokenizer put a space in front of a text (SentencePiece's `▁`), so that answers begin with one, too?
+    /// Whether the tokenizer puts a space before a text (SentencePiece's `▁`). Answers then begin
+    /// with a space, too.
     pub fn prefixes_space(&self) -> bool {
         self.prefixes_space
     }
 
-    /// Is this id a special (control) token, one that never shows in a completion's text?
+    /// Whether this id is a special (control) token, which never appears in a completion's text.
     pub fn is_special(&self, id: u32) -> bool {
         self.special.get(id as usize).copied().unwrap_or(false)
     }
 
-    /// The special tokens' ids, ascending.
+    /// Ids of the special tokens, ascending.
     pub fn special_ids(&self) -> Vec<u32> {
         (0u32..)
             .zip(&self.special)
@@ -326,8 +333,8 @@ impl Tokenizer {
         &self.added
     }
 
-    /// The id of a token by its text in the vocabulary (`<|im_end|>`; in vocabularies that write space as `▁` or `Ġ`,
-    /// with that mark).
+    /// The id of a token by its text in the vocabulary (such as `<|im_end|>`). Vocabularies that
+    /// write a space as `▁` or `Ġ` need that mark in `token`.
     pub fn id_of(&self, token: &str) -> Option<u32> {
         self.full.token_to_id(token)
     }
@@ -337,7 +344,7 @@ impl Tokenizer {
         self.id_of(self.config.eos_token.as_deref()?)
     }
 
-    /// What `tokenizer_config.json` and its companions say.
+    /// Settings from `tokenizer_config.json` and its companion files.
     pub fn config(&self) -> &TokenizerConfig {
         &self.config
     }
@@ -347,7 +354,7 @@ impl Tokenizer {
         &self.hash
     }
 
-    /// The special tokens that are put around a whole prompt: (before, after).
+    /// The special tokens (before, after) that the tokenizer puts around a whole prompt.
     pub fn surrounding(&self) -> Result<(Vec<u32>, Vec<u32>), String> {
         let bare = encode_with(&self.full, "a", false)?;
         let whole = encode_with(&self.full, "a", true)?;
@@ -361,9 +368,10 @@ impl Tokenizer {
         ))
     }
 
-    /// Decodes a whole completion, leaving out special tokens: the text that it adds to its prompt.
+    /// Decodes a whole completion into the text that it adds to its prompt. Special tokens are left
+    /// out.
     ///
-    /// A leading space stays, and bytes that are no UTF-8 become U+FFFD.
+    /// A leading space is kept. Invalid UTF-8 becomes U+FFFD.
     pub fn decode(&self, ids: &[u32]) -> String {
         let bytes: Vec<u8> = ids.iter().flat_map(|&id| self.token_bytes(id)).copied().collect();
         match String::from_utf8(bytes) {
@@ -373,13 +381,13 @@ impl Tokenizer {
     }
 }
 
-/// The 256 bytes, as byte-level tokenizers spell them.
+/// The 256 bytes, each in the spelling of byte-level tokenizers.
 fn byte_vocab() -> Vec<String> {
     (0..=255).map(|byte| bytes::byte_char(byte).to_string()).collect()
 }
 
-/// Adds the tokens of `added_tokens_decoder` that `tokenizer.json` lacks, and makes special tokens of the vocabulary
-/// recognised in text, as transformers does.
+/// Adds the tokens of `added_tokens_decoder` that `tokenizer.json` lacks. Also makes special tokens
+/// of the vocabulary recognised in text. Transformers does the same.
 fn add_missing(full: &mut Inner, config: &TokenizerConfig) -> Result<(), String> {
     let known = full.get_added_vocabulary().get_vocab();
     let missing: Vec<_> = config
@@ -394,7 +402,7 @@ fn add_missing(full: &mut Inner, config: &TokenizerConfig) -> Result<(), String>
             .rstrip(token.rstrip)
             .normalized(token.normalized)
     });
-    // At once: each call makes the library's tables anew.
+    // One call for all tokens, since each call rebuilds the library's tables.
     full.add_tokens(added.collect::<Vec<_>>()).map_err(|e| e.to_string())?;
     for token in missing {
         if full.token_to_id(&token.content) != Some(token.id) {
@@ -414,8 +422,8 @@ fn add_missing(full: &mut Inner, config: &TokenizerConfig) -> Result<(), String>
     Ok(())
 }
 
-/// `add_bos_token` and `add_eos_token`, where `tokenizer_config.json` has either, replace the post-processor (as in
-/// transformers 5).
+/// If `tokenizer_config.json` has `add_bos_token` or `add_eos_token`, these flags replace the
+/// post-processor (as in transformers 5).
 fn follow_bos_eos_flags(full: &mut Inner, config: &TokenizerConfig) -> Result<(), String> {
     if config.add_bos_token.is_none() && config.add_eos_token.is_none() {
         return Ok(());
@@ -448,7 +456,7 @@ fn follow_bos_eos_flags(full: &mut Inner, config: &TokenizerConfig) -> Result<()
     Ok(())
 }
 
-/// The added tokens by ascending id; those that the config names (`eos_token`, …) count as special.
+/// The added tokens by ascending id. Tokens that the config names (`eos_token`, …) are special.
 fn added_tokens(full: &Inner, config: &TokenizerConfig) -> Vec<Added> {
     let named: BTreeSet<u32> = config
         .named_specials()
@@ -472,7 +480,8 @@ fn added_tokens(full: &Inner, config: &TokenizerConfig) -> Vec<Added> {
     added
 }
 
-/// Foreign error texts may span lines; a row's or job's error is one line.
+/// Puts an error text on one line. The library's errors may span lines, but a row's or job's error
+/// is one line.
 pub(crate) fn one_line(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ")
 }

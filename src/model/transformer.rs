@@ -1,8 +1,10 @@
-//! One transformer for all families: what differs is in [`Config`], what computes is in [`Device`].
+//! One transformer for all families. The differences are in [`Config`], the computation in
+//! [`Device`].
 //!
-//! Per layer: norm → fused q, k, v → rotation and KV store → attention → output projection → norm → gate, up and their
-//! product → down projection. What the two projections give some families normalise, too, before it is added. All buffers are kept
-//! from step to step.
+//! Per layer: norm → fused q, k, v → RoPE and KV store → attention → output projection → norm →
+//! gate, up and their product → down projection. Some families also normalise the outputs of the
+//! output and down projections before the residual addition. All buffers are kept from step to
+//! step.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -27,41 +29,45 @@ use crate::model::times::{Operation, Times};
 use crate::model::unit_offset_norm::UnitOffsetNorm;
 use crate::model::weights::{RandomWeights, WeightSource};
 
-/// Products of fewer rows are computed as those of so many.
+/// Smallest number of rows for which a device chooses how to compute products. Fewer rows use the
+/// same choice.
 const MEASURED_ROWS_MIN: u32 = 16;
 
-/// How large the pool of keys and values is to be.
+/// Size of the KV pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KvBudget {
-    /// Bytes over all layers; as many whole blocks as fit.
+    /// Bytes over all layers. The pool is the number of whole blocks that fit.
     Bytes(u64),
     Blocks(u32),
-    /// Of a device with memory of its own: made once a step of so many tokens, with logits of so many sequences, has run, so that
-    /// no later one runs out of memory.
+    /// For a device with its own memory. The pool is allocated after a trial step of `step_tokens`
+    /// tokens with logits for `sequences` sequences, so that no later step runs out of memory.
     AfterStep {
         step_tokens: u32,
         sequences: u32,
-        /// `None`: what is left then.
+        /// `None`: all memory that is left after the trial step.
         bytes: Option<u64>,
     },
 }
 
-/// How a model is to be loaded.
+/// Options of loading a model.
 #[derive(Clone)]
 pub struct LoadOptions {
     pub precision: Precision,
-    /// What keys and values are kept in.
+    /// Format of keys and values in the pool.
     pub kv_format: KvFormat,
-    /// Balances the weights in [`Precision::Int8`]; `None`: the weights alone say how.
+    /// Measured activation sizes that balance the weights in [`Precision::Int8`]. `None`: the sizes
+    /// are estimated from the weights.
     pub channels: Option<Arc<Channels>>,
-    /// Instructions that the CPU's kernels use, of those it has; `None`: the best.
+    /// Instruction set of the CPU's kernels, which the CPU must have. `None`: the best that it has.
     pub isa: Option<Isa>,
     pub kv: KvBudget,
-    /// Threads the CPU device computes on.
+    /// Threads of the CPU device.
     pub threads: Arc<cpu::Threads>,
-    /// Longest sequence in tokens; `None` takes what the checkpoint declares. Dynamic RoPE scaling is fixed for it.
+    /// Maximum sequence length in tokens. `None`: the length that the checkpoint declares. Dynamic
+    /// RoPE scaling is computed for this length.
     pub max_context: Option<u32>,
-    /// Ids that the tokenizer knows: those above are padding and never get logits. `None` takes all of the model's.
+    /// Number of ids that the tokenizer knows. Ids from this number on are padding and never get
+    /// logits. `None`: all ids of the model.
     pub vocabulary: Option<usize>,
 }
 
@@ -74,14 +80,14 @@ pub struct Transformer<D: Device = Cpu> {
     step: D::Step,
     buffers: Buffers<D>,
     times: Times,
-    /// Are operations waited for, one by one, and timed?
+    /// Whether the host waits for each operation and times it.
     timed: bool,
     kv_blocks: u32,
     context_tokens: u32,
     vocab_size: usize,
-    /// Most tokens of a step that the device has memory for, where that was found out.
+    /// Maximum tokens per step for which the device has memory. `None`: no trial step ran.
     step_tokens_max: Option<u32>,
-    /// Tokens of the last draw, which the next step may hold.
+    /// Number of tokens of the last draw. The next step may contain them.
     drawn: usize,
 }
 
@@ -120,7 +126,7 @@ impl Transformer<Cpu> {
         Transformer::from_weights(checkpoint.config, &checkpoint.weights, options)
     }
 
-    /// A model of these sizes with random weights stored as `dtype`, on the CPU.
+    /// A model with random weights, stored as `dtype`, on the CPU.
     ///
     /// # Errors
     /// Options that do not fit the model.
@@ -144,7 +150,8 @@ impl Transformer<Cpu> {
         Transformer::on_device(device, config, source, options)
     }
 
-    /// As [`forward`](Self::forward) without the logits, showing `see` the activations that each layer's linear operations read.
+    /// Runs a step as [`forward`](Self::forward) does, but returns no logits. `see` gets the
+    /// activations that each layer's linear operations read.
     ///
     /// # Errors
     /// A batch that does not fit the model.
@@ -159,7 +166,7 @@ impl Transformer<Cpu> {
     }
 }
 
-/// What a layer's linear operations read, `[tokens][width]`.
+/// Activations that a layer's linear operations read, `[tokens][width]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Activations {
     /// Width `hidden_size`: read by the query, key and value projections.
@@ -173,7 +180,8 @@ pub enum Activations {
 }
 
 impl<D: Device> Transformer<D> {
-    /// A model on `device` (whose threads and precision `options` were used to make).
+    /// Loads a model onto `device`, which must have been made with the threads and precision of
+    /// `options`.
     ///
     /// # Errors
     /// As [`load`](Transformer::load).
@@ -185,7 +193,8 @@ impl<D: Device> Transformer<D> {
     ) -> Result<Transformer<D>, ModelError> {
         let context_tokens = context(&config, options.max_context)?;
         pool::check_fits(&device, &config, options.precision)?;
-        // What computes in the host's memory is done when it returns.
+        // A device that computes in the host's memory has finished an operation when the call
+        // returns, so timing it costs no wait.
         let timed = device.free_bytes()?.is_none();
         let kv_blocks = match options.kv {
             KvBudget::AfterStep { step_tokens, .. } => step_tokens.div_ceil(device.block_tokens()) + 1,
@@ -202,7 +211,7 @@ impl<D: Device> Transformer<D> {
             false => source,
         };
         let balanced = match options.precision {
-            // All channels of random weights are alike.
+            // Channels of random weights have equal sizes and need no balancing.
             Precision::Int8 if random.is_none() => Some(Balanced::new(source, &config, options.channels.as_deref())?),
             _ => None,
         };
@@ -248,7 +257,8 @@ impl<D: Device> Transformer<D> {
         Ok(transformer)
     }
 
-    /// Runs the largest step that will come, so that all memory besides the pool is taken; where it does not fit, a smaller one.
+    /// Runs a trial step of the maximum size, so that all memory besides the KV pool is allocated.
+    /// If it does not fit, runs smaller steps. Returns the tokens of the step that fit.
     fn largest_step(&mut self, step_tokens: u32, sequences: u32) -> Result<u32, ModelError> {
         let mut tokens = step_tokens;
         loop {
@@ -267,8 +277,9 @@ impl<D: Device> Transformer<D> {
         Ok(tokens)
     }
 
-    /// Steps of each power of two of tokens, and of sequences, below the largest step's: how a device computes products best is measured on
-    /// the most rows that each way serves, and the libraries' kernels are loaded, before the pool takes the memory that this needs.
+    /// Runs trial steps at each power of two of tokens, and of sequences, below the largest step.
+    /// At each size the device measures how it computes products fastest, and libraries load their
+    /// kernels. Both need memory, so this precedes the allocation of the pool.
     fn measured_steps(&mut self, step_tokens: u32, sequences: u32) -> Result<(), ModelError> {
         if !self.device.measures() {
             return Ok(());
@@ -287,7 +298,7 @@ impl<D: Device> Transformer<D> {
         Ok(())
     }
 
-    /// A step of so many tokens, with logits for so many rows, whose result nobody wants.
+    /// Runs a step of `tokens` tokens with logits for `rows` rows and discards its results.
     fn trial(&mut self, tokens: u32, rows: u32) -> Result<(), DeviceError> {
         let step = pool::largest_step(tokens, rows, self.context_tokens, self.device.block_tokens());
         let draws = vec![Draw::GREEDY; step.logits_at.len()];
@@ -297,8 +308,9 @@ impl<D: Device> Transformer<D> {
         Ok(())
     }
 
-    /// Runs one step and returns the logits of `batch.logits_at`, `[logits_at.len()][vocab_size()]`, row-major, F32: what an engine
-    /// leaves on the device.
+    /// Runs one step and returns the logits of `batch.logits_at`,
+    /// `[logits_at.len()][vocab_size()]`, row-major, F32. The engine leaves logits on the device
+    /// and does not call this.
     ///
     /// # Errors
     /// A batch that does not fit the model, or a device that failed.
@@ -307,12 +319,12 @@ impl<D: Device> Transformer<D> {
         Ok(self.device.read_logits(&mut self.buffers.workspace)?)
     }
 
-    /// What the model is.
+    /// The model's configuration.
     pub fn config(&self) -> &Config {
         &self.config
     }
 
-    /// What makes a batch unfit to run, if anything: the caller's mistake, never a row's.
+    /// Checks that a batch fits the model. An error is the caller's mistake, never a row's.
     fn check(&self, batch: &StepBatch) -> Result<(), String> {
         if batch.positions.len() != batch.tokens.len() {
             return Err(format!(
@@ -391,8 +403,7 @@ impl<D: Device> Transformer<D> {
         }
     }
 
-    /// Runs a checked batch. `see` is shown the activations that each layer's
-    /// linear operations read.
+    /// Runs a checked batch. `see` gets the activations that each layer's linear operations read.
     fn run(
         &mut self,
         batch: &StepBatch,

@@ -1,4 +1,4 @@
-//! Norms that a checkpoint stores as what they differ from 1 by (Gemma), made whole.
+//! Norm weights that a checkpoint stores as w − 1 (Gemma), restored to w.
 //!
 //! See docs/decisions/088-family-differences-end-where-weights-are-read.md.
 
@@ -9,7 +9,7 @@ use crate::device::Dtype;
 use crate::model::error::ModelError;
 use crate::model::weights::{StoredTensor, WeightSource};
 
-/// A checkpoint's weights with 1 added to its norms, which are in F32 then.
+/// A checkpoint's weights with 1 added to its norm weights, which become F32.
 pub struct UnitOffsetNorm<'a>(pub &'a dyn WeightSource);
 
 impl WeightSource for UnitOffsetNorm<'_> {

@@ -1,4 +1,5 @@
-//! A checkpoint's weights: safetensors, in one file or in the files that an index lists. Never pickle.
+//! A checkpoint's weights: one safetensors file, or the safetensors files that an index lists.
+//! Pickle files are never read.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -17,25 +18,25 @@ use crate::model::error::ModelError;
 
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
-/// Largest index read: about 300,000 tensors.
+/// Maximum size of the index: about 300,000 tensors.
 const INDEX_BYTES_MAX: u64 = 64 << 20;
-/// Most files an index may list.
+/// Maximum number of files in an index.
 const FILES_MAX: usize = 4096;
 
-/// Where a model's tensors come from: a checkpoint, or random numbers.
+/// The source of a model's tensors: a checkpoint, or random numbers.
 pub trait WeightSource: Sync {
-    /// The tensor `name`, which has `rows` rows (`None` for a vector) of `columns` numbers.
+    /// The tensor `name`, which must have `rows` rows (`None` for a vector) of `columns` numbers.
     ///
     /// # Errors
-    /// It is missing, has another shape, or a number format that is not read.
+    /// The tensor is missing, has another shape, or has an unsupported number format.
     fn tensor(&self, name: &str, rows: Option<usize>, columns: usize) -> Result<StoredTensor<'_>, ModelError>;
-    /// The file that holds `name`, for errors.
+    /// The file that holds `name`, for error messages.
     fn path_of(&self, name: &str) -> &Path;
-    /// Random numbers, where a device may make them itself.
+    /// `Some` where the weights are random and a device may generate them itself.
     fn random(&self) -> Option<&RandomWeights> {
         None
     }
-    /// Are norms as they are, whatever a family's checkpoints store?
+    /// Whether the source's norm weights are w, even for a family whose checkpoints store w − 1.
     fn has_whole_norms(&self) -> bool {
         false
     }
@@ -50,7 +51,7 @@ pub struct StoredTensor<'a> {
 }
 
 impl StoredTensor<'_> {
-    /// As the device takes it.
+    /// The tensor in the form that the device reads.
     pub fn view(&self) -> Tensor<'_> {
         Tensor {
             dtype: self.dtype,
@@ -61,41 +62,44 @@ impl StoredTensor<'_> {
     }
 }
 
-/// The safetensors files of a checkpoint folder. Of a model that sees images, too, the part that reads and writes text has the names that
-/// it would have alone. Nothing here says that the tensors are those of a model: see [`Checkpoint`](super::Checkpoint).
+/// The safetensors files of a checkpoint folder. Tensors of a multimodal model's text part get the
+/// names that they would have in a text-only model.
+///
+/// Opening the files does not check that they hold the tensors of a model; see
+/// [`Checkpoint`](super::Checkpoint).
 pub struct Weights {
     headers: Headers,
-    /// Of each file.
+    /// One mapping per file.
     maps: Vec<Mmap>,
-    /// By the name that the model has for it.
+    /// By the name that a text-only model has for the tensor.
     tensors: HashMap<String, Place>,
 }
 
-/// Where a tensor is.
+/// The location of a tensor.
 struct Place {
     file: usize,
-    /// Its name there.
+    /// The name of the tensor in its file.
     name: String,
 }
 
-/// What a checkpoint's files hold, without the bytes of a tensor.
+/// The headers of a checkpoint's files, without the bytes of any tensor.
 #[derive(Debug)]
 pub struct Headers {
     pub dir: PathBuf,
-    /// By name, ascending.
+    /// Ascending by file name.
     pub files: Vec<Header>,
-    /// (tensor, number of its file), where there is an index.
+    /// (tensor, index of its file in `files`). `None` where no index is used.
     pub index: Option<Vec<(String, usize)>>,
 }
 
-/// What one file holds.
+/// The header of one file.
 #[derive(Debug)]
 pub struct Header {
     pub path: PathBuf,
     pub tensors: BTreeMap<String, Entry>,
 }
 
-/// A tensor in its file.
+/// A tensor's entry in the header of its file.
 #[derive(Debug)]
 pub struct Entry {
     pub dtype: safetensors::Dtype,
@@ -103,15 +107,15 @@ pub struct Entry {
     pub bytes: Range<usize>,
 }
 
-/// What the names of the part that reads and writes text begin with in a model that sees images, too, and alone.
+/// Name prefixes of a multimodal model's text part, each with the prefix in a text-only model.
 const TEXT_PARTS: [(&str, &str); 3] = [
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
     ("model.language_model.", "model."),
 ];
 
-/// The name that a tensor of the part that reads and writes text would have alone, of a model that sees images, too. `None`: it has
-/// that name, or belongs to no such part.
+/// The name that a tensor of a multimodal model's text part would have in a text-only model.
+/// `None`: the tensor has that name already, or belongs to another part.
 pub fn name_alone(name: &str) -> Option<String> {
     TEXT_PARTS
         .iter()
@@ -119,7 +123,7 @@ pub fn name_alone(name: &str) -> Option<String> {
 }
 
 impl Headers {
-    /// The file that an error about all of them names.
+    /// The path for an error about all files: the only file, else the folder.
     pub fn path(&self) -> &Path {
         match &self.files[..] {
             [file] => &file.path,
@@ -129,10 +133,11 @@ impl Headers {
 }
 
 impl Header {
-    /// The number format of the tensor `name`, which has `rows` rows (`None` for a vector) of `columns` numbers.
+    /// Checks the shape of the tensor `name`, which must have `rows` rows (`None` for a vector) of
+    /// `columns` numbers. Returns its number format.
     ///
     /// # Errors
-    /// It is missing, has another shape, or a number format that is not read.
+    /// The tensor is missing, has another shape, or has an unsupported number format.
     pub fn fits(&self, name: &str, rows: Option<usize>, columns: usize) -> Result<Dtype, ModelError> {
         let Some(entry) = self.tensors.get(name) else {
             return Err(missing(&self.path, name));
@@ -162,10 +167,10 @@ fn missing(path: &Path, name: &str) -> ModelError {
     ModelError::broken(path, format!("tensor `{}` is missing", in_line(name)))
 }
 
-/// Longest name of a tensor in an error, in characters.
+/// Maximum length of a tensor's name in an error message, in characters.
 const NAME_CHARS_MAX: usize = 120;
 
-/// What a file says, fit for one line.
+/// Text from a file, escaped and cut so that it fits on one line.
 pub fn in_line(text: &str) -> String {
     let text: String = text
         .chars()
@@ -179,10 +184,12 @@ pub fn in_line(text: &str) -> String {
 }
 
 impl Weights {
-    /// Opens the weights in `dir`: `model.safetensors`, else the files `model.safetensors.index.json` lists.
+    /// Opens the weights in `dir`: `model.safetensors`, or else the files that
+    /// `model.safetensors.index.json` lists.
     ///
     /// # Errors
-    /// There are none, or a header that does not fit its file, or an index that names other than files of `dir`.
+    /// There are no weights, a header does not fit its file, or the index names something other
+    /// than files of `dir`.
     pub fn open(dir: &Path) -> Result<Weights, ModelError> {
         let (names, index) = weight_files(dir)?;
         let mut files = Vec::new();
@@ -199,7 +206,7 @@ impl Weights {
             Some(index) => index.iter().map(|(tensor, file)| (tensor, *file)).collect(),
             None => files[0].tensors.keys().map(|tensor| (tensor, 0)).collect(),
         };
-        // Where a tensor stands under the name itself, it is that one.
+        // A tensor whose stored name is the text-only name takes precedence over a renamed one.
         stored.sort_by_key(|(name, _)| (name_alone(name).is_none(), *name));
         let tensors = stored
             .into_iter()
@@ -248,13 +255,14 @@ impl WeightSource for Weights {
 impl Header {
     fn open(path: PathBuf) -> Result<(Header, Mmap), ModelError> {
         let (file, _) = crate::regular::open(&path).map_err(|e| ModelError::read(&path, e))?;
-        // SAFETY: the mapping is read-only and lives only while weights are held against their configuration or copied to the
-        // device. Whoever truncates the file in that time ends this process with SIGBUS, as with any program that maps it; no
-        // other change to the file can do more than change numbers, since all offsets are checked against the mapping's length.
+        // SAFETY: the mapping is read-only. It lives only while the weights are checked against
+        // their configuration or copied to the device. Truncating the file in that time ends this
+        // process with SIGBUS, as with any program that maps it. Any other change to the file can
+        // only change numbers, since all offsets are checked against the mapping's length.
         let map = unsafe { Mmap::map(&file) }.map_err(|e| ModelError::read(&path, e))?;
         let broken = |message: String| ModelError::broken(&path, format!("not a sound safetensors file: {message}"));
         let (header, metadata) = SafeTensors::read_metadata(&map).map_err(|e| broken(e.to_string()))?;
-        // The length of the header stands before it in 8 bytes.
+        // Eight bytes with the length of the header precede it.
         let start = 8 + header;
         let mut tensors = BTreeMap::new();
         for (name, info) in metadata.tensors() {
@@ -269,7 +277,8 @@ impl Header {
     }
 }
 
-/// Why an index that stands beside the one file counts for nothing; `None`: there is none, or it lists that file alone.
+/// A warning that the index beside `model.safetensors` is ignored. `None`: one of the two files is
+/// absent, or the index lists that file alone.
 ///
 /// # Errors
 /// The folder cannot be read.
@@ -292,7 +301,7 @@ pub fn index_beside(dir: &Path) -> Result<Option<String>, ModelError> {
 /// (tensor, name of its file).
 type IndexEntries = Vec<(String, String)>;
 
-/// Names of the weight files, ascending, and the index (tensor, file) where there is one.
+/// Names of the weight files, ascending, and the (tensor, file) entries of the index if it is used.
 fn weight_files(dir: &Path) -> Result<(Vec<String>, Option<IndexEntries>), ModelError> {
     let exists = |name: &str| {
         let path = dir.join(name);
@@ -308,7 +317,7 @@ fn weight_files(dir: &Path) -> Result<(Vec<String>, Option<IndexEntries>), Model
     Ok((files, Some(index)))
 }
 
-/// Names of the files that the index lists, ascending, and its entries.
+/// Names of the files that the index lists, ascending, and the entries of the index.
 fn index_of(dir: &Path) -> Result<(Vec<String>, IndexEntries), ModelError> {
     let path = dir.join(INDEX);
     let broken = |message: String| ModelError::broken(&path, message);
@@ -324,7 +333,8 @@ fn index_of(dir: &Path) -> Result<(Vec<String>, IndexEntries), ModelError> {
         let name = file
             .as_str()
             .ok_or_else(|| broken(format!("tensor `{}` names no file", in_line(tensor))))?;
-        // A plain name of this folder, so that an index cannot make us read anything else.
+        // Only plain names in this folder are allowed, so that an index cannot make gristmill read
+        // other files.
         let plain = name.ends_with(".safetensors") && !name.contains(['/', '\\', '\0']) && !name.starts_with('.');
         if !plain {
             return Err(broken(format!(
@@ -342,7 +352,7 @@ fn index_of(dir: &Path) -> Result<(Vec<String>, IndexEntries), ModelError> {
     Ok((files.into_iter().collect(), entries))
 }
 
-/// Says what a folder without safetensors holds instead.
+/// The error for a folder without safetensors. It names pickled weights if there are any.
 fn no_weights(dir: &Path) -> Result<ModelError, ModelError> {
     let mut pickles = Vec::new();
     for entry in std::fs::read_dir(dir).map_err(|e| ModelError::read(dir, e))? {
@@ -368,12 +378,12 @@ fn no_weights(dir: &Path) -> Result<ModelError, ModelError> {
     })
 }
 
-/// SHA-256 over what decides a model's logits: `config.json`, then the index where there is one, then the weight
-/// files by name. Each counts as its name's length and name, its size, its bytes (lengths in 8 bytes, little-endian).
-/// Lower-case hex.
+/// SHA-256 over the files that decide a model's logits: `config.json`, then the index if it is
+/// used, then the weight files by name. For each file the hash covers the name's length and the
+/// name, the file's size and its bytes (lengths in 8 bytes, little-endian). Lower-case hex.
 ///
 /// # Errors
-/// As [`Weights::open`], or a file that cannot be read.
+/// As [`Weights::open`], or a file cannot be read.
 pub fn checkpoint_hash(dir: &Path) -> Result<String, ModelError> {
     let (files, index) = weight_files(dir)?;
     let mut names = vec!["config.json".to_owned()];
@@ -403,17 +413,18 @@ pub fn checkpoint_hash(dir: &Path) -> Result<String, ModelError> {
     Ok(hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
-/// Random numbers that a thread makes at once.
+/// Random numbers that a thread generates per task.
 const RANDOM_AT_ONCE: usize = 1 << 16;
 
-/// Random weights, the same for the same seed: matrices uniform with variance 1 / columns, norms 1, biases 0.
+/// Random weights, the same for the same seed. Matrices are uniform with variance 1 / columns,
+/// norms are 1, biases 0.
 pub struct RandomWeights {
     pub seed: u64,
     pub dtype: Dtype,
 }
 
 impl RandomWeights {
-    /// The matrix `name`.
+    /// The parameters of the matrix `name`; its seed depends on the name.
     pub fn matrix(&self, name: &str, rows: usize, columns: usize) -> RandomMatrix {
         RandomMatrix {
             seed: name
@@ -441,7 +452,7 @@ impl WeightSource for RandomWeights {
         let RandomMatrix { seed, scale, .. } = self.matrix(name, rows.unwrap_or(1), columns);
         let size = self.dtype.bytes();
         let mut data = vec![0u8; count * size];
-        // Each number is its own place's alone: threads share them out.
+        // Each number depends only on its position, so threads can generate them independently.
         data.par_chunks_mut(RANDOM_AT_ONCE * size)
             .enumerate()
             .for_each(|(task, part)| {

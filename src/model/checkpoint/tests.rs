@@ -1,4 +1,4 @@
-//! What is made of headers: no file is written here.
+//! Tests with headers built in memory; no file is written.
 
 use std::path::{Path, PathBuf};
 
@@ -44,7 +44,7 @@ fn headers(config: &Config) -> Headers {
     }
 }
 
-/// `headers` in two files with their index; norms stand in the second.
+/// `headers` in two files with their index. Norms are in the second file.
 fn sharded(headers: Headers) -> Headers {
     let mut files = [1, 2].map(|number| Header {
         path: PathBuf::from(format!("m/model-{number}.safetensors")),
@@ -72,7 +72,7 @@ fn refused(config: &Config, headers: &Headers, words: &[&str]) {
     }
 }
 
-/// The sound headers with a vector more.
+/// The valid headers with an additional vector for each of `names`.
 fn with(config: &Config, names: &[&str]) -> Headers {
     let mut headers = headers(config);
     for name in names {
@@ -98,7 +98,7 @@ fn models_as_described_pass() {
             tied_embeddings: false,
             ..config.clone()
         };
-        // The head that stands there decides, whatever the configuration says.
+        // The stored head decides, whatever the configuration says.
         assert!(examine(&untied, &headers(&untied)).unwrap());
         assert!(examine(&config, &headers(&untied)).unwrap());
         assert!(!examine(&untied, &headers(&config)).unwrap());
@@ -142,7 +142,7 @@ fn what_nothing_reads_is_refused_by_name_and_reason() {
         "model.layers.1.self_attn.q_proj.bias",
     ];
     refused(&c, &with(&c, &two), &[two[0], "and 1 more that nothing reads"]);
-    // Described, it is read.
+    // A bias that the configuration describes is read.
     let biased = config(json!({"attention_bias": true}));
     examine(&biased, &headers(&biased)).unwrap();
     refused(&c, &headers(&biased), &["k_proj.bias", "and 7 more"]);
@@ -166,7 +166,7 @@ fn harmless_tensors_pass() {
         "model.layers.1.self_attn.rotary_emb.sin_cached",
     ] {
         assert!(!examine(&c, &with(&c, &[name])).unwrap(), "{name}");
-        // An index may lack them, and list them where they are not.
+        // An index may omit harmless tensors, or list them in the wrong file.
         let mut headers = sharded(headers(&c));
         headers.files[1].tensors.insert(name.to_owned(), entry(&[8]));
         examine(&c, &headers).unwrap();
@@ -234,7 +234,7 @@ fn what_is_missing_or_does_not_fit_is_refused() {
             "qkv_proj.weight` is there",
         ],
     );
-    // That weights are quantized says more than that some are missing.
+    // Quantized weights are reported in preference to missing ones.
     let quantized = |tensors: &mut BTreeMap<String, Entry>| {
         tensors.remove(name);
         tensors.insert(name.replace("weight", "qweight"), entry(&[8]));
@@ -276,7 +276,7 @@ fn index_and_files_must_agree() {
         ],
     );
 
-    // One that the model needs, too: which of the two is right is not known.
+    // The model needs this tensor, but either the index or the file may be wrong.
     let mut unlisted = sound();
     unlisted.index.as_mut().unwrap().retain(|(name, _)| name != norm);
     refused(
@@ -312,6 +312,6 @@ fn numbers_are_compared_to_the_last() {
     };
     assert!(same_numbers(&f32s(6.0), &f32s(6.0)) && same_numbers(&f32s(6.0), &bf16s(6.0)));
     assert!(!same_numbers(&f32s(6.0), &f32s(7.0)) && !same_numbers(&bf16s(7.0), &f32s(6.0)));
-    // What only F32 holds is no copy.
+    // A number that only F32 can hold is not a copy.
     assert!(!same_numbers(&f32s(1.001), &bf16s(1.001)));
 }

@@ -1,9 +1,10 @@
-//! `generation_config.json`: how the checkpoint's authors want completions drawn.
+//! `generation_config.json`: the sampling that the checkpoint's authors recommend.
 //!
-//! What is taken is what vLLM takes (`--generation-config auto`): temperature, top-k, top-p, min-p, repetition penalty and
-//! `max_new_tokens`, whatever `do_sample` says. Of the rest, what says which tokens may be drawn and where a completion ends is
-//! done, too, and every other key is refused, known to change no answer, or named as unknown. Without that file the same
-//! keys count where old checkpoints have them, in `config.json` (as in transformers and vLLM).
+//! The same keys apply as in vLLM (`--generation-config auto`), whatever `do_sample` says:
+//! temperature, top-k, top-p, min-p, repetition penalty and `max_new_tokens`. Keys that decide
+//! which tokens may be drawn and where a completion ends apply, too. Every other key is refused,
+//! known to change no answer, or reported as unknown. Without `generation_config.json` the same
+//! keys are read from `config.json`, where old checkpoints have them (as in transformers and vLLM).
 
 use std::path::{Path, PathBuf};
 
@@ -12,16 +13,16 @@ use serde_json::{Map, Value};
 use super::reader::{Reader, read_json, short};
 use crate::model::error::ModelError;
 
-/// The file, and the one that stands in for it.
+/// The file, and the file that replaces it in old checkpoints.
 const OWN: &str = "generation_config.json";
 const OLD: &str = "config.json";
-/// Largest `max_new_tokens` and the like: longer than any model's context.
+/// Maximum of `max_new_tokens` and other token counts. It exceeds any model's context.
 const TOKENS_MAX: u64 = 1 << 20;
 
-/// A checkpoint's own sampling, checked. `None`: it says nothing.
+/// A checkpoint's recommended sampling, checked. `None` fields are not set in the file.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct GenerationDefaults {
-    /// Does it stand in `config.json`?
+    /// Whether the values come from `config.json`.
     pub is_old: bool,
     pub temperature: Option<f32>,
     pub top_k: Option<u32>,
@@ -29,20 +30,20 @@ pub struct GenerationDefaults {
     pub min_p: Option<f32>,
     pub repetition_penalty: Option<f32>,
     pub max_new_tokens: Option<u32>,
-    /// Texts that end a completion.
+    /// Strings that end a completion.
     pub stop_strings: Vec<String>,
-    /// `suppress_tokens`, and the single tokens of `bad_words_ids`.
+    /// `suppress_tokens`, and the single-token words of `bad_words_ids`.
     pub suppress_tokens: Vec<u32>,
     pub begin_suppress_tokens: Vec<u32>,
     pub min_new_tokens: u32,
     pub min_length: u32,
-    /// Does it say `do_sample: false`?
+    /// Whether the file says `do_sample: false`.
     pub is_greedy: bool,
-    /// Keys that are not known.
+    /// Unknown keys.
     pub unknown: Vec<String>,
 }
 
-/// What a checkpoint says of sampling, not checked yet.
+/// The unchecked sampling keys of a checkpoint.
 #[derive(Debug)]
 pub struct GenerationFile {
     path: PathBuf,
@@ -50,14 +51,14 @@ pub struct GenerationFile {
     map: Map<String, Value>,
 }
 
-/// What a value is where a key changes nothing, besides null, false and what is empty.
+/// A value at which a key changes nothing, besides null, false and empty lists and objects.
 enum Neutral {
-    /// Nothing more.
+    /// No other value is neutral.
     Unset,
     Number(f64),
 }
 
-/// Keys whose values are taken.
+/// Keys whose values apply.
 const TAKEN: [&str; 13] = [
     "temperature",
     "top_k",
@@ -74,7 +75,7 @@ const TAKEN: [&str; 13] = [
     "do_sample",
 ];
 
-/// Keys that would change answers and are not done: a value that is not neutral is refused.
+/// Keys that would change answers and are not implemented. Values that are not neutral are refused.
 const REFUSED: [(&str, Neutral); 24] = [
     ("constraints", Neutral::Unset),
     ("diversity_penalty", Neutral::Number(0.0)),
@@ -102,8 +103,9 @@ const REFUSED: [(&str, Neutral); 24] = [
     ("watermarking_config", Neutral::Unset),
 ];
 
-/// Keys that change no answer here: ids that are read elsewhere or pad, caches, outputs, drafts of other models, and what beams
-/// alone look at. `max_length` counts the prompt; the job says how long completions may be.
+/// Keys that change no answer here: token ids that are read elsewhere or only pad, caches, outputs,
+/// assisted generation, and options of beam search. `max_length` counts the prompt as well; the job
+/// sets the maximum length of completions.
 const HARMLESS: [&str; 38] = [
     "_commit_hash",
     "_from_model_config",
@@ -146,11 +148,11 @@ const HARMLESS: [&str; 38] = [
 ];
 
 impl GenerationFile {
-    /// What the checkpoint in `dir` says: its `generation_config.json`, or where there is none, the same keys of `config.json`,
-    /// those of its text part after its own.
+    /// Reads `generation_config.json` in `dir`. Without that file the same keys of `config.json`
+    /// are read; its top-level keys take precedence over those of its `text_config`.
     ///
     /// # Errors
-    /// A file that cannot be read or parsed.
+    /// A file cannot be read or parsed.
     pub fn load(dir: &Path) -> Result<GenerationFile, ModelError> {
         let path = dir.join(OWN);
         if path.try_exists().map_err(|e| ModelError::read(&path, e))? {
@@ -180,7 +182,7 @@ impl GenerationFile {
         if self.is_old { OLD } else { OWN }
     }
 
-    /// What it sets, each key with its value, without what changes nothing.
+    /// The keys that the file sets, each with its value, except neutral values.
     pub fn says(&self) -> Vec<String> {
         let said = |key: &str, neutral: &Neutral| {
             let value = self.map.get(key).filter(|value| !neutral.is(value))?;
@@ -199,10 +201,11 @@ impl GenerationFile {
             .collect()
     }
 
-    /// Its values, checked.
+    /// Checks the values.
     ///
     /// # Errors
-    /// A value that is out of range or of another type, a key that would change answers and is not done.
+    /// A value is out of range or has another type, or a key would change answers and is not
+    /// implemented.
     pub fn check(&self) -> Result<GenerationDefaults, ModelError> {
         let reader = Reader {
             path: &self.path,
@@ -244,7 +247,7 @@ impl GenerationFile {
     }
 }
 
-/// Is it a key of this file?
+/// Whether `key` is a known key of `generation_config.json`.
 pub(super) fn is_key(key: &str) -> bool {
     TAKEN.contains(&key) || HARMLESS.contains(&key) || REFUSED.iter().any(|(refused, _)| *refused == key)
 }
@@ -274,7 +277,7 @@ impl Reader<'_> {
         }
     }
 
-    /// 0 and -1 keep all tokens.
+    /// `top_k`. The values 0 and -1 keep all tokens.
     fn top_k(&self) -> Result<Option<u32>, ModelError> {
         let Some(value) = self.get("top_k") else {
             return Ok(None);
@@ -293,7 +296,8 @@ impl Reader<'_> {
         id_list(value).ok_or_else(|| self.broken(format!("`{key}` is {}, not a list of token ids", short(value))))
     }
 
-    /// Words of one token, without the ends (which transformers leaves out of them, too).
+    /// Token ids of single-token words, without end-of-sequence ids (which transformers drops,
+    /// too).
     fn bad_words(&self) -> Result<Vec<u32>, ModelError> {
         let key = "bad_words_ids";
         let Some(value) = self.get(key) else {

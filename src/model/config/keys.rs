@@ -1,7 +1,9 @@
-//! The keys of `config.json`: each is used, known to change no answer, refused, or named as unknown.
+//! The keys of `config.json`: each is used, known to change no answer, refused, or reported as
+//! unknown.
 //!
-//! What a family's own class in transformers never reads has no effect here either, and is named as such where it is set. Options that
-//! come with tensors of their own (biases, norms, experts) need no entry: a tensor that nobody reads is refused by its name.
+//! Keys that a family's own class in transformers never reads have no effect here either, and a
+//! warning names them where they are set. Options that come with their own tensors (biases, norms,
+//! experts) need no entry, because tensors that nobody reads are refused by name.
 //!
 //! See docs/decisions/086-config-keys-stand-in-one-table.md.
 
@@ -11,19 +13,19 @@ use super::reader::{Reader, short};
 use super::{Family, generation};
 use crate::model::error::ModelError;
 
-/// What a key may say besides null, false, 0 and what is empty, and change nothing.
+/// A value at which a key changes nothing, besides null, false, 0 and empty values.
 enum Neutral {
-    /// Nothing more.
+    /// No other value is neutral.
     Unset,
-    /// This number; 0 is not neutral.
+    /// Only this number; 0 is not neutral.
     Only(f64),
-    /// True; false is not neutral.
+    /// Only true; false is not neutral.
     True,
 }
 
 use Neutral::{Only, True, Unset};
 
-/// What every family reads.
+/// Keys that every family reads.
 const USED: [&str; 19] = [
     "architectures",
     "eos_token_id",
@@ -48,7 +50,7 @@ const USED: [&str; 19] = [
 
 /// Options of other models that change results.
 const REFUSED: [(&str, Neutral); 58] = [
-    // Weights that are quantized: MLX's, compressed-tensors', and everyone else's.
+    // Quantized weights: the keys of MLX, of compressed-tensors, and of all other formats.
     ("quantization", Unset),
     ("compression_config", Unset),
     ("quantization_config", Unset),
@@ -57,7 +59,7 @@ const REFUSED: [(&str, Neutral); 58] = [
     ("n_routed_experts", Unset),
     ("num_experts", Unset),
     ("num_local_experts", Unset),
-    // Factors; of Falcon-H1, Granite, MiniCPM, Cohere and others.
+    // Scaling factors of Falcon-H1, Granite, MiniCPM, Cohere and others.
     ("attention_in_multiplier", Only(1.0)),
     ("attention_multiplier", Unset),
     ("attention_out_multiplier", Only(1.0)),
@@ -76,7 +78,7 @@ const REFUSED: [(&str, Neutral); 58] = [
     ("scale_depth", Unset),
     ("scale_emb", Only(1.0)),
     ("scale_embedding", Unset),
-    // What attention sees, and how.
+    // Attention masks and forms of attention.
     ("add_cross_attention", Unset),
     ("alibi", Unset),
     ("attention_chunk_size", Unset),
@@ -101,7 +103,7 @@ const REFUSED: [(&str, Neutral); 58] = [
     ("rotary_pct", Only(1.0)),
     ("use_mrope", Unset),
     ("use_rope", True),
-    // How a layer is put together.
+    // The structure of a layer.
     ("hybrid_override_pattern", Unset),
     ("layers_block_type", Unset),
     ("logits_soft_cap", Unset),
@@ -109,14 +111,16 @@ const REFUSED: [(&str, Neutral); 58] = [
     ("per_layer_config", Unset),
     ("swiglu_limit", Unset),
     ("use_parallel_residual", Unset),
-    // What Gemma has, and no other family.
+    // Keys that only the Gemma families read.
     ("attn_logit_softcapping", Unset),
     ("final_logit_softcapping", Unset),
     ("query_pre_attn_scalar", Unset),
 ];
 
-/// What a model that sees images says of itself besides what it says of its parts: of a model that reads text alone, no part may stand.
+/// Keys of a multimodal model that hold the configurations of its parts. A text-only model must
+/// have none of them.
 const PARTS: [&str; 2] = ["text_config", "vision_config"];
+/// Other keys that only a multimodal model has at its top level.
 const OF_IMAGES: [&str; 4] = [
     "boi_token_index",
     "eoi_token_index",
@@ -124,8 +128,9 @@ const OF_IMAGES: [&str; 4] = [
     "mm_tokens_per_image",
 ];
 
-/// What changes no answer: names, dates and versions, number formats (weights tell theirs themselves), training, caches, outputs that
-/// nobody asks for, labels of other tasks. Keys of `generation_config.json` are known as well: they are looked at where that file is.
+/// Keys that change no answer: names, dates and versions, number formats (each tensor declares its
+/// own), training, caches, outputs that nobody asks for, labels of other tasks. Keys of
+/// `generation_config.json` are known as well; they are checked with that file.
 const HARMLESS: [&str; 61] = [
     "_attn_implementation",
     "_attn_implementation_autoset",
@@ -138,7 +143,7 @@ const HARMLESS: [&str; 61] = [
     "attention_dropout",
     "attn_implementation",
     "attn_pdrop",
-    // Said by a warning of its own.
+    // Reported by its own warning.
     "auto_map",
     "bos_token_id",
     "chunk_size_feed_forward",
@@ -164,14 +169,14 @@ const HARMLESS: [&str; 61] = [
     "neftune_noise_alpha",
     "num_labels",
     "num_logits_to_keep",
-    // Layers that guess tokens ahead: the model's own answers do without them.
+    // Multi-token prediction layers. The model's own answers do not depend on them.
     "num_mtp_layers",
     "num_nextn_predict_layers",
     "output_attentions",
     "output_hidden_states",
     "pad_token_id",
     "prefix",
-    // Splits of a product, which change no more than its rounding.
+    // Splits a matrix product, which changes only its rounding.
     "pretraining_tp",
     "problem_type",
     "pruned_heads",
@@ -194,13 +199,13 @@ const HARMLESS: [&str; 61] = [
     "use_return_dict",
 ];
 
-/// What a rotation's own object may hold; its kind says which of it counts.
+/// Keys of a RoPE object. Its `rope_type` decides which of them apply.
 const OF_ROPE: [&str; 17] = [
     "attention_factor",
     "beta_fast",
     "beta_slow",
     "factor",
-    // A note that training went on with it.
+    // Notes that training continued with this RoPE.
     "finetuned",
     "full_attention",
     "high_freq_factor",
@@ -216,7 +221,7 @@ const OF_ROPE: [&str; 17] = [
     "type",
 ];
 
-/// Of rotations that are done nowhere here.
+/// Keys of RoPE types that are not supported.
 const OF_OTHER_ROPES: [(&str, Neutral); 8] = [
     ("alpha", Only(1.0)),
     ("attn_factor", Only(1.0)),
@@ -229,12 +234,12 @@ const OF_OTHER_ROPES: [(&str, Neutral); 8] = [
 ];
 
 impl Family {
-    /// What this family reads besides [`USED`].
+    /// Keys that this family reads besides [`USED`].
     fn keys(self) -> &'static [&'static str] {
         match self {
             Family::Llama => &["attention_bias", "hidden_act", "mlp_bias"],
             Family::Mistral => &["hidden_act", "sliding_window"],
-            // Qwen 2 has biases of queries, keys and values whatever it says.
+            // Qwen 2 has biases of queries, keys and values, whatever its configuration says.
             Family::Qwen2 | Family::Qwen3 => &[
                 "attention_bias",
                 "hidden_act",
@@ -246,7 +251,7 @@ impl Family {
                 "attention_bias",
                 "attn_logit_softcapping",
                 "final_logit_softcapping",
-                // Names of its first release, which its class reads no more.
+                // The first release's names, which the family's class no longer reads.
                 "hidden_act",
                 "sliding_window_size",
                 "hidden_activation",
@@ -255,7 +260,7 @@ impl Family {
             ],
             Family::Gemma3 => &[
                 "attention_bias",
-                // Its attention is not capped, whatever this says.
+                // Gemma 3's attention has no soft cap, whatever this key says.
                 "attn_logit_softcapping",
                 "final_logit_softcapping",
                 "hidden_act",
@@ -296,7 +301,7 @@ impl Neutral {
     }
 }
 
-/// Keys that are not known, each with its value.
+/// Unknown keys, each with its value.
 #[derive(Default)]
 pub(super) struct Unknown(Vec<String>);
 
@@ -307,10 +312,10 @@ impl Unknown {
 }
 
 impl Reader<'_> {
-    /// Looks at every key of a model of text, or of that part of another.
+    /// Checks every key of a text-only model, or of the text part of a multimodal model.
     ///
     /// # Errors
-    /// An option that changes results and is not done.
+    /// An option changes results and is not implemented.
     pub(super) fn check_keys(&self, family: Family, place: &str, unknown: &mut Unknown) -> Result<(), ModelError> {
         let known = |key: &str| {
             USED.contains(&key) || family.keys().contains(&key) || HARMLESS.contains(&key) || generation::is_key(key)
@@ -332,7 +337,7 @@ impl Reader<'_> {
         Ok(())
     }
 
-    /// Looks at every key of the whole of a model that sees images, but for its parts.
+    /// Checks every key at the top level of a multimodal model, except its parts.
     ///
     /// # Errors
     /// As [`check_keys`](Self::check_keys).
@@ -363,7 +368,7 @@ impl Reader<'_> {
         Ok(())
     }
 
-    /// A key that is neither used nor harmless.
+    /// Checks a key that is neither used nor harmless.
     fn check_key(
         &self,
         place: &str,
@@ -385,7 +390,7 @@ impl Reader<'_> {
         self.unsupported(format!("option `{place}{key}` ({}) is not supported", short(value)))
     }
 
-    /// What there is to say of keys that have no effect.
+    /// Warnings about keys that have no effect.
     pub(super) fn key_warnings(&self, family: Family, unknown: Unknown) -> Vec<String> {
         let (file, name) = (self.path.display(), family.name());
         let mut warnings = Vec::new();

@@ -1,4 +1,4 @@
-//! Fields of a JSON object, each of the type that it must have.
+//! Reads the fields of a JSON object and checks their types.
 
 use std::path::Path;
 
@@ -7,18 +7,18 @@ use serde_json::{Map, Value};
 use crate::model::error::ModelError;
 use crate::model::{json, read_limited};
 
-/// Largest `config.json` read; names of labels may take some MB.
+/// Maximum size of `config.json`. Label names may need some MB.
 const CONFIG_BYTES_MAX: u64 = 32 << 20;
 
-/// A file that holds one JSON object.
+/// Reads a file that holds one JSON object.
 ///
 /// # Errors
-/// It cannot be read, is too large, or holds something else.
+/// The file cannot be read, is too large, or holds something other than an object.
 pub(super) fn read_json(path: &Path) -> Result<Map<String, Value>, ModelError> {
     parse(path, &read_limited(path, CONFIG_BYTES_MAX)?)
 }
 
-/// The JSON object that is `bytes`; `path` is named in errors.
+/// Parses `bytes` as a JSON object. Errors name `path`.
 pub(super) fn parse(path: &Path, bytes: &[u8]) -> Result<Map<String, Value>, ModelError> {
     match json::from_slice(bytes) {
         Ok(Value::Object(map)) => Ok(map),
@@ -27,7 +27,7 @@ pub(super) fn parse(path: &Path, bytes: &[u8]) -> Result<Map<String, Value>, Mod
     }
 }
 
-/// A JSON object with the file it comes from.
+/// A JSON object and the file that it comes from.
 pub(super) struct Reader<'a> {
     pub path: &'a Path,
     pub map: &'a Map<String, Value>,
@@ -42,7 +42,7 @@ impl Reader<'_> {
         ModelError::unsupported(self.path, message)
     }
 
-    /// The value of a field that is there and not null.
+    /// The value of a field that is present and not null.
     pub(super) fn get(&self, name: &str) -> Option<&Value> {
         self.map.get(name).filter(|v| !v.is_null())
     }
@@ -62,14 +62,14 @@ impl Reader<'_> {
         self.size_or(name, max, None)
     }
 
-    /// A size with the default of its family, if that has one.
+    /// A size, or its family's default. Without a default the field is required.
     pub(super) fn size_or(&self, name: &str, max: usize, default: Option<usize>) -> Result<usize, ModelError> {
         self.size(name, max)?
             .or(default)
             .ok_or_else(|| self.broken(format!("`{name}` is missing")))
     }
 
-    /// What something is bounded by, with a default where the field does not stand; null is no bound.
+    /// A soft cap. An absent field takes the default; null means no cap.
     pub(super) fn soft_cap(&self, name: &str, default: Option<f32>) -> Result<Option<f32>, ModelError> {
         if !self.map.contains_key(name) {
             return Ok(default);
@@ -109,7 +109,7 @@ impl Reader<'_> {
     }
 }
 
-/// A value as text for an error, cut to a line.
+/// A value as text for an error message, cut to fit on a line.
 pub(super) fn short(value: &Value) -> String {
     cut(&value.to_string())
 }

@@ -1,4 +1,4 @@
-//! Rotary embedding, as a checkpoint's configuration spells it.
+//! Reads a checkpoint's RoPE (rotary embedding) from its configuration.
 
 use serde_json::{Map, Value};
 
@@ -7,11 +7,12 @@ use super::reader::{Reader, cut, short};
 use crate::model::error::ModelError;
 use crate::model::rope::{Rope, Scaling, Yarn, yarn_attention_factor};
 
-/// Largest base of wavelengths that is taken.
+/// Maximum base of the wavelengths.
 const THETA_MAX: f64 = 1e18;
 
 impl Reader<'_> {
-    /// The rotation of all layers, or of those that see everything, and where they have another, of those with a window.
+    /// The RoPE of all layers. Where a family has a second RoPE for sliding-window layers, the
+    /// first is for full-attention layers and the second is `Some`.
     pub(super) fn ropes(
         &self,
         family: Family,
@@ -19,7 +20,7 @@ impl Reader<'_> {
         max_positions: u32,
     ) -> Result<(Rope, Option<Rope>), ModelError> {
         let empty = Map::new();
-        // The older name wins where both stand, as in the reference.
+        // The older name takes precedence where both are set, as in the reference.
         let is_set = |name: &str| {
             let value = self.get(name);
             value.is_some_and(|v| v.as_object().is_none_or(|map| !map.is_empty()))
@@ -52,7 +53,7 @@ impl Reader<'_> {
             self.theta("rope_theta", 1e6)?,
             self.theta("rope_local_base_freq", 10_000.0)?,
         );
-        // Without types, what stands there is of layers that see everything.
+        // Without layer types the object applies to full-attention layers.
         let [full, window] = match by_type {
             [None, None] => [Ok(map), Ok(&empty)],
             kinds => kinds.map(|kind| match kind {
@@ -71,7 +72,7 @@ impl Reader<'_> {
         Ok(self.number_in(name, 1.0, THETA_MAX)?.unwrap_or(default))
     }
 
-    /// What `map`, the value of `name`, says; `theta` where it names none.
+    /// Reads `map`, the value of `name`. `theta` is the default base.
     fn rope(
         &self,
         (name, map): (&str, &Map<String, Value>),
@@ -163,7 +164,7 @@ impl Reader<'_> {
         };
         let mscale = self.number_in("mscale", 0.0, 1e3)?;
         let mscale_all_dim = self.number_in("mscale_all_dim", 0.0, 1e3)?;
-        // Zero counts as not given, as in the reference.
+        // Zero counts as absent, as in the reference.
         let beta = |name: &str, default: f64| {
             Ok::<_, ModelError>(self.number_in(name, 0.0, 1e6)?.filter(|x| *x != 0.0).unwrap_or(default))
         };

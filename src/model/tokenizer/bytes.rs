@@ -1,8 +1,8 @@
 //! The bytes of every token, computed once into one arena.
 //!
-//! A token's bytes are what it adds to a text when it is not the first one. They follow from the file's decoder:
-//! byte-level vocabularies write each byte as one printable character (GPT-2's table), SentencePiece ones write a
-//! space as `▁` and a byte that has no token as `<0x0A>`.
+//! A token's bytes are the text that it adds after other tokens. They follow from the file's
+//! decoder. Byte-level vocabularies write each byte as one printable character (GPT-2's table).
+//! SentencePiece vocabularies write a space as `▁`, and a byte without a token as `<0x0A>`.
 
 use tokenizers::{DecoderWrapper, Tokenizer as Inner};
 
@@ -11,23 +11,23 @@ use super::Added;
 /// Bytes by token id.
 pub(super) struct TokenBytes {
     arena: Vec<u8>,
-    /// `ends[id]` is where id's bytes end; they begin where those of the id before end.
+    /// `ends[id]` is the end of the token's bytes. They begin at the end of the bytes of `id - 1`.
     ends: Vec<usize>,
     /// Ids that the vocabulary skips, ascending.
     holes: Vec<u32>,
 }
 
-/// One thing that a decoder does to each token.
+/// A transformation that a decoder applies to each token.
 enum Rule {
     ByteLevel,
     ByteFallback,
     Replace(String, String),
-    /// Without this mark in front, a token starts a word, and a space goes before it.
+    /// A token without this prefix starts a word, and a space precedes it.
     WordPrefix(String),
 }
 
 impl TokenBytes {
-    /// Tabulates all tokens of `tokenizer`; `id_max` bounds the table.
+    /// Computes the bytes of all tokens of `tokenizer`. Ids above `id_max` are refused.
     pub(super) fn new(tokenizer: &Inner, added: &[Added], id_max: u32) -> Result<TokenBytes, String> {
         let vocab = tokenizer.get_vocab(true);
         let last = vocab.values().copied().chain(added.iter().map(|token| token.id)).max();
@@ -40,7 +40,7 @@ impl TokenBytes {
             ));
         }
         let own = tokenizer.get_vocab(false);
-        // Texts, and whether they stand as they are.
+        // The text of each token, and whether it is literal text (else the decoder applies).
         let mut texts: Vec<Option<(&str, bool)>> = vec![None; last as usize + 1];
         let mut known = vec![false; texts.len()];
         for (text, &id) in &vocab {
@@ -49,8 +49,10 @@ impl TokenBytes {
         }
         for token in added {
             known[token.id as usize] = true;
-            // Control tokens stand for nothing. Of the others, those of the model's own vocabulary are decoded as it is (Gemma's runs of
-            // spaces are such), and those that came later stand for their text: nothing has written it in another way.
+            // Control tokens have no bytes. Other added tokens that are in the model's own
+            // vocabulary are decoded like its tokens (for example Gemma's runs of spaces). Tokens
+            // that were added later are literal text, because no normalizer or pre-tokenizer has
+            // rewritten them.
             let is_text = own.get(&token.content) != Some(&token.id);
             texts[token.id as usize] = (!token.special).then_some((token.content.as_str(), is_text));
         }
@@ -88,7 +90,7 @@ impl TokenBytes {
     }
 }
 
-/// The file's decoder as rules for single tokens.
+/// Converts the file's decoder to rules for single tokens.
 fn rules(tokenizer: &Inner) -> Result<Vec<Rule>, String> {
     let mut rules = Vec::new();
     match tokenizer.get_decoder() {
@@ -118,7 +120,7 @@ fn collect(decoder: &DecoderWrapper, rules: &mut Vec<Rule>) -> Result<(), String
                 _ => return Err("its decoder replaces by a regular expression, which is not supported".into()),
             }
         }
-        // Both work on whole texts: joining, and taking off what stands at their ends.
+        // Both work on whole texts: they join tokens, or strip characters at the ends of the text.
         DecoderWrapper::Fuse(_) | DecoderWrapper::Strip(_) => {}
         DecoderWrapper::CTC(_) => return Err("its decoder is for speech (`CTC`), which is not supported".into()),
     }

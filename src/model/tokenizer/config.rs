@@ -1,4 +1,5 @@
-//! What `tokenizer_config.json` and its companions say: named special tokens, flags and chat templates.
+//! Settings from `tokenizer_config.json` and its companion files: named special tokens, flags and
+//! chat templates.
 
 use std::io::Read;
 use std::path::Path;
@@ -8,15 +9,15 @@ use serde_json::Value;
 use super::{Added, TokenizerError};
 use crate::model::json;
 
-/// Largest companion file that is read, in bytes.
+/// Maximum size of a companion file in bytes.
 const CONFIG_BYTES_MAX: u64 = 32 << 20;
-/// Most chat templates that a checkpoint may name.
+/// Maximum number of chat templates of a checkpoint.
 const TEMPLATES_MAX: usize = 64;
 
-/// A chat template as the checkpoint holds it.
+/// A chat template of the checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ChatTemplateSource {
-    /// `default` unless the checkpoint names several.
+    /// `default`, unless the checkpoint names several templates.
     pub name: String,
     pub source: String,
 }
@@ -28,9 +29,10 @@ pub struct TokenizerConfig {
     pub eos_token: Option<String>,
     pub unk_token: Option<String>,
     pub pad_token: Option<String>,
-    /// Special tokens without a role of their own (`additional_special_tokens`, `extra_special_tokens`).
+    /// Special tokens without a role of their own (`additional_special_tokens`,
+    /// `extra_special_tokens`).
     pub more_special_tokens: Vec<String>,
-    /// `None` where the file does not say.
+    /// `None` where the file has no such flag.
     pub add_bos_token: Option<bool>,
     pub add_eos_token: Option<bool>,
     /// Tokens of `added_tokens_decoder`, by ascending id.
@@ -39,9 +41,10 @@ pub struct TokenizerConfig {
 }
 
 impl TokenizerConfig {
-    /// Reads the companions of `tokenizer.json` in `dir`, each where there is one.
+    /// Reads the companion files of `tokenizer.json` in `dir` that exist.
     ///
-    /// A `chat_template.jinja` file takes the place of the config's own template, as in transformers.
+    /// A `chat_template.jinja` file replaces the template in `tokenizer_config.json`, as in
+    /// transformers.
     pub fn load(dir: &Path) -> Result<TokenizerConfig, TokenizerError> {
         let path = dir.join("tokenizer_config.json");
         let mut config = match path.exists() {
@@ -87,7 +90,7 @@ impl TokenizerConfig {
         Ok(config)
     }
 
-    /// Reads the text of a `tokenizer_config.json`.
+    /// Parses the text of a `tokenizer_config.json`.
     pub fn parse(text: &str) -> Result<TokenizerConfig, String> {
         let value: Value = json::from_slice(text.as_bytes()).map_err(|e| format!("not JSON: {e}"))?;
         let Value::Object(map) = &value else {
@@ -145,7 +148,7 @@ impl TokenizerConfig {
             .map(|t| t.source.as_str())
     }
 
-    /// Every token that the files name as special.
+    /// All tokens that the files name as special.
     pub(super) fn named_specials(&self) -> impl Iterator<Item = &str> {
         let roles = [&self.bos_token, &self.eos_token, &self.unk_token, &self.pad_token];
         roles
@@ -154,7 +157,7 @@ impl TokenizerConfig {
             .chain(self.more_special_tokens.iter().map(String::as_str))
     }
 
-    /// Takes roles that are not yet filled from a map of role to token.
+    /// Fills empty roles from a map of role to token.
     fn fill_from_map(&mut self, map: &Value) {
         let roles = [
             ("bos_token", &mut self.bos_token),

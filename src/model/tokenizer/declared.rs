@@ -1,5 +1,5 @@
-//! What a `tokenizer.json` says before the library reads it: sizes that it must keep to, so that neither loading it nor encoding a text
-//! with it takes for ever or all of the memory.
+//! Checks a `tokenizer.json` before the library reads it. Limits on its sizes keep loading it, and
+//! encoding texts with it, within bounded time and memory.
 
 mod expressions;
 mod sizes;
@@ -15,22 +15,23 @@ use super::stream::{STRETCH_BYTES_MAX, flatten};
 use expressions::check_expressions;
 use sizes::Sizes;
 
-/// Most added tokens; longest text of one, and all of them together, in bytes.
+/// Maximum number of added tokens, maximum length of one, and maximum total length, in bytes.
 const ADDED_MAX: usize = 1 << 18;
 const ADDED_BYTES_MAX: usize = 512;
 const ADDED_BYTES_MAX_TOGETHER: usize = 4 << 20;
-/// Most steps of a normalizer or pre-tokenizer.
+/// Maximum number of steps of a normalizer or pre-tokenizer.
 const STEPS_MAX: usize = 64;
-/// Most bytes that normalizer and pre-tokenizer may make of one.
+/// Maximum bytes that normalizer and pre-tokenizer together may make from one byte.
 const GROWTH_MAX: usize = 512;
-/// Longest word that a WordPiece model cuts: it holds each beginning of each rest against its vocabulary.
+/// Maximum length of a word that a WordPiece model cuts. The model looks up each prefix of each
+/// remainder in its vocabulary, so the lookups grow with the square of this length.
 const WORD_CHARS_MAX: u64 = 200;
-/// Most bytes in tokens of a Unigram vocabulary each of which begins with the one before.
+/// Maximum total bytes of a chain of Unigram tokens, each of which is a prefix of the next.
 const BEGINNINGS_BYTES_MAX: usize = 32 << 10;
-/// Above this, BPE mostly puts back what it leaves out.
+/// Maximum BPE dropout. Above this, BPE mostly retries merges that it has dropped.
 const DROPOUT_MAX: f64 = 0.5;
 
-/// What the file says and the library does not tell.
+/// Parts of the file that the library does not expose.
 #[derive(serde::Deserialize)]
 pub(super) struct Declared {
     #[serde(default)]
@@ -63,7 +64,7 @@ pub(super) struct DeclaredModel {
 }
 
 impl Declared {
-    /// Reads and checks the file, in memory that its sizes bound.
+    /// Reads and checks the file. Its sizes are checked first, so that memory is bounded.
     pub(super) fn read(json: &[u8]) -> Result<Declared, String> {
         let sizes: Sizes = serde_json::from_slice(json).map_err(|e| one_line(&e.to_string()))?;
         sizes.check()?;
@@ -98,7 +99,7 @@ impl Declared {
         check_expressions(&[&self.normalizer, &self.pre_tokenizer, &self.decoder])
     }
 
-    /// Most bytes that the normalizer makes of one.
+    /// Maximum bytes that the normalizer makes from one byte.
     fn normalizer_growth(&self) -> Result<usize, String> {
         let mut steps = Vec::new();
         flatten(&self.normalizer, "normalizers", &mut steps);
@@ -131,7 +132,7 @@ impl Declared {
         Ok(steps.into_iter().map(growth).fold(1, usize::saturating_mul))
     }
 
-    /// What may be encoded at once.
+    /// Limits for texts that are encoded at once.
     pub(super) fn bounds(&self) -> Result<Bounds, String> {
         let pre_tokenizer_growth = self.pre_tokenizer_growth()?;
         let growth = self.normalizer_growth()?.saturating_mul(pre_tokenizer_growth);
@@ -141,7 +142,8 @@ impl Declared {
         })
     }
 
-    /// Ids of added tokens are given by the library, not read from the file: refuse a file where the two differ.
+    /// Refuses a file whose added tokens get other ids from the library than the file says. The
+    /// library assigns these ids itself.
     pub(super) fn check_added_ids(&self, full: &Inner) -> Result<(), String> {
         for DeclaredToken { id, content } in &self.added_tokens {
             match full.token_to_id(content) {
@@ -157,7 +159,8 @@ impl Declared {
         Ok(())
     }
 }
-/// Refuses templates of a post-processor that name a special token they do not define: the library would panic at a text.
+/// Refuses post-processor templates that name an undefined special token, since the library would
+/// panic on a text.
 pub(super) fn check_templates(processor: &Value) -> Result<(), String> {
     for part in processor["processors"].as_array().into_iter().flatten() {
         check_templates(part)?;
@@ -188,7 +191,8 @@ fn most(what: &str, count: usize, most: usize) -> Result<(), String> {
     }
 }
 
-/// A Unigram model looks at each token that a place of a text begins with, and copies it: refuses those in which many begin with each other.
+/// Refuses a Unigram vocabulary with a long chain of tokens that are prefixes of each other. At
+/// each position of a text the model visits, and copies, every token that begins there.
 pub(super) fn check_beginnings(full: &Inner) -> Result<(), String> {
     if !matches!(full.get_model(), ModelWrapper::Unigram(_)) {
         return Ok(());
@@ -212,7 +216,8 @@ pub(super) fn check_beginnings(full: &Inner) -> Result<(), String> {
     Ok(())
 }
 
-/// The longest text that a SentencePiece table puts in a character's place, for each of the at least one to three bytes of that.
+/// The growth factor of a SentencePiece table: the length of its longest replacement, divided by
+/// three bytes, rounded up.
 fn longest_replacement(table: &str) -> usize {
     let Ok(table) = STANDARD.decode(table) else { return 1 };
     let trie = table.first_chunk().map_or(0, |size| u32::from_le_bytes(*size) as usize);

@@ -1,4 +1,4 @@
-//! Texts to token ids.
+//! Encodes texts to token ids.
 
 use std::sync::{Mutex, OnceLock, PoisonError};
 
@@ -9,24 +9,26 @@ use super::guarded::{THIS_TEXT, guarded};
 use super::stream::{STRETCH_BYTES_MAX, Stream};
 use super::trie::{ROOT, Trie};
 
-/// Longer texts, in bytes, are encoded part by part.
+/// Texts above this length in bytes are encoded in parts.
 const LONG_BYTES: usize = 64 << 10;
-/// Most bytes of a text, as normalizer and pre-tokenizer write it, that are encoded at once.
+/// Maximum bytes that the model encodes at once, counted after normalizer and pre-tokenizer.
 pub(super) const WRITTEN_BYTES_MAX: usize = 2 * STRETCH_BYTES_MAX;
-/// A text is normalized in blocks of so many bytes to see how long it becomes.
+/// Block size in bytes for measuring the length of a normalized text.
 const MEASURED_BYTES: usize = 4 << 10;
-/// Bytes that may be encoded again because of special tokens' texts, besides four times the text.
+/// Budget in bytes for encoding text again because it contains special tokens' texts, besides four
+/// times the text's length.
 const AGAIN_BYTES: usize = 1 << 20;
 
 /// The token ids of a text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Encoded {
     pub ids: Vec<u32>,
-    /// They are more than the limit, and not all: the text goes on.
+    /// If true, `ids` are more than the limit and may cover only the beginning of the text.
     pub is_cut: bool,
 }
 
-/// How long texts are encoded, each found at its first: see [`Stream`].
+/// Encoders for long texts, each built at its first use; see [`Stream`]. `None` inside: the
+/// tokenizer cannot be streamed.
 #[derive(Default)]
 pub(super) struct Streams {
     full: OnceLock<Option<Stream>>,
@@ -35,15 +37,15 @@ pub(super) struct Streams {
     plain: OnceLock<Option<Stream>>,
 }
 
-/// What may be encoded at once.
+/// Limits for texts that are encoded at once.
 pub(super) struct Bounds {
-    /// Longest text, in bytes, that cannot become too long.
+    /// Maximum length in bytes of a text that cannot exceed the limits after normalization.
     pub whole_bytes_max: usize,
-    /// Most bytes that the pre-tokenizer makes of one.
+    /// Maximum bytes that the pre-tokenizer makes from one byte.
     pub pre_tokenizer_growth: usize,
 }
 
-/// Which of a tokenizer's encoders.
+/// Selects one of the tokenizer's encoders.
 #[derive(Clone, Copy)]
 enum Which {
     Full,
@@ -53,13 +55,14 @@ enum Which {
 }
 
 impl Tokenizer {
-    /// Encodes a whole prompt. Added tokens in it are recognised; with `add_special`, those that the tokenizer puts
-    /// around every text (such as a begin-of-sequence token) are added.
+    /// Encodes a whole prompt, in which added tokens are recognised. `add_special` adds the tokens
+    /// that the tokenizer puts around every text, such as a begin-of-sequence token.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>, String> {
         Ok(self.encode_within(text, add_special, usize::MAX)?.ids)
     }
 
-    /// Like [`encode`](Self::encode). Of a text with more tokens than `limit`, encoding may end once that is known.
+    /// Like [`encode`](Self::encode), but encoding may stop once a text is known to have more
+    /// tokens than `limit`.
     pub fn encode_within(&self, text: &str, add_special: bool, limit: usize) -> Result<Encoded, String> {
         if !self.is_long(text) {
             let ids = encode_with(&self.full, text, add_special)?;
@@ -78,27 +81,31 @@ impl Tokenizer {
         })
     }
 
-    /// Encodes a stretch of a prompt in which no added token is recognised. `first`: the prompt begins with it.
+    /// Encodes a section of a prompt in which no added token is recognised. `first`: the prompt
+    /// begins with this section.
     pub fn encode_piece(&self, text: &str, first: bool) -> Result<Vec<u32>, String> {
         Ok(self.encode_piece_within(text, first, usize::MAX)?.ids)
     }
 
-    /// Like [`encode_piece`](Self::encode_piece). Of a text with more tokens than `limit`, encoding may end once that is known.
+    /// Like [`encode_piece`](Self::encode_piece), but encoding may stop once a text is known to
+    /// have more tokens than `limit`.
     pub fn encode_piece_within(&self, text: &str, first: bool, limit: usize) -> Result<Encoded, String> {
         let which = if first { Which::First } else { Which::Later };
         self.encode_without_specials(which, text, limit)
     }
 
-    /// Encodes `text` as it would stand in the middle of a prompt: no special tokens are added, none are recognised.
+    /// Encodes `text` as if in the middle of a prompt: special tokens are neither added nor
+    /// recognised.
     pub fn encode_plain(&self, text: &str) -> Vec<u32> {
-        // Loading has proved that characters outside the vocabulary encode; what is left is a text at which the regex
-        // engine gives up: it has no tokens of its own, and the caller spells it from the vocabulary.
+        // Loading has checked that characters outside the vocabulary can be encoded. The remaining
+        // error is a text on which the regex engine gives up. Such a text gets no tokens here, and
+        // the caller spells it from the vocabulary.
         self.encode_without_specials(Which::Plain, text, usize::MAX)
             .map(|encoded| encoded.ids)
             .unwrap_or_default()
     }
 
-    /// The text as the tokenizer's normalizer leaves it.
+    /// Applies the tokenizer's normalizer.
     pub fn normalize(&self, text: &str) -> Result<String, String> {
         let Some(normalizer) = self.full.get_normalizer() else {
             return Ok(text.to_string());
@@ -114,13 +121,14 @@ impl Tokenizer {
         Ok(normalized.get().to_string())
     }
 
-    /// Encodes with an encoder that knows no added tokens, so that no special token comes out.
+    /// Encodes with an encoder that knows no added tokens, so that no special token results.
     ///
-    /// Models that match whole words (Unigram, word pieces, BPE that ignores its merges) can still find a special
-    /// token's text in their vocabulary; such text is cut after its first character until they do not.
+    /// Models that match whole words (Unigram, word pieces, BPE that ignores its merges) can still
+    /// find a special token's text in their vocabulary. Such text is cut after its first character
+    /// until no special token results.
     fn encode_without_specials(&self, which: Which, text: &str, limit: usize) -> Result<Encoded, String> {
         let mut out: Vec<u32> = Vec::new();
-        // What is left to encode, the next last.
+        // A stack of the remaining texts; the last one is encoded next.
         let mut left = vec![(text, which)];
         let mut again = text.len().saturating_mul(4).saturating_add(AGAIN_BYTES);
         while let Some((text, which)) = left.pop() {
@@ -133,7 +141,7 @@ impl Tokenizer {
                     left.extend([(&text[cut..], Which::Plain), (&text[..cut], which)]);
                     continue;
                 }
-                // Too many of them to look for one after the other.
+                // The budget for encoding again is spent, so cut inside all special texts at once.
                 Some(_) => self.encode_cut(which, text, limit, &mut out)?,
                 None => out.extend(ids.into_iter().filter(|id| !self.is_offending(*id))),
             }
@@ -147,12 +155,12 @@ impl Tokenizer {
         })
     }
 
-    /// Is it a special token that plain text must not yield?
+    /// Whether `id` is a special token that plain text must not yield.
     fn is_offending(&self, id: u32) -> bool {
         self.is_special(id) && Some(id) != self.unknown
     }
 
-    /// A place inside the first text of this token in `text`.
+    /// An offset inside the first occurrence of this token's text in `text`.
     fn cut_inside(&self, culprit: u32, text: &str) -> Option<usize> {
         let token = self.added.iter().find(|token| token.id == culprit)?;
         let at = text.find(token.content.as_str())?;
@@ -160,7 +168,7 @@ impl Tokenizer {
         (at + first < text.len()).then_some(at + first)
     }
 
-    /// Encodes `text` cut inside every text of a special token.
+    /// Encodes `text`, cut inside every occurrence of a special token's text.
     fn encode_cut(&self, mut which: Which, text: &str, limit: usize, out: &mut Vec<u32>) -> Result<(), String> {
         let mut specials = Trie::<bool>::new();
         for token in self.added.iter().filter(|token| token.special) {
@@ -182,7 +190,7 @@ impl Tokenizer {
         Ok(())
     }
 
-    /// Where the ids are more than `limit`, they may be those of the beginning alone.
+    /// If the text has more than `limit` tokens, the result may cover only its beginning.
     fn encode_as(&self, which: Which, text: &str, limit: usize) -> Result<Vec<u32>, String> {
         if !self.is_long(text) {
             return encode_with(self.inner(which), text, false);
@@ -191,7 +199,7 @@ impl Tokenizer {
             (inner, Some(stream)) => stream.encode(inner, text, limit),
             (inner, None) => {
                 self.check_whole(text)?;
-                // One at a time: a long text takes hundreds of megabytes.
+                // One text at a time, since a long text needs hundreds of megabytes.
                 static LONG: Mutex<()> = Mutex::new(());
                 let _one = LONG.lock().unwrap_or_else(PoisonError::into_inner);
                 encode_with(inner, text, false)
@@ -199,12 +207,12 @@ impl Tokenizer {
         }
     }
 
-    /// Is it too long to be encoded at once without a look?
+    /// Whether a text is too long to be encoded at once without a check.
     fn is_long(&self, text: &str) -> bool {
         text.len() > LONG_BYTES.min(self.bounds.whole_bytes_max)
     }
 
-    /// May a text be encoded at once?
+    /// Checks that a text can be encoded at once within the limits.
     fn check_whole(&self, text: &str) -> Result<(), String> {
         let bounds = &self.bounds;
         if text.len() > bounds.whole_bytes_max {

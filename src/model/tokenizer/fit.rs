@@ -1,9 +1,13 @@
-//! Whether a tokenizer fits its own vocabulary. One whose pre-tokenizer and decoder are of another kind loads and runs without an error:
-//! prompts are cut into pieces that the model never saw together, and answers cannot be read.
+//! Checks that a tokenizer fits its own vocabulary.
 //!
-//! Two things are held against each other: what stands for a space in the vocabulary, in the text that is cut into pieces and in the decoder;
-//! and what a few sentences come back as. What is changed on purpose is no fault: by a normalizer, by white space that only parts words, by
-//! unknown tokens, by characters that the vocabulary lacks.
+//! A tokenizer with a pre-tokenizer or decoder of another kind than its vocabulary loads and runs
+//! without error. But prompts are then cut into pieces that the model has never seen together, and
+//! answers are unreadable.
+//!
+//! There are two checks. The vocabulary, the pre-tokenized text and the decoder must write a space
+//! alike. And a few sentences must be equal after encoding and decoding. Intended changes are
+//! accepted: by a normalizer, by white space that only separates words, by unknown tokens, and by
+//! characters that the vocabulary lacks.
 //!
 //! See docs/decisions/084-a-tokenizer-is-checked-when-it-is-loaded.md.
 
@@ -14,17 +18,18 @@ use super::bytes::byte_of_char_table;
 use super::guarded::{THIS_TEXT, guarded};
 use super::{Tokenizer, encode_with};
 
-/// What vocabularies write a space as: byte-level ones, and SentencePiece's.
+/// The characters for a space in byte-level vocabularies, and in SentencePiece's.
 const MARKS: [char; 2] = ['Ġ', '▁'];
-/// A mark prevails in a vocabulary where one of so many pieces begins with it; published ones have it in one of two to ten. Less may
-/// be a letter: `Ġ` is one in Maltese.
+/// A mark prevails in a vocabulary if at least one in this many pieces begins with it. Published
+/// vocabularies have one in two to ten. A rarer mark may be a letter: `Ġ` is one in Maltese.
 const PREVAILS_PIECES: usize = 50;
-/// The other mark is then this many times rarer.
+/// A mark prevails only if the other mark is this many times rarer.
 const PREVAILS_TIMES: usize = 10;
-/// Most characters of a text in an error.
+/// Maximum characters of a text in an error message.
 const SHOWN_CHARS: usize = 60;
 
-/// Short, so that each may be shown. Each asks for something of its own, since one with an unknown token tells nothing.
+/// Sentences for the round trip. Each is short enough to be shown in an error. Each tests one
+/// aspect of its own, since a sentence with an unknown token is skipped.
 const SENTENCES: [&str; 8] = [
     "The bill (no. 7) isn't paid, is it?",
     "the bill is paid",
@@ -46,7 +51,7 @@ pub(super) fn check(tokenizer: &Tokenizer) -> Result<(), String> {
     SENTENCES.iter().try_for_each(|sentence| trip.check(sentence))
 }
 
-/// Vocabulary, text that is cut, and decoder must write a space alike.
+/// Checks that vocabulary, pre-tokenized text and decoder write a space alike.
 fn check_spaces(tokenizer: &Tokenizer) -> Result<(), String> {
     let cut = &tokenizer.first_piece;
     let Some((mark, prevails)) = mark_of_pieces(tokenizer) else {
@@ -60,7 +65,7 @@ fn check_spaces(tokenizer: &Tokenizer) -> Result<(), String> {
     };
     let fits = match prevails {
         true => text == Some(mark) && reads(mark),
-        // Its mark may be a letter: only what is certain.
+        // The vocabulary's mark may be a letter, so refuse only a text that has the other mark.
         false => text != Some(other),
     };
     if fits {
@@ -89,7 +94,8 @@ fn in_words(mark: char) -> &'static str {
     }
 }
 
-/// The mark that the vocabulary's own pieces begin with, and whether it prevails; else it is the only one that there is.
+/// The space mark with which more of the vocabulary's own pieces begin, and whether it prevails. A
+/// mark that does not prevail is returned only if the other mark is absent.
 fn mark_of_pieces(tokenizer: &Tokenizer) -> Option<(char, bool)> {
     let vocabulary = tokenizer.first_piece.get_vocab(false);
     let is_added = |id: &u32| tokenizer.added.binary_search_by_key(id, |token| token.id).is_ok();
@@ -109,16 +115,16 @@ fn mark_of_pieces(tokenizer: &Tokenizer) -> Option<(char, bool)> {
     (most > 0 && (prevails || least == 0)).then_some((mark, prevails))
 }
 
-/// What stands for a space in text that is cut into pieces; `None`: nothing that is known, or nothing at all.
+/// The character for a space in pre-tokenized text. `None`: an unknown character, or none at all.
 fn space_in(tokenizer: &Inner) -> Option<char> {
     let spaces = [MARKS[0], MARKS[1], ' '];
     let text = written(tokenizer, "a b").ok()?;
-    // A prefix is no space.
+    // A mark at either end is a prefix or suffix, not a space.
     let text = text.trim_matches(spaces);
     spaces.into_iter().find(|space| text.contains(*space))
 }
 
-/// The text that the model cuts into pieces: normalized, in the pre-tokenizer's writing.
+/// The text that the model cuts into pieces, after normalizer and pre-tokenizer.
 fn written(tokenizer: &Inner, text: &str) -> Result<String, String> {
     guarded(THIS_TEXT, || {
         let mut normalized = NormalizedString::from(text);
@@ -134,7 +140,7 @@ fn written(tokenizer: &Inner, text: &str) -> Result<String, String> {
     })
 }
 
-/// These pieces as the library decodes them; `None` where it cannot.
+/// The text that the library decodes from these pieces. `None` where it fails.
 fn decoded(tokenizer: &Inner, pieces: &[&str]) -> Option<String> {
     match tokenizer.get_decoder() {
         Some(decoder) => {
@@ -145,12 +151,12 @@ fn decoded(tokenizer: &Inner, pieces: &[&str]) -> Option<String> {
     }
 }
 
-/// How sentences go to tokens and back.
+/// Encodes sentences and decodes them again.
 struct RoundTrip<'a> {
     tokenizer: &'a Tokenizer,
-    /// What each character stands for in text that is cut, where that is a byte.
+    /// The byte of each character of pre-tokenized text, if the tokenizer is byte-level.
     bytes: Option<Vec<Option<u8>>>,
-    /// White space between words is not among the tokens, and what comes back has other.
+    /// Whether white space between words is absent from the tokens, so that decoding may change it.
     parts_words: bool,
 }
 
@@ -170,18 +176,19 @@ impl RoundTrip<'_> {
         }
     }
 
-    /// `sentence` must come back from its tokens, by the table of tokens' bytes and by the library.
+    /// Checks that decoding gives `sentence` again, by the table of tokens' bytes and by the
+    /// library.
     fn check(&self, sentence: &str) -> Result<(), String> {
         let tokenizer = self.tokenizer;
         let cut = &tokenizer.first_piece;
-        // A text that cannot be encoded is an error of its row.
+        // A text that cannot be encoded is an error of its row later.
         let Ok(text) = written(cut, sentence) else {
             return Ok(());
         };
         let Ok(ids) = encode_with(cut, sentence, false) else {
             return Ok(());
         };
-        // Special tokens stand for no text.
+        // Special tokens have no text to compare.
         if ids
             .iter()
             .any(|id| tokenizer.is_special(*id) || tokenizer.unknown == Some(*id))
@@ -199,7 +206,8 @@ impl RoundTrip<'_> {
                 shown(&back)
             ));
         }
-        // Where bytes are missing, the two show it in their own ways.
+        // The table and the library show missing bytes differently, so their texts cannot be
+        // compared.
         if back.contains('\u{FFFD}') {
             return Ok(());
         }
@@ -220,7 +228,8 @@ impl RoundTrip<'_> {
         }
     }
 
-    /// The bytes that the tokens of `text`, as it is cut into pieces, should have; each with whether the vocabulary has its character.
+    /// The bytes that the tokens of the pre-tokenized `text` should have, each with whether the
+    /// vocabulary has its character.
     fn expected(&self, text: &str) -> Vec<(u8, bool)> {
         let model = self.tokenizer.first_piece.get_model();
         let mut expected = Vec::new();
@@ -229,7 +238,7 @@ impl RoundTrip<'_> {
             let has = model.token_to_id(c.encode_utf8(&mut utf8)).is_some();
             match self.bytes.as_ref().and_then(|table| byte_of(table, c)) {
                 Some(byte) => expected.push((byte, has)),
-                // No sentence holds one itself.
+                // A mark is a space here, because no sentence contains a mark.
                 None if MARKS.contains(&c) => expected.push((b' ', has)),
                 None => expected.extend(c.encode_utf8(&mut utf8).bytes().map(|byte| (byte, has))),
             }
@@ -238,7 +247,8 @@ impl RoundTrip<'_> {
     }
 }
 
-/// Are these the bytes? Characters that the vocabulary lacks may be missing: without an unknown token they are left out.
+/// Whether `bytes` are the expected bytes. Characters that the vocabulary lacks may be missing,
+/// since a model without an unknown token drops them.
 fn comes_back(expected: &[(u8, bool)], bytes: &[u8], any_space: bool) -> bool {
     if !any_space {
         let expected: Vec<u8> = expected.iter().map(|(byte, _)| *byte).collect();
@@ -253,7 +263,7 @@ fn comes_back(expected: &[(u8, bool)], bytes: &[u8], any_space: bool) -> bool {
     left.next().is_none()
 }
 
-/// Without the spaces that a tokenizer puts in front of a text, or a decoder behind it.
+/// Strips the spaces that a tokenizer puts before a text, or a decoder after it.
 fn trimmed(mut bytes: &[u8]) -> &[u8] {
     while let [b' ', rest @ ..] | [rest @ .., b' '] = bytes {
         bytes = rest;
@@ -273,7 +283,7 @@ fn byte_of(table: &[Option<u8>], c: char) -> Option<u8> {
     table.get(c as usize).copied().flatten()
 }
 
-/// A text in an error: on one line, and not all of a long one.
+/// A text for an error message, escaped onto one line and cut.
 fn shown(text: &str) -> String {
     match text.chars().nth(SHOWN_CHARS) {
         None => format!("{text:?}"),

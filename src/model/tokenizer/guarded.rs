@@ -1,4 +1,5 @@
-//! Calls of the tokenizers library, which panics at some foreign input: that is an error of the input, not the process's.
+//! Guards calls of the tokenizers library, which panics on some foreign input. Such a panic becomes
+//! an error of the input.
 
 use std::cell::Cell;
 use std::ffi::{c_uint, c_ulong};
@@ -11,17 +12,18 @@ thread_local! {
     static IS_GUARDED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Most steps back of a search that the library's regular expressions make, half a second of them; ordinary ones make a few for each
-/// character. (One attempt of a search has a limit of its own.)
+/// Maximum backtracking steps per regex search, about half a second of them. Ordinary searches need
+/// a few per character. (One match attempt has its own limit.)
 const STEPS_BACK_MAX: c_ulong = 50_000_000;
-/// Most places that a search keeps to go back to, of 32 bytes each.
+/// Maximum entries of 32 bytes on the backtracking stack of a search.
 const PLACES_MAX: c_uint = 8 << 20;
 
-/// A row's, where that is what the library may give up on.
+/// The value of `what` for an error about the text of a row.
 pub(super) const THIS_TEXT: &str = "this text";
 
-/// Runs the library on `what`: its regex engine gives up on some texts (a limit on backtracking), and parts of its files are unwrapped.
-/// Nothing of such a panic is printed.
+/// Runs the library on `what` and turns a panic into an error. The library's regex engine gives up
+/// on some texts (a limit on backtracking), and the library unwraps some parts of its files. The
+/// panic's message is not printed.
 pub(super) fn guarded<T>(what: &str, run: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, String> {
     static HOOKED: Once = Once::new();
     HOOKED.call_once(|| {
@@ -34,7 +36,8 @@ pub(super) fn guarded<T>(what: &str, run: impl FnOnce() -> tokenizers::Result<T>
     });
     limit_searches();
     IS_GUARDED.set(true);
-    // What the closure could leave half done are caches behind locks, which the library asks whether they are poisoned.
+    // The closure can leave only caches half done. They are behind locks, and the library checks
+    // whether these are poisoned.
     let result = catch_unwind(AssertUnwindSafe(run));
     IS_GUARDED.set(false);
     match result {
@@ -50,10 +53,11 @@ pub(super) fn guarded<T>(what: &str, run: impl FnOnce() -> tokenizers::Result<T>
     }
 }
 
-/// Sets the limits of all searches of the library's regular expressions.
+/// Sets the limits of all searches by the library's regular expressions.
 pub(super) fn limit_searches() {
     static LIMITED: Once = Once::new();
-    // SAFETY: plain numbers, of which any is right, are set once, before the first search.
+    // SAFETY: both calls set plain numbers, of which any is valid, once and before the first
+    // search.
     LIMITED.call_once(|| unsafe {
         onig_sys::onig_set_retry_limit_in_search(STEPS_BACK_MAX);
         onig_sys::onig_set_match_stack_limit_size(PLACES_MAX);

@@ -1,18 +1,18 @@
-//! What pre-tokenizers and normalizers put in front of a text, and tokenizers without it.
+//! Prefixes that pre-tokenizers and normalizers put before a text, and tokenizers without them.
 
 use serde_json::{Value, json};
 use tokenizers::{NormalizerWrapper, PreTokenizerWrapper, Tokenizer as Inner};
 
-/// Which prefixes to take out of a tokenizer.
+/// The prefixes to remove from a tokenizer.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) enum Prefix {
-    /// Those that go before the first text of a prompt only.
+    /// Prefixes before the first text of a prompt only.
     FirstOnly,
-    /// All.
+    /// All prefixes.
     Any,
 }
 
-/// A copy of `from` that puts nothing in front of a text; `None` where that is what `from` does already.
+/// A copy of `from` without these prefixes. `None` where `from` has none of them.
 pub(super) fn without_prefix(from: &Inner, which: Prefix) -> Result<Option<Inner>, String> {
     let mut changed = false;
     let mut out = from.clone();
@@ -39,7 +39,7 @@ pub(super) fn without_prefix(from: &Inner, which: Prefix) -> Result<Option<Inner
     Ok(changed.then_some(out))
 }
 
-/// Does a pre-tokenizer or normalizer put SentencePiece's space mark in front of a text?
+/// Whether a pre-tokenizer or normalizer puts SentencePiece's space mark before a text.
 pub(super) fn puts_space_in_front(tokenizer: &Inner) -> Result<bool, String> {
     let pre = tokenizer.get_pre_tokenizer().map(serde_json::to_value);
     let normalizer = tokenizer.get_normalizer().map(serde_json::to_value);
@@ -64,7 +64,7 @@ fn has_space_prefix(value: &Value) -> bool {
     }
 }
 
-/// Takes prefixes out of a serialized pre-tokenizer or normalizer, also inside sequences.
+/// Removes prefixes from a serialized pre-tokenizer or normalizer, also inside sequences.
 fn strip_prefix(value: &mut Value, which: Prefix, changed: &mut bool) {
     match value.get("type").and_then(Value::as_str) {
         Some("Sequence") => {
@@ -86,7 +86,7 @@ fn strip_prefix(value: &mut Value, which: Prefix, changed: &mut bool) {
             *changed = true;
         }
         Some("Prepend") if which == Prefix::Any => {
-            // A sequence of nothing: a normalizer that does nothing.
+            // An empty sequence is a normalizer that changes nothing.
             *value = json!({"type": "Sequence", "normalizers": []});
             *changed = true;
         }

@@ -1,15 +1,17 @@
-//! Long texts are encoded part by part, as far as a limit of tokens.
+//! Encodes long texts in parts, up to a limit of tokens.
 //!
-//! The tokenizers library makes a structure of 150 to 300 bytes for each byte of a text before the first token is there. Here its steps
-//! follow each other in small parts: added tokens are cut out, what is between is normalized in blocks and cut by the pre-tokenizer's own
-//! expressions, which run over all of it, and the model encodes one piece after the other. The token ids are the same. For that, only
-//! tokenizers of known steps are read so:
+//! The tokenizers library builds a structure of 150 to 300 bytes per byte of text before it returns
+//! the first token. Here its steps run one after the other on small parts. Added tokens are cut
+//! out. The text between them is normalized in blocks and cut by the pre-tokenizer's own regular
+//! expressions, which run over all of it. The model then encodes one piece after the other. The
+//! token ids are the same as the library's. This needs a tokenizer whose steps are all of these
+//! kinds:
 //!
-//! - a normalizer of one character after the other, or of Unicode's forms: a text may be cut before a character that no form joins with what
-//!   stands before it;
-//! - a pre-tokenizer whose pieces make up the whole text;
-//! - BPE or Unigram. A piece of many kilobytes (a vocabulary without a pre-tokenizer makes one of each text) is cut where BPE can join
-//!   nothing: between two characters that stand side by side in no token.
+//! - A normalizer that works on one character after the other, or a Unicode normalization form. Its
+//!   text is cut before a character that no form joins with the characters before it.
+//! - A pre-tokenizer whose pieces together are the whole text.
+//! - BPE or Unigram. A piece of many kilobytes (without a pre-tokenizer each text is one piece) is
+//!   cut where BPE can join nothing: between two characters that are adjacent in no token.
 //!
 //! See docs/decisions/085-long-texts-are-tokenized-in-parts.md.
 
@@ -27,23 +29,25 @@ use tokenizers::{Model, ModelWrapper, NormalizedString, Normalizer, NormalizerWr
 use super::guarded::{THIS_TEXT, guarded};
 use super::trie::{ROOT, Trie};
 
-/// Longest stretch that is normalized or encoded at once where it cannot be cut, in bytes.
+/// Maximum length in bytes of a stretch that is normalized or encoded at once where it cannot be
+/// cut.
 pub(super) const STRETCH_BYTES_MAX: usize = 2 << 20;
-/// Shortest block that is normalized, in bytes, where it can be cut.
+/// Minimum length in bytes of a normalized block where the text can be cut.
 const BLOCK_BYTES: usize = if cfg!(test) { 12 } else { 16 << 10 };
-/// Most bytes that a normalizer may make of a text.
+/// Maximum bytes that a normalizer may make from a text.
 const NORMALIZED_BYTES_MAX: usize = 128 << 20;
-/// Pieces longer than this are cut where the model can join nothing.
+/// Longer pieces, in bytes, are cut where the model can join nothing.
 const PIECE_BYTES: usize = if cfg!(test) { 6 } else { 4 << 10 };
-/// A text takes as long at most.
+/// Maximum time per text.
 const SECONDS_MAX: u64 = 20;
 
-/// A tokenizer whose steps are known.
+/// The steps of a tokenizer that can encode in parts.
 pub(super) struct Stream {
-    /// Added tokens that are looked for in the text as it is written, and those that are looked for in the normalized one.
+    /// Added tokens that are matched in the original text (`written`) and in the normalized text.
     written: Option<Trie<Vec<Token>>>,
     normalized: Option<Trie<Vec<Token>>>,
-    /// For the beginning of a stretch, and for what follows: nothing is put in front of that.
+    /// The normalizer for the first block of a stretch, and the normalizer for later blocks, which
+    /// adds no prefix.
     normalizer: Option<NormalizerWrapper>,
     normalizer_inside: Option<NormalizerWrapper>,
     metaspace: Option<Metaspace>,
@@ -60,7 +64,7 @@ struct Token {
     rstrip: bool,
 }
 
-/// SentencePiece's mark for a space.
+/// SentencePiece's replacement of spaces by a mark.
 struct Metaspace {
     mark: char,
     prefix: Prefix,
@@ -74,46 +78,48 @@ enum Prefix {
     Always,
 }
 
-/// A step of a pre-tokenizer. All of the text is in its pieces.
+/// A step of a pre-tokenizer. Its pieces together are the whole text.
 enum Cut {
-    /// At both ends of each match.
+    /// Cuts at both ends of each match.
     Around(Regex),
-    /// Behind each occurrence.
+    /// Cuts after each occurrence.
     Behind(String),
-    /// Around each digit, or around each run of them.
+    /// Cuts around each digit, or around each run of digits.
     Digits { each: bool },
 }
 
-/// Where BPE may join characters.
+/// Pairs of characters that BPE may join.
 struct Joins {
-    /// Characters that are tokens of their own.
+    /// Characters that are tokens themselves.
     known: HashSet<char>,
-    /// Those that stand side by side in a token.
+    /// Pairs that are adjacent in a token.
     pairs: HashSet<(char, char)>,
 }
 
-/// Why encoding ended before the text did.
+/// The reason why encoding stopped before the end of the text.
 enum End {
     Enough,
     Failed(String),
 }
 
-/// One text on its way.
+/// The state of encoding one text.
 struct Run<'a> {
     stream: &'a Stream,
     model: &'a ModelWrapper,
     ids: Vec<u32>,
     limit: usize,
     until: Instant,
-    /// A piece as byte-level vocabularies write it.
+    /// A piece in the spelling of byte-level vocabularies.
     buffer: String,
 }
 
 impl Stream {
-    /// The token ids of `text`; where they are more than `limit`, those at its beginning, more than `limit` of them.
+    /// The token ids of `text`. If there are more than `limit`, at least `limit + 1` ids of the
+    /// beginning are returned.
     ///
     /// # Errors
-    /// It holds a stretch that cannot be cut and is too long, it takes too long, or the library gives up on it.
+    /// The text holds a stretch that is too long and cannot be cut, encoding exceeds the time
+    /// limit, or the library gives up on the text.
     pub(super) fn encode(&self, tokenizer: &Inner, text: &str, limit: usize) -> Result<Vec<u32>, String> {
         let mut run = Run {
             stream: self,
@@ -129,7 +135,7 @@ impl Stream {
         }
     }
 
-    /// The text as the normalizer leaves it.
+    /// The normalized text.
     pub(super) fn normalize(&self, text: &str) -> Result<String, String> {
         let until = Instant::now() + Duration::from_secs(SECONDS_MAX);
         match guarded(THIS_TEXT, || Ok(self.normalized(text, until)))? {
@@ -178,7 +184,7 @@ impl Run<'_> {
         })
     }
 
-    /// Text between added tokens.
+    /// Encodes text between added tokens.
     fn stretch(&mut self, text: &str, begins_text: bool) -> Result<(), End> {
         let stream = self.stream;
         let text = stream.normalized(text, self.until)?;
@@ -207,7 +213,7 @@ impl Run<'_> {
         self.piece(&marked[from..])
     }
 
-    /// Cuts by the pre-tokenizer's steps from number `step` on.
+    /// Cuts by the pre-tokenizer's steps, beginning with number `step`.
     fn cut(&mut self, step: usize, text: &str) -> Result<(), End> {
         if text.is_empty() {
             return Ok(());
@@ -249,7 +255,7 @@ impl Run<'_> {
         cut_at(self, text.len())
     }
 
-    /// What the model encodes as a whole.
+    /// Encodes a piece of pre-tokenized text.
     fn piece(&mut self, text: &str) -> Result<(), End> {
         if text.is_empty() {
             return Ok(());
@@ -266,7 +272,7 @@ impl Run<'_> {
         done
     }
 
-    /// A long piece in parts that the model does not join.
+    /// Encodes a long piece in parts across which the model joins nothing.
     fn parts(&mut self, piece: &str) -> Result<(), End> {
         let mut from = 0;
         if let (Some(joins), true) = (&self.stream.joins, piece.len() > PIECE_BYTES) {
@@ -302,13 +308,14 @@ impl Run<'_> {
 }
 
 impl Joins {
-    /// Can BPE join nothing across these two, side by side? A token that it makes is in the vocabulary, and holds both.
+    /// Whether BPE can join nothing across these adjacent characters. Every token that BPE makes is
+    /// in the vocabulary, so such a token would contain the pair.
     fn none(&self, before: char, c: char) -> bool {
         self.known.contains(&before) && self.known.contains(&c) && !self.pairs.contains(&(before, c))
     }
 }
 
-/// The matches of an expression, as the library's own iterator has them.
+/// The matches of a regular expression, the same as those of the library's own iterator.
 pub(super) struct Matches<'a> {
     regex: &'a Regex,
     text: &'a str,
@@ -340,7 +347,7 @@ impl<'a> Matches<'a> {
             let Some((start, end)) = found.and_then(|_| self.region.pos(0)) else {
                 return Ok(None);
             };
-            // An empty match at the end of the last one would be found again for ever.
+            // An empty match at the end of the last match would be found again forever.
             if start == end && self.last == Some(end) {
                 self.at += self.text[self.at..].chars().next().map_or(1, char::len_utf8);
                 continue;
@@ -353,7 +360,8 @@ impl<'a> Matches<'a> {
     }
 }
 
-/// Calls `each` for the added tokens in `text` and for what is between them: the leftmost, and of those the longest.
+/// Calls `each` for the added tokens in `text` and for the text between them. The leftmost token is
+/// taken first, and the longest at each position.
 fn cut_tokens(
     tokens: Option<&Trie<Vec<Token>>>,
     text: &str,
@@ -401,7 +409,8 @@ fn longest_at(tokens: &Trie<Vec<Token>>, text: &str) -> Option<(Token, usize)> {
     longest
 }
 
-/// Does no form of Unicode join this character with one before it? True of ASCII and of the common ideographs.
+/// Whether no Unicode normalization form joins this character with one before it. True for ASCII
+/// and the common ideographs.
 fn joins_nothing_before(c: char) -> bool {
     c.is_ascii() || ('\u{4E00}'..='\u{9FFF}').contains(&c)
 }

@@ -1,4 +1,4 @@
-//! Tests of the tokenizer over small vocabularies of each kind.
+//! Tests of the tokenizer with small vocabularies of each kind.
 
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -11,7 +11,8 @@ fn small() -> Tokenizer {
     Tokenizer::from_words(&["hello", " world", "\n\n"], &["<|im_start|>", "<|im_end|>"]).unwrap()
 }
 
-/// A vocabulary in SentencePiece's style: `▁`, byte fallback, `<s>` in front of every text.
+/// A vocabulary in SentencePiece's style: `▁` for spaces, byte fallback, and `<s>` before every
+/// text.
 pub(crate) fn sentencepiece(scheme: Option<&str>) -> Tokenizer {
     let mut tokens: Vec<String> = ["<unk>", "<s>", "</s>"].map(String::from).to_vec();
     tokens.extend((0..=255).map(|b| format!("<0x{b:02X}>")));
@@ -96,7 +97,7 @@ fn sentencepiece_tokens_have_their_bytes() {
     assert_eq!(tokenizer.decode(&ids), "é");
 }
 
-/// Several spaces are added tokens in Gemma's files, written in marks as others are.
+/// In Gemma's files runs of spaces are added tokens, written with `▁` like other tokens.
 #[test]
 fn added_tokens_are_decoded_as_others_are() {
     let mut tokens: Vec<String> = (0..=255).map(|b| format!("<0x{b:02X}>")).collect();
@@ -120,16 +121,18 @@ fn added_tokens_are_decoded_as_others_are() {
     let ids = tokenizer.encode_plain("a  b");
     assert_eq!(ids, [258, 257, 259]);
     assert_eq!(tokenizer.decode(&ids), "a  b");
-    // As the library decodes them.
+    // The library decodes them in the same way.
     let inner = Inner::from_bytes(&file).unwrap();
     assert_eq!(inner.decode(&ids, true).unwrap(), "a  b");
 }
 
-/// Added after the vocabulary was made, tokens are in no other writing, whatever their characters stand for there.
+/// Tokens added after the vocabulary was made are literal text, even if their characters stand for
+/// bytes in the vocabulary.
 #[test]
 fn tokens_that_came_later_are_their_text() {
     let contents = ["õ", "č", "<think>", "two words"];
-    // Vocabularies lack bytes that never came, whose characters are free for others.
+    // Some vocabularies lack bytes that training texts did not contain, so added tokens may have
+    // the characters of those bytes.
     let text_of = |byte: u8| match bytes::byte_char(byte).to_string() {
         text if contents.contains(&text.as_str()) => format!("unused{byte}"),
         text => text,
@@ -172,7 +175,7 @@ fn plain_text_gets_no_space_mark_in_front() {
 
 #[test]
 fn special_text_in_the_vocabulary_is_cut_up() {
-    // Whole words match in this model, special tokens' text too.
+    // This model matches whole words, including special tokens' texts.
     let words = json!({
         "version": "1.0",
         "added_tokens": [{"id": 1, "content": "</s>", "single_word": false, "lstrip": false, "rstrip": false,
@@ -308,7 +311,7 @@ fn templates_with_undefined_tokens_are_refused() {
     }
 }
 
-/// Parts that the library unwraps.
+/// Parts of a file that the library unwraps.
 #[test]
 fn files_at_which_the_library_panics_are_refused() {
     let model = json!({"type": "WordLevel", "vocab": {"u": 0}, "unk_token": "u"});
@@ -319,13 +322,13 @@ fn files_at_which_the_library_panics_are_refused() {
         error.contains("the tokenizers library gives up on it: ") && !error.contains('\n'),
         "{error}"
     );
-    // What is no JSON is seen before.
+    // Invalid JSON is detected before the library runs.
     let text = r#"{"added_tokens": [], "decoder": {5: 6}, "model": {}}"#;
     let error = Tokenizer::from_json(text, None).unwrap_err().to_string();
     assert!(error.contains("key must be a string at line 1"), "{error}");
 }
 
-/// The regex engine's limit on backtracking is a panic in the library.
+/// The library panics at the regex engine's limit on backtracking.
 #[test]
 fn a_text_at_which_the_regex_engine_gives_up_is_an_error() {
     let file = json!({"added_tokens": [],

@@ -1,17 +1,17 @@
-//! Texts as a tree of their characters: all that begin at a place are found in one walk, however many there are.
+//! A trie of texts. One walk finds all texts that begin at a position, whatever their number.
 
-/// A tree of texts, with a value at each node.
+/// A trie with a value at each node.
 pub(crate) struct Trie<T> {
     nodes: Vec<Node<T>>,
 }
 
 struct Node<T> {
-    /// By character, ascending.
+    /// Children, ascending by character.
     next: Vec<(char, u32)>,
     value: T,
 }
 
-/// Where every walk begins.
+/// The node at which every walk begins.
 pub(crate) const ROOT: u32 = 0;
 
 impl<T: Default> Trie<T> {
@@ -23,7 +23,8 @@ impl<T: Default> Trie<T> {
         Trie { nodes: vec![root] }
     }
 
-    /// Adds a text. `visit` gets the value of each node on its way but the root's, and whether the text ends there.
+    /// Adds a text. `visit` gets the value of each node on its path except the root, and whether
+    /// the text ends at that node.
     pub(crate) fn insert(&mut self, text: impl Iterator<Item = char>, mut visit: impl FnMut(&mut T, bool)) {
         let mut at = ROOT;
         let mut text = text.peekable();
@@ -45,7 +46,7 @@ impl<T: Default> Trie<T> {
         }
     }
 
-    /// The node behind `c`.
+    /// The child of `node` for `c`.
     pub(crate) fn step(&self, node: u32, c: char) -> Option<u32> {
         let next = &self.nodes[node as usize].next;
         let place = next.binary_search_by_key(&c, |(c, _)| *c).ok()?;

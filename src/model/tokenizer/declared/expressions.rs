@@ -1,7 +1,8 @@
-//! Regular expressions of a tokenizer are tried on texts that make slow ones slow.
+//! Tests a tokenizer's regular expressions on texts that provoke slow matching.
 //!
-//! An expression that takes the square of a text's length, or an exponential of it, does so where a part of it repeats. The texts repeat what
-//! expressions commonly match, and the expression's own characters. Every search has limits besides (see `guarded`).
+//! An expression whose time grows with the square of a text's length, or exponentially, shows this
+//! on repetitive texts. The test texts repeat characters that expressions commonly match, and the
+//! expression's own characters. All searches have limits besides (see `guarded`).
 
 use std::time::{Duration, Instant};
 
@@ -12,17 +13,19 @@ use super::super::guarded::limit_searches;
 use super::super::stream::Matches;
 use super::most;
 
-/// Most regular expressions, and longest, in bytes.
+/// Maximum number of regular expressions, and maximum length of one in bytes.
 const EXPRESSIONS_MAX: usize = 64;
 const EXPRESSION_BYTES_MAX: usize = 16 << 10;
-/// A text of so many bytes takes well under a millisecond. One that takes longer than this is tried again at
+/// Length of the first test text, and its time limit. The text normally needs well under a
+/// millisecond. A slower expression is tested again with [`LONG`].
 const SHORT: (usize, Duration) = (2 << 10, Duration::from_millis(8));
-/// eight times the length, where it must take no longer than this.
+/// Eight times the length of the first test text, and the time limit that must hold.
 const LONG: (usize, Duration) = (16 << 10, Duration::from_millis(400));
-/// Most texts that are repeated.
+/// Maximum number of texts that are repeated.
 const UNITS_MAX: usize = 32;
 
-/// Refuses expressions in these parts, at any depth, that take longer than a text is long.
+/// Refuses regular expressions in these parts, at any depth, that are too slow for their text's
+/// length.
 pub(super) fn check_expressions(parts: &[&Value]) -> Result<(), String> {
     let mut expressions = Vec::new();
     parts.iter().for_each(|part| collect(part, &mut expressions));
@@ -44,7 +47,7 @@ fn collect<'a>(part: &'a Value, expressions: &mut Vec<&'a str>) {
 
 fn check_expression(expression: &str) -> Result<(), String> {
     most("bytes in an expression", expression.len(), EXPRESSION_BYTES_MAX)?;
-    // What is no expression, the library says in its own words.
+    // The library reports an invalid expression in its own words.
     let Ok(regex) = Regex::new(expression) else {
         return Ok(());
     };
@@ -60,7 +63,7 @@ fn check_expression(expression: &str) -> Result<(), String> {
         }
     }
     for text in units.iter().flat_map(|unit| [(unit, ""), (unit, "!")]) {
-        // Twice: the machine may have had something else to do.
+        // Measured twice, since other work on the machine may have slowed the first run.
         let is_slow = || Ok::<_, String>(takes(&regex, text, LONG.0)? > LONG.1);
         let why = match takes(&regex, text, SHORT.0) {
             Ok(time) if time > SHORT.1 => is_slow().and_then(|slow| Ok(slow && is_slow()?)),
@@ -80,7 +83,7 @@ fn check_expression(expression: &str) -> Result<(), String> {
     Ok(())
 }
 
-/// How long the matches take in a text of so many bytes, which repeats the first of these two and ends with the other.
+/// The time to find all matches in a text of `bytes` bytes that repeats `unit` and ends with `end`.
 fn takes(regex: &Regex, (unit, end): (&String, &str), bytes: usize) -> Result<Duration, String> {
     let text = unit.repeat(bytes / unit.len()) + end;
     let begin = Instant::now();

@@ -1,4 +1,4 @@
-//! How much there is in a `tokenizer.json`, counted without keeping any of it.
+//! Counts the contents of a `tokenizer.json` without keeping them.
 
 use std::fmt;
 
@@ -6,16 +6,17 @@ use serde::de::{Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
 
 use super::most;
 
-/// Most tokens of a vocabulary, and most merges of BPE; the largest known ones have 262,144 and 514,906.
+/// Maximum tokens in a vocabulary, and maximum merges of BPE. The largest known ones have 262,144
+/// tokens and 514,906 merges.
 const VOCABULARY_MAX: u64 = 1 << 20;
 const MERGES_MAX: u64 = 1 << 21;
-/// Longest text of a token, and all of them together, in bytes.
+/// Maximum length of a token's text, and of all texts together, in bytes.
 const TOKEN_BYTES_MAX: usize = 4 << 10;
 const VOCABULARY_BYTES_MAX: u64 = 16 << 20;
-/// Most values in the rest of the file.
+/// Maximum values in the rest of the file.
 const REST_MAX: u64 = 4 << 20;
 
-/// How much there is in each part of the file. Nothing of it is kept.
+/// The sizes of each part of the file. The contents themselves are dropped.
 #[derive(serde::Deserialize)]
 pub(super) struct Sizes {
     #[serde(default)]
@@ -41,7 +42,8 @@ impl Sizes {
         )?;
         most("merges", merges.items as usize, MERGES_MAX as usize)?;
         most("bytes in a token of its vocabulary", vocab.longest, TOKEN_BYTES_MAX)?;
-        // Unigram, which alone writes its vocabulary as a list, keeps a table for each byte.
+        // Unigram keeps a table per byte, so its limit is a quarter. It is the only model that
+        // writes its vocabulary as a list.
         let bytes = if vocab.is_list {
             VOCABULARY_BYTES_MAX / 4
         } else {
@@ -58,7 +60,8 @@ impl Sizes {
         ];
         let all: u64 = parts.iter().map(|part| part.values).sum();
         most("values besides its vocabulary", all as usize, REST_MAX as usize)?;
-        // Texts of a vocabulary and of merges are counted above; nothing may hide between them.
+        // Texts of vocabulary and merges are counted above. The limits here bound all other values
+        // beside them.
         most(
             "values in its vocabulary",
             vocab.values as usize,
@@ -68,14 +71,14 @@ impl Sizes {
     }
 }
 
-/// What a JSON value holds.
+/// Sizes of a JSON value.
 #[derive(Default)]
 struct Values {
-    /// At any depth, itself included.
+    /// Number of values at any depth, including the value itself.
     values: u64,
-    /// Directly in it.
+    /// Number of direct items.
     items: u64,
-    /// In its texts and names.
+    /// Bytes of all strings and field names.
     bytes: u64,
     longest: usize,
     is_list: bool,
@@ -162,7 +165,7 @@ impl<'de> Visitor<'de> for Counting {
     }
 }
 
-/// The parts of a model that may be large.
+/// The sizes of a model, with its two large parts separate.
 #[derive(Default)]
 struct ModelSizes {
     vocab: Values,

@@ -1,4 +1,4 @@
-//! Tests over small tokenizers of each kind, as they are and with parts of another kind.
+//! Tests with small tokenizers of each kind, unchanged and with parts of another kind.
 
 use serde_json::{Map, Value, json};
 
@@ -43,13 +43,13 @@ fn metaspace(scheme: &str) -> Value {
     json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": false})
 }
 
-/// GPT-2's kind.
+/// A byte-level model, as in GPT-2.
 fn bytes_model() -> Value {
     let bytes = (0..=255).map(|byte| byte_char(byte).to_string());
     bpe(bytes, &["Ġthe", "Ġbill", "Ġis", "Ġpaid", "Ġand"], json!({}))
 }
 
-/// Llama 2's kind: what it has no character for falls back to bytes.
+/// A model with `▁` marks and byte fallback, as in Llama 2.
 fn marks_model() -> Value {
     let bytes = (0..=255).map(|byte| format!("<0x{byte:02X}>"));
     let letters = "▁abcdefghijklmnopqrstuvwxyz.,Ġ".chars().map(String::from);
@@ -289,7 +289,7 @@ fn a_vocabulary_under_parts_of_another_kind_is_refused() {
     }
 }
 
-/// Too few pieces begin with a mark to tell a kind by, but there is no other.
+/// Too few pieces begin with a mark for it to prevail, but no piece begins with the other mark.
 #[test]
 fn a_vocabulary_of_bytes_alone_is_refused_under_marks() {
     let model = bpe((0..=255).map(|byte| byte_char(byte).to_string()), &[], json!({}));
@@ -300,17 +300,17 @@ fn a_vocabulary_of_bytes_alone_is_refused_under_marks() {
 #[test]
 fn texts_that_come_back_as_others_are_refused() {
     let none = Value::Null;
-    // The decoder leaves bytes that stand for a character as they are written.
+    // This decoder leaves byte tokens such as `<0x0A>` as they are written.
     let without_bytes = sequence("decoders", json!([marks_to_spaces(), {"type": "Fuse"}]));
     let error = load(&file(marks_model(), none.clone(), metaspace("first"), without_bytes)).unwrap_err();
     assert!(error.contains("do not come back") && error.contains("<0x"), "{error}");
-    // It takes no letter for another.
+    // This decoder replaces one word by another.
     let swaps = json!({"type": "Replace", "pattern": {"String": "paid"}, "content": "owed"});
     let swaps = sequence("decoders", json!([swaps, byte_level()]));
     let error = load(&file(bytes_model(), none.clone(), byte_level(), swaps)).unwrap_err();
     let sentence = "\"The bill (no. 7) isn't paid, is it?\" as \"The bill (no. 7) isn't owed, is it?\"";
     assert!(error.contains(sentence) && !error.contains('\n'), "{error}");
-    // Of whole answers, it makes what no token says.
+    // On whole answers, this decoder gives text that no single token gives.
     let across = json!({"type": "Replace", "pattern": {"String": "is paid"}, "content": "is owed"});
     let across = sequence(
         "decoders",
@@ -323,7 +323,8 @@ fn texts_that_come_back_as_others_are_refused() {
     );
 }
 
-/// Without an unknown token, the library leaves out what the vocabulary lacks: no other text comes back.
+/// Without an unknown token, the library drops characters that the vocabulary lacks. All other text
+/// must come back.
 #[test]
 fn only_what_a_vocabulary_lacks_may_be_missing() {
     let expected: Vec<(u8, bool)> = b"a b".iter().map(|byte| (*byte, *byte != b'b')).collect();

@@ -1,4 +1,4 @@
-//! A tokenizer's steps, where all of them are known.
+//! Reads the steps of a tokenizer, if all of them can run on parts of a text.
 
 use std::collections::HashSet;
 
@@ -11,11 +11,11 @@ use super::super::prefix::{Prefix as Which, without_prefix};
 use super::super::trie::Trie;
 use super::{Cut, Joins, Metaspace, Prefix, Stream, Token};
 
-/// How byte-level pre-tokenizers cut where nothing else is said.
+/// The regular expression of byte-level pre-tokenizers by default.
 const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
 
 impl Stream {
-    /// `None`: it has a step that is not known.
+    /// The steps of `tokenizer`. `None` if a step is of an unknown kind.
     pub(in super::super) fn of(tokenizer: &Inner) -> Option<Stream> {
         let normalizer = tokenizer.get_normalizer();
         let normalizer_inside = match normalizer {
@@ -62,7 +62,8 @@ impl Stream {
                 "Digits" => self.cuts.push(Cut::Digits {
                     each: step["individual_digits"].as_bool()?,
                 }),
-                // What comes after it sees other characters, and a prefix goes before each of its pieces.
+                // Steps after `ByteLevel` would see other characters, and its prefix would precede
+                // each piece, so it must be last and without prefix.
                 "ByteLevel" if number + 1 == count && step["add_prefix_space"] == false => {
                     if step["use_regex"] != false {
                         self.cuts.push(Cut::Around(Regex::new(GPT2).ok()?));
@@ -103,7 +104,8 @@ impl Stream {
                 }
             });
         }
-        // Where a normalizer moves texts, a stretch behind such a token might count as the beginning.
+        // A normalizer may move texts, so a stretch after such a token might count as the
+        // beginning.
         if any_normalized && self.metaspace.is_some() && self.normalizer.is_some() {
             return None;
         }
@@ -114,7 +116,7 @@ impl Stream {
 }
 
 impl Joins {
-    /// `None`: two texts have one id, and what is joined cannot be told.
+    /// `None`: two texts share an id, so the joined pairs cannot be derived from the vocabulary.
     fn of(tokenizer: &Inner) -> Option<Joins> {
         let vocabulary = tokenizer.get_vocab(false);
         let ids: HashSet<u32> = vocabulary.values().copied().collect();
@@ -140,7 +142,7 @@ impl Joins {
     }
 }
 
-/// The steps of nested sequences, in their order.
+/// The steps of nested sequences, in order.
 pub(in super::super) fn flatten<'a>(value: &'a Value, list: &str, steps: &mut Vec<&'a Value>) {
     match (value["type"] == "Sequence", value[list].as_array()) {
         (true, Some(parts)) => parts.iter().for_each(|part| flatten(part, list, steps)),
@@ -148,7 +150,8 @@ pub(in super::super) fn flatten<'a>(value: &'a Value, list: &str, steps: &mut Ve
     }
 }
 
-/// Does a normalizer make the same of a text in blocks, each of which begins with a character that no form joins with one before it?
+/// Whether a normalizer gives the same text when it runs on blocks. Each block begins with a
+/// character that no Unicode form joins with a preceding one.
 fn is_local(normalizer: &Value) -> bool {
     let mut steps = Vec::new();
     flatten(normalizer, "normalizers", &mut steps);

@@ -1,4 +1,5 @@
-//! Token ids are those of the library, for tokenizers of each kind; and what ends early.
+//! Tests that token ids are equal to the library's for tokenizers of each kind, and that encoding
+//! stops early at limits.
 
 use proptest::prelude::*;
 use serde_json::{Map, Value, json};
@@ -9,7 +10,7 @@ use crate::model::tokenizer::encode::encode_with;
 
 const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
-/// What tests' texts are made of, besides added tokens.
+/// Parts of the test texts, besides added tokens.
 const WORDS: [&str; 18] = [
     "the",
     " the",
@@ -39,7 +40,7 @@ fn byte_level(use_regex: bool) -> Value {
     json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": use_regex})
 }
 
-/// BPE that joins these words from left to right.
+/// A BPE model that joins these words from left to right.
 fn bpe(chars: &[String], words: &[String], more: Value) -> Value {
     let mut vocab: Map<String, Value> = Map::new();
     let mut merges = Vec::new();
@@ -71,7 +72,7 @@ fn byte_bpe(more: Value) -> Value {
     bpe(&chars, &WORDS.map(written), more)
 }
 
-/// Characters and bytes, as SentencePiece has them.
+/// Characters and bytes, as in SentencePiece vocabularies.
 fn sentence_bpe() -> Value {
     let mut chars = vec!["<unk>".to_string()];
     chars.extend((0..=255).map(|byte| format!("<0x{byte:02X}>")));
@@ -294,14 +295,14 @@ fn what_cannot_be_cut_and_is_too_long_is_an_error() {
         let stream = Stream::of(&tokenizer).unwrap();
         let encoded = stream.encode(&tokenizer, &long, 1_000);
         match name {
-            // Cut behind each `a`.
+            // This pre-tokenizer cuts after each `a`.
             "behind" => assert_eq!(encoded.unwrap().len(), 1_001),
             _ => assert!(
                 encoded.unwrap_err().contains("bytes that the tokenizer cannot cut"),
                 "{name}"
             ),
         }
-        // The limit is reached before anything long comes.
+        // The limit is reached before the long stretch.
         let text = format!("{}{long}", "the, ".repeat(1_000));
         if name != "unigram" && tokenizer.get_normalizer().is_none() {
             assert!(

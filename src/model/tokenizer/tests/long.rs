@@ -1,11 +1,11 @@
-//! Long texts, and files that are too much.
+//! Tests of long texts, and of files that exceed the limits.
 
 use serde_json::{Value, json};
 
 use super::super::encode::encode_with;
 use super::{Tokenizer, sentencepiece, small};
 
-/// Longer than what is encoded at once.
+/// More bytes than are encoded at once.
 const LONG_BYTES: usize = 70_000;
 
 #[test]
@@ -35,7 +35,8 @@ fn long_texts_have_the_same_tokens() {
     }
 }
 
-/// A Unigram vocabulary that has a special token's text: it is found in plain text, and the text is cut.
+/// A Unigram vocabulary that contains a special token's text. The model finds it in plain text, so
+/// the text is cut.
 fn with_special_text() -> Tokenizer {
     let special = json!({"id": 1, "content": "<s>", "special": true, "normalized": false, "single_word": false, "lstrip": false, "rstrip": false});
     let vocab = [
@@ -65,7 +66,7 @@ fn many_special_tokens_in_plain_text_are_cut_in_bounded_time() {
     assert!(cut.is_cut && cut.ids.starts_with(&ids[..10]), "{:?}", cut.ids.len());
 }
 
-/// The file of a small tokenizer, changed.
+/// The file of a small tokenizer, with a change.
 fn changed(change: impl FnOnce(&mut Value)) -> Result<Tokenizer, String> {
     let vocab = json!({"a": 0, "b": 1, "ab": 2});
     let mut json = json!({"version": "1.0", "added_tokens": [], "normalizer": null, "pre_tokenizer": null, "decoder": {"type": "Fuse"},
