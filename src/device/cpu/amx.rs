@@ -198,7 +198,7 @@ tiles!(bf16_sums, "tdpbf16ps");
 /// As [`product`](super::int8::product) where [`is_available`]; `quads` is a multiple of 16.
 pub unsafe fn int8_product(p: &int8::Product, tile: Tile) {
     let depth = p.quads * QUAD;
-    // SAFETY: passed on.
+    // SAFETY: the caller upholds the same contract.
     unsafe {
         let factors = Factors {
             a: p.a.add(tile.from * depth),
@@ -218,7 +218,7 @@ pub unsafe fn int8_product(p: &int8::Product, tile: Tile) {
 /// As [`product`](super::bf16::product) where [`is_available`]; `pairs` is a multiple of 16.
 pub unsafe fn bf16_product(p: &bf16::Product, tile: Tile) {
     let depth = p.pairs * bf16::PAIR * size_of::<u16>();
-    // SAFETY: passed on.
+    // SAFETY: the caller upholds the same contract.
     unsafe {
         let factors = Factors {
             a: p.a.cast::<u8>().add(tile.from * depth),

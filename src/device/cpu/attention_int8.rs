@@ -223,7 +223,7 @@ impl<'a> Span<'a> {
 /// # Safety
 /// All that [`Scores`] names is there.
 unsafe fn score(isa: Isa, op: &Scores, out: &mut [[i32; SPAN_TOKENS]; ROWS_MAX]) {
-    // SAFETY: passed on; the processor has the instructions that `isa` names.
+    // SAFETY: the caller upholds the same contract; the processor has the instructions that `isa` names.
     unsafe {
         match isa {
             #[cfg(target_arch = "x86_64")]
@@ -355,7 +355,7 @@ mod avx2 {
     pub unsafe fn score(op: &Scores, out: &mut [[i32; SPAN_TOKENS]; ROWS_MAX]) {
         for block in 0..op.blocks {
             for first in (0..op.rows).step_by(ROWS) {
-                // SAFETY: passed on.
+                // SAFETY: the caller upholds the same contract.
                 unsafe {
                     match op.rows - first {
                         1 => score_of::<1>(op, (block, first), out),
@@ -421,7 +421,7 @@ mod avx2 {
     pub unsafe fn add_values(op: &Values) {
         for panel in 0..op.panels {
             for first in (0..op.rows).step_by(ROWS) {
-                // SAFETY: passed on.
+                // SAFETY: the caller upholds the same contract.
                 unsafe {
                     match op.rows - first {
                         1 => values_of::<1>(op, (panel, first)),
@@ -505,7 +505,7 @@ mod x86 {
                 }
             };
         }
-        // SAFETY: passed on.
+        // SAFETY: the caller upholds the same contract.
         unsafe { by_rows!(op.rows, pick) }
     }
 
@@ -557,7 +557,7 @@ mod x86 {
                     }
                 };
             }
-            // SAFETY: passed on.
+            // SAFETY: the caller upholds the same contract.
             unsafe { by_rows!(op.rows, pick) }
             first += if four { 4 } else { 1 };
         }

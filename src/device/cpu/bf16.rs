@@ -246,7 +246,7 @@ pub mod x86 {
     /// # Safety
     /// As [`super::product`], with one panel or [`super::panels_at_once`], on a processor with AVX-512 BF16.
     pub unsafe fn avx512_bf16(p: &Product, tile: Tile) {
-        // SAFETY: passed on.
+        // SAFETY: the caller upholds the same contract.
         unsafe {
             match (tile.rows, p.panels) {
                 (1, _) => pairs_512::<1, 1>(p, tile),

@@ -104,7 +104,7 @@ pub fn is_packed(isa: Isa, rows: usize) -> bool {
 /// All that [`Product`] names is there for the tile's rows, which nobody else reads or writes in `c` meanwhile.
 pub unsafe fn product(isa: Isa, p: &Product, tile: Tile) {
     debug_assert!(tile.rows >= 1 && tile.rows <= max_rows(isa));
-    // SAFETY: passed on, and `isa` vouches for the processor.
+    // SAFETY: the caller upholds the same contract, and `isa` vouches for the processor.
     unsafe {
         match isa {
             #[cfg(target_arch = "x86_64")]
@@ -288,7 +288,7 @@ pub(super) mod x86 {
     /// # Safety
     /// As [`super::product`], with one panel and at most [`super::STREAM_ROWS_MAX`] rows, on a processor with AVX-512 VNNI.
     pub unsafe fn avx512_vnni_stream(p: &Product, tile: Tile) {
-        // SAFETY: passed on.
+        // SAFETY: the caller upholds the same contract.
         unsafe {
             match tile.rows {
                 1 => stream_512::<1, 4>(p, tile),
@@ -303,7 +303,7 @@ pub(super) mod x86 {
     /// As [`super::product`], with one panel, two or [`super::panels_at_once`] and more than [`super::STREAM_ROWS_MAX`] rows, on a
     /// processor with AVX-512 VNNI.
     pub unsafe fn avx512_vnni(p: &Product, tile: Tile) {
-        // SAFETY: passed on.
+        // SAFETY: the caller upholds the same contract.
         unsafe {
             match (tile.rows, p.panels) {
                 (5, 1) => vnni_512::<5, 1>(p, tile),
@@ -378,7 +378,7 @@ pub(super) mod x86 {
     /// # Safety
     /// As [`super::product`] with one panel, on a processor with AVX-VNNI.
     pub unsafe fn avx_vnni(p: &Product, tile: Tile) {
-        // SAFETY: passed on.
+        // SAFETY: the caller upholds the same contract.
         unsafe {
             match tile.rows {
                 1 => vnni_256::<1>(p, tile),
@@ -427,7 +427,7 @@ pub(super) mod x86 {
     /// # Safety
     /// As [`super::product`] with one panel, on a processor with AVX2.
     pub unsafe fn avx2(p: &Product, tile: Tile) {
-        // SAFETY: passed on.
+        // SAFETY: the caller upholds the same contract.
         unsafe {
             match tile.rows {
                 1 => avx2_rows::<1>(p, tile),
