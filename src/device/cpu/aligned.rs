@@ -35,9 +35,9 @@ unsafe impl ZeroBits for f32 {}
 unsafe impl ZeroBits for i8 {}
 // SAFETY: as above.
 unsafe impl ZeroBits for u8 {}
-// SAFETY: as above; it wraps the bits.
+// SAFETY: as above; the type wraps its bits.
 unsafe impl ZeroBits for Bf16 {}
-// SAFETY: as above; it wraps the bits.
+// SAFETY: as above; the type wraps its bits.
 unsafe impl ZeroBits for F16 {}
 
 /// A fixed number of elements, of which the first is aligned to a cache line.
@@ -50,7 +50,7 @@ pub struct Aligned<E> {
     owns: PhantomData<E>,
 }
 
-// SAFETY: it owns its elements, as a vector does.
+// SAFETY: the array owns its elements, as a vector does.
 unsafe impl<E: Send> Send for Aligned<E> {}
 // SAFETY: as above.
 unsafe impl<E: Sync> Sync for Aligned<E> {}
@@ -100,14 +100,14 @@ struct Chunk {
     start: *mut u8,
 }
 
-// SAFETY: it only keeps the memory, and frees it.
+// SAFETY: a chunk only keeps and frees its memory.
 unsafe impl Send for Chunk {}
 // SAFETY: as above.
 unsafe impl Sync for Chunk {}
 
 impl Drop for Chunk {
     fn drop(&mut self) {
-        // SAFETY: allocated with this layout, and no array is left that lies in it.
+        // SAFETY: allocated with this layout, and all arrays in it have been dropped.
         unsafe { dealloc(self.memory, self.layout) };
     }
 }
@@ -183,7 +183,7 @@ impl<E> DerefMut for Aligned<E> {
 mod tests {
     use super::*;
 
-    /// Memory that is never written to is never taken from the system.
+    /// The system commits memory only when it is written to.
     #[cfg(target_os = "linux")]
     #[test]
     fn zeros_take_no_memory() {

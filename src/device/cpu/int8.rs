@@ -307,8 +307,8 @@ pub(super) mod x86 {
     }
 
     /// # Safety
-    /// As [`super::product`], with one panel, two or [`super::panels_at_once`] and more than [`super::STREAM_ROWS_MAX`] rows, on a
-    /// processor with AVX-512 VNNI.
+    /// As [`super::product`], with 1, 2 or [`super::panels_at_once`] panels and more than
+    /// [`super::STREAM_ROWS_MAX`] rows, on a processor with AVX-512 VNNI.
     pub unsafe fn avx512_vnni(p: &Product, tile: Tile) {
         // SAFETY: the caller upholds the same contract.
         unsafe {
@@ -335,7 +335,7 @@ pub(super) mod x86 {
         }
     }
 
-    /// One panel as two halves of 8 columns: scales, adds the bias and stores.
+    /// Finishes one panel as two halves of 8 columns: scales, adds the bias and stores.
     ///
     /// # Safety
     /// As [`super::product`], on a processor with AVX2.

@@ -12,8 +12,8 @@ const EXP_MAX: f32 = 88.0;
 
 /// `e^x`, within 2 units in the last place; 0 below -87.33, `e^88` above 88, NaN for NaN.
 ///
-/// `x = n ln 2 + r` with |r| <= ln 2 / 2, then the Taylor polynomial of degree 7 for `e^r` (its first missing term is
-/// below 6e-9) times `2^n`.
+/// Splits `x = n ln 2 + r` with |r| <= ln 2 / 2, then multiplies the Taylor polynomial of degree 7
+/// for `e^r` (its first missing term is below 6e-9) by `2^n`.
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {
     let clamped = x.clamp(EXP_MIN, EXP_MAX);
@@ -45,7 +45,8 @@ pub const EXP2: [f32; 6] = [
 
 /// `2^x` for x <= 0, within a relative error of 4e-6. 2^-125 below -125, NaN for NaN.
 ///
-/// `x = n + r` with |r| <= 1/2, then [`EXP2`] times `2^n`: half of [`exp`]'s work, for weights that are then rounded to 8 bits.
+/// Splits `x = n + r` with |r| <= 1/2, then multiplies [`EXP2`] by `2^n`. This is half of [`exp`]'s
+/// work, and exact enough for weights that are then rounded to 8 bits.
 #[inline(always)]
 pub fn exp2(x: f32) -> f32 {
     let clamped = if -125.0 > x { -125.0 } else { x };
@@ -122,7 +123,7 @@ pub fn sum16(lanes: [f32; 16]) -> f32 {
     l[0]
 }
 
-/// Largest of 16 lanes that are not NaN.
+/// Largest of 16 lanes, which must not be NaN.
 #[inline(always)]
 pub fn max16(lanes: [f32; 16]) -> f32 {
     let mut l = lanes;

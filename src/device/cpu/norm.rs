@@ -70,7 +70,7 @@ multiversion! {
     ) = add_norm_row;
 }
 
-/// The parts of an add-norm that do not change from row to row.
+/// The inputs of an add-norm that are the same for all rows.
 pub(super) struct Op<'a> {
     pub on: On<'a>,
     pub delta: Option<&'a Buffer>,

@@ -14,7 +14,7 @@ pub struct Step {
     pub(super) batch: StepBatch,
     pub(super) heads: HeadShape,
     pub(super) rotations: Vec<Rotations>,
-    /// Query tiles, each done once per key-value head.
+    /// Query tiles, each processed once per key-value head.
     pub(super) tiles: Vec<QueryTile>,
     /// The parts of all tiles, in order.
     pub(super) parts: Vec<TilePart>,

@@ -67,9 +67,9 @@ pub fn panels_at_once(isa: Isa, rows: usize) -> usize {
 
 /// A stored number that kernels widen to F32 exactly.
 pub trait Element: ZeroBits + Default + Send + Sync + 'static {
-    /// The value.
+    /// The value in F32.
     fn widen(self) -> f32;
-    /// The nearest stored number.
+    /// The number nearest to `x`.
     fn narrow(x: f32) -> Self;
     /// Runs a product whose `panels` are 1 or [`panels_at_once`].
     ///

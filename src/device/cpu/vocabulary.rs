@@ -47,7 +47,7 @@ pub struct Weights {
 
 /// `each[i] = e^((logits[i] - max) * inverse_temperature)`, and their sums.
 ///
-/// No logit is larger than `max`, which is finite.
+/// `max` must be finite and at least the largest logit.
 pub fn weigh(logits: &[f32], max: f32, inverse_temperature: f32, weights: &mut Weights) {
     weights.each.resize(logits.len(), 0.0);
     weights.sums.resize(logits.len().div_ceil(SUM_CHUNK), 0.0);
