@@ -1,7 +1,9 @@
-//! Numbers that start on a cache line, so that no load of a register's width straddles two, and lie on huge pages.
+//! Arrays of numbers that start on a cache line and lie on huge pages.
 //!
-//! With small pages, reading weights waits for address translations, and the processor's prefetching ends at each page. A model's
-//! matrices are often smaller than a huge page, or end in the middle of one: so they lie one behind the other in chunks.
+//! The alignment keeps register-wide loads from straddling two cache lines. With small pages, reads
+//! of weights wait for address translations, and hardware prefetching stops at each page boundary.
+//! The matrices of a model are often smaller than a huge page, or end in the middle of one, so
+//! small arrays are packed one after another into shared chunks.
 //!
 //! See docs/decisions/067-weights-and-kv-lie-on-huge-pages.md.
 
@@ -16,15 +18,15 @@ use super::tile::{Bf16, F16};
 const LINE: usize = 64;
 /// Bytes of a huge page on most machines.
 const HUGE_PAGE: usize = 2 << 20;
-/// Bytes of a page, at most.
+/// Maximum bytes of a normal page.
 const PAGE: usize = 1 << 16;
-/// Bytes of a chunk that arrays share; larger ones have a chunk each.
+/// Bytes of a chunk that small arrays share. An array of more than half of this gets its own chunk.
 const CHUNK: usize = 32 << 20;
 
-/// Numbers whose zero is all zero bits.
+/// Number types for which all-zero bytes are the number 0.
 ///
 /// # Safety
-/// All bytes zero is a value of the type.
+/// All-zero bytes must be a valid value of the type.
 pub unsafe trait ZeroBits: Copy {}
 
 // SAFETY: zero bits are the number 0.
@@ -33,28 +35,28 @@ unsafe impl ZeroBits for f32 {}
 unsafe impl ZeroBits for i8 {}
 // SAFETY: as above.
 unsafe impl ZeroBits for u8 {}
-// SAFETY: as above; it wraps the bits.
+// SAFETY: as above; the type wraps its bits.
 unsafe impl ZeroBits for Bf16 {}
-// SAFETY: as above; it wraps the bits.
+// SAFETY: as above; the type wraps its bits.
 unsafe impl ZeroBits for F16 {}
 
-/// A fixed number of elements, the first on a cache line.
+/// A fixed number of elements, of which the first is aligned to a cache line.
 pub struct Aligned<E> {
-    /// Keeps the elements' memory.
+    /// Keeps the memory of the elements allocated.
     _chunk: Arc<Chunk>,
-    /// This array's own, of `len` elements.
+    /// First element. This array owns `len` elements from here on.
     start: *mut E,
     len: usize,
     owns: PhantomData<E>,
 }
 
-// SAFETY: it owns its elements, as a vector does.
+// SAFETY: the array owns its elements, as a vector does.
 unsafe impl<E: Send> Send for Aligned<E> {}
 // SAFETY: as above.
 unsafe impl<E: Sync> Sync for Aligned<E> {}
 
 impl<E: ZeroBits> Aligned<E> {
-    /// `len` zeros, in memory that the operating system hands out page by page as it is first written to.
+    /// `len` zeros, in memory that the operating system maps page by page on the first write.
     pub fn new(len: usize) -> Aligned<E> {
         let bytes = Self::bytes(len);
         if bytes > CHUNK / 2 {
@@ -65,12 +67,13 @@ impl<E: ZeroBits> Aligned<E> {
         }
     }
 
-    /// As [`new`](Self::new), on small pages: for what is written in a few places.
+    /// As [`new`](Self::new), on small pages: for arrays that are written in a few places only.
     pub fn sparse(len: usize) -> Aligned<E> {
         Aligned::at(Arc::new(Chunk::new(Self::bytes(len))), 0, len)
     }
 
-    /// From byte `from` of the chunk on, which nobody else has.
+    /// An array that starts at byte `from` of the chunk. The chunk's bytes must not be in use by
+    /// another array.
     fn at(chunk: Arc<Chunk>, from: usize, len: usize) -> Aligned<E> {
         Aligned {
             start: chunk.start.wrapping_add(from).cast(),
@@ -80,7 +83,7 @@ impl<E: ZeroBits> Aligned<E> {
         }
     }
 
-    /// Whole lines.
+    /// Bytes of `len` elements, rounded up to whole cache lines.
     fn bytes(len: usize) -> usize {
         let bytes = len
             .checked_mul(size_of::<E>())
@@ -89,22 +92,22 @@ impl<E: ZeroBits> Aligned<E> {
     }
 }
 
-/// Zeroed memory that arrays are cut from; each byte is given out once.
+/// Zeroed memory from which arrays are allocated. Each byte is given out once.
 struct Chunk {
     memory: *mut u8,
     layout: Layout,
-    /// On a huge page.
+    /// Aligned to a huge page.
     start: *mut u8,
 }
 
-// SAFETY: it only keeps the memory, and frees it.
+// SAFETY: a chunk only keeps and frees its memory.
 unsafe impl Send for Chunk {}
 // SAFETY: as above.
 unsafe impl Sync for Chunk {}
 
 impl Drop for Chunk {
     fn drop(&mut self) {
-        // SAFETY: allocated with this layout, and no array is left that lies in it.
+        // SAFETY: allocated with this layout, and all arrays in it have been dropped.
         unsafe { dealloc(self.memory, self.layout) };
     }
 }
@@ -117,7 +120,8 @@ impl Chunk {
         let Some(Ok(layout)) = layout else {
             panic!("{bytes} bytes cannot be allocated");
         };
-        // An alignment asked of the allocator would make it write zeros to all of it.
+        // The start is aligned by hand: for an aligned layout, the allocator would write zeros to
+        // all of the memory.
         // SAFETY: the layout's size is not zero.
         let memory = unsafe { alloc_zeroed(layout) };
         if memory.is_null() {
@@ -134,9 +138,10 @@ impl Chunk {
     }
 }
 
-/// A chunk that others have parts of, and from which byte on so many, at most [`CHUNK`], are the caller's.
+/// Takes `bytes` bytes, at most [`CHUNK`], of the shared chunk. Returns the chunk and the offset of
+/// the first of these bytes.
 fn share(bytes: usize) -> (Arc<Chunk>, usize) {
-    /// The chunk that small arrays are cut from, and how much of it is given out.
+    /// The chunk that small arrays share, and the number of its bytes already given out.
     static OPEN: Mutex<Option<(Arc<Chunk>, usize)>> = Mutex::new(None);
     let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
     let roomy = open.take().filter(|(_, used)| used + bytes <= CHUNK);
@@ -146,14 +151,14 @@ fn share(bytes: usize) -> (Arc<Chunk>, usize) {
     (Arc::clone(chunk), from)
 }
 
-/// Asks the system to back memory by huge pages, before it is first written to.
+/// Asks the system to back memory by huge pages. Must be called before the first write to it.
 pub fn want_huge_pages(start: *mut u8, bytes: usize) {
     #[cfg(target_os = "linux")]
     if bytes >= HUGE_PAGE {
         let from = (start as usize).next_multiple_of(PAGE);
         let to = (start as usize + bytes) / PAGE * PAGE;
-        // SAFETY: whole pages; the advice changes nothing but how they are backed. Where there are no huge pages it is refused,
-        // and nothing is lost.
+        // SAFETY: the range is whole pages, and the advice only changes how they are backed. A
+        // system without huge pages refuses it, which is harmless.
         unsafe { libc::madvise(from as *mut libc::c_void, to - from, libc::MADV_HUGEPAGE) };
     }
 }
@@ -161,7 +166,8 @@ pub fn want_huge_pages(start: *mut u8, bytes: usize) {
 impl<E> Deref for Aligned<E> {
     type Target = [E];
     fn deref(&self) -> &[E] {
-        // SAFETY: this array's own elements, aligned and initialised to zero bits, which its maker knows to be values.
+        // SAFETY: the array owns these elements; they are aligned and initialised to zero bits,
+        // which are valid values (`ZeroBits`).
         unsafe { std::slice::from_raw_parts(self.start, self.len) }
     }
 }
@@ -177,7 +183,7 @@ impl<E> DerefMut for Aligned<E> {
 mod tests {
     use super::*;
 
-    /// Memory that is never written to is never taken from the system.
+    /// The system commits memory only when it is written to.
     #[cfg(target_os = "linux")]
     #[test]
     fn zeros_take_no_memory() {
@@ -187,7 +193,7 @@ mod tests {
         };
         let before = resident_pages();
         let pool = Aligned::<Bf16>::new(1 << 30);
-        // Other tests run meanwhile: 2 GiB are far more than they take.
+        // Other tests run meanwhile and use far less memory than these 2 GiB.
         assert!(resident_pages() < before + (1 << 18), "the pool was written to");
         assert_eq!(pool[1 << 29].0, 0);
     }
@@ -204,7 +210,8 @@ mod tests {
         }
     }
 
-    /// Small ones share chunks, large ones have their own; none overlaps another, whichever go first.
+    /// Small arrays share chunks, large arrays have their own. Arrays never overlap, in whatever
+    /// order they are dropped.
     #[test]
     fn arrays_of_all_sizes_keep_what_they_hold() {
         let mut kept = Vec::new();

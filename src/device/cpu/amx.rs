@@ -1,12 +1,14 @@
 //! The products of INT8 and BF16 on AMX tiles (Intel, Architecture Instruction Set Extensions Programming Reference, chapter 3).
 //!
-//! A tile is 16 rows of 64 bytes. Two tiles of activations times two panels of weights fill the eight tile registers: four
-//! sums, two and two factors. The panel layout of [`int8`](super::int8) is that of AMX's right factor: 64 values of k of a
-//! panel are one tile, and so are 32 of k in the layout of [`bf16`](super::bf16). `tdpbusd` multiplies unsigned by signed, so that sums
-//! are the same integers as `vpdpbusd`'s.
+//! A tile is 16 rows of 64 bytes. Two tiles of activations times two panels of weights use all
+//! eight tile registers: four for sums and two for each factor. The panel layout of
+//! [`int8`](super::int8) is that of AMX's right factor: 64 values of k of a panel are one tile. In
+//! the layout of [`bf16`](super::bf16), 32 values of k are one tile. `tdpbusd` multiplies unsigned
+//! by signed bytes, so its sums are the same integers as those of `vpdpbusd`.
 //!
-//! Intrinsics for AMX are not stable: everything between loading the tile configuration and releasing the tiles stands in one
-//! `asm!` block, since nothing else promises that tiles survive.
+//! Rust's intrinsics for AMX are unstable. All instructions from loading the tile configuration to
+//! releasing the tiles are in one `asm!` block: only then are the tile registers sure to keep their
+//! contents.
 
 use std::arch::asm;
 use std::arch::x86_64::*;
@@ -26,7 +28,7 @@ pub fn is_available() -> bool {
     *AVAILABLE.get_or_init(|| has_instructions() && system_permits())
 }
 
-/// AMX-TILE, AMX-INT8 and AMX-BF16 in the processor, tile state enabled by the system.
+/// Whether the processor has AMX-TILE, AMX-INT8 and AMX-BF16 and the system has enabled tile state.
 fn has_instructions() -> bool {
     const BF16: u32 = 1 << 22;
     const TILE: u32 = 1 << 24;
@@ -35,18 +37,19 @@ fn has_instructions() -> bool {
     if !is_x86_feature_detected!("xsave") || !is_x86_feature_detected!("avx512vnni") || __cpuid(0).eax < 7 {
         return false;
     }
-    // SAFETY: the processor has XGETBV where it has XSAVE, enabled by the system: AVX-512 could not be detected without.
+    // SAFETY: a processor with XSAVE has XGETBV. The system has enabled it: AVX-512 was detected,
+    // which requires that.
     let enabled = unsafe { _xgetbv(0) };
     let has = __cpuid_count(7, 0).edx & (BF16 | TILE | INT8) == BF16 | TILE | INT8;
     has && enabled & TILE_STATE == TILE_STATE
 }
 
-/// Asks Linux for the tile registers' state, which is given to processes that want it only.
+/// Asks Linux for the tile registers' state, which is given only to processes that request it.
 #[cfg(target_os = "linux")]
 fn system_permits() -> bool {
     const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
     const XFEATURE_XTILEDATA: libc::c_long = 18;
-    // SAFETY: the call takes two numbers and changes nothing but what this process may use.
+    // SAFETY: the call takes two numbers and only changes what this process may use.
     unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0 }
 }
 
@@ -55,7 +58,7 @@ fn system_permits() -> bool {
     false
 }
 
-/// What `ldtilecfg` reads: palette 1, then bytes a row and rows of each of the eight tiles.
+/// The operand of `ldtilecfg`: palette 1, then bytes per row and rows of each of the eight tiles.
 #[repr(C, align(64))]
 struct Configuration {
     palette: u8,
@@ -66,8 +69,8 @@ struct Configuration {
 }
 
 impl Configuration {
-    /// Sums in tiles 0 to 3 and activations in 4 and 5, `upper` rows in the even ones, `lower` in the odd ones; weights in 6
-    /// and 7.
+    /// Tiles 0 to 3 hold sums, 4 and 5 activations, 6 and 7 weights. In tiles 0 to 5, even tiles
+    /// have `upper` rows and odd tiles `lower` rows.
     fn new(upper: u8, lower: u8) -> Configuration {
         let full = ROWS as u8;
         let mut rows = [0; 16];
@@ -84,23 +87,24 @@ impl Configuration {
     }
 }
 
-/// Sums of two panels by up to 32 rows: whole numbers, or the bits of F32.
+/// Sums of up to 32 rows by two panels: integers, or the bits of F32.
 #[repr(C, align(64))]
 struct Sums([[i32; 2 * PANEL]; 2 * ROWS]);
 
-/// 1 to 32 rows times one or two panels, in bytes: lanes of 32 bits hold four or two values of k.
+/// The operands of a product, in bytes: 1 to 32 rows, and one or two panels. A 32-bit lane holds
+/// four INT8 or two BF16 values of k.
 struct Factors {
-    /// First of the rows, which lie one after the other.
+    /// First row. The rows are contiguous.
     a: *const u8,
     rows: usize,
     b: *const u8,
     panel_stride: usize,
     panels: usize,
-    /// Bytes of a row: whole rows of tiles.
+    /// Bytes per row, a multiple of [`ROW_BYTES`].
     depth: usize,
 }
 
-/// Where the loop begins to read, and how often it goes round.
+/// Configuration, start addresses and number of iterations of the loop.
 struct Start {
     configuration: Configuration,
     a: *const u8,
@@ -116,11 +120,12 @@ impl Start {
         let upper = f.rows.min(ROWS);
         let lower = f.rows - upper;
         Start {
-            // A tile of no rows is not allowed: where there is no lower half, its tiles take one row, which nobody looks at.
+            // AMX rejects a tile of zero rows. Without a lower half, the lower tiles have one row,
+            // whose sums are ignored.
             configuration: Configuration::new(upper as u8, lower.max(1) as u8),
             a: f.a,
-            // Where there is no second panel or no lower half, the first stands in for it: it is read twice, and nobody looks at
-            // those sums.
+            // Without a lower half or a second panel, the first one is read in its place, and the
+            // resulting sums are ignored.
             a_lower: f.a.wrapping_add(if lower > 0 { ROWS * f.depth } else { 0 }),
             b: f.b,
             b_second: f.b.wrapping_add(if f.panels == 2 { f.panel_stride } else { 0 }),
@@ -129,11 +134,11 @@ impl Start {
     }
 }
 
-/// Defines a function that adds up the products of [`Factors`] by the instruction `$product`.
+/// Defines a function that multiplies the [`Factors`] with the instruction `$product`.
 macro_rules! tiles {
     ($name:ident, $product:literal) => {
         /// # Safety
-        /// All that [`Factors`] names is there, and [`is_available`].
+        /// All memory that [`Factors`] names is valid, and [`is_available`].
         unsafe fn $name(f: &Factors) -> Sums {
             let mut sums = Sums([[0; 2 * PANEL]; 2 * ROWS]);
             let start = Start::of(f);
@@ -198,7 +203,7 @@ tiles!(bf16_sums, "tdpbf16ps");
 /// As [`product`](super::int8::product) where [`is_available`]; `quads` is a multiple of 16.
 pub unsafe fn int8_product(p: &int8::Product, tile: Tile) {
     let depth = p.quads * QUAD;
-    // SAFETY: passed on.
+    // SAFETY: the caller upholds the same contract.
     unsafe {
         let factors = Factors {
             a: p.a.add(tile.from * depth),
@@ -218,7 +223,7 @@ pub unsafe fn int8_product(p: &int8::Product, tile: Tile) {
 /// As [`product`](super::bf16::product) where [`is_available`]; `pairs` is a multiple of 16.
 pub unsafe fn bf16_product(p: &bf16::Product, tile: Tile) {
     let depth = p.pairs * bf16::PAIR * size_of::<u16>();
-    // SAFETY: passed on.
+    // SAFETY: the caller upholds the same contract.
     unsafe {
         let factors = Factors {
             a: p.a.cast::<u8>().add(tile.from * depth),
@@ -232,7 +237,7 @@ pub unsafe fn bf16_product(p: &bf16::Product, tile: Tile) {
     }
 }
 
-/// Adds the bias, rounds where asked for, and stores.
+/// Adds the bias, rounds if `p.round` is set, and stores.
 #[target_feature(enable = "avx512f")]
 unsafe fn finish_bf16(p: &bf16::Product, tile: Tile, sums: &Sums) {
     // SAFETY: indices stay within the bounds that `product` asks for.
@@ -249,7 +254,7 @@ unsafe fn finish_bf16(p: &bf16::Product, tile: Tile, sums: &Sums) {
     }
 }
 
-/// Subtracts, scales, adds the bias and stores.
+/// Subtracts the offsets, scales, adds the bias and stores.
 #[target_feature(enable = "avx512f")]
 unsafe fn finish(p: &int8::Product, tile: Tile, sums: &Sums) {
     // SAFETY: indices stay within the bounds that `product` asks for.
@@ -271,8 +276,9 @@ unsafe fn finish(p: &int8::Product, tile: Tile, sums: &Sums) {
 
 #[cfg(test)]
 mod tests {
-    //! The instructions in plain code, as Intel's manual writes their operation (Intel 64 and IA-32 Architectures Software Developer's
-    //! Manual, volume 2: LDTILECFG, TILELOADD, TDPBUSD, TDPBF16PS), over the layouts that the loop above reads: on every processor.
+    //! A model of the instructions in plain code, after their operation in Intel's manual (Intel 64
+    //! and IA-32 Architectures Software Developer's Manual, volume 2: LDTILECFG, TILELOADD,
+    //! TDPBUSD, TDPBF16PS). It runs on every processor, over the layouts that the loop above reads.
 
     use super::*;
     use crate::device::cpu::testing::{lacks, numbers};
@@ -280,7 +286,7 @@ mod tests {
     /// A tile register: 16 rows of 64 bytes.
     type Register = [[u8; ROW_BYTES]; ROWS];
 
-    /// The eight registers, and what was configured of each.
+    /// The eight registers and their configuration.
     struct Tiles<'a> {
         configuration: &'a Configuration,
         registers: [Register; 8],
@@ -292,7 +298,8 @@ mod tests {
                 (configuration.palette, configuration.start_row, configuration.reserved),
                 (1, 0, [0; 14])
             );
-            // LDTILECFG faults on more rows and bytes than palette 1 has, and on one of them being zero.
+            // LDTILECFG faults if rows or bytes exceed the limits of palette 1, or if one of them
+            // is zero.
             for tile in 0..8 {
                 let (rows, bytes) = (configuration.rows[tile], configuration.row_bytes[tile]);
                 assert!(
@@ -307,7 +314,7 @@ mod tests {
             }
         }
 
-        /// TILELOADD: each configured row from its place, zeros behind.
+        /// TILELOADD: loads each configured row; the rest of the register is zero.
         unsafe fn load(&mut self, tile: usize, from: *const u8, stride: usize) {
             self.registers[tile] = [[0; ROW_BYTES]; ROWS];
             for row in 0..usize::from(self.configuration.rows[tile]) {
@@ -323,7 +330,7 @@ mod tests {
             self.registers[tile][m][n * 4..][..4].try_into().unwrap()
         }
 
-        /// `c[m][n] = of(c[m][n], a[m][k], b[k][n])`, k after k, of doublewords.
+        /// `c[m][n] = of(c[m][n], a[m][k], b[k][n])` for each k in order, on doublewords.
         fn products(&mut self, [c, a, b]: [usize; 3], of: impl Fn([u8; 4], [u8; 4], [u8; 4]) -> [u8; 4]) {
             let rows = self.configuration.rows;
             let words = |tile: usize| usize::from(self.configuration.row_bytes[tile]) / 4;
@@ -390,7 +397,7 @@ mod tests {
         sums
     }
 
-    /// Bytes that look random, of rows and of panels with room between them.
+    /// Pseudorandom bytes of rows and of panels. There is a gap after each panel.
     struct Case {
         rows: usize,
         panels: usize,
@@ -415,7 +422,7 @@ mod tests {
             self.depth * PANEL + 64
         }
 
-        /// Where byte `i` of column `n` lies: `[k / together][16][together]` of each panel, four bytes together.
+        /// Offset of byte `i` of column `n`. A panel is `[bytes of a row / 4][16][4]`.
         fn place(&self, n: usize, i: usize) -> usize {
             n / PANEL * self.stride() + i / 4 * PANEL * 4 + n % PANEL * 4 + i % 4
         }
@@ -436,13 +443,15 @@ mod tests {
         })
     }
 
-    /// Numbers with few bits, so that sums of F32 are exact in any order: the bytes of BF16 numbers, low byte first.
+    /// Byte `i` of a sequence of BF16 numbers, low byte first. They have few bits, so that F32 sums
+    /// are exact in any order.
     fn few_bits(i: usize) -> u8 {
         let number = (numbers(9, 4096)[i / 2 % 4096] * 8.0).round() / 4.0;
         (number.to_bits() >> 16).to_le_bytes()[i % 2]
     }
 
-    /// Holds what multiplies tiles against plain sums over the same bytes.
+    /// Compares the sums of two implementations, INT8 and BF16, with plain sums over the same
+    /// bytes.
     fn check(int8: impl Fn(&Factors) -> Sums, bf16: impl Fn(&Factors) -> Sums) {
         let random = numbers(3, 8192);
         for case in cases(|i| (random[i % 8192] * 128.0 + 128.0) as u8) {
@@ -458,7 +467,8 @@ mod tests {
                 );
             }
         }
-        // The left factor's numbers begin at even bytes of a row, the right one's at even bytes of a column's four.
+        // BF16 numbers start at even bytes: of a row in the left factor, of a column's four bytes
+        // in the right one.
         let table: Vec<u8> = (0..8192).map(few_bits).collect();
         for case in cases(|i| table[i % 8192]) {
             let case = aligned(case, &table);
@@ -481,7 +491,7 @@ mod tests {
         }
     }
 
-    /// The case with whole numbers of `table` in place of bytes from anywhere in it.
+    /// The case with complete BF16 numbers of `table` in place of its bytes.
     fn aligned(mut case: Case, table: &[u8]) -> Case {
         for (seed, bytes) in [(6, &mut case.a), (40, &mut case.b)] {
             bytes

@@ -1,12 +1,15 @@
 //! Attention over paged keys and values, for any mix of prefill and decode.
 //!
-//! A task is one tile of queries with one key-value head: all query heads of the group share what it loads, and so do the
-//! sequences of a tile where they begin with the same blocks. It walks the blocks of 16 positions in order, at absolute
-//! positions, with an online softmax (Milakov and Gimelshein 2018): scores of a block, its maximum, rescaled sums, values.
-//! A query skips the blocks it sees nothing of. What is computed for a query thus depends on its position and window alone,
-//! not on how its sequence was cut into chunks, what it shares, or what else is in the batch.
-//!
-//! Keys and values in 8 bits are [`attention_int8`](super::attention_int8)'s: it walks the same way in spans of 64 positions.
+//! A task is one tile of queries with one key-value head. The query heads of the group share the
+//! keys and values that the task loads, and so do the sequences of a tile over the blocks of their
+//! common prefix. The task walks the blocks of 16 positions in order, aligned to absolute
+//! positions, with an online softmax (Milakov and Gimelshein 2018). For each block it computes
+//! scores and their maximum, rescales the sums, and adds the weighted values. A query skips blocks
+//! without a visible position. The computation for a query thus depends on its position and window
+//! alone, and not on the chunks of its sequence, the prefix that it shares, or the rest of the
+//! batch.
+//! [`attention_int8`](super::attention_int8) handles INT8 keys and values. It walks in the same
+//! way, in spans of 64 positions.
 //!
 //! See docs/decisions/065-common-prefixes-are-attended-once.md.
 
@@ -33,7 +36,7 @@ pub(super) struct Op<'a> {
     pub qkv: &'a Buffer,
 }
 
-/// One scratch a thread; a thread takes only its own, so the locks are never waited for.
+/// One scratch per thread. A thread locks only its own, so the locks are uncontended.
 #[derive(Default)]
 pub(super) struct Scratches(Vec<Mutex<Scratch>>);
 
@@ -43,25 +46,25 @@ impl Scratches {
     }
 }
 
-/// A task's working memory. Rows go query by query, the heads of the group next to each other.
+/// Working memory of a task. Rows are ordered by query, then by head of the group.
 #[derive(Default)]
 pub(super) struct Scratch {
     /// Queries, packed in tiles of rows: `[tile][head_dim][rows of the tile]`.
     queries: Vec<f32>,
-    /// `[rows][16]`: scores, then weights, of the block.
+    /// `[rows][16]`: the scores of a block, later overwritten by its weights.
     scores: Vec<f32>,
     /// `[tile][16][rows of the tile]`: the weights, packed.
     weights: Vec<f32>,
-    /// `[queries]`: their positions.
+    /// `[queries]`: positions of the queries.
     pub positions: Vec<u32>,
-    /// `[rows][padded head_dim]`.
+    /// `[rows][padded head_dim]`: weighted sums of the values.
     pub sums: Vec<f32>,
     /// `[rows]`.
     pub softmax: Vec<RowState>,
     pub int8: Int8Scratch,
 }
 
-/// An online softmax between two blocks.
+/// State of a row's online softmax between two blocks.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RowState {
     /// Largest score so far.
@@ -122,15 +125,15 @@ pub(super) struct Task<'a> {
     pub head: usize,
 }
 
-/// A stretch of positions and the rows that look at it.
+/// A range of positions (a block or a span) and the rows that attend to it.
 pub(super) struct Look<'a> {
-    /// Rows that walk together: all of the tile, or a part's.
+    /// Rows that walk the same blocks: all rows of the tile, or those of one part.
     pub within: Range<usize>,
-    /// Those of them that see a position of the stretch.
+    /// Rows of `within` that see at least one position of the range.
     pub rows: Range<usize>,
-    /// First position.
+    /// First position of the range.
     pub start: usize,
-    /// Blocks of the stretch, as far as the sequence reaches.
+    /// Blocks of the range, up to the end of the sequence.
     pub blocks: &'a [u32],
 }
 
@@ -174,14 +177,14 @@ impl Task<'_> {
         );
     }
 
-    /// Visits all that the tile's queries see, in stretches of `stretch` positions: first what the parts share, then what
-    /// each has of its own.
+    /// Visits all positions that the tile's queries see, in ranges of `stretch` positions: first
+    /// the common prefix of the parts, then the other positions of each part.
     pub(super) fn walk(&self, stretch: usize, mut visit: impl FnMut(Look<'_>)) {
         let step = self.op.step;
         let parts = step.parts(self.tile);
         let shared = match self.op.of.spec {
             KvSpec::Full => self.tile.shared as usize,
-            // What a window leaves out differs from query to query.
+            // The start of a window differs from query to query, so no range is shared.
             KvSpec::Window(_) => 0,
         };
         let blocks_of = |sequence: u32, start: usize| -> &[u32] {
@@ -217,7 +220,8 @@ impl Task<'_> {
         }
     }
 
-    /// Queries of a part that see one of these positions. Later queries see later positions, so they are a range.
+    /// Queries of a part that see at least one of these positions. They are a contiguous range,
+    /// since later queries see later positions.
     fn queries_that_see(&self, part: &TilePart, positions: Range<usize>) -> Range<usize> {
         let (first, queries) = (part.position as usize, part.queries as usize);
         let from = positions.start.saturating_sub(first).min(queries);
@@ -342,10 +346,10 @@ impl Task<'_> {
     }
 }
 
-/// A block's softmax step for some rows.
+/// The softmax step of one block for some rows.
 struct Weigh<'a> {
     spec: KvSpec,
-    /// Of the tile's queries.
+    /// Positions of the tile's queries.
     positions: &'a [u32],
     group: usize,
     rows: Range<usize>,
@@ -356,7 +360,8 @@ struct Weigh<'a> {
     wide: usize,
 }
 
-/// Turns scores into weights (0 where a query does not look), updates the row states and rescales earlier sums.
+/// Turns scores into weights (0 at invisible positions), updates the row states and rescales
+/// earlier sums.
 #[inline(always)]
 fn weigh(op: &Weigh<'_>, scores: &mut [f32], states: &mut [RowState], sums: &mut [f32]) {
     let start = op.start;
@@ -413,7 +418,7 @@ mod tests {
     use crate::device::cpu::testing::{buffer, numbers, on_threads};
     use crate::device::{KvFormat, RopeSpec};
 
-    /// A batch of sequences (computed tokens, all tokens), with blocks dealt out backwards.
+    /// A batch of sequences `(q_len, kv_len)`. Block numbers are assigned in descending order.
     fn batch(sequences: &[(u32, u32)]) -> StepBatch {
         let mut batch = StepBatch::default();
         for &(q_len, kv_len) in sequences {
@@ -438,13 +443,13 @@ mod tests {
         step
     }
 
-    /// Rows of `[q][k][v]` of every token of every sequence, the same for any split into steps.
+    /// The `[q][k][v]` row of a token, the same for any split into steps.
     fn row_of(heads: HeadShape, sequence: usize, position: u32) -> Vec<f32> {
         let scaled = numbers(1000 * sequence as u64 + position as u64, heads.qkv_width());
         scaled.into_iter().map(|x| x * 3.0).collect()
     }
 
-    /// What attention is run with.
+    /// Parameters of an attention run.
     #[derive(Debug, Clone, Copy)]
     struct Setup {
         isa: Isa,
@@ -452,9 +457,9 @@ mod tests {
         heads: HeadShape,
         of: Attention,
         format: KvFormat,
-        /// All sequences begin with what stands in so many blocks of the first.
+        /// All sequences begin with the contents of this many blocks of the first sequence.
         prefix_blocks: usize,
-        /// Those are the same blocks, not only equal ones.
+        /// Whether the sequences share these blocks. Otherwise each sequence has its own copy.
         is_shared: bool,
     }
 
@@ -468,7 +473,8 @@ mod tests {
             prefix_blocks,
             is_shared,
         } = setup;
-        // A first step stores what stands before the computed tokens, a second one computes.
+        // The first step stores all keys and values. The second step computes the tokens under
+        // test.
         let all: Vec<(u32, u32)> = sequences.iter().map(|&(_, kv)| (kv, kv)).collect();
         let blocks = batch(&all).block_tables.len();
         let mut pool = KvPool::new(heads, blocks, format);
@@ -478,7 +484,7 @@ mod tests {
             let first = batch.block_tables.clone();
             for s in &batch.sequences[1..] {
                 let table = &mut batch.block_tables[s.first_block as usize..][..s.kv_len.div_ceil(16) as usize];
-                // As an engine does: whole blocks only.
+                // As in the engine, only whole blocks are shared.
                 let shared = if is_shared {
                     prefix_blocks.min(s.kv_len as usize / 16)
                 } else {
@@ -508,7 +514,7 @@ mod tests {
         (0..out.rows).map(|i| out.row(i).to_vec()).collect()
     }
 
-    /// Scores that a cap bounds: some are far above it, others far below.
+    /// Attention with a soft cap: some scores are far above the cap, others far below it.
     fn capped(heads: HeadShape, spec: KvSpec) -> Attention {
         Attention {
             scale: 0.3,
@@ -521,7 +527,8 @@ mod tests {
         let spec = of.spec;
         let group = heads.heads / heads.kv_heads;
         let dim = heads.head_dim;
-        // Eight bits: half a step of 1/127 of 3 in keys, queries and values, and weights that are off by as much.
+        // INT8: keys, queries and values are off by up to half a step of 3/127, and weights by as
+        // much.
         let tolerance = if format == KvFormat::Int8 { 0.15 } else { 2e-5 };
         let mut first: Option<Vec<Vec<f32>>> = None;
         for isa in Isa::available() {
@@ -651,7 +658,7 @@ mod tests {
             for chunk in [1, 2, 7, 15, 16, 17, 33, 66] {
                 for end in (chunk..=131).step_by(5) {
                     let part = run(setup, &[(chunk, end)]);
-                    // Positions differ in where the sequence ends, never in what a query sees.
+                    // Only the end of the sequence differs. A query sees the same positions.
                     assert!(
                         part[..] == whole[(end - chunk) as usize..end as usize],
                         "{of:?} {format:?} chunk {chunk} to {end}"
@@ -668,7 +675,8 @@ mod tests {
             kv_heads: 2,
             head_dim: 20,
         };
-        // 64, 128 or 192 of 9 blocks' 144 positions are whole spans; chunks begin within them and behind them.
+        // Of the 144 shared positions (9 blocks), 64 or 128 are whole spans. Chunks begin within
+        // the prefix and after it.
         let sequences = [(1, 200), (1, 150), (4, 145), (1, 144), (20, 160), (3, 90), (1, 129)];
         let all = [
             Attention::plain(heads, KvSpec::Full),

@@ -1,13 +1,16 @@
-//! Attention over keys and values in 8 bits, with queries and weights in 8 bits, too.
+//! Attention over INT8 keys and values. Queries and weights are quantized to 8 bits, too.
 //!
-//! A query head is quantized by its largest magnitude, as keys and values are by position and head. A span of 64 positions is
-//! one step of the online softmax. Scores are exact integer sums, scaled. Weights are relative to the span's largest; times the
-//! scales of their values, relative to the largest of those that the row sees in the span, they are rounded to 0..=255,
-//! multiplied with the values' bytes in integers, and added to the row's sums in F32. The sum of weights is that of the weights
-//! before they are rounded.
+//! A query head is quantized by its largest magnitude; keys and values are quantized in the same
+//! way per position and head. One step of the online softmax covers a span of 64 positions. Scores
+//! are exact integer sums, scaled afterwards. Weights are relative to the largest weight of the
+//! span. Each weight is multiplied by the scale of its value, relative to the largest value scale
+//! that the row sees in the span, and rounded to 0..=255. These weight bytes are multiplied with
+//! the value bytes in integers, and the products are added to the row's sums in F32. The softmax
+//! denominator sums the weights before rounding.
 //!
-//! Sums in integers are exact, and the rest has one order of roundings: every instruction set gives the same bits. And a row's
-//! result depends on what it sees alone, not on what else stands in its last span by then.
+//! Integer sums are exact and the rest has a fixed order of roundings, so every instruction set
+//! gives the same bits. The result of a row depends only on the positions that it sees, whatever
+//! else its last span holds at that time.
 //!
 //! See docs/decisions/064-int8-attention-walks-spans-of-64.md.
 
@@ -23,18 +26,18 @@ use super::{BLOCK_TOKENS, SPAN_TOKENS};
 
 /// Blocks of a span.
 pub(super) const BLOCKS: usize = SPAN_TOKENS / BLOCK_TOKENS;
-/// Rows that a kernel takes at once.
+/// Maximum rows per kernel call.
 pub(super) const ROWS_MAX: usize = 6;
 
-/// A task's working memory besides [`Scratch`].
+/// Working memory of an INT8 task, in addition to [`Scratch`].
 pub(super) struct Int8Scratch {
     /// `[rows][padded head_dim]`: queries, signed.
     queries: Vec<i8>,
-    /// `[rows]`: what turns a score times its key's scale into the logarithm of a weight to base 2.
+    /// `[rows]`: factor from `score * key scale` to the base-2 logarithm of a weight.
     scales: Vec<f32>,
-    /// `[rows]`: where sums start, to undo the offset of the keys.
+    /// `[rows]`: initial values of the score sums, which cancel the offset of the keys.
     starts: Vec<i32>,
-    /// `[rows]`: sums of weights so far, by place in the block.
+    /// `[rows]`: sums of weights so far, by slot (position within the block).
     totals: Vec<[f32; BLOCK_TOKENS]>,
     bytes: Vec<u8>,
     scores: [[i32; SPAN_TOKENS]; ROWS_MAX],
@@ -60,12 +63,12 @@ impl Default for Int8Scratch {
 struct Scores {
     rows: usize,
     blocks: usize,
-    /// Of head_dim.
+    /// Quads of head_dim.
     quads: usize,
     /// `[rows][4 * quads]`.
     queries: *const i8,
     starts: *const i32,
-    /// `[quads][16][4]` each.
+    /// One pointer per block, to `[quads][16][4]`.
     keys: [*const u8; BLOCKS],
 }
 
@@ -76,7 +79,7 @@ struct Values {
     blocks: usize,
     panels: usize,
     weights: *const [u8; SPAN_TOKENS],
-    /// `[quads of positions][16 * panels][4]` each.
+    /// One pointer per block, to `[quads of positions][16 * panels][4]`.
     values: [*const i8; BLOCKS],
     rescales: [f32; ROWS_MAX],
     scales: [f32; ROWS_MAX],
@@ -84,7 +87,7 @@ struct Values {
     sums: *mut f32,
 }
 
-/// Runs a task, prepared by the caller; what is left to do is the division by the row's sum.
+/// Runs a task that the caller has prepared. Afterwards the caller divides by the row's sum.
 pub(super) fn run(task: &Task<'_>, pages: &Int8Pages, pool_blocks: usize, scratch: &mut Scratch) {
     quantize_queries(task, &mut scratch.int8);
     scratch.int8.totals.clear();
@@ -134,7 +137,7 @@ impl<'a> Span<'a> {
     fn new(task: &'a Task<'a>, pages: &'a Int8Pages, pool_blocks: usize, look: &Look<'_>) -> Span<'a> {
         let wide = padded(task.heads.head_dim);
         let size = wide * BLOCK_TOKENS;
-        // Where the sequence ends within the span, the last block stands for those that follow.
+        // If the sequence ends within the span, its last block fills the remaining entries.
         let at = |i: usize| task.head * pool_blocks + look.blocks[i.min(look.blocks.len() - 1)] as usize;
         let scales = |all: &'a [f32], i: usize| -> &'a [f32; BLOCK_TOKENS] { &all.as_chunks().0[at(i)] };
         Span {
@@ -221,9 +224,10 @@ impl<'a> Span<'a> {
 }
 
 /// # Safety
-/// All that [`Scores`] names is there.
+/// All memory that [`Scores`] names is valid.
 unsafe fn score(isa: Isa, op: &Scores, out: &mut [[i32; SPAN_TOKENS]; ROWS_MAX]) {
-    // SAFETY: passed on; the processor has the instructions that `isa` names.
+    // SAFETY: the caller upholds the same contract; the processor has the instructions that `isa`
+    // names.
     unsafe {
         match isa {
             #[cfg(target_arch = "x86_64")]
@@ -236,7 +240,7 @@ unsafe fn score(isa: Isa, op: &Scores, out: &mut [[i32; SPAN_TOKENS]; ROWS_MAX])
 }
 
 /// # Safety
-/// All that [`Values`] names is there, and nobody else reads or writes the sums.
+/// All memory that [`Values`] names is valid, and nobody else reads or writes the sums.
 unsafe fn add_values(isa: Isa, op: &Values) {
     // SAFETY: as above.
     unsafe {
@@ -299,10 +303,10 @@ fn portable_values(op: &Values) {
 
 #[cfg(target_arch = "x86_64")]
 mod avx2 {
-    //! The kernels in intrinsics of AVX2, on bytes that are signed: the sign of one goes to the other, and its magnitude is the unsigned
-    //! side of the product.
+    //! The kernels in AVX2 intrinsics, on signed bytes. The sign of one factor is moved to the
+    //! other factor, and its magnitude becomes the unsigned operand of the product.
 
-    // Registers go by number.
+    // The loops index registers by number.
     #![allow(clippy::needless_range_loop)]
 
     use std::arch::x86_64::*;
@@ -310,12 +314,13 @@ mod avx2 {
     use super::{BLOCK_TOKENS, OFFSET, PANEL, QUAD, ROWS_MAX, SPAN_TOKENS, Scores, Values};
     use crate::device::cpu::int8::x86::add_quads;
 
-    /// Rows whose sums registers hold.
+    /// Maximum rows whose sums fit in registers.
     const ROWS: usize = 4;
     /// Bytes of a quad of 16 positions or dims.
     const STEP: usize = PANEL * QUAD;
 
-    /// Scores of `COUNT` rows from `first` on with a block's keys, which lie without their offset once it is taken off, and need no start.
+    /// Scores of `COUNT` rows from `first` on with the keys of a block. The offset of the keys is
+    /// removed first, so the sums start at zero instead of `starts`.
     #[target_feature(enable = "avx2")]
     unsafe fn score_of<const COUNT: usize>(
         op: &Scores,
@@ -355,7 +360,7 @@ mod avx2 {
     pub unsafe fn score(op: &Scores, out: &mut [[i32; SPAN_TOKENS]; ROWS_MAX]) {
         for block in 0..op.blocks {
             for first in (0..op.rows).step_by(ROWS) {
-                // SAFETY: passed on.
+                // SAFETY: the caller upholds the same contract.
                 unsafe {
                     match op.rows - first {
                         1 => score_of::<1>(op, (block, first), out),
@@ -368,8 +373,9 @@ mod avx2 {
         }
     }
 
-    /// Adds a panel's values to the sums of `COUNT` rows from `first` on. A weight less 128 is a signed byte; what that takes off, 128 times
-    /// the sum of the values, is the same for all rows.
+    /// Adds a panel's values to the sums of `COUNT` rows from `first` on. A weight minus 128 is a
+    /// signed byte. The subtracted part, 128 times the sum of the values, is the same for all rows
+    /// and is added back at the end.
     #[target_feature(enable = "avx2,fma")]
     unsafe fn values_of<const COUNT: usize>(op: &Values, (panel, first): (usize, usize)) {
         // SAFETY: indices stay within the bounds that `add_values` asks for.
@@ -381,7 +387,8 @@ mod avx2 {
             for b in 0..op.blocks {
                 for quad in 0..BLOCK_TOKENS / QUAD {
                     let from = op.values[b].add((quad * wide + panel * PANEL) * QUAD);
-                    // Where nobody has written yet may be the one byte whose sign cannot be turned.
+                    // A position that was never written may hold -128, whose sign `vpsignb` cannot
+                    // flip.
                     let least = _mm256_set1_epi8(-127);
                     let load = |at: usize| _mm256_max_epi8(_mm256_loadu_si256(from.add(at).cast()), least);
                     let values = [load(0), load(STEP / 2)];
@@ -421,7 +428,7 @@ mod avx2 {
     pub unsafe fn add_values(op: &Values) {
         for panel in 0..op.panels {
             for first in (0..op.rows).step_by(ROWS) {
-                // SAFETY: passed on.
+                // SAFETY: the caller upholds the same contract.
                 unsafe {
                     match op.rows - first {
                         1 => values_of::<1>(op, (panel, first)),
@@ -439,7 +446,7 @@ mod avx2 {
 mod x86 {
     //! The kernels in intrinsics. Loops over `ROWS`, `BLOCKS` and `PANELS` are unrolled, so that all sums stay in registers.
 
-    // Registers go by number.
+    // The loops index registers by number.
     #![allow(clippy::needless_range_loop)]
 
     use std::arch::x86_64::*;
@@ -478,7 +485,7 @@ mod x86 {
         }
     }
 
-    /// `$pick` of a number of rows, 1 to [`ROWS_MAX`], as a literal.
+    /// Calls `$pick` with the number of rows, 1 to [`ROWS_MAX`], as a literal.
     macro_rules! by_rows {
         ($rows:expr, $pick:ident) => {
             match $rows {
@@ -505,7 +512,7 @@ mod x86 {
                 }
             };
         }
-        // SAFETY: passed on.
+        // SAFETY: the caller upholds the same contract.
         unsafe { by_rows!(op.rows, pick) }
     }
 
@@ -557,7 +564,7 @@ mod x86 {
                     }
                 };
             }
-            // SAFETY: passed on.
+            // SAFETY: the caller upholds the same contract.
             unsafe { by_rows!(op.rows, pick) }
             first += if four { 4 } else { 1 };
         }

@@ -1,10 +1,15 @@
-//! The BF16 matrix kernel: a few rows times panels of 16 columns by dot products of pairs, with bias and rounding fused.
+//! The BF16 matrix kernel: multiplies a few rows by panels of 16 columns with dot products of BF16
+//! pairs. Bias and rounding are fused.
 //!
-//! `c[r][n] = sum over k of a[r][k] * b[n][k] + bias[n]`, rounded to BF16 where asked for. A lane of 32 bits holds two values of k,
-//! the even one below. `vdpbf16ps` adds the odd product to the lane's sum, then the even one, each with one rounding to the nearest
-//! F32; numbers that are not normal count as zero, and so do such sums. Pairs go in the order of k: a row's sum does not depend on
-//! the other rows nor on threads. AMX (`tdpbf16ps`) adds up even and odd values apart within 32 values of k: there all rows go to
-//! tiles, however few. So BF16 gives the same bits on one machine, but not on all of them.
+//! `c[r][n] = sum over k of a[r][k] * b[n][k] + bias[n]`, rounded to BF16 if [`Product::round`] is
+//! set. A 32-bit lane holds two values of k, the even one in the low half. `vdpbf16ps` adds the odd
+//! product to the lane's sum, then the even product. Each addition rounds once, to the nearest F32.
+//! Subnormal inputs and sums are flushed to zero. Pairs are added in the order of k, so the sum of
+//! a row is independent of the other rows and of the threads.
+//!
+//! AMX (`tdpbf16ps`) sums even and odd values separately within 32 values of k. With AMX, every row
+//! therefore goes to tiles, even a single one, so that its sum stays independent of the batch. BF16
+//! results are bit-identical on one machine but may differ between machines.
 //!
 //! See docs/decisions/062-bf16-depends-on-the-processor.md.
 
@@ -13,37 +18,39 @@ use super::isa::{Isa, multiversion};
 use super::math::bf16_bits;
 use super::tile::PANEL;
 
-/// Values of k that lie together: a lane of 32 bits.
+/// Adjacent values of k in a 32-bit lane.
 pub const PAIR: usize = 2;
-/// Values of k that rows are padded to a multiple of: a tile's.
+/// Rows are padded to a multiple of this many values of k: the depth of an AMX tile.
 pub const K_STEP: usize = 32;
-/// Up to so many rows wait for the weights to come from memory rather than for multiplications.
+/// Maximum rows for which a product is bound by reading the weights from memory, and not by
+/// multiplications.
 #[cfg(target_arch = "x86_64")]
 const STREAM_ROWS_MAX: usize = 4;
 
-/// Rows in tiles, times a group of panels.
+/// A product of rows, in tiles, and a group of panels.
 #[derive(Clone, Copy)]
 pub struct Product {
     /// Length of the sums, in pairs.
     pub pairs: usize,
-    /// The rows' bits, tile by tile: see [`is_packed`].
+    /// BF16 bits of the rows, tile by tile, in the layout that [`is_packed`] tells.
     pub a: *const u16,
-    /// First panel's bits, `[pairs][16][2]`.
+    /// BF16 bits of the first panel, `[pairs][16][2]`.
     pub b: *const u16,
-    /// Numbers from one panel to the next.
+    /// Distance between the starts of two panels, in numbers.
     pub panel_stride: usize,
-    /// At most [`panels_at_once`].
+    /// Number of panels, at most [`panels_at_once`].
     pub panels: usize,
     /// `[panels * 16]`.
     pub bias: *const f32,
     /// Round results to BF16 values.
     pub round: bool,
-    /// `[rows][c_stride]`; 16 columns a panel are written. Only the tile's rows need to be there.
+    /// Output, `[rows][c_stride]`. 16 columns per panel are written. Only the rows of the tile need
+    /// valid memory.
     pub c: *mut f32,
     pub c_stride: usize,
 }
 
-/// Has this set dot products of pairs? Else BF16 is multiplied in F32.
+/// Whether `isa` has dot products of BF16 pairs. Without them, BF16 is multiplied in F32.
 pub fn is_available(isa: Isa) -> bool {
     match isa {
         #[cfg(target_arch = "x86_64")]
@@ -52,7 +59,7 @@ pub fn is_available(isa: Isa) -> bool {
     }
 }
 
-/// Most rows a tile may have.
+/// Maximum rows of a tile.
 pub fn max_rows(isa: Isa) -> usize {
     match isa {
         #[cfg(target_arch = "x86_64")]
@@ -61,7 +68,7 @@ pub fn max_rows(isa: Isa) -> usize {
     }
 }
 
-/// Most panels of a product, for tiles of so many rows.
+/// Maximum panels of a product whose tiles have `rows` rows.
 pub fn panels_at_once(isa: Isa, rows: usize) -> usize {
     match isa {
         #[cfg(target_arch = "x86_64")]
@@ -74,7 +81,7 @@ pub fn panels_at_once(isa: Isa, rows: usize) -> usize {
     }
 }
 
-/// Does a tile lie as `[pairs][rows][2]`? Else it is `[rows][pairs][2]`.
+/// Whether a tile is laid out as `[pairs][rows][2]`. Otherwise it is `[rows][pairs][2]`.
 pub fn is_packed(isa: Isa) -> bool {
     match isa {
         #[cfg(target_arch = "x86_64")]
@@ -86,11 +93,11 @@ pub fn is_packed(isa: Isa) -> bool {
 /// Runs one tile of a product.
 ///
 /// # Safety
-/// `isa` [`is_available`]. All that [`Product`] names is there for the tile's rows, which nobody else reads or writes in `c`
-/// meanwhile.
+/// [`is_available`] is true for `isa`. All memory that [`Product`] names is valid for the rows of
+/// the tile. Nobody else reads or writes these rows of `c` during the call.
 pub unsafe fn product(isa: Isa, p: &Product, tile: Tile) {
     debug_assert!(tile.rows >= 1 && tile.rows <= max_rows(isa) && is_available(isa));
-    // SAFETY: passed on, and `isa` vouches for the processor.
+    // SAFETY: the caller upholds the same contract, and `isa` vouches for the processor.
     unsafe {
         match isa {
             #[cfg(target_arch = "x86_64")]
@@ -111,10 +118,10 @@ pub unsafe fn product(isa: Isa, p: &Product, tile: Tile) {
 }
 
 impl Product {
-    /// One of its panels alone.
+    /// The product with one of its panels alone.
     ///
     /// # Safety
-    /// The panel is there.
+    /// `panel` is below `self.panels`.
     #[cfg(target_arch = "x86_64")]
     unsafe fn panel(&self, panel: usize) -> Product {
         // SAFETY: as the caller vouches.
@@ -140,7 +147,8 @@ fn round_row(x: &[f32], out: &mut [u16]) {
 }
 
 multiversion! {
-    /// The bits of a row rounded to BF16; `out`, at least as long, is padded by zeros.
+    /// Writes the bits of a row, rounded to BF16, to `out`, and zeros to the rest of `out`, which
+    /// is at least as long as `x`.
     pub fn round_row_on(x: &[f32], out: &mut [u16]) = round_row;
 }
 
@@ -148,14 +156,14 @@ multiversion! {
 pub mod x86 {
     //! The kernel in intrinsics. Loops over `ROWS` and `PANELS` are unrolled, so that all sums stay in registers.
 
-    // Registers go by number.
+    // The loops index registers by number.
     #![allow(clippy::needless_range_loop)]
 
     use std::arch::x86_64::*;
 
     use super::{PAIR, PANEL, Product, Tile};
 
-    /// Numbers of a panel's pair.
+    /// Numbers of a panel in one pair of k, over all 16 columns.
     const STEP: usize = PANEL * PAIR;
 
     #[target_feature(enable = "avx512f,avx512bf16")]
@@ -167,7 +175,8 @@ pub mod x86 {
             let (mut a, mut b) = (p.a.add(tile.from * p.pairs * PAIR), p.b);
             let mut ahead = tile.ahead;
             for _ in 0..p.pairs {
-                // One panel is read as it lies in memory, which the processor prefetches better by itself.
+                // A single panel is read sequentially, which the hardware prefetcher handles
+                // better.
                 if PANELS > 1 {
                     for n in 0..PANELS {
                         _mm_prefetch::<_MM_HINT_T1>(ahead.wrapping_add(n * STEP * size_of::<u16>()));
@@ -194,12 +203,13 @@ pub mod x86 {
                     _mm512_storeu_ps(c, _mm512_add_ps(sums[r][n], bias));
                 }
             }
-            // A pass of its own: more work on each sum, and the compiler would keep them in memory.
+            // Rounding is a separate pass: with more work per sum, the compiler would spill the
+            // sums to memory.
             round_tile(p, tile);
         }
     }
 
-    /// Rounds the tile's results in place where that is asked for.
+    /// Rounds the results of the tile in place if `p.round` is set.
     ///
     /// # Safety
     /// As [`super::product`], on a processor with AVX-512.
@@ -219,7 +229,8 @@ pub mod x86 {
         }
     }
 
-    /// As [`round_bf16`](crate::device::cpu::math::round_bf16): the processor's own conversion would flush what is not normal.
+    /// As [`round_bf16`](crate::device::cpu::math::round_bf16). The processor's own conversion
+    /// would flush subnormal numbers to zero.
     #[inline]
     #[target_feature(enable = "avx512f")]
     fn round(x: __m512) -> __m512 {
@@ -235,7 +246,7 @@ pub mod x86 {
     /// # Safety
     /// As [`super::product`], with one panel or [`super::panels_at_once`], on a processor with AVX-512 BF16.
     pub unsafe fn avx512_bf16(p: &Product, tile: Tile) {
-        // SAFETY: passed on.
+        // SAFETY: the caller upholds the same contract.
         unsafe {
             match (tile.rows, p.panels) {
                 (1, _) => pairs_512::<1, 1>(p, tile),
@@ -275,7 +286,7 @@ mod tests {
 
     fn check(isa: Isa, rows: usize, panels: usize, pairs: usize, round: bool) {
         let k = pairs * PAIR;
-        // The tile stands behind another one.
+        // Another tile, of 2 rows, precedes this one.
         let from = 2;
         let all = from + rows;
         let columns = panels * PANEL;
@@ -315,7 +326,7 @@ mod tests {
                 let want = sum + bias[n];
                 let want = if round { round_bf16(want) } else { want };
                 let got = c[(from + r) * (columns + 3) + n];
-                // Tiles add up in another order.
+                // AMX tiles sum in another order, so their results are only close.
                 let is_right = match is_packed(isa) {
                     true => got.to_bits() == want.to_bits(),
                     false => (got - want).abs() <= 1e-2 * want.abs().max(1.0),

@@ -1,10 +1,12 @@
-//! Rows of the embedding table, gathered from the panel layout (a tied table is also the output head).
+//! Gathers rows of the embedding table from the panel layout. (A tied table is also the output
+//! head.)
 
 use super::Buffer;
 use super::math::round_bf16;
 use super::matrix::Matrix;
 
-/// `out` becomes `[tokens][columns]`: rows times `scale`. Tokens are below `table.rows`.
+/// Writes `[tokens][columns]` to `out`: the table row of each token, times `scale`. Every token
+/// must be below `table.rows`.
 pub(super) fn embed(table: &Matrix, scale: f32, round: bool, tokens: &[u32], out: &mut Buffer) {
     out.reshape(tokens.len(), table.columns);
     for (i, &token) in tokens.iter().enumerate() {
@@ -14,7 +16,7 @@ pub(super) fn embed(table: &Matrix, scale: f32, round: bool, tokens: &[u32], out
         return;
     }
     match round {
-        // The reference rounds the scale, too.
+        // The reference rounds the scale to BF16, too.
         true => out
             .data
             .iter_mut()

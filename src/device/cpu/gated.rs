@@ -31,13 +31,15 @@ multiversion! {
     fn gated_row_on(activation: Activation, gate: &[f32], up: &[f32], round: bool, out: &mut [f32]) = gated_row;
 }
 
-/// A tile of `activation(gate) * up` on its way from panels, gate and up by turns, to the rows of an output.
+/// A tile of `activation(gate) * up`, computed from alternating gate and up panels and written to
+/// rows of an output.
 pub(super) struct GatedTile<'a> {
     pub activation: Activation,
-    /// `[rows][per_row]`.
+    /// `[rows][per_row]`, each item 16 gate values and then 16 up values.
     pub pairs: &'a [[f32; 2 * PANEL]],
     pub per_row: usize,
-    /// Row 0, `stride` numbers before row 1, of which `columns` are written.
+    /// Row 0 of the output. Rows are `stride` numbers apart, and `columns` numbers per row are
+    /// written.
     pub out: *mut f32,
     pub stride: usize,
     pub columns: usize,
@@ -72,11 +74,12 @@ fn gated_tile_by(activate: impl Fn(f32) -> f32, op: &GatedTile<'_>) {
 }
 
 multiversion! {
-    /// The output's rows may be written, by nobody else meanwhile.
+    /// The caller must have exclusive access to the output's rows.
     pub(super) fn gated_tile_on(op: &GatedTile<'_>) = gated_tile;
 }
 
-/// Rows of `gate_up` are `[gate][up]`; `out` is half as wide.
+/// Writes `activation(gate) * up` to `out`. Rows of `gate_up` are `[gate][up]`; rows of `out` are
+/// half as wide.
 pub(super) fn gated(on: On<'_>, activation: Activation, round: bool, gate_up: &Buffer, out: &mut Buffer) {
     let width = gate_up.width / 2;
     out.reshape(gate_up.rows, width);

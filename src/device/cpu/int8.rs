@@ -1,43 +1,46 @@
 //! The INT8 matrix kernel: a few quantized rows times panels of 16 columns, with scales and bias fused.
 //!
-//! `c[r][n] = (sum over k of a[r][k] * b[n][k] - offset[n]) * column_scale[n] * row_scale[r] + bias[n]`, where `a` is
-//! unsigned: a signed 8-bit activation + 128, as `vpdpbusd` wants its left side, and `offset[n]` is 128 times the sum of `b[n]`, so that
-//! who takes the activations signed needs none. Activations and weights reach from -127 to 127.
-//! Sums are exact in 32 bits, so every instruction set gives the same integers, whatever the order; scaling is one order of
-//! roundings everywhere.
+//! `c[r][n] = (sum over k of a[r][k] * b[n][k] - offset[n]) * column_scale[n] * row_scale[r] + bias[n]`.
+//! `a` is unsigned, as `vpdpbusd` requires of its left operand: a signed 8-bit activation + 128.
+//! `offset[n]` is 128 times the sum of `b[n]`. Kernels that multiply signed activations skip the
+//! offset. Activations and weights range from -127 to 127.
+//!
+//! Sums are exact in 32 bits, so every instruction set gives the same integers in any order.
+//! Scaling has the same order of roundings everywhere.
 //!
 //! See docs/decisions/061-int8-does-not-depend-on-the-batch.md.
 
 use super::isa::Isa;
 use super::tile::PANEL;
 
-/// Values of k that lie together: a lane of 32 bits.
+/// Adjacent values of k in a 32-bit lane.
 pub const QUAD: usize = 4;
 /// Added to an activation to make it unsigned.
 pub const OFFSET: i32 = 128;
-/// Values of k that rows are padded to a multiple of: a tile's.
+/// Rows are padded to a multiple of this many values of k: the depth of an AMX tile.
 pub const K_STEP: usize = 64;
-/// Up to so many rows wait for the weights to come from memory rather than for multiplications.
+/// Maximum rows for which a product is bound by reading the weights from memory, and not by
+/// multiplications.
 #[cfg(target_arch = "x86_64")]
 const STREAM_ROWS_MAX: usize = 4;
-/// More rows than so go to AMX tiles: fewer would leave most of a tile empty.
+/// A tile of more rows than this uses AMX. Fewer rows would leave most of an AMX tile empty.
 #[cfg(target_arch = "x86_64")]
 const AMX_ROWS_LEAST: usize = 12;
-/// Longest sum that surely fits in 32 bits: `255 * 127 * k < 2^31`.
+/// Maximum k whose sums fit in 32 bits: `255 * 127 * k < 2^31`.
 pub const K_MAX: usize = 1 << 16;
 
-/// Rows in tiles, times a group of panels.
+/// A product of rows, in tiles, and a group of panels.
 #[derive(Clone, Copy)]
 pub struct Product {
     /// Length of the sums, in quads.
     pub quads: usize,
-    /// The rows, tile by tile: see [`is_packed`].
+    /// The rows, tile by tile, in the layout that [`is_packed`] tells.
     pub a: *const u8,
     /// First panel, `[quads][16][4]`.
     pub b: *const i8,
-    /// Bytes from one panel to the next.
+    /// Distance between the starts of two panels, in bytes.
     pub panel_stride: usize,
-    /// At most [`panels_at_once`].
+    /// Number of panels, at most [`panels_at_once`].
     pub panels: usize,
     /// `[rows]`.
     pub row_scales: *const f32,
@@ -47,23 +50,25 @@ pub struct Product {
     pub offsets: *const i32,
     /// `[panels * 16]`.
     pub bias: *const f32,
-    /// `[rows][c_stride]`; 16 columns a panel are written. Only the tile's rows need to be there.
+    /// Output, `[rows][c_stride]`. 16 columns per panel are written. Only the rows of the tile need
+    /// valid memory.
     pub c: *mut f32,
     pub c_stride: usize,
 }
 
-/// Some of a product's rows.
+/// A range of a product's rows.
 #[derive(Clone, Copy)]
 pub struct Tile {
     pub from: usize,
-    /// 1 to [`max_rows`].
+    /// Number of rows, 1 to [`max_rows`].
     pub rows: usize,
-    /// What to fetch into the cache meanwhile, from here on: bytes a quad. It need not be memory.
+    /// Address from which to prefetch during the product. It may be invalid. It advances by
+    /// `ahead_step` bytes per 32-bit lane of k.
     pub ahead: *const i8,
     pub ahead_step: usize,
 }
 
-/// Most rows a tile may have.
+/// Maximum rows of a tile.
 pub fn max_rows(isa: Isa) -> usize {
     match isa {
         #[cfg(target_arch = "x86_64")]
@@ -74,7 +79,7 @@ pub fn max_rows(isa: Isa) -> usize {
     }
 }
 
-/// Most panels of a product, for tiles of so many rows.
+/// Maximum panels of a product whose tiles have `rows` rows.
 pub fn panels_at_once(isa: Isa, rows: usize) -> usize {
     match isa {
         #[cfg(target_arch = "x86_64")]
@@ -89,7 +94,8 @@ pub fn panels_at_once(isa: Isa, rows: usize) -> usize {
     }
 }
 
-/// Does a tile of so many rows lie as `[quads][rows][4]`? Else it is `[rows][quads][4]`.
+/// Whether a tile of `rows` rows is laid out as `[quads][rows][4]`. Otherwise it is
+/// `[rows][quads][4]`.
 pub fn is_packed(isa: Isa, rows: usize) -> bool {
     match isa {
         #[cfg(target_arch = "x86_64")]
@@ -101,10 +107,11 @@ pub fn is_packed(isa: Isa, rows: usize) -> bool {
 /// Runs one tile of a product.
 ///
 /// # Safety
-/// All that [`Product`] names is there for the tile's rows, which nobody else reads or writes in `c` meanwhile.
+/// All memory that [`Product`] names is valid for the rows of the tile. Nobody else reads or writes
+/// these rows of `c` during the call.
 pub unsafe fn product(isa: Isa, p: &Product, tile: Tile) {
     debug_assert!(tile.rows >= 1 && tile.rows <= max_rows(isa));
-    // SAFETY: passed on, and `isa` vouches for the processor.
+    // SAFETY: the caller upholds the same contract, and `isa` vouches for the processor.
     unsafe {
         match isa {
             #[cfg(target_arch = "x86_64")]
@@ -140,10 +147,10 @@ pub unsafe fn product(isa: Isa, p: &Product, tile: Tile) {
 }
 
 impl Product {
-    /// One of its panels alone.
+    /// The product with one of its panels alone.
     ///
     /// # Safety
-    /// The panel is there.
+    /// `panel` is below `self.panels`.
     unsafe fn panel(&self, panel: usize) -> Product {
         // SAFETY: as the caller vouches.
         unsafe {
@@ -189,17 +196,17 @@ unsafe fn portable(p: &Product, tile: Tile) {
 
 #[cfg(target_arch = "x86_64")]
 pub(super) mod x86 {
-    //! The kernels in intrinsics. Loops over `ROWS` and `PANELS` are unrolled, so that all sums stay in registers. Sums start
-    //! at minus the offset.
+    //! The kernels in intrinsics. Loops over `ROWS` and `PANELS` are unrolled, so that all sums
+    //! stay in registers. Sums start at `-offset`, except in `avx2`.
 
-    // Registers go by number.
+    // The loops index registers by number.
     #![allow(clippy::needless_range_loop)]
 
     use std::arch::x86_64::*;
 
     use super::{OFFSET, PANEL, Product, QUAD, Tile};
 
-    /// Bytes of a panel's quad.
+    /// Bytes of a panel in one quad of k, over all 16 columns.
     const STEP: usize = PANEL * QUAD;
 
     #[target_feature(enable = "avx512f,avx512vnni")]
@@ -221,7 +228,7 @@ pub(super) mod x86 {
                     _mm_prefetch::<_MM_HINT_T1>(ahead.wrapping_add(n * STEP));
                 }
                 ahead = ahead.wrapping_add(tile.ahead_step);
-                // The panels wait in registers; the sums take up to 24 of the 32.
+                // The panels are kept in registers; the sums take up to 24 of the 32.
                 let mut w = [_mm512_setzero_si512(); PANELS];
                 for n in 0..PANELS {
                     w[n] = _mm512_loadu_si512(b.add(n * p.panel_stride).cast());
@@ -248,9 +255,9 @@ pub(super) mod x86 {
         }
     }
 
-    /// One panel, for few rows: the weights are read in the order in which they lie in memory, which the processor's own
-    /// prefetching follows faster than instructions could ask for them. `LINES` quads at once have sums of their own, so that
-    /// none waits for another.
+    /// The kernel for few rows: one panel, whose weights are read sequentially. The hardware
+    /// prefetcher follows this order faster than prefetch instructions would. `LINES` quads have
+    /// separate sums, so that their multiplications run independently of each other.
     #[target_feature(enable = "avx512f,avx512vnni")]
     unsafe fn stream_512<const ROWS: usize, const LINES: usize>(p: &Product, tile: Tile) {
         debug_assert!(p.quads.is_multiple_of(LINES));
@@ -288,7 +295,7 @@ pub(super) mod x86 {
     /// # Safety
     /// As [`super::product`], with one panel and at most [`super::STREAM_ROWS_MAX`] rows, on a processor with AVX-512 VNNI.
     pub unsafe fn avx512_vnni_stream(p: &Product, tile: Tile) {
-        // SAFETY: passed on.
+        // SAFETY: the caller upholds the same contract.
         unsafe {
             match tile.rows {
                 1 => stream_512::<1, 4>(p, tile),
@@ -300,10 +307,10 @@ pub(super) mod x86 {
     }
 
     /// # Safety
-    /// As [`super::product`], with one panel, two or [`super::panels_at_once`] and more than [`super::STREAM_ROWS_MAX`] rows, on a
-    /// processor with AVX-512 VNNI.
+    /// As [`super::product`], with 1, 2 or [`super::panels_at_once`] panels and more than
+    /// [`super::STREAM_ROWS_MAX`] rows, on a processor with AVX-512 VNNI.
     pub unsafe fn avx512_vnni(p: &Product, tile: Tile) {
-        // SAFETY: passed on.
+        // SAFETY: the caller upholds the same contract.
         unsafe {
             match (tile.rows, p.panels) {
                 (5, 1) => vnni_512::<5, 1>(p, tile),
@@ -328,7 +335,7 @@ pub(super) mod x86 {
         }
     }
 
-    /// One panel as two halves of 8 columns: scales, adds the bias and stores.
+    /// Finishes one panel as two halves of 8 columns: scales, adds the bias and stores.
     ///
     /// # Safety
     /// As [`super::product`], on a processor with AVX2.
@@ -378,7 +385,7 @@ pub(super) mod x86 {
     /// # Safety
     /// As [`super::product`] with one panel, on a processor with AVX-VNNI.
     pub unsafe fn avx_vnni(p: &Product, tile: Tile) {
-        // SAFETY: passed on.
+        // SAFETY: the caller upholds the same contract.
         unsafe {
             match tile.rows {
                 1 => vnni_256::<1>(p, tile),
@@ -389,15 +396,17 @@ pub(super) mod x86 {
         }
     }
 
-    /// `sums + the products of four bytes each, u * s`: `u` up to 128 and `s` from -127 to 127, or the other way about, so that two of
-    /// them fit in 16 bits, where `vpmaddubsw` would saturate.
+    /// Adds to each 32-bit sum four products `u * s` of bytes. `u` is at most 128 and `s` from -127
+    /// to 127, or `u` at most 127 and `s` from -128 to 127. Two products thus fit in 16 bits, where
+    /// `vpmaddubsw` would saturate.
     #[target_feature(enable = "avx2")]
     pub fn add_quads(sums: __m256i, u: __m256i, s: __m256i) -> __m256i {
         let pairs = _mm256_maddubs_epi16(u, s);
         _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))
     }
 
-    /// Signed activations, without their offset: their signs go to the weights' magnitudes and the other way about.
+    /// Uses signed activations, without their offset. The sign of each weight is moved to the
+    /// activation, and the weight's magnitude becomes the unsigned operand.
     #[target_feature(enable = "avx2,fma")]
     unsafe fn avx2_rows<const ROWS: usize>(p: &Product, tile: Tile) {
         // SAFETY: indices stay within the bounds that `product` asks for.
@@ -427,7 +436,7 @@ pub(super) mod x86 {
     /// # Safety
     /// As [`super::product`] with one panel, on a processor with AVX2.
     pub unsafe fn avx2(p: &Product, tile: Tile) {
-        // SAFETY: passed on.
+        // SAFETY: the caller upholds the same contract.
         unsafe {
             match tile.rows {
                 1 => avx2_rows::<1>(p, tile),
@@ -453,14 +462,14 @@ mod tests {
 
     fn check(isa: Isa, rows: usize, panels: usize, quads: usize, extreme: bool) {
         let k = quads * QUAD;
-        // The tile stands behind another one.
+        // Another tile, of 2 rows, precedes this one.
         let from = 2;
         let all = from + rows;
         let mut a: Vec<u8> = bytes(1, all * k).into_iter().map(|x| x.max(1)).collect();
         let b = bytes(2, panels * PANEL * k).into_iter().map(|x| (x as i8).max(-127));
         let mut b: Vec<i8> = b.collect();
         if extreme {
-            // Where 16 bits would saturate.
+            // Extreme values, at which 16-bit sums would saturate.
             a.fill(255);
             b.iter_mut()
                 .enumerate()
@@ -527,7 +536,7 @@ mod tests {
                     }
                 }
             }
-            // The longest sums that are promised.
+            // The longest supported sums.
             check(isa, 1, 1, K_MAX / QUAD, true);
         }
     }

@@ -1,7 +1,8 @@
-//! Which instructions the processor has, and functions compiled once for each set.
+//! Instruction sets of the processor, and functions that are compiled once per set.
 //!
-//! All sets give the same bits: lanes are independent, products are added with one rounding (fused) everywhere, and
-//! no sum depends on the width of a register. Only dot products of BF16 pairs have an order of their own (`bf16.rs`).
+//! All sets give the same bits: lanes are independent, products are added with one rounding (fused)
+//! everywhere, and the order of a sum is independent of the register width. Only dot products of
+//! BF16 pairs sum in another order (`bf16.rs`).
 
 /// Instruction sets that kernels are compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -12,7 +13,7 @@ pub enum Isa {
     /// AVX-512 and dot products of 8-bit numbers and of BF16.
     #[cfg(target_arch = "x86_64")]
     Avx512Bf16,
-    /// AVX-512 with these dot products, and matrix products of the same numbers on tiles.
+    /// AVX-512 with both dot products, and matrix products of 8-bit numbers and BF16 on AMX tiles.
     #[cfg(target_arch = "x86_64")]
     Amx,
     /// AVX-512 F, BW, DQ, VL: 16 lanes, 32 registers.
@@ -24,7 +25,8 @@ pub enum Isa {
     /// AVX2 and dot products of 8-bit numbers in 256 bits.
     #[cfg(target_arch = "x86_64")]
     AvxVnni,
-    /// Whatever the target has. On x86-64 without FMA the fused products are computed in software: right but slow.
+    /// The instructions that every processor of the target has. On x86-64 without FMA, the fused
+    /// products are computed in software: correct but slow.
     Portable,
 }
 
@@ -104,8 +106,9 @@ impl Isa {
     }
 }
 
-/// Whether dot products of BF16 pairs are slower than products in F32. A Xeon with AVX-512 BF16 and without AMX gave 0.54 to 0.68 of
-/// F32's speed (`tests/kernel_speed.rs`), AMD's EPYC about twice of it.
+/// Whether dot products of BF16 pairs are slower than products in F32. On a Xeon with AVX-512 BF16
+/// and without AMX they ran at 0.54 to 0.68 of F32's speed (`tests/kernel_speed.rs`), on an AMD
+/// EPYC at about twice F32's speed.
 #[cfg(target_arch = "x86_64")]
 fn has_slow_pairs() -> bool {
     let leaf = std::arch::x86_64::__cpuid(0);
@@ -114,7 +117,8 @@ fn has_slow_pairs() -> bool {
 
 /// Defines `fn name(isa, args..)` that runs the `#[inline(always)]` function `body(args..)` compiled for `isa`.
 ///
-/// An [`Isa`] value other than `Portable` is only ever made by [`Isa::available`], which has asked the processor.
+/// An [`Isa`] value other than `Portable` must come from [`Isa::available`], which detects the
+/// processor's instructions.
 macro_rules! multiversion {
     ($(#[$doc:meta])* $vis:vis fn $name:ident($($arg:ident: $ty:ty),* $(,)?) = $body:path;) => {
         $(#[$doc])*
@@ -154,7 +158,8 @@ mod tests {
     use super::*;
     use crate::device::cpu::testing::lacks;
 
-    /// Tests of kernels go through the sets that the processor has: those that it lacks are listed.
+    /// Kernel tests run only on the sets that the processor has. This test reports the sets that it
+    /// lacks.
     #[test]
     fn every_set_of_kernels_is_tried() {
         let all = [

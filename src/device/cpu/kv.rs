@@ -1,10 +1,13 @@
 //! Paged keys and values of one layer, in blocks of 16 positions, laid out as panels for the matrix kernel.
 //!
-//! Keys: `[kv_head][block][head_dim][16 positions]`. Values: `[kv_head][block][head_dim / 16][16 positions][16 dims]`,
-//! head_dim rounded up to a multiple of 16. F32 or BF16; in 8 bits see [`Int8Pages`].
+//! Keys: `[kv_head][block][head_dim][16 positions]`. Values:
+//! `[kv_head][block][head_dim / 16][16 positions][16 dims]`, with head_dim rounded up to a multiple
+//! of 16. Numbers are F32 or BF16. For INT8 see [`Int8Pages`].
 //!
-//! Attention multiplies whole blocks, unused positions by zero. Those must hold finite values, so whoever begins a
-//! block clears the rest of its values: what an earlier owner left there (NaN, at worst) cannot reach a neighbour.
+//! Attention multiplies whole blocks, with weight zero at unused positions. Values at unused
+//! positions must be finite, since `0 * NaN` is NaN. The step that begins a block therefore clears
+//! the rest of its values, so that leftovers of the previous owner cannot reach the results of
+//! another sequence.
 //!
 //! See docs/decisions/072-values-lie-token-by-token.md.
 
@@ -35,11 +38,14 @@ pub(super) struct Pages<E> {
     pub values: Aligned<E>,
 }
 
-/// Keys and values in 8 bits, scaled by position and head: a number is about its byte times its scale.
+/// Keys and values in INT8 with one scale per position and head: a number is about its byte times
+/// its scale.
 ///
-/// What stands at unused positions is never read but as a factor of an exact zero.
+/// Unused positions may hold anything: attention masks their scores and multiplies their values by
+/// exact zeros.
 pub(super) struct Int8Pages {
-    /// `[kv_head][block][quads of dims][16 positions][4]`, + 128; head_dim rounded up as in values, by zeros.
+    /// `[kv_head][block][quads of dims][16 positions][4]`, each byte + 128. head_dim is rounded up
+    /// as for values and padded with zeros (stored as 128).
     pub keys: Aligned<u8>,
     /// `[kv_head][block][quads of positions][dims][4]`.
     pub values: Aligned<i8>,
@@ -47,11 +53,11 @@ pub(super) struct Int8Pages {
     pub key_scales: Aligned<f32>,
     /// As `key_scales`.
     pub value_scales: Aligned<f32>,
-    /// As `key_scales`: the largest of the value scales from the span's first position up to this one.
+    /// As `key_scales`: the maximum of the value scales from the span's first position to this one.
     pub value_tops: Aligned<f32>,
 }
 
-/// head_dim in values: a whole number of panels.
+/// head_dim as stored in values: rounded up to whole panels.
 pub(super) fn padded(head_dim: usize) -> usize {
     head_dim.next_multiple_of(PANEL)
 }
@@ -69,7 +75,7 @@ impl KvPool {
                 keys: Aligned::new(keys),
                 values: Aligned::new(values),
             }),
-            // (No CPU is made with FP8.)
+            // `Cpu::new` rejects FP8.
             KvFormat::Int8 | KvFormat::Fp8 => Store::Int8(Int8Pages {
                 keys: Aligned::new(values),
                 values: Aligned::new(values),
@@ -91,7 +97,7 @@ impl KvPool {
         heads.kv_heads * BLOCK_TOKENS * position
     }
 
-    /// Copies blocks, in order.
+    /// Copies blocks `(from, to)`, in order.
     pub(super) fn copy_blocks(&mut self, copies: &[(u32, u32)]) {
         match &mut self.store {
             Store::F32(pages) => pages.copy_blocks(self.heads, self.blocks, copies),
@@ -121,13 +127,13 @@ fn copy_within<E: Copy>(data: &mut [E], heads: HeadShape, blocks: usize, size: u
     }
 }
 
-/// Where a token of the step is stored.
+/// The position in the pool at which a token of the step is stored.
 #[derive(Clone, Copy)]
 struct Place {
     block: usize,
     /// Position within the block.
     slot: usize,
-    /// The same of the position before it, unless it begins a span.
+    /// `(block, slot)` of the previous position. `None` if this position begins a span.
     before: Option<(usize, usize)>,
 }
 

@@ -1,7 +1,8 @@
-//! `y = x W^T + b` over all rows of the step at once.
+//! Linear layers: `y = x W^T + b` over all rows of the step at once.
 //!
-//! Rows are packed into tiles of up to 12 (`[k][rows of the tile]`); threads take ranges of weight panels (and, where
-//! there are too few panels, ranges of tiles). Work is never split over k: see [`tile`](super::tile).
+//! Rows are packed into tiles: in F32 of at most 12 rows, `[k][rows of the tile]`. Each thread
+//! takes a range of weight panels and, if there are too few panels, a range of tiles. Work is never
+//! split over k: see [`tile`](super::tile).
 //!
 //! See docs/decisions/063-few-rows-stream-weights.md.
 
@@ -16,35 +17,36 @@ use super::tile::{Element, PANEL, Product, max_rows, panels_at_once, product};
 use super::{Buffer, On, SharedMut, Threads, bf16, int8};
 use crate::device::Activation;
 
-/// Longest part of k whose panels are multiplied in one go, so that they stay in the second-level cache.
+/// Maximum values of k per call of the F32 kernel, so that the panels stay in the L2 cache.
 const K_BLOCK: usize = 2048;
-/// Rows of a tile of eight bits or of pairs, at most.
+/// Maximum rows of an INT8 or BF16-pair tile.
 const TILE_ROWS_MAX: usize = 32;
-/// Bytes of a panel's lanes: four values of k in eight bits, or a pair in BF16, of 16 columns.
+/// Bytes of one 32-bit lane per column of a panel: four INT8 values of k, or one BF16 pair, times
+/// 16 columns.
 const LANES: usize = 4 * PANEL;
-/// Multiplications that take as long as an element of other operations.
+/// Multiplications that take as long as one element of an element-wise operation.
 const WORK_AN_ELEMENT: usize = 16;
 
-/// What a linear operation does besides multiplying.
+/// The steps of a linear operation after the product.
 #[derive(Clone, Copy)]
 pub(super) struct Finish<'a> {
-    /// Added to each row, at least as long as the output is wide.
+    /// Added to each row of the output. At least as long as such a row.
     pub bias: Option<&'a [f32]>,
     /// Round results to BF16 values.
     pub round: bool,
 }
 
-/// Rows as a kernel reads them.
+/// Rows in the layout that a kernel reads, one field per format.
 #[derive(Debug, Default)]
 pub(super) struct PackedRows {
-    /// Tile by tile, each `[k][rows of the tile]`.
+    /// F32, tile by tile, each `[k][rows of the tile]`.
     tiles: Vec<f32>,
-    /// The bits of BF16, tile by tile as [`bf16::is_packed`] says.
+    /// BF16 bits, tile by tile, in the layout that [`bf16::is_packed`] tells.
     pairs: Vec<u16>,
     quantized: Quantized,
 }
 
-/// Rows in tiles of what the kernel takes at once.
+/// Division of rows into tiles, each small enough for one kernel call.
 pub(super) struct Tiles {
     rows: usize,
     pub count: usize,
@@ -59,12 +61,13 @@ impl Tiles {
         }
     }
 
-    /// First row of tile `i`; sizes differ by at most one.
+    /// First row of tile `i`. The sizes of tiles differ by at most one row.
     pub(super) fn start(&self, i: usize) -> usize {
         i * self.rows / self.count
     }
 
-    /// Each tile's first row and part of `data`, which has `width` elements a row.
+    /// Splits `data`, `width` elements per row, by tiles. Each item is a tile's first row and its
+    /// part of `data`.
     pub(super) fn split<'a, E>(&self, data: &'a mut [E], width: usize) -> impl Iterator<Item = (usize, &'a mut [E])> {
         let mut rest = data;
         (0..self.count).map(move |i| {
@@ -160,7 +163,8 @@ fn multiply_int8(
     });
 }
 
-/// Rounds the rows of `x` to BF16, in tiles, padded by zeros to `depth` values.
+/// Packs the rows of `x` into tiles, rounded to BF16. Each row is padded with zeros to `depth`
+/// values.
 fn pack_pairs(on: On<'_>, x: &Buffer, tiles: &Tiles, depth: usize, packed: &mut Vec<u16>) {
     packed.resize(x.rows * depth, 0);
     let mut parts: Vec<_> = tiles.split(packed, depth).collect();
@@ -216,8 +220,9 @@ fn multiply_pairs(on: On<'_>, panels: &Pairs, finish: Finish<'_>, x: &Buffer, ou
     });
 }
 
-/// Quantizes `x` where it is not, and calls `run` for all tiles of it and the first `width` columns of `panels`, in blocks of whole pairs of panels
-/// where there are more than one, with the quantized rows.
+/// Quantizes `x` unless it is already quantized. Then calls `run` with the quantized rows for each
+/// block of tiles and panels, over the first `width` columns of `panels`. Blocks start at an even
+/// panel and end at an even panel or the last one, so that gate and up panels stay together.
 fn for_int8_blocks(
     on: On<'_>,
     panels: &Int8Panels,
@@ -241,7 +246,8 @@ fn for_int8_blocks(
     for_blocks(on.threads, &tiles, group, x.stride, width, |block| run(block, x));
 }
 
-/// Multiplies `x` by a matrix of [`Matrix::pack_gated`] and `out = activation(gate) * up`, of `width` columns.
+/// Multiplies `x` by a matrix of [`Matrix::pack_gated`] and writes `activation(gate) * up`,
+/// `[rows][width]`, to `out`.
 pub(super) fn gated_int8(
     on: On<'_>,
     panels: &Int8Panels,
@@ -277,11 +283,12 @@ pub(super) fn gated_int8(
     });
 }
 
-/// Calls `run` for all tiles and panels in blocks, shared out to threads.
+/// Divides tiles and panels into blocks of at most `group` panels, and calls `run` for each block
+/// on all threads.
 fn for_blocks(threads: &Threads, tiles: &Tiles, group: usize, k: usize, width: usize, run: impl Fn(Block<'_>) + Sync) {
     let count = width.div_ceil(PANEL);
     let groups = count.div_ceil(group);
-    // Tiles are split only where panels do not suffice.
+    // Tiles are divided among tasks only if there are too few groups of panels.
     let wanted = threads.parts(tiles.rows * k * width / WORK_AN_ELEMENT);
     let column_tasks = groups.min(wanted);
     let row_tasks = (wanted / column_tasks).clamp(1, tiles.count);
@@ -300,7 +307,7 @@ fn for_blocks(threads: &Threads, tiles: &Tiles, group: usize, k: usize, width: u
     threads.share(column_tasks * row_tasks, |_, tasks| tasks.for_each(task));
 }
 
-/// Some tiles of rows times one group of panels.
+/// A unit of work: a range of tiles of rows, times one group of panels.
 struct Block<'a> {
     k: usize,
     panel: Range<usize>,
@@ -317,7 +324,8 @@ impl Block<'_> {
             .map(|i| (self.tiles.start(i), self.tiles.start(i + 1) - self.tiles.start(i)))
     }
 
-    /// Panels that lie within the output's width, and how many columns the one after them has.
+    /// The block's panels that lie fully within the output's width, and the number of columns of
+    /// the partial panel after them (0 without one).
     fn whole_panels(&self) -> (Range<usize>, usize) {
         let full = (self.width / PANEL).clamp(self.panel.start, self.panel.end);
         (
@@ -334,7 +342,7 @@ impl Block<'_> {
     /// Nobody else touches this block's rows and columns of `out`, and all sizes fit.
     unsafe fn run<E: Element>(&self, isa: Isa, panels: &[E], packed: &[f32], finish: Finish<'_>, out: &SharedMut) {
         for (from, rows) in self.tiles() {
-            // SAFETY: passed on.
+            // SAFETY: the caller upholds the same contract.
             unsafe { self.run_tile(isa, panels, packed, finish, (from, rows), out) };
         }
     }
@@ -358,9 +366,10 @@ impl Block<'_> {
             self.sum(isa, panels, packed, (from, rows), whole.clone(), c, self.width);
         }
         if columns > 0 {
-            // The last panel overhangs the output: it goes through a tile of its own.
+            // The last panel is wider than the rest of the output, so it is written through a
+            // temporary tile.
             let mut tile = [0.0f32; 12 * PANEL];
-            // SAFETY: the tile takes 12 rows of one panel.
+            // SAFETY: the temporary tile has room for 12 rows of one panel.
             unsafe {
                 let c = tile.as_mut_ptr();
                 self.sum(isa, panels, packed, (from, rows), whole.end..self.panel.end, c, PANEL);
@@ -387,7 +396,7 @@ impl Block<'_> {
         }
     }
 
-    /// A product of these panels, writing to `c`.
+    /// The product of `x` and the panels of `range`, to be written to `c`.
     fn product_int8(
         &self,
         panels: &Int8Panels,
@@ -412,8 +421,9 @@ impl Block<'_> {
         }
     }
 
-    /// The kernel's tiles for panels of so many lanes of 32 bits. The panels after these come into the cache while these are
-    /// multiplied: each tile fetches its share.
+    /// The block's tiles for the kernel, with prefetching: while the panels of `range` are
+    /// multiplied, each tile prefetches its share of the panels that follow. A panel has `lanes`
+    /// 32-bit lanes per column.
     fn tiles_ahead(
         &self,
         range: &Range<usize>,
@@ -429,7 +439,8 @@ impl Block<'_> {
         })
     }
 
-    /// Products of gate and up panels by turns, to a row of `width` columns.
+    /// Computes gate and up panels, which alternate, and writes the gated activation to rows of
+    /// `width` columns.
     ///
     /// # Safety
     /// As [`run`](Self::run).
@@ -456,7 +467,7 @@ impl Block<'_> {
         for tile in self.tiles_ahead(&self.panel, (panels.data.as_ptr(), product.quads)) {
             assert!(tile.rows * both_stride <= both.as_flattened().len());
             let product = int8::Product {
-                // Rows are counted from the product's first.
+                // The kernel counts rows from the product's first row.
                 c: both
                     .as_flattened_mut()
                     .as_mut_ptr()
@@ -464,7 +475,8 @@ impl Block<'_> {
                 c_stride: both_stride,
                 ..product
             };
-            // SAFETY: `both` takes the tile's rows of these panels; the output's rows and columns are this block's.
+            // SAFETY: `both` has room for the tile's rows of these panels; the output's rows and
+            // columns belong to this block.
             unsafe { int8::product(isa, &product, tile) };
             let per_row = self.panel.len() / 2;
             gated_tile_on(
@@ -481,8 +493,8 @@ impl Block<'_> {
         }
     }
 
-    /// Runs a kernel that adds the bias itself: `run(panels, bias, (c, stride), tile)`. `memory` is where the matrix begins and how
-    /// many lanes of 32 bits a panel has.
+    /// Runs a kernel that adds the bias itself: `run(panels, bias, (c, stride), tile)`. `memory` is
+    /// the start of the matrix and the number of 32-bit lanes per column of a panel.
     ///
     /// # Safety
     /// As [`run`](Self::run).
@@ -503,14 +515,15 @@ impl Block<'_> {
             }
         }
         if columns > 0 {
-            // The last panel overhangs the output and the bias: it goes through memory of its own.
+            // The last panel is wider than the rest of the output and of the bias, so both go
+            // through temporary memory.
             let mut last = [0.0f32; PANEL];
             if let Some(bias) = bias {
                 last[..columns].copy_from_slice(&bias[whole.end * PANEL..][..columns]);
             }
             for tile in self.tiles_ahead(&(whole.end..self.panel.end), memory) {
                 let mut end = [0.0f32; TILE_ROWS_MAX * PANEL];
-                // Its rows are counted from the product's first.
+                // The kernel counts rows from the product's first row.
                 let c = end.as_mut_ptr().wrapping_sub(tile.from * PANEL);
                 run(whole.end..self.panel.end, last.as_ptr(), (c, PANEL), tile);
                 for r in 0..tile.rows {
@@ -525,7 +538,7 @@ impl Block<'_> {
     /// Sums over all of k into `c`.
     ///
     /// # Safety
-    /// `c` takes these rows of these panels.
+    /// `c` has room for these rows of these panels.
     #[allow(clippy::too_many_arguments)]
     unsafe fn sum<E: Element>(
         &self,
@@ -574,7 +587,7 @@ mod tests {
     use crate::device::cpu::testing::{buffer, bytes_of, numbers, on, on_threads};
     use crate::device::{Dtype, Precision, Tensor};
 
-    /// What a linear operation makes of `x`.
+    /// The output of a linear operation on `x`.
     fn product_of(on: On<'_>, matrix: &Matrix, width: usize, finish: Finish<'_>, x: &Buffer) -> Buffer {
         let mut out = Buffer::default();
         linear(on, matrix, width, finish, x, &mut out, &mut PackedRows::default());
@@ -675,7 +688,7 @@ mod tests {
                     assert_eq!(out.row(i), &all[i * n..][..width], "{isa:?} {m}x{n}x{k} row {i}");
                 }
             }
-            // Half a step of each factor, at most, over k products.
+            // Each factor is off by at most half a quantization step, over k products.
             let bound = 1.2 * (k as f64).sqrt() / 127.0;
             for (i, got) in first.unwrap().into_iter().enumerate() {
                 let (row, column) = (i / n, i % n);

@@ -1,6 +1,6 @@
 //! Scalar functions that compile to vector code and give the same bits on every instruction set.
 
-/// `1.5 * 2^23`: adding it rounds a small float to an integer that then stands in the low bits.
+/// `1.5 * 2^23`: adding it rounds a small float to an integer, which is then in the low bits.
 pub const ROUND: f32 = 12_582_912.0;
 /// ln 2 split so that `n * LN2_HIGH` is exact for |n| < 2^9 (its low 9 bits are zero).
 const LN2_HIGH: f32 = 0.693_359_4;
@@ -12,8 +12,8 @@ const EXP_MAX: f32 = 88.0;
 
 /// `e^x`, within 2 units in the last place; 0 below -87.33, `e^88` above 88, NaN for NaN.
 ///
-/// `x = n ln 2 + r` with |r| <= ln 2 / 2, then the Taylor polynomial of degree 7 for `e^r` (its first missing term is
-/// below 6e-9) times `2^n`.
+/// Splits `x = n ln 2 + r` with |r| <= ln 2 / 2, then multiplies the Taylor polynomial of degree 7
+/// for `e^r` (its first missing term is below 6e-9) by `2^n`.
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {
     let clamped = x.clamp(EXP_MIN, EXP_MAX);
@@ -24,7 +24,7 @@ pub fn exp(x: f32) -> f32 {
     for c in [1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0] {
         p = r.mul_add(p, c);
     }
-    // The low bits of `shifted` are n + 0x400000; the exponent field wants n + 127.
+    // The low bits of `shifted` are n + 0x400000; the exponent field needs n + 127.
     let power = f32::from_bits(shifted.to_bits().wrapping_add(127) << 23);
     let y = p * power;
     if x < EXP_MIN { 0.0 } else { y }
@@ -32,8 +32,8 @@ pub fn exp(x: f32) -> f32 {
 
 /// ln 2.
 const LN2: f32 = std::f32::consts::LN_2;
-/// The Taylor polynomial of degree 5 for `2^r`, the highest power first. Its first missing term is below 2.5e-6 of at least 0.7
-/// where |r| <= 1/2.
+/// The Taylor polynomial of degree 5 for `2^r`, the highest power first. For |r| <= 1/2 its first
+/// missing term is below 2.5e-6, and `2^r` is at least 0.7.
 pub const EXP2: [f32; 6] = [
     LN2 * LN2 * LN2 * LN2 * LN2 / 120.0,
     LN2 * LN2 * LN2 * LN2 / 24.0,
@@ -43,9 +43,10 @@ pub const EXP2: [f32; 6] = [
     1.0,
 ];
 
-/// `2^x` for x of at most 0, within a relative 4e-6; 2^-125 below -125, NaN for NaN.
+/// `2^x` for x <= 0, within a relative error of 4e-6. 2^-125 below -125, NaN for NaN.
 ///
-/// `x = n + r` with |r| <= 1/2, then [`EXP2`] times `2^n`: half of [`exp`]'s work, for weights that are then rounded to 8 bits.
+/// Splits `x = n + r` with |r| <= 1/2, then multiplies [`EXP2`] by `2^n`. This is half of [`exp`]'s
+/// work, and exact enough for weights that are then rounded to 8 bits.
 #[inline(always)]
 pub fn exp2(x: f32) -> f32 {
     let clamped = if -125.0 > x { -125.0 } else { x };
@@ -55,7 +56,8 @@ pub fn exp2(x: f32) -> f32 {
     for c in &EXP2[1..] {
         p = r.mul_add(p, *c);
     }
-    // The low bits of `shifted` are n + 0x400000, of which the shift leaves n: it is added to the exponent.
+    // The low bits of `shifted` are n + 0x400000. The shift leaves only n, which is added to the
+    // exponent.
     f32::from_bits(p.to_bits().wrapping_add(shifted.to_bits() << 23))
 }
 
@@ -73,10 +75,11 @@ pub fn gelu_tanh(x: f32) -> f32 {
     x / (1.0 + exp(-twice))
 }
 
-/// `cap * tanh(x / cap)`, within 3e-7 of `cap`. What is not finite stays what it is: it is to be seen.
+/// `cap * tanh(x / cap)`, with an absolute error of about `3e-7 * cap`. NaN and infinities are
+/// returned unchanged, so that they stay visible to later checks.
 ///
-/// Near 0, where `1 - 2 / (e^2y + 1)` has lost what matters, the Taylor polynomial of degree 9 (its first missing term is below 2e-8
-/// of the result where |y| <= 1/4).
+/// Near 0, `1 - 2 / (e^2y + 1)` loses its significant digits. There the Taylor polynomial of degree
+/// 9 replaces it (its first missing term is below 2e-8 of the result for |y| <= 1/4).
 #[inline(always)]
 pub fn soft_cap(x: f32, cap: f32) -> f32 {
     let y = x / cap;
@@ -106,7 +109,7 @@ pub fn bf16_bits(x: f32) -> u16 {
     (if x.is_nan() { quiet } else { rounded }) as u16
 }
 
-/// Sum of 16 lanes, halves folded onto each other: one order everywhere.
+/// Sum of 16 lanes. Halves are folded onto each other, in the same order on every instruction set.
 #[inline(always)]
 pub fn sum16(lanes: [f32; 16]) -> f32 {
     let mut l = lanes;
@@ -120,7 +123,7 @@ pub fn sum16(lanes: [f32; 16]) -> f32 {
     l[0]
 }
 
-/// Largest of 16 lanes that are not NaN.
+/// Largest of 16 lanes, which must not be NaN.
 #[inline(always)]
 pub fn max16(lanes: [f32; 16]) -> f32 {
     let mut l = lanes;
@@ -186,7 +189,7 @@ mod tests {
                     (got - want).abs() <= 4e-7 * want.abs() + 3e-7 * cap as f64,
                     "{x} {cap}: {got}"
                 );
-                // Small ones keep their digits.
+                // Small results keep their relative precision.
                 assert!((got - want).abs() <= 2e-6 * want.abs(), "{x} {cap}: {got}");
             }
         }

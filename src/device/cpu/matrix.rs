@@ -1,7 +1,12 @@
-//! Weights in the layout that the kernel reads: panels of 16 output columns, `[panel][in feature][16]`.
+//! Weights in the layout that the kernels read: panels of 16 output features, which are the columns
+//! of a product: `[panel][in feature][16]`.
 //!
-//! Rows past the last are zero. Weights keep their 16 or 32 bits and are widened in registers, which is exact; or BF16 lies in
-//! pairs, `[panel][pair of in features][16][2]`, for dot products of them; or they are quantized to 8 bits, each output feature by its largest magnitude, as `[panel][quad of in features][16][4]`.
+//! Lanes past the last output feature are zero. There are three storage formats:
+//! - Weights keep their 16 or 32 bits and are widened in registers, which is exact.
+//! - BF16 weights are stored in pairs, `[panel][pair of in features][16][2]`, for dot products of
+//!   pairs.
+//! - INT8 weights are stored in quads, `[panel][quad of in features][16][4]`. Each output feature
+//!   is quantized by its largest magnitude.
 
 use rayon::prelude::*;
 
@@ -12,10 +17,10 @@ use super::math::round_bf16;
 use super::tile::{Bf16, Element, F16, PANEL};
 use crate::device::{Dtype, Precision, Tensor, TensorError};
 
-/// `1.5 * 2^52`.
+/// `1.5 * 2^52`: adding and subtracting it rounds to the nearest integer, ties to even.
 const ROUND: f64 = 6_755_399_441_055_744.0;
 
-/// `[rows][columns]` in panels: output features by input features.
+/// A matrix of `rows` output features by `columns` input features, in panels.
 pub struct Matrix {
     pub(super) rows: usize,
     pub(super) columns: usize,
@@ -30,31 +35,32 @@ pub(super) enum Panels {
     Int8(Int8Panels),
 }
 
-/// BF16 in pairs of in features.
+/// BF16 weights in pairs of input features.
 pub(super) struct Pairs {
-    /// Padded by zeros to whole tiles and panels.
+    /// Padded with zeros to whole tiles and panels.
     pub data: Aligned<Bf16>,
-    /// `[rows]`, to the last panel's end: the bias of who has none.
+    /// `[rows]`, rounded up to whole panels: the bias of layers without one.
     pub zeros: Vec<f32>,
 }
 
-/// Quantized weights: `w` is about `data * scales`. Vectors reach to the last panel's end.
+/// Quantized weights: `w` is about `data * scales`. The vectors are as long as whole panels.
 pub(super) struct Int8Panels {
-    /// Padded by zeros to whole tiles and panels.
+    /// Padded with zeros to whole tiles and panels.
     pub data: Aligned<i8>,
     /// `[rows]`.
     pub scales: Vec<f32>,
-    /// `[rows]`: what [`OFFSET`] adds to a sum.
+    /// `[rows]`: the amount that [`OFFSET`] adds to each sum.
     pub offsets: Vec<i32>,
-    /// `[rows]`: the bias of who has none.
+    /// `[rows]`: the bias of layers without one.
     pub zeros: Vec<f32>,
 }
 
-/// A vector of F32 (rounded to BF16 values in BF16).
+/// A vector of F32, rounded to BF16 values if packed in BF16.
 pub struct Vector(pub(super) Vec<f32>);
 
 impl Matrix {
-    /// Stacks `parts` (of equal width) by rows. F32 keeps the parts' format where they share one.
+    /// Stacks `parts` (of equal width) by rows. At F32 precision, the matrix keeps the format of
+    /// the parts if all parts have the same.
     pub(super) fn pack(parts: &[Tensor<'_>], precision: Precision) -> Result<Matrix, TensorError> {
         let columns = parts.first().map_or(0, |p| p.columns);
         assert!(
@@ -94,8 +100,9 @@ impl Matrix {
         Ok(Matrix { rows, columns, panels })
     }
 
-    /// Stacks a gate's rows and as many of an up projection, in 8 bits. Panels of the two take turns, so that what a gated
-    /// activation multiplies is computed side by side; such a matrix serves nothing else.
+    /// Stacks the rows of a gate projection and as many rows of an up projection, in INT8. Gate and
+    /// up panels alternate, so that the factors of a gated activation are computed side by side.
+    /// Such a matrix serves the gated operation only.
     pub(super) fn pack_gated(parts: &[Tensor<'_>]) -> Result<Matrix, TensorError> {
         let columns = parts.first().map_or(0, |p| p.columns);
         let rows: usize = parts.iter().map(|p| p.rows).sum();
@@ -128,7 +135,8 @@ impl Matrix {
 }
 
 impl Int8Panels {
-    /// `row_of` a place (panel times 16 + lane): the row of the stack that stands there.
+    /// `row_of(panel * 16 + lane)` is the row of the stack that is stored in this lane, or `None`
+    /// for zeros.
     fn pack(
         parts: &[Tensor<'_>],
         count: usize,
@@ -165,7 +173,8 @@ impl Int8Panels {
                     let inverse = if most > 0.0 { 127.0 / f64::from(most) } else { 0.0 };
                     let mut sum = 0;
                     for (k, x) in values.iter().enumerate() {
-                        // Rounded to the nearest whole number, ties to even, by adding what leaves no bits for a fraction.
+                        // Adding ROUND leaves no bits for a fraction: rounds to the nearest
+                        // integer, ties to even.
                         let q = ((f64::from(*x) * inverse + ROUND) - ROUND) as i8;
                         data[(k / QUAD * PANEL + lane) * QUAD + k % QUAD] = q;
                         sum += i32::from(q);
@@ -210,7 +219,7 @@ impl Vector {
     }
 }
 
-/// A row from its first value on, of which `together` lie together.
+/// Reads a row from its first value on. `together` consecutive values are adjacent in the panel.
 fn gather<E: Element>(panel: &[E], together: usize, out: &mut [f32]) {
     for (x, w) in out.chunks_mut(together).zip(panel.chunks(together * PANEL)) {
         for (x, w) in x.iter_mut().zip(w) {
@@ -219,7 +228,7 @@ fn gather<E: Element>(panel: &[E], together: usize, out: &mut [f32]) {
     }
 }
 
-/// Panels of `depth` values of k, of which `together` lie together.
+/// Packs `parts` into panels of `depth` values of k. `together` consecutive values are adjacent.
 fn pack_as<E: Element>(
     parts: &[Tensor<'_>],
     (rows, columns): (usize, usize),
@@ -252,7 +261,7 @@ fn pack_as<E: Element>(
     Ok(packed)
 }
 
-/// Which part, and which of its rows, is row `row` of the stack.
+/// The index of the part that holds row `row` of the stack, and the row's index within this part.
 fn locate(parts: &[Tensor<'_>], mut row: usize) -> (usize, usize) {
     for (i, part) in parts.iter().enumerate() {
         if row < part.rows {

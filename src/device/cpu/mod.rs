@@ -1,9 +1,13 @@
-//! The CPU device: an operation a file, all of them over one matrix kernel (`tile.rs`).
+//! The CPU device. Each operation has its own file. Matrix products run on three kernels: `tile.rs`
+//! (F32, and stored BF16 or F16 widened to F32), `bf16.rs` (BF16 pairs) and `int8.rs`.
 //!
-//! Activations are F32 in memory (in BF16 they hold BF16 values). In F32 a row's results are the same bits whatever
-//! else is in the batch, however the work is shared out to threads, and on every instruction set.
-//! `unsafe` stands only in kernels and where they are called: `tile.rs`, `int8.rs`, `bf16.rs`, `amx.rs`, `linear.rs`,
-//! `attention.rs`, `attention_int8.rs`, `softmax_int8.rs`, `gated.rs`, `aligned.rs`, `isa.rs`, `threads.rs` and `SharedMut`.
+//! Activations are F32 in memory. At BF16 precision they hold BF16 values; at INT8 precision,
+//! normalised rows are stored in 8 bits. At F32 precision the results of a row are bit-identical
+//! for any batch, any number of threads and every instruction set.
+//!
+//! `unsafe` code is limited to the kernels and their callers: `tile.rs`, `int8.rs`, `bf16.rs`,
+//! `amx.rs`, `linear.rs`, `attention.rs`, `attention_int8.rs`, `softmax_int8.rs`, `gated.rs`,
+//! `norm.rs`, `aligned.rs`, `isa.rs`, `threads.rs` and `SharedMut`.
 //!
 //! See docs/decisions/060-f32-does-not-depend-on-the-batch.md.
 
@@ -52,12 +56,14 @@ use quantize::Quantized;
 pub use step::Step;
 pub use threads::Threads;
 
-/// Positions that one KV block holds, and the tile in which attention reduces over keys.
+/// Positions per KV block. F32 and BF16 attention reduces over one block at a time.
 pub const BLOCK_TOKENS: usize = 16;
-/// Positions that attention in 8 bits reduces over at once, and the least prefix that sequences attend to together: whole blocks.
+/// Positions per span, a multiple of [`BLOCK_TOKENS`]. INT8 attention reduces over one span at a
+/// time. Sequences share the attention over a common prefix in whole spans.
 const SPAN_TOKENS: usize = 64;
 
-/// A CPU with its threads, computing in one precision. (Weights are packed by the threads of rayon's own pool.)
+/// A CPU with its threads, computing in one precision. (Weights are packed on rayon's global thread
+/// pool instead.)
 pub struct Cpu {
     isa: Isa,
     precision: Precision,
@@ -65,7 +71,7 @@ pub struct Cpu {
     threads: Arc<Threads>,
 }
 
-/// What operations run on.
+/// The instruction set and the threads that an operation runs on.
 #[derive(Clone, Copy)]
 struct On<'a> {
     isa: Isa,
@@ -73,10 +79,10 @@ struct On<'a> {
 }
 
 impl Cpu {
-    /// A device on these threads with the best instructions the processor has.
+    /// A device on `threads` with the fastest instruction set of this processor.
     ///
     /// # Panics
-    /// Asked for FP8, which no CPU multiplies.
+    /// If `precision` or `kv` is FP8, which the CPU device does not support.
     pub fn new(precision: Precision, kv: KvFormat, threads: Arc<Threads>) -> Cpu {
         assert!(
             precision != Precision::Fp8 && kv != KvFormat::Fp8,
@@ -94,7 +100,7 @@ impl Cpu {
     /// The same device using `isa`, one of [`Isa::available`].
     ///
     /// # Panics
-    /// This processor does not have `isa`.
+    /// If this processor does not have `isa`.
     pub fn with_isa(self, isa: Isa) -> Cpu {
         assert!(Isa::available().contains(&isa), "this processor does not have {isa:?}");
         Cpu { isa, ..self }
@@ -111,7 +117,7 @@ impl Cpu {
         self.precision == Precision::Bf16
     }
 
-    /// Are linear layers dot products of BF16 pairs?
+    /// Whether linear layers use dot products of BF16 pairs.
     fn multiplies_pairs(&self) -> bool {
         self.precision == Precision::Bf16 && bf16::is_available(self.isa)
     }
@@ -132,16 +138,17 @@ impl Cpu {
 /// Activations: `[rows][width]`, row-major.
 #[derive(Debug, Clone, Default)]
 pub struct Buffer {
-    /// Empty where the rows are quantized.
+    /// The rows in F32. Empty if they are quantized.
     data: Vec<f32>,
     rows: usize,
     width: usize,
-    /// The rows as linear operations in 8 bits read them.
+    /// The rows in INT8, as INT8 linear operations read them.
     quantized: Option<Quantized>,
 }
 
 impl Buffer {
-    /// Takes a shape; contents are undefined, memory is kept.
+    /// Sets the shape and drops quantized rows. The contents are undefined. The allocation is
+    /// reused if it is large enough.
     fn reshape(&mut self, rows: usize, width: usize) {
         if self.data.capacity() < rows * width {
             self.data = Vec::with_capacity(rows * width);
@@ -151,14 +158,14 @@ impl Buffer {
         (self.rows, self.width, self.quantized) = (rows, width, None);
     }
 
-    /// Takes a shape for quantized rows.
+    /// Sets the shape for quantized rows and clears the F32 rows.
     fn reshape_quantized(&mut self, rows: usize, width: usize) -> &mut Quantized {
         self.data.clear();
         (self.rows, self.width) = (rows, width);
         self.quantized.get_or_insert_default()
     }
 
-    /// Each row, `[width]`. (Normalised rows in INT8 are in 8 bits alone and not to be had.)
+    /// The rows, `[width]` each. Panics on quantized rows, which have no F32 data.
     pub fn rows(&self) -> impl Iterator<Item = &[f32]> {
         (0..self.rows).map(|i| self.row(i))
     }
@@ -167,7 +174,8 @@ impl Buffer {
         &self.data[i * self.width..(i + 1) * self.width]
     }
 
-    /// About `count` parts of whole rows, each with its first row.
+    /// Splits the buffer into about `count` parts of whole rows. Each item is the index of the
+    /// part's first row, and the part.
     fn parts_mut(&mut self, count: usize) -> impl Iterator<Item = (usize, &mut [f32])> {
         let rows = self.rows.div_ceil(count).max(1);
         let parts = self.data.chunks_mut((rows * self.width).max(1));
@@ -179,18 +187,20 @@ impl Buffer {
     }
 }
 
-/// Scratch memory: what operations hold between their parts, and one attention scratch a thread.
+/// Scratch memory that operations reuse: packed rows, intermediate results, and one attention
+/// scratch per thread.
 #[derive(Default)]
 pub struct Workspace {
     rows: linear::PackedRows,
-    /// `[gate][up]` where the two are computed before they are multiplied.
+    /// Rows of `[gate][up]`, for the formats that compute both before the activation (all but
+    /// INT8).
     gate_up: Buffer,
     attention: attention::Scratches,
     logits: Buffer,
     drawn: Vec<Result<Drawn, DrawError>>,
 }
 
-/// A buffer that tasks write disjoint parts of.
+/// A buffer of which concurrent tasks write disjoint parts.
 struct SharedMut<'a> {
     start: *mut f32,
     len: usize,
@@ -419,7 +429,7 @@ impl Device for Cpu {
     }
 
     fn logits(&self, head: Head<'_, Matrix>, x: &Buffer, workspace: &mut Workspace) -> Result<(), DeviceError> {
-        // Not rounded to BF16 even where activations are: rounding would only make ties.
+        // Logits stay in F32 even at BF16 precision: rounding would only create ties.
         let finish = linear::Finish {
             bias: None,
             round: false,

@@ -1,6 +1,7 @@
 //! RMS normalisation (Zhang and Sennrich 2019), with the residual addition before it.
 //!
-//! `y = x / sqrt(mean(x^2) + eps) * weight`. Squares are summed in 16 interleaved lanes, then the lanes in one order.
+//! `y = x / sqrt(mean(x^2) + eps) * weight`. Squares are summed in 16 interleaved lanes, then the
+//! lanes are summed in a fixed order.
 //!
 //! See docs/decisions/069-normalised-rows-are-written-in-int8.md.
 
@@ -8,8 +9,8 @@ use super::isa::multiversion;
 use super::math::{round_bf16, sum16};
 use super::{Buffer, On, SharedMut};
 
-/// Normalises `x` in place; in BF16 the product with the weight is rounded. (The reference rounds the normalised value, too, of all
-/// families but Gemma.)
+/// Normalises `x` in place. At BF16 precision the product with the weight is rounded. (The
+/// reference also rounds the normalised value, in all model families but Gemma.)
 #[inline(always)]
 pub(super) fn rms_norm(x: &mut [f32], weight: &[f32], eps: f32, round: bool) {
     let mut lanes = [0.0f32; 16];
@@ -34,7 +35,8 @@ pub(super) fn rms_norm(x: &mut [f32], weight: &[f32], eps: f32, round: bool) {
     }
 }
 
-/// A row that a residual stream takes up, and the weights of its own norm.
+/// A row to add to the residual stream, and the weights of the norm that the row goes through
+/// first.
 type DeltaRow<'a> = Option<(&'a [f32], Option<&'a [f32]>)>;
 
 #[inline(always)]
@@ -68,27 +70,27 @@ multiversion! {
     ) = add_norm_row;
 }
 
-/// The parts of an add-norm that do not change from row to row.
+/// The inputs of an add-norm that are the same for all rows.
 pub(super) struct Op<'a> {
     pub on: On<'a>,
     pub delta: Option<&'a Buffer>,
-    /// Of the norm that `delta` goes through first.
+    /// Weights of the norm that `delta` goes through first.
     pub delta_weight: Option<&'a [f32]>,
     pub weight: &'a [f32],
     pub eps: f32,
     pub round: bool,
-    /// Are normalised rows read in 8 bits?
+    /// Whether normalised rows are written in INT8.
     pub quantize: bool,
 }
 
 impl Op<'_> {
-    /// Adds `delta`'s row `row` to `residual` and normalises that to `out`.
+    /// Adds row `row` of `delta` to `residual` and writes the normalised sum to `out`.
     fn one(&self, row: usize, residual: &mut [f32], out: &mut [f32]) {
         let delta = self.delta.map(|d| (d.row(row), self.delta_weight));
         add_norm_row_on(self.on.isa, delta, residual, self.weight, self.eps, self.round, out);
     }
 
-    /// Fills `out` by `fill`, which writes a row.
+    /// Writes `rows` rows to `out`, in F32 or INT8. `fill(i, row)` computes row `i`.
     fn fill(&self, rows: usize, out: &mut Buffer, fill: impl Fn(usize, &mut [f32]) + Sync) {
         let (isa, threads) = (self.on.isa, self.on.threads);
         let width = self.weight.len();
@@ -128,7 +130,8 @@ pub(super) fn add_norm(op: &Op<'_>, residual: &mut Buffer, out: &mut Buffer) {
     });
 }
 
-/// As [`add_norm`], of the rows `rows` only: row `i` of `out` comes from row `rows[i]`. The residuals are not written.
+/// As [`add_norm`], for the rows `rows` only: row `i` of `out` comes from row `rows[i]`. `residual`
+/// stays unchanged.
 pub(super) fn add_norm_rows(op: &Op<'_>, rows: &[u32], residual: &Buffer, out: &mut Buffer) {
     assert!(op.weight.len() == residual.width);
     op.fill(rows.len(), out, |i, row| {

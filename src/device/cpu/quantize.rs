@@ -1,7 +1,8 @@
-//! Activations in 8 bits: each row by its largest magnitude.
+//! Quantization of activations to INT8, each row by its largest magnitude.
 //!
-//! `q = round(x * 127 / max|x|)`, ties to even, stored + 128 (see [`int8`](super::int8)); `x` is about `q * scale` with
-//! `scale = max|x| / 127`. A row that holds a value which is not finite gets a scale of NaN, so that it shows in the logits.
+//! `q = round(x * 127 / max|x|)`, ties to even, stored + 128 (see [`int8`](super::int8)). `x` is
+//! about `q * scale` with `scale = max|x| / 127`. A row with a value that is NaN or infinite gets a
+//! scale of NaN, so that the error reaches the logits.
 
 use super::int8::{K_STEP, OFFSET, QUAD, is_packed, max_rows};
 use super::isa::{Isa, multiversion};
@@ -9,13 +10,15 @@ use super::linear::Tiles;
 use super::math::{ROUND, max16, sum16};
 use super::{Buffer, On};
 
-/// Rows whose largest magnitude is below it are zero: its inverse would overflow.
+/// A row whose largest magnitude is below this is quantized to zeros, so that the inverse cannot
+/// overflow.
 const LEAST: f32 = 1e-30;
 
 /// Quantized rows.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct Quantized {
-    /// Tile by tile as [`int8::is_packed`](super::int8::is_packed) says, each row padded by zeros (128) to `stride` bytes.
+    /// Tile by tile, in the layout that [`int8::is_packed`](super::int8::is_packed) tells. Each row
+    /// is padded with zeros (stored as 128) to `stride` bytes.
     pub data: Vec<u8>,
     pub stride: usize,
     /// `[rows]`.
@@ -50,12 +53,13 @@ fn quantize_row(x: &[f32], out: &mut [u8], scale: &mut f32) {
 }
 
 multiversion! {
-    /// One row of [`quantize`]; `out`, at least as long, is padded by zeros.
+    /// Quantizes one row to `out`, which is at least as long, and pads `out` with zeros (stored as
+    /// 128).
     pub(super) fn quantize_row_on(x: &[f32], out: &mut [u8], scale: &mut f32) = quantize_row;
 }
 
 impl Quantized {
-    /// Tiles for so many rows, to be filled.
+    /// Resizes to `rows` rows and returns their tiles, which the caller must fill.
     pub(super) fn tiles(&mut self, isa: Isa, rows: usize, width: usize) -> Vec<QuantizedTile<'_>> {
         let tiles = int8_tiles(isa, rows);
         let stride = width.next_multiple_of(K_STEP);
@@ -78,7 +82,7 @@ impl Quantized {
 
 /// A tile to fill.
 pub(super) struct QuantizedTile<'a> {
-    /// Its first row.
+    /// First row of the tile.
     pub from: usize,
     is_packed: bool,
     data: &'a mut [u8],
@@ -107,7 +111,7 @@ impl QuantizedTile<'_> {
     }
 }
 
-/// How rows are cut into tiles for products in 8 bits.
+/// Division of rows into tiles for INT8 products.
 pub(super) fn int8_tiles(isa: Isa, rows: usize) -> Tiles {
     Tiles::new(rows, max_rows(isa))
 }
@@ -130,7 +134,7 @@ mod tests {
     use super::*;
     use crate::device::cpu::testing::{buffer, numbers, on};
 
-    /// The bytes row by row.
+    /// The bytes, row by row instead of tile by tile.
     fn plain(isa: Isa, q: &Quantized, tiles: &Tiles) -> Vec<u8> {
         let mut plain = vec![0; q.data.len()];
         for tile in 0..tiles.count {

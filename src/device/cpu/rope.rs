@@ -1,4 +1,5 @@
-//! Rotary embedding (Su et al. 2021) of query and key heads in place, after their normalisation where asked for.
+//! Rotary embedding (Su et al. 2021) of query and key heads, in place, after an optional
+//! normalisation of each head.
 //!
 //! Dimension `d` of a head is paired with `d + head_dim / 2` (the Hugging Face layout):
 //! `(a, b) -> (a cos - b sin, b cos + a sin)`.

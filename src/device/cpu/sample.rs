@@ -1,4 +1,5 @@
-//! Draws tokens on the host: see [`draw`](crate::device::draw) for what is done in which order.
+//! Samples tokens on the host. [`draw`](crate::device::draw) numbers the steps and gives their
+//! order.
 //!
 //! See docs/decisions/066-logits-are-checked-by-sampling.md.
 
@@ -8,10 +9,10 @@ use super::exp;
 use super::vocabulary::{self, STEPS, SUM_CHUNK, Weights};
 use crate::device::draw::{Allowed, Draw, DrawError, Drawn};
 
-/// Tokens that [`sample`] looks at first when it seeks the most probable ones.
+/// Number of the most probable tokens that top-p sorts first.
 const FIRST_SORTED: usize = 64;
 
-/// Of a mask that allows no more tokens than this, only these are looked at.
+/// A mask that allows at most this many tokens is replaced by the list of their ids.
 const FEW: usize = 256;
 
 /// A token that may be drawn.
@@ -19,24 +20,24 @@ const FEW: usize = 256;
 struct Candidate {
     id: u32,
     logit: f32,
-    /// Relative to the most probable one's, which is 1.
+    /// Probability relative to the most probable token, whose weight is 1.
     weight: f32,
 }
 
 impl Candidate {
-    /// The token, where it exists and has a probability at all.
+    /// The token as a candidate, or `None` if it does not exist or its probability is 0.
     fn of(logits: &[f32], id: u32) -> Option<Candidate> {
         let logit = *logits.get(id as usize)?;
         (logit > f32::NEG_INFINITY).then_some(Candidate { id, logit, weight: 0.0 })
     }
 }
 
-/// Memory that one thread uses again and again.
+/// Memory that a thread reuses from draw to draw.
 #[derive(Default)]
 pub struct Scratch {
     row: Vec<f32>,
     ids: Vec<u32>,
-    /// The tokens that a mask allows, where they are few.
+    /// Ids that the mask allows, if they are at most [`FEW`].
     few: Vec<u32>,
     all: Weights,
     candidates: Vec<Candidate>,
@@ -45,7 +46,7 @@ pub struct Scratch {
 /// Samples one token from its logits (`[vocabulary]`, raw).
 ///
 /// # Errors
-/// Why there is none.
+/// If a logit is NaN or plus infinity, or if no token is allowed.
 pub fn sample(logits: &[f32], draw: Draw, scratch: &mut Scratch) -> Result<Drawn, DrawError> {
     let token = token(logits, draw, scratch)?;
     let logit = |id: u32| logits.get(id as usize).copied().unwrap_or(f32::NEG_INFINITY);
@@ -89,7 +90,7 @@ fn token(logits: &[f32], draw: Draw, scratch: &mut Scratch) -> Result<u32, DrawE
         Allowed::AllBut(_) | Allowed::Ids(_) => vocabulary::largest(logits),
     }
     .ok_or(DrawError::NotFinite)?;
-    // From here on `row` stands in for the logits where something is ruled out or penalised.
+    // From here on `row` replaces the logits if tokens are ruled out or penalised.
     let masked = matches!(draw.allowed, Allowed::Mask(_));
     let changed = penalised || !holes.is_empty();
     if changed {
@@ -120,7 +121,7 @@ fn token(logits: &[f32], draw: Draw, scratch: &mut Scratch) -> Result<u32, DrawE
             return Err(DrawError::NothingAllowed);
         }
         if draw.temperature == 0.0 {
-            // Of equal ones the lowest id.
+            // The lowest id among equal logits.
             let id = logits.iter().position(|l| *l == max);
             return id.map(|id| id as u32).ok_or(DrawError::NothingAllowed);
         }
@@ -141,12 +142,12 @@ fn token(logits: &[f32], draw: Draw, scratch: &mut Scratch) -> Result<u32, DrawE
     Ok(pick(candidates, draw.uniform))
 }
 
-/// Ids that a mask allows.
+/// Number of ids that a mask allows.
 fn count(mask: &[u32]) -> usize {
     mask.iter().map(|word| word.count_ones() as usize).sum()
 }
 
-/// These ids, ascending.
+/// Ids that a mask allows, ascending.
 fn ids_of(mask: &[u32]) -> impl Iterator<Item = u32> {
     let words = mask.iter().enumerate().filter(|(_, word)| **word != 0);
     words.flat_map(|(at, word)| {
@@ -156,16 +157,19 @@ fn ids_of(mask: &[u32]) -> impl Iterator<Item = u32> {
     })
 }
 
-/// What all weigh together.
+/// Sum of all weights.
 fn total(all: &Weights) -> f64 {
     all.sums.iter().map(|sum| f64::from(*sum)).sum()
 }
 
-/// Tokens of less weight are surely filtered out by top-p or min-p; `None`: nothing is filtered.
+/// A lower bound: tokens of less weight are certain to be filtered out by top-p or min-p. `None` if
+/// nothing is filtered.
 ///
-/// For top-p: where the tokens down to some weight reach p together, those below it are out. Sums are rounded, which a
-/// thousandth more than p leaves room for. Else those below `(1 - p) * total / count` are: they weigh at most
-/// `(1 - p) * total` together, so the others reach p; half of that leaves room for rounding.
+/// The bound for top-p is the first of [`STEPS`] whose tokens (of at least this weight) together
+/// reach p, since all tokens below it are then out. Their sum must exceed p by a thousandth, which
+/// leaves room for the rounding of sums. If no step reaches p, the bound is half of
+/// `(1 - p) * total / count`. Tokens below `(1 - p) * total / count` weigh at most
+/// `(1 - p) * total` together, so the other tokens reach p; the half leaves room for rounding.
 fn least(all: &Weights, draw: &Draw, total: f64) -> Option<f32> {
     if draw.top_p >= 1.0 && draw.min_p <= 0.0 {
         return None;
@@ -177,7 +181,7 @@ fn least(all: &Weights, draw: &Draw, total: f64) -> Option<f32> {
     Some(top_p.max(draw.min_p).max(f32::MIN_POSITIVE))
 }
 
-/// The tokens of at least this weight, by ascending id; `ids` is scratch.
+/// Sets `candidates` to the tokens of weight `least` or more, by ascending id. `ids` is scratch.
 fn take_from(least: f32, all: &Weights, logits: &[f32], ids: &mut Vec<u32>, candidates: &mut Vec<Candidate>) {
     vocabulary::not_below(&all.each, least, ids);
     candidates.clear();
@@ -188,7 +192,7 @@ fn take_from(least: f32, all: &Weights, logits: &[f32], ids: &mut Vec<u32>, cand
     }));
 }
 
-/// Step 9 of all tokens; `uniform` lies in [0, 1).
+/// Step 9 over all tokens. `uniform` lies in [0, 1).
 fn pick_of_all(all: &Weights, total: f64, uniform: f64) -> u32 {
     let target = uniform * total;
     let mut reached = 0.0;
@@ -203,20 +207,21 @@ fn pick_of_all(all: &Weights, total: f64, uniform: f64) -> u32 {
                 }
             }
         }
-        // A sum was rounded: where it says more than its weights are together, the next token is as good.
+        // The chunk's sum is rounded and may exceed the sum of its weights. The next token is then
+        // as good.
         reached = end;
     }
     all.each.iter().rposition(|weight| *weight > 0.0).unwrap_or(0) as u32
 }
 
-/// Natural logarithm of the sum of the exponentials: one pass over the vocabulary.
+/// Natural logarithm of the sum of the logits' exponentials, in two passes over the vocabulary.
 fn log_sum(logits: &[f32]) -> f64 {
     let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let sum: f64 = logits.iter().map(|l| f64::from((l - max).exp())).sum();
     f64::from(max) + sum.ln()
 }
 
-/// Steps 3 and 4.
+/// Steps 3 and 4: penalties.
 fn penalise(row: &mut [f32], draw: Draw, ids: &mut Vec<u32>) {
     let repeated = |logit: f32| match logit < 0.0 {
         true => logit * draw.repetition_penalty,
@@ -248,7 +253,7 @@ fn penalise(row: &mut [f32], draw: Draw, ids: &mut Vec<u32>) {
     }
 }
 
-/// Steps 5 to 8; leaves the candidates in order of ids, at least one.
+/// Steps 5 to 8. Leaves at least one candidate, in order of ids.
 fn filter(candidates: &mut Vec<Candidate>, draw: &Draw) -> Result<(), DrawError> {
     let top_k = draw.top_k as usize;
     if top_k > 0 && top_k < candidates.len() {
@@ -267,7 +272,8 @@ fn filter(candidates: &mut Vec<Candidate>, draw: &Draw) -> Result<(), DrawError>
     Ok(())
 }
 
-/// Steps 7 and 8, of candidates among which are all that stay; `total` is the weight of those that top-k left.
+/// Steps 7 and 8. `candidates` must include all tokens that survive; `total` is the weight of the
+/// tokens that top-k left.
 fn cut(candidates: &mut Vec<Candidate>, draw: &Draw, total: f64) {
     if draw.top_p < 1.0 {
         keep_top_p(candidates, f64::from(draw.top_p) * total);
@@ -280,7 +286,8 @@ fn cut(candidates: &mut Vec<Candidate>, draw: &Draw, total: f64) {
     }
 }
 
-/// Step 7, without sorting more than it must: the largest are sorted in ever larger runs until they weigh `enough`.
+/// Step 7 with as little sorting as possible: sorts the largest weights in ever longer runs until
+/// they sum to `enough`.
 fn keep_top_p(candidates: &mut Vec<Candidate>, enough: f64) {
     let (mut sorted, mut run, mut reached) = (0, FIRST_SORTED, 0.0);
     while sorted < candidates.len() {
@@ -317,7 +324,8 @@ fn pick(candidates: &[Candidate], uniform: f64) -> u32 {
     last
 }
 
-/// Larger logits first, of equal ones the lower id: a total order, since no logit is NaN.
+/// Larger logits first, and lower ids first among equal logits: a total order, since no logit is
+/// NaN.
 fn larger_first(a: &Candidate, b: &Candidate) -> Ordering {
     b.logit
         .partial_cmp(&a.logit)
@@ -376,7 +384,7 @@ mod tests {
         sample(logits, draw, &mut Scratch::default()).map(|drawn| drawn.token)
     }
 
-    /// What steps 3 to 8 should leave, computed the slow and plain way.
+    /// The distribution after steps 3 to 8, computed in the plain and slow way.
     fn expected(logits: &[f32], draw: Draw) -> Vec<f64> {
         let p = draw;
         let mut l: Vec<f64> = logits.iter().map(|l| f64::from(*l)).collect();
@@ -560,7 +568,7 @@ mod tests {
     }
 
     proptest! {
-        /// Large vocabularies go through partial selection; what it keeps is what sorting all keeps.
+        /// Partial selection, used for large vocabularies, keeps the same tokens as a full sort.
         #[test]
         fn filters_keep_what_full_sorting_keeps(
             seed in 0u64..1000, top_k in 0u32..300, top_p in 0.05f32..1.0, min_p in 0.0f32..0.3,

@@ -1,4 +1,4 @@
-//! Logits that are bounded smoothly (Gemma 2, 2024): `cap * tanh(x / cap)`.
+//! Soft capping of logits (Gemma 2, 2024): `cap * tanh(x / cap)`.
 
 use super::isa::multiversion;
 use super::{Buffer, On, math};
@@ -12,7 +12,7 @@ multiversion! {
     fn row_on(cap: f32, values: &mut [f32]) = row;
 }
 
-/// Bounds all numbers of `logits`.
+/// Applies the soft cap to all of `logits`.
 pub(super) fn soft_cap(on: On<'_>, cap: f32, logits: &mut Buffer) {
     let elements = logits.data.len();
     let mut parts: Vec<_> = logits.parts_mut(on.threads.parts(elements)).collect();

@@ -1,4 +1,5 @@
-//! The online softmax of attention in 8 bits: a row's scores of a span become bytes that its values are multiplied by.
+//! The online softmax of INT8 attention: turns a row's scores of a span into weight bytes, which
+//! the kernel multiplies with the values.
 
 use super::attention::RowState;
 use super::attention_int8::{BLOCKS, ROWS_MAX};
@@ -6,26 +7,26 @@ use super::isa::{Isa, multiversion};
 use super::math::{EXP2, ROUND, exp2, max16, soft_cap};
 use super::{BLOCK_TOKENS, SPAN_TOKENS};
 
-/// A span's softmax step for one row.
+/// The softmax step of one span for one row.
 pub(super) struct Weigh<'a> {
     pub blocks: usize,
     /// Positions of the span that the row sees.
     pub visible: std::ops::Range<usize>,
-    /// What turns a score times its key's scale into the logarithm of a weight to base 2.
+    /// Factor from `score * key scale` to the base-2 logarithm of a weight.
     pub scale: f32,
     pub soft_cap: Option<f32>,
     pub key_scales: [&'a [f32; BLOCK_TOKENS]; BLOCKS],
     pub value_scales: [&'a [f32; BLOCK_TOKENS]; BLOCKS],
-    /// What turns a weight times its value's scale into a byte.
+    /// Factor from `weight * value scale` to a byte.
     pub inverse: f32,
 }
 
-/// What a softmax step says of its weights.
+/// Results of a softmax step besides the weight bytes.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Weighed {
-    /// Largest score times its key's scale.
+    /// Largest `score * key scale`.
     pub max: f32,
-    /// Sums of weights relative to it, by place in the block.
+    /// Sums of weights relative to `max`, by slot (position within the block).
     pub totals: [f32; BLOCK_TOKENS],
 }
 
@@ -54,11 +55,12 @@ fn portable(op: &Weigh<'_>, scores: &[i32; SPAN_TOKENS], weights: &mut [u8; SPAN
     weigh(|score| score, op, scores, weights, out);
 }
 
-/// With a cap, which is of scores as the softmax takes them.
+/// As [`portable`], with a soft cap. `op.scale` includes the factor log2(e), so the cap is
+/// multiplied by this factor, too.
 #[inline(always)]
 fn capped(cap: f32, op: &Weigh<'_>, scores: &[i32; SPAN_TOKENS], weights: &mut [u8; SPAN_TOKENS], out: &mut Weighed) {
     let cap = cap * std::f32::consts::LOG2_E;
-    // A query of zeros has scores of zero; where they are all but that, it is all the same.
+    // A query of zeros, or nearly so: all its scores become 0, so its softmax is uniform.
     let inverse = if op.scale > f32::MIN_POSITIVE {
         1.0 / op.scale
     } else {
@@ -73,7 +75,7 @@ fn capped(cap: f32, op: &Weigh<'_>, scores: &[i32; SPAN_TOKENS], weights: &mut [
     );
 }
 
-/// Scores times their keys' scales go through `bound` first.
+/// The softmax step. `bound` is applied to each `score * key scale` first.
 #[inline(always)]
 fn weigh(
     bound: impl Fn(f32) -> f32,
@@ -102,7 +104,7 @@ fn weigh(
         for j in 0..BLOCK_TOKENS {
             let weight = exp2(scaled[b][j].mul_add(op.scale, -top));
             let byte = (weight * op.value_scales[b][j]).mul_add(op.inverse, ROUND).to_bits() as u8;
-            // What stands at positions that nobody has written yet may be anything.
+            // Positions that were never written may hold anything.
             totals[j] += if visible(b, j) { weight } else { 0.0 };
             weights[b][j] = if visible(b, j) { byte } else { 0 };
         }
@@ -129,10 +131,10 @@ multiversion! {
     ) = capped;
 }
 
-/// Some rows' softmax steps, to be added to what they have so far.
+/// Softmax steps of some rows, to be merged into the rows' running states.
 pub(super) struct Fold<'a> {
     pub weighed: &'a [Weighed],
-    /// Largest scale of the values that each row sees in the span.
+    /// `[rows]`: the largest scale of the values that the row sees in the span.
     pub tops: &'a [f32],
     /// As [`Weigh::scale`].
     pub scales: &'a [f32],
@@ -160,7 +162,8 @@ fn fold(
 }
 
 multiversion! {
-    /// Adds the steps; what sums so far are to be multiplied by goes to `rescales`, what bytes are, to `scales`.
+    /// Merges the steps into `states` and `totals`. Sets `rescales` to the factors of each row's
+    /// earlier sums, and `scales` to the factors of its new integer sums.
     pub(super) fn fold_on(
         op: &Fold<'_>,
         states: &mut [RowState],
@@ -172,7 +175,7 @@ multiversion! {
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    //! In intrinsics.
+    //! The softmax step in AVX-512 intrinsics.
 
     use std::arch::x86_64::*;
 

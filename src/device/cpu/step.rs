@@ -5,24 +5,25 @@ use super::{BLOCK_TOKENS, SPAN_TOKENS};
 use crate::device::batch::StepBatch;
 use crate::device::{HeadShape, RopeSpec};
 
-/// Rows (queries times heads of a group) that one attention task takes: enough to use each loaded key often, few
-/// enough that queries, scores and sums stay in the first-level cache.
+/// Target rows (queries times heads of a group) of an attention task: enough to use each loaded key
+/// often, few enough that queries, scores and sums stay in the L1 cache.
 const TASK_ROWS: usize = 48;
 
-/// A [`StepBatch`] with what its operations share.
+/// A [`StepBatch`] with the data that its operations share.
 pub struct Step {
     pub(super) batch: StepBatch,
     pub(super) heads: HeadShape,
     pub(super) rotations: Vec<Rotations>,
-    /// Query tiles, each done once per key-value head.
+    /// Query tiles, each processed once per key-value head.
     pub(super) tiles: Vec<QueryTile>,
-    /// What the tiles are made of.
+    /// The parts of all tiles, in order.
     pub(super) parts: Vec<TilePart>,
-    /// (block, first unused position): last blocks that were begun in this step, whose rest must be cleared.
+    /// (block, first unused slot): each last block of a sequence that this step begins or copies
+    /// to. The rest of the block must be cleared.
     pub(super) begun: Vec<(u32, u32)>,
 }
 
-/// A rotation's cosines and sines.
+/// Cosines and sines of one rotary embedding.
 pub(super) struct Rotations {
     /// `[tokens][head_dim]`: cosines of all pairs, then sines.
     pub of_tokens: Vec<f32>,
@@ -32,14 +33,16 @@ pub(super) struct Rotations {
     round: bool,
 }
 
-/// Queries that attend together: consecutive ones of a sequence, or of several sequences that begin with the same blocks.
+/// Queries of one attention task: consecutive queries of one sequence, or of several sequences that
+/// begin with the same blocks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct QueryTile {
     /// Range of [`Step::parts`].
     pub parts: std::ops::Range<u32>,
-    /// Of all parts.
+    /// Number of queries of all parts.
     pub queries: u32,
-    /// Positions from 0 that stand in the same blocks for all parts and come before every query: whole spans.
+    /// Length of the common prefix: positions from 0 that are in the same blocks for all parts and
+    /// that every query sees. A whole number of spans.
     pub shared: u32,
 }
 
@@ -55,13 +58,13 @@ pub(super) struct TilePart {
     pub queries: u32,
 }
 
-/// Positions up to `position`, itself included, in whole spans.
+/// Number of positions `0..=position`, rounded down to whole spans.
 fn whole_spans(position: u32) -> u32 {
     let span = SPAN_TOKENS as u32;
     (position + 1) / span * span
 }
 
-/// Most queries of a tile.
+/// Maximum queries of a tile.
 pub(super) fn queries_per_tile(heads: HeadShape) -> usize {
     (TASK_ROWS / (heads.heads / heads.kv_heads)).max(1)
 }
@@ -105,7 +108,8 @@ impl Step {
         &self.parts[tile.parts.start as usize..tile.parts.end as usize]
     }
 
-    /// Positions that a new part and the last tile could share, where it has room for the part.
+    /// Number of positions that `part` would share with the last tile: 0 if the tile has no room
+    /// for it.
     fn shared_with_last(&self, part: &TilePart, room: u32) -> u32 {
         let Some(last) = self.tiles.last().filter(|tile| tile.queries + part.queries <= room) else {
             return 0;
@@ -167,12 +171,13 @@ impl Step {
 }
 
 impl Rotations {
-    /// Those of tokens at `positions`.
+    /// Sets `of_tokens` for tokens at `positions`. Extends the table if needed.
     fn take(&mut self, positions: &[u32]) {
         let width = self.rope.inverse_frequencies.len() * 2;
         let longest = positions.iter().max().map_or(0, |&p| p as usize + 1);
         for position in self.table.len() / width..longest {
-            // The angle is rounded to F32, as in the reference; sine and cosine of it are exact to F32.
+            // The angle is rounded to F32, as in the reference. Its sine and cosine are computed in
+            // F64.
             let angle = |f: &f32| (*f * position as f32) as f64;
             let scale = self.rope.scale;
             let round = self.round;
@@ -219,7 +224,7 @@ mod tests {
         let batch = StepBatch {
             tokens: vec![0; 62],
             positions: (0..60).chain([17, 32]).collect(),
-            // 60 fresh tokens; one token into a block begun earlier; one that begins a block.
+            // 60 new tokens; one token in a block begun earlier; one token that begins a block.
             sequences: vec![sequence(0, 60, 60, 0), sequence(60, 1, 18, 4), sequence(61, 1, 33, 6)],
             block_tables: (0..9).collect(),
             logits_at: vec![59, 60, 61],
@@ -255,7 +260,8 @@ mod tests {
         };
         let mut step = Step::new(heads, vec![rope], false);
         assert_eq!(queries_per_tile(heads), 8);
-        // Blocks from 100 on are a sequence's own. The fourth leaves the others after 7 blocks, the sixth at once.
+        // Each block from 100 on belongs to one sequence. The fourth sequence differs after 7
+        // blocks, the sixth from the start.
         let tables: [Vec<u32>; 6] = [
             (0..9).chain([100]).collect(),
             (0..9).chain([101]).collect(),

@@ -1,4 +1,4 @@
-//! What tests of the operations share.
+//! Helpers that the tests of the operations share.
 
 use std::sync::OnceLock;
 
@@ -47,7 +47,7 @@ pub fn buffer(values: &[f32], rows: usize, width: usize) -> Buffer {
     }
 }
 
-/// So many threads, fewer than 10, which tests share.
+/// `count` threads (fewer than 10), which all tests share.
 pub fn on_threads(isa: Isa, count: usize) -> On<'static> {
     static THREADS: [OnceLock<Threads>; 10] = [const { OnceLock::new() }; 10];
     let threads = THREADS[count].get_or_init(|| Threads::new(count).expect("the system gives threads"));

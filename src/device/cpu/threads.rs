@@ -1,9 +1,9 @@
-//! Threads that share out the parts of a step.
+//! The CPU device's thread pool, which divides the operations of a step among threads.
 //!
-//! A step is a hundred regions or more, many of them some ten microseconds long. Threads of a general pool sleep as soon as they
-//! have nothing to do, and waking one takes longer than such a region; these look for the next region for a while, then let others
-//! go first on their core, and sleep only when no region has come for [`PATIENCE`].
-//! ("Threads" in `benches/README.md` has both side by side.)
+//! A step consists of a hundred or more parallel regions, many of them about ten microseconds long.
+//! Threads of a general pool sleep as soon as they are idle, and waking one takes longer than such
+//! a region. These threads spin for a while, then yield their core, and sleep only after
+//! [`PATIENCE`] without a region. ("Threads" in `benches/README.md` compares both.)
 //!
 //! See docs/decisions/068-cpu-steps-have-their-own-threads.md.
 
@@ -17,78 +17,80 @@ use std::thread::{JoinHandle, park, yield_now};
 use std::time::{Duration, Instant};
 use std::{hint, io};
 
-/// Looks for work before others may have the core: some 30 microseconds.
+/// Spin iterations before a thread yields its core: about 30 microseconds.
 const LOOKS: u32 = 1000;
-/// A thread that has seen no work for so long sleeps.
+/// Idle time after which a thread sleeps.
 const PATIENCE: Duration = Duration::from_millis(2);
-/// Elements below which an operation by elements is not worth another thread.
+/// Minimum elements of an element-wise operation for more than one thread to be worthwhile.
 const SERIAL_ELEMENTS: usize = 1 << 13;
-/// Parts of an operation for each thread, so that a slow thread takes fewer.
+/// Parts of an operation per thread: several, so that a slow thread takes fewer.
 const PARTS_A_THREAD: usize = 4;
 
-/// In [`Shared::state`]: helpers may come in.
+/// Flag of [`Shared::state`]: helpers may enter the region.
 const OPEN: u64 = 1;
-/// A helper that is in.
+/// One helper in the region, in [`Shared::state`].
 const ONE_IN: u64 = 2;
 const ALL_IN: u64 = NUMBER - ONE_IN;
-/// One of the region's number.
+/// Increment of the region's number, in the upper half of [`Shared::state`].
 const NUMBER: u64 = 1 << 32;
 
 thread_local! {
-    /// Is this thread within a region?
+    /// Whether this thread is running tasks of a region.
     static WITHIN: Cell<bool> = const { Cell::new(false) };
 }
 
-/// The calling thread and helpers, which work in regions, one region at a time.
+/// A thread pool: the calling thread and helper threads. It runs one parallel region at a time.
 pub struct Threads {
     shared: Arc<Shared>,
     helpers: Vec<JoinHandle<()>>,
     turn: Mutex<()>,
 }
 
-/// What a thread does in a region, given its number and the tasks.
+/// The function that each thread runs in a region, given the thread's number and the tasks.
 type Job<'a> = dyn Fn(usize, Tasks<'_>) + Sync + 'a;
 
-/// On cache lines of its own.
+/// A value on cache lines of its own, to avoid false sharing.
 #[repr(align(128))]
 struct Apart<T>(T);
 
 struct Shared {
-    /// The region's number, helpers that are in, and [`OPEN`].
+    /// The region's number, the number of helpers in the region, and [`OPEN`].
     state: Apart<AtomicU64>,
     /// The next task of each thread's range.
     next: Vec<Apart<AtomicUsize>>,
-    /// Written only while the region is closed and no helper is in; read only by helpers that are in.
+    /// Written only while the region is closed and contains no helper. Read only by helpers in the
+    /// region.
     region: UnsafeCell<Option<Region>>,
     asleep: Vec<AtomicBool>,
     leave: AtomicBool,
-    /// What a helper's task panicked with.
+    /// Payload of a panic in a helper's task.
     panic: Mutex<Option<Box<dyn Any + Send>>>,
 }
 
 #[derive(Clone, Copy)]
 struct Region {
-    /// Lives at least as long as helpers are in.
+    /// Valid as long as a helper is in the region.
     job: *const Job<'static>,
     tasks: usize,
 }
 
-// SAFETY: `region` is handed over by `state`, as it says; the job is `Sync`, and all else is by itself.
+// SAFETY: `state` synchronises access to `region`, as documented there; the job and all other
+// fields are `Sync`.
 unsafe impl Sync for Shared {}
 // SAFETY: as above.
 unsafe impl Send for Shared {}
 
-/// Tasks of a region, each handed out once: first those of the thread's own range, so that what it reads lies together, then what
-/// others have left.
+/// Iterator over the tasks of a region, each of which is handed out once. A thread first takes the
+/// tasks of its own range, for locality, then the remaining tasks of other threads' ranges.
 pub struct Tasks<'a> {
     next: &'a [Apart<AtomicUsize>],
     tasks: usize,
     thread: usize,
-    /// Ranges seen empty, from the thread's own on.
+    /// Number of ranges found empty so far, starting with the thread's own.
     empty: usize,
 }
 
-/// Where a thread's range begins.
+/// First task of a thread's range.
 fn start(tasks: usize, thread: usize, threads: usize) -> usize {
     tasks * thread / threads
 }
@@ -102,7 +104,7 @@ impl Iterator for Tasks<'_> {
             let whose = (self.thread + self.empty) % threads;
             let end = start(self.tasks, whose + 1, threads);
             let next = &self.next[whose].0;
-            // Looking first leaves the line of an empty range where it is.
+            // The load comes first so that an empty range's cache line stays shared.
             if next.load(Ordering::Relaxed) < end {
                 let task = next.fetch_add(1, Ordering::Relaxed);
                 if task < end {
@@ -115,7 +117,7 @@ impl Iterator for Tasks<'_> {
     }
 }
 
-/// As [`Tasks`]: items of a slice.
+/// As [`Tasks`], over the items of a slice.
 pub struct Items<'a, T> {
     tasks: Tasks<'a>,
     first: *mut T,
@@ -132,10 +134,10 @@ impl<'a, T> Iterator for Items<'a, T> {
 }
 
 impl Threads {
-    /// The calling thread and `count - 1` more.
+    /// A pool of the calling thread and `count - 1` helpers.
     ///
     /// # Errors
-    /// The operating system gives no threads.
+    /// If the operating system cannot start a thread.
     pub fn new(count: usize) -> io::Result<Threads> {
         let helpers = count.max(1) - 1;
         let shared = Arc::new(Shared {
@@ -154,18 +156,18 @@ impl Threads {
         for i in 0..helpers {
             let shared = Arc::clone(&threads.shared);
             let builder = std::thread::Builder::new().name(format!("cpu-{}", i + 1));
-            // Where one cannot be had, those before it leave with `threads`.
+            // On an error, dropping `threads` ends the helpers started so far.
             threads.helpers.push(builder.spawn(move || shared.help(i))?);
         }
         Ok(threads)
     }
 
-    /// The calling thread included.
+    /// Number of threads, including the calling thread.
     pub fn count(&self) -> usize {
         self.helpers.len() + 1
     }
 
-    /// Into how many parts an operation over so many elements is best cut.
+    /// Number of parts into which to divide an operation over `elements` elements.
     pub fn parts(&self, elements: usize) -> usize {
         match elements < SERIAL_ELEMENTS || self.helpers.is_empty() {
             true => 1,
@@ -173,11 +175,11 @@ impl Threads {
         }
     }
 
-    /// Calls `job` on each thread that comes, with the thread's number (below [`count`](Self::count)) and the tasks, until all
-    /// tasks `0..tasks` are done.
+    /// Runs the tasks `0..tasks`: calls `job` on each thread that joins, with the thread's number
+    /// (below [`count`](Self::count)) and an iterator over tasks. Returns when all tasks are done.
     ///
     /// # Panics
-    /// `job` does, on any thread; or it is called from within a task.
+    /// If `job` panics on any thread, or if this is called from within a task.
     pub fn share(&self, tasks: usize, job: impl Fn(usize, Tasks<'_>) + Sync) {
         if tasks <= 1 || self.helpers.is_empty() {
             alone(tasks, job);
@@ -186,13 +188,13 @@ impl Threads {
         }
     }
 
-    /// As [`share`](Self::share), with a task for each of the items, which hold so many elements in all: the calling thread does
-    /// a few elements alone.
+    /// As [`share`](Self::share), with one task per item. The items hold `elements` elements in
+    /// total; if these are few, the calling thread runs all tasks alone.
     ///
     /// # Panics
     /// As [`share`](Self::share).
     pub fn share_mut<T: Send>(&self, elements: usize, items: &mut [T], job: impl Fn(usize, Items<'_, T>) + Sync) {
-        /// A pointer that threads may have: they take items apart.
+        /// A pointer that threads may share, because each accesses different items.
         struct First<T>(*mut T);
         // SAFETY: each item goes to one thread only, and `T` may be sent.
         unsafe impl<T: Send> Sync for First<T> {}
@@ -221,15 +223,17 @@ impl Threads {
         assert!(!WITHIN.get(), "a task of a region shares out work of its own");
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         let shared = &*self.shared;
-        // SAFETY: only the lifetime changes; no helper is in once this function ends.
+        // SAFETY: only the lifetime changes; no helper is in the region once this function returns.
         let job_always: *const Job<'static> = unsafe { std::mem::transmute(std::ptr::from_ref(job)) };
-        // SAFETY: the region before is closed, no helper is in, and this thread has the turn.
+        // SAFETY: the previous region is closed and contains no helper, and this thread holds
+        // `turn`.
         unsafe { *shared.region.get() = Some(Region { job: job_always, tasks }) };
         for (thread, next) in shared.next.iter().enumerate() {
             next.0.store(start(tasks, thread, shared.next.len()), Ordering::Relaxed);
         }
         let number = (shared.state.0.load(Ordering::Relaxed) & !(NUMBER - 1)).wrapping_add(NUMBER);
-        // In one order with `asleep`: either the helper sees the region, or it is seen asleep.
+        // Sequentially consistent with `asleep`: either the helper sees the region, or this thread
+        // sees that the helper is asleep.
         shared.state.0.store(number | OPEN, Ordering::SeqCst);
         for (asleep, helper) in shared.asleep.iter().zip(&self.helpers).take(tasks - 1) {
             if asleep.load(Ordering::SeqCst) {
@@ -262,7 +266,7 @@ fn alone(tasks: usize, job: impl Fn(usize, Tasks<'_>)) {
     );
 }
 
-/// The shortest wait, and after some of them one that lets others go first.
+/// Waits for a moment: spins the first [`LOOKS`] times, then yields the core.
 fn wait(looks: &mut u32) {
     if *looks < LOOKS {
         *looks += 1;
@@ -274,7 +278,7 @@ fn wait(looks: &mut u32) {
 
 impl Shared {
     fn work(&self, thread: usize, job: &Job<'_>, tasks: usize) {
-        /// Also where the job panics.
+        /// Resets the flag when dropped, also if the job panics.
         struct Leave;
         impl Drop for Leave {
             fn drop(&mut self) {
@@ -294,12 +298,13 @@ impl Shared {
         );
     }
 
-    /// A helper's life.
+    /// The main loop of a helper.
     fn help(&self, helper: usize) {
         let mut seen = 0;
         while let Some(number) = self.come_in(helper, seen) {
             seen = number;
-            // SAFETY: this helper is in, so nobody writes, and the job lives.
+            // SAFETY: this helper is in the region, so nobody writes to `region` and the job is
+            // alive.
             let (job, tasks) = unsafe {
                 let region = (*self.region.get()).expect("an open region");
                 (&*region.job, region.tasks)
@@ -311,7 +316,8 @@ impl Shared {
         }
     }
 
-    /// Waits for an open region that is not the one seen last, and enters it; its number, or none when it is time to leave.
+    /// Waits for an open region other than the last one seen, and enters it. Returns its number, or
+    /// `None` on shutdown.
     fn come_in(&self, helper: usize, seen: u64) -> Option<u64> {
         let (mut looks, mut tired) = (0, None);
         loop {
@@ -344,7 +350,8 @@ impl Shared {
         asleep.store(true, Ordering::SeqCst);
         while !is_new(self.state.0.load(Ordering::SeqCst), seen) && !self.leave.load(Ordering::SeqCst) {
             park();
-            // Woken for a region that others have finished: more of them will follow.
+            // The region that woke this helper is already finished. More regions are likely to
+            // follow, so the helper stays awake.
             if self.state.0.load(Ordering::Relaxed) & !(NUMBER - 1) != seen {
                 break;
             }
@@ -375,7 +382,7 @@ impl Drop for Threads {
         self.shared.leave.store(true, Ordering::SeqCst);
         for helper in self.helpers.drain(..) {
             helper.thread().unpark();
-            // What a task panicked with has been handed on.
+            // Panics of tasks have already been passed on to the caller.
             let _ = helper.join();
         }
     }

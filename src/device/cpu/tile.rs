@@ -1,11 +1,12 @@
-//! The one matrix kernel: a few packed rows times panels of 16 columns.
+//! The F32 matrix kernel: a few packed rows times panels of 16 columns.
 //!
-//! `c[r][n] (+)= sum over k of a[k][r] * b[panel(n)][k][n % 16]`. Each output element is summed over k in order with
-//! fused multiply-add, starting from 0 (or from `c` where the product goes on from an earlier part of k). That order
-//! is the same for every row count, instruction set and split of the work, so results do not depend on the batch.
+//! `c[r][n] (+)= sum over k of a[k][r] * b[panel(n)][k][n % 16]`. Each output element is summed
+//! over k in order with fused multiply-add. The sum starts from 0, or from `c` if the product
+//! continues an earlier part of k. That order is the same for every row count, instruction set and
+//! split of the work, so results do not depend on the batch.
 //!
-//! Linear layers use it with weights as panels, attention with keys (`[head_dim][16 positions]`) and values
-//! (`[16 positions][16 dims]`) as panels.
+//! Linear layers pass weights as panels. Attention passes keys (`[head_dim][16 positions]`) and
+//! values (`[16 positions][16 dims]`) as panels.
 
 use super::aligned::ZeroBits;
 use super::isa::Isa;
@@ -24,17 +25,17 @@ pub struct Product<E> {
     pub a: *const f32,
     /// First panel, `[k][16]`.
     pub b: *const E,
-    /// Elements from one panel to the next.
+    /// Distance between the starts of two panels, in elements.
     pub panel_stride: usize,
     pub panels: usize,
-    /// `[rows][c_stride]`; 16 columns a panel are written.
+    /// Output, `[rows][c_stride]`. 16 columns per panel are written.
     pub c: *mut f32,
     pub c_stride: usize,
-    /// Go on from what stands in `c`.
+    /// Add to the numbers already in `c`.
     pub accumulate: bool,
 }
 
-/// Most rows a product may have.
+/// Maximum rows of a product.
 pub fn max_rows(isa: Isa) -> usize {
     match isa {
         #[cfg(target_arch = "x86_64")]
@@ -45,7 +46,7 @@ pub fn max_rows(isa: Isa) -> usize {
     }
 }
 
-/// Most panels that [`product`] keeps in registers at once for so many rows.
+/// Maximum panels whose sums [`product`] keeps in registers at once, for `rows` rows.
 pub fn panels_at_once(isa: Isa, rows: usize) -> usize {
     match isa {
         #[cfg(target_arch = "x86_64")]
@@ -66,9 +67,9 @@ pub fn panels_at_once(isa: Isa, rows: usize) -> usize {
 
 /// A stored number that kernels widen to F32 exactly.
 pub trait Element: ZeroBits + Default + Send + Sync + 'static {
-    /// The value.
+    /// The value in F32.
     fn widen(self) -> f32;
-    /// The nearest stored number.
+    /// The number nearest to `x`.
     fn narrow(x: f32) -> Self;
     /// Runs a product whose `panels` are 1 or [`panels_at_once`].
     ///
@@ -90,8 +91,9 @@ pub struct F16(pub u16);
 /// Runs a product.
 ///
 /// # Safety
-/// `a` holds `k * rows` numbers, `b` holds `(panels - 1) * panel_stride + k * 16`, and `rows` rows of `panels * 16`
-/// numbers at stride `c_stride` from `c` may be written (and read, where it accumulates) by nobody else meanwhile.
+/// `a` holds `k * rows` numbers and `b` holds `(panels - 1) * panel_stride + k * 16` elements. The
+/// caller has exclusive access to `rows` rows of `panels * 16` numbers at stride `c_stride` from
+/// `c`.
 pub unsafe fn product<E: Element>(isa: Isa, p: Product<E>) {
     debug_assert!(p.rows >= 1 && p.rows <= max_rows(isa));
     let at_once = panels_at_once(isa, p.rows);
@@ -143,7 +145,7 @@ unsafe fn portable<E: Element, const ROWS: usize>(p: Product<E>) {
 
 #[inline(always)]
 unsafe fn portable_tile<E: Element>(p: Product<E>) {
-    // SAFETY: passed on.
+    // SAFETY: the caller upholds the same contract.
     unsafe {
         match p.rows {
             1 => portable::<E, 1>(p),
@@ -178,7 +180,8 @@ mod x86 {
                     }
                     let (mut a, mut b) = (p.a, p.b);
                     for _ in 0..p.k {
-                        // Whichever of rows and panels are fewer wait in registers; the sums take up to 24 of the 32.
+                        // The operand with fewer vectors, rows or panels, is kept in registers. The
+                        // sums take up to 24 of the 32.
                         if ROWS < PANELS {
                             let mut x = [_mm512_setzero_ps(); ROWS];
                             for r in 0..ROWS {
@@ -218,7 +221,7 @@ mod x86 {
             /// # Safety
             /// As [`super::product`], on a processor with AVX-512.
             pub unsafe fn $pick(p: Product<$element>) {
-                // SAFETY: passed on.
+                // SAFETY: the caller upholds the same contract.
                 unsafe {
                     match (p.rows, p.panels) {
                         (1, 1) => $name::<1, 1>(p),
@@ -305,7 +308,7 @@ mod x86 {
             /// # Safety
             /// As [`super::product`], on a processor with AVX2, FMA and F16C.
             pub unsafe fn $pick(p: Product<$element>) {
-                // SAFETY: passed on.
+                // SAFETY: the caller upholds the same contract.
                 unsafe {
                     match (p.rows, p.panels) {
                         (1, 1) => $name::<1, 1>(p),

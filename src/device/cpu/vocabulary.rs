@@ -1,28 +1,33 @@
-//! Passes over one row of logits that sampling makes on the host, with the processor's best instructions.
+//! Vectorised passes over one row of logits, for sampling on the host. They use the processor's
+//! best instruction set.
 //!
-//! Each gives the same bits on every instruction set.
+//! Each pass gives the same bits on every instruction set.
 
 use std::sync::LazyLock;
 
 use super::isa::{Isa, multiversion};
 use super::math::{exp, sum16};
 
-/// Weights that are summed in F32 before the sum goes on in F64.
+/// Number of weights per partial sum. A partial sum is computed in F32; partial sums are added in
+/// F64.
 pub const SUM_CHUNK: usize = 1024;
-/// Steps at which [`weigh`] says how much the weights of at least that are together.
+/// Thresholds of [`Weights::over`], descending.
 pub const STEPS: [f32; 3] = [1.0 / 64.0, 1.0 / 1024.0, 1.0 / 65536.0];
 
 static ISA: LazyLock<Isa> = LazyLock::new(Isa::detect);
 
-/// The largest logit, minus infinity where there is none; `None`: some are NaN or infinite.
+/// The largest logit, or minus infinity if there is none. `None` if a logit is NaN or plus
+/// infinity.
 pub fn largest(logits: &[f32]) -> Option<f32> {
     let (mut max, mut broken) = (f32::NEG_INFINITY, false);
     largest_on(*ISA, logits, &mut max, &mut broken);
     (!broken).then_some(max)
 }
 
-/// Copies the logits to `row`, minus infinity where `mask` (a bit a token, 32 to a word, zero beyond its end) has no bit. The largest
-/// of those that stay, minus infinity where there is none; `None`: some of all logits are NaN or infinite.
+/// Copies the logits to `row`, with minus infinity for tokens that `mask` excludes. The mask has
+/// one bit per token, 32 per word; tokens beyond its end are excluded. Returns the largest logit of
+/// the allowed tokens, or minus infinity if there is none. Returns `None` if any logit, even of an
+/// excluded token, is NaN or plus infinity.
 pub fn restrict(logits: &[f32], mask: &[u32], row: &mut Vec<f32>) -> Option<f32> {
     row.resize(logits.len(), 0.0);
     let (mut max, mut broken) = (f32::NEG_INFINITY, false);
@@ -30,26 +35,26 @@ pub fn restrict(logits: &[f32], mask: &[u32], row: &mut Vec<f32>) -> Option<f32>
     (!broken).then_some(max)
 }
 
-/// All tokens' weights relative to the most probable one's, which is 1.
+/// Weights of all tokens, relative to the most probable token, whose weight is 1.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Weights {
     pub each: Vec<f32>,
-    /// By [`SUM_CHUNK`].
+    /// Sum of each chunk of [`SUM_CHUNK`] weights.
     pub sums: Vec<f32>,
-    /// About the sum of the weights that are not below each of [`STEPS`].
+    /// For each of [`STEPS`], the approximate sum of the weights that are at least as large.
     pub over: [f32; STEPS.len()],
 }
 
 /// `each[i] = e^((logits[i] - max) * inverse_temperature)`, and their sums.
 ///
-/// No logit is larger than `max`, which is finite.
+/// `max` must be finite and at least the largest logit.
 pub fn weigh(logits: &[f32], max: f32, inverse_temperature: f32, weights: &mut Weights) {
     weights.each.resize(logits.len(), 0.0);
     weights.sums.resize(logits.len().div_ceil(SUM_CHUNK), 0.0);
     weigh_on(*ISA, logits, max, inverse_temperature, weights);
 }
 
-/// Indices of the weights that are not below `least`, ascending, to `indices`.
+/// Writes the indices of the weights that are at least `least` to `indices`, ascending.
 pub fn not_below(weights: &[f32], least: f32, indices: &mut Vec<u32>) {
     indices.clear();
     not_below_on(*ISA, weights, least, indices);
