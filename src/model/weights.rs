@@ -1,5 +1,7 @@
 //! A checkpoint's weights: safetensors, in one file or in the files that an index lists. Never pickle.
 
+#![expect(unsafe_code, reason = "maps files into memory")]
+
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io::Read;

@@ -8,6 +8,8 @@
 //! Intrinsics for AMX are not stable: everything between loading the tile configuration and releasing the tiles stands in one
 //! `asm!` block, since nothing else promises that tiles survive.
 
+#![expect(unsafe_code, reason = "AMX has no stable intrinsics")]
+
 use std::arch::asm;
 use std::arch::x86_64::*;
 use std::sync::OnceLock;

@@ -2,8 +2,8 @@
 //!
 //! Activations are F32 in memory (in BF16 they hold BF16 values). In F32 a row's results are the same bits whatever
 //! else is in the batch, however the work is shared out to threads, and on every instruction set.
-//! `unsafe` stands only in kernels and where they are called: `tile.rs`, `int8.rs`, `bf16.rs`, `amx.rs`, `linear.rs`,
-//! `attention.rs`, `attention_int8.rs`, `softmax_int8.rs`, `gated.rs`, `aligned.rs`, `isa.rs`, `threads.rs` and `SharedMut`.
+//! `unsafe` stands only in kernels and where they are called, in files that begin with `#![expect(unsafe_code)]`, and in
+//! `SharedMut` and `multiversion!`.
 //!
 //! See docs/decisions/060-f32-does-not-depend-on-the-batch.md.
 
@@ -198,8 +198,10 @@ struct SharedMut<'a> {
 }
 
 // SAFETY: parts are only reached through unsafe methods, whose callers keep them disjoint.
+#[expect(unsafe_code, reason = "threads write parts of one buffer")]
 unsafe impl Sync for SharedMut<'_> {}
 
+#[expect(unsafe_code, reason = "threads write parts of one buffer")]
 impl<'a> SharedMut<'a> {
     fn new(data: &'a mut [f32]) -> SharedMut<'a> {
         SharedMut {

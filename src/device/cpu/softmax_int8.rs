@@ -1,5 +1,7 @@
 //! The online softmax of attention in 8 bits: a row's scores of a span become bytes that its values are multiplied by.
 
+#![expect(unsafe_code, reason = "kernels take addresses and need instructions")]
+
 use super::attention::RowState;
 use super::attention_int8::{BLOCKS, ROWS_MAX};
 use super::isa::{Isa, multiversion};

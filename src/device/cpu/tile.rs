@@ -7,6 +7,8 @@
 //! Linear layers use it with weights as panels, attention with keys (`[head_dim][16 positions]`) and values
 //! (`[16 positions][16 dims]`) as panels.
 
+#![expect(unsafe_code, reason = "kernels take addresses and need instructions")]
+
 use super::aligned::ZeroBits;
 use super::isa::Isa;
 

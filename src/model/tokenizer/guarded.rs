@@ -1,5 +1,7 @@
 //! Calls of the tokenizers library, which panics at some foreign input: that is an error of the input, not the process's.
 
+#![expect(unsafe_code, reason = "calls of Oniguruma, a C library")]
+
 use std::cell::Cell;
 use std::ffi::{c_uint, c_ulong};
 use std::panic::{AssertUnwindSafe, catch_unwind, set_hook, take_hook};
