@@ -313,6 +313,7 @@ impl<D: Device> Transformer<D> {
     }
 
     /// What makes a batch unfit to run, if anything: the caller's mistake, never a row's.
+    #[expect(clippy::too_many_lines, reason = "a list of checks")]
     fn check(&self, batch: &StepBatch) -> Result<(), String> {
         if batch.positions.len() != batch.tokens.len() {
             return Err(format!(
@@ -393,6 +394,7 @@ impl<D: Device> Transformer<D> {
 
     /// Runs a checked batch. `see` is shown the activations that each layer's
     /// linear operations read.
+    #[expect(clippy::too_many_lines, reason = "a model's operations, in order")]
     fn run(
         &mut self,
         batch: &StepBatch,
