@@ -4,6 +4,8 @@
 //! Start reading at [`worker`], which processes a shard from receipt to acknowledgement and calls
 //! the other modules.
 
+#![cfg_attr(test, expect(clippy::too_many_lines, reason = "tests hold tables of cases"))]
+
 #[macro_use]
 mod say;
 

@@ -1,5 +1,7 @@
 //! The integration tests, one binary: its `mod` lines are the table of contents.
 
+#![expect(clippy::too_many_lines, reason = "tests hold tables of cases")]
+
 mod support;
 
 mod bad_input;

@@ -57,6 +57,7 @@ fn files_stay_short() {
     assert!(long.is_empty(), "{long:#?}");
 }
 
+/// The compiler refuses `unsafe_code` unless a file lifts that: these may.
 #[test]
 fn unsafe_stands_only_where_it_may() {
     let allowed = [
@@ -72,13 +73,7 @@ fn unsafe_stands_only_where_it_may() {
     let found: Vec<String> = files("src", "rs")
         .into_iter()
         .filter(|path| !allowed.iter().any(|a| name(path).starts_with(a)))
-        .filter(|path| {
-            fs::read_to_string(path).unwrap().lines().any(|line| {
-                let code = line.split("//").next().unwrap();
-                code.split(|c: char| !c.is_alphanumeric() && c != '_')
-                    .any(|word| word == "unsafe")
-            })
-        })
+        .filter(|path| fs::read_to_string(path).unwrap().contains("unsafe_code"))
         .map(|path| name(&path))
         .collect();
     assert!(found.is_empty(), "{found:?}");

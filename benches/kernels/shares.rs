@@ -4,6 +4,8 @@
 //! out to the same threads in eight parts. The limit is the slower of the latter two. Others on the machine slow all three down
 //! alike, so that the share, the median of each turn's own, holds even there; what is done a second does not.
 
+#![expect(unsafe_code, reason = "loops of AVX-512 intrinsics over addresses")]
+
 use std::arch::x86_64::*;
 use std::hint::black_box;
 use std::time::Instant;

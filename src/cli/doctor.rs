@@ -66,6 +66,7 @@ pub async fn doctor(args: DoctorArgs) -> Result<Exit, Failure> {
     Ok(if report.right { Exit::Done } else { Exit::Failure })
 }
 
+#[expect(clippy::too_many_lines, reason = "an examination, in order")]
 fn examine(args: &DoctorArgs) -> Result<Report, Failure> {
     let ordinal = match args.device.resolve()? {
         ResolvedDevice::Cuda(ordinal) => ordinal,

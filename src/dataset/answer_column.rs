@@ -32,14 +32,9 @@ impl AnswerType {
     /// # Errors
     /// An answer does not fit the type; [`AnswerType::check`] finds this beforehand.
     pub fn column(&self, answers: &[Option<&Answer>]) -> Result<ArrayRef, DatasetError> {
-        let given = |at: usize| answers[at].filter(|answer| **answer != Answer::Null);
         let count = answers.len();
         Ok(match self {
-            AnswerType::Json => Arc::new(
-                (0..count)
-                    .map(|at| given(at).map(Answer::compact))
-                    .collect::<StringArray>(),
-            ),
+            AnswerType::Json => Arc::new(StringArray::from(each(answers, |answer| Some(answer.compact()))?)),
             AnswerType::Text => Arc::new(StringArray::from(each(answers, |answer| match answer {
                 Answer::Text(text) => Some(text.as_str()),
                 _ => None,

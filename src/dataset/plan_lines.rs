@@ -238,7 +238,6 @@ impl LinesPlan<'_> {
             name: field.name().clone(),
             kind: field.data_type().to_string(),
         });
-        let columns = columns.collect();
         let mixed = |name: &String| {
             let words = self.kinds.get(name)?.mixed()?;
             let line = format!(
@@ -251,7 +250,7 @@ impl LinesPlan<'_> {
             files,
             shards: self.builder.finish(),
             carry_schema,
-            columns,
+            columns: columns.collect(),
             layout: Layout {
                 csv,
                 ..Layout::default()

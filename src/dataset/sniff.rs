@@ -39,6 +39,7 @@ pub async fn sniff(file: &PinnedFile, told: Option<Format>) -> Result<(TextFile,
 }
 
 /// `first`: the stored bytes that the file begins with.
+#[expect(clippy::too_many_lines, reason = "one order of guesses")]
 async fn format_of(
     text: &TextFile,
     first: &Bytes,

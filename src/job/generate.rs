@@ -254,33 +254,7 @@ fn shape(file: &GenerateFile) -> Result<ShapeSpec, FieldError> {
         );
     }
     if let Some(choices) = &file.choice {
-        if choices.is_empty() || choices.len() > CHOICES_MAX {
-            return bad(
-                "choice",
-                format!("has {} texts; it takes from 1 to {CHOICES_MAX}", choices.len()),
-            );
-        }
-        let bytes: usize = choices.iter().map(String::len).sum();
-        if bytes > CHOICE_BYTES_MAX {
-            return bad(
-                "choice",
-                format!("has {bytes} bytes together, more than {CHOICE_BYTES_MAX}"),
-            );
-        }
-        let mut seen = std::collections::HashSet::new();
-        for choice in choices {
-            if choice.is_empty() {
-                return bad("choice", "holds an empty text");
-            }
-            check_length("choice", choice)?;
-            if !seen.insert(choice) {
-                return bad("choice", format!("holds `{choice}` twice"));
-            }
-        }
-        return Ok(ShapeSpec::Choice {
-            choices: choices.clone(),
-            probabilities,
-        });
+        return choice(choices, probabilities);
     }
     if let Some(schema) = &file.json_schema {
         match schema {
@@ -303,4 +277,34 @@ fn shape(file: &GenerateFile) -> Result<ShapeSpec, FieldError> {
         Some(regex) => Ok(ShapeSpec::Regex(regex.clone())),
         None => Ok(ShapeSpec::Free),
     }
+}
+
+fn choice(choices: &[String], probabilities: bool) -> Result<ShapeSpec, FieldError> {
+    if choices.is_empty() || choices.len() > CHOICES_MAX {
+        return bad(
+            "choice",
+            format!("has {} texts; it takes from 1 to {CHOICES_MAX}", choices.len()),
+        );
+    }
+    let bytes: usize = choices.iter().map(String::len).sum();
+    if bytes > CHOICE_BYTES_MAX {
+        return bad(
+            "choice",
+            format!("has {bytes} bytes together, more than {CHOICE_BYTES_MAX}"),
+        );
+    }
+    let mut seen = std::collections::HashSet::new();
+    for choice in choices {
+        if choice.is_empty() {
+            return bad("choice", "holds an empty text");
+        }
+        check_length("choice", choice)?;
+        if !seen.insert(choice) {
+            return bad("choice", format!("holds `{choice}` twice"));
+        }
+    }
+    Ok(ShapeSpec::Choice {
+        choices: choices.to_vec(),
+        probabilities,
+    })
 }

@@ -181,6 +181,7 @@ impl<'a> Walk<'a> {
         body.iter().for_each(|statement| self.statement(statement));
     }
 
+    #[expect(clippy::too_many_lines, reason = "one arm per kind of statement")]
     fn statement(&mut self, statement: &Stmt<'a>) {
         match statement {
             Stmt::Template(template) => self.body(&template.children),

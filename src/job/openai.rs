@@ -324,40 +324,8 @@ fn near(name: &str) -> String {
 /// A body's output constraint replaces the job's.
 fn shape(body: &Map<String, Value>, file: &mut GenerateFile) -> Result<(), String> {
     let mut asked: Vec<(&str, GenerateFile)> = Vec::new();
-    match body.get("response_format").filter(|format| !format.is_null()) {
-        None => {}
-        Some(format) => match format["type"].as_str() {
-            Some("text") => asked.push(("response_format", GenerateFile::default())),
-            Some("json_object") => {
-                let schema = serde_json::json!({"type": "object"});
-                asked.push((
-                    "response_format",
-                    GenerateFile {
-                        json_schema: Some(schema),
-                        ..Default::default()
-                    },
-                ));
-            }
-            Some("json_schema") => {
-                let schema = format["json_schema"]["schema"].clone();
-                if !schema.is_object() {
-                    return Err("`response_format.json_schema.schema` is no object".into());
-                }
-                asked.push((
-                    "response_format",
-                    GenerateFile {
-                        json_schema: Some(schema),
-                        ..Default::default()
-                    },
-                ));
-            }
-            _ => {
-                return Err(format!(
-                    "`response_format.type` is {}, which is not supported",
-                    format["type"]
-                ));
-            }
-        },
+    if let Some(format) = body.get("response_format").filter(|format| !format.is_null()) {
+        asked.push(("response_format", response_format(format)?));
     }
     let mut guided = |name: &'static str, kind: &str, value: &Value| -> Result<(), String> {
         let mut one = GenerateFile::default();
@@ -415,6 +383,30 @@ fn shape(body: &Map<String, Value>, file: &mut GenerateFile) -> Result<(), Strin
         file.regex = one.regex;
     }
     Ok(())
+}
+
+fn response_format(format: &Value) -> Result<GenerateFile, String> {
+    let json_schema = match format["type"].as_str() {
+        Some("text") => None,
+        Some("json_object") => Some(serde_json::json!({"type": "object"})),
+        Some("json_schema") => {
+            let schema = format["json_schema"]["schema"].clone();
+            if !schema.is_object() {
+                return Err("`response_format.json_schema.schema` is no object".into());
+            }
+            Some(schema)
+        }
+        _ => {
+            return Err(format!(
+                "`response_format.type` is {}, which is not supported",
+                format["type"]
+            ));
+        }
+    };
+    Ok(GenerateFile {
+        json_schema,
+        ..Default::default()
+    })
 }
 
 fn replace<T>(slot: &mut Option<T>, value: Option<T>) {

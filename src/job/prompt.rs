@@ -86,6 +86,7 @@ struct Named {
 
 impl Renderer {
     /// Compiles the job's templates for a model.
+    #[expect(clippy::too_many_lines, reason = "checks need what others made")]
     pub fn new(job: &Job, setup: RenderSetup) -> Result<Renderer, JobError> {
         let invalid = |message: String| JobError::Invalid {
             place: job.file.clone(),

@@ -252,15 +252,13 @@ impl Reader<'_> {
                 Family::Gemma3 => self.soft_cap("final_logit_softcapping", None)?,
                 _ => None,
             },
-            embedding_scale: if family.is_gemma() {
-                (hidden_size as f64).sqrt() as f32
-            } else {
-                1.0
+            embedding_scale: match family.is_gemma() {
+                true => (hidden_size as f64).sqrt() as f32,
+                false => 1.0,
             },
-            activation: if family.is_gemma() {
-                Activation::GeluTanh
-            } else {
-                Activation::Silu
+            activation: match family.is_gemma() {
+                true => Activation::GeluTanh,
+                false => Activation::Silu,
             },
             norm_eps: self.number_in("rms_norm_eps", 0.0, 1.0)?.unwrap_or(1e-6) as f32,
             norms_from_one: family.is_gemma(),

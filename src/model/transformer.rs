@@ -3,8 +3,7 @@
 //!
 //! Per layer: norm → fused q, k, v → RoPE and KV store → attention → output projection → norm →
 //! gate, up and their product → down projection. Some families also normalise the outputs of the
-//! output and down projections before the residual addition. All buffers are kept from step to
-//! step.
+//! output and down projections before the residual addition. Steps share all buffers.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -325,6 +324,7 @@ impl<D: Device> Transformer<D> {
     }
 
     /// Checks that a batch fits the model. An error is the caller's mistake, never a row's.
+    #[expect(clippy::too_many_lines, reason = "a list of checks")]
     fn check(&self, batch: &StepBatch) -> Result<(), String> {
         if batch.positions.len() != batch.tokens.len() {
             return Err(format!(
@@ -404,6 +404,7 @@ impl<D: Device> Transformer<D> {
     }
 
     /// Runs a checked batch. `see` gets the activations that each layer's linear operations read.
+    #[expect(clippy::too_many_lines, reason = "a model's operations, in order")]
     fn run(
         &mut self,
         batch: &StepBatch,

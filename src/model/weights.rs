@@ -1,6 +1,8 @@
 //! A checkpoint's weights: one safetensors file, or the safetensors files that an index lists.
 //! Pickle files are never read.
 
+#![expect(unsafe_code, reason = "maps files into memory")]
+
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io::Read;

@@ -230,6 +230,7 @@ impl Intake {
     }
 
     /// Writes the attempt record, reads its rows, and hands the shard to the router and the device.
+    #[expect(clippy::too_many_lines, reason = "one shard's way, in order")]
     async fn begin(&self, begun: Begun<'_>, openings: &mut Openings) -> anyhow::Result<Handed> {
         let Begun {
             in_hand,

@@ -250,6 +250,7 @@ impl Opener {
         }
     }
 
+    #[expect(clippy::too_many_lines, reason = "one message's way, in order")]
     async fn open(&self, delivery: Arc<Delivery>) -> anyhow::Result<Option<Opened>> {
         let worker = &self.worker;
         let output = delivery.message.output.clone();

@@ -1,5 +1,7 @@
 //! Worker processes: started, killed, paused, told to leave, and started again.
 
+#![expect(unsafe_code, reason = "`kill` is a call of C")]
+
 use std::fs::File;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};

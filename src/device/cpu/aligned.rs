@@ -7,6 +7,8 @@
 //!
 //! See docs/decisions/067-weights-and-kv-lie-on-huge-pages.md.
 
+#![expect(unsafe_code, reason = "memory of its own allocation, zeroed and aligned")]
+
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};

@@ -10,6 +10,8 @@
 //! releasing the tiles are in one `asm!` block: only then are the tile registers sure to keep their
 //! contents.
 
+#![expect(unsafe_code, reason = "AMX has no stable intrinsics")]
+
 use std::arch::asm;
 use std::arch::x86_64::*;
 use std::sync::OnceLock;

@@ -13,6 +13,8 @@
 //!
 //! See docs/decisions/065-common-prefixes-are-attended-once.md.
 
+#![expect(unsafe_code, reason = "kernels take addresses of parts of a buffer")]
+
 use std::ops::Range;
 use std::sync::Mutex;
 

@@ -14,6 +14,8 @@
 //!
 //! See docs/decisions/064-int8-attention-walks-spans-of-64.md.
 
+#![expect(unsafe_code, reason = "kernels take addresses and need instructions")]
+
 use super::attention::{Look, Scratch, Task, first_visible};
 use super::int8::{OFFSET, QUAD};
 use super::isa::Isa;

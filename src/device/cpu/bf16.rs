@@ -13,6 +13,8 @@
 //!
 //! See docs/decisions/062-bf16-depends-on-the-processor.md.
 
+#![expect(unsafe_code, reason = "kernels take addresses and need instructions")]
+
 use super::int8::Tile;
 use super::isa::{Isa, multiversion};
 use super::math::bf16_bits;

@@ -1,5 +1,7 @@
 //! The gated activation: `activation(gate) * up` (Shazeer 2020, SwiGLU and GEGLU).
 
+#![expect(unsafe_code, reason = "tiles write parts of rows of one buffer")]
+
 use super::isa::multiversion;
 use super::math::{gelu_tanh, round_bf16, silu};
 use super::tile::PANEL;

@@ -10,6 +10,8 @@
 //!
 //! See docs/decisions/061-int8-does-not-depend-on-the-batch.md.
 
+#![expect(unsafe_code, reason = "kernels take addresses and need instructions")]
+
 use super::isa::Isa;
 use super::tile::PANEL;
 

@@ -123,6 +123,7 @@ macro_rules! multiversion {
     ($(#[$doc:meta])* $vis:vis fn $name:ident($($arg:ident: $ty:ty),* $(,)?) = $body:path;) => {
         $(#[$doc])*
         #[allow(clippy::too_many_arguments)]
+        #[allow(unsafe_code, reason = "runs instructions that the processor has")]
         $vis fn $name(isa: $crate::device::cpu::isa::Isa, $($arg: $ty),*) {
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
@@ -135,17 +136,19 @@ macro_rules! multiversion {
                 $body($($arg),*)
             }
             match isa {
-                // SAFETY: the processor has these instructions, or `isa` would not have this value.
                 #[cfg(target_arch = "x86_64")]
                 $crate::device::cpu::isa::Isa::Avx512
                 | $crate::device::cpu::isa::Isa::Avx512Vnni
                 | $crate::device::cpu::isa::Isa::Avx512Bf16
-                | $crate::device::cpu::isa::Isa::Amx => unsafe { avx512($($arg),*) },
-                // SAFETY: as above.
+                | $crate::device::cpu::isa::Isa::Amx => {
+                    // SAFETY: the processor has these instructions, or `isa` would not have this value.
+                    unsafe { avx512($($arg),*) }
+                }
                 #[cfg(target_arch = "x86_64")]
-                $crate::device::cpu::isa::Isa::Avx2 | $crate::device::cpu::isa::Isa::AvxVnni => unsafe {
-                    avx2($($arg),*)
-                },
+                $crate::device::cpu::isa::Isa::Avx2 | $crate::device::cpu::isa::Isa::AvxVnni => {
+                    // SAFETY: as above.
+                    unsafe { avx2($($arg),*) }
+                }
                 $crate::device::cpu::isa::Isa::Portable => $body($($arg),*),
             }
         }

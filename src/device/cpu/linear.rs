@@ -6,6 +6,8 @@
 //!
 //! See docs/decisions/063-few-rows-stream-weights.md.
 
+#![expect(unsafe_code, reason = "kernels take addresses of parts of a buffer")]
+
 use std::ops::Range;
 
 use super::gated::{GatedTile, gated_tile_on};

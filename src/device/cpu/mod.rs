@@ -5,9 +5,8 @@
 //! normalised rows are stored in 8 bits. At F32 precision the results of a row are bit-identical
 //! for any batch, any number of threads and every instruction set.
 //!
-//! `unsafe` code is limited to the kernels and their callers: `tile.rs`, `int8.rs`, `bf16.rs`,
-//! `amx.rs`, `linear.rs`, `attention.rs`, `attention_int8.rs`, `softmax_int8.rs`, `gated.rs`,
-//! `norm.rs`, `aligned.rs`, `isa.rs`, `threads.rs` and `SharedMut`.
+//! `unsafe` code is limited to the kernels and their callers, in files that begin with
+//! `#![expect(unsafe_code)]`, and to `SharedMut` and `multiversion!`.
 //!
 //! See docs/decisions/060-f32-does-not-depend-on-the-batch.md.
 
@@ -208,8 +207,10 @@ struct SharedMut<'a> {
 }
 
 // SAFETY: parts are only reached through unsafe methods, whose callers keep them disjoint.
+#[expect(unsafe_code, reason = "threads write parts of one buffer")]
 unsafe impl Sync for SharedMut<'_> {}
 
+#[expect(unsafe_code, reason = "threads write parts of one buffer")]
 impl<'a> SharedMut<'a> {
     fn new(data: &'a mut [f32]) -> SharedMut<'a> {
         SharedMut {

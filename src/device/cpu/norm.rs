@@ -5,6 +5,8 @@
 //!
 //! See docs/decisions/069-normalised-rows-are-written-in-int8.md.
 
+#![expect(unsafe_code, reason = "tasks write rows of one buffer")]
+
 use super::isa::multiversion;
 use super::math::{round_bf16, sum16};
 use super::{Buffer, On, SharedMut};

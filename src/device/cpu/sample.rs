@@ -61,6 +61,7 @@ pub fn sample(logits: &[f32], draw: Draw, scratch: &mut Scratch) -> Result<Drawn
     })
 }
 
+#[expect(clippy::too_many_lines, reason = "one draw's steps, in order")]
 fn token(logits: &[f32], draw: Draw, scratch: &mut Scratch) -> Result<u32, DrawError> {
     let Scratch {
         row,

@@ -1,6 +1,8 @@
 //! The online softmax of INT8 attention: turns a row's scores of a span into weight bytes, which
 //! the kernel multiplies with the values.
 
+#![expect(unsafe_code, reason = "kernels take addresses and need instructions")]
+
 use super::attention::RowState;
 use super::attention_int8::{BLOCKS, ROWS_MAX};
 use super::isa::{Isa, multiversion};

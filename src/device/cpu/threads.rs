@@ -7,6 +7,8 @@
 //!
 //! See docs/decisions/068-cpu-steps-have-their-own-threads.md.
 
+#![expect(unsafe_code, reason = "threads that outlive a region borrow its job and its parts")]
+
 use std::any::Any;
 use std::cell::{Cell, UnsafeCell};
 use std::marker::PhantomData;

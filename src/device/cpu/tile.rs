@@ -8,6 +8,8 @@
 //! Linear layers pass weights as panels. Attention passes keys (`[head_dim][16 positions]`) and
 //! values (`[16 positions][16 dims]`) as panels.
 
+#![expect(unsafe_code, reason = "kernels take addresses and need instructions")]
+
 use super::aligned::ZeroBits;
 use super::isa::Isa;
 

@@ -4,6 +4,8 @@
 //! so all three matrices are used without a copy. Scales of E4M3 by row and column need Hopper and
 //! CUDA 12.9. INT8 products are unscaled: a kernel of their own scales the sums.
 
+#![expect(unsafe_code, reason = "calls of a C library that is loaded at run time")]
+
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::marker::PhantomData;
 use std::path::{Path, PathBuf};

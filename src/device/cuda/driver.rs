@@ -4,6 +4,8 @@
 //! All work is issued in order to the one stream. A context may be used from any thread: each call
 //! makes it current first.
 
+#![expect(unsafe_code, reason = "calls of NVIDIA's driver, a C library")]
+
 use std::ffi::c_void;
 use std::sync::Arc;
 
@@ -82,11 +84,9 @@ impl Context {
             return Err(DeviceError::Missing(format!("there is no `cuda:{ordinal}`: {there}")));
         }
         let mut version = 0;
-        // SAFETY: writes the version.
-        check(
-            unsafe { sys::cuDriverGetVersion(&mut version) }.result(),
-            "asking for the driver's version",
-        )?;
+        // SAFETY: the driver writes one number to `version`, which outlives the call.
+        let asked = unsafe { sys::cuDriverGetVersion(&mut version) }.result();
+        check(asked, "asking for the driver's version")?;
         if version < 12_000 {
             return Err(DeviceError::Missing(format!(
                 "the NVIDIA driver is of CUDA {}.{}, and 12.0 is the least (driver 525): install a newer one, or compute with `--device cpu`",

@@ -1,6 +1,8 @@
 //! Finds NVIDIA's libraries. They are loaded at run time: without them gristmill prints one clear
 //! message, or computes on the CPU.
 
+#![expect(unsafe_code, reason = "loads C libraries at run time")]
+
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 

@@ -48,6 +48,7 @@ impl Cuda {
 
     /// `y = x W^T + b` over the first `rows` rows of `x` and the first `columns` rows of W. Rows of
     /// `y` are `stride` values apart.
+    #[expect(clippy::too_many_lines, reason = "closures share its arguments")]
     fn multiply(&self, product: &Product<'_>) -> Result<(), DeviceError> {
         let Product { x, weight, .. } = *product;
         let shape = LinearShape {

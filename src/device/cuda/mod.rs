@@ -181,13 +181,13 @@ impl Cuda {
     }
 
     /// Issues a launch; a launch with an empty grid is skipped.
+    #[expect(unsafe_code, reason = "kernels take addresses")]
     fn launch(&self, launch: &Launch, arguments: &[Argument]) -> Result<(), DeviceError> {
         if launch.grid.contains(&0) {
             return Ok(());
         }
         let function = self.function(launch)?;
-        // SAFETY: each operation below passes its kernel's arguments, over memory of the planned
-        // shapes.
+        // SAFETY: each operation below passes its kernel's arguments, over memory of the planned shapes.
         unsafe { self.context.launch(&function, launch, arguments) }
     }
 

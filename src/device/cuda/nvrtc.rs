@@ -1,5 +1,7 @@
 //! NVIDIA's run-time compiler: compiles kernels' sources to machine code for the card in use.
 
+#![expect(unsafe_code, reason = "calls of a C library that is loaded at run time")]
+
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::path::PathBuf;
 

@@ -1,6 +1,8 @@
 //! Guards calls of the tokenizers library, which panics on some foreign input. Such a panic becomes
 //! an error of the input.
 
+#![expect(unsafe_code, reason = "calls of Oniguruma, a C library")]
+
 use std::cell::Cell;
 use std::ffi::{c_uint, c_ulong};
 use std::panic::{AssertUnwindSafe, catch_unwind, set_hook, take_hook};
