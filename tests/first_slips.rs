@@ -225,6 +225,25 @@ fn a_folder_of_outputs_leads_to_the_list_of_jobs() {
         .one_line(&["holds no job", "`gristmill jobs` lists the jobs"]);
 }
 
+/// `verify --inputs` says what it compared.
+#[test]
+fn a_job_that_carries_nothing_has_nothing_to_compare() {
+    let folder = tempfile::tempdir().unwrap();
+    for (carry, says) in [
+        ("", "(no column is carried"),
+        (", carry: [id]", "with the carried columns of their inputs"),
+    ] {
+        let rest = format!("{INPUT}output: {{uri: out{}{carry}}}\n{PROMPT}{GENERATE}", carry.len());
+        let path = job(folder.path(), &rest);
+        let plan = run(&["plan", arg(&path)]).expect(0).stdout;
+        assert!(!plan.contains("--limit"), "two rows need no trial: {plan}");
+        run(&["run", arg(&path), "--quiet"]).expect(0);
+        let output = folder.path().join(format!("out{}", carry.len()));
+        let verified = run(&["verify", arg(&output), "--inputs"]).expect(0);
+        assert!(verified.stdout.contains(says), "{verified:?}");
+    }
+}
+
 /// The program without any cloud's variables, and with a metadata service that refuses connections.
 fn without_credentials(arguments: &[&str], folder: &Path) -> Run {
     let mut command = gristmill(arguments);

@@ -33,6 +33,8 @@ use crate::worker::preflight::{Preflight, Seen, SeenPrompt, Shown};
 
 /// Shards in progress: one being rendered, one being read.
 const SHARDS_AHEAD: usize = 2;
+/// Rows of the trial that measures a job's speed.
+const TRIAL_ROWS: u64 = 200;
 /// Maximum number of skipped files that are named.
 const SKIPPED_SHOWN: usize = 10;
 /// Maximum width of a histogram bar, in characters.
@@ -316,8 +318,9 @@ fn show(prepared: &PreparedJob, inputs: &InputPlan, p: &Preflight, expected: Opt
         println!("{:<12}{line}", if at == 0 { "parsed" } else { "" });
     }
     match expected {
+        None if p.rows <= TRIAL_ROWS => println!("time        unknown: give --tokens-per-second to have it estimated"),
         None => println!(
-            "time        unknown: measure with `gristmill run {} --limit 200`, or give --tokens-per-second",
+            "time        unknown: measure with `gristmill run {} --limit {TRIAL_ROWS}`, or give --tokens-per-second",
             prepared.args.again()
         ),
         Some(Expected { seconds, basis }) => {

@@ -33,9 +33,11 @@ pub async fn verify(args: VerifyArgs) -> Result<Exit, Failure> {
         check_access(&args, &ledger)?;
     }
     let mut verified = ledger.verify(|_| ()).await?;
-    let mut without_columns = 0;
+    let (mut without_columns, mut carries) = (0, false);
     if args.inputs {
-        for compared in against_inputs(&ledger).await? {
+        let (all, names) = against_inputs(&ledger).await?;
+        carries = !names.is_empty();
+        for compared in all {
             verified.findings.extend(compared.differs);
             without_columns += compared.without_columns;
         }
@@ -65,6 +67,7 @@ pub async fn verify(args: VerifyArgs) -> Result<Exit, Failure> {
         };
         let inputs = match (args.inputs, without_columns) {
             (false, _) => String::new(),
+            (true, _) if !carries => " (no column is carried, so none was compared with the inputs)".into(),
             (true, 0) => ", with the carried columns of their inputs".into(),
             (true, rows) => format!(
                 ", with the carried columns of their inputs but for {}, closed when nobody could read these",
@@ -118,8 +121,9 @@ impl Compared {
     }
 }
 
-/// Compares the carried columns of every published row with the job's inputs, part by part.
-async fn against_inputs(ledger: &Ledger) -> Result<Vec<Compared>, Failure> {
+/// Compares the carried columns of every published row with the job's inputs, part by part. Also
+/// returns these columns' names in the output.
+async fn against_inputs(ledger: &Ledger) -> Result<(Vec<Compared>, Vec<String>), Failure> {
     let record = ledger.job();
     let place = ledger.store().address(JOB);
     let job = Job::of_record(&record.resolved, &place)?;
@@ -127,11 +131,12 @@ async fn against_inputs(ledger: &Ledger) -> Result<Vec<Compared>, Failure> {
     let reader =
         ShardReader::new(record.inputs.clone(), output.carry(), Some(Vec::new())).of_layout(record.layout.clone());
     let names: Vec<String> = output.carried_names().collect();
-    futures::stream::iter(0..record.shards.len() as u32)
+    let compared = futures::stream::iter(0..record.shards.len() as u32)
         .map(|shard| part_against_inputs(ledger, &reader, &names, shard))
         .buffered(SHARDS_AT_ONCE)
         .try_collect()
-        .await
+        .await?;
+    Ok((compared, names))
 }
 
 /// Compares one part. `names`: the carried columns' names in the output.

@@ -28,7 +28,7 @@ impl Outage {
         if self.since.is_none() {
             self.since = Some(Instant::now());
             let why = why.strip_prefix(&format!("{}: ", self.address)).unwrap_or(why);
-            tracing::warn!("{} does not answer ({why}); trying again until it does", self.address);
+            tracing::warn!("{} does not answer ({why}); trying again", self.address);
         }
     }
 
