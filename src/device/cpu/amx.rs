@@ -518,7 +518,8 @@ mod tests {
             let name = "device::cpu::amx::tests::tiles_of_the_processor_give_the_plain_sums";
             return lacks(name, "AMX");
         }
-        // SAFETY: each case's arrays have the sizes that its fields name, and the processor has AMX.
+        // SAFETY: each case's arrays have the sizes that its fields name, and the processor has
+        // AMX.
         check(|f| unsafe { int8_sums(f) }, |f| unsafe { bf16_sums(f) });
     }
 }

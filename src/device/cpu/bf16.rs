@@ -168,8 +168,8 @@ pub mod x86 {
 
     #[target_feature(enable = "avx512f,avx512bf16")]
     unsafe fn pairs_512<const ROWS: usize, const PANELS: usize>(p: &Product, tile: Tile) {
-        // SAFETY: indices stay within the bounds that `product` asks for. A register of pairs is 512
-        // bits in either type.
+        // SAFETY: indices stay within the bounds that `product` asks for. A register of pairs is
+        // 512 bits in either type.
         unsafe {
             let pairs = |bits: __m512i| -> __m512bh { std::mem::transmute(bits) };
             let mut sums = [[_mm512_setzero_ps(); PANELS]; ROWS];
