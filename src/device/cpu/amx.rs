@@ -39,8 +39,8 @@ fn has_instructions() -> bool {
     if !is_x86_feature_detected!("xsave") || !is_x86_feature_detected!("avx512vnni") || __cpuid(0).eax < 7 {
         return false;
     }
-    // SAFETY: a processor with XSAVE has XGETBV. The system has enabled it: AVX-512 was detected,
-    // which requires that.
+    // SAFETY: a processor with XSAVE has XGETBV. Detection of AVX-512 above implies that the system
+    // has enabled XGETBV.
     let enabled = unsafe { _xgetbv(0) };
     let has = __cpuid_count(7, 0).edx & (BF16 | TILE | INT8) == BF16 | TILE | INT8;
     has && enabled & TILE_STATE == TILE_STATE
@@ -321,7 +321,7 @@ mod tests {
             self.registers[tile] = [[0; ROW_BYTES]; ROWS];
             for row in 0..usize::from(self.configuration.rows[tile]) {
                 for byte in 0..usize::from(self.configuration.row_bytes[tile]) {
-                    // SAFETY: what the loop reads is there.
+                    // SAFETY: the caller passes valid memory for each row of the tile.
                     self.registers[tile][row][byte] = unsafe { *from.add(row * stride + byte) };
                 }
             }
@@ -355,7 +355,8 @@ mod tests {
         products.fold(i32::from_le_bytes(c), i32::wrapping_add).to_le_bytes()
     }
 
-    /// TDPBF16PS: two products of BF16. (The instruction rounds and flushes in its own way; these numbers have exact sums.)
+    /// TDPBF16PS: two products of BF16. The instruction's rounding and flushing are not modelled,
+    /// since the sums of these tests are exact.
     fn tdpbf16ps(c: [u8; 4], a: [u8; 4], b: [u8; 4]) -> [u8; 4] {
         let number =
             |of: [u8; 4], i: usize| f32::from_bits(u32::from(u16::from_le_bytes([of[2 * i], of[2 * i + 1]])) << 16);
@@ -469,8 +470,8 @@ mod tests {
                 );
             }
         }
-        // BF16 numbers start at even bytes: of a row in the left factor, of a column's four bytes
-        // in the right one.
+        // A BF16 number starts at an even byte of a row in the left factor, and at an even byte of
+        // a column's four bytes in the right factor.
         let table: Vec<u8> = (0..8192).map(few_bits).collect();
         for case in cases(|i| table[i % 8192]) {
             let case = aligned(case, &table);
@@ -506,7 +507,7 @@ mod tests {
 
     #[test]
     fn tiles_in_plain_code_give_the_plain_sums() {
-        // SAFETY: the cases are as large as they say.
+        // SAFETY: each case's arrays have the sizes that its fields name.
         check(
             |f| unsafe { modelled(f, tdpbusd) },
             |f| unsafe { modelled(f, tdpbf16ps) },
@@ -519,7 +520,8 @@ mod tests {
             let name = "device::cpu::amx::tests::tiles_of_the_processor_give_the_plain_sums";
             return lacks(name, "AMX");
         }
-        // SAFETY: the cases are as large as they say, and the processor has AMX.
+        // SAFETY: each case's arrays have the sizes that its fields name, and the processor has
+        // AMX.
         check(|f| unsafe { int8_sums(f) }, |f| unsafe { bf16_sums(f) });
     }
 }

@@ -8,6 +8,7 @@
 //! without a visible position. The computation for a query thus depends on its position and window
 //! alone, and not on the chunks of its sequence, the prefix that it shares, or the rest of the
 //! batch.
+//!
 //! [`attention_int8`](super::attention_int8) handles INT8 keys and values. It walks in the same
 //! way, in spans of 64 positions.
 //!

@@ -176,7 +176,7 @@ impl<'a> Span<'a> {
                 starts: int8.starts[from..from + rows].as_ptr(),
                 keys: self.keys.map(<[u8]>::as_ptr),
             };
-            // SAFETY: `rows` rows of queries and starts are there, and each block has its size.
+            // SAFETY: queries and starts have `rows` rows, and each block has its full size.
             unsafe { score(isa, &op, &mut int8.scores) };
             let (mut weighed, mut tops) = ([Weighed::default(); ROWS_MAX], [0.0; ROWS_MAX]);
             for r in 0..rows {
@@ -219,7 +219,7 @@ impl<'a> Span<'a> {
                 scales,
                 sums: sums[from * wide..(from + rows) * wide].as_mut_ptr(),
             };
-            // SAFETY: `rows` rows of weights and sums are there, and each block has its size.
+            // SAFETY: weights and sums have `rows` rows, and each block has its full size.
             unsafe { add_values(isa, &op) };
         }
     }

@@ -32,9 +32,9 @@ const STREAM_ROWS_MAX: usize = 4;
 /// A product of rows, in tiles, and a group of panels.
 #[derive(Clone, Copy)]
 pub struct Product {
-    /// Length of the sums, in pairs.
+    /// Depth of the product: pairs of k that are summed.
     pub pairs: usize,
-    /// BF16 bits of the rows, tile by tile, in the layout that [`is_packed`] tells.
+    /// BF16 bits of the rows, tile by tile, in the layout that [`is_packed`] reports.
     pub a: *const u16,
     /// BF16 bits of the first panel, `[pairs][16][2]`.
     pub b: *const u16,
@@ -170,7 +170,8 @@ pub mod x86 {
 
     #[target_feature(enable = "avx512f,avx512bf16")]
     unsafe fn pairs_512<const ROWS: usize, const PANELS: usize>(p: &Product, tile: Tile) {
-        // SAFETY: indices stay within the bounds that `product` asks for; a register of pairs is 512 bits in either type.
+        // SAFETY: indices stay within the bounds that `product` asks for. A register of pairs is
+        // 512 bits in either type.
         unsafe {
             let pairs = |bits: __m512i| -> __m512bh { std::mem::transmute(bits) };
             let mut sums = [[_mm512_setzero_ps(); PANELS]; ROWS];

@@ -34,9 +34,9 @@ pub const K_MAX: usize = 1 << 16;
 /// A product of rows, in tiles, and a group of panels.
 #[derive(Clone, Copy)]
 pub struct Product {
-    /// Length of the sums, in quads.
+    /// Depth of the product: quads of k that are summed.
     pub quads: usize,
-    /// The rows, tile by tile, in the layout that [`is_packed`] tells.
+    /// The rows, tile by tile, in the layout that [`is_packed`] reports.
     pub a: *const u8,
     /// First panel, `[quads][16][4]`.
     pub b: *const i8,

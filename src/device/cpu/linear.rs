@@ -43,7 +43,7 @@ pub(super) struct Finish<'a> {
 pub(super) struct PackedRows {
     /// F32, tile by tile, each `[k][rows of the tile]`.
     tiles: Vec<f32>,
-    /// BF16 bits, tile by tile, in the layout that [`bf16::is_packed`] tells.
+    /// BF16 bits, tile by tile, in the layout that [`bf16::is_packed`] reports.
     pairs: Vec<u16>,
     quantized: Quantized,
 }
@@ -558,7 +558,8 @@ impl Block<'_> {
         let mut k = 0;
         loop {
             let depth = (self.k - k).min(K_BLOCK);
-            // SAFETY: `packed` holds `k * rows` numbers of this tile, `panels` k * 16 of each panel.
+            // SAFETY: `packed` holds `k * rows` numbers of this tile, and `panels` holds `k * 16`
+            // numbers of each panel.
             unsafe {
                 product(
                     isa,

@@ -17,8 +17,8 @@ const LEAST: f32 = 1e-30;
 /// Quantized rows.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct Quantized {
-    /// Tile by tile, in the layout that [`int8::is_packed`](super::int8::is_packed) tells. Each row
-    /// is padded with zeros (stored as 128) to `stride` bytes.
+    /// Tile by tile, in the layout that [`int8::is_packed`](super::int8::is_packed) reports. Each
+    /// row is padded with zeros (stored as 128) to `stride` bytes.
     pub data: Vec<u8>,
     pub stride: usize,
     /// `[rows]`.

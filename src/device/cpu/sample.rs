@@ -208,8 +208,8 @@ fn pick_of_all(all: &Weights, total: f64, uniform: f64) -> u32 {
                 }
             }
         }
-        // The chunk's sum is rounded and may exceed the sum of its weights. The next token is then
-        // as good.
+        // The chunk's sum is rounded and may exceed the sum of its weights. If the target lies in
+        // between, the next token of nonzero weight is drawn.
         reached = end;
     }
     all.each.iter().rposition(|weight| *weight > 0.0).unwrap_or(0) as u32
@@ -273,8 +273,8 @@ fn filter(candidates: &mut Vec<Candidate>, draw: &Draw) -> Result<(), DrawError>
     Ok(())
 }
 
-/// Steps 7 and 8. `candidates` must include all tokens that survive; `total` is the weight of the
-/// tokens that top-k left.
+/// Steps 7 and 8. `candidates` must include all tokens that survive; `total` is the sum of the
+/// weights of the tokens that top-k kept.
 fn cut(candidates: &mut Vec<Candidate>, draw: &Draw, total: f64) {
     if draw.top_p < 1.0 {
         keep_top_p(candidates, f64::from(draw.top_p) * total);

@@ -62,7 +62,7 @@ fn portable(op: &Weigh<'_>, scores: &[i32; SPAN_TOKENS], weights: &mut [u8; SPAN
 #[inline(always)]
 fn capped(cap: f32, op: &Weigh<'_>, scores: &[i32; SPAN_TOKENS], weights: &mut [u8; SPAN_TOKENS], out: &mut Weighed) {
     let cap = cap * std::f32::consts::LOG2_E;
-    // A query of zeros, or nearly so: all its scores become 0, so its softmax is uniform.
+    // All scores of a query of (nearly) zeros become 0, so its softmax is uniform.
     let inverse = if op.scale > f32::MIN_POSITIVE {
         1.0 / op.scale
     } else {
@@ -204,7 +204,7 @@ mod x86 {
         let none = _mm512_set1_ps(f32::NEG_INFINITY);
         let mut largest = none;
         for b in 0..op.blocks {
-            // SAFETY: a block's 16 scores and scales are there.
+            // SAFETY: each block has 16 scores and 16 scales.
             let (score, scale) = unsafe {
                 (
                     _mm512_loadu_si512(scores[b * BLOCK_TOKENS..].as_ptr().cast()),
@@ -215,7 +215,7 @@ mod x86 {
             scaled[b] = _mm512_mask_mov_ps(none, mask(op, b), score);
             largest = _mm512_max_ps(scaled[b], largest);
         }
-        // Halves folded onto each other, as in `max16`; the order of maxima does not matter.
+        // Halves are folded onto each other, as in `max16`. The maximum is the same in any order.
         let half = _mm256_max_ps(_mm512_extractf32x8_ps::<1>(largest), _mm512_castps512_ps256(largest));
         let quarter = _mm_max_ps(_mm256_extractf128_ps::<1>(half), _mm256_castps256_ps128(half));
         let pair = _mm_max_ps(_mm_movehl_ps(quarter, quarter), quarter);
@@ -236,7 +236,7 @@ mod x86 {
             let weight = _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p), power));
             let visible = mask(op, b);
             totals = _mm512_mask_add_ps(totals, visible, totals, weight);
-            // SAFETY: a block's 16 scales are there, and its 16 weights.
+            // SAFETY: each block has 16 scales and 16 weights.
             unsafe {
                 let value_scale = _mm512_loadu_ps(op.value_scales[b].as_ptr());
                 let byte = _mm512_fmadd_ps(_mm512_mul_ps(weight, value_scale), inverse, round);
@@ -245,7 +245,7 @@ mod x86 {
             }
         }
         out.max = max;
-        // SAFETY: 16 sums are there.
+        // SAFETY: `totals` has 16 elements.
         unsafe { _mm512_storeu_ps(out.totals.as_mut_ptr(), totals) };
     }
 }

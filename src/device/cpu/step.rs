@@ -1,4 +1,5 @@
-//! A step on the CPU: the batch, the rotations of its positions, and the attention plan that all layers share.
+//! A step on the CPU: the batch, the rotations of its positions, and the attention plan that all
+//! layers share.
 
 use super::math::round_bf16;
 use super::{BLOCK_TOKENS, SPAN_TOKENS};
@@ -18,8 +19,8 @@ pub struct Step {
     pub(super) tiles: Vec<QueryTile>,
     /// The parts of all tiles, in order.
     pub(super) parts: Vec<TilePart>,
-    /// (block, first unused slot): each last block of a sequence that this step begins or copies
-    /// to. The rest of the block must be cleared.
+    /// `(block, first unused slot)` of each partly filled last block of a sequence, if this step
+    /// begins the block or copies into it. F32 and BF16 pools clear the values from that slot on.
     pub(super) begun: Vec<(u32, u32)>,
 }
 

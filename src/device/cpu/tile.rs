@@ -19,7 +19,7 @@ pub const PANEL: usize = 16;
 /// A product of `rows` packed rows and `panels` panels.
 #[derive(Clone, Copy)]
 pub struct Product<E> {
-    /// Length of the sums.
+    /// Depth of the product: values of k that are summed.
     pub k: usize,
     /// Rows, at most [`max_rows`].
     pub rows: usize,
